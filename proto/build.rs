@@ -31,7 +31,7 @@ fn main() -> std::io::Result<()> {
         .customize(Customize { async_all: true, ..Default::default() })
         .run()?;
 
-    // The generator spells the service its own way; on the wire it is what the .proto says.
+    // The generator changes the service's capitals; the wire needs the .proto's name.
     let path = format!("{out}/podvminfo_ttrpc.rs");
     let generated = fs::read_to_string(&path)?;
     fs::write(path, generated.replace("podvminfo.PodVmInfo", "podvminfo.PodVMInfo"))?;

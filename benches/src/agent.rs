@@ -1,5 +1,5 @@
-//! A minimal agent: the physical limit of what a relay can be measured against. On tokio as the real one is, knows
-//! `Check` and `ReadStdout`, reads many frames per system call and answers each with prepared bytes.
+//! Serves a minimal agent: the fastest agent that a relay can be measured against. It runs on tokio like the real one,
+//! implements `Check` and `ReadStdout`, reads many frames per system call and sends prepared answers.
 
 use std::{
     collections::{HashMap, hash_map::Entry},
@@ -15,14 +15,14 @@ use tokio::{
     net::{UnixListener, UnixStream},
 };
 
-/// Serves for ever.
+/// Serves until the process ends.
 pub(crate) fn serve(path: &Path) -> io::Result<()> {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     runtime.block_on(async {
         let listener = UnixListener::bind(path)?;
         println!("ready");
         loop {
-            // A client that goes ends its connection; there is nobody to tell.
+            // A client that closes ends its connection; the error has no receiver.
             tokio::spawn(connection(listener.accept().await?.0));
         }
     })
@@ -63,7 +63,7 @@ async fn connection(mut socket: UnixStream) -> io::Result<()> {
     }
 }
 
-/// How many bytes the call wants; 0 for `Check`.
+/// Returns the number of bytes that the call asks for; 0 for `Check`.
 fn wanted(payload: &[u8]) -> io::Result<u32> {
     let request = ttrpc_frame::Request::parse_from_bytes(payload)?;
     if request.method != "ReadStdout" {
@@ -72,7 +72,7 @@ fn wanted(payload: &[u8]) -> io::Result<u32> {
     Ok(agent::ReadStreamRequest::parse_from_bytes(&request.payload)?.len)
 }
 
-/// The response's payload, envelope and all.
+/// Returns the response's payload with its ttrpc envelope.
 fn prepared(bytes: u32) -> io::Result<Vec<u8>> {
     let body = if bytes == 0 {
         let mut check = agent::HealthCheckResponse::new();

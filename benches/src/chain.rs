@@ -1,6 +1,6 @@
-//! The chains that are compared: a bare socket, two `copy_bidirectional` processes, two processes with our endpoints;
-//! the last two plain and with TLS. Each process is this very program in another role, so that CPU time can be told
-//! apart.
+//! Runs the chains that are compared: a bare socket, two `copy_bidirectional` processes, two processes with Peerpod's
+//! endpoints; the last two plain and with TLS. Each process is this program in another role, so that their CPU times
+//! are separate.
 
 use std::{
     fs,
@@ -28,12 +28,12 @@ use tokio::{
 };
 use tokio_rustls::{TlsAcceptor, TlsConnector};
 
-/// What lies between the client and the agent.
+/// Processes between the client and the agent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
     /// Two processes that copy bytes, one TCP connection per client connection, 64 KiB buffers.
     Splice,
-    /// Our endpoints with the relay's and the guest's filters.
+    /// Peerpod's endpoints with the filters of relay and guest.
     Relay,
 }
 
@@ -46,11 +46,11 @@ impl Kind {
     }
 }
 
-/// A running pair of processes; both die with it.
+/// A running pair of processes; drop kills both.
 pub(crate) struct Pair {
     near: Child,
     far: Child,
-    /// Where the client connects.
+    /// Socket that the client connects to.
     pub(crate) socket: PathBuf,
 }
 
@@ -70,7 +70,7 @@ impl Pair {
         }
     }
 
-    /// CPU time of both so far.
+    /// Returns the CPU time of both so far.
     pub(crate) fn cpu(&self) -> anyhow::Result<Duration> {
         Ok(cpu_of(self.near.id())? + cpu_of(self.far.id())?)
     }
@@ -79,13 +79,13 @@ impl Pair {
 impl Drop for Pair {
     fn drop(&mut self) {
         for child in [&mut self.near, &mut self.far] {
-            child.kill().ok(); // It may be gone already.
+            child.kill().ok(); // It may have exited already.
             child.wait().ok();
         }
     }
 }
 
-/// CPU time of a process and its threads, from the scheduler's own books.
+/// Returns the CPU time of a process and its threads, from the scheduler's statistics.
 pub(crate) fn cpu_of(pid: u32) -> anyhow::Result<Duration> {
     let mut total = 0;
     for task in fs::read_dir(format!("/proc/{pid}/task"))? {
@@ -96,7 +96,7 @@ pub(crate) fn cpu_of(pid: u32) -> anyhow::Result<Duration> {
     Ok(Duration::from_nanos(total))
 }
 
-/// Starts this program in a role and waits for its one line, which says that it is ready.
+/// Starts this program in a role and waits for the one line that it prints when it is ready.
 pub(crate) fn role(words: &[&str], folder: &Path, socket: &Path) -> anyhow::Result<(Child, String)> {
     let mut child = Command::new(std::env::current_exe()?)
         .arg("role")
@@ -113,7 +113,7 @@ pub(crate) fn role(words: &[&str], folder: &Path, socket: &Path) -> anyhow::Resu
     Ok((child, line.trim().to_owned()))
 }
 
-/// Keys and certificates for the TLS chains, left in the folder.
+/// Writes keys and certificates for the TLS chains into the folder.
 pub(crate) fn make_certificates(folder: &Path) -> anyhow::Result<()> {
     use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
     let ca_key = KeyPair::generate()?;
@@ -142,7 +142,7 @@ fn identity(folder: &Path, name: &str) -> anyhow::Result<(Identity, CertificateD
     Ok(((vec![certificate(name)?, ca.clone()], key.into()), ca))
 }
 
-/// The process's part when it was started as `role …`.
+/// Runs the role of a process that was started as `role …`.
 pub(crate) async fn play(words: &[String]) -> anyhow::Result<()> {
     let folder = PathBuf::from(std::env::var_os("BENCH_FOLDER").context("BENCH_FOLDER")?);
     let socket = PathBuf::from(std::env::var_os("BENCH_SOCKET").context("BENCH_SOCKET")?);
@@ -219,7 +219,7 @@ async fn far(relay: bool, folder: Option<&PathBuf>, to: SocketAddr, agent: PathB
         tokio::spawn(endpoint.run()).await?;
         return Ok(());
     }
-    // One connection is always waiting for the next client of the near end.
+    // One connection always waits for the next client of the near end.
     loop {
         let tcp = TcpStream::connect(to).await?;
         tcp.set_nodelay(true)?;

@@ -1,5 +1,5 @@
-//! Whether the provider in Python, a program of its own in another language, keeps every promise: `peerpod provider check`
-//! with everything that can be tried, as a number of broken ones.
+//! Checks that the Python provider, a separate program in another language, keeps every promise. Runs
+//! `peerpod provider check` with all optional parts and reports the number of broken promises.
 
 use std::{
     fs,
@@ -13,7 +13,7 @@ use peerpod_world::binary;
 
 use crate::report::{Goal, Report};
 
-/// The witness: reads the records that are the "VMs".
+/// Witness that reads the records which are the "VMs".
 const PROBE: &str = r#"#!/usr/bin/env python3
 import glob, json, os, sys
 vms = os.path.join(os.path.dirname(os.path.abspath(__file__)), "vms")
@@ -23,7 +23,7 @@ else:
     sys.stdout.buffer.write(json.load(open(f"{vms}/{sys.argv[2]}.json"))["user_data"].encode())
 "#;
 
-/// Runs it.
+/// Runs the check.
 pub(crate) fn run(folder: &Path, report: &mut Report) -> anyhow::Result<()> {
     let folder = folder.join("check");
     fs::create_dir_all(folder.join("volumes"))?;
@@ -58,7 +58,7 @@ pub(crate) fn run(folder: &Path, report: &mut Report) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// From the table's last line, `21 kept, 0 broken, 3 not applicable`.
+/// Reads the number from the table's last line, `21 kept, 0 broken, 3 not applicable`.
 fn broken(said: &str) -> Option<f64> {
     let sums = said.lines().last()?;
     sums.split(", ").find_map(|part| part.strip_suffix(" broken"))?.parse().ok()

@@ -1,32 +1,32 @@
-//! The encrypted tunnel for the network's figures: the node's real steps, and both data planes in this process, as the
-//! relay and the guest run them.
+//! Sets up the encrypted tunnel for the network's figures. It uses the node's real steps, and runs both data planes in
+//! this process as the relay and the guest run them.
 
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 
 use anyhow::Context;
 use base64::{Engine as _, prelude::BASE64_STANDARD};
 use peerpod_node::tunnel::{HandIn, Kind, Netns, Tunnel, TunnelConfig, WireguardConfig};
-use peerpod_podnet::guest;
+use peerpod_podnet::{guest, wireguard::Inner};
 use peerpod_proto::guest::NetworkPlan;
 use peerpod_wireguard::{
-    DataPlane, Engine, Lane, NODE_INNER, OVERHEAD_V4, PeerConfig, PrivateKey, bind, inner::Inner, inner_of,
-    port_of,
+    DataPlane, Engine, Lane, NODE_INNER, OVERHEAD_V4, PeerConfig, PrivateKey, bind, inner_of, port_of,
 };
 use peerpod_world::{Namespace, World};
 use serde_json::{Value, json};
 
-/// What VXLAN adds inside.
+/// Bytes that VXLAN adds inside the tunnel.
 const VXLAN: u32 = 50;
 
-/// Both data planes; they end when dropped.
+/// Both data planes; drop ends them.
 pub(crate) struct Encrypted {
     _node: DataPlane,
     _guest: DataPlane,
     _tunnel: Tunnel,
 }
 
-/// Gives the pod (its namespace on the node) an encrypted tunnel to `podns`, in the VM whose own namespace is `vm`.
-/// `node` is the node's address as the VM reaches it, `vm_address` the other way round, `mtu` what fits between them.
+/// Gives the pod (its namespace on the node) an encrypted tunnel to `podns`. `vm` is the VM's own namespace.
+/// `node` is the node's address as the VM reaches it, `vm_address` the VM's address as the node reaches it. `mtu` is
+/// the path MTU between them.
 pub(crate) async fn connect(
     world: &World,
     (pod, id): (&Netns, &str),
@@ -74,7 +74,7 @@ pub(crate) async fn connect(
     engine.put_peer(&peer("pod", &guest_key, lane(NODE_INNER, inner), Vec::new()))?;
     let node_plane = DataPlane::start(engine, tun.into(), socket, "bench-node")?;
 
-    // The guest's.
+    // The guest's part.
     let opened = Inner::open(&folder.join("vm.netns"), None, inner, mtu - OVERHEAD_V4)?;
     let socket = vm.run(|| bind(0))??;
     let engine = Arc::new(Engine::new(guest_key));
@@ -87,7 +87,7 @@ pub(crate) async fn connect(
     Ok(Encrypted { _node: node_plane, _guest: guest_plane, _tunnel: tunnel })
 }
 
-/// The plan as `peerpod-guest` reads it inside the tunnel.
+/// Returns the plan as `peerpod-guest` applies it inside the tunnel.
 fn inside(mut plan: NetworkPlan) -> NetworkPlan {
     let underlay = plan.underlay.mut_or_insert_default();
     underlay.kind = "vxlan".to_owned();

@@ -1,5 +1,5 @@
-//! Plays the guests of the drill provider's VMs: sees each request's user-data, dials home from the address the "VM"
-//! has, claims, and answers its plan at once. What is left is the node's and the relay's own time.
+//! Plays the guests of the fake provider's VMs. Each reads its request's user-data, dials the node from the "VM's"
+//! address, claims, and answers its plan at once. The remaining time is that of the node and the relay.
 
 use std::{
     collections::HashSet,
@@ -30,23 +30,24 @@ use rustls_pki_types::{CertificateDer, PrivatePkcs8KeyDer};
 use tokio::net::{TcpStream, UnixStream};
 use tokio_rustls::{TlsConnector, client::TlsStream};
 
-/// Watches `dir` for new VMs until it is dropped.
+/// Watches the fake provider's folder for new VMs until it is dropped.
 pub(crate) struct Guests(tokio::task::JoinHandle<()>);
 
 impl Guests {
-    /// Guests that dial from inside `cloud`, with the agent at `agent` behind them.
+    /// Starts guests that dial from inside `cloud`, with the agent at `agent` behind them.
     pub(crate) fn watch(cloud: Netns, dir: PathBuf, agent: PathBuf) -> Guests {
         Guests(tokio::spawn(async move {
             let mut known = HashSet::new();
-            // A poll of the folder's time, not inotify: it adds the same half millisecond to the first VM and to the
-            // last. A listing takes the longer the more VMs there are, so it must stay a few per VM.
+            // This polls the folder's time instead of using inotify: the poll adds the same half millisecond to the
+            // first VM and to the last. A listing takes longer with more VMs, so there must be only a few listings per
+            // VM.
             let mut beat = tokio::time::interval(Duration::from_millis(1));
             let (mut seen, mut found) = (None, false);
             loop {
                 beat.tick().await;
                 let changed = fs::metadata(&dir).and_then(|folder| folder.modified()).ok();
-                // The folder's clock ticks every few milliseconds: what its time says may be followed by another
-                // change that does not show. VMs are made one after another, and each takes longer than a tick.
+                // The folder's clock ticks every few milliseconds, so a second change within a tick does not change the
+                // time. VMs are made one after another, and each takes longer than a tick.
                 let settled = |at: SystemTime| at.elapsed().is_ok_and(|age| age > Duration::from_millis(20));
                 if changed.is_none_or(|at| seen == changed && (found || settled(at))) {
                     continue;
@@ -79,7 +80,7 @@ fn new_files(dir: &Path, known: &mut HashSet<PathBuf>) -> Vec<PathBuf> {
     paths.filter(|path| path.extension().is_some_and(|e| e == "json") && known.insert(path.clone())).collect()
 }
 
-/// One guest's life.
+/// Plays one guest.
 async fn live(cloud: &Netns, file: &Path, agent: PathBuf) -> anyhow::Result<()> {
     let drilled: Drilled = serde_json::from_slice(&fs::read(file)?)?;
     let birth = BirthData::parse(drilled.user_data.as_bytes())?;
@@ -117,7 +118,7 @@ async fn live(cloud: &Netns, file: &Path, agent: PathBuf) -> anyhow::Result<()> 
     Ok(())
 }
 
-/// A TLS connection from the VM's address, out of its namespace.
+/// Opens a TLS connection from the VM's address, in the cloud's namespace.
 async fn secure(
     cloud: &Netns,
     drilled: &Drilled,
@@ -172,7 +173,7 @@ impl Handler for Home {
     fn on_connections(&mut self, _: usize) {}
 }
 
-/// Resident memory of a process, in MiB.
+/// Returns the resident memory of a process, in MiB.
 pub(crate) fn rss_mib(pid: u32) -> anyhow::Result<f64> {
     let mut text = String::new();
     fs::File::open(format!("/proc/{pid}/status"))?.read_to_string(&mut text)?;

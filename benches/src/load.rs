@@ -1,5 +1,5 @@
-//! The load client: raw ttrpc frames over a blocking unix socket, one write per request, so that what is measured is
-//! the road and not the client. Calls are Kata's own (`Check`, `ReadStdout`, `WriteStdin`).
+//! Makes calls with raw ttrpc frames over a blocking unix socket, one write per request. So the path dominates the
+//! measurement, not the client. The calls are Kata's (`Check`, `ReadStdout`).
 
 use std::{
     io::{self, Read, Write},
@@ -12,12 +12,12 @@ use peerpod_link::frame::{HEADER_LEN, Header, REQUEST};
 use peerpod_proto::{agent, ttrpc_frame};
 use protobuf::Message;
 
-/// What one call is.
+/// Kind of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Call {
-    /// `grpc.Health/Check`: the smallest there is.
+    /// `grpc.Health/Check`: the smallest call.
     Check,
-    /// `ReadStdout` with an answer of so many bytes.
+    /// `ReadStdout` with an answer of this many bytes.
     Read(u32),
 }
 
@@ -36,7 +36,7 @@ impl Client {
         Ok(Client { socket, stream: 1, body: vec![0; 64 << 10] })
     }
 
-    /// A request frame of this call for the next stream.
+    /// Encodes a request frame of this call for the next stream.
     fn request(&mut self, call: Call) -> io::Result<Vec<u8>> {
         let stream = self.stream;
         self.stream = self.stream.wrapping_add(2);
@@ -57,7 +57,7 @@ impl Client {
         Ok((header.stream, header.length as usize))
     }
 
-    /// One call and its answer.
+    /// Makes one call and returns the time until its answer.
     pub(crate) fn call(&mut self, call: Call) -> io::Result<Duration> {
         let request = self.request(call)?;
         let start = Instant::now();
@@ -71,7 +71,7 @@ impl Client {
         Ok(took)
     }
 
-    /// Calls one after another for so long; every latency.
+    /// Makes calls one after another for this time and returns every latency.
     pub(crate) fn burst(&mut self, call: Call, time: Duration) -> io::Result<Vec<Duration>> {
         let end = Instant::now() + time;
         let mut all = Vec::new();
@@ -81,7 +81,7 @@ impl Client {
         Ok(all)
     }
 
-    /// Keeps `width` small calls in flight for so long; calls per second.
+    /// Keeps `width` small calls in flight for this time and returns calls per second.
     pub(crate) fn flood(&mut self, width: usize, time: Duration) -> io::Result<f64> {
         let start = Instant::now();
         for _ in 0..width {
@@ -128,13 +128,13 @@ fn encode(call: Call, stream: u32) -> io::Result<Vec<u8>> {
     Ok([header.encode().as_slice(), &payload].concat())
 }
 
-/// The middle value; `None` when there is none.
+/// Returns the median; `None` without values.
 pub(crate) fn median(values: &mut [f64]) -> Option<f64> {
     values.sort_by(f64::total_cmp);
     (!values.is_empty()).then(|| values[values.len() / 2])
 }
 
-/// The value below which `share` (0 to 1) of all lie.
+/// Returns the value below which `share` (0 to 1) of all values lie.
 pub(crate) fn quantile(values: &mut [f64], share: f64) -> Option<f64> {
     values.sort_by(f64::total_cmp);
     let last = values.len().checked_sub(1)?;

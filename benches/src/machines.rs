@@ -1,5 +1,6 @@
-//! VMs that boot (QEMU, emulated): the image's way from power-on to its first byte home beside the bare kernel with a
-//! one-line init, in turns; how large the image is; what the guest program keeps in memory while its pod is idle.
+//! Measures VMs that boot (QEMU, emulated), the image's size, and the guest program's memory while its pod is idle. The
+//! boot time runs from power-on to the guest's first byte to the node. Boots of the bare kernel with a one-line init
+//! take turns with it.
 
 use std::{
     fs,
@@ -27,10 +28,10 @@ use crate::{
 const ROUNDS: usize = 7;
 const PATIENCE: Duration = Duration::from_secs(60);
 const MEMORY: u32 = 512;
-/// What QEMU's own network calls the machine it runs on.
+/// Address of the host in QEMU's user network.
 const HOST: Ipv4Addr = Ipv4Addr::new(10, 0, 2, 2);
 const MIB: f64 = (1 << 20) as f64;
-/// One line on the console, and then nothing for ever: with no library, so that nothing but the kernel is measured.
+/// Prints one line on the console and then sleeps for ever. It uses no library, so that only the kernel is measured.
 const BARE: &str = r#"
 static long call(long n, long a, long b, long c) {
     __asm__ volatile("syscall" : "+a"(n) : "D"(a), "S"(b), "d"(c) : "rcx", "r11", "memory");
@@ -42,7 +43,7 @@ void _start(void) {
 }
 "#;
 
-/// Runs it. The image and its programs must be there (`make image`).
+/// Runs the measurements. The image and its programs must exist (`make image`).
 pub(crate) async fn run(folder: &Path, report: &mut Report) -> anyhow::Result<()> {
     let target = target()?;
     let image = target.join("image/minimal");
@@ -52,7 +53,7 @@ pub(crate) async fn run(folder: &Path, report: &mut Report) -> anyhow::Result<()
     memory(&target, report).await
 }
 
-/// The folder that our own program was built in.
+/// Returns the target folder that this program was built in.
 fn target() -> anyhow::Result<PathBuf> {
     let us = std::env::current_exe()?;
     let target = us.ancestors().nth(2).context("peerpod-benches is not below a target folder")?;
@@ -76,8 +77,9 @@ fn boots(folder: &Path, image: &Path, report: &mut Report) -> anyhow::Result<()>
     let bare = bare_initramfs(folder)?;
     let (mut bare_took, mut ours_took, mut ratios) = (Vec::new(), Vec::new(), Vec::new());
     for _ in 0..ROUNDS {
-        // Not counted, before each that is: where this is a VM itself, whose hypervisor takes back what is free, whoever
-        // touches more memory than the one before pays for getting it again, a quarter of a second here.
+        // An uncounted boot precedes each counted one. If the host is itself a VM, its hypervisor may reclaim free
+        // memory. The first process to touch it again pays for that: a quarter of a second on the machine where this
+        // was measured.
         first_byte_home(folder, image)?;
         let machine =
             Machine::new(MEMORY).user_network("").kernel(&image.join("vmlinuz"), &bare, command_line);
@@ -89,7 +91,7 @@ fn boots(folder: &Path, image: &Path, report: &mut Report) -> anyhow::Result<()>
         let ours = first_byte_home(folder, image)?;
         bare_took.push(bare);
         ours_took.push(ours);
-        // Turn by turn: what others take of the machine changes more slowly than that.
+        // One ratio per turn: the load of other processes changes more slowly than turns.
         ratios.push(ours / bare);
     }
     let median = |figures: &mut Vec<f64>| quantile(figures, 0.5).context("no boots");
@@ -121,7 +123,7 @@ fn bare_initramfs(folder: &Path) -> anyhow::Result<PathBuf> {
     Ok(archive)
 }
 
-/// Seconds from the start of QEMU to the first byte of the guest program at the address in its user-data.
+/// Returns the seconds from the start of QEMU to the guest program's first byte at the address in its user-data.
 fn first_byte_home(folder: &Path, image: &Path) -> anyhow::Result<f64> {
     let home = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
     home.set_nonblocking(true)?;
@@ -162,7 +164,7 @@ fn wait_for_a_byte(home: &TcpListener, running: &Running) -> anyhow::Result<()> 
     }
 }
 
-/// The image's own program, in a VM of the local provider, where it can be looked at.
+/// Measures the image's guest program in a VM of the local provider, where its process is visible.
 async fn memory(target: &Path, report: &mut Report) -> anyhow::Result<()> {
     let guest = target.join("x86_64-unknown-linux-musl/image/peerpod-guest");
     let length = fs::metadata(&guest).with_context(|| format!("{}: `make image`", guest.display()))?.len();
@@ -200,7 +202,7 @@ async fn memory(target: &Path, report: &mut Report) -> anyhow::Result<()> {
     daemons.gone("idle", PATIENCE).await
 }
 
-/// MiB, as the kernel sums up a process's pages.
+/// Returns the kernel's sum over a process's pages, in MiB.
 fn memory_of(pid: u32, kind: &str) -> anyhow::Result<f64> {
     let sums = fs::read_to_string(format!("/proc/{pid}/smaps_rollup"))?;
     let line = sums.lines().find_map(|line| line.strip_prefix(kind)).with_context(|| format!("no {kind}"))?;

@@ -1,6 +1,7 @@
-//! Speed as ratios against something run beside it in the same run. `make bench` prints a table, writes
-//! `target/bench/summary.json` and fails when a gate is missed. `peerpod-benches relay net ready check thousand machines` runs only
-//! what is named and leaves the other figures in the file.
+//! Measures speed as ratios against a reference in the same run. `make bench` prints a table, writes
+//! `target/bench/summary.json` and fails when a gate is missed.
+//! `peerpod-benches relay net ready check thousand machines` runs only the named parts and keeps the other figures in
+//! the file.
 
 mod agent;
 mod chain;
@@ -24,20 +25,21 @@ use nix::{
     unistd::Pid,
 };
 
-/// Where the figures go.
+/// File of the figures.
 const SUMMARY: &str = "target/bench/summary.json";
 
 fn main() -> anyhow::Result<()> {
     let words: Vec<String> = std::env::args().skip(1).collect();
     match words.first().map(String::as_str) {
-        // The local provider starts us as the VM's agent.
+        // The local provider starts this program as the VM's agent.
         Some("--config") => return Ok(agent::serve(Path::new("/run/peerpod/agent.sock"))?),
         Some("role") if words.get(1).is_some_and(|word| word == "agent") => {
             let socket = PathBuf::from(std::env::var_os("BENCH_SOCKET").context("BENCH_SOCKET")?);
             return Ok(agent::serve(&socket)?);
         }
         Some("role") => {
-            // As the relay and the guest run: one thread that carries links, and in the guest there is no other.
+            // The roles run like the relay and the guest: one thread that carries links, and in the guest it is the
+            // only one.
             let runtime = match words.get(1).map(String::as_str) {
                 Some("far") => tokio::runtime::Builder::new_current_thread().enable_all().build()?,
                 _ => tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?,
@@ -80,9 +82,11 @@ fn main() -> anyhow::Result<()> {
     report.finish(Path::new(SUMMARY))
 }
 
-/// Runs `work`, and all processes it starts, on one processor. A processor of a VM takes 20 to 60 us to be woken by
-/// another one, many times what a call over a bare socket takes, and whether it must be is the scheduler's mood: on one
-/// processor the ratios are those of the work per call, and the same in every run.
+/// Runs `work`, and all processes it starts, on one processor.
+///
+/// A VM's processor takes 20 to 60 us to be woken by another one, many times the time of a call over a bare socket.
+/// Whether a wake-up is needed depends on the scheduler. On one processor the ratios compare the work per call and are
+/// the same in every run.
 fn on_one_processor<T>(work: impl FnOnce() -> anyhow::Result<T>) -> anyhow::Result<T> {
     let us = Pid::from_raw(0);
     let all = sched_getaffinity(us)?;

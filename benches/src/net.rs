@@ -1,5 +1,5 @@
-//! The network's figures: what it costs to set a pod's network up and to take it down, and how much of a plain VXLAN's
-//! throughput is left through redirect and tunnel. All in scratch namespaces.
+//! Measures the network: the cost of setting a pod's network up and taking it down, and the throughput through redirect
+//! and tunnel relative to a plain VXLAN. All in scratch namespaces.
 
 mod choices;
 pub(crate) mod cloud;
@@ -18,7 +18,7 @@ use crate::{
     report::{Goal, Report},
 };
 
-/// Runs all of it.
+/// Runs all measurements.
 pub(crate) async fn run(report: &mut Report) -> anyhow::Result<()> {
     set_up::run(report).await?;
     mtu::run(report).await?;
@@ -26,8 +26,8 @@ pub(crate) async fn run(report: &mut Report) -> anyhow::Result<()> {
     throughput(report).await
 }
 
-/// Four roads from the node to a VM, in the same rounds: the bare underlay, a plain VXLAN without a redirect, a pod by
-/// bridge, veth, redirect and tunnel, and the same encrypted.
+/// Measures four paths from the node to a VM, in the same rounds: the bare underlay; a plain VXLAN without a redirect;
+/// a pod by bridge, veth, redirect and tunnel; and the same encrypted.
 async fn throughput(report: &mut Report) -> anyhow::Result<()> {
     let cloud = Cloud::new(cloud::MTU)?;
     let tunnel = cloud.world.node().run(|| Tunnel::open(TunnelConfig::default()))??;

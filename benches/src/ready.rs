@@ -1,5 +1,6 @@
-//! How soon a VM that is ready is known to be: from the moment the agent's socket exists in the VM to the answer of
-//! StartVM, with real VMs of the local provider, whose boot is made to take odd times so that no beat is met by luck.
+//! Measures how soon the node learns that a VM is ready: from the creation of the agent's socket in the VM to the
+//! answer of StartVM. The VMs are real ones of the local provider. Their boots take odd times, so that no polling
+//! interval matches by chance.
 
 use std::{
     fs,
@@ -18,7 +19,7 @@ use crate::{
 
 const STARTS: usize = 24;
 
-/// Runs it.
+/// Runs the measurement.
 pub(crate) async fn run(report: &mut Report) -> anyhow::Result<()> {
     let (mut lags, mut starts) = (Vec::new(), Vec::new());
     for boot_ms in [0, 370, 810] {
@@ -37,7 +38,7 @@ pub(crate) async fn run(report: &mut Report) -> anyhow::Result<()> {
             shim.start_vm_within(&id, Duration::from_secs(60)).await.with_context(|| daemons.log_tails())?;
             let answered = SystemTime::now();
             let ready = agent_ready(&daemons.state_dir().join("local"), began)?;
-            // The file's clock is that of the last tick (4 ms at HZ=250) and may lie a little early, never late.
+            // The file's time is that of the last tick (4 ms at HZ=250): it may be a little early, never late.
             lags.push(answered.duration_since(ready).unwrap_or_default().as_secs_f64() * 1e3);
             if boot_ms == 0 {
                 starts.push(answered.duration_since(began)?.as_secs_f64() * 1e3);
@@ -60,7 +61,7 @@ pub(crate) async fn run(report: &mut Report) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// When the agent's socket of the VM that was made since `began` came to be.
+/// Returns the creation time of the agent's socket in the VM that was made since `began`.
 fn agent_ready(state: &Path, began: SystemTime) -> anyhow::Result<SystemTime> {
     let mut newest: Option<SystemTime> = None;
     for process in fs::read_dir("/proc")? {
@@ -68,7 +69,7 @@ fn agent_ready(state: &Path, began: SystemTime) -> anyhow::Result<SystemTime> {
         if !path.join("ns").exists() {
             continue;
         }
-        // Only processes in a VM's root see this path. Another bench's VMs must not start at the same time.
+        // Only processes in a VM's root have this path. No other bench may start VMs at the same time.
         let command = fs::read(path.join("cmdline")).unwrap_or_default();
         if !command.starts_with(b"/usr/local/bin/kata-agent")
             && !command.windows(10).any(|w| w == b"kata-agent")

@@ -1,5 +1,6 @@
-//! The relay's figures: the same calls over the bare socket, the splice pair and our pair, in short interleaved bursts,
-//! so that whatever else the machine does hits all of them alike; all on one processor (see `on_one_processor`).
+//! Measures the relay with the same calls over the bare socket, the splice pair and the relay pair. The bursts are
+//! short and interleaved, so that other load on the machine affects all of them alike. All run on one processor (see
+//! `on_one_processor`).
 
 use std::{path::Path, time::Duration};
 
@@ -23,7 +24,7 @@ const RELAY: usize = 2;
 const SPLICE_TLS: usize = 3;
 const RELAY_TLS: usize = 4;
 
-/// Runs all of it.
+/// Runs all measurements.
 pub(crate) fn run(folder: &Path, report: &mut Report) -> anyhow::Result<()> {
     make_certificates(folder)?;
     let agent = folder.join("agent.sock");
@@ -106,7 +107,7 @@ fn chains(folder: &Path, agent: &Path, report: &mut Report) -> anyhow::Result<()
     Ok(())
 }
 
-/// The same small call with an agent that is a ttrpc server with Kata's whole API, as the real one is.
+/// Measures the same small call with an agent that is a ttrpc server with Kata's whole API, like the real one.
 fn with_a_real_agent(folder: &Path, report: &mut Report) -> anyhow::Result<()> {
     let socket = folder.join("test-agent.sock");
     let mut agent = std::process::Command::new(peerpod_world::binary("peerpod-test-agent")?)
@@ -133,7 +134,7 @@ fn with_a_real_agent(folder: &Path, report: &mut Report) -> anyhow::Result<()> {
     outcome
 }
 
-/// p50 per chain in seconds: median over the better half of the rounds.
+/// Returns the p50 of each chain in seconds: the median over the better half of the rounds.
 fn latencies(clients: &mut [Client], call: Call) -> anyhow::Result<Vec<f64>> {
     let mut rounds = vec![Vec::new(); clients.len()];
     for _ in 0..ROUNDS {

@@ -1,21 +1,21 @@
-//! What a run found: a table for people, a flat JSON file for machines, and whether what must hold did.
+//! Collects the figures of a run: a table for people, a flat JSON file for programs, and the verdict on goals.
 
 use std::{collections::BTreeMap, fs, io, path::Path};
 
 use anyhow::ensure;
 
-/// A goal, and on which side of it one wants to be.
+/// Goal of a figure, with its direction.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Goal {
-    /// No more than.
+    /// At most this.
     AtMost(f64),
-    /// No less than.
+    /// At least this.
     AtLeast(f64),
-    /// No less than, or the run fails: what nothing is released without.
+    /// At least this, or the run fails: a condition of every release.
     Gate(f64),
-    /// This and nothing else, or the run fails: no measurement but a fact.
+    /// Exactly this, or the run fails: a fact, not a measurement.
     Exactly(f64),
-    /// Just a figure.
+    /// No goal.
     None,
 }
 
@@ -29,8 +29,8 @@ impl Goal {
         }
     }
 
-    /// Whether a run that does not meet it has failed. Other goals that are missed are said in the table: a busy machine
-    /// misses them, too.
+    /// Returns whether a run that misses the goal fails. The table shows other missed goals: a busy machine misses
+    /// them, too.
     fn must_hold(self) -> bool {
         matches!(self, Goal::Gate(_) | Goal::Exactly(_))
     }
@@ -51,7 +51,7 @@ impl Goal {
     }
 }
 
-/// Collects figures in the order they come, prints each as it does.
+/// Figures in the order of their arrival; each is printed at once.
 #[derive(Default)]
 pub(crate) struct Report {
     figures: BTreeMap<String, f64>,
@@ -60,7 +60,7 @@ pub(crate) struct Report {
 }
 
 impl Report {
-    /// A figure with its goal and a word about it.
+    /// Adds a figure with its goal and a short description.
     pub(crate) fn figure(&mut self, key: &str, value: f64, goal: Goal, about: &str) {
         let (wanted, verdict) = goal.verdict(value);
         let line = format!("{key:38} {value:>10.3}  {wanted:>9}  {verdict:7} {about}");
@@ -72,16 +72,16 @@ impl Report {
         self.lines.push(line);
     }
 
-    /// A line for people alone.
+    /// Adds a line without a figure to the table.
     pub(crate) fn row(&mut self, line: String) {
         eprintln!("  {line}");
         self.lines.push(line);
     }
 
-    /// Prints the table and writes the file. A run of some parts keeps what earlier ones found of the others.
+    /// Prints the table and writes the file. A run of some parts keeps the earlier figures of the other parts.
     ///
     /// # Errors
-    /// The file cannot be written, or a gate or an exact figure was missed; the file is written then, too.
+    /// When the file cannot be written, or a gate or an exact figure was missed; the file is written then, too.
     pub(crate) fn finish(&self, path: &Path) -> anyhow::Result<()> {
         println!("{:38} {:>10}  {:>9}", "figure", "value", "goal");
         for line in &self.lines {
@@ -100,7 +100,7 @@ impl Report {
     }
 }
 
-/// What a full run does first: no figure of an older program stays beside its own, also if it does not come to its end.
+/// Removes the file before a full run, so that no figure of an older program remains, even if the run is aborted.
 pub(crate) fn begin_afresh(path: &Path) -> io::Result<()> {
     match fs::remove_file(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),

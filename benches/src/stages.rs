@@ -1,6 +1,6 @@
-//! Where the time of a StartVM goes when the VM is a machine that boots (libvirt; KVM where it works, emulation where not):
-//! the node's stages by its ledger, the guest's own by what it reports with its first message. Once without and once with
-//! the address that the provider reserves for each VM.
+//! Measures the stages of a StartVM of a VM that boots (libvirt; KVM where it works, else emulation). The node's stages
+//! come from its ledger, the guest's from its first message. Starts with and without the provider's reserved address
+//! for each VM take turns.
 
 use std::{
     fs,
@@ -21,10 +21,10 @@ use crate::{
 const ROUNDS: usize = 3;
 const BOOT: Duration = Duration::from_secs(180);
 const PATIENCE: Duration = Duration::from_secs(60);
-/// What the node calls them in its closing line of a start.
+/// Field of the guest's stages in the line that the node logs at the end of a start.
 const FIELD: &str = "guest_stages";
 
-/// Milliseconds by stage, in the order in which stages came first.
+/// Milliseconds by stage, in the order of the stages' first appearance.
 #[derive(Default)]
 struct Table(Vec<(String, Vec<f64>)>);
 
@@ -42,7 +42,7 @@ impl Table {
     }
 }
 
-/// Runs it with the image in this folder.
+/// Runs the measurement with the image in this folder.
 pub(crate) async fn run(image: &Path, report: &mut Report) -> anyhow::Result<()> {
     let world = World::new()?;
     let libvirtd = Arc::new(Libvirtd::start(&world)?);
@@ -53,8 +53,8 @@ pub(crate) async fn run(image: &Path, report: &mut Report) -> anyhow::Result<()>
     let daemons = Daemons::start(&world, libvirtd.settings(image, settings)?).await?;
     let shim = daemons.shim().await?;
     let (mut pinged, mut reserved) = (Times::default(), Times::default());
-    // The first one finds neither image nor KVM's answer there, and does not count. Then one after the other: the machine
-    // is as busy for both.
+    // The first start has neither a cached image nor the KVM check, and does not count. Then both kinds alternate, so
+    // that the machine is equally busy for both.
     for round in 0..=2 * ROUNDS {
         let id = format!("machine-{round}");
         let is_pinged = round % 2 == 1;
@@ -108,7 +108,7 @@ pub(crate) async fn run(image: &Path, report: &mut Report) -> anyhow::Result<()>
     Ok(())
 }
 
-/// What was measured of starts of one kind.
+/// Measurements of one kind of start.
 #[derive(Default)]
 struct Times {
     whole: Vec<f64>,
@@ -116,7 +116,7 @@ struct Times {
     guest: Table,
 }
 
-/// Takes the next VM's reservation away, long before the VM asks for an address.
+/// Removes the next VM's reservation, long before the VM asks for an address.
 fn unreserve(libvirtd: &Arc<Libvirtd>) -> tokio::task::JoinHandle<anyhow::Result<()>> {
     let libvirtd = Arc::clone(libvirtd);
     tokio::task::spawn_blocking(move || {
@@ -140,7 +140,7 @@ fn print(name: &str, node: &mut Table, guest: &mut Table, report: &mut Report) {
     }
 }
 
-/// Names and milliseconds of `guest_stages="boot=12us init=3us"`, as text or as JSON has it.
+/// Parses names and milliseconds of `guest_stages="boot=12us init=3us"`, in the text or the JSON form.
 fn guest_stages(line: &str) -> Vec<(String, f64)> {
     let rest = line.split_once(FIELD).map(|(_, rest)| rest).unwrap_or_default();
     let rest = rest.trim_start_matches(['"', '=', ':', ' ']);

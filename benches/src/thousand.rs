@@ -1,5 +1,5 @@
-//! A thousand sandboxes on one node, with a provider that takes no time: what one costs in memory, and whether the
-//! five hundredth starts as fast as the first.
+//! Measures a thousand sandboxes on one node with a provider that takes no time: the memory of one sandbox, and the
+//! five hundredth start against the first.
 
 use std::{
     collections::BTreeMap,
@@ -22,11 +22,11 @@ use crate::{
 
 const MANY: usize = 1000;
 
-/// The starts that are compared: the first ones (less the very first, which pays for what is made once), and those
-/// around the five hundredth.
+/// Starts that are compared: the first ones (without the very first, which pays for one-time work), and those around
+/// the five hundredth.
 const WINDOWS: [Range<usize>; 2] = [1..21, 490..510];
 
-/// Runs it.
+/// Runs the measurement.
 pub(crate) async fn run(folder: &Path, report: &mut Report) -> anyhow::Result<()> {
     let agent = folder.join("thousand-agent.sock");
     let (mut agent_process, _) = role(&["agent"], folder, &agent)?;
@@ -90,7 +90,8 @@ async fn scenario(agent: &Path, report: &mut Report) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// A namespace behind the node's, in which every address of the drill's "VMs" is at home: the guests dial from there.
+/// Makes a namespace behind the node's, which holds every address of the fake provider's "VMs": the guests dial from
+/// it.
 fn cloud(world: &World) -> anyhow::Result<Netns> {
     let name = format!("{}cloud", world.prefix());
     let netns = netns::create_named(Path::new("/run/netns").join(&name))?;
@@ -118,7 +119,7 @@ async fn start(shim: &ShimClient, number: usize, netns: &Path) -> anyhow::Result
     Ok(socket)
 }
 
-/// How long starts took up to each of their stages, as the node counted: seconds and how many.
+/// Time of starts up to each stage, by the node's metrics: total seconds and count.
 struct Stages(BTreeMap<String, (f64, f64)>);
 
 impl Stages {
@@ -139,7 +140,7 @@ impl Stages {
         Ok(Stages(stages))
     }
 
-    /// Milliseconds to each stage, on average, of the starts between two scrapes.
+    /// Returns the mean milliseconds to each stage of the starts between two scrapes.
     fn since(&self, before: &Stages) -> BTreeMap<String, f64> {
         let difference = |(stage, now): (&String, &(f64, f64))| {
             let then = before.0.get(stage).copied().unwrap_or_default();
@@ -148,7 +149,7 @@ impl Stages {
         self.0.iter().filter_map(difference).collect()
     }
 
-    /// Where the time of a later start goes, in the order of the stages.
+    /// Prints the mean times to each stage of first and later starts, in the order of the stages.
     fn print(first: &BTreeMap<String, f64>, later: &BTreeMap<String, f64>) {
         let mut rows: Vec<_> =
             first.iter().filter_map(|(stage, ms)| Some((stage, *ms, *later.get(stage)?))).collect();
@@ -160,7 +161,7 @@ impl Stages {
     }
 }
 
-/// Waits until both have been idle for a moment (their CPU clocks stand still).
+/// Waits until both processes are idle for a moment (their CPU clocks stand still).
 async fn settle(node: u32, relay: u32) {
     let clock = || crate::chain::cpu_of(node).ok().zip(crate::chain::cpu_of(relay).ok());
     let mut last = clock();

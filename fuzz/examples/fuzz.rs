@@ -1,5 +1,5 @@
-//! libFuzzer's main program for the target that `FUZZ_TARGET` names. One program for all targets: it is linked once.
-//! With `FUZZ_SEEDS` it writes the target's seeds into that folder and ends.
+//! Runs libFuzzer on the target that `FUZZ_TARGET` names. One program serves all targets, so it is linked once. With
+//! `FUZZ_SEEDS` it writes the target's seeds into that folder and exits.
 #![no_main]
 
 use std::{path::Path, sync::LazyLock};
@@ -10,7 +10,7 @@ fn name() -> String {
     std::env::var("FUZZ_TARGET").unwrap_or_default()
 }
 
-/// Before anything else is done.
+/// Runs before libFuzzer: writes the seeds and exits if `FUZZ_SEEDS` is set.
 fn begin() {
     let Some(folder) = std::env::var_os("FUZZ_SEEDS") else { return };
     let written = peerpod_fuzz::seeds::write(&name(), Path::new(&folder));

@@ -1,9 +1,11 @@
-//! A conversation of a shim with an agent by the whole road: the relay's filter, the guest's, and back. The shim, the
-//! agent and the guest itself may say anything. What reaches a shim are whole frames: the guest's unchanged, errors of our
-//! own, one answer for each call, of a size it takes. What reaches an agent are whole requests, with the pod's network
-//! namespace in them where it must be.
+//! Fuzzes a conversation between a shim and an agent over the whole path: the relay's filter, the guest's, and back.
+//! Shim, agent and guest may send any bytes.
 //!
-//! An input is a list of words: who speaks (u8), how many bytes (u16 BE), the bytes.
+//! The shim receives only whole frames: the guest's unchanged, or the filters' own errors. Each call has one answer, of
+//! a size that the shim accepts. The agent receives only whole requests, with the pod's network namespace in them where
+//! it is required.
+//!
+//! An input is a list of messages: sender (u8), length (u16 BE), bytes.
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -28,12 +30,12 @@ use protobuf::Message;
 
 pub(crate) const SHIM: u8 = 0;
 pub(crate) const AGENT: u8 = 1;
-/// The guest without its filter: what a hostile one writes to its stream. Beyond it: the stream is lost, as with a guest
-/// program that was restarted.
+/// A hostile guest without its filter: the bytes go to the relay unchanged. With a higher value the stream is lost, as
+/// after a restart of the guest program.
 const GUEST: u8 = 2;
-/// With any of them: another relay goes on before the word.
+/// Flag on any sender: a new relay takes over before the message.
 const HANDED_OVER: u8 = 4;
-/// With any of them: the endpoint's shortcut is tried first.
+/// Flag on any sender: the endpoint's shortcut is tried first.
 const SHORTCUT: u8 = 8;
 
 /// Few calls fit, so that refusals are common.
@@ -41,7 +43,7 @@ const BOUNDS: Bounds = Bounds { per_connection: 8, per_sandbox: 8 };
 
 const PODNS: &str = "/run/netns/podns";
 
-/// One word of an input.
+/// Encodes one message of an input.
 pub(crate) fn word(who: u8, bytes: &[u8]) -> Vec<u8> {
     bytes
         .chunks(usize::from(u16::MAX))
@@ -62,19 +64,19 @@ impl Notice for Told {
     fn sandbox_ends(&self) {}
 }
 
-/// Both filters, and what came out of them.
+/// Both filters, and counts of their output.
 struct Road {
     relay: AgentFilter,
     guest: Intercept,
     told: Arc<Told>,
-    /// From the shim; its calls.
+    /// Frames from the shim: its calls.
     calls: Frames,
-    /// By stream: how often it was asked, how often a request, how often answered.
+    /// Counts of frames, requests and answers by stream.
     asked: HashMap<u32, Asked>,
     from_agent: Passing,
     from_guest: Passing,
     to_agent: Frames,
-    /// Whole frames that arrived.
+    /// Number of whole frames that arrived.
     answers: usize,
     containers: usize,
 }
@@ -103,7 +105,7 @@ impl Road {
         }
     }
 
-    /// False when the shim's connection is over.
+    /// Passes a message through the filters. Returns false when the shim's connection is over.
     fn say(&mut self, who: u8, bytes: &[u8]) -> bool {
         let (mut up, mut down, mut out) = (BytesMut::new(), BytesMut::new(), BytesMut::new());
         let shortcut = who & SHORTCUT != 0;
@@ -181,12 +183,12 @@ impl Road {
         }
     }
 
-    /// The sandbox is over.
+    /// Ends the sandbox.
     fn finish(&mut self) {
         let mut down = BytesMut::new();
         self.relay.finish(&mut down);
         self.from_guest.is_no_place_for(&down);
-        // After an answer whose end will never come nothing can; else no call is without one.
+        // No frame can follow an answer that stays incomplete. Otherwise every call has an answer.
         if self.from_guest.arrived.is_between() {
             self.shim_hears(&down);
             let all = self.asked.iter().all(|(_, asked)| asked.requests == 0 || asked.answers > 0);
@@ -208,12 +210,12 @@ impl Road {
                 assert_eq!(paths, [PODNS]);
             }
         }
-        // Noted before the agent hears of it: a dead agent then means dead containers.
+        // The filter counts a container before the agent gets the request: a dead agent then means dead containers.
         assert!(self.told.containers.load(Ordering::Relaxed) >= self.containers);
     }
 }
 
-/// A stream on its way through a filter, which adds whole answers of its own.
+/// A stream that passes through a filter, which adds whole answers of its own.
 #[derive(Default)]
 struct Passing {
     left: Frames,
@@ -228,13 +230,13 @@ impl Passing {
         self.under_way.extend(whole.filter_map(|(header, body)| Some((header, body?))));
     }
 
-    /// Own answers of the filter do not arrive in the middle of a frame.
+    /// Asserts that the filter's own answers do not arrive in the middle of a frame.
     fn is_no_place_for(&self, own: &[u8]) {
         assert!(own.is_empty() || self.arrived.is_between(), "{} bytes in the middle of a frame", own.len());
     }
 
-    /// Headers as they come, and again, with `true`, when the frame is whole: one that left, in its order and unchanged,
-    /// or an error of the filter's own.
+    /// Returns each header as it arrives, and again with `true` when its frame is whole. Whole frames are those that
+    /// left, in order and unchanged, or errors of the filter.
     fn arrive(&mut self, bytes: &[u8]) -> Vec<(Header, bool)> {
         let mut found = Vec::new();
         for (header, body) in self.arrived.take(bytes) {
@@ -255,7 +257,7 @@ impl Passing {
     }
 }
 
-/// Frames out of bytes that come in pieces: each header, with its body once that is whole.
+/// Assembles frames from pieces: each header at once, and again with its body when that is whole.
 #[derive(Default)]
 struct Frames {
     reader: FrameReader,
@@ -264,12 +266,12 @@ struct Frames {
 }
 
 impl Frames {
-    /// Whether all that was taken so far ends with a whole frame.
+    /// Returns whether the input so far ends at the end of a frame.
     fn is_between(&self) -> bool {
         self.reader.at_boundary()
     }
 
-    /// Headers without a body are those whose body is not (or will never be) whole.
+    /// Returns headers without a body first, then with their body once it is whole; incomplete bodies never follow.
     fn take(&mut self, mut bytes: &[u8]) -> Vec<(Header, Option<Vec<u8>>)> {
         let mut found = Vec::new();
         while let Some(piece) = self.reader.next(&mut bytes) {
@@ -328,7 +330,7 @@ mod tests {
         let lie = [&Header { length: 4, stream: 9, kind: RESPONSE, flags: 0 }.encode()[..], b"lies"].concat();
         assert!(road.say(GUEST, &lie));
         assert_eq!(road.answers, 0);
-        // A question that nobody can read is answered by the guest's filter: then it has its answer.
+        // The guest's filter answers a question that it cannot parse; the answer count is then complete.
         let question = Header { length: 0, stream: 9, kind: REQUEST, flags: 0 }.encode();
         assert!(road.say(SHIM, &question) && road.say(GUEST, &lie));
         assert_eq!(road.answers, 1);

@@ -1,5 +1,4 @@
-//! User-data as anybody who can write it may write it: refused with a reason, or what it says survives writing and
-//! reading again.
+//! Fuzzes user-data, which any writer of it controls. It is refused with a reason, or it survives writing and reading.
 
 use peerpod_link::birth::BirthData;
 

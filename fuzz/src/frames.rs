@@ -1,9 +1,9 @@
-//! ttrpc frames as they come from a shim, an agent or anybody else: whatever the bytes and wherever they are cut,
-//! the splitter gives back what came in, and looking for a method never panics.
+//! Fuzzes ttrpc frames from any peer. For any bytes and any cuts, the splitter returns its input, and the search for a
+//! method never panics.
 
 use peerpod_link::frame::{FrameReader, HEADER_LEN, Piece, method_of};
 
-/// The pieces of `input`, cut after each `step` bytes, put together again.
+/// Splits `input`, cut after each `step` bytes, and joins the pieces again.
 fn joined(input: &[u8], step: usize) -> Vec<u8> {
     let mut reader = FrameReader::new();
     let mut out = Vec::new();
@@ -25,7 +25,7 @@ fn joined(input: &[u8], step: usize) -> Vec<u8> {
 
 pub(crate) fn run(input: &[u8]) {
     let whole = joined(input, input.len());
-    // Nothing is kept back but a header that is not whole yet.
+    // Only an incomplete header is kept back.
     assert!(input.starts_with(&whole) && whole.len() + HEADER_LEN > input.len());
     if let Some((&step, _)) = input.split_first() {
         assert_eq!(joined(input, usize::from(step)), whole);

@@ -1,5 +1,5 @@
-//! First words: what somebody says before anybody knows who it is. To the relay's port (a ticket or a session's name,
-//! and its answers), to a stream that opens, to `relay-fds.sock`.
+//! Fuzzes the first bytes of unauthenticated peers: to the relay's port (a ticket or a session's name, and the
+//! answers), to a stream that opens, and to `relay-fds.sock`.
 
 use std::os::fd::AsRawFd;
 
@@ -39,7 +39,7 @@ fn same(hello: &Hello) {
     assert!(!hello.program.contains(char::is_control), "it goes into a log");
 }
 
-/// As one message over a real socket, which is how it is read.
+/// Sends the input as one message over a real socket, because the reader needs one.
 fn handed_in(input: &[u8]) {
     if input.is_empty() || input.len() > 2 * handin::MAX_MESSAGE {
         return;

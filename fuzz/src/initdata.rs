@@ -1,4 +1,5 @@
-//! Initdata as a pod's author may write it: refused with a reason, or files with names that lead nowhere else.
+//! Fuzzes initdata, which the pod's author controls. It is refused with a reason, or its file names stay below one
+//! folder.
 
 use peerpod_link::initdata::Initdata;
 

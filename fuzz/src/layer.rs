@@ -1,9 +1,9 @@
-//! A layer's archive as anybody who can push to a registry may write it: whatever it holds, nothing appears outside of
-//! the folder that it is unpacked to, where a link leads out on purpose.
+//! Fuzzes the archive of an image layer, which any user with push access to a registry controls. No file appears
+//! outside the folder that it is unpacked to; a link there leads outside on purpose.
 
 use std::{fs, io::Read, os::unix::fs::symlink, path::PathBuf};
 
-/// More is not written by one input.
+/// Largest input in bytes that is unpacked.
 const MOST: u64 = 1 << 20;
 
 pub(crate) fn run(input: &[u8]) {
@@ -14,7 +14,7 @@ pub(crate) fn run(input: &[u8]) {
     fs::write(outside.join("file"), b"untouched").expect("a temporary file");
     symlink(&outside, root.join("out")).expect("a link");
     let mut entries = 1000;
-    // As layers come: behind a budget.
+    // Limited to a budget, like real layers.
     drop(peerpod_images::unpack::unpack(input.take(MOST), &root, &mut entries));
     let left: Vec<_> = fs::read_dir(&outside).expect("it is still there").flatten().collect();
     assert_eq!(left.len(), 1, "{left:?}");
@@ -24,7 +24,7 @@ pub(crate) fn run(input: &[u8]) {
     fs::remove_dir_all(&dir).ok();
 }
 
-/// In memory, where there is such a place: each input makes files.
+/// Returns a folder in memory, if /dev/shm exists: each input makes files.
 fn place() -> PathBuf {
     use std::sync::atomic::{AtomicU64, Ordering};
     static NEXT: AtomicU64 = AtomicU64::new(0);

@@ -1,4 +1,4 @@
-//! A ledger record after a disk did something to it: not a record, or one that survives writing and reading again.
+//! Fuzzes a ledger record that the disk corrupted. It is no record, or it survives writing and reading.
 
 use peerpod_node::ledger::Record;
 

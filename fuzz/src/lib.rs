@@ -1,4 +1,4 @@
-//! The fuzz targets by name. Each takes any bytes and panics when a promise does not hold.
+//! Lists the fuzz targets by name. Each takes any bytes and panics when a promise is broken.
 #![allow(clippy::expect_used, clippy::unwrap_used, reason = "a panic is how a target speaks")]
 
 mod agent;
@@ -15,10 +15,10 @@ mod plan;
 pub mod seeds;
 mod sources;
 
-/// A target.
+/// Function that runs one input.
 pub type Target = fn(&[u8]);
 
-/// All of them: name, and what it does with an input.
+/// All targets: name and function.
 pub const TARGETS: [(&str, Target); 12] = [
     ("agent", agent::run),
     ("birth", birth::run),
@@ -34,7 +34,7 @@ pub const TARGETS: [(&str, Target); 12] = [
     ("sources", sources::run),
 ];
 
-/// The target of this name.
+/// Returns the target of this name.
 pub fn target(name: &str) -> Option<Target> {
     TARGETS.into_iter().find(|(known, _)| *known == name).map(|(_, target)| target)
 }
@@ -63,7 +63,7 @@ mod tests {
         }
         for (target, run) in TARGETS {
             for (name, seed) in &seeds {
-                // What was cut off is as good a try as what was not.
+                // A truncated seed is as good an input as a whole one.
                 for cut in [0, seed.len() / 3, seed.len()] {
                     println!("{target}: {cut} of {} bytes of {name}", seed.len());
                     run(&seed[..cut]);

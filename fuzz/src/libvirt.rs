@@ -1,4 +1,4 @@
-//! What libvirtd sends: messages, events, errors, and the XML in them.
+//! Fuzzes input from libvirtd: messages, events, errors, and the XML in them.
 
 pub(crate) fn run(input: &[u8]) {
     peerpod_provider_libvirt::read_anything(input);

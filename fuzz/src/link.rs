@@ -1,5 +1,5 @@
-//! Records of the link as a hostile peer may send them, before and in a session: a typed refusal or an event, never a
-//! panic, and nothing kept beyond the bounds.
+//! Fuzzes records of the link from a hostile peer, before and in a session. The result is a typed refusal or an event,
+//! never a panic, and memory stays within the bounds.
 
 use std::io::IoSlice;
 
@@ -23,7 +23,7 @@ pub(crate) fn run(input: &[u8]) {
     feed(&mut guest, input);
 }
 
-/// Gives a session records until it refuses one; the bytes that were not taken. Answers as an endpoint would.
+/// Feeds records to a session until it refuses one, with an endpoint's answers. Returns the remaining bytes.
 fn feed<'a>(session: &mut Session, mut input: &'a [u8]) -> &'a [u8] {
     loop {
         let before = input;
@@ -43,7 +43,7 @@ fn feed<'a>(session: &mut Session, mut input: &'a [u8]) -> &'a [u8] {
     }
 }
 
-/// Everything that a transport would take now.
+/// Returns all bytes that a transport would take now.
 fn drain(session: &mut Session) -> Vec<u8> {
     let mut all = Vec::new();
     loop {
@@ -60,7 +60,7 @@ fn drain(session: &mut Session) -> Vec<u8> {
     }
 }
 
-/// Two ends behind a good handshake.
+/// Returns both ends after a successful handshake.
 fn joined() -> (Session, Session) {
     let mut relay = Session::new(Role::Relay, None, LIMITS());
     let mut guest = Session::new(Role::Guest, Some(SessionId([7; 16])), LIMITS());
@@ -73,7 +73,7 @@ fn joined() -> (Session, Session) {
     (relay, guest)
 }
 
-/// What a relay says first: streams, bytes on them, a question. The streams.
+/// Sends the relay's first records: streams, bytes on them, a question. Returns the streams.
 fn begin(relay: &mut Session) -> Vec<u32> {
     let dial = StreamKind::Dial(Target { v6: true, port: 8080 });
     let streams: Vec<u32> = [StreamKind::Agent, StreamKind::Agent, dial]
@@ -88,7 +88,7 @@ fn begin(relay: &mut Session) -> Vec<u32> {
     streams
 }
 
-/// A recorded session, cut where a transport might be: what the relay said, and what the guest did.
+/// Records a session, cut where a transport may break. Returns the bytes of the relay and of the guest.
 pub(crate) fn recorded() -> [Vec<u8>; 2] {
     let (mut relay, mut guest) = joined();
     let streams = begin(&mut relay);
@@ -106,7 +106,7 @@ pub(crate) fn recorded() -> [Vec<u8>; 2] {
     let line =
         Line { level: Level::Warn, lost: 3, uptime_ms: 5, target: "kata-agent", text: "a line\u{1b}[0m" };
     guest.line(&line.encode());
-    // What the guest said while it was fed is gone with its transport: a new one brings it again.
+    // The guest's earlier bytes are lost with its transport: the new transport carries them again.
     let hello = guest.hello("fuzz").expect("it has a name");
     relay.answer(&hello, 2, "fuzz").expect("it is known");
     let welcome = drain(&mut relay);
@@ -128,7 +128,7 @@ mod tests {
         drain(&mut relay);
         assert!(of_guest.len() > 70_000 && feed(&mut relay, &of_guest).is_empty());
         assert!(of_relay.len() > 300 && feed(&mut guest, &of_relay).is_empty());
-        // It is the session that is tried, not only its first record.
+        // The session reads to the last record, not only the first one.
         let mut broken = of_guest.clone();
         *broken.last_mut().unwrap() ^= 0xff;
         let (mut relay, _) = joined();

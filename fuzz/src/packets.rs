@@ -1,4 +1,4 @@
-//! Packets that any host may send: a probe of the path on the relay's UDP port.
+//! Fuzzes packets that any host may send: path MTU probes on the relay's UDP port.
 
 use peerpod_link::path_mtu::{Datagram, HEADER};
 

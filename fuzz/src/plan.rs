@@ -1,5 +1,5 @@
-//! A network plan as whoever speaks for the node may send it: refused with a reason, or one that makes sense; and what
-//! makes sense is written and read as the same again.
+//! Fuzzes a network plan from any peer that plays the node. It is refused with a reason, or it is valid, and a valid
+//! plan survives writing and reading.
 
 use peerpod_podnet::plan::{self, Tunnel};
 use peerpod_proto::guest::NetworkPlan;
@@ -9,7 +9,7 @@ pub(crate) fn run(input: &[u8]) {
     let Ok(message) = NetworkPlan::parse_from_bytes(input) else { return };
     let Ok(mut planned) = plan::read(&message) else { return };
     for (index, interface) in (2..).zip(&mut planned.interfaces) {
-        interface.index = index; // the node always knows it
+        interface.index = index; // the node always sends it
     }
     let tunnels: Vec<Tunnel> =
         planned.interfaces.iter().map(|i| Tunnel { interface: i.index, vni: i.vni, mtu: i.mtu }).collect();

@@ -1,5 +1,5 @@
-//! What the targets begin with, made from what was recorded and from the code itself, so that it never is of another
-//! version than the code: frames and conversations of the real shim and agent, a session's records, plans.
+//! Makes the targets' seeds: frames and conversations of the real shim and agent, a session's records, plans. They come
+//! from recordings and from the code itself, so that they always match the code's version.
 
 use std::{
     fs, io,
@@ -18,13 +18,13 @@ use serde_json::{Value, json};
 
 use crate::{agent, link};
 
-/// A name and an input.
+/// Name and input.
 pub type Seed = (String, Vec<u8>);
 
-/// The seeds of a target.
+/// Returns the seeds of a target.
 ///
 /// # Panics
-/// The recordings of this repository cannot be read.
+/// When the recordings of this repository cannot be read.
 pub fn of(target: &str) -> Vec<Seed> {
     match target {
         "agent" => conversations(),
@@ -37,7 +37,7 @@ pub fn of(target: &str) -> Vec<Seed> {
         "link" => {
             link::recorded().into_iter().enumerate().map(|(n, seed)| (format!("side-{n}"), seed)).collect()
         }
-        "libvirt" => files("fuzz/seeds/libvirt"), // as a libvirtd 9.0 sent them
+        "libvirt" => files("fuzz/seeds/libvirt"), // as libvirtd 9.0 sent them
         "packets" => packets(),
         "plan" => plans(),
         "sources" => files("fuzz/seeds/sources"),
@@ -45,10 +45,10 @@ pub fn of(target: &str) -> Vec<Seed> {
     }
 }
 
-/// Inputs of earlier runs of a target, from its corpus in git.
+/// Returns inputs of earlier runs of a target, from its corpus in git.
 ///
 /// # Panics
-/// The target has no corpus, or it cannot be read.
+/// When the target has no corpus, or it cannot be read.
 pub fn kept(target: &str) -> Vec<Seed> {
     files(&format!("fuzz/corpus/{target}"))
 }
@@ -56,7 +56,7 @@ pub fn kept(target: &str) -> Vec<Seed> {
 /// Writes the seeds of a target into a folder, for libFuzzer.
 ///
 /// # Errors
-/// The folder's.
+/// When the folder or a file cannot be written.
 pub fn write(target: &str, folder: &Path) -> io::Result<()> {
     fs::create_dir_all(folder)?;
     of(target).into_iter().try_for_each(|(name, seed)| fs::write(folder.join(name), seed))
@@ -76,7 +76,7 @@ fn name_of(path: &Path) -> String {
     path.file_name().unwrap_or_default().to_string_lossy().into_owned()
 }
 
-/// A recorded frame: socket, whether the shim said it, method, all of its bytes.
+/// A recorded frame: its socket, its direction, its method, and all of its bytes.
 struct Frame {
     agent: bool,
     of_shim: bool,
@@ -84,7 +84,7 @@ struct Frame {
     bytes: Vec<u8>,
 }
 
-/// All frames of the recordings, by recording.
+/// Returns all frames, by recording.
 fn recordings() -> Vec<(String, Vec<Frame>)> {
     let all = files("tests/transcripts").into_iter().filter(|(name, _)| name.ends_with(".jsonl"));
     all.map(|(name, text)| {
@@ -112,7 +112,7 @@ fn frame(line: &Value) -> Option<Frame> {
     })
 }
 
-/// The first frame of each method and direction, and a few at once.
+/// Returns the first frame of each method and direction, and the first frames of each recording joined.
 fn frames() -> Vec<Seed> {
     let mut seeds: Vec<Seed> = Vec::new();
     for (recording, frames) in recordings() {
@@ -128,7 +128,7 @@ fn frames() -> Vec<Seed> {
     seeds
 }
 
-/// What was said on the agent's socket, word by word.
+/// Returns the conversations on the agent's socket, message by message.
 fn conversations() -> Vec<Seed> {
     let of_agent = |frame: &Frame| {
         let who = if frame.of_shim { agent::SHIM } else { agent::AGENT };
@@ -181,13 +181,13 @@ fn greetings() -> Vec<Seed> {
     seeds.map(|(name, seed)| (name.to_owned(), seed)).into()
 }
 
-/// A probe of the path.
+/// Returns a path MTU probe.
 fn packets() -> Vec<Seed> {
     let probe = Datagram { kind: ProbeKind::Question, nonce: [1; 8], token: Token::new([2; 16]) };
     vec![("probe".to_owned(), probe.write(64))]
 }
 
-/// A plan of each version, and one with a word in every field.
+/// Returns a plan of each version, and one with every field set.
 fn plans() -> Vec<Seed> {
     let underlay = guest::Underlay {
         kind: "vxlan".to_owned(),

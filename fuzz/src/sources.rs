@@ -1,10 +1,10 @@
-//! What clouds and disks say to a guest at birth: a metadata service's answer, a line of the table of clouds, module
-//! indexes and the kernel's events. Refused with a reason, or read; never a panic, never without end.
+//! Fuzzes the guest's inputs at boot: a metadata service's answer, a row of the table of clouds, module indexes and the
+//! kernel's events. They are refused with a reason, or read. There is no panic and no endless loop.
 
 pub(crate) fn run(input: &[u8]) {
     peerpod_guest::fuzzed::metadata_answer(input);
     peerpod_guest::fuzzed::source(input);
-    // An order has as many files as there are, and no more.
+    // The load order has at most as many files as the index.
     let lines = input.iter().filter(|byte| **byte == b'\n').count() + 1;
     assert!(peerpod_guest::fuzzed::modules(input) <= lines * (lines + 260));
 }

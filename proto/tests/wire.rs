@@ -1,5 +1,5 @@
-//! Holds the generated types to what was seen on the wire: the recorded frames of a real shim and a real agent decode
-//! as the types we name, leave nothing over, and come back unchanged; and what we do not know survives.
+//! Checks the generated types against recorded frames of a real shim and a real agent. The frames decode as the named
+//! types, leave no unknown fields, and encode to the same messages. Unknown fields survive.
 
 #![allow(clippy::unwrap_used)] // test code outside of test functions
 
@@ -49,7 +49,7 @@ fn transcripts() -> Vec<Frame> {
     frames
 }
 
-/// Every unknown field in a message and in the messages in it, as `path#number`.
+/// Collects every unknown field of a message and of its nested messages, as `path#number`.
 fn unknown_fields(message: &dyn MessageDyn, path: &str, found: &mut Vec<String>) {
     found.extend(message.unknown_fields_dyn().iter().map(|(number, _)| format!("{path}#{number}")));
     for field in message.descriptor_dyn().fields() {
@@ -67,7 +67,7 @@ fn unknown_fields(message: &dyn MessageDyn, path: &str, found: &mut Vec<String>)
     }
 }
 
-/// Decodes, looks for what we do not know, encodes, decodes again and compares (the order of map entries is free).
+/// Decodes, encodes, decodes again and compares (the order of map entries is free). Returns the unknown fields.
 fn holds<M: MessageFull + PartialEq>(bytes: &[u8]) -> Vec<String> {
     let message = M::parse_from_bytes(bytes).expect("a recorded payload decodes");
     let again = message.write_to_bytes().expect("a message encodes");
@@ -78,7 +78,7 @@ fn holds<M: MessageFull + PartialEq>(bytes: &[u8]) -> Vec<String> {
     found
 }
 
-/// Checks a payload as the request or response of `method`; `None` when the method is not known here.
+/// Checks a payload as the request or response of `method`; `None` when the method is not in the table.
 fn check(service: &str, method: &str, kind: u64, payload: &[u8]) -> Option<Vec<String>> {
     macro_rules! table {
         ($($service:literal { $($method:ident: $request:ty => $response:ty,)* })*) => {
@@ -167,7 +167,7 @@ fn create_vm_carries_exactly_the_nine_annotations() {
 
 #[test]
 fn unknown_fields_survive_at_every_depth() {
-    // What a later Kata could send: a new field in the request, in the specification and in one of its lists.
+    // A later Kata may send new fields: in the request, in the specification and in one of its lists.
     let mut request = agent::CreateContainerRequest::new();
     request.container_id = "c".into();
     request.OCI.mut_or_insert_default().Linux.mut_or_insert_default().Namespaces.push(Default::default());
@@ -179,7 +179,7 @@ fn unknown_fields_survive_at_every_depth() {
 
     let bytes = request.write_to_bytes().unwrap();
     let mut read = agent::CreateContainerRequest::parse_from_bytes(&bytes).unwrap();
-    // A change to what we do know leaves the rest alone.
+    // A change to known fields leaves the unknown ones alone.
     read.OCI.as_mut().unwrap().Hostname = "changed".into();
     let read = agent::CreateContainerRequest::parse_from_bytes(&read.write_to_bytes().unwrap()).unwrap();
 
@@ -192,7 +192,7 @@ fn unknown_fields_survive_at_every_depth() {
 
 #[test]
 fn a_type_that_knows_less_passes_the_rest_on() {
-    // The other side of the same promise: the whole specification survives a type that declares none of it.
+    // The whole specification survives a type that declares none of its fields.
     for frame in
         transcripts().into_iter().filter(|frame| frame.method == "CreateContainer" && frame.kind == 1)
     {
@@ -227,7 +227,7 @@ proptest! {
             let again = message.write_to_bytes().unwrap();
             prop_assert!(agent::CreateContainerRequest::parse_from_bytes(&again).unwrap() == message);
         }
-        // A parse that fails is an answer too.
+        // A parse error is a valid result.
         drop(ttrpc_frame::Request::parse_from_bytes(&bytes));
     }
 }

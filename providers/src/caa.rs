@@ -1,17 +1,17 @@
-//! The settings of a cloud-api-adaptor, provider by provider: the second table, of what can be converted. Pure, and
-//! part of every build, whatever providers it has.
+//! Table of the cloud-api-adaptor settings that can be converted, one row per provider. Pure. The table is part of
+//! every build, independently of its providers.
 
 use std::collections::BTreeMap;
 
 pub use peerpod_provider_aws::caa::{Converted, Value};
 
-/// Takes a provider's variables.
+/// Converts the variables of one provider.
 type Convert = fn(&BTreeMap<String, String>) -> Converted;
 
-/// What `CLOUD_PROVIDER` says, and who knows its variables.
+/// `CLOUD_PROVIDER` values, each with its converter.
 const TABLE: &[(&str, Convert)] = &[("aws", peerpod_provider_aws::caa::convert), ("libvirt", libvirt)];
 
-/// In the words of the first.
+/// Maps the result of the libvirt provider to the types of the AWS provider, which this table uses.
 fn libvirt(variables: &BTreeMap<String, String>) -> Converted {
     let peerpod_provider_libvirt::caa::Converted { settings, lost, known } =
         peerpod_provider_libvirt::caa::convert(variables);
@@ -19,12 +19,12 @@ fn libvirt(variables: &BTreeMap<String, String>) -> Converted {
     Converted { settings: settings.into_iter().map(|(key, text)| (key, value(text))).collect(), lost, known }
 }
 
-/// The providers whose settings can be converted.
+/// Returns the providers with a row in the table.
 pub fn known() -> Vec<&'static str> {
     TABLE.iter().map(|(name, _)| *name).collect()
 }
 
-/// Takes the provider's variables; `None`: we do not know that provider's.
+/// Converts the variables of `provider`. `None`: the table has no such provider.
 pub fn convert(provider: &str, variables: &BTreeMap<String, String>) -> Option<Converted> {
     let (_, convert) = TABLE.iter().find(|(name, _)| *name == provider)?;
     Some(convert(variables))

@@ -1,7 +1,7 @@
-//! The table of providers: one feature in `Cargo.toml` and one row here each, and the only list there is.
+//! Table of providers: one feature in `Cargo.toml` and one row here each. No other list of providers exists.
 //!
-//! Nothing else in the project names a provider. Reads `provider.kind` and that provider's own section; touches
-//! nothing before [`Settings::open`].
+//! No other part of the project names a provider. Reads `provider.kind` and the section of that provider; touches
+//! nothing else before [`Settings::open`].
 
 pub mod caa;
 
@@ -12,34 +12,34 @@ use std::sync::Arc;
 use peerpod_base::config::Reader;
 use peerpod_provider_api::{Error, Provider};
 
-/// What every provider gets to know of its node.
+/// Facts about the node that every provider gets.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Context {
-    /// `paths.state-dir`; a provider keeps what it must below `<state-dir>/<its name>`.
+    /// `paths.state-dir`. A provider keeps its files below `<state-dir>/<provider name>`.
     pub state_dir: PathBuf,
-    /// Which cluster the VMs belong to; part of what marks them as ours.
+    /// Cluster that the VMs belong to; part of the owner mark on each VM.
     pub cluster_id: String,
-    /// Which node they belong to. Empty with [`Purpose::Collect`]: the VMs of all nodes.
+    /// Node that the VMs belong to. Empty with [`Purpose::Collect`]: the VMs of all nodes.
     pub node_name: String,
-    /// What the provider is for.
+    /// Purpose of the provider.
     pub purpose: Purpose,
 }
 
-/// What a provider is for.
+/// Purpose of a provider in a process.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Purpose {
-    /// All of the trait: a node.
+    /// The whole trait, for a node.
     #[default]
     Create,
-    /// Lists and deletes, for the whole cluster: the controller. Settings that only a create needs may be missing; a
-    /// create is refused, and nobody calls `preflight`.
+    /// Listing and deletion for the whole cluster, for the controller. Settings that only a create needs may be
+    /// missing. A create is refused, and `preflight` is never called.
     Collect,
 }
 
-/// One provider: reads its section, and gives what opens it.
+/// One provider: its kind, and a function that reads its section and returns an opener.
 struct Row {
     kind: &'static str,
-    /// Whether its VMs cost nobody anything, so that a test may make some without asking.
+    /// Whether the VMs are free of charge, so that a test may create some without confirmation.
     free: bool,
     read: fn(&mut Reader, &Context) -> Opener,
 }
@@ -47,13 +47,13 @@ struct Row {
 type Opened = Result<Arc<dyn Provider>, Error>;
 type Opener = Box<dyn FnOnce() -> Pin<Box<dyn Future<Output = Opened> + Send>> + Send>;
 
-/// For providers that need to wait for nothing when they are opened, which is all but one.
+/// Opener for providers that open without waiting: all but `external`.
 #[cfg(any(feature = "aws", feature = "drill", feature = "libvirt", feature = "local"))]
 fn at_once(open: impl FnOnce() -> Opened + Send + 'static) -> Opener {
     Box::new(|| Box::pin(async { open() }))
 }
 
-/// The table.
+/// Rows of the table, one per provider of this build.
 const TABLE: &[Row] = &[
     #[cfg(feature = "local")]
     Row {
@@ -78,7 +78,7 @@ const TABLE: &[Row] = &[
     #[cfg(feature = "libvirt")]
     Row {
         kind: "libvirt",
-        // Whose host it is, and what else runs there, nobody knows.
+        // The host may be in other use, so its VMs are not assumed to be free.
         free: false,
         read: |reader, context| {
             use peerpod_provider_libvirt::{LibvirtConfig, LibvirtProvider};
@@ -99,7 +99,7 @@ const TABLE: &[Row] = &[
     #[cfg(feature = "external")]
     Row {
         kind: "external",
-        // Who knows what is behind it.
+        // The service behind the socket is unknown.
         free: false,
         read: |reader, context| {
             use peerpod_provider_external::{External, ExternalConfig, Owner};
@@ -116,20 +116,20 @@ const TABLE: &[Row] = &[
     },
 ];
 
-/// A provider's settings, read but not acted on.
+/// Settings of a provider, read but not yet applied.
 pub struct Settings {
     kind: String,
     free: bool,
     opener: Option<Opener>,
 }
 
-/// The names that `provider.kind` may have in this build.
+/// Returns the values that `provider.kind` may have in this build.
 pub fn kinds() -> Vec<&'static str> {
     TABLE.iter().map(|row| row.kind).collect()
 }
 
-/// Reads `provider.kind` and the section of that provider. Mistakes stay with the reader; the sections of other
-/// providers are left unread.
+/// Reads `provider.kind` and the section of that provider. Mistakes stay with the reader. The sections of other
+/// providers stay unread.
 pub fn read(reader: &mut Reader, context: &Context) -> Settings {
     let kinds = kinds();
     let default = kinds.first().copied().unwrap_or_default();
@@ -146,21 +146,21 @@ pub fn read(reader: &mut Reader, context: &Context) -> Settings {
 }
 
 impl Settings {
-    /// `provider.kind`.
+    /// Value of `provider.kind`.
     pub fn kind(&self) -> &str {
         &self.kind
     }
 
-    /// Whether this provider's VMs are known to cost nobody anything.
+    /// Whether the VMs of this provider are known to be free of charge.
     pub fn is_free(&self) -> bool {
         self.free
     }
 
-    /// Opens the provider: bare, without [`peerpod_provider_api::decorate()`]. Only an external one is waited for, until
-    /// it has said what it can do.
+    /// Opens the bare provider, without [`peerpod_provider_api::decorate()`]. Only an external provider makes this
+    /// wait, until it has sent its capabilities.
     ///
     /// # Errors
-    /// Whatever the provider needs and does not find; and a kind that this build does not have.
+    /// A requirement of the provider that is not met, or a kind that this build does not have.
     pub async fn open(self) -> Result<Arc<dyn Provider>, Error> {
         match self.opener {
             Some(opener) => opener().await,
@@ -173,15 +173,15 @@ impl Settings {
     }
 }
 
-/// Reads and opens in one go, for programs that have nothing else to read.
+/// Reads and opens a provider, for programs that read no other settings.
 ///
 /// # Errors
-/// As [`Settings::open`]. Mistakes in the configuration stay with the reader: ask it, too.
+/// Same as [`Settings::open`]. Mistakes in the configuration stay with the reader, which the caller must also check.
 pub async fn build(reader: &mut Reader, context: &Context) -> Result<Arc<dyn Provider>, Error> {
     read(reader, context).open().await
 }
 
-/// The README's provider is compiled and run.
+/// Compiles and runs the provider of the README.
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 struct Readme;

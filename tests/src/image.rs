@@ -1,5 +1,5 @@
-//! The images that `make image` left, and a copy of the minimal one with tools in it: the image itself has no shell, and
-//! tests want to look around.
+//! Finds the images that `make image` built, and makes a copy of the minimal one with tools in it: the image itself has
+//! no shell for tests to look around.
 
 use std::{
     fs,
@@ -10,7 +10,7 @@ use anyhow::{Context, ensure};
 use peerpod_world::binary;
 use serde_json::Value;
 
-/// What busybox is called in the VM.
+/// Commands that busybox provides in the VM.
 const TOOLS: &[&str] = &[
     "cat",
     "cp",
@@ -39,7 +39,7 @@ const TOOLS: &[&str] = &[
     "wget",
 ];
 
-/// The folder of the minimal image: `PEERPOD_TEST_IMAGE`, or where `make image` puts it.
+/// Returns the folder of the minimal image: `PEERPOD_TEST_IMAGE`, or the output folder of `make image`.
 pub fn minimal() -> anyhow::Result<PathBuf> {
     if let Some(folder) = std::env::var_os("PEERPOD_TEST_IMAGE") {
         return Ok(folder.into());
@@ -47,7 +47,7 @@ pub fn minimal() -> anyhow::Result<PathBuf> {
     built("minimal")
 }
 
-/// The disk image, as qcow2. It is booted as it was built: its root is verified, so nothing can be added to it.
+/// Returns the disk image, as qcow2. Tests boot it unmodified: its root is verified, so nothing can be added to it.
 pub fn disk() -> anyhow::Result<PathBuf> {
     let folder = built("disk")?;
     let about = folder.join("image.json");
@@ -63,14 +63,16 @@ pub fn disk() -> anyhow::Result<PathBuf> {
     Ok(disk)
 }
 
-/// Where `make image` puts an image of this kind.
+/// Returns the folder to which `make image` writes an image of this kind.
 fn built(kind: &str) -> anyhow::Result<PathBuf> {
     let node = binary("peerpod-node")?;
     Ok(node.ancestors().nth(2).context("a target folder")?.join("image").join(kind))
 }
 
-/// A copy of the image in this folder, with busybox and these files (paths from the root, in folders that the image has)
-/// behind its initramfs: the kernel unpacks one archive after the other, and what comes later is what is there.
+/// Copies the minimal image to `folder`, and appends busybox and `files` to its initramfs.
+///
+/// The paths of `files` are relative to the root, in folders that the image has. The kernel unpacks one archive after
+/// the other, so the later entries replace the earlier ones.
 pub fn with_tools(folder: &Path, files: &[(&str, &[u8])]) -> anyhow::Result<PathBuf> {
     let (image, copy) = (minimal()?, folder.join("image"));
     fs::create_dir_all(&copy)?;
@@ -85,7 +87,7 @@ pub fn with_tools(folder: &Path, files: &[(&str, &[u8])]) -> anyhow::Result<Path
     bytes.resize(bytes.len().next_multiple_of(4), 0);
     let busybox = fs::read("/bin/busybox").context("/bin/busybox: install busybox-static (scripts/setup)")?;
     let mut archive = Vec::new();
-    // In place of the link to /usr/bin: /usr is a file system of its own, mounted when the guest program begins.
+    // Replaces the link to /usr/bin: /usr is a separate file system that is mounted when the guest starts.
     add(&mut archive, "bin", 0o040_755, b"");
     add(&mut archive, "bin/busybox", 0o100_755, &busybox);
     for tool in TOOLS {
@@ -102,7 +104,7 @@ pub fn with_tools(folder: &Path, files: &[(&str, &[u8])]) -> anyhow::Result<Path
     Ok(copy)
 }
 
-/// One entry of a `newc` archive.
+/// Appends an entry of a `newc` archive.
 fn add(archive: &mut Vec<u8>, name: &str, mode: u32, data: &[u8]) {
     let number = u32::try_from(archive.len()).unwrap_or(0) + 1_000_000;
     let (length, name_length) = (data.len(), name.len() + 1);

@@ -1,5 +1,6 @@
-//! Real machines for tests: a libvirtd of the test's own, and the minimal image with tools in it, or the disk image. KVM
-//! where it works, emulation where not. Needs root and `make image`.
+//! Boots real machines for tests: its own libvirtd runs the minimal image with tools in it, or the disk image.
+//!
+//! Uses KVM where it works, and emulation elsewhere. Needs root and `make image`.
 
 #![allow(clippy::unwrap_used)] // test code outside of test functions
 
@@ -13,33 +14,33 @@ use peerpod_world::{
 
 use crate::{CONTAINER, Sandbox, image};
 
-/// Where machines boot.
+/// Test environment with a libvirtd and machines that boot.
 pub struct Place {
-    /// What makes them.
+    /// The libvirtd that makes the machines.
     pub libvirtd: Libvirtd,
-    /// A node's settings that has its VMs there.
+    /// Settings of a node that makes its VMs with this libvirtd.
     pub settings: Settings,
-    /// The world around it.
+    /// The world that contains the node.
     pub world: World,
     memory_mib: u64,
 }
 
-/// An emulated machine on a busy one.
+/// Time limit of the boot of an emulated machine, on a busy host.
 pub const BOOT: Duration = Duration::from_secs(240);
 
 impl Place {
-    /// With machines of about 512 MiB, of which a pod may use 128, and one processor.
+    /// Makes an environment with machines of about 512 MiB, of which a pod may use 128 MiB, and one processor.
     #[expect(clippy::new_without_default, reason = "it starts programs")]
     pub fn new() -> Place {
         Place::with(&[])
     }
 
-    /// The same, with these files in the image: paths from its root, contents.
+    /// Makes the same environment with these files in the image (path from the image's root, content).
     pub fn with(files: &[(&str, &[u8])]) -> Place {
         Place::on(Shape::default(), files)
     }
 
-    /// The same on a network of this shape.
+    /// Makes the same environment with a network of this shape.
     pub fn on(network: Shape, files: &[(&str, &[u8])]) -> Place {
         let world = World::new().unwrap();
         let libvirtd = Libvirtd::start_with(&world, network).unwrap();
@@ -48,7 +49,8 @@ impl Place {
         Place::of(libvirtd, settings, world, 128)
     }
 
-    /// With machines of about 1 GiB and one processor that boot the disk image by UEFI, from a disk that is larger than it.
+    /// Makes an environment with machines of about 1 GiB and one processor. They boot the disk image by UEFI from a
+    /// disk larger than the image.
     pub fn uefi() -> Place {
         let world = World::new().unwrap();
         let libvirtd = Libvirtd::start(&world).unwrap();
@@ -62,21 +64,21 @@ impl Place {
         Place { libvirtd, settings, world, memory_mib }
     }
 
-    /// A pod in a machine of its own, which waits in its container (the minimal image's tools).
+    /// Boots a pod in its own machine, with a container that sleeps (from the minimal image's tools).
     pub async fn machine(&self, daemons: &Daemons, name: &str) -> Sandbox {
         let machine = self.boot(daemons, self.world.pod().unwrap(), name).await;
         machine.create_container(CONTAINER, &["sleep", "infinity"]).await.unwrap();
         machine
     }
 
-    /// The same for this pod, without a container.
+    /// Boots the given pod in its own machine, without a container.
     pub async fn boot(&self, daemons: &Daemons, pod: Pod, name: &str) -> Sandbox {
         let size = |annotations: Annotations| annotations.size("1", self.memory_mib);
         let machine = Sandbox::boot(daemons, pod, name, size, BOOT).await;
         machine.unwrap_or_else(|error| panic!("{error:#}\n{}\n{}", daemons.log_tails(), self.consoles()))
     }
 
-    /// What the witnesses have to say.
+    /// Asserts that no domain, file, NVRAM file or network device of a VM is left.
     pub fn assert_clean(&self) {
         assert_eq!(self.libvirtd.domains().unwrap(), Vec::<String>::new());
         assert_eq!(self.libvirtd.files(POOL).unwrap(), Vec::<String>::new());
@@ -85,7 +87,7 @@ impl Place {
         assert!(!links.contains("vnet"), "{links}");
     }
 
-    /// What the VMs said on their consoles.
+    /// Returns the consoles of the VMs.
     pub fn consoles(&self) -> String {
         let mut all = String::new();
         for name in self.libvirtd.files(POOL).unwrap_or_default() {

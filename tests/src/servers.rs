@@ -1,5 +1,5 @@
-//! Real storage servers for tests, in the node's network: NFS (nfs-ganesha, which needs nothing of the kernel), SMB
-//! (Samba, with accounts of its own), iSCSI (tgt) and NBD (qemu-nbd). Killed when dropped.
+//! Starts real storage servers for tests in the node's network namespace: NFS (nfs-ganesha, which needs nothing of the
+//! kernel), SMB (Samba, with its own accounts), iSCSI (tgt) and NBD (qemu-nbd). Each is killed when dropped.
 
 #![allow(clippy::unwrap_used)] // test code outside of test functions
 
@@ -15,7 +15,7 @@ use std::{
 
 use peerpod_world::{World, eventually_blocking};
 
-/// Their start, on a busy machine.
+/// Time limit of a server's start, on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A running server.
@@ -30,7 +30,7 @@ impl Drop for Server {
 }
 
 impl Server {
-    /// Starts it and waits until it listens.
+    /// Starts a server and waits until it listens.
     fn start(world: &World, program: &str, arguments: &[OsString], port: u16) -> Server {
         let arguments: Vec<&OsStr> = arguments.iter().map(OsString::as_os_str).collect();
         let log = world.folder().join(format!("{program}.log"));
@@ -48,18 +48,18 @@ impl Server {
     }
 }
 
-/// An NFS server, version 4.
+/// NFS server, version 4.
 pub struct Nfs {
     _server: Server,
-    /// What it exports as `/export`.
+    /// Folder that it exports as `/export`.
     pub folder: PathBuf,
 }
 
 impl Nfs {
-    /// The port it listens on: the usual one may be taken.
+    /// Port that it listens on; the usual port may be taken.
     pub const PORT: u16 = 12049;
 
-    /// Starts one.
+    /// Starts an NFS server.
     pub fn start(world: &World) -> Nfs {
         let base = world.folder().join("nfs");
         let (folder, recovery) = (base.join("export"), base.join("recovery"));
@@ -84,20 +84,20 @@ impl Nfs {
     }
 }
 
-/// An SMB server with one share and one user.
+/// SMB server with one share and one user.
 pub struct Smb {
     _server: Server,
-    /// What it shares as `files`.
+    /// Folder that it shares as `files`.
     pub folder: PathBuf,
 }
 
 impl Smb {
-    /// The port it listens on: the usual one may be taken.
+    /// Port that it listens on; the usual port may be taken.
     pub const PORT: u16 = 10445;
-    /// Its user: one that the system has, under which nobody logs in.
+    /// Its user: a system account without logins.
     pub const USER: &str = "daemon";
 
-    /// Starts one whose user has this password.
+    /// Starts an SMB server; its user has this password.
     pub fn start(world: &World, password: &str) -> Smb {
         let base = world.folder().join("smb");
         let folder = base.join("export");
@@ -144,18 +144,18 @@ impl Smb {
     }
 }
 
-/// An iSCSI server with one target.
+/// iSCSI server with one target.
 pub struct Iscsi {
     _server: Server,
 }
 
 impl Iscsi {
-    /// The port it listens on.
+    /// Port that it listens on.
     pub const PORT: u16 = 13260;
     /// Its target; the file is logical unit 1.
     pub const TARGET: &str = "iqn.2026-01.test.peerpod:disk";
 
-    /// Serves this file.
+    /// Starts a server for this file.
     pub fn start(world: &World, file: &Path) -> Iscsi {
         let socket = world.folder().join("tgtd");
         let ipc = format!("TGT_IPC_SOCKET={}", socket.display());
@@ -188,18 +188,18 @@ impl Iscsi {
     }
 }
 
-/// An NBD server.
+/// NBD server.
 pub struct Nbd {
     _server: Server,
 }
 
 impl Nbd {
-    /// The port it listens on.
+    /// Port that it listens on.
     pub const PORT: u16 = 20809;
     /// Its export.
     pub const EXPORT: &str = "disk";
 
-    /// Serves this file.
+    /// Starts a server for this file.
     pub fn start(world: &World, file: &Path) -> Nbd {
         let port = Nbd::PORT.to_string();
         let words =

@@ -1,4 +1,4 @@
-//! The VM of a sandbox, seen from outside: its own network namespace, where its cards are, and its console.
+//! Inspects the VM of a sandbox from outside: its own network namespace, which holds its NICs, and its console.
 
 use std::{fs, path::Path, process::Command};
 
@@ -6,10 +6,10 @@ use anyhow::{Context, ensure};
 use peerpod_podnet::netns::Netns;
 use peerpod_world::{Daemons, World};
 
-/// The network namespace of the world's only VM.
+/// Returns the network namespace of the world's only VM.
 pub fn network(world: &World, daemons: &Daemons) -> anyhow::Result<Netns> {
     let sight = peerpod_world::Sight::of(world, &[], daemons)?;
-    // As pid 1 the guest program starts itself once more.
+    // As pid 1 the guest starts a second process of itself, in the same namespace.
     let mut found: Vec<Netns> = Vec::new();
     for pid in sight.pids("peerpod-guest") {
         let netns = Netns::open(format!("/proc/{pid}/ns/net"))?;
@@ -21,11 +21,11 @@ pub fn network(world: &World, daemons: &Daemons) -> anyhow::Result<Netns> {
     found.pop().context("a VM")
 }
 
-/// The namespace that the encrypted tunnel of the world's only VM ends in.
+/// Returns the namespace at the end of the encrypted tunnel of the world's only VM.
 pub fn tunnel(world: &World, daemons: &Daemons) -> anyhow::Result<Netns> {
     let sight = peerpod_world::Sight::of(world, &[], daemons)?;
     for pid in sight.pids("peerpod-guest") {
-        // As that program sees the files.
+        // The path in the guest's own root.
         let path = format!("/proc/{pid}/root/run/peerpod/guest/tunnel.netns");
         if let Ok(netns) = Netns::open(path) {
             return Ok(netns);
@@ -34,7 +34,7 @@ pub fn tunnel(world: &World, daemons: &Daemons) -> anyhow::Result<Netns> {
     anyhow::bail!("no VM has an encrypted tunnel")
 }
 
-/// What a command prints in a network namespace; its words are separated by spaces.
+/// Runs a command in a network namespace and returns its output. Spaces separate the arguments in `line`.
 pub fn run(netns: &Netns, line: &str) -> anyhow::Result<String> {
     let mut words = line.split_whitespace();
     let mut command = Command::new(words.next().context("an empty command")?);
@@ -43,20 +43,20 @@ pub fn run(netns: &Netns, line: &str) -> anyhow::Result<String> {
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-/// The IPv6 address of a card that others reach it by, with its prefix length.
+/// Returns the global IPv6 address of a NIC, with its prefix length.
 pub fn v6_of(netns: &Netns, card: &str) -> anyhow::Result<String> {
     let shown = run(netns, &format!("ip -6 -o addr show dev {card} scope global"))?;
     let address = shown.split_whitespace().skip_while(|word| *word != "inet6").nth(1);
     Ok(address.with_context(|| format!("{card} has no IPv6 address: {shown}"))?.to_owned())
 }
 
-/// IP packets that a network namespace cut into fragments so far, of both families.
+/// Returns how many IP packets of both families the network namespace has fragmented so far.
 pub fn fragments(netns: &Netns) -> anyhow::Result<u64> {
     let read = |name: &str| netns.run(|| fs::read_to_string(format!("/proc/thread-self/net/{name}")));
     fragments_of(&read("snmp")??, &read("snmp6")??)
 }
 
-/// The same, of what `/proc/net/snmp` and `/proc/net/snmp6` say.
+/// Returns the number of fragmented packets in `/proc/net/snmp` and `/proc/net/snmp6`.
 pub fn fragments_of(v4: &str, v6: &str) -> anyhow::Result<u64> {
     let mut lines = v4.lines().filter(|line| line.starts_with("Ip:"));
     let (names, values) = (lines.next().context("no Ip: in snmp")?, lines.next().context("one Ip: in snmp")?);
@@ -66,7 +66,7 @@ pub fn fragments_of(v4: &str, v6: &str) -> anyhow::Result<u64> {
     Ok(v4.parse::<u64>()? + v6.context("no Ip6FragCreates in snmp6")?.trim().parse::<u64>()?)
 }
 
-/// What the world's VMs said on their consoles.
+/// Returns the consoles of the world's VMs.
 pub fn consoles(daemons: &Daemons) -> String {
     fn below(folder: &Path) -> String {
         let mut all = String::new();

@@ -1,5 +1,5 @@
-//! A pod with volumes, as the CSI wrapper, kubelet, the container runtime and the shim make one: records, published
-//! targets, bundles, copied markers. Everything behind them is real.
+//! Makes pods with volumes as the CSI wrapper, kubelet, the container runtime and the shim do: records, published
+//! targets, bundles and copied markers. All components behind them are real.
 
 #![allow(clippy::unwrap_used)] // test code outside of test functions
 
@@ -24,30 +24,30 @@ use peerpod_world::{Daemons, Pod, Settings, World};
 
 use crate::{PATIENCE, fresh_id, machines::Place, stop_in_time};
 
-/// An emulated machine on a busy one.
+/// Time limit of the boot of an emulated machine, on a busy host.
 const BOOT: Duration = Duration::from_secs(180);
 
-/// A node with disks.
+/// Node with disks.
 pub struct Node {
-    /// Where it stands.
+    /// The world that contains the node.
     pub world: World,
     /// Relay and node.
     pub daemons: Daemons,
-    /// What the wrapper wrote down.
+    /// The CSI wrapper's records.
     pub records: Records,
-    /// Its VMs are machines that boot.
+    /// Environment of the machines, if the VMs are machines that boot.
     pub machines: Option<Place>,
 }
 
 impl Node {
-    /// Of the local provider: a disk is a loop device.
+    /// Starts a node with the local provider; its disks are loop devices.
     pub async fn start() -> Node {
         let world = World::new().unwrap();
         let disks = disks(&world);
         Node::begin(world, Settings::none().set("provider.local.volumes-dir", disks), None).await
     }
 
-    /// Of machines that boot: a disk is virtio's.
+    /// Starts a node with machines that boot as its VMs; its disks are virtio disks.
     pub async fn start_in_machines() -> Node {
         let place = Place::new();
         let settings = place.settings.clone().set("provider.libvirt.volume-dirs", vec![disks(&place.world)]);
@@ -60,12 +60,12 @@ impl Node {
         Node { world, daemons, records, machines }
     }
 
-    /// The kubelet's folder.
+    /// Returns the kubelet's folder.
     pub fn kubelet(&self) -> PathBuf {
         self.world.folder().join("kubelet")
     }
 
-    /// An empty disk.
+    /// Makes an empty disk.
     pub fn disk(&self, name: &str, mib: u64) -> Disk {
         let file = self.world.folder().join("disks").join(name);
         let source = if self.machines.is_some() { file.display().to_string() } else { name.into() };
@@ -74,7 +74,7 @@ impl Node {
         disk
     }
 
-    /// A pod that is to have these volumes: recorded, published, not started.
+    /// Makes a pod with these volumes: recorded and published, not started.
     pub fn pod(&self, name: &str, volumes: Vec<Volume>) -> PodToBe {
         let (name, uid) = (name.to_owned(), fresh_id("uid"));
         let volumes = volumes.into_iter().map(|volume| self.publish(&name, &uid, volume)).collect();
@@ -115,17 +115,17 @@ impl Node {
         record
     }
 
-    /// CreateVM, StartVM, CreateSandbox.
+    /// Calls CreateVM, StartVM and CreateSandbox for a pod.
     ///
     /// # Errors
-    /// What failed.
+    /// Returns the error of the failed call.
     pub async fn boot(&self, pod: PodToBe) -> anyhow::Result<Running> {
         let patience = if self.machines.is_some() { BOOT } else { PATIENCE };
         let booted = boot(&self.world, &self.daemons.hypervisor_socket(), patience, pod).await;
         booted.with_context(|| self.daemons.log_tails())
     }
 
-    /// As [`Node::boot`], for pods that must start.
+    /// Boots a pod like [`Node::boot`]; panics on an error.
     pub async fn run(&self, pod: PodToBe) -> Running {
         let consoles = || self.machines.as_ref().map(Place::consoles).unwrap_or_default();
         self.boot(pod)
@@ -133,7 +133,7 @@ impl Node {
             .unwrap_or_else(|error| panic!("{error:#}\n{}\n{}", self.daemons.log_tails(), consoles()))
     }
 
-    /// StopVM, and the volumes unpublished when the pod is gone, as kubelet does.
+    /// Calls StopVM, and unpublishes the volumes when the sandbox is gone, as kubelet does.
     pub async fn stop(&self, running: Running) {
         stop_in_time(&running.shim, &running.id).await.unwrap();
         self.daemons.gone(&running.id, PATIENCE * 2).await.unwrap();
@@ -143,7 +143,7 @@ impl Node {
         }
     }
 
-    /// The files of this node's disks that are loop devices now.
+    /// Returns the files of this node's disks that are loop devices now.
     pub fn loops(&self) -> Vec<String> {
         self.loop_devices("BACK-FILE")
     }
@@ -157,10 +157,10 @@ impl Node {
     }
 }
 
-/// CreateVM, StartVM, CreateSandbox of a pod whose volumes are published, through this node's socket.
+/// Calls CreateVM, StartVM and CreateSandbox for a pod with published volumes, through the given hypervisor socket.
 ///
 /// # Errors
-/// What failed.
+/// Returns the error of the failed call.
 pub async fn boot(
     world: &World,
     hypervisor: &Path,
@@ -184,7 +184,7 @@ pub async fn boot(
         Ok(agent) => {
             Ok(Running { id, folder: world.folder().to_owned(), pod, shim, agent, _network: network })
         }
-        // As kubelet has a sandbox removed that did not start.
+        // kubelet also removes a sandbox that did not start.
         Err(error) => {
             shim.stop_vm(&id).await.ok();
             Err(error)
@@ -192,7 +192,7 @@ pub async fn boot(
     }
 }
 
-/// The folder of the disks' files.
+/// Returns the folder of the disks' files, which it creates.
 fn disks(world: &World) -> String {
     let folder = world.folder().join("disks");
     fs::create_dir_all(&folder).unwrap();
@@ -201,7 +201,7 @@ fn disks(world: &World) -> String {
 
 impl Drop for Node {
     fn drop(&mut self) {
-        // What a failed test left mounted.
+        // Unmount the leftovers of a failed test.
         let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
         let ours = self.world.folder().join("kubelet").display().to_string();
         for place in
@@ -209,40 +209,40 @@ impl Drop for Node {
         {
             umount2(place, MntFlags::MNT_DETACH).ok();
         }
-        // And the loop devices that its VMs had.
+        // Detach the loop devices of its VMs.
         for device in self.loop_devices("NAME") {
             Command::new("losetup").args(["--detach", &device]).status().ok();
         }
     }
 }
 
-/// A disk: a file of the node's machine.
+/// Disk that is a file of the test machine.
 pub struct Disk {
-    /// What tests call it.
+    /// The test's name for it.
     pub name: String,
-    /// Where its bytes are.
+    /// File with its content.
     pub file: PathBuf,
-    /// What the provider calls it.
+    /// The provider's name for it.
     pub source: String,
 }
 
 impl Disk {
-    /// Writes as from outside.
+    /// Writes to the disk from outside the VM.
     pub fn write(&self, at: u64, bytes: &[u8]) {
         fs::OpenOptions::new().write(true).open(&self.file).unwrap().write_all_at(bytes, at).unwrap();
     }
 
-    /// All of it.
+    /// Returns the whole content.
     pub fn read(&self) -> Vec<u8> {
         fs::read(&self.file).unwrap()
     }
 
-    /// As its driver makes one larger: who shows that to the VM is the node's matter.
+    /// Enlarges the disk as its driver would. The node has to make the new size visible in the VM.
     pub fn grow(&self, mib: u64) {
         fs::OpenOptions::new().write(true).open(&self.file).unwrap().set_len(mib << 20).unwrap();
     }
 
-    /// A volume of it.
+    /// Returns a volume on this disk.
     pub fn volume(&self) -> Volume {
         Volume {
             handle: self.name.clone(),
@@ -259,31 +259,31 @@ impl Disk {
     }
 }
 
-/// Runs a tool that must succeed; what it printed.
+/// Runs a tool, which must succeed, and returns its output.
 pub fn run(program: &str, arguments: &[&str]) -> String {
     let output = Command::new(program).args(arguments).output().unwrap_or_else(|e| panic!("{program}: {e}"));
     assert!(output.status.success(), "{program} {arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
     String::from_utf8_lossy(&output.stdout).into_owned()
 }
 
-/// A volume as a pod asks for it.
+/// Volume as a pod requests it.
 pub struct Volume {
     /// The CSI volume's handle.
     pub handle: String,
-    /// Where it is.
+    /// Source of its data.
     pub source: Source,
-    /// How it is used.
+    /// Mode of use.
     pub mode: Mode,
-    /// For reading only.
+    /// Whether it is read-only.
     pub read_only: bool,
-    /// The published target is a tmpfs of its own.
+    /// Whether the published target is a separate tmpfs.
     pub tmpfs: bool,
-    /// Who it is mounted as.
+    /// Credentials of the mount.
     pub credentials: Option<Credentials>,
 }
 
 impl Volume {
-    /// With this file system.
+    /// Sets the file system.
     pub fn fs(mut self, kind: &str) -> Volume {
         if let Mode::Filesystem { fs_type, .. } = &mut self.mode {
             *fs_type = Some(kind.to_owned());
@@ -291,7 +291,7 @@ impl Volume {
         self
     }
 
-    /// For this group.
+    /// Sets the group and its policy.
     pub fn group(mut self, gid: u32, policy: FsGroupPolicy) -> Volume {
         if let Mode::Filesystem { fs_group, .. } = &mut self.mode {
             *fs_group = Some(FsGroup { gid, policy });
@@ -299,26 +299,26 @@ impl Volume {
         self
     }
 
-    /// As a raw device.
+    /// Makes it a raw device.
     pub fn block(mut self) -> Volume {
         self.mode = Mode::Block;
         self
     }
 
-    /// For reading only.
+    /// Makes it read-only.
     pub fn read_only(mut self) -> Volume {
         self.read_only = true;
         self
     }
 
-    /// Published on a tmpfs of its own.
+    /// Publishes it on a separate tmpfs.
     pub fn published_as_tmpfs(mut self) -> Volume {
         self.tmpfs = true;
         self
     }
 }
 
-/// A pod whose volumes are published.
+/// Pod with published volumes, not started.
 pub struct PodToBe {
     /// Its name.
     pub name: String,
@@ -328,39 +328,39 @@ pub struct PodToBe {
     pub volumes: Vec<Record>,
 }
 
-/// One mount of a container: of which volume, which part of it, where.
+/// Mount of a container.
 pub struct At {
-    /// Which of the pod's.
+    /// Index of the volume in the pod's list.
     pub volume: usize,
-    /// The part of it: a subPath.
+    /// The mounted part of the volume (subPath).
     pub path: &'static str,
-    /// Where in the container.
+    /// Path in the container.
     pub place: &'static str,
-    /// For reading only.
+    /// Whether it is read-only.
     pub read_only: bool,
-    /// The host path that kubelet bound the part to; else it is below the target.
+    /// Host path to which kubelet bound the part; if `None`, the part is below the target.
     pub source: Option<PathBuf>,
 }
 
-/// All of a volume, there.
+/// Returns a mount of a whole volume at this path.
 pub fn at(volume: usize, place: &'static str) -> At {
     At { volume, path: "", place, read_only: false, source: None }
 }
 
-/// By what a container's mounts are recognised.
+/// Means by which a container's mounts can be matched to volumes.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum By {
     /// The host path in the bundle.
     Bundle,
     /// The marker that the shim copied.
     Marker,
-    /// Neither.
+    /// Neither of them.
     Nothing,
 }
 
-/// A pod in its VM.
+/// Pod that runs in its VM.
 pub struct Running {
-    /// The sandbox.
+    /// The sandbox id.
     pub id: String,
     folder: PathBuf,
     /// The pod.
@@ -373,7 +373,7 @@ pub struct Running {
 }
 
 impl Running {
-    /// A CreateContainer as the shim sends it, with what it copied before.
+    /// Returns the shim's CreateContainer request, and the CopyFile requests that precede it.
     pub fn container(
         &self,
         name: &str,
@@ -419,7 +419,7 @@ impl Running {
     /// Creates and starts a container with these mounts.
     ///
     /// # Errors
-    /// The agent's answer, or the relay's.
+    /// Returns the error of the agent or of the relay.
     pub async fn try_create(&self, name: &str, mounts: &[At], by: By) -> Result<(), peerpod_client::Error> {
         let (copies, request) = self.container(name, mounts, by);
         for copied in &copies {
@@ -429,7 +429,7 @@ impl Running {
         self.agent.start_container(name).await
     }
 
-    /// A container with these mounts, running.
+    /// Creates and starts a container with these mounts; panics on an error.
     pub async fn create(&self, name: &str, mounts: &[At]) {
         self.try_create(name, mounts, By::Bundle).await.unwrap_or_else(|error| panic!("{name}: {error}"));
     }
@@ -440,13 +440,13 @@ impl Running {
         self.agent.remove_container(name).await.unwrap();
     }
 
-    /// What a script in the container says and ends with.
+    /// Runs a script in the container, and returns its output and exit code.
     pub async fn try_shell(&self, container: &str, script: &str) -> Output {
         let request = exec_request(container, &fresh_id("exec"), &["/bin/sh", "-c", script]);
         self.agent.exec(&request).await.unwrap()
     }
 
-    /// What a script says that must succeed.
+    /// Runs a script in the container, which must succeed, and returns its output.
     pub async fn shell(&self, container: &str, script: &str) -> String {
         let output = self.try_shell(container, script).await;
         let words = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
@@ -455,7 +455,8 @@ impl Running {
     }
 }
 
-/// A pod with three volumes writes a canary to each, or finds it there; the volumes see no other pod's.
+/// Runs a pod with three volumes, which writes a canary to each volume (`again`: finds it there). The volumes hold no
+/// data of other pods.
 pub async fn lives_once(node: &Node, pod: usize, disks: &[Disk], again: bool) {
     let volumes = disks.iter().map(Disk::volume).collect();
     let running = node.run(node.pod(&format!("pod-{pod}"), volumes)).await;

@@ -1,5 +1,6 @@
-//! The settings of a VXLAN device that the tunnel leaves as they are or chooses: how much one TCP stream keeps with
-//! another GSO or GRO size, and with UDP checksums. Plain devices beside each other, so that nothing else differs.
+//! Measures settings of a VXLAN device that the tunnel chooses or leaves at their defaults. It compares the throughput
+//! of one TCP stream with other GSO and GRO sizes, and with UDP checksums. The devices are plain ones beside each
+//! other, so that nothing else differs.
 
 use std::net::Ipv4Addr;
 
@@ -9,8 +10,8 @@ use super::{
 };
 use crate::report::{Goal, Report};
 
-/// What the tunnel has comes first: the kernel's sizes (64 KiB), no checksum over IPv4. Key, options of the device,
-/// sizes of both ends (up to 64 KiB they are IPv4's, too), and what it is.
+/// The tunnel's own settings are first: the kernel's sizes (64 KiB), no checksum over IPv4. Each row has a key, options
+/// of the device, sizes for both ends (up to 64 KiB they apply to IPv4, too), and a description.
 const CHOICES: [(&str, &str, &str, &str); 5] = [
     ("", "noudpcsum", "", ""),
     ("gso_32k", "noudpcsum", "gso_max_size 32768", "GSO of 32 KiB, not 64"),
@@ -19,7 +20,7 @@ const CHOICES: [(&str, &str, &str, &str); 5] = [
     ("udp_checksum", "udpcsum", "", "UDP checksums over IPv4"),
 ];
 
-/// Runs it.
+/// Runs the comparison.
 pub(crate) fn run(report: &mut Report) -> anyhow::Result<()> {
     let cloud = Cloud::new(cloud::MTU)?;
     let roads = (1..)

@@ -1,4 +1,4 @@
-//! A node with a "cloud network" between it and one VM with its podns.
+//! Builds a node with a "cloud network" between it and one VM with its podns.
 
 use std::net::{IpAddr, Ipv4Addr};
 
@@ -8,14 +8,14 @@ use peerpod_world::{Namespace, World};
 
 use super::traffic::Road;
 
-/// What most clouds carry, in bytes.
+/// MTU of most clouds, in bytes.
 pub(crate) const MTU: u32 = 1500;
 /// The node's address as the VM reaches it.
 pub(crate) const NODE: Ipv4Addr = Ipv4Addr::new(192, 168, 100, 1);
 /// The VM's address.
 pub(crate) const VM: Ipv4Addr = Ipv4Addr::new(192, 168, 100, 2);
 
-/// See the module.
+/// One node and one VM with its podns.
 pub(crate) struct Cloud {
     pub(crate) world: World,
     pub(crate) vm: Namespace,
@@ -23,7 +23,7 @@ pub(crate) struct Cloud {
 }
 
 impl Cloud {
-    /// The link between node and VM carries packets of `mtu` bytes.
+    /// Builds the cloud; the network between node and VM carries packets of `mtu` bytes.
     pub(crate) fn new(mtu: u32) -> anyhow::Result<Cloud> {
         let world = World::new()?;
         let (vm, podns) = (world.namespace("vm")?, world.namespace("vmpod")?);
@@ -46,17 +46,18 @@ impl Cloud {
         Ok(self.vm.run(move || guest::apply(&plan, None, &podns))??)
     }
 
-    /// From the node to an address in another namespace.
+    /// Returns the path from the node to an address in another namespace.
     pub(crate) fn road(&self, to: &Namespace, address: IpAddr) -> Road {
         Road { from: self.world.node().netns().clone(), to: to.netns().clone(), address }
     }
 
-    /// From the node straight to the VM.
+    /// Returns the path from the node straight to the VM.
     pub(crate) fn bare(&self) -> Road {
         self.road(&self.vm, VM.into())
     }
 
-    /// From the node to the VM by a VXLAN with our settings and no redirect, which is made here.
+    /// Makes a VXLAN with the tunnel's settings and without a redirect, and returns the path over it from the node to
+    /// the VM.
     pub(crate) fn plain_vxlan(&self) -> anyhow::Result<Road> {
         let ends = [
             (self.world.node(), "192.168.100.1", "192.168.100.2", 1),
@@ -72,7 +73,7 @@ impl Cloud {
         Ok(self.road(&self.vm, Ipv4Addr::new(10, 77, 0, 2).into()))
     }
 
-    /// From the node to the pod, which is in the VM.
+    /// Returns the path from the node to the pod, which is in the VM.
     pub(crate) fn to_pod(&self, address: IpAddr) -> Road {
         self.road(&self.podns, address)
     }

@@ -1,4 +1,5 @@
-//! What MTU the pod in the VM has over underlays of several clouds, and that a packet of that size goes whole.
+//! Measures the MTU of the pod in the VM over underlays of several clouds, and checks that a packet of that size is not
+//! fragmented.
 
 use anyhow::{Context, ensure};
 use peerpod_node::tunnel::{Tunnel, TunnelConfig};
@@ -8,17 +9,17 @@ use peerpod_world::traffic;
 use super::cloud::Cloud;
 use crate::report::{Goal, Report};
 
-/// Google, most, Amazon.
+/// Underlay MTUs of Google, most clouds, and Amazon.
 const UNDERLAYS: [u32; 3] = [1460, 1500, 9001];
 /// Ethernet, IPv4, UDP and VXLAN.
 const OVERHEAD: u32 = 50;
 
-/// Runs it.
+/// Runs the check.
 pub(crate) async fn run(report: &mut Report) -> anyhow::Result<()> {
     for underlay in UNDERLAYS {
         let cloud = Cloud::new(underlay)?;
         let tunnel = cloud.world.node().run(|| Tunnel::open(TunnelConfig::default()))??;
-        // As a CNI does that uses the cloud's own network: the pod may send as much as the node.
+        // Like a CNI that uses the cloud's own network: the pod's MTU is the node's.
         let pod = cloud.world.pod_with_mtu(underlay)?;
         let node = cloud.world.node();
         node.ip(&format!("link set cni0 mtu {underlay}\n"))?;
@@ -35,7 +36,7 @@ pub(crate) async fn run(report: &mut Report) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// How many fragments a namespace has made so far.
+/// Returns the number of fragments that a namespace has made so far.
 fn fragments(netns: &Netns) -> anyhow::Result<u64> {
     let text = netns.run(|| std::fs::read_to_string("/proc/thread-self/net/snmp"))??;
     let mut lines = text.lines().filter_map(|line| line.strip_prefix("Ip: "));

@@ -1,5 +1,5 @@
-//! What it costs the node to set one pod's network up and to take it down: with how many pods there are already, and
-//! with how many links that are nobody's business of ours.
+//! Measures the node's cost of setting one pod's network up and taking it down. The cost is measured by the number of
+//! existing pods and by the number of foreign devices.
 
 use std::time::Instant;
 
@@ -15,29 +15,32 @@ use crate::{
 };
 
 const PODS: usize = 300;
-/// One more pod is measured beside so many: what the 1st, the 100th and the 300th meet. Never beside none: the 1st would
-/// pay each time for the filter's table, which goes with the last pod, and the ratios would look better than they are.
+/// Number of pods that exist when one more is measured: the cases of the 1st, the 100th and the 300th pod.
+///
+/// The first number is never 0. Otherwise the 1st pod would pay each time for the filter's table, which is removed with
+/// the last pod. The ratios would then look better than they are.
 const PLACES: [(&str, usize); 3] = [("1st", 1), ("100th", 99), ("300th", PODS)];
-/// How often it is set up and taken away at each place.
+/// Number of set-ups and undos at each place.
 const ROUNDS: usize = 100;
-/// Links of others in the node's namespace, and pods that are set up beside them.
+/// Devices of other programs in the node's namespace, and the number of pods that are set up beside them.
 const FOREIGN: usize = 5000;
 const BESIDE: usize = 40;
 
-/// Runs it.
+/// Runs the measurements.
 pub(crate) async fn run(report: &mut Report) -> anyhow::Result<()> {
     many_pods(report).await?;
     many_links(report).await
 }
 
-/// A pod whose network is set up.
+/// A pod with its network set up.
 struct Set {
     name: String,
     netns: Netns,
     reserved: Reserved,
 }
 
-/// Look, reserve, connect, as for one sandbox; the pods share a VM, which the node does not care about. Milliseconds.
+/// Inspects, reserves and connects, as for one sandbox. Returns the time in milliseconds. The pods share a VM, which
+/// makes no difference to the node.
 async fn set_up(tunnel: &Tunnel, netns: &Netns, name: String) -> anyhow::Result<(Set, f64)> {
     let began = Instant::now();
     let seen = tunnel.look(netns).await?;
@@ -56,7 +59,7 @@ async fn undo(tunnel: &Tunnel, set: &Set) -> anyhow::Result<f64> {
 }
 
 fn open(cloud: &Cloud) -> anyhow::Result<Tunnel> {
-    // The tunnel's sockets belong to the namespace of the thread that opens them.
+    // A socket belongs to the namespace of the thread that opens it.
     Ok(cloud.world.node().run(|| Tunnel::open(TunnelConfig::default()))??)
 }
 
@@ -73,7 +76,7 @@ struct Crowd {
 }
 
 impl Crowd {
-    /// Sets the pods up one after another; how long each took.
+    /// Sets the pods up one after another, and returns the time of each.
     async fn gather(count: usize) -> anyhow::Result<(Crowd, Vec<f64>)> {
         let cloud = Cloud::new(1500)?;
         let tunnel = open(&cloud)?;
@@ -89,7 +92,7 @@ impl Crowd {
     }
 }
 
-/// One pod after another, one more beside few and many in turn, then all of them away again.
+/// Sets up one pod after another, measures one more beside few and many in turn, then undoes all.
 async fn many_pods(report: &mut Report) -> anyhow::Result<()> {
     let sent = messages_sent();
     let (many, mut took) = Crowd::gather(PODS).await?;
@@ -112,8 +115,8 @@ async fn many_pods(report: &mut Report) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// One more pod set up and taken away, again and again, on three nodes with few and many pods: in turn, so that whatever
-/// else the machine does hits all of them alike.
+/// Sets one more pod up and takes it away, repeatedly, on three nodes with few and many pods. The nodes take turns, so
+/// that other load on the machine affects all of them alike.
 async fn at_places(many: Crowd, report: &mut Report) -> anyhow::Result<Crowd> {
     let [(_, few), (_, more), _] = PLACES;
     let crowds = [Crowd::gather(few).await?.0, Crowd::gather(more).await?.0, many];
@@ -122,7 +125,7 @@ async fn at_places(many: Crowd, report: &mut Report) -> anyhow::Result<Crowd> {
         for (crowd, (up, down)) in crowds.iter().zip(&mut took) {
             let (set, ms) = set_up(&crowd.tunnel, &crowd.more, "bench-more".to_owned()).await?;
             let undone = undo(&crowd.tunnel, &set).await?;
-            // The first round warms this pod's namespace.
+            // The first round only warms this pod's namespace.
             if round > 0 {
                 up.push(ms);
                 down.push(undone);
@@ -136,7 +139,7 @@ async fn at_places(many: Crowd, report: &mut Report) -> anyhow::Result<Crowd> {
     Ok(many)
 }
 
-/// p50 and p99 at each place, and their ratios to the first.
+/// Reports p50 and p99 at each place, and their ratios to the first.
 fn tell_places(report: &mut Report, what: &str, took: Vec<Vec<f64>>, goal: Goal) -> anyhow::Result<()> {
     let mut first = None;
     for ((place, others), mut took) in PLACES.into_iter().zip(took) {
@@ -154,10 +157,10 @@ fn tell_places(report: &mut Report, what: &str, took: Vec<Vec<f64>>, goal: Goal)
     Ok(())
 }
 
-/// The same set-up on a node with thousands of links of others, in turn with one that has none.
+/// Measures the same set-up on a node with thousands of foreign devices, in turn with a node without them.
 async fn many_links(report: &mut Report) -> anyhow::Result<()> {
     let clouds = [Cloud::new(1500)?, Cloud::new(1500)?];
-    // Both ends are in the node's namespace; up or down makes no difference to who lists them.
+    // Both ends are in the node's namespace; a listing returns devices whether they are up or down.
     let lines: String = (0..FOREIGN / 2)
         .map(|number| format!("link add f{number} type veth peer name g{number}\n"))
         .collect();

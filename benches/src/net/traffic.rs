@@ -1,5 +1,5 @@
-//! Traffic between two namespaces: one TCP stream, 64 of them, UDP packets of 64 bytes. Several roads are measured in
-//! interleaved bursts, so that whatever else the machine does hits all of them alike.
+//! Measures traffic between two namespaces: one TCP stream, 64 of them, UDP packets of 64 bytes. Several paths are
+//! measured in interleaved bursts, so that other load on the machine affects all of them alike.
 
 use std::{
     io::{self, Read, Write},
@@ -31,19 +31,19 @@ pub(crate) struct Road {
     pub(crate) address: IpAddr,
 }
 
-/// What arrived over a road, per second.
+/// Rates at the receiver of a path, per second.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Rates {
     /// Bits of one TCP stream.
     pub(crate) tcp1: f64,
-    /// Bits of 64.
+    /// Bits of 64 TCP streams.
     pub(crate) tcp64: f64,
     /// UDP packets with 64 bytes each.
     pub(crate) pps: f64,
 }
 
 impl Rates {
-    /// By the name that is used in keys.
+    /// Returns a rate by its name in report keys.
     pub(crate) fn of(&self, what: &str) -> f64 {
         match what {
             "tcp1" => self.tcp1,
@@ -53,7 +53,7 @@ impl Rates {
     }
 }
 
-/// Measures all roads, burst by burst in turn; medians over the better half of the rounds.
+/// Measures all paths, burst by burst in turn. The results are medians over the better half of the rounds.
 pub(crate) fn measure(roads: &[Road]) -> anyhow::Result<Vec<Rates>> {
     let mut tcp1 = rounds(roads, |road| road.tcp(1))?.into_iter();
     let mut tcp64 = rounds(roads, |road| road.tcp(STREAMS))?.into_iter();
@@ -62,7 +62,7 @@ pub(crate) fn measure(roads: &[Road]) -> anyhow::Result<Vec<Rates>> {
     Ok(std::iter::from_fn(&mut next).collect())
 }
 
-/// One TCP stream over each, in bits per second, in the same way.
+/// Measures one TCP stream over each path in the same way, in bits per second.
 pub(crate) fn measure_one_stream(roads: &[Road]) -> anyhow::Result<Vec<f64>> {
     rounds(roads, |road| road.tcp(1))
 }
@@ -81,7 +81,7 @@ fn rounds(roads: &[Road], burst: impl Fn(&Road) -> anyhow::Result<f64>) -> anyho
     rates.into_iter().map(better).collect()
 }
 
-/// Counts what arrives, until it is stopped.
+/// Counts arrivals until it is stopped.
 #[derive(Default)]
 struct Meter {
     arrived: AtomicU64,
@@ -89,7 +89,7 @@ struct Meter {
 }
 
 impl Meter {
-    /// What arrives per second, once everything runs.
+    /// Returns arrivals per second, counted after a warm-up.
     fn rate(&self) -> f64 {
         thread::sleep(WARM);
         let (before, began) = (self.arrived.load(Relaxed), Instant::now());
@@ -102,7 +102,7 @@ impl Meter {
     fn pour(&self, mut stream: TcpStream) {
         let data = vec![0x5a; PIECE];
         while !self.stop.load(Relaxed) {
-            // An error shows in the rate; the reader's end of it is the same.
+            // A failure lowers the rate; the reader's end fails alike.
             if stream.write_all(&data).is_err() {
                 return;
             }
@@ -118,12 +118,12 @@ impl Meter {
 
     fn send(&self, socket: &UdpSocket) {
         while !self.stop.load(Relaxed) {
-            // A full queue refuses; that packet does not arrive, which is what is counted.
+            // A full queue refuses the packet, which then does not arrive and is not counted.
             socket.send(&PACKET).ok();
         }
     }
 
-    /// Reads in batches: a reader that is woken by every packet would be what is measured.
+    /// Reads in batches: with a wake-up per packet, the reader would be the limit.
     fn receive(&self, socket: &UdpSocket) {
         let mut buffer = [0; 128];
         while !self.stop.load(Relaxed) {
@@ -136,11 +136,11 @@ impl Meter {
 }
 
 impl Road {
-    /// Bits per second that arrive of so many streams.
+    /// Returns the bits per second that arrive over this many streams.
     pub(crate) fn tcp(&self, streams: usize) -> anyhow::Result<f64> {
         let listener = self.to.run(|| TcpListener::bind((self.address, 0)))??;
         let address = listener.local_addr()?;
-        // They wait in the listener's queue, which is longer than that.
+        // The connections wait in the listener's queue, which is long enough for all.
         let connect = || TcpStream::connect_timeout(&address, PATIENCE);
         let sending = self.from.run(|| (0..streams).map(|_| connect()).collect::<io::Result<Vec<_>>>())??;
         let receiving = (0..streams).map(|_| Ok(listener.accept()?.0)).collect::<io::Result<Vec<_>>>()?;
@@ -164,11 +164,11 @@ impl Road {
         Ok(bytes * 8.0)
     }
 
-    /// Packets of 64 bytes per second that arrive.
+    /// Returns the packets of 64 bytes that arrive per second.
     pub(crate) fn packets(&self) -> anyhow::Result<f64> {
         let receiver = self.to.run(|| UdpSocket::bind((self.address, 0)))??;
         let address = receiver.local_addr()?;
-        // Room for some hundred milliseconds, so that nothing is lost while the reader does not run.
+        // The buffer holds some hundred milliseconds of packets, so that none are lost while the reader does not run.
         setsockopt(&receiver, sockopt::RcvBufForce, &(64 << 20))?;
         let any: SocketAddr = if address.is_ipv4() { ([0; 4], 0).into() } else { ([0_u16; 8], 0).into() };
         let sender = self.from.run(|| {
@@ -176,7 +176,7 @@ impl Road {
             socket.connect(address)?;
             io::Result::Ok(socket)
         })??;
-        // Neighbours are learnt before anything is counted.
+        // The kernel resolves the neighbours before the count begins.
         receiver.set_read_timeout(Some(Duration::from_millis(100)))?;
         let until = Instant::now() + PATIENCE;
         while sender.send(&PACKET).is_err() || receiver.recv(&mut [0; 128]).is_err() {

@@ -1,16 +1,16 @@
-//! Puts a descriptor of any kind into tokio's hands. Here once, because it is `unsafe` for types in general.
+//! Registers descriptors of any kind with tokio. Lives in one place because the call is `unsafe` for types in general.
 
 use std::io;
 use std::os::fd::OwnedFd;
 
 use tokio::io::{Interest, unix::AsyncFd};
 
-/// Registers a descriptor with the runtime of the calling task. It should be non-blocking.
+/// Registers a descriptor with the runtime of the calling task. The descriptor should be non-blocking.
 ///
 /// # Errors
-/// When the kernel or the runtime has no room for it, or it is of a kind that cannot be waited for (a plain file).
+/// When the kernel or the runtime has no room for it, or its kind cannot be polled (a plain file).
 #[allow(unsafe_code)]
 pub fn register(fd: OwnedFd, interest: Interest) -> io::Result<AsyncFd<OwnedFd>> {
-    // SAFETY: an `OwnedFd` gives out the same open descriptor for as long as it lives, and it lives in the `AsyncFd`.
+    // SAFETY: an `OwnedFd` returns the same open descriptor for as long as it lives, and it lives in the `AsyncFd`.
     Ok(unsafe { AsyncFd::register_with_interest(fd, interest) }?)
 }

@@ -1,5 +1,6 @@
-//! How often each link of a namespace lost its carrier since it was made. The kernel drops routes and addresses of a
-//! link that goes down; this count tells that from somebody having taken them away. Reads only.
+//! Counts the carrier losses of each device of a namespace since the device was made. The kernel drops routes and
+//! addresses of a device that goes down; the count distinguishes that case from a removal by another program. Only
+//! reads.
 
 use std::collections::BTreeMap;
 
@@ -9,10 +10,10 @@ use netlink_packet_route::link::{LinkAttribute, LinkExtentMask, LinkMessage};
 use super::Error;
 use super::netns::Netns;
 
-/// As many links as a pod may have.
+/// Maximum number of devices in a pod.
 const MAX_LINKS: usize = 256;
 
-/// Index of each link, and how often it lost its carrier.
+/// Returns the index of each device and its number of carrier losses.
 ///
 /// # Errors
 /// [`Error::Kernel`], [`Error::Netns`].
@@ -33,7 +34,7 @@ pub fn losses(netns: &Netns) -> Result<BTreeMap<u32, u32>, Error> {
     let counted = client
         .dump(&RouteNetlinkMessage::GetLink(message), MAX_LINKS, count)
         .map_err(Error::kernel("count the losses of carrier of the pod's links"))?;
-    // Not kept: it is asked for last, and then seldom.
+    // The socket is not kept: this request comes last and is rare.
     Ok(counted.into_iter().collect())
 }
 

@@ -1,5 +1,5 @@
-//! What the pod's network in the VM lacks of its plan, in words: somebody in the pod (or the VM) took it away. Reads
-//! over netlink and changes nothing; who wants it back calls `guest::apply`.
+//! Lists the planned parts of the pod's network that are missing in the VM, as text. A program in the pod or the VM
+//! removed them. Only reads, over netlink; `guest::apply` restores the missing parts.
 
 use std::path::Path;
 
@@ -9,10 +9,11 @@ use super::look::{Address, Route, look};
 use super::netns::Netns;
 use super::{Error, plan};
 
-/// More are not listed.
+/// Maximum number of listed entries.
 const MOST: usize = 16;
 
-/// Interfaces, addresses and routes that are planned and not there. What is there besides is the pod's own affair.
+/// Returns the planned interfaces, addresses and routes that are missing. Additional ones belong to the pod and are
+/// ignored.
 ///
 /// # Errors
 /// [`Error::Plan`], [`Error::Netns`], [`Error::Kernel`].
@@ -20,7 +21,7 @@ pub fn drift(wire: &NetworkPlan, podns: &Path) -> Result<Vec<String>, Error> {
     let planned = plan::read(wire)?.as_seen();
     let seen = match look(&Netns::open(podns)?) {
         Ok(seen) => seen,
-        // Nothing that could be a pod's network.
+        // The namespace has no usable interface left.
         Err(Error::CannotCarry(why)) => return Ok(vec![why]),
         Err(e) => return Err(e),
     };
@@ -33,7 +34,7 @@ pub fn drift(wire: &NetworkPlan, podns: &Path) -> Result<Vec<String>, Error> {
         if has.down && !wanted.down {
             lacks.push(format!("{} is down", wanted.name));
         }
-        // Lifetimes, MTUs and the like may differ by right: the VM's own path narrows them.
+        // Lifetimes, MTUs and the like may legitimately differ: the VM's own path narrows them.
         let has_address =
             |a: &Address| has.addresses.iter().any(|b| (b.address, b.prefix) == (a.address, a.prefix));
         let has_route = |a: &Route| has.routes.iter().any(|b| key(b) == key(a));
@@ -48,7 +49,7 @@ pub fn drift(wire: &NetworkPlan, podns: &Path) -> Result<Vec<String>, Error> {
     Ok(lacks)
 }
 
-/// What makes a route another one.
+/// Returns the fields that identify a route.
 fn key(route: &Route) -> impl PartialEq {
     (route.destination, route.prefix, route.gateway, route.metric, route.table, route.kind, route.tos)
 }

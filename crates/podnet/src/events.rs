@@ -1,6 +1,8 @@
-//! Hears what changes in a network namespace: links, addresses, routes, rules and permanent neighbours, of both
-//! families, and in a pod's the qdiscs and filters. It says only that something changed; who hears it looks again (`look`), because a lost or merged event must
-//! not matter. Reads one multicast netlink socket, changes nothing.
+//! Watches a network namespace for changes: devices, addresses, routes, rules and neighbours of both families, and in a
+//! pod's namespace qdiscs and filters.
+//!
+//! A notification carries no details. The caller inspects the namespace again (`look`), so a lost or merged event does
+//! no harm. Reads one multicast netlink socket, changes nothing.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -26,30 +28,30 @@ const V4_ROUTE: u32 = 7;
 const V4_RULE: u32 = 8;
 const V6_ADDRESS: u32 = 9;
 const V6_ROUTE: u32 = 11;
-/// What a router's advertisement says about a device.
+/// A device's IPv6 settings, which router advertisements change.
 const V6_LINK: u32 = 12;
 const V6_RULE: u32 = 19;
 
-/// What decides how packets of a namespace travel.
+/// All groups that decide how packets of a namespace travel.
 const ALL: &[u32] = &[LINK, NEIGHBOUR, TRAFFIC, V4_ADDRESS, V4_ROUTE, V4_RULE, V6_ADDRESS, V6_ROUTE, V6_RULE];
-/// The same for an underlay: its neighbours come and go with every conversation.
+/// Groups of an underlay; without neighbours, which change with every connection.
 const UNDERLAY: &[u32] = &[LINK, V4_ADDRESS, V4_ROUTE, V4_RULE, V6_ADDRESS, V6_ROUTE, V6_LINK, V6_RULE];
 
-/// What is longer is cut and still heard: nobody reads it.
+/// Size of the buffer. A longer message is truncated, which does no harm because the content is not used.
 const ROOM: usize = 64;
-/// Datagrams read in one go; a flood beyond it is heard the next time.
+/// Datagrams read at once; the next call reads the rest of a flood.
 const AT_ONCE: usize = 256;
 
-/// An open ear in one namespace.
+/// Watcher of one namespace.
 #[derive(Debug)]
 pub struct Events {
     socket: AsyncFd<OwnedFd>,
-    /// When the first and the last change were heard that nobody was told of yet.
+    /// Times of the first and the last change that were not returned yet.
     heard: Option<(Instant, Instant)>,
 }
 
 impl Events {
-    /// Listens to everything in a pod's namespace. Must be called inside a tokio runtime.
+    /// Watches everything in a pod's namespace. Must be called inside a tokio runtime.
     ///
     /// # Errors
     /// [`Error::Netns`] where the namespace cannot be entered or has no room for a socket.
@@ -57,7 +59,7 @@ impl Events {
         Events::open(netns, ALL)
     }
 
-    /// Listens to what decides the way between node and VMs. Must be called inside a tokio runtime.
+    /// Watches everything that decides the path between node and VMs. Must be called inside a tokio runtime.
     ///
     /// # Errors
     /// As [`Events::of_pod`].
@@ -72,13 +74,13 @@ impl Events {
         Ok(Events { socket: reactor::register(socket, Interest::READABLE).map_err(failed)?, heard: None })
     }
 
-    /// Waits until something happened, takes all of it, and goes on taking until nothing happened for `quiet`, or
-    /// `at_most` is over: a CNI writes its routes one by one.
+    /// Waits for a change, then takes further changes until none comes for `quiet`, or `at_most` has passed: a CNI
+    /// writes its routes one by one.
     ///
-    /// cancel safety: nothing is lost; what was taken counts for the next call.
+    /// cancel safety: no change is lost; the next call returns those already taken.
     ///
     /// # Errors
-    /// When the socket fails; the namespace is then no longer heard.
+    /// When the socket fails; the namespace is no longer watched then.
     pub async fn settled(&mut self, quiet: Duration, at_most: Duration) -> io::Result<()> {
         let (first, mut last) = match self.heard {
             Some(heard) => heard,
@@ -116,7 +118,7 @@ fn socket(groups: &[u32]) -> io::Result<OwnedFd> {
     let mut socket = Socket::new(NETLINK_ROUTE)?;
     socket.bind_auto()?;
     for group in groups {
-        // A kernel without IPv6 or without policy routing has no such group, and nothing to tell about it.
+        // A kernel without IPv6 or policy routing has no such group, and no events for it.
         match socket.add_membership(*group) {
             Err(e) if *group == LINK => return Err(e),
             _ => {}
@@ -126,13 +128,13 @@ fn socket(groups: &[u32]) -> io::Result<OwnedFd> {
     socket.as_fd().try_clone_to_owned()
 }
 
-/// Takes what is queued. "Would block" only where nothing was.
+/// Reads the queued messages. Returns "would block" only if there were none.
 fn drain(socket: &OwnedFd) -> io::Result<()> {
     let mut buffer = [0; ROOM];
     let mut any = false;
     for _ in 0..AT_ONCE {
         match recv(socket.as_raw_fd(), &mut buffer, MsgFlags::MSG_DONTWAIT) {
-            // The queue ran over: something happened, nobody knows what.
+            // The queue overflowed: something changed, and the details are lost.
             Ok(_) | Err(Errno::ENOBUFS) => any = true,
             Err(Errno::EINTR) => {}
             Err(Errno::EAGAIN) => break,
@@ -186,7 +188,7 @@ mod tests {
             let heard = tokio::time::timeout(LONG, events.settled(QUIET, LONG)).await;
             heard.unwrap_or_else(|_| panic!("not heard: {change}")).unwrap();
         }
-        // What IPv6 does by itself (duplicate address detection) may still come.
+        // IPv6 events of the kernel itself (duplicate address detection) may still come.
         while tokio::time::timeout(Duration::from_secs(3), events.next()).await.is_ok() {}
     }
 
@@ -196,7 +198,7 @@ mod tests {
         ip(&netns, "link add a0 type veth peer name a1");
         let mut events = Events::of_underlay(&netns).unwrap();
         ip(&netns, "addr add 10.1.0.1/24 dev a0");
-        // Heard, and nobody was told: a `select!` took another way.
+        // The change was taken and not returned: a `select!` took another branch.
         let cut = tokio::time::timeout(Duration::from_millis(200), events.settled(LONG, LONG)).await;
         assert!(cut.is_err(), "it had to be in the middle of it");
         tokio::time::timeout(LONG / 2, events.settled(QUIET, LONG)).await.unwrap().unwrap();

@@ -1,25 +1,26 @@
-//! The pod's way out of the cluster by the VM's own network ("external network through the VM"): its default routes
-//! leave the tunnel, what belongs to the cluster stays in it.
+//! Routes the pod's external traffic out by the VM's own network ("external network through the VM"). The pod's default
+//! routes leave the tunnel; cluster traffic stays in it.
 //!
 //! ```text
 //!   podns                                      the VM's own namespace
 //!   eth0 (tunnel): cluster, nodes, the pod's   pp-ext: no address; a route and a neighbour for each pod address;
-//!   routes that are not default                the wall (`nft::wall`): out by the uplink under the VM's address, and
-//!   pp-ext0: default, source = the pod's       neither to the VM itself, nor the cloud's own services, nor its
-//!   own address, a neighbour as gateway        networks, nor what belongs into the tunnel
+//!   routes that are not default                the egress firewall (`nft::wall`): out by the uplink under the VM's
+//!   pp-ext0: default, source = the pod's       address, but not to the VM itself, its networks, the cloud's own
+//!   own address, a neighbour as gateway        services, or the networks inside the tunnel
 //! ```
 //!
-//! Neither end of the pair has an address, so none can collide with the cluster's, and nothing in the VM can be spoken
-//! to through it. The wall stands in the VM's namespace: a pod that may change its own network cannot take it down.
+//! Neither end of the veth pair has an address, so none can collide with the cluster's addresses. No program in the VM
+//! is reachable through the pair. The egress firewall is in the VM's namespace: a pod that may change its own network
+//! cannot remove it.
 //!
-//! Where the VM has a second network card for it (way "second-nic"), the pod leaves by that one alone (`card`): what
-//! comes through the door has a routing table of its own (`detour`), and the wall lets nothing out by the first card. The
-//! card stays in the VM's namespace. In `podns` it would be a wire to the cloud's network that every container with
-//! CAP_NET_ADMIN could use as it likes, metadata service included (clouds answer it on every card), and what gives the
-//! card its address in the VM would lose it.
+//! Where the VM has a second NIC for this purpose (way "second-nic"), the pod leaves by that NIC alone (`card`).
+//! Packets from the veth pair have a routing table of their own (`detour`), and the egress firewall drops those that
+//! would leave by the first NIC. The second NIC stays in the VM's namespace. In `podns`, every container with
+//! CAP_NET_ADMIN could use it freely to reach the cloud's network, the metadata service included (clouds serve it on
+//! every NIC). The program in the VM that assigns the NIC's address would also lose access to the NIC.
 //!
-//! [`read`] and [`split`] are pure. [`apply`] and [`undo`] may be repeated, and touch the pair, the wall, the detour and
-//! the forwarding switches of the VM's namespace; they must be called from a thread in it.
+//! [`read`] and [`split`] are pure. [`apply`] and [`undo`] may be repeated and must be called from a thread in the VM's
+//! namespace. They touch the veth pair, the egress firewall, the policy route and the forwarding sysctls there.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
@@ -34,13 +35,13 @@ mod pair;
 
 pub use pair::{Applied, apply, leaves, undo};
 
-/// Entries of each list; a cluster has a handful.
+/// Maximum number of entries of each list; a cluster has a handful.
 const MOST: usize = 64;
 const MAIN_TABLE: u32 = 254;
 const UNICAST: u32 = 1;
 
-/// What clouds offer their VMs and nobody else: metadata and credentials, above all. Link-local as a whole; AWS and GCP
-/// over IPv6; Azure's host; Alibaba's.
+/// Networks that clouds offer to their VMs alone, above all for metadata and credentials. In order: IPv4 link-local as
+/// a whole, Azure's host, Alibaba, AWS over IPv6, GCP over IPv6.
 const CLOUDS_OWN: [Prefix; 5] = [
     (IpAddr::V4(Ipv4Addr::new(169, 254, 0, 0)), 16),
     (IpAddr::V4(Ipv4Addr::new(168, 63, 129, 16)), 32),
@@ -49,25 +50,26 @@ const CLOUDS_OWN: [Prefix; 5] = [
     (IpAddr::V6(Ipv6Addr::new(0xfd20, 0xce, 0, 0, 0, 0, 0, 0x254)), 128),
 ];
 
-/// What the node wants of the external network.
+/// The node's configuration of the external network.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct External {
-    /// By a card of its own, and by no other: one that does not lead to the node.
+    /// Whether the pod leaves only by a second NIC, one that does not lead to the node.
     pub second: bool,
-    /// Stays in the tunnel: pods, services, nodes.
+    /// Prefixes that stay in the tunnel: pods, services, nodes.
     pub cluster: Vec<Prefix>,
-    /// Stays in the tunnel as well: the node's own addresses, the one towards the VM first.
+    /// The node's own addresses, which stay in the tunnel as well. The one towards the VM comes first.
     pub nodes: Vec<IpAddr>,
-    /// Reached although it is link-local or the VM's own network.
+    /// Prefixes that are reachable although they are link-local or the VM's own network.
     pub allow: Vec<Prefix>,
-    /// The pod's addresses, the one that is the source of what leaves first.
+    /// The pod's addresses; the source address of external traffic comes first.
     pub pod: Vec<IpAddr>,
-    /// Where the pod's routes that are not default lead: not out, even when somebody deletes them.
+    /// Networks of the pod's addresses and non-default routes. Packets to them never leave by the VM, even if a program
+    /// deletes the routes.
     pub inside: Vec<Prefix>,
 }
 
 impl External {
-    /// Why a family cannot leave, in words.
+    /// Returns why a family cannot leave, as text.
     pub fn lacks(&self) -> &'static str {
         if self.second {
             "the VM has no second network card that is up and has an address and a gateway for it"
@@ -76,7 +78,7 @@ impl External {
         }
     }
 
-    /// What the pod never reaches by the VM's own network, whose networks are `uplinks`.
+    /// Returns the prefixes that the pod never reaches by the VM's own network. `uplinks` are the VM's own networks.
     pub fn denied(&self, uplinks: impl IntoIterator<Item = Prefix>) -> Vec<Prefix> {
         let whole = |address: &IpAddr| (*address, super::link::bits(*address));
         let mut all: Vec<Prefix> = CLOUDS_OWN.to_vec();
@@ -89,10 +91,10 @@ impl External {
     }
 }
 
-/// What the plan says about the external network; `None` = everything takes the tunnel.
+/// Reads the external network from the plan; `None` = all traffic takes the tunnel.
 ///
 /// # Errors
-/// [`Error::Plan`] with the thing named.
+/// [`Error::Plan`], which names the invalid value.
 pub fn read(plan: &NetworkPlan) -> Result<Option<External>, Error> {
     let Some(wire) = plan.external.as_ref() else { return Ok(None) };
     let second = match wire.way.as_str() {
@@ -144,8 +146,9 @@ pub fn read(plan: &NetworkPlan) -> Result<Option<External>, Error> {
     }))
 }
 
-/// Takes the default routes of the families that leave by the VM out of the plan, and puts the cluster's prefixes and
-/// the node's addresses in their place, each on the same gateway. What another route of the pod covers stays as it is.
+/// Removes the default routes of the families that leave by the VM from the plan. Routes to the cluster's prefixes and
+/// the node's addresses take their place, each with the same gateway. A prefix that another route of the pod covers
+/// gets no new route.
 pub fn split(plan: &mut NetworkPlan, external: &External, leaves: impl Fn(bool) -> bool) {
     let known: Vec<Prefix> = plan
         .interfaces
@@ -187,7 +190,8 @@ fn is_default(route: &Route) -> bool {
     route.destination.ends_with("/0")
 }
 
-/// A unicast route of the main table; what policy routing does is the CNI's business and stays.
+/// Returns whether it is a unicast route of the main table. Other tables belong to the CNI's policy routing and stay
+/// unchanged.
 fn is_main(route: &Route) -> bool {
     route.table == MAIN_TABLE && matches!(route.kind, 0 | UNICAST)
 }
@@ -198,7 +202,7 @@ fn covers(outer: Prefix, inner: Prefix) -> bool {
         && super::uplink::network(inner.0, outer.1) == super::uplink::network(outer.0, outer.1)
 }
 
-/// A prefix, or an address alone.
+/// Parses a prefix, or an address alone.
 fn prefix(what: &str, text: &str) -> Result<Prefix, Error> {
     let wrong = || Error::Plan(format!("{what} {text:?} is no prefix"));
     let (address, bits) = match text.split_once('/') {

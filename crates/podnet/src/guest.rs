@@ -1,10 +1,10 @@
-//! The guest's half of the pod's network: in the pod's namespace of the VM the tunnel devices, with the pod's names,
-//! MACs, addresses, routes, rules, neighbours and settings.
+//! Makes the pod's network in the VM: the tunnel devices in the pod's namespace, with the pod's names, MACs, addresses,
+//! routes, rules, neighbours and settings.
 //!
-//! All of it or nothing, and again as often as one likes: what is as planned is left alone, what is missing is added,
-//! what an older plan had and this one has not is removed. What others put there (the pod, a mesh's sidecar) is not
-//! touched. Touches the pod's namespace, the tunnel's socket, and (where the VM's kernel has nftables) one table that
-//! accepts tunnel packets from the node only.
+//! A plan is applied as a whole or not at all, and may be applied again: correct parts stay, missing parts are added,
+//! and parts that only an older plan had are removed. Additions by other programs (the pod, a mesh's sidecar) stay.
+//! Touches the pod's namespace, the tunnel's socket, and (where the VM's kernel has nftables) one table that accepts
+//! tunnel packets only from the node.
 
 use std::net::IpAddr;
 use std::path::Path;
@@ -29,44 +29,44 @@ mod message;
 mod settings;
 mod transaction;
 
-/// A change of one thing may take another with it (an address its routes): so often is looked again.
+/// Maximum number of comparisons with the plan: a removal may take other entries along (an address its routes).
 const ROUNDS: usize = 4;
 
-/// What [`apply`] made or found.
+/// Result of [`apply`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Applied {
     /// The MTU of the pod's (first) interface, in bytes.
     pub mtu: u32,
-    /// False where all of it was already as planned.
+    /// False where everything was already as planned.
     pub changed: bool,
-    /// Why tunnel packets from others than the node are not filtered, where they are not: a kernel without nftables.
+    /// Why tunnel packets of hosts other than the node pass, if they do: a kernel without nftables has no filter.
     pub unfiltered: Option<String>,
-    /// What this VM's kernel could not be made to have, in words: sysctls it does not know.
+    /// Settings that this VM's kernel does not support, as text: unknown sysctls.
     pub left_out: Vec<String>,
 }
 
-/// Makes the pod's network in the namespace at `podns` as the plan says: all of it or nothing. Called again with the
-/// same plan it verifies, adds what is missing and leaves the rest alone. Must be called from a thread in the VM's own
-/// network namespace: that is where the tunnel's packets leave.
+/// Makes the pod's network in the namespace at `podns` according to the plan, as a whole or not at all. A repeated call
+/// with the same plan verifies it, adds missing parts and leaves the rest alone. Must be called from a thread in the
+/// VM's own network namespace, by which the tunnel's packets leave.
 ///
-/// `previous` is the plan that was applied before, if any: what it had and this one has not is removed.
+/// `previous` is the plan applied before, if any: parts that only it had are removed.
 ///
 /// # Errors
-/// [`Error::Plan`] for a plan that makes no sense, [`Error::Path`] where the node cannot be reached, [`Error::Kernel`].
+/// [`Error::Plan`] for an invalid plan, [`Error::Path`] where the node cannot be reached, [`Error::Kernel`].
 pub fn apply(plan: &NetworkPlan, previous: Option<&NetworkPlan>, podns: &Path) -> Result<Applied, Error> {
     let planned = plan::read(plan)?;
     let mut host = Client::route().map_err(socket)?;
     let unfiltered = filter(&planned).err().map(|e| e.to_string());
     let applied = make(&mut host, &planned, previous, podns)?;
     if let Some(Ok(before)) = previous.map(plan::read) {
-        // Nobody sends from there any more; if it stays, it lets one address too many in.
+        // The former node address sends no packets any more; an entry that stays accepts one address too many.
         drop(unfilter(&before, &peers(&planned)));
     }
     Ok(Applied { unfiltered, ..applied })
 }
 
-/// As [`apply`] for a tunnel whose packets do not leave by the VM's own namespace: `host` is a socket of the one where
-/// they do, and who may send into it is somebody else's matter (an inner network that only the node is in).
+/// Like [`apply`], for a tunnel with packets that do not leave by the VM's own namespace. `host` is a socket of the
+/// namespace by which they leave. The caller restricts the senders there (an inner network that only the node is in).
 ///
 /// # Errors
 /// As [`apply`].
@@ -93,7 +93,7 @@ fn make(
         _ => way.source,
     };
     let wanted = fitted(planned, room)?;
-    // A plan this program cannot read was not applied by it either.
+    // This program did not apply a plan that it cannot read.
     let previous = previous.and_then(|plan| plan::read(plan).ok());
     let netns = Netns::open(podns)?;
     let mut pod = netns.netlink()?;
@@ -111,16 +111,17 @@ fn make(
     }
 }
 
-/// Whether the tunnel's packets are to come from the address that the node knows of the VM, not from what the kernel would
-/// take. A VM may have several addresses, and the node accepts packets from one. Behind a NAT the VM does not have it.
+/// Returns whether the tunnel's source address is the VM's address as the node knows it, instead of the kernel's
+/// choice. A VM may have several addresses, and the node accepts packets from one. Behind a NAT the VM does not have
+/// that address.
 fn is_source(host: &mut Client, vm: IpAddr, kernels: IpAddr, node: IpAddr) -> bool {
-    // The cloud may know the VM's address before the VM does, or the kernel still looks for duplicates: then there is
-    // none yet that a tunnel to the node could be made from, and this one will do when it has come.
+    // The cloud may know the VM's address before the VM does, or duplicate address detection may still run. Then no
+    // address can reach the node yet, and this one will once it is there.
     let is_to_come = || !uplink::reaches_far(kernels) && uplink::reaches_far(node);
     link::is_own(host, vm) || is_to_come()
 }
 
-/// Makes what is wanted of what is there; returns what could not be had.
+/// Changes the namespace to the wanted state; returns the settings that could not be made.
 fn follow(
     transaction: &mut Transaction<'_>,
     host: &mut Client,
@@ -149,11 +150,11 @@ fn follow(
         }
         let removed = transaction.apply(&picture, change)?;
         if !removed {
-            break; // what was only added is as the kernel acknowledged it
+            break; // the kernel acknowledged every addition
         }
         picture = Picture::take(transaction.pod())?;
     }
-    // Last of all: it cannot be taken back.
+    // Last, because it cannot be undone.
     for interface in previous.map(|p| p.interfaces.as_slice()).unwrap_or_default() {
         if !wanted.interfaces.iter().any(|i| i.vni == interface.vni) {
             transaction.remove_device(&interface.name, interface.vni)?;
@@ -162,10 +163,10 @@ fn follow(
     Ok(left_out)
 }
 
-/// Removes what [`apply`] made. Gone is fine; everything is tried.
+/// Removes everything that [`apply`] made. A missing part is no error, and every step is tried.
 ///
 /// # Errors
-/// All that failed.
+/// All failures.
 pub fn remove(plan: &NetworkPlan, podns: &Path) -> Result<(), Vec<Error>> {
     let planned = plan::read(plan).map_err(|e| vec![e])?;
     let mut errors = Vec::new();
@@ -180,7 +181,7 @@ pub fn remove(plan: &NetworkPlan, podns: &Path) -> Result<(), Vec<Error>> {
     if errors.is_empty() { Ok(()) } else { Err(errors) }
 }
 
-/// The devices, with which their addresses and routes go, and what is of no device.
+/// Removes the devices, with their addresses and routes, and the entries without a device.
 fn clear(pod: &mut Client, planned: &Planned, errors: &mut Vec<Error>) {
     for interface in &planned.interfaces {
         for name in [interface.name.clone(), device::temporary_name(interface.vni)] {
@@ -200,7 +201,7 @@ fn socket(source: std::io::Error) -> Error {
     Error::kernel("open a netlink socket")(netlink::Error::Socket(source))
 }
 
-/// The plan with MTUs that fit, or what is too small.
+/// Returns the plan with MTUs that fit into `room`, or an error where that leaves too little.
 fn fitted(planned: &Planned, room: u32) -> Result<Planned, Error> {
     let mut wanted = planned.clone();
     for interface in &mut wanted.interfaces {
@@ -219,7 +220,7 @@ fn fitted(planned: &Planned, room: u32) -> Result<Planned, Error> {
     Ok(wanted)
 }
 
-/// A route must not promise more than its interface carries.
+/// Limits a route's MTU and segment size to its interface's MTU.
 fn narrow(route: &mut super::look::Route, mtu: u32) {
     // TCP and IP headers without options.
     let headers = if route.destination.is_ipv6() { 60 } else { 40 };
@@ -227,13 +228,13 @@ fn narrow(route: &mut super::look::Route, mtu: u32) {
     route.advmss = route.advmss.min(mtu.saturating_sub(headers));
 }
 
-/// Only the node may send into the tunnels.
+/// Restricts tunnel packets to those from the node.
 fn filter(planned: &Planned) -> Result<(), Error> {
     let mut client = Client::netfilter().map_err(socket)?;
     Filter::new(planned.underlay.port).add(&mut client, &peers(planned), &Vec::new)
 }
 
-/// Takes a plan's peers out of the filter, but for those to keep.
+/// Removes a plan's peers from the filter, except those in `keep`.
 fn unfilter(planned: &Planned, keep: &[Peer]) -> Result<(), Error> {
     let gone: Vec<Peer> = peers(planned).into_iter().filter(|peer| !keep.contains(peer)).collect();
     if gone.is_empty() {

@@ -1,5 +1,5 @@
-//! What a crash left behind: devices and redirects that carry an owner's mark in a namespace where none of its
-//! sandboxes lives. Found by looking, at the start of a daemon, once.
+//! Removes remains of a crash: devices and redirects with an owner's mark in a namespace where none of its sandboxes
+//! lives. The daemon inspects the namespaces once, at its start.
 
 use std::collections::HashSet;
 use std::net::IpAddr;
@@ -12,14 +12,14 @@ use super::netns::{Netns, NetnsId};
 use super::redirect::{self, Taken};
 use super::tunnel::{ours_by_name, remove_all};
 
-/// More entries of a folder are not looked at: no node has so many pods.
+/// Maximum number of entries read from a folder: no node has so many pods.
 const MAX_NAMESPACES: usize = 16_384;
 
-/// The namespaces that have a name in one of these folders or at one of these paths, each once.
+/// Returns the namespaces with a name in one of these folders or at one of these paths, each once.
 pub fn namespaces(folders: &[&Path], paths: &[PathBuf]) -> Vec<PathBuf> {
     let mut seen: HashSet<NetnsId> = HashSet::new();
     let listed = folders.iter().flat_map(|folder| {
-        // A folder that is not there has none.
+        // A missing folder has no entries.
         let entries = std::fs::read_dir(folder).into_iter().flatten();
         entries.filter_map(Result::ok).take(MAX_NAMESPACES).map(|entry| entry.path())
     });
@@ -29,34 +29,34 @@ pub fn namespaces(folders: &[&Path], paths: &[PathBuf]) -> Vec<PathBuf> {
         .collect()
 }
 
-/// A tunnel device that was found.
+/// Tunnel device that was found.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Found {
-    /// The sandbox it was made for; `None`: whoever made it died before it was named.
+    /// The sandbox it was made for; `None` where its maker died before it set the alias.
     pub sandbox: Option<String>,
     /// Its VNI.
     pub vni: u32,
     /// Its UDP port.
     pub port: u16,
-    /// Where it leads, once it was connected.
+    /// Its remote, once it was connected.
     pub remote: Option<IpAddr>,
 }
 
-/// What was found in one namespace.
+/// Result of [`sweep`] in one namespace.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Swept {
-    /// Devices of sandboxes that live, which stay.
+    /// Devices of live sandboxes, which stay.
     pub kept: Vec<Found>,
     /// Devices that were removed.
     pub removed: Vec<Found>,
-    /// Interfaces of the pod from which a redirect of ours was taken.
+    /// Number of the pod's interfaces from which a redirect was removed.
     pub freed: usize,
 }
 
-/// Removes from a namespace what the owner's sandboxes left there, but for those in `live`.
+/// Removes the remains of the owner's sandboxes from a namespace, except those in `live`.
 ///
 /// # Errors
-/// Everything that failed; the rest is done.
+/// All failures; the other steps are done.
 pub fn sweep(netns: &Netns, owner: Owner, live: &[&str]) -> Result<Swept, Vec<Error>> {
     let one = |e| vec![e];
     let mut pod = netns.netlink().map_err(one)?;
@@ -70,7 +70,7 @@ pub fn sweep(netns: &Netns, owner: Owner, live: &[&str]) -> Result<Swept, Vec<Er
         let kept = lives(&link);
         let named = sandbox_on(owner, &link);
         if !kept && named.is_none() {
-            continue; // another daemon's
+            continue; // of another daemon
         }
         let sandbox = named.flatten();
         let found = Found { sandbox, vni: vxlan.vni, port: vxlan.port, remote: vxlan.remote };

@@ -1,10 +1,12 @@
-//! The pod's network over netlink: look at a pod's network namespace, make the VXLAN tunnel and the redirects on the
-//! node, make the pod's interface in the VM, and undo each of them.
+//! Inspects, sets up and removes the pod's network over netlink, on the node and in the VM.
 //!
-//! Synchronous on purpose: a netlink request to the kernel is answered inside `send`, in microseconds; only deleting
-//! a device waits (some 20 ms, a grace period of the kernel), and who calls that from async code moves it to a
-//! blocking thread. Plain data in, plain data out. Touches the kernel through netlink sockets and nothing else: no
-//! `ip`, `tc`, `nft` or `iptables` process. A network namespace is entered only by the threads of [`netns`].
+//! On the node the module reads the pod's network namespace and makes the VXLAN tunnel and the redirects. In the VM it
+//! makes the pod's interfaces. Each of these can be undone.
+//!
+//! Netlink calls are synchronous on purpose: the kernel answers a request inside `send`, in microseconds. Only deleting
+//! a device blocks, for some 20 ms (a grace period of the kernel); async callers run it on a blocking thread. Input and
+//! output are plain data. The module starts no `ip`, `tc`, `nft` or `iptables` process: it uses netlink sockets, sysctl
+//! files and, for redirects, bpf(2). Only the threads of [`netns`] enter a network namespace.
 
 use std::io;
 use std::path::PathBuf;
@@ -33,8 +35,8 @@ pub mod uplink;
 pub mod vxlan;
 pub mod wireguard;
 
-/// What can go wrong in this room. Each text names what was attempted on what, why it failed, and where somebody can
-/// do something about it, what.
+/// Error of this module. Each text names the failed operation, its object and the cause, and the remedy where there is
+/// one.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -45,34 +47,34 @@ pub enum Error {
         attempt: &'static str,
         /// The path as it was given.
         path: PathBuf,
-        /// What the kernel said.
+        /// The kernel's error.
         source: io::Error,
     },
-    /// A path leads to something that is no network namespace.
+    /// A path leads to a file that is not a network namespace.
     #[error("open network namespace {path}: it is {what}, not a network namespace")]
     NotNetns {
         /// The path as it was given.
         path: PathBuf,
-        /// What it is instead.
+        /// Kind of file found there.
         what: String,
     },
-    /// The kernel refused a request, or could not be asked.
+    /// The kernel refused a request, or the request could not be sent.
     #[error("{attempt}: {source}")]
     Kernel {
-        /// What was attempted on what.
+        /// The failed operation and its object.
         attempt: String,
         /// Why it failed.
         source: netlink::Error,
     },
-    /// The pod's network has something that cannot be carried into the VM.
+    /// Part of the pod's network cannot be carried into the VM.
     #[error("look at the pod's network: {0}")]
     CannotCarry(String),
-    /// More entries than any pod has; nothing was read further.
+    /// The pod has more entries than the limit; reading stopped there.
     #[error("look at the pod's network: more than {limit} {what}; no pod has so many")]
     TooMany {
-        /// Which entries.
+        /// Kind of the entries.
         what: &'static str,
-        /// How many are read at most.
+        /// Maximum number of entries that are read.
         limit: usize,
     },
     /// Another sandbox already has its tunnel in this network namespace.
@@ -82,10 +84,10 @@ pub enum Error {
     Claimed {
         /// The namespace's path.
         netns: PathBuf,
-        /// The other sandbox, as the device says.
+        /// The other sandbox, from the device's alias.
         other: String,
     },
-    /// The device that was reserved is no longer there.
+    /// The reserved device no longer exists.
     #[error(
         "connect the tunnel in {netns}: the reserved device (VNI {vni}) is gone; the network namespace was made anew or somebody deleted the device"
     )]
@@ -100,9 +102,9 @@ pub enum Error {
         "use UDP port {port} for the pods' tunnels: {why}; set `tunnel.port` to a free one (4790, 8472 and 6789 are common, and the same on every node)"
     )]
     Port {
-        /// The port that was asked for.
+        /// The requested port.
         port: u16,
-        /// Who is in the way.
+        /// The cause; names the conflicting device where it is known.
         why: String,
     },
     /// Every VNI that tunnels may have is in use.
@@ -115,9 +117,9 @@ pub enum Error {
         port: u16,
         /// The first VNI of the range.
         min: u32,
-        /// The last one.
+        /// The last VNI of the range.
         max: u32,
-        /// How many of them were tried, in words.
+        /// The number of VNIs tried, in words.
         what: &'static str,
     },
     /// The kernel cannot redirect the pods' traffic.
@@ -135,24 +137,24 @@ pub enum Error {
     /// The path between node and VM does not fit the tunnel.
     #[error("reach {peer} for the tunnel: {why}")]
     Path {
-        /// The other end.
+        /// Address of the other end.
         peer: std::net::IpAddr,
-        /// What is wrong with the path.
+        /// Defect of the path.
         why: String,
     },
-    /// A plan that the guest cannot follow.
+    /// The network plan is invalid or unsupported.
     #[error("read the network plan: {0}")]
     Plan(String),
 }
 
 impl Error {
-    /// Attaches what was attempted to what the kernel said.
+    /// Wraps a netlink error with the attempted operation.
     pub(crate) fn kernel(attempt: impl Into<String>) -> impl FnOnce(netlink::Error) -> Error {
         let attempt = attempt.into();
         move |source| Error::Kernel { attempt, source }
     }
 
-    /// The kernel's error number, where it refused a request or a system call.
+    /// Returns the kernel's error number, where the kernel refused a request or a system call failed.
     pub fn errno(&self) -> Option<Errno> {
         match self {
             Error::Kernel { source: netlink::Error::Refused(refusal), .. } => Some(refusal.errno),
@@ -163,7 +165,7 @@ impl Error {
         }
     }
 
-    /// Whether the thing the request was about did not exist (any more).
+    /// Returns whether the object of the request did not exist (any more).
     pub fn is_gone(&self) -> bool {
         match self {
             Error::Kernel { source, .. } => source.is_gone(),

@@ -1,5 +1,5 @@
-//! One network device as the kernel describes it, and the way to another machine: what the other files here ask
-//! before and after they change something.
+//! Reads one network device, or the path to another machine, from the kernel. The other files of this module use it
+//! before and after a change.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
@@ -16,12 +16,12 @@ use nix::errno::Errno;
 use super::Error;
 use super::netlink::{self, Client};
 
-/// A device.
+/// Network device.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Link {
     pub(crate) index: u32,
     pub(crate) name: String,
-    /// The hardware address, where it is an Ethernet one.
+    /// The hardware address; `None` for a device that is not Ethernet.
     pub(crate) mac: Option<[u8; 6]>,
     pub(crate) mtu: u32,
     pub(crate) tx_queue_len: Option<u32>,
@@ -31,18 +31,18 @@ pub(crate) struct Link {
     pub(crate) promiscuous: bool,
     pub(crate) all_multicast: bool,
     pub(crate) alias: Option<String>,
-    /// The device it is a port of: a bridge, a bond.
+    /// Index of the device of which it is a port: a bridge, a bond.
     pub(crate) controller: Option<u32>,
-    /// The device of the same namespace that it lies on, as a VLAN does.
+    /// Index of the device below it in the same namespace, as a VLAN has one.
     pub(crate) lower: Option<u32>,
-    /// Its IPv4 and IPv6 settings, where the kernel told them.
+    /// IPv4 and IPv6 settings, where the kernel reports them.
     pub(crate) v4: Option<Box<InetDevConf>>,
     pub(crate) v6: Option<Box<Inet6DevConf>>,
-    /// What it is as a VXLAN device, where it is one.
+    /// Settings as a VXLAN device, where it is one.
     pub(crate) vxlan: Option<Vxlan>,
 }
 
-/// A VXLAN device's settings.
+/// Settings of a VXLAN device.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Vxlan {
     pub(crate) vni: u32,
@@ -54,20 +54,20 @@ pub(crate) struct Vxlan {
 }
 
 impl Vxlan {
-    /// A device without any address counts as IPv4.
+    /// Returns whether the underlay is IPv6. A device without any address counts as IPv4.
     pub(crate) fn is_v6(&self) -> bool {
         self.remote.or(self.local).is_some_and(|a| a.is_ipv6())
     }
 }
 
-/// The device of this name, or `None`.
+/// Returns the device of this name, or `None`.
 pub(crate) fn by_name(client: &mut Client, name: &str) -> Result<Option<Link>, netlink::Error> {
     let mut message = LinkMessage::default();
     message.attributes.push(LinkAttribute::IfName(name.to_owned()));
     one(client, message)
 }
 
-/// The device of this index, or `None`.
+/// Returns the device of this index, or `None`.
 pub(crate) fn by_index(client: &mut Client, index: u32) -> Result<Option<Link>, netlink::Error> {
     let mut message = LinkMessage::default();
     message.header.index = index;
@@ -84,12 +84,12 @@ fn one(client: &mut Client, mut message: LinkMessage) -> Result<Option<Link>, ne
     }
 }
 
-/// All devices of the namespace, at most `limit`.
+/// Returns all devices of the namespace, at most `limit`.
 pub(crate) fn all(client: &mut Client, limit: usize) -> Result<Vec<Link>, netlink::Error> {
     all_that(client, limit, |_| true)
 }
 
-/// The devices of the namespace that `are` so, at most `limit` of them among however many others.
+/// Returns the devices of the namespace for which `are` is true, at most `limit`; other devices do not count.
 pub(crate) fn all_that(
     client: &mut Client,
     limit: usize,
@@ -105,7 +105,7 @@ pub(crate) fn all_that(
 
 fn read(message: LinkMessage) -> Link {
     let header = &message.header;
-    // A pair's other end is a link as well, and may be in the same namespace.
+    // The other end of a veth pair is reported as a link as well, and may be in the same namespace.
     let (mut lower, mut elsewhere, mut pair) = (None, false, false);
     let mut link = Link {
         index: header.index,
@@ -191,12 +191,12 @@ fn vxlan(info: LinkInfo) -> Option<Vxlan> {
     Some(vxlan)
 }
 
-/// `LinkInfo` of a VXLAN device with these settings.
+/// Returns the `LinkInfo` of a VXLAN device with these settings.
 pub(crate) fn vxlan_info(settings: Vec<InfoVxlan>) -> LinkAttribute {
     LinkAttribute::LinkInfo(vec![LinkInfo::Kind(InfoKind::Vxlan), LinkInfo::Data(InfoData::Vxlan(settings))])
 }
 
-/// The remote and the local address of a tunnel, as settings.
+/// Returns the settings of a tunnel's remote and local address.
 pub(crate) fn endpoints(remote: IpAddr, local: Option<IpAddr>) -> Vec<InfoVxlan> {
     let mut settings = vec![match remote {
         IpAddr::V4(a) => InfoVxlan::Group(a),
@@ -209,30 +209,30 @@ pub(crate) fn endpoints(remote: IpAddr, local: Option<IpAddr>) -> Vec<InfoVxlan>
     settings
 }
 
-/// A message that deletes a device.
+/// Returns the message that deletes a device.
 pub(crate) fn delete(index: u32) -> RouteNetlinkMessage {
     let mut message = LinkMessage::default();
     message.header.index = index;
     RouteNetlinkMessage::DelLink(message)
 }
 
-/// How this machine reaches another one.
+/// Path to another machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Way {
     /// The source address the kernel would use.
     pub(crate) source: IpAddr,
-    /// What fits through as this machine is set up: the route's or the device's MTU, in bytes.
+    /// The MTU by this machine's configuration: that of the route or of the device, in bytes.
     pub(crate) mtu: u32,
-    /// What fits through by what routers on the way said besides. The kernel forgets that after ten minutes, says so to
-    /// nobody, and does not see a path that is wide again earlier.
+    /// The MTU that also includes reports of routers on the path, in bytes. The kernel drops that value after ten
+    /// minutes without a notification, and does not detect earlier that the path is wide again.
     pub(crate) learnt: u32,
     /// The device's name.
     pub(crate) device: String,
-    /// The device's MTU: what could ever fit.
+    /// The device's MTU, an upper limit of the path MTU.
     pub(crate) device_mtu: u32,
 }
 
-/// Whether an address is one of this namespace's own, and ready: one whose duplicates the kernel still looks for is not.
+/// Returns whether an address is this namespace's own and ready. It is not ready during duplicate address detection.
 pub(crate) fn is_own(client: &mut Client, address: IpAddr) -> bool {
     matches!(route_to(client, address, RouteFlags::empty()), Ok(route) if route.header.kind == RouteType::Local)
 }
@@ -249,7 +249,7 @@ fn route_to(client: &mut Client, peer: IpAddr, how: RouteFlags) -> Result<RouteM
     }
 }
 
-/// The MTU in a route, where it has one.
+/// Returns the MTU in a route, where it has one.
 fn mtu_of(route: &RouteMessage) -> Option<u32> {
     let of_metrics = |attribute: &RouteAttribute| match attribute {
         RouteAttribute::Metrics(metrics) => metrics.iter().find_map(|metric| match metric {
@@ -261,7 +261,7 @@ fn mtu_of(route: &RouteMessage) -> Option<u32> {
     route.attributes.iter().find_map(of_metrics)
 }
 
-/// Asks the kernel for the way to `peer`: source address and path MTU, never a guess.
+/// Queries the kernel for the path to `peer`. Source address and MTU come from the kernel, never from a guess.
 pub(crate) fn way_to(client: &mut Client, peer: IpAddr) -> Result<Way, Error> {
     let broken = |why: &str| Error::Path { peer, why: why.to_owned() };
     if peer.is_unspecified() || peer.is_loopback() || peer.is_multicast() {
@@ -293,7 +293,7 @@ pub(crate) fn way_to(client: &mut Client, peer: IpAddr) -> Result<Way, Error> {
     let (mut mtu, mut learnt) = (link.mtu, link.mtu);
     if let Some(said) = mtu_of(&route) {
         learnt = said.min(link.mtu);
-        // The route's own, or of the exception that the kernel keeps for this address.
+        // This MTU is the route's own, or that of the exception that the kernel keeps for this address.
         let own = route_to(client, peer, RouteFlags::FibMatch)
             .map_err(Error::kernel(format!("ask for the route to {peer} as it is configured")))?;
         mtu = mtu_of(&own).map_or(link.mtu, |mtu| mtu.min(link.mtu));
@@ -308,7 +308,7 @@ pub(crate) fn family(address: IpAddr) -> AddressFamily {
     }
 }
 
-/// The bits of a whole address.
+/// Returns the number of bits of an address.
 pub(crate) fn bits(address: IpAddr) -> u8 {
     match address {
         IpAddr::V4(_) => 32,
@@ -316,18 +316,18 @@ pub(crate) fn bits(address: IpAddr) -> u8 {
     }
 }
 
-/// The address that means none.
+/// Returns the unspecified address of a family.
 pub(crate) fn unspecified(v6: bool) -> IpAddr {
     if v6 { Ipv6Addr::UNSPECIFIED.into() } else { Ipv4Addr::UNSPECIFIED.into() }
 }
 
-/// A MAC address as text.
+/// Formats a MAC address.
 pub(crate) fn mac_text(mac: [u8; 6]) -> String {
     let [a, b, c, d, e, f] = mac;
     format!("{a:02x}:{b:02x}:{c:02x}:{d:02x}:{e:02x}:{f:02x}")
 }
 
-/// A MAC address from text, exactly as [`mac_text`] writes it or with capitals.
+/// Parses a MAC address as [`mac_text`] writes it; capitals are accepted.
 pub(crate) fn mac_of(text: &str) -> Option<[u8; 6]> {
     let mut mac = [0; 6];
     let mut parts = text.split(':');

@@ -1,5 +1,5 @@
-//! The node's side of a pod's `localhost`: rules and listeners that lead connections to 127.0.0.1 and ::1 in the pod's
-//! namespace to the relay. The pod's programs are in the VM; port-forward and probes connect here.
+//! Redirects connections to 127.0.0.1 and ::1 in the pod's namespace on the node to the relay, with rules and
+//! listeners. The pod's programs are in the VM; port-forward and probes connect here.
 //!
 //! ```text
 //! table inet peerpod-localhost {
@@ -9,12 +9,13 @@
 //!   } }                                                     # (the same for ::1)
 //! ```
 //!
-//! The listener accepts, the relay dials the same port in the VM, and resets the connection when nothing listens there.
-//! There is no connection tracking and no address is rewritten: an accepted socket has the very addresses that the client
-//! used. `tproxy` does not match where no listener is, so the kernel refuses at once after the relay died. The relay needs
-//! no capability: it gets the listeners, bound. The node needs NET_ADMIN (`IP_TRANSPARENT`, nftables) and no raw socket.
+//! The relay accepts a connection and dials the same port in the VM. It resets the connection when no program listens
+//! there. No connection is tracked and no address is rewritten: an accepted socket has the addresses that the client
+//! used. `tproxy` does not match without a listener, so the kernel refuses connections at once after the relay died.
+//! The relay needs no capability: it receives bound listeners. The node needs NET_ADMIN (`IP_TRANSPARENT`, nftables)
+//! and no raw socket.
 //!
-//! TCP only: a UDP datagram has no answer that tells whether a program listens.
+//! TCP only: no answer to a UDP datagram shows whether a program listens.
 
 use std::io;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -37,10 +38,10 @@ use super::nft::parts::{begin, end, equals, inet, load, verdict};
 /// The table's name in family `inet` of the pod's namespace.
 pub const TABLE: &str = "peerpod-localhost";
 
-/// Where the listeners are bound: addresses that no program can connect to (RFC 7600's dummy, RFC 6666's discard prefix).
+/// Addresses of the listeners, to which no program can connect (RFC 7600's dummy address, RFC 6666's discard prefix).
 const DUMMY4: Ipv4Addr = Ipv4Addr::new(192, 0, 0, 8);
 const DUMMY6: Ipv6Addr = Ipv6Addr::new(0x100, 0, 0, 0, 0, 0, 0, 1);
-/// `lo` is the first device of every namespace.
+/// Index of `lo`, the first device of every namespace.
 const LO: u32 = 1;
 const BACKLOG: i32 = 1024;
 const MANGLE: i32 = -150;
@@ -51,13 +52,14 @@ const TCP: u8 = 6;
 const FIN_SYN_RST_ACK: u8 = 0x17;
 const SYN: u8 = 0x02;
 
-/// Ports of the listeners, IPv4 and IPv6; `None`: the kernel lacks that family.
+/// Ports of the listeners, IPv4 and IPv6, as the rules need them; `None` = the kernel lacks that family. The relay
+/// keeps them and sends them to the next node process.
 pub type Ports = [Option<u16>; 2];
 
-/// Tries everything in a namespace of its own: does this kernel have the modules, and this process the rights?
+/// Tries the whole set-up in a scratch namespace, to check that the kernel has the modules and this process the rights.
 ///
 /// # Errors
-/// What is missing.
+/// The step that failed.
 pub fn probe() -> Result<(), Error> {
     let netns = Netns::scratch()?;
     let (ports, _listeners) = open(&netns)?;
@@ -80,7 +82,7 @@ fn failed(attempt: &'static str) -> impl FnOnce(io::Error) -> Error {
     move |source| Error::Kernel { attempt: attempt.to_owned(), source: netlink::Error::Socket(source) }
 }
 
-/// The listener of one family; `None`: the kernel lacks that family.
+/// Opens the listener of one family; `None` = the kernel lacks that family.
 fn listener(domain: Domain) -> Result<Option<(u16, Socket)>, Error> {
     let listener = match Socket::new(domain, Type::STREAM.nonblocking().cloexec(), Some(Protocol::TCP)) {
         Ok(listener) => listener,
@@ -105,7 +107,7 @@ fn listener(domain: Domain) -> Result<Option<(u16, Socket)>, Error> {
     Ok(Some((port, listener)))
 }
 
-/// Makes the rules, instead of those that are there.
+/// Makes the rules and replaces existing ones.
 ///
 /// # Errors
 /// [`Error::Netns`], [`Error::Kernel`].
@@ -113,7 +115,7 @@ pub fn redirect(netns: &Netns, ports: Ports) -> Result<(), Error> {
     let mut client = netns.netfilter()?;
     let table = || TableMessage { attributes: vec![TableAttribute::Name(TABLE.to_owned())] };
     let new_table = || (NLM_F_CREATE, inet(NfTablesMessage::NewTable(table())));
-    // Made, removed, made: removing what is not there would fail, and the whole is one transaction.
+    // Made, removed, made again: removing a missing table would fail, and the whole is one transaction.
     let mut all = vec![new_table(), (0, inet(NfTablesMessage::DeleteTable(table()))), new_table()];
     let chain = ChainMessage {
         attributes: vec![
@@ -141,7 +143,7 @@ pub fn redirect(netns: &Netns, ports: Ports) -> Result<(), Error> {
         .map_err(Error::kernel(format!("redirect the pod's localhost (nftables table {TABLE})")))
 }
 
-/// Removes the rules. Not there is fine.
+/// Removes the rules. Missing rules are no error.
 ///
 /// # Errors
 /// [`Error::Netns`], [`Error::Kernel`].
@@ -149,7 +151,7 @@ pub fn remove(netns: &Netns) -> Result<(), Error> {
     let table = TableMessage { attributes: vec![TableAttribute::Name(TABLE.to_owned())] };
     let message = (0, inet(NfTablesMessage::DeleteTable(table)));
     match netns.netfilter()?.transaction(&begin(None), &[message], &end()) {
-        // The last two: a kernel without nftables.
+        // EOPNOTSUPP and EINVAL: a kernel without nftables.
         Err(e) if matches!(e.errno(), Some(Errno::ENOENT | Errno::EOPNOTSUPP | Errno::EINVAL)) => Ok(()),
         other => other.map_err(Error::kernel(format!("remove the nftables table {TABLE}"))),
     }

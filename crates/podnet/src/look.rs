@@ -1,10 +1,10 @@
-//! Looks at a pod's network namespace once and copies what makes its network as plain data: every interface with its
-//! addresses, routes, neighbours and settings, the policy rules, the namespace's own settings. Reads only, one request
-//! per kind of thing, however many there are of it.
+//! Inspects a pod's network namespace once and returns it as plain data: every interface with its addresses, routes,
+//! neighbours and settings, the policy rules, and the namespace's own settings. Only reads, with one request per kind
+//! of object, regardless of their number.
 //!
-//! What cannot be carried into the VM and changes what the pod reaches is an error that names it; what is merely
-//! left out (an interface without an Ethernet address, a rule of an unknown kind) is listed in [`Seen::left_out`] for a
-//! log line or an Event.
+//! An object that cannot be carried into the VM is an error that names it, if the pod would reach other networks
+//! without it. Other omitted objects (an interface without an Ethernet address, a rule of an unknown kind) are listed
+//! in [`Seen::left_out`], for a log line or an Event.
 
 use super::Error;
 use super::netns::Netns;
@@ -23,13 +23,13 @@ pub use seen::{
 
 pub use unlisted::unlisted;
 
-/// Copies the pod's network.
+/// Reads the pod's network.
 ///
 /// # Errors
-/// [`Error::CannotCarry`] with the thing named, [`Error::TooMany`], [`Error::Kernel`], [`Error::Netns`].
+/// [`Error::CannotCarry`], which names the object, [`Error::TooMany`], [`Error::Kernel`], [`Error::Netns`].
 pub fn look(netns: &Netns) -> Result<Seen, Error> {
     let mut client = netns.netlink()?;
-    // Beside each other: the files can be read by a thread in the namespace only, and that is most of the time.
+    // In parallel: only a thread in the namespace can read the files, and that takes most of the time.
     let (settings, picture) = netns.run_beside(sysctl::read_own, || Picture::take(&mut client));
     let picture = picture?;
     netns.keep(client);

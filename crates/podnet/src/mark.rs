@@ -1,7 +1,8 @@
-//! Whose a thing in a pod's namespace is: which daemon's, and which of its sandboxes'. Pure.
+//! Marks devices and redirects in a pod's namespace with their owner: the daemon and its sandbox. Pure.
 //!
-//! Several daemons may live on one machine, each with its own ledger; none may take away what another made. So every
-//! device, every redirect and the node's table carry the owner's tag, and the first two the sandbox's as well:
+//! Several daemons may run on one machine, each with its own ledger; none may remove an object of another one. So every
+//! device, every redirect and the node's table carry the owner's tag. Devices and redirects carry the sandbox's tag as
+//! well:
 //!
 //! | thing | carries | since |
 //! |---|---|---|
@@ -16,24 +17,24 @@ use sha2::{Digest, Sha256};
 
 use super::link::Link;
 
-/// What the aliases of our devices begin with.
+/// Prefix of the devices' aliases.
 const ALIAS: &str = "peerpod:";
-/// What the cookies of our redirects begin with.
+/// Prefix of the redirects' cookies.
 const COOKIE: [u8; 4] = *b"ppod";
-/// What the names of our redirecting programs begin with.
+/// Prefix of the redirecting programs' names.
 const PROGRAM: &str = "peerpod:";
 
-/// A daemon, told from every other one that may share the machine with it; the same after a restart.
+/// Identity of a daemon, distinct from every other daemon on the machine and the same after a restart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Owner([u8; 6]);
 
 impl Owner {
-    /// The owner that these words describe: cluster, node, state directory.
+    /// Returns the owner for these words: cluster, node, state directory.
     pub fn of(words: &[&str]) -> Owner {
         let mut digest = Sha256::new();
         digest.update("peerpod owner");
         for word in words {
-            // Parted by a byte that no word has.
+            // Separated by a byte that occurs in no word.
             digest.update([0]);
             digest.update(word);
         }
@@ -69,51 +70,51 @@ impl Mark<'_> {
         first(&Sha256::digest(format!("peerpod tunnel of {}", self.sandbox)))
     }
 
-    /// The MAC address of the sandbox's tunnel devices: locally administered, unicast.
+    /// Returns the MAC address of the sandbox's tunnel devices: locally administered, unicast.
     pub fn mac(&self) -> [u8; 6] {
         let ([a, b, c], [d, e, f, ..]) = (owner_part(self.owner), self.sandbox_hash());
         [a, b, c, d, e, f]
     }
 
-    /// The MAC address that versions before 0.2 gave: it did not tell the owner.
+    /// Returns the MAC address of versions before 0.2, which did not include the owner.
     fn mac_before(&self) -> [u8; 6] {
         let mut mac = self.sandbox_hash();
         mac[0] = (mac[0] & 0xfc) | 0x02;
         mac
     }
 
-    /// What people read on the sandbox's devices.
+    /// Returns the alias of the sandbox's devices, for people.
     pub(crate) fn alias(&self) -> String {
         format!("{ALIAS}{}@{}", self.sandbox, self.owner)
     }
 
-    /// Whether a device is this sandbox's.
+    /// Returns whether a device belongs to this sandbox.
     pub(crate) fn is_on(&self, link: &Link) -> bool {
         link.mac == Some(self.mac())
             || (link.mac == Some(self.mac_before())
                 && link.alias.as_deref().and_then(|alias| alias.strip_prefix(ALIAS)) == Some(self.sandbox))
     }
 
-    /// What the sandbox's redirects carry.
+    /// Returns the tag of the sandbox's redirects.
     pub(crate) fn tag(&self) -> Tag {
         Tag { owner: self.owner, sandbox: self.sandbox_hash() }
     }
 }
 
-/// The three bytes of a MAC address that tell the owner.
+/// Returns the three bytes of a MAC address that identify the owner.
 fn owner_part(owner: Owner) -> [u8; 3] {
     let Owner([a, b, c, ..]) = owner;
     [(a & 0xfc) | 0x02, b, c]
 }
 
-/// The sandbox whose device this is, where the owner is this one: `Some(None)` where it has no alias yet.
+/// Returns the sandbox of a device of this owner; `Some(None)` for a device without an alias yet.
 pub(crate) fn sandbox_on(owner: Owner, link: &Link) -> Option<Option<String>> {
     let mac = link.mac?;
     if mac.first_chunk() != Some(&owner_part(owner)) {
         return None;
     }
     match link.alias.as_deref().and_then(|alias| alias.strip_prefix(ALIAS)) {
-        // The MAC has but 22 bits of the owner; the alias all.
+        // The MAC holds only 22 bits of the owner; the alias holds all of them.
         Some(named) => {
             let (sandbox, of) = named.rsplit_once('@')?;
             (of == owner.to_string()).then(|| Some(sandbox.to_owned()))
@@ -122,7 +123,7 @@ pub(crate) fn sandbox_on(owner: Owner, link: &Link) -> Option<Option<String>> {
     }
 }
 
-/// Who is said to have a device, for messages.
+/// Returns the holder of a device, for messages.
 pub(crate) fn holder(link: &Link) -> String {
     match &link.alias {
         Some(alias) => {
@@ -133,7 +134,7 @@ pub(crate) fn holder(link: &Link) -> String {
     }
 }
 
-/// What a redirect carries: its owner, and a hash of its sandbox.
+/// Tag of a redirect: its owner, and a hash of its sandbox.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Tag {
     pub(crate) owner: Owner,
@@ -141,7 +142,7 @@ pub(crate) struct Tag {
 }
 
 impl Tag {
-    /// As the cookie of an action: 16 bytes is all it holds.
+    /// Returns the tag as the cookie of an action, which holds 16 bytes.
     pub(crate) fn cookie(&self) -> Vec<u8> {
         [COOKIE.as_slice(), &self.owner.0, &self.sandbox].concat()
     }
@@ -152,7 +153,7 @@ impl Tag {
         (*mark == COOKIE).then_some(Tag { owner: Owner(*owner), sandbox: *rest.first_chunk()? })
     }
 
-    /// As the name of a program that redirects to device `target`.
+    /// Returns the tag as the name of a program that redirects to device `target`.
     pub(crate) fn program(&self, target: u32) -> String {
         format!("{PROGRAM}{}:{}:{target}", self.owner, Owner(self.sandbox))
     }
@@ -195,7 +196,7 @@ mod tests {
         assert_eq!(sandbox_on(owner, &device), Some(Some("web-1".to_owned())));
         assert_eq!(sandbox_on(other, &device), None);
         assert_eq!(holder(&device), "web-1");
-        // The owner's name counts where the MAC's few bits agree by chance.
+        // The owner in the alias decides where the MAC's few bits are equal by chance.
         device.alias = Some(format!("peerpod:web-1@{other}"));
         assert_eq!(sandbox_on(owner, &device), None);
         device.alias = None;

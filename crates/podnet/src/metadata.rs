@@ -1,9 +1,10 @@
-//! The clouds' metadata services, out of the pod's reach: rules in the pod's namespace, before all others, that refuse
-//! their addresses at once (`Permission denied`), whatever route the pod has. Without them a pod would reach its worker
-//! node's service through the tunnel, and with it the node's credentials.
+//! Blocks the clouds' metadata services for the pod. Policy rules in the pod's namespace, before all others, refuse
+//! their addresses at once (`Permission denied`), regardless of the pod's routes. Without them a pod would reach the
+//! service of its worker node through the tunnel, and with it the node's credentials.
 //!
-//! Rules, not routes: a CNI's plan and a program in the pod bring routes, and a better one would win. A container with
-//! CAP_NET_ADMIN can take them away; the wall around the VM's own network ([`super::external`]) it cannot.
+//! The module uses rules, not routes: a CNI's plan and a program in the pod add routes, and a better one would win. A
+//! container with CAP_NET_ADMIN can remove the rules, but not the egress firewall around the VM's own network
+//! ([`super::external`]).
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::path::Path;
@@ -18,12 +19,12 @@ use super::netns::Netns;
 use super::nft::wall::Prefix;
 use super::{Error, link};
 
-/// Directly behind the local table's.
+/// Directly after the local table's rule.
 const PRIORITY: u32 = 1;
 const MOST: usize = 4096;
 
-/// Services that are known by their addresses, in any cloud: no pod's own use of them is known. (Link-local networks as a
-/// whole are not: CNIs have their gateways there.)
+/// Services with well-known addresses, in any cloud. No pod is known to use these addresses itself. (Link-local
+/// networks as a whole are not blocked: CNIs have their gateways there.)
 pub const KNOWN: [IpAddr; 5] = [
     IpAddr::V4(Ipv4Addr::new(169, 254, 169, 254)),
     IpAddr::V4(Ipv4Addr::new(168, 63, 129, 16)),
@@ -32,7 +33,7 @@ pub const KNOWN: [IpAddr; 5] = [
     IpAddr::V6(Ipv6Addr::new(0xfd20, 0xce, 0, 0, 0, 0, 0, 0x254)),
 ];
 
-/// What of the services stays closed: all but those that somebody opened, by an address or by a network around it.
+/// Returns the services that stay closed: all except those opened by an address or by a network around it.
 pub fn closed(more: &[IpAddr], open: &[Prefix]) -> Vec<IpAddr> {
     let is_open = |address: &IpAddr| {
         open.iter().any(|(network, bits)| {
@@ -47,10 +48,10 @@ pub fn closed(more: &[IpAddr], open: &[Prefix]) -> Vec<IpAddr> {
     all
 }
 
-/// Makes exactly these addresses unreachable for the pod; may be repeated, and opens what is not named any more.
+/// Blocks exactly these addresses for the pod. May be repeated; opens addresses that are no longer named.
 ///
 /// # Errors
-/// [`Error::Netns`], [`Error::Kernel`]; a family that the kernel does not have is none.
+/// [`Error::Netns`], [`Error::Kernel`]; a family that the kernel lacks is no error.
 pub fn close(podns: &Path, addresses: &[IpAddr]) -> Result<(), Error> {
     let mut client = Netns::open(podns)?.netlink()?;
     for family in [AddressFamily::Inet, AddressFamily::Inet6] {
@@ -99,7 +100,7 @@ fn rule(address: IpAddr) -> RuleMessage {
     message
 }
 
-/// The address that a rule of ours closes.
+/// Returns the address that a rule of this module closes.
 fn ours(rule: &RuleMessage) -> Option<IpAddr> {
     let has_priority = rule.attributes.contains(&RuleAttribute::Priority(PRIORITY));
     let address = rule.attributes.iter().find_map(|attribute| match attribute {
@@ -136,7 +137,7 @@ mod tests {
         assert!(open.contains(&address("168.63.129.16")));
     }
 
-    /// A service beside the pod, as it is with `dev` routes on a cloud's network: reached, closed, refused at once, opened.
+    /// A service beside the pod, as with `dev` routes on a cloud's network: reached, closed, refused at once, opened.
     #[test]
     fn a_service_is_closed_whatever_routes_lead_to_it() {
         let name = format!("/run/netns/pp-md-{}", std::process::id());

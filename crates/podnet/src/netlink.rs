@@ -1,8 +1,8 @@
-//! A small synchronous netlink client: sends a batch of messages in one datagram and gives every message its own
-//! answer, with the kernel's words where it refused.
+//! Sends netlink requests synchronously: a batch of messages in one datagram. Every message gets its own answer, with
+//! the kernel's text where it refused.
 //!
-//! What it may touch: one socket, made in the namespace of the thread that made it. The kernel is trusted to speak
-//! netlink, yet nothing it says makes this code panic, grow without bound, or wait for ever.
+//! May touch: one socket, made in the namespace of the thread that made it. The kernel is trusted to send valid
+//! netlink, yet none of its answers makes this code panic, grow without bound, or wait for ever.
 
 use std::fmt;
 use std::io;
@@ -29,18 +29,18 @@ use parse::{has_end, next_message, parse_answer, refusal};
 const HEADER: usize = 16;
 const NLMSG_ERROR: u16 = 2;
 const NLMSG_DONE: u16 = 3;
-/// Messages per datagram: the kernel queues one answer for each before we read the first, and the queue is finite.
+/// Messages per datagram: the kernel queues an answer to each before the first is read, and the queue is finite.
 const BATCH: usize = 64;
-/// The kernel never answers with more than 32 KiB at once; what is longer is refused as cut off.
+/// Receive buffer. The kernel never sends more than 32 KiB at once; a longer datagram is refused as truncated.
 const ROOM: usize = 32 * 1024;
-/// What an nftables transaction may need: some 70 bytes for each of ten thousand tunnels.
+/// Send buffer for an nftables transaction: some 70 bytes for each of ten thousand tunnels.
 const SEND_ROOM: usize = 4 * 1024 * 1024;
-/// The kernel answers inside `send`; this only keeps a defect from becoming a hang.
+/// Receive timeout, in seconds. The kernel answers inside `send`; the timeout only keeps a defect from becoming a hang.
 const PATIENCE: i64 = 10;
-/// A dump that the table changed under is asked for again, so often.
+/// Attempts at a dump; a change of the table during the dump causes another one.
 const DUMP_TRIES: u32 = 8;
 
-/// Why the kernel could not be asked, or what it answered.
+/// Failure of a request, or the kernel's refusal.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -50,16 +50,16 @@ pub enum Error {
     /// The socket failed.
     #[error("{0}")]
     Socket(#[from] io::Error),
-    /// The answer made no sense.
+    /// The answer is malformed.
     #[error("read the kernel's netlink answer: {0}")]
     Garbled(String),
-    /// A dump has more entries than the caller takes.
+    /// A dump has more entries than the caller accepts.
     #[error("more than {0} entries")]
     TooMany(usize),
 }
 
 impl Error {
-    /// The kernel's error number, where it refused.
+    /// Returns the kernel's error number, where it refused.
     pub fn errno(&self) -> Option<Errno> {
         match self {
             Error::Refused(refusal) => Some(refusal.errno),
@@ -67,7 +67,7 @@ impl Error {
         }
     }
 
-    /// Whether the kernel said that the thing does not exist.
+    /// Returns whether the kernel reported that the object does not exist.
     pub fn is_gone(&self) -> bool {
         self.errno().is_some_and(is_gone)
     }
@@ -77,7 +77,7 @@ fn is_gone(errno: Errno) -> bool {
     matches!(errno, Errno::ENOENT | Errno::ENODEV | Errno::ESRCH | Errno::EADDRNOTAVAIL)
 }
 
-/// The kernel's "no" to one message.
+/// The kernel's refusal of one message.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Refusal {
     /// The error number.
@@ -87,7 +87,7 @@ pub struct Refusal {
 }
 
 impl Refusal {
-    /// Whether it says that the thing does not exist.
+    /// Returns whether it means that the object does not exist.
     pub fn is_gone(&self) -> bool {
         is_gone(self.errno)
     }
@@ -107,49 +107,49 @@ impl std::error::Error for Refusal {}
 /// The answer to one message of a batch.
 pub type Answer = Result<(), Refusal>;
 
-/// One netlink socket. Answers of an exchange that failed half-way are ignored by later ones (sequence numbers).
+/// One netlink socket. Sequence numbers let an exchange ignore late answers of one that failed half-way.
 #[derive(Debug)]
 pub struct Client {
     socket: Socket,
     sequence: u32,
     buffer: Vec<u8>,
-    /// The sequence number of a dump that was not read to its end.
+    /// Sequence number of a dump that was not read to its end.
     unfinished: Option<u32>,
 }
 
-/// How many messages this process has sent.
+/// Number of messages this process has sent.
 static SENT: AtomicU64 = AtomicU64::new(0);
 
-/// How many netlink messages this process has sent to the kernel so far, by all its sockets; for a bench that wants to
-/// know what one step costs.
+/// Returns the number of netlink messages this process has sent to the kernel so far, on all its sockets. Benches use
+/// it to measure the cost of one step.
 pub fn messages_sent() -> u64 {
     SENT.load(Ordering::Relaxed)
 }
 
 impl Client {
-    /// A socket for links, addresses, routes, neighbours and tc, in the namespace of the calling thread.
+    /// Opens a socket for devices, addresses, routes, neighbours and tc, in the namespace of the calling thread.
     ///
     /// # Errors
-    /// When the kernel has no such socket to give.
+    /// When the kernel cannot open such a socket.
     pub fn route() -> io::Result<Client> {
         let client = Client::new(NETLINK_ROUTE)?;
-        // Dumps then filter in the kernel, and a filter it does not know is an error instead of being ignored.
+        // The kernel then filters dumps, and an unknown filter is an error instead of being ignored.
         client.socket.set_netlink_get_strict_chk(true)?;
         Ok(client)
     }
 
-    /// Gives back the memory for answers until it is needed again: a thousand pods may each have a socket at rest.
+    /// Frees the receive buffer until it is needed again: a thousand pods may each have an idle socket.
     pub(crate) fn rest(&mut self) {
         self.buffer = Vec::new();
     }
 
-    /// A socket for nftables, in the namespace of the calling thread.
+    /// Opens a socket for nftables, in the namespace of the calling thread.
     ///
     /// # Errors
     /// When the kernel has no netfilter.
     pub fn netfilter() -> io::Result<Client> {
         let client = Client::new(NETLINK_NETFILTER)?;
-        // A whole table is one datagram. Needs CAP_NET_ADMIN, without which nothing else would work either.
+        // A whole table is one datagram. Needs CAP_NET_ADMIN, as every change of nftables does.
         setsockopt(&client.socket.as_fd(), SndBufForce, &SEND_ROOM)?;
         Ok(client)
     }
@@ -163,12 +163,12 @@ impl Client {
         Ok(Client { socket, sequence: 0, buffer: Vec::new(), unfinished: None })
     }
 
-    /// Sends the messages (flags without REQUEST and ACK, message), in their order, in as few datagrams as the
-    /// kernel's queue allows, and returns the kernel's answer to each. A later message is executed although an
-    /// earlier one was refused.
+    /// Sends the messages (flags without REQUEST and ACK, message) in order, in as few datagrams as the kernel's queue
+    /// allows. Returns the kernel's answer to each. The kernel executes a later message even if it refused an earlier
+    /// one.
     ///
     /// # Errors
-    /// [`Error::Socket`] and [`Error::Garbled`]; then nobody knows which messages were executed.
+    /// [`Error::Socket`] and [`Error::Garbled`]; some messages may have been executed then.
     pub fn batch<M: NetlinkSerializable>(&mut self, messages: &[(u16, M)]) -> Result<Vec<Answer>, Error> {
         let mut answers = Vec::with_capacity(messages.len());
         for part in messages.chunks(BATCH) {
@@ -183,7 +183,7 @@ impl Client {
         Ok(answers)
     }
 
-    /// One message that only has to succeed.
+    /// Sends one message that only has to succeed.
     ///
     /// # Errors
     /// As [`Client::batch`], and [`Error::Refused`].
@@ -194,10 +194,10 @@ impl Client {
         }
     }
 
-    /// Asks for one object (a GET without DUMP) and returns it.
+    /// Requests one object (a GET without DUMP) and returns it.
     ///
     /// # Errors
-    /// [`Error::Refused`] (gone: [`Error::is_gone`]), [`Error::Socket`], [`Error::Garbled`].
+    /// [`Error::Refused`] (for a missing object see [`Error::is_gone`]), [`Error::Socket`], [`Error::Garbled`].
     pub fn ask(&mut self, message: RouteNetlinkMessage) -> Result<RouteNetlinkMessage, Error> {
         let mut found = None;
         self.ask_raw(0, &message, |kind, payload| {
@@ -207,10 +207,10 @@ impl Client {
         found.ok_or_else(|| Error::Garbled("no answer".to_owned()))
     }
 
-    /// Asks for a whole table and returns what `keep` makes of its entries, at most `limit`.
+    /// Dumps a whole table and returns the results of `keep` for its entries, at most `limit`.
     ///
     /// # Errors
-    /// [`Error::TooMany`] beyond `limit` (what follows is not read), else as [`Client::ask`].
+    /// [`Error::TooMany`] beyond `limit` (the rest is not read), else as [`Client::ask`].
     pub fn dump<T>(
         &mut self,
         message: &RouteNetlinkMessage,
@@ -220,7 +220,7 @@ impl Client {
         self.dump_raw(message, limit, |kind, payload| Ok(keep(parse_route(kind, payload)?)))
     }
 
-    /// As [`Client::dump`] for any family of messages; `keep` gets type and payload.
+    /// Like [`Client::dump`], for any family of messages; `keep` receives type and payload.
     pub(crate) fn dump_raw<M: NetlinkSerializable, T>(
         &mut self,
         message: &M,
@@ -246,7 +246,7 @@ impl Client {
         Err(Error::Garbled(format!("the table changed during each of {DUMP_TRIES} dumps")))
     }
 
-    /// Sends one question and hands on what comes back. Says whether the answer is consistent.
+    /// Sends one request and passes each answer to `each`. Returns whether the answer is consistent.
     pub(crate) fn ask_raw<M: NetlinkSerializable>(
         &mut self,
         flags: u16,
@@ -280,7 +280,7 @@ impl Client {
                     }
                     kind => {
                         if let Err(e) = each(kind, payload) {
-                            // The rest is read only if somebody uses the socket again.
+                            // The rest is read only before the next use of the socket.
                             self.unfinished = (dump && !has_end(rest, sequence)?).then_some(sequence);
                             return Err(e);
                         }
@@ -299,7 +299,7 @@ impl Client {
         SENT.fetch_add(1, Ordering::Relaxed);
         let start = datagram.len();
         let length = HEADER + message.buffer_len();
-        // Our own messages are a few hundred bytes.
+        // This program's messages are a few hundred bytes long.
         datagram.extend_from_slice(&(length as u32).to_ne_bytes());
         datagram.extend_from_slice(&message.message_type().to_ne_bytes());
         datagram.extend_from_slice(&flags.to_ne_bytes());
@@ -326,7 +326,7 @@ impl Client {
         }
     }
 
-    /// Reads a dump to its end and drops it: the kernel does one at a time for a socket.
+    /// Reads a dump to its end and discards it: the kernel runs one dump at a time per socket.
     fn drain(&mut self, dump: u32) -> Result<(), Error> {
         loop {
             let length = self.receive()?;
@@ -351,7 +351,7 @@ impl Client {
         self.buffer.resize(ROOM, 0);
         loop {
             match recv(self.socket.as_raw_fd(), &mut self.buffer, flags | MsgFlags::MSG_TRUNC) {
-                // With MSG_TRUNC the length is the datagram's, however little of it fitted.
+                // With MSG_TRUNC the length is that of the datagram, even if only a part fitted.
                 Ok(length) if length > ROOM => return Err(Errno::EMSGSIZE),
                 Ok(0) => return Err(Errno::EPROTO),
                 Err(Errno::EINTR) => {}
@@ -360,7 +360,7 @@ impl Client {
         }
     }
 
-    /// Waits for the answers to `count` messages, the first of which has the sequence number `first`.
+    /// Waits for the answers to `count` messages; the first message has the sequence number `first`.
     fn collect(&mut self, first: u32, count: usize) -> Result<Vec<Answer>, Error> {
         let mut answers: Vec<Option<Answer>> = vec![None; count];
         let mut missing = count;
@@ -378,8 +378,8 @@ impl Client {
         Ok(answers.into_iter().flatten().collect())
     }
 
-    /// Sends an nftables transaction: the messages between a begin and an end, all or nothing. Unlike
-    /// [`Client::batch`] the kernel may answer to the frame only (then the whole was refused).
+    /// Sends an nftables transaction: the messages between a begin and an end, all or nothing. Unlike with
+    /// [`Client::batch`], the kernel may answer the frame only; then it refused the whole.
     ///
     /// # Errors
     /// [`Error::Refused`] with the first refusal, [`Error::Socket`], [`Error::Garbled`].
@@ -398,8 +398,8 @@ impl Client {
         self.send(&datagram)?;
         let mut answered = 0;
         let mut refused = None;
-        // Every answer is in the queue when `send` returns. Kernels differ in whether the frame is answered, and a
-        // failed commit is said after all the messages' own answers: so read until the queue is empty.
+        // Every answer is in the queue when `send` returns. Only some kernels answer the frame, and a failed commit is
+        // reported after the answers to all messages. So the queue is read until it is empty.
         while let Some(length) = self.receive_queued()? {
             let mut rest = self.buffer.get(..length).unwrap_or_default();
             while let Some((header, payload)) = next_message(&mut rest)? {
@@ -417,7 +417,7 @@ impl Client {
         }
     }
 
-    /// Reads one datagram that is already there.
+    /// Reads one datagram that is already queued.
     fn receive_queued(&mut self) -> Result<Option<usize>, Error> {
         match self.receive_with(MsgFlags::MSG_DONTWAIT) {
             Ok(length) => Ok(Some(length)),

@@ -1,8 +1,8 @@
-//! Network namespaces: open and check one, run code in one, make and remove a named one.
+//! Opens, checks and enters network namespaces, and makes and removes named ones.
 //!
-//! The only place of the project that calls `setns` or `unshare` for a network namespace, and it does so only on a
-//! thread that ends right after: no thread can be left in the wrong namespace. A netlink socket belongs to the
-//! namespace it was made in for its whole life, so that is all such a thread has to make.
+//! Node and guest call `setns` and `unshare` for a network namespace only here, and only on a thread that ends right
+//! after: no thread can stay in the wrong namespace. A netlink socket belongs for its whole life to the namespace in
+//! which it was made, so such a thread only has to make the socket.
 
 use std::fs::{self, File};
 use std::io;
@@ -21,20 +21,20 @@ use serde::{Deserialize, Serialize};
 use super::Error;
 use super::netlink::Client;
 
-/// Which network namespace it is, whatever path leads to it: the namespace file's device and inode. Two that are
-/// open at the same time are the same namespace exactly if these are equal; the kernel may give an inode again after
-/// a namespace is gone and nobody holds it open.
+/// Identity of a network namespace, regardless of the path: device and inode of the namespace file. Two open namespaces
+/// are the same exactly if their identities are equal. The kernel may reuse an inode after a namespace is gone and no
+/// descriptor to it is open.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct NetnsId {
     /// Device number of the kernel's nsfs.
     pub dev: u64,
-    /// Inode in it.
+    /// Inode number on that device.
     pub inode: u64,
 }
 
 impl NetnsId {
-    /// The identity of the namespace a path leads to now, without opening it; `None` where the path leads nowhere or
-    /// not to a namespace file. This is how a vanished or replaced namespace is found.
+    /// Returns the identity of the namespace that a path leads to now, without opening it. Returns `None` where the
+    /// path leads nowhere or not to a namespace file. This detects a vanished or replaced namespace.
     pub fn of(path: &Path) -> Option<NetnsId> {
         let filesystem = statfs(path).ok()?;
         if filesystem.filesystem_type() != NSFS_MAGIC {
@@ -45,7 +45,7 @@ impl NetnsId {
     }
 }
 
-/// An open network namespace. While a copy of it lives the namespace lives, even when its name is gone.
+/// Open network namespace. The namespace lives as long as a copy of this value, even after its name is gone.
 #[derive(Clone, Debug)]
 pub struct Netns(Arc<Inner>);
 
@@ -54,22 +54,22 @@ struct Inner {
     file: File,
     id: NetnsId,
     path: PathBuf,
-    // First the socket whose making proved that this is a network namespace, later one that a step left for the next:
-    // a thread and a socket cost as much as half a step.
+    // An idle socket: first the one that proved at opening that this is a network namespace, later one that a step left
+    // for the next step. A new thread and a new socket cost as much as half a step.
     idle: Mutex<Option<Client>>,
 }
 
 impl Netns {
-    /// Opens the namespace at `path` and makes sure that it is a network namespace.
+    /// Opens the namespace at `path` and verifies that it is a network namespace.
     ///
     /// # Errors
-    /// [`Error::Netns`] where the path cannot be opened, [`Error::NotNetns`] where it is something else. A FIFO or a
-    /// device at the path is not opened, so this does not block on one.
+    /// [`Error::Netns`] where the path cannot be opened, [`Error::NotNetns`] where it is another kind of file. A FIFO
+    /// or a device at the path is not opened, so the call does not block on one.
     pub fn open(path: impl AsRef<Path>) -> Result<Netns, Error> {
         let path = path.as_ref();
         let failed = |source: io::Error| Error::Netns { attempt: "open", path: path.to_owned(), source };
         let not = |what: &str| Error::NotNetns { path: path.to_owned(), what: what.to_owned() };
-        // O_PATH first: looking at a thing must not have the effects that opening a FIFO or a device has.
+        // O_PATH first: it has none of the side effects of opening a FIFO or a device.
         let handle = nix::fcntl::open(
             path,
             nix::fcntl::OFlag::O_PATH | nix::fcntl::OFlag::O_CLOEXEC,
@@ -84,7 +84,7 @@ impl Netns {
         let id = NetnsId { dev: meta.dev(), inode: meta.ino() };
         let idle = match run_in(file.as_fd(), Client::route).and_then(|made| made) {
             Ok(client) => client,
-            // setns says so for a namespace of another kind.
+            // setns returns EINVAL for a namespace of another kind.
             Err(e) if e.raw_os_error() == Some(libc_einval()) => {
                 return Err(not("a namespace of another kind"));
             }
@@ -93,7 +93,7 @@ impl Netns {
         Ok(Netns(Arc::new(Inner { file, id, path: path.to_owned(), idle: Mutex::new(Some(idle)) })))
     }
 
-    /// The namespace the calling thread is in.
+    /// Opens the namespace of the calling thread.
     ///
     /// # Errors
     /// As [`Netns::open`]; `/proc` must be mounted.
@@ -101,7 +101,7 @@ impl Netns {
         Netns::open("/proc/thread-self/ns/net")
     }
 
-    /// A new namespace without a name; it goes when the last copy is dropped.
+    /// Makes a namespace without a name; it ends when the last copy is dropped.
     ///
     /// # Errors
     /// [`Error::Netns`] where the kernel refuses (needs CAP_SYS_ADMIN).
@@ -115,17 +115,17 @@ impl Netns {
         .map_err(failed)?
     }
 
-    /// Which namespace it is.
+    /// Returns the identity of the namespace.
     pub fn id(&self) -> NetnsId {
         self.0.id
     }
 
-    /// The path it was opened by; for messages.
+    /// Returns the path by which it was opened, for messages.
     pub fn path(&self) -> &Path {
         &self.0.path
     }
 
-    /// Whether the path still leads to this very namespace.
+    /// Returns whether the path still leads to this very namespace.
     pub fn is_still_there(&self) -> bool {
         NetnsId::of(&self.0.path) == Some(self.0.id)
     }
@@ -149,7 +149,7 @@ impl Netns {
         beside(|| entered(netns, inside), meanwhile)
     }
 
-    /// A netlink socket for routes, links and tc in this namespace.
+    /// Returns a netlink socket for routes, devices and tc in this namespace.
     ///
     /// # Errors
     /// [`Error::Netns`] where the namespace cannot be entered or has no room for a socket.
@@ -161,14 +161,14 @@ impl Netns {
         }
     }
 
-    /// Keeps a socket of [`Netns::netlink`] for the next who asks; only one, and only after a success. The last step
-    /// of a pod's set-up does not: for the pod's life one descriptor is enough.
+    /// Keeps a socket of [`Netns::netlink`] for its next call: one socket, and only after a success. The last step of a
+    /// pod's set-up keeps none: one descriptor is enough for the pod's life.
     pub(crate) fn keep(&self, mut client: Client) {
         client.rest();
         *self.0.idle.lock() = Some(client);
     }
 
-    /// A netlink socket for nftables in this namespace.
+    /// Returns a netlink socket for nftables in this namespace.
     ///
     /// # Errors
     /// As [`Netns::netlink`]; also where the kernel has no netfilter.
@@ -199,8 +199,8 @@ fn run_in<T: Send>(netns: BorrowedFd<'_>, f: impl FnOnce() -> T + Send) -> io::R
     on_own_thread(|| entered(netns, f))
 }
 
-/// To be called only on a thread of [`beside`].
-#[allow(clippy::disallowed_methods)] // this is the place the rule speaks of: the thread ends right after
+/// Must be called only on a thread of [`beside`].
+#[allow(clippy::disallowed_methods)] // the one place that the lint allows: the thread ends right after
 fn entered<T>(netns: BorrowedFd<'_>, f: impl FnOnce() -> T) -> io::Result<T> {
     nix::sched::setns(netns, CloneFlags::CLONE_NEWNET)?;
     Ok(f())
@@ -222,9 +222,9 @@ fn beside<T: Send, U>(
     })
 }
 
-/// Makes a network namespace with a name, as `ip netns add` does: a new namespace, bound to the file `path`. Only the
-/// loopback interface is in it, down. A namespace that is already there is kept and returned; a plain file that a
-/// crash left at the path is used.
+/// Makes a network namespace with a name, as `ip netns add` does: a new namespace, bound to the file `path`. It
+/// contains only the loopback interface, down. An existing namespace is kept and returned; a plain file that a crash
+/// left at the path is used.
 ///
 /// # Errors
 /// [`Error::Netns`] when the file or the mount cannot be made (needs CAP_SYS_ADMIN).
@@ -248,7 +248,7 @@ pub fn create_named(path: impl AsRef<Path>) -> Result<Netns, Error> {
     });
     if let Err(source) = made {
         if !existed {
-            // The file is ours and nothing is mounted on it; the error that counts is the one above.
+            // This call made the file, and nothing is mounted on it. The error that counts is the one above.
             drop(fs::remove_file(path));
         }
         return Err(failed(source));
@@ -256,9 +256,9 @@ pub fn create_named(path: impl AsRef<Path>) -> Result<Netns, Error> {
     Netns::open(path)
 }
 
-/// Gives an open namespace of [`create_named`] its name `path` again. Other mounts there are unmounted in this mount
-/// namespace. A plain file is used and not replaced: another container's mount namespace may have the name on it, and
-/// would lose it with the file.
+/// Binds an open namespace of [`create_named`] to its name `path` again. Other mounts there are unmounted in this mount
+/// namespace. A plain file is used and not replaced: another container's mount namespace may have the name mounted on
+/// it, and would lose it with the file.
 ///
 /// # Errors
 /// [`Error::Netns`] when the path cannot be freed, or the file or the mount cannot be made.
@@ -277,7 +277,7 @@ pub fn name_again(netns: BorrowedFd<'_>, path: &Path) -> Result<(), Error> {
         .map_err(|e| failed(e.into()))
 }
 
-/// Unmounts every mount at the path. No mount, or no such path, is fine.
+/// Unmounts every mount at the path. A missing mount or path is no error.
 fn unmount_all(path: &Path) -> io::Result<()> {
     loop {
         match umount2(path, MntFlags::MNT_DETACH | MntFlags::UMOUNT_NOFOLLOW) {
@@ -288,8 +288,8 @@ fn unmount_all(path: &Path) -> io::Result<()> {
     }
 }
 
-/// Removes a named network namespace: what is mounted at the path, then the file. Nothing there is fine. Devices in
-/// it go when its last holder (a process, an open descriptor) is gone.
+/// Removes a named network namespace: the mounts at the path, then the file. A missing name is no error. The
+/// namespace's devices go when its last holder (a process, an open descriptor) is gone.
 ///
 /// # Errors
 /// [`Error::Netns`] when the mount or the file stays.

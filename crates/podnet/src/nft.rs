@@ -1,5 +1,5 @@
-//! The node's filter for tunnel packets: one nftables table, whatever the number of pods, that accepts the packets
-//! of a tunnel from its own VM only (anti-spoof) and keeps them out of conntrack.
+//! Filters tunnel packets on the node with one nftables table, regardless of the number of pods. The table accepts the
+//! packets of a tunnel only from its own VM (anti-spoof) and keeps them out of conntrack.
 //!
 //! ```text
 //! table inet peerpod-<owner> {             # another port than 4789: peerpod-<owner>-<port>; in a VM without owner
@@ -12,12 +12,12 @@
 //! }
 //! ```
 //!
-//! A VNI that is not ours is left alone: the cluster's own VXLAN may share the port. The drop is at `input`, where
-//! fragments are whole again: at `prerouting` a fragment without the VNI would slip through. The VNI is the three
-//! bytes 12 behind the UDP header's start. The table is made with its first element and removed with its last one.
-//! Each daemon of a machine has its own table: what it has forgotten it may flush without asking the others.
+//! Packets with a VNI outside the sets pass: the cluster's own VXLAN may share the port. The drop is at `input`, where
+//! fragments are reassembled: at `prerouting` a fragment without the VNI would slip through. The VNI is the three bytes
+//! at offset 12 from the UDP header's start. The table is made with its first element and removed with its last one.
+//! Each daemon of a machine has its own table, so it may flush forgotten elements without regard to the others.
 //!
-//! Touches only its own table, in the namespace of the socket it is given. No nft process.
+//! Touches only its own table, in the namespace of the given socket. Starts no nft process.
 
 use std::net::IpAddr;
 
@@ -42,11 +42,11 @@ use parts::{
     vni_key,
 };
 
-/// More elements than this are not read back: no node has so many tunnels.
+/// Maximum number of elements that are read back: no node has so many tunnels.
 const MAX_ELEMENTS: usize = 65_536;
 /// Elements per message: an attribute's length is 16 bits.
 const PER_MESSAGE: usize = 1000;
-/// How often a change that another program's change came between is tried again.
+/// Attempts at a change that collides with another program's change.
 const TRIES: u32 = 16;
 const RAW: i32 = -300;
 const NF_DROP: u32 = 0;
@@ -58,7 +58,7 @@ const TYPE_IPV4: u32 = 7;
 const TYPE_IPV6: u32 = 8;
 const TYPE_MARK: u32 = 19;
 
-/// One tunnel as the filter knows it.
+/// Tunnel in the filter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Peer {
     /// The VM's address.
@@ -68,16 +68,16 @@ pub struct Peer {
 }
 
 impl Peer {
-    /// Whether both say where one tunnel leads: they have its VNI and its family.
+    /// Returns whether both are ends of the same tunnel: they have the same VNI and family.
     pub fn is_tunnel_of(&self, other: &Peer) -> bool {
         self.vni == other.vni && self.address.is_ipv6() == other.address.is_ipv6()
     }
 }
 
-/// What the tables' names begin with.
+/// Prefix of the tables' names.
 const TABLE: &str = "peerpod";
 const USUAL_PORT: u16 = 4789;
-/// More tables are not looked at.
+/// Maximum number of tables that are read.
 const MAX_TABLES: usize = 4096;
 
 /// The table for tunnels on one UDP port.
@@ -88,17 +88,17 @@ pub struct Filter {
 }
 
 impl Filter {
-    /// The filter for tunnels on UDP `port` where nobody else has any; nothing is made yet.
+    /// Returns the filter for tunnels on UDP `port` where no other daemon has any; makes nothing yet.
     pub fn new(port: u16) -> Filter {
         Filter { table: on_port(TABLE.to_owned(), port), port }
     }
 
-    /// The filter for one daemon's tunnels on UDP `port`; nothing is made yet.
+    /// Returns the filter for one daemon's tunnels on UDP `port`; makes nothing yet.
     pub fn of(owner: Owner, port: u16) -> Filter {
         Filter { table: on_port(format!("{TABLE}-{owner}"), port), port }
     }
 
-    /// The filters of one daemon that are there, whatever their ports.
+    /// Returns the existing filters of one daemon, on any port.
     ///
     /// # Errors
     /// [`Error::Kernel`].
@@ -119,22 +119,22 @@ impl Filter {
             .map_err(Error::kernel("list the nftables tables"))
     }
 
-    /// The tunnels' UDP port.
+    /// Returns the tunnels' UDP port.
     pub fn port(&self) -> u16 {
         self.port
     }
 
-    /// The table's name in family `inet`.
+    /// Returns the table's name in family `inet`.
     pub fn table(&self) -> &str {
         &self.table
     }
 
-    /// Lets packets of these tunnels pass, and no others with their VNIs. What is there already stays. Where the table
-    /// is missing (the first tunnel, or somebody flushed the rules) it is made, and `others` (asked for only then) are put
-    /// into it too.
+    /// Accepts packets of these tunnels, and no others with their VNIs. Existing elements stay. A missing table (at the
+    /// first tunnel, or after a flush of the rules) is made, with the tunnels from `others` as well; `others` is called
+    /// only then.
     ///
     /// # Errors
-    /// [`Error::Kernel`]; where the kernel has no nftables the text says so.
+    /// [`Error::Kernel`], also where the kernel has no nftables.
     pub fn add(
         &self,
         client: &mut Client,
@@ -154,7 +154,7 @@ impl Filter {
             all.append(&mut self.elements(&others(), true));
             result = client.transaction(&begin(None), &all, &end());
             match result.as_ref().map_err(netlink::Error::errno) {
-                // Somebody else made it meanwhile, or took a part of it away.
+                // Another program made it meanwhile, or removed a part of it.
                 Err(Some(Errno::EEXIST)) => self.repair(client)?,
                 Err(Some(Errno::EAGAIN | Errno::EINTR)) => {}
                 _ => break,
@@ -163,7 +163,7 @@ impl Filter {
         result.map_err(Error::kernel(format!("add a tunnel to the nftables table {}", self.table)))
     }
 
-    /// Removes one tunnel. Not there is fine. The table stays; see [`Filter::remove_if_empty`].
+    /// Removes one tunnel. A missing one is no error. The table stays; see [`Filter::remove_if_empty`].
     ///
     /// # Errors
     /// [`Error::Kernel`].
@@ -173,7 +173,7 @@ impl Filter {
             Err(e) if e.errno() == Some(Errno::ENOENT) => {}
             other => return other.map_err(self.removing()),
         }
-        // One of the two was missing and the whole was refused: now each for itself.
+        // One of the two elements was missing, so the whole was refused: each is removed separately.
         for message in messages {
             match client.transaction(&begin(None), &[message], &end()) {
                 Err(e) if e.errno() == Some(Errno::ENOENT) => {}
@@ -183,8 +183,8 @@ impl Filter {
         Ok(())
     }
 
-    /// Stops accepting a tunnel's packets from an address that its VM no longer has; the VNI stays guarded. Not there
-    /// is fine.
+    /// Stops accepting a tunnel's packets from an address that its VM no longer has; the VNI stays guarded. A missing
+    /// element is no error.
     ///
     /// # Errors
     /// [`Error::Kernel`].
@@ -197,7 +197,7 @@ impl Filter {
         }
     }
 
-    /// The tunnels the filter has. No table: none.
+    /// Returns the tunnels in the filter; none where the table is missing.
     ///
     /// # Errors
     /// [`Error::Kernel`].
@@ -209,8 +209,8 @@ impl Filter {
         Ok(peers)
     }
 
-    /// Removes the table if no tunnel is in it; says whether it did. Another program that adds one meanwhile wins:
-    /// the kernel refuses the removal when the rules changed after they were looked at.
+    /// Removes the table if it holds no tunnel; returns whether it did. A concurrent addition by another program wins:
+    /// the kernel refuses the removal if the rules changed after they were read.
     ///
     /// # Errors
     /// [`Error::Kernel`].
@@ -231,7 +231,7 @@ impl Filter {
         Ok(false)
     }
 
-    /// Removes the table with all that is in it. Not there is fine.
+    /// Removes the table with all its contents. A missing table is no error.
     ///
     /// # Errors
     /// [`Error::Kernel`].
@@ -246,8 +246,8 @@ impl Filter {
         Error::kernel(format!("remove from the nftables table {}", self.table))
     }
 
-    /// Makes the table anew with the tunnels that are in it, if somebody took a set away. Does nothing when the rules
-    /// change meanwhile; the caller looks again.
+    /// Makes the table anew with its present tunnels, if another program removed a set. Does nothing when the rules
+    /// change meanwhile; the caller tries again.
     fn repair(&self, client: &mut Client) -> Result<(), Error> {
         let attempt = || Error::kernel(format!("make the nftables table {} anew", self.table));
         let generation = generation(client).map_err(attempt())?;
@@ -285,7 +285,7 @@ impl Filter {
         Ok(true)
     }
 
-    /// Everything but the elements.
+    /// Returns the messages for the table without its elements.
     fn skeleton(&self) -> Vec<(u16, NetfilterMessage)> {
         let table = TableMessage { attributes: vec![TableAttribute::Name(self.table.clone())] };
         let mut all = vec![(NLM_F_CREATE | NLM_F_EXCL, inet(NfTablesMessage::NewTable(table)))];
@@ -376,7 +376,7 @@ impl Filter {
         (NLM_F_CREATE | NLM_F_APPEND, inet(NfTablesMessage::NewRule(rule)))
     }
 
-    /// The messages that add or remove the elements of these tunnels.
+    /// Returns the messages that add or remove the elements of these tunnels.
     fn elements(&self, peers: &[Peer], add: bool) -> Vec<(u16, NetfilterMessage)> {
         let mut messages = Vec::new();
         for family in [Family::V4, Family::V6] {
@@ -418,7 +418,7 @@ impl Filter {
         inet(NfTablesMessage::DeleteTable(table))
     }
 
-    /// The keys of one of the sets; no set: none.
+    /// Returns the keys of one of the sets; none where the set is missing.
     fn keys(&self, client: &mut Client, set: &str) -> Result<Vec<Vec<u8>>, Error> {
         let question = inet(NfTablesMessage::GetSetElement(SetElementMessage {
             attributes: vec![SetElementList::Table(self.table.clone()), SetElementList::Set(set.to_owned())],

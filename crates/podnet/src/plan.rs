@@ -1,5 +1,5 @@
-//! The network plan: from what the node saw to what the node does and to the message for the guest, and back with
-//! everything checked. Pure.
+//! Converts the pod's network to the node's steps and to the message for the guest, and parses that message with every
+//! field checked. Pure.
 
 use std::net::IpAddr;
 
@@ -16,47 +16,48 @@ mod write;
 pub use read::read;
 pub use write::write;
 
-/// What this program writes. It reads [`OLD_VERSION`] as well.
+/// Version that this program writes. It reads [`OLD_VERSION`] as well.
 const VERSION: u32 = 2;
 const OLD_VERSION: u32 = 1;
 const KIND: &str = "vxlan";
-/// More of the pod's interfaces than this are not carried.
+/// Maximum number of the pod's interfaces that are carried.
 pub const MAX_INTERFACES: usize = 16;
-/// What IPv4 and what IPv6 need at least, in bytes.
+/// Minimum MTU of IPv4 and of IPv6, in bytes.
 const LEAST_MTU: u32 = 576;
 const LEAST_MTU_V6: u32 = 1280;
 
-/// One tunnel: which of the pod's interfaces it carries.
+/// One tunnel and the pod interface it carries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tunnel {
     /// Index of the pod's interface.
     pub interface: u32,
     /// The tunnel's VNI.
     pub vni: u32,
-    /// What fits through the tunnel as the node sees it, at most the interface's own, in bytes.
+    /// MTU of the tunnel as the node knows it, at most the interface's own, in bytes.
     pub mtu: u32,
 }
 
-/// What the node does for one of the pod's interfaces: a device of this MTU, and both redirects.
+/// The node's work for one of the pod's interfaces: a device of this MTU, and both redirects.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Carry {
-    /// Which tunnel device it is; 0 is the primary interface's.
+    /// Number of the tunnel device; 0 is the primary interface's device.
     pub slot: usize,
     /// Index of the pod's interface.
     pub interface: u32,
-    /// The interface's name; for messages.
+    /// The interface's name, for messages.
     pub name: String,
-    /// The MTU of the device in the pod's namespace: the interface's own, so that it takes what the interface takes.
+    /// MTU of the device in the pod's namespace, in bytes: the interface's own, so that the device accepts the same
+    /// packets.
     pub device_mtu: u32,
-    /// The MTU of the interface in the VM.
+    /// MTU of the interface in the VM, in bytes.
     pub mtu: u32,
 }
 
-/// The node's side: one [`Carry`] per interface, in the order of [`Seen::interfaces`]. `room` is the largest inner
-/// packet that fits through the tunnel to `vm`.
+/// Returns the node's side: one [`Carry`] per interface, in the order of [`Seen::interfaces`]. `room` is the largest
+/// inner packet that fits through the tunnel to `vm`, in bytes.
 ///
 /// # Errors
-/// [`Error::Path`] where too little is left for an interface's families.
+/// [`Error::Path`] where `room` is too small for an interface's families.
 pub fn node(seen: &Seen, room: u32, vm: IpAddr) -> Result<Vec<Carry>, Error> {
     let carry = |(slot, interface): (usize, &look::Interface)| {
         let mtu = fit(interface.mtu, room, interface.has_v6(), vm)?;
@@ -71,7 +72,7 @@ pub fn node(seen: &Seen, room: u32, vm: IpAddr) -> Result<Vec<Carry>, Error> {
     seen.interfaces.iter().enumerate().map(carry).collect()
 }
 
-/// The smaller of an interface's MTU and the room there is, or what is too small.
+/// Returns the smaller of an interface's MTU and `room`, or an error where that is below the families' minimum.
 pub(crate) fn fit(mtu: u32, room: u32, v6: bool, peer: IpAddr) -> Result<u32, Error> {
     let least = if v6 { LEAST_MTU_V6 } else { LEAST_MTU };
     match mtu.min(room) {
@@ -83,7 +84,7 @@ pub(crate) fn fit(mtu: u32, room: u32, v6: bool, peer: IpAddr) -> Result<u32, Er
     }
 }
 
-/// What the guest needs to know about the node's end.
+/// The node's end of the tunnel, as the guest needs it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Underlay {
     /// The node's address as the VM reaches it.
@@ -94,18 +95,18 @@ pub struct Underlay {
     pub port: u16,
     /// Whether IPv4 packets carry a UDP checksum.
     pub udp_checksum: bool,
-    /// Bytes the tunnel adds to a packet.
+    /// Bytes that the tunnel adds to a packet.
     pub overhead: u32,
 }
 
-/// A plan that makes sense.
+/// A valid plan.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Planned {
-    /// The node's end.
+    /// The node's end of the tunnel.
     pub underlay: Underlay,
     /// The pod's interfaces, at least one.
     pub interfaces: Vec<Interface>,
-    /// Routes that are not of one interface.
+    /// Routes that do not belong to one interface.
     pub routes: Vec<Route>,
     /// Policy rules.
     pub rules: Vec<Rule>,
@@ -115,7 +116,7 @@ pub struct Planned {
     pub loopback: Vec<Address>,
 }
 
-/// One interface to make.
+/// Interface to be made.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Interface {
     /// Its name in the pod.
@@ -124,33 +125,33 @@ pub struct Interface {
     pub index: u32,
     /// Its MAC address.
     pub mac: [u8; 6],
-    /// The most its MTU may be, in bytes.
+    /// Upper limit of its MTU, in bytes.
     pub mtu: u32,
     /// The tunnel's VNI.
     pub vni: u32,
     /// Its transmit queue's length, in packets.
     pub tx_queue_len: Option<u32>,
-    /// It does not ask for neighbours.
+    /// Whether it does no ARP.
     pub no_arp: bool,
-    /// It takes every frame.
+    /// Whether it receives every frame.
     pub promiscuous: bool,
-    /// It takes every multicast frame.
+    /// Whether it receives every multicast frame.
     pub all_multicast: bool,
-    /// It is not to be up.
+    /// Whether it is to be down.
     pub down: bool,
     /// Addresses.
     pub addresses: Vec<Address>,
     /// Routes through it.
     pub routes: Vec<Route>,
-    /// What is written down about its neighbours.
+    /// Its static neighbour entries.
     pub neighbours: Vec<Neighbour>,
     /// Its sysctls.
     pub sysctls: Vec<Sysctl>,
 }
 
 impl Planned {
-    /// The plan as what [`look::look`] would see, without what it left out; what was planned for other interfaces than
-    /// these is not in it.
+    /// Returns the plan as the state that [`look::look`] would report, without omitted objects. Objects that were
+    /// planned for other interfaces are not included.
     pub fn as_seen(&self) -> Seen {
         let interface = |i: &Interface| look::Interface {
             name: i.name.clone(),

@@ -1,10 +1,11 @@
-//! The redirects of a pod's namespace: every frame that reaches a pod's interface leaves through its tunnel, and the
-//! other way round, before the namespace's own network stack sees it.
+//! Redirects the packets of a pod's namespace: every frame that reaches a pod's interface leaves through its tunnel,
+//! and the other way round, before the namespace's own network stack sees it.
 //!
-//! tc: an `ingress` qdisc on each device and one filter that takes everything. An `ingress` or `clsact` qdisc that is
-//! there already is used, with what others have on it, and stays when ours is taken back. Each filter of ours says
-//! whose it is ([`super::mark`]); no other is changed or deleted. Ours come before others' where the kernel has a place
-//! there (it has none before one of another kind or protocol in the first preference), and where not that is said.
+//! It uses tc: an `ingress` qdisc on each device, and one filter that matches every packet. An existing `ingress` or
+//! `clsact` qdisc is used together with its filters, and stays when the redirect is removed. Each of the module's
+//! filters names its owner ([`super::mark`]); the module changes and deletes no other filter. Its filters come first
+//! where the kernel has a place there. The kernel has none before a filter of another kind or protocol in the first
+//! preference; the module then reports the obstacle.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -34,17 +35,17 @@ use filter::{FIRST, Filter, INGRESS_SIDE, Way, make};
 
 const QDISC: TcHandle = TcHandle { major: 0xffff, minor: 0 };
 const MAX_ENTRIES: usize = 1024;
-/// The qdisc may be busy for a moment (another program's rtnetlink without the lock).
+/// Attempts while the qdisc is busy for a moment (another program's rtnetlink request without the lock).
 const BUSY_TRIES: u32 = 5;
 const BUSY_PAUSE: Duration = Duration::from_millis(10);
-/// Every namespace's loopback device.
+/// Index of every namespace's loopback device.
 const LOOPBACK: u32 = 1;
 
-/// Finds out which classifiers this kernel has, by trying in a throw-away namespace: `wanted` for both ways; or the best
-/// there is, and into the tunnel `bpf` where that can be had.
+/// Determines the kernel's classifiers by trying them in a scratch namespace. The result is `wanted` for both
+/// directions, or the best one available, with `bpf` into the tunnel where it is available.
 ///
 /// # Errors
-/// [`Error::NoRedirect`] with what the kernel said of each.
+/// [`Error::NoRedirect`], with the kernel's error for each classifier.
 pub fn choose(wanted: Option<Classifier>) -> Result<Classifiers, Error> {
     let scratch = Netns::scratch()?;
     let mut client = scratch.netlink()?;
@@ -76,30 +77,30 @@ pub fn choose(wanted: Option<Classifier>) -> Result<Classifiers, Error> {
     Ok(Classifiers { into, back: best })
 }
 
-/// How redirects are made, and whose they are.
+/// Classifiers and tag of new redirects.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Maker {
     pub(crate) by: Classifiers,
     pub(crate) tag: Tag,
 }
 
-/// Messages for one datagram. What they refer to lives as long as this.
+/// Messages for one datagram. The programs to which they refer live as long as this value.
 pub(crate) struct Prepared {
     pub(crate) messages: Vec<(u16, RouteNetlinkMessage)>,
     _programs: Vec<Arc<OwnedFd>>,
 }
 
-/// Both redirects of a pair: the pod's interface, and its tunnel.
+/// Returns both redirects of a pair: the pod's interface, and its tunnel.
 fn ways((interface, tunnel): (u32, u32)) -> [Way; 2] {
     [Way { from: interface, to: tunnel, into: true }, Way { from: tunnel, to: interface, into: false }]
 }
 
-/// Messages of one pair of devices.
+/// Number of messages per pair of devices.
 const PER_PAIR: usize = 3;
 
 impl Maker {
-    /// The messages that redirect both ways between each pair of interface and tunnel; to be sent together with what else the
-    /// pod needs. The tunnel has its qdisc since it was made.
+    /// Returns the messages that redirect both ways between each pair of interface and tunnel. The caller sends them
+    /// together with the pod's other messages. The tunnel has had its qdisc since it was made.
     pub(crate) fn messages(&self, pairs: &[(u32, u32)]) -> Result<Prepared, Error> {
         let new = NLM_F_CREATE | NLM_F_EXCL;
         let (mut messages, mut programs) = (Vec::with_capacity(pairs.len() * PER_PAIR), Vec::new());
@@ -115,8 +116,8 @@ impl Maker {
         Ok(Prepared { messages, _programs: programs })
     }
 
-    /// Looks at the answers to [`Maker::messages`] and mends what was not as new: something was there already. Returns
-    /// what may keep the pod's traffic from the tunnel and cannot be helped, in words.
+    /// Checks the answers to [`Maker::messages`] and repairs pairs on which a qdisc or filter already existed. Returns,
+    /// as text, obstacles that may keep the pod's traffic from the tunnel and cannot be removed.
     pub(crate) fn complete(
         &self,
         client: &mut Client,
@@ -150,21 +151,21 @@ impl Maker {
         Ok(obstacles)
     }
 
-    /// Takes back the qdiscs that the answers to [`Maker::messages`] say were made in vain, because the filter on it was
-    /// refused. Later nobody could tell whose an empty one is.
+    /// Removes new qdiscs that stayed empty because the filter on them was refused, according to the answers to
+    /// [`Maker::messages`]. Later the owner of an empty qdisc cannot be determined.
     pub(crate) fn abandon(client: &mut Client, pairs: &[(u32, u32)], answers: &[Answer]) {
         for (&(one, _), answers) in pairs.iter().zip(answers.chunks(PER_PAIR)) {
             let [made, filled, _] = answers else { continue };
             if made.is_ok() && filled.is_err() {
                 let message = RouteNetlinkMessage::DelQueueDiscipline(qdisc(one));
-                // The error that counts is the one that brought us here.
+                // The error that counts is the one that led here.
                 drop(patient(client, 0, &message, &[Errno::ENOENT, Errno::ENODEV, Errno::EINVAL]));
             }
         }
     }
 
-    /// Makes sure that device `from` has exactly our redirect to `to`, before all others where that can be. Returns in
-    /// words what comes before it all the same.
+    /// Makes sure that device `from` has exactly one redirect of this module to `to`, before all other filters where
+    /// possible. Returns, as text, the filters that still come before it.
     fn ensure(&self, client: &mut Client, way: Way, no_qdisc: bool) -> Result<Option<String>, Error> {
         let (Way { from, to, .. }, by) = (way, self.by(way));
         let attempt = || Error::kernel(format!("redirect device {from} to device {to}"));
@@ -175,7 +176,8 @@ impl Maker {
         let all = filters(client, from)?;
         let (mut ours, others): (Vec<Filter>, Vec<Filter>) =
             all.iter().cloned().partition(|filter| self.is_ours(filter, to));
-        // Another's that takes everything first would leave us nothing; where its device is gone it only drops.
+        // Another owner's redirect of everything must not come first: it leaves no packet, and without its device
+        // (target 0) it drops them all.
         for other in &others {
             let Some(target) = other.target else { continue };
             let before = ours.iter().map(Filter::preference).min().unwrap_or(FIRST);
@@ -187,7 +189,7 @@ impl Maker {
                 )));
             }
         }
-        // One that is right stays, whatever it is made of; without one, one that can be made right.
+        // A correct redirect stays, regardless of its classifier. Without one, a filter that can be corrected stays.
         let keep = ours
             .iter()
             .position(|filter| filter.target == Some(to))
@@ -196,11 +198,11 @@ impl Maker {
         let new = NLM_F_CREATE | NLM_F_EXCL;
         match kept {
             Some(right) if right.target == Some(to) => {
-                // The kernel goes through filters in the order it lists them.
+                // The kernel evaluates filters in the order in which it lists them.
                 let first = all.iter().position(|filter| self.is_ours(filter, to)).unwrap_or_default();
                 let place = place(&others, by);
                 if first > 0 && place.is_first && self.put(client, way, place, new).is_ok() {
-                    // Two of ours for a moment, rather than none.
+                    // For a moment there are two redirects, rather than none.
                     ours.push(right);
                 }
             }
@@ -218,7 +220,7 @@ impl Maker {
         if others.is_empty() { Ok(None) } else { self.obstacle(client, way) }
     }
 
-    /// What comes before our redirect, in words.
+    /// Returns the filters that come before the redirect, as text.
     fn obstacle(&self, client: &mut Client, Way { from, to, .. }: Way) -> Result<Option<String>, Error> {
         let now = filters(client, from)?;
         let before: Vec<String> = now
@@ -251,7 +253,8 @@ impl Maker {
         if way.into { self.by.into } else { self.by.back }
     }
 
-    /// Ours by its mark; or by what it does, from a version that left no mark: then its target is `to`, or gone.
+    /// Returns whether the filter belongs to this daemon by its mark. A filter of a version without marks is identified
+    /// by its effect: its target is `to`, or gone.
     fn is_ours(&self, filter: &Filter, to: u32) -> bool {
         match filter.tag {
             Some(tag) => tag == self.tag,
@@ -261,7 +264,7 @@ impl Maker {
 }
 
 impl Filter {
-    /// Whether an earlier version, which left no mark, made it, with such a target.
+    /// Returns whether an earlier version, which set no mark, made the filter, with a target that `fits`.
     fn is_unmarked_ours(&self, fits: impl FnOnce(u32) -> bool) -> bool {
         self.tag.is_none()
             && self.kind == "u32"
@@ -270,27 +273,27 @@ impl Filter {
     }
 }
 
-/// Where a filter of ours goes.
+/// Place of a new filter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Place {
     by: Classifier,
     preference: u32,
-    /// 0: the kernel chooses.
+    /// 0 = the kernel chooses.
     handle: u32,
-    /// Nothing comes before it.
+    /// Whether no filter comes before it.
     is_first: bool,
 }
 
-/// The best place beside these. In one preference the kernel keeps one kind and one protocol; of `bpf` a new filter
-/// comes before those that are there, of `u32` the one with the lower handle.
+/// Returns the best place beside these filters. The kernel keeps one kind and one protocol per preference. A new `bpf`
+/// filter comes before existing ones, a `u32` filter before those with a higher handle.
 fn place(others: &[Filter], by: Classifier) -> Place {
     let at = |preference| others.iter().filter(move |other| other.preference() == preference);
-    // Handle 0: another u32 table may have come first, and then ours has another number.
+    // Handle 0: another u32 table may already exist, and the new table then gets another number.
     let first = Place { by, preference: FIRST, handle: 0, is_first: true };
     if at(FIRST).next().is_none() || (by == Classifier::Bpf && at(FIRST).all(|other| other.goes_with(by))) {
         return first;
     }
-    // The one of the lowest handle comes first; more than one table is more than we know the order of.
+    // The filter with the lowest handle comes first. The order of several tables is not known.
     let lowest = at(FIRST).min_by_key(|other| other.handle);
     let one_table = at(FIRST).all(|other| lowest.is_some_and(|lowest| other.is_beside(lowest)));
     if let Some(handle) = lowest.filter(|_| one_table).and_then(Filter::handle_before) {
@@ -307,7 +310,7 @@ fn program(way: Way) -> impl Fn(io::Error) -> Error {
     }
 }
 
-/// Sends one message, again while the kernel is busy; the errors in `fine` count as done.
+/// Sends one message, again while the kernel is busy; the errors in `fine` count as success.
 fn patient(
     client: &mut Client,
     flags: u16,
@@ -324,7 +327,7 @@ fn patient(
     Ok(())
 }
 
-/// An ingress qdisc for a device.
+/// Returns the ingress qdisc of a device.
 pub(crate) fn qdisc(device: u32) -> TcMessage {
     let mut message = TcMessage::with_index(device.cast_signed());
     message.header.parent = TcHandle::INGRESS;
@@ -333,11 +336,11 @@ pub(crate) fn qdisc(device: u32) -> TcMessage {
     message
 }
 
-/// The filters on a device's ingress side, without u32's own tables.
+/// Returns the filters on a device's ingress side, without u32's own tables.
 fn filters(client: &mut Client, device: u32) -> Result<Vec<Filter>, Error> {
     let mut question = TcMessage::with_index(device.cast_signed());
     question.header.parent = INGRESS_SIDE;
-    // Packets begin in chain 0. What others have in other chains comes before nothing of ours.
+    // Packets begin in chain 0. Filters in other chains never come before the redirect.
     question.attributes.push(TcAttribute::Chain(0));
     let question = RouteNetlinkMessage::GetTrafficFilter(question);
     match client.dump_raw(&question, MAX_ENTRIES, |kind, payload| Ok(Filter::read(kind, payload))) {
@@ -346,7 +349,7 @@ fn filters(client: &mut Client, device: u32) -> Result<Vec<Filter>, Error> {
     }
 }
 
-/// The ingress-side qdiscs of the namespace: device and kind.
+/// Returns the ingress-side qdiscs of the namespace: device and kind.
 pub(crate) fn qdiscs(client: &mut Client) -> Result<Vec<(u32, String)>, Error> {
     client
         .dump(&RouteNetlinkMessage::GetQueueDiscipline(TcMessage::default()), MAX_ENTRIES, |answer| {

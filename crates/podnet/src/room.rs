@@ -1,13 +1,14 @@
-//! What the way between VM and node leaves for the pod's packets. Pure.
+//! Fits the plan's MTUs to the path MTU between VM and node. Pure.
 
 use peerpod_proto::guest::NetworkPlan;
 
-/// What IPv4 and what IPv6 need at least, in bytes.
+/// Minimum MTU of IPv4 and of IPv6, in bytes.
 const LEAST: u32 = 576;
 const LEAST_V6: u32 = 1280;
 
-/// Lowers the MTUs of a plan to what fits into packets of `path` bytes; never below what the pod's families need: then
-/// the tunnel's packets are cut into fragments, and the answer says so.
+/// Lowers the MTUs of a plan so that the tunnel's packets fit into `path` bytes, but never below the minimum of the
+/// pod's families. Where that minimum does not fit, the tunnel's packets are fragmented, and the returned note reports
+/// it.
 pub fn fit(plan: &mut NetworkPlan, path: u32) -> Option<String> {
     let room = path.saturating_sub(plan.underlay.as_ref().map_or(0, |underlay| underlay.overhead));
     let mut note = None;

@@ -1,5 +1,5 @@
-//! The node's steps after the reservation: the way to the VM, the connection with all redirects, and the undoing of
-//! all of it. What one pod needs, in as few exchanges with the kernel as there can be.
+//! Connects and removes the reserved tunnel devices on the node: it finds the path to the VM, connects the devices with
+//! all redirects, and undoes all of it. One pod takes as few exchanges with the kernel as possible.
 
 use std::net::IpAddr;
 use std::thread::sleep;
@@ -16,13 +16,13 @@ use super::netns::Netns;
 use super::redirect::{self, Classifiers, Maker, Taken};
 use super::vxlan::{self, Held, Shape};
 
-/// A namespace that is being torn down or a qdisc in use answers "busy" for a moment.
+/// Attempts while a namespace under removal, or a qdisc in use, is busy for a moment.
 const BUSY_TRIES: u32 = 5;
 const BUSY_PAUSE: Duration = Duration::from_millis(10);
-/// More devices of ours are in no namespace.
+/// Maximum number of this program's devices in a namespace.
 const MAX_DEVICES: usize = 256;
 
-/// How the node reaches a VM, and what is left for a pod's packet on that way.
+/// Path from the node to a VM, and the packet size that it leaves for the pod.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TunnelWay {
     /// The node's address towards the VM.
@@ -31,11 +31,12 @@ pub struct TunnelWay {
     pub room: u32,
 }
 
-/// Asks the kernel for the way to the VM: its route, and the MTU of the route or of the device. What fits beyond is the
-/// guest's to try: nobody would hear when this kernel forgets what it learnt. `host` is a socket of the node's namespace.
+/// Queries the kernel for the path to the VM: its route, and the MTU of the route or of the device. The guest measures
+/// the rest of the path MTU, because this kernel sends no notification when it drops a learnt value. `host` is a socket
+/// of the node's namespace.
 ///
 /// # Errors
-/// [`Error::Path`] where there is none, or the VM's address is of the other family than the reservation.
+/// [`Error::Path`] where there is no path, or the VM's address is of another family than the reservation.
 pub fn way(host: &mut Client, shape: Shape, vm: IpAddr) -> Result<TunnelWay, Error> {
     if vm.is_ipv6() != shape.v6 {
         let family = if shape.v6 { "IPv6" } else { "IPv4" };
@@ -45,7 +46,7 @@ pub fn way(host: &mut Client, shape: Shape, vm: IpAddr) -> Result<TunnelWay, Err
     Ok(TunnelWay { source: way.source, room: way.mtu.saturating_sub(shape.overhead()) })
 }
 
-/// One of a pod's interfaces and the device that is its tunnel.
+/// One of the pod's interfaces and its tunnel device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Pair {
     /// The reserved device.
@@ -56,41 +57,41 @@ pub struct Pair {
     pub mtu: u32,
 }
 
-/// What connects reserved devices.
+/// Parameters of [`connect`].
 #[derive(Clone, Copy, Debug)]
 pub struct Connection<'a> {
-    /// Whose they are.
+    /// Owner and sandbox of the devices.
     pub mark: Mark<'a>,
     /// The VM's address.
     pub remote: IpAddr,
     /// The node's address.
     pub local: IpAddr,
-    /// What carries the redirects that are not there yet.
+    /// Classifiers of new redirects.
     pub by: Classifiers,
-    /// The devices.
+    /// The interfaces and their devices.
     pub pairs: &'a [Pair],
 }
 
-/// Messages of one pair before its redirects, and which of them may be refused.
+/// Number of messages per pair before its redirects, and the position of the one that may be refused.
 const PER_PAIR: usize = 3;
 const OPTIONAL: usize = 1;
 
-/// Gives the devices their ends, takes them up, and redirects each interface of the pod into its tunnel and back: one
-/// datagram of six messages each. Called again it mends what is not so: a device that is down or has another MTU,
-/// remote or local address, a qdisc or a filter that is missing or double. With the same values and nothing to mend it
-/// changes nothing. Returns, in words, what may keep the pod's traffic from the tunnel and is not ours to change: filters
-/// of somebody else before our redirect.
+/// Sets the devices' endpoints, sets the devices up, and redirects each interface of the pod into its tunnel and back:
+/// one datagram with six messages per pair. A repeated call repairs differences: a device that is down or has another
+/// MTU, remote or local address, and a missing or duplicate qdisc or filter. With the same values and no difference it
+/// changes nothing. Returns, as text, obstacles that may keep the pod's traffic from the tunnel and that this program
+/// may not change: filters of other owners before the redirect.
 ///
 /// # Errors
-/// [`Error::Gone`] when a device is not (or no longer) there, [`Error::Kernel`], [`Error::CannotCarry`] where somebody
-/// else already redirects the pod's traffic. What was done stays; [`undo`].
+/// [`Error::Gone`] when a device does not exist (any more), [`Error::Kernel`], [`Error::CannotCarry`] where another
+/// owner already redirects the pod's traffic. Completed steps stay; [`undo`] removes them.
 pub fn connect(netns: &Netns, connection: &Connection<'_>) -> Result<Vec<String>, Error> {
     let mut pod = netns.netlink()?;
     let maker = Maker { by: connection.by, tag: connection.mark.tag() };
     let ways: Vec<(u32, u32)> = connection.pairs.iter().map(|p| (p.interface, p.held.ifindex)).collect();
     let attempt = || Error::kernel(format!("connect the tunnel in {}", netns.path().display()));
-    // A device that is told what it is already makes news all the same, and whoever follows the pod's network would come
-    // here again for that, for ever.
+    // Setting a device to its present values causes a notification all the same. A watcher of the pod's network would
+    // then repeat this call for ever.
     let mut due = Vec::with_capacity(connection.pairs.len());
     for pair in connection.pairs {
         let there = link::by_index(&mut pod, pair.held.ifindex).map_err(attempt())?;
@@ -101,13 +102,13 @@ pub fn connect(netns: &Netns, connection: &Connection<'_>) -> Result<Vec<String>
     let mut messages = Vec::with_capacity(6 * connection.pairs.len());
     for pair in &due {
         messages.push((0, vxlan::with_mtu(pair.held.ifindex, pair.mtu)));
-        // Said at the reservation already; but an MTU that was too small for IPv6 made the kernel forget it. Refused
-        // where there is no IPv6.
+        // Set at the reservation already, but an MTU that was too small for IPv6 made the kernel drop it. Refused where
+        // there is no IPv6.
         messages.push((0, RouteNetlinkMessage::SetLink(vxlan::no_v6_address(pair.held.ifindex))));
         messages.push((0, vxlan::connection(pair.held, connection.remote, connection.local)));
     }
     let own = messages.len();
-    // The programs among them must stay open until the kernel has taken the filters.
+    // The programs in the messages must stay open until the kernel has accepted the filters.
     let mut redirects = maker.messages(&ways)?;
     messages.append(&mut redirects.messages);
     for left in (0..BUSY_TRIES).rev() {
@@ -118,7 +119,7 @@ pub fn connect(netns: &Netns, connection: &Connection<'_>) -> Result<Vec<String>
             Some((_, no)) if no.errno == Errno::EBUSY && left > 0 => sleep(BUSY_PAUSE),
             Some((at, no)) => {
                 Maker::abandon(&mut pod, &ways, redirects);
-                // Gone, or another device has its index now (then the kernel refuses to change kind or VNI).
+                // Gone, or another device has its index now (the kernel then refuses to change kind or VNI).
                 if let Some(pair) = due.get(at / PER_PAIR) {
                     let there = link::by_index(&mut pod, pair.held.ifindex).map_err(attempt())?;
                     if there.is_none_or(|l| l.vxlan.is_none_or(|v| v.vni != pair.held.vni)) {
@@ -146,8 +147,8 @@ fn first_refusal(answers: &[Answer]) -> Option<(usize, &netlink::Refusal)> {
     answers.find_map(|(at, answer)| answer.as_ref().err().map(|no| (at, no)))
 }
 
-/// Which of the pod's interfaces have an ingress-side qdisc that somebody else put there: not ours to take away, even
-/// when it is empty. Known for certain only before the first [`connect`].
+/// Returns the pod's interfaces that have an ingress-side qdisc of another owner. Such a qdisc must stay, even if it is
+/// empty. The result is certain only before the first [`connect`].
 ///
 /// # Errors
 /// [`Error::Kernel`], [`Error::Netns`].
@@ -156,7 +157,7 @@ pub fn shared(netns: &Netns, mark: Mark<'_>, interfaces: &[u32]) -> Result<Vec<u
     let mut there: Vec<u32> = redirect::qdiscs(&mut pod)?.into_iter().map(|(device, _)| device).collect();
     there.retain(|device| interfaces.contains(device));
     if !there.is_empty() {
-        // One with our redirect on it is of a connection that was never recorded.
+        // A qdisc with this sandbox's redirect on it comes from a connection that was never recorded.
         let tagged = redirect::tagged(&mut pod, mark.owner)?;
         there.retain(|device| !tagged.contains(&(*device, mark.tag())));
     }
@@ -164,21 +165,21 @@ pub fn shared(netns: &Netns, mark: Mark<'_>, interfaces: &[u32]) -> Result<Vec<u
     Ok(there)
 }
 
-/// What is to be taken back.
+/// Parameters of [`undo`].
 #[derive(Clone, Copy, Debug)]
 pub struct Undo<'a> {
-    /// Whose it is: devices and redirects with this mark.
+    /// Owner and sandbox: devices and redirects with this mark are removed.
     pub mark: Mark<'a>,
-    /// What was recorded: also devices that have these VNIs on this port, whatever their mark.
+    /// Recorded devices: devices with these VNIs on this port are removed as well, regardless of their mark.
     pub held: &'a [Held],
-    /// The UDP port of what was recorded.
+    /// The UDP port of the recorded devices.
     pub port: u16,
-    /// Interfaces whose ingress qdisc was there before ours ([`shared`]).
+    /// Interfaces with an ingress qdisc from before the redirect ([`shared`]).
     pub shared: &'a [u32],
 }
 
-/// Takes back the redirects and the devices in the pod's namespace. Another sandbox's stay. Everything is tried, what
-/// failed is added to `errors`; gone is fine. Takes some 20 ms for each device.
+/// Removes the redirects and the devices in the pod's namespace; those of another sandbox stay. Every step is tried,
+/// and failures are added to `errors`. A missing object is no error. Takes some 20 ms per device.
 pub fn undo(netns: &Netns, undo: Undo<'_>, errors: &mut Vec<Error>) {
     let mut pod = match netns.netlink() {
         Ok(pod) => pod,
@@ -194,8 +195,8 @@ pub fn undo(netns: &Netns, undo: Undo<'_>, errors: &mut Vec<Error>) {
     });
     let (ours, others): (Vec<Link>, Vec<Link>) = devices.into_iter().partition(is_ours);
     let doomed: Vec<u32> = ours.iter().map(|link| link.index).collect();
-    // A recorded device that is gone left a redirect into nowhere. Where another sandbox has a tunnel now, a redirect
-    // without a mark may be that one's.
+    // A recorded device that is gone left a redirect to nowhere. If another sandbox has a tunnel now, a redirect
+    // without a mark may belong to it.
     let alone = others.is_empty();
     let mut targets = doomed.clone();
     targets.extend(undo.held.iter().map(|held| held.ifindex));
@@ -210,10 +211,10 @@ pub fn undo(netns: &Netns, undo: Undo<'_>, errors: &mut Vec<Error>) {
     remove_all(&mut pod, &doomed, errors);
 }
 
-/// Takes back some of a sandbox's tunnels: these devices, and the redirects to them. The others stay as they are.
+/// Removes some of a sandbox's tunnels: these devices, and the redirects to them. The others stay unchanged.
 ///
 /// # Errors
-/// The first of what failed; everything is tried.
+/// The first failure; every step is tried.
 pub fn retire(netns: &Netns, mark: Mark<'_>, held: &[Held], port: u16) -> Result<(), Error> {
     let mut pod = netns.netlink()?;
     let devices = ours_by_name(&mut pod)
@@ -232,12 +233,12 @@ pub fn retire(netns: &Netns, mark: Mark<'_>, held: &[Held], port: u16) -> Result
     errors.into_iter().next().map_or(Ok(()), Err)
 }
 
-/// The VXLAN devices whose names are such as ours.
+/// Returns the VXLAN devices with a name of this program's form.
 pub(super) fn ours_by_name(pod: &mut Client) -> Result<Vec<Link>, netlink::Error> {
     link::all_that(pod, MAX_DEVICES, |link| link.vxlan.is_some() && vxlan::is_device(&link.name))
 }
 
-/// Deletes devices, all in one datagram; some 20 ms each.
+/// Deletes devices, all in one datagram; takes some 20 ms each.
 pub(super) fn remove_all(pod: &mut Client, devices: &[u32], errors: &mut Vec<Error>) {
     let attempt = || Error::kernel("delete the tunnel's devices");
     let messages: Vec<(u16, RouteNetlinkMessage)> =

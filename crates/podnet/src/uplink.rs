@@ -1,5 +1,5 @@
-//! The VM's own network devices, those a cloud gave it: what the guest watches, tells the node, and takes for the way
-//! out. Reads over netlink, in the namespace of the socket it is given, and changes nothing.
+//! Reads the VM's own network devices, which the cloud provides. The guest watches them, reports them to the node, and
+//! uses them as the way out. Reads over netlink, in the namespace of the given socket, and changes nothing.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
@@ -15,16 +15,16 @@ use netlink_packet_route::{AddressFamily, RouteNetlinkMessage};
 use super::netlink::{self, Client};
 use super::{Error, link};
 
-/// A VM has one or two; containers of the image's own may add some.
+/// Maximum number of devices. A VM has one or two; containers of its image may add some.
 const MAX_LINKS: usize = 256;
 const MAX_ADDRESSES: usize = 1024;
 const MAX_ROUTES: usize = 4096;
-/// Devices that are ours are no uplink.
+/// Name prefix of this program's own devices, which are no uplinks.
 const OURS: &str = "pp-";
 const SCOPE_LINK: u8 = 253;
 const MAIN: u32 = RouteHeader::RT_TABLE_MAIN as u32;
 
-/// One device of the VM.
+/// Network device of the VM.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Uplink {
     /// Its name.
@@ -37,25 +37,26 @@ pub struct Uplink {
     pub mtu: u32,
     /// Whether it is up.
     pub up: bool,
-    /// Its addresses with their prefix lengths, sorted; link-local ones are not among them.
+    /// Its addresses with their prefix lengths, sorted and without link-local ones.
     pub addresses: Vec<(IpAddr, u8)>,
     /// Gateways of its default routes, the best first.
     pub gateways: Vec<IpAddr>,
-    /// It has a default route, with a gateway or without one.
+    /// Whether it has a default route, with a gateway or without one.
     pub is_default: bool,
-    /// What lies beside the VM, sorted: the routes without a gateway, and the gateways of all routes. Where the cloud
-    /// gives an address without its network (a /32), nothing else says it.
+    /// Networks directly connected to the VM, sorted: the routes without a gateway, and the gateways of all routes.
+    /// Where the cloud gives an address without its network (a /32), only these routes show the network.
     pub near: Vec<(IpAddr, u8)>,
 }
 
 impl Uplink {
-    /// Whether it has an address of this family.
+    /// Returns whether it has an address of this family.
     pub fn has(&self, v6: bool) -> bool {
         self.addresses.iter().any(|(address, _)| address.is_ipv6() == v6)
     }
 }
 
-/// All Ethernet devices that could lead out, with or without an address, as they are on their own: no addresses, no routes.
+/// Returns all Ethernet devices that could lead out, with or without an address; their addresses and routes are not
+/// read.
 ///
 /// # Errors
 /// [`Error::Kernel`].
@@ -63,7 +64,7 @@ pub fn cards(client: &mut Client) -> Result<Vec<Uplink>, Error> {
     links(client)
 }
 
-/// All Ethernet devices that have an address or a default route, by index.
+/// Returns all Ethernet devices that have an address or a default route, by index.
 ///
 /// # Errors
 /// [`Error::Kernel`].
@@ -94,8 +95,8 @@ pub fn look(client: &mut Client) -> Result<Vec<Uplink>, Error> {
     Ok(uplinks)
 }
 
-/// The gateways of default routes through the device of this index in any table but `without`, those of the main table
-/// first: clouds' own tools give each further card a table of its own.
+/// Returns the gateways of default routes through the device of this index, in any table but `without`. Those of the
+/// main table come first. Clouds' own tools give each further NIC a table of its own.
 ///
 /// # Errors
 /// [`Error::Kernel`].
@@ -112,15 +113,15 @@ pub(super) fn gateways(client: &mut Client, index: u32, without: u32) -> Result<
     Ok(gateways)
 }
 
-/// The name of the device that leads to `peer`.
+/// Returns the name of the device that leads to `peer`.
 ///
 /// # Errors
-/// [`Error::Path`] where there is no way to it, [`Error::Kernel`].
+/// [`Error::Path`] where there is no path to it, [`Error::Kernel`].
 pub fn towards(client: &mut Client, peer: IpAddr) -> Result<String, Error> {
     Ok(link::way_to(client, peer)?.device)
 }
 
-/// Whether an address is good for more than its wire.
+/// Returns whether an address is usable beyond its own network segment: it is not link-local.
 pub fn reaches_far(address: IpAddr) -> bool {
     match address {
         IpAddr::V4(own) => !own.is_link_local(),
@@ -142,8 +143,8 @@ fn links(client: &mut Client) -> Result<Vec<Uplink>, Error> {
     client.dump(&RouteNetlinkMessage::GetLink(message), MAX_LINKS, read).map_err(asking("devices"))
 }
 
-/// A device of the cloud's: Ethernet, and no invention of this kernel's (bridge, tunnel, ...); a veth only with its
-/// other end in another namespace, which is what a VM made of namespaces has.
+/// Parses a device that the cloud provides: Ethernet, and no virtual device of this kernel (bridge, tunnel, ...). A
+/// veth counts only if its other end is in another namespace, as in a VM made of namespaces.
 fn read_link(message: LinkMessage) -> Option<Uplink> {
     let header = &message.header;
     let mut uplink = Uplink {
@@ -176,7 +177,7 @@ fn read_link(message: LinkMessage) -> Option<Uplink> {
     }
     let fit = match kind {
         None => true,
-        // A bond or a VLAN may be how the cloud's network is reached.
+        // A bond or a VLAN may lead to the cloud's network.
         Some(InfoKind::Bond | InfoKind::Vlan) => true,
         Some(InfoKind::Veth) => elsewhere,
         Some(_) => false,
@@ -184,8 +185,8 @@ fn read_link(message: LinkMessage) -> Option<Uplink> {
     (!wrong && fit && !uplink.name.starts_with(OURS)).then_some(uplink)
 }
 
-/// Not while the kernel looks whether another machine has the address, or when one has. That it is ready at last is a
-/// change of the VM's network then, which whoever looks again sees.
+/// Returns whether an address is ready. It is not ready during duplicate address detection, or if that failed. Its
+/// later readiness is a change of the VM's network, which a watcher sees.
 fn is_ready(flags: AddressFlags) -> bool {
     !flags.contains(AddressFlags::Dadfailed)
         && (!flags.contains(AddressFlags::Tentative) || flags.contains(AddressFlags::Optimistic))
@@ -231,8 +232,8 @@ impl Hop {
         self.destination.is_none()
     }
 
-    /// What it says about the VM's own network. Link-local addresses lie beside every machine, and no packet for one is
-    /// ever forwarded.
+    /// Returns the network or gateway of the hop that is directly connected to the VM. Link-local addresses are
+    /// omitted: every machine has them beside it, and no packet to one is ever forwarded.
     fn near(&self) -> Option<(IpAddr, u8)> {
         let near = match self.gateway {
             Some(gateway) => Some((gateway, link::bits(gateway))),
@@ -242,7 +243,7 @@ impl Hop {
     }
 }
 
-/// Of the main table, or of every one.
+/// Returns the hops of the main table, or of every table.
 fn hops(client: &mut Client, everywhere: bool) -> Result<Vec<Hop>, Error> {
     let mut all = Vec::new();
     for family in [AddressFamily::Inet, AddressFamily::Inet6] {
@@ -260,7 +261,7 @@ fn hops(client: &mut Client, everywhere: bool) -> Result<Vec<Hop>, Error> {
         });
         match found {
             Ok(found) => all.extend(found.into_iter().flatten()),
-            // A table nobody has put a route into does not exist; a kernel without IPv6 has no such routes.
+            // A table without routes does not exist, and a kernel without IPv6 has no such routes.
             Err(netlink::Error::Refused(_)) => {}
             Err(e) => return Err(asking("routes")(e)),
         }
@@ -312,7 +313,7 @@ fn gateway(attribute: &RouteAttribute) -> Option<IpAddr> {
     }
 }
 
-/// The network of an address.
+/// Returns the network of an address.
 pub fn network(address: IpAddr, prefix: u8) -> (IpAddr, u8) {
     match address {
         IpAddr::V4(a) => {
@@ -363,7 +364,7 @@ mod tests {
     #[test]
     fn what_the_cloud_gave_is_told_from_what_the_vm_invented() {
         let (vm, cloud) = (Netns::scratch().unwrap(), Netns::scratch().unwrap());
-        // Made in the cloud and moved over, as a VM of the local provider has it.
+        // Made in the cloud's namespace and moved over, as in a VM of the local provider.
         let target = format!("/proc/{}/fd/{}", std::process::id(), {
             use std::os::fd::{AsFd, AsRawFd};
             vm.as_fd().as_raw_fd()

@@ -1,15 +1,15 @@
-//! The node's end of a tunnel: a VXLAN device in the pod's namespace whose UDP socket is in the node's.
+//! Makes the node's end of a tunnel: a VXLAN device in the pod's namespace with its UDP socket in the node's namespace.
 //!
-//! Reserving makes the device down and without a remote. From then on the kernel itself guards the VNI: a second
-//! device with it, for the same port and family on this node, is refused, wherever the first one lives, across any
-//! crash of ours, until the device or its namespace is gone. Which sandbox a device belongs to is in its MAC address
-//! ([`super::mark`]), because that is set in the very message that makes it; the alias comes a message later.
+//! A reservation makes the device down and without a remote. From then on the kernel guards the VNI: on this node it
+//! refuses a second device with the same VNI, port and family, in any namespace. The guard survives a crash of the node
+//! and ends with the device or its namespace. The device's MAC address identifies its sandbox ([`super::mark`]),
+//! because the message that makes the device also sets the MAC; the alias comes a message later.
 //!
-//! What is not set, and why:
+//! Settings that are left at the default, and why:
 //! * IPv6 tunnels keep their UDP checksum. Without it both ends need `udp6zerocsumrx`, one of the settings in which all
-//!   devices of a port must agree: a CNI's device on the same port would no longer come up, or ours would not.
-//! * The GSO size stays the kernel's 64 KiB: half of it costs 0.58 of the throughput of one TCP stream, and more than
-//!   that a VXLAN device refuses (measured on kernel 6.18). `make bench` measures both sizes and the checksum (`choice_*`).
+//!   devices of a port must agree. A CNI's device on the same port, or the tunnel's, would then not come up.
+//! * The GSO size stays the kernel's 64 KiB. Half of it costs 0.58 of the throughput of one TCP stream, and a VXLAN
+//!   device refuses more (measured on kernel 6.18). `make bench` measures both sizes and the checksum (`choice_*`).
 
 use std::net::{IpAddr, Ipv6Addr};
 use std::os::fd::{AsFd, AsRawFd};
@@ -32,23 +32,23 @@ use super::link::{self, endpoints, vxlan_info};
 use super::netlink::Client;
 use super::netns::Netns;
 
-/// What the names of our devices in a pod's namespace begin with.
+/// Name prefix of this program's devices in a pod's namespace.
 pub const PREFIX: &str = "pp-vx";
 
-/// The first device's name.
+/// Name of the first device.
 pub const DEVICE: &str = "pp-vx0";
 
-/// The name of a device in a pod's namespace.
+/// Returns the name of a device in a pod's namespace.
 pub fn device(slot: u32) -> String {
     format!("{PREFIX}{slot}")
 }
 
-/// Whether a device of this name is ours.
+/// Returns whether a device of this name is this program's.
 pub fn is_device(name: &str) -> bool {
     name.strip_prefix(PREFIX).is_some_and(|rest| !rest.is_empty() && rest.bytes().all(|b| b.is_ascii_digit()))
 }
 
-/// What is fixed when the device is made and cannot be changed later.
+/// Settings that are fixed when the device is made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shape {
     /// UDP port.
@@ -60,7 +60,7 @@ pub struct Shape {
 }
 
 impl Shape {
-    /// What the tunnel adds to a packet, in bytes: Ethernet 14, VXLAN 8, UDP 8, IP 20 or 40.
+    /// Returns the bytes that the tunnel adds to a packet: Ethernet 14, VXLAN 8, UDP 8, IP 20 or 40.
     pub fn overhead(&self) -> u32 {
         if self.v6 { 70 } else { 50 }
     }
@@ -72,7 +72,7 @@ impl Shape {
     }
 }
 
-/// A device that holds a VNI.
+/// Device that holds a VNI.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Held {
     /// The VNI.
@@ -81,7 +81,7 @@ pub struct Held {
     pub ifindex: u32,
 }
 
-/// Tells the kernel not to give a device a link-local address by itself.
+/// Builds the message that keeps the kernel from giving a device a link-local address.
 pub(crate) fn no_v6_address(index: u32) -> LinkMessage {
     let mut message = LinkMessage::default();
     message.header.index = index;
@@ -90,7 +90,7 @@ pub(crate) fn no_v6_address(index: u32) -> LinkMessage {
     message
 }
 
-/// The message that makes a device, of this name and index (0: the kernel chooses).
+/// Builds the message that makes a device of this name and index (0 = the kernel chooses).
 fn creation(
     netns: &Netns,
     (name, index): (String, u32),
@@ -101,7 +101,7 @@ fn creation(
     let mut settings = settings(vni, shape);
     settings.extend(source_ports.map(InfoVxlan::PortRange));
     if shape.v6 {
-        // A device without any address is an IPv4 one for good; this says IPv6 until the remote is known.
+        // A device without any address stays an IPv4 one; this placeholder makes it IPv6 until the remote is known.
         settings.append(&mut endpoints(IpAddr::V6(Ipv6Addr::LOCALHOST), None));
     }
     let mut message = LinkMessage::default();
@@ -115,7 +115,7 @@ fn creation(
     RouteNetlinkMessage::NewLink(message)
 }
 
-/// The settings every VXLAN device of ours is made with.
+/// Returns the settings of every VXLAN device of this program.
 pub(crate) fn settings(vni: u32, shape: Shape) -> Vec<InfoVxlan> {
     let mut settings = vec![InfoVxlan::Id(vni), InfoVxlan::Port(shape.port), InfoVxlan::Learning(false)];
     if !shape.v6 {
@@ -124,8 +124,8 @@ pub(crate) fn settings(vni: u32, shape: Shape) -> Vec<InfoVxlan> {
     settings
 }
 
-/// The message that gives a reserved device its ends and takes it up. Refused by the kernel unless the device has this
-/// VNI.
+/// Builds the message that sets a reserved device's endpoints and sets it up. The kernel refuses it unless the device
+/// has this VNI.
 pub(crate) fn connection(held: Held, remote: IpAddr, local: IpAddr) -> RouteNetlinkMessage {
     let mut settings = vec![InfoVxlan::Id(held.vni)];
     settings.append(&mut endpoints(remote, Some(local)));
@@ -137,7 +137,7 @@ pub(crate) fn connection(held: Held, remote: IpAddr, local: IpAddr) -> RouteNetl
     RouteNetlinkMessage::NewLink(message)
 }
 
-/// The message that sets a device's MTU; with VXLAN settings in one message the kernel refuses it.
+/// Builds the message that sets a device's MTU; the kernel refuses the MTU together with VXLAN settings.
 pub(crate) fn with_mtu(index: u32, mtu: u32) -> RouteNetlinkMessage {
     let mut message = LinkMessage::default();
     message.header.index = index;
@@ -145,7 +145,7 @@ pub(crate) fn with_mtu(index: u32, mtu: u32) -> RouteNetlinkMessage {
     RouteNetlinkMessage::SetLink(message)
 }
 
-/// Deletes a device; takes some 20 ms. Gone is fine.
+/// Deletes a device; takes some 20 ms. A missing device is no error.
 pub(crate) fn remove(client: &mut Client, index: u32) -> Result<(), Error> {
     match client.tell(0, link::delete(index)) {
         Err(e) if e.is_gone() => Ok(()),

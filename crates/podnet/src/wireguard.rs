@@ -1,9 +1,10 @@
-//! The namespace that the encrypted tunnel ends in: private to us, with one TUN device and one address, where the
-//! pods' VXLAN devices have their UDP socket. Nothing else lives there: no other route, no rule, no conntrack.
+//! Manages the network namespace in which the encrypted tunnel ends. It is private, has one TUN device and one
+//! address, and holds the UDP sockets of the pods' VXLAN devices. It has no other routes, no rules and no conntrack.
 //!
-//! Its name is a file in a folder of ours, and its device persists: the tunnels of pods live in it, and survive every
-//! process of ours. Who holds the device's descriptor carries its packets. What others delete of it is put back
-//! ([`Inner::mend`]): the pods' VXLAN devices find it again by addresses and routes.
+//! Its name is a file in a private folder, and its device is persistent: the pods' tunnels in it survive every
+//! process of this project. The process that holds the device's descriptor carries its packets. [`Inner::mend`]
+//! restores the parts that other programs delete: the pods' VXLAN devices find the device again by addresses and
+//! routes.
 
 use std::collections::HashMap;
 use std::io;
@@ -28,51 +29,51 @@ use crate::Error;
 use crate::netlink::{Client, Error as Netlink};
 use crate::netns::{Netns, NetnsId, create_named, delete_named, name_again};
 
-/// The TUN device's name.
+/// Name of the TUN device.
 pub const DEVICE: &str = "pp-wg0";
-/// All inner addresses.
+/// Prefix length that covers all inner addresses.
 const INNER_PREFIX: u8 = 8;
-/// Addresses and routes that are read there; many times what we make.
+/// Most addresses and routes that are read in the namespace; many times the number that this module creates.
 const MAX_ENTRIES: usize = 1 << 18;
 
-/// The namespace and its device. Clones are the same one.
+/// The namespace and its device. Clones refer to the same ones.
 #[derive(Clone, Debug)]
 pub struct Inner {
     netns: Netns,
     address: Ipv4Addr,
     mtu: u32,
-    /// The device's; another one after it was made anew.
+    /// Index of the device; it changes when the device is created again.
     index: Arc<AtomicU32>,
 }
 
-/// What opening found.
+/// Result of [`Inner::open`].
 #[derive(Debug)]
 pub struct Opened {
     /// The namespace, ready for VXLAN devices.
     pub inner: Inner,
-    /// The device; `None` where another process carries its packets already.
+    /// The device; `None` if another process already carries its packets.
     pub tun: Option<Tun>,
 }
 
-/// What [`Inner::mend`] did.
+/// Repairs made by [`Inner::mend`].
 #[derive(Debug, Default)]
 pub struct Mended {
-    /// The namespace's name was gone.
+    /// The name of the namespace was missing.
     pub name: bool,
-    /// The device, its address or a route was.
+    /// The device, its address or a route was missing.
     pub device: bool,
-    /// The device, where nobody held it: it was made anew.
+    /// The device, if no process held it and this call opened it.
     pub tun: Option<Tun>,
 }
 
 impl Inner {
-    /// Makes namespace and device at `path`, or finds them; `address` is ours, `mtu` the device's. `carried` is the device
-    /// of the process that carries its packets: its namespace gets the name where the name leads to none, as in
-    /// another container's mount namespace. Where the kernel does not name that namespace (before 5.7, or the device was
-    /// deleted), another one is made.
+    /// Creates or finds the namespace at `path` and its device. `address` is the own inner address, `mtu` the MTU of
+    /// the device. `carried` is the device of the process that carries its packets. If the name leads to no
+    /// namespace, as in another container's mount namespace, the namespace of `carried` gets the name. If the kernel
+    /// does not report that namespace (before 5.7, or the device was deleted), another one is created.
     ///
     /// # Errors
-    /// [`Error::Netns`], [`Error::Kernel`]: no right to it, or a kernel without TUN devices.
+    /// [`Error::Netns`], [`Error::Kernel`]: missing privileges, or a kernel without TUN devices.
     pub fn open(path: &Path, carried: Option<&Tun>, address: Ipv4Addr, mtu: u32) -> Result<Opened, Error> {
         if let Some(carried) = carried.filter(|_| NetnsId::of(path).is_none()) {
             match carried.netns() {
@@ -104,7 +105,7 @@ impl Inner {
         };
         let index = index.map_err(|e| failed(e.into()))?;
         let attempt = |what: &str| format!("{what} {DEVICE} in {}", self.netns.path().display());
-        // Optional: a kernel without IPv6 has nothing to switch off.
+        // Optional: a kernel without IPv6 has no such setting.
         drop(client.tell(0, RouteNetlinkMessage::SetLink(quiet(index))));
         client
             .tell(0, RouteNetlinkMessage::SetLink(up(index, Some(self.mtu))))
@@ -115,12 +116,12 @@ impl Inner {
         Ok(tun)
     }
 
-    /// Looks whether the namespace has its name, the device its address, and each peer of `routes` its route
-    /// ([`Inner::fit`]) with this MTU; puts back what is missing. Changes nothing where all is well. `client` is a
+    /// Checks that the namespace has its name, the device its address, and each peer of `routes` its route
+    /// ([`Inner::fit`]) with this MTU. Restores missing parts; changes nothing if all are present. `client` is a
     /// socket of the namespace.
     ///
     /// # Errors
-    /// [`Error::Netns`], [`Error::Kernel`]; what was put back by then stays.
+    /// [`Error::Netns`], [`Error::Kernel`]; parts restored before the error stay.
     pub fn mend(&self, client: &mut Client, routes: &HashMap<Ipv4Addr, u32>) -> Result<Mended, Error> {
         let mut mended = Mended { name: !self.netns.is_still_there(), ..Mended::default() };
         if mended.name {
@@ -174,12 +175,13 @@ impl Inner {
         Ok(routes.iter().all(|(peer, mtu)| there.get(peer) == Some(mtu)))
     }
 
-    /// The namespace. VXLAN devices made by a socket of it send through the tunnel.
+    /// Returns the namespace. VXLAN devices created through a socket of it send through the tunnel.
     pub fn netns(&self) -> &Netns {
         &self.netns
     }
 
-    /// Says how large packets to this peer may be: larger ones are cut here, inside, and not on the way.
+    /// Sets the largest packet size to this peer: larger packets are fragmented at this end inside the tunnel, not on
+    /// the path.
     ///
     /// # Errors
     /// [`Error::Kernel`].
@@ -194,7 +196,7 @@ impl Inner {
             .map_err(kernel(format!("route the inner address {peer} into {DEVICE}")))
     }
 
-    /// Takes [`Inner::fit`] back. Gone is fine.
+    /// Removes the route of [`Inner::fit`]. A missing route is no error.
     ///
     /// # Errors
     /// [`Error::Kernel`].
@@ -227,7 +229,7 @@ impl Inner {
     }
 }
 
-/// Removes the name; the namespace goes when nobody holds its device any more. Gone is fine.
+/// Removes the name; the namespace ends when no process holds its device. A missing name is no error.
 ///
 /// # Errors
 /// [`Error::Netns`].
@@ -235,7 +237,7 @@ pub fn remove(path: &Path) -> Result<(), Error> {
     delete_named(path)
 }
 
-/// Peer and MTU of a route that [`Inner::fit`] made.
+/// Returns peer and MTU of a route that [`Inner::fit`] made.
 fn read_route(route: &RouteMessage, device: u32) -> Option<(Ipv4Addr, u32)> {
     let (mut to, mut by, mut fits) = (None, None, None);
     for attribute in &route.attributes {
@@ -263,7 +265,7 @@ fn up(index: u32, mtu: Option<u32>) -> LinkMessage {
     message
 }
 
-/// No IPv6 address of its own: the kernel would speak through the tunnel.
+/// Disables the device's own IPv6 address: otherwise the kernel would send packets of its own through the tunnel.
 fn quiet(index: u32) -> LinkMessage {
     let mut message = LinkMessage::default();
     message.header.index = index;

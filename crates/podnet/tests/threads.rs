@@ -1,4 +1,5 @@
-//! No thread is left in a foreign namespace. A test binary of its own: other tests have threads on the way.
+//! Tests that no thread stays in a foreign namespace. It is a test binary of its own, because threads of other tests
+//! are in other namespaces meanwhile.
 
 #[path = "podnet/world/mod.rs"]
 mod world;

@@ -1,5 +1,6 @@
-//! The bill of materials, CycloneDX 1.6: every crate that is linked into the programs (not what only builds or tests
-//! them), with version, licence, checksum and what it depends on; and the programs with the checksums of their files.
+//! Writes the bill of materials (CycloneDX 1.6). It lists every crate that is linked into the programs, with version,
+//! licence, checksum and dependencies. Build and test dependencies are left out. It also lists the programs with the
+//! checksums of their files.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -13,25 +14,25 @@ use sha2::{Digest, Sha256};
 
 use crate::tree::TOOLS;
 
-/// Of what.
+/// Subject of a bill.
 pub(crate) struct Of<'a> {
     pub(crate) workspace: &'a Path,
-    /// Program and package.
+    /// Pairs of program and package.
     pub(crate) programs: &'a [(String, String)],
     pub(crate) features: &'a str,
     pub(crate) target: Option<&'a str>,
     pub(crate) tree: &'a Path,
 }
 
-/// How many parts a bill names.
+/// Returns the number of components that a bill lists.
 pub(crate) fn count(bill: &Value) -> usize {
     bill["components"].as_array().map_or(0, Vec::len)
 }
 
-/// The bill.
+/// Returns the bill of materials.
 ///
 /// # Errors
-/// `cargo metadata` failed, or a package is not in the workspace.
+/// When `cargo metadata` fails, or a package is not in the workspace.
 pub(crate) fn bill(of: &Of<'_>) -> Result<Value> {
     let metadata = metadata(of)?;
     let packages = by_id(&metadata)?;
@@ -88,7 +89,7 @@ pub(crate) fn bill(of: &Of<'_>) -> Result<Value> {
     }))
 }
 
-/// The installed version of a distribution's package.
+/// Returns the installed version of a distribution's package.
 fn version_of(package: &str) -> Result<String> {
     let mut command = Command::new("dpkg-query");
     command.args(["--show", "--showformat=${Version}", package]);
@@ -128,7 +129,7 @@ fn by_id(metadata: &Value) -> Result<BTreeMap<String, Value>> {
     Ok(list(&metadata["packages"], "packages")?.iter().map(|one| (text(&one["id"]), one.clone())).collect())
 }
 
-/// Who is linked with whom: edges that are neither of builds nor of tests.
+/// Returns the link dependencies of each package, without those of builds and tests.
 fn linked(metadata: &Value) -> Result<BTreeMap<String, BTreeSet<String>>> {
     let normal = |edge: &&Value| {
         edge["dep_kinds"].as_array().is_none_or(|kinds| kinds.iter().any(|kind| kind["kind"].is_null()))
@@ -152,7 +153,7 @@ fn reach(roots: BTreeSet<String>, edges: &BTreeMap<String, BTreeSet<String>>) ->
     found
 }
 
-/// Of `name version`, as Cargo.lock has them.
+/// Returns checksums by `name version`, from Cargo.lock.
 fn checksums(lock: &str) -> Result<BTreeMap<String, String>> {
     let lock: toml::Table = lock.parse().context("Cargo.lock is no TOML")?;
     let packages =
@@ -173,7 +174,7 @@ fn component(about: &Value, checksums: &BTreeMap<String, String>) -> Value {
         "type": "library", "bom-ref": name(about), "purl": name(about), "name": about["name"], "version": about["version"],
     });
     if let Some(license) = about["license"].as_str() {
-        // The older way to write OR.
+        // The slash is the older form of OR.
         one["licenses"] = json!([{"expression": license.replace('/', " OR ")}]);
     }
     if let Some(checksum) = checksums.get(&format!("{} {}", text(&about["name"]), text(&about["version"]))) {

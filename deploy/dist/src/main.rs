@@ -1,8 +1,9 @@
-//! `peerpod-dist`: the last step of `make dist`. Puts built programs into the tree of a container image (`tree`) and writes
-//! what they are made of (`bill`, CycloneDX). The same programs and sources give the same bytes.
+//! `peerpod-dist` is the last step of `make dist`. It puts built programs into the tree of a container image (`tree`)
+//! and writes their bill of materials (`bill`, CycloneDX). The same programs and sources give the same bytes.
 //!
-//! Ours because it is small: `cargo metadata` knows everything a bill of materials says, and the tools that wrap it
-//! take longer to compile than the rest of this. May touch: its output folder; asks `cargo metadata` and `ldd`.
+//! This program replaces the usual tools because it is small. `cargo metadata` has all data of a bill of materials. The
+//! tools that wrap it take longer to compile than the rest of this. May touch: its output folder; calls
+//! `cargo metadata` and `ldd`.
 
 mod bill;
 mod tree;
@@ -12,29 +13,29 @@ use std::path::PathBuf;
 use anyhow::{Context, Result};
 use clap::Parser;
 
-/// Puts programs into the tree of a container image, with the bill of what they are made of.
+/// Puts programs into the tree of a container image, with their bill of materials.
 #[derive(Parser)]
 #[command(version)]
 struct Words {
     /// Folder of the built programs.
     #[arg(long)]
     from: PathBuf,
-    /// Folder to make: `rootfs` and `sbom.cdx.json` in it. What is there of before is replaced.
+    /// Folder to make, with `rootfs` and `sbom.cdx.json` in it; earlier ones are replaced.
     #[arg(long)]
     out: PathBuf,
-    /// Program, and the package it is of.
+    /// Program and its package, as PROGRAM=PACKAGE; without PACKAGE the names are equal.
     #[arg(long = "program", value_parser = pair, required = true)]
     programs: Vec<(String, String)>,
-    /// The workspace.
+    /// Folder of the workspace.
     #[arg(long, default_value = ".")]
     workspace: PathBuf,
     /// Features that the programs were built with.
     #[arg(long, default_value = "")]
     features: String,
-    /// The target that they were built for.
+    /// Target that the programs were built for.
     #[arg(long)]
     target: Option<String>,
-    /// Certificates of the authorities that clouds' certificates come from.
+    /// File of CA certificates for the clouds' services.
     #[arg(long, default_value = "/etc/ssl/certs/ca-certificates.crt")]
     authorities: PathBuf,
 }

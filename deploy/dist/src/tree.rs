@@ -1,5 +1,6 @@
-//! The tree: programs in `/usr/bin`, the tools that they run in `/usr/sbin`, whatever libraries these need (a static program
-//! needs none), a user that is not root, authorities' certificates, and the folders that are mounted over.
+//! Makes the image's tree. It has programs in `/usr/bin`, the tools that they run in `/usr/sbin`, and the tools'
+//! libraries (a static program needs none). It also has a user that is not root, CA certificates, and folders for
+//! mounts.
 
 use std::{
     collections::BTreeSet,
@@ -11,19 +12,19 @@ use std::{
 
 use anyhow::{Context, Result, ensure};
 
-/// Mounted over, or written to in the roles that may.
+/// Folders that are mounted over, or written to by roles with that right.
 const FOLDERS: [&str; 6] = ["etc/peerpod", "proc", "run", "sys", "tmp", "var/lib/peerpod"];
-/// What our programs run, and the distribution's package that it is of: `peerpod-csi node` has block devices made for raw
-/// volumes, which is unsafe code without it.
+/// Tools that the programs run, with their Debian packages. `peerpod-csi node` uses losetup for raw volumes, because
+/// making loop devices itself would need unsafe code.
 pub(crate) const TOOLS: [(&str, &str); 1] = [("losetup", "mount")];
-/// Whose programs need no root run as that one; the number is in Dockerfile and chart, too.
+/// User of the programs that need no root; Dockerfile and chart have the same number.
 const PASSWD: &str = "root:x:0:0:root:/:/sbin/nologin\npeerpod:x:65532:65532:peerpod:/:/sbin/nologin\n";
 const GROUP: &str = "root:x:0:\npeerpod:x:65532:\n";
 
-/// Makes the tree anew. What is in it, with sizes.
+/// Makes the tree anew, and returns its files with their sizes.
 ///
 /// # Errors
-/// A program or library is not there, or the tree cannot be written.
+/// When a program or library does not exist, or the tree cannot be written.
 pub(crate) fn make(
     from: &Path,
     programs: &[&str],
@@ -72,14 +73,14 @@ pub(crate) fn make(
     Ok(sizes)
 }
 
-/// With exactly these rights, whatever the umask.
+/// Writes a file with exactly this mode, regardless of the umask.
 pub(crate) fn write(path: &Path, bytes: &[u8], mode: u32) -> Result<()> {
     fs::write(path, bytes).with_context(|| format!("write {}", path.display()))?;
     fs::set_permissions(path, Permissions::from_mode(mode))?;
     Ok(())
 }
 
-/// The libraries and the loader that a program is started with, by their paths; none for a static one.
+/// Returns the paths of a program's libraries and of its loader; none for a static program.
 fn needs(program: &Path) -> Result<Vec<PathBuf>> {
     let asked = Command::new("ldd").arg(program).output().context("ask ldd (package libc-bin)")?;
     let said = String::from_utf8_lossy(&asked.stdout).into_owned() + &String::from_utf8_lossy(&asked.stderr);
@@ -93,7 +94,7 @@ fn needs(program: &Path) -> Result<Vec<PathBuf>> {
         program.display(),
         said.trim()
     );
-    // `name => /path (0x…)`, and the loader's path alone.
+    // `name => /path (0x…)`, or the loader's path alone.
     let paths = said.lines().filter_map(|line| line.split_whitespace().find(|word| word.starts_with('/')));
     Ok(paths.map(PathBuf::from).collect())
 }

@@ -1,5 +1,5 @@
-//! The tree with the programs of this build: they start in it with nothing else around them, and the same programs give
-//! the same tree. (`make dist` does the same with a release build.)
+//! Builds the tree with the programs of this build. The programs start in it without other files, and the same programs
+//! give the same tree. (`make dist` does the same with a release build.)
 
 #![expect(clippy::unwrap_used, reason = "a test's helpers fail as the test does")]
 
@@ -36,7 +36,7 @@ fn make(out: &Path) {
     assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
 }
 
-/// Every file's path, mode and bytes.
+/// Collects every file's path, mode and bytes.
 fn files(folder: &Path, found: &mut BTreeMap<PathBuf, (u32, Vec<u8>)>, top: &Path) {
     for entry in fs::read_dir(folder).unwrap() {
         let path = entry.unwrap().path();

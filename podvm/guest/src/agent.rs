@@ -1,9 +1,9 @@
-//! The kata-agent: started, or found running, and watched.
+//! Starts the kata-agent, or finds it running, and watches it.
 //!
-//! It is a process group of its own and belongs to pid 1 when this program goes, so that it and all containers
-//! survive a restart of ours; a small record says which process it is. When it dies before there was a container it
-//! is started again and nobody needs to know; afterwards its containers are gone with it, a new agent would know
-//! nothing of them, so it stays dead and the node is told.
+//! The kata-agent is a process group of its own, and pid 1 adopts it when the guest exits. It and all containers
+//! therefore survive a restart of the guest; a small record on disk identifies its process. A kata-agent that dies
+//! before the first container is started again, and the pod loses nothing. Later, its containers are lost with it, and
+//! a new kata-agent would not know them: it stays dead, and the guest reports that to the node.
 
 use std::{
     io,
@@ -36,28 +36,28 @@ use crate::{
 
 mod output;
 
-/// How often the socket is tried while the agent starts. A refused connect costs microseconds, and the first one that
-/// is accepted is the only proof that the agent listens (the file alone is not).
+/// Interval between connects to the socket while the kata-agent starts. A refused connect costs microseconds, and the
+/// first accepted one is the only proof that the kata-agent listens (the file alone is not).
 const POLL: Duration = Duration::from_millis(5);
-/// Before a start after a death; doubled each time up to the maximum.
+/// Pause before a start after a death; doubled each time up to the maximum.
 const PAUSE: Duration = Duration::from_millis(100);
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
-/// Who ran for so long did not die of its start.
+/// Uptime after which a death does not count as a failed start.
 const STABLE: Duration = Duration::from_secs(10);
 const RECORD_VERSION: u32 = 1;
 
-/// What the agent is doing.
+/// State of the kata-agent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Phase {
-    /// Not there yet, or being started again.
+    /// Not running yet, or being started again.
     Starting,
-    /// Its socket accepts.
+    /// Its socket accepts connections.
     Listening,
-    /// Dead, with containers; it stays so.
+    /// Dead, with containers; it is not started again.
     Dead,
 }
 
-/// Why the agent cannot be used.
+/// Failure to use the kata-agent.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Error {
     #[error(
@@ -68,7 +68,7 @@ pub(crate) enum Error {
     Dead,
 }
 
-/// Which process is the agent; on disk.
+/// Record on disk that identifies the kata-agent's process.
 #[derive(Serialize, Deserialize)]
 struct Record {
     version: u32,
@@ -76,7 +76,7 @@ struct Record {
     exits: u32,
 }
 
-/// The agent's keeper.
+/// Supervisor of the kata-agent.
 pub(crate) struct Agent {
     command: Vec<String>,
     socket: PathBuf,
@@ -88,7 +88,7 @@ pub(crate) struct Agent {
     phase: watch::Sender<Phase>,
 }
 
-/// A running agent: ours (then its exit status can be read) or one that was found.
+/// Running kata-agent: a child, with a readable exit status, or a process that was found.
 struct Running {
     process: ProcessId,
     exit: Exit,
@@ -96,7 +96,7 @@ struct Running {
 }
 
 impl Agent {
-    /// Nothing happens before [`Agent::run`].
+    /// Makes the supervisor, which does nothing before [`Agent::run`].
     pub(crate) fn new(settings: &Settings, status: Arc<Status>, ring: Ring) -> Agent {
         let marker = settings.state_dir.join("containers");
         Agent {
@@ -111,22 +111,22 @@ impl Agent {
         }
     }
 
-    /// A container is about to be made: from now on the agent's death is the pod's.
+    /// Notes that a container is about to be made: from now on the death of the kata-agent is the death of the pod.
     pub(crate) fn has_containers(&self) {
         if !self.containers.swap(true, Relaxed)
             && let Err(error) = files::write(&self.marker, b"")
         {
-            // The worst case: after two deaths (ours, then the agent's) it is started in vain.
+            // Worst case: after the deaths of the guest and then of the kata-agent, it is started in vain.
             tracing::warn!(path = %self.marker.display(), %error, "cannot note that there are containers");
         }
     }
 
-    /// Tells of every change from now on.
+    /// Returns a receiver of every later change of state.
     pub(crate) fn watch(&self) -> watch::Receiver<Phase> {
         self.phase.subscribe()
     }
 
-    /// Waits until the agent accepts connections.
+    /// Waits until the kata-agent accepts connections.
     pub(crate) async fn listening(&self, limit: Duration) -> Result<(), Error> {
         let mut phase = self.phase.subscribe();
         match timeout(limit, phase.wait_for(|phase| *phase != Phase::Starting)).await {
@@ -136,7 +136,7 @@ impl Agent {
         }
     }
 
-    /// A connection to the agent. Waits while it starts: the caller bounds the time.
+    /// Connects to the kata-agent. Waits while it starts: the caller bounds the time.
     pub(crate) async fn connect(&self) -> io::Result<UnixStream> {
         let mut phase = self.phase.subscribe();
         match phase.wait_for(|phase| *phase != Phase::Starting).await {
@@ -146,7 +146,7 @@ impl Agent {
         UnixStream::connect(&self.socket).await
     }
 
-    /// Keeps the agent, until it is dead for good (or for ever, then dropped).
+    /// Supervises the kata-agent. Returns when it is dead for good, or when it listens and another program started it.
     pub(crate) async fn run(&self) {
         let stage = self.status.begin("agent");
         let mut stage = Some(stage);
@@ -177,7 +177,8 @@ impl Agent {
                     self.write_record(None, exits);
                 }
                 Err(error) if self.command.is_empty() => {
-                    // Somebody else's to start; seen at its socket. Its death is seen when a dial fails.
+                    // Another program starts the kata-agent: its socket shows when it listens, and a failed dial shows
+                    // its death.
                     tracing::debug!(%error, "the agent is not ours to start");
                     self.wait_for_socket().await;
                     self.now_listening(&mut stage);
@@ -204,7 +205,7 @@ impl Agent {
         if exits > 0 && self.containers.load(Relaxed) { Phase::Dead } else { Phase::Starting }
     }
 
-    /// From the start of a process to its end.
+    /// Follows a process from its start to its end.
     async fn serve(&self, running: &Running, stage: &mut Option<crate::status::Stage>) {
         tokio::select! {
             () = self.wait_for_socket() => {}
@@ -234,8 +235,8 @@ impl Agent {
         self.phase.send_replace(Phase::Dead);
     }
 
-    /// The agent that runs already, if any, and how many died before. Asks until there is an answer: a second agent
-    /// beside one that only could not be seen would be worse than a wait.
+    /// Returns a kata-agent that runs already, if any, and the number of earlier deaths. Repeats a failed look-up: a
+    /// second kata-agent beside an undetected one would be worse than a wait.
     async fn look_for_one(&self) -> (Option<Running>, u32) {
         let mut pause = PAUSE;
         loop {
@@ -252,8 +253,8 @@ impl Agent {
         }
     }
 
-    /// An agent that an earlier run of this program started: by its record, or, when that run died before it wrote
-    /// one, by who listens on the socket.
+    /// Finds a kata-agent that an earlier run of this program started. The record identifies it, or the listener of its
+    /// socket if that run died before it wrote one.
     async fn find(&self) -> io::Result<(Option<Running>, u32)> {
         let record = self.read_record()?;
         let exits = record.as_ref().map_or(0, |record| record.exits);
@@ -276,7 +277,7 @@ impl Agent {
         }
     }
 
-    /// Who listens on the agent's socket.
+    /// Returns the process that listens on the kata-agent's socket.
     async fn listener(&self) -> io::Result<Option<ProcessId>> {
         let stream = match UnixStream::connect(&self.socket).await {
             Ok(stream) => stream,
@@ -304,7 +305,7 @@ impl Agent {
             .stdin(Stdio::null())
             .stdout(self.output.stdio())
             .stderr(self.output.stdio())
-            .process_group(0) // a signal for our group is not for the agent
+            .process_group(0) // signals to this process group do not reach it
             .spawn()?;
         let watched = ProcessId::look(child.id()).and_then(|process| match process {
             Some(process) => Ok(process.watch()?.map(|exit| (process, exit))),
@@ -313,7 +314,7 @@ impl Agent {
         let watched = match watched {
             Ok(watched) => watched,
             Err(error) => {
-                // One that nobody watches would live beside the next.
+                // An unwatched process would live beside the next one.
                 child.kill()?;
                 child.wait()?;
                 return Err(error);
@@ -328,7 +329,7 @@ impl Agent {
     }
 
     fn report_exit(&self, running: &mut Running, exits: u32) {
-        // Reaps it, if it is our child; others are pid 1's.
+        // Reaps a child; pid 1 reaps any other process.
         let status = running.child.as_mut().and_then(|child| child.wait().ok());
         let how = status.map_or("ended".to_owned(), |status| status.to_string());
         tracing::error!(pid = running.process.pid, how, exits, "the agent is gone");
@@ -336,7 +337,7 @@ impl Agent {
         self.status.error(&format!("the kata-agent is gone ({how})"));
     }
 
-    /// What was recorded; none is what cannot be understood.
+    /// Returns the record; an unreadable one counts as none.
     fn read_record(&self) -> io::Result<Option<Record>> {
         let content = match files::read(&self.record, 4096) {
             Err(error) if says_nothing(&error) => return Err(error),
@@ -357,13 +358,14 @@ impl Agent {
     }
 }
 
-/// An error that is about us, and not about what was asked for: no descriptors, no memory, a full backlog.
+/// Returns whether an error concerns this process and not the request: no descriptors, no memory, a full backlog.
 fn says_nothing(error: &io::Error) -> bool {
     let number = error.raw_os_error().map(Errno::from_raw);
     matches!(number, Some(Errno::EMFILE | Errno::ENFILE | Errno::ENOMEM | Errno::ENOBUFS | Errno::EAGAIN))
 }
 
-/// Called only when no agent is alive: what lies there refuses everybody and would fail the new agent's bind.
+/// Removes a stale socket, which would refuse every connection and fail the bind of the new kata-agent. Called only
+/// when no kata-agent is alive.
 fn remove_stale_socket(path: &Path) -> io::Result<()> {
     match std::fs::symlink_metadata(path) {
         Ok(found) if found.file_type().is_socket() => std::fs::remove_file(path),

@@ -1,8 +1,10 @@
-//! Finds user-data. It may appear after us (a seed disk that is mounted late, a file that is still being filled), so
-//! it is looked for until the lease ends; what is wrong with it is said once and not ten times a second.
+//! Finds user-data.
 //!
-//! The file is left where it is: it is read-only in most clouds, and the ticket in it is worthless after its first
-//! use (and still good for the same key, which lets a guest program that lost its certificate come back).
+//! User-data may appear after the start of this program (a seed disk that is mounted late, a file that is still being
+//! filled). The guest searches until the lease ends, and logs a fault once, not at every attempt.
+//!
+//! The file stays in place: it is read-only in most clouds, and the ticket in it is worthless after its first use. The
+//! ticket stays valid for the same key, so a guest that lost its certificate can claim it again.
 
 use std::{path::PathBuf, time::Duration};
 
@@ -12,11 +14,11 @@ use crate::{files, sources::Source};
 
 const POLL: Duration = Duration::from_millis(50);
 
-/// A service that answers that there is nothing is not asked twenty times a second.
+/// Pause after an attempt at a cloud's places: a service without user-data is not asked twenty times a second.
 const AGAIN: Duration = Duration::from_millis(250);
 
-/// Waits until one of the files, or a place of a cloud that this is, holds usable birth data. Ends only by success: the
-/// caller's lease ends it otherwise.
+/// Waits until one of the files, or a place of the detected cloud, holds usable user-data. Returns only on success: the
+/// caller's lease ends the wait otherwise.
 pub(crate) async fn wait(files: &[PathBuf], sources: &[Source]) -> BirthData {
     let mut said = String::new();
     loop {
@@ -49,11 +51,11 @@ pub(crate) async fn wait(files: &[PathBuf], sources: &[Source]) -> BirthData {
     }
 }
 
-/// One look at all places; the text says why there is nothing, without any of the content.
+/// Reads all files once. The error names the reasons, without any of the content.
 fn look(files: &[PathBuf]) -> Result<BirthData, String> {
     let mut reasons = Vec::new();
     for path in files {
-        // One byte over the limit is read, so that an oversize file is told from a missing one.
+        // One byte over the limit is read, which distinguishes an oversize file from a missing one.
         match files::read(path, MAX_LEN as u64) {
             Ok(None) => reasons.push(format!("{} is not there", path.display())),
             Err(error) => reasons.push(format!("{}: {error}", path.display())),

@@ -1,10 +1,12 @@
-//! The VM's own network cards, where nobody else looks after them: brought up, and given an address by DHCPv4, by DHCPv6
-//! when the routers say so, or by the kernel's command line; routes, MTU and name servers with it, and all of it kept for
-//! as long as it is granted. What routers announce (SLAAC, the IPv6 default route) is the kernel's own work.
+//! Configures the VM's own NICs if no other program does.
 //!
-//! A card whose address never ends has it from somebody else (the kernel, the maker of a "VM" of namespaces) and is left
-//! alone; leases always end. So nothing needs to be remembered over a restart of this program, and when it is dead for
-//! too long the kernel takes the address away.
+//! A NIC is brought up and gets an address by DHCPv4, by DHCPv6 if the routers announce it, or from the kernel command
+//! line. Routes, MTU and name servers come with the address, and all of it lasts as long as the lease. The kernel
+//! itself handles router announcements (SLAAC, the IPv6 default route).
+//!
+//! Another program (the kernel, the maker of a "VM" of namespaces) configured a NIC that has an endless address. The
+//! guest leaves such a NIC alone; leases always end. So the guest stores nothing across its restart, and when it is
+//! dead for too long the kernel removes the address.
 
 use std::{
     collections::BTreeMap,
@@ -46,27 +48,29 @@ use soonest::{Attempt, soonest};
 use wanted::{Wanted, addresses, bring_up, is_permanent, is_tentative, local};
 
 const RESOLV_CONF: &str = "/etc/resolv.conf";
-/// A card's news come in bursts.
+/// Quiet time that ends a burst of events.
 const QUIET: Duration = Duration::from_millis(10);
-/// Until one has an address: then the first news are what is waited for.
+/// Quiet time until one NIC has an address: until then the first event is the awaited one.
 const FIRST_QUIET: Duration = Duration::from_millis(1);
 const AT_MOST: Duration = Duration::from_millis(100);
-/// Should an event be lost.
+/// Interval between inspections without an event, in case one is lost.
 const LOOK: Duration = Duration::from_secs(10);
-/// A bridge that is still learning swallows the first question, and the protocol's own patience is some 4 s. A server
-/// that is slower than these answers the third, which is repeated as the protocol has it.
+/// Time limits of the first clients for an offer. A bridge that is still learning drops the first request, and the
+/// protocol's own wait is some 4 s. A slower server answers the third client, which repeats its request as the protocol
+/// has it.
 const FIRST_TRIES: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(2)];
-/// To a request the server that offered, or granted before, answers at once or not at all. The client does not hear a
-/// refusal then; the server is asked by a new one whether the lease still holds, and that hears it.
+/// Time limit of an answer to a request: the server that offered, or granted before, answers at once or not at all. The
+/// client does not process a refusal then. A new client asks the server whether the lease still holds, and does process
+/// a refusal.
 const REQUEST: Duration = Duration::from_secs(4);
-/// A slow server, which still has our earlier questions before it, is given twice the time after each offer that came to
-/// nothing: a client that begins anew each time would never get further.
+/// Limit of [`Patience::request`], which doubles after each offer without an acknowledgement. A slow server still has
+/// earlier requests queued, and a client that restarts each time would never get further.
 const LONGEST_REQUEST: Duration = Duration::from_secs(32);
 const AGAIN: Duration = Duration::from_secs(1);
-/// So many clients of DHCPv4 draw lots who asks first.
+/// Number of DHCPv4 clients, of which the one with the shortest wait is kept.
 const DRAWN: usize = 8;
 
-/// A card as the kernel has it.
+/// NIC as the kernel reports it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Card {
     name: String,
@@ -74,30 +78,30 @@ struct Card {
     mac: [u8; 6],
     up: bool,
     carrier: bool,
-    /// A router says that addresses come from a server.
+    /// Whether a router announces that addresses come from a server.
     managed: bool,
-    /// Somebody else gave it an address of IPv4, of IPv6.
+    /// Whether another program gave it an address of IPv4, of IPv6.
     given: (bool, bool),
     link_local: Option<Ipv6Addr>,
-    /// It has an address, whoever gave it, that reaches beyond its wire.
+    /// Whether it has an address, of any source, that is not link-local.
     addressed: bool,
 }
 
-/// What all tasks share.
+/// State that all tasks share.
 struct Shared {
     names: Names,
     status: Arc<Status>,
-    /// Until the first card has an address.
+    /// Stage that ends when the first NIC has an address.
     stage: Mutex<Option<Stage>>,
     addressed: AtomicBool,
 }
 
-/// Looks after the cards for ever.
+/// Configures the NICs for ever.
 pub(crate) async fn keep(status: Arc<Status>) {
     let (mut line, wrong) = if status::in_first_pid_namespace() {
         line::parse(&std::fs::read_to_string("/proc/cmdline").unwrap_or_default())
     } else {
-        Default::default() // the line is somebody else's
+        Default::default() // the command line belongs to the host
     };
     for why in wrong {
         tracing::error!(why, "the kernel's command line");
@@ -146,9 +150,9 @@ pub(crate) async fn keep(status: Arc<Status>) {
 struct Keeper {
     shared: Arc<Shared>,
     tasks: JoinSet<()>,
-    /// Who works on which card, for which family.
+    /// Task by NIC and family (true: IPv6).
     of: BTreeMap<(u32, bool), AbortHandle>,
-    /// Each card's rank, by index.
+    /// Rank of each NIC, by index.
     seen: BTreeMap<u32, u32>,
 }
 
@@ -162,7 +166,7 @@ impl Keeper {
             stays && !task.is_finished()
         });
         while self.tasks.try_join_next().is_some() {}
-        // Nobody is to be asked; of a card that was just seen to be down nothing is known yet.
+        // No NIC needs a server. A new NIC without carrier counts as needing one: it may just be coming up.
         if cards.iter().all(|card| card.given.0 || (self.seen.contains_key(&card.index) && !card.carrier)) {
             self.shared.status.asks();
         }
@@ -183,11 +187,12 @@ impl Keeper {
         }
     }
 
-    /// A card that was never seen before: brought up once (what somebody takes down later stays down), and given what the
-    /// kernel's line says.
+    /// Handles a new NIC: brings it up once (one that is taken down later stays down), and applies the kernel command
+    /// line to it.
     async fn first_sight(&self, card: &Card, rank: u32, line: &mut Line) {
         if !card.up {
-            // Before it is up, or the first word of a router is lost; also for a VM that forwards its pod's packets.
+            // Set before the NIC is up, or the first router announcement is lost; also for a VM that forwards its pod's
+            // packets.
             for (setting, value) in [("accept_ra", "2"), ("router_solicitation_delay", "0")] {
                 let path = format!("/proc/sys/net/ipv6/conf/{}/{setting}", card.name);
                 if let Err(error) = std::fs::write(&path, value) {
@@ -240,7 +245,7 @@ impl Keeper {
     }
 }
 
-/// A client that was run until its state changed.
+/// Client that ran until its state changed.
 type Run = Result<(DhcpV4Client, DhcpV4State), mozim::DhcpError>;
 
 async fn run(mut client: DhcpV4Client) -> Run {
@@ -248,7 +253,7 @@ async fn run(mut client: DhcpV4Client) -> Run {
     Ok((client, state))
 }
 
-/// A new client's first run: it asks the server it had a lease from, or else anybody.
+/// Runs a new client for the first time: it asks the server of its last lease, else any server.
 async fn first_run(config: DhcpV4Config, lease: Option<DhcpV4Lease>) -> Run {
     if lease.is_some() {
         return run(DhcpV4Client::init(config, lease).await?).await;
@@ -259,15 +264,15 @@ async fn first_run(config: DhcpV4Config, lease: Option<DhcpV4Lease>) -> Run {
     }
     match soonest(drawn).await {
         Some(run) => run,
-        None => std::future::pending().await, // there are some
+        None => std::future::pending().await, // the list is not empty
     }
 }
 
-/// How long the next client waits.
+/// Time limits of the next client.
 struct Patience {
-    /// Of the first ones, for an offer.
+    /// Limits of the first clients for an offer.
     first: std::array::IntoIter<Duration, 2>,
-    /// For what follows an offer.
+    /// Limit of the answers after an offer.
     request: Duration,
 }
 
@@ -279,7 +284,7 @@ impl Shared {
         }
     }
 
-    /// Gives a card what it is to have; whether that worked.
+    /// Applies settings to a NIC; returns whether that worked.
     async fn give(&self, card: &Card, rank: u32, wanted: Wanted) -> bool {
         let (index, given) = (card.index, wanted.clone());
         let done = blocking(move |client| wanted.apply(client, index, rank)).await;
@@ -299,7 +304,7 @@ impl Shared {
         true
     }
 
-    /// Asks for an address of IPv4, and keeps it, for ever.
+    /// Requests an IPv4 address, and keeps it, for ever.
     async fn ask_v4(&self, card: &Card, rank: u32) {
         let mut config = DhcpV4Config::new(&card.name);
         config.set_iface_index(card.index);
@@ -321,7 +326,7 @@ impl Shared {
         }
     }
 
-    /// Lets a client run; others go on when it waits for an answer.
+    /// Runs a client; deferred work goes on when it waits for an answer.
     async fn asking<T>(&self, run: impl Future<Output = T>) -> T {
         let mut run = std::pin::pin!(run);
         std::future::poll_fn(|cx| {
@@ -332,7 +337,7 @@ impl Shared {
         .await
     }
 
-    /// One client's life. It ends for want of an answer, or with an error.
+    /// Runs one client until it gets no answer in time (`Err(None)`) or fails.
     async fn lease_v4(
         &self,
         card: &Card,
@@ -372,7 +377,7 @@ impl Shared {
                         seconds = granted.lease_time_sec,
                         "DHCP lease"
                     );
-                    // What the kernel refused now it may take the next time.
+                    // The kernel may accept at the next renewal the settings that it refused now.
                     self.give(card, rank, wanted).await;
                     *lease = Some(*granted);
                     patience.request = REQUEST;
@@ -385,7 +390,7 @@ impl Shared {
         }
     }
 
-    /// Asks for an address of IPv6, and keeps it, for ever.
+    /// Requests an IPv6 address, and keeps it, for ever.
     async fn ask_v6(&self, card: &Card, rank: u32) {
         let Some(link_local) = card.link_local else { return };
         let mut config = DhcpV6Config::new(&card.name, DhcpV6Mode::NonTemporaryAddresses);
@@ -420,7 +425,7 @@ impl Shared {
     }
 }
 
-/// Works with the kernel, which is synchronous.
+/// Runs synchronous netlink calls on a blocking thread.
 async fn blocking<T: Send + 'static>(
     work: impl FnOnce(&mut Client) -> Result<T, String> + Send + 'static,
 ) -> Result<T, String> {
@@ -464,7 +469,7 @@ fn look(client: &mut Client) -> Result<Vec<Card>, String> {
                 _ => {}
             }
         }
-        // Whoever gave it one family gave it both, as far as there are both: it needs no server of the other.
+        // A program that configured one family has configured the NIC: no DHCPv4 server is needed then.
         card.given = (card.given.0 || card.given.1, card.given.1);
         cards.push(card);
     }

@@ -1,6 +1,8 @@
-//! The confidential guest components that an image may have: attestation agent, then data hub. Each is started with the
-//! configuration that initdata brought, waited for at its socket, and started again when it ends; the kata-agent
-//! begins after them. Like the agent they survive this program and are found again by their sockets.
+//! Starts the confidential guest components of a VM image: the attestation agent, then the data hub.
+//!
+//! Each is started with its configuration from initdata, counts as ready when its socket accepts, and is started again
+//! when it ends; the kata-agent starts after them. Like the kata-agent they survive this program and are found again by
+//! their sockets.
 
 use std::{
     collections::HashSet,
@@ -25,48 +27,49 @@ use crate::{
     status::Status,
 };
 
-/// How long one may take to listen. The agent asks it for secrets, so it is not begun without.
+/// Time that a component may take to listen. The kata-agent asks it for secrets, and so does not start without it.
 const PATIENCE: Duration = Duration::from_secs(30);
 const POLL: Duration = Duration::from_millis(20);
 const PAUSE: Duration = Duration::from_secs(1);
-/// Where the hub looks for the credentials of registries.
+/// File in which the data hub looks for registry credentials.
 const AUTH: &str = "auth.json";
 const AUTH_VARIABLE: &str = "CDH_DEFAULT_IMAGE_AUTHENTICATED_REGISTRY_CREDENTIALS";
-/// Configurations that are empty when initdata has none: the components refuse to start without a file.
+/// Configuration files that stay empty if initdata has none: the components refuse to start without a file.
 const CONFIGURATIONS: [&str; 2] = ["aa.toml", "cdh.toml"];
 
-/// The components of this image.
+/// Components of this VM image.
 pub(crate) struct Components {
     settings: config::Components,
     dir: PathBuf,
     status: Arc<Status>,
-    /// Whether the agent may begin.
+    /// Whether the kata-agent may start.
     ready: watch::Sender<bool>,
-    /// What is kept running, by name: who asks again after a failure gets no second one.
+    /// Names of supervised components: a repeated start after a failure does not start a second one.
     kept: Mutex<HashSet<&'static str>>,
 }
 
 impl Components {
-    /// Nothing is started yet; where there are none the agent need not wait.
+    /// Makes the components without a start. Without any, the kata-agent need not wait.
     pub(crate) fn new(settings: &config::Settings, status: Arc<Status>) -> Arc<Components> {
         let ready = watch::Sender::new(!settings.components.any());
         let (settings, dir) = (settings.components.clone(), settings.initdata_dir.clone());
         Arc::new(Components { settings, dir, status, ready, kept: Mutex::default() })
     }
 
-    /// Returns when the agent may begin.
+    /// Waits until the kata-agent may start.
     pub(crate) async fn wait(&self) {
-        // The sender lives as long as we do.
+        // The sender lives as long as `self`.
         drop(self.ready.subscribe().wait_for(|ready| *ready).await);
     }
 
-    /// Starts what is not running, in order. Initdata's files are there. Again changes nothing but the pull secret.
+    /// Starts the missing components, in order. Initdata's files must be in place. A repeated call changes only the
+    /// pull secret.
     ///
     /// # Errors
-    /// One of them does not listen in time.
+    /// A file cannot be written, or a component does not listen in time.
     pub(crate) async fn start(self: &Arc<Self>, pull_secret: &str) -> Result<(), String> {
         if !self.settings.any() {
-            return Ok(()); // Nobody reads the secret's file.
+            return Ok(()); // no component reads the secret's file
         }
         if *self.ready.borrow() {
             return self
@@ -135,7 +138,7 @@ impl Components {
         })
     }
 
-    /// Runs it, and again.
+    /// Runs a component, again after each end.
     async fn keep(&self, name: &'static str, component: &Component) {
         loop {
             let ended = match self.run(component) {
@@ -163,12 +166,12 @@ impl Components {
             .current_dir("/")
             .env(AUTH_VARIABLE, format!("file://{}", self.dir.join(AUTH).display()))
             .stdin(Stdio::null())
-            .process_group(0); // a signal for our group is not for it
+            .process_group(0); // signals to this process group do not reach it
         tokio::process::Command::from(command).spawn()
     }
 }
 
-/// Nobody listens there any more.
+/// Removes the socket, which has no listener any more.
 fn remove_socket(path: &Path) -> std::io::Result<()> {
     match fs::remove_file(path) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error),
@@ -181,7 +184,7 @@ mod tests {
     use super::*;
     use crate::{config::Settings, files::testing::TempDir};
 
-    /// A component as a shell script: notes that it was started, and with what; listens with Python.
+    /// Component as a shell script: records its start and its inputs; listens with Python.
     fn component(dir: &Path, name: &str) -> Component {
         let (socket, log) = (dir.join(format!("{name}.sock")), dir.join("log"));
         let script = format!(
@@ -210,7 +213,7 @@ mod tests {
         let log = fs::read_to_string(dir.path().join("log")).unwrap();
         let auth = format!("file://{}/auth.json", dir.path().display());
         assert_eq!(log, format!("aa kbs 600 {auth}\nhub kbs 600 {auth}\n"));
-        // A restarted guest program finds them.
+        // A restarted guest finds them.
         let again = Components::new(&settings, Arc::new(Status::new(Path::new("/nonexistent"), true)));
         again.start("").await.unwrap();
         assert_eq!(fs::read_to_string(dir.path().join("log")).unwrap(), log);
@@ -235,7 +238,7 @@ mod tests {
             let error = components.start("").await.unwrap_err();
             assert!(error.contains("the confidential data hub did not listen"), "{error}");
         }
-        assert_eq!(components.kept.lock().unwrap().len(), 1);
+        assert_eq!(components.kept.lock().len(), 1);
         let children =
             fs::read_to_string(format!("/proc/self/task/{}/children", nix::unistd::gettid())).unwrap();
         let children: Vec<_> = children.split_whitespace().collect();

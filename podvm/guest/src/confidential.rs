@@ -1,15 +1,16 @@
-//! Whether this VM's memory is hidden from its host, as CPUID says it. With TDX the processor answers, with SEV-SNP a table
-//! that its firmware checked, on Hyper-V the paravisor; with SEV before SNP it is the host's own word, and a host that lies
-//! is believed. Pure but for that instruction.
+//! Detects by CPUID whether this VM's memory is hidden from its host.
+//!
+//! With TDX the processor answers, with SEV-SNP a table that its firmware checked, on Hyper-V the paravisor. With SEV
+//! before SNP the host answers, and a lying host is believed. Pure but for that instruction.
 
-/// AMD: encrypted memory; bit 1 of EAX says SEV, of whichever kind. Hypervisors show it to such guests alone.
+/// AMD: encrypted memory. Bit 1 of EAX stands for SEV of any kind; hypervisors show it to such guests alone.
 const AMD_ENCRYPTION: u32 = 0x8000_001f;
 const AMD_SEV: u32 = 1 << 1;
 const AMD_LAST: u32 = 0x8000_0000;
-/// Intel: says `IntelTDX    ` in EBX, EDX, ECX.
+/// Intel: EBX, EDX and ECX contain `IntelTDX    `.
 const TDX: u32 = 0x21;
 const TDX_NAME: &[u8; 12] = b"IntelTDX    ";
-/// Hyper-V: where a paravisor stands between, the kind of isolation is in the low bits of EBX: 2 is SNP, 3 is TDX.
+/// Hyper-V: behind a paravisor, the low bits of EBX contain the kind of isolation: 2 is SNP, 3 is TDX.
 const HYPERVISOR: u32 = 0x4000_0000;
 const HYPERV_NAME: &[u8; 12] = b"Microsoft Hv";
 const HYPERV_ISOLATION: u32 = 0x4000_000c;
@@ -17,7 +18,7 @@ const HYPERV_ISOLATION: u32 = 0x4000_000c;
 /// EAX, EBX, ECX, EDX.
 type Registers = [u32; 4];
 
-/// Whether it is.
+/// Returns whether this VM's memory is hidden from its host.
 #[cfg(target_arch = "x86_64")]
 pub(crate) fn is_vm() -> bool {
     is_confidential(|leaf| {
@@ -26,7 +27,7 @@ pub(crate) fn is_vm() -> bool {
     })
 }
 
-/// No other processor's word is known here.
+/// Returns false: detection on other processors is not implemented.
 #[cfg(not(target_arch = "x86_64"))]
 pub(crate) fn is_vm() -> bool {
     false
@@ -59,7 +60,7 @@ mod tests {
         [0, 4, 8].map(|at| u32::from_le_bytes([name[at], name[at + 1], name[at + 2], name[at + 3]]))
     }
 
-    /// A processor that answers so; zeros else.
+    /// Evaluates a processor with these leaves and zeros elsewhere.
     fn says(leaves: &[(u32, Registers)]) -> bool {
         is_confidential(|leaf| leaves.iter().find(|(of, _)| *of == leaf).map_or([0; 4], |(_, found)| *found))
     }

@@ -1,7 +1,7 @@
-//! The image's settings (`/etc/peerpod/guest.json`): what the builder of the VM image decides, nothing about a pod.
+//! Reads the VM image's settings (`/etc/peerpod/guest.json`): decisions of the image's builder, nothing about a pod.
 //!
-//! Unknown keys and other versions are refused: image and guest program are built together, so a difference is a
-//! mistake of the build and not a matter of compatibility. A missing file means the defaults.
+//! Unknown keys and other versions are refused: VM image and guest are built together, so a difference is a mistake of
+//! the build and not a matter of compatibility. A missing file means the defaults.
 
 use std::{
     io::Read,
@@ -10,73 +10,73 @@ use std::{
 
 use serde::Deserialize;
 
-/// Where the image keeps the file.
+/// Path of the file in the VM image.
 pub(crate) const PATH: &str = "/etc/peerpod/guest.json";
 const VERSION: u32 = 1;
-/// Where images are unless the image says another place: in memory.
+/// Default store of container images: in memory.
 pub(crate) const STORE: &str = "/run/peerpod/images";
 const MAX_LEN: u64 = 64 << 10;
 
-/// What the image says.
+/// Settings of the VM image.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Settings {
     version: u32,
-    /// Command line of the kata-agent; empty = something else in the image starts it, it is only waited for.
+    /// Command line of the kata-agent; empty = another program in the VM image starts it, and the guest only waits for
+    /// it.
     #[serde(default = "default_agent")]
     pub(crate) agent: Vec<String>,
-    /// Where the agent listens. Not below `/run/kata-containers`: CreateSandbox wipes that.
+    /// Socket of the kata-agent. Not below `/run/kata-containers`: CreateSandbox wipes that.
     #[serde(default = "default_agent_socket")]
     pub(crate) agent_socket: PathBuf,
-    /// Where user-data may be found, in this order.
+    /// Files that may hold user-data, in this order.
     #[serde(default = "default_user_data")]
     pub(crate) user_data: Vec<PathBuf>,
-    /// Our own state, on a tmpfs: a rebooted VM is a new VM.
+    /// The guest's own state, on a tmpfs: a rebooted VM is a new VM.
     #[serde(default = "default_state_dir")]
     pub(crate) state_dir: PathBuf,
-    /// The pod's network namespace.
+    /// Path of the pod's network namespace.
     #[serde(default = "default_podns")]
     pub(crate) podns: PathBuf,
-    /// Whether this program gives the VM's network cards their addresses.
+    /// Whether the guest configures the VM's NICs.
     #[serde(default)]
     pub(crate) uplink: Uplink,
-    /// A guest program that says nothing for so long is killed and started again, where pid 1 is ours.
+    /// Seconds of silence after which `serve` is killed and started again, if pid 1 is peerpod-guest.
     #[serde(default = "default_hang_seconds")]
     pub(crate) hang_seconds: u16,
-    /// A `tracing` filter, like `info` or `peerpod_guest=debug`.
+    /// `tracing` filter, like `info` or `peerpod_guest=debug`.
     #[serde(default = "default_log")]
     pub(crate) log: String,
-    /// Whether what is logged, also by an agent that we start, goes over the link to the node, too. A confidential VM
-    /// may want to tell its host nothing.
+    /// Whether the log, also of a kata-agent that the guest starts, goes over the link to the node, too. A confidential
+    /// VM may want to reveal nothing to its host.
     #[serde(default = "default_log_over_link")]
     pub(crate) log_over_link: bool,
-    /// Containers' images.
+    /// Settings of container images.
     #[serde(default)]
     pub(crate) images: Images,
-    /// What answers for secrets and attestation, where the image has it.
+    /// Components for secrets and attestation, if the VM image has them.
     #[serde(default)]
     pub(crate) components: Components,
-    /// Where the files of initdata go.
+    /// Directory for the files of initdata.
     #[serde(default = "default_initdata_dir")]
     pub(crate) initdata_dir: PathBuf,
 }
 
-/// How images are pulled where no confidential data hub does it.
+/// Settings of image pulls without a confidential data hub.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub(crate) struct Images {
-    /// Whether we answer the agent.
+    /// Whether the guest answers the kata-agent's pull requests.
     pub(crate) serve: bool,
-    /// Where the agent asks: the hub's socket.
+    /// Socket that the kata-agent calls: that of the hub.
     pub(crate) socket: PathBuf,
-    /// Where layers are kept: a directory on a disk, if there is one. (`/run` is memory.) Overlays must be possible on
-    /// it.
+    /// Directory of the layers, on a disk if there is one (`/run` is memory). It must support overlays.
     pub(crate) store: PathBuf,
-    /// Registries, `host` or `host:port`, that are spoken to in plain HTTP.
+    /// Registries, `host` or `host:port`, reached over plain HTTP.
     pub(crate) plain_http: Vec<String>,
-    /// CA certificates (PEM) that registries may have theirs from.
+    /// Files of CA certificates (PEM) that registries' certificates may come from.
     pub(crate) ca_files: Vec<PathBuf>,
-    /// What one image may cost.
+    /// Limits of one image.
     pub(crate) limits: peerpod_image_job::Limits,
 }
 
@@ -93,31 +93,31 @@ impl Default for Images {
     }
 }
 
-/// The confidential guest components, supplied by whoever builds the image. Started in this order, each after the one
-/// before listens, when initdata is there, and before the agent.
+/// Confidential guest components, supplied by the builder of the VM image. They start in this order, each after the
+/// previous one listens, once initdata is there and before the kata-agent.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub(crate) struct Components {
-    /// First `attestation-agent`.
+    /// `attestation-agent`, which starts first.
     pub(crate) attestation_agent: Option<Component>,
-    /// Then `confidential-data-hub`, which then answers for images, too.
+    /// `confidential-data-hub`, which starts second and then answers pull requests, too.
     pub(crate) data_hub: Option<Component>,
 }
 
 impl Components {
-    /// Whether there are any.
+    /// Returns whether there are any.
     pub(crate) fn any(&self) -> bool {
         self.attestation_agent.is_some() || self.data_hub.is_some()
     }
 }
 
-/// One of them.
+/// One confidential guest component.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Component {
     /// Command line.
     pub(crate) command: Vec<String>,
-    /// Where it listens when it is ready.
+    /// Socket on which it listens when it is ready.
     pub(crate) socket: PathBuf,
 }
 
@@ -125,16 +125,16 @@ fn default_initdata_dir() -> PathBuf {
     "/run/peerpod".into()
 }
 
-/// Who looks after the VM's own network cards.
+/// Choice of the program that configures the VM's own NICs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Uplink {
-    /// This program where pid 1 is ours, else somebody else (networkd).
+    /// The guest if pid 1 is peerpod-guest, else another program (networkd).
     #[default]
     Auto,
-    /// This program.
+    /// The guest.
     On,
-    /// Somebody else.
+    /// Another program.
     Off,
 }
 
@@ -190,7 +190,7 @@ impl Default for Settings {
     }
 }
 
-/// Why the settings could not be used. All of these are mistakes of the image.
+/// Fault of the settings. All of these are mistakes of the VM image.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Error {
     #[error("reading {path}: {source}")]
@@ -208,7 +208,7 @@ pub(crate) enum Error {
 }
 
 impl Settings {
-    /// Reads the file; defaults when there is none.
+    /// Reads the file; without one, returns the defaults.
     pub(crate) fn load(path: &Path) -> Result<Settings, Error> {
         let read = |source| Error::Read { path: path.to_owned(), source };
         let file = match std::fs::File::open(path) {
@@ -224,7 +224,7 @@ impl Settings {
         Settings::parse(&text, path)
     }
 
-    /// Whether a data hub of the image's answers for images.
+    /// Returns whether a data hub of the VM image answers pull requests.
     pub(crate) fn has_hub(&self) -> bool {
         self.components.data_hub.is_some()
     }

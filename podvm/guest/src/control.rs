@@ -1,7 +1,7 @@
-//! Answers what the node asks over the link's control stream: Personalise, Flush, Rotate.
+//! Answers the node's requests on the link's control stream: Personalise, Flush, Rotate, VolumeStats, ExpandVolume.
 //!
-//! Each request is worked on in a task of its own, so that a Flush never waits behind an agent that does not start;
-//! what must not run twice at a time holds its own lock.
+//! Each request is handled in a task of its own, so that a Flush never waits behind a kata-agent that does not start.
+//! Work that must not run twice at a time holds its own lock.
 
 use std::sync::{
     Arc,
@@ -25,20 +25,20 @@ use crate::{
     volumes::{Fault, Volumes},
 };
 
-/// Requests under way; the node sends one at a time, and repeats what got no answer.
+/// Limit of requests in flight; the node sends one at a time, and repeats unanswered ones.
 const AT_ONCE: usize = 16;
 
-/// What requests act on.
+/// State that requests act on.
 pub(crate) struct Control {
     pub(crate) identity: Arc<Mutex<Identity>>,
     pub(crate) status: Arc<Status>,
     pub(crate) person: personalise::Person,
-    /// One flush at a time: the second has nothing left to do and must not say done before the first is.
+    /// Held during a flush: a second one must not report success before the first is done.
     pub(crate) flushing: tokio::sync::Mutex<()>,
 }
 
 impl Control {
-    /// Answers until the link's end is gone.
+    /// Answers requests until the link's endpoint is gone.
     pub(crate) async fn serve(self: Arc<Self>, handle: EndpointHandle, mut messages: mpsc::Receiver<Bytes>) {
         let slots = Arc::new(Semaphore::new(AT_ONCE));
         while let Some(message) = messages.recv().await {
@@ -78,7 +78,7 @@ impl Control {
                 let fill = self.person.volumes().expand(&asked.id, asked.bytes).await;
                 filled(&mut reply, fill)
             }
-            // `Body` is open: a newer node may ask what we do not know.
+            // `Body` is open: a newer node may send requests that are unknown here.
             _ => Err(format!("guest {} does not know this request", env!("CARGO_PKG_VERSION"))),
         };
         if let Err(error) = result {
@@ -132,8 +132,8 @@ fn filled(reply: &mut Reply, fill: Result<VolumeFill, Fault>) -> Result<(), Stri
     }
 }
 
-/// Tells the node of every change of the agent, and of what else is to be said at once, unasked: a Reply to no request, with
-/// the status.
+/// Sends the status to the node, unasked, at every change of the kata-agent and at every urgent note: a Reply to no
+/// request.
 pub(crate) async fn report(agent: Arc<Agent>, status: Arc<Status>, handle: EndpointHandle) {
     let (mut phase, said) = (agent.watch(), status.said());
     loop {
@@ -145,7 +145,7 @@ pub(crate) async fn report(agent: Arc<Agent>, status: Arc<Status>, handle: Endpo
     }
 }
 
-/// Tells the node unasked how things are.
+/// Sends the status to the node, unasked.
 pub(crate) fn tell(status: &Status, handle: &EndpointHandle) {
     let mut reply = Reply::new();
     reply.status = Some(status.report()).into();
@@ -162,11 +162,11 @@ fn send(handle: &EndpointHandle, reply: &Reply) {
     }
 }
 
-/// What requests to the agent mean to the guest.
+/// Effects of kata-agent requests on the guest.
 pub(crate) struct Notices {
     pub(crate) agent: Arc<Agent>,
     pub(crate) network: Arc<Network>,
-    /// Of the VM.
+    /// Number of the VM's GPUs.
     pub(crate) gpus: Arc<AtomicU32>,
     pub(crate) volumes: Arc<Volumes>,
 }
@@ -191,7 +191,7 @@ impl Notice for Notices {
     fn prepare(&self, wanted: Vec<Use>) -> Preparing {
         let (answer, preparing) = oneshot::channel();
         let volumes = self.volumes.clone();
-        // Goes on when nobody waits any more: what it began is finished, and the next container finds it so.
+        // Goes on without a receiver: the task finishes its work, and the next container finds it done.
         tokio::spawn(async move {
             let all = wanted.into_iter().map(|one| volumes.prepare(one));
             let ready = futures_util::future::join_all(all).await;
@@ -201,8 +201,8 @@ impl Notice for Notices {
         preparing
     }
 
-    /// Begins to write back while the agent still ends the containers; the node's Flush, which always follows, has
-    /// less to do then. On a thread, because a disk takes its time and the link must not wait.
+    /// Begins to write back while the kata-agent still ends the containers; the node's Flush, which always follows, has
+    /// less to do then. On a thread, because a disk is slow and the link must not wait.
     fn sandbox_ends(&self) {
         let begun = std::thread::Builder::new().name("flush".into()).spawn(power::sync_machine);
         if let Err(error) = begun {

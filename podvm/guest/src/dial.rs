@@ -1,8 +1,8 @@
-//! Dials home: short attempts at all of the node's addresses, again and again every 100–250 ms, until one connects.
+//! Dials the node: short attempts at all of its addresses, repeated every 100–250 ms (a beat), until one connects.
 //!
 //! While a cloud brings a VM's interface up, SYNs are dropped without an answer, and a connect that waits for its
-//! retransmissions loses seconds. So a new attempt begins at every beat and the old ones may still win; the time lost
-//! after the network is there is a fraction of one beat.
+//! retransmissions loses seconds. So a new attempt starts at every beat, and the old ones may still succeed. The time
+//! lost after the network works is a fraction of one beat.
 
 use std::{
     future::pending,
@@ -22,20 +22,20 @@ use tokio::{
 };
 use tokio_rustls::{TlsConnector, client::TlsStream};
 
-/// An attempt is given up after this.
+/// Time limit of an attempt.
 const ATTEMPT: Duration = Duration::from_secs(1);
-/// Between the attempts of one beat, so that the first address usually wins alone.
+/// Delay between the attempts of one beat, so that the first address usually succeeds alone.
 const STAGGER: Duration = Duration::from_millis(10);
-/// Addresses tried at each beat; of longer lists the next ones at the next beat.
+/// Addresses tried per beat; a longer list continues at the next beat.
 const AT_ONCE: usize = 8;
-/// Addresses that are remembered. What falls out is what did not connect for longest.
+/// Limit of remembered addresses. The addresses that did not connect for longest are dropped.
 const MOST: usize = 32;
-/// A TLS handshake may take so long, on busy machines, too.
+/// Time limit of a TLS handshake, sufficient for busy machines.
 const HANDSHAKE: Duration = Duration::from_secs(15);
-/// The same where there is another address to try: another machine may have this one by now.
+/// Time limit of a TLS handshake with other addresses left to try: another machine may have this one by now.
 const HANDSHAKE_OF_MANY: Duration = Duration::from_secs(5);
 
-/// The address that the kernel would speak from. Nothing is sent.
+/// Returns the kernel's source address for a target. Sends nothing.
 fn source(target: SocketAddr) -> io::Result<IpAddr> {
     let any: IpAddr =
         if target.is_ipv6() { Ipv6Addr::UNSPECIFIED.into() } else { Ipv4Addr::UNSPECIFIED.into() };
@@ -44,40 +44,40 @@ fn source(target: SocketAddr) -> io::Result<IpAddr> {
     Ok(socket.local_addr()?.ip())
 }
 
-/// Whether the VM has no address yet that is good for more than its wire, although home is beyond that or has one: the
-/// node would take what it hears from for the VM's own, and no tunnel can be made between the two.
+/// Returns whether the VM would dial from a link-local address a node that is not link-local. The node would take that
+/// address for the VM's own, and no tunnel can be made between the two.
 fn is_too_early(source: IpAddr, target: IpAddr) -> bool {
     !reaches_far(source) && reaches_far(target)
 }
 
-/// A beat: 100 to 250 ms. Jitter keeps a thousand guests of a returning node apart.
+/// Returns the length of a beat: 100 to 250 ms. The jitter spreads the guests of a returning node.
 pub(crate) fn beat() -> Duration {
     let random = getrandom::u32().unwrap_or(0);
     Duration::from_millis(100 + u64::from(random % 151))
 }
 
-/// Where home is.
+/// Dialler of the node.
 pub(crate) struct Dialler {
     addresses: Vec<SocketAddr>,
-    /// Begins the next beat.
+    /// Notification that starts the next beat.
     woken: Option<Arc<Notify>>,
-    /// How long the next one is.
+    /// Source of the next beat's length.
     beat: fn() -> Duration,
 }
 
 impl Dialler {
-    /// `addresses` must not be empty; birth data checks that.
+    /// Makes a dialler. `addresses` must not be empty; user-data is checked for that.
     pub(crate) fn new(addresses: Vec<SocketAddr>) -> Dialler {
         Dialler { addresses, woken: None, beat }
     }
 
-    /// With what tells that the network is another now, so that no beat is waited for.
+    /// Adds the notification of a changed network, which starts the next beat at once.
     pub(crate) fn woken_by(mut self, notify: Arc<Notify>) -> Dialler {
         self.woken = Some(notify);
         self
     }
 
-    /// Adds addresses that the node was heard of at since, behind those that are known.
+    /// Appends addresses that the node announced since, after the known ones.
     pub(crate) fn learn(&mut self, addresses: &[SocketAddr]) {
         let unknown = |address: &&SocketAddr| !self.addresses.contains(*address);
         let new: Vec<SocketAddr> = addresses.iter().filter(unknown).take(MOST / 2).copied().collect();
@@ -85,7 +85,7 @@ impl Dialler {
         self.addresses.extend(new);
     }
 
-    /// Connects; never gives up. What connected comes first the next time.
+    /// Connects; never gives up. The connected address comes first the next time.
     pub(crate) async fn connect(&mut self) -> (TcpStream, SocketAddr) {
         let mut attempts: JoinSet<io::Result<(TcpStream, SocketAddr)>> = JoinSet::new();
         loop {
@@ -132,8 +132,8 @@ impl Dialler {
         }
     }
 
-    /// Connects and shakes hands, once: after a failure the caller lets a beat pass. `connected` is told before the first
-    /// byte is sent; whoever waits for it runs after.
+    /// Connects and does the TLS handshake, once: after a failure the caller lets a beat pass. Calls `connected` before
+    /// it sends the first byte; tasks that wait for that call run later.
     pub(crate) async fn secure(
         &mut self,
         config: Arc<rustls::ClientConfig>,
@@ -168,7 +168,7 @@ impl Dialler {
     }
 }
 
-/// Something answered, but not our node (or not yet).
+/// Handshake with a peer that is not the guest's node (or not yet).
 #[derive(Debug, thiserror::Error)]
 #[error("tls handshake with {address}: {source}")]
 pub(crate) struct Error {
@@ -187,7 +187,7 @@ mod tests {
 
     use super::*;
 
-    /// A port that nobody listens on, held so that nobody else gets it.
+    /// Returns a port without a listener, held so that no other process gets it.
     fn held() -> (TcpSocket, SocketAddr) {
         let socket = TcpSocket::new_v4().unwrap();
         socket.set_reuseaddr(true).unwrap();
@@ -213,7 +213,7 @@ mod tests {
             let before = BEATS.load(SeqCst);
             let connected = timeout(Duration::from_secs(30), dialling).await.unwrap().unwrap();
             assert_eq!(connected, address);
-            // Told in beats: how long one is on a busy machine is not the dialler's matter. So many are one attempt's time.
+            // Counted in beats, because a beat may be long on a busy machine. Ten beats are the time of one attempt.
             let beats = BEATS.load(SeqCst) - before;
             assert!(beats < 10, "{beats} beats");
             drop(listener);
@@ -227,7 +227,7 @@ mod tests {
         let mut dialler = Dialler::new(vec![address]).woken_by(notify.clone());
         dialler.beat = || Duration::from_secs(3600);
         let dialling = tokio::spawn(async move { dialler.connect().await.1 });
-        // Whether the first attempt was refused by then does not matter: a word that comes early is not lost.
+        // Whether the first attempt was refused by then does not matter: an early notification is not lost.
         tokio::task::yield_now().await;
         let _listener = later.listen(16).unwrap();
         notify.notify_one();
@@ -246,7 +246,7 @@ mod tests {
         sleep(Duration::from_millis(50)).await;
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let good = listener.local_addr().unwrap();
-        // Whoever waits for the other one waits that long every time; a busy machine only takes a moment now and then.
+        // A dialler that waits for the other address does so every time; a busy machine is slow only now and then.
         let mut took: Vec<Duration> = Vec::new();
         while took.len() < 5 && took.iter().all(|it| *it >= ATTEMPT) {
             let since = Instant::now();

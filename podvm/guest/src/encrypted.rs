@@ -1,8 +1,8 @@
-//! The guest's end of the encrypted tunnel: WireGuard between this VM and the relay of its node, and the private
-//! namespace in which the pod's VXLAN devices have their socket.
+//! Runs the guest's end of the encrypted tunnel: WireGuard between this VM and the relay of its node, and the private
+//! namespace that holds the socket of the pod's VXLAN devices.
 //!
-//! The key is made here at birth, lies beside the link's, and only its public half is ever sent. Namespace and device
-//! outlive this program: its next run takes them up, and the pod's interfaces are not touched.
+//! The key is made here at the first start and stored beside the link's key, and only its public half is ever sent.
+//! Namespace and device outlive this program: its next run takes them over, and the pod's interfaces stay untouched.
 
 use std::{
     io,
@@ -22,19 +22,19 @@ use tokio::sync::watch;
 
 use crate::files;
 
-/// The word for it in a plan.
+/// Name of the tunnel kind in a plan.
 pub(crate) const KIND: &str = "wireguard";
-/// And for what is inside.
+/// Name of the kind inside the tunnel.
 const INSIDE: &str = "vxlan";
-/// What VXLAN adds inside, over IPv4.
+/// Overhead of VXLAN inside, over IPv4.
 const VXLAN_OVERHEAD: u32 = 50;
 const KEY: &str = "tunnel.key";
 const NETNS: &str = "tunnel.netns";
 const MAX_ENDPOINTS: usize = 16;
-/// Where the kernel does not know the way yet: what every network carries.
+/// Path MTU while the kernel knows no route: the least that every network carries.
 const LEAST_PATH: u32 = 1280;
 
-/// Why there is no encrypted tunnel.
+/// Failure of the encrypted tunnel.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Error {
     #[error("{attempt} {path}: {source}")]
@@ -57,12 +57,12 @@ pub(crate) enum Error {
     Held,
 }
 
-/// Key, and what runs.
+/// Key and running tunnel.
 pub(crate) struct Encrypted {
     dir: PathBuf,
     key: PrivateKey,
     running: Mutex<Option<Running>>,
-    /// How often one ended by itself.
+    /// Number of tunnels that ended by themselves.
     ended: watch::Sender<u64>,
 }
 
@@ -73,7 +73,7 @@ struct Running {
 }
 
 impl Encrypted {
-    /// Reads the key from `dir`, which is there, or makes one and keeps it before it is used.
+    /// Reads the key from the existing directory `dir`, or makes one and stores it before its use.
     pub(crate) fn load_or_make(dir: &Path) -> Result<Encrypted, Error> {
         let path = dir.join(KEY);
         let failed = |attempt| {
@@ -95,24 +95,24 @@ impl Encrypted {
         Ok(Encrypted { dir: dir.to_owned(), key, running: Mutex::new(None), ended: watch::Sender::new(0) })
     }
 
-    /// Counts how often a tunnel ended by itself: an error, a panic, a device that was deleted. [`Encrypted::make`] makes
-    /// it anew.
+    /// Returns the number of tunnels that ended by themselves: an error, a panic, a deleted device. [`Encrypted::make`]
+    /// makes the tunnel again.
     pub(crate) fn ended(&self) -> watch::Receiver<u64> {
         self.ended.subscribe()
     }
 
-    /// Who this VM is in the tunnel.
+    /// Returns the VM's public key in the tunnel.
     pub(crate) fn public_key(&self) -> PublicKey {
         self.key.public()
     }
 
-    /// Makes the tunnel of a plan run, and returns the namespace that its inside is in. Blocks; again with the same
-    /// plan it changes nothing.
+    /// Starts the tunnel of a plan, and returns the namespace of its inside. Blocks; a repeated call with the same plan
+    /// changes nothing.
     pub(crate) fn make(&self, plan: &NetworkPlan) -> Result<Netns, Error> {
         let wanted = Wanted::of(plan)?;
         let mut running = self.running.lock();
         if running.as_ref().is_none_or(|running| running.ours != wanted.ours || !running.plane.is_running()) {
-            *running = None; // lets go of the device
+            *running = None; // releases the device
             *running = Some(self.start(&wanted)?);
         }
         let Some(Running { inner, plane, .. }) = &*running else { return Err(Error::Held) };
@@ -126,7 +126,7 @@ impl Encrypted {
         let tun = opened.tun.ok_or(Error::Held)?;
         let engine = Engine::new(self.key.clone());
         engine.put_peer(&wanted.peer)?;
-        // Any port: the node learns it from what comes.
+        // Any port: the node learns it from received packets.
         let socket = bind(0).map_err(Error::Start)?;
         let ended = self.ended.clone();
         let tell = move || ended.send_modify(|times| *times += 1);
@@ -136,7 +136,7 @@ impl Encrypted {
         Ok(Running { ours: wanted.ours, inner: opened.inner, plane })
     }
 
-    /// The link was made anew: the relay may be another process, which knows no session.
+    /// Begins a handshake after the link was made again: the relay may be another process without a session.
     pub(crate) fn linked(&self) {
         if let Some(running) = &*self.running.lock() {
             running.plane.begin();
@@ -144,7 +144,7 @@ impl Encrypted {
     }
 }
 
-/// What a plan says of the inside of its tunnel: VXLAN between two inner addresses.
+/// Returns the plan of the tunnel's inside: VXLAN between two inner addresses.
 pub(crate) fn inside(plan: &NetworkPlan) -> NetworkPlan {
     let mut inside = plan.clone();
     let underlay = inside.underlay.mut_or_insert_default();
@@ -154,7 +154,7 @@ pub(crate) fn inside(plan: &NetworkPlan) -> NetworkPlan {
     inside
 }
 
-/// A plan's tunnel, checked.
+/// Tunnel of a plan, checked.
 struct Wanted {
     ours: Ipv4Addr,
     mtu: u32,
@@ -189,12 +189,12 @@ impl Wanted {
     }
 }
 
-/// What cannot be read is left out: the others may do.
+/// Returns the node's endpoints. Unreadable ones are left out: the others may suffice.
 fn endpoints(outside: &WireGuard) -> Vec<SocketAddr> {
     outside.endpoints.iter().take(MAX_ENDPOINTS).filter_map(|text| text.parse().ok()).collect()
 }
 
-/// What the kernel believes fits into the tunnel on its way to the node.
+/// Returns the MTU inside the tunnel that the kernel expects on the path to the node.
 fn room(endpoint: SocketAddr) -> u32 {
     let overhead = match endpoint.ip().to_canonical() {
         IpAddr::V4(_) => OVERHEAD_V4,

@@ -1,4 +1,4 @@
-//! Waits until the kernel has random numbers, with a word about it and not for ever: keys are made of them.
+//! Waits until the kernel has random numbers, with a log line and a time limit: keys are made of them.
 
 use std::time::{Duration, Instant};
 
@@ -8,11 +8,11 @@ use rustix::{
 };
 
 const STEP: Duration = Duration::from_millis(20);
-/// Then this program ends, and pid 1 looks at the lease.
+/// Time limit, after which this program ends, and pid 1 checks the lease.
 const LIMIT: Duration = Duration::from_secs(120);
 const SAID_EVERY: Duration = Duration::from_secs(10);
 
-/// Why there are none.
+/// Lack of random numbers.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Error {
     #[error(
@@ -24,12 +24,12 @@ pub(crate) enum Error {
     Kernel(#[from] Errno),
 }
 
-/// Whether asking would not block.
+/// Returns whether a read of random numbers would not block.
 pub(crate) fn is_there() -> bool {
     getrandom(&mut [0_u8], GetRandomFlags::NONBLOCK).is_ok()
 }
 
-/// Returns as soon as asking cannot block.
+/// Returns as soon as a read of random numbers cannot block.
 pub(crate) fn wait() -> Result<(), Error> {
     let began = Instant::now();
     let mut said: Option<Instant> = None;

@@ -1,4 +1,6 @@
-//! Small files on the state directory, a tmpfs: written whole, readable by root alone. No fsync: they do not outlive the VM.
+//! Reads and writes the guest's small files in the state directory (a tmpfs): written whole, readable by root alone.
+//!
+//! No fsync: the files do not outlive the VM anyway, and a rename suffices for a killed program.
 
 pub(crate) use peerpod_common::files::{make_folder, read, write_volatile as write};
 
@@ -9,7 +11,7 @@ pub(crate) mod testing {
         sync::atomic::{AtomicU32, Ordering},
     };
 
-    /// A directory of a test's own, removed with it.
+    /// Directory of one test, removed with it.
     pub(crate) struct TempDir(PathBuf);
 
     impl TempDir {

@@ -1,7 +1,8 @@
-//! Who this VM is: its key, made here and never sent; the certificate the node gave for it; the CAs it trusts.
+//! Keeps the identity of this VM: its key, made here and never sent; the certificate that the node issued for it; the
+//! CAs that it trusts.
 //!
-//! All of it lies on a tmpfs, 0600, so that a restarted guest program is the same guest. Nothing here is ever logged
-//! but fingerprints.
+//! All of it lies on a tmpfs, 0600, so that a restarted guest program is the same guest. Only fingerprints are ever
+//! logged.
 
 use std::{
     io,
@@ -22,7 +23,7 @@ const VERSION: u32 = 1;
 const MAX_LEN: u64 = 256 << 10;
 const MAX_CERTIFICATES: usize = 8;
 
-/// Why an identity could not be made, kept or used.
+/// Failure to make, store or use an identity.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Error {
     #[error("{attempt} {path}: {source}")]
@@ -37,31 +38,31 @@ pub(crate) enum Error {
     Count(usize, usize),
 }
 
-/// What the node granted; on disk as JSON.
+/// Grant of the node; on disk as JSON.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 struct Grant {
     version: u32,
     sandbox_id: String,
-    /// DER as hex, leaf first.
+    /// Certificates as DER in hex, leaf first.
     certificates: Vec<String>,
-    /// Replaces user-data's list once the node rolled its CA over; empty until then.
+    /// Replaces the list of user-data after a CA rotation; empty until then.
     #[serde(default)]
     ca_sha256: Vec<String>,
 }
 
-/// The key and, once granted, its certificate.
+/// Key and, once granted, its certificate.
 pub(crate) struct Identity {
     dir: PathBuf,
-    /// Once it was needed, or was there already.
+    /// Set once it was needed, or at the start if it is on disk.
     key: OnceLock<KeyPair>,
     sandbox_id: String,
     chain: Vec<CertificateDer<'static>>,
-    /// From a roll-over; empty = user-data's.
+    /// CA fingerprints of a rotation; empty = those of user-data.
     pins: Vec<[u8; 32]>,
 }
 
 impl Identity {
-    /// Reads the identity from `dir` (made if need be). A key that is not there is made when it is needed.
+    /// Reads the identity from `dir` (made if need be). A missing key is made when it is needed.
     pub(crate) fn load(dir: &Path) -> Result<Identity, Error> {
         files::make_folder(dir).map_err(failed("making", dir))?;
         let path = dir.join(KEY);
@@ -87,28 +88,28 @@ impl Identity {
         Ok(identity)
     }
 
-    /// The sandbox this VM belongs to; empty before the first grant.
+    /// Returns the sandbox that this VM belongs to; empty before the first grant.
     pub(crate) fn sandbox_id(&self) -> &str {
         &self.sandbox_id
     }
 
-    /// Whether there is a certificate.
+    /// Returns whether there is a certificate.
     pub(crate) fn is_granted(&self) -> bool {
         !self.chain.is_empty()
     }
 
-    /// Makes the key, if there is none. Until the node has answered our greeting is a good time for it.
+    /// Makes the key, if there is none. The wait for the node's first answer is a good time for it.
     pub(crate) fn prepare(&self) -> Result<(), Error> {
         self.key().map(drop)
     }
 
-    /// A certificate request for the key. The subject says nothing: the node writes its own.
+    /// Returns a certificate request for the key. The subject is empty: the node writes its own.
     pub(crate) fn csr(&self) -> Result<Vec<u8>, Error> {
         Ok(CertificateParams::default().serialize_request(self.key()?)?.der().to_vec())
     }
 
-    /// Keeps what the node granted, after making sure that it can be used with our key.
-    /// `trusted` are the new CAs of a roll-over (DER); empty = those of before.
+    /// Stores the node's grant, after a check that it can be used with the key. `trusted` are the new CAs of a rotation
+    /// (DER); empty = the previous ones.
     pub(crate) fn grant(
         &mut self,
         sandbox_id: &str,
@@ -133,14 +134,14 @@ impl Identity {
         Ok(())
     }
 
-    /// New CAs, announced before there is a certificate from them.
+    /// Trusts new CAs, which are announced before they issue a certificate to this VM.
     pub(crate) fn trust(&mut self, trusted: &[Vec<u8>]) -> Result<(), Error> {
         let chain: Vec<_> = self.chain.iter().map(|der| der.to_vec()).collect();
         let sandbox_id = self.sandbox_id.clone();
         self.grant(&sandbox_id, &chain, trusted)
     }
 
-    /// The TLS configuration to dial with: without certificate for a claim, with it for everything else.
+    /// Returns the TLS configuration for a dial: without certificate for a claim, with it for everything else.
     pub(crate) fn tls(
         &self,
         birth_pins: &[[u8; 32]],
@@ -154,7 +155,7 @@ impl Identity {
         Ok(tls::client_config(pins, identity)?)
     }
 
-    /// The key; one that is made here is kept before it is used.
+    /// Returns the key; a new one is stored before its use.
     fn key(&self) -> Result<&KeyPair, Error> {
         if let Some(key) = self.key.get() {
             return Ok(key);
@@ -233,7 +234,7 @@ mod tests {
     use super::*;
     use crate::files::testing::TempDir;
 
-    /// What a node would answer to the request: leaf and CA.
+    /// Returns a node's answer to the request: leaf and CA.
     fn sign(csr: &[u8]) -> Vec<Vec<u8>> {
         let key = KeyPair::generate().unwrap();
         let mut params = CertificateParams::default();
@@ -275,7 +276,7 @@ mod tests {
 
         assert!(matches!(again.grant("sandbox-2", &chain, &[]), Err(Error::OtherSandbox { .. })));
 
-        // A roll-over's trust is kept too, and alone is enough.
+        // The trust of a rotation is stored, too, and suffices alone.
         assert!(again.pins.is_empty());
         again.trust(&chain[1..]).unwrap();
         let third = Identity::load(dir.path()).unwrap();

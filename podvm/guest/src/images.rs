@@ -1,8 +1,8 @@
-//! What the kata-agent asks of a confidential data hub about images, where the VM has no hub: `PullImage`, answered on
-//! the hub's own socket. The work is done by a child process, `peerpod-pull`, one per image.
+//! Answers the kata-agent's `PullImage` requests if the VM has no confidential data hub, on the hub's own socket. A
+//! child process, `peerpod-pull`, does the work, one per image.
 //!
-//! A caller that goes away does not end a pull: the agent asks again, and finds it further on. What the node names to be
-//! fetched beforehand begins as soon as the VM knows whose it is.
+//! A pull outlives its caller: the kata-agent asks again, and joins it. Prefetching of the images that the node names
+//! begins as soon as the VM is assigned to a pod.
 
 use std::{
     collections::HashMap,
@@ -34,36 +34,36 @@ use crate::config;
 mod child;
 
 const VERSION: u32 = 1;
-/// Processes at the same time.
+/// Limit of concurrent processes.
 const AT_ONCE: usize = 2;
-/// Images to be fetched beforehand, and pulls that somebody waits for.
+/// Limit of images to prefetch, and of pulls in flight.
 const MOST: usize = 64;
-/// Making the store's disk ready has deadlines of its own, which are shorter.
+/// Time limit of the store's preparation. Making its disk ready has time limits of its own, which are shorter.
 const OPENS: Duration = Duration::from_secs(90);
-/// A name is at most a registry's, a repository's and a digest.
+/// Length limit of a name, in bytes: a registry, a repository and a digest.
 const MAX_NAME: usize = 1024;
 
 type Told = Option<Result<Outcome, Error>>;
-/// By image and bundle (none: only fetched).
+/// Pulls in flight by image and bundle (no bundle: prefetch).
 type Running = HashMap<(String, Option<PathBuf>), watch::Receiver<Told>>;
 
-/// The images of this VM. Clones are the same.
+/// Images of this VM. Clones share their state.
 #[derive(Clone)]
 pub(crate) struct Images(Arc<Inner>);
 
 struct Inner {
     settings: config::Images,
-    /// What the node said last; none yet: pulls wait for it.
+    /// Latest settings of the node; pulls wait for the first ones.
     access: watch::Sender<Option<guest::Images>>,
-    /// Whether the store is what it stays, or why there is none; pulls wait for that, too.
+    /// Whether the store is in its final state, or the reason for a missing one; pulls wait for that, too.
     is_open: watch::Sender<Option<Result<(), String>>>,
-    /// Pulls under way.
+    /// Pulls in flight.
     running: Mutex<Running>,
     places: Semaphore,
 }
 
 impl Images {
-    /// Nothing is pulled before [`Images::access`] and [`Images::open`].
+    /// Makes the service. No pull begins before [`Images::access`] and [`Images::open`].
     pub(crate) fn new(settings: &config::Images) -> Images {
         Images(Arc::new(Inner {
             settings: settings.clone(),
@@ -74,17 +74,18 @@ impl Images {
         }))
     }
 
-    /// Where they are kept.
+    /// Returns the path of the store.
     pub(crate) fn store(&self) -> &Path {
         &self.0.settings.store
     }
 
-    /// The store is there: its disk is mounted, or will not be. Or nothing can be kept, and every pull is told why.
+    /// Reports the final state of the store: usable, with or without its disk, or unusable. In the latter case every
+    /// pull fails with this reason.
     pub(crate) fn open(&self, is_there: Result<(), String>) {
         self.0.is_open.send_replace(Some(is_there));
     }
 
-    /// Serves the agent for as long as the answer lives.
+    /// Serves the kata-agent for as long as the returned server lives; `None` if the settings disable it.
     ///
     /// # Errors
     /// The socket cannot be made.
@@ -101,10 +102,10 @@ impl Images {
         Ok(Some(server))
     }
 
-    /// What the node says of the pod's images; begins with those that are to be there early.
+    /// Takes the node's settings of the pod's images, and begins to prefetch.
     ///
     /// # Errors
-    /// It is of another version.
+    /// The settings have another version.
     pub(crate) fn access(&self, access: Option<&guest::Images>) -> Result<(), String> {
         let access = access.cloned().unwrap_or_else(|| {
             let mut none = guest::Images::new();
@@ -127,7 +128,7 @@ impl Images {
         Ok(())
     }
 
-    /// Joins a pull that is under way, or begins one.
+    /// Joins a pull in flight, or begins one.
     fn begin(&self, image: String, bundle: Option<PathBuf>) -> Result<watch::Receiver<Told>, Error> {
         if image.len() > MAX_NAME {
             return Err(Error::new(Cause::Malformed, "an image's name of more than 1024 bytes"));
@@ -140,7 +141,7 @@ impl Images {
         if running.len() >= MOST {
             return Err(Error::new(Cause::Internal, format!("{MOST} pulls are under way; more are refused")));
         }
-        // Who fetches the same image already is waited for: its layers are then here.
+        // A prefetch of the same image goes first: its layers are then in the store.
         let early = running.get(&(key.0.clone(), None)).cloned();
         let (tell, told) = watch::channel(None);
         running.insert(key.clone(), told.clone());
@@ -218,7 +219,7 @@ impl ImagePullService for Images {
     }
 }
 
-/// As the agent hands it on to whoever looks at the pod.
+/// Converts an error to the status that the kata-agent passes on to the pod's users.
 fn status(error: &Error) -> ttrpc::Error {
     let code = match error.cause {
         Cause::NotFound => Code::NOT_FOUND,
@@ -234,7 +235,7 @@ fn status(error: &Error) -> ttrpc::Error {
     ttrpc::Error::RpcStatus(ttrpc::get_status(code, error.to_string()))
 }
 
-/// For root alone from its first moment: bound under another name, then renamed.
+/// Binds the socket for root alone from its first moment: under another name, then renamed.
 fn listen(socket: &Path) -> std::io::Result<UnixListener> {
     use std::os::unix::fs::PermissionsExt;
     if let Some(folder) = socket.parent() {

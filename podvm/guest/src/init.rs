@@ -1,9 +1,9 @@
-//! Pid 1, where the image has no other: mounts what is missing, loads the machine's modules, reaps, keeps
-//! `peerpod-guest serve` running, feeds the watchdog, and ends the machine in order. Small and single-threaded, because
-//! nothing may go wrong here: the end of pid 1 is the end of the VM.
+//! Runs as pid 1 if the VM image has no other. Mounts missing file systems, loads the machine's modules, and reaps.
+//! Keeps `peerpod-guest serve` running, feeds the watchdog, and shuts the machine down in order. Small and
+//! single-threaded, because the end of pid 1 is the end of the VM.
 //!
-//! `serve` is a process of its own so that agent and containers survive its death: they are then pid 1's children.
-//! In a "VM" of namespaces the same program does what concerns its own processes, and leaves the machine alone.
+//! `serve` is a process of its own so that kata-agent and containers survive its death: pid 1 adopts them. In a "VM" of
+//! namespaces the same program handles only its own processes, and leaves the machine alone.
 
 use std::{
     fs,
@@ -52,24 +52,24 @@ use modules::Modules;
 use uevents::Uevents;
 use watchdog::{MEAL, Pulse, Verdict, Watchdog};
 
-/// Before `serve` is started again; doubled with each quick death.
+/// Pause before `serve` is started again; doubled with each quick death.
 const PAUSE: Duration = Duration::from_millis(100);
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
-/// Who ran for so long did not die of its start.
+/// Uptime after which a death does not count as a failed start.
 const STABLE: Duration = Duration::from_secs(10);
-/// `serve` may take so long to end when it is asked to.
+/// Time that `serve` may take to end after the request.
 const GRACE: Duration = Duration::from_secs(2);
-/// Modules that no device announces and the kernel does not ask for, as the image's builder knows.
+/// List of modules that no device announces and the kernel does not request, made by the builder of the VM image.
 const LIST: &str = "/etc/peerpod/modules";
-/// A driver announces devices whose drivers announce devices: PCI, virtio, SCSI, disk.
+/// Limit of event rounds: the driver of a device announces further devices, as PCI, virtio, SCSI, disk.
 const ROUNDS: u32 = 16;
-/// What says that home was called; and how long pid 1 waits for that before it loads what nothing waits for.
+/// Signal that the node was dialled; without it, pid 1 loads the remaining drivers after `GOES_ON`.
 const GO_ON: Signal = Signal::SIGUSR1;
 const GOES_ON: Duration = Duration::from_secs(3);
-/// The priority at which drivers are loaded that nothing waits for.
+/// Niceness while pid 1 loads drivers that nothing waits for.
 const LATE: i32 = 19;
 
-/// Runs until the machine is to go off. Its end is the end of the VM.
+/// Runs until the machine must power off. Its return is the end of the VM.
 pub(crate) fn run(settings: &Settings) -> anyhow::Result<ExitCode> {
     let began = status::since_boot();
     let first_root = root::build();
@@ -81,7 +81,7 @@ pub(crate) fn run(settings: &Settings) -> anyhow::Result<ExitCode> {
     for signal in [Signal::SIGCHLD, Signal::SIGTERM, Signal::SIGINT, Signal::SIGPWR, GO_ON] {
         signals.add(signal);
     }
-    signals.thread_block()?; // `serve` inherits that, and undoes it for all that it starts
+    signals.thread_block()?; // `serve` inherits the mask, and resets it for its children
     let signals = SignalFd::with_flags(&signals, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)?;
     let mut stages = vec![Past::new("init", began)];
     let machine = status::in_first_pid_namespace().then(|| {
@@ -116,18 +116,18 @@ pub(crate) fn run(settings: &Settings) -> anyhow::Result<ExitCode> {
     keeper.keep(&settings.state_dir)
 }
 
-/// Whether this process is `serve` below a pid 1 of ours, which then does what is pid 1's to do.
+/// Returns whether this process is `serve` below peerpod-guest as pid 1, which then handles the tasks of pid 1.
 pub(crate) fn is_ours() -> bool {
     let exe = |who: &str| fs::read_link(format!("/proc/{who}/exe")).ok();
     nix::unistd::getppid().as_raw() == 1 && exe("1").is_some_and(|init| Some(init) == exe("self"))
 }
 
-/// Whether all is mounted.
+/// Returns whether everything is mounted.
 pub(crate) fn is_complete() -> bool {
     root::is_complete() && usr::is_mounted()
 }
 
-/// Tells pid 1, if it is ours, that home was called: what was put off for that may begin.
+/// Signals pid 1, if it is peerpod-guest, that the node was dialled: deferred work may begin.
 pub(crate) fn go_on() {
     if is_ours()
         && let Err(error) = kill(nix::unistd::getppid(), GO_ON)
@@ -136,9 +136,9 @@ pub(crate) fn go_on() {
     }
 }
 
-/// What only a machine of its own has.
+/// State of a machine that belongs to the VM alone.
 struct Machine {
-    /// Until all drivers are loaded.
+    /// Present until all drivers are loaded.
     modules: Option<Modules>,
     first_root: Option<OwnedFd>,
     uevents: Option<Uevents>,
@@ -147,14 +147,14 @@ struct Machine {
 }
 
 impl Machine {
-    /// Loads the drivers that it takes to call home, and then closes the kernel to others than the distribution's. What is
-    /// left is loaded by [`Machine::complete`], at once if that does not suffice.
+    /// Loads the drivers needed to dial the node, and then locks the kernel for modules other than the distribution's.
+    /// [`Machine::complete`] loads the rest, at once if those drivers do not suffice.
     fn new(first_root: Option<OwnedFd>) -> Machine {
         let modules = Modules::open();
         if modules.is_empty() {
             tracing::warn!("the image has no modules for this kernel; what is built in must do");
         }
-        // First the ear, then the look: so nothing falls between the two.
+        // Subscribe first, then inspect: so no device falls between the two.
         let uevents = Uevents::listen();
         let uevents =
             uevents.inspect_err(|error| tracing::error!(%error, "cannot hear of devices that come")).ok();
@@ -165,7 +165,7 @@ impl Machine {
                 break;
             }
             let aliases = came.iter().filter_map(|added| added.alias.as_deref());
-            // Each is loaded, whatever became of the one before.
+            // Each is loaded, whether or not the previous one failed.
             for alias in aliases {
                 all_here &= modules.load_first(alias);
             }
@@ -180,7 +180,7 @@ impl Machine {
         machine
     }
 
-    /// Mounts what is left to be mounted and loads all other drivers.
+    /// Mounts the remaining file systems and loads all other drivers.
     fn complete(&mut self) {
         let Some(modules) = self.modules.take() else { return };
         root::complete();
@@ -189,7 +189,7 @@ impl Machine {
         nice(LATE);
         modules.cold_plug();
         modules.load_list(Path::new(LIST));
-        // Where there is no device for it, the kernel's own: that sees at least that this program hangs.
+        // Without a device, the kernel's software watchdog: it detects at least that this program hangs.
         if !Path::new(watchdog::FIRST).exists()
             && let Err(error) = modules.load("softdog")
         {
@@ -205,8 +205,8 @@ impl Machine {
         nice(0);
     }
 
-    /// Loads what devices that came announce; whether any came. Without an index it is read anew: a device that comes
-    /// later is rare, and its memory would stay.
+    /// Loads the drivers of new devices; returns whether any came. Without an index, reads it again: a late device is
+    /// rare, and a kept index would occupy memory.
     fn hear(&mut self, modules: Option<&Modules>) -> bool {
         let came = self.uevents.as_ref().map(Uevents::take).unwrap_or_default();
         let mut read = None;
@@ -220,7 +220,7 @@ impl Machine {
     }
 }
 
-/// How much pid 1 steps back behind the others: 0 not at all.
+/// Sets the niceness of pid 1: 0 is the default.
 fn nice(level: i32) {
     if let Err(error) = rustix::process::setpriority_process(None, level) {
         tracing::debug!(%error, level, "cannot change the priority");
@@ -236,7 +236,7 @@ struct Keeper {
     pulse: Pulse,
     machine: Option<Machine>,
     started: Instant,
-    /// `serve` says that what was put off may begin.
+    /// Whether `serve` has reported that deferred work may begin.
     goes_on: bool,
 }
 
@@ -262,7 +262,7 @@ impl Keeper {
             {
                 machine.complete();
             }
-            // A pause of `serve` is also the moment to look at the lease and at its pulse.
+            // The wait is bounded, to check the lease and the pulse of `serve` in between.
             let is_complete = self.machine.as_ref().is_none_or(|machine| machine.modules.is_none());
             let until = GOES_ON.saturating_sub(self.started.elapsed());
             self.wait(if is_complete { MEAL } else { MEAL.min(until) })?;
@@ -283,7 +283,7 @@ impl Keeper {
         Ok(ExitCode::SUCCESS)
     }
 
-    /// Devices, buttons, the pulse and the dog; whether the power button was pressed.
+    /// Handles devices, buttons, the pulse and the watchdog; returns whether the power button was pressed.
     fn look_after(&mut self) -> bool {
         let verdict = self.pulse.look();
         if let (Verdict::Hangs | Verdict::Lost, Some(serve)) = (verdict, self.serve)
@@ -329,7 +329,7 @@ impl Keeper {
         self.pause = (self.pause * 2).min(LONGEST_PAUSE);
     }
 
-    /// Until a signal, the next start, or `limit`.
+    /// Waits for a signal, a device event, the next start, or `limit`.
     fn wait(&self, limit: Duration) -> anyhow::Result<()> {
         let until_due = self.due.saturating_duration_since(Instant::now());
         let wait = if self.serve.is_none() { until_due.min(limit) } else { limit };
@@ -355,7 +355,7 @@ impl Keeper {
                 turn = Turn::Off;
             }
         }
-        // Ends of several children may have come as one signal.
+        // The ends of several children may come as one signal.
         loop {
             let status = match waitpid(None, Some(WaitPidFlag::WNOHANG)) {
                 Ok(WaitStatus::StillAlive) | Err(Errno::ECHILD) => return Ok(turn),
@@ -375,7 +375,7 @@ impl Keeper {
         }
     }
 
-    /// Lets `serve` end before the flush.
+    /// Ends `serve` before the flush.
     fn stop(&mut self) -> anyhow::Result<()> {
         let Some(serve) = self.serve else { return Ok(()) };
         let deadline = Instant::now() + GRACE;
@@ -390,7 +390,7 @@ impl Keeper {
     }
 }
 
-/// Where the machine is not ours: what is mounted for the pod.
+/// Flushes the mounts of the pod alone, in a machine that belongs to the host.
 fn flush() {
     match power::within(power::LAST_FLUSH, power::flush) {
         Some(problems) => {

@@ -1,16 +1,18 @@
-//! Between a shim's stream and a connection to the kata-agent: everything passes as it comes, except the three
-//! requests that the VM must change or notice.
+//! Filters a shim's stream on its way to the kata-agent: everything passes unchanged, except the three requests that
+//! the VM must change or notice.
 //!
-//! * `CreateContainer`: the shim strips the network namespace, so containers would run in the VM's own; the pod's is
-//!   put in. A memory limit that the cluster's webhook took off the container is put back. Missing bind sources are
-//!   made, below two folders only. In a VM with GPUs a container that asks for them is marked for the agent to give it them. A volume that the relay recognised is made ready, meanwhile the request waits
-//!   (others pass), and then the agent is told what to mount.
-//! * `CreateSandbox`: `dns` is cleared, or the agent would overwrite the VM's own resolv.conf with the pod's.
+//! * `CreateContainer`: the shim strips the network namespace, so containers would run in the VM's own; the filter
+//!   inserts the pod's network namespace. It restores a memory limit that the cluster's webhook removed from the
+//!   container. It makes missing bind sources, below two folders only. In a VM with GPUs it marks a container that asks
+//!   for them, and the kata-agent then provides them. A volume that the relay recognised is made ready; meanwhile the
+//!   request waits (others pass), and then it names the mount for the kata-agent.
+//! * `CreateSandbox`: `dns` is cleared, or the kata-agent would overwrite the VM's own resolv.conf with that of the
+//!   pod.
 //! * `DestroySandbox`: the flush begins.
 //!
-//! An oversize frame is answered and its body skipped: closing the connection would kill the pod. Answers of ours are
-//! put between the agent's frames, never into one. This is about correctness, not about trust: what a hostile host may
-//! ask of the agent is decided by the agent's policy, after us.
+//! An oversize frame is answered and its body skipped: closing the connection would kill the pod. The filter inserts
+//! its answers between the kata-agent's frames, never into one. The filter provides correctness, not security: the
+//! kata-agent's policy, which comes after it, restricts the requests of a hostile host.
 
 mod rewrite;
 
@@ -32,15 +34,15 @@ use tokio::sync::oneshot;
 
 use self::rewrite::Rewritten;
 
-/// gRPC's INVALID_ARGUMENT, what ttrpc servers answer to what they cannot read.
+/// gRPC's INVALID_ARGUMENT, with which ttrpc servers answer unreadable requests.
 const INVALID_ARGUMENT: i32 = 3;
 const SERVICE: &str = "grpc.AgentService";
-/// gRPC's INTERNAL, what the agent answers to a storage that cannot be mounted.
+/// gRPC's INTERNAL, with which the kata-agent answers a storage that cannot be mounted.
 const INTERNAL: i32 = 13;
-/// Containers of one connection that wait for their volumes.
+/// Limit of containers per connection that wait for their volumes.
 const MAX_HELD: usize = 64;
 
-/// A volume as one container wants it.
+/// Volume as one container wants it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Use {
     /// The volume's id.
@@ -49,56 +51,56 @@ pub struct Use {
     pub paths: Vec<PathBuf>,
 }
 
-/// What the agent is told of a volume.
+/// Ready volume, as described to the kata-agent.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Ready {
-    /// The agent's storage driver.
+    /// The kata-agent's storage driver.
     pub driver: String,
-    /// `/dev/vdb`, `server:/export`.
+    /// Source of the mount: `/dev/vdb`, `server:/export`.
     pub source: String,
-    /// As mount(2) calls it; empty: the raw device.
+    /// Name of the file system for mount(2); empty: the raw device.
     pub fstype: String,
-    /// Of mount(8)'s `-o`.
+    /// Mount options as for `-o` of mount(8).
     pub options: Vec<String>,
-    /// The group of its files and whether they are changed only when the root differs.
+    /// The group of its files, and whether they are changed only when the root differs.
     pub fs_group: Option<(u32, bool)>,
     /// Major and minor number of a raw device.
     pub device: Option<(u32, u32)>,
-    /// No container may write.
+    /// Whether no container may write.
     pub read_only: bool,
-    /// The wanted paths, in their order, as they are on the volume: without symbolic links.
+    /// The wanted paths, in their order, as they are on the volume, without symbolic links.
     pub paths: Vec<PathBuf>,
 }
 
-/// Where containers' volumes are mounted, each in a folder of its id.
+/// Directory of the containers' volume mounts, each in a folder of its id.
 pub const VOLUMES: &str = "/run/peerpod/volumes";
 
-/// What comes of a preparation.
+/// Pending result of a preparation.
 pub type Preparing = oneshot::Receiver<Result<Vec<Ready>, String>>;
 
-/// What the requests mean to the rest of the guest. Called from the link's task: must be quick.
+/// Effects of the requests on the rest of the guest. Called from the link's task: must return quickly.
 pub trait Notice: Send + Sync {
-    /// A container is about to be made; from now on a dead agent means dead containers.
+    /// Reports that a container is about to be made; from now on a dead kata-agent means dead containers.
     fn container(&self);
-    /// The container binds this path of the VM, which may have to be made first.
+    /// Reports that the container binds this path of the VM, which may have to be made first.
     fn bind_source(&self, source: &str);
-    /// The container may change the pod's network.
+    /// Reports that the container may change the pod's network.
     fn network_admin(&self) {}
-    /// How many GPUs the VM has.
+    /// Returns the number of the VM's GPUs.
     fn gpus(&self) -> u32 {
         0
     }
-    /// A container that waits needs these volumes; the answers are in the same order.
+    /// Prepares the volumes of a waiting container; the results are in the same order.
     fn prepare(&self, wanted: Vec<Use>) -> Preparing {
         let (answer, preparing) = oneshot::channel();
         drop(answer.send(Err(format!("{} volumes are wanted where there are none", wanted.len()))));
         preparing
     }
-    /// The shim ends the sandbox.
+    /// Reports that the shim ends the sandbox.
     fn sandbox_ends(&self);
 }
 
-/// The requests that do not just pass.
+/// Requests that are rewritten.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Method {
     CreateContainer,
@@ -107,13 +109,13 @@ enum Method {
 
 enum State {
     Between,
-    /// The beginning of a request, until its method is known.
+    /// Beginning of a request with a method that is not known yet.
     Peeking {
         head: Header,
         have: Vec<u8>,
     },
     Passing,
-    /// A request that is rewritten once it is complete.
+    /// Request that is rewritten once it is complete.
     Holding {
         head: Header,
         method: Method,
@@ -122,7 +124,7 @@ enum State {
     Skipping,
 }
 
-/// A container that waits for its volumes.
+/// Container that waits for its volumes.
 struct Held {
     head: Header,
     waiting: Box<rewrite::Waiting>,
@@ -142,7 +144,7 @@ pub struct Intercept {
 }
 
 impl Intercept {
-    /// `podns` is the path that containers join.
+    /// Makes the filter. `podns` is the path of the network namespace that containers join.
     pub fn new(notice: Arc<dyn Notice>, podns: String) -> Intercept {
         Intercept {
             notice,
@@ -184,11 +186,11 @@ impl Intercept {
         }
     }
 
-    /// More bytes of a request whose method is not known yet.
+    /// Processes more bytes of a request with a method that is not known yet.
     fn look(&mut self, bytes: &[u8], peer: &mut BytesMut, agent: &mut BytesMut) {
         let State::Peeking { head, have } = &mut self.state else { return };
         let head = *head;
-        // Nearly always the first piece says it all and nothing is copied.
+        // Nearly always the first piece suffices, and nothing is copied.
         let first = have.is_empty();
         if !first {
             have.extend_from_slice(bytes);
@@ -261,13 +263,13 @@ impl Intercept {
         self.state = State::Skipping;
     }
 
-    /// Answers a request ourselves, as soon as the agent's frame under way is complete.
+    /// Answers a request itself, as soon as the kata-agent's current frame is complete.
     fn answer(&mut self, stream: u32, code: i32, text: &str, peer: &mut BytesMut) {
         tracing::warn!(stream, reason = text, "refused a request to the agent");
         self.to_peer.whole(&error_response(stream, code, text), peer);
     }
 
-    /// A whole request, to the agent.
+    /// Passes a whole request to the kata-agent.
     fn pass(&mut self, head: Header, payload: &[u8], agent: &mut BytesMut) {
         let length = payload.len() as u32; // at most MAX_PAYLOAD, rewrite checks it
         self.to_agent.begin(&Header { length, ..head }, agent);
@@ -278,7 +280,7 @@ impl Intercept {
 
 impl Filter for Intercept {
     fn poll(&mut self, cx: &mut Context<'_>, peer: &mut BytesMut, agent: &mut BytesMut) -> bool {
-        // Not into the middle of another request; its end is a reason to be polled again.
+        // Not into the middle of another request; its end causes another poll.
         if self.held.is_empty() || self.to_agent.is_under_way() {
             return false;
         }
@@ -333,7 +335,7 @@ impl Filter for Intercept {
         matches!(self.state, State::Passing) && self.requests.pass(input.len())
     }
 
-    /// The relay is another one, or closed the stream: whoever waited for answers has them from the relay. The agent's
+    /// The relay was replaced, or it closed the stream: it has answered the waiting calls itself. The kata-agent's
     /// connection is closed, which ends the calls there.
     fn stream_lost(&mut self, _local: &mut BytesMut) -> bool {
         false

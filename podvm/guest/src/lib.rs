@@ -1,9 +1,11 @@
-//! The only program of ours that lives in the pod VM (`peerpod-pull` comes and goes, per image). It dials home, proves with a ticket that the node made this VM, gets to
-//! know which pod the VM is, makes the pod's network, and carries the shim's conversation to the kata-agent.
+//! Guest program of the pod VM. Only `peerpod-pull`, a short-lived process per image, runs beside it.
 //!
-//! `peerpod-guest` as pid 1 is a small init that keeps `peerpod-guest serve` running; under systemd `serve` is the
-//! service itself (with `KillMode=process`: the agent is a child of it, and survives it). Nothing here knows a cloud,
-//! and nothing listens on the network unless the node is to dial (`wait`).
+//! The guest dials the node, proves with a ticket that the node made this VM, and receives its pod assignment. It makes
+//! the pod's network, and carries the shim's conversation to the kata-agent.
+//!
+//! `peerpod-guest` as pid 1 is a small init that keeps `peerpod-guest serve` running. Under systemd `serve` is the
+//! service itself, with `KillMode=process`: the kata-agent is a child of it, and survives it. No code here depends on a
+//! cloud, and nothing listens on the network unless the node is to dial (`wait`).
 
 use std::{path::Path, process::ExitCode};
 
@@ -42,15 +44,15 @@ mod wait;
 const USAGE: &str = "usage: peerpod-guest [serve | --version]
   without arguments: init when it is pid 1, else serve";
 
-/// The whole program: init when it is pid 1, else what the arguments say.
+/// Runs the program: init as pid 1, else the command in the arguments.
 pub fn run() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
     let run = match arguments[..] {
-        // The kernel hands words of its command line that it does not know to pid 1.
+        // The kernel passes unknown parameters of its command line to pid 1.
         _ if std::process::id() == 1 => Run::Init,
         [] | ["serve"] => Run::Serve,
-        // As the kernel calls its `modprobe`.
+        // Arguments with which the kernel calls its `modprobe`.
         ["-q", "--", module] => {
             return if init::modules::requested(module) { ExitCode::SUCCESS } else { ExitCode::FAILURE };
         }
@@ -74,8 +76,8 @@ pub fn run() -> ExitCode {
     let result = match (settings, run) {
         (Ok(settings), Run::Init) => init::run(&settings),
         (Ok(settings), Run::Serve) => serve::run(&settings, &ring),
-        // Pid 1 must not end for a mistake in a file: it goes on with the defaults, `serve` says what is wrong, and
-        // the lease ends it.
+        // Pid 1 must not end over a mistake in a file: it continues with the defaults, `serve` logs the fault, and the
+        // lease ends the VM.
         (Err(error), Run::Init) => {
             tracing::error!(%error, "settings");
             init::run(&config::Settings::default())
@@ -88,22 +90,22 @@ pub fn run() -> ExitCode {
     })
 }
 
-/// What fuzz targets call: parsers of what others wrote.
+/// Entry points of the fuzz targets: parsers of foreign input.
 pub mod fuzzed {
     use std::path::Path;
 
-    /// The answer of a metadata service, complete or in the middle.
+    /// Returns whether the bytes are an answer of a metadata service, complete or ended early.
     pub fn metadata_answer(bytes: &[u8]) -> bool {
         crate::sources::http::parse(bytes, false).is_ok_and(|answer| answer.is_some())
             || crate::sources::http::parse(bytes, true).is_ok_and(|answer| answer.is_some())
     }
 
-    /// A cloud's line, as the image's builder writes it; whether it is one.
+    /// Returns whether the bytes are a cloud's description, as the builder of the VM image writes it.
     pub fn source(bytes: &[u8]) -> bool {
         crate::sources::Source::parse(bytes, Path::new("fuzz.json")).is_ok()
     }
 
-    /// What `depmod` wrote, an alias, and an event of the kernel's.
+    /// Parses the output of `depmod`, aliases, and an event of the kernel; returns the number of files to load.
     pub fn modules(bytes: &[u8]) -> usize {
         let text = String::from_utf8_lossy(bytes);
         let index = crate::init::modules::Index::new(text.to_string(), text.to_string(), text.to_string());

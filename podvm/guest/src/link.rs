@@ -1,5 +1,5 @@
-//! Keeps the link home: claims an identity, dials, attaches each new connection to the endpoint, and lets a beat pass
-//! after each that was lost.
+//! Keeps the link to the node: claims an identity, dials, attaches each new connection to the endpoint, and lets a beat
+//! pass after each lost one.
 
 use std::{
     io,
@@ -39,19 +39,19 @@ use crate::{
     wait::Waiter,
 };
 
-/// How long the node may think about a claim.
+/// Time limit of the node's answer to a claim.
 const CLAIM: Duration = Duration::from_secs(15);
-/// After a refusal; doubled with each up to the maximum. The first may only mean that the node does not know this VM's
-/// address yet, the tenth is final, and the lease ends it.
+/// Pause after a refusal; doubled with each up to the maximum. The first refusal may only mean that the node does not
+/// know this VM's address yet; the tenth is final, and the lease ends the VM.
 const REFUSED: Duration = Duration::from_millis(250);
 const LONGEST_REFUSED: Duration = Duration::from_secs(5);
-/// So many connections in a row that did not become a link: perhaps the certificate is no longer known, and the
-/// ticket gives it again to the same key.
+/// Number of connections in a row without a link, after which the guest claims again. The node may not know the
+/// certificate any more, and the ticket gives it to the same key again.
 const CLAIM_AGAIN: u32 = 20;
-/// Control messages that wait to be worked on. The node sends one at a time.
+/// Limit of queued control messages. The node sends one at a time.
 const CONTROL_QUEUE: usize = 64;
 
-/// The guest's end of the endpoint.
+/// Handler of the guest's endpoint.
 pub(crate) struct Home {
     agent: Arc<Agent>,
     notice: Arc<dyn Notice>,
@@ -62,21 +62,21 @@ pub(crate) struct Home {
     controls: mpsc::Sender<Bytes>,
 }
 
-/// What [`Home`] passes on.
+/// Events that [`Home`] passes on.
 pub(crate) struct Events {
     pub(crate) links: mpsc::UnboundedReceiver<LinkEvent>,
     pub(crate) controls: mpsc::Receiver<Bytes>,
 }
 
 impl Home {
-    /// `podns` is the path of the network namespace that containers join.
+    /// Makes the handler. `podns` is the path of the network namespace that containers join.
     pub(crate) fn new(
         agent: Arc<Agent>,
         notice: Arc<dyn Notice>,
         podns: String,
         log: Ring,
     ) -> (Home, Events) {
-        // Unbounded, but one connection gives three events and connections come at the pace of `keep`.
+        // Unbounded, but one connection causes three events, and connections come at the pace of `keep`.
         let (links, link_events) = mpsc::unbounded_channel();
         let (controls, control_messages) = mpsc::channel(CONTROL_QUEUE);
         (
@@ -120,7 +120,7 @@ impl Handler for Home {
     }
 
     fn on_link(&mut self, event: LinkEvent) {
-        drop(self.links.send(event)); // nobody listens only when the program ends
+        drop(self.links.send(event)); // the receiver is gone only when the program ends
     }
 
     fn on_connections(&mut self, open: usize) {
@@ -128,28 +128,29 @@ impl Handler for Home {
     }
 }
 
-/// Who dials, with what.
+/// Supervisor of the link, with all that a dial needs.
 pub(crate) struct Keeper {
     pub(crate) birth: BirthData,
     pub(crate) identity: Arc<Mutex<Identity>>,
-    /// Who this VM is in an encrypted tunnel.
+    /// Key of this VM in an encrypted tunnel.
     pub(crate) encrypted: Arc<Encrypted>,
     pub(crate) status: Arc<Status>,
     pub(crate) lease: Arc<Lease>,
-    /// Where the node is found besides where birth data says.
+    /// Sender of the last link that was up.
     pub(crate) uplink: uplink::Link,
+    /// Addresses of the node besides those in user-data.
     pub(crate) homes: watch::Receiver<Vec<SocketAddr>>,
 }
 
-/// Who dials.
+/// Direction of the dial.
 enum Way {
-    /// We do.
+    /// The guest dials.
     Dial(Dialler),
-    /// The node does.
+    /// The node dials.
     Wait(Waiter),
 }
 
-/// Why a claim did not succeed now.
+/// Failure of one claim.
 #[derive(Debug, thiserror::Error)]
 enum ClaimError {
     #[error("{0}")]
@@ -167,7 +168,7 @@ enum ClaimError {
 }
 
 impl Keeper {
-    /// Keeps the link until `handle`'s endpoint ends.
+    /// Keeps the link until the endpoint of `handle` ends.
     pub(crate) async fn keep(&self, handle: &EndpointHandle, links: mpsc::UnboundedReceiver<LinkEvent>) {
         match self.birth.node.listen {
             Some(port) => self.keep_waiting(port, handle, links).await,
@@ -175,7 +176,8 @@ impl Keeper {
         }
     }
 
-    /// The node dials. A new connection of its takes the place of the one before at once: it dials when it has none.
+    /// Waits for the node to dial. Its new connection replaces the previous one at once: the node dials when it has
+    /// none.
     async fn keep_waiting(
         &self,
         port: u16,
@@ -196,7 +198,7 @@ impl Keeper {
         }
         let mut stage = Some(self.status.begin("link"));
         let (mut fruitless, mut linked) = (0, None);
-        // Where the relay answers probes.
+        // Port on which the relay answers probes.
         let home = self.birth.node.addresses.first().map(SocketAddr::port);
         loop {
             let Way::Wait(waiter) = &way else { return };
@@ -228,7 +230,7 @@ impl Keeper {
 
     async fn claim_again(&self, way: &mut Way, said: &mut Said) {
         tracing::warn!("the node does not take our certificate, showing the ticket again");
-        // A node that dials shows up when it likes; the certificate may be good again before.
+        // The node dials at its own pace; the certificate may be good again before it does.
         match timeout(CLAIM, self.claim_once(way)).await {
             Ok(Ok(())) => {}
             Ok(Err(error)) => said.once("claim failed", error.to_string()),
@@ -269,7 +271,7 @@ impl Keeper {
         }
     }
 
-    /// From the attachment of a connection to its end.
+    /// Follows a connection from its attachment to its end.
     async fn follow(
         &self,
         links: &mut mpsc::UnboundedReceiver<LinkEvent>,
@@ -288,7 +290,7 @@ impl Keeper {
         }
     }
 
-    /// What follows from an event: `Link` when it is up, `End` when it is down.
+    /// Handles an event; returns `Link` when the link is up, `End` when it is down.
     fn happened(
         &self,
         event: LinkEvent,
@@ -375,7 +377,7 @@ impl Keeper {
         Ok(())
     }
 
-    /// A connection to the node, with its certificate checked and ours shown, or not.
+    /// Returns a connection to the node, after a check of its certificate, with or without the guest's own.
     async fn secure(
         &self,
         way: &mut Way,
@@ -400,15 +402,15 @@ impl Keeper {
 }
 
 enum Followed {
-    /// It became a link.
+    /// The connection became a link.
     Link,
-    /// It ended before it was one.
+    /// The connection ended before it was a link.
     Nothing,
-    /// The endpoint is gone; of one event: the connection is.
+    /// The endpoint is gone; for a single event: the connection is gone.
     End,
 }
 
-/// Says a reason when it is a new one: a node that is away for an hour is one line and not twenty thousand.
+/// Logs a reason only when it is a new one: a node that is away for an hour is one line and not twenty thousand.
 #[derive(Default)]
 struct Said(String);
 

@@ -1,5 +1,5 @@
-//! Connects to ports of the pod's localhost, for streams that the relay dialled: what kubelet and probes connect to in
-//! the node's side of the pod's namespace listens here, in the namespace that containers join.
+//! Connects to ports of the pod's localhost, for streams that the relay dialled. The kubelet and probes connect in the
+//! node's side of the pod's namespace; the ports listen here, in the namespace that containers join.
 
 use std::{io, net::TcpStream as Unconnected, os::fd::OwnedFd, path::PathBuf, sync::Arc};
 
@@ -12,7 +12,7 @@ use tokio::{
     task::spawn_blocking,
 };
 
-/// The pod's namespace, kept open while it is the one at its path.
+/// The pod's namespace, kept open while its path refers to it.
 #[derive(Debug)]
 pub(crate) struct Localhost {
     podns: PathBuf,
@@ -20,18 +20,18 @@ pub(crate) struct Localhost {
 }
 
 impl Localhost {
-    /// `podns` is the path of the namespace that containers join; it may not be there yet.
+    /// Makes the connector. `podns` is the path of the namespace that containers join; it may not exist yet.
     pub(crate) fn new(podns: PathBuf) -> Localhost {
         Localhost { podns, open: Mutex::new(None) }
     }
 
-    /// Connects in the pod's namespace. The link's bound on time is the only one; dropping it gives it up.
+    /// Connects in the pod's namespace. Only the link limits the time; dropping the future cancels the attempt.
     pub(crate) async fn connect(self: Arc<Localhost>, target: Target) -> io::Result<TcpStream> {
         let socket = spawn_blocking(move || self.socket(target)).await.map_err(io::Error::other)??;
         TcpSocket::from_std_stream(Unconnected::from(socket)).connect(target.address()).await
     }
 
-    /// A socket is of the namespace of the thread that makes it, for its whole life.
+    /// Makes a socket, which belongs to the namespace of the calling thread for its whole life.
     fn socket(&self, target: Target) -> io::Result<OwnedFd> {
         let family = if target.v6 { AddressFamily::Inet6 } else { AddressFamily::Inet };
         let flags = SockFlag::SOCK_NONBLOCK | SockFlag::SOCK_CLOEXEC;

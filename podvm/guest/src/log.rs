@@ -1,9 +1,9 @@
-//! Where the guest's log goes: to the console, always, and over the link to the node, so that `kubectl logs` there shows
-//! why a VM misbehaves. What was said before the link was up, or while it is cut, waits in a bounded ring; the oldest
-//! is given up first, and how much was is said with the next line.
+//! Writes the guest's log to the console, always, and over the link to the node, so that `kubectl logs` there shows why
+//! a VM misbehaves.
 //!
-//! Whoever says something is never held up by the link: the ring is a lock for as long as a line is copied. What the
-//! link itself says of its own work stays on the console, or each line would make the next.
+//! Lines from before the link, or while it is cut, wait in a bounded ring. The ring drops the oldest line first, and
+//! sends the number of dropped lines with the next one. The link never delays a log call: the ring's lock is held only
+//! while a line is copied. Log records of the link's own code stay on the console, or each line would cause the next.
 
 use std::{
     collections::VecDeque,
@@ -25,19 +25,19 @@ use tracing_subscriber::{
 
 use crate::status;
 
-/// What waits for the link, in bytes, and in lines of which each costs as much as a short one at least.
+/// Limit of the ring in bytes, and least cost of a line, which bounds the number of short lines.
 const MOST_BYTES: usize = 256 << 10;
 const LEAST_COST: usize = 64;
 
-/// Who works for the link: below a warning, what they say is about lines on their way.
+/// Targets of the link's own code: below a warning, their records concern lines in transit.
 const LINK_S_OWN: [&str; 6] =
     ["peerpod_link::endpoint", "peerpod_link::session", "peerpod_guest::log", "rustls", "tokio", "mio"];
 
-/// Lines that wait for the link. Clones are the same ring.
+/// Lines that wait for the link. Clones share the ring.
 #[derive(Clone)]
 pub(crate) struct Ring {
     inner: Arc<Mutex<Inner>>,
-    /// When this VM's time begins, on the clock of [`status::since_boot`].
+    /// Start of this VM's time, on the clock of [`status::since_boot`].
     zero: Duration,
 }
 
@@ -47,7 +47,7 @@ struct Inner {
     bytes: usize,
     lost: u32,
     waker: Option<Waker>,
-    /// The image wants the log to stay on the console.
+    /// Whether the VM image wants the log to stay on the console.
     off: bool,
 }
 
@@ -56,13 +56,13 @@ fn cost(line: &[u8]) -> usize {
 }
 
 impl Ring {
-    /// An empty one. One that is off keeps nothing.
+    /// Makes an empty ring, which keeps nothing unless it is on.
     pub(crate) fn new(on: bool) -> Ring {
         let inner = Inner { off: !on, ..Inner::default() };
         Ring { inner: Arc::new(Mutex::new(inner)), zero: status::birth_of_vm() }
     }
 
-    /// Keeps a line, at the price of the oldest.
+    /// Adds a line, and drops the oldest ones if necessary.
     pub(crate) fn say(&self, level: Level, target: &str, text: &str) {
         let uptime_ms = status::since_boot().saturating_sub(self.zero).as_millis() as u64;
         let line = Line { level, lost: 0, uptime_ms, target, text }.encode();
@@ -84,7 +84,7 @@ impl Ring {
         }
     }
 
-    /// The oldest line, as it goes over the link; with it goes how many before it were given up.
+    /// Returns the oldest line, encoded for the link, with the number of lines that were dropped before it.
     pub(crate) fn poll_next(&self, cx: &mut Context<'_>) -> Poll<Vec<u8>> {
         let mut inner = self.lock();
         let Some(mut line) = inner.lines.pop_front() else {
@@ -106,13 +106,13 @@ impl Ring {
     }
 }
 
-/// Begins to log: to the console, and into the ring when there is one.
+/// Starts to log to the console, and into the ring if there is one.
 pub(crate) fn init(filter: Targets, ring: Option<Ring>) {
     let console = tracing_subscriber::fmt::layer().with_ansi(false).with_writer(std::io::stderr);
     tracing_subscriber::registry().with(filter).with(console).with(ring.map(ToRing)).init();
 }
 
-/// What tracing hands to the ring.
+/// Layer of tracing that writes into the ring.
 struct ToRing(Ring);
 
 impl<S: Subscriber> Layer<S> for ToRing {
@@ -145,7 +145,7 @@ fn level(metadata: &Metadata<'_>) -> Level {
     }
 }
 
-/// An event as text: its message, then its fields, `name=value`; no longer than a line may be.
+/// Text of an event: its message, then its fields, `name=value`; no longer than a line may be.
 struct Words {
     text: String,
     begun: bool,
@@ -153,7 +153,7 @@ struct Words {
 
 impl Words {
     fn add(&mut self, field: &Field, value: fmt::Arguments<'_>) {
-        // A full line ends the formatting early, which is what the error is for.
+        // A full line ends the formatting early by means of the error.
         let space = if std::mem::replace(&mut self.begun, true) { " " } else { "" };
         let _full = match field.name() {
             "message" => write!(self, "{space}{value}"),

@@ -1,4 +1,4 @@
-//! `peerpod-guest`, the only program of ours in the pod VM. All of it is in the library, which the benches share.
+//! `peerpod-guest`, the guest program of the pod VM. All of it is in the library, which the benches share.
 
 use std::process::ExitCode;
 

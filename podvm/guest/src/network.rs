@@ -1,5 +1,5 @@
-//! The pod's network as this VM makes it: the node's plan, fitted to what is known of the VM's own network. May be made
-//! again at any time; what is as it should be stays.
+//! Makes the pod's network in this VM from the node's plan, fitted to the VM's own network. Can be repeated at any
+//! time; correct parts stay untouched.
 
 use std::{
     net::IpAddr,
@@ -27,21 +27,21 @@ use crate::{
 };
 
 const FILE: &str = "network.pb";
-/// As much as a plan may have, and nothing besides.
+/// Size limit of a stored plan in bytes.
 const MAX_LEN: u64 = 2 << 20;
 
-/// Where the plan does not say: routes change without a word.
+/// Interval of probes if the plan has none: routes change without notice.
 const PROBE_INTERVAL: Duration = Duration::from_secs(600);
 
 const ADMIN: &str = "network-admin";
 
-/// The node may hear of an address from the cloud before the VM's card has it: so long the way to the node may be missing.
-/// Enough for a DHCP server's answer that is lost, and the questions after it. The node waits longer.
+/// Longest wait for a missing route to the node: the node may learn an address from the cloud before the VM's NIC has
+/// it. Sufficient for a lost answer of a DHCP server and the following requests. The node waits longer.
 const WAY: Duration = Duration::from_secs(20);
-/// Between two looks for it.
+/// Interval between two checks for the route.
 const LOOK: Duration = Duration::from_millis(100);
 
-/// Why there is no network.
+/// Failure to make the network.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Error {
     #[error("making the pod's network: {0}")]
@@ -52,15 +52,15 @@ pub(crate) enum Error {
     Ending,
 }
 
-/// What of a plan concerns the path to the node.
+/// Part of a plan that concerns the path to the node.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Told {
-    /// The node's end of the tunnel on the VM's own network; within WireGuard it is elsewhere.
+    /// The node's end of the tunnel on the VM's own network; `None` within WireGuard, where it is elsewhere.
     pub(crate) node: Option<IpAddr>,
-    /// What there is for each of the pod's interfaces by what the node knows, in bytes: another figure may mean that the
-    /// node's side of the path is another one.
+    /// MTU of each of the pod's interfaces by the node's knowledge, in bytes. Another figure may mean that the node's
+    /// side of the path changed.
     pub(crate) room: Vec<u32>,
-    /// How often the path is tried without a reason.
+    /// Seconds between probes without a cause.
     interval: u32,
 }
 
@@ -76,31 +76,31 @@ impl Told {
     }
 }
 
-/// What is known of the pod's network and its way home.
+/// State of the pod's network and of the path to the node.
 pub(crate) struct Network {
     podns: PathBuf,
-    /// There when a container may change the pod's network itself; outlives this program.
+    /// File that exists if a container may change the pod's network itself; outlives this program.
     admin: PathBuf,
     encrypted: Arc<Encrypted>,
     status: Arc<Status>,
-    /// The largest packet on the way to the node, in bytes; 0 = only the kernel's routes say.
+    /// Path MTU to the node, in bytes; 0 = only the kernel's routes are known.
     path: AtomicU32,
-    /// How often the path is tried again without a reason, in seconds; 0 = the plan does not say.
+    /// Seconds between probes without a cause; 0 = not in the plan.
     probe_seconds: AtomicU32,
-    /// What the last plan says of the path, once one came.
+    /// Path settings of the last plan, once one came.
     told: watch::Sender<Option<Told>>,
-    /// Where [`Network::previous`] is kept over a restart of the program.
+    /// File that keeps [`Network::previous`] over a restart of the program.
     file: PathBuf,
-    /// What was made last: what a new plan has no more is removed.
+    /// Plan that was made last: parts that a new plan does not have are removed.
     previous: tokio::sync::Mutex<Option<NetworkPlan>>,
-    /// Whether IPv4 and IPv6 left the cluster by a card of this VM when the network was made last.
+    /// Whether IPv4 and IPv6 left the cluster by a NIC of this VM when the network was made last.
     left: [AtomicBool; 2],
 }
 
 impl Network {
     pub(crate) fn new(settings: &Settings, encrypted: Arc<Encrypted>, status: Arc<Status>) -> Network {
         let file = settings.state_dir.join(FILE);
-        // One that cannot be read is as good as none: then nothing is removed.
+        // An unreadable plan is as good as none: then nothing is removed.
         let bytes = files::read(&file, MAX_LEN).ok().flatten();
         let previous = bytes.and_then(|bytes| NetworkPlan::parse_from_bytes(&bytes).ok());
         Network {
@@ -117,22 +117,22 @@ impl Network {
         }
     }
 
-    /// What plans say of the path; changes with what they say.
+    /// Returns the path settings of the plans; changes when they change.
     pub(crate) fn told(&self) -> watch::Receiver<Option<Told>> {
         self.told.subscribe()
     }
 
-    /// Counts how often the encrypted tunnel ended by itself.
+    /// Returns the number of encrypted tunnels that ended by themselves.
     pub(crate) fn ended(&self) -> watch::Receiver<u64> {
         self.encrypted.ended()
     }
 
-    /// The link to the node was made anew.
+    /// Reports that the link to the node was made again.
     pub(crate) fn linked(&self) {
         self.encrypted.linked();
     }
 
-    /// A container of the pod has the capability to change the pod's network.
+    /// Notes that a container of the pod has the capability to change the pod's network.
     pub(crate) fn pod_may_change(&self) {
         if !self.is_pods_own()
             && let Err(error) = files::write(&self.admin, &[])
@@ -141,18 +141,18 @@ impl Network {
         }
     }
 
-    /// Whether the pod may change its network, so that what is missing may be as the pod wants it.
+    /// Returns whether the pod may change its network, so that missing parts may be intended.
     pub(crate) fn is_pods_own(&self) -> bool {
         self.admin.exists()
     }
 
-    /// An ear in the pod's namespace, once there is one.
+    /// Opens a watcher of the pod's namespace, once that exists.
     pub(crate) fn listen(&self) -> Option<Events> {
         let events = Netns::open(&self.podns).and_then(|netns| Events::of_pod(&netns));
         events.inspect_err(|error| tracing::debug!(%error, "cannot watch the pod's network yet")).ok()
     }
 
-    /// What the pod's network lacks of the last plan, in words.
+    /// Returns the parts of the last plan that the pod's network lacks, as text.
     pub(crate) async fn drift(&self) -> Vec<String> {
         let previous = self.previous.lock().await;
         let Some(plan) = previous.clone() else { return Vec::new() };
@@ -164,8 +164,8 @@ impl Network {
         }
     }
 
-    /// Whether an IP family leaves the cluster by other means than when the network was made last: the VM's cards changed.
-    /// Waits for a network that is being made.
+    /// Returns whether an IP family leaves the cluster by other means than when the network was made last, after a
+    /// change of the VM's NICs. Waits for a network that is being made.
     pub(crate) async fn leaves_otherwise(&self) -> bool {
         let previous = self.previous.lock().await;
         let Some(plan) = previous.clone() else { return false };
@@ -175,17 +175,17 @@ impl Network {
         };
         match tokio::task::spawn_blocking(look).await {
             Ok(Ok((v4, v6))) => [v4, v6] != [self.left[0].load(Relaxed), self.left[1].load(Relaxed)],
-            // The next event brings another look.
+            // The next event causes another check.
             Ok(Err(_)) | Err(_) => false,
         }
     }
 
-    /// What passes between VM and node; true when it is another figure than before.
+    /// Sets the path MTU between VM and node; returns whether it changed.
     pub(crate) fn set_path(&self, bytes: u32) -> bool {
         self.path.swap(bytes, Relaxed) != bytes
     }
 
-    /// How often the path to the node is tried again without a reason.
+    /// Returns the interval between probes of the path to the node without a cause.
     pub(crate) fn probe_interval(&self) -> Duration {
         match self.probe_seconds.load(Relaxed) {
             0 => PROBE_INTERVAL,
@@ -193,11 +193,11 @@ impl Network {
         }
     }
 
-    /// As [`Network::make`], for a VM whose cards may still be getting addresses: before its first network is made.
+    /// Acts as [`Network::make`], but before the first network waits for NICs that may still be getting addresses.
     pub(crate) async fn make_soon(&self, plan: &NetworkPlan) -> Result<Applied, Error> {
         let is_first = self.previous.lock().await.is_none();
         if let Some(node) = Told::of(plan).node.filter(|_| is_first) {
-            // Without one, the attempt says what is wrong.
+            // If no route comes, the attempt reports the fault.
             drop(
                 timeout(WAY, async {
                     while lacks_way(node).await {
@@ -210,7 +210,7 @@ impl Network {
         self.make(plan).await
     }
 
-    /// Makes the pod's network as planned, with what is known now.
+    /// Makes the pod's network as planned, fitted to the current state of the VM's own network.
     pub(crate) async fn make(&self, plan: &NetworkPlan) -> Result<Applied, Error> {
         self.probe_seconds.store(plan.underlay.probe_seconds, Relaxed);
         let told = Some(Told::of(plan));
@@ -232,7 +232,7 @@ impl Network {
         for (kept, leaves) in self.left.iter().zip(left) {
             kept.store(leaves, Relaxed);
         }
-        // After it was made: until then the one before says more of what is there.
+        // Stored afterwards: until then the previous plan describes the network better.
         if previous.as_ref() != Some(&plan) {
             let kept = plan.write_to_bytes().map_err(std::io::Error::other);
             if let Err(error) = kept.and_then(|bytes| files::write(&self.file, &bytes)) {
@@ -251,7 +251,7 @@ impl Network {
     }
 }
 
-/// Whether the kernel knows no way to the node. What is wrong besides is for the attempt to say.
+/// Returns whether the kernel knows no route to the node. The attempt reports any other fault.
 async fn lacks_way(node: IpAddr) -> bool {
     let look = move || {
         let mut client = Client::route().ok()?;
@@ -261,17 +261,18 @@ async fn lacks_way(node: IpAddr) -> bool {
 }
 
 struct Made {
-    /// As it was carried out.
+    /// Plan as it was carried out.
     plan: NetworkPlan,
     applied: Applied,
-    /// Whether IPv4 and IPv6 leave the cluster by a card of this VM.
+    /// Whether IPv4 and IPv6 leave the cluster by a NIC of this VM.
     left: [bool; 2],
     path_note: Option<String>,
     external_note: Option<String>,
     metadata_note: Option<String>,
 }
 
-/// The tunnel first, without the routes that leave it, then the way out: no packet takes the wrong one in between.
+/// Makes the tunnel first, without the routes that leave it, then the way out: no packet takes the wrong one in
+/// between.
 fn make(
     mut plan: NetworkPlan,
     path: u32,
@@ -283,7 +284,7 @@ fn make(
     peerpod_podnet::netns::create_named(podns)?;
     let mut external = external::read(&plan)?;
     if let Some(external) = &mut external {
-        // The wall around the VM's network is not to close what the cloud's author opened.
+        // The egress firewall around the VM's network must not close addresses that the cloud's description opens.
         external.allow.extend(metadata.open.iter().map(|address| (*address, bits(*address))));
     }
     let (mut external_note, mut left) = (None, [false; 2]);
@@ -318,7 +319,7 @@ fn make(
         Some(_) => external::undo()?,
         None => {}
     }
-    // Last: while the pod's network was being made there was no pod.
+    // Last: there is no pod while its network is being made.
     let allowed = external.as_ref().map(|external| external.allow.as_slice()).unwrap_or_default();
     let open: Vec<_> = allowed.iter().copied().chain(metadata.open.iter().map(|a| (*a, bits(*a)))).collect();
     let closed = peerpod_podnet::metadata::closed(&metadata.closed, &open);
@@ -332,7 +333,7 @@ fn bits(address: IpAddr) -> u8 {
     if address.is_ipv6() { 128 } else { 32 }
 }
 
-/// What the clouds' authors say of their metadata services and pods.
+/// Access of pods to metadata services, by the clouds' descriptions.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Metadata {
     closed: Vec<IpAddr>,
@@ -340,7 +341,7 @@ pub(crate) struct Metadata {
 }
 
 impl Metadata {
-    /// Of the clouds that this VM runs in.
+    /// Returns the access for the clouds that this VM runs in.
     fn look() -> Metadata {
         let (sources, _) = sources::load(Path::new(sources::FOLDER));
         let here: Vec<_> = sources.into_iter().filter(sources::Source::is_here).collect();

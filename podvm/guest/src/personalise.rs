@@ -1,5 +1,5 @@
-//! Makes a booted VM a pod's: network, lease, agent. The plan is kept before it is applied, so that a restarted guest
-//! program puts back what it had. The same plan again changes nothing; another sandbox is refused.
+//! Assigns a booted VM to a pod: network, lease, kata-agent. The plan is stored before it is applied, so that a
+//! restarted guest restores it. The same plan again changes nothing; another sandbox is refused.
 
 use std::{
     io,
@@ -40,16 +40,16 @@ const VERSION: u32 = 1;
 const FILE: &str = "plan.pb";
 const INITDATA: &str = "initdata";
 const DIGEST: &str = "initdata.digest";
-/// A plan is mostly initdata, and that came in one ttrpc frame.
+/// Size limit of a plan in bytes: a plan is mostly initdata, which came in one ttrpc frame.
 pub(crate) const MAX_LEN: u64 = 5 << 20;
-/// Addresses of the node that are kept.
+/// Limit of the node's stored addresses.
 const MAX_HOMES: usize = 16;
-/// When the node says nothing.
+/// Time limit for the kata-agent if the node sets none.
 const AGENT_TIMEOUT: Duration = Duration::from_secs(30);
-/// Where bind sources may be made.
+/// Directories in which bind sources may be made.
 const SOURCES: &[&str] = &["/run/kata-containers/shared/containers", "/run/peerpod/volumes"];
 
-/// Why the VM is not the pod's.
+/// Failure to assign the VM to the pod.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Error {
     #[error(
@@ -76,7 +76,7 @@ pub(crate) enum Error {
     Agent(#[from] agent::Error),
 }
 
-/// What the VM was made into.
+/// Assignment of the VM to a pod.
 pub(crate) struct Person {
     network: Arc<Network>,
     file: PathBuf,
@@ -89,14 +89,14 @@ pub(crate) struct Person {
     components: Option<Arc<Components>>,
     gpus: Arc<AtomicU32>,
     volumes: Arc<Volumes>,
-    /// Where the node is found besides where this VM was told at birth.
+    /// Addresses of the node besides those in user-data.
     homes: watch::Sender<Vec<SocketAddr>>,
-    /// Held while a plan is applied: one at a time.
+    /// Last plan. Locked while a plan is applied: one at a time.
     current: Mutex<Option<Personalise>>,
 }
 
 impl Person {
-    /// With the plan of the run before, not yet applied.
+    /// Loads the plan of the previous run, without applying it.
     pub(crate) fn load(
         settings: &Settings,
         status: Arc<Status>,
@@ -127,32 +127,33 @@ impl Person {
         }
     }
 
-    /// With those who want to know of images and initdata.
+    /// Adds the users of the plan's images and initdata.
     pub(crate) fn with_images(self, images: Images, components: Arc<Components>) -> Person {
         Person { images: Some(images), components: Some(components), ..self }
     }
 
-    /// GPUs of the VM, as the last plan says.
+    /// Returns the number of the VM's GPUs by the last plan.
     pub(crate) fn gpus(&self) -> Arc<AtomicU32> {
         self.gpus.clone()
     }
 
-    /// The pod's volumes, as the last plan says.
+    /// Returns the pod's volumes by the last plan.
     pub(crate) fn volumes(&self) -> Arc<Volumes> {
         self.volumes.clone()
     }
 
-    /// Where the node is found, as the last plan says; empty before the first.
+    /// Returns the node's addresses by the last plan; empty before the first.
     pub(crate) fn homes(&self) -> watch::Receiver<Vec<SocketAddr>> {
         self.homes.subscribe()
     }
 
-    /// The pod's network.
+    /// Returns the pod's network.
     pub(crate) fn network(&self) -> Arc<Network> {
         self.network.clone()
     }
 
-    /// Makes the network of the last plan again, with what is known now; nothing before the first plan.
+    /// Makes the network of the last plan again, fitted to the current state of the VM's own network; does nothing
+    /// before the first plan.
     pub(crate) async fn network_again(&self) -> Result<(), Error> {
         let current = self.current.lock().await;
         let Some(network) = current.as_ref().and_then(|plan| plan.network.as_ref()) else { return Ok(()) };
@@ -161,12 +162,12 @@ impl Person {
         Ok(())
     }
 
-    /// Whether no plan ever came: birth data's lease counts then.
+    /// Returns whether no plan ever came: the lease of user-data counts then.
     pub(crate) fn is_new(&self) -> bool {
         self.new
     }
 
-    /// Applies what the run before had, if anything.
+    /// Applies the plan of the previous run, if any.
     pub(crate) async fn restore(&self) -> Result<(), Error> {
         let current = self.current.lock().await;
         match &*current {
@@ -175,7 +176,7 @@ impl Person {
         }
     }
 
-    /// Makes the VM `ours`'s, as the node says.
+    /// Applies the node's plan to the VM, which belongs to sandbox `ours`.
     pub(crate) async fn personalise(&self, ours: &str, plan: Personalise) -> Result<(), Error> {
         check(ours, &plan)?;
         if !plan.initdata.is_empty() {
@@ -197,7 +198,7 @@ impl Person {
         let applied = self.apply(&plan).await;
         if let Err(error) = &applied {
             self.status.error(&error.to_string());
-            // The pod goes on with what it has, also after a restart of this program.
+            // The pod goes on with its present network, also after a restart of this program.
             if let (Error::Network(_), Some(before)) = (error, before) {
                 self.keep(&before)?;
                 *current = Some(before);
@@ -243,7 +244,7 @@ impl Person {
 }
 
 impl Person {
-    /// Initdata's files where those look who read them, and its digest for whoever measures.
+    /// Writes initdata's files to the place where components read them, and its digest for measuring programs.
     fn initdata(&self, plan: &Personalise) -> Result<(), Error> {
         if plan.initdata.is_empty() {
             return Ok(());
@@ -258,7 +259,7 @@ impl Person {
         for (name, content) in &initdata.files {
             write(name, content)?;
         }
-        // As those who extend a measurement with it read it: the hex alone.
+        // In the format for programs that extend a measurement with it: the hex alone.
         let hex = initdata.digest.split_once(':').map_or("", |(_, hex)| hex);
         write(DIGEST, hex)?;
         self.status.initdata(&initdata.digest);
@@ -267,8 +268,8 @@ impl Person {
     }
 }
 
-/// A node that does not know the pod's pull secrets at present takes none away; nor one that has not what a share is
-/// mounted with any more, because it is being unpublished.
+/// Restores secrets from the previous plan. A node that does not know the pod's pull secrets at present removes none.
+/// Neither does a node that no longer has a share's credentials, because the share is being unpublished.
 fn with_secret_of(mut plan: Personalise, before: Option<&Personalise>) -> Personalise {
     if plan.images.keep_pull_secret
         && let Some(images) = plan.images.as_mut()
@@ -287,7 +288,7 @@ fn with_secret_of(mut plan: Personalise, before: Option<&Personalise>) -> Person
     plan
 }
 
-/// What cannot be read is left out: the others may do.
+/// Returns the node's addresses. Unreadable ones are left out: the others may suffice.
 fn homes(plan: &Personalise) -> Vec<SocketAddr> {
     plan.node_addresses.iter().take(MAX_HOMES).filter_map(|address| address.parse().ok()).collect()
 }
@@ -308,8 +309,8 @@ fn check(ours: &str, plan: &Personalise) -> Result<(), Error> {
     Ok(())
 }
 
-/// Makes the source of a bind mount, a directory, if it is missing and lies where such sources may lie. Anything else
-/// is the agent's to refuse. No symlink is followed: a container that shares a volume must not lead us elsewhere.
+/// Makes the source of a bind mount, a directory, if it is missing and lies where such sources may lie. The kata-agent
+/// refuses any other. No symlink is followed: a container that shares a volume must not redirect the path.
 pub(crate) fn make_bind_source(source: &str) {
     for root in SOURCES {
         let Ok(relative) = Path::new(source).strip_prefix(root) else { continue };
@@ -321,7 +322,7 @@ pub(crate) fn make_bind_source(source: &str) {
     }
 }
 
-/// Whether anything had to be made. The root itself must be there.
+/// Returns whether anything had to be made. The root itself must exist.
 fn make_below(root: &Path, relative: &Path) -> nix::Result<bool> {
     if relative.as_os_str().is_empty() {
         return Ok(false);
@@ -330,7 +331,7 @@ fn make_below(root: &Path, relative: &Path) -> nix::Result<bool> {
     let mut folder = open(root, flags | OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW, Mode::empty())?;
     let how =
         OpenHow::new().flags(flags).resolve(ResolveFlag::RESOLVE_BENEATH | ResolveFlag::RESOLVE_NO_SYMLINKS);
-    // Also a file may be the source: then it is there and nothing is to be made.
+    // The source may also be a file: then it exists and nothing is to be made.
     match openat2(folder.as_fd(), relative, how) {
         Ok(_) => return Ok(false),
         Err(Errno::ENOENT) => {}

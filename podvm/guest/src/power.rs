@@ -1,4 +1,4 @@
-//! The end of the VM: the lease that ends it when nobody wants it any more, the flush before, the power-off.
+//! Ends the VM: the lease that expires when the VM is not wanted any more, the flush before, the power-off.
 
 use std::{
     fs::File,
@@ -21,19 +21,20 @@ use tokio::{sync::Notify, time::timeout};
 
 use crate::{files, proc, status};
 
-/// Until birth data says otherwise: a VM that never learns whose it is costs money for so long.
+/// Lease until user-data sets another one: a VM that is never assigned to a pod costs money for so long.
 pub(crate) const FIRST_LEASE: Duration = Duration::from_secs(15 * 60);
-/// How `serve` tells pid 1 that the machine is to go off.
+/// Exit code of `serve` that asks pid 1 to power the machine off.
 pub(crate) const POWER_OFF: u8 = 70;
-/// Storage that died with the node must not keep the VM alive: the last flush and the last sync may take so long.
+/// Time limit of the last flush, as `LAST_SYNC` of the last sync: storage that died with the node must not keep the VM
+/// alive.
 pub(crate) const LAST_FLUSH: Duration = Duration::from_secs(30);
 const LAST_SYNC: Duration = Duration::from_secs(5);
-/// How often contact is noted while the link is up.
+/// Interval between notes of contact while the link is up.
 const TICK: Duration = Duration::from_secs(5);
-/// The note of the lease: written again and again for as long as `serve` lives.
+/// File of the lease's note, rewritten again and again for as long as `serve` lives.
 pub(crate) const FILE: &str = "lease.json";
-/// What is mounted below is data that outlives the VM. (Not the agent's own `/run/kata-containers`: its scratch space
-/// dies with the VM.)
+/// Prefixes of mount points with data that outlives the VM. (Not the kata-agent's own `/run/kata-containers`: its
+/// scratch space dies with the VM.)
 const VOLUMES: &[&str] = &[
     "/run/peerpod/volumes/",
     "/run/peerpod/volumes-moment/",
@@ -41,16 +42,16 @@ const VOLUMES: &[&str] = &[
     "/run/kata-containers/sandbox/storage/",
 ];
 
-/// On disk, so that a program that crashes over and over does not renew it.
+/// Lease on disk, so that a program that crashes over and over does not renew it.
 #[derive(Clone, Copy, Serialize, Deserialize)]
 struct Note {
     version: u32,
-    /// Of [`status::since_boot`]'s clock.
+    /// On the clock of [`status::since_boot`].
     last_contact_us: u64,
     lease_us: u64,
 }
 
-/// Runs out when the link was silent for too long.
+/// Lease that expires when the link was silent for too long.
 pub(crate) struct Lease {
     file: PathBuf,
     inner: Mutex<Inner>,
@@ -64,7 +65,7 @@ struct Inner {
 }
 
 impl Lease {
-    /// Goes on where the run of this program before left it.
+    /// Continues the lease of the previous run.
     pub(crate) fn load(dir: &Path) -> Lease {
         let file = dir.join(FILE);
         let (last_contact, length) = read(&file).unwrap_or((status::since_boot(), FIRST_LEASE));
@@ -74,13 +75,13 @@ impl Lease {
         lease
     }
 
-    /// How long silence may last from now on.
+    /// Sets the permitted silence from now on.
     pub(crate) fn set_length(&self, length: Duration) {
         self.lock().length = length;
         self.note();
     }
 
-    /// The link is up: contact lasts until [`Lease::down`].
+    /// Reports that the link is up: contact lasts until [`Lease::down`].
     pub(crate) fn up(&self) {
         let mut inner = self.lock();
         (inner.up, inner.last_contact) = (true, status::since_boot());
@@ -88,7 +89,7 @@ impl Lease {
         self.note();
     }
 
-    /// The link is down: silence begins.
+    /// Reports that the link is down: silence begins.
     pub(crate) fn down(&self) {
         let mut inner = self.lock();
         if inner.up {
@@ -98,7 +99,7 @@ impl Lease {
         self.note();
     }
 
-    /// Returns when it has run out.
+    /// Returns when the lease has expired.
     pub(crate) async fn expired(&self) {
         loop {
             let left = {
@@ -111,7 +112,7 @@ impl Lease {
             if left.is_zero() {
                 return;
             }
-            // Short steps: a sleeper's clock stands still while a machine is suspended, the lease's does not.
+            // Short steps: a sleeper's clock stops while a machine is suspended, but the lease continues.
             if timeout(left.min(TICK), self.changed.notified()).await.is_err() {
                 self.write();
             }
@@ -151,15 +152,15 @@ fn read(file: &Path) -> Option<(Duration, Duration)> {
     Some((Duration::from_micros(note.last_contact_us), Duration::from_micros(note.lease_us)))
 }
 
-/// For pid 1, between two runs of `serve`: whether the lease of the last one has run out meanwhile.
+/// Returns whether the lease of the last `serve` has expired meanwhile; for pid 1, between two runs of `serve`.
 pub(crate) fn is_overdue(state_dir: &Path) -> bool {
     let (last_contact, length) = read(&state_dir.join(FILE))
         .unwrap_or_else(|| (proc::started(1).unwrap_or_else(status::since_boot), FIRST_LEASE));
     last_contact + length < status::since_boot()
 }
 
-/// Writes volumes back and unmounts them, the innermost first. Returns what did not work, in words; everything is
-/// tried. Blocks: a disk takes its time.
+/// Writes volumes back and unmounts them, the innermost first. Returns the failures as text; every step is tried.
+/// Blocks: a disk is slow.
 pub(crate) fn flush() -> Vec<String> {
     let mounts = std::fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
     let mut problems = Vec::new();
@@ -181,19 +182,19 @@ pub(crate) fn flush() -> Vec<String> {
     problems
 }
 
-/// Does what may hang for ever, and waits for it for at most `limit`. `None`: it goes on, on a thread left to itself.
+/// Runs work that may hang for ever, and waits for it for at most `limit`. `None`: it goes on, on a detached thread.
 pub(crate) fn within<T: Send + 'static>(
     limit: Duration,
     work: impl FnOnce() -> T + Send + 'static,
 ) -> Option<T> {
     let (done, waiting) = std::sync::mpsc::channel();
-    // Nobody may be waiting any more when it is done.
+    // The receiver may be gone when the work is done.
     let begun = std::thread::Builder::new().name("last".into()).spawn(move || drop(done.send(work())));
     begun.ok().and_then(|_| waiting.recv_timeout(limit).ok())
 }
 
-/// Writes back everything that is cached: first what was written to disks without a file system, then all the rest, of which
-/// much may be images, which nobody will miss. Where the machine is not ours alone that would be everybody's data.
+/// Writes all cached data back: first to disks without a file system, then the rest, much of which may be images that
+/// are not needed any more. Does nothing if the machine belongs to the host: it would write back all data of the host.
 pub(crate) fn sync_machine() {
     if status::in_first_pid_namespace() {
         sync_disks();
@@ -204,7 +205,7 @@ pub(crate) fn sync_machine() {
 fn sync_disks() {
     for entry in std::fs::read_dir("/sys/class/block").into_iter().flatten().flatten() {
         let node = Path::new("/dev").join(entry.file_name());
-        // One without a medium cannot be opened; the sync that follows is for all.
+        // A disk without a medium cannot be opened; the following sync covers all.
         if let Ok(disk) = File::open(&node)
             && let Err(error) = disk.sync_all()
         {
@@ -213,7 +214,7 @@ fn sync_disks() {
     }
 }
 
-/// The mount points of volumes, in the order in which they were mounted.
+/// Returns the mount points of volumes, in mount order.
 fn volumes_in(mountinfo: &str) -> Vec<PathBuf> {
     mountinfo
         .lines()
@@ -224,7 +225,7 @@ fn volumes_in(mountinfo: &str) -> Vec<PathBuf> {
         .collect()
 }
 
-/// The kernel writes space, tab, newline and backslash as three octal digits.
+/// Decodes a field of mountinfo: the kernel writes space, tab, newline and backslash as three octal digits.
 pub(crate) fn unescape(field: &str) -> String {
     let mut out = String::with_capacity(field.len());
     let mut rest = field;
@@ -244,16 +245,16 @@ pub(crate) fn unescape(field: &str) -> String {
     out + rest
 }
 
-/// How long whoever is pid 1 may take to end the machine in order, once asked.
+/// Time that pid 1 may take to end the machine in order after the request.
 pub(crate) const ORDERLY: Duration = Duration::from_secs(60);
-/// And so long to say that it will. A systemd that hangs must not keep a machine alive whose lease is over.
+/// Time limit of the request. A systemd that hangs must not keep a machine alive after its lease.
 const ASKED: Duration = Duration::from_secs(10);
 
-/// Has a pid 1 of ours end the machine in order. Returns when it is known to be under way; where nobody does it, the power
-/// goes off at once.
+/// Makes pid 1 end the machine in order, if it is peerpod-guest. Returns when that is under way; in any other case the
+/// power goes off at once.
 pub(crate) fn have_ended() {
     if crate::init::is_ours() {
-        // It hears also of our own end, which a thread that hangs in its flush could hold up.
+        // Pid 1 also notices the end of this process, but a thread that hangs in its flush could delay that.
         match kill(Pid::from_raw(1), Signal::SIGPWR) {
             Ok(()) => return,
             Err(error) => tracing::error!(%error, "cannot tell pid 1"),
@@ -262,7 +263,8 @@ pub(crate) fn have_ended() {
     off();
 }
 
-/// Has systemd end the machine in order, where that is pid 1. Whether it does: then it ends us, too, before [`ORDERLY`].
+/// Makes systemd end the machine in order, if it is pid 1. Returns whether it does: then it ends this process, too,
+/// before [`ORDERLY`].
 pub(crate) fn is_ended_by_systemd() -> bool {
     if !status::in_first_pid_namespace() || !Path::new("/run/systemd/system").exists() {
         return false;
@@ -277,8 +279,8 @@ pub(crate) fn is_ended_by_systemd() -> bool {
     false
 }
 
-/// Ends the machine, or, where pid 1 is one of many, the program: the end of pid 1 is the end of such a "VM".
-/// Returns only where it must not or cannot switch the machine off.
+/// Powers the machine off. Does nothing if pid 1 is one of many: its end is the end of such a "VM". Returns only if it
+/// must not or cannot switch the machine off.
 pub(crate) fn off() {
     if !status::in_first_pid_namespace() {
         return;
@@ -286,7 +288,7 @@ pub(crate) fn off() {
     if within(LAST_SYNC, sync).is_none() {
         tracing::error!("the last sync takes too long; the power goes off without it");
     }
-    // `reboot` returns only an error.
+    // `reboot` returns only on an error.
     let Err(error) = reboot(RebootMode::RB_POWER_OFF);
     tracing::error!(%error, "cannot power off");
 }
@@ -349,7 +351,7 @@ mod tests {
         assert!(!is_overdue(dir.path()));
         assert_eq!(lease.lock().last_contact.as_micros(), now.as_micros(), "the run before it had contact");
         drop(lease);
-        // The same, when that time is over. (Where the clock began a moment ago, nothing can be long ago.)
+        // The same after the lease. (If the clock began a moment ago, nothing can be long ago.)
         silent_since(now.saturating_sub(MS(5000)), now.min(MS(5000)) / 2);
         assert!(is_overdue(dir.path()));
         let again = Lease::load(dir.path());

@@ -1,4 +1,4 @@
-//! What `/proc` says about a process, and a handle that cannot come to mean another one.
+//! Reads processes in `/proc`, and opens handles that cannot come to mean another process.
 
 use std::{io, os::fd::OwnedFd, time::Duration};
 
@@ -10,7 +10,7 @@ use rustix::{
 };
 use tokio::io::{Interest, unix::AsyncFd};
 
-/// A process by number and start: the pair is unique for as long as the machine runs.
+/// Process by number and start: the pair is unique for as long as the machine runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(crate) struct ProcessId {
     pub(crate) pid: u32,
@@ -19,13 +19,13 @@ pub(crate) struct ProcessId {
 }
 
 impl ProcessId {
-    /// The process that has this number now, unless it is a zombie; `None` also when that cannot be seen.
+    /// Returns the process that has this number now, unless it is a zombie; `None` also if that cannot be determined.
     pub(crate) fn of(pid: u32) -> Option<ProcessId> {
         ProcessId::look(pid).ok().flatten()
     }
 
-    /// The process that has this number now, unless it is a zombie. An error means that it cannot be said, as when
-    /// there are no descriptors left.
+    /// Returns the process that has this number now, unless it is a zombie. An error means that this cannot be
+    /// determined, as without a free descriptor.
     pub(crate) fn look(pid: u32) -> io::Result<Option<ProcessId>> {
         let stat = match std::fs::read_to_string(format!("/proc/{pid}/stat")) {
             Ok(stat) => stat,
@@ -37,14 +37,14 @@ impl ProcessId {
         Ok(alive.map(|(_, start)| ProcessId { pid, start }))
     }
 
-    /// A handle that becomes readable when this very process ends; `None` when it is gone already.
+    /// Returns a handle that becomes readable when this very process ends; `None` if it has ended already.
     pub(crate) fn watch(self) -> io::Result<Option<Exit>> {
         let Some(pid) = i32::try_from(self.pid).ok().and_then(Pid::from_raw) else { return Ok(None) };
         let fd = match pidfd_open(pid, PidfdFlags::NONBLOCK) {
             Err(Errno::SRCH) => return Ok(None),
             other => other?,
         };
-        // Only now the number cannot be given to another process unnoticed.
+        // Checked with the descriptor open: only then can the number not pass to another process unnoticed.
         if ProcessId::look(self.pid)? != Some(self) {
             return Ok(None);
         }
@@ -52,25 +52,25 @@ impl ProcessId {
     }
 }
 
-/// The end of a process, to be waited for.
+/// End of a process, to be awaited.
 pub(crate) struct Exit(AsyncFd<OwnedFd>);
 
 impl Exit {
     /// Returns when the process has ended.
     pub(crate) async fn wait(&self) {
-        // An error here means that the reactor is gone, and the program with it.
+        // An error means that the reactor is gone, and the program with it.
         drop(self.0.readable().await);
     }
 }
 
-/// When the process started, since boot.
+/// Returns the start time of a process, since boot.
 pub(crate) fn started(pid: u32) -> Option<Duration> {
     let ticks = ProcessId::of(pid)?.start;
     let per_second = u64::try_from(sysconf(SysconfVar::CLK_TCK).ok()??).ok().filter(|n| *n > 0)?;
     Some(Duration::from_micros(ticks.saturating_mul(1_000_000) / per_second))
 }
 
-/// State and start time. The name in brackets may hold anything, brackets too.
+/// Parses state and start time. The name in parentheses may contain anything, even parentheses.
 fn parse_stat(stat: &str) -> Option<(char, u64)> {
     let (_, rest) = stat.rsplit_once(')')?;
     let mut fields = rest.split_ascii_whitespace();
@@ -105,7 +105,7 @@ mod tests {
         assert!(tokio::time::timeout(Duration::from_millis(20), exit.wait()).await.is_err());
         child.kill().unwrap();
         tokio::time::timeout(Duration::from_secs(5), exit.wait()).await.unwrap();
-        // Dead but not reaped: gone as far as anybody is concerned.
+        // A dead process that is not reaped counts as gone.
         assert_eq!(ProcessId::of(child.id()), None);
         child.wait().unwrap();
         assert!(process.watch().unwrap().is_none());

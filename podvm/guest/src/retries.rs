@@ -1,27 +1,27 @@
-//! How something that fails by itself is tried again: at once the first time, then ever later, and when it failed often
-//! within a while not before that is over. Pure: it is told the time.
+//! Schedules the retries of something that fails by itself. The first retry is immediate, later ones follow growing
+//! pauses. After many failures within a period, the next retry waits for its end. Pure: the caller passes the time.
 
 use std::time::Duration;
 
 use tokio::time::Instant;
 
-/// So often in so long.
+/// Number of failures within [`WHILE`] after which the next retry waits for its end.
 const MOST: u32 = 20;
 const WHILE: Duration = Duration::from_secs(600);
-/// After the second failure; doubled with each up to the longest.
+/// Pause after the second failure; doubled with each up to the longest.
 const FIRST: Duration = Duration::from_millis(250);
 const LONGEST: Duration = Duration::from_secs(30);
 
 /// The failures of one thing.
 #[derive(Debug, Default)]
 pub(crate) struct Retries {
-    /// How many since when.
+    /// Number of failures, and the time of the first.
     failures: Option<(u32, Instant)>,
     due: Option<Instant>,
 }
 
 impl Retries {
-    /// It failed. Says how often within the while.
+    /// Records a failure; returns the number of failures within the period.
     pub(crate) fn failed(&mut self, now: Instant) -> u32 {
         let (before, since) = self.failures.filter(|(_, since)| now < *since + WHILE).unwrap_or((0, now));
         let pause = match before {
@@ -33,12 +33,12 @@ impl Retries {
         before + 1
     }
 
-    /// When it is to be tried next; `None` = nothing is to be done.
+    /// Returns the time of the next attempt; `None` = nothing is to be done.
     pub(crate) fn due(&self) -> Option<Instant> {
         self.due
     }
 
-    /// It is tried now.
+    /// Records the start of an attempt.
     pub(crate) fn begun(&mut self) {
         self.due = None;
     }

@@ -1,7 +1,7 @@
-//! `peerpod-guest serve`: puts the parts together and lives until the lease ends or somebody stops it.
+//! Runs `peerpod-guest serve`: connects the parts, and lives until the lease ends or a signal stops it.
 //!
-//! Everything that does not need the other runs beside it: the agent starts while home answers. When this program
-//! dies, agent, containers and network stay; its next run reads back who it was, finds them and dials again.
+//! Independent parts run concurrently: the kata-agent starts while the node answers. When this program dies,
+//! kata-agent, containers and network stay. Its next run reads its identity back, finds them and dials again.
 
 use std::{path::Path, process::ExitCode, sync::Arc, time::Duration};
 
@@ -31,36 +31,37 @@ use crate::{
     volumes::scratch,
 };
 
-/// The agent, and all that can wait, wait so long for home to be called: with one processor they would come before it.
+/// Longest wait of the kata-agent, and of all deferrable work, for the node to be dialled: with one processor they
+/// would run before it.
 const FIRST_WORD: Duration = Duration::from_secs(3);
-/// And so long for what pid 1 has yet to mount.
+/// Longest wait for the remaining mounts of pid 1.
 const MOUNTED: Duration = Duration::from_secs(10);
 const LOOK: Duration = Duration::from_millis(10);
-/// All else waits so long for the cards to be asking for their addresses: it can be done while they wait for an answer.
+/// Longest wait of everything else for the NICs' address requests: it can run while they wait for an answer.
 const ASKED: Duration = Duration::from_millis(150);
 
 /// Runs the guest.
 pub(crate) fn run(settings: &Settings, ring: &Ring) -> anyhow::Result<ExitCode> {
-    // Pid 1 hears of signals by a descriptor and blocks them: agent and containers must not inherit that, or nothing
-    // but SIGKILL ends them.
+    // Pid 1 reads signals from a descriptor and blocks them. Kata-agent and containers must not inherit that, or only
+    // SIGKILL ends them.
     SigSet::empty().thread_set_mask()?;
     // One thread: all of a guest's traffic is one endpoint's task, and a hand-over between threads costs more than it
-    // brings. What blocks goes to the blocking pool.
+    // gains. Blocking work goes to the blocking pool.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let end = runtime.block_on(live(settings, ring))?;
-    // A blocked flush must not hold up the power-off.
+    // A blocked flush must not delay the power-off.
     runtime.shutdown_timeout(Duration::from_millis(100));
     match end {
         End::Stopped => Ok(ExitCode::SUCCESS),
         End::LeaseOver | End::Button => {
-            // In namespaces nothing goes off, and pid 1 ends them.
+            // In namespaces no power goes off, and pid 1 ends them.
             power::have_ended();
             Ok(ExitCode::from(power::POWER_OFF))
         }
     }
 }
 
-/// Until pid 1 has mounted what the agent's program, and modules that it may need, are in.
+/// Waits until pid 1 has mounted the file system with the kata-agent's program and modules that it may need.
 async fn complete() {
     let deadline = tokio::time::Instant::now() + MOUNTED;
     while init::is_ours() && !init::is_complete() && tokio::time::Instant::now() < deadline {
@@ -71,7 +72,7 @@ async fn complete() {
 enum End {
     Stopped,
     LeaseOver,
-    /// Somebody pressed the power button.
+    /// The power button was pressed.
     Button,
 }
 
@@ -115,12 +116,12 @@ async fn live(settings: &Settings, ring: &Ring) -> anyhow::Result<End> {
         async move {
             if !restarted {
                 status.called(FIRST_WORD).await;
-                // While the node works on its answer. Whoever asks for the key is told what is wrong.
+                // While the node works on its answer. A later request for the key returns the error.
                 drop(identity.lock().prepare());
                 init::go_on();
                 complete().await;
             }
-            // Beside the agent: pulls wait for it, and nobody else.
+            // Beside the kata-agent: only pulls wait for it.
             tokio::spawn({
                 let (images, status) = (images.clone(), status.clone());
                 async move {
@@ -135,9 +136,9 @@ async fn live(settings: &Settings, ring: &Ring) -> anyhow::Result<End> {
                     images.open(mounted.map(drop));
                 }
             });
-            // Before the agent: it looks for the socket once, at its start.
+            // Before the kata-agent, which looks for the socket once, at its start.
             let _images = images.serve().await.unwrap_or_else(|error| {
-                // Pods whose images come otherwise must run.
+                // Pods with images from elsewhere must run.
                 let text = format!("images cannot be pulled in this VM: {error:#}");
                 status.note("images", Some(text));
                 None
@@ -172,14 +173,14 @@ async fn live(settings: &Settings, ring: &Ring) -> anyhow::Result<End> {
         }
     }
     agent_task.abort();
-    // The cards keep what they have: others live by it.
+    // The NICs keep their addresses: other processes depend on them.
     if let Some(task) = cards_task {
         task.abort();
     }
     Ok(end)
 }
 
-/// From user-data to the link, which is then kept for ever.
+/// Reads user-data and makes the link, which is then kept for ever.
 async fn home(
     (settings, ring): (&Settings, &Ring),
     (identity, encrypted): (Arc<Mutex<Identity>>, Arc<Encrypted>),

@@ -1,8 +1,10 @@
-//! Where clouds keep user-data: one table, of which each cloud's line is the `guest.toml` in its provider's folder
-//! (`providers/README.md` explains the format). The image's builder copies them as JSON, which this program reads anyway:
-//! a reader of TOML on a machine's way home would cost it more than all else about user-data. A cloud is recognised by what the machine itself says: its
-//! firmware's strings, a file of the kernel's, a disk's label. Nobody is asked by name, and nothing is asked of a network
-//! before the machine says whose it is.
+//! Finds the places of user-data in clouds: a table with one description per cloud, which is the `guest.toml` in its
+//! provider's folder (`providers/README.md` explains the format).
+//!
+//! The builder of the VM image copies the descriptions as JSON, which this program reads anyway. A TOML parser would
+//! cost the boot more than all else about user-data. The machine itself identifies its cloud: strings of its firmware,
+//! a file of the kernel, a disk's label. No name is looked up, and no request goes to a network before the machine has
+//! identified its cloud.
 
 use std::{
     collections::BTreeMap,
@@ -21,48 +23,49 @@ use crate::files;
 mod disk;
 pub(crate) mod http;
 
-/// Where the image keeps the copies.
+/// Directory of the copies in the VM image.
 pub(crate) const FOLDER: &str = "/etc/peerpod/sources";
 const FW_CFG: &str = "/sys/firmware/qemu_fw_cfg/by_name";
 const DMI: &str = "/sys/class/dmi/id";
 const VERSION: u32 = 1;
 const MAX_FILE: u64 = 16 << 10;
 const MOST: usize = 64;
-/// One place may take so long to answer.
+/// Time limit of one place.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// One cloud's line.
+/// Description of one cloud.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub(crate) struct Source {
     version: u32,
-    /// The file's name without its end.
+    /// Name of the file without its extension.
     #[serde(skip)]
     pub(crate) name: String,
-    /// The VM runs there if all of one of these holds; none = it may run there.
+    /// The VM runs there if all conditions of one of these hold; none = it may run there.
     #[serde(default)]
     when: Vec<When>,
-    /// Where user-data may be, in this order.
+    /// Places of user-data, in this order.
     #[serde(default)]
     user_data: Vec<Place>,
     #[serde(default)]
     metadata: Metadata,
 }
 
-/// What tells a cloud.
+/// Conditions that identify a cloud.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 struct When {
-    /// Strings of the firmware: a file's name in `/sys/class/dmi/id`, and what is in it; a `*` at the end stands for any rest.
+    /// Strings of the firmware: a file's name in `/sys/class/dmi/id`, and its content; a `*` at the end stands for any
+    /// rest.
     #[serde(default)]
     dmi: BTreeMap<String, String>,
-    /// A file that is there.
+    /// File that exists.
     exists: Option<PathBuf>,
-    /// A disk with this label.
+    /// Label of a disk that exists.
     disk: Option<String>,
 }
 
-/// A place of user-data: one of `file`, `disk`, `fw-cfg`, `http`.
+/// Place of user-data: one of `file`, `disk`, `fw-cfg`, `http`.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(try_from = "Written")]
 pub(crate) struct Place {
@@ -73,20 +76,20 @@ pub(crate) struct Place {
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Kind {
     File(PathBuf),
-    /// Label, and path on it.
+    /// Label, and path on the disk.
     Disk(String, PathBuf),
     FwCfg(String),
     Http(http::Get, Option<Token>),
 }
 
-/// What a metadata service wants shown before it answers.
+/// Token that a metadata service demands before it answers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Token {
     put: http::Get,
     send_as: String,
 }
 
-/// The pods and the cloud's metadata service.
+/// Access of pods to the cloud's metadata service.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 struct Metadata {
@@ -177,7 +180,7 @@ impl TryFrom<Written> for Place {
     }
 }
 
-/// Why a line cannot be used. All of these are mistakes of its author.
+/// Fault of a description. All of these are mistakes of its author.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Error {
     #[error("{file}: {why}")]
@@ -196,7 +199,7 @@ impl Source {
         }
         let wrong = |why: String| Error::Read { file: file.to_owned(), why };
         let of = |found| Error::Version { file: file.to_owned(), found };
-        // Once, where all is well: this is on a machine's way home.
+        // Parsed once if all is well: this delays the first contact with the node.
         let mut source: Source =
             serde_json::from_slice(text).map_err(|error| {
                 match serde_json::from_slice::<Versioned>(text) {
@@ -218,22 +221,22 @@ impl Source {
         Ok(source)
     }
 
-    /// Whether this VM runs there.
+    /// Returns whether this VM runs there.
     pub(crate) fn is_here(&self) -> bool {
         self.when.is_empty() || self.when.iter().any(When::holds)
     }
 
-    /// Where user-data may be.
+    /// Returns the places of user-data.
     pub(crate) fn places(&self) -> &[Place] {
         &self.user_data
     }
 
-    /// What the pod's containers must not reach: none where the author opens it to them.
+    /// Returns the addresses that the pod's containers must not reach: none if the author opens them.
     pub(crate) fn closed_to_pods(&self) -> &[IpAddr] {
         if self.metadata.open_to_pods { &[] } else { &self.metadata.addresses }
     }
 
-    /// What is opened to them.
+    /// Returns the addresses that are opened to them.
     pub(crate) fn open_to_pods(&self) -> &[IpAddr] {
         if self.metadata.open_to_pods { &self.metadata.addresses } else { &[] }
     }
@@ -268,7 +271,7 @@ impl std::fmt::Display for Place {
 }
 
 impl Place {
-    /// What is there; `None` if nothing is there (yet). The text says why not, without any of the content.
+    /// Reads the place; `None` if nothing is there (yet). The error names the reason, without any of the content.
     pub(crate) async fn read(&self) -> Result<Option<Vec<u8>>, String> {
         let read = async {
             match &self.kind {
@@ -313,14 +316,14 @@ async fn blocking<A: Send + 'static>(
     tokio::task::spawn_blocking(move || read(of)).await.map_err(|error| error.to_string())?
 }
 
-/// A little more than user-data may have in base64, so that an oversize file is told from a missing one.
+/// A little more than user-data may have in base64, which distinguishes an oversize file from a missing one.
 const LIMIT: u64 = (MAX_LEN as u64) * 3 / 2;
 
 fn read_file(path: &Path) -> Result<Option<Vec<u8>>, String> {
     files::read(path, LIMIT).map_err(|error| error.to_string())
 }
 
-/// The lines of the image; the second part says which could not be used.
+/// Reads the descriptions in the VM image; the second value lists the unusable ones.
 pub(crate) fn load(folder: &Path) -> (Vec<Source>, Vec<Error>) {
     let mut paths: Vec<PathBuf> = std::fs::read_dir(folder)
         .map(|entries| entries.filter_map(|entry| Some(entry.ok()?.path())).collect())
@@ -339,7 +342,7 @@ pub(crate) fn load(folder: &Path) -> (Vec<Source>, Vec<Error>) {
     (sources, errors)
 }
 
-/// Where an address is meant that everybody can spell: clouds' services are dialled by number.
+/// Parses an address and an optional port (default 80): the clouds' services are dialled by number.
 pub(crate) fn target(authority: &str) -> Option<SocketAddr> {
     let alone = |text: &str| text.trim_start_matches('[').trim_end_matches(']').parse::<IpAddr>().ok();
     authority.parse().ok().or_else(|| Some(SocketAddr::new(alone(authority)?, 80)))
@@ -350,7 +353,7 @@ mod tests {
     use super::*;
     use crate::files::testing::TempDir;
 
-    /// As the image's builder writes it.
+    /// Converts a description as the builder of the VM image does.
     fn json(toml: &str) -> Vec<u8> {
         basic_toml::from_str::<serde_json::Value>(toml).unwrap().to_string().into_bytes()
     }

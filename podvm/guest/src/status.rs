@@ -1,7 +1,7 @@
-//! What the guest says about itself: stages with times, readiness, the agent's fate, what a restart cost.
+//! Collects the guest's status: stages with times, readiness, the state of the kata-agent, the losses of a restart.
 //!
-//! Times count from the start of the VM's kernel, or, where the "VM" is a set of namespaces, from the start of its
-//! pid 1, so that both kinds can be compared with the node's clock.
+//! Times count from the start of the VM's kernel, or, if the "VM" is a set of namespaces, from the start of its pid 1.
+//! Both kinds can then be compared with the node's clock.
 
 use std::{collections::BTreeMap, path::Path, sync::Arc, time::Duration};
 
@@ -17,122 +17,122 @@ use tokio::{
 
 use crate::{files, proc};
 
-/// Stages kept; a guest has about ten, a restart adds a few.
+/// Limit of stages; a guest has about ten, and a restart adds a few.
 const MAX_STAGES: usize = 64;
 const MAX_LOST: usize = 16;
-/// What pid 1 notes of the boot.
+/// File with pid 1's stages of the boot.
 const PAST: &str = "boot.json";
 const MAX_PAST: u64 = 16 << 10;
 /// The inode number of the first pid namespace (`PROC_PID_INIT_INO`).
 const FIRST_PID_NAMESPACE: &str = "pid:[4026531836]";
 
-/// Time since the machine's kernel started, suspended time included.
+/// Returns the time since the machine's kernel started, including suspended time.
 pub(crate) fn since_boot() -> Duration {
     clock_gettime(ClockId::CLOCK_BOOTTIME).map(Duration::from).unwrap_or_default()
 }
 
-/// Whether pid 1 here is the machine's own.
+/// Returns whether pid 1 of this namespace is that of the machine.
 pub(crate) fn in_first_pid_namespace() -> bool {
     std::fs::read_link("/proc/self/ns/pid").is_ok_and(|link| link.as_os_str() == FIRST_PID_NAMESPACE)
 }
 
-/// When this VM's time begins, on the clock of [`since_boot`].
+/// Returns the start of this VM's time, on the clock of [`since_boot`].
 pub(crate) fn birth_of_vm() -> Duration {
     if in_first_pid_namespace() { Duration::ZERO } else { proc::started(1).unwrap_or_else(since_boot) }
 }
 
-/// A stage that was over before this program began, as pid 1 noted it.
+/// Stage that was over before this program began, as pid 1 noted it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Past {
     name: String,
-    /// Of [`since_boot`]'s clock.
+    /// On the clock of [`since_boot`].
     began_us: u64,
     took_us: u64,
 }
 
 impl Past {
-    /// One that ends now.
+    /// Makes a stage that ends now.
     pub(crate) fn new(name: &str, began: Duration) -> Past {
         let took = since_boot().saturating_sub(began);
         Past { name: name.to_owned(), began_us: micros(began), took_us: micros(took) }
     }
 }
 
-/// Notes what is over, for the program that speaks with the node.
+/// Stores finished stages for the program that talks to the node.
 pub(crate) fn note_past(state_dir: &Path, stages: &[Past]) -> std::io::Result<()> {
     files::write(&state_dir.join(PAST), &serde_json::to_vec(stages)?)
 }
 
-/// The guest's status; shared by all its parts.
+/// Status of the guest; shared by all its parts.
 pub(crate) struct Status {
     zero: Duration,
     inner: Mutex<guest::Status>,
-    /// What is to be said about each subject.
+    /// Current note of each subject.
     notes: Mutex<BTreeMap<&'static str, String>>,
-    /// Whether home was called.
+    /// Whether the node was dialled.
     called: watch::Sender<bool>,
-    /// Whether nothing but an answer is missing for the cards' addresses.
+    /// Whether the NICs' addresses lack nothing but an answer.
     asked: watch::Sender<bool>,
-    /// Told when a card was given an address.
+    /// Notified when a NIC gets an address.
     addressed: Arc<Notify>,
-    /// Told when the node is to hear at once what was noted.
+    /// Notified when the node must receive a note at once.
     said: Arc<Notify>,
 }
 
-/// A stage under way.
+/// Stage in progress.
 pub(crate) struct Stage {
     name: &'static str,
     began: Duration,
 }
 
-/// Late is fine, too.
+/// Waits for an event; a timeout is fine, too.
 async fn happened(what: &watch::Sender<bool>, limit: Duration) {
     drop(timeout(limit, what.subscribe().wait_for(|happened| *happened)).await);
 }
 
 impl Status {
-    /// Home is being called, or may call: what was put off for that may begin.
+    /// Reports that the node is being dialled, or may dial: deferred work may begin.
     pub(crate) fn calls(&self) {
         self.called.send_replace(true);
     }
 
-    /// Waits for that, but not for ever: a home that cannot be reached holds up nothing.
+    /// Waits for [`Status::calls`], but not for ever: an unreachable node delays nothing for good.
     pub(crate) async fn called(&self, limit: Duration) {
         happened(&self.called, limit).await;
     }
 
-    /// The cards' addresses are asked for, or there: others may have the processor.
+    /// Reports that the NICs' addresses are requested, or there: other work may use the processor.
     pub(crate) fn asks(&self) {
         self.asked.send_replace(true);
     }
 
-    /// Waits for that, but not for longer than this.
+    /// Waits for [`Status::asks`], but not longer than `limit`.
     pub(crate) async fn asked(&self, limit: Duration) {
         happened(&self.asked, limit).await;
     }
 
-    /// A card was given an address: what could not be reached a moment ago can be now.
+    /// Reports that a NIC got an address: targets that were unreachable a moment ago may be reachable now.
     pub(crate) fn has_address(&self) {
         self.addressed.notify_one();
     }
 
-    /// Hears of that, once each; for one listener.
+    /// Returns the notification of each [`Status::has_address`]; for one listener.
     pub(crate) fn addressed(&self) -> Arc<Notify> {
         self.addressed.clone()
     }
 
-    /// [`Status::note`] of what happened by itself: the node is told now.
+    /// Acts as [`Status::note`] for an event on the guest's side: the node gets the status at once.
     pub(crate) fn say(&self, subject: &'static str, text: Option<String>) {
         self.note(subject, text);
         self.said.notify_one();
     }
 
-    /// Hears of that; for one listener.
+    /// Returns the notification of each [`Status::say`]; for one listener.
     pub(crate) fn said(&self) -> Arc<Notify> {
         self.said.clone()
     }
 
-    /// With the stages that lie behind us: the time before this program, if it is the first of its kind.
+    /// Makes the status, with the stages before this program, if it is the first run.
     pub(crate) fn new(state_dir: &Path, restarted: bool) -> Status {
         let zero = birth_of_vm();
         let mut inner = guest::Status::new();
@@ -167,13 +167,13 @@ impl Status {
         status
     }
 
-    /// A stage begins; it becomes the stage the guest is in.
+    /// Begins a stage, which becomes the stage that the guest is in.
     pub(crate) fn begin(&self, name: &'static str) -> Stage {
         self.lock().stage = name.to_owned();
         Stage { name, began: since_boot() }
     }
 
-    /// The stage is complete.
+    /// Completes a stage.
     pub(crate) fn done(&self, stage: Stage) {
         let now = since_boot();
         let mut time = guest::StageTime::new();
@@ -187,19 +187,19 @@ impl Status {
         }
     }
 
-    /// The pod may be used.
+    /// Reports that the pod may be used.
     pub(crate) fn ready(&self) {
         let mut inner = self.lock();
         (inner.ready, inner.stage) = (true, "ready".to_owned());
         inner.error.clear();
     }
 
-    /// What stands in the way now; empty = nothing.
+    /// Sets the present obstacle; empty = none.
     pub(crate) fn error(&self, text: &str) {
         self.lock().error = text.to_owned();
     }
 
-    /// What a restart cost, in words.
+    /// Adds a loss by a restart, as text.
     pub(crate) fn lost(&self, what: String) {
         tracing::warn!(what, "lost");
         let mut inner = self.lock();
@@ -208,38 +208,38 @@ impl Status {
         }
     }
 
-    /// The agent's state.
+    /// Sets the kata-agent's state.
     pub(crate) fn agent(&self, running: bool, exits: u32) {
         let mut inner = self.lock();
         (inner.agent_running, inner.agent_exits) = (running, exits);
     }
 
-    /// The VM's own addresses.
+    /// Sets the VM's own addresses.
     pub(crate) fn uplinks(&self, addresses: Vec<String>) {
         self.lock().uplink_addresses = addresses;
     }
 
-    /// The way to the node.
+    /// Sets the path to the node.
     pub(crate) fn path(&self, path: guest::Path) {
         self.lock().path = Some(path).into();
     }
 
-    /// The way to the node as it was last found.
+    /// Returns the path to the node as it was last found.
     pub(crate) fn path_before(&self) -> guest::Path {
         self.lock().path.clone().unwrap_or_default()
     }
 
-    /// What initdata is measured as.
+    /// Sets the digest by which initdata is measured.
     pub(crate) fn initdata(&self, digest: &str) {
         self.lock().initdata_digest = digest.to_owned();
     }
 
-    /// The MTU the pod has.
+    /// Sets the pod's MTU.
     pub(crate) fn pod_mtu(&self, bytes: u32) {
         self.lock().pod_mtu = bytes;
     }
 
-    /// What is to be said about a subject now; `None` = nothing.
+    /// Sets the note of a subject; `None` removes it.
     pub(crate) fn note(&self, subject: &'static str, text: Option<String>) {
         let mut notes = self.notes.lock();
         match text {
@@ -254,7 +254,7 @@ impl Status {
         self.lock().notes = notes.values().cloned().collect();
     }
 
-    /// As a message.
+    /// Returns the status as a message.
     pub(crate) fn report(&self) -> guest::Status {
         self.lock().clone()
     }

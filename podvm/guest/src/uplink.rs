@@ -1,6 +1,6 @@
-//! Watches the VM's own network and the way home: how large a packet may be on it, which addresses the VM has. What
-//! changes is followed (the pod's network is made again with it) and told to the node. None of it is waited for by
-//! StartVM: the pod's network is made with what is known, and put right when more is.
+//! Watches the VM's own network and the path to the node: the path MTU and the VM's addresses. After a change the pod's
+//! network is made again, and the node receives the new status. StartVM waits for none of it: the pod's network is made
+//! with the values known so far, and corrected later.
 
 use std::{
     net::{IpAddr, SocketAddr},
@@ -36,19 +36,19 @@ use crate::{
     status::Status,
 };
 
-/// DHCP and router advertisements come in several messages.
+/// Quiet time that ends a burst: DHCP and router advertisements come in several messages.
 const QUIET: Duration = Duration::from_millis(250);
 const AT_MOST: Duration = Duration::from_secs(2);
-/// So often is the pod's network put right in this time; then somebody else is stronger.
+/// Limit of corrections to the pod's network within [`RESTORATIONS_IN`]; beyond it another program has prevailed.
 const RESTORATIONS: u32 = 20;
 const RESTORATIONS_IN: Duration = Duration::from_secs(600);
-/// After something that did not work.
+/// Pause after a failure.
 const AGAIN: Duration = Duration::from_secs(5);
-/// So often is a path that was silent tried again, each time after twice as long: a relay or a guest that did not get to
-/// run for half a second is silent, too.
+/// Number of retries of a silent path, each after twice as long. A relay or a guest that did not get to run for half a
+/// second is silent, too.
 const TRIES: u32 = 4;
 
-/// A link that is up, as far as its path matters.
+/// Properties of a link that matter to its path.
 #[derive(Clone, Debug)]
 pub(crate) struct Linked {
     peer: SocketAddr,
@@ -56,7 +56,7 @@ pub(crate) struct Linked {
 }
 
 impl Linked {
-    /// What the connection knows, before the endpoint takes it.
+    /// Reads the properties of a connection, before the endpoint takes it.
     pub(crate) fn of(stream: &TlsStream<TcpStream>) -> Option<Linked> {
         let (tcp, tls) = stream.get_ref();
         let peer = tcp.peer_addr().ok()?;
@@ -65,7 +65,7 @@ impl Linked {
 }
 
 impl Linked {
-    /// The node's relay, where it answers probes: a node that dialled came from another port.
+    /// Sets the port on which the relay answers probes: a node that dialled came from another port.
     pub(crate) fn at_port(mut self, port: u16) -> Linked {
         self.peer.set_port(port);
         self
@@ -75,21 +75,21 @@ impl Linked {
 /// The last link that was up.
 pub(crate) type Link = watch::Sender<Option<Linked>>;
 
-/// What the path to the node begins with: when it is another, the path is tried.
+/// Basis of a probe: when it changes, the path is probed again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Tried {
     target: IpAddr,
-    /// What the VM's own device and route take, in bytes.
+    /// MTU of the VM's own device and of the route, in bytes.
     device: u32,
     route: u32,
 }
 
-/// How often in a row the path was silent, without a reason to try it anew.
+/// Number of consecutive silent probes without a cause to probe anew.
 #[derive(Debug, Default)]
 struct Silence(u32);
 
 impl Silence {
-    /// It was tried. After how long it is to be tried again; `None`: not before the next reason.
+    /// Records a probe. Returns the time until the next one; `None`: not before the next cause.
     fn after(&mut self, silent: bool) -> Option<Duration> {
         let before = self.0;
         self.0 = if silent { before.saturating_add(1) } else { 0 };
@@ -97,7 +97,7 @@ impl Silence {
     }
 }
 
-/// The watcher.
+/// Watcher of the VM's own network and of the path to the node.
 pub(crate) struct Watcher {
     pub(crate) network: Arc<Network>,
     pub(crate) control: Arc<Control>,
@@ -106,7 +106,7 @@ pub(crate) struct Watcher {
 }
 
 impl Watcher {
-    /// Watches for ever.
+    /// Watches until the link's supervisor is gone.
     pub(crate) async fn run(self, mut linked: watch::Receiver<Option<Linked>>) {
         let (mut told, mut ended) = (self.network.told(), self.network.ended());
         let mut room: Option<Vec<u32>> = None;
@@ -119,7 +119,7 @@ impl Watcher {
         let mut next = Instant::now() + self.network.probe_interval();
         let mut pod: Option<Events> = None;
         let (mut restorations, mut counted_from) = (0, Instant::now());
-        // A follow that did not work is repeated, whether or not something changes again.
+        // A failed correction is repeated, whether or not anything changes again.
         let mut pending = false;
         loop {
             let (mut probe, mut looked, mut pod_changed) = (false, false, false);
@@ -136,8 +136,8 @@ impl Watcher {
                     Ok(()) => {
                         next = next.min(Instant::now() + self.network.probe_interval());
                         let now = told.borrow_and_update().as_ref().map(|told| told.room.clone());
-                        // The node says by it that its side of the path changed. The link's end and the tunnel's are
-                        // mostly one, and the path was tried when the link was made.
+                        // A new MTU from the node means that its side of the path changed. The ends of link and tunnel
+                        // are mostly the same, and the path was probed when the link was made.
                         let other = self.target(&linked) != tried.map(|tried| tried.target);
                         probe = other || (room.is_some() && room != now);
                         room = now;
@@ -202,7 +202,7 @@ impl Watcher {
                 self.status.uplinks(addresses(&seen));
                 (probe, again) = (true, true);
             }
-            // The node's plan may have been carried out between two looks, with a card that was down for a moment.
+            // The node's plan may have been carried out between two inspections, with a NIC that was down for a moment.
             if looked && !again && self.network.leaves_otherwise().await {
                 again = true;
             }
@@ -239,13 +239,13 @@ impl Watcher {
         }
     }
 
-    /// Where the path leads: to the tunnel's end, or where that is inside of another one to the link's.
+    /// Returns the end of the path: the tunnel's end or, if that is inside another tunnel, the link's end.
     fn target(&self, linked: &watch::Receiver<Option<Linked>>) -> Option<IpAddr> {
         let peer = linked.borrow().as_ref().map(|link| link.peer.ip().to_canonical());
         self.network.told().borrow().as_ref().and_then(|told| told.node).or(peer)
     }
 
-    /// Makes the encrypted tunnel anew, and says so.
+    /// Makes the encrypted tunnel again, and reports it.
     async fn mend(&self, tunnel: &mut Retries) {
         tunnel.begun();
         let note = match self.control.person.network_again().await {
@@ -259,7 +259,7 @@ impl Watcher {
         control::tell(&self.status, &self.handle);
     }
 
-    /// Says what became of the pod's network, and why it stays so or does not.
+    /// Notes the state of the pod's network, and why it is corrected or not.
     fn note_pod(&self, lacks: &[String], again: bool) {
         let lacks = lacks.join(", ");
         let note = match (lacks.is_empty(), again) {
@@ -273,7 +273,7 @@ impl Watcher {
         self.status.note("pod", Some(note));
     }
 
-    /// Makes the pod's network again; whether that worked.
+    /// Makes the pod's network again; returns whether that worked.
     async fn follow(&self) -> bool {
         let made = self.control.person.network_again().await;
         let failed = made.err().map(|error| error.to_string());
@@ -285,7 +285,7 @@ impl Watcher {
         worked
     }
 
-    /// Tries the path to `target`; whether what counts changed, and whether there was no answer.
+    /// Probes the path to `target`; returns whether the path MTU changed, and whether there was no answer.
     async fn probe(&self, link: &Linked, target: IpAddr, figures: Mtus) -> (bool, bool) {
         let device = figures.device;
         let mut path = guest::Path::new();
@@ -305,7 +305,7 @@ impl Watcher {
                 Err(error) => path.why = format!("cannot send probes: {error}"),
             },
         }
-        // Silence after an answer is no news about the path: the link may be down, the relay busy.
+        // Silence after an answer reveals nothing about the path: the link may be down, the relay busy.
         let before = self.status.path_before();
         if path.probed == 0 && before.peer == path.peer && before.device == path.device {
             path.probed = before.probed;
@@ -332,7 +332,7 @@ fn listen() -> Option<Events> {
     events.inspect_err(|error| tracing::error!(%error, "cannot watch the VM's own network")).ok()
 }
 
-/// Waits for a moment; for ever, where there is none.
+/// Waits until a time; for ever without one.
 async fn when(due: Option<Instant>) {
     match due {
         Some(due) => sleep_until(due).await,
@@ -351,7 +351,7 @@ async fn figures(target: IpAddr) -> Option<Mtus> {
     }
 }
 
-/// Waits for the next change; false when nothing is heard any more.
+/// Waits for the next change; returns false when no further events come.
 async fn heard(events: &mut Option<Events>) -> bool {
     match events {
         Some(events) => match events.settled(QUIET, AT_MOST).await {
@@ -383,7 +383,7 @@ async fn look() -> Option<Vec<Uplink>> {
     }
 }
 
-/// The addresses of the devices that lead out.
+/// Returns the addresses of the devices with a default route.
 fn addresses(seen: &[Uplink]) -> Vec<String> {
     let out = seen.iter().filter(|uplink| uplink.is_default);
     out.flat_map(|uplink| &uplink.addresses).map(|(address, _)| address.to_string()).collect()

@@ -1,10 +1,12 @@
-//! The pod's volumes: which there are (told by the node when the VM becomes the pod's), and what the kata-agent needs to
-//! mount one, found out at the moment when a container is made. The agent mounts, counts and unmounts; here the disk is
-//! found by its identity, made ready once, and the names are filled in that only this kernel knows. A share that asks who
-//! mounts it is mounted here, below [`SHARES`], and the agent is told of a folder: it writes down what it is told.
+//! Holds the pod's volumes, which the node sends when the VM is assigned to the pod. Finds the kata-agent's parameters
+//! for mounting one when a container is made.
 //!
-//! May look at disks, run the makers of file systems on a disk that is provably empty, mount a volume for a moment below
-//! [`MOMENT`], and such shares below [`SHARES`]. The disk that the VM has for itself is [`scratch`]'s.
+//! The kata-agent mounts, counts and unmounts. The guest finds the disk by its identity, makes it ready once, and fills
+//! in the names that only this kernel knows. The guest mounts shares that require credentials below [`SHARES`] and
+//! gives the kata-agent a folder, because the kata-agent logs its input.
+//!
+//! May inspect disks, and run the makers of file systems on a disk that is provably empty. May mount a volume for a
+//! moment below [`MOMENT`], and such shares below [`SHARES`]. [`scratch`] handles the disk that the VM has for itself.
 
 use std::{
     collections::BTreeMap,
@@ -30,18 +32,19 @@ pub(crate) mod scratch;
 mod shares;
 mod signed_in;
 
-/// Where one is mounted for a moment.
+/// Directory of mounts for a moment.
 const MOMENT: &str = "/run/peerpod/volumes-moment";
-/// Where shares are mounted that ask who mounts them, until the VM ends.
+/// Directory of mounted shares that require credentials; they stay until the VM ends.
 const SHARES: &str = "/run/peerpod/shares";
-/// A disk that was attached before the pod started is there in milliseconds; shims wait a minute for a container.
+/// Time limit for a disk: one attached before the pod started appears in milliseconds; shims wait a minute for a
+/// container.
 const WAIT: Duration = Duration::from_secs(40);
-/// Files are there in milliseconds, or their server is away.
+/// Time limit for files: they are there in milliseconds, or their server is away.
 const LOOK: Duration = Duration::from_secs(20);
-/// Volumes of one pod.
+/// Limit of volumes per pod.
 const MOST: usize = 256;
 
-/// Why a volume cannot be used.
+/// Failure to use a volume.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error("{text}")]
 pub(crate) struct Fault {
@@ -63,23 +66,23 @@ impl Fault {
     }
 }
 
-/// One volume that the pod has.
+/// Volume of the pod.
 struct Known {
     volume: GuestVolume,
     identity: Option<Identity>,
-    /// Who it is mounted as, where its server asks.
+    /// User to mount it as, if its server requires one.
     credentials: Option<Credentials>,
-    /// Whether what is mounted below [`SHARES`] was mounted as that, by this run of the program.
+    /// Whether this run of the program mounted it below [`SHARES`] as this user.
     signed_in: AtomicBool,
-    /// Held while it is made ready or looked at: its file system is made once.
+    /// Held while it is made ready or inspected: its file system is made once.
     turn: tokio::sync::Mutex<()>,
-    /// Shared with whoever looks at its files: a server that is away keeps them in the kernel for as long as it likes.
+    /// Shared with tasks that use its files: a server that is away may keep them in the kernel for any time.
     looks: Arc<()>,
 }
 
 impl Known {
-    /// Work on its files, which may hang in the kernel: given up on after `limit`, and then not begun again before it has
-    /// come back. The turn must be held.
+    /// Runs work on its files, which may hang in the kernel. Abandons it after `limit`, and then starts no other before
+    /// it has returned. The turn must be held.
     async fn look<T: Send + 'static>(
         &self,
         limit: Duration,
@@ -100,7 +103,7 @@ impl Known {
     }
 }
 
-/// All that the pod has.
+/// All volumes of the pod.
 #[derive(Default)]
 pub(crate) struct Volumes {
     known: Mutex<BTreeMap<VolumeId, Arc<Known>>>,
@@ -108,10 +111,10 @@ pub(crate) struct Volumes {
 }
 
 impl Volumes {
-    /// The pod has these, and no others.
+    /// Replaces the pod's volumes by these.
     ///
     /// # Errors
-    /// When one cannot be understood: a pod must not start with less than it asked for.
+    /// One is unreadable, or there are too many: a pod must not start with less than it asked for.
     pub(crate) fn learn(&self, told: &[Volume]) -> Result<(), String> {
         if told.len() > MOST {
             return Err(format!("{} volumes are more than {MOST}", told.len()));
@@ -202,7 +205,7 @@ impl Volumes {
                     ..Ready::default()
                 };
                 if ready.fstype == "xfs" && !ready.options.iter().any(|option| option == "nouuid") {
-                    // A clone has the identifier of what it was cloned from, which may be in this VM, too.
+                    // A clone has the identifier of its original, which may be in this VM, too.
                     ready.options.push("nouuid".into());
                 }
                 if !known.volume.read_only {
@@ -228,7 +231,7 @@ impl Volumes {
         Ok(ready)
     }
 
-    /// Finds the volume's disk, and waits for it.
+    /// Waits for the volume's disk, and returns it.
     async fn disk(&self, known: &Known) -> Result<Disk, Fault> {
         match &known.identity {
             Some(identity) => self.places.wait(identity, WAIT).await,
@@ -238,7 +241,7 @@ impl Volumes {
         }
     }
 
-    /// The paths as they are on the volume; made, where they are missing, as kubelet makes a subPath.
+    /// Returns the paths as they are on the volume; makes missing ones, as kubelet makes a subPath.
     async fn paths(&self, known: &Known, ready: &Ready, paths: Vec<PathBuf>) -> Result<Vec<PathBuf>, Fault> {
         if paths.iter().all(|path| path.as_os_str().is_empty()) {
             return Ok(paths);
@@ -253,7 +256,7 @@ impl Volumes {
     }
 }
 
-/// A raw device for a container.
+/// Describes a raw device for a container.
 fn raw(known: &Known, disk: &Disk) -> Result<Ready, Fault> {
     use std::os::unix::fs::MetadataExt;
     let number = std::fs::metadata(&disk.node).map(|found| found.rdev());
@@ -261,7 +264,7 @@ fn raw(known: &Known, disk: &Disk) -> Result<Ready, Fault> {
         number.map_err(|error| Fault::not_now(format!("look at {}: {error}", disk.node.display())))?;
     let part = |number: u64| u32::try_from(number).unwrap_or(u32::MAX);
     Ok(Ready {
-        // A device that is there already: the agent takes its node's numbers.
+        // For a device that exists already: the kata-agent takes the numbers of its node.
         driver: "mmioblk".into(),
         source: disk.node.display().to_string(),
         device: Some((part(nix::sys::stat::major(number)), part(nix::sys::stat::minor(number)))),
@@ -270,7 +273,7 @@ fn raw(known: &Known, disk: &Disk) -> Result<Ready, Fault> {
     })
 }
 
-/// Where the agent mounts a volume.
+/// Returns the path where the kata-agent mounts a volume.
 pub(crate) fn mount_point(id: &VolumeId) -> PathBuf {
     Path::new(VOLUMES).join(id.as_str())
 }
@@ -280,7 +283,7 @@ mod tests {
     use super::*;
     use crate::files::testing::TempDir;
 
-    /// A disk of zeros.
+    /// Makes a disk of zeros.
     pub(super) fn zeros(dir: &TempDir, size: u64) -> Disk {
         let node = dir.path().join("zeros");
         std::fs::File::create(&node).unwrap().set_len(size).unwrap();

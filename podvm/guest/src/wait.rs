@@ -1,6 +1,8 @@
-//! Waits to be dialled, where the network does not let this VM reach the node: whoever connects must prove by TLS, as the
-//! server, to be our node; here too we are the client. Anybody in the network may connect, so what has not proved that yet
-//! has little time and few places, and the oldest leaves for the newest: one who only stalls cannot keep the node out.
+//! Waits for the node to dial, if the network does not let this VM reach the node. The peer must prove by TLS, as the
+//! server, that it is the node; the guest is the client here, too.
+//!
+//! Any host of the network may connect. Unproven connections therefore have little time and few places, and the newest
+//! evicts the oldest: a peer that only stalls cannot keep the node out.
 
 use std::{
     collections::VecDeque,
@@ -24,20 +26,20 @@ use tokio::{
 };
 use tokio_rustls::{TlsConnector, client::TlsStream};
 
-/// Who has not shown the node's certificate in this time is not the node.
+/// Time limit to prove the node's identity.
 const HANDSHAKE: Duration = Duration::from_secs(15);
-/// Connections that have not, at once, of everybody and of one address.
+/// Limits of unproven connections, in total and per address.
 const MOST: usize = 256;
 const MOST_OF_ONE: usize = 128;
-/// So often strangers are a line of the log.
+/// Interval between log lines about other peers than the node.
 const SAID_EVERY: Duration = Duration::from_secs(60);
-/// Before a listener that failed is tried again.
+/// Pause before a failed listener is opened again.
 const AGAIN: Duration = Duration::from_secs(1);
 
-/// What a new connection is greeted with: with our certificate, or without one for a claim.
+/// TLS configuration for a new connection: with the guest's certificate, or without one for a claim.
 pub(crate) type Greeting = Arc<dyn Fn(bool) -> Option<Arc<rustls::ClientConfig>> + Send + Sync>;
 
-/// The newest connection of the node's, and whether it has our certificate.
+/// Newest connection of the node, and whether it carries the guest's certificate.
 #[derive(Default)]
 struct Arrived {
     newest: Mutex<Option<(bool, TlsStream<TcpStream>)>>,
@@ -45,7 +47,7 @@ struct Arrived {
     with_certificate: AtomicBool,
 }
 
-/// The listener.
+/// Listener for the node.
 pub(crate) struct Waiter {
     arrived: Arc<Arrived>,
     task: AbortHandle,
@@ -65,16 +67,16 @@ impl Waiter {
         Waiter { arrived, task }
     }
 
-    /// The next connection that proved to be the node's, to which our certificate was shown, or not.
+    /// Returns the next connection that was proven to come from the node, with or without the guest's certificate.
     ///
-    /// cancel safety: none is lost.
+    /// Cancel safety: no connection is lost.
     pub(crate) async fn next(&self, with_certificate: bool) -> TlsStream<TcpStream> {
         self.arrived.with_certificate.store(with_certificate, Relaxed);
         loop {
             let newest = self.arrived.newest.lock().take();
             match newest {
                 Some((shown, stream)) if shown == with_certificate => return stream,
-                // Begun before we had one, or while we had one that nobody knew.
+                // Begun before there was a certificate, or with one that the node did not know.
                 Some(_) => {}
                 None => self.arrived.changed.notified().await,
             }
@@ -100,7 +102,7 @@ async fn listen(port: u16, greeting: Greeting, arrived: Arc<Arrived>) {
     }
 }
 
-/// Both families, where the kernel has both.
+/// Listens on both families, if the kernel has both.
 async fn bind(port: u16) -> io::Result<TcpListener> {
     match TcpListener::bind((Ipv6Addr::UNSPECIFIED, port)).await {
         Ok(listener) => Ok(listener),
@@ -108,7 +110,7 @@ async fn bind(port: u16) -> io::Result<TcpListener> {
     }
 }
 
-/// Until the listener fails.
+/// Accepts connections until the listener fails.
 async fn accept(listener: &TcpListener, greeting: &Greeting, arrived: &Arc<Arrived>) -> io::Error {
     let mut crowd = Crowd::default();
     loop {
@@ -126,7 +128,7 @@ async fn accept(listener: &TcpListener, greeting: &Greeting, arrived: &Arc<Arriv
                         Ok(())
                     });
                 }
-                // Of one connection, mostly; and of a lack of descriptors, which passes.
+                // The error mostly concerns one connection, or a lack of descriptors, which passes.
                 Err(error) if is_passing(&error) => sleep(Duration::from_millis(50)).await,
                 Err(error) => return error,
             },
@@ -146,18 +148,18 @@ async fn shake(stream: TcpStream, config: Arc<rustls::ClientConfig>) -> io::Resu
 
 type Shaken = Result<(), (SocketAddr, io::Error)>;
 
-/// Those who have not proved anything yet.
+/// Connections that have proven nothing yet.
 #[derive(Default)]
 struct Crowd {
     open: JoinSet<Shaken>,
-    /// The oldest first.
+    /// Oldest first.
     places: VecDeque<(Id, IpAddr, AbortHandle)>,
     strangers: u64,
     said: Option<Instant>,
 }
 
 impl Crowd {
-    /// One more; where there are too many, the oldest of its address, or of all, makes room.
+    /// Adds a connection; at a limit, evicts the oldest of its address, or of all.
     fn add(&mut self, address: IpAddr, shaking: impl Future<Output = Shaken> + Send + 'static) {
         let of_it = |(_, other, _): &&(Id, IpAddr, AbortHandle)| *other == address;
         let leaves = if self.places.iter().filter(of_it).count() >= MOST_OF_ONE {
@@ -173,7 +175,7 @@ impl Crowd {
         self.places.push_back((shaking.id(), address, shaking));
     }
 
-    /// Waits until one is done, however it is.
+    /// Waits until one handshake is done, with any result.
     async fn leave(&mut self) {
         let (id, shaken) = match self.open.join_next_with_id().await {
             Some(Ok((id, shaken))) => (id, Some(shaken)),
@@ -230,7 +232,7 @@ mod tests {
         let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
         let config = tls::client_config(&[[1; 32]], None).unwrap();
         let waiter = Waiter::new(free.port(), Arc::new(move |_| Some(config.clone())));
-        // Far more than have a place: each is taken, greeted with a ClientHello, and the oldest are let go.
+        // Far more than there are places: each is accepted and gets a ClientHello, and the oldest are evicted.
         let mut strangers = Vec::new();
         for n in 0..3 * MOST_OF_ONE {
             let mut stream = loop {

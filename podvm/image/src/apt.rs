@@ -1,6 +1,8 @@
-//! Packages by apt's own tools, with lists, cache and sources in a folder of ours: no root, nothing of the machine's
-//! package state is read or changed. What apt has verified against the archive's signature is verified again against
-//! `packages.lock`, and kept by its digest.
+//! Fetches Debian packages with apt's own tools. Lists, cache and sources are in a folder of the build, so no root is
+//! needed and the machine's package state is neither read nor changed.
+//!
+//! apt verifies each package against the archive's signature. [`Store`] then verifies it against `packages.lock` and
+//! keeps it under its digest.
 
 use std::{
     fs::{self, File},
@@ -19,33 +21,33 @@ use crate::{
 
 const KEYRING: &str = "/usr/share/keyrings/debian-archive-keyring.gpg";
 const RELEASE: &str = "bookworm";
-/// Where the machine's own apt keeps what it is set to.
+/// Source lists of the machine's own apt.
 const OWN_SOURCES: [&str; 2] = ["/etc/apt/sources.list", "/etc/apt/sources.list.d"];
 
 /// Debian's archive, by URL.
 #[derive(Clone, Debug)]
 pub(crate) enum Archive {
-    /// What this machine's apt uses.
+    /// The sources that this machine's apt uses.
     OfThisMachine,
-    /// Packages, and their security updates.
+    /// URLs of the packages and of their security updates.
     Of(String, String),
 }
 
-/// Where packages come from and are kept.
+/// Package cache, and the archive that fills it.
 pub(crate) struct Store {
     folder: PathBuf,
     archive: Archive,
-    /// Of old packages.
+    /// URL of an archive of old packages.
     snapshots: Option<String>,
-    /// Nobody else works in the folder meanwhile.
+    /// Exclusive lock on the folder.
     _lock: Flock<File>,
 }
 
 impl Store {
-    /// Opens the cache folder, and waits until nobody else has it.
+    /// Opens the cache folder, and waits until no other process holds its lock.
     ///
     /// # Errors
-    /// When it cannot be made or written.
+    /// When the folder cannot be made or written.
     pub(crate) fn open(folder: &Path, archive: Archive, snapshots: Option<String>) -> anyhow::Result<Store> {
         let what = || format!("make the cache folder {}", folder.display());
         for sub in ["apt/lists/partial", "apt/archives/partial", "debs"] {
@@ -58,7 +60,7 @@ impl Store {
         Ok(Store { folder, archive, snapshots, _lock: lock })
     }
 
-    /// The files of all packages of a lock, in its order; fetches what is not in the cache.
+    /// Returns the files of all packages of a lock, in its order; fetches those that are not in the cache.
     ///
     /// # Errors
     /// When a package in that version is neither in the archive nor in its snapshots, or has another digest.
@@ -68,7 +70,7 @@ impl Store {
             let exact: Vec<String> =
                 missing.iter().map(|package| format!("{}={}", package.name, package.version)).collect();
             if let Err(now) = self.update(&self.archive).and_then(|()| self.download(&exact)) {
-                // Debian's archive has the newest version of a package alone; all of them are in snapshots of it.
+                // Debian's archive has only the newest version of a package; the snapshots have all versions.
                 let what =
                     "fetch the packages of packages.lock (`make image-lock` writes it anew, with newer ones)";
                 let Some(snapshots) = &self.snapshots else { return Err(now).context(what) };
@@ -93,7 +95,7 @@ impl Store {
             .collect()
     }
 
-    /// A lock of the newest versions.
+    /// Returns a lock of the newest versions of these packages.
     ///
     /// # Errors
     /// When the archive cannot be reached or does not have one of the packages.
@@ -101,7 +103,7 @@ impl Store {
         self.update(&self.archive)?;
         let mut wanted = Vec::new();
         for name in names {
-            // The kernel's package by its own name, which has the release in it.
+            // The kernel's metapackage depends on the real one, which has the release in its name.
             let real =
                 if name.starts_with("linux-image-") { self.depends(name)? } else { (*name).to_owned() };
             wanted.push(real);
@@ -184,7 +186,7 @@ impl Store {
         self.folder.join("debs").join(format!("{}.deb", package.sha256))
     }
 
-    /// Whether it is in the cache, whole.
+    /// Returns whether the cache has the package, whole.
     fn has(&self, package: &Package) -> bool {
         fs::read(self.path(package)).is_ok_and(|content| sha256(&content) == package.sha256)
     }
@@ -209,7 +211,7 @@ impl Store {
             "Dir::Etc::preferencesparts=/dev/null",
             "APT::Architecture=amd64",
             "APT::Architectures=amd64",
-            "APT::Sandbox::User=root", // no other user to change to: ours may not
+            "APT::Sandbox::User=root", // apt may not change to another user here
             "APT::Get::List-Cleanup=false",
             "Acquire::Languages=none",
             "Acquire::Retries=3",
@@ -223,7 +225,7 @@ impl Store {
     }
 }
 
-/// The sources of this machine's apt, if they are those of the images' release.
+/// Copies the source lists of this machine's apt, if the machine runs the images' release.
 fn copy_own_sources(list: &Path, parts: &Path) -> anyhow::Result<()> {
     let release = fs::read_to_string("/etc/os-release").context("read /etc/os-release")?;
     let is_ours = |line: &str| line.trim() == format!("VERSION_CODENAME={RELEASE}");

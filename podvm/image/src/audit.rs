@@ -1,5 +1,5 @@
-//! What no image may have. Looked for in the finished tree, whoever put it there, a supplied component too; the build
-//! fails with all that was found.
+//! Checks the finished tree of an image for files that no image may have. Supplied components are checked too. The
+//! build fails with a list of all findings.
 
 use anyhow::bail;
 
@@ -8,7 +8,7 @@ use crate::{
     tree::{Node, Tree},
 };
 
-/// Programs that let somebody in, or are what he would be let into.
+/// Programs that let a user log in, and the shells that a login would start.
 const PROGRAMS: [&str; 24] = [
     "agetty",
     "ash",
@@ -35,12 +35,12 @@ const PROGRAMS: [&str; 24] = [
     "telnetd",
     "zsh",
 ];
-/// Shells that let nobody in.
+/// Shells that refuse every login.
 const NO_SHELL: [&str; 2] = ["/usr/sbin/nologin", "/bin/false"];
 /// Parts of names of units that ask for a login or open a shell.
 const UNITS: [&str; 6] =
     ["getty", "debug-shell", "emergency.service", "rescue.service", "ssh", "console-shell"];
-/// What a machine makes for itself, once: in an image it would be the same everywhere.
+/// Files that a machine makes once for itself. In an image they would be the same on every machine.
 const OWN: [&str; 7] = [
     "etc/machine-id",
     "var/lib/dbus/machine-id",
@@ -50,7 +50,8 @@ const OWN: [&str; 7] = [
     "etc/ssh",
     "root/.ssh",
 ];
-/// systemd's word for "make one at the first boot"; an empty file says: at each, in memory.
+/// Content with which systemd makes an identifier at the first boot. With an empty file it makes one at each boot, in
+/// memory.
 const UNINITIALIZED: &str = "uninitialized";
 /// Text that begins a private key.
 const KEY: &[u8] = b"PRIVATE KEY-----";
@@ -58,7 +59,7 @@ const KEY: &[u8] = b"PRIVATE KEY-----";
 /// Checks the finished tree of an image.
 ///
 /// # Errors
-/// With everything that was found.
+/// With a list of all findings.
 pub(crate) fn check(tree: &Tree) -> anyhow::Result<()> {
     let found = findings(tree);
     if found.is_empty() {
@@ -127,7 +128,7 @@ fn is_mask(node: &Node) -> bool {
     matches!(node, Node::Link { target } if target == "/dev/null")
 }
 
-/// Accounts that somebody could log in to.
+/// Finds accounts that permit a login.
 fn accounts(tree: &Tree, found: &mut Vec<String>) {
     for line in tree.text("etc/passwd").unwrap_or_default().lines() {
         let fields: Vec<&str> = line.split(':').collect();

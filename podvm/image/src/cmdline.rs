@@ -1,8 +1,8 @@
-//! The kernel's command line, from `data/cmdline.txt`.
+//! Reads the kernel's command line from `data/cmdline.txt`.
 
 const LINES: &str = include_str!("../data/cmdline.txt");
 
-/// The words that every image has, and those for `which` kinds of boot (`disk`, `minimal`, `emulated`).
+/// Returns the words that every image has, and those for `which` kinds of boot (`disk`, `minimal`, `emulated`).
 pub(crate) fn line(which: &[&str]) -> String {
     let mut words = Vec::new();
     for line in LINES.lines() {

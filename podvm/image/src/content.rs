@@ -1,4 +1,4 @@
-//! What every image has: the guest program, an agent with its configuration, certificates, accounts.
+//! Adds the files that every image has: the guest program, an agent with its configuration, certificates, accounts.
 
 use std::path::{Path, PathBuf};
 
@@ -10,16 +10,16 @@ use crate::{
     tree::Tree,
 };
 
-/// Where the agent is, whoever's it is.
+/// Path of the agent, a kata-agent or the test agent.
 const AGENT: &str = "usr/local/bin/kata-agent";
 const PULL: &str = "usr/local/bin/peerpod-pull";
-/// The socket is not below /run/kata-containers: CreateSandbox removes that. Nothing that asks for attestation is
-/// started by the agent: the guest program does it, in order.
+/// The socket is not below /run/kata-containers, because CreateSandbox removes that folder. The agent starts no
+/// attestation processes: the guest program starts them, in order.
 const AGENT_CONFIG: &str =
     "server_addr = \"unix:///run/peerpod/agent.sock\"\nguest_components_procs = \"none\"\n";
-/// Where the VM has a disk for itself, it is mounted on /var/lib/peerpod; all else is the guest program's defaults.
+/// If the VM has a data disk, it is mounted on /var/lib/peerpod. All other settings are the guest program's defaults.
 const SETTINGS: &str = "{\"version\":1,\"images\":{\"store\":\"/var/lib/peerpod/images\"}}\n";
-/// Said on the console at each boot by the test agent.
+/// File that the test agent prints on the console at each boot.
 const NOTICE_PATH: &str = "etc/peerpod/test-agent";
 const NOTICE: &str =
     "this image has the project's test agent instead of a kata-agent: it is not for production\n";
@@ -28,7 +28,7 @@ const PASSWD: &str =
 const GROUP: &str = "root:x:0:\nnogroup:x:65534:\n";
 const HOSTS: &str = "127.0.0.1\tlocalhost\n::1\tlocalhost ip6-localhost ip6-loopback\n";
 
-/// What the user supplies.
+/// Programs and folders that the user supplies.
 #[derive(Debug, Clone, clap::Args)]
 pub(crate) struct Parts {
     /// peerpod-guest, a static build
@@ -46,19 +46,19 @@ pub(crate) struct Parts {
     /// The OCI bundle that kata-agent runs as a pod's sandbox container: config.json and rootfs; it becomes /pause_bundle
     #[arg(long, value_name = "DIR")]
     pause_bundle: Option<PathBuf>,
-    /// Confidential guest components and what they need: a folder that is laid over the image's root
+    /// Confidential guest components and their dependencies: a folder that is laid over the image's root
     #[arg(long, value_name = "DIR")]
     guest_components: Option<PathBuf>,
-    /// Where the providers' folders are: each guest.toml says how a VM knows that it is there
+    /// Folder of the providers: each guest.toml describes how a VM recognises its cloud and reads its user-data
     #[arg(long, value_name = "DIR", default_value = "providers")]
     providers: PathBuf,
 }
 
 impl Parts {
-    /// Adds all of it, and notes in the report what was supplied.
+    /// Adds all parts, and notes the supplied ones in the report.
     ///
     /// # Errors
-    /// When a part cannot be read, or would not run in this image.
+    /// When a part cannot be read, or could not run in this image.
     pub(crate) fn add(
         &self,
         tree: &mut Tree,
@@ -132,7 +132,7 @@ impl Parts {
     }
 }
 
-/// What has to run whatever else is in the image.
+/// Checks that a program is static, so that it runs independently of the image's libraries.
 fn check_static(tree: &Tree, path: &str, from: &Path) -> anyhow::Result<()> {
     let Some(crate::tree::Node::File { content, .. }) = tree.get(path) else { bail!("/{path} is not there") };
     let program = program::Program::read(content).with_context(|| from.display().to_string())?;
@@ -145,13 +145,13 @@ fn check_static(tree: &Tree, path: &str, from: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Accounts of an image without other services; nobody logs in.
+/// Adds the accounts of an image without other services. None permits a login.
 pub(crate) fn accounts(tree: &mut Tree) {
     tree.file("etc/passwd", 0o644, PASSWD.as_bytes());
     tree.file("etc/group", 0o644, GROUP.as_bytes());
 }
 
-/// All certificates of the distribution in one file, which is where programs look for them.
+/// Joins all certificates of the distribution into the one file where programs look for them.
 ///
 /// # Errors
 /// When the packages have none.
@@ -178,7 +178,7 @@ fn digest_of(tree: &Tree, path: &str) -> String {
     tree.files().find(|(at, ..)| *at == path).map(|(.., content)| sha256(content)).unwrap_or_default()
 }
 
-/// One digest for a folder: of its files' names and digests, in order.
+/// Returns one digest for a folder, over the paths, modes and digests of its files, in order.
 fn tree_digest(folder: &Path) -> anyhow::Result<String> {
     let mut tree = Tree::default();
     tree.add_folder("", folder)?;

@@ -1,5 +1,6 @@
-//! The kernel's archive for an initramfs ("newc", Documentation/driver-api/early-userspace/buffer-format.rst): every
-//! file is root's, numbered in order, and has the time that is given.
+//! Writes the kernel's archive format for an initramfs ("newc",
+//! Documentation/driver-api/early-userspace/buffer-format.rst). Root owns every file; inodes are numbered in order; all
+//! files have the given time.
 
 use crate::tree::{Node, Tree};
 
@@ -7,7 +8,7 @@ const DIRECTORY: u32 = 0o040_000;
 const FILE: u32 = 0o100_000;
 const LINK: u32 = 0o120_000;
 
-/// The archive of a tree. `time` is in seconds since 1970.
+/// Returns the archive of a tree. `time` is in seconds since 1970.
 pub(crate) fn archive(tree: &Tree, time: u32) -> Vec<u8> {
     let mut out = Vec::with_capacity(usize::try_from(tree.size()).unwrap_or_default() + (1 << 20));
     for (number, (path, node)) in (1..).zip(tree.iter()) {
@@ -31,7 +32,7 @@ struct Header<'a> {
 
 fn entry(out: &mut Vec<u8>, header: Header<'_>, content: &[u8]) {
     let links = if header.mode & DIRECTORY != 0 && header.mode & FILE == 0 { 2 } else { 1 };
-    // Inode, mode, uid, gid, links, time, size, device and its special number (each major, minor), name, checksum.
+    // Inode, mode, uid, gid, links, time, size, device and special device (each major, minor), name, checksum.
     let (size, name) = (content.len() as u32, header.path.len() as u32 + 1);
     let fields = [header.number, header.mode, 0, 0, links, header.time, size, 0, 0, 0, 0, name, 0];
     out.extend_from_slice(b"070701");

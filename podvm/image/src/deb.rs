@@ -1,5 +1,5 @@
-//! Debian packages, read without being unpacked: `dpkg-deb` gives the archive inside, and owners, times and set-id bits
-//! are left behind.
+//! Reads Debian packages without unpacking them to disk: `dpkg-deb` writes the archive inside to a pipe. Owners, times
+//! and set-id bits are dropped.
 
 use std::{io::Read, path::Path};
 
@@ -10,7 +10,7 @@ use crate::{
     tree::{Node, Tree},
 };
 
-/// What nobody in a VM reads.
+/// Folders that a VM does not need.
 const LEFT_OUT: [&str; 9] = [
     "usr/share/bash-completion/",
     "usr/share/bug/",
@@ -26,7 +26,7 @@ const LEFT_OUT: [&str; 9] = [
 /// Adds a package's files to a tree.
 ///
 /// # Errors
-/// When it is not a package, or has files of a kind that no package of ours has (devices).
+/// When it is not a package, or has files of another kind (devices).
 pub(crate) fn add(tree: &mut Tree, package: &Path) -> anyhow::Result<()> {
     let what = || format!("read the package {}", package.display());
     let path = package.to_str().with_context(what)?;
@@ -44,7 +44,7 @@ fn add_archive(tree: &mut Tree, archive: &[u8]) -> anyhow::Result<()> {
         let mode = entry.header().mode()? & 0o777;
         let target = entry.link_name()?.map(|target| target.to_string_lossy().into_owned());
         let node = match entry.header().entry_type() {
-            // The old folders of packages that are not merged yet.
+            // Top-level folders, which packages without a merged /usr still have.
             tar::EntryType::Directory if path.split('/').filter(|part| !part.is_empty()).count() < 2 => {
                 continue;
             }
@@ -55,7 +55,7 @@ fn add_archive(tree: &mut Tree, archive: &[u8]) -> anyhow::Result<()> {
                 Node::File { mode, content: content.into() }
             }
             tar::EntryType::Symlink => Node::Link { target: target.context("a link to nothing")? },
-            // A second name: the same content again.
+            // A hard link gets the same content again.
             tar::EntryType::Link => {
                 let target = target.context("a link to nothing")?;
                 tree.get(&target).with_context(|| format!("{path} is {target}, which is not there"))?.clone()

@@ -1,8 +1,8 @@
-//! The disk image for clouds: UEFI starts one program (kernel, initramfs and command line), whose initramfs verifies a
-//! read-only erofs root and hands over to systemd, which runs peerpod-guest.service.
+//! Builds the disk image for clouds. UEFI starts one program (kernel, initramfs and command line). Its initramfs
+//! verifies a read-only erofs root and starts systemd from it, which runs peerpod-guest.service.
 //!
-//! Why erofs: it is read-only by design, small, and its maker gives every file to root without being root. Why an
-//! initramfs of ours (podvm/initrd) and not systemd's: one static program of a few hundred KiB, one thing it can do.
+//! erofs is read-only by design and small, and mkfs.erofs gives every file to root without root rights. The initramfs
+//! (podvm/initrd) replaces systemd's: it is one static program of a few hundred KiB with one task.
 
 use std::{
     fs,
@@ -29,12 +29,13 @@ use crate::{
 const FILES: &str = include_str!("../data/disk.files");
 const INITRD_MODULES: &str = include_str!("../data/initrd.txt");
 const UNIT: &str = include_str!("../../guest/peerpod-guest.service");
-/// Mount points and places that are written to.
+/// Mount points and writable folders.
 const FOLDERS: [&str; 9] = ["dev", "media", "mnt", "proc", "root", "run", "sys", "tmp", "var"];
-/// As few hashes as there can be of a root that is not verified, too: what tells one disk's partitions from another's.
+/// Hex digits of the hash that identifies a disk; the UUIDs of its partitions derive from it. Without dm-verity it is
+/// the hash of the root's file system.
 const IDENTITY_LEN: usize = 64;
 
-/// What is asked for besides what every image has.
+/// Options of a disk besides those of every image.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Options {
     /// peerpod-initrd, a static build
@@ -46,12 +47,12 @@ pub(crate) struct Options {
     /// Leave the root unverified: no dm-verity
     #[arg(long)]
     no_verity: bool,
-    /// What to write: raw, qcow2, vhd (fixed, for Azure), vmdk (stream-optimised)
+    /// Formats to write: raw, qcow2, vhd (fixed, for Azure), vmdk (stream-optimised)
     #[arg(long, value_delimiter = ',', default_value = "raw,qcow2,vhd,vmdk")]
     formats: Vec<formats::Format>,
 }
 
-/// Builds it in the folder `out`.
+/// Builds the disk in the folder `out`.
 ///
 /// # Errors
 /// When an input is missing or wrong, a tool fails, or the audit finds something.
@@ -90,7 +91,7 @@ pub(crate) fn build(inputs: &Inputs, parts: &Parts, options: &Options, out: &Pat
     formats::write(&raw, &options.formats, &identity, out, &mut report)?;
     fs::remove_dir_all(&work)?;
     let vmlinuz = inputs.file(&format!("boot/vmlinuz-{release}"))?;
-    // systemd takes the root in place of the initramfs, which goes.
+    // systemd replaces the initramfs by the root, and the kernel frees it.
     report.guest_memory = Some(GuestMemory::of(vmlinuz, 0, &root, true)?);
     report.contents(&root);
     report.finish(out)
@@ -122,7 +123,7 @@ fn root(
     Ok(tree)
 }
 
-/// The root's file system: compressed, every file root's and of one time.
+/// Makes the root's file system: compressed, owned by root, all files with one time.
 fn erofs(inputs: &Inputs, root: &Tree, work: &Path) -> anyhow::Result<Vec<u8>> {
     let (folder, image) = (work.join("root"), work.join("root.erofs"));
     fs::create_dir(&folder)?;
@@ -141,7 +142,7 @@ fn erofs(inputs: &Inputs, root: &Tree, work: &Path) -> anyhow::Result<Vec<u8>> {
     Ok(content)
 }
 
-/// The initramfs: one program, the drivers of disks, and their order.
+/// Makes the initramfs: one program, the disk drivers, and the order in which they load.
 fn initramfs(inputs: &Inputs, options: &Options, release: &str) -> anyhow::Result<Tree> {
     let mut tree = Tree::default();
     for folder in ["dev", "proc", "sys", "sysroot"] {

@@ -1,5 +1,5 @@
-//! One disk in the formats of hypervisors and clouds. The same disk gives the same bytes: what a converter makes up
-//! (identifiers, times) is set.
+//! Writes one disk in the formats of hypervisors and clouds. The same disk gives the same bytes: identifiers and times
+//! that a converter would invent are set to fixed values.
 
 use std::{fs, path::Path};
 
@@ -7,14 +7,14 @@ use anyhow::{Context, ensure};
 
 use crate::{gpt, report::Report, run};
 
-/// How a disk is written down.
+/// Format of a disk image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum Format {
-    /// As it is (AWS, GCP)
+    /// Unconverted (AWS, GCP)
     Raw,
-    /// QEMU's, compressed (libvirt, OpenStack)
+    /// QEMU's format, compressed (libvirt, OpenStack)
     Qcow2,
-    /// Of fixed size, a whole number of MiB (Azure)
+    /// Fixed size, a whole number of MiB (Azure)
     Vhd,
     /// Stream-optimised (vSphere)
     Vmdk,
@@ -22,7 +22,7 @@ pub(crate) enum Format {
 
 const MIB: u64 = 1 << 20;
 
-/// Writes the disk in all formats that are asked for.
+/// Writes the disk in all requested formats.
 ///
 /// # Errors
 /// When a converter fails or a file cannot be written.
@@ -67,7 +67,7 @@ pub(crate) fn write(
     Ok(())
 }
 
-/// By qemu-img, with one request at a time: with more the order of the clusters is chance.
+/// Converts by qemu-img, with one request at a time: with more, the order of the clusters is not deterministic.
 fn convert(raw: &Path, to: &Path, options: &[&str]) -> anyhow::Result<()> {
     run::with_input(
         run::tool("qemu-img").args(["convert", "-f", "raw", "-m", "1"]).args(options).args([raw, to]),
@@ -81,8 +81,8 @@ fn append(to: &Path, bytes: &[u8]) -> anyhow::Result<()> {
     std::io::Write::write_all(&mut file, bytes).with_context(|| format!("write {}", to.display()))
 }
 
-/// The footer that makes a raw disk a fixed VHD (Virtual Hard Disk Image Format Specification 1.0, "Hard Disk Footer
-/// Format").
+/// Returns the footer that makes a raw disk a fixed VHD (Virtual Hard Disk Image Format Specification 1.0, "Hard Disk
+/// Footer Format").
 fn vhd_footer(size: u64, identity: &str) -> [u8; 512] {
     let mut footer = [0; 512];
     let mut put = |at: usize, bytes: &[u8]| footer[at..at + bytes.len()].copy_from_slice(bytes);
@@ -90,8 +90,8 @@ fn vhd_footer(size: u64, identity: &str) -> [u8; 512] {
     put(8, &2u32.to_be_bytes()); // features: the reserved bit
     put(12, &0x0001_0000u32.to_be_bytes());
     put(16, &u64::MAX.to_be_bytes()); // no dynamic header
-    // 24: the time of creation stays zero.
-    put(28, b"qem2"); // "the size counts, not the geometry"
+    // Offset 24: the creation time stays zero.
+    put(28, b"qem2"); // creator for which readers take the size, not the geometry
     put(32, &0x0001_0000u32.to_be_bytes());
     put(36, b"Wi2k");
     put(40, &size.to_be_bytes());
@@ -106,7 +106,7 @@ fn vhd_footer(size: u64, identity: &str) -> [u8; 512] {
     footer
 }
 
-/// Cylinders, heads and sectors as the specification's appendix computes them.
+/// Returns cylinders, heads and sectors as the specification's appendix computes them.
 fn geometry(sectors: u64) -> [u8; 4] {
     let sectors = sectors.min(65535 * 16 * 255);
     let (per_track, heads, tracks) = if sectors >= 65535 * 16 * 63 {
@@ -127,9 +127,8 @@ fn geometry(sectors: u64) -> [u8; 4] {
     [high, low, heads as u8, per_track as u8]
 }
 
-/// Replaces the identifier that the converter drew, in the descriptor's text. It draws a number and writes it without
-/// leading zeros, so the text behind it can begin sooner in one build than in the next; what follows the text in its
-/// sectors is zeros, which give or take the difference.
+/// Replaces the identifier that qemu-img drew in the descriptor's text. qemu-img writes it without leading zeros, so
+/// the length of the text differs between builds. Zeros follow the text in its sectors; they absorb the difference.
 fn with_content_id(mut vmdk: Vec<u8>, identity: &str) -> anyhow::Result<Vec<u8>> {
     const KEY: &[u8] = b"\nCID=";
     const DIGITS: usize = 8;

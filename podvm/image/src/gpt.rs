@@ -1,5 +1,5 @@
-//! The disk: a partition table by sfdisk, and the partitions at their places. Partitions of the root are named and
-//! numbered as the Discoverable Partitions Specification says: their UUIDs are the halves of the root hash.
+//! Writes the disk: a partition table by sfdisk, and the partitions at their places. The root's partitions have the
+//! types and UUIDs of the Discoverable Partitions Specification: their UUIDs are the halves of the root hash.
 
 use std::{
     fs::{self, File},
@@ -17,15 +17,15 @@ const ESP: &str = "c12a7328-f81f-11d2-ba4b-00a0c93ec93b";
 const ROOT: &str = "4f68bce3-e8cd-4db1-96e7-fbcaf984b709";
 const VERITY: &str = "2c7357ed-ebd2-46d9-aec1-23d437ec2bf5";
 
-/// A UUID out of the first 128 bits of a hexadecimal hash, as they are.
+/// Returns the first 128 bits of a hexadecimal hash, unchanged, as a UUID.
 pub(crate) fn uuid(hash: &str) -> String {
     format!("{}-{}-{}-{}-{}", &hash[..8], &hash[8..12], &hash[12..16], &hash[16..20], &hash[20..32])
 }
 
-/// Writes the disk to a file in `work`; its path.
+/// Writes the disk to a file in `work` and returns its path.
 ///
 /// # Errors
-/// When it cannot be written, or sfdisk fails.
+/// When the disk cannot be written, or sfdisk fails.
 pub(crate) fn disk(
     esp: &[u8],
     root: &[u8],
@@ -49,7 +49,7 @@ pub(crate) fn disk(
     let mut at = MIB;
     for (name, kind, uuid, content) in partitions.into_iter().flatten() {
         let size = content.len().next_multiple_of(MIB);
-        // Bit 60: whoever mounts it, mounts it read-only.
+        // Bit 60: the partition is to be mounted read-only.
         let attributes = if kind == ESP { "" } else { ", attrs=\"GUID:60\"" };
         script += &format!(
             "start={}, size={}, type={kind}, uuid={uuid}, name=\"{name}\"{attributes}\n",
@@ -59,7 +59,7 @@ pub(crate) fn disk(
         write_sparse(&file, at, content).with_context(what)?;
         at += size;
     }
-    // The table's copy is at the end; some clouds take disks of whole MiB alone.
+    // The table's backup is at the end. Some clouds take only disks of whole MiB.
     file.set_len((at + MIB) as u64).with_context(what)?;
     drop(file);
     run::with_input(
@@ -69,7 +69,7 @@ pub(crate) fn disk(
     Ok(path)
 }
 
-/// Leaves holes where there is nothing but zeros.
+/// Writes content, with holes in place of zeros.
 fn write_sparse(file: &File, at: usize, content: &[u8]) -> std::io::Result<()> {
     for (number, piece) in content.chunks(64 << 10).enumerate() {
         if piece.iter().any(|byte| *byte != 0) {

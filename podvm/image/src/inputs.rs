@@ -1,4 +1,4 @@
-//! What an image is built from, read once: the locked packages, as one tree.
+//! Reads the locked packages into one tree.
 
 use std::{
     fs,
@@ -14,19 +14,19 @@ use crate::{
     tree::{Node, Tree},
 };
 
-/// The locked packages and a place to work in.
+/// Locked packages, and a folder to work in.
 pub(crate) struct Inputs {
     pub(crate) lock: Lock,
-    /// All files of all packages.
+    /// Files of all packages.
     pub(crate) packages: Tree,
     work: PathBuf,
 }
 
 impl Inputs {
-    /// Fetches what is not in the cache and reads all packages.
+    /// Fetches the packages that are not in the cache and reads all of them.
     ///
     /// # Errors
-    /// When a package cannot be had or read.
+    /// When a package cannot be fetched or read.
     pub(crate) fn read(store: &Store, lock: Lock, work: &Path) -> anyhow::Result<Inputs> {
         let mut packages = Tree::merged();
         for package in store.packages(&lock)? {
@@ -35,10 +35,10 @@ impl Inputs {
         Ok(Inputs { lock, packages, work: work.to_owned() })
     }
 
-    /// A file of a package.
+    /// Returns the content of a package's file.
     ///
     /// # Errors
-    /// When no package has it.
+    /// When no package has the file.
     pub(crate) fn file(&self, path: &str) -> anyhow::Result<&[u8]> {
         match self.packages.get(path) {
             Some(Node::File { content, .. }) => Ok(content),
@@ -46,7 +46,7 @@ impl Inputs {
         }
     }
 
-    /// An empty folder of this run's own.
+    /// Returns an empty folder of this run.
     ///
     /// # Errors
     /// When it cannot be made.

@@ -1,16 +1,16 @@
-//! `packages.lock`: which version of which package images are built from, so that the same revision of the project
-//! gives the same image tomorrow. A text file, one package a line.
+//! Reads and writes `packages.lock`, which fixes the version of every package that images are built from. With it, one
+//! revision of the project always gives the same image. The file is text, one package a line.
 
 use std::{fmt::Write, fs, path::Path};
 
 use anyhow::{Context, bail, ensure};
 
-/// What an image is built from.
+/// Package versions and time that an image is built from.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Lock {
     /// Seconds since 1970: the time of every file in the images.
     pub(crate) epoch: u32,
-    /// The same moment as archives of old packages write it.
+    /// The same moment in the form that archives of old packages use in URLs.
     pub(crate) snapshot: String,
     pub(crate) packages: Vec<Package>,
 }
@@ -27,7 +27,7 @@ impl Lock {
     /// Reads the file.
     ///
     /// # Errors
-    /// With the line that cannot be understood.
+    /// With the line that cannot be parsed.
     pub(crate) fn read(path: &Path) -> anyhow::Result<Lock> {
         let text = fs::read_to_string(path)
             .with_context(|| format!("read {}; `make image-lock` makes it", path.display()))?;
@@ -61,7 +61,7 @@ impl Lock {
         Ok(lock)
     }
 
-    /// The file's text.
+    /// Returns the file's text.
     pub(crate) fn text(&self) -> String {
         let mut text = format!(
             "# Exact packages of the images. Written by `make image-lock`; packages.txt says which and why.\n\
@@ -76,12 +76,12 @@ impl Lock {
     }
 }
 
-/// The names in packages.txt.
+/// Returns the names in packages.txt.
 pub(crate) fn names(list: &str) -> Vec<&str> {
     words(list).collect()
 }
 
-/// The words of a data file: `#` begins a comment.
+/// Returns the words of a data file, without comments (from `#` to the end of the line).
 pub(crate) fn words(text: &str) -> impl Iterator<Item = &str> {
     text.lines().flat_map(|line| line.split('#').next().unwrap_or_default().split_whitespace())
 }

@@ -1,7 +1,7 @@
-//! `peerpod-image` builds VM images from distribution packages: as any user, the same bytes each time. `make image` runs
-//! it; README.md in this folder says what is in the images and why.
+//! `peerpod-image` builds VM images from distribution packages, as any user and with the same bytes each time.
+//! `make image` runs it. README.md in this folder lists the images' content and the reasons.
 //!
-//! It touches its output folder and its cache, and the network only for packages that the cache does not have.
+//! It touches its output folder and its cache. It uses the network only for packages that the cache does not have.
 
 mod apt;
 mod audit;
@@ -57,7 +57,7 @@ enum Command {
         source: Source,
         #[command(flatten)]
         parts: Parts,
-        /// Where vmlinuz, initrd.img and image.json are written
+        /// Folder for vmlinuz, initrd.img and image.json
         #[arg(long, value_name = "DIR", default_value = "target/image/minimal")]
         out: PathBuf,
     },
@@ -69,7 +69,7 @@ enum Command {
         parts: Parts,
         #[command(flatten)]
         options: disk::Options,
-        /// Where the disk and image.json are written
+        /// Folder for the disk and image.json
         #[arg(long, value_name = "DIR", default_value = "target/image/disk")]
         out: PathBuf,
     },
@@ -82,23 +82,23 @@ enum Command {
 
 #[derive(Args)]
 struct Source {
-    /// Which packages, exactly
+    /// File of the exact package versions
     #[arg(long, value_name = "FILE", default_value = "podvm/image/packages.lock")]
     lock: PathBuf,
-    /// Where packages are kept
+    /// Folder of the package cache
     #[arg(long, value_name = "DIR", default_value = "target/image/cache")]
     cache: PathBuf,
-    /// Debian's archive; by default what this machine's own apt is set to, where it is a Debian 12
+    /// URL of Debian's archive [default: the sources of this machine's apt, if it is a Debian 12]
     #[arg(long, value_name = "URL", requires = "security_mirror")]
     mirror: Option<String>,
-    /// The archive of its security updates
+    /// URL of the archive of Debian's security updates
     #[arg(long, value_name = "URL", requires = "mirror")]
     security_mirror: Option<String>,
-    /// An archive of old packages, with the folders debian and debian-security by time, for locked versions that the
-    /// archive no longer has
+    /// URL of an archive of old packages, with the folders debian and debian-security by time, for locked versions that
+    /// the archive no longer has
     #[arg(long, value_name = "URL")]
     snapshots: Option<String>,
-    /// Build from the newest packages, and say so, where locked versions cannot be had any more
+    /// Build from the newest packages, with a warning, if locked versions are no longer available
     #[arg(long)]
     newest_if_gone: bool,
 }
@@ -124,7 +124,7 @@ impl Source {
             "peerpod-image: this image is built from the newest packages instead of those of {}",
             self.lock.display()
         );
-        // The files' time stays, so that two builds are still the same.
+        // The files' time stays, so that two builds remain identical.
         let newest = Lock { epoch: locked.epoch, ..store.newest(&lock::names(PACKAGES))? };
         Inputs::read(&store, newest, &work)
     }

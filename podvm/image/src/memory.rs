@@ -1,35 +1,35 @@
-//! How much of a VM's memory its guest needs, for `image.json`: whoever sizes a VM adds it to what the pod asks for. It is
-//! reckoned from the image's own parts, so that the same image always has the same figure;
-//! `tests/tests/machines/memory.rs` compares it with machines that run.
+//! Computes the memory that a VM's guest needs, for `image.json`; the size of a VM is this plus the pod's memory. The
+//! figure derives from the image's own parts, so the same image always has the same one.
+//! `tests/tests/machines/memory.rs` compares it with running machines.
 
 use anyhow::Context;
 use serde::Serialize;
 
 use crate::tree::Tree;
 
-/// Slabs, stacks, page tables, the programs' own data, files that are being read, and what the kernel keeps free.
+/// MiB for slabs, stacks, page tables, the programs' own data, the page cache, and the kernel's free reserve.
 const WORKING_MIB: u64 = 48;
-/// The same of systemd and its services.
+/// The same for systemd and its services.
 const SYSTEM_MIB: u64 = 64;
-/// The images of a small pod's containers, unpacked.
+/// MiB for the unpacked images of a small pod's containers.
 const IMAGES_MIB: u64 = 256;
-/// Where the guest program, the agent and what is supplied have their programs.
+/// Paths of the guest program, the agent and the supplied programs.
 const PROGRAMS: [&str; 2] = ["init", "usr/local/bin/"];
 
 /// `guest_memory` of `image.json`, in MiB.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub(crate) struct GuestMemory {
-    /// Kernel, programs and what they need to work.
+    /// Kernel, programs and their working memory.
     base_mib: u64,
-    /// A share for containers' images, where the VM has no disk for them and keeps them in memory.
+    /// Share for container images, for a VM that has no disk for them and keeps them in memory.
     images_mib: u64,
 }
 
 impl GuestMemory {
-    /// Of an image that keeps this much of its initramfs in memory, in bytes.
+    /// Returns the memory need of an image that keeps `kept` bytes of its initramfs in memory.
     ///
     /// # Errors
-    /// When the kernel is none.
+    /// When `kernel` is not a bzImage.
     pub(crate) fn of(
         kernel: &[u8],
         kept: usize,
@@ -50,7 +50,8 @@ impl GuestMemory {
     }
 }
 
-/// The bytes that a kernel needs to start, its own variables included: `init_size` of its header (Linux' boot protocol).
+/// Returns the bytes that a kernel needs to start, its variables included: `init_size` of its header (Linux' boot
+/// protocol).
 fn kernel_size(kernel: &[u8]) -> anyhow::Result<u64> {
     const MAGIC: std::ops::Range<usize> = 0x202..0x206;
     const INIT_SIZE: std::ops::Range<usize> = 0x260..0x264;

@@ -1,8 +1,9 @@
-//! The minimal image: the distribution's kernel and an initramfs in which peerpod-guest is init. Nothing else runs.
+//! Builds the minimal image: the distribution's kernel and an initramfs in which peerpod-guest is init. Nothing else
+//! runs.
 //!
-//! What a machine unpacks at its boot it pays for, in time and in memory, used or not. So the archive holds the guest
-//! program, the configuration, and everything below /usr (modules, agent, tools) as one squashfs file, which is mounted:
-//! what nobody reads stays compressed.
+//! Every file that the kernel unpacks at boot costs time and memory, whether it is used or not. So the archive holds
+//! the guest program, the configuration, and everything below /usr (modules, agent, tools) as one squashfs file. The
+//! guest program mounts it; files that are not read stay compressed.
 
 use std::{fs, path::Path};
 
@@ -24,17 +25,17 @@ use crate::{
 const FILES: &str = include_str!("../data/minimal.files");
 const KERNEL: &str = "vmlinuz";
 const INITRD: &str = "initrd.img";
-/// Everything below /usr; the guest program mounts it there.
+/// Squashfs of everything below /usr, where the guest program mounts it.
 const USR: &str = "usr.squashfs";
-/// What is in the archive itself of /usr, besides depmod's tables: modules for the first word home of a machine of QEMU's,
-/// which then comes before the mount. Others mount first. These have no signature here (`peerpod.lockdown`).
+/// Modules of /usr that the archive itself has, besides depmod's tables: the drivers with which a QEMU machine dials
+/// the node before the mount. Other machines mount first. These modules have no signature here (`peerpod.lockdown`).
 const FIRST_MODULES: [&str; 4] = ["virtio_pci", "virtio_net", "virtio_blk", "qemu_fw_cfg"];
-/// And what mounting the rest takes.
+/// Modules that the mount needs.
 const MOUNT_MODULES: [&str; 2] = ["loop", "squashfs"];
-/// Mount points and places that are written to.
+/// Mount points and writable folders.
 const FOLDERS: [&str; 7] = ["dev", "etc", "proc", "root", "run", "sys", "var/lib/peerpod"];
 
-/// Builds it in the folder `out`.
+/// Builds the image in the folder `out`.
 ///
 /// # Errors
 /// When an input is missing or wrong, a tool fails, or the audit finds something.
@@ -74,7 +75,7 @@ pub(crate) fn build(inputs: &Inputs, parts: &Parts, out: &Path) -> anyhow::Resul
     report.write(out, KERNEL, vmlinuz)?;
     let initramfs = initramfs(inputs, &tree, &release)?;
     report.write(out, INITRD, &initramfs)?;
-    // Not compressed: what is unpacked stays, and is as large.
+    // The archive is not compressed: its unpacked content stays in memory and is as large.
     report.guest_memory = Some(GuestMemory::of(vmlinuz, initramfs.len(), &tree, false)?);
     report.kernel = Some(KERNEL.to_owned());
     report.initrd = Some(INITRD.to_owned());
@@ -84,7 +85,8 @@ pub(crate) fn build(inputs: &Inputs, parts: &Parts, out: &Path) -> anyhow::Resul
     report.finish(out)
 }
 
-/// The archive, which is not compressed: nearly all of it is a program that is read at once, and a file that is.
+/// Makes the archive. It is not compressed: most of it is a program that is read at once, and a file that is
+/// compressed.
 fn initramfs(inputs: &Inputs, tree: &Tree, release: &str) -> anyhow::Result<Vec<u8>> {
     let mut early = Tree::merged();
     modules::in_order(&mut early, &inputs.packages, release, FIRST_MODULES.into_iter())?;
@@ -99,7 +101,8 @@ fn initramfs(inputs: &Inputs, tree: &Tree, release: &str) -> anyhow::Result<Vec<
     Ok(cpio::archive(&early, inputs.lock.epoch))
 }
 
-/// Everything below /usr: every file root's, of one time, in order, on one thread, so that it is the same each time.
+/// Makes the squashfs of everything below /usr. Root owns every file, all have one time, and one thread packs them in
+/// order, so the result is reproducible.
 fn squashfs(inputs: &Inputs, tree: &Tree) -> anyhow::Result<Vec<u8>> {
     let work = inputs.work("usr")?;
     let (folder, image) = (work.join("root"), work.join(USR));
@@ -134,7 +137,7 @@ fn squashfs(inputs: &Inputs, tree: &Tree) -> anyhow::Result<Vec<u8>> {
     Ok(content)
 }
 
-/// zstd, on one thread: with more the bytes depend on their number. The kernel does without the checksum.
+/// Compresses with zstd on one thread, because the bytes depend on the number of threads. The kernel needs no checksum.
 pub(crate) fn compress(content: &[u8]) -> anyhow::Result<Vec<u8>> {
     run::with_input(
         run::tool("zstd").args(["-19", "--single-thread", "--no-check", "-q", "-c", "-"]),

@@ -1,4 +1,4 @@
-//! The kernel's modules that an image has: those of `data/modules.txt` and what they need, with depmod's tables of them.
+//! Selects an image's kernel modules: those of `data/modules.txt` and their dependencies, with depmod's tables of them.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -15,17 +15,17 @@ use crate::{
     tree::{Node, Tree},
 };
 
-/// The modules of the images, by reason.
+/// The images' modules, with reasons.
 const LIST: &str = include_str!("../data/modules.txt");
 
-/// The tables that a program without libkmod reads; the rest of depmod's is for libkmod.
+/// depmod's tables for programs without libkmod; the other tables are for libkmod.
 pub(crate) const TEXT_TABLES: [&str; 5] =
     ["modules.alias", "modules.builtin", "modules.dep", "modules.order", "modules.softdep"];
 
-/// The one kernel of these packages.
+/// Returns the release of the one kernel of these packages.
 ///
 /// # Errors
-/// When there is none, or more.
+/// When there is no kernel, or more than one.
 pub(crate) fn release(packages: &Tree) -> anyhow::Result<String> {
     let found: Vec<&str> =
         packages.files().filter_map(|(path, ..)| path.strip_prefix("boot/vmlinuz-")).collect();
@@ -35,10 +35,10 @@ pub(crate) fn release(packages: &Tree) -> anyhow::Result<String> {
     }
 }
 
-/// Takes the listed modules, what they need, and depmod's tables. `work` is a folder for this step alone.
+/// Takes the listed modules, their dependencies, and depmod's tables. `work` is a folder for this step alone.
 ///
 /// # Errors
-/// When a module is neither there nor built in.
+/// When a module is neither in the packages nor built in.
 pub(crate) fn add(tree: &mut Tree, packages: &Tree, release: &str, work: &Path) -> anyhow::Result<()> {
     let all = Catalogue::read(packages, release)?;
     let mut chosen = Tree::default();
@@ -60,7 +60,7 @@ pub(crate) fn add(tree: &mut Tree, packages: &Tree, release: &str, work: &Path) 
         .collect();
     chosen.file(&format!("{folder}/modules.order"), 0o644, order.into_bytes());
 
-    // depmod of a machine with and without a merged /usr looks in /lib.
+    // depmod looks in /lib, on machines with and without a merged /usr.
     fs::create_dir_all(work.join("usr"))?;
     std::os::unix::fs::symlink("usr/lib", work.join("lib"))?;
     chosen.write(work)?;
@@ -72,7 +72,8 @@ pub(crate) fn add(tree: &mut Tree, packages: &Tree, release: &str, work: &Path) 
     Ok(())
 }
 
-/// Takes these modules and what they need; their paths, one per line, in an order in which they can be loaded.
+/// Takes these modules and their dependencies. Returns their paths, one per line, in an order in which they can be
+/// loaded.
 ///
 /// # Errors
 /// As [`add`].
@@ -92,11 +93,11 @@ pub(crate) fn in_order<'a>(
     Ok(list)
 }
 
-/// Cuts the signatures off all modules of a tree: a kernel that is not locked down loads such a module without checking
-/// anything, which takes it longer than all else about a small one.
+/// Cuts the signatures off all modules of a tree. A kernel that is not locked down loads an unsigned module without a
+/// check; for a small module the check takes longer than the rest of the load.
 ///
 /// # Errors
-/// When a module has none, or not at its end.
+/// When a module has no signature, or none at its end.
 pub(crate) fn unsign(tree: &mut Tree) -> anyhow::Result<()> {
     let modules: Vec<(String, u32, usize)> = tree
         .files()
@@ -114,8 +115,9 @@ pub(crate) fn unsign(tree: &mut Tree) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The length of a module without its signature, which is at its end: PKCS#7, then `struct module_signature` (12 bytes,
-/// the last four the signature's length, big-endian), then a marker (Documentation/admin-guide/module-signing.rst).
+/// Returns the length of a module without its signature. The signature is at the module's end: PKCS#7, then
+/// `struct module_signature` (12 bytes, the last four the signature's length, big-endian), then a marker
+/// (Documentation/admin-guide/module-signing.rst).
 fn unsigned(content: &[u8]) -> anyhow::Result<usize> {
     const MARKER: &[u8] = b"~Module signature appended~\n";
     let signed = content.strip_suffix(MARKER).context("the module is not signed")?;
@@ -124,7 +126,7 @@ fn unsigned(content: &[u8]) -> anyhow::Result<usize> {
     rest.len().checked_sub(8 + length).context("the module's signature is longer than the module")
 }
 
-/// What each module says of itself.
+/// All modules of a kernel, with their aliases and dependencies.
 struct Catalogue {
     modules: BTreeMap<String, Module>,
     aliases: BTreeMap<String, Vec<String>>,
@@ -135,7 +137,7 @@ struct Catalogue {
 struct Module {
     path: String,
     depends: Vec<String>,
-    /// What it works better with: names or aliases, which need not exist.
+    /// Soft dependencies: names or aliases, which need not exist.
     softly: Vec<String>,
 }
 
@@ -176,8 +178,8 @@ impl Catalogue {
         Ok(self.ordered(wanted)?.into_iter().collect())
     }
 
-    /// What is needed before what needs it. Modules do not need each other in circles; if some claim to, the circle is
-    /// cut where it was entered.
+    /// Returns dependencies before the modules that need them. Modules have no circular dependencies; if some do, the
+    /// circle is cut where it was entered.
     fn ordered<'a>(&self, wanted: impl Iterator<Item = &'a str>) -> anyhow::Result<Vec<String>> {
         let (mut order, mut seen) = (Vec::new(), BTreeSet::new());
         for name in wanted.map(plain) {
@@ -214,7 +216,7 @@ impl Catalogue {
     }
 }
 
-/// `kernel/a/nf-x.ko` is `nf_x`.
+/// Returns the name of the module in a file: `kernel/a/nf-x.ko` is `nf_x`.
 fn name_of(path: &str) -> Option<String> {
     path.rsplit('/').next()?.strip_suffix(".ko").map(plain)
 }
@@ -223,7 +225,7 @@ fn plain(name: &str) -> String {
     name.replace('-', "_")
 }
 
-/// The key=value strings of a module's `.modinfo` section.
+/// Returns the key=value strings of a module's `.modinfo` section.
 fn said(content: &[u8]) -> anyhow::Result<Vec<(String, String)>> {
     let file = ElfBytes::<LittleEndian>::minimal_parse(content)?;
     let section = file.section_header_by_name(".modinfo")?.context("no .modinfo: not a kernel module")?;

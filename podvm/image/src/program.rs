@@ -1,4 +1,4 @@
-//! Programs and shared libraries: for which machine they are, what they need at run time, and whether a tree has it.
+//! Reads programs and shared libraries: their machine, their needs at run time, and whether a tree satisfies them.
 
 use std::collections::BTreeSet;
 
@@ -7,28 +7,28 @@ use elf::{ElfBytes, abi, endian::LittleEndian};
 
 use crate::tree::{Node, Tree};
 
-/// Where the dynamic linker of Debian's amd64 looks.
+/// Folders that the dynamic linker of Debian's amd64 searches.
 const FOLDERS: [&str; 3] = ["usr/lib/x86_64-linux-gnu", "usr/lib", "usr/lib/x86_64-linux-gnu/systemd"];
 
-/// What a program says of itself.
+/// Interpreter and libraries from a program's headers.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Program {
-    /// The dynamic linker; none: it is static.
+    /// Dynamic linker; `None` for a static program.
     pub(crate) interpreter: Option<String>,
     /// Names of shared libraries.
     pub(crate) libraries: Vec<String>,
 }
 
-/// Whether these bytes claim to be a program or library.
+/// Returns whether these bytes begin like a program or library.
 pub(crate) fn is_program(content: &[u8]) -> bool {
     content.starts_with(b"\x7fELF")
 }
 
 impl Program {
-    /// Reads its headers.
+    /// Reads a program's headers.
     ///
     /// # Errors
-    /// When it is not one, or for another machine than x86-64.
+    /// When the bytes are not a program, or are one for another machine than x86-64.
     pub(crate) fn read(content: &[u8]) -> anyhow::Result<Program> {
         ensure!(is_program(content), "not a program (no ELF header)");
         let file = ElfBytes::<LittleEndian>::minimal_parse(content)
@@ -54,7 +54,7 @@ impl Program {
                 }
             }
         } else if let Some(dynamic) = file.dynamic()? {
-            // Stripped of symbols: only whether it needs anything can be said.
+            // The program has no section headers, so its libraries have no readable names.
             ensure!(
                 !dynamic.iter().any(|entry| entry.d_tag == abi::DT_NEEDED),
                 "its list of libraries is unreadable"
@@ -63,7 +63,7 @@ impl Program {
         Ok(program)
     }
 
-    /// What it needs and `tree` does not have.
+    /// Returns the interpreter and libraries that the program needs and `tree` does not have.
     pub(crate) fn missing(&self, tree: &Tree) -> Vec<String> {
         let interpreter = self.interpreter.iter().filter(|path| tree.resolve(path).is_none());
         let libraries = self.libraries.iter().filter(|name| library(tree, name).is_none());
@@ -71,15 +71,15 @@ impl Program {
     }
 }
 
-/// The path of a library.
+/// Returns the path of a library.
 fn library(tree: &Tree, name: &str) -> Option<String> {
     FOLDERS.iter().map(|folder| format!("{folder}/{name}")).find(|path| tree.resolve(path).is_some())
 }
 
-/// Takes what all programs of `tree` need from `packages`, and what that needs.
+/// Takes the libraries of all programs of `tree` from `packages`, recursively.
 ///
 /// # Errors
-/// When no package has it.
+/// When no package has a library.
 pub(crate) fn complete(tree: &mut Tree, packages: &Tree) -> anyhow::Result<()> {
     loop {
         let mut wanted = BTreeSet::new();
@@ -102,10 +102,10 @@ pub(crate) fn complete(tree: &mut Tree, packages: &Tree) -> anyhow::Result<()> {
     }
 }
 
-/// Checks a program that the user brought: it must run in an image with this tree, which [`complete`] adds to.
+/// Checks a program that the user supplied: it must run in an image with this tree, to which [`complete`] adds.
 ///
 /// # Errors
-/// When it would not, with what is missing.
+/// With the missing libraries, when it could not run.
 pub(crate) fn check_supplied(path: &str, tree: &Tree, packages: &Tree) -> anyhow::Result<()> {
     let Some(Node::File { content, mode }) = tree.resolve(path).and_then(|path| tree.get(path)) else {
         bail!("{path} is not there");

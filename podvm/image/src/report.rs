@@ -1,4 +1,4 @@
-//! What was built: `image.json` beside the image, and a short text for who built it.
+//! Reports the built image: `image.json` beside it, and a short text on standard output.
 
 use std::{collections::BTreeMap, fs, io::Write, path::Path};
 
@@ -12,10 +12,10 @@ use crate::{
     tree::{Node, Tree},
 };
 
-/// Of `image.json`; a reader refuses another one.
+/// Version of `image.json`; readers refuse any other.
 const VERSION: u32 = 1;
 
-/// `image.json`.
+/// Content of `image.json`.
 #[derive(Debug, Serialize)]
 pub(crate) struct Report {
     version: u32,
@@ -28,26 +28,26 @@ pub(crate) struct Report {
     pub(crate) kernel: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) initrd: Option<String>,
-    /// The kernel's command line: with a disk it is in the disk already.
+    /// Kernel command line; a disk already contains it.
     pub(crate) cmdline: String,
-    /// The same for a machine whose processor is emulated.
+    /// The same for a machine with an emulated processor.
     pub(crate) cmdline_emulated: String,
-    /// The root's dm-verity hash; whoever measures the boot compares it.
+    /// The root's dm-verity hash, for comparison with a measured boot.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) root_hash: Option<String>,
-    /// How much memory the guest needs besides its pod.
+    /// Memory that the guest needs besides its pod.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) guest_memory: Option<GuestMemory>,
-    /// Whether the agent is the project's test agent: such an image is no use in production.
+    /// Whether the agent is the project's test agent; such an image is unfit for production.
     pub(crate) test_agent: bool,
     /// Bytes per file beside this one.
     sizes: BTreeMap<String, u64>,
     sha256: BTreeMap<String, String>,
-    /// The packages that it was built from.
+    /// Packages that the image was built from.
     packages: Vec<Package>,
-    /// What the user supplied, by name in the image.
+    /// Digests of the user's parts, by name in the image.
     pub(crate) supplied: BTreeMap<String, String>,
-    /// Every file in it: bytes of a file, the target of a link.
+    /// Every file of the image: the size of a file in bytes, or the target of a link.
     contents: BTreeMap<String, Content>,
 }
 
@@ -80,7 +80,7 @@ impl Report {
         }
     }
 
-    /// Lists what is in the image.
+    /// Lists the image's files.
     pub(crate) fn contents(&mut self, tree: &Tree) {
         for (path, node) in tree.iter() {
             let content = match node {
@@ -103,20 +103,20 @@ impl Report {
         Ok(())
     }
 
-    /// Notes size and digest of a file that is there.
+    /// Notes size and digest of a file that exists.
     pub(crate) fn note(&mut self, name: &str, content: &[u8]) {
         self.sizes.insert(name.to_owned(), content.len() as u64);
         self.sha256.insert(name.to_owned(), sha256(content));
     }
 
-    /// Writes `image.json`, last: where it is the image is whole.
+    /// Writes `image.json`, last: where it exists, the image is complete.
     ///
     /// # Errors
     /// When it cannot be written.
     pub(crate) fn finish(&self, folder: &Path) -> anyhow::Result<()> {
         let text = serde_json::to_string_pretty(self)?;
         fs::write(folder.join("image.json"), text + "\n").context("write image.json")?;
-        // Who does not read it to its end wants no more of it.
+        // A reader may close standard output early; that is no failure.
         match self.print(folder, &mut std::io::stdout().lock()) {
             Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => {
                 Err(error).context("print what was built")
@@ -161,7 +161,7 @@ impl Report {
     }
 }
 
-/// The first two parts of a path.
+/// Returns the first components of a path.
 fn top(path: &str) -> &str {
     let end = path.match_indices('/').map(|(at, _)| at).nth(if path.starts_with("/usr/") { 3 } else { 2 });
     &path[..end.unwrap_or(path.len())]

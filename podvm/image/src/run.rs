@@ -1,4 +1,4 @@
-//! Other programs: run to their end, within a time, with what they say in the error. No shell is involved.
+//! Runs other programs to their end, within a time limit, without a shell. A program's error output is in the error.
 
 use std::{
     io::{Read, Write},
@@ -10,20 +10,20 @@ use std::{
 
 use anyhow::{Context, bail};
 
-/// The longest that any step may take; the longest real one, compressing, takes seconds.
+/// Time limit of every step; the longest real step, compression, takes seconds.
 const PATIENCE: Duration = Duration::from_secs(600);
 const LOOK: Duration = Duration::from_millis(20);
 
 /// Runs a program with these arguments.
 ///
 /// # Errors
-/// When it cannot be started (the package that has it is named), fails, or does not end in ten minutes.
+/// When the program cannot be started (the error names the package that has it), fails, or does not end in ten minutes.
 pub(crate) fn run(program: &str, arguments: &[&str]) -> anyhow::Result<Vec<u8>> {
     with_input(tool(program).args(arguments), &[])
 }
 
-/// A program as it is started everywhere: in the C locale and UTC, with the folders of an administrator's programs in
-/// its path, so that the result depends neither on who builds nor on where.
+/// Returns a program as every step starts it: in the C locale and UTC, with the folders of system programs in its path.
+/// The result depends on neither the user nor the machine.
 pub(crate) fn tool(program: &str) -> Command {
     let mut command = Command::new(find(program).unwrap_or_else(|| program.into()));
     command.env("LC_ALL", "C").env("TZ", "UTC").env_remove("SOURCE_DATE_EPOCH");
@@ -39,7 +39,7 @@ fn find(program: &str) -> Option<PathBuf> {
         .find(|file| file.is_file())
 }
 
-/// Runs a command to its end with `input` on its standard input; its standard output.
+/// Runs a command to its end with `input` on its standard input, and returns its standard output.
 ///
 /// # Errors
 /// As [`run`].
@@ -61,7 +61,7 @@ pub(crate) fn with_input(command: &mut Command, input: &[u8]) -> anyhow::Result<
         bail!("{what}: no pipes");
     };
     thread::scope(|scope| {
-        // A program that does not read all of it says why itself.
+        // A program that does not read all of its input reports the reason itself.
         scope.spawn(move || drop(stdin.write_all(input)));
         let output = scope.spawn(|| read_all(stdout));
         let errors = scope.spawn(|| read_all(stderr));
@@ -90,7 +90,7 @@ pub(crate) fn with_input(command: &mut Command, input: &[u8]) -> anyhow::Result<
 fn read_all(mut from: impl Read) -> Vec<u8> {
     let mut all = Vec::new();
     match from.read_to_end(&mut all) {
-        Ok(_) | Err(_) => all, // what was read until an error is all there is to say
+        Ok(_) | Err(_) => all, // output up to an error is kept
     }
 }
 

@@ -1,5 +1,4 @@
-//! A tree of files in memory: what an image will have. Everything in it belongs to root, because there is no place to
-//! say otherwise; nothing in it has a time of its own.
+//! Holds an image's files in memory. Root owns all of them, because nodes have no owner field; no node has a time.
 
 use std::{
     collections::BTreeMap,
@@ -12,7 +11,7 @@ use std::{
 
 use anyhow::{Context, bail};
 
-/// How many symbolic links a path may go through.
+/// Limit of symbolic links that a path may go through.
 const MAX_LINKS: usize = 16;
 
 /// One file.
@@ -23,12 +22,12 @@ pub(crate) enum Node {
     Link { target: String },
 }
 
-/// Files by path, without a slash in front. Parents of what is there are there.
+/// Files by path, without a leading slash. The parents of every file are present.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Tree(BTreeMap<String, Node>);
 
 impl Tree {
-    /// The top: /usr holds all programs and libraries, and the old names lead there.
+    /// Returns the top of a merged tree: /usr holds all programs and libraries, and the old names link to it.
     pub(crate) fn merged() -> Tree {
         let mut tree = Tree::default();
         for name in MERGED {
@@ -50,7 +49,7 @@ impl Tree {
         self.insert(path, Node::Link { target: target.to_owned() });
     }
 
-    /// Adds one, in place of what was there, and the folders above it.
+    /// Adds a node, in place of an older one, and its parent folders.
     pub(crate) fn insert(&mut self, path: &str, node: Node) {
         let path = place(path);
         for (end, _) in path.match_indices('/') {
@@ -63,7 +62,7 @@ impl Tree {
         self.0.get(&place(path))
     }
 
-    /// Removes a file or a folder with what is in it; whether something was there.
+    /// Removes a file, or a folder with its content. Returns whether it existed.
     pub(crate) fn remove(&mut self, path: &str) -> bool {
         let path = place(path);
         let below = format!("{path}/");
@@ -72,7 +71,7 @@ impl Tree {
         self.0.len() != before
     }
 
-    /// All of it, parents first.
+    /// Returns all nodes, parents first.
     pub(crate) fn iter(&self) -> impl Iterator<Item = (&str, &Node)> {
         self.0.iter().map(|(path, node)| (path.as_str(), node))
     }
@@ -84,7 +83,7 @@ impl Tree {
         })
     }
 
-    /// The text of a file.
+    /// Returns the text of a file.
     pub(crate) fn text(&self, path: &str) -> Option<&str> {
         match self.get(path)? {
             Node::File { content, .. } => std::str::from_utf8(content).ok(),
@@ -92,7 +91,7 @@ impl Tree {
         }
     }
 
-    /// Where a path leads when links are followed, those of folders too.
+    /// Returns the path after following all links, those of folders too.
     pub(crate) fn resolve(&self, path: &str) -> Option<&str> {
         let mut wanted = place(path);
         for _ in 0..MAX_LINKS {
@@ -112,10 +111,10 @@ impl Tree {
         None
     }
 
-    /// Takes over a file, or a folder when `what` ends in a slash, from another tree, with what its links lead to.
+    /// Copies a file, or a folder when `what` ends in a slash, from another tree. A link brings its target.
     ///
     /// # Errors
-    /// When it is not there.
+    /// When it does not exist.
     pub(crate) fn take(&mut self, from: &Tree, what: &str) -> anyhow::Result<()> {
         let path = place(what);
         if what.ends_with('/') {
@@ -138,10 +137,10 @@ impl Tree {
         Ok(())
     }
 
-    /// Adds a folder of this machine, below `path`. Executables stay executable; other modes are 0644 and 0755.
+    /// Adds a folder of this machine below `path`. Executables stay executable; other modes are 0644 and 0755.
     ///
     /// # Errors
-    /// When something in it is neither a folder, a file nor a link, or cannot be read.
+    /// When an entry is neither a folder, a file nor a link, or cannot be read.
     pub(crate) fn add_folder(&mut self, path: &str, folder: &Path) -> anyhow::Result<()> {
         let entries =
             fs::read_dir(folder).with_context(|| format!("read the folder {}", folder.display()))?;
@@ -179,10 +178,10 @@ impl Tree {
         Ok(())
     }
 
-    /// Writes all of it below a folder that is empty, with the exact modes whatever the umask is.
+    /// Writes all nodes below an empty folder, with their exact modes regardless of the umask.
     ///
     /// # Errors
-    /// When something cannot be written.
+    /// When a node cannot be written.
     pub(crate) fn write(&self, folder: &Path) -> anyhow::Result<()> {
         for (path, node) in self.iter() {
             let to = folder.join(path);
@@ -198,18 +197,18 @@ impl Tree {
                 Node::Link { target } => symlink(target, &to).with_context(what)?,
             }
         }
-        // Children first: a folder that may not be written is closed after them.
+        // Children first: a folder's mode may forbid writing.
         for (path, node) in self.0.iter().rev() {
             if let Node::Directory { mode } | Node::File { mode, .. } = node {
                 fs::set_permissions(folder.join(path), fs::Permissions::from_mode(*mode))?;
             }
         }
-        // The top, too: it is the root directory's mode.
+        // The top folder too: its mode becomes that of the root directory.
         fs::set_permissions(folder, fs::Permissions::from_mode(0o755))?;
         Ok(())
     }
 
-    /// Bytes of all files.
+    /// Returns the bytes of all files.
     pub(crate) fn size(&self) -> u64 {
         self.files().map(|(.., content)| content.len() as u64).sum()
     }
@@ -217,7 +216,7 @@ impl Tree {
 
 const MERGED: [&str; 4] = ["bin", "lib", "lib64", "sbin"];
 
-/// The path in its one form: no slash in front or behind, no `.` and `..`, and /lib is /usr/lib.
+/// Returns the path in its canonical form: no slash at either end, no `.` and `..`, and /lib as /usr/lib.
 fn place(path: &str) -> String {
     let mut parts: Vec<&str> = Vec::new();
     for part in path.split('/') {

@@ -1,5 +1,5 @@
-//! Kernel, initramfs and command line as one program that UEFI starts ("unified kernel image"): systemd's stub with
-//! them as sections, and the partition that UEFI finds it on.
+//! Builds the unified kernel image and its partition: kernel, initramfs and command line as sections of systemd's stub,
+//! in one program that UEFI starts.
 
 use std::{
     fs,
@@ -12,16 +12,17 @@ use anyhow::{Context, ensure};
 use crate::{inputs::Inputs, run};
 
 const STUB: &str = "usr/lib/systemd/boot/efi/linuxx64.efi.stub";
-/// What UEFI starts of a disk that nobody told it about.
+/// Path that UEFI starts on a disk without a boot entry.
 const PATH: [&str; 3] = ["EFI", "BOOT", "BOOTX64.EFI"];
 const RELEASE: &str = "ID=peerpod\nPRETTY_NAME=\"Peerpod VM\"\n";
-/// Sections begin on a page.
+/// Alignment of sections.
 const PAGE: u64 = 4096;
 const MIB: usize = 1 << 20;
-/// FAT32, the one kind that every firmware must read, has no fewer clusters than fit into this.
+/// Fewest bytes of a FAT32 partition, by its minimum number of clusters. FAT32 is the one kind that every firmware must
+/// read.
 const SMALLEST: usize = 34 * MIB;
 
-/// Makes the program.
+/// Builds the program.
 ///
 /// # Errors
 /// When the stub or the kernel is not in the packages, or objcopy fails.
@@ -36,7 +37,7 @@ pub(crate) fn build(
     let stub_content = inputs.file(STUB)?;
     fs::write(&stub, stub_content)?;
     let kernel = inputs.file(&format!("boot/vmlinuz-{release}"))?;
-    // The kernel last: it unpacks itself where it lies, and what is behind it would be overwritten.
+    // The kernel is last: it unpacks itself in place and would overwrite sections behind it.
     let sections: [(&str, &[u8]); 5] = [
         (".osrel", RELEASE.as_bytes()),
         (".uname", release.as_bytes()),
@@ -57,13 +58,13 @@ pub(crate) fn build(
     run::with_input(command.arg(&stub).arg(&out), &[])?;
     let mut program = fs::read(&out)?;
     let header = header(&program)?;
-    // objcopy writes the time, and a checksum over it, which firmware does not look at.
+    // objcopy writes the time, and a checksum over it that firmware does not check.
     program[header + 8..header + 12].fill(0);
     program[header + 88..header + 92].fill(0);
     Ok(program)
 }
 
-/// Where the header of a program of UEFI is; it is there as far as its checksum.
+/// Returns the offset of a UEFI program's header, and ensures that the header reaches to its checksum.
 fn header(program: &[u8]) -> anyhow::Result<usize> {
     let at = usize::try_from(number(program, 0x3c, 4)?)?;
     ensure!(
@@ -78,7 +79,7 @@ fn number(program: &[u8], at: usize, len: usize) -> anyhow::Result<u64> {
     Ok(bytes.iter().rev().fold(0, |all, byte| all << 8 | u64::from(*byte)))
 }
 
-/// Where the stub's last section ends in memory.
+/// Returns the address in memory at which the stub's last section ends.
 fn end(stub: &[u8]) -> anyhow::Result<u64> {
     let header = header(stub).context("systemd's stub")?;
     let (sections, optional) = (number(stub, header + 6, 2)?, number(stub, header + 20, 2)?);
@@ -90,10 +91,10 @@ fn end(stub: &[u8]) -> anyhow::Result<u64> {
     ends.collect::<anyhow::Result<Vec<u64>>>()?.into_iter().max().context("the stub has no sections")
 }
 
-/// The EFI system partition with this program on it.
+/// Returns an EFI system partition with this program on it.
 ///
 /// # Errors
-/// When it does not fit, which is a mistake here.
+/// When the program does not fit, which is a bug in the size above.
 pub(crate) fn partition(program: &[u8]) -> anyhow::Result<Vec<u8>> {
     let size = (program.len() + program.len() / 16 + MIB).max(SMALLEST).next_multiple_of(MIB);
     let mut disk = Cursor::new(vec![0; size]);

@@ -1,4 +1,4 @@
-//! The hashes of a root for dm-verity, by veritysetup.
+//! Computes the dm-verity hashes of a root with veritysetup.
 
 use std::{fs, path::Path};
 
@@ -6,16 +6,16 @@ use anyhow::{Context, ensure};
 
 use crate::{gpt, report::sha256, run};
 
-/// dm-verity's block, of data and of hashes.
+/// Block size of dm-verity, for data and hashes.
 pub(crate) const BLOCK: usize = 4096;
 
-/// What is on the partition of hashes, and the hash of it all.
+/// Content of the hash partition, and the root hash.
 pub(crate) struct Hashes {
     pub(crate) tree: Vec<u8>,
     pub(crate) root_hash: String,
 }
 
-/// Hashes a file system. Salt and UUID come from its content, so that the same content has the same hashes.
+/// Hashes a file system. Salt and UUID derive from its content, so the same content has the same hashes.
 ///
 /// # Errors
 /// When veritysetup fails.

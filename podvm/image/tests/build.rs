@@ -1,5 +1,5 @@
-//! Builds images with the real program and the real packages, as a user who may do nothing. Needs root (to become that
-//! user, and to see who owns what), the tools that scripts/setup installs, and the archive once.
+//! Builds images with the real program and the real packages, as a user without rights. Needs root (to change to that
+//! user and to check the files' owners), the tools that scripts/setup installs, and the archive once.
 
 #![allow(clippy::unwrap_used)] // test code outside of test functions
 
@@ -14,7 +14,7 @@ use std::{
 const NOBODY: u32 = 65534;
 const REPOSITORY: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../..");
 
-/// A folder of its own that an ordinary user may write; gone at the end.
+/// Temporary folder that an ordinary user may write; removed on drop.
 struct Folder(PathBuf);
 
 impl Folder {
@@ -24,7 +24,7 @@ impl Folder {
         let folder = Folder(path);
         fs::set_permissions(&folder.0, fs::Permissions::from_mode(0o755)).unwrap();
         folder.give_away(&folder.0);
-        // A cache of one's own, with what the repository's has already.
+        // A cache of this folder, filled from the repository's cache.
         let debs = folder.path("cache/debs");
         fs::create_dir_all(&debs).unwrap();
         if let Ok(known) = fs::read_dir(target().join("image/cache/debs")) {
@@ -47,7 +47,7 @@ impl Folder {
         chown(path, Some(NOBODY), Some(NOBODY)).unwrap();
     }
 
-    /// The smallest thing that is a static program to who reads its headers; nobody starts it here.
+    /// Writes the smallest file with the headers of a static program; no test starts it.
     fn program(&self, name: &str) -> PathBuf {
         let mut elf = vec![0; 64 + 56];
         elf[..7].copy_from_slice(b"\x7fELF\x02\x01\x01");
@@ -61,7 +61,7 @@ impl Folder {
         path
     }
 
-    /// Builds as an ordinary user who can become nobody else.
+    /// Builds as an ordinary user without capabilities and without a way to another user.
     fn build(&self, kind: &str, out: &str, umask: &str, more: &[&str]) -> Output {
         let here = self.path(out);
         fs::create_dir_all(&here).unwrap();
@@ -108,7 +108,7 @@ impl Drop for Folder {
     }
 }
 
-/// The build's target folder: ours is two below it.
+/// Returns the build's target folder: two levels above the test's binary.
 fn target() -> PathBuf {
     Path::new(env!("CARGO_BIN_EXE_peerpod-image")).ancestors().nth(2).unwrap().to_owned()
 }
@@ -142,16 +142,16 @@ fn the_minimal_image_is_the_same_twice_and_all_of_it_is_roots() {
     assert!(about["cmdline_emulated"].as_str().unwrap().contains("no_timer_check"), "{about}");
     assert!(!about["cmdline"].as_str().unwrap().contains("no_timer_check"), "{about}");
 
-    // As the distribution's own programs read it.
+    // The distribution's own programs list the archive.
     let initrd = folder.path("one/image/initrd.img");
     let script = format!("cpio --quiet -itvn < {}", initrd.display());
     let archive = run("sh", &["-c", &script]);
-    // What is below /usr is a file in it.
+    // /usr is a file in the archive.
     let script = format!("cpio --quiet -i --to-stdout usr.squashfs < {} > usr", initrd.display());
     run("sh", &["-c", &format!("cd {}; {script}", folder.path("").display())]);
     let usr = folder.path("usr").display().to_string();
     let usr = run("unsquashfs", &["-lln", "-no-progress", "-d", "usr", &usr]);
-    // Its owner is one word, "0/0", where the archive's are two.
+    // unsquashfs prints the owner as one word, "0/0"; cpio prints two.
     let usr = usr.lines().filter(|line| line.contains(" usr")).map(|line| line.replacen("0/0", "1 0 0", 1));
     let listed = usr.fold(archive.clone(), |listed, line| listed + &line + "\n");
     for line in listed.lines() {
@@ -163,7 +163,7 @@ fn the_minimal_image_is_the_same_twice_and_all_of_it_is_roots() {
     {
         assert!(listed.lines().any(|line| line.ends_with(&format!(" {path}"))), "no {path}: {listed}");
     }
-    // Modules that the guest loads by name, and what those need; none that nobody asked for.
+    // The archive has the modules that the guest loads by name and their dependencies, and no others.
     for (module, there) in
         [("vxlan", true), ("udp_tunnel", true), ("dm-verity", true), ("snd", false), ("btrfs", false)]
     {
@@ -185,7 +185,7 @@ fn the_disk_is_the_same_twice_in_every_format_and_all_of_it_is_roots() {
     let names: Vec<&str> = first.keys().map(String::as_str).collect();
     assert_eq!(names, ["image.json", "peerpod.qcow2", "peerpod.raw", "peerpod.vhd", "peerpod.vmdk"]);
 
-    // One disk in all of them, says QEMU.
+    // QEMU finds the same disk in all formats.
     let image = |name: &str| folder.path("one/image").join(name).display().to_string();
     for (name, format) in [("peerpod.qcow2", "qcow2"), ("peerpod.vhd", "vpc"), ("peerpod.vmdk", "vmdk")] {
         run("qemu-img", &["compare", "-f", "raw", "-F", format, &image("peerpod.raw"), &image(name)]);
@@ -193,7 +193,7 @@ fn the_disk_is_the_same_twice_in_every_format_and_all_of_it_is_roots() {
     assert_eq!(first["peerpod.raw"].len() % (1 << 20), 0);
     assert_eq!(first["peerpod.vhd"].len() % (1 << 20), 512, "a fixed VHD is whole MiB and a footer");
 
-    // The partitions, their hashes, and what is in the root.
+    // Check the partitions, their hashes, and the files of the root.
     let table: serde_json::Value =
         serde_json::from_str(&run("sfdisk", &["--json", &image("peerpod.raw")])).unwrap();
     let part = |label: &str| {
@@ -260,7 +260,6 @@ fn what_must_not_be_in_an_image_fails_the_build() {
 #[test]
 fn an_agent_that_could_not_run_is_refused() {
     let folder = Folder::new("agents");
-    // Needs libraries that the image does not have.
     let dynamic = env!("CARGO_BIN_EXE_peerpod-image");
     let text = folder.path("text");
     fs::write(&text, "#!/bin/sh\n").unwrap();

@@ -1,11 +1,11 @@
-//! What stood in the way of an image, from what the disk and the registry's client say of it.
+//! Classifies the errors of the disk and of the registry's client.
 
 use std::{error::Error as StdError, io, path::Path};
 
 use oci_client::errors::{OciDistributionError, OciErrorCode};
 pub(crate) use peerpod_image_job::cause::{Cause, Error, quote};
 
-/// What the VM's disk said to an attempt.
+/// Classifies an error of the VM's disk.
 pub(crate) fn disk(what: &str, path: &Path, error: &io::Error) -> Error {
     let text = format!("{what} {}: {error}", path.display());
     match error.raw_os_error() {
@@ -20,7 +20,7 @@ pub(crate) fn disk(what: &str, path: &Path, error: &io::Error) -> Error {
     }
 }
 
-/// What the client said of a request to the registry.
+/// Classifies the client's error of a request to the registry.
 pub(crate) fn registry(what: &str, error: &OciDistributionError) -> Error {
     let (cause, why, cure) = classify(error);
     let text = format!("{what}: {}", quote(&why));
@@ -36,7 +36,7 @@ const CHECK_SECRET: &str = "check that the image exists and that its pull secret
 const CHECK_ROUTE: &str = "check the registry's name and port, and that the VM's own network reaches it";
 const CHECK_CA: &str = "trust its CA (node.registry-ca, or the VM image's CA certificates)";
 
-/// Kind, words, and what would do.
+/// Returns kind, text and remedy.
 fn classify(error: &OciDistributionError) -> (Cause, String, &'static str) {
     use OciDistributionError as E;
     match error {
@@ -86,7 +86,7 @@ fn classify(error: &OciDistributionError) -> (Cause, String, &'static str) {
     }
 }
 
-/// Looks for what lies at the bottom: a certificate, a network, a digest.
+/// Searches the chain of an error for its origin: a certificate, a network, a digest.
 fn of_chain(error: &(dyn StdError + 'static), redirect: bool) -> (Cause, String, &'static str) {
     let mut words = vec![error.to_string()];
     let mut next: Option<&(dyn StdError + 'static)> = Some(error);
@@ -109,7 +109,7 @@ fn of_chain(error: &(dyn StdError + 'static), redirect: bool) -> (Cause, String,
             words.push(text);
         }
         timed_out |= at.downcast_ref::<io::Error>().is_some_and(|e| e.kind() == io::ErrorKind::TimedOut);
-        // An io::Error's own `source` skips what it wraps.
+        // The `source` of an io::Error skips the error that it wraps.
         next = match at.downcast_ref::<io::Error>().and_then(io::Error::get_ref) {
             Some(inner) => Some(inner),
             None => at.source(),

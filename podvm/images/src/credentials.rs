@@ -1,21 +1,21 @@
-//! Credentials for a registry, out of a `.dockerconfigjson`. Pure.
+//! Selects the credentials for a registry from a `.dockerconfigjson`. Pure.
 //!
-//! Keys are what people write there: `registry.example`, with a port, a path, a scheme or a star for one label of the
-//! host's name. The most exact one that fits is tried first. Nothing here is ever printed.
+//! Keys have the usual forms: `registry.example`, with a port, a path, a scheme or a star for one label of the host's
+//! name. The most exact key that matches is tried first. Nothing here is ever printed.
 
 use std::{collections::BTreeMap, fmt};
 
 use base64::{Engine, engine::general_purpose::STANDARD};
 use serde::Deserialize;
 
-/// Larger ones are refused.
+/// Size limit in bytes; larger texts are refused.
 pub const MAX_LEN: usize = 2 << 20;
-/// Tried for one image.
+/// Limit of credentials that are tried for one image.
 const MOST: usize = 16;
-/// What Docker Hub is called in such files.
+/// Names of Docker Hub in such files.
 const HUB: [&str; 3] = ["index.docker.io", "docker.io", "registry-1.docker.io"];
 
-/// How to show who asks.
+/// Credential for a registry.
 #[derive(Clone, PartialEq, Eq)]
 pub enum Credential {
     /// User and password.
@@ -30,20 +30,20 @@ impl fmt::Debug for Credential {
     }
 }
 
-/// Why such a file is of no use; never repeats any of it.
+/// Fault of such a file; never repeats any of it.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Bad {
-    /// More than [`MAX_LEN`].
+    /// The text has more than [`MAX_LEN`] bytes.
     #[error("the pull secret has more than {MAX_LEN} bytes")]
     TooLarge,
-    /// Not JSON of the shape.
+    /// The text is not JSON of the expected shape.
     #[error(
         "the pull secret is not a .dockerconfigjson ({what} at line {line}): it begins with {{\"auths\": ...}}"
     )]
     Malformed {
         /// Kind of mistake.
         what: &'static str,
-        /// From 1.
+        /// Line of the mistake, from 1.
         line: usize,
     },
 }
@@ -63,7 +63,8 @@ struct Entry {
     registrytoken: String,
 }
 
-/// What fits the registry (as `host[:port]`) and repository, the most exact first. Empty text: none.
+/// Returns the credentials for the registry (as `host[:port]`) and repository, the most exact first. An empty text has
+/// none.
 ///
 /// # Errors
 /// The text is not a `.dockerconfigjson`.
@@ -101,16 +102,16 @@ impl Entry {
         }
         let decoded = String::from_utf8(STANDARD.decode(self.auth.trim()).ok()?).ok()?;
         let (user, password) = decoded.split_once(':')?;
-        // Docker pads with zero bytes, once.
+        // Docker once padded with zero bytes.
         Some(Credential::Basic(user.to_owned(), password.trim_end_matches('\0').to_owned()))
     }
 }
 
-/// How exactly a key fits: the length of its path and its host; `None`: not at all.
+/// Returns how exactly a key matches: the length of its path and its host; `None`: not at all.
 fn fits(key: &str, registry: &str, repository: &str) -> Option<usize> {
     let key = key.trim_start_matches("https://").trim_start_matches("http://");
     let (host, path) = key.split_once('/').unwrap_or((key, ""));
-    // What older tools write behind the host.
+    // Suffixes that older tools write behind the host.
     let path = match path.trim_end_matches('/') {
         "v1" | "v2" => "",
         other => other,
@@ -125,7 +126,7 @@ fn fits(key: &str, registry: &str, repository: &str) -> Option<usize> {
     below.then_some(path.len() * 1024 + if same_host { 1 } else { 0 })
 }
 
-/// `*` stands for any part of one label; ports must be the same.
+/// Matches a pattern in which `*` stands for any part of one label; ports must be the same.
 fn stars(pattern: &str, registry: &str) -> bool {
     let split = |text: &str| {
         let (host, port) = text.split_once(':').unwrap_or((text, ""));

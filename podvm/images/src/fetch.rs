@@ -1,4 +1,4 @@
-//! A layer's bytes into a file, again after what may pass.
+//! Fetches a layer's bytes into a file, again after transient failures.
 
 use std::{fs::File, io::Write, path::Path, time::Duration};
 
@@ -7,15 +7,15 @@ use crate::{
     registry::{Layer, Registry},
 };
 
-/// Tries of one layer, and of the questions before.
+/// Limit of attempts for one layer, and for the requests before.
 pub(crate) const TRIES: u32 = 4;
 
-/// The pause before the next try.
+/// Returns the pause before the next attempt.
 pub(crate) fn pause(attempt: u32) -> Duration {
     Duration::from_millis(500 << attempt.min(4))
 }
 
-/// Writes the layer's packed bytes to `path`; they have the digest that the manifest says.
+/// Writes the layer's packed bytes to `path`; they have the digest of the manifest.
 pub(crate) async fn layer(
     registry: &Registry,
     layer: &Layer,

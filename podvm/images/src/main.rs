@@ -1,4 +1,5 @@
-//! `peerpod-pull`: one image. `peerpod-guest` starts it; by hand: `echo '{"image":…,"store":…,"bundle":null}' | peerpod-pull`.
+//! `peerpod-pull`: pulls one image. `peerpod-guest` starts it; by hand:
+//! `echo '{"image":…,"store":…,"bundle":null}' | peerpod-pull`.
 
 use std::process::ExitCode;
 

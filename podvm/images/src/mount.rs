@@ -1,5 +1,5 @@
-//! Overlay mounts. Paths of layers are relative to the store, so that many fit the one page that mount(2) takes; the
-//! calling thread's working directory must be the store.
+//! Mounts overlays. Paths of layers are relative to the store, so that many fit into the one page that mount(2) takes.
+//! The calling thread's working directory must be the store.
 
 use std::{io, path::Path};
 
@@ -9,20 +9,20 @@ use nix::{
     sched::{CloneFlags, unshare},
 };
 
-/// What mount(2) takes, with its end.
+/// Size limit of mount(2)'s options in bytes, with the terminator.
 const PAGE: usize = 4096;
-/// Nothing that depends on how this kernel was configured.
+/// Options that rule out any dependence on the kernel's configuration.
 const OPTIONS: &str = "redirect_dir=off,metacopy=off,index=off";
 
-/// This thread's mounts are its own from now on, and go with it. Its working directory too.
+/// Gives the calling thread mounts and a working directory of its own, which end with it.
 pub(crate) fn apart() -> io::Result<()> {
     unshare(CloneFlags::CLONE_NEWNS)?;
     let none: Option<&str> = None;
     Ok(mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none)?)
 }
 
-/// Mounts an overlay: `layers` (ids, the lowest first), and `upper/{fs,work}` on top. `hasty`: what is written need not
-/// survive the machine.
+/// Mounts an overlay: `layers` (ids, the lowest first), and `upper/{fs,work}` on top. `hasty`: writes need not survive
+/// the machine.
 pub(crate) fn overlay(layers: &[String], upper: &str, target: &Path, hasty: bool) -> io::Result<()> {
     let lower: Vec<String> = layers.iter().rev().map(|id| format!("l/{id}")).collect();
     let volatile = if hasty { ",volatile" } else { "" };
@@ -31,12 +31,12 @@ pub(crate) fn overlay(layers: &[String], upper: &str, target: &Path, hasty: bool
     if options.len() >= PAGE {
         return Err(io::Error::new(io::ErrorKind::ArgumentListTooLong, "too many layers for one mount"));
     }
-    // Containers get their devices from the agent; none comes with an image.
+    // The kata-agent provides the devices of containers; none comes with an image.
     let flags = MsFlags::MS_NODEV;
     Ok(mount(Some("overlay"), target, Some("overlay"), flags, Some(options.as_str()))?)
 }
 
-/// Takes every mount on the target away; none is fine.
+/// Unmounts every mount on the target; none is fine.
 pub(crate) fn unmount_all(target: &Path) -> io::Result<()> {
     loop {
         match umount2(target, MntFlags::MNT_DETACH | MntFlags::UMOUNT_NOFOLLOW) {

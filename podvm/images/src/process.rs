@@ -1,4 +1,4 @@
-//! The process that does one job: `peerpod-pull`.
+//! Runs one job in a process: `peerpod-pull`.
 
 use std::{
     io::{self, Read, Write},
@@ -19,11 +19,11 @@ use crate::{
     pull::{Say, pull},
 };
 
-/// A pull secret, CA certificates and some names.
+/// Size limit of a job in bytes: a pull secret, CA certificates and some names.
 const MAX_JOB: u64 = 32 << 20;
 
 /// Reads a [`Job`] from standard input, does it, and writes [`Event`]s to standard output. Ends with the program that
-/// started it: a pull that nobody waits for any more has no use.
+/// started it: a pull without a waiting caller has no use.
 pub fn run() -> ExitCode {
     let outcome = begin().and_then(work);
     let event = match outcome {
@@ -39,14 +39,14 @@ fn begin() -> Result<Job, Error> {
     let internal = |what: &str, why: String| Error::new(Cause::Internal, format!("{what}: {why}"));
     prctl::set_pdeathsig(Signal::SIGKILL)
         .map_err(|e| internal("asking to end with the guest", e.to_string()))?;
-    // It holds a pull secret.
+    // The process holds a pull secret.
     prctl::set_dumpable(false).map_err(|e| internal("asking for no core dump", e.to_string()))?;
     let mut text = Vec::new();
     io::stdin()
         .take(MAX_JOB)
         .read_to_end(&mut text)
         .map_err(|e| internal("reading the job", e.to_string()))?;
-    // Its words could repeat the secret; the place is enough.
+    // The parser's text could repeat the secret; the position suffices.
     serde_json::from_slice(&text)
         .map_err(|e| internal("reading the job", format!("line {}, column {}", e.line(), e.column())))
 }
@@ -67,7 +67,7 @@ fn work(job: Job) -> Result<crate::Outcome, Error> {
     let said: Say = Arc::new(|event| say(&event));
     let limit = Duration::from_secs(job.limits.seconds);
     let pulled = runtime.block_on(async { tokio::time::timeout(limit, pull(&job, &said)).await });
-    // A name that is being looked up cannot be interrupted.
+    // A name look-up cannot be interrupted.
     runtime.shutdown_background();
     let mut outcome = pulled.unwrap_or_else(|_| {
         Err(Error::new(Cause::Late, format!("not done within {} s (images.limits.seconds)", limit.as_secs())))
@@ -78,7 +78,7 @@ fn work(job: Job) -> Result<crate::Outcome, Error> {
     outcome
 }
 
-/// One line. Whoever reads may be gone; then so are we, in a moment.
+/// Writes one line. The reader may be gone; then this process ends in a moment, too.
 fn say(event: &Event) {
     if let Ok(mut line) = serde_json::to_vec(event) {
         line.push(b'\n');

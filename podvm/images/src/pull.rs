@@ -1,4 +1,4 @@
-//! One job, from the name to the mount.
+//! Carries out one job, from the name to the mount.
 
 use std::{
     fs, io,
@@ -19,12 +19,12 @@ use crate::{
     unpack, {Event, Job, Outcome},
 };
 
-/// Layers that are fetched at the same time.
+/// Limit of layers that are fetched at the same time.
 const AT_ONCE: usize = 3;
-/// Where the agent's bundles are.
+/// Directory of the kata-agent's bundles.
 const BUNDLES: &str = "/run/kata-containers";
 
-/// Says what happens meanwhile.
+/// Callback for events of the pull.
 pub(crate) type Say = Arc<dyn Fn(Event) + Send + Sync>;
 
 /// Does the job. The caller's working directory becomes the store.
@@ -40,7 +40,7 @@ pub(crate) async fn pull(job: &Job, say: &Say) -> Result<Outcome, Error> {
         Some(record) if pinned => known(record),
         before => match fresh(job, &reference, &store, say).await {
             Ok(image) => image,
-            // A container that starts again must not depend on a registry that is away just now.
+            // A restart of a container must not depend on a registry that is away at the moment.
             Err(error) if error.cause.is_transient() => match before {
                 Some(record) => {
                     say(Event::Warning { text: format!("{error}; the image that is here is used") });
@@ -63,7 +63,7 @@ fn known(record: Record) -> (Record, Outcome) {
     (record, outcome)
 }
 
-/// Asks the registry, and fetches what is not here.
+/// Asks the registry, and fetches missing layers.
 async fn fresh(
     job: &Job,
     reference: &oci_client::Reference,
@@ -105,7 +105,7 @@ async fn found(job: &Job, reference: &oci_client::Reference, say: &Say) -> Resul
     }
 }
 
-/// Fetches and unpacks the layers that are not here; how many they were, and their bytes.
+/// Fetches and unpacks the missing layers; returns their number, and their bytes.
 async fn layers(
     job: &Job,
     registry: &Registry,
@@ -115,8 +115,8 @@ async fn layers(
 ) -> Result<(usize, u64), Error> {
     let ids = chain(image.layers.iter().map(|layer| layer.diff_id.as_str()));
     store.tidy(&ids);
-    // Whoever makes a layer holds its lock from the first byte on, so that images that are pulled at the same time fetch
-    // what they share once. Locks are taken in the order of the layers, the lowest first: nobody waits in a circle.
+    // The maker of a layer holds its lock from the first byte on, so that concurrent pulls fetch shared layers once.
+    // Locks are taken in the order of the layers, the lowest first, which excludes a deadlock.
     let missing: Vec<(usize, &Layer)> =
         image.layers.iter().enumerate().filter(|(at, _)| !store.has(&ids[*at])).collect();
     let (unpacker, done) = Unpacker::start(job, store.clone(), ids.clone())?;
@@ -148,7 +148,7 @@ async fn layers(
             Ok(None) => {}
             Ok(Some(work)) => {
                 (count, bytes) = (count + 1, bytes + work.layer.size);
-                // If the unpacker has ended its own word says why.
+                // If the unpacker has ended, its own result has the reason.
                 if unpacker.send(work).await.is_err() {
                     break;
                 }
@@ -170,7 +170,7 @@ async fn layers(
     Ok((count, bytes))
 }
 
-/// A file that goes with its owner.
+/// File that is removed with its owner.
 struct Blob(PathBuf);
 
 impl Drop for Blob {
@@ -188,7 +188,7 @@ struct Work {
 
 type Unpacked = Result<Vec<String>, Error>;
 
-/// The thread that unpacks, with mounts of its own.
+/// Thread that unpacks, with mounts of its own.
 struct Unpacker {
     store: Store,
     ids: Vec<String>,
@@ -291,7 +291,7 @@ fn overlay_failed(target: &Path, error: &io::Error) -> Error {
     error
 }
 
-/// Absolute, below the agent's own folder, without steps upwards.
+/// Checks a bundle's path: absolute, below the kata-agent's own folder, without steps upwards.
 fn checked_bundle(bundle: &Path) -> Result<PathBuf, Error> {
     let plain = bundle.components().all(|part| matches!(part, Component::RootDir | Component::Normal(_)));
     if !plain || !bundle.starts_with(BUNDLES) || bundle == Path::new(BUNDLES) {
@@ -301,7 +301,7 @@ fn checked_bundle(bundle: &Path) -> Result<PathBuf, Error> {
     Ok(bundle.to_owned())
 }
 
-/// The container's root: all layers, and a writable one. What an earlier attempt mounted there is taken away.
+/// Mounts the container's root: all layers, and a writable one. Removes the mounts of an earlier attempt.
 fn mount_bundle(store: &Store, record: &Record, bundle: &Path) -> Result<(), Error> {
     let rootfs = bundle.join("rootfs");
     fs::create_dir_all(&rootfs).map_err(|e| crate::cause::disk("making", &rootfs, &e))?;
@@ -321,7 +321,7 @@ fn mount_bundle(store: &Store, record: &Record, bundle: &Path) -> Result<(), Err
         .map_err(|e| crate::cause::disk("writing", &config, &e))
 }
 
-/// The root folder's owner and mode are those of the uppermost layer.
+/// Gives the root folder the owner and mode of the uppermost layer.
 fn like_top(store: &Store, record: &Record, upper: &Path) -> Result<(), Error> {
     use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
     let Some(top) = record.layers.last() else { return Ok(()) };
@@ -333,7 +333,8 @@ fn like_top(store: &Store, record: &Record, upper: &Path) -> Result<(), Error> {
     like().map_err(|e| crate::cause::disk("making", upper, &e))
 }
 
-/// What the image would start, as a runtime's configuration. The agent takes the pod's own; some callers look here.
+/// Returns the image's process as a runtime's configuration. The kata-agent takes that of the pod; some callers read
+/// this one.
 fn runtime_config(process: &Process) -> serde_json::Value {
     let args: Vec<&String> =
         process.entrypoint.iter().flatten().chain(process.cmd.iter().flatten()).collect();

@@ -1,7 +1,7 @@
-//! What is asked of a registry: which manifest, which layers, and the layers' bytes.
+//! Queries a registry: for the manifest of a name, its layers, and the layers' bytes.
 //!
 //! The client checks digests of manifests and of streams; sizes, types, counts and the choice among platforms are
-//! checked here. Its answers to small questions are read whole, so the process's memory is the bound there.
+//! checked here. The client reads small answers whole, so the memory limit of the process is the bound there.
 
 use std::{fs, path::PathBuf, time::Duration};
 
@@ -23,16 +23,16 @@ use crate::{
     stream::Packing,
 };
 
-/// Layers of one image; an overlay has no more.
+/// Limit of layers per image; an overlay has no more.
 const MAX_LAYERS: usize = 128;
-/// Bytes of an image's configuration.
+/// Size limit of an image's configuration in bytes.
 const MAX_CONFIG: i64 = 8 << 20;
 const MAX_CA: u64 = 16 << 20;
 const CONNECT: Duration = Duration::from_secs(10);
-/// All small questions of one attempt together.
+/// Time limit of all small requests of one attempt together.
 const QUESTIONS: Duration = Duration::from_secs(60);
 
-/// An image, as its manifest and configuration say.
+/// Image, as described by its manifest and configuration.
 #[derive(Clone, Debug)]
 pub(crate) struct Image {
     pub(crate) digest: String,
@@ -40,7 +40,7 @@ pub(crate) struct Image {
     pub(crate) config: Config,
 }
 
-/// One layer.
+/// Layer of an image.
 #[derive(Clone, Debug)]
 pub(crate) struct Layer {
     pub(crate) descriptor: OciDescriptor,
@@ -50,7 +50,7 @@ pub(crate) struct Layer {
     pub(crate) size: u64,
 }
 
-/// Of the image's configuration, what a runtime would start.
+/// Process in the image's configuration, for a runtime to start.
 #[derive(Clone, Debug, Default, Deserialize, serde::Serialize, PartialEq, Eq)]
 #[serde(default, rename_all = "PascalCase")]
 pub(crate) struct Process {
@@ -73,14 +73,14 @@ struct Rootfs {
     diff_ids: Vec<String>,
 }
 
-/// A registry, for one image of it.
+/// Access to a registry, for one image.
 pub(crate) struct Registry {
     client: Client,
     pub(crate) reference: Reference,
     silence: Duration,
 }
 
-/// The image's name, as people write it.
+/// Parses an image's name in the forms that people write.
 pub(crate) fn parse(image: &str) -> Result<Reference, Error> {
     let image = image.strip_prefix("docker://").unwrap_or(image);
     image.parse().map_err(|error| {
@@ -93,7 +93,7 @@ pub(crate) fn parse(image: &str) -> Result<Reference, Error> {
 }
 
 impl Registry {
-    /// Asks which manifest the name means, with each of the credentials that fit, and without any.
+    /// Requests the manifest of the name, with each of the matching credentials, and without any.
     pub(crate) async fn find(job: &Job, reference: &Reference) -> Result<(Registry, Image), Error> {
         let registry = reference.resolve_registry();
         let found = credentials::for_image(&job.credentials, registry, reference.repository())
@@ -117,7 +117,7 @@ impl Registry {
             match tokio::time::timeout(QUESTIONS, registry.ask(&auth)).await {
                 Ok(Ok(image)) => return Ok((registry, image)),
                 Ok(Err(error)) if error.cause == Cause::Denied => {
-                    // What the first credential was told is of more use than what nobody is told.
+                    // The reply to the first credential is more useful than the reply to an anonymous request.
                     denied.get_or_insert(error);
                 }
                 Ok(Err(error)) => return Err(error),
@@ -181,7 +181,7 @@ impl Registry {
         })
     }
 
-    /// Streams a blob; an error unless it has exactly the size and digest that it should.
+    /// Streams a blob; an error unless it has exactly the expected size and digest.
     pub(crate) async fn blob(
         &self,
         descriptor: &OciDescriptor,
@@ -216,7 +216,7 @@ impl Registry {
     }
 }
 
-/// The entry for this machine.
+/// Returns the digest of the entry for this machine.
 fn choose(entries: &[ImageIndexEntry]) -> Result<&str, Error> {
     let ours = match std::env::consts::ARCH {
         "x86_64" => "amd64",
@@ -227,7 +227,8 @@ fn choose(entries: &[ImageIndexEntry]) -> Result<&str, Error> {
         entry.platform.as_ref().is_some_and(|platform| {
             platform.os.to_string() == "linux"
                 && platform.architecture.to_string() == ours
-                // arm64 has one variant that all have; amd64's later ones (v2 …) need processors that this may not be.
+                // arm64 has one variant, common to all; later ones of amd64 (v2 …) need processors that this may not
+                // be.
                 && matches!(platform.variant.as_deref(), None | Some("" | "v1" | "v8"))
         })
     };
@@ -243,7 +244,7 @@ fn choose(entries: &[ImageIndexEntry]) -> Result<&str, Error> {
     })
 }
 
-/// Manifest and configuration must speak of the same layers.
+/// Pairs the layers of manifest and configuration, which must agree.
 fn pair(layers: Vec<OciDescriptor>, diff_ids: &[String]) -> Result<Vec<Layer>, Error> {
     let malformed = |text: String| Error::new(Cause::Malformed, text);
     if layers.len() != diff_ids.len() {
@@ -281,7 +282,7 @@ fn client(job: &Job) -> Result<Client, Error> {
         protocol: ClientProtocol::HttpsExcept(job.plain_http.clone()),
         tls_certs_only: roots(job),
         connect_timeout: Some(CONNECT),
-        // Behind our own, whose words are clearer.
+        // Longer than the time limit of this module, which reports a clearer error.
         read_timeout: Some(Duration::from_secs(job.limits.silence_seconds.saturating_add(5))),
         user_agent: concat!("peerpod-guest/", env!("CARGO_PKG_VERSION")),
         platform_resolver: None,
@@ -295,7 +296,7 @@ fn client(job: &Job) -> Result<Client, Error> {
     })
 }
 
-/// All certificates that can be read. One that cannot is not trusted, which shows where it is missed.
+/// Returns all readable certificates. An unreadable one is not trusted, which shows where it is missed.
 fn roots(job: &Job) -> Vec<Certificate> {
     let read = |path: &PathBuf| -> Vec<u8> {
         let small = fs::metadata(path).is_ok_and(|found| found.len() <= MAX_CA);

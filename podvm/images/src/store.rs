@@ -1,11 +1,11 @@
-//! The store: layers by what they and all below them hold, each unpacked once per VM.
+//! Stores layers by the content of themselves and all below them, each unpacked once per VM.
 //!
 //! ```text
 //! l/<id>      a whole layer; the id is the beginning of its chain id, short so that many fit one mount
-//! t/<id>/     one that is being fetched (blob) and unpacked (fs, work); nobody uses it before it is renamed
-//! i/<hash>    what an image's name meant last, for when its registry cannot be reached
+//! t/<id>/     a layer that is being fetched (blob) and unpacked (fs, work); not used before it is renamed
+//! i/<hash>    the last meaning of an image's name, for when its registry cannot be reached
 //! c/<hash>/   the writable layer of a container (fs, work)
-//! k/<id>      locks: who makes a layer holds its own, and a killed process holds none
+//! k/<id>      locks: the maker of a layer holds its lock, and a killed process holds none
 //! ```
 
 use std::{
@@ -27,21 +27,21 @@ use crate::{
 
 const VERSION: u32 = 1;
 const MAX_RECORD: u64 = 1 << 20;
-/// Hex digits of an id.
+/// Length of an id in hex digits.
 const ID: usize = 16;
 
-/// What a name meant.
+/// Meaning of an image's name.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Record {
     version: u32,
     pub(crate) reference: String,
     pub(crate) digest: String,
-    /// The lowest first.
+    /// Ids of the layers, the lowest first.
     pub(crate) layers: Vec<String>,
     pub(crate) process: Process,
 }
 
-/// Who holds it makes the layer.
+/// Lock of a layer, held by its maker.
 pub(crate) type Lock = Flock<File>;
 
 /// The store's directory.
@@ -49,7 +49,7 @@ pub(crate) type Lock = Flock<File>;
 pub(crate) struct Store(PathBuf);
 
 impl Store {
-    /// Makes what is missing.
+    /// Opens the store; makes missing directories.
     pub(crate) fn open(path: &Path) -> Result<Store, Error> {
         for folder in ["l", "t", "i", "c", "k"] {
             let path = path.join(folder);
@@ -80,7 +80,7 @@ impl Store {
         self.0.join("c").join(&hex::encode(&hash)[..ID])
     }
 
-    /// Waits until nobody else makes the layer. Blocks.
+    /// Locks a layer; waits until no other process makes it. Blocks.
     pub(crate) fn lock(&self, id: &str) -> Result<Lock, Error> {
         let path = self.0.join("k").join(id);
         let failed = |error: io::Error| crate::cause::disk("locking", &path, &error);
@@ -94,7 +94,7 @@ impl Store {
         Flock::lock(file, FlockArg::LockExclusive).map_err(|(_, error)| failed(error.into()))
     }
 
-    /// An empty place for a layer that is to be made; what a killed process left there is gone.
+    /// Returns an empty directory for a new layer; removes the remains of a killed process.
     pub(crate) fn begin(&self, id: &str) -> Result<PathBuf, Error> {
         let path = self.making(id);
         remove_tree(&path).map_err(|error| crate::cause::disk("removing", &path, &error))?;
@@ -107,7 +107,7 @@ impl Store {
         Ok(path)
     }
 
-    /// The layer is whole.
+    /// Moves a whole layer to its final name.
     pub(crate) fn finish(&self, id: &str) -> Result<(), Error> {
         let (from, to) = (self.making(id).join("fs"), self.layer(id));
         fs::rename(&from, &to).map_err(|error| crate::cause::disk("renaming to", &to, &error))?;
@@ -115,12 +115,12 @@ impl Store {
         Ok(())
     }
 
-    /// Whatever was begun. What cannot be removed now is when the layer is begun again.
+    /// Removes a begun layer. If that fails, it is removed when the layer is begun again.
     pub(crate) fn abandon(&self, id: &str) {
         drop(remove_tree(&self.making(id)));
     }
 
-    /// Removes what a process that was killed in the last moment left of layers that are whole.
+    /// Removes the remains of processes that were killed in the last moment from layers that are whole.
     pub(crate) fn tidy(&self, ids: &[String]) {
         for id in ids.iter().filter(|id| self.has(id)) {
             drop(fs::remove_file(self.blob(id)));
@@ -128,12 +128,12 @@ impl Store {
         }
     }
 
-    /// Where a layer's packed bytes are while it is made.
+    /// Returns the path of a layer's packed bytes while it is made.
     pub(crate) fn blob(&self, id: &str) -> PathBuf {
         self.0.join("t").join(format!("{id}.blob"))
     }
 
-    /// Removes writable layers of containers that are gone: of which nothing is mounted any more.
+    /// Removes writable layers of containers that are gone: those without a mount.
     pub(crate) fn sweep(&self, mountinfo: &str) {
         for entry in fs::read_dir(self.0.join("c")).into_iter().flatten().flatten() {
             let name = entry.file_name().to_string_lossy().into_owned();
@@ -152,18 +152,18 @@ impl Store {
             process: image.config.config.clone().unwrap_or_default(),
         };
         let path = self.record(reference);
-        // Each pull is a process of its own, and two may be of one image.
+        // Each pull is a process of its own, and two may be for one image.
         let new = path.with_extension(format!("{}.new", std::process::id()));
         let failed = |error: io::Error| crate::cause::disk("writing", &path, &error);
         let text = serde_json::to_vec(&record).map_err(|error| failed(error.into()))?;
         fs::write(&new, text).and_then(|()| fs::rename(&new, &path)).map_err(|error| {
-            // Half of one on a full disk is of no use to the next pull, which has another name.
+            // Half a record on a full disk is of no use to the next pull, which has another name.
             drop(fs::remove_file(&new));
             failed(error)
         })
     }
 
-    /// What the name meant last, if all of it is still here.
+    /// Returns the last meaning of the name, if all of its layers are still here.
     pub(crate) fn recall(&self, reference: &str) -> Option<Record> {
         let path = self.record(reference);
         let small = fs::metadata(&path).is_ok_and(|found| found.len() <= MAX_RECORD);
@@ -185,7 +185,7 @@ fn is_id(text: &str) -> bool {
     text.len() == ID && text.bytes().all(|b| b.is_ascii_hexdigit())
 }
 
-/// A layer's id says what all layers up to it hold: what one means depends on those below.
+/// Returns the id of each layer. It covers all layers up to this one: a layer's meaning depends on those below.
 pub(crate) fn chain<'a>(diff_ids: impl Iterator<Item = &'a str>) -> Vec<String> {
     let mut above: Option<String> = None;
     diff_ids
@@ -197,7 +197,8 @@ pub(crate) fn chain<'a>(diff_ids: impl Iterator<Item = &'a str>) -> Vec<String> 
                 }
             };
             above = Some(id.clone());
-            // 64 bits: nobody can make two images of one VM meet there, for whom that were worth anything.
+            // 64 bits suffice: a collision needs two images of one VM, and the author of such images gains nothing by
+            // it.
             id.trim_start_matches("sha256:").chars().take(ID).collect()
         })
         .collect()

@@ -1,4 +1,4 @@
-//! A layer's bytes on their way: decompressed, counted, hashed. Bounded by the caller's budget, whatever they claim.
+//! Decompresses, counts and hashes a layer's bytes, bounded by the caller's budget and not by any size that they claim.
 
 use std::{
     io::{self, BufRead, BufReader, Read},
@@ -14,7 +14,7 @@ use sha2::{Digest, Sha256};
 
 use crate::cause::{Cause, Error};
 
-/// How a layer is packed.
+/// Compression of a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Packing {
     None,
@@ -23,7 +23,7 @@ pub(crate) enum Packing {
 }
 
 impl Packing {
-    /// By its media type.
+    /// Returns the packing of a media type.
     pub(crate) fn of(media_type: &str) -> Result<Packing, Error> {
         let unsupported = |why: &str| {
             Err(Error::new(Cause::Unsupported, format!("a layer of type {media_type:.100}: {why}")))
@@ -57,7 +57,7 @@ pub(crate) fn open(path: &Path, packing: Packing) -> io::Result<Box<dyn Read>> {
     })
 }
 
-/// Frames of zstd one after another; those that are to be skipped are.
+/// Decoder of consecutive zstd frames; skippable frames are skipped.
 struct Zstd<R: BufRead> {
     state: State<R>,
 }
@@ -93,7 +93,7 @@ impl<R: BufRead> Read for Zstd<R> {
 }
 
 fn begin<R: BufRead>(mut source: R) -> io::Result<State<R>> {
-    // Asked by reference first: a frame to be skipped must leave the source to us.
+    // Parsed by reference first: a skippable frame must leave the source usable.
     let skip = match StreamingDecoder::new(Peek { source: &mut source, taken: 0 }) {
         Ok(_) => None,
         Err(FrameDecoderError::ReadFrameHeaderError(ReadFrameHeaderError::SkipFrame { length, .. })) => {
@@ -118,7 +118,7 @@ fn begin<R: BufRead>(mut source: R) -> io::Result<State<R>> {
     }
 }
 
-/// Shows what the source has buffered without taking it away; a header is always within.
+/// Reader of the source's buffered bytes that does not consume them; a header is always within.
 struct Peek<'a, R: BufRead> {
     source: &'a mut R,
     taken: usize,
@@ -134,7 +134,7 @@ impl<R: BufRead> Read for Peek<'_, R> {
     }
 }
 
-/// Counts against a budget and hashes what passes.
+/// Reader that counts against a budget and hashes.
 pub(crate) struct Counted<'a, R> {
     inner: R,
     hash: Sha256,
@@ -146,7 +146,7 @@ impl<'a, R: Read> Counted<'a, R> {
         Counted { inner, hash: Sha256::new(), budget }
     }
 
-    /// Reads what is left, and says what the whole hashes to.
+    /// Reads the rest, and returns the digest of the whole.
     pub(crate) fn finish(mut self) -> io::Result<String> {
         io::copy(&mut self, &mut io::sink())?;
         Ok(format!("sha256:{}", hex::encode(&self.hash.finalize())))
@@ -165,12 +165,12 @@ impl<R: Read> Read for Counted<'_, R> {
     }
 }
 
-/// The budget is used up.
+/// Error of a used-up budget.
 #[derive(Debug, thiserror::Error)]
 #[error("unpacked, the image is larger than is permitted")]
 pub(crate) struct TooMuch;
 
-/// Whether the budget is what stopped a read.
+/// Returns whether the budget stopped a read.
 pub(crate) fn is_too_much(error: &io::Error) -> bool {
     error.kind() == io::ErrorKind::FileTooLarge
 }

@@ -1,8 +1,9 @@
-//! One layer's tar archive into a directory: an overlay over the layers below, or the bare directory of the first.
+//! Unpacks one layer's tar archive into a directory: an overlay over the layers below, or the bare directory of the
+//! first.
 //!
-//! Every name is resolved by the kernel with that directory as the root (`RESOLVE_IN_ROOT`), so links of a hostile
-//! layer, absolute ones too, lead nowhere else. `..` in a name, a device node that would stand for a removal, and
-//! attributes that steer overlayfs are not what an image needs: the first is refused, the others are left out and said.
+//! The kernel resolves every name with that directory as the root (`RESOLVE_IN_ROOT`), so links of a hostile layer,
+//! even absolute ones, lead nowhere else. No image needs `..` in a name, a device node that would stand for a removal,
+//! or attributes that steer overlayfs. The first is refused; the others are left out and reported.
 
 use std::{
     collections::BTreeSet,
@@ -26,28 +27,28 @@ use crate::cause::{Cause, Error};
 
 mod remove;
 
-/// Parts of a path; more have no use.
+/// Limit of the parts of a path; more have no use.
 const MAX_DEPTH: usize = 255;
 const WHITEOUT: &[u8] = b".wh.";
 const OPAQUE: &[u8] = b".wh..wh..opq";
-/// Extended attributes that an image may set; others are overlayfs's, or the host's to say.
+/// Extended attributes that an image may set; others belong to overlayfs or to the host.
 const XATTRS: [&str; 2] = ["user.", "security.capability"];
 const XATTR_KEY: &str = "SCHILY.xattr.";
 const MAX_XATTRS: usize = 64;
 
-/// What was left out of a layer, in numbers.
+/// Number of things left out of a layer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LeftOut {
-    /// Device nodes: containers get theirs from the agent.
+    /// Device nodes: the kata-agent provides those of containers.
     pub devices: u64,
-    /// Extended attributes that are not an image's to set, or that the filesystem does not take.
+    /// Extended attributes that an image may not set, or that the filesystem does not take.
     pub xattrs: u64,
 }
 
-/// Unpacks a tar archive into `root`. `entries` is what is left of the image's permitted number of them.
+/// Unpacks a tar archive into `root`. `entries` is the rest of the image's permitted number of entries.
 ///
 /// # Errors
-/// The archive is malformed or means ill, the disk is full, or an entry cannot be made.
+/// The archive is malformed or malicious, the disk is full, or an entry cannot be made.
 pub fn unpack(archive: impl Read, root: &Path, entries: &mut u64) -> Result<LeftOut, Error> {
     let directory = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let fd =
@@ -65,7 +66,7 @@ pub fn unpack(archive: impl Read, root: &Path, entries: &mut u64) -> Result<Left
     unpacker.finish()
 }
 
-/// What reading an archive, or writing what it holds, failed with.
+/// Classifies an error of reading an archive, or of writing its content.
 fn of_archive(what: &str, error: &io::Error) -> Error {
     if crate::stream::is_too_much(error) {
         let text = "unpacked, the image has more bytes than are permitted (images.limits.unpacked_bytes)";
@@ -79,22 +80,22 @@ fn of_archive(what: &str, error: &io::Error) -> Error {
 
 struct Unpacker {
     root: OwnedFd,
-    /// What this layer made: removals are about the layers below alone.
+    /// Entries of this layer: removals concern the layers below alone.
     made: BTreeSet<Vec<u8>>,
-    /// Directories whose time is set at the end, when nothing in them changes any more.
+    /// Directories that get their time at the end, when nothing in them changes any more.
     times: Vec<(Vec<u8>, Timestamps)>,
     left: LeftOut,
 }
 
-/// An entry's name: the parts, checked.
+/// Name of an entry, with checked parts.
 struct Name {
     whole: Vec<u8>,
-    /// Where the last part begins.
+    /// Offset of the last part.
     last: usize,
 }
 
 impl Name {
-    /// `None`: the root itself.
+    /// Parses a name; `None`: the root itself.
     fn parse(bytes: &[u8]) -> Result<Option<Name>, Error> {
         let refuse = |why: &str| {
             let shown = crate::cause::quote(&String::from_utf8_lossy(bytes));
@@ -124,7 +125,7 @@ impl Name {
         &self.whole[self.last..]
     }
 
-    /// The same folder, another file.
+    /// Returns the path of another file in the same folder.
     fn beside(&self, file: &[u8]) -> Vec<u8> {
         [&self.whole[..self.last], file].concat()
     }
@@ -190,11 +191,11 @@ impl Unpacker {
         Ok(())
     }
 
-    /// Opens below the root, all links within it.
+    /// Opens a path below the root, with all links within it.
     fn open(&self, path: &[u8], flags: OFlags) -> rustix::io::Result<OwnedFd> {
         let path = if path.is_empty() { &b"."[..] } else { path };
         let resolve = ResolveFlags::IN_ROOT | ResolveFlags::NO_MAGICLINKS;
-        // Asked again when somebody renamed something meanwhile; nobody does for long.
+        // Repeated if something was renamed meanwhile, which does not happen for long.
         for _ in 0..8 {
             match openat2(&self.root, path, flags | OFlags::CLOEXEC, Mode::empty(), resolve) {
                 Err(rustix::io::Errno::AGAIN) => {}
@@ -204,7 +205,7 @@ impl Unpacker {
         Err(rustix::io::Errno::AGAIN)
     }
 
-    /// The folder that holds the entry, made if no entry was there for it.
+    /// Returns the folder that holds the entry; makes it if it has no entry.
     fn parent(&mut self, name: &Name) -> Result<OwnedFd, Error> {
         let directory = OFlags::PATH | OFlags::DIRECTORY;
         match self.open(name.parent(), directory) {
@@ -249,7 +250,7 @@ impl Unpacker {
         let open = || openat(parent, name.file(), flags, Mode::empty());
         let fd = match open() {
             Ok(fd) => fd,
-            // Not there, or something else is.
+            // It does not exist, or is no folder.
             Err(_) => remove::tree(parent.as_fd(), OsStr::from_bytes(name.file()))
                 .and_then(|_| mkdirat(parent, name.file(), Mode::from_raw_mode(0o700)))
                 .and_then(|()| open())
@@ -276,7 +277,7 @@ impl Unpacker {
         futimens(&file, &times(entry)).map_err(|e| name.failed("setting the time of", e))
     }
 
-    /// Owner, extended attributes, mode: in this order, because each takes something of the next away.
+    /// Sets owner, extended attributes and mode: in this order, because each step clears part of the next.
     fn attributes(
         &mut self,
         fd: &impl AsFd,
@@ -317,9 +318,9 @@ impl Unpacker {
         }
     }
 
-    /// An entry that stands for what the layers below have and this image has not.
+    /// Handles an entry that stands for a removal: the layers below have the name, and this image does not.
     fn removal(&mut self, name: &Name) -> Result<(), Error> {
-        // A folder that is not there has nothing to be removed from.
+        // A missing folder has nothing to remove.
         let flags = OFlags::RDONLY | OFlags::DIRECTORY;
         let folder = match self.open(name.parent(), flags) {
             Ok(folder) => folder,
@@ -332,7 +333,7 @@ impl Unpacker {
         }
         let file = &name.file()[WHITEOUT.len()..];
         if file.starts_with(WHITEOUT) {
-            return Ok(()); // marks of aufs, about nothing that we have
+            return Ok(()); // marks of aufs, without a meaning here
         }
         if file.is_empty() || file == b"." || file == b".." {
             let text = format!("the layer has a removal {} of nothing", shown(name));
@@ -344,7 +345,7 @@ impl Unpacker {
 
     fn finish(self) -> Result<LeftOut, Error> {
         for (path, times) in self.times.iter().rev() {
-            // Gone again by a later entry is fine.
+            // A later entry may have removed the folder again.
             if let Ok(fd) = self.open(path, OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW) {
                 let name = Name { whole: path.clone(), last: 0 };
                 futimens(&fd, times).map_err(|e| name.failed("setting the time of", e))?;
@@ -370,7 +371,7 @@ fn owner_at(parent: &OwnedFd, name: &Name, entry: &Entry<'_, impl Read>) -> Resu
         .map_err(|e| name.failed("setting the owner of", e))
 }
 
-/// All ones stand for "unchanged" to the kernel, which is not what an archive can mean.
+/// Returns the owner. All ones mean "unchanged" to the kernel, which an archive cannot mean.
 fn owner(entry: &Entry<'_, impl Read>) -> Result<(Uid, Gid), Error> {
     let number = |value: io::Result<u64>| {
         value.ok().and_then(|n| u32::try_from(n).ok()).filter(|n| *n != u32::MAX).ok_or_else(|| {
@@ -390,7 +391,7 @@ fn times(entry: &Entry<'_, impl Read>) -> Timestamps {
     Timestamps { last_access: time, last_modification: time }
 }
 
-/// Out of the entry's pax header; one that cannot be read is none.
+/// Returns the attributes of the entry's pax header; unreadable ones are left out.
 fn xattrs(entry: &mut Entry<'_, impl Read>) -> Vec<(String, Vec<u8>)> {
     let Ok(Some(extensions)) = entry.pax_extensions() else { return Vec::new() };
     extensions
@@ -407,7 +408,7 @@ fn shown(name: &Name) -> String {
     format!("{:?}", crate::cause::quote(&String::from_utf8_lossy(&name.whole)))
 }
 
-/// A directory's names.
+/// Returns a directory's names.
 fn names(folder: rustix::fd::BorrowedFd<'_>) -> rustix::io::Result<Vec<OsString>> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let reading = openat(folder, ".", flags, Mode::empty())?;
@@ -421,7 +422,7 @@ fn names(folder: rustix::fd::BorrowedFd<'_>) -> rustix::io::Result<Vec<OsString>
     Ok(names)
 }
 
-/// Takes a tree away, however deep, without following links; nothing there is fine.
+/// Removes a tree of any depth, without following links; a missing one is fine.
 pub(crate) fn remove_tree(path: &Path) -> io::Result<()> {
     let (Some(parent), Some(file)) = (path.parent(), path.file_name()) else { return Ok(()) };
     let directory = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;

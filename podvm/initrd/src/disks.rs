@@ -1,5 +1,5 @@
-//! Which partitions may hold the root: those with the image's labels. A pod's own disk may have such labels, too; only
-//! the root hash decides.
+//! Lists the partitions that may hold the root: those with the labels of the image. A pod's own disk may carry such
+//! labels too; only the root hash decides.
 
 use std::{collections::BTreeMap, fs, io, path::Path};
 
@@ -10,22 +10,22 @@ const HASHES: &str = "peerpod-verity";
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Candidate {
     pub(crate) root: String,
-    /// The hashes of it for dm-verity.
+    /// Partition with the dm-verity hashes of the root.
     pub(crate) hashes: Option<String>,
 }
 
-/// All that are there now.
+/// Returns all candidates that are present now.
 pub(crate) fn candidates() -> io::Result<Vec<Candidate>> {
     read(Path::new("/sys/class/block"))
 }
 
 fn read(folder: &Path) -> io::Result<Vec<Candidate>> {
-    // By disk, which is the folder above a partition's.
+    // Grouped by disk, the folder above that of the partition.
     let mut roots = BTreeMap::new();
     let mut hashes = BTreeMap::new();
     for entry in fs::read_dir(folder)? {
         let path = entry?.path();
-        // It may be gone again.
+        // The partition may have disappeared again.
         let Ok(said) = fs::read_to_string(path.join("uevent")) else { continue };
         let value = |key: &str| said.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix('='));
         let (Some(label), Some(name)) = (value("PARTNAME"), value("DEVNAME")) else { continue };

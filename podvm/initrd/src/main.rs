@@ -1,8 +1,9 @@
-//! `peerpod-initrd`, the first program of the disk image, pid 1 of its initramfs: loads the drivers of disks, finds the
-//! partition with the root, has dm-verity check it against the hash on the kernel's command line, and becomes systemd.
+//! `peerpod-initrd` is the first program of the disk image, pid 1 of its initramfs. It loads the disk drivers and
+//! finds the partition with the root. It sets dm-verity up with the hash on the kernel's command line, and executes
+//! systemd.
 //!
-//! It knows one layout, the builder's (podvm/image); it asks nobody anything, and what it cannot do ends the VM with a
-//! line on the console. Everything on the disks is the host's, or a pod's: nothing of it is believed but by the hash.
+//! It supports only the layout of the builder (podvm/image) and takes no other input. A failure ends the VM with a
+//! line on the console. The host or a pod may have written any data on the disks: only the hash makes data trusted.
 
 mod disks;
 mod mapper;
@@ -24,13 +25,13 @@ use nix::{
     unistd::{chdir, chroot},
 };
 
-/// How long a cloud's disk may take to appear.
+/// Time limit for a cloud's disk to appear.
 const PATIENCE: Duration = Duration::from_secs(60);
 const INTERVAL: Duration = Duration::from_millis(10);
-/// Where the root is mounted before it is one.
+/// Mount point of the root until it becomes `/`.
 const ROOT: &str = "/sysroot";
 const INIT: &str = "/usr/lib/systemd/systemd";
-/// What the root has as mount points, and we have mounted.
+/// File systems that this program mounts and then moves to mount points of the root.
 const MOVED: [(&str, &str); 3] = [("/dev", "devtmpfs"), ("/proc", "proc"), ("/sys", "sysfs")];
 
 fn main() -> ExitCode {
@@ -40,8 +41,8 @@ fn main() -> ExitCode {
     }
     let Err(why) = start();
     eprintln!("peerpod-initrd: {why}; powering off");
-    thread::sleep(Duration::from_millis(200)); // the serial line is slow, and what it has not sent is lost
-    // It does not come back when it succeeds; when it fails, the end of pid 1 is the end of the VM.
+    thread::sleep(Duration::from_millis(200)); // the serial line is slow, and unsent output is lost
+    // A successful call does not return. After a failed one, the exit of pid 1 ends the VM.
     let Err(error) = reboot(RebootMode::RB_POWER_OFF);
     eprintln!("peerpod-initrd: power off: {error}");
     ExitCode::FAILURE
@@ -61,7 +62,7 @@ fn start() -> Result<std::convert::Infallible, String> {
         mount(Some(target), &*format!("{ROOT}{target}"), None::<&str>, MsFlags::MS_MOVE, None::<&str>)
             .map_err(|error| format!("move {target}: {error}"))?;
     }
-    // The initramfs stays in memory for as long as the VM lives otherwise.
+    // Otherwise the initramfs stays in memory for as long as the VM runs.
     if let Err(error) = remove_files() {
         eprintln!("peerpod-initrd: free the initramfs: {error}");
     }
@@ -70,7 +71,7 @@ fn start() -> Result<std::convert::Infallible, String> {
     Err(format!("start {INIT}: {error}"))
 }
 
-/// Tries what looks like the root until one is, or time is over.
+/// Tries the candidates for the root until one is valid or the time limit has passed.
 fn mount_root(hash: Option<&verity::RootHash>) -> Result<(), String> {
     fs::create_dir_all(ROOT).map_err(|error| format!("make {ROOT}: {error}"))?;
     let deadline = Instant::now() + PATIENCE;
@@ -135,7 +136,7 @@ fn enter() -> nix::Result<()> {
     chdir("/")
 }
 
-/// Removes the initramfs's files; what is mounted is another device and stays.
+/// Removes the files of the initramfs; mounted file systems are other devices and stay.
 fn remove_files() -> io::Result<()> {
     fn remove(folder: &Path, device: u64) -> io::Result<()> {
         for entry in fs::read_dir(folder)? {

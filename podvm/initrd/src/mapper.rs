@@ -1,18 +1,18 @@
-//! The device mapper's ioctls (linux/dm-ioctl.h): one device with one target is made and taken away.
+//! Creates and removes one device-mapper device with one target, by ioctls (linux/dm-ioctl.h).
 
 use std::{fs::File, os::fd::AsRawFd};
 
 const CONTROL: &str = "/dev/mapper/control";
-/// `struct dm_ioctl`, and `struct dm_target_spec` behind it.
+/// Sizes of `struct dm_ioctl`, and of `struct dm_target_spec` behind it.
 const HEADER_LEN: usize = 312;
 const SPEC_LEN: usize = 40;
-/// Parameters of a table of ours are a few hundred bytes.
+/// Size of the message; the parameters of a verity table have a few hundred bytes.
 const LEN: usize = 4096;
 const READ_ONLY: u32 = 1;
 const NAME: std::ops::Range<usize> = 48..176;
 
 mod ioctls {
-    //! Each reads and writes a buffer that begins with the header; how long it is, is in it.
+    //! Each ioctl reads and writes a buffer that begins with the header, which holds the buffer's length.
     use super::HEADER_LEN;
 
     const KIND: u8 = 0xfd;
@@ -24,7 +24,7 @@ mod ioctls {
 
 type Ioctl = unsafe fn(i32, *mut [u8; HEADER_LEN]) -> nix::Result<i32>;
 
-/// Makes a read-only device; its path below /dev.
+/// Creates a read-only device; returns its path below /dev.
 pub(crate) fn create(name: &str, sectors: u64, target: &str, parameters: &str) -> Result<String, String> {
     let what = |step: &str, error: String| format!("{step} the device-mapper device {name}: {error}");
     let answer = call(ioctls::create, &message(name, 0, None)?).map_err(|error| what("make", error))?;
@@ -41,7 +41,7 @@ pub(crate) fn create(name: &str, sectors: u64, target: &str, parameters: &str) -
     Ok(format!("/dev/dm-{}", (device & 0xff) | ((device >> 12) & 0xf_ff00)))
 }
 
-/// Takes it away; said when it cannot be.
+/// Removes the device; reports a failure on the console.
 pub(crate) fn remove(name: &str) {
     if let Err(error) = message(name, 0, None).and_then(|message| call(ioctls::remove, &message)) {
         eprintln!("peerpod-initrd: remove the device-mapper device {name}: {error}");
@@ -56,7 +56,7 @@ fn call(ioctl: Ioctl, message: &[u8; LEN]) -> Result<[u8; LEN], String> {
         .open(CONTROL)
         .map_err(|error| format!("{CONTROL}: {error}"))?;
     let mut buffer = *message;
-    // SAFETY: the kernel reads and writes no more than the length in the message, which is the buffer's.
+    // SAFETY: the kernel reads and writes no more than the length in the message, which is the length of the buffer.
     unsafe { ioctl(control.as_raw_fd(), buffer.as_mut_ptr().cast()) }.map_err(|error| error.to_string())?;
     Ok(buffer)
 }
@@ -70,7 +70,7 @@ fn message(name: &str, flags: u32, table: Option<(u64, &str, &str)>) -> Result<[
     if !fits {
         return Err("too long for the device mapper".to_owned());
     }
-    put(0, &4u32.to_ne_bytes()); // the interface's version is 4.0.0
+    put(0, &4u32.to_ne_bytes()); // interface version 4.0.0
     put(12, &(LEN as u32).to_ne_bytes());
     put(16, &(HEADER_LEN as u32).to_ne_bytes());
     put(20, &u32::from(table.is_some()).to_ne_bytes());

@@ -1,5 +1,5 @@
-//! Drivers: all that the builder listed, in its order, which is that of their needs. One whose device is not there
-//! costs nothing.
+//! Loads the drivers: all modules in the builder's list, in its order, which respects their dependencies. A driver
+//! without its device costs nothing.
 
 use std::fs::{self, File};
 
@@ -11,13 +11,13 @@ use nix::{
 /// Paths of modules, one per line.
 const LIST: &str = "/etc/modules.list";
 
-/// Loads them. Only a list that cannot be read is an error: a driver that does not load may not be needed.
+/// Loads the modules. Only an unreadable list is an error: a driver that does not load may not be needed.
 pub(crate) fn load() -> Result<(), String> {
     let list = fs::read_to_string(LIST).map_err(|error| format!("read {LIST}: {error}"))?;
     for path in list.lines() {
         let loaded = File::open(path).map_err(|error| error.to_string()).and_then(|file| {
             match finit_module(&file, c"", ModuleInitFlags::empty()) {
-                // There already; for hardware that this machine does not have; built on such a driver.
+                // Loaded already; for hardware that this machine does not have; or dependent on such a driver.
                 Ok(()) | Err(Errno::EEXIST | Errno::ENODEV | Errno::ENOENT) => Ok(()),
                 Err(error) => Err(error.to_string()),
             }

@@ -1,22 +1,24 @@
-//! dm-verity's header on the disk, and the table for the kernel (Documentation/admin-guide/device-mapper/verity.rst).
-//! The header is not trusted: with a wrong one nothing has the right hash.
+//! Reads dm-verity's header from the disk and writes the table for the kernel
+//! (Documentation/admin-guide/device-mapper/verity.rst). The header is not trusted: with a wrong header no block has
+//! the right hash.
 
 use std::{fs::File, io::Read, path::Path};
 
-/// Behind which the hashes begin.
+/// Length of the header in bytes; the hashes follow it.
 const HEADER_LEN: usize = 512;
 const BLOCK: u32 = 4096;
 const SECTOR: u64 = 512;
-/// Of 32 bytes: SHA-256.
+/// Hexadecimal digits of a hash of 32 bytes (SHA-256).
 const HASH_LEN: usize = 64;
 const MAX_SALT: usize = 256;
 
-/// The hash that everything hangs on: lower-case hexadecimal digits.
+/// Hash on which all verification rests: lower-case hexadecimal digits.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct RootHash(String);
 
 impl RootHash {
-    /// From the kernel's command line; none: the root is not verified. A word that is no hash is an error, and so are two.
+    /// Reads the hash from the kernel's command line; `None`: the root is not verified. An invalid hash is an error,
+    /// and so are two hashes.
     pub(crate) fn of(line: &str) -> Result<Option<RootHash>, String> {
         let mut words = line.split_whitespace().filter_map(|word| word.strip_prefix("roothash="));
         match (words.next(), words.next()) {
@@ -35,7 +37,7 @@ impl RootHash {
     }
 }
 
-/// What the kernel needs to know besides.
+/// Parameters of the hashes on the disk.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Header {
     blocks: u64,
@@ -43,7 +45,7 @@ pub(crate) struct Header {
 }
 
 impl Header {
-    /// Reads it from the partition with the hashes.
+    /// Reads the header from the partition with the hashes.
     pub(crate) fn read(device: &Path) -> Result<Header, String> {
         let mut bytes = [0; HEADER_LEN];
         File::open(device)
@@ -57,13 +59,13 @@ impl Header {
         let number = |at: usize| Some(u32::from_le_bytes(bytes[at..at + 4].try_into().ok()?));
         let right = bytes.starts_with(b"verity\0\0")
             && number(8)? == 1 // version
-            && number(12)? == 1 // the hash's layout: not Chrome OS's
+            && number(12)? == 1 // layout of the hashes: not that of Chrome OS
             && bytes[32..64].starts_with(b"sha256\0")
             && number(64)? == BLOCK
             && number(68)? == BLOCK;
         let blocks = u64::from_le_bytes(bytes[72..80].try_into().ok()?);
         let salt_len = usize::from(u16::from_le_bytes([bytes[80], bytes[81]]));
-        // More than 2^40 blocks of 4 KiB are no image of ours, and overflow nothing below.
+        // No image of this project has more than 2^40 blocks of 4 KiB; fewer cannot overflow the sectors below.
         if !right || salt_len > MAX_SALT || blocks == 0 || blocks >> 40 != 0 {
             return None;
         }
@@ -71,13 +73,13 @@ impl Header {
         Some(Header { blocks, salt })
     }
 
-    /// The device's size.
+    /// Returns the size of the device in sectors.
     pub(crate) fn sectors(&self) -> u64 {
         self.blocks * u64::from(BLOCK) / SECTOR
     }
 
-    /// The table's parameters. A block that does not have the right hash stops the kernel: a program that reads an
-    /// error instead may go on without what it did not get.
+    /// Returns the parameters of the table. A block with a wrong hash panics the kernel: a program that got a read
+    /// error instead might continue without the data.
     pub(crate) fn table(&self, root: &str, hashes: &str, hash: &RootHash) -> String {
         let (Header { blocks, salt }, RootHash(hash)) = (self, hash);
         let salt = if salt.is_empty() { "-" } else { salt };

@@ -1,9 +1,10 @@
-//! How much a call costs through a relay's and a guest's endpoint, against the bare unix socket and a pair of byte
-//! copiers: `cargo run --release -p peerpod-link --example relay_pair [rounds]`; `… idle 1000` for memory at rest.
+//! Measures the cost of a call through a relay's and a guest's endpoint, compared with the bare unix socket and with
+//! a pair of byte copiers: `cargo run --release -p peerpod-link --example relay_pair [rounds]`; `… idle 1000`
+//! measures memory at rest.
 //!
-//! Client, agent, relay and guest each have a thread with a runtime of its own, as they are processes in life. Bursts
-//! are interleaved; a figure is the median of the better half of its bursts' medians.
-#![allow(clippy::unwrap_used)] // a tool for people who look at its output
+//! Client, agent, relay and guest each have a thread with its own runtime, because they are separate processes in
+//! production. Bursts are interleaved; a figure is the median of the better half of its bursts' medians.
+#![allow(clippy::unwrap_used)] // a measuring tool: a panic is a fit report
 
 #[path = "../tests/session/support/mod.rs"]
 mod support;
@@ -27,7 +28,7 @@ use tokio::{
     runtime::Builder,
 };
 
-/// Runs a future on a thread of its own; gives what it sends through the channel.
+/// Runs a future on its own thread; returns the value that the future sends through the channel.
 fn thread<T: Send + 'static, F: Future<Output = ()>>(
     workers: usize,
     start: impl FnOnce(mpsc::Sender<T>) -> F + Send + 'static,
@@ -43,7 +44,7 @@ fn thread<T: Send + 'static, F: Future<Output = ()>>(
     receiver.recv().unwrap()
 }
 
-/// Accepts unix connections for ever.
+/// Accepts unix connections forever.
 async fn shims(path: PathBuf, mut with: impl FnMut(UnixStream)) {
     let listener = UnixListener::bind(path).unwrap();
     while let Ok((socket, _)) = listener.accept().await {
@@ -51,7 +52,7 @@ async fn shims(path: PathBuf, mut with: impl FnMut(UnixStream)) {
     }
 }
 
-/// relay → TCP (and TLS) → guest → agent, served at the path that is returned.
+/// Sets up relay → TCP (and TLS) → guest → agent; returns the path that serves it.
 fn link_pair(dir: &Path, tls: bool, workers: usize, agent: &Path) -> PathBuf {
     let identities = tls.then(|| Arc::new(Identities::new()));
     let near = dir.join(format!("near-{tls}-{workers}.sock"));
@@ -74,7 +75,7 @@ fn link_pair(dir: &Path, tls: bool, workers: usize, agent: &Path) -> PathBuf {
     near
 }
 
-/// Two byte copiers over TCP, one connection each.
+/// Sets up two byte copiers over TCP, with one connection each.
 fn splice_pair(dir: &Path, agent: &Path) -> PathBuf {
     const BUFFER: usize = 64 << 10;
     let agent = agent.to_owned();
@@ -121,7 +122,7 @@ fn cpu() -> Duration {
     whole(usage.user_time()) + whole(usage.system_time())
 }
 
-/// One call at a time: median in µs, CPU of all four in µs a call.
+/// Makes one call at a time; returns the median in µs, and the CPU time of all four parties in µs per call.
 async fn burst(path: &Path, frame: &[u8], calls: usize) -> (f64, f64) {
     let mut socket = client(path).await;
     for _ in 0..calls / 10 + 1 {
@@ -139,7 +140,7 @@ async fn burst(path: &Path, frame: &[u8], calls: usize) -> (f64, f64) {
     (times[calls / 2].as_secs_f64() * 1e6, used.as_secs_f64() * 1e6 / calls as f64)
 }
 
-/// Sixteen calls in flight on one connection: µs a call, CPU in µs a call.
+/// Keeps sixteen calls in flight on one connection; returns µs per call, and CPU time in µs per call.
 async fn sixteen(path: &Path, calls: usize) -> (f64, f64) {
     let mut socket = client(path).await;
     let frame = request(1, ECHO, 40);
@@ -152,7 +153,7 @@ async fn sixteen(path: &Path, calls: usize) -> (f64, f64) {
         tokio::spawn(async move {
             let mut sent = 0;
             while sent < calls {
-                // A write for each call, as callers that know nothing of each other do.
+                // One write per call, like independent callers.
                 credit.acquire().await.unwrap().forget();
                 output.write_all(&frame).await.unwrap();
                 sent += 1;
@@ -173,14 +174,14 @@ async fn sixteen(path: &Path, calls: usize) -> (f64, f64) {
     (took.as_secs_f64() * 1e6 / calls as f64, used.as_secs_f64() * 1e6 / calls as f64)
 }
 
-/// Resident memory of this process in KiB.
+/// Returns the resident memory of this process in KiB.
 fn resident() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let line = status.lines().find(|line| line.starts_with("VmRSS")).unwrap();
     line.split_whitespace().nth(1).unwrap().parse().unwrap()
 }
 
-/// What many idle sandboxes cost, with one call done on each: both ends are in this process.
+/// Measures the memory of many idle sandboxes after one call on each; both ends are in this process.
 fn idle(sandboxes: usize) {
     let dir = Dir::new();
     let runtime = Builder::new_current_thread().enable_all().build().unwrap();
@@ -279,7 +280,7 @@ fn main() {
             );
         }
     }
-    // The answer to a call that is not counted, so that the example fails when the pair does.
+    // Checks the answer to an uncounted call, so that the example fails when the pair does.
     runtime.block_on(async {
         let mut socket = client(&chains[chains.len() - 1].1).await;
         socket.write_all(&request(1, ECHO, 40)).await.unwrap();

@@ -1,59 +1,60 @@
-//! Birth data: what a VM is told in user-data. It holds only public bits and a ticket that dies with its first use;
-//! which pod the VM becomes it learns over the link.
+//! Reads and writes birth data: the JSON that a VM gets in user-data. It holds only public values and a ticket that
+//! expires with its first use; the VM learns its pod over the link.
 //!
-//! One writer (the node) and one reader (the guest) share this type. The reader takes untrusted bytes: bounded size,
-//! bounded lists, and errors that never repeat what they read, because that could be the ticket's secret.
+//! The node writes this type and the guest reads it. The reader handles untrusted bytes: it bounds sizes and lists,
+//! and errors never repeat the input, which could contain the ticket's secret.
 
 use std::{fmt, net::SocketAddr};
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error as _};
 
-/// The version of the format this program writes and reads.
+/// Version of the format that this program writes and reads.
 pub const VERSION: u32 = 1;
-/// More than this is not looked at; clouds carry 16 KiB, and we write well under 2 KiB.
+/// Longest accepted user-data in bytes. Clouds carry 16 KiB; the node writes well under 2 KiB.
 pub const MAX_LEN: usize = 64 << 10;
 const MAX_ADDRESSES: usize = 64;
 const MAX_CAS: usize = 16;
 
-/// What user-data says. JSON; unknown fields are ignored, another version is refused.
+/// Contents of user-data. JSON; unknown fields are ignored, another version is refused.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BirthData {
-    /// The format's version, [`VERSION`].
+    /// Version of the format, [`VERSION`].
     #[serde(rename = "peerpod")]
     pub version: u32,
-    /// What the VM may claim an identity with.
+    /// Ticket with which the VM claims its identity.
     pub ticket: BirthTicket,
-    /// Where home is and how to know it.
+    /// Addresses of the node and fingerprints of its CAs.
     pub node: BirthNode,
-    /// Seconds of silence on the link after which the VM powers itself off, until Personalise says otherwise.
+    /// Seconds of silence on the link after which the VM powers itself off, until a Personalise message sets another
+    /// value.
     pub lease_seconds: u32,
 }
 
-/// The one-time ticket.
+/// One-time ticket.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BirthTicket {
-    /// 32 lower-case hex digits; not secret, it names the ticket in logs.
+    /// Name of the ticket in logs, not secret: 32 lower-case hex digits.
     pub id: String,
-    /// What makes it worth something.
+    /// Secret that authenticates the claim.
     pub secret: TicketSecret,
-    /// How many VMs may claim it: 1 unless it was made for a batch.
+    /// Number of VMs that may claim it: 1 unless it was made for a batch.
     pub claims: u32,
 }
 
-/// The node, as the guest sees it.
+/// Addresses of the node and CAs that authenticate it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BirthNode {
-    /// Where the relay listens, all addresses worth trying.
+    /// Addresses on which the relay listens; the guest may try all of them.
     pub addresses: Vec<SocketAddr>,
-    /// SHA-256 of the DER of each CA the relay's certificate may come from; 64 hex digits each in JSON.
+    /// SHA-256 of the DER of each CA that may have issued the relay's certificate; 64 hex digits each in JSON.
     #[serde(with = "fingerprints")]
     pub ca_sha256: Vec<[u8; 32]>,
-    /// The TCP port on which the VM waits for the node to dial; none: the VM dials the addresses.
+    /// TCP port on which the VM waits for the node to dial. `None`: the VM dials the addresses.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub listen: Option<u16>,
 }
 
-/// A ticket's secret. Neither `Debug` nor an error shows it; in JSON it is 64 hex digits.
+/// Secret of a ticket. Neither `Debug` nor an error shows it; in JSON it is 64 hex digits.
 #[derive(Clone, PartialEq, Eq)]
 pub struct TicketSecret([u8; 32]);
 
@@ -63,7 +64,7 @@ impl TicketSecret {
         TicketSecret(bytes)
     }
 
-    /// The bytes, for the Claim and for nothing else.
+    /// Returns the bytes, for use in the Claim only.
     pub fn expose(&self) -> &[u8; 32] {
         &self.0
     }
@@ -88,46 +89,46 @@ impl<'de> Deserialize<'de> for TicketSecret {
     }
 }
 
-/// Why user-data could not be used. No variant repeats the data.
+/// Error in user-data. No variant repeats the data.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BirthError {
-    /// Nothing there yet: some platforms mount the file before it is filled.
+    /// No data yet: some platforms mount the file before they fill it.
     #[error("user-data is empty")]
     Empty,
-    /// Too large to be ours.
+    /// Larger than [`MAX_LEN`], so not written by a node.
     #[error(
         "user-data has {0} bytes, more than the {MAX_LEN} that are looked at; is this image meant for it?"
     )]
     TooLarge(usize),
-    /// Not JSON, or not of our shape.
+    /// Not JSON, or of another shape.
     #[error("user-data is not birth data of version {VERSION}: {what} at line {line}, column {column}")]
     Malformed {
         /// Kind of mistake.
         what: &'static str,
-        /// From 1; 0 when not known.
+        /// Line from 1; 0 if unknown.
         line: usize,
-        /// From 1; 0 when not known.
+        /// Column from 1; 0 if unknown.
         column: usize,
     },
-    /// A newer node than this image.
+    /// Written by a node with another format version than this image.
     #[error(
         "user-data has version {0}, this guest reads {VERSION}; the VM image and the node must be upgraded together"
     )]
     Version(u32),
-    /// A field has a value that cannot work.
+    /// A field has an unusable value.
     #[error("user-data: {field}: {why}")]
     Field {
         /// Path of the field.
         field: &'static str,
-        /// What is wrong with it.
+        /// Rule that the value breaks.
         why: &'static str,
     },
 }
 
 impl BirthData {
-    /// Reads and checks user-data. Never panics, never shows what it read.
+    /// Parses and checks user-data. Never panics, and errors never repeat the input.
     pub fn parse(bytes: &[u8]) -> Result<BirthData, BirthError> {
-        /// Read first, so that a later version may look entirely different.
+        /// Parsed first, so that a later version may have an entirely different shape.
         #[derive(Deserialize)]
         struct Versioned {
             peerpod: u32,
@@ -147,7 +148,7 @@ impl BirthData {
         Ok(data)
     }
 
-    /// The JSON that [`BirthData::parse`] reads. Contains the ticket's secret.
+    /// Returns the JSON that [`BirthData::parse`] reads. It contains the ticket's secret.
     pub fn to_json(&self) -> String {
         serde_json::to_string(self).expect("strings, numbers and lists always serialise")
     }
@@ -181,7 +182,7 @@ impl BirthData {
     }
 }
 
-/// serde_json's own text quotes values, and a value may be the secret; kind and place are enough.
+/// Reduces a parse error to its kind and position: serde_json's text quotes values, and a value may be the secret.
 fn malformed(error: serde_json::Error) -> BirthError {
     let what = match error.classify() {
         serde_json::error::Category::Io => "read error",
@@ -192,7 +193,7 @@ fn malformed(error: serde_json::Error) -> BirthError {
     BirthError::Malformed { what, line: error.line(), column: error.column() }
 }
 
-/// 64 hex digits of either case, or `None`.
+/// Parses 64 hex digits of either case; returns `None` for any other text.
 pub fn from_hex(text: &str) -> Option<[u8; 32]> {
     let mut bytes = [0; 32];
     hex::decode_to_slice(text, &mut bytes).ok().map(|()| bytes)

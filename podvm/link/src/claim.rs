@@ -1,8 +1,10 @@
-//! The ticket exchange on a fresh TLS connection, and the fork between it and a session: a connection without client
-//! certificate may say one Claim and hear one ClaimReply, nothing else. One with a certificate says Hello.
+//! Exchanges a ticket for a certificate on a fresh TLS connection.
 //!
-//! No policy: who may claim what is the node's decision. Callers bound the time ([`FIRST_RECORD_DEADLINE`] fits);
-//! the functions bound the memory.
+//! The first record decides how a connection is used. Without a client certificate it carries one Claim and one
+//! ClaimReply, nothing else; with one it begins with Hello.
+//!
+//! This module holds no policy: the node decides which claims it accepts. Callers bound the time
+//! ([`FIRST_RECORD_DEADLINE`] fits); the functions bound the memory.
 
 use std::{io, time::Duration};
 
@@ -12,36 +14,36 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
 use crate::record::{self, BadRecord, HEADER_LEN, Header, Hello, Kind};
 
-/// How long a peer may take to say its first record.
+/// Time limit for a peer's first record.
 pub const FIRST_RECORD_DEADLINE: Duration = Duration::from_secs(15);
 
-/// What a connection began with.
+/// First record of a connection.
 #[derive(Clone, Debug, PartialEq)]
 pub enum First {
     /// A ticket; answer with [`reply`].
     Claim(Box<Claim>),
-    /// A session; hand the connection and this to [`crate::endpoint::EndpointHandle::attach_after`].
+    /// A session; pass the connection and this value to [`crate::endpoint::EndpointHandle::attach_after`].
     Hello(Hello),
 }
 
-/// Why the exchange failed.
+/// Error of the ticket exchange.
 #[derive(Debug, thiserror::Error)]
 pub enum ClaimError {
     /// The connection broke or ended early.
     #[error("ticket exchange: the connection failed: {0}")]
     Io(#[from] io::Error),
-    /// What came is not a record.
+    /// The received bytes are not a record.
     #[error("ticket exchange: {0}")]
     Record(#[from] BadRecord),
-    /// A record that does not belong here.
+    /// A record of a kind that is not allowed here.
     #[error("ticket exchange: the peer sent {0:?} where {1} was due")]
     Unexpected(Kind, &'static str),
-    /// The message inside cannot be read.
+    /// The message in the record cannot be encoded or decoded.
     #[error("ticket exchange: the {0} cannot be read: {1}")]
     Message(&'static str, protobuf::Error),
 }
 
-/// Guest: shows a ticket and waits for the answer. A refusal is an answer (`ClaimReply.error`), not an error.
+/// Guest: sends a claim and waits for the reply. A refusal is a reply (`ClaimReply.error`), not an error.
 pub async fn ask<S>(stream: &mut S, claim: &Claim) -> Result<ClaimReply, ClaimError>
 where
     S: AsyncRead + AsyncWrite + Unpin,
@@ -55,7 +57,7 @@ where
     }
 }
 
-/// Relay: reads what a fresh connection says first. Takes not one byte more than that record.
+/// Relay: reads the first record of a fresh connection, and not one byte beyond it.
 pub async fn first_record<S>(stream: &mut S) -> Result<First, ClaimError>
 where
     S: AsyncRead + Unpin,
@@ -70,7 +72,7 @@ where
     }
 }
 
-/// Relay: answers a claim.
+/// Relay: sends the reply to a claim.
 pub async fn reply<S>(stream: &mut S, reply: &ClaimReply) -> Result<(), ClaimError>
 where
     S: AsyncWrite + Unpin,
@@ -92,7 +94,7 @@ async fn receive<S: AsyncRead + Unpin>(stream: &mut S) -> Result<(Kind, Vec<u8>)
     let mut header = [0; HEADER_LEN];
     stream.read_exact(&mut header).await?;
     let header = Header::decode(&header)?;
-    // Grows with what arrives, not with what was announced.
+    // The buffer grows with the bytes that arrive, not with the announced length.
     let mut payload = Vec::new();
     stream.take(u64::from(header.length)).read_to_end(&mut payload).await?;
     if payload.len() < header.length as usize {

@@ -1,13 +1,14 @@
-//! One end of a link: drives the session of one sandbox between its transport (a TLS connection that may break and be
-//! replaced) and its local connections (unix sockets: shims' at the relay, the agent's in the guest).
+//! Implements one end of a link: drives the session of one sandbox between its transport (a TLS connection that may
+//! break and be replaced) and its local connections (unix sockets: those of shims at the relay, those of the agent in
+//! the guest).
 //!
-//! Everything of a sandbox happens in one task, [`Endpoint::run`]: it polls the transport, the local sockets, the
-//! command queue and the clock, and hands bytes from one to the other without a queue between tasks. What belongs to
-//! the relay or the guest alone comes in through [`Handler`] (one per endpoint) and [`Filter`] (one per connection).
+//! One task per sandbox, [`Endpoint::run`], does all work: it polls the transport, the local sockets, the command
+//! queue and the clock, and passes bytes on without a queue between tasks. Code specific to the relay or the guest
+//! comes in through [`Handler`] (one per endpoint) and [`Filter`] (one per connection).
 //!
 //! Bounds: a local connection holds at most the stream's window of undelivered bytes, the session at most
-//! [`Limits::replay`] of unacknowledged ones; beyond either, reading stops. While there is no transport local sockets
-//! stay open and are simply not read. Idle connections hold no buffer.
+//! [`Limits::replay`] unacknowledged bytes; above either limit, reading stops. Without a transport, local sockets
+//! stay open and are not read. Idle connections hold no buffer.
 
 mod dialled;
 mod freeze;
@@ -39,7 +40,7 @@ pub use self::{
 };
 pub use crate::record::{Level, Line, SessionId, Target};
 
-/// Which end this is. The guest says Hello and dials local ends; the relay answers and opens streams.
+/// Role of an endpoint. The guest sends Hello and dials local ends; the relay answers and opens streams.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
     /// The node's side.
@@ -48,142 +49,145 @@ pub enum Role {
     Guest,
 }
 
-/// What happened to the link.
+/// Change in the state of the link.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum LinkEvent {
     /// A transport finished its handshake.
     Up {
-        /// Whether the streams of before go on. A first connection is not resumed.
+        /// Whether the earlier streams continue. A first connection is not resumed.
         resumed: bool,
-        /// The guest program's session.
+        /// Session of the guest program.
         session: SessionId,
-        /// The transport's other end.
+        /// Address of the peer.
         peer: SocketAddr,
-        /// The other program's version, for people.
+        /// Version of the peer's program, for display.
         version: String,
     },
-    /// The transport is gone (or never finished its handshake); another one may be attached at any time.
+    /// The transport is lost, or never finished its handshake. Another one may be attached at any time.
     Down {
-        /// Why, in words.
+        /// Reason, as text.
         reason: String,
     },
-    /// The peer does not have the session any more (its program restarted): all streams and all control messages
-    /// under way are gone. Comes before the `Up` of the new session.
+    /// The peer no longer holds the session (its program restarted): all streams and all control messages under way
+    /// are lost. Precedes the `Up` of the new session.
     SessionLost,
 }
 
-/// What an endpoint asks of its owner. Called from the endpoint's task: must not block.
+/// Callbacks of an endpoint to its owner. They run in the endpoint's task and must not block.
 pub trait Handler: Send + 'static {
-    /// A filter for a new local connection (relay: accepted from a shim; guest: dialled to the agent).
+    /// Returns a filter for a new local connection (relay: accepted from a shim; guest: dialled to the agent).
     fn filter(&mut self) -> Box<dyn Filter>;
-    /// Guest: opens the local end of a stream that the peer opened. The relay refuses with an error.
+    /// Guest: opens the local end of a stream that the peer opened. The relay returns an error.
     fn dial(&mut self) -> BoxFuture<'static, io::Result<UnixStream>>;
-    /// Guest: connects to a port of the pod's localhost, for a stream that the relay dialled.
+    /// Guest: connects to a port on the pod's localhost, for a stream that the relay dialled.
     fn dial_pod(&mut self, target: Target) -> BoxFuture<'static, io::Result<TcpStream>> {
         let refused =
             io::Error::new(io::ErrorKind::ConnectionRefused, format!("nothing dials {target:?} here"));
         Box::pin(std::future::ready(Err(refused)))
     }
-    /// A control message from the peer. They have no credit: a handler that keeps them bounds how many.
+    /// Receives a control message from the peer. Control messages have no credit: a handler that keeps them must
+    /// bound their number.
     fn on_control(&mut self, message: Bytes);
-    /// Guest: the next line of its log, as [`Line::encode`] makes it. Asked only when nothing else waits for the link; a
-    /// line that was given counts as said, and is sent again by the session when the connection breaks.
+    /// Guest: returns the next log record, encoded by [`Line::encode`]. Polled only when no other data waits for the
+    /// link. The session keeps the returned record and sends it again if the connection breaks.
     fn poll_line(&mut self, cx: &mut Context<'_>) -> Poll<Vec<u8>> {
         let _ = cx;
         Poll::Pending
     }
-    /// Relay: a line of the guest's log. There is no bound on how many come: a handler that keeps or writes them has one.
+    /// Relay: receives a record of the guest's log. Their number is unbounded: a handler that keeps or writes them
+    /// must bound it.
     fn on_line(&mut self, line: Line<'_>) {
         let _ = line;
     }
-    /// The link came up, went down or lost its session.
+    /// Called when the link comes up, goes down or loses its session.
     fn on_link(&mut self, event: LinkEvent);
-    /// The number of local connections changed.
+    /// Called when the number of local connections changes.
     fn on_connections(&mut self, open: usize);
 }
 
-/// Sits between a local socket and its stream. Must hold O(1) memory except for frames it rewrites (at most 4 MiB).
-/// Appends to the given buffers only; they may hold bytes already.
-// `from_` says where the bytes come from, not what the value is made of.
+/// Filter between a local socket and its stream. It must hold O(1) memory, except for frames that it rewrites (at
+/// most 4 MiB). It only appends to the given buffers, which may hold bytes already.
+// `from_` names the source of the bytes, not a conversion.
 #[allow(clippy::wrong_self_convention)]
 pub trait Filter: Send {
-    /// Bytes from the local socket: append what goes to the peer to `peer`, what is answered locally to `local`.
+    /// Processes bytes from the local socket: appends bytes for the peer to `peer` and local answers to `local`.
     fn from_local(&mut self, input: &[u8], peer: &mut BytesMut, local: &mut BytesMut);
-    /// Bytes from the peer: append what goes to the local socket to `local`, what is answered to the peer to `peer`.
+    /// Processes bytes from the peer: appends bytes for the local socket to `local` and answers for the peer to
+    /// `peer`.
     fn from_peer(&mut self, input: &[u8], peer: &mut BytesMut, local: &mut BytesMut);
-    /// A shortcut that spares a copy: whether `input` from the local socket goes to the peer exactly as it is, with
-    /// nothing to answer. Yes means that the filter has taken note of it; no, that it has not, and `from_local` follows.
+    /// Returns whether `input` from the local socket goes to the peer unchanged and without an answer, which saves a
+    /// copy. On true the filter has processed `input`; on false it has not, and `from_local` follows.
     fn passes_from_local(&mut self, input: &[u8]) -> bool {
         let _ = input;
         false
     }
-    /// The same for bytes from the peer that go to the local socket exactly as they are; else `from_peer` follows.
+    /// As `passes_from_local`, for bytes from the peer to the local socket; on false `from_peer` follows.
     fn passes_from_peer(&mut self, input: &[u8]) -> bool {
         let _ = input;
         false
     }
-    /// What the filter has to say without having been given anything: called whenever the endpoint's task runs; `cx` wakes
-    /// it. Append as in the other calls; whether anything was.
+    /// Appends output that no input caused, as in the other calls, and returns whether it appended any. Called
+    /// whenever the endpoint's task runs; `cx` wakes that task.
     fn poll(&mut self, cx: &mut Context<'_>, peer: &mut BytesMut, local: &mut BytesMut) -> bool {
         let _ = (cx, peer, local);
         false
     }
-    /// Bytes of its own answers to the local socket that wait for the end of a frame. Many of them stop the reading of the
-    /// socket, as answers do that the socket does not take.
+    /// Number of bytes of own answers to the local socket that wait for the end of a frame. Many of them stop the
+    /// reading of the socket, as unwritten answers do.
     fn answers_waiting(&self) -> usize {
         0
     }
-    /// The stream behind is lost (another guest program, or the peer closed it). Append answers for pending calls to
-    /// `local`; return whether the local socket stays open (a new stream is then opened at the next byte to the peer:
-    /// the rest of a frame that was cut by the loss must not become the new stream's beginning).
+    /// Handles the loss of the stream (the guest program was replaced, or the peer closed the stream). Appends
+    /// answers for pending calls to `local` and returns whether the local socket stays open. If so, the next byte to
+    /// the peer opens a new stream: the rest of a frame that the loss cut must not become the beginning of the new
+    /// stream.
     fn stream_lost(&mut self, local: &mut BytesMut) -> bool;
-    /// The endpoint ends (the sandbox is over) and the local socket is about to be closed: a last chance to answer
-    /// what is still pending. Written as far as the socket takes it at once.
+    /// Appends final answers to pending calls: the endpoint ends (the sandbox is over) and the local socket is about
+    /// to close. The endpoint writes as much of them as the socket takes at once.
     fn finish(&mut self, local: &mut BytesMut) {
         let _ = local;
     }
-    /// What a filter of another process needs to go on where this one stands; `None`: that cannot be.
+    /// Returns the state from which a filter of another process can continue; `None` if that is impossible.
     fn state(&self) -> Option<serde_json::Value> {
         None
     }
-    /// Goes on where that one stood; false: it makes no sense here.
+    /// Restores the state of another filter; returns false if the state is invalid here.
     fn restore(&mut self, state: &serde_json::Value) -> bool {
         let _ = state;
         false
     }
 }
 
-/// Bounds in time and space of one endpoint.
+/// Limits of one endpoint.
 #[derive(Clone, Debug)]
 pub struct Limits {
-    /// A Ping is sent when nothing else was for so long.
+    /// Send a Ping after this time without other output.
     pub heartbeat: Duration,
-    /// A link that was silent for so long is dead.
+    /// Treat a link as dead after this time without input.
     pub silence: Duration,
-    /// A new transport must have finished Hello and Welcome in this time.
+    /// Time limit for Hello and Welcome on a new transport.
     pub handshake: Duration,
-    /// The guest's dial of the agent may take so long.
+    /// Guest: time limit for dialling the agent.
     pub dial: Duration,
-    /// A dialled connection: what the relay waits for the guest's answer, what the guest takes to connect, and how long
-    /// one that stands waits for its local socket.
+    /// Relay: time to wait for the guest's answer to a dialled connection.
     pub call: Duration,
-    /// See `call`.
+    /// Guest: time limit for connecting a dialled connection.
     pub connect: Duration,
-    /// See `call`.
+    /// Relay: time that an established dialled connection waits for its local socket.
     pub park: Duration,
-    /// Unacknowledged bytes that the session keeps for a replay; beyond, local sockets are not read.
+    /// Unacknowledged bytes that the session keeps for a replay; above this, local sockets are not read.
     pub replay: usize,
-    /// Bytes made ready for the transport ahead of what it took: what a control message may have in front of it.
+    /// Bytes prepared ahead of the transport, and so the most that a control message waits behind.
     pub ahead: usize,
-    /// Local connections.
+    /// Most local connections.
     pub connections: usize,
-    /// Dialled connections.
+    /// Most dialled connections.
     pub dialled: usize,
-    /// Bytes of control messages that wait for being sent.
+    /// Most bytes of control messages that wait for sending.
     pub control_queue: usize,
-    /// The longest control message taken from the peer.
+    /// Longest control message accepted from the peer, in bytes.
     pub control_message: usize,
-    /// This program's version, told to the peer.
+    /// Version of this program, sent to the peer.
     pub version: String,
 }
 
@@ -208,7 +212,7 @@ impl Default for Limits {
     }
 }
 
-/// One end of a link; see the module.
+/// One end of a link; see the module documentation.
 pub struct Endpoint<H> {
     role: Role,
     handler: H,
@@ -224,18 +228,18 @@ impl<H> fmt::Debug for Endpoint<H> {
 }
 
 impl<H: Handler> Endpoint<H> {
-    /// An endpoint without transport and connections, and the handle to give it some. When the last clone of the
-    /// handle is dropped the endpoint closes.
+    /// Returns an endpoint without transport and connections, and the handle to attach them. The endpoint closes when
+    /// the last clone of the handle is dropped.
     pub fn new(role: Role, handler: H, limits: Limits) -> (Endpoint<H>, EndpointHandle) {
         let (shared, handle) = handle::pair(limits.control_queue);
         (Endpoint { role, handler, limits, shared, restored: None }, handle)
     }
 
-    /// The relay's endpoint of another process, with its connections, as [`EndpointHandle::freeze`] gave it there. Nothing
-    /// is read or written before it runs.
+    /// Returns the relay's endpoint of another process with its connections, from the result of
+    /// [`EndpointHandle::freeze`] there. It reads and writes nothing before it runs.
     ///
     /// # Errors
-    /// Why the state is not one.
+    /// [`NotFrozen`] if the state is invalid.
     pub fn restore(
         mut handler: H,
         limits: Limits,
@@ -248,7 +252,7 @@ impl<H: Handler> Endpoint<H> {
         Ok((endpoint, handle))
     }
 
-    /// Drives the link until [`EndpointHandle::close`]; gives the handler back. Dropping the future closes all its
+    /// Drives the link until [`EndpointHandle::close`] and returns the handler. Dropping the future closes all
     /// sockets at once.
     pub async fn run(self) -> H {
         let mut task = task::Task::new(self.role, self.handler, self.limits, self.shared);

@@ -1,9 +1,9 @@
-//! ttrpc frames: the 10-byte header, an incremental splitter, the writer of two sources' frames on one stream, and the
-//! two or three protobuf fields that a relay needs.
+//! Splits, merges and inspects ttrpc frames: the 10-byte header, an incremental splitter, a writer that merges two
+//! sources into one stream, and the two or three protobuf fields that a relay needs.
 //!
 //! A frame is `length u32 BE | stream u32 BE | kind u8 | flags u8` and `length` bytes of payload, at most 4 MiB
-//! (`ttrpc` protocol, PROTOCOL.md). Nothing here holds a payload of another's: the splitter hands slices on, so that frames are
-//! forwarded before they are complete and a header that announces 4 GiB costs ten bytes.
+//! (`ttrpc` protocol, PROTOCOL.md). This module buffers no forwarded payload: the splitter passes slices on. Frames
+//! are therefore forwarded before they are complete, and a header that announces 4 GiB costs ten bytes.
 //!
 //! Pure: bytes in, values out. No sockets, no clock.
 
@@ -17,11 +17,11 @@ pub use self::{
     writer::FrameWriter,
 };
 
-/// Bytes of a frame's header.
+/// Length of a frame's header in bytes.
 pub const HEADER_LEN: usize = 10;
 
-/// The longest payload a ttrpc peer accepts (envelope included). The codec does not enforce it: whoever owns the
-/// connection decides whether an oversize frame is answered, skipped or ends the connection.
+/// Longest payload that a ttrpc peer accepts, envelope included. The codec does not enforce it: the owner of the
+/// connection answers an oversize frame, skips it or ends the connection.
 pub const MAX_PAYLOAD: usize = 4 << 20;
 
 /// `kind` of a request, sent by the client.
@@ -31,22 +31,21 @@ pub const RESPONSE: u8 = 2;
 /// `kind` of stream data; the agent's API has no streaming method, but the protocol has it.
 pub const DATA: u8 = 3;
 
-/// A frame's header, as it is on the wire. Every value is representable, so decoding cannot fail and encoding gives
-/// the same ten bytes back.
+/// Header of a frame. Every value is representable, so decoding cannot fail and encoding returns the same ten bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
     /// Bytes of payload that follow.
     pub length: u32,
-    /// The call: odd and increasing when the client made it.
+    /// Stream id of the call: odd and increasing when the client made it.
     pub stream: u32,
-    /// [`REQUEST`], [`RESPONSE`], [`DATA`] or something unknown.
+    /// [`REQUEST`], [`RESPONSE`], [`DATA`] or an unknown value.
     pub kind: u8,
-    /// 1 remote closed, 2 remote open, 4 no data.
+    /// Bits: 1 remote closed, 2 remote open, 4 no data.
     pub flags: u8,
 }
 
 impl Header {
-    /// Reads a header.
+    /// Decodes a header.
     pub fn decode(b: &[u8; HEADER_LEN]) -> Header {
         Header {
             length: u32::from_be_bytes([b[0], b[1], b[2], b[3]]),
@@ -56,7 +55,7 @@ impl Header {
         }
     }
 
-    /// Writes a header; the inverse of [`Header::decode`].
+    /// Encodes a header; the inverse of [`Header::decode`].
     pub fn encode(&self) -> [u8; HEADER_LEN] {
         let [l0, l1, l2, l3] = self.length.to_be_bytes();
         let [s0, s1, s2, s3] = self.stream.to_be_bytes();

@@ -1,23 +1,23 @@
-//! Maps by stream number. Numbers are looked up several times per message, which is what SipHash would be most of.
+//! Maps keyed by stream number. Each message needs several look-ups, and SipHash would dominate their cost.
 
 use std::{
     collections::HashMap,
     hash::{BuildHasherDefault, Hasher},
 };
 
-/// A map by stream number.
+/// Map keyed by stream number.
 ///
-/// Whoever chooses the numbers can make them collide, so it is for maps with a small bound: a look-up among a thousand
-/// numbers that all collide takes microseconds.
+/// The peer that chooses the numbers can make them collide, so this type suits only maps with a small bound: a
+/// look-up among a thousand colliding numbers takes microseconds.
 pub type IdMap<V> = HashMap<u32, V, BuildHasherDefault<IdHasher>>;
 
-/// Spreads a number over all bits with one multiplication.
+/// Hasher that spreads a number over all bits with one multiplication.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct IdHasher(u64);
 
 impl Hasher for IdHasher {
     fn write_u32(&mut self, id: u32) {
-        // 2^64 divided by the golden ratio: neighbours land far apart.
+        // 2^64 divided by the golden ratio: neighbouring numbers land far apart.
         self.0 = (u64::from(id) ^ self.0).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     }
 
@@ -43,7 +43,7 @@ mod tests {
             hasher.write_u32(id);
             hasher.finish()
         };
-        // A table of 1024 places takes the low bits, and the highest seven to tell neighbours apart.
+        // A table of 1024 buckets uses the low bits as index and the highest seven bits to tell neighbours apart.
         let low: HashSet<u64> = (0..512).map(|n| hash(2 * n + 1) & 1023).collect();
         assert_eq!(low.len(), 512);
         let high: HashSet<u64> = (0..128).map(|n| hash(2 * n + 1) >> 57).collect();

@@ -1,62 +1,63 @@
-//! Initdata: what the owner of a confidential pod wants its VM to begin with, as TOML whose digest is measured.
+//! Parses and checks initdata: the TOML document that the owner of a confidential pod passes to its VM. Its digest is
+//! measured.
 //!
-//! Both ends read it with this code: the node when the pod is made, so that a mistake is an answer to CreateVM, the guest
-//! when it gets it. Pure; bounded by whoever hands the text in.
+//! Both ends use this code. The node parses initdata when it creates the pod, so that CreateVM returns any mistake;
+//! the guest parses it on receipt. Pure; the caller bounds the length of the text.
 
 use std::collections::BTreeMap;
 
 use serde::Deserialize;
 use sha2::{Digest, Sha256, Sha384, Sha512};
 
-/// Files in one; each has a name that is not too long.
+/// Most files in one initdata, and most bytes of a file name.
 const MAX_FILES: usize = 64;
 const MAX_NAME: usize = 64;
-/// Names of the guest's own in the folder where these files go.
+/// Names in the target folder that the guest itself uses.
 const RESERVED: [&str; 7] =
     ["initdata", "initdata.digest", "auth.json", "guest", "images", "volumes", "hypervisor"];
 
-/// Initdata, read and checked.
+/// Parsed and checked initdata.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Initdata {
-    /// Of the whole text, byte for byte: `sha256:…`, `sha384:…` or `sha512:…`, lower-case hex.
+    /// Digest of the whole text, byte for byte: `sha256:…`, `sha384:…` or `sha512:…`, lower-case hex.
     pub digest: String,
     /// Version of the format, `0.1.…`.
     pub version: String,
-    /// The table `data`: files by their names (`aa.toml`, `cdh.toml`, `policy.rego`, …).
+    /// Table `data`: contents by file name (`aa.toml`, `cdh.toml`, `policy.rego`, …).
     pub files: BTreeMap<String, String>,
 }
 
-/// Why a text is not initdata.
+/// Reason to refuse a text as initdata.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum InitdataError {
     /// Not TOML, or a field is missing or of the wrong kind.
     #[error("initdata is not TOML with algorithm, version and a table data of texts: {what} (line {line})")]
     Malformed {
-        /// What is wrong; repeats no value.
+        /// The mistake; repeats no value.
         what: String,
-        /// From 1; 0 when not known.
+        /// Line number from 1; 0 if unknown.
         line: usize,
     },
-    /// A hash that nobody measures with.
+    /// Hash algorithm that cannot be measured.
     #[error("initdata: algorithm = {0:?}; sha256, sha384 and sha512 are possible")]
     Algorithm(String),
-    /// Another format.
+    /// Unsupported version of the format.
     #[error("initdata: version = {0:?}; 0.1.0 is understood")]
     Version(String),
-    /// A name that cannot be a file's, or is one of ours.
+    /// File name that is invalid or reserved for the guest.
     #[error("initdata: data has a file {name:?}: {why}")]
     Name {
-        /// As it is there, cut.
+        /// The name, truncated.
         name: String,
-        /// What is wrong with it.
+        /// Rule that the name breaks.
         why: &'static str,
     },
-    /// Not what was announced.
+    /// The digest differs from the announced one.
     #[error("initdata has the digest {found}, and {wanted} was announced: it was changed on its way")]
     Digest {
-        /// Of what came.
+        /// Digest of the received text.
         found: String,
-        /// Of what should have come.
+        /// Announced digest.
         wanted: String,
     },
 }
@@ -70,7 +71,7 @@ struct Text {
 }
 
 impl Initdata {
-    /// Reads the text, as the shim decoded it.
+    /// Parses the text as decoded by the shim.
     ///
     /// # Errors
     /// See [`InitdataError`].
@@ -103,10 +104,10 @@ impl Initdata {
         })
     }
 
-    /// Whether it is the one that was announced; an empty `wanted` announces nothing.
+    /// Compares the digest with the announced one; an empty `wanted` announces none.
     ///
     /// # Errors
-    /// It is another.
+    /// [`InitdataError::Digest`] if the two differ.
     pub fn is(&self, wanted: &str) -> Result<(), InitdataError> {
         if wanted.is_empty() || wanted == self.digest {
             return Ok(());

@@ -1,6 +1,6 @@
-//! What both ends of the link share: the secure channel, the session that survives a lost connection, ttrpc
-//! frames, and the path MTU. No Kubernetes, no cloud SDK: this crate is in the VM's trusted base
-//! and in the relay that faces hostile guests.
+//! Code that both ends of the link share: the secure channel, the session that survives a lost connection, ttrpc
+//! frames, and the pod's network over netlink. It has no Kubernetes client and no cloud SDK: this crate is part of
+//! the VM's trusted base and of the relay, which faces hostile guests.
 
 pub mod birth;
 pub mod claim;

@@ -1,20 +1,21 @@
-//! How large a packet may be on the way between a VM and its node, found by trying: a router that drops what is too
-//! large without saying so (a "black hole") is known to nobody's routing table.
+//! Finds the path MTU between a VM and its node by trial. A router that silently drops packets that are too large (a
+//! "black hole") appears in no routing table.
 //!
-//! The guest sends datagrams of several sizes that must not be cut (DF) to the relay, on the number of the link's
-//! port, and the relay answers each with one of the same size: what comes back has passed both ways.
+//! The guest sends datagrams of several sizes that must not be fragmented (DF) to the relay. Their UDP port has the
+//! number of the link's port. The relay answers each one with a datagram of the same size, so an answered size passes
+//! both ways.
 //!
 //! ```text
 //! "ppmt" | version u8 = 1 | kind u8: 1 question, 2 answer | length of the datagram u16 BE
 //!        | nonce 8 bytes, random for each question | token 16 bytes | zeros up to the length
 //! ```
 //!
-//! *Who is answered.* The token comes out of the TLS connection of the link that is up (an exporter, RFC 8446 7.5):
-//! node and guest have it without a word about it, it ends with that connection, and nobody who does not see these
-//! datagrams can know it. Without a good one the relay says nothing at all, so that it is neither found by a scan nor
-//! of use to somebody who forges a sender. Who does see them could as well drop or forge the tunnel's packets; with a
-//! copied token he can make the relay send as many bytes as he sent himself, at most at the rate one guest is allowed.
-//! *Who is believed.* A guest takes an answer only from the address it asked, with its own token and nonce.
+//! *Authentication.* The token is derived from the TLS connection of the link that is up (an exporter, RFC 8446 7.5).
+//! Node and guest derive it without exchanging it, it ends with that connection, and only an observer of these
+//! datagrams can learn it. The relay does not answer a datagram without a valid token: a scan does not find it, and a
+//! sender with a forged address cannot use it. An observer could as well drop or forge the tunnel's packets. With a
+//! copied token it can make the relay send as many bytes as it sent itself, at most at the rate of one guest.
+//! *Answers.* A guest accepts an answer only from the address it asked, with its own token and nonce.
 //!
 //! [`Search`] is pure; [`ask`] is the guest's side and [`echo`] the relay's.
 
@@ -25,23 +26,23 @@ pub mod echo;
 
 /// The largest IP packet that is tried or answered, in bytes; the largest MTU of the clouds is 9001.
 pub const LARGEST: u32 = 9216;
-/// Bytes of a datagram before its zeros.
+/// Bytes of a datagram before its padding.
 pub const HEADER: usize = 32;
 const MAGIC: [u8; 4] = *b"ppmt";
 const VERSION: u8 = 1;
 const LABEL: &[u8] = b"EXPORTER-peerpod-path-probe";
 
-/// What shows that a question comes from the guest of a link that is up.
+/// Proof that a question comes from the guest of a link that is up.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Token([u8; 16]);
 
 impl Token {
-    /// The token of a TLS connection whose handshake is done; the same at both ends.
+    /// Returns the token of a TLS connection with a finished handshake; it is the same at both ends.
     pub fn of<Side>(connection: &rustls::ConnectionCommon<Side>) -> Option<Token> {
         connection.export_keying_material([0; 16], LABEL, None).ok().map(Token)
     }
 
-    /// A token of these bytes.
+    /// Returns a token of these bytes.
     pub fn new(bytes: [u8; 16]) -> Token {
         Token(bytes)
     }
@@ -53,7 +54,7 @@ impl fmt::Debug for Token {
     }
 }
 
-/// Which way a datagram goes.
+/// Direction of a datagram.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// From the guest.
@@ -65,16 +66,16 @@ pub enum Kind {
 /// A datagram without its padding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Datagram {
-    /// Which way it goes.
+    /// Its direction.
     pub kind: Kind,
-    /// Ties an answer to its question.
+    /// Random number that ties an answer to its question.
     pub nonce: [u8; 8],
-    /// The link's.
+    /// Token of the link.
     pub token: Token,
 }
 
 impl Datagram {
-    /// The datagram with zeros up to `length` bytes; never shorter than its header.
+    /// Returns the datagram with zeros up to `length` bytes; never shorter than its header.
     pub fn write(&self, length: u16) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(usize::from(length).max(HEADER));
         bytes.extend(MAGIC);
@@ -86,7 +87,7 @@ impl Datagram {
         bytes
     }
 
-    /// Reads a whole datagram; nothing else but one that says its own length is one.
+    /// Parses a whole datagram. Any other input, also one with another length than it states, returns `None`.
     pub fn read(bytes: &[u8]) -> Option<Datagram> {
         let (header, _) = bytes.split_first_chunk::<HEADER>()?;
         let [m0, m1, m2, m3, version, kind, l0, l1, rest @ ..] = *header;
@@ -104,36 +105,36 @@ impl Datagram {
     }
 }
 
-/// Bytes of an IP packet around a datagram: the IP header without options, and UDP's.
+/// Returns the bytes of an IP packet around a datagram: the IP header without options, and the UDP header.
 pub const fn around(v6: bool) -> u32 {
     if v6 { 48 } else { 28 }
 }
 
-/// The sizes that networks have: AWS, GRE or VXLAN in it, Ethernet, GCP, PPPoE and its like, IPv6's least, IPv4's.
+/// Common packet sizes: AWS, GRE or VXLAN in it, Ethernet, GCP, PPPoE and the like, and the minimum of IPv6 and IPv4.
 const COMMON: [u32; 10] = [9001, 8951, 1500, 1460, 1454, 1440, 1400, 1350, 1280, 576];
-/// Sizes tried at a time between two that are known.
+/// Sizes tried at a time between two known ones.
 const BETWEEN: u32 = 8;
 
-/// Looks for the largest size that passes, in rounds: each tries several sizes at once, for a round costs a time-out
-/// and a datagram costs nothing. First the common sizes, then evenly between the largest that passed and the smallest
-/// that did not.
+/// Searches for the largest size that passes, in rounds. Each round tries several sizes at once, because a round costs
+/// a time-out and a datagram costs nothing. The first round tries the common sizes. Later rounds divide the range
+/// between the largest size that passed and the smallest that did not.
 #[derive(Clone, Debug)]
 pub struct Search {
     top: u32,
     passed: Option<u32>,
-    /// The smallest that did not pass (or cannot).
+    /// The smallest size that did not pass (or cannot).
     failed: u32,
     begun: bool,
 }
 
 impl Search {
-    /// Up to `top`, the MTU of the device that leads there.
+    /// Starts a search up to `top`, the MTU of the device that leads to the peer.
     pub fn new(top: u32) -> Search {
         let top = top.min(LARGEST);
         Search { top, passed: None, failed: top + 1, begun: false }
     }
 
-    /// The sizes to try next, in bytes of a whole IP packet; none = the search is over.
+    /// Returns the sizes to try next, in bytes of a whole IP packet; empty = the search is over.
     pub fn next(&self) -> Vec<u32> {
         if !self.begun {
             let smaller = COMMON.into_iter().filter(|size| *size < self.top);
@@ -142,7 +143,7 @@ impl Search {
         let Some(passed) = self.passed.filter(|passed| passed + 1 < self.failed) else { return Vec::new() };
         let gap = self.failed.saturating_sub(passed + 1);
         let count = gap.min(BETWEEN);
-        // One byte more first: a common size that passes is mostly the whole truth, and this shows it.
+        // One byte more first: a common size that passes is usually the maximum, and this confirms it.
         let even = (1..=count).map(|n| passed + 1 + gap * n / (count + 1));
         let mut sizes: Vec<u32> =
             std::iter::once(passed + 1).chain(even).filter(|size| *size < self.failed).collect();
@@ -150,7 +151,7 @@ impl Search {
         sizes
     }
 
-    /// Takes the outcome of a round: which of [`Search::next`]'s sizes passed.
+    /// Records the result of a round: the sizes of [`Search::next`] that passed.
     pub fn round(&mut self, passed: &[u32]) {
         let tried = self.next();
         self.begun = true;
@@ -159,7 +160,7 @@ impl Search {
         self.failed = tried.into_iter().filter(|size| *size > least).chain([self.failed]).min().unwrap_or(0);
     }
 
-    /// The largest size that passed so far.
+    /// Returns the largest size that passed so far.
     pub fn found(&self) -> Option<u32> {
         self.passed
     }

@@ -1,8 +1,10 @@
-//! Records: what travels in a link's TLS stream. A 28-byte header and a payload of at most 64 KiB:
+//! Encodes and decodes records, the units of a link's TLS stream.
+//!
+//! A record is a 28-byte header and a payload of at most 64 KiB:
 //! `len u32 BE | kind u8 | flags u8 | reserved u16 = 0 | stream u32 BE | seq u64 BE | ack u64 BE`.
 //!
-//! This module knows the bytes of a header and of the two handshake payloads; what may follow what is the
-//! session's business. Pure.
+//! This module covers the bytes of a header and of the two handshake payloads; the session checks the order of
+//! records. Pure.
 
 mod hello;
 mod line;
@@ -12,58 +14,58 @@ pub use self::{
     line::{Level, Line, MAX_TARGET, MAX_TEXT, cut},
 };
 
-/// Bytes of a record's header.
+/// Length of a record's header in bytes.
 pub const HEADER_LEN: usize = 28;
 
-/// The longest payload of one record.
+/// Longest payload of one record in bytes.
 pub const MAX_PAYLOAD: usize = 64 << 10;
 
-/// Newest version of this protocol, offered in Hello and answered in Welcome. 2 has dialled streams: [`StreamKind::Dial`],
-/// [`Kind::Finish`]. 3 has lines of the guest's log: [`Kind::Line`].
+/// Newest version of this protocol, offered in Hello and answered in Welcome. Version 2 added dialled streams
+/// ([`StreamKind::Dial`], [`Kind::Finish`]), version 3 the guest's log records ([`Kind::Line`]).
 pub const VERSION: u16 = 3;
 
-/// Oldest version that is spoken.
+/// Oldest supported version.
 pub const OLDEST: u16 = 1;
 
-/// Flag of a Control record: the message goes on in the next one.
+/// Flag of a Control record: the message continues in the next record.
 pub const MORE: u8 = 1;
 
-/// What a record is.
+/// Kind of a record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum Kind {
-    /// A ticket shown by a guest without a certificate (protobuf `Claim`).
+    /// Ticket of a guest without a certificate (protobuf `Claim`).
     Claim = 1,
-    /// Its answer (protobuf `ClaimReply`).
+    /// Answer to a Claim (protobuf `ClaimReply`).
     ClaimReply = 2,
-    /// Guest to relay: the session it has.
+    /// Guest to relay: the guest's session.
     Hello = 3,
-    /// Relay to guest: resumed or new.
+    /// Relay to guest: session resumed or new.
     Welcome = 4,
-    /// A stream begins; the payload is its [`StreamKind`].
+    /// Start of a stream; the payload is its [`StreamKind`].
     Open = 10,
     /// Bytes of a stream.
     Data = 11,
-    /// A stream ends; the payload is a [`CloseReason`]. Each side sends one.
+    /// End of a stream; the payload is a [`CloseReason`]. Each side sends one.
     Close = 12,
-    /// The receiver took bytes off a stream: so many more may be sent (u32 BE).
+    /// The receiver took bytes off a stream; the sender may send as many more (u32 BE).
     Credit = 13,
-    /// A message between node and guest, or a part of it.
+    /// Message between node and guest, or a part of it.
     Control = 14,
-    /// No more bytes of a stream from this side; those of the other side go on.
+    /// End of one direction of a stream: this side sends no more bytes, the other side may.
     Finish = 15,
-    /// Guest to relay: a [`Line`] of the guest's log.
+    /// Guest to relay: a record of the guest's log ([`Line`]).
     Line = 16,
-    /// Only an acknowledgement.
+    /// Acknowledgement only.
     Ack = 20,
-    /// Are you there?
+    /// Liveness probe.
     Ping = 21,
-    /// Yes.
+    /// Answer to a Ping.
     Pong = 22,
 }
 
 impl Kind {
-    /// The kind with this number.
+    /// Returns the kind with this number.
     pub fn from_u8(number: u8) -> Option<Kind> {
         Some(match number {
             1 => Kind::Claim,
@@ -84,33 +86,33 @@ impl Kind {
         })
     }
 
-    /// Whether records of this kind are numbered, kept until acknowledged and replayed.
+    /// Returns whether records of this kind are numbered, kept until acknowledged and replayed.
     pub fn is_sequenced(self) -> bool {
         (10..20).contains(&(self as u8))
     }
 }
 
-/// What a stream leads to.
+/// Destination of a stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StreamKind {
     /// A connection to the agent's socket.
     Agent,
-    /// A TCP connection to a port of the pod's localhost. Its opener has no credit at first: the first Credit says that
-    /// the connection is there, a Close before it that there will be none.
+    /// A TCP connection to a port on the pod's localhost. The opener starts without credit: the first Credit reports
+    /// that the connection is established, a Close before it that it failed.
     Dial(Target),
 }
 
-/// A port of the pod's localhost.
+/// Port on the pod's localhost.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Target {
-    /// `::1`, else `127.0.0.1`.
+    /// `::1` if true, else `127.0.0.1`.
     pub v6: bool,
     /// The TCP port.
     pub port: u16,
 }
 
 impl Target {
-    /// Where to connect to.
+    /// Returns the socket address to connect to.
     pub fn address(self) -> std::net::SocketAddr {
         if self.v6 {
             (std::net::Ipv6Addr::LOCALHOST, self.port).into()
@@ -121,7 +123,7 @@ impl Target {
 }
 
 impl StreamKind {
-    /// The payload of an Open: `1`, or `2 | 4 or 6 | port u16 BE`.
+    /// Returns the payload of an Open, `1` or `2 | 4 or 6 | port u16 BE`, and its length in bytes.
     pub fn encode(self) -> ([u8; 4], usize) {
         match self {
             StreamKind::Agent => ([1, 0, 0, 0], 1),
@@ -132,7 +134,7 @@ impl StreamKind {
         }
     }
 
-    /// The inverse of [`StreamKind::encode`].
+    /// Decodes the payload of an Open; the inverse of [`StreamKind::encode`].
     pub fn decode(payload: &[u8]) -> Option<StreamKind> {
         match *payload {
             [1] => Some(StreamKind::Agent),
@@ -145,59 +147,59 @@ impl StreamKind {
     }
 }
 
-/// Why a stream ended.
+/// Reason why a stream ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum CloseReason {
     /// The local side closed its connection (or the peer did, and this is the answer).
     Closed = 0,
-    /// The local end could not be opened: nobody listens there.
+    /// The local end could not be opened: there is no listener.
     Refused = 1,
-    /// Broken off: not every byte of either side was delivered. Of dialled streams only.
+    /// Broken off: not every byte of either side was delivered. Only for dialled streams.
     Failed = 2,
 }
 
-/// A record's header.
+/// Header of a record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
     /// Bytes of payload.
     pub length: u32,
-    /// What it is.
+    /// Kind of the record.
     pub kind: Kind,
-    /// [`MORE`] or nothing.
+    /// [`MORE`] or 0.
     pub flags: u8,
-    /// The stream it belongs to; 0 = none.
+    /// Stream of the record; 0 = none.
     pub stream: u32,
-    /// Its number, from 1, per direction and session; 0 in records that are not sequenced.
+    /// Sequence number from 1, per direction and session; 0 in records that are not sequenced.
     pub seq: u64,
-    /// The highest number received in order.
+    /// Highest sequence number received in order.
     pub ack: u64,
 }
 
-/// Why bytes are not a record of this protocol. The link they came from must be closed.
+/// Error for bytes that are not a record of this protocol. The receiver must close the link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BadRecord {
-    /// An unknown number where the kind should be.
+    /// Unknown number in the place of the kind.
     #[error("record of unknown kind {0}; the peer is newer, or not a peerpod link at all")]
     Kind(u8),
-    /// More payload than any record has.
+    /// Payload longer than [`MAX_PAYLOAD`].
     #[error("record announces {0} bytes of payload, at most {MAX_PAYLOAD} are allowed")]
     Length(u32),
     /// Bits that must be zero are not.
     #[error("record has unknown flags or a reserved field in use")]
     Reserved,
-    /// A handshake payload that cannot be read.
+    /// Payload that cannot be decoded: its type and the reason.
     #[error("{0} cannot be read: {1}")]
     Payload(&'static str, &'static str),
 }
 
 impl Header {
-    /// A header without number and acknowledgement.
+    /// Returns a header without sequence number and acknowledgement.
     pub fn new(kind: Kind, length: u32) -> Header {
         Header { length, kind, flags: 0, stream: 0, seq: 0, ack: 0 }
     }
 
-    /// Reads a header and checks what can be checked without a session.
+    /// Decodes a header and makes the checks that need no session.
     pub fn decode(b: &[u8; HEADER_LEN]) -> Result<Header, BadRecord> {
         let u32_at = |at: usize| u32::from_be_bytes([b[at], b[at + 1], b[at + 2], b[at + 3]]);
         let u64_at = |at: usize| u64::from(u32_at(at)) << 32 | u64::from(u32_at(at + 4));
@@ -214,7 +216,7 @@ impl Header {
         Ok(Header { length, kind, flags, stream: u32_at(8), seq: u64_at(12), ack: u64_at(20) })
     }
 
-    /// Writes a header; the inverse of [`Header::decode`].
+    /// Encodes a header; the inverse of [`Header::decode`].
     pub fn encode(&self) -> [u8; HEADER_LEN] {
         let mut b = [0; HEADER_LEN];
         b[0..4].copy_from_slice(&self.length.to_be_bytes());
@@ -227,8 +229,8 @@ impl Header {
     }
 }
 
-/// Takes the first record off the front of `input`; `None` when it is not complete. The header is checked as soon as
-/// it is there, so that nobody collects bytes for a record that no peer may send.
+/// Takes the first record off the front of `input`; returns `None` if it is incomplete. The header is checked as soon
+/// as it is complete, so that no bytes are collected for an invalid record.
 pub fn split<'a>(input: &mut &'a [u8]) -> Result<Option<(Header, &'a [u8])>, BadRecord> {
     let Some((head, rest)) = input.split_first_chunk() else { return Ok(None) };
     let header = Header::decode(head)?;
@@ -237,7 +239,7 @@ pub fn split<'a>(input: &mut &'a [u8]) -> Result<Option<(Header, &'a [u8])>, Bad
     Ok(Some((header, payload)))
 }
 
-/// A whole record that is not sequenced, for the exchanges outside a session.
+/// Returns a whole record that is not sequenced, for exchanges outside a session.
 pub fn plain(kind: Kind, payload: &[u8]) -> Result<Vec<u8>, BadRecord> {
     let length = u32::try_from(payload.len()).unwrap_or(u32::MAX);
     if payload.len() > MAX_PAYLOAD {

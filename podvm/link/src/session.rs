@@ -1,15 +1,18 @@
-//! The session: what survives a lost connection. A state machine without sockets and without a clock.
+//! Implements the session: the state that survives a lost connection. It is a state machine without sockets and
+//! without a clock.
 //!
-//! Both ends number what they send, keep it until it is acknowledged, and send it again over the next transport
-//! ([`Session::hello`], [`Session::answer`], [`Session::welcomed`]), so that a cut anywhere loses and doubles nothing.
-//! Streams share the session; each has a window of credit, so that a reader that stands still stops its own stream
-//! and nothing else. Control messages go first, then what is small (open, credit), then data, round robin; lines of the
-//! guest's log only when nothing else waits.
+//! Both ends number the records that they send, keep them until they are acknowledged, and send them again over the
+//! next transport ([`Session::hello`], [`Session::answer`], [`Session::welcomed`]). A cut at any byte therefore
+//! neither loses nor duplicates a record.
 //!
-//! Bounds, whatever the peer does: unacknowledged records at most [`Limits::replay`] and a record; per stream at most
-//! what its local side was allowed to hand over; streams [`Limits::streams`]; a control message under assembly
-//! [`Limits::control_message`]. A peer that breaks the rules gives a [`Violation`]: the owner closes the transport and
-//! calls [`Session::reset`].
+//! Streams share the session. Each has a credit window, so that a stalled reader stops only its own stream. Control
+//! messages go first, then small records (open, credit), then data, round robin. The guest's log records go out only
+//! when no other data waits.
+//!
+//! Bounds, independent of the peer: unacknowledged records have at most [`Limits::replay`] bytes plus one record. A
+//! stream holds at most the bytes that its local side was allowed to pass. There are at most [`Limits::streams`]
+//! streams, and a control message under assembly has at most [`Limits::control_message`] bytes. A peer that breaks
+//! the rules causes a [`Violation`]: the owner closes the transport and calls [`Session::reset`].
 
 mod bind;
 mod lines;
@@ -38,35 +41,37 @@ use crate::{
     record::{CloseReason, HEADER_LEN, Header, Kind, MORE, SessionId, StreamKind},
 };
 
-/// Bytes that may be under way in one direction of a stream before the receiver took some off.
+/// Most bytes in flight in one direction of a stream before the receiver returns credit.
 pub const WINDOW: u32 = 256 << 10;
 
-/// The receiver gives credit back in steps of this size: each is a record, a write and somebody woken at the other end.
+/// Step in which the receiver returns credit: each return costs a record, a write and a wake-up at the other end.
 const CREDIT_STEP: u32 = WINDOW / 4 * 3;
 
-/// Received bytes after which an acknowledgement is sent when nothing else carries it; on bulk a credit does.
+/// Received bytes after which an acknowledgement is sent if no other record carries it; in bulk transfers a Credit
+/// does.
 const ACK_STEP: usize = CREDIT_STEP as usize + (32 << 10);
 
-/// What a waiting control message counts besides its bytes, so that empty ones are bounded too.
+/// Cost in bytes of a waiting control message besides its contents, so that empty ones are bounded too.
 pub(crate) const CONTROL_COST: usize = 64;
 
-/// Records without number that wait for the transport; beyond, no others are made.
+/// Most bytes of unnumbered records that wait for the transport; at this limit no more are made.
 const URGENT_MOST: usize = 512;
 
-/// The longest payload we send: header and payload fill one TLS record, so that the receiver can use it as soon as
-/// that is decrypted.
+/// Longest payload that this program sends. Header and payload fill one TLS record, so that the receiver can use the
+/// record as soon as it is decrypted.
 pub(crate) const CHUNK: usize = (16 << 10) - HEADER_LEN;
 
-/// Bounds of one session.
+/// Limits of one session.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// Unacknowledged bytes kept; beyond, streams have no room. At least twice what is received before it is acknowledged.
+    /// Unacknowledged bytes kept; above this, streams have no room. [`Session::new`] raises it to at least twice the
+    /// bytes received before an acknowledgement.
     pub replay: usize,
-    /// Bytes ready for the transport ahead of what it took.
+    /// Most bytes ready for the transport that it has not taken.
     pub ahead: usize,
-    /// Streams, ending ones included.
+    /// Most streams, ending ones included.
     pub streams: usize,
-    /// The longest control message taken from the peer.
+    /// Longest control message accepted from the peer, in bytes.
     pub control_message: usize,
 }
 
@@ -76,36 +81,37 @@ impl Default for Limits {
     }
 }
 
-/// One end of a session; see the module.
+/// One end of a session; see the module documentation.
 pub struct Session {
     role: Role,
     limits: Limits,
-    /// The guest's own, or the one that the relay accepted.
+    /// The guest's own session id, or the one that the relay accepted.
     id: Option<SessionId>,
-    /// The relay's side of the session; 0 = no handshake was finished.
+    /// Epoch of the relay's side of the session; 0 = no handshake has finished.
     epoch: u64,
-    /// What both ends speak; 0 = no handshake was finished.
+    /// Protocol version in use; 0 = no handshake has finished.
     version: u16,
     log: Log,
-    /// Records without number (Welcome, Ack, Ping, Pong) under way, and how much of them the transport took.
+    /// Unnumbered records (Welcome, Ack, Ping, Pong) under way, and the number of bytes that the transport took of
+    /// them.
     urgent: Vec<u8>,
     urgent_taken: usize,
     want: Want,
-    /// The highest number received in order.
+    /// Highest sequence number received in order.
     recv: u64,
-    /// Bytes received since an acknowledgement was last put on the way.
+    /// Bytes received since the last acknowledgement was queued.
     unacked: usize,
     control: VecDeque<Bytes>,
-    /// Bytes of finished control messages since [`Session::control_done`] was asked.
+    /// Bytes of finished control messages since the last [`Session::control_done`].
     control_done: usize,
     assembly: Vec<u8>,
     lines: Lines,
     streams: IdMap<Stream>,
     /// Streams with an Open or a Credit to send.
     signals: VecDeque<u32>,
-    /// Streams with data that has credit, or with a Close, to send.
+    /// Streams with a Finish, a Close, or data that has credit, to send.
     ready: VecDeque<u32>,
-    /// The next stream that this end opens, and the least number that the peer may open.
+    /// Next stream that this end opens, and lowest stream that the peer may open.
     next_own: u32,
     next_peer: u32,
     counts: Counts,
@@ -118,10 +124,10 @@ struct Want {
     pong: bool,
 }
 
-/// What went over the session since it was made.
+/// Records of the session since its creation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counts {
-    /// Sequenced records sent, each once.
+    /// Sequenced records sent, each counted once.
     pub sent: u64,
     /// Sequenced records received.
     pub received: u64,
@@ -130,7 +136,7 @@ pub struct Counts {
 }
 
 impl Session {
-    /// A fresh session. The guest names it; the relay's has no name until a guest says Hello.
+    /// Returns a fresh session. The guest chooses the id; the relay's session has none until a guest sends Hello.
     pub fn new(role: Role, id: Option<SessionId>, limits: Limits) -> Session {
         let (next_own, next_peer) = first_streams(role);
         Session {
@@ -158,7 +164,7 @@ impl Session {
         }
     }
 
-    /// Forgets streams, records and control messages and takes another name: the peer does not have the old session.
+    /// Drops streams, records and control messages and takes another id: the peer no longer holds the old session.
     pub fn reset(&mut self, id: Option<SessionId>) {
         let dropped: usize = self.control.iter().map(|message| message.len() + CONTROL_COST).sum();
         let fresh = Session::new(self.role, id, self.limits);
@@ -167,27 +173,27 @@ impl Session {
         self.counts = old.counts;
     }
 
-    /// What went over it so far.
+    /// Returns the counters so far.
     pub fn counts(&self) -> Counts {
         self.counts
     }
 
-    /// The session's name.
+    /// Returns the session id.
     pub fn id(&self) -> Option<SessionId> {
         self.id
     }
 
-    /// Bytes kept for the peer: unacknowledged, or waiting for credit.
+    /// Returns the number of bytes kept for the peer: unacknowledged, or waiting for credit.
     pub fn buffered(&self) -> usize {
         self.log.len() + self.streams.values().map(Stream::waiting).sum::<usize>()
     }
 
-    /// Bytes kept for a replay.
+    /// Returns the number of bytes kept for a replay.
     pub fn unacknowledged(&self) -> usize {
         self.log.len()
     }
 
-    /// Opens a stream to the peer; `None` when there are too many (try again when one has ended).
+    /// Opens a stream to the peer; returns `None` if there are too many (try again after one has ended).
     pub fn open(&mut self, kind: StreamKind) -> Option<u32> {
         if self.streams.len() >= self.limits.streams {
             return None;
@@ -199,13 +205,13 @@ impl Session {
         Some(id)
     }
 
-    /// Whether the peer knows dialled streams; false also before a handshake.
+    /// Returns whether the peer supports dialled streams; false before a handshake.
     pub fn speaks_dial(&self) -> bool {
         self.version >= 2
     }
 
-    /// How many bytes a stream may be given now. 0 = wait for an acknowledgement or for credit; 0 also for a stream
-    /// that has ended.
+    /// Returns the number of bytes that a stream takes now. 0 = wait for an acknowledgement or for credit, or the
+    /// stream has ended.
     pub fn room(&self, stream: u32) -> usize {
         match self.streams.get(&stream) {
             Some(stream) if stream.may_send() && stream.waiting() == 0 => {
@@ -215,23 +221,24 @@ impl Session {
         }
     }
 
-    /// How many bytes a stream that is opened next may be given; 0 also when none can be opened.
+    /// Returns the number of bytes that the next opened stream takes; 0 if none can be opened.
     pub fn room_for_new(&self) -> usize {
         if self.streams.len() < self.limits.streams { self.log_room().min(WINDOW as usize) } else { 0 }
     }
 
-    /// A last record may be longer than the room that is left, so that none is cut to a few bytes.
+    /// Returns the number of bytes that the log takes. The last record may exceed the remaining room, so that no
+    /// record is cut to a few bytes.
     fn log_room(&self) -> usize {
         let ahead = self.limits.ahead.saturating_sub(self.log.unsent());
         let replay = self.limits.replay.saturating_sub(self.log.len());
         if self.has_room() { ahead.min(replay).max(CHUNK) } else { 0 }
     }
 
-    /// Sends bytes on a stream. All of them are taken, also beyond what [`Session::room`] says (a rewritten message is
-    /// longer than what was read); what has no credit or room waits in the stream. Ignored when the stream has ended.
+    /// Sends bytes on a stream. Takes all of them, also beyond [`Session::room`] (a rewritten message is longer than
+    /// the original); bytes without credit or room wait in the stream. Ignored after the stream has ended.
     pub fn send(&mut self, id: u32, mut data: &[u8]) {
         self.pump();
-        // Straight to the log when nobody waits; this is the usual case.
+        // Straight to the log if no other data waits; this is the usual case.
         let straight = self.signals.is_empty() && self.ready.is_empty() && self.control.is_empty();
         let Some(stream) = self.streams.get_mut(&id).filter(|stream| stream.may_send()) else { return };
         if straight && stream.waiting() == 0 {
@@ -251,16 +258,16 @@ impl Session {
         }
     }
 
-    /// Where the next bytes of the stream may be read to, so that they need not be copied there: at most `most` bytes,
-    /// which is at most [`Session::room`]. Returns how many slices were filled; 0 = others wait, [`Session::send`] must
-    /// be used. Nothing else may be asked of the session until [`Session::sent_in_place`] is.
+    /// Fills `out` with the places in the log for the next bytes of a stream, so that a read needs no copy. They have
+    /// at most `most` bytes, which must not exceed [`Session::room`]. Returns the number of slices filled; 0 = other
+    /// data waits, and the caller must use [`Session::send`]. The next call must be [`Session::sent_in_place`].
     pub(crate) fn send_in_place<'a>(&'a mut self, most: usize, out: &mut [IoSliceMut<'a>]) -> usize {
         self.pump();
         let straight = self.signals.is_empty() && self.ready.is_empty() && self.control.is_empty();
         if straight { self.log.spaces(most, out) } else { 0 }
     }
 
-    /// The first `bytes` of what [`Session::send_in_place`] gave are to be sent on this stream, which has room for them.
+    /// Sends the first `bytes` of the slices from [`Session::send_in_place`] on this stream, which has room for them.
     pub(crate) fn sent_in_place(&mut self, id: u32, bytes: usize) {
         let ack = self.recv;
         match self.streams.get_mut(&id) {
@@ -275,7 +282,7 @@ impl Session {
         }
     }
 
-    /// Ends a stream after what was sent on it. Ignored when it has ended.
+    /// Ends a stream after the bytes sent on it. Ignored after the stream has ended.
     pub fn close(&mut self, id: u32, reason: CloseReason) {
         if let Some(stream) = self.streams.get_mut(&id)
             && stream.close(reason)
@@ -285,7 +292,7 @@ impl Session {
         }
     }
 
-    /// No more bytes come from this side of the stream; the other side's go on. Ignored when it has ended.
+    /// Ends this end's direction of a stream; the peer may still send. Ignored after the stream has ended.
     pub fn finish(&mut self, id: u32) {
         if let Some(stream) = self.streams.get_mut(&id)
             && stream.finish()
@@ -295,12 +302,12 @@ impl Session {
         }
     }
 
-    /// The local end of a stream that the peer dialled is there: the peer may send.
+    /// Accepts a stream that the peer dialled: the local end is established, so the peer may send.
     pub fn accept(&mut self, id: u32) {
         self.consumed(id, WINDOW as usize);
     }
 
-    /// The local side took this many bytes of what the stream received: the peer may send so many more.
+    /// Counts bytes that the local side took off the stream: the peer may send as many more.
     pub fn consumed(&mut self, id: u32, bytes: usize) {
         if let Some(stream) = self.streams.get_mut(&id)
             && stream.consumed(bytes)
@@ -309,22 +316,22 @@ impl Session {
         }
     }
 
-    /// Queues a control message. The owner bounds how many wait, with [`Session::control_done`].
+    /// Queues a control message. The owner bounds the waiting ones with [`Session::control_done`].
     pub fn control(&mut self, message: Bytes) {
         self.control.push_back(message);
     }
 
-    /// Bytes of control messages, and 64 for each, that left the queue since this was asked last.
+    /// Returns the bytes of control messages, plus 64 for each, that left the queue since the last call.
     pub fn control_done(&mut self) -> usize {
         std::mem::take(&mut self.control_done)
     }
 
-    /// Asks the peer for a sign of life.
+    /// Queues a Ping to the peer.
     pub fn ping(&mut self) {
         self.want.ping = true;
     }
 
-    /// Turns what waits into records, as far as there is room. To be called before [`Session::output`].
+    /// Turns waiting data into records, as far as there is room. Call it before [`Session::output`].
     pub fn pump(&mut self) {
         while self.has_room() {
             if !(self.pump_control() || self.pump_signal() || self.pump_stream()) {
@@ -338,7 +345,7 @@ impl Session {
         self.log.fits(&self.limits)
     }
 
-    /// A numbered record; it also acknowledges.
+    /// Appends a numbered record, which also carries an acknowledgement.
     fn push(&mut self, header: Header, payload: &[u8]) {
         self.log.push(Header { ack: self.recv, ..header }, payload);
         self.unacked = 0;
@@ -378,7 +385,7 @@ impl Session {
         let Some(id) = self.ready.pop_front() else { return false };
         let Some(stream) = self.streams.get_mut(&id) else { return true };
         stream.queued = false;
-        // An Open goes before anything else of its stream.
+        // An Open precedes all other records of its stream.
         debug_assert!(stream.open.is_none(), "signals are sent before data");
         let most = CHUNK.min(stream.credit as usize);
         let part = stream.next_part(most);
@@ -407,7 +414,7 @@ impl Session {
     }
 
     fn pump_urgent(&mut self) {
-        // A peer that asks and never reads: one answer waits, the rest is not written down.
+        // A peer may ping and never read: above the limit, no further answers are queued.
         if self.urgent.len() - self.urgent_taken >= URGENT_MOST {
             return;
         }
@@ -427,14 +434,14 @@ impl Session {
         }
     }
 
-    /// What the transport should send now, in order; returns how many slices were filled (0 = nothing to send).
+    /// Fills `out` with the bytes to send now, in order; returns the number of slices filled (0 = none).
     pub fn output<'a>(&'a self, out: &mut [IoSlice<'a>]) -> usize {
         let begun = self.log.begun();
         let urgent = &self.urgent[self.urgent_taken..];
         if urgent.is_empty() {
             return self.log.unsent_slices(0, out);
         }
-        // Records without number go between two others: after the one that was begun, before the rest.
+        // Unnumbered records go between two others: after the one that has begun, before the rest.
         let mut filled = 0;
         for piece in [begun, urgent] {
             if !piece.is_empty() && filled < out.len() {
@@ -445,7 +452,7 @@ impl Session {
         filled + self.log.unsent_slices(begun.len(), &mut out[filled..])
     }
 
-    /// The transport took the first `n` bytes of what [`Session::output`] gave.
+    /// Counts the first `n` bytes of [`Session::output`] as taken by the transport.
     pub fn wrote(&mut self, mut n: usize) {
         let urgent = self.urgent.len() - self.urgent_taken;
         if urgent > 0 {
@@ -470,7 +477,7 @@ impl Log {
     }
 }
 
-/// The relay opens odd streams, the guest even ones.
+/// Returns the first stream of this end and of the peer: the relay opens odd streams, the guest even ones.
 fn first_streams(role: Role) -> (u32, u32) {
     match role {
         Role::Relay => (1, 2),

@@ -1,14 +1,16 @@
-//! TLS 1.3 for the link, and nothing older. The guest is always the TLS client, the relay the TLS server.
+//! Builds the TLS 1.3 configurations of the link; older versions are refused. The guest is always the TLS client, the
+//! relay the TLS server.
 //!
-//! * The guest knows a fingerprint (SHA-256 of the node CA's DER, from user-data). The server shows its leaf and that
-//!   CA; the leaf must chain to the CA and carry [`SERVER_NAME`], whatever address was dialled.
-//! * The relay asks for a client certificate and verifies it when one is shown; a guest without one may only claim.
+//! * The guest pins a fingerprint (SHA-256 of the node CA's DER, from user-data). The server sends its leaf and that
+//!   CA; the leaf must chain to the CA and carry [`SERVER_NAME`], independent of the dialled address.
+//! * The relay requests a client certificate and verifies it if the guest sends one. A guest without one may only
+//!   claim a ticket.
 //!
-//! A configuration is built once and is immutable; new trust is a new configuration. This module reads no files and
-//! no environment. It keeps per-connection memory small: no session tickets, no resumption, no caches.
+//! A configuration is immutable; a change of trust needs a new configuration. This module reads no files and no
+//! environment. It keeps the memory per connection small: no session tickets, no resumption, no caches.
 //!
-//! The end of a CA itself is not looked at here (webpki takes an anchor's key and name only): the node never issues a
-//! leaf that outlives its CA, and a leaf's dates are checked.
+//! This module does not check the expiry of a CA, because webpki uses only the key and name of an anchor. The node
+//! never issues a leaf that outlives its CA, and the dates of a leaf are checked.
 
 use std::sync::{Arc, LazyLock};
 
@@ -24,48 +26,48 @@ use rustls::{
 use rustls_pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
 use sha2::{Digest, Sha256};
 
-/// The name in every relay's certificate. It never resolves: the CA is the identity, the name only keeps a guest's
-/// certificate from passing as a server's.
+/// Name in every relay certificate. It never resolves: the CA is the identity, and the name only keeps a guest
+/// certificate from passing as a server certificate.
 pub const SERVER_NAME: &str = "node.peerpod.internal";
 
-/// What is spoken inside TLS, as ALPN; an incompatible successor would be `peerpod/2`.
+/// ALPN name of the protocol inside TLS; an incompatible successor would be `peerpod/2`.
 pub const ALPN: &[u8] = b"peerpod/1";
 
-/// Why a TLS configuration could not be made. Handshake failures are `rustls::Error`s, not this.
+/// Error of building a TLS configuration. Handshake failures are `rustls::Error`s instead.
 #[derive(Debug, thiserror::Error)]
 pub enum TlsError {
-    /// A client without a pin would trust nobody.
+    /// A client without a pin could verify no server.
     #[error("tls client: no CA fingerprint is pinned; user-data must carry node.ca_sha256")]
     NoPin,
     /// A server without CAs could verify no guest.
     #[error("tls server: no trusted CA was given; guests could not be verified")]
     NoTrustedCa,
-    /// Guests only know the CA's fingerprint, so the CA itself has to be sent.
+    /// Guests know only the fingerprint of the CA, so the server must send the CA itself.
     #[error("tls server: the chain has {0} certificate(s); guests need the leaf and the CA that issued it")]
     ShortChain(usize),
-    /// A trusted CA is not a certificate that can be an anchor.
+    /// A trusted CA cannot serve as a trust anchor.
     #[error("trusted CA number {index}: {source}")]
     BadCa {
-        /// Position in the list that was given, from 0.
+        /// Position in the given list, from 0.
         index: usize,
-        /// What rustls says about it.
+        /// Error of rustls.
         source: rustls::Error,
     },
-    /// The client verifier was refused.
+    /// rustls refused the client verifier.
     #[error("tls server: client verifier: {0}")]
     Verifier(#[from] rustls::server::VerifierBuilderError),
-    /// The certificate and the key do not fit, or are of a kind that is not supported.
+    /// The certificate and the key do not match, or are of an unsupported kind.
     #[error("{role}: certificate or key: {source}")]
     Identity {
         /// `tls server` or `tls client`.
         role: &'static str,
-        /// What rustls says about it.
+        /// Error of rustls.
         source: rustls::Error,
     },
 }
 
-/// AES-128 first: both ends are machines with AES instructions, and it is the fastest suite there; 256 bits would buy
-/// nothing against P-256 and X25519 beside it.
+/// Crypto provider of both ends. AES-128 comes first: both ends have AES instructions, which make it the fastest
+/// suite. 256-bit keys add no strength beside P-256 and X25519.
 static PROVIDER: LazyLock<Arc<CryptoProvider>> = LazyLock::new(|| {
     use ring::cipher_suite::{
         TLS13_AES_128_GCM_SHA256, TLS13_AES_256_GCM_SHA384, TLS13_CHACHA20_POLY1305_SHA256,
@@ -80,21 +82,22 @@ static PROVIDER: LazyLock<Arc<CryptoProvider>> = LazyLock::new(|| {
     })
 });
 
-/// The only protocol versions this module offers.
+/// Protocol versions that this module offers.
 const VERSIONS: &[&rustls::SupportedProtocolVersion] = &[&rustls::version::TLS13];
 
-/// SHA-256 of a certificate's DER: how certificates are named in user-data, the ledger and the relay.
+/// Returns the SHA-256 of a certificate's DER. User-data, the ledger and the relay identify certificates by it.
 pub fn fingerprint(cert: &CertificateDer<'_>) -> [u8; 32] {
     Sha256::digest(cert.as_ref()).into()
 }
 
-/// [`SERVER_NAME`] in the form `tokio_rustls::TlsConnector::connect` takes.
+/// Returns [`SERVER_NAME`] in the form that `tokio_rustls::TlsConnector::connect` takes.
 pub fn server_name() -> ServerName<'static> {
     ServerName::try_from(SERVER_NAME).expect("a constant, valid DNS name")
 }
 
-/// The relay's side. `chain` is the leaf followed by the CA that issued it; `trusted_cas` are the CAs guests may come
-/// from (two during a roll-over). A client certificate is optional, and verified when shown.
+/// Returns the relay's configuration. `chain` is the leaf followed by the CA that issued it; `trusted_cas` are the
+/// CAs that may have issued guest certificates (two during a rotation). A client certificate is optional and verified
+/// if sent.
 pub fn server_config(
     chain: Vec<CertificateDer<'static>>,
     key: PrivateKeyDer<'static>,
@@ -127,8 +130,9 @@ pub fn server_config(
     Ok(Arc::new(config))
 }
 
-/// The guest's side. The server's chain must contain a CA with one of these fingerprints, and its leaf must have been
-/// issued by that CA for [`SERVER_NAME`]. `identity` is the guest's own certificate chain and key, once it has them.
+/// Returns the guest's configuration. The server's chain must contain a CA with one of these fingerprints, and that
+/// CA must have issued the leaf for [`SERVER_NAME`]. `identity` is the guest's own certificate chain and key, once it
+/// has them.
 pub fn client_config(
     ca_sha256: &[[u8; 32]],
     identity: Option<(Vec<CertificateDer<'static>>, PrivateKeyDer<'static>)>,
@@ -140,7 +144,7 @@ pub fn client_config(
     let builder = rustls::ClientConfig::builder_with_provider(PROVIDER.clone())
         .with_protocol_versions(VERSIONS)
         .map_err(failed)?
-        .dangerous() // not less checking: the usual verifier with the pinned CA as its only root
+        .dangerous() // no weaker: the usual verifier, with the pinned CA as its only root
         .with_custom_certificate_verifier(Arc::new(PinnedCa { pins: ca_sha256.to_vec() }));
     let mut config = match identity {
         Some((chain, key)) => builder.with_client_auth_cert(chain, key).map_err(failed)?,
@@ -148,11 +152,12 @@ pub fn client_config(
     };
     config.alpn_protocols = vec![ALPN.to_vec()];
     config.resumption = Resumption::disabled();
-    config.enable_sni = false; // it would only tell the network what this is
+    config.enable_sni = false; // SNI would reveal the purpose to the network
     Ok(Arc::new(config))
 }
 
-/// Trusts the CA that the server shows, if its fingerprint is pinned, and then lets webpki do all the checking.
+/// Server verifier that trusts a CA of the server's chain if its fingerprint is pinned, and leaves all other checks
+/// to webpki.
 #[derive(Debug)]
 struct PinnedCa {
     pins: Vec<[u8; 32]>,
@@ -168,8 +173,8 @@ impl ServerCertVerifier for PinnedCa {
         now: UnixTime,
     ) -> Result<ServerCertVerified, rustls::Error> {
         let mut roots = RootCertStore::empty();
-        // Never the leaf itself: a leaf as an anchor would skip its own dates and name. (Handshake messages are
-        // bounded by rustls, so is this list.)
+        // Never the leaf itself: a leaf as anchor would skip the checks of its own dates and name. rustls bounds
+        // handshake messages, and thereby this list.
         for ca in intermediates.iter().filter(|cert| self.pins.contains(&fingerprint(cert))) {
             roots.add(ca.clone().into_owned())?;
         }
@@ -274,7 +279,7 @@ mod tests {
         }
     }
 
-    /// Both ends in memory, until both are done or one refuses.
+    /// Runs both ends in memory until both finish or one refuses.
     fn shake(
         client: Arc<ClientConfig>,
         server: Arc<ServerConfig>,

@@ -1,22 +1,22 @@
-//! Who a share is mounted as: what kubelet gave of the secret that a [`crate::SecretRef`] names. It is in memory, in a file
-//! of its own beside the pod's record ([`crate::records`]) and on the encrypted link to the guest; no descriptor, object,
-//! log or text of an error has anything of it.
+//! Holds the credentials for mounting a share: the contents of the secret that a [`crate::SecretRef`] names, as
+//! passed by kubelet. They are in memory, in a separate file beside the pod's record ([`crate::records`]) and on the
+//! encrypted link to the guest. No descriptor, object, log or error text contains any part of them.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 use zeroize::Zeroizing;
 
-/// The version that this program writes, and the only one that it reads.
+/// Version that this program writes, and the only one that it reads.
 pub const VERSION: u32 = 1;
 
-/// The longest of each field, in bytes: what the kernel takes of one mount option, less the end of the string.
+/// Longest field in bytes: the kernel's limit for one mount option, less the end of the string.
 pub const MAX_FIELD: usize = 255;
 
-/// The largest that is written or read, in bytes: three fields in which every character is escaped, and their names.
+/// Most bytes written or read: three fields in which every character is escaped, and their names.
 pub const MAX_BYTES: usize = 8 << 10;
 
-/// A user and the password of it.
+/// User name and password for a share.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Credentials {
     /// [`VERSION`].
@@ -25,12 +25,12 @@ pub struct Credentials {
     pub username: Zeroizing<String>,
     /// The user's password.
     pub password: Zeroizing<String>,
-    /// The user's domain or workgroup; none: the server's own.
+    /// The user's domain or workgroup; `None`: that of the server.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub domain: Option<Zeroizing<String>>,
 }
 
-/// Why credentials are not used. Nothing of them is in the text.
+/// Reason to refuse credentials. The text contains no part of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Unreadable {
     /// Not JSON of this shape, or larger than [`MAX_BYTES`].
@@ -39,7 +39,7 @@ pub enum Unreadable {
     /// Another version.
     #[error("they have version {0}, this program reads {VERSION}: upgrade it")]
     Version(u32),
-    /// A field that no server takes.
+    /// A field with an unusable value.
     #[error("{0} {1}")]
     Field(&'static str, &'static str),
 }
@@ -51,18 +51,18 @@ impl fmt::Debug for Credentials {
 }
 
 impl Credentials {
-    /// As JSON.
+    /// Returns the credentials as JSON.
     pub fn to_bytes(&self) -> Zeroizing<Vec<u8>> {
-        // Never moved while it grows: what was moved from would not be wiped.
+        // The buffer must not move while it grows: the old memory would not be wiped.
         let mut bytes = Zeroizing::new(Vec::with_capacity(MAX_BYTES));
-        // Into memory and of plain strings: cannot fail, and nothing would be read as no credentials.
+        // Writing plain strings to memory cannot fail; an empty buffer would not be accepted as credentials.
         if serde_json::to_writer(&mut *bytes, self).is_err() {
             bytes.clear();
         }
         bytes
     }
 
-    /// Reads them.
+    /// Reads credentials from JSON.
     ///
     /// # Errors
     /// [`Unreadable`].
@@ -84,10 +84,10 @@ impl Credentials {
     }
 }
 
-/// Whether a value can be given to the kernel.
+/// Checks whether the kernel accepts a value.
 ///
 /// # Errors
-/// Why not, in words that follow the field's name and have nothing of the value.
+/// The reason, as text that follows the name of the field and contains no part of the value.
 pub fn fits(value: &str) -> Result<(), &'static str> {
     if value.is_empty() {
         return Err("is empty");

@@ -1,7 +1,7 @@
-//! One volume, as the guest needs to know it: where it is, what is on it, how it is mounted. JSON, version 1.
+//! Describes one volume to the guest: its location, its contents and its mount. JSON, version 1.
 //!
-//! It never holds a secret, only a reference to one. Fields may be added with `#[serde(default)]`; an unknown kind is
-//! refused by name, because a volume that is not understood must fail the pod, not lose its data.
+//! A descriptor never holds a secret, only a reference to one. Fields may be added with `#[serde(default)]`. An
+//! unknown kind is refused by name, because a volume that is not understood must fail the pod, not lose its data.
 
 use std::{fmt, str::FromStr};
 
@@ -9,10 +9,10 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-/// The version that this program writes, and the only one that it reads.
+/// Version that this program writes, and the only one that it reads.
 pub const VERSION: u32 = 1;
 
-/// The largest descriptor that is read, in bytes.
+/// Largest descriptor that is read, in bytes.
 pub const MAX_BYTES: usize = 256 << 10;
 
 /// A volume of a pod.
@@ -20,34 +20,34 @@ pub const MAX_BYTES: usize = 256 << 10;
 pub struct GuestVolume {
     /// [`VERSION`].
     pub version: u32,
-    /// Which volume it is.
+    /// Identifier of the volume.
     pub id: VolumeId,
-    /// What people call it: the PersistentVolume's name, or the driver's handle. For messages only.
+    /// Name for messages only: that of the PersistentVolume, or the driver's handle.
     pub name: String,
-    /// Where its bytes are.
+    /// Location of the data.
     pub source: Source,
-    /// What a container gets of it.
+    /// Form in which a container gets the volume.
     pub mode: Mode,
     /// No container may write to it, and the disk is attached for reading only.
     #[serde(default)]
     pub read_only: bool,
 }
 
-/// Names a volume for wrapper, node, relay and guest: 32 lower-case hexadecimal digits, of the CSI driver's name and the
-/// volume's handle, either of which may have any characters.
+/// Identifier of a volume for wrapper, node, relay and guest: 32 lower-case hexadecimal digits, hashed from the CSI
+/// driver's name and the volume's handle. Both inputs may contain any characters.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, JsonSchema)]
 #[serde(try_from = "String", into = "String")]
 #[schemars(with = "String")]
 pub struct VolumeId(String);
 
 impl VolumeId {
-    /// Of this driver's volume.
+    /// Returns the identifier for this driver's volume.
     pub fn of(driver: &str, handle: &str) -> VolumeId {
         let digest = Sha256::new().chain_update(driver).chain_update([0]).chain_update(handle).finalize();
         VolumeId(hex::encode(&digest[..16]))
     }
 
-    /// The digits.
+    /// Returns the digits.
     pub fn as_str(&self) -> &str {
         &self.0
     }
@@ -84,18 +84,18 @@ impl From<VolumeId> for String {
     }
 }
 
-/// Where a volume's bytes are.
+/// Location of a volume's data.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(tag = "kind", rename_all = "kebab-case")]
 pub enum Source {
     /// A disk that is attached to the VM from outside.
     AttachedBlock {
-        /// The cloud's id of the disk, as the CSI driver calls it.
+        /// The cloud's id of the disk, in the form that the CSI driver uses.
         volume: String,
-        /// Where the disk is, when the volume's topology says so.
+        /// Zone of the disk, if the volume's topology names it.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         zone: Option<String>,
-        /// Who attaches it.
+        /// Component that attaches the disk.
         #[serde(default)]
         attach: Attach,
     },
@@ -110,9 +110,9 @@ pub enum Source {
     Smb {
         /// Name or address.
         server: String,
-        /// The share, and a path below it.
+        /// The share, optionally with a path below it.
         share: String,
-        /// Where user and password are.
+        /// Secret with user and password.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         secret: Option<SecretRef>,
     },
@@ -124,7 +124,7 @@ pub enum Source {
         iqn: String,
         /// The logical unit.
         lun: u32,
-        /// Where the CHAP credentials are.
+        /// Secret with the CHAP credentials.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         secret: Option<SecretRef>,
     },
@@ -140,18 +140,18 @@ pub enum Source {
     },
 }
 
-/// Who attaches a disk to the VM.
+/// Component that attaches a disk to the VM.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum Attach {
-    /// The node's provider, by the cloud's own call.
+    /// The node's provider, through the cloud's API.
     #[default]
     Provider,
     /// The CSI driver: its ControllerPublishVolume is called with the VM as the node.
     Driver,
 }
 
-/// A Kubernetes secret. Its content never stands in a descriptor, record or object.
+/// A Kubernetes secret. Its contents never appear in a descriptor, record or object.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct SecretRef {
     /// The secret's namespace.
@@ -160,19 +160,19 @@ pub struct SecretRef {
     pub name: String,
 }
 
-/// What a container gets of a volume.
+/// Form in which a container gets a volume.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(tag = "mode", rename_all = "kebab-case")]
 pub enum Mode {
     /// A directory.
     Filesystem {
-        /// `ext4`, `xfs`, …; none: what is on the disk, and ext4 on an empty one.
+        /// `ext4`, `xfs`, …; if absent: the file system on the disk, or ext4 on an empty disk.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         fs_type: Option<String>,
-        /// As mount(8) has them after `-o`.
+        /// Options, as mount(8) takes them after `-o`.
         #[serde(default, skip_serializing_if = "Vec::is_empty")]
         mount_options: Vec<String>,
-        /// The group that all files are to belong to.
+        /// Group that all files are to belong to.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         fs_group: Option<FsGroup>,
     },
@@ -183,38 +183,39 @@ pub enum Mode {
 /// The pod's fsGroup.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct FsGroup {
-    /// The group's number.
+    /// Group id.
     pub gid: u32,
-    /// When files are changed.
+    /// Condition for changing the files.
     #[serde(default)]
     pub policy: FsGroupPolicy,
 }
 
-/// When the files of a volume are given to the pod's group, as Kubernetes' `fsGroupChangePolicy`.
+/// Condition for giving the files of a volume to the pod's group, as Kubernetes' `fsGroupChangePolicy`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub enum FsGroupPolicy {
     /// At each mount.
     #[default]
     Always,
-    /// When the root folder is not the group's yet.
+    /// If the root folder does not belong to the group yet.
     OnRootMismatch,
 }
 
-/// How the guest recognises a disk: what the hardware says, never its order. The same JSON as a provider's.
+/// Property by which the guest recognises a disk: a value of the hardware, never the order of disks. The JSON is the
+/// same as in a provider's answer.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Identity {
-    /// The disk's serial number, as the guest's kernel has it (a virtio disk: the first 20 bytes).
+    /// The disk's serial number, as the guest's kernel reports it (a virtio disk: the first 20 bytes).
     Serial(String),
     /// The name below `/dev/disk/by-id/`.
     ById(String),
-    /// The SCSI logical unit or NVMe namespace that the attach was given.
+    /// SCSI logical unit or NVMe namespace assigned by the attach.
     Lun(u32),
     /// The World Wide Name.
     Wwn(String),
 }
 
-/// Why a descriptor is not used.
+/// Reason to refuse a descriptor.
 #[derive(Debug, thiserror::Error)]
 pub enum Unusable {
     /// Not JSON of this shape; an unknown kind is named.
@@ -225,9 +226,9 @@ pub enum Unusable {
         "the descriptor of volume {name} has version {version}, this program reads {VERSION}: upgrade it"
     )]
     Version {
-        /// The volume.
+        /// Name of the volume.
         name: String,
-        /// Its descriptor's version.
+        /// Version of its descriptor.
         version: u32,
     },
     /// Larger than [`MAX_BYTES`].
@@ -236,7 +237,7 @@ pub enum Unusable {
 }
 
 impl GuestVolume {
-    /// Reads one.
+    /// Reads a descriptor.
     ///
     /// # Errors
     /// [`Unusable`].

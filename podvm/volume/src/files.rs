@@ -1,5 +1,6 @@
-//! Small JSON files that survive a crash whole or not at all: a temporary file, fsync, rename, fsync of the folder. 0600 in
-//! folders of 0700; read and written with a bound. May touch: what the caller names.
+//! Reads and writes small JSON files that survive a crash whole or not at all: a temporary file, fsync, rename, fsync
+//! of the folder. Files are 0600 in folders of 0700; reads and writes are bounded. May touch: the paths that the
+//! caller passes.
 
 use std::{
     fs::{self, DirBuilder, File},
@@ -11,18 +12,18 @@ use std::{
 use peerpod_common::files;
 use serde::{Serialize, de::DeserializeOwned};
 
-/// Makes a folder and those above it. There already is fine.
+/// Creates a folder and its parents. An existing folder is no error.
 ///
 /// # Errors
-/// It cannot be made.
+/// The folder cannot be created.
 pub fn make_dir(folder: &Path) -> io::Result<()> {
     DirBuilder::new().recursive(true).mode(0o700).create(folder)
 }
 
-/// Writes a value whole, as JSON.
+/// Writes a value as a whole file of JSON.
 ///
 /// # Errors
-/// It has more than `limit` bytes (`InvalidInput`; nothing is changed then), or could not be made durable.
+/// The value has more than `limit` bytes (`InvalidInput`; no file changes then), or could not be made durable.
 pub fn write_json(folder: &Path, name: &str, value: &impl Serialize, limit: u64) -> io::Result<()> {
     let bytes = serde_json::to_vec(value).map_err(io::Error::other)?;
     if bytes.len() as u64 > limit {
@@ -32,10 +33,10 @@ pub fn write_json(folder: &Path, name: &str, value: &impl Serialize, limit: u64)
     write(folder, name, &bytes)
 }
 
-/// Writes a file whole, and where its folder is new makes that findable, too.
+/// Writes a whole file. If its folder is new, also makes the folder's entry durable.
 ///
 /// # Errors
-/// It could not be made durable.
+/// The file could not be made durable.
 pub fn write(folder: &Path, name: &str, bytes: &[u8]) -> io::Result<()> {
     let new = !folder.exists();
     make_dir(folder)?;
@@ -46,10 +47,10 @@ pub fn write(folder: &Path, name: &str, bytes: &[u8]) -> io::Result<()> {
     }
 }
 
-/// Reads a value; none when there is no such file.
+/// Reads a value; returns `None` if the file does not exist.
 ///
 /// # Errors
-/// It cannot be read, has more than `limit` bytes or is no such value (both `InvalidData`).
+/// The file cannot be read, has more than `limit` bytes, or holds no such value (the latter two `InvalidData`).
 pub fn read_json<T: DeserializeOwned>(path: &Path, limit: u64) -> io::Result<Option<T>> {
     let bytes = match files::read(path, limit) {
         Err(why) if why.kind() == io::ErrorKind::FileTooLarge => {
@@ -61,10 +62,10 @@ pub fn read_json<T: DeserializeOwned>(path: &Path, limit: u64) -> io::Result<Opt
     serde_json::from_slice(&bytes).map(Some).map_err(|why| unusable(path, &why.to_string()))
 }
 
-/// The visible entries of a folder; none when it is not there.
+/// Returns the visible entries of a folder; none if the folder does not exist.
 ///
 /// # Errors
-/// It cannot be read.
+/// The folder cannot be read.
 pub fn names(folder: &Path) -> io::Result<Vec<String>> {
     let entries = match fs::read_dir(folder) {
         Err(why) if why.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
@@ -78,10 +79,10 @@ pub fn names(folder: &Path) -> io::Result<Vec<String>> {
     Ok(names)
 }
 
-/// Removes a folder in which nothing is any more but what a writer left that was killed. Not there is fine.
+/// Removes a folder that holds no files except those of a killed writer. A missing folder is no error.
 ///
 /// # Errors
-/// It is still there; `DirectoryNotEmpty`: something is in it.
+/// The folder still exists; `DirectoryNotEmpty`: it holds other files.
 pub fn remove_emptied(folder: &Path) -> io::Result<()> {
     match fs::remove_dir(folder) {
         Err(why) if why.kind() == io::ErrorKind::DirectoryNotEmpty => {}
@@ -96,15 +97,15 @@ pub fn remove_emptied(folder: &Path) -> io::Result<()> {
     gone(fs::remove_dir(folder))
 }
 
-/// Makes a folder's entries durable. Not there is fine.
+/// Makes a folder's entries durable. A missing folder is no error.
 ///
 /// # Errors
-/// It could not be done.
+/// The folder could not be synced.
 pub fn sync_dir(folder: &Path) -> io::Result<()> {
     gone(File::open(folder).and_then(|folder| folder.sync_all()))
 }
 
-/// What was to be removed was not there: fine.
+/// Turns a missing file, which was to be removed, into success.
 ///
 /// # Errors
 /// Any other failure.
@@ -115,7 +116,7 @@ pub fn gone(result: io::Result<()>) -> io::Result<()> {
     }
 }
 
-/// A file that is there and cannot be used.
+/// Returns the error for a file that exists and cannot be used.
 pub(crate) fn unusable(path: &Path, why: &str) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, format!("{}: {why}", path.display()))
 }

@@ -1,8 +1,8 @@
-//! What the CSI wrapper, the node and the guest agree on about one volume of one pod: its descriptor ([`GuestVolume`]), and
-//! on the node the records in which wrapper and daemon hand it to each other ([`records`], in [`files`]); and who it is
-//! mounted as, where a server asks that ([`Credentials`]).
+//! Defines the data about a volume of a pod that the CSI wrapper, the node and the guest share: its descriptor
+//! ([`GuestVolume`]), and the records through which wrapper and node exchange it ([`records`], in [`files`]).
+//! [`Credentials`] are those for mounting it, if the server requires them.
 //!
-//! Depends on no part of ours. May touch: the folder of the records.
+//! Depends on no other crate of this project. May touch: the folder of the records.
 
 pub mod credentials;
 pub mod descriptor;

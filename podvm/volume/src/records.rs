@@ -1,5 +1,5 @@
-//! The folder in which `peerpod-csi node` and `peerpod-node` hand a pod's volumes to each other. Files, so that either may
-//! die at any instruction and the other goes on:
+//! Stores the records through which `peerpod-csi node` and `peerpod-node` exchange a pod's volumes. They are files,
+//! so that either process may die at any instruction and the other continues:
 //!
 //! ```text
 //! <volumes-dir>/pods/<pod uid>/<volume id>.json            Record     written by the CSI wrapper at NodePublishVolume
@@ -9,9 +9,9 @@
 //! <volumes-dir>/names/<namespace>/<pod>/<pod uid>          empty      finds the UID, which no shim sends
 //! ```
 //!
-//! Each file is written whole (temporary file, fsync, rename, fsync of the folder), 0600 in folders of 0700. None but
-//! `….secret.json` holds a secret; that goes with the record. What is asked for one pod costs the same however many pods
-//! there are.
+//! Each file is written whole (temporary file, fsync, rename, fsync of the folder), 0600 in folders of 0700. Only
+//! `….secret.json` holds a secret; it is removed with the record. The cost of a request for one pod does not depend
+//! on the number of pods.
 
 use std::{
     fs::{self, File, OpenOptions},
@@ -29,20 +29,20 @@ use crate::{
     files::{gone, make_dir, names, read_json, remove_emptied, sync_dir, unusable, write, write_json},
 };
 
-/// The largest file that is written or read.
+/// Largest file written or read, in bytes.
 const MAX_FILE: u64 = 1 << 20;
 
-/// The most volumes of one pod that are read: more is a fault, not a pod.
+/// Most volumes of one pod that are read; a higher number is an error.
 pub const MAX_VOLUMES: usize = 256;
 
-/// A pod, as the CSI driver was told of it.
+/// Pod, as named to the CSI driver.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Pod {
-    /// Its UID.
+    /// UID of the pod.
     pub uid: String,
-    /// Its namespace.
+    /// Namespace of the pod.
     pub namespace: String,
-    /// Its name.
+    /// Name of the pod.
     pub name: String,
 }
 
@@ -51,32 +51,32 @@ pub struct Pod {
 pub struct Record {
     /// [`VERSION`].
     pub version: u32,
-    /// What the guest is told.
+    /// Descriptor for the guest.
     pub volume: GuestVolume,
-    /// Whose it is.
+    /// Pod of the volume.
     pub pod: Pod,
-    /// The CSI driver's name.
+    /// Name of the CSI driver.
     pub driver: String,
-    /// The driver's handle of the volume, as Kubernetes has it.
+    /// The driver's handle of the volume, as in Kubernetes.
     pub handle: String,
-    /// Where kubelet had it published: the source of a container's bind mount is this or lies below it.
+    /// Path at which kubelet had it published. The source of a container's bind mount is this path or lies below it.
     pub target_path: PathBuf,
-    /// The content of the marker file at the target, by which a mount is recognised that arrives without its source. 64
-    /// hexadecimal digits, random.
+    /// Contents of the marker file at the target: 64 random hexadecimal digits. They identify a mount that arrives
+    /// without its source.
     pub marker: String,
-    /// There where the volume has one pod at a time; the number says nothing.
+    /// Present if the volume has one pod at a time; the number has no meaning.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fence: Option<u64>,
 }
 
-/// The driver attached the volume to the pod's VM.
+/// Attachment of the volume to the pod's VM by the driver.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Attached {
     /// [`VERSION`].
     pub version: u32,
-    /// The VM that it is attached to: of another one it says nothing.
+    /// VM to which the volume is attached; the file does not apply to another VM.
     pub instance: String,
-    /// How the guest recognises it.
+    /// Property by which the guest recognises the disk.
     pub identity: Identity,
 }
 
@@ -85,36 +85,36 @@ pub struct Attached {
 pub struct Vm {
     /// [`VERSION`].
     pub version: u32,
-    /// The node's sandbox.
+    /// Sandbox of the pod on the node.
     pub sandbox: String,
-    /// The provider's id of the VM; none until it is known. The node notes the VM before it asks for one: none here is a
-    /// VM that may come.
+    /// The provider's id of the VM, once known. The node writes this file before it requests a VM: without an id, a
+    /// VM may still appear.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub instance: Option<String>,
-    /// The VM is confirmed gone, or nothing came of asking for it: what was attached to it is free.
+    /// The VM is confirmed gone, or the request for it came to nothing: volumes attached to it are free.
     #[serde(default)]
     pub gone: bool,
 }
 
-/// The marker file's name in a published target.
+/// Name of the marker file in a published target.
 pub const MARKER: &str = ".peerpod-volume";
 
-/// The folder.
+/// The folder of the records.
 #[derive(Clone, Debug)]
 pub struct Records {
     root: PathBuf,
 }
 
 impl Records {
-    /// In this folder, which is made with the first record.
+    /// Returns the records in this folder; the first record creates it.
     pub fn new(root: impl Into<PathBuf>) -> Records {
         Records { root: root.into() }
     }
 
-    /// Makes the record durable, and then the pod's name findable.
+    /// Makes the record durable, and then the entry for the pod's name.
     ///
     /// # Errors
-    /// When it could not be.
+    /// The record could not be made durable.
     pub fn put(&self, record: &Record) -> io::Result<()> {
         let names = self.names(&record.pod.namespace, &record.pod.name)?;
         let folder = self.pod(&record.pod.uid)?;
@@ -124,10 +124,10 @@ impl Records {
         File::open(names)?.sync_all()
     }
 
-    /// A pod's volumes, in the order of their ids.
+    /// Returns a pod's volumes in the order of their ids.
     ///
     /// # Errors
-    /// When one cannot be read or understood: a pod must not start without a volume of its.
+    /// A record cannot be read or understood: a pod must not start without one of its volumes.
     pub fn of_pod(&self, uid: &str) -> io::Result<Vec<Record>> {
         let mut records: Vec<Record> = Vec::new();
         for id in self.ids(uid)? {
@@ -136,10 +136,10 @@ impl Records {
         Ok(records)
     }
 
-    /// One volume of a pod.
+    /// Returns one volume of a pod.
     ///
     /// # Errors
-    /// When it is there and cannot be read or understood.
+    /// The record exists and cannot be read or understood.
     pub fn get(&self, uid: &str, id: &VolumeId) -> io::Result<Option<Record>> {
         let path = self.pod(uid)?.join(format!("{id}.json"));
         let record: Option<Record> = read_json(&path, MAX_FILE)?;
@@ -153,20 +153,20 @@ impl Records {
         Ok(record)
     }
 
-    /// The UIDs of pods of this name that have volumes: several while one of a StatefulSet's is going and its successor
-    /// comes.
+    /// Returns the UIDs of the pods of this name that have volumes. There are several while a pod of a StatefulSet
+    /// terminates and its successor starts.
     ///
     /// # Errors
-    /// When the folder cannot be read.
+    /// The folder cannot be read.
     pub fn uids(&self, namespace: &str, name: &str) -> io::Result<Vec<String>> {
         names(&self.names(namespace, name)?)
     }
 
-    /// Removes a volume's record and what was noted about it, and nothing of the pod: whoever looks from now on makes no VM
-    /// with it. Not there is fine.
+    /// Removes a volume's record and the files about it, but none of the pod: later readers make no VM with the
+    /// volume. A missing record is no error.
     ///
     /// # Errors
-    /// When it is still there.
+    /// A file still exists.
     pub fn withdraw(&self, uid: &str, id: &VolumeId) -> io::Result<()> {
         let folder = self.pod(uid)?;
         self.put_credentials(uid, id, None)?;
@@ -175,10 +175,10 @@ impl Records {
         sync_dir(&folder)
     }
 
-    /// As [`Records::withdraw`], and with the pod's last volume all that is noted of the pod, its VM too.
+    /// As [`Records::withdraw`]; with the pod's last volume it also removes all files of the pod, its VM's included.
     ///
     /// # Errors
-    /// When it is still there.
+    /// A file still exists.
     pub fn remove(&self, pod: &Pod, id: &VolumeId) -> io::Result<()> {
         self.withdraw(&pod.uid, id)?;
         if !self.ids(&pod.uid)?.is_empty() {
@@ -187,18 +187,19 @@ impl Records {
         let folder = self.pod(&pod.uid)?;
         let names = self.names(&pod.namespace, &pod.name)?;
         gone(fs::remove_file(names.join(&pod.uid)))?;
-        // Another pod of the name, or of the namespace, may have its entry there; the next record makes it again.
+        // Another pod of the same name, or in the same namespace, may have its entry there; the next record creates
+        // the folders again.
         drop(remove_emptied(&names));
         drop(names.parent().map(remove_emptied));
         gone(fs::remove_file(folder.join("vm.json")))?;
         remove_emptied(&folder)
     }
 
-    /// Keeps who a volume is mounted as, or, with none, forgets it for good. Before the record is put, which says that all
-    /// of the volume is there.
+    /// Stores the credentials for a volume, or removes them durably if `None`. Call it before [`Records::put`]: the
+    /// record asserts that all files of the volume exist.
     ///
     /// # Errors
-    /// When it could not be made durable.
+    /// The change could not be made durable.
     pub fn put_credentials(
         &self,
         uid: &str,
@@ -209,7 +210,7 @@ impl Records {
         match credentials {
             Some(credentials) => write(&folder, &name, &credentials.to_bytes()),
             None => {
-                // Also what a writer left that was killed.
+                // Also the file of a killed writer.
                 gone(fs::remove_file(folder.join(format!(".{name}.new"))))?;
                 gone(fs::remove_file(folder.join(name)))?;
                 sync_dir(&folder)
@@ -217,10 +218,10 @@ impl Records {
         }
     }
 
-    /// Who a volume is mounted as; none: nobody said.
+    /// Returns the credentials for a volume; `None` if there are none.
     ///
     /// # Errors
-    /// When it is there and cannot be read or understood; nothing of it is in the error.
+    /// The file exists and cannot be read or understood; the error contains no part of it.
     pub fn credentials(&self, uid: &str, id: &VolumeId) -> io::Result<Option<Credentials>> {
         let path = self.pod(uid)?.join(format!("{id}.secret.json"));
         let file = match File::open(&path) {
@@ -232,50 +233,50 @@ impl Records {
         Credentials::read(&bytes).map(Some).map_err(|why| unusable(&path, &why.to_string()))
     }
 
-    /// Notes where the driver attached a volume.
+    /// Stores the driver's attachment of a volume.
     ///
     /// # Errors
-    /// When it could not be made durable.
+    /// The file could not be made durable.
     pub fn put_attached(&self, uid: &str, id: &VolumeId, attached: &Attached) -> io::Result<()> {
         write_json(&self.pod(uid)?, &format!("{id}.attached.json"), attached, MAX_FILE)
     }
 
-    /// Where the driver attached a volume.
+    /// Returns the driver's attachment of a volume.
     ///
     /// # Errors
-    /// When it is there and cannot be read or understood.
+    /// The file exists and cannot be read or understood.
     pub fn attached(&self, uid: &str, id: &VolumeId) -> io::Result<Option<Attached>> {
         read_json(&self.pod(uid)?.join(format!("{id}.attached.json")), MAX_FILE)
     }
 
-    /// Notes the pod's VM.
+    /// Stores the pod's VM.
     ///
     /// # Errors
-    /// When it could not be made durable.
+    /// The file could not be made durable.
     pub fn put_vm(&self, uid: &str, vm: &Vm) -> io::Result<()> {
         write_json(&self.pod(uid)?, "vm.json", vm, MAX_FILE)
     }
 
-    /// The pod's VM.
+    /// Returns the pod's VM.
     ///
     /// # Errors
-    /// When it is there and cannot be read or understood.
+    /// The file exists and cannot be read or understood.
     pub fn vm(&self, uid: &str) -> io::Result<Option<Vm>> {
         read_json(&self.pod(uid)?.join("vm.json"), MAX_FILE)
     }
 
-    /// The folder of a pod's files, for whoever waits for one of them.
+    /// Returns the folder of a pod's files, for callers that wait for one of them.
     ///
     /// # Errors
-    /// When the UID cannot be a folder's name.
+    /// The UID cannot be a folder's name.
     pub fn pod(&self, uid: &str) -> io::Result<PathBuf> {
         Ok(self.root.join("pods").join(plain(uid)?))
     }
 
-    /// Every pod that has files here: for a start, never for one request.
+    /// Returns every pod that has files here; for a start, never for one request.
     ///
     /// # Errors
-    /// When the folder cannot be read.
+    /// The folder cannot be read.
     pub fn pods(&self) -> io::Result<Vec<String>> {
         names(&self.root.join("pods"))
     }
@@ -299,7 +300,7 @@ impl Records {
     }
 }
 
-/// Refuses what would lead out of the folder. Kubernetes' names and UIDs never do.
+/// Refuses a name that would lead out of the folder. Kubernetes' names and UIDs never do.
 fn plain(name: &str) -> io::Result<&str> {
     let fine = !name.is_empty() && name.len() <= 253 && !name.starts_with('.') && !name.contains(['/', '\0']);
     if fine {

@@ -1,8 +1,8 @@
-//! The data plane: two threads between a TUN device and a UDP socket, one per direction, that do nothing else. They
-//! sleep when there is nothing to do, take many packets per wake-up, and hold a bounded amount of memory.
+//! Runs the data plane: two threads between a TUN device and a UDP socket, one per direction. They sleep while there
+//! are no packets, take many packets per wake-up, and hold a bounded amount of memory.
 //!
-//! The two live and die together: when one ends, by an error or by a panic, so does the other, and device and socket
-//! are free. Half a plane would carry nothing, and keep the device from whoever makes it anew.
+//! The threads end together: when an error or a panic ends one of them, the other ends too, and device and socket are
+//! free. A single thread would carry no traffic, and would keep the device from a new data plane.
 
 use std::fmt;
 use std::io;
@@ -24,19 +24,19 @@ use crate::stats::Reason;
 use crate::sys::Tun;
 use crate::udp::{Buffers, LARGEST, Udp};
 
-/// How often the sessions' clocks are looked at.
+/// Interval between two runs of the sessions' timers.
 const TICK: Duration = Duration::from_millis(250);
-/// Packets that are taken from the device before those that are sealed must leave.
+/// Most packets read from the device before the sealed ones are sent.
 const BURST: usize = 64;
-/// How long a full send buffer is waited for; the device's queue grows meanwhile, and drops.
+/// Time to wait for a full send buffer; meanwhile the device's queue grows, then drops packets.
 const FULL: Duration = Duration::from_millis(10);
-/// Largest packet of the device.
+/// Largest packet of the device, in bytes.
 const PACKET: usize = 1 << 16;
 
-/// What one thread does until it is told to stop.
+/// Body of one thread; it returns after a stop request.
 type Half = fn(&Shared, &Ends) -> io::Result<()>;
 
-/// Two running threads. Dropped, they end; the device and the socket stay with whoever has other descriptors of them.
+/// Two running threads. Dropping it ends them; other descriptors of the device and the socket stay valid.
 pub struct DataPlane {
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
@@ -50,36 +50,36 @@ impl fmt::Debug for DataPlane {
 
 struct Shared {
     engine: Arc<Engine>,
-    /// Told once, when the threads end without having been told to.
+    /// Called once, when the threads end without a request.
     ended: Box<dyn Fn() + Send + Sync>,
     stop: AtomicBool,
     begin: AtomicBool,
     failed: AtomicBool,
     panicked: AtomicBool,
-    /// Readable when the threads shall end; never read.
+    /// Readable when the threads must end; never read.
     ending: EventFd,
-    /// Wakes the thread that keeps time.
+    /// Wakes the thread that runs the timers.
     word: EventFd,
 }
 
 struct Ends {
     tun: Tun,
-    /// What precedes a packet there, in bytes.
+    /// Length of the header in front of a packet on the device, in bytes.
     prefix: usize,
     udp: Udp,
 }
 
 impl DataPlane {
-    /// Starts both threads. `name` becomes part of theirs.
+    /// Starts both threads. `name` becomes part of their names.
     ///
     /// # Errors
-    /// The socket or the kernel's threads; nothing runs then.
+    /// Error of the socket or of starting a thread; nothing runs then.
     pub fn start(engine: Arc<Engine>, tun: Tun, socket: UdpSocket, name: &str) -> io::Result<DataPlane> {
         DataPlane::start_and_tell(engine, tun, socket, name, || {})
     }
 
-    /// As [`DataPlane::start`]; `ended` is called, on one of the threads and once, when they end by themselves: by an
-    /// error, a panic, or because the device was deleted. It must not panic, nor drop the plane.
+    /// As [`DataPlane::start`]. Calls `ended` once, on one of the threads, when they end by themselves: by an error,
+    /// a panic, or the deletion of the device. `ended` must not panic and must not drop the plane.
     ///
     /// # Errors
     /// As [`DataPlane::start`].
@@ -115,12 +115,12 @@ impl DataPlane {
             ending: event()?,
             word: event()?,
         });
-        // Dropping it ends what was started so far.
+        // Dropping it ends the threads that were started so far.
         let mut plane = DataPlane { shared: shared.clone(), threads: Vec::new() };
         for (what, half) in halves {
             let (shared, ends) = (shared.clone(), ends.clone());
             let run = move || {
-                // Dropped after the device and the socket are let go.
+                // Dropped after the device and the socket are released.
                 let _both = Both(&shared);
                 let ends = ends;
                 if let Err(error) = half(&shared, &ends) {
@@ -132,25 +132,25 @@ impl DataPlane {
         Ok(plane)
     }
 
-    /// The engine it drives.
+    /// Returns the engine that it drives.
     pub fn engine(&self) -> &Arc<Engine> {
         &self.shared.engine
     }
 
-    /// Begins a handshake with every peer whose place was told.
+    /// Begins a handshake with every peer that has a configured endpoint.
     pub fn begin(&self) {
         self.shared.begin.store(true, Ordering::Release);
-        // Full only when the thread has not read what was said before, and then it will.
+        // Full only if the thread has not read an earlier write; it will read that one.
         self.shared.word.write(1).ok();
     }
 
-    /// Whether both threads do their work: not, when the device was deleted or one of them panicked. What it held is
+    /// Returns whether both threads work; false after the device was deleted or a thread panicked. Its resources are
     /// free once it is dropped.
     pub fn is_running(&self) -> bool {
         !self.shared.failed.load(Ordering::Acquire) && !self.threads.iter().any(JoinHandle::is_finished)
     }
 
-    /// Whether it ended by a panic, which may have left a session of the engine half-way.
+    /// Returns whether a panic ended it, which may have left a session of the engine in an inconsistent state.
     pub fn has_panicked(&self) -> bool {
         self.shared.panicked.load(Ordering::Acquire)
     }
@@ -160,14 +160,14 @@ impl Drop for DataPlane {
     fn drop(&mut self) {
         self.shared.end();
         for thread in self.threads.drain(..) {
-            // A panic there was told when it happened.
+            // A panic in the thread was logged when it happened.
             drop(thread.join());
         }
     }
 }
 
 impl Shared {
-    /// Tells both threads to end; whether they had not been told before.
+    /// Requests both threads to end; returns whether this is the first request.
     fn end(&self) -> bool {
         let first = !self.stop.swap(true, Ordering::AcqRel);
         // Fails only when it is readable already.
@@ -176,7 +176,7 @@ impl Shared {
     }
 }
 
-/// Ends both threads when one of them does, however it does.
+/// Guard that ends both threads when one of them ends for any reason.
 struct Both<'s>(&'s Shared);
 
 impl Drop for Both<'_> {
@@ -201,7 +201,7 @@ fn wait(fds: &[(BorrowedFd<'_>, PollFlags)], timeout: PollTimeout) -> io::Result
     }
 }
 
-/// Device to network.
+/// Moves packets from the device to the network.
 fn outgoing(shared: &Shared, ends: &Ends) -> io::Result<()> {
     let mut packet = vec![0; PACKET];
     let mut scratch = vec![0; Engine::room(PACKET)];
@@ -229,7 +229,7 @@ fn outgoing(shared: &Shared, ends: &Ends) -> io::Result<()> {
     Ok(())
 }
 
-/// Network to device, and the clock.
+/// Moves packets from the network to the device, and runs the timers.
 fn incoming(shared: &Shared, ends: &Ends) -> io::Result<()> {
     let mut buffers = Buffers::new();
     let mut scratch = vec![0; Engine::room(PACKET)];
@@ -261,7 +261,7 @@ fn incoming(shared: &Shared, ends: &Ends) -> io::Result<()> {
                 wait(&[(socket, readable), (shared.ending.as_fd(), readable), (word, readable)], timeout)?;
                 shared.word.read().ok();
             }
-            // What an earlier datagram met on its way (ICMP). It is over.
+            // An ICMP error for an earlier datagram; it needs no action.
             Err(e) if is_passing(&e) => {}
             Err(e) => return Err(e),
         }
@@ -285,18 +285,18 @@ fn device(error: Errno) -> io::Error {
 struct Out<'e> {
     ends: &'e Ends,
     engine: &'e Engine,
-    /// Whether a full send buffer is waited for. Not by the thread that must go on receiving.
+    /// Whether to wait for a full send buffer. False in the thread that must keep receiving.
     waits: bool,
     path: Option<Path>,
     segment: usize,
     closed: bool,
     count: usize,
     bytes: Vec<u8>,
-    /// For the device.
+    /// Packets for the device.
     merge: Merge,
-    /// Whether the kernel takes several together (Linux 6.2 and later).
+    /// Whether the kernel accepts several packets together (Linux 6.2 and later).
     merges: bool,
-    /// Why the device takes nothing any more.
+    /// Error after which the device accepts no more packets.
     device: Option<Errno>,
 }
 
@@ -344,7 +344,7 @@ impl<'e> Out<'e> {
     fn not_written(&mut self, error: Errno) {
         match error {
             Errno::EAGAIN | Errno::ENOBUFS | Errno::EINVAL | Errno::EIO | Errno::EINTR | Errno::ENOMEM => {
-                self.engine.stats().drop(Reason::Socket); // down, or out of memory: as a network card would
+                self.engine.stats().drop(Reason::Socket); // down, or out of memory: drop it as a NIC does
             }
             error => self.device = Some(error),
         }
@@ -353,7 +353,7 @@ impl<'e> Out<'e> {
     fn flush_network(&mut self) {
         if let Some(path) = self.path.take() {
             if self.count == 1 || self.send(&path, &self.bytes, self.segment).is_err() {
-                // One by one: also where the network card or the kernel does not cut.
+                // One by one: this also works if the NIC or the kernel does not segment.
                 for datagram in self.bytes.chunks(self.segment.max(1)) {
                     if self.send(&path, datagram, datagram.len()).is_err() {
                         self.engine.stats().drop(Reason::Socket);
@@ -374,7 +374,7 @@ impl<'e> Out<'e> {
                 self.ends.udp.send(path, bytes, segment)
             }
             Err(e) if path.local.is_some() && e.kind() != io::ErrorKind::WouldBlock => {
-                // It may be that the address is no longer ours.
+                // The local address may no longer belong to this host.
                 self.ends.udp.send(&Path { local: None, ..*path }, bytes, segment)
             }
             sent => sent,

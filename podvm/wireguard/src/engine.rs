@@ -1,6 +1,6 @@
-//! The peers and what happens to a packet, without any IO: datagrams and packets in, datagrams and packets out
-//! through a [`Sink`]. Two threads may use it at once, one per direction; a peer's session is locked for the time of
-//! one packet.
+//! Holds the peers and processes packets without any IO: datagrams and packets come in as arguments and go out
+//! through a [`Sink`]. Two threads may use an engine at once, one per direction; a peer's session is locked for the
+//! time of one packet.
 
 use std::collections::HashMap;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
@@ -18,58 +18,58 @@ use crate::lane;
 use crate::peer::{Peer, PeerConfig, Roamed, State};
 use crate::stats::{Reason, Stats};
 
-/// Peers of one engine: a node has a few hundred.
+/// Most peers of one engine; a node has a few hundred.
 const MAX_PEERS: usize = 65_536;
-/// Handshakes a second that are worked on without asking for a cookie first. After a restart of the relay all VMs of
-/// a node come at once.
+/// Handshakes per second that are processed without a cookie. After a restart of the relay, all VMs of a node begin
+/// handshakes at once.
 const HANDSHAKES_PER_SECOND: u64 = 500;
-/// The kernel's and the paper's bound: a session ends before its counter does.
+/// Limit of the kernel and of the WireGuard paper: a session ends before its counter does.
 const LAST_COUNTER: u64 = u64::MAX - (1 << 13);
 const COUNTER_AT: usize = 8;
 const INITIATION: u8 = 1;
 const RESPONSE: u8 = 2;
 const COOKIE: u8 = 3;
 const DATA: u8 = 4;
-/// Room that a sealed packet needs beyond its content, and a handshake at least.
+/// Extra bytes of a sealed packet, and size of the largest handshake message.
 const SEAL: usize = 32;
 const LARGEST_HANDSHAKE: usize = 148;
 
-/// Where a peer is, and which of our addresses it talks to.
+/// Path to a peer, including the own address that the peer uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Path {
-    /// The peer's address and port.
+    /// Address and port of the peer.
     pub peer: SocketAddr,
-    /// Our own address, where it is known: answers must come from there.
+    /// Own address, if known: answers must be sent from it.
     pub local: Option<IpAddr>,
 }
 
-/// Where results go.
+/// Receiver of an engine's output.
 pub trait Sink {
-    /// A datagram for the network.
+    /// Sends a datagram to the network.
     fn network(&mut self, path: &Path, datagram: &[u8]);
-    /// A packet for the TUN device.
+    /// Writes a packet to the TUN device.
     fn tunnel(&mut self, packet: &[u8]);
 }
 
-/// Why a peer is not taken.
+/// Reason to refuse a peer.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
-    /// One key, two peers: neither could be told from the other.
+    /// Another peer has the key: the two would be indistinguishable.
     #[error("the tunnel key of {name} is {other}'s already; every VM makes its own")]
     KeyTaken {
-        /// Who came later.
+        /// Name of the refused peer.
         name: String,
-        /// Who has it.
+        /// Name of the peer that has the key.
         other: String,
     },
-    /// One inner address, two peers.
+    /// Another peer has the inner address.
     #[error("the tunnel address {inner} of {name} is {other}'s already")]
     AddressTaken {
-        /// Who came later.
+        /// Name of the refused peer.
         name: String,
-        /// Who has it.
+        /// Name of the peer that has the address.
         other: String,
-        /// The address.
+        /// The inner address.
         inner: Ipv4Addr,
     },
     /// More peers than a node can have.
@@ -86,13 +86,13 @@ struct Table {
     next_index: u32,
 }
 
-/// The peers of one end.
+/// The peers of one end of the tunnel.
 pub struct Engine {
     key: PrivateKey,
     table: RwLock<Table>,
-    /// Every handshake passes here first: cookies, when there are too many.
+    /// Rate limiter for all handshakes; it answers with cookies when there are too many.
     door: RateLimiter,
-    /// What the sessions ask; never says no, the door has said it.
+    /// Rate limiter for the sessions; it never refuses, because `door` has already checked.
     open: Arc<RateLimiter>,
     stats: Stats,
 }
@@ -104,7 +104,7 @@ impl std::fmt::Debug for Engine {
 }
 
 impl Engine {
-    /// An engine without peers.
+    /// Returns an engine without peers.
     pub fn new(key: PrivateKey) -> Engine {
         Engine::with_limit(key, HANDSHAKES_PER_SECOND)
     }
@@ -120,7 +120,7 @@ impl Engine {
         }
     }
 
-    /// Who we are.
+    /// Returns the public key of this end.
     pub fn public_key(&self) -> PublicKey {
         self.key.public()
     }
@@ -130,24 +130,24 @@ impl Engine {
         self.key.expose()
     }
 
-    /// The counters.
+    /// Returns the counters.
     pub fn stats(&self) -> &Stats {
         &self.stats
     }
 
-    /// How many peers there are.
+    /// Returns the number of peers.
     pub fn peers(&self) -> usize {
         self.read().by_name.len()
     }
 
-    /// Where a peer was found last.
+    /// Returns the last known path of a peer.
     pub fn path_of(&self, name: &str) -> Option<Path> {
         let peer = self.read().by_name.get(name).cloned();
         peer.and_then(|peer| peer.lock().path)
     }
 
-    /// Looks for peers where another engine of the same key found them last: one that is to be replaced, whose sessions
-    /// are worth nothing. What is sent to such a peer begins a session there.
+    /// Adopts the last known paths of peers from another engine with the same key. This engine replaces the other
+    /// one, and the sessions of that engine are lost: a packet to such a peer begins a new session at its path.
     pub fn take_places(&self, from: &Engine) {
         for peer in self.all() {
             let place = from.path_of(&peer.name);
@@ -156,7 +156,7 @@ impl Engine {
         }
     }
 
-    /// Where a peer was found by another process. What is known here already is newer.
+    /// Sets the address at which another process found a peer. An address known here is newer and stays.
     pub fn place(&self, name: &str, peer: SocketAddr) {
         if let Some(known) = self.read().by_name.get(name) {
             let mut state = known.lock();
@@ -164,10 +164,10 @@ impl Engine {
         }
     }
 
-    /// Takes a peer in. Again with the same key and address its session goes on; with others it is another peer.
+    /// Adds a peer. A repetition with the same key and address keeps the session; other values make it another peer.
     ///
     /// # Errors
-    /// Key or address belong to another one, whose session is not touched.
+    /// Another peer has the key or the address (its session continues), or there are too many peers.
     pub fn put_peer(&self, config: &PeerConfig) -> Result<(), Error> {
         let mut table = self.table.write();
         let name = || config.name.clone();
@@ -198,17 +198,17 @@ impl Engine {
         Ok(())
     }
 
-    /// Forgets a peer. Unknown is fine.
+    /// Removes a peer. An unknown name is no error.
     pub fn remove_peer(&self, name: &str) {
         self.table.write().remove(name);
     }
 
-    /// How large `scratch` must be for packets and datagrams of this size.
+    /// Returns the size of `scratch` for packets and datagrams of this size.
     pub fn room(largest: usize) -> usize {
         (largest + SEAL).max(LARGEST_HANDSHAKE)
     }
 
-    /// A packet from the TUN device. `scratch` has [`Engine::room`] for it.
+    /// Processes a packet from the TUN device. `scratch` must have [`Engine::room`] for it.
     pub fn outgoing(&self, packet: &[u8], scratch: &mut [u8], sink: &mut impl Sink) {
         let peer = lane::destination(packet).and_then(|inner| self.read().by_inner.get(&inner).cloned());
         let Some(peer) = peer else { return self.stats.drop(Reason::NoPeer) };
@@ -227,12 +227,12 @@ impl Engine {
                 sink.network(&path, datagram);
             }
             TunnResult::Err(_) => self.stats.drop(Reason::NoSession),
-            // Queued until the handshake is done.
+            // Queued until the handshake is finished.
             _ => {}
         }
     }
 
-    /// A datagram from the network. `scratch` has [`Engine::room`] for it.
+    /// Processes a datagram from the network. `scratch` must have [`Engine::room`] for it.
     pub fn incoming(&self, path: &Path, datagram: &[u8], scratch: &mut [u8], sink: &mut impl Sink) {
         if scratch.len() < Engine::room(datagram.len()) {
             return self.stats.drop(Reason::Malformed);
@@ -249,7 +249,7 @@ impl Engine {
             TunnResult::Done => {
                 if kind == DATA {
                     self.proved(&peer, &mut state, path);
-                    // The first packet of a session lets those go that waited for it.
+                    // The first packet of a session releases the packets that waited for it.
                     self.send_queued(&mut state, path, scratch, sink);
                 }
             }
@@ -280,7 +280,7 @@ impl Engine {
         }
     }
 
-    /// Time passes: rekeys, keepalives, handshakes said again. To be called some four times a second.
+    /// Runs the timers: rekeys, keepalives, repeated handshakes. Call it about four times per second.
     pub fn tick(&self, now: Instant, sink: &mut impl Sink) {
         self.door.reset_count();
         self.open.reset_count();
@@ -291,7 +291,7 @@ impl Engine {
                 state.begin(now, true, &mut scratch)
             } else {
                 match state.tunn.update_timers(&mut scratch) {
-                    // It gave up after a minute and a half. Who begins does not give up.
+                    // boringtun gave up after 90 s; the end that begins must continue.
                     TunnResult::Err(WireGuardError::ConnectionExpired) if state.begins() => {
                         state.begin(now, true, &mut [0; LARGEST_HANDSHAKE]);
                         state.tunn.format_handshake_initiation(&mut scratch, true)
@@ -305,7 +305,8 @@ impl Engine {
         }
     }
 
-    /// Begins a handshake with every peer whose place was told: at the start, and when the other end is another one.
+    /// Begins a handshake with every peer that has a configured endpoint: at the start, and after the other end was
+    /// replaced.
     pub fn begin(&self, now: Instant, sink: &mut impl Sink) {
         let mut scratch = [0; Engine::SCRATCH];
         for peer in self.all() {
@@ -331,8 +332,8 @@ impl Engine {
         self.read().by_name.values().cloned().collect()
     }
 
-    /// Whose datagram it claims to be. Handshakes prove here that they know our key, and wait in front of the door
-    /// when there are too many.
+    /// Returns the peer that a datagram claims to come from. A handshake must prove here that its sender knows this
+    /// end's public key; above the rate limit it gets a cookie.
     fn peer_of(
         &self,
         path: &Path,
@@ -367,7 +368,7 @@ impl Engine {
             }
             Some(&(COOKIE | DATA)) => match Tunn::parse_incoming_packet(datagram) {
                 Ok(Packet::PacketData(data)) => {
-                    // The library counts one further; a peer that has the keys could make it overflow.
+                    // boringtun counts one further; a peer with the session's keys could make the counter overflow.
                     let counter = datagram.get(COUNTER_AT..).and_then(|rest| rest.first_chunk());
                     if counter.is_none_or(|bytes| u64::from_le_bytes(*bytes) >= LAST_COUNTER) {
                         return Err(Reason::Malformed);
@@ -386,7 +387,7 @@ impl Engine {
     fn proved(&self, peer: &Peer, state: &mut State, path: &Path) {
         if state.proved(path) == Roamed(true) {
             self.stats.roam();
-            // It is counted; a hostile guest can do it with every packet.
+            // Debug level only, beside the counter: a hostile guest can cause this with every packet.
             tracing::debug!(peer = peer.name, at = %path.peer, "tunnel peer is found at another address");
         }
     }
@@ -399,7 +400,7 @@ impl Engine {
             }
             sink.network(path, datagram);
             if !sealed {
-                break; // no session after all: it began a handshake and keeps the rest
+                break; // no session: boringtun began a handshake and keeps the rest
             }
         }
     }
@@ -426,7 +427,7 @@ impl Table {
     }
 
     fn free_index(&mut self) -> u32 {
-        // Ends: there are far fewer peers than numbers.
+        // Terminates, because there are far fewer peers than numbers.
         loop {
             self.next_index = self.next_index.wrapping_add(1) & 0xff_ffff;
             if !self.by_index.contains_key(&self.next_index) {

@@ -1,4 +1,5 @@
-//! Curve25519 keys. A private key cannot be printed, is wiped from memory, and leaves only by [`PrivateKey::expose`].
+//! Defines Curve25519 keys. A private key cannot be printed, is wiped from memory, and leaves only through
+//! [`PrivateKey::expose`].
 
 use std::fmt;
 
@@ -7,7 +8,7 @@ use base64::engine::general_purpose::STANDARD as BASE64;
 use boringtun::x25519;
 use zeroize::Zeroizing;
 
-/// A key that is none.
+/// Error for bytes that are not a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("not a WireGuard key: {0}")]
 pub struct BadKey(&'static str);
@@ -17,17 +18,17 @@ pub struct BadKey(&'static str);
 pub struct PrivateKey(x25519::StaticSecret);
 
 impl PrivateKey {
-    /// Makes one.
+    /// Generates a key.
     ///
     /// # Errors
-    /// The kernel gave no random bytes.
+    /// The kernel returned no random bytes.
     pub fn generate() -> std::io::Result<PrivateKey> {
         let mut bytes = Zeroizing::new([0; 32]);
         getrandom::fill(bytes.as_mut()).map_err(|e| std::io::Error::other(e.to_string()))?;
         Ok(PrivateKey(x25519::StaticSecret::from(*bytes)))
     }
 
-    /// Takes the 32 bytes that [`PrivateKey::expose`] gave.
+    /// Takes the 32 bytes that [`PrivateKey::expose`] returned.
     ///
     /// # Errors
     /// Another length, or all zero: a file that was never written.
@@ -40,12 +41,12 @@ impl PrivateKey {
         Ok(PrivateKey(x25519::StaticSecret::from(*bytes)))
     }
 
-    /// The bytes, for a file of mode 0600 or the relay's own socket, and for nothing else.
+    /// Returns the bytes, only for a file of mode 0600 or the relay's own socket.
     pub fn expose(&self) -> Zeroizing<[u8; 32]> {
         Zeroizing::new(self.0.to_bytes())
     }
 
-    /// The public half.
+    /// Returns the public key.
     pub fn public(&self) -> PublicKey {
         PublicKey(x25519::PublicKey::from(&self.0).to_bytes())
     }
@@ -61,7 +62,7 @@ impl fmt::Debug for PrivateKey {
     }
 }
 
-/// A public key: who a peer is.
+/// Public key, which identifies a peer.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct PublicKey([u8; 32]);
 
@@ -69,7 +70,7 @@ impl PublicKey {
     /// Takes 32 bytes.
     ///
     /// # Errors
-    /// Another length, or all zero, with which every handshake ends in the same secret.
+    /// Another length, or all zero: every handshake with that key ends in the same secret.
     pub fn from_bytes(bytes: &[u8]) -> Result<PublicKey, BadKey> {
         let bytes: [u8; 32] = bytes.try_into().map_err(|_| BadKey("it has not 32 bytes"))?;
         if bytes == [0; 32] {
@@ -78,7 +79,7 @@ impl PublicKey {
         Ok(PublicKey(bytes))
     }
 
-    /// The 32 bytes.
+    /// Returns the 32 bytes.
     pub fn as_bytes(&self) -> &[u8; 32] {
         &self.0
     }

@@ -1,16 +1,16 @@
-//! What may leave the tunnel: VXLAN between two inner addresses, of networks that belong to the peer. All peers of a
-//! node share one TUN device, and the kernel finds a VXLAN device by the network's number alone; without this check a
-//! hostile VM could speak in another pod's network.
+//! Checks the packets that leave the tunnel: they must be VXLAN between two inner addresses, of networks that belong
+//! to the peer. All peers of a node share one TUN device, and the kernel finds a VXLAN device by the VNI alone.
+//! Without this check a hostile VM could send into another pod's network.
 
 use std::net::Ipv4Addr;
 
 use crate::stats::Reason;
 
-/// The node's inner address.
+/// Inner address of the node.
 pub const NODE_INNER: Ipv4Addr = Ipv4Addr::new(10, 0, 0, 1);
 
-/// A VM's inner address: 10 and the three bytes of its first VXLAN network's number. `None` for a number whose
-/// address is the node's own or has a meaning of its own.
+/// Returns a VM's inner address: 10 and the three bytes of its first VNI. Returns `None` for a VNI that would give
+/// the node's address or a special one.
 pub fn inner_of(vni: u32) -> Option<Ipv4Addr> {
     match vni {
         2..=0xff_fffe => Some(Ipv4Addr::from(0x0a00_0000 | vni)),
@@ -20,37 +20,38 @@ pub fn inner_of(vni: u32) -> Option<Ipv4Addr> {
 
 const UDP: u8 = 17;
 const IP_HEADER: usize = 20;
-/// UDP and VXLAN header: what the first fragment must hold whole, and no later one may reach into.
+/// Length of the UDP and VXLAN headers: the first fragment must hold them whole, and no later one may overlap them.
 const HEADERS: usize = 16;
-/// Of IP's sixth and seventh byte: more fragments follow; where this one begins, in units of eight bytes.
+/// Fields in bytes 6 and 7 of the IP header: more fragments follow; offset of this one, in units of eight bytes.
 const MORE: u16 = 0x2000;
 const OFFSET: u16 = 0x1fff;
 
-/// One peer's way: from its inner address to ours.
+/// Packets that one peer may send: from its inner address to the own one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Lane {
-    /// Our inner address.
+    /// Own inner address.
     pub ours: Ipv4Addr,
-    /// The peer's.
+    /// Inner address of the peer.
     pub theirs: Ipv4Addr,
-    /// VXLAN's UDP port.
+    /// UDP port of VXLAN.
     pub port: u16,
-    /// The VXLAN networks of this peer.
+    /// VNIs of this peer.
     pub vnis: Vec<u32>,
-    /// Whether datagrams may come in fragments. Never at the node: all VMs share the memory in which its kernel puts
-    /// fragments together, one VM with lone ones could fill it, and none needs any, because a guest makes its pod's
-    /// MTU fit. At the guest, which has one peer: the node cuts what others send to the pod beyond that.
+    /// Whether datagrams may come in fragments. Never at the node: all VMs share the memory in which its kernel
+    /// reassembles fragments, and one VM could fill it with incomplete datagrams. No VM needs fragments, because a
+    /// guest fits the MTU of its pod. True at the guest, which has one peer: the node fragments larger packets that
+    /// others send to the pod.
     pub fragments: bool,
 }
 
 impl Lane {
-    /// Whether the peer may send this packet to us.
+    /// Checks whether the peer may send this packet.
     ///
-    /// Where fragments are let in, the first one shows the network's number; later ones cannot overwrite it, because
-    /// they begin behind it and the kernel drops what overlaps.
+    /// If fragments are accepted, the first one holds the VNI. Later ones cannot overwrite it, because they begin
+    /// behind it and the kernel drops overlapping ones.
     ///
     /// # Errors
-    /// Why not: [`Reason::Fragment`], or [`Reason::NotAllowed`].
+    /// [`Reason::Fragment`] or [`Reason::NotAllowed`].
     pub fn admits(&self, packet: &[u8]) -> Result<(), Reason> {
         let Some((ip, rest)) = packet.split_first_chunk::<IP_HEADER>() else {
             return Err(Reason::NotAllowed);
@@ -81,7 +82,7 @@ impl Lane {
     }
 }
 
-/// The inner address a packet from the TUN device goes to.
+/// Returns the inner destination address of a packet from the TUN device.
 pub(crate) fn destination(packet: &[u8]) -> Option<Ipv4Addr> {
     let ip = packet.first_chunk::<IP_HEADER>()?;
     let [version, .., d0, d1, d2, d3] = *ip;
@@ -94,7 +95,7 @@ pub(crate) mod tests {
 
     use super::*;
 
-    /// A VXLAN packet as the kernel would write it.
+    /// Returns a VXLAN packet as the kernel writes it.
     pub(crate) fn vxlan(from: Ipv4Addr, to: Ipv4Addr, port: u16, vni: u32, payload: &[u8]) -> Vec<u8> {
         let length = u16::try_from(IP_HEADER + HEADERS + payload.len()).unwrap();
         let mut packet = vec![0x45, 0];
@@ -146,7 +147,7 @@ pub(crate) mod tests {
         assert_eq!(REFUSED, lane.admits(&longer), "bytes beyond the packet");
     }
 
-    /// A piece of a datagram of the pod's own network, `units` of eight bytes into it.
+    /// Returns a fragment of a datagram of the pod's own network, `units` times eight bytes into it.
     fn fragment(units: u16, more: bool, length: usize) -> Vec<u8> {
         let mut packet = vxlan(VM, NODE_INNER, 4789, 7, &[1; 200]);
         packet.truncate(length);

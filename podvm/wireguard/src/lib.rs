@@ -1,12 +1,14 @@
-//! WireGuard in user space: the encrypted layer below the pods' VXLAN. The protocol is `boringtun`'s; here are the
-//! peers, the check of what comes out, and the threads that move packets between a TUN device and a UDP socket.
+//! Implements the encrypted layer below the pods' VXLAN: WireGuard in user space. `boringtun` implements the
+//! protocol; this crate holds the peers, checks the decrypted packets, and runs the threads that move packets between
+//! a TUN device and a UDP socket.
 //!
-//! Layer 2 survives because WireGuard carries nothing but VXLAN: node and VM have one inner IPv4 address each, and
-//! what leaves the tunnel must be a VXLAN packet between these two, of a network the peer owns ([`Lane`]). The guest
-//! begins; the node learns where it is from packets that prove who sent them, which is how it works through NAT and
-//! when the VM moves.
+//! Layer 2 survives because WireGuard carries only VXLAN. Node and VM have one inner IPv4 address each. A packet that
+//! leaves the tunnel must be VXLAN between these two, of a network that the peer owns ([`Lane`]). The guest begins.
+//! The node learns the guest's address from authenticated packets, so the tunnel works through NAT and when the VM
+//! moves.
 //!
-//! Knows no pods, no disk and no configuration: keys, peers and descriptors are handed in. Peers are hostile.
+//! This crate accesses no pods, no disk and no configuration: callers pass in keys, peers and descriptors. Peers are
+//! hostile.
 
 mod driver;
 mod engine;
@@ -29,7 +31,7 @@ pub use stats::{Reason, Snapshot, Stats};
 pub use sys::{Tun, open_tun};
 pub use udp::{bind, port_of};
 
-/// What WireGuard adds to a packet below an IPv4 underlay, in bytes: IP 20, UDP 8, header 16, tag 16.
+/// Bytes that WireGuard adds to a packet over an IPv4 underlay: IP 20, UDP 8, header 16, tag 16.
 pub const OVERHEAD_V4: u32 = 60;
-/// The same below an IPv6 underlay.
+/// Bytes that WireGuard adds to a packet over an IPv6 underlay.
 pub const OVERHEAD_V6: u32 = 80;

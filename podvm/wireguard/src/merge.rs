@@ -1,12 +1,13 @@
-//! Hands many packets of one flow to the kernel as one: it takes them through its stack together and cuts them apart
-//! in front of the VXLAN device, whose GRO then joins what is inside. One call instead of some forty.
+//! Passes many packets of one flow to the kernel as one. The kernel takes them through its stack together and
+//! segments them in front of the VXLAN device; the device's GRO then merges the inner packets. One call replaces
+//! about forty.
 
-/// What precedes a packet on the device (`struct virtio_net_hdr`).
+/// Length of the header in front of a packet on the device (`struct virtio_net_hdr`).
 pub(crate) const PREFIX: usize = 10;
 
 const IP: usize = 20;
 const HEADERS: usize = IP + 8;
-/// The kernel's own bounds for one such packet.
+/// Limits of the kernel for one merged packet: bytes and number of packets.
 const LARGEST: usize = 65_000;
 const MOST: usize = 64;
 
@@ -15,15 +16,15 @@ const NEEDS_CHECKSUM: u8 = 1;
 const GSO_UDP: u8 = 5;
 const CHECKSUM_OFFSET: u16 = 6;
 
-/// Packets that go to the device together.
+/// Packets that go to the device in one write.
 #[derive(Debug)]
 pub(crate) struct Merge {
     /// The prefix, then the first packet, then the payloads of the others.
     bytes: Vec<u8>,
-    /// Payload of each but the last, in bytes.
+    /// Payload length of each packet but the last, in bytes.
     segment: usize,
     count: usize,
-    /// A shorter one ended it.
+    /// Whether no packet may follow, as after a shorter one.
     closed: bool,
 }
 
@@ -32,7 +33,7 @@ impl Merge {
         Merge { bytes: Vec::with_capacity(PREFIX + LARGEST), segment: 0, count: 0, closed: false }
     }
 
-    /// Takes a packet, which [`crate::Lane`] admitted; false: those that are here must go first.
+    /// Adds a packet that [`crate::Lane`] admitted; returns false if the present packets must be written first.
     pub(crate) fn push(&mut self, packet: &[u8]) -> bool {
         if self.count == 0 {
             self.bytes.clear();
@@ -58,12 +59,12 @@ impl Merge {
         fits
     }
 
-    /// How many packets are here.
+    /// Returns the number of packets.
     pub(crate) fn count(&self) -> usize {
         self.count
     }
 
-    /// What to write to the device; empty where there is nothing.
+    /// Returns the bytes to write to the device; empty if there are none.
     pub(crate) fn finish(&mut self) -> &[u8] {
         if self.count > 1 {
             self.describe();
@@ -71,7 +72,7 @@ impl Merge {
         if self.count == 0 { &[] } else { &self.bytes }
     }
 
-    /// Each packet by itself, with its prefix, for a kernel that does not take them together.
+    /// Passes each packet with its own prefix to `write`, for a kernel that does not accept merged packets.
     pub(crate) fn each(&self, mut write: impl FnMut(&[u8])) {
         let Some((headers, payloads)) = self.bytes.split_at_checked(PREFIX + HEADERS) else {
             return write(&self.bytes);
@@ -84,7 +85,7 @@ impl Merge {
             one.extend_from_slice(payload);
             if let Some(packet) = one.get_mut(PREFIX..) {
                 lengths(packet);
-                // None: as VXLAN has it over IPv4.
+                // No checksum, as in VXLAN over IPv4.
                 put(packet, IP + 6, 0);
             }
             write(&one);
@@ -97,7 +98,7 @@ impl Merge {
 
     fn is_same_flow(&self, packet: &[u8]) -> bool {
         let Some(first) = self.bytes.get(PREFIX..PREFIX + HEADERS) else { return false };
-        // Without lengths, the number of the packet, and checksums.
+        // Excludes lengths, packet id and checksums.
         const SAME: [std::ops::Range<usize>; 4] = [0..2, 6..10, 12..20, 20..24];
         is_whole(packet) && SAME.into_iter().all(|range| first.get(range.clone()) == packet.get(range))
     }
@@ -105,7 +106,7 @@ impl Merge {
     fn describe(&mut self) {
         let segment = u16::try_from(self.segment).unwrap_or(u16::MAX);
         let Some((prefix, packet)) = self.bytes.split_at_mut_checked(PREFIX) else { return };
-        // Native byte order: that of this machine's kernel.
+        // Native byte order, as the kernel of this machine expects.
         prefix[0] = NEEDS_CHECKSUM;
         prefix[1] = GSO_UDP;
         for (at, value) in [(2, HEADERS as u16), (4, segment), (6, IP as u16), (8, CHECKSUM_OFFSET)] {
@@ -114,7 +115,7 @@ impl Merge {
             }
         }
         let udp = lengths(packet);
-        // The kernel adds the rest: addresses, protocol and length are what it begins with.
+        // The kernel adds the rest to a sum of addresses, protocol and length.
         let mut sum = 17 + u32::from(udp);
         for pair in packet.get(12..20).unwrap_or_default().chunks_exact(2) {
             sum += u32::from(u16::from_be_bytes([pair[0], pair[1]]));
@@ -123,12 +124,12 @@ impl Merge {
     }
 }
 
-/// Whether a packet is no fragment of a larger one.
+/// Returns whether a packet is not a fragment.
 fn is_whole(packet: &[u8]) -> bool {
     matches!(packet.get(6..8), Some([flags, 0]) if flags & 0x3f == 0)
 }
 
-/// Writes the lengths of IP and UDP and the checksum of IP; returns UDP's length.
+/// Writes the lengths of IP and UDP and the checksum of IP; returns the length of UDP.
 fn lengths(packet: &mut [u8]) -> u16 {
     let whole = u16::try_from(packet.len()).unwrap_or(u16::MAX);
     let udp = whole.saturating_sub(IP as u16);
@@ -178,7 +179,7 @@ mod tests {
         assert_eq!(written.len(), PREFIX + HEADERS + 3 * 8 + 260);
         assert_eq!(written[..2], [1, 5]);
         assert_eq!(u16::from_ne_bytes([written[4], written[5]]), 108);
-        // The header's checksum is right: summed with itself it gives all ones.
+        // The header's checksum is right: the sum over the header is all ones.
         let header = written[PREFIX..PREFIX + IP].chunks_exact(2);
         let sum = header.map(|pair| u32::from(u16::from_be_bytes([pair[0], pair[1]]))).sum();
         assert_eq!(folded(sum), 0xffff);

@@ -1,4 +1,4 @@
-//! One peer: its session with us, where it is, and what it may send.
+//! Manages one peer: its session, its path, and the packets that it may send.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -12,31 +12,31 @@ use crate::engine::Path;
 use crate::key::{PrivateKey, PublicKey};
 use crate::lane::Lane;
 
-/// A peer that began the conversation and sent something begins anew when it hears nothing for so long: the other
-/// end is another process, or the way there is another one.
+/// Time without received packets, despite sent ones, after which the end that begins starts a new handshake: the
+/// other end was replaced, or the path to it changed.
 const SILENCE: Duration = Duration::from_secs(3);
-/// The pause between two attempts to begin.
+/// Pause between two attempts to begin.
 const ATTEMPT: Duration = Duration::from_secs(1);
 
-/// What is told of a peer.
+/// Configuration of a peer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PeerConfig {
-    /// Whose it is: the sandbox at the node's end, "node" at the VM's.
+    /// Name of the peer: the sandbox at the node's end, "node" at the VM's.
     pub name: String,
-    /// Who it is.
+    /// Public key of the peer.
     pub key: PublicKey,
-    /// What it may send.
+    /// Packets that the peer may send.
     pub lane: Lane,
-    /// Where it may be found; with none, it begins.
+    /// Addresses at which the peer may be reached; if there are none, the peer begins.
     pub endpoints: Vec<SocketAddr>,
-    /// How often an idle tunnel is used, so that a NAT between does not forget it.
+    /// Interval between packets on an idle tunnel, so that a NAT on the path keeps its mapping.
     pub keepalive: Option<Duration>,
 }
 
 pub(crate) struct Peer {
     pub(crate) name: String,
     pub(crate) key: PublicKey,
-    /// 24 bits; the sessions' numbers begin with it.
+    /// 24 bits; the indexes of sessions begin with it.
     pub(crate) index: u32,
     pub(crate) inner: std::net::Ipv4Addr,
     state: Mutex<State>,
@@ -47,11 +47,11 @@ pub(crate) struct State {
     pub(crate) path: Option<Path>,
     pub(crate) lane: Lane,
     endpoints: Vec<SocketAddr>,
-    /// Whether anything came since the last tick, and whether anything was sent since something came.
+    /// Whether a packet was received since the last tick, and whether one was sent since the last received one.
     heard: bool,
     sent: bool,
     heard_at: Instant,
-    /// When we began last, and whether anything came since.
+    /// Time of the last handshake that this end began, and whether a packet was received since.
     asked_at: Option<Instant>,
     answered: bool,
 }
@@ -93,12 +93,12 @@ impl Peer {
     }
 }
 
-/// How a peer is found at another place than before.
+/// Whether a peer was found at another address than before.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Roamed(pub(crate) bool);
 
 impl State {
-    /// Changes what may change while a session goes on.
+    /// Changes the settings that may change during a session.
     pub(crate) fn update(&mut self, config: &PeerConfig) {
         self.lane = config.lane.clone();
         if self.endpoints != config.endpoints {
@@ -109,30 +109,30 @@ impl State {
         }
     }
 
-    /// A packet that only the peer can have made came on this path.
+    /// Processes an authenticated packet of the peer that came on this path.
     pub(crate) fn proved(&mut self, path: &Path) -> Roamed {
         self.heard = true;
         self.answered = true;
         self.sent = false;
         let elsewhere = self.path.is_some_and(|known| known.peer != path.peer);
-        // Who begins has the kernel choose where it sends from: its own address may change. The other end must answer
-        // from the address it was asked at, or a NAT lets nothing through.
+        // At the end that begins, the kernel chooses the source address, because the end's own address may change.
+        // The other end must answer from the address that the packet was sent to, or a NAT drops the answer.
         let local = path.local.filter(|_| !self.begins());
         self.path = Some(Path { local, ..*path });
         Roamed(elsewhere)
     }
 
-    /// A packet with content was sealed for the peer.
+    /// Records that a packet with content was sealed for the peer.
     pub(crate) fn used(&mut self) {
         self.sent = true;
     }
 
-    /// Whether this end knew from the start where the other one is, and so is the one that begins.
+    /// Returns whether this end begins: it had an endpoint of the peer from the start.
     pub(crate) fn begins(&self) -> bool {
         !self.endpoints.is_empty()
     }
 
-    /// Whether to begin (anew) now: because what was sent, or the last beginning, stays without an echo.
+    /// Returns whether to begin (anew) now: sent packets, or the last attempt, got no answer.
     pub(crate) fn is_deaf(&mut self, now: Instant) -> bool {
         if std::mem::take(&mut self.heard) || !self.sent {
             self.heard_at = now;
@@ -142,8 +142,8 @@ impl State {
         self.begins() && !asked_lately && (silent || !self.answered)
     }
 
-    /// Begins a handshake, at the next place where the peer may be if the last beginning stayed without an answer. A
-    /// peer that only has nothing to say is asked where it is.
+    /// Begins a handshake. With `elsewhere`, it uses the next endpoint if the last attempt got no answer; a peer that
+    /// answered and is merely silent keeps its path.
     pub(crate) fn begin<'b>(&mut self, now: Instant, elsewhere: bool, out: &'b mut [u8]) -> TunnResult<'b> {
         if elsewhere && !self.answered && self.endpoints.len() > 1 {
             let at = self.path.and_then(|path| self.endpoints.iter().position(|e| *e == path.peer));

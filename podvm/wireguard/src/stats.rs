@@ -1,36 +1,36 @@
-//! Counters of the data plane. Plain atomics: whoever serves metrics reads them.
+//! Counts the activity of the data plane in plain atomics, which the metrics code reads.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Why a packet went no further.
+/// Reason for dropping a packet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reason {
-    /// No WireGuard message, or too short to be one.
+    /// Not a WireGuard message, or too short for one.
     Malformed,
-    /// For a peer or session that is not here (any more).
+    /// For a peer or session that does not exist (any more).
     Unknown,
-    /// A handshake that does not prove anything: a wrong key, or one that was sent before.
+    /// A handshake without proof: a wrong key, or a replay.
     Handshake,
-    /// A packet whose seal is broken.
+    /// A packet with an invalid seal.
     Forged,
-    /// A packet that came before, or far too late.
+    /// A packet that was received before, or far too late.
     Replayed,
-    /// A peer sent what it may not: another pod's network, another address.
+    /// A packet that the peer may not send: another pod's network, another address.
     NotAllowed,
-    /// A VM sent a fragment, which the node's kernel would have to keep for the rest.
+    /// A fragment from a VM, which the node's kernel would have to keep for reassembly.
     Fragment,
-    /// Nobody has the inner address a packet goes to.
+    /// No peer has the inner destination address.
     NoPeer,
-    /// The peer has not come yet: where it is, nobody knows.
+    /// The peer's address is unknown, because it has not begun yet.
     NoEndpoint,
     /// There is no session, and its queue is full or its handshake failed.
     NoSession,
-    /// The kernel did not take it.
+    /// The kernel did not accept the packet.
     Socket,
 }
 
 impl Reason {
-    /// All of them, in the order of [`Snapshot::drops`].
+    /// All reasons, in the order of [`Snapshot::drops`].
     pub const ALL: [Reason; 11] = [
         Reason::Malformed,
         Reason::Unknown,
@@ -45,7 +45,7 @@ impl Reason {
         Reason::Socket,
     ];
 
-    /// As a metric's label.
+    /// Returns the value of the metric's label.
     pub fn label(self) -> &'static str {
         match self {
             Reason::Malformed => "malformed",
@@ -63,7 +63,7 @@ impl Reason {
     }
 }
 
-/// Counters of one engine, all peers together.
+/// Counters of one engine, over all peers.
 #[derive(Debug, Default)]
 pub struct Stats {
     handshakes: AtomicU64,
@@ -76,22 +76,22 @@ pub struct Stats {
     drops: [AtomicU64; Reason::ALL.len()],
 }
 
-/// The counters at one moment.
+/// Values of the counters at one moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Snapshot {
-    /// Handshakes that a peer and we completed.
+    /// Handshakes completed with peers.
     pub handshakes: u64,
     /// Handshakes answered with a cookie, because there were too many at once.
     pub cookies: u64,
     /// Bytes of inner packets sealed.
     pub bytes_sent: u64,
-    /// Bytes of inner packets that came out.
+    /// Bytes of inner packets that left the tunnel.
     pub bytes_received: u64,
     /// Inner packets sealed.
     pub packets_sent: u64,
-    /// Inner packets that came out.
+    /// Inner packets that left the tunnel.
     pub packets_received: u64,
-    /// Times a peer was found at another address.
+    /// Number of times that a peer was found at another address.
     pub roams: u64,
     /// Packets dropped, by reason, in the order of [`Reason::ALL`].
     pub drops: [u64; Reason::ALL.len()],
@@ -130,7 +130,7 @@ impl Stats {
         }
     }
 
-    /// Reads them all.
+    /// Reads all counters.
     pub fn snapshot(&self) -> Snapshot {
         let of = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         Snapshot {
@@ -147,7 +147,7 @@ impl Stats {
 }
 
 impl Snapshot {
-    /// How many were dropped for this reason.
+    /// Returns the number of packets dropped for this reason.
     pub fn dropped(&self, why: Reason) -> u64 {
         self.drops.get(why as usize).copied().unwrap_or(0)
     }

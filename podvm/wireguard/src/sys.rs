@@ -1,4 +1,5 @@
-//! The two requests to the kernel that no crate of ours makes: a TUN device, and datagrams that may be fragmented.
+//! Makes the two kernel requests that no dependency offers: for a TUN device, and for datagrams that may be
+//! fragmented.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -8,11 +9,11 @@ use std::os::unix::fs::OpenOptionsExt;
 
 use nix::libc;
 
-/// A TUN device that is open. Dropping it lets go of the device; one that persists stays.
+/// An open TUN device. Dropping it closes the descriptor; a persistent device stays.
 #[derive(Debug)]
 pub struct Tun(OwnedFd);
 
-#[allow(unsafe_code)] // made by the macro; called below, with the reasons
+#[allow(unsafe_code)] // from the macro; each call below has its SAFETY comment
 mod requests {
     nix::ioctl_write_int!(tun_set_iff, b'T', 202);
     nix::ioctl_write_int!(tun_set_persist, b'T', 203);
@@ -20,16 +21,17 @@ mod requests {
     nix::ioctl_none!(tun_get_dev_netns, b'T', 227);
 }
 
-/// Opens the TUN device `name` in the network namespace of the calling thread, and makes it where it is missing:
-/// layer 3, with a header that says how packets are to be cut (`Tun::has_prefix`). It stays when all descriptors are closed, until its namespace goes.
+/// Opens the TUN device `name` in the network namespace of the calling thread, or creates it: layer 3, with a header
+/// that describes the segmentation of packets (`Tun::has_prefix`). The device persists after all descriptors are
+/// closed, until its namespace ends.
 ///
 /// # Errors
-/// `ResourceBusy` where another descriptor has it open; `NotFound` without `/dev/net/tun` (the kernel's module tun);
+/// `ResourceBusy` if another descriptor has it open; `NotFound` without `/dev/net/tun` (kernel module tun);
 /// `PermissionDenied` without CAP_NET_ADMIN.
 pub fn open_tun(name: &str) -> io::Result<Tun> {
     let file: File =
         OpenOptions::new().read(true).write(true).custom_flags(libc::O_NONBLOCK).open("/dev/net/tun")?;
-    // As <linux/if.h> lays it out: 16 bytes of name, then a union whose first member here are the flags.
+    // Layout of <linux/if.h>: 16 bytes of name, then a union; its first bytes here are the flags.
     let mut request = [0u8; size_of::<libc::ifreq>()];
     let bytes = name.as_bytes();
     if bytes.is_empty() || bytes.len() >= libc::IFNAMSIZ || bytes.contains(&0) {
@@ -43,11 +45,11 @@ pub fn open_tun(name: &str) -> io::Result<Tun> {
         *to = from;
     }
     // SAFETY: the descriptor is open, and the kernel reads and writes one `ifreq`, of which `request` has the size.
-    // There is no other way to name a TUN device than this request.
+    // Only this request selects a TUN device by name.
     #[allow(unsafe_code)]
     let named = unsafe { requests::tun_set_iff(file.as_raw_fd(), request.as_mut_ptr() as libc::c_ulong) };
     named.map_err(io::Error::from)?;
-    // SAFETY: the descriptor is open, and the argument is a number, no address.
+    // SAFETY: the descriptor is open, and the argument is a number, not an address.
     #[allow(unsafe_code)]
     let kept = unsafe { requests::tun_set_persist(file.as_raw_fd(), 1) };
     kept.map_err(io::Error::from)?;
@@ -55,20 +57,20 @@ pub fn open_tun(name: &str) -> io::Result<Tun> {
 }
 
 impl Tun {
-    /// The network namespace that the device is in.
+    /// Returns the network namespace of the device.
     ///
     /// # Errors
-    /// `PermissionDenied` without CAP_NET_ADMIN; kernels before 5.7 do not know the request.
+    /// `PermissionDenied` without CAP_NET_ADMIN; kernels before 5.7 do not support the request.
     pub fn netns(&self) -> io::Result<OwnedFd> {
         // SAFETY: the descriptor is open, and the request has no argument.
         #[allow(unsafe_code)]
         let opened = unsafe { requests::tun_get_dev_netns(self.0.as_raw_fd()) }.map_err(io::Error::from)?;
-        // SAFETY: the kernel made this descriptor for this call's result; nothing else has it.
+        // SAFETY: the kernel made this descriptor for the result of this call; it has no other owner.
         #[allow(unsafe_code)]
         Ok(unsafe { OwnedFd::from_raw_fd(opened) })
     }
 
-    /// Whether a `virtio_net_hdr` precedes each packet; who opened the device decides that.
+    /// Returns whether a `virtio_net_hdr` precedes each packet, which depends on the opener of the device.
     pub(crate) fn has_prefix(&self) -> io::Result<bool> {
         let mut request = [0u8; size_of::<libc::ifreq>()];
         // SAFETY: the descriptor is open, and the kernel writes one `ifreq`, of which `request` has the size.
@@ -98,8 +100,8 @@ impl From<Tun> for OwnedFd {
     }
 }
 
-/// Lets routers (and this kernel) fragment what the socket sends: a path that is narrower than anybody knew is then
-/// slow instead of silent.
+/// Lets routers (and this kernel) fragment the socket's datagrams: a path that is unexpectedly narrow is then slow
+/// instead of silent.
 pub(crate) fn may_be_fragmented(socket: BorrowedFd<'_>, v6: bool) -> io::Result<()> {
     let mut options = vec![(libc::IPPROTO_IP, libc::IP_MTU_DISCOVER, libc::IP_PMTUDISC_DONT)];
     if v6 {

@@ -1,4 +1,4 @@
-//! Two engines back to back: what one writes the test carries to the other, drops, holds back, repeats or forges.
+//! Tests two engines against each other: the test delivers, drops, delays, repeats or forges their datagrams.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::time::{Duration, Instant};
@@ -75,7 +75,8 @@ impl Pair {
         pair
     }
 
-    /// Carries everything there and back until both are silent; returns what came out at the node and at the guest.
+    /// Delivers everything in both directions until both engines are silent; returns the packets that left the tunnel
+    /// at the node and at the guest.
     fn settle(&mut self, mut from_guest: Caught, mut from_node: Caught) -> (Vec<Vec<u8>>, Vec<Vec<u8>>) {
         let (mut at_node, mut at_guest) = (Vec::new(), Vec::new());
         while !from_guest.network.is_empty() || !from_node.network.is_empty() {
@@ -101,7 +102,7 @@ impl Pair {
         out.network.remove(0).1
     }
 
-    /// Gives one datagram of the guest to the node and returns what came out.
+    /// Passes one datagram of the guest to the node and returns the packets that left the tunnel.
     fn node_hears(&mut self, datagram: &[u8]) -> Vec<Vec<u8>> {
         let from = self.guest_at;
         self.node_hears_from(&from, datagram)
@@ -193,7 +194,7 @@ fn a_guest_that_moves_is_followed_by_its_own_packets_only() {
     assert_eq!(pair.node_hears_from(&there, &moved).len(), 1);
     assert_eq!(pair.node.path_of("pod"), Some(there));
     assert_eq!(pair.node.stats().snapshot().roams, 1);
-    pair.node_hears(&old); // late, and yet the newest sign of life
+    pair.node_hears(&old); // late, but the newest authenticated packet
     assert_eq!(pair.node.path_of("pod"), Some(pair.guest_at));
     pair.node_hears_from(&there, &old);
     assert_eq!(pair.node.path_of("pod"), Some(pair.guest_at), "a replay moved it");
@@ -222,7 +223,7 @@ fn another_key_gets_no_session() {
     thief.begin(Instant::now(), &mut out);
     assert!(pair.node_hears(&out.network[0].1).is_empty());
     assert_eq!(pair.dropped(Reason::Unknown), 1);
-    // And one that does not even know whom it speaks to.
+    // An engine that does not even have the node's key.
     let lost = Engine::new(PrivateKey::generate().unwrap());
     lost.put_peer(&node_of(thief.public_key(), VNI, &[NODE_AT])).unwrap();
     let mut out = Caught::default();
@@ -359,7 +360,7 @@ fn a_guest_cannot_speak_in_another_pods_network() {
         vxlan(inner(VNI), inner(VNI + 1), PORT, VNI, b"x"),
     ] {
         let mut out = Caught::default();
-        // What a guest of evil makes writes past its own checks: sealed with its true keys.
+        // A hostile guest writes past its own checks, but seals with its true keys.
         let everywhere = PeerConfig {
             lane: Lane {
                 theirs: Ipv4Addr::from(<[u8; 4]>::try_from(&packet[16..20]).unwrap()),

@@ -1,4 +1,4 @@
-//! The UDP socket: datagrams in batches, many of one size as one for the kernel (GSO, GRO).
+//! Moves datagrams through the UDP socket in batches, many of one size as one for the kernel (GSO, GRO).
 
 use std::io::{self, IoSliceMut};
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
@@ -11,25 +11,26 @@ use socket2::{Domain, Protocol, Socket, Type};
 use crate::engine::Path;
 use crate::sys;
 
-/// Of each direction: some ten milliseconds of a fast network.
+/// Kernel buffer of each direction in bytes: some ten milliseconds of a fast network.
 const KERNEL_BUFFER: usize = 4 << 20;
-/// The largest UDP payload, and what one send may hold.
+/// Largest UDP payload in bytes, and the most that one send holds.
 pub(crate) const LARGEST: usize = 65_507;
-/// Buffers of one read.
+/// Number of buffers of one read.
 const BATCH: usize = 4;
 
-/// Opens the socket in the network namespace of the calling thread: both families on one port, IPv4 alone where the
+/// Opens the socket in the network namespace of the calling thread: both families on one port, or IPv4 alone if the
 /// kernel has no IPv6. Port 0 lets the kernel choose ([`port_of`]).
 ///
 /// # Errors
-/// `AddrInUse` where somebody has the port.
+/// `AddrInUse` if the port is in use.
 pub fn bind(port: u16) -> io::Result<UdpSocket> {
     let open = |domain, address: SocketAddr| {
         let socket = Socket::new(domain, Type::DGRAM, Some(Protocol::UDP))?;
         if address.is_ipv6() {
             socket.set_only_v6(false)?;
         }
-        // With the right to it, beyond the administrator's bound; without, as much as that.
+        // A privileged process may exceed the administrator's limit; otherwise the buffer is as large as the limit
+        // allows.
         if setsockopt(&socket, sockopt::RcvBufForce, &KERNEL_BUFFER).is_err() {
             socket.set_recv_buffer_size(KERNEL_BUFFER)?;
         }
@@ -47,10 +48,10 @@ pub fn bind(port: u16) -> io::Result<UdpSocket> {
     }
 }
 
-/// The port a socket has.
+/// Returns the port of a socket.
 ///
 /// # Errors
-/// It is no bound socket of IP.
+/// The socket is not a bound IP socket.
 pub fn port_of(socket: &UdpSocket) -> io::Result<u16> {
     socket.local_addr().map(|address| address.port())
 }
@@ -72,7 +73,7 @@ impl Udp {
         &self.socket
     }
 
-    /// How many datagrams of one size one call may send.
+    /// Returns the most datagrams of one size that one call may send.
     pub(crate) fn segments(&self) -> usize {
         self.state.max_gso_segments().max(1)
     }
@@ -89,7 +90,7 @@ impl Udp {
         self.state.try_send(UdpSockRef::from(&self.socket), &transmit)
     }
 
-    /// Reads what is there, at most a few buffers full, and hands on each datagram.
+    /// Reads the datagrams that have arrived, at most a few buffers full, and passes each one to `each`.
     pub(crate) fn receive(
         &self,
         buffers: &mut Buffers,
@@ -113,7 +114,7 @@ impl Udp {
     }
 }
 
-/// Room for one read.
+/// Buffers of one read.
 pub(crate) struct Buffers {
     bytes: Vec<u8>,
     meta: [RecvMeta; BATCH],

@@ -1,7 +1,7 @@
-//! The data plane between real kernels: node, NAT and VM are network namespaces, the devices are TUN and VXLAN, the
-//! witnesses are `ip`, `ping` and a packet socket on the wire. Needs root.
+//! Tests the data plane between real kernels: node, NAT and VM are network namespaces, the devices are TUN and VXLAN,
+//! and `ip`, `ping` and a packet socket on the wire verify the results. Needs root.
 
-#![allow(clippy::unwrap_used)] // a test whose world cannot be made fails
+#![allow(clippy::unwrap_used)] // a failed set-up fails the test
 
 use std::fs::{self, File};
 use std::io::{Read, Write};
@@ -19,7 +19,7 @@ use nix::sys::socket::{
 };
 use nix::sys::time::TimeVal;
 use peerpod_podnet::netns::Netns;
-use peerpod_podnet::wireguard::{self, Inner};
+use peerpod_podnet::wireguard::Inner;
 use peerpod_wireguard::{
     DataPlane, Engine, Lane, NODE_INNER, PeerConfig, PrivateKey, Reason, Tun, bind, inner_of, port_of,
 };
@@ -43,7 +43,7 @@ struct World {
 }
 
 impl World {
-    /// node 10.77.0.1 — 10.77.0.254 nat 192.168.50.1 — 192.168.50.2 vm, and a pod's end on either side.
+    /// node 10.77.0.1 — 10.77.0.254 nat 192.168.50.1 — 192.168.50.2 vm, and the end of a pod on either side.
     fn new() -> World {
         assert!(nix::unistd::geteuid().is_root(), "these tests make network namespaces: run them as root");
         let prefix = format!("ppwg{}-{}-", std::process::id(), COUNTER.fetch_add(1, Ordering::Relaxed));
@@ -94,7 +94,7 @@ impl World {
         self.dir.join(format!("{name}.netns"))
     }
 
-    /// One end: its private namespace, its device, and a VXLAN device from there in `pod`.
+    /// Sets up one end: its private namespace, its device, and in `pod` a VXLAN device from there.
     fn end(
         &self,
         side: &str,
@@ -134,7 +134,7 @@ impl World {
 impl Drop for World {
     fn drop(&mut self) {
         for side in ["node", "vm"] {
-            drop(inner::remove(&self.inner_path(side)));
+            drop(peerpod_podnet::wireguard::remove(&self.inner_path(side)));
         }
         for name in &self.names {
             drop(Command::new("ip").args(["netns", "del", name]).output());
@@ -143,7 +143,7 @@ impl Drop for World {
     }
 }
 
-/// Both ends, their keys and their planes.
+/// Both ends with their keys and data planes.
 struct Tunnel {
     world: World,
     keys: [PrivateKey; 2],
@@ -200,7 +200,7 @@ impl Tunnel {
     }
 }
 
-/// Moves `bytes` over one TCP connection and returns how long it took.
+/// Moves `bytes` over one TCP connection and returns the time taken.
 fn transfer(from: &Netns, to: &Netns, address: &str, content: &[u8], bytes: usize) -> Duration {
     let listener = to.run(|| TcpListener::bind((address, 0))).unwrap().unwrap();
     let target = listener.local_addr().unwrap();
@@ -262,17 +262,18 @@ fn ping_and_tcp_of_both_families_go_both_ways_through_a_nat() {
 fn packets_of_exactly_the_mtu_pass_whole_and_larger_ones_are_cut_inside() {
     let tunnel = Tunnel::new();
     let world = &tunnel.world;
-    // 1390 bytes of IP: 20 + 8 + 1362; the wire takes 1500 and not one byte more.
+    // 1390 bytes of IP: 20 + 8 + 1362; the wire takes 1500 and no more.
     assert!(world.ping("outer", "10.244.1.7", "-M do -s 1362"));
     assert!(!world.ping("outer", "10.244.1.7", "-M do -s 1363"));
-    // Fragments of the pod's own.
+    // Fragments made by the pod itself.
     assert!(world.ping("outer", "10.244.1.7", "-s 4000"));
-    // A device whose MTU is wrong, as a redirect from a wider one: the packet is cut inside the tunnel.
+    // A device with a wrong MTU, as after a redirect from a wider one: the packet is fragmented inside the tunnel.
     let lone = || tunnel.node().engine().stats().snapshot().dropped(Reason::Fragment);
     run(&format!("ip -n {} link set eth0 mtu 2000", world.name("outer")));
     assert!(world.ping("outer", "10.244.1.7", "-s 1900"), "the pod's answer fits, in fragments of its own");
     assert_eq!(lone(), 0);
-    // Not the other way: a guest makes its pod's MTU fit, and who undoes that fills nobody's memory.
+    // Not in the other direction: a guest fits the MTU of its pod, and one that undoes this must not fill the node's
+    // memory.
     run(&format!("ip -n {} link set eth0 mtu 2000", world.name("pod")));
     assert!(!world.ping("outer", "10.244.1.7", "-s 1900"));
     assert!(lone() >= 2, "{}", lone());
@@ -304,7 +305,7 @@ fn nothing_can_be_read_on_the_wire() {
     let ended = over.clone();
     let spying = std::thread::spawn(move || {
         let (mut frames, mut seen, mut buffer) = (0u32, 0u32, vec![0; 1 << 17]);
-        // Until what was sent before the end is read; the guest's signs of life never end.
+        // Until all packets sent before the end are read; the guest's keepalives never end.
         let mut read_on = 10_000;
         while read_on > 0 {
             read_on -= u32::from(ended.load(Ordering::SeqCst));
@@ -347,7 +348,7 @@ fn a_node_whose_data_plane_is_another_process_hears_its_guest_again() {
     tunnel.node = Some(DataPlane::start(engine, again.tun.unwrap(), socket, "node").unwrap());
     let busy = Inner::open(&tunnel.world.inner_path("node"), None, NODE_INNER, 9000).unwrap();
     assert!(busy.tun.is_none(), "somebody holds it");
-    // WireGuard's own 15 s, after which it asks for new keys whatever we do, are too long for a pod.
+    // WireGuard requests new keys after 15 s in any case, which is too long for a pod.
     let took = tunnel.world.ping_within("pod", "10.244.1.1", Duration::from_secs(15));
     println!("healed by silence after {took:?}");
     tunnel.guest.as_ref().unwrap().begin();
@@ -360,19 +361,19 @@ fn the_namespace_of_a_carried_device_gets_its_name_in_another_container() {
     let [first, second, third] = ["first", "second", "third"].map(|name| folder.join(name));
     let opened = Inner::open(&first, None, NODE_INNER, 9000).unwrap();
     let tun = opened.tun.unwrap();
-    // Another container finds the plain file, on which the first one's mount namespace may have the name.
+    // Another container finds the plain file; the name may be mounted on it in the first container's mount namespace.
     fs::write(&second, "").unwrap();
     let file = fs::metadata(&second).unwrap().ino();
     let again = Inner::open(&second, Some(&tun), NODE_INNER, 9000).unwrap();
     assert_eq!(again.inner.netns().id(), opened.inner.netns().id());
     nix::mount::umount2(&second, nix::mount::MntFlags::MNT_DETACH).unwrap();
     assert_eq!(fs::metadata(&second).unwrap().ino(), file, "the file is the same");
-    // No TUN device: there is nothing to find, and the tunnel is made anew.
+    // Not a TUN device: no namespace is found, and the tunnel is created anew.
     let other = Tun::from(OwnedFd::from(File::open("/dev/null").unwrap()));
     let made = Inner::open(&third, Some(&other), NODE_INNER, 9000).unwrap();
     assert_ne!(made.inner.netns().id(), opened.inner.netns().id());
     for path in [&first, &second, &third] {
-        inner::remove(path).unwrap();
+        peerpod_podnet::wireguard::remove(path).unwrap();
     }
     fs::remove_dir_all(folder).unwrap();
 }
@@ -385,7 +386,7 @@ fn a_guest_that_gets_another_address_is_found_behind_its_nat_again() {
     run(&format!("ip -n {vm} addr flush dev eth0"));
     run(&format!("ip -n {vm} addr add 192.168.50.3/24 dev eth0"));
     run(&format!("ip -n {vm} route replace default via 192.168.50.1"));
-    // From outside, as a probe of the node would: only the guest's own packets can say where it is.
+    // From outside, like a probe of the node: only the guest's own packets can reveal its address.
     tunnel.world.ping_within("outer", "10.244.1.7", Duration::from_secs(60));
     let after = tunnel.node().engine().path_of("pod").unwrap();
     assert_ne!(before.peer, after.peer);

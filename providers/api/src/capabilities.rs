@@ -1,45 +1,45 @@
-//! What a provider can do, and the check that keeps a request from asking for more. Pure.
+//! Capabilities of a provider, and the check that refuses a request that exceeds them. Pure.
 
 use crate::{Arch, Confidential, CreateRequest, DiskRequest, Error, Market, Size};
 
-/// What a provider can do beyond making a VM from the configured image.
+/// Abilities of a provider beyond making a VM from the configured image.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Capabilities {
     /// Most bytes of raw user-data, before any encoding.
     pub max_user_data: usize,
-    /// An image other than the configured one.
+    /// Whether a request may name an image other than the configured one.
     pub images: bool,
-    /// An instance type by name.
+    /// Whether a request may name an instance type.
     pub instance_types: bool,
-    /// VMs with GPUs.
+    /// Whether the provider makes VMs with GPUs.
     pub gpus: bool,
-    /// Architectures that a request may name; empty: there is one, and nobody may ask for it.
+    /// Architectures that a request may name. Empty: the provider has one, and a request must not name it.
     pub archs: Vec<Arch>,
-    /// Technologies that a request may name.
+    /// Confidential-computing technologies that a request may name.
     pub confidential: Vec<Confidential>,
-    /// Spot VMs. (On-demand is what everybody has.)
+    /// Whether the provider makes spot VMs. (Every provider makes on-demand VMs.)
     pub spot: bool,
-    /// A choice of zones; without it a disk's zone cannot be minded either.
+    /// Whether a request may choose zones. Without this, the provider cannot respect the zone of a disk either.
     pub zones: bool,
-    /// An address of the internet.
+    /// Whether a VM can get a public IP address.
     pub public_ip: bool,
-    /// Disks, in the request and through [`crate::Provider::volumes`].
+    /// Whether the provider attaches disks, in the request and through [`crate::Provider::volumes`].
     pub volumes: bool,
-    /// A second network card.
+    /// Whether a VM can get a second NIC.
     pub second_nic: bool,
-    /// Most VMs that one call makes through [`crate::Provider::batch`]; 0 where there is none.
+    /// Most VMs that one call of [`crate::Provider::batch`] makes; 0 without batches.
     pub max_batch: u32,
-    /// Memory in MiB that the guest of the configured image needs besides its pod; 0: not known. The caller adds it to
-    /// [`Size::memory_mib`] before the request.
+    /// Memory in MiB that the guest of the configured image needs in addition to its pod; 0: unknown. The caller adds
+    /// it to [`Size::memory_mib`] before the request.
     pub guest_memory_mib: u64,
-    /// [`crate::Provider::console`] is there.
+    /// Whether [`crate::Provider::console`] is present.
     pub console: bool,
-    /// [`crate::Provider::events`] is there.
+    /// Whether [`crate::Provider::events`] is present.
     pub events: bool,
 }
 
 impl Capabilities {
-    /// Nothing but user-data of at most this many bytes: where a new provider starts.
+    /// Returns capabilities that cover only user-data of at most this many bytes: the start for a new provider.
     pub const fn minimal(max_user_data: usize) -> Capabilities {
         Capabilities {
             max_user_data,
@@ -60,14 +60,14 @@ impl Capabilities {
         }
     }
 
-    /// Refuses a request that asks for more than this, or contradicts itself. The decorator calls it before each
-    /// create; a provider that may be used bare calls it first thing in `create`.
+    /// Refuses a request that exceeds these capabilities or contradicts itself. The decorator calls it before each
+    /// create. A provider that may be used without the decorator calls it first in `create`.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] naming the field; [`Error::Invalid`] for user-data that is too long and for disks that
-    /// no VM can have together.
+    /// [`Error::Unsupported`] with the field's name; [`Error::Invalid`] for user-data that is too long and for disks
+    /// that cannot be attached to one VM.
     pub fn check(&self, request: &CreateRequest, provider: &str) -> Result<(), Error> {
-        // Taken apart whole: a field that comes later does not compile until it is decided on here.
+        // Destructured without `..`: a new field does not compile until this check handles it.
         let CreateRequest {
             name,
             user_data,
@@ -82,7 +82,7 @@ impl Capabilities {
             market,
             zones,
             public_ip,
-            // The provider's own words: it knows what it meant.
+            // The provider's own text, which only the provider can check.
             placement: _,
         } = request;
         let asked = [
@@ -138,7 +138,7 @@ fn listed<T: Copy>(have: &[T], word: impl Fn(T) -> &'static str) -> String {
     if words.is_empty() { String::new() } else { format!(", which has {}", words.join(", ")) }
 }
 
-/// One VM is in one zone, and so are all its disks.
+/// Checks that no disk is named twice and that all disks are in one zone that the VM may use.
 fn disks_fit_together(name: &str, disks: &[DiskRequest], zones: &[String]) -> Result<(), Error> {
     let mut first: Option<(&str, &str)> = None;
     for (index, DiskRequest { volume, read_only: _, zone }) in disks.iter().enumerate() {
@@ -164,17 +164,17 @@ fn disks_fit_together(name: &str, disks: &[DiskRequest], zones: &[String]) -> Re
     Ok(())
 }
 
-/// One thing that a request may ask for and a provider may not have: for tests that go through all of them.
+/// Feature that a request may ask for and a provider may lack, for tests that go through all of them.
 pub struct Wish {
-    /// The field, as [`Error::Unsupported`] names it.
+    /// Field, as [`Error::Unsupported`] names it.
     pub field: &'static str,
-    /// Whether a provider with these capabilities can do it.
+    /// Whether a provider with these capabilities has the feature.
     pub is_met: fn(&Capabilities) -> bool,
-    /// Asks for it.
+    /// Makes the request ask for the feature.
     pub ask: fn(&mut CreateRequest),
 }
 
-/// Every wish there is. A test of this module holds it against the fields of [`CreateRequest`].
+/// All optional features. A test of this module compares the list with the fields of [`CreateRequest`].
 pub const WISHES: &[Wish] = &[
     Wish { field: "image", is_met: |can| can.images, ask: |r| r.image = Some("some-image".into()) },
     Wish {
@@ -216,8 +216,8 @@ mod tests {
     use super::*;
     use crate::Placement;
 
-    /// A request with nothing left empty. No `..`: a field that comes later must be filled here, and then stands in
-    /// the table or among those that everybody honours.
+    /// Returns a request with every field filled. There is no `..`, so a new field must be filled here. It then belongs
+    /// either in the table or in the list of fields that every provider honours.
     fn full() -> CreateRequest {
         CreateRequest {
             name: "pod".into(),

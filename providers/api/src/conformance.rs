@@ -1,5 +1,5 @@
-//! The suite that every provider passes, against its cloud, its simulator, or itself: every promise of the trait, each
-//! tried for itself.
+//! Conformance suite that every provider passes, against its cloud, its simulator or itself. It tries every promise of
+//! the trait separately.
 //!
 //! A provider writes one [`Harness`] and one line in its `tests/`:
 //!
@@ -7,11 +7,12 @@
 //! peerpod_provider_api::conformance_suite!(make); // fn make() -> impl Harness
 //! ```
 //!
-//! Each promise is a test of its own then, with a fresh harness and a runtime of its own, started on the test's thread
-//! after the harness was made (a harness may move its thread to another namespace first). `peerpod provider check` runs
-//! the same promises ([`PROMISES`]) against whatever is configured, and prints a [`table`].
+//! Each promise is then a test of its own, with a fresh harness and a fresh runtime. The runtime starts on the test's
+//! thread after the harness was made, so a harness may move its thread to another namespace first.
+//! `peerpod provider check` runs the same promises ([`PROMISES`]) against the configured provider and prints a
+//! [`table`].
 //!
-//! The suite deletes what it made, and only that: it knows its VMs by their keys, and leaves alone what else is listed.
+//! The suite deletes only the VMs that it made. It recognises them by their keys and leaves all other listed VMs alone.
 
 pub mod checks;
 mod promises;
@@ -26,52 +27,52 @@ use crate::{CreateRequest, DiskRequest, InstanceId, Provider, Size};
 pub use promises::{PROMISES, Promise, promise, table};
 pub use trial::Trial;
 
-/// What the suite needs beside the provider. What a harness cannot do is left out, and the promises that need it are
-/// told as not applicable, with this reason.
+/// Test environment of a provider. A harness leaves out the methods that it cannot implement; promises that need them
+/// are reported as not applicable, with the reason.
 #[async_trait]
 pub trait Harness: Send + Sync + 'static {
-    /// The provider under test; always the same object.
+    /// Returns the provider under test; always the same object.
     fn provider(&self) -> Arc<dyn Provider>;
 
-    /// The user-data that this VM finds when it boots, read out of the VM itself; waits until it has booted.
-    /// `None`: there is no way to look.
+    /// Returns the user-data that this VM finds at boot, read from inside the VM. Waits until it has booted. `None`:
+    /// the harness cannot look inside.
     async fn user_data(&self, _id: &InstanceId) -> Option<Vec<u8>> {
         None
     }
 
-    /// How many VMs exist, by a witness that is not the provider: the simulator's count, the process table.
-    /// `None`: there is no such witness.
+    /// Returns how many VMs exist, from a source other than the provider, such as the simulator or the process table.
+    /// `None`: there is no such source.
     async fn machines(&self) -> Option<usize> {
         None
     }
 
-    /// An id of the right form that no VM has. `None`: the suite makes a VM and deletes it to have one.
+    /// Returns an id of the right form that no VM has. `None`: the suite makes a VM and deletes it to get one.
     fn unknown_id(&self) -> Option<InstanceId> {
         None
     }
 
-    /// A provider of another cluster or node in the same cloud, if there can be one. Its VMs are not ours.
+    /// Returns a provider of another cluster or node in the same cloud, if one can exist. Its VMs have another owner.
     fn stranger(&self) -> Option<Arc<dyn Provider>> {
         None
     }
 
-    /// The same provider as another process of the same node would have it, if there can be one beside the first.
+    /// Returns the same provider as another process of the same node has it, if one can exist beside the first.
     fn successor(&self) -> Option<Arc<dyn Provider>> {
         None
     }
 
-    /// The same provider for somebody who only lists and deletes, if there can be one beside the first. `preflight` is
-    /// never called on it.
+    /// Returns the same provider for a caller that only lists and deletes, if one can exist beside the first. The suite
+    /// never calls `preflight` on it.
     fn collector(&self) -> Option<Arc<dyn Provider>> {
         self.successor()
     }
 
-    /// A disk that exists and is attached nowhere.
+    /// Returns a disk that exists and is not attached.
     fn volume(&self) -> Option<DiskRequest> {
         None
     }
 
-    /// A request this provider can meet. Boots; runs until it is deleted.
+    /// Returns a request that this provider can meet. The VM boots and runs until it is deleted.
     fn request(&self) -> CreateRequest {
         CreateRequest {
             name: "conformance".to_owned(),
@@ -82,46 +83,46 @@ pub trait Harness: Send + Sync + 'static {
         }
     }
 
-    /// How many creates at once this provider must bear.
+    /// Number of concurrent creates that this provider must handle.
     fn crowd(&self) -> u32 {
         50
     }
 
-    /// How often a create, and a delete, is cut off at some moment.
+    /// Number of times a create, and a delete, is cut off.
     fn drops(&self) -> u32 {
         12
     }
 
-    /// Longest time one promise may take, and longest time its clean-up may.
+    /// Longest time for one promise, and longest time for its clean-up.
     fn patience(&self) -> Duration {
         Duration::from_secs(120)
     }
 }
 
-/// What became of a promise.
+/// Result of trying a promise.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Verdict {
-    /// It was kept.
+    /// The promise was kept.
     Kept,
-    /// It was not; how that was seen.
+    /// The promise was broken; holds how.
     Broken(String),
-    /// It could not be tried here; why.
+    /// The promise could not be tried; holds why.
     NotApplicable(String),
 }
 
-/// How a check ends that does not reach its end.
+/// Reason why a check ended early.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Stop {
-    /// The promise was broken.
+    /// The promise was broken; holds how.
     Broken(String),
-    /// It cannot be tried.
+    /// The promise cannot be tried; holds why.
     NotApplicable(String),
 }
 
-/// How a check ends.
+/// Result of a check.
 pub type Checked = Result<(), Stop>;
 
-/// Makes the suite's tests with a harness from `$make` (a function or closure without arguments).
+/// Generates the tests of the suite with a harness from `$make` (a function or closure without arguments).
 #[macro_export]
 macro_rules! conformance_suite {
     ($make:expr) => {
@@ -129,7 +130,7 @@ macro_rules! conformance_suite {
     };
 }
 
-/// One test for each promise.
+/// Generates one test per promise.
 #[doc(hidden)]
 #[macro_export]
 macro_rules! conformance_tests {
@@ -153,7 +154,7 @@ pub fn run<H: Harness>(make: impl FnOnce() -> H, promise: &Promise) {
     let runtime = runtime.expect("a runtime for the check");
     let trial = Arc::new(Trial::new(harness));
     let verdict = runtime.block_on(trial.keeps(promise));
-    // Before the runtime, which its provider may need to end.
+    // The trial goes before the runtime, which its provider may need to shut down.
     drop(trial);
     match verdict {
         Verdict::Kept => {}

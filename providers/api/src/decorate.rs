@@ -1,7 +1,7 @@
-//! What every provider gets around it, so that none writes its own: the capability check, a deadline per call, retry
-//! with the same key, a pace learned from throttling, one log line and the metrics of each call.
+//! Wraps a provider with the capability check, a deadline per call, retry with the same key and pacing learned from
+//! throttling. It also writes one log line and the metrics of each call. No provider implements these itself.
 //!
-//! May touch the clock, the log and the metrics registry. Retry looks at [`Error::retry`] and nothing else.
+//! May touch the clock, the log and the metrics registry. Retry depends on [`Error::retry`] and nothing else.
 
 mod metrics;
 mod pace;
@@ -29,12 +29,12 @@ use pace::Pace;
 /// Longest pause between two tries of one call, unless the cloud asks for more.
 const LONGEST_PAUSE: Duration = Duration::from_secs(10);
 
-/// How the decorator treats a provider.
+/// Settings of the decorator.
 #[derive(Debug, Clone)]
 pub struct DecoratorConfig {
-    /// Longest wait for one answer. `addresses` has none: its caller sets the deadline by dropping it.
+    /// Longest wait for one answer. `addresses` has none: its caller sets the deadline by dropping the future.
     pub call_deadline: Duration,
-    /// How long after its first failure one call is repeated after `Throttled` and `Transient`. Zero: never.
+    /// Time after its first failure during which a call is repeated on `Throttled` and `Transient`. Zero: never.
     pub retry_for: Duration,
 }
 
@@ -44,7 +44,7 @@ impl Default for DecoratorConfig {
     }
 }
 
-/// Puts capability check, deadline, retry, pace, log and metrics around a provider. Call it once per registry.
+/// Adds capability check, deadline, retry, pacing, log and metrics to a provider. Call it once per registry.
 pub fn decorate(
     provider: Arc<dyn Provider>,
     config: DecoratorConfig,
@@ -56,7 +56,7 @@ pub fn decorate(
     Arc::new(Decorated { inner: provider, config, metrics, paces })
 }
 
-/// The calls that are told apart. Clouds count each in a bucket of its own, so each has its own pace.
+/// Kinds of calls. Clouds count each kind in its own bucket, so each has its own pace.
 #[derive(Debug, Clone, Copy)]
 enum Call {
     Preflight,
@@ -100,7 +100,8 @@ struct Decorated {
 }
 
 impl Decorated {
-    /// Asks until there is an answer worth giving. `what` is for people: the VM's name or id.
+    /// Repeats the call until it succeeds, fails for good or runs out of time. The second argument is the VM's name or
+    /// id, for the log.
     async fn call<T, F>(&self, call: Call, what: &str, ask: impl Fn() -> F) -> Result<T, Error>
     where
         F: Future<Output = Result<T, Error>>,
@@ -149,7 +150,7 @@ impl Decorated {
         result
     }
 
-    /// One try: its turn, its deadline.
+    /// Makes one try, with its turn and its deadline.
     async fn once<T, F>(&self, call: Call, what: &str, ask: &impl Fn() -> F) -> Result<T, Error>
     where
         F: Future<Output = Result<T, Error>>,
@@ -179,11 +180,11 @@ impl Decorated {
     }
 }
 
-/// The pause before the next try: at least what the error asks for, doubled with each try, half of it by chance so
-/// that many who failed together do not come back together.
+/// Returns the pause before the next try: the error's own pause, doubled with each try up to [`LONGEST_PAUSE`], plus up
+/// to half of that at random. The random part keeps calls that failed together from returning together.
 fn pause(least: Duration, tries: u32) -> Duration {
     let doubled = least.saturating_mul(1 << tries.saturating_sub(1).min(10)).min(LONGEST_PAUSE.max(least));
-    // A hasher's fresh keys are the standard library's source of chance.
+    // The fresh keys of a hasher are the standard library's source of randomness.
     let chance = RandomState::new().build_hasher().finish() % 1024;
     doubled + doubled.mul_f64(chance as f64 / 2048.0)
 }
@@ -241,7 +242,7 @@ impl Provider for Decorated {
     }
 }
 
-/// Handed out only where the provider has batches itself.
+/// Returned only where the provider itself has batches.
 #[async_trait]
 impl Batch for Decorated {
     async fn create_many(
@@ -267,7 +268,7 @@ impl Batch for Decorated {
     }
 }
 
-/// Handed out only where the provider has volumes itself.
+/// Returned only where the provider itself has volumes.
 #[async_trait]
 impl Volumes for Decorated {
     async fn attach(&self, id: &InstanceId, disk: &DiskRequest) -> Result<DiskIdentity, Error> {
@@ -286,7 +287,7 @@ impl Volumes for Decorated {
     }
 }
 
-/// Handed out only where the provider has a console itself.
+/// Returned only where the provider itself has a console.
 #[async_trait]
 impl Console for Decorated {
     async fn tail(&self, id: &InstanceId, limit: usize) -> Result<Vec<u8>, Error> {

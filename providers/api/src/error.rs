@@ -1,108 +1,108 @@
-//! The errors of a provider, by what the caller should do about them. Pure.
+//! Errors of a provider, grouped by the caller's reaction. Pure.
 //!
-//! The text says what was attempted on what, why it failed and what would help. It never holds a request,
-//! user-data or a credential.
+//! The text names the attempted operation and its object, the cause and the remedy. It never holds a request, user-data
+//! or a credential.
 
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-/// Why a provider call failed. Only the class decides on a retry ([`Error::retry`]); the text is for people.
+/// Cause of a failed provider call. Only the class decides on a retry ([`Error::retry`]); the text is for people.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
-    /// The cloud asks us to slow down.
+    /// The cloud asks for fewer calls.
     #[error("{text}")]
     Throttled {
-        /// How long the cloud asks us to wait, when it says so.
+        /// Pause that the cloud asks for, if any.
         after: Option<Duration>,
-        /// For people.
+        /// Human-readable text.
         text: String,
     },
-    /// The cloud has none of this offering left. Another offering may work, as a new attempt.
+    /// The cloud has no capacity left for this offering. Another offering may work, as a new attempt.
     #[error("{text}")]
     Capacity {
-        /// What there is none of, e.g. `m6a.large eu-north-1a spot`.
+        /// Exhausted offering, e.g. `m6a.large eu-north-1a spot`.
         offering: String,
-        /// Every offering that was looked at and why it did not do, grouped: what the text has no room for. At most
-        /// [`Error::MAX_REJECTED`].
+        /// Every examined offering with the reason for its rejection, grouped: details that do not fit in the text. At
+        /// most [`Error::MAX_REJECTED`].
         rejected: Vec<Rejected>,
-        /// For people; it already says the most telling of `rejected`.
+        /// Human-readable text; it already holds the most telling entries of `rejected`.
         text: String,
     },
     /// A limit of the account is reached; a person must act.
     #[error("{text}")]
     Quota {
-        /// For people.
+        /// Human-readable text.
         text: String,
     },
     /// Credentials are missing, expired or do not allow this; a person must act.
     #[error("{text}")]
     Auth {
-        /// For people.
+        /// Human-readable text.
         text: String,
     },
-    /// The request, or our configuration, can never work as it is.
+    /// The request or the configuration can never work as it is.
     #[error("{text}")]
     Invalid {
-        /// For people.
+        /// Human-readable text.
         text: String,
     },
-    /// The VM (or disk) does not exist any more. `delete` never says this: gone is `Ok` there.
+    /// The VM (or disk) does not exist any more. `delete` never returns this: it returns `Ok` for a VM that is gone.
     #[error("{text}")]
     NotFound {
-        /// For people.
+        /// Human-readable text.
         text: String,
     },
     /// The idempotency key was used before with another request (the clouds' `IdempotentParameterMismatch`).
     #[error("{text}")]
     KeyReused {
-        /// For people.
+        /// Human-readable text.
         text: String,
     },
-    /// It may work when asked again: network, a 5xx, a deadline that passed without an answer.
+    /// A repeated call may work: network failure, a 5xx, a deadline that passed without an answer.
     #[error("{text}")]
     Transient {
-        /// For people.
+        /// Human-readable text.
         text: String,
     },
-    /// The request asks for something this provider cannot do. Nothing was called.
+    /// The request asks for a feature that this provider lacks. No call was made.
     #[error("{text}")]
     Unsupported {
-        /// The field of the request.
+        /// Field of the request.
         field: String,
-        /// For people.
+        /// Human-readable text.
         text: String,
     },
 }
 
-/// Offerings that did not do, and why.
+/// Rejected offerings with one common reason.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Rejected {
-    /// One or several, e.g. `m6a.large in eu-north-1a, eu-north-1b (spot)` or `310 types`.
+    /// One or several offerings, e.g. `m6a.large in eu-north-1a, eu-north-1b (spot)` or `310 types`.
     pub offerings: String,
-    /// Why, e.g. `no capacity (2 min ago)` or `less than 4 vCPUs`.
+    /// Reason, e.g. `no capacity (2 min ago)` or `less than 4 vCPUs`.
     pub reason: String,
 }
 
-/// What to do after an [`Error`].
+/// Reaction to an [`Error`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Retry {
-    /// The same call with the same key, not before this long from now. (A `create` that ended so may have made
-    /// the VM: only the same key is safe.)
+    /// Repeat the same call with the same key, not before this time has passed. (A `create` that failed this way may
+    /// have made the VM, so only the same key is safe.)
     After(Duration),
-    /// A new attempt, with a new key, for the next offering.
+    /// Make a new attempt, with a new key, for the next offering.
     NextOffering,
-    /// No: say it to a person.
+    /// Do not retry; report the error to a person.
     Never,
 }
 
-/// When a cloud throttles without saying for how long: EC2 refills its narrowest bucket at two a second.
+/// Pause for a throttle without a stated pause: EC2 refills its narrowest bucket at two per second.
 const THROTTLE_DEFAULT: Duration = Duration::from_millis(500);
-/// First pause after a failure of the transport.
+/// First pause after a transport failure.
 const TRANSIENT_DEFAULT: Duration = Duration::from_millis(200);
 
 impl Error {
-    /// What the caller should do. The one place retry policy is decided.
+    /// Returns the reaction of the caller. Retry policy is decided only here.
     pub fn retry(&self) -> Retry {
         match self {
             Error::Throttled { after, .. } => Retry::After(after.unwrap_or(THROTTLE_DEFAULT)),
@@ -117,7 +117,7 @@ impl Error {
         }
     }
 
-    /// The class as one word, for metrics and Kubernetes Event reasons.
+    /// Returns the class as one word, for metrics and Kubernetes Event reasons.
     pub fn class(&self) -> &'static str {
         match self {
             Error::Throttled { .. } => "throttled",
@@ -132,35 +132,35 @@ impl Error {
         }
     }
 
-    /// Most groups in [`Error::Capacity`].
+    /// Most entries of `rejected` in [`Error::Capacity`].
     pub const MAX_REJECTED: usize = 64;
 
-    /// [`Error::Capacity`] of this offering with this text, and nothing to say about others.
+    /// Returns [`Error::Capacity`] of this offering with this text and no rejected offerings.
     pub fn capacity(offering: impl Into<String>, text: impl Into<String>) -> Error {
         Error::Capacity { offering: offering.into(), rejected: Vec::new(), text: text.into() }
     }
 
-    /// [`Error::Invalid`] with this text.
+    /// Returns [`Error::Invalid`] with this text.
     pub fn invalid(text: impl Into<String>) -> Error {
         Error::Invalid { text: text.into() }
     }
 
-    /// [`Error::NotFound`] with this text.
+    /// Returns [`Error::NotFound`] with this text.
     pub fn not_found(text: impl Into<String>) -> Error {
         Error::NotFound { text: text.into() }
     }
 
-    /// [`Error::Transient`] with this text.
+    /// Returns [`Error::Transient`] with this text.
     pub fn transient(text: impl Into<String>) -> Error {
         Error::Transient { text: text.into() }
     }
 
-    /// [`Error::KeyReused`] with this text.
+    /// Returns [`Error::KeyReused`] with this text.
     pub fn key_reused(text: impl Into<String>) -> Error {
         Error::KeyReused { text: text.into() }
     }
 
-    /// [`Error::Unsupported`] for this field of the request.
+    /// Returns [`Error::Unsupported`] for this field of the request.
     pub fn unsupported(field: impl Into<String>, text: impl Into<String>) -> Error {
         Error::Unsupported { field: field.into(), text: text.into() }
     }

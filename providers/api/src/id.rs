@@ -1,5 +1,5 @@
-//! Names that cross the provider seam: the cloud's name for a VM, and our key for one attempt to make it.
-//! Pure; the hash is the only computation.
+//! Identifiers that cross the provider interface: the cloud's id of a VM, and the caller's key for one creation
+//! attempt. Pure; the hash is the only computation.
 
 use std::fmt;
 
@@ -15,16 +15,16 @@ pub struct NotAnId {
     why: &'static str,
 }
 
-/// Longest instance id we accept; Azure's resource ids are the longest known, some 250 bytes.
+/// Longest accepted instance id. Azure resource ids are the longest known, some 250 bytes.
 const MAX_INSTANCE_ID: usize = 1024;
 
-/// What the cloud calls a VM. Opaque to everybody but its provider; 1 to 1024 printable ASCII bytes.
+/// Cloud's id of a VM. Opaque to all code but its provider; 1 to 1024 printable ASCII bytes.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct InstanceId(String);
 
 impl InstanceId {
-    /// Checks and wraps an id as the cloud gave it.
+    /// Checks and wraps an id from the cloud.
     ///
     /// # Errors
     /// When it is empty, too long, or holds anything but printable ASCII.
@@ -43,21 +43,21 @@ impl InstanceId {
         Ok(InstanceId(text))
     }
 
-    /// The id as text.
+    /// Returns the id as text.
     pub fn as_str(&self) -> &str {
         &self.0
     }
 }
 
-/// The key that makes a create repeatable: at most 64 of `[A-Za-z0-9-]`, which is what the narrowest cloud takes
-/// (AWS and Alibaba client tokens: 64 ASCII characters).
+/// Idempotency key of a create: at most 64 of `[A-Za-z0-9-]`, the limit of the narrowest cloud (AWS and Alibaba client
+/// tokens: 64 ASCII characters).
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct IdempotencyKey(String);
 
 impl IdempotencyKey {
-    /// The key of one attempt: SHA-256 over cluster, sandbox and attempt, as 64 hex digits. A fallback to another
-    /// offering is another attempt, recorded before it is tried.
+    /// Derives the key of one attempt: SHA-256 over cluster, sandbox and attempt, as 64 hex digits. A fallback to
+    /// another offering is another attempt, recorded before it is tried.
     pub fn derive(cluster: &str, sandbox: &str, attempt: u32) -> IdempotencyKey {
         let mut hash = Sha256::new();
         // Lengths first, so that no two different triples give the same bytes.
@@ -84,18 +84,18 @@ impl IdempotencyKey {
         Ok(IdempotencyKey(text))
     }
 
-    /// The key as text.
+    /// Returns the key as text.
     pub fn as_str(&self) -> &str {
         &self.0
     }
 
-    /// SHA-256 of the key: what a provider cuts names, UUIDs and the like from.
+    /// SHA-256 of the key. Providers derive names, UUIDs and similar values from it.
     pub fn sha256(&self) -> [u8; 32] {
         Sha256::digest(self.0.as_bytes()).into()
     }
 }
 
-/// Enough of a bad text to recognise it in a message.
+/// Start of a bad text, long enough to recognise it in a message.
 fn clip(text: &str) -> String {
     text.chars().take(80).collect()
 }

@@ -1,15 +1,16 @@
-//! What a provider of pod VMs is: one small trait, its types, its errors.
+//! Defines the interface of a provider of pod VMs: one small trait, its types, its errors.
 //!
-//! A provider makes a VM somewhere (a cloud, a hypervisor, namespaces) and takes it away again. It knows
-//! nothing of pods, Kubernetes or Kata, and holds no state of its own that the caller would miss after a
-//! crash: the caller writes its intent down first and repeats calls until they hold, so **every call here is
-//! idempotent** and may be dropped at any await.
+//! A provider makes a VM somewhere (a cloud, a hypervisor, namespaces) and deletes it again. It has no notion of pods,
+//! Kubernetes or Kata. It holds no state that the caller would miss after a crash: the caller records its intent first
+//! and repeats each call until it succeeds. **Every call here is therefore idempotent** and may be dropped at any
+//! await.
 //!
-//! * [`Provider`] is the trait; [`Capabilities`] says what a provider can do, and a request that asks for more
-//!   is refused before the call, never shortened.
-//! * [`Error`] is typed, and [`Error::retry`] is the only thing retry policy looks at.
-//! * [`decorate()`] puts deadline, log, metric, retry and pace around any provider, so that none writes its own.
-//! * [`select`] picks an instance type; [`conformance`] is the test suite that any provider runs in one line.
+//! * [`Provider`] is the trait. [`Capabilities`] describes the features of a provider; a request that exceeds them is
+//!   refused before the call, never shortened.
+//! * [`Error`] is typed. Retry policy depends only on [`Error::retry`].
+//! * [`decorate()`] adds deadline, log, metrics, retry and pacing to any provider, so that no provider implements its
+//!   own.
+//! * [`select`] picks an instance type. [`conformance`] is the test suite that any provider runs in one line.
 //!
 //! This crate touches no network and no disk, and depends on no provider.
 
@@ -40,124 +41,124 @@ pub use request::{
     OwnedState, Placement, Size,
 };
 
-/// Makes VMs and takes them away. See the crate's page for the rules all methods share.
+/// Makes and deletes VMs. The crate's page has the rules that all methods share.
 ///
-/// **Construction calls nobody.** What a provider must look up (images, types, prices) it looks up in `preflight` or
-/// when a create first needs it, so that whoever only lists and deletes, like the cluster's controller, needs rights
-/// for nothing else: `list_owned`, `addresses`, `delete`, `detach` and `console` work without `preflight`.
+/// **Construction makes no call.** A provider looks up images, types and prices in `preflight` or when a create first
+/// needs them. A caller that only lists and deletes, like the cluster's controller, therefore needs no further rights:
+/// `list_owned`, `addresses`, `delete`, `detach` and `console` work without `preflight`.
 #[async_trait]
 pub trait Provider: Send + Sync + 'static {
-    /// The name in `provider.kind`, in logs and in metrics: `local`, `aws`, …
+    /// Name in `provider.kind`, in logs and in metrics: `local`, `aws`, …
     fn name(&self) -> &'static str;
 
-    /// What this provider can do. Constant for the life of the object, and cheap.
+    /// Returns the features of this provider. Constant for the life of the object, and cheap.
     fn capabilities(&self) -> Capabilities;
 
-    /// Asks the cloud whether we may do all the rest, and finishes what an earlier process left half done.
-    /// Makes no VM. Runs before the node says it is ready, and may run again at any time.
+    /// Checks with the cloud that all other calls are allowed, and finishes work that an earlier process left
+    /// incomplete. Makes no VM. Runs before the node reports ready, and may run again at any time.
     ///
     /// # Errors
-    /// What stands in the way, with what to do about it.
+    /// The obstacle, and how to remove it.
     async fn preflight(&self) -> Result<Preflight, Error>;
 
-    /// Chooses where the next attempt is to be made, where there is a choice: which types, zones and markets the
-    /// call will name. Makes nothing and reserves nothing. The caller records the answer, and `create` gets it as
-    /// `request.placement`: so a create that is repeated after a crash names the same offerings, whatever has become
+    /// Chooses the offerings of the next attempt, where the provider has a choice: the types, zones and markets that
+    /// the call will name. Makes nothing and reserves nothing. The caller records the answer, and `create` gets it as
+    /// `request.placement`. A create repeated after a crash therefore names the same offerings, even if some became
     /// exhausted, dearer or newly configured since.
     ///
-    /// After [`Error::Capacity`] of a create the caller asks again, for another attempt with another key; what was
-    /// refused is the provider's to remember (for minutes; a restart may forget it).
+    /// After [`Error::Capacity`] of a create, the caller calls this again for another attempt with another key. The
+    /// provider remembers the refused offerings for minutes; a restart may forget them.
     ///
     /// # Errors
-    /// [`Error::Capacity`] when everything that fits is known to be exhausted, [`Error::Invalid`] when nothing fits;
-    /// both end the attempts at once. Otherwise by class.
+    /// [`Error::Capacity`] when every offering that fits is known to be exhausted, [`Error::Invalid`] when no offering
+    /// fits; both end the attempts at once. Otherwise by class.
     async fn place(&self, _request: &CreateRequest) -> Result<Option<Placement>, Error> {
         Ok(None)
     }
 
-    /// Makes the VM, or finds the one an earlier call with this key made. Returns as soon as there is an id.
+    /// Makes the VM, or finds the one that an earlier call with this key made. Returns as soon as there is an id.
     ///
-    /// The caller repeats it byte for byte after a crash or a lost answer; the provider turns the key into
-    /// what its cloud offers (client token, deterministic name, tag). A create whose `placement` is empty, of a
-    /// provider that chooses places, chooses for itself; such a call is not safe to repeat after a crash of the caller.
+    /// The caller repeats the call byte for byte after a crash or a lost answer. The provider turns the key into a
+    /// mechanism of its cloud (client token, deterministic name, tag). If `placement` is empty, a provider that chooses
+    /// placements chooses one itself; such a call is not safe to repeat after a crash of the caller.
     ///
     /// # Errors
-    /// [`Error::KeyReused`] when the key came with another request before; [`Error::Capacity`] when nothing was made
-    /// because all of the placement is exhausted; otherwise by class.
+    /// [`Error::KeyReused`] when an earlier call used the key with another request. [`Error::Capacity`] when the whole
+    /// placement is exhausted and nothing was made. Otherwise by class.
     async fn create(&self, request: &CreateRequest, key: &IdempotencyKey) -> Result<Created, Error>;
 
-    /// The VM's addresses, the one the node should use first; those of a second card are not among them. Waits until
-    /// they are known, polling adaptively; the caller sets the deadline by dropping the future.
+    /// Returns the VM's addresses, the preferred one for the node first. Those of a second NIC are not included. Waits
+    /// until they are known, polling adaptively; the caller sets the deadline by dropping the future.
     ///
     /// # Errors
     /// [`Error::NotFound`] when the VM is gone or has ended.
     async fn addresses(&self, id: &InstanceId) -> Result<Vec<IpAddr>, Error>;
 
-    /// Removes the VM and everything its creation made. A VM that is gone, or never was, is `Ok`.
-    /// Returns when the cloud has accepted it; [`Provider::list_owned`] shows the VM until it is gone.
+    /// Removes the VM and everything that its creation made. Returns `Ok` for a VM that is gone or never existed.
+    /// Returns when the cloud has accepted the deletion; [`Provider::list_owned`] shows the VM until it is gone.
     ///
     /// # Errors
-    /// When the cloud has not accepted it; the caller repeats the call.
+    /// When the cloud has not accepted the deletion; the caller repeats the call.
     async fn delete(&self, id: &InstanceId) -> Result<(), Error>;
 
-    /// Every VM this cluster and node made through this provider that has not vanished without a trace,
-    /// half-made and half-deleted ones included. Nobody else's.
+    /// Lists every VM that this cluster and node made through this provider, half-made and half-deleted ones included,
+    /// until no trace of it is left. VMs of other owners are not listed.
     ///
     /// # Errors
-    /// By class. Never a shortened list: an unread page is an error.
+    /// By class. The list is never shortened: an unread page is an error.
     async fn list_owned(&self) -> Result<Vec<Owned>, Error>;
 
-    /// Several identical VMs by one call, when [`Capabilities::max_batch`] is more than 0.
+    /// Returns the interface for several identical VMs by one call, when [`Capabilities::max_batch`] is more than 0.
     fn batch(&self) -> Option<&dyn Batch> {
         None
     }
 
-    /// Disks attached to a VM that runs, when [`Capabilities::volumes`].
+    /// Returns the interface for disks of a running VM, when [`Capabilities::volumes`].
     fn volumes(&self) -> Option<&dyn Volumes> {
         None
     }
 
-    /// What the VM wrote on its console, when [`Capabilities::console`].
+    /// Returns the interface for console output, when [`Capabilities::console`].
     fn console(&self) -> Option<&dyn Console> {
         None
     }
 
-    /// What happens to VMs without our doing, when [`Capabilities::events`].
+    /// Returns a stream of VM events that no call caused, when [`Capabilities::events`].
     fn events(&self) -> Option<BoxStream<'static, ProviderEvent>> {
         None
     }
 
-    /// Registers the provider's own metrics, below its name; the decorator calls it once. (Calls, failures and times
-    /// are the decorator's.)
+    /// Registers the provider's own metrics, under its name. The decorator calls it once, and itself provides the
+    /// metrics of calls, failures and times.
     fn register_metrics(&self, _registry: &mut Registry) {}
 }
 
-/// What [`Provider::preflight`] found.
+/// Result of [`Provider::preflight`].
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Preflight {
-    /// For people, one fact a line: account, region, image, limits. No secrets.
+    /// Human-readable facts, one per line: account, region, image, limits. No secrets.
     pub facts: Vec<String>,
-    /// Things that will hurt later but do not stop us now.
+    /// Problems that will matter later but do not block now.
     pub warnings: Vec<String>,
-    /// Addresses by which this provider's VMs reach the node, where the provider knows (the local one owns the
-    /// network its VMs are on; a cloud does not know).
+    /// Addresses by which this provider's VMs reach the node, if the provider has them. The local provider owns the
+    /// network of its VMs; a cloud provider does not have this information.
     pub node_addresses: Vec<IpAddr>,
 }
 
-/// Several identical VMs by one call.
+/// Creation of several identical VMs by one call.
 ///
-/// They share everything, user-data included: its ticket says how many may claim it, and who is whose pod's is decided
-/// when they join, by their ids and addresses. Marks of a single pod are therefore not among the labels.
+/// The VMs share everything, user-data included. The ticket in it states how many VMs may claim it. The node assigns
+/// VMs to pods when they join, by their ids and addresses. The labels therefore hold no marks of a single pod.
 #[async_trait]
 pub trait Batch: Send + Sync {
-    /// Makes `count` VMs like this one, or finds those that an earlier call with this key made. Returns as soon as
-    /// there are ids. All of them carry the key ([`Owned::key`]), and each is deleted by itself.
+    /// Makes `count` identical VMs, or finds those that an earlier call with this key made. Returns as soon as there
+    /// are ids. All of them carry the key ([`Owned::key`]), and each is deleted separately.
     ///
-    /// `count` is part of what a repeated call must repeat. Fewer than `count` is an answer, not an error
-    /// ([`CreatedMany::rest`] says why), and it stands: a repeated call makes no more of them.
+    /// A repeated call must repeat `count` too. Fewer than `count` VMs is an answer, not an error
+    /// ([`CreatedMany::rest`] gives the reason). It is final: a repeated call makes no more of them.
     ///
     /// # Errors
-    /// When none was made; the classes are those of [`Provider::create`]. [`Error::Invalid`] for more than
+    /// When no VM was made; the classes are those of [`Provider::create`]. [`Error::Invalid`] for more than
     /// [`Capabilities::max_batch`].
     async fn create_many(
         &self,
@@ -169,62 +170,64 @@ pub trait Batch: Send + Sync {
 
 /// Attach and detach on a running VM.
 ///
-/// What has grown is shown by [`Volumes::grown`], where the cloud does not do that by itself.
+/// [`Volumes::grown`] makes a grown disk visible, where the cloud does not do that itself.
 #[async_trait]
 pub trait Volumes: Send + Sync {
-    /// Attaches the disk, or finds it attached. Returns how the guest will recognise it.
+    /// Attaches the disk, or finds it attached. Returns the identity by which the guest recognises it.
     ///
     /// # Errors
-    /// [`Error::NotFound`] when VM or disk is gone; otherwise by class.
+    /// [`Error::NotFound`] when the VM or the disk is gone; otherwise by class.
     async fn attach(&self, id: &InstanceId, disk: &DiskRequest) -> Result<DiskIdentity, Error>;
 
-    /// Detaches the disk. Not attached, or VM gone, is `Ok`.
+    /// Detaches the disk. Returns `Ok` if it is not attached or the VM is gone.
     ///
     /// # Errors
-    /// When the cloud has not accepted it; the caller repeats the call.
+    /// When the cloud has not accepted the detach; the caller repeats the call.
     async fn detach(&self, id: &InstanceId, volume: &str) -> Result<(), Error>;
 
-    /// An attached disk was made larger, to at least `bytes` (0: not said): shows the VM its new size, which need not be
-    /// there when this returns. Not attached, VM gone, or shown already is `Ok`; never makes what the VM sees smaller, and
-    /// makes no disk larger that others do. Nothing is to be done where a VM sees it by itself, as in most clouds.
+    /// Shows the VM the new size of an attached disk that has grown to at least `bytes` (0: unknown). The size need not
+    /// be visible when this returns. Returns `Ok` if the disk is not attached, the VM is gone or the size is already
+    /// visible. Never shrinks the visible size, and never resizes a disk that another component resizes. Where a VM
+    /// sees the size by itself, as in most clouds, there is nothing to do.
     ///
     /// # Errors
-    /// By class; the caller goes on, and asks the VM whether it sees it.
+    /// By class. The caller continues, and checks in the VM whether the size is visible.
     async fn grown(&self, _id: &InstanceId, _disk: &DiskRequest, _bytes: u64) -> Result<(), Error> {
         Ok(())
     }
 }
 
-/// The VM's console, for the message that says why a boot failed.
+/// Console of a VM, for the message that explains a failed boot.
 #[async_trait]
 pub trait Console: Send + Sync {
-    /// The last at most `limit` bytes the VM wrote, raw. Works for a VM that has ended, until it is deleted.
+    /// Returns at most the last `limit` bytes that the VM wrote, raw. Works for a VM that has ended, until it is
+    /// deleted.
     ///
     /// # Errors
-    /// [`Error::NotFound`] when nothing is known of the VM.
+    /// [`Error::NotFound`] when the provider has no record of the VM.
     async fn tail(&self, id: &InstanceId, limit: usize) -> Result<Vec<u8>, Error>;
 }
 
-/// Something that happened to a VM without our doing.
+/// VM event that no call caused.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ProviderEvent {
-    /// Which VM.
+    /// Affected VM.
     pub id: InstanceId,
-    /// What happened.
+    /// Kind of event.
     pub kind: EventKind,
 }
 
-/// The kinds of [`ProviderEvent`].
+/// Kinds of [`ProviderEvent`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum EventKind {
-    /// The cloud will take the VM away at about this time (a spot notice, host maintenance).
+    /// The cloud will remove the VM at about this time (a spot notice, host maintenance).
     Interruption {
-        /// When the cloud says it will happen.
+        /// Time that the cloud announced.
         at: SystemTime,
     },
-    /// The VM has ended: powered off, terminated by another hand, host lost.
+    /// The VM has ended: powered off, terminated by another actor, host lost.
     Ended {
-        /// What the cloud says of it.
+        /// Reason from the cloud.
         reason: String,
     },
 }

@@ -1,5 +1,5 @@
-//! What is asked of a provider and what it answers. Plain data: serialisable, because the caller's ledger keeps a
-//! request until the VM exists, and a repeated request must be the same byte for byte.
+//! Requests to a provider and its answers. Plain serialisable data: the caller's ledger keeps a request until the VM
+//! exists, and a repeated request must be the same byte for byte.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -11,54 +11,54 @@ use sha2::{Digest, Sha256};
 
 use crate::{IdempotencyKey, InstanceId};
 
-/// One VM to make. A field that the provider's [`crate::Capabilities`] do not cover must be empty.
+/// Request for one VM. A field that the provider's [`crate::Capabilities`] do not cover must be empty.
 ///
-/// Fields that came later are absent from the JSON while they are empty: a request that an older ledger holds has the
-/// same [`CreateRequest::digest`] today.
+/// Fields added later are absent from the JSON while they are empty. A request in an older ledger therefore keeps its
+/// [`CreateRequest::digest`].
 #[derive(Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CreateRequest {
-    /// For people: the VM's name where the cloud shows one. Not an identity; the key is.
+    /// Human-readable name, shown where the cloud shows one. Not an identity; the key is.
     pub name: String,
-    /// What the VM finds when it boots, raw (the provider encodes it as its cloud wants). Holds the birth ticket:
-    /// never printed, never in an error.
+    /// User-data of the VM, raw (the provider encodes it as its cloud requires). Holds the ticket: never printed, never
+    /// in an error.
     pub user_data: String,
-    /// At least this much machine.
+    /// Minimum size of the VM.
     pub size: Size,
-    /// Exactly this type, when somebody chose one.
+    /// Exact instance type, if one was chosen.
     pub instance_type: Option<String>,
-    /// Another image than the configured one.
+    /// Image other than the configured one.
     pub image: Option<String>,
-    /// Disks that exist already and belong to the pod; attached, never created or deleted with the VM.
+    /// Existing disks that belong to the pod; attached, never created or deleted with the VM.
     pub disks: Vec<DiskRequest>,
-    /// A second network card, on the network that the provider's settings name for it: with an address of its own, made
-    /// and deleted with the VM. The node speaks with the VM by the first one only.
+    /// Second NIC, on the network that the provider's settings name for it. It has its own address and is made and
+    /// deleted with the VM. The node reaches the VM by the first NIC only.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub second_nic: bool,
-    /// Marks on the VM (cluster, namespace, pod …) for people and for cost reports.
+    /// Labels of the VM (cluster, namespace, pod …) for people and for cost reports.
     pub labels: BTreeMap<String, String>,
-    /// The processor architecture; `None`: what the configured image is for.
+    /// Processor architecture; `None`: that of the configured image.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub arch: Option<Arch>,
-    /// Memory that host and cloud cannot read, by this technology; `None`: what the configuration says.
+    /// Technology that keeps the VM's memory from the host and the cloud; `None`: as configured.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub confidential: Option<Confidential>,
-    /// How the VM is paid for; `None`: what the configuration says.
+    /// Pricing model of the VM; `None`: as configured.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub market: Option<Market>,
-    /// In one of these zones, by the cloud's names; empty: wherever the configuration allows.
+    /// Allowed zones, by the cloud's names; empty: any zone that the configuration allows.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub zones: Vec<String>,
-    /// With an address of the internet beside the private one.
+    /// Whether the VM gets a public IP address in addition to the private one.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub public_ip: bool,
-    /// What [`crate::Provider::place`] answered for this attempt; `None` where it was not asked or had no choice.
+    /// Answer of [`crate::Provider::place`] for this attempt; `None` where it was not called or had no choice.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub placement: Option<Placement>,
 }
 
 impl CreateRequest {
-    /// SHA-256 over the whole request, as hex: what a provider keeps to recognise a key that comes back with
-    /// another request, without keeping the request (and its ticket).
+    /// Returns the SHA-256 over the whole request, as hex. A provider keeps it to recognise a key that comes back with
+    /// another request, without keeping the request and its ticket.
     pub fn digest(&self) -> String {
         let json = serde_json::to_vec(self).expect("strings and numbers always serialise");
         hex::encode(&Sha256::digest(&json))
@@ -67,7 +67,8 @@ impl CreateRequest {
 
 impl fmt::Debug for CreateRequest {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // Everything but what is secret; a field that comes later must be thought of in `Capabilities::check`.
+        // All fields but the secret one. `Capabilities::check` destructures the request, so a new field is noticed
+        // there.
         f.debug_struct("CreateRequest")
             .field("name", &self.name)
             .field("user_data", &format_args!("({} bytes)", self.user_data.len()))
@@ -87,7 +88,7 @@ impl fmt::Debug for CreateRequest {
     }
 }
 
-/// How much machine is wanted, at least. 0 means no wish.
+/// Minimum size of a VM. 0: no minimum.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Size {
     /// Virtual CPUs.
@@ -96,30 +97,30 @@ pub struct Size {
     pub memory_mib: u64,
     /// GPUs.
     pub gpus: u32,
-    /// Which GPU, by the cloud's name, compared without case; `None` for any.
+    /// GPU model, by the cloud's name, compared without case; `None` for any.
     pub gpu_model: Option<String>,
 }
 
-/// A disk the pod brings along.
+/// Disk of the pod.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DiskRequest {
-    /// The cloud's id of the disk, as its CSI driver calls it.
+    /// Cloud's id of the disk, as its CSI driver names it.
     pub volume: String,
-    /// Attach it for reading only.
+    /// Whether to attach it read-only.
     pub read_only: bool,
-    /// Where the disk is, when the caller knows (a volume's topology); the provider asks its cloud otherwise. The VM
+    /// Zone of the disk, if the caller has it (from a volume's topology); otherwise the provider asks its cloud. The VM
     /// must be in the same zone.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub zone: Option<String>,
 }
 
-/// A processor architecture.
+/// Processor architecture.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Arch {
-    /// `amd64` in Go's words.
+    /// `amd64` in Go.
     X86_64,
-    /// `arm64` in Go's words.
+    /// `arm64` in Go.
     Aarch64,
     /// IBM Z.
     S390x,
@@ -127,7 +128,7 @@ pub enum Arch {
     Ppc64le,
 }
 
-/// A technology that keeps a VM's memory from its host.
+/// Technology that keeps a VM's memory from its host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Confidential {
@@ -141,30 +142,30 @@ pub enum Confidential {
     SecureExecution,
 }
 
-/// How a VM is paid for.
+/// Pricing model of a VM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Market {
-    /// What is left over, cheaply; the cloud may take it back ([`crate::EventKind::Interruption`]).
+    /// Spare capacity at a low price; the cloud may reclaim it ([`crate::EventKind::Interruption`]).
     Spot,
-    /// At the list price, for as long as one wants.
+    /// List price, without a time limit.
     OnDemand,
 }
 
 macro_rules! words {
     ($name:ident { $($variant:ident = $word:literal),* $(,)? }) => {
         impl $name {
-            /// All there are.
+            /// All values.
             pub const ALL: &'static [$name] = &[$($name::$variant),*];
 
-            /// As it is written in configurations, labels and errors; the same as in JSON.
+            /// Returns the word used in configurations, labels and errors; the same as in JSON.
             pub const fn word(self) -> &'static str {
                 match self {
                     $($name::$variant => $word),*
                 }
             }
 
-            /// The one that is written so.
+            /// Returns the value that this word names.
             pub fn from_word(word: &str) -> Option<$name> {
                 $name::ALL.iter().copied().find(|one| one.word() == word)
             }
@@ -185,14 +186,15 @@ words!(Confidential {
 });
 words!(Market { Spot = "spot", OnDemand = "on_demand" });
 
-/// Where one attempt is to be made, as the provider chose it: the instance types, zones and markets that the call
-/// names. Only that provider reads it; everybody else keeps it. Not secret. At most 16 KiB.
+/// Place of one attempt, as the provider chose it: the instance types, zones and markets that the call names. Opaque to
+/// all but that provider. Not secret. At most 16 KiB.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct Placement(String);
 
 impl Placement {
-    /// Most bytes of one: a fleet call's list of offerings fits several times, and a ledger keeps one per sandbox.
+    /// Most bytes of a placement. A fleet call's list of offerings fits several times, and a ledger keeps one placement
+    /// per sandbox.
     pub const MAX: usize = 16 << 10;
 
     /// Wraps the provider's own text.
@@ -211,7 +213,7 @@ impl Placement {
         Ok(Placement(text))
     }
 
-    /// The provider's own text.
+    /// Returns the provider's own text.
     pub fn as_str(&self) -> &str {
         &self.0
     }
@@ -230,73 +232,73 @@ impl From<Placement> for String {
     }
 }
 
-/// How the guest recognises a disk: what the hardware says, never its order.
+/// Hardware identity by which the guest recognises a disk; never its order.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum DiskIdentity {
-    /// The serial number that the block device reports (virtio, NVMe controller).
+    /// Serial number that the block device reports (virtio, NVMe controller).
     Serial(String),
-    /// The name below `/dev/disk/by-id/`.
+    /// Name below `/dev/disk/by-id/`.
     ById(String),
-    /// The SCSI logical unit or NVMe namespace that the attach was given.
+    /// SCSI logical unit or NVMe namespace that the attach was given.
     Lun(u32),
-    /// The World Wide Name.
+    /// World Wide Name.
     Wwn(String),
 }
 
-/// A VM that exists, or is about to.
+/// VM that exists or is about to.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Created {
-    /// The cloud's id.
+    /// Cloud's id of the VM.
     pub id: InstanceId,
-    /// Its addresses when the answer already said them; empty is normal, then ask [`crate::Provider::addresses`].
+    /// Addresses, if the create returned them. Empty is normal; then call [`crate::Provider::addresses`].
     pub addresses: Vec<IpAddr>,
-    /// The type that was chosen, when the cloud has types.
+    /// Chosen instance type, when the cloud has types.
     pub instance_type: Option<String>,
-    /// For each disk of the request that is attached already: volume id and identity.
+    /// Volume id and identity of each requested disk that is already attached.
     pub disks: Vec<(String, DiskIdentity)>,
 }
 
-/// What one call for several VMs made. See [`crate::Batch`].
+/// Result of one call for several VMs. See [`crate::Batch`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CreatedMany {
-    /// The VMs, in the order of their ids, so that a repeated call gives the same list.
+    /// VMs, in the order of their ids, so that a repeated call gives the same list.
     pub made: Vec<Created>,
-    /// Why there are fewer than asked for. `None` exactly when there are as many.
+    /// Reason why there are fewer VMs than requested. `None` exactly when there are as many.
     pub rest: Option<crate::Error>,
 }
 
-/// A VM that [`crate::Provider::list_owned`] found.
+/// VM that [`crate::Provider::list_owned`] found.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Owned {
-    /// The cloud's id.
+    /// Cloud's id of the VM.
     pub id: InstanceId,
-    /// The key it was made with; `None` when the mark was lost (then only age and name tell whose it is). All VMs of
-    /// one batch have the batch's.
+    /// Key of its create; `None` when the mark was lost (then only age and name identify the owner). All VMs of a batch
+    /// have the key of the batch.
     pub key: Option<IdempotencyKey>,
-    /// The name it was made with.
+    /// Name of its create request.
     pub name: Option<String>,
-    /// Where it is in its life.
+    /// State of the VM.
     pub state: OwnedState,
-    /// Its addresses, as far as known.
+    /// Addresses, as far as known.
     pub addresses: Vec<IpAddr>,
-    /// When it was made, when the cloud says so.
+    /// Creation time, if the cloud reports one.
     pub created: Option<SystemTime>,
-    /// The node that made it (its request's label `peerpod.node`), where the provider keeps that. Whoever collects for a
-    /// whole cluster leaves a VM alone of which it does not know the node.
+    /// Node that made it (its request's label `peerpod.node`), if the provider keeps that. A cluster-wide collector
+    /// leaves a VM of an unknown node alone.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub node: Option<String>,
 }
 
-/// Where a VM is in its life, as far as anybody who wants to keep or delete it must know.
+/// State of a VM, as far as it matters for keeping or deleting it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum OwnedState {
-    /// Being made; perhaps never finished, when its creator died.
+    /// Being made; possibly never finished, if its creator died.
     Pending,
     /// Running.
     Running,
-    /// Ended by itself, with remains (console, disk) that `delete` removes.
+    /// Ended by itself; `delete` removes the rest (console, disk).
     Ended,
     /// Deletion accepted, not finished.
     Deleting,
@@ -352,7 +354,7 @@ mod tests {
 
     #[test]
     fn a_request_of_an_older_ledger_has_its_old_digest() {
-        // As it was written before requests had the fields that follow `labels`.
+        // Format from before requests had the fields that follow `labels`.
         let old = r#"{"name":"a","user_data":"u","size":{"vcpus":1,"memory_mib":2,"gpus":0,"gpu_model":null},"instance_type":null,"image":null,"disks":[{"volume":"v","read_only":true}],"labels":{}}"#;
         let read: CreateRequest = serde_json::from_str(old).unwrap();
         assert_eq!(serde_json::to_string(&read).unwrap(), old);

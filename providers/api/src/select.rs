@@ -1,16 +1,16 @@
-//! Picks an instance type: everything that fits, in order, the first of it. Pure.
+//! Picks an instance type: orders all types that fit, best first. Pure.
 //!
-//! Linear on purpose: "enough memory and enough CPUs" is not monotone over any one order, so a binary search misses
-//! types that fit. 1 400 types are microseconds.
+//! The search is linear on purpose. "Enough memory and enough CPUs" is not monotone over any one order, so a binary
+//! search misses types that fit. 1 400 types take microseconds.
 
 use serde::{Deserialize, Serialize};
 
 use crate::{Error, Size};
 
-/// A type of VM that a cloud offers.
+/// Type of VM that a cloud offers.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct InstanceType {
-    /// The cloud's name for it.
+    /// Cloud's name of the type.
     pub name: String,
     /// Virtual CPUs.
     pub vcpus: u32,
@@ -18,26 +18,26 @@ pub struct InstanceType {
     pub memory_mib: u64,
     /// GPUs.
     pub gpus: u32,
-    /// Which GPU, by the cloud's name.
+    /// GPU model, by the cloud's name.
     pub gpu_model: Option<String>,
     /// Price in millionths of a currency unit per hour, when known; all of a catalogue in one currency.
     pub price: Option<u64>,
 }
 
-/// What an administrator set.
+/// Selection rules that an administrator set.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Policy<'p> {
     /// Types that pods may get. Empty: only the default.
     pub allowed: &'p [String],
-    /// What a pod without wishes gets.
+    /// Type for a pod that asks for no type and no size.
     pub default: &'p str,
 }
 
-/// The names of the types to try, best first; at least one.
+/// Returns the names of the types to try, best first; at least one.
 ///
-/// * A type by name wins over all sizes, if it is allowed; it is then the only one.
-/// * Without any wish it is the default.
-/// * Else all allowed types that fit, ordered by [`fitting`].
+/// * A named type takes precedence over all sizes, if it is allowed. It is then the only one.
+/// * Without a name and a size, the result is the default.
+/// * Otherwise the result is all allowed types that fit, ordered by [`fitting`].
 ///
 /// # Errors
 /// [`Error::Invalid`] when the named type is not allowed, or nothing allowed fits.
@@ -62,10 +62,10 @@ pub fn choose(
     if names.is_empty() { Err(nothing_fits(size)) } else { Ok(names) }
 }
 
-/// The types that are at least this size, the best first: cheapest if prices are known, then fewest GPUs, least
-/// memory, fewest CPUs, name. A type with GPUs fits only a wish for GPUs.
+/// Returns the types of at least this size, best first: cheapest if prices are known, then fewest GPUs, least memory,
+/// fewest CPUs, name. A type with GPUs fits only a request for GPUs.
 pub fn fitting<'t>(types: impl IntoIterator<Item = &'t InstanceType>, size: &Size) -> Vec<&'t InstanceType> {
-    // A model without a number is a wish for one.
+    // A model without a number is a request for one GPU.
     let gpus = size.gpus.max(u32::from(size.gpu_model.is_some()));
     let fits = |one: &&InstanceType| {
         one.vcpus >= size.vcpus
@@ -80,20 +80,21 @@ pub fn fitting<'t>(types: impl IntoIterator<Item = &'t InstanceType>, size: &Siz
     fitting
 }
 
-/// A total order over types: without prices it is (GPUs, memory, CPUs, name), with them the price comes first and
-/// what has none comes last.
+/// Total order over types. Without prices it is (GPUs, memory, CPUs, name). With prices, the price comes first, and
+/// types without a price come last.
 fn rank(one: &InstanceType) -> (bool, u64, u32, u64, u32, &str) {
     (one.price.is_none(), one.price.unwrap_or(0), one.gpus, one.memory_mib, one.vcpus, &one.name)
 }
 
-/// Whether a type may be used; its name. The texts are what users of other peer-pod systems look for in a pod's Events.
+/// Checks whether a type may be used and returns its name. The error texts are those of cloud-api-adaptor, which users
+/// search for in a pod's Events.
 ///
 /// # Errors
 /// [`Error::Invalid`] when it may not.
 pub fn verify(name: &str, policy: &Policy<'_>) -> Result<String, Error> {
     let (allowed, default) = (policy.allowed, policy.default);
     let why = match allowed {
-        // The default is what the administrator chose; it need not stand in the list.
+        // The administrator chose the default; the list need not contain it.
         _ if name == default => return Ok(name.to_owned()),
         [] => format!(
             "requested instance type (\"{name}\") is not default (\"{default}\") \
@@ -105,7 +106,7 @@ pub fn verify(name: &str, policy: &Policy<'_>) -> Result<String, Error> {
     Err(Error::invalid(format!("failed to verify instance type: {why}")))
 }
 
-/// That no type is as large as is wanted. The texts are what users of other peer-pod systems look for, too.
+/// Error for a size that no type reaches. The texts are those of cloud-api-adaptor, which users search for.
 pub fn nothing_fits(size: &Size) -> Error {
     let Size { vcpus, memory_mib, gpus, gpu_model } = size;
     let model = gpu_model.as_ref().map(|model| format!(" of model {model}")).unwrap_or_default();

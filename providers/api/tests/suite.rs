@@ -1,5 +1,5 @@
-//! The conformance suite against a cloud in memory: one that conforms passes, and each way of not conforming is
-//! found by the check that is for it.
+//! Runs the conformance suite against an in-memory cloud. A conforming provider passes, and each fault is found by the
+//! check for it.
 
 #![allow(clippy::unwrap_used)]
 
@@ -17,7 +17,7 @@ use peerpod_provider_api::{
     IdempotencyKey, InstanceId, Owned, OwnedState, Placement, Preflight, Provider, Volumes,
 };
 
-/// Ways of not conforming.
+/// Faults of a provider.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Fault {
     None,
@@ -118,7 +118,7 @@ impl Provider for Shelf {
             Fault::DropsWhatItCannotDo => {}
             _ => self.capabilities().check(request, self.name())?,
         }
-        // A cloud that takes a while, and answers a while after the effect.
+        // The effect takes a while, and so does the answer after it.
         tokio::time::sleep(Duration::from_millis(3)).await;
         let id = {
             let mut cloud = self.cloud.lock().unwrap();
@@ -258,7 +258,7 @@ impl Volumes for Shelf {
     }
 }
 
-/// The one disk there is.
+/// The only disk of this cloud.
 const DISK: &str = "disk-1";
 
 struct Bench {

@@ -1,12 +1,12 @@
-//! One call for what many callers want within a moment.
+//! Merges the calls of many callers within a short time into one call.
 //!
-//! The first who asks opens a window for its key; it closes when nobody came for a while, when it has been open long
-//! enough, or when it is full. Then one call is made for all of them, by a task of its own: whoever goes away, first
-//! comer or not, leaves the others' call alone, and is left out of it when the window was still open. Items of one key
-//! go together; another key has a window of its own.
+//! The first caller of a key opens a window for it. The window closes when no caller came for a while, when it has been
+//! open long enough, or when it is full. A separate task then makes one call for all items. A caller that goes away,
+//! even the first, does not disturb the call of the others. If its window is still open, its item is left out of the
+//! call. Items of one key go together; each key has its own window.
 //!
-//! A call that fails as a whole for the sake of one item (clouds refuse a list with one unknown id) is cut in halves
-//! until the bad one is alone: some 2·log₂ n calls instead of n.
+//! Clouds refuse a whole list because of one unknown id. Such a list is halved until the bad item is alone. That takes
+//! some 2·log₂ n calls instead of n.
 
 use std::collections::HashMap;
 use std::future::Future;
@@ -23,35 +23,35 @@ use prometheus_client::registry::Registry;
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 
-/// When a window closes.
+/// Conditions that close a window.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Window {
-    /// When nobody came for so long.
+    /// Time without a new item.
     pub idle: Duration,
-    /// When it has been open for so long.
+    /// Time since the window was opened.
     pub longest: Duration,
-    /// When it has so many items; the most that one call takes.
+    /// Number of items; the most that one call takes.
     pub most: usize,
 }
 
 impl Window {
-    /// For creates: short, a pod waits for it (karpenter's figures).
+    /// For creates: short, because a pod waits for it (karpenter's figures).
     pub const CREATE: Window =
         Window { idle: Duration::from_millis(35), longest: Duration::from_secs(1), most: 1000 };
     /// For describes and deletes (karpenter's figures).
     pub const LIST: Window =
         Window { idle: Duration::from_millis(100), longest: Duration::from_secs(1), most: 500 };
 
-    /// The same for calls that take at most so many.
+    /// Returns the same window for calls that take at most `most` items.
     pub fn most(self, most: usize) -> Window {
         Window { most: most.max(1), ..self }
     }
 }
 
-/// What a call for several items says: an answer for each, in their order, or one error for all of them.
+/// Result of a call for several items: one answer per item, in their order, or one error for all of them.
 pub type Answers<O> = Result<Vec<Result<O, Error>>, Error>;
 
-/// The call: key, items, and the latest deadline of those who wait.
+/// Call for the items of a window: key, items, and the latest deadline of the waiting callers.
 type Execute<K, I, O> =
     dyn Fn(K, Vec<I>, Instant) -> Pin<Box<dyn Future<Output = Answers<O>> + Send>> + Send + Sync;
 
@@ -66,16 +66,16 @@ struct Inner<K, I, O> {
     sizes: Histogram,
 }
 
-/// A window that is open.
+/// Open window.
 struct Open<I, O> {
-    /// Tells it from a later one of the same key.
+    /// Distinguishes the window from a later one of the same key.
     number: u64,
     since: Instant,
     last: Instant,
     items: Vec<Item<I, O>>,
 }
 
-/// What a look at a window found.
+/// Result of a check of a window.
 enum Look<I, O> {
     Again(Instant),
     Closed(Vec<Item<I, O>>),
@@ -99,8 +99,8 @@ where
     I: Clone + Send + Sync + 'static,
     O: Send + 'static,
 {
-    /// A batcher that makes its calls with `execute` (through the scheduler; the instant is when the last of its
-    /// callers stops waiting).
+    /// Returns a batcher that makes its calls with `execute` (through the scheduler). The instant is the latest
+    /// deadline of its callers.
     pub fn new<F>(window: Window, execute: impl Fn(K, Vec<I>, Instant) -> F + Send + Sync + 'static) -> Self
     where
         F: Future<Output = Answers<O>> + Send + 'static,
@@ -120,10 +120,11 @@ where
         registry.register(metric, "How many callers shared one call", self.0.sizes.clone());
     }
 
-    /// Has the item dealt with, together with others of its key. `what` is for people.
+    /// Submits the item, to be handled together with others of its key, and waits for its answer. The last argument
+    /// names the operation in error texts.
     ///
     /// # Errors
-    /// What the call says of this item; [`Error::Transient`] when there is no answer before the deadline.
+    /// The error of the call for this item; [`Error::Transient`] when there is no answer before the deadline.
     pub async fn ask(&self, key: K, item: I, deadline: Instant, what: &str) -> Result<O, Error> {
         let (answer, answered) = oneshot::channel();
         self.put(key, Item { item, deadline, answer });
@@ -164,7 +165,7 @@ where
         }
     }
 
-    /// Closes the window when its time has come, and makes the call.
+    /// Closes the window when it is due, and makes the call.
     async fn close(self, key: K, number: u64) {
         loop {
             match self.look(&key, number) {
@@ -174,11 +175,11 @@ where
         }
     }
 
-    /// Takes the window's items out when its time has come.
+    /// Takes the items out of the window when it is due.
     fn look(&self, key: &K, number: u64) -> Look<I, O> {
         let Window { idle, longest, .. } = self.0.window;
         let mut windows = self.windows();
-        // Another window of this key: ours was full, and is dealt with.
+        // The window is gone or has another number: it was full, and its call was already made.
         let Some(open) = windows.get(key).filter(|open| open.number == number) else {
             return Look::Closed(Vec::new());
         };
@@ -189,7 +190,7 @@ where
         Look::Closed(windows.remove(key).map_or_else(Vec::new, |closed| closed.items))
     }
 
-    /// Makes the call for those who still wait, and answers each.
+    /// Makes the call for the callers that still wait, and answers each.
     async fn execute(self, key: K, items: Vec<Item<I, O>>) {
         let mut parts: Vec<Vec<Item<I, O>>> = vec![items];
         while let Some(mut part) = parts.pop() {
@@ -200,7 +201,7 @@ where
             match (self.0.execute)(key.clone(), asked, deadline).await {
                 Ok(answers) => {
                     for (item, answer) in part.into_iter().zip(answers) {
-                        drop(item.answer.send(answer)); // a caller that went away asks again
+                        drop(item.answer.send(answer)); // the caller may be gone and will repeat its call
                     }
                 }
                 Err(error) if part.len() > 1 && is_one_items_fault(&error) => {
@@ -222,7 +223,8 @@ where
     }
 }
 
-/// Whether a call may have failed for one of its items; credentials, throttling and a broken wire concern all.
+/// Whether a call may have failed because of one of its items. Credentials, throttling and a broken connection concern
+/// all of them.
 fn is_one_items_fault(error: &Error) -> bool {
     matches!(error, Error::NotFound { .. } | Error::Invalid { .. } | Error::Unsupported { .. })
 }

@@ -1,17 +1,17 @@
-//! The API calls of one cloud account, each in its turn.
+//! Schedules the API calls of one cloud account.
 //!
-//! Clouds count calls per account, region and kind of call, and refuse what is too fast; a refused call is lost time
-//! and still a call. So every call takes a token first. Which calls share a bucket, how fast it fills and how much it
-//! holds is a [`Table`]; the seeds are the cloud's published figures, and what the account really has is learned from
-//! its throttle replies ([`Adaptive`]).
+//! Clouds count calls per account, region and kind of call, and refuse calls above the rate. A refused call costs time
+//! and still counts. Every call therefore takes a token first. A [`Table`] defines the calls that share a bucket, its
+//! fill rate and its size. It starts with the cloud's published figures; [`Adaptive`] learns the actual rate of the
+//! account from its throttle replies.
 //!
-//! * **Fair between pods**: calls wait by owner, and owners take turns. A pod with twenty disks does not
-//!   stand before another's first call.
-//! * **Deadlines**: who cannot get a token before its deadline hears so at once, with the wait and the action named;
-//!   the time is spent better elsewhere. Who is overtaken by slower times hears it at its deadline.
-//! * **May be dropped** at any await: the place in the line, the token and the slot are given back.
-//! * Where tokens come from is a trait ([`TokenSource`]): an account's rate that is shared between nodes (a lease in
-//!   the cluster, a service that alone makes the calls) is another source behind the same line.
+//! * **Fair between pods**: calls queue by owner, and owners take turns. A pod with twenty disks does not delay the
+//!   first call of another pod.
+//! * **Deadlines**: a call that cannot get a token before its deadline fails at once. The error names the wait and the
+//!   action, and the caller can use the time otherwise. A call that is delayed by a falling rate fails at its deadline.
+//! * **May be dropped** at any await: the place in the queue, the token and the slot are given back.
+//! * [`TokenSource`] is the trait of token sources. A rate shared between nodes (a lease in the cluster, a service that
+//!   alone makes the calls) is another source behind the same queue.
 
 mod line;
 mod metrics;
@@ -32,21 +32,21 @@ pub use tokens::{Adaptive, TokenSource};
 use line::{Lines, Permit, Refusal};
 use metrics::Metrics;
 
-/// One call, as the scheduler must know it.
+/// One call, as the scheduler sees it.
 #[derive(Debug, Clone, Copy)]
 pub struct Call<'c> {
-    /// The API action, e.g. `RunInstances`; also the metrics' label.
+    /// API action, e.g. `RunInstances`; also the label in metrics.
     pub action: &'static str,
-    /// On whose behalf: calls of one owner wait behind each other, not before other owners'. The VM's id or its
-    /// idempotency key; a batch has one of its own.
+    /// Owner of the call: the VM's id or its idempotency key; a batch has its own. Calls of one owner wait behind each
+    /// other, not before those of other owners.
     pub owner: &'c str,
-    /// For people: what is done to what, e.g. `create of web-0`.
+    /// Operation and object for the log and errors, e.g. `create of web-0`.
     pub what: &'c str,
-    /// When the answer is worth nothing any more.
+    /// Time after which the answer is useless.
     pub deadline: Instant,
 }
 
-/// The scheduler of one account. Clones share it.
+/// Scheduler of one account. Clones share it.
 #[derive(Clone)]
 pub struct Scheduler {
     table: Arc<Table>,
@@ -55,27 +55,27 @@ pub struct Scheduler {
 }
 
 impl Scheduler {
-    /// A scheduler that owns its account's buckets alone, as far as it knows.
+    /// Returns a scheduler for an account that, as far as known, no other process uses.
     pub fn new(table: Table) -> Scheduler {
         let source = Arc::new(Adaptive::new(&table));
         Scheduler::with_source(table, source)
     }
 
-    /// A scheduler whose tokens come from elsewhere.
+    /// Returns a scheduler with another source of tokens.
     pub fn with_source(table: Table, source: Arc<dyn TokenSource>) -> Scheduler {
         Scheduler { table: Arc::new(table), lines: Lines::new(source), metrics: Metrics::default() }
     }
 
-    /// Registers `peerpod_cloud_*`; from `Provider::register_metrics`.
+    /// Registers `peerpod_cloud_*`; called by `Provider::register_metrics`.
     pub fn register(&self, registry: &mut Registry) {
         self.metrics.register(registry);
     }
 
     /// Makes the call when its turn comes, and again, in a later turn, while the cloud throttles it. `ask` makes the
-    /// API call once and nothing else; its deadline is kept here.
+    /// API call once and nothing else; this function enforces its deadline.
     ///
     /// # Errors
-    /// What `ask` says; [`Error::Transient`] when no turn comes before the deadline, or there was no answer before it.
+    /// The error of `ask`; [`Error::Transient`] when no turn or no answer comes before the deadline.
     pub async fn run<T, F>(&self, call: Call<'_>, ask: impl Fn() -> F) -> Result<T, Error>
     where
         F: Future<Output = Result<T, Error>>,
@@ -104,7 +104,7 @@ impl Scheduler {
         }
     }
 
-    /// Waits for the call's turn.
+    /// Waits for the turn of the call.
     async fn turn(&self, call: Call<'_>) -> Result<Permit, Error> {
         let (bucket, limits) = self.table.bucket(call.action);
         let start = Instant::now();
@@ -117,7 +117,7 @@ impl Scheduler {
     }
 }
 
-/// That a call's turn does not come in time: which, how long it would be, and what would help.
+/// Error for a call that gets no turn in time: the action, the wait and the remedy.
 fn no_turn(call: Call<'_>, limits: &Limits, start: Instant, refusal: &Refusal) -> Error {
     let Call { action, what, deadline, .. } = call;
     let (left, rate) = (short(deadline.saturating_duration_since(start)), limits.per_second);
@@ -133,11 +133,11 @@ fn no_turn(call: Call<'_>, limits: &Limits, start: Instant, refusal: &Refusal) -
              cloud throttles this account: create fewer pods at once, or have it raise the limit"
         ),
     };
-    // Not `Throttled`: the cloud did not say so, and the decorator would slow down everybody's calls for it.
+    // Not `Throttled`: the cloud did not throttle this call, and the decorator would slow down all calls for it.
     Error::transient(text)
 }
 
-/// To a tenth of a second: what a person wants to know.
+/// Formats a duration to a tenth of a second.
 fn short(time: Duration) -> String {
     format!("{:.1} s", time.as_secs_f64())
 }

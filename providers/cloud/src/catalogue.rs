@@ -1,14 +1,14 @@
-//! What a cloud offers: types, places, prices. Plain data that a provider fills from its cloud, and the planner reads.
+//! Offerings of a cloud: types, places, prices. Plain data that a provider fills from its cloud and the planner reads.
 
 use std::collections::{HashMap, HashSet};
 
 use peerpod_provider_api::{Arch, Confidential, Market};
 use serde::{Deserialize, Serialize};
 
-/// A type of VM.
+/// Type of VM.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct MachineType {
-    /// The cloud's name for it.
+    /// Cloud's name of the type.
     pub name: String,
     /// Virtual CPUs.
     pub vcpus: u32,
@@ -16,29 +16,29 @@ pub struct MachineType {
     pub memory_mib: u64,
     /// GPUs.
     pub gpus: u32,
-    /// Which GPU, by the cloud's name.
+    /// GPU model, by the cloud's name.
     pub gpu_model: Option<String>,
-    /// The architectures whose images it boots.
+    /// Architectures of the images that it boots.
     pub archs: Vec<Arch>,
-    /// What it offers for confidential VMs.
+    /// Confidential-computing technologies that it offers.
     pub confidential: Vec<Confidential>,
-    /// Most data disks beside the root disk; `None`: not known, and then not a reason to refuse it.
+    /// Most data disks in addition to the root disk; `None`: unknown, which is no reason to refuse the type.
     pub max_disks: Option<u32>,
-    /// Most network cards; `None`: not known, and then not a reason to refuse it.
+    /// Most NICs; `None`: unknown, which is no reason to refuse the type.
     pub max_nics: Option<u32>,
 }
 
-/// Where a VM can be: a zone, and a subnet in it where the cloud has those.
+/// Place of a VM: a zone, and a subnet in it where the cloud has subnets.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Place {
-    /// The zone, by the name that disks and requests use.
+    /// Zone, by the name that disks and requests use.
     pub zone: String,
-    /// The subnet.
+    /// Subnet in the zone.
     pub subnet: Option<String>,
 }
 
-/// Prices in millionths of a currency unit per hour, all in one currency. A price for no zone is that of every zone
-/// which has none of its own.
+/// Prices in millionths of a currency unit per hour, all in one currency. A price without a zone applies to every zone
+/// that has no price of its own.
 #[derive(Debug, Clone, Default)]
 pub struct Prices(HashMap<String, Vec<Price>>);
 
@@ -50,14 +50,14 @@ struct Price {
 }
 
 impl Prices {
-    /// Notes a price; the later one of the same offering wins.
+    /// Records a price. It replaces an earlier one of the same offering.
     pub fn set(&mut self, machine: &str, zone: Option<&str>, market: Market, millionths: u64) {
         let prices = self.0.entry(machine.to_owned()).or_default();
         prices.retain(|one| one.market != market || one.zone.as_deref() != zone);
         prices.push(Price { market, zone: zone.map(str::to_owned), millionths });
     }
 
-    /// The price, if known.
+    /// Returns the price, if known.
     pub fn get(&self, machine: &str, zone: &str, market: Market) -> Option<u64> {
         let prices = self.0.get(machine)?;
         let of = |wanted: Option<&str>| {
@@ -67,39 +67,40 @@ impl Prices {
     }
 }
 
-/// Everything on offer. The order of its lists means nothing.
+/// All offerings of a cloud. The order of its lists has no meaning.
 #[derive(Debug, Clone, Default)]
 pub struct Catalogue {
-    /// The types, each name once.
+    /// Types, each name once.
     pub types: Vec<MachineType>,
-    /// The places.
+    /// Places of VMs.
     pub places: Vec<Place>,
-    /// In which zones each type is sold; a type that is missing here is sold in none. `None`: not known, then all in all.
+    /// Zones in which each type is sold; a type without an entry is sold in none. `None`: unknown, so that every type
+    /// counts as sold in every zone.
     pub sold: Option<HashMap<String, HashSet<String>>>,
-    /// What is known of prices; may be empty.
+    /// Known prices; may be empty.
     pub prices: Prices,
 }
 
 impl Catalogue {
-    /// Whether the type is sold in the zone, as far as is known.
+    /// Whether the type is sold in the zone, as far as known.
     pub fn is_sold(&self, machine: &str, zone: &str) -> bool {
         let Some(sold) = &self.sold else { return true };
         sold.get(machine).is_some_and(|zones| zones.contains(zone))
     }
 }
 
-/// One thing that a create can name: a type, where, and how it is paid for.
+/// Offering that a create can name: type, place and market.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Offering {
-    /// The type's name.
+    /// Name of the type.
     #[serde(rename = "type")]
     pub machine: String,
-    /// The zone.
+    /// Zone of the offering.
     pub zone: String,
-    /// The subnet, where the cloud has those.
+    /// Subnet, where the cloud has subnets.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub subnet: Option<String>,
-    /// The market.
+    /// Market of the offering.
     pub market: Market,
 }
 

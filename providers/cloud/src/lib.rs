@@ -1,13 +1,14 @@
-//! What providers of clouds share, so that none writes its own.
+//! Implements the common parts of cloud providers.
 //!
-//! * [`catalogue`], [`mod@plan`], [`marks`] and [`Planner`]: which instance types, zones and markets suit a request, in
-//!   which order, and for every other one the reason why not. Pure but for [`Planner`]'s memory of what was exhausted.
-//! * [`calls`]: the cloud's API calls of one account, each in its turn: token buckets that adapt, fair between pods,
-//!   with limits of concurrency and deadlines.
-//! * [`batch`]: one call for what many callers want within a moment.
-//! * [`wait`]: waiting for what a cloud does in its own time, with few looks.
+//! * [`catalogue`], [`mod@plan`], [`marks`] and [`Planner`]: the instance types, zones and markets that suit a request,
+//!   in order, and the reason for rejecting every other one. Pure, except that [`Planner`] remembers exhausted
+//!   offerings.
+//! * [`calls`]: the schedule of the API calls of one account, with adaptive token buckets, fairness between pods,
+//!   limits of concurrency, and deadlines.
+//! * [`batch`]: one call for the requests of many callers within a short time.
+//! * [`wait`]: waits for asynchronous operations of a cloud, with few polls.
 //!
-//! Depends on no cloud, and opens no connection: the calls are the provider's. May touch the clock and spawn tasks.
+//! Depends on no cloud and opens no connection: the provider makes the calls. May touch the clock and spawn tasks.
 
 pub mod batch;
 pub mod calls;

@@ -1,5 +1,5 @@
-//! What was exhausted a moment ago: an offering that the cloud had none of is not tried again for three minutes
-//! (karpenter's figure). Pure; bounded, the oldest goes first.
+//! Remembers exhausted offerings: an offering without capacity is not tried again for three minutes (karpenter's
+//! figure). Pure and bounded; the oldest mark goes first.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -10,17 +10,17 @@ use tokio::time::Instant;
 use crate::catalogue::Offering;
 use crate::words;
 
-/// How long a mark stands.
+/// Lifetime of a mark.
 pub const STANDS: Duration = Duration::from_secs(180);
 
-/// Most marks at once: all types of a large cloud in a zone or two. Beyond it the oldest is forgotten, which costs one
-/// call that is refused.
+/// Most marks at once: all types of a large cloud in a zone or two. Beyond that the oldest mark is dropped, which costs
+/// one refused call.
 pub const MOST: usize = 4096;
 
-/// Longest text of a mark.
+/// Longest text of a mark, in bytes.
 const MAX_WHY: usize = 160;
 
-/// What is exhausted. A subnet without addresses and a market that the account may not use concern all types.
+/// Object of a mark. A subnet without addresses and a market closed to the account concern all types.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 enum Key {
     Offering { market: Market, machine: String, zone: String },
@@ -28,16 +28,16 @@ enum Key {
     Market(Market),
 }
 
-/// Since when, and what the cloud said.
+/// Time and reason of a refusal.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Mark {
-    /// When it was refused last.
+    /// Time of the last refusal.
     pub at: Instant,
-    /// What the cloud said, shortened.
+    /// Reason from the cloud, shortened.
     pub why: String,
 }
 
-/// The marks of one account.
+/// Marks of one account.
 #[derive(Debug, Clone)]
 pub struct Marks {
     stands: Duration,
@@ -52,27 +52,27 @@ impl Default for Marks {
 }
 
 impl Marks {
-    /// None, each of which will stand so long; at most `most` (at least one) at once.
+    /// Returns an empty set of at most `most` marks (at least one) with this lifetime.
     pub fn new(stands: Duration, most: usize) -> Marks {
         Marks { stands, most: most.max(1), marks: HashMap::new() }
     }
 
-    /// The cloud had none of this type in this zone on this market; the subnet does not matter.
+    /// Marks this type in this zone on this market as exhausted, for all subnets.
     pub fn offering(&mut self, offering: &Offering, why: &str, now: Instant) {
         self.mark(key(offering.market, &offering.machine, &offering.zone), why, now);
     }
 
-    /// The subnet has no free address.
+    /// Marks the subnet as having no free address.
     pub fn subnet(&mut self, subnet: &str, why: &str, now: Instant) {
         self.mark(Key::Subnet(subnet.to_owned()), why, now);
     }
 
-    /// The account cannot have anything on this market.
+    /// Marks the market as closed to the account.
     pub fn market(&mut self, market: Market, why: &str, now: Instant) {
         self.mark(Key::Market(market), why, now);
     }
 
-    /// What stands against this offering: the youngest mark.
+    /// Returns the youngest valid mark that applies to this offering.
     pub fn find(
         &self,
         machine: &str,
@@ -93,12 +93,12 @@ impl Marks {
         found.filter(|mark| self.is_standing(mark, now)).max_by_key(|mark| mark.at)
     }
 
-    /// How many are kept, expired ones too.
+    /// Returns the number of marks, expired ones included.
     pub fn len(&self) -> usize {
         self.marks.len()
     }
 
-    /// Whether there are none.
+    /// Whether there are no marks.
     pub fn is_empty(&self) -> bool {
         self.marks.is_empty()
     }
@@ -169,7 +169,7 @@ mod tests {
         assert!(marks.find("m89", "a", None, Market::Spot, now).is_none());
         let mark = marks.find("m90", "a", None, Market::Spot, now).unwrap();
         assert!(mark.why.len() <= MAX_WHY + 3, "{}", mark.why.len());
-        // Expired ones make room before anything that stands is forgotten.
+        // Expired marks make room before a valid one is dropped.
         let later = start + STANDS + Duration::from_millis(95);
         marks.offering(&offering("new", "a", Market::Spot), "none", later);
         assert_eq!(marks.len(), 5);

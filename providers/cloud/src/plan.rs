@@ -1,8 +1,9 @@
-//! Which offerings suit a request, the best first, and for every other one why not. Pure, and linear: some thousand
-//! types in a few zones are a fraction of a millisecond, and "enough memory and enough CPUs" is monotone over no order.
+//! Orders the offerings that suit a request, best first, and finds the reason against every other one. Pure, and
+//! linear: some thousand types in a few zones take a fraction of a millisecond, and "enough memory and enough CPUs" is
+//! monotone over no order.
 //!
-//! Every (type, place, market) of the catalogue is either in [`Plan::offerings`] or covered by one
-//! [`Rejection`]; a rejection for all places or markets of a type is one entry.
+//! Every (type, place, market) of the catalogue is either in [`Plan::offerings`] or covered by one [`Rejection`]. A
+//! rejection for all places or markets of a type is one entry.
 
 mod text;
 
@@ -17,33 +18,34 @@ use tokio::time::Instant;
 use crate::catalogue::{Catalogue, MachineType, Offering, Place};
 use crate::marks::Marks;
 
-/// What a request needs of an offering.
+/// Requirements of a request.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Need {
-    /// At least so much machine; not looked at when a type is named.
+    /// Minimum size; ignored when a type is named.
     pub size: Size,
-    /// Exactly this type.
+    /// Exact type, if one is named.
     pub machine: Option<String>,
-    /// What the image is for; `None`: the policy's.
+    /// Architecture of the image; `None`: that of the policy.
     pub arch: Option<Arch>,
-    /// `None`: the policy's.
+    /// Confidential-computing technology; `None`: that of the policy.
     pub confidential: Option<Confidential>,
-    /// Data disks that will be attached.
+    /// Number of data disks to attach.
     pub disks: u32,
-    /// The zone the disks are in.
+    /// Zone of the disks.
     pub disk_zone: Option<String>,
-    /// Network cards.
+    /// Number of NICs.
     pub nics: u32,
-    /// In one of these zones; empty: anywhere.
+    /// Allowed zones; empty: all.
     pub zones: Vec<String>,
-    /// `None`: the policy's.
+    /// Market; `None`: those of the policy.
     pub market: Option<Market>,
 }
 
 impl Need {
-    /// What this request needs. A provider that asked its cloud where the disks are sets `disk_zone` afterwards.
+    /// Returns the requirements of this request. A provider that asked its cloud for the zone of the disks sets
+    /// `disk_zone` afterwards.
     pub fn of(request: &CreateRequest) -> Need {
-        // Taken apart whole: a field that comes later is either an offering's matter or named here.
+        // Destructured without `..`: a new field does not compile until it is used or ignored here.
         let CreateRequest {
             size,
             instance_type,
@@ -74,80 +76,80 @@ impl Need {
     }
 }
 
-/// What the administrator set.
+/// Settings of the administrator.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Policy {
     /// Types that pods may get. Empty: only the default.
     pub allowed: Vec<String>,
-    /// What a pod without wishes gets.
+    /// Type for a pod that asks for no type and no size.
     pub default: String,
-    /// Markets that pods may be put on, in any order: the price decides, and without prices spot comes first.
+    /// Markets that pods may use, in any order: the price decides, and without prices spot comes first.
     pub markets: Vec<Market>,
-    /// What the configured image is for.
+    /// Architecture of the configured image.
     pub arch: Option<Arch>,
-    /// How pods' VMs are confidential that do not say so themselves.
+    /// Confidential-computing technology for pods that name none.
     pub confidential: Option<Confidential>,
-    /// The node's own zone: the first among equals.
+    /// Zone of the node, which is preferred among equal offerings.
     pub home: Option<String>,
 }
 
-/// Why an offering does not do.
+/// Reason why an offering does not suit.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Reason {
-    /// It would do, but the cloud had none of it a moment ago.
+    /// It would suit, but the cloud recently had no capacity for it.
     Exhausted {
-        /// What the cloud said.
+        /// Reason from the cloud.
         why: String,
-        /// How long ago.
+        /// Time since then.
         ago: Duration,
     },
-    /// The market is not one that was asked for, or not one that pods may be put on.
+    /// The market was not requested, or pods may not use it.
     Market(Market),
-    /// Not in the zones that were asked for.
+    /// The zone was not requested.
     Zone,
     /// The disks are in another zone.
     DisksIn(String),
     /// The cloud does not sell the type in this zone.
     NotSold,
-    /// It boots other images than these.
+    /// It does not boot images of this architecture.
     Arch(Arch),
-    /// It does not offer this.
+    /// It does not offer this technology.
     Confidential(Confidential),
-    /// So many disks do not fit.
+    /// It does not take this many disks.
     Disks(u32),
-    /// So many network cards do not fit.
+    /// It does not take this many NICs.
     Nics(u32),
-    /// Not this many CPUs.
+    /// It has fewer CPUs than this.
     Vcpus(u32),
-    /// Not this much memory, in MiB.
+    /// It has less memory than this, in MiB.
     Memory(u64),
-    /// Not this many GPUs.
+    /// It has fewer GPUs than this.
     Gpus(u32),
-    /// Another GPU than this.
+    /// It has another GPU than this.
     GpuModel(String),
-    /// It has GPUs, and nobody asked for them.
+    /// It has GPUs, which were not requested.
     HasGpus,
-    /// Another type was asked for, or is what pods without wishes get.
+    /// Another type was requested, or is the default for pods without a size.
     OtherType(String),
-    /// Not in the list of types that pods may get.
+    /// It is not in the list of types that pods may get.
     NotAllowed,
 }
 
-/// Offerings that do not do, for one reason.
+/// Offerings rejected for one reason.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Rejection<'c> {
-    /// The type.
+    /// Name of the type.
     pub machine: &'c str,
-    /// Where; `None`: everywhere.
+    /// Place; `None`: all.
     pub place: Option<&'c Place>,
-    /// On which market; `None`: on all.
+    /// Market; `None`: all.
     pub market: Option<Market>,
-    /// Why.
+    /// Reason against them.
     pub reason: Reason,
 }
 
 impl Rejection<'_> {
-    /// Whether it speaks of this offering.
+    /// Whether the rejection covers this offering.
     pub fn covers(&self, machine: &str, place: &Place, market: Market) -> bool {
         self.machine == machine
             && self.place.is_none_or(|own| own == place)
@@ -155,21 +157,21 @@ impl Rejection<'_> {
     }
 }
 
-/// An offering that suits.
+/// Offering that suits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Candidate<'c> {
-    /// The type.
+    /// Type of the VM.
     pub machine: &'c MachineType,
-    /// Where.
+    /// Place of the VM.
     pub place: &'c Place,
-    /// On which market.
+    /// Market of the VM.
     pub market: Market,
-    /// In millionths per hour, if known.
+    /// Price in millionths per hour, if known.
     pub price: Option<u64>,
 }
 
 impl Candidate<'_> {
-    /// What a call names and a ledger keeps.
+    /// Returns the offering, in the form that a call names and a ledger keeps.
     pub fn offering(&self) -> Offering {
         Offering {
             machine: self.machine.name.clone(),
@@ -180,23 +182,23 @@ impl Candidate<'_> {
     }
 }
 
-/// What came out.
+/// Result of [`plan()`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Plan<'c> {
-    /// What suits: the best first, the others to fall back to.
+    /// Offerings that suit: best first, the others as fallbacks.
     pub offerings: Vec<Candidate<'c>>,
-    /// Everything else, in the order of the types' names.
+    /// All other offerings, in the order of the types' names.
     pub rejections: Vec<Rejection<'c>>,
 }
 
-/// All markets there are; each type is offered on each, as far as the catalogue can tell.
+/// All markets. Each type counts as offered on each, because the catalogue has no such data.
 pub const MARKETS: [Market; 2] = [Market::Spot, Market::OnDemand];
 
-/// The offerings that suit, in order: cheapest first (what has no price last), then fewest GPUs, least memory, fewest
-/// CPUs, the type's name, spot before on-demand, the home zone, the zone's and the subnet's name.
+/// Returns the offerings that suit, in order: cheapest first (those without a price last), then fewest GPUs, least
+/// memory, fewest CPUs, the type's name, spot before on-demand, the node's zone, the names of zone and subnet.
 ///
 /// # Errors
-/// [`Error::Invalid`] when a type is named that is not allowed, or that the catalogue does not have.
+/// [`Error::Invalid`] when the named or default type is not in the catalogue, or the named one is not allowed.
 pub fn plan<'c>(
     catalogue: &'c Catalogue,
     need: &Need,
@@ -246,13 +248,13 @@ pub fn plan<'c>(
 }
 
 impl Plan<'_> {
-    /// What did not do, grouped by the reason, the most telling first, at most [`Error::MAX_REJECTED`] groups.
+    /// Groups the rejections by reason, most telling first, into at most [`Error::MAX_REJECTED`] groups.
     pub fn rejected(&self) -> Vec<Rejected> {
         text::groups(&self.rejections)
     }
 
-    /// Why there is nothing to try: [`Error::Capacity`] when something would have done that was exhausted a moment
-    /// ago, else [`Error::Invalid`]. `what` is for people: the VM's name.
+    /// Returns the error for a plan without offerings: [`Error::Capacity`] when an offering would suit but was recently
+    /// exhausted, otherwise [`Error::Invalid`]. The first argument is the VM's name, for the text.
     pub fn nothing_left(&self, what: &str, need: &Need) -> Error {
         let rejected = self.rejected();
         let exhausted = self.rejections.iter().any(|one| matches!(one.reason, Reason::Exhausted { .. }));
@@ -278,7 +280,7 @@ impl Plan<'_> {
     }
 }
 
-/// The one type that may be taken, where it is fixed.
+/// Returns the only allowed type, where it is fixed.
 fn only(catalogue: &Catalogue, need: &Need, policy: &Policy) -> Result<Option<String>, Error> {
     let types = Types { allowed: &policy.allowed, default: &policy.default };
     let name = match &need.machine {
@@ -294,7 +296,7 @@ fn only(catalogue: &Catalogue, need: &Need, policy: &Policy) -> Result<Option<St
     Ok(Some(name))
 }
 
-/// Why the type does not do, wherever it is.
+/// Returns the reason against the type, independent of the place.
 fn unfit(machine: &MachineType, need: &Need, policy: &Policy, only: Option<&str>) -> Option<Reason> {
     let arch = need.arch.or(policy.arch);
     let confidential = need.confidential.or(policy.confidential);
@@ -315,7 +317,7 @@ fn too_small(machine: &MachineType, size: &Size, policy: &Policy) -> Option<Reas
         [] => machine.name == policy.default,
         list => list.contains(&machine.name),
     };
-    // A model without a number is a wish for one.
+    // A model without a number is a request for one GPU.
     let gpus = (*gpus).max(u32::from(gpu_model.is_some()));
     let is_model =
         |wanted: &String| machine.gpu_model.as_ref().is_some_and(|model| model.eq_ignore_ascii_case(wanted));
@@ -332,7 +334,7 @@ fn too_small(machine: &MachineType, size: &Size, policy: &Policy) -> Option<Reas
     })
 }
 
-/// Why the place does not do for this type, on any market.
+/// Returns the reason against the place for this type, on any market.
 fn misplaced(catalogue: &Catalogue, machine: &MachineType, place: &Place, need: &Need) -> Option<Reason> {
     if !need.zones.is_empty() && !need.zones.contains(&place.zone) {
         return Some(Reason::Zone);
@@ -363,7 +365,7 @@ fn unavailable(
     Some(Reason::Exhausted { why: mark.why.clone(), ago: now.saturating_duration_since(mark.at) })
 }
 
-/// A total order: no two candidates of a catalogue are equal in it.
+/// Total order: no two candidates of a catalogue are equal in it.
 #[expect(clippy::type_complexity, reason = "it is compared, and never named")]
 fn rank<'a>(
     one: &'a Candidate<'_>,

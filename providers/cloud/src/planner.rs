@@ -1,4 +1,4 @@
-//! The planner as a provider holds it: catalogue, policy and the memory of what was exhausted.
+//! Planner with its state: catalogue, policy and marks of exhausted offerings.
 
 use std::sync::Arc;
 
@@ -12,11 +12,11 @@ use crate::marks::Marks;
 use crate::plan::{Need, Policy, plan};
 use crate::words::clip;
 
-/// Chooses offerings, and remembers what was refused. One per account; shared by reference.
+/// Chooses offerings and remembers refused ones. One per account; shared by reference.
 ///
-/// A create goes so: [`Planner::place`] in `Provider::place` (the caller records what it says), [`offerings`] in
-/// `Provider::create`, the cloud's call; for each offering that was refused [`Planner::exhausted`], and when all were,
-/// [`Planner::capacity_error`]. The caller records another attempt and asks for another place.
+/// `Provider::place` calls [`Planner::place`], and the caller records the answer. `Provider::create` reads it with
+/// [`offerings`] and makes the cloud call. It then calls [`Planner::exhausted`] for each refused offering, and
+/// [`Planner::capacity_error`] if all were refused. The caller records another attempt and asks for another placement.
 #[derive(Debug)]
 pub struct Planner {
     policy: Policy,
@@ -24,7 +24,7 @@ pub struct Planner {
     marks: Mutex<Marks>,
 }
 
-/// What [`Placement`] holds, version 1.
+/// Content of a [`Placement`], version 1.
 #[derive(Serialize, Deserialize)]
 struct Placed {
     v: u32,
@@ -34,32 +34,32 @@ struct Placed {
 const VERSION: u32 = 1;
 
 impl Planner {
-    /// A planner that knows no types yet.
+    /// Returns a planner with an empty catalogue.
     pub fn new(policy: Policy) -> Planner {
         Planner { policy, catalogue: RwLock::default(), marks: Mutex::default() }
     }
 
-    /// What the administrator set.
+    /// Returns the settings of the administrator.
     pub fn policy(&self) -> &Policy {
         &self.policy
     }
 
-    /// What is on offer, as it was learned last.
+    /// Returns the current catalogue.
     pub fn catalogue(&self) -> Arc<Catalogue> {
         Arc::clone(&self.catalogue.read())
     }
 
-    /// Learns what is on offer; plans that are being made go on with the old one.
+    /// Replaces the catalogue. Plans in progress keep the old one.
     pub fn learn(&self, catalogue: Catalogue) {
         *self.catalogue.write() = Arc::new(catalogue);
     }
 
-    /// The best `at_most` offerings (at least one) that suit the need and are not known to be exhausted: what one call
-    /// names. `what` is for people: the VM's name.
+    /// Returns the best `at_most` offerings (at least one) that suit and are not known to be exhausted, for one call.
+    /// The first argument is the VM's name, for errors.
     ///
     /// # Errors
-    /// [`Error::Capacity`] when all that fits is exhausted, [`Error::Invalid`] when nothing fits; both say why not for
-    /// everything on offer.
+    /// [`Error::Capacity`] when all offerings that suit are exhausted, [`Error::Invalid`] when none suits. Both name
+    /// the reason against every offering.
     pub fn place(&self, what: &str, need: &Need, at_most: usize) -> Result<Placement, Error> {
         let catalogue = self.catalogue();
         let plan = plan(&catalogue, need, &self.policy, &self.marks(), Instant::now())?;
@@ -69,7 +69,7 @@ impl Planner {
         let mut offerings: Vec<Offering> =
             plan.offerings.iter().take(at_most.max(1)).map(|one| one.offering()).collect();
         loop {
-            // Names are the cloud's: should they be so long that a ledger would not take them, fewer must do.
+            // The cloud chooses the names. If they are too long for a ledger, the list is cut.
             let placement = placement(&offerings);
             if placement.is_ok() || offerings.len() <= 1 {
                 return placement;
@@ -78,22 +78,23 @@ impl Planner {
         }
     }
 
-    /// The cloud had none of this offering. `why`: its code or words, no secrets.
+    /// Marks this offering as exhausted. `why` is the cloud's code or text, without secrets.
     pub fn exhausted(&self, offering: &Offering, why: &str) {
         self.marks().offering(offering, why, Instant::now());
     }
 
-    /// The subnet has no free address.
+    /// Marks the subnet as having no free address.
     pub fn subnet_full(&self, subnet: &str, why: &str) {
         self.marks().subnet(subnet, why, Instant::now());
     }
 
-    /// The account cannot have anything on this market.
+    /// Marks the market as closed to the account.
     pub fn market_closed(&self, market: Market, why: &str) {
         self.marks().market(market, why, Instant::now());
     }
 
-    /// That nothing was made because all that was tried is exhausted, each with what the cloud said.
+    /// Returns the error for a create that made nothing because all tried offerings are exhausted, with the cloud's
+    /// reason for each.
     pub fn capacity_error(&self, what: &str, tried: &[(Offering, String)]) -> Error {
         let mut rejected: Vec<Rejected> = Vec::new();
         for (offering, why) in tried {
@@ -131,10 +132,10 @@ fn placement(offerings: &[Offering]) -> Result<Placement, Error> {
     Placement::new(text)
 }
 
-/// The offerings of the request's placement, the best first; `None` when the request has no placement.
+/// Returns the offerings of the request's placement, best first; `None` without a placement.
 ///
 /// # Errors
-/// [`Error::Invalid`] when it is not one of ours, or empty.
+/// [`Error::Invalid`] when the placement has another format or is empty.
 pub fn offerings(request: &CreateRequest) -> Result<Option<Vec<Offering>>, Error> {
     let Some(placement) = &request.placement else { return Ok(None) };
     let unreadable = |why: &str| {

@@ -1,7 +1,7 @@
-//! Waiting for something a cloud does in its own time (an address, an attachment) with few looks: the first comes when
-//! it is usually there, the next ones soon after and then ever less often. What "usually" is, is learned.
+//! Waits for asynchronous operations of a cloud (an address, an attachment) with few polls. The first poll comes at the
+//! usual duration, the next ones soon after and then at growing intervals. The usual duration is learned.
 //!
-//! Looks go through a [`crate::Batcher`], so that all who wait share a call.
+//! Polls go through a [`crate::Batcher`], so that all waiting callers share a call.
 
 use std::future::Future;
 use std::time::Duration;
@@ -10,19 +10,19 @@ use parking_lot::Mutex;
 use peerpod_provider_api::{Error, Retry};
 use tokio::time::Instant;
 
-/// The shortest pause before a look.
+/// Shortest pause before a poll.
 const SHORTEST: Duration = Duration::from_millis(100);
-/// The longest pause before the first look.
+/// Longest pause before the first poll.
 const LONGEST_FIRST: Duration = Duration::from_secs(60);
-/// The longest pause between two looks.
+/// Longest pause between two polls.
 const LONGEST: Duration = Duration::from_secs(5);
-/// Before anything was learned.
+/// Usual duration before any is measured.
 const FIRST_GUESS: Duration = Duration::from_secs(1);
 
-/// What is known of one kind of wait. One per kind and account, shared by reference.
+/// Learned duration of one kind of wait. One per kind and account, shared by reference.
 #[derive(Debug)]
 pub struct Wait {
-    /// How long it takes, as a moving average.
+    /// Usual duration, as a moving average.
     usual: Mutex<Duration>,
 }
 
@@ -33,11 +33,10 @@ impl Default for Wait {
 }
 
 impl Wait {
-    /// Looks until there is something. Errors that time can mend are waited out; the caller ends the wait by dropping
-    /// it.
+    /// Polls until there is a result. Retryable errors are waited out. The caller ends the wait by dropping the future.
     ///
     /// # Errors
-    /// What `look` says that time cannot mend.
+    /// The first error of `look` that is not retryable.
     pub async fn until<T, F>(&self, look: impl Fn() -> F) -> Result<T, Error>
     where
         F: Future<Output = Result<Option<T>, Error>>,
@@ -63,8 +62,8 @@ impl Wait {
         }
     }
 
-    /// A quarter of the new, three of the old. A little less than it took: whoever finds it there at the first look
-    /// might have found it earlier.
+    /// Updates the average with a quarter of the new value and three quarters of the old. The new value is slightly
+    /// reduced, because a result of the first poll may have been there earlier.
     fn learn(&self, took: Duration) {
         let mut usual = self.usual.lock();
         *usual = (*usual * 3 + took.mul_f64(0.9)) / 4;
@@ -77,7 +76,7 @@ mod tests {
 
     use super::*;
 
-    /// Looks and seconds until something that takes `takes` is found.
+    /// Returns the number of polls and the seconds until a result that takes `takes` is found.
     async fn find(wait: &Wait, takes: f64) -> (u32, f64) {
         let (looks, start) = (Cell::new(0), Instant::now());
         wait.until(|| {

@@ -1,8 +1,8 @@
-//! Words of errors: bounded, whatever they are made of.
+//! Helpers for error texts of bounded length.
 
 use std::time::Duration;
 
-/// At most this many bytes, and a sign that there was more.
+/// Returns at most this many bytes of the text, with an ellipsis if it was cut.
 pub(crate) fn clip(text: &str, most: usize) -> String {
     if text.len() <= most {
         return text.to_owned();
@@ -14,7 +14,7 @@ pub(crate) fn clip(text: &str, most: usize) -> String {
     format!("{}…", &text[..end])
 }
 
-/// A duration as people say it.
+/// Formats a past time for people.
 pub(crate) fn ago(time: Duration) -> String {
     match time.as_secs() {
         seconds @ ..120 => format!("{seconds} s ago"),

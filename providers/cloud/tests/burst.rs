@@ -1,5 +1,5 @@
-//! Many pods at once on a cloud that counts calls as EC2 does: a provider made of this crate's parts, behind the
-//! decorator, with the clock stopped.
+//! Creates many pods at once on a cloud that counts calls as EC2 does. The provider consists of this crate's parts,
+//! behind the decorator, with the clock stopped.
 
 #![allow(clippy::unwrap_used)]
 
@@ -20,7 +20,7 @@ use peerpod_provider_cloud::{Batcher, Call, Scheduler, Wait, Window};
 use prometheus_client::registry::Registry;
 use tokio::time::Instant;
 
-/// The cloud: buckets that throttle, VMs that get their address after a while.
+/// Cloud with buckets that throttle, and VMs that get their address after a while.
 struct Cloud {
     buckets: HashMap<&'static str, (f64, Instant, f64, f64)>,
     vms: BTreeMap<InstanceId, Instant>,
@@ -29,7 +29,7 @@ struct Cloud {
     throttled: u32,
 }
 
-/// How long the cloud takes for one call, and for an address.
+/// Duration of one call, and time until a VM has its address.
 const TAKES: Duration = Duration::from_millis(80);
 const ADDRESS_AFTER: Duration = Duration::from_secs(4);
 
@@ -178,7 +178,7 @@ impl Provider for Small {
     }
 }
 
-/// Asks as a sandbox does: what is only delayed is asked again.
+/// Creates a VM as a sandbox does: a delay is followed by a retry.
 async fn patiently(provider: &dyn Provider, number: u32) -> Result<InstanceId, Error> {
     let request = CreateRequest { name: format!("pod-{number}"), ..CreateRequest::default() };
     let key = IdempotencyKey::derive("c", "s", number);
@@ -193,8 +193,8 @@ async fn patiently(provider: &dyn Provider, number: u32) -> Result<InstanceId, E
     }
 }
 
-/// So many pods at once, created, waited for and deleted: failures, calls per pod, and the makespan of the creates as
-/// a part of what the bucket permits.
+/// Creates this many pods at once, waits for their addresses and deletes them. Returns the failures, the calls per pod,
+/// and the total time of the creates relative to the time that the bucket permits.
 async fn burst(pods: u32, create: (f64, u32)) -> (usize, f64, f64) {
     let (cloud, small) = small(create);
     let provider = decorate(small, DecoratorConfig::default(), &mut Registry::default());
@@ -225,7 +225,7 @@ async fn bursts_of_pods_wait_instead_of_failing_and_take_as_long_as_the_bucket_p
         let (failures, calls, makespan) = burst(pods, create).await;
         assert_eq!(failures, 0);
         assert!(calls <= 1.2, "{calls} calls per pod");
-        // A turn that comes too late for its answer is a token lost.
+        // A turn that comes too late for its answer wastes a token.
         assert!(makespan <= 1.05, "{makespan} of what the bucket permits");
     }
 }

@@ -1,6 +1,7 @@
-//! A provider that takes no time and makes no VM: each create leaves a file with the request's user-data in a folder,
-//! and whoever plays the guests (a bench, a load test) reads it there and dials home. What is measured against it is
-//! the node, and nothing else. A call for several leaves a file of its own beside theirs, which stays: so many were made.
+//! Fake provider that takes no time and makes no VM. Each create leaves a file with the request's user-data in a
+//! folder. The program that plays the guests (a benchmark, a load test) reads the file and dials the node. Measurements
+//! against this provider therefore cover only the node. A batch call leaves an additional file that records the number
+//! of VMs; it is never removed.
 //!
 //! Touches its own folder, `provider.drill.dir`.
 
@@ -22,16 +23,16 @@ use peerpod_provider_api::{
 };
 use serde::{Deserialize, Serialize};
 
-/// The settings, `provider.drill.*`.
+/// Settings `provider.drill.*`.
 #[derive(Clone, Debug)]
 pub struct DrillConfig {
-    /// Where the files are; made when missing.
+    /// Folder of the files; created when missing.
     pub dir: PathBuf,
-    /// The first of the addresses that the "VMs" get, one after another.
+    /// First of the 16384 addresses that fake VMs can get.
     pub first_address: Ipv4Addr,
-    /// Most "VMs" by one call; 0: each by one of its own.
+    /// Most fake VMs by one call; 0: one per call.
     pub max_batch: u32,
-    /// How long a create takes: half of it before there is anything, half of it after.
+    /// Duration of a create: half of it before the effect, half of it after.
     pub takes: Duration,
 }
 
@@ -61,43 +62,43 @@ impl DrillConfig {
     }
 }
 
-/// What is in the file of one "VM".
+/// Content of the file of one fake VM.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Drilled {
-    /// The key it was made with.
+    /// Key of its create.
     pub key: IdempotencyKey,
-    /// Digest of the request, to recognise a key that comes back with another one.
+    /// Digest of the request, to recognise a key that comes back with another request.
     pub digest: String,
-    /// What the guest would find.
+    /// User-data that the guest would find.
     pub user_data: String,
-    /// Its address.
+    /// Address of the fake VM.
     pub address: Ipv4Addr,
-    /// The node that made it.
+    /// Node that made it.
     #[serde(default)]
     pub node: Option<String>,
 }
 
-/// What is in the file of one call for several.
+/// Content of the file of one batch call.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Batched {
-    /// The key of the call.
+    /// Key of the call.
     pub key: IdempotencyKey,
     /// Digest of the request.
     pub digest: String,
-    /// How many were asked for.
+    /// Number of VMs requested.
     pub count: u32,
-    /// Whether all of them were made; what is gone of them then stays gone.
+    /// Whether all of them were made. A VM that is deleted after that is not made again.
     pub whole: bool,
 }
 
-/// The provider; see the module.
+/// Fake provider; see the module.
 #[derive(Debug)]
 pub struct Drill {
     config: DrillConfig,
 }
 
 impl Drill {
-    /// A provider over the configured folder.
+    /// Returns a provider over the configured folder.
     pub fn new(config: DrillConfig) -> Drill {
         Drill { config }
     }
@@ -106,12 +107,13 @@ impl Drill {
         self.config.dir.join(format!("{id}.json"))
     }
 
-    /// Whose an address is: a link to the id, which is there whole or not at all.
+    /// Path of the link that reserves an address. The link points to the id and is created atomically.
     fn taken(&self, address: Ipv4Addr) -> PathBuf {
         self.config.dir.join(format!("{address}.taken"))
     }
 
-    /// An address that nobody else has; the key says where to begin, so that this costs one look and not one per VM.
+    /// Reserves a free address. The search starts at an offset derived from the key, so that it costs about one attempt
+    /// and not one per VM.
     fn take_address(&self, id: &str, key: &IdempotencyKey) -> Result<Ipv4Addr, Error> {
         let [.., high, low] = key.sha256();
         let begin = u32::from(u16::from_be_bytes([high, low]));
@@ -122,7 +124,7 @@ impl Drill {
             match symlink(id, &path) {
                 Ok(()) => return Ok(address),
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
-                    // Ours, of a create that went no further.
+                    // Reserved by an earlier create of this VM that did not finish.
                     if fs::read_link(&path).is_ok_and(|whose| whose == Path::new(id)) {
                         return Ok(address);
                     }
@@ -143,7 +145,7 @@ impl Drill {
                     digest: request.digest(),
                     user_data: request.user_data.clone(),
                     node: request.labels.get("peerpod.node").cloned(),
-                    // By the id: all VMs of one call have the same key.
+                    // Derived from the id, because all VMs of one batch have the same key.
                     address: self.take_address(id, &IdempotencyKey::derive("drill", id, 0))?,
                 };
                 write(&self.file(id), &drilled)?;
@@ -153,7 +155,7 @@ impl Drill {
         }
     }
 
-    /// The file of a call for several, with this much of it done already.
+    /// Returns the path and the record of a batch call, from an earlier call if there was one.
     fn call(
         &self,
         request: &CreateRequest,
@@ -192,10 +194,10 @@ impl Drill {
     }
 }
 
-/// Addresses there are, from the first on.
+/// Number of addresses, from the first one on.
 const ADDRESSES: u32 = 1 << 14;
 
-/// The id follows from the key: that is all the idempotency a folder needs.
+/// Derives the id from the key, which makes creates idempotent.
 fn id_of(key: &IdempotencyKey) -> String {
     format!("drill-{}", &key.as_str()[..key.as_str().len().min(20)])
 }
@@ -242,7 +244,7 @@ impl Provider for Drill {
 
     async fn delete(&self, id: &InstanceId) -> Result<(), Error> {
         let path = self.file(id.as_str());
-        // The address last: nobody gets it while this VM is listed.
+        // The address goes last, so that no other VM gets it while this VM is listed.
         let taken = self.read(id.as_str()).ok().map(|drilled| self.taken(drilled.address));
         for path in [Some(path), taken].into_iter().flatten() {
             match fs::remove_file(&path) {
@@ -259,7 +261,7 @@ impl Provider for Drill {
         let dir = &self.config.dir;
         let mut owned = Vec::new();
         let entries = match fs::read_dir(dir) {
-            // `preflight` makes the folder, and who only lists and deletes does not call it.
+            // `preflight` creates the folder, and a caller that only lists and deletes never calls it.
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(owned),
             other => other.map_err(|error| transient("listing", dir, &error))?,
         };
@@ -329,7 +331,7 @@ fn created(id: &str, drilled: &Drilled) -> Result<Created, Error> {
     Ok(Created { id, addresses: vec![drilled.address.into()], instance_type: None, disks: Vec::new() })
 }
 
-/// Whole or not at all: whoever watches the folder sees only complete files, also when several write the same one.
+/// Writes atomically: a reader of the folder sees only complete files, even when several writers write the same one.
 fn write(path: &Path, content: &impl Serialize) -> Result<(), Error> {
     let json = serde_json::to_vec(content).map_err(|error| Error::Invalid { text: error.to_string() })?;
     static NUMBER: AtomicU64 = AtomicU64::new(0);
@@ -344,7 +346,7 @@ fn write(path: &Path, content: &impl Serialize) -> Result<(), Error> {
         .and_then(|mut file| io::Write::write_all(&mut file, &json))
         .and_then(|()| fs::rename(&temporary, path));
     written.map_err(|error| {
-        // The next try has another name.
+        // The next try uses another name.
         drop(fs::remove_file(&temporary));
         transient("writing", path, &error)
     })
@@ -390,7 +392,7 @@ mod tests {
             takes: Duration::ZERO,
         });
         let key = |number: u32| IdempotencyKey::derive("cluster", &number.to_string(), 1);
-        // Many more than begin at places of their own.
+        // Enough VMs that several start at the same offset.
         let take = |number: u32| drill.take_address(&format!("drill-{number}"), &key(number)).unwrap();
         let all: std::collections::BTreeSet<Ipv4Addr> = (0..600).map(take).collect();
         assert_eq!(all.len(), 600);

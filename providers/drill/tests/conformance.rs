@@ -1,4 +1,4 @@
-//! The suite that every provider passes, with files for VMs.
+//! Runs the conformance suite with files in place of VMs.
 
 #![allow(clippy::unwrap_used)]
 

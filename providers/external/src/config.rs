@@ -1,4 +1,4 @@
-//! The settings, `provider.external.*`. Reads configuration, touches nothing else.
+//! Settings `provider.external.*`. Reads configuration, touches nothing else.
 
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
@@ -9,59 +9,59 @@ use rustls_pki_types::ServerName;
 
 use crate::Owner;
 
-/// A unix socket's path has room for this many bytes.
+/// Most bytes in the path of a unix socket.
 const LONGEST_SOCKET: usize = 107;
-/// Of a command; what is longer is a mistake.
+/// Most words of a command.
 const MOST_WORDS: usize = 64;
 
-/// Everything the provider can be told.
+/// Settings of the provider.
 #[derive(Debug, Clone)]
 pub struct ExternalConfig {
-    /// Where the provider is.
+    /// Address of the provider.
     pub endpoint: Endpoint,
-    /// Whose VMs we speak of.
+    /// Owner of the VMs that the calls are about.
     pub owner: Owner,
-    /// From the start of the program, or from the first dial, to the answer to the handshake.
+    /// Longest time from the start of the program, or from the first dial, to the answer to the handshake.
     pub handshake_timeout: Duration,
-    /// The wire's deadline for one call.
+    /// Deadline of one call on the connection.
     pub call_timeout: Duration,
-    /// How often it is asked whether it lives.
+    /// Interval between health checks.
     pub health_every: Duration,
-    /// How long it may take to say so.
+    /// Longest time for the answer to a health check.
     pub health_timeout: Duration,
 }
 
-/// Where the provider is.
+/// Address of the provider.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Endpoint {
-    /// On this node.
+    /// Provider on this node.
     Unix {
-        /// Where it listens.
+        /// Path of the socket that it listens on.
         socket: PathBuf,
-        /// Its user, besides root and ourselves.
+        /// User id of the provider, if it is neither root nor the user of this process.
         peer_uid: Option<u32>,
-        /// The program and its arguments, when it is ours to start; else somebody else starts it.
+        /// Program and its arguments, if this process starts the provider; `None` if the provider is started elsewhere.
         command: Option<Vec<String>>,
     },
-    /// Somewhere in the cluster.
+    /// Provider elsewhere in the cluster.
     Tls {
         /// Host and port.
         address: String,
-        /// What its certificate must say.
+        /// Name that its certificate must have.
         server_name: ServerName<'static>,
-        /// What both sides' certificates are made of.
+        /// Files for the certificates of both sides.
         files: TlsFiles,
     },
 }
 
-/// Where the certificates are; PEM. They are read again for every connection, so that they may be replaced.
+/// Certificate files in PEM format. They are read again for every connection, so that they can be replaced.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TlsFiles {
-    /// Who may vouch for the other side: one certificate or more.
+    /// CA certificates, one or more, that verify the other side.
     pub ca: PathBuf,
-    /// Our certificate, and what is between it and the other side's CA.
+    /// Certificate of this side, with the intermediates up to the CA that the other side trusts.
     pub certificate: PathBuf,
-    /// Its key; nobody but its user may read it.
+    /// Key of the certificate; only its owner may have access.
     pub key: PathBuf,
 }
 

@@ -1,8 +1,8 @@
-//! The connection to the provider, kept for as long as we live: started or dialled, greeted, asked every few seconds
-//! whether it lives, and begun anew whenever it ends. Calls share it, and wait a moment for one.
+//! Keeps a connection to the provider for the life of the process. Starts or dials the provider, does the handshake,
+//! checks its health every few seconds, and reconnects whenever the connection ends. Calls share the connection, and
+//! wait up to 5 s for one.
 //!
-//! Nothing here repeats a call: an answer that was lost with its connection is the caller's to ask for again, with the
-//! same key.
+//! This module repeats no call. After a lost answer, the caller repeats the call with the same key.
 
 use std::convert::Infallible;
 use std::path::Path;
@@ -25,17 +25,17 @@ use crate::line::{Line, watched};
 use crate::plugin::Plugin;
 use crate::{tls, wire as convert};
 
-/// How often a provider that is not there yet is looked for.
+/// Interval between attempts to connect to a provider that is not there yet.
 const DIAL_EVERY: Duration = Duration::from_millis(50);
-/// How long a call waits for a connection before it says that the provider is away.
+/// Longest wait of a call for a connection, before the call fails.
 const AWAY: Duration = Duration::from_secs(5);
-/// Pause before a provider is started or dialled again, and how long it may become.
+/// First and longest pause before a provider is started or dialled again.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 const LONGEST_PAUSE: Duration = Duration::from_secs(30);
-/// A connection that lived as long as this was a good one.
+/// Lifetime after which a connection resets the pause.
 const GOOD: Duration = Duration::from_secs(60);
 
-/// What the provider said of itself. It never changes: the trait promises that to the caller.
+/// Handshake data of the provider. It never changes, because the trait promises constant capabilities to the caller.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Known {
     pub(crate) name: String,
@@ -46,13 +46,13 @@ pub(crate) struct Known {
 
 #[derive(Clone)]
 enum State {
-    /// Not greeted yet, for the first time.
+    /// The first handshake is not done yet.
     Starting,
     Up(ProviderClient),
     Down(Error),
 }
 
-/// The connection's state; the calls' side of it.
+/// State of the connection, shared with the calls.
 pub(crate) struct Connection {
     pub(crate) config: ExternalConfig,
     state: watch::Sender<State>,
@@ -64,7 +64,7 @@ impl Connection {
         Arc::new(Connection { config, state: watch::Sender::new(State::Starting), known: OnceLock::new() })
     }
 
-    /// What to call it in an error.
+    /// Returns the provider's name for error texts.
     pub(crate) fn who(&self) -> String {
         match (self.known.get(), &self.config.endpoint) {
             (Some(known), _) => format!("external provider {}", known.name),
@@ -73,12 +73,12 @@ impl Connection {
         }
     }
 
-    /// What it said at the first greeting; `None` before that.
+    /// Returns the data of the first handshake; `None` before that.
     pub(crate) fn known(&self) -> Option<&Known> {
         self.known.get()
     }
 
-    /// Waits for the outcome of the first start.
+    /// Waits for the result of the first start.
     pub(crate) async fn first(&self) -> Result<(), Error> {
         let mut state = self.state.subscribe();
         let outcome =
@@ -90,7 +90,8 @@ impl Connection {
         }
     }
 
-    /// The stub to call with. Waits a moment for one; a fault that waiting cannot mend is told at once.
+    /// Returns the stub for a call. Waits up to 5 s for a connection. An error that a wait cannot resolve is returned
+    /// at once.
     pub(crate) async fn stub(&self) -> Result<ProviderClient, Error> {
         let mut state = self.state.subscribe();
         let settled = |state: &State| match state {
@@ -99,7 +100,7 @@ impl Connection {
             State::Starting => false,
         };
         let found = timeout(AWAY, state.wait_for(settled)).await;
-        // Bound to a name: a guard of the channel must not live across the match.
+        // Bound to a name, because a guard of the channel must not live across the match.
         let found = match found {
             Ok(Ok(state)) => state.clone(),
             _ => self.state.borrow().clone(),
@@ -111,7 +112,7 @@ impl Connection {
         }
     }
 
-    /// Keeps the connection, for ever.
+    /// Keeps the connection up. Never returns.
     pub(crate) async fn run(self: Arc<Connection>) {
         let mut pause = FIRST_PAUSE;
         let mut said = None;
@@ -122,7 +123,7 @@ impl Connection {
                 (pause, said) = (FIRST_PAUSE, None);
             }
             let text = error.to_string();
-            // The same again and again is news once; and a first start that fails is its caller's to tell.
+            // A repeated error is logged only once. The failure of a first start is left to its caller.
             if said.as_ref() == Some(&text) || self.known.get().is_none() {
                 tracing::debug!("{text}; trying again");
             } else {
@@ -135,7 +136,7 @@ impl Connection {
         }
     }
 
-    /// From a start to the end, and why it ended.
+    /// Runs the provider from its start to its end, and returns the cause of the end.
     async fn one_life(&self) -> Error {
         let deadline = Instant::now() + self.config.handshake_timeout;
         let Endpoint::Unix { socket, command: Some(command), .. } = &self.config.endpoint else {
@@ -149,7 +150,7 @@ impl Connection {
             error = plugin.ended() => error,
             never = self.connected(deadline) => ended(never),
         };
-        // Nobody is given a connection that is about to be cut.
+        // Calls must not get a connection that is about to be closed.
         self.state.send_if_modified(|state| {
             let up = matches!(state, State::Up(_));
             if up {
@@ -166,7 +167,7 @@ impl Connection {
         error
     }
 
-    /// One connection, from its beginning to its end.
+    /// Runs one connection from its beginning to its end.
     async fn connected(&self, deadline: Instant) -> Result<Infallible, Error> {
         let (socket, mut line) = self.dial(deadline).await?;
         let stub = ProviderClient::new(ttrpc::r#async::Client::new(socket));
@@ -237,10 +238,10 @@ impl Connection {
         self.is_the_same(Known { name: answer.name, capabilities, places: can.places, grows: can.growth })
     }
 
-    /// Refuses a provider that has become another one: what was decided by the first one's words would be wrong.
+    /// Refuses a provider that has changed since the first handshake, because earlier decisions rely on that data.
     fn is_the_same(&self, now: Known) -> Result<(), Error> {
         let known = self.known.get_or_init(|| now.clone());
-        // Whether it is told of grown disks is no promise to anybody: one that is upgraded may begin to want it.
+        // `grows` may change: it is no promise to a caller, and an upgraded provider may begin to need that call.
         if *known == (Known { grows: known.grows, ..now.clone() }) {
             return Ok(());
         }
@@ -278,7 +279,7 @@ fn ended(never: Result<Infallible, Error>) -> Error {
     }
 }
 
-/// Connects again and again until the deadline.
+/// Connects repeatedly until the deadline.
 async fn until<T, F>(deadline: Instant, whom: &str, connect: impl Fn() -> F) -> Result<T, Error>
 where
     F: Future<Output = std::io::Result<T>>,
@@ -299,7 +300,8 @@ where
     }
 }
 
-/// User-data goes over this socket: only to root, to ourselves, or to the user that was named.
+/// Accepts only a listener of root, of this process's user or of the configured user, because user-data goes over this
+/// socket.
 fn trusted(stream: &UnixStream, socket: &Path, peer_uid: Option<u32>) -> Result<(), Error> {
     let failed =
         |why: String| Error::Auth { text: format!("connect to the provider at {}: {why}", socket.display()) };
@@ -318,7 +320,7 @@ async fn over_tls(
 ) -> Result<(Socket, Line), Error> {
     let config = tls::client(files)?;
     let stream = until(deadline, address, || TcpStream::connect(address)).await?;
-    // Small frames, each waited for.
+    // The frames are small, and each one is awaited.
     let quick = stream.set_nodelay(true);
     quick.map_err(|error| Error::transient(format!("connect to the provider at {address}: {error}")))?;
     let handshake = TlsConnector::from(Arc::new(config)).connect(server_name.clone(), stream);

@@ -1,14 +1,15 @@
-//! The provider that is somewhere else: the trait of `providers/api` over a unix socket, or over mutual TLS to a service
-//! that alone holds the cloud's keys. `proto/protos/provider.proto` is the wire, `providers/README.md` the guide for
-//! those who write the other end; [`serve`] is the other end for those who write it in Rust.
+//! Implements the provider trait of `providers/api` with a provider in another process, over a unix socket or over
+//! mutual TLS. A service behind TLS can be the only holder of the cloud's keys. `proto/protos/provider.proto` defines
+//! the protocol, and `providers/README.md` is the guide for authors of the other end. [`serve`] implements the other
+//! end in Rust.
 //!
-//! The provider may be a program that we start, keep running and listen to, or one that somebody else looks after.
-//! Nothing it says is trusted: answers are checked, frames and texts bounded, every call has a deadline. Nothing is
-//! repeated here: that is the decorator's work, with the same key.
+//! The provider is a program that this process starts, restarts and reads the output of, or it is started elsewhere.
+//! Its answers are not trusted: they are checked, frames and texts are bounded, and every call has a deadline. This
+//! crate repeats no call; the decorator does that, with the same key.
 //!
-//! **Opening dials.** What a provider can do is only known once it has said so, so [`External::open`] returns when it
-//! has, or says what stands in the way; no cloud is called for it. A provider that says something else of itself
-//! later is refused until our process starts anew.
+//! **Opening dials.** The capabilities of a provider are known only after its handshake. [`External::open`] therefore
+//! returns after the handshake, or with the obstacle to it; it makes no cloud call. A provider with different
+//! capabilities in a later handshake is refused until this process restarts.
 //!
 //! May touch: its socket and the folder around it, the files of `provider.external.*`, the process it starts.
 
@@ -44,27 +45,27 @@ pub use config::{Endpoint, ExternalConfig, TlsFiles};
 use connection::Connection;
 pub use plugin::SOCKET_VARIABLE;
 
-/// How long the provider may hold a question for addresses or events open.
+/// Longest time for which the provider may hold a request for addresses or events open.
 const HOLD: Duration = Duration::from_secs(20);
-/// Pauses between questions that it answers at once with nothing.
+/// Pauses between requests that the provider answers at once without a result.
 const SHORTEST_PAUSE: Duration = Duration::from_millis(50);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
-/// Pause after a failed question for events.
+/// Pause after a failed request for events.
 const EVENTS_PAUSE: Duration = Duration::from_secs(5);
 /// Most pages of one list, and most VMs on them.
 const PAGES: usize = 1000;
 const VMS: usize = 1 << 16;
 
-/// Whose VMs a call is about.
+/// Owner of the VMs that a call is about.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Owner {
-    /// The cluster.
+    /// Cluster of the VMs.
     pub cluster_id: String,
-    /// The node; empty: all of the cluster.
+    /// Node of the VMs; empty: all nodes of the cluster.
     pub node_name: String,
 }
 
-/// A provider in another process. Closes the connection, and ends the process if it is ours, when it is dropped.
+/// Provider in another process. Dropping it closes the connection, and ends the process if this process started it.
 pub struct External {
     connection: Arc<Connection>,
     capabilities: Capabilities,
@@ -74,15 +75,15 @@ pub struct External {
 }
 
 impl External {
-    /// Starts the provider, or dials it, and shakes hands; keeps it from then on. Needs a runtime of tokio.
+    /// Starts or dials the provider, does the handshake, and keeps the connection from then on. Needs a tokio runtime.
     ///
     /// # Errors
-    /// Whatever keeps it from answering within the handshake's time: the program, the socket, the certificates, the
-    /// version, what it says of itself.
+    /// The obstacle to an answer within the handshake timeout: the program, the socket, the certificates, the version
+    /// or the handshake data.
     pub async fn open(config: ExternalConfig) -> Result<External, Error> {
         let connection = Connection::new(config);
         let keeper = tokio::spawn(Arc::clone(&connection).run()).abort_handle();
-        // From here on whatever ends this also ends the keeper.
+        // From here on, dropping `external` also ends the connection task.
         let mut external = External {
             connection: Arc::clone(&connection),
             capabilities: Capabilities::minimal(0),
@@ -107,7 +108,7 @@ impl Drop for External {
     }
 }
 
-/// An answer that may be an error instead.
+/// Answer that may be an error instead.
 trait Answer: Send + 'static {
     fn take_error(&mut self) -> Option<proto::Error>;
 }
@@ -137,12 +138,12 @@ answers!(
     EventsResponse,
 );
 
-/// What a call is, apart from its request.
+/// Properties of a call, apart from its request.
 struct Call<'c> {
-    /// For errors: what was attempted on what.
+    /// Operation and object, for errors.
     what: &'c str,
     limit: Duration,
-    /// What must not be seen in an error.
+    /// Text that errors must not show.
     secret: Option<&'c str>,
 }
 
@@ -159,7 +160,7 @@ impl Connection {
         let stub = self.stub().await?;
         let left = deadline().map(|at| at.saturating_duration_since(Instant::now()));
         let limit = left.map_or(call.limit, |left| left.min(call.limit)).max(Duration::from_millis(1));
-        // In a task of its own: a caller that drops us in the middle of a frame would cost everybody the connection.
+        // In a separate task: dropping this future in the middle of a frame would break the connection for all calls.
         let answer = tokio::spawn(ask(stub, with_duration(limit))).await;
         let answer = answer.unwrap_or_else(|error| Err(ttrpc::Error::Others(error.to_string())));
         let mut answer = answer.map_err(|error| wire::status_error(&self.who(), call.what, &error))?;
@@ -209,7 +210,7 @@ impl Provider for External {
         let what = format!("place {}", request.name);
         let call = Call { secret: Some(&request.user_data), ..self.call(&what) };
         let mut asked = wire::request_to(&self.connection.config.owner, request, None);
-        // A choice of place needs no ticket.
+        // Choosing a placement needs no ticket.
         asked.user_data.clear();
         let answer: proto::PlaceResponse = self
             .connection
@@ -249,7 +250,7 @@ impl Provider for External {
             if !answer.addresses.is_empty() {
                 return wire::addresses_from(&self.connection.who(), &answer.addresses);
             }
-            // Who does not wait for us is not asked without a break.
+            // A provider that does not hold the request open is asked only after a pause.
             sleep(pause.saturating_sub(asked.elapsed())).await;
             pause = (pause * 2).min(LONGEST_PAUSE);
         }
@@ -311,7 +312,7 @@ impl Provider for External {
     }
 }
 
-/// A provider that takes gone for an error means the same as we do.
+/// Treats an error for a missing VM or disk as success, because the result is the same.
 fn gone_is_fine(answer: Result<(), Error>) -> Result<(), Error> {
     match answer {
         Err(Error::NotFound { .. }) => Ok(()),
@@ -319,7 +320,7 @@ fn gone_is_fine(answer: Result<(), Error>) -> Result<(), Error> {
     }
 }
 
-/// Handed out only where the provider announced batches.
+/// Returned only where the provider announced batches.
 #[async_trait]
 impl Batch for External {
     async fn create_many(
@@ -344,7 +345,7 @@ impl Batch for External {
     }
 }
 
-/// Handed out only where the provider announced volumes.
+/// Returned only where the provider announced volumes.
 #[async_trait]
 impl Volumes for External {
     async fn attach(&self, id: &InstanceId, disk: &DiskRequest) -> Result<DiskIdentity, Error> {
@@ -400,7 +401,7 @@ impl Volumes for External {
     }
 }
 
-/// Handed out only where the provider announced a console.
+/// Returned only where the provider announced a console.
 #[async_trait]
 impl Console for External {
     async fn tail(&self, id: &InstanceId, limit: usize) -> Result<Vec<u8>, Error> {
@@ -417,13 +418,13 @@ impl Console for External {
             .connection
             .ask(call, |stub, context| async move { stub.console(context, &request).await })
             .await?;
-        // The end is what was asked for; who sends more sent that, too.
+        // Only the end was requested; a provider may send more.
         let from = answer.tail.len().saturating_sub(limit);
         Ok(answer.tail[from..].to_vec())
     }
 }
 
-/// What happened to VMs, one after another. Ends with the provider object.
+/// Stream of VM events. Ends with the provider object.
 struct Following {
     connection: Weak<Connection>,
     cursor: String,

@@ -1,6 +1,6 @@
-//! A byte stream that says when it ended, and why, and that can be cut from outside.
+//! Wraps a byte stream so that its end and the cause are observable, and so that it can be cut from outside.
 //!
-//! The ttrpc library tells neither: a connection that broke is noticed by the next call only, and one that hangs stays
+//! The ttrpc library supports neither. A broken connection is detected only by the next call, and a hanging one stays
 //! open for as long as any call waits on it.
 
 use std::io;
@@ -13,16 +13,16 @@ use futures_util::task::AtomicWaker;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::sync::watch;
 
-/// How a stream ended.
+/// End of a stream.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct End {
-    /// For people.
+    /// Human-readable cause.
     pub(crate) why: String,
-    /// It was the other side's TLS that refused: no dialling again will mend it.
+    /// Whether TLS caused the end, so that dialling again cannot help.
     pub(crate) refused: bool,
 }
 
-/// The stream's other handle. Cuts the stream when it is dropped.
+/// Second handle of the stream. Dropping it cuts the stream.
 pub(crate) struct Line {
     shared: Arc<Shared>,
     ended: watch::Receiver<Option<End>>,
@@ -33,7 +33,7 @@ struct Shared {
     reader: AtomicWaker,
 }
 
-/// See the module.
+/// Watched stream; see the module.
 pub(crate) struct Stream<S> {
     inner: S,
     shared: Arc<Shared>,
@@ -56,7 +56,7 @@ impl Line {
         }
     }
 
-    /// How the stream ended, if it has.
+    /// Returns the end of the stream, if it has ended.
     pub(crate) fn end(&self) -> Option<End> {
         self.ended.borrow().clone()
     }

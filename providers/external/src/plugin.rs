@@ -1,8 +1,8 @@
-//! The provider's process, when it is ours: started, watched, listened to, killed.
+//! Starts, watches and kills the provider's process, and forwards its output to the log.
 //!
-//! It is told where to listen by the environment (`PEERPOD_PROVIDER_SOCKET`). Its standard input is a pipe that nobody
-//! writes to: its end is ours, also when we were killed. What it prints becomes log lines. Only the process itself is
-//! ever killed, not its children: they may be the VMs.
+//! The environment variable `PEERPOD_PROVIDER_SOCKET` gives the program the path to listen on. Its standard input is a
+//! pipe without data, which ends with this process, even if this process is killed. Only the provider's process itself
+//! is ever killed, not its children: they may be the VMs.
 
 mod forward;
 
@@ -23,35 +23,35 @@ use tokio::time::{Instant, sleep, timeout};
 
 use forward::{LastWords, forward};
 
-/// Tells a provider's program where to listen.
+/// Environment variable that gives a provider's program the path of its socket.
 pub const SOCKET_VARIABLE: &str = "PEERPOD_PROVIDER_SOCKET";
-/// How long a killed process may take to be gone, and a provider that was just closed to let go of its socket.
+/// Longest time for a killed process to disappear, and for a provider that was just closed to release its socket.
 const DEATH: Duration = Duration::from_secs(5);
-/// Between two tries to lock a socket.
+/// Pause between two attempts to lock a socket.
 const LOOK: Duration = Duration::from_millis(50);
-/// Behind the socket's path: the file that is locked while a process of ours keeps a program on the socket.
+/// Suffix of the lock file beside the socket. The file is locked while a process keeps its program on the socket.
 const LOCK: &str = ".lock";
-/// How long after its end its last words are waited for: children of it may hold the pipe.
+/// Time to wait for the last output after the end of the program, because its children may hold the pipe.
 const LAST_WORDS: Duration = Duration::from_millis(200);
 
-/// A process that serves the provider.
+/// Process that serves the provider.
 pub(crate) struct Plugin {
     program: String,
     child: Child,
-    /// Its end tells the plugin that we are gone.
+    /// Its end shows the program that this process is gone.
     _stdin: Option<ChildStdin>,
     readers: JoinSet<()>,
     words: LastWords,
-    /// Last: until the program is killed nobody may take it for one that was left behind.
+    /// Last field: until the program is killed, no other process may take it for an abandoned one.
     _lock: File,
 }
 
 impl Plugin {
-    /// Ends the program that a process of ours, which is gone, left on the socket, and starts the program. A program
-    /// whose starter lives is left alone.
+    /// Starts the program. First ends a program that a dead process left on the socket. A program with a living starter
+    /// is left alone.
     ///
     /// # Errors
-    /// [`Error::Transient`] while another process of ours keeps a program on the socket.
+    /// [`Error::Transient`] while another opener keeps a program on the socket.
     pub(crate) async fn start(command: &[String], socket: &Path) -> Result<Plugin, Error> {
         let [program, arguments @ ..] = command else {
             return Err(Error::invalid("start the provider: no program"));
@@ -60,14 +60,15 @@ impl Plugin {
         clear(socket).await?;
         let mut command = Command::new(program);
         command.args(arguments).current_dir("/").env(SOCKET_VARIABLE, socket);
-        // Our own settings may hold secrets, and are none of its business.
+        // The settings of this process may hold secrets, and the program does not need them.
         for (name, _) in std::env::vars_os() {
             let ours = name.to_string_lossy().starts_with("PEERPOD_");
             if ours && name != SOCKET_VARIABLE {
                 command.env_remove(name);
             }
         }
-        // A group of its own: a terminal's Ctrl-C is for us, and we may still need it to clean up.
+        // In a separate process group: Ctrl-C on a terminal is for this process, which may still need the program to
+        // clean up.
         command
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
@@ -89,26 +90,26 @@ impl Plugin {
         Ok(Plugin { program, _stdin: stdin, child, readers, words, _lock: lock })
     }
 
-    /// Waits until the process ends by itself, and tells how. May be dropped.
+    /// Waits until the process ends by itself, and returns the cause. May be dropped.
     pub(crate) async fn ended(&mut self) -> Error {
         let status = self.child.wait().await;
         let all = async { while self.readers.join_next().await.is_some() {} };
-        // Late is no news: what is not there by now is another process's.
+        // A timeout is no error: later output belongs to another process that holds the pipe.
         drop(timeout(LAST_WORDS, all).await);
         let how = status.map_or_else(|error| error.to_string(), |status| status.to_string());
         let words = self.words.get().map(|words| format!("; its last words: {words}")).unwrap_or_default();
         Error::transient(format!("the provider's program {} ended: {how}{words}", self.program))
     }
 
-    /// Its end, if that is what broke the connection: it comes a moment later.
+    /// Returns the end of the process, if that broke the connection. The end is visible a moment later.
     pub(crate) async fn just_ended(&mut self) -> Option<Error> {
         timeout(LAST_WORDS * 2, self.ended()).await.ok()
     }
 
-    /// Ends the process for certain.
+    /// Kills the process.
     pub(crate) async fn kill(mut self) {
         if let Err(error) = self.child.start_kill() {
-            // It ended before.
+            // The process ended before.
             tracing::debug!(program = self.program, %error, "provider's program not killed");
         }
         match timeout(DEATH, self.ended()).await {
@@ -122,7 +123,7 @@ fn failed(what: &str, socket: &Path, error: &io::Error) -> Error {
     Error::invalid(format!("{what} the provider's socket {}: {error}", socket.display()))
 }
 
-/// Makes the socket's folder, and locks the socket against every other opener, of this process and of others.
+/// Creates the folder of the socket, and locks the socket against every other opener, in this process and in others.
 async fn lock(socket: &Path) -> Result<File, Error> {
     if let Some(folder) = socket.parent() {
         let made = DirBuilder::new().recursive(true).mode(0o700).create(folder);
@@ -149,8 +150,8 @@ async fn lock(socket: &Path) -> Result<File, Error> {
     }
 }
 
-/// Frees the socket's name; call with the socket locked. A listener that is still there must have been started by a
-/// process of ours, which is gone: it is killed. Any other listener is an error.
+/// Removes the socket. The caller must hold its lock. A remaining listener must be the program of a dead opener, and is
+/// killed. Any other listener is an error.
 async fn clear(socket: &Path) -> Result<(), Error> {
     if let Ok(Ok(listener)) = timeout(Duration::from_secs(1), UnixStream::connect(socket)).await {
         let pid = listener.peer_cred().ok().and_then(|peer| peer.pid()).and_then(Pid::from_raw);
@@ -167,7 +168,7 @@ async fn clear(socket: &Path) -> Result<(), Error> {
 }
 
 async fn end_predecessor(pid: Pid, socket: &Path) -> io::Result<()> {
-    // First the handle, then the look at whom it holds: a number may have been given to another process meanwhile.
+    // Opens the handle before checking the process, because the pid may be reused in the meantime.
     let handle = match pidfd_open(pid, PidfdFlags::NONBLOCK) {
         Ok(handle) => handle,
         Err(rustix::io::Errno::SRCH) => return Ok(()),
@@ -175,7 +176,7 @@ async fn end_predecessor(pid: Pid, socket: &Path) -> io::Result<()> {
     };
     let environment = match std::fs::read(format!("/proc/{}/environ", pid.as_raw_nonzero())) {
         Ok(environment) => environment,
-        // It is just ending, and has none any more.
+        // The process is just ending and has no environment any more.
         Err(error) if error.raw_os_error() == Some(rustix::io::Errno::SRCH.raw_os_error()) => Vec::new(),
         Err(error) => return Err(error),
     };

@@ -1,4 +1,4 @@
-//! The other end, for authors who write in Rust: serves any [`Provider`] over the socket or mutual TLS.
+//! Serves any [`Provider`] in Rust over the unix socket or mutual TLS: the other end of the protocol.
 //!
 //! ```no_run
 //! # use std::sync::Arc;
@@ -36,19 +36,19 @@ use crate::{Owner, wire};
 use events::EventLog;
 pub use listen::{listen_on_socket, listen_with_tls, socket_we_were_given, until_orphaned};
 
-/// How long a question may be held open, whatever its caller says.
+/// Longest time for which a request is held open, even if its caller asks for more.
 const LONGEST_HOLD: Duration = Duration::from_secs(60);
-/// VMs on one page of a list: a frame of 4 MiB has room for some 1 KiB each.
+/// VMs on one page of a list: a frame of 4 MiB has space for some 2 KiB each.
 const PAGE: usize = 2000;
-/// Owners whose events are kept; more are told nothing.
+/// Most owners with an event log; further owners get no events.
 const OWNERS: usize = 1024;
 
-/// Gives the provider that an owner's calls go to: always the same one for the same owner.
+/// Selects the provider for the calls of an owner: always the same one for the same owner.
 pub trait Providers: Send + Sync + 'static {
-    /// The owner's provider.
+    /// Returns the owner's provider.
     ///
     /// # Errors
-    /// For an owner that is not served here, best [`Error::Auth`].
+    /// For an owner that is not served here, preferably [`Error::Auth`].
     fn provider(&self, owner: &Owner) -> Result<Arc<dyn Provider>, Error>;
 }
 
@@ -61,17 +61,17 @@ where
     }
 }
 
-/// A provider that is being served.
+/// Provider that is being served.
 pub struct Serving {
-    // Locked by nobody: it makes this shareable, which the library's server is not.
+    // Never locked: the mutex makes this shareable, which the library's server is not.
     server: Mutex<Server>,
 }
 
 impl Serving {
-    /// Serves until it is dropped or stopped. `name` is the provider's: 1 to 32 of `[a-z0-9-]`.
+    /// Serves until the value is dropped or stopped. `name` is the provider's name: 1 to 32 of `[a-z0-9-]`.
     ///
     /// # Errors
-    /// The library could not start.
+    /// When the library cannot start.
     pub async fn start(name: &str, listener: Listener, providers: impl Providers) -> Result<Serving, Error> {
         let served =
             Served { name: name.to_owned(), providers: Box::new(providers), events: Mutex::default() };
@@ -97,7 +97,7 @@ struct Served {
     events: Mutex<HashMap<Owner, Arc<EventLog>>>,
 }
 
-/// An answer that can be an error instead.
+/// Answer that can be an error instead.
 trait Refusable: Default {
     fn refuse(error: &Error) -> Self;
 }
@@ -128,8 +128,8 @@ refusable!(
 );
 
 impl Served {
-    /// Runs `work` with the owner's provider. Its failures are answers, too; the library drops it at the caller's
-    /// deadline, which the provider may ask for.
+    /// Runs `work` with the owner's provider. Its errors become answers. The library drops it at the caller's deadline,
+    /// which the provider can read.
     async fn answer<R, F>(
         &self,
         context: &TtrpcContext,
@@ -189,7 +189,7 @@ impl Service for Served {
         tracing::info!(program = wire::clipped(&request.program, wire::WORD), "a node shakes hands");
         self.answer(context, request.owner, |provider, _| async move {
             Ok(proto::HandshakeResponse {
-                // One version is all there is; who does not speak it sees that by itself.
+                // There is only one version. A client that does not support it detects that itself.
                 version: wire::VERSION,
                 name: self.name.clone(),
                 capabilities: MessageField::some(wire::capabilities_to(provider.capabilities())),
@@ -277,7 +277,7 @@ impl Service for Served {
             let id = id(request.id)?;
             let found = match timeout(hold(request.wait_ms), provider.addresses(&id)).await {
                 Ok(found) => found?,
-                // Not known yet: the caller asks again.
+                // Not known yet; the client repeats the request.
                 Err(_) => Vec::new(),
             };
             Ok(proto::AddressesResponse {
@@ -307,7 +307,7 @@ impl Service for Served {
     ) -> ttrpc::Result<proto::ListOwnedResponse> {
         self.answer(context, request.owner, |provider, _| async move {
             let mut owned = provider.list_owned().await?;
-            // A page begins behind an id, not at a number: VMs come and go between two pages.
+            // A page begins after an id, not at an index, because VMs come and go between two pages.
             owned.sort_unstable_by(|a, b| a.id.cmp(&b.id));
             let start = owned.partition_point(|one| one.id.as_str() <= request.page.as_str());
             let page = owned[start..].get(..PAGE).unwrap_or(&owned[start..]);

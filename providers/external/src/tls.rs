@@ -1,4 +1,4 @@
-//! TLS 1.3 with certificates on both sides, for a provider elsewhere in the cluster. Reads the files it is given.
+//! TLS 1.3 with certificates on both sides, for a provider elsewhere in the cluster. Reads the configured files.
 
 use std::fs::{File, Metadata};
 use std::io::Read;
@@ -16,12 +16,12 @@ use rustls_pki_types::{CertificateDer, PrivateKeyDer};
 
 use crate::TlsFiles;
 
-/// What is spoken inside, as ALPN: whoever answers with something else is no provider.
+/// ALPN name of the protocol: a peer with another name is no provider.
 const ALPN: &[u8] = b"peerpod-provider/1";
-/// A file of certificates has a few kilobytes.
+/// Most bytes read of a file; certificate files have a few kilobytes.
 const MAX_FILE: u64 = 1 << 20;
 
-/// The node's side.
+/// Returns the TLS configuration of the node.
 pub(crate) fn client(files: &TlsFiles) -> Result<ClientConfig, Error> {
     let (roots, chain, key) = read(files)?;
     let mut config = ClientConfig::builder_with_provider(crypto())
@@ -31,12 +31,12 @@ pub(crate) fn client(files: &TlsFiles) -> Result<ClientConfig, Error> {
         .with_client_auth_cert(chain, key)
         .map_err(|error| unfit(files, &error))?;
     config.alpn_protocols = vec![ALPN.to_vec()];
-    // A connection is made once in a long while; resumption would only outlive a withdrawn certificate.
+    // Connections are rare, and resumption would only outlive a revoked certificate.
     config.resumption = Resumption::disabled();
     Ok(config)
 }
 
-/// The provider's side: nobody without a certificate of that CA.
+/// Returns the TLS configuration of the provider, which requires a client certificate of the CA.
 pub(crate) fn server(files: &TlsFiles) -> Result<ServerConfig, Error> {
     let (roots, chain, key) = read(files)?;
     let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), crypto())
@@ -96,7 +96,7 @@ fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, Error> {
 
 fn bytes(path: &Path) -> Result<(Vec<u8>, Metadata), Error> {
     let failed = |error: std::io::Error| Error::Auth { text: format!("read {}: {error}", path.display()) };
-    // Looked at before it is opened: opening a pipe would wait for ever.
+    // Checked before opening, because opening a pipe would block for ever.
     if !std::fs::metadata(path).map_err(failed)?.is_file() {
         return Err(broken(path, "not a file"));
     }

@@ -1,5 +1,5 @@
-//! Between the trait's types and the wire's, in both directions, for both ends. What comes from the wire is checked here
-//! and nowhere else: nothing behind this module has to doubt an id, an address or a length. Pure.
+//! Converts between the types of the trait and of the protocol, in both directions, for both ends. Received data is
+//! checked here and nowhere else: the code behind this module can rely on every id, address and length. Pure.
 
 mod error;
 mod reply;
@@ -13,18 +13,18 @@ pub(crate) use reply::{
 };
 pub(crate) use request::{disk_from, disk_to, key_from, owner_from, owner_to, request_from, request_to};
 
-/// The version of the service that both ends of ours speak.
+/// Protocol version of both ends.
 pub(crate) const VERSION: u32 = 1;
-/// Longest text for people.
+/// Longest human-readable text.
 pub(crate) const TEXT: usize = 2000;
 /// Longest short text: an offering, a field, a type.
 pub(crate) const WORD: usize = 200;
 /// Longest cursor or page mark.
 pub(crate) const MARK: usize = 1024;
-/// Most of a console in one answer.
+/// Most bytes of a console in one answer.
 pub(crate) const CONSOLE: usize = 1 << 20;
 
-/// Text of others as our log lines and errors can hold it: one line, no control characters, not longer than this.
+/// Makes foreign text safe for logs and errors: one line, no control characters, at most `most` characters.
 pub(crate) fn clipped(text: &str, most: usize) -> String {
     let text = text.trim_matches(|c: char| c.is_whitespace() || c.is_control());
     let plain = |c: char| if c.is_control() { ' ' } else { c };
@@ -35,7 +35,7 @@ pub(crate) fn clipped(text: &str, most: usize) -> String {
     clipped
 }
 
-/// Whether this may name something: 1 to `most` printable ASCII characters.
+/// Whether the text can be a name: 1 to `most` printable ASCII characters.
 fn printable(text: &str, most: usize) -> bool {
     (1..=most).contains(&text.len()) && text.bytes().all(|byte| byte.is_ascii_graphic())
 }

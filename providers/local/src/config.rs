@@ -1,4 +1,4 @@
-//! The local provider's settings, `provider.local.*`. Reads configuration, touches nothing else.
+//! Settings `provider.local.*`. Reads configuration, touches nothing else.
 
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
@@ -7,44 +7,44 @@ use std::time::Duration;
 
 use peerpod_base::config::{Reader, Section};
 
-/// What clouds have and the path's probe tries, in bytes; the least is IPv6's.
+/// MTUs, in bytes, that clouds have and that the path MTU probe tries; the minimum is that of IPv6.
 const MTUS: std::ops::RangeInclusive<u32> = 1280..=peerpod_link::path_mtu::LARGEST;
 
-/// A segment of the "cloud": a bridge in the node's network namespace, and the addresses there.
+/// Segment of the simulated cloud network: a bridge in the node's network namespace, and its subnets.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Network {
-    /// The bridge's name.
+    /// Name of the bridge.
     pub bridge: String,
-    /// The IPv4 subnet; its first address is the node's.
+    /// IPv4 subnet; its first address belongs to the node.
     pub subnet4: Subnet<Ipv4Addr>,
-    /// The IPv6 subnet; its first address is the node's.
+    /// IPv6 subnet; its first address belongs to the node.
     pub subnet6: Subnet<Ipv6Addr>,
 }
 
-/// Everything the provider can be told.
+/// Settings of the provider.
 #[derive(Debug, Clone)]
 pub struct LocalConfig {
-    /// Where it keeps what it knows; `<paths.state-dir>/local`.
+    /// Folder of the provider's state: `<paths.state-dir>/local`.
     pub state_dir: PathBuf,
-    /// `peerpod-local-vm`.
+    /// Path of `peerpod-local-vm`.
     pub helper_binary: PathBuf,
-    /// What runs as the VM's pid 1: `peerpod-guest`, or in tests any program or script.
+    /// Program that runs as pid 1 of the VM: `peerpod-guest`, or in tests any program or script.
     pub guest_binary: PathBuf,
-    /// The kata-agent, or what plays it.
+    /// kata-agent, or its stand-in for tests.
     pub agent_binary: PathBuf,
-    /// The "cloud network" that each VM is on.
+    /// Simulated cloud network of each VM.
     pub network: Network,
-    /// The one of second network cards.
+    /// Network of second NICs.
     pub second: Network,
-    /// MTU of both, in bytes.
+    /// MTU of both networks, in bytes.
     pub mtu: u32,
-    /// Whether VMs have IPv4 addresses; without, node and VMs reach each other over IPv6 alone.
+    /// Whether VMs have IPv4 addresses. Without them, node and VMs reach each other over IPv6 alone.
     pub ipv4: bool,
-    /// How long a VM "boots" before its pid 1 runs; for tests.
+    /// Simulated boot time of a VM before its pid 1 runs; for tests.
     pub boot_delay: Duration,
-    /// Most VMs by one call; 0: each by one of its own.
+    /// Most VMs by one call; 0: one per call.
     pub max_batch: u32,
-    /// Where the files of disks are that are called by a name.
+    /// Folder of the disk files that requests refer to by name.
     pub volumes_dir: PathBuf,
 }
 
@@ -97,15 +97,15 @@ impl LocalConfig {
         }
     }
 
-    /// How many VMs the subnets hold at once; also one more than the greatest index.
+    /// Number of VMs that the subnets hold at once; also one more than the greatest index.
     pub(crate) fn room(&self) -> u32 {
         let bits = self.network.bits().min(self.second.bits()).min(20);
-        // The last one is IPv4's broadcast address.
+        // The last address is the IPv4 broadcast address.
         (1 << bits) - 1
     }
 }
 
-/// How a network's keys are called, and their defaults and meanings.
+/// Keys of a network, with their defaults and help texts.
 struct Keys {
     bridge: (&'static str, &'static str, &'static str),
     subnet4: (&'static str, &'static str, &'static str),
@@ -138,22 +138,22 @@ impl Network {
         }
     }
 
-    /// Of an address of its smaller subnet, those that tell VMs apart.
+    /// Number of address bits in the smaller subnet that distinguish VMs.
     fn bits(&self) -> u32 {
         (32 - u32::from(self.subnet4.prefix)).min(128 - u32::from(self.subnet6.prefix))
     }
 }
 
-/// A program that lies where ours lies.
+/// Returns the path of a program beside the current one.
 fn beside_us(name: &str) -> PathBuf {
     let us = std::env::current_exe().unwrap_or_default();
     us.parent().unwrap_or(Path::new("/usr/bin")).join(name)
 }
 
-/// An address without host bits, and how many bits are the network's.
+/// Network address without host bits, and the length of its prefix.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Subnet<A> {
-    /// The network's address.
+    /// Address of the network.
     pub base: A,
     /// Length of the network part, in bits.
     pub prefix: u8,
@@ -164,15 +164,15 @@ impl<A: Family> Subnet<A> {
         let text: String = section.get(key, default, help);
         Subnet::parse(&text).unwrap_or_else(|why| {
             section.mistake(key, why);
-            // Nothing is started with a mistake; any would do.
+            // Nothing is started with a mistake, so any value works.
             Subnet { base: A::from_number(0), prefix: 8 }
         })
     }
 
-    /// Reads `base/prefix` with room for at least two VMs.
+    /// Parses `base/prefix` with space for at least two VMs.
     ///
     /// # Errors
-    /// Why it is none, and what would do.
+    /// The reason why the text is no such subnet, with an example.
     pub fn parse(text: &str) -> Result<Subnet<A>, String> {
         let example = A::EXAMPLE;
         let parsed = text.split_once('/').and_then(|(base, prefix)| {
@@ -189,21 +189,21 @@ impl<A: Family> Subnet<A> {
         Ok(subnet)
     }
 
-    /// The address with this host part; 1 is the node's.
+    /// Returns the address with this host part; 1 is the node.
     pub fn address(&self, index: u32) -> A {
         A::from_number(self.base.bits() | u128::from(index))
     }
 }
 
-/// What IPv4 and IPv6 addresses share here.
+/// Common operations of IPv4 and IPv6 addresses.
 pub trait Family: Copy + fmt::Display + std::str::FromStr + Into<IpAddr> {
     /// Bits of an address.
     const BITS: u8;
-    /// How a subnet of this family is written.
+    /// Example of a subnet in this family.
     const EXAMPLE: &'static str;
-    /// The address as a number.
+    /// Returns the address as a number.
     fn bits(self) -> u128;
-    /// The address with this number; the caller sees to it that it fits.
+    /// Returns the address with this number. The caller ensures that it fits.
     fn from_number(number: u128) -> Self;
 }
 

@@ -1,4 +1,4 @@
-//! Making a VM: record → bridge → hypervisor process. Every step may be repeated, and is, after a crash.
+//! Makes a VM: record → bridge → hypervisor process. Every step can be repeated, and is repeated after a crash.
 
 use std::fs::File;
 use std::os::unix::fs::OpenOptionsExt;
@@ -17,9 +17,9 @@ use crate::store::{Record, Status, VERSION};
 use crate::vm::{Answer, Description, Inside};
 use crate::{Shared, addresses, blocking, disk, network};
 
-/// A VM is made in some 20 ms; this is for a machine that is drowning.
+/// Longest time to make a VM. It usually takes some 20 ms, so this is for an overloaded machine.
 const PATIENCE: Duration = Duration::from_secs(30);
-/// The hypervisor process answers one short line.
+/// Most bytes of the hypervisor process's answer, which is one short line.
 const MAX_ANSWER: u64 = 128 * 1024;
 
 impl Shared {
@@ -32,8 +32,8 @@ impl Shared {
         self.create_as(id, digest, request, key).await
     }
 
-    /// Several: each is made as one is, with an id that follows from the key and its number. All of them or none: who
-    /// finds no room has the others taken away.
+    /// Makes several VMs, each with an id derived from the key and its number. It makes all of them or none: if one
+    /// fails for good, the others are deleted.
     pub(crate) async fn create_many(
         self: Arc<Shared>,
         request: CreateRequest,
@@ -50,7 +50,7 @@ impl Shared {
         while let Some(done) = work.join_next().await {
             match done.unwrap_or_else(|error| Err(Error::transient(format!("create: {error}")))) {
                 Ok(created) => made.push(created),
-                // One that may be asked again speaks for all: only the whole is an answer.
+                // A transient error takes precedence, because a repeated call can still make all VMs.
                 Err(error) => match failed {
                     Some(Error::Transient { .. }) => {}
                     _ => failed = Some(error),
@@ -96,7 +96,7 @@ impl Shared {
                 )));
             }
             Status::Pending(Some(record)) => same(&record, &digest, &request)?,
-            // Ended is for `addresses` to say: the answer to this key stays the same.
+            // `addresses` reports the end of the VM; the answer to this key stays the same.
             Status::Running(record) => {
                 let record = same(&record, &digest, &request)?;
                 return self.attached(&id, &record, request.disks).await;
@@ -109,7 +109,8 @@ impl Shared {
         self.attached(&id, &record, disks).await
     }
 
-    /// The VM's answer, with its disks. One that cannot be attached now is attached by a later call: the VM is there.
+    /// Returns the answer of the create, with the VM's disks. The VM exists, so a disk that cannot be attached now is
+    /// attached by a later call.
     async fn attached(
         self: &Arc<Shared>,
         id: &InstanceId,
@@ -126,7 +127,7 @@ impl Shared {
         Ok(created)
     }
 
-    /// Sets an index aside and writes the VM down.
+    /// Reserves an index and writes the VM's record.
     async fn begin(
         &self,
         id: &InstanceId,
@@ -162,7 +163,7 @@ impl Shared {
         let begun =
             blocking(move || store.begin(&vm, &written).map_err(|error| disk("write a VM down", &error)));
         if let Err(error) = begun.await {
-            // Nothing was made; if the directory is there, `list_owned` shows it.
+            // Nothing was made; if the directory exists, `list_owned` shows the VM.
             self.network.lock().await.remove(&index);
             return Err(error);
         }
@@ -170,7 +171,7 @@ impl Shared {
     }
 
     async fn ensure_networks(&self, second: bool) -> Result<(), Error> {
-        // Under the lock: a deletion of the last VM would take the bridges away.
+        // Under the lock, because the deletion of the last VM would remove the bridges.
         let taken = self.network.lock().await;
         let config = self.config.clone();
         let made = blocking(move || {
@@ -186,7 +187,7 @@ impl Shared {
         made
     }
 
-    /// Starts the hypervisor process and waits for its word.
+    /// Starts the hypervisor process and waits for its answer.
     async fn launch(&self, id: &InstanceId, record: &Record, request: CreateRequest) -> Result<(), Error> {
         let deadline = Instant::now() + PATIENCE;
         let description = self.describe(id, record, request);
@@ -203,7 +204,7 @@ impl Shared {
                 Answer::Failed { text, transient: false } => {
                     return Err(Error::invalid(format!("create of {}: {text}", record.name)));
                 }
-                // A hypervisor process that an earlier call or an earlier node started is at it.
+                // The hypervisor process of an earlier call or of an earlier node is making the VM.
                 Answer::Busy => {
                     if !matches!(self.status(id)?, Status::Pending(_)) {
                         return Ok(());
@@ -236,7 +237,7 @@ impl Shared {
         let (Some(mut input), Some(output)) = pipes else {
             return Err(Error::transient(format!("create of VM {id}: run {helper}: no pipes")));
         };
-        // If it ended already its answer says why.
+        // If the process ended already, its answer has the reason.
         let told = input.write_all(description).await;
         drop(input);
         let mut line = String::new();
@@ -276,7 +277,7 @@ impl Shared {
     }
 }
 
-/// Takes the corpse away when the VM ends while we live; when we do not, init does.
+/// Reaps the process when the VM ends during the life of this process; otherwise init reaps it.
 fn reap(mut child: Child) {
     tokio::spawn(async move {
         if let Err(error) = child.wait().await {
@@ -285,14 +286,14 @@ fn reap(mut child: Child) {
     });
 }
 
-/// The VM's id: the same for the same key, so that a repeated create finds what an earlier one began.
+/// Returns the VM's id. It is the same for the same key, so that a repeated create finds the VM of an earlier one.
 pub(crate) fn instance_id(key: &IdempotencyKey) -> Result<InstanceId, Error> {
     let hash: String = hex::encode(&key.sha256()[..16]);
     InstanceId::new(format!("local-{hash}")).map_err(|error| Error::invalid(error.to_string()))
 }
 
-/// A number from 2 (1 is the node's) to below `room` that is free: from a place the key's hash gives, so that a
-/// deleted VM's address is seldom the next one's.
+/// Returns a free number from 2 (1 is the node) to below `room`. The search starts at a position derived from the key's
+/// hash, so that the next VM seldom gets the address of a deleted one.
 fn free_index(room: u32, hash: &[u8; 32], taken: impl Fn(u32) -> bool) -> Option<u32> {
     let usable = room.checked_sub(2).filter(|usable| *usable > 0)?;
     let [a, b, c, d, ..] = *hash;
@@ -319,7 +320,7 @@ fn late(record: &Record) -> Error {
     Error::transient(format!("create of {}: the VM is not made after {seconds} s", record.name))
 }
 
-/// What of a name a host may be called.
+/// Converts a name to a valid host name.
 fn hostname(name: &str) -> String {
     let fits = |c: char| if c.is_ascii_alphanumeric() { c.to_ascii_lowercase() } else { '-' };
     let host: String = name.chars().map(fits).take(63).collect();

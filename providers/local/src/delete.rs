@@ -1,5 +1,5 @@
-//! Taking a VM away: mark → kill → wait → disks → links → directory → address → bridges. After the mark the rest is done
-//! behind the caller's back, and by the next node if ours dies.
+//! Deletes a VM: mark → kill → wait → disks → network devices → directory → address → bridges. The steps after the mark
+//! run in the background. If this node dies, the next one continues them.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -12,34 +12,34 @@ use crate::process::boot_id;
 use crate::store::{Machine, Status};
 use crate::{Shared, blocking, disk, network};
 
-/// `delete` gives the deletion this long before it answers: most are done in some 50 ms, and the caller then sees
-/// nothing left.
+/// Longest time that `delete` waits for the deletion before it answers. Most deletions take some 50 ms, and the caller
+/// then finds nothing left.
 const COURTESY: Duration = Duration::from_secs(1);
-/// The hypervisor process gets this long to record the end and leave by itself, before it is killed too.
+/// Time for the hypervisor process to record the end and exit, before it is killed too.
 const FAREWELL: Duration = Duration::from_secs(1);
-/// From here on we say that we still wait.
+/// Time after which the wait is logged.
 const SLOW: Duration = Duration::from_secs(10);
 
 impl Shared {
     pub(crate) async fn delete(self: Arc<Shared>, id: InstanceId) -> Result<(), Error> {
         let marking = Arc::clone(&self);
         let vm = id.clone();
-        // In a task of its own, for a caller that drops us.
+        // In a separate task, because the caller may drop this future.
         let marked = tokio::spawn(async move { marking.mark(&vm).await }).await;
         if !marked.unwrap_or_else(|error| Err(Error::transient(format!("delete of VM {id}: {error}"))))? {
             return Ok(());
         }
-        // Late is fine: the mark is on disk and the work goes on.
+        // A timeout is fine: the mark is on disk and the work continues.
         drop(tokio::time::timeout(COURTESY, self.finish_later(id)).await);
         Ok(())
     }
 
-    /// Writes down that the VM goes. `false` if there is nothing to delete.
+    /// Records that the VM is to be deleted. `false` if there is nothing to delete.
     async fn mark(&self, id: &InstanceId) -> Result<bool, Error> {
         let _turn = self.lock_id(id).await;
         match self.status(id)? {
             Status::Absent => Ok(false),
-            // Without a record there is nothing to mark; the lock keeps a late hypervisor process out.
+            // Without a record there is nothing to mark; the lock excludes a late hypervisor process.
             Status::Deleting(_) | Status::Pending(None) | Status::Unreadable(_) => Ok(true),
             Status::Pending(Some(record)) | Status::Running(record) | Status::Ended(record, _) => {
                 let (store, vm) = (self.store.clone(), id.clone());
@@ -53,7 +53,7 @@ impl Shared {
         }
     }
 
-    /// Does the rest of a deletion in the background.
+    /// Finishes a deletion in the background.
     pub(crate) fn finish_later(self: Arc<Shared>, id: InstanceId) -> JoinHandle<()> {
         let work = async move {
             let mut pause = Duration::from_millis(100);
@@ -63,7 +63,7 @@ impl Shared {
                 pause = (pause * 2).min(Duration::from_secs(10));
             }
         };
-        // Its lines are still about whoever asked for it.
+        // Keeps the log context of the caller.
         tokio::spawn(work.in_current_span())
     }
 
@@ -71,7 +71,7 @@ impl Shared {
         let _turn = self.lock_id(id).await;
         match self.status(id)? {
             Status::Deleting(_) | Status::Pending(None) | Status::Unreadable(_) => {}
-            // Done by another call; or made anew, which is not ours to delete.
+            // Finished by another call, or made again, in which case it must not be deleted.
             _ => return Ok(()),
         }
         let Some(lock) = self.end_processes(id).await? else { return Ok(()) };
@@ -94,8 +94,8 @@ impl Shared {
         Ok(())
     }
 
-    /// Kills the VM and waits until nothing of it runs. Returns its lock, so that nothing can start; `None` if its
-    /// directory vanished meanwhile.
+    /// Kills the VM and waits until none of its processes is left. Returns its lock, so that nothing can start; `None`
+    /// if its directory vanished meanwhile.
     async fn end_processes(
         &self,
         id: &InstanceId,
@@ -111,7 +111,7 @@ impl Shared {
                 Some(machine) => end(machine, start.elapsed() > FAREWELL).map_err(failed)?,
                 None => false,
             };
-            // Whoever holds the lock may be about to start the VM.
+            // The holder of the lock may be about to start the VM.
             if !alive && let Some(lock) = self.store.lock(id).map_err(failed)? {
                 return Ok(Some(lock));
             }
@@ -128,8 +128,8 @@ impl Shared {
     }
 }
 
-/// Kills what must be killed; says whether anything of the VM is still there. When pid 1 of a pid namespace is gone,
-/// all others in it are.
+/// Kills the processes of the VM and returns whether any of them still exists. When pid 1 of a pid namespace is gone,
+/// all others in it are gone too.
 fn end(machine: &Machine, impatient: bool) -> std::io::Result<bool> {
     let guest = match machine.guest {
         Some(guest) if guest.alive()? => {
@@ -139,7 +139,7 @@ fn end(machine: &Machine, impatient: bool) -> std::io::Result<bool> {
         _ => false,
     };
     let hypervisor = machine.hypervisor.alive()?;
-    // Without a pid 1 it is still making the VM; with one it leaves by itself when that is gone.
+    // Without a pid 1 it is still making the VM; with one it exits by itself after pid 1 is gone.
     if hypervisor && (machine.guest.is_none() || impatient) {
         machine.hypervisor.kill()?;
     }

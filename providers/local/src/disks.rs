@@ -1,10 +1,10 @@
-//! Disks: files on the node, shown to a VM as loop devices. A disk's id is the file's path, or its name in
-//! `provider.local.volumes-dir`; in the VM it has a name below `/dev/disk/by-id` that follows from the id, whatever number
-//! the kernel gave its device.
+//! Attaches files on the node to VMs as loop devices. The id of a disk is the path of the file, or its name in
+//! `provider.local.volumes-dir`. In the VM, a disk has a name below `/dev/disk/by-id` that is derived from the id,
+//! independent of the kernel's device number.
 //!
-//! Which disk is whose is written down before anything is done (`<state-dir>/disks/<hash>.json`) and forgotten after the
-//! last: what a crash leaves is found by its file. A disk that may be written to is with one VM at a time, and is free when
-//! the kernel has let its device go, not when it was asked to.
+//! The owner of a disk is recorded before any effect (`<state-dir>/disks/<hash>.json`), and the record is removed after
+//! the last one. The rest of a crash is therefore found by its file. A writable disk is with one VM at a time. It is
+//! free when the kernel has released its device, not when the release was requested.
 
 use std::fs;
 use std::io;
@@ -22,13 +22,13 @@ use sha2::{Digest, Sha256};
 use crate::store::{Status, VERSION, read_json, write_json};
 use crate::{LocalProvider, Shared, blocking, disk as failed};
 
-/// Linux gives loop devices this major number.
+/// Major number of loop devices in Linux.
 const LOOP: u64 = 7;
 
-/// Seconds for one change of a loop device.
+/// Longest time for one change of a loop device, in seconds.
 const LIMIT: &str = "30";
 
-/// A disk that some VM has.
+/// Record of an attached disk.
 #[derive(Debug, Serialize, Deserialize)]
 struct Taken {
     version: u32,
@@ -60,7 +60,7 @@ impl Volumes for LocalProvider {
 }
 
 impl Shared {
-    /// Attaches, or finds attached.
+    /// Attaches the disk, or finds it attached.
     pub(crate) async fn attach(
         self: Arc<Shared>,
         id: InstanceId,
@@ -89,7 +89,7 @@ impl Shared {
         let mut taken = match read_json::<Taken>(&path).map_err(|error| failed(&what, &error))? {
             Some(taken) => taken,
             None => {
-                // Ours is written down before it is made: this one is somebody else's.
+                // The record is written before the device is made, so this device belongs to another program.
                 if let Some(number) = loops_of(&file).map_err(Error::transient)?.first() {
                     return Err(Error::transient(format!(
                         "{what}: it is in use on this machine, as /dev/loop{number}"
@@ -122,7 +122,7 @@ impl Shared {
         Ok(DiskIdentity::ById(name))
     }
 
-    /// A file has more than one name, and one writer.
+    /// Refuses a file that is attached by another name: a file can have several names, but only one writer.
     fn refuse_second_name(&self, what: &str, volume: &str, file: &Path) -> Result<(), Error> {
         let all = self.taken().map_err(|error| failed(what, &error))?;
         match all.into_iter().find(|taken| taken.file == file && taken.volume != volume) {
@@ -135,7 +135,7 @@ impl Shared {
         }
     }
 
-    /// Makes the device's node and name in the VM's own /dev.
+    /// Creates the device node and its name in the VM's own /dev.
     fn show(&self, id: &InstanceId, number: u64, name: &str) -> io::Result<()> {
         let dev = self.dev_of(id)?.ok_or_else(|| io::Error::other("the VM's first process is gone"))?;
         let node = format!("loop{number}");
@@ -158,7 +158,7 @@ impl Shared {
         Ok(())
     }
 
-    /// The kernel looks at the file's length when it is told to.
+    /// Makes the kernel read the new length of the file, which it does only on request.
     fn grown_now(&self, id: &InstanceId, volume: &str) -> Result<(), Error> {
         let what = format!("growth of {volume} of local VM {id}");
         let taken: Option<Taken> =
@@ -186,7 +186,7 @@ impl Shared {
         if last && let Some(number) = loops_of(&taken.file).map_err(Error::transient)?.first().copied() {
             let run = losetup(&["--detach", &format!("/dev/loop{number}")]);
             let still = loops_of(&taken.file).map_err(Error::transient)?.contains(&number);
-            // The kernel lets it go when its last user does.
+            // The kernel releases the device when its last user does.
             if still {
                 let why = run.err().unwrap_or_else(|| "it is in use, is it mounted?".to_owned());
                 return Err(Error::transient(format!("{what}: {why}")));
@@ -202,7 +202,7 @@ impl Shared {
         written.map_err(|error| failed(&what, &error))
     }
 
-    /// Detaches all that a VM has whose processes are gone. Its mounts go with its mount namespace, a little later.
+    /// Detaches all disks of a VM that has no processes left. Its mounts go with its mount namespace, a little later.
     pub(crate) async fn detach_all(self: Arc<Shared>, id: InstanceId) -> Result<(), Error> {
         let shared = Arc::clone(&self);
         let _turn = self.disks.lock().await;
@@ -236,7 +236,7 @@ impl Shared {
         self.config.state_dir.join("disks").join(format!("{}.json", hash(volume)))
     }
 
-    /// Before a VM is made for them.
+    /// Checks that all disks of the request exist, before a VM is made for them.
     pub(crate) fn look_for_disks(&self, request: &CreateRequest) -> Result<(), Error> {
         for disk in &request.disks {
             self.file(&disk.volume).map_err(|why| {
@@ -249,7 +249,7 @@ impl Shared {
         Ok(())
     }
 
-    /// The disk's file.
+    /// Returns the file of the disk.
     fn file(&self, volume: &str) -> Result<PathBuf, String> {
         let path = match Path::new(volume) {
             path if path.is_absolute() => path.to_owned(),
@@ -263,14 +263,14 @@ impl Shared {
         if kind.is_file() { Ok(path) } else { Err(format!("{} is not a file", path.display())) }
     }
 
-    /// The VM's own /dev, through its first process; `None`: that is gone.
+    /// Returns the VM's own /dev, through its first process; `None` if that process is gone.
     fn dev_of(&self, id: &InstanceId) -> io::Result<Option<PathBuf>> {
         let Some(guest) = self.store.machine(id)?.and_then(|machine| machine.guest) else { return Ok(None) };
         Ok(guest.alive()?.then(|| PathBuf::from(format!("/proc/{}/root/dev", guest.pid))))
     }
 }
 
-/// The name that the guest finds it by.
+/// Returns the name by which the guest finds the disk.
 fn name_of(volume: &str) -> String {
     let fits = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'_' | b'.');
     match volume {
@@ -283,7 +283,7 @@ fn hash(volume: &str) -> String {
     hex::encode(&Sha256::digest(volume)[..16])
 }
 
-/// The file's loop device, made if there is none.
+/// Returns the loop device of the file. Creates one if there is none.
 fn loop_device(file: &Path, read_only: bool) -> Result<u64, String> {
     let wanted = u8::from(read_only).to_string();
     if let Some(number) = loops_of(file)?.into_iter().next() {
@@ -306,7 +306,7 @@ fn loop_device(file: &Path, read_only: bool) -> Result<u64, String> {
     number(made.trim()).ok_or_else(|| format!("losetup answered {made:?}"))
 }
 
-/// The loop devices of a file, by what the file is and not how it is called.
+/// Returns the loop devices of a file. They are matched by the file itself, not by its name.
 fn loops_of(file: &Path) -> Result<Vec<u64>, String> {
     if !file.exists() {
         return Ok(Vec::new());
@@ -320,8 +320,8 @@ fn number(device: &str) -> Option<u64> {
     device.strip_prefix("/dev/loop")?.parse().ok()
 }
 
-/// Runs util-linux's program: its ioctls would be unsafe code here. A device or file system that hangs must not keep the
-/// disks of all others waiting.
+/// Runs `losetup` of util-linux, because its ioctls would be unsafe code here. The time limit keeps a hanging device or
+/// file system from blocking the disks of all other VMs.
 fn losetup(arguments: &[&str]) -> Result<String, String> {
     let output = Command::new("timeout").args(["--signal=KILL", LIMIT, "losetup"]).args(arguments).output();
     let output = output.map_err(|error| format!("run losetup: {error}"))?;

@@ -1,14 +1,16 @@
-//! The local provider: a "VM" is a set of namespaces on this very node, with `peerpod-guest` as its pid 1.
+//! Runs each VM as a set of namespaces on this node, with `peerpod-guest` as its pid 1.
 //!
-//! For development, the demo, tests and benches; everything above the provider seam is the same as with a cloud.
-//! A VM is at least as strange as a real one: its own network, mount, pid, uts and ipc namespaces, its own root
-//! directory, an uplink to a "cloud network" (a bridge in the node's network namespace), user-data on a read-only
-//! file system. Size is not enforced: a VM sees the whole machine.
+//! This provider is for development, the demo, tests and benchmarks; everything above the provider interface is the
+//! same as with a cloud. Like a real VM, such a VM has its own network, mount, pid, uts and ipc namespaces and its own
+//! root directory. It has an underlay device in a simulated cloud network (a bridge in the node's network namespace),
+//! and user-data on a read-only file system. Its size is not enforced: a VM sees the whole machine.
 //!
-//! * A VM's processes belong to nobody: they survive the node and are found again by pid and start time.
-//! * A VM's directory (see `store.rs`) is there before the first effect and goes after the last.
-//! * Disks are files of the node, attached as loop devices (see `disks.rs`); they are never made or removed here.
-//! * Needs root; touches `<state-dir>/local`, two bridges, one or two veths per VM, loop devices, and processes it started.
+//! * The processes of a VM are independent of the node: they survive it and are found again by pid and start time.
+//! * The directory of a VM (see `store.rs`) exists before the first effect and is removed after the last.
+//! * Disks are files of the node, attached as loop devices (see `disks.rs`); this provider never creates or removes
+//!   them.
+//! * Needs root; touches `<state-dir>/local`, two bridges, one or two veths per VM, loop devices, and processes it
+//!   started.
 
 pub mod config;
 mod create;
@@ -41,43 +43,43 @@ use tokio::sync::{Mutex, OwnedMutexGuard};
 pub use config::LocalConfig;
 use store::{Record, Status, Store, is_ours};
 
-/// Most user-data we take; the guest refuses more than this anyway.
+/// Most bytes of user-data; the guest refuses more than this anyway.
 const MAX_USER_DATA: usize = 64 * 1024;
-/// How long `open` waits for another provider object (an older node that is just leaving, on a machine that may be busy)
-/// to let go.
+/// Longest time that `open` waits for another provider object to release the state. That object may belong to an older
+/// node that is just leaving, on a busy machine.
 const HANDOVER: Duration = Duration::from_secs(20);
 
-/// See the crate's page.
+/// Provider of VMs in namespaces. See the crate's page.
 pub struct LocalProvider {
     shared: Arc<Shared>,
 }
 
-/// What calls share, also those whose caller has gone.
+/// State shared by all calls, including those that their callers dropped.
 struct Shared {
     config: LocalConfig,
     store: Store,
-    /// One call at a time for one VM.
+    /// Locks that allow one call at a time for each VM.
     ids: Lock<HashMap<InstanceId, Arc<Mutex<()>>>>,
-    /// Which numbers are taken; held while the bridge is made or removed.
+    /// Indices in use; locked while the bridge is made or removed.
     network: Mutex<HashMap<u32, InstanceId>>,
-    /// One disk at a time comes or goes.
+    /// Lock that allows one change of disks at a time.
     disks: Mutex<()>,
     _lock: Flock<File>,
 }
 
 impl LocalProvider {
-    /// Opens the provider's state and finds the VMs of earlier ones. Makes no VM and no link.
+    /// Opens the provider's state and finds the VMs of earlier processes. Makes no VM and no network device.
     ///
     /// # Errors
-    /// When the state directory cannot be used, or another provider object uses it and does not let go.
+    /// When the state directory cannot be used, or another provider object uses it and does not release it.
     pub fn open(config: LocalConfig) -> Result<LocalProvider, Error> {
         LocalProvider::open_within(config, HANDOVER)
     }
 
-    /// The same, with another time for another provider object to let go.
+    /// Same as [`LocalProvider::open`], with another time to wait for the other provider object.
     ///
     /// # Errors
-    /// As [`LocalProvider::open`].
+    /// Same as [`LocalProvider::open`].
     pub fn open_within(config: LocalConfig, handover: Duration) -> Result<LocalProvider, Error> {
         let deadline = Instant::now() + handover;
         let dir = config.state_dir.display();
@@ -140,7 +142,7 @@ impl Provider for LocalProvider {
     async fn preflight(&self) -> Result<Preflight, Error> {
         let shared = Arc::clone(&self.shared);
         shared.check()?;
-        // What a node that died was taking away.
+        // Deletions that a dead node left unfinished.
         for id in shared.store.list().map_err(|error| disk("list the VMs", &error))? {
             if let Ok(Status::Deleting(_)) = shared.store.status(&id) {
                 drop(Arc::clone(&shared).finish_later(id));
@@ -161,7 +163,7 @@ impl Provider for LocalProvider {
 
     async fn create(&self, request: &CreateRequest, key: &IdempotencyKey) -> Result<Created, Error> {
         self.capabilities().check(request, self.name())?;
-        // In a task of its own: a caller that drops us leaves a VM, not half of one.
+        // In a separate task: a call that is dropped leaves a whole VM, not part of one.
         let work = Arc::clone(&self.shared).create(request.clone(), key.clone());
         tokio::spawn(work).await.unwrap_or_else(|error| Err(Error::transient(format!("create: {error}"))))
     }
@@ -171,7 +173,7 @@ impl Provider for LocalProvider {
         loop {
             match self.shared.status(id)? {
                 Status::Running(record) => return Ok(addresses(&record)),
-                // Somebody is making it, or will ask again.
+                // The VM is being made, or its create will be repeated.
                 Status::Pending(_) => {}
                 Status::Ended(_, how) => {
                     return Err(Error::not_found(format!("addresses of local VM {id}: it has ended: {how}")));
@@ -231,7 +233,7 @@ impl Batch for LocalProvider {
             let text = format!("create of {count} VMs {}: provider.local.max-batch is {most}", request.name);
             return Err(Error::invalid(text));
         }
-        // In a task of its own, as one is.
+        // In a separate task, as in `create`.
         let work = Arc::clone(&self.shared).create_many(request.clone(), count.get(), key.clone());
         tokio::spawn(work).await.unwrap_or_else(|error| Err(Error::transient(format!("create: {error}"))))
     }
@@ -261,10 +263,10 @@ impl Shared {
         for id in self.store.list().map_err(|error| disk("list the VMs", &error))? {
             let status = self.status(&id)?;
             let state = match &status {
-                Status::Absent => continue, // gone since we looked
+                Status::Absent => continue, // gone in the meantime
                 Status::Pending(_) => OwnedState::Pending,
                 Status::Running(_) => OwnedState::Running,
-                // Of one that we cannot read we know nothing better than that it is no use.
+                // A VM with an unreadable record counts as ended, because it is of no use.
                 Status::Ended(..) | Status::Unreadable(_) => OwnedState::Ended,
                 Status::Deleting(_) => OwnedState::Deleting,
             };
@@ -277,14 +279,14 @@ impl Shared {
                 addresses: record.map(addresses).unwrap_or_default(),
                 created: record
                     .map(|record| SystemTime::UNIX_EPOCH + Duration::from_millis(record.created_ms)),
-                // There is one: whose disk this is.
+                // All VMs here belong to the one node that owns this disk.
                 node: None,
             });
         }
         Ok(owned)
     }
 
-    /// What must be there before any VM can be made.
+    /// Checks the requirements of making any VM.
     fn check(&self) -> Result<(), Error> {
         if !nix::unistd::geteuid().is_root() {
             let text = "local provider: namespaces need root; run the node as root or use another provider";
@@ -325,7 +327,7 @@ impl Shared {
     }
 }
 
-/// One VM's turn; the table forgets the VM with its last user.
+/// Lock of one VM. The last user removes the VM from the table.
 struct IdGuard<'a> {
     shared: &'a Shared,
     id: InstanceId,
@@ -336,14 +338,14 @@ impl Drop for IdGuard<'_> {
     fn drop(&mut self) {
         self.guard = None;
         let mut ids = self.shared.ids.lock();
-        // New users come only through the table, which we hold: 1 means the table's own.
+        // New users come only through the table, which is locked here: 1 is the reference of the table itself.
         if ids.get(&self.id).is_some_and(|mutex| Arc::strong_count(mutex) == 1) {
             ids.remove(&self.id);
         }
     }
 }
 
-/// Runs what waits for disk or kernel on a thread that may.
+/// Runs work that waits for the disk or the kernel on a thread that may block.
 async fn blocking<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, Error> + Send + 'static,
 ) -> Result<T, Error> {
@@ -376,7 +378,8 @@ fn addresses(record: &Record) -> Vec<IpAddr> {
     record.v4.map(IpAddr::from).into_iter().chain(record.v6.map(IpAddr::from)).collect()
 }
 
-/// A failure of the state directory. What only a person can mend is said at once, not tried for minutes.
+/// Converts a failure of the state directory. A failure that only a person can fix is invalid, so that it is not
+/// retried for minutes.
 fn disk(attempt: &str, error: &io::Error) -> Error {
     let text = format!("local provider: {attempt}: {error}");
     match error.kind() {

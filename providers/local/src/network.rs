@@ -1,5 +1,5 @@
-//! The "cloud networks": bridges in the node's network namespace and a veth into each VM. Speaks netlink in the
-//! namespace of the calling thread; runs no program.
+//! Sets up the simulated cloud networks: bridges in the node's network namespace and a veth into each VM. Uses netlink
+//! in the namespace of the calling thread; runs no program.
 
 use std::fs;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
@@ -20,12 +20,12 @@ use sha2::{Digest, Sha256};
 
 use crate::config::{Family, LocalConfig, Network, Subnet};
 
-/// The VM's network cards, in their order.
+/// NICs of a VM, in order.
 pub(crate) const VM_LINKS: [&str; 2] = ["eth0", "eth1"];
-/// Default routes of the second card, behind the first one's: what many images make of it.
+/// Metric of the second NIC's default routes, which rank behind those of the first, as in many images.
 const SECOND_METRIC: u32 = 4000;
 
-/// What stood in the way, and at which step.
+/// Failed step and its cause.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Error {
     #[error("{attempt}: {source}")]
@@ -38,7 +38,7 @@ fn at<T>(attempt: impl FnOnce() -> String, result: Result<T, NetlinkError>) -> R
     result.map_err(|source| Error::Netlink { attempt: attempt(), source })
 }
 
-/// A socket to the kernel, in the namespace of the calling thread.
+/// Opens a netlink socket in the namespace of the calling thread.
 pub(crate) fn client() -> Result<Client, Error> {
     at(|| "open a netlink socket".to_owned(), Client::route().map_err(NetlinkError::from))
 }
@@ -48,7 +48,7 @@ pub(crate) fn has_v6() -> bool {
     fs::read_to_string("/proc/sys/net/ipv6/conf/all/disable_ipv6").is_ok_and(|text| text.trim() == "0")
 }
 
-/// Makes the network's bridge with the node's addresses, or finds it. Idempotent.
+/// Creates the bridge of the network with the node's addresses, or finds it. Idempotent.
 pub(crate) fn ensure_bridge(config: &LocalConfig, network: &Network) -> Result<(), Error> {
     let name = &network.bridge;
     let mut client = client()?;
@@ -59,7 +59,8 @@ pub(crate) fn ensure_bridge(config: &LocalConfig, network: &Network) -> Result<(
     message.attributes = vec![
         LinkAttribute::IfName(name.clone()),
         LinkAttribute::Mtu(config.mtu),
-        // Its own, or it would change whenever a port with a lower one comes, under the VMs' neighbour entries.
+        // A fixed address. Otherwise it would change when a port with a lower one is added, and break the VMs'
+        // neighbour entries.
         LinkAttribute::Address(mac.to_vec()),
         LinkAttribute::LinkInfo(vec![LinkInfo::Kind(InfoKind::Bridge)]),
     ];
@@ -83,14 +84,14 @@ pub(crate) fn ensure_bridge(config: &LocalConfig, network: &Network) -> Result<(
     Ok(())
 }
 
-/// The node's addresses on a network, with their prefix lengths.
+/// Returns the node's addresses on a network, with their prefix lengths.
 pub(crate) fn node_addresses(config: &LocalConfig, network: &Network) -> Vec<(IpAddr, u8)> {
     let v4 = config.ipv4.then(|| (network.subnet4.address(1).into(), network.subnet4.prefix));
     let v6 = has_v6().then(|| (network.subnet6.address(1).into(), network.subnet6.prefix));
     v4.into_iter().chain(v6).collect()
 }
 
-/// Removes the bridge if it is there and ours.
+/// Removes the bridge if it exists and was made by this provider.
 pub(crate) fn remove_bridge(name: &str) -> Result<(), Error> {
     let mut client = client()?;
     match look(&mut client, name)? {
@@ -99,7 +100,7 @@ pub(crate) fn remove_bridge(name: &str) -> Result<(), Error> {
     }
 }
 
-/// Removes a link by name. Gone is fine.
+/// Removes a network device by name. A device that is gone is fine.
 pub(crate) fn remove(client: &mut Client, name: &str) -> Result<(), Error> {
     let mut message = LinkMessage::default();
     message.attributes = vec![LinkAttribute::IfName(name.to_owned())];
@@ -107,14 +108,14 @@ pub(crate) fn remove(client: &mut Client, name: &str) -> Result<(), Error> {
     at(|| format!("remove link {name}"), found(told, Errno::ENODEV))
 }
 
-/// The host's ends of a VM's veths, whether it has one or two. Made of the instance id's hash part, so that they are
-/// unique on any bridge.
+/// Returns the names of the node's ends of a VM's veths, whether it has one or two. They contain the hash part of the
+/// instance id, so that they are unique on any bridge.
 pub(crate) fn host_links(id: &str) -> [String; 2] {
     let hash = id.strip_prefix("local-").unwrap_or(id);
     ["ppl", "ppm"].map(|prefix| format!("{prefix}{}", hash.get(..12).unwrap_or(hash)))
 }
 
-/// One of a VM's network cards.
+/// NIC of a VM.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Card {
     pub(crate) bridge: String,
@@ -122,7 +123,8 @@ pub(crate) struct Card {
     pub(crate) interfaces: Vec<Interface>,
 }
 
-/// Makes the veth between a card's bridge (in `node`'s namespace) and the namespace `vm`: `name` there, `inside` here.
+/// Creates the veth between a NIC's bridge (in the namespace of `node`) and the namespace `vm`. The end in the node is
+/// called `name`, the end in the VM `inside`.
 pub(crate) fn plug(
     node: &mut Client,
     card: &Card,
@@ -132,7 +134,7 @@ pub(crate) fn plug(
 ) -> Result<(), Error> {
     let Card { bridge, mtu, .. } = card;
     let Some(bridge_link) = look(node, bridge)? else { return Err(Error::Foreign(bridge.clone())) };
-    // Left by an earlier attempt whose namespace is not taken apart yet.
+    // Left by an earlier attempt with a namespace that is not torn down yet.
     remove(node, name)?;
     let mut peer = LinkMessage::default();
     peer.attributes = vec![
@@ -156,7 +158,7 @@ pub(crate) fn plug(
     at(|| format!("make veth {name} on bridge {bridge}"), told)
 }
 
-/// One address of a VM with the way out.
+/// Address of a VM with its gateway.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Interface {
     pub(crate) address: IpAddr,
@@ -164,10 +166,11 @@ pub(crate) struct Interface {
     pub(crate) gateway: IpAddr,
 }
 
-/// What DHCP does in a cloud: `lo` and the cards up, addresses, default routes. In the calling thread's namespace.
+/// Configures the VM's network as DHCP does in a cloud: `lo` and the NICs up, addresses, default routes. Works in the
+/// namespace of the calling thread.
 pub(crate) fn configure(cards: &[Card]) -> Result<(), Error> {
     let mut client = client()?;
-    // `lo` is 1 in every namespace.
+    // `lo` has index 1 in every namespace.
     let mut messages = vec![(0, up(1))];
     for (card, (name, metric)) in cards.iter().zip(VM_LINKS.into_iter().zip([0, SECOND_METRIC])) {
         let Some(link) = look(&mut client, name)? else { return Err(Error::Foreign(name.to_owned())) };
@@ -209,7 +212,8 @@ fn look(client: &mut Client, name: &str) -> Result<Option<Link>, Error> {
     Ok(Some(found))
 }
 
-/// Locally administered, the same for the same name: by it we know our bridge again.
+/// Returns the MAC address of a bridge. It is locally administered and derived from the name, and identifies the
+/// provider's own bridge.
 fn bridge_mac(name: &str) -> [u8; 6] {
     let hash = Sha256::digest(name.as_bytes());
     [0x02, b'p', b'p', hash[0], hash[1], hash[2]]
@@ -236,7 +240,7 @@ fn address(index: u32, ip: IpAddr, prefix: u8) -> RouteNetlinkMessage {
     message.header.prefix_len = prefix;
     message.header.family = if ip.is_ipv4() { AddressFamily::Inet } else { AddressFamily::Inet6 };
     if ip.is_ipv6() {
-        // We gave it out; waiting a second for nobody to object would be a second of boot.
+        // This provider assigned the address; duplicate address detection would add a second to the boot.
         message.header.flags = AddressHeaderFlags::Nodad;
     }
     message.attributes = vec![AddressAttribute::Local(ip), AddressAttribute::Address(ip)];
@@ -261,7 +265,7 @@ fn default_route(index: u32, gateway: IpAddr, metric: u32) -> RouteNetlinkMessag
     RouteNetlinkMessage::NewRoute(message)
 }
 
-/// Treats one errno as "is so already".
+/// Treats one errno as success, because the state is already as requested.
 fn found(result: Result<(), NetlinkError>, fine: Errno) -> Result<(), NetlinkError> {
     match result {
         Err(error) if error.errno() == Some(fine) => Ok(()),
@@ -269,7 +273,7 @@ fn found(result: Result<(), NetlinkError>, fine: Errno) -> Result<(), NetlinkErr
     }
 }
 
-/// The cards of a VM with this index: the first has the addresses that are in its record.
+/// Returns the NICs of a VM with this index. The first has the addresses of the VM's record.
 pub(crate) fn cards(
     config: &LocalConfig,
     index: u32,

@@ -1,5 +1,5 @@
-//! Processes that are not our children, told apart from later ones with the same number by their start time, and
-//! signalled through a pidfd so that the wrong one cannot be hit. Touches `/proc` and sends SIGKILL.
+//! Identifies processes that are not children of this process. The start time distinguishes a process from a later one
+//! with the same pid, and a pidfd ensures that a signal hits no other process. Touches `/proc` and sends SIGKILL.
 
 use std::fs;
 use std::io;
@@ -7,18 +7,17 @@ use std::io;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use serde::{Deserialize, Serialize};
 
-/// One process of this boot: its number and when it started, in clock ticks since boot (field 22 of
-/// `/proc/<pid>/stat`).
+/// Process of this boot: its pid and its start time, in clock ticks since boot (field 22 of `/proc/<pid>/stat`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct ProcessId {
-    /// The process number, as the node's pid namespace counts.
+    /// Pid in the node's pid namespace.
     pub(crate) pid: u32,
     /// Start time in clock ticks since boot.
     pub(crate) started: u64,
 }
 
 impl ProcessId {
-    /// Us.
+    /// Returns the current process.
     ///
     /// # Errors
     /// When `/proc` does not show it.
@@ -26,7 +25,7 @@ impl ProcessId {
         ProcessId::of(std::process::id())?.ok_or_else(|| io::Error::other("/proc does not show this process"))
     }
 
-    /// The process that has this number now; `None` if there is none, or only its corpse.
+    /// Returns the process that has this pid now; `None` if there is none, or only a zombie.
     ///
     /// # Errors
     /// When `/proc` cannot be read.
@@ -42,7 +41,7 @@ impl ProcessId {
         Ok(parse_stat(&stat).map(|started| ProcessId { pid, started }))
     }
 
-    /// Whether this very process is still there and not a corpse.
+    /// Whether this very process still exists and is no zombie.
     ///
     /// # Errors
     /// When `/proc` cannot be read.
@@ -50,7 +49,7 @@ impl ProcessId {
         Ok(ProcessId::of(self.pid)? == Some(self))
     }
 
-    /// Sends SIGKILL to this very process. It is not gone yet when this returns. Already gone is fine.
+    /// Sends SIGKILL to this very process, which may still exist when this returns. A process that is gone is fine.
     ///
     /// # Errors
     /// When the kernel refuses.
@@ -64,7 +63,7 @@ impl ProcessId {
             Err(rustix::io::Errno::SRCH) => return Ok(()),
             Err(errno) => return Err(errno.into()),
         };
-        // Looked at after the handle is open: from here on the number cannot pass to another process unseen.
+        // Checked after the handle is open: from here on, the pid cannot pass to another process unnoticed.
         if !self.alive()? {
             return Ok(());
         }
@@ -75,9 +74,9 @@ impl ProcessId {
     }
 }
 
-/// Start time out of a `stat` line; `None` for a corpse (state Z or X) or a line that is not one.
+/// Returns the start time from a `stat` line; `None` for a zombie (state Z or X) or an invalid line.
 fn parse_stat(stat: &str) -> Option<u64> {
-    // The name stands in parentheses and may hold anything, parentheses too: the last one ends it.
+    // The name is in parentheses and may contain anything, parentheses too: the last one ends it.
     let (_, rest) = stat.rsplit_once(')')?;
     let mut fields = rest.split_ascii_whitespace();
     let state = fields.next()?;
@@ -88,7 +87,7 @@ fn parse_stat(stat: &str) -> Option<u64> {
     fields.nth(18)?.parse().ok()
 }
 
-/// The id of this boot of the machine: pids and start times of another boot mean nothing.
+/// Returns the id of this boot of the machine. Pids and start times of another boot have no meaning.
 ///
 /// # Errors
 /// When `/proc` cannot be read.

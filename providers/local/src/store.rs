@@ -1,17 +1,17 @@
-//! What the provider knows of its VMs, on disk: one directory per VM.
+//! Keeps the state of the provider's VMs on disk: one directory per VM.
 //!
 //! ```text
 //! <state-dir>/lock              held by the one provider object that uses this directory
-//! <state-dir>/disks/<hash>.json  a disk that a VM has; see disks.rs
+//! <state-dir>/disks/<hash>.json  an attached disk; see disks.rs
 //! <state-dir>/vms/<id>/
-//!     record.json               what was asked and which address it has; written before anything is made
-//!     machine.json              the processes, by number, start time and boot; written by the hypervisor process
-//!     exit.json                 how the VM ended by itself
+//!     record.json               digest of the request, and the VM's addresses; written before any effect
+//!     machine.json              the processes, by pid, start time and boot; written by the hypervisor process
+//!     exit.json                 the exit status of a VM that ended by itself
 //!     lock                      held by the hypervisor process for its life, and by a deletion
 //!     console.log, console.log.1, hypervisor.log
-//!     root/                     an empty place for the VM's root; mounted in the VM's own mount namespace only
+//!     root/                     an empty mount point for the VM's root; used in the VM's own mount namespace only
 //! ```
-//! The directory exists before any effect and is removed after the last, so whatever a crash leaves is found by its
+//! The directory exists before any effect and is removed after the last, so the rest of a crash is found by its
 //! directory. User-data is not among the files: it reaches the VM through a pipe.
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
@@ -29,12 +29,12 @@ use serde::{Deserialize, Serialize};
 
 use crate::process::{ProcessId, boot_id};
 
-/// The version of all files here.
+/// Version of all files here.
 pub(crate) const VERSION: u32 = 1;
-/// None of our files is anywhere near this long.
+/// Most bytes read of a file; no file here is anywhere near this long.
 const MAX_FILE: u64 = 1 << 20;
 
-/// What was asked, and what was set aside for it.
+/// Request of a VM, and the index and addresses reserved for it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Record {
     pub(crate) version: u32,
@@ -42,41 +42,41 @@ pub(crate) struct Record {
     /// [`peerpod_provider_api::CreateRequest::digest`], to recognise the key with another request.
     pub(crate) request: String,
     pub(crate) name: String,
-    /// The VM's number in the subnets; its host part.
+    /// Number of the VM in the subnets, which is its host part.
     pub(crate) index: u32,
     pub(crate) v4: Option<Ipv4Addr>,
     pub(crate) v6: Option<Ipv6Addr>,
     pub(crate) created_ms: u64,
-    /// Deletion was accepted.
+    /// Whether the deletion was accepted.
     pub(crate) deleting: bool,
 }
 
-/// The VM's processes.
+/// Processes of a VM.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Machine {
     pub(crate) version: u32,
-    /// The boot they belong to.
+    /// Boot that they belong to.
     pub(crate) boot: String,
-    /// `peerpod-local-vm`.
+    /// Process of `peerpod-local-vm`.
     pub(crate) hypervisor: ProcessId,
-    /// The VM's pid 1, once there is one. It runs nothing of the guest's before this is written.
+    /// Pid 1 of the VM, once it exists. It runs no guest code before this is written.
     pub(crate) guest: Option<ProcessId>,
 }
 
-/// How a VM ended by itself.
+/// End of a VM that ended by itself.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Exit {
     pub(crate) version: u32,
-    /// The exit status of its pid 1, for people.
+    /// Exit status of its pid 1, human-readable.
     pub(crate) status: String,
 }
 
-/// Where a VM is in its life, as its directory and `/proc` tell.
+/// State of a VM, according to its directory and `/proc`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Status {
     /// No directory.
     Absent,
-    /// Not made yet; perhaps nobody is making it.
+    /// Not made yet; possibly no process is making it.
     Pending(Option<Record>),
     /// Its pid 1 is alive.
     Running(Record),
@@ -88,15 +88,15 @@ pub(crate) enum Status {
     Unreadable(String),
 }
 
-/// The directory of all VMs.
+/// Directory of all VMs.
 #[derive(Debug, Clone)]
 pub(crate) struct Store {
     root: PathBuf,
 }
 
 impl Store {
-    /// Opens the store, making its directories if they are not there, and takes its lock for as long as the
-    /// returned lock lives. `None` if another holds it.
+    /// Opens the store, creates missing directories, and locks the store for the life of the returned lock. `None` if
+    /// another holder has the lock.
     pub(crate) fn open(root: &Path) -> io::Result<(Store, Option<Flock<File>>)> {
         let store = Store { root: root.to_owned() };
         for folder in ["vms", "disks"] {
@@ -106,16 +106,16 @@ impl Store {
         Ok((store, lock))
     }
 
-    /// The VM's directory. Ids are checked by [`is_ours`] before they become a path.
+    /// Returns the VM's directory. [`is_ours`] checks ids before they become a path.
     pub(crate) fn dir(&self, id: &InstanceId) -> PathBuf {
         self.root.join("vms").join(id.as_str())
     }
 
-    /// Makes the VM's directory and writes its record there, durably.
+    /// Creates the VM's directory and writes its record there, durably.
     pub(crate) fn begin(&self, id: &InstanceId, record: &Record) -> io::Result<()> {
         let begun = self.write_first(id, record);
         if begun.is_err() && self.dir(id).exists() {
-            // Nothing refers to it; if this fails too it is listed, and can be deleted.
+            // Nothing refers to it. If this fails too, the VM is listed and can be deleted.
             drop(self.remove(id));
         }
         begun
@@ -133,12 +133,12 @@ impl Store {
         File::open(self.root.join("vms"))?.sync_all()
     }
 
-    /// Writes the record anew, durably.
+    /// Replaces the record, durably.
     pub(crate) fn write(&self, id: &InstanceId, record: &Record) -> io::Result<()> {
         write_json(&self.dir(id).join("record.json"), record)
     }
 
-    /// Where the VM is in its life.
+    /// Returns the state of the VM.
     pub(crate) fn status(&self, id: &InstanceId) -> io::Result<Status> {
         let dir = self.dir(id);
         let record = match read_json::<Record>(&dir.join("record.json")) {
@@ -165,26 +165,26 @@ impl Store {
         }
     }
 
-    /// The VM's processes, as last written; `None` before there are any.
+    /// Returns the VM's processes, as last written; `None` before there are any.
     pub(crate) fn machine(&self, id: &InstanceId) -> io::Result<Option<Machine>> {
         match read_json(&self.dir(id).join("machine.json")) {
-            // A damaged one tells nothing; the lock still tells whether a hypervisor process lives.
+            // A damaged file has no information; the lock still shows whether a hypervisor process is running.
             Err(error) if error.kind() == io::ErrorKind::InvalidData => Ok(None),
             other => other,
         }
     }
 
-    /// The lock of one VM: whoever holds it is the only one who makes or unmakes it. `None` if another holds it,
-    /// or if the directory is not there any more.
+    /// Locks one VM. Only the holder of the lock makes or removes the VM. `None` if another holder has it, or if the
+    /// directory is gone.
     pub(crate) fn lock(&self, id: &InstanceId) -> io::Result<Option<Flock<File>>> {
-        // Made again if it is missing: a removal may have been cut short after it took the lock file away.
+        // Created again if it is missing: an interrupted removal may have removed the lock file already.
         lock_in(&self.dir(id), true)
     }
 
-    /// Removes the VM's directory. Call with its lock held.
+    /// Removes the VM's directory. The caller must hold its lock.
     pub(crate) fn remove(&self, id: &InstanceId) -> io::Result<()> {
         let dir = self.dir(id);
-        // The record goes last: without it the rest would not say that it is being deleted.
+        // The record goes last, because without it the rest would not show that the VM is being deleted.
         for entry in fs::read_dir(&dir)? {
             let entry = entry?;
             if entry.file_name() == "record.json" {
@@ -199,7 +199,7 @@ impl Store {
         fs::remove_dir_all(&dir)
     }
 
-    /// Every VM that has a directory.
+    /// Returns every VM that has a directory.
     pub(crate) fn list(&self) -> io::Result<Vec<InstanceId>> {
         let mut ids = Vec::new();
         for entry in fs::read_dir(self.root.join("vms"))? {
@@ -210,14 +210,14 @@ impl Store {
     }
 }
 
-/// Whether this is an id that we give: everything else is nobody's VM, and never becomes a path.
+/// Whether this provider gives ids of this form. Any other id is no VM here, and never becomes a path.
 pub(crate) fn is_ours(id: &InstanceId) -> bool {
     id.as_str().strip_prefix("local-").is_some_and(|rest| {
         rest.len() == 32 && rest.bytes().all(|byte| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte))
     })
 }
 
-/// [`Store::lock`] for a VM's directory.
+/// Implements [`Store::lock`] for a VM's directory.
 pub(crate) fn lock_in(dir: &Path, create: bool) -> io::Result<Option<Flock<File>>> {
     let path = dir.join("lock");
     let lock = match try_lock(&path, create) {
@@ -226,7 +226,7 @@ pub(crate) fn lock_in(dir: &Path, create: bool) -> io::Result<Option<Flock<File>
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         Err(error) => return Err(error),
     };
-    // Between open and lock the directory may have been deleted, and perhaps made again.
+    // Between open and lock, the directory may have been deleted, and possibly created again.
     let (mine, there) = (lock.metadata()?, fs::metadata(&path));
     Ok(there.is_ok_and(|there| there.ino() == mine.ino() && there.dev() == mine.dev()).then_some(lock))
 }
@@ -240,12 +240,12 @@ fn try_lock(path: &Path, create: bool) -> io::Result<Option<Flock<File>>> {
     }
 }
 
-/// Writes a file durably, as JSON.
+/// Replaces a file atomically: temporary file, fsync, rename, fsync of the directory.
 pub(crate) fn write_json<T: Serialize>(path: &Path, value: &T) -> io::Result<()> {
     files::write(path, &serde_json::to_vec(value)?)
 }
 
-/// Reads a file of ours; `None` if it is not there, `InvalidData` if it is damaged or of another version.
+/// Reads a file of the store; `None` if it does not exist, `InvalidData` if it is damaged or of another version.
 pub(crate) fn read_json<T: DeserializeOwned>(path: &Path) -> io::Result<Option<T>> {
     #[derive(Deserialize)]
     struct Versioned {

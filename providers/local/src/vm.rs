@@ -1,11 +1,12 @@
-//! The inside of `peerpod-local-vm`: the process that is a VM's "hypervisor", and the first program inside the VM.
+//! Implements `peerpod-local-vm`: the hypervisor process of a VM, and the first program inside the VM.
 //!
-//! * `hypervisor` stays outside, in a session of its own: it makes the namespaces and the uplink, starts pid 1,
-//!   keeps the console, records how the VM ended. It dies with the VM and the VM with it, and neither with the node.
-//! * `inside` is pid 1 until the guest program takes its place: it builds the root directory and steps into it.
+//! * `hypervisor` stays outside, in its own session. It makes the namespaces and the underlay devices, starts pid 1,
+//!   keeps the console and records the end of the VM. It ends with the VM and the VM with it, and neither ends with the
+//!   node.
+//! * `inside` is pid 1 until the guest program replaces it. It builds the root directory and enters it.
 //!
-//! Both are single-threaded and plain synchronous code: a process with threads cannot be moved to new namespaces as
-//! a whole. They touch what the description on their standard input names, and nothing else of the node's.
+//! Both are single-threaded and plain synchronous code: a process with threads cannot be moved to new namespaces as a
+//! whole. On the node, they touch only the paths and devices that the description on their standard input names.
 
 mod console;
 mod hypervisor;
@@ -24,23 +25,23 @@ use serde::{Deserialize, Serialize};
 use crate::network::Card;
 use crate::process::ProcessId;
 
-/// Descriptions hold user-data of at most 64 KiB; anything near this is a mistake.
+/// Most bytes of a description. It holds user-data of at most 64 KiB, so anything near this is a mistake.
 const MAX_DESCRIPTION: u64 = 1 << 20;
 
-/// One VM to make: what the provider writes to the hypervisor process.
+/// Description of a VM, which the provider writes to the hypervisor process.
 #[derive(Serialize, Deserialize)]
 pub(crate) struct Description {
     pub(crate) version: u32,
-    /// The instance id.
+    /// Instance id of the VM.
     pub(crate) id: String,
-    /// The VM's directory in the provider's state.
+    /// Directory of the VM in the provider's state.
     pub(crate) dir: PathBuf,
-    /// Its network cards, at least one.
+    /// NICs of the VM, at least one.
     pub(crate) cards: Vec<Card>,
     pub(crate) inside: Inside,
 }
 
-/// What pid 1 has to know; the hypervisor process hands it on.
+/// Description for pid 1, which the hypervisor process passes on.
 #[derive(Serialize, Deserialize)]
 pub(crate) struct Inside {
     pub(crate) hostname: String,
@@ -49,30 +50,30 @@ pub(crate) struct Inside {
     pub(crate) agent_binary: PathBuf,
     pub(crate) user_data: String,
     pub(crate) boot_delay_ms: u64,
-    /// Where the root is mounted, an empty directory.
+    /// Mount point of the root, an empty directory.
     pub(crate) root: PathBuf,
-    /// The hypervisor process, filled in by itself: pid 1 must not outlive it.
+    /// Hypervisor process, which fills this in: pid 1 must not outlive it.
     pub(crate) hypervisor: Option<ProcessId>,
 }
 
-/// What the hypervisor process answers on its standard output, as one line.
+/// Answer of the hypervisor process on its standard output, as one line.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Answer {
     /// The VM runs.
     Running,
-    /// Another process makes or unmakes this VM right now.
+    /// Another process is making or removing this VM.
     Busy,
-    /// It could not be made.
+    /// The VM could not be made.
     Failed {
-        /// For people.
+        /// Human-readable text.
         text: String,
-        /// Whether it may work when tried again.
+        /// Whether another try may succeed.
         transient: bool,
     },
 }
 
-/// `main` of `peerpod-local-vm`.
+/// Entry point of `peerpod-local-vm`.
 pub fn main() -> ExitCode {
     match std::env::args().nth(1).as_deref() {
         None => hypervisor::main(),
@@ -86,9 +87,9 @@ pub fn main() -> ExitCode {
     }
 }
 
-/// A session of our own, so that no terminal's and no process group's signal finds us.
+/// Starts a new session, so that no signal of a terminal or of a process group arrives.
 fn leave_the_session() {
-    // Fails only where we lead one already, which is as good.
+    // Fails only where this process leads one already, which is as good.
     if let Err(errno) = nix::unistd::setsid() {
         debug_assert_eq!(errno, nix::errno::Errno::EPERM);
     }

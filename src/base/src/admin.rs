@@ -1,5 +1,5 @@
-//! The admin port: `/metrics` (OpenMetrics text), `/healthz` (the process answers), `/readyz` (JSON: what it waits for, and
-//! what is wrong without keeping it from its work).
+//! Serves the admin port: `/metrics` (OpenMetrics text), `/healthz` (the process answers), `/readyz` (JSON: the reasons
+//! why the process is not ready, and warnings that do not stop its work).
 //!
 //! Each process answers for itself. The port is for the node's own network: it shows no secret and changes nothing.
 
@@ -22,23 +22,23 @@ use tokio::sync::Semaphore;
 use crate::chain::chain;
 use crate::listen::listen;
 
-/// A caller gets this long for its request's headers.
+/// Time limit for the headers of a request.
 const HEADERS_WITHIN: Duration = Duration::from_secs(5);
 
-/// A connection lives this long; scrapers open another one.
+/// Longest life of a connection; scrapers open another one.
 const CONNECTION_WITHIN: Duration = Duration::from_secs(60);
 
-/// Connections at once; more wait in the kernel's queue.
+/// Limit of open connections; more wait in the kernel's queue.
 const CONNECTIONS: usize = 64;
 
-/// What a process waits for before it is ready. Clones are the same list.
+/// Reasons why a process is not ready yet. Clones share the list.
 #[derive(Clone, Debug, Default)]
 pub struct Ready {
     waiting: Arc<Mutex<BTreeMap<String, String>>>,
     warnings: Arc<Mutex<BTreeMap<String, String>>>,
 }
 
-/// Keeps the process from being ready until it is dropped.
+/// Keeps the process from being ready until this is dropped.
 #[derive(Debug)]
 pub struct BlockReady {
     ready: Ready,
@@ -46,56 +46,56 @@ pub struct BlockReady {
 }
 
 impl Ready {
-    /// One that waits for nothing.
+    /// Makes an empty list.
     pub fn new() -> Ready {
         Ready::default()
     }
 
-    /// Not ready before the result is dropped. Made first of all in a start, so that no moment looks ready too early.
+    /// Keeps the process from being ready until the result is dropped. A start makes it first, so that no moment looks
+    /// ready too early.
     pub fn block(&self, name: &str) -> BlockReady {
         self.not_ready(name, "starting");
         BlockReady { ready: self.clone(), name: name.to_owned() }
     }
 
-    /// Not ready because of `why` until [`Ready::ready`] is called with the same name.
+    /// Adds the reason `why`, until [`Ready::ready`] is called with the same name.
     pub fn not_ready(&self, name: &str, why: &str) {
         self.waiting.lock().insert(name.to_owned(), why.to_owned());
     }
 
-    /// What had this name is no reason any more.
+    /// Removes the reason of this name.
     pub fn ready(&self, name: &str) {
         self.waiting.lock().remove(name);
     }
 
-    /// Whether nothing is waited for.
+    /// Whether the list of reasons is empty.
     pub fn is_ready(&self) -> bool {
         self.waiting.lock().is_empty()
     }
 
-    /// What is waited for, and why.
+    /// Returns the reasons by name.
     pub fn waiting(&self) -> BTreeMap<String, String> {
         self.waiting.lock().clone()
     }
 
-    /// Something is wrong that does not keep the process from its work: said, until [`Ready::settled`], and ready all the
-    /// same.
+    /// Adds a warning, until [`Ready::settled`] is called with the same name. A warning does not affect readiness.
     pub fn warn(&self, name: &str, why: &str) {
         self.warnings.lock().insert(name.to_owned(), why.to_owned());
     }
 
-    /// What had this name is wrong no more.
+    /// Removes the warning of this name.
     pub fn settled(&self, name: &str) {
         self.warnings.lock().remove(name);
     }
 
-    /// What is wrong, and how.
+    /// Returns the warnings by name.
     pub fn warnings(&self) -> BTreeMap<String, String> {
         self.warnings.lock().clone()
     }
 }
 
 impl BlockReady {
-    /// Says more precisely what is waited for.
+    /// Replaces the reason by a more precise one.
     pub fn because(&self, why: &str) {
         self.ready.not_ready(&self.name, why);
     }
@@ -115,10 +115,10 @@ pub struct Error {
     why: std::io::Error,
 }
 
-/// Binds the port and answers on it until the runtime ends. Returns the address as bound (port 0 becomes a real one).
+/// Binds the port and serves it until the runtime ends. Returns the bound address (port 0 becomes a real one).
 ///
 /// # Errors
-/// The address cannot be bound.
+/// Fails if the address cannot be bound.
 pub async fn serve(address: SocketAddr, registry: Arc<Registry>, ready: Ready) -> Result<SocketAddr, Error> {
     let failed = |why| Error { address, why };
     let listener = listen(address).await.map_err(failed)?;
@@ -127,12 +127,12 @@ pub async fn serve(address: SocketAddr, registry: Arc<Registry>, ready: Ready) -
     Ok(bound)
 }
 
-/// Answers on a port that is bound already, until the runtime ends.
+/// Serves a port that is bound already, until the runtime ends.
 pub fn serve_on(listener: TcpListener, registry: Arc<Registry>, ready: Ready) {
     tokio::spawn(accept(listener, registry, ready));
 }
 
-/// The port could not be used.
+/// Makes the error of a port that cannot be used.
 pub fn refused(address: SocketAddr, why: std::io::Error) -> Error {
     Error { address, why }
 }
@@ -140,7 +140,7 @@ pub fn refused(address: SocketAddr, why: std::io::Error) -> Error {
 async fn accept(listener: TcpListener, registry: Arc<Registry>, ready: Ready) {
     let room = Arc::new(Semaphore::new(CONNECTIONS));
     loop {
-        // Fails only for a closed semaphore, and nobody closes it.
+        // Fails only for a closed semaphore, and this one is never closed.
         let Ok(place) = room.clone().acquire_owned().await else { return };
         match listener.accept().await {
             Ok((stream, _)) => {
@@ -151,7 +151,7 @@ async fn accept(listener: TcpListener, registry: Arc<Registry>, ready: Ready) {
                 });
             }
             Err(why) => {
-                // Out of descriptors, most likely: others need the time to give some back.
+                // The likely cause is a lack of descriptors, which others need time to free.
                 tracing::warn!(error = %why, "admin connection not accepted");
                 tokio::time::sleep(Duration::from_millis(100)).await;
             }

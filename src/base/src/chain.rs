@@ -1,9 +1,9 @@
-//! An error with its causes in one line.
+//! Formats an error with its causes in one line.
 
 use std::error::Error;
 
-/// The error's text and that of each cause behind it, joined by `: `. A cause that the text contains already is left out.
-/// Errors of this project show their causes themselves; those of libraries (hyper, kube) often do not.
+/// Returns the text of the error and of each cause behind it, joined by `: `. A cause that the text already contains is
+/// left out. Errors of this project contain their causes; those of libraries (hyper, kube) often do not.
 pub fn chain(error: &dyn Error) -> String {
     let mut text = error.to_string();
     let mut next = error.source();

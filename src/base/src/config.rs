@@ -1,11 +1,11 @@
-//! Configuration: one YAML file, below the environment (`PEERPOD_…`), below flags (`--section.key value`).
+//! Reads the configuration: one YAML file, overridden by the environment (`PEERPOD_…`), overridden by flags
+//! (`--section.key value`).
 //!
-//! Each part of a binary asks a [`Reader`] for the keys it owns, with a default and a sentence of help; what was asked
-//! is also what is known, so unknown keys, the schema, the printed configuration and the help text all come from the
-//! same place and cannot drift from the code. Every mistake of all layers is reported at once, as
-//! `where = value: why; what would do`.
+//! Each component asks a [`Reader`] for its keys, with a default and a sentence of help. The requested keys define the
+//! known ones, so unknown keys, the schema, the printed configuration and the help text have one source and cannot
+//! drift from the code. Every mistake of all layers is reported at once, as `where = value: why; advice`.
 //!
-//! May touch: the one configuration file. The environment and the flags are handed in, so that tests need neither.
+//! May touch: the one configuration file. Callers pass the environment and the flags in, so that tests need neither.
 
 mod duration;
 mod lines;

@@ -1,8 +1,8 @@
-//! Hand-in: how peerpod-node gives open descriptors to peerpod-relay, which has no rights to open them itself.
+//! Descriptor passing: peerpod-node passes open descriptors to peerpod-relay, which has no right to open them itself.
 //!
-//! Over a `SOCK_SEQPACKET` socket ([`SOCKET`] in the run-dir): one message, a small JSON header with the descriptors
-//! beside it (`SCM_RIGHTS`), and one answer; then the connection ends. Both sides check whose process the other is.
-//! What a descriptor means is the kind's business: the header names each.
+//! It uses a `SOCK_SEQPACKET` socket ([`SOCKET`] in the run-dir). One message has a small JSON header and the
+//! descriptors (`SCM_RIGHTS`); one answer follows, then the connection ends. Both sides check the user of the other
+//! process. The header names each descriptor; its kind defines its meaning.
 
 use std::{
     io::{self, IoSlice, IoSliceMut},
@@ -25,37 +25,37 @@ use rustix::{
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-/// The socket's name in the run-dir.
+/// Name of the socket in the run-dir.
 pub const SOCKET: &str = "relay-fds.sock";
 /// Version of header and answer.
 pub const VERSION: u32 = 1;
-/// The longest header or answer, in bytes.
+/// Longest header or answer, in bytes.
 pub const MAX_MESSAGE: usize = 16 << 10;
-/// The most descriptors of one message.
+/// Most descriptors of one message.
 pub const MAX_DESCRIPTORS: usize = 32;
 /// Names of the descriptors of a pod's localhost listeners: IPv4, IPv6.
 pub const LOCALHOST_LISTENERS: [&str; 2] = ["listen4", "listen6"];
 
-/// Room for [`MAX_DESCRIPTORS`]; the kernel cuts what is beyond, and says so.
+/// Space for [`MAX_DESCRIPTORS`]; the kernel drops further ones and reports that.
 const ROOM: usize = rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS));
 
-/// What is handed in.
+/// Header of a message.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Header {
     /// [`VERSION`].
     pub version: u32,
-    /// What it is, a word that both sides know.
+    /// Kind of the descriptors, a word that both sides know.
     pub kind: String,
-    /// Whose it is; none: the node's.
+    /// Sandbox of the descriptors; `None` for those of the node.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sandbox: Option<String>,
-    /// Nothing is handed in: what is held of this kind and sandbox?
+    /// Passes nothing, but asks for the held descriptors of this kind and sandbox.
     #[serde(default, skip_serializing_if = "is_false")]
     pub ask: bool,
-    /// A name for each descriptor, in their order. With `ask`: the names of those that the answer is to bring copies of.
+    /// Name of each descriptor, in order. With `ask`: names of the descriptors to return duplicates of.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub descriptors: Vec<String>,
-    /// What else the kind needs to know.
+    /// Further data of the kind.
     #[serde(default, skip_serializing_if = "Value::is_null")]
     pub detail: Value,
 }
@@ -66,7 +66,7 @@ fn is_false(value: &bool) -> bool {
 }
 
 impl Header {
-    /// A header without descriptors yet.
+    /// Makes a header without descriptors.
     pub fn new(kind: &str, sandbox: Option<&str>) -> Header {
         Header {
             version: VERSION,
@@ -79,53 +79,53 @@ impl Header {
     }
 }
 
-/// What the relay says.
+/// Answer of the relay.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Answer {
     /// [`VERSION`].
     pub version: u32,
-    /// Why not; empty: done.
+    /// Reason of a refusal; empty on success.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub error: String,
-    /// Whether the kind's descriptors are held now.
+    /// Whether descriptors of the kind are held now.
     #[serde(default)]
     pub held: bool,
-    /// What the kind says of them.
+    /// The kind's data on the held descriptors.
     #[serde(default, skip_serializing_if = "Value::is_null")]
     pub detail: Value,
-    /// A name for each descriptor that the answer brings, in their order. Relays of 0.1.0 bring none.
+    /// Name of each descriptor in the answer, in order. Relays of 0.1.0 send none.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub descriptors: Vec<String>,
 }
 
-/// Why a hand-in did not happen.
+/// Reason why the descriptors were not passed.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// A system call failed; the relay is away, or does not answer.
     #[error("{attempt}: {why}")]
     Io {
-        /// What was attempted.
+        /// Failed operation.
         attempt: String,
-        /// Why not.
+        /// Reason.
         why: io::Error,
     },
-    /// What came is not a message of this protocol.
+    /// The received bytes are not a message of this protocol.
     #[error("{0}")]
     Message(String),
-    /// The other process is not one of ours.
+    /// The other process runs as another user.
     #[error("the process at the other end runs as user {uid}, not as {own}; nothing is handed to it")]
     Stranger {
-        /// Its user.
+        /// User of the other process.
         uid: u32,
-        /// Ours.
+        /// User of this process.
         own: u32,
     },
-    /// The relay said no.
+    /// The relay refused.
     #[error("peerpod-relay does not take the {kind} descriptors: {why}")]
     Refused {
-        /// What was handed in.
+        /// Kind of the descriptors.
         kind: String,
-        /// Its words.
+        /// Reason from the relay.
         why: String,
     },
 }
@@ -135,13 +135,13 @@ fn failed(attempt: &str) -> impl FnOnce(Errno) -> Error {
     move |why| Error::Io { attempt, why: why.into() }
 }
 
-/// Makes sure that the process at the other end runs as the same user as this process.
+/// Checks that the process at the other end runs as the same user as this process.
 ///
-/// Its process id is not looked at: it is 0 where the process is in a PID namespace that this one does not see, as in
+/// Its process id is not checked: it is 0 if the process is in a PID namespace that this one does not see, as in
 /// another container. (`rustix::net::sockopt::socket_peercred` fails then.)
 ///
 /// # Errors
-/// [`Error::Stranger`], or the kernel's.
+/// Returns [`Error::Stranger`], or the error of the kernel.
 pub fn check_peer(socket: impl AsFd) -> Result<(), Error> {
     let peer = getsockopt(&socket, PeerCredentials).map_err(|why| Error::Io {
         attempt: "read the credentials of the process at the other end".to_owned(),
@@ -151,10 +151,10 @@ pub fn check_peer(socket: impl AsFd) -> Result<(), Error> {
     if uid == own { Ok(()) } else { Err(Error::Stranger { uid, own }) }
 }
 
-/// A listener at `path`, not blocking, for the owner alone once its rights are set.
+/// Binds a non-blocking listener at `path`. The caller sets the permissions.
 ///
 /// # Errors
-/// The kernel's.
+/// Returns the error of the kernel.
 pub fn listen(path: &Path) -> io::Result<OwnedFd> {
     let socket = new_socket(SocketFlags::NONBLOCK)?;
     net::bind(&socket, &SocketAddrUnix::new(path)?)?;
@@ -162,10 +162,10 @@ pub fn listen(path: &Path) -> io::Result<OwnedFd> {
     Ok(socket)
 }
 
-/// A waiting connection; not blocking.
+/// Accepts a waiting connection; the socket does not block.
 ///
 /// # Errors
-/// `WouldBlock` when there is none.
+/// Returns `WouldBlock` if there is none.
 pub fn accept(listener: impl AsFd) -> io::Result<OwnedFd> {
     Ok(net::accept_with(listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK)?)
 }
@@ -174,10 +174,10 @@ fn new_socket(flags: SocketFlags) -> io::Result<OwnedFd> {
     Ok(net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC | flags, None)?)
 }
 
-/// A connection to the listener at `path`; not blocking.
+/// Connects to the listener at `path`; the socket does not block.
 ///
 /// # Errors
-/// The kernel's: nobody listens, or its queue is full.
+/// Returns the error of the kernel: no listener, or its queue is full.
 pub fn connect(path: &Path) -> io::Result<OwnedFd> {
     let socket = new_socket(SocketFlags::NONBLOCK)?;
     net::connect(&socket, &SocketAddrUnix::new(path)?)?;
@@ -187,7 +187,7 @@ pub fn connect(path: &Path) -> io::Result<OwnedFd> {
 /// Sends a message with its descriptors.
 ///
 /// # Errors
-/// It is too long, has too many descriptors, or the kernel's.
+/// Fails if it is too long, has too many descriptors, or the kernel refuses.
 pub fn send(
     socket: impl AsFd,
     message: &impl Serialize,
@@ -211,10 +211,10 @@ pub fn send(
         .map_err(failed("send"))
 }
 
-/// Receives a message that is there; its descriptors are closed when they are dropped, and on every error.
+/// Receives a waiting message. Its descriptors are closed on drop and on every error.
 ///
 /// # Errors
-/// `WouldBlock` as [`Error::Io`] when nothing is there; [`Error::Message`] for what is cut off, or no message.
+/// Returns `WouldBlock` as [`Error::Io`] if none is there, and [`Error::Message`] for a truncated or invalid one.
 pub fn receive<T: for<'a> Deserialize<'a>>(socket: impl AsFd) -> Result<(T, Vec<OwnedFd>), Error> {
     let mut bytes = vec![0; MAX_MESSAGE];
     let mut room = [MaybeUninit::uninit(); ROOM];
@@ -238,7 +238,7 @@ pub fn receive<T: for<'a> Deserialize<'a>>(socket: impl AsFd) -> Result<(T, Vec<
     if got.bytes == 0 {
         return bad("the other end closed the connection");
     }
-    // The version before anything else: what follows may have another form.
+    // The version is read first: the rest may have another format.
     #[derive(Deserialize)]
     struct Versioned {
         version: u32,
@@ -254,10 +254,10 @@ pub fn receive<T: for<'a> Deserialize<'a>>(socket: impl AsFd) -> Result<(T, Vec<
     Ok((message, descriptors))
 }
 
-/// Hands in: connects, sends, waits for the answer. Blocks for at most `patience`.
+/// Passes descriptors: connects, sends, waits for the answer. Blocks for at most `patience`.
 ///
 /// # Errors
-/// See [`Error`]. Nothing is held by the relay then, except after an answer that came too late.
+/// See [`Error`]. The relay then holds nothing, except after a late answer.
 pub fn hand_in(
     path: &Path,
     header: &Header,
@@ -267,8 +267,7 @@ pub fn hand_in(
     exchange(path, header, descriptors, patience).map(|(answer, _none)| answer)
 }
 
-/// Asks for a copy of the descriptor `name` that the relay holds of the node's descriptors of this kind. Blocks for at
-/// most `patience`.
+/// Asks for a duplicate of the node's descriptor `name` of this kind, held by the relay. Blocks for at most `patience`.
 ///
 /// # Errors
 /// See [`Error`].
@@ -290,7 +289,7 @@ fn exchange(
     let io = |why: io::Error| Error::Io { attempt: connect.clone(), why };
     let socket = new_socket(SocketFlags::NONBLOCK).map_err(io)?;
     let address = SocketAddrUnix::new(path).map_err(failed(&connect))?;
-    // A full queue is the only thing that a connect waits for here; the relay empties it as long as it lives.
+    // Only a full queue makes this connect wait; the relay empties it as long as it lives.
     while let Err(why) = net::connect(&socket, &address) {
         if why != Errno::AGAIN || Instant::now() >= deadline {
             return Err(failed(&connect)(why));

@@ -1,8 +1,8 @@
-//! What every binary on the node shares: how it begins, configuration, lifecycle, the admin port, telemetry, and
-//! how descriptors are handed from one to the other.
+//! Code shared by all binaries on a node: program start, configuration, lifecycle, the admin port, telemetry, and the
+//! passing of descriptors between processes.
 //!
-//! Nothing here knows what a pod, a VM or a cloud is, and nothing here is global: values are made in `main` and
-//! handed down.
+//! This crate has no notion of a pod, a VM or a cloud, and no global state: `main` makes the values and passes them
+//! down.
 
 pub mod admin;
 pub mod chain;

@@ -1,7 +1,7 @@
-//! How a process ends: one [`Shutdown`] that everybody can wait for, signals that trigger it, and a [`Drain`] that waits
-//! for what is under way, but not for ever.
+//! Ends a process: a [`Shutdown`] that every task can wait for, signals that trigger it, and a [`Drain`] that waits for
+//! work in progress, up to a deadline.
 //!
-//! Must be used inside a tokio runtime. The only place that ends the process is the second signal.
+//! Must be used inside a tokio runtime. Only the second signal ends the process directly.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -12,7 +12,7 @@ use parking_lot::Mutex;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 
-/// Tells everybody that the process is to end. Clones are the same shutdown.
+/// Notifies all tasks that the process is to end. Clones share one shutdown.
 #[derive(Clone, Debug)]
 pub struct Shutdown {
     sender: Arc<watch::Sender<Option<String>>>,
@@ -25,12 +25,12 @@ impl Default for Shutdown {
 }
 
 impl Shutdown {
-    /// One that nothing has triggered.
+    /// Makes a shutdown that is not triggered.
     pub fn new() -> Shutdown {
         Shutdown { sender: Arc::new(watch::Sender::new(None)) }
     }
 
-    /// Begins the end. The first reason stays.
+    /// Triggers the shutdown. The first reason stays.
     pub fn trigger(&self, reason: &str) {
         self.sender.send_if_modified(|current| {
             let first = current.is_none();
@@ -41,31 +41,31 @@ impl Shutdown {
         });
     }
 
-    /// Whether the end has begun.
+    /// Whether the shutdown is triggered.
     pub fn is_triggered(&self) -> bool {
         self.sender.borrow().is_some()
     }
 
-    /// Why, once it has begun.
+    /// Returns the reason, once the shutdown is triggered.
     pub fn reason(&self) -> Option<String> {
         self.sender.borrow().clone()
     }
 
-    /// Returns when the end begins, at once if it has. May be dropped at any time.
+    /// Returns when the shutdown is triggered, at once if it was before. May be dropped at any time.
     pub async fn wait(&self) {
         let mut receiver = self.sender.subscribe();
-        // Fails only when every sender is gone, and we hold one.
+        // Fails only when every sender is gone, and `self` holds one.
         if receiver.wait_for(Option::is_some).await.is_err() {
             std::future::pending::<()>().await;
         }
     }
 }
 
-/// A shutdown that SIGTERM and SIGINT trigger. A second signal ends the process at once with the code a shell gives for
-/// it (128 + number), because a person who presses Ctrl-C twice means it.
+/// Makes a shutdown that SIGTERM and SIGINT trigger. A second signal ends the process at once, with the exit code that
+/// a shell gives for it (128 + number): a second Ctrl-C means an immediate end.
 ///
 /// # Errors
-/// The handlers cannot be installed.
+/// Fails if the handlers cannot be installed.
 pub fn signals() -> std::io::Result<Shutdown> {
     let shutdown = Shutdown::new();
     let mut terminate = signal(SignalKind::terminate())?;
@@ -88,7 +88,7 @@ pub fn signals() -> std::io::Result<Shutdown> {
     Ok(shutdown)
 }
 
-/// Waits for what is under way. Everybody who must not be cut off holds a [`Busy`].
+/// Waits for work in progress. Each task that must not be cut off holds a [`Busy`].
 #[derive(Clone, Debug)]
 pub struct Drain {
     shared: Arc<Shared>,
@@ -101,14 +101,14 @@ struct Shared {
     begun: watch::Sender<bool>,
 }
 
-/// One thing under way; dropping it says that it is done.
+/// One piece of work in progress; dropping it marks it as done.
 #[derive(Debug)]
 pub struct Busy {
     shared: Arc<Shared>,
     name: &'static str,
 }
 
-/// What was still under way when the deadline passed, by name and number.
+/// Work still in progress at the deadline, by name and number.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StillBusy(pub BTreeMap<&'static str, usize>);
 
@@ -131,7 +131,7 @@ impl Default for Drain {
 }
 
 impl Drain {
-    /// One with nothing under way.
+    /// Makes a drain without work.
     pub fn new() -> Drain {
         let shared = Shared {
             busy: Mutex::new(BTreeMap::new()),
@@ -141,17 +141,17 @@ impl Drain {
         Drain { shared: Arc::new(shared) }
     }
 
-    /// Counts one thing of this name as under way until the result is dropped.
+    /// Counts one piece of work of this name as in progress until the result is dropped.
     pub fn busy(&self, name: &'static str) -> Busy {
         *self.shared.busy.lock().entry(name).or_default() += 1;
         self.shared.count.send_modify(|count| *count += 1);
         Busy { shared: self.shared.clone(), name }
     }
 
-    /// Tells everybody to finish and waits until nothing is under way.
+    /// Signals all tasks to finish and waits until no work is in progress.
     ///
     /// # Errors
-    /// What is not finished at the deadline.
+    /// Returns the work that is not finished at the deadline.
     pub async fn drain(&self, deadline: Duration) -> Result<(), StillBusy> {
         self.shared.begun.send_replace(true);
         let mut count = self.shared.count.subscribe();
@@ -164,10 +164,10 @@ impl Drain {
 }
 
 impl Busy {
-    /// Returns when the drain begins: finish soon, begin nothing new.
+    /// Returns when the drain begins: finish soon, and begin nothing new.
     pub async fn draining(&self) {
         let mut begun = self.shared.begun.subscribe();
-        // Fails only when the sender is gone, and we hold it.
+        // Fails only when the sender is gone, and `self` holds it.
         if begun.wait_for(|begun| *begun).await.is_err() {
             std::future::pending::<()>().await;
         }

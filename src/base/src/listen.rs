@@ -1,4 +1,4 @@
-//! Opening a port: where a kernel has no IPv6, all addresses are those of IPv4. May touch: the port.
+//! Opens a TCP port; on a kernel without IPv6, `[::]` falls back to IPv4. May touch: the port.
 
 use std::{
     io,
@@ -8,10 +8,10 @@ use std::{
 use nix::errno::Errno;
 use tokio::net::TcpListener;
 
-/// Binds a port. `[::]` means both families, and on a kernel without IPv6 the other one alone.
+/// Binds a port. `[::]` means both families, and IPv4 alone on a kernel without IPv6.
 ///
 /// # Errors
-/// As [`TcpListener::bind`].
+/// See [`TcpListener::bind`].
 pub async fn listen(address: SocketAddr) -> io::Result<TcpListener> {
     match TcpListener::bind(address).await {
         Err(why) if has_no_ipv6(&why) => match instead(address) {
@@ -22,13 +22,13 @@ pub async fn listen(address: SocketAddr) -> io::Result<TcpListener> {
     }
 }
 
-/// Not built in; or built in and switched off.
+/// Whether IPv6 is not built into the kernel, or switched off.
 fn has_no_ipv6(why: &io::Error) -> bool {
     let known = [Errno::EAFNOSUPPORT, Errno::EADDRNOTAVAIL].map(|errno| Some(errno as i32));
     known.contains(&why.raw_os_error())
 }
 
-/// The same port for IPv4, if all addresses were asked for.
+/// Returns the same port for IPv4 if the address means all addresses.
 fn instead(address: SocketAddr) -> Option<SocketAddr> {
     let all = address.ip() == IpAddr::V6(Ipv6Addr::UNSPECIFIED);
     all.then(|| SocketAddr::from((Ipv4Addr::UNSPECIFIED, address.port())))

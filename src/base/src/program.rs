@@ -1,5 +1,5 @@
-//! How a daemon begins: it says its version or its settings when asked for, and takes the limits and rights that all of
-//! them want. May touch: the process's own umask and limits.
+//! Common start of a daemon: prints its version or its settings on request, and sets the umask and limits that all
+//! daemons need. May touch: the process's own umask and limits.
 
 use nix::{
     errno::Errno,
@@ -11,20 +11,20 @@ use nix::{
 
 use crate::config::{self, Setting};
 
-/// A program, as it speaks of itself.
+/// Description of a program, for its own output.
 #[derive(Clone, Copy, Debug)]
 pub struct Program {
-    /// The binary's name.
+    /// Name of the binary.
     pub name: &'static str,
-    /// The package's version.
+    /// Version of the package.
     pub version: &'static str,
-    /// What it is for, one line.
+    /// Purpose of the program, in one line.
     pub about: &'static str,
 }
 
 impl Program {
-    /// What is printed instead of running, when the first argument asks for the version or for help. `settings` is called
-    /// for help alone.
+    /// Returns the text to print instead of running, if the first argument requests the version or help. `settings` is
+    /// called only for help.
     pub fn answer(
         &self,
         mut arguments: impl Iterator<Item = String>,
@@ -43,8 +43,9 @@ impl Program {
     }
 }
 
-/// Files and sockets we make are for nobody else, also in the moment before their rights are set; and as many may be
-/// open as we are allowed. Returns why the limit of open files could not be raised; the caller's log is up by then.
+/// Makes new files and sockets accessible to the owner alone, also before their permissions are set, and raises the
+/// limit of open files to its maximum. Returns the error of raising the limit, because the caller's log is set up by
+/// then.
 pub fn own_rights_and_limits() -> Result<(), Errno> {
     umask(Mode::S_IRWXG | Mode::S_IRWXO);
     let (_, most) = getrlimit(Resource::RLIMIT_NOFILE)?;

@@ -1,8 +1,8 @@
-//! Log lines on stderr, as text for people or as JSON for collectors. Metrics are made by each room and shown by
-//! [`crate::admin`].
+//! Writes log records to stderr, as text for people or as JSON for collectors. Each component makes its own metrics;
+//! [`crate::admin`] serves them.
 //!
-//! House style: messages are constant and in lower case, everything that varies is a field (`sandbox`, `pod`, `instance`,
-//! `provider`, `phase`, `took`, `error`), and a span carries what belongs on every line of a request.
+//! Log style: messages are constant and in lower case. Every variable part is a field (`sandbox`, `pod`, `instance`,
+//! `provider`, `phase`, `took`, `error`). A span holds the fields common to all records of a request.
 
 use std::io::IsTerminal;
 
@@ -11,30 +11,30 @@ use tracing_subscriber::EnvFilter;
 
 use crate::config::{Bad, Node, Reader, Value};
 
-/// kube's client logs each failed request, without its cause and without bound. Its callers log it with both. `log.level`
-/// can name the module again.
+/// The client of the `kube` crate logs each failed request, without its cause and without a limit. Its callers log it
+/// with both. `log.level` can name the module again.
 const QUIET: &str = "kube_client::client::builder=off";
 
-/// How log lines look.
+/// Format of log records.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Format {
-    /// For people.
+    /// Text for people.
     Text,
-    /// One object a line.
+    /// One JSON object per line.
     Json,
 }
 
-/// The section `log`.
+/// Settings of the section `log`.
 #[derive(Clone, Debug)]
 pub struct LogConfig {
-    /// `log.format`
+    /// `log.format`: format of the records.
     pub format: Format,
-    /// `log.level`
+    /// `log.level`: filter of the records.
     pub level: Level,
 }
 
 impl LogConfig {
-    /// Asks for the section `log`.
+    /// Reads the section `log`.
     pub fn read(reader: &mut Reader) -> LogConfig {
         LogConfig {
             format: match reader.choice("log.format", "text", &["text", "json"], "how log lines look").as_str() {
@@ -46,18 +46,18 @@ impl LogConfig {
     }
 }
 
-/// A level or a list of levels by module, known to be understood.
+/// Valid level, or list of levels by module.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Level(String);
 
 impl Value for Level {
     fn read(node: &Node) -> Result<Level, Bad> {
         let text = match node {
-            // Commas in the file may tempt to a list.
+            // Accepted because the commas may suggest a list in the file.
             Node::List(items) => items.iter().map(Node::text).collect::<Result<Vec<_>, _>>()?.join(","),
             other => other.text()?,
         };
-        // The filter takes a bare word it does not know for a module's name; that is a misspelled level here.
+        // The filter reads an unknown bare word as a module name; here it is a misspelled level.
         let is_level = |word: &str| {
             ["off", "error", "warn", "info", "debug", "trace"]
                 .iter()
@@ -86,10 +86,10 @@ impl Value for Level {
 #[error("set up logging: {0}; it can be done only once in a process")]
 pub struct Error(String);
 
-/// Sends log lines to stderr from now on. Once per process, first thing in `main`.
+/// Sends log records to stderr from now on. Called once per process, first in `main`.
 ///
 /// # Errors
-/// It was done before.
+/// Fails if it was called before.
 pub fn init(config: &LogConfig) -> Result<(), Error> {
     let level = format!("{QUIET},{}", config.level.0);
     let filter = EnvFilter::try_new(level).map_err(|why| Error(why.to_string()))?;

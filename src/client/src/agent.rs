@@ -1,4 +1,4 @@
-//! The shim's side of `agent.ttrpc`.
+//! Client of `agent.ttrpc`, as in the shim.
 
 use std::{
     path::Path,
@@ -23,19 +23,20 @@ use crate::{
     shim::{client, failed, try_connect},
 };
 
-/// How long and how often the Rust shim dials.
+/// Time limit of the Rust shim's attempts to connect.
 const CONNECT_PATIENCE: Duration = Duration::from_secs(30);
+/// Pause between the Rust shim's attempts to connect.
 const CONNECT_INTERVAL: Duration = Duration::from_millis(100);
 
-/// The Rust shim's deadline of every request that is not a long poll (`create_container_timeout`).
+/// Deadline of every request of the Rust shim that is not a long poll (`create_container_timeout`).
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
 const HEALTH_TIMEOUT: Duration = Duration::from_secs(90);
 
-/// What both shims read at once.
+/// Bytes that both shims read per request.
 const READ_LEN: u32 = 8192;
 
 /// The two connections of a shim to one sandbox's agent: one that carries everything, and one for log lines that never
-/// sends a byte. Neither is ever re-dialled. Clones share them.
+/// sends a byte. Neither is ever redialled. Clones share them.
 #[derive(Clone)]
 pub struct AgentClient {
     agent: AgentServiceClient,
@@ -43,14 +44,14 @@ pub struct AgentClient {
     silent: std::sync::Arc<tokio::sync::Mutex<UnixStream>>,
 }
 
-/// What a process left behind.
+/// Result of an ended process.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Output {
-    /// Exit code; 128 + the signal's number when one ended it.
+    /// Exit code; 128 + the number of the signal that ended it.
     pub status: i32,
-    /// Everything it wrote to standard output.
+    /// Complete standard output.
     pub stdout: Vec<u8>,
-    /// Everything it wrote to standard error.
+    /// Complete standard error.
     pub stderr: Vec<u8>,
 }
 
@@ -76,32 +77,32 @@ impl AgentClient {
         })
     }
 
-    /// The generated client, for methods that have no wrapper here and deadlines of one's own.
+    /// Returns the generated client, for methods without a wrapper here and other deadlines.
     pub fn service(&self) -> &AgentServiceClient {
         &self.agent
     }
 
-    /// Whether the silent connection is still open and still silent; a shim would log whatever it received.
+    /// Whether the silent connection is open and has received nothing; a shim would log all received bytes.
     pub async fn silent_is_quiet(&self) -> bool {
         let mut stream = self.silent.lock().await;
         let mut byte = [0];
-        // Nothing to read is the good case, so the read must not wait for ever.
+        // No data is the good case, so the read must not wait for ever.
         tokio::time::timeout(Duration::from_millis(1), stream.read(&mut byte)).await.is_err()
     }
 
-    /// Health.Check.
+    /// Sends Health.Check.
     pub async fn check(&self) -> Result<HealthCheckResponse, Error> {
         let context = context::with_duration(HEALTH_TIMEOUT);
         self.health.check(context, &CheckRequest::new()).await.map_err(failed("Check", "agent"))
     }
 
-    /// Health.Version.
+    /// Sends Health.Version.
     pub async fn version(&self) -> Result<VersionCheckResponse, Error> {
         let context = context::with_duration(HEALTH_TIMEOUT);
         self.health.version(context, &CheckRequest::new()).await.map_err(failed("Version", "agent"))
     }
 
-    /// CreateSandbox.
+    /// Sends CreateSandbox.
     pub async fn create_sandbox(&self, request: &CreateSandboxRequest) -> Result<(), Error> {
         let subject = &request.sandbox_id;
         self.agent
@@ -111,13 +112,13 @@ impl AgentClient {
             .map(drop)
     }
 
-    /// DestroySandbox, which only the Go shim sends.
+    /// Sends DestroySandbox, which only the Go shim sends.
     pub async fn destroy_sandbox(&self) -> Result<(), Error> {
         let answer = self.agent.destroy_sandbox(bounded(), &DestroySandboxRequest::new()).await;
         answer.map_err(failed("DestroySandbox", "sandbox")).map(drop)
     }
 
-    /// GetGuestDetails with both questions, as the Rust shim asks.
+    /// Sends GetGuestDetails with both questions, like the Rust shim.
     pub async fn guest_details(&self) -> Result<GuestDetailsResponse, Error> {
         let mut request = GuestDetailsRequest::new();
         request.mem_block_size = true;
@@ -125,18 +126,18 @@ impl AgentClient {
         self.agent.get_guest_details(bounded(), &request).await.map_err(failed("GetGuestDetails", "agent"))
     }
 
-    /// GetOOMEvent: pending for the life of the sandbox unless something runs out of memory.
+    /// Sends GetOOMEvent, which stays pending for the life of the sandbox unless a process runs out of memory.
     pub async fn oom_event(&self) -> Result<String, Error> {
         let answer = self.agent.get_oom_event(Context::default(), &GetOOMEventRequest::new()).await;
         Ok(answer.map_err(failed("GetOOMEvent", "agent"))?.container_id)
     }
 
-    /// CopyFile.
+    /// Sends CopyFile.
     pub async fn copy_file(&self, request: &CopyFileRequest) -> Result<(), Error> {
         self.agent.copy_file(bounded(), request).await.map_err(failed("CopyFile", &request.path)).map(drop)
     }
 
-    /// CreateContainer.
+    /// Sends CreateContainer.
     pub async fn create_container(&self, request: &CreateContainerRequest) -> Result<(), Error> {
         let subject = &request.container_id;
         self.agent
@@ -146,7 +147,7 @@ impl AgentClient {
             .map(drop)
     }
 
-    /// StartContainer.
+    /// Sends StartContainer.
     pub async fn start_container(&self, container: &str) -> Result<(), Error> {
         let mut request = StartContainerRequest::new();
         request.container_id = container.into();
@@ -157,13 +158,13 @@ impl AgentClient {
             .map(drop)
     }
 
-    /// ExecProcess.
+    /// Sends ExecProcess.
     pub async fn exec_process(&self, request: &ExecProcessRequest) -> Result<(), Error> {
         let subject = process_name(&request.container_id, &request.exec_id);
         self.agent.exec_process(bounded(), request).await.map_err(failed("ExecProcess", &subject)).map(drop)
     }
 
-    /// WaitProcess: the exit code, when there is one. An empty `exec` is the container's first process.
+    /// Sends WaitProcess and returns the exit code once there is one. An empty `exec` is the container's first process.
     pub async fn wait_process(&self, container: &str, exec: &str) -> Result<i32, Error> {
         let mut request = WaitProcessRequest::new();
         request.container_id = container.into();
@@ -172,7 +173,7 @@ impl AgentClient {
         Ok(answer.map_err(failed("WaitProcess", &process_name(container, exec)))?.status)
     }
 
-    /// SignalProcess.
+    /// Sends SignalProcess.
     pub async fn signal_process(&self, container: &str, exec: &str, signal: u32) -> Result<(), Error> {
         let mut request = SignalProcessRequest::new();
         request.container_id = container.into();
@@ -182,7 +183,7 @@ impl AgentClient {
         answer.map_err(failed("SignalProcess", &process_name(container, exec))).map(drop)
     }
 
-    /// RemoveContainer with the Rust shim's ten seconds.
+    /// Sends RemoveContainer with the Rust shim's timeout of ten seconds.
     pub async fn remove_container(&self, container: &str) -> Result<(), Error> {
         let mut request = RemoveContainerRequest::new();
         request.container_id = container.into();
@@ -194,14 +195,14 @@ impl AgentClient {
             .map(drop)
     }
 
-    /// StatsContainer.
+    /// Sends StatsContainer.
     pub async fn stats_container(&self, container: &str) -> Result<StatsContainerResponse, Error> {
         let mut request = StatsContainerRequest::new();
         request.container_id = container.into();
         self.agent.stats_container(bounded(), &request).await.map_err(failed("StatsContainer", container))
     }
 
-    /// WriteStdin; how many bytes were taken. Empty data is the end of input.
+    /// Sends WriteStdin and returns the number of accepted bytes. Empty data is the end of input.
     pub async fn write_stdin(&self, container: &str, exec: &str, data: Vec<u8>) -> Result<u32, Error> {
         let mut request = WriteStreamRequest::new();
         request.container_id = container.into();
@@ -211,7 +212,7 @@ impl AgentClient {
         Ok(answer.map_err(failed("WriteStdin", &process_name(container, exec)))?.len)
     }
 
-    /// CloseStdin.
+    /// Sends CloseStdin.
     pub async fn close_stdin(&self, container: &str, exec: &str) -> Result<(), Error> {
         let mut request = CloseStdinRequest::new();
         request.container_id = container.into();
@@ -220,22 +221,22 @@ impl AgentClient {
         answer.map_err(failed("CloseStdin", &process_name(container, exec))).map(drop)
     }
 
-    /// ReadStdout: what there is, up to `len` bytes; empty at the end of the stream.
+    /// Sends ReadStdout and returns the available bytes, up to `len`; empty at the end of the stream.
     pub async fn read_stdout(&self, container: &str, exec: &str, len: u32) -> Result<Vec<u8>, Error> {
         let request = read_request(container, exec, len);
         let answer = self.agent.read_stdout(Context::default(), &request).await;
         Ok(answer.map_err(failed("ReadStdout", &process_name(container, exec)))?.data)
     }
 
-    /// ReadStderr: as [`AgentClient::read_stdout`].
+    /// Sends ReadStderr, as [`AgentClient::read_stdout`] does.
     pub async fn read_stderr(&self, container: &str, exec: &str, len: u32) -> Result<Vec<u8>, Error> {
         let request = read_request(container, exec, len);
         let answer = self.agent.read_stderr(Context::default(), &request).await;
         Ok(answer.map_err(failed("ReadStderr", &process_name(container, exec)))?.data)
     }
 
-    /// Reads both streams of a process to their ends, one request of each pending at a time, then waits for its exit and
-    /// sends the SIGKILL that the Rust shim always sends after it (whose answer it ignores).
+    /// Reads both streams of a process to their ends, with one pending request for each. It then waits for the exit and
+    /// sends the SIGKILL that the Rust shim always sends after it, ignoring the answer.
     pub async fn output(&self, container: &str, exec: &str) -> Result<Output, Error> {
         let (stdout, stderr) = tokio::try_join!(
             async {
@@ -258,12 +259,12 @@ impl AgentClient {
             },
         )?;
         let status = self.wait_process(container, exec).await?;
-        // An exec that was waited for is unknown by now; the shim ignores that, and so do we.
+        // The agent no longer knows an exec after WaitProcess; the shim ignores this error, and so does this client.
         drop(self.signal_process(container, exec, 9).await);
         Ok(Output { status, stdout, stderr })
     }
 
-    /// ExecProcess and [`AgentClient::output`] of it.
+    /// Sends ExecProcess and returns its [`AgentClient::output`].
     pub async fn exec(&self, request: &ExecProcessRequest) -> Result<Output, Error> {
         self.exec_process(request).await?;
         self.output(&request.container_id, &request.exec_id).await

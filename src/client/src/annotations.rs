@@ -2,8 +2,8 @@
 
 use std::collections::HashMap;
 
-/// What a shim says about the pod. Both shims send exactly these nine keys, always, empty or `"0"` where they know
-/// nothing (seen with both); so does this.
+/// Annotations that a shim sends about the pod. Both shims always send exactly these nine keys, empty or `"0"` without
+/// a value (seen with both); so does this client.
 #[derive(Debug, Clone)]
 pub struct Annotations(HashMap<String, String>);
 
@@ -12,7 +12,7 @@ const POD_NAMESPACE: &str = "io.kubernetes.cri.sandbox-namespace";
 const HYPERVISOR: &str = "io.katacontainers.config.hypervisor.";
 
 impl Annotations {
-    /// As the Rust shim sends them for a pod without limits: one vCPU, 2048 MiB.
+    /// Makes the annotations that the Rust shim sends for a pod without limits: one vCPU, 2048 MiB.
     pub fn new(namespace: &str, name: &str) -> Annotations {
         let mut map =
             HashMap::from([(POD_NAME.into(), name.into()), (POD_NAMESPACE.into(), namespace.into())]);
@@ -30,28 +30,28 @@ impl Annotations {
         Annotations(map)
     }
 
-    /// vCPUs (`"2.5"`: the Rust shim prints a float) and memory in MiB.
+    /// Sets vCPUs (`"2.5"`: the Rust shim prints a float) and memory in MiB.
     pub fn size(self, vcpus: &str, memory_mib: u64) -> Annotations {
         self.hypervisor("default_vcpus", vcpus).hypervisor("default_memory", &memory_mib.to_string())
     }
 
-    /// The cloud's instance type.
+    /// Sets the cloud's instance type.
     pub fn machine_type(self, value: &str) -> Annotations {
         self.hypervisor("machine_type", value)
     }
 
-    /// The cloud's image.
+    /// Sets the cloud's image.
     pub fn image(self, value: &str) -> Annotations {
         self.hypervisor("image", value)
     }
 
-    /// Any of the seven keys below `io.katacontainers.config.hypervisor.`, by its last part.
+    /// Sets any of the seven keys below `io.katacontainers.config.hypervisor.`, by its last part.
     pub fn hypervisor(mut self, key: &str, value: &str) -> Annotations {
         self.0.insert(format!("{HYPERVISOR}{key}"), value.into());
         self
     }
 
-    /// Takes a key away or puts any other in, for tests of what a shim never sends.
+    /// Removes a key or sets any other, for tests of requests that a shim never sends.
     pub fn raw(mut self, key: &str, value: Option<&str>) -> Annotations {
         match value {
             Some(value) => self.0.insert(key.into(), value.into()),
@@ -60,7 +60,7 @@ impl Annotations {
         self
     }
 
-    /// The map as it goes on the wire.
+    /// Returns the map of the request.
     pub fn into_map(self) -> HashMap<String, String> {
         self.0
     }

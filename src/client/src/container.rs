@@ -1,4 +1,4 @@
-//! Requests about containers, filled in as the Rust shim fills them in (`tests/transcripts/`).
+//! Makes requests about containers with the fields that the Rust shim sets (`tests/transcripts/`).
 
 use std::collections::HashMap;
 
@@ -7,17 +7,17 @@ use peerpod_proto::agent::{
 };
 use protobuf::MessageField;
 
-/// The only place in a VM that CopyFile may write to.
+/// Only folder in a VM to which CopyFile may write.
 pub const SHARED_CONTAINERS: &str = "/run/kata-containers/shared/containers";
 
-/// The OCI annotation with the container's bundle on the node.
+/// Returns the OCI annotation with the container's bundle on the node.
 pub const fn bundle_annotation() -> &'static str {
     "io.katacontainers.pkg.oci.bundle_path"
 }
 
 const ENV: &[&str] = &["PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME=/root"];
 
-/// A container to be created.
+/// A container to create.
 #[derive(Debug, Clone)]
 pub struct ContainerSpec {
     id: String,
@@ -27,7 +27,7 @@ pub struct ContainerSpec {
 }
 
 impl ContainerSpec {
-    /// A container with this id that runs `arguments` as root in `/`.
+    /// Makes a container with this id that runs `arguments` as root in `/`.
     pub fn new(id: &str, arguments: &[&str]) -> ContainerSpec {
         let bundle = format!("/run/containerd/io.containerd.runtime.v2.task/k8s.io/{id}");
         ContainerSpec {
@@ -62,7 +62,7 @@ impl ContainerSpec {
         self
     }
 
-    /// The request. No network namespace: the shim strips it.
+    /// Returns the request. It has no network namespace, because the shim removes it.
     pub fn request(self) -> CreateContainerRequest {
         let mut specification = Spec::new();
         specification.Version = "1.1.0".into();
@@ -84,7 +84,7 @@ impl ContainerSpec {
     }
 }
 
-/// ExecProcess of `arguments` in a container, as root in `/`.
+/// Makes an ExecProcess of `arguments` in a container, as root in `/`.
 pub fn exec_request(container: &str, exec: &str, arguments: &[&str]) -> ExecProcessRequest {
     let mut request = ExecProcessRequest::new();
     request.container_id = container.into();
@@ -93,7 +93,7 @@ pub fn exec_request(container: &str, exec: &str, arguments: &[&str]) -> ExecProc
     request
 }
 
-/// CopyFile of a whole small file, as the Rust shim sends it: `name` is below [`SHARED_CONTAINERS`].
+/// Makes a CopyFile of a whole small file, as the Rust shim sends it: `name` is below [`SHARED_CONTAINERS`].
 pub fn copy_file(name: &str, mode: u32, data: &[u8]) -> CopyFileRequest {
     let mut request = CopyFileRequest::new();
     request.path = format!("{SHARED_CONTAINERS}/{name}");

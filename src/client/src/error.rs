@@ -1,45 +1,45 @@
-//! What can go wrong between us and a socket.
+//! Errors of the calls to a socket.
 
 use std::{io, path::PathBuf, time::Duration};
 
-/// An error of a call, with what was attempted on what.
+/// Error of a call, with its method and subject.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The socket did not accept a connection.
     #[error("connect to {}: {source}", path.display())]
     Connect {
-        /// The unix socket.
+        /// Path of the Unix socket.
         path: PathBuf,
-        /// Why not.
+        /// Reason.
         source: io::Error,
     },
-    /// The socket accepted nobody within the shim's patience.
+    /// The socket accepted no connection within the shim's time limit.
     #[error("connect to {}: no answer within {waited:?}; last error: {last}", path.display())]
     ConnectTimeout {
-        /// The unix socket.
+        /// Path of the Unix socket.
         path: PathBuf,
-        /// How long it was tried.
+        /// Time spent on attempts.
         waited: Duration,
-        /// What the last attempt met.
+        /// Error of the last attempt.
         last: io::Error,
     },
-    /// A call was answered with an error, or not at all.
+    /// A call got an error, or no answer.
     #[error("{method} of {subject}: {}", text(source))]
     Call {
-        /// The method's name.
+        /// Name of the method.
         method: &'static str,
-        /// The sandbox, container or process it was about.
+        /// Sandbox, container or process of the call.
         subject: String,
-        /// The answer.
+        /// Error from ttrpc.
         source: ttrpc::Error,
     },
-    /// CreateVM was answered without a path.
+    /// CreateVM returned no path.
     #[error("CreateVM of {0}: the answer has no agent socket path")]
     NoAgentSocket(String),
 }
 
 impl Error {
-    /// The gRPC code of the answer, if there was one.
+    /// Returns the gRPC code of the answer, if there was one.
     pub fn code(&self) -> Option<ttrpc::Code> {
         match self {
             Error::Call { source: ttrpc::Error::RpcStatus(status), .. } => Some(status.code()),
@@ -47,7 +47,7 @@ impl Error {
         }
     }
 
-    /// The answer's own text, without what was attempted; empty when there was no answer.
+    /// Returns the text of the answer alone; empty if there was no answer.
     pub fn answer(&self) -> &str {
         match self {
             Error::Call { source: ttrpc::Error::RpcStatus(status), .. } => &status.message,
@@ -56,7 +56,7 @@ impl Error {
     }
 }
 
-/// `rpc status: Status {…}` is for machines; people get code and text.
+/// Formats an error as code and text, because `rpc status: Status {…}` is for machines.
 fn text(error: &ttrpc::Error) -> String {
     match error {
         ttrpc::Error::RpcStatus(status) => format!("{:?}: {}", status.code(), status.message),

@@ -1,6 +1,6 @@
-//! Speaks to `hypervisor.sock` and `agent.ttrpc` exactly as a Kata shim does: the same nine annotations, the same
-//! deadlines, the same order and number of connections. The demo, the tests and the benches use it, so what they show is
-//! what a shim would see. It touches nothing but those two sockets.
+//! Calls `hypervisor.sock` and `agent.ttrpc` exactly as a Kata shim does: the same nine annotations, the same
+//! deadlines, the same order and number of connections. The demo, the tests and the benches use it, so their results
+//! apply to a real shim. It touches only those two sockets.
 
 mod agent;
 mod annotations;

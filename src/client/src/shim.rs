@@ -1,4 +1,4 @@
-//! The shim's side of `hypervisor.sock`.
+//! Client of `hypervisor.sock`, as in the shim.
 
 use std::{
     io,
@@ -17,14 +17,14 @@ use ttrpc::{
 
 use crate::{Annotations, Error};
 
-/// StartVM's deadline in the Rust shim: 10 000 ms taken as seconds.
+/// Deadline of StartVM in the Rust shim, which takes 10 000 ms as seconds.
 pub const START_TIMEOUT: Duration = Duration::from_secs(10_000);
 
-/// StopVM's deadline in the Rust shim.
+/// Deadline of StopVM in the Rust shim.
 pub const STOP_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// One connection to `hypervisor.sock`, as the Rust shim keeps one for the life of its VM: never re-dialled; closed when
-/// this is dropped. The Go shim makes a new one for every call: make a new client for every call.
+/// One connection to `hypervisor.sock`. The Rust shim keeps one for the life of its VM: it is never redialled, and
+/// closes when this is dropped. The Go shim makes a connection per call: make a new client for every call.
 #[derive(Clone)]
 pub struct ShimClient {
     hypervisor: HypervisorClient,
@@ -32,7 +32,7 @@ pub struct ShimClient {
 }
 
 impl ShimClient {
-    /// Dials once; a shim refuses to start when the socket is not there.
+    /// Connects once; a shim refuses to start if the socket is not there.
     pub async fn connect(socket: &Path) -> Result<ShimClient, Error> {
         let client = client(connect(socket).await?);
         Ok(ShimClient {
@@ -41,7 +41,7 @@ impl ShimClient {
         })
     }
 
-    /// CreateVM without a deadline; answers where the agent's socket will be.
+    /// Sends CreateVM without a deadline; returns the path of the future agent socket.
     pub async fn create_vm(
         &self,
         id: &str,
@@ -60,12 +60,12 @@ impl ShimClient {
         }
     }
 
-    /// StartVM with the Rust shim's deadline.
+    /// Sends StartVM with the Rust shim's deadline.
     pub async fn start_vm(&self, id: &str) -> Result<(), Error> {
         self.start_vm_within(id, START_TIMEOUT).await
     }
 
-    /// StartVM with a deadline of the caller's (the Go shim's is 600 s).
+    /// Sends StartVM with the given deadline (the Go shim's is 600 s).
     pub async fn start_vm_within(&self, id: &str, deadline: Duration) -> Result<(), Error> {
         let mut request = hypervisor::StartVMRequest::new();
         request.id = id.into();
@@ -73,7 +73,7 @@ impl ShimClient {
         self.hypervisor.start_vm(context, &request).await.map_err(failed("StartVM", id)).map(drop)
     }
 
-    /// StopVM with the Rust shim's one second.
+    /// Sends StopVM with the Rust shim's deadline of one second.
     pub async fn stop_vm(&self, id: &str) -> Result<(), Error> {
         let mut request = hypervisor::StopVMRequest::new();
         request.id = id.into();
@@ -81,14 +81,14 @@ impl ShimClient {
         self.hypervisor.stop_vm(context, &request).await.map_err(failed("StopVM", id)).map(drop)
     }
 
-    /// The hypervisor service's version; no shim asks for it.
+    /// Returns the version of the hypervisor service; no shim asks for it.
     pub async fn version(&self) -> Result<String, Error> {
         let context = context::with_duration(Duration::from_secs(10));
         let answer = self.hypervisor.version(context, &hypervisor::VersionRequest::new()).await;
         Ok(answer.map_err(failed("Version", "hypervisor"))?.version)
     }
 
-    /// Which VM is this pod's? With `wait` the answer comes when there is one, at the latest at the deadline.
+    /// Returns the VM of a pod. With `wait` the answer arrives once there is one, at the latest at the deadline.
     pub async fn vm_id(
         &self,
         namespace: &str,
@@ -106,23 +106,23 @@ impl ShimClient {
     }
 }
 
-/// Turns a ttrpc error into ours.
+/// Converts a ttrpc error into [`Error`].
 pub(crate) fn failed(method: &'static str, subject: &str) -> impl FnOnce(ttrpc::Error) -> Error {
     let subject = subject.to_owned();
     move |source| Error::Call { method, subject, source }
 }
 
-/// One attempt.
+/// Makes one attempt to connect.
 pub(crate) async fn connect(socket: &Path) -> Result<UnixStream, Error> {
     try_connect(socket).await.map_err(|source| Error::Connect { path: socket.into(), source })
 }
 
-/// As [`connect`], with the bare error.
+/// Makes one attempt like [`connect`], and returns the plain error.
 pub(crate) async fn try_connect(socket: &Path) -> io::Result<UnixStream> {
     UnixStream::connect(socket).await
 }
 
-/// A ttrpc client over a connection that is there.
+/// Makes a ttrpc client over an existing connection.
 pub(crate) fn client(stream: UnixStream) -> Client {
     Client::new(Socket::from(stream))
 }

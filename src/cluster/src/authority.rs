@@ -1,8 +1,9 @@
-//! A CA of our own, kept in a Secret: made once, rolled over before it ends, with old and new trusted side by side.
+//! Implements a CA that is kept in a Secret: made once, rotated before it ends, with old and new CA trusted side by
+//! side.
 //!
-//! [`State`] is what is kept, and what time makes of it, pure; [`keeper`] keeps it in the API server. Used by the
-//! webhook's own certificates and by the service that answers nodes. Private keys are wiped from memory when they are
-//! dropped, as far as the libraries below let us. May touch: nothing but random numbers.
+//! [`State`] is the stored state and its changes over time, pure; [`keeper`] stores it in the API server. The webhook's
+//! certificates and the secrets service use it. Private keys are wiped from memory on drop, as far as the libraries
+//! allow. May touch: nothing but random numbers.
 
 use std::{
     fmt,
@@ -25,35 +26,35 @@ pub mod served;
 #[cfg(test)]
 mod tests;
 
-/// The format that this program writes.
+/// Format that this program writes.
 const VERSION: u32 = 1;
-/// Two are usual: one that signs, and the one before or after it.
+/// Limit of stored CAs. Two are usual: the one that signs, and its predecessor or successor.
 const MOST: usize = 8;
-/// A request for a P-256 key has some 200 bytes.
+/// Limit of a certificate request in bytes. A request for a P-256 key has some 200.
 const MAX_REQUEST: usize = 4096;
-/// X.520's bound on a common name.
+/// X.520's limit of a common name.
 const MAX_COMMON_NAME: usize = 64;
-/// Certificates are good from an hour before they are made: clocks differ.
+/// Certificates are valid from an hour before they are made, because clocks differ.
 const SKEW: Duration = Duration::from_secs(3600);
 
-/// Why there is no certificate.
+/// Reasons why there is no certificate.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// What was kept cannot be used.
+    /// The stored state cannot be used.
     #[error("what is kept of the CA cannot be used ({0}); delete the Secret, and a new CA is made")]
     Kept(String),
-    /// The library refused.
+    /// The certificate library refused.
     #[error("{what}: {why}")]
     Certificate {
-        /// What was attempted.
+        /// The attempted step.
         what: &'static str,
-        /// Why it failed.
+        /// The cause.
         why: rcgen::Error,
     },
-    /// The kernel gave no randomness.
+    /// The kernel returned no randomness.
     #[error("random numbers: {0}")]
     Random(getrandom::Error),
-    /// No certificate request that we sign.
+    /// The certificate request is not one that the CA signs.
     #[error(
         "the certificate request cannot be signed: {0}; send a PKCS#10 request for a P-256 key, signed by that key"
     )]
@@ -64,35 +65,35 @@ fn failed(what: &'static str) -> impl FnOnce(rcgen::Error) -> Error {
     move |why| Error::Certificate { what, why }
 }
 
-/// How long things last.
+/// Lifetimes of the CA and its certificates.
 #[derive(Clone, Debug)]
 pub struct Policy {
-    /// What the CA is for, in its name.
+    /// Purpose of the CA, which is part of its name.
     pub name: String,
-    /// A CA's life. The next one is made when a third of it is left.
+    /// Lifetime of a CA. The next one is made when a third of it is left.
     pub validity: Duration,
-    /// The longest life of a certificate that it signs.
+    /// Longest lifetime of a certificate that the CA signs.
     pub leaf: Duration,
-    /// From when the next CA is seen published until it signs: for everybody to have heard of it.
+    /// Time from the publication of the next CA until it signs, so that every client has read it.
     pub settle: Duration,
 }
 
-/// All CAs that are known, oldest first; as it is kept.
+/// All known CAs, oldest first, in the stored form.
 #[derive(Clone, Serialize, Deserialize)]
 pub struct State {
     version: u32,
     cas: Vec<Ca>,
 }
 
-/// Times are seconds since 1970.
+/// One CA. Times are seconds since 1970.
 #[derive(Clone, Serialize, Deserialize)]
 struct Ca {
-    /// DER, base64 by PEM.
+    /// Certificate in PEM.
     certificate: String,
-    /// PKCS#8, PEM; empty when it does not sign any more.
+    /// PKCS#8 in PEM; empty when the CA no longer signs.
     key: Zeroizing<String>,
     not_after: u64,
-    /// When it was first seen where those who are to trust it look.
+    /// When it was first seen published where clients read it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     published: Option<u64>,
 }
@@ -111,7 +112,7 @@ impl Default for State {
 }
 
 impl State {
-    /// Reads what was kept.
+    /// Reads the stored state.
     ///
     /// # Errors
     /// [`Error::Kept`].
@@ -136,7 +137,7 @@ impl State {
         Ok(state)
     }
 
-    /// For keeping.
+    /// Returns the form to be stored.
     ///
     /// # Errors
     /// [`Error::Kept`].
@@ -144,10 +145,11 @@ impl State {
         serde_json::to_vec(self).map(Zeroizing::new).map_err(|why| Error::Kept(why.to_string()))
     }
 
-    /// What time makes of it: the first CA, the next one, the end of an old one. Whether anything changed.
+    /// Applies the passage of time: makes the first or the next CA, removes an old one. Returns whether the state
+    /// changed.
     ///
     /// # Errors
-    /// No randomness.
+    /// The kernel returned no randomness, or the CA could not be made.
     pub fn advance(&mut self, policy: &Policy, now: SystemTime) -> Result<bool, Error> {
         let at = seconds(now);
         let before = self.cas.len();
@@ -160,7 +162,7 @@ impl State {
             changed = true;
         }
         let Some(signs) = self.signs(policy, now) else { return Ok(changed) };
-        // All that older ones signed has ended by then.
+        // By then every certificate of the older CAs has ended.
         let since = self.cas[signs].published.unwrap_or(at).saturating_add(policy.settle.as_secs());
         let ended = since.saturating_add(policy.leaf.as_secs()) < at;
         for ca in &mut self.cas[..signs] {
@@ -176,7 +178,7 @@ impl State {
         Ok(changed)
     }
 
-    /// Notes that all of the bundle was seen published. Whether that was news.
+    /// Records that the whole bundle was seen published. Returns whether the state changed.
     pub fn published(&mut self, now: SystemTime) -> bool {
         let mut news = false;
         for ca in self.cas.iter_mut().filter(|ca| ca.published.is_none()) {
@@ -186,7 +188,7 @@ impl State {
         news
     }
 
-    /// Every CA to be trusted now, PEM, the one that signs first.
+    /// Returns every CA to be trusted at `now` in PEM, the signing CA first.
     pub fn bundle(&self, policy: &Policy, now: SystemTime) -> String {
         let signs = self.signs(policy, now);
         let live = |(_, ca): &(usize, &Ca)| ca.not_after > seconds(now);
@@ -195,17 +197,17 @@ impl State {
         cas.into_iter().map(|(_, ca)| ca.certificate.as_str()).collect()
     }
 
-    /// The CA that signs now.
+    /// Returns the CA that signs at `now`.
     ///
     /// # Errors
-    /// There is none: [`State::advance`] was not called, or its key is not what it should be.
+    /// There is none because [`State::advance`] was not called, or its key is unusable.
     pub fn signer(&self, policy: &Policy, now: SystemTime) -> Result<Signer, Error> {
         let none = || Error::Kept("no CA that still holds".to_owned());
         self.signs(policy, now).and_then(|index| self.cas.get(index)).ok_or_else(none)?.signer()
     }
 
-    /// The newest one that everybody has heard of; where there is none, the oldest that holds: then nobody trusts
-    /// anything yet.
+    /// Returns the newest CA with a settled publication. Where there is none, returns the oldest valid one: then no
+    /// client trusts any CA yet.
     fn signs(&self, policy: &Policy, now: SystemTime) -> Option<usize> {
         let at = seconds(now);
         let usable = |ca: &Ca| ca.not_after > at && !ca.key.is_empty();
@@ -221,7 +223,7 @@ impl Ca {
         let key = Key(KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256).map_err(failed("make the CA's key"))?);
         let mut tag = [0; 4];
         getrandom::fill(&mut tag).map_err(Error::Random)?;
-        // Names differ, so that two CAs in one list of trust cannot be taken for each other.
+        // Names differ, so that two CAs of one bundle cannot be confused.
         let name = format!("{} {:08x}", policy.name, u32::from_be_bytes(tag));
         let mut params = params(&name, now, now + policy.validity)?;
         params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
@@ -266,22 +268,22 @@ pub struct Signer {
 pub struct Leaf {
     /// DER, leaf first.
     pub chain: Vec<CertificateDer<'static>>,
-    /// Wiped by rustls when it is dropped.
+    /// Private key, which rustls wipes on drop.
     pub key: PrivateKeyDer<'static>,
-    /// When another one is needed.
+    /// End of the certificate's validity.
     pub not_after: SystemTime,
 }
 
 impl Signer {
-    /// The CA's own certificate.
+    /// Returns the CA's own certificate.
     pub fn certificate(&self) -> &CertificateDer<'static> {
         &self.certificate
     }
 
-    /// A certificate with a key of its own for a server of these names (DNS names or addresses).
+    /// Makes a key and a certificate for a server of these names (DNS names or addresses).
     ///
     /// # Errors
-    /// A name is none.
+    /// One of the names is invalid.
     pub fn server(&self, names: &[String], now: SystemTime, validity: Duration) -> Result<Leaf, Error> {
         let key = Key(KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256).map_err(failed("make a server's key"))?);
         let not_after = (now + validity).min(self.not_after);
@@ -294,8 +296,8 @@ impl Signer {
         Ok(Leaf { chain: vec![signed.der().clone(), self.certificate.clone()], key: secret, not_after })
     }
 
-    /// A certificate for the key in a client's request, with this URI as its name. Only the key is taken from it. The
-    /// chain, and when it ends.
+    /// Signs a certificate for the key of a client's request, with this URI as its name. Takes only the key from the
+    /// request. Returns the chain and its end.
     ///
     /// # Errors
     /// [`Error::Request`].
@@ -319,7 +321,7 @@ impl Signer {
             })
         })?;
         let key = request.public_key;
-        // The algorithm is read from the signature; the length of the point tells the curve of the key itself.
+        // The algorithm is read from the signature. The length of the point identifies the curve of the key itself.
         if key.algorithm() != &PKCS_ECDSA_P256_SHA256 || key.der_bytes().len() != 65 {
             return Err(Error::Request("its key is not P-256"));
         }
@@ -333,7 +335,7 @@ impl Signer {
     }
 }
 
-/// A key that is wiped when it is dropped.
+/// Key that is wiped on drop.
 struct Key(KeyPair);
 
 impl Drop for Key {
@@ -365,7 +367,7 @@ fn leaf(params: &mut CertificateParams, usage: ExtendedKeyUsagePurpose) {
     params.use_authority_key_identifier_extension = true;
 }
 
-/// A subject with only a common name, dates, and a random serial number.
+/// Returns parameters with a common name as the only subject, the dates, and a random serial number.
 fn params(name: &str, now: SystemTime, not_after: SystemTime) -> Result<CertificateParams, Error> {
     let mut serial = [0; 16];
     getrandom::fill(&mut serial).map_err(Error::Random)?;
@@ -384,7 +386,7 @@ fn seconds(time: SystemTime) -> u64 {
     time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs()
 }
 
-/// Text for people's tools.
+/// Returns PEM text, which common tools can read.
 fn pem(label: &str, der: &[u8]) -> String {
     use base64::{Engine, prelude::BASE64_STANDARD};
     let text = Zeroizing::new(BASE64_STANDARD.encode(der));

@@ -1,8 +1,8 @@
-//! The cluster's side of peer pods: the mutating webhook ([`webhook`]), the controller ([`controller`], with what it rolls
-//! out: [`rollout`]) and in it the service that gives nodes their pods' pull secrets ([`secrets`]); what two of them need, a
-//! CA of our own ([`authority`]) and a TLS server ([`serve`]).
+//! Implements the cluster side of peer pods: the mutating webhook ([`webhook`]) and the controller ([`controller`]).
+//! The controller also rolls out the nodes' DaemonSets ([`rollout`]) and gives nodes the pull secrets of their pods
+//! ([`secrets`]). Both roles share a CA ([`authority`]) and a TLS server ([`serve`]).
 //!
-//! The webhook knows Kubernetes and no provider; the controller knows that there are providers, by their table alone.
+//! The webhook uses Kubernetes and no provider. The controller uses providers only through their table.
 
 pub mod authority;
 pub mod controller;

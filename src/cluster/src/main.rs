@@ -1,8 +1,9 @@
-//! `peerpod-cluster ROLE`: `crds` prints the custom resources' definitions; `webhook` answers admission reviews;
-//! `controller` looks after the cluster's VMs. `peerpod-cluster ROLE --help` shows a role's settings.
+//! Runs one role of the cluster side: `peerpod-cluster ROLE`. `crds` prints the CustomResourceDefinitions, `webhook`
+//! answers admission reviews, `controller` manages the cluster's VMs. `peerpod-cluster ROLE --help` shows a role's
+//! settings.
 //!
-//! Exit codes: 0 stopped as told; 1 it could not start, or a part of it ended; 2 the command or the configuration has
-//! mistakes.
+//! Exit codes: 0 stopped on request; 1 it could not start, or a part of it ended; 2 the command or the configuration
+//! has mistakes.
 
 use std::{collections::BTreeMap, process::ExitCode};
 
@@ -21,7 +22,7 @@ use peerpod_kube::crds;
 const ABOUT: &str = "the cluster's side of peer pods; roles, as the first argument: crds (print the custom resources' definitions), \
                      webhook (answer admission reviews), controller (look after the cluster's VMs); ROLE --help shows a role's settings";
 
-/// Every section of the shared file. A role reads its own; the others are other programs' and roles'.
+/// Every section of the shared file. A role reads its own sections; the rest belong to other programs and roles.
 const SECTIONS: [&str; 13] = [
     "cluster",
     "controller",
@@ -38,14 +39,14 @@ const SECTIONS: [&str; 13] = [
     "webhook",
 ];
 
-/// What is done with a configuration without mistakes.
+/// Starts a role with a configuration without mistakes.
 type Start = Box<dyn FnOnce() -> anyhow::Result<()>>;
 
-/// One that runs until told to stop.
+/// A role that runs until it is stopped.
 struct Role {
     name: &'static str,
     about: &'static str,
-    /// The sections in which it knows every key.
+    /// Sections in which the role knows every key.
     mine: &'static [&'static str],
     read: fn(&mut Reader) -> Start,
 }
@@ -140,7 +141,7 @@ fn environment() -> impl Iterator<Item = (String, String)> {
         .map(|(name, value)| (name.to_string_lossy().into_owned(), value.to_string_lossy().into_owned()))
 }
 
-/// For the help alone: the defaults.
+/// Returns the settings with their defaults, for `--help` alone.
 fn settings(role: &Role) -> Vec<Setting> {
     load(role, Sources::from_process([], [])).map(|(_, printed)| printed.0).unwrap_or_default()
 }
@@ -162,7 +163,7 @@ fn run(
     }
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let ended = runtime.block_on(async { role(lifecycle::signals()?).await });
-    // A read from a dead mount must not keep the process.
+    // A read from a dead mount must not delay the exit.
     runtime.shutdown_timeout(std::time::Duration::from_secs(2));
     ended
 }

@@ -1,5 +1,5 @@
-//! HTTP/1.1 over TLS for a role's own port: bounded in connections, in time, and in what a body may hold. What is
-//! answered is the role's matter ([`Answer`]). May touch: its socket.
+//! Serves HTTP/1.1 over TLS on a role's own port, with limits on connections, time and body size. The role computes the
+//! answers ([`Answer`]). May touch: its socket.
 
 use std::{
     collections::HashMap,
@@ -37,51 +37,51 @@ use tokio::{
 use tokio_rustls::TlsAcceptor;
 use tracing::{debug, warn};
 
-/// For the TLS handshake.
+/// Limit for the TLS handshake.
 const HANDSHAKE_WITHIN: Duration = Duration::from_secs(5);
-/// For a new connection's first request; who only holds a place gives it back.
+/// Limit for the first request of a new connection, so that an unused connection does not hold a place.
 const FIRST_WITHIN: Duration = Duration::from_secs(5);
-/// For a request's body, once its headers are there. The API server itself gives up after 10 s, by default.
+/// Limit for a request's body, from the end of its headers. The API server itself gives up after 10 s by default.
 const BODY_WITHIN: Duration = Duration::from_secs(5);
-/// A connection without a request for so long is closed. The API server keeps idle ones for 90 s at the most.
+/// Time without a request after which a connection is closed. The API server keeps idle connections for at most 90 s.
 const IDLE: Duration = Duration::from_secs(120);
-/// Connections at once; more wait in the kernel's queue.
+/// Limit of open connections; more wait in the kernel's queue.
 const CONNECTIONS: usize = 1024;
-/// Of one address, where the role says nothing else; more are closed at once, so that one caller leaves room for others.
+/// Default limit of connections per address. More are closed at once, so that one caller leaves room for others.
 const PER_ADDRESS: usize = 64;
 
-/// Answers that are text or JSON.
+/// Answer in text or JSON.
 pub type Reply = Response<Full<Bytes>>;
 
-/// Who asks.
+/// Sender of a request.
 #[derive(Clone, Debug)]
 pub struct Peer {
-    /// Where the connection comes from.
+    /// Source address of the connection.
     pub address: SocketAddr,
-    /// Its certificate, which the server's configuration has proved; `None`: it showed none.
+    /// Certificate of the caller, verified by the TLS configuration; `None`: it sent none.
     pub certificate: Option<CertificateDer<'static>>,
 }
 
-/// What a role answers.
+/// Answers of a role.
 pub trait Answer: Send + Sync + 'static {
-    /// One request.
+    /// Answers one request.
     fn answer(&self, request: Request<Incoming>, peer: &Peer) -> impl Future<Output = Reply> + Send;
 
-    /// A TLS handshake came to nothing.
+    /// Notes a failed TLS handshake.
     fn handshake_failed(&self);
 
-    /// How many connections one address has at once.
+    /// Returns the limit of open connections per address.
     fn connections_per_address(&self) -> usize {
         PER_ADDRESS
     }
 
-    /// A connection lives no longer than this; who wants more opens another. `None`: as long as it is used.
+    /// Returns the maximum lifetime of a connection, after which a caller must open another; `None`: no maximum.
     fn connection_within(&self) -> Option<Duration> {
         None
     }
 }
 
-/// Accepts for ever. Each new connection gets the TLS configuration of that moment.
+/// Runs the accept loop. Each new connection gets the TLS configuration of that moment.
 pub async fn accept<A: Answer>(
     listener: TcpListener,
     tls: watch::Receiver<Arc<ServerConfig>>,
@@ -91,7 +91,7 @@ pub async fn accept<A: Answer>(
     let room = Arc::new(Semaphore::new(CONNECTIONS));
     let callers = Callers::default();
     loop {
-        // Fails only for a closed semaphore, and nobody closes it.
+        // Fails only when the semaphore is closed, which never happens.
         let Ok(place) = room.clone().acquire_owned().await else { return };
         match listener.accept().await {
             Ok((stream, address)) => {
@@ -107,7 +107,7 @@ pub async fn accept<A: Answer>(
                 });
             }
             Err(why) => {
-                // Out of descriptors, most likely: others need the time to give some back.
+                // Most likely the process is out of descriptors: other connections need time to release some.
                 warn!(error = %why, "connection not accepted");
                 tokio::time::sleep(Duration::from_millis(100)).await;
             }
@@ -115,11 +115,11 @@ pub async fn accept<A: Answer>(
     }
 }
 
-/// How many connections each address has. Clones are the same.
+/// Number of connections by address. Clones share the counts.
 #[derive(Clone, Debug, Default)]
 struct Callers(Arc<Mutex<HashMap<IpAddr, usize>>>);
 
-/// One connection, until it is dropped.
+/// One counted connection; dropping it ends the count.
 #[derive(Debug)]
 struct Counted {
     callers: Callers,
@@ -127,9 +127,9 @@ struct Counted {
 }
 
 impl Callers {
-    /// `None`: it has as many as it may.
+    /// Counts one connection; `None`: the address has reached its limit.
     fn enter(&self, address: IpAddr, most: usize) -> Option<Counted> {
-        // An IPv4 caller of a socket for both families.
+        // An IPv4 caller of a dual-stack socket has a mapped address.
         let address = address.to_canonical();
         let mut all = self.0.lock();
         let count = all.entry(address).or_default();
@@ -197,7 +197,7 @@ async fn connection<A: Answer>(
         }
     };
     let ended = tokio::select! {
-        // A request that is there is read before its time is looked at.
+        // A request that has arrived is read before its deadline is checked.
         biased;
         ended = served.as_mut() => ended,
         () = first => {
@@ -214,7 +214,7 @@ async fn connection<A: Answer>(
     }
 }
 
-/// Ends when the first request is late, and else never.
+/// Returns when the first request is late, and otherwise never.
 async fn silent(asked: Arc<AtomicBool>) {
     tokio::time::sleep(FIRST_WITHIN).await;
     if asked.load(Ordering::Relaxed) {
@@ -222,16 +222,16 @@ async fn silent(asked: Arc<AtomicBool>) {
     }
 }
 
-/// Why there is no body; a status and words for who asked.
+/// Reason for a missing body: a status, and a text for the caller.
 pub type NoBody = (StatusCode, String);
 
-/// The body, of at most `most` bytes and not too late.
+/// Reads the body, of at most `most` bytes.
 ///
 /// # Errors
-/// It is longer, or does not come in time.
+/// The body is longer than `most`, or does not arrive within 5 s.
 pub async fn body(request: Request<Incoming>, most: usize, what: &str) -> Result<Bytes, NoBody> {
     let long = || (StatusCode::PAYLOAD_TOO_LARGE, format!("the body is longer than {what} can be"));
-    // Said by Content-Length: refused before it arrives.
+    // Content-Length announces the size: the request is refused before the body arrives.
     if request.body().size_hint().lower() > most as u64 {
         return Err(long());
     }
@@ -243,12 +243,12 @@ pub async fn body(request: Request<Incoming>, most: usize, what: &str) -> Result
     }
 }
 
-/// An answer of words.
+/// Returns an answer in plain text.
 pub fn text(status: StatusCode, body: &str) -> Reply {
     reply(status, "text/plain; charset=utf-8", body.as_bytes().to_vec())
 }
 
-/// An answer of this kind.
+/// Returns an answer of this content type.
 pub fn reply(status: StatusCode, kind: &'static str, body: impl Into<Bytes>) -> Reply {
     let mut response = Response::new(Full::new(body.into()));
     *response.status_mut() = status;
@@ -273,6 +273,6 @@ mod tests {
         held.push(callers.enter(first, PER_ADDRESS).unwrap());
         assert!(callers.enter(first, PER_ADDRESS).is_none());
         drop((held, other));
-        assert!(callers.0.lock().unwrap().is_empty(), "nothing is kept of those that have gone");
+        assert!(callers.0.lock().is_empty(), "nothing is kept of those that have gone");
     }
 }

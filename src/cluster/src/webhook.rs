@@ -1,9 +1,9 @@
-//! The mutating webhook: a pod that asks for a VM comes in, a JSON patch goes out.
+//! Implements the mutating webhook: it turns a pod that asks for a VM into a JSON patch.
 //!
-//! [`mutate()`] is a pure function of the pod and a [`Profile`]; around it stands a thin TLS server ([`server`]). The server
-//! asks nobody anything: an answer costs no request to the API server. What each request may take (bytes, time,
-//! connections) is bounded. May touch: its sockets and its certificate's files, or, where it manages its certificate
-//! itself ([`Managed`]), a Secret and its own registration.
+//! [`mutate()`] is a pure function of the pod and a [`Profile`]; a thin TLS server calls it ([`server`]). An answer
+//! costs no request to the API server. Bytes, time and connections of requests are bounded. May touch: its sockets and
+//! its certificate's files, or, where it manages its certificate itself ([`Managed`]), a Secret and its own
+//! registration.
 
 mod certificate;
 mod config;

@@ -1,4 +1,4 @@
-//! Puts a role together: ports bound, then calls answered until told to stop.
+//! Starts a role: binds its ports, then answers calls until a shutdown.
 
 use std::{sync::Arc, time::Duration};
 
@@ -17,21 +17,21 @@ use crate::{
     upstream::Upstream,
 };
 
-/// For what is under way at the end.
+/// Limit for the calls in flight at the end.
 const DRAIN: Duration = Duration::from_secs(10);
 
-/// What a role is made with.
+/// Shared parts that a role is made with.
 pub struct Parts {
-    /// The driver.
+    /// Connection to the driver.
     pub upstream: Arc<Upstream>,
-    /// What is counted.
+    /// Counters.
     pub metrics: Metrics,
 }
 
-/// Binds, serves, drains.
+/// Binds the ports, serves, and drains.
 ///
 /// # Errors
-/// A port or socket cannot be had, or a part ended that never should.
+/// A port or socket cannot be bound, or a task ended that never should.
 pub async fn run(
     config: &CsiConfig,
     shutdown: &Shutdown,

@@ -1,4 +1,5 @@
-//! The bodies of requests and answers: passed on as they come, or whole ones of ours. May touch: nothing.
+//! Implements the bodies of requests and answers: forwarded streams, or whole bodies of this program. May touch:
+//! nothing.
 
 use std::{
     future::Future,
@@ -17,17 +18,17 @@ use tokio::time::{Instant, Sleep, sleep_until};
 
 use crate::grpc::{Code, Status};
 
-/// A body.
+/// Body of a request or answer.
 #[derive(Debug)]
 pub struct Body(Kind);
 
 #[derive(Debug)]
 enum Kind {
-    /// From a caller, to the driver; whether a piece of it has come.
+    /// From a caller to the driver; the flag tells whether it has been polled.
     Request(Incoming, bool),
-    /// From the driver, to a caller.
+    /// From the driver to a caller.
     Answer(Box<Answer>),
-    /// Ours.
+    /// Whole body of this program.
     Whole(Option<Bytes>, Option<HeaderMap>),
 }
 
@@ -39,17 +40,17 @@ struct Answer {
     over: bool,
 }
 
-/// Until when something is waited for.
+/// Limit of a wait.
 #[derive(Clone, Copy, Debug)]
 pub enum Patience {
-    /// The caller's deadline.
+    /// Until the caller's deadline.
     Until(Instant),
-    /// It gave none: so long without a sign.
+    /// Without a deadline: until this much silence.
     Silence(Duration),
 }
 
 impl Patience {
-    /// When to give up, if nothing comes from now on.
+    /// Returns when to give up, if nothing arrives from now on.
     pub fn end(self) -> Instant {
         match self {
             Patience::Until(end) => end,
@@ -57,15 +58,15 @@ impl Patience {
         }
     }
 
-    /// Whether the caller's deadline is that near, or over.
+    /// Whether the caller's deadline is nearer than `margin`, or over.
     fn is_over_within(self, margin: Duration) -> bool {
         matches!(self, Patience::Until(end) if end <= Instant::now() + margin)
     }
 }
 
-/// At the caller's deadline the driver's own words may be on their way.
+/// Extra time after the caller's deadline, in which the driver's own status may arrive.
 pub const GRACE: Duration = Duration::from_millis(500);
-/// How much before the caller's deadline a driver may see it pass: it was given what was left of it.
+/// How much earlier than the caller the driver may see its deadline pass: it was given the remaining time.
 const EARLY: Duration = Duration::from_millis(100);
 
 fn late() -> Status {
@@ -73,27 +74,28 @@ fn late() -> Status {
 }
 
 impl Body {
-    /// Nothing.
+    /// Returns an empty body.
     pub fn empty() -> Body {
         Body(Kind::Whole(None, None))
     }
 
-    /// These bytes, and then these trailers.
+    /// Returns a body of these bytes, followed by these trailers.
     pub fn whole(data: Bytes, trailers: Option<HeaderMap>) -> Body {
         Body(Kind::Whole(Some(data), trailers))
     }
 
-    /// Trailers alone.
+    /// Returns a body of trailers alone.
     pub fn trailers(trailers: Option<HeaderMap>) -> Body {
         Body(Kind::Whole(None, trailers))
     }
 
-    /// A caller's.
+    /// Forwards a caller's body.
     pub fn request(from: Incoming) -> Body {
         Body(Kind::Request(from, false))
     }
 
-    /// The driver's. Where it breaks off or takes too long, the caller gets a status with words, not a reset.
+    /// Forwards the driver's body. If it breaks off or takes too long, the caller gets a status with a text, not a
+    /// reset.
     pub fn answer(from: Incoming, patience: Patience) -> Body {
         let timer = Box::pin(sleep_until(patience.end()));
         Body(Kind::Answer(Box::new(Answer { from, patience, timer, over: false })))
@@ -123,15 +125,15 @@ impl hyper::body::Body for Body {
 
     fn is_end_stream(&self) -> bool {
         match &self.0 {
-            // gRPC in Go waits for ever for the end of a stream that ends with its headers, so a stream without a message ends
-            // as its caller ended it: by an empty piece.
+            // gRPC in Go waits for ever for the end of a stream that ends with its headers. A stream without a message
+            // therefore ends as its caller ended it: with an empty DATA frame.
             Kind::Request(from, begun) => *begun && from.is_end_stream(),
             Kind::Answer(answer) => answer.over || answer.from.is_end_stream(),
             Kind::Whole(data, trailers) => data.is_none() && trailers.is_none(),
         }
     }
 
-    /// Never exact, or a `content-length` would be added that the other side did not send.
+    /// Never exact: an exact size would add a `content-length` that the other side did not send.
     fn size_hint(&self) -> SizeHint {
         SizeHint::default()
     }
@@ -144,7 +146,7 @@ impl Answer {
         }
         if let Poll::Ready(next) = Pin::new(&mut self.from).poll_frame(context) {
             return Poll::Ready(match next {
-                // The driver was given the same deadline, and may see its end first.
+                // The driver was given the same deadline, and may reset the stream first.
                 Some(Err(_)) if self.patience.is_over_within(GRACE + EARLY) => Some(Ok(self.end(late()))),
                 Some(Err(why)) => Some(Ok(self.end(Status::new(
                     Code::Unavailable,
@@ -162,7 +164,7 @@ impl Answer {
         Poll::Ready(Some(Ok(self.end(late()))))
     }
 
-    /// Trailers that say why. The driver's side of the call is cancelled when this body is dropped, right after.
+    /// Returns trailers with the status. The body is dropped right after, which cancels the call to the driver.
     fn end(&mut self, status: Status) -> Frame<Bytes> {
         self.over = true;
         let mut trailers = HeaderMap::new();

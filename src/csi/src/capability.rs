@@ -1,10 +1,10 @@
-//! What a CSI volume capability says, in our words. May touch: nothing.
+//! Reads CSI volume capabilities. May touch: nothing.
 
 use peerpod_proto::csi::{VolumeCapability, volume_capability::Access_type};
 use peerpod_volume::Source;
 use serde::{Deserialize, Serialize};
 
-/// CSI's access modes, by number.
+/// CSI's number of an access mode: one node reads.
 pub const SINGLE_NODE_READER_ONLY: i32 = 2;
 /// Many nodes read.
 pub const MULTI_NODE_READER_ONLY: i32 = 3;
@@ -12,26 +12,26 @@ pub const MULTI_NODE_READER_ONLY: i32 = 3;
 pub const MULTI_NODE_SINGLE_WRITER: i32 = 4;
 /// Many nodes write.
 pub const MULTI_NODE_MULTI_WRITER: i32 = 5;
-/// One node, and on it one target.
+/// One node writes, to a single target.
 pub const SINGLE_NODE_SINGLE_WRITER: i32 = 6;
 
-/// A capability.
+/// A volume capability.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct Wanted {
-    /// A raw device.
+    /// Whether it asks for a raw device.
     pub block: bool,
-    /// The file system, where one is named.
+    /// Filesystem type, where one is named.
     pub fs_type: Option<String>,
-    /// As mount(8) has them after `-o`.
+    /// Options as mount(8) takes them after `-o`.
     pub mount_options: Vec<String>,
-    /// The pod's group, where the driver is to apply it.
+    /// Group of the pod, where the driver is to apply it.
     pub group: Option<u32>,
-    /// CSI's number.
+    /// CSI's number of the access mode.
     pub access_mode: i32,
 }
 
-/// Reads one; none when it says neither block nor mount.
+/// Reads a capability; `None` when it asks for neither block nor mount.
 ///
 /// # Errors
 /// The group is no number.
@@ -56,7 +56,7 @@ pub fn wanted(capability: Option<&VolumeCapability>) -> Result<Option<Wanted>, S
 }
 
 impl Wanted {
-    /// The same as a CSI message.
+    /// Returns the capability as a CSI message.
     pub fn capability(&self) -> VolumeCapability {
         let mut capability = VolumeCapability::new();
         capability.access_mode.mut_or_insert_default().mode = self.access_mode;
@@ -70,13 +70,13 @@ impl Wanted {
         capability
     }
 
-    /// Nobody may write to it.
+    /// Whether the access mode forbids writes.
     pub fn reads_only(&self) -> bool {
         matches!(self.access_mode, SINGLE_NODE_READER_ONLY | MULTI_NODE_READER_ONLY)
     }
 
-    /// Whether one pod at a time may have it: a disk that is not made for several machines. Two pods of one worker are two
-    /// machines.
+    /// Whether only one pod at a time may have the volume: a disk that does not support several machines. Two pods of
+    /// one worker are two machines.
     pub fn exclusive(&self, source: &Source, read_only: bool) -> bool {
         let disk = matches!(source, Source::AttachedBlock { .. } | Source::Iscsi { .. } | Source::Nbd { .. });
         let shared = match self.access_mode {

@@ -1,6 +1,6 @@
-//! What the node's role asks the API server: the pod's class and group, the volume's topology and secret's name, and the
-//! PeerpodVolume object of each published volume. Every call has a deadline; none is made where nothing needs one. May
-//! touch: those objects.
+//! Asks the API server for the node role: class and group of the pod, topology and secret name of the volume, and the
+//! PeerpodVolume of each published volume. Every call has a deadline, and no unneeded call is made. May touch: those
+//! objects.
 
 use std::{collections::HashMap, path::Path, sync::Arc};
 
@@ -27,32 +27,32 @@ use crate::{
     objects::{self, ATTACHED, RELEASED},
 };
 
-/// The API server, for one node.
+/// Client of the API server, for one node.
 #[derive(Clone)]
 pub struct NodeCluster {
     client: Client,
     node: String,
-    /// The RuntimeClasses of pods by UID, which never change.
+    /// RuntimeClasses by pod UID; a pod's class never changes.
     classes: Arc<Mutex<HashMap<String, Option<String>>>>,
 }
 
-/// More pods are not on a node at once; then all are forgotten.
+/// Limit of cached classes. A node never has more pods at once; at the limit the cache is cleared.
 const MAX_CLASSES: usize = 4096;
 
-/// What a pod says.
+/// Properties of a pod.
 #[derive(Clone, Debug, Default)]
 pub struct PodFacts {
     /// Its RuntimeClass.
     pub runtime_class: Option<String>,
     /// Its fsGroup.
     pub fs_group: Option<u32>,
-    /// When files are given to it.
+    /// When the volume's files are given to the group.
     pub policy: FsGroupPolicy,
-    /// The driver's CSIDriver object: whether kubelet would apply the group.
+    /// Whether kubelet would apply the group, by the driver's CSIDriver object.
     pub kubelet_applies: KubeletApplies,
 }
 
-/// CSIDriver's `fsGroupPolicy`.
+/// Value of CSIDriver's `fsGroupPolicy`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum KubeletApplies {
     /// `ReadWriteOnceWithFSType`.
@@ -64,17 +64,17 @@ pub enum KubeletApplies {
     Never,
 }
 
-/// What a PersistentVolume says.
+/// Properties of a PersistentVolume.
 #[derive(Clone, Debug, Default)]
 pub struct Claim {
-    /// The zone that it is in.
+    /// Zone of the volume.
     pub zone: Option<String>,
-    /// The secret for mounting it.
+    /// Secret for mounting it.
     pub secret: Option<SecretRef>,
 }
 
 impl PodFacts {
-    /// The group that kubelet would give the files of a volume mounted in this way.
+    /// Returns the group that kubelet would give the files of a volume mounted in this way.
     pub fn group(&self, wanted: &Wanted) -> Option<u32> {
         let once = ![MULTI_NODE_READER_ONLY, MULTI_NODE_MULTI_WRITER].contains(&wanted.access_mode);
         let applies = match self.kubelet_applies {
@@ -87,10 +87,10 @@ impl PodFacts {
 }
 
 impl NodeCluster {
-    /// Nothing is asked of the server yet.
+    /// Makes the client. Sends no request.
     ///
     /// # Errors
-    /// No credentials, or no node's name.
+    /// The credentials or the node's name are missing.
     pub async fn connect(config: &CsiConfig, kubeconfig: Option<&Path>) -> anyhow::Result<NodeCluster> {
         if config.node_name.is_empty() {
             anyhow::bail!(
@@ -101,16 +101,16 @@ impl NodeCluster {
         Ok(NodeCluster { client, node: config.node_name.clone(), classes: Arc::default() })
     }
 
-    /// Leases of a namespace.
+    /// Returns the Leases of a namespace.
     pub fn leases(&self, namespace: &str) -> Api<Lease> {
         Api::namespaced(self.client.clone(), namespace)
     }
 
-    /// A pod's RuntimeClass; none when it has none, or there is no such pod. Asked once for a pod: what was published
-    /// before is decided also while the API server is away.
+    /// Returns a pod's RuntimeClass; `None` when it has none, or there is no such pod. The result is cached: a pod that
+    /// was seen before needs no API server.
     ///
     /// # Errors
-    /// It cannot be asked now.
+    /// The API server cannot be asked now.
     pub async fn class(&self, pod: &Pod) -> Result<Option<String>, Status> {
         if let Some(known) = self.classes().get(&pod.uid) {
             return Ok(known.clone());
@@ -123,7 +123,7 @@ impl NodeCluster {
     }
 
     fn classes(&self) -> parking_lot::MutexGuard<'_, HashMap<String, Option<String>>> {
-        // Each step leaves the map whole.
+        // Each step leaves the map consistent.
         self.classes.lock()
     }
 
@@ -143,10 +143,10 @@ impl NodeCluster {
         Ok(spec)
     }
 
-    /// A pod's facts; none when there is no such pod.
+    /// Returns a pod's properties; `None` when there is no such pod.
     ///
     /// # Errors
-    /// It cannot be asked now.
+    /// The API server cannot be asked now.
     pub async fn pod(&self, pod: &Pod, driver: &str) -> Result<Option<PodFacts>, Status> {
         let Some(spec) = self.spec(pod).await? else { return Ok(None) };
         let security = spec.security_context.unwrap_or_default();
@@ -172,10 +172,10 @@ impl NodeCluster {
         })
     }
 
-    /// What the PersistentVolume of this name says, if it is this volume.
+    /// Returns the properties of the PersistentVolume of this name, if it has this handle.
     ///
     /// # Errors
-    /// It cannot be asked now.
+    /// The API server cannot be asked now.
     pub async fn claim(&self, name: &str, handle: &str) -> Result<Option<Claim>, Status> {
         let volumes: Api<PersistentVolume> = Api::all(self.client.clone());
         let found =
@@ -195,10 +195,10 @@ impl NodeCluster {
         Ok(Some(Claim { zone, secret }))
     }
 
-    /// Makes the object of a published volume, or finds it.
+    /// Creates the object of a published volume, or finds it.
     ///
     /// # Errors
-    /// UNAVAILABLE: the API server cannot be asked, or an earlier object of the pair is on its way out.
+    /// UNAVAILABLE: the API server cannot be asked, or an earlier object of the same volume and pod is being deleted.
     pub async fn put_object(&self, publication: &Publication) -> Result<(), Status> {
         if !publication.of_kubernetes() {
             return Ok(());
@@ -236,10 +236,11 @@ impl NodeCluster {
         Ok(())
     }
 
-    /// Tells of the pod's VM, and asks how the disk that the driver attached to it is recognised; none: not yet.
+    /// Writes the pod's VM to the object, and returns the identity of the disk that the driver attached to it; `None`:
+    /// not yet.
     ///
     /// # Errors
-    /// It cannot be asked now, or the driver's answer does not identify the disk.
+    /// The API server cannot be asked now, or the driver's answer does not identify the disk.
     pub async fn attached(&self, publication: &Publication, vm: &str) -> Result<Option<Identity>, Status> {
         let api = objects::api(&self.client, &publication.pod.namespace);
         let name = objects::name(&publication.volume, &publication.pod.uid);
@@ -272,10 +273,11 @@ impl NodeCluster {
         identity.map(Some).ok_or_else(unknown)
     }
 
-    /// Says that nothing of the pod's is left, and lets the object go. True: it is gone; a driver's disk is detached then.
+    /// Marks the object as released by the pod, and deletes it. Returns true once it is gone; a disk attached by the
+    /// driver is detached then.
     ///
     /// # Errors
-    /// It cannot be asked now.
+    /// The API server cannot be asked now.
     pub async fn finish_object(&self, publication: &Publication) -> Result<bool, Status> {
         if !publication.of_kubernetes() {
             return Ok(true);
@@ -295,7 +297,7 @@ impl NodeCluster {
         }
         objects::delete(&api, &object).await.map_err(away)?;
         if publication.driver_attached {
-            // The controller's role detaches, and takes the finalizer.
+            // The controller role detaches the disk and removes the finalizer.
             return Ok(false);
         }
         let object = within(format!("read PeerpodVolume {name}"), api.get_opt(&name)).await.map_err(away)?;
@@ -306,17 +308,17 @@ impl NodeCluster {
     }
 }
 
-/// The driver's answer, as it stands in the object.
+/// The driver's answer, as the object holds it.
 #[derive(Clone, Debug, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Published {
-    /// The VM that the disk is attached to.
+    /// VM that the disk is attached to.
     pub vm: String,
-    /// The driver's answer.
+    /// The driver's publish context.
     pub publish_context: HashMap<String, String>,
 }
 
-/// The API server's refusals and silences are for the caller to repeat.
+/// Returns UNAVAILABLE for a refusal or silence of the API server, so that the caller repeats the call.
 pub fn away(why: Error) -> Status {
     Status::new(Code::Unavailable, why.to_string())
 }

@@ -1,4 +1,4 @@
-//! The settings: sections `csi`, `paths`, `kubernetes` and `log` of the file that all programs share.
+//! Reads the settings: sections `csi`, `paths`, `kubernetes` and `log` of the file that all programs share.
 
 use std::{
     net::SocketAddr,
@@ -15,12 +15,12 @@ use peerpod_base::{
 const OTHERS: [&str; 9] =
     ["node", "relay", "tunnel", "provider", "cluster", "controller", "secrets", "webhook", "volumes"];
 
-/// Where a pod reads the namespace of its service account.
+/// File in a pod with the namespace of its service account.
 const NAMESPACE_FILE: &str = "/var/run/secrets/kubernetes.io/serviceaccount/namespace";
-/// Of who is no pod and says none.
+/// Default namespace outside a pod.
 const NAMESPACE: &str = "peerpod-system";
 
-/// Who attaches the disks of this driver to VMs.
+/// Component that attaches the driver's disks to VMs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Attacher {
     /// The node's provider.
@@ -29,41 +29,41 @@ pub enum Attacher {
     Driver,
 }
 
-/// What both roles are told.
+/// Settings of both roles.
 #[derive(Clone, Debug)]
 pub struct CsiConfig {
-    /// `csi.endpoint`: our socket.
+    /// `csi.endpoint`: socket of this program.
     pub endpoint: PathBuf,
-    /// `csi.driver-endpoint`: the driver's.
+    /// `csi.driver-endpoint`: socket of the driver.
     pub driver_endpoint: PathBuf,
-    /// `csi.admin-listen`: metrics and health.
+    /// `csi.admin-listen`: address of metrics and health.
     pub admin_listen: SocketAddr,
-    /// `csi.call-timeout`: for calls without a deadline.
+    /// `csi.call-timeout`: limit of calls without a deadline.
     pub call_timeout: Duration,
-    /// `csi.max-message`: of messages that are looked into.
+    /// `csi.max-message`: limit of intercepted messages in bytes.
     pub max_message: usize,
-    /// `csi.runtime-classes`: all volumes of pods with these are peer pods' volumes.
+    /// `csi.runtime-classes`: every volume of a pod with one of these counts as a peer pod's volume.
     pub runtime_classes: Vec<String>,
-    /// `csi.attach`: who attaches disks.
+    /// `csi.attach`: component that attaches disks.
     pub attach: Attacher,
-    /// `csi.node-id`: how the driver names a VM.
+    /// `csi.node-id`: template of the driver's name for a VM.
     pub node_id: String,
     /// `csi.node-name`: the Kubernetes node (role node).
     pub node_name: String,
-    /// `csi.volumes-dir`: the records that peerpod-node reads.
+    /// `csi.volumes-dir`: folder of the records that peerpod-node reads.
     pub volumes_dir: PathBuf,
-    /// `csi.region`: of this node.
+    /// `csi.region`: region of this node.
     pub region: Option<String>,
-    /// `csi.namespace`: of the Leases that say who has a disk.
+    /// `csi.namespace`: namespace of the Leases that record the owners of disks.
     pub namespace: String,
-    /// Whether there is an API server, and by which kubeconfig.
+    /// Kubeconfig of the API server; `None`: there is no API server; inner `None`: the pod's service account.
     pub cluster: Option<Option<PathBuf>>,
-    /// Where peerpod-node answers for volumes.
+    /// Socket on which peerpod-node answers for volumes.
     pub volumes_socket: PathBuf,
 }
 
 impl CsiConfig {
-    /// Reads everything.
+    /// Reads all settings.
     ///
     /// # Errors
     /// Every mistake of all layers.
@@ -132,7 +132,7 @@ impl CsiConfig {
     }
 }
 
-/// Both roles of a driver must have the same one: they are in the driver's namespace, and have rights on Leases there.
+/// Both roles of a driver need the same namespace: they run in the driver's namespace and have rights on Leases there.
 fn namespace(reader: &mut Reader, file: &Path) -> String {
     let said: Option<String> = reader.optional(
         "csi.namespace",
@@ -173,7 +173,7 @@ fn node_id(reader: &mut Reader) -> String {
     template
 }
 
-/// The API server is there when a kubeconfig is given or we are a pod.
+/// There is an API server if a kubeconfig is given or the program runs in a pod.
 fn cluster(reader: &mut Reader) -> Option<Option<PathBuf>> {
     let kubeconfig: Option<PathBuf> =
         reader.optional("kubernetes.kubeconfig", "file; the pod's service account when not set");

@@ -1,6 +1,6 @@
-//! The role beside the driver's sidecars: takes our word out of what the driver sees and gives it to the PersistentVolume;
-//! for a peer pod's volume attaches nothing to the worker, and later, where the driver is to attach, asks it with the VM as
-//! the node. May touch: the driver's socket, the API server.
+//! Implements the role beside the driver's sidecars. It removes the `peerpod` parameter from the driver's requests and
+//! writes it to the PersistentVolume. For a peer pod's volume it attaches nothing to the worker; where the driver
+//! attaches disks, it later asks the driver with the VM as the node. May touch: the driver's socket, the API server.
 
 mod lookup;
 mod replay;
@@ -29,10 +29,10 @@ use crate::{
 };
 use lookup::Lookup;
 
-/// For questions of our own to the driver, which may ask its cloud.
+/// Deadline of this program's own requests to the driver, which may call its cloud.
 const ASK: Duration = Duration::from_secs(30);
 
-/// The role.
+/// The controller role.
 pub struct Controller {
     driver: Driver,
     lookup: Option<Lookup>,
@@ -40,10 +40,10 @@ pub struct Controller {
 }
 
 impl Controller {
-    /// Makes the role; where the driver attaches, begins to follow the objects.
+    /// Makes the role; with a cluster it also starts to watch the PeerpodVolumes.
     ///
     /// # Errors
-    /// The cluster's client cannot be made.
+    /// The cluster's client cannot be made, or a setting needs a cluster.
     pub async fn start(config: &CsiConfig, parts: &Parts) -> anyhow::Result<Controller> {
         let driver = Driver::new(parts.upstream.clone());
         let lookup = match &config.cluster {
@@ -85,7 +85,7 @@ impl Controller {
             let mut created =
                 CreateVolumeResponse::parse_from_bytes(message).map_err(|why| unreadable(&why))?;
             if let Some(volume) = created.volume.as_mut() {
-                // The provisioner puts it into the PersistentVolume: from there on every call carries it.
+                // The provisioner copies it to the PersistentVolume, from where every later call carries it.
                 volume.volume_context.insert(optin::KEY.to_owned(), "true".to_owned());
                 answer.message = Some(grpc::encode(&created)?);
             }
@@ -93,7 +93,7 @@ impl Controller {
         Ok(answer.pass())
     }
 
-    /// A volume that is still a VM's is not deleted under it.
+    /// Refuses to delete a volume that is still attached to a VM.
     async fn delete(&self, call: Call) -> Result<Response<Body>, Status> {
         let (Ok(request), Some(lookup)) =
             (DeleteVolumeRequest::parse_from_bytes(&call.message), &self.lookup)
@@ -127,7 +127,7 @@ impl Controller {
         {
             let parsed = ValidateVolumeCapabilitiesResponse::parse_from_bytes(message);
             let mut validated = parsed.map_err(|why| unreadable(&why))?;
-            // What is confirmed is what was asked.
+            // The confirmed fields must equal the requested fields.
             if let Some(confirmed) = validated.confirmed.as_mut() {
                 if let Some(word) = context.filter(|_| !confirmed.volume_context.is_empty()) {
                     confirmed.volume_context.insert(optin::KEY.to_owned(), word);
@@ -165,7 +165,7 @@ impl Controller {
         Ok(grpc::success(&grpc::encode(&answer)?))
     }
 
-    /// Whether the pods of that node for which it is attached are all peer pods.
+    /// Whether every pod of that node that uses the volume is a peer pod.
     async fn by_class(&self, request: &ControllerPublishVolumeRequest) -> Result<bool, Status> {
         match &self.lookup {
             Some(lookup) if !self.classes.is_empty() && !request.volume_id.is_empty() => {
@@ -176,8 +176,9 @@ impl Controller {
         }
     }
 
-    /// The driver is not asked to attach; so that a volume or node that is not there is refused all the same, it is asked
-    /// for the volume, and the cluster (without one: the driver, to detach what never was attached) for the node.
+    /// Checks that volume and node exist, because the driver is not asked to attach. The driver validates the volume
+    /// and the cluster the node. Without a cluster the driver checks the node: it is asked to detach a volume that was
+    /// never attached.
     async fn must_exist(&self, request: &ControllerPublishVolumeRequest) -> Result<(), Status> {
         let upstream = &self.driver.upstream;
         let volume = ValidateVolumeCapabilitiesRequest {
@@ -213,7 +214,7 @@ impl Controller {
 #[async_trait]
 impl Intercept for Controller {
     fn looks_into(&self, path: &str) -> Option<&'static str> {
-        // ControllerUnpublishVolume of a worker that has nothing is the driver's to answer, and is idempotent there.
+        // ControllerUnpublishVolume for a worker without the volume goes to the driver, where it is idempotent.
         const METHODS: [&str; 4] =
             ["CreateVolume", "DeleteVolume", "ControllerPublishVolume", "ValidateVolumeCapabilities"];
         let name = path.strip_prefix("/csi.v1.Controller/")?;
@@ -231,7 +232,7 @@ impl Intercept for Controller {
     }
 }
 
-/// As what a role is held.
+/// Returns the role as an interceptor.
 pub fn role(controller: Controller) -> Arc<dyn Intercept> {
     Arc::new(controller)
 }

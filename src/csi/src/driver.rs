@@ -1,4 +1,4 @@
-//! What is asked of the driver itself. May touch: its socket.
+//! Sends this program's own requests to the driver. May touch: its socket.
 
 use std::{sync::Arc, time::Duration};
 
@@ -10,27 +10,27 @@ use crate::{
     upstream::Upstream,
 };
 
-/// For calls of our own that a driver answers by itself.
+/// Deadline of requests that a driver answers by itself.
 const ANSWER: Duration = Duration::from_secs(10);
 
-/// The driver behind us, by its name once that is known.
+/// The proxied driver, with its name once that is known.
 #[derive(Clone, Debug)]
 pub struct Driver {
-    /// The way to it.
+    /// Connection to the driver.
     pub upstream: Arc<Upstream>,
     name: Arc<OnceCell<String>>,
 }
 
 impl Driver {
-    /// Nothing is asked yet.
+    /// Sends no request.
     pub fn new(upstream: Arc<Upstream>) -> Driver {
         Driver { upstream, name: Arc::default() }
     }
 
-    /// Its name, asked once.
+    /// Returns the driver's name, which is requested once.
     ///
     /// # Errors
-    /// It cannot be asked now.
+    /// The driver cannot be asked now.
     pub async fn name(&self) -> Result<&str, Status> {
         let ask = async || -> Result<String, Status> {
             const INFO: &str = "/csi.v1.Identity/GetPluginInfo";

@@ -1,6 +1,6 @@
-//! What is known of CSI drivers by name: what a driver's volume is in the guest's terms, and how the guest recognises a
-//! disk that the driver attached. A driver is a `Family` in a file of its own and a word in `FAMILIES`; its name stands
-//! nowhere else. Of a driver that is not here every volume is a disk. May touch: nothing.
+//! Holds all knowledge of CSI drivers by name: the source of a volume in the guest's terms, and the identity of a disk
+//! that the driver attached. A driver is a `Family` in its own file and an entry of `FAMILIES`; its name appears
+//! nowhere else. Every volume of an unknown driver counts as a disk. May touch: nothing.
 
 mod azure_file;
 mod disks;
@@ -13,7 +13,7 @@ use std::collections::HashMap;
 
 use peerpod_volume::{Identity, SecretRef, Source, descriptor::Attach};
 
-/// All that are known.
+/// All known drivers.
 static FAMILIES: [&[Family]; 6] = [
     &[azure_file::FAMILY],
     &[efs::FAMILY],
@@ -23,42 +23,42 @@ static FAMILIES: [&[Family]; 6] = [
     &disks::FAMILIES,
 ];
 
-/// Where a volume is, and mount options that its driver would add; or what is missing, in words.
+/// Source of a volume and mount options that its driver would add; or a text that names the missing setting.
 type Sourced = Result<(Source, Vec<String>), String>;
 
 /// One driver.
 struct Family {
-    /// As its CSIDriver object is called.
+    /// Name of its CSIDriver object.
     name: &'static str,
-    /// Where its volumes are; none: they are disks.
+    /// Source of its volumes; `None`: they are disks.
     source: Option<fn(&Known<'_>) -> Sourced>,
-    /// How its disks are recognised; none: as most drivers' are.
+    /// Identity of its disks; `None`: as with most drivers ([`disks::ANY`]).
     disk: Option<Disk>,
-    /// What its secrets for mounting have in them; none: it needs none that we could use.
+    /// Keys of its secrets for mounting; `None`: it needs no usable secret.
     login: Option<Login>,
 }
 
-/// The keys of a secret with a user and a password, in lower case: drivers take them in any. Of several names of one thing
-/// the first that is there counts.
+/// Keys of a secret with user and password, in lower case: drivers accept any case. Of several names of one field the
+/// first one present counts.
 #[derive(Debug)]
 pub struct Login {
-    /// The user's name.
+    /// Keys of the user's name.
     pub username: &'static [&'static str],
-    /// The user's password.
+    /// Keys of the user's password.
     pub password: &'static [&'static str],
-    /// The user's domain, which may be missing.
+    /// Keys of the user's domain, which may be missing.
     pub domain: &'static [&'static str],
 }
 
-/// How a driver's disks are recognised.
+/// Identification of a driver's disks.
 struct Disk {
-    /// What of its answer to ControllerPublishVolume is needed for that.
+    /// Keys of its answer to ControllerPublishVolume that the identity needs.
     keys: &'static [&'static str],
-    /// By the volume's handle and that answer.
+    /// Returns the identity from the volume's handle and that answer.
     identity: fn(&str, &Answer<'_>) -> Option<Identity>,
 }
 
-/// What is known of a volume.
+/// Known properties of a volume.
 #[derive(Clone, Debug)]
 pub struct Known<'a> {
     /// The driver's name.
@@ -67,20 +67,20 @@ pub struct Known<'a> {
     pub handle: &'a str,
     /// The volume's attributes.
     pub context: &'a HashMap<String, String>,
-    /// Where the credentials for mounting it are, as the PersistentVolume says.
+    /// Secret with the credentials for mounting it, as the PersistentVolume names it.
     pub secret: Option<SecretRef>,
-    /// The zone of its topology.
+    /// Zone of its topology.
     pub zone: Option<String>,
-    /// The region of this node.
+    /// Region of this node.
     pub region: Option<String>,
-    /// Who attaches the driver's disks.
+    /// Component that attaches the driver's disks.
     pub attach: Attach,
 }
 
-/// Where the volume is, and mount options that its driver would add.
+/// Returns the source of the volume, and mount options that its driver would add.
 ///
 /// # Errors
-/// What is missing, in words for the person who wrote the StorageClass.
+/// A setting is missing. The text names it for the author of the StorageClass.
 pub fn source(known: &Known<'_>) -> Result<(Source, Vec<String>), String> {
     if let Some(source) = family(known.driver).and_then(|family| family.source) {
         return source(known);
@@ -89,20 +89,21 @@ pub fn source(known: &Known<'_>) -> Result<(Source, Vec<String>), String> {
     Ok((Source::AttachedBlock { volume, zone: known.zone.clone(), attach: known.attach }, Vec::new()))
 }
 
-/// How a disk is recognised that its driver attached with this answer to ControllerPublishVolume; none when the answer does
-/// not say, or says only a device's name, which is no identity.
+/// Returns the identity of a disk that its driver attached with this answer to ControllerPublishVolume. `None` when the
+/// answer has no identity, or only a device's name, which is none.
 pub fn identity(driver: &str, handle: &str, context: &HashMap<String, String>) -> Option<Identity> {
     (disk(driver).identity)(handle, &Answer(context))
 }
 
-/// The part of a driver's answer to ControllerPublishVolume that [`identity`] needs: the rest may be anything.
+/// Returns the part of a driver's answer to ControllerPublishVolume that [`identity`] needs. The rest may be
+/// confidential.
 pub fn telling(driver: &str, context: &HashMap<String, String>) -> HashMap<String, String> {
     let keys = disk(driver).keys;
     let needed = |key: &String| keys.iter().any(|one| one.eq_ignore_ascii_case(key));
     context.iter().filter(|(key, _)| needed(key)).map(|(key, value)| (key.clone(), value.clone())).collect()
 }
 
-/// What the secrets for mounting this driver's shares have in them; none: there is nothing to be taken of them.
+/// Returns the keys of the secrets for mounting this driver's shares; `None`: nothing is read from such secrets.
 pub fn login(driver: &str) -> Option<&'static Login> {
     family(driver)?.login.as_ref()
 }
@@ -119,14 +120,14 @@ fn disk(driver: &str) -> &'static Disk {
 struct Answer<'a>(&'a HashMap<String, String>);
 
 impl<'a> Answer<'a> {
-    /// Keys in any case.
+    /// Returns a value by its key in any case.
     fn get(&self, key: &str) -> Option<&'a str> {
         let found = self.0.iter().find(|(name, _)| name.eq_ignore_ascii_case(key));
         found.map(|(_, value)| value.trim()).filter(|value| !value.is_empty())
     }
 }
 
-/// A path below another; with one slash between.
+/// Joins a path to a base, with one slash between.
 fn below(base: &str, path: &str) -> String {
     let path = path.trim_matches('/');
     if path.is_empty() {
@@ -135,13 +136,13 @@ fn below(base: &str, path: &str) -> String {
     format!("{}/{path}", base.trim_end_matches('/'))
 }
 
-/// Mount options as mount(8) has them after `-o`, one by one.
+/// Splits mount options in mount(8)'s form after `-o`.
 fn split(options: &str) -> Vec<String> {
     options.split(',').map(str::trim).filter(|option| !option.is_empty()).map(str::to_owned).collect()
 }
 
 impl<'a> Known<'a> {
-    /// Drivers take the keys of attributes in any case.
+    /// Returns an attribute by its key in any case, as drivers do.
     fn get(&self, key: &str) -> Option<&'a str> {
         let found = self.context.iter().find(|(name, _)| name.eq_ignore_ascii_case(key));
         found.map(|(_, value)| value.as_str()).filter(|value| !value.is_empty())
@@ -151,7 +152,7 @@ impl<'a> Known<'a> {
         self.get(key).ok_or_else(|| format!("its attributes lack {key:?}"))
     }
 
-    /// The attributes' mount options, then these.
+    /// Returns the attributes' mount options, then these.
     fn options(&self, more: &str) -> Vec<String> {
         let mut options = split(self.get("mountoptions").unwrap_or_default());
         options.extend(split(more));

@@ -1,5 +1,5 @@
-//! The little of gRPC that is needed to speak it over HTTP/2: statuses, messages with their five bytes before them, and
-//! deadlines. May touch: nothing.
+//! Implements the small part of gRPC over HTTP/2 that the proxy needs: statuses, messages with their five-byte prefix,
+//! and deadlines. May touch: nothing.
 
 use std::{fmt::Write, time::Duration};
 
@@ -12,7 +12,7 @@ use protobuf::Message;
 
 use crate::body::Body;
 
-/// gRPC's numbers for how a call ended.
+/// gRPC's status codes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[expect(missing_docs, reason = "gRPC's own words, which its specification explains")]
 #[repr(u8)]
@@ -59,25 +59,25 @@ const MESSAGE: &str = "grpc-message";
 const DETAILS: &str = "grpc-status-details-bin";
 const TIMEOUT: &str = "grpc-timeout";
 
-/// How a call failed.
+/// Status of a failed call.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error("{code:?}: {message}")]
 pub struct Status {
-    /// gRPC's number.
+    /// gRPC's status code.
     pub code: Code,
-    /// What was attempted, on what, why it failed, what can be done.
+    /// The attempted operation and its object, the cause, and a remedy.
     pub message: String,
-    /// `grpc-status-details-bin`, where the driver gave one.
+    /// `grpc-status-details-bin`, where the driver sent it.
     pub details: Option<HeaderValue>,
 }
 
 impl Status {
-    /// One of ours.
+    /// Returns a status of this program.
     pub fn new(code: Code, message: impl Into<String>) -> Status {
         Status { code, message: message.into(), details: None }
     }
 
-    /// What an answer's headers or trailers say: `Ok` for success, none when they say nothing.
+    /// Reads the status of an answer's headers or trailers: `Ok` for success, `None` without a status.
     pub fn of(headers: &HeaderMap) -> Option<Result<(), Status>> {
         let number: usize = headers.get(STATUS)?.to_str().ok()?.parse().unwrap_or(2);
         let Some(index) = number.checked_sub(1) else { return Some(Ok(())) };
@@ -86,10 +86,10 @@ impl Status {
         Some(Err(Status { code, message, details: headers.get(DETAILS).cloned() }))
     }
 
-    /// As headers of an answer without a message, or as trailers after one.
+    /// Writes the status as headers of an answer without a message, or as trailers after one.
     pub fn put(&self, headers: &mut HeaderMap) {
         headers.insert(STATUS, HeaderValue::from(u16::from(self.code as u8)));
-        // Escaped, it is a header's value whatever the text is.
+        // The escaped text is always a valid header value.
         if let Ok(text) = HeaderValue::from_str(&escape(&self.message)) {
             headers.insert(MESSAGE, text);
         }
@@ -98,7 +98,7 @@ impl Status {
         }
     }
 
-    /// The whole answer.
+    /// Returns the whole answer.
     pub fn answer(&self) -> Response<Body> {
         let mut response = Response::new(Body::empty());
         response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
@@ -107,7 +107,7 @@ impl Status {
     }
 }
 
-/// A successful unary answer.
+/// Returns a successful unary answer.
 pub fn success(message: &Bytes) -> Response<Body> {
     let mut trailers = HeaderMap::with_capacity(1);
     trailers.insert(STATUS, HeaderValue::from_static("0"));
@@ -116,20 +116,20 @@ pub fn success(message: &Bytes) -> Response<Body> {
     response
 }
 
-/// A message with what stands before it.
+/// Returns a message with its five-byte prefix.
 pub fn frame(message: &[u8]) -> Bytes {
     let mut framed = BytesMut::with_capacity(message.len() + 5);
     framed.put_u8(0);
-    // Longer ones were never taken in.
+    // Longer messages were never accepted.
     framed.put_u32(u32::try_from(message.len()).unwrap_or(u32::MAX));
     framed.put_slice(message);
     framed.freeze()
 }
 
-/// The one message of a unary call.
+/// Returns the one message of a unary call.
 ///
 /// # Errors
-/// It is compressed, or not exactly one.
+/// The message is compressed, or there is not exactly one.
 pub fn unframe(mut body: Bytes) -> Result<Bytes, Status> {
     let broken = |why: &str| Status::new(Code::Internal, format!("a unary call's message: {why}"));
     if body.len() < 5 {
@@ -147,16 +147,16 @@ pub fn unframe(mut body: Bytes) -> Result<Bytes, Status> {
     Ok(body)
 }
 
-/// A message's bytes.
+/// Returns a message's bytes.
 ///
 /// # Errors
-/// It has two gigabytes or more.
+/// The message has two gigabytes or more.
 pub fn encode(message: &impl Message) -> Result<Bytes, Status> {
     let bytes = message.write_to_bytes();
     bytes.map(Bytes::from).map_err(|why| Status::new(Code::Internal, format!("write a message: {why}")))
 }
 
-/// The deadline that a caller gave, counted from now; none when it gave none or one that is no number.
+/// Returns the caller's deadline, counted from now; `None` when there is none or it is invalid.
 pub fn timeout(headers: &HeaderMap) -> Option<Duration> {
     let text = headers.get(TIMEOUT)?.to_str().ok()?;
     let (number, unit) = text.split_at_checked(text.len().checked_sub(1)?)?;
@@ -175,7 +175,7 @@ pub fn timeout(headers: &HeaderMap) -> Option<Duration> {
     })
 }
 
-/// Notes a deadline for the driver.
+/// Writes a deadline for the driver.
 pub fn put_timeout(headers: &mut HeaderMap, within: Duration) {
     let millis = within.as_millis().clamp(1, 99_999_999);
     if let Ok(text) = HeaderValue::from_str(&format!("{millis}m")) {

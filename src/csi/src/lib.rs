@@ -1,11 +1,11 @@
-//! `peerpod-csi`: stands between Kubernetes (kubelet, the CSI sidecars) and a CSI driver that knows nothing of it. Every
-//! call passes as it is; only for a volume of a peer pod a few are answered otherwise, because its disk goes to the pod's
-//! VM and not to this node.
+//! Implements `peerpod-csi`, a proxy between Kubernetes (kubelet, the CSI sidecars) and an unmodified CSI driver. Every
+//! call passes unchanged. Only a few calls for volumes of peer pods are answered differently, because their disk goes
+//! to the pod's VM and not to this node.
 //!
-//! `proxy` passes ← `server` (our socket) and → `upstream` (the driver's); `node` and `controller` are what is done with
-//! the calls that are looked into; `drivers` is all that is known of drivers by name. May touch: the two sockets, the
-//! targets that kubelet names, loop devices, the records' folder, the API server. Knows nothing of how a VM is made or
-//! reached.
+//! `proxy` forwards calls between `server` (the proxy's socket) and `upstream` (the driver's socket). `node` and
+//! `controller` handle the intercepted calls. `drivers` holds all knowledge of drivers by name. May touch: the two
+//! sockets, the targets that kubelet names, loop devices, the records' folder, the API server. It does not create VMs
+//! or connect to them.
 
 pub mod app;
 pub mod body;

@@ -1,4 +1,4 @@
-//! One at a time per key. May touch: nothing.
+//! Serialises work per key. May touch: nothing.
 
 use std::{
     collections::HashMap,
@@ -8,12 +8,12 @@ use std::{
 use parking_lot::Mutex;
 use tokio::sync::{Mutex as Turn, OwnedMutexGuard};
 
-/// The turns under way.
+/// Locks in use, by key.
 #[derive(Debug, Default)]
 pub struct Locks(Mutex<HashMap<String, Weak<Turn<()>>>>);
 
 impl Locks {
-    /// Waits for this key's turn, which lasts until the result is dropped.
+    /// Waits for the lock of this key, which is held until the result is dropped.
     pub async fn turn(&self, key: &str) -> OwnedMutexGuard<()> {
         let turn = {
             let mut all = self.0.lock();

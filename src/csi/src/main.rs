@@ -1,8 +1,8 @@
-//! `peerpod-csi ROLE`: `controller` and `node` stand before a CSI driver; `schema` prints the form of a volume's
-//! descriptor.
+//! Runs one role of the CSI proxy: `peerpod-csi ROLE`. `controller` and `node` are placed before a CSI driver; `schema`
+//! prints the JSON Schema of a volume's descriptor.
 //!
-//! Exit codes: 0 stopped as told; 1 it could not start, or a part of it ended; 2 the command or the configuration has
-//! mistakes.
+//! Exit codes: 0 stopped on request; 1 it could not start, or a part of it ended; 2 the command or the configuration
+//! has mistakes.
 
 use std::{process::ExitCode, sync::Arc};
 
@@ -70,7 +70,7 @@ fn environment() -> impl Iterator<Item = (String, String)> {
         .map(|(name, value)| (name.to_string_lossy().into_owned(), value.to_string_lossy().into_owned()))
 }
 
-/// For the help alone: the defaults.
+/// Returns the settings with their defaults, for `--help` alone.
 fn settings() -> Vec<Setting> {
     CsiConfig::load(Sources::from_process([], [])).map(|(.., printed)| printed.0).unwrap_or_default()
 }
@@ -91,7 +91,7 @@ fn serve(role: &str, config: &CsiConfig, log: &LogConfig) -> anyhow::Result<()> 
         })
         .await
     });
-    // A mount may hang.
+    // A hung mount must not delay the exit.
     runtime.shutdown_timeout(std::time::Duration::from_secs(2));
     ended
 }

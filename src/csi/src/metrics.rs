@@ -1,4 +1,4 @@
-//! What is counted of the calls.
+//! Counts the calls.
 
 use std::time::Duration;
 
@@ -15,12 +15,12 @@ use prometheus_client::{
 
 use crate::grpc::Status;
 
-/// What became of a call.
+/// Treatment of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
 pub enum Way {
-    /// Not looked into.
+    /// The method is not intercepted.
     Passed,
-    /// One of the methods that are; it may have passed then.
+    /// The method is intercepted; the call may still have been forwarded.
     LookedInto,
 }
 
@@ -31,25 +31,25 @@ struct Labels {
     refused: String,
 }
 
-/// The program's counters.
+/// Metrics of the program.
 #[derive(Clone, Debug)]
 pub struct Metrics {
     calls: Family<Labels, Counter>,
     took: Histogram,
-    /// Volumes of peer pods that are published on this node.
+    /// Volumes of peer pods published on this node.
     pub published: Gauge,
     /// Steps that failed and are tried again.
     pub retries: Counter,
-    /// Notes of what is published that cannot be read: what they are of is not given back.
+    /// Publications that cannot be read; their volumes are not released.
     pub unreadable: Gauge,
 }
 
 impl Metrics {
-    /// New ones.
+    /// Registers the metrics.
     pub fn register(registry: &mut Registry) -> Metrics {
         let metrics = Metrics {
             calls: Family::default(),
-            // 50 µs to 27 minutes, by four times each.
+            // 50 µs to 14 minutes, each four times the last.
             took: Histogram::new(exponential_buckets(50e-6, 4.0, 13)),
             published: Gauge::default(),
             retries: Counter::default(),
@@ -81,7 +81,7 @@ impl Metrics {
 
     /// Counts a call.
     pub fn answered(&self, way: Way, method: Option<&'static str>, refused: Option<&Status>, took: Duration) {
-        // Only names of ours become labels: callers may invent methods.
+        // Only known method names become labels: callers may invent methods.
         let method = method.unwrap_or("other").to_owned();
         let refused = refused.map_or_else(String::new, |status| format!("{:?}", status.code));
         self.calls.get_or_create(&Labels { way, method, refused }).inc();

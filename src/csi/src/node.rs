@@ -1,6 +1,6 @@
-//! The role beside kubelet: a peer pod's volume gets a target with a marker in it and a record that peerpod-node reads when
-//! it makes the VM; the driver is not asked. May touch: targets, loop devices, the records' folder, API server,
-//! peerpod-node's socket.
+//! Implements the role beside kubelet. A peer pod's volume gets a target with a marker file, and a record that
+//! peerpod-node reads when it makes the VM; the driver is not asked. May touch: targets, loop devices, the records'
+//! folder, API server, peerpod-node's socket.
 
 mod device;
 mod guest;
@@ -43,10 +43,10 @@ use ownership::Ownership;
 use pending::Pending;
 use publications::{Publication, Publications};
 
-/// In the answer to ControllerPublishVolume: the controller's role decided that the volume goes to a VM.
+/// Key in the answer to ControllerPublishVolume: the controller role has assigned the volume to a VM.
 pub const INTERCEPTED: &str = "peerpod.io/intercepted";
 
-/// The role.
+/// The node role.
 #[derive(Clone)]
 pub struct Node(Arc<Inner>);
 
@@ -65,24 +65,24 @@ struct Inner {
     metrics: Metrics,
 }
 
-/// Whose a volume is.
+/// Assignment of a volume to the driver or to a peer pod.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Whose {
-    /// Not a peer pod's, and nothing says so in it.
+    /// Ordinary volume without the parameter.
     Drivers,
-    /// Not a peer pod's; the word that says so is for us.
+    /// Ordinary volume; the parameter says so, and must not reach the driver.
     DriversSaidSo,
-    /// A peer pod's: its StorageClass or PersistentVolume says so, or the controller's role.
+    /// Peer pod's volume, by its StorageClass, its PersistentVolume or the controller role.
     Ours,
-    /// A peer pod's: by its RuntimeClass alone.
+    /// Peer pod's volume, by the pod's RuntimeClass alone.
     OursByClass,
 }
 
 impl Node {
-    /// Makes the role; goes on with what was begun before.
+    /// Makes the role, and continues the work that an earlier process left.
     ///
     /// # Errors
-    /// The cluster's client, or what is on disk, cannot be used.
+    /// The cluster's client cannot be made, or a setting needs a cluster.
     pub async fn start(config: &CsiConfig, parts: &Parts) -> anyhow::Result<Node> {
         let files = Publications::new(config.volumes_dir.clone());
         let cluster = match &config.cluster {
@@ -122,7 +122,7 @@ impl Node {
         Ok(node)
     }
 
-    /// Reads and writes files where no call waits for the disk.
+    /// Runs file operations on a blocking thread, so that other calls do not wait for the disk.
     async fn on_disk<T: Send + 'static>(
         &self,
         what: &str,
@@ -180,7 +180,7 @@ impl Node {
         let path = PathBuf::from(request.staging_target_path);
         let forgotten = self.on_disk("forget that a volume is staged", move |inner| {
             let ours = inner.files.is_staged(&volume, &path);
-            // Of a driver's volume, too, something may have been kept.
+            // A secret may have been kept for an ordinary volume, too.
             inner.files.remove_staged(&volume, &path)?;
             Ok(ours)
         });
@@ -197,12 +197,12 @@ impl Node {
         let volume = self.volume(&request.volume_id).await?;
         let turn = self.0.turns.turn(volume.as_str()).await;
         let Some(publication) = self.at(volume.clone(), request.target_path.into()).await? else {
-            // A predecessor that was killed may have left its folder.
+            // An earlier process that was killed may have left its folder.
             self.on_disk("tidy up", move |inner| inner.files.tidy(&volume)).await?;
             drop(turn);
             return call.pass(None).await;
         };
-        // Not cut off when the caller leaves.
+        // Runs to its end even if the caller leaves.
         let work = tokio::spawn(async move {
             let _turn = turn;
             self.take_down(publication).await
@@ -239,7 +239,7 @@ impl Node {
         let bytes = request.capacity_range.as_ref().map_or(0, |range| range.required_bytes.max(0));
         let (handle, path) = (request.volume_id, request.volume_path);
         if self.is_staged(&handle, &path).await? {
-            // Before it is published: there is no VM. It grows when the VM mounts it.
+            // The volume is not published yet, so there is no VM. It grows when the VM mounts it.
             return expanded(bytes);
         }
         let Some(publication) = self.published(&handle, &path).await? else { return call.pass(None).await };
@@ -252,7 +252,7 @@ impl Node {
         expanded(i64::try_from(answer.capacity_bytes).unwrap_or(i64::MAX))
     }
 
-    /// The publication that a volume and a path name; none: not ours, and the driver knows what to say.
+    /// Returns the publication of a volume and a path; `None`: it is an ordinary volume, and the driver answers.
     async fn published(&self, handle: &str, path: &str) -> Result<Option<Publication>, Status> {
         if handle.is_empty() || path.is_empty() {
             return Ok(None);
@@ -305,7 +305,7 @@ impl Intercept for Node {
     }
 }
 
-/// What the volume itself says.
+/// Returns the assignment that the request itself carries.
 fn whose(context: &HashMap<String, String>, published: &HashMap<String, String>) -> Result<Whose, Status> {
     Ok(match optin::said(context)? {
         Said::Yes => Whose::Ours,
@@ -332,7 +332,7 @@ fn disk(what: &str, why: &io::Error) -> Status {
     Status::new(Code::Internal, format!("{what}: {why}"))
 }
 
-/// What is left of a caller's time, less a moment for the answer.
+/// Returns the rest of the caller's time, less a second for the answer, between 1 s and 120 s.
 fn left(until: Instant) -> Duration {
     until
         .saturating_duration_since(Instant::now())

@@ -1,5 +1,4 @@
-//! The PeerpodVolume objects: their names and labels, what is read from them and how their conditions are set. One per
-//! (volume, pod); no secrets. May touch: those objects.
+//! Names, reads and writes the PeerpodVolume objects: one per (volume, pod), without secrets. May touch: those objects.
 
 use std::collections::BTreeMap;
 
@@ -18,26 +17,26 @@ use peerpod_kube::{
 use peerpod_volume::{VolumeId, records::Pod};
 use serde_json::json;
 
-/// On each object: it goes when the disk is detached and the VM gone.
+/// Finalizer of each object, removed when the disk is detached and the VM is gone.
 pub const FINALIZER: &str = "peerpod.io/detach";
 /// Label: the CSI driver's name.
 pub const DRIVER: &str = "peerpod.io/csi-driver";
 /// Label: the volume's id.
 pub const VOLUME: &str = "peerpod.io/volume";
-/// Label: who attaches the disk, `driver` or `provider`.
+/// Label: the component that attaches the disk, `driver` or `provider`.
 pub const ATTACH: &str = "peerpod.io/attach";
 /// Condition: the driver attached the disk to the VM in `spec.vmID`.
 pub const ATTACHED: &str = "Attached";
-/// Condition: the pod has nothing of the volume any more and its VM is gone, or never was.
+/// Condition: the volume is unpublished from the pod, and the pod's VM is gone or never existed.
 pub const RELEASED: &str = "Released";
 
-/// The name of a (volume, pod)'s object.
+/// Returns the name of the object of a (volume, pod).
 pub fn name(volume: &VolumeId, uid: &str) -> String {
     let plain: String = uid.to_lowercase().chars().filter(char::is_ascii_alphanumeric).collect();
     format!("{volume}-{}", &plain[plain.len().saturating_sub(12)..])
 }
 
-/// A new object.
+/// Returns a new object.
 pub fn new(
     volume: &VolumeId,
     driver: &str,
@@ -68,12 +67,12 @@ pub fn new(
     PeerpodVolume { metadata, spec, status: None }
 }
 
-/// The objects of a namespace.
+/// Returns the objects of a namespace.
 pub fn api(client: &Client, namespace: &str) -> Api<PeerpodVolume> {
     Api::namespaced(client.clone(), namespace)
 }
 
-/// Makes it, or finds it.
+/// Creates the object, or finds it.
 ///
 /// # Errors
 /// The API server refused or did not answer.
@@ -90,7 +89,7 @@ pub async fn make(api: &Api<PeerpodVolume>, object: &PeerpodVolume) -> Result<Pe
     }
 }
 
-/// Sets fields of the spec, if nobody changed the object since it was read.
+/// Sets fields of the spec, if the object has not changed since it was read.
 ///
 /// # Errors
 /// A conflict, or as [`make`].
@@ -108,7 +107,7 @@ pub async fn set_spec(
     .await
 }
 
-/// Sets a condition and the state's word, if nobody changed the object since it was read.
+/// Sets a condition and the state, if the object has not changed since it was read.
 ///
 /// # Errors
 /// A conflict, or as [`make`].
@@ -150,10 +149,10 @@ pub fn holds(object: &PeerpodVolume, kind: &str) -> bool {
     conditions.iter().any(|condition| condition.type_ == kind && condition.status == "True")
 }
 
-/// Takes the finalizer away, if it is there.
+/// Removes the finalizer, if it is there.
 ///
 /// # Errors
-/// A conflict, or as [`make`]. Gone already is fine.
+/// A conflict, or as [`make`]. A deleted object is no error.
 pub async fn let_go(api: &Api<PeerpodVolume>, object: &PeerpodVolume) -> Result<(), Error> {
     let name = object.name_any();
     let left: Vec<&String> = object.finalizers().iter().filter(|one| *one != FINALIZER).collect();
@@ -170,7 +169,7 @@ pub async fn let_go(api: &Api<PeerpodVolume>, object: &PeerpodVolume) -> Result<
     }
 }
 
-/// Asks for its deletion. Gone already is fine.
+/// Deletes the object. A deleted object is no error.
 ///
 /// # Errors
 /// As [`make`].

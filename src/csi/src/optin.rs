@@ -1,28 +1,28 @@
-//! The word by which a StorageClass, a PersistentVolume or an inline volume says that it is for peer pods. May touch:
+//! Reads the parameter by which a StorageClass, a PersistentVolume or an inline volume opts in to peer pods. May touch:
 //! nothing.
 
 use std::collections::HashMap;
 
 use crate::grpc::{Code, Status};
 
-/// The key, in a StorageClass's parameters and a volume's attributes.
+/// Key in a StorageClass's parameters and a volume's attributes.
 pub const KEY: &str = "peerpod";
 
-/// What somebody says about a volume.
+/// Value of the parameter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Said {
     /// For peer pods.
     Yes,
     /// Not for peer pods.
     No,
-    /// Nothing.
+    /// The parameter is missing.
     Nothing,
 }
 
-/// What these parameters or attributes say.
+/// Returns the value in these parameters or attributes.
 ///
 /// # Errors
-/// INVALID_ARGUMENT for anything but yes and no: "False" taken for yes would take a volume away from a pod.
+/// INVALID_ARGUMENT for any other value: if "False" counted as yes, a pod would lose its volume.
 pub fn said(among: &HashMap<String, String>) -> Result<Said, Status> {
     match among.get(KEY).map(String::as_str) {
         None => Ok(Said::Nothing),

@@ -1,6 +1,6 @@
-//! Every call between Kubernetes and the driver passes here: as it is, in both directions, with its metadata, trailers and
-//! status, whatever its name; but for the few methods that a role looks into ([`Intercept`]). May touch: the driver's
-//! socket.
+//! Forwards every call between Kubernetes and the driver unchanged in both directions, with metadata, trailers and
+//! status, for any method. Only the few methods that a role intercepts ([`Intercept`]) are handled. May touch: the
+//! driver's socket.
 
 use std::{
     sync::Arc,
@@ -23,33 +23,33 @@ use crate::{
     upstream::{Answer, Upstream, collect},
 };
 
-/// What a role does with the calls that it looks into.
+/// Handling of intercepted calls by a role.
 #[async_trait]
 pub trait Intercept: Send + Sync + 'static {
-    /// The short name of a method that is looked into; none: it passes.
+    /// Returns the short name of an intercepted method; `None`: the call is forwarded.
     fn looks_into(&self, path: &str) -> Option<&'static str>;
 
-    /// Answers such a call; may send it on, as it is or changed.
+    /// Answers an intercepted call; may forward it, as it is or changed.
     async fn handle(&self, call: Call) -> Result<Response<Body>, Status>;
 }
 
-/// A unary call that is looked into.
+/// An intercepted unary call.
 #[derive(Debug)]
 pub struct Call {
-    /// The method's short name.
+    /// Short name of the method.
     pub method: &'static str,
-    /// The request's headers.
+    /// Headers of the request.
     pub head: request::Parts,
     /// The message.
     pub message: Bytes,
-    /// When the caller stops waiting.
+    /// Time at which the caller stops waiting.
     pub until: Instant,
     patience: Patience,
     upstream: Arc<Upstream>,
 }
 
 impl Call {
-    /// Sends it on as it came, or with another message, and the answer back as it comes.
+    /// Forwards the call as it is, or with another message, and streams the answer back.
     ///
     /// # Errors
     /// The driver cannot be reached.
@@ -60,16 +60,16 @@ impl Call {
         Ok(response.map(|body| Body::answer(body, self.patience)))
     }
 
-    /// Sends it on with another message, and takes the answer in.
+    /// Forwards the call with another message, and reads the whole answer.
     ///
     /// # Errors
-    /// The driver cannot be reached.
+    /// The driver cannot be reached, or its answer is too large.
     pub async fn exchange(self, message: Bytes) -> Result<Answer, Status> {
         self.upstream.exchange(self.head, &message).await
     }
 }
 
-/// The way from callers to the driver.
+/// Forwards calls to the driver.
 pub struct Proxy {
     upstream: Arc<Upstream>,
     role: Arc<dyn Intercept>,
@@ -79,8 +79,8 @@ pub struct Proxy {
 }
 
 impl Proxy {
-    /// To this driver. Calls without a deadline may be silent for `patience`; messages that are looked into have at most
-    /// `max_message` bytes.
+    /// Makes a proxy for this driver. Calls without a deadline may be silent for `patience`; intercepted messages have
+    /// at most `max_message` bytes.
     pub fn new(
         upstream: Arc<Upstream>,
         role: Arc<dyn Intercept>,
@@ -91,7 +91,7 @@ impl Proxy {
         Proxy { upstream, role, metrics, patience, max_message }
     }
 
-    /// Answers a request, whatever it is.
+    /// Answers any request.
     pub async fn answer(&self, request: Request<Incoming>) -> Response<Body> {
         let began = Clock::now();
         let method = self.role.looks_into(request.uri().path());
@@ -139,7 +139,7 @@ impl Proxy {
     }
 }
 
-/// A request that came without `:authority` goes on with one: HTTP/2 clients need it, and the driver has no use for it.
+/// Adds a missing `:authority`: HTTP/2 clients need one, and the driver ignores it.
 fn complete(head: &mut request::Parts) -> Result<(), Status> {
     if head.uri.scheme().is_some() && head.uri.authority().is_some() {
         return Ok(());

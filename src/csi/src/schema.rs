@@ -1,11 +1,11 @@
-//! The published form of a volume's descriptor. May touch: nothing.
+//! Generates the published schema of a volume's descriptor. May touch: nothing.
 
 use peerpod_volume::GuestVolume;
 
-/// The JSON Schema, as `deploy/schemas/guest-volume.json` has it.
+/// Returns the JSON Schema, as `deploy/schemas/guest-volume.json` holds it.
 pub fn guest_volume() -> String {
     let schema = schemars::schema_for!(GuestVolume);
-    // A schema of ours is JSON.
+    // A generated schema always has a JSON form.
     let mut text = serde_json::to_string_pretty(&schema).unwrap_or_default();
     text.push('\n');
     text

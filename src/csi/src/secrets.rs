@@ -1,5 +1,5 @@
-//! What kubelet gives of a volume's secret with NodeStageVolume and NodePublishVolume, and what a guest needs of it. Of a
-//! secret only the keys of the driver's login are kept, and no value is in any text. May touch: the file that the caller
+//! Extracts a guest's credentials from the secrets that kubelet sends with NodeStageVolume and NodePublishVolume. Only
+//! the keys of the driver's login are kept, and no value appears in any text. May touch: the file that the caller
 //! names.
 
 use std::{
@@ -19,10 +19,10 @@ use zeroize::{Zeroize, Zeroizing};
 
 use crate::drivers::Login;
 
-/// The most bytes of what is kept until a volume is published: a value that is too long for the guest is refused before.
+/// Limit of a stored file in bytes. A value that is too long for the guest is refused earlier.
 const MAX_FILE: usize = 16 << 10;
 
-/// Of one call's secrets, what the driver's login can need: by key, in lower case.
+/// Secrets of one call that the driver's login can need, by key in lower case.
 #[derive(Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Given(BTreeMap<String, Zeroizing<String>>);
@@ -34,18 +34,18 @@ impl fmt::Debug for Given {
 }
 
 impl Given {
-    /// Takes a request's secrets out of it; none where there are none, or the driver's shares need none.
+    /// Takes a request's secrets out of it; `None` where there are none, or the driver's shares need none.
     pub fn take(secrets: &mut HashMap<String, String>, login: Option<&Login>) -> Option<Given> {
         let any = !secrets.is_empty();
         let mut given = Given::default();
         for (key, mut value) in secrets.drain() {
             let lower = key.to_ascii_lowercase();
-            // As the drivers do: a file's last line break is in many a secret.
+            // Trimmed as the drivers do: many secrets end with the line break of a file.
             let plain = value.trim().to_owned();
             value.zeroize();
             value = plain;
             let wanted = login.is_some_and(|login| login.keys().any(|one| one == lower));
-            // Of two that differ in case alone the one in lower case counts, whatever their order.
+            // Of two keys that differ only in case the one in lower case counts, in any order.
             if wanted && (key == lower || !given.0.contains_key(&lower)) {
                 given.0.insert(lower, Zeroizing::new(value));
             } else {
@@ -55,10 +55,10 @@ impl Given {
         login.filter(|_| any).map(|_| given)
     }
 
-    /// Refuses what no guest could use.
+    /// Refuses values that no guest could use.
     ///
     /// # Errors
-    /// In words that name the key, and have nothing of the value.
+    /// A text that names the key, and contains no part of the value.
     pub fn check(&self, secret: Option<&SecretRef>) -> Result<(), String> {
         for (key, value) in self.0.iter().filter(|(_, value)| !value.is_empty()) {
             fits(value).map_err(|why| format!("{}: {key:?} {why}", named(secret)))?;
@@ -66,10 +66,10 @@ impl Given {
         Ok(())
     }
 
-    /// Who the share is mounted as.
+    /// Returns the credentials for mounting the share.
     ///
     /// # Errors
-    /// As [`Given::check`]; and what is missing.
+    /// As [`Given::check`]; or a key is missing.
     pub fn login(&self, login: &Login, secret: Option<&SecretRef>) -> Result<Credentials, String> {
         self.check(secret)?;
         let find = |keys: &[&str]| {
@@ -87,7 +87,7 @@ impl Given {
         };
         let (mut username, password) = (need(login.username)?, need(login.password)?);
         let mut domain = find(login.domain);
-        // As mount.cifs(8) takes it; the kernel does not.
+        // mount.cifs(8) accepts this form; the kernel does not.
         if domain.is_none()
             && let Some((before, user)) = username.split_once('\\')
             && !before.is_empty()
@@ -100,21 +100,21 @@ impl Given {
         Ok(Credentials { version: VERSION, username, password, domain })
     }
 
-    /// As JSON.
+    /// Returns the secrets as JSON.
     pub fn to_bytes(&self) -> Zeroizing<Vec<u8>> {
-        // Never moved while it grows: what was moved from would not be wiped.
+        // Allocated once: a growing buffer would be moved, and its old memory not wiped.
         let mut bytes = Zeroizing::new(Vec::with_capacity(MAX_FILE));
-        // Into memory and of strings: cannot fail, and nothing would be refused when it is read.
+        // Writing strings to memory cannot fail, and an empty file would be refused when read.
         if serde_json::to_writer(&mut *bytes, self).is_err() {
             bytes.clear();
         }
         bytes
     }
 
-    /// Reads it; none when there is no such file.
+    /// Reads a stored file; `None` when there is no such file.
     ///
     /// # Errors
-    /// It cannot be read or understood; nothing of it is in the error.
+    /// It cannot be read or understood; the error contains no part of it.
     pub fn read_file(path: &Path) -> io::Result<Option<Given>> {
         let file = match File::open(path) {
             Err(why) if why.kind() == io::ErrorKind::NotFound => return Ok(None),
@@ -140,7 +140,7 @@ impl Login {
     }
 }
 
-/// What people call the secret.
+/// Returns the secret's name for people.
 fn named(secret: Option<&SecretRef>) -> String {
     match secret {
         Some(SecretRef { namespace, name }) => format!("secret {namespace}/{name}"),
@@ -148,7 +148,7 @@ fn named(secret: Option<&SecretRef>) -> String {
     }
 }
 
-// What is kept fits: five keys of one driver at the most, each value escaped.
+// The file fits: a driver has at most five keys, each value escaped.
 const _: () = assert!(MAX_FILE > 5 * 6 * (MAX_FIELD + 64));
 
 #[cfg(test)]

@@ -1,4 +1,5 @@
-//! The socket that sidecars and kubelet dial: HTTP/2, bounded in connections, streams and headers. May touch: that socket.
+//! Serves HTTP/2 on the socket that sidecars and kubelet dial, with limits on connections, streams and headers. May
+//! touch: that socket.
 
 use std::{
     convert::Infallible,
@@ -24,20 +25,20 @@ use tracing::{debug, warn};
 
 use crate::proxy::Proxy;
 
-/// Connections at once; more wait in the kernel's queue.
+/// Limit of open connections; more wait in the kernel's queue.
 const CONNECTIONS: usize = 256;
-/// Calls at once on one connection; more are told to wait, as HTTP/2 has it.
+/// Limit of calls in flight per connection; HTTP/2 makes further calls wait.
 const STREAMS: u32 = 256;
-/// What may be under way in one stream and in all of a connection.
+/// Flow-control windows in bytes, of one stream and of a connection.
 const STREAM_WINDOW: u32 = 1 << 20;
 const CONNECTION_WINDOW: u32 = 8 << 20;
-/// Metadata of one call.
+/// Limit of a call's metadata in bytes.
 const HEADERS: u32 = 1 << 20;
-/// A peer that is gone without a word (a frozen container) is noticed.
+/// Interval of pings, which detect a peer that no longer reads (a frozen container).
 const PING_EVERY: Duration = Duration::from_secs(60);
 const PONG_WITHIN: Duration = Duration::from_secs(20);
 
-/// The socket cannot be had.
+/// The socket cannot be bound.
 #[derive(Debug, thiserror::Error)]
 #[error("listen for CSI calls on {path}: {why}; choose another csi.endpoint or see who made it", path = path.display())]
 pub struct Error {
@@ -45,10 +46,10 @@ pub struct Error {
     why: io::Error,
 }
 
-/// Listens on this path; what a predecessor left there goes. For nobody but our own user.
+/// Listens on this path, and removes the socket of an earlier process. Only the process's own user may connect.
 ///
 /// # Errors
-/// [`Error`].
+/// The path cannot be bound, or holds a file that is no socket.
 pub fn bind(path: &Path) -> Result<UnixListener, Error> {
     let failed = |why| Error { path: path.to_owned(), why };
     match fs::symlink_metadata(path) {
@@ -62,11 +63,11 @@ pub fn bind(path: &Path) -> Result<UnixListener, Error> {
     Ok(listener)
 }
 
-/// Answers until the task is aborted.
+/// Runs the accept loop until the task is aborted.
 pub async fn serve(listener: UnixListener, proxy: Arc<Proxy>, drain: Drain) {
     let room = Arc::new(Semaphore::new(CONNECTIONS));
     loop {
-        // Fails only for a closed semaphore, and nobody closes it.
+        // Fails only when the semaphore is closed, which never happens.
         let Ok(place) = room.clone().acquire_owned().await else { return };
         match listener.accept().await {
             Ok((stream, _)) => {
@@ -77,7 +78,7 @@ pub async fn serve(listener: UnixListener, proxy: Arc<Proxy>, drain: Drain) {
                 });
             }
             Err(why) => {
-                // Out of descriptors, most likely: others need the time to give some back.
+                // Most likely the process is out of descriptors: other connections need time to release some.
                 warn!(error = %why, "connection not accepted");
                 tokio::time::sleep(Duration::from_millis(100)).await;
             }
@@ -98,7 +99,7 @@ async fn connection(stream: UnixStream, proxy: Arc<Proxy>, busy: &Busy) {
         .max_header_list_size(HEADERS)
         .keep_alive_interval(PING_EVERY)
         .keep_alive_timeout(PONG_WITHIN)
-        // The driver's answers have none.
+        // The driver's answers have no date header.
         .auto_date_header(false)
         .serve_connection(TokioIo::new(stream), service);
     let mut served = std::pin::pin!(served);

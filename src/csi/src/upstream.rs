@@ -1,4 +1,4 @@
-//! The real driver: one HTTP/2 connection to its socket, made again when it is gone. May touch: that socket.
+//! Holds one HTTP/2 connection to the driver's socket, and opens a new one when it ends. May touch: that socket.
 
 use std::{path::PathBuf, time::Duration};
 
@@ -22,15 +22,15 @@ use crate::{
     grpc::{self, Code, Status},
 };
 
-/// A local socket answers at once or never.
+/// Limit for connecting: a local socket answers at once or never.
 const CONNECT_WITHIN: Duration = Duration::from_secs(5);
-/// What may be under way in one stream and in all: nothing large passes here.
+/// Flow-control windows in bytes, of one stream and of a connection. No large messages pass here.
 const STREAM_WINDOW: u32 = 1 << 20;
 const CONNECTION_WINDOW: u32 = 8 << 20;
-/// A status with details may have many kilobytes.
+/// Limit of headers in bytes: a status with details may have many kilobytes.
 const HEADERS: u32 = 1 << 20;
 
-/// The driver behind us.
+/// Connection to the proxied driver.
 #[derive(Debug)]
 pub struct Upstream {
     path: PathBuf,
@@ -39,33 +39,33 @@ pub struct Upstream {
     connecting: tokio::sync::Mutex<()>,
 }
 
-/// A unary answer, taken in whole.
+/// A whole unary answer.
 #[derive(Debug)]
 pub struct Answer {
     /// Status line and headers.
     pub head: response::Parts,
     /// The message, where there was one.
     pub message: Option<Bytes>,
-    /// What came after it.
+    /// Trailers after the message.
     pub trailers: Option<HeaderMap>,
 }
 
 impl Upstream {
-    /// At this socket, which need not be there yet. Messages that are looked into have at most so many bytes.
+    /// Makes a client for this socket, which need not exist yet. Intercepted messages have at most `max_message` bytes.
     pub fn new(path: PathBuf, max_message: usize) -> Upstream {
         Upstream { path, max_message, ready: Mutex::new(None), connecting: tokio::sync::Mutex::new(()) }
     }
 
-    /// Sends a request on; its answer's headers.
+    /// Sends a request and returns the answer with its headers.
     ///
     /// # Errors
-    /// UNAVAILABLE when the driver is not there or breaks off.
+    /// UNAVAILABLE when the driver cannot be reached or breaks off.
     pub async fn send(&self, mut request: Request<Body>) -> Result<Response<Incoming>, Status> {
         for last in [false, true] {
             let mut sender = self.sender().await?;
             match sender.try_send_request(request).await {
                 Ok(response) => return Ok(response),
-                // Not a byte of it went out: the driver was restarted since the last call.
+                // Nothing of it was sent: the driver was restarted since the last call.
                 Err(mut failed) => match failed.take_message() {
                     Some(back) if !last => {
                         self.forget();
@@ -78,10 +78,11 @@ impl Upstream {
         Err(self.away("the call", "its connection ends again and again"))
     }
 
-    /// Sends a unary request on and takes its answer in.
+    /// Sends a unary request and reads its whole answer.
     ///
     /// # Errors
-    /// As [`Upstream::send`]; RESOURCE_EXHAUSTED for an answer that is too large. A driver's own error is an [`Answer`].
+    /// As [`Upstream::send`]; RESOURCE_EXHAUSTED for an answer that is too large. The driver's own error is returned as
+    /// an [`Answer`].
     pub async fn exchange(&self, head: request::Parts, message: &[u8]) -> Result<Answer, Status> {
         let request = Request::from_parts(head, Body::whole(grpc::frame(message), None));
         let (head, body) = self.send(request).await?.into_parts();
@@ -90,7 +91,7 @@ impl Upstream {
         Ok(Answer { head, message, trailers })
     }
 
-    /// A call of our own.
+    /// Sends a call of this program itself.
     ///
     /// # Errors
     /// The driver's status, or as [`Upstream::exchange`]; DEADLINE_EXCEEDED.
@@ -159,7 +160,7 @@ impl Upstream {
     }
 
     fn slot(&self) -> parking_lot::MutexGuard<'_, Option<SendRequest<Body>>> {
-        // One assignment: whole after a panic elsewhere.
+        // The only step is one assignment, so the value is consistent even after a panic.
         self.ready.lock()
     }
 
@@ -171,7 +172,7 @@ impl Upstream {
 }
 
 impl Answer {
-    /// How the call ended.
+    /// Returns the result of the call.
     ///
     /// # Errors
     /// The driver's status.
@@ -181,7 +182,7 @@ impl Answer {
         said.unwrap_or_else(|| Err(nothing()))
     }
 
-    /// The answer as the driver gave it.
+    /// Returns the answer as the driver sent it.
     pub fn pass(self) -> Response<Body> {
         let body = match (self.message, self.trailers) {
             (None, trailers) => Body::trailers(trailers),
@@ -191,10 +192,10 @@ impl Answer {
     }
 }
 
-/// A body, as long as it has at most so many bytes of message; what came after it.
+/// Reads a body of at most `most` bytes of message, and returns it with its trailers.
 ///
 /// # Errors
-/// It is larger, or broke off.
+/// The body is larger, or broke off.
 pub async fn collect(body: Incoming, most: usize) -> Result<(Bytes, Option<HeaderMap>), Status> {
     let large = || {
         Status::new(Code::ResourceExhausted, format!("a message has more than csi.max-message, {most} bytes"))
@@ -212,7 +213,7 @@ pub async fn collect(body: Incoming, most: usize) -> Result<(Bytes, Option<Heade
                 if first.len() + all.len() + data.len() > most + 5 {
                     return Err(large());
                 }
-                // Nearly always there is one piece, which is then not copied.
+                // There is nearly always one piece, which is then not copied.
                 if first.is_empty() && all.is_empty() {
                     first = data;
                 } else {

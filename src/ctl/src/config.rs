@@ -1,8 +1,8 @@
-//! `peerpod config check|print|schema`: looks at the configuration that all binaries of a node share, exactly as they
+//! `peerpod config check|print|schema`: checks the configuration that all binaries of a node share, exactly as they
 //! read it, and starts nothing.
 //!
-//! A daemon looks at its own sections only; this is the place where all of them are looked at together, so that a
-//! misspelled key is found wherever it stands.
+//! A daemon reads its own sections only. This command reads all of them together, so that it finds a misspelled key in
+//! any section.
 
 use std::collections::BTreeMap;
 use std::process::ExitCode;
@@ -16,13 +16,13 @@ use peerpod_relay::config::RelayConfig;
 
 use crate::convert;
 
-/// Every section there is; no other binary has more.
+/// Sections that the binaries of a node read.
 pub(crate) const SECTIONS: [&str; 9] =
     ["paths", "log", "node", "relay", "tunnel", "provider", "secrets", "cluster", "kubernetes"];
-/// What the cluster's programs read: not looked at here.
+/// Sections that only the cluster's programs read; not checked here.
 pub(crate) const OTHERS: [&str; 4] = ["controller", "csi", "volumes", "webhook"];
 
-/// What `peerpod config` understands.
+/// Usage of `peerpod config`.
 pub(crate) const USAGE: &str =
     "usage: peerpod config check|print|schema [--config FILE] [--section.key VALUE]...
   check   tells every mistake, with its place; exit code 1 if there is one
@@ -31,11 +31,11 @@ pub(crate) const USAGE: &str =
        peerpod config convert-caa [--out FILE] MANIFEST...
           prints our file from the ConfigMap and secret of a cloud-api-adaptor";
 
-/// Does what the words behind `peerpod config` say; the environment counts as it does for the daemons. Mistakes go to
-/// stderr and end in exit code 1.
+/// Runs a subcommand of `peerpod config`, with the environment as the daemons read it. Mistakes go to stderr and end in
+/// exit code 1.
 ///
 /// # Errors
-/// The words are none that it understands.
+/// Fails if the arguments are not understood.
 pub(crate) fn run(args: &[String]) -> anyhow::Result<ExitCode> {
     let env = std::env::vars_os()
         .map(|(name, value)| (name.to_string_lossy().into_owned(), value.to_string_lossy().into_owned()));
@@ -84,18 +84,18 @@ fn ask(reader: &mut Reader) {
     LogConfig::read(reader);
     NodeConfig::read(reader);
     let relay = RelayConfig::read(reader);
-    // What a provider is told of its node changes none of its keys.
+    // The node's data in the context change none of a provider's keys.
     let context = Context {
         state_dir: relay.state_dir,
         cluster_id: String::new(),
         node_name: String::new(),
         purpose: Purpose::Create,
     };
-    // Read, not opened: nothing is touched.
+    // Read, not opened: the provider touches nothing.
     drop(peerpod_providers::read(reader, &context));
 }
 
-/// Every setting of every provider in this build, whatever the configuration says.
+/// Returns every setting of every provider in this build, independent of the configuration.
 fn every_setting() -> Result<Vec<Setting>, Mistakes> {
     let mut all: BTreeMap<String, Setting> = BTreeMap::new();
     for kind in peerpod_providers::kinds() {

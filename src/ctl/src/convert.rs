@@ -1,7 +1,7 @@
-//! `peerpod config convert-caa`: reads the ConfigMap (`peer-pods-cm`) and secret of a cloud-api-adaptor, prints our
-//! file, and lists what it could not carry, each with what to do about it.
+//! `peerpod config convert-caa`: reads the ConfigMap (`peer-pods-cm`) and secret of a cloud-api-adaptor, prints a
+//! configuration file, and lists the settings that it could not convert, with advice for each.
 //!
-//! What is common to all clouds stands here; what is a provider's own, with the provider. Names and defaults:
+//! This module has the settings common to all clouds; those of a provider are with the provider. Names and defaults:
 //! cloud-api-adaptor at `fbdde756`.
 
 use std::collections::BTreeMap;
@@ -15,25 +15,25 @@ use base64::{Engine, engine::general_purpose::STANDARD};
 use peerpod_providers::caa::{self, Value};
 use serde_json::Value as Json;
 
-/// What `peerpod config convert-caa` understands.
+/// Usage of `peerpod config convert-caa`.
 pub(crate) const USAGE: &str = "usage: peerpod config convert-caa [--out FILE] MANIFEST...
   reads ConfigMaps and secrets of a cloud-api-adaptor (`kubectl get cm,secret -o yaml` will do), prints our
   configuration, or writes it to FILE, which only its owner may read; tells what could not be carried on stderr";
 
-/// The largest manifest that is read.
+/// Largest accepted manifest, in bytes.
 const MAX_MANIFEST: u64 = 4 << 20;
 
-/// What came out.
+/// Result of a conversion.
 #[derive(Debug)]
 struct Converted {
     yaml: String,
     lost: Vec<(String, String)>,
 }
 
-/// Does it.
+/// Runs the conversion.
 ///
 /// # Errors
-/// A file that cannot be read or is none of the kind, a provider that we do not have, a file that is there already.
+/// Fails on a file that cannot be read or is no such manifest, an unknown provider, or an existing output file.
 pub(crate) fn run(args: &[String]) -> anyhow::Result<()> {
     let (mut out, mut manifests) = (None, Vec::new());
     let mut args = args.iter();
@@ -62,7 +62,7 @@ pub(crate) fn run(args: &[String]) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Holds credentials, so it is its owner's from its first byte.
+/// Writes the file. It contains credentials, so only its owner can read it from the first byte.
 fn write(path: &Path, yaml: &str) -> anyhow::Result<()> {
     let file = std::fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(path);
     let mut file = file.with_context(|| format!("create {}; remove it or name another", path.display()))?;
@@ -71,7 +71,7 @@ fn write(path: &Path, yaml: &str) -> anyhow::Result<()> {
         .with_context(|| format!("write {}", path.display()))
 }
 
-/// The variables of every ConfigMap and secret in a file.
+/// Reads the variables of every ConfigMap and secret in a file.
 fn read(path: &Path) -> anyhow::Result<BTreeMap<String, String>> {
     let size = std::fs::metadata(path)?.len();
     ensure!(
@@ -132,10 +132,10 @@ fn take(document: &Json, found: &mut BTreeMap<String, String>) -> anyhow::Result
     Ok(())
 }
 
-/// How a value is carried; `None` when it cannot be.
+/// Converts a value; `None` if that is impossible.
 type Carry = fn(&str) -> Option<Value>;
 
-/// Variable, our key, and how its value is carried.
+/// Variable, key, and conversion of its value.
 const COMMON: &[(&str, &str, Carry)] = &[
     ("VXLAN_PORT", "tunnel.port", number),
     ("PEERPODS_LIMIT_PER_NODE", "cluster.capacity", number),
@@ -145,7 +145,7 @@ const COMMON: &[(&str, &str, Carry)] = &[
     ("REMOTE_HYPERVISOR_ENDPOINT", "paths.run-dir", folder),
 ];
 
-/// Variables that have no place with us, and why that is so or what to do.
+/// Variables without an equivalent, and the reason or advice.
 const ELSEWHERE: &[(&str, &str)] = &[
     ("FORWARDER_PORT", "the guest dials the node: open node port `relay.listen` to pod VMs instead"),
     ("TUNNEL_TYPE", "the tunnel is a VXLAN, or encrypted with tunnel.kind: wireguard"),
@@ -234,7 +234,7 @@ fn convert(mut variables: BTreeMap<String, String>) -> anyhow::Result<Converted>
     Ok(Converted { yaml, lost })
 }
 
-/// One section's settings. JSON is YAML, and quotes whatever must be.
+/// Writes the settings of one section. JSON is YAML, and quotes every value that needs it.
 fn lines(yaml: &mut String, indent: usize, settings: &BTreeMap<String, Value>) -> anyhow::Result<()> {
     for (key, value) in settings {
         let value = match value {
@@ -276,7 +276,7 @@ stringData:
   SOME_SECRET: "hush: \"#"
 "##;
 
-    /// Of a provider that we know; what its own variables become is tested with it.
+    /// Returns a manifest of a known provider; the tests of the provider cover its own variables.
     fn manifest() -> String {
         MANIFEST.replace("THIS_ONE", caa::known()[0])
     }

@@ -1,5 +1,5 @@
-//! The command line for people: `peerpod config` looks at the configuration that the node's programs share,
-//! `peerpod provider check` holds a provider to its promises.
+//! The command line for people: `peerpod config` checks the configuration that the node's programs share, and
+//! `peerpod provider check` checks a provider against its promises.
 
 mod config;
 mod convert;

@@ -1,8 +1,8 @@
-//! `peerpod provider check CONFIG`: opens the configured provider and holds it to every promise of the trait, with real
-//! VMs. Made for authors, and for whoever wants to know whether an account and its settings will do.
+//! `peerpod provider check CONFIG`: opens the configured provider and checks every promise of the trait, with real VMs.
+//! It is for authors of providers, and for users that test an account and its settings.
 //!
-//! It calls itself a node of its own (`check-…`) with a state directory of its own, so that it neither sees nor touches
-//! the VMs of a node that runs; and it takes away what it made, also after a failure and at Ctrl-C.
+//! It acts as a node of its own (`check-…`) with its own state directory, so that it neither sees nor touches the VMs
+//! of a running node. It deletes its VMs, also after a failure and on Ctrl-C.
 
 mod words;
 
@@ -28,22 +28,22 @@ use tokio::signal::unix::{SignalKind, signal};
 pub(crate) use words::USAGE;
 use words::Words;
 
-/// What a shell reports for a program that Ctrl-C ended.
+/// Exit code that a shell reports for a program ended by Ctrl-C.
 const INTERRUPTED: u8 = 130;
-/// Nothing was done: the words, or a consent, are missing.
+/// Exit code if nothing was done: arguments or a consent are missing.
 const NOT_DONE: u8 = 2;
-/// How long a probe may take.
+/// Time limit of a probe.
 const PROBE: Duration = Duration::from_secs(60);
 
-/// A line to whoever listens; nobody may, and the clean-up still has to be done.
+/// Prints a line. A closed output is no error, because the clean-up must still be done.
 macro_rules! say {
     ($($words:tt)*) => { writeln!(std::io::stdout(), $($words)*).ok() };
 }
 
-/// Does what the words behind `peerpod provider` say.
+/// Runs a subcommand of `peerpod provider`.
 ///
 /// # Errors
-/// The words are none that it understands, or the provider cannot be opened.
+/// Fails if the arguments are not understood, or if the provider cannot be opened.
 pub(crate) fn run(args: &[String]) -> anyhow::Result<ExitCode> {
     let words = match Words::read(args)? {
         Some(words) => words,
@@ -58,7 +58,7 @@ pub(crate) fn run(args: &[String]) -> anyhow::Result<ExitCode> {
     sources.file = Some(words.config.clone());
     let folder = std::env::temp_dir().join(format!("peerpod-check-{}", std::process::id()));
     let node_name = format!("check-{}-{}", std::process::id(), fresh());
-    // Read once more for somebody who only lists and deletes; the mistakes are the same.
+    // Read once more for a provider that only lists and deletes; the mistakes are the same.
     let read_for = |purpose| {
         with_own_socket(sources.clone(), &folder, purpose)
             .and_then(|sources| read(sources, &folder, &node_name, purpose))
@@ -73,7 +73,7 @@ pub(crate) fn run(args: &[String]) -> anyhow::Result<ExitCode> {
     };
     let promises: Vec<&Promise> = PROMISES.iter().filter(|promise| words.wants(promise)).collect();
     let (kind, crowd) = (settings.kind().to_owned(), words.crowd);
-    // Each of the checks that cut calls off makes a VM for each cut, some two; the others make one or two.
+    // Each check that cuts calls off makes a VM for each cut, some make two; the others make one or two.
     let all = crowd + 5 * DROPS + 40;
     if !settings.is_free() && !words.yes {
         say!(
@@ -90,7 +90,7 @@ pub(crate) fn run(args: &[String]) -> anyhow::Result<ExitCode> {
         .with_context(|| format!("make {}", folder.display()))?;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let outcome = runtime.block_on(check(settings, collector, words, promises));
-    // The provider's tasks end before its folder does.
+    // The provider's tasks must end before its folder is removed.
     runtime.shutdown_timeout(Duration::from_secs(10));
     match outcome {
         Ok((code, clean)) => {
@@ -102,15 +102,15 @@ pub(crate) fn run(args: &[String]) -> anyhow::Result<ExitCode> {
             Ok(code)
         }
         Err(error) => {
-            // Nothing was made yet; what cannot be removed says less than the error.
+            // Nothing was made yet; a failed removal matters less than the error.
             drop(std::fs::remove_dir_all(&folder));
             Err(error)
         }
     }
 }
 
-/// A program of an external provider's that is ours to start listens in our folder, each of the two at a place of its
-/// own: at the configured place the program of a node that runs may listen.
+/// Moves the socket of an external provider's program that this command starts into its folder, with one place for each
+/// of the two providers. The program of a running node may listen at the configured place.
 fn with_own_socket(
     mut sources: Sources,
     folder: &Path,
@@ -128,10 +128,10 @@ fn with_own_socket(
     Ok(sources)
 }
 
-/// How often each cut-off check cuts.
+/// Number of cuts in each check that cuts calls off.
 const DROPS: u32 = 12;
 
-/// Reads all sections, as the binaries do: a misspelled key is a mistake wherever it stands.
+/// Reads all sections, as the binaries do: a misspelled key in any section is a mistake.
 fn read(
     sources: Sources,
     folder: &Path,
@@ -153,13 +153,13 @@ fn read(
     Ok((settings, log))
 }
 
-/// Another word every time: what an interrupted check left behind is never taken for ours.
+/// Returns a random number, so that VMs left by an interrupted check are never taken for those of this one.
 fn fresh() -> u64 {
     use std::hash::{BuildHasher, Hasher, RandomState};
     RandomState::new().build_hasher().finish() % 1_000_000
 }
 
-/// Tries the promises one after another. The exit code, and whether everything that was made is gone.
+/// Tests the promises one after another. Returns the exit code, and whether everything that was made is gone.
 async fn check(
     settings: Settings,
     collector: Settings,
@@ -169,7 +169,7 @@ async fn check(
     let mut signals = Signals::new()?;
     let kind = settings.kind().to_owned();
     let provider = settings.open().await.with_context(|| format!("open provider {kind}"))?;
-    // Bare, both of them: what `decorate` puts around a provider would hide what it does not keep itself.
+    // Both providers are undecorated: `decorate` would hide the promises that a provider itself does not keep.
     let collector = match promises.iter().any(|promise| promise.name == COLLECTS) {
         true => second(collector).await,
         false => None,
@@ -215,10 +215,11 @@ async fn check(
     Ok((if broken || !clean { ExitCode::FAILURE } else { ExitCode::SUCCESS }, clean))
 }
 
-/// The promise that a second provider is opened for.
+/// Promise that needs a second provider.
 const COLLECTS: &str = "who_only_collects_lists_and_deletes";
 
-/// The same provider once more, if there can be two of it. One that waits for the other to end waits on a thread of its own.
+/// Opens the same provider once more, if it allows two. It runs on a thread of its own, because it may wait for the
+/// first provider to end.
 async fn second(settings: Settings) -> Option<Arc<dyn Provider>> {
     let runtime = tokio::runtime::Handle::current();
     let opened = tokio::task::spawn_blocking(move || runtime.block_on(settings.open()));
@@ -235,7 +236,7 @@ async fn report_clean_up(trial: &Trial) -> bool {
     }
 }
 
-/// The signals that end a check. Taken for good: a second Ctrl-C does not leave half of the clean-up undone.
+/// Signals that end a check. The handlers stay, so that a second Ctrl-C does not interrupt the clean-up.
 struct Signals(Vec<(&'static str, tokio::signal::unix::Signal)>);
 
 impl Signals {
@@ -259,7 +260,7 @@ impl Signals {
     }
 }
 
-/// What the command line says beside the provider.
+/// The provider with the options of the command line.
 struct Configured {
     provider: Arc<dyn Provider>,
     collector: Option<Arc<dyn Provider>>,
@@ -267,7 +268,7 @@ struct Configured {
 }
 
 impl Configured {
-    /// What the probe prints for these words; `None` without a probe, and when it fails.
+    /// Returns the probe's output for these arguments; `None` without a probe or if it fails.
     async fn probe(&self, words: &[&str]) -> Option<Vec<u8>> {
         let probe: &PathBuf = self.words.probe.as_ref()?;
         let output = Command::new(probe).args(words).kill_on_drop(true).output();

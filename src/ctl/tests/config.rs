@@ -1,5 +1,5 @@
-//! `peerpod config` as a person or a script meets it: the real program, its exit codes, what goes where; and the
-//! README's own examples fed to it.
+//! Tests of `peerpod config` with the real program: its exit codes, its output on both streams, and the examples of the
+//! README.
 
 #![allow(clippy::unwrap_used)] // test code outside of test functions
 
@@ -9,19 +9,19 @@ use std::{
     process::{Command, Output},
 };
 
-/// Runs the program with nothing of our own environment.
+/// Runs the program without the environment of this process.
 fn peerpod(arguments: &[&str], variables: &[(&str, &str)]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_peerpod"));
     command.args(arguments).env_clear().envs(variables.iter().copied()).output().unwrap()
 }
 
-/// Standard output, standard error, and the exit code.
+/// Returns standard output, standard error, and the exit code.
 fn told(output: &Output) -> (String, String, Option<i32>) {
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
     (text(&output.stdout), text(&output.stderr), output.status.code())
 }
 
-/// A file of this test's own; gone with it.
+/// A file of this test, removed on drop.
 struct File(PathBuf);
 
 impl File {
@@ -42,7 +42,7 @@ impl Drop for File {
     }
 }
 
-/// The blocks of the README that are YAML.
+/// Returns the YAML blocks of the README.
 fn examples() -> Vec<String> {
     let readme = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../README.md");
     let text = fs::read_to_string(readme).unwrap();
@@ -83,7 +83,7 @@ fn a_flag_overrides_a_variable_and_that_the_file_and_print_says_who_won() {
         let (line, shown) = (line(key), format!("{key} \"{value}\""));
         assert!(line.contains(&shown) && line.contains(origin), "{shown} of {origin}, not {line}");
     }
-    // What is printed is a configuration again, and means the same.
+    // The printed text is a configuration with the same meaning.
     let again = File::new("again", &out);
     let (_, error, code) = told(&peerpod(&["config", "check", "--config", again.path()], &[]));
     assert_eq!((code, error.as_str()), (Some(0), ""), "{error}");
@@ -106,7 +106,7 @@ fn mistakes_of_all_layers_are_told_at_once_on_standard_error_with_exit_code_1() 
     ] {
         assert!(error.contains(place), "{place} is named: {error}");
     }
-    // `print` does not print what is not in force.
+    // `print` does not print a configuration that is not in force.
     let (out, error, code) = told(&peerpod(&["config", "print", "--config", file.path()], &[]));
     assert_eq!((code, out.as_str()), (Some(1), ""), "{error}");
     let (_, error, code) = told(&peerpod(&["config", "check", "--config", "/nonexistent.yaml"], &[]));

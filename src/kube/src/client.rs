@@ -1,5 +1,5 @@
-//! A client for the API server, and a deadline for each of its calls: a server that took a request and never answers must
-//! not hold anybody up. Its errors name the server's address and every cause ([`explain`]).
+//! Builds a client for the API server and gives each call a deadline. A server that accepts a request and never answers
+//! therefore delays no caller for ever. Errors name the server's address and every cause ([`explain`]).
 
 use std::{future::Future, path::Path, time::Duration};
 
@@ -13,17 +13,17 @@ use peerpod_base::chain::chain;
 use tokio::time::timeout;
 use tower::{BoxError, util::MapErrLayer};
 
-/// How long the TCP connection to the API server may take.
+/// Limit for the TCP connection to the API server.
 const CONNECT: Duration = Duration::from_secs(5);
 
-/// How long a connection on which something is awaited may be silent: a watch has a bookmark every minute or so, and an
-/// API server that died without a word (its node was cut off) would otherwise be listened to for ever.
+/// Limit for the silence of a connection with a pending answer. A watch receives a bookmark about every minute. Without
+/// the limit, a watch would wait for ever when the API server's node is cut off.
 const SILENCE: Duration = Duration::from_secs(180);
 
-/// How long one answer may take. Watches are longer: they go without [`within`].
+/// Deadline of one call. Watches last longer and do not use [`within`].
 pub const ANSWER: Duration = Duration::from_secs(15);
 
-/// Why there is no answer of the API server.
+/// Reasons why the API server gave no answer.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The kubeconfig, or the service account in the pod, cannot be used.
@@ -32,15 +32,15 @@ pub enum Error {
     /// The API server refused, or could not be reached.
     #[error("{what}: {said}", said = explain(error))]
     Api {
-        /// What was attempted, on what.
+        /// The attempted operation and its object.
         what: String,
-        /// Why it failed.
+        /// The cause.
         error: kube::Error,
     },
-    /// Nothing came back in time.
+    /// No answer arrived before the deadline.
     #[error("{what}: the API server did not answer within {after:?}")]
     Late {
-        /// What was attempted, on what.
+        /// The attempted operation and its object.
         what: String,
         /// The deadline.
         after: Duration,
@@ -48,7 +48,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// The HTTP status that the API server refused with.
+    /// Returns the HTTP status of the API server's refusal.
     pub fn status(&self) -> Option<u16> {
         match self {
             Error::Api { error: kube::Error::Api(status), .. } => Some(status.code),
@@ -56,12 +56,13 @@ impl Error {
         }
     }
 
-    /// Whether the object is not there. Where its kind is not there either, nothing is known of it.
+    /// Whether the object does not exist. False where its kind is not installed either: the error then proves nothing
+    /// about the object.
     pub fn is_not_found(&self) -> bool {
         matches!(self, Error::Api { error: kube::Error::Api(status), .. } if status.code == 404 && !is_unknown_kind(status))
     }
 
-    /// Whether somebody else was first: it exists already, or is another one by now.
+    /// Whether another writer was first: the object exists already, or has changed since it was read.
     pub fn is_conflict(&self) -> bool {
         self.status() == Some(409)
     }
@@ -75,7 +76,8 @@ struct Unanswered {
     source: BoxError,
 }
 
-/// The text of an error of kube's client or runtime: every cause once, the API server's own words without their frame.
+/// Returns the text of an error of kube's client or runtime: every cause once, and the API server's message without the
+/// wrapping that kube adds.
 pub fn explain(error: &(dyn std::error::Error + 'static)) -> String {
     let mut at = Some(error);
     while let Some(one) = at {
@@ -99,13 +101,14 @@ fn said(status: &Status) -> String {
     if message.is_empty() { format!("{reason} ({code})") } else { format!("{message} ({code} {reason})") }
 }
 
-/// For a path that it does not serve the API server answers in plain text; for a missing object with a `NotFound`.
+/// The API server answers in plain text for a path that it does not serve, and with reason `NotFound` for a missing
+/// object.
 fn is_unknown_kind(status: &Status) -> bool {
     status.code == 404 && status.reason != "NotFound" && status.message.starts_with("404 page not found")
 }
 
-/// A client by this kubeconfig; without one as a pod's service account, or as `KUBECONFIG` and `~/.kube/config` say.
-/// Nothing is asked of the server yet.
+/// Builds a client from this kubeconfig, or else from the pod's service account, `KUBECONFIG` or `~/.kube/config`.
+/// Sends no request.
 ///
 /// # Errors
 /// [`Error::Config`] when no address or no credentials can be read.
@@ -122,14 +125,14 @@ pub async fn connect(kubeconfig: Option<&Path>) -> Result<Client, Error> {
     };
     config.connect_timeout = Some(CONNECT);
     config.read_timeout = Some(SILENCE);
-    // The time that a pooled connection lay idle is no silence.
+    // The idle time of a pooled connection does not count as silence.
     config.reset_reader_on_write = true;
     let address = config.cluster_url.to_string();
     let builder = ClientBuilder::try_from(config).map_err(|error| unusable(&error))?;
     Ok(builder.with_layer(&MapErrLayer::new(move |error| unanswered(&address, error))).build())
 }
 
-/// Adds the server's address, except to an error of the client itself (about credentials, for instance).
+/// Adds the server's address to an error, except to an error of the client itself (about credentials, for instance).
 fn unanswered(address: &str, source: BoxError) -> BoxError {
     if source.is::<kube::Error>() {
         source
@@ -138,7 +141,7 @@ fn unanswered(address: &str, source: BoxError) -> BoxError {
     }
 }
 
-/// One call with its deadline; `what` says what was attempted, on what.
+/// Runs one call with its deadline. The first argument names the operation and its object.
 ///
 /// # Errors
 /// [`Error::Api`] or [`Error::Late`].
@@ -176,7 +179,7 @@ mod tests {
         assert!(text.starts_with(&format!("list Pods: the API server at http://{closed}/: ")), "{text}");
         assert!(text.contains("Connection refused"), "{text}");
         assert_eq!(text.matches("Connection refused").count(), 1, "{text}");
-        // As the runtime hands it on.
+        // The same error through kube's runtime.
         let watched = kube::runtime::watcher(pods, kube::runtime::watcher::Config::default());
         let errors = futures_util::StreamExt::filter_map(watched, |event| std::future::ready(event.err()));
         let error = futures_util::StreamExt::next(&mut std::pin::pin!(errors)).await.unwrap();

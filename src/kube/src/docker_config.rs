@@ -1,5 +1,5 @@
-//! Pull secrets in the forms Kubernetes has for them, merged into one `.dockerconfigjson`. Pure; nothing here is ever
-//! printed, and mistakes repeat nothing of a secret.
+//! Merges pull secrets of both Kubernetes forms into one `.dockerconfigjson`. Pure. Secrets are never printed, and
+//! errors repeat no part of a secret.
 
 use std::collections::BTreeMap;
 
@@ -7,13 +7,13 @@ use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 use zeroize::Zeroizing;
 
-/// The largest merged one: it travels to the guest in one message of at most 4 MiB, beside the pod's initdata.
+/// Largest merged text in bytes. It travels to the guest in one message of at most 4 MiB, beside the pod's initdata.
 pub const MOST: usize = 2 << 20;
 
-/// What Docker Hub is called in such files.
+/// Names of Docker Hub in such files.
 const HUB: [&str; 3] = ["index.docker.io", "docker.io", "registry-1.docker.io"];
 
-/// Which of the two forms a secret has.
+/// Form of a pull secret.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Form {
     /// Type `kubernetes.io/dockerconfigjson`, key `.dockerconfigjson`: entries below `auths`.
@@ -23,7 +23,7 @@ pub enum Form {
 }
 
 impl Form {
-    /// The form that a secret of this type has; `None`: it is no pull secret.
+    /// Returns the form of a secret of this type; `None`: the secret is no pull secret.
     pub fn of_type(kind: &str) -> Option<Form> {
         match kind {
             "kubernetes.io/dockerconfigjson" => Some(Form::DockerConfigJson),
@@ -32,7 +32,7 @@ impl Form {
         }
     }
 
-    /// The key in the secret's data.
+    /// Returns the key in the secret's data.
     pub fn key(self) -> &'static str {
         match self {
             Form::DockerConfigJson => ".dockerconfigjson",
@@ -41,10 +41,10 @@ impl Form {
     }
 }
 
-/// Why a secret is of no use.
+/// Reasons to refuse a secret.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Bad {
-    /// Not JSON of the form.
+    /// The value is not JSON of the form.
     #[error(
         "{key} is not of its form ({what} at line {line}); make it with `kubectl create secret docker-registry`"
     )]
@@ -53,10 +53,10 @@ pub enum Bad {
         key: &'static str,
         /// Kind of mistake.
         what: &'static str,
-        /// From 1.
+        /// Line of the mistake, counted from 1.
         line: usize,
     },
-    /// All together.
+    /// The merged text is too large.
     #[error(
         "the pull secrets together have more than {MOST} bytes; remove entries of registries that the pod does not need"
     )]
@@ -65,25 +65,26 @@ pub enum Bad {
 
 type Entries = BTreeMap<String, Box<RawValue>>;
 
-/// The same for writing and reading.
+/// The same type serves for writing and reading.
 #[derive(Deserialize, Serialize)]
 struct File {
     #[serde(default)]
     auths: Entries,
 }
 
-/// Entries of many secrets; for one registry (and path) the first one counts, as a kubelet would try it first.
+/// Merged entries of several secrets. For one registry (and path) the first entry counts, the one a kubelet would try
+/// first.
 #[derive(Default)]
 pub struct Merged {
-    /// By what kubelet takes for the same registry; with the key as it was written.
+    /// Keyed by registry as kubelet normalises it; the value holds the key as it was written.
     entries: BTreeMap<String, (String, Zeroizing<String>)>,
 }
 
 impl Merged {
-    /// Adds what has no entry yet.
+    /// Adds the secret's entries for registries that have none yet.
     ///
     /// # Errors
-    /// The secret is malformed; then none of it was taken.
+    /// The secret is malformed; then none of its entries is added.
     pub fn add(&mut self, form: Form, bytes: &[u8]) -> Result<(), Bad> {
         let entries = match form {
             Form::DockerConfigJson => serde_json::from_slice::<File>(bytes).map(|file| file.auths),
@@ -100,7 +101,7 @@ impl Merged {
         };
         let mut taken = Vec::new();
         for (key, entry) in entries.map_err(malformed)? {
-            // An entry that is no object would make the guest refuse all of them.
+            // One entry that is no object would make the guest refuse all of them.
             let text: Zeroizing<String> = Zeroizing::new(String::from(Box::<str>::from(entry)));
             serde_json::from_str::<Entry>(&text).map_err(malformed)?;
             taken.push((registry(&key), (key, text)));
@@ -116,7 +117,7 @@ impl Merged {
         self.entries.is_empty()
     }
 
-    /// One `.dockerconfigjson`; empty text where there is no entry.
+    /// Returns one `.dockerconfigjson`; empty text where there is no entry.
     ///
     /// # Errors
     /// [`Bad::TooLarge`].
@@ -126,7 +127,7 @@ impl Merged {
             return Ok(text);
         }
         let room: usize = self.entries.values().map(|(key, entry)| key.len() * 6 + entry.len() + 8).sum();
-        // At once: a text that grows leaves copies behind.
+        // Allocated once: a growing text would leave copies of secrets in memory.
         text.reserve(room.min(MOST) + 16);
         text.push_str("{\"auths\":{");
         for (index, (key, entry)) in self.entries.values().enumerate() {
@@ -145,7 +146,7 @@ impl Merged {
     }
 }
 
-/// As far as an entry must be right for those who use it; what else it has stays.
+/// Fields of an entry that its readers need; their types are checked. Other fields pass through unchecked.
 #[derive(Deserialize)]
 #[expect(dead_code, reason = "only its form is looked at")]
 struct Entry {
@@ -159,8 +160,8 @@ struct Entry {
     registrytoken: Box<str>,
 }
 
-/// What tells one registry from another, as kubelet reads such keys: without scheme, without `/v1/` and `/v2/`, Docker
-/// Hub's names as one.
+/// Returns the key by which kubelet compares registries: without scheme, without `/v1/` and `/v2/`, and with one name
+/// for Docker Hub.
 fn registry(key: &str) -> String {
     let key = key.strip_prefix("https://").or_else(|| key.strip_prefix("http://")).unwrap_or(key);
     let (host, path) = key.split_once('/').unwrap_or((key, ""));

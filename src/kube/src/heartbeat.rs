@@ -1,19 +1,19 @@
-//! How a node's daemon says that it lives: a Lease `peerpod-node-<node>` in our own namespace, which it renews for as long
-//! as it looks after its ledger.
+//! Names the heartbeat of a node: a Lease `peerpod-node-<node>` in the project's namespace, which the node renews as
+//! long as it maintains its ledger.
 //!
-//! While it is fresh the cluster's controller leaves that node's VMs to it: the daemon compares the provider's list with
-//! its ledger itself. The Lease outlives its node: by it the controller knows that the node was one of this cluster, so
-//! it has no owner reference. Only names are here; touches nothing.
+//! While the Lease is fresh, the controller leaves that node's VMs to the node, which compares the provider's list with
+//! its ledger itself. The Lease has no owner reference and outlives its Kubernetes node: the controller learns from it
+//! that the node belonged to this cluster. May touch: nothing.
 
-/// Before the node's name, in the Lease's.
+/// Prefix of the Lease's name, before the node's name.
 pub const PREFIX: &str = "peerpod-node-";
 
-/// The name of a node's Lease.
+/// Returns the name of a node's Lease.
 pub fn name_of(node: &str) -> String {
     format!("{PREFIX}{node}")
 }
 
-/// Whose heartbeat a Lease of this name is.
+/// Returns the node of a heartbeat Lease of this name.
 pub fn node_of(lease: &str) -> Option<&str> {
     lease.strip_prefix(PREFIX).filter(|node| !node.is_empty())
 }

@@ -1,19 +1,20 @@
-//! Ownership by a Lease: whose a thing is now, and a number that grows with each owner.
+//! Records ownership in a Lease: the present owner, and a number that grows with each owner.
 //!
-//! * [`take`], [`renew`], [`release`] and [`remove`] are one compare-and-swap each, for whoever owns something without being
-//!   there all the time (a volume that belongs to a VM: without a duration, until it is given back).
-//! * [`Election`] keeps a Lease for as long as the process can, and says when it no longer does: several replicas, one
+//! * [`take`], [`renew`], [`release`] and [`remove`] are one compare-and-swap each, for an owner that does not run all
+//!   the time. A volume that belongs to a VM has a Lease without a duration, until it is given back.
+//! * [`Election`] holds a Lease for as long as the process can renew it, and reports its loss: several replicas, one
 //!   leader.
 //!
-//! **Fencing.** A holder acts only until a moment of its own clock, counted from *before* it sent the renewal that
-//! succeeded; others take a Lease over only when they have themselves seen it unchanged for its whole duration, which is
-//! longer. No two clocks are compared. A process that was stopped and goes on finds its moment passed before it does
-//! anything else: [`Term::check`] stands before each effect, [`Term::confirm`] (which asks the API server) before those
-//! that could do harm late. [`Term::token`] is the Lease's `leaseTransitions`: it grows with each change of hands.
+//! **Fencing.** A holder acts only until a deadline of its own clock, counted from *before* it sent the last successful
+//! renewal. Others take a Lease over only after they have themselves seen it unchanged for its whole duration, which is
+//! longer. No two clocks are compared. A process that was stopped and continues finds its deadline passed before it
+//! does anything else: callers use [`Term::check`] before each effect, and [`Term::confirm`], which asks the API
+//! server, before effects that could do harm late. [`Term::token`] is the Lease's `leaseTransitions`, which grows with
+//! each change of owner.
 //!
-//! An owner that comes back under its own name (a container that is started again in its pod) has its Lease at once, as
-//! a new owner with a new token; one of the same name that is not dead after all is pushed out, and notices with its
-//! next renewal.
+//! An owner that returns under its own name (a container restarted in its pod) gets its Lease at once, as a new owner
+//! with a new token. If the earlier process of that name still runs, it loses the Lease and notices with its next
+//! renewal.
 
 mod election;
 
@@ -33,73 +34,73 @@ use crate::client::{Error, within};
 
 pub use election::{Election, ElectionConfig, Leader, NotHeld, Standing, Term};
 
-/// Which of the processes of one name holds it.
+/// Annotation that distinguishes successive processes of one name.
 const INCARNATION: &str = "peerpod.io/incarnation";
 
-/// Who wants to own.
+/// Identity that takes a Lease.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Owner {
     /// The Lease's `holderIdentity`.
     pub identity: String,
-    /// Which of those that had this name one after the other; empty where there is only one ever.
+    /// Distinguishes successive processes of this name; empty where there is only ever one.
     pub incarnation: String,
 }
 
 impl Owner {
-    /// One of whom there is only one ever: a VM, a pod.
+    /// Returns an owner of which there is only ever one: a VM, a pod.
     pub fn only(identity: impl Into<String>) -> Owner {
         Owner { identity: identity.into(), incarnation: String::new() }
     }
 }
 
-/// A Lease that is held: what the next [`renew`] or [`release`] compares with.
+/// A Lease that is held: the state that the next [`renew`] or [`release`] compares with.
 #[derive(Clone, Debug)]
 pub struct Held {
     lease: Lease,
 }
 
 impl Held {
-    /// `leaseTransitions`: greater than that of each owner before.
+    /// Returns `leaseTransitions`, which is greater than that of each earlier owner.
     pub fn token(&self) -> i32 {
         spec(&self.lease).lease_transitions.unwrap_or_default()
     }
 }
 
-/// What came of [`take`].
+/// Result of [`take`].
 #[derive(Debug)]
 pub enum Taken {
-    /// It is ours.
+    /// The caller holds the Lease.
     Ours(Held),
-    /// It is somebody else's.
+    /// Another owner holds the Lease.
     Others {
-        /// Whose.
+        /// Identity of that owner.
         holder: String,
-        /// The Lease as it is: seen unchanged for [`lasts`] it may be taken, by [`take_over`].
+        /// The Lease as it was read. Once it was seen unchanged for [`lasts`], it may be taken with [`take_over`].
         seen: Lease,
     },
 }
 
-/// How long a Lease is its holder's after a renewal; `None`: until it is given back.
+/// Returns how long a Lease belongs to its holder after a renewal; `None`: until it is given back.
 pub fn lasts(lease: &Lease) -> Option<Duration> {
     let seconds = spec(lease).lease_duration_seconds?;
     u64::try_from(seconds).ok().map(Duration::from_secs)
 }
 
-/// Whose a Lease is; `None`: nobody's.
+/// Returns the holder of a Lease; `None`: it has no holder.
 pub fn holder(lease: &Lease) -> Option<&str> {
     lease.spec.as_ref()?.holder_identity.as_deref().filter(|holder| !holder.is_empty())
 }
 
-/// Whether these are the same Lease with nothing done to it in between.
+/// Whether both are the same Lease, unmodified in between.
 pub fn unchanged(one: &Lease, other: &Lease) -> bool {
     one.metadata.uid == other.metadata.uid && one.metadata.resource_version == other.metadata.resource_version
 }
 
-/// Takes a Lease that is nobody's, or ours under an earlier incarnation; makes it where there is none. `duration`: how
-/// long it stays ours without a renewal, in whole seconds; `None`: until it is given back.
+/// Takes a Lease that has no holder or that an earlier incarnation of the owner holds; makes it where there is none.
+/// `duration` is the time until it lapses without a renewal, in whole seconds; `None`: until it is given back.
 ///
 /// # Errors
-/// The API server refused or did not answer. After [`Error::Late`] it may be ours: ask again.
+/// The API server refused or did not answer. After [`Error::Late`] the Lease may have been taken: call again.
 pub async fn take(
     leases: &Api<Lease>,
     name: &str,
@@ -130,10 +131,10 @@ pub async fn take(
     }
 }
 
-/// Takes a Lease exactly as it was seen, whoever holds it. The caller knows that its time is over.
+/// Takes a Lease exactly as it was seen, from any holder. The caller has made sure that it has lapsed.
 ///
 /// # Errors
-/// A conflict when it is not as it was seen any more; as [`take`].
+/// A conflict when the Lease has changed since; otherwise as [`take`].
 pub async fn take_over(
     leases: &Api<Lease>,
     seen: &Lease,
@@ -145,15 +146,16 @@ pub async fn take_over(
     replace(leases, lease, "take").await
 }
 
-/// Says that we still hold it.
+/// Renews a Lease that is held.
 ///
 /// # Errors
-/// A conflict when it is not ours any more; as [`take`].
+/// A conflict when another owner holds it; otherwise as [`take`].
 pub async fn renew(leases: &Api<Lease>, held: &Held) -> Result<Held, Error> {
     let mut lease = held.lease.clone();
     lease.spec.get_or_insert_default().renew_time = Some(now());
     match replace(leases, lease, "renew").await {
-        // Somebody put a label on it, or an answer was lost: still ours if its holder is.
+        // The Lease was modified (a label, for instance), or an earlier answer was lost. It is still held if the owner
+        // is the same.
         Err(error) if error.is_conflict() => {
             let name = name(&held.lease);
             let found = within(format!("read lease {name}"), leases.get(name)).await?;
@@ -168,7 +170,8 @@ pub async fn renew(leases: &Api<Lease>, held: &Held) -> Result<Held, Error> {
     }
 }
 
-/// Gives it back; the object stays, and with it the count of its owners. Not ours any more is fine.
+/// Gives the Lease back. The object stays, and with it the count of its owners. A Lease that is no longer held is no
+/// error.
 ///
 /// # Errors
 /// As [`take`], but never a conflict.
@@ -186,8 +189,9 @@ pub async fn release(leases: &Api<Lease>, held: &Held) -> Result<(), Error> {
     }
 }
 
-/// Gives it back and deletes the object, and with it the count of its owners: for a thing of which nothing is to be left
-/// and whose owners never compare tokens. It is deleted as it was read, so never another owner's. Not ours any more is fine.
+/// Deletes the Lease, and with it the count of its owners. It serves resources that must leave no object behind and
+/// owners that never compare tokens. The deletion names the version that was read, so it never deletes another owner's
+/// Lease. A Lease that is no longer held is no error.
 ///
 /// # Errors
 /// As [`take`], but never a conflict.
@@ -206,7 +210,7 @@ pub async fn remove(leases: &Api<Lease>, name: &str, identity: &str) -> Result<(
     }
 }
 
-/// By holder, incarnation and count.
+/// Compares holder, incarnation and count.
 fn same_owner(one: &Lease, other: &Lease) -> bool {
     let incarnation = |lease: &Lease| {
         lease
@@ -241,7 +245,7 @@ fn hand_to(lease: &mut Lease, owner: &Owner, duration: Option<Duration>) {
 
 async fn replace(leases: &Api<Lease>, lease: Lease, verb: &str) -> Result<Held, Error> {
     let what = format!("{verb} lease {}", name(&lease));
-    // With its resourceVersion in it, this is the compare-and-swap.
+    // The Lease contains its resourceVersion, which makes this the compare-and-swap.
     let done = within(what, leases.replace(name(&lease), &PostParams::default(), &lease)).await?;
     Ok(Held { lease: done })
 }
@@ -254,19 +258,19 @@ fn spec(lease: &Lease) -> LeaseSpec {
     lease.spec.clone().unwrap_or_default()
 }
 
-/// For people, and for those who watch it change: nobody compares it with a clock of their own.
+/// The time is written for people, and so that watchers see a change. No process compares it with its own clock.
 fn now() -> MicroTime {
     MicroTime(Timestamp::now())
 }
 
-/// Watches a Lease that is somebody else's: when it was seen to change last, by our clock.
+/// Watches a Lease of another owner: records, by the local clock, when it was last seen to change.
 #[derive(Debug, Default)]
 pub struct Watched {
     last: Option<(Lease, Instant)>,
 }
 
 impl Watched {
-    /// Takes note of what was read, at this moment. True when it has not changed for all of its duration: it may be taken.
+    /// Records the Lease as read at `at`. Returns true when it has not changed for its whole duration and may be taken.
     pub fn expired(&mut self, seen: &Lease, at: Instant) -> bool {
         match &self.last {
             Some((last, since)) if unchanged(last, seen) => {

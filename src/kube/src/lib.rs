@@ -1,8 +1,9 @@
-//! What our programs share towards Kubernetes: the custom resources ([`crds`]), a client whose calls end ([`client`]),
-//! ownership and leadership by Leases ([`lease`]), how a node says that it lives ([`heartbeat`]), and pull secrets
-//! ([`docker_config`]).
+//! Kubernetes code that the programs share: the custom resources ([`crds`]), a client with a deadline for each call
+//! ([`client`]), ownership and leader election by Leases ([`lease`]), the names of the nodes' heartbeats
+//! ([`heartbeat`]), and the merging of pull secrets ([`docker_config`]).
 //!
-//! Knows the API server and no part of ours. May touch: the network, a kubeconfig or the service account's files.
+//! Of the project's crates it uses `peerpod-base` alone. May touch: the network, a kubeconfig or the service account's
+//! files.
 
 pub mod client;
 pub mod crds;

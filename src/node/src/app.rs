@@ -1,5 +1,6 @@
-//! Puts the node together: [`build`] recovers, binds everything and returns real addresses; [`Bound::run`] serves until
-//! told to stop. The end kills no pod: what runs goes on without us, and what was begun is in the ledger.
+//! Assembles the node: [`build`] recovers the sandboxes, binds every socket and returns the bound addresses;
+//! [`Bound::run`] serves until shutdown. Shutdown stops no pod: running pods continue without the node, and unfinished
+//! work is recorded in the ledger.
 
 use std::{
     fs::{DirBuilder, File},
@@ -45,64 +46,65 @@ use crate::{
     volumes::{Pods, Volumes},
 };
 
-/// How long calls that must not be cut off may take at the end.
+/// Time that calls in progress get to complete at shutdown.
 const DRAIN: Duration = Duration::from_secs(5);
-/// How long the connections may take to close after that.
+/// Time that open connections get to close after that.
 const CLOSE: Duration = Duration::from_secs(1);
-/// How long a start waits for the provider before it goes on without it (not ready; new VMs wait longer).
+/// Time that a start waits for the provider. After it the node starts without the provider: it is not ready, and new
+/// VMs wait longer.
 const PREFLIGHT: Duration = Duration::from_secs(5);
-/// How often the inbox is looked at without being asked.
+/// Interval at which the inbox is read without a request from the relay.
 const INBOX_EVERY: Duration = Duration::from_secs(5);
-/// How often VMs without a record are looked for.
+/// Interval of the search for VMs without a record.
 const ORPHANS_EVERY: Duration = Duration::from_secs(600);
 
-/// Why the node does not start, or ended.
+/// Reason for a failed start or an unexpected end of the node.
 #[derive(Debug, thiserror::Error)]
 pub enum AppError {
     /// A folder or file is not usable.
     #[error("{what} {}: {why}", path.display())]
     Path {
-        /// What was attempted.
+        /// The attempted step.
         what: &'static str,
-        /// On what.
+        /// The path of the attempt.
         path: PathBuf,
-        /// Why not.
+        /// The operating system's error.
         why: io::Error,
     },
-    /// The state directory.
+    /// The state directory is not usable.
     #[error(transparent)]
     Ledger(#[from] ledger::Error),
-    /// The CA.
+    /// The node's CA is not usable.
     #[error(transparent)]
     Trust(#[from] trust::Error),
-    /// The pods' networks.
+    /// The tunnels of the pods' networks cannot be opened.
     #[error(transparent)]
     Tunnel(#[from] tunnel::Error),
-    /// The provider's settings or state.
+    /// The provider's settings or state are not usable.
     #[error("open the provider: {0}")]
     Provider(peerpod_provider_api::Error),
-    /// Settings that the provider cannot serve: no pod would ever start.
+    /// The provider cannot add a second NIC: no pod would ever start.
     #[error(
         "tunnel.external = second-nic: provider {0} gives VMs no second network card; set it to vm or tunnel, or use \
          another provider"
     )]
     NoSecondNic(&'static str),
-    /// The same for `node.vm-…`.
+    /// The provider does not support the `node.vm-…` settings: no pod would ever start.
     #[error("node.vm-arch, -confidential, -market, -zones, -public-ip: {0}")]
     Wishes(peerpod_provider_api::Error),
-    /// The API server's address, or our credentials there.
+    /// There is no usable address of the API server, or no usable credentials for it.
     #[error(transparent)]
     Cluster(#[from] peerpod_kube::client::Error),
-    /// The admin port.
+    /// The admin server cannot be started.
     #[error(transparent)]
     Admin(#[from] admin::Error),
-    /// The door.
+    /// A ttrpc server (`node.sock` or `volumes.sock`) cannot be started.
     #[error("serve node.sock: {0}")]
     Door(ttrpc::Error),
-    /// It was told to stop before it could serve.
+    /// Shutdown was requested while another node still used the state directory.
     #[error("stopped while another peerpod-node still used {}", .0.display())]
     Waiting(PathBuf),
-    /// A part ended that never should.
+    /// A background task ended that runs until shutdown.
     #[error("a part of the node ended: {0}; see the lines above")]
     Ended(String),
 }
@@ -112,16 +114,16 @@ fn path_error(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> AppE
     move |why| AppError::Path { what, path, why }
 }
 
-/// A node that recovered, whose sockets are bound and served.
+/// A recovered node with bound sockets.
 pub struct Bound {
-    /// The admin port, as bound.
+    /// Bound address of the admin port.
     pub admin: SocketAddr,
-    /// `node.sock`.
+    /// Path of `node.sock`.
     pub socket: PathBuf,
     sandboxes: Sandboxes,
     cluster: Option<Cluster>,
     server: ttrpc::r#async::Server,
-    /// Of `volumes.sock`.
+    /// Server of `volumes.sock`.
     volumes: ttrpc::r#async::Server,
     drain: Drain,
     ready: Ready,
@@ -129,10 +131,11 @@ pub struct Bound {
     socket_id: (u64, u64),
 }
 
-/// Recovers, binds, serves. Waits for another node of this state directory to leave, as in an upgrade.
+/// Recovers the sandboxes, binds the sockets and serves. Waits for another node of the same state directory to exit, as
+/// in an upgrade.
 ///
 /// # Errors
-/// See [`AppError`]; nothing stays bound then, and nothing was begun that the ledger does not know.
+/// See [`AppError`]; no socket stays bound, and the ledger records everything that was begun.
 pub async fn build(
     config: NodeConfig,
     provider: peerpod_providers::Settings,
@@ -149,19 +152,19 @@ pub async fn build(
         None => None,
     };
     if let Some(cluster) = &cluster {
-        // Before we wait for a predecessor: one that leaves then leaves the capacity to us.
+        // Claim before waiting for a predecessor: at its exit it then leaves the capacity in place.
         cluster.claim(&mut tasks);
         cluster.run(&mut tasks);
     }
 
-    // The sandboxes' own folders come and go in there; it stays.
+    // Sandboxes create and remove their own folders in here; the folder itself stays.
     let pods = config.run_dir.join("pods");
     make_dir(&pods).map_err(path_error("make", &pods))?;
     let ledger = Ledger::open(&config.state_dir)?;
-    // Held by the ledger: a write that is still under way when we end keeps our successor out until it is done.
+    // The ledger holds the lock: a write in progress at exit keeps the successor out until it completes.
     let ledger = ledger.guarded_by(lock(&config.state_dir, &starting, shutdown).await?);
 
-    // What was promised for us, before anything else is looked at.
+    // The inbox comes first: the relay has already answered the stops in it.
     let inbox = Inbox::open(&config.state_dir)?;
     let (notes, bad_notes) = inbox.read()?;
     let Loaded { records, batches, unread_batches, mut quarantined } = ledger.load()?;
@@ -295,7 +298,7 @@ impl Bound {
     /// Serves until `shutdown`, then drains and closes. Running pods are not touched.
     ///
     /// # Errors
-    /// A part ended by itself: the process must not go on half.
+    /// A background task ended: the process must not continue without it.
     pub async fn run(mut self, shutdown: &Shutdown) -> Result<(), AppError> {
         let ended = tokio::select! {
             () = shutdown.wait() => Ok(()),
@@ -308,15 +311,15 @@ impl Bound {
         ended
     }
 
-    /// Answers what is being written down, then closes. Calls that wait for a VM are sent again by the relay.
+    /// Completes the calls that write a record, then closes. The relay repeats calls that wait for a VM.
     pub async fn stop(mut self) {
         self.ready.not_ready("stop", "stopping");
         self.server.stop_listen().await;
-        // Beside the rest: nothing waits for an API server that is away.
+        // Runs beside the rest: no other step waits for an unreachable API server.
         let farewell =
             self.cluster.take().map(|cluster| tokio::spawn(async move { cluster.farewell().await }));
         self.volumes.stop_listen().await;
-        // Only if it is still ours: a successor may have bound it already.
+        // Removed only if it is still this process's socket: a successor may have bound it already.
         let ours =
             std::fs::symlink_metadata(&self.socket).is_ok_and(|now| (now.dev(), now.ino()) == self.socket_id);
         if ours && let Err(error) = std::fs::remove_file(&self.socket) {
@@ -325,7 +328,7 @@ impl Bound {
         if let Err(busy) = self.drain.drain(DRAIN).await {
             warn!(%busy, "not all calls were answered; the relay sends them again");
         }
-        // The tasks first: none of them begins anything new while the connections close.
+        // The tasks stop first, so that none begins new work while the connections close.
         self.sandboxes.close().await;
         self.tasks.shutdown().await;
         let closed = async {
@@ -344,7 +347,7 @@ impl Bound {
     }
 }
 
-/// Whose pods' volumes are asked for, where this node is in a cluster.
+/// Lookup of pod UIDs for the volumes; `None` outside a cluster.
 fn known_pods(cluster: Option<&Cluster>) -> Option<Arc<dyn Pods>> {
     struct Watched(Reflector);
     impl Pods for Watched {
@@ -356,7 +359,7 @@ fn known_pods(cluster: Option<&Cluster>) -> Option<Arc<dyn Pods>> {
     cluster.map(|cluster| Arc::new(Watched(cluster.pods().clone())) as Arc<dyn Pods>)
 }
 
-/// What the relay is given: a certificate that guests can check, and whom to trust.
+/// Builds the relay's configuration: a certificate that guests can verify, its key, and the trusted CAs.
 fn identity(trust: SharedTrust) -> crate::relay_client::Identity {
     Arc::new(move || {
         let trust = trust.read();
@@ -370,7 +373,7 @@ fn identity(trust: SharedTrust) -> crate::relay_client::Identity {
     })
 }
 
-/// Not ready as long as the relay is away: no pod could start.
+/// Marks the node as not ready while the relay is disconnected: no pod could start.
 fn relay_is_there(tasks: &mut JoinSet<&'static str>, relay: &RelayClient, ready: &Ready) {
     let (mut connected, ready) = (relay.connection(), ready.clone());
     tasks.spawn(async move {
@@ -388,7 +391,8 @@ fn relay_is_there(tasks: &mut JoinSet<&'static str>, relay: &RelayClient, ready:
     });
 }
 
-/// Asks the provider whether we may do all the rest; goes on asking (not ready) when it does not answer soon.
+/// Asks the provider whether the node may make all later calls. Without a quick answer, it continues in the background,
+/// and the node is not ready.
 async fn preflight(
     tasks: &mut JoinSet<&'static str>,
     provider: Arc<dyn Provider>,
@@ -433,7 +437,7 @@ async fn preflight(
     }
 }
 
-/// What runs beside the calls.
+/// Starts the tasks that run beside the calls.
 fn look_after(
     tasks: &mut JoinSet<&'static str>,
     sandboxes: &Sandboxes,
@@ -458,7 +462,7 @@ fn look_after(
     });
     let (table, inbox, metrics) = (sandboxes.clone(), inbox.clone(), metrics.clone());
     tasks.spawn(async move {
-        // The relay says when there is something; this is for a stop that could not be recorded then.
+        // The relay signals new notes; this loop retries a stop that could not be recorded then.
         loop {
             tokio::time::sleep(INBOX_EVERY).await;
             if let Err(error) = rpc::read_inbox(&table, &inbox, &metrics).await {
@@ -468,9 +472,10 @@ fn look_after(
     });
 }
 
-/// One node for one state directory. An older one that is just leaving is waited for.
+/// Locks the state directory for one node. Waits for an older node that is exiting.
 async fn lock(state_dir: &Path, starting: &BlockReady, shutdown: &Shutdown) -> Result<Flock<File>, AppError> {
-    // The folder of records itself: it needs no file that is open for writing, and goes with what it guards.
+    // Locks the folder of records itself: that needs no file open for writing, and the lock goes with the folder it
+    // guards.
     let path = state_dir.join("sandboxes");
     let mut said = false;
     loop {
@@ -492,8 +497,8 @@ async fn lock(state_dir: &Path, starting: &BlockReady, shutdown: &Shutdown) -> R
     }
 }
 
-/// Binds a socket for root alone. We hold the lock, so what is there is left from a node that died; the name changes
-/// over in one step, so that who dials finds one or the other.
+/// Binds a socket for root alone. This process holds the lock, so an existing socket is left over from a dead node. The
+/// rename is atomic, so that a client finds either the old socket or the new one.
 fn bind(path: &Path) -> io::Result<(UnixListener, (u64, u64))> {
     let temporary = path.with_extension("new");
     match std::fs::remove_file(&temporary) {
@@ -508,7 +513,7 @@ fn bind(path: &Path) -> io::Result<(UnixListener, (u64, u64))> {
 }
 
 fn make_dir(dir: &Path) -> io::Result<()> {
-    // One that is there keeps its rights: others may have sockets in it.
+    // An existing folder keeps its mode: other programs may have sockets in it.
     DirBuilder::new().recursive(true).mode(0o700).create(dir)
 }
 

@@ -1,4 +1,4 @@
-//! What user-data says: only public bits and a ticket. Pure; the format is `peerpod_link::birth`.
+//! Builds the user-data of a VM: only public data and a ticket. Pure; the format is `peerpod_link::birth`.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -7,12 +7,14 @@ use peerpod_link::birth::{BirthData, BirthNode, BirthTicket, VERSION};
 
 use crate::trust::Ticket;
 
-/// The user-data of each of `claims` VMs that share a ticket. `node_addresses` are those where the relay listens, `ca` the
-/// SHA-256 of the DER of each CA to pin, `listen` the port on which the VM waits to be dialled if it is not to dial, `lease`
-/// the silence after which the VM powers off (whole seconds, at least one).
+/// Returns the user-data of each of `claims` VMs that share a ticket.
 ///
-/// Some 500 bytes and 30 more per address. It holds the ticket's secret: keep it where the ledger is and show it to
-/// nobody but the cloud. The same arguments give the same text, byte for byte, as a retried create needs.
+/// `node_addresses` are the addresses of the relay. `ca` is the SHA-256 of the DER of each CA to pin. `listen` is the
+/// port on which the VM waits to be dialled, if it does not dial. `lease` is the silence after which the VM powers off
+/// (whole seconds, at least one).
+///
+/// The text has some 500 bytes and 30 more per address. It holds the ticket's secret: store it only where the ledger
+/// is, and give it only to the cloud. The same arguments give the same text, byte for byte, as a retried create needs.
 pub fn user_data(
     ticket: &Ticket,
     claims: u32,

@@ -1,7 +1,7 @@
-//! Supplies the relay with the encrypted tunnel's descriptors: at the start, when it is another process, when it says
-//! that it no longer carries packets, and when somebody deleted something in the tunnel's private namespace, which is
-//! heard there. Keeps up to date where guests find the tunnel. Touches `relay-fds.sock` only; what is handed in is the
-//! tunnel's matter.
+//! Supplies the relay with the encrypted tunnel's descriptors, and keeps the tunnel's endpoints for guests up to date.
+//! The descriptors are passed at the start, to each new relay, and to a relay that reports that it no longer carries
+//! packets. They are also passed after another program deletes something in the tunnel's private namespace, which this
+//! module watches. Touches `relay-fds.sock` only; the tunnel module defines the descriptors.
 
 use std::{net::SocketAddr, time::Duration};
 
@@ -19,14 +19,14 @@ use crate::{
     tunnel::{Carrier, HandIn},
 };
 
-/// How often the relay is asked whether all is well: so long may a data plane that failed carry nothing.
+/// Interval of polls of the relay: the longest time that a failed data plane carries nothing.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
-/// After something that did not work.
+/// Pause after a failure.
 const AGAIN: Duration = Duration::from_millis(500);
-/// Pods come and go in the private namespace too: wait until it is quiet there, but not for long.
+/// Debounce of changes in the private namespace, where pods come and go too. `AT_MOST` bounds the delay.
 const QUIET: Duration = Duration::from_millis(50);
 const AT_MOST: Duration = Duration::from_millis(500);
-/// How often the addresses are looked at without being asked: the provider may have learnt others.
+/// Interval of checks of the addresses without a change signal: the provider may have reported others.
 const ADDRESSES_EVERY: Duration = Duration::from_secs(10);
 
 /// Runs for ever. `underlay` ticks when the node's own network changed.
@@ -49,7 +49,7 @@ async fn supply_always(relay: &RelayClient, carrier: &Carrier) {
     let mut inside: Option<Events> = None;
     loop {
         if inside.is_none() {
-            // Without it what was deleted is found at the next look.
+            // Without the watch, the next poll finds deletions.
             inside = Events::of_underlay(carrier.inside()).ok();
         }
         let met = *epoch.borrow_and_update() > 0;
@@ -66,7 +66,7 @@ async fn supply_always(relay: &RelayClient, carrier: &Carrier) {
                 }
             }
         }
-        // Another relay, a change inside, or time.
+        // Wakes for another relay, a change in the namespace, or the timer.
         tokio::select! {
             _ = epoch.changed() => {}
             deaf = heard(&mut inside) => {
@@ -79,7 +79,7 @@ async fn supply_always(relay: &RelayClient, carrier: &Carrier) {
     }
 }
 
-/// Waits for something to happen; whether nothing can be heard any more.
+/// Waits for a change; returns whether the watch has failed.
 async fn heard(events: &mut Option<Events>) -> bool {
     match events {
         Some(events) => events.settled(QUIET, AT_MOST).await.is_err(),
@@ -102,7 +102,7 @@ async fn supply(relay: &RelayClient, carrier: &Carrier) -> Result<(), String> {
     Ok(())
 }
 
-/// Says where guests find the relay as soon as that changes: a sandbox that follows the same change must not tell its
+/// Publishes the relay's addresses as soon as they change: a sandbox that follows the same change must not send its
 /// guest the old addresses.
 async fn find_always(
     carrier: &Carrier,
@@ -116,7 +116,7 @@ async fn find_always(
         if let Ok(found) = addresses.now(bound) {
             carrier.found_at(found.iter().map(SocketAddr::ip).collect());
         }
-        // One that has ended says nothing more; time still passes.
+        // A closed channel sends no more changes; the timer still runs.
         let news = async {
             tokio::select! {
                 Ok(()) = listening.changed() => {}
@@ -164,7 +164,7 @@ mod tests {
         addresses.provider_says(vec!["192.0.2.2".parse().unwrap(), NODE_INNER.into()]);
         sender.send_modify(|count| *count += 1);
         timeout(SOON, news.changed()).await.expect("the other address, long before the next look").unwrap();
-        // The same again, in the kernel's other order, is none.
+        // The same addresses in the kernel's other order are no change.
         addresses.provider_says(vec![NODE_INNER.into(), "192.0.2.2".parse().unwrap()]);
         sender.send_modify(|count| *count += 1);
         timeout(Duration::from_millis(200), news.changed()).await.unwrap_err();

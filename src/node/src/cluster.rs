@@ -1,23 +1,25 @@
-//! The node towards Kubernetes: what its pods are ([`pods`]), and what a user sees of their VMs (`writer`: one PeerPod
-//! each; `events`: what went wrong; `capacity`: how many fit; `heartbeat`: that this daemon lives).
+//! Connects the node to Kubernetes: watches its pods ([`pods`]), and shows their VMs to users. `writer` keeps one
+//! PeerPod for each VM, `events` posts failures, `capacity` advertises the number that fits, and `heartbeat` shows that
+//! this daemon lives.
 //!
-//! Nothing here holds a pod up. What is to be shown is state, one wish per sandbox, written behind by one task that tries
-//! again until it holds; an API server that is away for hours costs a late record and nothing else. A node that is not said
-//! its name in a cluster (`cluster.node-name`) has no such room at all.
+//! A pod waits at most 900 ms for this module. The state to show is one desired PeerPod per sandbox; one task writes it
+//! in the background and retries until it holds. An API server that is unreachable for hours delays records and nothing
+//! else. A node without a name in a cluster (`cluster.node-name`) does not use this module.
 //!
 //! Rights that it needs, of its service account:
 //!
 //! | group | resource | verbs | on |
 //! |---|---|---|---|
-//! | core | nodes | get, list, watch, patch | its own (`metadata.name`; annotation [`capacity::OWNER`]) |
-//! | core | nodes/status | patch | its own |
-//! | core | pods | list, watch | all namespaces, `spec.nodeName` its own; RBAC cannot say so |
+//! | core | nodes | get, list, watch, patch | its own node (`metadata.name`; annotation [`capacity::OWNER`]) |
+//! | core | nodes/status | patch | its own node |
+//! | core | pods | list, watch | all namespaces, filtered by `spec.nodeName`; RBAC cannot restrict that |
 //! | core | events | create, patch | all namespaces |
 //! | confidentialcontainers.org | peerpods | get, list, create, patch, delete | all namespaces |
 //! | confidentialcontainers.org | peerpods/status | patch | all namespaces |
 //! | coordination.k8s.io | leases | get, create, update | `cluster.namespace` |
 //!
-//! No right on secrets. May touch: the API server. Knows records, and nothing of the sandboxes' tasks.
+//! It needs no right to secrets. May touch: the API server. It reads records, and has no access to the sandboxes'
+//! tasks.
 
 pub mod capacity;
 pub mod config;
@@ -49,12 +51,12 @@ use events::Events;
 use pods::Reflector;
 use writer::Writer;
 
-/// How long a VM waits for its record, at the most: the pod's lookup and the write together.
+/// Longest time that a VM waits for its record: the pod's lookup and the write together.
 const ANNOUNCE: Duration = Duration::from_millis(900);
-/// How long the capacity may take to be taken back at the end.
+/// Time that the removal of the capacity may take at exit.
 const FAREWELL: Duration = Duration::from_secs(3);
 
-/// Clones are the same room.
+/// Client of the cluster. Clones share one state.
 #[derive(Clone)]
 pub struct Cluster {
     config: Arc<ClusterConfig>,
@@ -66,10 +68,10 @@ pub struct Cluster {
 }
 
 impl Cluster {
-    /// A room that speaks with the API server of this configuration. Nobody is asked yet.
+    /// Opens a client of the API server of this configuration. It makes no call yet.
     ///
     /// # Errors
-    /// There are no usable address and credentials.
+    /// There is no usable address, or there are no usable credentials.
     pub async fn open(
         config: ClusterConfig,
         metrics: Metrics,
@@ -88,7 +90,7 @@ impl Cluster {
         })
     }
 
-    /// Runs what runs from the start on: the pods' reflector, and the writers.
+    /// Runs the tasks of the whole life of the daemon: the watch of the pods, and the writers.
     pub fn run(&self, tasks: &mut JoinSet<&'static str>) {
         let (pods, writer, events) = (self.pods.clone(), self.writer.clone(), self.events.clone());
         tasks.spawn(async move {
@@ -105,17 +107,17 @@ impl Cluster {
         });
     }
 
-    /// Claims the node's capacity for this daemon, before it serves: a predecessor that leaves then leaves it standing.
+    /// Claims the node's capacity for this daemon before it serves: a predecessor that exits then leaves it in place.
     pub fn claim(&self, tasks: &mut JoinSet<&'static str>) {
         let capacity = self.capacity.clone();
         tasks.spawn(async move {
             capacity.claim().await;
-            // A part of the node that ends is a fault; this one is done.
+            // The end of a task counts as a fault, and this one has completed.
             std::future::pending().await
         });
     }
 
-    /// Runs what says that this daemon serves: capacity and heartbeat.
+    /// Runs the tasks that show that this daemon serves: capacity and heartbeat.
     pub fn serve(&self, tasks: &mut JoinSet<&'static str>) {
         let capacity = self.capacity.clone();
         tasks.spawn(async move {
@@ -129,7 +131,7 @@ impl Cluster {
         });
     }
 
-    /// The end: takes the capacity back, if it is still this daemon's.
+    /// Removes the capacity at exit, if it still belongs to this daemon.
     pub async fn farewell(&self) {
         match timeout(FAREWELL, self.capacity.give_back()).await {
             Ok(Ok(true)) => info!("the node's capacity for peer pods is taken back"),
@@ -139,20 +141,20 @@ impl Cluster {
         }
     }
 
-    /// This node's pods.
+    /// Returns the watch of this node's pods.
     pub fn pods(&self) -> &Reflector {
         &self.pods
     }
 
-    /// Whether it is known that this very pod names no pull secrets. The API server adds the service account's to the pod
-    /// when the pod is made; as for a kubelet, only the pod's count.
+    /// Whether this very pod is known to name no pull secrets. The API server adds the service account's secrets to the
+    /// pod when the pod is made; as for a kubelet, only the pod's own list counts.
     pub fn has_no_pull_secrets(&self, pod: &PodRef) -> bool {
         let found = self.pods.newest(&pod.namespace, &pod.name);
         found.is_some_and(|found| pod.uid.as_ref() == Some(&found.uid) && found.image_pull_secrets.is_empty())
     }
 
-    /// Has the intent shown before its VM is asked for. Returns when it is, and at the latest after a short while; the
-    /// rest goes on behind. Answers the pod's UID, where it is known by then.
+    /// Writes the PeerPod before its VM is requested. Returns when it is written, or after 900 ms; the write then
+    /// continues in the background. Returns the pod's UID, if it is known by then.
     pub async fn announce(&self, shown: Shown) -> Option<String> {
         let mut shown = shown;
         let known = async {
@@ -163,8 +165,8 @@ impl Cluster {
             }
         };
         let began = tokio::time::Instant::now();
-        // Without it the record is written all the same, and gets its owner when that is known. What the watch knows is
-        // known while the API server is away, too.
+        // Without a UID the record is written without an owner, which is added when it is known. The watch's lookup
+        // also works while the API server is unreachable, so it needs no wait then.
         let patience = if self.calls.is_away() { Duration::ZERO } else { ANNOUNCE * 2 / 3 };
         drop(timeout(patience, known).await);
         let uid = shown.uid.clone();
@@ -178,29 +180,29 @@ impl Cluster {
         uid
     }
 
-    /// Has this shown from now on. Never waits.
+    /// Sets the state to show from now on. Never waits.
     pub fn show(&self, shown: Shown) {
         if let Some(uid) = &shown.uid {
             self.pods.take(uid, &shown.sandbox);
         }
-        // Nobody waits for it.
+        // No caller waits for the write.
         drop(self.writer.want(shown));
     }
 
-    /// Says something on the pod. Never waits; says less to a pod of which much is said.
+    /// Posts an Event on the pod. Never waits; beyond a pod's rate limit, Events are dropped.
     pub fn tell(&self, pod: &PodRef, said: Said) {
         self.events.tell(pod, said);
     }
 
-    /// Every PeerPod of this node.
+    /// Lists every PeerPod of this node.
     ///
     /// # Errors
-    /// The API server does not say.
+    /// The API server does not answer, or refuses.
     pub async fn recorded(&self) -> Result<Vec<Recorded>, client::Error> {
         self.writer.recorded(&self.config.node_name).await
     }
 
-    /// Has a PeerPod removed, whose VM is gone.
+    /// Removes a PeerPod after its VM is gone, in the background.
     pub fn remove(&self, recorded: &Recorded) {
         self.writer.remove(recorded);
     }

@@ -1,5 +1,7 @@
-//! The node's settings: sections `paths`, `node`, `tunnel`, `provider`, `cluster`, `kubernetes` and `log` of the file that all binaries of a
-//! node share. Every key, its default and its meaning stand here (a provider's own with the provider).
+//! Reads the node's settings: sections `paths`, `node`, `tunnel`, `provider`, `secrets`, `cluster`, `kubernetes` and
+//! `log` of the file that all binaries of a node share. Keys, defaults and meanings are defined here, in
+//! [`crate::registries`] and in the `config` modules of [`crate::cluster`] and [`crate::secrets`]; a provider's own
+//! keys with the provider.
 
 use std::{
     net::{IpAddr, SocketAddr},
@@ -31,23 +33,23 @@ use crate::{
     },
 };
 
-/// Sections of the shared file that other binaries read; of `relay` and `csi` we look at one key.
+/// Sections of the shared file that other binaries read; the node reads one key of `relay` and two of `csi`.
 const OTHERS: [&str; 5] = ["relay", "controller", "webhook", "csi", "volumes"];
-/// More do not come within a window; each is a line of the batch's file.
+/// Largest batch. More sandboxes do not arrive within one window; each is an entry of the batch's file.
 const MOST_BATCH: u32 = 1000;
-/// In MiB: 1 TiB.
+/// Upper bound of `node.guest-memory-mib`, in MiB: 1 TiB.
 const MOST_GUEST_MEMORY: u64 = 1 << 20;
-/// Of each list of networks; the guest takes no more.
+/// Upper bound of each list of networks; the guest accepts no more.
 const MOST_PREFIXES: usize = 64;
 
-/// What the node is told.
+/// Settings of the node.
 #[derive(Clone, Debug)]
 pub struct NodeConfig {
-    /// `paths.run-dir`: the sockets.
+    /// `paths.run-dir`: folder of the sockets.
     pub run_dir: PathBuf,
-    /// `paths.state-dir`: the ledger, the CA, the inbox.
+    /// `paths.state-dir`: folder of the ledger, the CA and the inbox.
     pub state_dir: PathBuf,
-    /// `relay.listen`: where the relay waits for guests.
+    /// `relay.listen`: address on which the relay accepts guests.
     pub relay_listen: SocketAddr,
     /// `node.cluster-id`.
     pub cluster_id: String,
@@ -55,15 +57,15 @@ pub struct NodeConfig {
     pub name: String,
     /// `node.admin-listen`: metrics and health.
     pub admin_listen: SocketAddr,
-    /// `node.relay-addresses`: where guests dial; empty: found out.
+    /// `node.relay-addresses`: addresses that guests dial; empty: the node determines them.
     pub relay_addresses: Vec<GuestAddress>,
-    /// `node.link-dial` and `node.guest-port`: where VMs wait for the relay to dial; `None`: they dial.
+    /// `node.link-dial` and `node.guest-port`: port on which VMs wait for the relay to dial; `None`: VMs dial.
     pub dial: Option<u16>,
     /// `node.ticket-ttl`.
     pub ticket_ttl: Duration,
     /// `node.boot-timeout`.
     pub boot_timeout: Duration,
-    /// `node.slow-after`: when it is said what a start waits for.
+    /// `node.slow-after`: time after which the log and an Event name the step that a start waits for.
     pub slow_after: Duration,
     /// `node.start-timeout`.
     pub start_timeout: Duration,
@@ -75,7 +77,7 @@ pub struct NodeConfig {
     pub netns_gone_grace: Duration,
     /// `node.vm-gone-grace`.
     pub vm_gone_grace: Duration,
-    /// `node.ca-follow-timeout`: how long a step of the CA's roll-over waits for guests that do not follow.
+    /// `node.ca-follow-timeout`: time that a step of the CA rotation waits for guests that do not follow.
     pub ca_follow_timeout: Duration,
     /// `node.tombstone-ttl`.
     pub tombstone_ttl: Duration,
@@ -85,40 +87,41 @@ pub struct NodeConfig {
     pub flush_timeout: Duration,
     /// `node.orphan-grace`.
     pub orphan_grace: Duration,
-    /// `node.ca-roll-over`: how often the CA is rolled over; `None`: when a third of its time is left.
+    /// `node.ca-roll-over`: interval of the CA rotation; `None`: when a third of the CA's validity is left.
     pub ca_roll_over: Option<Duration>,
     /// `node.max-sandboxes`.
     pub max_sandboxes: usize,
-    /// `node.guest-memory-mib`; `None`: what the provider says.
+    /// `node.guest-memory-mib`; `None`: the provider's figure.
     pub guest_memory_mib: Option<u64>,
-    /// `node.batch`: whether sandboxes that want the same VM at the same moment may get theirs by one call.
+    /// `node.batch`: whether one call may create the VMs of sandboxes that want the same VM at the same moment.
     pub batch: bool,
-    /// `node.vm-…`: what pods' VMs are like that do not say so themselves.
+    /// `node.vm-…`: VM options of pods that do not set them.
     pub wishes: Wishes,
-    /// `node.vm-annotations`: which of that a pod may say itself.
+    /// `node.vm-annotations`: VM options that a pod may set.
     pub may_wish: Vec<String>,
     /// Section `tunnel`.
     pub tunnel: TunnelConfig,
-    /// `tunnel.localhost`: whether connections to a pod's localhost in the node's side of its namespace are carried.
+    /// `tunnel.localhost`: whether connections to a pod's localhost in its namespace on the node are carried into the
+    /// VM.
     pub localhost: bool,
-    /// What guests are told of registries.
+    /// Registry settings for guests.
     pub registries: Registries,
-    /// Section `secrets`: who is asked for pods' pull secrets; `None`: nobody.
+    /// Section `secrets`: the service for pods' pull secrets; `None`: no service is asked.
     pub secrets: Option<SecretsConfig>,
     /// Sections `cluster` and `kubernetes`; `None`: this node is in no cluster.
     pub cluster: Option<ClusterConfig>,
-    /// `csi.volumes-dir`: where the CSI wrapper records the pods' volumes.
+    /// `csi.volumes-dir`: folder in which the CSI wrapper records the pods' volumes.
     pub volumes_dir: PathBuf,
-    /// `csi.direct-volumes-dir`: where CSI drivers that know Kata describe the pods' volumes.
+    /// `csi.direct-volumes-dir`: folder in which CSI drivers that support Kata describe the pods' volumes.
     pub direct_volumes_dir: PathBuf,
 }
 
-/// An address guests dial: with its port, or with the relay's.
+/// Address that guests dial, with its own port or with the relay's port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GuestAddress {
-    /// As it is.
+    /// Address with its own port.
     Whole(SocketAddr),
-    /// With the port the relay listens on.
+    /// Address that takes the port on which the relay listens.
     Host(IpAddr),
 }
 
@@ -131,7 +134,7 @@ impl GuestAddress {
 }
 
 impl NodeConfig {
-    /// Asks for the node's keys.
+    /// Reads the node's keys.
     pub fn read(reader: &mut Reader) -> NodeConfig {
         let addresses: Vec<String> = reader
             .optional(
@@ -270,7 +273,7 @@ impl NodeConfig {
         };
         config.cluster = ClusterConfig::read(reader, config.max_sandboxes);
         if let (Some(cluster), false) = (&config.cluster, reader.is_set("node.name")) {
-            // One name for the node wherever it is named.
+            // Without `node.name`, the node takes its Kubernetes name, so that it has one name everywhere.
             config.name = cluster.node_name.clone();
         }
         let volumes_dir = config.state_dir.join("volumes");
@@ -302,7 +305,7 @@ impl NodeConfig {
             }
         }
         let text = self.run_dir.to_string_lossy();
-        // <run-dir>/pods/<id>/agent.ttrpc must fit a socket's address, with an id of at least so many characters.
+        // <run-dir>/pods/<id>/agent.ttrpc must fit into a socket's address, with an id of at least 32 characters.
         const ROOM: usize = 107 - "/pods/".len() - 32 - "/agent.ttrpc".len();
         if text.len() > ROOM || text.contains([':', '%', '?', '#']) {
             let why = format!("no shim could use its sockets; at most {ROOM} characters, none of : % ? #");
@@ -352,10 +355,10 @@ impl NodeConfig {
         }
     }
 
-    /// Reads everything this binary wants to know. Nothing is opened.
+    /// Reads all settings of this binary. Opens nothing.
     ///
     /// # Errors
-    /// Every mistake of all sources at once.
+    /// All mistakes of all sources together.
     pub fn load(
         sources: Sources,
     ) -> Result<(NodeConfig, peerpod_providers::Settings, LogConfig, Printed), Mistakes> {
@@ -368,32 +371,32 @@ impl NodeConfig {
         Ok((config, provider, log, printed))
     }
 
-    /// Whose tunnels are this node's, among those of other daemons of the machine.
+    /// Owner mark of this node's tunnels, which separates them from those of other daemons on the machine.
     pub fn owner(&self) -> Owner {
-        // By its real path, so that another way to it is not somebody else.
+        // The canonical path, so that another path to the same folder gives the same owner.
         let dir = self.state_dir.canonicalize().unwrap_or_else(|_| self.state_dir.clone());
         Owner::of(&[&self.cluster_id, &self.name, &dir.to_string_lossy()])
     }
 
-    /// Whether VMs are to have a second network card.
+    /// Whether VMs need a second NIC.
     pub fn wants_second_nic(&self) -> bool {
         self.tunnel.external.as_ref().is_some_and(|external| external.way == Way::SecondNic)
     }
 
-    /// Most VMs to ask for by one call, where the provider makes so many at most; below 2: each by itself.
+    /// Largest batch to request by one call, given the provider's own limit; below 2: one call per VM.
     pub fn max_batch(&self, provider: u32) -> u32 {
-        // Whose VM is whose shows by the address that it comes from.
+        // The node identifies each guest of a batch by its source address, which NAT changes.
         let translated = self.tunnel.auto || self.tunnel.kind == Kind::Wireguard;
         if self.batch && !translated { provider.min(MOST_BATCH) } else { 0 }
     }
 
-    /// Memory in MiB that a guest needs besides its pod, where the provider knows its image's figure (or says 0).
+    /// Memory in MiB that a guest needs besides its pod. `provider` is the provider's figure for its image, or 0.
     pub fn guest_memory(&self, provider: u64) -> u64 {
         let of_image = if provider == 0 { GUEST_MEMORY } else { provider };
         self.guest_memory_mib.unwrap_or(of_image)
     }
 
-    /// What a provider is told of this node.
+    /// Facts about this node for the provider.
     pub fn provider_context(&self) -> Context {
         Context {
             state_dir: self.state_dir.clone(),
@@ -403,7 +406,7 @@ impl NodeConfig {
         }
     }
 
-    /// The part that every sandbox knows.
+    /// Settings that every sandbox needs.
     pub fn sandbox_settings(&self) -> sandbox::Settings {
         sandbox::Settings {
             cluster_id: self.cluster_id.clone(),
@@ -432,7 +435,7 @@ impl NodeConfig {
     }
 }
 
-/// What pods' VMs are like that do not say so themselves.
+/// Reads the VM options of pods that set none themselves.
 fn node_wishes(reader: &mut Reader) -> Wishes {
     fn one<T>(
         reader: &mut Reader,
@@ -480,7 +483,7 @@ fn zones(reader: &mut Reader) -> Vec<String> {
     })
 }
 
-/// What a pod may say itself.
+/// Reads the list of VM options that a pod may set.
 fn may_wish(reader: &mut Reader) -> Vec<String> {
     let key = "node.vm-annotations";
     let names: Vec<String> = reader.get(
@@ -495,10 +498,10 @@ fn may_wish(reader: &mut Reader) -> Vec<String> {
     names
 }
 
-/// Of a guest. Each try is a dozen packets.
+/// Allowed intervals of a guest's path-MTU probe. Each probe is a dozen packets.
 const PROBE_INTERVALS: RangeInclusive<Duration> = Duration::from_secs(1)..=Duration::from_secs(86_400);
 
-/// Section `tunnel`.
+/// Reads section `tunnel`.
 fn tunnel(reader: &mut Reader) -> TunnelConfig {
     let defaults = TunnelConfig::default();
     let choice = reader.choice(
@@ -513,7 +516,7 @@ fn tunnel(reader: &mut Reader) -> TunnelConfig {
         "51820",
         "UDP port of this node's encrypted tunnel; 0: the kernel chooses one, which is then kept",
     );
-    // Folders are filled in when they are known.
+    // `NodeConfig::read` fills in the folders when they are known.
     let wireguard = (choice != "vxlan").then(|| WireguardConfig {
         port: wireguard_port,
         key_dir: PathBuf::new(),
@@ -533,7 +536,7 @@ fn tunnel(reader: &mut Reader) -> TunnelConfig {
         "16777215",
         "the largest VNI; set both where another VXLAN of the network must keep its own apart",
     );
-    // The encrypted tunnel's inner addresses are made of VNIs, and these three have a meaning of their own.
+    // The encrypted tunnel derives inner addresses from VNIs; the addresses of 0, 1 and 0xffffff are not usable.
     let (min, max) = if wireguard.is_some() { (min.max(2), max.min(0xff_fffe)) } else { (min, max) };
     let vnis = Vnis::new(min, max);
     if vnis.is_none() {
@@ -585,7 +588,7 @@ fn tunnel(reader: &mut Reader) -> TunnelConfig {
     }
 }
 
-/// The pods' way out of the cluster.
+/// Reads the settings of the pods' egress from the cluster.
 fn external(reader: &mut Reader) -> Option<External> {
     let way = reader.choice(
         "tunnel.external",

@@ -1,5 +1,5 @@
-//! The real world behind the sandboxes' seam: disk, provider, tunnel, relay, trust. Only hands on and translates; no
-//! decision is made here.
+//! Production implementation of the sandboxes' ports: disk, provider, tunnel, relay, trust and cluster. It forwards and
+//! translates calls; it makes no decisions.
 
 use std::{
     collections::BTreeMap,
@@ -62,52 +62,52 @@ mod surroundings;
 mod tests;
 mod tidy;
 
-/// All that is real.
+/// Production implementation of [`Effects`].
 pub struct Real {
-    /// The records.
+    /// The ledger.
     pub ledger: Ledger,
-    /// The cloud, decorated.
+    /// The provider, decorated.
     pub provider: Arc<dyn Provider>,
-    /// The pods' networks.
+    /// The tunnels of the pods' networks.
     pub tunnel: Tunnel,
-    /// The relay.
+    /// The client of the relay.
     pub relay: RelayClient,
-    /// The CA.
+    /// The node's CA.
     pub trust: SharedTrust,
-    /// Where guests reach us.
+    /// Addresses at which guests reach the relay.
     pub addresses: GuestAddresses,
-    /// The port on which VMs wait to be dialled; none: they dial.
+    /// Port on which VMs wait to be dialled; `None`: VMs dial.
     pub dial: Option<u16>,
-    /// How long a guest goes on without us.
+    /// Silence after which a guest powers off.
     pub lease: Duration,
-    /// The pods' localhost.
+    /// Forwarding of connections to the pods' localhost.
     pub localhost: Localhost,
-    /// The kernel's boot id: after a reboot no namespace is the one it was.
+    /// The kernel's boot id: after a reboot no recorded namespace exists any more.
     pub boot_id: String,
-    /// What guests are told of registries.
+    /// Registry settings for guests.
     pub registries: Registries,
-    /// Who knows pods' pull secrets; `None`: nobody.
+    /// Client of the pull-secret service; `None`: there is none.
     pub pull_secrets: Option<PullSecrets>,
-    /// What changes around the node.
+    /// Watcher of the node's own network.
     pub surroundings: Surroundings,
-    /// Kubernetes, and what all sandboxes have in common there; `None`: this node is in no cluster.
+    /// Client of the cluster, and the facts that all PeerPods of this node share; `None`: this node is in no cluster.
     pub cluster: Option<(Cluster, About)>,
     /// The pods' volumes.
     pub volumes: Volumes,
 }
 
-/// What the tunnel must know of a pod, in the ledger.
+/// Network state of a pod, as the ledger keeps it.
 #[derive(Serialize, Deserialize)]
 struct Woven {
     seen: Seen,
     reserved: Reserved,
-    /// How often the pod's links had lost their carrier when the pod was first looked at while it ran.
+    /// Carrier losses by interface index, as last recorded; `None` before the first inspection of the running pod.
     #[serde(default)]
     losses: Option<BTreeMap<u32, u32>>,
 }
 
 impl Real {
-    /// What Kubernetes is to show of this record, and who sees to that.
+    /// Returns the Kubernetes view of this record, and the client that writes it.
     fn shown(&self, record: &Record) -> Option<(&Cluster, Shown)> {
         let (cluster, about) = self.cluster.as_ref()?;
         Some((cluster, Shown::of(record, about, self.now_ms())?))
@@ -117,7 +117,7 @@ impl Real {
         open(&self.boot_id, netns).await
     }
 
-    /// Connects, and says what may be in the traffic's way all the same.
+    /// Connects the tunnel, and returns obstacles that may keep traffic from it.
     async fn connect_telling(
         &self,
         netns: &NetnsRef,
@@ -130,7 +130,8 @@ impl Real {
         let id = id.as_str();
         match self.tunnel.connect_telling(&netns, id, &reserved, &seen, vm).await {
             Err(NetError::Gone { .. }) => {
-                // Somebody deleted the device. The guest knows the VNI, so it must be the same again.
+                // Another program deleted the device. The guest knows the VNI, so the new device must have the same
+                // one.
                 let again = self.tunnel.reserve(&netns, id, &seen, network.v6, Some(&reserved)).await;
                 let again = again.map_err(within(&netns))?;
                 if !again.is_same(&reserved) {
@@ -151,7 +152,7 @@ impl Real {
     }
 }
 
-/// Opens the very namespace that was recorded.
+/// Opens the recorded namespace; another namespace at the same path is an error.
 async fn open(boot_id: &str, netns: &NetnsRef) -> Result<Netns, NetworkError> {
     let path = netns.path.clone();
     let opened = on_thread(move || Netns::open(path)).await??;
@@ -170,7 +171,8 @@ async fn on_thread<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static)
         .map_err(|error| NetworkError { text: format!("a step ended early: {error}"), permanent: false })
 }
 
-/// The namespace of a pod at a path, which is another one than the node's. For a pod with `hostNetwork` shims send no path.
+/// Returns the identity of a pod's namespace at a path. The node's own namespace is an error. For a pod with
+/// `hostNetwork`, shims send an empty path.
 fn pod_netns(path: &Path) -> Result<NetnsId, NetworkError> {
     const SHARED: &str = "the pod has hostNetwork: true, and a peer pod cannot share the node's network, because it \
                           runs in a VM; remove hostNetwork, or give the pod another runtimeClassName";
@@ -196,7 +198,7 @@ impl From<NetError> for NetworkError {
     }
 }
 
-/// Names the namespace where the error does not: a device alone tells a person nothing.
+/// Adds the namespace to an error that does not name it: a device name alone does not identify the pod.
 fn within(netns: &Netns) -> impl Fn(NetError) -> NetworkError {
     let path = netns.path().display().to_string();
     move |error| {
@@ -302,7 +304,7 @@ impl Effects for Real {
         key: &IdempotencyKey,
     ) -> Result<Made, CloudError> {
         let Some(batch) = self.provider.batch() else {
-            // It had, when the batch was written down.
+            // The provider supported batches when this one was recorded.
             let text = format!("provider {} makes no batches any more", self.provider.name());
             return Err(CloudError::unsupported("batch", text));
         };
@@ -368,7 +370,7 @@ impl Effects for Real {
     }
 
     async fn console(&self, vm: &InstanceId) -> Option<String> {
-        // A kernel that panics writes its stack behind the reason.
+        // A kernel that panics writes its stack after the reason.
         let tail = self.provider.console()?.tail(vm, 16 << 10).await.ok()?;
         Some(String::from_utf8_lossy(&tail).into_owned())
     }
@@ -444,7 +446,7 @@ impl Effects for Real {
         let open = self.open(netns).await?;
         let recorded = woven(network)?;
         let mut now = self.tunnel.look(&open).await.map_err(within(&open))?;
-        // Once per pod, now that nobody waits for it.
+        // Once per pod, at a time when no start waits for it.
         if recorded.losses.is_none() {
             now.left_out.extend(self.tunnel.unlisted(&open, &now).await);
         } else {
@@ -455,7 +457,8 @@ impl Effects for Real {
         let before = recorded.losses.clone().unwrap_or_default();
         let fell = |index| before.get(&index).is_some_and(|then| Some(then) != losses.get(&index));
         let Merged { seen, changes, left, kept } = merge(&recorded.seen, now, &fell);
-        // What a link lost by going down must not be taken away at the next look either: its old count stays.
+        // An interface that lost entries by going down keeps its old count, so that the next inspection does not remove
+        // them either.
         let old = |index: &u32| before.get(index).filter(|_| kept.contains(index));
         let losses = losses.iter().map(|(index, count)| (*index, *old(index).unwrap_or(count))).collect();
         let mut followed = None;
@@ -506,7 +509,7 @@ impl Effects for Real {
         network: Option<&Network>,
         vm: Option<IpAddr>,
     ) -> Result<(), NetworkError> {
-        // A namespace that is gone took its devices with it; what is left is the node's own filter.
+        // A deleted namespace took its devices with it; only the node's own filter is left.
         let open = match self.open(netns).await {
             Ok(open) => Some(open),
             Err(error) if error.permanent || !self.netns_lives(netns) => None,

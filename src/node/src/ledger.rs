@@ -1,12 +1,12 @@
-//! What is intended for each sandbox, on disk before it is done.
+//! Records the intent for each sandbox on disk before the node carries it out.
 //!
 //! One versioned JSON file per sandbox below `<state-dir>/sandboxes`, written whole: temporary file, fsync, rename,
 //! fsync of the folder. Files 0600 in a folder 0700, because a record holds a ticket. A file that cannot be understood
 //! (torn, or from a newer version) is moved to `quarantine/` and reported; the other sandboxes run.
 //!
-//! A batch of VMs that one call asks for has a file of its own below `<state-dir>/batches`, written in the same way.
+//! A batch of VMs that one call requests has its own file below `<state-dir>/batches`, written in the same way.
 //!
-//! Touches nothing but the state directory. All calls block; the caller keeps them off the async threads.
+//! Touches nothing but the state directory. All calls block; the caller must keep them off the async threads.
 
 mod batch;
 mod disk;
@@ -20,7 +20,7 @@ pub use disk::{Ledger, Loaded, Quarantined};
 pub use inbox::{Inbox, Note};
 pub use record::{Binding, MAX_FILE, NetnsRef, Network, Record, Stage, VERSION, batch_key};
 
-/// Why the ledger could not do what it was asked. The text names the file; it reaches the user of the call.
+/// Error of a ledger operation. The text names the file and reaches the user of the call.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The state directory cannot be used at all.
@@ -28,15 +28,15 @@ pub enum Error {
     Directory {
         /// The directory.
         path: PathBuf,
-        /// What the kernel said.
+        /// The kernel's error.
         source: io::Error,
     },
-    /// A record could not be made durable. Nothing was done that depends on it.
+    /// A record could not be made durable. No step that depends on it was taken.
     #[error("cannot write {}: {source}; {}", path.display(), remedy(source))]
     Write {
         /// The record's file.
         path: PathBuf,
-        /// What the kernel said.
+        /// The kernel's error.
         source: io::Error,
     },
     /// A record could not be read.
@@ -44,7 +44,7 @@ pub enum Error {
     Read {
         /// The record's file.
         path: PathBuf,
-        /// What the kernel said, or what is wrong in it.
+        /// The kernel's error, or the fault in the content.
         source: io::Error,
     },
     /// A record could not be removed.
@@ -52,7 +52,7 @@ pub enum Error {
     Remove {
         /// The record's file.
         path: PathBuf,
-        /// What the kernel said.
+        /// The kernel's error.
         source: io::Error,
     },
 }

@@ -1,5 +1,5 @@
-//! The per-node daemon: answers Kata's remote-hypervisor API, owns every sandbox of the node, and keeps what it
-//! intends on disk before it does it.
+//! Runs the per-node daemon: answers Kata's remote-hypervisor API, manages every sandbox of the node, and records each
+//! intent on disk before it carries it out.
 
 pub mod app;
 pub mod birth;

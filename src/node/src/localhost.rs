@@ -1,6 +1,7 @@
-//! The pod's `localhost`: opens the listeners in the node's side of a pod's namespace, hands them to the relay, and makes
-//! the rules that lead connections there ([`peerpod_podnet::localhost`]). Nothing of it is recorded: the relay reports
-//! the listeners that it holds, and the rules can always be made again.
+//! Carries connections to a pod's `localhost` into its VM. Opens the listeners in the pod's namespace on the node,
+//! passes them to the relay, and installs the rules that redirect connections to them
+//! ([`peerpod_podnet::localhost`]). Nothing is recorded: the relay reports the listeners that it holds, and the
+//! rules can be installed again at any time.
 
 use nix::errno::Errno;
 use peerpod_base::handin::LOCALHOST_LISTENERS;
@@ -10,17 +11,17 @@ use tracing::warn;
 
 use crate::{relay_client::RelayClient, sandbox::effects::NetworkError, spec::SandboxId};
 
-/// The word for it between node and relay.
+/// Kind of these descriptors between node and relay.
 const KIND: &str = "localhost";
 
-/// Whether and how it is done on this node.
+/// Whether this node carries the pods' localhost connections.
 #[derive(Clone, Copy, Debug)]
 pub struct Localhost {
     works: bool,
 }
 
 impl Localhost {
-    /// Finds out whether the kernel can; says so once if not.
+    /// Probes the kernel; logs one warning if support is missing.
     pub async fn new(wanted: bool) -> Localhost {
         if !wanted {
             return Localhost { works: false };
@@ -34,11 +35,11 @@ impl Localhost {
         Localhost { works: false }
     }
 
-    /// Has connections to the pod's localhost carried into its VM. The sandbox must be put to the relay before. Again
-    /// after a restart of either of us; what is open goes on.
+    /// Carries connections to the pod's localhost into its VM. The relay must have the sandbox already (PutSandbox).
+    /// The call is repeated after a restart of node or relay; open connections continue.
     ///
     /// # Errors
-    /// The relay or the namespace is away; trying again helps.
+    /// The relay or the namespace is unavailable; a retry may succeed.
     pub async fn carry(self, netns: &Netns, id: &SandboxId, relay: &RelayClient) -> Result<(), NetworkError> {
         if !self.works {
             return Ok(());
@@ -59,22 +60,22 @@ impl Localhost {
                 ports
             }
         };
-        // Only now: a rule without a listener behind it refuses.
+        // Only after the listeners exist: a rule without a listener refuses connections.
         let inside = netns.clone();
         blocking(move || localhost::redirect(&inside, ports)).await
     }
 
-    /// Takes the rules away, also those of a node that was configured otherwise.
+    /// Removes the rules, including those of a node with another configuration.
     ///
     /// # Errors
-    /// The kernel's.
+    /// The kernel's error.
     pub async fn remove(self, netns: &Netns) -> Result<(), NetworkError> {
         let inside = netns.clone();
         blocking(move || localhost::remove(&inside)).await
     }
 }
 
-/// The step that lets the kernel carry localhost, as far as its answer tells.
+/// Remedy for a kernel that cannot carry localhost, as far as its errno identifies the cause.
 fn remedy(error: &peerpod_podnet::Error) -> &'static str {
     match error.errno() {
         Some(Errno::ENOENT | Errno::EOPNOTSUPP | Errno::EPROTONOSUPPORT) => {

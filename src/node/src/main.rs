@@ -1,6 +1,7 @@
-//! `peerpod-node`: settings, log, limits, then [`peerpod_node::app`].
+//! Runs `peerpod-node`: reads settings, sets up log and limits, then runs [`peerpod_node::app`].
 //!
-//! Exit codes: 0 stopped as told; 1 it could not start, or a part of it ended; 2 the configuration has mistakes.
+//! Exit codes: 0 regular shutdown; 1 failed start, or an unexpected end of a background task; 2 mistakes in the
+//! configuration.
 
 use std::process::ExitCode;
 
@@ -41,7 +42,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// For the help alone: the defaults, wherever the present ones have mistakes.
+/// Settings for the help text: the defaults, or nothing where the present settings have mistakes.
 fn settings() -> Vec<Setting> {
     let loaded = NodeConfig::load(Sources::from_process([], []));
     loaded.map(|(.., printed)| printed.0).unwrap_or_default()
@@ -62,7 +63,7 @@ fn start(
     let runtime = runtime::new()?;
     let ended = runtime.block_on(async {
         let shutdown = lifecycle::signals()?;
-        // A signal during the start ends it, too: what was begun is in the ledger.
+        // A signal during the start ends it as well: unfinished work is recorded in the ledger.
         let bound = tokio::select! {
             bound = app::build(config, provider, &shutdown) => bound?,
             () = shutdown.wait() => return Ok(()),
@@ -70,7 +71,7 @@ fn start(
         bound.run(&shutdown).await?;
         Ok(())
     });
-    // A blocking step that hangs (a netlink request, a file on a dead disk) must not keep the process.
+    // A blocking step that hangs (a netlink request, a file on a dead disk) must not keep the process alive.
     runtime.shutdown_timeout(std::time::Duration::from_secs(2));
     ended
 }

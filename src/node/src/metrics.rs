@@ -1,4 +1,4 @@
-//! The node's own numbers. Names begin with `peerpod_node_` once registered under that prefix.
+//! Defines the node's metrics. Names begin with `peerpod_node_` once registered under that prefix.
 
 use std::{collections::BTreeSet, sync::Arc};
 
@@ -11,20 +11,20 @@ use prometheus_client::{
 
 use crate::sandbox::phase::Phase;
 
-/// More stages than any guest of ours has.
+/// Limit of the names of guests' stages, above the number of any valid guest.
 const MAX_GUEST_STAGES: usize = 32;
 
-/// Labels of one dimension.
+/// Labels by phase.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct ByPhase {
     /// [`Phase::name`].
     pub phase: String,
 }
 
-/// Labels by stage of a life.
+/// Labels by stage of a sandbox's life.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct ByStage {
-    /// The stage's name, as in the closing line.
+    /// The stage's name, as in the sandbox's final log record.
     pub stage: String,
 }
 
@@ -38,7 +38,7 @@ pub struct ByReason {
 /// Labels of a call to the API server.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct ByCall {
-    /// What was asked.
+    /// The kind of call.
     pub call: &'static str,
     /// `ok`, `not_found`, `conflict`, `refused`, `away`.
     pub result: &'static str,
@@ -53,7 +53,7 @@ pub struct ByKind {
 
 type Histograms = Family<ByStage, Histogram, fn() -> Histogram>;
 
-/// Cheap to clone; all clones count together.
+/// The node's metrics. Cheap to clone; all clones count together.
 #[derive(Clone, Debug)]
 pub struct Metrics {
     phases: Family<ByPhase, Gauge>,
@@ -63,29 +63,29 @@ pub struct Metrics {
     stops: Family<ByReason, Counter>,
     failures: Family<ByStage, Counter>,
     claims_refused: Family<ByReason, Counter>,
-    /// Pods whose pull secrets were not there when they were needed.
+    /// Pods without pull secrets at the moment they were needed.
     pub pull_secrets_missed: Counter,
-    /// Guests that got their certificate.
+    /// Guests that received their certificate.
     pub claims_granted: Counter,
     /// Files that could not be understood and were set aside.
     pub quarantined: Counter,
     recoveries: Family<ByPhase, Counter>,
-    /// VMs of ours that no record claimed and that were deleted.
+    /// VMs of this node that had no record and were deleted.
     pub orphans: Counter,
-    /// Guests that a roll-over of the CA went on without.
+    /// Guests that a CA rotation went on without.
     pub left_behind: Counter,
     /// Writes of the ledger that failed.
     pub ledger_errors: Counter,
-    /// Relay processes met.
+    /// Relay processes that the node has connected to.
     pub relay_epochs: Counter,
     /// Changes of running pods' networks that were followed.
     pub network_changes: Counter,
-    /// What was found in the way of running pods' traffic, others' filters above all.
+    /// Obstacles to running pods' traffic, above all filters of other programs.
     pub obstacles: Counter,
     paths: Family<ByKind, Counter>,
     notices: Family<ByKind, Counter>,
     cluster_calls: Family<ByCall, Counter>,
-    /// PeerPods that are not as they should be.
+    /// PeerPods that differ from their desired state.
     pub cluster_backlog: Gauge,
     /// Events that were never written.
     pub cluster_events_dropped: Counter,
@@ -134,7 +134,7 @@ impl Default for Metrics {
 }
 
 impl Metrics {
-    /// Puts them into the registry.
+    /// Registers the metrics.
     pub fn register(&self, registry: &mut Registry) {
         let node = registry.sub_registry_with_prefix("peerpod_node");
         node.register("sandboxes", "Sandboxes by phase", self.phases.clone());
@@ -209,7 +209,7 @@ impl Metrics {
         }
     }
 
-    /// A sandbox went from one phase to another; `None` is outside of this process.
+    /// Counts a sandbox's change of phase; `None`: outside this process.
     pub fn moved(&self, from: Option<&Phase>, to: Option<&Phase>) {
         let by = |phase: &Phase| ByPhase { phase: phase.name().into() };
         if let Some(from) = from {
@@ -220,14 +220,14 @@ impl Metrics {
         }
     }
 
-    /// A stage was reached, `ms` after what it is counted from.
+    /// Records that a stage was reached, `ms` after its starting point.
     pub fn stage(&self, stage: &str, ms: u64) {
         self.stages.get_or_create(&ByStage { stage: stage.into() }).observe(ms as f64 / 1000.0);
     }
 
-    /// A stage in the guest took this long.
+    /// Records the duration of a stage in the guest.
     pub fn guest_stage(&self, stage: &str, us: u64) {
-        // The name comes from a guest, which is not trusted with the number of our time series.
+        // The name comes from a guest, which must not control the number of time series.
         if self.guest_stage_is_known(stage) {
             self.guest_stages.get_or_create(&ByStage { stage: stage.into() }).observe(us as f64 / 1e6);
         }
@@ -239,52 +239,52 @@ impl Metrics {
             || (names.len() < MAX_GUEST_STAGES && stage.len() <= 32 && names.insert(stage.to_owned()))
     }
 
-    /// A guest's way to the node was found to be of this kind.
+    /// Counts a guest's path to the node by its kind.
     pub fn path(&self, kind: &'static str) {
         self.paths.get_or_create(&ByKind { kind }).inc();
     }
 
-    /// How often [`Metrics::path`] was said of this kind.
+    /// Returns the count of [`Metrics::path`] for this kind.
     pub fn paths(&self, kind: &'static str) -> u64 {
         self.paths.get_or_create(&ByKind { kind }).get()
     }
 
-    /// The provider said this of a pod's VM.
+    /// Counts a provider's event about a pod's VM.
     pub fn noticed(&self, kind: &'static str) {
         self.notices.get_or_create(&ByKind { kind }).inc();
     }
 
-    /// A call to the API server, and what became of it.
+    /// Counts a call to the API server and its result.
     pub fn cluster_call(&self, call: &'static str, result: &'static str) {
         self.cluster_calls.get_or_create(&ByCall { call, result }).inc();
     }
 
-    /// How often it said so.
+    /// Returns the count of [`Metrics::noticed`] for this kind.
     pub fn notices(&self, kind: &'static str) -> u64 {
         self.notices.get_or_create(&ByKind { kind }).get()
     }
 
-    /// So many VMs are asked for by one call.
+    /// Records the size of a batch.
     pub fn batch(&self, size: u32) {
         self.batches.observe(f64::from(size));
     }
 
-    /// A sandbox was stopped.
+    /// Counts a sandbox that was stopped.
     pub fn stopped(&self, reason: &str) {
         self.stops.get_or_create(&ByReason { reason: reason.into() }).inc();
     }
 
-    /// A sandbox could not be started.
+    /// Counts a sandbox that could not be started.
     pub fn failed(&self, stage: &str) {
         self.failures.get_or_create(&ByStage { stage: stage.into() }).inc();
     }
 
-    /// A claim was refused.
+    /// Counts a claim that was refused.
     pub fn claim_refused(&self, reason: &str) {
         self.claims_refused.get_or_create(&ByReason { reason: reason.into() }).inc();
     }
 
-    /// A sandbox was picked up from the ledger.
+    /// Counts a sandbox that was recovered from the ledger.
     pub fn recovered(&self, phase: &Phase) {
         self.recoveries.get_or_create(&ByPhase { phase: phase.name().into() }).inc();
     }

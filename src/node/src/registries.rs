@@ -1,6 +1,7 @@
-//! What the node's operator says of registries, for guests that pull images themselves: a pull secret for all pods, CA
-//! certificates, plain HTTP, images to be fetched early. Files are read anew for each guest, so that a rotated secret
-//! counts for the next pod without a restart. Secrets of single pods come from the cluster, when there is one ([`crate::secrets`]).
+//! Reads the node's registry settings for guests that pull images themselves: a pull secret for all pods, CA
+//! certificates, plain-HTTP registries, images to prefetch. The files are read for each guest, so that a rotated secret
+//! applies to the next pod without a restart. Secrets of single pods come from the cluster, if there is one
+//! ([`crate::secrets`]).
 
 use std::{
     fs,
@@ -13,11 +14,11 @@ use peerpod_kube::docker_config::{Form, Merged};
 use peerpod_proto::guest::Images;
 
 const VERSION: u32 = 1;
-/// Of each file.
+/// Size limit of each file, in bytes.
 const MAX_FILE: u64 = 1 << 20;
 const MOST: usize = 64;
 
-/// `node.pull-secret`, `node.registry-ca`, `node.plain-http-registries`, `node.prefetch-images`.
+/// Settings `node.pull-secret`, `node.registry-ca`, `node.plain-http-registries` and `node.prefetch-images`.
 #[derive(Clone, Debug, Default)]
 pub struct Registries {
     pull_secret: Option<PathBuf>,
@@ -27,7 +28,7 @@ pub struct Registries {
 }
 
 impl Registries {
-    /// Asks for the keys.
+    /// Reads the keys.
     pub fn read(reader: &mut Reader) -> Registries {
         let registries = Registries {
             pull_secret: reader.optional(
@@ -52,8 +53,9 @@ impl Registries {
         registries
     }
 
-    /// For a guest, with its pod's own pull secrets (a `.dockerconfigjson`, empty: none), which count before the node's.
-    /// What cannot be read is said here and missed there: pods that do not need it must run.
+    /// Returns the settings for a guest. `of_pod` holds the pod's own pull secrets (a `.dockerconfigjson`, empty:
+    /// none), which take precedence over the node's secret. An unreadable file is logged and left out: pods that do not
+    /// need it must run.
     pub fn images(&self, of_pod: &str) -> Images {
         let mut images = Images::new();
         images.version = VERSION;
@@ -66,7 +68,7 @@ impl Registries {
     }
 }
 
-/// One of two; the first one's entry of a registry counts.
+/// Merges two pull secrets; the first one's entry for a registry wins.
 fn both(of_pod: &str, of_node: &str) -> String {
     let mut merged = Merged::default();
     for (whose, text) in [("the pod's", of_pod), ("node.pull-secret", of_node)] {

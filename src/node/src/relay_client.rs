@@ -1,10 +1,9 @@
-//! The node's end of `relay.sock`: finds the relay again whenever it is another one, gives it its identity, and keeps
-//! what it says of the guests.
+//! Client of `relay.sock`: connects to each relay process, configures it, and keeps its reports about the guests.
 //!
-//! Descriptors go another way: `hand_in`.
+//! Descriptors are passed over another socket: `hand_in`.
 //!
-//! One connection. A task dials it (every 50 ms until it is there), configures the relay, and then long-polls Watch;
-//! calls share the connection and wait a moment for one. Nothing here retries a call: that is the sandbox's decision.
+//! There is one connection. A task dials it (every 50 ms until it succeeds), configures the relay, and then long-polls
+//! Watch; calls share the connection and wait a moment for one. This module retries no call: the sandbox decides that.
 
 mod hand_in;
 
@@ -34,19 +33,19 @@ use crate::{
     spec::SandboxId,
 };
 
-/// How often a relay that is not there is looked for.
+/// Interval of attempts to connect to the relay.
 const DIAL_EVERY: Duration = Duration::from_millis(50);
-/// How long a call waits for a connection before it says that the relay is away.
+/// Time that a call waits for a connection before it fails.
 const AWAY: Duration = Duration::from_secs(5);
-/// How long the relay may take for what it does by itself.
+/// Timeout of calls that the relay answers by itself.
 const CALL: Duration = Duration::from_secs(10);
-/// How long a Watch may take: the relay answers after 30 s at the latest.
+/// Timeout of a Watch: the relay answers after 30 s at the latest.
 const WATCH: Duration = Duration::from_secs(40);
 
-/// Makes what Configure says: the relay's certificate and key, and whom to trust.
+/// Makes the Configure request: the relay's certificate and key, and the trusted CAs.
 pub type Identity = Arc<dyn Fn() -> Result<ConfigureRequest, String> + Send + Sync>;
 
-/// The relay as the node sees it. Clones are the same one.
+/// Client of the relay. Clones share the connection.
 #[derive(Clone)]
 pub struct RelayClient(Arc<Shared>);
 
@@ -55,19 +54,19 @@ struct Shared {
     identity: Identity,
     metrics: Metrics,
     stub: watch::Sender<Option<Stub>>,
-    /// Whether there is one.
+    /// Whether a connection exists.
     connected: watch::Sender<bool>,
-    /// Counts relay processes met.
+    /// Counts the relay processes that the node has connected to.
     epoch: watch::Sender<u64>,
     /// The TCP address that guests dial, as the relay bound it.
     listen: watch::Sender<Option<std::net::SocketAddr>>,
     guests: Mutex<HashMap<String, watch::Sender<Guest>>>,
-    /// Turns to hand something in.
+    /// Limits concurrent handoffs of descriptors.
     turns: Arc<Semaphore>,
 }
 
 impl RelayClient {
-    /// A client of the relay at this socket. Nothing happens before [`RelayClient::run`].
+    /// Creates a client of the relay at this socket. It does nothing before [`RelayClient::run`].
     pub fn new(socket: PathBuf, identity: Identity, metrics: Metrics) -> RelayClient {
         RelayClient(Arc::new(Shared {
             socket,
@@ -82,7 +81,7 @@ impl RelayClient {
         }))
     }
 
-    /// Keeps the connection, for ever.
+    /// Maintains the connection, for ever.
     pub async fn run(self) {
         let mut said = false;
         loop {
@@ -103,9 +102,9 @@ impl RelayClient {
         }
     }
 
-    /// One connection, from its beginning to its end.
+    /// Runs one connection, from its beginning to its end.
     async fn connected(&self) -> Result<(), RelayError> {
-        // Dialled by tokio: the library's own way blocks a thread when the relay's queue is full.
+        // Dialled by tokio: the ttrpc library's own connect blocks a thread when the relay's queue is full.
         let dialled = timeout(CALL, UnixStream::connect(&self.0.socket)).await;
         let stream = dialled.map_err(|_| away("it does not accept"))?.map_err(away)?;
         let stub = Stub::new(ttrpc::r#async::Client::new(Socket::from(stream)));
@@ -135,16 +134,16 @@ impl RelayClient {
         Ok(answer.epoch)
     }
 
-    /// Gives the relay its identity anew, after the CA changed.
+    /// Configures the relay again, after the CA changed.
     ///
     /// # Errors
-    /// When it could not be given; then it will be at the next connection.
+    /// The relay could not be configured; the next connection configures it.
     pub async fn configure(&self) -> Result<(), RelayError> {
         let stub = self.stub().await?;
         self.configure_at(&stub).await.map(drop)
     }
 
-    /// Everything that was known of the guests was said by another process.
+    /// Marks the guests that a new relay does not report as disconnected: their state came from another process.
     fn another_relay(&self, states: &[SandboxState]) {
         self.0.metrics.relay_epochs.inc();
         for (id, guest) in self.guests().iter() {
@@ -175,7 +174,7 @@ impl RelayClient {
     }
 
     fn guests(&self) -> MutexGuard<'_, HashMap<String, watch::Sender<Guest>>> {
-        // Every step leaves the map whole.
+        // Every step leaves the map consistent.
         self.0.guests.lock()
     }
 
@@ -188,7 +187,7 @@ impl RelayClient {
         }
     }
 
-    /// Whether the relay is there, and when that changes.
+    /// Receiver of whether the relay is connected.
     pub fn connection(&self) -> watch::Receiver<bool> {
         self.0.connected.subscribe()
     }
@@ -198,39 +197,39 @@ impl RelayClient {
         self.0.epoch.subscribe()
     }
 
-    /// The TCP address that guests dial, once the relay said it.
+    /// Returns the TCP address that guests dial, once the relay has reported it.
     pub fn listen(&self) -> Option<std::net::SocketAddr> {
         *self.0.listen.borrow()
     }
 
-    /// The same, and when it changes.
+    /// Receiver of the TCP address that guests dial.
     pub fn listening(&self) -> watch::Receiver<Option<std::net::SocketAddr>> {
         self.0.listen.subscribe()
     }
 
-    /// Whether there is a connection now.
+    /// Whether a connection exists now.
     pub fn is_connected(&self) -> bool {
         self.0.stub.borrow().is_some()
     }
 
-    /// What the relay says of a sandbox's guest.
+    /// Receiver of the relay's state of a sandbox's guest.
     pub fn guest(&self, id: &SandboxId) -> watch::Receiver<Guest> {
         self.sender(id.as_str()).subscribe()
     }
 
-    /// PutSandbox.
+    /// Calls PutSandbox.
     ///
     /// # Errors
-    /// The relay is away, or says no.
+    /// The relay is unreachable, or refuses.
     pub async fn put(&self, request: &PutSandboxRequest) -> Result<(), RelayError> {
         let stub = self.stub().await?;
         stub.put_sandbox(with_duration(CALL), request).await.map(drop).map_err(away)
     }
 
-    /// DeleteSandbox; what was known of its guest is forgotten.
+    /// Calls DeleteSandbox, and drops the state of the sandbox's guest.
     ///
     /// # Errors
-    /// The relay is away, or says no.
+    /// The relay is unreachable, or refuses.
     pub async fn remove(&self, id: &SandboxId) -> Result<(), RelayError> {
         let stub = self.stub().await?;
         let request = DeleteSandboxRequest { id: id.to_string(), ..DeleteSandboxRequest::default() };
@@ -239,10 +238,10 @@ impl RelayClient {
         Ok(())
     }
 
-    /// GuestCall.
+    /// Calls GuestCall.
     ///
     /// # Errors
-    /// The relay or the guest is away, or does not answer in time.
+    /// The relay or the guest is unreachable, or does not answer in time.
     pub async fn call(
         &self,
         id: &SandboxId,

@@ -1,9 +1,10 @@
-//! Rolls the node's CA over, one step at a time, each when everybody followed the one before.
+//! Rotates the node's CA one step at a time, each after all guests have followed the one before.
 //!
-//! What a step means is with [`crate::trust`]. Here is only when: the first when it is due, each further one when the
-//! relay has its new configuration and every sandbox's guest was told of the last step. A guest that cannot be
-//! reached therefore holds the roll-over up, so that nobody is cut off by it; but not for ever, because a CA that cannot
-//! be replaced is worse for all others. After `node.ca-follow-timeout` a step goes on without those who do not follow.
+//! [`crate::trust`] defines the steps; this module decides when to take them. The first step is taken when it is due.
+//! Each further step is taken when the relay has its new configuration and every sandbox's guest has received the CAs
+//! of the last step. An unreachable guest therefore delays the rotation, so that the rotation does not cut it off. The
+//! delay has a limit, because a CA that cannot be replaced is worse for all other guests. After
+//! `node.ca-follow-timeout` a started rotation continues without the guests that do not follow.
 
 use std::{
     sync::Arc,
@@ -20,10 +21,10 @@ use crate::{
     trust::{Error, Stage, Trust},
 };
 
-/// How often it looks whether a step is due.
+/// Interval of checks for a due step.
 const EVERY: Duration = Duration::from_millis(500);
 
-/// The CA, and what guests are to know of it. Clones are the same one.
+/// The CA, and the list of CAs that guests must trust. Clones share one CA.
 #[derive(Clone)]
 pub struct SharedTrust {
     trust: Arc<RwLock<Trust>>,
@@ -31,24 +32,24 @@ pub struct SharedTrust {
 }
 
 impl SharedTrust {
-    /// Shares it.
+    /// Wraps the CA.
     pub fn new(trust: Trust) -> SharedTrust {
         let told = Arc::new(watch::Sender::new(Arc::new(trusted(&trust))));
         SharedTrust { trust: Arc::new(RwLock::new(trust)), told }
     }
 
-    /// For a look; not to be held across an await.
+    /// Read access to the CA; must not be held across an await.
     pub fn read(&self) -> RwLockReadGuard<'_, Trust> {
         // A step that panicked left the old CA or the new one, both whole.
         self.trust.read()
     }
 
-    /// Whom guests are to trust.
+    /// Receiver of the CAs that guests must trust.
     pub fn trusted(&self) -> watch::Receiver<Arc<Trusted>> {
         self.told.subscribe()
     }
 
-    /// One step on. Blocks for a write to the disk.
+    /// Takes one rotation step. Blocks for a write to the disk.
     pub(crate) fn step(&self) -> Result<Stage, Error> {
         let mut trust = self.trust.write();
         let stage = trust.roll_over(SystemTime::now())?;
@@ -58,15 +59,16 @@ impl SharedTrust {
 }
 
 fn trusted(trust: &Trust) -> Trusted {
-    // Names the set and who signs: both change within a roll-over, and a guest must follow each.
+    // The id covers the CAs and the stage, which decides the signing CA: both change within a rotation, and a guest
+    // must follow each change.
     let prints = trust.ca_sha256();
     let short = prints.iter().map(|print| hex::encode(&print[..6])).collect::<Vec<_>>();
     let id = format!("{:?}:{}", trust.stage(), short.join("+")).to_lowercase();
     Trusted { id, cas: trust.trusted_cas().iter().map(|der| der.to_vec()).collect() }
 }
 
-/// Looks now and then, for ever. `every`: how often to roll over; `None`: when the CA says that it is time. `patience`:
-/// how long a step waits for guests that do not follow.
+/// Takes due steps, for ever. `every`: interval of the rotation; `None`: when the CA's remaining validity requires it.
+/// `patience`: time that a step waits for guests that do not follow.
 pub async fn run(
     trust: SharedTrust,
     relay: RelayClient,
@@ -74,7 +76,7 @@ pub async fn run(
     every: Option<Duration>,
     patience: Duration,
 ) {
-    // A node that died in the middle may not have told the relay of the last step.
+    // A node that died during a rotation may not have configured the relay for the last step.
     let mut relay_knows = trust.read().stage() == Stage::Stable;
     loop {
         tokio::time::sleep(EVERY).await;
@@ -126,7 +128,7 @@ pub(crate) fn is_due(
     if behind.is_empty() {
         return true;
     }
-    // A stable CA may have stood for years when a new one is due: what counts then is how much of it is left.
+    // The age of a stable CA may be years, so it does not measure the wait: the first step waits for all guests.
     if stage == Stage::Stable || age < patience {
         return false;
     }
@@ -137,7 +139,7 @@ pub(crate) fn is_due(
     true
 }
 
-/// Live sandboxes whose guests do not know yet what everybody must.
+/// Returns the live sandboxes with guests that have not received the current list of CAs.
 fn behind(trust: &SharedTrust, sandboxes: &Sandboxes) -> Vec<View> {
     let id = trust.told.borrow().id.clone();
     let mut views = sandboxes.views();

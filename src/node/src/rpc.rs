@@ -1,8 +1,8 @@
-//! The door: ttrpc on `node.sock`, which only the relay dials. Services `hypervisor.Hypervisor` and
-//! `podvminfo.PodVMInfo` (the shims' frames, passed on as they are) and `peerpod.node.v1.Node`.
+//! Serves ttrpc on `node.sock`, which only the relay dials. Services `hypervisor.Hypervisor` and `podvminfo.PodVMInfo`
+//! (the relay forwards the shims' frames unchanged) and `peerpod.node.v1.Node`.
 //!
-//! Handlers check, hand on and wait: the library drops them at the caller's deadline and when the connection ends, so
-//! no work lives here. Errors become ttrpc statuses in one place, the `From` below.
+//! Handlers check, forward and wait: the library drops them at the caller's deadline and when the connection ends, so
+//! no work runs in them. Errors become ttrpc statuses in one place, the `From` below.
 
 pub mod volumes;
 
@@ -37,28 +37,28 @@ use crate::{
     spec::{self, SandboxId},
 };
 
-/// More than any CSR of ours has; what a hostile guest sends is not parsed beyond it.
+/// Size limit of a CSR, larger than every valid one; a hostile guest's data beyond it is not parsed.
 const MAX_CSR: usize = 8 << 10;
-/// How long GetInfo waits when its caller names no deadline.
+/// Time that GetInfo waits when its caller sets no deadline.
 const INFO_WITHIN: Duration = Duration::from_secs(600);
 
-/// What the handlers need.
+/// State that the handlers need.
 #[derive(Clone)]
 pub struct Door {
     /// All sandboxes.
     pub sandboxes: Sandboxes,
-    /// What the relay promised for us.
+    /// The relay's notes for the node.
     pub inbox: Inbox,
-    /// For what is set aside.
+    /// Counts the files that are set aside.
     pub metrics: Metrics,
-    /// Calls that must not be cut off.
+    /// Counts the calls that must complete before exit.
     pub drain: Drain,
 }
 
-/// Serves the door on a bound socket.
+/// Serves the services on a bound socket.
 ///
 /// # Errors
-/// The library could not start.
+/// The ttrpc server could not start.
 pub async fn serve(listener: Listener, door: Door) -> ttrpc::Result<Server> {
     let door = Arc::new(door);
     let mut server = Server::new()
@@ -70,7 +70,7 @@ pub async fn serve(listener: Listener, door: Door) -> ttrpc::Result<Server> {
     Ok(server)
 }
 
-/// The one mapping from what went wrong to what the wire says.
+/// Maps the sandboxes' errors to ttrpc statuses, in this one place.
 impl From<Error> for ttrpc::Error {
     fn from(error: Error) -> ttrpc::Error {
         let code = match &error {
@@ -99,7 +99,7 @@ fn sandbox_id(text: &str) -> ttrpc::Result<SandboxId> {
     text.parse().map_err(|error| status(Code::INVALID_ARGUMENT, error))
 }
 
-/// A little less than the caller waits, so that it hears the reason and not silence.
+/// Returns a limit slightly below the caller's deadline, so that the caller receives the reason and no bare timeout.
 fn patience(context: &TtrpcContext) -> Option<Duration> {
     let whole =
         u64::try_from(context.timeout_nano).ok().filter(|nanos| *nanos > 0).map(Duration::from_nanos)?;
@@ -233,10 +233,10 @@ impl Node for Door {
     }
 }
 
-/// Carries out what the relay promised for us. Returns how many notes were.
+/// Carries out the stops that the relay has confirmed. Returns the number of notes handled.
 ///
 /// # Errors
-/// When the inbox cannot be read; the notes stay and are read again.
+/// The inbox cannot be read; the notes stay and are read again.
 pub async fn read_inbox(sandboxes: &Sandboxes, inbox: &Inbox, metrics: &Metrics) -> Result<u32, Error> {
     let reader = inbox.clone();
     let (notes, bad) = on_thread(move || reader.read()).await??;
@@ -246,8 +246,8 @@ pub async fn read_inbox(sandboxes: &Sandboxes, inbox: &Inbox, metrics: &Metrics)
     }
     let mut handled = 0;
     for note in notes {
-        // One that cannot be recorded just now must not keep the others, or every call of the node, waiting: its note
-        // stays, and is read again soon.
+        // A stop that cannot be recorded now must not delay the others, or every call of the node: its note stays, and
+        // is read again soon.
         if let Err(error) = sandboxes.stop(&note.id, Stop::Inbox).await {
             warn!(sandbox = %note.id, pod = &*sandboxes.pod(&note.id), %error, "a stop that was promised cannot be recorded yet; trying again");
             continue;

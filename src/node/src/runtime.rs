@@ -1,19 +1,18 @@
-//! The runtime that everything runs on, and how many threads it may have.
+//! Builds the tokio runtime and bounds the number of its threads.
 
 use std::io;
 
 use tokio::runtime::{Builder, Runtime};
 
-/// Threads for steps that wait for disk or kernel. The runtime's own default is 512, and each that was needed once for
-/// a moment keeps its stack and its heap. None of these steps waits for another one, so that a queue for them is only
-/// slower, never stuck; what waits for another process is bounded where it is begun
-/// ([`crate::relay_client::RelayClient::hand_in`]).
+/// Threads for steps that wait for disk or kernel. Tokio's default is 512, and each thread that a burst needs keeps its
+/// stack and its heap. No step waits for another one, so a full queue slows the steps but never deadlocks them. Steps
+/// that wait for another process are bounded where they begin ([`crate::relay_client::RelayClient::hand_in`]).
 pub const BLOCKING_THREADS: usize = 64;
 
-/// Makes it.
+/// Builds the runtime.
 ///
 /// # Errors
-/// The kernel gives no threads or no epoll.
+/// The kernel refuses threads or epoll.
 pub fn new() -> io::Result<Runtime> {
     Builder::new_multi_thread().max_blocking_threads(BLOCKING_THREADS).enable_all().build()
 }
@@ -57,7 +56,7 @@ mod tests {
     fn a_relay_that_hangs_holds_up_no_step_of_the_nodes_own() {
         let dir = std::env::temp_dir().join(format!("peerpod-runtime-{}", std::process::id()));
         std::fs::create_dir_all(&dir).unwrap();
-        // Who connects is taken by the kernel, and never answered.
+        // The kernel completes connections to this socket; no program answers them.
         let deaf = peerpod_base::handin::listen(&dir.join(peerpod_base::handin::SOCKET)).unwrap();
         let identity = Arc::new(|| Ok(ConfigureRequest::default()));
         let client = RelayClient::new(dir.join("relay.sock"), identity, Metrics::default());

@@ -1,17 +1,18 @@
-//! The heart: one task per sandbox that owns its state, a table that finds it, and the ledger's intent before every
-//! effect.
+//! Owns the sandboxes of this node: one task per sandbox, a table that maps ids to tasks, and the intent that the
+//! ledger records before every operation.
 //!
-//! * [`phase`]: where a sandbox may go; pure.
-//! * [`effects`]: the seam to everything that is not pure.
-//! * `task` (with `steps`, `outcomes`, `claims`, `clear`, `slots`): the owner of one sandbox.
-//! * `batch`: VMs that several sandboxes get by one call. `tickets`: whose claim it is.
-//! * `table` ([`Sandboxes`]): id → task; the door's calls end here.
-//! * [`recover`]: what a restarted node does before it answers anybody.
-//! * `reports`: what guests say of their networks.
-//! * `reaper`: what nobody stops. `deaths`: VMs that are gone; `notices`: VMs that
-//!   the cloud takes back. `revive`: tasks of ours that panicked.
+//! * [`phase`]: the phases of a sandbox and their transitions; pure.
+//! * [`effects`]: the port to clock, disk, cloud, pod network, relay and trust.
+//! * `task` (with `steps`, `outcomes`, `claims`, `clear`, `slots`): the owner of one sandbox's state.
+//! * `follow`, `renew`, `pull`, `localhost`: upkeep of a running sandbox.
+//! * `batch`: one create call for the VMs of several sandboxes. `tickets`: maps a ticket to its sandbox.
+//! * `table` ([`Sandboxes`]): maps an id to its task; the hypervisor API's calls end here.
+//! * [`recover`]: recovery of a restarted node, before it answers any call.
+//! * `reports`: the guests' reports on their networks.
+//! * `reaper`: stops sandboxes without a StopVM. `deaths`: finds VMs that are gone; `notices`: announces VMs that the
+//!   cloud will reclaim. `revive`: restarts a sandbox's task after a panic.
 //!
-//! Knows nothing of ttrpc, sockets or providers' names.
+//! Independent of ttrpc, sockets and provider names.
 
 use std::{path::PathBuf, time::Duration};
 
@@ -51,68 +52,68 @@ pub use view::View;
 
 use crate::spec::{SandboxId, Wishes};
 
-/// What all sandboxes of this node have in common.
+/// Settings shared by all sandboxes of this node.
 #[derive(Clone, Debug)]
 pub struct Settings {
     /// Part of every idempotency key; the same for the life of the cluster.
     pub cluster_id: String,
-    /// This node, for VM labels.
+    /// Name of this node, for VM labels.
     pub node_name: String,
-    /// Where `<id>/agent.ttrpc` is, absolute.
+    /// Absolute path of the directory that holds `<id>/agent.ttrpc`.
     pub pods_dir: PathBuf,
-    /// Where guests reach this node, in words.
+    /// Addresses at which guests reach this node, as text for error messages.
     pub guest_addresses: String,
-    /// How long from CreateVM (or a restart of ours) until the guest must be ready.
+    /// Time from CreateVM, or from a restart of the node, until the guest must be ready.
     pub boot_timeout: Duration,
-    /// How long a start may take before it is said what it waits for.
+    /// Time after which the node logs and posts the missing step of a start.
     pub slow_after: Duration,
-    /// How long one StartVM may wait.
+    /// Maximum wait of one StartVM call.
     pub start_timeout: Duration,
-    /// How long the agent in the VM may take to listen.
+    /// Time within which kata-agent in the VM must listen.
     pub agent_timeout: Duration,
-    /// How long the guest may take to flush.
+    /// Time limit of the guest's flush.
     pub flush_timeout: Duration,
-    /// How long a ticket is good for, from CreateVM.
+    /// Lifetime of a ticket, from CreateVM.
     pub ticket_ttl: Duration,
-    /// The guest powers off when the link was silent for so long.
+    /// Silence on the link after which the guest powers off.
     pub lease: Duration,
-    /// How long a stopped id stays known.
+    /// Time for which the id of a stopped sandbox stays known.
     pub tombstone_ttl: Duration,
-    /// When a sandbox that StartVM never came for is taken away.
+    /// Time after which the node stops a sandbox that got no StartVM.
     pub never_started_grace: Duration,
-    /// How long a sandbox's network namespace must have been gone before it is taken away.
+    /// Time for which a network namespace must be gone before the node stops its sandbox.
     pub netns_gone_grace: Duration,
-    /// How long a running sandbox's guest must have been away before the provider is asked whether its VM is gone.
+    /// Time for which the guest of a running sandbox must be away before the node asks the provider about its VM.
     pub vm_gone_grace: Duration,
-    /// Live sandboxes at once.
+    /// Maximum number of live sandboxes.
     pub max_sandboxes: usize,
-    /// Memory in MiB that a guest needs besides its pod.
+    /// Memory in MiB that a guest needs in addition to its pod.
     pub guest_memory_mib: u64,
-    /// Ask for VMs with a second network card.
+    /// Whether VMs get a second NIC.
     pub second_nic: bool,
-    /// What pods' VMs are like that do not say so themselves.
+    /// VM options for pods that set none.
     pub wishes: Wishes,
-    /// Which wishes a pod may have of its own, by their names in [`Wishes::ALL`].
+    /// VM options that a pod may set itself, by their names in [`Wishes::ALL`].
     pub may_wish: Vec<String>,
-    /// The port on which VMs wait for the relay to dial; none: they dial.
+    /// Port on which VMs wait for the relay to dial; `None` if the guests dial.
     pub dial: Option<u16>,
-    /// Most VMs to ask for by one call; below 2: each by itself.
+    /// Maximum number of VMs in one create call; below 2, each VM has its own call.
     pub max_batch: u32,
 }
 
-/// `sun_path` holds this many bytes, the closing NUL among them.
+/// Size of `sun_path` in bytes, including the closing NUL.
 const SUN_PATH: usize = 108;
 
 impl Settings {
-    /// Where the relay serves the sandbox's agent.
+    /// Returns the path on which the relay serves the sandbox's agent.
     pub fn agent_socket(&self, id: &SandboxId) -> PathBuf {
         self.pods_dir.join(id.as_str()).join("agent.ttrpc")
     }
 
-    /// The same as text for the shim, which makes an URL of it.
+    /// Returns the agent socket's path as text for the shim, which makes a URL of it.
     ///
     /// # Errors
-    /// When it does not fit a socket address, or has a character that means something in an URL.
+    /// The path does not fit a socket address, or contains a character with a meaning in a URL.
     pub fn agent_socket_text(&self, id: &SandboxId) -> Result<String, Error> {
         let path = self.agent_socket(id);
         let text = path.to_string_lossy();

@@ -1,9 +1,10 @@
-//! Pull secrets of this node's pods, asked of the cluster's service: the node itself has no right on secrets.
+//! Fetches the pull secrets of this node's pods from the cluster's service: the node itself has no right to read
+//! secrets.
 //!
-//! Who we are is shown twice: by our service account's bound token, which kubelet rotates in its file, and by a
-//! certificate that the service gave for such a token (`identity.rs`); its key is made here and is in memory only. Every
-//! question has a deadline, and so many are asked at once as the service lets one node. Secrets are never written down
-//! and never logged. May touch: the token's and the CA's file, the service.
+//! The node identifies itself with its service account's bound token, which kubelet rotates in its file. It also shows
+//! a certificate that the service issued for such a token (`identity.rs`). The certificate's key is made here and is in
+//! memory only. Every request has a deadline, and the number of concurrent requests stays below the service's limit for
+//! one node. Secrets are never written to disk and never logged. May touch: the token's and the CA's file, the service.
 
 mod ask;
 mod config;
@@ -18,10 +19,10 @@ pub use config::SecretsConfig;
 
 use crate::{sandbox::effects::PullSecretError, spec::PodRef};
 
-/// The service lets a node have more; the rest is for another node program during an upgrade.
+/// Concurrent requests. The service allows a node more; the rest is for a second node process during an upgrade.
 const AT_ONCE: usize = 8;
 
-/// Asks the service. Clones are the same.
+/// Client of the pull-secret service. Clones share one state.
 #[derive(Clone)]
 pub struct PullSecrets(Arc<Inner>);
 
@@ -32,18 +33,18 @@ struct Inner {
 }
 
 impl PullSecrets {
-    /// One that asks as it is told. Nothing is read or asked yet.
+    /// Creates a client. It neither reads nor requests anything yet.
     pub fn new(config: SecretsConfig) -> PullSecrets {
         let identity = identity::Holder::default();
         PullSecrets(Arc::new(Inner { config, places: Semaphore::new(AT_ONCE), identity }))
     }
 
-    /// How often a running pod's secrets are asked for again.
+    /// Returns the interval at which a running pod's secrets are requested again.
     pub fn refresh(&self) -> Duration {
         self.0.config.refresh
     }
 
-    /// What the pod's images are pulled with, and what of it cannot be used.
+    /// Returns the secrets with which the pod's images are pulled, and notes about unusable ones.
     ///
     /// # Errors
     /// The service refused, or did not answer before `secrets.deadline`.
@@ -65,12 +66,12 @@ impl PullSecrets {
 
 impl Inner {
     async fn of(&self, pod: &PodRef) -> Result<Given, ask::Error> {
-        // Fails only for a closed semaphore, and nobody closes it.
+        // Fails only for a closed semaphore, and no code closes it.
         let _place = self.places.acquire().await;
         let token = self.config.token().await?;
         let identity = self.identity.get(&self.config, &token).await?;
         match ask::pull_secrets(&self.config, &identity, &token, pod).await {
-            // The CA or the node may be another one since: once with a new certificate.
+            // The CA or the node's identity may have changed since: one retry with a new certificate.
             Err(why) if why.unknown => {
                 self.identity.forget(&identity).await;
                 let identity = self.identity.get(&self.config, &token).await?;

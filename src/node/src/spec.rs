@@ -1,7 +1,7 @@
-//! What VM is wanted: the shim's annotations and the sandbox id, checked. Pure.
+//! Derives the wanted VM from the shim's annotations and the sandbox id, and checks both. Pure.
 //!
-//! Both of Kata's shims send exactly nine keys, always, and fill what was not asked with `""` or `"0"`; the Rust shim
-//! prints vCPUs as a float. This is the one place that knows what each of them sends.
+//! Both of Kata's shims always send exactly nine keys, and fill values that were not asked for with `""` or `"0"`; the
+//! Rust shim prints vCPUs as a float. Only this module knows the differences between the shims.
 
 mod id;
 mod number;
@@ -43,35 +43,36 @@ const MAX_MEMORY: u64 = 64 << 20;
 /// More GPUs than any cloud offers in one VM.
 const MAX_GPUS: u64 = 256;
 
-/// Memory in MiB that a guest needs besides its pod, where neither the configuration nor the provider says.
+/// Memory in MiB that a guest needs besides its pod, where neither the configuration nor the provider sets it.
 pub const GUEST_MEMORY: u64 = 256;
-/// Memory in MiB with which a VM boots, whatever is configured.
+/// Least memory in MiB with which a VM boots.
 const LEAST_MEMORY: u64 = 128;
-/// The kernel describes every page, and keeps a share of them free: a 32nd of the VM covers that.
+/// Divisor for the kernel's share. The kernel describes every page, and keeps a share of them free: a 32nd of the VM
+/// covers that.
 const PAGES_SHARE: u64 = 32;
 
-/// The VM that a pod wants. What was not asked is zero or `None`.
+/// The VM that a pod wants. Values that were not asked for are zero or `None`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Wanted {
-    /// Whose VM it is.
+    /// The pod that the VM is for.
     pub pod: PodRef,
-    /// vCPUs (rounded up), memory in MiB, GPUs and their model; zero is not asked.
+    /// vCPUs (rounded up), memory in MiB, GPUs and their model; zero: not asked for.
     pub size: Size,
-    /// The instance type, as the cloud calls it.
+    /// The cloud's name of the instance type.
     pub instance_type: Option<String>,
-    /// The image, as the cloud calls it.
+    /// The cloud's name of the image.
     pub image: Option<String>,
     /// Initdata, as the shim sent it.
     pub initdata: Option<String>,
-    /// What else was wished, by annotations of ours.
+    /// VM options from Peerpod's own annotations.
     #[serde(default)]
     pub wishes: Wishes,
 }
 
-/// Why the annotations do not say what VM is wanted.
+/// Reason that the annotations do not describe a VM.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
-    /// A key that must be there is missing or empty.
+    /// A required key is missing or empty.
     #[error(
         "read the annotations: {key} is missing or empty; the pod must be started by containerd or CRI-O"
     )]
@@ -79,23 +80,23 @@ pub enum Error {
         /// The annotation.
         key: &'static str,
     },
-    /// A value that is not what the key holds.
+    /// A value that its key does not allow.
     #[error("read the annotations: {key} = {value:?}: {why}")]
     Bad {
         /// The annotation.
         key: &'static str,
         /// Its value, cut to 64 characters.
         value: String,
-        /// What is wrong, and what would do.
+        /// The mistake, and an accepted form.
         why: String,
     },
 }
 
-/// The most initdata that one call to the guest carries beside a pod's network: such a call is a ttrpc frame of 4 MiB.
+/// Limit of initdata. One call to the guest carries it beside a pod's network; such a call is a ttrpc frame of 4 MiB.
 const MAX_INITDATA: usize = 3 << 20;
 
-/// Memory in MiB of a VM whose pod may use `pod` MiB and whose guest needs `guest` MiB besides. A pod that asks for
-/// none (0) still asks for none.
+/// Returns the memory in MiB of a VM with a pod that may use `pod` MiB and a guest that needs `guest` MiB besides. For
+/// a pod that asks for none (0), the result is 0.
 pub fn vm_memory(pod: u64, guest: u64) -> u64 {
     if pod == 0 {
         return 0;
@@ -104,10 +105,10 @@ pub fn vm_memory(pod: u64, guest: u64) -> u64 {
     sum.saturating_add(sum.div_ceil(PAGES_SHARE)).max(LEAST_MEMORY)
 }
 
-/// Reads the shim's annotations, and ours ([`wishes`]). All others are ignored.
+/// Reads the shim's annotations, and Peerpod's own ([`wishes`]). All others are ignored.
 ///
 /// # Errors
-/// The pod's name or namespace is missing, or a value cannot be what its key says.
+/// The pod's name or namespace is missing, or a value is not one that its key allows.
 pub fn parse(annotations: &HashMap<String, String>) -> Result<Wanted, Error> {
     let given = |key: &'static str| annotations.get(key).map_or("", |value| value.trim());
     let text = |key| Some(given(key)).filter(|value| !value.is_empty()).map(str::to_owned);
@@ -129,7 +130,7 @@ pub fn parse(annotations: &HashMap<String, String>) -> Result<Wanted, Error> {
         size,
         instance_type: text(MACHINE_TYPE),
         image: text(IMAGE),
-        // Kept as it is, white space included: it may be measured.
+        // Kept unchanged, white space included: it may be measured.
         initdata: match annotations.get(INIT_DATA).filter(|value| !value.is_empty()) {
             Some(long) if long.len() > MAX_INITDATA => {
                 let why = format!("{} bytes, and {MAX_INITDATA} are the most that reach the VM", long.len());
@@ -151,10 +152,10 @@ pub fn parse(annotations: &HashMap<String, String>) -> Result<Wanted, Error> {
     })
 }
 
-/// Whose sandbox it is, whatever else the annotations say.
+/// Returns the sandbox's pod, and ignores all other annotations.
 ///
 /// # Errors
-/// They do not name a pod.
+/// The annotations do not name a pod.
 pub fn pod_of(annotations: &HashMap<String, String>) -> Result<PodRef, Error> {
     let given = |key: &'static str| annotations.get(key).map_or("", |value| value.trim());
     pod::read(given(SANDBOX_NAME), given(SANDBOX_NAMESPACE))

@@ -1,6 +1,6 @@
-//! PeerPods of this node that no sandbox speaks for: left by a crash, by an API server that was away for longer than a
-//! tombstone stands, or by a call that arrived after its caller had given up. What the ledger knows decides, and the cloud
-//! where the ledger knows nothing.
+//! Removes PeerPods of this node that have no sandbox. A crash may leave one, or a call that arrived after its caller
+//! had given up. An API server that was unreachable for longer than a tombstone is kept leaves them too. The ledger
+//! decides; where it has no record, the provider's list of VMs decides.
 
 use std::{collections::HashSet, time::Duration};
 
@@ -16,12 +16,12 @@ use crate::{
     spec::SandboxId,
 };
 
-/// How often they are looked at.
+/// Interval between two passes.
 const EVERY: Duration = Duration::from_secs(600);
-/// Before the next look after one that failed.
+/// Pause after a failed pass.
 const RETRY: Duration = Duration::from_secs(15);
 
-/// Looks now and then, for ever. `unread`: sandboxes whose record cannot be read; nobody knows what they have.
+/// Runs passes for ever. `unread`: sandboxes with an unreadable record, of which the resources are unknown.
 pub(crate) async fn run(cluster: Cluster, table: Sandboxes, unread: Vec<SandboxId>, cluster_id: String) {
     let unread: HashSet<String> = unread.iter().map(ToString::to_string).collect();
     let mut said = false;
@@ -63,7 +63,7 @@ async fn pass(
     }
     let owned = table.owned().await.map_err(|error| error.to_string())?;
     for object in strange {
-        // One that was made meanwhile is known now. A VM without a record is deleted by the look for orphans first.
+        // A sandbox created meanwhile is in the table now. The orphan search deletes a VM without a record first.
         if phase(table, &object.sandbox).is_none()
             && !owned.iter().any(|vm| may_be_its(vm, &object, cluster_id))
         {
@@ -78,7 +78,7 @@ fn phase(table: &Sandboxes, sandbox: &str) -> Option<Phase> {
     Some(table.view(&id)?.borrow().phase.clone())
 }
 
-/// One that lost its mark may be anybody's.
+/// Whether the VM may belong to the PeerPod. A VM that lost its key may belong to any sandbox.
 fn may_be_its(vm: &Owned, object: &Recorded, cluster_id: &str) -> bool {
     let Some(key) = &vm.key else { return true };
     let attempts =

@@ -1,21 +1,24 @@
-//! Who is who: the node's own CA, the certificates it signs, and tickets.
+//! Holds the node's own CA, signs certificates, and issues tickets.
 //!
 //! * The CA is made once and kept in `<state-dir>/trust/ca.json` (0600, versioned). Guests pin it by SHA-256.
-//! * A guest makes its own key; we sign its CSR with a subject of ours and ignore the names it asks for.
-//! * The relay's key is made here and handed over `relay.sock`; it is the only private key besides the CA's.
-//! * A [`Ticket`] lets a VM that just booted ask for its certificate. Binding it to a key is the ledger's work.
+//! * A guest makes its own key. The node signs the guest's CSR with a subject of its own and ignores the requested
+//!   names.
+//! * The relay's key is made here and sent over `relay.sock`; it is the only private key besides the CA key.
+//! * A [`Ticket`] lets a newly booted VM request its certificate. The ledger binds it to a key.
 //!
-//! # Roll-over
-//! [`Trust::roll_over`] goes one step at a time, and each step is on disk before it returns:
-//! 1. *stable → announced*: a next CA exists. New VMs pin both, the relay trusts both, running guests must be told
-//!    ([`Trust::trusted_cas`]) before the next step. Nothing is signed by it yet.
-//! 2. *announced → overlap*: the next one becomes current and signs guests, so all running guests must ask for a new
-//!    certificate. The relay's identity still comes from the previous one: a VM that was born before the
-//!    announcement pins only that, and everybody else pins it too.
-//! 3. *overlap → stable*: the previous one is forgotten. The relay needs a new identity ([`Trust::relay_identity`]).
-//!    Not before every ticket that pins it alone has expired and every guest has a new certificate.
+//! # Rotation
+//! [`Trust::roll_over`] takes one step at a time, and each step is on disk before it returns:
+//! 1. *stable → announced*: a next CA exists, and signs nothing yet. New VMs pin both CAs, and the relay trusts both.
+//!    Running guests must receive both ([`Trust::trusted_cas`]) before the next step.
+//! 2. *announced → overlap*: the next CA becomes current and signs guests, so all running guests must request a new
+//!    certificate. The relay's identity still comes from the previous CA, because all VMs pin it. A VM with user-data
+//!    from before the announcement pins no other CA.
+//! 3. *overlap → stable*: the previous CA is dropped. The relay needs a new identity ([`Trust::relay_identity`]). This
+//!    step must wait until every ticket that pins the previous CA alone has expired and every guest has a new
+//!    certificate.
 //!
-//! May touch: its directory. Knows no clock but what it is given, except where it says so. Blocking, small files.
+//! May touch: its directory. Functions take the time as a parameter, except where their docs differ. Blocking, small
+//! files.
 
 mod authority;
 mod error;
@@ -32,12 +35,13 @@ use authority::Authority;
 pub use error::Error;
 pub use ticket::Ticket;
 
-/// How long certificates are good for.
+/// Validity of certificates.
 #[derive(Clone, Copy, Debug)]
 pub struct Validity {
-    /// A CA's. It should be rolled over when a third of it is left.
+    /// Validity of a CA. A CA should be rotated when a third of it is left.
     pub ca: Duration,
-    /// A guest's; never longer than the CA's that signs it. Longer than a pod lives, or the guest must be rotated.
+    /// Validity of a guest's certificate; it never exceeds that of the signing CA. It must exceed the life of a pod, or
+    /// the guest must renew its certificate.
     pub guest: Duration,
 }
 
@@ -49,15 +53,15 @@ impl Default for Validity {
     }
 }
 
-/// How far a roll-over is.
+/// Stage of a CA rotation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Stage {
-    /// One CA.
+    /// There is one CA.
     Stable,
-    /// The next CA exists and is told to everybody, nothing is signed by it.
+    /// The next CA exists and is announced to all guests; it signs nothing yet.
     Announced,
-    /// The next CA is the current one; the previous still vouches for the relay.
+    /// The next CA is the current one; the previous one still signs the relay's certificate.
     Overlap,
 }
 
@@ -66,16 +70,16 @@ pub enum Stage {
 pub struct Signed {
     /// DER, the leaf first, then the CA that signed it.
     pub chain: Vec<Vec<u8>>,
-    /// SHA-256 of the DER of the key's SubjectPublicKeyInfo, as [`Trust::csr_key_sha256`] gives it.
+    /// SHA-256 of the DER of the key's SubjectPublicKeyInfo, as [`Trust::csr_key_sha256`] returns it.
     pub key_sha256: [u8; 32],
-    /// SHA-256 of the leaf's DER, as the relay recognises the guest.
+    /// SHA-256 of the leaf's DER, by which the relay recognises the guest.
     pub certificate_sha256: [u8; 32],
 }
 
 /// A certificate chain, the leaf first, and the leaf's key.
 pub type Identity = (Vec<CertificateDer<'static>>, PrivateKeyDer<'static>);
 
-/// The node's CA, with the one before or after it during a roll-over. Debug shows no key.
+/// The node's CA, with the next or the previous one during a rotation. Debug shows no key.
 #[derive(Debug)]
 pub struct Trust {
     file: PathBuf,
@@ -83,7 +87,7 @@ pub struct Trust {
     authorities: Authorities,
 }
 
-/// What is kept on disk.
+/// The CAs that are kept on disk.
 #[derive(Clone, Debug)]
 struct Authorities {
     current: Authority,
@@ -94,7 +98,7 @@ struct Authorities {
 }
 
 impl Trust {
-    /// Reads the CA from `dir`, or makes both. `now` is the node's clock.
+    /// Reads the CA from `dir`, or makes the directory and a CA. `now` is the node's clock.
     ///
     /// # Errors
     /// The file cannot be read or written, is damaged or from a newer version. It is never replaced then: a new CA
@@ -103,7 +107,7 @@ impl Trust {
         Trust::open_with(dir, now, Validity::default())
     }
 
-    /// The same with other validities.
+    /// Opens it with other validities.
     ///
     /// # Errors
     /// See [`Trust::open`].
@@ -114,7 +118,7 @@ impl Trust {
             Some(kept) if kept.current.not_after > now => kept,
             ended => {
                 if ended.is_some() {
-                    // Nobody can hold a valid certificate of it: it ended, or was made while the clock was wrong.
+                    // No valid certificate of it can exist: it expired, or was made while the clock was wrong.
                     tracing::warn!(file = %file.display(), "the node's CA has ended and is replaced");
                 }
                 let current = Authority::make(now, validity.ca)?;
@@ -126,18 +130,18 @@ impl Trust {
         Ok(Trust { file, validity, authorities })
     }
 
-    /// What new VMs pin: the SHA-256 of the DER of every CA there is.
+    /// Returns the SHA-256 of the DER of every CA, for new VMs to pin.
     pub fn ca_sha256(&self) -> Vec<[u8; 32]> {
         self.all().map(|ca| tls::fingerprint(&ca.certificate)).collect()
     }
 
-    /// The CAs that guests' certificates may come from, and that running guests are told to pin.
+    /// Returns the CAs that may have signed guests' certificates, and that running guests must pin.
     pub fn trusted_cas(&self) -> Vec<CertificateDer<'static>> {
         self.all().map(|ca| ca.certificate.clone()).collect()
     }
 
-    /// A new key and certificate for the relay, good as long as its CA. Signed by the oldest CA there is, because that
-    /// is the one every guest pins. The chain is the leaf and the CA. Dated by the system's clock.
+    /// Makes a new key and certificate for the relay, valid as long as its CA. The oldest CA signs it, because every
+    /// guest pins that one. The chain is the leaf and the CA. Dated by the system's clock.
     ///
     /// # Errors
     /// The key cannot be made.
@@ -147,15 +151,15 @@ impl Trust {
         oldest.relay_identity(SystemTime::now())
     }
 
-    /// Signs a guest's CSR, from now by the system's clock. The same key may come again.
+    /// Signs a guest's CSR, valid from now by the system's clock. The same key may be signed again.
     ///
     /// # Errors
-    /// The CSR is no CSR, is not signed by its own key, or the key is not P-256.
+    /// The CSR is malformed, is not signed by its own key, or the key is not P-256.
     pub fn sign_guest(&self, sandbox: &str, csr_der: &[u8]) -> Result<Signed, Error> {
         self.sign_guest_at(sandbox, csr_der, SystemTime::now())
     }
 
-    /// Signs a guest's CSR, from `now`.
+    /// Signs a guest's CSR, valid from `now`.
     ///
     /// # Errors
     /// See [`Trust::sign_guest`].
@@ -163,7 +167,8 @@ impl Trust {
         self.authorities.current.sign_guest(sandbox, csr_der, now, self.validity.guest)
     }
 
-    /// The key a CSR is for: SHA-256 of the DER of its SubjectPublicKeyInfo. Checks what [`Trust::sign_guest`] checks.
+    /// Returns the key of a CSR: SHA-256 of the DER of its SubjectPublicKeyInfo. Makes the checks of
+    /// [`Trust::sign_guest`].
     ///
     /// # Errors
     /// See [`Trust::sign_guest`].
@@ -171,7 +176,7 @@ impl Trust {
         authority::request(csr_der).map(|(_, key)| key)
     }
 
-    /// How far a roll-over is.
+    /// Returns the stage of the rotation.
     pub fn stage(&self) -> Stage {
         match (&self.authorities.previous, &self.authorities.next) {
             (Some(_), _) => Stage::Overlap,
@@ -180,20 +185,20 @@ impl Trust {
         }
     }
 
-    /// When the stage began.
+    /// Returns the time at which the stage began.
     pub fn stage_since(&self) -> SystemTime {
         self.authorities.since
     }
 
-    /// Whether a roll-over should begin: less than a third of the CA's time is left.
+    /// Whether a rotation should begin: less than a third of the CA's validity is left.
     pub fn is_roll_over_due(&self, now: SystemTime) -> bool {
         self.stage() == Stage::Stable && now + self.validity.ca / 3 > self.authorities.current.not_after
     }
 
-    /// Goes one step on and returns the new stage. See the module's page for what must be true before each step.
+    /// Takes one step of the rotation and returns the new stage. The module's page lists the conditions for each step.
     ///
     /// # Errors
-    /// The step could not be written down, and was not made.
+    /// The step could not be written to disk, and was not taken.
     pub fn roll_over(&mut self, now: SystemTime) -> Result<Stage, Error> {
         let mut stepped = self.authorities.clone();
         stepped.since = now;
@@ -211,7 +216,7 @@ impl Trust {
         Ok(self.stage())
     }
 
-    /// Every CA there is, the oldest first.
+    /// All CAs, the oldest first.
     fn all(&self) -> impl Iterator<Item = &Authority> {
         let kept = &self.authorities;
         kept.previous.iter().chain(std::iter::once(&kept.current)).chain(kept.next.iter())

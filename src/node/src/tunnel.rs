@@ -1,9 +1,10 @@
-//! The node's half of a pod's network: look at the pod's namespace, reserve its tunnels, connect them to the VM, undo.
+//! Connects a pod's network namespace to the pod's VM: inspects the namespace, reserves the tunnels, connects them to
+//! the VM, and undoes all of it.
 //!
-//! Each step is "make it so": called again after a crash it finds what is there and completes it. The work is
-//! netlink, done by `peerpod_podnet` on blocking threads; this room only puts the steps together and owns the
-//! node's own sockets. It touches the pods' network namespaces, the node's VXLAN sockets and this daemon's own
-//! nftables tables, nothing else; what it makes says whose it is, so that several daemons can share a machine.
+//! Each step is idempotent: called again after a crash, it finds the existing state and completes it. The work is
+//! netlink, done by `peerpod_podnet` on blocking threads; this module orders the steps and owns the node's own
+//! sockets. It touches the pods' network namespaces, the node's VXLAN sockets and this daemon's own nftables tables,
+//! nothing else. Everything that it makes carries an owner mark, so that several daemons can share a machine.
 
 use std::net::IpAddr;
 use std::path::PathBuf;
@@ -38,38 +39,38 @@ pub use reserved::{Device, Kind, Reserved};
 use steps::Steps;
 pub use wireguard::{Carrier, HandIn, HandInDetail, WireguardConfig, netns_in};
 
-/// Where container runtimes keep the pods' network namespaces, unless told otherwise.
+/// Default folder in which container runtimes keep the pods' network namespaces.
 pub const NETNS_DIR: &str = "/run/netns";
 
-/// How this node's tunnels are made; the same on all nodes and fixed for a tunnel's life.
+/// Settings of this node's tunnels; the same on all nodes and fixed for a tunnel's life.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TunnelConfig {
-    /// What new sandboxes' tunnels are.
+    /// Kind of new sandboxes' tunnels.
     pub kind: Kind,
-    /// Whether a VM that needs it gets an encrypted tunnel although `kind` says otherwise.
+    /// Whether a VM that needs an encrypted tunnel gets one although `kind` is a plain one.
     pub auto: bool,
-    /// The encrypted tunnel; `None`: there is none.
+    /// Settings of the encrypted tunnel; `None`: there is none.
     pub wireguard: Option<WireguardConfig>,
     /// UDP port of the node and of the guests.
     pub port: u16,
-    /// Whether IPv4 packets of the tunnel carry a UDP checksum. Off keeps the segmentation offload of many cloud NICs
-    /// (2.7 times the throughput); IPv6 always has one.
+    /// Whether IPv4 packets of the tunnel carry a UDP checksum. Without it, many cloud NICs keep their segmentation
+    /// offload (2.7 times the throughput). IPv6 packets always carry one.
     pub udp_checksum: bool,
     /// Whether packets of a tunnel are accepted from its VM's address only, and kept out of conntrack (nftables).
     pub anti_spoof: bool,
-    /// What carries the redirects; `None`: the best this kernel has.
+    /// Classifier of the redirects; `None`: the best one of this kernel.
     pub redirect: Option<Classifier>,
-    /// The VNIs of new tunnels.
+    /// Range of the VNIs of new tunnels.
     pub vnis: Vnis,
-    /// UDP source ports, ends included; `None`: all the kernel has.
+    /// UDP source ports, ends included; `None`: the kernel's whole range.
     pub source_ports: Option<(u16, u16)>,
-    /// Whose tunnels these are: other daemons of this machine keep theirs.
+    /// Owner mark of these tunnels; other daemons of this machine have another one.
     pub owner: Owner,
-    /// The pods' way out of the cluster by their VMs; `None`: by the tunnel, as all the rest.
+    /// Egress of the pods from the cluster by their VMs; `None`: by the tunnel, like all other traffic.
     pub external: Option<external::External>,
-    /// Where the container runtime keeps the pods' network namespaces.
+    /// Folder in which the container runtime keeps the pods' network namespaces.
     pub netns_dir: PathBuf,
-    /// How often guests try how large a packet may be on their way to the node, in whole seconds.
+    /// Interval at which guests probe the path MTU to the node, in whole seconds.
     pub probe_interval: Duration,
 }
 
@@ -101,17 +102,17 @@ pub struct Tunnel {
 }
 
 impl Tunnel {
-    /// Opens the node's sockets in the network namespace of the calling thread, finds out what this kernel redirects
-    /// with, and makes sure that the port is usable (some 40 ms). Makes nothing that stays.
+    /// Opens the node's sockets in the network namespace of the calling thread. Chooses the classifier of this kernel's
+    /// redirects, and checks that the port is usable (some 40 ms). Makes nothing that stays.
     ///
     /// # Errors
-    /// [`Error::Port`] with the device that is in the way; [`Error::NoRedirect`], [`Error::NoFilter`] and
-    /// [`Error::Kernel`] where the kernel lacks what is needed.
+    /// [`Error::Port`] with the device that uses the port; [`Error::NoRedirect`], [`Error::NoFilter`] and
+    /// [`Error::Kernel`] where the kernel lacks a needed function.
     pub fn open(config: TunnelConfig) -> Result<Tunnel, Error> {
         Ok(Tunnel { auto: config.auto, steps: Arc::new(Steps::open(&config)?) })
     }
 
-    /// Copies the pod's network.
+    /// Inspects the pod's network.
     ///
     /// # Errors
     /// See [`peerpod_podnet::look::look`].
@@ -120,26 +121,26 @@ impl Tunnel {
         blocking(move || Steps::look(&netns)).await
     }
 
-    /// The pod's sysctls that are not carried into the VM, in words; see [`peerpod_podnet::look::unlisted`]. Takes a
-    /// while. Nothing where they cannot be read.
+    /// Returns the pod's sysctls that are not carried into the VM, as text; see [`peerpod_podnet::look::unlisted`].
+    /// Slow. Empty where they cannot be read.
     pub async fn unlisted(&self, netns: &Netns, seen: &Seen) -> Vec<String> {
         let (netns, seen) = (netns.clone(), seen.clone());
         let read = move || look::unlisted(&netns, &seen).unwrap_or_default();
         tokio::task::spawn_blocking(read).await.unwrap_or_default()
     }
 
-    /// Programs of others that run before the redirects, in words; see [`redirect::tcx`]. Takes a thread in the namespace,
-    /// so not while a start waits for it.
+    /// Returns the programs of others that run before the redirects, as text; see [`redirect::tcx`]. Takes a thread in
+    /// the namespace, so no start may wait for it.
     pub async fn hooked(&self, netns: &Netns, seen: &Seen) -> Vec<String> {
         let (netns, interfaces) = (netns.clone(), seen.interfaces.clone());
         let ask = move || redirect::tcx::obstacles(&netns, &interfaces).unwrap_or_default();
         tokio::task::spawn_blocking(ask).await.unwrap_or_default()
     }
 
-    /// Makes a device for each interface (`pp-vx0`, `pp-vx1`, …) in the pod's namespace, down and without a remote, with
-    /// VNIs nobody on this node has: all of them or none. With a recorded reservation its VNIs are taken (again) if that
-    /// is possible; interfaces that are new since get devices, those that are gone lose them. Again for the same sandbox
-    /// it finds the devices that are there.
+    /// Makes a device for each interface (`pp-vx0`, `pp-vx1`, …) in the pod's namespace, down and without a remote.
+    /// Their VNIs are free on this node. Either all devices are made, or none. The VNIs of a recorded reservation are
+    /// taken (again) if that is possible. Interfaces that are new since get devices, and those that are gone lose them.
+    /// A repeated call for the same sandbox finds the existing devices.
     ///
     /// # Errors
     /// [`Error::Claimed`] when another sandbox has its tunnel in this namespace, [`Error::NoVni`], [`Error::Kernel`],
@@ -157,10 +158,10 @@ impl Tunnel {
         blocking(move || steps.reserve(&netns, &sandbox, &seen, v6_underlay, recorded.as_ref())).await
     }
 
-    /// As [`Tunnel::reserve`] for a VM that a plain tunnel does not suit.
+    /// Reserves as [`Tunnel::reserve`] does, for a VM that a plain tunnel does not suit.
     ///
     /// # Errors
-    /// As there; [`Error::CannotCarry`] where this node has no encrypted tunnel.
+    /// The errors of [`Tunnel::reserve`], and [`Error::CannotCarry`] where this node has no encrypted tunnel.
     pub async fn reserve_encrypted(
         &self,
         netns: &Netns,
@@ -173,8 +174,8 @@ impl Tunnel {
         blocking(move || steps.reserve_as(Kind::Wireguard, &netns, &sandbox, &seen, v6_underlay, None)).await
     }
 
-    /// Whether the tunnel does not suit a VM with these addresses, whose link comes from `from`: a plain one over a
-    /// public network, or through a NAT. Always false unless the kind is chosen by that.
+    /// Whether a plain tunnel does not suit a VM with these addresses and a link from `from`: it would cross a public
+    /// network, or a NAT. Always false unless `tunnel.kind` is `auto`.
     pub fn is_unsuited(
         &self,
         reserved: &Reserved,
@@ -187,23 +188,23 @@ impl Tunnel {
             && (is_public(vm) || from.is_some_and(|from| !addresses.contains(&from)))
     }
 
-    /// The guest's end of an encrypted tunnel, as the relay is told it; `None` for a plain one.
+    /// Returns the guest's end of an encrypted tunnel, in the form for the relay; `None` for a plain one.
     pub fn peer(&self, reserved: &Reserved, key: &[u8]) -> Option<TunnelPeer> {
         (reserved.kind == Kind::Wireguard).then(|| wireguard::Wireguard::peer(reserved, key)).flatten()
     }
 
-    /// Whoever supplies the relay with the encrypted tunnel's descriptors, where there is one.
+    /// Returns the supplier of the encrypted tunnel's descriptors for the relay, where there is such a tunnel.
     pub fn carrier(&self) -> Option<Carrier> {
         self.steps.backends.wireguard().cloned().map(Carrier)
     }
 
-    /// The node's own addresses that its guests keep to the tunnel, as they were last looked at; `None`: their pods
-    /// have no other way.
+    /// Returns the node's own addresses that its guests keep to the tunnel, as they were last read; `None`: their pods
+    /// have no other egress.
     pub fn own_addresses(&self) -> Option<Arc<Vec<IpAddr>>> {
         self.steps.outside.as_ref().map(|outside| outside.own())
     }
 
-    /// Looks at them again, after something changed around the node; whether they are others now. The next
+    /// Reads the node's own addresses again, after a change of its network; returns whether they have changed. The next
     /// [`Tunnel::connect`] of each sandbox writes them into its plan.
     ///
     /// # Errors
@@ -216,31 +217,33 @@ impl Tunnel {
         blocking(move || steps.outside.as_ref().map_or(Ok(false), external::Outside::look)).await
     }
 
-    /// Ticks when guests of tunnels of this kind must hear anew where they find this node; `None` where the way to the
-    /// VM says all there is.
+    /// Receiver that ticks when guests of tunnels of this kind need the node's new endpoints; `None` for tunnels that
+    /// need only the path to the VM.
     pub fn news(&self, reserved: &Reserved) -> Option<watch::Receiver<u64>> {
         let wireguard = self.steps.backends.wireguard().filter(|_| reserved.kind == Kind::Wireguard);
         wireguard.map(|wireguard| wireguard.news())
     }
 
-    /// The node's address towards the VM, and the largest packet of a pod that fits on the way.
+    /// Returns the node's address towards the VM, and the largest packet of a pod that fits on the path.
     ///
     /// # Errors
-    /// [`Error::Path`] where there is none.
+    /// [`Error::Path`] where there is no path.
     pub async fn way(&self, reserved: &Reserved, vm: IpAddr) -> Result<(IpAddr, u32), Error> {
         let (steps, reserved) = (self.steps.clone(), reserved.clone());
         blocking(move || steps.way(&reserved, vm)).await
     }
 
-    /// Gives the reserved tunnels their remote, and redirects the pod's traffic into them. Returns the plan for the
-    /// guest. Called again it mends whatever is no longer so (a device that is down, has another MTU or leads elsewhere,
-    /// a missing qdisc, redirect or filter element) and follows another address of the VM or of the node; with the same
-    /// values and nothing to mend it changes nothing and returns the same plan. An interface without a tunnel (new since
+    /// Sets the remote of the reserved tunnels, and redirects the pod's traffic into them. Returns the plan for the
+    /// guest.
+    ///
+    /// A repeated call repairs deviations: a device that is down, has another MTU or another remote, a missing qdisc,
+    /// redirect or filter element. It also follows a new address of the VM or of the node. With the same values and
+    /// nothing to repair, it changes nothing and returns the same plan. An interface without a tunnel (new since
     /// [`Tunnel::reserve`]) is left out.
     ///
     /// # Errors
-    /// [`Error::Gone`] when a device is no longer there (reserve again), [`Error::Path`], [`Error::Kernel`],
-    /// [`Error::Netns`]. What was done then stays until [`Tunnel::undo`].
+    /// [`Error::Gone`] when a device no longer exists (reserve again), [`Error::Path`], [`Error::Kernel`],
+    /// [`Error::Netns`]. Completed steps stay until [`Tunnel::undo`].
     pub async fn connect(
         &self,
         netns: &Netns,
@@ -252,11 +255,11 @@ impl Tunnel {
         self.connect_telling(netns, sandbox, reserved, seen, vm).await.map(|(plan, _)| plan)
     }
 
-    /// As [`Tunnel::connect`]; and what may keep the pod's traffic from the tunnel although all of it stands, in words:
-    /// filters of somebody else, which are not ours to change.
+    /// Connects as [`Tunnel::connect`] does. Also returns, as text, obstacles that may keep the pod's traffic from the
+    /// tunnel: filters of other programs, which the node must not change.
     ///
     /// # Errors
-    /// As there.
+    /// The errors of [`Tunnel::connect`].
     pub async fn connect_telling(
         &self,
         netns: &Netns,
@@ -270,11 +273,12 @@ impl Tunnel {
         blocking(move || steps.connect(&netns, &sandbox, &reserved, &seen, vm)).await
     }
 
-    /// Takes back whatever of [`Tunnel::reserve`] and [`Tunnel::connect`] is there, recorded or not: devices, redirects,
-    /// filter elements. All of it is tried; what is gone already is fine, and another sandbox's is never touched.
+    /// Removes everything that [`Tunnel::reserve`] and [`Tunnel::connect`] made, recorded or not: devices, redirects,
+    /// filter elements. All steps are tried. Missing state is no error, and the state of another sandbox is never
+    /// touched.
     ///
     /// # Errors
-    /// Everything that failed.
+    /// All errors that occurred.
     pub async fn undo(
         &self,
         sandbox: &str,
@@ -288,10 +292,12 @@ impl Tunnel {
         tokio::task::spawn_blocking(work).await.unwrap_or_else(|e| Err(vec![lost(e)]))
     }
 
-    /// At the start of a daemon: removes what sandboxes that no longer live left behind, and makes the filter have
-    /// exactly the tunnels of those that do. Looks once at each namespace of [`TunnelConfig::netns_dir`] and at those of the live
-    /// sandboxes. Only what carries this owner's mark is touched. A tunnel that is connected while this runs must be in
-    /// `live`: call it before sandboxes are served.
+    /// Removes the state of sandboxes that no longer live, and makes the filter contain exactly the tunnels of those
+    /// that do. For the start of a daemon.
+    ///
+    /// Inspects each namespace of [`TunnelConfig::netns_dir`] and those of the live sandboxes once. Only state with
+    /// this owner's mark is touched. A tunnel that is connected during the call must be in `live`: call it before
+    /// sandboxes are served.
     pub async fn reconcile(&self, live: Vec<Live>) -> Reconciled {
         let steps = self.steps.clone();
         let work = move || reconcile::reconcile(&steps, &live);
@@ -300,8 +306,8 @@ impl Tunnel {
             .unwrap_or_else(|e| Reconciled { errors: vec![lost(e)], ..Reconciled::default() })
     }
 
-    /// Removes the filter's tables if no tunnel is in them. Undoing the last sandbox does that already; this is for the
-    /// end of a daemon that wants to be sure.
+    /// Removes the filter's tables if no tunnel is in them. Undoing the last sandbox does that already; this is a
+    /// safeguard for the end of a daemon.
     ///
     /// # Errors
     /// [`Error::Kernel`].
@@ -325,7 +331,7 @@ fn lost(e: tokio::task::JoinError) -> Error {
 fn is_public(address: IpAddr) -> bool {
     match address.to_canonical() {
         IpAddr::V4(a) => {
-            let shared = a.octets()[0] == 100 && a.octets()[1] & 0xc0 == 64; // carriers' own NAT
+            let shared = a.octets()[0] == 100 && a.octets()[1] & 0xc0 == 64; // carrier-grade NAT
             !(a.is_private() || a.is_link_local() || a.is_loopback() || shared)
         }
         IpAddr::V6(a) => !(a.is_unique_local() || a.is_unicast_link_local() || a.is_loopback()),

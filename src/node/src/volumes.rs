@@ -1,7 +1,7 @@
-//! A pod's volumes between the CSI wrapper's records and the pod's VM: whose records they are, what the provider, the relay
-//! and the guest are told of each. Reads and writes the folder of the records (`csi.volumes-dir`), reads that of Kata's direct
-//! volumes (`csi.direct-volumes-dir`), and nothing else; who
-//! attaches, and when, is the sandbox's.
+//! Reads a pod's volumes from the CSI wrapper's records, and describes each volume to the provider, the relay and the
+//! guest. Reads and writes the folder of the records (`csi.volumes-dir`), reads the folder of Kata's direct volumes
+//! (`csi.direct-volumes-dir`), and touches nothing else. The sandbox decides when volumes are attached, and by which
+//! component.
 
 use std::{
     io,
@@ -24,13 +24,14 @@ use zeroize::Zeroizing;
 
 use crate::spec::PodRef;
 
-/// Who knows the pods of this node as the API server has them.
+/// Lookup of this node's pods, as the API server has them.
 pub trait Pods: Send + Sync + 'static {
-    /// UIDs of the pods of this name that are on this node and not on their way out; empty where none is known (yet).
+    /// Returns the UIDs of the pods of this name on this node that are not terminating; empty where none is known
+    /// (yet).
     fn uids(&self, namespace: &str, name: &str) -> Vec<String>;
 }
 
-/// How often it is looked whether a driver has attached a volume; that takes a cloud's seconds.
+/// Interval of checks for a driver's attachment, which takes seconds in the cloud.
 const LOOK: Duration = Duration::from_millis(100);
 
 /// All volumes of one pod.
@@ -38,23 +39,23 @@ const LOOK: Duration = Duration::from_millis(100);
 pub struct PodVolumes {
     /// The pod's UID.
     pub uid: String,
-    /// In the order of their ids.
+    /// The volumes, in the order of their ids.
     pub volumes: Vec<PodVolume>,
 }
 
-/// A volume of a pod, as it was when the pod's VM was asked for.
+/// A volume of a pod, as it was when the pod's VM was requested.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PodVolume {
-    /// What the guest is told.
+    /// Descriptor for the guest.
     pub volume: GuestVolume,
-    /// Where it is published on this node.
+    /// Path at which it is published on this node.
     pub target_path: PathBuf,
     /// The content of the marker file there.
     pub marker: String,
-    /// There where the volume has one pod at a time; the number says nothing.
+    /// Set where the volume has one pod at a time; the number has no meaning.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fence: Option<u64>,
-    /// How the guest recognises its disk, once it is attached.
+    /// Identity by which the guest recognises its disk; set when the disk is attached.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub identity: Option<Identity>,
 }
@@ -70,8 +71,9 @@ impl PodVolume {
         }
     }
 
-    /// What the provider is to attach; `None`: it is not the provider's. A network disk is named by its URI: a hypervisor
-    /// connects to it by itself, and neither VM nor node needs an initiator; a provider that cannot says so.
+    /// Returns the disk that the provider attaches; `None`: the provider does not attach this volume. A network disk is
+    /// named by its URI: a hypervisor connects to it, and neither VM nor node needs an initiator. A provider without
+    /// support refuses it.
     pub fn disk(&self) -> Option<DiskRequest> {
         let (volume, zone) = match &self.volume.source {
             Source::AttachedBlock { volume, zone, attach: Attach::Provider } => {
@@ -89,7 +91,7 @@ impl PodVolume {
         Some(DiskRequest { volume, read_only: self.volume.read_only, zone })
     }
 
-    /// Why no provider of this version can attach it.
+    /// Returns the reason if no provider of this version can attach it.
     fn unusable(&self) -> Option<String> {
         match &self.volume.source {
             Source::Iscsi { secret: Some(secret), .. } => Some(format!(
@@ -104,7 +106,8 @@ impl PodVolume {
         }
     }
 
-    /// Where it says that its user and password are, if it is a share that has them. They stand nowhere in this.
+    /// Returns the reference to the secret with user and password, if it is a share that has one. Their values are in
+    /// no field of this type.
     fn share_secret(&self) -> Option<&SecretRef> {
         match &self.volume.source {
             Source::Smb { secret, .. } => secret.as_ref(),
@@ -117,29 +120,29 @@ impl PodVolume {
         matches!(self.volume.source, Source::AttachedBlock { attach: Attach::Driver, .. })
     }
 
-    /// Whether something must still be attached.
+    /// Whether its disk is not attached yet.
     pub fn is_missing(&self) -> bool {
         self.identity.is_none() && !matches!(self.volume.source, Source::Nfs { .. } | Source::Smb { .. })
     }
 }
 
 impl PodVolumes {
-    /// Whether everything is attached.
+    /// Whether all disks are attached.
     pub fn is_ready(&self) -> bool {
         !self.volumes.iter().any(PodVolume::is_missing)
     }
 
-    /// What the VM is asked for with.
+    /// Returns the disks to request with the VM.
     pub fn disks(&self) -> Vec<DiskRequest> {
         self.volumes.iter().filter_map(PodVolume::disk).collect()
     }
 
-    /// Volumes that one VM at a time may have.
+    /// Returns the volumes that one VM at a time may have.
     pub fn single_writers(&self) -> impl Iterator<Item = &GuestVolume> {
         self.volumes.iter().filter(|one| one.fence.is_some()).map(|one| &one.volume)
     }
 
-    /// What the relay recognises them by.
+    /// Returns the descriptions by which the relay recognises the volumes.
     pub fn for_relay(&self) -> Vec<relay::Volume> {
         let volume = |one: &PodVolume| relay::Volume {
             id: one.volume.id.to_string(),
@@ -153,7 +156,7 @@ impl PodVolumes {
         self.volumes.iter().map(volume).collect()
     }
 
-    /// What the guest is told of them.
+    /// Returns the descriptions for the guest.
     pub fn for_guest(&self) -> Vec<guest::Volume> {
         let json = |value: serde_json::Result<Vec<u8>>| value.unwrap_or_default();
         let volume = |one: &PodVolume| guest::Volume {
@@ -165,7 +168,7 @@ impl PodVolumes {
     }
 }
 
-/// The provider's word for how a disk is recognised, in the descriptor's: they are the same.
+/// Converts the provider's disk identity to the descriptor's; the variants are the same.
 pub fn identity(told: DiskIdentity) -> Identity {
     match told {
         DiskIdentity::Serial(serial) => Identity::Serial(serial),
@@ -175,33 +178,33 @@ pub fn identity(told: DiskIdentity) -> Identity {
     }
 }
 
-/// The records, and who is asked whose they are.
+/// The records, and the lookup of the pods that they belong to.
 #[derive(Clone)]
 pub struct Volumes {
     records: Records,
     pods: Option<Arc<dyn Pods>>,
-    /// Where other CSI drivers describe volumes in Kata's way.
+    /// Folder in which other CSI drivers describe volumes in Kata's format.
     direct: Option<PathBuf>,
-    /// Held while a pod's VM is noted: two sandboxes of one pod may be at it.
+    /// Held while a pod's VM is noted: two sandboxes of one pod may do so at once.
     notes: Arc<Mutex<()>>,
 }
 
 impl Volumes {
-    /// In this folder.
+    /// Opens the records in this folder.
     pub fn new(folder: &Path, pods: Option<Arc<dyn Pods>>) -> Volumes {
         Volumes { records: Records::new(folder), pods, direct: None, notes: Arc::default() }
     }
 
-    /// With the volumes that other CSI drivers describe in this folder in Kata's way.
+    /// Adds the volumes that other CSI drivers describe in this folder in Kata's format.
     pub fn and_direct(mut self, folder: &Path) -> Volumes {
         self.direct = Some(folder.to_owned());
         self
     }
 
-    /// A pod's volumes, and no other's; `None`: it has none. Blocks for some file reads.
+    /// Returns a pod's volumes, and no other pod's; `None`: it has none. Blocks for some file reads.
     ///
     /// # Errors
-    /// In words, naming what is in the way; then no VM may be made.
+    /// A text that names the obstacle; no VM may be made then.
     pub fn of_pod(&self, pod: &PodRef) -> Result<Option<PodVolumes>, String> {
         let uid = self.uid(pod).map_err(|why| format!("find out the volumes of pod {pod}: {why}"))?;
         let Some(uid) = uid.or_else(|| self.uid_of_watch(pod)) else { return Ok(None) };
@@ -241,11 +244,12 @@ impl Volumes {
         Ok((!volumes.is_empty()).then_some(PodVolumes { uid, volumes }))
     }
 
-    /// Who the pod's shares are mounted as, in the volumes' order and as the guest reads it; none for those that ask nobody.
-    /// Read from the records each time, so that it is nowhere else on this node. Blocks for some file reads.
+    /// Returns the credentials of the pod's shares, in the volumes' order and in the guest's format; `None` for volumes
+    /// without credentials. They are read from the records each time, so that they are nowhere else on this node.
+    /// Blocks for some file reads.
     ///
     /// # Errors
-    /// In words that have nothing of a secret, when one cannot be read.
+    /// A file cannot be read. The text contains nothing of a secret.
     pub fn credentials(&self, volumes: &PodVolumes) -> Result<Vec<Option<Zeroizing<Vec<u8>>>>, String> {
         let of = |one: &PodVolume| -> Result<Option<Zeroizing<Vec<u8>>>, String> {
             if !matches!(one.volume.source, Source::Smb { .. }) {
@@ -259,13 +263,14 @@ impl Volumes {
         volumes.volumes.iter().map(of).collect()
     }
 
-    /// As the API server has it, where that is one pod's: what another CSI driver published says no name.
+    /// Returns the UID from the pod watch, if exactly one pod has the name: records of other CSI drivers contain no
+    /// name.
     fn uid_of_watch(&self, pod: &PodRef) -> Option<String> {
         let mut known = self.pods.as_ref()?.uids(&pod.namespace, &pod.name);
         if known.len() == 1 { known.pop() } else { None }
     }
 
-    /// Which pod it is. No shim says it, and a name may be of two pods for a while.
+    /// Identifies the pod. Only the Go shim under CRI-O sends the UID, and a name may belong to two pods for a while.
     fn uid(&self, pod: &PodRef) -> Result<Option<String>, String> {
         if let Some(uid) = &pod.uid {
             return Ok(Some(uid.clone()));
@@ -275,7 +280,7 @@ impl Volumes {
             return Ok(None);
         }
         let known = self.pods.as_ref().map(|pods| pods.uids(&pod.namespace, &pod.name)).unwrap_or_default();
-        // A pod that is recorded and not known, and had no VM yet, may be the one that comes: the watch is behind kubelet.
+        // A recorded pod that is not known and had no VM yet may be the one that starts: the watch lags behind kubelet.
         let mut unheard = false;
         for uid in recorded.iter().filter(|uid| !known.contains(uid)) {
             unheard |= self.records.vm(uid).map_err(|error| error.to_string())?.is_none();
@@ -296,11 +301,12 @@ impl Volumes {
         }
     }
 
-    /// Notes the pod's VM, for the wrapper; without an instance: one may be made. Only where the pod has files there: nobody
-    /// waits else. With `gone` only where no later sandbox of the pod has noted its own.
+    /// Records the pod's VM for the CSI wrapper; without an instance: a VM may be made. Does nothing where the pod has
+    /// no files, because no reader waits then. With `gone`, it writes only if no later sandbox of the pod has recorded
+    /// its own VM.
     ///
     /// # Errors
-    /// When it could not be made durable.
+    /// The note could not be made durable.
     pub fn note_vm(&self, uid: &str, sandbox: &str, instance: Option<&str>, gone: bool) -> io::Result<()> {
         let _turn = self.notes.lock();
         let later = |noted: Vm| noted.sandbox != sandbox;
@@ -312,13 +318,13 @@ impl Volumes {
         self.records.put_vm(uid, &vm)
     }
 
-    /// The name of a volume that was recorded and is not any more.
+    /// Returns the name of a volume that was recorded and no longer is.
     ///
     /// # Errors
-    /// When the records cannot be read.
+    /// The records cannot be read.
     pub fn unpublished(&self, volumes: &PodVolumes) -> io::Result<Option<String>> {
         let there = self.records.of_pod(&volumes.uid)?;
-        // Without a marker it is another driver's, of which there is no record.
+        // A volume without a marker belongs to another driver and has no record.
         let recorded = volumes.volumes.iter().filter(|one| !one.marker.is_empty());
         let gone = |one: &&PodVolume| !there.iter().any(|record| record.volume.id == one.volume.id);
         Ok(recorded.into_iter().find(gone).map(|one| one.volume.name.clone()))
@@ -327,7 +333,7 @@ impl Volumes {
     /// Waits until the driver has attached a volume to this VM.
     ///
     /// # Errors
-    /// When it has not within `limit`, or what it noted cannot be read.
+    /// The driver has not attached it within `limit`, or its note cannot be read.
     pub async fn attached(
         &self,
         uid: &str,

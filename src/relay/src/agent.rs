@@ -1,5 +1,5 @@
-//! The shims' side of a sandbox: its `agent.ttrpc`. Connections are accepted and handed to the sandbox's endpoint;
-//! a silent one costs nothing in the guest and is never timed out.
+//! Serves the `agent.ttrpc` of a sandbox. Connections of shims are accepted and passed to the sandbox's endpoint. A
+//! silent connection costs nothing in the guest and never times out.
 
 pub mod filter;
 
@@ -21,7 +21,7 @@ use crate::{
     socket::{self, Bound},
 };
 
-/// Connections of shims to one sandbox.
+/// Limit of shim connections to one sandbox.
 pub(crate) const CONNECTIONS: usize = 1024;
 
 /// A listening agent socket; dropping it unlinks the socket and its folder.
@@ -31,12 +31,12 @@ pub(crate) struct AgentSocket {
     listener: Arc<UnixListener>,
     serves: Serves,
     accepting: JoinHandle<()>,
-    /// Nothing is accepted, or soon will not be.
+    /// The accept loop is stopped, or about to be.
     held: bool,
     bound: Option<Bound>,
 }
 
-/// Where accepted connections go.
+/// Destination of accepted connections.
 #[derive(Clone, Debug)]
 struct Serves {
     endpoint: EndpointHandle,
@@ -59,7 +59,7 @@ impl AgentSocket {
         Ok(AgentSocket::serve(path, listener, Some(bound), endpoint, guest, metrics))
     }
 
-    /// Goes on with the listener of another process.
+    /// Continues with the listener of another process.
     pub(crate) fn go_on(
         path: &Path,
         listener: UnixListener,
@@ -67,7 +67,7 @@ impl AgentSocket {
         guest: Arc<Guest>,
         metrics: Arc<Metrics>,
     ) -> AgentSocket {
-        // A name that is gone meanwhile is put again by the node.
+        // The node puts the sandbox again if the name is gone meanwhile.
         let bound = Bound::of(path).ok();
         AgentSocket::serve(path, listener, bound, endpoint, guest, metrics)
     }
@@ -85,23 +85,24 @@ impl AgentSocket {
         AgentSocket { path: path.to_owned(), listener, serves, accepting, held: false, bound }
     }
 
-    /// Accepts no more: on return everything that was accepted is its endpoint's. A copy of the listener.
+    /// Stops the accept loop and returns a duplicate of the listener. On return the endpoint owns every accepted
+    /// connection.
     pub(crate) async fn hold(&mut self) -> io::Result<OwnedFd> {
         self.held = true;
         self.accepting.abort();
-        // Only that it is over matters.
+        // The task's result is not needed.
         drop((&mut self.accepting).await);
         self.listener.as_fd().try_clone_to_owned()
     }
 
-    /// Accepts again.
+    /// Restarts the accept loop.
     pub(crate) fn accept_again(&mut self) {
         if std::mem::take(&mut self.held) {
             self.accepting = tokio::spawn(accept(self.listener.clone(), self.serves.clone()));
         }
     }
 
-    /// Whether a shim that dials `path` would come out here.
+    /// Whether a shim that dials `path` reaches this listener.
     pub(crate) fn listens_on(&self, path: &Path) -> bool {
         self.path == path && self.bound.as_ref().is_some_and(Bound::is_there)
     }
@@ -112,7 +113,7 @@ impl Drop for AgentSocket {
         self.accepting.abort();
         self.bound = None; // Unlinks, so that the folder is empty.
         if let Some(folder) = self.path.parent() {
-            // Not empty means that it is not only ours.
+            // A folder that is not empty is also used by another program.
             drop(std::fs::remove_dir(folder));
         }
     }
@@ -128,7 +129,7 @@ async fn accept(listener: Arc<UnixListener>, serves: Serves) {
             }
             Err(error) => {
                 tracing::warn!(%error, socket = %listener_name(&listener), "accept failed");
-                // Out of descriptors, most likely: others need the time to give some back.
+                // The likely cause is a lack of descriptors, which others need time to free.
                 tokio::time::sleep(Duration::from_millis(100)).await;
             }
         }

@@ -1,6 +1,7 @@
-//! Puts the relay together: [`build`] binds everything and returns real addresses, [`Bound::run`] serves until told
-//! to stop. Its end drains nothing, by design: what it carries lives as long as it does. A new relay that is started
-//! beside it takes all of that over; one that is started after it serves the same sandboxes from their records.
+//! Assembles the relay: [`build`] binds all sockets and returns their real addresses, [`Bound::run`] serves until
+//! shutdown. Shutdown drains nothing, by design: connections live as long as the process. A new relay that starts
+//! beside a running one takes over its connections. A relay that starts later serves the same sandboxes from their
+//! records.
 
 mod sockets;
 
@@ -50,49 +51,49 @@ use crate::{
     wireguard::{self, WireGuard},
 };
 
-/// How long the node's calls may take to end when the relay stops.
+/// Time limit for the node's calls to end when the relay stops.
 const STOP_WITHIN: Duration = Duration::from_secs(2);
 
-/// Why the relay does not start, or ended.
+/// Reason why the relay did not start, or ended.
 #[derive(Debug, Error)]
 pub enum AppError {
     /// A folder or file is not usable.
     #[error("{what} {path}: {why}")]
     Path {
-        /// What was attempted.
+        /// Failed operation.
         what: &'static str,
-        /// On what.
+        /// Path of the file or folder.
         path: String,
-        /// Why not.
+        /// Reason.
         why: io::Error,
     },
-    /// Two relays would take each other's connections.
+    /// Another relay serves the run-dir and the handover failed; two relays would take each other's connections.
     #[error(
         "take over from the peerpod-relay that serves {0}: {1}; that relay goes on and no pod is affected; remove the cause, \
          or undo the rollout (kubectl rollout undo daemonset); stopping the running relay would end its pods"
     )]
     Running(String, TakeError),
-    /// The guests' port.
+    /// The guests' port cannot be bound.
     #[error("listen for guests on {address}: {why}; choose another relay.listen or free this one")]
     Listen {
-        /// As configured.
+        /// Configured address.
         address: SocketAddr,
-        /// Why not.
+        /// Reason.
         why: io::Error,
     },
     /// The kernel gave no random bytes.
     #[error("ask the kernel for random bytes: {0}")]
     Random(String),
-    /// The state folder.
+    /// The state folder is not usable.
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// The admin port.
+    /// The admin port cannot be served.
     #[error(transparent)]
     Admin(#[from] admin::Error),
-    /// The node's socket.
+    /// `relay.sock` cannot be served.
     #[error("serve relay.sock: {0}")]
     Control(ttrpc::Error),
-    /// A part ended that never should.
+    /// A task that must never end has ended.
     #[error("a part of the relay ended: {0}; see the lines above, and restart it")]
     Ended(String),
 }
@@ -102,26 +103,26 @@ fn path_error(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> AppE
     move |why| AppError::Path { what, path, why }
 }
 
-/// A relay whose sockets are bound and served.
+/// Relay with bound sockets, while it serves.
 pub struct Bound {
-    /// Where guests dial, as bound.
+    /// Bound address of the guests' port.
     pub listen: SocketAddr,
-    /// The admin port, as bound.
+    /// Bound address of the admin port.
     pub admin: SocketAddr,
     tasks: JoinSet<()>,
     control: ttrpc::r#async::Server,
     sandboxes: Arc<Sandboxes>,
-    /// Held while another process takes over.
+    /// Locked during a handover to another process.
     giving: Arc<Mutex<give::Giver>>,
-    // Unlinked (if still ours) when dropped; the lock last.
+    // Each socket is unlinked on drop, if the file is still this relay's; the lock is released last.
     _sockets: Vec<Socket>,
     _lock: Lock,
 }
 
-/// Takes everything up that a relay of before left, binds all sockets and starts serving.
+/// Takes over the state of a running or earlier relay, binds all sockets and starts serving.
 ///
 /// # Errors
-/// See [`AppError`]; nothing stays bound then.
+/// See [`AppError`]; on an error nothing stays bound.
 pub async fn build(config: RelayConfig) -> Result<Bound, AppError> {
     let run_dir = &config.run_dir;
     make_run_dir(run_dir).map_err(path_error("make", run_dir))?;
@@ -150,7 +151,7 @@ pub async fn build(config: RelayConfig) -> Result<Bound, AppError> {
     }
 }
 
-/// Takes the place of the process that serves this run-dir. Where it fails, that one goes on.
+/// Takes over from the process that serves this run-dir. If this fails, that process continues.
 async fn take_over(config: RelayConfig, store: Store, inbox: Inbox) -> Result<Bound, AppError> {
     let run_dir = &config.run_dir;
     let running = |why: TakeError| AppError::Running(run_dir.display().to_string(), why);
@@ -166,7 +167,7 @@ async fn take_over(config: RelayConfig, store: Store, inbox: Inbox) -> Result<Bo
         }
     };
     taken.commit().await.map_err(running)?;
-    // The old process touches nothing any more.
+    // The old process changes nothing from here on.
     tracing::info!(
         from = taken.pid,
         program = taken.program,
@@ -193,7 +194,7 @@ async fn take_over(config: RelayConfig, store: Store, inbox: Inbox) -> Result<Bo
 
 type Ours = (Sockets, takeover::Named, Option<Identity>, Vec<Record>, Vec<Prepared>);
 
-/// Everything that could fail, before anything is touched.
+/// Performs every step that can fail, before anything is changed.
 async fn prepare(core: &Core, taken: &mut Taken, run_dir: &Path) -> Result<Ours, String> {
     let (identity, records) = core.read().await.map_err(|error| error.to_string())?;
     let sockets = Sockets::taken(taken).map_err(|error| error.to_string())?;
@@ -214,7 +215,7 @@ async fn prepare(core: &Core, taken: &mut Taken, run_dir: &Path) -> Result<Ours,
     Ok((sockets, named, identity, records, prepared))
 }
 
-/// What serves, without its sockets.
+/// Components that serve, without their sockets.
 struct Core {
     registry: Registry,
     metrics: Arc<Metrics>,
@@ -239,7 +240,7 @@ impl Core {
         Core { registry, metrics, wireguard, states, sandboxes, trust, store, inbox }
     }
 
-    /// What is on disk.
+    /// Reads the TLS identity and the sandbox records from disk.
     async fn read(&self) -> Result<(Option<Identity>, Vec<Record>), AppError> {
         let reader = self.store.clone();
         let (identity, records) = tokio::task::spawn_blocking(move || (reader.identity(), reader.records()))
@@ -319,7 +320,7 @@ impl Core {
         }
         tasks.spawn(guests::accept(guests, parts, bounds));
         let gate = Gate::default();
-        // What the node may hand in; one line for each kind.
+        // Kinds of descriptors that the node may pass, one line each.
         let localhost = Localhost { sandboxes: Arc::downgrade(&sandboxes), metrics: metrics.clone() };
         let kinds: handin::Kinds = vec![Arc::new(localhost), wireguard.clone()];
         tasks.spawn(handin::serve(hand_in, kinds, gate.clone()));
@@ -363,7 +364,7 @@ impl Bound {
     /// Serves until `shutdown`, then stops.
     ///
     /// # Errors
-    /// A part ended by itself: the process must not go on half.
+    /// A task ended by itself; the process must not continue without it.
     pub async fn run(mut self, shutdown: &Shutdown) -> Result<(), AppError> {
         let ended = tokio::select! {
             () = shutdown.wait() => Ok(()),
@@ -373,14 +374,15 @@ impl Bound {
             }
         };
         if ended.is_ok() {
-            // One that is about to take over is let: its word ends this process, and the pods live on.
+            // A handover under way may finish: its commit ends this process, and the pods live on.
             drop(tokio::time::timeout(give::STILL, self.giving.lock()).await);
         }
         self.stop().await;
         ended
     }
 
-    /// Closes everything and unlinks the sockets that are still ours. Records stay: the next relay serves them.
+    /// Closes everything and unlinks the sockets that still belong to this relay. Records stay on disk for the next
+    /// relay.
     pub async fn stop(mut self) {
         self.tasks.shutdown().await;
         self.sandboxes.stop().await;
@@ -391,11 +393,11 @@ impl Bound {
 }
 
 fn make_run_dir(run_dir: &Path) -> io::Result<()> {
-    // One that is there keeps its rights: others may have sockets in it.
+    // An existing folder keeps its permissions: other programs may have sockets in it.
     DirBuilder::new().recursive(true).mode(0o700).create(run_dir)
 }
 
-/// `None`: another process has it.
+/// Locks `relay.lock`; `None` means that another process holds the lock.
 fn lock(run_dir: &Path) -> Result<Option<Flock<File>>, AppError> {
     let path = run_dir.join("relay.lock");
     let file = OpenOptions::new()
@@ -432,7 +434,7 @@ async fn serve_control(listener: UnixListener, control: Control) -> Result<ttrpc
 async fn accept(listener: &UnixListener) -> io::Result<UnixStream> {
     let accepted = listener.accept().await.map(|(stream, _)| stream);
     if accepted.is_err() {
-        // The server would ask again at once, for as long as descriptors are short.
+        // Without this pause the server would retry at once for as long as descriptors are short.
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
     accepted

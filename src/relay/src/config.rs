@@ -21,31 +21,31 @@ const OTHERS: [&str; 10] = [
     "webhook",
 ];
 
-/// What the relay is told.
+/// Settings of the relay.
 #[derive(Clone, Debug)]
 pub struct RelayConfig {
-    /// `paths.run-dir`: the sockets.
+    /// `paths.run-dir`: folder of the sockets.
     pub run_dir: PathBuf,
-    /// `paths.state-dir`: what survives a restart.
+    /// `paths.state-dir`: folder of the files that survive a restart.
     pub state_dir: PathBuf,
-    /// `relay.listen`: where guests dial.
+    /// `relay.listen`: address that guests dial.
     pub listen: SocketAddr,
-    /// `relay.admin-listen`: metrics and health.
+    /// `relay.admin-listen`: address of metrics and health.
     pub admin_listen: SocketAddr,
-    /// `relay.threads`: threads that carry the links.
+    /// `relay.threads`: threads that serve the links.
     pub threads: usize,
-    /// `relay.max-handshakes`: guests' connections that are no sandbox's yet, at once.
+    /// `relay.max-handshakes`: limit of guest connections that are not assigned to a sandbox yet.
     pub max_handshakes: u32,
-    /// `relay.max-handshakes-per-address`: the same of one address.
+    /// `relay.max-handshakes-per-address`: the same limit for one address.
     pub max_handshakes_per_address: u32,
-    /// `relay.replaced`: whether to wait for the end of the container, in [`crate::keeper`].
+    /// `relay.replaced`: whether to run the supervisor, [`crate::keeper`], which waits for the container's end.
     pub waits_when_replaced: bool,
     /// `relay.pod`: namespace, name and uid of this relay's own pod, if it runs in one.
     pub pod: Option<[String; 3]>,
 }
 
 impl RelayConfig {
-    /// Asks for the relay's keys.
+    /// Reads the relay's keys.
     pub fn read(reader: &mut Reader) -> RelayConfig {
         let mut config = RelayConfig {
             run_dir: reader.get("paths.run-dir", "/run/peerpod", "folder of the sockets"),
@@ -111,10 +111,10 @@ impl RelayConfig {
         config
     }
 
-    /// Reads everything this binary wants to know.
+    /// Loads all settings of this binary.
     ///
     /// # Errors
-    /// Every mistake of all sources at once.
+    /// Returns every mistake of all sources at once.
     pub fn load(sources: Sources) -> Result<(RelayConfig, LogConfig, Printed), Mistakes> {
         let mut reader = Reader::load(sources, &["paths", "relay", "log"], &OTHERS)?;
         let config = RelayConfig::read(&mut reader);
@@ -124,8 +124,8 @@ impl RelayConfig {
     }
 }
 
-/// Few threads are faster than many: a link's wake-ups then find a thread that is awake, and one thread carries some
-/// hundred megabytes a second.
+/// Returns the number of threads; 0 means a quarter of the processors. Few threads are faster than many: a link's
+/// wake-ups then find a running thread. One thread serves several hundred megabytes a second.
 fn threads(wanted: u32) -> usize {
     match wanted {
         0 => std::thread::available_parallelism().map_or(1, |all| all.get() / 4).max(1),

@@ -1,5 +1,5 @@
-//! `relay.sock`: what the node tells the relay and asks of it. Handlers only check, hand on and map errors; each may
-//! be dropped at any moment and repeated.
+//! Serves `relay.sock`, the API that the node calls. Handlers only check, pass on and map errors. Each call may be
+//! dropped at any moment and repeated.
 
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 
@@ -29,17 +29,18 @@ use crate::{
     wireguard::WireGuard,
 };
 
-/// A Watch answers with nothing after this time.
+/// Time after which a Watch returns an empty answer.
 const WATCH: Duration = Duration::from_secs(30);
-/// How long a guest may take for a call whose caller sets no deadline, and at most.
+/// Time limit of a guest call without a deadline.
 const CALL: Duration = Duration::from_secs(60);
+/// Upper bound of every guest call's time limit.
 const CALL_AT_MOST: Duration = Duration::from_secs(600);
-/// Largest request to a guest: what one control message carries.
+/// Largest request to a guest, in bytes: the size of one control message.
 const REQUEST_BYTES: usize = (5 << 20) - 64;
-/// Certificates of one sandbox: the present one, the next, and some room.
+/// Limit of certificates per sandbox: the present one, the next one, and some reserve.
 const CERTIFICATES: usize = 16;
 
-/// The service.
+/// Service of `relay.sock`.
 pub(crate) struct Control {
     pub(crate) sandboxes: Arc<Sandboxes>,
     pub(crate) states: Arc<States>,
@@ -48,7 +49,7 @@ pub(crate) struct Control {
     pub(crate) metrics: Arc<Metrics>,
     pub(crate) wireguard: Arc<WireGuard>,
     pub(crate) listen: SocketAddr,
-    /// Closed while all that these calls change stands still.
+    /// Pauses these calls during a handover, while the state that they change is frozen.
     pub(crate) gate: Gate,
 }
 
@@ -56,7 +57,7 @@ fn status(code: Code, why: impl ToString) -> ttrpc::Error {
     ttrpc::Error::RpcStatus(ttrpc::get_status(code, why))
 }
 
-/// The one mapping from a sandbox's errors.
+/// The only mapping from [`SandboxError`] to status codes.
 impl From<SandboxError> for ttrpc::Error {
     fn from(error: SandboxError) -> ttrpc::Error {
         let code = match &error {
@@ -79,7 +80,7 @@ impl From<Gone> for ttrpc::Error {
     }
 }
 
-/// How long a call may take: a little less than its caller waits, so that the caller hears the reason and not silence.
+/// Returns a call's time limit: a little less than its caller waits, so that the caller gets the reason and no timeout.
 fn patience(context: &TtrpcContext, without: Duration) -> Duration {
     match u64::try_from(context.timeout_nano) {
         Ok(nanos) if nanos > 0 => {
@@ -131,7 +132,7 @@ fn volumes_of(id: &SandboxId, told: Vec<relay::Volume>) -> ttrpc::Result<Vec<Vol
         return Err(refused(format!("{} are more than {}", told.len(), volumes::MOST)));
     }
     let volume = |told: relay::Volume| {
-        // All of the node's files would be of a volume whose target is the root.
+        // A volume with the root as its target would own all files of the node.
         let path = std::path::Path::new(&told.target_path);
         // The id becomes part of paths.
         if !volumes::is_volume_id(&told.id) || !path.is_absolute() || path.components().count() < 3 {
@@ -212,7 +213,7 @@ impl Relay for Control {
         let id = id_of(&request.id)?;
         let (sandboxes, gone) = (self.sandboxes.clone(), id.clone());
         let pod = self.states.pod(&id);
-        // In a task: a caller that leaves must not leave half a sandbox.
+        // Runs in its own task: a dropped call must not leave a sandbox half deleted.
         let deleted = async move {
             let _open = open;
             sandboxes.delete(&gone).await

@@ -1,6 +1,7 @@
-//! Dials guests, where the network does not let them reach the node: short attempts at all addresses of a VM, again and
-//! again, as guests dial elsewhere. Whoever answers is met as one that dialled in (`guests`), and must be the guest of the
-//! very sandbox that is dialled for. What is dialled is in the sandbox's record: it goes on without the node.
+//! Dials guests, in networks that do not let guests reach the node. It makes short attempts at all addresses of a VM,
+//! repeatedly, at the cadence at which guests dial elsewhere. `guests` treats an answering peer like a guest that
+//! dialled in; the peer must be the guest of the dialled sandbox. The addresses are in the sandbox's record, so
+//! dialling continues without the node.
 
 use std::{
     collections::HashMap,
@@ -23,36 +24,36 @@ use crate::{
     sandboxes::guest::Link,
 };
 
-/// An attempt is given up after this; others begin beside it.
+/// Time limit of one attempt; further attempts start beside it.
 const ATTEMPT: Duration = Duration::from_secs(1);
-/// Attempts at one address that are under way.
+/// Limit of attempts in flight at one address.
 const OF_ONE: usize = 8;
-/// Attempts under way for all sandboxes; more wait for their turn, in order.
+/// Limit of attempts in flight for all sandboxes; further attempts wait in order.
 const OF_ALL: usize = 512;
-/// A guest that was met says Hello in this time, or is dialled again.
+/// Time limit for the Hello of a guest that was met; after it, the guest is dialled again.
 const HELLO: Duration = Duration::from_secs(5);
-/// A VM that does not answer for so long is dialled less often.
+/// A VM that has not answered for this time is dialled less often.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// And one that was connected and is gone, ever less often, down to this.
+/// Longest pause between attempts at a VM that was connected and is gone.
 const SELDOM: Duration = Duration::from_secs(5);
-/// Before another call to an address at which another sandbox's VM answered.
+/// Pause before the next attempt at an address where another sandbox's VM answered.
 const OTHERS: Duration = Duration::from_secs(60);
-/// Addresses of one VM.
+/// Limit of addresses of one VM.
 pub(crate) const ADDRESSES: usize = 16;
 
-/// What is to be dialled.
+/// Change of the addresses to dial.
 #[derive(Debug)]
 pub(crate) enum Order {
-    /// This sandbox's guest, at these addresses and no others.
+    /// Dial this sandbox's guest, at these addresses and no others.
     Dial(SandboxId, Vec<SocketAddr>),
-    /// Not any more.
+    /// Stop dialling this sandbox's guest.
     Stop(SandboxId),
 }
 
-/// Carries out orders for ever.
+/// Executes orders until their channel closes.
 pub(crate) async fn run(mut orders: mpsc::UnboundedReceiver<Order>, parts: Parts) {
     let turns = Arc::new(Semaphore::new(OF_ALL));
-    // Dropped, a set ends its tasks.
+    // Dropping a set ends its tasks.
     let mut dialling: HashMap<SandboxId, JoinSet<()>> = HashMap::new();
     while let Some(order) = orders.recv().await {
         match order {
@@ -69,7 +70,7 @@ pub(crate) async fn run(mut orders: mpsc::UnboundedReceiver<Order>, parts: Parts
     }
 }
 
-/// One address of one sandbox.
+/// Dialler of one address of one sandbox.
 struct Dial {
     id: SandboxId,
     address: SocketAddr,
@@ -89,7 +90,7 @@ impl Dial {
             let mut link = sandbox.guest.watch();
             drop(sandbox);
             if link.borrow().up {
-                // An error: its sandbox is gone or made anew, which the next look shows.
+                // An error means that the sandbox is gone or was made anew; the next iteration sees that.
                 drop(link.wait_for(|link| !link.up).await);
                 pace = Pace { had_link: true, ..Pace::new(Instant::now()) };
             }
@@ -98,18 +99,18 @@ impl Dial {
                 _ = link.wait_for(|link| link.up) => continue,
                 stream = self.connect(&mut pace) => stream,
             };
-            // It may have been met at another address meanwhile.
+            // The guest may have been met at another address meanwhile.
             let Link { up: false, changes: before } = *link.borrow_and_update() else { continue };
             let met = guests::meet(stream, self.address, &self.id, &self.parts).await;
             let is_others = matches!(met, Err(guests::Refused::OtherSandbox(_)));
             match met {
-                // It comes back with its certificate, which is to be met at once.
+                // The guest returns with its certificate, and must then be met at once.
                 Ok(Met::Claimed) => said = "",
                 Ok(Met::Attached) => {
                     said = "";
                     drop(timeout(HELLO, changed(&mut link, before)).await);
                 }
-                // A guest that is met at two of its addresses answers at one of them.
+                // A guest that is met at two of its addresses answers at only one of them.
                 Err(ref refused) if refused.is_strange() && refused.label() != said => {
                     said = refused.label();
                     let pod = self.parts.sandboxes.pod(&self.id);
@@ -119,7 +120,7 @@ impl Dial {
                     tracing::debug!(sandbox = %self.id, address = %self.address, error = %refused, "dialled in vain");
                 }
             }
-            // The address is another VM's by now. That one gives up its link for each of our calls.
+            // The address now belongs to another VM, which drops its link for each of these attempts.
             if is_others {
                 sleep(OTHERS).await;
             }
@@ -127,7 +128,7 @@ impl Dial {
         }
     }
 
-    /// Connects; never gives up.
+    /// Connects; retries without end.
     async fn connect(&self, pace: &mut Pace) -> TcpStream {
         let mut attempts: JoinSet<io::Result<TcpStream>> = JoinSet::new();
         loop {
@@ -161,8 +162,8 @@ async fn changed(link: &mut watch::Receiver<Link>, before: u64) {
     drop(link.wait_for(|link| link.changes != before).await);
 }
 
-/// How often: as guests dial, 100 to 250 ms apart, for a minute; then about once a second, and for a guest that was
-/// connected and is gone ever less.
+/// Pause between attempts: 100 to 250 ms for a minute, as guests dial; then about one second. For a guest that was
+/// connected and is gone, the pause then grows up to [`SELDOM`].
 struct Pace {
     since: Instant,
     had_link: bool,
@@ -183,7 +184,7 @@ impl Pace {
         if self.had_link {
             self.slow = (self.slow * 5 / 4).min(SELDOM);
         }
-        // Up to a quarter less, so that many do not dial in step.
+        // Up to a quarter less, so that many diallers do not run in step.
         pause - pause.mul_f64((random % 1000) as f64 / 4000.0)
     }
 }

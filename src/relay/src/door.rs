@@ -1,7 +1,8 @@
-//! `hypervisor.sock`: what shims ask of the node passes here, and waits here while the node is away. One task owns the
-//! [`queue`]; connections and the node's connection are tasks that only read, write and tell it.
+//! Hypervisor proxy: serves `hypervisor.sock`, passes the shims' calls to the node, and holds them while it is away.
+//! One task owns the [`queue`]. The tasks of the connections, including the one to the node, only read, write and send
+//! it events.
 //!
-//! May touch: its listener, `node.sock` (as a client), the inbox. Looks into a request as far as [`call`] says.
+//! May touch: its listener, `node.sock` (as a client), the inbox. [`call`] defines how far a request is inspected.
 
 mod call;
 mod conn;
@@ -41,18 +42,18 @@ use self::{
 };
 use crate::{id::SandboxId, inbox::Inbox, metrics::Metrics, sandboxes::states::States};
 
-/// Connections to `hypervisor.sock` at once.
+/// Limit of open connections to `hypervisor.sock`.
 const CONNECTIONS: usize = 8192;
-/// Memory for bodies that are still arriving, over all connections: 64 MiB.
+/// Memory for bodies that are still arriving, over all connections: 64 MiB, in pieces.
 const BUDGET: usize = (64 << 20) / conn::PIECE;
-/// Sandboxes whose CreateVM came over one connection and that are remembered for it.
+/// Limit of sandboxes remembered for one connection that carried their CreateVM.
 const CREATED_PER_CONNECTION: usize = 64;
-/// How long the node may take for a guest's claim.
+/// Time limit of the node's answer to a guest's claim.
 const CLAIM_WITHIN: Duration = Duration::from_secs(10);
-/// Claims under way.
+/// Limit of claims in flight.
 const CLAIMS: usize = 256;
 
-/// What the door's task is told.
+/// Input of the proxy's task.
 enum Event {
     Opened { conn: ConnId, peer: Peer },
     Freeze { shown: oneshot::Sender<FrozenDoor>, thaw: oneshot::Receiver<()> },
@@ -65,19 +66,19 @@ enum Event {
     Claim { request: ttrpc_frame::Request, answer: oneshot::Sender<Bytes> },
 }
 
-/// The door as data, beside the sockets of its connections, in their order.
+/// State of the proxy as data. The sockets of its connections are sent with it, in the same order.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub(crate) struct DoorState {
     queue: QueueState,
     conns: Vec<(ConnId, ConnState)>,
-    /// Which connection created which sandbox, for which pod.
+    /// Connection that created a sandbox, the sandbox's id, and its pod.
     created: Vec<(ConnId, String, String)>,
 }
 
-/// A door that stands still until the other end of its `thaw` is used or dropped.
+/// State of a frozen proxy; the proxy resumes when the other end of `thaw` is used or dropped.
 pub(crate) type FrozenDoor = io::Result<(DoorState, Vec<OwnedFd>)>;
 
-/// A door of another process, read and not opened yet.
+/// State of another process's proxy, read but not served yet.
 #[derive(Default)]
 pub(crate) struct Restored {
     queue: Option<Queue>,
@@ -86,10 +87,10 @@ pub(crate) struct Restored {
 }
 
 impl Restored {
-    /// Reads a door's state; `sockets` are those of its connections, in their order.
+    /// Reads a proxy's state; `sockets` are those of its connections, in the same order.
     ///
     /// # Errors
-    /// What makes no sense.
+    /// Returns the reason if the state is inconsistent.
     pub(crate) fn read(state: DoorState, sockets: Vec<OwnedFd>) -> Result<Restored, String> {
         if sockets.len() != state.conns.len() || sockets.len() > CONNECTIONS {
             return Err("the door's sockets are not as many as its connections".to_owned());
@@ -106,17 +107,17 @@ impl Restored {
         let read = |(conn, id, pod): (ConnId, String, String)| {
             Ok((conn, SandboxId::parse(&id).map_err(|error| error.to_string())?, pod))
         };
-        // One that ended while the door was shown says so to nobody here.
+        // A connection that ended during the freeze sends no event here.
         let lives = |(conn, ..): &(ConnId, String, String)| conns.iter().any(|(known, ..)| known == conn);
         let created = state.created.into_iter().filter(lives).map(read).collect::<Result<_, String>>()?;
         Ok(Restored { queue: Some(queue), conns, created })
     }
 }
 
-/// What the door works with.
+/// Components that the proxy uses.
 pub(crate) struct Parts {
     pub(crate) listener: UnixListener,
-    /// What another process left.
+    /// State taken over from another process.
     pub(crate) restored: Restored,
     pub(crate) node_socket: PathBuf,
     pub(crate) inbox: Inbox,
@@ -124,26 +125,26 @@ pub(crate) struct Parts {
     pub(crate) metrics: Arc<Metrics>,
 }
 
-/// Asks the node through the door.
+/// Handle for calls to the node through the proxy.
 #[derive(Clone)]
 pub(crate) struct DoorHandle {
     events: mpsc::Sender<Event>,
     claims: Arc<Semaphore>,
 }
 
-/// Why a claim has no certificate.
+/// Reason why a claim got no certificate.
 #[derive(Debug, Error)]
 pub(crate) enum ClaimError {
     /// The same claim may succeed later.
     #[error("the node is away or busy: {0}")]
     Away(String),
-    /// The node said no.
+    /// The node refused the claim.
     #[error("the node refused the claim: {message} (code {code})")]
     Refused { code: i32, message: String },
 }
 
 impl DoorHandle {
-    /// Makes the door stand still and say what it is; it goes on when `thaw`'s other end is used or dropped.
+    /// Freezes the proxy and returns its state; the proxy resumes when `thaw`'s other end is used or dropped.
     pub(crate) async fn freeze(&self, thaw: oneshot::Receiver<()>) -> FrozenDoor {
         let (shown, answered) = oneshot::channel();
         let stops = || io::Error::other("the door is closed");
@@ -151,7 +152,7 @@ impl DoorHandle {
         answered.await.unwrap_or_else(|_| Err(stops()))
     }
 
-    /// Has the node judge a ticket.
+    /// Asks the node to judge a ticket.
     pub(crate) async fn claim(&self, request: ClaimRequest) -> Result<ClaimResponse, ClaimError> {
         let away = |why: &str| ClaimError::Away(why.to_owned());
         let _place = self.claims.try_acquire().map_err(|_| away("too many claims at once"))?;
@@ -174,13 +175,13 @@ impl DoorHandle {
             code if code::FINAL.contains(&code) => {
                 Err(ClaimError::Refused { code, message: response.status.message.clone() })
             }
-            // A full disk or a node about to end is no judgement of the ticket.
+            // A full disk or a stopping node is no judgement of the ticket.
             _ => Err(away(&response.status.message)),
         }
     }
 }
 
-/// Starts the door's tasks.
+/// Starts the proxy's tasks.
 pub(crate) fn open(parts: Parts, tasks: &mut JoinSet<()>) -> DoorHandle {
     let (events, incoming) = mpsc::channel(1024);
     let handle = DoorHandle { events: events.clone(), claims: Arc::new(Semaphore::new(CLAIMS)) };
@@ -216,7 +217,7 @@ pub(crate) fn open(parts: Parts, tasks: &mut JoinSet<()>) -> DoorHandle {
     handle
 }
 
-/// How the accepting task is made to stand still.
+/// Order that freezes or resumes the accept loop.
 enum Pause {
     Hold(oneshot::Sender<()>),
     Go,
@@ -243,7 +244,7 @@ impl Accept {
                 biased;
                 order = self.orders.recv() => {
                     match order {
-                        // Who asked may have left; then it says go.
+                        // The requester may have left; the proxy then sends `Go`.
                         Some(Pause::Hold(done)) => {
                             held = true;
                             done.send(()).ok();
@@ -273,7 +274,7 @@ impl Accept {
             }
             next += 1;
             let (conn, peer) = Conn::new(stream);
-            // Known to the door before anything else of it is, also before this task stands still.
+            // The proxy gets this event before any other of the connection, also if this task is held next.
             if self.events.send(Event::Opened { conn: next, peer }).await.is_err() {
                 return;
             }
@@ -299,7 +300,7 @@ struct Door {
     node: Option<mpsc::UnboundedSender<(u32, Bytes)>>,
     claims: HashMap<u64, oneshot::Sender<Bytes>>,
     next_claim: u64,
-    /// Sandboxes whose last CreateVM came over this connection.
+    /// Sandboxes with their last CreateVM on this connection.
     created: HashMap<ConnId, Vec<SandboxId>>,
     creators: HashMap<SandboxId, ConnId>,
     inbox: Inbox,
@@ -310,7 +311,7 @@ struct Door {
 
 impl Door {
     async fn run(mut self, mut incoming: mpsc::Receiver<Event>) {
-        // What another process left may have something to do already.
+        // The state of another process may contain work already.
         self.act();
         loop {
             let event = match self.queue.next_timer() {
@@ -337,7 +338,7 @@ impl Door {
 
     fn take(&mut self, event: Event, now: Instant) {
         match event {
-            // Only one at a time; who asks for a second one hears that nobody answered.
+            // One freeze at a time: a second requester reads the dropped channel as an error.
             Event::Freeze { .. } => {}
             Event::Opened { conn, peer } => {
                 self.peers.insert(conn, peer);
@@ -364,7 +365,7 @@ impl Door {
                 self.queue.node_lost();
             }
             Event::NodeAnswer { stream, body } => {
-                // What still comes over a connection that was given up is not for this one's streams.
+                // A late answer of an abandoned connection does not belong to a stream of the present one.
                 if self.node.is_some() {
                     self.queue.answer(stream, body, now);
                 }
@@ -401,7 +402,7 @@ impl Door {
         self.queue.accept(Caller::Shim { conn, stream }, incoming.kind, incoming.request, now);
     }
 
-    /// Notes over which connection a sandbox was created: its end is all that tells of a shim that was killed.
+    /// Records the connection over which a sandbox was created; its end is the only sign of a killed shim.
     fn remember(&mut self, conn: ConnId, id: &SandboxId, pod: &str) {
         let created = self.created.entry(conn).or_default();
         if !created.contains(id) {
@@ -414,12 +415,12 @@ impl Door {
         self.states.hypervisor(id, Some(pod));
     }
 
-    /// Does what the queue wants done.
+    /// Executes the queue's outputs.
     fn act(&mut self) {
         while let Some(output) = self.queue.take() {
             match output {
                 Output::Send { stream, body } => {
-                    // A connection that ended meanwhile says so itself, and the queue sends again.
+                    // If the connection has ended, its task reports the end, and the queue sends again.
                     if let Some(node) = &self.node {
                         drop(node.send((stream, body)));
                     }
@@ -460,7 +461,7 @@ impl Door {
         let (inbox, events) = (self.inbox.clone(), self.events.clone());
         tokio::task::spawn_blocking(move || {
             let result = inbox.stop(&id, SystemTime::now()).map_err(|error| error.to_string());
-            // Only a stopping relay does not listen; the file is there all the same.
+            // Only a stopping relay does not receive this; the file is written all the same.
             drop(events.blocking_send(Event::Written { id, result }));
         });
     }

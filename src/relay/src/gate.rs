@@ -1,20 +1,20 @@
-//! Before everything that the node changes here: closed while another process takes this one's place.
+//! Pauses the node's changes while another relay process takes over.
 
 use std::sync::Arc;
 
 use tokio::sync::{OwnedRwLockReadGuard, OwnedRwLockWriteGuard, RwLock};
 
-/// Open, but for the time in which what the node's calls change stands still.
+/// Lock that each change of the node takes shared, and that a handover takes exclusively.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Gate(Arc<RwLock<()>>);
 
 impl Gate {
-    /// Waits until it is open; it stays open for as long as the result lives.
+    /// Waits for the end of a pause; no new pause begins as long as the returned guard lives.
     pub(crate) async fn pass(&self) -> OwnedRwLockReadGuard<()> {
         self.0.clone().read_owned().await
     }
 
-    /// Closes it for as long as the result lives, once everybody is through.
+    /// Waits for the changes in progress, then pauses further ones as long as the returned guard lives.
     pub(crate) async fn close(&self) -> OwnedRwLockWriteGuard<()> {
         self.0.clone().write_owned().await
     }

@@ -1,8 +1,8 @@
-//! A guest's log lines in the relay's: each names its sandbox and pod, and says nothing but what a guest said. Guests may
-//! be hostile: a sandbox has so many lines in a time, what is more is counted and said once in a while, and control
-//! characters are written out, so that no guest writes a line of somebody else's.
+//! Writes the guests' log lines into the relay's log. Each record names its sandbox and pod and contains only text of
+//! that guest. Guests may be hostile: the lines of each sandbox are rate-limited, and left-out lines are counted and
+//! reported at intervals. Control characters are escaped, so that no guest can forge a line of another source.
 //!
-//! The lines' target here is `guest`, and their level the guest's: `log.level: info,guest=warn` leaves out what is less.
+//! The records have the target `guest` and the guest's level: `log.level: info,guest=warn` leaves out lower levels.
 
 use std::{
     sync::Arc,
@@ -14,16 +14,16 @@ use peerpod_link::endpoint::{Level, Line};
 
 use crate::{id::SandboxId, metrics::Metrics};
 
-/// Lines at once, enough for a boot and what waited through a cut.
+/// Burst of lines: enough for a boot and for lines that waited during a lost connection.
 const MOST: f64 = 500.0;
-/// And from then on.
+/// Lines per second after the burst.
 const PER_SECOND: f64 = 10.0;
-/// So often it is said how many lines were left out.
+/// Interval between reports of left-out lines.
 const SAID_EVERY: Duration = Duration::from_secs(10);
-/// A guest says how many lines it lost; beyond this it lies.
+/// Most lost lines counted from one report of a guest; a larger number is false.
 const LOST_AT_MOST: u32 = 1 << 20;
 
-/// The bound of one sandbox's lines.
+/// Log writer of one sandbox, with its rate limit.
 #[derive(Debug)]
 pub(crate) struct GuestLog {
     metrics: Arc<Metrics>,
@@ -38,11 +38,11 @@ struct Bound {
     said: Option<Instant>,
 }
 
-/// What to do with a line.
+/// Decision about one line.
 #[derive(Debug, PartialEq, Eq)]
 struct Verdict {
     write: bool,
-    /// So many were left out, which is to be said now.
+    /// Number of left-out lines to report now.
     say_left_out: Option<u64>,
 }
 
@@ -72,7 +72,7 @@ impl GuestLog {
         GuestLog { metrics, bound: Mutex::new(bound) }
     }
 
-    /// Writes a line of this sandbox's guest into the log, or not.
+    /// Writes a line of this sandbox's guest into the log, unless the limit is reached.
     pub(crate) fn line(&self, sandbox: &SandboxId, pod: impl FnOnce() -> String, line: &Line<'_>) {
         let verdict = self.bound.lock().judge(Instant::now());
         let lost = line.lost.min(LOST_AT_MOST);
@@ -108,7 +108,7 @@ impl GuestLog {
     }
 }
 
-/// Control characters, and those that turn the writing round, as `\u{..}`; a tab is a space.
+/// Escapes control characters and characters that change the writing direction as `\u{..}`; a tab becomes a space.
 fn clean(text: &str) -> String {
     let turns = |c| matches!(c, '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}' | '\u{feff}');
     let mut clean = String::with_capacity(text.len());
@@ -140,7 +140,7 @@ mod tests {
         }
         assert!((1495..=1500).contains(&written), "{written}");
         assert_eq!(said, 10);
-        // The rest is said with the next line, however late.
+        // The rest is reported with the next line, however late.
         let verdict = bound.judge(began + Duration::from_secs(1000));
         assert!(verdict.write);
         assert_eq!(left_out + verdict.say_left_out.unwrap(), 100_000 - u64::from(written));

@@ -1,6 +1,7 @@
-//! Where guests dial, or answer when they are dialled (`dials`): a TCP listener that faces anybody who can reach the node. TLS first; without a certificate a
-//! guest may show its ticket and hear the answer, with one it is its sandbox's guest. Everything before that is
-//! bounded: connections, connections of one address, time for the handshake, time for the first words.
+//! Accepts the guests' TLS connections and serves those that `dials` opened. Every host that can reach the node can
+//! reach this TCP listener. A guest without a certificate may only show its ticket and read the answer; a certificate
+//! selects its sandbox. Before that, the relay limits connections, connections per address, and the time for the
+//! handshake and the first record.
 
 use std::{
     collections::HashMap,
@@ -37,21 +38,21 @@ use crate::{
     sandboxes::Sandboxes,
 };
 
-/// A guest's TLS handshake must be done in this time, on busy machines, too.
+/// Time limit of a guest's TLS handshake, also on busy machines.
 const HANDSHAKE: Duration = Duration::from_secs(15);
-/// The answer to a claim must be taken in this time.
+/// Time limit for a guest to take the answer to its claim.
 const REPLY: Duration = Duration::from_secs(5);
-/// The only version of a claim there is.
+/// The only known version of a claim.
 const CLAIM_VERSION: u32 = 1;
 
-/// Bounds of connections that are not a sandbox's yet.
+/// Limits of connections that are not assigned to a sandbox yet.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Bounds {
     pub(crate) total: usize,
     pub(crate) per_address: usize,
 }
 
-/// The TLS configuration in force; a new one holds for new connections.
+/// TLS configuration in force; a new one applies to new connections.
 #[derive(Debug)]
 pub(crate) struct Trust(watch::Sender<Option<Arc<rustls::ServerConfig>>>);
 
@@ -69,18 +70,18 @@ impl Trust {
     }
 }
 
-/// What the listener works with.
+/// Components that the listener uses.
 #[derive(Clone)]
 pub(crate) struct Parts {
     pub(crate) trust: Arc<Trust>,
     pub(crate) sandboxes: Arc<Sandboxes>,
     pub(crate) door: DoorHandle,
     pub(crate) metrics: Arc<Metrics>,
-    /// Guests whose path probes are answered.
+    /// Guests that may send path probes.
     pub(crate) paths: Known,
 }
 
-/// Why a connection came to nothing. The name is a label of the metric.
+/// Reason why a connection was refused. [`Refused::label`] is its label in the metric.
 #[derive(Debug, Error)]
 pub(crate) enum Refused {
     #[error("the TLS handshake took longer than {HANDSHAKE:?}")]
@@ -105,17 +106,17 @@ pub(crate) enum Refused {
     NotConfigured,
 }
 
-/// What became of a connection.
+/// Result of a served connection.
 #[derive(Debug)]
 pub(crate) enum Met {
-    /// It is a link.
+    /// The connection is a link.
     Attached,
-    /// Its ticket was answered.
+    /// The ticket was answered.
     Claimed,
 }
 
 impl Refused {
-    /// Whether it shows that somebody is there who is not whom he should be, rather than that nobody is just now.
+    /// Whether the error shows an unexpected peer, rather than an absent one.
     pub(crate) fn is_strange(&self) -> bool {
         use Refused::{Handshake, NoCertificate, OtherSandbox, Ticket, UnknownCertificate};
         matches!(self, Handshake(_) | NoCertificate | OtherSandbox(_) | Ticket(_) | UnknownCertificate)
@@ -137,14 +138,14 @@ impl Refused {
     }
 }
 
-/// Connections under way by address.
+/// Connections in progress, by address.
 #[derive(Debug, Default)]
 struct Under {
     total: usize,
     by_address: HashMap<IpAddr, usize>,
 }
 
-/// Counts one connection for as long as it lives.
+/// Place of one connection in [`Under`]; dropping it frees the place.
 struct Place {
     under: Arc<Mutex<Under>>,
     address: IpAddr,
@@ -176,7 +177,7 @@ impl Drop for Place {
     }
 }
 
-/// Accepts guests until it is dropped.
+/// Accepts guests until the future is dropped.
 pub(crate) async fn accept(listener: TcpListener, parts: Parts, bounds: Bounds) {
     let under = Arc::default();
     let mut open = JoinSet::new();
@@ -213,7 +214,7 @@ pub(crate) async fn accept(listener: TcpListener, parts: Parts, bounds: Bounds) 
     }
 }
 
-/// Serves a connection that we dialled for a sandbox, which must be its guest's.
+/// Serves a connection that the relay dialled for a sandbox; the peer must be that sandbox's guest.
 pub(crate) async fn meet(
     stream: TcpStream,
     peer: SocketAddr,
@@ -244,7 +245,7 @@ async fn serve(
         .map_err(Refused::Handshake)?;
     let certificate = stream.get_ref().1.peer_certificates().and_then(|chain| chain.first());
     if let Some(certificate) = certificate {
-        // In exactly one sandbox's list, or in nobody's: the certificate of another sandbox leads there, not here.
+        // A certificate is in the list of at most one sandbox: that of another sandbox leads there, not here.
         let sandbox = parts
             .sandboxes
             .of_certificate(&tls::fingerprint(certificate))
@@ -279,7 +280,7 @@ async fn answer_claim(
     let ticket: String = claim.ticket_id.chars().filter(char::is_ascii_hexdigit).take(32).collect();
     let (outcome, reply) = judge(claim, peer, dialled, &parts.door).await;
     parts.metrics.claim(outcome);
-    // The ticket's id is no secret; what it is worth is. A guest that is told to wait asks again many times a second.
+    // The ticket's id is no secret, the ticket's secret is. A guest that must wait asks again many times a second.
     if reply.retry {
         tracing::debug!(%peer, ticket, error = reply.error, "ticket shown; the guest is told to come again");
     } else {
@@ -287,7 +288,7 @@ async fn answer_claim(
         let pod = sandbox.map(|sandbox| sandbox.guest.pod());
         tracing::info!(%peer, ticket, outcome, sandbox = reply.sandbox_id, pod, error = reply.error, "ticket shown");
     }
-    // A node of an earlier version does not look at whom we dialled.
+    // A node of an earlier version ignores the dialled sandbox.
     if let Some(dialled) = dialled
         && outcome == "granted"
         && reply.sandbox_id != dialled.as_str()
@@ -298,7 +299,8 @@ async fn answer_claim(
         .await
         .map_err(|_| Refused::Silent)?
         .map_err(Refused::FirstRecord)?;
-    // The guest closes when it has read; a close that is not heard must not cut the answer off.
+    // The guest closes after it has read the answer. The relay waits for that close: closing first, with unread data,
+    // could cut the answer off.
     let closed = async {
         stream.shutdown().await?;
         stream.read(&mut [0; 64]).await

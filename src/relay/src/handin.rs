@@ -1,9 +1,8 @@
-//! `relay-fds.sock`: takes the descriptors that the node opened for us. The relay has no right to open a socket in a
-//! pod's namespace, nor a TUN device; the node opens them, and hands them in again after either of us is another
-//! process.
+//! Serves `relay-fds.sock`, over which the node passes descriptors. The relay has no right to open a socket in a pod's
+//! netns, nor a TUN device. The node opens them, and passes them again after a restart of the node or the relay.
 //!
-//! A kind of descriptors is one [`Kind`]; `app` lists those there are. Here only bounds are kept: who may connect,
-//! how long a message may take, how many are under way. A descriptor that no kind takes is closed.
+//! Each kind of descriptors is one [`Kind`]; `app` lists the kinds. This module enforces only limits: the permitted
+//! peers, the time for a message, and the number of connections. A descriptor that no kind takes is closed.
 
 use std::{
     future::Future,
@@ -31,38 +30,39 @@ use crate::{
     socket::{self, Bound},
 };
 
-/// Who connected must have said what it wants in this time.
+/// Time limit for a connected peer's message.
 const MESSAGE: Duration = Duration::from_secs(5);
-/// A kind must have taken what it got in this time.
+/// Time limit for a kind to take its descriptors.
 const TAKE: Duration = Duration::from_secs(5);
-/// Connections under way; the node makes one at a time for each sandbox.
+/// Limit of open connections; the node makes one at a time for each sandbox.
 const CONNECTIONS: usize = 64;
 
-/// All kinds there are.
+/// All kinds.
 pub(crate) type Kinds = Vec<Arc<dyn Kind>>;
 
 /// One kind of descriptors.
 #[async_trait]
 pub(crate) trait Kind: Send + Sync {
-    /// The word in the header.
+    /// Name of the kind in the header.
     fn name(&self) -> &'static str;
 
-    /// What is held of this sandbox (none: of the node), in the kind's own words; `None`: nothing.
+    /// Describes the descriptors held for this sandbox (`None`: for the node), in the kind's own format; `None` if it
+    /// holds none.
     async fn held(&self, sandbox: Option<&SandboxId>) -> Option<Value>;
 
-    /// Copies of the node's descriptors that are held under these names. By default none is given back.
+    /// Duplicates the node's descriptors held under these names. By default none is returned.
     fn copies(&self, _names: &[String]) -> io::Result<Vec<(String, OwnedFd)>> {
         Ok(Vec::new())
     }
 
-    /// Takes descriptors instead of what is held; says no by words for people, and holds what it held then.
+    /// Takes descriptors in place of the held ones. On an error, with a text for people, the held ones stay.
     async fn take(&self, sandbox: Option<&SandboxId>, handed: Handed) -> Result<Value, String>;
 }
 
-/// What one message brought.
+/// Content of one message.
 #[derive(Debug)]
 pub(crate) struct Handed {
-    /// What the header says besides.
+    /// The header's detail field.
     pub(crate) detail: Value,
     descriptors: Vec<(String, OwnedFd)>,
 }
@@ -72,31 +72,31 @@ impl Handed {
         Handed { detail, descriptors }
     }
 
-    /// As they were given, the names apart.
+    /// Splits the message into detail, names and descriptors.
     pub(crate) fn into_parts(self) -> (Value, Vec<String>, Vec<OwnedFd>) {
         let (names, descriptors) = self.descriptors.into_iter().unzip();
         (self.detail, names, descriptors)
     }
 
-    /// The descriptor of this name; it must be a socket of this kind.
+    /// Removes and returns the descriptor of this name; it must be a socket of this kind.
     pub(crate) fn socket(&mut self, name: &str, wanted: Wanted) -> Result<OwnedFd, String> {
         let descriptor = self.descriptor(name)?;
         wanted.check(&descriptor).map_err(|why| format!("descriptor {name}: {why}"))?;
         Ok(descriptor)
     }
 
-    /// The descriptor of this name, whatever it is.
+    /// Removes and returns the descriptor of this name, of any type.
     pub(crate) fn descriptor(&mut self, name: &str) -> Result<OwnedFd, String> {
         let at = self.descriptors.iter().position(|(given, _)| given == name);
         at.map(|at| self.descriptors.swap_remove(at).1).ok_or_else(|| format!("descriptor {name} is missing"))
     }
 
-    /// Whether there is one of this name.
+    /// Whether a descriptor of this name is left.
     pub(crate) fn has(&self, name: &str) -> bool {
         self.descriptors.iter().any(|(given, _)| given == name)
     }
 
-    /// All that is left must be nothing: what nobody takes was a mistake.
+    /// Fails if a descriptor is left: an unused descriptor is a mistake.
     pub(crate) fn finish(&self) -> Result<(), String> {
         match self.descriptors.first() {
             Some((name, _)) => Err(format!("descriptor {name} is not known here; upgrade peerpod-relay")),
@@ -105,12 +105,12 @@ impl Handed {
     }
 }
 
-/// What a socket must be.
+/// Required properties of a socket.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Wanted {
     pub(crate) family: AddressFamily,
     pub(crate) kind: SocketType,
-    /// By its number (`IPPROTO_*`, `NETLINK_*`); 0: the family's own.
+    /// Number of the protocol (`IPPROTO_*`, `NETLINK_*`); 0 is the family's default.
     pub(crate) protocol: u32,
     pub(crate) listens: bool,
 }
@@ -138,12 +138,12 @@ impl Wanted {
 /// Binds the socket for the owner alone.
 ///
 /// # Errors
-/// As [`socket::bind`].
+/// See [`socket::bind`].
 pub(crate) fn bind(path: &Path) -> io::Result<(OwnedFd, Bound)> {
     socket::place(path, listen)
 }
 
-/// Serves until it is dropped; takes nothing while `gate` is closed.
+/// Serves until the future is dropped; takes no descriptors during a pause of `gate`.
 pub(crate) fn serve(listener: OwnedFd, kinds: Kinds, gate: Gate) -> impl Future<Output = ()> + Send {
     serve_within(listener, kinds, gate, MESSAGE)
 }
@@ -176,7 +176,7 @@ async fn serve_within(listener: OwnedFd, kinds: Kinds, gate: Gate, patience: Dur
     }
 }
 
-/// One connection: a message, an answer.
+/// Serves one connection: one message, one answer.
 async fn one(connection: OwnedFd, kinds: Arc<Kinds>, gate: Gate, patience: Duration) {
     if let Err(error) = check_peer(&connection) {
         tracing::warn!(%error, "a hand-in is refused");
@@ -213,7 +213,7 @@ async fn message(connection: &AsyncFd<OwnedFd>) -> Result<(Header, Vec<OwnedFd>)
     }
 }
 
-/// The answer, and the descriptors that it brings.
+/// Returns the answer and the descriptors to send with it.
 async fn judge(
     kinds: &Kinds,
     header: Header,
@@ -243,7 +243,7 @@ async fn judge(
     let handed = Handed::new(detail, names.into_iter().zip(descriptors).collect());
     let taken = timeout(TAKE, kind.take(sandbox.as_ref(), handed)).await;
     let detail = taken.map_err(|_| format!("it took longer than {TAKE:?}"))??;
-    // Whose they are is said by the kind, which knows the pod.
+    // The kind logs the pod, which is not known here.
     tracing::debug!(kind = name, "descriptors taken");
     Ok((Answer { held: true, detail, ..Answer::default() }, Vec::new()))
 }

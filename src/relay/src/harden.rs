@@ -1,12 +1,12 @@
-//! Gives up what the process does not need, before its first thread and before anybody can speak to it: threads made
-//! later inherit the rest. The relay opens its own files, binds its own sockets and needs no capability for it (one,
-//! when it is told to listen on a port below 1024).
+//! Drops the privileges that the process does not need, before its first thread and its first connection: later threads
+//! inherit the result. The relay opens its own files and binds its own sockets without a capability (with one, for a
+//! listening port below 1024).
 //!
-//! The system calls are filtered by what they are for: what starts programs, looks into other processes, makes or enters
-//! namespaces, mounts, loads code into the kernel or opens sockets other than Unix and IP is refused. A list of what may
-//! be called would have to follow every allocator, runtime and C library that the relay is built with, and a call
-//! forgotten there ends the pods of a node; no such update needs one of these. A list of what is refused has to know each
-//! call by all its numbers: x86_64 kernels may have a second set of them (x32), so that whole set is refused.
+//! The seccomp filter refuses system calls by purpose: calls that start programs, inspect other processes, make or
+//! enter namespaces, mount, load code into the kernel or open sockets other than Unix and IP. An allow list would have
+//! to follow every allocator, runtime and C library of the relay, and a missing call would end the pods of a node. No
+//! such update needs a refused call. A deny list must contain each call under all its numbers: x86_64 kernels may have
+//! a second set (x32), so that whole set is refused.
 
 use std::collections::BTreeMap;
 
@@ -17,10 +17,10 @@ use seccompiler::{
     apply_filter, sock_filter,
 };
 
-/// Ports from here on need no capability.
+/// First port that needs no capability.
 const FIRST_FREE_PORT: u16 = 1024;
 
-/// Refused whatever their arguments.
+/// System calls that are refused with any arguments.
 const REFUSED: [libc::c_long; 46] = [
     // Other programs, and other processes.
     libc::SYS_execve,
@@ -45,7 +45,7 @@ const REFUSED: [libc::c_long; 46] = [
     libc::SYS_fspick,
     libc::SYS_mount_setattr,
     libc::SYS_open_by_handle_at,
-    // The kernel's own inside, and ways round this filter.
+    // Kernel internals, and ways round this filter.
     libc::SYS_bpf,
     libc::SYS_perf_event_open,
     libc::SYS_io_uring_setup,
@@ -64,7 +64,7 @@ const REFUSED: [libc::c_long; 46] = [
     libc::SYS_quotactl,
     libc::SYS_acct,
     libc::SYS_syslog,
-    // The machine.
+    // The machine's state.
     libc::SYS_reboot,
     libc::SYS_swapon,
     libc::SYS_swapoff,
@@ -77,8 +77,8 @@ const REFUSED: [libc::c_long; 46] = [
 /// `clone` flags that make namespaces (`linux/sched.h`): mount, cgroup, uts, ipc, user, pid, net.
 const NEW_NAMESPACES: u64 = 0x7e02_0000;
 
-/// No new privileges, no capabilities, and no system calls that a relay never makes. What the kernel refuses is logged:
-/// it makes nothing unsafe that was safe.
+/// Sets `no_new_privs`, drops the capabilities and installs the system call filters. Failures are only logged: they
+/// leave the process no less safe than it was.
 pub fn harden(listen_port: u16) {
     if let Err(error) = set_no_new_privs(true) {
         tracing::warn!(%error, "no_new_privs is not set");
@@ -96,8 +96,8 @@ pub fn harden(listen_port: u16) {
     }
 }
 
-/// Two programs, because a program has one answer for what it matches: "not permitted"; and for `clone3`, whose flags no
-/// filter can see, "no such call", upon which a C library falls back to `clone`.
+/// Builds two programs, because a program has one answer for all its matches: EPERM, and ENOSYS for `clone3`. No filter
+/// can see the flags of `clone3`; on ENOSYS a C library falls back to `clone`.
 fn filters() -> Result<[BpfProgram; 2], seccompiler::BackendError> {
     use SeccompCmpArgLen::Dword;
     let arg = |at, op, value| SeccompCondition::new(at, Dword, op, value);
@@ -115,12 +115,12 @@ fn filters() -> Result<[BpfProgram; 2], seccompiler::BackendError> {
     Ok([program(refused, libc::EPERM)?, program(unknown, libc::ENOSYS)?])
 }
 
-/// The bit that marks a number as one of x32 (`__X32_SYSCALL_BIT`); to a filter it is the same architecture.
+/// Bit that marks a number as x32 (`__X32_SYSCALL_BIT`); to a filter x32 is the same architecture.
 const X32: u32 = 0x4000_0000;
 
-/// "Not permitted" for all of x32: each refused call under its other number, and those that only x32 numbers so
-/// (`execve` 520, `ptrace` 521, `kexec_load` 528, `process_vm_readv` and `_writev` 539 and 540, `execveat` 545). No
-/// program of the usual ABI makes one. The other programs already answered for other architectures.
+/// Returns EPERM for all of x32: each refused call under its second number, and the calls with numbers of their own
+/// there (`execve` 520, `ptrace` 521, `kexec_load` 528, `process_vm_readv` and `_writev` 539 and 540, `execveat` 545).
+/// No program of the usual ABI makes an x32 call. The other two programs cover other architectures.
 fn second_numbers() -> Option<BpfProgram> {
     if !cfg!(target_arch = "x86_64") {
         return None;
@@ -170,7 +170,7 @@ mod tests {
 
     #[test]
     fn a_thread_keeps_nothing_and_can_still_bind_a_socket() {
-        // Capabilities are a thread's own: the other tests keep theirs.
+        // Capabilities belong to a thread: the other tests keep theirs.
         let hardened = std::thread::spawn(|| {
             harden(15151);
             let sets = rustix::thread::capabilities(None).unwrap();
@@ -199,7 +199,7 @@ mod tests {
         hardened.join().unwrap();
     }
 
-    /// Which of these numbers answer with something else than "not permitted". The arguments are good for no call.
+    /// Returns those numbers that answer with anything but EPERM. The arguments are valid for no call.
     #[cfg(target_arch = "x86_64")]
     #[expect(
         unsafe_code,
@@ -209,7 +209,7 @@ mod tests {
         let hardened = std::thread::spawn(move || {
             harden(15151);
             let call = |number: libc::c_long| {
-                // SAFETY: each argument is refused by whatever call this is: no pointer or flags are all ones.
+                // SAFETY: every call refuses these arguments: all ones is no valid pointer and no valid set of flags.
                 let answer = unsafe { libc::syscall(number, -1, -1, -1, -1, -1, -1) };
                 (number, std::io::Error::last_os_error().raw_os_error().filter(|_| answer == -1))
             };
@@ -218,7 +218,7 @@ mod tests {
         hardened.join().unwrap()
     }
 
-    /// A kernel without x32 says "no such call" where nothing filters.
+    /// A kernel without x32 answers ENOSYS where no filter is installed.
     #[cfg(target_arch = "x86_64")]
     #[test]
     fn what_is_refused_is_refused_by_its_x32_number_too() {

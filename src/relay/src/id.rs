@@ -1,4 +1,4 @@
-//! The sandbox id as this process may use it: checked, because it becomes the name of files and folders.
+//! Sandbox id, checked because it becomes the name of files and folders.
 
 use std::{fmt, sync::Arc};
 
@@ -7,11 +7,11 @@ use thiserror::Error;
 /// Longest id that is accepted, in bytes.
 pub(crate) const MAX_LEN: usize = 128;
 
-/// A sandbox id of the form `[A-Za-z0-9][A-Za-z0-9_.-]{0,127}`: safe as one piece of a path. Cheap to clone.
+/// Sandbox id of the form `[A-Za-z0-9][A-Za-z0-9_.-]{0,127}`: safe as one path component. Cheap to clone.
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) struct SandboxId(Arc<str>);
 
-/// Why a text is no sandbox id.
+/// Reason why a text is not a sandbox id.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub(crate) enum IdError {
     /// The text has no characters.
@@ -48,7 +48,7 @@ impl SandboxId {
         }
     }
 
-    /// The id as text.
+    /// Returns the id as text.
     pub(crate) fn as_str(&self) -> &str {
         &self.0
     }

@@ -1,5 +1,5 @@
-//! The inbox: stops that the node could not take in time, on disk, one file a sandbox. The relay writes, the node
-//! reads and unlinks (before anything else, and when it is told to).
+//! Writes the inbox: stops that the node did not accept in time, on disk, one file per sandbox. The node reads and
+//! unlinks the files before anything else at its start, and on ReadInbox.
 
 use std::{
     io,
@@ -15,7 +15,7 @@ use crate::id::SandboxId;
 /// Version of the file's format.
 const VERSION: u32 = 1;
 
-/// `<state-dir>/inbox`.
+/// Folder `<state-dir>/inbox`.
 #[derive(Debug, Clone)]
 pub(crate) struct Inbox {
     folder: PathBuf,
@@ -26,24 +26,24 @@ struct Entry<'a> {
     version: u32,
     op: &'static str,
     id: &'a str,
-    /// Milliseconds since the epoch.
+    /// Milliseconds since the Unix epoch.
     at_ms: u64,
 }
 
 impl Inbox {
-    /// Makes the folder when it is missing.
+    /// Opens the inbox; makes the folder if it is missing.
     pub(crate) fn open(state_dir: &Path) -> io::Result<Inbox> {
         let folder = state_dir.join("inbox");
         files::make_folder(&folder)?;
         Ok(Inbox { folder })
     }
 
-    /// Clears away what a process that died left half-written; not while another one writes.
+    /// Removes half-written files of a process that died; must not run while another process writes.
     pub(crate) fn sweep(&self) -> io::Result<()> {
         files::sweep(&self.folder)
     }
 
-    /// Records that `id` is to be stopped; on return it will be found after a power cut. Blocking.
+    /// Records a stop of `id`; when this returns, the record survives a power cut. Blocking.
     pub(crate) fn stop(&self, id: &SandboxId, now: SystemTime) -> io::Result<()> {
         let at_ms = now.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis() as u64);
         let entry = Entry { version: VERSION, op: "stop", id: id.as_str(), at_ms };

@@ -1,6 +1,6 @@
-//! Keeps a relay's container when its place was taken: the relay is a child, whose end is waited for. One that ended because
-//! another process took over would be started again by whoever runs the container, and take over in its turn, for ever;
-//! so then this process goes on and does nothing, until it is told to end. Every other end is passed on.
+//! Supervisor: runs the relay as a child process and keeps its container after a handover. A relay that ends because a
+//! new relay took over would be restarted by the container runtime and take over in turn, for ever. So after a handover
+//! the supervisor stays, idle, until a signal ends it. It passes on every other exit status.
 //!
 //! May touch: its child.
 
@@ -19,13 +19,13 @@ use tokio::{
     signal::unix::{SignalKind, signal},
 };
 
-/// What makes the child a relay; the last flag of a name counts.
+/// Flag that makes the child a relay; the last flag of a name counts.
 const CHILD: &str = "--relay.replaced=end";
 
-/// Runs a relay as a child until it ends, or its place was taken and we are told to end.
+/// Runs a relay as a child until the child ends or, after a handover, until a signal arrives.
 ///
 /// # Errors
-/// It cannot be started.
+/// Fails if the child cannot be started.
 pub async fn keep() -> io::Result<ExitCode> {
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
@@ -46,7 +46,7 @@ pub async fn keep() -> io::Result<ExitCode> {
                 if let Some(pid) = relay.id().and_then(|pid| i32::try_from(pid).ok())
                     && let Err(error) = kill(Pid::from_raw(pid), signal)
                 {
-                    // One that is gone; its end comes next.
+                    // The child has ended; the next iteration reads its status.
                     tracing::debug!(%error, "not told to end");
                 }
             }
@@ -59,7 +59,7 @@ pub async fn keep() -> io::Result<ExitCode> {
     Ok(code(status))
 }
 
-/// As a shell says it.
+/// Converts an exit status as a shell does: a signal becomes 128 + its number.
 fn code(status: ExitStatus) -> ExitCode {
     let code = status.code().or_else(|| status.signal().map(|signal| 128 + signal)).unwrap_or(1);
     ExitCode::from(u8::try_from(code).unwrap_or(1))

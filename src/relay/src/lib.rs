@@ -1,14 +1,15 @@
-//! `peerpod-relay`: holds the sockets of the shims and the links of the guests, and outlives every upgrade of the
-//! rest. A shim never opens its connections again, so they must not end with the node daemon.
+//! `peerpod-relay`: holds the shims' sockets and the guests' links, and outlives every upgrade of the other programs. A
+//! shim never reopens its connections, so they must not end with the node daemon.
 //!
-//! * `door`: `hypervisor.sock`, and what waits for the node; `inbox`: stops the node could not take in time.
-//! * `sandboxes`: one endpoint per sandbox, its `agent` socket, its record in the `store`.
-//! * `guests`: the TCP port guests dial; `control`: `relay.sock`, where the node speaks to us; `handin`:
-//!   `relay-fds.sock`, where it gives us descriptors that we have no right to open;
-//!   `localhost`: what comes of the first of them.
-//! * `takeover`: how another relay process takes the place of this one; `keeper`: what stays of its container then.
+//! * `door`: the hypervisor proxy, which serves `hypervisor.sock` and holds calls that wait for the node; `inbox`:
+//!   stops that the node did not accept in time.
+//! * `sandboxes`: one endpoint per sandbox, with its `agent` socket and its record in the `store`.
+//! * `guests`: the TCP port that guests dial; `control`: `relay.sock`, the API that the node calls; `handin`:
+//!   `relay-fds.sock`, over which the node passes descriptors that the relay has no right to open; `localhost` and
+//!   `wireguard`: the two kinds of these descriptors.
+//! * `takeover`: handover to a new relay process; `keeper`: the supervisor that keeps the old container after it.
 //!
-//! No cloud SDK and no Kubernetes in here: this process faces hostile guests.
+//! The relay has no cloud SDK and no Kubernetes client, because it faces hostile guests.
 
 pub mod agent;
 pub mod app;

@@ -1,9 +1,9 @@
-//! The pod's `localhost`: connections to 127.0.0.1 and ::1 in the node's side of a pod's namespace (port-forward, probes)
-//! are carried to the same port in the VM. A listener accepts them, the guest dials, and where nothing listens in the VM
-//! the client's connection is reset.
+//! Serves a pod's `localhost`: connections to 127.0.0.1 and ::1 in the node's side of the pod's netns (port-forward,
+//! probes) are carried to the same port in the VM. A listener accepts them and the guest dials. If nothing listens in
+//! the VM, the client's connection is reset.
 //!
-//! `peerpod_podnet::localhost` has the rules that lead connections here. The node hands the listeners in; they go
-//! with the sandbox. May touch: these listeners, and the sandbox's link.
+//! `peerpod_podnet::localhost` has the rules that redirect connections to these listeners. The node passes the
+//! listeners over `handin`; they close with the sandbox. May touch: these listeners, and the sandbox's link.
 
 use std::{
     io,
@@ -34,17 +34,17 @@ use crate::{
 /// Ports of the listeners, IPv4 and IPv6, as the node's redirect rules have them. The relay keeps them for the next node.
 pub(crate) type Ports = [Option<u16>; 2];
 
-/// The word in a hand-in's header.
+/// Name of the kind in the header.
 const KIND: &str = "localhost";
 const IPPROTO_TCP: u32 = 6;
-/// Connections of one sandbox that the guest is dialling; further ones wait in the listener's queue.
+/// Limit of connections of one sandbox that the guest is dialling; further ones wait in the listener's queue.
 const PENDING: usize = 512;
-/// After `accept` failed, which it does while the process has no free descriptor.
+/// Pause after a failed `accept`, which fails while the process has no free descriptor.
 const ACCEPT_AGAIN: Duration = Duration::from_millis(20);
 
-/// Takes the listeners for a sandbox that is served here.
+/// Takes the listeners of a sandbox that is served here.
 pub(crate) struct Localhost {
-    /// The table holds the listeners, and closes them with the sandbox.
+    /// Table that holds the listeners and closes them with the sandbox.
     pub(crate) sandboxes: Weak<Sandboxes>,
     pub(crate) metrics: Arc<Metrics>,
 }
@@ -80,18 +80,18 @@ impl Kind for Localhost {
     }
 }
 
-/// The listeners that the node handed in for one pod: IPv4, IPv6. The one of a family that the kernel lacks is missing.
+/// Listeners of one pod, passed by the node: IPv4, IPv6. A family that the kernel lacks has no listener.
 #[derive(Debug)]
 pub(crate) struct Listeners([Option<TcpListener>; 2]);
 
 impl Listeners {
-    /// Copies, each with its name.
+    /// Duplicates the listeners, each with its name.
     pub(crate) fn copies(&self) -> io::Result<Vec<(String, OwnedFd)>> {
         let named = self.0.iter().zip(LISTEN).filter_map(|(listener, name)| Some((listener.as_ref()?, name)));
         named.map(|(listener, name)| Ok((name.to_owned(), listener.as_fd().try_clone_to_owned()?))).collect()
     }
 
-    /// The listeners among the descriptors that were handed in.
+    /// Removes the listeners from the passed descriptors.
     pub(crate) fn take(handed: &mut Handed) -> Result<Listeners, String> {
         let mut listeners = [None, None];
         for (at, family) in [AddressFamily::INET, AddressFamily::INET6].into_iter().enumerate() {
@@ -110,7 +110,7 @@ impl Listeners {
     }
 }
 
-/// The task that serves one pod's localhost; dropping it ends the task and closes the listeners.
+/// Task that serves one pod's localhost; dropping it ends the task and closes the listeners.
 #[derive(Debug)]
 pub(crate) struct Serving {
     pub(crate) ports: Ports,
@@ -128,7 +128,7 @@ impl Serving {
         listeners: Listeners,
         metrics: Arc<Metrics>,
     ) -> Serving {
-        // Looked up for each connection: an endpoint that failed is replaced by another one.
+        // Looked up for each connection: a failed endpoint is replaced by another one.
         let (table, sandbox) = (table.clone(), id.clone());
         let endpoint = move || Some(table.upgrade()?.get(&sandbox)?.endpoint);
         let span = tracing::info_span!("localhost", pod);
@@ -156,7 +156,7 @@ impl Serving {
     /// Ends the task; its listeners are closed on return.
     pub(crate) async fn stop(mut self) {
         self.task.abort();
-        // Only that it is over matters.
+        // The task's result is not needed.
         drop((&mut self.task).await);
     }
 }
@@ -180,7 +180,7 @@ async fn serve(
             accepted = accept(v4.as_ref()), if pending.len() < PENDING => accepted,
             accepted = accept(v6.as_ref()), if pending.len() < PENDING => accepted,
             Some(ended) = pending.join_next() => {
-                // A panic is a bug of ours and costs this one connection.
+                // A panic is a bug of the relay and costs this one connection.
                 if ended.is_err() {
                     metrics.panics.inc();
                 }
@@ -207,7 +207,7 @@ async fn accept(listener: Option<&TcpListener>) -> io::Result<TcpStream> {
     }
 }
 
-/// Has the guest dial the port that the client named, and joins both connections; resets the client's if that fails.
+/// Asks the guest to dial the client's port and joins both connections; resets the client's connection on failure.
 async fn carry(id: SandboxId, client: TcpStream, endpoint: Option<EndpointHandle>, metrics: Arc<Metrics>) {
     let dialled = match (client.local_addr(), endpoint) {
         (Ok(local), Some(endpoint)) => dial(&endpoint, local.is_ipv6(), local.port()).await,
@@ -230,8 +230,8 @@ async fn carry(id: SandboxId, client: TcpStream, endpoint: Option<EndpointHandle
     }
 }
 
-/// A client that is refused by one family of localhost tries the other one. Our listener has accepted already, so the
-/// relay tries the other one itself.
+/// Dials the client's port in the client's family, then in the other one. A client that one family of localhost refuses
+/// would try the other itself, but the relay's listener has accepted already.
 async fn dial(endpoint: &EndpointHandle, v6: bool, port: u16) -> Result<Connected, DialError> {
     match endpoint.dial(Target { v6, port }).await {
         Err(DialError::Refused) => endpoint.dial(Target { v6: !v6, port }).await,

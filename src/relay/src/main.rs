@@ -1,4 +1,4 @@
-//! `peerpod-relay`: settings, log, limits, then [`peerpod_relay::app`].
+//! `peerpod-relay`: loads the settings, sets up log and limits, then runs [`peerpod_relay::app`].
 
 use std::process::ExitCode;
 
@@ -30,7 +30,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// For the help alone: the defaults, wherever the present ones have mistakes.
+/// Returns the default settings, for the help text; the present settings may have mistakes.
 fn settings() -> Vec<Setting> {
     let loaded = RelayConfig::load(Sources::from_process([], []));
     loaded.map(|(_, _, printed)| printed.0).unwrap_or_default()

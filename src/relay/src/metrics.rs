@@ -1,4 +1,4 @@
-//! What the relay counts, under `peerpod_relay_`.
+//! Metrics of the relay, under `peerpod_relay_`.
 
 use prometheus_client::{
     encoding::EncodeLabelSet,
@@ -6,37 +6,37 @@ use prometheus_client::{
     registry::Registry,
 };
 
-/// A reason out of a fixed list.
+/// Label: a reason from a fixed list.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub(crate) struct Reason {
     reason: &'static str,
 }
 
-/// An outcome out of a fixed list.
+/// Label: an outcome from a fixed list.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub(crate) struct Outcome {
     outcome: &'static str,
 }
 
-/// A method out of a fixed list.
+/// Label: a method from a fixed list.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub(crate) struct Method {
     method: &'static str,
 }
 
-/// What became of something, out of a fixed list.
+/// Label: a result from a fixed list.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub(crate) struct Fate {
     result: &'static str,
 }
 
-/// `to_guest` or `from_guest`.
+/// Label: `to_guest` or `from_guest`.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub(crate) struct Direction {
     direction: &'static str,
 }
 
-/// The counters and gauges.
+/// Counters and gauges of the relay.
 #[derive(Debug, Default)]
 pub(crate) struct Metrics {
     pub(crate) hypervisor_connections: Gauge,
@@ -63,7 +63,7 @@ pub(crate) struct Metrics {
     frames: Family<Direction, Counter>,
 }
 
-/// Bytes and frames of shims' conversations, all sandboxes together; clones are the same counters.
+/// Bytes and frames of the shims' connections, over all sandboxes; clones share the counters.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Totals {
     pub(crate) bytes_to_guest: Counter,
@@ -73,7 +73,7 @@ pub(crate) struct Totals {
 }
 
 impl Metrics {
-    /// Makes them and tells the registry.
+    /// Makes the metrics and registers them.
     pub(crate) fn new(registry: &mut Registry) -> Metrics {
         let metrics = Metrics::default();
         let relay = registry.sub_registry_with_prefix("peerpod_relay");
@@ -134,12 +134,12 @@ impl Metrics {
         for outcome in ["carried", "refused", "failed"] {
             drop(m.localhost.get_or_create(&Outcome { outcome }));
         }
-        // Series that begin at nothing are there from the start.
+        // Series that begin at zero exist from the start.
         drop(metrics.totals());
         metrics
     }
 
-    /// The traffic counters, looked up once and then counted without a lock.
+    /// Returns the traffic counters, which are looked up once and then counted without a lock.
     pub(crate) fn totals(&self) -> Totals {
         let of = |family: &Family<Direction, Counter>, direction| {
             family.get_or_create(&Direction { direction }).clone()
@@ -152,7 +152,7 @@ impl Metrics {
         }
     }
 
-    /// Counts a call of a shim. Only methods that exist become labels.
+    /// Counts a call of a shim. Only known methods become labels.
     pub(crate) fn call(&self, method: &str) {
         let known = ["CreateVM", "StartVM", "StopVM", "Version", "GetInfo"];
         let method = known.into_iter().find(|known| *known == method).unwrap_or("other");
@@ -164,7 +164,7 @@ impl Metrics {
         self.localhost.get_or_create(&Outcome { outcome }).inc();
     }
 
-    /// Counts a guest's connection that was refused.
+    /// Counts a refused connection of a guest.
     pub(crate) fn refused(&self, reason: &'static str) {
         self.guests_refused.get_or_create(&Reason { reason }).inc();
     }

@@ -1,6 +1,6 @@
-//! The sandboxes the relay serves: for each an agent socket, an endpoint for its guest's link, a record on disk.
-//! Everything about one sandbox happens under its own lock, so that sandboxes do not wait for each other; finding the
-//! sandbox of a certificate takes only the table's lock, for a moment.
+//! Table of the sandboxes that the relay serves. Each has an agent socket, an endpoint for its guest's link, and a
+//! record on disk. Each sandbox has its own lock, so that sandboxes do not wait for each other. Finding the sandbox of
+//! a certificate takes only the table's lock, briefly.
 
 pub(crate) mod guest;
 pub(crate) mod states;
@@ -34,13 +34,13 @@ use crate::{
     store::{Record, Store, StoreError},
 };
 
-/// How long a deleted sandbox's connections may take to get their last answers.
+/// Time limit for a deleted sandbox's connections to receive their last answers.
 const CLOSE_WITHIN: Duration = Duration::from_secs(2);
-/// Before an endpoint that panicked is made anew; doubled each time up to the maximum.
+/// Pause before a panicked endpoint is made anew; doubled each time up to [`ANEW_AT_MOST`].
 const ANEW_AFTER: Duration = Duration::from_millis(50);
 const ANEW_AT_MOST: Duration = Duration::from_secs(10);
 
-/// Why a sandbox could not be put or deleted.
+/// Reason why a sandbox could not be put or deleted.
 #[derive(Debug, Error)]
 pub(crate) enum SandboxError {
     #[error(
@@ -59,7 +59,7 @@ pub(crate) enum SandboxError {
     Stopping(SandboxId),
 }
 
-/// A sandbox's endpoint and what is known of its guest.
+/// A sandbox's endpoint and the state of its guest.
 #[derive(Clone)]
 pub(crate) struct Attached {
     pub(crate) id: SandboxId,
@@ -71,11 +71,11 @@ struct Live {
     record: Record,
     attached: Attached,
     socket: AgentSocket,
-    /// The endpoint's task, and the one that hears of its end.
+    /// Abort handle of the endpoint's task; `running` is the task that waits for its end.
     endpoint: AbortHandle,
     localhost: Option<Serving>,
     running: JoinHandle<()>,
-    /// How often an endpoint of this sandbox ended by a panic.
+    /// Number of panics of this sandbox's endpoints.
     panics: u32,
 }
 
@@ -88,7 +88,7 @@ struct Table {
     fingerprints: HashMap<[u8; 32], SandboxId>,
 }
 
-/// All of them.
+/// All sandboxes of this relay.
 pub(crate) struct Sandboxes {
     me: Weak<Sandboxes>,
     store: Store,
@@ -96,7 +96,7 @@ pub(crate) struct Sandboxes {
     metrics: Arc<Metrics>,
     limits: endpoint::Limits,
     table: Mutex<Table>,
-    /// Whose guests are to be dialled, and who carries that out.
+    /// Orders to dial guests, and their receiver until `dials` takes it.
     dials: mpsc::UnboundedSender<Order>,
     orders: Mutex<Option<mpsc::UnboundedReceiver<Order>>>,
 }
@@ -104,7 +104,7 @@ pub(crate) struct Sandboxes {
 impl Sandboxes {
     pub(crate) fn new(store: Store, states: Arc<States>, metrics: Arc<Metrics>) -> Arc<Sandboxes> {
         let limits = endpoint::Limits { connections: CONNECTIONS, ..endpoint::Limits::default() };
-        // As many as the node puts and deletes.
+        // Bounded by the node's puts and deletes.
         let (dials, orders) = mpsc::unbounded_channel();
         Arc::new_cyclic(|me| Sandboxes {
             me: me.clone(),
@@ -119,11 +119,11 @@ impl Sandboxes {
     }
 
     fn table(&self) -> MutexGuard<'_, Table> {
-        // Each step leaves the maps usable by themselves.
+        // Each step leaves the maps consistent.
         self.table.lock()
     }
 
-    /// Whose guests are to be dialled, from the first one on; to be taken once.
+    /// Takes the receiver of the dial orders; `None` after the first call.
     pub(crate) fn orders(&self) -> Option<mpsc::UnboundedReceiver<Order>> {
         self.orders.lock().take()
     }
@@ -132,26 +132,26 @@ impl Sandboxes {
         let id = record.id.clone();
         let order =
             if record.dial.is_empty() { Order::Stop(id) } else { Order::Dial(id, record.dial.clone()) };
-        drop(self.dials.send(order)); // nobody dials in a relay that ends
+        drop(self.dials.send(order)); // Fails only in a relay that ends.
     }
 
-    /// The sandbox of a guest that showed the certificate with this fingerprint.
+    /// Returns the sandbox of the guest certificate with this fingerprint.
     pub(crate) fn of_certificate(&self, fingerprint: &[u8; 32]) -> Option<Attached> {
         let table = self.table();
         table.attached.get(table.fingerprints.get(fingerprint)?).cloned()
     }
 
-    /// A sandbox by its id.
+    /// Returns a sandbox by its id.
     pub(crate) fn get(&self, id: &SandboxId) -> Option<Attached> {
         self.table().attached.get(id).cloned()
     }
 
-    /// A sandbox's pod for log lines; `-` for one that is not served.
+    /// Returns a sandbox's pod for log records; `-` for a sandbox that is not served.
     pub(crate) fn pod(&self, id: &SandboxId) -> Arc<str> {
         self.states.pod(id)
     }
 
-    /// Serves what the records on disk say. A sandbox whose socket cannot be bound is reported and left out.
+    /// Serves the sandboxes of the records on disk. A sandbox without a bound socket is reported and left out.
     pub(crate) async fn restore(&self, records: Vec<Record>) {
         for record in records {
             let (id, pod) = (record.id.clone(), record.pod.clone());
@@ -162,11 +162,11 @@ impl Sandboxes {
         }
     }
 
-    /// Serves a sandbox as the record says; the last one wins. Durable and listening on return.
+    /// Serves a sandbox as its record describes; the last record wins. The record is durable and the socket listens on
+    /// return.
     ///
-    /// cancel safety: what was begun is done all the same, under the sandbox's lock: a record that is being written when
-    /// the caller leaves must not appear after a delete that came later.
-    /// `open` is kept until then.
+    /// Cancel safety: the work continues in a task of its own, under the sandbox's lock. A record that is being written
+    /// when the caller leaves must not appear after a later delete. The task holds `open` until it ends.
     pub(crate) async fn put(&self, record: Record, open: impl Send + 'static) -> Result<(), SandboxError> {
         let stopping = SandboxError::Stopping(record.id.clone());
         let Some(me) = self.me.upgrade() else { return Err(stopping) };
@@ -182,7 +182,7 @@ impl Sandboxes {
         loop {
             let slot = self.table().slots.entry(record.id.clone()).or_default().clone();
             let mut live = slot.lock().await;
-            // A delete may have taken the slot out of the table while we waited for it.
+            // A delete may have removed the slot from the table during this wait.
             if self.is_current(&record.id, &slot) {
                 return self.put_live(&mut live, record, write).await;
             }
@@ -262,7 +262,7 @@ impl Sandboxes {
         Live { record, attached, socket, localhost: None, endpoint, running, panics }
     }
 
-    /// Makes the endpoint of a sandbox anew, when it is still the one that ended.
+    /// Makes a sandbox's endpoint anew, if the ended one is still the current one.
     async fn renew(&self, ended: &Attached) {
         let Some(slot) = self.table().slots.get(&ended.id).cloned() else { return };
         let mut live = slot.lock().await;
@@ -271,7 +271,7 @@ impl Sandboxes {
             return;
         }
         let Some(mut dead) = live.take_if(same) else { return };
-        // Its sockets are good for the next endpoint.
+        // The sockets of the localhost serve the next endpoint, too.
         let localhost = dead.localhost.take();
         let (record, panics, pod) = (dead.record.clone(), dead.panics.saturating_add(1), ended.guest.pod());
         drop(self.take_out(&ended.id, dead));
@@ -280,12 +280,12 @@ impl Sandboxes {
                 *live = Some(Live { localhost, ..anew });
                 tracing::info!(sandbox = %ended.id, pod, "sandbox is served again");
             }
-            // The node puts it again when it hears of it next; until then nobody is served wrongly.
+            // The node puts the sandbox again when it next sees the state; until then no connection is served wrongly.
             Err(error) => tracing::error!(sandbox = %ended.id, pod, %error, "sandbox is not served any more"),
         }
     }
 
-    /// Takes a sandbox out of everything by which it is found; what is left is the task that ends with its endpoint.
+    /// Removes a sandbox from every index; returns the task that ends with its endpoint.
     fn take_out(&self, id: &SandboxId, live: Live) -> JoinHandle<()> {
         {
             let mut table = self.table();
@@ -309,7 +309,7 @@ impl Sandboxes {
         }
     }
 
-    /// Makes the record's certificates those of its sandbox, instead of the ones `before`.
+    /// Assigns the record's certificates to its sandbox, in place of the certificates in `before`.
     fn take_certificates(&self, record: &Record, before: &[[u8; 32]]) -> Result<(), SandboxError> {
         self.check_certificates(record)?;
         let mut table = self.table();
@@ -322,7 +322,7 @@ impl Sandboxes {
         Ok(())
     }
 
-    /// Serves the pod's localhost on these listeners from now on, until the sandbox ends.
+    /// Serves the pod's localhost on these listeners until the sandbox ends.
     pub(crate) async fn keep_localhost(&self, id: &SandboxId, serving: Serving) -> Result<(), String> {
         let slot = self.table().slots.get(id).cloned();
         if let Some(slot) = slot
@@ -334,14 +334,15 @@ impl Sandboxes {
         Err(format!("sandbox {id} is not served here any more"))
     }
 
-    /// The ports of the listeners that serve the pod's localhost.
+    /// Returns the ports of the listeners that serve the pod's localhost.
     pub(crate) async fn localhost(&self, id: &SandboxId) -> Option<Ports> {
         let slot = self.table().slots.get(id).cloned()?;
         let live = slot.lock().await;
         live.as_ref()?.localhost.as_ref().filter(|serving| serving.is_running()).map(|serving| serving.ports)
     }
 
-    /// Ends a sandbox; unknown is fine. Its connections get their last answers, nothing of it is left on return.
+    /// Ends a sandbox; an unknown one is no error. Its connections get their last answers; nothing of it is left on
+    /// return.
     pub(crate) async fn delete(&self, id: &SandboxId) -> Result<(), SandboxError> {
         let slot = self.table().slots.get(id).cloned();
         if let Some(slot) = slot {
@@ -349,7 +350,7 @@ impl Sandboxes {
             if !self.is_current(id, &slot) {
                 return Ok(());
             }
-            // The record first: a relay that dies now must not serve the sandbox again.
+            // The record goes first: a relay that dies now must not serve the sandbox again.
             self.forget(id).await?;
             if let Some(live) = live.take() {
                 self.end(id, live).await;
@@ -357,7 +358,7 @@ impl Sandboxes {
             self.table().slots.remove(id);
             return Ok(());
         }
-        // One that could not be restored may have left its record.
+        // A sandbox that could not be restored may have left its record.
         self.forget(id).await
     }
 
@@ -373,7 +374,7 @@ impl Sandboxes {
         let localhost = live.localhost.take();
         let mut running = self.take_out(id, live);
         handle.close();
-        // Its sockets hold the pod's namespace.
+        // These sockets hold the pod's netns.
         if let Some(localhost) = localhost {
             localhost.stop().await;
         }
@@ -392,7 +393,7 @@ impl Sandboxes {
         tokio::task::spawn_blocking(work).await.map_err(|_| SandboxError::Stopping(id.clone()))
     }
 
-    /// Stops serving without forgetting: sockets are unlinked, records stay.
+    /// Stops serving but keeps the records: sockets are unlinked, records stay.
     pub(crate) async fn stop(&self) {
         let slots: Vec<(SandboxId, Slot)> = self.table().slots.drain().collect();
         for (_, slot) in &slots {
@@ -406,8 +407,8 @@ impl Sandboxes {
     }
 }
 
-/// Waits for the end of an endpoint's task. An orderly one is nobody's business. A panic is a bug of ours: the shim's
-/// connections are closed by it; that the next ones and the guest's link find somebody, another endpoint is made.
+/// Waits for the end of an endpoint's task; an orderly end needs no action. A panic is a bug of the relay and closes
+/// the shim's connections. A new endpoint is then made for the next connections and the guest's link.
 async fn hear_the_end(
     task: JoinHandle<GuestHandler>,
     sandboxes: Weak<Sandboxes>,
@@ -419,14 +420,14 @@ async fn hear_the_end(
     sandboxes.metrics.panics.inc();
     let pause = ANEW_AFTER.saturating_mul(1 << panics.min(10)).min(ANEW_AT_MOST);
     tracing::error!(sandbox = %attached.id, pod = attached.guest.pod(), %error, again_in = ?pause, "the sandbox's endpoint ended early; this is a bug of ours, and its connections are closed");
-    // In a task of its own: a delete that waits for this one must not wait for itself.
+    // Runs in its own task: a delete that waits for this task must not wait for itself.
     tokio::spawn(async move {
         tokio::time::sleep(pause).await;
         sandboxes.renew(&attached).await;
     });
 }
 
-/// The path is taken from the node; it must still not lead anywhere else.
+/// Checks the agent socket's path. It comes from the node, but must still not lead elsewhere.
 fn check_path(record: &Record) -> Result<(), SandboxError> {
     let path: &Path = &record.agent_socket;
     let plain = path.components().all(|part| matches!(part, Component::RootDir | Component::Normal(_)));

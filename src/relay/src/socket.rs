@@ -1,5 +1,6 @@
-//! Unix listeners under fixed names: bound under another name and renamed, so that the name always answers, and
-//! unlinked at the end only when the name is still ours (a successor may have taken it).
+//! Binds Unix listeners under fixed names. A listener is bound under a temporary name and renamed, so that the fixed
+//! name always accepts connections. Its file is unlinked only while it is still that listener's: a new relay may have
+//! replaced it.
 
 use std::{
     fs::File,
@@ -17,12 +18,12 @@ use std::{
 
 use tokio::net::UnixListener;
 
-/// Longest path that a client can connect to, in bytes (`sun_path` less its end).
+/// Longest path that a client can connect to, in bytes (`sun_path` less its terminator).
 const MAX_PATH: usize = 107;
 
 static TEMPORARY: AtomicU64 = AtomicU64::new(0);
 
-/// The name of a listener; dropping it unlinks the name if it still leads to that listener.
+/// Name of a listener; dropping it unlinks the file if it still belongs to that listener.
 #[derive(Debug)]
 pub(crate) struct Bound {
     path: PathBuf,
@@ -31,13 +32,13 @@ pub(crate) struct Bound {
 }
 
 impl Bound {
-    /// The name of a listener that another process bound.
+    /// Returns the name of a listener that another process bound.
     pub(crate) fn of(path: &Path) -> io::Result<Bound> {
         let there = std::fs::symlink_metadata(path)?;
         Ok(Bound { path: path.to_owned(), device: there.dev(), inode: there.ino() })
     }
 
-    /// Whether the name still leads to the listener.
+    /// Whether the file still belongs to the listener.
     pub(crate) fn is_there(&self) -> bool {
         std::fs::symlink_metadata(&self.path)
             .is_ok_and(|now| (now.dev(), now.ino()) == (self.device, self.inode))
@@ -54,15 +55,15 @@ impl Drop for Bound {
     }
 }
 
-/// Binds `path` for the owner alone; what was bound there before gets no more connections.
+/// Binds `path` for the owner alone; a listener bound there before gets no more connections.
 ///
 /// # Errors
-/// The path is too long, something other than a socket is there, or the kernel says no.
+/// Fails if the path is too long, if a file other than a socket is there, or if the kernel refuses.
 pub(crate) fn bind(path: &Path) -> io::Result<(UnixListener, Bound)> {
     place(path, |short| UnixListener::bind(short))
 }
 
-/// As [`bind`], with a listener of any kind: `listen` binds it to the name it is given.
+/// Binds a listener of any kind as [`bind`] does; `listen` binds it to the name that it receives.
 ///
 /// # Errors
 /// As [`bind`].
@@ -81,7 +82,7 @@ pub(crate) fn place<L>(path: &Path, listen: impl FnOnce(&Path) -> io::Result<L>)
         }
         _ => {}
     }
-    // Through the folder's descriptor the temporary name is short, however long the path is.
+    // The temporary name is relative to the folder's descriptor, so it is short for a folder of any length.
     let opened = File::open(folder)?;
     let name = format!(".{}-{}", std::process::id(), TEMPORARY.fetch_add(1, Ordering::Relaxed));
     let short = PathBuf::from(format!("/proc/self/fd/{}/{name}", opened.as_raw_fd()));
@@ -97,7 +98,7 @@ pub(crate) fn place<L>(path: &Path, listen: impl FnOnce(&Path) -> io::Result<L>)
         Ok(Bound { path: path.to_owned(), device: there.dev(), inode: there.ino() })
     })();
     if placed.is_err() {
-        drop(std::fs::remove_file(&short)); // Clutter at worst; the first error is the one to tell.
+        drop(std::fs::remove_file(&short)); // Best effort; the first error is the one to report.
     }
     Ok((listener, placed?))
 }

@@ -1,6 +1,6 @@
-//! What a new relay process needs to serve guests again without the node: the TLS identity and one record a sandbox,
-//! under `<state-dir>/relay`. Versioned JSON, written whole; a file that cannot be read is put aside into
-//! `<state-dir>/quarantine` and reported, the others are served.
+//! Stores the data that a new relay process needs to serve guests without the node: the TLS identity and one record per
+//! sandbox, under `<state-dir>/relay`. The files are versioned JSON, written whole. An unreadable file is moved to
+//! `<state-dir>/quarantine` and reported; the others are served.
 
 use std::{
     fmt, io,
@@ -17,13 +17,13 @@ use thiserror::Error;
 
 use crate::{id::SandboxId, volumes::Volume};
 
-/// Version of both formats.
+/// Version of both file formats.
 const VERSION: u32 = 1;
 const IDENTITY: &str = "tls.json";
 /// Limit of a file that is read, in bytes.
 const MAX_FILE: u64 = 4 << 20;
 
-/// The state folder could not be used.
+/// The state folder is not usable.
 #[derive(Debug, Error)]
 #[error("{what} {path}: {why}; see that the folder is there, writable, and has space")]
 pub struct StoreError {
@@ -42,14 +42,14 @@ fn failed(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> StoreErr
 pub(crate) struct Record {
     pub(crate) id: SandboxId,
     pub(crate) agent_socket: PathBuf,
-    /// SHA-256 of the leaf certificates that are this sandbox's guest.
+    /// SHA-256 fingerprints of the leaf certificates of this sandbox's guest.
     pub(crate) guest_certificates: Vec<[u8; 32]>,
     pub(crate) pod: String,
-    /// The guest's end of the encrypted tunnel, where it has one.
+    /// The guest's end of the encrypted tunnel, if it has one.
     pub(crate) tunnel_peer: Option<TunnelPeer>,
-    /// Where its guest waits to be dialled; empty: it dials.
+    /// Addresses at which the guest waits to be dialled; if empty, the guest dials.
     pub(crate) dial: Vec<SocketAddr>,
-    /// The pod's.
+    /// Volumes of the pod.
     pub(crate) volumes: Vec<Volume>,
 }
 
@@ -63,7 +63,7 @@ pub(crate) struct TunnelPeer {
     pub(crate) vxlan_port: u16,
 }
 
-/// Bytes in text.
+/// Serialises bytes as base64 text.
 pub(crate) mod base64_bytes {
     use base64::{Engine, prelude::BASE64_STANDARD};
     use serde::{Deserialize, Deserializer, Serializer, de::Error};
@@ -77,7 +77,7 @@ pub(crate) mod base64_bytes {
     }
 }
 
-/// Who the relay is to guests, and whom it believes.
+/// The relay's certificate and key towards guests, and the CAs that it trusts.
 #[derive(Clone, PartialEq, Eq)]
 pub(crate) struct Identity {
     pub(crate) certificates: Vec<Vec<u8>>,
@@ -92,7 +92,7 @@ impl fmt::Debug for Identity {
 }
 
 impl Identity {
-    /// The TLS configuration this makes.
+    /// Builds the TLS configuration of this identity.
     pub(crate) fn server_config(
         &self,
     ) -> Result<std::sync::Arc<rustls::ServerConfig>, peerpod_link::tls::TlsError> {
@@ -129,7 +129,7 @@ struct RecordFile {
     volumes: Vec<Volume>,
 }
 
-/// The folder.
+/// State folder of the relay.
 #[derive(Clone, Debug)]
 pub(crate) struct Store {
     folder: PathBuf,
@@ -138,7 +138,7 @@ pub(crate) struct Store {
 }
 
 impl Store {
-    /// Makes the folders when they are missing.
+    /// Opens the store; makes missing folders.
     pub(crate) fn open(state_dir: &Path) -> Result<Store, StoreError> {
         let folder = state_dir.join("relay");
         let store =
@@ -149,7 +149,7 @@ impl Store {
         Ok(store)
     }
 
-    /// Clears away what a process that died left half-written; not while another one writes.
+    /// Removes half-written files of a process that died; must not run while another process writes.
     pub(crate) fn sweep(&self) -> Result<(), StoreError> {
         for folder in [&self.folder, &self.sandboxes] {
             files::sweep(folder).map_err(failed("clean", folder))?;
@@ -157,7 +157,7 @@ impl Store {
         Ok(())
     }
 
-    /// Keeps the identity. Blocking.
+    /// Stores the identity. Blocking.
     pub(crate) fn put_identity(&self, identity: &Identity) -> Result<(), StoreError> {
         let all = |list: &[Vec<u8>]| list.iter().map(|der| BASE64_STANDARD.encode(der)).collect();
         let file = IdentityFile {
@@ -169,7 +169,7 @@ impl Store {
         self.write(&self.folder, IDENTITY, &file)
     }
 
-    /// The identity, when there is one that can be read. Blocking.
+    /// Reads the identity, if a readable one exists. Blocking.
     pub(crate) fn identity(&self) -> Option<Identity> {
         let path = self.folder.join(IDENTITY);
         self.read(&path, |file: IdentityFile| {
@@ -187,7 +187,7 @@ impl Store {
         })
     }
 
-    /// Keeps a sandbox. Blocking.
+    /// Stores a sandbox's record. Blocking.
     pub(crate) fn put(&self, record: &Record) -> Result<(), StoreError> {
         let file = RecordFile {
             version: VERSION,
@@ -202,12 +202,12 @@ impl Store {
         self.write(&self.sandboxes, &format!("{}.json", record.id), &file)
     }
 
-    /// Forgets a sandbox; unknown is fine. Blocking.
+    /// Removes a sandbox's record; a missing one is no error. Blocking.
     pub(crate) fn delete(&self, id: &SandboxId) -> Result<(), StoreError> {
         files::remove(&self.sandboxes.join(format!("{id}.json"))).map_err(failed("remove", &self.sandboxes))
     }
 
-    /// All sandboxes that can be read. Blocking.
+    /// Reads all readable records. Blocking.
     pub(crate) fn records(&self) -> Result<Vec<Record>, StoreError> {
         let unreadable = failed("list", &self.sandboxes);
         let names = std::fs::read_dir(&self.sandboxes)
@@ -222,7 +222,7 @@ impl Store {
         files::write(&path, &content).map_err(failed("write", &path))
     }
 
-    /// Reads a file of ours; puts aside what is none.
+    /// Reads a file; moves an invalid one to the quarantine.
     fn read<F: DeserializeOwned, T>(
         &self,
         path: &Path,

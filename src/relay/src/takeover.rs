@@ -1,12 +1,12 @@
-//! One relay process takes the place of another, and no pod notices: the new one asks the old one on `takeover.sock`, gets
-//! copies of its descriptors and what it knows, and the old one leaves.
+//! Handover from one relay process to another, unnoticed by the pods. The new relay asks the old one on `takeover.sock`
+//! and gets duplicates of its descriptors and its state; then the old relay exits.
 //!
-//! The old process stands still while it shows what it is (`give`), and until it says the last word it goes on as if nothing
-//! had been, whatever happens to the new one. Its last word is one message; that this was sent is what decides. The new one
-//! touches nothing before (`take`). When the old one dies between the new one's word and its own, there is nobody else left,
-//! and the new one goes on. `wire` is how messages look.
+//! The old relay (`give`) is frozen while it sends its state. Until it sends `Yours`, it can always resume, independent
+//! of the new relay. The handover takes effect with that one message. The new relay (`take`) changes nothing before it.
+//! If the old relay dies between `Taken` and `Yours`, the new relay takes over, because no other process is left.
+//! `wire` defines the messages.
 //!
-//! May touch: `takeover.sock`, and what it is given.
+//! May touch: `takeover.sock`, and the descriptors and state that it receives.
 
 pub(crate) mod give;
 pub(crate) mod report;
@@ -17,19 +17,20 @@ use std::os::fd::OwnedFd;
 
 use serde::{Deserialize, Serialize};
 
-/// The socket's name in the run-dir.
+/// Name of the socket in the run-dir.
 pub(crate) const SOCKET: &str = "takeover.sock";
-/// The newest form of what is handed over, and the oldest that is understood.
+/// Newest version of the handover format.
 pub(crate) const VERSION: u32 = 1;
+/// Oldest version of the handover format that this program reads.
 pub(crate) const OLDEST: u32 = 1;
 
-/// What of the process itself is handed over, beside its descriptors.
+/// State of the process itself, sent with its descriptors.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct Process {
-    /// The epoch and the number of changes that the node has seen.
+    /// Epoch and number of changes that the node has seen.
     pub(crate) epoch: String,
     pub(crate) version: u64,
-    /// A name for each descriptor.
+    /// Name of each descriptor.
     names: Vec<String>,
 }
 

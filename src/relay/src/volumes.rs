@@ -1,9 +1,11 @@
-//! Which mount of a container is which volume of its pod. The shim's request does not say: what kubelet had published is
-//! copied into the VM like any folder, and would be a folder there that loses its data silently.
+//! Matches a container's mounts with the volumes of its pod. The shim's request does not name the volumes. The shim
+//! copies a folder that kubelet published into the VM like any other folder. Data written to that copy would be lost
+//! silently.
 //!
-//! A mount is a volume by the original source that the container's bundle on this node names for its destination
-//! (`bundle.rs`), or by the marker file that was copied from there just before; a raw device by the name that the
-//! container runtime gave it. Never by order. A volume of ours that cannot be matched fails the container. Pure but for the bundle.
+//! A mount is matched by the original source that the container's bundle on this node has for its destination
+//! (`bundle.rs`), or by the marker file that was copied from there just before. A raw device is matched by the name
+//! that the container runtime gave it. The order is never used. A volume of this system that cannot be matched fails
+//! the container. Pure but for the bundle.
 
 mod bundle;
 mod rewrite;
@@ -15,26 +17,26 @@ use serde::{Deserialize, Serialize};
 
 pub(crate) use rewrite::create_container;
 
-/// Volumes of one pod.
+/// Limit of volumes of one pod.
 pub(crate) const MOST: usize = 256;
-/// Where shims copy to.
+/// Folder in the VM into which shims copy.
 const COPIES: &str = "/run/kata-containers/shared/containers/";
-/// The marker file's name in a published target.
+/// Name of the marker file in a published target.
 const MARKER: &str = ".peerpod-volume";
-/// Folders that a connection may have copied and no container has mounted yet.
+/// Limit of folders that a connection has copied and no container has mounted yet.
 const FOLDERS: usize = 4096;
-/// Of a file's kind in its mode.
+/// Mask of the file type in a mode.
 const KIND: u32 = 0o170_000;
 const FOLDER: u32 = 0o040_000;
 
-/// A volume of the pod, as the node told of it.
+/// Volume of the pod, as the node announced it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Volume {
     pub(crate) id: String,
     pub(crate) name: String,
-    /// Where it is published on this node.
+    /// Path at which the volume is published on this node.
     pub(crate) target_path: String,
-    /// The marker file's content.
+    /// Content of the marker file.
     #[serde(default)]
     pub(crate) marker: String,
     #[serde(default)]
@@ -48,33 +50,33 @@ pub(crate) fn is_volume_id(name: &str) -> bool {
     name.len() == 32 && name.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
 }
 
-/// What was copied into a folder.
+/// Content copied into a folder so far.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 enum Folder {
     /// Nothing yet.
     #[default]
     Empty,
-    /// Files, of which none is a marker.
+    /// Files without a marker.
     Files,
-    /// The marker of this volume.
+    /// Marker of this volume.
     Volume(String),
-    /// A marker that is no volume's of this pod.
+    /// Marker of no volume of this pod.
     Stranger,
 }
 
-/// The folders that shims copied on one connection.
+/// Folders that shims copied on one connection.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Copies(BTreeMap<String, Folder>);
 
 impl Copies {
-    /// Takes note of a file or folder that is copied.
+    /// Records the copy of a file or folder.
     pub(crate) fn note(&mut self, volumes: &[Volume], copied: &CopyFileRequest) {
         let path = copied.path.trim_end_matches('/');
         if !path.starts_with(COPIES) {
             return;
         }
         if copied.file_mode & KIND == FOLDER {
-            // Which empty folder may be a subPath matters only to a pod with volumes.
+            // An empty folder may be a subPath only in a pod with volumes.
             if !volumes.is_empty() && self.0.len() < FOLDERS {
                 self.0.entry(path.to_owned()).or_default();
             }
@@ -88,7 +90,7 @@ impl Copies {
             let volume = volumes.iter().find(of).filter(|_| whole);
             volume.map_or(Folder::Stranger, |volume| Folder::Volume(volume.id.clone()))
         });
-        // A marker counts also where the folder itself was not seen to come.
+        // A marker counts also if the copy of its folder was not recorded.
         let there = match &found {
             Some(_) if self.0.len() < FOLDERS => Some(self.0.entry(folder.to_owned()).or_default()),
             _ => self.0.get_mut(folder),
@@ -100,7 +102,7 @@ impl Copies {
         }
     }
 
-    /// Whether a marker has come that is no volume's of this pod.
+    /// Whether a marker was copied that belongs to no volume of this pod.
     pub(crate) fn has_strangers(&self) -> bool {
         self.0.values().any(|seen| *seen == Folder::Stranger)
     }
@@ -109,7 +111,7 @@ impl Copies {
         self.0.get(source.trim_end_matches('/'))
     }
 
-    /// The markers that came for this container and lie below none of these sources.
+    /// Returns a folder with a marker, copied for this container, that is none of these sources.
     fn unused(&self, container: &str, sources: &[&str]) -> Option<&str> {
         let prefix = format!("{COPIES}{container}-");
         let markers = self.0.iter().filter(|(_, seen)| matches!(seen, Folder::Volume(_) | Folder::Stranger));
@@ -119,7 +121,7 @@ impl Copies {
             .map(|(folder, _)| folder.as_str())
     }
 
-    /// A container has come: what was copied for it is not needed any more.
+    /// Removes the folders copied for a container that has arrived.
     fn forget(&mut self, container: &str) {
         let prefix = format!("{COPIES}{container}-");
         self.0.retain(|folder, _| !folder.starts_with(&prefix));

@@ -1,6 +1,6 @@
-//! The encrypted tunnel's data plane: what the node handed in (a TUN device, a UDP socket, a key) and the peers that
-//! sandboxes' records name, put together. The packets are carried by threads of their own, never by those of the
-//! links. The node's private key is held in memory alone: another relay process gets it with the descriptors.
+//! Data plane of the encrypted tunnel. It combines the TUN device, the UDP socket and the key of the node with the
+//! peers in the sandboxes' records. Threads of its own carry the packets, never those of the links. The node's private
+//! key is held in memory only; a new relay process gets it with the descriptors.
 
 use std::{
     collections::HashMap,
@@ -30,39 +30,39 @@ use crate::{
     store::TunnelPeer,
 };
 
-/// The word in the hand-in's header.
+/// Name of the kind in the header.
 const KIND: &str = "wireguard";
-/// VXLAN networks of one pod: one for each of its interfaces.
+/// Limit of VXLAN networks of one pod: one for each of its interfaces.
 const MAX_VNIS: usize = 64;
 
 #[derive(Default)]
 struct State {
-    /// The sessions; they go on in the next data plane of the same key. None before the first.
+    /// The sessions, which continue in the next data plane of the same key. `None` before the first one.
     engine: Option<Arc<Engine>>,
-    /// One that panicked: a session of it may be half-way, but where the guests are it knows.
+    /// Engine that panicked. Its sessions may be inconsistent, but it still has the guests' addresses.
     broken: Option<Arc<Engine>>,
     plane: Option<Plane>,
-    /// By sandbox; also while there is no data plane.
+    /// Peers by sandbox; kept without a data plane, too.
     peers: HashMap<SandboxId, PeerConfig>,
-    /// Data planes that ended by themselves.
+    /// Number of data planes that ended by themselves.
     failures: u64,
 }
 
 struct Plane {
     threads: DataPlane,
-    /// Kept for a node that hands in another device: the port is taken, by us.
+    /// Duplicate for a node that passes another device: the port is taken by this socket.
     socket: UdpSocket,
-    /// Kept for another relay process: the device's copy and the key.
+    /// Duplicate of the device, and the key, for another relay process.
     tun: OwnedFd,
     key: Zeroizing<[u8; 32]>,
     port: u16,
-    /// Which namespace the device is in, in the node's words.
+    /// Namespace of the device, as the node names it.
     inside: String,
 }
 
 impl State {
-    /// Lets go of everything that a data plane held which ended by itself: the node opens the device and binds the port
-    /// anew. Blocks until its threads have ended, which they are about to.
+    /// Releases everything held by a data plane that ended by itself: the node opens the device and binds the port
+    /// anew. Blocks until the threads of that data plane have ended, which is imminent.
     fn bury(&mut self) {
         let Some(dead) = self.plane.take_if(|plane| !plane.threads.is_running()) else { return };
         let panicked = dead.threads.has_panicked();
@@ -86,11 +86,11 @@ pub(crate) struct WireGuard {
 
 impl WireGuard {
     fn lock(&self) -> MutexGuard<'_, State> {
-        // Each step leaves it usable.
+        // Each step leaves the state consistent.
         self.state.lock()
     }
 
-    /// Makes a sandbox's guest a peer, or with `None` none. Again it changes nothing.
+    /// Makes a sandbox's guest a peer, or removes it if `peer` is `None`. Repeating the call changes nothing.
     pub(crate) fn put(&self, id: &SandboxId, peer: Option<&TunnelPeer>) -> Result<(), String> {
         let Some(peer) = peer else {
             self.delete(id);
@@ -109,7 +109,7 @@ impl WireGuard {
         Ok(())
     }
 
-    /// Forgets a sandbox's guest.
+    /// Removes a sandbox's guest.
     pub(crate) fn delete(&self, id: &SandboxId) {
         let mut state = self.lock();
         if state.peers.remove(id).is_some()
@@ -119,13 +119,12 @@ impl WireGuard {
         }
     }
 
-    /// Starts the threads, then ends those that ran. Where it fails these go on.
+    /// Starts the new threads, then ends the old ones. On an error the old ones continue.
     ///
-    /// In this order nothing is lost by a failure, and nothing is in the way of a success. A TUN device has one
-    /// opener, but we open none: that is what the node did before it handed the descriptor in, and it can only have
-    /// done so where no plane of ours holds the device (one that ended let go of it, see [`State::bury`]) or with a
-    /// descriptor that it shares with us. Two planes on one device or one socket each take some of the packets for
-    /// the moment that both run.
+    /// In this order a failure loses nothing, and the old threads do not prevent a success. A TUN device has one
+    /// opener, but the relay does not open it: the node did so before it passed the descriptor. That is possible only
+    /// if no data plane here holds the device (an ended one has released it, see [`State::bury`]) or if both share the
+    /// descriptor. Two data planes on one device or socket each receive some of the packets while both run.
     fn start(
         &self,
         key: PrivateKey,
@@ -163,8 +162,8 @@ impl WireGuard {
         Ok(detail)
     }
 
-    /// What another relay process needs to go on: as the node hands it in, with the places where guests were found.
-    /// Their sessions are not handed over; both ends begin others.
+    /// Returns the state for another relay process: the node's descriptors, and the guests' present addresses. Sessions
+    /// are not handed over; both ends begin new ones.
     pub(crate) fn show(&self) -> io::Result<Option<Handed>> {
         let state = self.lock();
         let Some(plane) = state.plane.as_ref().filter(|plane| plane.threads.is_running()) else {
@@ -182,7 +181,7 @@ impl WireGuard {
         Ok(Some(Handed::new(detail, vec![("tun".to_owned(), tun), ("udp".to_owned(), socket)])))
     }
 
-    /// Goes on where another process left off.
+    /// Continues the data plane of another process.
     pub(crate) fn go_on(&self, mut handed: Handed) -> Result<(), String> {
         let detail = handed.detail.clone();
         self.take_handed(&mut handed)?;
@@ -205,11 +204,11 @@ impl WireGuard {
         let tun = handed.descriptor("tun")?;
         let socket = if handed.has("udp") { Some(handed.descriptor("udp")?.into()) } else { None };
         handed.finish()?;
-        // Ends threads and starts others: microseconds, and they do not wait for anything.
+        // Ending and starting threads takes microseconds and waits for nothing.
         self.start(key, tun.into(), socket, inside)
     }
 
-    /// What there is to see, once there was a data plane.
+    /// Returns the figures for the metrics; `None` before the first data plane.
     fn figures(&self) -> Option<Figures> {
         let state = self.lock();
         if state.engine.is_none() && state.failures == 0 {
@@ -261,12 +260,12 @@ impl Kind for WireGuard {
             return None;
         }
         let mut state = self.lock();
-        // The node asks every second: so it hears soon of one that failed.
+        // The node asks every second, and so detects a failed data plane soon.
         state.bury();
         state.plane.as_ref().map(describe)
     }
 
-    /// The TUN device's: another node's process finds the private namespace by it.
+    /// Duplicates the TUN device, by which another node process finds the private namespace.
     fn copies(&self, names: &[String]) -> io::Result<Vec<(String, OwnedFd)>> {
         let state = self.lock();
         let running = state.plane.as_ref().filter(|plane| plane.threads.is_running());
@@ -284,7 +283,7 @@ impl Kind for WireGuard {
     }
 }
 
-/// Shows the counters to the metrics' registry.
+/// Collector of the counters for the metrics registry.
 #[derive(Clone)]
 pub(crate) struct Shown(pub(crate) Arc<WireGuard>);
 

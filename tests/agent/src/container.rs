@@ -1,4 +1,4 @@
-//! The containers there are, and the processes in them.
+//! Holds the sandbox's containers and their processes.
 
 use std::{
     collections::HashMap,
@@ -15,17 +15,17 @@ use crate::{
     process::{Bind, Inside, Process},
 };
 
-/// All containers of the sandbox. Locked for look-ups only, never while something waits.
+/// All containers of the sandbox. The lock covers look-ups only and is never held across a wait.
 #[derive(Default)]
 pub(crate) struct Containers(Mutex<HashMap<String, Container>>);
 
 struct Container {
     netns: Option<PathBuf>,
-    /// Of an image that was pulled; else the VM's own root.
+    /// Root of a pulled image; `None`: the VM's own root.
     rootfs: Option<PathBuf>,
-    /// What it has at other places than the VM: bind mounts of volumes.
+    /// Bind mounts of volumes, which only this container has.
     binds: Vec<Bind>,
-    /// Of a container with a memory limit.
+    /// `Some` for a container with a memory limit.
     cgroup: Option<Arc<Cgroup>>,
     first: First,
     execs: HashMap<String, Arc<Process>>,
@@ -35,7 +35,7 @@ fn ready(id: &str) -> PathBuf {
     Path::new("/run").join(format!("peerpod-test-agent-{id}.ready"))
 }
 
-/// The processes of a container that was taken out, and its cgroup.
+/// Processes of a removed container, and its cgroup.
 type Removed = (Vec<Arc<Process>>, Option<Arc<Cgroup>>);
 
 /// A container's own process, before and after StartContainer.
@@ -49,7 +49,7 @@ impl Containers {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// CreateContainer: everything is checked, nothing runs yet.
+    /// CreateContainer: checks the request and starts nothing.
     pub(crate) fn create(
         &self,
         request: CreateContainerRequest,
@@ -101,7 +101,7 @@ impl Containers {
         Ok(())
     }
 
-    /// What appears when a started container has its mounts; `None`: it has none of its own.
+    /// Returns the file that appears when a started container has its mounts; `None` without own mounts.
     pub(crate) fn waits_for(&self, id: &str) -> Option<PathBuf> {
         let containers = self.lock();
         (!containers.get(id)?.binds.is_empty()).then(|| ready(id))
@@ -125,7 +125,7 @@ impl Containers {
         Ok(())
     }
 
-    /// The process an `exec` id names; empty = the container's own.
+    /// Returns the process of an exec id; an empty id is the container's own process.
     pub(crate) fn process(&self, id: &str, exec: &str) -> ttrpc::Result<Arc<Process>> {
         let containers = self.lock();
         let container = containers.get(id).ok_or_else(error::no_container)?;
@@ -138,15 +138,15 @@ impl Containers {
         }
     }
 
-    /// Forgets an exec that was waited for.
+    /// Removes an exec after its exit was reported.
     pub(crate) fn reaped(&self, id: &str, exec: &str) {
         if let Some(container) = self.lock().get_mut(id) {
             container.execs.remove(exec);
         }
     }
 
-    /// SignalProcess with an empty exec id: the container's own process, and with SIGKILL all others too. A container
-    /// that has ended is no error, as recorded.
+    /// SignalProcess with an empty exec id: signals the container's own process, and with SIGKILL all others too. A
+    /// container that has ended is no error, as recorded.
     pub(crate) fn signal_all(&self, id: &str, signal: u32) -> ttrpc::Result<()> {
         let containers = self.lock();
         let container = containers.get(id).ok_or_else(error::no_container)?;
@@ -164,8 +164,8 @@ impl Containers {
         }
     }
 
-    /// Takes a container out and ends all its processes; answers them, to be waited for, and its cgroup, to be kept until
-    /// then.
+    /// Removes a container and ends all its processes. Returns the processes, which the caller waits for, and the
+    /// cgroup, which it keeps until then.
     pub(crate) fn remove(&self, id: &str) -> ttrpc::Result<Removed> {
         let container = self.lock().remove(id).ok_or_else(error::no_container)?;
         let mut processes: Vec<_> = container.execs.into_values().collect();
@@ -176,7 +176,7 @@ impl Containers {
         Ok((processes, container.cgroup))
     }
 
-    /// A container of which the kernel has killed a process for its memory limit, once for each look that finds kills.
+    /// Returns a container in which the kernel has killed a process for its memory limit since the last call.
     pub(crate) fn out_of_memory(&self) -> Option<String> {
         let limited: Vec<_> = {
             let containers = self.lock();
@@ -185,7 +185,7 @@ impl Containers {
         limited.into_iter().find_map(|(id, cgroup)| cgroup.killed().then_some(id))
     }
 
-    /// Every process of a container, for statistics.
+    /// Returns every process of a container, for statistics.
     pub(crate) fn processes(&self, id: &str) -> ttrpc::Result<Vec<i32>> {
         let containers = self.lock();
         let container = containers.get(id).ok_or_else(error::no_container)?;
@@ -196,11 +196,11 @@ impl Containers {
         Ok(processes)
     }
 
-    /// Ends everything there is.
+    /// Removes all containers.
     pub(crate) fn remove_all(&self) {
         let ids: Vec<String> = self.lock().keys().cloned().collect();
         for id in ids {
-            // Somebody else may have removed it since; that is what we want.
+            // Another call may have removed it meanwhile.
             drop(self.remove(&id));
         }
     }

@@ -1,29 +1,29 @@
-//! Answers to calls that cannot be done, in the words of the real agent where shims look at them.
+//! Builds the errors of failed calls, with the real agent's texts where shims compare them.
 
 use nix::errno::Errno;
 use ttrpc::{Code, Error};
 
-/// An answer with this code and text.
+/// Returns an error with this code and text.
 pub(crate) fn status(code: Code, text: impl ToString) -> Error {
     Error::RpcStatus(ttrpc::get_status(code, text))
 }
 
-/// What the real agent says about a container it does not know.
+/// The real agent's error for an unknown container.
 pub(crate) fn no_container() -> Error {
     status(Code::NOT_FOUND, "Invalid container id")
 }
 
-/// What the real agent says about an exec it does not know (any more); recorded in the transcripts.
+/// The real agent's error for an unknown or removed exec; recorded in the transcripts.
 pub(crate) fn no_exec() -> Error {
     status(Code::NOT_FOUND, "InvalidExecId")
 }
 
-/// A kernel error as the real agent words it: `ESRCH: No such process`. Shims look for the second half.
+/// A kernel error in the real agent's form: `ESRCH: No such process`. Shims look for the second half.
 pub(crate) fn errno(errno: Errno) -> Error {
     status(Code::INTERNAL, errno)
 }
 
-/// An input or output error, worded like [`errno`] where it has a number.
+/// An input or output error, in the form of [`errno`] if it has a number.
 pub(crate) fn io(error: std::io::Error) -> Error {
     match error.raw_os_error() {
         Some(number) => errno(Errno::from_raw(number)),
@@ -31,7 +31,7 @@ pub(crate) fn io(error: std::io::Error) -> Error {
     }
 }
 
-/// Something in the request that cannot be.
+/// Error for an invalid request.
 pub(crate) fn invalid(text: impl ToString) -> Error {
     status(Code::INVALID_ARGUMENT, text)
 }

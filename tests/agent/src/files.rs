@@ -1,4 +1,4 @@
-//! CopyFile: writes below one folder of the VM and nowhere else.
+//! Implements CopyFile, which writes below one folder of the VM and nowhere else.
 
 use std::{
     ffi::OsStr,
@@ -18,10 +18,10 @@ use peerpod_proto::agent::CopyFileRequest;
 
 use crate::error;
 
-/// What a path of CopyFile must begin with, whatever the root is.
+/// Prefix that every path of CopyFile must have, independent of the root.
 const PREFIX: &str = "/run/kata-containers/shared/containers/";
 
-/// Does what the request says below `<root>/shared/containers`. No component may be a symlink, so none leads out.
+/// Carries out the request below `<root>/shared/containers`. No component may be a symlink, so no path leads out.
 pub(crate) fn copy(root: &Path, request: &CopyFileRequest) -> ttrpc::Result<()> {
     let relative = request
         .path
@@ -53,7 +53,7 @@ fn components(path: &Path) -> ttrpc::Result<Vec<&OsStr>> {
         .collect()
 }
 
-/// Opens the parent folder, making what is missing; the immediate parent gets the owner.
+/// Opens the parent folder and makes missing ones; the immediate parent gets the owner.
 fn descend(top: &Path, parents: &[&OsStr], request: &CopyFileRequest) -> Result<OwnedFd, Errno> {
     let flags = OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
     let mut folder = nix::fcntl::open(top, flags, Mode::empty())?;
@@ -85,7 +85,7 @@ fn directory(folder: &OwnedFd, name: &OsStr, mode: Mode, owner: (Uid, Gid)) -> R
             fchmodat(folder, name, mode, FchmodatFlags::FollowSymlink)?;
             fchownat(folder, name, Some(owner.0), Some(owner.1), AtFlags::AT_SYMLINK_NOFOLLOW)
         }
-        // A directory that is there is kept as it is.
+        // An existing directory is kept unchanged.
         Err(Errno::EEXIST) => {
             openat(folder, name, OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC, Mode::empty())
                 .map(drop)
@@ -100,7 +100,7 @@ fn link(folder: &OwnedFd, name: &OsStr, target: &OsStr, owner: (Uid, Gid)) -> Re
     fchownat(folder, name, Some(owner.0), Some(owner.1), AtFlags::AT_SYMLINK_NOFOLLOW)
 }
 
-/// Pieces go to a neighbour with the extension `tmp`; the last one makes it the file.
+/// Writes a piece into a neighbour with the extension `tmp`; the last piece renames it to the file.
 fn regular(
     folder: &OwnedFd,
     name: &OsStr,
@@ -127,7 +127,7 @@ fn regular(
     Ok(())
 }
 
-/// Nothing at the name is fine; a directory there is an error.
+/// Removes a file. A missing file is fine; a directory is an error.
 fn remove(folder: &OwnedFd, name: &OsStr) -> Result<(), Errno> {
     match unlinkat(folder, name, UnlinkatFlags::NoRemoveDir) {
         Ok(()) | Err(Errno::ENOENT) => Ok(()),
@@ -205,7 +205,7 @@ mod tests {
         let mut elsewhere = request("x", 0o100_644, b"x");
         elsewhere.path = "/etc/passwd".into();
         assert!(copy(&scratch.0, &elsewhere).is_err());
-        // A link that leads out is not followed, as a folder or as the file.
+        // A link that leads out is not followed, neither as a folder nor as the file.
         copy(&scratch.0, &request("link", 0o120_000, outside.as_os_str().as_bytes())).unwrap();
         assert!(copy(&scratch.0, &request("link/x", 0o100_644, b"x")).is_err());
         assert_eq!(fs::read_dir(&outside).unwrap().count(), 0);

@@ -1,5 +1,5 @@
-//! A container's image, as the real agent has it pulled: a Storage of driver `image_guest_pull` makes it ask the
-//! confidential data hub's socket, except for the pod's own container, whose program comes with the VM image.
+//! Pulls a container's image like the real agent. For a Storage of driver `image_guest_pull` it calls the confidential
+//! data hub's socket. The pod's own container is an exception: its program comes with the VM image.
 
 use std::{
     path::{Path, PathBuf},
@@ -16,13 +16,13 @@ use crate::error;
 
 const DRIVER: &str = "image_guest_pull";
 const HUB: &str = "unix:///run/confidential-containers/cdh.sock";
-/// What the recorded shims' containers are made of; played again where there is no way to that registry, they run in the
-/// VM's own root.
+/// Registry of the recorded shims' images. Such containers run in the VM's own root, because replays have no access to
+/// that registry.
 const RECORDED: &str = "docker.io/";
 /// The real agent's `image_pull_timeout`.
 const TIMEOUT: Duration = Duration::from_secs(20 * 60);
 
-/// Where the container's root is mounted; `None`: it asks for no image.
+/// Pulls the container's image and returns the folder of its root; `None` if the container has no image to pull.
 pub(crate) async fn pull(root: &Path, request: &CreateContainerRequest) -> ttrpc::Result<Option<PathBuf>> {
     let Some(storage) = request.storages.iter().find(|storage| storage.driver == DRIVER) else {
         return Ok(None);
@@ -47,7 +47,7 @@ pub(crate) async fn pull(root: &Path, request: &CreateContainerRequest) -> ttrpc
     Ok(Some(bundle.join("rootfs")))
 }
 
-/// Takes the container's root away; none was mounted is fine.
+/// Unmounts the container's root; a missing mount is fine.
 pub(crate) fn unmount(rootfs: &Path) {
     umount2(rootfs, MntFlags::MNT_DETACH | MntFlags::UMOUNT_NOFOLLOW).ok();
 }

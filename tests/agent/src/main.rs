@@ -1,10 +1,12 @@
-//! Kata's agent API with real processes, for the demo, the tests and the local provider's VMs. It is started like the
-//! real kata-agent (`--config agent-config.toml`), behaves like it where a shim can see it (as the recorded
-//! transcripts show), and can be replaced by it. A container is a process in the VM's own root directory and in the
-//! network namespace that its specification names; it has no mount namespace of its own.
+//! Serves Kata's agent API with real processes, for the demo, the tests and the local provider's VMs. It is started
+//! like the real kata-agent (`--config agent-config.toml`), and that one can replace it. Towards a shim it behaves like
+//! the real one, as the recorded transcripts show.
 //!
-//! As `peerpod-test-agent tool …`, and as any container's program named `peerpod-test-tool`, it is also the little
-//! page server and client that the demo runs inside a pod.
+//! A container is a process in the network namespace of its specification. Its root is the VM's own or that of its
+//! pulled image. It has a mount namespace only if it has volumes.
+//!
+//! As `peerpod-test-agent tool …`, and as any container's program named `peerpod-test-tool`, it is also the small page
+//! server and client that the demo runs inside a pod.
 
 mod cgroup;
 mod container;
@@ -30,17 +32,16 @@ use service::Agent;
 use tokio::net::UnixListener;
 use ttrpc::asynchronous::{Server, transport::Listener};
 
-/// Where the agent listens when its configuration does not say: our image's choice, outside of the tree that
-/// CreateSandbox empties.
+/// Socket of an agent without a configured one. It lies outside the tree that CreateSandbox empties.
 const DEFAULT_SOCKET: &str = "/run/peerpod/agent.sock";
 
 /// The tree that CreateSandbox empties.
 const DEFAULT_ROOT: &str = "/run/kata-containers";
 
-/// What an image that has this agent says of itself (podvm/image).
+/// Notice in images that have this agent (podvm/image).
 const IMAGE_NOTICE: &str = "/etc/peerpod/test-agent";
 
-/// What the unmodified program name of a container stands for: this very program's tools.
+/// Program name of a container that stands for this program's tools.
 pub(crate) const TOOL: &str = "peerpod-test-tool";
 
 fn main() -> ExitCode {
@@ -85,7 +86,7 @@ impl Options {
     }
 }
 
-/// `server_addr = "unix:///path"` of a kata-agent's configuration file. The rest of it is for the real one.
+/// Reads `server_addr = "unix:///path"` from a kata-agent's configuration file and ignores the rest.
 fn socket_of(config: &Path) -> anyhow::Result<Option<PathBuf>> {
     let text = fs::read_to_string(config).with_context(|| format!("read {}", config.display()))?;
     for line in text.lines() {
@@ -106,7 +107,7 @@ async fn serve(arguments: &[String]) -> anyhow::Result<()> {
     let filter = tracing_subscriber::EnvFilter::try_from_default_env().unwrap_or_else(|_| "info".into());
     tracing_subscriber::fmt().with_env_filter(filter).with_ansi(false).with_writer(std::io::stderr).init();
     let options = Options::parse(arguments)?;
-    // A VM image that was built without a real agent says so at each boot.
+    // A VM image that was built without a real agent logs its notice at each boot.
     if let Ok(notice) = fs::read_to_string(IMAGE_NOTICE) {
         tracing::warn!("{}", notice.trim());
     }
@@ -115,7 +116,7 @@ async fn serve(arguments: &[String]) -> anyhow::Result<()> {
     let agent = Arc::new(agent);
     let mut services = create_agent_service(agent.clone());
     for service in services.values_mut() {
-        // The generator answers NOT_FOUND for what a service leaves out; UNIMPLEMENTED is what a shim understands.
+        // For missing methods the generated code answers NOT_FOUND; shims expect UNIMPLEMENTED.
         service.methods.retain(|method, _| service::METHODS.contains(&method.as_str()));
     }
     services.extend(create_health(agent));
@@ -123,12 +124,12 @@ async fn serve(arguments: &[String]) -> anyhow::Result<()> {
     server.start().await.context("start the ttrpc server")?;
     tracing::info!(socket = %options.socket.display(), "agent listens");
 
-    // Like the real one: DestroySandbox ends the program.
+    // As with the real agent, DestroySandbox ends the program.
     done.wait_for(|done| *done).await.context("wait for the end of the sandbox")?;
     server.shutdown().await.context("shut the ttrpc server down")
 }
 
-/// Binds under a name of its own and renames, so that the socket answers from the moment it is seen.
+/// Binds under a temporary name and renames, so that the socket answers from the moment it is visible.
 fn listen(socket: &Path) -> anyhow::Result<Listener> {
     if let Some(folder) = socket.parent() {
         fs::create_dir_all(folder).with_context(|| format!("make {}", folder.display()))?;

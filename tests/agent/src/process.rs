@@ -1,4 +1,4 @@
-//! One real process: started in a network namespace, its streams, its exit.
+//! Runs one real process: its start in a network namespace, its streams, its exit.
 
 use std::{
     os::unix::process::ExitStatusExt,
@@ -24,19 +24,19 @@ use tokio::{
 
 use crate::{TOOL, error};
 
-/// Bytes answered to one read at most, whatever was asked: an answer must fit a frame.
+/// Maximum bytes in the answer to one read, so that the answer fits a frame.
 const MAX_READ: usize = 1 << 20;
 
-/// The program of every pod's own container.
+/// Program of every pod's own container.
 const PAUSE: &str = "/pause";
 
-/// Where volumes are mounted in the VM.
+/// Folder of the volumes' mounts in the VM.
 const VOLUMES: &str = "/run/peerpod/volumes/";
 
 type Stream = Box<dyn AsyncRead + Send + Unpin>;
 type Input = Box<dyn AsyncWrite + Send + Unpin>;
 
-/// A process and the three streams. It leads a process group of its own, which is what signals go to.
+/// A process and its three streams. It leads its own process group, which receives its signals.
 pub(crate) struct Process {
     pid: Pid,
     stdin: Mutex<Option<Input>>,
@@ -45,7 +45,7 @@ pub(crate) struct Process {
     exit: watch::Receiver<Option<i32>>,
 }
 
-/// Which stream to read.
+/// Output stream of a process.
 #[derive(Clone, Copy)]
 pub(crate) enum Output {
     Stdout,
@@ -53,7 +53,7 @@ pub(crate) enum Output {
 }
 
 impl Process {
-    /// Starts what the specification says. Not found and not allowed are told apart by the error, as everywhere.
+    /// Starts the process of a specification. Its errors distinguish "not found" from "not permitted".
     pub(crate) fn start(
         specification: &Specification,
         netns: Option<&Path>,
@@ -69,7 +69,7 @@ impl Process {
         let terminal = if specification.Terminal { Some(attach_terminal(&mut command)?) } else { None };
         let runtime = tokio::runtime::Handle::current();
         let mut spawn = || {
-            // The namespace is entered by a thread that knows nothing of the runtime.
+            // Another thread enters the namespace; it does not belong to the runtime.
             let _entered = runtime.enter();
             command.spawn()
         };
@@ -78,7 +78,7 @@ impl Process {
             None => spawn(),
         };
         let mut child = spawned.map_err(error::io)?;
-        // The terminal's other end lives in the command until it is dropped; held open it would hide the end of output.
+        // The command holds the terminal's other end. While that is open, the output has no end.
         drop(command);
         let pid = child.id().ok_or_else(|| error::errno(Errno::ESRCH))?;
         let (stdin, stdout): (Option<Input>, Option<Stream>) = match terminal {
@@ -109,27 +109,27 @@ impl Process {
         }))
     }
 
-    /// Its number in the VM.
+    /// Returns its pid in the VM.
     pub(crate) fn pid(&self) -> i32 {
         self.pid.as_raw()
     }
 
-    /// The exit code, if it has ended.
+    /// Returns the exit code, if the process has ended.
     pub(crate) fn exited(&self) -> Option<i32> {
         *self.exit.borrow()
     }
 
-    /// Waits for the exit code; 128 + signal when a signal ended it.
+    /// Waits for the exit code; 128 + signal if a signal ended the process.
     pub(crate) async fn wait(&self) -> i32 {
         let mut exit = self.exit.clone();
         match exit.wait_for(Option::is_some).await {
             Ok(code) => code.unwrap_or(255),
-            // The waiting task is gone only with the whole program.
+            // The waiting task ends only with the whole program.
             Err(_) => 255,
         }
     }
 
-    /// A signal to its group. One that has ended says ESRCH, also while a child of it lives on.
+    /// Signals the process group. ESRCH once the process has ended, even while a child of it is alive.
     pub(crate) fn signal(&self, number: u32) -> Result<(), Errno> {
         if self.exited().is_some() {
             return Err(Errno::ESRCH);
@@ -138,18 +138,18 @@ impl Process {
         if number == 0 {
             return killpg(self.pid, None);
         }
-        // Real-time signals have numbers that nix does not name.
+        // Real-time signals have numbers without a name in nix.
         let signal = Signal::try_from(number).map_err(|_| Errno::EINVAL)?;
         killpg(self.pid, signal)
     }
 
     /// Ends the whole group, whether or not its leader has ended.
     pub(crate) fn kill_group(&self) {
-        // ESRCH is the good case.
+        // ESRCH means that the group has ended already.
         killpg(self.pid, Signal::SIGKILL).ok();
     }
 
-    /// What there is, up to `len` bytes; waits for something; empty at the end of the stream.
+    /// Waits for output and returns up to `len` bytes of it; empty at the end of the stream.
     pub(crate) async fn read(&self, which: Output, len: u32) -> ttrpc::Result<Vec<u8>> {
         let stream = match which {
             Output::Stdout => &self.stdout,
@@ -160,7 +160,7 @@ impl Process {
         let mut data = vec![0; (len as usize).clamp(1, MAX_READ)];
         let count = match reader.read(&mut data).await {
             Ok(count) => count,
-            // A terminal whose other end is closed says EIO; that is its end of file.
+            // A read from a terminal fails with EIO once the other end is closed; that is its end of file.
             Err(error) if error.raw_os_error() == Some(Errno::EIO as i32) => 0,
             Err(error) => return Err(error::io(error)),
         };
@@ -171,7 +171,7 @@ impl Process {
         Ok(data)
     }
 
-    /// Writes all of it, as slowly as the process reads. Nothing = the end of input.
+    /// Writes all of it, at the pace of the process's reads. Empty data closes the input.
     pub(crate) async fn write(&self, data: &[u8]) -> ttrpc::Result<u32> {
         if data.is_empty() {
             self.close_stdin().await;
@@ -193,7 +193,7 @@ fn command(specification: &Specification, rootfs: Option<&Path>) -> ttrpc::Resul
     let (program, arguments) =
         specification.Args.split_first().ok_or_else(|| error::invalid("the process has no arguments"))?;
     let mut command = match program.as_str() {
-        // A program of its own does in the child what would need unsafe code here; the VM's image has no chroot(1).
+        // A separate program enters the root, which would need unsafe code here; the VM's image has no chroot(1).
         program if rootfs.is_some() => {
             let mut command = tool(&["chroot"]);
             command.arg(rootfs.unwrap_or(Path::new("/"))).arg(program);
@@ -217,19 +217,19 @@ fn streams(mut command: Command) -> Command {
     command
 }
 
-/// Where a container's process finds its mounts.
+/// Mount namespace of a container's process.
 #[derive(Clone, Copy)]
 pub(crate) enum Inside<'b> {
-    /// It has none of its own.
+    /// The VM's: the container has no mounts of its own.
     Nothing,
-    /// In a mount namespace that is made for it.
+    /// A new one with these mounts; the file appears when they are done.
     New(&'b [Bind], &'b Path),
-    /// In that of this process.
+    /// That of the process with this pid.
     Of(i32),
 }
 
 impl<'b> Inside<'b> {
-    /// One of its own for these, that says by a file that they are there.
+    /// Returns a new namespace for these mounts, with `ready` as its signal file, or none without mounts.
     pub(crate) fn new(binds: &'b [Bind], ready: &'b Path) -> Inside<'b> {
         if binds.is_empty() { Inside::Nothing } else { Inside::New(binds, ready) }
     }
@@ -243,7 +243,7 @@ pub(crate) struct Bind {
 }
 
 impl Bind {
-    /// Of a mount of the specification, if it is of a volume.
+    /// Returns the bind of a specification's mount, if that is a volume's.
     pub(crate) fn of(mount: &Mount) -> Option<Bind> {
         (mount.type_ == "bind" && mount.source.starts_with(VOLUMES)).then(|| Bind {
             source: mount.source.clone(),
@@ -253,8 +253,8 @@ impl Bind {
     }
 }
 
-/// Mounts, then becomes the program: `unshare` and `nsenter` of util-linux do in the child what would need unsafe code
-/// here.
+/// Mounts, then executes the program. `unshare` and `nsenter` of util-linux do in the child the steps that would need
+/// unsafe code here.
 const MOUNT: &str = r#"set -e
 ready=$1
 shift
@@ -311,7 +311,7 @@ fn enter(command: Command, specification: &Specification, inside: Inside<'_>) ->
     streams(outer)
 }
 
-/// A command that becomes another one, which it is given behind the argument.
+/// Returns a command that executes another one, which follows the argument.
 fn wrapped(mut outer: Command, argument: &Path, inner: &Command) -> Command {
     let inner = inner.as_std();
     outer.arg(argument).arg(inner.get_program()).args(inner.get_args()).env_clear();
@@ -322,15 +322,15 @@ fn wrapped(mut outer: Command, argument: &Path, inner: &Command) -> Command {
     outer
 }
 
-/// This very program, as its little tools.
+/// Returns a command that runs this program's tools.
 fn tool(arguments: &[&str]) -> Command {
     let mut command = Command::new("/proc/self/exe");
     command.arg("tool").args(arguments);
     command
 }
 
-/// Gives the command a terminal of its own; answers our two ends. `setsid --ctty` of util-linux does in the child what
-/// would need unsafe code here.
+/// Gives the command its own terminal; returns the two ends of this side. `setsid --ctty` of util-linux does in the
+/// child the steps that would need unsafe code here.
 fn attach_terminal(command: &mut Command) -> ttrpc::Result<(File, File)> {
     let pty = openpty(None, None).map_err(error::errno)?;
     let mut wrapped = wrapped(Command::new("setsid"), Path::new("--ctty"), command);

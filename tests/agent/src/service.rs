@@ -1,5 +1,5 @@
-//! The ttrpc services. A handler's future is dropped when its caller goes away, so none of them keeps anything that
-//! would be lost with it.
+//! Implements the ttrpc services. A handler's future is dropped when its caller goes away, so no handler holds state
+//! that would be lost with it.
 
 use std::{fs, path::PathBuf, time::Duration};
 
@@ -20,7 +20,7 @@ use ttrpc::{Code, Result, asynchronous::TtrpcContext};
 
 use crate::{container::Containers, error, files, image, process::Output, stats, storage::Storages};
 
-/// What is served; everything else of the service is UNIMPLEMENTED.
+/// Methods of the service; all others answer UNIMPLEMENTED.
 pub(crate) const METHODS: &[&str] = &[
     "CreateSandbox",
     "DestroySandbox",
@@ -40,13 +40,13 @@ pub(crate) const METHODS: &[&str] = &[
     "CloseStdin",
 ];
 
-/// A container's mounts are made in milliseconds.
+/// Time limit of a container's mounts, which take milliseconds.
 const MOUNTED: Duration = Duration::from_secs(10);
 
-/// How often containers' cgroups are looked at for kills.
+/// Interval of the check of containers' cgroups for kills.
 const LOOK: Duration = Duration::from_millis(50);
 
-/// What the real agent reports, as recorded.
+/// Values that the real agent reports, as recorded.
 const MEMORY_BLOCK: u64 = 128 << 20;
 const STORAGE_HANDLERS: &[&str] = &[
     "ephemeral",
@@ -63,7 +63,7 @@ const STORAGE_HANDLERS: &[&str] = &[
 
 /// The agent of one VM.
 pub(crate) struct Agent {
-    /// `/run/kata-containers`, or a test's own.
+    /// `/run/kata-containers`, or a folder of a test.
     root: PathBuf,
     containers: Containers,
     storages: Storages,
@@ -71,7 +71,7 @@ pub(crate) struct Agent {
 }
 
 impl Agent {
-    /// The receiver turns true when the program should end.
+    /// Returns the agent and a receiver that turns true when the program is to end.
     pub(crate) fn new(root: PathBuf) -> (Agent, watch::Receiver<bool>) {
         let (done, receiver) = watch::channel(false);
         (Agent { root, containers: Containers::default(), storages: Storages::default(), done }, receiver)
@@ -81,7 +81,7 @@ impl Agent {
 #[async_trait]
 impl AgentService for Agent {
     async fn create_sandbox(&self, _: &TtrpcContext, request: CreateSandboxRequest) -> Result<Empty> {
-        // As the real one does, errors and all: whatever lies there is gone, the agent's own socket too if it does.
+        // Like the real agent, errors included: all files below the root are removed, even the agent's own socket.
         drop(fs::remove_dir_all(&self.root));
         fs::create_dir_all(self.root.join("shared/containers")).map_err(error::io)?;
         for storage in &request.storages {
@@ -90,7 +90,7 @@ impl AgentService for Agent {
             }
         }
         if !request.dns.is_empty() {
-            // The real one overwrites the VM's /etc/resolv.conf with it; here it can be found and wondered about.
+            // The real agent overwrites the VM's /etc/resolv.conf with it. This file lets tests read it.
             fs::write(self.root.join("resolv.conf"), request.dns.join("\n")).map_err(error::io)?;
         }
         tracing::info!(sandbox = request.sandbox_id, hostname = request.hostname, "sandbox created");
@@ -101,7 +101,7 @@ impl AgentService for Agent {
         self.containers.remove_all();
         let done = self.done.clone();
         tokio::spawn(async move {
-            // The answer has to leave first.
+            // The answer is sent first.
             tokio::time::sleep(Duration::from_millis(100)).await;
             done.send_replace(true);
         });
@@ -124,7 +124,7 @@ impl AgentService for Agent {
     }
 
     async fn get_oom_event(&self, _: &TtrpcContext, _: GetOOMEventRequest) -> Result<OOMEvent> {
-        // Pending until a container reaches its limit, or the sandbox is over; then INTERNAL like the real one.
+        // Waits until a container reaches its limit, or until the sandbox ends; then INTERNAL like the real one.
         let mut done = self.done.subscribe();
         loop {
             if let Some(container) = self.containers.out_of_memory() {
@@ -158,7 +158,7 @@ impl AgentService for Agent {
     async fn start_container(&self, _: &TtrpcContext, request: StartContainerRequest) -> Result<Empty> {
         self.containers.start(&request.container_id)?;
         if let Some(ready) = self.containers.waits_for(&request.container_id) {
-            // The real agent has everything mounted before the first process runs.
+            // The real agent makes all mounts before the first process runs.
             let deadline = tokio::time::Instant::now() + MOUNTED;
             while !ready.exists() {
                 if tokio::time::Instant::now() > deadline {
@@ -218,7 +218,7 @@ impl AgentService for Agent {
         }
         self.storages.remove(&request.container_id);
         image::unmount(&self.root.join(&request.container_id).join("rootfs"));
-        // The bundle may never have been made; the container is gone either way.
+        // The bundle may never have been made; the container is removed either way.
         drop(fs::remove_dir_all(self.root.join(&request.container_id)));
         Ok(Empty::new())
     }

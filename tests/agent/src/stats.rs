@@ -1,14 +1,14 @@
-//! StatsContainer from /proc, for want of cgroups.
+//! Computes StatsContainer from /proc, without cgroups.
 
 use std::fs;
 
 use peerpod_proto::agent::{NetworkStats, StatsContainerResponse};
 
-/// Nanoseconds of a clock tick (USER_HZ is 100 on every Linux we meet).
+/// Nanoseconds of a clock tick (USER_HZ is 100 on every Linux of interest).
 const TICK_NS: u64 = 10_000_000;
 const PAGE: u64 = 4096;
 
-/// Sums up processes that may end while we look; those count nothing.
+/// Sums up the processes. A process that ends meanwhile adds nothing.
 pub(crate) fn of(processes: &[i32]) -> StatsContainerResponse {
     let mut answer = StatsContainerResponse::new();
     let stats = answer.cgroup_stats.mut_or_insert_default();
@@ -32,7 +32,7 @@ pub(crate) fn of(processes: &[i32]) -> StatsContainerResponse {
     answer
 }
 
-/// utime and stime, fields 14 and 15 of `/proc/<pid>/stat`; the name in field 2 may hold anything.
+/// Returns utime and stime, fields 14 and 15 of `/proc/<pid>/stat`; the name in field 2 may hold any character.
 fn times(pid: i32) -> Option<(u64, u64)> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     let mut fields = stat.rsplit_once(')')?.1.split_whitespace().skip(11);

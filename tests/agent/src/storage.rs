@@ -1,5 +1,5 @@
-//! A container's Storages and Devices, as the real agent does them: mounted once for each mount point, counted, and
-//! unmounted with the last container; what was mounted for a container that could not be made stays.
+//! Handles a container's Storages and Devices like the real agent. It mounts each mount point once, counts its
+//! containers, and unmounts with the last one. Mounts for a container that could not be made stay.
 
 use std::{
     collections::HashMap,
@@ -18,10 +18,10 @@ use peerpod_proto::agent::{CreateContainerRequest, Device, FSGroup, Storage};
 
 use crate::error;
 
-/// Drivers that mount what is given; the others of the real agent make folders and images, which are not ours to play.
+/// Drivers that mount their source. The real agent's others make folders and images; this agent ignores them.
 const MOUNTED: &[&str] = &["blk", "mmioblk", "virtio-fs"];
 
-/// What is mounted, and for how many containers.
+/// Mounted storages, with the number of containers of each.
 #[derive(Default)]
 pub(crate) struct Storages(Mutex<State>);
 
@@ -32,7 +32,7 @@ struct State {
 }
 
 impl Storages {
-    /// Mounts what the container asks for.
+    /// Mounts the container's storages.
     pub(crate) fn add(&self, request: &CreateContainerRequest) -> ttrpc::Result<()> {
         request.devices.iter().try_for_each(device)?;
         let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
@@ -49,7 +49,7 @@ impl Storages {
         Ok(())
     }
 
-    /// Gives back what a container had.
+    /// Releases a container's mounts.
     pub(crate) fn remove(&self, container: &str) {
         let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         for place in state.of.remove(container).unwrap_or_default() {
@@ -90,7 +90,7 @@ fn mount_one(storage: &Storage, place: &Path) -> ttrpc::Result<()> {
     }
 }
 
-/// Of files and folders, as the real agent has them.
+/// Mode bits of files (and of folders, below) with an fsGroup, as the real agent sets them.
 const FILES: u32 = 0o660;
 const FOLDERS: u32 = 0o2770;
 
@@ -118,7 +118,7 @@ fn give(root: &Path, group: &FSGroup) -> std::io::Result<()> {
     Ok(())
 }
 
-/// A device that is there already gets its name in the container, which here is one of the VM.
+/// Makes the container's name of an existing device; here it is a name in the VM.
 fn device(device: &Device) -> ttrpc::Result<()> {
     if device.type_ != "mmioblk" {
         return Err(error::invalid(format!("Failed to parse PCI path of {:?}", device.vm_path)));

@@ -1,5 +1,6 @@
-//! The programs of the demo's "image": a page server that says who asked, and a client; and what enters an image. They
-//! need nothing of the VM's root directory, so the demo needs nothing installed.
+//! Implements the programs of the demo's "image": a page server that shows the client's address, a client, and the
+//! programs that enter a cgroup or a root. They need no file of the VM's root directory, so the demo needs nothing
+//! installed.
 
 use std::{
     fs,
@@ -14,11 +15,12 @@ use std::{
 
 use anyhow::{Context, bail};
 
-/// In an emulated machine, too.
+/// Time limit of a fetch, long enough for an emulated machine.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// `cgroup FOLDER PROGRAM …` becomes the program, in that cgroup; `chroot FOLDER PROGRAM …` becomes the program, with the folder as its root; `page PORT` serves a page with the asker's
-/// address until it is ended; `fetch ADDRESS:PORT` prints one; `pause` waits to be ended.
+/// Runs a tool. `cgroup FOLDER PROGRAM …` executes the program in that cgroup; `chroot FOLDER PROGRAM …` executes it
+/// with the folder as its root. `page PORT` serves a page with the client's address until it is killed;
+/// `fetch ADDRESS:PORT` prints one. `pause` waits to be killed.
 pub(crate) fn run(arguments: &[String]) -> anyhow::Result<()> {
     match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
         ["cgroup", folder, program, ref arguments @ ..] => {
@@ -52,7 +54,7 @@ fn serve(port: u16) -> anyhow::Result<()> {
     for stream in listener.incoming() {
         let stream = stream?;
         thread::spawn(move || {
-            // A client that goes away is its own affair.
+            // A client may close the connection; the server goes on.
             if let Err(error) = answer(stream) {
                 eprintln!("page: {error:#}");
             }

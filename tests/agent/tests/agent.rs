@@ -1,4 +1,4 @@
-//! The test agent over its socket, as a shim sees it: the same calls in the same order as the transcripts.
+//! Tests the test agent over its socket, like a shim: the same calls in the same order as the transcripts.
 
 #![allow(clippy::unwrap_used)] // test code outside of test functions
 
@@ -117,7 +117,7 @@ async fn input_comes_back_byte_for_byte_and_ends() {
             for piece in sent.chunks(1 << 20) {
                 assert_eq!(client.write_stdin("c1", "", piece.to_vec()).await.unwrap() as usize, piece.len());
             }
-            // The Rust shim's end of input.
+            // The Rust shim's form of end of input.
             client.write_stdin("c1", "", Vec::new()).await.unwrap();
         }
     });

@@ -1,14 +1,15 @@
-//! What the driver was asked, as it wrote it down.
+//! Reads the driver's record of its calls.
 
 use anyhow::Result;
 use serde_json::Value;
 
 use crate::Folder;
 
-/// The calls of a method (`NodePublishVolume`), or of all when it is empty: their requests, oldest first.
+/// Returns the requests of a method's calls (`NodePublishVolume`), or of all calls when `method` is empty, oldest
+/// first.
 ///
 /// # Errors
-/// The driver's list cannot be read.
+/// When the driver's list cannot be read.
 pub fn of(folder: &Folder, method: &str) -> Result<Vec<Value>> {
     let text = std::fs::read_to_string(folder.path("calls.json"))?;
     let mut found = Vec::new();

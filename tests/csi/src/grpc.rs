@@ -1,4 +1,4 @@
-//! gRPC by hand: any method, any bytes, and all that comes back.
+//! Makes gRPC calls without generated code: any method, any bytes, and the complete answer.
 
 use std::{convert::Infallible, path::Path, pin::Pin, task::Poll};
 
@@ -17,11 +17,11 @@ use tokio::net::UnixStream;
 
 use crate::PATIENCE;
 
-/// A connection.
+/// Connection to a server.
 #[derive(Clone)]
 pub struct Client(SendRequest<Pieces>);
 
-/// A body as gRPC's libraries send it: never over with the headers, and of no announced length.
+/// Body like that of gRPC's libraries: it never ends with the headers, and its length is not announced.
 struct Pieces(Option<Bytes>);
 
 impl Body for Pieces {
@@ -36,25 +36,25 @@ impl Body for Pieces {
     }
 }
 
-/// What came back.
+/// Complete answer to a call.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Answer {
     /// The headers.
     pub headers: HeaderMap,
-    /// The body, with each message's five bytes.
+    /// The body, with the five-byte prefix of each message.
     pub body: Bytes,
     /// The trailers.
     pub trailers: HeaderMap,
 }
 
 impl Answer {
-    /// `grpc-status`, wherever it stands.
+    /// Returns `grpc-status` from the trailers or the headers.
     pub fn code(&self) -> u16 {
         let code = self.trailers.get("grpc-status").or_else(|| self.headers.get("grpc-status"));
         code.and_then(|code| code.to_str().ok()?.parse().ok()).unwrap_or(u16::MAX)
     }
 
-    /// `grpc-message`, wherever it stands.
+    /// Returns `grpc-message` from the trailers or the headers.
     pub fn message(&self) -> String {
         let text = self.trailers.get("grpc-message").or_else(|| self.headers.get("grpc-message"));
         text.and_then(|text| text.to_str().ok()).unwrap_or_default().to_owned()
@@ -62,10 +62,10 @@ impl Answer {
 }
 
 impl Client {
-    /// To this socket.
+    /// Connects to this socket.
     ///
     /// # Errors
-    /// Nobody there, or it does not speak HTTP/2.
+    /// When no server listens, or the server does not support HTTP/2.
     pub async fn connect(socket: &Path) -> Result<Client> {
         let stream = UnixStream::connect(socket).await.with_context(|| socket.display().to_string())?;
         let (sender, connection) = http2::handshake(TokioExecutor::new(), TokioIo::new(stream)).await?;
@@ -73,10 +73,10 @@ impl Client {
         Ok(Client(sender))
     }
 
-    /// Calls a method with these messages, these headers.
+    /// Calls a method with these messages and headers.
     ///
     /// # Errors
-    /// No answer, or one that breaks off.
+    /// When there is no answer, or an incomplete one.
     pub async fn call(
         &mut self,
         path: &str,
@@ -101,7 +101,7 @@ impl Client {
         Ok(Answer { headers: head.headers, body: collected.to_bytes(), trailers })
     }
 
-    /// A unary call of the CSI: `Node/NodePublishVolume`.
+    /// Makes a unary call of the CSI: `Node/NodePublishVolume`.
     ///
     /// # Errors
     /// The status, as `<code>: <message>`.
@@ -114,7 +114,7 @@ impl Client {
     }
 }
 
-/// Messages as they are on the wire.
+/// Returns messages in their wire format.
 pub fn frames(messages: &[&[u8]]) -> Bytes {
     let mut all = Vec::new();
     for message in messages {

@@ -1,5 +1,5 @@
-//! The CSI wrapper before a real CSI driver. This library starts the programs, runs csi-sanity, and speaks gRPC without
-//! knowing any message: what the tests assert of the wire they see on it.
+//! Tests the CSI wrapper in front of a real CSI driver. This library starts the programs, runs csi-sanity, and makes
+//! gRPC calls without any message type, so the tests check the bytes on the wire.
 
 pub mod calls;
 pub mod grpc;
@@ -19,15 +19,15 @@ use peerpod_world::{Container, share};
 
 use crate::process::Process;
 
-/// How long anything may take on a machine that is busy with other tests.
+/// Time limit of every step, on a machine that is busy with other tests.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Whether the long versions were asked for (`make test-long`).
+/// Returns whether the long versions are enabled (`make test-long`).
 pub fn long() -> bool {
     std::env::var_os("PEERPOD_TEST_LONG").is_some()
 }
 
-/// Adds a figure to the summary that `PEERPOD_BENCH` or `PEERPOD_TEST_BENCH` names, where one does, and prints it.
+/// Prints a figure, and adds it to the summary file that `PEERPOD_BENCH` or `PEERPOD_TEST_BENCH` names, if one is set.
 pub fn report(key: &str, value: f64) {
     println!("{key} = {value:.3}");
     let named = ["PEERPOD_BENCH", "PEERPOD_TEST_BENCH"].iter().find_map(std::env::var_os);
@@ -35,14 +35,14 @@ pub fn report(key: &str, value: f64) {
     let before = std::fs::read(&path).ok().and_then(|bytes| serde_json::from_slice(&bytes).ok());
     let mut all: std::collections::BTreeMap<String, f64> = before.unwrap_or_default();
     all.insert(key.to_owned(), value);
-    // A figure that cannot be kept was printed.
+    // A failure to write the file is ignored: the figure was printed.
     serde_json::to_vec_pretty(&all).ok().and_then(|bytes| std::fs::write(&path, bytes).ok());
 }
 
-/// Waits until this is so.
+/// Waits until `so` returns true.
 ///
 /// # Errors
-/// It is not within [`PATIENCE`].
+/// When it does not within [`PATIENCE`].
 pub fn eventually(what: &str, mut so: impl FnMut() -> bool) -> Result<()> {
     let began = Instant::now();
     while !so() {
@@ -54,55 +54,55 @@ pub fn eventually(what: &str, mut so: impl FnMut() -> bool) -> Result<()> {
     Ok(())
 }
 
-/// The folder of the sockets in a test's folder.
+/// Subfolder of the sockets in a test's folder.
 const SOCKETS: &str = "csi";
 
-/// A folder of one test, gone with it; nothing stays mounted in it, nor a loop device of its files.
+/// Folder of one test. Drop removes it, and unmounts and detaches its mounts and loop devices.
 pub struct Folder {
     root: PathBuf,
-    /// Folders of the machine that the node role's container has, too.
+    /// Folders of the machine that the node role's container also has.
     extra: Vec<PathBuf>,
 }
 
 impl Folder {
-    /// A new one.
+    /// Makes a new folder.
     ///
     /// # Errors
-    /// It cannot be made.
+    /// When it cannot be made.
     pub fn new(name: &str) -> Result<Folder> {
         static COUNTER: AtomicU32 = AtomicU32::new(0);
         let number = COUNTER.fetch_add(1, Ordering::Relaxed);
-        // Short: sockets are in it.
+        // The path is short because it holds sockets, which have short path limits.
         let path = std::env::temp_dir().join(format!("pp-{name}-{}-{number}", std::process::id()));
         std::fs::create_dir(&path)?;
         std::fs::create_dir(path.join(SOCKETS))?;
         Ok(Folder { root: path, extra: Vec::new() })
     }
 
-    /// Something in it.
+    /// Returns a path in the folder.
     pub fn path(&self, name: &str) -> PathBuf {
         self.root.join(name)
     }
 
-    /// The socket of a program.
+    /// Returns the socket of a program.
     pub fn socket(&self, name: &str) -> PathBuf {
         self.root.join(SOCKETS).join(name).with_extension("sock")
     }
 
-    /// Adds a folder to those that the node role's container has.
+    /// Adds a folder to the volumes of the node role's container.
     pub fn add_volume(&mut self, path: &Path) {
         self.extra.push(path.to_owned());
     }
 
-    /// Itself.
+    /// Returns its path.
     pub fn root(&self) -> &Path {
         &self.root
     }
 
-    /// The mounts in it and in the kubelet's folder, which is a mount itself and not among them.
+    /// Returns the mounts in it and in the kubelet's folder, without the mount of that folder itself.
     ///
     /// # Errors
-    /// The kernel's list cannot be read.
+    /// When the kernel's list cannot be read.
     pub fn mounts(&self) -> Result<Vec<PathBuf>> {
         let kubelet = self.path("kubelet");
         let kubelet = kubelet.canonicalize().unwrap_or(kubelet);
@@ -110,13 +110,13 @@ impl Folder {
         Ok(mounts()?.into_iter().filter(|point| inside(point) && *point != kubelet).collect())
     }
 
-    /// A folder in it, which a test of several programs has elsewhere.
+    /// Makes a folder and returns its real path; tests with several programs keep it elsewhere.
     fn real(&self, name: &str) -> Result<PathBuf> {
         std::fs::create_dir_all(self.path(name))?;
         Ok(self.path(name).canonicalize()?)
     }
 
-    /// The node role's container in the chart's component for CSI drivers, with its volumes in this folder.
+    /// Returns the node role's container in the chart's component for CSI drivers, with its volumes in this folder.
     fn container(&self) -> Result<Container> {
         let mut volumes = vec![("socket-dir", self.root.join(SOCKETS)), ("peerpod-dev", "/dev".into())];
         for (volume, name) in
@@ -128,10 +128,10 @@ impl Folder {
         Ok(Container { name: "peerpod-csi", volumes, extra: self.extra.clone() })
     }
 
-    /// The loop devices of files in it.
+    /// Returns the loop devices of files in it.
     ///
     /// # Errors
-    /// losetup cannot list them.
+    /// When losetup cannot list them.
     pub fn loops(&self) -> Result<Vec<PathBuf>> {
         let words = ["--list", "--noheadings", "--raw", "--output", "NAME,BACK-FILE"];
         let listed = Command::new("losetup").args(words).output()?;
@@ -143,7 +143,7 @@ impl Folder {
     }
 }
 
-/// All mounts of this process's mount namespace, oldest first.
+/// Returns all mounts of this process's mount namespace, oldest first.
 fn mounts() -> Result<Vec<PathBuf>> {
     let list = std::fs::read_to_string("/proc/self/mountinfo")?;
     Ok(list.lines().filter_map(|line| line.split(' ').nth(4)).map(PathBuf::from).collect())
@@ -153,7 +153,7 @@ impl Drop for Folder {
     fn drop(&mut self) {
         let inside = |point: &PathBuf| point.starts_with(&self.root);
         for point in mounts().unwrap_or_default().into_iter().filter(inside).rev() {
-            // What stays mounted stays visible, too: the folder cannot be removed then.
+            // A failed unmount shows: the folder cannot be removed then.
             nix::mount::umount(&point).ok();
         }
         for device in self.loops().unwrap_or_default() {
@@ -174,10 +174,10 @@ pub struct Driver {
 }
 
 impl Driver {
-    /// Starts one in this folder and waits for its socket; what it is asked goes to `calls.json` there.
+    /// Starts a driver in this folder and waits for its socket. It records its calls in `calls.json` there.
     ///
     /// # Errors
-    /// It does not come up.
+    /// When it does not start.
     pub fn start(folder: &Folder, flags: &[&str]) -> Result<Driver> {
         let socket = folder.socket("driver");
         drop(std::fs::remove_file(&socket));
@@ -192,7 +192,7 @@ impl Driver {
     }
 }
 
-/// Our program in one role.
+/// `peerpod-csi` in one role.
 pub struct Wrapper {
     /// The process.
     pub process: Process,
@@ -201,10 +201,10 @@ pub struct Wrapper {
 }
 
 impl Wrapper {
-    /// Starts one before the driver of this folder and waits for its socket.
+    /// Starts it in front of this folder's driver and waits for its socket.
     ///
     /// # Errors
-    /// It does not come up.
+    /// When it does not start.
     pub fn start(role: &'static str, folder: &Folder, flags: &[&str]) -> Result<Wrapper> {
         let socket = folder.socket(role);
         drop(std::fs::remove_file(&socket));

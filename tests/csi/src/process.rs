@@ -1,4 +1,4 @@
-//! Where the programs are.
+//! Finds the programs.
 
 use std::path::PathBuf;
 
@@ -6,10 +6,10 @@ use anyhow::{Context, Result};
 
 pub use peerpod_test_kube::{Process, program as ours};
 
-/// What `tests/csi/build` puts into `target/csi`.
+/// Returns a program that `tests/csi/build` puts into `target/csi`.
 ///
 /// # Errors
-/// It is not there.
+/// When it does not exist.
 pub fn tool(name: &str) -> Result<PathBuf> {
     ours(&format!("csi/{name}")).context("build it first (`tests/csi/build`, or `make test-csi`)")
 }

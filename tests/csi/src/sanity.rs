@@ -1,4 +1,4 @@
-//! csi-sanity, and what it said of each case.
+//! Runs csi-sanity and reads its result of each case.
 
 use std::{collections::BTreeMap, fs::File, path::Path, process::Command};
 
@@ -6,32 +6,32 @@ use anyhow::{Context, Result};
 
 use crate::{Folder, process::tool};
 
-/// Each case and how it went: `passed`, `failed`, `skipped`, `pending`.
+/// Result of each case: `passed`, `failed`, `skipped`, `pending`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Cases(pub BTreeMap<String, String>);
 
 impl Cases {
-    /// How many went so.
+    /// Returns the number of cases with this result.
     pub fn count(&self, status: &str) -> usize {
         self.0.values().filter(|is| *is == status).count()
     }
 
-    /// Which went so.
+    /// Returns the cases with this result.
     pub fn which(&self, status: &str) -> Vec<&str> {
         self.0.iter().filter(|(_, is)| *is == status).map(|(name, _)| name.as_str()).collect()
     }
 }
 
-/// csi-sanity waits for a change of its connection's state, and when that is ready before it begins to wait, for nothing,
-/// a minute long. That says nothing of who answers.
+/// csi-sanity waits for a change of its connection's state. If the connection is ready before the wait begins,
+/// csi-sanity waits a minute and fails with this text. That is independent of the tested program.
 const NEVER_ASKED: &str = "Connection timed out";
 const TRIES: u32 = 4;
 
-/// Runs it against these sockets (the second is the controller's, where it is another one). Its targets lie in a folder
-/// of this name, its words in `<name>.out`.
+/// Runs csi-sanity against these sockets (the second is the controller's, if that is separate). Its targets are in a
+/// folder of this name, its output in `<name>.out`.
 ///
 /// # Errors
-/// It did not run to its end.
+/// When it does not run to its end.
 pub fn run(
     folder: &Folder,
     name: &str,
@@ -71,7 +71,7 @@ fn run_once(
         command.arg(format!("--csi.controllerendpoint=unix://{}", controller.display()));
     }
     let out = File::create(folder.path(&format!("{name}.out")))?;
-    // How it ended says whether all passed; what we want to know stands in the report.
+    // The exit status only shows whether all cases passed; the report has the results.
     command.stdout(out.try_clone()?).stderr(out).status()?;
     let text = std::fs::read_to_string(&junit)
         .with_context(|| format!("csi-sanity wrote no {}", junit.display()))?;

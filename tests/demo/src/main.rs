@@ -1,6 +1,6 @@
-//! `make demo`: the road of one pod, a line for each stage as it happens and a table at the end. The stages are those
-//! of `peerpod_world::road`, which the tests walk too. It makes everything it needs, under names of its own, and takes
-//! all of it away again, also when a check fails and at Ctrl-C.
+//! Runs `make demo`: one pod's whole path, with a line for each stage as it happens and a table at the end. The stages
+//! are those of `peerpod_world::road`, which the tests run too. The demo makes everything it needs under its own names
+//! and removes all of it, even when a check fails and at Ctrl-C.
 
 use std::{
     io::{IsTerminal, Write},
@@ -14,21 +14,21 @@ use peerpod_world::{
 };
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
-/// Prints a line. A closed output, as with `peerpod-demo | head`, is no reason to stop in the middle.
+/// Prints a line. A closed output, as with `peerpod-demo | head`, does not stop the demo.
 macro_rules! say {
     ($($words:tt)*) => { writeln!(std::io::stdout(), $($words)*).ok() };
 }
 
-/// What a shell reports for a program that Ctrl-C ended.
+/// Exit code that shells report for a program ended by Ctrl-C.
 const INTERRUPTED: u8 = 130;
 
-/// How wide the names of the stages are.
+/// Width of the stages' names.
 const NAME_WIDTH: usize = 46;
 
-/// Runs the demo. A stage that does not hold is an error.
+/// Runs the demo. A failed stage is an error.
 #[tokio::main]
 async fn main() -> anyhow::Result<ExitCode> {
-    // First of all, and kept for as long as the clean-up takes: a second Ctrl-C does not leave half of it undone.
+    // The handlers are installed first and kept until the clean-up is done: a second Ctrl-C does not interrupt it.
     let mut signals = Signals::new()?;
     say!("One pod's road: a VM beside its node, all in namespaces of this machine.\n");
     let began = Instant::now();
@@ -36,14 +36,14 @@ async fn main() -> anyhow::Result<ExitCode> {
     let outcome = tokio::select! {
         biased;
         name = signals.next() => {
-            // The walk is dropped on the way out: that is the clean-up.
+            // Dropping the walk cleans up.
             return Ok(interrupted(name));
         }
         outcome = road::walk(Settings::privileged(), &mut lines) => outcome,
     };
     let report = match outcome {
         Ok(report) => report,
-        // A Ctrl-C can hit a program that we have just started, too; then this is no failure of the road.
+        // A Ctrl-C can also reach a program that was just started; then its failure is no failure of the demo.
         Err(error) => match tokio::time::timeout(Duration::from_millis(20), signals.next()).await {
             Ok(name) => return Ok(interrupted(name)),
             Err(_) => return Err(error),
@@ -91,7 +91,7 @@ impl Progress for Lines {
     fn begin(&mut self, number: usize, of: usize, name: &str) {
         write!(std::io::stdout(), "{number:>2}/{of}  {name:<NAME_WIDTH$}").ok();
         if self.live {
-            // Nobody to see it: then it need not be seen.
+            // A failed flush is ignored, like a closed output.
             std::io::stdout().flush().ok();
         }
     }

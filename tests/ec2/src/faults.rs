@@ -1,20 +1,20 @@
-//! What goes wrong, and when: the knobs of the proxy. Pure but for the clock.
+//! Holds the proxy's faults: which call fails, and how. Pure but for the clock.
 
 use std::{
     collections::{BTreeSet, HashMap},
     time::{Duration, Instant},
 };
 
-/// A token bucket of EC2's: so many calls at once, so many a second after that.
+/// One of EC2's token buckets: it allows `burst` calls at once, then `rate` calls per second.
 #[derive(Clone, Copy, Debug)]
 pub struct Bucket {
-    /// Refilled per second.
+    /// Tokens added per second.
     pub rate: f64,
-    /// At most.
+    /// Maximum number of tokens.
     pub burst: f64,
 }
 
-/// The buckets of an account in a region, as EC2 publishes them, each action its own.
+/// Returns an action's bucket, as EC2 publishes it per account and region.
 pub fn ec2_bucket(action: &str) -> Bucket {
     let (rate, burst) = match action {
         "RunInstances" => (2.0, 5.0),
@@ -26,48 +26,48 @@ pub fn ec2_bucket(action: &str) -> Bucket {
     Bucket { rate, burst }
 }
 
-/// What happens to one call.
+/// Fault of one call.
 #[derive(Clone, Debug)]
 pub enum Fault {
-    /// Refused, and nothing was done.
+    /// The call is refused and has no effect.
     Refuse {
-        /// HTTP.
+        /// HTTP status.
         status: u16,
-        /// EC2's.
+        /// EC2's error code.
         code: String,
-        /// For people.
+        /// Text for the user.
         message: String,
     },
-    /// The connection breaks before anything was done.
+    /// The connection breaks before the call has an effect.
     Reset,
-    /// It is done, and the connection breaks before the answer.
+    /// The call takes effect, and the connection breaks before the answer.
     LostAnswer,
-    /// It is done, and the answer comes this much later.
+    /// The call takes effect, and the answer is delayed by this time.
     Late(Duration),
 }
 
 impl Fault {
-    /// A refusal.
+    /// Returns a refusal.
     pub fn refuse(status: u16, code: &str, message: &str) -> Fault {
         Fault::Refuse { status, code: code.to_owned(), message: message.to_owned() }
     }
 }
 
-/// Everything that is set.
+/// All configured faults.
 #[derive(Debug, Default)]
 pub(crate) struct Faults {
-    /// Whether EC2's buckets count, and by how much they are faster than EC2's.
+    /// Speed of EC2's buckets, as a multiple of EC2's own; `None`: no buckets.
     pub(crate) buckets: Option<f64>,
     pub(crate) filled: HashMap<String, (f64, Instant)>,
-    /// What there is of `(type, zone, market)`; what is missing is endless. `*` is any.
+    /// Number of VMs left per `(type, zone, market)`; `*` is any. Offerings without an entry are endless.
     pub(crate) stock: Vec<([String; 3], u64)>,
     pub(crate) denied: BTreeSet<String>,
     pub(crate) expired: bool,
-    /// For the next calls of an action.
+    /// Faults of the next calls: action, fault, number of calls.
     pub(crate) next: Vec<(String, Fault, u32)>,
-    /// So long what was made is not seen.
+    /// Time for which a new VM or volume is not visible.
     pub(crate) lag: Duration,
-    /// So long a VM is pending.
+    /// Time for which a VM is pending.
     pub(crate) boot: Duration,
 }
 
@@ -87,7 +87,7 @@ impl Faults {
         true
     }
 
-    /// The fault of this call, if one was ordered.
+    /// Returns the fault of this call, if one is set.
     pub(crate) fn next(&mut self, action: &str) -> Option<Fault> {
         let place = self.next.iter().position(|(wanted, _, _)| wanted == action)?;
         let (_, fault, left) = &mut self.next[place];
@@ -99,7 +99,7 @@ impl Faults {
         Some(fault)
     }
 
-    /// How many of an offering there are.
+    /// Returns the remaining number of an offering; `None`: endless.
     pub(crate) fn left(&mut self, offering: [&str; 3]) -> Option<&mut u64> {
         let fits =
             |names: &[String; 3]| names.iter().zip(offering).all(|(name, one)| name == "*" || name == one);

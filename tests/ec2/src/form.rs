@@ -1,11 +1,11 @@
-//! The bodies of EC2's query protocol: `Action=RunInstances&InstanceId.1=…`. Pure.
+//! Reads and writes the bodies of EC2's query protocol: `Action=RunInstances&InstanceId.1=…`. Pure.
 
 use std::collections::BTreeMap;
 
-/// The parameters of one call.
+/// Parameters of one call.
 pub type Params = BTreeMap<String, String>;
 
-/// Reads a form. What is none gives what can be read of it.
+/// Reads a form. A malformed form gives its readable parts.
 pub fn decode(body: &[u8]) -> Params {
     let text = String::from_utf8_lossy(body);
     let pairs = text.split('&').filter(|pair| !pair.is_empty());
@@ -21,7 +21,7 @@ pub fn encode(params: &Params) -> String {
     pairs.join("&")
 }
 
-/// The values of a list, in its order: `list(&params, "InstanceId")` reads `InstanceId.1`, `InstanceId.2`, …
+/// Returns the values of a list, in its order: `list(&params, "InstanceId")` reads `InstanceId.1`, `InstanceId.2`, …
 pub fn list(params: &Params, name: &str) -> Vec<String> {
     (1..).map_while(|n| params.get(&format!("{name}.{n}")).cloned()).collect()
 }

@@ -1,10 +1,10 @@
-//! An EC2 to test against: moto, and in front of it what EC2 does and moto does not.
+//! Provides an EC2 for tests: moto, behind a proxy that adds EC2's behaviour where moto lacks it.
 //!
-//! * [`Proxy`]: an EC2 of its own per test, with client tokens, capacity per type and zone, token buckets, late sight,
-//!   EC2's refusals, lost and late answers; it writes down every call.
-//! * [`Moto`]: the simulator behind it, one per test process, with an account per proxy. Its Python environment is made
-//!   by `setup` in this folder, from PyPI, once.
-//! * [`Proxy::boto3`]: somebody else's client, as a witness of what there is.
+//! * [`Proxy`]: one EC2 per test, with client tokens, capacity per type and zone, token buckets, delayed visibility,
+//!   EC2's refusals, lost and late answers. It records every call.
+//! * [`Moto`]: the simulator behind it, one per test process, with an account per proxy. `setup` in this folder makes
+//!   its Python environment, from PyPI, once.
+//! * [`Proxy::boto3`]: an independent client, as a witness of the account's state.
 
 mod faults;
 pub mod form;

@@ -1,4 +1,4 @@
-//! One moto server for the test process, and a plain way to ask it.
+//! Runs one moto server for the test process, and sends it calls.
 
 use std::{
     io::{BufRead, BufReader, Read, Write},
@@ -13,12 +13,12 @@ use anyhow::{Context, bail, ensure};
 
 use crate::form::{self, Params};
 
-/// Longest start; the first one of a machine loads a catalogue of 1 395 types.
+/// Longest start; the first one on a machine loads a catalogue of 1 395 types.
 const START: Duration = Duration::from_secs(60);
-/// Longest answer.
+/// Longest wait for an answer.
 const ANSWER: Duration = Duration::from_secs(60);
 
-/// A running moto. It dies with the test process.
+/// A running moto. It ends with the test process.
 #[derive(Debug)]
 pub struct Moto {
     address: SocketAddr,
@@ -26,7 +26,7 @@ pub struct Moto {
 }
 
 impl Moto {
-    /// The process's moto, started when it is first asked for. Accounts in it are separate worlds.
+    /// Returns the process's moto, which starts at the first call. Accounts in it are isolated from each other.
     ///
     /// # Errors
     /// When it cannot be installed or does not start.
@@ -44,13 +44,13 @@ impl Moto {
             .context("run tests/ec2/setup")?;
         ensure!(setup.status.success(), "tests/ec2/setup failed; it needs python3 with venv, and PyPI once");
         let venv = PathBuf::from(String::from_utf8(setup.stdout)?.trim());
-        // Nobody else takes a port that was just had, most of the time; otherwise moto says so and ends.
+        // Another process rarely takes a port that was just free; if one does, moto prints an error and exits.
         let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?.local_addr()?.port();
         let address = SocketAddr::from((Ipv4Addr::LOCALHOST, port));
         let (said, heard) = std::sync::mpsc::channel();
         let program = venv.join("bin/moto_server");
         let amis = here.join("amis.json");
-        // The kernel ends it with the thread that started it: a thread that stays.
+        // The kernel ends moto with the thread that started it, so this thread stays.
         std::thread::Builder::new().name("moto".to_owned()).spawn(move || {
             let started = Command::new("setpriv")
                 .args(["--pdeathsig", "KILL"])
@@ -68,7 +68,7 @@ impl Moto {
                         if line.contains("Running on") {
                             said.send(Ok(())).ok();
                         }
-                        // Where it fails it says so at the end; requests are not kept.
+                        // A failing moto prints the cause last. Request lines are dropped.
                         if !line.contains("\"POST ") && lines.len() < 200 {
                             lines.push(line);
                         }
@@ -85,24 +85,24 @@ impl Moto {
         }
     }
 
-    /// Where it listens.
+    /// Returns its address.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// Its Python, which has boto3 as well.
+    /// Returns its Python interpreter, which has boto3 as well.
     pub fn python(&self) -> &Path {
         &self.python
     }
 
-    /// One call in this account: the status and the XML of the answer.
+    /// Makes one call in this account; returns the status and the XML of the answer.
     ///
     /// # Errors
     /// When there is no answer.
     pub fn ask(&self, account: &str, region: &str, params: &Params) -> anyhow::Result<(u16, String)> {
         let body = form::encode(params);
         let host = self.address;
-        // moto reads the region out of a signature that it does not check.
+        // moto reads the region from a signature that it does not check.
         let request = format!(
             "POST / HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\nx-moto-account-id: {account}\r\n\
              Authorization: AWS4-HMAC-SHA256 Credential=test/20260101/{region}/ec2/aws4_request, \

@@ -1,5 +1,5 @@
-//! What stands between the provider and moto: a server that does what EC2 does and moto does not, refuses what EC2
-//! refuses and moto does not, fails where it is told to, and writes down every call.
+//! Serves EC2's API between the provider and moto. The proxy adds EC2's behaviour and refusals that moto lacks, injects
+//! faults, and records every call.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
@@ -25,25 +25,25 @@ use crate::{
     rules, xml,
 };
 
-/// Largest request that is read; EC2's own limit for queries is far below.
+/// Largest accepted request; EC2's own limit for queries is far below.
 const MAX_BODY: usize = 4 << 20;
-/// Where everything is.
+/// Region of all resources.
 pub const REGION: &str = "eu-central-1";
 
-/// What was asked, and what was answered.
+/// A recorded call and the status of its answer.
 #[derive(Clone, Debug)]
 pub struct Call {
-    /// When it came.
+    /// Time of its arrival.
     pub at: Instant,
-    /// The action.
+    /// Action.
     pub action: String,
-    /// All of it, user-data aside.
+    /// All parameters but the user-data.
     pub params: Params,
-    /// The status of the answer; 0 where there was none.
+    /// Status of the answer; 0 without an answer.
     pub status: u16,
 }
 
-/// An EC2 of its own: an account in moto, and its faults. Goes with its last user.
+/// One EC2 for one test: an account in moto, and its faults. It ends when dropped.
 #[derive(Debug)]
 pub struct Proxy {
     address: SocketAddr,
@@ -59,22 +59,22 @@ pub(crate) struct Shared {
     faults: Mutex<Faults>,
     calls: Mutex<Vec<Call>>,
     tokens: Mutex<HashMap<(String, String), Token>>,
-    /// When each VM was made.
+    /// Time of each VM's creation.
     pub(crate) made: Mutex<HashMap<String, Instant>>,
-    /// Calls that are done and not answered yet.
+    /// Calls that took effect and are not answered yet.
     late: AtomicUsize,
-    /// Spot VMs that are taken back: the status code, and since when.
+    /// Interrupted spot VMs, with the status code of their requests.
     pub(crate) interrupted: Mutex<BTreeMap<String, String>>,
     /// Spot prices: type, zone, price.
     pub(crate) prices: Mutex<Vec<[String; 3]>>,
-    /// What moto said about types, images, subnets: it does not change.
+    /// moto's answers about types, images and subnets, which do not change.
     pub(crate) known: Mutex<BTreeMap<String, String>>,
 }
 
-/// What a client token was used for, and what came of it.
+/// Parameters and answer of a client token's first use.
 type Token = Arc<tokio::sync::Mutex<Option<(Params, Answer)>>>;
 
-/// Status and XML.
+/// Status and XML of an answer.
 #[derive(Clone, Debug)]
 pub(crate) struct Answer {
     pub(crate) status: u16,
@@ -93,15 +93,15 @@ impl Answer {
 }
 
 impl Proxy {
-    /// A fresh account, with a default network in three zones, and nothing wrong with it. Call it in a runtime.
+    /// Starts a fresh account, with a default network in three zones and without faults. Needs a runtime.
     ///
     /// # Errors
-    /// When moto does not start or no port can be had.
+    /// When moto does not start or no port is free.
     pub async fn start() -> anyhow::Result<Proxy> {
         Proxy::start_on(std::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?).await
     }
 
-    /// The same on this listener, which may have been bound in another network namespace.
+    /// Starts it on this listener, which may have been bound in another network namespace.
     ///
     /// # Errors
     /// As [`Proxy::start`].
@@ -126,17 +126,17 @@ impl Proxy {
         Ok(Proxy { address, witness, shared, tasks: vec![faulty, straight] })
     }
 
-    /// Where the provider finds it.
+    /// Returns the provider's endpoint.
     pub fn endpoint(&self) -> String {
         format!("http://{}", self.address)
     }
 
-    /// Where a witness finds the same account, without faults and unseen.
+    /// Returns a witness's endpoint of the same account, without faults and without records.
     pub fn witness_endpoint(&self) -> String {
         format!("http://{}", self.witness)
     }
 
-    /// Asks moto, as a witness.
+    /// Calls moto directly, as a witness.
     ///
     /// # Errors
     /// When there is no answer or a refusal.
@@ -147,7 +147,7 @@ impl Proxy {
         Ok(xml)
     }
 
-    /// Calls as a client of [`Proxy::endpoint`] does, faults and all: status and answer.
+    /// Calls like a client of [`Proxy::endpoint`], with faults. Returns status and answer.
     ///
     /// # Errors
     /// When the connection would break.
@@ -157,70 +157,70 @@ impl Proxy {
         Ok((status, xml))
     }
 
-    /// Buckets of EC2's size that fill `speed` times as fast.
+    /// Enables buckets of EC2's size that fill `speed` times as fast.
     pub fn set_buckets(&self, speed: f64) {
         let mut faults = self.faults();
         faults.buckets = Some(speed);
         faults.filled.clear();
     }
 
-    /// There are so many left of a type in a zone on a market (`spot` or `on-demand`); `*` is any.
+    /// Sets the number of VMs left of a type in a zone on a market (`spot` or `on-demand`); `*` is any.
     pub fn set_stock(&self, machine: &str, zone: &str, market: &str, left: u64) {
         let names = [machine, zone, market].map(str::to_owned);
         self.faults().stock.push((names, left));
     }
 
-    /// Nobody may do this any more.
+    /// Denies an action from now on.
     pub fn deny(&self, action: &str) {
         self.faults().denied.insert(action.to_owned());
     }
 
-    /// The credentials are out of date from now on.
+    /// Makes the credentials expired from now on.
     pub fn expire(&self) {
         self.faults().expired = true;
     }
 
-    /// The next `times` calls of an action go wrong.
+    /// Makes the next `times` calls of an action fail.
     pub fn fail(&self, action: &str, fault: Fault, times: u32) {
         self.faults().next.push((action.to_owned(), fault, times));
     }
 
-    /// What was made is not seen for so long.
+    /// Hides new VMs and volumes for this time.
     pub fn set_lag(&self, lag: Duration) {
         self.faults().lag = lag;
     }
 
-    /// VMs are pending for so long.
+    /// Keeps VMs pending for this time.
     pub fn set_boot(&self, boot: Duration) {
         self.faults().boot = boot;
     }
 
-    /// How many calls are done and not answered yet ([`Fault::Late`]).
+    /// Returns the number of calls that took effect and are not answered yet ([`Fault::Late`]).
     pub fn late(&self) -> usize {
         self.shared.late.load(Ordering::Relaxed)
     }
 
-    /// This spot VM's request has this status from now on: `marked-for-termination`, `instance-terminated-no-capacity`.
+    /// Sets the status of this spot VM's request: `marked-for-termination`, `instance-terminated-no-capacity`.
     pub fn interrupt(&self, vm: &str, code: &str) {
         lock(&self.shared.interrupted).insert(vm.to_owned(), code.to_owned());
     }
 
-    /// What a type costs in a zone on the spot market; from the first such word on there are no other prices.
+    /// Adds a type's spot price in a zone. After the first addition moto's prices are no longer returned.
     pub fn set_spot_price(&self, machine: &str, zone: &str, price: &str) {
         lock(&self.shared.prices).push([machine, zone, price].map(str::to_owned));
     }
 
-    /// Everything works again.
+    /// Removes all faults.
     pub fn heal(&self) {
         *self.faults() = Faults::default();
     }
 
-    /// Every call so far, in the order they came.
+    /// Returns every call so far, in order of arrival.
     pub fn calls(&self) -> Vec<Call> {
         lock(&self.shared.calls).clone()
     }
 
-    /// How many calls of an action were let in (throttled ones are not); `None`: of all.
+    /// Returns the number of admitted calls of an action (throttled ones do not count); `None`: of all actions.
     pub fn count(&self, action: Option<&str>) -> usize {
         let calls = lock(&self.shared.calls);
         calls
@@ -234,7 +234,7 @@ impl Proxy {
         lock(&self.shared.calls).clear();
     }
 
-    /// The actions that were asked for.
+    /// Returns the actions of all calls so far.
     pub fn actions(&self) -> BTreeSet<String> {
         lock(&self.shared.calls).iter().map(|call| call.action.clone()).collect()
     }
@@ -268,7 +268,7 @@ fn serve(
             let shared = shared.clone();
             tokio::spawn(async move {
                 let service = service_fn(|request| answer(shared.clone(), request, faulty));
-                // A client that goes, or a reset of ours, is no news.
+                // The client may close and the proxy may reset a connection; neither is an error here.
                 http1::Builder::new().serve_connection(TokioIo::new(stream), service).await.ok();
             });
         }
@@ -276,7 +276,7 @@ fn serve(
     Ok((address, task))
 }
 
-/// An error is a connection that breaks.
+/// Answers a request; on an error hyper closes the connection.
 async fn answer(
     shared: Arc<Shared>,
     request: Request<Incoming>,
@@ -286,7 +286,7 @@ async fn answer(
     let body = body.map_err(|error| anyhow::anyhow!("{error}"))?.to_bytes();
     let mut params = form::decode(&body);
     let action = params.remove("Action").unwrap_or_default();
-    // In a task of its own: EC2 does what it was asked to also when nobody waits for the answer.
+    // The work runs in a task of its own: EC2 completes a call even if the client no longer waits.
     let work = async move {
         if faulty { shared.faulty(&action, params).await } else { shared.upstream(&action, params).await }
     };
@@ -296,7 +296,7 @@ async fn answer(
 }
 
 impl Shared {
-    /// moto, as it is.
+    /// Calls moto unchanged.
     pub(crate) async fn upstream(
         self: &Arc<Self>,
         action: &str,
@@ -318,7 +318,7 @@ impl Shared {
             calls.len() - 1
         };
         let answered = self.decide(action, params).await;
-        // Cleared in between, perhaps.
+        // `forget_calls` may have run in between.
         if let (Ok(answer), Some(call)) = (&answered, lock(&self.calls).get_mut(index)) {
             call.status = answer.status;
         }
@@ -370,7 +370,8 @@ impl Shared {
         Ok(answer)
     }
 
-    /// What a client token promises: done once, answered the same, refused with other parameters.
+    /// Keeps a client token's promise: the call runs once, a repetition gets the same answer, other parameters are
+    /// refused.
     async fn once(
         self: &Arc<Self>,
         action: &str,
@@ -432,7 +433,7 @@ impl Shared {
         Ok(answer)
     }
 
-    /// VMs as EC2 shows them: late, and pending at first.
+    /// Returns VMs as EC2 shows them: with delay, and pending at first.
     fn as_seen(&self, xml: &str, lag: Duration, boot: Duration) -> String {
         let made = lock(&self.made);
         let age = |item: &str| {
@@ -453,7 +454,7 @@ impl Shared {
         })
     }
 
-    /// Whether EC2 would deny that this VM exists, or call it pending.
+    /// Returns whether EC2 would still hide this VM, or show it as pending.
     pub(crate) fn is_younger(&self, id: &str, than: Duration) -> bool {
         lock(&self.made).get(id).is_some_and(|at| at.elapsed() < than)
     }

@@ -1,4 +1,4 @@
-//! What EC2 does and refuses, and moto does not: sizes, names, zones, states, capacity.
+//! Adds EC2's rules that moto lacks: sizes, names, zones, states, capacity.
 
 use std::{sync::Arc, time::Duration};
 
@@ -11,10 +11,10 @@ use crate::{
     xml,
 };
 
-/// Raw user-data, before base64.
+/// Largest raw user-data in bytes, before base64.
 const MAX_USER_DATA: usize = 16 << 10;
 
-/// EC2's refusal of a call that moto would take.
+/// Returns EC2's refusal of a call that moto would accept.
 pub(crate) async fn refused(
     shared: &Arc<Shared>,
     action: &str,
@@ -74,7 +74,7 @@ pub(crate) async fn refused(
     }
 }
 
-/// Whether moto knows it. Its answers are kept.
+/// Returns whether moto knows this type or image. The answers are cached.
 async fn exists(shared: &Arc<Shared>, (action, key, value): (&str, &str, &str)) -> anyhow::Result<bool> {
     let known = lock(&shared.known).get(value).cloned();
     let found = match known {
@@ -144,7 +144,7 @@ struct Override {
     zone: String,
 }
 
-/// CreateFleet: goes over the offerings in their order, those of which there are none are errors in the answer.
+/// CreateFleet: tries the offerings in their order; exhausted ones are errors in the answer.
 pub(crate) async fn fleet(shared: &Arc<Shared>, mut params: Params) -> anyhow::Result<Answer> {
     let market_key = "TargetCapacitySpecification.DefaultTargetCapacityType";
     let market = params.get(market_key).cloned().unwrap_or_else(|| "on-demand".to_owned());
@@ -197,7 +197,7 @@ pub(crate) async fn fleet(shared: &Arc<Shared>, mut params: Params) -> anyhow::R
         );
         return Ok(Answer { status: 200, xml });
     };
-    // moto takes the first one; only the chosen one is left to it.
+    // moto takes the first offering, so only the chosen one is passed on.
     let (prefix, number) = &chosen.place;
     let keep = format!("{prefix}Overrides.{number}.");
     let fields: Vec<(String, String)> = params
@@ -227,7 +227,7 @@ fn fleet_error(one: &Override, market: &str) -> String {
     )
 }
 
-/// DescribeSpotInstanceRequests by the VMs' ids: moto makes requests only where somebody asks for them by themselves.
+/// DescribeSpotInstanceRequests by the VMs' ids. moto makes requests only for explicit RequestSpotInstances calls.
 pub(crate) fn spot_requests(shared: &Arc<Shared>, params: &Params) -> Answer {
     let asked: Vec<&String> =
         params.iter().filter(|(key, _)| key.starts_with("Filter.1.Value.")).map(|(_, value)| value).collect();
@@ -251,7 +251,7 @@ pub(crate) fn spot_requests(shared: &Arc<Shared>, params: &Params) -> Answer {
     Answer { status: 200, xml }
 }
 
-/// DescribeSpotPriceHistory with the prices that a test wants; moto's are all the same.
+/// DescribeSpotPriceHistory with the test's prices; moto's are all the same.
 pub(crate) fn spot_prices(shared: &Arc<Shared>) -> Answer {
     let prices = lock(&shared.prices);
     let items: String = prices
@@ -272,7 +272,7 @@ pub(crate) fn spot_prices(shared: &Arc<Shared>) -> Answer {
     Answer { status: 200, xml }
 }
 
-/// RunInstances: one offering, and a 500 when there is none of it.
+/// RunInstances: one offering, and a 500 when it is exhausted.
 pub(crate) async fn run(shared: &Arc<Shared>, params: Params) -> anyhow::Result<Answer> {
     let machine = params.get("InstanceType").cloned().unwrap_or_default();
     let subnet = params

@@ -1,4 +1,4 @@
-//! boto3 says what there is.
+//! Queries an account with boto3, as a witness.
 
 use std::process::Stdio;
 
@@ -8,7 +8,7 @@ use serde_json::Value;
 use crate::{Proxy, REGION};
 
 impl Proxy {
-    /// What boto3 says to one operation, all pages of it: `boto3("describe_instances", &json!({}))`.
+    /// Returns boto3's result of one operation, all pages of it: `boto3("describe_instances", &json!({}))`.
     ///
     /// # Errors
     /// When boto3 fails.

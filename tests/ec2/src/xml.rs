@@ -1,6 +1,7 @@
-//! As much of XML as moto's answers need: values by tag, and the elements of lists, cut out or changed. Pure.
+//! Reads the subset of XML in moto's answers: values by tag, and the elements of lists, which can be removed or
+//! changed. Pure.
 
-/// The text of every element of this name.
+/// Returns the text of every element of this name.
 pub fn values<'x>(xml: &'x str, tag: &str) -> Vec<&'x str> {
     let (open, close) = (format!("<{tag}>"), format!("</{tag}>"));
     let mut found = Vec::new();
@@ -13,15 +14,15 @@ pub fn values<'x>(xml: &'x str, tag: &str) -> Vec<&'x str> {
     found
 }
 
-/// The text of the first one.
+/// Returns the text of the first element of this name.
 pub fn value<'x>(xml: &'x str, tag: &str) -> Option<&'x str> {
     values(xml, tag).into_iter().next()
 }
 
-/// The places of the `<item>`s directly below every element of this name, as byte ranges with their tags.
+/// Returns the `<item>`s directly below every element of this name, as byte ranges with their tags.
 pub fn items(xml: &str, list: &str) -> Vec<std::ops::Range<usize>> {
     let mut found = Vec::new();
-    // The open elements and where they begin.
+    // The open elements and their start offsets.
     let mut stack: Vec<(&str, usize)> = Vec::new();
     let mut at = 0;
     while let Some(open) = xml[at..].find('<').map(|n| at + n) {
@@ -43,7 +44,7 @@ pub fn items(xml: &str, list: &str) -> Vec<std::ops::Range<usize>> {
     found
 }
 
-/// The answer with each item of a list as `change` gives it; `None` takes it out.
+/// Returns the answer with each item of a list as `change` returns it; `None` removes the item.
 pub fn map_items(xml: &str, list: &str, change: impl Fn(&str) -> Option<String>) -> String {
     let mut answer = String::with_capacity(xml.len());
     let mut done = 0;
@@ -58,7 +59,7 @@ pub fn map_items(xml: &str, list: &str, change: impl Fn(&str) -> Option<String>)
     answer
 }
 
-/// Text as an element may hold it.
+/// Escapes text for use in an element.
 pub fn escape(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;")
 }

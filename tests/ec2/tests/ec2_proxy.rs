@@ -1,4 +1,4 @@
-//! The proxy does what EC2 does: a judge must itself be right.
+//! Tests that the proxy behaves like EC2, because other tests rely on it.
 
 #![allow(clippy::unwrap_used)]
 
@@ -9,7 +9,7 @@ use peerpod_test_ec2::{Fault, Proxy, xml};
 
 const IMAGE: &str = "ami-0aaaaaaaaaaaaaaa2";
 
-/// The code of a refusal.
+/// Returns the code of a refusal.
 fn code((status, answer): &(u16, String)) -> (u16, &str) {
     (*status, xml::value(answer, "Code").unwrap_or("(none)"))
 }
@@ -69,7 +69,7 @@ async fn a_volume_attaches_once_in_its_zone_to_a_vm_that_runs() {
         proxy.call("AttachVolume", &params).await.unwrap()
     };
     assert_eq!(code(&attach(&near, "/dev/xvdba").await), (400, "IncorrectState"));
-    tokio::time::sleep(Duration::from_millis(1100)).await; // the VM's boot, which is what is tested
+    tokio::time::sleep(Duration::from_millis(1100)).await; // wait for the VM's boot, which this test is about
     assert_eq!(code(&attach(&far, "/dev/xvdba").await), (400, "InvalidVolume.ZoneMismatch"));
     assert_eq!(attach(&near, "/dev/xvdba").await.0, 200);
     assert_eq!(code(&attach(&near, "/dev/xvdbb").await), (400, "VolumeInUse"));

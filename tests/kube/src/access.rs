@@ -1,4 +1,4 @@
-//! Namespaces, service accounts, their rights and their tokens.
+//! Makes namespaces, service accounts with rights, and their tokens.
 
 use anyhow::{Context, Result};
 use k8s_openapi::api::{
@@ -14,14 +14,14 @@ use serde_json::{from_value, json};
 
 use crate::Cluster;
 
-/// What a role may: verbs on resources of groups.
+/// Rule of a role: verbs on resources of groups.
 pub type Rule = PolicyRule;
 
 impl Cluster {
     /// Makes a namespace.
     ///
     /// # Errors
-    /// The API server refused.
+    /// When the API server refuses.
     pub async fn namespace(&self, name: &str) -> Result<()> {
         let meta = ObjectMeta { name: Some(name.to_owned()), ..ObjectMeta::default() };
         let namespace = Namespace { metadata: meta, ..Namespace::default() };
@@ -32,7 +32,7 @@ impl Cluster {
     /// Makes a service account with these rights in the whole cluster.
     ///
     /// # Errors
-    /// The API server refused.
+    /// When the API server refuses.
     pub async fn service_account(&self, namespace: &str, name: &str, rules: Vec<Rule>) -> Result<()> {
         let client = self.client()?;
         let post = PostParams::default();
@@ -51,11 +51,11 @@ impl Cluster {
         Ok(())
     }
 
-    /// A token of a service account for these audiences (none: the API server's own), bound to a pod if one is named:
-    /// what a kubelet gives that pod.
+    /// Returns a service account's token for these audiences (none: the API server's own). With a pod, the token is
+    /// bound to it, as a kubelet's token for that pod.
     ///
     /// # Errors
-    /// The API server refused.
+    /// When the API server refuses.
     pub async fn token(
         &self,
         namespace: &str,
@@ -77,10 +77,10 @@ impl Cluster {
         Ok(answer.status.context("no status in the answer")?.token)
     }
 
-    /// A client as this service account.
+    /// Returns a client with this service account's rights.
     ///
     /// # Errors
-    /// The API server gives it no token.
+    /// When the API server issues no token.
     pub async fn client_as(&self, namespace: &str, name: &str) -> Result<Client> {
         self.client_with(&self.token(namespace, name, &[], None).await?)
     }

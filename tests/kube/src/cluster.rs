@@ -1,4 +1,4 @@
-//! One etcd, one API server, and what a test needs to speak with them.
+//! Runs one etcd and one API server, and makes clients for tests.
 
 use std::{
     fs::{self, OpenOptions, Permissions},
@@ -21,18 +21,18 @@ use serde_json::json;
 use crate::hook::pem;
 use crate::process::{Process, free_port, servers};
 
-/// On a loaded machine the API server needs half a minute; on a quiet one five seconds.
+/// Time limit of a start: half a minute on a loaded machine, five seconds on a quiet one.
 const READY_WITHIN: Duration = Duration::from_secs(180);
-/// A port may be taken between our look and its use.
+/// Another process may take a port between the look-up and its use.
 const ATTEMPTS: usize = 3;
 
 const API_SERVER: &str = "kube-apiserver";
 
-/// What a cluster has beside the API server.
+/// Settings of a cluster.
 #[derive(Clone, Debug, Default)]
 pub struct Options {
-    /// Controllers of kube-controller-manager to run, by its own names (`garbage-collector-controller`, …); none: it does
-    /// not run.
+    /// Controllers of kube-controller-manager to run, by its own names (`garbage-collector-controller`, …). If empty,
+    /// kube-controller-manager does not run.
     pub controllers: Vec<&'static str>,
     /// More flags for kube-apiserver.
     pub api_server: Vec<String>,
@@ -40,21 +40,21 @@ pub struct Options {
 
 /// A running cluster. Ends when dropped.
 pub struct Cluster {
-    // In this order they end.
+    // They end in this order.
     processes: Vec<Process>,
     folder: PathBuf,
     port: u16,
     ca: Vec<u8>,
     admin_token: String,
-    /// What the API server is started with, to start it again.
+    /// Flags of the API server, for a restart.
     api_server: Vec<String>,
 }
 
 impl Cluster {
-    /// Starts one and waits until it is ready.
+    /// Starts a cluster and waits until it is ready.
     ///
     /// # Errors
-    /// A program is missing, or a server did not become ready; its last words are in the text.
+    /// When a program is missing, or a server does not become ready; the error has the end of its log.
     pub async fn start(options: Options) -> Result<Cluster> {
         let mut last = None;
         for _ in 0..ATTEMPTS {
@@ -101,7 +101,7 @@ impl Cluster {
             format!("--initial-advertise-peer-urls=http://127.0.0.1:{peers}"),
             format!("--initial-cluster=default=http://127.0.0.1:{peers}"),
             "--data-dir=etcd".to_owned(),
-            // It need not survive a power cut.
+            // The data need not survive a power cut.
             "--unsafe-no-fsync".to_owned(),
         ];
         let etcd = Process::start("etcd", Path::new("etcd"), &flags, &self.folder);
@@ -125,7 +125,7 @@ impl Cluster {
             "--service-account-issuer=https://peerpod.test".to_owned(),
             "--service-account-key-file=accounts.pub".to_owned(),
             "--service-account-signing-key-file=accounts.key".to_owned(),
-            // Pods may be made before the controllers have made a default account.
+            // Tests make pods before the controllers have made a default account.
             "--disable-admission-plugins=ServiceAccount".to_owned(),
         ];
         flags.extend_from_slice(more);
@@ -171,15 +171,15 @@ impl Cluster {
         }
     }
 
-    /// SIGKILL to the API server, now.
+    /// Kills the API server with SIGKILL.
     pub fn kill_api_server(&mut self) {
         self.processes.retain(|process| process.name() != API_SERVER);
     }
 
-    /// Starts the API server again, where it was, and waits until it is ready.
+    /// Restarts the API server on the same port, and waits until it is ready.
     ///
     /// # Errors
-    /// It did not become ready.
+    /// When it does not become ready.
     pub async fn restart_api_server(&mut self) -> Result<()> {
         self.kill_api_server();
         let again = Process::start(API_SERVER, &servers()?, &self.api_server, &self.folder)?;
@@ -187,26 +187,26 @@ impl Cluster {
         self.wait_ready().await
     }
 
-    /// Stops the API server as a machine that hangs does: it takes connections and never answers. `false`: goes on.
+    /// Stops the API server like a hanging machine: it accepts connections and never answers. `false` resumes it.
     ///
     /// # Errors
-    /// It does not run.
+    /// When it does not run.
     pub fn freeze_api_server(&self, frozen: bool) -> Result<()> {
         let process = self.processes.iter().find(|process| process.name() == API_SERVER);
         process.context("the API server does not run")?.signal(if frozen { "STOP" } else { "CONT" })
     }
 
-    /// The API server's port on 127.0.0.1.
+    /// Returns the API server's port on 127.0.0.1.
     pub fn port(&self) -> u16 {
         self.port
     }
 
-    /// The API server's address.
+    /// Returns the API server's URL.
     pub fn url(&self) -> String {
         format!("https://127.0.0.1:{}", self.port)
     }
 
-    /// A folder that goes with the cluster.
+    /// Returns a folder that is removed with the cluster.
     pub fn folder(&self) -> &Path {
         &self.folder
     }
@@ -215,15 +215,15 @@ impl Cluster {
         self.folder.join(name)
     }
 
-    /// A client that may do everything.
+    /// Returns a client with all rights.
     ///
     /// # Errors
-    /// Never with a cluster that started.
+    /// Never with a started cluster.
     pub fn client(&self) -> Result<Client> {
         self.client_with(&self.admin_token)
     }
 
-    /// A client with this bearer token.
+    /// Returns a client with this bearer token.
     ///
     /// # Errors
     /// As [`Cluster::client`].
@@ -234,7 +234,7 @@ impl Cluster {
         Ok(Client::try_from(config)?)
     }
 
-    /// A kubeconfig's text for the holder of this token.
+    /// Returns a kubeconfig's text with this token.
     pub fn kubeconfig(&self, token: &str) -> String {
         let config = json!({
             "apiVersion": "v1", "kind": "Config", "current-context": "test",
@@ -245,10 +245,10 @@ impl Cluster {
         config.to_string()
     }
 
-    /// What `kubectl` prints for these words, as a user who may do everything would see it.
+    /// Returns the output of `kubectl` with these arguments, run with all rights.
     ///
     /// # Errors
-    /// It failed; what it said is in the text.
+    /// When it fails; the error has its error output.
     pub fn kubectl(&self, words: &[&str]) -> Result<String> {
         let mut command = Command::new(servers()?);
         command.arg("kubectl").args(words).current_dir(&self.folder);
@@ -272,7 +272,7 @@ impl Drop for Cluster {
     }
 }
 
-/// A CA, the server's certificate, and the key that signs service accounts' tokens. The CA as DER.
+/// Writes a CA, the server's certificate, and the key that signs service accounts' tokens. Returns the CA as DER.
 fn certificates(folder: &Path) -> Result<Vec<u8>> {
     let key = || KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256);
     let mut params = CertificateParams::default();

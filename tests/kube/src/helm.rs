@@ -1,4 +1,4 @@
-//! Helm, as a user runs it; and what it renders, object by object.
+//! Runs Helm and kubectl like a user, and reads the rendered objects.
 
 use std::{
     path::{Path, PathBuf},
@@ -10,20 +10,20 @@ use serde_json::Value;
 
 use crate::{Cluster, process::servers};
 
-/// A file or folder of the project, by its path below the top.
+/// Returns the path of a project's file or folder, given relative to the repository.
 pub fn project(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").join(path)
 }
 
-/// What `helm` prints for these words. `home` is where it may keep what it likes.
+/// Returns the output of `helm` with these arguments. `home` is a folder for its own files.
 ///
 /// # Errors
-/// It failed; what it said is in the text.
+/// When it fails; the error has its error output.
 pub fn helm(home: &Path, words: &[&str]) -> Result<String> {
     run(home, None, words)
 }
 
-/// What `kubectl` prints for these words, without a cluster.
+/// Returns the output of `kubectl` with these arguments, without a cluster.
 ///
 /// # Errors
 /// As [`helm`].
@@ -36,7 +36,7 @@ pub fn kubectl(words: &[&str]) -> Result<String> {
 }
 
 impl Cluster {
-    /// What `helm` prints for these words, as a user who may do everything.
+    /// Returns the output of `helm` with these arguments, run with all rights.
     ///
     /// # Errors
     /// As [`helm`].
@@ -44,7 +44,8 @@ impl Cluster {
         run(self.folder(), Some(&self.folder().join("admin.kubeconfig")), words)
     }
 
-    /// The chart, as a user installs it, in this namespace, which is made. Custom resources are there when it returns.
+    /// Installs the chart like a user into this namespace, which it makes. Returns when the custom resources are
+    /// established.
     ///
     /// # Errors
     /// As [`helm`].
@@ -56,10 +57,10 @@ impl Cluster {
         Ok(())
     }
 
-    /// A kubeconfig's file for a service account; bound to this pod, as a kubelet gives it its token.
+    /// Writes a kubeconfig file for a service account. With a pod, the token is bound to it like a kubelet's.
     ///
     /// # Errors
-    /// The API server gives no token.
+    /// When the API server issues no token.
     pub async fn kubeconfig_of(&self, namespace: &str, account: &str, pod: Option<&str>) -> Result<PathBuf> {
         let mut bound = None;
         if let Some(pod) = pod {
@@ -81,17 +82,17 @@ fn run(home: &Path, kubeconfig: Option<&Path>, words: &[&str]) -> Result<String>
     let done = command.output()?;
     if !done.status.success() {
         let said = String::from_utf8_lossy(&done.stderr);
-        // It tells of every link in the chart.
+        // helm prints a line for every link in the chart.
         let said: Vec<&str> = said.lines().filter(|line| !line.contains("found symbolic link")).collect();
         bail!("helm {}: {}{}", words.join(" "), said.join("\n"), String::from_utf8_lossy(&done.stdout));
     }
     Ok(String::from_utf8_lossy(&done.stdout).into_owned())
 }
 
-/// One object of each document, the empty ones left out.
+/// Parses one object of each document, and leaves empty documents out.
 ///
 /// # Errors
-/// It is not YAML.
+/// When the text is not YAML.
 pub fn objects(yaml: &str) -> Result<Vec<Value>> {
     use serde::Deserialize;
     let all = serde_yaml::Deserializer::from_str(yaml).map(|document| Ok(Value::deserialize(document)?));
@@ -99,10 +100,10 @@ pub fn objects(yaml: &str) -> Result<Vec<Value>> {
     Ok(all?.into_iter().filter(|object| !object.is_null()).collect())
 }
 
-/// The one of this kind and name.
+/// Returns the object of this kind and name.
 ///
 /// # Errors
-/// There is none.
+/// When there is none.
 pub fn object<'a>(all: &'a [Value], kind: &str, name: &str) -> Result<&'a Value> {
     let is = |object: &&Value| object["kind"] == kind && object["metadata"]["name"] == name;
     match all.iter().find(is) {

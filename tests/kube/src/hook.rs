@@ -1,5 +1,5 @@
-//! Somebody else's mutating webhook, and what registers one: for reinvocation, and as the measure of ours (it does
-//! nothing, over the same libraries).
+//! Runs a foreign mutating webhook and registers webhooks. Tests use it for reinvocation, and, because it does nothing
+//! over the same libraries, as the measure of Peerpod's webhook.
 
 use std::{
     convert::Infallible,
@@ -29,29 +29,29 @@ pub(crate) fn pem(label: &str, der: &[u8]) -> String {
     format!("-----BEGIN {label}-----\n{}\n-----END {label}-----\n", lines.join("\n"))
 }
 
-/// A CA that makes servers' certificates for 127.0.0.1.
+/// CA that issues server certificates for 127.0.0.1.
 pub struct Authority(CertifiedIssuer<'static, KeyPair>);
 
 impl Authority {
-    /// A new one.
+    /// Makes a new CA.
     ///
     /// # Errors
-    /// No randomness.
+    /// When there is no randomness.
     pub fn new() -> Result<Authority> {
         let mut params = CertificateParams::default();
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
         Ok(Authority(CertifiedIssuer::self_signed(params, KeyPair::generate()?)?))
     }
 
-    /// Its own certificate, PEM.
+    /// Returns its own certificate, PEM.
     pub fn pem(&self) -> String {
         pem("CERTIFICATE", self.0.der())
     }
 
-    /// A certificate and its key, both PEM.
+    /// Issues a certificate and returns it with its key, both PEM.
     ///
     /// # Errors
-    /// No randomness.
+    /// When there is no randomness.
     pub fn issue(&self) -> Result<(String, String)> {
         let key = KeyPair::generate()?;
         let certificate = CertificateParams::new(["127.0.0.1".to_owned()])?.signed_by(&key, &self.0)?;
@@ -59,7 +59,8 @@ impl Authority {
     }
 }
 
-/// A MutatingWebhookConfiguration of one webhook at `https://<address><path>`; `more` are the webhook's other fields.
+/// Returns a MutatingWebhookConfiguration of one webhook at `https://<address><path>`; `more` has the webhook's other
+/// fields.
 pub fn registration(name: &str, address: SocketAddr, path: &str, ca: &str, more: Value) -> Value {
     let mut webhook = json!({
         "name": name,
@@ -83,10 +84,10 @@ pub struct Hook {
 }
 
 impl Hook {
-    /// One that answers each object with this JSON patch, or with none.
+    /// Starts a webhook that answers each object with the JSON patch that `patch` returns, or with none.
     ///
     /// # Errors
-    /// No port, no randomness.
+    /// When there is no port or no randomness.
     pub async fn start(patch: impl Fn(&Value) -> Option<Value> + Send + Sync + 'static) -> Result<Hook> {
         let authority = Authority::new()?;
         let (certificate, key) = authority.issue()?;
@@ -102,12 +103,12 @@ impl Hook {
         Ok(Hook { address, authority, calls, task })
     }
 
-    /// How often it was asked.
+    /// Returns the number of its calls.
     pub fn calls(&self) -> usize {
         self.calls.load(Ordering::Relaxed)
     }
 
-    /// Its [`registration`].
+    /// Returns its [`registration`].
     pub fn registration(&self, name: &str, more: Value) -> Value {
         registration(name, self.address, "/", &self.authority.pem(), more)
     }
@@ -131,7 +132,7 @@ async fn serve(listener: TcpListener, tls: TlsAcceptor, patch: Arc<Patching>, ca
                 async move { Ok::<_, Infallible>(answer(request, &*patch).await) }
             });
             let Ok(stream) = tls.accept(stream).await else { return };
-            // Ends with the peer's connection, in whatever way.
+            // The result does not matter: the peer may close the connection at any time.
             drop(
                 hyper::server::conn::http1::Builder::new()
                     .serve_connection(TokioIo::new(stream), service)

@@ -1,8 +1,8 @@
-//! A real Kubernetes API server with etcd, one per [`Cluster`], for tests.
+//! Runs a real Kubernetes API server with etcd for tests, one per [`Cluster`].
 //!
-//! No kubelet runs and no scheduler: a test plays them. With [`Options::controllers`] the controller manager runs, too, for
-//! what it alone does (garbage collection by owner, DaemonSets, namespaces). Helm is there, too. Everything dies with the cluster, and with
-//! the process. The programs are made by `tests/kube/build`; etcd is Debian's.
+//! No kubelet and no scheduler run: a test plays them. With [`Options::controllers`] the controller manager runs for
+//! its own tasks (garbage collection by owner, DaemonSets, namespaces). Helm is available, too. Everything ends with
+//! the cluster, and with the process. `tests/kube/build` builds the programs; etcd is Debian's.
 
 mod access;
 mod cluster;
@@ -18,10 +18,10 @@ pub use process::{Process, program};
 
 use std::time::{Duration, Instant};
 
-/// Waits until `look` sees something.
+/// Waits until `look` returns a value.
 ///
 /// # Errors
-/// It did not within `limit`; `what` is named.
+/// When it returns none within `limit`; the error contains the description in the first argument.
 pub async fn wait_for<T>(
     what: &str,
     limit: Duration,

@@ -1,4 +1,4 @@
-//! The servers as processes: found, started so that they die with us, and their last words.
+//! Finds the servers' programs, starts them so that they end with the test's process, and reads the end of their logs.
 
 use std::{
     ffi::OsStr,
@@ -20,18 +20,18 @@ pub struct Process {
 }
 
 impl Process {
-    /// Starts one; what it says goes to `<name>.log` in this folder, where it runs.
+    /// Starts a process in this folder; its output goes to `<name>.log` there.
     ///
     /// # Errors
-    /// There is no such program.
+    /// When the program does not exist.
     pub fn start(name: &str, program: &Path, arguments: &[String], folder: &Path) -> Result<Process> {
         Process::start_as(name, program, arguments, folder, false)
     }
 
-    /// The same as the first process of a PID namespace, in a container of the chart.
+    /// Starts it as the first process of a PID namespace, in a container of the chart.
     ///
     /// # Errors
-    /// There is no such program.
+    /// When the program does not exist.
     pub fn start_in(
         container: &Container,
         name: &str,
@@ -54,17 +54,17 @@ impl Process {
         let out = File::create(&log).with_context(|| format!("make {}", log.display()))?;
         let mut command = Command::new("setpriv");
         command.args(["--pdeathsig", "KILL"]).arg(program).args(arguments).current_dir(folder);
-        // Not a setting of ours that a daemon of ours would know.
+        // The daemons read variables of this prefix as settings, and this one is none.
         command.env_remove("PEERPOD_BENCH");
         command.stdin(Stdio::null()).stdout(out.try_clone()?).stderr(out);
         let child = spawn(command, own_pids).with_context(|| format!("start {name}"))?;
         Ok(Process { name: name.to_owned(), child, log })
     }
 
-    /// Says why, if it has ended.
+    /// Checks that it still runs.
     ///
     /// # Errors
-    /// It has; its last words are in the text.
+    /// When it has ended; the error has the end of its log.
     pub fn check(&mut self) -> Result<()> {
         match self.child.try_wait()? {
             None => Ok(()),
@@ -72,22 +72,22 @@ impl Process {
         }
     }
 
-    /// What it was started as.
+    /// Returns the name that it was started with.
     pub(crate) fn name(&self) -> &str {
         &self.name
     }
 
-    /// Sends it a signal, by its name.
+    /// Sends it a signal, by name.
     ///
     /// # Errors
-    /// It is gone.
+    /// When it has ended.
     pub fn signal(&self, signal: &str) -> Result<()> {
         let sent = Command::new("kill").args(["-s", signal, &self.child.id().to_string()]).status()?;
         anyhow::ensure!(sent.success(), "kill -s {signal} {}: {sent}", self.name);
         Ok(())
     }
 
-    /// What it has said until now.
+    /// Returns its output so far.
     pub fn said(&self) -> String {
         std::fs::read_to_string(&self.log).unwrap_or_default()
     }
@@ -101,13 +101,14 @@ impl Process {
 
 impl Drop for Process {
     fn drop(&mut self) {
-        // Both fail only for a process that is gone.
+        // Both calls fail only if the process has ended.
         drop(self.child.kill());
         drop(self.child.wait());
     }
 }
 
-/// Starts it from a thread that lives as long as this process: the kernel's "when the parent dies" means the thread.
+/// Starts a process from a thread that lives as long as this process: the kernel sends the parent-death signal when the
+/// thread ends.
 fn spawn(command: Command, own_pids: bool) -> Result<Child> {
     static SPAWNER: LazyLock<Result<Spawner>> = LazyLock::new(|| Spawner::start(None));
     match &*SPAWNER {
@@ -116,25 +117,25 @@ fn spawn(command: Command, own_pids: bool) -> Result<Child> {
     }
 }
 
-/// A port that was free a moment ago.
+/// Returns a port that was free a moment ago.
 pub(crate) fn free_port() -> Result<u16> {
     Ok(TcpListener::bind("127.0.0.1:0")?.local_addr()?.port())
 }
 
-/// Where `tests/kube/build` puts its program.
+/// Returns the program that `tests/kube/build` builds.
 pub(crate) fn servers() -> Result<PathBuf> {
     beside_us("kube/kube-server").context("build it first (`tests/kube/build`, or `make test-kube`)")
 }
 
-/// A program of ours, as the build of the tests has made it.
+/// Returns one of Peerpod's programs from the tests' build.
 ///
 /// # Errors
-/// It is not there.
+/// When it does not exist.
 pub fn program(name: &str) -> Result<PathBuf> {
     beside_us(name).context("build it first (`make test-kube` does)")
 }
 
-/// In the folder of the test's program, or in one above.
+/// Finds a file in the folder of the test's program, or in one above.
 fn beside_us(name: &str) -> Result<PathBuf> {
     let us = std::env::current_exe()?;
     let found = us.ancestors().skip(1).take(4).map(|folder| folder.join(name)).find(|path| path.is_file());

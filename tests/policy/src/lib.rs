@@ -1,5 +1,5 @@
-//! A kata-agent's policy, asked as the agent asks it: by the engine that is in the agent, with the request in the form in
-//! which the agent hands it over, which is that of its own types.
+//! Evaluates a kata-agent's policy like the agent: with the agent's engine, and with the request in the JSON form of
+//! the agent's own types.
 
 use anyhow::Context;
 use protobuf::{
@@ -8,10 +8,10 @@ use protobuf::{
 };
 use serde_json::Value;
 
-/// What `data.agent_policy.RULE` says to a request. `policy` is one text in Rego.
+/// Returns the value of `data.agent_policy.RULE` for a request. `policy` is one text in Rego.
 ///
 /// # Errors
-/// The text is no Rego, or the rule has no value; both are a refusal to an agent.
+/// When the text is not valid Rego, or the rule has no value; an agent treats both as a refusal.
 pub fn allows(policy: &str, rule: &str, request: &dyn MessageDyn) -> anyhow::Result<bool> {
     let mut engine = regorus::Engine::new();
     engine.add_policy("policy.rego".to_owned(), policy.to_owned()).context("read the policy")?;
@@ -20,7 +20,7 @@ pub fn allows(policy: &str, rule: &str, request: &dyn MessageDyn) -> anyhow::Res
     engine.eval_bool_query(query.clone(), false).with_context(|| format!("ask for {query}"))
 }
 
-/// A message as the agent's types are written as JSON: every field by its name in Rust, those that have no value too.
+/// Encodes a message as the agent's types encode to JSON: every field by its name in Rust, unset ones too.
 pub fn json(message: &dyn MessageDyn) -> Value {
     let descriptor = message.descriptor_dyn();
     let fields = descriptor.fields().map(|field| {
@@ -37,7 +37,7 @@ pub fn json(message: &dyn MessageDyn) -> Value {
                 _ => value(field.get_singular_field_or_default(message)),
             },
         };
-        // A keyword of Rust's.
+        // `type` is a keyword of Rust.
         let name = if field.name() == "type" { "type_" } else { field.name() };
         (name.to_owned(), written)
     });

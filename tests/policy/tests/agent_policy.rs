@@ -1,5 +1,6 @@
-//! The published rules (`podvm/guest/policy/peerpod.rego`) against what a kata-agent gets: the recorded requests of a real
-//! shim after `peerpod-guest`'s changes, and what a hostile node would like it to get instead.
+//! Tests the published rules (`podvm/guest/policy/peerpod.rego`) against the requests that reach a kata-agent. These
+//! are a real shim's recorded requests after `peerpod-guest`'s changes, and requests that a hostile node would send
+//! instead.
 
 #![allow(clippy::unwrap_used)] // test code outside of test functions
 
@@ -28,10 +29,10 @@ const CONTAINER: &str = "CreateContainerRequest";
 const SANDBOX: &str = "CreateSandboxRequest";
 const PODNS: &str = "/run/netns/podns";
 const RECORDINGS: [&str; 3] = ["rust-cri-pod.jsonl", "rust-volume.jsonl", "rust-ctr-run.jsonl"];
-/// A volume's identifier, and its mark on a container until the guest fills it in.
+/// Identifier of a volume, and its mark on a container until the guest fills it in.
 const VOLUME: &str = "0a0a0a0a0a0a0a0a0a0a0a0a0a0a0a0a";
 const OURS: &str = "peerpod-volume";
-/// What the rules' users write, and no more.
+/// The users' whole policy besides the rules.
 const USE: &str = "
 default CreateContainerRequest := false
 CreateContainerRequest if peerpod_container(input)
@@ -46,11 +47,11 @@ fn published() -> String {
 }
 
 fn is_allowed(rules: &str, rule: &str, request: &dyn MessageDyn) -> bool {
-    // An agent refuses what its policy has no word on.
+    // An agent refuses a request that its policy does not mention.
     allows(&format!("{rules}{USE}"), rule, request).unwrap_or(false)
 }
 
-/// A guest in a VM with GPUs whose volumes are ready.
+/// A guest in a VM with GPUs, with these volumes ready.
 struct Guest(Ready);
 
 impl Notice for Guest {
@@ -68,7 +69,7 @@ impl Notice for Guest {
     fn sandbox_ends(&self) {}
 }
 
-/// A request on its way through the guest: what the agent gets.
+/// Passes a request through the guest; returns the request that the agent gets.
 fn through(request: &Request, ready: Ready) -> Request {
     let payload = request.write_to_bytes().unwrap();
     let head = Header { length: u32::try_from(payload.len()).unwrap(), stream: 1, kind: REQUEST, flags: 0 };
@@ -81,7 +82,7 @@ fn through(request: &Request, ready: Ready) -> Request {
     Request::parse_from_bytes(&to_agent[HEADER_LEN..]).unwrap()
 }
 
-/// A recording's requests of one method, as the shim sent them.
+/// Returns a recording's requests of one method, as the shim sent them.
 fn recorded(file: &str, method: &str) -> Vec<Request> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../transcripts").join(file);
     let text = std::fs::read_to_string(path).unwrap();
@@ -95,7 +96,7 @@ fn recorded(file: &str, method: &str) -> Vec<Request> {
         .collect()
 }
 
-/// The recorded container that is not the pod's own.
+/// Returns the recorded container that is not the pod's own.
 fn shims_container() -> CreateContainerRequest {
     let request = recorded("rust-volume.jsonl", "CreateContainer").pop().unwrap();
     CreateContainerRequest::parse_from_bytes(&request.payload).unwrap()
@@ -107,7 +108,7 @@ fn container_through(container: &CreateContainerRequest, ready: Ready) -> Create
     CreateContainerRequest::parse_from_bytes(&through(&request, ready).payload).unwrap()
 }
 
-/// The container with a volume at the place that it was recorded with, marked as the relay marks it, and on a disk.
+/// Returns the container with a volume at its recorded place, marked as the relay marks it, and on a disk.
 fn with_volume(ready: Ready) -> CreateContainerRequest {
     let mut container = shims_container();
     let mount_point = format!("/run/peerpod/volumes/{VOLUME}");
@@ -127,7 +128,7 @@ fn disk() -> Ready {
     Ready { driver: "blk".into(), source: "/dev/vdb".into(), fstype: "ext4".into(), ..Ready::default() }
 }
 
-/// Requests as they arrive: of the recordings, with each kind of volume, with GPUs.
+/// Returns requests as the agent gets them: of the recordings, with each kind of volume, with GPUs.
 fn containers() -> Vec<(String, CreateContainerRequest)> {
     let mut all = Vec::new();
     for file in RECORDINGS {
@@ -217,7 +218,7 @@ fn what_a_shim_sent_is_denied_as_long_as_the_guest_has_not_changed_it() {
     assert!(!is_allowed(&rules, SANDBOX, &sandbox), "with dns");
 }
 
-/// The rules of the file with their names; one rule of several of the same name by itself.
+/// Returns the file's rules with their names; several rules of one name are separate entries.
 fn rules(text: &str) -> Vec<(&str, &str)> {
     let name = |paragraph: &str| {
         let head = paragraph.lines().find(|line| !line.starts_with('#'))?;
@@ -241,7 +242,7 @@ fn without_any_one_of_the_rules_something_of_ours_is_denied() {
     for (name, rule) in &rules {
         let mut less = text.replace(rule, "");
         if *name == "peerpod_bind" {
-            // A shim says it twice, by type and by option.
+            // A shim marks a bind mount twice, by type and by option.
             for (_, other) in rules.iter().filter(|(other, _)| other == name) {
                 less = less.replace(other, "");
             }
@@ -273,7 +274,7 @@ fn storage(driver: &str, source: &str, mount_point: &str) -> Storage {
     }
 }
 
-/// Something that a storage's options or kind make of the VM's own folders.
+/// Returns a storage with options or a kind that would expose the VM's own folders.
 fn disguised(driver: &str, source: &str, fstype: &str, option: &str) -> Storage {
     let mount_point = match driver {
         "ephemeral" | "local" => "/run/kata-containers/shared/containers/x".to_owned(),
@@ -285,7 +286,7 @@ fn disguised(driver: &str, source: &str, fstype: &str, option: &str) -> Storage 
 
 type Change = Box<dyn Fn(&mut CreateContainerRequest)>;
 
-/// What must not be in a container's request.
+/// Returns changes that a container's request must not contain.
 fn foreign() -> Vec<(String, Change)> {
     let mut all: Vec<(String, Change)> = Vec::new();
     for path in ["/proc/1/ns/net", "", "/run/netns/other"] {
@@ -350,7 +351,7 @@ fn foreign() -> Vec<(String, Change)> {
         disguised("virtio-fs", "/etc", "nfs4", "bind"),
         disguised("virtio-fs", "/etc", "nfs4", "remount"),
         disguised("virtio-fs", "/etc", "bind", "bind"),
-        // Another volume's.
+        // The share of another volume.
         disguised("virtio-fs", &format!("/run/peerpod/shares/{VOLUME}"), "bind", "bind"),
         disguised("virtio-fs", &format!("/run/peerpod/shares/{VOLUME}b"), "bind", "rbind"),
     ];
@@ -389,7 +390,7 @@ fn what_is_not_ours_is_denied() {
         change(&mut container);
         assert!(!is_allowed(&rules, CONTAINER, &container), "{name} is allowed");
     }
-    // Its volume is no volume when nothing is mounted there.
+    // Without a mount, the path of a volume is not a volume.
     let mut bare = ours;
     bare.storages.retain(|storage| storage.driver != "blk");
     assert!(!is_allowed(&rules, CONTAINER, &bare), "a mount of a volume that is not mounted is allowed");

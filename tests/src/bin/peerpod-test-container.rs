@@ -4,10 +4,12 @@
 //! peerpod-test-container CONTAINER [--volume NAME=PATH]... [--extra PATH]... -- PROGRAM [ARGUMENT]...
 //! ```
 //!
-//! The rendered chart names user, capabilities, system call filter, root file system and volumes of the container. A volume
-//! is mounted at PATH, where the test has it, as the container's volume mount NAME says: read-only or not, with the node's
-//! later mounts or not. An extra volume is one that an operator adds, such as a provider's files. The root holds the machine's programs and libraries, read-only, and nothing else of the machine.
-//! The caller gives the process its own PID namespace and the network namespace. The program keeps this process's number.
+//! The rendered chart names user, capabilities, system call filter, root file system and volumes of the container. A
+//! volume is mounted at PATH, the test's own path, with the options of the container's volume mount NAME: read-only or
+//! not, with the node's later mounts or not. An extra volume is one that an operator adds, such as a provider's files.
+//! The root holds the machine's programs and libraries, read-only, and nothing else of the machine.
+//!
+//! The caller provides a new PID namespace and the network namespace. The program keeps this process's pid.
 
 use std::{
     collections::BTreeMap,
@@ -34,9 +36,9 @@ use seccompiler::{
 };
 use serde::Deserialize;
 
-/// The rendered chart, with a container for each daemon, and the component for CSI drivers.
+/// The rendered chart, which has a container for each daemon, and the component for CSI drivers.
 const MANIFESTS: [&str; 2] = ["../deploy/kustomize/base/peerpod.yaml", "../deploy/csi/node.yaml"];
-/// The chart has this volume with `tunnel.kind` other than `vxlan`, so it is not in what is rendered with the defaults.
+/// Volume that the chart has only if `tunnel.kind` is not `vxlan`; the rendered defaults lack it.
 const TUN: &str = "tun";
 const TEMPLATE: &str = "../deploy/chart/templates/_daemonsets.tpl";
 static TUN_MOUNT: LazyLock<VolumeMount> = LazyLock::new(|| VolumeMount {
@@ -48,10 +50,11 @@ static TUN_MOUNT: LazyLock<VolumeMount> = LazyLock::new(|| VolumeMount {
 });
 /// Device files of every container (OCI runtime specification, "Default Devices").
 const DEVICES: [&str; 6] = ["null", "zero", "full", "random", "urandom", "tty"];
-/// Folders of the machine that stand for the image: a test's programs are linked with the machine's C library.
+/// Folders of the machine that replace the image: a test's programs are linked with the machine's C library.
 const IMAGE: [&str; 2] = ["/usr", "/etc"];
 
-/// A pod's specification, as far as it says what a container may do. An unknown field is an error: it may be a right.
+/// A pod's specification, as far as it concerns the rights of its containers. An unknown field of a security context,
+/// its capabilities or a volume mount is an error: it may be a right.
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct Pod {
@@ -74,7 +77,7 @@ struct Container {
     volume_mounts: Vec<VolumeMount>,
 }
 
-/// The security context of a pod or of a container, which wins.
+/// Security context of a pod or of a container; the container's context takes precedence.
 #[derive(Clone, Default, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 struct SecurityContext {
@@ -175,7 +178,7 @@ fn main() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The container of this name in the manifests, and its pod.
+/// Finds a container in the manifests by name, and returns it with its pod.
 fn find(name: &str) -> anyhow::Result<(Pod, Container)> {
     for manifest in MANIFESTS {
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(manifest);
@@ -219,7 +222,8 @@ fn file_system(kind: &str, to: &Path, flags: MsFlags, data: &str) -> anyhow::Res
         .with_context(|| format!("mount {kind} at {}", to.display()))
 }
 
-/// A root with the image, the pseudo file systems as a container runtime mounts them, and the container's volumes.
+/// Makes a root with the image, the pseudo file systems as a container runtime mounts them, and the container's
+/// volumes.
 fn root(
     container: &Container,
     volumes: &BTreeMap<String, PathBuf>,
@@ -228,7 +232,7 @@ fn root(
 ) -> anyhow::Result<()> {
     let none = None::<&str>;
     let privileged = container.security_context.privileged;
-    // Nothing that is mounted below the new root reaches the machine. Volumes keep their peers until they are mounted.
+    // No mount below the new root propagates to the machine. Volumes keep their peers until they are mounted.
     mount(none, "/", none, MsFlags::MS_PRIVATE, none)?;
     let new = Path::new("/mnt");
     file_system("tmpfs", new, MsFlags::empty(), "mode=0755")?;
@@ -253,7 +257,7 @@ fn root(
     } else {
         for read_only in ["proc/sys", "proc/sysrq-trigger", "proc/irq", "proc/bus"].map(|part| new.join(part))
         {
-            // A kernel may be built without one.
+            // The kernel may be built without this file.
             if read_only.exists() {
                 bind(&read_only, &read_only, true)?;
             }
@@ -287,7 +291,7 @@ fn root(
     let old = fs::File::open("/")?;
     chdir(new)?;
     pivot_root(".", ".")?;
-    // Without peers, so that what is unmounted here stays mounted on the machine.
+    // Without peers, so that the machine keeps the mounts that are unmounted here.
     fchdir(&old)?;
     mount(none, ".", none, MsFlags::MS_REC | MsFlags::MS_SLAVE, none)?;
     umount2(".", MntFlags::MNT_DETACH)?;
@@ -298,7 +302,8 @@ fn root(
     Ok(())
 }
 
-/// The container's mounts with their places; those inside of others come later. A volume that the test has not is left out.
+/// Returns the container's mounts with their paths, outer mounts before inner ones. Leaves out volumes that the test
+/// does not provide.
 fn volumes_of<'a>(
     container: &'a Container,
     volumes: &'a BTreeMap<String, PathBuf>,
@@ -327,7 +332,7 @@ fn volumes_of<'a>(
     Ok(placed)
 }
 
-/// What is left after `drop` and `add`, of what a container runtime gives by default.
+/// Returns the capabilities that remain of a container runtime's defaults after `drop` and `add`.
 fn capabilities(wanted: &Capabilities) -> anyhow::Result<CapabilitySet> {
     ensure!(wanted.drop == ["ALL"], "the container drops {:?}, not ALL", wanted.drop);
     let mut kept = CapabilitySet::empty();
@@ -339,10 +344,10 @@ fn capabilities(wanted: &Capabilities) -> anyhow::Result<CapabilitySet> {
 }
 
 fn drop_capabilities(kept: CapabilitySet) -> anyhow::Result<()> {
-    // What remains in the bounding set is what root gets by starting a program.
+    // A process of root gets the capabilities of the bounding set when it starts a program.
     for capability in (CapabilitySet::all() - kept).iter() {
         match remove_capability_from_bounding_set(capability) {
-            // A capability that this kernel does not have yet.
+            // The kernel does not have this capability yet.
             Err(rustix::io::Errno::INVAL) | Ok(()) => {}
             Err(error) => return Err(error).with_context(|| format!("drop {capability:?}")),
         }
@@ -352,8 +357,8 @@ fn drop_capabilities(kept: CapabilitySet) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// System calls that the default profile of containerd and CRI-O refuses every container, as far as this kernel has them
-/// (containerd, contrib/seccomp/seccomp_default.go).
+/// System calls that the default profile of containerd and CRI-O denies to every container, as far as the kernel has
+/// them (containerd, contrib/seccomp/seccomp_default.go).
 const NEVER: [libc::c_long; 18] = [
     libc::SYS_add_key,
     libc::SYS_keyctl,
@@ -375,7 +380,7 @@ const NEVER: [libc::c_long; 18] = [
     libc::SYS_vmsplice,
 ];
 
-/// Those that it permits with a capability.
+/// Returns the system calls that the default profile permits with a capability.
 fn with_capability() -> Vec<(CapabilitySet, Vec<libc::c_long>)> {
     let admin = vec![
         libc::SYS_bpf,
@@ -413,7 +418,7 @@ fn with_capability() -> Vec<(CapabilitySet, Vec<libc::c_long>)> {
     ]
 }
 
-/// `clone` flags that make namespaces (`linux/sched.h`): mount, cgroup, uts, ipc, user, pid, net.
+/// `clone` flags that create namespaces (`linux/sched.h`): mount, cgroup, uts, ipc, user, pid, net.
 const NEW_NAMESPACES: u64 = 0x7e02_0000;
 
 fn filter_calls(kept: CapabilitySet) -> anyhow::Result<()> {

@@ -1,6 +1,8 @@
-//! The local provider as a program of its own, for the tests of `provider.kind: external`: `peerpod-test-plugin
-//! --paths.state-dir DIR [--provider.local.key VALUE]...` serves it where `PEERPOD_PROVIDER_SOCKET` says. With `--socket PATH`
-//! before the rest it serves there, until it is killed, for a node that does not start it.
+//! Serves the local provider as a separate program, for the tests of `provider.kind: external`.
+//!
+//! `peerpod-test-plugin --paths.state-dir DIR [--provider.local.key VALUE]...` serves on the socket that
+//! `PEERPOD_PROVIDER_SOCKET` names. With `--socket PATH` as the first argument it serves on PATH until it is killed,
+//! for a node that does not start it.
 
 use std::{path::PathBuf, sync::Arc};
 

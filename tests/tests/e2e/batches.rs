@@ -1,4 +1,4 @@
-//! Pods that come together get their VMs by few calls, and each its own, whenever the node dies.
+//! Tests batches: pods that start together get their VMs by few calls, and each its own VM, whenever the node dies.
 
 use std::{
     collections::BTreeSet,
@@ -20,12 +20,12 @@ fn drill(max_batch: u32, takes: &str) -> Settings {
         .set("provider.drill.max-batch", max_batch)
         .set("provider.drill.takes", takes)
         .set("node.relay-addresses", vec!["192.0.2.1:15151"])
-        // Nobody plays the guests: none of them ever gets ready.
+        // No guest ever connects, so none gets ready.
         .set("node.boot-timeout", "10m")
         .set("node.ticket-ttl", "30m")
 }
 
-/// Files in the drill's folder that are called so.
+/// Returns the files with this extension in the fake provider's folder.
 fn drilled(daemons: &Daemons, extension: &str) -> Vec<PathBuf> {
     let entries = std::fs::read_dir(daemons.state_dir().join("drill")).unwrap();
     let paths = entries.filter_map(|entry| Some(entry.ok()?.path()));
@@ -34,7 +34,7 @@ fn drilled(daemons: &Daemons, extension: &str) -> Vec<PathBuf> {
 
 type Call = tokio::task::JoinHandle<Result<PathBuf, peerpod_client::Error>>;
 
-/// CreateVM of all of them at once, each on a connection of its own, as shims do it.
+/// Calls CreateVM for all pods at once, each on a separate connection, as shims do.
 fn create_all(daemons: &Daemons, ids: &[String], pods: &[Pod]) -> Vec<Call> {
     let create = |(id, pod): (&String, &Pod)| {
         let (id, socket, netns) = (id.clone(), daemons.hypervisor_socket(), pod.namespace().path());
@@ -53,7 +53,7 @@ async fn answered(calls: Vec<Call>, daemons: &Daemons) {
     }
 }
 
-/// The VM of each, once each has one.
+/// Returns the VM of each sandbox, once each has one.
 async fn vms(daemons: &Daemons, ids: &[String]) -> BTreeSet<String> {
     let shim = daemons.shim().await.unwrap();
     let mut vms = BTreeSet::new();
@@ -134,7 +134,7 @@ async fn a_node_killed_in_the_middle_of_a_burst_makes_exactly_one_vm_for_each() 
     daemons.terminate_node().unwrap();
 }
 
-/// A sandbox in this pod, with a container.
+/// Boots a sandbox in this pod, with a container.
 async fn boot(daemons: &Daemons, pod: Pod) -> Sandbox {
     let (id, shim) = (fresh_id("batched"), daemons.shim().await.unwrap());
     let created = shim.create_vm(&id, Annotations::new("default", &id), &pod.namespace().path()).await;

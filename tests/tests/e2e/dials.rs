@@ -1,4 +1,5 @@
-//! The node dials (`node.link-dial: node`): no VM may open a connection to the node, and everything works all the same.
+//! Tests `node.link-dial: node`, where the node dials: no VM may open a connection to the node, and everything still
+//! works.
 
 use super::guest_common;
 use std::{
@@ -23,7 +24,7 @@ use rustls_pki_types::PrivateKeyDer;
 
 const PORT: u16 = 15150;
 
-/// What a VM sends to the node to open a connection is lost, and counted; what the node sends to open one is counted.
+/// Rules that drop and count every SYN of a VM to the node, and count every SYN of the node to a VM.
 const WALL: &str = "table inet wall {
     counter from_vm {}
     counter to_vm {}
@@ -48,14 +49,14 @@ async fn walled(settings: Settings) -> (World, Daemons) {
     (world, daemons)
 }
 
-/// SYNs counted so far.
+/// Returns the number of SYNs counted so far.
 fn syns(world: &World, counter: &str) -> u64 {
     let shown = world.node().shell(&format!("nft list counter inet wall {counter}"), &[]).unwrap();
     let mut words = shown.split_whitespace().skip_while(|word| *word != "packets");
     words.nth(1).unwrap().parse().unwrap()
 }
 
-/// Cuts the links as a network does that has forgotten them: the relay's end is reset, the guest hears nothing.
+/// Cuts the links like a network that has lost their state: the relay's end is reset, and the guest receives nothing.
 async fn cut(world: &World, daemons: &Daemons) {
     let before = reconnects(daemons);
     world.node().shell("nft add rule inet wall cut tcp dport 15150 reject with tcp reset", &[]).unwrap();
@@ -82,7 +83,7 @@ async fn linked(daemons: &Daemons, guests: f64) {
     .unwrap_or_else(|error| panic!("{error}\n{}", daemons.log_tails()));
 }
 
-/// Execs whose output must be complete and in order, one after another until told to end; how many there were.
+/// Runs execs one after another until `ending` is set. Each output must be complete and in order. Returns their number.
 async fn stream_execs(agent: AgentClient, name: String, ending: Arc<AtomicBool>) -> u32 {
     const NUMBERS: usize = 20_000;
     let expected: String = (1..=NUMBERS).map(|number| format!("{number}\n")).collect();
@@ -108,7 +109,7 @@ async fn a_pod_comes_and_goes_where_no_vm_may_dial_the_node() {
     one.stop(&daemons).await.unwrap();
     two.lives().await.unwrap();
     two.stop(&daemons).await.unwrap();
-    // Nobody is dialled who is not wanted any more.
+    // The relay stops dialling a stopped sandbox.
     let before = syns(&world, "to_vm");
     tokio::time::sleep(Duration::from_secs(1)).await;
     assert_eq!(syns(&world, "to_vm"), before);
@@ -125,7 +126,7 @@ async fn execs_do_not_notice_that_links_are_cut_and_the_node_killed_and_a_relay_
     for round in 0..10 {
         daemons.kill_node().unwrap();
         if round % 2 == 0 {
-            // Without a node, too.
+            // Also without a node.
             cut(&world, &daemons).await;
             daemons.start_node().unwrap();
         } else {
@@ -142,7 +143,7 @@ async fn execs_do_not_notice_that_links_are_cut_and_the_node_killed_and_a_relay_
     assert_eq!(relay_says(&daemons, "peerpod_relay_sessions_lost_total"), 0.0);
     sandbox.lives().await.unwrap();
 
-    // What it dials is in the relay's own record.
+    // The relay's own record contains the address that it dials.
     daemons.kill_node().unwrap();
     daemons.kill_relay().unwrap();
     daemons.start_relay().unwrap();
@@ -177,8 +178,8 @@ async fn a_guest_that_waits_believes_the_node_s_next_ca_and_not_the_last_one() {
     sandbox.stop(&daemons).await.unwrap();
 }
 
-/// Connects to the guest's port again and again from the node's own address, says nothing, and keeps the last hundreds
-/// open.
+/// Connects to the guest's port again and again from the node's own address, sends nothing, and keeps the last 300
+/// connections open.
 fn strangers(world: &World, to: SocketAddr, ending: &Arc<AtomicBool>) -> (Arc<AtomicU32>, JoinHandle<()>) {
     let (node, ending, connected) = (world.node().clone(), ending.clone(), Arc::<AtomicU32>::default());
     let counted = connected.clone();
@@ -201,7 +202,7 @@ fn strangers(world: &World, to: SocketAddr, ending: &Arc<AtomicBool>) -> (Arc<At
     (connected, thread)
 }
 
-/// A relay of another node's.
+/// Connects to the guest as the relay of another node.
 async fn impostor(world: &World, to: SocketAddr) -> std::io::Result<()> {
     let ca_key = KeyPair::generate().unwrap();
     let mut params = CertificateParams::default();
@@ -222,7 +223,7 @@ async fn impostor(world: &World, to: SocketAddr) -> std::io::Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn strangers_at_the_guest_s_port_keep_nobody_out() {
-    // They are there before the guest is.
+    // The connections begin before the guest listens.
     let (world, daemons) = walled(Settings::none().set("provider.local.boot-delay", "1s")).await;
     let (id, pod, shim) = (fresh_id("crowd"), world.pod().unwrap(), daemons.shim().await.unwrap());
     let socket =
@@ -242,7 +243,7 @@ async fn strangers_at_the_guest_s_port_keep_nobody_out() {
         .await
         .unwrap();
 
-    // The crowd may push him out before the guest has looked at him.
+    // The other connections may evict this one before the guest has checked it.
     eventually("the guest says why it does not believe an impostor", PATIENCE, async || {
         let refused = impostor(&world, to).await.expect_err("another node's relay is not believed");
         refused.to_string().contains("alert").then_some(())

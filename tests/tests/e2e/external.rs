@@ -1,5 +1,5 @@
-//! A pod's way out of the cluster, with the real binaries and the local provider: by the node, or by the VM's own
-//! network (`tunnel.external`).
+//! Tests a pod's traffic out of the cluster, with the real binaries and the local provider: by the node, or by the VM's
+//! own network (`tunnel.external`).
 
 use std::{
     io::{Read, Write},
@@ -13,8 +13,8 @@ use peerpod_podnet::netns::Netns;
 use peerpod_tests::{PATIENCE, Sandbox, vm};
 use peerpod_world::{Daemons, Settings, Sight, World, eventually, ip, picture::Picture};
 
-/// A machine outside of the cluster, behind the cloud's gateway (which is the node here). It knows the way back to VMs
-/// and to pods. Gone with the world: its name begins as all the world's do.
+/// Makes a machine outside the cluster, behind the cloud's gateway (which is the node here). It has routes to VMs and
+/// to pods. It is removed with the world, because its name has the world's prefix.
 fn internet(world: &World) -> Netns {
     let name = format!("{}inet", world.prefix());
     assert!(Command::new("ip").args(["netns", "add", &name]).status().unwrap().success());
@@ -39,7 +39,7 @@ fn internet(world: &World) -> Netns {
     Netns::open(Path::new("/run/netns").join(name)).unwrap()
 }
 
-/// Tells everybody who comes which address he comes from.
+/// Starts a server that sends each client its source address.
 fn mirror(netns: &Netns, address: IpAddr) -> SocketAddr {
     let listener = netns.run(|| TcpListener::bind((address, 0)).unwrap()).unwrap();
     let bound = listener.local_addr().unwrap();
@@ -53,7 +53,7 @@ fn mirror(netns: &Netns, address: IpAddr) -> SocketAddr {
     bound
 }
 
-/// The address under which the pod's container is seen there; `None` when it does not get through.
+/// Returns the source address of the pod's container at a server; `None` if the connection fails.
 async fn seen_as(sandbox: &Sandbox, at: SocketAddr) -> Option<IpAddr> {
     let script = format!("timeout 3 bash -c 'exec 3<>/dev/tcp/{}/{} && cat <&3'", at.ip(), at.port());
     let exec = peerpod_tests::fresh_id("seen");
@@ -61,7 +61,7 @@ async fn seen_as(sandbox: &Sandbox, at: SocketAddr) -> Option<IpAddr> {
     String::from_utf8_lossy(&output.stdout).trim().parse().ok()
 }
 
-/// Which of the cloud's networks an address is of: 99 where VMs have their first card, 98 where they have the second.
+/// Returns the cloud network of an address: 99 for the VMs' first NIC, 98 for their second.
 fn network_of(address: IpAddr) -> Option<u16> {
     match address {
         IpAddr::V4(v4) => (v4.octets()[0] == 10 && v4.octets()[1] > 90).then(|| v4.octets()[1].into()),
@@ -73,7 +73,7 @@ fn network_of(address: IpAddr) -> Option<u16> {
     }
 }
 
-/// A machine on one of the cloud's networks, beside the VMs there.
+/// Makes a machine on one of the cloud's networks, beside the VMs there.
 fn beside(world: &World, bridge: &str, number: u16) -> Netns {
     let machine = world.namespace(&format!("beside{number}")).unwrap();
     let name = machine.name();
@@ -89,7 +89,7 @@ fn beside(world: &World, bridge: &str, number: u16) -> Netns {
     machine.netns().clone()
 }
 
-/// The same of a program beside the pod: in the VM itself, say.
+/// Returns the source address of a program in another namespace, for example in the VM itself.
 async fn seen_from(netns: &Netns, at: SocketAddr) -> Option<IpAddr> {
     let netns = netns.clone();
     let ask = move || {
@@ -103,7 +103,7 @@ async fn seen_from(netns: &Netns, at: SocketAddr) -> Option<IpAddr> {
     tokio::task::spawn_blocking(ask).await.unwrap()
 }
 
-/// The network namespaces of the VMs themselves, in the order of their births.
+/// Returns the VMs' own network namespaces, in the order of their creation.
 fn vms(world: &World, daemons: &Daemons) -> Vec<Netns> {
     let sight = Sight::of(world, &[], daemons).unwrap();
     let mut all: Vec<Netns> = Vec::new();
@@ -116,7 +116,7 @@ fn vms(world: &World, daemons: &Daemons) -> Vec<Netns> {
     all
 }
 
-/// The global addresses of a VM's uplink.
+/// Returns the global addresses of a VM's uplink.
 fn addresses_of(vm: &Netns) -> Vec<IpAddr> {
     let seen = Picture::of(vm, &[]).unwrap().addresses();
     seen.into_iter().filter(|(name, _)| name == "eth0").map(|(_, address)| address).collect()
@@ -138,9 +138,9 @@ async fn leaves_by_its_vm(kind: &str) {
     let daemons = Daemons::start(&world, by("vm").set("tunnel.kind", kind)).await.unwrap();
     let sandbox = Sandbox::start(&world, &daemons, "out").await.unwrap();
     let other = world.pod().unwrap();
-    // The node itself, by its addresses on the cloud's network: by the tunnel, and never by the card. They came with the
-    // first VM, whose plan was written by then: its guest is told of them when the node hears of them, and until that the
-    // wall lets nothing out to where they are.
+    // The pod reaches the node, at its addresses on the cloud's network, by the tunnel and never by the NIC. These
+    // addresses appeared with the first VM, after its plan was written. The guest receives them once the node has
+    // noticed them, and until then the egress firewall blocks them.
     for (address, pod) in [("fd99::1", sandbox.pod.v6()), ("10.99.0.1", sandbox.pod.v4())] {
         let at = mirror(world.node().netns(), address.parse().unwrap());
         let reached = eventually("the node is reached by the tunnel", PATIENCE, async || {
@@ -159,12 +159,12 @@ async fn leaves_by_its_vm(kind: &str) {
         let seen = seen_as(&sandbox, mirror(other.namespace().netns(), address)).await;
         assert_eq!(seen, Some(pod), "by the node, as ever");
     }
-    // The cloud's own services, the VM, its neighbours and its network, as every VM of this node reaches them, are not
-    // the pod's.
+    // The pod must not reach the cloud's own services, the VM, its neighbours and its network as every VM of this node
+    // does.
     let neighbour = Sandbox::start(&world, &daemons, "beside").await.unwrap();
     let vms = vms(&world, &daemons);
     let [vm, next] = &vms[..] else { panic!("{} VMs", vms.len()) };
-    // Beyond the gateway: an address of the node's own is the node's, and pods reach that as ever.
+    // Behind the gateway: an address of the node itself belongs to the node, and pods reach it as before.
     ip(
         &format!("{}inet", world.prefix()),
         "addr add 169.254.169.254/32 dev lo\naddr add fd00:ec2::254/128 dev lo nodad\n",
@@ -182,11 +182,11 @@ async fn leaves_by_its_vm(kind: &str) {
     assert_eq!(kept.len(), 6, "{kept:?}");
     for (place, address) in kept {
         let service = mirror(place, address);
-        // The cloud network's IPv4 addresses lie in what the pod's CNI routes into the cluster: by the node, as ever.
+        // The pod's CNI routes the cloud network's IPv4 addresses into the cluster: by the node, as before.
         let by_the_node = (address.is_ipv4() && network_of(address) == Some(99)).then_some(sandbox.pod.v4());
         let seen = seen_as(&sandbox, service).await;
-        // Whether a VM answers by that road differs between runs, and why is not known yet; what is promised is that
-        // nothing gets there past the wall.
+        // Whether a VM answers on that path differs between runs, for an unknown reason. The test only requires that
+        // nothing passes the egress firewall.
         let no_answer = by_the_node.is_some() && seen.is_none();
         assert!(seen == by_the_node || no_answer, "{address} saw {seen:?}, not {by_the_node:?}");
         assert!(seen_from(vm, service).await.is_some(), "the VM itself does not reach {address}");
@@ -195,7 +195,7 @@ async fn leaves_by_its_vm(kind: &str) {
     sandbox.stop(&daemons).await.unwrap();
 }
 
-/// Cluster networks that stay in the tunnel.
+/// Returns settings with the given exit, and with the cluster networks that stay in the tunnel.
 fn by(way: &str) -> Settings {
     Settings::none()
         .set("tunnel.external", way)
@@ -206,7 +206,7 @@ fn answers(from: &Netns, at: SocketAddr) -> bool {
     from.run(|| TcpStream::connect_timeout(&at, Duration::from_secs(3)).is_ok()).unwrap()
 }
 
-/// Both sides drop what comes by another card than they would answer by: a packet that took the wrong one is not hidden.
+/// Enables strict reverse-path filtering: a packet that used the wrong NIC is dropped and the test fails.
 fn strict(netns: &Netns) {
     netns.run(|| std::fs::write("/proc/sys/net/ipv4/conf/all/rp_filter", "1").unwrap()).unwrap();
 }
@@ -230,7 +230,7 @@ async fn a_pod_leaves_by_the_second_card_of_its_vm_alone() {
         let seen = seen_as(&sandbox, mirror(other.namespace().netns(), address)).await;
         assert_eq!(seen, Some(pod), "the cluster is reached by the node, as ever");
     }
-    // What the VM reaches by either of its cards and the pod by none: the cloud's own services, and its machines.
+    // Destinations that the VM reaches by one of its NICs and the pod by none: the cloud's own services and machines.
     world.node().ip("addr add 169.254.169.254/32 dev lo\n").unwrap();
     let mut closed = vec![mirror(world.node().netns(), "169.254.169.254".parse().unwrap())];
     for (bridge, number) in [("pplocal0", 99), ("pplocal1", 98)] {

@@ -1,15 +1,14 @@
-//! What is said in a VM is read on its node: in the relay's log, with the sandbox it is about.
+//! Tests that the log of a VM appears in the relay's log on its node, with the id of its sandbox.
 
 use super::guest_common;
 use std::{fs, time::Duration};
 
 use guest_common::birth_of;
 use peerpod_client::Annotations;
-use peerpod_link::birth;
 use peerpod_tests::{PATIENCE, Sandbox, fresh_id, sample, vm};
 use peerpod_world::{Daemons, Settings, Sight, World, eventually};
 
-/// The lines of the relay's log that were said in this sandbox's VM, once all of these are there.
+/// Returns the lines of the relay's log from this sandbox's VM, once all of `parts` are there.
 async fn said(daemons: &Daemons, id: &str, parts: &[&str]) -> Vec<String> {
     let what = format!("the relay's log has, of {id}, {parts:?}");
     let found = eventually(&what, PATIENCE, async || {
@@ -24,7 +23,7 @@ async fn said(daemons: &Daemons, id: &str, parts: &[&str]) -> Vec<String> {
 #[tokio::test]
 async fn what_guest_and_agent_say_is_in_the_relay_s_log_from_the_first_line_on_and_no_secret_is() {
     let world = World::new().unwrap();
-    // Long enough to look at what the VM is born with.
+    // Long enough to read the VM's user-data.
     let slow = Settings::none().set("provider.local.boot-delay", "1s");
     let daemons = Daemons::start(&world, slow).await.unwrap();
     let (id, pod) = (fresh_id("said"), world.pod().unwrap());
@@ -33,7 +32,7 @@ async fn what_guest_and_agent_say_is_in_the_relay_s_log_from_the_first_line_on_a
     let born = birth_of(&daemons, &id).await;
     tokio::time::timeout(PATIENCE, shim.start_vm(&id)).await.unwrap().unwrap();
 
-    // The first words, from before there was a link; its own; the agent's.
+    // The guest's first lines, from before the link was up; later lines; and the agent's lines.
     let parts = ["from=\"peerpod_guest\"", "the link is up", "from=\"kata-agent\"", "agent listens"];
     let lines = said(&daemons, &id, &parts).await;
     for line in &lines {
@@ -46,7 +45,7 @@ async fn what_guest_and_agent_say_is_in_the_relay_s_log_from_the_first_line_on_a
     for daemon in ["relay", "node"] {
         let log = fs::read_to_string(daemons.log(daemon)).unwrap();
         assert!(!log.contains(&secret) && !log.contains(&secret.to_uppercase()), "{daemon}");
-        // As a list of numbers, which is how bytes are shown when somebody forgets.
+        // As a list of numbers, the debug format of bytes.
         let bytes = format!("{:?}", born.ticket.secret.expose());
         assert!(!log.contains(bytes.trim_matches(['[', ']'])), "{daemon}");
     }
@@ -55,7 +54,7 @@ async fn what_guest_and_agent_say_is_in_the_relay_s_log_from_the_first_line_on_a
     let written = sample(&metrics, "peerpod_relay_guest_log_lines_total{result=\"written\"}").unwrap();
     assert!(written >= lines.len() as f64, "{written} of {}", lines.len());
 
-    // It comes to rest: a line about a line would never.
+    // The log comes to rest: a log line about a log line would never end.
     let count = || fs::read_to_string(daemons.log("relay")).unwrap().matches("said in the VM").count();
     let mut before = count();
     eventually("the guest says nothing more", PATIENCE, async || {
@@ -75,13 +74,13 @@ async fn what_is_said_while_nobody_listens_is_heard_later_and_the_agent_outlives
     let sandbox = Sandbox::start(&world, &daemons, "later").await.unwrap();
     said(&daemons, &sandbox.id, &["agent listens"]).await;
 
-    // The guest program dies; the agent does not, though it writes on, and the next run reads what it says.
+    // The guest dies. The agent survives and keeps writing, and the restarted guest reads its output.
     let sight = Sight::of(&world, &[], &daemons).unwrap();
     assert_eq!(sight.kill("peerpod-guest", "serve").unwrap(), 1, "{sight}");
     said(&daemons, &sandbox.id, &["the guest program was restarted", "found the agent running"]).await;
     sandbox.lives().await.unwrap();
 
-    // Without a relay: the lines wait in the VM. (Its death is the agent's connections'; the VM lives.)
+    // Without a relay the lines wait in the VM. (The relay's death closes the agent's connections; the VM survives.)
     daemons.kill_relay().unwrap();
     daemons.start_relay().unwrap();
     daemons.ready().await.unwrap();

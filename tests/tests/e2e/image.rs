@@ -1,5 +1,5 @@
-//! The images that `make image` left, booted: in software emulation, as a machine without KVM does it. What a boot must
-//! come to is that the guest program looks for its user-data.
+//! Boots the images that `make image` built, in software emulation as on a host without KVM. A boot succeeds when the
+//! guest waits for its user-data.
 
 use std::{
     fs::{self, File},
@@ -11,11 +11,11 @@ use std::{
 
 use peerpod_world::qemu::Machine;
 
-/// One boot takes a few seconds of a processor; there may be many tests for each.
+/// A boot takes a few seconds of processor time; many tests may share each processor.
 const PATIENCE: Duration = Duration::from_secs(240);
 const LOOKS: &str = "waiting for user-data";
 
-/// `target/image`, beside the profile's folder that this test is in.
+/// Returns `target/image`, beside the folder of the profile that this test was built in.
 fn images() -> PathBuf {
     let us = std::env::current_exe().unwrap();
     us.ancestors().nth(3).unwrap().join("image")
@@ -37,7 +37,7 @@ impl Drop for Folder {
     }
 }
 
-/// A copy of the disk that is larger, as a cloud's is.
+/// Copies the disk and enlarges it, as a cloud does.
 fn disk(folder: &Folder) -> PathBuf {
     let path = folder.0.join("disk.raw");
     let built = images().join("disk/peerpod.raw");
@@ -46,7 +46,7 @@ fn disk(folder: &Folder) -> PathBuf {
     path
 }
 
-/// Start and length in bytes of a partition.
+/// Returns start and length of a partition in bytes.
 fn partition(disk: &Path, label: &str) -> Option<(u64, u64)> {
     let output = Command::new("sfdisk").arg("--json").arg(disk).output().unwrap();
     let table: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
@@ -71,7 +71,8 @@ fn the_minimal_image_locks_the_kernel_down_when_it_has_its_drivers() {
     let folder = Folder::new("lockdown");
     let image = images().join("minimal");
     for (word, by) in [("", "securityfs"), ("lockdown=integrity", "command line")] {
-        // By signature the kernel takes no driver of the way home but from /usr: that costs time, and nothing else.
+        // With signatures, the kernel loads the drivers that the guest needs to reach the node only from /usr. That
+        // costs time and nothing else.
         let machine = Machine::new(512).user_network("");
         let machine = machine.minimal_image(&image, &format!("{word} loglevel=6")).unwrap();
         let mut machine = machine.start(&folder.0).unwrap();
@@ -97,7 +98,7 @@ fn the_disk_boots_by_uefi_with_systemd_and_takes_the_rest_of_it() {
     drop(machine);
     let (start, size) = partition(&path, "peerpod-scratch").expect("no scratch partition");
     assert!(size > 800 << 20, "{size} bytes");
-    // ext4's magic number.
+    // Magic number of ext4.
     let mut magic = [0; 2];
     File::open(&path).unwrap().read_exact_at(&mut magic, start + 1024 + 56).unwrap();
     assert_eq!(magic, [0x53, 0xef]);
@@ -105,7 +106,7 @@ fn the_disk_boots_by_uefi_with_systemd_and_takes_the_rest_of_it() {
 
 #[test]
 fn a_root_with_one_wrong_bit_is_not_booted() {
-    // In the file system's header, and in the block of hashes that all others hang on.
+    // In the file system's header, and in the block at the root of the hash tree.
     for (label, at) in [("peerpod-root", 1024 + 40), ("peerpod-verity", 4096 + 5)] {
         let folder = Folder::new(label);
         let path = disk(&folder);

@@ -1,5 +1,5 @@
-//! Images in the VM: pulled from a real registry and from one that lies, killed in the middle, on a full disk; and a
-//! container that runs from one, over the whole road.
+//! Tests images in the VM, end to end: pulls from a real and from a hostile registry, a killed pull, a full disk, and a
+//! container that runs from an image.
 
 use super::images_common;
 use std::{
@@ -62,7 +62,7 @@ fn an_image_is_in_the_vm_what_it_was_when_it_was_built() {
     ] {
         assert!(seen.contains(line), "{line:?} in {seen}");
     }
-    // Once per VM: the second time nothing is fetched.
+    // Fetched once per VM: the second pull fetches nothing.
     let again = pull(&job).unwrap();
     assert_eq!((&again["layers"], &again["fetched"], &again["bytes"]), (&json!(3), &json!(0), &json!(0)));
     let (layers, half) = layers_in(&store.0);
@@ -79,12 +79,12 @@ fn images_share_the_layers_they_have_in_common_and_their_registry_may_go_away() 
     let address = registry.address;
     let of = |name: &str| job(&store.0, &format!("{address}/{name}:v1"));
     let jobs = [of("a"), of("b")];
-    // At the same time: who is later waits for who makes the shared one.
+    // At the same time: the later pull waits for the earlier one to make the shared layer.
     let both =
         jobs.clone().map(|job| std::thread::spawn(move || pull(&job).unwrap()["fetched"].as_u64().unwrap()));
     assert_eq!(both.map(|one| one.join().unwrap()).iter().sum::<u64>(), 3);
     registry.stop();
-    // A container that starts again does not need it.
+    // A container that restarts does not need the registry.
     assert_eq!(pull(&jobs[0]).unwrap()["fetched"], json!(0));
     let (cause, text) = cause(pull(&of("c")));
     assert_eq!(cause, "unreachable", "{text}");
@@ -117,7 +117,7 @@ fn what_the_registry_refuses_is_told_apart() {
     let (kind, text) = cause(pull(&of("team/none:v1", "geheim")));
     assert!(kind == "not_found", "{kind} {text}");
     assert_eq!(pull(&of("team/app:v1", "geheim")).unwrap()["fetched"], json!(1));
-    // Here, too: what is in the store is not for who may not have it.
+    // Also for an image in the store: a pod without access must not get it.
     assert_eq!(cause(pull(&of("team/app:v1", ""))).0, "denied");
 }
 
@@ -137,7 +137,7 @@ fn a_token_service_is_asked_and_its_token_goes_nowhere_else() {
     let other = elsewhere.address;
     let registry = Hostile::start(image, move |request, stream| {
         tokens(request, stream).or_else(|| {
-            // Layers lie with somebody else, as in a cloud's object store.
+            // The layers are on another server, as in a cloud's object store.
             request.path.contains("/blobs/").then(|| {
                 let to = format!(
                     "Location: http://localhost:{}{}\r\nContent-Length: 0\r\n",
@@ -189,7 +189,7 @@ fn certificates_decide_whom_the_vm_speaks_to() {
     assert!(kind == "untrusted" && text.contains("node.registry-ca"), "{kind} {text}");
     job["ca_pem"] = json!(pem("CERTIFICATE", ca.der()));
     assert_eq!(pull(&job).unwrap()["fetched"], json!(1));
-    // Plain HTTP is for registries that are named, and for no others.
+    // Plain HTTP is permitted for the listed registries only.
     let plain = Registry::start(&[("app:v1", &image)], &Serving::default());
     job["image"] = json!(format!("{}/app:v1", plain.address));
     let (kind, text) = cause(pull(&job));
@@ -207,7 +207,7 @@ fn a_pull_that_is_killed_anywhere_is_as_if_it_had_not_been() {
     let layers: Vec<Layer> = (0..4).map(|n| files(n).build(Packing::Gzip)).collect();
     let registry = Registry::start(&[("app:v1", &Image::of(&layers))], &Serving::default());
     let job = job(&store.0, &format!("{}/app:v1", registry.address));
-    // Wherever it is: the later the kill, the more is done.
+    // At any point: the later the kill, the more is done.
     let mut killed = 0;
     for step in 1..40u64 {
         let mut child = begin(&job);
@@ -254,7 +254,7 @@ fn a_full_disk_is_said_and_leaves_room() {
     assert!(whole == 0 && half.is_empty(), "{half:?}");
 }
 
-/// What is wrong, the image, and what the error must be.
+/// Pulls an image from a hostile registry, checks that no incomplete layer is left, and returns the error.
 fn lies(
     image: Image,
     lie: impl Fn(&hostile::Request, &mut std::net::TcpStream) -> Option<()> + Send + Sync + 'static,
@@ -292,7 +292,7 @@ fn a_registry_that_lies_gets_nothing_into_the_vm() {
     let (kind, text, _) = lies(Image::of(&[layer]), |_, _| None);
     assert!(kind == "digest" && text.contains("unpacked it is"), "{kind} {text}");
 
-    // Without end: a layer, a manifest, a token service's words.
+    // Endless data: a layer, and a manifest.
     let (kind, text, _) = lies(small(), move |request, stream| {
         blob(request).then(|| {
             head(stream, "200 OK", "");
@@ -311,7 +311,7 @@ fn a_registry_that_lies_gets_nothing_into_the_vm() {
         "bounded by its memory: {kind} {text}"
     );
 
-    // Slowly, and not at all.
+    // Slow data, and none at all.
     let (kind, text, _) = lies(small(), move |request, stream| {
         blob(request).then(|| {
             head(stream, "200 OK", "");
@@ -391,7 +391,7 @@ fn a_hostile_layer_stays_within_the_image() {
         let (kind, text, _) = lies(Image::of(&[layer]), |_, _| None);
         assert_eq!(kind, expected, "{name}: {text}");
     }
-    // Links that lead out are made as they are, and what is put behind them lands in the image.
+    // Links that lead out of the image are made unchanged, and files behind them land in the image.
     let store = Folder::new();
     let way_out = format!("/{out}");
     let layer = LayerBuilder::new()
@@ -417,7 +417,7 @@ fn a_hostile_layer_stays_within_the_image() {
 async fn a_container_runs_from_an_image_that_its_vm_pulled_with_a_secret() {
     let world = World::new().unwrap();
     let secret = world.folder().join("secret.json");
-    // Of the VMs' network, the node's own address.
+    // The node's own address in the VMs' network.
     let address: SocketAddr = format!("10.99.0.1:{}", free_port().port()).parse().unwrap();
     let auths = json!({ "auths": { address.to_string(): { "username": "pod", "password": "geheim" } } });
     fs::write(&secret, auths.to_string()).unwrap();
@@ -430,7 +430,7 @@ async fn a_container_runs_from_an_image_that_its_vm_pulled_with_a_secret() {
     let pod = world.pod().unwrap();
     let shim = daemons.shim().await.unwrap();
     let id = fresh_id("image");
-    // The VM's network exists with the first VM; the address must not wait for it.
+    // The VM's network appears with the first VM; the address must exist before.
     world.node().ip("address add 10.99.0.1/32 dev lo\n").unwrap();
     let at = Some((world.node().name(), address));
     let serving = Serving { secret: Some(("pod", "geheim")), at, ..Serving::default() };
@@ -452,7 +452,7 @@ async fn a_container_runs_from_an_image_that_its_vm_pulled_with_a_secret() {
     let said = String::from_utf8_lossy(&output.stdout).into_owned();
     assert_eq!(said, "onemadeone\nthree\nalone\n", "{}", String::from_utf8_lossy(&output.stderr));
 
-    // What is wrong with an image the pod's user reads in the answer.
+    // The response to the user names the fault of an image.
     let wrong = format!("{address}/team/app:v2");
     let error =
         agent.create_container(&of_image(&wrong, "second", &["/bin/sh"])).await.unwrap_err().to_string();
@@ -462,7 +462,7 @@ async fn a_container_runs_from_an_image_that_its_vm_pulled_with_a_secret() {
         agent.create_container(&of_image(&wrong, "third", &["/bin/sh"])).await.unwrap_err().to_string();
     assert!(error.contains("no route") && error.contains(&wrong), "{error}");
 
-    // It was fetched before the agent asked, and the log says so; nobody's log has the secret.
+    // The image was fetched before the agent's request, and the log records that; no log contains the secret.
     let fetched = eventually_blocking("the relay's log tells of the image", PATIENCE, || {
         let log = fs::read_to_string(daemons.log("relay")).ok()?;
         log.lines()

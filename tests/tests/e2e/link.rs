@@ -1,4 +1,4 @@
-//! The link between relay and guest, broken in every way it can be.
+//! Tests failures of the link between relay and guest.
 
 use std::{
     net::SocketAddr,
@@ -13,7 +13,7 @@ use peerpod_tests::{CONTAINER, PATIENCE, Sandbox, sample, stop_in_time};
 use peerpod_world::{Daemons, Settings, Sight, World, eventually, proxy::Proxy, road};
 use ttrpc::Code;
 
-/// Daemons whose guests come through a proxy.
+/// Starts daemons with guests that connect through a proxy.
 async fn with_proxy(world: &World) -> (Daemons, Arc<Proxy>) {
     let relay: SocketAddr = "127.0.0.1:15151".parse().unwrap();
     let proxy = Arc::new(Proxy::start(world.node(), 25_151, relay).unwrap());
@@ -34,7 +34,7 @@ async fn a_link_cut_a_hundred_times_loses_and_doubles_nothing() {
     let cutter = tokio::spawn({
         let (proxy, cuts) = (proxy.clone(), cuts.clone());
         async move {
-            // Evenly over what passes, in both directions, wherever in a record that is.
+            // Evenly over the transferred bytes, in both directions, at any point of a record.
             for cut in 1..=CUTS {
                 let next = began + cut * (2 * TOTAL as u64 / (CUTS + 2));
                 while proxy.bytes() < next {
@@ -51,7 +51,7 @@ async fn a_link_cut_a_hundred_times_loses_and_doubles_nothing() {
     outcome.unwrap_or_else(|_| panic!("{}\n{}", stands(), daemons.log_tails())).unwrap();
     cutter.await.unwrap();
     assert!(proxy.connections() >= CUTS, "{} connections", proxy.connections());
-    // The operator sees it. Two cuts in a row may hit one connection, before there is a new one.
+    // The metrics show it. Two cuts in a row may hit one connection, before there is a new one.
     let metrics = daemons.metrics("relay").unwrap();
     let counted = sample(&metrics, "peerpod_relay_reconnects_total").unwrap();
     let most = proxy.connections() as f64;
@@ -78,7 +78,7 @@ async fn a_guest_program_that_is_killed_comes_back_and_says_what_was_lost() {
     let sight = Sight::of(&world, &[], &daemons).unwrap();
     let killed = sight.kill("peerpod-guest", "serve").unwrap();
     assert_eq!(killed, 1, "{sight}");
-    // What was in flight is answered, not left hanging; what a shim would repeat at once is not.
+    // In-flight calls get a response, except those that a shim would repeat at once.
     let answer = tokio::time::timeout(PATIENCE, waiting).await.unwrap().unwrap();
     assert_eq!(answer.unwrap_err().code(), Some(Code::UNAVAILABLE));
     eventually("the agent answers again on the shim's old connection", PATIENCE, async || {
@@ -110,7 +110,7 @@ async fn a_relay_that_is_killed_costs_its_pods_and_nothing_else() {
     assert!(sandbox.agent.check().await.is_err());
     daemons.start_relay().unwrap();
     daemons.ready().await.unwrap();
-    // The shim's connections are gone with the relay; a clean-up process makes new ones, and a stop still works.
+    // The shim's connections are gone with the relay; a clean-up process opens new ones, and a stop still works.
     let shim = daemons.shim().await.unwrap();
     stop_in_time(&shim, &sandbox.id).await.unwrap();
     daemons.gone(&sandbox.id, PATIENCE).await.unwrap();

@@ -1,4 +1,4 @@
-//! One pod and many, from CreateVM to their end, on one node with real daemons and guests.
+//! Tests sandboxes from CreateVM to their end, on one node with real daemons and guests.
 
 #![allow(clippy::unwrap_used)] // test code outside of test functions
 

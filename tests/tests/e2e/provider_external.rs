@@ -1,5 +1,5 @@
-//! Providers outside of the tree, with the real binaries: the one in Python under `peerpod provider check`, and a pod
-//! whose VM is made by a program of its own.
+//! Tests providers outside the tree with the real binaries: the Python provider under `peerpod provider check`, and a
+//! pod with a VM that a separate program makes.
 
 use std::{
     fs,
@@ -16,7 +16,7 @@ use nix::{
 use peerpod_tests::{PATIENCE, Sandbox, fresh_id};
 use peerpod_world::{Daemons, Settings, World, binary, eventually};
 
-/// A folder with a configuration whose provider is a script in Python.
+/// Folder with a configuration for a provider that is a Python script.
 struct Place(PathBuf);
 
 impl Place {
@@ -33,7 +33,7 @@ impl Place {
             "provider": { "kind": "external", "external": { "command": command, "handshake-timeout": "20s" } },
         });
         fs::write(folder.join("config.yaml"), config.to_string()).unwrap();
-        // The witness: it reads what the "VM" is, not what the provider says of it.
+        // The witness: reads the "VM" itself and not the provider's report.
         let probe = "#!/usr/bin/env python3\n\
              import glob, json, os, sys\n\
              vms = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'vms')\n\
@@ -74,7 +74,7 @@ fn the_provider_in_python_keeps_every_promise() {
     let output = place.check(&["--yes", "--volume", "disk-1", "--probe", &probe]).output().unwrap();
     let text = text(&output);
     assert!(output.status.success(), "{text}");
-    // What one process alone cannot be tried with, and what the provider does not promise.
+    // Checks that need a second process, and features that the provider lacks.
     let not: Vec<&str> = text.lines().filter(|line| line.starts_with("n/a ")).collect();
     assert_eq!(not.len(), 4, "{text}");
     for words in ["another process finds", "only our vms are listed", "a batch is", "a recorded place"] {
@@ -141,7 +141,7 @@ async fn ctrl_c_takes_everything_away() {
     assert_eq!(place.machines(), 0, "{text}");
 }
 
-/// The process that listens on the provider's socket.
+/// Returns the process that listens on the provider's socket.
 fn plugin_of(daemons: &Daemons) -> Option<Pid> {
     let socket = daemons.state_dir().join("external/provider.sock");
     let stream = std::os::unix::net::UnixStream::connect(socket).ok()?;

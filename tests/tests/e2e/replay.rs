@@ -1,5 +1,5 @@
-//! The frames of a real shim, byte for byte as they were recorded (`tests/transcripts/`), through the whole road: what
-//! comes back is what the real hypervisor service and the real agent answered.
+//! Replays the recorded frames of a real shim (`tests/transcripts/`) byte for byte, end to end. The responses must be
+//! those of the real hypervisor service and the real agent.
 
 use std::{collections::BTreeMap, path::Path, sync::Arc};
 
@@ -21,7 +21,7 @@ use tokio::{
 
 type Answers = BTreeMap<u32, Response>;
 
-/// One connection of the shim's: requests go out as they are, answers are collected by stream.
+/// Connection of the shim: sends requests unchanged, and collects responses by stream.
 struct Connection {
     write: Arc<Mutex<OwnedWriteHalf>>,
     answers: watch::Receiver<Arc<Answers>>,
@@ -45,7 +45,7 @@ impl Connection {
         Connection { write: Arc::new(Mutex::new(write)), answers }
     }
 
-    /// Sends a request, after the answer to the stream `after`.
+    /// Sends a request after the response to the stream `after`.
     fn send_after(&self, after: u32, stream: u32, payload: &[u8]) {
         let (mut answers, write, payload) = (self.answers.clone(), self.write.clone(), payload.to_vec());
         tokio::spawn(async move {
@@ -64,11 +64,12 @@ impl Connection {
         frame.extend(stream.to_be_bytes());
         frame.extend([1, 0]);
         frame.extend(payload);
-        // The shim still writes after StopVM, when the connection may be closed. A lost request is missed by its answer.
+        // The shim still writes after StopVM, when the connection may be closed. A lost request shows as a missing
+        // response.
         write.lock().await.write_all(&frame).await.ok();
     }
 
-    /// Waits until the other side closed it.
+    /// Waits until the other end has closed the connection.
     async fn closed(&mut self) {
         let closed = async { while self.answers.changed().await.is_ok() {} };
         tokio::time::timeout(PATIENCE, closed).await.expect("the connection is closed");
@@ -81,11 +82,11 @@ impl Connection {
     }
 }
 
-/// What each process wrote, by container, exec and stream.
+/// Output of each process, by container, exec and stream.
 type Outputs = BTreeMap<Output, Vec<u8>>;
 type Output = (String, String, String);
 
-/// The output that a request reads.
+/// Returns the output that a request reads.
 fn output_of(request: &Request) -> Option<Output> {
     let reads = matches!(request.method.as_str(), "ReadStdout" | "ReadStderr");
     let asked = reads.then(|| ReadStreamRequest::parse_from_bytes(&request.payload).unwrap())?;
@@ -96,14 +97,14 @@ fn data_of(response: &Response) -> Vec<u8> {
     ReadStreamResponse::parse_from_bytes(&response.payload).unwrap().data
 }
 
-/// What a recording needs around it.
+/// Requirements of a recording.
 struct Scene {
-    /// The processes need nothing of the recording's image, so they end and speak as recorded.
+    /// The processes need nothing of the recording's image, so they end and print as recorded.
     exact: bool,
     settings: Settings,
     /// The pod's network namespace is gone before CreateVM.
     no_netns: bool,
-    /// The markers of volumes are copied of which the node has no record.
+    /// The shim copies markers of volumes that the node has no record of.
     unknown_volumes: bool,
 }
 
@@ -133,13 +134,13 @@ async fn replay(name: &str, scene: Scene) {
     for line in &lines {
         let on_agent = line["sock"] == "agent";
         let Some(payload) = line["payload_b64"].as_str() else {
-            // Both of the agent's connections are opened together, and the second one never says anything.
+            // Both connections to the agent are opened together, and the second one never sends anything.
             if on_agent && line["event"] == "open" && agent.is_none() {
                 let silent = UnixStream::connect(&socket).await.unwrap();
                 agent = Some((Connection::open(Path::new(&socket)).await, silent));
             }
             if on_agent && line["event"] == "close" && line["by"] == "agent" && line["conn"] == 0 {
-                // Nothing but the end of its VM closes an agent's connections: the shim makes a dead pod of it.
+                // Only the end of its VM closes an agent's connections: the shim then treats the pod as dead.
                 let sight = Sight::of(&world, &[], &daemons).unwrap();
                 assert!(sight.kill("peerpod-guest", "").unwrap() > 0);
                 let (connection, silent) = agent.as_mut().unwrap();
@@ -155,7 +156,8 @@ async fn replay(name: &str, scene: Scene) {
         let what = format!("{name}: {method} of stream {stream}");
         if line["type"] == 1 {
             if method == "SignalProcess" && signal(&payload) == 15 && !refused {
-                // The shim was quiet for seconds until then; the program must have come to the point of catching it.
+                // In the recording the shim was idle for seconds before; here the program must have installed its
+                // handler.
                 eventually("a program catches SIGTERM", PATIENCE, async || {
                     let sight = Sight::of(&world, &[], &daemons).ok()?;
                     sight.pids("sh").into_iter().any(catches_sigterm).then_some(())
@@ -165,7 +167,7 @@ async fn replay(name: &str, scene: Scene) {
             }
             let payload = if method == "CreateVM" { here(&payload, &pod) } else { payload };
             let request = Request::parse_from_bytes(&payload).unwrap();
-            // Like the shim: one read of an output at a time. The agent answers two reads in either order.
+            // Like the shim: one pending read per output. The agent may answer two reads in either order.
             match output_of(&request).and_then(|output| reads.insert(output, stream)) {
                 Some(before) => connection.send_after(before, stream, &payload),
                 None => connection.send(stream, &payload).await,
@@ -175,8 +177,8 @@ async fn replay(name: &str, scene: Scene) {
         }
         let expected = Response::parse_from_bytes(&payload).unwrap();
         if let Some(output) = output_of(&requests[&(on_agent, stream)]) {
-            // How output falls into pieces is chance: collected here, compared at the end. The first piece comes as early
-            // as in the recording.
+            // The split of output into pieces is random: collected here, compared at the end. The first piece must come
+            // as early as in the recording.
             if !recorded.contains_key(&output) {
                 connection.answer(stream, &what).await;
             }
@@ -185,7 +187,7 @@ async fn replay(name: &str, scene: Scene) {
         }
         let answer = connection.answer(stream, &what).await;
         if expected.status.code != 0 && !on_agent {
-            // The reason is our own; that there is one, and that it is said, is not.
+            // The message is Peerpod's own; only an error with a message is required.
             assert!(answer.status.code != 0 && !answer.status.message.is_empty(), "{what}: {answer}");
             continue;
         }
@@ -194,7 +196,7 @@ async fn replay(name: &str, scene: Scene) {
             refused = true;
         }
         if refused && on_agent {
-            // The container is not there; that the calls are answered is all.
+            // The container does not exist; only a response to each call is required.
             continue;
         }
         assert_eq!(answer.status, expected.status, "{what}");
@@ -215,7 +217,7 @@ async fn replay(name: &str, scene: Scene) {
         }
         assert!(!recorded.is_empty());
         for (process, output) in recorded.into_iter().filter(|_| exact) {
-            // The containers have our VM's files and names, not those of the recording's image.
+            // The containers have this VM's files and names, not those of the recording's image.
             let first = output.split_inclusive(|byte| *byte == b'\n').next().unwrap_or_default();
             let ours = seen.remove(&process).unwrap_or_default();
             assert!(ours.starts_with(first), "{name}: {process:?}: {:?}", String::from_utf8_lossy(&ours));
@@ -233,7 +235,7 @@ async fn replay(name: &str, scene: Scene) {
     daemons.gone(&id.unwrap(), PATIENCE).await.unwrap();
 }
 
-/// The signal that a recorded SignalProcess sends.
+/// Returns the signal of a recorded SignalProcess.
 fn signal(payload: &[u8]) -> u32 {
     let request = Request::parse_from_bytes(payload).unwrap();
     SignalProcessRequest::parse_from_bytes(&request.payload).unwrap().signal
@@ -246,7 +248,7 @@ fn catches_sigterm(pid: u32) -> bool {
     mask & (1 << (15 - 1)) != 0
 }
 
-/// The recorded CreateVM with a network namespace of ours; the only bytes that are not the shim's.
+/// Replaces the network namespace of the recorded CreateVM. No other bytes differ from those of the shim.
 fn here(payload: &[u8], pod: &Pod) -> Vec<u8> {
     let mut request = Request::parse_from_bytes(payload).unwrap();
     let mut create = CreateVMRequest::parse_from_bytes(&request.payload).unwrap();

@@ -1,4 +1,4 @@
-//! The main road, as `make demo` shows it, as tests.
+//! Tests the stages that `make demo` shows, and related behaviour of the real daemons.
 
 use std::{
     fs,
@@ -53,24 +53,24 @@ async fn pods_of_one_node_come_and_go_beside_each_other() {
     assert!(live.is_empty(), "{live:?}");
 }
 
-/// Starts a program in a process group of its own; what it writes.
+/// Starts a program in a new process group, and returns it with its output.
 fn start(command: &mut Command) -> (Child, Lines<BufReader<ChildStdout>>) {
     let mut child = command.stdout(Stdio::piped()).process_group(0).spawn().unwrap();
     let lines = BufReader::new(child.stdout.take().unwrap()).lines();
     (child, lines)
 }
 
-/// Starts the demo; what it makes has names that begin with its number.
+/// Starts the demo. Everything it makes has its pid in the name.
 fn demo() -> (Child, Lines<BufReader<ChildStdout>>) {
     start(&mut Command::new(binary("peerpod-demo").unwrap()))
 }
 
-/// Ctrl-C as a terminal does it: to the whole group.
+/// Sends SIGINT to the whole process group, as a terminal does on Ctrl-C.
 fn interrupt(group: u32) {
     killpg(Pid::from_raw(group as i32), Signal::SIGINT).unwrap();
 }
 
-/// What is left of the demo with this process number: namespaces, mounts, processes, its folder.
+/// Returns the leftovers of the demo with this pid: namespaces, mounts, processes, its folder.
 fn left_of_demo(pid: u32) -> Vec<String> {
     let (prefix, folder) = (format!("pp{pid}n"), format!("/tmp/pp{pid}n0"));
     let mut left = Vec::new();
@@ -84,8 +84,8 @@ fn left_of_demo(pid: u32) -> Vec<String> {
         let Some(other) = entry.file_name().to_str().and_then(|name| name.parse::<u32>().ok()) else {
             continue;
         };
-        // What ends while we look is gone. Whatever the demo starts names its folder, in its arguments, among its mounts
-        // (a VM's root lies there) or as the place of its log.
+        // A process that ends meanwhile is gone. Every process of the demo uses its folder: in its arguments, in its
+        // mounts (a VM's root is there) or in its open files (the log).
         let mentions = |file: &str| {
             let text = fs::read(entry.path().join(file)).unwrap_or_default();
             String::from_utf8_lossy(&text).contains(&prefix)
@@ -112,12 +112,11 @@ fn assert_nothing_left(pid: u32, case: &str) {
     .unwrap_or_else(|error| panic!("{case}: {error}\n{}", left.join("\n")));
 }
 
-/// Lines before the first stage's. A stage's line is whole when it is passed: after so many lines and a stage's number
-/// the next stage is under way.
+/// Lines before the first stage. A stage's line is complete once the stage has passed: after these lines and `n` more,
+/// stage `n + 1` runs.
 const HEAD: usize = 2;
 
-/// Interrupts the demo after so many of its lines and a while more, once or twice, and waits until everything of
-/// it is gone.
+/// Interrupts the demo once or twice, `more` after `lines` lines of its output, and checks that nothing of it is left.
 fn interrupted_after(lines: usize, more: Duration, again: Option<Duration>) {
     let (mut demo, mut output) = demo();
     let pid = demo.id();
@@ -129,20 +128,20 @@ fn interrupted_after(lines: usize, more: Duration, again: Option<Duration>) {
             assert!(there.iter().any(|line| line.starts_with(kind)), "the witness sees no {kind}: {there:?}");
         }
     }
-    // Not for luck: any moment will do.
+    // Any time is valid here; the test does not depend on it.
     thread::sleep(more);
     interrupt(pid);
     if let Some(again) = again {
         thread::sleep(again);
-        // It may be done by now.
+        // It may have ended already.
         killpg(Pid::from_raw(pid as i32), Signal::SIGINT).ok();
     }
     let rest: Vec<String> = output.map_while(Result::ok).collect();
     let status = demo.wait().unwrap();
-    // A while more may be too much for a short last stage: then it had come to its end.
+    // The delay may exceed a short last stage: then the demo has completed.
     let ended = !more.is_zero() && status.success() && rest.iter().any(|line| line.starts_with("all of it"));
     assert!(status.code() == Some(130) || ended, "{status} {case} {rest:?}");
-    // An `ip` of the group that died half-way leaves a namespace to the janitor, who takes a moment.
+    // An `ip` of the group that died midway leaves a namespace, which the janitor removes shortly after.
     assert_nothing_left(pid, &case);
 }
 
@@ -153,17 +152,17 @@ fn an_interrupted_demo_leaves_nothing_wherever_it_was() {
     }
 }
 
-/// Which stages, and for how long at the most: while the daemons start, while the VM is made and joins (twice), while
-/// containers are made, while everything is taken away (twice).
+/// Stages with the longest delay in milliseconds: while the daemons start, while the VM is made and joins (twice),
+/// while containers are made, and during the clean-up (twice).
 const INSIDE: [(usize, u64); 6] = [(0, 300), (3, 150), (3, 500), (6, 100), (13, 5), (14, 60)];
 
 #[test]
 fn an_interrupt_in_the_middle_of_a_stage_leaves_nothing_either() {
-    // Other moments in every run; a failure says which.
+    // Different delays in every run; a failure prints them.
     let mut dice = Dice(UNIX_EPOCH.elapsed().unwrap().as_nanos() as u64 | 1);
     for (number, (stage, most)) in INSIDE.into_iter().enumerate() {
         let more = Duration::from_micros(dice.roll(most * 1000));
-        // An impatient user: once more, in the middle of the clean-up.
+        // A second interrupt in the middle of the clean-up.
         let again = (number % 2 == 1).then(|| Duration::from_micros(dice.roll(60_000)));
         interrupted_after(HEAD + stage, more, again);
     }
@@ -174,7 +173,7 @@ fn an_interrupt_of_make_demo_reaches_the_demo_and_leaves_nothing() {
     let program = binary("peerpod-demo").unwrap();
     let target = program.ancestors().nth(2).unwrap();
     let (mut make, lines) = start(
-        // What there is to build was built before the tests.
+        // Every program was built before the tests.
         Command::new("make")
             .args(["demo", "CARGO=true"])
             .current_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join(".."))
@@ -198,7 +197,7 @@ fn an_interrupt_of_make_demo_reaches_the_demo_and_leaves_nothing() {
 #[test]
 fn two_demos_at_once_both_come_to_their_end() {
     let demos = [demo(), demo()];
-    // Read beside each other: neither may wait for us.
+    // Reads both outputs at once: neither demo may block on its output.
     let outputs = demos.map(|(demo, lines)| {
         (demo, thread::spawn(move || lines.map_while(Result::ok).collect::<Vec<String>>()))
     });
@@ -219,7 +218,7 @@ async fn a_question_for_a_pod_s_vm_ends_at_its_deadline_and_costs_nothing_meanwh
     let pids = [daemons.node_pid().unwrap(), daemons.relay_pid().unwrap()];
     let spent = || pids.map(|pid| processor_time(pid).unwrap()).iter().sum::<Duration>();
     let (before, began) = (spent(), Instant::now());
-    // A tenth of it is the node's head start on the caller's own clock.
+    // The node answers a tenth of the deadline earlier than the caller's own timer.
     let deadline = Duration::from_secs(5);
     let error = shim.vm_id("default", "none", true, deadline).await.unwrap_err();
     let took = began.elapsed();
@@ -229,10 +228,10 @@ async fn a_question_for_a_pod_s_vm_ends_at_its_deadline_and_costs_nothing_meanwh
         "the node says why, not the caller's own clock: {error}"
     );
     assert!(took >= deadline / 2 && took < PATIENCE, "{took:?}");
-    // Waiting is no work: one that polls would have used a good part of these seconds.
+    // Waiting must cost no processor time: a polling node would have used a good part of these seconds.
     let spent = spent() - before;
     assert!(spent <= deadline / 5, "{spent:?} of processor time");
-    // Without waiting it is another answer.
+    // Without waiting the result differs.
     let error = shim.vm_id("default", "none", false, deadline).await.unwrap_err();
     assert_eq!(error.code(), Some(Code::NOT_FOUND), "{error}");
 }
@@ -248,7 +247,7 @@ async fn a_shim_that_dials_anew_for_every_call_is_served_too() {
     daemons.shim().await.unwrap().start_vm_within(&id, Duration::from_secs(600)).await.unwrap();
     let agent = AgentClient::connect(&socket).await.unwrap();
     agent.check().await.unwrap();
-    // The shim dies. Its clean-up process begins with CreateVM, when the network namespace may be gone already.
+    // The shim dies. Its clean-up process calls CreateVM first, when the network namespace may be gone already.
     drop((agent, pod));
     let again = daemons.shim().await.unwrap().create_vm(&id, annotations(), &netns).await.unwrap();
     assert_eq!(again, socket);
@@ -289,8 +288,8 @@ async fn metrics_and_logs_tell_what_became_of_a_pod() {
     );
 }
 
-/// From CreateVM to the tombstone, refusals among it: every line that knows the sandbox says whose it is, and every line
-/// of its VM says which sandbox it belongs to.
+/// From CreateVM to the tombstone, including refused calls: every line about the sandbox names its pod, and every line
+/// about its VM names the sandbox.
 #[tokio::test]
 async fn every_log_line_of_a_sandbox_carries_its_id_and_its_pod() {
     let world = World::new().unwrap();
@@ -305,7 +304,7 @@ async fn every_log_line_of_a_sandbox_carries_its_id_and_its_pod() {
     let vm = shim.vm_id("shop", &name, true, PATIENCE).await.unwrap();
     let agent = AgentClient::connect(&socket).await.unwrap();
     agent.check().await.unwrap();
-    // A restart, a StopVM while the node is away, and a StartVM that is refused.
+    // A restart, a StopVM while the node is down, and a StartVM that is refused.
     daemons.kill_node().unwrap();
     stop_in_time(&shim, &id).await.unwrap();
     daemons.start_node().unwrap();

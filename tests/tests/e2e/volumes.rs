@@ -1,5 +1,5 @@
-//! Persistent volumes from the wrapper's records to the containers, through the real daemons and guests of the local
-//! provider. Disks are loop devices.
+//! Tests persistent volumes from the CSI wrapper's records to the containers, with the real daemons and guests of the
+//! local provider. Disks are loop devices.
 
 use std::time::Duration;
 
@@ -48,11 +48,11 @@ async fn what_a_pod_writes_the_next_one_reads() {
 async fn disks_land_at_their_mounts_whatever_their_order() {
     let node = Node::start().await;
     let (one, other) = (node.disk("one", 32), node.disk("other", 32));
-    // Marked from outside, by another hand than ours.
+    // Labelled from outside by another program.
     for disk in [&one, &other] {
         run("mke2fs", &["-q", "-F", "-t", "ext4", "-L", &disk.name, disk.file.to_str().unwrap()]);
     }
-    // Two pods name them in opposite orders, and their containers mount them in others.
+    // Two pods name them in opposite orders, and their containers mount them in different orders.
     for (number, volumes) in
         [vec![one.volume(), other.volume()], vec![other.volume(), one.volume()]].into_iter().enumerate()
     {
@@ -79,7 +79,7 @@ async fn many_pods_at_once_each_see_their_own_and_no_others() {
     let all: Vec<Vec<Disk>> = (0..pods)
         .map(|pod| (0..VOLUMES).map(|n| node.disk(&format!("disk-{pod}-{n}"), 16)).collect())
         .collect();
-    // All at once, and once more with what they wrote.
+    // All at once, then again with the data they wrote.
     for again in [false, true] {
         join_all(all.iter().enumerate().map(|(pod, disks)| lives_once(&node, pod, disks, again))).await;
     }
@@ -99,7 +99,8 @@ async fn a_volume_with_one_writer_is_refused_to_a_second_pod_until_it_is_free() 
     );
     let vm = node.records.vm(&first.pod.uid).unwrap().unwrap();
     assert!(vm.instance.is_some() && !vm.gone && vm.sandbox == first.id, "{vm:?}");
-    // The VM is said to be gone before the sandbox is forgotten: whoever waits for the disk may have it then.
+    // The node records that the VM is gone before it forgets the sandbox: a pod that waits for the disk may then have
+    // it.
     stop_in_time(&first.shim, &first.id).await.unwrap();
     node.daemons.gone(&first.id, PATIENCE).await.unwrap();
     assert!(node.records.vm(&first.pod.uid).unwrap().unwrap().gone);
@@ -111,15 +112,15 @@ async fn a_volume_with_one_writer_is_refused_to_a_second_pod_until_it_is_free() 
 #[tokio::test(flavor = "multi_thread")]
 async fn stats_are_the_guests_and_growth_is_seen_inside() {
     let node = Node::start().await;
-    // XFS takes no less than 300 MiB. (ext4 grows only where its owner may override limits, which tests' machines may forbid:
-    // it grows in real machines.)
+    // XFS needs at least 300 MiB. ext4 grows only if its owner may override limits, which test machines may forbid; a
+    // test in real machines covers it.
     let (small, large) = if long() { (1024, 2048) } else { (320, 640) };
     let disk = node.disk("growing", small);
     let pod = node.run(node.pod("grow", vec![disk.volume().fs("xfs")])).await;
     let volumes = volumes_client(&node).await;
     let id = pod.pod.volumes[0].volume.id.to_string();
     let ask = StatsRequest { pod_uid: pod.pod.uid.clone(), volume_id: id.clone(), ..StatsRequest::default() };
-    // Before any container has it, too.
+    // Also before any container uses it.
     let context = || ttrpc::context::with_duration(PATIENCE);
     let unused = volumes.stats(context(), &ask).await.unwrap();
     pod.create("main", &[at(0, "/data")]).await;
@@ -202,7 +203,7 @@ async fn a_volume_that_cannot_be_matched_fails_the_container() {
     }
     let error = pod.agent.create_container(&request).await.unwrap_err().to_string();
     assert!(error.contains("start the pod anew"), "{error}");
-    // And the pod goes on.
+    // The pod still works.
     pod.create("c", &[at(0, "/data")]).await;
     node.stop(pod).await;
 }
@@ -214,7 +215,7 @@ async fn a_container_that_is_refused_under_a_large_answer_costs_only_itself() {
     let disk = node.disk("large", 32);
     let pod = node.run(node.pod("large", vec![disk.volume()])).await;
     pod.create("main", &[at(0, "/data")]).await;
-    // The pipe holds all of it before it is asked for, so that one answer has it.
+    // The pipe holds all of it before the first read, so that one response contains it.
     let script = "import fcntl, os; fcntl.fcntl(1, 1031, 1 << 20); \
                   os.write(1, bytes(range(256)) * 4096); os.write(2, b'!'); os.read(0, 1)";
     pod.agent.exec_process(&exec_request("main", "writer", &["python3", "-c", script])).await.unwrap();
@@ -231,7 +232,8 @@ async fn a_container_that_is_refused_under_a_large_answer_costs_only_itself() {
     (read.container_id, read.exec_id) = ("main".into(), "writer".into());
     read.len = LARGE as u32;
     shim.ask(3, "ReadStdout", &read).await;
-    // The answer has begun. Nobody reads on, so its rest waits in the relay, and beyond the stream's window in the guest.
+    // The response has begun. The client does not read on, so the rest waits in the relay and, beyond the stream's
+    // window, in the guest.
     let head = shim.head().await;
     assert!(head.stream == 3 && head.length as usize > LARGE, "{head:?}");
     shim.ask(5, "CreateContainer", &refused).await;
@@ -244,7 +246,7 @@ async fn a_container_that_is_refused_under_a_large_answer_costs_only_itself() {
     assert!(answer.status.code == 0 && data == (0..=255).collect::<Vec<u8>>().repeat(LARGE / 256));
     let (stream, refusal) = shim.answer().await;
     assert_eq!((stream, refusal.status.code), (5, ttrpc::Code::FAILED_PRECONDITION as i32), "{refusal}");
-    // The same connection and the pod go on.
+    // The same connection and the pod still work.
     let mut stats = StatsContainerRequest::new();
     stats.container_id = "main".into();
     shim.ask(7, "StatsContainer", &stats).await;
@@ -254,7 +256,7 @@ async fn a_container_that_is_refused_under_a_large_answer_costs_only_itself() {
     node.stop(pod).await;
 }
 
-/// A shim's connection to the agent that reads only when it is told to.
+/// Connection of a shim to the agent that reads only on request.
 struct Shim(UnixStream);
 
 impl Shim {
@@ -304,10 +306,10 @@ async fn containers_come_and_go_without_the_node_and_share_one_mount() {
     pod.remove("one").await;
     assert_eq!(pod.shell("two", "cat /other/file").await, "kept\n", "it is still mounted");
     pod.remove("two").await;
-    // Nobody has it mounted any more; a restart mounts it again.
+    // No container has it mounted any more; a restart mounts it again.
     pod.create("one", &[at(0, "/data")]).await;
     assert_eq!(pod.shell("one", "cat /data/file").await, "kept\n");
-    // Another relay knows it, too.
+    // A new relay has the volume's record too.
     node.daemons.take_over().await.unwrap();
     pod.create("three", &[at(0, "/data")]).await;
     assert_eq!(pod.shell("three", "cat /data/file").await, "kept\n");
@@ -326,7 +328,7 @@ async fn parts_of_a_volume_its_group_and_what_is_only_to_be_read() {
         shelf.volume().read_only(),
     ];
     let pod = node.run(node.pod("parts", volumes)).await;
-    // As kubelet does for a subPath: a folder in what is published, bound to another place.
+    // As kubelet does for a subPath: a folder in the published target, bound to another path.
     let published = pod.pod.volumes[0].target_path.join("nested/part");
     let bound = node.world.folder().join("kubelet/volume-subpaths/part/0");
     std::fs::create_dir_all(&published).unwrap();
@@ -350,7 +352,7 @@ async fn parts_of_a_volume_its_group_and_what_is_only_to_be_read() {
         );
     }
     assert!(pod.shell("main", "ls /shelf").await.contains("awk"));
-    // A link that a container made does not lead the next one out.
+    // A link that one container made must not lead the next container out of the volume.
     pod.shell("main", "ln -s /run/peerpod /data/out").await;
     let out = At { path: "out", ..at(0, "/x") };
     let error = pod.try_create("evil", &[out], By::Bundle).await.unwrap_err().to_string();
@@ -365,7 +367,7 @@ async fn a_raw_device_is_one_in_the_container() {
     let disk = node.disk("raw", 16);
     disk.write(0, b"from outside");
     let pod = node.run(node.pod("raw", vec![disk.volume().block()])).await;
-    // As the container runtime lists what the wrapper published, and both shims send it on.
+    // As the container runtime lists the published device, and as both shims pass it on.
     let path = format!("/dev/xvda/{}", pod.pod.volumes[0].volume.id);
     let (_, mut request) = pod.container("main", &[], By::Bundle);
     let bundle = request.OCI.Annotations["io.katacontainers.pkg.oci.bundle_path"].clone();
@@ -400,7 +402,8 @@ async fn a_driver_that_attaches_is_told_of_the_vm_and_waited_for() {
     let pod = node.pod("driver", vec![volume]);
     let (uid, id) = (pod.uid.clone(), pod.volumes[0].volume.id.clone());
     let records = node.records.clone();
-    // The wrapper: sees the VM, has it attached, says so. Here the provider's own call plays the driver.
+    // The CSI wrapper waits for the VM, has the disk attached, and records that. Here the test calls the provider in
+    // the driver's place.
     let file = disk.file.clone();
     let wrapper = async move {
         let vm = eventually("the VM is told", PATIENCE, async || records.vm(&uid).unwrap()?.instance)
@@ -417,7 +420,7 @@ async fn a_driver_that_attaches_is_told_of_the_vm_and_waited_for() {
         made.trim().to_owned()
     };
     let (running, device) = tokio::join!(node.run(pod), wrapper);
-    // The hypervisor's part: the device shows up in the VM, late.
+    // The hypervisor's part: the device appears in the VM late.
     let guest = Sight::of(&node.world, &[], &node.daemons).unwrap().pids("peerpod-guest");
     let name = device.trim_start_matches("/dev/").to_owned();
     let plugged = tokio::spawn(async move {

@@ -1,4 +1,4 @@
-//! What tests need that play the guest themselves: the link's TLS, a claim, a key, and a VM that sleeps meanwhile.
+//! Helpers of tests that act as the guest: the link's TLS, a claim, a key, and the user-data of a VM that sleeps.
 
 #![allow(dead_code, unreachable_pub)] // each test file uses its part
 #![allow(clippy::unwrap_used)] // test code outside of test functions
@@ -17,10 +17,10 @@ use tokio::{
 };
 use tokio_rustls::{TlsConnector, client::TlsStream};
 
-/// Where the relay listens, in the node's namespace.
+/// Address of the relay's listener in the node's namespace.
 pub const RELAY: &str = "127.0.0.1:15151";
 
-/// A TCP connection to it.
+/// Opens a TCP connection to the relay.
 pub async fn dial(world: &World) -> TcpStream {
     let address: SocketAddr = RELAY.parse().unwrap();
     let stream = world.node().run(|| std::net::TcpStream::connect(address)).unwrap().unwrap();
@@ -31,7 +31,7 @@ pub async fn dial(world: &World) -> TcpStream {
 /// A certificate and its key.
 pub type Identity = (Vec<CertificateDer<'static>>, PrivateKeyDer<'static>);
 
-/// With TLS, as a guest that trusts `pins`.
+/// Opens a TLS connection to the relay as a guest that trusts `pins`.
 pub async fn secure(
     world: &World,
     pins: &[[u8; 32]],
@@ -41,7 +41,7 @@ pub async fn secure(
     TlsConnector::from(config).connect(tls::server_name(), dial(world).await).await
 }
 
-/// Somebody's attempt to become a guest, with a key of their own.
+/// Sends a claim with the given key's request, and returns the reply.
 pub async fn claims(
     world: &World,
     birth: &BirthData,
@@ -55,20 +55,20 @@ pub async fn claims(
     tokio::time::timeout(PATIENCE, claim::ask(&mut stream, &claim)).await.unwrap().unwrap()
 }
 
-/// A key, and the request for its certificate.
+/// Makes a key and a certificate request.
 pub fn csr() -> (KeyPair, Vec<u8>) {
     let key = KeyPair::generate().unwrap();
     let csr = CertificateParams::default().serialize_request(&key).unwrap().der().to_vec();
     (key, csr)
 }
 
-/// A certificate that was granted, with its key.
+/// Combines a granted certificate with its key.
 pub fn identity(key: &KeyPair, chain: &[Vec<u8>]) -> Identity {
     let chain = chain.iter().cloned().map(CertificateDer::from).collect();
     (chain, PrivateKeyDer::from(PrivatePkcs8KeyDer::from(key.serialized_der().to_vec())))
 }
 
-/// The other side ends it, at the handshake or right after.
+/// Asserts that the relay closes the connection, at the handshake or right after it.
 pub async fn assert_closed(connected: std::io::Result<TlsStream<TcpStream>>, case: &str) {
     let Ok(mut stream) = connected else { return };
     drop(stream.write_all(&record::plain(record::Kind::Hello, &[0; 64]).unwrap()).await);
@@ -77,12 +77,12 @@ pub async fn assert_closed(connected: std::io::Result<TlsStream<TcpStream>>, cas
     assert!(matches!(ended, Ok(Ok(0) | Err(_))), "{case}: {ended:?}");
 }
 
-/// The ledger's record of a sandbox.
+/// Returns the ledger's record of a sandbox.
 pub fn entry(daemons: &Daemons, id: &str) -> Option<LedgerEntry> {
     daemons.ledger().ok()?.into_iter().find(|entry| entry.id == id)
 }
 
-/// What the VM of this sandbox was born with, as soon as it is made and the relay waits for its guest.
+/// Returns the user-data of this sandbox's VM, once the VM is made and the relay has a record of the sandbox.
 pub async fn birth_of(daemons: &Daemons, id: &str) -> BirthData {
     let served = daemons.state_dir().join(format!("relay/sandboxes/{id}.json"));
     eventually("the VM is made and the relay knows the sandbox", PATIENCE, async || {

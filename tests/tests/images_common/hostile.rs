@@ -1,4 +1,4 @@
-//! A registry that lies, in as many ways as there are. One thread per connection, one request each.
+//! Registry that returns wrong responses. Runs one thread per connection, with one request each.
 
 use std::{
     io::{BufRead, BufReader, Write},
@@ -15,17 +15,17 @@ use base64::{Engine, engine::general_purpose::STANDARD};
 
 use super::{Image, digest};
 
-/// What it does with a request; `None`: as a registry should.
+/// Response of the registry to a request; `None` for the correct response.
 pub type Lie = dyn Fn(&Request, &mut TcpStream) -> Option<()> + Send + Sync;
 
-/// Of a request, what matters here.
+/// The fields of a request that the tests need.
 pub struct Request {
     pub path: String,
     pub authorization: String,
     pub host: String,
 }
 
-/// Serves the image under any name until the test ends; counts the blobs it was asked for.
+/// Serves the image under any name until the test ends, and counts the requested blobs.
 pub struct Hostile {
     pub address: SocketAddr,
     pub blobs: Arc<AtomicUsize>,
@@ -111,19 +111,19 @@ fn read(stream: &TcpStream) -> Option<Request> {
     None
 }
 
-/// A whole answer. Whoever asked may be gone.
+/// Writes a complete response. The client may be gone.
 pub fn answer(stream: &mut TcpStream, status: &str, kind: &str, body: &[u8]) {
     head(stream, status, &format!("Content-Type: {kind}\r\nContent-Length: {}\r\n", body.len()));
     stream.write_all(body).ok();
 }
 
-/// The beginning of one.
+/// Writes the head of a response.
 pub fn head(stream: &mut TcpStream, status: &str, headers: &str) {
     let text = format!("HTTP/1.1 {status}\r\nConnection: close\r\n{headers}\r\n");
     stream.write_all(text.as_bytes()).ok();
 }
 
-/// Bytes until whoever reads them has had enough; `pause` between each.
+/// Writes `piece` until the client closes the connection, with `pause` after each.
 pub fn for_ever(stream: &mut TcpStream, piece: &[u8], pause: Duration) {
     while stream.write_all(piece).is_ok() {
         if !pause.is_zero() {
@@ -132,8 +132,8 @@ pub fn for_ever(stream: &mut TcpStream, piece: &[u8], pause: Duration) {
     }
 }
 
-/// A token service in front: `/token` wants user and password, all else the token. What it was shown elsewhere is an
-/// error of whoever shows it.
+/// Adds a token service: `/token` requires user and password, every other path requires the token. A client that sends
+/// the token elsewhere is at fault.
 pub fn with_tokens(
     address_of: Arc<std::sync::OnceLock<SocketAddr>>,
 ) -> impl Fn(&Request, &mut TcpStream) -> Option<()> {

@@ -1,5 +1,5 @@
-//! What the tests of images have in common: images made here, Debian's registry serving them, one of our own that lies,
-//! and `peerpod-pull` as the guest starts it.
+//! Helpers of the image tests: builds images, serves them with Debian's registry or with a hostile one, and runs
+//! `peerpod-pull` as the guest does.
 
 #![allow(dead_code, unreachable_pub)] // each test file uses its part
 #![allow(clippy::unwrap_used)] // test code outside of test functions
@@ -20,7 +20,7 @@ use sha2::{Digest, Sha256};
 
 pub mod hostile;
 
-/// A folder of a test's own on a disk, gone with it.
+/// Temporary folder of a test on a disk, removed when dropped.
 pub struct Folder(pub PathBuf);
 
 impl Folder {
@@ -63,7 +63,7 @@ impl LayerBuilder {
         LayerBuilder(tar::Builder::new(Vec::new()))
     }
 
-    /// Any entry; the name is written as it is, whatever it is.
+    /// Adds any entry; the name is written unchanged, valid or not.
     pub fn raw(
         mut self,
         kind: tar::EntryType,
@@ -102,7 +102,7 @@ impl LayerBuilder {
         self.raw(tar::EntryType::Link, name.as_bytes(), 0o644, to.as_bytes(), b"")
     }
 
-    /// Of the entry that follows.
+    /// Sets the extended attributes of the next entry.
     pub fn xattrs(mut self, all: &[(&str, &[u8])]) -> LayerBuilder {
         let all: Vec<(String, &[u8])> =
             all.iter().map(|(key, value)| (format!("SCHILY.xattr.{key}"), *value)).collect();
@@ -115,7 +115,7 @@ impl LayerBuilder {
     }
 }
 
-/// A layer, packed.
+/// A packed layer.
 #[derive(Clone)]
 pub struct Layer {
     pub blob: Vec<u8>,
@@ -142,12 +142,12 @@ impl Layer {
     }
 }
 
-/// An image: blobs, and the manifest that a name leads to.
+/// An image: its blobs, and the manifest that its name resolves to.
 #[derive(Clone)]
 pub struct Image {
     pub blobs: Vec<Vec<u8>>,
     pub manifest: Vec<u8>,
-    /// Of the manifest.
+    /// Media type of the manifest.
     pub media_type: &'static str,
 }
 
@@ -159,7 +159,7 @@ impl Image {
         Image::with(layers, |_| {})
     }
 
-    /// With a change to the manifest.
+    /// Makes an image with a changed manifest.
     pub fn with(layers: &[Layer], change: impl FnOnce(&mut Value)) -> Image {
         let ids: Vec<&str> = layers.iter().map(|layer| layer.diff_id.as_str()).collect();
         let config = json!({
@@ -183,7 +183,7 @@ impl Image {
         Image { blobs, manifest: serde_json::to_vec(&manifest).unwrap(), media_type: MANIFEST }
     }
 
-    /// Behind an index, beside one for another machine.
+    /// Puts the manifest into an index, beside one for another architecture.
     pub fn indexed(mut self) -> Image {
         let entry = |digest: String, size: usize, architecture: &str| {
             json!({ "mediaType": MANIFEST, "digest": digest, "size": size,
@@ -197,7 +197,7 @@ impl Image {
     }
 }
 
-/// What an ordinary image has: a shell in the first layer; in the second links, attributes, and in the third removals.
+/// Returns an ordinary image: a shell in the first layer, links and attributes in the second, removals in the third.
 pub fn ordinary() -> Image {
     let shell = fs::read("/bin/busybox").expect("busybox-static is installed by scripts/setup");
     let base = LayerBuilder::new()
@@ -244,14 +244,14 @@ pub struct Registry {
     pub address: SocketAddr,
 }
 
-/// How a registry is to be served.
+/// Options of a registry.
 #[derive(Default)]
 pub struct Serving<'a> {
     /// User and password.
     pub secret: Option<(&'a str, &'a str)>,
     /// Certificate chain and key, PEM.
     pub tls: Option<(String, String)>,
-    /// In this network namespace, on this address.
+    /// Network namespace and address to listen on.
     pub at: Option<(&'a str, SocketAddr)>,
 }
 
@@ -314,14 +314,14 @@ impl Registry {
         registry
     }
 
-    /// Beside the node, where machines that boot reach it.
+    /// Starts a registry on the node's address in the VMs' network, for machines that boot.
     pub fn for_machines(world: &World, images: &[(&str, &Image)]) -> Registry {
         let address = SocketAddr::from(([10, 97, 0, 1], free_port().port()));
         let serving = Serving { at: Some((world.node().name(), address)), ..Serving::default() };
         tokio::task::block_in_place(|| Registry::start(images, &serving))
     }
 
-    /// Settings of a node whose VMs trust it, and fetch this image of it as soon as they can.
+    /// Returns settings of a node with VMs that trust this registry and prefetch an image of it.
     pub fn settings(&self, settings: &Settings, early: &str) -> Settings {
         let address = self.address.to_string();
         let settings = settings.clone().set("node.prefetch-images", format!("{address}/{early}"));
@@ -332,7 +332,7 @@ impl Registry {
         fs::read_to_string(self.folder.join("log")).unwrap_or_default()
     }
 
-    /// Ends it; the answer is where it was.
+    /// Stops the registry; the address stays the same.
     pub fn stop(&mut self) {
         if let Some(mut child) = self.child.take() {
             child.kill().ok();
@@ -351,7 +351,7 @@ pub fn free_port() -> SocketAddr {
     std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap()
 }
 
-/// As the registry itself keeps it.
+/// Stores an image in the registry's own format.
 fn store(data: &Path, name: &str, image: &Image) {
     let (repository, tag) = name.split_once(':').unwrap();
     let root = data.join("docker/registry/v2");
@@ -375,13 +375,13 @@ fn store(data: &Path, name: &str, image: &Image) {
     put(tag.join("index/sha256").join(hex(&image.manifest)).join("link"), link.as_bytes());
 }
 
-/// One job for `peerpod-pull`.
+/// Returns a job for `peerpod-pull`.
 pub fn job(store: &Path, image: &str) -> Value {
     let plain: Vec<&str> = image.split('/').take(1).collect();
     json!({ "image": image, "store": store, "bundle": null, "plain_http": plain })
 }
 
-/// Starts it.
+/// Starts a job.
 pub fn begin(job: &Value) -> Child {
     start(&mut Command::new(binary("peerpod-pull").unwrap()), job)
 }
@@ -392,7 +392,7 @@ fn start(command: &mut Command, job: &Value) -> Child {
     child
 }
 
-/// Does it; the last word, and all others.
+/// Runs a job and returns its result, or the cause and the text of its failure.
 pub fn pull(job: &Value) -> Result<Value, (String, String)> {
     let output = begin(job).wait_with_output().unwrap();
     let words = String::from_utf8_lossy(&output.stdout).into_owned();
@@ -409,7 +409,7 @@ pub fn pull(job: &Value) -> Result<Value, (String, String)> {
     }
 }
 
-/// Pulls and mounts in a namespace of its own, then runs a script in the container's root; what that printed.
+/// Pulls and mounts in a new mount namespace, then runs a script in the container's root and returns its output.
 pub fn inspect(job: &Value, script: &str) -> String {
     let mut job = job.clone();
     job["bundle"] = json!("/run/kata-containers/test");
@@ -427,7 +427,7 @@ pub fn inspect(job: &Value, script: &str) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned()
 }
 
-/// Layers that are whole, and what lies half-made beside them.
+/// Returns the number of complete layers, and the paths of incomplete ones.
 pub fn layers_in(store: &Path) -> (usize, Vec<PathBuf>) {
     let entries = |name: &str| -> Vec<PathBuf> {
         fs::read_dir(store.join(name)).into_iter().flatten().flatten().map(|entry| entry.path()).collect()

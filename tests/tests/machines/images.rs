@@ -1,4 +1,5 @@
-//! Where machines that boot keep containers' images: on a disk, if they have one. Needs root and `make image`.
+//! Tests the storage of container images in machines that boot: on a disk, if the machine has one. Needs root and `make
+//! image`.
 
 use super::images_common;
 use std::time::Duration;
@@ -11,7 +12,7 @@ use peerpod_world::{Daemons, World, eventually};
 const PATIENCE: Duration = Duration::from_secs(60);
 const IMAGE: &str = "team/app:v1";
 const OTHER: &str = "team/other:v1";
-/// Ends the guest program's `serve`, not pid 1 of the same name.
+/// Script that kills the guest's `serve` process, not pid 1 of the same name.
 const KILL: &str = "for p in /proc/[0-9]*; do\n\
                     case \"$(tr '\\000' ' ' < $p/cmdline 2>/dev/null)\" in 'peerpod-guest serve '*) kill -9 ${p#/proc/};; esac\n\
                     done\n";
@@ -21,7 +22,7 @@ fn registry(world: &World) -> Registry {
     Registry::for_machines(world, &[(IMAGE, &ordinary()), (OTHER, &other)])
 }
 
-/// A pod in a machine of its own.
+/// Pod in its own machine.
 struct Machine {
     sandbox: Sandbox,
     image: String,
@@ -33,7 +34,7 @@ impl Machine {
         Machine { sandbox, image: format!("{}/{IMAGE}", registry.address) }
     }
 
-    /// A container of the pulled image says what is in it; a second one of it fetches nothing.
+    /// Runs two containers of the pulled image, which print files of it. The image is fetched only once.
     async fn runs_the_image(&self, daemons: &Daemons) {
         let command = ["/bin/sh", "-c", "busybox cat /old/one /tmp/made; echo"];
         for id in ["first", "second"] {
@@ -57,7 +58,7 @@ impl Machine {
     }
 }
 
-/// What is mounted for images, and how many layers there are.
+/// Script that prints the file system type of the images' mount, and the number of layers.
 const LOOK: &str =
     "grep ' /var/lib/peerpod ' /proc/mounts | cut -d' ' -f3; ls /var/lib/peerpod/images/l | wc -l";
 
@@ -70,7 +71,7 @@ async fn an_empty_disk_that_the_machine_has_for_itself_has_its_images() {
     let machine = Machine::start(&place, &daemons, &registry).await;
     machine.runs_the_image(&daemons).await;
     assert_eq!(machine.looks().await, "ext4\n3\n", "{}", place.consoles());
-    // The next run of the guest program finds its disk mounted, and pulls on.
+    // The restarted guest finds its disk mounted, and continues to pull.
     drop(machine.sandbox.agent.exec(&exec_request(CONTAINER, "kill", &["/bin/sh", "-c", KILL])).await);
     let rejoined = eventually("the node hears of it", PATIENCE, async || {
         let log = std::fs::read_to_string(daemons.log("node")).ok()?;
@@ -86,7 +87,7 @@ async fn an_empty_disk_that_the_machine_has_for_itself_has_its_images() {
     machine.stop(&place, &daemons).await;
 }
 
-/// Whether there is to be none, or the one that was promised does not come, which is then said.
+/// The machine is to have no disk, or the promised disk does not appear, which the guest reports.
 #[tokio::test(flavor = "multi_thread")]
 async fn without_a_disk_images_are_in_memory_apart_from_the_roots() {
     for promised in [false, true] {

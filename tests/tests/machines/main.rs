@@ -1,4 +1,4 @@
-//! Pods in virtual machines that boot, made by libvirt.
+//! Tests of pods in virtual machines that boot, made by libvirt.
 
 #![allow(clippy::unwrap_used)] // test code outside of test functions
 

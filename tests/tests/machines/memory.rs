@@ -1,5 +1,5 @@
-//! How much memory a pod's VM has, in real machines: what a pod may use is there besides its guest, each container ends at
-//! its own limit, and a VM with too little says so. Needs root and `make image`.
+//! Tests the memory of a pod's VM in real machines. The pod's share is there in addition to the guest's share, and each
+//! container ends at its own limit. A VM with too little memory is reported. Needs root and `make image`.
 
 use std::{fs, time::Duration};
 
@@ -13,22 +13,22 @@ use peerpod_world::Daemons;
 use serde_json::Value;
 
 const PATIENCE: Duration = Duration::from_secs(60);
-/// As `peerpod-cluster webhook` writes it.
+/// Annotation that `peerpod-cluster webhook` writes.
 const LIMITS: &str = "io.katacontainers.peerpod.memory-limits";
 
-/// The image's `image.json`.
+/// Returns the image's `image.json`.
 fn about_image() -> Value {
     let file = image::minimal().unwrap().join("image.json");
     serde_json::from_slice(&fs::read(file).unwrap()).unwrap()
 }
 
-/// A pod whose containers may use so many MiB together, in a VM of its own.
+/// Boots a pod with containers that may use `mib` MiB together, in its own VM.
 async fn boot(place: &Place, daemons: &Daemons, mib: u64) -> anyhow::Result<Sandbox> {
     let size = |annotations: Annotations| annotations.size("1", mib);
     Sandbox::boot(daemons, place.world.pod()?, "memory", size, BOOT).await
 }
 
-/// A container that waits, with the annotations that it has from the webhook and from containerd.
+/// Creates a container that sleeps, with the annotations of the webhook and of containerd.
 async fn limited(machine: &Sandbox, container: &str, limits: &str) {
     let request = ContainerSpec::new(container, &["sleep", "infinity"])
         .annotation("io.kubernetes.cri.container-type", "container")
@@ -39,14 +39,14 @@ async fn limited(machine: &Sandbox, container: &str, limits: &str) {
     machine.agent.start_container(container).await.unwrap();
 }
 
-/// The exit code of a program in the container that writes to so many MiB of its memory.
+/// Runs a program in the container that writes to `mib` MiB of memory, and returns its exit code.
 async fn touch(machine: &Sandbox, container: &str, mib: u64) -> i32 {
     let block = format!("bs={mib}M");
     let command = ["dd", "if=/dev/zero", "of=/dev/null", &block, "count=1"];
     machine.agent.exec(&exec_request(container, &fresh_id("touch"), &command)).await.unwrap().status
 }
 
-/// A line of /proc/meminfo, in MiB.
+/// Returns a value of /proc/meminfo, in MiB.
 async fn meminfo(machine: &Sandbox, key: &str) -> u64 {
     let text = machine.prints("cat /proc/meminfo").await.unwrap();
     let line = text.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(':')).unwrap();
@@ -62,7 +62,7 @@ async fn end(place: &Place, daemons: &Daemons, machine: &Sandbox) {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_container_can_use_its_limit_and_ends_at_it() {
     let place = Place::new();
-    // Without the share for containers' images, of which there are none here.
+    // Without the share for container images, of which this test has none.
     let base = about_image()["guest_memory"]["base_mib"].as_u64().unwrap();
     let settings = place.settings.clone().set("node.guest-memory-mib", base);
     let daemons = Daemons::start(&place.world, settings).await.unwrap();
@@ -78,7 +78,7 @@ async fn a_container_can_use_its_limit_and_ends_at_it() {
     assert_eq!(touch(&machine, CONTAINER, 270).await, 137);
     let container = tokio::time::timeout(PATIENCE, out_of_memory).await.unwrap().unwrap().unwrap();
     assert_eq!(container, CONTAINER);
-    // The limit is this container's alone: its machine has more, and its neighbour less.
+    // The limit applies to this container alone: its machine has more memory, and the other container has less.
     limited(&machine, "other", r#"{"main": 268435456, "other": 16777216}"#).await;
     assert_eq!(touch(&machine, "other", 20).await, 137);
     assert_eq!(touch(&machine, CONTAINER, 250).await, 0);
@@ -91,7 +91,7 @@ async fn the_smallest_pod_starts_and_can_use_its_limit() {
     let daemons = Daemons::start(&place.world, place.settings.clone()).await.unwrap();
     let machine = boot(&place, &daemons, 32).await;
     let machine = machine.unwrap_or_else(|error| panic!("{error:#}\n{}", place.consoles()));
-    // With the figures of the image, which the provider reads beside the kernel.
+    // The image's figures, which the provider reads beside the kernel.
     let memory = &about_image()["guest_memory"];
     let sum = 32 + memory["base_mib"].as_u64().unwrap() + memory["images_mib"].as_u64().unwrap();
     let domain = place.libvirtd.domains().unwrap().remove(0);
@@ -104,7 +104,7 @@ async fn the_smallest_pod_starts_and_can_use_its_limit() {
     end(&place, &daemons, &machine).await;
 }
 
-/// Of the 128 MiB that the VM has its kernel may use 96 (`mem=`), which is too little to unpack the image.
+/// The VM has 128 MiB, of which its kernel may use 96 (`mem=`), too little to unpack the image.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_vm_with_too_little_memory_says_so_in_the_error_and_in_the_log() {
     let place = Place::new();

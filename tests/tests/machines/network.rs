@@ -1,6 +1,6 @@
-//! The pod network's cases that a real VM can change: how large packets of its wire may be (by DHCP, and changed later),
-//! what its virtio card does for it, and an address that DHCP takes away. The machines boot in libvirtd and QEMU. Needs
-//! root and `make image`.
+//! Tests the pod network's cases that depend on a real VM: the MTU of its underlay (by DHCP, and changed later), the
+//! offloads of its virtio NIC, and an address that DHCP takes away. The machines boot in libvirtd and QEMU. Needs root
+//! and `make image`.
 
 use std::{
     io::{Read, Write},
@@ -26,25 +26,25 @@ use peerpod_world::{
 use tokio::{task::spawn_blocking, time::timeout};
 
 const PATIENCE: Duration = Duration::from_secs(60);
-/// More than any of the VMs' wires takes: what limits the pod's packets is the wire.
+/// Larger than the MTU of any VM's underlay, so that the underlay limits the pod's packets.
 const POD_MTU: u32 = 9000;
-/// In bytes: goes there and back, of each family, begun by each of the two.
+/// Bytes sent there and back in each family, started from each of the two ends.
 const BULK: usize = 3 << 20;
-/// Of the echo in the pod.
+/// Port of the echo server in the pod.
 const PORT_INSIDE: u16 = 7778;
-/// Begins a command in the VM's own network, beside the pod's.
+/// Prefix of a command that runs in the VM's own network, not in the pod's.
 const BESIDE: &str = "nsenter -t 1 -n /bin/busybox";
 
-/// A pod in a machine of its own, with an echo in it, and another pod of the node.
+/// Pod in its own machine with an echo server in it, and another pod of the node.
 struct Machine {
     id: String,
     pod: Pod,
     other: Pod,
     shim: peerpod_client::ShimClient,
     agent: AgentClient,
-    /// libvirt's name of it.
+    /// Name of the machine in libvirt.
     domain: String,
-    /// The node's end of its card.
+    /// Device on the node that is the other end of the VM's NIC.
     tap: String,
     mac: String,
 }
@@ -56,7 +56,7 @@ impl Machine {
         let Sandbox { id, pod, shim, agent, .. } = place.boot(daemons, pod, name).await;
         agent.create_container(&ContainerSpec::new("main", &["sleep", "infinity"]).request()).await?;
         agent.start_container("main").await?;
-        // As the echo of the world's traffic it first tells 64 bytes, but not who asked.
+        // Like the echo server of `traffic` it first sends 64 bytes, but not the client's address.
         let script = format!("exec busybox nc -ll -p {PORT_INSIDE} -e sh -c \"printf '%-64s' ::; exec cat\"");
         agent.exec_process(&exec_request("main", "echo", &["/bin/sh", "-c", &script])).await?;
         let domain = place.libvirtd.domains()?.pop().context("a domain")?;
@@ -68,7 +68,7 @@ impl Machine {
         Ok(Machine { id, pod, other, shim, agent, domain, tap, mac })
     }
 
-    /// What a script in the pod prints.
+    /// Runs a script in the pod and returns its output.
     async fn shell(&self, script: &str) -> anyhow::Result<String> {
         self.run(&["/bin/sh", "-c", script]).await
     }
@@ -81,7 +81,7 @@ impl Machine {
         Ok(String::from_utf8_lossy(&output.stdout).into_owned())
     }
 
-    /// Asks in the pod, again and again, until the answer is right.
+    /// Repeats a script in the pod until its output satisfies `is`.
     async fn until(&self, script: &str, is: impl Fn(&str) -> bool) -> anyhow::Result<String> {
         let mut last: anyhow::Result<String> = Err(anyhow::anyhow!("never asked"));
         let seen = eventually(script, PATIENCE, async || {
@@ -93,7 +93,7 @@ impl Machine {
         last
     }
 
-    /// Waits until the VM's own card takes packets of this size.
+    /// Waits until the VM's own NIC has this MTU.
     async fn until_card(&self, mtu: u32) -> anyhow::Result<()> {
         let expected = format!("mtu {mtu} ");
         self.until(&format!("{BESIDE} ip link show dev eth0"), |text| text.contains(&expected))
@@ -101,7 +101,7 @@ impl Machine {
             .map(drop)
     }
 
-    /// Waits until the pod's interface in the VM takes packets of one of these sizes; which.
+    /// Waits until the pod's interface in the VM has one of these MTUs, and returns it.
     async fn until_mtu(&self, of: &[u32]) -> anyhow::Result<u32> {
         let read = |text: &str| -> Option<u32> {
             text.split_whitespace().skip_while(|word| *word != "mtu").nth(1)?.parse().ok()
@@ -111,7 +111,7 @@ impl Machine {
         read(&shown.with_context(|| format!("the pod's MTU is to be one of {of:?}"))?).context("an MTU")
     }
 
-    /// Packets that were cut into fragments so far, wherever the pod's pass.
+    /// Returns the number of fragmented packets so far, in every namespace that the pod's packets pass.
     async fn fragments(&self, world: &World) -> anyhow::Result<Vec<(&'static str, u64)>> {
         const FILES: &str = "cat /proc/net/snmp; echo and; cat /proc/net/snmp6";
         let mut all = Vec::new();
@@ -131,16 +131,17 @@ impl Machine {
         Ok(all)
     }
 
-    /// The largest packets there are and many MiB, both ways, both families; nothing is cut, and all arrives as it was sent.
+    /// Sends the largest packets and many MiB in both directions and families. No packet may be fragmented, and all
+    /// data must arrive unchanged.
     async fn converse(&self, world: &World, mtu: u32) -> anyhow::Result<()> {
-        // Who is where is known by then.
+        // Afterwards every neighbour is resolved.
         self.is_reached().await?;
         let before = self.fragments(world).await?;
         let (outside, echo) = (
             self.other.namespace().netns(),
             Echo::start(self.other.namespace().netns(), &self.other.addresses())?,
         );
-        // Kept in the VM: its memory is as good as a disk.
+        // Kept in the VM's memory, which serves as well as a disk.
         let fill = format!("busybox dd if=/dev/urandom of=/run/bulk bs=65536 count={}", BULK >> 16);
         self.shell(&format!("{fill} 2>/dev/null")).await?;
         let sum = self.shell("sha256sum < /run/bulk").await?;
@@ -162,7 +163,7 @@ impl Machine {
         Ok(())
     }
 
-    /// The other pod gets an answer of the pod, in both families.
+    /// Checks that the other pod gets replies from the pod, in both families.
     async fn is_reached(&self) -> anyhow::Result<()> {
         for address in self.pod.addresses() {
             let from = self.other.namespace().clone();
@@ -171,7 +172,7 @@ impl Machine {
         Ok(())
     }
 
-    /// The pod gets a page of the other one, in both families and as itself.
+    /// Checks that the pod gets a page of the other pod, in both families and from its own address.
     async fn fetches(&self) -> anyhow::Result<()> {
         let server = PageServer::start(self.other.namespace())?;
         for (own, to) in self.pod.addresses().into_iter().zip(self.other.addresses()) {
@@ -191,15 +192,15 @@ impl Machine {
     }
 }
 
-/// A probe of the path that got lost on a busy machine is not the last word for ten minutes.
+/// Returns settings with a short probe interval: a path probe lost on a busy machine must not count for ten minutes.
 fn settings(place: &Place) -> Settings {
     place.settings.clone().set("tunnel.probe-interval", "10s")
 }
 
-/// The node's end of the VM's card: what the VM said that it takes is what the node may leave to it.
+/// Offloads of the node's device for the VM's NIC: the node may leave to the VM exactly those that the VM accepted.
 const OFFLOADS: [&str; 3] = ["tx-checksumming", "tcp-segmentation-offload", "generic-segmentation-offload"];
 
-/// Switches the offloads of the node's end of the card; they are so when this returns.
+/// Switches the offloads of the node's device for the NIC, and checks them.
 fn offloads(world: &World, tap: &str, state: &str) -> anyhow::Result<()> {
     let set = format!("ethtool -K {tap} tx {state} sg {state} tso {state} gso {state} gro {state}");
     vm::run(world.node().netns(), &set)?;
@@ -215,8 +216,8 @@ fn offloads_are(world: &World, tap: &str, state: &str) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// What VM and hypervisor agreed on for the card (`linux/virtio_net.h`): the checksums and the cutting of large segments are
-/// left to the other side, both ways, in both families.
+/// Checks the features that VM and hypervisor negotiated for the NIC (`linux/virtio_net.h`): each side leaves checksums
+/// and segmentation to the other, in both directions and families.
 async fn card_offloads(machine: &Machine) -> anyhow::Result<()> {
     let script = "for d in /sys/bus/virtio/devices/*; do \
                   [ \"$(cat $d/device)\" = 0x0001 ] && cat $d/features; done; true";
@@ -234,8 +235,8 @@ async fn card_offloads(machine: &Machine) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// A small wire from the VM's first packet on, with the offloads that machines have, without those of the node's side; and
-/// one that becomes a large one while the pod runs.
+/// An underlay with a small MTU from the VM's first packet on, with the default offloads and with those of the node's
+/// device off; then an MTU that grows while the pod runs.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_machines_packets_are_as_large_as_its_wire_takes_with_offloads_and_without() {
     let place = Place::on(Shape { mtu: Some(1400), ..Shape::default() }, &[]);
@@ -248,7 +249,7 @@ async fn wires_and_offloads(place: &Place, daemons: &Daemons) -> anyhow::Result<
     let world = &place.world;
     let machine = Machine::start(place, daemons, "wire").await?;
     machine.until_card(1400).await.context("DHCP says what the wire takes")?;
-    // By the family that carries the tunnel.
+    // Depends on the family that the tunnel uses.
     let mtu = machine.until_mtu(&[1400 - 50, 1400 - 70]).await?;
     let tunnel = 1400 - mtu;
 
@@ -258,7 +259,7 @@ async fn wires_and_offloads(place: &Place, daemons: &Daemons) -> anyhow::Result<
     offloads(world, &machine.tap, "off")?;
     machine.converse(world, mtu).await.context("without offloads on the node's side")?;
 
-    // The cloud gives the wire jumbo frames.
+    // The cloud enables jumbo frames.
     offloads(world, &machine.tap, "on")?;
     let tap = &machine.tap;
     world.node().ip(&format!("link set lv{NETWORK} mtu 9000\nlink set {tap} mtu 9000\n"))?;
@@ -268,7 +269,7 @@ async fn wires_and_offloads(place: &Place, daemons: &Daemons) -> anyhow::Result<
     machine.stop(place, daemons).await
 }
 
-/// Numbered lines of an exec, none missing and none twice.
+/// Numbered lines of an exec, of which none may be missing or repeated.
 struct Ticks {
     last: u64,
     rest: Vec<u8>,
@@ -283,9 +284,9 @@ impl Ticks {
         Ok(ticks)
     }
 
-    /// Reads on to what is said after this call.
+    /// Reads up to a line that was printed after this call.
     async fn go_on(&mut self, machine: &Machine) -> anyhow::Result<()> {
-        // A file that is just being written is empty.
+        // The file is empty while it is being written.
         let now = machine.shell("until n=$(cat /run/ticks) && [ -n \"$n\" ]; do :; done; echo $n").await?;
         self.read_to(now.trim().parse::<u64>()? + 3, machine).await
     }
@@ -307,7 +308,7 @@ impl Ticks {
     }
 }
 
-/// One TCP connection from the other pod to the pod's echo, on which bytes go to and fro all the time.
+/// TCP connection from the other pod to the pod's echo server that exchanges bytes all the time.
 struct Transfer {
     rounds: Arc<AtomicU64>,
     ending: Arc<AtomicBool>,
@@ -333,7 +334,7 @@ impl Transfer {
                     stream.read_exact(&mut back).with_context(|| format!("read of round {round}"))?;
                     ensure!(sent == back, "round {round} came back as another");
                     rounds.store(round + 1, SeqCst);
-                    // The machine has other work, too.
+                    // Leaves processor time for other work of the machine.
                     std::thread::sleep(Duration::from_millis(10));
                 }
                 anyhow::Ok(())
@@ -364,13 +365,13 @@ impl Drop for Transfer {
     }
 }
 
-/// What the DHCP server gives the VM from its next question on.
+/// Address that the DHCP server assigns at the VM's next request.
 const OTHER_ADDRESS: &str = "10.97.0.252";
-/// Whose address the VM's first one is from then on.
+/// MAC of the host that then gets the VM's first address.
 const OTHER_MAC: &str = "52:54:00:00:00:fe";
 
-/// On a wire with jumbo frames from the start: the server refuses to renew the lease and gives another address of the same
-/// network, while an exec and a connection stream; later the card loses its cable and gets it back.
+/// On an underlay with jumbo frames, the DHCP server refuses to renew the lease and assigns another address of the same
+/// network. An exec and a connection stream meanwhile. Later the NIC loses its carrier and gets it back.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_machine_that_gets_another_address_by_dhcp_takes_all_along() {
     let place = Place::on(Shape { mtu: Some(9000), ipv6: false, renewal: Some(8) }, &[]);
@@ -392,14 +393,14 @@ async fn moves(place: &Place, daemons: &Daemons) -> anyhow::Result<()> {
     let transfer = Transfer::start(machine.other.namespace(), machine.pod.v4())?;
 
     let old = before.split("inet ").nth(1).and_then(|rest| rest.split('/').next()).context("no address")?;
-    // The reservation was in force before the VM's first question; any other address has one chance in 241.
+    // The reservation existed before the VM's first request; any other address has one chance in 241.
     let network = place.libvirtd.virsh(&["net-dumpxml", NETWORK])?;
     let mut hosts = network.lines().filter(|line| line.contains(&format!("mac='{}'", machine.mac)));
     let is_reserved = hosts.any(|host| host.contains(&format!("ip='{old}'")));
     ensure!(is_reserved, "{old} is not the reserved address: {network}");
     ensure!(place.libvirtd.unreserve()? == 1, "one entry of a provider's");
-    // That the address is another host's now is what dnsmasq refuses a renewal for: the client names the server in it,
-    // which then looks no further.
+    // dnsmasq refuses a renewal only because the address now belongs to another host: the client names the server in
+    // its request, and the server then checks nothing else.
     for (mac, address) in [(machine.mac.as_str(), OTHER_ADDRESS), (OTHER_MAC, old)] {
         let host = format!("<host mac='{mac}' ip='{address}'/>");
         place.libvirtd.virsh(&["net-update", NETWORK, "add-last", "ip-dhcp-host", &host, "--live"])?;
@@ -410,14 +411,14 @@ async fn moves(place: &Place, daemons: &Daemons) -> anyhow::Result<()> {
     });
     known.await?;
     all_goes_on(&machine, &mut ticks, &transfer).await.context("after it moved")?;
-    // The one before is gone, and the one and only is there whole: nothing waits for the next renewal.
+    // The old address is gone, and the new address is complete: nothing depends on the next renewal.
     let is = |text: &str| text.matches("inet ").count() == 1 && text.contains(&format!("{OTHER_ADDRESS}/24"));
     machine.until(&addresses, is).await?;
     let said = place.consoles();
     ensure!(!said.contains("make the route to"), "the card was without its address for a while");
     machine.until_mtu(&[mtu]).await?;
 
-    // The cable.
+    // The carrier of the NIC.
     for state in ["down", "up"] {
         place.libvirtd.virsh(&["domif-setlink", &machine.domain, &machine.tap, state])?;
         if state == "down" {
@@ -432,7 +433,7 @@ async fn moves(place: &Place, daemons: &Daemons) -> anyhow::Result<()> {
     machine.stop(place, daemons).await
 }
 
-/// The tunnel both ways, the link, and what was in its middle.
+/// Checks the tunnel in both directions, the link, and the exec and connection that were under way.
 async fn all_goes_on(machine: &Machine, ticks: &mut Ticks, transfer: &Transfer) -> anyhow::Result<()> {
     machine.is_reached().await?;
     ticks.go_on(machine).await.context("the exec that streams")?;

@@ -1,5 +1,5 @@
-//! The whole road with real machines: libvirtd, QEMU, a kernel, the minimal image; then relay, node and a pod's network as
-//! everywhere. KVM where it works, emulation where not. Needs root and `make image`.
+//! Walks the e2e stages with real machines: libvirtd, QEMU, a kernel and the minimal image, beside the usual relay,
+//! node and pod network. Uses KVM where it works, and emulation elsewhere. Needs root and `make image`.
 
 use std::{
     fs,
@@ -22,8 +22,8 @@ use peerpod_world::{
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// A cloud's metadata service as clouds have it: beyond the VMs' gateway, which is the node here, and so in reach of the
-/// node, too. It has an ordinary address besides.
+/// Starts a metadata service as clouds have it: behind the VMs' gateway, which is the node here, so that the node
+/// reaches it too. It also has an ordinary address.
 fn metadata_service(world: &World) -> PageServer {
     let place = world.namespace("metadata").unwrap();
     world
@@ -50,13 +50,13 @@ fn metadata_service(world: &World) -> PageServer {
 const METADATA: &str = "169.254.169.254";
 const ORDINARY: &str = "203.0.113.2";
 
-/// What the VM itself gets from there, beside its pod.
+/// Returns the page that the VM itself gets from the metadata service, outside its pod.
 async fn page_of_the_vm(machine: &Sandbox, port: u16) -> String {
     let ask = format!("nsenter -t 1 -n /usr/local/bin/kata-agent tool fetch {METADATA}:{port}");
     machine.prints(&ask).await.unwrap()
 }
 
-/// What the pod gets from an address, or why it does not.
+/// Returns the page that the pod gets from an address, or the error.
 async fn page_of_the_pod(machine: &Sandbox, address: &str, port: u16) -> Result<String, String> {
     let address = format!("{address}:{port}");
     let command = ["peerpod-test-tool", "fetch", address.as_str()];
@@ -79,7 +79,7 @@ async fn one_pod_in_a_real_machine_from_create_to_exec_and_away_again() {
     place.assert_clean();
 }
 
-/// A disk with a file on it, and an empty one.
+/// Makes two disks, one with a file on it and one empty.
 fn disks(folder: &Path) -> [(&'static str, String); 2] {
     let (full, empty) = (folder.join("full.img"), folder.join("empty.img"));
     fs::create_dir_all(folder.join("full")).unwrap();
@@ -96,7 +96,7 @@ fn disks(folder: &Path) -> [(&'static str, String); 2] {
     [("ppfull", full.display().to_string()), ("ppempty", empty.display().to_string())]
 }
 
-/// Finds a disk as the guest must: by its serial.
+/// Shell function that finds a disk by its serial number, as the guest must.
 const FIND: &str = "find() { for disk in /sys/block/vd*; do \
                     [ \"$(cat $disk/serial)\" = \"$1\" ] && echo /dev/${disk##*/} && return; done; return 1; }\n";
 
@@ -106,18 +106,18 @@ async fn a_node_that_is_killed_leaves_pod_exec_and_disks_in_peace() {
     let mut daemons = Daemons::start(&place.world, place.settings.clone()).await.unwrap();
     let machine = place.machine(&daemons, "whole").await;
     let other = place.world.pod().unwrap();
-    // Ping and HTTP through the tunnel, both families, both ways.
+    // Ping and HTTP through the tunnel, in both families and directions.
     let server = PageServer::start(other.namespace()).unwrap();
     for (to, from) in machine.pod.addresses().into_iter().zip(other.addresses()) {
         ping(other.namespace(), to, 56, PATIENCE).unwrap();
-        // The most that fits whichever family carries the tunnel.
+        // The largest payload that fits with either family of the tunnel.
         ping(other.namespace(), to, 1380, PATIENCE).unwrap();
         let url = std::net::SocketAddr::new(from, server.port());
         let page = machine.run(&["peerpod-test-tool", "fetch", &url.to_string()]).await.unwrap();
         assert!(page.contains(&to.to_string()), "{page}");
     }
     drop(server);
-    // The cloud's metadata service is the VM's and not the pod's, by whatever way the pod has to where it stands.
+    // The VM reaches the cloud's metadata service; the pod does not, on any path.
     let service = metadata_service(&place.world);
     assert!(page_of_the_vm(&machine, service.port()).await.contains("a page for 10.97.0."));
     let ordinary = page_of_the_pod(&machine, ORDINARY, service.port()).await;
@@ -127,7 +127,7 @@ async fn a_node_that_is_killed_leaves_pod_exec_and_disks_in_peace() {
     let peers = service.peers();
     assert_eq!(peers.len(), 2, "{peers:?}");
     drop(service);
-    // Two disks, attached in the other order than they are used in, each found by what it says it is.
+    // Two disks, attached in another order than they are used in; each is found by its serial number.
     let [full, empty] = disks(place.world.folder());
     for ((serial, file), target) in [&empty, &full].into_iter().zip(["vdx", "vdy"]) {
         let domain = place.libvirtd.domains().unwrap().remove(0);
@@ -155,7 +155,7 @@ async fn a_node_that_is_killed_leaves_pod_exec_and_disks_in_peace() {
          dd if=$empty bs=4096 count=1 2>/dev/null | tr -d '\\000' | wc -c\n"
     );
     assert_eq!(machine.prints(&script).await.unwrap(), "from the disk\n0\n");
-    // An exec that streams, and the node killed in its middle.
+    // Kill the node in the middle of an exec that streams.
     let streaming =
         exec_request("main", "stream", &["/bin/sh", "-c", "while :; do echo tick; sleep 0.1; done"]);
     machine.agent.exec_process(&streaming).await.unwrap();
@@ -174,7 +174,7 @@ async fn a_node_that_is_killed_leaves_pod_exec_and_disks_in_peace() {
     place.assert_clean();
 }
 
-/// A provider whose author gives pods the cloud's metadata service, of a pod that leaves by its VM: the pod asks as the VM.
+/// A provider can open the cloud's metadata service to pods that leave by their VM: the pod then has the VM's address.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_provider_may_open_its_metadata_service_to_pods() {
     let line = include_str!("../../../providers/libvirt/guest.toml");
@@ -218,8 +218,8 @@ async fn a_machine_that_is_destroyed_from_outside_is_known_at_once_and_by_its_po
     place.assert_clean();
 }
 
-/// The power button (ACPI), by which an administrator asks a machine to end: it writes back and unmounts first. What is in
-/// the middle of being written is whole on the disk then, whose journal has nothing left to do.
+/// The power button (ACPI), with which an administrator shuts a machine down: the guest writes back and unmounts first.
+/// A file that was just being written is complete on the disk, and the journal needs no recovery.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_machine_whose_power_button_is_pressed_ends_in_order() {
     let place = Place::new();
@@ -252,7 +252,7 @@ async fn a_machine_whose_power_button_is_pressed_ends_in_order() {
     let late = run("debugfs", &["-R", "stat late", &disk]);
     assert!(late.contains(&format!("Size: {}", 48 * 65536)), "{late}");
 
-    // The pod is as dead as with any other end of its VM, and the node says which end it was.
+    // The pod ends as with any other end of its VM, and the node names the cause.
     let cause = eventually("StartVM says what became of it", PATIENCE, async || {
         machine.shim.start_vm(&machine.id).await.err().map(|error| error.to_string())
     });
@@ -263,7 +263,7 @@ async fn a_machine_whose_power_button_is_pressed_ends_in_order() {
     place.assert_clean();
 }
 
-/// What e2fsprogs says of a disk's file system.
+/// Returns the file system's header of a disk, from e2fsprogs.
 fn filesystem(disk: &str) -> String {
     run("dumpe2fs", &["-h", disk])
 }
@@ -278,12 +278,12 @@ fn run(program: &str, arguments: &[&str]) -> String {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_machine_that_never_calls_home_is_given_up_with_the_end_of_its_console() {
     let place = Place::new();
-    // The kernel finds no init that it could start.
+    // The kernel finds no init to start.
     let settings = place
         .settings
         .clone()
         .set("provider.libvirt.cmdline", "console=ttyS0 rdinit=/nowhere init=/nowhere panic=0")
-        // From CreateVM on: the upload of the image, QEMU and an emulated kernel until its panic are in it.
+        // Counted from CreateVM: includes the upload of the image, QEMU, and an emulated kernel up to its panic.
         .set("node.boot-timeout", "60s");
     let daemons = Daemons::start(&place.world, settings).await.unwrap();
     let (id, pod) = (fresh_id("mute"), place.world.pod().unwrap());

@@ -1,5 +1,6 @@
-//! The road with the disk image, through a real libvirtd: UEFI, a verified root, systemd, the guest program as its service.
-//! What else a machine must do `machines.rs` tries with the minimal image, which boots sooner. Needs root and `make image`.
+//! Walks the e2e stages with the disk image in a real libvirtd: UEFI, a verified root, systemd, and the guest as a
+//! service. `pods.rs` tests all other behaviour of machines with the minimal image, which boots faster. Needs root and
+//! `make image`.
 
 use super::images_common;
 use std::{ffi::OsStr, fs, net::SocketAddr, time::Duration};
@@ -14,19 +15,19 @@ use peerpod_tests::{
 use peerpod_world::{Daemons, binary, eventually, page::PageServer, ping::ping};
 
 const PATIENCE: Duration = Duration::from_secs(60);
-/// Of a file, in one request.
+/// Bytes of a file in one request.
 const PIECE: usize = 1 << 20;
-/// What the image has not, and is given: below [`SHARED_CONTAINERS`], where the shim may put files.
+/// File that the image lacks and the test adds, below [`SHARED_CONTAINERS`], where the shim may put files.
 const BUSYBOX: &str = "busybox";
 const IMAGE: &str = "team/app:v1";
 
-/// A pod in a machine of its own.
+/// Pod in its own machine.
 struct Machine(Sandbox);
 
 impl Machine {
     async fn start(place: &Place, daemons: &Daemons) -> Machine {
         let machine = place.boot(daemons, place.world.pod().unwrap(), "uefi").await;
-        // There is no shell in the image, and no `sleep`.
+        // The image has no shell and no `sleep`.
         machine.create_container(CONTAINER, &["peerpod-test-tool", "pause"]).await.unwrap();
         let busybox = fs::read("/bin/busybox").unwrap();
         for (number, piece) in busybox.chunks(PIECE).enumerate() {
@@ -38,7 +39,7 @@ impl Machine {
         Machine(machine)
     }
 
-    /// A container of the image that the registry has, whose layers are where they are to be.
+    /// Runs a container of the registry's image, and checks the number of its layers on the disk.
     async fn runs(&self, registry: &Registry) {
         let image = format!("{}/{IMAGE}", registry.address);
         let says = of_image(&image, "image", &["/bin/sh", "-c", "busybox cat /old/one"]);
@@ -49,7 +50,7 @@ impl Machine {
         assert_eq!(layers, "3\n");
     }
 
-    /// In the shell that it was given; `$B` is all that the shell has not built in.
+    /// Runs a script in the added shell; `$B` is needed for every command that the shell has not built in.
     async fn shell(&self, script: &str) -> anyhow::Result<String> {
         self.0.run(&shell(script).each_ref().map(String::as_str)).await
     }
@@ -74,7 +75,7 @@ async fn a_pod_in_a_machine_that_boots_the_disk_by_uefi_from_create_to_exec_and_
         }
     }
 
-    // Ping and HTTP through the tunnel, both families, both ways.
+    // Ping and HTTP through the tunnel, in both families and directions.
     let other = place.world.pod().unwrap();
     let server = PageServer::start(other.namespace()).unwrap();
     for (to, from) in machine.0.pod.addresses().into_iter().zip(other.addresses()) {
@@ -86,10 +87,10 @@ async fn a_pod_in_a_machine_that_boots_the_disk_by_uefi_from_create_to_exec_and_
     }
     drop(server);
 
-    // A program of the image's own.
+    // A program of the image.
     let version = machine.0.run(&["/bin/mount", "--version"]).await.unwrap();
     assert!(version.contains("util-linux"), "{version}");
-    // It is that machine: firmware, pid 1, the root that nobody can write to, and the rest of the disk.
+    // Checks the machine: firmware, pid 1, the read-only root, and the rest of the disk.
     let script = "[ -d /sys/firmware/efi ] && echo efi\n\
                   $B cat /proc/1/comm\n\
                   $B grep -c 'roothash=' /proc/cmdline\n\
@@ -99,11 +100,11 @@ async fn a_pod_in_a_machine_that_boots_the_disk_by_uefi_from_create_to_exec_and_
     let seen = seen.unwrap_or_else(|error| panic!("{error:#}\n{}", place.consoles()));
     assert_eq!(seen, "efi\nsystemd\n1\n1\n1\n", "{}", place.consoles());
 
-    // A container's image is on that, and not in memory.
+    // A container image is on that disk and not in memory.
     machine.runs(&registry).await;
     drop(registry);
 
-    // An exec that streams, and the node killed in its middle.
+    // Kill the node in the middle of an exec that streams.
     let ticks = shell("while :; do echo tick; $B sleep 0.1; done");
     let streaming = exec_request("main", "stream", &ticks.each_ref().map(String::as_str));
     machine.0.agent.exec_process(&streaming).await.unwrap();
@@ -121,7 +122,7 @@ async fn a_pod_in_a_machine_that_boots_the_disk_by_uefi_from_create_to_exec_and_
     }
 
     assert_eq!(place.libvirtd.firmware().unwrap().len(), 1, "libvirt keeps what UEFI remembers");
-    // The power button: the guest program flushes, and systemd ends the machine in order.
+    // The power button: the guest flushes, and systemd shuts the machine down in order.
     let domain = place.libvirtd.domains().unwrap().remove(0);
     place.libvirtd.virsh(&["shutdown", &domain, "--mode", "acpi"]).unwrap();
     let cause = eventually("the node says what became of it", PATIENCE, async || {
@@ -135,7 +136,7 @@ async fn a_pod_in_a_machine_that_boots_the_disk_by_uefi_from_create_to_exec_and_
     place.assert_clean();
 }
 
-/// Nothing is left for a partition: images are in memory, and the boot waits for no disk.
+/// The disk has no space left for a partition: images are in memory, and the boot waits for no disk.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_disk_that_is_no_larger_than_its_image_is_a_machine_all_the_same() {
     let mut place = Place::uefi();
@@ -155,7 +156,7 @@ async fn a_disk_that_is_no_larger_than_its_image_is_a_machine_all_the_same() {
     place.assert_clean();
 }
 
-/// `peerpod provider check` with these settings: preflight, create, list and delete. Nothing of it waits for a boot.
+/// `peerpod provider check` with these settings: preflight, create, list and delete, without waiting for a boot.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_provider_with_the_disk_passes_its_check() {
     let place = Place::uefi();

@@ -1,5 +1,5 @@
-//! Persistent volumes in machines that boot: virtio disks of files, iSCSI and NBD, and NFS and SMB from the VM's own
-//! uplink. Needs root and `make image`.
+//! Tests persistent volumes in machines that boot: virtio disks from files, iSCSI and NBD, and NFS and SMB over the
+//! VM's own uplink. Needs root and `make image`.
 
 use std::{
     fs,
@@ -19,7 +19,7 @@ use peerpod_tests::{
 };
 use peerpod_volume::{Credentials, Mode, SecretRef, Source, credentials};
 
-/// The node, as the VMs' network has it.
+/// The node's address in the VMs' network.
 const NODE: &str = "10.97.0.1";
 
 fn clean(node: &Node) {
@@ -37,14 +37,14 @@ async fn disks_land_where_they_belong_grow_and_outlive_their_machine() {
     raw.write(0, b"from outside");
     let volumes = vec![empty.volume(), raw.volume().block(), full.volume().fs("ext4")];
     let first = node.run(node.pod("data-0", volumes)).await;
-    // Mounted in the other order than they were named, and than they were attached.
+    // Mounted in another order than they were named and attached in.
     first.create("main", &[at(2, "/full"), at(0, "/empty")]).await;
     let seen = first.shell("main", "cat /full/hello; ls /empty; grep -c ' /empty ext4 ' /proc/mounts").await;
     assert_eq!(seen, "from the disk\nlost+found\n1\n");
     let fill = "dd if=/dev/urandom of=/empty/file bs=1M count=8 2>/dev/null; sync; sha256sum < /empty/file";
     let sum = first.shell("main", fill).await;
 
-    // It grows while it is used.
+    // A volume grows while it is in use.
     let volumes = volumes_client(&node).await;
     let id = first.pod.volumes[0].volume.id.to_string();
     let ask = StatsRequest { pod_uid: first.pod.uid.clone(), volume_id: id.clone(), ..Default::default() };
@@ -65,7 +65,7 @@ async fn disks_land_where_they_belong_grow_and_outlive_their_machine() {
     node.stop(first).await;
     clean(&node);
 
-    // Another machine has them in another order, and finds what was written. One was made larger in between.
+    // Another machine has the disks in another order, and finds the data. One disk was enlarged in between.
     full.write(128 << 20, b"\0");
     let volumes = vec![raw.volume().block(), full.volume(), empty.volume()];
     let second = node.run(node.pod("data-0", volumes)).await;
@@ -78,7 +78,7 @@ async fn disks_land_where_they_belong_grow_and_outlive_their_machine() {
     clean(&node);
 }
 
-/// How large a file system is, seen from its container.
+/// Returns the size of a file system, as seen from its container.
 async fn mebibytes(pod: &Running, place: &str) -> u64 {
     let size = pod.shell("main", &format!("df -m {place} | grep -v Filesystem")).await;
     size.split_whitespace().nth(1).unwrap().parse().unwrap()
@@ -123,7 +123,7 @@ async fn network_disks_are_connected_by_the_hypervisor_and_shares_by_the_machine
     clean(&node);
 }
 
-/// With what an option of mount(8) could not have in it, and a shell would part.
+/// Contains characters that an option of mount(8) cannot contain, and characters that a shell would split at.
 const PASSWORD: &str = "pass,word of \\ 'files'";
 
 #[tokio::test(flavor = "multi_thread")]
@@ -156,7 +156,7 @@ async fn a_share_is_mounted_with_its_secret_which_stands_nowhere_else() {
         assert!(mounts.contains(part), "no {part}: {mounts}");
     }
     assert!(!mounts.contains("pass,word"), "{mounts}");
-    // Another container of it, and one that is not let in, which takes nothing from the others.
+    // A second container mounts the share. A third one is denied, which must not affect the others.
     pod.create("second", &[at(0, "/files")]).await;
     assert_eq!(pod.shell("second", "cat /files/name").await, "mine\n");
     let refused = pod.try_create("third", &[at(1, "/files")], By::Bundle).await.unwrap_err().to_string();
@@ -179,8 +179,8 @@ async fn a_share_is_mounted_with_its_secret_which_stands_nowhere_else() {
     clean(&node);
 }
 
-/// Files below this folder in which the password is, by a part of it that nothing escapes: records, ledger, logs, what a
-/// machine was made of.
+/// Returns the files below this folder that contain the password: records, ledger, logs, machine definitions. It is
+/// matched by a part of it that no format escapes.
 fn holding_password(folder: &Path) -> Vec<PathBuf> {
     let (mut left, mut found) = (vec![folder.to_owned()], Vec::new());
     while let Some(path) = left.pop() {

@@ -1,4 +1,4 @@
-//! The main road with the pods' frames encrypted on their way: WireGuard below VXLAN.
+//! Tests the encrypted tunnel: WireGuard below VXLAN.
 
 use std::{
     path::PathBuf,
@@ -20,22 +20,22 @@ fn encrypted() -> Settings {
 
 const VXLAN: u16 = 4789;
 const WIREGUARD: u16 = 51820;
-/// What a word of a key exchange costs that is lost: it is said again after this.
+/// Delay that a lost handshake message costs: WireGuard retries after this time.
 const SAID_AGAIN: Duration = Duration::from_secs(5);
 
-/// What goes between the node and its VMs, by port.
+/// Counts the packets between the node and its VMs, by port.
 fn spy(world: &World) -> Spy {
     Spy::start(world.node(), "pplocal0", &[VXLAN, WIREGUARD]).unwrap()
 }
 
-/// What the relay counts of the encrypted tunnel.
+/// Returns a metric of the relay's encrypted tunnel.
 fn counted(daemons: &Daemons, name: &str) -> f64 {
     let metrics = daemons.metrics("relay").unwrap();
     let line = metrics.lines().find(|line| line.starts_with(&format!("peerpod_relay_wireguard_{name}")));
     line.and_then(|line| line.rsplit(' ').next()?.parse().ok()).unwrap_or(0.0)
 }
 
-/// Both families, from a pod beside it.
+/// Pings the sandbox from a pod beside it, in both families.
 fn reachable(from: &Namespace, sandbox: &Sandbox, patience: Duration) {
     for address in sandbox.pod.addresses() {
         ping(from, address, 56, patience).unwrap();
@@ -82,7 +82,7 @@ async fn traffic_goes_on_while_the_node_is_dead_and_comes_back_after_the_relay_w
     let sandbox = Sandbox::start(&world, &daemons, "stays").await.unwrap();
     reachable(other.namespace(), &sandbox, PATIENCE);
 
-    // No answer waits for new keys, however the node fares.
+    // No reply waits for new keys while the node is killed and restarted.
     let (over, address, from) =
         (Arc::new(AtomicBool::new(false)), sandbox.pod.v4(), other.namespace().clone());
     let pinging = std::thread::spawn({
@@ -106,14 +106,15 @@ async fn traffic_goes_on_while_the_node_is_dead_and_comes_back_after_the_relay_w
     assert!(pinging.join().unwrap() > 0);
     sandbox.lives().await.unwrap();
 
-    // With the relay the tunnel's sessions go; the node hands the descriptors to the next one, and the guest begins anew.
+    // The tunnel's sessions end with the relay; the node hands the descriptors to the next relay, and the guest starts
+    // a new handshake.
     daemons.kill_relay().unwrap();
     daemons.start_relay().unwrap();
     let since = Instant::now();
     reachable(other.namespace(), &sandbox, PATIENCE);
     println!("healed {:?} after the relay was killed", since.elapsed());
 
-    // And once more with a node that did not open the device itself.
+    // Again, with a node that did not open the device itself.
     daemons.kill_relay().unwrap();
     daemons.kill_node().unwrap();
     daemons.start_relay().unwrap();
@@ -121,7 +122,7 @@ async fn traffic_goes_on_while_the_node_is_dead_and_comes_back_after_the_relay_w
     reachable(other.namespace(), &sandbox, PATIENCE);
 }
 
-/// The tunnel's private namespace by its name in the node's container.
+/// Returns the path of the tunnel's private namespace in the node's container.
 fn tunnel_netns(daemons: &Daemons) -> PathBuf {
     let path = daemons.run_dir().join("wireguard.netns");
     PathBuf::from(format!("/proc/{}/root{}", daemons.node_pid().unwrap(), path.display()))
@@ -144,7 +145,7 @@ async fn what_somebody_deletes_of_the_tunnel_is_there_again_without_a_restart() 
     assert_eq!(counted(&daemons, "failures_total"), 1.0);
     assert_eq!(counted(&daemons, "running"), 1.0);
 
-    // The name of the namespace, a mount of the node's container.
+    // The name of the namespace, which is a mount of the node's container.
     let node = daemons.node_pid().unwrap();
     let unmount = ["--mount", "--pid", "--target", &node.to_string(), "umount", "--lazy"];
     let path = daemons.run_dir().join("wireguard.netns");
@@ -154,7 +155,7 @@ async fn what_somebody_deletes_of_the_tunnel_is_there_again_without_a_restart() 
     })
     .await
     .unwrap();
-    // The next node's container has no such mount. The relay knows the namespace.
+    // The next node's container lacks the mount. The relay holds the namespace.
     let id = inside.id();
     drop(inside);
     daemons.kill_node().unwrap();
@@ -163,7 +164,7 @@ async fn what_somebody_deletes_of_the_tunnel_is_there_again_without_a_restart() 
     assert_eq!(NetnsId::of(&tunnel_netns(&daemons)), Some(id), "{}", daemons.log_tails());
     reachable(other.namespace(), &sandbox, PATIENCE);
 
-    // By a node that did not open the device itself, and has to get the port back from the relay.
+    // With a node that did not open the device itself, and has to get the port back from the relay.
     let inside = Netns::open(tunnel_netns(&daemons)).unwrap();
     assert!(inside.run(delete).unwrap().unwrap().success());
     drop(inside);
@@ -173,7 +174,7 @@ async fn what_somebody_deletes_of_the_tunnel_is_there_again_without_a_restart() 
     sandbox.stop(&daemons).await.unwrap();
 }
 
-/// The guest's own end: the threads lose their device, and nobody sends a plan.
+/// The guest's end: its threads lose their device, and no plan is sent.
 #[tokio::test(flavor = "multi_thread")]
 async fn the_vms_end_of_the_tunnel_is_made_anew_at_once_when_it_fails() {
     let world = World::new().unwrap();
@@ -198,7 +199,7 @@ async fn the_vms_end_of_the_tunnel_is_made_anew_at_once_when_it_fails() {
     sandbox.stop(&daemons).await.unwrap();
 }
 
-/// A NAT between the VMs and the node's own programs: what they send seems to come from an address nobody has.
+/// NAT between the VMs and the node's programs: the source of the VMs' packets becomes an address that no host has.
 const NAT: &str = "add table ip nat
 add chain ip nat in { type nat hook input priority 100; }
 add rule ip nat in iifname pplocal0 snat to 10.99.200.200
@@ -254,7 +255,7 @@ async fn while_its_port_is_taken_no_pod_starts_and_nothing_is_sent_in_clear() {
     let started = tokio::time::timeout(PATIENCE, shim.start_vm(&id)).await.unwrap();
     let refused = started.expect_err("a pod without its tunnel").to_string();
     assert!(refused.contains("encrypted tunnel"), "{refused}");
-    // Only for the packets: whether the pod's namespace answered them is not the matter.
+    // Only the packets matter: the pod's namespace may or may not have answered.
     drop(pinging.await.unwrap());
     stop_in_time(&shim, &id).await.unwrap();
     daemons.gone(&id, PATIENCE).await.unwrap();
@@ -270,7 +271,7 @@ async fn while_its_port_is_taken_no_pod_starts_and_nothing_is_sent_in_clear() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn no_answer_is_late_while_keys_are_exchanged_again() {
-    // WireGuard takes new keys after two minutes with traffic.
+    // WireGuard renews its keys after two minutes with traffic.
     let (time, exchanges) =
         if long() { (Duration::from_secs(260), 3.0) } else { (Duration::from_secs(3), 1.0) };
     let world = World::new().unwrap();

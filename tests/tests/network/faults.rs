@@ -1,5 +1,5 @@
-//! Troubles of the pod's network: links that go, packets that are lost, namespaces that vanish, names that are taken,
-//! and a node that is killed wherever it stands. What can go on goes on; what is over leaves nothing.
+//! Tests faults of the pod's network: devices that go down, lost packets, vanished namespaces, VNIs in use, and a node
+//! that is killed at any point. Running pods continue, and ended ones leave nothing.
 
 use super::network_common;
 use std::{
@@ -50,7 +50,7 @@ impl Scene {
         ]
     }
 
-    /// Both ways and both families, with so many bytes each.
+    /// Exchanges `bytes` bytes in both directions and both families.
     async fn talks(&self, bytes: usize) -> anyhow::Result<()> {
         for (pod, other) in self.pod.addresses().into_iter().zip(self.other.addresses()) {
             traffic::tcp(self.other.namespace().netns(), at(pod), bytes).await?;
@@ -59,7 +59,7 @@ impl Scene {
         Ok(())
     }
 
-    /// Until they do.
+    /// Waits until the exchange succeeds.
     async fn talks_again(&self) {
         eventually("they talk again", PATIENCE, async || self.talks(1000).await.ok()).await.unwrap();
     }
@@ -76,14 +76,14 @@ fn at(address: IpAddr) -> SocketAddr {
     SocketAddr::new(address, ECHO_PORT)
 }
 
-/// What `ip -j` says of a namespace's links.
+/// Returns the output of `ip -j` for the devices of a namespace.
 fn links(namespace: &Namespace, more: &str) -> Vec<Value> {
     let text = namespace.shell(&format!("ip -d -j link show {more}"), &[]).unwrap();
     let all: Value = serde_json::from_str(if text.trim().is_empty() { "[]" } else { &text }).unwrap();
     all.as_array().unwrap().iter().filter(|link| link["ifname"].is_string()).cloned().collect()
 }
 
-/// The node's end of the only VM's uplink.
+/// Returns the node's device for the only VM's uplink.
 fn uplink(world: &World) -> String {
     let ports = links(world.node(), "master pplocal0");
     assert_eq!(ports.len(), 1, "{ports:?}");
@@ -114,7 +114,7 @@ async fn flaps(kind: &str) {
             let over = over.clone();
             async move { traffic::tcp_until(&from, at(to), &over).await }
         });
-        // Somewhere in the middle of it.
+        // Wait until the stream is in its middle.
         let sent = || scene.other.namespace().counters("eth0").unwrap().1;
         let began = sent();
         eventually("the stream runs", PATIENCE, async || (sent() > began + 1_000_000).then_some(()))
@@ -167,7 +167,7 @@ async fn loses_packets(kind: &str) {
         {
             traffic::streams(from, at(to), 16, 20_000).await.unwrap();
         }
-        // Nor the agent's link, which takes the same way.
+        // Nor does it break the agent's link, which takes the same path.
         peerpod_world::road::transfer(&scene.vm.agent, peerpod_tests::CONTAINER, "lossy", 256 << 10)
             .await
             .unwrap();
@@ -198,7 +198,7 @@ async fn a_number_that_somebody_took_meanwhile_is_named_and_left_to_him() {
     })
     .await
     .unwrap();
-    // The node dies, its device goes, and somebody else's takes the number.
+    // The node dies, its device is removed, and a device of another owner takes the VNI.
     daemons.kill_node().unwrap();
     pod.namespace().ip("link del pp-vx0\n").unwrap();
     let foreign = format!("link add foreign0 type vxlan id {vni} dstport 4789 remote 192.0.2.1\n");
@@ -212,7 +212,7 @@ async fn a_number_that_somebody_took_meanwhile_is_named_and_left_to_him() {
     world.node().ip("link del foreign0\n").expect("what is not ours stays");
     drop(shim);
     nothing_beyond(&world, &[pod.namespace()], &daemons, &before, &running).await.unwrap();
-    // The next sandbox of this pod takes another number.
+    // The next sandbox of this pod gets another VNI.
     let vm = Vm::start(&daemons, "next", &pod.namespace().path()).await.unwrap();
     let _server = Echo::start(other.namespace().netns(), &other.addresses()).unwrap();
     assert_eq!(traffic::tcp(&vm.inside, at(other.v4()), 1000).await.unwrap(), pod.v4());
@@ -234,19 +234,19 @@ async fn a_namespace_that_vanishes_in_the_middle_of_it_leaves_nothing() {
                 shim.start_vm(&id).await
             }
         });
-        // Up to what a whole start takes.
+        // Up to the duration of a whole start.
         tokio::time::sleep(Duration::from_millis(dice.roll(200))).await;
         drop(pod);
         let before = Sight::of(&world, &[], &daemons).unwrap();
-        // The kubelet gives up and stops it, whatever became of it.
+        // The kubelet gives up and stops the sandbox, in any state.
         let early = dice.roll(2) == 0;
         if !early {
-            // Answered, one way or the other; not left alone.
+            // StartVM must return, with or without an error.
             let answered = timeout(PATIENCE, start).await;
             answered.unwrap_or_else(|_| panic!("round {round}\n{}", daemons.log_tails())).unwrap().ok();
         }
         stop_in_time(&daemons.shim().await.unwrap(), &id).await.unwrap();
-        // It may have been stopped before anybody knew it: then there is no record to become a tombstone.
+        // A sandbox stopped before it was recorded has no record that could become a tombstone.
         eventually("nothing of it lives", PATIENCE, async || {
             let entries = daemons.ledger().ok()?;
             entries.iter().all(|entry| entry.id != id || entry.is_tombstone()).then_some(())
@@ -257,7 +257,7 @@ async fn a_namespace_that_vanishes_in_the_middle_of_it_leaves_nothing() {
     }
 }
 
-/// No VM, no device of one, no filter, whatever was there while one lived.
+/// Waits until no VM, no device of a VM and no filter is left of the state in `alive`.
 async fn nothing_lives(world: &World, daemons: &Daemons, alive: &Sight) {
     let mut left = Vec::new();
     let clean = eventually("nothing is left", PATIENCE, async || {
@@ -294,7 +294,7 @@ async fn a_node_with_five_thousand_links_starts_pods() {
     assert_eq!(links(pod.namespace(), "type vxlan").len(), 0);
 }
 
-/// Pods as a routing CNI makes them, by the hundred.
+/// Makes `count` pods as a routing CNI does.
 fn crowd(world: &World, count: usize) -> Vec<Namespace> {
     let spaces: Vec<Namespace> = (0..count).map(|n| world.namespace(&format!("many{n}")).unwrap()).collect();
     let lines: String = spaces
@@ -324,7 +324,7 @@ fn crowd(world: &World, count: usize) -> Vec<Namespace> {
 async fn three_hundred_pods_at_once_get_and_lose_their_tunnels() {
     const PODS: usize = 300;
     let world = World::bare().unwrap();
-    // Where the VMs would be: this provider makes none, so that all the work is the node's.
+    // Route to the addresses of the VMs, which this provider does not make: all the work is that of the node.
     world
         .node()
         .ip("link add ens0 type veth peer name ens1\n\
@@ -356,7 +356,7 @@ async fn three_hundred_pods_at_once_get_and_lose_their_tunnels() {
     }
     while let Some(done) = created.join_next().await {
         let (shim, id) = done.unwrap().unwrap();
-        // Not answered before the end: no VM ever comes up.
+        // Does not return before the end, because no VM ever comes up.
         starts.spawn(async move { shim.start_vm(&id).await });
     }
     let mut numbers = BTreeSet::new();
@@ -418,7 +418,7 @@ async fn a_node_killed_at_random_moments_leaks_nothing() {
         for _ in 0..1 + dice.roll(2) {
             tokio::time::sleep(Duration::from_millis(dice.roll(150))).await;
             daemons.kill_node().unwrap();
-            // Sometimes the stop finds no node, sometimes one that is just waking up.
+            // The stop finds no node, or a node that is just starting.
             if dice.roll(4) > 0 {
                 daemons.start_node().unwrap();
             } else {
@@ -436,7 +436,7 @@ async fn a_node_killed_at_random_moments_leaks_nothing() {
         let clean = nothing_beyond(&world, &spaces, &daemons, &before, &middle).await;
         clean.unwrap_or_else(|e| panic!("round {round}: {e:#}"));
     }
-    // And the namespace that went through all of it still serves.
+    // The namespace still works after all of it.
     let vm = Vm::start(&daemons, "after", &pod.namespace().path()).await.unwrap();
     let inside: &Netns = &vm.inside;
     let _server = Echo::start(inside, &pod.addresses()).unwrap();

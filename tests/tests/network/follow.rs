@@ -1,4 +1,4 @@
-//! What changes while the pod runs: by the CNI in the pod's namespace, around the node, at the VM.
+//! Tests changes while the pod runs: by the CNI in the pod's namespace, around the node, and in the VM.
 
 use std::{net::SocketAddr, time::Duration};
 
@@ -12,7 +12,7 @@ use peerpod_world::{
 };
 use tokio::task::spawn_blocking;
 
-/// What a command in the pod prints.
+/// Runs a script in the pod and returns its output.
 async fn inside(sandbox: &Sandbox, script: &str) -> String {
     let output = sandbox.shell(&fresh_id("look"), script).await.unwrap();
     String::from_utf8_lossy(&output.stdout).into_owned()
@@ -58,14 +58,14 @@ async fn what_the_cni_changes_later_comes_true_in_the_vm() {
     })
     .await;
 
-    // Also what happens while nobody looks.
+    // Changes while the node is dead take effect too.
     daemons.kill_node().unwrap();
     pod.ip("route add 10.50.0.0/16 via 10.244.1.1 dev eth0\naddr del 10.244.1.200/32 dev eth0\n").unwrap();
     daemons.start_node().unwrap();
     until_inside(&sandbox, &daemons, route, |text| text.contains("10.50.0.0/16")).await;
     until_inside(&sandbox, &daemons, "ip addr show dev eth0", |text| !text.contains("10.244.1.200")).await;
 
-    // A link that goes down loses its routes and IPv6 addresses; nobody took them from the pod.
+    // A device that goes down loses its routes and IPv6 addresses, but the CNI did not remove them.
     let before = inside(&sandbox, "ip route; ip -6 addr show dev eth0").await;
     pod.ip("link set eth0 down\n").unwrap();
     pod.ip("link set eth0 up\n").unwrap();
@@ -98,8 +98,8 @@ async fn a_redirects_filter_that_somebody_deletes_is_put_back_and_then_it_is_qui
     let pod = sandbox.pod.namespace();
     let filters = || pod.shell("tc filter show dev eth0 ingress", &[]).unwrap();
     assert_ne!(filters(), "");
-    // The look at every pod that has just started would put it back without hearing anything, and so would one for
-    // anything else that still happens there.
+    // The node inspects every pod after its start, and again after any other change there. Either inspection would
+    // restore the filter without its netlink event. Wait until both are over.
     let looked = eventually("it was looked at", PATIENCE, async || {
         let record = daemons.ledger().ok()?.into_iter().find(|entry| entry.id == sandbox.id)?.record;
         record["network"]["tunnel"]["losses"].is_object().then_some(())
@@ -112,7 +112,7 @@ async fn a_redirects_filter_that_somebody_deletes_is_put_back_and_then_it_is_qui
     pod.shell("tc qdisc del dev eth0 ingress", &[]).unwrap();
     let back = eventually("it is there again", PATIENCE, async || (!filters().is_empty()).then_some(()));
     back.await.unwrap_or_else(|error| panic!("{error}\n{}", daemons.log_tails()));
-    // What was mended makes news, and those must not be mended again.
+    // The repair causes netlink events, which must not cause another repair.
     let quiet = eventually("nothing changes any more", PATIENCE, async || {
         pod.shell("timeout 1 tc monitor || true", &[]).unwrap().is_empty().then_some(())
     });
@@ -122,8 +122,8 @@ async fn a_redirects_filter_that_somebody_deletes_is_put_back_and_then_it_is_qui
 
 const MOVE: [&str; 2] = ["addr flush dev eth0", "addr add 10.99.77.7/16 dev eth0"];
 
-/// All that a VM's card loses by moving to another address: with one left the link would go on by that. What the relay
-/// counted in the end.
+/// Replaces all addresses of a VM's NIC: with one left, the link would continue over it. Returns the relay's metrics at
+/// the end.
 async fn a_vm_moves(settings: Settings, lines: &[&str], to: &str) -> String {
     let world = World::new().unwrap();
     let daemons = Daemons::start(&world, settings).await.unwrap();
@@ -163,8 +163,8 @@ async fn a_vm_of_an_ipv6_cloud_that_moves_to_another_address_takes_its_tunnel_al
     a_vm_moves(Settings::none().set("provider.local.ipv4", false), &lines, "fd99::77:7").await;
 }
 
-/// As a driver does that resets its card: the kernel takes all routes and the IPv6 addresses away, and what gave them
-/// (DHCP, router advertisements) gives them again.
+/// Does the same as a driver that resets its NIC: the kernel removes all routes and the IPv6 addresses, and their
+/// source (DHCP, router advertisements) adds them again.
 async fn a_vms_card_is_reset(settings: Settings) {
     let world = World::new().unwrap();
     let daemons = Daemons::start(&world, settings).await.unwrap();
@@ -229,7 +229,7 @@ async fn renumbered(settings: Settings) {
     let bridge = bridge.split_whitespace().skip_while(|word| *word != "dev").nth(1).unwrap().to_owned();
     let addresses = || world.node().ip(&format!("addr show dev {bridge}\n")).unwrap();
     world.node().ip(&format!("addr add 10.99.0.250/16 dev {bridge}\n")).unwrap();
-    // The guest must have heard of the new one before the old one goes.
+    // The guest must have received the new address before the old one is removed.
     let told = eventually("the guest was told", PATIENCE, async || {
         let log = std::fs::read_to_string(daemons.log("node")).ok()?;
         log.contains("the guest follows").then_some(())
@@ -238,21 +238,21 @@ async fn renumbered(settings: Settings) {
         panic!("{error}: {}\n{}", addresses(), daemons.log_tails());
     }
     world.node().ip(&format!("addr del 10.99.0.1/16 dev {bridge}\n")).unwrap();
-    // Promoted or gone with the first: whatever the kernel did, the other one is there.
+    // The kernel may have promoted the address or removed it with the first one; either way it exists now.
     world.node().ip(&format!("addr replace 10.99.0.250/16 dev {bridge}\n")).unwrap();
     reaches(&other, &sandbox.pod).await;
     sandbox.lives().await.unwrap();
     sandbox.stop(&daemons).await.unwrap();
 }
 
-/// The MTU of the pod's interface in its VM.
+/// Waits for an MTU of the pod's interface in its VM.
 async fn until_mtu(sandbox: &Sandbox, daemons: &Daemons, mtu: u32) {
     let expected = format!("mtu {mtu} ");
     until_inside(sandbox, daemons, "ip link show dev eth0", |text| text.contains(&expected)).await;
 }
 
-/// Whole segments both ways between the pod in its VM and another one, both families. Nobody puts packets together or
-/// takes them apart on the way, so that each is as large as it looks.
+/// Sends full-sized segments in both directions between the pod in its VM and another pod, in both families. Without
+/// offloads, no device merges or splits packets on the way, so that each has its apparent size.
 async fn transfers(other: &Pod, sandbox: &Sandbox) -> anyhow::Result<()> {
     let inside = podns(sandbox).await;
     let servers = [
@@ -269,12 +269,12 @@ async fn transfers(other: &Pod, sandbox: &Sandbox) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The pod's namespace in its VM.
+/// Returns the pod's namespace in its VM.
 async fn podns(sandbox: &Sandbox) -> Netns {
     let inode = inside(sandbox, "readlink /proc/self/ns/net").await;
     for entry in std::fs::read_dir("/proc").unwrap().flatten() {
         let path = entry.path().join("ns/net");
-        // Whoever ends while we look is not the one.
+        // A process that ends meanwhile is not in the namespace.
         if std::fs::read_link(&path).is_ok_and(|found| found.to_str() == Some(inode.trim())) {
             return Netns::open(path).unwrap();
         }
@@ -284,7 +284,7 @@ async fn podns(sandbox: &Sandbox) -> Netns {
 
 const NO_OFFLOADS: &str = "tso off gso off gro off tx-udp-segmentation off";
 
-/// Swallows UDP packets of more than so many bytes that come in by an interface.
+/// Drops UDP packets of more than `bytes` bytes that arrive at an interface.
 fn narrow(netns: &Netns, interface: &str, bytes: u32) {
     let rules = format!(
         "table inet narrow\ndelete table inet narrow\ntable inet narrow {{\n\
@@ -361,7 +361,8 @@ async fn a_smaller_mtu_of_the_nodes_own_interface_is_followed() {
     sandbox.stop(&daemons).await.unwrap();
 }
 
-/// The VM tries the path while it is narrow, and the clock says nothing for ten minutes after that.
+/// Checks that a widened path is used at once. The guest has probed the path while it was narrow, and its timer would
+/// not probe again for ten minutes.
 async fn widens(settings: Settings, left: u32) {
     let world = World::new().unwrap();
     let daemons = Daemons::start(&world, settings).await.unwrap();
@@ -380,14 +381,14 @@ async fn widens(settings: Settings, left: u32) {
     tried("probed=1500").await;
     world.node().ip("link set pplocal0 mtu 1400\n").unwrap();
     until_mtu(&sandbox, &daemons, 1400 - left).await;
-    // The VM looks around for a reason of its own.
+    // A change in the VM makes the guest probe the path.
     ip_in(&vm, "addr add 10.99.88.8/32 dev eth0");
     tried("probed=1400").await;
     transfers(&other, &sandbox).await.unwrap();
     world.node().ip("link set pplocal0 mtu 1500\n").unwrap();
     until_mtu(&sandbox, &daemons, 1500 - left).await;
     transfers(&other, &sandbox).await.unwrap();
-    // And at the VM's side: what its own route to the node says.
+    // The same on the VM's side, by the MTU of its route to the node.
     let node = if left == 70 { "fd99::1" } else { "10.99.0.1" };
     for mtu in [1380, 1500] {
         ip_in(&vm, &format!("route replace {node} dev eth0 mtu {mtu}"));
@@ -406,7 +407,7 @@ async fn an_ipv6_underlay_that_is_wide_again_is_used_whole_at_once() {
     widens(Settings::none().set("provider.local.ipv4", false), 70).await;
 }
 
-/// A namespace has five hundred settings; most nobody ever sets.
+/// A namespace has about 500 sysctls, most of which keep their defaults.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_setting_that_is_not_carried_is_named_in_the_record_and_in_the_log() {
     let world = World::new().unwrap();
@@ -414,8 +415,8 @@ async fn a_setting_that_is_not_carried_is_named_in_the_record_and_in_the_log() {
     let (plain, pod) = (world.pod().unwrap(), world.pod().unwrap());
     let netns = pod.namespace().clone();
     netns.sysctl("ipv4/neigh/eth0/ucast_solicit", "7").unwrap(); // carried
-    netns.sysctl("ipv4/conf/all/log_martians", "1").unwrap(); // not
-    netns.sysctl("ipv6/conf/eth0/max_addresses", "99").unwrap(); // not
+    netns.sysctl("ipv4/conf/all/log_martians", "1").unwrap(); // not carried
+    netns.sysctl("ipv6/conf/eth0/max_addresses", "99").unwrap(); // not carried
     let shim = daemons.shim().await.unwrap();
     let left_out = async |pod: &Pod| {
         let id = fresh_id("settings");

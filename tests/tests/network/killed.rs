@@ -1,4 +1,4 @@
-//! The guest program is killed while it changes the pod's network from one plan to another.
+//! Kills the guest while it changes the pod's network from one plan to another.
 
 use super::network_common;
 use std::{
@@ -15,22 +15,22 @@ use nix::{
 use peerpod_tests::{Dice, PATIENCE, beyond_wall};
 use peerpod_world::{Daemons, Settings, Sight, World, eventually, picture::Picture};
 
-/// Enough that a plan takes a while; a pod may have 4,096.
+/// Enough routes to make a plan take a while; a pod may have 4,096.
 const ROUTES: u32 = 1500;
-/// So often at the most; one kill in the middle is what it is about, and mostly the first is.
+/// Limit of rounds. The test needs one kill in the middle of a plan, and usually the first round has it.
 const ROUNDS: u64 = 20;
-/// So often at the least, at whatever moment.
+/// Minimum number of rounds, with kills at any time.
 const AT_LEAST: u64 = 4;
-/// Our own MTU is the tunnel's.
+/// The tunnel's MTU.
 const ROOM: u64 = 1450;
 
-/// The lines that tell one plan from the other: `ip` takes and the picture shows these routes.
+/// Returns the routes that distinguish the plans, in the form that `ip` takes and the picture prints.
 fn routes(of: u64) -> impl Iterator<Item = String> {
     let second = 50 + of % 2;
     (0..ROUTES).map(move |n| format!("10.{second}.{}.{}/32", n / 250, n % 250))
 }
 
-/// Routes of this plan that are there.
+/// Returns the number of routes of this plan that exist.
 fn count(picture: &Picture, of: u64) -> usize {
     let lines = picture.lines(ROOM);
     let there: BTreeSet<&str> = lines
@@ -69,7 +69,7 @@ async fn a_guest_killed_in_the_middle_of_a_plan_makes_the_whole_of_it_when_it_is
     let (mut halfway, mut rounds) = (0, 0);
     while rounds < AT_LEAST || (halfway == 0 && rounds < ROUNDS) {
         rounds += 1;
-        // One that was killed when it had just finished may not be back yet.
+        // A guest that was killed just after it had finished may not be back yet.
         let guest = eventually("the guest runs", PATIENCE, async || {
             let sight = Sight::of(&world, &[], &daemons).unwrap();
             sight.pids("peerpod-guest").into_iter().find(|pid| {
@@ -78,9 +78,9 @@ async fn a_guest_killed_in_the_middle_of_a_plan_makes_the_whole_of_it_when_it_is
             })
         });
         let guest = Pid::from_raw(guest.await.unwrap() as i32);
-        // The other plan, all at once, and away with the one before.
+        // The other plan, all at once, and without the previous one.
         pod.namespace().ip(&(batch("add", rounds) + &batch("del", rounds - 1))).unwrap();
-        // The guest has begun when the first route is there.
+        // The guest has begun when the first route exists.
         let first = routes(rounds).next().unwrap();
         let began = Instant::now();
         let begun = || vm.inside.run(|| has_route(&first)).unwrap();
@@ -98,7 +98,7 @@ async fn a_guest_killed_in_the_middle_of_a_plan_makes_the_whole_of_it_when_it_is
         halfway += usize::from(new < ROUTES as usize || old > 0);
         println!("round {rounds}: killed with {new} new routes and {old} old ones");
         same().await;
-        // Nothing of the one before, all of the other.
+        // No route of the previous plan, and every route of the new one.
         let now = Picture::of(&vm.inside, &[]).unwrap();
         assert_eq!((count(&now, rounds), count(&now, rounds - 1)), (ROUTES as usize, 0));
     }
@@ -106,7 +106,7 @@ async fn a_guest_killed_in_the_middle_of_a_plan_makes_the_whole_of_it_when_it_is
     vm.stop(&daemons).await.unwrap();
 }
 
-/// Whether the main table has it, for a thread in the namespace.
+/// Returns whether the main table has the route, on a thread in the namespace.
 fn has_route(route: &str) -> bool {
     let address: std::net::Ipv4Addr = route.trim_end_matches("/32").parse().unwrap();
     let wanted = format!("{:08X}", u32::from_ne_bytes(address.octets()));

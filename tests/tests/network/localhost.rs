@@ -1,5 +1,6 @@
-//! The pod's localhost, through the whole road: connections from the node's side of a pod's namespace reach servers in
-//! its VM, whatever happens to the daemons meanwhile; a port without a listener resets its client; nothing stays.
+//! Tests the pod's localhost end to end: connections from the pod's netns on the node reach servers in its VM, across
+//! kills and upgrades of the daemons. The relay resets a connection to a port without a listener. Nothing is left at
+//! the end.
 
 use super::network_common;
 use std::{
@@ -26,7 +27,7 @@ async fn connect(from: &Netns, to: SocketAddr) -> std::io::Result<TcpStream> {
     from.run(make)??.connect(to).await
 }
 
-/// The kernel refuses in both families: no listener of the relay is there.
+/// Checks that the kernel refuses a connection in both families: the relay has no listener.
 async fn refused(from: &Netns, port: u16) {
     for address in LOCALHOST {
         let error = connect(from, SocketAddr::new(address, port)).await.unwrap_err();
@@ -34,7 +35,8 @@ async fn refused(from: &Netns, port: u16) {
     }
 }
 
-/// Nothing listens in the VM: the relay resets the connection, in both families. Returns how many were tried.
+/// Checks that the relay resets the connection in both families, because the VM has no listener. Returns the number of
+/// attempts.
 async fn reset(from: &Netns, port: u16) -> usize {
     for address in LOCALHOST {
         let outcome = match connect(from, SocketAddr::new(address, port)).await {
@@ -60,7 +62,7 @@ async fn until_carried(from: &Netns, daemons: &Daemons) {
     carried.await.unwrap_or_else(|error| panic!("{error}\n{}", daemons.log_tails()));
 }
 
-/// Listening and raw sockets in a namespace.
+/// Returns the number of listening and raw sockets in a namespace.
 fn sockets(netns: &Netns) -> usize {
     let of = |file: &str| std::fs::read_to_string(format!("/proc/thread-self/net/{file}")).unwrap();
     netns
@@ -74,7 +76,7 @@ fn sockets(netns: &Netns) -> usize {
         .unwrap()
 }
 
-/// Says something and hears it again.
+/// Sends a message and reads its echo.
 async fn speaks(stream: &mut TcpStream, what: &[u8; 8]) {
     stream.write_all(what).await.unwrap();
     let mut back = [0; 8];
@@ -99,7 +101,7 @@ async fn the_nodes_side_reaches_the_pods_localhost_in_its_vm_whatever_the_daemon
     }
     carried(here, 64 << 20).await.unwrap();
     let tried = reset(here, ECHO_PORT + 1).await;
-    // The client's own address, and the server's as the client named it.
+    // The address of the server is the one that the client dialled.
     let mut stays = connect(here, (Ipv4Addr::LOCALHOST, ECHO_PORT).into()).await.unwrap();
     assert_eq!(stays.peer_addr().unwrap(), (Ipv4Addr::LOCALHOST, ECHO_PORT).into());
     stays.read_exact(&mut [0; 64]).await.unwrap();
@@ -107,7 +109,7 @@ async fn the_nodes_side_reaches_the_pods_localhost_in_its_vm_whatever_the_daemon
     let counted = sample(&page, "peerpod_relay_localhost_connections_total{outcome=\"refused\"}").unwrap();
     assert_eq!(counted as usize, tried, "{page}");
 
-    // The node is nothing to connections, open ones or new.
+    // Open and new connections do not depend on the node.
     daemons.kill_node().unwrap();
     speaks(&mut stays, b"no node.").await;
     carried(here, 100_000).await.unwrap();
@@ -117,7 +119,7 @@ async fn the_nodes_side_reaches_the_pods_localhost_in_its_vm_whatever_the_daemon
     speaks(&mut stays, b"new node").await;
     carried(here, 100_000).await.unwrap();
 
-    // Another relay goes on with them, and with the sockets; also when no node could hand them in.
+    // A new relay takes over connections and sockets, even with no node that could hand the sockets in.
     daemons.take_over().await.unwrap();
     speaks(&mut stays, b"next one").await;
     carried(here, 1 << 20).await.unwrap();
@@ -129,7 +131,7 @@ async fn the_nodes_side_reaches_the_pods_localhost_in_its_vm_whatever_the_daemon
     daemons.start_node().unwrap();
     daemons.ready().await.unwrap();
 
-    // The relay carries them: with it they end, and nobody waits for what does not come.
+    // Connections end with the relay that carries them, with a reset and without a wait.
     daemons.kill_relay().unwrap();
     refused(here, ECHO_PORT).await;
     let ended = tokio::time::timeout(PATIENCE, stays.read(&mut [0; 8])).await.unwrap();

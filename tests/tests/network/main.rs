@@ -1,4 +1,4 @@
-//! Pods' traffic through the tunnel: what a CNI makes, faults, changes, kills, encryption, localhost.
+//! Tests pods' traffic through the tunnel: CNI shapes, faults, changes, kills, encryption, localhost.
 
 #![allow(clippy::unwrap_used)] // test code outside of test functions
 

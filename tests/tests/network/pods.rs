@@ -1,5 +1,5 @@
-//! The pod's network on both sides, for the shape that each CNI leaves: the pod in its VM looks the same, and holds the
-//! same conversations as it did in its namespace on the node; afterwards nothing is left.
+//! Tests the pod's network on both sides, for the shape of each CNI: the pod in its VM sees the same network and
+//! reaches the same peers as in its namespace on the node. Afterwards nothing is left.
 
 use super::network_common;
 use std::net::SocketAddr;
@@ -14,18 +14,18 @@ use peerpod_world::{
     traffic::{self, ECHO_PORT, Echo},
 };
 
-/// What a VXLAN packet over IPv6 has more around it than one over IPv4.
+/// Difference between the overhead of a VXLAN packet over IPv6 and over IPv4, in bytes.
 const MORE_OF_V6: u64 = 20;
-/// What WireGuard and VXLAN inside it leave of the cloud network's 1500 bytes by the node's IPv6 address, which is as
-/// good as the other one.
+/// MTU that the encrypted tunnel (VXLAN in WireGuard) leaves of the cloud network's 1500 bytes over IPv6. The node's
+/// IPv6 address may be chosen as well as its IPv4 address.
 const ENCRYPTED_ROOM: u64 = 1370;
-/// Of the encrypted tunnel.
+/// Port of the encrypted tunnel.
 const WIREGUARD_PORT: u16 = 51820;
 
-/// How the pods' packets travel to their VMs.
+/// Tunnel between the pods and their VMs.
 struct Way {
     settings: Settings,
-    /// What the tunnel leaves of the cloud network's packets.
+    /// MTU that the tunnel leaves.
     room: u64,
     is_encrypted: bool,
 }
@@ -34,7 +34,7 @@ fn plain() -> Way {
     Way { settings: Settings::none(), room: ROOM, is_encrypted: false }
 }
 
-/// A cloud whose packets are of this size.
+/// Plain tunnel in a cloud with this MTU.
 fn over(mtu: u64) -> Way {
     Way { settings: Settings::none().set("provider.local.mtu", mtu), room: mtu - 50, ..plain() }
 }
@@ -48,7 +48,7 @@ async fn replay(shape: &str) {
     replay_with(shape, plain(), |_| {}).await;
 }
 
-/// `more` is done to the pod's network after the CNI.
+/// Replays a shape. `more` changes the pod's network after the CNI.
 async fn replay_with(shape: &str, way: Way, more: impl FnOnce(&Attached)) {
     let Way { settings, room, is_encrypted } = way;
     let world = World::bare().unwrap();
@@ -66,7 +66,7 @@ async fn replay_with(shape: &str, way: Way, more: impl FnOnce(&Attached)) {
         others: &cluster.service(11, &near).unwrap(),
     };
     more(&pod);
-    // The CNI's work alone: what fails here is not about VMs.
+    // Without VMs first: a failure here concerns the CNI alone.
     let outside = pod.namespace.netns();
     company.converse(company.without_vms()).await.unwrap_or_else(|e| panic!("the shape itself: {e:#}"));
 
@@ -103,11 +103,11 @@ async fn replay_with(shape: &str, way: Way, more: impl FnOnce(&Attached)) {
     let after: Vec<String> = node_before.differences(&Picture::of(node, &[]).unwrap(), u64::MAX);
     let after: Vec<_> = after.into_iter().filter(|line| !line.contains("pplocal0")).collect();
     assert!(after.is_empty(), "the node is another than before:\n{}", after.join("\n"));
-    // The pod's namespace serves again as the CNI made it.
+    // The pod's namespace works again as the CNI made it.
     company.converse(company.without_vms()).await.unwrap_or_else(|e| panic!("afterwards: {e:#}"));
 }
 
-/// The pod, its neighbour and the one far away are all in VMs: each packet between them goes through two tunnels.
+/// Puts the pod, its neighbour and the far pod into VMs: each packet between them passes through two tunnels.
 async fn between_vms(shape: &str, way: Way) {
     let Way { settings, room, .. } = way;
     let (world, away) = (World::bare().unwrap(), World::bare().unwrap());
@@ -138,7 +138,7 @@ async fn between_vms(shape: &str, way: Way) {
     let tails = || format!("{}\non the other node:\n{}", here.log_tails(), there.log_tails());
     company.converse(places).await.unwrap_or_else(|e| panic!("between VMs: {e:#}\n{}", tails()));
 
-    // And for long enough that whole segments go through both tunnels.
+    // Long transfers, so that full-sized segments pass through both tunnels.
     let bytes = if long() { 256 << 20 } else { 16 << 20 };
     let vms = [(&pod, &pod_vm), (&near, &near_vm), (&far, &far_vm)];
     let _servers = vms.map(|(pod, vm)| Echo::start(&vm.inside, &pod.primary()).unwrap());
@@ -187,7 +187,7 @@ replays! {
     a_pod_with_everything_at_once_is_the_same_in_its_vm: "everything",
 }
 
-/// The kernel's VXLAN is not cut into fragments over IPv6, so the CNI's MTU must leave room for it.
+/// The kernel does not fragment VXLAN over IPv6, so the CNI's MTU must leave room for it.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_pod_is_the_same_in_a_vm_that_is_reached_over_ipv6_alone() {
     let settings = Settings::none().set("provider.local.ipv4", false);
@@ -233,7 +233,7 @@ async fn pods_talk_from_vm_to_vm_through_two_encrypted_tunnels() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn pods_of_every_shape_talk_from_vm_to_vm() {
-    // All of them are many minutes' work; without time for that, one with several interfaces.
+    // All shapes take many minutes. The short version runs one that has several interfaces.
     let few: &[_] = &["multus"];
     let all: Vec<&str> = cni::SHAPES.iter().map(|shape| shape.name).collect();
     for shape in if long() { &all[..] } else { few } {

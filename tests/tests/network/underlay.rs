@@ -1,21 +1,21 @@
-//! The network between node and VM: packets as large as it carries them, to the byte, over IPv4 and over IPv6 alone.
+//! Tests the underlay between node and VM: the pod uses its MTU to the byte, over IPv4 and over IPv6 alone.
 
 use super::network_common;
 use network_common::Vm;
 use peerpod_tests::{PATIENCE, vm};
 use peerpod_world::{Daemons, Settings, World, eventually, traffic};
 
-/// Node and VM with packets of `mtu` bytes between them: `room` is left for a packet of the pod, which goes through whole,
-/// and one of a byte more does not. Nothing on the way is cut.
+/// Checks that an underlay with MTU `mtu` leaves `room` bytes for a pod's packet: such a packet passes, and one with
+/// one byte more does not. No packet is fragmented on the way.
 async fn carries(mtu: u32, ipv4: bool, room: u64) {
     let world = World::new().unwrap();
     let settings = Settings::none().set("provider.local.mtu", mtu).set("provider.local.ipv4", ipv4);
     let daemons = Daemons::start(&world, settings).await.unwrap();
-    // The pods' own network is wider than any of these.
+    // The pods' own network has a larger MTU than all of these.
     let (pod, other) = (world.pod_with_mtu(9216).unwrap(), world.pod_with_mtu(9216).unwrap());
     let sandbox = Vm::start(&daemons, "whole", &pod.namespace().path()).await.unwrap();
     let outside = vm::network(&world, &daemons).unwrap();
-    // The path is tried beside the pod's start; what comes of it must not change what was right.
+    // The guest probes the path beside the pod's start. The result must not change a correct MTU.
     let probed = format!("probed={mtu}");
     let tried =
         eventually(&probed, PATIENCE, async || vm::consoles(&daemons).contains(&probed).then_some(()));

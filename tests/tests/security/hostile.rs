@@ -1,4 +1,4 @@
-//! What a wrong or hostile caller can do to a node: nothing but hear why not.
+//! Tests faulty and hostile callers of a node: every call fails with a reason and has no other effect.
 
 use std::{
     fs,
@@ -27,7 +27,7 @@ use tokio::{
 };
 use ttrpc::Code;
 
-/// A whole ttrpc frame, or one that lies about its length.
+/// Encodes a ttrpc frame; `announced` may differ from the payload's length.
 fn frame(announced: usize, stream: u32, kind: u8, payload: &[u8]) -> Vec<u8> {
     let mut frame = u32::try_from(announced).unwrap().to_be_bytes().to_vec();
     frame.extend(stream.to_be_bytes());
@@ -36,7 +36,7 @@ fn frame(announced: usize, stream: u32, kind: u8, payload: &[u8]) -> Vec<u8> {
     frame
 }
 
-/// A request frame as a shim would write it.
+/// Encodes a request frame as a shim does.
 fn request(stream: u32, service: &str, method: &str, message: &impl Message) -> Vec<u8> {
     let mut request = ttrpc_frame::Request::new();
     request.service = service.into();
@@ -46,7 +46,7 @@ fn request(stream: u32, service: &str, method: &str, message: &impl Message) -> 
     frame(payload.len(), stream, 1, &payload)
 }
 
-/// Reads one frame: stream id, and the response in it.
+/// Reads one frame, and returns its stream id and its response.
 async fn response(stream: &mut UnixStream) -> std::io::Result<(u32, ttrpc_frame::Response)> {
     let mut header = [0; 10];
     stream.read_exact(&mut header).await?;
@@ -57,12 +57,12 @@ async fn response(stream: &mut UnixStream) -> std::io::Result<(u32, ttrpc_frame:
     Ok((id, ttrpc_frame::Response::parse_from_bytes(&payload).unwrap()))
 }
 
-/// Asserts that nothing was begun: neither is anything there at once (what was made and taken back would pass a look
-/// that waits), nor was the provider asked to make a VM.
+/// Asserts that nothing was begun: nothing exists right now, and the provider received no create call. A check that
+/// waits would miss resources that were made and removed again.
 fn assert_untouched(world: &World, pod: &Pod, daemons: &Daemons, before: &Sight, case: &str) {
     let mut more = Sight::of(world, &[pod.namespace()], daemons).unwrap().beyond(before, None);
-    // The test's own file, and processes: those of other tests may have copies of what this one has mounted. That no VM
-    // was begun, the provider's counter says.
+    // Ignores the test's own file. Ignores processes too: those of other tests may have copies of this test's mounts.
+    // The provider's counter shows that no VM was begun.
     more.retain(|line| line != "file state/filler" && !line.starts_with("process "));
     assert!(more.is_empty(), "{case}: {more:?}");
     let metrics = daemons.metrics("node").unwrap();
@@ -95,13 +95,13 @@ async fn an_id_that_is_no_id_is_refused_before_anything_is_made() {
         assert_eq!(error.code(), Some(Code::INVALID_ARGUMENT), "{shown:?}: {error}");
         assert!(error.answer().len() < 1000, "{shown:?}: the answer does not repeat it all");
         assert!(shim.start_vm(id).await.is_err(), "{shown:?}");
-        // Refused or ignored, but answered and without a trace.
+        // Refused or ignored, but with a response and without a trace.
         let answer = stop_in_time(&shim, id).await.map_err(|error| error.downcast::<Error>());
         if let Err(error) = answer {
             assert!(matches!(&error, Ok(error) if error.code().is_some()), "{shown:?}: {error:?}");
         }
     }
-    // Fits the rule, but no socket could have its path.
+    // A valid id, but its socket path would be too long.
     let unfit = "x".repeat(128);
     assert_eq!(create(&shim, &unfit, &netns).await.unwrap_err().code(), Some(Code::INVALID_ARGUMENT));
     assert_untouched(&world, &pod, &daemons, &before, "ids that are none");
@@ -151,7 +151,7 @@ async fn a_network_namespace_that_is_none_is_refused() {
     ] {
         let began = Instant::now();
         let id = fresh_id("netns");
-        // Refused at once, or at StartVM, which then answers at once.
+        // Refused at once, or at StartVM, which then fails at once.
         let outcome = match create(&shim, &id, path).await {
             Ok(_) => shim.start_vm(&id).await,
             Err(error) => Err(error),
@@ -196,27 +196,27 @@ async fn two_sandboxes_cannot_have_one_network_namespace() {
     first.lives().await.unwrap();
     stop_in_time(&first.shim, &first.id).await.unwrap();
     daemons.gone(&first.id, PATIENCE).await.unwrap();
-    // Free again.
+    // The namespace is free again.
     create(&first.shim, &second, &netns).await.unwrap();
     first.shim.start_vm(&second).await.unwrap();
     stop_in_time(&first.shim, &second).await.unwrap();
     daemons.gone(&second, PATIENCE).await.unwrap();
 }
 
-/// Everything wrong that can be written to a ttrpc socket.
+/// Returns invalid input for a ttrpc socket, one piece per connection.
 fn garbage(dice: &mut Dice) -> Vec<Vec<u8>> {
     let noise: Vec<u8> = (0..4096).map(|_| dice.roll(256) as u8).collect();
     vec![
         noise.clone(),
         b"GET / HTTP/1.1\r\n\r\n".to_vec(),
         frame(0, 1, 1, &[]),                    // an empty request
-        frame(noise.len(), 1, 1, &noise),       // a request that is none
+        frame(noise.len(), 1, 1, &noise),       // an invalid request
         frame(noise.len(), 0, 1, &noise),       // stream 0
-        frame(noise.len(), 2, 2, &noise),       // an answer that nobody waits for
-        frame(noise.len(), 3, 3, &noise),       // data of no stream
-        frame(noise.len(), 5, 99, &noise),      // a kind that is none
+        frame(noise.len(), 2, 2, &noise),       // a response without a request
+        frame(noise.len(), 3, 3, &noise),       // data without a stream
+        frame(noise.len(), 5, 99, &noise),      // an unknown type
         frame(u32::MAX as usize, 1, 1, &noise), // 4 GiB announced
-        frame(4 << 20, 1, 1, &noise),           // 4 MiB announced, half sent
+        frame(4 << 20, 1, 1, &noise),           // 4 MiB announced, 4 KiB sent
         frame(1000, 1, 1, &noise[..10]),        // the beginning of a frame
         vec![0; 3],                             // the beginning of a header
     ]
@@ -235,10 +235,10 @@ async fn garbage_on_either_socket_hurts_only_its_sender() {
         for bytes in garbage(&mut dice) {
             for hold in [false, true] {
                 let mut stream = UnixStream::connect(&socket).await.unwrap();
-                // The other side may close in the middle; that is its right.
+                // The relay may close the connection in the middle.
                 drop(stream.write_all(&bytes).await);
                 if hold {
-                    // Whatever it answers, it does not wait for ever in a way that others feel.
+                    // With any response or none, the open connection must not affect others.
                     let mut answer = [0; 256];
                     drop(tokio::time::timeout(Duration::from_millis(50), stream.read(&mut answer)).await);
                 }
@@ -246,7 +246,7 @@ async fn garbage_on_either_socket_hurts_only_its_sender() {
         }
     }
     sandbox.agent.check().await.unwrap();
-    // Nobody fell and was started again, nor was a connection made anew: the session is the one of before.
+    // No program was restarted and no connection made again: the session is the same.
     assert_eq!(before.pids("peerpod-guest"), guests, "the guest's program is another one");
     let metrics = daemons.metrics("relay").unwrap();
     for name in ["sessions_lost", "reconnects", "panics"] {
@@ -301,7 +301,7 @@ async fn five_hundred_announcements_cost_no_memory() {
             stream.write_all(&frame(4 << 20, 1, 1, &[])).await.unwrap();
             streams.push(stream);
         }
-        // All of them are taken, and what they announce is waited for.
+        // The relay accepts all of them and waits for the announced bytes.
         let open = eventually("the relay holds 500 connections", PATIENCE, async || {
             let open = fs::read_dir(format!("/proc/{relay}/fd")).ok()?.count();
             (open >= descriptors + 500).then_some(open)
@@ -347,7 +347,7 @@ async fn twenty_thousand_unanswered_calls_are_carried() {
     assert!(began.elapsed() < PATIENCE, "{:?}", began.elapsed());
     sandbox.lives().await.unwrap();
     assert!(resident(daemons.relay_pid().unwrap()).unwrap() < 128 << 20);
-    // All of them are answered when there is an answer.
+    // Each of them gets a response once the process has ended.
     sandbox.agent.signal_process(CONTAINER, "", 9).await.unwrap();
     for _ in 0..CALLS {
         let (_, answer) = tokio::time::timeout(PATIENCE, response(&mut stream)).await.unwrap().unwrap();
@@ -364,7 +364,7 @@ async fn a_flood_and_a_reader_that_never_reads_do_not_delay_a_health_check() {
     let daemons = Daemons::start(&world, Settings::none()).await.unwrap();
     let sandbox = Sandbox::start(&world, &daemons, "flood").await.unwrap();
     let (_, calm, _) = health_checks(&sandbox, 100).await;
-    // A flood of output that somebody reads as fast as he can…
+    // A flood of output with a reader that is as fast as it can be …
     let flood = exec_request(CONTAINER, "flood", &["yes", "a line of the flood of output"]);
     sandbox.agent.exec_process(&flood).await.unwrap();
     let reads = Arc::new(AtomicUsize::new(0));
@@ -377,7 +377,7 @@ async fn a_flood_and_a_reader_that_never_reads_do_not_delay_a_health_check() {
             }
         }
     });
-    // … and one whose answers nobody ever reads.
+    // … and one with responses that are never read.
     let stuck = exec_request(CONTAINER, "stuck", &["yes", "a line that nobody reads"]);
     sandbox.agent.exec_process(&stuck).await.unwrap();
     let mut never = UnixStream::connect(&sandbox.socket).await.unwrap();
@@ -388,10 +388,10 @@ async fn a_flood_and_a_reader_that_never_reads_do_not_delay_a_health_check() {
     }
     let (p50, p99, worst) = health_checks(&sandbox, 300).await;
     println!("p50 {p50:?}, p99 {p99:?}, worst {worst:?}; without a flood p99 {calm:?}");
-    // The flood takes its part of the processor, and no more than that.
+    // The flood gets its share of the processor, and no more.
     let words = format!("p50 {p50:?}, p99 {p99:?}, worst {worst:?}; without a flood p99 {calm:?}");
     assert!(p99 < Duration::from_secs(1).max(20 * calm), "{words}");
-    // Half of all are not late on any machine unless the flood makes them so.
+    // The median is not late on any machine unless the flood delays it.
     assert!(p50 < Duration::from_millis(100).max(5 * calm), "{words}");
     assert!(!reader.is_finished(), "the flood went on");
     assert!(reads.load(Ordering::Relaxed) > 100, "and was one: {reads:?} reads");
@@ -400,7 +400,7 @@ async fn a_flood_and_a_reader_that_never_reads_do_not_delay_a_health_check() {
     sandbox.stop(&daemons).await.unwrap();
 }
 
-/// How long health checks take: the median, the 99th percentile and the worst.
+/// Returns the median, the 99th percentile and the maximum of the durations of health checks.
 async fn health_checks(sandbox: &Sandbox, count: usize) -> (Duration, Duration, Duration) {
     let mut times = Vec::new();
     for _ in 0..count {
@@ -442,7 +442,7 @@ async fn without_room_for_the_intent_nothing_is_begun() {
         assert!(done.success(), "{program} {arguments:?}");
     };
     mount("mount", &["-t", "tmpfs", "-o", "size=2m,mode=0700", "none"], &state);
-    // What is mounted below a volume later does not reach a container.
+    // All rights, because a mount that is made below a volume later does not reach a container.
     let daemons = Daemons::start(&world, Settings::privileged()).await.unwrap();
     let pod = world.pod().unwrap();
     let shim = daemons.shim().await.unwrap();
@@ -465,7 +465,7 @@ async fn without_room_for_the_intent_nothing_is_begun() {
     assert_untouched(&world, &pod, &daemons, &before, "a full state directory");
     fs::remove_file(&filler).unwrap();
 
-    // A file system cannot turn read-only under somebody's open file; a mount of the records alone can.
+    // A file system cannot become read-only while a file is open for writing; a bind mount of the records can.
     let records = state.join("sandboxes");
     mount("mount", &["--bind", records.to_str().unwrap()], &records);
     mount("mount", &["-o", "remount,bind,ro"], &records);
@@ -474,7 +474,7 @@ async fn without_room_for_the_intent_nothing_is_begun() {
     mount("umount", &[], &records);
     assert_untouched(&world, &pod, &daemons, &before, "records that cannot be written");
 
-    // And when there is room again, it works again; the witness sees that.
+    // With free space again it works again, which the witness sees.
     let sandbox = Sandbox::start(&world, &daemons, "room").await.unwrap();
     let metrics = daemons.metrics("node").unwrap();
     assert!(metrics.contains("operation=\"create\""), "{metrics}");
@@ -514,7 +514,7 @@ async fn a_broken_or_newer_record_is_set_aside_and_the_others_run() {
     for id in [&broken.id, "newer-1", "empty-1"] {
         assert!(log.contains(id), "{id} is reported");
     }
-    // Nothing was lost with it: put back whole, it is picked up.
+    // Nothing was lost with it: the node resumes it once the record is complete again.
     daemons.kill_node().unwrap();
     fs::write(file(&broken.id), &whole).unwrap();
     daemons.start_node().unwrap();

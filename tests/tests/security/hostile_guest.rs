@@ -1,5 +1,5 @@
-//! A guest whose certificate is good and who means ill: whatever it sends, on its link or as its agent, is an error of
-//! its own sandbox's, and nobody else notices.
+//! Tests a hostile guest with a valid certificate: everything it sends, on its link or as its agent, is an error of its
+//! own sandbox and affects no other.
 
 use super::guest_common;
 use std::{
@@ -30,10 +30,10 @@ use tokio::{
 use tokio_rustls::client::TlsStream;
 use ttrpc::Code;
 
-/// What ttrpc allows in one message.
+/// Largest ttrpc message, in bytes.
 const MOST: u32 = 4 << 20;
 
-/// The next VMs sleep until their test is over: their guests are played here.
+/// Delays the boot of later VMs beyond their tests: the tests act as their guests.
 async fn let_vms_sleep(daemons: &mut Daemons) {
     daemons.set_of_cloud("boot-delay", "60s").unwrap();
     daemons.kill_node().unwrap();
@@ -41,7 +41,7 @@ async fn let_vms_sleep(daemons: &mut Daemons) {
     daemons.ready().await.unwrap();
 }
 
-/// A sandbox whose guest we are.
+/// Sandbox with the test as its guest.
 struct Ours {
     id: String,
     birth: BirthData,
@@ -68,7 +68,7 @@ impl Ours {
         secure(world, &self.birth.node.ca_sha256, Some(self.identity())).await.unwrap()
     }
 
-    /// A link that is up, in a session of its own; nothing of it was read behind the Welcome.
+    /// Opens a link in a new session, and reads exactly up to the end of the Welcome.
     async fn linked(&self, world: &World, session: u8) -> TlsStream<TcpStream> {
         let mut stream = self.dial(world).await;
         let hello = Hello {
@@ -88,7 +88,7 @@ impl Ours {
     }
 }
 
-/// The other side ends it, whatever it says before.
+/// Checks that the relay closes the link, with or without data before.
 async fn ends(mut stream: TlsStream<TcpStream>, case: &str) {
     let mut room = vec![0; 64 << 10];
     let end = async { while !matches!(stream.read(&mut room).await, Ok(0) | Err(_)) {} };
@@ -99,7 +99,7 @@ fn line(text: &str) -> Vec<u8> {
     Line { level: Level::Warn, lost: 0, uptime_ms: 7, target: "liar", text }.encode()
 }
 
-/// Records that break a rule each, behind a good handshake.
+/// Returns records that break one rule each, after a valid handshake.
 fn bad_records() -> Vec<(&'static str, Vec<u8>)> {
     let raw = |length: u32, kind: u8| {
         let mut bytes = record::Header::new(Kind::Data, 0).encode().to_vec();
@@ -150,17 +150,17 @@ async fn bad_records_behind_a_good_certificate_end_their_link_and_nobody_else_s(
     let cases = bad_records();
     for (session, (case, bytes)) in (1..).zip(&cases) {
         let mut stream = ours.linked(&world, session).await;
-        // It may be closed before all of it is written.
+        // The relay may close the link before all of it is written.
         drop(stream.write_all(bytes).await);
         ends(stream, case).await;
     }
-    // Instead of a handshake, too.
+    // The same instead of a handshake.
     for (case, bytes) in &cases[..3] {
         let mut stream = ours.dial(&world).await;
         drop(stream.write_all(bytes).await);
         ends(stream, case).await;
     }
-    // A control message that never ends: at most 1 MiB of it is kept.
+    // A control message that never ends: the relay keeps at most 1 MiB of it.
     let mut stream = ours.linked(&world, 200).await;
     let part = vec![0x5a; record::MAX_PAYLOAD];
     let endless = async {
@@ -178,7 +178,7 @@ async fn bad_records_behind_a_good_certificate_end_their_link_and_nobody_else_s(
     };
     timeout(PATIENCE, endless).await.expect("the link ends");
 
-    // What is said in the end still counts: a good record is one.
+    // A valid record still works at the end.
     let mut stream = ours.linked(&world, 201).await;
     let ping = record::Header::new(Kind::Ping, 0).encode();
     stream.write_all(&ping).await.unwrap();
@@ -200,7 +200,7 @@ async fn bad_records_behind_a_good_certificate_end_their_link_and_nobody_else_s(
     other.stop(&daemons).await.unwrap();
 }
 
-/// The relay is the one it was, has not grown, and nothing in it panicked.
+/// Checks that the relay is the same process, has not grown, and that no daemon has panicked.
 fn unharmed(daemons: &Daemons, relay: u32, idle: u64) {
     assert_eq!(daemons.relay_pid(), Some(relay));
     for daemon in ["relay", "node"] {
@@ -211,10 +211,10 @@ fn unharmed(daemons: &Daemons, relay: u32, idle: u64) {
     assert!(now < 2 * idle + (8 << 20), "{now} bytes, {idle} before");
 }
 
-/// The guest program: a link as it should be, an agent that writes what the request tells it to, and nonsense for an
-/// answer to whatever the node asks.
+/// Handler of a hostile guest: its link is correct, its agent writes the bytes that the request contains, and it
+/// answers every message of the node with invalid data.
 ///
-/// With the second field, it logs without end.
+/// If the second field is set, it logs without end.
 struct Liar(Arc<OnceLock<EndpointHandle>>, bool);
 
 struct Through;
@@ -262,8 +262,8 @@ impl Handler for Liar {
     fn on_connections(&mut self, _: usize) {}
 }
 
-/// Answers `Check` as it should be. Of any other request it writes the payload to its socket as it is; with `Die` it
-/// closes the socket then.
+/// Answers `Check` correctly. For any other request it writes the payload to its socket unchanged, and after `Die` it
+/// closes the socket.
 async fn lying_agent(mut stream: UnixStream) {
     loop {
         let mut head = [0; HEADER_LEN];
@@ -289,14 +289,14 @@ fn frame(length: u32, stream: u32, kind: u8, body: &[u8]) -> Vec<u8> {
     [&Header { length, stream, kind, flags: 0 }.encode()[..], body].concat()
 }
 
-/// A good answer with this many bytes in it.
+/// Encodes a valid response with a payload of this many bytes.
 fn answer(stream: u32, bytes: usize) -> Vec<u8> {
     let response = ttrpc_frame::Response { payload: vec![7; bytes], ..Default::default() };
     let body = response.write_to_bytes().unwrap();
     frame(body.len() as u32, stream, RESPONSE, &body)
 }
 
-/// A shim's connection that says exactly what it is told to.
+/// Connection of a shim that sends exactly the given bytes.
 struct Shim(UnixStream);
 
 impl Shim {
@@ -315,7 +315,7 @@ impl Shim {
         self.0.write_all(&frame(body.len() as u32, stream, REQUEST, &body)).await.unwrap();
     }
 
-    /// The next answer: stream and code; `None` when the connection is closed instead.
+    /// Returns stream and code of the next response; `None` if the connection is closed instead.
     async fn answered(&mut self) -> Option<(u32, i32)> {
         let next = async {
             let mut head = [0; HEADER_LEN];
@@ -329,7 +329,7 @@ impl Shim {
         timeout(PATIENCE, next).await.expect("an answer or the end")
     }
 
-    /// The connection is as good as new.
+    /// Checks that the connection works.
     async fn goes_on(&mut self, stream: u32, case: &str) {
         self.ask(stream, "Check", Vec::new()).await;
         assert_eq!(self.answered().await, Some((stream, 0)), "{case}");
@@ -355,7 +355,7 @@ async fn an_agent_s_lies_are_errors_of_their_calls_and_no_other_connection_s() {
     let (relay, idle) = (daemons.relay_pid().unwrap(), resident(daemons.relay_pid().unwrap()).unwrap());
     let (internal, unavailable) = (Code::INTERNAL as i32, Code::UNAVAILABLE as i32);
 
-    // Too long by a byte, all of it sent: an error, and the connection goes on.
+    // One byte too long and sent completely: an error of the call, and the connection continues.
     let mut shim = Shim::connect(&socket).await;
     for length in [MOST + 1, u32::MAX] {
         shim.ask(1, "Lie", frame(length, 1, RESPONSE, &[9; 1000])).await;
@@ -371,10 +371,10 @@ async fn an_agent_s_lies_are_errors_of_their_calls_and_no_other_connection_s() {
             assert_eq!(shim.answered().await, Some((3, 0)), "behind {length} bytes");
         }
     }
-    // 4 GiB are still due on that one. It is its own trouble.
+    // That connection still waits for 4 GiB, which affects no other connection.
     beside.goes_on(3, "beside one that waits for 4 GiB").await;
 
-    // Answers nobody asked for, a second one, data and kinds that mean nothing: as if they had not been said.
+    // Responses without a request, a duplicate one, and data and types without a meaning: all are ignored.
     let mut shim = Shim::connect(&socket).await;
     let nobodys =
         [answer(99, 10), frame(4, 3, DATA, b"data"), frame(4, 1, 77, b"kind"), answer(1, 10), answer(1, 10)];
@@ -382,13 +382,14 @@ async fn an_agent_s_lies_are_errors_of_their_calls_and_no_other_connection_s() {
     assert_eq!(shim.answered().await, Some((1, 0)));
     shim.goes_on(3, "behind answers that nobody asked for").await;
 
-    // Half an answer and then nothing: its call waits, the others do not.
+    // Half a response and then nothing: its call waits, the others do not.
     let mut half = Shim::connect(&socket).await;
     half.ask(1, "Lie", answer(1, 1000)[..500].to_vec()).await;
     beside.goes_on(5, "beside half an answer").await;
     assert!(timeout(Duration::from_millis(50), half.0.readable()).await.is_err(), "a half is not handed on");
 
-    // Half an answer and then the end: a small one costs the call, a large one the connection, which it cannot heal.
+    // Half a response and then the end: a small one fails the call; a large one closes the connection, which cannot be
+    // repaired.
     for (bytes, sent, outcome) in [(1000, 500, Some((1, unavailable))), (100_000, 50_000, None)] {
         let mut shim = Shim::connect(&socket).await;
         shim.ask(1, "Die", answer(1, bytes)[..sent].to_vec()).await;
@@ -398,7 +399,7 @@ async fn an_agent_s_lies_are_errors_of_their_calls_and_no_other_connection_s() {
         }
     }
 
-    // Noise: whatever length it happens to announce.
+    // Noise that announces an arbitrary length.
     for seed in 0..8u8 {
         let mut shim = Shim::connect(&socket).await;
         let noise = (0..4096u32).map(|n| (n.wrapping_mul(2_654_435_761) >> 13) as u8 ^ seed).collect();
@@ -444,7 +445,7 @@ async fn a_guest_that_logs_without_end_delays_nobody_not_even_its_own_health_che
         stream += 2;
     }
     times.sort_unstable();
-    // Not the worst: a busy machine may be late with any one of them.
+    // Not the maximum: on a busy machine a single check may be late.
     let p90 = times[times.len() * 9 / 10];
     println!("{} health checks, p90 {p90:?}, worst {:?}", times.len(), times[times.len() - 1]);
     assert!(p90 < Duration::from_secs(1), "a tenth of the health checks took {p90:?} or more");
@@ -458,7 +459,7 @@ async fn a_guest_that_logs_without_end_delays_nobody_not_even_its_own_health_che
     assert!(!log.contains("\u{1b}[31m") && log.lines().all(|line| !line.starts_with("x")), "escaped");
     handle.close();
 
-    // The same without any regard for what else waits: as fast as the connection takes it.
+    // The same without flow control: as fast as the connection accepts it.
     let mut raw = ours.linked(&world, 9).await;
     let payload = line(&"y".repeat(record::MAX_TEXT));
     let mut seq = 0;

@@ -1,4 +1,4 @@
-//! Hostile shims, guests and files; who trusts whom.
+//! Tests hostile shims, guests and files, and the trust between components.
 
 #![allow(clippy::unwrap_used)] // test code outside of test functions
 

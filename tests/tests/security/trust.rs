@@ -1,4 +1,5 @@
-//! Who may be a guest: the VM that shows a ticket first, with the key it then shows, and nobody else.
+//! Tests the admission of guests: only the VM that shows a ticket first is admitted, and only with the key it shows
+//! then.
 
 use super::guest_common;
 use std::{
@@ -19,14 +20,14 @@ use rustls_pki_types::{PrivateKeyDer, PrivatePkcs8KeyDer};
 use serde_json::Value;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
-/// The root directory of the only VM there is, seen from outside.
+/// Returns the root directory of the only VM, as seen from outside.
 fn root_of_vm(world: &World, daemons: &Daemons) -> PathBuf {
     let sight = Sight::of(world, &[], daemons).unwrap();
     let pids = sight.pids("peerpod-guest");
     PathBuf::from(format!("/proc/{}/root", pids.first().unwrap_or_else(|| panic!("a guest runs:\n{sight}"))))
 }
 
-/// The root directories of all VMs, by the sandbox that each one's guest belongs to, with what the guest was granted.
+/// Returns the root directories of all VMs and their guests' grants, by sandbox id.
 fn guests(world: &World, daemons: &Daemons) -> BTreeMap<String, (PathBuf, Value)> {
     let sight = Sight::of(world, &[], daemons).unwrap();
     let roots = sight.pids("peerpod-guest").into_iter().map(|pid| PathBuf::from(format!("/proc/{pid}/root")));
@@ -43,7 +44,7 @@ fn birth_of_vm(world: &World, daemons: &Daemons) -> BirthData {
     BirthData::parse(&fs::read(user_data).unwrap()).unwrap()
 }
 
-/// The key that the guest of the VM with this root made for itself; beside it there are other files, and a pipe.
+/// Returns the key that the guest of the VM with this root made; the folder also contains other files, and a pipe.
 fn key_of_guest(root: &std::path::Path) -> KeyPair {
     let all = fs::read_dir(root.join("run/peerpod/guest")).unwrap().flatten();
     let mut files = all.filter(|entry| entry.file_type().unwrap().is_file());
@@ -76,7 +77,7 @@ async fn a_ticket_that_is_wrong_or_was_used_by_another_key_gets_nothing() {
     assert!(!log.contains(&hex::encode(&secret)), "no log has the secret");
     sandbox.lives().await.unwrap();
     sandbox.stop(&daemons).await.unwrap();
-    // And after the sandbox is gone.
+    // Also after the sandbox is gone.
     let reply = claims(&world, &birth, &birth.ticket.id, secret, csr().1).await;
     assert!(!reply.error.is_empty(), "{reply}");
 }
@@ -85,7 +86,7 @@ async fn a_ticket_that_is_wrong_or_was_used_by_another_key_gets_nothing() {
 async fn a_vm_that_does_not_join_in_time_is_named_and_taken_away() {
     let world = World::new().unwrap();
     let settings = Settings::none()
-        // Long enough that its birth is seen, which ends with them.
+        // Long enough to read its user-data, which is gone after these limits.
         .set("node.ticket-ttl", "10s")
         .set("node.boot-timeout", "10s")
         .set("provider.local.boot-delay", "60s");
@@ -102,12 +103,12 @@ async fn a_vm_that_does_not_join_in_time_is_named_and_taken_away() {
     }
     daemons.gone(&id, PATIENCE).await.unwrap();
     nothing_beyond(&world, &[pod.namespace()], &daemons, &before, &before).await.unwrap();
-    // The guest that comes now gets nothing for its ticket.
+    // A guest that connects now gets nothing for its ticket.
     let reply = claims(&world, &birth, &birth.ticket.id, *birth.ticket.secret.expose(), csr().1).await;
     assert!(!reply.error.is_empty() && !reply.retry && reply.certificates.is_empty(), "{reply}");
 }
 
-/// The node is away while the tickets' time runs out: its clock goes on. One was shown in time, one was not.
+/// The tickets expire while the node is down, because the clock runs on. One was shown in time, the other was not.
 #[tokio::test]
 async fn a_ticket_that_is_first_shown_too_late_gets_nothing_and_one_that_was_shown_in_time_gets_it_again() {
     let world = World::new().unwrap();
@@ -147,7 +148,7 @@ async fn a_ticket_that_is_first_shown_too_late_gets_nothing_and_one_that_was_sho
     assert_eq!(sample(&metrics, "peerpod_node_claims_refused_total{reason=\"expired\"}").unwrap(), 1.0);
     let again = show(1).await;
     assert_eq!(again.certificates, granted.certificates, "bound in time it is never too late: {again}");
-    // It was the time and nothing else.
+    // The expiry was the only reason.
     daemons.kill_node().unwrap();
     expire(&ids[0], now + 600_000);
     daemons.start_node().unwrap();
@@ -169,7 +170,7 @@ async fn the_node_s_ca_is_rolled_over_under_running_guests() {
     let sandbox = Sandbox::start(&world, &daemons, "rolled").await.unwrap();
     let pins = birth_of_vm(&world, &daemons).node.ca_sha256;
     eventually("the CA of the guest's birth is no longer shown", Duration::from_secs(60), async || {
-        // Whoever is new must trust the new one; whoever was there before must have learnt of it.
+        // A new guest must trust the new CA; a running guest must have received it before.
         sandbox.lives().await.unwrap();
         proxy.cut();
         secure(&world, &pins, None).await.is_err().then_some(())
@@ -194,7 +195,7 @@ async fn the_same_key_gets_its_certificate_again_and_a_stopped_sandboxes_is_wort
     let daemons = Daemons::start(&world, Settings::none()).await.unwrap();
     let sandbox = Sandbox::start(&world, &daemons, "again").await.unwrap();
     let birth = birth_of_vm(&world, &daemons);
-    // A guest that lost its certificate but not its key, which we borrow.
+    // A guest that lost its certificate but not its key, which the test copies.
     let key = key_of_guest(&root_of_vm(&world, &daemons));
     let csr = CertificateParams::default().serialize_request(&key).unwrap().der().to_vec();
     let reply = claims(&world, &birth, &birth.ticket.id, *birth.ticket.secret.expose(), csr).await;
@@ -214,9 +215,9 @@ async fn certificates_of_others_and_of_nobody_do_not_open_the_link() {
     let daemons = Daemons::start(&world, Settings::none()).await.unwrap();
     let sandbox = Sandbox::start(&world, &daemons, "others").await.unwrap();
     let birth = birth_of_vm(&world, &daemons);
-    // A CA that is not the node's: a guest turns away before it says anything.
+    // With another CA than the node's CA, the guest ends the handshake before it sends anything.
     assert!(secure(&world, &[[7; 32]], None).await.is_err());
-    // A certificate of a CA that is not the node's.
+    // A certificate of another CA than the node's CA.
     let key = KeyPair::generate().unwrap();
     let own = CertificateParams::new(vec!["guest".into()]).unwrap().self_signed(&key).unwrap();
     let der = PrivateKeyDer::from(PrivatePkcs8KeyDer::from(key.serialized_der().to_vec()));
@@ -224,7 +225,7 @@ async fn certificates_of_others_and_of_nobody_do_not_open_the_link() {
     assert_closed(foreign, "a foreign certificate").await;
     // A session without a certificate.
     assert_closed(secure(&world, &birth.node.ca_sha256, None).await, "no certificate").await;
-    // And words that are none, behind a handshake that is right.
+    // Invalid records after a valid handshake.
     let lengths: [u32; 4] = [0, 65_537, 4 << 20, u32::MAX];
     for (length, kind) in lengths.into_iter().flat_map(|length| [1u8, 3, 11, 255].map(|kind| (length, kind)))
     {
@@ -249,7 +250,7 @@ async fn stalled_handshakes_and_noise_on_the_link_keep_nobody_out() {
     for index in 0..600 {
         let mut stream = dial(&world).await;
         if index % 3 == 1 {
-            // The beginning of a handshake, or none at all.
+            // The beginning of a handshake, or no handshake.
             drop(stream.write_all(&[22, 3, 1, 2, 0, 1, 0, 1, 252, 3, 3]).await);
         } else if index % 3 == 2 {
             drop(stream.write_all(&[0x5a; 4096]).await);
@@ -287,7 +288,7 @@ async fn initdata_of_any_size_travels_over_the_link_and_not_in_user_data() {
     let pod = world.pod().unwrap();
     let shim = daemons.shim().await.unwrap();
     let id = fresh_id("initdata");
-    // Twice as much as the control messages of a link may carry by default.
+    // Twice the default limit for control messages of a link.
     let initdata = format!("algorithm = \"sha384\"\nversion = \"0.1.0\"\n# {}\n", "canary ".repeat(300_000));
     let annotations = Annotations::new("default", &id).hypervisor("cc_init_data", &initdata);
     shim.create_vm(&id, annotations, &pod.namespace().path()).await.unwrap();
@@ -301,7 +302,7 @@ async fn initdata_of_any_size_travels_over_the_link_and_not_in_user_data() {
     for daemon in ["node", "relay"] {
         assert!(!fs::read_to_string(daemons.log(daemon)).unwrap().contains("canary"), "{daemon} logs it");
     }
-    // The record that holds it is read again.
+    // The node reads the record with the initdata again.
     daemons.kill_node().unwrap();
     daemons.start_node().unwrap();
     daemons.ready().await.unwrap();
@@ -331,36 +332,36 @@ async fn the_identity_of_one_vm_is_not_another_s_and_the_other_goes_on() {
     let key = key_of_guest(&root);
     let identity = || identity(&key, &chain);
     let pins = birth.node.ca_sha256.clone();
-    // What the other is doing all the while.
+    // A pending call of the other sandbox, throughout.
     let waiting = tokio::spawn({
         let agent = other.agent.clone();
         async move { agent.wait_process(peerpod_tests::CONTAINER, "").await }
     });
 
-    // The one's key with the other's ticket.
+    // The key of `one` with the ticket of `other`.
     let csr = CertificateParams::default().serialize_request(&key).unwrap().der().to_vec();
     let secret = *birth.ticket.secret.expose();
     let reply = claims(&world, &birth, &birth.ticket.id, secret, csr.clone()).await;
     assert!(!reply.error.is_empty() && !reply.retry && reply.certificates.is_empty(), "{reply}");
-    // The other's ticket behind the one's certificate.
+    // The ticket of `other` on a link with the certificate of `one`.
     let mut stream = secure(&world, &pins, Some(identity())).await.unwrap();
     let mut claim = Claim::new();
     (claim.version, claim.ticket_id, claim.ticket_secret, claim.csr) =
         (1, birth.ticket.id.clone(), secret.to_vec(), csr);
     let asked = tokio::time::timeout(Duration::from_secs(8), claim::ask(&mut stream, &claim)).await;
     assert!(!matches!(&asked, Ok(Ok(reply)) if !reply.certificates.is_empty()), "{asked:?}");
-    // The one's certificate, and a session that says it is the other's guest program.
+    // The certificate of `one`, with the session of the guest of `other`.
     let session = session_of(&daemons, &other.id);
     let mut stream = secure(&world, &pins, Some(identity())).await.unwrap();
     let hello = record::Hello { versions: (1, 1), session, epoch: 0, recv: 0, program: "thief".into() };
     stream.write_all(&record::plain(record::Kind::Hello, &hello.encode()).unwrap()).await.unwrap();
     let mut welcome = [0; 28];
-    // It is welcome as what it is: the one's guest. Nothing of the other's comes over it.
+    // The relay accepts it as a guest of `one`. It receives nothing of `other`.
     drop(tokio::time::timeout(Duration::from_secs(2), stream.read_exact(&mut welcome)).await);
     other.lives().await.unwrap();
     drop(stream);
 
-    // When the one is gone its identity opens nothing any more.
+    // Once `one` is gone, its identity is not accepted any more.
     one.stop(&daemons).await.unwrap();
     assert_closed(secure(&world, &pins, Some(identity())).await, "the identity of a VM that is gone").await;
     other.lives().await.unwrap();
@@ -372,7 +373,7 @@ async fn the_identity_of_one_vm_is_not_another_s_and_the_other_goes_on() {
     other.stop(&daemons).await.unwrap();
 }
 
-/// The session of a sandbox's guest program, as the relay logged it.
+/// Returns the session of a sandbox's guest, as the relay logged it.
 fn session_of(daemons: &Daemons, id: &str) -> record::SessionId {
     let log = fs::read_to_string(daemons.log("relay")).unwrap();
     let line = log.lines().find(|line| line.contains("guest connected") && line.contains(id)).unwrap();
@@ -381,7 +382,7 @@ fn session_of(daemons: &Daemons, id: &str) -> record::SessionId {
     record::SessionId(whole[..16].try_into().unwrap())
 }
 
-/// The VM's own guest sleeps all the while; we are its guest here.
+/// The VM's own guest sleeps; the test acts as its guest.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_node_killed_before_the_certificate_left_gives_it_to_the_same_key_and_to_no_other() {
     let world = World::new().unwrap();
@@ -395,7 +396,7 @@ async fn a_node_killed_before_the_certificate_left_gives_it_to_the_same_key_and_
         let (world, birth, csr) = (world.clone(), birth.clone(), csr.to_vec());
         async move { claims(&world, &birth, &birth.ticket.id, *birth.ticket.secret.expose(), csr).await }
     };
-    // A relay that cannot keep whose certificate it is keeps the answer from leaving.
+    // A relay that cannot store the certificate's owner prevents the reply.
     fs::rename(&served, served.with_extension("away")).unwrap();
     let (key, csr) = csr();
     let asking = tokio::spawn(ask(&csr));
@@ -420,7 +421,7 @@ async fn a_node_killed_before_the_certificate_left_gives_it_to_the_same_key_and_
     .await
     .unwrap();
     assert_eq!((granted.error.as_str(), granted.sandbox_id.as_str()), ("", id.as_str()));
-    // And the relay knows it: the link opens.
+    // The relay has stored the certificate: the link opens.
     let identity = identity(&key, &granted.certificates);
     let mut stream = secure(&world, &birth.node.ca_sha256, Some(identity)).await.unwrap();
     let hello = record::Hello {

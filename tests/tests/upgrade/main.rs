@@ -1,4 +1,4 @@
-//! Daemons that are killed, restarted and replaced under running pods.
+//! Tests daemons that are killed, restarted and upgraded while pods run.
 
 #![allow(clippy::unwrap_used)] // test code outside of test functions
 

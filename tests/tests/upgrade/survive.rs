@@ -1,4 +1,4 @@
-//! The promises of a node that may die at any time: nothing is lost, and the pods do not notice.
+//! Tests a node that may die at any time: nothing is lost, and running pods are not disturbed.
 
 use std::{
     path::PathBuf,
@@ -16,7 +16,7 @@ use peerpod_tests::{
 use peerpod_world::{Daemons, Settings, Sight, World, eventually};
 use ttrpc::Code;
 
-/// Execs whose output must be complete and in order, one after another until told to end; how many there were.
+/// Runs execs one after another until `ending` is set. Each output must be complete and in order. Returns their number.
 async fn stream_execs(agent: AgentClient, name: String, ending: Arc<AtomicBool>) -> anyhow::Result<u32> {
     const NUMBERS: usize = 20_000;
     let expected: String = (1..=NUMBERS).map(|number| format!("{number}\n")).collect();
@@ -47,7 +47,7 @@ async fn a_node_killed_again_and_again_is_not_noticed_by_running_execs() {
         .collect();
     let mut dice = Dice(7);
     for kill in 0..if long() { 1000 } else { 200 } {
-        // At any instruction: also before it is up again.
+        // At any instruction, also before the node is up again.
         tokio::time::sleep(Duration::from_millis(dice.roll(120))).await;
         daemons.kill_node().unwrap();
         daemons.start_node().unwrap();
@@ -96,7 +96,7 @@ async fn a_node_killed_in_any_phase_picks_the_sandbox_up() {
         let running = Sight::of(&world, &[pod.namespace()], &daemons).unwrap();
         stop_in_time(&shim, &id).await.unwrap();
         drop((agent, shim));
-        // And in the middle of taking it away.
+        // Also in the middle of the clean-up.
         tokio::time::sleep(Duration::from_millis(dice.roll(60))).await;
         daemons.kill_node().unwrap();
         daemons.start_node().unwrap();
@@ -106,7 +106,7 @@ async fn a_node_killed_in_any_phase_picks_the_sandbox_up() {
     }
 }
 
-/// CreateVM and StartVM on a connection of their own, to be waited for.
+/// Calls CreateVM and StartVM on a separate connection, in a task.
 fn begin(
     daemons: &Daemons,
     id: &str,
@@ -131,7 +131,7 @@ async fn calls_for_a_dead_node_wait_in_their_order_and_a_stop_does_not() {
     let (waiting_id, unwanted_id) = (fresh_id("waiting"), fresh_id("unwanted"));
     let started = begin(&daemons, &waiting_id, &waiting);
     let cancelled = begin(&daemons, &unwanted_id, &unwanted);
-    // The call has to be in the relay before the StopVM that cancels it is.
+    // The call must reach the relay before the StopVM that cancels it.
     eventually("both calls wait in the relay", PATIENCE, async || {
         let metrics = daemons.metrics("relay").ok()?;
         (sample(&metrics, "peerpod_relay_queued_calls").unwrap() == 2.0).then_some(())
@@ -153,7 +153,7 @@ async fn calls_for_a_dead_node_wait_in_their_order_and_a_stop_does_not() {
     AgentClient::connect(&socket).await.unwrap().check().await.unwrap();
     daemons.gone(&unwanted_id, PATIENCE).await.unwrap();
     daemons.gone(&running.id, PATIENCE).await.unwrap();
-    // Stopped before it was known: a CreateVM that comes late makes nothing.
+    // Stopped before the node had a record of it: a late CreateVM makes nothing.
     let late = Annotations::new("default", &unwanted_id);
     other.create_vm(&unwanted_id, late, &unwanted.namespace().path()).await.unwrap();
     assert!(other.start_vm(&unwanted_id).await.is_err());
@@ -162,7 +162,7 @@ async fn calls_for_a_dead_node_wait_in_their_order_and_a_stop_does_not() {
     daemons.gone(&waiting_id, PATIENCE).await.unwrap();
 }
 
-/// CreateVM and StartVM on one connection, the second behind the first without waiting for its answer; both answers.
+/// Calls CreateVM and StartVM on one connection, the second without waiting for the first, and returns both results.
 async fn pipelined(
     shim: ShimClient,
     id: String,
@@ -186,7 +186,7 @@ async fn a_start_for_a_dead_node_waits_too_and_keeps_its_place_behind_its_create
         let shim = shims.pop().unwrap();
         tokio::spawn(pipelined(shim, id.clone(), pods[pod].namespace().path()))
     };
-    // Also while the node lives: a StartVM that overtook its CreateVM would be of nobody.
+    // Also while the node lives: a StartVM that overtook its CreateVM would have no sandbox.
     let (created, started) = pipe(&living, 0).await.unwrap();
     created.unwrap();
     started.unwrap();
@@ -285,7 +285,7 @@ async fn a_sandbox_whose_network_namespace_vanished_is_reaped() {
     let sandbox = Sandbox::start(&world, &daemons, "vanished").await.unwrap();
     let running = Sight::of(&world, &[], &daemons).unwrap();
     let id = sandbox.id.clone();
-    // As a CNI does it behind our back: dropping the pod deletes its namespace. The shim is gone too.
+    // As a CNI does unexpectedly: dropping the pod deletes its namespace. The shim is gone too.
     drop(sandbox);
     daemons.gone(&id, PATIENCE).await.unwrap();
     nothing_beyond(&world, &[], &daemons, &before, &running).await.unwrap();
@@ -332,7 +332,7 @@ async fn a_relay_without_a_node_records_stops_and_holds_the_rest() {
     stop_in_time(&shim, "held-1").await.unwrap();
     let error = tokio::time::timeout(PATIENCE, held).await.unwrap().unwrap().map(|_| ()).unwrap_err();
     assert_eq!(error.code(), Some(Code::CANCELLED), "{error}");
-    // A node that comes makes tombstones of them all.
+    // A node that starts makes tombstones of all of them.
     daemons.start_node().unwrap();
     daemons.ready().await.unwrap();
     for id in ["unknown-1", "unknown-2", "held-1"] {
@@ -357,14 +357,13 @@ async fn a_vm_that_dies_under_its_pod_is_noticed_by_its_shim_within_seconds() {
     let running = Sight::of(&world, &[], &daemons).unwrap();
     let began = Instant::now();
     assert!(running.kill("peerpod-guest", "").unwrap() > 0, "the VM's init is killed, and all of it with it");
-    // As a shim hears of it: its calls end, its connections close.
+    // The shim's view: its calls end, its connections close.
     let answer = tokio::time::timeout(PATIENCE, waiting).await.unwrap().unwrap();
     assert!(answer.is_err());
     let closed =
         tokio::time::timeout(PATIENCE, tokio::io::AsyncReadExt::read(&mut shim, &mut [0])).await.unwrap();
     assert!(matches!(closed, Ok(0) | Err(_)), "{closed:?}");
-    // Where nothing else runs, at most 8 s until the link counts as dead, and 1 s and a quarter until the provider was
-    // heard twice.
+    // On an idle machine: at most 8 s until the link counts as dead, and 1.25 s until the provider has answered twice.
     println!("a shim heard of it after {:?}", began.elapsed());
     assert!(tokio::net::UnixStream::connect(&sandbox.socket).await.is_err(), "nobody serves it any more");
     daemons.gone(&sandbox.id, PATIENCE).await.unwrap();
@@ -397,7 +396,7 @@ async fn a_link_that_is_cut_for_long_is_not_taken_for_a_dead_vm() {
         (sample(&metrics, "peerpod_relay_guests_connected").unwrap() == state).then_some(())
     };
     eventually("the link is dead", PATIENCE, async || link(0.0)).await.unwrap();
-    // Ten times as long as it takes to ask the provider twice: what must not happen has had its time.
+    // Ten times the duration of asking the provider twice: long enough for the wrong behaviour to happen.
     tokio::time::sleep(Duration::from_secs(6)).await;
     assert!(!waiting.is_finished(), "the shim's call waits");
     nft("delete table inet cut");

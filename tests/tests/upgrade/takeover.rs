@@ -1,5 +1,5 @@
-//! One relay takes the place of another: no pod notices, whatever its shim and its guest are doing, and whoever dies
-//! meanwhile.
+//! Tests the handover from an old relay to a new one. It disturbs no pod, in any state of its shim and its guest, and
+//! even if one of the processes dies meanwhile.
 
 use std::{
     io::{IoSlice, IoSliceMut},
@@ -20,7 +20,7 @@ use peerpod_tests::{
 use peerpod_world::{Daemons, Settings, Sight, World, eventually, ping::ping, road};
 use rustix::net;
 
-/// Health checks one after another until told to end; the longest one.
+/// Runs health checks one after another until `ending` is set, and returns the longest duration.
 async fn pulse(agent: AgentClient, ending: Arc<AtomicBool>) -> Duration {
     let mut longest = Duration::ZERO;
     while !ending.load(Ordering::Relaxed) {
@@ -31,13 +31,13 @@ async fn pulse(agent: AgentClient, ending: Arc<AtomicBool>) -> Duration {
     longest
 }
 
-/// Whether a process is over, also when nobody has asked yet how it ended.
+/// Returns whether a process has ended, reaped or not.
 fn has_ended(pid: u32) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     stat.rsplit(')').next().is_none_or(|rest| rest.is_empty() || rest.starts_with(" Z"))
 }
 
-/// Open descriptors of a process, by what they are.
+/// Returns the types of a process's open descriptors.
 fn descriptors(pid: u32) -> Vec<String> {
     let mut all: Vec<String> = std::fs::read_dir(format!("/proc/{pid}/fd"))
         .unwrap()
@@ -84,7 +84,7 @@ async fn a_relay_is_replaced_twenty_times_under_a_transfer_and_execs_and_nobody_
             assert!(status.success(), "{status}\n{}", daemons.log_tails());
             counted += 1;
             last = descriptors(daemons.relay_pid().unwrap());
-            // The link has to be back, or the transfer would not be under way in the next one.
+            // The link must be back, or the transfer would not be under way at the next handover.
             eventually("the guest is connected again", PATIENCE, async || {
                 let metrics = daemons.metrics("relay").ok()?;
                 (sample(&metrics, "peerpod_relay_guests_connected").ok()? == 1.0).then_some(())
@@ -115,7 +115,7 @@ async fn a_relay_is_replaced_twenty_times_under_a_transfer_and_execs_and_nobody_
     nothing_beyond(&world, &[], &daemons, &before, &running).await.unwrap();
 }
 
-/// Descriptors of a relay that has just taken over, and of one after twenty times, are as many.
+/// A relay that has just taken over has as many descriptors as one several handovers later.
 #[tokio::test(flavor = "multi_thread")]
 async fn takeovers_leave_no_descriptor_behind() {
     let world = World::new().unwrap();
@@ -193,7 +193,7 @@ async fn calls_that_wait_for_a_dead_node_wait_on_in_the_next_relay() {
         eventually("they wait in the next one", PATIENCE, async || queued(&daemons)).await.unwrap();
         running.lives().await.unwrap();
     }
-    // A stop that nobody takes: the inbox, and later calls of that sandbox wait for it.
+    // A stop without a node goes to the inbox, and later calls of that sandbox wait for it.
     stop_in_time(&running.shim, &running.id).await.unwrap();
     daemons.take_over().await.unwrap();
     stop_in_time(&running.shim, &running.id).await.unwrap();
@@ -206,7 +206,7 @@ async fn calls_that_wait_for_a_dead_node_wait_on_in_the_next_relay() {
     daemons.gone(&waiting, PATIENCE).await.unwrap();
 }
 
-/// A process that asks to take over, as far as somebody lets it live.
+/// Peer in a handover, under the test's control.
 struct Asker(OwnedFd);
 
 impl Asker {
@@ -231,7 +231,7 @@ impl Asker {
         self.say(1, &format!(r#"{{"pid":1,"program":"test","versions":[{oldest},{newest}]}}"#));
     }
 
-    /// The kind of the next message and its text; what comes with it is closed.
+    /// Returns type and text of the next message; closes its descriptors.
     fn hear(&self) -> Option<(u8, String)> {
         self.hear_all().map(|(kind, text, _)| (kind, text))
     }
@@ -265,7 +265,7 @@ impl Asker {
     }
 }
 
-/// Somebody who stands between the relay that runs and one that takes its place: both ends.
+/// Interposes the test between the running relay and a new one, and returns both ends.
 fn between(daemons: &Daemons) -> (Asker, Asker, Child) {
     let (name, aside) = (daemons.run_dir().join("takeover.sock"), daemons.run_dir().join("aside.sock"));
     let old = Asker::connect(daemons);
@@ -281,7 +281,8 @@ fn between(daemons: &Daemons) -> (Asker, Asker, Child) {
     (old, new, child)
 }
 
-/// From the first word to the new one's "taken", or as many messages of the old one; whether it got there.
+/// Forwards the handover from Hello up to the new relay's Taken, but at most `most` messages of the old relay. Returns
+/// whether it got that far.
 fn until_taken(old: &Asker, new: &Asker, most: usize) -> bool {
     old.pass_on(new.hear_all().unwrap());
     for _ in 0..most {
@@ -344,7 +345,7 @@ async fn an_old_relay_that_ends_says_so_before_anything_moves_again() {
     let (old, new, mut child) = between(&daemons);
     assert!(until_taken(&old, &new, usize::MAX));
     terminate(daemons.relay_pid().unwrap());
-    // It never hears that it was taken, and gives up.
+    // The old relay never receives Taken, and gives up.
     let (what, why) = old.hear().unwrap();
     assert_eq!(what, 3, "{why}");
     new.say(3, &why);
@@ -357,7 +358,7 @@ async fn whoever_is_not_sure_that_it_is_theirs_does_not_take_it() {
     let world = World::new().unwrap();
     let daemons = Daemons::start(&world, Settings::none()).await.unwrap();
     let sandbox = Sandbox::start(&world, &daemons, "unsure").await.unwrap();
-    // The word gets lost although the old one lives; the connection breaks after some messages; and after the first.
+    // Taken is lost although the old relay lives; the connection breaks after some messages, and after the first one.
     for most in [usize::MAX, 3, 1] {
         let (old, new, mut child) = between(&daemons);
         assert_eq!(until_taken(&old, &new, most), most == usize::MAX);
@@ -409,7 +410,7 @@ async fn a_relay_goes_on_whenever_the_next_one_dies_or_falls_silent() {
             anyhow::Ok(round)
         }
     });
-    // After each of the messages that there are, to the last.
+    // After each message, up to the last.
     let mut messages = 0;
     'dying: for heard in 0.. {
         let asker = Asker::connect(&daemons);
@@ -427,7 +428,7 @@ async fn a_relay_goes_on_whenever_the_next_one_dies_or_falls_silent() {
         sandbox.lives().await.unwrap();
     }
     assert!(messages > 5, "{messages} messages");
-    // Silent, in the middle and at the end: until its time is up.
+    // Silent, in the middle and at the end, until the time limit.
     let began = Instant::now();
     let asker = Asker::connect(&daemons);
     asker.hello(1, 1);
@@ -488,7 +489,7 @@ async fn a_new_relay_killed_at_any_instant_costs_nothing_before_it_has_taken_ove
         tokio::time::sleep(Duration::from_millis(dice.roll(24))).await;
         new.kill().unwrap();
         new.wait().unwrap();
-        // Either the pod goes on, or the old relay had handed it over and leaves.
+        // Either the pod continues, or the old relay had handed it over and exits.
         let lives = tokio::time::timeout(PATIENCE, sandbox.lives()).await;
         let lives = lives.unwrap_or_else(|_| panic!("round {round}\n{}", daemons.log_tails()));
         if let Err(error) = lives {
@@ -521,7 +522,7 @@ async fn of_two_new_relays_one_takes_over_at_a_time() {
     for _ in 0..if long() { 20 } else { 4 } {
         let (one, mut two) = (daemons.relay_beside().unwrap(), daemons.relay_beside().unwrap());
         let mut one = one;
-        // One is left in the end: the other was refused, or was itself followed by it.
+        // One relay is left at the end: the other was refused, or it took over first and was then replaced itself.
         let left = eventually("one of three is left", PATIENCE, async || {
             let gone = [one.try_wait(), two.try_wait()].map(|status| status.ok().flatten().is_some());
             let old = daemons.relay_pid().map(has_ended);
@@ -545,7 +546,7 @@ async fn half_a_frame_on_either_side_of_a_takeover_is_one_frame() {
     let world = World::new().unwrap();
     let mut daemons = Daemons::start(&world, Settings::none()).await.unwrap();
     let sandbox = Sandbox::start(&world, &daemons, "halves").await.unwrap();
-    // Version, whose request is the same on both sockets: an envelope of service and method.
+    // The requests of Version and Check have the same form on both sockets: an envelope of service and method.
     let envelope = |service: &str, method: &str| {
         let (s, m) = (service.as_bytes(), method.as_bytes());
         let body = [&[0x0a, s.len() as u8], s, &[0x12, m.len() as u8], m].concat();

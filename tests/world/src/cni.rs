@@ -1,9 +1,9 @@
-//! Two nodes and their pods as one CNI or another leaves them: real kernel state, made by the reference plugins where
-//! these make it for real, and by `ip`, `bridge`, `tc` and `nft` where the CNI is a daemon of its own.
+//! Makes two nodes and their pods as a certain CNI leaves them, in real kernel state. The reference plugins make it
+//! where they exist; `ip`, `bridge`, `tc` and `nft` replace CNIs that are daemons.
 //!
-//! A [`Shape`] is two shell scripts: what the CNI makes once on a node, and what it makes for a pod. Both run in the
-//! node's namespace. `network.md` of the reference says where each shape is from; kinds of devices that a kernel may
-//! lack (IPIP, macvlan, OVS) are replaced by what looks the same from the pod.
+//! A [`Shape`] is two shell scripts: the CNI's set-up of a node, and its set-up of a pod. Both run in the node's
+//! namespace. `network.md` of the reference names the source of each shape. Device kinds that a kernel may lack (IPIP,
+//! macvlan, OVS) are replaced by others that look the same from the pod.
 
 mod bridged;
 mod clouds;
@@ -18,28 +18,28 @@ use anyhow::{Context, ensure};
 
 use crate::{Namespace, World, picture::Picture, traffic::ECHO_PORT};
 
-/// What a CNI leaves in a pod and around it.
+/// State that a CNI leaves in a pod and around it.
 pub struct Shape {
-    /// The CNI.
+    /// Name of the CNI.
     pub name: &'static str,
-    /// The largest packet of its pods: the MTU of their interface or of their default route.
+    /// Largest packet of its pods: the MTU of their interface or of their default route.
     pub mtu: u64,
-    /// The MTU of the network between the nodes.
+    /// MTU of the network between the nodes.
     pub underlay_mtu: u64,
-    /// The port of our tunnels on such nodes; another than 4789 where the CNI has that one.
+    /// Port of Peerpod's tunnels on such nodes; not 4789 where the CNI uses it.
     pub port: u16,
-    /// Whether who asks a service is hidden behind the node's address. So where the bridge stands for a switch that
-    /// routes: what is answered must come back to the node.
+    /// Whether services see the node's address instead of the client's address. Needed where the bridge replaces a
+    /// switch that routes: the answers must return by the node.
     pub masquerade_all: bool,
-    /// Sysctls below `/proc/sys/net` that it sets in the pod.
+    /// Sysctls below `/proc/sys/net` that the CNI sets in the pod.
     pub sysctls: &'static [&'static str],
-    /// Makes the node's half: `$N` is the node's number, `$O` the other's, and see `PRELUDE`.
+    /// Set-up of a node: `$N` is the node's number, `$O` that of the other node; see also `PRELUDE`.
     pub node: &'static str,
-    /// Makes a pod, the `$P`th of its node: `$POD` is its namespace, `$HOST` the name of the node's end.
+    /// Set-up of a pod, number `$P` on its node: `$POD` is its namespace, `$HOST` the name of the device on the node.
     pub pod: &'static str,
 }
 
-/// Every shape there is.
+/// All shapes.
 pub const SHAPES: &[&Shape] = &[
     &bridged::BRIDGE,
     &bridged::FLANNEL,
@@ -58,13 +58,13 @@ pub const SHAPES: &[&Shape] = &[
     &routed::EVERYTHING,
 ];
 
-/// A shape by its name.
+/// Returns a shape by its name.
 pub fn shape(name: &str) -> anyhow::Result<&'static Shape> {
     SHAPES.iter().find(|shape| shape.name == name).copied().with_context(|| format!("no shape {name}"))
 }
 
-/// What the scripts have in common. Pods of node N are in 10.244.N.0/24 and fd10:244:N::/64 unless a shape says
-/// otherwise, nodes are 192.168.50.N and fd50::N on `under0`.
+/// Common part of the scripts. Pods of node N are in 10.244.N.0/24 and fd10:244:N::/64 unless a shape sets other
+/// subnets. Nodes are 192.168.50.N and fd50::N on `under0`.
 const PRELUDE: &str = r#"
 UNDER4=192.168.50.$N UNDER6=fd50::$N OTHER4=192.168.50.$O OTHER6=fd50::$O
 PODS4=10.244.$N.0/24 PODS6=fd10:244:$N::/64 FAR4=10.244.$O.0/24 FAR6=fd10:244:$O::/64
@@ -86,19 +86,19 @@ cni() {
 }
 "#;
 
-/// Two nodes with one CNI. The first is the world's, where the daemons run.
+/// Two nodes with one CNI. The first node is that of the world, which runs the daemons.
 pub struct Cluster {
     world: World,
-    /// The second node's, where it has one of its own.
+    /// The second node's world, if it has one.
     _away: Option<World>,
-    /// The CNI.
+    /// Shape of the CNI.
     pub shape: &'static Shape,
     nodes: [Namespace; 2],
     pods: [AtomicU32; 2],
 }
 
 impl Cluster {
-    /// Makes the second node, the wire between them, and the CNI's half of both.
+    /// Makes the second node, the network between the nodes, and the CNI's set-up of both.
     pub fn new(world: &World, shape: &'static Shape) -> anyhow::Result<Cluster> {
         let far = world.namespace("far")?;
         far.sysctl("ipv4/ip_forward", "1")?;
@@ -106,7 +106,7 @@ impl Cluster {
         Cluster::of(world, far, None, shape)
     }
 
-    /// The same of two worlds' nodes, so that there can be daemons on both.
+    /// Does the same with the nodes of two worlds, so that both nodes can run daemons.
     pub fn between(world: &World, away: &World, shape: &'static Shape) -> anyhow::Result<Cluster> {
         Cluster::of(world, away.node().clone(), Some(away.clone()), shape)
     }
@@ -120,9 +120,9 @@ impl Cluster {
         let nodes = [world.node().clone(), far];
         let (near, far) = (&nodes[0], &nodes[1]);
         for node in &nodes {
-            // Nobody here has our address, and waiting a second for nobody to say so makes tests slow.
+            // No other node has the address, and the second that duplicate address detection takes makes tests slow.
             node.sysctl("ipv6/conf/default/accept_dad", "0")?;
-            // As every Kubernetes node has it: services work between pods of one bridge.
+            // As on every Kubernetes node: services work between pods of one bridge.
             node.sysctl("bridge/bridge-nf-call-iptables", "1")?;
             node.sysctl("bridge/bridge-nf-call-ip6tables", "1")?;
         }
@@ -145,7 +145,7 @@ impl Cluster {
             _away: away,
             shape,
             nodes,
-            // .1 is the gateway's as a rule, and plugins count for themselves.
+            // .1 is usually the gateway; IPAM plugins count by themselves.
             pods: [AtomicU32::new(2), AtomicU32::new(2)],
         };
         for number in [1, 2] {
@@ -154,12 +154,12 @@ impl Cluster {
         Ok(cluster)
     }
 
-    /// Node 1 or 2.
+    /// Returns node 1 or 2.
     pub fn node(&self, number: usize) -> &Namespace {
         &self.nodes[number - 1]
     }
 
-    /// The address of node 1 or 2 of the family of another address.
+    /// Returns the address of node 1 or 2, of the same family as `like`.
     pub fn node_address(&self, number: usize, like: IpAddr) -> anyhow::Result<IpAddr> {
         let text = if like.is_ipv4() { format!("192.168.50.{number}") } else { format!("fd50::{number}") };
         Ok(text.parse()?)
@@ -175,7 +175,7 @@ impl Cluster {
         Ok(())
     }
 
-    /// A pod on node 1 or 2.
+    /// Adds a pod on node 1 or 2.
     pub fn pod(&self, node: usize) -> anyhow::Result<Attached> {
         let number = self.pods[node - 1].fetch_add(1, Ordering::Relaxed).to_string();
         let namespace = self.world.namespace(&format!("p{node}-{number}"))?;
@@ -191,8 +191,9 @@ impl Cluster {
         Ok(Attached { namespace, addresses })
     }
 
-    /// What kube-proxy does for a service with one pod behind it: DNAT on both nodes, to the pod's first address of each family, and
-    /// masquerade for a pod that asks itself. Returns the service's addresses, in the order of the pod's.
+    /// Does the work of kube-proxy for a service with one pod behind it: DNAT on both nodes to the pod's first address
+    /// of each family, and masquerade for a pod that connects to itself. Returns the service's addresses, in the order
+    /// of the pod's addresses.
     pub fn service(&self, number: u8, backend: &Attached) -> anyhow::Result<Vec<SocketAddr>> {
         const PORT: u16 = 80;
         let mut services = Vec::new();
@@ -228,7 +229,7 @@ impl Cluster {
     }
 }
 
-/// A pod as the CNI made it. Its namespace goes with the world, or by [`Attached::remove`].
+/// Pod that a CNI made. Its namespace is removed with the world, or by [`Attached::remove`].
 #[derive(Debug)]
 pub struct Attached {
     /// Its network namespace.
@@ -238,7 +239,7 @@ pub struct Attached {
 }
 
 impl Attached {
-    /// The addresses of its first interface, at most one of each family.
+    /// Returns the addresses of its first interface, at most one of each family.
     pub fn primary(&self) -> Vec<IpAddr> {
         let mut found: Vec<IpAddr> = Vec::new();
         for (name, address) in &self.addresses {
@@ -249,7 +250,7 @@ impl Attached {
         found
     }
 
-    /// Deletes its namespace, as the CNI does at the end, or behind our back.
+    /// Deletes its namespace, as the CNI does at the end, or unexpectedly.
     pub fn remove(&self) -> anyhow::Result<()> {
         self.namespace.delete()
     }

@@ -1,4 +1,5 @@
-//! iproute2 and its like, as witnesses and as the hand of the CNI. Test code only: the product starts no processes.
+//! Runs iproute2 and similar tools, as witnesses and in the place of a CNI. Test code only: the product starts no
+//! processes.
 
 use std::{
     io::Write,
@@ -8,12 +9,12 @@ use std::{
 
 use anyhow::{Context, bail};
 
-/// Runs a program to its end; its standard output. A failure says what it wrote to standard error.
+/// Runs a program to its end and returns its standard output. The error contains its standard error.
 pub(crate) fn run(program: &str, arguments: &[&str], input: &str) -> anyhow::Result<String> {
     let attempt = || format!("{program} {}", arguments.join(" "));
     let mut child = Command::new(program)
         .args(arguments)
-        .process_group(0) // a Ctrl-C at the terminal is for us; we end what we began
+        .process_group(0) // a Ctrl-C at the terminal must not reach the child: this process ends it
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
@@ -30,7 +31,7 @@ pub(crate) fn run(program: &str, arguments: &[&str], input: &str) -> anyhow::Res
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-/// `ip -n NAMESPACE -batch -` with these lines, all or an error.
+/// Runs `ip -n NAMESPACE -batch -` with these lines. Fails if any of them fails.
 pub fn ip(namespace: &str, lines: &str) -> anyhow::Result<String> {
     run("ip", &["-n", namespace, "-batch", "-"], lines).with_context(|| format!("in {namespace}:\n{lines}"))
 }

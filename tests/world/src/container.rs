@@ -1,4 +1,4 @@
-//! A program in a container of the chart.
+//! Describes a container of the chart and starts a program with its rights.
 
 use std::{
     ffi::{OsStr, OsString},
@@ -12,19 +12,20 @@ use nix::mount::{MsFlags, mount};
 
 use crate::binary;
 
-/// A container's name and volumes, each by its name in the chart, and those that an operator adds.
+/// Container with its volumes, each by its name in the chart, and the folders that an operator adds.
 #[derive(Debug, Clone, Default)]
 pub struct Container {
-    /// The container's name in the chart.
+    /// Name in the chart.
     pub name: &'static str,
-    /// Volumes of the chart with their places here.
+    /// Volumes of the chart with their paths on this machine.
     pub volumes: Vec<(&'static str, PathBuf)>,
     /// Folders that an operator adds as host paths, such as a provider's files (`node.extraVolumes`).
     pub extra: Vec<PathBuf>,
 }
 
 impl Container {
-    /// The command that starts a program with the container's rights. Its process must be the first of a PID namespace.
+    /// Returns the command that starts a program with the container's rights. Its process must be the first of a PID
+    /// namespace.
     pub fn command<Word: AsRef<OsStr>>(
         &self,
         program: &Path,
@@ -32,7 +33,7 @@ impl Container {
     ) -> anyhow::Result<(PathBuf, Vec<OsString>)> {
         let mut words = vec![OsString::from(self.name)];
         for (name, path) in &self.volumes {
-            // The kubelet makes the folders of a host path, for root alone.
+            // As the kubelet does, make the folders of a host path writable by root alone.
             if !path.exists() {
                 fs::DirBuilder::new().mode(0o755).create(path)?;
             }
@@ -49,7 +50,7 @@ impl Container {
     }
 }
 
-/// Makes the folder a shared mount, as the kubelet's folder is on a node. Again it changes nothing.
+/// Makes the folder a shared mount, as the kubelet's folder is on a node. Does nothing if it is one already.
 pub fn share(folder: &Path) -> anyhow::Result<()> {
     fs::create_dir_all(folder)?;
     let none = None::<&str>;

@@ -1,4 +1,4 @@
-//! The real daemons in a world: configured, started, killed, started again, looked at.
+//! Configures, starts, kills, restarts and inspects the real daemons of a world.
 
 use std::{
     ffi::{OsStr, OsString},
@@ -26,11 +26,11 @@ use crate::{
     wait::eventually_blocking,
 };
 
-/// How long a daemon may take to answer after its start, on a machine that is busy with tests.
+/// Time limit for the first answer of a started daemon, on a machine that is busy with tests.
 const START_PATIENCE: Duration = Duration::from_secs(30);
 const STOP_PATIENCE: Duration = Duration::from_secs(20);
 
-/// Configuration beside the defaults of a world, by dotted key, and the rights of the daemons.
+/// Configuration on top of a world's defaults, by dotted key, and the rights of the daemons.
 #[derive(Debug, Clone)]
 pub struct Settings {
     values: Value,
@@ -39,17 +39,17 @@ pub struct Settings {
     extra: Vec<PathBuf>,
 }
 
-/// The rights that the daemons are started with.
+/// Rights of the daemons.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Rights {
-    /// Those of their containers in the chart. The local provider, which needs more, is a process of its own.
+    /// Rights of the daemons' containers in the chart. The local provider, which needs more, is a separate process.
     Chart,
-    /// All of this process's, as with a provider on the node itself.
+    /// All rights of this process, as with a provider in the node.
     All,
 }
 
 impl Settings {
-    /// The local provider, sockets and state in the world's folder, text logs.
+    /// Returns the defaults of a world: the local provider, sockets and state in the world's folder, debug logs.
     fn of(world: &World) -> Settings {
         let folder = world.folder();
         Settings::new(json!({
@@ -64,33 +64,33 @@ impl Settings {
         Settings { values, rights: Rights::Chart, extra: Vec::new() }
     }
 
-    /// No more than the defaults, and the rights of the chart's containers.
+    /// Returns the defaults, with the rights of the chart's containers.
     pub fn none() -> Settings {
         Settings::new(Value::Object(Map::new()))
     }
 
-    /// No more than the defaults, and all rights; the local provider is in the node.
+    /// Returns the defaults, with all rights and with the local provider in the node.
     pub fn privileged() -> Settings {
         Settings { rights: Rights::All, ..Settings::none() }
     }
 
-    /// With a folder that an operator adds to the node's volumes (`node.extraVolumes`), for a provider's files.
+    /// Adds a folder that an operator adds to the node's volumes (`node.extraVolumes`), for a provider's files.
     pub fn with_volume(mut self, folder: &Path) -> Settings {
         self.extra.push(folder.to_owned());
         self
     }
 
-    /// With all rights.
+    /// Grants all rights.
     pub fn with_all_rights(self) -> Settings {
         Settings { rights: Rights::All, ..self }
     }
 
-    /// A setting that is a text.
+    /// Returns a setting that is a string.
     pub fn text(&self, key: &str) -> Option<&str> {
         key.split('.').try_fold(&self.values, |place, part| place.get(part))?.as_str()
     }
 
-    /// Sets one, by its dotted key.
+    /// Sets a value by its dotted key.
     pub fn set(mut self, key: &str, value: impl Into<Value>) -> Settings {
         let mut place = &mut self.values;
         for part in key.split('.') {
@@ -118,14 +118,14 @@ impl Settings {
 /// One file of the node's ledger.
 #[derive(Debug, Clone)]
 pub struct LedgerEntry {
-    /// The sandbox's id, from the file's name.
+    /// The sandbox id, from the file's name.
     pub id: String,
-    /// What the file says.
+    /// Content of the file.
     pub record: Value,
 }
 
 impl LedgerEntry {
-    /// The phase's name, or the whole record when it has none.
+    /// Returns the phase's name, or the whole record if it has none.
     pub fn phase(&self) -> String {
         match &self.record["phase"] {
             Value::String(name) => name.clone(),
@@ -136,7 +136,7 @@ impl LedgerEntry {
         }
     }
 
-    /// The stages the node has noted, counted from CreateVM.
+    /// Returns the stages that the node recorded, with the time since CreateVM.
     pub fn stages(&self) -> Vec<(String, Duration)> {
         let stages = self.record["stages"].as_array().cloned().unwrap_or_default();
         let read = |stage: Value| {
@@ -145,7 +145,7 @@ impl LedgerEntry {
         stages.into_iter().filter_map(read).collect()
     }
 
-    /// Whether nothing but the memory of the sandbox is left.
+    /// Returns whether this is a tombstone.
     pub fn is_tombstone(&self) -> bool {
         self.phase().eq_ignore_ascii_case("gone")
     }
@@ -158,16 +158,16 @@ pub struct Daemons {
     rights: Rights,
     /// Folders that an operator adds to the chart's volumes.
     extra: Vec<PathBuf>,
-    /// `tunnel.kind` is not `vxlan`, for which the chart has one volume more.
+    /// Whether `tunnel.kind` is not `vxlan`, for which the chart has one more volume.
     encrypted: bool,
     relay: Option<Child>,
     node: Option<Child>,
-    /// The local provider, where it is a process of its own: the daemons do not take it along when they end.
+    /// The local provider, if it is a separate process; it outlives the daemons.
     cloud: Option<Cloud>,
 }
 
 impl Daemons {
-    /// Writes the configuration and starts both; they answer when this returns.
+    /// Writes the configuration, starts both daemons, and waits until they answer.
     pub async fn start(world: &World, settings: Settings) -> anyhow::Result<Daemons> {
         let mut daemons = Daemons::prepare(world, settings)?;
         daemons.start_relay()?;
@@ -176,7 +176,7 @@ impl Daemons {
         Ok(daemons)
     }
 
-    /// Writes the configuration and starts nothing.
+    /// Writes the configuration and starts no daemon.
     pub fn prepare(world: &World, settings: Settings) -> anyhow::Result<Daemons> {
         let Settings { mut values, .. } = Settings::of(world);
         Settings::merge(&mut values, &settings.values);
@@ -196,7 +196,7 @@ impl Daemons {
         Ok(Daemons { world, config, rights, extra, encrypted, relay: None, node: None, cloud })
     }
 
-    /// Starts the local provider again, with one setting (`provider.local.<key>`) changed. Its VMs stay.
+    /// Restarts the local provider with one setting (`provider.local.<key>`) changed. Its VMs keep running.
     pub fn set_of_cloud(&mut self, key: &str, value: &str) -> anyhow::Result<()> {
         let cloud = self.cloud.as_mut().context("the local provider is no process of its own")?;
         cloud.process.kill()?;
@@ -206,32 +206,32 @@ impl Daemons {
         Ok(())
     }
 
-    /// `paths.run-dir`.
+    /// Returns `paths.run-dir`.
     pub fn run_dir(&self) -> PathBuf {
         self.world.folder().join("run")
     }
 
-    /// `paths.state-dir`.
+    /// Returns `paths.state-dir`.
     pub fn state_dir(&self) -> PathBuf {
         self.world.folder().join("state")
     }
 
-    /// Where shims call.
+    /// Returns the path of the hypervisor API's socket.
     pub fn hypervisor_socket(&self) -> PathBuf {
         self.run_dir().join("hypervisor.sock")
     }
 
-    /// The configuration file of both.
+    /// Returns the configuration file of both daemons.
     pub fn config(&self) -> &Path {
         &self.config
     }
 
-    /// The log file of `relay` or `node`; all starts append to it.
+    /// Returns the log file of `relay` or `node`; every start appends to it.
     pub fn log(&self, daemon: &str) -> PathBuf {
         self.world.folder().join(format!("{daemon}.log"))
     }
 
-    /// A shim's connection.
+    /// Opens a shim's connection.
     pub async fn shim(&self) -> anyhow::Result<ShimClient> {
         Ok(ShimClient::connect(&self.hypervisor_socket()).await?)
     }
@@ -250,25 +250,25 @@ impl Daemons {
         Ok(())
     }
 
-    /// Another relay beside the one that runs, as an upgrade starts it.
+    /// Starts a second relay beside the running one, as an upgrade does.
     pub fn relay_beside(&self) -> anyhow::Result<Child> {
         self.spawn("relay")
     }
 
-    /// Makes this process the relay, which is gone by now.
+    /// Makes this process the relay, after the old relay is gone.
     pub fn adopt_relay(&mut self, new: Child) -> anyhow::Result<()> {
         ensure!(self.relay.is_none(), "the relay runs");
         self.relay = Some(new);
         Ok(())
     }
 
-    /// Has another relay take the place of the one that runs; how that ended comes back.
+    /// Starts another relay, which takes over from the running one, and returns the old relay's exit status.
     pub async fn take_over(&mut self) -> anyhow::Result<ExitStatus> {
         let new = self.relay_beside()?;
         self.taken_over_by(new).await
     }
 
-    /// Waits until this process has taken the place of the relay that runs.
+    /// Waits until this process has taken over from the running relay, and returns the old relay's exit status.
     pub async fn taken_over_by(&mut self, mut new: Child) -> anyhow::Result<ExitStatus> {
         let old = self.relay.as_mut().context("the relay does not run")?;
         let left = eventually("the old relay leaves", START_PATIENCE, async || {
@@ -304,8 +304,8 @@ impl Daemons {
         self.world.spawn_in_pid_namespace(&starter, &words, &log)
     }
 
-    /// Where this world has the volumes of a daemon's container. The world's folder stands for the configuration, so that
-    /// files that a test's settings name are there.
+    /// Returns the volumes of a daemon's container with their paths. The world's folder is the configuration volume, so
+    /// that it contains the files that a test's settings name.
     fn volumes(&self, daemon: &str) -> Vec<(&'static str, PathBuf)> {
         let folder = self.world.folder();
         let mut volumes = vec![
@@ -324,7 +324,7 @@ impl Daemons {
         volumes
     }
 
-    /// SIGKILL, now; returns when it is gone.
+    /// Kills the node with SIGKILL and waits for its end.
     pub fn kill_node(&mut self) -> anyhow::Result<()> {
         let mut child = self.node.take().context("the node does not run")?;
         child.kill()?;
@@ -332,7 +332,7 @@ impl Daemons {
         Ok(())
     }
 
-    /// SIGKILL, now; returns when it is gone.
+    /// Kills the relay with SIGKILL and waits for its end.
     pub fn kill_relay(&mut self) -> anyhow::Result<()> {
         let mut child = self.relay.take().context("the relay does not run")?;
         child.kill()?;
@@ -340,28 +340,28 @@ impl Daemons {
         Ok(())
     }
 
-    /// SIGTERM, and waits for the node to end by itself.
+    /// Sends SIGTERM to the node and waits until it exits.
     pub fn terminate_node(&mut self) -> anyhow::Result<ExitStatus> {
         terminate(self.node.take().context("the node does not run")?, "node")
     }
 
-    /// SIGTERM, and waits for the relay to end by itself.
+    /// Sends SIGTERM to the relay and waits until it exits.
     pub fn terminate_relay(&mut self) -> anyhow::Result<ExitStatus> {
         terminate(self.relay.take().context("the relay does not run")?, "relay")
     }
 
-    /// The process number of the relay.
+    /// Returns the relay's pid.
     pub fn relay_pid(&self) -> Option<u32> {
         self.relay.as_ref().map(Child::id)
     }
 
-    /// The process number of the node.
+    /// Returns the node's pid.
     pub fn node_pid(&self) -> Option<u32> {
         self.node.as_ref().map(Child::id)
     }
 
-    /// Waits until a call goes through the relay to the node and back. A daemon that ends meanwhile is an error with the
-    /// end of its log.
+    /// Waits until a call passes through the relay to the node and back. Fails with the end of both logs if a daemon
+    /// exits.
     pub async fn ready(&mut self) -> anyhow::Result<()> {
         let socket = self.hypervisor_socket();
         let answered = eventually("peerpod-node answers on hypervisor.sock", START_PATIENCE, async || {
@@ -380,7 +380,7 @@ impl Daemons {
         }
     }
 
-    /// What `/metrics` of `relay` or `node` says.
+    /// Returns the `/metrics` of `relay` or `node`.
     pub fn metrics(&self, daemon: &str) -> anyhow::Result<String> {
         let port = if daemon == "relay" { 15152 } else { 15153 };
         let fetch = || -> std::io::Result<String> {
@@ -394,7 +394,7 @@ impl Daemons {
         self.world.node().run(fetch)?.with_context(|| format!("scrape peerpod-{daemon}"))
     }
 
-    /// What the node's ledger holds. A file that cannot be read as JSON is an entry too, with a null record.
+    /// Returns the node's ledger. A file that is not valid JSON is an entry with a null record.
     pub fn ledger(&self) -> anyhow::Result<Vec<LedgerEntry>> {
         let folder = self.state_dir().join("sandboxes");
         let mut entries = Vec::new();
@@ -416,7 +416,7 @@ impl Daemons {
         Ok(entries)
     }
 
-    /// Waits until the ledger says that a sandbox is gone, which it says when everything of it is.
+    /// Waits until the ledger has a tombstone for the sandbox, which the node writes when every resource is gone.
     pub async fn gone(&self, id: &str, patience: Duration) -> anyhow::Result<()> {
         eventually(&format!("{id} is a tombstone in the ledger"), patience, async || {
             let entries = self.ledger().ok()?;
@@ -426,7 +426,7 @@ impl Daemons {
         .with_context(|| format!("the ledger has {:?}", self.ledger()))
     }
 
-    /// The last lines of both logs, for error messages.
+    /// Returns the last lines of both logs, for error messages.
     pub fn log_tails(&self) -> String {
         let mut text = String::new();
         for daemon in ["relay", "node"] {
@@ -450,15 +450,15 @@ impl Drop for Daemons {
     }
 }
 
-/// The local provider as a process of its own with all rights.
+/// The local provider as a separate process with all rights.
 struct Cloud {
-    /// `provider.local.*`.
+    /// Settings below `provider.local`.
     settings: Map<String, Value>,
     process: Child,
 }
 
 impl Cloud {
-    /// Starts it with the settings in `values`, and has the node reach it.
+    /// Starts the provider with the settings in `values`, and configures the node to use it.
     fn start(world: &World, values: &mut Value) -> anyhow::Result<Cloud> {
         let local = values["provider"].as_object_mut().and_then(|provider| provider.remove("local"));
         values["provider"]["kind"] = "external".into();
@@ -474,7 +474,7 @@ impl Cloud {
 
     fn spawn(world: &World, settings: &Map<String, Value>) -> anyhow::Result<Child> {
         let socket = Cloud::socket(world);
-        // One of before is gone; its socket is not.
+        // The socket of a killed provider remains.
         fs::remove_file(&socket).ok();
         let state_dir = world.folder().join("state");
         let mut arguments: Vec<OsString> =
@@ -520,7 +520,8 @@ fn explain(status: ExitStatus) -> String {
     }
 }
 
-/// A program of ours: in `PEERPOD_TEST_BIN_DIR`, beside the current one, or (for tests, which live in `deps`) a folder above.
+/// Finds a Peerpod program: in `PEERPOD_TEST_BIN_DIR`, beside the current one, or in the folder above (test programs
+/// are in `deps`).
 pub fn binary(name: &str) -> anyhow::Result<PathBuf> {
     let us = std::env::current_exe()?;
     let folders = [std::env::var_os("PEERPOD_TEST_BIN_DIR").map(PathBuf::from)]

@@ -1,5 +1,5 @@
-//! Takes a world away, also when the process that made it was killed: a shell of its own process group that waits for
-//! the end of its input.
+//! Removes a world, even if the process that made it was killed: a shell in a separate process group waits for the end
+//! of its standard input and then cleans up.
 
 use std::{
     io::{self, Read},
@@ -8,9 +8,10 @@ use std::{
     process::{Child, ChildStdin, Command, Stdio},
 };
 
-/// Ends every process in the world's network namespaces and every program of ours that has a file of the world's folder
-/// open (each of the local provider's VMs hangs on such a one), removes the namespaces, what is mounted below the folder,
-/// and the folder. `$1` is what the namespaces' names begin with, `$2` the folder, `$3` the process that made them.
+/// Script of the janitor. It kills every process in the world's network namespaces. It also kills every Peerpod program
+/// with an open file in the world's folder; each VM of the local provider depends on one. It then removes the
+/// namespaces, the mounts below the folder, and the folder. `$1` is the prefix of the namespaces' names, `$2` the
+/// folder, `$3` the pid of the process that made them.
 const SCRIPT: &str = r#"
 trap '' INT TERM HUP QUIT
 echo ready
@@ -49,18 +50,18 @@ done < /proc/self/mountinfo
 ) >/dev/null 2>&1 &
 "#;
 
-/// A Ctrl-C in the moment between its birth and its own process group kills it: then another one is started.
+/// Number of attempts. A Ctrl-C between the shell's start and its own process group kills it; then another is started.
 const TRIES: usize = 5;
 
-/// The watcher of one world.
+/// Shell that removes one world.
 pub(crate) struct Janitor {
     child: Child,
     alive: Option<ChildStdin>,
 }
 
 impl Janitor {
-    /// Starts watching; `prefix` and `folder` must be this world's alone. No signal to us or to our group ends it when
-    /// this returns.
+    /// Starts the shell; `prefix` and `folder` must belong to this world alone. After the return no signal to this
+    /// process or to its process group ends the shell.
     pub(crate) fn start(prefix: &str, folder: &Path) -> io::Result<Janitor> {
         for _ in 0..TRIES {
             let mut janitor = Janitor::spawn(prefix, folder)?;
@@ -87,7 +88,7 @@ impl Janitor {
             .stdout(Stdio::piped())
             .stderr(Stdio::inherit())
             .current_dir("/")
-            .process_group(0) // a Ctrl-C at the terminal is not for it
+            .process_group(0) // a Ctrl-C at the terminal must not reach it
             .spawn()?;
         let alive = child.stdin.take();
         Ok(Janitor { child, alive })
@@ -97,7 +98,7 @@ impl Janitor {
 impl Drop for Janitor {
     fn drop(&mut self) {
         self.alive = None;
-        // It has a bound of its own on everything it does.
+        // Bounded: each step of the script has a limit.
         drop(self.child.wait());
     }
 }

@@ -1,15 +1,16 @@
-//! A node, its pods and a cloud network out of namespaces in one machine; processes under test; witnesses.
+//! Builds a node, its pods and a cloud network from namespaces on one machine, and runs the daemons under test in it.
 //!
 //! * [`World`]: a network namespace that is the node, with a CNI's bridge, and [`Pod`]s on it.
-//! * [`Daemons`]: the real `peerpod-relay` and `peerpod-node` in it, with the local provider, to be killed and started.
-//! * [`cni`]: two nodes and pods in the shape of one CNI or another; [`picture`]: what a pod's namespace looks like.
-//! * [`ping`], [`page`], [`proxy`], [`traffic`]: traffic and troubles; [`spy`]: which way it took.
-//! * [`stop`]: StopVM as shims ask for it, and whether it was answered in time.
-//! * [`Sight`]: what `ip`, `tc`, `nft` and `/proc` see, so that "nothing is left" is said by somebody else than us.
-//! * [`road`]: one pod from CreateVM to a running exec and away again, as `make demo` shows it and the tests check it.
+//! * [`Daemons`]: the real `peerpod-relay` and `peerpod-node` in it, with the local provider; tests kill and restart
+//!   them.
+//! * [`cni`]: two nodes and their pods in the shape of a certain CNI; [`picture`]: the state of a pod's namespace.
+//! * [`ping`], [`page`], [`proxy`], [`traffic`]: traffic and its disturbance; [`spy`]: the path that traffic took.
+//! * [`stop`]: StopVM as shims call it, with a check of its duration.
+//! * [`Sight`]: the state that `ip`, `tc`, `nft` and `/proc` show, as independent witnesses of the clean-up.
+//! * [`road`]: one pod from CreateVM to a running exec and StopVM, for `make demo` and for the tests.
 //!
-//! Needs root. Everything is named after the process and a counter, so any number of worlds live side by side, and is
-//! taken away when the world is dropped, and when the process dies without dropping anything.
+//! Needs root. All names contain the pid and a counter, so any number of worlds can exist side by side. A world is
+//! removed when it is dropped, and also when the process dies without dropping it.
 
 pub mod cni;
 mod command;

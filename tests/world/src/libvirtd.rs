@@ -1,7 +1,7 @@
-//! A libvirtd of a world's own: real, in the node's network namespace, with all its folders in the world's.
+//! Runs a real libvirtd per world, in the node's network namespace, with all its folders in the world's folder.
 //!
-//! What the distribution's libvirtd keeps in `/etc`, `/run`, `/var` it finds there in a mount namespace of its own. QEMU
-//! runs as root, without cgroups and security labels, which a container has not got. The witness is `virsh`.
+//! A separate mount namespace replaces the distribution's folders in `/etc`, `/run` and `/var`. QEMU runs as root,
+//! without cgroups and security labels, which a container lacks. The witness is `virsh`.
 
 use std::{
     ffi::OsStr,
@@ -17,10 +17,11 @@ use anyhow::{Context, ensure};
 
 use crate::{Settings, World, command::run, wait::eventually_blocking};
 
-/// libvirtd asks QEMU what it can do when nobody has asked it before, which takes a while on a busy machine.
+/// Time limit of a start. libvirtd first probes QEMU's capabilities unless they are cached, which is slow on a busy
+/// machine.
 const PATIENCE: Duration = Duration::from_secs(90);
 
-/// A node tries KVM for so long at most, and then some.
+/// Time limit for the node's KVM probe, longer than the probe's own limit.
 const TRIAL: Duration = Duration::from_secs(60);
 const STEP: Duration = Duration::from_millis(50);
 
@@ -33,8 +34,8 @@ const QEMU_CONF: &str = "user = \"root\"\n\
     namespaces = []\n\
     stdio_handler = \"file\"\n";
 
-/// `$1`: the world's part of it; `$2`: what QEMU can do, remembered between tests. The distribution's user for QEMU must
-/// be known to libvirtd even where it is not used.
+/// Script of the start. `$1` is libvirtd's folder in the world, `$2` the cache of QEMU's capabilities, shared between
+/// tests. libvirtd needs an entry for the distribution's QEMU user even if it is not used.
 const SCRIPT: &str = r#"
 set -eu
 for part in etc lib log run; do mkdir -p "$1/$part"; done
@@ -53,20 +54,20 @@ mount --bind "$2" /var/cache/libvirt
 exec libvirtd -f "$1/libvirtd.conf" -p "$1/libvirtd.pid"
 "#;
 
-/// The network of its VMs.
+/// Name of its VMs' network.
 pub const NETWORK: &str = "pods";
-/// Its pool.
+/// Name of its pool.
 pub const POOL: &str = "pods";
 
-/// How the VMs' network is, where it is not as most are.
+/// Shape of the VMs' network.
 #[derive(Debug, Clone, Copy)]
 pub struct Shape {
-    /// The largest packet of its wire, in bytes, which DHCP and routers tell the VMs; `None`: Ethernet's 1500, and nobody
-    /// says so.
+    /// MTU of the network in bytes, which DHCP and router advertisements announce to the VMs. `None`: Ethernet's 1500,
+    /// unannounced.
     pub mtu: Option<u32>,
-    /// Whether there is IPv6 beside IPv4.
+    /// Whether the network has IPv6 beside IPv4.
     pub ipv6: bool,
-    /// After how many seconds (3 at the least) a VM asks whether its IPv4 address is still its own; `None`: half an hour.
+    /// Interval of a VM's DHCPv4 renewals in seconds, at least 3; `None`: half an hour.
     pub renewal: Option<u32>,
 }
 
@@ -77,7 +78,7 @@ impl Default for Shape {
 }
 
 impl Shape {
-    /// Its definition.
+    /// Returns the definition of the network.
     fn xml(&self, name: &str) -> String {
         let mtu = self.mtu.map(|mtu| format!("<mtu size='{mtu}'/>")).unwrap_or_default();
         let v6 = "<ip family='ipv6' address='fd97::1' prefix='64'><dhcp><range start='fd97::100' end='fd97::1ff'/></dhcp></ip>";
@@ -97,7 +98,7 @@ impl Shape {
     }
 }
 
-/// A running libvirtd. Dropped, it is killed; its VMs go with the world.
+/// A running libvirtd. Killed when dropped; its VMs end with the world.
 pub struct Libvirtd {
     world: World,
     folder: PathBuf,
@@ -105,12 +106,12 @@ pub struct Libvirtd {
 }
 
 impl Libvirtd {
-    /// Starts it, with a pool and a network (10.97.0.0/24 and fd97::/64, DHCP in both).
+    /// Starts libvirtd with a pool and a network (10.97.0.0/24 and fd97::/64, DHCP in both).
     pub fn start(world: &World) -> anyhow::Result<Libvirtd> {
         Libvirtd::start_with(world, Shape::default())
     }
 
-    /// The same with a network of this shape.
+    /// Starts libvirtd with a pool and a network of this shape.
     pub fn start_with(world: &World, shape: Shape) -> anyhow::Result<Libvirtd> {
         let mut libvirtd = Libvirtd::bare(world)?;
         libvirtd.begin()?;
@@ -119,10 +120,10 @@ impl Libvirtd {
         Ok(libvirtd)
     }
 
-    /// Writes its configuration; nothing runs.
+    /// Writes the configuration and starts nothing.
     pub fn bare(world: &World) -> anyhow::Result<Libvirtd> {
         let folder = world.folder().join("libvirt");
-        // QEMU may run as somebody else.
+        // QEMU may run as another user.
         fs::DirBuilder::new().recursive(true).mode(0o755).create(folder.join("etc"))?;
         fs::write(folder.join("etc/qemu.conf"), QEMU_CONF)?;
         let conf = format!(
@@ -134,11 +135,11 @@ impl Libvirtd {
         Ok(Libvirtd { world: world.clone(), folder, child: None })
     }
 
-    /// Starts the process, which was killed or not started yet; it answers when this returns.
+    /// Starts the process, for the first time or after a kill, and waits until it answers.
     pub fn begin(&mut self) -> anyhow::Result<()> {
         ensure!(self.child.is_none(), "libvirtd runs");
         let socket = self.socket();
-        // Gone is fine.
+        // It may not exist.
         fs::remove_file(&socket).ok();
         let arguments: Vec<&OsStr> = ["-m", "--propagation", "private", "sh", "-c", SCRIPT, "libvirtd"]
             .iter()
@@ -156,7 +157,7 @@ impl Libvirtd {
         up.and_then(|up| up).map(drop).with_context(|| fs::read_to_string(self.log()).unwrap_or_default())
     }
 
-    /// SIGKILL; its VMs go on.
+    /// Kills libvirtd with SIGKILL; its VMs keep running.
     pub fn kill(&mut self) -> anyhow::Result<()> {
         let mut child = self.child.take().context("libvirtd does not run")?;
         child.kill()?;
@@ -164,16 +165,16 @@ impl Libvirtd {
         Ok(())
     }
 
-    /// VMs that it starts from now on can have no more address space than this, whatever the host has free; `None`: as much
-    /// as they want.
+    /// Limits the address space of VMs that are started from now on, independently of the host's free memory; `None`
+    /// removes the limit.
     pub fn limit_memory(&self, mib: Option<u64>) -> anyhow::Result<()> {
         let pid = fs::read_to_string(self.folder.join("libvirtd.pid"))?;
-        // The soft limit, which a child inherits and nobody needs a right to lift again.
+        // Sets the soft limit: a child inherits it, and lifting it again needs no privilege.
         let bytes = mib.map_or("unlimited".to_owned(), |mib| (mib << 20).to_string());
         run("prlimit", &["--pid", pid.trim(), &format!("--as={bytes}:")], "").map(drop)
     }
 
-    /// Makes and starts a pool of files.
+    /// Makes and starts a pool of files, and returns its folder.
     pub fn make_pool(&self, name: &str) -> anyhow::Result<PathBuf> {
         let folder = self.pool_folder(name);
         fs::create_dir_all(&folder)?;
@@ -182,19 +183,19 @@ impl Libvirtd {
         Ok(folder)
     }
 
-    /// Where a pool's files are.
+    /// Returns the folder of a pool's files.
     pub fn pool_folder(&self, name: &str) -> PathBuf {
         self.folder.join("pool").join(name)
     }
 
-    /// Makes and starts a network whose gateway is the node.
+    /// Makes and starts a network with the node as its gateway.
     pub fn make_network(&self, name: &str, shape: Shape) -> anyhow::Result<()> {
         let file = self.folder.join(format!("{name}.xml"));
         fs::write(&file, shape.xml(name))?;
         self.virsh(&["net-define", &file.display().to_string()])?;
         self.virsh(&["net-start", name])?;
-        // A bridge without a port has no carrier, and gets the routes of its addresses only with the first VM: with this
-        // port what is there before a VM is what is there after it.
+        // A bridge without a port has no carrier, and gets the routes of its addresses only with the first VM. This
+        // port makes the state the same before and after a VM.
         let (port, end) = (format!("lv{name}-up"), format!("lv{name}-end"));
         self.world.node().ip(&format!(
             "link add {port} type veth peer name {end}\nlink set {end} up\nlink set {port} master lv{name} up\n"
@@ -207,20 +208,21 @@ impl Libvirtd {
         })
     }
 
-    /// Gives every running VM a lease in its name, as if it had asked for one: for VMs that boot nothing which would.
+    /// Adds a DHCP lease for every running VM, for VMs that boot no DHCP client.
     pub fn lease_to_all(&self) -> anyhow::Result<()> {
         self.lease(|[first, middle, last]| vec![format!("10.{first}.{middle}.{last}")])
     }
 
-    /// The same with these addresses, by the bytes that each VM's MAC has of its own. Earlier leases end.
+    /// Adds leases with the addresses that `addresses` returns for the last three bytes of each VM's MAC. Earlier
+    /// leases end.
     pub fn lease(&self, addresses: impl Fn([u8; 3]) -> Vec<String>) -> anyhow::Result<()> {
         let mut leases = Vec::new();
         for entry in fs::read_dir(self.folder.join("run/qemu"))?.flatten() {
-            // What ends while we look is gone.
+            // A VM that ends meanwhile is gone.
             let xml = fs::read_to_string(entry.path()).unwrap_or_default();
             let macs = xml.split("<mac address='").skip(1).filter_map(|rest| rest.split('\'').next());
             for mac in macs {
-                // Of all three bytes that a MAC has of its own, or two of eight machines would often be one.
+                // All three bytes: with two of them, eight machines would often collide.
                 let own: Vec<u8> =
                     mac.rsplit(':').take(3).filter_map(|byte| u8::from_str_radix(byte, 16).ok()).collect();
                 let [last, middle, first] = own[..] else { continue };
@@ -237,7 +239,7 @@ impl Libvirtd {
         Ok(fs::rename(temporary, file)?)
     }
 
-    /// Removes the addresses that providers reserved in the VMs' network, as if they had reserved none; how many.
+    /// Removes the addresses that providers reserved in the VMs' network, and returns their number.
     pub fn unreserve(&self) -> anyhow::Result<usize> {
         let xml = self.virsh(&["net-dumpxml", NETWORK])?;
         let hosts = xml
@@ -252,35 +254,36 @@ impl Libvirtd {
         Ok(removed)
     }
 
-    /// Its socket.
+    /// Returns the path of its socket.
     pub fn socket(&self) -> PathBuf {
         self.folder.join("sock/libvirt-sock")
     }
 
-    /// Its URI.
+    /// Returns its URI.
     pub fn uri(&self) -> String {
         uri_of(&self.socket())
     }
 
-    /// What it and its VMs' makers wrote.
+    /// Returns the log file of libvirtd and its helper programs.
     pub fn log(&self) -> PathBuf {
         self.folder.join("libvirtd.log")
     }
 
-    /// The witness.
+    /// Runs `virsh`, the witness.
     pub fn virsh(&self, arguments: &[&str]) -> anyhow::Result<String> {
         let uri = self.uri();
         run("virsh", &[&["-q", "-c", &uri], arguments].concat(), "")
     }
 
-    /// The names of all domains, running or not. The VM that a node tries KVM with, which ends by itself, is waited for.
+    /// Returns the names of all domains, running or not. Waits for the end of the VM of a node's KVM probe, which ends
+    /// by itself.
     pub fn domains(&self) -> anyhow::Result<Vec<String>> {
         without_trial(|| {
             Ok(self.virsh(&["list", "--all", "--name"])?.split_whitespace().map(str::to_owned).collect())
         })
     }
 
-    /// The files of a pool that belong to a VM, not to all; as [`Libvirtd::domains`].
+    /// Returns the files of a pool that belong to a single VM. Waits like [`Libvirtd::domains`].
     pub fn files(&self, pool: &str) -> anyhow::Result<Vec<String>> {
         without_trial(|| {
             let mut names = Vec::new();
@@ -293,19 +296,19 @@ impl Libvirtd {
         })
     }
 
-    /// What UEFI machines keep between boots: files that libvirt itself makes, one for each.
+    /// Returns the NVRAM files of UEFI machines, which libvirt makes, one per machine.
     pub fn firmware(&self) -> anyhow::Result<Vec<String>> {
         let folder = self.folder.join("lib/qemu/nvram");
         let entries = match fs::read_dir(&folder) {
             Ok(entries) => entries,
-            // There was no such machine yet.
+            // No UEFI machine was started yet.
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
             Err(error) => return Err(error).with_context(|| format!("read {}", folder.display())),
         };
         entries.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned())).collect()
     }
 
-    /// Settings of a node that makes its VMs here, of an image's folder.
+    /// Returns the settings of a node that makes its VMs with this libvirtd, from an image's folder.
     pub fn settings(&self, image: &Path, settings: Settings) -> anyhow::Result<Settings> {
         let text = fs::read_to_string(image.join("image.json"))
             .with_context(|| format!("{}: build it first (make image)", image.display()))?;
@@ -321,7 +324,7 @@ impl Libvirtd {
             .set("provider.libvirt.cmdline", part("cmdline")?))
     }
 
-    /// The same, of a disk image.
+    /// Returns the settings of a node that makes its VMs with this libvirtd, from a disk image.
     pub fn disk_settings(&self, image: &Path, settings: Settings) -> Settings {
         let folder = image.parent().unwrap_or(image);
         self.here(settings.with_volume(folder)).set("provider.libvirt.image", image.display().to_string())
@@ -351,7 +354,7 @@ fn uri_of(socket: &Path) -> String {
     format!("qemu+unix:///system?socket={}", socket.display())
 }
 
-/// Looks until nothing is there of a trial of KVM, but not for ever: what is left then is for the caller to see.
+/// Repeats `look` until it returns nothing of a KVM probe. After the time limit it returns the leftovers to the caller.
 fn without_trial(look: impl Fn() -> anyhow::Result<Vec<String>>) -> anyhow::Result<Vec<String>> {
     let deadline = Instant::now() + TRIAL;
     loop {

@@ -1,15 +1,15 @@
-//! Pods' network namespaces by the hundred, as a routing CNI makes them: a veth pair, one address, a default route by
-//! a gateway that only the link knows.
+//! Makes pod network namespaces by the hundred, as a routing CNI does: a veth pair, one address, and a default route by
+//! an on-link gateway.
 
 use std::path::{Path, PathBuf};
 
 use crate::World;
 use peerpod_podnet::netns;
 
-/// The namespace of pod `number` (below 60,000); its name says that it is this world's, which takes it away.
+/// Makes the namespace of pod `number` (below 60,000). Its name has the world's prefix, so the world removes it.
 ///
 /// # Errors
-/// When a link cannot be made.
+/// Fails if a device cannot be made.
 pub fn attach(world: &World, number: usize) -> anyhow::Result<PathBuf> {
     let name = format!("{}many{number}", world.prefix());
     let path = Path::new("/run/netns").join(&name);

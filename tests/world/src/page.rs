@@ -1,4 +1,4 @@
-//! A page server in a namespace, and a client: who asked, as seen by the one who was asked.
+//! Serves a page in a namespace and fetches one, to check the source address that the server sees.
 
 use std::{
     io::{Read, Write},
@@ -15,10 +15,10 @@ use anyhow::{Context, ensure};
 
 use crate::Namespace;
 
-/// One of the two may be in an emulated machine.
+/// Time limit of one exchange. One end may be in an emulated machine.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// Serves a page that names its asker, on both families; ends when dropped.
+/// Serves, on both families, a page that names the client's address. Ends when dropped.
 pub struct PageServer {
     port: u16,
     namespace: Namespace,
@@ -28,7 +28,7 @@ pub struct PageServer {
 }
 
 impl PageServer {
-    /// Listens on a free port.
+    /// Starts the server on a free port.
     pub fn start(namespace: &Namespace) -> anyhow::Result<PageServer> {
         let listener = namespace.run(|| TcpListener::bind((Ipv6Addr::UNSPECIFIED, 0)))??;
         let port = listener.local_addr()?.port();
@@ -40,7 +40,7 @@ impl PageServer {
                     if ending.load(Ordering::SeqCst) {
                         return;
                     }
-                    // A client that goes away is its own affair.
+                    // A client may disconnect at any time.
                     drop(stream.and_then(|stream| answer(stream, &peers)));
                 }
             }
@@ -48,12 +48,12 @@ impl PageServer {
         Ok(PageServer { port, namespace: namespace.clone(), peers, ending, thread: Some(thread) })
     }
 
-    /// Where it listens, on every address of its namespace.
+    /// Returns the port, which is open on every address of the namespace.
     pub fn port(&self) -> u16 {
         self.port
     }
 
-    /// Who was given a page so far: whoever has it is among them.
+    /// Returns the clients that were sent a page so far. A client that has received its page is in the list.
     pub fn peers(&self) -> Vec<IpAddr> {
         self.peers.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
@@ -62,7 +62,7 @@ impl PageServer {
 impl Drop for PageServer {
     fn drop(&mut self) {
         self.ending.store(true, Ordering::SeqCst);
-        // Wakes it up. When that fails it is not accepting either.
+        // Wakes the accept loop. If that fails, the loop is not accepting either.
         let address = SocketAddr::new(Ipv6Addr::LOCALHOST.into(), self.port);
         let woken =
             self.namespace.run(|| TcpStream::connect_timeout(&address, PATIENCE).is_ok()).unwrap_or(false);
@@ -84,17 +84,17 @@ fn answer(mut stream: TcpStream, peers: &Mutex<Vec<IpAddr>>) -> std::io::Result<
         }
     }
     let page = page_for(peer);
-    // First: who has the page may ask at once who was there.
+    // Before the write: a test may call `peers` as soon as the client has the page.
     peers.lock().unwrap_or_else(PoisonError::into_inner).push(peer);
     write!(stream, "HTTP/1.1 200 OK\r\nContent-Length: {}\r\nConnection: close\r\n\r\n{page}", page.len())
 }
 
-/// What this server and the test agent's `page` tool write for an asker.
+/// Returns the page for a client, as this server and the `page` tool of the test agent write it.
 pub fn page_for(peer: IpAddr) -> String {
     format!("a page for {peer}\n")
 }
 
-/// Fetches a page from within a namespace; its body.
+/// Fetches a page from within a namespace and returns its body.
 pub fn fetch(from: &Namespace, address: SocketAddr) -> anyhow::Result<String> {
     let attempt = || format!("fetch a page of {address} from {}", from.name());
     from.run(|| fetch_here(address)).with_context(attempt)?.with_context(attempt)

@@ -1,4 +1,4 @@
-//! A namespace's network as `ip -j` tells it, and in a form in which the two sides of a pod can be compared.
+//! Reads the network state of a namespace from `ip -j`, and renders it so that the two sides of a pod can be compared.
 
 use std::{collections::BTreeSet, fs, io};
 
@@ -8,28 +8,28 @@ use serde_json::{Map, Value};
 
 use crate::command::run;
 
-/// What `ip -N -j` said, and some sysctls. Plain data.
+/// Output of `ip -N -j`, and some sysctls. Plain data.
 #[derive(Debug, Clone, Default)]
 pub struct Picture {
-    /// `ip addr`.
+    /// Output of `ip addr`.
     pub interfaces: Value,
-    /// `ip route show table all`, one answer per family.
+    /// Output of `ip route show table all`, one answer per family.
     pub routes: Vec<Value>,
-    /// `ip rule`, one answer per family.
+    /// Output of `ip rule`, one answer per family.
     pub rules: Vec<Value>,
-    /// `ip neigh show nud permanent`.
+    /// Output of `ip neigh show nud permanent`.
     pub neighbours: Value,
-    /// Names below `/proc/sys/net` and what they hold; none for what is not there.
+    /// Names below `/proc/sys/net` and their values; `None` if the file does not exist.
     pub sysctls: Vec<(String, Option<String>)>,
 }
 
-/// How `ip` writes a lifetime without an end.
+/// Value that `ip` prints for an unlimited lifetime.
 const FOR_EVER: u64 = u32::MAX as u64;
-/// Devices of ours in the node's half of a pod.
+/// Name prefix of Peerpod's devices in the pod's netns on the node.
 const OURS: &str = "pp-vx";
 
 impl Picture {
-    /// Asks `ip` in a namespace, and reads these sysctls.
+    /// Reads the state of a namespace, and these sysctls.
     pub fn of(netns: &Netns, sysctls: &[&str]) -> anyhow::Result<Picture> {
         netns.run(|| Picture::here(sysctls))?
     }
@@ -61,10 +61,17 @@ impl Picture {
         })
     }
 
-    /// What a program in this namespace sees, one line per thing: interfaces in their order, loopback, addresses, routes,
-    /// rules, neighbours, sysctls. Left out is what the kernel makes by itself for each address (local, broadcast and
-    /// multicast routes; not that of a whole prefix), what tells how a thing was made, and devices of ours. No MTU is larger than `room`, as the tunnel has it. Of a lifetime there
-    /// is that it ends, not when.
+    /// Returns the state that a program in this namespace sees, one line per thing: interfaces in their order,
+    /// loopback, addresses, routes, rules, neighbours, sysctls.
+    ///
+    /// Left out are:
+    ///
+    /// * local, broadcast and multicast routes that the kernel makes for each address, but not the route of a whole
+    ///   prefix;
+    /// * flags that record how an entry was added;
+    /// * Peerpod's devices.
+    ///
+    /// Every MTU is limited to `room`, the tunnel's MTU. Of a lifetime only its existence counts, not its end.
     pub fn lines(&self, room: u64) -> BTreeSet<String> {
         let mut lines = BTreeSet::new();
         let mut interfaces: Vec<&Value> = list(&self.interfaces).filter(|it| is_carried(it)).collect();
@@ -98,7 +105,7 @@ impl Picture {
         lines
     }
 
-    /// What another has less, and what more, in words; nothing when both are the same for a program in them.
+    /// Returns the lines that `other` lacks (`-`) and has in addition (`+`); empty if both are the same for a program.
     pub fn differences(&self, other: &Picture, room: u64) -> Vec<String> {
         let (ours, theirs) = (self.lines(room), other.lines(room));
         let lost = ours.difference(&theirs).map(|line| format!("- {line}"));
@@ -106,12 +113,12 @@ impl Picture {
         lost.chain(new).collect()
     }
 
-    /// The MTU of an interface.
+    /// Returns the MTU of an interface.
     pub fn mtu(&self, interface: &str) -> Option<u64> {
         list(&self.interfaces).find(|it| it["ifname"] == interface)?["mtu"].as_u64()
     }
 
-    /// Global addresses in the kernel's order: interface and address.
+    /// Returns the global addresses in the kernel's order, each with its interface.
     pub fn addresses(&self) -> Vec<(String, std::net::IpAddr)> {
         let all = list(&self.interfaces).filter(|it| is_carried(it)).flat_map(|it| {
             let global = list(&it["addr_info"]).filter(|info| text(&info["scope"]) == "0");
@@ -122,11 +129,11 @@ impl Picture {
 }
 
 fn list(value: &Value) -> impl Iterator<Item = &Value> {
-    // iproute2 6.1 puts an empty object where there is nothing.
+    // iproute2 6.1 prints an empty object for an empty entry.
     value.as_array().into_iter().flatten().filter(|it| it.as_object().is_some_and(|it| !it.is_empty()))
 }
 
-/// Numbers and names alike: with `-N` iproute2 has some scopes and tables as the one, some as the other.
+/// Normalises numbers and names: with `-N` iproute2 prints some scopes and tables as a number, others as a name.
 fn text(value: &Value) -> String {
     let text = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
     match text.as_str() {
@@ -140,7 +147,7 @@ fn text(value: &Value) -> String {
 fn is_carried(it: &Value) -> bool {
     let name = it["ifname"].as_str().unwrap_or_default();
     let up = list_of_words(&it["flags"]).iter().any(|flag| flag == "UP");
-    // sit0 and the like are in every namespace where their module is loaded; they are down.
+    // sit0 and similar devices are in every namespace once their module is loaded; they are down.
     name != "lo" && !name.starts_with(OURS) && (up || it["link_type"] == "ether")
 }
 
@@ -157,7 +164,7 @@ fn interface(place: usize, it: &Value, room: u64) -> String {
         .filter(|flag| matches!(flag.as_str(), "UP" | "NOARP" | "PROMISC" | "ALLMULTI"))
         .collect();
     let mtu = it["mtu"].as_u64().unwrap_or(0).min(room);
-    // 0 is none here, and the kernel makes the default of it when any qdisc comes.
+    // 0 means none, which the kernel replaces by the default when a qdisc is added.
     let queue = it["txqlen"].as_u64().filter(|length| *length > 0).unwrap_or(1000);
     format!(
         "interface {place}: {name} {} MTU {mtu}, queue {queue}, {}",
@@ -185,7 +192,7 @@ fn addresses(it: &Value) -> Vec<String> {
     lines
 }
 
-/// Whether an address has a lifetime, and one that is over: it runs, so the figure differs between any two looks.
+/// Describes whether an address has a lifetime, and whether it is over. The figure changes from one read to the next.
 fn lifetime(info: &Value, word: &str, key: &str) -> String {
     match info[key].as_u64() {
         None | Some(FOR_EVER) => String::new(),
@@ -196,10 +203,10 @@ fn lifetime(info: &Value, word: &str, key: &str) -> String {
 
 fn route(family: &str, it: &Value, room: u64) -> Option<String> {
     let kind = it["type"].as_str().map(str::to_owned);
-    // The kernel's own, from the addresses; by name or, with `-N`, by number.
+    // The kernel's own routes, from the addresses; by name or, with `-N`, by number.
     let own = ["local", "broadcast", "anycast", "multicast", "2", "3", "4", "5"];
     let destination = text(&it["dst"]);
-    // Of lo's addresses of IPv4 the kernel makes the whole prefix local; that of 127.0.0.1 it does everywhere.
+    // For an IPv4 address of lo the kernel makes the whole prefix local; it does so for 127.0.0.1 in every namespace.
     let of_prefix = kind.as_deref().is_some_and(|kind| matches!(kind, "local" | "2"))
         && destination.contains('/')
         && destination != "127.0.0.0/8";
@@ -219,7 +226,7 @@ fn route(family: &str, it: &Value, room: u64) -> Option<String> {
     Some(format!("{family} route {}{ends}", canonical(&it, &["flags", "expires", "hoplimit"])))
 }
 
-/// Every key and value in the order of the keys; of the flags the one that was asked for.
+/// Returns every key and value in the order of the keys; of the flags only `onlink`.
 fn canonical(it: &Value, without: &[&str]) -> String {
     let empty = Map::new();
     let mut words: Vec<String> = it
@@ -359,7 +366,7 @@ mod tests {
         inside.routes[0][0]["metrics"][0]["mtu"] = json!(1450);
         assert!(picture().differences(&inside, 1450).is_empty());
         assert!(!picture().differences(&inside, 1500).is_empty());
-        // Nor are our own devices.
+        // Peerpod's devices are no difference either.
         let ours = json!({"ifindex": 10, "ifname": "pp-vx0", "flags": ["UP"], "mtu": 1450, "addr_info": []});
         inside.interfaces.as_array_mut().unwrap().push(ours);
         assert!(picture().differences(&inside, 1450).is_empty());

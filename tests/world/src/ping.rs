@@ -1,4 +1,4 @@
-//! Echo requests of our own: nothing needs to be installed, and the answer's source is ours to check.
+//! Sends echo requests without the `ping` tool, and checks the source of each reply.
 
 use std::{
     io,
@@ -11,13 +11,13 @@ use socket2::{Domain, Protocol, Socket, Type};
 
 use crate::Namespace;
 
-/// Between two requests.
+/// Time between two requests.
 const INTERVAL: Duration = Duration::from_millis(100);
 const HEADER: usize = 8;
 const SEQUENCE: u16 = 7;
 
-/// Pings from a namespace with `size` bytes of payload until an answer comes; the round trip of the request that was
-/// answered.
+/// Pings from a namespace with `size` bytes of payload until a reply comes, and returns the round-trip time of that
+/// request.
 pub fn ping(from: &Namespace, to: IpAddr, size: usize, patience: Duration) -> anyhow::Result<Duration> {
     let attempt = || format!("ping {to} with {size} bytes from {}", from.name());
     from.run(|| ping_here(to, size, patience)).with_context(attempt)?.with_context(attempt)
@@ -28,7 +28,7 @@ fn ping_here(to: IpAddr, size: usize, patience: Duration) -> anyhow::Result<Dura
         IpAddr::V4(_) => (Domain::IPV4, Protocol::ICMPV4, 8, 0),
         IpAddr::V6(_) => (Domain::IPV6, Protocol::ICMPV6, 128, 129),
     };
-    // std has no raw sockets, but its calls are the same.
+    // std has no raw sockets, but its calls work on them.
     let socket = UdpSocket::from(Socket::new(domain, Type::RAW, Some(protocol))?);
     socket.set_read_timeout(Some(INTERVAL))?;
     let identifier = std::process::id() as u16;
@@ -37,7 +37,7 @@ fn ping_here(to: IpAddr, size: usize, patience: Duration) -> anyhow::Result<Dura
     packet[4..6].copy_from_slice(&identifier.to_be_bytes());
     packet[6..8].copy_from_slice(&SEQUENCE.to_be_bytes());
     if to.is_ipv4() {
-        // For ICMPv6 the kernel does it.
+        // For ICMPv6 the kernel computes the checksum.
         let sum = checksum(&packet);
         packet[2..4].copy_from_slice(&sum.to_be_bytes());
     }
@@ -46,7 +46,7 @@ fn ping_here(to: IpAddr, size: usize, patience: Duration) -> anyhow::Result<Dura
         let sent = Instant::now();
         match socket.send_to(&packet, SocketAddr::new(to, 0)) {
             Ok(_) => {}
-            // No route or no neighbour yet: that can change.
+            // No route or no neighbour yet: retry.
             Err(error)
                 if matches!(
                     error.kind(),
@@ -72,13 +72,13 @@ fn ping_here(to: IpAddr, size: usize, patience: Duration) -> anyhow::Result<Dura
     bail!("no answer within {patience:?}")
 }
 
-/// One ICMP message without its IP header, and where it came from.
+/// Receives one ICMP message, without its IP header, and its source.
 fn receive(socket: &UdpSocket) -> io::Result<Option<(IpAddr, Vec<u8>)>> {
     let mut buffer = [0; 65_536];
     match socket.recv_from(&mut buffer) {
         Ok((count, source)) => {
             let bytes = &buffer[..count];
-            // A raw IPv4 socket sees the IP header, an IPv6 one does not.
+            // A raw IPv4 socket returns the IP header, an IPv6 socket does not.
             let skip = match source.ip() {
                 IpAddr::V4(_) => usize::from(bytes.first().copied().unwrap_or(0) & 0x0f) * 4,
                 IpAddr::V6(_) => 0,

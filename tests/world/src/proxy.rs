@@ -1,4 +1,4 @@
-//! A TCP proxy in the node's namespace that cuts what goes through it, anywhere, both directions at once.
+//! Proxies TCP in the node's namespace, and cuts connections at any byte, both directions at once.
 
 use std::{
     io,
@@ -21,7 +21,7 @@ use tokio::{
 
 use crate::Namespace;
 
-/// Small and odd, so that a cut falls into the middle of whatever is sent.
+/// Small and odd, so that a cut falls into the middle of any message.
 const PIECE: usize = 7919;
 
 /// Passes connections on to one address until they are cut.
@@ -34,7 +34,7 @@ pub struct Proxy {
 }
 
 impl Proxy {
-    /// Listens on a port of every address in the namespace and dials `target` from within it.
+    /// Listens on a port on every address of the namespace, and dials `target` from within it.
     pub fn start(namespace: &Namespace, port: u16, target: SocketAddr) -> anyhow::Result<Proxy> {
         let within = namespace.clone();
         Proxy::start_dialling(namespace, port, move || {
@@ -42,7 +42,7 @@ impl Proxy {
         })
     }
 
-    /// Listens in the namespace and dials `target` from where the test is.
+    /// Listens in the namespace, and dials `target` from the test's namespace.
     pub fn to_outside(namespace: &Namespace, port: u16, target: SocketAddr) -> anyhow::Result<Proxy> {
         Proxy::start_dialling(namespace, port, move || TcpStream::connect(target))
     }
@@ -64,7 +64,7 @@ impl Proxy {
             async move {
                 while let Ok((stream, _)) = listener.accept().await {
                     let dialled = dial();
-                    // Nobody behind it: the guest finds its connection closed and dials again.
+                    // The target does not listen: the guest's connection is closed, and the guest dials again.
                     let Ok(other) = dialled.and_then(adopt) else { continue };
                     connections.fetch_add(1, Ordering::Relaxed);
                     tokio::spawn(pass(stream, other, receiver.clone(), bytes.clone()));
@@ -74,22 +74,22 @@ impl Proxy {
         Ok(Proxy { address, generation, bytes, connections, task })
     }
 
-    /// Where it listens.
+    /// Returns the address that it listens on.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// Resets every connection there is, now, at both ends.
+    /// Resets every open connection at both ends.
     pub fn cut(&self) {
         self.generation.send_modify(|generation| *generation += 1);
     }
 
-    /// Bytes passed on so far, both directions.
+    /// Returns the bytes passed on so far, in both directions.
     pub fn bytes(&self) -> u64 {
         self.bytes.load(Ordering::Relaxed)
     }
 
-    /// Connections made so far.
+    /// Returns the number of connections made so far.
     pub fn connections(&self) -> u64 {
         self.connections.load(Ordering::Relaxed)
     }
@@ -114,7 +114,7 @@ async fn pass(
     bytes: Arc<AtomicU64>,
 ) {
     for stream in [&near, &far] {
-        // A reset at the end, not a polite close; a socket that refuses is closed politely.
+        // Linger 0 resets the connection at the end; a socket that refuses it is closed with FIN.
         SockRef::from(stream).set_linger(Some(Duration::ZERO)).ok();
         stream.set_nodelay(true).ok();
     }

@@ -1,5 +1,7 @@
-//! A machine that boots, in QEMU and emulated in software, which every machine can do: started, its serial console
-//! read, killed. Test code for what no namespace can show. Several run side by side; each dies with the test.
+//! Boots machines in QEMU with software emulation, which works on every host: starts them, reads their serial console,
+//! kills them.
+//!
+//! For tests of behaviour that no namespace can show. Several machines can run side by side; each dies with its test.
 
 use std::{
     fs::{self, File},
@@ -17,14 +19,14 @@ use std::{
 use anyhow::{Context, bail};
 
 const QEMU: &str = "qemu-system-x86_64";
-/// Debian's UEFI firmware for q35, and what it remembers from one boot to the next, which must be a copy of one's own.
+/// Debian's UEFI firmware for q35, and its variables, which each machine needs a copy of.
 const FIRMWARE: &str = "/usr/share/OVMF/OVMF_CODE_4M.fd";
 const FIRMWARE_VARIABLES: &str = "/usr/share/OVMF/OVMF_VARS_4M.fd";
 const INTERVAL: Duration = Duration::from_millis(20);
-/// How much of the console an error shows.
+/// Number of the console's last characters in an error.
 const TAIL: usize = 3000;
 
-/// What a machine is made of.
+/// Definition of a machine.
 #[derive(Debug, Clone)]
 pub struct Machine {
     arguments: Vec<String>,
@@ -32,7 +34,8 @@ pub struct Machine {
 }
 
 impl Machine {
-    /// A q35 machine with `memory` MiB and one emulated processor, without a disk, a network or anything to boot.
+    /// Defines a q35 machine with `memory` MiB and one emulated processor, without a disk, a network or anything to
+    /// boot.
     pub fn new(memory: u32) -> Machine {
         let memory = memory.to_string();
         let fixed = [
@@ -40,7 +43,7 @@ impl Machine {
             "tcg",
             "-machine",
             "q35",
-            // Without what is only fast where it is not emulated, as our own VMs.
+            // Without instructions that emulation makes slow, as the VMs of the product.
             "-cpu",
             "max,-erms,-fsrm",
             "-m",
@@ -57,7 +60,7 @@ impl Machine {
         Machine { arguments: fixed.map(str::to_owned).into(), firmware: false }
     }
 
-    /// More of QEMU's command line.
+    /// Adds arguments to QEMU's command line.
     pub fn with<S: AsRef<str>>(mut self, arguments: impl IntoIterator<Item = S>) -> Machine {
         self.arguments.extend(arguments.into_iter().map(|argument| argument.as_ref().to_owned()));
         self
@@ -69,10 +72,10 @@ impl Machine {
         self.with(["-kernel", &kernel, "-initrd", &initrd, "-append", command_line])
     }
 
-    /// Boots the image that `make image` left in `folder`, with these words behind its own command line.
+    /// Boots the image that `make image` built in `folder`; `more` is appended to the image's command line.
     ///
     /// # Errors
-    /// When there is none (`make image`).
+    /// Fails if there is no image (`make image`).
     pub fn minimal_image(self, folder: &Path, more: &str) -> anyhow::Result<Machine> {
         let path = folder.join("image.json");
         let text =
@@ -89,25 +92,25 @@ impl Machine {
         self
     }
 
-    /// Adds a virtio disk; with `snapshot` what is written to it is forgotten.
+    /// Adds a virtio disk; with `snapshot` QEMU discards the writes at the end.
     pub fn disk(self, file: &Path, format: &str, snapshot: bool) -> Machine {
         let snapshot = if snapshot { "on" } else { "off" };
         let drive = format!("if=virtio,format={format},snapshot={snapshot},file={}", file.display());
         self.with(["-drive", &drive])
     }
 
-    /// Adds a virtio network card behind QEMU's own NAT and DHCP server; `forward` is of its syntax, like
-    /// `hostfwd=tcp:127.0.0.1:5555-:80`, or empty.
+    /// Adds a virtio NIC behind QEMU's NAT and DHCP server. `forward` has QEMU's syntax, as in
+    /// `hostfwd=tcp:127.0.0.1:5555-:80`, or is empty.
     pub fn user_network(self, forward: &str) -> Machine {
         let comma = if forward.is_empty() { "" } else { "," };
         let network = format!("user,id=uplink{comma}{forward}");
         self.with(["-netdev", &network, "-device", "virtio-net-pci,netdev=uplink,romfile="])
     }
 
-    /// Starts it. Its console goes to a file below `folder`, which must be there.
+    /// Starts the machine. Its console goes to a file below `folder`, which must exist.
     ///
     /// # Errors
-    /// When QEMU, or its firmware, is not installed or does not start.
+    /// Fails if QEMU or its firmware is not installed, or QEMU does not start.
     pub fn start(self, folder: &Path) -> anyhow::Result<Running> {
         static NUMBER: AtomicU32 = AtomicU32::new(0);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
@@ -115,7 +118,7 @@ impl Machine {
         let errors = folder.join(format!("qemu-{number}"));
         File::create(&console).with_context(|| format!("make {}", console.display()))?;
         let mut command = Command::new("setpriv");
-        // The thread that starts it lives as long as we want it: QEMU ends with it, however we end.
+        // QEMU dies with the thread that starts it. The thread lives as long as `Running`, and dies with this process.
         command.args(["--pdeathsig", "KILL", QEMU]).args(&self.arguments);
         command.arg("-serial").arg(format!("file:{}", console.display()));
         if self.firmware {
@@ -131,7 +134,7 @@ impl Machine {
         let parent = thread::spawn(move || {
             let spawned = command.spawn();
             if started.send(spawned).is_ok() {
-                // Nothing is ever sent: it ends when the other side is dropped.
+                // No message is ever sent: the loop ends when the sender is dropped.
                 while held.recv().is_ok() {}
             }
         });
@@ -140,7 +143,7 @@ impl Machine {
     }
 }
 
-/// A machine that runs; killed when it is dropped.
+/// A running machine; killed when dropped.
 #[derive(Debug)]
 pub struct Running {
     child: Child,
@@ -152,25 +155,25 @@ pub struct Running {
 }
 
 impl Running {
-    /// When QEMU was started.
+    /// Returns the time of QEMU's start.
     pub fn began(&self) -> Instant {
         self.began
     }
 
-    /// QEMU's process.
+    /// Returns QEMU's pid.
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
 
-    /// All of the console until now. What is no UTF-8 is replaced.
+    /// Returns the console so far. Invalid UTF-8 is replaced.
     pub fn console(&self) -> String {
         String::from_utf8_lossy(&fs::read(&self.console).unwrap_or_default()).into_owned()
     }
 
-    /// Waits until a whole line with `what` in it is on the console; the line, without its end.
+    /// Waits for a complete console line that contains the text, and returns the line without its end.
     ///
     /// # Errors
-    /// After `patience`, or when the machine ends before; with the end of the console.
+    /// Fails after `patience`, or when the machine ends before; the error contains the end of the console.
     pub async fn line(&mut self, what: &str, patience: Duration) -> anyhow::Result<String> {
         let deadline = Instant::now() + patience;
         loop {
@@ -181,10 +184,10 @@ impl Running {
         }
     }
 
-    /// As [`Running::line`], for code without a runtime.
+    /// Does the same as [`Running::line`], for code without a runtime.
     ///
     /// # Errors
-    /// The same.
+    /// Fails like [`Running::line`].
     pub fn line_blocking(&mut self, what: &str, patience: Duration) -> anyhow::Result<String> {
         let deadline = Instant::now() + patience;
         loop {
@@ -198,7 +201,7 @@ impl Running {
     /// Waits until the machine is off.
     ///
     /// # Errors
-    /// After `patience`.
+    /// Fails after `patience`.
     pub fn off_blocking(&mut self, patience: Duration) -> anyhow::Result<ExitStatus> {
         let deadline = Instant::now() + patience;
         loop {
@@ -213,7 +216,7 @@ impl Running {
     }
 
     fn look(&mut self, what: &str, deadline: Instant) -> anyhow::Result<Option<String>> {
-        // Asked first: what it said until its end counts.
+        // Before the console is read: the output until the machine's end counts.
         let over = self.child.try_wait()?;
         let console = self.console();
         let whole = console.rfind('\n').map_or("", |end| &console[..end]);

@@ -1,5 +1,5 @@
-//! One pod from CreateVM to a running exec, and away again: every stage checks what it shows. `make demo` prints it,
-//! the tests run it.
+//! Walks one pod from CreateVM to a running exec and through StopVM; each stage checks its results. `make demo` prints
+//! the stages, and the tests run them.
 
 mod steps;
 
@@ -14,15 +14,15 @@ use anyhow::Context;
 use crate::{Settings, World};
 pub use steps::{Walk, transfer};
 
-/// Sees the stages as they happen.
+/// Receiver of the stages as they happen.
 pub trait Progress: Send {
-    /// A stage begins.
+    /// Called when a stage begins.
     fn begin(&mut self, number: usize, of: usize, name: &str);
-    /// It is done, and this was seen.
+    /// Called when a stage has passed, with a summary of its results.
     fn done(&mut self, took: Duration, seen: &str);
 }
 
-/// Says nothing.
+/// Receiver that ignores the stages.
 pub struct Silent;
 
 impl Progress for Silent {
@@ -30,29 +30,29 @@ impl Progress for Silent {
     fn done(&mut self, _: Duration, _: &str) {}
 }
 
-/// A stage that was passed.
+/// Stage that has passed.
 #[derive(Debug, Clone)]
 pub struct Passed {
-    /// What it is about.
+    /// Name of the stage.
     pub name: &'static str,
-    /// How long it took.
+    /// Duration of the stage.
     pub took: Duration,
-    /// What was seen.
+    /// Summary of its results.
     pub seen: String,
 }
 
-/// A road walked to its end.
+/// Result of a complete walk.
 #[derive(Debug, Clone)]
 pub struct Report {
-    /// The stages as seen from outside, in their order.
+    /// The stages as seen from outside, in order.
     pub passed: Vec<Passed>,
-    /// When the node reached its own stages, counted from CreateVM: from its ledger.
+    /// The node's own stages with the time since CreateVM, from its ledger.
     pub inside: Vec<(String, Duration)>,
 }
 
 type Step = for<'a> fn(&'a mut Walk) -> Pin<Box<dyn Future<Output = anyhow::Result<String>> + 'a>>;
 
-/// The stages in their order.
+/// The stages in order.
 const STAGES: &[(&str, Step)] = &[
     ("relay and node start", |walk| Box::pin(walk.start_daemons())),
     ("a pod's network, and another pod", |walk| Box::pin(walk.make_pods())),
@@ -71,13 +71,13 @@ const STAGES: &[(&str, Step)] = &[
     ("nothing is left but a tombstone", |walk| Box::pin(walk.nothing_is_left())),
 ];
 
-/// Walks the whole road in a world of its own. The first stage that does not hold ends it, with the ends of the daemons'
-/// logs in the error; everything that was made is taken away in every case, also when the future is dropped.
+/// Walks all stages in a new world. The first stage that fails ends the walk, with the ends of the daemons' logs in the
+/// error. Everything it made is removed in every case, also when the future is dropped.
 pub async fn walk(settings: Settings, progress: &mut dyn Progress) -> anyhow::Result<Report> {
     walk_in(&World::new()?, settings, progress).await
 }
 
-/// The same in a given world, where somebody may look on.
+/// Walks all stages in the given world, which the caller can observe meanwhile.
 pub async fn walk_in(
     world: &World,
     settings: Settings,

@@ -1,4 +1,5 @@
-//! What others than us see of a world: `ip`, `tc`, `nft` and `/proc`. Two sights are compared to say what is left.
+//! Records the state of a world as independent witnesses show it: `ip`, `tc`, `nft` and `/proc`. The difference of two
+//! records is the state that is left over.
 
 mod network;
 
@@ -18,11 +19,10 @@ use nix::{
 
 use crate::{Daemons, Namespace, World};
 
-/// Folders that a daemon makes when it first needs them, and keeps.
+/// Folders that a daemon makes at their first use, and keeps.
 const FOLDERS: &[&str] = &["run/pods", "state/inbox", "state/relay/sandboxes"];
 
-/// One look, as lines that say what there is. Ledger records of sandboxes that are gone (tombstones) are no part of it:
-/// they are meant to stay.
+/// One observation, a line per thing. Tombstones in the ledger are not part of it: the node keeps them on purpose.
 #[derive(Debug, Clone, Default)]
 pub struct Sight {
     lines: BTreeSet<String>,
@@ -37,7 +37,7 @@ struct Process {
 }
 
 impl Sight {
-    /// Looks at the node, the given namespaces, the daemons' folders and every process that belongs to them.
+    /// Observes the node, the given namespaces, the daemons' folders and every process that belongs to them.
     pub fn of(world: &World, namespaces: &[&Namespace], daemons: &Daemons) -> anyhow::Result<Sight> {
         let mut sight = Sight::default();
         for entry in fs::read_dir("/run/netns")? {
@@ -60,8 +60,8 @@ impl Sight {
         Ok(sight)
     }
 
-    /// What is here and was not there before. Processes of before that still run are found too: name those that should
-    /// have ended by `ended`, a sight of the time when they ran.
+    /// Returns the state that `before` does not have. `ended` is an observation of processes that should have ended by
+    /// now; those that still run are returned too.
     pub fn beyond(&self, before: &Sight, ended: Option<&Sight>) -> Vec<String> {
         let mut left: Vec<String> = self.lines.difference(&before.lines).cloned().collect();
         let new = self.processes.iter().filter(|(pid, process)| before.processes.get(pid) != Some(process));
@@ -75,14 +75,15 @@ impl Sight {
         left
     }
 
-    /// SIGKILL to every seen process of this program with this argument (an empty one: with any); how many there were.
+    /// Sends SIGKILL to every observed process of this program with this argument (an empty one: with any), and returns
+    /// their number.
     pub fn kill(&self, program: &str, argument: &str) -> anyhow::Result<usize> {
         let pids =
             self.pids(program).into_iter().filter(|pid| arguments(*pid).iter().any(|word| word == argument));
         let mut count = 0;
         for pid in pids {
             match kill(Pid::from_raw(pid as i32), Signal::SIGKILL) {
-                // It went with one that was killed before it.
+                // It ended with a process that was killed before it.
                 Err(Errno::ESRCH) if count > 0 => {}
                 killed => killed?,
             }
@@ -91,7 +92,8 @@ impl Sight {
         Ok(count)
     }
 
-    /// The seen processes of this program that still run: those that were started under a name that ends with it.
+    /// Returns the observed processes of this program that still run: those with a first argument that ends with
+    /// `program`.
     pub fn pids(&self, program: &str) -> Vec<u32> {
         let running =
             self.processes.iter().filter(|(pid, process)| read_process(**pid).as_ref() == Some(process));
@@ -101,17 +103,17 @@ impl Sight {
             .collect()
     }
 
-    /// How many processes were seen.
+    /// Returns the number of observed processes.
     pub fn process_count(&self) -> usize {
         self.processes.len()
     }
 
-    /// The lines that contain a text.
+    /// Returns the lines that contain a text.
     pub fn containing(&self, text: &str) -> Vec<&str> {
         self.lines.iter().map(String::as_str).filter(|line| line.contains(text)).collect()
     }
 
-    /// Every file and socket below a folder, except the ledger's records, which are read instead of counted.
+    /// Adds every file and socket below a folder, except the ledger's records, which are read separately.
     fn files(&mut self, folder: &Path, top: &Path) {
         for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
             let path = entry.path();
@@ -132,7 +134,7 @@ impl Sight {
         let folder = world.folder().to_string_lossy().into_owned();
         for line in fs::read_to_string("/proc/self/mountinfo")?.lines() {
             let point = line.split(' ').nth(4).unwrap_or_default();
-            // The kubelet's folder is the world's own, shared as on a node.
+            // The kubelet's folder is part of the world, shared as on a node.
             if (names(line, &folder) || line.contains(world.prefix())) && point != format!("{folder}/kubelet")
             {
                 self.lines.insert(format!("mount {point}"));
@@ -141,8 +143,9 @@ impl Sight {
         Ok(())
     }
 
-    /// Those in the world's network namespaces, those whose arguments, mounts or open files name its folder, and the
-    /// descendants of all of them: a VM's processes live in namespaces of their own, below one that keeps its console.
+    /// Finds the processes in the world's network namespaces, those with arguments, mounts or open files in its folder,
+    /// and the descendants of all of them. A VM's processes are in their own namespaces, below a process that holds its
+    /// console.
     fn processes(&mut self, world: &World, namespaces: &[&Namespace]) -> anyhow::Result<()> {
         let us = fs::metadata("/proc/self/ns/mnt")?.ino();
         let folder = world.folder().to_string_lossy().into_owned();
@@ -158,11 +161,11 @@ impl Sight {
             let Some(pid) = entry?.file_name().to_str().and_then(|name| name.parse::<u32>().ok()) else {
                 continue;
             };
-            // Whatever ends while we look is gone: just what we want to know.
+            // A process that ends meanwhile is gone, which is a valid observation.
             let Some(process) = read_process(pid) else { continue };
             let at = |name: &str| format!("/proc/{pid}/{name}");
             let inode = |name: &str| fs::metadata(at(name)).map(|metadata| metadata.ino()).unwrap_or(0);
-            // Mount namespaces that others make meanwhile have a copy of what is shared with the kubelet.
+            // Mount namespaces that other processes make meanwhile have copies of the kubelet's shared mounts.
             let has_mounts = || {
                 let list = fs::read_to_string(at("mountinfo")).unwrap_or_default();
                 list.lines().any(|line| {
@@ -212,7 +215,7 @@ impl fmt::Display for Sight {
     }
 }
 
-/// Whether a text names this folder, and not one whose name only begins alike (`n1`, `n14`).
+/// Returns whether a text contains this folder, and not one with a longer name (`n1`, `n14`).
 fn names(text: &str, folder: &str) -> bool {
     text.match_indices(folder)
         .any(|(at, _)| !text[at + folder.len()..].starts_with(|next: char| next.is_ascii_digit()))
@@ -222,16 +225,16 @@ fn is_janitor(pid: u32) -> bool {
     arguments(pid).iter().any(|word| word == "peerpod-janitor")
 }
 
-/// A process's arguments, its name first; none of one that is gone.
+/// Returns a process's arguments, its name first; empty if the process is gone.
 fn arguments(pid: u32) -> Vec<String> {
     let text = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
     text.split(|byte| *byte == 0).map(|word| String::from_utf8_lossy(word).into_owned()).collect()
 }
 
-/// Name, parent and start time; `None` for what is gone, or only waits to be buried by its parent.
+/// Reads name, parent and start time; `None` for a process that is gone or is a zombie.
 fn read_process(pid: u32) -> Option<Process> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The name stands in parentheses and may hold anything.
+    // The name is in parentheses and may contain any character.
     let (head, tail) = stat.rsplit_once(')')?;
     let name = head.split_once('(')?.1.to_owned();
     let fields: Vec<&str> = tail.split_whitespace().collect();

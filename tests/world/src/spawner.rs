@@ -1,4 +1,4 @@
-//! A thread that starts processes.
+//! Starts processes from one long-lived thread.
 
 use std::{
     fs::File,
@@ -14,8 +14,8 @@ use peerpod_podnet::netns::Netns;
 
 type Job = Box<dyn FnOnce() + Send>;
 
-/// Starts processes in a network namespace, or in this process's. They die with this thread: the kernel takes the
-/// *thread* that started a process for its parent.
+/// Starts processes in a network namespace, or in this process's namespace. They die with this thread: the kernel takes
+/// the *thread* that started a process for its parent.
 pub struct Spawner {
     jobs: Option<mpsc::Sender<Job>>,
     thread: Option<JoinHandle<()>>,
@@ -37,7 +37,7 @@ impl Spawner {
         Ok(Spawner { jobs: Some(jobs), thread: Some(thread) })
     }
 
-    /// Starts a process; with `own_pids` as the first one of a PID namespace.
+    /// Starts a process; with `own_pids` as the first process of a PID namespace.
     pub fn spawn(&self, mut command: Command, own_pids: bool) -> anyhow::Result<Child> {
         let (answer, answered) = mpsc::channel();
         let job: Job = Box::new(move || {
@@ -54,7 +54,7 @@ impl Spawner {
     }
 }
 
-/// The thread's next child gets a PID namespace; further children are the caller's neighbours again.
+/// Starts the thread's next child in a new PID namespace; later children are in the caller's namespace again.
 #[expect(
     clippy::disallowed_methods,
     reason = "back to the PID namespace of this very process, for children alone"
@@ -71,7 +71,7 @@ impl Drop for Spawner {
     fn drop(&mut self) {
         self.jobs = None;
         if let Some(thread) = self.thread.take() {
-            // It only ends the queue; a panic in a job was its caller's to see.
+            // The thread only ends the queue; a panic in a job was reported to its caller.
             thread.join().ok();
         }
     }

@@ -1,8 +1,8 @@
-//! StopVM as shims ask for it, each with its one second; and whether the machine had the time to answer.
+//! Calls StopVM as shims do, each call with a time limit of one second, and checks whether the machine had the time to
+//! answer.
 //!
-//! A machine that is busy with other tests may take that second away from anybody. So beside each StopVM that is late
-//! something like the relay's own part of one is done here, too; only where that is late as well nothing is held against
-//! the daemons.
+//! A machine that is busy with other tests may take that second away from any process. Beside each late StopVM this
+//! module therefore does work like that of the relay for a stop. If that work is late too, the test accepts the delay.
 
 use std::{
     fs,
@@ -18,30 +18,32 @@ use nix::sys::{
 use peerpod_client::ShimClient;
 use tokio::task::spawn_blocking;
 
-/// A node that lives answers before this; then the relay records the stop in its place.
+/// Time within which a live node answers; after it the relay records the stop instead.
 const GRACE: Duration = Duration::from_millis(400);
-/// Before the second is over, with room for some work: hundreds of stops at once are not to be made slower by it.
+/// Start of the reference work before the second is over, with time left for some work. Starting it earlier would slow
+/// down hundreds of simultaneous stops.
 const SOON_OVER: Duration = Duration::from_millis(700);
-/// What the relay's part needs where it is not disturbed: some work, and a file that is made durable.
+/// Time that the reference work needs if undisturbed: some processor time, and an fsync of a file.
 const ROOM: Duration = Duration::from_millis(100);
 const WORK_MS: i64 = 50;
-/// An error that comes so late may be the end of the second and nothing else.
+/// An error after this time may result from the end of the second alone.
 const LATE: Duration = Duration::from_millis(900);
-/// How often a machine that is too busy is asked.
+/// Number of attempts on a machine that is too busy.
 const TRIES: usize = 10;
 
 struct Stop {
     took: Duration,
-    /// Late, and so was the relay's part of it here.
+    /// The stop was late, and so was the reference work.
     excused: bool,
 }
 
-/// StopVM, answered inside the shim's second; how long it took.
+/// Calls StopVM, which must return within one second, and returns how long it took.
 pub async fn in_time(shim: &ShimClient, id: &str) -> anyhow::Result<Duration> {
     Ok(answered(shim, id, SOON_OVER).await?.took)
 }
 
-/// StopVM three times, as shims do it: each in its second, and at most one of them as slow as a relay alone would be.
+/// Calls StopVM three times, as shims do: each within one second, and at most one of them as slow as a relay without a
+/// node.
 pub async fn promptly(shim: &ShimClient, id: &str) -> anyhow::Result<Vec<Duration>> {
     let mut stops = Vec::new();
     for _ in 0..3 {
@@ -53,7 +55,7 @@ pub async fn promptly(shim: &ShimClient, id: &str) -> anyhow::Result<Vec<Duratio
     Ok(took)
 }
 
-/// One that takes longer than `late` is compared with what this machine can do.
+/// Calls StopVM. Compares a call that takes longer than `late` with the reference work.
 async fn answered(shim: &ShimClient, id: &str, late: Duration) -> anyhow::Result<Stop> {
     let mut in_vain = Vec::new();
     while in_vain.len() < TRIES {
@@ -80,7 +82,7 @@ async fn answered(shim: &ShimClient, id: &str, late: Duration) -> anyhow::Result
     bail!("no StopVM of {id} was answered in its second; each, and the relay's part alone: {in_vain:?}")
 }
 
-/// Waits, and then does what a relay does for a stop that the node does not answer: how long that takes here and now.
+/// Waits, then does the relay's work for a stop that the node does not answer, and returns how long both took.
 async fn relays_part(wait: Duration) -> anyhow::Result<Duration> {
     let began = Instant::now();
     tokio::time::sleep(wait).await;

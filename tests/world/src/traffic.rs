@@ -1,4 +1,5 @@
-//! Traffic between namespaces with its ends known: an echo server that tells who asked, and clients that compare.
+//! Sends traffic between namespaces with known ends: an echo server that returns the client's address, and clients that
+//! compare the echo.
 
 use std::{
     io,
@@ -18,16 +19,16 @@ use tokio::{
 
 use crate::command::run;
 
-/// The port of every echo server.
+/// Port of every echo server.
 pub const ECHO_PORT: u16 = 7777;
-/// A datagram that no path here carries in one piece: 8 KiB with their IPv4 header.
+/// Payload of a datagram that is larger than every MTU of the tests: 8 KiB with its IPv4 header.
 pub const LARGE_DATAGRAM: usize = 8192 - 28;
 
-/// For one talk, on a machine that is busy with tests.
+/// Time limit of one exchange, on a machine that is busy with tests.
 const PATIENCE: Duration = Duration::from_secs(20);
 const PIECE: usize = 16 << 10;
 
-/// Echoes TCP and UDP in a namespace until it is dropped. A TCP client is first told its own address.
+/// Echoes TCP and UDP in a namespace until it is dropped. A TCP client first receives its own address.
 pub struct Echo {
     tasks: JoinSet<()>,
 }
@@ -49,14 +50,14 @@ impl Echo {
             tasks.spawn(async move {
                 let mut streams = JoinSet::new();
                 while let Ok((stream, peer)) = tcp.accept().await {
-                    // A client that goes away is its own affair.
+                    // A client may disconnect at any time.
                     streams.spawn(async move { drop(echo(stream, peer).await) });
                     while streams.try_join_next().is_some() {}
                 }
             });
             tasks.spawn(async move {
                 let mut datagram = vec![0; 65_536];
-                // An ICMP error of somebody who left reads as an error of the socket.
+                // An ICMP error for a client that left is returned as an error of the socket.
                 loop {
                     if let Ok((length, peer)) = udp.recv_from(&mut datagram).await {
                         udp.send_to(&datagram[..length], peer).await.ok();
@@ -67,7 +68,7 @@ impl Echo {
         Ok(Echo { tasks })
     }
 
-    /// Ends it, and returns when its port is free again.
+    /// Ends the server and waits until its port is free again.
     pub async fn end(mut self) {
         self.tasks.shutdown().await;
     }
@@ -80,12 +81,12 @@ async fn echo(stream: TcpStream, peer: SocketAddr) -> io::Result<()> {
     to.shutdown().await
 }
 
-/// Connects from a namespace, sends so many bytes, and compares what comes back; the address the server saw.
+/// Connects from a namespace, sends `bytes` bytes, compares the echo, and returns the address that the server saw.
 pub async fn tcp(from: &Netns, to: SocketAddr, bytes: usize) -> anyhow::Result<IpAddr> {
     tcp_of(from, None, to, bytes).await
 }
 
-/// As [`tcp`], from one of the namespace's addresses.
+/// Does the same as [`tcp`], from one of the namespace's addresses.
 pub async fn tcp_of(
     from: &Netns,
     source: Option<IpAddr>,
@@ -97,7 +98,7 @@ pub async fn tcp_of(
     timeout(PATIENCE, talk).await.with_context(attempt)?.with_context(attempt)
 }
 
-/// As [`tcp`], with as many bytes as can be sent until `over` is set; within a minute and a half.
+/// Does the same as [`tcp`], but sends as many bytes as it can until `over` is set; limited to 90 s.
 pub async fn tcp_until(from: &Netns, to: SocketAddr, over: &AtomicBool) -> anyhow::Result<IpAddr> {
     const LONGEST: Duration = Duration::from_secs(90);
     let attempt = || format!("a stream of TCP to {to}");
@@ -105,7 +106,7 @@ pub async fn tcp_until(from: &Netns, to: SocketAddr, over: &AtomicBool) -> anyho
     timeout(LONGEST, talk).await.with_context(attempt)?.with_context(attempt)
 }
 
-/// `left`: what is to be sent when so much was.
+/// Exchanges TCP data. `left` returns the number of bytes left to send after the given number.
 async fn tcp_here(
     from: &Netns,
     source: Option<IpAddr>,
@@ -153,12 +154,12 @@ async fn tcp_here(
     Ok(peer)
 }
 
-/// The stream's bytes from a place on; no two segments of it are alike.
+/// Returns the stream's bytes from an offset; no two segments are alike.
 fn pattern(place: usize, count: usize) -> Vec<u8> {
     (place..place + count).map(|at| (at ^ (at >> 8) ^ (at >> 16)) as u8).collect()
 }
 
-/// So many streams at once.
+/// Runs `count` streams at once.
 pub async fn streams(from: &Netns, to: SocketAddr, count: usize, bytes: usize) -> anyhow::Result<()> {
     let mut all = JoinSet::new();
     for _ in 0..count {
@@ -171,20 +172,20 @@ pub async fn streams(from: &Netns, to: SocketAddr, count: usize, bytes: usize) -
     Ok(())
 }
 
-/// Sends a datagram of so many bytes until it comes back as it was.
+/// Sends a datagram of `bytes` bytes until it comes back unchanged.
 pub async fn udp(from: &Netns, to: SocketAddr, bytes: usize) -> anyhow::Result<()> {
     let end = Instant::now() + PATIENCE;
     loop {
         match udp_once(from, to, bytes).await {
             Err(error) if Instant::now() > end => return Err(error),
-            // No route or no neighbour yet: that can change.
+            // No route or no neighbour yet: retry.
             Err(_) => tokio::time::sleep(Duration::from_millis(10)).await,
             Ok(()) => return Ok(()),
         }
     }
 }
 
-/// Sends a datagram of so many bytes once, and waits a moment for it to come back.
+/// Sends a datagram of `bytes` bytes once, and waits a moment for its echo.
 pub async fn udp_once(from: &Netns, to: SocketAddr, bytes: usize) -> anyhow::Result<()> {
     const MOMENT: Duration = Duration::from_millis(300);
     let attempt = || format!("a datagram of {bytes} bytes to {to}");
@@ -202,12 +203,12 @@ pub async fn udp_once(from: &Netns, to: SocketAddr, bytes: usize) -> anyhow::Res
     Ok(())
 }
 
-/// `ping -M do`: packets of exactly `size` bytes with their IP header, which nobody may fragment.
+/// Sends packets of exactly `size` bytes with their IP header that must not be fragmented (`ping -M do`).
 pub async fn ping_whole(from: &Netns, to: IpAddr, size: u64) -> anyhow::Result<()> {
     let payload = (size - if to.is_ipv4() { 28 } else { 48 }).to_string();
     let (from, to) = (from.clone(), to.to_string());
     let ping = move || {
-        // -w with -c: asks again until one answer is there.
+        // -w with -c: repeats until one reply comes.
         let words = ["-n", "-q", "-c", "1", "-i", "0.2", "-w", "10", "-M", "do", "-s", &payload, &to];
         from.run(|| run("ping", &words, ""))
     };
@@ -215,7 +216,7 @@ pub async fn ping_whole(from: &Netns, to: IpAddr, size: u64) -> anyhow::Result<(
     Ok(())
 }
 
-/// Whether the kernel refuses to send a packet of exactly `size` bytes that nobody may fragment, for its size.
+/// Returns whether the kernel refuses to send an unfragmented packet of exactly `size` bytes because of its size.
 pub async fn is_too_large(from: &Netns, to: IpAddr, size: u64) -> anyhow::Result<bool> {
     let payload = (size - if to.is_ipv4() { 28 } else { 48 }).to_string();
     let (from, to) = (from.clone(), to.to_string());
@@ -228,7 +229,7 @@ pub async fn is_too_large(from: &Netns, to: IpAddr, size: u64) -> anyhow::Result
     Ok(!output.status.success() && String::from_utf8_lossy(&said).contains("too long"))
 }
 
-/// Entries of a namespace's conntrack that name this destination port.
+/// Returns the number of conntrack entries of a namespace with this destination port.
 pub fn tracked(netns: &Netns, port: u16) -> anyhow::Result<usize> {
     let all = netns.run(|| std::fs::read_to_string("/proc/thread-self/net/nf_conntrack"))??;
     let port = format!("dport={port} ");

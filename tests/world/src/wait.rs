@@ -1,4 +1,4 @@
-//! Waiting for a condition, with a deadline and a name; never for a time.
+//! Waits for a condition with a deadline and a name, never for a fixed time.
 
 use std::time::{Duration, Instant};
 
@@ -6,7 +6,7 @@ use anyhow::bail;
 
 const INTERVAL: Duration = Duration::from_millis(5);
 
-/// Asks until the answer is `Some`, at the longest for `patience`; then an error with `what` was waited for.
+/// Calls `probe` until it returns `Some`. After `patience` it fails with an error that names the condition.
 pub async fn eventually<T>(
     what: &str,
     patience: Duration,
@@ -24,7 +24,7 @@ pub async fn eventually<T>(
     }
 }
 
-/// As [`eventually`], for code without a runtime.
+/// Does the same as [`eventually`], for code without a runtime.
 pub fn eventually_blocking<T>(
     what: &str,
     patience: Duration,

@@ -1,4 +1,4 @@
-//! The node's network namespace and the pods of a CNI on it.
+//! Makes the node's network namespace and pods of a CNI on it.
 
 use std::{
     ffi::OsStr,
@@ -25,12 +25,12 @@ use crate::{
     spawner::Spawner,
 };
 
-/// What the CNI gives pods, smaller than Ethernet's as with any overlay.
+/// MTU of the CNI's pods, smaller than that of Ethernet as with any overlay.
 const POD_MTU: u32 = 1450;
 
 static COUNTER: AtomicU32 = AtomicU32::new(0);
 
-/// A network namespace with a name that `ip` knows too.
+/// Network namespace with a name in `ip netns`.
 #[derive(Clone)]
 pub struct Namespace {
     name: String,
@@ -44,37 +44,38 @@ impl Namespace {
         Ok(Namespace { name, netns })
     }
 
-    /// Deletes the name, and with it the namespace as soon as nobody uses it.
+    /// Deletes the name; the kernel frees the namespace when its last user is gone.
     pub fn delete(&self) -> anyhow::Result<()> {
         run("ip", &["netns", "del", &self.name], "").map(drop)
     }
 
-    /// The name after `ip -n` and `ip netns exec`.
+    /// Returns the name for `ip -n` and `ip netns exec`.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// The path a CNI would hand on.
+    /// Returns the path that a CNI would pass on.
     pub fn path(&self) -> PathBuf {
         Path::new("/run/netns").join(&self.name)
     }
 
-    /// The open namespace.
+    /// Returns the open namespace.
     pub fn netns(&self) -> &Netns {
         &self.netns
     }
 
-    /// Runs a closure in it, on a thread that ends.
+    /// Runs a closure in the namespace, on a short-lived thread.
     pub fn run<T: Send>(&self, work: impl FnOnce() -> T + Send) -> io::Result<T> {
         self.netns.run(work)
     }
 
-    /// `ip -batch` in it.
+    /// Runs `ip -batch` in the namespace.
     pub fn ip(&self, lines: &str) -> anyhow::Result<String> {
         ip(&self.name, lines)
     }
 
-    /// Runs a shell script in it, with these variables; what it wrote. The first command that fails ends it.
+    /// Runs a shell script in the namespace with these variables, and returns its output. The first command that fails
+    /// ends it.
     pub fn shell(&self, script: &str, variables: &[(&str, &str)]) -> anyhow::Result<String> {
         let mut text = String::new();
         for (name, value) in variables {
@@ -92,7 +93,7 @@ impl Namespace {
             .with_context(|| format!("write {value} to {path} in {}", self.name))
     }
 
-    /// Bytes received and sent by an interface so far.
+    /// Returns the bytes that an interface has received and sent so far.
     pub fn counters(&self, interface: &str) -> anyhow::Result<(u64, u64)> {
         let table = self.run(|| fs::read_to_string("/proc/thread-self/net/dev"))??;
         let line = table.lines().find_map(|line| line.trim().strip_prefix(interface)?.strip_prefix(':'));
@@ -111,12 +112,12 @@ impl fmt::Debug for Namespace {
     }
 }
 
-/// One node. Clones are the same one; the last of them (and of what was made with it) takes it away.
+/// One node. Clones share it; dropping the last clone, and all that was made with it, removes it.
 #[derive(Clone)]
 pub struct World(Arc<Inner>);
 
 struct Inner {
-    // Before the janitor: dropped first, so that nothing is started any more when it begins.
+    // Before the janitor: dropped first, so that no process is started once the janitor runs.
     spawner: Spawner,
     _janitor: Janitor,
     prefix: String,
@@ -141,7 +142,7 @@ impl World {
         ensure!(Uid::effective().is_root(), "network namespaces need root: run this as root");
         let number = COUNTER.fetch_add(1, Ordering::Relaxed);
         let prefix = format!("pp{}n{number}-", std::process::id());
-        // Short, because socket paths of at most 107 bytes grow in it.
+        // Short, because the folder contains sockets, and a socket path has at most 107 bytes.
         let folder = Path::new("/tmp").join(format!("pp{}n{number}", std::process::id()));
         let janitor = Janitor::start(&prefix, &folder).context("start the janitor")?;
         fs::create_dir(&folder).with_context(|| format!("make {}", folder.display()))?;
@@ -160,37 +161,37 @@ impl World {
         })))
     }
 
-    /// What the names of all its namespaces begin with.
+    /// Returns the prefix of all its namespaces' names.
     pub fn prefix(&self) -> &str {
         &self.0.prefix
     }
 
-    /// A folder of this world's own; gone with it.
+    /// Returns the world's folder, which is removed with it.
     pub fn folder(&self) -> &Path {
         &self.0.folder
     }
 
-    /// The node's network namespace.
+    /// Returns the node's network namespace.
     pub fn node(&self) -> &Namespace {
         &self.0.node
     }
 
-    /// One more network namespace of this world, with its loopback up; gone with the world at the latest.
+    /// Makes a further network namespace with its loopback up. It is removed with the world at the latest.
     pub fn namespace(&self, name: &str) -> anyhow::Result<Namespace> {
         let namespace = Namespace::create(format!("{}{name}", self.0.prefix))?;
         namespace.ip("link set lo up\n")?;
         Ok(namespace)
     }
 
-    /// Starts a program in the node's network namespace, in a process group of its own, with its output appended to
-    /// `log`. It is killed when this process or the world ends.
+    /// Starts a program in the node's network namespace and in a new process group, with its output appended to `log`.
+    /// The program is killed when this process or the world ends.
     pub fn spawn(&self, program: &Path, arguments: &[&OsStr], log: &Path) -> anyhow::Result<Child> {
         let output = OpenOptions::new().create(true).append(true).open(log);
         let output = output.with_context(|| format!("open {}", log.display()))?;
         self.start(program, arguments, output, false).with_context(|| format!("start {}", program.display()))
     }
 
-    /// The same in a PID namespace of its own, of which the program is the first process.
+    /// Does the same in a new PID namespace, with the program as its first process.
     pub fn spawn_in_pid_namespace(
         &self,
         program: &Path,
@@ -209,7 +210,7 @@ impl World {
         output: File,
         own_pids: bool,
     ) -> anyhow::Result<Child> {
-        // `setpriv` of util-linux does in the child what would need unsafe code here.
+        // `setpriv` of util-linux does in the child, without unsafe code here, the call that sets the death signal.
         let mut command = Command::new("setpriv");
         command
             .args(["--pdeathsig", "KILL", "--"])
@@ -221,13 +222,13 @@ impl World {
         self.0.spawner.spawn(command, own_pids)
     }
 
-    /// Adds a pod as a CNI would: a namespace with `eth0` (IPv4 and IPv6, default routes, one static route more in each
-    /// family, MTU 1450), its other end on the bridge.
+    /// Adds a pod as a CNI would: a namespace with `eth0`, with the other end of the veth pair on the bridge. `eth0`
+    /// has IPv4 and IPv6, default routes, one further static route in each family, and MTU 1450.
     pub fn pod(&self) -> anyhow::Result<Pod> {
         self.pod_with_mtu(POD_MTU)
     }
 
-    /// The same with another MTU.
+    /// Adds a pod with another MTU.
     pub fn pod_with_mtu(&self, mtu: u32) -> anyhow::Result<Pod> {
         let number = self.0.pods.fetch_add(1, Ordering::Relaxed);
         let host =
@@ -262,7 +263,7 @@ impl fmt::Debug for World {
     }
 }
 
-/// A pod's network; removed when this is dropped.
+/// A pod's network; removed when dropped.
 #[derive(Debug)]
 pub struct Pod {
     world: World,
@@ -273,22 +274,22 @@ pub struct Pod {
 }
 
 impl Pod {
-    /// Its network namespace.
+    /// Returns its network namespace.
     pub fn namespace(&self) -> &Namespace {
         &self.namespace
     }
 
-    /// Its IPv4 address.
+    /// Returns its IPv4 address.
     pub fn v4(&self) -> IpAddr {
         self.v4.into()
     }
 
-    /// Its IPv6 address.
+    /// Returns its IPv6 address.
     pub fn v6(&self) -> IpAddr {
         self.v6.into()
     }
 
-    /// Both.
+    /// Returns both addresses.
     pub fn addresses(&self) -> [IpAddr; 2] {
         [self.v4(), self.v6()]
     }
@@ -296,7 +297,7 @@ impl Pod {
 
 impl Drop for Pod {
     fn drop(&mut self) {
-        // A test may have removed it already; whatever stays, the janitor takes.
+        // A test may have removed it already; the janitor removes the rest.
         drop(self.world.node().ip(&format!("link del {}\n", self.link)));
         drop(run("ip", &["netns", "del", &self.namespace.name], ""));
     }

@@ -1,4 +1,4 @@
-//! The world itself: what it makes works, and is gone afterwards, however its maker ended.
+//! Tests of the test world: its parts work, and are gone afterwards, even if the process that made it was killed.
 
 #![allow(clippy::unwrap_used)] // test code outside of test functions
 
@@ -50,7 +50,7 @@ fn a_dropped_world_leaves_nothing() {
     assert!(!folder.exists());
 }
 
-/// Not a test by itself: the next one runs it in a process of its own and kills that.
+/// Helper, not a test: the next test runs it in a separate process, and kills that process.
 #[test]
 #[ignore = "helper of a_killed_maker_leaves_nothing"]
 fn makes_a_world_and_waits_to_be_killed() {

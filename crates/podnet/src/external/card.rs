@@ -1,4 +1,4 @@
-//! Which of the VM's network cards the pod leaves by. [`choose`] is pure; [`look`] reads over netlink.
+//! Selects the NICs of the VM by which the pod leaves. [`choose`] is pure; [`look`] reads over netlink.
 
 use std::net::IpAddr;
 
@@ -8,7 +8,7 @@ use crate::link;
 use crate::netlink::Client;
 use crate::uplink::{self, Uplink};
 
-/// All of the VM's uplinks as they are now, and those the pod leaves by: none where there is no way.
+/// Returns all present uplinks of the VM, and those by which the pod leaves: none where there is no way out.
 ///
 /// # Errors
 /// [`Error::Kernel`].
@@ -20,7 +20,7 @@ pub(super) fn look(client: &mut Client, external: &External) -> Result<(Vec<Upli
     }
     let first = match external.nodes.first().map(|node| uplink::towards(client, *node)) {
         Some(Ok(name)) => name,
-        // Without a way home none can be told from the first.
+        // Without a route to the node the first NIC is unknown, and so is the second.
         None | Some(Err(Error::Path { .. })) => return Ok((all, Vec::new())),
         Some(Err(e)) => return Err(e),
     };
@@ -29,7 +29,7 @@ pub(super) fn look(client: &mut Client, external: &External) -> Result<(Vec<Upli
         uplink.gateways = uplink::gateways(client, uplink.index, detour::TABLE)?;
     }
     let out: Vec<Uplink> = choose(&first, &others).into_iter().collect();
-    // What only the card's own table says is as near to the VM as what the main one says.
+    // A gateway found only in the NIC's own table is as near to the VM as one of the main table.
     for uplink in &mut all {
         let same = out.iter().filter(|card| card.index == uplink.index);
         uplink
@@ -39,8 +39,8 @@ pub(super) fn look(client: &mut Client, external: &External) -> Result<(Vec<Upli
     Ok((all, out))
 }
 
-/// The second card: of those that are not `first`, the one with the lowest index that leads out. One without a gateway of
-/// its own that lies in a network of the first leads out by that one's.
+/// Returns the second NIC: the one with the lowest index, other than `first`, that leads out. A NIC without a gateway
+/// of its own that shares a network with the first NIC leads out by the first NIC's gateway.
 fn choose(first: &str, uplinks: &[Uplink]) -> Option<Uplink> {
     let home = uplinks.iter().find(|uplink| uplink.name == first)?;
     let mut others: Vec<Uplink> = uplinks.iter().filter(|uplink| uplink.name != first).cloned().collect();
@@ -69,7 +69,7 @@ fn shares_network(one: &Uplink, other: &Uplink, v6: bool) -> bool {
     networks(one).iter().any(|network| others.contains(network))
 }
 
-/// Whether the VM itself could send packets of this family out by it.
+/// Returns whether the VM itself could send packets of this family out by the device.
 pub(super) fn goes_out(uplink: &Uplink, v6: bool) -> bool {
     let routed = uplink.gateways.iter().any(|gateway| gateway.is_ipv6() == v6);
     uplink.up && uplink.is_default && routed && uplink.has(v6)

@@ -1,8 +1,8 @@
-//! A routing table for what comes out of the pod's door, and for nothing else: out by the second card, whatever the VM's own
-//! default route is. Everything of it is in [`TABLE`] or leads there; touches nothing else, over the socket it is given.
+//! Sends packets from the pod's veth pair out by the second NIC with a policy route, regardless of the VM's own default
+//! route. Its routes are in [`TABLE`] and its rules lead there; it touches nothing else, over the given socket.
 //!
-//! It holds a default route per family, and a rule leads from the door there. Without a route in it a packet goes on to the
-//! VM's main table and towards the first card, where the wall stops it.
+//! The table holds a default route per family, and a rule leads from the veth pair to it. Without a route in the table,
+//! a packet falls through to the VM's main table and towards the first NIC, where the egress firewall drops it.
 
 use std::net::IpAddr;
 
@@ -17,14 +17,14 @@ use crate::link::family;
 use crate::netlink::{self, Client};
 use crate::uplink::Uplink;
 
-/// "pp"; beyond the numbers that one byte holds, where administrators and clouds count.
+/// "pp" in ASCII; above the numbers of one byte, which administrators and clouds use.
 pub(super) const TABLE: u32 = 0x7070;
-/// Before everything but the VM's own addresses.
+/// Before all rules except the local table's, which holds the VM's own addresses.
 const PRIORITY: u32 = 0x70;
-/// The header's byte for a table whose number does not fit.
+/// Table byte in the header for a number that does not fit.
 const ELSEWHERE: u8 = 252;
 
-/// Sends what comes in by `door` out by `card`, in the families it has a gateway for. Again as often as one likes.
+/// Routes packets that arrive by `door` out by `card`, in the families for which it has a gateway. May be repeated.
 ///
 /// # Errors
 /// [`Error::Kernel`].
@@ -45,7 +45,7 @@ pub(super) fn make(host: &mut Client, door: &str, card: &Uplink) -> Result<(), E
     Ok(())
 }
 
-/// Takes [`make`] back. Not there is fine.
+/// Undoes [`make`]. A missing rule or route is no error.
 ///
 /// # Errors
 /// [`Error::Kernel`].
@@ -67,7 +67,7 @@ fn remove_family(host: &mut Client, door: &str, v6: bool) -> Result<(), Error> {
     Ok(())
 }
 
-/// There is no such rule, route or table; or the kernel has not got the family.
+/// Returns whether the rule, route or table does not exist, or the kernel lacks the address family.
 fn is_gone(error: &netlink::Error) -> bool {
     matches!(error.errno(), Some(Errno::ENOENT | Errno::ESRCH | Errno::EAFNOSUPPORT | Errno::EOPNOTSUPP))
 }
@@ -82,7 +82,7 @@ fn route(card: u32, gateway: IpAddr) -> RouteNetlinkMessage {
     message.header.table = ELSEWHERE;
     message.header.protocol = RouteProtocol::Static;
     message.header.kind = RouteType::Unicast;
-    // The network that the gateway is in is in no table that this one knows of.
+    // On-link: this table has no route to the gateway's network.
     message.header.flags = RouteFlags::Onlink;
     message.attributes = vec![
         RouteAttribute::Table(TABLE),

@@ -1,4 +1,5 @@
-//! The pair of devices between the pod's namespace and the VM's own, the wall at its door, and the forwarding switches.
+//! Makes the veth pair between the pod's namespace and the VM's own, with the egress firewall at the VM's end, and sets
+//! the forwarding sysctls.
 
 use std::fs;
 use std::io;
@@ -28,30 +29,30 @@ use crate::uplink::{self, Uplink};
 use crate::vxlan::no_v6_address;
 use crate::{Error, vxlan};
 
-/// The VM's end.
+/// Name of the VM's end.
 const DOOR: &str = "pp-ext";
-/// The pod's end.
+/// Name of the pod's end.
 const INSIDE: &str = "pp-ext0";
 const DOOR_MAC: [u8; 6] = [0x02, b'p', b'p', b'e', b'x', 0];
 const INSIDE_MAC: [u8; 6] = [0x02, b'p', b'p', b'e', b'x', 1];
-/// Gateways that only the pair's own neighbour entries know; nobody ever asks for them.
+/// Gateways that exist only in the pair's own neighbour entries; no program ever resolves them.
 const GATEWAY: IpAddr = IpAddr::V4(Ipv4Addr::new(169, 254, 1, 1));
 const GATEWAY_V6: IpAddr = IpAddr::V6(Ipv6Addr::new(0xfe80, 0, 0, 0, 0, 0, 0, 1));
-/// The alias says which forwarding switches were off before: "4", "6", "46".
+/// Prefix of the alias. The rest records the families with forwarding off before: "4", "6", "46".
 const ALIAS: &str = "peerpod:external:";
 
-/// How the pod leaves.
+/// Result of [`apply`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Applied {
     /// Whether IPv4 leaves by the VM.
     pub v4: bool,
-    /// Whether IPv6 does.
+    /// Whether IPv6 leaves by the VM.
     pub v6: bool,
-    /// The VM's devices it leaves by.
+    /// Names of the VM's devices by which the pod leaves.
     pub uplinks: Vec<String>,
 }
 
-/// Which families can leave by the VM as its network is now: IPv4, IPv6.
+/// Returns the families (IPv4, IPv6) that can leave by the VM with its present network.
 ///
 /// # Errors
 /// [`Error::Kernel`].
@@ -65,12 +66,12 @@ fn leaves_by(external: &External, out: &[Uplink], v6: bool) -> bool {
     pod && out.iter().any(|uplink| card::goes_out(uplink, v6))
 }
 
-/// Makes the way out as it should be with the VM's network as it is now, the wall first. What is so already stays.
-/// Which families it serves is for [`super::split`]: those with a default route and an address at the VM.
+/// Makes the egress path as the VM's present network requires, the egress firewall first. Correct parts stay unchanged.
+/// It serves the families with a default route and an address at the VM; the caller passes them to [`super::split`].
 ///
 /// # Errors
 /// [`Error::Kernel`], also where the VM's kernel has no nftables or NAT; [`Error::Path`] where the VM has no way out.
-/// What was made stays; [`undo`].
+/// Parts that were made stay; [`undo`] removes them.
 pub fn apply(external: &External, podns: &Path) -> Result<Applied, Error> {
     let host = &mut Client::route().map_err(socket)?;
     let (uplinks, out) = card::look(host, external)?;
@@ -86,10 +87,12 @@ pub fn apply(external: &External, podns: &Path) -> Result<Applied, Error> {
     let there = link::by_name(host, DOOR).map_err(Error::kernel(format!("look for {DOOR}")))?;
     let ours = match there.as_ref().and_then(|link| link.alias.as_deref()?.strip_prefix(ALIAS)) {
         Some(switched) => (switched.contains('4'), switched.contains('6')),
-        // Nobody else's pair has that name; half of ours from before a crash has no alias, and switched nothing.
+        // Only this module uses that name. A half-made pair from before a crash has no alias, and no sysctl was changed
+        // for it.
         None => (!is_on("ipv4/ip_forward"), !is_on("ipv6/conf/all/forwarding")),
     };
-    // Its own networks, and what it reaches without a router though its address names no network (a /32).
+    // The VM's own networks, and destinations that it reaches without a router though its address names no network (a
+    // /32).
     let own = uplinks.iter().flat_map(|uplink| uplink.addresses.iter().chain(&uplink.near));
     let wall = Wall {
         door: DOOR.to_owned(),
@@ -116,14 +119,15 @@ pub fn apply(external: &External, podns: &Path) -> Result<Applied, Error> {
     Ok(Applied { v4, v6, uplinks: names })
 }
 
-/// Takes the way out away: the pair (its routes go with it), then the switches, then the wall. Not there is fine.
+/// Removes the egress path: the policy route, the veth pair (its routes go with it), the forwarding sysctls, then the
+/// egress firewall. A missing part is no error.
 ///
 /// # Errors
-/// The first that failed; all of it is tried.
+/// The first failure. The remaining steps are still tried, unless the VM's devices cannot be read.
 pub fn undo() -> Result<(), Error> {
     let host = &mut Client::route().map_err(socket)?;
     let Some(door) = link::by_name(host, DOOR).map_err(Error::kernel(format!("look for {DOOR}")))? else {
-        return raze(); // of a raise before a crash
+        return raze(); // a crash may leave the firewall without the pair
     };
     let detour = detour::remove(host, DOOR);
     let switched = door.alias.as_deref().and_then(|alias| alias.strip_prefix(ALIAS)).unwrap_or_default();
@@ -156,7 +160,7 @@ fn is_there(inside: &mut Client) -> Result<bool, Error> {
     Ok(link.is_some_and(|link| link.mac == Some(INSIDE_MAC)))
 }
 
-/// Both ends, down, without any address of the kernel's own; the alias last: it says that the pair is whole.
+/// Makes both ends, down and without an automatic IPv6 address. The alias comes last: it marks the pair as complete.
 fn make(host: &mut Client, inside: &mut Client, netns: &Netns, ours: (bool, bool)) -> Result<(), Error> {
     let attempt = || Error::kernel(format!("make the pair {DOOR} and {INSIDE} of the external network"));
     for client in [&mut *host, &mut *inside] {
@@ -201,7 +205,7 @@ fn index(client: &mut Client, name: &str) -> Result<u32, Error> {
     link.map(|link| link.index).ok_or_else(|| Error::kernel(format!("look for {name}"))(gone()))
 }
 
-/// Both ends up, with their neighbours and routes.
+/// Sets both ends up, with their neighbours and routes.
 fn furnish(host: &mut Client, inside: &mut Client, pod: &[IpAddr], mtu: u32) -> Result<(), Error> {
     let (door, own) = (index(host, DOOR)?, index(inside, INSIDE)?);
     let mut out = vec![(0, up(door, mtu))];
@@ -211,10 +215,10 @@ fn furnish(host: &mut Client, inside: &mut Client, pod: &[IpAddr], mtu: u32) -> 
     }
     let mut back = vec![(0, up(own, mtu))];
     for (gateway, v6) in [(GATEWAY, false), (GATEWAY_V6, true)] {
-        // The pod's first address of the family is what it is known by.
+        // The pod's first address of the family is its source address.
         let Some(source) = pod.iter().find(|address| address.is_ipv6() == v6) else { continue };
         back.push((NLM_F_CREATE | NLM_F_REPLACE, neighbour(own, gateway, DOOR_MAC)));
-        // In place of the tunnel's, where a pod that ran already had one.
+        // Replaces the tunnel's default route, which a running pod may already have.
         back.push((NLM_F_CREATE | NLM_F_REPLACE, default_route(own, gateway, *source)));
     }
     for (client, messages, what) in [(host, out, DOOR), (inside, back, INSIDE)] {
@@ -283,8 +287,9 @@ fn default_route(index: u32, gateway: IpAddr, source: IpAddr) -> RouteNetlinkMes
     RouteNetlinkMessage::NewRoute(message)
 }
 
-/// Switches forwarding on: IPv4 for the pair and the ways `out` alone, IPv6 for all (it has no other switch; the wall
-/// stops what is not the pod's). A host that forwards takes no router advertisements unless it is told to, by card.
+/// Enables forwarding: for IPv4 on the pair and on the devices `out` alone, for IPv6 on all devices (it has no other
+/// switch; the egress firewall drops packets that are not the pod's). A forwarding host ignores router advertisements
+/// unless `accept_ra` is 2, which is set per device.
 fn forward(v4: bool, v6: bool, out: &[String], uplinks: &[Uplink]) -> Result<(), Error> {
     if v4 {
         for name in out.iter().map(String::as_str).chain([DOOR]) {

@@ -1,5 +1,5 @@
-//! What is in a namespace besides its devices: addresses, routes, rules, neighbours, each with its device's name. The
-//! difference between what is wanted, what is there, and what an older plan wanted. Pure.
+//! Computes the changes between the wanted, the present and the formerly wanted contents of a namespace. Contents are
+//! addresses, routes, rules and neighbours, each with its device's name, but no devices. Pure.
 
 use std::collections::HashSet;
 use std::hash::Hash;
@@ -8,30 +8,30 @@ use std::net::IpAddr;
 use crate::look::{Address, Neighbour, Picture, Route, Rule};
 use crate::plan::Planned;
 
-/// The metric of an IPv6 route that names none, and the protocol of one that names none.
+/// Metric and protocol that the kernel gives to an IPv6 route without them.
 const USUAL_METRIC_V6: u32 = 1024;
 const RTPROT_BOOT: u8 = 3;
 
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Contents {
     pub(super) addresses: Vec<(String, Address)>,
-    /// Without a device: of none or of several.
+    /// `None` for a route of no device or of several.
     pub(super) routes: Vec<(Option<String>, Route)>,
     pub(super) neighbours: Vec<(String, Neighbour)>,
     pub(super) rules: Vec<Rule>,
 }
 
-/// What is to be done.
+/// Changes to be made.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Change {
-    /// To be removed first: the kernel would take what is added for the same thing.
+    /// Removed before the additions: the kernel would treat an addition as the same object.
     pub(super) swap: Contents,
     pub(super) add: Contents,
     pub(super) remove: Contents,
 }
 
 impl Contents {
-    /// What a plan wants.
+    /// Returns the contents that a plan wants.
     pub(super) fn planned(plan: &Planned) -> Contents {
         let mut all = Contents { rules: plan.rules.clone(), ..Contents::default() };
         let lo = || "lo".to_owned();
@@ -46,7 +46,7 @@ impl Contents {
         all
     }
 
-    /// What is in a namespace.
+    /// Returns the contents of a namespace.
     pub(super) fn found(picture: &Picture) -> Contents {
         let name = |index: &u32| picture.link(*index).map(|link| link.name.clone());
         let addresses = picture.addresses.iter().filter_map(|(of, a)| Some((name(of)?, a.clone())));
@@ -63,10 +63,11 @@ impl Contents {
         }
     }
 
-    /// What makes `has` to this. What is there and neither here nor in what was wanted `before` is somebody else's.
+    /// Returns the change from `has` to `self`. Entries in neither `self` nor `before` belong to other programs and
+    /// stay.
     pub(super) fn change(&self, has: &Contents, before: &Contents) -> Change {
         let mut change = Change::default();
-        // What the kernel let expire meanwhile is not put back by the plan that brought it.
+        // An entry that the kernel let expire is not restored by the plan that brought it.
         let expired = |(_, a): &&(String, Address)| a.valid.is_some();
         difference(&self.addresses, &has.addresses, &before.addresses, address_exact, address_kind, expired)
             .split(&mut change, |contents| &mut contents.addresses, address_kind);
@@ -76,7 +77,7 @@ impl Contents {
             |contents| &mut contents.routes,
             route_kind,
         );
-        // A neighbour is replaced in one step, and a rule is what it says.
+        // The kernel replaces a neighbour in one step, and a rule is identified by its whole content.
         let key = |(of, n): &(String, Neighbour)| (of.clone(), n.address, n.proxy);
         let exact = |(of, n): &(String, Neighbour)| (of.clone(), Neighbour { protocol: 0, ..n.clone() });
         let of_neighbours =
@@ -104,7 +105,7 @@ impl Change {
         self.swap.is_empty() && self.add.is_empty() && self.remove.is_empty()
     }
 
-    /// What is taken away, if anything.
+    /// Returns whether anything is removed.
     pub(super) fn removes(&self) -> bool {
         !self.swap.is_empty() || !self.remove.is_empty()
     }
@@ -125,7 +126,7 @@ impl Change {
     }
 }
 
-/// A route as the kernel shows it again.
+/// Returns a route in the form in which the kernel reports it.
 fn as_kept(route: &Route) -> Route {
     let mut route = route.clone();
     if route.destination.is_ipv6() {
@@ -136,26 +137,26 @@ fn as_kept(route: &Route) -> Route {
     route
 }
 
-/// Everything that counts; older kernels do not keep who put an address there.
+/// Returns all significant fields; older kernels do not keep an address's protocol.
 fn address_exact((device, a): &(String, Address)) -> (String, Address) {
     let timeless =
         Address { valid: a.valid.map(|_| 0), preferred: a.preferred.map(|_| 0), protocol: 0, ..a.clone() };
     (device.clone(), timeless)
 }
 
-/// What the kernel takes for the same address.
+/// Returns the fields by which the kernel identifies an address.
 fn address_kind((device, a): &(String, Address)) -> (String, IpAddr, u8) {
     (device.clone(), a.address, if a.address.is_ipv6() { 0 } else { a.prefix })
 }
 
-/// Everything that counts; a gateway the kernel would not believe otherwise was made "onlink" here.
+/// Returns all significant fields. `onlink` is not one: this program sets it on gateways that the kernel would refuse.
 fn route_exact((device, r): &(Option<String>, Route)) -> (Option<String>, Route) {
     let mut route = Route { expires: r.expires.map(|_| 0), onlink: false, ..r.clone() };
     route.hops.iter_mut().for_each(|hop| hop.onlink = false);
     (device.clone(), route)
 }
 
-/// Without what a path or a lifetime changes.
+/// Returns the significant fields without those that a path or a lifetime changes.
 fn route_kind(of: &(Option<String>, Route)) -> (Option<String>, Route) {
     let (device, mut kind) = route_exact(of);
     (kind.expires, kind.mtu, kind.advmss) = (None, 0, 0);
@@ -187,7 +188,7 @@ fn difference<T: Clone, K: Hash + Eq, L: Hash + Eq>(
 }
 
 impl<T: Clone> Difference<T> {
-    /// What is removed to be added in another form goes first.
+    /// Splits the difference: entries that are removed and added again in another form are removed first.
     fn split<L: Hash + Eq>(
         self,
         change: &mut Change,

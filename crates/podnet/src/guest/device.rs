@@ -1,4 +1,4 @@
-//! The tunnels' devices in the pod's namespace.
+//! Makes and changes the tunnel devices in the pod's namespace.
 
 use std::net::IpAddr;
 use std::os::fd::{AsFd, AsRawFd};
@@ -28,8 +28,8 @@ impl<'a> Devices<'a> {
         Devices { netns, underlay, source }
     }
 
-    /// Makes sure of the devices, in the order of the pod's indexes, and of their names and settings; none of them is
-    /// taken up. `picture` has them afterwards.
+    /// Makes sure that the devices exist, in the order of the pod's indexes, with their names and settings. Sets none
+    /// of them up. `picture` contains them afterwards.
     pub(super) fn make(
         &self,
         transaction: &mut Transaction<'_>,
@@ -77,7 +77,7 @@ impl<'a> Devices<'a> {
         Ok(())
     }
 
-    /// Takes up what is to be up, and down what is not.
+    /// Sets devices up or down as planned.
     pub(super) fn take_up(
         &self,
         transaction: &mut Transaction<'_>,
@@ -97,7 +97,7 @@ impl<'a> Devices<'a> {
         transaction.run(steps, &[])
     }
 
-    /// Whether it is the tunnel that is wanted, but perhaps for its ends: those can be changed.
+    /// Returns whether it is the wanted tunnel, regardless of its endpoints, which can be changed.
     fn is_same_device(&self, link: &Link, wanted: &Interface) -> bool {
         let underlay = self.underlay;
         link.mac == Some(wanted.mac)
@@ -109,7 +109,7 @@ impl<'a> Devices<'a> {
             })
     }
 
-    /// Leads the tunnel to where the node is now.
+    /// Returns the step that sets the tunnel's endpoints to the node's present address.
     fn ends(&self, link: &Link, wanted: &Interface) -> Option<Step> {
         let vxlan = link.vxlan.as_ref()?;
         let (remote, local) = (self.underlay.node, self.source);
@@ -133,7 +133,7 @@ impl<'a> Devices<'a> {
         })
     }
 
-    /// Removes what would be in the way of a new device: an older plan's, half of one from before a crash.
+    /// Removes devices that conflict with a new one: those of an older plan, or half-made ones from before a crash.
     fn clear(
         &self,
         transaction: &mut Transaction<'_>,
@@ -178,7 +178,7 @@ impl<'a> Devices<'a> {
             host.tell(NLM_F_CREATE | NLM_F_EXCL, RouteNetlinkMessage::NewLink(message.clone()))
         };
         let made = match tell(&message) {
-            // Somebody in the VM's copy of the namespace has the index: any other one will do.
+            // Another device in the VM's copy of the namespace has the index: any other index will do.
             Err(e) if e.errno() == Some(Errno::EEXIST) && wanted.index != 0 => {
                 message.header.index = 0;
                 tell(&message)
@@ -194,13 +194,13 @@ impl<'a> Devices<'a> {
     }
 }
 
-/// The name a device has until it is whole. Made under the pod's name it would collide with the VM's own `eth0` on
-/// kernels that look for the name in the sender's namespace.
+/// Returns the temporary name of a device that is not complete yet. Under the pod's name it would collide with the VM's
+/// own `eth0` on kernels that look for the name in the sender's namespace.
 pub(super) fn temporary_name(vni: u32) -> String {
     format!("pp-{vni:06x}")
 }
 
-/// Removes a tunnel's device if that is what has the name; whether it did.
+/// Removes the device of this name if it is the tunnel of this VNI; returns whether it did.
 pub(super) fn remove(pod: &mut Client, name: &str, vni: u32) -> Result<bool, Error> {
     let there = link::by_name(pod, name).map_err(Error::kernel(format!("look for {name}")))?;
     match there {
@@ -212,7 +212,7 @@ pub(super) fn remove(pod: &mut Client, name: &str, vni: u32) -> Result<bool, Err
     }
 }
 
-/// Name, MTU, queue, flags; and no address of the kernel's own.
+/// Returns the steps for name, MTU, queue and flags, and against an automatic IPv6 address.
 fn settled(link: &Link, wanted: &Interface) -> Vec<Step> {
     let mut steps = Vec::new();
     let (mut new, mut old) = (Vec::new(), Vec::new());

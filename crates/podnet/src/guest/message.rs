@@ -1,4 +1,4 @@
-//! From plain data to the kernel's messages.
+//! Converts plain data to the kernel's messages.
 
 use std::collections::HashMap;
 use std::net::IpAddr;
@@ -18,10 +18,10 @@ use crate::Error;
 use crate::link::{family, mac_of};
 use crate::look::{Address, Hop, Neighbour, Picture, Route, Rule};
 
-/// The table number in a header that has no room for a larger one.
+/// Table byte in a header for a larger table number.
 const TABLE_ELSEWHERE: u8 = 252;
 
-/// The devices of a namespace by their names.
+/// Indexes of a namespace's devices by name.
 pub(super) struct Names<'a>(HashMap<&'a str, u32>);
 
 impl<'a> Names<'a> {
@@ -41,7 +41,7 @@ pub(super) fn address(index: u32, from: &Address) -> AddressMessage {
     message.header.prefix_len = from.prefix;
     message.header.scope = from.scope.into();
     message.header.index = index;
-    // The routes come from the plan alone; and the address was proved unique when the CNI gave it.
+    // Routes come from the plan alone, and the CNI already made sure that the address is unique.
     let mut flags = AddressFlags::Noprefixroute | AddressFlags::from_bits_retain(from.flags);
     if from.address.is_ipv6() {
         flags |= AddressFlags::Nodad;
@@ -161,7 +161,7 @@ pub(super) fn neighbour(index: u32, from: &Neighbour) -> NeighbourMessage {
         IpAddr::V6(address) => NeighbourAddress::Inet6(address),
     };
     message.attributes.push(NeighbourAttribute::Destination(address));
-    // The plan's reader let nothing but a MAC, or none with a proxy, through.
+    // The plan's reader accepts only a MAC, or none for a proxy.
     message
         .attributes
         .extend(mac_of(&from.mac).map(|mac| NeighbourAttribute::LinkLayerAddress(mac.to_vec())));

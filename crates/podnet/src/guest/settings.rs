@@ -1,5 +1,5 @@
-//! The pod's sysctls in the VM. Written by a thread in the pod's namespace, and only those of the fixed list that
-//! [`crate::look`] reads: a plan cannot name another file.
+//! Writes the pod's sysctls in the VM. A thread in the pod's namespace writes them, and only those of the fixed list
+//! that [`crate::net::look`] reads: a plan cannot name another file.
 
 use std::fs;
 use std::path::Path;
@@ -11,8 +11,8 @@ use crate::look::sysctl::{self, OF_NAMESPACE, ROOT};
 use crate::netns::Netns;
 use crate::plan::Planned;
 
-/// Makes the settings the plan's, and those that only an older plan had a new namespace's. A kernel without one of
-/// them is no reason to do without the pod: returns what was not to be had.
+/// Sets the plan's sysctls, and resets those that only an older plan had to the default of a new namespace. A sysctl
+/// that the kernel lacks does not fail the pod: the function returns the ones that could not be set.
 pub(super) fn write(
     transaction: &mut Transaction<'_>,
     netns: &Netns,
@@ -25,7 +25,7 @@ pub(super) fn write(
         Some(path) => files.push((path, of.value.clone())),
         None => left_out.push(format!("sysctl {}, which this program does not know", of.name)),
     };
-    // The namespace's first: some of them change every interface's.
+    // The namespace's sysctls come first: some of them change those of every interface.
     let of_namespace = |name: &str| OF_NAMESPACE.contains(&name).then(|| name.to_owned());
     for old in stale(previous.map(|p| p.sysctls.as_slice()), &wanted.sysctls, &sysctl::namespace_default) {
         put(of_namespace(&old.name), &old);
@@ -59,13 +59,13 @@ pub(super) fn write(
     Ok(left_out)
 }
 
-/// What only the older plan had, with the value it has without a plan.
+/// Returns the sysctls that only the older plan had, with their default values.
 fn stale(before: Option<&[Sysctl]>, now: &[Sysctl], default: &dyn Fn(&str) -> Option<String>) -> Vec<Sysctl> {
     let gone = before.unwrap_or_default().iter().filter(|old| !now.iter().any(|new| new.name == old.name));
     gone.filter_map(|old| Some(Sysctl { name: old.name.clone(), value: default(&old.name)? })).collect()
 }
 
-/// Writes one file if it says something else; whether it did.
+/// Writes one file if its value differs; returns whether it did.
 fn ensure(path: &str, value: &str) -> std::io::Result<bool> {
     let root = Path::new(ROOT);
     if sysctl::read(root, path)? == value {

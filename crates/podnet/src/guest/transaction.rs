@@ -1,4 +1,4 @@
-//! Changes to the pod's namespace, each with what takes it back, so that the whole can be taken back.
+//! Changes the pod's namespace and records how to undo each change, so that the whole can be undone.
 
 use std::collections::HashMap;
 
@@ -14,13 +14,13 @@ use crate::Error;
 use crate::look::{Picture, Route};
 use crate::netlink::{Answer, Client, Refusal};
 
-/// One message, what it is for, and what takes it back.
+/// One message with its purpose and the message that undoes it.
 pub(super) struct Step {
     pub(super) flags: u16,
     pub(super) message: RouteNetlinkMessage,
     pub(super) back: Option<(u16, RouteNetlinkMessage)>,
     pub(super) what: String,
-    /// Its refusal does not matter.
+    /// Whether a refusal is ignored.
     pub(super) optional: bool,
 }
 
@@ -35,23 +35,23 @@ impl<'a> Transaction<'a> {
         Transaction { pod, back: Vec::new(), changed: false }
     }
 
-    /// The socket, for questions.
+    /// Returns the socket, for queries.
     pub(super) fn pod(&mut self) -> &mut Client {
         self.pod
     }
 
-    /// Whether anything was changed.
+    /// Returns whether anything was changed.
     pub(super) fn changed(&self) -> bool {
         self.changed
     }
 
-    /// Notes a change that was made elsewhere.
+    /// Records a change that was made elsewhere.
     pub(super) fn note(&mut self, back: Option<(u16, RouteNetlinkMessage)>) {
         self.changed = true;
         self.back.extend(back);
     }
 
-    /// Sends them all and returns those that were refused, unless that does not matter.
+    /// Sends all steps and returns the refused ones, except optional steps and tolerated errors.
     fn send(&mut self, steps: Vec<Step>, tolerated: &[Errno]) -> Result<Vec<(Step, Refusal)>, Error> {
         let messages: Vec<(u16, RouteNetlinkMessage)> =
             steps.iter().map(|step| (step.flags, step.message.clone())).collect();
@@ -67,7 +67,7 @@ impl<'a> Transaction<'a> {
         Ok(refused)
     }
 
-    /// Sends them all; the first refusal is the error.
+    /// Sends all steps; the first refusal is the error.
     pub(super) fn run(&mut self, steps: Vec<Step>, tolerated: &[Errno]) -> Result<(), Error> {
         if steps.is_empty() {
             return Ok(());
@@ -78,7 +78,7 @@ impl<'a> Transaction<'a> {
         }
     }
 
-    /// Makes a change; says whether something was removed (with which the kernel may have removed more).
+    /// Makes a change. Returns whether anything was removed; the kernel may have removed more with it.
     pub(super) fn apply(&mut self, picture: &Picture, change: Change) -> Result<bool, Error> {
         let names = Names::of(picture);
         let removes = change.removes();
@@ -95,7 +95,8 @@ impl<'a> Transaction<'a> {
         Ok(removes)
     }
 
-    /// Routes that need others (a gateway its network) may come before them, and may have outlived them in the pod.
+    /// Adds routes. A route may be sent before one that it needs (a gateway's network), and may have outlived that one
+    /// in the pod.
     fn routes(&mut self, steps: Vec<Step>) -> Result<(), Error> {
         let mut left = self.send(steps, TOLERATED)?;
         let mut before = usize::MAX;
@@ -103,7 +104,8 @@ impl<'a> Transaction<'a> {
             before = left.len();
             left = self.send(left.into_iter().map(|(step, _)| step).collect(), TOLERATED)?;
         }
-        // The pod has it although nothing there leads to its gateway any more: then the gateway is to be believed.
+        // The pod has this route although no route leads to its gateway any more: the route is added with the on-link
+        // flag.
         let lost = |(step, no): &(Step, Refusal)| {
             has_gateway(step) && matches!(no.errno, Errno::ENETUNREACH | Errno::EHOSTUNREACH | Errno::EINVAL)
         };
@@ -114,14 +116,14 @@ impl<'a> Transaction<'a> {
         self.run(lost.into_iter().map(|(step, _)| onlink(step)).collect(), TOLERATED)
     }
 
-    /// Deletes a tunnel's device; gone is fine. Cannot be taken back.
+    /// Deletes a tunnel's device. A missing device is no error. Cannot be undone.
     pub(super) fn remove_device(&mut self, name: &str, vni: u32) -> Result<(), Error> {
         self.changed |= device::remove(self.pod, name, vni)?;
         Ok(())
     }
 
-    /// Takes everything back, the last first. What fails stays for the next attempt; the error that counts is the one
-    /// that led here.
+    /// Undoes all changes, the last first. Failures are left to the next attempt; the error that counts is the one that
+    /// led here.
     pub(super) fn undo(self) {
         let messages: Vec<(u16, RouteNetlinkMessage)> = self.back.into_iter().rev().collect();
         let answers: Vec<Answer> = self.pod.batch(&messages).unwrap_or_default();
@@ -129,10 +131,10 @@ impl<'a> Transaction<'a> {
     }
 }
 
-/// There already, or not there any more.
+/// Errors of an object that already exists, or no longer exists.
 const TOLERATED: &[Errno] = &[Errno::EEXIST, Errno::ENOENT, Errno::ESRCH, Errno::EADDRNOTAVAIL];
 
-/// Steps in the order in which they need each other.
+/// Steps in the order of their dependencies.
 struct Additions {
     addresses: Vec<Step>,
     routes: Vec<Step>,
@@ -142,7 +144,7 @@ struct Additions {
 
 fn additions(names: &Names<'_>, add: &Contents) -> Result<Additions, Error> {
     let mut addresses = Vec::with_capacity(add.addresses.len());
-    // The kernel puts a new IPv6 address before its equals, and prefers the first: so the last one first.
+    // The kernel inserts a new IPv6 address before its equals and prefers the first, so the last one is added first.
     let (v4, v6): (Vec<_>, Vec<_>) = add.addresses.iter().partition(|(_, address)| address.address.is_ipv4());
     for (device, address) in v4.into_iter().chain(v6.into_iter().rev()) {
         let message = message::address(names.index(device)?, address);
@@ -154,9 +156,9 @@ fn additions(names: &Names<'_>, add: &Contents) -> Result<Additions, Error> {
             optional: false,
         });
     }
-    // What leads to an interface's own networks, then through gateways in them, then through several. A gateway that is to
-    // be believed is so only while no other route says where it is: first of all. Those that only differ in where they
-    // lead stay in their order: the first one counts.
+    // The kernel accepts an on-link gateway only while no other route covers it, so routes with one come first. Then
+    // come routes to an interface's own networks, routes through gateways in them, and routes through several devices.
+    // Routes that differ only in their target keep their order: the first one counts.
     let same = |r: &Route| (r.destination, r.prefix, r.table, r.metric, r.tos);
     let mut ranks = HashMap::new();
     for (device, route) in &add.routes {
@@ -197,7 +199,7 @@ fn additions(names: &Names<'_>, add: &Contents) -> Result<Additions, Error> {
 fn route_step(names: &Names<'_>, device: Option<&str>, route: &Route) -> Result<Step, Error> {
     let message = message::route(names, device, route)?;
     Ok(Step {
-        // Several routes may have the same destination and metric, and their order counts.
+        // Several routes may share destination and metric, and their order counts.
         flags: NLM_F_CREATE | NLM_F_APPEND,
         back: Some((0, RouteNetlinkMessage::DelRoute(message.clone()))),
         message: RouteNetlinkMessage::NewRoute(message),
@@ -217,7 +219,7 @@ fn has_gateway(step: &Step) -> bool {
     message.attributes.iter().any(leads)
 }
 
-/// The same route with a gateway that need not be in a connected network.
+/// Returns the same route with a gateway that need not be in a connected network.
 fn onlink(mut step: Step) -> Step {
     if let RouteNetlinkMessage::NewRoute(message) = &mut step.message {
         message.header.flags |= RouteFlags::Onlink;

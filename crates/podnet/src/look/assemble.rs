@@ -1,4 +1,4 @@
-//! From what is in a namespace to what of it is the pod's network. Pure.
+//! Extracts the pod's network from the contents of a namespace. Pure.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
@@ -9,20 +9,20 @@ use crate::Error;
 use crate::link::{Link, mac_text};
 use crate::plan::MAX_INTERFACES;
 
-/// A pod with more to leave out than this has one note that says how much more.
+/// Maximum number of notes on omitted objects; one more note counts the rest.
 const MAX_LEFT_OUT: usize = 32;
-/// What our own devices in a pod's namespace are called.
+/// Name prefix of this program's own devices in a pod's namespace.
 const OURS: &str = "pp-vx";
-/// The pod's way out by its VM (`external`), and nothing of the pod either.
+/// The pod's end of the external network's veth pair (`external`), which is not part of the pod either.
 const WAY_OUT: &str = "pp-ext0";
 const RTPROT_KERNEL: u8 = 2;
 
-/// Whether this is one of our tunnels' devices, which is no part of a pod's network.
+/// Returns whether it is one of this program's own devices, which are not part of a pod's network.
 fn is_ours(link: &Link) -> bool {
     link.name.starts_with(OURS) || link.name == WAY_OUT
 }
 
-/// What is the pod's. `files` are the namespace's sysctls, `None` where they could not be read.
+/// Returns the pod's network. `files` are the namespace's sysctls, `None` where they could not be read.
 pub(super) fn assemble(picture: Picture, files: Option<&Files>, defaults: &Defaults) -> Result<Seen, Error> {
     if let Some(why) = picture.impossible {
         return Err(Error::CannotCarry(why));
@@ -68,7 +68,8 @@ pub(super) fn assemble(picture: Picture, files: Option<&Files>, defaults: &Defau
     Ok(seen)
 }
 
-/// The interface with the best default route of the main table (IPv4 before IPv6), else the first with an address.
+/// Returns the interface with the best default route of the main table (IPv4 before IPv6), else the first with an
+/// address.
 fn primary(picture: &Picture) -> Result<&Link, Error> {
     let of_route = |found: &Found| found.device.or(found.hops.first().copied());
     let defaults =
@@ -95,7 +96,7 @@ fn primary(picture: &Picture) -> Result<&Link, Error> {
     }
 }
 
-/// Why an interface cannot be carried into the VM; `None` where it can.
+/// Returns why an interface cannot be carried into the VM; `None` where it can.
 fn why_not(link: &Link, picture: &Picture) -> Option<String> {
     let name = |index| picture.link(index).map_or("another", |link| link.name.as_str());
     match (link.mac, link.controller, link.lower) {
@@ -106,7 +107,7 @@ fn why_not(link: &Link, picture: &Picture) -> Option<String> {
     }
 }
 
-/// The interfaces to carry: the primary one, then the others by their indexes.
+/// Returns the interfaces to carry: the primary one, then the others by their indexes.
 fn order<'a>(
     picture: &'a Picture,
     primary: &'a Link,
@@ -114,7 +115,8 @@ fn order<'a>(
 ) -> Result<Vec<&'a Link>, Error> {
     let mut others = Vec::new();
     for link in &picture.links {
-        // sit0, tunl0 and the like are in every namespace where their module is loaded; they are down and bare.
+        // sit0, tunl0 and the like exist in every namespace where their module is loaded; they are down and have no
+        // address.
         let used = link.up || picture.addresses.iter().any(|(of, _)| *of == link.index);
         if !used || link.loopback || is_ours(link) || link.index == primary.index {
             continue;
@@ -133,7 +135,7 @@ fn order<'a>(
 
 fn interface(link: &Link, picture: &Picture) -> Interface {
     let of = |index: &u32| *index == link.index;
-    // The kernel shows them in the order of a hash.
+    // The kernel lists neighbours in hash order.
     let mut neighbours: Vec<_> =
         picture.neighbours.iter().filter(|(index, _)| of(index)).map(|(_, n)| n.clone()).collect();
     neighbours.sort_by_key(|neighbour| (neighbour.address, neighbour.proxy));
@@ -154,8 +156,9 @@ fn interface(link: &Link, picture: &Picture) -> Interface {
     }
 }
 
-/// Some plugins write 0 for "no queue". The kernel makes the default of it as soon as anybody attaches a qdisc, as our
-/// redirect does: the same from the start, or the pod would seem to have changed.
+/// Returns the queue length to record. Some plugins write 0 for "no queue". The kernel replaces it with the default as
+/// soon as a program attaches a qdisc, as the redirect does. The default is recorded from the start, or the pod would
+/// seem to have changed.
 fn queue(length: u32) -> u32 {
     const DEFAULT: u32 = 1000;
     if length == 0 { DEFAULT } else { length }
@@ -171,10 +174,10 @@ fn loopback(picture: &Picture) -> Vec<super::Address> {
     of_lo.map(|(_, address)| address.clone()).collect()
 }
 
-/// Puts a route where it belongs: to its interface, to those of none or several, or to what is left out.
+/// Adds a route to its interface, to the routes of no interface or several, or to the omitted objects.
 fn place(found: &Found, picture: &Picture, carried: &[&Link], seen: &mut Seen, left_out: &mut Vec<String>) {
     let devices = found.device.iter().chain(&found.hops);
-    // What leads into our own tunnel is ours as well.
+    // A route into this program's own tunnel is not the pod's route.
     if devices.clone().any(|index| picture.link(*index).is_some_and(is_ours)) {
         return;
     }
@@ -193,7 +196,8 @@ fn place(found: &Found, picture: &Picture, carried: &[&Link], seen: &mut Seen, l
             let of = seen.interfaces.iter_mut().find(|interface| interface.index == device.index);
             of.into_iter().for_each(|interface| interface.routes.push(route.clone()));
         }
-        // The kernel makes that of ::1 by itself. Those of lo's other addresses it does not where the address is copied.
+        // The kernel makes the route of ::1 itself. It does not make those of lo's other addresses where the address is
+        // copied.
         Ok((None, route)) if route.protocol == RTPROT_KERNEL && route.destination == Ipv6Addr::LOCALHOST => {}
         Ok((None, route)) => seen.routes.push(route),
         Err(index) => left_out.push(format!("a route through interface number {index}, which is gone")),

@@ -1,5 +1,5 @@
-//! A namespace as the kernel describes it: six dumps (links, addresses, routes, rules, neighbours, and those that are
-//! answered for), each of both families and all devices. Nothing is judged here but what the kernel makes by itself.
+//! Reads a namespace from the kernel with six dumps (devices, addresses, routes, rules, neighbours, proxy neighbours),
+//! each of both families and all devices. It leaves out only objects that the kernel makes by itself.
 
 use netlink_packet_route::address::AddressMessage;
 use netlink_packet_route::neighbour::{NeighbourFlags, NeighbourMessage};
@@ -21,34 +21,34 @@ const MAX_ROUTES: usize = 4096;
 const MAX_RULES: usize = 1024;
 const MAX_NEIGHBOURS: usize = 4096;
 
-/// What is in a namespace.
+/// Contents of a namespace.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Picture {
     pub(crate) links: Vec<Link>,
-    /// Device and address.
+    /// Device index and address.
     pub(crate) addresses: Vec<(u32, Address)>,
     pub(crate) routes: Vec<Found>,
     pub(crate) rules: Vec<Rule>,
-    /// Device and neighbour.
+    /// Device index and neighbour.
     pub(crate) neighbours: Vec<(u32, Neighbour)>,
-    /// What was met and cannot be described, in words.
+    /// Objects that were found and cannot be described, as text.
     pub(crate) strange: Vec<String>,
-    /// The same, where leaving it out would change what the pod reaches.
+    /// The first such object that must not be omitted, because the pod would reach other networks without it.
     pub(crate) impossible: Option<String>,
 }
 
-/// A route as found: devices by number.
+/// Route as found: devices by index.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Found {
-    /// Its device, where it has one of its own.
+    /// Index of its device, where it has one of its own.
     pub(crate) device: Option<u32>,
-    /// Its next hops' devices, in the order of `route.hops`, whose names are empty.
+    /// Devices of its next hops, in the order of `route.hops`; the names in the hops are empty.
     pub(crate) hops: Vec<u32>,
     pub(crate) route: Route,
 }
 
 impl Picture {
-    /// Takes one. What the kernel has in every namespace is not in it: its local table, its three rules.
+    /// Reads a namespace, without the objects that the kernel has in every one: the local table, three rules.
     pub(crate) fn take(client: &mut Client) -> Result<Picture, Error> {
         let mut picture = Picture {
             links: link::all(client, MAX_LINKS).map_err(asking("interfaces", MAX_LINKS))?,
@@ -62,15 +62,16 @@ impl Picture {
         Ok(picture)
     }
 
-    /// The device of this number.
+    /// Returns the device of this index.
     pub(crate) fn link(&self, index: u32) -> Option<&Link> {
         self.links.iter().find(|link| link.index == index)
     }
 
-    /// A route with its devices' names: the one it goes through alone (not `lo`), and those of its hops in it.
+    /// Returns a route with the names of its devices: the device it goes through alone (not `lo`), and those of its
+    /// hops.
     ///
     /// # Errors
-    /// The index of a device that is not there.
+    /// The index of a missing device.
     pub(crate) fn named(&self, found: &Found) -> Result<(Option<&Link>, Route), u32> {
         let mut route = found.route.clone();
         let device = match found.device {
@@ -90,7 +91,7 @@ impl Picture {
         }
     }
 
-    /// Forgets devices and what is theirs.
+    /// Removes devices with their addresses, neighbours and routes.
     pub(crate) fn forget(&mut self, gone: impl Fn(&Link) -> bool) {
         let (gone, left) = std::mem::take(&mut self.links).into_iter().partition(|link| gone(link));
         let gone: Vec<Link> = gone;
@@ -145,7 +146,7 @@ impl Picture {
         let all = dump(client, &request, "rules", MAX_RULES, |answer| match answer {
             Ok(RouteNetlinkMessage::NewRule(message)) => Ok(read_rule(&message)),
             Ok(_) => Ok(None),
-            // A rule of a kind this program does not know is no reason to give up.
+            // A rule of an unknown kind does not fail the inspection.
             Err(e) => Ok(Some(Err(format!("a policy rule that cannot be read ({e})")))),
         });
         let all = match all {
@@ -185,8 +186,8 @@ fn asking(what: &'static str, limit: usize) -> impl FnOnce(netlink::Error) -> Er
     }
 }
 
-/// One dump of both families. A request for all families is also answered by those that nobody here knows (MPLS,
-/// multicast routing, CAN); their messages are skipped unread.
+/// Dumps one kind of object for both families. Further families (MPLS, multicast routing, CAN) answer a request for all
+/// families as well; their messages are skipped unread.
 fn dump<T>(
     client: &mut Client,
     request: &RouteNetlinkMessage,

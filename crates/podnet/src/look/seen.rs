@@ -1,4 +1,4 @@
-//! What a pod's network looks like, as plain data. Goes into the ledger, so what older versions wrote is still read.
+//! State of a pod's network as plain data. The ledger stores it, so records of older versions are still read.
 
 use std::net::{IpAddr, Ipv4Addr};
 
@@ -11,35 +11,35 @@ pub const TABLE_LOCAL: u32 = 255;
 /// rtnetlink's type of an ordinary route.
 pub const UNICAST: u8 = 1;
 
-/// What a pod's network looks like.
+/// State of a pod's network.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "Stored")]
 pub struct Seen {
     /// The pod's interfaces: the one with the best default route first (else the first with an address), the others in
     /// the order of their indexes. At least one.
     pub interfaces: Vec<Interface>,
-    /// Routes that are not of one interface: blackhole and the like, several next hops, through `lo`.
+    /// Routes that do not belong to one interface: blackhole and the like, several next hops, through `lo`.
     pub routes: Vec<Route>,
     /// Policy rules besides the kernel's own, in their order.
     pub rules: Vec<Rule>,
-    /// The namespace's sysctls where they are not as in a new one.
+    /// The namespace's sysctls that differ from a new one's.
     pub sysctls: Vec<Sysctl>,
     /// `lo`'s addresses besides 127.0.0.1/8 and ::1/128.
     pub loopback: Vec<Address>,
-    /// What the VM will not have, in words; usually empty.
+    /// Objects that the VM will not have, as text; usually empty.
     pub left_out: Vec<String>,
 }
 
 impl Seen {
-    /// The pod's primary interface.
+    /// Returns the pod's primary interface.
     pub fn primary(&self) -> &Interface {
         static NONE: Interface = Interface::none();
-        // Neither `look` nor the ledger gives one without interfaces.
+        // Neither `look` nor the ledger returns a state without interfaces.
         self.interfaces.first().unwrap_or(&NONE)
     }
 }
 
-/// As the ledger has it: version 1 had one `interface`.
+/// Form in the ledger: version 1 had one `interface`.
 #[derive(Deserialize)]
 struct Stored {
     interface: Option<Interface>,
@@ -63,7 +63,7 @@ impl TryFrom<Stored> for Seen {
     fn try_from(stored: Stored) -> Result<Seen, &'static str> {
         let mut interfaces = stored.interfaces;
         interfaces.extend(stored.interface.map(|mut interface| {
-            // It did not say, and its guest took the network's last one.
+            // Version 1 did not record the broadcast address, and its guest took the network's last address.
             interface.addresses.iter_mut().for_each(|a| a.broadcast = usual_broadcast(a.address, a.prefix));
             interface
         }));
@@ -89,25 +89,25 @@ pub struct Interface {
     /// Its transmit queue's length, in packets; `None` = not known (an old record).
     #[serde(default)]
     pub tx_queue_len: Option<u32>,
-    /// It does not ask for neighbours.
+    /// Whether it does no ARP.
     #[serde(default)]
     pub no_arp: bool,
-    /// It takes every frame.
+    /// Whether it receives every frame.
     #[serde(default)]
     pub promiscuous: bool,
-    /// It takes every multicast frame.
+    /// Whether it receives every multicast frame.
     #[serde(default)]
     pub all_multicast: bool,
-    /// It is not up.
+    /// Whether it is down.
     #[serde(default)]
     pub down: bool,
     /// Its addresses, in the kernel's order.
     pub addresses: Vec<Address>,
     /// The routes through it alone, of all tables, in the kernel's order.
     pub routes: Vec<Route>,
-    /// What was written down for good about its neighbours.
+    /// Its static neighbour entries.
     pub neighbours: Vec<Neighbour>,
-    /// Its sysctls where they are not as a new interface's; names without the interface: `ipv4/rp_filter`.
+    /// Its sysctls that differ from a new interface's; names without the interface: `ipv4/rp_filter`.
     #[serde(default)]
     pub sysctls: Vec<Sysctl>,
 }
@@ -131,7 +131,7 @@ impl Interface {
         }
     }
 
-    /// Whether it has an IPv6 address.
+    /// Returns whether it has an IPv6 address.
     pub fn has_v6(&self) -> bool {
         self.addresses.iter().any(|a| a.address.is_ipv6())
     }
@@ -143,31 +143,31 @@ impl Default for Interface {
     }
 }
 
-/// An address with its prefix length.
+/// Address with its prefix length.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Address {
     /// The address.
     pub address: IpAddr,
-    /// Bits of the network.
+    /// Prefix length, in bits.
     pub prefix: u8,
     /// rtnetlink's scope: 0 universe, 200 site, 253 link, 254 host.
     pub scope: u8,
-    /// The other end's address, where it is a point-to-point one.
+    /// The peer's address, on a point-to-point interface.
     #[serde(default)]
     pub peer: Option<IpAddr>,
     /// Its broadcast address.
     #[serde(default)]
     pub broadcast: Option<Ipv4Addr>,
-    /// Its label, where that is not the interface's name.
+    /// Its label, where it differs from the interface's name.
     #[serde(default)]
     pub label: Option<String>,
-    /// How many seconds it was still valid when it was seen; `None` = for ever.
+    /// Valid lifetime that was left at inspection, in seconds; `None` = for ever.
     #[serde(default)]
     pub valid: Option<u32>,
-    /// How many seconds it was still preferred; `None` = for ever, 0 = deprecated.
+    /// Preferred lifetime that was left, in seconds; `None` = for ever, 0 = deprecated.
     #[serde(default)]
     pub preferred: Option<u32>,
-    /// Who put it there: `IFAPROT_*`, 0 = not said.
+    /// Origin of the address: `IFAPROT_*`, 0 = not given.
     #[serde(default)]
     pub protocol: u8,
     /// `IFA_F_HOMEADDRESS` and `IFA_F_MCAUTOJOIN`, as rtnetlink has them.
@@ -176,7 +176,7 @@ pub struct Address {
 }
 
 impl Address {
-    /// An address without anything special.
+    /// Returns an address without optional attributes.
     pub fn new(address: IpAddr, prefix: u8, scope: u8) -> Address {
         Address {
             address,
@@ -192,7 +192,7 @@ impl Address {
         }
     }
 
-    /// Whether it is the same but for the time it has left.
+    /// Returns whether both are equal except for the lifetimes left.
     pub fn is_same(&self, other: &Address) -> bool {
         let timeless = |a: &Address| Address {
             valid: a.valid.map(|_| 0),
@@ -203,7 +203,7 @@ impl Address {
     }
 }
 
-/// The broadcast address that an IPv4 network has unless somebody says otherwise.
+/// Returns the default broadcast address of an IPv4 network.
 pub(crate) fn usual_broadcast(address: IpAddr, prefix: u8) -> Option<Ipv4Addr> {
     match address {
         IpAddr::V4(address) if prefix < 31 => {
@@ -219,21 +219,21 @@ pub(crate) fn usual_broadcast(address: IpAddr, prefix: u8) -> Option<Ipv4Addr> {
 pub struct Route {
     /// Destination; `0.0.0.0` or `::` with prefix 0 for the default.
     pub destination: IpAddr,
-    /// Bits of the destination.
+    /// Prefix length, in bits.
     pub prefix: u8,
     /// Next hop; may be IPv6 for an IPv4 destination.
     pub gateway: Option<IpAddr>,
     /// Preferred source address.
     pub source: Option<IpAddr>,
-    /// Priority; less is better.
+    /// Priority; lower is better.
     pub metric: u32,
     /// rtnetlink's protocol number (2 kernel, 3 boot, 4 static ...).
     pub protocol: u8,
     /// rtnetlink's scope.
     pub scope: u8,
-    /// The gateway need not be in a connected network.
+    /// Whether the gateway need not be in a connected network.
     pub onlink: bool,
-    /// Path MTU of the route; 0 = the interface's.
+    /// Path MTU of the route, in bytes; 0 = the interface's MTU.
     pub mtu: u32,
     /// rtnetlink's table number.
     #[serde(default = "main_table")]
@@ -241,10 +241,10 @@ pub struct Route {
     /// rtnetlink's type: 1 unicast, 2 local, 6 blackhole, 7 unreachable, 8 prohibit, 9 throw.
     #[serde(default = "unicast")]
     pub kind: u8,
-    /// Only for packets of this type of service; 0 = all.
+    /// Type of service of matching packets; 0 = all.
     #[serde(default)]
     pub tos: u8,
-    /// The segment size to announce; 0 = from the MTU.
+    /// TCP segment size to announce, in bytes; 0 = derived from the MTU.
     #[serde(default)]
     pub advmss: u32,
     /// Several next hops; or one, through an interface that is not the pod's (`lo`).
@@ -256,7 +256,7 @@ pub struct Route {
     /// An IPv6 router's preference: 0 medium, 1 high, 3 low.
     #[serde(default)]
     pub preference: u8,
-    /// How many seconds it was still valid when it was seen; `None` = for ever.
+    /// Lifetime that was left at inspection, in seconds; `None` = for ever.
     #[serde(default)]
     pub expires: Option<u32>,
 }
@@ -270,7 +270,7 @@ fn unicast() -> u8 {
 }
 
 impl Route {
-    /// An ordinary route of the main table, by rtnetlink's protocol "boot" as `ip route add` makes it.
+    /// Returns an ordinary route of the main table, with rtnetlink's protocol "boot", as `ip route add` makes it.
     pub fn new(destination: IpAddr, prefix: u8) -> Route {
         Route {
             destination,
@@ -293,77 +293,77 @@ impl Route {
         }
     }
 
-    /// Whether it is the same but for the time it has left.
+    /// Returns whether both are equal except for the lifetimes left.
     pub fn is_same(&self, other: &Route) -> bool {
         let timeless = |r: &Route| Route { expires: r.expires.map(|_| 0), ..r.clone() };
         timeless(self) == timeless(other)
     }
 
-    /// Whether it is for everything its table is asked for.
+    /// Returns whether it is a unicast default route.
     pub fn is_default(&self) -> bool {
         self.prefix == 0 && self.kind == UNICAST
     }
 }
 
-/// One of a route's next hops.
+/// Next hop of a route.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Hop {
     /// The gateway.
     pub gateway: Option<IpAddr>,
     /// The interface's name.
     pub interface: String,
-    /// How much of the traffic it gets, relative to the others; 1 and up.
+    /// Share of the traffic, relative to the other hops; 1 and up.
     pub weight: u16,
-    /// The gateway need not be in a connected network.
+    /// Whether the gateway need not be in a connected network.
     pub onlink: bool,
 }
 
-/// A neighbour that somebody wrote down for good (no ARP).
+/// Static neighbour entry (no ARP).
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Neighbour {
     /// Its address.
     pub address: IpAddr,
     /// Its MAC address, `aa:bb:cc:dd:ee:ff`; empty with `proxy`.
     pub mac: String,
-    /// State "noarp" instead of "permanent".
+    /// Whether the state is "noarp" instead of "permanent".
     #[serde(default)]
     pub no_arp: bool,
-    /// Not a neighbour, but an address to answer for.
+    /// Whether it is a proxy entry: an address for which the interface answers.
     #[serde(default)]
     pub proxy: bool,
     /// `NTF_ROUTER` and `NTF_EXT_LEARNED`, as rtnetlink has them.
     #[serde(default)]
     pub flags: u8,
-    /// Who put it there: a route's protocol number, 0 = not said.
+    /// Origin of the entry: a route's protocol number, 0 = not given.
     #[serde(default)]
     pub protocol: u8,
 }
 
 impl Neighbour {
-    /// A permanent one.
+    /// Returns a permanent entry.
     pub fn new(address: IpAddr, mac: String) -> Neighbour {
         Neighbour { address, mac, no_arp: false, proxy: false, flags: 0, protocol: 0 }
     }
 }
 
-/// An address with the bits that count.
+/// Address with a prefix length.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Prefix {
     /// The address.
     pub address: IpAddr,
-    /// How many bits of it.
+    /// Number of significant bits.
     pub length: u8,
 }
 
-/// A rule of policy routing.
+/// Policy rule.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Rule {
-    /// For IPv6, else IPv4.
+    /// Whether it is for IPv6, else IPv4.
     pub v6: bool,
-    /// Less is asked first.
+    /// Priority; the kernel evaluates lower ones first.
     pub priority: u32,
-    /// For packets that do *not* match.
+    /// Whether it applies to packets that do *not* match.
     pub invert: bool,
     /// Source addresses.
     pub from: Option<Prefix>,
@@ -375,23 +375,23 @@ pub struct Rule {
     pub oif: String,
     /// Firewall mark.
     pub fwmark: u32,
-    /// The bits of the mark that count; 0 = no mark is looked at.
+    /// Mask of the significant bits of the mark; 0 = the mark is ignored.
     pub fwmask: u32,
     /// Type of service; 0 = any.
     pub tos: u8,
-    /// The table to ask.
+    /// The table to look up.
     pub table: u32,
     /// rtnetlink's action: 1 table, 2 goto, 3 nop, 6 blackhole, 7 unreachable, 8 prohibit.
     pub action: u8,
     /// Priority of the rule to go on with (action 2).
     pub goto: u32,
-    /// Who put it there: a route's protocol number.
+    /// Origin of the rule: a route's protocol number.
     pub protocol: u8,
-    /// Found routes of no more bits than this do not count.
+    /// Routes found with at most this prefix length do not count.
     pub suppress_prefix_length: Option<u32>,
-    /// Found routes through interfaces of this group do not count.
+    /// Routes found through interfaces of this group do not count.
     pub suppress_group: Option<u32>,
-    /// Users, first and last.
+    /// User ids, first and last.
     pub uids: Option<(u32, u32)>,
     /// IP protocol; 0 = any.
     pub ip_protocol: u8,
@@ -401,12 +401,12 @@ pub struct Rule {
     pub destination_ports: Option<(u16, u16)>,
 }
 
-/// A kernel setting of the pod's namespace.
+/// Kernel setting of the pod's namespace.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Sysctl {
     /// Its path below `/proc/sys/net`.
     pub name: String,
-    /// Its value, one blank between several numbers.
+    /// Its value; several numbers are separated by one blank.
     pub value: String,
 }
 

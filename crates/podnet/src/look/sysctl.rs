@@ -1,9 +1,9 @@
-//! The kernel's settings of a namespace: which of them are carried, what they are in a new namespace, and what they are
-//! in a pod's.
+//! Reads the kernel settings of a namespace and selects those that differ from a new namespace.
 //!
-//! Those of an interface come with the dump of the links and cost nothing. Those of the namespace are files, which
-//! only a thread in that namespace can read, some three microseconds each: so it is a list of those that pods,
-//! CNI plugins and kubelets do set, no walk. The list is also the whole of what a guest writes on a plan's word.
+//! The dump of the devices includes the settings of an interface at no cost. The settings of the namespace are files
+//! that only a thread in that namespace can read, some three microseconds each. The module therefore reads a fixed list
+//! of the settings that pods, CNI plugins and kubelets use, and walks no directory tree. A guest writes no setting
+//! outside this list, regardless of its plan.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -16,11 +16,11 @@ use crate::link::Link;
 use crate::netns::Netns;
 use crate::plan::MAX_INTERFACES;
 
-/// Where they are, for a thread in the namespace.
+/// Root of the files, for a thread in the namespace.
 pub(crate) const ROOT: &str = "/proc/sys/net";
 
-/// The namespace's: Kubernetes' safe ones, what people allow besides, and what CNI plugins (`tuning`, `bridge`, `ptp`)
-/// and meshes set.
+/// Settings of the namespace: Kubernetes' safe sysctls, further ones that are often allowed, and those that CNI plugins
+/// (`tuning`, `bridge`, `ptp`) and meshes set.
 pub(crate) const OF_NAMESPACE: &[&str] = &[
     "core/somaxconn",
     "ipv4/conf/all/accept_local",
@@ -67,8 +67,8 @@ pub(crate) const OF_NAMESPACE: &[&str] = &[
     "ipv6/ip_nonlocal_bind",
 ];
 
-/// An interface's settings of ARP and ND, `ipv4/neigh/ucast_solicit` for `ipv4/neigh/<interface>/ucast_solicit`. Files,
-/// too: the kernel's dump of them has other units.
+/// ARP and ND settings of an interface: `ipv4/neigh/ucast_solicit` stands for `ipv4/neigh/<interface>/ucast_solicit`.
+/// They are read from files, because the kernel's dump has other units.
 pub(crate) const OF_NEIGHBOURS: &[&str] = &[
     "ipv4/neigh/app_solicit",
     "ipv4/neigh/base_reachable_time_ms",
@@ -95,14 +95,16 @@ pub(crate) const OF_NEIGHBOURS: &[&str] = &[
     "ipv6/neigh/unres_qlen_bytes",
 ];
 
-/// Whose change changes every interface's: an interface that is as a new one is then to be said, too.
+/// Namespace settings that overwrite a setting of every interface, with that setting. After such a change an
+/// interface's default value must be recorded as well.
 const SPREADING: &[(&str, &str)] = &[
     ("ipv4/conf/all/forwarding", "ipv4/forwarding"),
     ("ipv6/conf/all/forwarding", "ipv6/forwarding"),
     ("ipv6/conf/all/disable_ipv6", "ipv6/disable_ipv6"),
 ];
 
-/// An interface's, `ipv4/rp_filter` for `ipv4/conf/<interface>/rp_filter`, with what it is now.
+/// Returns the settings of an interface with their present values: `ipv4/rp_filter` stands for
+/// `ipv4/conf/<interface>/rp_filter`.
 pub(crate) fn of_interface(link: &Link) -> Vec<(&'static str, i32)> {
     let mut all = Vec::with_capacity(48);
     if let Some(v4) = &link.v4 {
@@ -165,7 +167,8 @@ pub(crate) fn of_interface(link: &Link) -> Vec<(&'static str, i32)> {
     all
 }
 
-/// `ipv4/rp_filter` as a path below [`ROOT`], for one interface; `None` where it is none of ours.
+/// Returns the path of a setting such as `ipv4/rp_filter` for one interface, below [`ROOT`]; `None` for a setting
+/// outside the lists.
 pub(crate) fn path_of(name: &str, interface: &str) -> Option<String> {
     let (family, setting) =
         name.split_once('/').filter(|_| names_of_interface().any(|known| known == name))?;
@@ -180,31 +183,31 @@ fn names_of_interface() -> impl Iterator<Item = &'static str> {
     of_interface(&any).into_iter().map(|(name, _)| name).chain(OF_NEIGHBOURS.iter().copied())
 }
 
-/// What a new namespace has.
+/// Returns a setting's value in a new namespace.
 pub(crate) fn namespace_default(name: &str) -> Option<String> {
     defaults().namespace.get(name).cloned()
 }
 
-/// What a new interface has.
+/// Returns a setting's value on a new interface.
 pub(crate) fn interface_default(name: &str) -> Option<String> {
     defaults().interface.get(name).cloned()
 }
 
-/// What the namespace's files say; of those that are there.
+/// Values of the files that exist.
 pub(crate) type Values = BTreeMap<&'static str, String>;
 
-/// What they are in a namespace nobody has touched.
+/// Values in a new namespace.
 #[derive(Debug, Default)]
 pub(crate) struct Defaults {
     pub(crate) namespace: Values,
     pub(crate) interface: Values,
 }
 
-/// What the files of a namespace say.
+/// Values of the files of a namespace.
 #[derive(Debug, Default)]
 pub(crate) struct Files {
     pub(crate) namespace: Values,
-    /// Of each interface but `lo`, what is in [`OF_NEIGHBOURS`].
+    /// The settings in [`OF_NEIGHBOURS`] of each interface but `lo`.
     pub(crate) neighbours: BTreeMap<String, Values>,
 }
 
@@ -220,7 +223,8 @@ fn read_namespace() -> Values {
 fn read_neighbours() -> BTreeMap<String, Values> {
     let listing = fs::read_dir(Path::new(ROOT).join("ipv4/neigh")).into_iter().flatten().flatten();
     let names = listing.map(|entry| entry.file_name().to_string_lossy().into_owned());
-    // More than a pod may have is an error elsewhere; ours and the kernel's own are among them.
+    // More interfaces than a pod may have are an error elsewhere. The program's own and the kernel's devices count
+    // here, too.
     let names = names.filter(|name| name != "lo" && name != "default").take(2 * MAX_INTERFACES);
     names.map(|name| (name.clone(), read_of_neighbours(&name))).collect()
 }
@@ -233,7 +237,7 @@ fn read_of_neighbours(interface: &str) -> Values {
     OF_NEIGHBOURS.iter().copied().filter_map(file).collect()
 }
 
-/// One file; a blank between several numbers.
+/// Reads one file; several numbers are separated by one blank.
 pub(crate) fn read(root: &Path, name: &str) -> io::Result<String> {
     let mut room = [0; 256];
     let length = File::open(root.join(name))?.read(&mut room)?;
@@ -241,8 +245,8 @@ pub(crate) fn read(root: &Path, name: &str) -> io::Result<String> {
     Ok(text.split_ascii_whitespace().collect::<Vec<_>>().join(" "))
 }
 
-/// What a new namespace has, from one that is made for it, once in the life of the process. Empty where none can be
-/// made: then every setting is as good as unset, and none is carried.
+/// Returns the values of a new namespace, which is made once per process for this purpose. Empty where none can be
+/// made: then every setting counts as unset, and none is carried.
 pub(crate) fn defaults() -> &'static Defaults {
     static DEFAULTS: OnceLock<Defaults> = OnceLock::new();
     DEFAULTS.get_or_init(|| {
@@ -251,19 +255,19 @@ pub(crate) fn defaults() -> &'static Defaults {
     })
 }
 
-/// What an interface has that is made now, by the names of [`of_interface`].
+/// Reads the values of a new interface, by the names of [`of_interface`].
 fn read_new_interface() -> Values {
     let default = |name: &'static str| {
         let (family, setting) = name.split_once('/')?;
         Some((name, read(Path::new(ROOT), &format!("{family}/conf/default/{setting}")).ok()?))
     };
-    // `neigh/default` is the first namespace's alone; `lo` has of it what every new interface gets.
+    // `neigh/default` exists only in the first namespace; `lo` has the values that every new interface gets.
     let mut all = read_of_neighbours("lo");
     all.extend(names_of_interface().filter_map(default));
     all
 }
 
-/// Those of the namespace that are not as in a new one.
+/// Returns the settings of the namespace that differ from a new one's.
 pub(crate) fn changed(values: &Values, defaults: &Defaults) -> Vec<Sysctl> {
     let differs = |(name, value): &(&&'static str, &String)| {
         defaults.namespace.get(**name).is_some_and(|default| default != *value)
@@ -273,8 +277,8 @@ pub(crate) fn changed(values: &Values, defaults: &Defaults) -> Vec<Sysctl> {
     values.iter().filter(differs).map(owned).collect()
 }
 
-/// Those of an interface that are not as a new one's would be, after the namespace's `changed` ones were written.
-/// `neighbours` is what was read of it.
+/// Returns the settings of an interface that differ from a new one's, after the namespace's `changed` ones were
+/// written. `neighbours` are the values that were read of the interface.
 pub(crate) fn changed_of(
     link: &Link,
     neighbours: Option<&Values>,

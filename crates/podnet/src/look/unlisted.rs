@@ -1,6 +1,6 @@
-//! The kernel's settings of a pod that somebody changed and that are not carried, so that nobody has to find out by a
-//! pod that behaves otherwise in its VM. For this every file is read, some five hundred, which takes a millisecond or
-//! two: never on the way to a start.
+//! Lists the changed kernel settings of a pod that are not carried into the VM, as an explanation of a pod that behaves
+//! differently there. It reads every file, some five hundred, which takes a millisecond or two, and therefore never
+//! runs during a start.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -12,9 +12,9 @@ use super::seen::Seen;
 use super::sysctl::{OF_NAMESPACE, ROOT, path_of, read};
 use crate::netns::Netns;
 
-/// Most that are named; a pod with more has one word that says how many.
+/// Maximum number of named settings; one more entry counts the rest.
 const MOST: usize = 16;
-/// What counts or is made by the kernel, what says again what another file says, and what follows from the MTU.
+/// Counters and values that the kernel makes, duplicates of other files, and values that follow from the MTU.
 const NO_SETTINGS: &[&str] = &[
     "base_reachable_time",
     "mc_forwarding",
@@ -28,8 +28,8 @@ const NO_SETTINGS: &[&str] = &[
 
 type All = BTreeMap<String, String>;
 
-/// In words, each beginning with "sysctl": those that differ from a new namespace's, and are on none of the lists by
-/// which [`super::look()`] carries them. Of an interface, only where `seen` has it.
+/// Returns texts that begin with "sysctl": the settings that differ from a new namespace's and are on none of the lists
+/// by which [`super::look()`] carries them. Settings of an interface are included only if `seen` has the interface.
 ///
 /// # Errors
 /// The namespace cannot be entered.
@@ -48,7 +48,8 @@ pub fn unlisted(netns: &Netns, seen: &Seen) -> io::Result<Vec<String>> {
     Ok(found)
 }
 
-/// What a setting is in a new namespace; `None` for what is carried, or is nobody's setting.
+/// Returns a setting's value in a new namespace; `None` for a setting that is carried, and for a file that is no
+/// setting.
 fn default_of(name: &str, seen: &Seen) -> Option<&'static str> {
     if OF_NAMESPACE.contains(&name) || name.rsplit('/').next().is_some_and(|last| NO_SETTINGS.contains(&last))
     {
@@ -56,7 +57,7 @@ fn default_of(name: &str, seen: &Seen) -> Option<&'static str> {
     }
     let parts: Vec<&str> = name.split('/').collect();
     let new = match parts[..] {
-        // Of interfaces that come later, and of one that is in every namespace.
+        // Defaults of later interfaces, and `lo`, which every namespace has.
         [_, "conf" | "neigh", "default" | "lo", _] => return None,
         [_, "conf", "all", _] => name.to_owned(),
         [family, group @ ("conf" | "neigh"), interface, setting] => {
@@ -78,12 +79,12 @@ fn default_of(name: &str, seen: &Seen) -> Option<&'static str> {
 fn new_namespace() -> &'static All {
     static NEW: OnceLock<All> = OnceLock::new();
     NEW.get_or_init(|| {
-        // Without one nothing can be judged.
+        // Empty where no new namespace can be made: then no setting is listed.
         Netns::scratch().ok().and_then(|scratch| scratch.run(read_all).ok()).unwrap_or_default()
     })
 }
 
-/// Every file that can be read, for a thread in the namespace.
+/// Reads every readable file; for a thread in the namespace.
 fn read_all() -> All {
     let mut all = All::new();
     read_below(Path::new(ROOT), "", &mut all);

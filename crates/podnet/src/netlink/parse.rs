@@ -1,4 +1,4 @@
-//! The frame around netlink's messages, and the kernel's answers.
+//! Parses the framing of netlink messages, and the kernel's answers.
 
 use netlink_packet_core::{NLM_F_ACK_TLVS, NLM_F_CAPPED, ParseableParametrized};
 use netlink_packet_route::RouteNetlinkMessage;
@@ -14,7 +14,7 @@ pub(super) struct Header {
     pub(super) sequence: u32,
 }
 
-/// Whether the end of the dump with this sequence number is among these messages.
+/// Returns whether these messages contain the end of the dump with this sequence number.
 pub(super) fn has_end(mut messages: &[u8], dump: u32) -> Result<bool, Error> {
     while let Some((header, _)) = next_message(&mut messages)? {
         if header.sequence == dump && matches!(header.kind, NLMSG_ERROR | NLMSG_DONE) {
@@ -47,7 +47,7 @@ pub(crate) fn parse_route(kind: u16, payload: &[u8]) -> Result<RouteNetlinkMessa
     RouteNetlinkMessage::parse_with_param(payload, kind).map_err(|e| Error::Garbled(e.to_string()))
 }
 
-/// Reads an NLMSG_ERROR: a code (0 = done), the request's header (with its body unless capped), then attributes.
+/// Reads an NLMSG_ERROR: a code (0 = success), the request's header (with its body unless capped), then attributes.
 pub(super) fn parse_answer(flags: u16, payload: &[u8]) -> Result<Answer, Error> {
     let garbled = || Error::Garbled("a cut-off acknowledgement".to_owned());
     let (code, rest) = payload.split_first_chunk::<4>().ok_or_else(garbled)?;
@@ -72,7 +72,7 @@ pub(super) fn refusal(code: i32, text: Option<String>) -> Answer {
     }
 }
 
-/// The text attribute among those of an extended ACK.
+/// Returns the text attribute of an extended ACK.
 fn kernels_words(mut attributes: &[u8]) -> Option<String> {
     while let Some(([l0, l1, k0, k1], _)) = attributes.split_first_chunk::<4>() {
         let length = usize::from(u16::from_ne_bytes([*l0, *l1]));

@@ -1,5 +1,5 @@
-//! The parts that nftables messages are put together from: the transaction's frame, expressions, set keys. Pure but
-//! for [`generation`], which asks the kernel.
+//! Builds the parts of nftables messages: the transaction's frame, expressions, set keys. Pure except for
+//! [`generation`], which queries the kernel.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
@@ -17,7 +17,7 @@ use netlink_packet_netfilter::{
 use super::Peer;
 use crate::netlink::{self, Client};
 
-/// The kernel's number for nftables among the users of netfilter's netlink.
+/// The kernel's number for nftables among the subsystems of netfilter's netlink.
 const SUBSYSTEM: u16 = 10;
 const BATCH_BEGIN: u8 = 16;
 const BATCH_GENID: u16 = 1;
@@ -59,7 +59,7 @@ impl Family {
         }
     }
 
-    /// The register right behind an address that starts in register 1.
+    /// The register directly after an address that starts in register 1.
     pub(super) fn behind_address(self) -> Register {
         match self {
             Family::V4 => Register::Reg32_01,
@@ -90,7 +90,7 @@ pub(crate) fn inet(message: NfTablesMessage) -> NetfilterMessage {
     NetfilterMessage::new(NetfilterHeader::new(NetfilterProtoFamily::Inet, 0, 0), message)
 }
 
-/// The number of the namespace's present rules; every change makes a new one.
+/// Returns the generation number of the namespace's rules; every change makes a new one.
 pub(super) fn generation(client: &mut Client) -> Result<u32, netlink::Error> {
     let question = NetfilterMessage::new(
         NetfilterHeader::new(NetfilterProtoFamily::Unspec, 0, 0),
@@ -116,7 +116,7 @@ pub(super) fn parse(kind: u16, payload: &[u8]) -> Result<NetfilterMessage, netli
     NetfilterMessage::deserialize(&header, payload).map_err(|e| netlink::Error::Garbled(e.to_string()))
 }
 
-/// The name in one message of a dump of tables.
+/// Returns the name in one message of a dump of tables.
 pub(super) fn table_in(kind: u16, payload: &[u8]) -> Result<Option<String>, netlink::Error> {
     let NetfilterMessageInner::NfTables(NfTablesMessage::NewTable(message)) = parse(kind, payload)?.inner
     else {
@@ -128,7 +128,7 @@ pub(super) fn table_in(kind: u16, payload: &[u8]) -> Result<Option<String>, netl
     }))
 }
 
-/// The keys in one message of a dump.
+/// Returns the keys in one message of a dump of set elements.
 pub(super) fn keys_in(kind: u16, payload: &[u8]) -> Result<Vec<Vec<u8>>, netlink::Error> {
     let mut keys = Vec::new();
     let NetfilterMessageInner::NfTables(NfTablesMessage::NewSetElement(message)) =
@@ -173,7 +173,7 @@ pub(crate) fn verdict(code: u32) -> Expressions {
     ])
 }
 
-/// A VNI as the packet and the set have it: three bytes in network order, filled up to a register.
+/// Encodes a VNI as in the packet and the set: three bytes in network order, padded to a register.
 pub(super) fn vni_key(vni: u32) -> [u8; 4] {
     (vni << 8).to_be_bytes()
 }

@@ -1,20 +1,21 @@
-//! The wall around the pod's way out by the VM's own network: one nftables table in the VM's own namespace that lets
-//! the pod's packets out and their answers in, changes their source to the VM's address, and stops all the rest.
+//! Builds the egress firewall around the pod's way out by the VM's own network: one nftables table in the VM's own
+//! namespace. It lets the pod's packets out and their answers in, rewrites their source to the VM's address, and drops
+//! the rest.
 //!
 //! ```text
 //! table inet peerpod-external {
 //!   chain in      { hook input;    iifname DOOR drop }                         # nothing of the VM itself is reached
-//!   chain forward { hook forward;  iifname DOOR  saddr of the pod  goto from   # nobody else's packets
+//!   chain forward { hook forward;  iifname DOOR  saddr of the pod  goto from   # packets of the pod only
 //!                                  iifname DOOR  drop
 //!                                  oifname DOOR  ct state established,related accept;  oifname DOOR drop
-//!                                  nfproto FAMILY drop }                       # where forwarding is on for us alone
+//!                                  nfproto FAMILY drop }                       # if forwarding is on for the pod only
 //!   chain from    { daddr ALLOWED accept ...;  daddr DENIED drop ...;  oifname UPLINK accept;  drop }
 //!   chain nat     { hook postrouting, srcnat;  saddr of the pod  oifname UPLINK  masquerade }
 //! }
 //! ```
 //!
-//! Made as a whole in one transaction, whatever was there. Touches only its own table, in the namespace of the socket
-//! it is given. No nft process.
+//! One transaction makes the whole table and replaces an existing one. Touches only its own table, in the namespace of
+//! the given socket. Starts no nft process.
 
 use std::net::IpAddr;
 
@@ -40,38 +41,38 @@ const NFTA_CT_KEY: u16 = 2;
 const NFT_CT_STATE: u32 = 0;
 /// ESTABLISHED (1 << 1) and RELATED (1 << 2) in the kernel's own byte order.
 const KNOWN_STATES: u32 = 0b110;
-/// An interface's name as the kernel compares it.
+/// Length of an interface's name in the kernel's comparison.
 const NAME: usize = 16;
 
-/// A prefix.
+/// Address and prefix length.
 pub type Prefix = (IpAddr, u8);
 
-/// What the wall lets through.
+/// Configuration of the egress firewall.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Wall {
-    /// The VM's end of the pod's way out.
+    /// Name of the VM's end of the veth pair.
     pub door: String,
     /// The pod's addresses.
     pub pod: Vec<IpAddr>,
-    /// The VM's devices that lead out.
+    /// Names of the VM's devices that lead out.
     pub uplinks: Vec<String>,
-    /// Reached although it is denied.
+    /// Prefixes that are reachable although they are denied.
     pub allow: Vec<Prefix>,
-    /// Never reached.
+    /// Prefixes that are never reachable.
     pub deny: Vec<Prefix>,
-    /// Nothing else of IPv4 is forwarded, and of IPv6.
+    /// Whether all other packets are barred from forwarding: those of IPv4, those of IPv6.
     pub alone: (bool, bool),
 }
 
 type Rule = (u16, NetfilterMessage);
 
 impl Wall {
-    /// Makes the table so, whatever was there before.
+    /// Makes the table and replaces an existing one.
     ///
     /// # Errors
-    /// [`Error::Kernel`]; where the kernel has no nftables or no NAT the text says so.
+    /// [`Error::Kernel`], also where the kernel has no nftables or no NAT.
     pub fn raise(&self, client: &mut Client) -> Result<(), Error> {
-        // Deleting needs it to be there.
+        // Deleting requires an existing table.
         let mut all = vec![(NLM_F_CREATE, table()), (0, delete()), (NLM_F_CREATE, table())];
         all.push(hooked("in", "filter", InetHookNumber::LocalIn, PRIORITY_FILTER));
         all.push(hooked("forward", "filter", InetHookNumber::Forward, PRIORITY_FILTER));
@@ -148,7 +149,7 @@ impl Wall {
     }
 }
 
-/// Takes the table away. Not there is fine, a kernel without nftables as well.
+/// Removes the table. A missing table is no error.
 ///
 /// # Errors
 /// [`Error::Kernel`].

@@ -1,4 +1,5 @@
-//! From the message to a plan that makes sense. What comes over the link is refused with its name, never half taken.
+//! Parses the message into a valid plan. An invalid message is refused as a whole, and the error names the invalid
+//! field.
 
 use std::net::IpAddr;
 
@@ -9,7 +10,7 @@ use crate::look::{
     Address, Hop, Neighbour, Prefix, Route, Rule, Sysctl, TABLE_MAIN, UNICAST, usual_broadcast,
 };
 
-/// Addresses, routes, neighbours, rules and sysctls together.
+/// Maximum of addresses, routes, neighbours, rules and sysctls together.
 const MAX_ENTRIES: usize = 16_384;
 const MAX_HOPS: usize = 64;
 const MAX_METRICS: usize = 17;
@@ -18,10 +19,11 @@ const MAX_OVERHEAD: u32 = 256;
 const ROUTE_KINDS: [u8; 6] = [UNICAST, 2, 6, 7, 8, 9];
 /// rtnetlink's rule actions: table, goto, nop, blackhole, unreachable, prohibit.
 const RULE_ACTIONS: [u8; 6] = [1, 2, 3, 6, 7, 8];
-/// The kernel's limit is 15, and a value is some numbers.
+/// Length limit of a sysctl's name and value. A value is a few numbers, or a name of at most 15 bytes (the kernel's
+/// limit).
 const MAX_SYSCTL: usize = 128;
 
-/// Reads a plan and refuses what makes no sense, naming it.
+/// Parses a plan; refuses an invalid one and names the cause.
 ///
 /// # Errors
 /// [`Error::Plan`].
@@ -66,7 +68,8 @@ pub fn read(plan: &wire::NetworkPlan) -> Result<Planned, Error> {
     Ok(planned)
 }
 
-/// Refuses a version that a guest whose newest is `newest` does not know: half a network would be worse than none.
+/// Refuses a version that a guest with the newest version `newest` does not support: half a network would be worse than
+/// none.
 pub(super) fn known(version: u32, newest: u32) -> Result<(), Error> {
     if (OLD_VERSION..=newest).contains(&version) {
         return Ok(());
@@ -99,7 +102,7 @@ fn read_underlay(plan: &wire::NetworkPlan) -> Result<Underlay, Error> {
 }
 
 fn read_interface(from: &wire::Interface, old: bool) -> Result<Interface, Error> {
-    // Never one that is in every namespace.
+    // `lo` exists in every namespace and is never a tunnel.
     if !is_name(&from.name) || from.name == "lo" {
         return Err(wrong(format!("{:?} is no name for an interface", from.name)));
     }
@@ -109,7 +112,7 @@ fn read_interface(from: &wire::Interface, old: bool) -> Result<Interface, Error>
     if !(1..=0xff_ffff).contains(&from.vni) {
         return Err(wrong(format!("VNI {} is not 1 to 16777215", from.vni)));
     }
-    // 1 is lo's, and the kernel counts with a sign.
+    // Index 1 is that of lo, and the kernel's index is signed.
     if from.index == 1 || from.index > i32::MAX as u32 {
         return Err(wrong(format!("{} is no index for an interface", from.index)));
     }
@@ -134,7 +137,7 @@ fn read_interface(from: &wire::Interface, old: bool) -> Result<Interface, Error>
     })
 }
 
-/// As the kernel has it.
+/// Returns whether the kernel accepts the name.
 fn is_name(name: &str) -> bool {
     (1..16).contains(&name.len())
         && !matches!(name, "." | "..")
@@ -210,7 +213,7 @@ fn read_route(from: &wire::Route) -> Result<Route, Error> {
     })
 }
 
-/// A gateway may be an IPv6 one for an IPv4 destination, not the other way round.
+/// Parses a gateway. It may be an IPv6 one for an IPv4 destination, not the other way round.
 fn gateway(text: &str, destination: IpAddr) -> Result<Option<IpAddr>, Error> {
     let gateway = optional("a route's gateway", text)?;
     match gateway {
@@ -234,7 +237,7 @@ fn read_hop(from: &wire::Hop, destination: IpAddr) -> Result<Hop, Error> {
 }
 
 fn read_metric(from: &wire::Metric) -> Result<(u16, u32), Error> {
-    // RTAX_CC_ALGO (16) is a text; what is above 17 nobody knows yet.
+    // RTAX_CC_ALGO (16) is a text; numbers above 17 are not defined yet.
     match from.kind {
         kind @ (1..=15 | 17) => Ok((small("a metric", kind)?, from.value)),
         kind => Err(wrong(format!("a route's metric {kind} is unknown"))),
@@ -307,7 +310,7 @@ fn read_rule(from: &wire::Rule) -> Result<Rule, Error> {
 fn read_sysctl(from: &wire::Sysctl) -> Result<Sysctl, Error> {
     let fit =
         |text: &str| (1..MAX_SYSCTL).contains(&text.len()) && text.bytes().all(|b| (b' '..0x7f).contains(&b));
-    // Which of them are written is decided where they are written, by name.
+    // The code that writes sysctls selects them by name.
     if !fit(&from.name) || !fit(&from.value) {
         return Err(wrong(format!("sysctl {:?} with the value {:?}", from.name, from.value)));
     }

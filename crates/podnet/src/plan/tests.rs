@@ -1,4 +1,4 @@
-//! What is written is read; what makes no sense is not.
+//! Tests that a written plan is read back, and that an invalid plan is refused.
 
 use std::net::{Ipv4Addr, Ipv6Addr};
 
@@ -77,7 +77,7 @@ fn address() -> impl Strategy<Value = Address> {
     })
 }
 
-/// Routes through these interfaces, or of one interface where there are none.
+/// Returns routes through these interfaces, or of one interface if the list is empty.
 fn route(interfaces: Vec<String>) -> impl Strategy<Value = Route> {
     any::<bool>().prop_flat_map(move |v6| {
         let hop = {
@@ -223,7 +223,7 @@ fn seen() -> impl Strategy<Value = Seen> {
     })
 }
 
-/// A small one, always the same.
+/// Returns a small, fixed state.
 fn example() -> Seen {
     let ip = |text: &str| text.parse::<IpAddr>().unwrap();
     let route = |destination: &str, prefix, gateway: &str| Route {

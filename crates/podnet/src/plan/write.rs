@@ -1,11 +1,11 @@
-//! From what was seen to the message.
+//! Builds the message for the guest from the pod's network.
 
 use std::net::IpAddr;
 
 use super::{KIND, Tunnel, Underlay, VERSION, wire};
 use crate::look::{Address, Interface, Neighbour, Prefix, Route, Rule, Seen, Sysctl};
 
-/// The message for the guest. An interface without a tunnel is not in it, nor is what leads through it.
+/// Returns the message for the guest, without interfaces that have no tunnel and without routes through them.
 pub fn write(seen: &Seen, tunnels: &[Tunnel], underlay: &Underlay) -> wire::NetworkPlan {
     let mut plan = wire::NetworkPlan::new();
     plan.version = VERSION;

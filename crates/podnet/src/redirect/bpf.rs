@@ -1,5 +1,5 @@
-//! The programs that redirect every packet to one device, built in memory and loaded with bpf(2). The short one is for
-//! kernels that have neither u32 nor matchall. The other one also lets a pod's own frames come back to it.
+//! Builds in memory, and loads with bpf(2), the programs that redirect every packet to one device. The short program is
+//! for kernels without u32 and matchall. The other one also returns frames that a pod sends to itself.
 
 use std::io;
 use std::os::fd::{FromRawFd, OwnedFd};
@@ -25,34 +25,35 @@ const CALL: u8 = 0x85;
 const EXIT: u8 = 0x95;
 /// The kernel's number of `bpf_redirect(ifindex, flags)`.
 const REDIRECT: i32 = 23;
-/// Where `struct __sk_buff` has the packet's beginning and its end.
+/// Offsets of the packet's beginning and end in `struct __sk_buff`.
 const DATA: i16 = 76;
 const DATA_END: i16 = 80;
-/// The addresses of an Ethernet header: destination, then source.
+/// Offset of the source address, and length of both addresses, in an Ethernet header.
 const SOURCE: i16 = 6;
 const ADDRESSES: i32 = 12;
-/// The bit of a MAC address's first byte that says "made up here".
+/// Bit of a MAC address's first byte that marks it as locally administered.
 const LOCAL: i32 = 2;
 
-/// Loaded programs that are kept. Tunnels have the same few indexes in all pods' namespaces, so nearly all need the
-/// same programs, and checking and compiling one takes the kernel as long as half a pod's set-up.
+/// Number of loaded programs that are kept. Tunnels have the same few indexes in all pods' namespaces, so nearly all
+/// need the same programs. The kernel takes as long to check and compile one as half a pod's set-up takes.
 const KEPT: usize = 16;
 static LOADED: Mutex<Vec<(Kind, Arc<OwnedFd>)>> = Mutex::new(Vec::new());
 
-/// What tells programs apart.
+/// Key of a program: the target device and the additional work.
 type Kind = (u32, Also);
 
-/// What a program does besides redirecting.
+/// Additional work of a program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Also {
     /// Nothing.
     Nothing,
-    /// A frame from the pod to itself gets another source address. A bridge reflects such frames (hairpin: the pod
-    /// asked a service and was chosen itself), and a VXLAN device drops what seems to come from its own address.
+    /// Gives a frame from the pod to itself another source address. A bridge reflects such frames (hairpin: the pod
+    /// called a service and was selected as its endpoint). A VXLAN device drops frames that seem to come from its own
+    /// address.
     TellsReflectedApart,
 }
 
-/// One instruction as the kernel reads it.
+/// One instruction, in the kernel's layout.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct Instruction {
@@ -62,7 +63,7 @@ struct Instruction {
     value: i32,
 }
 
-/// The beginning of `union bpf_attr` for BPF_PROG_LOAD; the kernel takes what is missing for zero.
+/// The beginning of `union bpf_attr` for BPF_PROG_LOAD; the kernel treats the missing part as zero.
 #[repr(C)]
 struct Load {
     kind: u32,
@@ -92,7 +93,7 @@ fn program(target: u32, also: Also) -> Vec<Instruction> {
         step(LOAD_WORD, (3, 1), DATA_END, 0),
         step(MOVE_REGISTER, (4, 2), 0, 0),
         step(ADD, (4, 0), 0, ADDRESSES),
-        step(JUMP_IF_GREATER, (4, 3), 9, 0), // too short: to the redirect, as all jumps
+        step(JUMP_IF_GREATER, (4, 3), 9, 0), // frame too short: to the redirect, as all jumps
         step(LOAD_WORD, (4, 2), 0, 0),
         step(LOAD_WORD, (5, 2), SOURCE, 0),
         step(JUMP_IF_OTHER, (4, 5), 6, 0),
@@ -109,10 +110,10 @@ fn program(target: u32, also: Also) -> Vec<Instruction> {
     }
 }
 
-/// The program, loaded now or before. A filter that has it keeps it.
+/// Returns the program, and loads it if necessary. A filter keeps a reference to its program.
 ///
 /// # Errors
-/// What the kernel says: EPERM without CAP_BPF (or CAP_SYS_ADMIN), ENOSYS or EINVAL without BPF.
+/// An error of the kernel: EPERM without CAP_BPF (or CAP_SYS_ADMIN), ENOSYS or EINVAL without BPF.
 pub(super) fn loaded(target: u32, also: Also) -> io::Result<Arc<OwnedFd>> {
     let kept = || LOADED.lock();
     let known = kept().iter().find(|(kind, _)| *kind == (target, also)).map(|(_, program)| program.clone());
@@ -128,7 +129,7 @@ pub(super) fn loaded(target: u32, also: Also) -> io::Result<Arc<OwnedFd>> {
     Ok(program)
 }
 
-#[allow(unsafe_code)] // no crate of ours has bpf(2), and one for a call of a dozen lines would bring a loader
+#[allow(unsafe_code)] // no dependency has bpf(2), and a crate for one call would bring a loader
 fn load(target: u32, also: Also) -> io::Result<OwnedFd> {
     let instructions = program(target, also);
     let load = Load {
@@ -140,11 +141,12 @@ fn load(target: u32, also: Also) -> io::Result<OwnedFd> {
         log_size: 0,
         log: 0,
     };
-    // SAFETY: the kernel reads `size_of::<Load>()` bytes at `load`, `count` instructions and the licence's text at the
-    // addresses in it, and nothing of that after the call; all three outlive it. It writes nowhere, as there is no log.
+    // SAFETY: the kernel reads `size_of::<Load>()` bytes at `load`, and `count` instructions and the licence's text at
+    // the addresses in it. It reads nothing of that after the call, and all three outlive the call. It writes nothing,
+    // as there is no log.
     let fd =
         unsafe { libc::syscall(libc::SYS_bpf, BPF_PROG_LOAD, std::ptr::from_ref(&load), size_of::<Load>()) };
     let fd = i32::try_from(fd).ok().filter(|fd| *fd >= 0).ok_or_else(io::Error::last_os_error)?;
-    // SAFETY: the kernel just gave us this descriptor (close-on-exec), and nobody else knows it.
+    // SAFETY: the kernel just returned this descriptor (close-on-exec), and it has no other owner.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }

@@ -1,5 +1,5 @@
-//! One tc filter that redirects everything, in the three forms kernels have for it: how it is made, and how a filter
-//! that is there is read. Pure but for loading the program.
+//! Builds and parses a tc filter that redirects everything, in the three forms that kernels support. Pure except for
+//! loading the program.
 
 use std::fmt;
 use std::io;
@@ -20,16 +20,16 @@ use crate::netlink;
 
 /// `ffff:fff2`, the ingress side: the only parent that both `ingress` and `clsact` accept.
 pub(super) const INGRESS_SIDE: TcHandle = TcHandle { major: 0xffff, minor: 0xfff2 };
-/// Before every other filter.
+/// Preference before every other filter.
 pub(super) const FIRST: u32 = 1;
 const ETH_P_ALL: u16 = 0x0003;
 const TCA_KIND: u16 = 1;
 const TC_HEADER: usize = 20;
 
-/// Which of the kernel's classifiers carries the redirect. All do the same; kernels lack one or the other.
+/// The kernel classifier of a redirect. All have the same effect; kernels lack one or another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Classifier {
-    /// `u32` with the action `mirred`: the fastest by a little, and nearly everywhere.
+    /// `u32` with the action `mirred`: the fastest by a little, and available nearly everywhere.
     U32,
     /// `matchall` with the action `mirred`.
     Matchall,
@@ -37,23 +37,23 @@ pub enum Classifier {
     Bpf,
 }
 
-/// What carries the two redirects of a pair.
+/// Classifiers of the two redirects of a pair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Classifiers {
-    /// From the pod's interface into the tunnel. With `bpf`, frames of the pod that a bridge reflects reach it.
+    /// From the pod's interface into the tunnel. With `bpf`, frames of the pod that a bridge reflects reach the pod.
     pub into: Classifier,
-    /// Back.
+    /// From the tunnel to the pod's interface.
     pub back: Classifier,
 }
 
 impl Classifiers {
-    /// The same for both.
+    /// Returns the same classifier for both redirects.
     pub fn both(by: Classifier) -> Classifiers {
         Classifiers { into: by, back: by }
     }
 }
 
-/// One redirect: from which device to which, and whether it leads into the tunnel.
+/// One redirect: its devices, and whether it leads into the tunnel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Way {
     pub(super) from: u32,
@@ -62,10 +62,10 @@ pub(super) struct Way {
 }
 
 impl Classifier {
-    /// All, the best first.
+    /// All classifiers, the best first.
     pub const ALL: [Classifier; 3] = [Classifier::U32, Classifier::Matchall, Classifier::Bpf];
 
-    /// As `tc` calls it.
+    /// Returns the name as in `tc`.
     pub fn name(self) -> &'static str {
         match self {
             Classifier::U32 => "u32",
@@ -74,7 +74,7 @@ impl Classifier {
         }
     }
 
-    /// The handle of the first filter of a preference. Given in full, a second one is refused instead of added.
+    /// Returns the handle of the first filter of a preference. With a full handle the kernel refuses a second filter.
     pub(super) fn first_handle(self) -> u32 {
         match self {
             Classifier::U32 => 0x8000_0800,
@@ -83,13 +83,13 @@ impl Classifier {
     }
 }
 
-/// A filter to be made. The program, where it has one, must stay open until the message is sent.
+/// Filter to be made. Its program, if any, must stay open until the message is sent.
 pub(super) struct Made {
     pub(super) message: TcMessage,
     pub(super) program: Option<Arc<OwnedFd>>,
 }
 
-/// The filter that redirects what comes in on one device to the other.
+/// Builds the filter that redirects everything received on `from` to `to`.
 pub(super) fn make(
     by: Classifier,
     tag: Tag,
@@ -127,13 +127,13 @@ pub(super) fn make(
     let mut message = TcMessage::with_index(from.cast_signed());
     message.header.parent = INGRESS_SIDE;
     message.header.handle = handle.into();
-    // The protocol half is in network order; in host order the filter is accepted and never matches.
+    // The protocol half is in network order. In host order the kernel accepts the filter, but it never matches.
     message.header.info = (preference << 16) | every_protocol();
     message.attributes = vec![TcAttribute::Kind(by.name().to_owned()), TcAttribute::Options(options)];
     Ok(Made { message, program })
 }
 
-/// The protocol half of a filter's `info` when it looks at all protocols.
+/// Returns the protocol half of a filter's `info` that matches all protocols.
 fn every_protocol() -> u32 {
     u32::from(ETH_P_ALL.to_be())
 }
@@ -153,7 +153,7 @@ fn redirect_to(target: u32, tag: Tag) -> TcAction {
     action
 }
 
-/// As `tc` names it.
+/// Formats the filter with the terms of `tc`.
 impl fmt::Display for Filter {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let protocol = u16::from_be(self.info as u16); // the lower half
@@ -162,15 +162,15 @@ impl fmt::Display for Filter {
     }
 }
 
-/// A filter of a device's ingress side.
+/// Filter on a device's ingress side.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Filter {
     pub(super) info: u32,
     pub(super) handle: u32,
     pub(super) kind: String,
-    /// Where it sends everything, if it does nothing else; 0 when that device was deleted.
+    /// Device to which it redirects everything, if it does nothing else; 0 once that device was deleted.
     pub(super) target: Option<u32>,
-    /// Whose it is, where it is one of ours that says so.
+    /// Its tag, where it is a marked filter of this program.
     pub(super) tag: Option<Tag>,
 }
 
@@ -183,23 +183,23 @@ impl Filter {
         Classifier::ALL.into_iter().find(|by| by.name() == self.kind)
     }
 
-    /// Whether a redirect of ours could be another filter of the same preference: the kernel keeps one kind and one
-    /// protocol in each.
+    /// Returns whether a redirect by `by` could be another filter of the same preference: the kernel keeps one kind and
+    /// one protocol in each.
     pub(super) fn goes_with(&self, by: Classifier) -> bool {
         self.kind == by.name() && self.info & 0xffff == every_protocol() && by != Classifier::Matchall
     }
 
-    /// The part of a u32 filter's handle that says where in its table it is; the table is the rest.
+    /// The part of a u32 filter's handle that is its position in the table; the rest identifies the table.
     const NODE: u32 = 0xfff;
 
-    /// A handle by which a redirect of ours comes before this one, where the kernel has such a place in the same
-    /// preference: it goes through a u32 table in the order of handles.
+    /// Returns a handle with which a redirect comes before this filter in the same preference, where the kernel has
+    /// such a place: it evaluates a u32 table in the order of handles.
     pub(super) fn handle_before(&self) -> Option<u32> {
         let node = self.handle & Filter::NODE;
         (self.goes_with(Classifier::U32) && node > 1).then(|| self.handle - 1)
     }
 
-    /// Whether both are of one u32 table.
+    /// Returns whether both are in one u32 table.
     pub(super) fn is_beside(&self, other: &Filter) -> bool {
         let table = |filter: &Filter| (filter.info, filter.handle & !Filter::NODE);
         self.kind == "u32" && other.kind == "u32" && table(self) == table(other)
@@ -214,12 +214,12 @@ impl Filter {
         message
     }
 
-    /// Reads one message of a dump. `None`: u32's own tables, and heads without a filter.
+    /// Parses one message of a dump; `None` for u32's own tables, and for heads without a filter.
     pub(super) fn read(kind: u16, payload: &[u8]) -> Option<Filter> {
         let filter = match netlink::parse_route(kind, payload) {
             Ok(RouteNetlinkMessage::NewTrafficFilter(message)) => Filter::of(message),
             Ok(_) => return None,
-            // Somebody else's, of a form this program does not know; that it is there is what counts.
+            // A filter of another program, of an unknown kind; only its existence matters.
             Err(_) => Filter::of_unknown(payload)?,
         };
         let part = if filter.kind == "u32" { filter.handle & Filter::NODE } else { filter.handle };
@@ -252,7 +252,7 @@ impl Filter {
         filter
     }
 
-    /// Notes what an option says; true where it makes the filter match a part only.
+    /// Records an option; returns whether the option makes the filter match a part only.
     fn take(&mut self, option: &TcOption) -> bool {
         match option {
             TcOption::U32(TcFilterU32Option::Selector(selector)) => {

@@ -1,5 +1,5 @@
-//! Programs of others at a device's "tcx" hook, which runs before all filters of tc (Linux 6.6 and later; newer Cilium
-//! attaches there). Only asks which devices have some: ours are never among them, and nothing tells when they come or go.
+//! Counts other owners' programs at a device's "tcx" hook, which runs before all tc filters (Linux 6.6 and later; newer
+//! Cilium attaches there). This program attaches none there, and no notification reports their coming and going.
 
 use std::io;
 
@@ -12,7 +12,7 @@ use crate::netns::Netns;
 const BPF_PROG_QUERY: libc::c_long = 16;
 const BPF_TCX_INGRESS: u32 = 46;
 
-/// `union bpf_attr` for BPF_PROG_QUERY, as long as kernels with this hook take it at least.
+/// `union bpf_attr` for BPF_PROG_QUERY, in the shortest form that kernels with this hook accept.
 #[repr(C)]
 #[derive(Default)]
 struct Query {
@@ -29,8 +29,8 @@ struct Query {
     revision: u64,
 }
 
-/// In words, what comes before the redirects of these interfaces of a pod. Nothing where the kernel has no such hook or
-/// does not tell.
+/// Returns, as text, the programs that come before the redirects of these interfaces of a pod. Empty where the kernel
+/// has no such hook or does not report it.
 ///
 /// # Errors
 /// When the namespace cannot be entered.
@@ -56,12 +56,12 @@ fn obstacle(interface: &Interface) -> Option<String> {
     }
 }
 
-/// How many programs a device of the calling thread's namespace has there.
-#[allow(unsafe_code)] // no crate of ours has bpf(2), and one for a call of a dozen lines would bring a loader
+/// Returns the number of programs at the hook of a device in the calling thread's namespace.
+#[allow(unsafe_code)] // no dependency has bpf(2), and a crate for one call would bring a loader
 fn count(device: u32) -> io::Result<u32> {
     let mut query = Query { device, hook: BPF_TCX_INGRESS, ..Query::default() };
-    // SAFETY: the kernel reads and writes at most `size_of::<Query>()` bytes at `query`, which outlives the call; there is
-    // no room for identifiers in it, so it writes the count alone.
+    // SAFETY: the kernel reads and writes at most `size_of::<Query>()` bytes at `query`, which outlives the call. The
+    // query has no room for identifiers, so the kernel writes the count alone.
     let answer = unsafe {
         libc::syscall(libc::SYS_bpf, BPF_PROG_QUERY, std::ptr::from_mut(&mut query), size_of::<Query>())
     };

@@ -1,4 +1,4 @@
-//! Taking redirects back: ours and nothing else.
+//! Removes this program's redirects, and nothing else.
 
 use netlink_packet_route::RouteNetlinkMessage;
 use nix::errno::Errno;
@@ -9,23 +9,23 @@ use crate::Error;
 use crate::mark::{Owner, Tag};
 use crate::netlink::Client;
 
-/// Which redirects are to be taken back.
+/// Selects the redirects to be removed.
 pub(crate) struct Taken<'a> {
-    /// Those with this mark.
+    /// Those with this tag.
     pub(crate) tag: Option<Tag>,
-    /// Of those, where this is given, only the ones to these devices.
+    /// If given, restricts them to redirects to these devices.
     pub(crate) only: Option<&'a [u32]>,
-    /// Those without a mark, as earlier versions left them, to one of these devices or to one that is gone.
+    /// Those without a mark, from earlier versions, that lead to one of these devices or to a deleted one.
     pub(crate) unmarked: Option<&'a [u32]>,
-    /// Devices that are deleted anyway, with all that is on them.
+    /// Devices that will be deleted, with everything on them.
     pub(crate) doomed: &'a [u32],
-    /// Devices whose ingress qdisc was there before ours; it stays, even if it is empty.
+    /// Devices with an ingress qdisc from before the redirect; the qdisc stays, even if it is empty.
     pub(crate) shared: &'a [u32],
 }
 
 impl Taken<'_> {
     fn is(&self, filter: &Filter) -> bool {
-        // What leads to a device that goes is of no use to anybody, whoever made it.
+        // A redirect to a device that will be deleted is of no use, regardless of its owner.
         if filter.target.is_some_and(|target| self.doomed.contains(&target)) {
             return true;
         }
@@ -41,7 +41,7 @@ impl Taken<'_> {
     }
 }
 
-/// Takes the redirects of the namespace back. What somebody else put there stays. Everything is tried.
+/// Removes the redirects of the namespace. Other programs' filters stay. Every device is tried.
 pub(crate) fn take_back(client: &mut Client, taken: &Taken<'_>, errors: &mut Vec<Error>) {
     let all = match qdiscs(client) {
         Ok(all) => all,
@@ -65,13 +65,13 @@ fn from_device(client: &mut Client, device: u32, kind: &str, taken: &Taken<'_>) 
     }
     let gone = &[Errno::ENOENT, Errno::ENODEV, Errno::EINVAL];
     if others.is_empty() && kind == "ingress" && !taken.shared.contains(&device) {
-        // Its filters go with it.
+        // The qdisc's filters go with it.
         return patient(client, 0, &RouteNetlinkMessage::DelQueueDiscipline(qdisc(device)), gone)
             .map_err(Error::kernel(attempt()));
     }
     for mut filter in ours {
         if others.iter().all(|other| other.info != filter.info) {
-            filter.handle = 0; // with the empty table that u32 would leave
+            filter.handle = 0; // deletes the empty u32 table as well
         }
         patient(client, 0, &RouteNetlinkMessage::DelTrafficFilter(filter.deletion(device)), gone)
             .map_err(Error::kernel(attempt()))?;
@@ -79,7 +79,7 @@ fn from_device(client: &mut Client, device: u32, kind: &str, taken: &Taken<'_>) 
     Ok(())
 }
 
-/// The marks of an owner's redirects in the namespace, with the device each is on.
+/// Returns the tags of an owner's redirects in the namespace, each with its device.
 pub(crate) fn tagged(client: &mut Client, owner: Owner) -> Result<Vec<(u32, Tag)>, Error> {
     let mut found = Vec::new();
     for (device, _) in qdiscs(client)? {

@@ -1,4 +1,4 @@
-//! Whether tunnels on a port work on this node, found out by trying.
+//! Tests whether tunnels on a port work on this node, by trial.
 
 use netlink_packet_core::{NLM_F_CREATE, NLM_F_EXCL};
 use netlink_packet_route::RouteNetlinkMessage;
@@ -12,16 +12,16 @@ use crate::mark::{Mark, Owner};
 use crate::netlink::{self, Client};
 use crate::netns::Netns;
 
-/// VNIs to try with: one that is taken says nothing about the port.
+/// Maximum number of VNIs to try: a VNI that is taken shows nothing about the port.
 const TRIES: u32 = 16;
-/// The kernel asks for the device's name in its own namespace; any will do.
+/// Number in the device's name. The kernel checks the name only in the device's own namespace, so any will do.
 const SLOT: u32 = 0;
 
-/// Makes sure that tunnels on this port work here: makes a device of each family in a throw-away namespace, takes it
-/// up, and deletes it again (some 40 ms). `host` is a socket of the node's namespace.
+/// Verifies that tunnels on this port work: makes a device of each family in a scratch namespace, sets it up, and
+/// deletes it again (some 40 ms). `host` is a socket of the node's namespace.
 ///
 /// # Errors
-/// [`Error::Port`] naming the device that is in the way, where it is one; [`Error::Kernel`].
+/// [`Error::Port`], which names the conflicting device, where it is a device; [`Error::Kernel`].
 pub fn probe(host: &mut Client, shape: Shape, source_ports: Option<(u16, u16)>) -> Result<(), Error> {
     let scratch = Netns::scratch()?;
     let mut inside = scratch.netlink()?;
@@ -75,7 +75,7 @@ fn make(
     result
 }
 
-/// Who holds the port, in words.
+/// Returns the holder of the port, as text.
 fn culprit(host: &mut Client, port: u16) -> String {
     let holds = |link: &Link| link.up && link.vxlan.as_ref().is_some_and(|v| v.port == port);
     let there = link::all_that(host, 64, holds).unwrap_or_default();

@@ -1,4 +1,4 @@
-//! Reserving: all of a pod's tunnel devices, or none of them.
+//! Reserves all of a pod's tunnel devices, or none of them.
 
 use netlink_packet_core::{NLM_F_CREATE, NLM_F_EXCL};
 use netlink_packet_route::RouteNetlinkMessage;
@@ -14,23 +14,23 @@ use crate::netlink::{self, Client, Refusal};
 use crate::netns::Netns;
 use crate::redirect::qdisc;
 
-/// The devices' indexes begin here, so that a new one need not be looked for. Namespaces count from 1 upwards.
+/// First of the devices' indexes, so that a new device need not be looked up. Namespaces count from 1 upwards.
 const FIRST_INDEX: u32 = 0x10_0000;
-/// More than a namespace that nobody else works on ever needs.
+/// Maximum number of rounds; a namespace without concurrent changes never needs so many.
 const ROUNDS: u32 = 8192;
 
-/// Messages that name a device.
+/// Number of messages that name a device.
 const PER_DEVICE: usize = 3;
 
-/// What is to be reserved.
+/// Parameters of [`reserve`].
 #[derive(Clone, Copy, Debug)]
 pub struct Wanted<'a> {
-    /// For whom.
+    /// Owner and sandbox of the devices.
     pub mark: Mark<'a>,
-    /// What cannot be changed later.
+    /// Settings that cannot be changed later.
     pub shape: Shape,
-    /// The range of UDP source ports, ends included, that flows are spread over; `None`: the kernel's own, all that
-    /// programs use. Many let a network card spread the load; few keep a tracked tunnel to few conntrack entries.
+    /// Range of the UDP source ports over which flows are spread, ends included; `None` = the kernel's own, the range
+    /// of all programs. Many ports let a NIC spread the load. Few ports keep a tracked tunnel to few conntrack entries.
     pub source_ports: Option<(u16, u16)>,
     /// The VNIs to choose from.
     pub vnis: Vnis,
@@ -43,13 +43,14 @@ pub struct Wanted<'a> {
 pub struct Slot {
     /// The number in its name.
     pub number: u32,
-    /// The VNI of an earlier reservation; taken if the kernel still has it to give, whatever the range.
+    /// VNI of an earlier reservation; taken if it is still free, regardless of the range.
     pub vni: Option<u32>,
 }
 
-/// Makes sure that the pod's namespace has this sandbox's devices, down and without a remote where they are new. `host`
-/// is a socket of the namespace the tunnels' packets go through. In the common case this is one exchange with the
-/// kernel for all devices and one for their names. When one cannot be made, those made here are removed again.
+/// Makes sure that the pod's namespace has this sandbox's devices; new ones are down and without a remote. `host` is a
+/// socket of the namespace through which the tunnels' packets go. In the common case this is one exchange with the
+/// kernel for all devices and one for their names. When a device cannot be made, the devices made here are removed
+/// again.
 ///
 /// # Errors
 /// [`Error::Claimed`] when another sandbox's device is there, [`Error::NoVni`], [`Error::Kernel`], [`Error::Netns`].
@@ -70,7 +71,8 @@ pub fn reserve(host: &mut Client, netns: &Netns, wanted: Wanted<'_>) -> Result<V
         Err(e) => {
             for state in reserving.slots {
                 if let State { made: true, held: Some(held), .. } = state {
-                    // The first error is the one that counts; what stays has our mark and is found by it.
+                    // The first error is the one that counts. A device that stays has this sandbox's mark and is found
+                    // by it.
                     drop(remove(&mut pod, held.ifindex));
                 }
             }
@@ -81,7 +83,7 @@ pub fn reserve(host: &mut Client, netns: &Netns, wanted: Wanted<'_>) -> Result<V
 
 struct State {
     slot: Slot,
-    /// The VNI that is being tried.
+    /// The VNI of the present attempt.
     trying: u32,
     index: u32,
     held: Option<Held>,
@@ -123,7 +125,7 @@ impl Reserving<'_> {
             let answers = host.batch(&messages).map_err(Error::kernel(attempt()))?;
             let mut failed = None;
             for (state, answer) in self.slots.iter_mut().filter(|s| s.held.is_none()).zip(answers) {
-                // All answers are looked at, so that what was made is known when something failed.
+                // All answers are processed, so that the devices that were made are known after a failure.
                 let result = match answer {
                     Ok(()) => state.found(pod, netns),
                     Err(no) if no.errno == Errno::EEXIST => state.in_the_way(pod, netns, self.wanted, &no),
@@ -138,8 +140,9 @@ impl Reserving<'_> {
         Err(self.draw.exhausted(self.wanted.shape.port))
     }
 
-    /// The alias, no IPv6 address of its own (what the device itself said would only disturb the VM), and the qdisc that
-    /// its redirect will need: on a device that is up the kernel would wait for all processors before it has one.
+    /// Sets the alias, prevents an automatic IPv6 address (the device's own packets would only disturb the VM), and
+    /// adds the qdisc for the redirect. On a device that is up, the kernel would wait for all processors before it adds
+    /// a qdisc.
     fn name_all(&self, pod: &mut Client) -> Result<Vec<Held>, Error> {
         let held: Vec<Held> = self.slots.iter().filter_map(|state| state.held).collect();
         let mut messages = Vec::with_capacity(PER_DEVICE * held.len());
@@ -154,8 +157,8 @@ impl Reserving<'_> {
         }
         let attempt = || Error::kernel("name the tunnel's devices");
         let answers = pod.batch(&messages).map_err(attempt())?;
-        // The second is refused where the kernel has no IPv6; then there is nothing to switch off. The third, where it is
-        // there already; whoever connects mends it.
+        // The second message is refused where the kernel has no IPv6, and so no address to prevent. The third is
+        // refused where the qdisc already exists; `tunnel::connect` repairs that.
         match answers.into_iter().step_by(PER_DEVICE).find_map(Result::err) {
             Some(no) => Err(attempt()(no.into())),
             None => Ok(held),
@@ -164,7 +167,7 @@ impl Reserving<'_> {
 }
 
 impl State {
-    /// The device was made.
+    /// Records a device that was made.
     fn found(&mut self, pod: &mut Client, netns: &Netns) -> Result<(), Error> {
         self.made = true;
         let ifindex = match self.index {
@@ -177,7 +180,7 @@ impl State {
         Ok(())
     }
 
-    /// The kernel said "exists": the name, the index, or the VNI.
+    /// Handles EEXIST: the name, the index, or the VNI is taken.
     fn in_the_way(
         &mut self,
         pod: &mut Client,
@@ -188,7 +191,7 @@ impl State {
         if let Some(there) = find(pod, netns, self.slot.number)? {
             return self.adopt(pod, netns, &there, wanted);
         }
-        // No device of the name: with the kernel's words it was the VNI, without them the index.
+        // No device has the name. With a text in the kernel's answer the VNI was taken, without one the index.
         if no.text.is_none() && self.index != 0 {
             self.index = 0;
         } else {
@@ -197,7 +200,7 @@ impl State {
         Ok(())
     }
 
-    /// A device of the name is there: takes it if it is what we would make, removes it if it is ours and different.
+    /// Adopts an existing device of the name if it is as wanted; removes it if it is this sandbox's and different.
     fn adopt(
         &mut self,
         pod: &mut Client,

@@ -1,4 +1,4 @@
-//! Tunnel packets do not fill the node's conntrack table.
+//! Tests that tunnel packets do not fill the node's conntrack table.
 
 use super::world;
 use std::{collections::BTreeSet, os::fd::AsRawFd};
@@ -15,14 +15,14 @@ use peerpod_podnet::netns::Netns;
 use peerpod_podnet::nft::{Filter, Peer};
 use world::{SHAPE4, World};
 
-/// The tunnel's entries in the node's conntrack, one a line.
+/// Returns the tunnel's entries in the node's conntrack table.
 fn entries(world: &World) -> BTreeSet<String> {
     let all = world.within("node", || std::fs::read_to_string("/proc/thread-self/net/nf_conntrack").unwrap());
     let flow = |line: &str| line.split_whitespace().filter(|word| word.contains("port=")).collect::<String>();
     all.lines().filter(|line| line.contains("dport=4789")).map(flow).collect()
 }
 
-/// One UDP flow each from so many ports, through the whole tunnel.
+/// Sends one UDP flow from each of fifty ports through the whole tunnel.
 fn flows(world: &World) {
     world.within("other", || {
         for _ in 0..50 {
@@ -36,7 +36,7 @@ fn flows(world: &World) {
 fn tunnel_packets_are_no_conntrack_entries() {
     let mut world = World::new();
     let node = world.open("node");
-    // A rule that looks at the state makes the kernel track connections in this namespace.
+    // A rule that matches on the state makes the kernel track connections in this namespace.
     track(&node);
     let mut client = node.netfilter().unwrap();
     let filter = Filter::new(SHAPE4.port);
@@ -46,7 +46,7 @@ fn tunnel_packets_are_no_conntrack_entries() {
     filter
         .add(&mut client, &[Peer { address: "10.77.0.2".parse().unwrap(), vni: held.vni }], &Vec::new)
         .unwrap();
-    // What the kernel sent by itself through the new device, before there was a filter for it.
+    // Packets that the kernel sent by itself through the new device, before the filter existed.
     let before = entries(&world);
     let plan = world.connect(&pod, held, SHAPE4, &seen).unwrap();
     world.apply(&plan).unwrap();
@@ -58,7 +58,7 @@ fn tunnel_packets_are_no_conntrack_entries() {
     assert!(entries(&world).len() > 10, "without the filter there are entries, so the test sees them");
 }
 
-/// Makes the kernel track connections in a namespace, as any firewall does that looks at their state.
+/// Makes the kernel track connections in a namespace, as any stateful firewall does.
 fn track(netns: &Netns) {
     let table = || "firewall".to_owned();
     let chain = || "state".to_owned();

@@ -1,5 +1,5 @@
-//! Whatever a pod's namespace holds: seen, planned and made in another namespace, it is seen there as it was. The
-//! shapes are random and made by `ip`, which leaves out what the kernel refuses; PEERPOD_TEST_LONG tries many more.
+//! Tests that any pod network, inspected, planned and made in another namespace, is found there unchanged. The shapes
+//! are random; `ip` makes them and skips those that the kernel refuses. PEERPOD_TEST_LONG tries many more.
 
 use super::world;
 use std::cell::RefCell;
@@ -17,7 +17,7 @@ fn device() -> impl Strategy<Value = &'static str> {
     select(&DEVICES[..])
 }
 
-/// Few different ones, so that they meet.
+/// Few different addresses, so that they coincide.
 fn four() -> impl Strategy<Value = String> {
     (0..4u8, 1..5u8).prop_map(|(b, d)| format!("10.{b}.0.{d}"))
 }
@@ -225,7 +225,7 @@ fn sysctl() -> impl Strategy<Value = (String, &'static str)> {
     prop_oneof![of_device, of_all]
 }
 
-/// Without what passes while one looks.
+/// Removes values that change with time.
 fn timeless(seen: Seen) -> Seen {
     let mut seen = seen;
     seen.left_out.clear();
@@ -233,7 +233,7 @@ fn timeless(seen: Seen) -> Seen {
         address.valid = address.valid.map(|left| left / 10_000);
         address.preferred = address.preferred.map(|left| left / 10_000);
     }
-    // No route is wider than its interfaces, and those are as narrow as their narrowest default route.
+    // No route is wider than its interfaces, and these are as narrow as their narrowest default route.
     let narrow = |route: &mut Route, mtu: u32| {
         let headers = if route.destination.is_ipv6() { 60 } else { 40 };
         route.mtu = route.mtu.min(mtu);
@@ -253,7 +253,7 @@ fn timeless(seen: Seen) -> Seen {
     seen
 }
 
-/// The lines that only one of them has.
+/// Returns the lines that only one of the states has.
 fn difference(was: &Seen, is: &Seen) -> String {
     let lines = |seen: &Seen| {
         let mut all: Vec<String> = Vec::new();
@@ -334,8 +334,8 @@ fn whatever_is_seen_is_the_same_where_it_was_made_again() {
     tried.unwrap();
 }
 
-/// The kernel believes a gateway "on the link" as long as the first route that leads to it allows; which that is depends on
-/// the order in which addresses came, and the copy's is another one.
+/// The kernel accepts a gateway as on-link as long as the first route to it allows that. The order in which addresses
+/// came determines the first route, and the copy has another order.
 #[test]
 fn a_gateway_in_a_prefix_of_lo_is_believed_as_it_was() {
     let mut world = World::new();

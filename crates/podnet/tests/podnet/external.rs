@@ -1,5 +1,5 @@
-//! The external network through the VM, with real namespaces: who sees whom under which address, what is out of reach,
-//! and what is left.
+//! Tests the external network through the VM in real namespaces: source addresses, unreachable destinations, and the
+//! state that remains.
 
 use super::world;
 use std::io::{Read, Write};
@@ -14,7 +14,7 @@ use world::{SHAPE4, World};
 const DEADLINE: Duration = Duration::from_secs(10);
 const METADATA: &str = "169.254.169.254";
 
-/// The node is the cloud's gateway, too: behind it lies the internet, which knows the way back to VMs and to pods.
+/// The node is also the cloud's gateway. Behind it is the internet, with routes back to VMs and pods.
 fn world() -> World {
     let mut world = World::new();
     world.empty("internet");
@@ -29,7 +29,7 @@ fn world() -> World {
     world.ip("internet", "route add default via 2001:db8::1");
     world.ip("vm", "route add default via 10.77.0.1");
     world.ip("vm", "route add default via fd77::1");
-    // The cloud's own services, and a machine beside the VM: other addresses of the node's namespace do for both.
+    // The cloud's own services, and a machine beside the VM: other addresses of the node's namespace stand for both.
     world.ip("node", &format!("addr add {METADATA}/32 dev ul0"));
     world.ip("node", "addr add fd00:ec2::254/128 dev ul0 nodad");
     world.ip("node", "addr add 10.77.0.9/32 dev ul0");
@@ -39,7 +39,8 @@ fn world() -> World {
     world
 }
 
-/// Who a server at `address` in `at` saw, when somebody in `from` came; `None` when nobody got through.
+/// Returns the client address that a server at `address` in `at` sees for a connection from `from`; `None` if the
+/// connection fails.
 fn seen_by(world: &World, at: &str, from: &str, address: &str) -> Option<IpAddr> {
     let address: SocketAddr = address.parse().unwrap();
     let listener = world.within(at, || TcpListener::bind(address).unwrap());
@@ -69,7 +70,7 @@ fn wanted(allow: &[&str]) -> wire::External {
     }
 }
 
-/// What the guest does: the way out, then the tunnel without the default routes that left it.
+/// Does the guest's steps: the egress path, then the tunnel without the default routes that left it.
 fn leave_by_vm(world: &mut World, plan: &wire::NetworkPlan, allow: &[&str]) -> external::Applied {
     let mut plan = plan.clone();
     plan.external = Some(wanted(allow)).into();
@@ -98,15 +99,15 @@ fn the_pod_leaves_as_the_vm_and_the_cluster_stays_in_the_tunnel() {
         ("internet", "[2001:db8::2]:0", "fd77::2"),
         ("other", "10.244.1.20:0", "10.244.1.7"),
         ("other", "[fd10:244:1::20]:0", "fd10:244:1::7"),
-        // The node itself, by whichever address: kubelet's probes come from there.
+        // The node itself, by any of its addresses: kubelet's probes come from there.
         ("node", "10.77.0.1:0", "10.244.1.7"),
         ("node", "[fd77::1]:0", "fd10:244:1::7"),
     ] {
         assert_eq!(seen_by(&world, at, "podns", address), ip(source), "{address}");
     }
-    // From inside the cluster it is reached as before.
+    // From inside the cluster the pod is reachable as before.
     assert_eq!(seen_by(&world, "podns", "other", "10.244.1.7:0"), ip("10.244.1.20"));
-    // Again: the same.
+    // A repeated call changes nothing.
     let show = |world: &World| {
         let nft = || std::process::Command::new("nft").args(["list", "ruleset"]).output().unwrap().stdout;
         let nft = String::from_utf8(world.within("vm", nft)).unwrap();
@@ -137,7 +138,7 @@ fn metadata_the_vm_and_its_network_are_out_of_the_pods_reach() {
             assert!(seen_by(&world, at, "vm", &address).is_some(), "the VM itself reaches {address}");
         }
     }
-    // Nobody comes in: not from the internet by a route of their own, and not under a forged source.
+    // The internet cannot connect by a route of its own, and the pod cannot connect with a forged source.
     world.ip("internet", "route add 10.244.1.7/32 via 203.0.113.1");
     world.ip("node", "route add 10.244.1.7/32 via 10.77.0.2");
     assert_eq!(seen_by(&world, "podns", "internet", "10.244.1.7:0"), None);
@@ -146,17 +147,17 @@ fn metadata_the_vm_and_its_network_are_out_of_the_pods_reach() {
     world.ip("podns", "route change default via 169.254.1.1 dev pp-ext0 onlink src 10.99.99.99");
     assert_eq!(seen_by(&world, "internet", "podns", "203.0.113.2:0"), None);
     world.ip("podns", "route change default via 169.254.1.1 dev pp-ext0 onlink src 10.244.1.7");
-    // What belongs into the tunnel does not leave by the VM, whatever the pod does to its routes.
+    // Traffic for the tunnel does not leave by the VM, even after the pod deletes its routes.
     world.ip("podns", "route del 10.244.0.0/16");
     world.ip("podns", "route del 10.244.1.0/24");
     assert_eq!(seen_by(&world, "other", "podns", "10.244.1.20:0"), None);
-    // And whoever wants it says so.
+    // An allowed address is reachable.
     leave_by_vm(&mut world, &plan, &[METADATA, "10.77.0.9/32"]);
     assert_eq!(seen_by(&world, "node", "podns", &format!("{METADATA}:0")), ip("10.77.0.2"));
     assert_eq!(seen_by(&world, "node", "podns", "10.77.0.9:0"), ip("10.77.0.2"));
 }
 
-/// As Google, and some networks of Azure, give it: an address alone, and a route to the gateway.
+/// As Google, and some networks of Azure, assign it: an address alone, and a route to the gateway.
 #[test]
 fn where_the_vms_address_names_no_network_its_gateways_and_neighbours_are_out_of_reach_all_the_same() {
     let mut world = world();
@@ -174,7 +175,7 @@ fn where_the_vms_address_names_no_network_its_gateways_and_neighbours_are_out_of
         world.ip("vm", &format!("route add {beside} dev eth0"));
         world.ip("vm", &format!("route replace default via {gateway}"));
     }
-    // Behind a router: no neighbour, and only that router is the VM's own.
+    // Behind a router: not a neighbour; only the router is directly connected to the VM.
     world.ip("vm", "route add 10.79.0.0/24 via 10.77.0.254");
     let (_pod, _seen, _held, plan) = world.whole(SHAPE4);
     let applied = leave_by_vm(&mut world, &plan, &[]);
@@ -190,8 +191,8 @@ fn where_the_vms_address_names_no_network_its_gateways_and_neighbours_are_out_of
     assert_eq!(seen_by(&world, "node", "podns", "10.78.0.9:0"), ip("10.77.0.2"));
 }
 
-/// A second card of the VM, on a network that the internet is behind as well. Its gateway is in a table of the card's own,
-/// as clouds' tools leave it.
+/// Adds a second NIC to the VM, on a network that also leads to the internet. Its gateway is in a table of the NIC's
+/// own, as clouds' tools configure it.
 fn second_card(world: &World) {
     let vm = world.name("vm");
     world.ip("node", &format!("link add ul1 type veth peer name eth1 netns {vm}"));
@@ -202,9 +203,9 @@ fn second_card(world: &World) {
     }
     world.ip("vm", "route add default via 10.78.0.1 dev eth1 table 101");
     world.ip("vm", "-6 route add default via fd78::1 dev eth1 table 101");
-    // A machine beside that card.
+    // A machine beside that NIC.
     world.ip("node", "addr add 10.78.0.9/32 dev ul1");
-    // What takes another way back than it came is dropped: by node and VM.
+    // Node and VM drop packets that take another way back.
     for ns in ["node", "vm"] {
         world.within(ns, || std::fs::write("/proc/sys/net/ipv4/conf/all/rp_filter", "1").unwrap());
     }
@@ -243,7 +244,7 @@ fn with_a_second_card_the_pod_leaves_by_that_one_alone() {
     ] {
         assert_eq!(seen_by(&world, at, "podns", address), ip(source), "{address}");
     }
-    // The VM itself goes on as it did.
+    // The VM's own traffic is unchanged.
     assert_eq!(seen_by(&world, "internet", "vm", "203.0.113.2:0"), ip("10.77.0.2"));
     for (at, address) in [
         ("node", format!("{METADATA}:0")),
@@ -255,7 +256,7 @@ fn with_a_second_card_the_pod_leaves_by_that_one_alone() {
     ] {
         assert_eq!(seen_by(&world, at, "podns", &address), None, "{address}");
     }
-    // Without its routes nothing goes out by the first card.
+    // Without the routes of the policy route's table, no packet leaves by the first NIC.
     world.ip("vm", "route flush table 28784");
     assert_eq!(seen_by(&world, "internet", "podns", "203.0.113.2:0"), None);
     let rules = |world: &World| world.ip("vm", "rule show") + &world.ip("vm", "-6 rule show");
@@ -263,7 +264,7 @@ fn with_a_second_card_the_pod_leaves_by_that_one_alone() {
     leave_by_second(&world, &plan);
     assert_eq!(rules(&world), once);
     assert_eq!(seen_by(&world, "internet", "podns", "203.0.113.2:0"), ip("10.78.0.2"));
-    // With the card away the tunnel carries all again, never the first card.
+    // With the second NIC down the tunnel carries all traffic again, and the first NIC none.
     world.ip("vm", "link set eth1 down");
     leave_by_second(&world, &plan);
     assert_eq!(seen_by(&world, "internet", "podns", "203.0.113.2:0"), ip("10.244.1.7"));
@@ -317,14 +318,14 @@ fn undone_it_leaves_nothing_and_the_tunnel_carries_all_again() {
 fn without_it_the_pods_namespace_has_no_way_to_the_uplink() {
     let mut world = world();
     let (_pod, _seen, _held, _plan) = world.whole(SHAPE4);
-    // Whatever comes out of the pod's namespace comes out at the node, under the pod's own address, also towards what
-    // lies beside the VM. The VM itself is no router, and its own sockets are not the pod's.
+    // Packets from the pod's namespace reach the node with the pod's own address, also on the way to machines beside
+    // the VM. The VM itself is no router, and its own sockets are not the pod's.
     for (at, address) in [("internet", "203.0.113.2:0"), ("node", "10.77.0.9:0")] {
         assert_eq!(seen_by(&world, at, "podns", address), ip("10.244.1.7"), "{address}");
     }
     let links = world.ip("podns", "-o link show");
     assert_eq!(links.lines().count(), 2, "lo and the tunnel: {links}");
-    // Cut the tunnel at the node, and nothing at all is reached, the VM's own addresses least of all.
+    // With the tunnel cut at the node the pod reaches nothing, least of all the VM's own addresses.
     world.ip("pod", "link set eth0 down");
     for (at, address) in [("internet", "203.0.113.2:0"), ("vm", "10.77.0.2:0"), ("vm", "[fd77::2]:0")] {
         assert_eq!(seen_by(&world, at, "podns", address), None, "{address}");
@@ -351,7 +352,7 @@ fn what_the_pods_network_lacks_is_named_and_put_right() {
     assert!(!lacks(&plan).is_empty());
     world.within("vm", || guest::apply(&plan, Some(&plan), &podns).unwrap());
     assert_eq!(lacks(&plan), Vec::<String>::new());
-    // The external network's own device is no stranger, and what left the tunnel is not missed.
+    // The external network's own device is not reported, and routes that left the tunnel are not missed.
     leave_by_vm(&mut world, &plan, &[]);
     plan.external = Some(wanted(&[])).into();
     let external = external::read(&plan).unwrap().unwrap();

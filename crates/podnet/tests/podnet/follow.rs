@@ -1,5 +1,5 @@
-//! A plan that changed while the pod runs: the guest adds what is new and removes what an older plan brought, and
-//! nothing that is somebody else's.
+//! Tests a plan that changes while the pod runs: the guest adds new parts and removes those of the older plan, and
+//! nothing of other programs.
 
 use super::world;
 use std::time::Instant;
@@ -51,7 +51,7 @@ fn what_the_plan_no_longer_has_goes_and_what_others_put_there_stays() {
     let before = two_interfaces(&mut world);
     world.apply_in("podns", &before, None).unwrap();
     assert_eq!(sysctl(&world, "podns", "core/somaxconn"), "77");
-    // A mesh's sidecar, or the pod itself.
+    // Additions by a mesh's sidecar, or by the pod itself.
     let theirs = "addr add 192.0.2.9/32 dev eth0
         route add 198.51.100.0/24 via 10.244.1.1
         route add local 0.0.0.0/0 dev lo table 133
@@ -62,7 +62,8 @@ fn what_the_plan_no_longer_has_goes_and_what_others_put_there_stays() {
     let mut after = before.clone();
     after.interfaces.retain(|i| i.name == "eth0");
     let eth0 = &mut after.interfaces[0];
-    // The first address of the network goes: with it the kernel takes the second one and what has it as a source.
+    // The network's first address is removed. The kernel then also removes the second one, and routes with it as the
+    // source.
     eth0.addresses.retain(|a| a.prefix != "10.244.1.7/24" && !a.prefix.starts_with("fd10::7"));
     eth0.routes.retain(|r| r.gateway != "fd10::1" && r.destination != "fd10::/64");
     eth0.routes.iter_mut().filter(|r| r.source == "10.244.1.7").for_each(|r| r.source = "10.244.1.8".into());
@@ -102,7 +103,7 @@ fn what_the_plan_no_longer_has_goes_and_what_others_put_there_stays() {
     assert_eq!(sysctl(&world, "podns", "ipv4/conf/eth0/arp_notify"), "0");
     assert!(!world.apply_in("podns", &after, Some(&after)).unwrap().changed);
 
-    // And back.
+    // Back to the first plan.
     assert!(world.apply_in("podns", &before, Some(&after)).unwrap().changed);
     let now = all(&world, "podns");
     for back in [
@@ -126,7 +127,7 @@ fn a_change_that_cannot_be_made_leaves_everything_as_it_was() {
     let mut after = before.clone();
     after.interfaces[0].mtu = 1300;
     after.interfaces[0].addresses[0].prefix = "10.244.1.70/24".into();
-    after.interfaces[0].routes[0].source = "203.0.113.9".into(); // nobody has it
+    after.interfaces[0].routes[0].source = "203.0.113.9".into(); // no interface has it
     let error = world.apply_in("podns", &after, Some(&before)).unwrap_err().to_string();
     assert!(error.contains("add the route to"), "{error}");
     assert_eq!(all(&world, "podns"), was);

@@ -1,4 +1,4 @@
-//! Looking at a pod's network, compared with what `ip` put there.
+//! Tests the inspection of a pod's network against the state that `ip` made.
 
 use super::world;
 use std::net::IpAddr;
@@ -60,7 +60,7 @@ fn everything_of_the_pods_interface_is_seen() {
         .map(|(address, mac)| Neighbour::new(ip(address), mac.to_owned()));
     assert!(neighbours.iter().all(|n| interface.neighbours.contains(n)), "{:?}", interface.neighbours);
     assert_eq!(interface.neighbours.len(), 2);
-    // It goes into the ledger and comes back.
+    // The state survives the ledger's encoding.
     let text = serde_json::to_string(&seen).unwrap();
     assert_eq!(serde_json::from_str::<Seen>(&text).unwrap(), seen);
 }
@@ -81,7 +81,7 @@ fn the_primary_interface_is_that_of_the_best_default_route_and_the_others_follow
     assert_eq!(seen.left_out, [""; 0]);
     world.ip("pod", "route del default via 10.244.1.1");
     assert_eq!(names(&look(&pod).unwrap()), ["net1", "eth0"]);
-    // Our own device is no part of the pod.
+    // This program's own device is not part of the pod.
     world.reserve(&pod, "sandbox", world::SHAPE4, None).unwrap();
     assert_eq!(names(&look(&pod).unwrap()), ["net1", "eth0"]);
 }

@@ -1,4 +1,4 @@
-//! Pods' networks in real namespaces.
+//! Tests of pods' networks in real namespaces.
 
 #![allow(clippy::unwrap_used)] // test code outside of test functions
 

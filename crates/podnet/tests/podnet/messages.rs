@@ -1,4 +1,5 @@
-//! How many messages the kernel gets, however much there is. Alone in its process, whose messages it counts.
+//! Tests that the number of netlink messages does not depend on the number of objects. Runs alone in its process,
+//! because it counts the process's messages.
 
 use super::world;
 use std::time::{Duration, Instant};
@@ -30,7 +31,7 @@ fn a_pod_is_seen_with_six_questions_however_much_it_has() {
         }),
     );
     world.batch("large", &lines, false);
-    look(&small).unwrap(); // the first one of a process also looks at a new namespace
+    look(&small).unwrap(); // the first call of a process also reads a new namespace
     let (few, _) = count(|| look(&small).unwrap());
     let (many, seen) = count(|| look(&large).unwrap());
     assert_eq!((few, many), (6, 6));
@@ -50,7 +51,7 @@ fn a_pod_is_seen_with_six_questions_however_much_it_has() {
     took.sort();
     println!("look: p50 {:?}, p99 {:?}", took[100], took[198]);
 
-    // In the VM: six questions, then one message per thing, and a device takes some.
+    // In the VM: six queries, then one message per object, and several per device.
     let plan = world.plan(&seen);
     let (first, _) = count(|| world.apply_in("podns", &plan, None).unwrap());
     let (again, applied) = count(|| world.apply_in("podns", &plan, Some(&plan)).unwrap());

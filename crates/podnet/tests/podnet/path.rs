@@ -1,5 +1,5 @@
-//! How large a packet may be, on paths that lie about it: two routers between node and VM, a narrow link between them,
-//! and nobody says so (ICMP is dropped). Real namespaces, real traffic.
+//! Tests the path MTU probe on misleading paths: two routers between node and VM with a narrow hop between them, and no
+//! report of it (ICMP is dropped). Real namespaces, real traffic.
 
 use super::world;
 use std::io::{Read, Write};
@@ -16,7 +16,7 @@ use world::{SHAPE4, SHAPE6, World, run};
 const DEADLINE: Duration = Duration::from_secs(20);
 const PORT: u16 = 15151;
 
-/// A world whose underlay has `ends` bytes at node and VM, and `middle` bytes between two routers that keep silent.
+/// Returns a world with an underlay of `ends` bytes at node and VM, and `middle` bytes between two silent routers.
 fn world(ends: u32, middle: u32) -> World {
     let mut world = World::new();
     for name in ["r1", "r2"] {
@@ -27,7 +27,7 @@ fn world(ends: u32, middle: u32) -> World {
     run(&format!("ip -n {node} link add ul0 mtu {ends} type veth peer name west mtu {ends} netns {r1}"));
     run(&format!("ip -n {r1} link add east mtu {middle} type veth peer name east mtu {middle} netns {r2}"));
     run(&format!("ip -n {vm} link add eth0 mtu {ends} type veth peer name west mtu {ends} netns {r2}"));
-    // Each end has the whole network behind its router.
+    // Each end reaches the whole network through its router.
     let routes = [
         (&node, "ul0", "10.77.0.1", "fd77::1", "10.77.1.1", "fd77:1::1"),
         (&vm, "eth0", "10.77.0.2", "fd77::2", "10.77.1.2", "fd77:1::2"),
@@ -66,7 +66,7 @@ fn world(ends: u32, middle: u32) -> World {
             std::process::Command::new("ip").args(["netns", "exec", ns, "nft", rules]).output().unwrap();
         assert!(nft.status.success(), "{}", String::from_utf8_lossy(&nft.stderr));
     }
-    // The link comes before the probe: neighbours are known by then.
+    // The link comes before the probe, so the neighbours are resolved by then.
     world.ping("vm", "10.77.0.1", 56);
     world.ping("vm", "fd77::1", 56);
     world
@@ -93,7 +93,7 @@ fn relay(world: &World) -> Relay {
 }
 
 impl Relay {
-    /// What the guest does.
+    /// Measures the path MTU as the guest does.
     fn ask(&self, world: &World, node: &str) -> Outcome {
         let node: IpAddr = node.parse().unwrap();
         let began = Instant::now();
@@ -106,7 +106,7 @@ impl Relay {
     }
 }
 
-/// Sends so many bytes from one to the other through TCP, or fails the test.
+/// Sends `bytes` bytes from one namespace to another over TCP, or fails the test.
 fn transfer(world: &World, from: &str, to: &str, address: &str, bytes: usize) {
     let address: SocketAddr = address.parse().unwrap();
     let listener = world.within(to, || TcpListener::bind(address).unwrap());
@@ -148,7 +148,7 @@ fn the_pods_mtu_follows_the_path_whatever_the_ends_believe() {
         let relay = relay(&world);
         assert_eq!(relay.ask(&world, "10.77.0.1"), Outcome::Passes(middle), "{ends} {middle}");
         assert_eq!(relay.ask(&world, "fd77::1"), Outcome::Passes(middle), "{ends} {middle}");
-        // Pods that would take the whole of a jumbo frame.
+        // Pods that would use the whole of a jumbo frame.
         for (name, device) in [("node", "cni0"), ("node", "veth20"), ("other", "eth0")] {
             world.ip(name, &format!("link set {device} mtu {ends}"));
         }
@@ -171,7 +171,7 @@ fn the_pods_mtu_follows_the_path_whatever_the_ends_believe() {
 
 #[test]
 fn without_the_probe_a_silent_path_cuts_every_full_packet() {
-    // What the test above is worth: the same, and the plan as the node's device has it.
+    // Control for the test above: the same path, with a plan by the MTU of the node's device.
     let mut world = world(1500, 1460);
     let (_pod, _seen, _held, plan) = world.whole(SHAPE4);
     assert_eq!(plan.interfaces[0].mtu, 1450);
@@ -200,7 +200,7 @@ fn an_ipv6_path_that_swallows_large_packets_carries_a_full_transfer() {
 fn where_udp_is_blocked_or_nobody_answers_it_is_said_in_time() {
     let world = world(1500, 1500);
     let relay = relay(&world);
-    // A relay of before: it has no such socket.
+    // A relay of an earlier version has no such socket.
     let no_relay = SocketAddr::new("10.77.0.1".parse().unwrap(), PORT + 1);
     let ask = |to| world.within("vm", || relay.runtime.block_on(ask::ask(to, token(), 1500)).unwrap());
     assert_eq!(ask(no_relay), Outcome::Refused);
@@ -208,7 +208,7 @@ fn where_udp_is_blocked_or_nobody_answers_it_is_said_in_time() {
     assert_eq!(relay.ask(&world, "10.77.0.1"), Outcome::Silence);
 }
 
-/// Sends a datagram that must not be cut, and what the routers say about it becomes known.
+/// Sends datagrams that must not be fragmented until the kernel has learnt the path MTU from the routers' reports.
 fn learn(world: &World, from: &str, to: &str, size: usize) {
     use rustix::net::sockopt::{Ipv4PathMtuDiscovery, Ipv6PathMtuDiscovery};
     let to: SocketAddr = to.parse().unwrap();
@@ -222,9 +222,9 @@ fn learn(world: &World, from: &str, to: &str, size: usize) {
         }
         socket.connect(to).unwrap();
         let since = Instant::now();
-        while ask::figures(to.ip()).unwrap().learnt == 1500 {
+        while uplink::mtus(to.ip()).unwrap().learnt == 1500 {
             assert!(since.elapsed() < DEADLINE, "no router says that {to} is behind a narrow link");
-            drop(socket.send(&vec![0; size])); // refused from the moment on that we wait for
+            drop(socket.send(&vec![0; size])); // refused as soon as the value is learnt
             std::thread::sleep(Duration::from_millis(5));
         }
     });
@@ -241,7 +241,7 @@ fn what_a_router_said_once_keeps_no_pod_narrow_when_the_path_is_wide_again() {
         learn(&world, "vm", to, size);
         let node: IpAddr = node.parse().unwrap();
         let figures = world.within("vm", || uplink::mtus(node).unwrap());
-        assert_eq!(figures, ask::Figures { device: 1500, route: 1500, learnt: 1400 });
+        assert_eq!(figures, uplink::Mtus { device: 1500, route: 1500, learnt: 1400 });
     }
     learn(&world, "node", "10.77.0.2:9", 1472);
     for name in ["r1", "r2"] {
@@ -253,7 +253,7 @@ fn what_a_router_said_once_keeps_no_pod_narrow_when_the_path_is_wide_again() {
     assert_eq!(plan.interfaces[0].mtu, 1450, "the node plans by what it learnt long ago");
     room::fit(&mut plan, 1500);
     assert_eq!(world.apply(&plan).unwrap().mtu, 1450);
-    // A route's own MTU is no such thing.
+    // A configured MTU of a route stays in force, unlike a learnt one.
     run(&format!("ip -n {} route add 10.77.0.1 via 10.77.1.2 dev eth0 onlink mtu 1420", world.name("vm")));
     assert_eq!(world.apply(&plan).unwrap().mtu, 1370);
 }

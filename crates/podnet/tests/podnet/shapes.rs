@@ -1,12 +1,12 @@
-//! The shapes that CNI plugins leave in a pod's namespace: seen as they are, and made the same in the VM. The witness
-//! for both ends is `ip -j`.
+//! Tests the shapes that CNI plugins leave in a pod's namespace: they are inspected unchanged, and made the same in the
+//! VM. The witness at both ends is `ip -j`.
 
 use super::world;
 use peerpod_podnet::look::{Seen, look};
 use serde_json::Value;
 use world::{World, run};
 
-/// What a plugin leaves.
+/// Network that a plugin leaves.
 struct Shape {
     cni: &'static str,
     devices: &'static [&'static str],
@@ -182,7 +182,7 @@ fn what_each_cni_leaves_is_seen_whole_and_is_the_same_in_the_vm() {
         assert!(!again.changed, "{}: the second time changed something", shape.cni);
         let copy = look(&world.open(&podns)).unwrap();
         assert_eq!(timeless(&copy), timeless(&seen), "{}", shape.cni);
-        // Of a route that is narrower than its interface the VM makes the interface narrow.
+        // Where a route is narrower than its interface, the VM makes the interface narrow.
         let narrow = format!("\"mtu\":{}", seen.primary().mtu);
         let mut expected = witness(&world, &pod);
         for line in expected.iter_mut().filter(|line| line.contains("\"ifname\":\"eth0\"")) {
@@ -192,7 +192,7 @@ fn what_each_cni_leaves_is_seen_whole_and_is_the_same_in_the_vm() {
     }
 }
 
-/// Without what passes while one looks.
+/// Removes values that change with time.
 fn timeless(seen: &Seen) -> Seen {
     let mut seen = seen.clone();
     for interface in &mut seen.interfaces {
@@ -207,8 +207,8 @@ fn timeless(seen: &Seen) -> Seen {
     seen
 }
 
-/// Everything that `ip` shows of a pod's network, as text; what may differ is taken out: how a device is made, the time
-/// that is left, and that our addresses bring no routes of their own.
+/// Returns everything that `ip` shows of a pod's network, as text. Legitimate differences are removed: the kind of a
+/// device, remaining lifetimes, and the missing automatic routes of addresses.
 fn witness(world: &World, name: &str) -> Vec<String> {
     let name = world.name(name);
     let mut all = Vec::new();
@@ -224,7 +224,7 @@ fn witness(world: &World, name: &str) -> Vec<String> {
         let mut entries: Vec<Value> = answer.as_array().cloned().unwrap_or_default();
         entries.retain(|entry| entry["table"] != "local");
         if what.starts_with("neigh") {
-            entries.sort_by_key(|entry| entry["dst"].to_string()); // shown in the order of a hash
+            entries.sort_by_key(|entry| entry["dst"].to_string()); // listed in hash order
         }
         for entry in &mut entries {
             strip(entry);

@@ -1,4 +1,4 @@
-//! The whole tunnel with real namespaces: node, pod, other pod, VM.
+//! Tests the whole tunnel in real namespaces: node, pod, other pod, VM.
 
 use super::world;
 use std::io::{Read, Write};
@@ -16,14 +16,14 @@ use world::{SHAPE4, SHAPE6, World, attempt, run};
 
 const DEADLINE: Duration = Duration::from_secs(30);
 
-/// Two echoes there and back, of a size that fills a small packet.
+/// Exchanges two small echoes.
 fn ping(world: &World, from: &str, to: &str) {
     for _ in 0..2 {
         world.ping(from, to, 56);
     }
 }
 
-/// Fetches through TCP from a server in `podns`, and returns whom the server saw.
+/// Fetches over TCP from a server in `podns`; returns the client address that the server saw.
 fn fetch(world: &World, from: &str, address: &str) -> IpAddr {
     let address: SocketAddr = address.parse().unwrap();
     let listener = world.within("podns", || TcpListener::bind(address).unwrap());
@@ -66,7 +66,7 @@ fn both_families_pass_the_tunnel_both_ways() {
     for end in ["node", "vm"] {
         assert_eq!(world.fragments(end), "0", "{end} cuts the tunnel's packets");
     }
-    // The VM's copy is what the pod has.
+    // The VM's copy equals the pod's network.
     let copy = look(&world.open("podns")).unwrap();
     assert_eq!(copy.primary().mac, seen.primary().mac);
     assert_eq!(copy.primary().mtu, 1450);
@@ -91,8 +91,8 @@ fn an_ipv6_underlay_carries_both_families() {
     assert_eq!(fetch(&world, "other", "10.244.1.7:8080"), "10.244.1.20".parse::<IpAddr>().unwrap());
 }
 
-/// The node heard of the VM's address from the cloud, before the VM has it: the answer of its DHCP server is on its
-/// way, or the kernel still asks whether somebody else has it. Until then all it could speak from is `fe80::`.
+/// The cloud reports the VM's address to the node before the VM has it: the answer of its DHCP server is on its way, or
+/// duplicate address detection still runs. Until then its only source address is an `fe80::` one.
 #[test]
 fn an_address_that_the_vm_is_only_about_to_have_is_taken_for_its_own() {
     let mut world = World::new();
@@ -102,10 +102,10 @@ fn an_address_that_the_vm_is_only_about_to_have_is_taken_for_its_own() {
     let (_pod, _seen, _held, plan) = world.whole(SHAPE6);
     let device = world.ip("podns", "-d link show eth0");
     assert!(device.contains("local fd77::2 "), "{device}");
-    // With the kernel's question this time, which takes it a second or more.
+    // This time with duplicate address detection, which takes a second or more.
     world.ip("vm", "addr add fd77::2/128 dev eth0");
     assert!(!world.apply(&plan).unwrap().changed, "while it is still asked for");
-    // What is still asked for is not there yet, so that its readiness is a change that whoever follows it sees.
+    // A tentative address does not count yet, so that its readiness is a change that a watcher sees.
     let own: IpAddr = "fd77::2".parse().unwrap();
     let is_asked_for = || world.ip("vm", "addr show dev eth0 tentative").contains("fd77::2");
     let has_it = || {
@@ -227,12 +227,12 @@ fn undo_is_complete_after_every_step_and_twice() {
         world.connect(&pod, held, SHAPE4, &seen).unwrap();
         undo(if name.is_some() { None } else { Some(held) }, name);
     }
-    // Connected, then somebody deleted the device: the redirect into nowhere goes too.
+    // Connected, then another program deletes the device: the redirect to nowhere goes too.
     let held = world.reserve(&pod, "sandbox", SHAPE4, None).unwrap();
     world.connect(&pod, held, SHAPE4, &seen).unwrap();
     world.ip("pod", "link del pp-vx0");
     undo(Some(held), Some("sandbox"));
-    // And a connection after that is whole again.
+    // A connection after that is complete again.
     let held = world.reserve(&pod, "sandbox", SHAPE4, None).unwrap();
     world.connect(&pod, held, SHAPE4, &seen).unwrap();
     world.ip("pod", "link del pp-vx0");
@@ -274,10 +274,10 @@ fn a_vni_is_never_given_twice_for_one_family() {
     assert_eq!(first.vni, 777);
     let second = world.reserve(&two, "second", SHAPE4, Some(777)).unwrap();
     assert_ne!(second.vni, 777);
-    // The other family has its own numbers.
+    // The other family has its own VNIs.
     let third = world.pod("three", 33);
     assert_eq!(world.reserve(&third, "third", SHAPE6, Some(777)).unwrap().vni, 777);
-    // A recorded number comes back when its device was lost.
+    // A recorded VNI is used again after its device was lost.
     world.ip("one", "link del pp-vx0");
     assert_eq!(world.reserve(&one, "first", SHAPE4, Some(777)).unwrap().vni, 777);
     // Another shape makes the device anew.
@@ -294,7 +294,7 @@ fn two_sandboxes_cannot_claim_one_namespace() {
     let held = world.reserve(&pod, "first", SHAPE4, None).unwrap();
     let error = world.reserve(&pod, "second", SHAPE4, None).unwrap_err();
     assert!(matches!(&error, Error::Claimed { other, .. } if other == "first"), "{error}");
-    // Its undo leaves the first one's alone.
+    // Its undo leaves the first sandbox's device alone.
     for never in [None, Some(Held { vni: held.vni ^ 1, ..held })] {
         let errors = world.undo(&pod, "second", never);
         assert!(errors.is_empty(), "{errors:?}");
@@ -311,9 +311,9 @@ fn a_namespace_that_goes_away_is_said_to_be_gone() {
     netns::delete_named(world.path("pod")).unwrap();
     assert!(!pod.is_still_there());
     assert!(matches!(Netns::open(world.path("pod")), Err(e) if e.is_gone()));
-    // While it is open it lives, and everything works on it.
+    // The open namespace lives, and every operation works on it.
     world.connect(&pod, held, SHAPE4, &seen).unwrap();
-    // Made anew under the same name it is another one.
+    // A namespace that is made anew under the same name is another one.
     let new = netns::create_named(world.path("pod")).unwrap();
     assert_ne!(new.id(), pod.id());
     assert_eq!(NetnsId::of(&world.path("pod")), Some(new.id()));
@@ -365,8 +365,8 @@ fn a_port_that_another_device_holds_is_refused_by_its_name() {
     assert_ne!(world.reserve(&pod, "sandbox", SHAPE4, Some(1)).unwrap().vni, 1);
 }
 
-/// Sends 100 VXLAN packets from one address of the VM and says whether the pod's device took them in. (Now and then
-/// the VM's own neighbour discovery adds one.)
+/// Sends 100 VXLAN packets from one address of the VM; returns whether the pod's device received them. (The VM's own
+/// neighbour discovery adds one now and then.)
 fn taken(world: &World, from: &str, vni: u32) -> bool {
     let received = || -> u64 {
         let all = world.ip("pod", "-s -o link show pp-vx0");
@@ -380,7 +380,7 @@ fn taken(world: &World, from: &str, vni: u32) -> bool {
         let socket = UdpSocket::bind((from, 0)).unwrap();
         let mut packet = vec![0x08, 0, 0, 0];
         packet.extend((vni << 8).to_be_bytes());
-        packet.extend([0xff; 6]); // broadcast, from a made-up address, of a type nobody listens to
+        packet.extend([0xff; 6]); // broadcast, from a made-up address, of an unused type
         packet.extend([0x02, 0, 0, 0, 0, 9, 0x88, 0xb5]);
         packet.extend([0; 46]);
         for _ in 0..100 {
@@ -412,7 +412,7 @@ fn only_the_vm_itself_may_send_into_its_tunnel() {
         assert!(!taken(&world, vm, held.vni ^ 1));
         assert!(taken(&world, vm, held.vni));
         ping(&world, "other", "10.244.1.7");
-        // The guest has its own filter: a stranger on the node's network does not reach the pod either.
+        // The guest has its own filter: another host on the node's network does not reach the pod either.
         assert_eq!(world.tables("vm").len(), 1);
         filter.remove(&mut client, peer).unwrap();
         filter.remove(&mut client, peer).unwrap();
@@ -437,7 +437,7 @@ fn the_filters_table_survives_restarts_and_foreign_hands() {
     filter.add(&mut client, &peers[..1], &|| peers[1..].to_vec()).unwrap();
     assert_eq!(filter.list(&mut client).unwrap().len(), peers.len());
     assert!(!filter.remove_if_empty(&mut client).unwrap(), "it is not empty");
-    // Two at once, as two daemons are.
+    // Two clients at once, as with two daemons.
     let mut second = node.netfilter().unwrap();
     filter.add(&mut second, &peers[..5], &Vec::new).unwrap();
     assert_eq!(filter.list(&mut second).unwrap().len(), peers.len());

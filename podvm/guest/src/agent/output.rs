@@ -1,10 +1,11 @@
-//! What the agent writes to its stdout and stderr: to the console, as it is, and line by line into the log's ring. Of the
-//! agent's own log only warnings and worse go there: below that it writes whole requests, a container's environment among
-//! them, and the node's log is read by more people than may read a pod's secrets.
+//! Copies the kata-agent's stdout and stderr to the console and, line by line, into the log ring.
 //!
-//! It writes into a named pipe that it holds open itself for reading, too: so a death of this program is no broken pipe
-//! for the agent, and what it says meanwhile is read by our next run. The reading is a thread's, because the console
-//! may be a slow serial line, and the link must not wait for it.
+//! Of the kata-agent's own log, only warnings and errors enter the ring. Its lower levels contain whole requests,
+//! including container environments, and the node's log has more readers than may read a pod's secrets.
+//!
+//! The kata-agent writes into a named pipe that it also holds open for reading. The death of the guest is therefore no
+//! broken pipe for the kata-agent, and the next run of the guest reads the output written meanwhile. A thread does the
+//! reading: the console may be a slow serial line, and the link must not wait for it.
 
 use std::{
     fs::{File, OpenOptions},
@@ -28,18 +29,18 @@ use peerpod_link::record::{Level, MAX_TEXT};
 
 use crate::log::Ring;
 
-/// Whose lines they are.
+/// Log target of the kata-agent's lines.
 const TARGET: &str = "kata-agent";
-/// What the agent may say while nobody reads; then it waits.
+/// Capacity of the pipe in bytes. The kata-agent blocks when the pipe is full and has no reader.
 const PIPE: i32 = 1 << 20;
-/// Bytes that are written to the console at once: a slow serial line is locked for so long against other writers.
+/// Bytes per write to the console: a slow serial line is locked against other writers during a write.
 const PIECE: usize = 1 << 10;
 
-/// The pipe between the agent and us.
+/// Pipe between the kata-agent and the guest.
 pub(super) struct Output {
     path: PathBuf,
     ring: Ring,
-    /// Somebody reads: what is written to a pipe that nobody reads would stop the agent.
+    /// Whether the reader thread runs. Without a reader, a full pipe would stop the kata-agent.
     is_read: AtomicBool,
 }
 
@@ -48,18 +49,19 @@ impl Output {
         Output { path, ring, is_read: AtomicBool::new(false) }
     }
 
-    /// Begins to read, once: the pipe is there from then on. Also for an agent that an earlier run started.
+    /// Starts the reader thread, and makes the pipe if it is missing. Called once per run, also for a kata-agent that
+    /// an earlier run started.
     pub(super) fn read(&self) -> io::Result<()> {
         let pipe = open(&self.path)?;
         let ring = self.ring.clone();
-        // Our own descriptor: the standard library's has a lock, and what this program itself says would wait for it.
+        // A descriptor of its own: the standard library's stderr has a lock, and the guest's own log would wait for it.
         let console = File::from(io::stderr().as_fd().try_clone_to_owned()?);
         std::thread::Builder::new().name("agent-output".into()).spawn(move || copy(pipe, console, &ring))?;
         self.is_read.store(true, Relaxed);
         Ok(())
     }
 
-    /// For the agent: the pipe, or our own console where nobody reads it.
+    /// Returns the output for the kata-agent: the pipe, or the guest's console if the pipe has no reader.
     pub(super) fn stdio(&self) -> Stdio {
         let pipe = self.is_read.load(Relaxed).then(|| open(&self.path)).and_then(Result::ok);
         pipe.map_or_else(Stdio::inherit, Stdio::from)
@@ -71,7 +73,7 @@ fn open(path: &Path) -> io::Result<File> {
         Ok(()) | Err(nix::Error::EEXIST) => {}
         Err(error) => return Err(error.into()),
     }
-    // Both ways: an open for reading alone would wait for a writer, and the writer must be its own reader.
+    // Read and write: a read-only open would wait for a writer, and the writer must be its own reader.
     let flags = nix::libc::O_CLOEXEC | nix::libc::O_NOFOLLOW;
     let file = OpenOptions::new().read(true).write(true).custom_flags(flags).open(path)?;
     if !file.metadata()?.file_type().is_fifo() {
@@ -87,10 +89,10 @@ fn copy(mut pipe: File, mut console: File, ring: &Ring) {
     let (mut buffer, mut lines) = (vec![0; 16 << 10], Lines::default());
     loop {
         match pipe.read(&mut buffer) {
-            Ok(0) => return, // not while we hold it open for writing
+            Ok(0) => return, // not while this file is open for writing, too
             Ok(n) => {
                 for piece in buffer[..n].chunks(PIECE) {
-                    // A console that takes nothing is no reason to stop reading.
+                    // Reading continues even if the console takes nothing.
                     drop(console.write_all(piece));
                 }
                 lines.add(&buffer[..n], |line| {
@@ -108,7 +110,7 @@ fn copy(mut pipe: File, mut console: File, ring: &Ring) {
     }
 }
 
-/// Bytes put together to lines; of one that is too long, the beginning.
+/// Joins bytes into lines; keeps only the beginning of an overlong line.
 #[derive(Default)]
 struct Lines {
     begun: Vec<u8>,
@@ -135,13 +137,13 @@ impl Lines {
     }
 }
 
-/// Whether a line may go to the node: what is no line of the agent's log (a panic, a library), and of that log what warns.
-/// One that was cut says no level any more and stays.
+/// Returns whether a line may go to the node. Lines outside the kata-agent's log (a panic, a library) may, and log
+/// lines of level warning or above. A truncated log line has no readable level and stays in the VM.
 fn leaves_the_vm(line: &str) -> bool {
     !line.trim_start().starts_with('{') || level(line) <= Level::Warn
 }
 
-/// The agent writes JSON lines with a `level` (slog's short names); anything else is information.
+/// Returns the level of a JSON line of the kata-agent (slog's short names); any other line has level info.
 fn level(line: &str) -> Level {
     #[derive(serde::Deserialize)]
     struct Leveled<'a> {

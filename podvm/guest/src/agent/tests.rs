@@ -1,4 +1,4 @@
-//! With a real process: this test program itself, started again as an agent that only listens.
+//! Tests with a real process: this test program starts itself again as a kata-agent that only listens.
 
 use std::os::unix::net::UnixListener;
 
@@ -17,7 +17,7 @@ const SOCKET: &str = "PEERPOD_TEST_AGENT_SOCKET";
 const KEEPER: &str = "PEERPOD_TEST_AGENT_KEEPER";
 const DELAY: &str = "PEERPOD_TEST_AGENT_DELAY_MS";
 
-/// The agent's part: not a test by itself, does nothing without its variable.
+/// Role of the kata-agent: not a test by itself, does nothing without its variable.
 #[test]
 #[ignore = "role: started by the tests below as their agent"]
 fn be_an_agent() {
@@ -71,7 +71,7 @@ impl Kept {
         self.agent.read_record().unwrap().unwrap().process.unwrap().pid
     }
 
-    /// As if this program were killed: the agent stays.
+    /// Stops the task as if this program were killed; the kata-agent stays.
     fn die(self) {
         self.task.abort();
     }
@@ -132,7 +132,7 @@ async fn an_agent_that_dies_with_containers_stays_dead_and_it_is_said() {
     assert!(!report.agent_running && report.error.contains("died with running containers"));
     assert_eq!(kept.agent.connect().await.unwrap_err().kind(), io::ErrorKind::NotConnected);
 
-    // The next run of this program says the same.
+    // The next run of this program reports the same.
     let again = keep(&settings(dir.path(), 0));
     again.task.await.unwrap();
     assert_eq!(again.status.report().agent_exits, 1);
@@ -162,8 +162,8 @@ async fn a_restarted_guest_finds_its_agent_with_and_without_a_record() {
     timeout(Duration::from_secs(20), phase.wait_for(|p| *p == Phase::Dead)).await.unwrap().unwrap();
 }
 
-/// A process of its own, because the limit is the process's: an agent runs, and this program has no descriptor left to
-/// see it by.
+/// Runs in a process of its own, because the descriptor limit is per process: a kata-agent runs, and this program has
+/// no descriptor left to find it.
 #[tokio::test]
 #[ignore = "role: started by the test below"]
 async fn a_keeper_without_descriptors() {
@@ -190,7 +190,7 @@ async fn a_keeper_without_descriptors() {
         };
         assert!(says_nothing(&full), "{full}");
         for free in 0..4 {
-            // With none, and with one, two and three: each of the steps of a look fails once.
+            // With zero to three free descriptors, each step of the look-up fails once.
             held.truncate(held.len() - usize::from(free > 0));
             match agent.find().await {
                 Err(error) => assert!(says_nothing(&error), "{error}"),

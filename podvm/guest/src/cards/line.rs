@@ -1,12 +1,12 @@
-//! `ip=` of the kernel's command line, as the kernel's own documentation has it (and brackets for IPv6, as in dracut):
+//! Parses `ip=` of the kernel command line, as the kernel documents it (and brackets for IPv6, as in dracut):
 //! `ip=<client>:<server>:<gateway>:<netmask>:<hostname>:<device>:<autoconf>:<dns0>:<dns1>:<ntp0>`. Pure.
 
 use std::net::{IpAddr, Ipv4Addr};
 
-/// A card's static settings.
+/// Static settings of a NIC.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Static {
-    /// The card's name; `None` = the first there is.
+    /// Name of the NIC; `None` means the first one.
     pub(crate) device: Option<String>,
     pub(crate) address: IpAddr,
     pub(crate) prefix: u8,
@@ -14,20 +14,20 @@ pub(crate) struct Static {
     pub(crate) dns: Vec<IpAddr>,
 }
 
-/// What the line says.
+/// Network settings of the command line.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Line {
-    /// No card is given an address.
+    /// Whether all NICs stay without an address.
     pub(crate) off: bool,
     pub(crate) fixed: Vec<Static>,
-    /// Of `nameserver=`.
+    /// Name servers of `nameserver=`.
     pub(crate) dns: Vec<IpAddr>,
 }
 
-/// More cards than any VM has.
+/// Limit of entries: more NICs than any VM has.
 const MOST: usize = 16;
 
-/// Reads the line; the second part says what of it could not be understood.
+/// Parses the command line; the second value lists the faults.
 pub(crate) fn parse(command_line: &str) -> (Line, Vec<String>) {
     let (mut line, mut wrong) = (Line::default(), Vec::new());
     for word in command_line.split_whitespace() {
@@ -51,7 +51,7 @@ pub(crate) fn parse(command_line: &str) -> (Line, Vec<String>) {
     (line, wrong)
 }
 
-/// `None` where the card asks a server, as without the word.
+/// Parses one value of `ip=`; `None` means DHCP, as without the parameter.
 fn one(value: &str) -> Result<Option<Static>, String> {
     let fields = fields(value);
     let field = |at: usize| fields.get(at).map(String::as_str).filter(|field| !field.is_empty());
@@ -83,7 +83,7 @@ fn one(value: &str) -> Result<Option<Static>, String> {
     }))
 }
 
-/// At the colons that are not in brackets.
+/// Splits a value at the colons outside of brackets.
 fn fields(value: &str) -> Vec<String> {
     let (mut fields, mut inside) = (vec![String::new()], false);
     for character in value.chars() {
@@ -113,7 +113,7 @@ fn prefix(text: &str, v6: bool) -> Option<u8> {
     text.parse().ok().filter(|bits| *bits <= if v6 { 128 } else { 32 })
 }
 
-/// As the kernel guesses.
+/// Returns the prefix length of an address class, as the kernel guesses it.
 fn by_class(address: IpAddr) -> u8 {
     match address {
         IpAddr::V6(_) => 64,

@@ -1,4 +1,4 @@
-//! `/etc/resolv.conf`, from what all cards were told. Written only when somebody told us something.
+//! Writes `/etc/resolv.conf` from the DNS settings of all NICs; does not touch it without any.
 
 use std::{
     collections::BTreeMap,
@@ -10,14 +10,14 @@ use std::{
 
 use parking_lot::Mutex;
 
-/// The C library takes no more.
+/// Limit of the C library.
 const MOST_SERVERS: usize = 3;
 const MOST_SEARCH: usize = 6;
 
-/// Servers, and domains to search.
+/// Name servers and search domains.
 type Told = (Vec<IpAddr>, Vec<String>);
 
-/// Who said what: by card and family, the first card counts first.
+/// DNS settings by NIC and family; the first NIC comes first.
 pub(crate) struct Names {
     file: PathBuf,
     told: Mutex<BTreeMap<(u32, bool), Told>>,
@@ -28,7 +28,7 @@ impl Names {
         Names { file: file.to_owned(), told: Mutex::default() }
     }
 
-    /// What a card was told now; nothing is no reason to forget what others were.
+    /// Records the current settings of a NIC. Empty ones do not remove earlier settings.
     pub(crate) fn tell(&self, rank: u32, v6: bool, servers: &[IpAddr], search: &[String]) {
         let mut told = self.told.lock();
         let now = (servers.to_vec(), search.to_vec());
@@ -50,7 +50,7 @@ fn text(told: &BTreeMap<(u32, bool), Told>) -> String {
         search.extend(own_search.iter().map(String::as_str).filter(|name| is_name(name)));
     }
     for server in servers.iter().take(MOST_SERVERS) {
-        // To a String, which cannot fail.
+        // Writing to a String cannot fail.
         let _never = writeln!(text, "nameserver {server}");
     }
     search.dedup();
@@ -61,7 +61,7 @@ fn text(told: &BTreeMap<(u32, bool), Told>) -> String {
     text
 }
 
-/// A server must not write a line of its own into the file.
+/// Returns whether a name is plain: a server must not write a line of its own into the file.
 fn is_name(name: &str) -> bool {
     let is_fit = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'-' | b'_');
     !name.is_empty() && name.len() <= 253 && name.bytes().all(is_fit)

@@ -1,27 +1,27 @@
-//! What is said when no card of the VM has an address. Home cannot be asked or told then: the console is all there is, and
-//! it is what a node shows of a VM that never calls.
+//! Reports that no NIC of the VM has an address. The node cannot be reached then: the console is the only output, and
+//! the node shows the console of a VM that never connects.
 
 use std::time::{Duration, Instant};
 
 use super::Card;
 
-/// Servers may be slow for so long without a word of ours.
+/// Time that slow servers get before the first report.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// Said again, so that it is among the last words of a VM that is given up.
+/// Interval between reports, so that the console tail of an abandoned VM has one.
 const AGAIN: Duration = Duration::from_secs(60);
 
-/// When it is to be said next.
+/// Time of the next report.
 pub(super) struct Silence {
     due: Instant,
 }
 
 impl Silence {
-    /// The cards are being asked for from now on.
+    /// Starts the wait: the NICs request their addresses from now on.
     pub(super) fn new(now: Instant) -> Silence {
         Silence { due: now + PATIENCE }
     }
 
-    /// What is to be said of the cards as they are now, if it is time.
+    /// Returns the report about the current NICs, if it is due.
     pub(super) fn look(&mut self, cards: &[Card], now: Instant) -> Option<String> {
         if cards.iter().any(|card| card.addressed) {
             self.due = now + PATIENCE;

@@ -1,9 +1,9 @@
-//! Of several attempts the one that has to wait least.
+//! Runs the one of several attempts that has the shortest wait.
 //!
-//! The DHCP library lets a new client wait up to 200 ms, by chance, before it asks for the first time (RFC 2131 4.4.1:
-//! machines that are switched on together are to ask one after the other). On a fast machine that is the longest part of
-//! the way home. So several clients are made, and only the one whose wait is over first is heard of: what is left of the
-//! wait is some 20 ms, which is still another for each machine.
+//! The DHCP library makes a new client wait for a random time of up to 200 ms before its first request. RFC 2131 4.4.1
+//! recommends it: machines switched on together should ask one after the other. On a fast machine that is the longest
+//! part of the way to the node. The guest therefore makes several clients and continues with the first one that is
+//! woken. The remaining wait is some 20 ms, which still differs between machines.
 
 use std::{
     pin::Pin,
@@ -13,10 +13,10 @@ use std::{
 
 use tokio::sync::Notify;
 
-/// One attempt. It does nothing but wait until it is woken for the first time.
+/// One attempt. It only waits until it is woken for the first time.
 pub(super) type Attempt<T> = Pin<Box<dyn Future<Output = T> + Send>>;
 
-/// Lets each begin to wait, goes on with the one that is woken first, and drops the others. `None`: there are none.
+/// Starts the wait of each attempt, continues with the first one woken, and drops the others. `None`: there are none.
 pub(super) async fn soonest<T>(mut attempts: Vec<Attempt<T>>) -> Option<T> {
     let woken = Arc::new(Woken::default());
     for (number, attempt) in attempts.iter_mut().enumerate() {

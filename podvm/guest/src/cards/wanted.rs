@@ -1,5 +1,6 @@
-//! What a card is to have, from a lease or the kernel's line, as plain data; and the kernel made to have it. What was
-//! given before and is not wanted any more goes: addresses that end, routes of DHCP's. What others put there stays.
+//! Describes the settings of a NIC, from a lease or the kernel command line, as plain data, and applies them to the
+//! kernel. Applying also removes unwanted settings of before: addresses that end, routes of DHCP. Settings of other
+//! programs stay.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
@@ -16,30 +17,31 @@ use netlink_packet_route::{
 };
 use peerpod_podnet::netlink::{Client, Error};
 
-/// The kernel marks as permanent what never ends, and by that we know what is not ours.
+/// Longest lifetime in seconds. The kernel marks an endless address as permanent, and the guest treats a permanent
+/// address as one of another program.
 const LONGEST: u32 = 10 * 365 * 24 * 3600;
-/// Below this IPv4 does not work, and 1280 is what IPv6 needs.
+/// Least MTU: IPv4 does not work below it, and IPv6 needs 1280.
 const LEAST_MTU: u32 = 1280;
-/// Of the first card; each further one's routes are worse.
+/// Route metric of the first NIC; those of further NICs are worse.
 const METRIC: u32 = 1000;
 const MOST_ROUTES: usize = 64;
 const MOST_SERVERS: usize = 3;
 const MOST_ENTRIES: usize = 4096;
 
-/// A route by a gateway, or without one.
+/// Route with or without a gateway.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Way {
     pub(crate) destination: (IpAddr, u8),
     pub(crate) gateway: Option<IpAddr>,
 }
 
-/// What a card is to have of one family.
+/// Settings of a NIC for one family.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Wanted {
     pub(crate) address: IpAddr,
     pub(crate) prefix: u8,
     pub(crate) broadcast: Option<Ipv4Addr>,
-    /// For how long, in seconds: valid, and preferred for what begins. `None` = for ever.
+    /// Valid and preferred lifetime in seconds; the latter counts for new connections. `None` means for ever.
     pub(crate) lifetime: Option<(u32, u32)>,
     pub(crate) ways: Vec<Way>,
     pub(crate) mtu: Option<u32>,
@@ -48,14 +50,14 @@ pub(crate) struct Wanted {
 }
 
 impl Wanted {
-    /// As a server says. Its name for us is ignored: the pod's name is not the cloud's matter.
+    /// Converts a lease. Its host name is ignored: the pod's name is not up to the cloud.
     pub(crate) fn of_v4(lease: &DhcpV4Lease) -> Wanted {
         let any = (IpAddr::from(Ipv4Addr::UNSPECIFIED), 0);
         let gateways = lease.gateways.iter().flatten().take(1);
         let mut ways: Vec<Way> =
             gateways.map(|gateway| Way { destination: any, gateway: Some((*gateway).into()) }).collect();
         if let Some(routes) = &lease.classless_routes {
-            // RFC 3442: where there are these, the router option does not count.
+            // RFC 3442: with these, the router option does not count.
             ways = routes
                 .iter()
                 .take(MOST_ROUTES)
@@ -82,7 +84,7 @@ impl Wanted {
         }
     }
 
-    /// As a server says. The way is the router's to announce.
+    /// Converts a lease. It has no routes: a router announces them.
     pub(crate) fn of_v6(lease: &DhcpV6Lease) -> Wanted {
         let (valid, preferred) = (lease.valid_time_sec.min(LONGEST), lease.preferred_time_sec.min(LONGEST));
         Wanted {
@@ -97,16 +99,16 @@ impl Wanted {
         }
     }
 
-    /// Makes the card have it. `rank` is the card's number, from 0.
+    /// Applies the settings to a NIC. `rank` is the number of the NIC, from 0.
     ///
     /// # Errors
-    /// The kernel's, with what was attempted.
+    /// The kernel's error, with the failed step.
     pub(crate) fn apply(&self, client: &mut Client, index: u32, rank: u32) -> Result<(), String> {
         if let Some(mtu) = self.mtu {
             let mut link = LinkMessage::default();
             link.header = LinkHeader { index, ..link.header };
             link.attributes.push(LinkAttribute::Mtu(mtu));
-            // A card may carry less than the network does.
+            // A NIC may carry less than its network does.
             if let Err(error) = client.tell(0, RouteNetlinkMessage::SetLink(link)) {
                 tracing::warn!(mtu, %error, "the card does not take the MTU that the network announces");
             }
@@ -122,16 +124,16 @@ impl Wanted {
         let mut went = false;
         for message in self.left_over(client, index)? {
             went |= matches!(message, RouteNetlinkMessage::DelAddress(_));
-            // Gone with something else, perhaps.
+            // It may have gone together with another entry.
             if let Err(error) = client.tell(0, message) {
                 tracing::debug!(%error, "left-over of an earlier lease");
             }
         }
         if went {
-            // With the first address of a network the kernel removes all others of it, the new one too.
+            // With the first address of a network the kernel removes all others of it, even the new one.
             give(client)?;
         }
-        // Those without a gateway first: they may lead to one.
+        // Routes without a gateway first: they may lead to a gateway.
         let (direct, by_gateway): (Vec<_>, Vec<_>) = self.ways.iter().partition(|way| way.gateway.is_none());
         for way in direct.into_iter().chain(by_gateway) {
             let (to, bits) = way.destination;
@@ -173,7 +175,7 @@ impl Wanted {
         }
         if let Some(gateway) = way.gateway {
             attributes.push(RouteAttribute::Gateway(gateway.into()));
-            // Clouds give addresses without a network, whose gateway no route leads to.
+            // Clouds assign addresses without a network, and no route leads to their gateway.
             let is_near = masked(gateway, self.prefix) == masked(self.address, self.prefix);
             let is_routed = self.ways.iter().any(|other| {
                 let (network, bits) = other.destination;
@@ -189,7 +191,7 @@ impl Wanted {
         message
     }
 
-    /// What removes the addresses and routes of earlier leases that are not wanted any more.
+    /// Returns the messages that remove unwanted addresses and routes of earlier leases.
     fn left_over(&self, client: &mut Client, index: u32) -> Result<Vec<RouteNetlinkMessage>, String> {
         let wants = |to: IpAddr, bits: u8| self.ways.iter().any(|way| way.destination == (to, bits));
         let mut all = Vec::new();
@@ -210,7 +212,7 @@ impl Wanted {
         }
         for address in addresses(client, index)? {
             let is_v4 = address.header.family == AddressFamily::Inet;
-            // Of IPv6 the routers give some, too.
+            // Only IPv4: routers, too, assign addresses of IPv6.
             let is_other = local(&address).is_some_and(|local| local != self.address);
             if is_v4 && self.address.is_ipv4() && is_other && !is_permanent(&address) {
                 all.push(RouteNetlinkMessage::DelAddress(address));
@@ -220,7 +222,7 @@ impl Wanted {
     }
 }
 
-/// Takes away an address that somebody gave us and does not grant any more.
+/// Removes an address that its server does not grant any more.
 pub(crate) fn remove(client: &mut Client, index: u32, gone: IpAddr) -> Result<(), String> {
     for address in addresses(client, index)?.into_iter().filter(|address| local(address) == Some(gone)) {
         client
@@ -230,14 +232,14 @@ pub(crate) fn remove(client: &mut Client, index: u32, gone: IpAddr) -> Result<()
     Ok(())
 }
 
-/// Brings a card up.
+/// Brings a NIC up.
 pub(crate) fn bring_up(client: &mut Client, index: u32) -> Result<(), Error> {
     let mut link = LinkMessage::default();
     link.header = LinkHeader { index, flags: LinkFlags::Up, change_mask: LinkFlags::Up, ..link.header };
     client.tell(0, RouteNetlinkMessage::SetLink(link))
 }
 
-/// All addresses of a card.
+/// Returns all addresses of a NIC.
 pub(crate) fn addresses(client: &mut Client, index: u32) -> Result<Vec<AddressMessage>, String> {
     let read = |answer| match answer {
         RouteNetlinkMessage::NewAddress(address) => (address.header.index == index).then_some(address),
@@ -248,7 +250,7 @@ pub(crate) fn addresses(client: &mut Client, index: u32) -> Result<Vec<AddressMe
         .map_err(|error| format!("read the addresses: {error}"))
 }
 
-/// The address itself.
+/// Returns the address of a message.
 pub(crate) fn local(message: &AddressMessage) -> Option<IpAddr> {
     let of = |want_local: bool| {
         message.attributes.iter().find_map(|attribute| match attribute {
@@ -260,7 +262,7 @@ pub(crate) fn local(message: &AddressMessage) -> Option<IpAddr> {
     of(true).or(of(false))
 }
 
-/// Whether it never ends by itself: then it is no lease's.
+/// Returns whether an address never ends, and so comes from no lease.
 pub(crate) fn is_permanent(message: &AddressMessage) -> bool {
     message.attributes.iter().any(|attribute| match attribute {
         AddressAttribute::Flags(flags) => flags.contains(AddressFlags::Permanent),
@@ -268,7 +270,7 @@ pub(crate) fn is_permanent(message: &AddressMessage) -> bool {
     })
 }
 
-/// Whether it may be used already.
+/// Returns whether an address cannot be used yet.
 pub(crate) fn is_tentative(message: &AddressMessage) -> bool {
     message.attributes.iter().any(|attribute| match attribute {
         AddressAttribute::Flags(flags) => flags.contains(AddressFlags::Tentative),
@@ -292,7 +294,7 @@ fn destination(route: &RouteMessage) -> (IpAddr, u8) {
     (to.unwrap_or(Ipv4Addr::UNSPECIFIED.into()), route.header.destination_prefix_length)
 }
 
-/// The network of an address.
+/// Returns the network of an address.
 pub(crate) fn masked(address: IpAddr, bits: u8) -> (IpAddr, u8) {
     match address {
         IpAddr::V4(address) => {
@@ -385,7 +387,7 @@ mod tests {
         let netns = Netns::scratch().unwrap();
         ip(&netns, "link add c0 type veth peer name c1");
         ip(&netns, "link set c1 up");
-        ip(&netns, "addr add 10.99.0.1/24 dev c0"); // somebody else's
+        ip(&netns, "addr add 10.99.0.1/24 dev c0"); // of another program
         let mut client = netns.netlink().unwrap();
         let index: u32 = ip(&netns, "-o link show c0").split(':').next().unwrap().parse().unwrap();
         bring_up(&mut client, index).unwrap();
@@ -399,7 +401,7 @@ mod tests {
             ip(&netns, "route").contains("default via 10.7.0.1 dev c0 proto dhcp src 10.7.0.9 metric 1000")
         );
 
-        // A cloud's: no network, a gateway beside it, another route, and one without a gateway.
+        // Settings of a cloud: no network, a gateway beside it, another route, and one without a gateway.
         let way = |to: &str, bits, gateway: Option<&str>| Way {
             destination: (to.parse().unwrap(), bits),
             gateway: gateway.map(|gateway| gateway.parse().unwrap()),

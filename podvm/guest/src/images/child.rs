@@ -1,4 +1,4 @@
-//! The process that pulls, seen from the one that lives on.
+//! Runs the image puller, `peerpod-pull`, as a child process.
 
 use std::{os::unix::process::ExitStatusExt, path::PathBuf, process::Stdio, time::Duration};
 
@@ -9,21 +9,21 @@ use tokio::{
     time::timeout,
 };
 
-/// Beyond the job's own limit, after which it is killed.
+/// Time beyond the job's own limit, after which the process is killed.
 const GRACE: Duration = Duration::from_secs(10);
-/// Bytes of all that it may say.
+/// Limit of the whole output in bytes.
 const MAX_WORDS: u64 = 4 << 20;
 
-/// Where the image has it, if not beside our own program.
+/// Path of the image puller in the VM image, if it is not beside this program.
 const INSTALLED: &str = "/usr/local/bin/peerpod-pull";
 
-/// The program that pulls.
+/// Returns the path of the image puller.
 fn program() -> PathBuf {
     let beside_us = std::env::current_exe().ok().map(|us| us.with_file_name("peerpod-pull"));
     beside_us.filter(|program| program.is_file()).unwrap_or_else(|| INSTALLED.into())
 }
 
-/// Runs the job in a process of its own, which dies with the answer's future.
+/// Runs the job in a process of its own, which dies with the returned future.
 pub(super) async fn run(job: &Job) -> Result<Outcome, Error> {
     let internal =
         |what: &str, error: std::io::Error| Error::new(Cause::Internal, format!("{what}: {error}"));
@@ -42,7 +42,7 @@ pub(super) async fn run(job: &Job) -> Result<Outcome, Error> {
         Ok(outcome) => outcome,
         Err(_) => Err(Error::new(Cause::Late, format!("pulling {}: not done within {limit:?}", job.image))),
     };
-    // It has said its last word, or is to be silent.
+    // The process has sent its result, or must not send one any more.
     child.start_kill().ok();
     let status = timeout(GRACE, child.wait()).await;
     match (outcome, status) {
@@ -51,13 +51,13 @@ pub(super) async fn run(job: &Job) -> Result<Outcome, Error> {
     }
 }
 
-/// An error without words: the process ended without its last one.
+/// Sends the job and reads the result. An error without text means that the process ended without a result.
 async fn talk(child: &mut Child, job: &[u8], about: &Job) -> Result<Outcome, Error> {
     let silent = || Error::new(Cause::Internal, "");
     let (Some(mut input), Some(output)) = (child.stdin.take(), child.stdout.take()) else {
         return Err(silent());
     };
-    // If it has ended already, how it ended says more.
+    // If the process has ended already, its exit status is the better report.
     drop(input.write_all(job).await);
     drop(input);
     let mut lines = BufReader::new(output.take(MAX_WORDS)).lines();
@@ -70,7 +70,7 @@ async fn talk(child: &mut Child, job: &[u8], about: &Job) -> Result<Outcome, Err
             Err(error) => tracing::warn!(%error, "the pulling process says what cannot be understood"),
         }
     }
-    // Not killed by us before it could end by itself.
+    // The process gets time to end by itself before it is killed.
     drop(timeout(Duration::from_secs(1), child.wait()).await);
     Err(silent())
 }

@@ -1,4 +1,4 @@
-//! The power button, which is how a hypervisor asks a machine to switch itself off (ACPI).
+//! Watches the power button, with which a hypervisor asks a machine to switch itself off (ACPI).
 
 use std::{
     fs::{self, File},
@@ -23,10 +23,10 @@ const EVENT: usize = 24;
 const EV_KEY: u16 = 1;
 const KEY_POWER: u16 = 116;
 const MOST: usize = 8;
-/// Drivers of buttons come late, and some machines have none.
+/// Interval between searches: button drivers come late, and some machines have none.
 const LOOK: Duration = Duration::from_secs(10);
 
-/// Waits until one is pressed, for where another program is pid 1 and perhaps nobody listens.
+/// Waits until a button is pressed, if another program is pid 1 and perhaps no program listens.
 pub(crate) async fn pressed() {
     let (mut buttons, mut heard, mut presses) = (Buttons::default(), 0, JoinSet::new());
     loop {
@@ -60,12 +60,12 @@ async fn press(button: File) -> io::Result<()> {
     }
 }
 
-/// The buttons there are.
+/// Open power buttons.
 #[derive(Default)]
 pub(crate) struct Buttons(Vec<(PathBuf, File)>);
 
 impl Buttons {
-    /// Opens those that are there and not open yet.
+    /// Opens new power buttons.
     pub(crate) fn look(&mut self) {
         let Ok(entries) = fs::read_dir("/sys/class/input") else { return };
         for entry in entries.filter_map(Result::ok) {
@@ -84,12 +84,12 @@ impl Buttons {
         }
     }
 
-    /// For a poll.
+    /// Returns the descriptors for a poll.
     pub(crate) fn fds(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
         self.0.iter().map(|(_, file)| file.as_fd())
     }
 
-    /// Whether one was pressed since the last look.
+    /// Returns whether a button was pressed since the last call.
     pub(crate) fn pressed(&mut self) -> bool {
         let mut pressed = false;
         for (_, file) in &mut self.0 {

@@ -1,16 +1,18 @@
-//! The kernel's lockdown, where the image leaves that to this program (`peerpod.lockdown=` on the kernel's line, in the
-//! words of `lockdown=`): from then on root cannot change the running kernel, and modules load with the distribution's
-//! signature alone. The drivers of the way home are loaded before and have none: to check it takes longer than to load
-//! them. Nothing else runs in the machine until then.
+//! Locks the kernel down if the VM image leaves that to this program (`peerpod.lockdown=` on the kernel command line,
+//! with the values of `lockdown=`).
+//!
+//! From then on root cannot change the running kernel, and modules load with the distribution's signature alone. The
+//! drivers needed to reach the node are loaded before and have no signature, because the check takes longer than the
+//! load. Nothing else runs in the machine until then.
 
 use std::{fs, io, path::Path};
 
 const FILE: &str = "/sys/kernel/security/lockdown";
 const WORD: &str = "peerpod.lockdown=";
-/// The kernel's, each with what those before it have.
+/// Levels of the kernel, each including those before it.
 const LEVELS: [&str; 3] = ["none", "integrity", "confidentiality"];
 
-/// Why the kernel is not locked down as the image wants it.
+/// Failure to lock the kernel down as the VM image wants it.
 #[derive(Debug, thiserror::Error)]
 enum Error {
     #[error("{WORD}{0}: the kernel knows none, integrity, confidentiality")]
@@ -19,8 +21,8 @@ enum Error {
     Kernel { attempt: &'static str, source: io::Error },
 }
 
-/// Locks the kernel down, if its line says so and it is not. A failure is said and survived: the pod comes first, as it
-/// does where a kernel does not know `lockdown=`.
+/// Locks the kernel down, if its command line asks for it and it is not done. A failure is logged and survived: the pod
+/// comes first, as with a kernel that does not know `lockdown=`.
 pub(super) fn raise() {
     let line = fs::read_to_string("/proc/cmdline").unwrap_or_default();
     if let Err(error) = try_raise(&line, Path::new(FILE)) {
@@ -38,12 +40,12 @@ fn try_raise(kernel_line: &str, file: &Path) -> Result<(), Error> {
     let failed = |attempt| move |source| Error::Kernel { attempt, source };
     let now = fs::read_to_string(file).map_err(failed("read"))?;
     if level(current(&now)) >= Some(rank) {
-        return Ok(()); // the kernel refuses to be told again
+        return Ok(()); // the kernel refuses a repeated write
     }
     fs::write(file, wanted).map_err(failed("write"))
 }
 
-/// Of `none [integrity] confidentiality`.
+/// Returns the level in brackets, as in `none [integrity] confidentiality`.
 fn current(content: &str) -> &str {
     content.split_once('[').and_then(|(_, rest)| rest.split_once(']')).map_or("", |(level, _)| level)
 }

@@ -1,7 +1,7 @@
-//! Kernel modules: which file a name or a device's alias means, what it needs, and the loading of it. What `modprobe`
-//! does, and no more, because there is none in the image (the crates there are bind to libkmod, which is C).
+//! Loads kernel modules: finds the file of a name or a device alias, and loads it after its dependencies. This is the
+//! necessary part of `modprobe`, which the VM image does not have (the available crates bind to libkmod, which is C).
 //!
-//! Reads `/lib/modules/<release>`, made when the image is built, and asks the kernel. [`Index`] is pure.
+//! Reads `/lib/modules/<release>`, made when the VM image is built, and calls the kernel. [`Index`] is pure.
 
 use std::{
     ffi::CString,
@@ -15,38 +15,38 @@ use nix::{
     kmod::{ModuleInitFlags, finit_module},
 };
 
-/// A distribution's largest index has some 2 MiB.
+/// Size limit of an index; the largest one of a distribution has some 2 MiB.
 const MAX_INDEX: u64 = 16 << 20;
-/// Directories of `/sys/devices` are some ten deep.
+/// Depth limit below `/sys/devices`; its directories are some ten deep.
 const DEPTH: u32 = 24;
-/// Aliases of one machine.
+/// Limit of the aliases of one machine.
 const MAX_ALIASES: usize = 4096;
-/// What one module needs, itself and indirectly.
+/// Limit of one module's direct and indirect dependencies.
 const MAX_NEEDS: usize = 256;
 /// `MODULE_INIT_COMPRESSED_FILE`: the kernel unpacks the file.
 const COMPRESSED: i32 = 4;
 const MAX_LIST: u64 = 64 << 10;
 
-/// What `depmod` wrote, as it wrote it: a machine asks of it a dozen times before it calls home, and to read through the
-/// text each time takes less than to make tables of all of it once.
+/// Output of `depmod`, unparsed. A machine makes a dozen look-ups before it dials the node. A scan of the text for each
+/// takes less time than making tables of all of it once.
 #[derive(Debug, Default)]
 pub(crate) struct Index {
-    /// Of each line a file, and behind a `:` what it needs, the last to be loaded first.
+    /// On each line a file and, after a `:`, its dependencies, the last to be loaded first.
     dep: String,
-    /// `alias PATTERN MODULE`
+    /// Lines like `alias PATTERN MODULE`.
     alias: String,
-    /// `softdep MODULE pre: MODULE… post: MODULE…`
+    /// Lines like `softdep MODULE pre: MODULE… post: MODULE…`.
     soft: String,
 }
 
-/// The modules of the running kernel.
+/// Modules of the running kernel.
 pub(crate) struct Modules {
     folder: PathBuf,
     index: Index,
     command_line: String,
 }
 
-/// Why a module could not be loaded.
+/// Failure to load a module.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Error {
     #[error("the image has no kernel module for {0:?}; if it is needed, it goes into the image")]
@@ -56,12 +56,14 @@ pub(crate) enum Error {
 }
 
 impl Index {
-    /// From the texts of `modules.dep`, `modules.alias` and `modules.softdep`. What cannot be understood is left out.
+    /// Makes an index of the texts of `modules.dep`, `modules.alias` and `modules.softdep`. Unreadable parts are left
+    /// out.
     pub(crate) fn new(dep: String, alias: String, soft: String) -> Index {
         Index { dep, alias, soft }
     }
 
-    /// The modules that a name or an alias means; none is one that the image has not, or the kernel itself.
+    /// Returns the modules of a name or an alias; none if the VM image has no such module, or the kernel has it built
+    /// in.
     pub(crate) fn find<'a>(&'a self, wanted: &'a str) -> Vec<&'a str> {
         if self.file(wanted).is_some() {
             return vec![wanted];
@@ -69,7 +71,7 @@ impl Index {
         let mut found: Vec<(bool, &str)> = Vec::new();
         for line in self.alias.lines() {
             let Some((pattern, module)) = alias_of(line) else { continue };
-            // `acpi*:QEMU0002:*`: the bus itself is a pattern. Those come last.
+            // In `acpi*:QEMU0002:*` the bus itself is a pattern. Such aliases come last.
             let any_bus = bus(pattern).contains(['*', '?', '[']);
             if (any_bus || bus(pattern) == bus(wanted))
                 && !found.iter().any(|(_, known)| *known == module)
@@ -83,14 +85,14 @@ impl Index {
         found.into_iter().map(|(_, module)| module).collect()
     }
 
-    /// The files of a module and of all that it needs, in the order in which they are to be loaded.
+    /// Returns the files of a module and of all its dependencies, in load order.
     pub(crate) fn order(&self, module: &str) -> Vec<&str> {
         let mut order = Vec::new();
         self.add(module, &mut order, 0);
         order
     }
 
-    /// A module's file, and what it needs.
+    /// Returns a module's file and its dependencies.
     fn file(&self, module: &str) -> Option<(&str, &str)> {
         self.dep
             .lines()
@@ -98,7 +100,7 @@ impl Index {
             .find(|(file, _)| is_same(name_of(file), module))
     }
 
-    /// What is to be loaded before it.
+    /// Returns the modules to be loaded before this one.
     fn soft(&self, module: &str) -> impl Iterator<Item = &str> {
         let of = self.soft.lines().filter_map(|line| line.strip_prefix("softdep ")).filter_map(|line| {
             let mut words = line.split_whitespace();
@@ -126,14 +128,14 @@ impl Index {
     }
 }
 
-/// Pattern and module of an alias.
+/// Returns pattern and module of an alias.
 fn alias_of(line: &str) -> Option<(&str, &str)> {
     let (pattern, module) = line.strip_prefix("alias ")?.split_once(' ')?;
     Some((pattern, module.trim()))
 }
 
 impl Modules {
-    /// Those of the running kernel; with nothing in them when the image has none.
+    /// Reads the index of the running kernel; empty if the VM image has none.
     pub(crate) fn open() -> Modules {
         let release = nix::sys::utsname::uname().ok();
         let release = release.as_ref().map(|names| names.release().to_string_lossy().into_owned());
@@ -147,12 +149,12 @@ impl Modules {
         Modules { folder, index, command_line }
     }
 
-    /// Whether the image has any.
+    /// Returns whether the VM image has no modules for this kernel.
     pub(crate) fn is_empty(&self) -> bool {
         self.index.dep.is_empty()
     }
 
-    /// Loads what a name or an alias means. A module that is there already, or that the machine does not want, is fine.
+    /// Loads the modules of a name or an alias. A module that is loaded already, or finds no device, is no error.
     pub(crate) fn load(&self, wanted: &str) -> Result<(), Error> {
         let found = self.index.find(wanted);
         if found.is_empty() && !is_loaded(wanted) {
@@ -170,7 +172,7 @@ impl Modules {
         result
     }
 
-    /// Loads what an announced device needs; most devices need nothing.
+    /// Loads the modules for an announced device; most devices need none.
     pub(crate) fn load_for_device(&self, alias: &str) {
         if let Err(error @ Error::Load { .. }) = self.load(alias) {
             tracing::warn!(%error, alias, "kernel module");
@@ -188,14 +190,14 @@ impl Modules {
         let flags = if file.ends_with(".ko") { 0 } else { COMPRESSED };
         let opened = File::open(&path).map_err(failed)?;
         match finit_module(opened, &options, ModuleInitFlags::from_bits_retain(flags as _)) {
-            // ENODEV and the like: it looked, and this machine has none of its devices.
+            // ENODEV and the like: the driver looked, and this machine has none of its devices.
             Ok(()) | Err(Errno::EEXIST | Errno::ENODEV | Errno::ENXIO | Errno::EBUSY) => Ok(()),
             Err(error) => Err(failed(error.into())),
         }
     }
 
-    /// Loads what devices announce that the way home may need: those on buses of cards and disks. Whether the image has
-    /// all of that here. Loading announces more, which comes as events.
+    /// Loads the modules for devices that may be needed to reach the node: those on buses of NICs and disks. Returns
+    /// whether all of these modules are here. Loading announces further devices, which come as events.
     pub(crate) fn plug_first(&self) -> bool {
         let mut all_here = true;
         for bus in FIRST_BUSES {
@@ -210,7 +212,7 @@ impl Modules {
         all_here
     }
 
-    /// Loads what an announced device needs, if that is of those that the way home may need; whether it is here.
+    /// Loads the modules for an announced device that may be needed to reach the node; returns whether they are here.
     pub(crate) fn load_first(&self, alias: &str) -> bool {
         if can_wait(alias) {
             return true;
@@ -225,20 +227,20 @@ impl Modules {
         }
     }
 
-    /// Loads what all devices that there are announce.
+    /// Loads the modules for all present devices.
     pub(crate) fn cold_plug(&self) {
         let mut aliases = Vec::new();
         collect_aliases(Path::new("/sys/devices"), 0, &mut aliases);
         aliases.sort_unstable();
         aliases.dedup();
-        // What a processor can do is of use to ciphers alone; who wants one of these asks the kernel for it by name, and
+        // Processor features concern ciphers alone. A user of one of these requests it from the kernel by name, and
         // their self-tests take longer than all drivers.
         for alias in aliases.iter().filter(|alias| !alias.starts_with("cpu:")) {
             self.load_for_device(alias);
         }
     }
 
-    /// Loads what nothing announces, by a list of the image's: a name per line, `#` begins a comment.
+    /// Loads modules that no device announces, by a list in the VM image: a name per line, `#` begins a comment.
     pub(crate) fn load_list(&self, list: &Path) {
         let text = crate::files::read(list, MAX_LIST);
         let text = text.ok().flatten().and_then(|bytes| String::from_utf8(bytes).ok()).unwrap_or_default();
@@ -251,29 +253,29 @@ impl Modules {
     }
 }
 
-/// The kernel's own request, as its program for it (`kernel.modprobe`) gets it: `-q -- NAME`. Whoever asks is told by
-/// the lack of the thing; there is nobody to write to.
+/// Handles the kernel's own request (`kernel.modprobe`), made as `-q -- NAME`. A failure is not logged: the requester
+/// notices the lack of the module, and there is no log to write to.
 pub(crate) fn requested(name: &str) -> bool {
     Modules::open().load(name).is_ok()
 }
 
-/// Whether the module may still be loaded from the image's /usr: it is not here, or it has no signature here and this
-/// kernel is locked down already (`lockdown=`, secure boot).
+/// Returns whether the module may still be loaded from the image's /usr. Either it is not here, or it has no signature
+/// here and this kernel is locked down already (`lockdown=`, secure boot).
 fn is_in_usr(error: &io::Error) -> bool {
     let errno = error.raw_os_error().map(Errno::from_raw);
     matches!(errno, Some(Errno::ENOENT | Errno::EPERM | Errno::EKEYREJECTED))
 }
 
-/// Where cards, disks and user-data are found.
+/// Buses of NICs, disks and user-data.
 const FIRST_BUSES: [&str; 5] = ["pci", "virtio", "vmbus", "xen", "acpi"];
 
-/// Of devices that ACPI knows: user-data (fw_cfg), and virtio without PCI.
+/// Returns whether an ACPI device is needed early: user-data (fw_cfg), and virtio without PCI.
 fn is_first_of_acpi(device: &str) -> bool {
     device.starts_with("QEMU0002") || device.starts_with("LNRO0005")
 }
 
-/// Whether a device is of no use for the first word home: buttons, clocks, and those of virtio that are neither card nor
-/// disk (console, entropy, balloon). Loading a module takes some ten milliseconds where the processor is emulated.
+/// Returns whether a device is not needed to reach the node: buttons, clocks, and virtio devices other than NIC and
+/// disk (console, entropy, balloon). Loading a module takes some ten milliseconds on an emulated processor.
 fn can_wait(alias: &str) -> bool {
     const LATER: [&str; 10] = [
         "acpi:LNX",
@@ -307,7 +309,7 @@ fn collect_aliases(folder: &Path, depth: u32, into: &mut Vec<String>) {
     }
 }
 
-/// `a.b=c` of the kernel's command line is the option `b=c` of module `a`.
+/// Returns a module's options: `a.b=c` of the kernel command line is the option `b=c` of module `a`.
 fn options(command_line: &str, module: &str) -> String {
     let own = |word: &&str| word.split_once('.').is_some_and(|(name, _)| is_same(name, module));
     let words = command_line.split_whitespace().filter(own);
@@ -316,13 +318,13 @@ fn options(command_line: &str, module: &str) -> String {
     options.join(" ")
 }
 
-/// `kernel/net/foo-bar.ko.xz` is `foo-bar`.
+/// Returns a file's module name: `kernel/net/foo-bar.ko.xz` is `foo-bar`.
 fn name_of(file: &str) -> &str {
     let name = file.rsplit('/').next().unwrap_or(file);
     name.split(".ko").next().unwrap_or(name)
 }
 
-/// Modules' names are written with `-` or `_`, as it comes.
+/// Compares module names, in which `-` and `_` are the same.
 fn is_same(name: &str, other: &str) -> bool {
     let plain = |byte: u8| if byte == b'-' { b'_' } else { byte };
     name.len() == other.len() && name.bytes().map(plain).eq(other.bytes().map(plain))
@@ -332,11 +334,11 @@ fn bus(alias: &str) -> &str {
     alias.split_once(':').map_or("", |(bus, _)| bus)
 }
 
-/// Whether a pattern of `*`, `?` and `[a-z]` fits the whole text.
+/// Returns whether a pattern of `*`, `?` and `[a-z]` matches the whole text.
 fn matches(pattern: &str, text: &str) -> bool {
     let (pattern, text) = (pattern.as_bytes(), text.as_bytes());
     let (mut p, mut t) = (0, 0);
-    // Where to go on when it does not fit: behind the last `*`, one byte later in the text.
+    // Position to continue at after a mismatch: behind the last `*`, one byte later in the text.
     let mut again = None;
     while t < text.len() {
         let fits = match pattern.get(p) {
@@ -362,7 +364,7 @@ fn matches(pattern: &str, text: &str) -> bool {
     pattern[p..].iter().all(|byte| *byte == b'*')
 }
 
-/// The length of a class `[...]` at the start of the pattern, if the byte is of it.
+/// Returns the length of a class `[...]` at the start of the pattern, if it includes the byte.
 fn class(pattern: &[u8], byte: u8) -> Option<usize> {
     let end = pattern.iter().position(|b| *b == b']')?;
     let mut inside = pattern.get(1..end)?;

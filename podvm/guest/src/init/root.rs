@@ -1,9 +1,9 @@
-//! The file systems a machine needs, on a root that programs can leave.
+//! Mounts the file systems of a machine, on a root that programs can leave.
 //!
 //! An initramfs is the kernel's first root, and the one root that cannot be pivoted away (`pivot_root`: EINVAL), which
-//! every container runtime does. So it is bound onto itself and the copy is moved on top: the same files, nothing is
-//! copied, and its root is a mount like any other. The kernel's own helpers still see the first one, where the same files
-//! are.
+//! every container runtime does. So it is bound onto itself and the bind mount is moved on top. The files are the same,
+//! nothing is copied, and the root is a mount like any other. The kernel's own helpers still use the first root, which
+//! has the same files.
 
 use std::{
     fs::{self, File},
@@ -23,13 +23,13 @@ type Mount = (&'static str, &'static str, &'static str, MsFlags, Option<&'static
 
 const SAFE: MsFlags = MsFlags::MS_NOSUID.union(MsFlags::MS_NODEV).union(MsFlags::MS_NOEXEC);
 const PROC: Mount = ("proc", "/proc", "proc", SAFE, None);
-/// What the way home needs.
+/// Mounts needed to reach the node.
 const FIRST: &[Mount] = &[
     ("sysfs", "/sys", "sysfs", SAFE, None),
     ("devtmpfs", "/dev", "devtmpfs", MsFlags::MS_NOSUID, Some("mode=0755")),
     ("tmpfs", "/run", "tmpfs", MsFlags::MS_NOSUID.union(MsFlags::MS_NODEV), Some("mode=0755")),
 ];
-/// What agent and containers need.
+/// Mounts needed by kata-agent and containers.
 const LATER: &[Mount] = &[
     (
         "devpts",
@@ -42,7 +42,7 @@ const LATER: &[Mount] = &[
     ("tmpfs", "/tmp", "tmpfs", MsFlags::MS_NOSUID.union(MsFlags::MS_NODEV), Some("mode=1777")),
     ("cgroup2", "/sys/fs/cgroup", "cgroup2", SAFE, None),
 ];
-/// In a machine only, and only if the kernel has them: what locks it down, and what else there is.
+/// Mount for the lockdown; this one and `EXTRAS` are for machines only, and only if the kernel has them.
 const SECURITY: &[Mount] = &[("securityfs", "/sys/kernel/security", "securityfs", SAFE, None)];
 const EXTRAS: &[Mount] = &[
     ("mqueue", "/dev/mqueue", "mqueue", SAFE, None),
@@ -55,10 +55,10 @@ const LINKS: [(&str, &str); 4] = [
     ("/proc/self/fd/1", "/dev/stdout"),
     ("/proc/self/fd/2", "/dev/stderr"),
 ];
-/// Where the copy of the root is moved from.
+/// Place from which the bind mount of the root is moved.
 const STAGE: &str = "/.root";
 
-/// Mounts what is missing for the way home, and moves off the kernel's first root; that one, where there is one.
+/// Mounts the file systems needed to reach the node, and leaves the kernel's first root; returns that root, if any.
 pub(super) fn build() -> Option<OwnedFd> {
     let mut first = None;
     mount_missing(&[PROC]);
@@ -94,12 +94,13 @@ pub(super) fn complete() {
     }
 }
 
-/// Whether all is mounted: the last thing that [`complete`] does is seen.
+/// Returns whether everything is mounted, by the last step of [`complete`].
 pub(super) fn is_complete() -> bool {
     LINKS.iter().all(|(_, link)| fs::symlink_metadata(link).is_ok())
 }
 
-/// Whether the root is what the kernel began with: it has no mount below it.
+/// Returns whether the root is still the kernel's first one, which has no mount below it: the last mount on `/` has the
+/// type `rootfs`.
 fn is_first_root() -> bool {
     let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
     root_type(&mounts) == Some("rootfs")
@@ -123,7 +124,7 @@ fn leave_first_root() -> io::Result<OwnedFd> {
     Ok(first.into())
 }
 
-/// An initramfs without /dev/console leaves us without a voice.
+/// Opens the console if the standard streams lack it, as in an initramfs without /dev/console.
 fn take_console() {
     let is_open =
         fs::read_link("/proc/self/fd/2").is_ok_and(|to| to.starts_with("/dev/") && !to.ends_with("null"));
@@ -136,7 +137,7 @@ fn take_console() {
     }
 }
 
-/// Mounts each unless something is mounted there. A failure is said and survived: namespaces do not allow all of it.
+/// Mounts each entry unless its target is mounted. A failure is logged and survived: namespaces do not allow all of it.
 fn mount_missing(entries: &[Mount]) {
     let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
     for (source, target, kind, flags, data) in entries.iter().filter(|entry| !is_mounted(&mounts, entry.1)) {
@@ -150,7 +151,7 @@ fn mount_missing(entries: &[Mount]) {
     }
 }
 
-/// Those that the kernel has.
+/// Mounts the entries that the kernel supports.
 fn mount_known(entries: &[Mount]) {
     let known = fs::read_to_string("/proc/filesystems").unwrap_or_default();
     let known = |entry: &&Mount| known.lines().any(|line| line.split_whitespace().last() == Some(entry.2));

@@ -1,4 +1,4 @@
-//! What a machine is given once, before anything runs in it: name, limits, kernel settings.
+//! Applies the one-time settings of a machine before anything runs in it: name, limits, kernel settings.
 
 use std::{fs, path::Path};
 
@@ -9,21 +9,21 @@ use nix::{
 
 use crate::status;
 
-/// What containers inherit; as systemd's service has it.
+/// Limit that containers inherit; the same as in the systemd service.
 const OPEN_FILES: u64 = 1 << 20;
 const SETTINGS: [(&str, &str); 6] = [
-    // A kernel that fell must not stand still for as long as nobody looks: the lease cannot end it.
+    // The lease cannot end a kernel that panicked, which would stand still until an operator looks.
     ("kernel/panic", "10"),
     ("kernel/kptr_restrict", "1"),
     ("kernel/dmesg_restrict", "1"),
     ("kernel/unprivileged_bpf_disabled", "1"),
-    // The kernel's own defaults are for one user and not for a pod's dozens of processes.
+    // The kernel's own defaults are for one user and not for the dozens of processes of a pod.
     ("fs/inotify/max_user_instances", "8192"),
     ("fs/inotify/max_user_watches", "524288"),
 ];
 const DEFAULT_NAME: &str = "peerpod";
 
-/// What `serve` inherits, and so comes before it. What does not work is said and survived.
+/// Raises the limits that `serve` inherits, and so runs before it. A failure is logged and survived.
 pub(super) fn limits() {
     let raised = setrlimit(Resource::RLIMIT_NOFILE, OPEN_FILES, OPEN_FILES);
     if let Err(error) = raised {
@@ -31,10 +31,10 @@ pub(super) fn limits() {
     }
 }
 
-/// The rest, before anything of the pod's runs. The same holds for it.
+/// Applies the other settings, before any process of the pod runs. A failure is logged and survived.
 pub(super) fn settle() {
     if !status::in_first_pid_namespace() {
-        return; // the machine is somebody else's
+        return; // the machine belongs to the host
     }
     let kernel_line = fs::read_to_string("/proc/cmdline").unwrap_or_default();
     for (name, value) in SETTINGS {
@@ -42,7 +42,7 @@ pub(super) fn settle() {
             set(name, value);
         }
     }
-    // The kernel asks this program for modules, where it would ask modprobe.
+    // The kernel calls this program for modules in the place of modprobe.
     if let Ok(us) = fs::read_link("/proc/self/exe") {
         set("kernel/modprobe", &us.to_string_lossy());
     }
@@ -56,7 +56,7 @@ pub(super) fn settle() {
     }
 }
 
-/// Whether the image's kernel line says what a setting is to be: that stays.
+/// Returns whether the VM image's kernel command line sets a value, which then stays.
 fn is_said(kernel_line: &str, name: &str) -> bool {
     let key = |word: &str| word.split_once('=').map(|(key, _)| key.replace('.', "/"));
     kernel_line

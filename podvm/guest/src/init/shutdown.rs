@@ -1,5 +1,5 @@
-//! The orderly end of a machine: every process is asked to end, then ended; what is mounted is written back and
-//! unmounted, the innermost first. Nothing in here may take for ever: storage that died with the node must not keep a VM
+//! Shuts a machine down in order: asks every process to end, then kills it, writes mounted file systems back and
+//! unmounts them, the innermost first. Every step has a time limit: storage that died with the node must not keep a VM
 //! alive.
 
 use std::time::{Duration, Instant};
@@ -17,11 +17,11 @@ use nix::{
 use super::watchdog::Watchdog;
 use crate::power;
 
-/// Containers may take so long to end when they are asked to.
+/// Time that containers may take to end after the request.
 const ASKED: Duration = Duration::from_secs(5);
 const KILLED: Duration = Duration::from_secs(2);
 const STEP: Duration = Duration::from_millis(10);
-/// Filesystems that are the kernel's, or memory, or never written: nothing in them outlives the machine.
+/// Filesystems of the kernel, in memory, or never written: no content of theirs outlives the machine.
 const FLEETING: [&str; 17] = [
     "autofs",
     "bpf",
@@ -42,11 +42,11 @@ const FLEETING: [&str; 17] = [
     "tracefs",
 ];
 
-/// Ends everything but this process. Returns when the power may go off.
+/// Ends all processes but this one. Returns when the power may go off.
 pub(super) fn finish(mut watchdog: Option<Watchdog>) {
     for (signal, limit) in [(Signal::SIGTERM, ASKED), (Signal::SIGKILL, KILLED)] {
         if kill(Pid::from_raw(-1), signal).is_err() || all_gone(limit, &mut watchdog) {
-            break; // ESRCH: there is nobody
+            break; // ESRCH: no process is left
         }
     }
     let deadline = Instant::now() + power::LAST_FLUSH;
@@ -54,7 +54,7 @@ pub(super) fn finish(mut watchdog: Option<Watchdog>) {
     let work = move || {
         let mut problems = power::flush();
         problems.extend(unmount());
-        drop(done.send(problems)); // nobody may be waiting any more
+        drop(done.send(problems)); // the receiver may be gone
     };
     if std::thread::Builder::new().name("last".into()).spawn(work).is_err() {
         return;
@@ -90,7 +90,7 @@ fn all_gone(limit: Duration, watchdog: &mut Option<Watchdog>) -> bool {
     false
 }
 
-/// What did not work, in words.
+/// Unmounts lasting file systems; returns the failures as text.
 fn unmount() -> Vec<String> {
     let mounts = std::fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
     let mut problems = Vec::new();
@@ -98,7 +98,7 @@ fn unmount() -> Vec<String> {
         match umount2(target.as_str(), MntFlags::UMOUNT_NOFOLLOW) {
             Ok(()) | Err(Errno::EINVAL) => {}
             Err(error) => {
-                // Somebody holds it (a process that cannot be killed): then at least nothing is half written.
+                // A process that cannot be killed holds it: read-only, at least nothing is half written.
                 let none: Option<&str> = None;
                 let flags = MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY;
                 if mount(none, target.as_str(), none, flags, none).is_err() {
@@ -110,7 +110,7 @@ fn unmount() -> Vec<String> {
     problems
 }
 
-/// The mount points of what outlives the machine, but for the root's, in the order in which they were mounted.
+/// Returns the mount points of data that outlives the machine, except the root, in mount order.
 fn lasting(mountinfo: &str) -> Vec<String> {
     let point = |line: &str| {
         let (mount, filesystem) = line.split_once(" - ")?;

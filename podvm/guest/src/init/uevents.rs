@@ -1,4 +1,4 @@
-//! What the kernel says of devices that come: a netlink socket, and which module each of them announces.
+//! Receives the kernel's events of new devices from a netlink socket, with the module alias of each device.
 
 use std::{
     io,
@@ -7,27 +7,27 @@ use std::{
 
 use netlink_sys::{Socket, SocketAddr, protocols::NETLINK_KOBJECT_UEVENT};
 
-/// The kernel's own multicast group.
+/// Multicast group of the kernel.
 const KERNEL: u32 = 1;
 /// The kernel's buffer for one event is 2 KiB.
 const ROOM: usize = 8 << 10;
-/// Taken at one go; the next poll brings the rest.
+/// Limit of events per call; the next poll brings the rest.
 const AT_ONCE: usize = 1024;
 
-/// A device that came.
+/// New device.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct Added {
-    /// What it wants for a driver, if anything.
+    /// Alias of the driver that it needs, if any.
     pub(crate) alias: Option<String>,
-    /// Whether it is one whose buttons may be pressed.
+    /// Whether it is an input device, which may have buttons.
     pub(crate) is_input: bool,
 }
 
-/// An ear for them.
+/// Socket for device events.
 pub(crate) struct Uevents(Socket);
 
 impl Uevents {
-    /// From now on nothing is missed (but for a flood).
+    /// Opens the socket. From now on no event is lost (except in a flood).
     pub(crate) fn listen() -> io::Result<Uevents> {
         let mut socket = Socket::new(NETLINK_KOBJECT_UEVENT)?;
         socket.bind(&SocketAddr::new(0, KERNEL))?;
@@ -35,21 +35,21 @@ impl Uevents {
         Ok(Uevents(socket))
     }
 
-    /// For a poll.
+    /// Returns the descriptor for a poll.
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {
         self.0.as_fd()
     }
 
-    /// Those that came meanwhile.
+    /// Returns the events since the last call.
     pub(crate) fn take(&self) -> Vec<Added> {
         let mut taken = Vec::new();
         for _ in 0..AT_ONCE {
             let mut buffer = Vec::with_capacity(ROOM);
             match self.0.recv_from(&mut buffer, 0) {
-                // Anybody in the machine could send us one; only the kernel has no port.
+                // Any process of the machine could send an event; only the kernel has no port.
                 Ok((_, sender)) if sender.port_number() == 0 => taken.extend(parse(&buffer)),
                 Ok(_) => {}
-                // Too many at once: what was lost is found by the next look at all devices, if ever; go on.
+                // Too many at once: only the next inspection of all devices, if any, finds the lost ones; continue.
                 Err(error) if error.raw_os_error() == Some(nix::libc::ENOBUFS) => {}
                 Err(_) => break,
             }
@@ -58,7 +58,7 @@ impl Uevents {
     }
 }
 
-/// `add@/devices/...`, then `KEY=value`, each with a zero behind it.
+/// Parses `add@/devices/...`, then `KEY=value`, each followed by a zero byte.
 pub(crate) fn parse(message: &[u8]) -> Option<Added> {
     let mut fields = message.split(|byte| *byte == 0);
     if !fields.next()?.starts_with(b"add@") {

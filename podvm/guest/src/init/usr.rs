@@ -1,8 +1,8 @@
-//! The image's /usr, which an initramfs carries as one compressed file: it is mounted, not unpacked. Unpacked it would cost
-//! each boot, and each VM's memory, megabytes that most pods never read.
+//! Mounts the image's /usr, which an initramfs carries as one compressed file. Unpacking would cost each boot, and the
+//! memory of each VM, megabytes that most pods never read.
 //!
-//! That comes after the first word home: the few drivers which that takes are in the archive itself.
-//! A disk image has a /usr of its own, and no such file.
+//! The mount comes after the first contact with the node: the few drivers needed for that are in the archive itself. A
+//! disk image has a /usr of its own, and no such file.
 
 use std::{
     fs::File,
@@ -19,26 +19,26 @@ use nix::{
 use super::{modules::Modules, root};
 
 const FILE: &str = "/usr.squashfs";
-/// Of those that the module makes at once: nothing else runs yet that could have taken it.
+/// One of the devices that the module makes at once: nothing else runs yet that could have taken it.
 const DEVICE: &str = "/dev/loop0";
 const MODULES: [&str; 2] = ["loop", "squashfs"];
 
 mod ioctls {
-    //! linux/loop.h
+    //! Requests of linux/loop.h.
     nix::ioctl_write_int_bad!(
-        /// Gives a loop device its file.
+        /// Attaches a file to a loop device.
         loop_set_fd,
         0x4c00
     );
 }
 
-/// Whether it is mounted, or there is none.
+/// Returns whether it is mounted, or there is none.
 pub(super) fn is_mounted() -> bool {
     let mounts = || std::fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
     !Path::new(FILE).exists() || root::is_mounted(&mounts(), "/usr")
 }
 
-/// Mounts it, if there is one, on this root and on the kernel's first, where the kernel's own helpers look for modules.
+/// Mounts the file, if any, on this root and on the kernel's first, where the kernel's own helpers look for modules.
 pub(super) fn mount_file(modules: &Modules, first_root: Option<&OwnedFd>) {
     if !Path::new(FILE).exists() {
         return;
@@ -52,7 +52,7 @@ fn try_mount(modules: &Modules, first_root: Option<&OwnedFd>) -> io::Result<()> 
     for name in MODULES {
         modules.load(name).map_err(io::Error::other)?;
     }
-    // Opened for reading, and so the device is for reading.
+    // Opened read-only, and so the device is read-only.
     let (file, device) = (File::open(FILE)?, File::open(DEVICE)?);
     give(&device, file.as_raw_fd())?;
     let flags = MsFlags::MS_RDONLY.union(MsFlags::MS_NODEV).union(MsFlags::MS_NOSUID);
@@ -63,7 +63,7 @@ fn try_mount(modules: &Modules, first_root: Option<&OwnedFd>) -> io::Result<()> 
         chdir("/")?;
         mounted?;
     }
-    // Last: who waits for this one may count on the other.
+    // Last: a task that waits for this mount may rely on the other one.
     Ok(mount(Some(DEVICE), "/usr", Some("squashfs"), flags, none)?)
 }
 

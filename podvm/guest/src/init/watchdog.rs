@@ -1,9 +1,9 @@
-//! The machine's watchdog, where it has one: it is fed by pid 1 and by nobody else, while things are as they should be.
+//! Feeds the machine's watchdog, if there is one. Only pid 1 feeds it, and only while `serve` is alive.
 //!
-//! "As they should be" is what [`Pulse`] says: `serve` notes the lease every five seconds ([`crate::power`]); pid 1 sees
-//! the note change. A `serve` that does not is killed and started again; one that never comes back leaves the watchdog
-//! hungry. In a boot in which it never came up at all the dog is fed: the first lease ends such a VM for good, while
-//! resets would keep it alive for ever.
+//! [`Pulse`] determines that: `serve` writes the note of the lease every five seconds ([`crate::power`]), and pid 1
+//! sees the note change. Pid 1 kills a `serve` that stops writing and starts it again; if `serve` never recovers, pid 1
+//! stops feeding. In a boot in which `serve` never came up at all, feeding continues. The first lease ends such a VM
+//! for good, while resets would keep it alive for ever.
 
 use std::{
     fs::{self, File, OpenOptions},
@@ -13,19 +13,19 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The first there is.
+/// Device of the first watchdog.
 pub(crate) const FIRST: &str = "/dev/watchdog0";
 const DEVICES: [&str; 2] = [FIRST, "/dev/watchdog"];
-/// Hardware bites after 30 s or so, unless `/sys` says less.
+/// Interval between feeds. Hardware resets the machine after 30 s or so, unless `/sys` shows less.
 pub(crate) const MEAL: Duration = Duration::from_secs(5);
-/// After a `serve` that hangs was killed, so many times its patience until the dog goes hungry.
+/// Silence after which feeding stops, as a multiple of the time after which `serve` is killed.
 const HUNGER: u32 = 3;
 
-/// The open device.
+/// Open watchdog device.
 pub(crate) struct Watchdog(File);
 
 impl Watchdog {
-    /// Wakes it, if there is one. From now on it must be fed.
+    /// Starts the watchdog, if there is one. From now on it must be fed.
     pub(crate) fn open() -> Option<Watchdog> {
         let device = DEVICES.iter().find(|device| Path::new(device).exists())?;
         match OpenOptions::new().write(true).open(device) {
@@ -43,7 +43,7 @@ impl Watchdog {
         }
     }
 
-    /// Good for another [`MEAL`] and some.
+    /// Feeds the watchdog, which suffices for a little more than another [`MEAL`].
     pub(crate) fn feed(&mut self) {
         if let Err(error) = self.0.write_all(b"1") {
             tracing::warn!(%error, "cannot feed the watchdog");
@@ -51,7 +51,7 @@ impl Watchdog {
     }
 }
 
-/// Whether `serve` lives, by the note that it writes again and again.
+/// Liveness of `serve`, by the note that it rewrites.
 pub(crate) struct Pulse {
     note: PathBuf,
     patience: Duration,
@@ -61,29 +61,29 @@ pub(crate) struct Pulse {
     ever: bool,
 }
 
-/// What the pulse says.
+/// Liveness of `serve` according to its note.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Verdict {
-    /// All is well, or was never well.
+    /// Alive, or never seen alive.
     Fine,
-    /// It should be killed: once, then again after as much time.
+    /// Silent for too long: to be killed, and again after as much time.
     Hangs,
-    /// Killing did not help.
+    /// Still silent after the kill.
     Lost,
 }
 
 impl Pulse {
-    /// `patience` is how long `serve` may say nothing.
+    /// Makes a pulse of a note. `patience` is the longest permitted silence of `serve`.
     pub(crate) fn new(note: PathBuf, patience: Duration) -> Pulse {
         Pulse { note, patience, seen: None, last: Instant::now(), ever: false }
     }
 
-    /// How long `serve` may say nothing.
+    /// Returns the longest permitted silence of `serve`.
     pub(crate) fn patience(&self) -> Duration {
         self.patience
     }
 
-    /// Looks at the note.
+    /// Checks the note.
     pub(crate) fn look(&mut self) -> Verdict {
         let now = Instant::now();
         let seen = fs::metadata(&self.note).ok();

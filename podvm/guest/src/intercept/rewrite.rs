@@ -1,5 +1,5 @@
-//! The changes themselves: bytes of a ttrpc request in, bytes out. Only the fields that are touched are named in the
-//! types; all others are unknown fields and survive.
+//! Rewrites requests: bytes of a ttrpc request in, bytes out. The types name only the fields that are touched; all
+//! others are unknown fields and survive.
 
 use peerpod_link::frame::MAX_PAYLOAD;
 use peerpod_proto::{
@@ -16,18 +16,18 @@ mod volumes;
 
 pub(super) use volumes::Waiting;
 
-/// What became of a request.
+/// Result of a rewrite.
 pub(super) enum Rewritten {
-    /// It can go to the agent.
+    /// The request can go to the kata-agent.
     Whole(Vec<u8>),
-    /// Its volumes must be ready first.
+    /// The request must wait for its volumes.
     Waits(Box<Waiting>),
 }
 
-/// Who has it may change the pod's network.
+/// Capability to change the pod's network.
 const NETWORK_ADMIN: &str = "CAP_NET_ADMIN";
 
-/// Why a request cannot be passed on.
+/// Failure to rewrite a request.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum Error {
     #[error("cannot be decoded: {0}")]
@@ -42,8 +42,8 @@ pub(super) enum Error {
     TooLarge(usize),
 }
 
-/// Puts the pod's network namespace into the container's and tells what the container binds and may do.
-/// A request without an OCI spec passes unchanged: the agent has the right words for it.
+/// Puts the pod's network namespace into the container's specification, and reports its bind sources and capabilities.
+/// A request without an OCI specification passes unchanged: the kata-agent has the right error for it.
 pub(super) fn create_container(
     payload: Vec<u8>,
     podns: &str,
@@ -58,7 +58,7 @@ pub(super) fn create_container(
         mount.type_ == "bind" || mount.options.iter().any(|option| option == "bind" || option == "rbind")
     };
     for mount in spec.Mounts.iter().filter(is_bind) {
-        // What lies on a volume is made there, when the volume is.
+        // Sources on a volume are made when the volume is made ready.
         if !wanted.iter().any(|volume| volumes::path_on(&volume.id, &mount.source).is_some()) {
             notice.bind_source(&mount.source);
         }
@@ -90,8 +90,8 @@ pub(super) fn create_container(
     encode(&request).map(Rewritten::Whole)
 }
 
-/// Takes out the pod's DNS lines: the agent would write them over the VM's own resolv.conf, and containers get theirs
-/// as a file anyway.
+/// Removes the pod's DNS lines: the kata-agent would write them over the VM's own resolv.conf, and containers get
+/// theirs as a file anyway.
 pub(super) fn create_sandbox(payload: Vec<u8>) -> Result<Vec<u8>, Error> {
     let mut request = Request::parse_from_bytes(&payload)?;
     let mut sandbox = CreateSandboxRequest::parse_from_bytes(&request.payload)?;

@@ -1,4 +1,4 @@
-//! Against the recorded conversation of a real shim and a real agent, and against what neither would send.
+//! Tests with the recorded conversation of a real shim and a real kata-agent, and with input that neither would send.
 
 use std::{path::Path, sync::Mutex};
 
@@ -36,7 +36,7 @@ impl Notice for Seen {
 
 const PODNS: &str = "/run/netns/podns";
 
-/// A filter and what came out of it.
+/// Filter and its output.
 struct Bench {
     filter: Intercept,
     seen: Arc<Seen>,
@@ -88,7 +88,7 @@ fn frames(mut bytes: &[u8]) -> Vec<(Header, Vec<u8>)> {
     found
 }
 
-/// The frames of one recorded agent connection: `(from the shim, bytes)`.
+/// Returns the frames of one recorded kata-agent connection: `(from the shim, bytes)`.
 fn recorded(file: &str) -> Vec<(bool, Vec<u8>)> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/transcripts").join(file);
     let text = std::fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
@@ -158,7 +158,7 @@ fn same_container(before: &[u8], after: &[u8]) {
     network.Path = PODNS.into();
     namespaces.push(network);
     assert_eq!(expected, got);
-    // And the envelope around it.
+    // The envelope around it is unchanged.
     old.payload = new.payload.clone();
     assert_eq!(old, new);
 }
@@ -353,7 +353,7 @@ fn an_answer_of_ours_never_lands_inside_a_frame_of_the_agents() {
         bench.request(&frame(5, REQUEST, &[0xff; 4]));
         let got = frames(&bench.to_peer);
         let streams: Vec<_> = got.iter().map(|(head, _)| head.stream).collect();
-        // A header that is not whole has not begun a frame yet.
+        // An incomplete header has not begun a frame yet.
         let expected = if cut < HEADER_LEN { [3, 1, 1, 5] } else { [1, 3, 1, 5] };
         assert_eq!(streams, expected, "cut at {cut}");
         let agents = got.iter().filter(|(head, _)| head.stream == 1);

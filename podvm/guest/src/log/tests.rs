@@ -31,7 +31,7 @@ fn the_oldest_lines_are_given_up_and_counted_and_memory_stays_bounded() {
     let (_, lost, ..) = next(&ring).unwrap();
     assert_eq!(lost, 0, "said once");
 
-    // Lines as long as they may be.
+    // Lines of the greatest length.
     for _ in 0..1000 {
         ring.say(Level::Info, "kata-agent", &"x".repeat(3 * MAX_TEXT));
         assert!(ring.lock().bytes <= MOST_BYTES);

@@ -1,5 +1,5 @@
-//! A small disk with user-data on it, found by its file system's label and nothing else: NoCloud's `cidata`, OpenStack's
-//! `config-2`. It is mounted read-only for as long as one file takes to be read.
+//! Reads user-data from a small disk, found by its file system's label and nothing else: NoCloud's `cidata`,
+//! OpenStack's `config-2`. The disk is mounted read-only while one file is read.
 
 use std::{
     fs::{self, File},
@@ -17,15 +17,15 @@ use nix::{
 
 use super::LIMIT;
 
-/// Disks and partitions that are looked at.
+/// Limit of inspected disks and partitions.
 const MOST: usize = 256;
 const SECTOR: usize = 512;
-/// ISO 9660's primary volume descriptor.
+/// Offset of ISO 9660's primary volume descriptor.
 const VOLUME: u64 = 0x8000;
-/// Where the disk is while it is read.
+/// Mount point of the disk while it is read.
 const MOUNT: &str = "/run/peerpod/user-data-disk";
 
-/// The device with this label, and its file system.
+/// Returns the device with this label, and its file system.
 pub(super) fn find(label: &str) -> Option<(PathBuf, &'static str)> {
     let entries = fs::read_dir("/sys/class/block").ok()?;
     let mut names: Vec<_> = entries.filter_map(|entry| Some(entry.ok()?.file_name())).take(MOST).collect();
@@ -37,7 +37,7 @@ pub(super) fn find(label: &str) -> Option<(PathBuf, &'static str)> {
     })
 }
 
-/// A file system and its label, if it is one of those.
+/// Returns the file system of a disk and its label, if it is one of the known ones.
 fn look(disk: &File) -> Option<(&'static str, String)> {
     let mut sector = [0; SECTOR];
     let mut volume = [0; SECTOR];
@@ -47,7 +47,7 @@ fn look(disk: &File) -> Option<(&'static str, String)> {
     label(&sector, volume.map(|volume| &volume[..]))
 }
 
-/// From the first sector, and the volume descriptor where there is one.
+/// Parses the first sector, and the volume descriptor if there is one.
 pub(super) fn label(sector: &[u8], volume: Option<&[u8]>) -> Option<(&'static str, String)> {
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim_end_matches(['\0', ' ']).to_owned();
     if let Some(volume) = volume
@@ -58,7 +58,7 @@ pub(super) fn label(sector: &[u8], volume: Option<&[u8]>) -> Option<(&'static st
     if sector.get(510..512) != Some(&[0x55, 0xaa]) {
         return None;
     }
-    // FAT32, and FAT12 or FAT16, say so at places of their own, each behind the label.
+    // FAT32, and FAT12 or FAT16, have their names at different places, each behind the label.
     let fat = [(82, 71, &b"FAT32"[..]), (54, 43, &b"FAT1"[..])];
     fat.into_iter().find_map(|(kind, label, name)| {
         (sector.get(kind..kind + name.len()) == Some(name))
@@ -66,7 +66,7 @@ pub(super) fn label(sector: &[u8], volume: Option<&[u8]>) -> Option<(&'static st
     })
 }
 
-/// What is on the disk at this path; `None` if there is no such disk or file.
+/// Reads the file at this path of the disk; `None` if there is no such disk or file.
 pub(super) fn read(label: &str, path: &Path) -> Result<Option<Vec<u8>>, String> {
     let Some((device, kind)) = find(label) else { return Ok(None) };
     let flags = MsFlags::MS_RDONLY | MsFlags::MS_NOSUID | MsFlags::MS_NODEV | MsFlags::MS_NOEXEC;
@@ -75,14 +75,14 @@ pub(super) fn read(label: &str, path: &Path) -> Result<Option<Vec<u8>>, String> 
     mount(Some(&device), MOUNT, Some(kind), flags, none)
         .map_err(|error| format!("mount {} ({kind}): {error}", device.display()))?;
     let read = read_below(path);
-    // Detached at the worst: it is read-only.
+    // At worst only detached, which is harmless: the mount is read-only.
     if let Err(error) = umount2(MOUNT, MntFlags::MNT_DETACH) {
         tracing::warn!(%error, "cannot unmount the disk of user-data");
     }
     read.map_err(|error| error.to_string())
 }
 
-/// No link on the disk leads out of it.
+/// Reads a file below the mount. No link on the disk leads out of it.
 fn read_below(path: &Path) -> io::Result<Option<Vec<u8>>> {
     let root = open(MOUNT, OFlag::O_PATH | OFlag::O_CLOEXEC | OFlag::O_DIRECTORY, Mode::empty())?;
     let beneath = ResolveFlag::RESOLVE_BENEATH | ResolveFlag::RESOLVE_NO_SYMLINKS;

@@ -1,5 +1,5 @@
-//! One question to a metadata service, by HTTP/1.1 without anything else: an address that is a number, one answer, then
-//! the connection ends. `httparse` reads the head; time is the caller's to bound, size is bounded here.
+//! Sends one request to a metadata service in minimal HTTP/1.1: an address that is a number, one answer, then the
+//! connection ends. `httparse` parses the head. The caller bounds the time; the size is bounded here.
 
 use std::{collections::BTreeMap, fmt, net::SocketAddr};
 
@@ -10,13 +10,13 @@ use tokio::{
 
 use super::LIMIT;
 
-/// The head of an answer.
+/// Size limit of an answer's head.
 const MAX_HEAD: usize = 16 << 10;
-/// Head, body, and what chunks cost.
+/// Size limit of an answer: head, body, and the overhead of chunks.
 const MAX_ANSWER: usize = MAX_HEAD + 2 * LIMIT as usize;
 const MOST_HEADERS: usize = 64;
 
-/// What is asked for.
+/// Request to a metadata service.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Get {
     target: SocketAddr,
@@ -31,7 +31,7 @@ impl fmt::Display for Get {
     }
 }
 
-/// Nothing that would end the line.
+/// Checks that a header contains nothing that would end its line.
 pub(crate) fn check_header(name: &str, value: &str) -> Result<(), String> {
     let is_token = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-' || byte == b'_';
     let fits =
@@ -44,8 +44,10 @@ pub(crate) fn check_header(name: &str, value: &str) -> Result<(), String> {
 }
 
 impl Get {
+    /// Makes a request.
+    ///
     /// # Errors
-    /// Why it cannot be asked.
+    /// The URL or a header cannot be used.
     pub(crate) fn new(url: &str, headers: BTreeMap<String, String>) -> Result<Get, String> {
         let rest =
             url.strip_prefix("http://").ok_or_else(|| format!("{url:?} does not begin with http://"))?;
@@ -61,7 +63,7 @@ impl Get {
         Ok(Get { target, host: host.to_owned(), path: path.to_owned(), headers })
     }
 
-    /// Asks, and waits for the whole answer. The text says why there is none.
+    /// Sends the request, and waits for the whole answer. The error names the reason for a missing one.
     pub(crate) async fn send(&self, method: &str, also: Option<(&str, &str)>) -> Result<Vec<u8>, String> {
         let mut stream =
             TcpStream::connect(self.target).await.map_err(|error| format!("connect: {error}"))?;
@@ -94,7 +96,7 @@ impl Get {
     }
 }
 
-/// An answer.
+/// Answer of a metadata service.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Answer {
     status: u16,
@@ -112,7 +114,7 @@ impl Answer {
     }
 }
 
-/// The answer, once it is complete. `ended`: no more will come.
+/// Returns the answer, once it is complete. `ended`: no more bytes will come.
 pub(crate) fn parse(got: &[u8], ended: bool) -> Result<Option<Answer>, String> {
     let mut headers = [httparse::EMPTY_HEADER; MOST_HEADERS];
     let mut head = httparse::Response::new(&mut headers);
@@ -150,7 +152,7 @@ pub(crate) fn parse(got: &[u8], ended: bool) -> Result<Option<Answer>, String> {
     }
 }
 
-/// The chunks' content, once the last is there.
+/// Returns the content of the chunks, once the last is there.
 fn chunks(mut rest: &[u8]) -> Result<Option<Vec<u8>>, String> {
     let mut body = Vec::new();
     loop {
@@ -221,7 +223,7 @@ mod tests {
                 let (mut stream, _) = listener.accept().await.unwrap();
                 let _length = stream.read(&mut [0; 4096]).await.unwrap();
                 stream.write_all(b"HTTP/1.1 200 OK\r\n").await.unwrap();
-                // Until it is let go.
+                // Until the client closes the connection.
                 while flood && stream.write_all(b"X: yyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyy\r\n").await.is_ok() {}
             });
             let asked = Get::new(&url, BTreeMap::new()).unwrap();

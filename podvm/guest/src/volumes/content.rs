@@ -1,32 +1,32 @@
-//! What is on a disk. A disk counts as empty only when its first and its last MiB are all zeros: every signature that
-//! file systems, partition tables, RAIDs and encryption leave lies there. Reads, never writes.
+//! Identifies the content of a disk. A disk counts as empty only when its first and its last MiB are all zeros. The
+//! signatures of all file systems, partition tables, RAIDs and encryption lie there. Reads, never writes.
 
 use std::{fs::File, io, os::unix::fs::FileExt, path::Path};
 
-/// Looked at, at either end.
+/// Bytes inspected at either end.
 const END: u64 = 1 << 20;
 
-/// What a disk holds.
+/// Content of a disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Content {
-    /// Nothing: it may get a file system.
+    /// All zeros: the disk may get a file system.
     Empty,
-    /// A file system, or something else that has a name.
+    /// A file system, or other content with a known signature.
     Is(Signature),
-    /// Something that is not known here. It is somebody's.
+    /// Content without a known signature, which belongs to another owner.
     Unknown,
 }
 
-/// Something by its signature.
+/// Content by its signature.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Signature {
-    /// As mount(8) calls it; what cannot be mounted by its usual name.
+    /// Name as in mount(8); for content that cannot be mounted, its usual name.
     pub(super) name: &'static str,
-    /// A file system that its maker did not finish, and that was never mounted.
+    /// Whether it is a file system that its maker did not finish, and that was never mounted.
     pub(super) unfinished: bool,
 }
 
-/// Fixed bytes at a fixed place.
+/// Fixed bytes at a fixed offset.
 const SIGNATURES: &[(usize, &[u8], &str)] = &[
     (0, b"XFSB", "xfs"),
     (0, b"LUKS\xba\xbe", "a LUKS container"),
@@ -45,10 +45,10 @@ const SIGNATURES: &[(usize, &[u8], &str)] = &[
     (510, &[0x55, 0xaa], "a partition table or boot sector"),
 ];
 
-/// Looks at a disk of this size.
+/// Inspects a disk of this size.
 ///
 /// # Errors
-/// When it cannot be read.
+/// The disk cannot be read.
 pub(super) fn look(node: &Path, size: u64) -> io::Result<Content> {
     let file = File::open(node)?;
     let first = read(&file, 0, size.min(END))?;
@@ -56,10 +56,10 @@ pub(super) fn look(node: &Path, size: u64) -> io::Result<Content> {
     Ok(of(&first, &last))
 }
 
-/// How many bytes of its disk a file system takes; none of one that does not say it where ext4 and XFS do.
+/// Returns the number of bytes that a file system takes of its disk; `None` for one other than ext2 to ext4 and XFS.
 ///
 /// # Errors
-/// When the disk cannot be read.
+/// The disk cannot be read.
 pub(super) fn filesystem_bytes(node: &Path) -> io::Result<Option<u64>> {
     let mut first = [0; 2048];
     File::open(node)?.read_exact_at(&mut first, 0)?;
@@ -103,11 +103,11 @@ fn of(first: &[u8], last: &[u8]) -> Content {
     if first.iter().chain(last).all(|byte| *byte == 0) { Content::Empty } else { Content::Unknown }
 }
 
-/// `sb_inprogress` of XFS's superblock (`xfs_format.h`): set by its maker first and cleared last.
+/// Offset of `sb_inprogress` in XFS's superblock (`xfs_format.h`), which its maker sets first and clears last.
 const XFS_IN_PROGRESS: usize = 126;
 
-/// ext2 to ext4: the superblock begins at 1024. Its maker marks the file system as valid last, after all else was
-/// flushed.
+/// Identifies ext2 to ext4: the superblock begins at 1024. Its maker marks the file system as valid last, after all
+/// else was flushed.
 fn ext(first: &[u8]) -> Option<Signature> {
     let block = first.get(1024..2048)?;
     let half = |at: usize| u16::from_le_bytes([block[at], block[at + 1]]);
@@ -116,7 +116,7 @@ fn ext(first: &[u8]) -> Option<Signature> {
         return None;
     }
     const HAS_JOURNAL: u32 = 4;
-    // Extents, 64 bit, flexible block groups … : what ext3 does not have.
+    // Features that ext3 does not have: extents, 64 bit, flexible block groups ….
     const ONLY_EXT4: u32 = 0x40 | 0x80 | 0x200;
     let name = match (word(96) & ONLY_EXT4 != 0, word(92) & HAS_JOURNAL != 0) {
         (true, _) => "ext4",

@@ -1,4 +1,4 @@
-//! How full a volume is, and its growth while it is used.
+//! Reports the usage of a volume, and grows it while it is used.
 
 use std::time::Duration;
 
@@ -14,18 +14,18 @@ use super::{
 };
 use crate::intercept::Ready;
 
-/// A disk that the cloud made larger may show it a little later.
+/// Time for a disk to show the size to which the cloud enlarged it.
 const GROWN: Duration = Duration::from_secs(30);
 const SOON: Duration = Duration::from_millis(100);
-/// kubelet asks for statistics again in a minute.
+/// Time limit for the turn: kubelet asks for statistics again in a minute.
 const TURN: Duration = Duration::from_secs(5);
-/// What a file system of ours leaves free at its disk's end, and what makers round off.
+/// Bytes at its disk's end that a file system of the guest leaves free, and that makers round off.
 const SLACK: u64 = 4 << 20;
-/// Growing writes little beside group descriptors.
+/// Time limit of growing, which writes little beside group descriptors.
 const GROW: Duration = Duration::from_secs(180);
 
 impl Volumes {
-    /// How full a volume is.
+    /// Returns the usage of a volume.
     pub(crate) async fn stats(&self, id: &str) -> Result<VolumeFill, Fault> {
         let known = self.get(id)?;
         let busy = |_| Fault::not_now("it is being made ready for a container".into()).of(&known.volume);
@@ -60,7 +60,7 @@ impl Volumes {
         Ok(fill)
     }
 
-    /// What is needed to mount it; little, where a container has it mounted.
+    /// Returns the data needed to mount it; nothing if a container has it mounted.
     async fn to_look_at(&self, known: &Known) -> Result<Ready, Fault> {
         if moment::is_mounted(&mount_point(&known.volume.id)) {
             return Ok(Ready::default());
@@ -68,7 +68,7 @@ impl Volumes {
         self.ready(known, Vec::new()).await
     }
 
-    /// Grows a volume's file system to its disk. Already so large is fine.
+    /// Grows a volume's file system to its disk. A sufficient size is no error.
     pub(crate) async fn expand(&self, id: &str, bytes: u64) -> Result<VolumeFill, Fault> {
         let known = self.get(id)?;
         let _turn = known.turn.lock().await;
@@ -111,8 +111,8 @@ impl Volumes {
         grow_for_a_moment(known, ready).await
     }
 
-    /// A disk that was made larger while no VM had it: kubelet asks for the file system's growth before there is a VM that
-    /// could do it, and does not ask again. What fails leaves the volume as it was.
+    /// Grows the file system of a disk that was enlarged while no VM had it. Kubelet requests the growth before there
+    /// is a VM to do it, and does not ask again. A failure leaves the volume unchanged.
     pub(super) async fn catch_up(&self, known: &Known, disk: &Disk, ready: &Ready) {
         if moment::is_mounted(&mount_point(&known.volume.id)) {
             return;
@@ -138,7 +138,7 @@ impl Volumes {
     }
 }
 
-/// Growing is done on a mounted one, in one way for all.
+/// Mounts the volume for a moment and grows it: growing works on a mounted file system, in one way for all.
 async fn grow_for_a_moment(known: &Known, ready: Ready) -> Result<(), Fault> {
     let (id, runtime) = (known.volume.id.clone(), tokio::runtime::Handle::current());
     let grow = move || moment::with(&id, &ready, |root| runtime.block_on(grow_mounted(&ready, root)));

@@ -1,6 +1,6 @@
-//! Finds a disk by what its hardware says of itself, never by its order or name: names are given again after a removal,
-//! so this is asked anew at each use. First a look at sysfs, then the kernel's events are waited for, with a deadline.
-//! May read `/sys/class/block` and `/dev/disk/by-id`.
+//! Finds a disk by the identity that its hardware reports, never by its order or name: names are reused after a
+//! removal, so each use searches anew. Inspects sysfs first, then waits for the kernel's events, with a deadline. May
+//! read `/sys/class/block` and `/dev/disk/by-id`.
 
 use std::{
     fs, io,
@@ -19,25 +19,25 @@ use tokio::{
 use super::Fault;
 use crate::init::uevents::Uevents;
 
-/// What a virtio disk has of a serial number.
+/// Bytes of a serial number that a virtio disk keeps.
 const VIRTIO_SERIAL: usize = 20;
-/// A look between two events: links are made by others than the kernel, after its event.
+/// Interval of inspections between events: programs other than the kernel make links, after its event.
 const LOOK: Duration = Duration::from_millis(100);
-/// A file of sysfs is a page.
+/// Size limit: a file of sysfs is a page.
 const MAX_ATTRIBUTE: u64 = 4096;
 
-/// A disk that is there.
+/// Disk that is present.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Disk {
-    /// The kernel's name: `vdb`.
+    /// Name in the kernel: `vdb`.
     pub(super) name: String,
-    /// `/dev/vdb`.
+    /// Device node: `/dev/vdb`.
     pub(super) node: PathBuf,
-    /// In bytes.
+    /// Size in bytes.
     pub(super) size: u64,
 }
 
-/// Where disks are looked for.
+/// Directories in which disks are searched.
 #[derive(Clone, Debug)]
 pub(super) struct Places {
     pub(super) block: PathBuf,
@@ -51,10 +51,10 @@ impl Default for Places {
 }
 
 impl Places {
-    /// Waits until the disk is there.
+    /// Waits until the disk is present.
     pub(super) async fn wait(&self, identity: &Identity, limit: Duration) -> Result<Disk, Fault> {
         let deadline = Instant::now() + limit;
-        // First the ear, then the look: so nothing falls between the two.
+        // Subscribe first, then inspect: so no disk falls between the two.
         let uevents = Uevents::listen().ok();
         let ear = uevents.as_ref().and_then(|uevents| ear(uevents).ok());
         loop {
@@ -83,7 +83,7 @@ impl Places {
         }
     }
 
-    /// The one disk that this is said of; two are an error: one of them is not the pod's.
+    /// Returns the one disk with this identity. Two are an error: one of them does not belong to the pod.
     pub(super) fn look(&self, identity: &Identity) -> Result<Option<Disk>, Fault> {
         let names = match identity {
             Identity::ById(name) => self.by_id(name)?.into_iter().collect(),
@@ -101,7 +101,7 @@ impl Places {
     fn disk(&self, name: &str) -> Option<Disk> {
         let node = self.dev.join(name);
         let sectors: u64 = self.attribute(name, "size")?.parse().ok()?;
-        // One that is just coming has no size, or no node yet.
+        // A disk that is just coming has no size, or no node yet.
         (sectors > 0 && node.exists()).then(|| Disk { name: name.to_owned(), node, size: sectors * 512 })
     }
 
@@ -116,7 +116,7 @@ impl Places {
         }
     }
 
-    /// All whole disks.
+    /// Returns all whole disks.
     fn disks(&self) -> Vec<String> {
         let entries = fs::read_dir(&self.block).into_iter().flatten().flatten();
         let mut names: Vec<String> = entries
@@ -144,14 +144,16 @@ impl Places {
         }
     }
 
-    /// The logical unit of a SCSI disk: the last of `host:channel:target:lun`. The number of an NVMe namespace is not it:
-    /// clouds count them from different starts, and a disk of the VM's own would be taken for the pod's.
+    /// Returns the logical unit of a SCSI disk: the last part of `host:channel:target:lun`. The number of an NVMe
+    /// namespace does not count. Clouds count namespaces from different starts, and a disk of the VM itself would be
+    /// taken for one of the pod.
     fn lun(&self, name: &str) -> Option<u32> {
         let device = fs::read_link(self.block.join(name).join("device")).ok()?;
         device.file_name()?.to_str()?.rsplit_once(':')?.1.parse().ok()
     }
 
-    /// A logical unit's number is its controller's alone; the VM's own disk, which has partitions, may have the same.
+    /// Returns whether a disk has partitions. A logical unit's number is unique per controller only; the VM's own disk,
+    /// which has partitions, may have the same.
     fn has_partitions(&self, name: &str) -> bool {
         let entries = fs::read_dir(self.block.join(name)).into_iter().flatten().flatten();
         entries.into_iter().any(|entry| entry.path().join("partition").exists())
@@ -162,7 +164,7 @@ impl Places {
         Some(String::from_utf8_lossy(&content).trim_matches(['\0', ' ', '\n', '\t']).to_owned())
     }
 
-    /// For messages: what a person would look at.
+    /// Describes the present disks for error messages.
     fn there(&self) -> String {
         let mut words: Vec<String> = Vec::new();
         for name in self.disks().into_iter().take(32) {
@@ -180,7 +182,7 @@ fn ear(uevents: &Uevents) -> io::Result<AsyncFd<OwnedFd>> {
     reactor::register(uevents.fd().try_clone_to_owned()?, Interest::READABLE)
 }
 
-/// A World Wide Name without what says of which kind it is.
+/// Returns a World Wide Name without its type prefix.
 fn bare(wwn: &str) -> String {
     let lower = wwn.trim().to_ascii_lowercase();
     let cut = ["naa.", "eui.", "nvme.", "uuid.", "wwn-", "0x"];
@@ -196,12 +198,12 @@ pub(super) fn words(identity: &Identity) -> String {
     }
 }
 
-/// How large a disk is now.
+/// Returns the current size of a disk.
 pub(super) fn size_of(name: &str) -> Option<u64> {
     Places::default().disk(name).map(|disk| disk.size)
 }
 
-/// Has the kernel ask a SCSI disk for its size; others tell by themselves.
+/// Makes the kernel read the size of a SCSI disk; other disks announce it themselves.
 pub(super) fn rescan(name: &str) {
     let path = Path::new("/sys/class/block").join(name).join("device/rescan");
     if path.exists()

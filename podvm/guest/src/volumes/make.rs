@@ -1,12 +1,14 @@
-//! Makes the file system of a disk that is provably empty: once, and so that a crash in the middle neither leaves the
-//! disk unusable nor lets anything be formatted over.
+//! Makes the file system of a disk that is provably empty, once. A crash in the middle neither leaves the disk unusable
+//! nor lets anything be formatted over.
 //!
-//! Before its maker runs, a note is written near the end of the disk, into the last MiB, which the file system is made
-//! not to reach; after it, the note is taken away. Each step is on the disk before the next begins, and nothing is
-//! mounted before the last. So a note says that a maker of ours was at work here and that nobody mounted what it made
-//! since. Both makers set a mark last, after all else is on the disk (ext4: valid; XFS: not in progress): with the mark
-//! the file system is whole; without it, and never mounted, it is made again. A note beside anything else is not
-//! believed.
+//! Before its maker runs, the guest writes a note near the end of the disk, into the last MiB. The file system is made
+//! not to reach it. After the maker ends, the guest clears the note. Each step is on the disk before the next begins,
+//! and nothing is mounted before the last. So a note means that a maker of the guest worked here and that the result
+//! was never mounted since.
+//!
+//! Both makers set a mark last, after all else is on the disk (ext4: valid; XFS: not in progress). With the mark the
+//! file system is whole. Without it and never mounted, or without any known signature, it is made again. A note beside
+//! another signature never causes a new file system.
 //!
 //! The MiB is not lost: growing the file system takes it.
 
@@ -28,20 +30,20 @@ use super::{
     find::Disk,
 };
 
-/// What the file system leaves free at the end.
+/// Bytes that the file system leaves free at the end.
 const TAIL: u64 = 1 << 20;
-/// Where the note is, from the end: beyond what makers clear of a disk's end.
+/// Offset of the note from the end: beyond the part of a disk's end that makers clear.
 const NOTE_FROM_END: u64 = 512 << 10;
 const NOTE: usize = 4096;
-/// Makers write little; a slow cloud disk takes its time all the same.
+/// Time limit of a maker, which writes little; a slow cloud disk takes long all the same.
 const MAKE: Duration = Duration::from_secs(180);
-/// Bytes of a maker's complaint that are handed on.
+/// Limit of a maker's error output that is passed on, in characters.
 const WORDS: usize = 600;
 
-/// The file systems that can be made.
+/// File systems that can be made.
 pub(super) const MAKERS: &[&str] = &["ext4", "xfs"];
 
-/// What to mount the disk as, made first if it is empty.
+/// Returns the file system to mount the disk as; makes it first if the disk is empty.
 pub(super) async fn filesystem(
     disk: &Disk,
     id: &VolumeId,
@@ -128,7 +130,7 @@ async fn make_one(disk: &Disk, id: &VolumeId, kind: &str) -> Result<(), Fault> {
     clear_note(disk).await
 }
 
-/// Runs a program to its end; its complaint is the error.
+/// Runs a program to its end; its error output is the error.
 pub(super) async fn run(program: &Path, arguments: &[String], limit: Duration) -> Result<(), Fault> {
     let child = Command::new(program)
         .args(arguments)
@@ -153,7 +155,7 @@ pub(super) async fn run(program: &Path, arguments: &[String], limit: Duration) -
     Err(Fault::not_now(format!("{name} {}: {}: {}", arguments.join(" "), output.status, words.trim())))
 }
 
-/// Where the image has it.
+/// Returns the program's path in the VM image.
 pub(super) fn find_program(name: &str) -> Result<std::path::PathBuf, Fault> {
     let folders = ["/usr/sbin", "/sbin", "/usr/bin", "/bin"];
     let found = folders.iter().map(|folder| Path::new(folder).join(name)).find(|path| path.exists());
@@ -177,7 +179,7 @@ async fn clear_note(disk: &Disk) -> Result<(), Fault> {
     write_note(disk, vec![0; NOTE]).await
 }
 
-/// On the disk, with all that was written before, when this returns.
+/// Writes the note. When this returns, it is on the disk, with all earlier writes.
 async fn write_note(disk: &Disk, content: Vec<u8>) -> Result<(), Fault> {
     let (node, at) = (disk.node.clone(), disk.size - NOTE_FROM_END);
     let written = spawn_blocking(move || {
@@ -247,14 +249,14 @@ mod tests {
         let file = OpenOptions::new().write(true).open(&disk.node).unwrap();
         file.write_all_at(&[7; 5000], 200_000).unwrap();
         assert_eq!(filesystem(&disk, &id(), None, false).await.unwrap(), "ext4");
-        // Killed between the last byte and the note's end: nothing is made again.
+        // Killed between the last byte and the clearing of the note: nothing is made again.
         write_note(&disk, note(&id(), SIZE)).await.unwrap();
         let before = std::fs::read(&disk.node).unwrap();
         assert_eq!(filesystem(&disk, &id(), None, false).await.unwrap(), "ext4");
         let after = std::fs::read(&disk.node).unwrap();
         assert!(before[..(SIZE - TAIL) as usize] == after[..(SIZE - TAIL) as usize]);
         assert!(after[(SIZE - TAIL) as usize..].iter().all(|byte| *byte == 0));
-        // A superblock that is not valid yet, never mounted: made again, but only by the note.
+        // A superblock that is not valid yet, never mounted: made again, but only with the note.
         for (noted, made_again) in [(false, false), (true, true)] {
             let mut half = after.clone();
             half[1024 + 58] = 0;
@@ -266,7 +268,7 @@ mod tests {
             let now = std::fs::read(&disk.node).unwrap();
             assert_eq!(now[1024 + 58] == 1, made_again);
         }
-        // Another volume's note is nobody's.
+        // The note of another volume does not count.
         let other = super::super::tests::zeros(&dir, SIZE);
         write_note(&other, note(&VolumeId::of("d", "other"), SIZE)).await.unwrap();
         assert!(filesystem(&other, &id(), None, false).await.is_err());

@@ -1,6 +1,6 @@
-//! A volume's files, seen from the VM for a moment: to make the folder of a subPath, to see how full it is. Where a
-//! container has the volume mounted that mount serves; else it is mounted below a folder of our own and unmounted again.
-//! Blocks. No path leads out of the volume, whatever symbolic links a container made.
+//! Opens a volume's files in the VM for a moment: to make the folder of a subPath, to measure the usage. A mount of a
+//! container is used if there is one; else the volume is mounted below a folder of the guest, and unmounted again.
+//! Blocks. No path leads out of the volume, even by symbolic links that a container made.
 
 use std::{
     fs::{self, DirBuilder},
@@ -22,17 +22,17 @@ use peerpod_volume::VolumeId;
 use super::{Fault, MOMENT, mount_point};
 use crate::intercept::Ready;
 
-/// The file system of a folder that is shown at another place, as the agent's mount(2) names it.
+/// File system of a bind mount, as in the kata-agent's mount(2).
 pub(super) const BIND: &str = "bind";
 
-/// Whether something is mounted there.
+/// Returns whether a file system is mounted there.
 pub(super) fn is_mounted(path: &Path) -> bool {
     let device = |path: &Path| fs::symlink_metadata(path).map(|found| found.dev()).ok();
     let parent = path.parent().and_then(device);
     device(path).is_some_and(|own| Some(own) != parent)
 }
 
-/// Shows the volume's root.
+/// Calls `look` with the volume's root.
 pub(super) fn with<T>(
     id: &VolumeId,
     ready: &Ready,
@@ -43,7 +43,7 @@ pub(super) fn with<T>(
         return look(&mounted);
     }
     if ready.fstype == BIND {
-        // It is mounted there already.
+        // The source is mounted already.
         return look(Path::new(&ready.source));
     }
     let own = Path::new(MOMENT).join(id.as_str());
@@ -53,7 +53,7 @@ pub(super) fn with<T>(
         .mode(0o700)
         .create(&own)
         .map_err(|error| failed("make", error.to_string()))?;
-    // Of a run that was killed.
+    // Left by a run that was killed.
     leave(&own);
     let (flags, data) = split(&ready.options);
     let data = data.join(",");
@@ -64,7 +64,7 @@ pub(super) fn with<T>(
         })?;
     let result = look(&own);
     leave(&own);
-    drop(fs::remove_dir(&own)); // the next moment finds it
+    drop(fs::remove_dir(&own)); // a folder that stays is used the next time
     result
 }
 
@@ -76,7 +76,7 @@ fn leave(path: &Path) {
     }
 }
 
-/// What of mount(8)'s options are flags, and what is the file system's own.
+/// Splits the options of mount(8) into flags and options of the file system.
 pub(super) fn split(options: &[String]) -> (MsFlags, Vec<&str>) {
     let (mut flags, mut data) = (MsFlags::MS_NOSUID | MsFlags::MS_NODEV, Vec::new());
     for option in options {
@@ -98,8 +98,8 @@ pub(super) fn split(options: &[String]) -> (MsFlags, Vec<&str>) {
     (flags, data)
 }
 
-/// A path below the root, as it is without symbolic links. Made where it is missing, with the rights of the folder it is
-/// made in.
+/// Returns a path below the root without symbolic links. If `may_make`, makes a missing one, with the mode of the
+/// folder that it is made in.
 pub(super) fn path_in(root: &Path, path: &Path, may_make: bool) -> Result<PathBuf, Fault> {
     let failed = |why: &str| Fault::never(format!("its subPath {}: {why}", path.display()));
     if path.as_os_str().is_empty() {
@@ -145,7 +145,8 @@ fn make(top: &OwnedFd, path: &Path) -> Result<OwnedFd, Errno> {
                     Err(errno) => return Err(errno),
                 }
                 let made = beneath(top, &so_far)?;
-                // The umask took from them. O_PATH has no fchmod, so by another descriptor of the same.
+                // The umask removed some of them. O_PATH has no fchmod, so another descriptor of the same folder
+                // serves.
                 let own = nix::fcntl::openat(
                     &folder,
                     part.as_os_str(),

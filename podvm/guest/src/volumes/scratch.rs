@@ -1,9 +1,9 @@
-//! Room for containers' images on a disk that the VM has for itself, where pid 1 is ours: whoever makes the VM gives it an
-//! empty disk and says its serial number on the kernel's line (`peerpod.scratch=`). Without one that is memory, apart from
-//! the root's. Nothing on it outlives the VM. (In an image with systemd a unit does this.) It is the host's to write to, so
-//! a confidential VM does without.
+//! Mounts the store of container images on a disk that the VM has for itself, if pid 1 is peerpod-guest. The maker of
+//! the VM attaches an empty disk and puts its serial number on the kernel command line (`peerpod.scratch=`). Without
+//! one, the store is memory, separate from that of the root. Nothing on it outlives the VM. (In a VM image with systemd
+//! a unit does this.) The host can write to the disk, so a confidential VM does without.
 //!
-//! May look at disks, run mke2fs on one that is provably empty, and mount on [`PATH`].
+//! May inspect disks, run mke2fs on one that is provably empty, and mount on [`PATH`].
 
 use std::{
     fs,
@@ -28,27 +28,28 @@ use super::{
 };
 use crate::{confidential, config, files};
 
-/// Where it is mounted; the image's settings have their store below it.
+/// Mount point; the VM image's settings have their store below it.
 const PATH: &str = "/var/lib/peerpod";
 const WORD: &str = "peerpod.scratch=";
-/// In the state directory, from before anything is written to the disk: what is on it is then ours.
+/// File in the state directory, made before anything is written to the disk: later content of the disk is the guest's
+/// own.
 const BEGUN: &str = "scratch";
-/// There, too: why the disk is not used, for the runs after this one.
+/// File in the state directory with the reason for which the disk is not used, for later runs.
 const FAULT: &str = "scratch-fault";
-/// There, too: where the disk is mounted first. One that is mounted too late stays here, where nobody looks.
+/// Folder in the state directory in which the disk is mounted first. A mount that comes too late stays here unused.
 const STAGE: &str = "scratch-disk";
-/// The VM was made with it.
+/// Time limit for the disk to appear: the VM was made with it.
 const COMES: Duration = Duration::from_secs(10);
-/// From the look to the mount. Pulls wait for it, and shims wait a minute for a container.
+/// Time limit from the inspection to the mount. Pulls wait for it, and shims wait a minute for a container.
 const LIMIT: Duration = Duration::from_secs(40);
-/// Before what did not work just now is tried again: a maker of the run before this one may still have the disk.
+/// Pause before a retry: a maker of the previous run may still have the disk open.
 const AGAIN: Duration = Duration::from_millis(200);
 const FLAGS: MsFlags = MsFlags::MS_NOSUID.union(MsFlags::MS_NODEV).union(MsFlags::MS_NOATIME);
 const FILESYSTEM: &str = "ext4";
-/// A crash takes all of it: nothing has to be on the disk before something else.
+/// Mount options. A crash loses everything, so the order of writes does not matter.
 const OPTIONS: &str = "nobarrier";
 
-/// Where images are kept if the settings say this.
+/// Returns the store for a configured one.
 pub(crate) fn store(said: &Path) -> PathBuf {
     if said.starts_with(PATH) && confidential::is_vm() {
         tracing::info!("a confidential VM: images are kept in memory, not on the host's disk");
@@ -57,13 +58,13 @@ pub(crate) fn store(said: &Path) -> PathBuf {
     said.to_owned()
 }
 
-/// Whether a store there is on what is mounted here.
+/// Returns whether a store at this path is on the mount of this module.
 pub(crate) fn is_wanted(store: &Path) -> bool {
     store.starts_with(PATH)
 }
 
-/// Mounts the disk that the kernel's line names, or memory, unless a run before this did. The answer: why that disk is not
-/// used, if it is not.
+/// Mounts the disk that the kernel command line names, or memory, unless a previous run did. Returns the reason for
+/// which that disk is not used, if it is not.
 ///
 /// # Errors
 /// Nothing could be mounted: there is no place for images.
@@ -84,7 +85,7 @@ pub(crate) async fn mount(state_dir: &Path) -> Result<Option<String>, String> {
     Ok(Some(text))
 }
 
-/// The last one that is said counts, as with the kernel's own words.
+/// Returns the serial number. The last one counts, as with the kernel's own parameters.
 fn serial(kernel_line: &str) -> Option<&str> {
     let said = kernel_line.split_ascii_whitespace().rev().find_map(|word| word.strip_prefix(WORD));
     said.filter(|serial| !serial.is_empty())
@@ -108,7 +109,7 @@ async fn disk(serial: &str, state_dir: &Path) -> Result<(), Fault> {
 
 const NONE: Option<&str> = None;
 
-/// Makes it ready and mounts it beside where it is to be.
+/// Makes the disk ready and mounts it in the state directory.
 async fn staged(disk: &Disk, serial: &str, state_dir: &Path, until: Instant) -> Result<(), Fault> {
     let stage = state_dir.join(STAGE);
     if is_mounted(&stage) {
@@ -124,7 +125,7 @@ async fn staged(disk: &Disk, serial: &str, state_dir: &Path, until: Instant) -> 
     mounted.unwrap_or_else(|error| Err(error.to_string())).map_err(Fault::not_now)
 }
 
-/// Makes the file system. What somebody else put on the disk is not written over, nor believed.
+/// Makes the file system. Foreign content of the disk is neither overwritten nor trusted.
 async fn ready(disk: &Disk, serial: &str, state_dir: &Path) -> Result<(), Fault> {
     let begun = state_dir.join(BEGUN);
     let (node, size) = (disk.node.clone(), disk.size);

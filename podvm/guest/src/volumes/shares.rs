@@ -1,5 +1,5 @@
-//! NFS and SMB: what the kernel's own client is told, in the VM's own network (the agent is not in the pod's). No mount
-//! program runs, so names are resolved here.
+//! Describes mounts of NFS and SMB shares for the kernel's own clients, in the VM's own network (the kata-agent is not
+//! in the pod's network). No mount program runs, so names are resolved here.
 
 use std::{net::IpAddr, time::Duration};
 
@@ -9,10 +9,10 @@ use tokio::{net::lookup_host, time::timeout};
 use super::Fault;
 use crate::intercept::Ready;
 
-/// A name server's answer.
+/// Time limit of a name server's answer.
 const RESOLVE: Duration = Duration::from_secs(10);
 
-/// The agent's handler that mounts anything by any file system's name.
+/// The kata-agent's handler that mounts any file system by its name.
 const ANY: &str = "virtio-fs";
 
 async fn address(server: &str) -> Result<IpAddr, Fault> {
@@ -38,7 +38,7 @@ fn value<'o>(options: &'o [String], names: &[&str]) -> Option<&'o str> {
 }
 
 fn supported(kind: &str) -> Result<(), Fault> {
-    // A module is loaded by the mount itself; where neither is there the kernel would only say "no such device".
+    // The mount itself loads a module. Without a module or a file system the kernel would only report "no such device".
     let known = std::fs::read_to_string("/proc/filesystems").unwrap_or_default();
     let listed = known.lines().any(|line| line.split_whitespace().next_back() == Some(kind));
     let release = nix::sys::utsname::uname().map(|name| name.release().to_owned()).unwrap_or_default();
@@ -49,7 +49,7 @@ fn supported(kind: &str) -> Result<(), Fault> {
     Err(Fault::never(format!("the VM's kernel has no {kind}; use an image whose kernel has it")))
 }
 
-/// An export of an NFS server. Version 4 where nothing else is asked for.
+/// Describes an export of an NFS server. Version 4.2 unless the options ask for another.
 pub(super) async fn nfs(server: &str, export: &str, options: &[String]) -> Result<Ready, Fault> {
     let options: &[String] =
         &options.iter().flat_map(|option| option.split(',')).map(str::to_owned).collect::<Vec<_>>();
@@ -84,7 +84,7 @@ pub(super) async fn nfs(server: &str, export: &str, options: &[String]) -> Resul
     })
 }
 
-/// A share of an SMB server that asks nobody who it is.
+/// Describes a share of an SMB server that requires no authentication.
 pub(super) async fn smb(
     server: &str,
     share: &str,
@@ -105,7 +105,7 @@ pub(super) async fn smb(
     Ok(Ready { driver: ANY.into(), source: unc, fstype: "cifs".into(), options: told, ..Ready::default() })
 }
 
-/// The volume's options one by one, and the server's address.
+/// Returns the volume's options one by one, and the server's address.
 pub(super) async fn smb_options(server: &str, options: &[String]) -> Result<Vec<String>, Fault> {
     supported("cifs")?;
     let address = address(server).await?;
@@ -115,7 +115,7 @@ pub(super) async fn smb_options(server: &str, options: &[String]) -> Result<Vec<
     Ok(told)
 }
 
-/// The share as the kernel names it.
+/// Returns the share's name for the kernel.
 pub(super) fn unc(server: &str, share: &str) -> String {
     format!("//{server}/{}", share.trim_matches('/'))
 }

@@ -1,6 +1,7 @@
-//! A share that asks who mounts it. It is mounted here and not by the agent, which writes the options of what it mounts
-//! into its log: each option goes to the kernel by a call of its own (fsconfig(2)), so that no character of a password has
-//! a meaning and none of it is on a command line, in a file or in /proc/mounts. The agent is told of the folder.
+//! Mounts shares that require credentials. The guest mounts them and not the kata-agent, which writes the options of
+//! its mounts into its log. Each option goes to the kernel by a call of its own (fsconfig(2)). So no character of a
+//! password has a meaning, and none of it is on a command line, in a file or in /proc/mounts. The kata-agent gets the
+//! folder.
 
 use std::{
     fs::{self, DirBuilder, File},
@@ -26,12 +27,12 @@ use super::{
 };
 use crate::intercept::Ready;
 
-/// The agent's handler that mounts anything by any file system's name.
+/// The kata-agent's handler that mounts any file system by its name.
 const ANY: &str = "virtio-fs";
-/// What the kernel says of a file system that it does not take.
+/// Limit of the kernel's messages about a mount, in bytes.
 const WORDS: usize = 400;
 
-/// Mounts the share unless it is; what the agent is told of it.
+/// Mounts the share unless it is mounted; returns its description for the kata-agent.
 pub(super) async fn mounted(
     known: &Known,
     unc: String,
@@ -71,10 +72,10 @@ struct Share {
 }
 
 impl Share {
-    /// `same`: what is mounted there already was mounted as this user. Blocks.
+    /// Mounts the share at `place`. `same`: an existing mount there was made as this user. Blocks.
     fn mount(&self, place: &Path, same: bool) -> Result<(), Fault> {
         if moment::is_mounted(place) {
-            // Containers that have it go on with what they have.
+            // Containers that have the old mount keep it.
             if same || umount2(place, MntFlags::UMOUNT_NOFOLLOW).is_err() {
                 return Ok(());
             }
@@ -86,14 +87,14 @@ impl Share {
             .create(place)
             .map_err(|error| failed("make", error.to_string()))?;
         let tree = self.tree()?;
-        // The place is absolute: where it would be looked for else does not matter.
+        // The place is absolute, so the directory does not matter.
         move_mount(&tree, "", &tree, place, MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH).map_err(|errno| {
-            drop(fs::remove_dir(place)); // the next attempt finds it
+            drop(fs::remove_dir(place)); // a folder that stays does no harm
             failed("mount at", errno.to_string())
         })
     }
 
-    /// The mounted share, nowhere yet.
+    /// Returns the mounted share, not yet attached to a path.
     fn tree(&self) -> Result<OwnedFd, Fault> {
         let (flags, own) = moment::split(&self.options);
         let context = fsopen("cifs", FsOpenFlags::FSOPEN_CLOEXEC)
@@ -119,7 +120,7 @@ impl Share {
                 None => self.set(context, option, None)?,
             }
         }
-        // Last: the secret's word counts.
+        // Last: the values of the secret prevail.
         let Credentials { version: _, username, password, domain } = &self.credentials;
         self.set(context, "username", Some(username))?;
         if let Some(domain) = domain {
@@ -145,7 +146,7 @@ impl Share {
         })
     }
 
-    /// Why the server or the kernel did not mount it.
+    /// Returns the reason for which the server or the kernel did not mount it.
     fn refused(&self, context: &OwnedFd, errno: Errno) -> Fault {
         let said = self.said(context);
         let (unc, secret) = (&self.unc, &self.secret);
@@ -166,12 +167,12 @@ impl Share {
         }
     }
 
-    /// What the kernel said to this mount, without anything of the secret.
+    /// Returns the kernel's messages about this mount, without anything of the secret.
     fn said(&self, context: &OwnedFd) -> String {
         let Ok(copy) = context.try_clone() else { return String::new() };
         let (mut log, mut piece) = (File::from(copy), [0; 256]);
         let mut said = String::new();
-        // One message a read; an error when there are no more.
+        // One message per read; an error when there are no more.
         while let Ok(count @ 1..) = log.read(&mut piece) {
             let line = String::from_utf8_lossy(piece.get(..count).unwrap_or_default()).into_owned();
             // `e ` is an error, `w ` a warning.
@@ -230,7 +231,7 @@ mod tests {
         let long = "x".repeat(MAX_FIELD + 1);
         let fault = share().set(&context, "prefixpath", Some(&long)).unwrap_err().to_string();
         assert!(fault.contains("prefixpath") && fault.contains("255"), "{fault}");
-        // Not a file system's: refused by the kernel.
+        // Not the context of a file system: refused by the kernel.
         let fault = share().set(&context, "password", Some("hidden")).unwrap_err().to_string();
         assert!(fault.contains("option password") && !fault.contains("hidden"), "{fault}");
     }

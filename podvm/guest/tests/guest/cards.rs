@@ -1,5 +1,5 @@
-//! The VM's cards against a real DHCP server (dnsmasq) in network namespaces: leases and what comes with them, renewal,
-//! refusal, servers that are away, slow, deaf at first, silent for ever, or of IPv6.
+//! Tests the VM's NICs with a real DHCP server (dnsmasq) in network namespaces. Covers leases and their settings,
+//! renewal, refusal, and servers that are away, slow, unreachable at first, silent for ever, or of IPv6.
 //!
 //! Each test starts itself again in fresh namespaces (`inner`), so that nothing of it can stay behind. Needs root.
 
@@ -13,7 +13,7 @@ use std::{
 const INNER: &str = "PEERPOD_CARDS_TEST_INNER";
 const PATIENCE: Duration = Duration::from_secs(60);
 const LOG: &str = "/run/dnsmasq.log";
-/// What the guest program says.
+/// Log of the guest.
 const SAYS: &str = "/run/guest.log";
 const VERY_SHORT: &str = "--dhcp-option=option:T1,4 --dhcp-option=option:T2,60";
 
@@ -103,7 +103,7 @@ impl Drop for Ends {
     }
 }
 
-/// The server, in the test's own namespace; it has forgotten all leases.
+/// Starts the server in the test's own namespace, without any leases.
 fn server(words: &str) -> Ends {
     let script = format!(
         "rm -f /run/leases; exec dnsmasq --keep-in-foreground --conf-file=/dev/null --port=0 --bind-dynamic \
@@ -113,7 +113,7 @@ fn server(words: &str) -> Ends {
     Ends(Command::new("sh").args(["-ec", &script]).spawn().unwrap())
 }
 
-/// The guest program, which waits for user-data that never comes.
+/// Starts the guest, which waits for user-data that never comes.
 fn guest() -> Ends {
     let settings = r#"{"version":1,"agent":[],"uplink":"on","user_data":["/nonexistent"]}"#;
     let script = "mount -t tmpfs tmpfs /run; mount -t tmpfs tmpfs /etc; mkdir -p /etc/peerpod
@@ -128,7 +128,7 @@ fn guest() -> Ends {
     Ends(started.unwrap())
 }
 
-/// Waits, in the server's place, for so many questions of a card; how many others had meanwhile.
+/// Waits, in the server's place, for so many requests of a NIC; returns the number of requests of others meanwhile.
 fn hear(card: &str, times: usize) -> usize {
     let mac = vm(&format!("-o link show {card}"));
     let mac = mac.split("link/ether ").nth(1).unwrap().split(' ').next().unwrap();
@@ -145,7 +145,7 @@ fn hear(card: &str, times: usize) -> usize {
     others
 }
 
-/// What the guest has in a file of its own.
+/// Returns the content of a file in the guest's mount namespace.
 fn guests_file(path: &str) -> String {
     let pid = sh("pgrep -f '[p]eerpod-guest serve$' | tail -n 1");
     fs::read_to_string(format!("/proc/{}/root{path}", pid.trim())).unwrap_or_default()
@@ -222,11 +222,11 @@ fn refused() {
 fn away() {
     let guest = guest();
     until("a card that is up", || vm("link show eth0").contains("state UP"));
-    hear("eth0", 2); // questions that nobody answers
+    hear("eth0", 2); // requests without an answer
     let words = format!("--dhcp-range=10.97.0.50,10.97.0.60,255.255.255.0,2m {VERY_SHORT}");
     let first = server(&words);
     until("the late server's lease", || vm("addr show eth0").contains("inet 10.97.0."));
-    // Gone for longer than a renewal, and back.
+    // The server is away for longer than a renewal, and comes back.
     drop(first);
     hear("eth0", 1);
     assert!(
@@ -242,7 +242,7 @@ fn away() {
     let again = count("DHCPACK");
     sh("ip link set up0 up");
     until("a new lease", || count("DHCPACK") > again);
-    // Another run of the program takes over what the one before left.
+    // Another run of the program takes over the address of the previous one.
     let before = vm("addr show eth0").split("inet ").nth(1).unwrap().split('/').next().unwrap().to_owned();
     drop(guest);
     assert!(vm("addr show eth0").contains(&before));
@@ -252,19 +252,19 @@ fn away() {
     until("one address", || vm("addr show eth0").matches("inet ").count() == 1);
 }
 
-/// Each question keeps it busy for longer than the guest's first patience, and than a request may take.
+/// Each request keeps the server busy for longer than the guest's first wait, and than a request may take.
 fn slow() {
     let _server = server("--dhcp-range=10.97.0.50,10.97.0.60,255.255.255.0,2m --dhcp-reply-delay=5");
     let _guest = guest();
     until("the lease", || vm("addr show eth0").contains("inet 10.97.0."));
     let log = fs::read_to_string(LOG).unwrap();
     assert!(count("DHCPDISCOVER") > 1, "it was not slow: {log}");
-    // What comes too late for the first request is in time for the second one, which is waited for longer.
+    // An answer that is too late for the first request is in time for the second one, which has a longer limit.
     assert!(count("DHCPACK") <= 2, "{log}");
     assert_eq!(vm("addr show eth0").matches("inet 10.97").count(), 1);
 }
 
-/// The network swallows the first two questions.
+/// The network drops the first two requests.
 fn deaf() {
     sh("nft add table inet deaf
         nft add chain inet deaf input '{ type filter hook input priority 0; }'
@@ -291,7 +291,7 @@ fn silent() {
     ] {
         assert!(said.contains(words), "{words}: {said}");
     }
-    // It was right to ask on.
+    // The guest has continued to ask.
     let _server = server(&format!("--dhcp-range=10.97.0.50,10.97.0.60,255.255.255.0,2m {VERY_SHORT}"));
     until("the lease", || vm("addr show eth0").contains("inet 10.97.0."));
 }
@@ -311,7 +311,7 @@ fn v6() {
 
 fn given() {
     sh("ip -n vm addr add 10.97.0.2/24 dev eth0; ip -n vm link set eth0 up");
-    // Beside one that has none, and asks.
+    // Beside a NIC that has no address, and asks.
     sh(
         "ip link add up1 type veth peer name eth1 netns vm; ip addr add 10.98.0.1/24 dev up1; ip link set up1 up",
     );

@@ -1,8 +1,9 @@
-//! The life of a guest, with the real program as pid 1 of namespaces of its own, or as a service of somebody else who is,
-//! against a relay in this test: claim, personalise, agent calls, the guest program killed and back, flush, the lease.
+//! Tests the life of a guest against a relay in this test. The real program runs as pid 1 of namespaces of its own, or
+//! as a service below another pid 1. Covers claim, assignment to a pod, kata-agent calls, the guest killed and back,
+//! flush, the lease.
 //!
-//! The test starts itself again in fresh namespaces (`inner`), so that nothing of it can stay behind, whatever
-//! happens: when that process ends the kernel ends all others. Needs root.
+//! The test starts itself again in fresh namespaces (`inner`), so that nothing of it can stay behind in any case. When
+//! that process ends the kernel ends all others. Needs root.
 
 use super::relay;
 use std::{
@@ -30,8 +31,8 @@ use relay::Relay;
 
 const INNER: &str = "PEERPOD_GUEST_TEST_INNER";
 const AGENT: &str = "PEERPOD_GUEST_TEST_AGENT";
-/// What systemd does with the unit, in a shell: pid 1 of somebody else, which starts `serve` again when it ends. 70 is how
-/// `serve` says that the machine is to go off, where it may not switch it off itself.
+/// Stand-in for systemd and the unit, in a shell: another pid 1, which starts `serve` again when it ends. With 70
+/// `serve` asks for the power-off where it may not power the machine off itself.
 const SERVICE: &str = r#"ip link set lo up
     while :; do end=0; "$GUEST" serve || end=$?; [ $end != 70 ] || exit 0; sleep 0.1; done"#;
 const NODE: &str = "10.98.0.1";
@@ -43,7 +44,7 @@ fn a_guest_claims_serves_survives_its_own_death_and_ends_with_its_lease() {
     in_namespaces("init");
 }
 
-/// As under systemd: `serve` is started, and started again when it ends, by a pid 1 that is not ours.
+/// As under systemd: another pid 1 starts `serve`, again after each end.
 #[test]
 fn a_guest_that_is_a_service_lives_the_same_life() {
     in_namespaces("service");
@@ -66,7 +67,7 @@ fn in_namespaces(mode: &str) {
     assert_eq!(text.matches(&stranger).count(), 1, "what is wrong is said, and once: {text}");
 }
 
-/// An agent that answers each request with the request itself. Only a role of this program, not a test.
+/// kata-agent that answers each request with the request itself. Only a role of this program, not a test.
 #[test]
 #[ignore = "role: started by the guest of `inner`"]
 fn be_an_agent() {
@@ -96,7 +97,7 @@ fn read_frame(from: &mut UnixStream) -> Option<(Header, Vec<u8>)> {
     Some((head, payload))
 }
 
-/// One call over a shim's connection; the echo of what reached the agent.
+/// Makes one call over a shim's connection; returns the echo of the request that reached the kata-agent.
 fn call(shim: &mut UnixStream, stream: u32, method: &str, payload: Vec<u8>) -> ttrpc_frame::Request {
     let mut request = ttrpc_frame::Request::new();
     (request.service, request.method) = ("grpc.AgentService".into(), method.into());
@@ -116,7 +117,7 @@ fn sh(script: &str) {
     assert!(status.success(), "{script}");
 }
 
-/// Starts the guest as pid 1 of a "VM" with an uplink, a tmpfs of its own where it writes, and user-data.
+/// Starts the guest as pid 1 of a "VM" with a NIC, a tmpfs of its own where it writes, and user-data.
 fn start_guest(birth: &BirthData, mode: &str) -> Child {
     let mount = "mount -t tmpfs tmpfs";
     sh(&format!(
@@ -150,7 +151,7 @@ fn start_guest(birth: &BirthData, mode: &str) -> Child {
         .unwrap()
 }
 
-/// The process whose command line says so, and its start time.
+/// Returns the process with this command line.
 fn process(words: &str) -> Option<u32> {
     std::fs::read_dir("/proc").unwrap().find_map(|entry| {
         let pid: u32 = entry.unwrap().file_name().to_str()?.parse().ok()?;
@@ -214,12 +215,13 @@ fn inner() {
         lease_seconds: 60,
     };
     let mut vm = start_guest(&birth, &mode);
-    // Somebody else has the node's address at first. No ticket is shown to him, and the right one still gets it.
+    // Another host has the node's address at first. The guest shows it no ticket, and the right node still gets the
+    // ticket.
     runtime.block_on(Relay::new(SANDBOX).impersonate(&format!("{NODE}:15151"), 3));
     let mut relay = runtime.block_on(relay.listen(&format!("{NODE}:15151")));
     life(&runtime, &mut relay, &mode);
 
-    // Nobody is home any more: the lease (2 s) ends the VM.
+    // The node is gone: the lease (2 s) ends the VM.
     let since = Instant::now();
     drop(relay);
     drop(runtime);
@@ -236,7 +238,7 @@ fn life(runtime: &tokio::runtime::Runtime, relay: &mut Relay, mode: &str) {
     };
     assert_eq!(relay.claims(), 2, "one retry, one grant");
 
-    // Another sandbox's plan is refused, ours is applied.
+    // The plan of another sandbox is refused, the right one is applied.
     let mut other = plan(60);
     other.sandbox_id = "sandbox-2".into();
     let reply = relay.ask(runtime, Body::Personalise(other));
@@ -251,15 +253,15 @@ fn life(runtime: &tokio::runtime::Runtime, relay: &mut Relay, mode: &str) {
     assert!(reply.status.stages.iter().all(|stage| stage.at_us < 60_000_000), "the namespace's clock");
 
     let guest = env!("CARGO_BIN_EXE_peerpod-guest");
-    // Our pid 1 starts `serve` under its short name; a service has its whole path.
+    // peerpod-guest as pid 1 starts `serve` under its short name; a service has its whole path.
     let serve_line = if mode == "init" { "peerpod-guest serve".to_owned() } else { format!("{guest} serve") };
     let its = process(if mode == "init" { guest } else { &serve_line }).expect("the guest");
-    // Whatever becomes of this process: the directory stays open.
+    // The directory stays open, even if this process ends.
     let root = std::fs::File::open(format!("/proc/{its}/root")).unwrap();
     let podns = PathBuf::from(format!("/proc/self/fd/{}/run/netns/podns", root.as_raw_fd()));
     has_network(&podns);
 
-    // A call reaches the agent, with the pod's namespace in it; the connection lives on.
+    // A call reaches the kata-agent, with the pod's namespace in it; the connection stays open.
     let mut shim = relay.shim();
     let mut container = agent::CreateContainerRequest::new();
     container.container_id = "c1".into();
@@ -272,7 +274,7 @@ fn life(runtime: &tokio::runtime::Runtime, relay: &mut Relay, mode: &str) {
     let big = vec![7; 3 << 20];
     assert_eq!(call(&mut shim, 3, "WriteStdin", big.clone()).payload, big);
 
-    // The guest program is killed: another session, the same agent, the same network.
+    // The guest program is killed: another session, the same kata-agent, the same network.
     let agent_pid = process("be_an_agent --exact").expect("the agent");
     let serve = process(&serve_line).expect("serve");
     nix::sys::signal::kill(nix::unistd::Pid::from_raw(serve as i32), nix::sys::signal::SIGKILL).unwrap();
@@ -288,7 +290,7 @@ fn life(runtime: &tokio::runtime::Runtime, relay: &mut Relay, mode: &str) {
     let mut shim = relay.shim();
     assert_eq!(call(&mut shim, 1, "Check", vec![1]).payload, [1]);
 
-    // Rotate without certificates asks for a request; with them the new one counts.
+    // Rotate without certificates asks for a request; with them the new certificate counts.
     let rotate = relay.ask(runtime, Body::Rotate(guest::Rotate::new()));
     assert!(rotate.error.is_empty() && !rotate.csr.is_empty());
     let mut new = guest::Rotate::new();
@@ -297,7 +299,7 @@ fn life(runtime: &tokio::runtime::Runtime, relay: &mut Relay, mode: &str) {
 
     assert_eq!(relay.ask(runtime, Body::Flush(Flush::new())).error, "");
 
-    // The agent dies with a container: said at once, unasked, and no other is started.
+    // The kata-agent dies with a container: reported at once, unasked, and no other is started.
     nix::sys::signal::kill(nix::unistd::Pid::from_raw(agent_pid as i32), nix::sys::signal::SIGKILL).unwrap();
     let status = relay.told(runtime, |status| status.error.contains("died with running containers"));
     assert_eq!((status.agent_running, status.agent_exits), (false, 1));

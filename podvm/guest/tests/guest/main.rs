@@ -1,4 +1,4 @@
-//! The guest's program from outside, in namespaces and in machines.
+//! Tests of the guest program from outside, in namespaces and in machines.
 
 #![allow(clippy::unwrap_used)] // test code outside of test functions
 

@@ -1,4 +1,4 @@
-//! The unit file for images that boot with systemd: what systemd itself says of it, and what must never be lost from it.
+//! Tests the unit file for images that boot with systemd: systemd's own verdict, and settings that must never be lost.
 
 use std::{
     fs,
@@ -10,7 +10,7 @@ fn unit() -> String {
     fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("peerpod-guest.service")).unwrap()
 }
 
-/// A folder that goes with the test.
+/// Folder that is removed with the test.
 struct Folder(PathBuf);
 
 impl Drop for Folder {
@@ -23,7 +23,7 @@ impl Drop for Folder {
 fn systemd_finds_nothing_wrong_with_it() {
     let folder = Folder(std::env::temp_dir().join(format!("peerpod-unit-{}", std::process::id())));
     fs::create_dir_all(&folder.0).unwrap();
-    // The image's place of the program is not there where tests run.
+    // The program's path in the VM image does not exist where tests run.
     let text = unit().replace("/usr/local/bin/peerpod-guest", env!("CARGO_BIN_EXE_peerpod-guest"));
     assert_ne!(text, unit());
     let file = folder.0.join("peerpod-guest.service");
@@ -31,7 +31,7 @@ fn systemd_finds_nothing_wrong_with_it() {
     let verified = Command::new("systemd-analyze").args(["verify", "--man=no"]).arg(&file).output();
     let verified = verified.expect("systemd-analyze is the witness: apt-get install systemd");
     let said = String::from_utf8_lossy(&verified.stderr);
-    // Units of the machine the tests run on may have faults of their own; they are named as others.
+    // Other units of the machine that runs the tests may have faults of their own; these lines name the other units.
     let ours: Vec<&str> = said.lines().filter(|line| line.contains("peerpod-guest")).collect();
     assert!(ours.is_empty(), "{said}");
 }

@@ -1,5 +1,5 @@
-//! The guest as pid 1 of real machines: QEMU boots the image's kernel and initramfs (`make image`), with a relay in this
-//! test as its home. Emulated in software where there is no KVM.
+//! Tests the guest as pid 1 of real machines: QEMU boots the image's kernel and initramfs (`make image`), with a relay
+//! in this test. Emulated in software without KVM.
 
 use super::machine;
 use super::relay;
@@ -17,7 +17,7 @@ use relay::Relay;
 use tokio::runtime::Runtime;
 
 const SANDBOX: &str = "sandbox-1";
-/// QEMU's own network: the test's machine, for the VM.
+/// Address of the test's machine for the VM, in QEMU's own network.
 const HOST: &str = "10.0.2.2";
 const CARD: [&str; 4] = ["-netdev", "user,id=n", "-device", "virtio-net-pci,netdev=n"];
 
@@ -82,8 +82,9 @@ impl Home {
     }
 }
 
-/// The whole life: drivers, root, an address from QEMU's DHCP server, user-data by fw_cfg, home, the agent, what the guest
-/// says of its boot; then a disk that is written to, and the lease's end: the machine goes off, and the disk is clean.
+/// Tests the whole life: drivers, root, an address from QEMU's DHCP server, user-data by fw_cfg, the link, the
+/// kata-agent, the guest's report of its boot. Then a disk is written to and the lease ends: the machine goes off, and
+/// the disk is clean.
 #[test]
 fn a_machine_boots_calls_home_and_ends_with_its_lease_and_a_clean_disk() {
     let folder = Folder::new("life");
@@ -123,7 +124,7 @@ fn a_machine_boots_calls_home_and_ends_with_its_lease_and_a_clean_disk() {
     let rss = said.split("PROBE rss serve ").nth(1).unwrap().split(" END").next().unwrap();
     println!("RSS in KiB, idle: serve {rss}");
 
-    // Nobody is home any more.
+    // The node is gone.
     let reply = home.relay.ask(&home.runtime, Body::Personalise(plan(3)));
     assert_eq!(reply.error, "");
     drop(home);
@@ -138,7 +139,7 @@ fn a_machine_boots_calls_home_and_ends_with_its_lease_and_a_clean_disk() {
     assert!(listed.contains(&format!("Size: {}", 3 << 20)), "{listed}");
 }
 
-/// The three kinds of disk that clouds and hypervisors bring user-data on.
+/// Tests the three kinds of disk on which clouds and hypervisors provide user-data.
 #[test]
 fn user_data_is_found_on_disks_of_each_kind() {
     let config_drive = "version = 1\n[[when]]\ndisk = \"config-2\"\n[[user-data]]\ndisk = \"config-2\"\n\
@@ -178,8 +179,8 @@ fn user_data_is_found_on_disks_of_each_kind() {
 
 const TOKEN: &str = "bm90aGluZw==";
 
-/// EC2's metadata service (version 2, which wants a token) with these user-data, each answer in a connection of its own;
-/// its port on this machine, and what it was asked and said.
+/// Serves this user-data as EC2's metadata service (version 2, which demands a token), each answer in a connection of
+/// its own. Returns its port on this machine, and the log of requests and answers.
 fn metadata_service(user_data: String) -> (u16, Arc<Mutex<Vec<String>>>) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();
@@ -203,15 +204,15 @@ fn metadata_service(user_data: String) -> (u16, Arc<Mutex<Vec<String>>>) {
             };
             heard.lock().unwrap().push(format!("{line}: {status}"));
             let head = format!("HTTP/1.1 {status}\r\nContent-Length: {}\r\n", body.len());
-            // Whoever does not wait for the answer will ask again.
+            // A client that does not wait for the answer will ask again.
             drop(write!(stream, "{head}Connection: close\r\n\r\n{body}"));
         }
     });
     (port, asked)
 }
 
-/// By the provider's own line of the table: what the firmware says, the address, the token. Nothing else can be reached
-/// from this network, a metadata service of the machine that the test runs on least of all.
+/// Uses the provider's own description: firmware strings, address, token. Nothing else can be reached from this
+/// network, least of all a metadata service of the machine that the test runs on.
 #[test]
 fn a_machine_of_ec2_has_its_user_data_from_the_metadata_service() {
     let folder = Folder::new("ec2");
@@ -236,14 +237,14 @@ fn a_machine_of_ec2_has_its_user_data_from_the_metadata_service() {
     home.relay.up(&home.runtime);
     assert!(said.contains("found user-data"), "{said}");
     let asked = asked.lock().unwrap();
-    // A service that is slow is asked again; what was given up had no question in it yet.
+    // A slow service is asked again; an abandoned connection had no request in it yet.
     let answered: Vec<&String> = asked.iter().filter(|line| !line.starts_with(':')).collect();
     assert!(answered.iter().all(|line| line.ends_with(": 200 OK")), "{asked:?}");
     assert!(answered.first().is_some_and(|first| first.starts_with("PUT ")), "{asked:?}");
     assert!(answered.iter().any(|line| line.starts_with("GET ")), "{asked:?}");
 }
 
-/// `ip=` of the kernel's line.
+/// Tests `ip=` of the kernel command line.
 #[test]
 fn a_machine_gets_the_static_address_of_the_kernels_line() {
     let folder = Folder::new("static");
@@ -261,7 +262,7 @@ fn a_machine_gets_the_static_address_of_the_kernels_line() {
     assert_eq!(home.relay.ask(&home.runtime, Body::Flush(Flush::new())).error, "");
 }
 
-/// A guest program that hangs is killed and comes back; one that hangs whatever is done leaves the watchdog hungry.
+/// A guest program that hangs is killed and comes back; if it hangs every time, the watchdog resets the machine.
 #[test]
 fn a_guest_program_that_hangs_is_started_again_and_then_the_machine() {
     let folder = Folder::new("hang");
@@ -287,7 +288,7 @@ fn a_guest_program_that_hangs_is_started_again_and_then_the_machine() {
     vm.until("a second boot", |said| said.matches("the watchdog is awake").count() == 2);
 }
 
-/// What a machine without a card, a disk or modules for them says, and that it is not fatal.
+/// Tests the log of a machine without a NIC, a disk or modules for them, and that their lack is not fatal.
 #[test]
 fn a_module_that_is_missing_is_a_line_on_the_console() {
     let folder = Folder::new("missing");

@@ -1,42 +1,42 @@
-//! Why an image cannot be had, in kinds that a caller can act on and words that a pod's user reads.
+//! Classifies failures of image pulls: kinds that a caller can act on, and text for the pod's user.
 
 use std::{error::Error as StdError, fmt};
 
 use serde::{Deserialize, Serialize};
 
-/// Most characters that a registry's own words get in our text.
+/// Limit of quoted text of a registry, in characters.
 const MAX_QUOTE: usize = 300;
 
-/// The kind of failure.
+/// Kind of failure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Cause {
-    /// The registry does not have it.
+    /// The registry does not have the image.
     NotFound,
-    /// The registry does not give it to us.
+    /// The registry denies access to the image.
     Denied,
     /// The VM's disk is full.
     NoSpace,
     /// The registry cannot be reached, or does not answer.
     Unreachable,
-    /// The registry's certificate is not one that the VM trusts.
+    /// The VM does not trust the registry's certificate.
     Untrusted,
-    /// What came is not what its digest says.
+    /// The received bytes do not match their digest.
     Digest,
-    /// What came is not an image, or means ill.
+    /// The received bytes are not an image, or are malicious.
     Malformed,
-    /// It is an image, but not one for this VM or this program.
+    /// The image is not one for this VM or this program.
     Unsupported,
-    /// Larger than is permitted.
+    /// The image is larger than permitted.
     TooLarge,
-    /// Not done in time.
+    /// The pull was not done in time.
     Late,
-    /// Something of the VM's own.
+    /// Internal fault of the VM.
     Internal,
 }
 
 impl Cause {
-    /// In a few words, with which the error begins.
+    /// Returns the few words with which the error begins.
     pub fn words(self) -> &'static str {
         match self {
             Cause::NotFound => "not found",
@@ -53,18 +53,18 @@ impl Cause {
         }
     }
 
-    /// Whether the same may work in a moment.
+    /// Returns whether the same may work in a moment.
     pub fn is_transient(self) -> bool {
         self == Cause::Unreachable
     }
 }
 
-/// A failure: its kind, and a sentence that names what was attempted, why it failed and what would do.
+/// Failure: its kind, and a sentence with the attempt, the reason and a remedy.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Error {
-    /// The kind.
+    /// Kind of failure.
     pub cause: Cause,
-    /// For people.
+    /// Text for people.
     pub text: String,
 }
 
@@ -77,13 +77,13 @@ impl fmt::Display for Error {
 impl StdError for Error {}
 
 impl Error {
-    /// One of the kind.
+    /// Makes a failure of this kind.
     pub fn new(cause: Cause, text: impl Into<String>) -> Error {
         Error { cause, text: text.into() }
     }
 }
 
-/// Words of a stranger: bounded, and on one line.
+/// Quotes foreign text: bounded, and on one line.
 pub fn quote(text: &str) -> String {
     let mut out: String =
         text.chars().take(MAX_QUOTE).map(|c| if c.is_control() { ' ' } else { c }).collect();

@@ -1,4 +1,4 @@
-//! What is said, as JSON: one [`Job`] in, [`Event`]s out.
+//! Messages of an image pull, as JSON: one [`Job`] in, [`Event`]s out.
 
 use std::{fmt, path::PathBuf};
 
@@ -6,29 +6,29 @@ use serde::{Deserialize, Serialize};
 
 use crate::cause::Error;
 
-/// One image to be had, and perhaps mounted.
+/// Order to pull one image, and perhaps to mount it.
 #[derive(Clone, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Job {
-    /// As the pod names it; `docker://` before it is ignored.
+    /// Name of the image in the pod; `docker://` before it is ignored.
     pub image: String,
-    /// Where layers are kept: a directory on a filesystem that can be an overlay's upper one.
+    /// Directory of the layers, on a filesystem that can be the upper one of an overlay.
     pub store: PathBuf,
-    /// Where `rootfs` is to be mounted, and `config.json` written; none: the image is only fetched.
+    /// Directory for the mount `rootfs` and for `config.json`; none: the image is only fetched.
     pub bundle: Option<PathBuf>,
     /// A `.dockerconfigjson`, or empty. Secret.
     #[serde(default)]
     pub credentials: String,
-    /// Registries (`host` or `host:port`) that are spoken to in plain HTTP.
+    /// Registries (`host` or `host:port`) reached over plain HTTP.
     #[serde(default)]
     pub plain_http: Vec<String>,
-    /// Files of CA certificates (PEM); those that are missing count as empty.
+    /// Files of CA certificates (PEM); missing ones count as empty.
     #[serde(default)]
     pub ca_files: Vec<PathBuf>,
     /// More CA certificates (PEM).
     #[serde(default)]
     pub ca_pem: String,
-    /// What is permitted.
+    /// Limits of the image.
     #[serde(default)]
     pub limits: Limits,
 }
@@ -42,17 +42,17 @@ impl fmt::Debug for Job {
     }
 }
 
-/// What one image may cost.
+/// Limits of one image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Limits {
     /// Bytes of all files of an image, unpacked.
     pub unpacked_bytes: u64,
-    /// Files, folders and links of an image.
+    /// Number of files, folders and links of an image.
     pub entries: u64,
-    /// Seconds for the whole.
+    /// Seconds for the whole pull.
     pub seconds: u64,
-    /// Seconds in which a registry sends nothing, after which it is given up.
+    /// Seconds of a registry's silence, after which it is given up.
     pub silence_seconds: u64,
     /// MiB of memory of the process.
     pub memory_mib: u64,
@@ -70,35 +70,35 @@ impl Default for Limits {
     }
 }
 
-/// What the process says.
+/// Message of the process.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Event {
-    /// How far it is.
+    /// Progress of the pull.
     Progress {
-        /// In words.
+        /// Text for people.
         text: String,
     },
-    /// Something that does not stand in the way.
+    /// Problem that does not stop the pull.
     Warning {
-        /// In words.
+        /// Text for people.
         text: String,
     },
-    /// The last one: the image is there.
+    /// Last event: the image is there.
     Done(Outcome),
-    /// The last one: it is not.
+    /// Last event: the pull failed.
     Failed(Error),
 }
 
-/// What became of the image.
+/// Result of a pull.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Outcome {
     /// Digest of the manifest that was chosen for this machine.
     pub manifest_digest: String,
-    /// Layers of the image.
+    /// Number of the image's layers.
     pub layers: usize,
-    /// Layers that had to be fetched.
+    /// Number of layers that had to be fetched.
     pub fetched: usize,
-    /// Bytes that came from the registry.
+    /// Bytes received from the registry.
     pub bytes: u64,
 }

@@ -1,5 +1,5 @@
-//! What the guest program and `peerpod-pull`, which it starts for each image, say to each other. Forms alone: so the guest
-//! program, which lives as long as its VM, has nothing of an HTTP client in it.
+//! Messages between the guest program and `peerpod-pull`, which it starts for each image. Only data types: the guest
+//! program lives as long as its VM, and should contain nothing of an HTTP client.
 
 pub mod cause;
 mod job;

@@ -1,4 +1,4 @@
-//! Taking away what layers below have. Links are never followed, and depth costs no stack.
+//! Removes entries of the layers below. Links are never followed, and depth costs no stack.
 
 use std::{
     collections::BTreeSet,
@@ -16,14 +16,14 @@ use rustix::{
 
 use super::names;
 
-/// Removes the name and all below it; nothing there is fine.
+/// Removes the name and all below it; a missing one is fine.
 pub(super) fn tree(folder: BorrowedFd<'_>, name: &OsStr) -> Result<()> {
     match unlinkat(folder, name, AtFlags::empty()) {
         Ok(()) | Err(Errno::NOENT) => return Ok(()),
         Err(Errno::ISDIR | Errno::PERM) => {}
         Err(error) => return Err(error),
     }
-    // Open folders on the way down, each with the names that are left in it.
+    // Open folders on the way down, each with its remaining names.
     let top = enter(folder, name)?;
     let rest = names(top.as_fd())?;
     let mut stack: Vec<(OwnedFd, Vec<OsString>, OsString)> = vec![(top, rest, name.to_owned())];
@@ -48,7 +48,7 @@ pub(super) fn tree(folder: BorrowedFd<'_>, name: &OsStr) -> Result<()> {
     Ok(())
 }
 
-/// Removes the name unless this layer made it; of a folder that it made, what it did not make.
+/// Removes the name unless this layer made it; in a folder that this layer made, removes the foreign entries.
 pub(super) fn unmade(
     folder: BorrowedFd<'_>,
     name: &OsStr,
@@ -67,9 +67,9 @@ pub(super) fn unmade(
     }
 }
 
-/// Removes what is in the folder and was not made by this layer.
+/// Removes the entries of the folder that this layer did not make.
 pub(super) fn below(folder: BorrowedFd<'_>, path: &[u8], made: &BTreeSet<Vec<u8>>) -> Result<()> {
-    // No deeper than names of entries can be: what this layer made is at most so deep.
+    // No deeper than names of entries can be: entries of this layer are at most that deep.
     for name in names(folder)? {
         let child =
             if path.is_empty() { name.as_bytes().to_vec() } else { [path, b"/", name.as_bytes()].concat() };
@@ -78,7 +78,7 @@ pub(super) fn below(folder: BorrowedFd<'_>, path: &[u8], made: &BTreeSet<Vec<u8>
     Ok(())
 }
 
-/// Whether something below the path was made, though no entry was there for the path itself.
+/// Returns whether something below the path was made, though no entry was there for the path itself.
 fn is_above(path: &[u8], made: &BTreeSet<Vec<u8>>) -> bool {
     let first = [path, b"/"].concat();
     made.range(first.clone()..).next().is_some_and(|other| other.starts_with(&first))

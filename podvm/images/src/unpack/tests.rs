@@ -21,7 +21,7 @@ impl Drop for Place {
     }
 }
 
-/// An archive of `(kind, name, target, content)`.
+/// Makes an archive of `(kind, name, target, content)`.
 fn archive(entries: &[(EntryType, &str, &str, &str)]) -> Vec<u8> {
     let mut builder = tar::Builder::new(Vec::new());
     for (kind, name, target, content) in entries {
@@ -89,7 +89,7 @@ fn links_lead_nowhere_but_within() {
     std::fs::create_dir(&root.0).unwrap();
     std::fs::create_dir(&outside).unwrap();
     let there = outside.to_str().unwrap();
-    // There is no such folder in the image: the link dangles, and nothing is made through it.
+    // The image has no such folder: the link dangles, and nothing is made through it.
     let error = unpacked(&root, &[(LINK, "out", there, ""), (FILE, "out/x", "", "x")]).unwrap_err();
     assert_eq!(error.cause, Cause::Malformed, "{error}");
     unpacked(&root, &[(LINK, "up", "../../..", ""), (FILE, "up/x", "", "x")]).unwrap();

@@ -1,8 +1,9 @@
-//! Dialled streams: TCP connections of the node's side of the pod that are carried to the pod's localhost in the VM.
+//! Carries dialled streams: TCP connections from the pod's netns on the node to the pod's localhost in the VM.
 //!
-//! The relay asks first ([`Dialled::call`]) and gets a local socket for the stream only when the guest's connection
-//! stands, so that a refusal there can be a refusal here. Bytes pass as they are; each side's end is a Finish, both
-//! ends together a Close. What does not end so is reset at both ends: nobody takes the half of a transfer for all of it.
+//! The relay first asks the guest to connect ([`Dialled::call`]). It joins a local socket to the stream only after
+//! the guest has connected. A refusal in the VM can therefore become a refusal on the node. Bytes pass unchanged. The
+//! end of one direction is a Finish, the end of both a Close. A connection that ends in any other way is reset at
+//! both ends, so that neither peer takes a truncated transfer for a complete one.
 
 use std::{
     fmt, io,
@@ -40,25 +41,25 @@ use crate::{
     },
 };
 
-/// Why a call has no connection.
+/// Reason why a call returned no connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum DialError {
-    /// Nobody listens there.
+    /// There is no listener.
     #[error("nobody listens there")]
     Refused,
-    /// It could not be tried, or did not end well.
+    /// The attempt was impossible, or failed.
     #[error("the guest could not connect")]
     Failed,
-    /// No answer in time.
+    /// No answer within the time limit.
     #[error("the guest did not answer in time")]
     Late,
-    /// No session, or it was lost meanwhile.
+    /// There is no session, or it was lost during the call.
     #[error("no guest is connected")]
     Away,
-    /// The guest is older than this.
+    /// The guest program is too old for dialled streams.
     #[error("the guest program does not know dialled streams; a newer VM image has one that does")]
     Unknown,
-    /// The bound is reached.
+    /// The limit of open connections is reached.
     #[error("too many connections are open")]
     TooMany,
 }
@@ -69,14 +70,14 @@ impl From<Elapsed> for DialError {
     }
 }
 
-/// Which call: of which session, on which stream.
+/// Identifies a call by session and stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Call {
     generation: u64,
     stream: u32,
 }
 
-/// A connection that stands in the VM and waits for its local socket; dropping it closes it.
+/// A connection that is established in the VM and waits for its local socket. Dropping it closes the connection.
 pub struct Connected {
     shared: Arc<Shared>,
     call: Option<Call>,
@@ -89,7 +90,7 @@ impl fmt::Debug for Connected {
 }
 
 impl Connected {
-    /// Joins the two. A socket that comes too late is reset.
+    /// Joins the local socket to the connection. A socket that comes too late is reset.
     pub fn join(mut self, socket: TcpStream) {
         if let Some(call) = self.call.take() {
             self.shared.push(Command::Join(call, socket));
@@ -107,7 +108,7 @@ impl Drop for Connected {
 
 pub(super) type Answer = oneshot::Sender<Result<Connected, DialError>>;
 
-/// Bounds of [`super::Limits`] that matter here.
+/// Subset of [`super::Limits`] for dialled connections.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Bounds {
     pub(super) connections: usize,
@@ -116,14 +117,14 @@ pub(super) struct Bounds {
     pub(super) connect: Duration,
 }
 
-/// All of one endpoint.
+/// All dialled connections of one endpoint.
 pub(super) struct Dialled {
     bounds: Bounds,
-    /// By stream, ascending.
+    /// Connections in ascending order of their stream.
     conns: Vec<Conn>,
-    /// Counts sessions: stream numbers begin anew with each.
+    /// Number of the session: stream numbers begin anew with each session.
     generation: u64,
-    /// Which is polled first.
+    /// Connection that is polled first.
     turn: usize,
     look_at: Option<Instant>,
 }
@@ -133,17 +134,17 @@ pub(super) struct Conn {
     state: State,
     /// The session still has the stream.
     alive: bool,
-    /// Bytes that the socket did not take yet, and those whose credit was not given back.
+    /// Bytes that the socket has not taken yet, and the number of bytes with unreturned credit.
     out: BytesMut,
     owed: usize,
     /// The socket was read to its end.
     read_done: bool,
-    /// The peer said Finish; and the socket was told.
+    /// The peer sent Finish; `shut`: the socket's write side was shut down.
     finished: bool,
     shut: bool,
 }
 
-/// As data, beside its socket.
+/// Serialised state of a connection without its socket.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct DialledState {
     stream: u32,
@@ -163,7 +164,7 @@ enum State {
     Open(TcpStream),
 }
 
-/// Whether a connection goes on.
+/// Outcome of one poll of a connection.
 #[derive(PartialEq, Eq)]
 enum Next {
     Goes,
@@ -177,17 +178,17 @@ impl Dialled {
         Dialled { bounds, conns: Vec::new(), generation: 0, turn: 0, look_at: None }
     }
 
-    /// All of them.
+    /// Returns all connections.
     pub(super) fn conns(&self) -> impl Iterator<Item = &Conn> {
         self.conns.iter()
     }
 
-    /// Goes on with those of another process, ordered by stream.
+    /// Continues with the connections of another process, ordered by stream.
     pub(super) fn resume(&mut self, conns: Vec<Conn>) {
         self.conns = conns;
     }
 
-    /// How many there are.
+    /// Returns the number of connections.
     pub(super) fn len(&self) -> usize {
         self.conns.len()
     }
@@ -196,7 +197,7 @@ impl Dialled {
         self.conns.iter().map(|conn| conn.out.len()).sum()
     }
 
-    /// Whether the stream is one of them.
+    /// Returns whether the stream is a dialled one.
     pub(super) fn has(&self, stream: u32) -> bool {
         !self.conns.is_empty() && self.at(stream).is_some()
     }
@@ -205,13 +206,14 @@ impl Dialled {
         self.conns.binary_search_by_key(&stream, |conn| conn.stream).ok()
     }
 
-    /// When deadlines are looked at; `None`: there are none.
+    /// Returns the time of the next check of deadlines; `None` if there are none.
     pub(super) fn look_at(&self) -> Option<Instant> {
         self.look_at
     }
 
     fn add(&mut self, stream: u32, state: State) {
-        // Numbers ascend within a session, and what is left of the one before has none any more that could be asked for.
+        // Numbers ascend within a session. A connection left over from an earlier session has number 0, which no
+        // look-up uses.
         let at = self.conns.partition_point(|conn| conn.stream < stream);
         self.conns.insert(at, Conn::new(stream, state));
         self.look_at.get_or_insert_with(|| Instant::now() + LOOK);
@@ -219,7 +221,7 @@ impl Dialled {
 
     /// Relay: asks the guest to connect.
     pub(super) fn call(&mut self, session: &mut Session, target: Target, answer: Answer) {
-        // The caller may have left; then nobody wants to know.
+        // If the caller is gone, the result is dropped.
         let refuse = |answer: Answer, why| drop(answer.send(Err(why)));
         if session.epoch() == 0 {
             return refuse(answer, DialError::Away);
@@ -238,7 +240,7 @@ impl Dialled {
         }
     }
 
-    /// Guest: the relay called.
+    /// Guest: handles a call of the relay.
     pub(super) fn called(
         &mut self,
         session: &mut Session,
@@ -251,7 +253,7 @@ impl Dialled {
         self.add(stream, State::Dialling(dial(), Instant::now() + self.bounds.connect));
     }
 
-    /// Relay: the guest connected.
+    /// Relay: handles the guest's report that it has connected.
     pub(super) fn connected(&mut self, shared: &Arc<Shared>, stream: u32) {
         let Some(at) = self.at(stream) else { return };
         let conn = &mut self.conns[at];
@@ -260,12 +262,12 @@ impl Dialled {
         conn.state = State::Parked(Instant::now() + self.bounds.park);
         let call = Some(Call { generation: self.generation, stream });
         if let Some(answer) = answer {
-            // A caller that left drops it, which hangs up.
+            // If the caller is gone, the dropped `Connected` closes the connection.
             drop(answer.send(Ok(Connected { shared: shared.clone(), call })));
         }
     }
 
-    /// Relay: the local socket of a call.
+    /// Relay: joins the local socket to a call.
     pub(super) fn join(&mut self, call: Call, socket: TcpStream) {
         let at = self.at(call.stream).filter(|_| call.generation == self.generation);
         match at.map(|at| &mut self.conns[at]) {
@@ -277,7 +279,7 @@ impl Dialled {
         }
     }
 
-    /// Relay: nobody wants the call any more.
+    /// Relay: closes a call after its caller is gone.
     pub(super) fn hang(&mut self, session: &mut Session, call: Call) {
         let at = self.at(call.stream).filter(|_| call.generation == self.generation);
         if let Some(at) = at
@@ -288,14 +290,14 @@ impl Dialled {
         }
     }
 
-    /// Bytes of a stream.
+    /// Writes received bytes of a stream to its socket.
     pub(super) fn data(&mut self, cx: &mut Context<'_>, session: &mut Session, stream: u32, data: &[u8]) {
         let Some(at) = self.at(stream) else { return };
         let conn = &mut self.conns[at];
         conn.owed += data.len();
         let mut written = 0;
         if let (State::Open(socket), true) = (&mut conn.state, conn.out.is_empty()) {
-            // An error is met again when the rest is written.
+            // An error recurs when the rest is written.
             if let Poll::Ready(Ok(n)) = Pin::new(socket).poll_write(cx, data) {
                 written = n;
             }
@@ -304,14 +306,14 @@ impl Dialled {
         session.consumed(stream, conn.take_credit());
     }
 
-    /// The peer sends no more on this stream.
+    /// Handles a Finish of the peer: it sends no more bytes on this stream.
     pub(super) fn finished(&mut self, stream: u32) {
         if let Some(at) = self.at(stream) {
             self.conns[at].finished = true;
         }
     }
 
-    /// The peer closed a stream.
+    /// Handles a Close of the peer.
     pub(super) fn closed(&mut self, stream: u32, reason: CloseReason) {
         let Some(at) = self.at(stream) else { return };
         let why = if reason == CloseReason::Refused { DialError::Refused } else { DialError::Failed };
@@ -320,21 +322,21 @@ impl Dialled {
         }
     }
 
-    /// The session is lost, and all streams with it.
+    /// Handles the loss of the session and of all its streams.
     pub(super) fn lost(&mut self) {
         self.generation += 1;
         for mut conn in std::mem::take(&mut self.conns) {
             if conn.ended(DialError::Away) {
                 conn.reset();
             } else {
-                // What is left to be written is; nothing asks for its stream's number any more.
+                // The remaining bytes are still written; number 0 keeps look-ups from finding the connection.
                 conn.stream = 0;
                 self.conns.push(conn);
             }
         }
     }
 
-    /// Moves bytes; returns whether any moved.
+    /// Moves bytes between the sockets and the session.
     pub(super) fn poll(&mut self, cx: &mut Context<'_>, session: &mut Session) -> Moved {
         let (mut moved, many) = (Moved::default(), self.conns.len());
         if many == 0 {
@@ -360,7 +362,7 @@ impl Dialled {
         moved
     }
 
-    /// Looks at deadlines.
+    /// Ends calls and connections past their deadline.
     pub(super) fn look(&mut self, session: &mut Session, now: Instant) {
         if self.look_at.is_none_or(|at| at > now) {
             return;
@@ -381,7 +383,7 @@ impl Dialled {
             if let State::Calling(answer, _) = &mut conn.state
                 && let Some(answer) = answer.take()
             {
-                drop(answer.send(Err(DialError::Late))); // The caller may have left.
+                drop(answer.send(Err(DialError::Late))); // The caller may be gone.
             }
             session.close(conn.stream, CloseReason::Failed);
             false
@@ -389,13 +391,13 @@ impl Dialled {
         self.look_at = timed.then(|| now + LOOK);
     }
 
-    /// The endpoint ends.
+    /// Resets all connections when the endpoint ends.
     pub(super) fn end(&mut self) {
         std::mem::take(&mut self.conns).into_iter().for_each(Conn::reset);
     }
 }
 
-/// What one poll moved.
+/// Result of one poll.
 #[derive(Default)]
 pub(super) struct Moved {
     pub(super) any: bool,
@@ -417,12 +419,13 @@ impl Conn {
         }
     }
 
-    /// 0: none that could be asked for.
+    /// Stream number; 0 = the stream's session is lost.
     pub(super) fn stream(&self) -> u32 {
         self.stream
     }
 
-    /// As data; the socket goes to `sockets`. `None`: none stands yet, and its caller will hear that it failed.
+    /// Returns the serialised state and appends the socket to `sockets`. Returns `None` if there is no connection
+    /// yet; its caller gets an error then.
     pub(super) fn state(&self, sockets: &mut Vec<OwnedFd>) -> io::Result<Option<DialledState>> {
         let State::Open(socket) = &self.state else { return Ok(None) };
         sockets.push(freeze::copy(socket)?);
@@ -457,21 +460,21 @@ impl Conn {
         credit
     }
 
-    /// The stream is gone; whether the connection is to be reset now. One whose peer had said all waits for its socket
-    /// to take it.
+    /// Handles the end of the stream; returns whether to reset the connection now. If the peer has sent Finish, the
+    /// connection waits until its socket has taken all bytes.
     fn ended(&mut self, why: DialError) -> bool {
         self.alive = false;
         match &mut self.state {
             State::Calling(answer, _) => {
                 if let Some(answer) = answer.take() {
-                    drop(answer.send(Err(why))); // The caller may have left.
+                    drop(answer.send(Err(why))); // The caller may be gone.
                 }
                 true
             }
             State::Parked(_) | State::Dialling(..) => true,
             State::Open(_) if self.finished => false,
             State::Open(socket) => {
-                // What came before the end is still for the reader, as far as the socket takes it at once.
+                // The reader still gets the bytes before the end, as far as the socket takes them at once.
                 drop(socket.try_write(&self.out));
                 true
             }
@@ -551,7 +554,7 @@ impl Conn {
         if self.shut && (self.read_done || !self.alive) { Next::Done } else { Next::Goes }
     }
 
-    /// Writes what waits; whether some of it went.
+    /// Writes the waiting bytes; returns whether any were written.
     fn write(&mut self, cx: &mut Context<'_>) -> io::Result<bool> {
         let State::Open(socket) = &mut self.state else { return Ok(false) };
         let mut wrote = false;
@@ -572,7 +575,7 @@ impl Conn {
         Ok(wrote)
     }
 
-    /// Everything is delivered to the socket, which may still be sending it.
+    /// Ends a connection after its socket has taken all bytes; the kernel may still be sending them.
     fn let_go(self) {
         if let State::Open(socket) = self.state {
             linger(&socket, None);
@@ -586,7 +589,8 @@ impl Conn {
     }
 }
 
-/// No delay; and a program of ours that dies resets the connection instead of ending it as if all had been said.
+/// Disables the Nagle delay. Sets linger 0, so that a crash of this program resets the connection instead of ending
+/// it like a complete transfer.
 fn prepare(socket: &TcpStream) {
     linger(socket, Some(Duration::ZERO));
     if let Err(error) = socket.set_nodelay(true) {

@@ -1,9 +1,11 @@
-//! How an endpoint is handed to another process: it stands still between two polls, says what it is, and goes on as if
-//! nothing had been when it is told to ([`super::EndpointHandle::thaw`]). Until then it touches none of its sockets, so
-//! whoever has copies of them may go on in its place.
+//! Hands an endpoint over to another process.
 //!
-//! The transport is not handed over: what it carried is in the session until it is acknowledged, and what came in and was
-//! not a whole record yet is sent again.
+//! The endpoint stops between two polls, returns its state, and continues unchanged after
+//! [`super::EndpointHandle::thaw`]. Until then it touches none of its sockets, so a process with copies of them may
+//! continue in its place.
+//!
+//! The transport is not handed over. The session keeps sent records until they are acknowledged, and the peer sends
+//! incompletely received records again.
 
 use std::{
     io,
@@ -20,7 +22,7 @@ use super::{
 };
 use crate::session::{BadState, Session, SessionState};
 
-/// Everything of an endpoint but its sockets.
+/// State of an endpoint without its sockets.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct EndpointState {
     session: SessionState,
@@ -28,33 +30,33 @@ pub struct EndpointState {
     dialled: Vec<DialledState>,
 }
 
-/// An endpoint that stands still.
+/// A stopped endpoint.
 #[derive(Debug)]
 pub struct Frozen {
-    /// What it is.
+    /// State of the endpoint.
     pub state: EndpointState,
-    /// Copies of its sockets: those of local connections, then those of dialled ones.
+    /// Copies of its sockets: first those of local connections, then those of dialled ones.
     pub sockets: Vec<OwnedFd>,
 }
 
-/// Why an endpoint cannot be handed over.
+/// Error of handing an endpoint over.
 #[derive(Debug, thiserror::Error)]
 pub enum NotFrozen {
-    /// It has ended, or does not answer.
+    /// The endpoint has ended, or does not answer.
     #[error("the endpoint has ended")]
     Ended,
-    /// The kernel's word.
+    /// Error of the kernel.
     #[error("a socket of the endpoint: {0}")]
     Socket(#[from] io::Error),
-    /// The session.
+    /// Invalid state of the session.
     #[error(transparent)]
     Session(#[from] BadState),
-    /// A connection's state, or the number of sockets.
+    /// Invalid state of a connection, or wrong number of sockets.
     #[error("the endpoint's state makes no sense: {0}")]
     State(&'static str),
 }
 
-/// What a task is made of beside what is new.
+/// Parts of a task that come from another process.
 pub(super) struct Restored {
     pub(super) session: Session,
     pub(super) locals: Vec<Local>,

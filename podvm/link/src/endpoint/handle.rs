@@ -1,4 +1,4 @@
-//! The way to talk to a running endpoint: a queue that its task empties, and counters.
+//! Controls a running endpoint through a command queue that its task empties, and reads its counters.
 
 use std::{
     collections::VecDeque,
@@ -31,17 +31,17 @@ use crate::{
     session::CONTROL_COST,
 };
 
-/// The control queue is full: the peer has been away, or does not read.
+/// Error: the control queue is full because the peer is away or does not read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "control message not queued: {waiting} bytes wait for the link already; the guest is away or does not read"
 )]
 pub struct ControlFull {
-    /// Bytes that wait.
+    /// Bytes in the queue.
     pub waiting: usize,
 }
 
-/// Talks to a running [`super::Endpoint`]. Cheap to clone; the endpoint closes when the last clone is gone.
+/// Handle to a running [`super::Endpoint`]. Cheap to clone; the endpoint closes when the last clone is dropped.
 #[derive(Clone)]
 pub struct EndpointHandle {
     shared: Arc<Shared>,
@@ -55,34 +55,35 @@ impl fmt::Debug for EndpointHandle {
 }
 
 impl EndpointHandle {
-    /// A new connection, its TLS handshake done. The endpoint does Hello and Welcome itself; from then on the
-    /// connection replaces the one before.
+    /// Attaches a new connection after its TLS handshake. The endpoint exchanges Hello and Welcome itself; then the
+    /// connection replaces the earlier one.
     pub fn attach(&self, link: Transport) {
         self.shared.push(Command::Attach(link, None));
     }
 
-    /// Relay: as [`EndpointHandle::attach`], when the guest's Hello was read already
-    /// (by [`crate::claim::first_record`]).
+    /// Relay: as [`EndpointHandle::attach`], after [`crate::claim::first_record`] has read the guest's Hello.
     pub fn attach_after(&self, link: Transport, hello: Hello) {
         self.shared.push(Command::Attach(link, Some(hello)));
     }
 
-    /// Relay: a shim's connection; its stream is opened at its first byte.
+    /// Relay: adopts a shim's connection; its first byte opens its stream.
     pub fn adopt(&self, local: UnixStream) {
         self.shared.push(Command::Adopt(local));
     }
 
-    /// Relay: has the guest connect to a port of the pod's localhost. What comes back waits for its local socket.
+    /// Relay: makes the guest connect to a port on the pod's localhost. The returned connection waits for its local
+    /// socket.
     ///
     /// # Errors
-    /// Why there is no connection. Always within [`super::Limits::call`].
+    /// [`DialError`] if there is no connection, always within [`super::Limits::call`].
     pub async fn dial(&self, target: Target) -> Result<Connected, DialError> {
         let (answer, answered) = oneshot::channel();
         self.shared.push(Command::Dial(target, answer));
         answered.await.unwrap_or(Err(DialError::Away))
     }
 
-    /// Queues a control message for the peer. Messages keep their order and survive a reconnect, not a lost session.
+    /// Queues a control message for the peer. Messages keep their order. They survive a reconnect but not the loss of
+    /// the session.
     pub fn control(&self, message: Bytes) -> Result<(), ControlFull> {
         let shared = &self.shared;
         let room = |waiting: usize| {
@@ -97,28 +98,28 @@ impl EndpointHandle {
         Ok(())
     }
 
-    /// Makes the endpoint stand still and say what it is. It does until [`EndpointHandle::thaw`]; also when the returned
-    /// future is dropped, unless that is before it stands.
+    /// Stops the endpoint and returns its state. It stays stopped until [`EndpointHandle::thaw`], even if the caller
+    /// drops the returned future, unless that happens before the endpoint stops.
     ///
     /// # Errors
-    /// It goes on then.
+    /// [`NotFrozen`]; the endpoint continues then.
     pub async fn freeze(&self) -> Result<Frozen, NotFrozen> {
         let (answer, answered) = oneshot::channel();
         self.shared.push(Command::Freeze(answer));
         answered.await.unwrap_or(Err(NotFrozen::Ended))
     }
 
-    /// Lets it go on where it stood. Without effect on one that does not stand still.
+    /// Continues a stopped endpoint. No effect on a running one.
     pub fn thaw(&self) {
         self.shared.go_on();
     }
 
-    /// Ends the endpoint: its `run` returns soon after.
+    /// Ends the endpoint; its `run` returns soon after.
     pub fn close(&self) {
         self.shared.close();
     }
 
-    /// What it did so far.
+    /// Returns the counters so far.
     pub fn stats(&self) -> Stats {
         self.shared.counters.read()
     }
@@ -144,7 +145,7 @@ pub(super) enum Command {
 
 pub(super) struct Shared {
     queue: Mutex<VecDeque<Command>>,
-    /// Lets the task skip the lock while nothing was queued.
+    /// Lets the task skip the lock while the queue is empty.
     queued: AtomicBool,
     closed: AtomicBool,
     frozen: AtomicBool,
@@ -154,7 +155,7 @@ pub(super) struct Shared {
     pub(super) counters: Counters,
 }
 
-/// The endpoint's own share: ends the command queue with it, however it ends.
+/// The endpoint's own reference: closes the command queue when the endpoint ends in any way.
 pub(super) struct Ended(Arc<Shared>);
 
 impl Drop for Ended {
@@ -199,11 +200,11 @@ impl Shared {
 
     pub(super) fn push(&self, command: Command) {
         let mut queue = self.lock();
-        // Nobody would take it: a socket must not stay open and unread because somebody still has a handle.
+        // The endpoint has ended: the queue would keep the socket open and unread while another handle exists.
         if self.is_closed() {
             return;
         }
-        // Only the newest transport counts. An endpoint that stands still would otherwise collect them.
+        // Only the newest transport counts; a stopped endpoint would otherwise collect transports.
         let mut replaced = Vec::new();
         if matches!(command, Command::Attach(..)) {
             for waiting in std::mem::take(&mut *queue) {
@@ -223,19 +224,19 @@ impl Shared {
         self.waker.wake();
     }
 
-    /// Registers the task; to be called before [`Shared::take`] in the same poll, so that no command is missed.
+    /// Registers the task's waker. Call it before [`Shared::take`] in the same poll, so that no command is missed.
     pub(super) fn register(&self, cx: &Context<'_>) {
         self.waker.register(cx.waker());
     }
 
-    /// Nothing is taken any more; what was queued is dropped.
+    /// Stops the queue and drops its commands.
     pub(super) fn end(&self) {
         self.close();
         let queue = std::mem::take(&mut *self.lock());
         drop(queue);
     }
 
-    /// What was queued since.
+    /// Returns the commands queued since the last call.
     pub(super) fn take(&self) -> VecDeque<Command> {
         if self.queued.load(Acquire) && self.queued.swap(false, AcqRel) {
             std::mem::take(&mut *self.lock())
@@ -244,7 +245,7 @@ impl Shared {
         }
     }
 
-    /// Whether the task stands still. Only the task itself begins that.
+    /// Returns whether the task is stopped. Only the task itself stops.
     pub(super) fn is_frozen(&self) -> bool {
         self.frozen.load(Acquire)
     }
@@ -258,7 +259,7 @@ impl Shared {
         self.waker.wake();
     }
 
-    /// Bytes that wait already when the endpoint begins.
+    /// Adds bytes that already wait when the endpoint starts.
     pub(super) fn control_waits(&self, bytes: usize) {
         self.control_waiting.fetch_add(bytes, AcqRel);
     }
@@ -267,7 +268,7 @@ impl Shared {
         self.closed.load(Acquire)
     }
 
-    /// Control bytes went out of the queue into records (or were dropped).
+    /// Subtracts control bytes that left the queue for records, or were dropped.
     pub(super) fn control_left(&self, bytes: usize) {
         if bytes > 0 {
             self.control_waiting.fetch_sub(bytes, AcqRel);

@@ -1,4 +1,4 @@
-//! A new transport until its Hello and Welcome are exchanged.
+//! Exchanges Hello and Welcome on a new transport.
 
 use std::{
     io::IoSlice,
@@ -10,26 +10,26 @@ use tokio::time::Instant;
 use super::{Role, Transport};
 use crate::record::{self, BadRecord, Hello, Kind, Welcome};
 
-/// The longest first record: a handshake is short, whatever a header announces.
+/// Longest first record in bytes: a handshake is short, even if its header announces more.
 const MOST: u32 = 1024;
 
 pub(super) struct Joining {
     pub(super) transport: Transport,
     pub(super) deadline: Instant,
-    /// The guest's Hello and how much of it is sent.
+    /// The guest's Hello, and the number of bytes sent of it.
     out: Vec<u8>,
     taken: usize,
     input: Vec<u8>,
 }
 
-/// The peer's first record.
+/// First record of the peer.
 pub(super) enum First {
     Hello(Hello),
     Welcome(Welcome),
 }
 
 impl Joining {
-    /// Relay: waits for Hello. Guest: says `hello`, waits for Welcome.
+    /// Relay: waits for Hello. Guest: sends `hello` and waits for Welcome.
     pub(super) fn new(
         transport: Transport,
         hello: Option<&Hello>,
@@ -39,7 +39,7 @@ impl Joining {
         Ok(Joining { transport, deadline, out, taken: 0, input: Vec::new() })
     }
 
-    /// The peer's first record, and what came after it.
+    /// Returns the peer's first record and the bytes after it.
     pub(super) fn poll(
         &mut self,
         cx: &mut Context<'_>,

@@ -1,4 +1,4 @@
-//! One local connection: its socket, its filter, what it has not taken yet.
+//! Manages one local connection: its socket, its filter, and the bytes that the socket has not taken yet.
 
 use std::{
     io::{self, IoSlice, IoSliceMut},
@@ -19,36 +19,36 @@ use tokio::{
 use super::{Filter, NotFrozen, freeze, transport::poll_read};
 use crate::session::{CHUNK, state::base64};
 
-/// Undelivered answers of our own above which nothing more is read from a socket. (Bytes of the stream do not count,
-/// the window bounds them: an agent that writes before it reads on must be read.)
+/// Undelivered bytes of own answers above which the socket is not read. Bytes of the stream do not count, because the
+/// window bounds them: an agent that writes before it reads on must be read.
 const BACKLOG: usize = 64 << 10;
 
-/// The most that is read from a socket before another one has its turn: whole records, and a frame of 64 KiB in one.
+/// Most bytes read from a socket before the next one: whole records, and a frame of 64 KiB in one read.
 pub(super) const READ: usize = 8 * CHUNK;
 
-/// The most pieces that one write takes: what one read of the transport brings.
+/// Most pieces that one write takes: the pieces of one read of the transport.
 pub(super) const SLICES: usize = 12;
 
 pub(super) struct Local {
     socket: Socket,
     pub(super) filter: Box<dyn Filter>,
-    /// None before the first byte, and after a stream was lost.
+    /// `None` before the first byte and after the loss of a stream.
     pub(super) stream: Option<u32>,
-    /// Bytes that the socket did not take yet.
+    /// Bytes that the socket has not taken yet.
     out: BytesMut,
-    /// Bytes received on the stream whose credit was not given back.
+    /// Bytes received on the stream with unreturned credit.
     owed: usize,
-    /// Answers of the filter's own that went behind `out` since it was empty.
+    /// Bytes of the filter's answers that went behind `out` since it was last empty.
     answered: usize,
-    /// When it is closed at the latest, although not everything was written; nothing is read any more.
+    /// Deadline for closing, even with unwritten bytes. Once set, the socket is not read.
     pub(super) leaving: Option<Instant>,
-    /// The other side does not read any more; what it wrote is read to its end.
+    /// The other side no longer reads; bytes that it wrote are read to their end.
     deaf: bool,
-    /// The last read ended in the middle of a large frame: the next one may go straight into the log.
+    /// The last read ended in the middle of a large frame: the next one may go straight into the session's log.
     pub(super) bulk: bool,
 }
 
-/// As data, beside its socket.
+/// Serialised state of a connection without its socket.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct LocalState {
     filter: serde_json::Value,
@@ -57,7 +57,7 @@ pub(super) struct LocalState {
     out: Vec<u8>,
     owed: usize,
     answered: usize,
-    /// How long it may still take to be closed.
+    /// Milliseconds left until the connection is closed.
     leaving_ms: Option<u64>,
     deaf: bool,
 }
@@ -95,7 +95,7 @@ impl Local {
         }
     }
 
-    /// As data; the socket goes to `sockets`. `None`: it has none yet.
+    /// Returns the serialised state and appends the socket to `sockets`; `None` if there is no socket yet.
     pub(super) fn state(
         &self,
         now: Instant,
@@ -117,7 +117,7 @@ impl Local {
         }))
     }
 
-    /// The inverse of [`Local::state`].
+    /// Restores a connection; the inverse of [`Local::state`].
     pub(super) fn restore(
         socket: UnixStream,
         mut filter: Box<dyn Filter>,
@@ -137,28 +137,28 @@ impl Local {
         })
     }
 
-    /// Bytes that wait for the socket.
+    /// Returns the number of bytes that wait for the socket.
     pub(super) fn waiting(&self) -> usize {
         self.out.len()
     }
 
-    /// Whether the clock matters to it.
+    /// Returns whether the connection has a deadline.
     pub(super) fn is_timed(&self) -> bool {
         self.leaving.is_some() || matches!(self.socket, Socket::Dialling(..))
     }
 
-    /// Whether its time is up: the dial took too long, or the last bytes were not taken.
+    /// Returns whether the deadline has passed: the dial took too long, or the last bytes were not taken.
     pub(super) fn is_late(&self, now: Instant) -> bool {
         let dial = matches!(self.socket, Socket::Dialling(_, deadline) if deadline <= now);
         dial || self.leaving.is_some_and(|deadline| deadline <= now)
     }
 
-    /// Whether everything was written that was to be written before it is closed.
+    /// Returns whether all bytes due before the close are written.
     pub(super) fn is_done(&self) -> bool {
         self.leaving.is_some() && self.out.is_empty()
     }
 
-    /// Goes on with the dial. An error means that there will be no local end.
+    /// Polls the dial. An error means that there will be no local end.
     pub(super) fn poll_dial(&mut self, cx: &mut Context<'_>) -> io::Result<bool> {
         let Socket::Dialling(dial, _) = &mut self.socket else { return Ok(false) };
         match dial.as_mut().poll(cx) {
@@ -170,12 +170,12 @@ impl Local {
         }
     }
 
-    /// Writes what became of `received` bytes of the stream, at most `SLICES` pieces, in one call.
+    /// Writes the output for `received` bytes of the stream, at most `SLICES` pieces, in one call.
     pub(super) fn write_received(&mut self, cx: &mut Context<'_>, slices: &[&[u8]], received: usize) {
         self.owed += received;
         match slices {
             [] => {}
-            // The plain call is the cheaper one, and small calls are one piece.
+            // The plain call is cheaper, and small calls have one piece.
             [one] => self.write(cx, one),
             many => self.write_all(cx, many),
         }
@@ -192,7 +192,7 @@ impl Local {
                 Poll::Pending => {}
             }
         }
-        // A socket that took a part is asked again, so that it wakes us.
+        // After a partial write the socket is polled again, so that it wakes the task.
         for slice in slices {
             let rest = &slice[written.min(slice.len())..];
             written -= slice.len() - rest.len();
@@ -202,13 +202,13 @@ impl Local {
         }
     }
 
-    /// Writes an answer of the filter's own.
+    /// Writes an answer of the filter.
     pub(super) fn write_answer(&mut self, cx: &mut Context<'_>, data: &[u8]) {
         self.write(cx, data);
         self.answered = if self.out.is_empty() { 0 } else { self.answered + data.len() };
     }
 
-    /// Writes `data` behind what waits; keeps what the socket does not take.
+    /// Writes `data` after the waiting bytes; keeps the part that the socket does not take.
     fn write(&mut self, cx: &mut Context<'_>, data: &[u8]) {
         let mut rest = data;
         if self.out.is_empty() {
@@ -219,20 +219,20 @@ impl Local {
         }
     }
 
-    /// Its stream is gone, and with it the credit that was owed.
+    /// Drops the stream and the credit owed on it.
     pub(super) fn lose_stream(&mut self) {
         self.stream = None;
         self.owed = 0;
     }
 
-    /// Adds to what waits.
+    /// Adds to the waiting bytes.
     pub(super) fn queue(&mut self, data: &[u8]) {
         if !self.deaf {
             self.out.extend_from_slice(data);
         }
     }
 
-    /// Writes what waits; returns whether some of it went.
+    /// Writes waiting bytes; returns whether any were written.
     pub(super) fn flush(&mut self, cx: &mut Context<'_>) -> bool {
         if self.out.is_empty() {
             return false;
@@ -261,20 +261,20 @@ impl Local {
         if self.deaf { data.len() } else { written }
     }
 
-    /// Bytes of the stream that are off our hands: their credit goes back to the peer.
+    /// Returns the number of stream bytes that were passed on; their credit goes back to the peer.
     pub(super) fn take_credit(&mut self) -> usize {
         let credit = self.owed.saturating_sub(self.out.len());
         self.owed -= credit;
         credit
     }
 
-    /// Whether it is to be read at all.
+    /// Returns whether the socket is to be read.
     pub(super) fn wants_read(&self) -> bool {
         let answers = self.answered + self.filter.answers_waiting();
         self.leaving.is_none() && answers < BACKLOG && matches!(self.socket, Socket::Open(_))
     }
 
-    /// Reads to several places at once. Costs a system call more when there is nothing to read.
+    /// Reads into several buffers at once. Costs one more system call when there are no bytes to read.
     pub(super) fn poll_read_vectored(
         &mut self,
         cx: &mut Context<'_>,
@@ -290,10 +290,10 @@ impl Local {
         }
     }
 
-    /// Whether a read may find something: to be asked before a buffer is taken for it.
+    /// Returns whether a read may succeed; call it before taking a buffer for the read.
     pub(super) fn poll_readable(&self, cx: &mut Context<'_>) -> Poll<()> {
         match &self.socket {
-            // An error is the read's to find.
+            // An error is reported by the read.
             Socket::Open(socket) => socket.poll_read_ready(cx).map(drop),
             Socket::Dialling(..) => Poll::Pending,
         }

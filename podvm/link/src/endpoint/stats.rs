@@ -1,11 +1,11 @@
-//! Counters of one endpoint, read by others while it runs.
+//! Counts the activity of one endpoint; other tasks may read the counters while it runs.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
 
-/// What an endpoint did since it was made. A moment's values, not taken together atomically.
+/// Counters of an endpoint since its creation, not read together atomically.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stats {
-    /// Stream bytes read from local sockets and handed to the session.
+    /// Stream bytes read from local sockets and passed to the session.
     pub bytes_to_peer: u64,
     /// Stream bytes received from the peer.
     pub bytes_from_peer: u64,
@@ -13,17 +13,17 @@ pub struct Stats {
     pub records_to_peer: u64,
     /// Sequenced records received.
     pub records_from_peer: u64,
-    /// Finished handshakes; less one = reconnects.
+    /// Finished handshakes; reconnects are one fewer.
     pub links: u64,
-    /// Sessions that were lost with their streams.
+    /// Sessions lost with their streams.
     pub sessions_lost: u64,
     /// Records sent again after a reconnect.
     pub replayed: u64,
-    /// Local connections that are open.
+    /// Open local connections.
     pub connections: usize,
-    /// Dialled connections that are open, or being opened.
+    /// Dialled connections that are open or being opened.
     pub dialled: usize,
-    /// Bytes kept: unacknowledged, waiting for credit, or waiting for a local socket.
+    /// Buffered bytes: unacknowledged, waiting for credit, or waiting for a local socket.
     pub buffered: usize,
     /// Whether a transport is up.
     pub up: bool,

@@ -1,4 +1,4 @@
-//! The task: one poll moves bytes in all directions until nothing moves, or its turn is over.
+//! Runs an endpoint: each poll moves bytes in all directions until none move or the poll's rounds are used up.
 
 use std::{
     pin::Pin,
@@ -30,13 +30,13 @@ use crate::{
 mod link;
 mod locals;
 
-/// Rounds of one poll; then other tasks have their turn.
+/// Rounds of one poll; then other tasks run.
 const ROUNDS: usize = 3;
 
-/// What is left for a closing connection is written in this time, or dropped.
+/// Time limit for writing the rest of a closing connection; after it the rest is dropped.
 const LINGER: Duration = Duration::from_secs(1);
 
-/// How often connections that wait for the clock are looked at.
+/// Interval between checks of connections with a deadline.
 pub(super) const LOOK: Duration = Duration::from_millis(100);
 
 pub(super) struct Task<H> {
@@ -50,43 +50,43 @@ pub(super) struct Task<H> {
     locals: Vec<Option<Local>>,
     by_stream: IdMap<usize>,
     dialled: Dialled,
-    /// Dialled connections go first in this round.
+    /// Whether dialled connections go first in this round.
     dialled_first: bool,
-    /// Connections that are open, and how many the handler was told.
+    /// Number of open connections, and the number last reported to the handler.
     open: usize,
     told: usize,
     /// Bytes that wait for local sockets, as of the last round.
     waiting: usize,
-    /// When connections that wait for the clock are looked at; None while there are none.
+    /// Time of the next check of connections with a deadline; `None` while there are none.
     look_at: Option<Instant>,
-    /// Which connection is read first in this round.
+    /// Connection that is read first in this round.
     turn: usize,
     timer: Pin<Box<Sleep>>,
     timer_at: Option<Instant>,
 }
 
-/// The transport that is in use.
+/// The transport in use.
 struct Link {
     transport: Transport,
-    /// Bytes that came and are no whole record yet.
+    /// Received bytes that are not a whole record yet.
     carry: Vec<u8>,
-    /// `carry` was not looked at yet.
+    /// `carry` has not been parsed yet.
     fresh: bool,
-    /// Whether something was sent or received since the last beat.
+    /// Whether bytes were sent or received since the last heartbeat.
     sent: bool,
     received: bool,
     heard: Instant,
     beat: Instant,
 }
 
-/// Buffers that filters append to; a thread's, lent for one poll.
+/// Buffers that filters append to; each thread has one set and lends it for one poll.
 #[derive(Default)]
 struct Scratch {
     peer: BytesMut,
     local: BytesMut,
 }
 
-/// A scratch buffer that grew beyond this (a rewritten message) is not kept.
+/// A scratch buffer that grew beyond this size (a rewritten message) is dropped.
 const SCRATCH_KEPT: usize = 256 << 10;
 
 thread_local! {
@@ -109,7 +109,7 @@ impl Scratch {
     }
 }
 
-/// The session's bounds under these of the endpoint.
+/// Returns the session's limits for these limits of the endpoint.
 pub(super) fn bounds(limits: &Limits) -> session::Limits {
     session::Limits {
         replay: limits.replay,
@@ -151,7 +151,7 @@ impl<H: Handler> Task<H> {
         }
     }
 
-    /// Goes on in the place of another process.
+    /// Continues in the place of another process.
     pub(super) fn resume(&mut self, Restored { session, locals, dialled }: Restored) {
         self.session = session;
         for local in locals {
@@ -164,7 +164,8 @@ impl<H: Handler> Task<H> {
         self.dialled.resume(dialled);
     }
 
-    /// Stands still and says what it is. Who asked may be gone: then nobody would let it go on.
+    /// Stops the endpoint and sends its state. If the receiver is gone, the endpoint continues, because no caller
+    /// would thaw it.
     fn freeze(&self, asked: oneshot::Sender<Result<Frozen, NotFrozen>>) {
         let frozen = Frozen::take(&self.session, self.locals.iter().flatten(), self.dialled.conns());
         let stands = frozen.is_ok();
@@ -216,7 +217,7 @@ impl<H: Handler> Task<H> {
         }
         moved |= self.poll_joining(cx);
         moved |= self.poll_receive(cx, scratch);
-        // They share the session's room, so they take turns.
+        // Both share the session's room, so they take turns.
         self.dialled_first = !self.dialled_first;
         if self.dialled_first {
             moved |= self.poll_dialled(cx);
@@ -230,7 +231,7 @@ impl<H: Handler> Task<H> {
         moved
     }
 
-    /// Lines of the log, behind everything else.
+    /// Sends log records, after all other data.
     fn poll_lines(&mut self, cx: &mut Context<'_>) -> bool {
         let mut moved = false;
         while self.link.is_some() && self.session.has_room_for_line() {
@@ -272,7 +273,7 @@ impl<H: Handler> Task<H> {
                 }
             }
         }
-        // After everything that was queued with it.
+        // Freezing comes after all commands queued with it.
         if let Some(asked) = freezing {
             self.freeze(asked);
         }
@@ -280,7 +281,8 @@ impl<H: Handler> Task<H> {
     }
 
     fn attach(&mut self, transport: Transport, hello: Option<Hello>) {
-        // The guest's new connection begins with what it has received so far, so nothing may come in any more.
+        // The guest's Hello carries the number of the last received record, so the old connection must deliver no
+        // more.
         if self.role == Role::Guest {
             self.down("replaced by a newer connection");
         }
@@ -295,7 +297,7 @@ impl<H: Handler> Task<H> {
         }
     }
 
-    /// A transport that never came up.
+    /// Reports a transport that never came up.
     fn refuse(&mut self, reason: String) {
         debug!(reason, "link not joined");
         if self.link.is_none() {
@@ -317,7 +319,7 @@ impl<H: Handler> Task<H> {
         self.tell();
     }
 
-    /// Publishes what changed.
+    /// Publishes counters and changes.
     fn tell(&mut self) {
         self.shared.control_left(self.session.control_done());
         let counts = self.session.counts();
@@ -354,7 +356,7 @@ impl<H: Handler> Task<H> {
             }
             self.timer_at = None;
             self.tick(Instant::now());
-            // What the clock changed is sent in another poll.
+            // The next poll sends the output of this tick.
             cx.waker().wake_by_ref();
         }
     }
@@ -373,7 +375,7 @@ impl<H: Handler> Task<H> {
         }
     }
 
-    /// The session with its streams is gone.
+    /// Handles the loss of the session and of all its streams.
     fn lost(&mut self) {
         self.dialled.lost();
         self.shared.counters.sessions_lost.fetch_add(1, Relaxed);
@@ -391,7 +393,7 @@ fn random_id() -> SessionId {
     SessionId(id)
 }
 
-/// Never 0.
+/// Returns a random number, never 0.
 fn random_epoch() -> u64 {
     let mut epoch = [0; 8];
     fill(&mut epoch);
@@ -400,7 +402,7 @@ fn random_epoch() -> u64 {
 
 fn fill(bytes: &mut [u8]) {
     if let Err(error) = getrandom::fill(bytes) {
-        // No kernel we run on refuses; names that are only different are still right, as the link is authenticated.
+        // No supported kernel refuses. Ids that are merely distinct still suffice, because the link is authenticated.
         debug!(%error, "no random numbers from the kernel");
         let now =
             std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default().as_nanos();

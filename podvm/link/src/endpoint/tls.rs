@@ -1,5 +1,5 @@
-//! TLS over TCP after the handshake, driven without a layer between: a read takes what the socket has (the usual adapter takes
-//! 4 KiB), and nothing is held while the connection is idle but what rustls itself needs.
+//! Runs TLS over TCP after the handshake, without an adapter in between: a read takes all bytes that the socket has
+//! (the usual adapter takes 4 KiB). An idle connection holds only the memory that rustls itself needs.
 
 use std::{
     io::{self, IoSlice, Read, Write},
@@ -13,22 +13,22 @@ use tokio::{io::AsyncWrite, net::TcpStream};
 use super::transport::poll_read;
 use crate::session::pool::{self, Size};
 
-/// What one write may encrypt: a frame of 64 KiB, or eight records, go to the socket in one call.
+/// Most bytes that one write encrypts, so that a frame of 64 KiB, or eight records, go to the socket in one call.
 const AHEAD: usize = 132 << 10;
 
 pub(super) struct Tls {
     tcp: TcpStream,
     tls: Connection,
-    /// Ciphertext that the reader's buffer had no room for.
+    /// Ciphertext for which the reader's buffer had no room.
     carry: Vec<u8>,
-    /// Nothing lies here, encrypted or not, that could be read without the socket.
+    /// No byte, encrypted or not, can be read without the socket.
     drained: bool,
 }
 
 impl Tls {
     pub(super) fn new(tcp: TcpStream, mut tls: Connection) -> Tls {
         tls.set_buffer_limit(Some(AHEAD));
-        // What came behind the handshake may be decrypted already.
+        // Bytes behind the handshake may be decrypted already.
         Tls { tcp, tls, carry: Vec::new(), drained: false }
     }
 
@@ -39,7 +39,7 @@ impl Tls {
     pub(super) fn poll_read(&mut self, cx: &mut Context<'_>, buffer: &mut [u8]) -> Poll<io::Result<usize>> {
         loop {
             if !self.drained {
-                // What was decrypted before, or lies here encrypted, goes first.
+                // Bytes decrypted earlier, and buffered ciphertext, go first.
                 let carry = std::mem::take(&mut self.carry);
                 let mut rest = &carry[..];
                 let filled = self.decrypt(&mut rest, buffer)?;
@@ -68,8 +68,8 @@ impl Tls {
         }
     }
 
-    /// Decrypts from `cipher` into `buffer` until one of them is used up. `None` = not one byte yet; 0 = the peer said
-    /// that it closes.
+    /// Decrypts from `cipher` into `buffer` until one of them is used up. `None` = no byte yet; 0 = the peer
+    /// announced its close.
     fn decrypt(&mut self, cipher: &mut &[u8], buffer: &mut [u8]) -> io::Result<Option<usize>> {
         let mut filled = 0;
         self.drained = false;
@@ -97,7 +97,7 @@ impl Tls {
         cx: &mut Context<'_>,
         slices: &[IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        // Bytes that are taken here cannot be taken back: none are, before the ones of before are on their way.
+        // Bytes taken here cannot be given back, so all earlier bytes must be on their way first.
         ready!(self.poll_flush(cx))?;
         let taken = self.tls.writer().write_vectored(slices)?;
         match self.poll_flush(cx) {
@@ -119,7 +119,7 @@ impl Tls {
     }
 }
 
-/// The socket as rustls writes to it.
+/// Writer through which rustls writes to the socket.
 struct Socket<'a, 'b> {
     tcp: &'a mut TcpStream,
     cx: &'a mut Context<'b>,
@@ -132,7 +132,7 @@ impl Write for Socket<'_, '_> {
 
     fn write_vectored(&mut self, slices: &[IoSlice<'_>]) -> io::Result<usize> {
         match slices {
-            // The plain call is the cheaper one, and small calls are one slice.
+            // The plain call is cheaper, and small calls have one slice.
             [one] => self.write(one),
             many => or_would_block(Pin::new(&mut *self.tcp).poll_write_vectored(self.cx, many)),
         }

@@ -1,4 +1,4 @@
-//! The connection under a session.
+//! Wraps the connection under a session.
 
 use std::{
     fmt,
@@ -18,14 +18,14 @@ use tokio_rustls::{client, server};
 
 use super::tls::Tls;
 
-/// Bytes that may wait unsent in the kernel; more would stand in front of a health check on a slow network.
+/// Most unsent bytes in the kernel; more would delay a health check on a slow network.
 const NOT_SENT_LOW_WATER: u32 = 128 << 10;
 
-/// Sent data that nobody acknowledges for so long ends the connection.
+/// Time after which unacknowledged data ends the connection.
 const USER_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Sets what every TCP connection of a link needs: no Nagle delay, a time limit for unacknowledged data, a short queue
-/// of unsent data in the kernel. To be called on both ends before TLS.
+/// Sets the options of every TCP connection of a link: no Nagle delay, a time limit for unacknowledged data, a short
+/// queue of unsent data in the kernel. Both ends call it before TLS.
 pub fn tune(tcp: &TcpStream) -> io::Result<()> {
     let socket = SockRef::from(tcp);
     socket.set_tcp_nodelay(true)?;
@@ -36,7 +36,7 @@ pub fn tune(tcp: &TcpStream) -> io::Result<()> {
 trait Io: AsyncRead + AsyncWrite + Send + Unpin {}
 impl<T: AsyncRead + AsyncWrite + Send + Unpin> Io for T {}
 
-/// An ordered byte stream to the peer: a TLS connection after its handshake, or anything else that reads and writes.
+/// An ordered byte stream to the peer: a TLS connection after its handshake, or any other stream.
 pub struct Transport {
     io: Kind,
     peer: SocketAddr,
@@ -55,19 +55,19 @@ impl fmt::Debug for Transport {
 }
 
 impl Transport {
-    /// Any stream, for tests and benches. `peer` is only told on.
+    /// Wraps any stream, for tests and benches. `peer` is only reported.
     pub fn new(io: impl AsyncRead + AsyncWrite + Send + Unpin + 'static, peer: SocketAddr) -> Transport {
         Transport { io: Kind::Any(Box::new(io)), peer }
     }
 
-    /// The other end.
+    /// Returns the address of the peer.
     pub fn peer(&self) -> SocketAddr {
         self.peer
     }
 
-    /// Whether a read may find something: to be asked before a buffer is taken for it.
+    /// Returns whether a read may succeed; call it before taking a buffer for the read.
     pub(super) fn poll_readable(&self, cx: &mut Context<'_>) -> Poll<()> {
-        // An error is the read's to find.
+        // An error is reported by the read.
         match &self.io {
             Kind::Tls(tls) => tls.poll_readable(cx),
             Kind::Tcp(tcp) => tcp.poll_read_ready(cx).map(drop),
@@ -75,7 +75,7 @@ impl Transport {
         }
     }
 
-    /// Reads into an initialised buffer; 0 = the peer closed.
+    /// Reads into an initialised buffer; 0 = the peer closed the connection.
     pub(super) fn poll_read(&mut self, cx: &mut Context<'_>, buffer: &mut [u8]) -> Poll<io::Result<usize>> {
         match &mut self.io {
             Kind::Tls(tls) => tls.poll_read(cx, buffer),
@@ -99,7 +99,7 @@ impl Transport {
         }
     }
 
-    /// Moves on what was taken and not sent yet.
+    /// Sends bytes that were taken and not sent yet.
     pub(super) fn poll_flush(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         match &mut self.io {
             Kind::Tls(tls) => tls.poll_flush(cx),
@@ -119,7 +119,7 @@ pub(super) fn poll_read(
 }
 
 fn peer_of(tcp: &TcpStream) -> SocketAddr {
-    // A connection that is reset already has no peer; the endpoint will notice at its first read.
+    // A connection that is already reset has no peer address; the endpoint's first read fails then.
     tcp.peer_addr().unwrap_or_else(|_| SocketAddr::from(([0, 0, 0, 0], 0)))
 }
 

@@ -1,33 +1,33 @@
-//! The few protobuf fields a relay reads or writes itself: service and method of a request, status of a response.
-//! (`Request{1 service, 2 method, 3 payload, …}`, `Response{1 Status{1 code, 2 message}, 2 payload}`.)
+//! Reads and writes the few protobuf fields that a relay needs: service and method of a request, status of a response
+//! (`Request{1 service, 2 method, 3 payload, …}`, `Response{1 Status{1 code, 2 message}, 2 payload}`).
 
 use super::{HEADER_LEN, Header, RESPONSE};
 
-/// How many bytes of a request suffice to see its method; who has this many and still gets [`Peek::More`] may treat
-/// the request as one it does not know.
+/// Number of request bytes that suffice to find its method. If [`peek`] still returns [`Peek::More`] for this many,
+/// the caller may treat the method as unknown.
 pub const PEEK_LIMIT: usize = 512;
 
-/// The longest text that [`error_response`] sends; the rest is cut off.
+/// Longest text that [`error_response`] sends, in bytes; longer text is truncated.
 const MAX_MESSAGE: usize = 16 << 10;
 
-/// What the first bytes of a request's payload say.
+/// Result of [`peek`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Peek<'a> {
-    /// Both names.
+    /// Both names were found.
     Method {
         /// Full service name, like `grpc.AgentService`.
         service: &'a str,
         /// Method name, like `CreateContainer`.
         method: &'a str,
     },
-    /// So far correct, but not all of both names is there.
+    /// Valid so far, but incomplete.
     More,
-    /// Not a request as any ttrpc client writes it; it will not become one.
+    /// Not a request of any ttrpc client; more bytes cannot make it one.
     Unknown,
 }
 
-/// Service and method of a request if they are among the first bytes of its payload, else `None`.
-/// See [`peek`] for whether more bytes could help.
+/// Returns service and method of a request if both are among the first bytes of its payload, else `None`. See
+/// [`peek`] for whether more bytes could help.
 pub fn method_of(payload_start: &[u8]) -> Option<(&str, &str)> {
     match peek(payload_start) {
         Peek::Method { service, method } => Some((service, method)),
@@ -36,7 +36,7 @@ pub fn method_of(payload_start: &[u8]) -> Option<(&str, &str)> {
 }
 
 /// Reads service and method from the beginning of a request's payload, in either order and with unknown fields
-/// between them. Stops at the first occurrence of both; in protobuf a later repetition would win, so whoever guards
+/// between them. Stops at the first occurrence of both. In protobuf a later repetition wins, so code that guards
 /// something by the method must decode the whole request.
 pub fn peek(bytes: &[u8]) -> Peek<'_> {
     match scan(bytes) {
@@ -46,7 +46,7 @@ pub fn peek(bytes: &[u8]) -> Peek<'_> {
     }
 }
 
-/// Why there is nothing (more) to read.
+/// Reason why scanning stopped.
 enum Stop {
     Short,
     Wrong,
@@ -101,7 +101,7 @@ fn varint(bytes: &mut &[u8]) -> Result<u64, Stop> {
     let mut value = 0u64;
     for (at, byte) in bytes.iter().enumerate() {
         let bits = u64::from(byte & 0x7f);
-        // The tenth byte may only carry the 64th bit.
+        // The tenth byte may carry the 64th bit only.
         if at == 9 && bits > 1 {
             return Err(Stop::Wrong);
         }
@@ -117,7 +117,7 @@ fn varint(bytes: &mut &[u8]) -> Result<u64, Stop> {
     Err(Stop::Short)
 }
 
-/// A whole response frame for call `stream` that ends it with the gRPC `code` and this text (cut at 16 KiB).
+/// Returns a whole response frame that ends call `stream` with the gRPC `code` and this text, truncated to 16 KiB.
 pub fn error_response(stream: u32, code: i32, message: &str) -> Vec<u8> {
     let message = &message
         [..(0..=message.len().min(MAX_MESSAGE)).rfind(|at| message.is_char_boundary(*at)).unwrap_or(0)];
@@ -133,7 +133,7 @@ pub fn error_response(stream: u32, code: i32, message: &str) -> Vec<u8> {
     frame.push(1 << 3 | 2); // status, message
     put_varint(&mut frame, status.len() as u64);
     frame.extend_from_slice(&status);
-    let length = (frame.len() - HEADER_LEN) as u32; // a few bytes more than MAX_MESSAGE at most
+    let length = (frame.len() - HEADER_LEN) as u32; // at most a few bytes above MAX_MESSAGE
     frame[..HEADER_LEN].copy_from_slice(&Header { length, stream, kind: RESPONSE, flags: 0 }.encode());
     frame
 }

@@ -1,22 +1,22 @@
-//! The incremental splitter.
+//! Splits a byte stream into frames incrementally.
 
 use serde::{Deserialize, Serialize};
 
 use super::{HEADER_LEN, Header};
 
-/// A part of the frame under way.
+/// Part of the current frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Piece<'a> {
-    /// A frame begins. Its payload may be of any announced length, also more than [`super::MAX_PAYLOAD`].
+    /// Start of a frame. Its payload may have any announced length, also above [`super::MAX_PAYLOAD`].
     Head(Header),
-    /// The next bytes of its payload; never empty.
+    /// Next bytes of the payload; never empty.
     Body(&'a [u8]),
-    /// Its payload is complete (also after a payload of no bytes).
+    /// End of the payload, also of an empty one.
     End,
 }
 
-/// Splits a byte stream into frames as the bytes come, whatever the cuts. Its size is constant: it keeps at most an
-/// incomplete header.
+/// Splits a byte stream into frames, however the bytes are cut. Its size is constant: it keeps at most an incomplete
+/// header.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FrameReader {
     state: State,
@@ -37,12 +37,13 @@ impl Default for FrameReader {
 }
 
 impl FrameReader {
-    /// A reader at the beginning of a frame.
+    /// Returns a reader at the beginning of a frame.
     pub const fn new() -> FrameReader {
         FrameReader { state: START }
     }
 
-    /// Takes the next piece off the front of `input`; `None` when more bytes are needed (`input` is empty then).
+    /// Takes the next piece off the front of `input`; returns `None` if more bytes are needed (`input` is empty
+    /// then).
     ///
     /// ```
     /// use peerpod_link::frame::{FrameReader, Header, Piece, REQUEST};
@@ -88,8 +89,8 @@ impl FrameReader {
         }
     }
 
-    /// Whether the next `bytes` lie wholly inside the payload under way, with more of it to come. Yes means that they
-    /// are counted as read: whoever only passes bytes on need not look at them.
+    /// Counts the next `bytes` as read if they lie wholly inside the current payload and more of it follows. Returns
+    /// true in that case: a caller that only forwards bytes need not inspect them.
     pub fn pass(&mut self, bytes: usize) -> bool {
         match &mut self.state {
             State::Body { left } if (*left as usize) > bytes => {
@@ -100,12 +101,12 @@ impl FrameReader {
         }
     }
 
-    /// Whether this can be where a reader stands: one that was read from elsewhere may not be.
+    /// Returns whether the state is valid; a state restored from another process may not be.
     pub fn is_sound(&self) -> bool {
         !matches!(self.state, State::Header { have: HEADER_LEN.., .. })
     }
 
-    /// Whether the stream is between two frames, so that ending it here cuts nothing.
+    /// Returns whether the stream is between two frames, so that ending it here truncates nothing.
     pub fn at_boundary(&self) -> bool {
         matches!(self.state, State::Header { have: 0, .. })
     }
@@ -117,7 +118,7 @@ mod tests {
 
     use super::*;
 
-    /// Frames in a form that does not depend on how the bytes were cut.
+    /// Returns the frames in a form that does not depend on the cuts.
     fn read(chunks: &[&[u8]]) -> (Vec<(Header, Vec<u8>, bool)>, bool) {
         let mut reader = FrameReader::new();
         let mut frames: Vec<(Header, Vec<u8>, bool)> = Vec::new();

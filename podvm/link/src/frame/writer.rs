@@ -1,16 +1,16 @@
-//! The splitter's counterpart: frames of two sources on one stream.
+//! Merges the frames of two sources into one stream.
 
 use bytes::BytesMut;
 
 use super::{FrameReader, Header, MAX_PAYLOAD};
 
-/// The most bytes of own frames that wait, more than all the answers that a relay's calls may have open at once.
+/// Most bytes of own frames that wait; more than all the answers to the calls that a relay may have open at once.
 const MAX_WAITING: usize = MAX_PAYLOAD;
 
-/// Decides what is written to one side of a connection, and when. The frames of the other side go out as their bytes
-/// come. Whole frames of our own go out between two of them, never into one, and keep their order.
+/// Decides when frames go to one side of a connection. The frames of the other side go out as their bytes arrive. Own
+/// frames (frames that this process makes) go out whole between two of them, and keep their order.
 ///
-/// Own frames that wait are at most 4 MiB; more are dropped. Who reads from outside stops before that, see
+/// At most 4 MiB of own frames wait; more are dropped. A caller that reads external input stops before that, see
 /// [`FrameWriter::waiting`].
 ///
 /// ```
@@ -27,15 +27,15 @@ const MAX_WAITING: usize = MAX_PAYLOAD;
 /// ```
 #[derive(Clone, Debug, Default)]
 pub struct FrameWriter {
-    /// A frame has begun that is not complete.
+    /// Whether a frame has begun and is not complete.
     under_way: bool,
     /// Own frames that wait for its end.
     waiting: Vec<u8>,
 }
 
 impl FrameWriter {
-    /// A writer that goes on where another one stood: whether a frame was under way, and the own frames that
-    /// [`FrameWriter::waiting`] gave there. `None`: no writer stands so.
+    /// Returns a writer in the state of another one: whether a frame was under way, and the bytes of
+    /// [`FrameWriter::waiting`]. Returns `None` if no writer can be in this state.
     pub fn resume(under_way: bool, waiting: Vec<u8>) -> Option<FrameWriter> {
         let (mut reader, mut rest) = (FrameReader::new(), &waiting[..]);
         while reader.next(&mut rest).is_some() {}
@@ -43,24 +43,24 @@ impl FrameWriter {
         sound.then_some(FrameWriter { under_way, waiting })
     }
 
-    /// A frame of the other side begins; its payload follows as it comes.
+    /// Begins a frame of the other side; [`FrameWriter::body`] adds its payload.
     pub fn begin(&mut self, header: &Header, out: &mut BytesMut) {
         self.under_way = true;
         out.extend_from_slice(&header.encode());
     }
 
-    /// The next bytes of its payload.
+    /// Writes the next bytes of the payload.
     pub fn body(&mut self, bytes: &[u8], out: &mut BytesMut) {
         out.extend_from_slice(bytes);
     }
 
-    /// It is complete; the own frames that waited for it follow.
+    /// Ends the frame and writes the own frames that waited for it.
     pub fn end(&mut self, out: &mut BytesMut) {
         self.under_way = false;
         out.extend_from_slice(&std::mem::take(&mut self.waiting));
     }
 
-    /// A whole frame: at once, or behind the one that is under way.
+    /// Writes a whole own frame, at once or after the frame that is under way.
     pub fn whole(&mut self, frame: &[u8], out: &mut BytesMut) {
         if !self.under_way {
             out.extend_from_slice(frame);
@@ -69,12 +69,12 @@ impl FrameWriter {
         }
     }
 
-    /// Whether a frame has begun that is not complete: what is written now is a part of it.
+    /// Returns whether a frame has begun and is not complete. Bytes written now would become part of it.
     pub fn is_under_way(&self) -> bool {
         self.under_way
     }
 
-    /// The own frames that wait, for another process's writer and for bounds.
+    /// Own frames that wait, for handover and for limits.
     pub fn waiting(&self) -> &[u8] {
         &self.waiting
     }

@@ -1,4 +1,4 @@
-//! The guest's side: asks how large a packet may be, within a bounded time.
+//! Measures the path MTU from the guest, within a bounded time.
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -12,32 +12,32 @@ use tokio::time::{Instant, timeout_at};
 
 use super::{Datagram, HEADER, Kind, LARGEST, Search, Token, around};
 
-/// All of it takes no longer.
+/// Time limit of a whole measurement.
 const BUDGET: Duration = Duration::from_millis(450);
-/// How long the first answer may take before everything is sent again, and how often.
+/// Time limit of the first answer, after which all questions are sent again.
 const FIRST_WAIT: Duration = Duration::from_millis(60);
-/// What is added to the longest round trip seen, three times, before a datagram counts as lost.
+/// Added to three times the longest round trip seen, before a datagram counts as lost.
 const SLACK: Duration = Duration::from_millis(8);
-/// So often is a size sent before it counts as too large: one lost packet is no small path.
+/// Attempts with a size before it counts as too large, because one lost packet does not prove a small path MTU.
 const TRIES: usize = 3;
 
-/// What asking brought.
+/// Result of a measurement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
     /// The largest IP packet that passed both ways, in bytes.
     Passes(u32),
-    /// Nothing came back: UDP is blocked, or nobody answers at the other end.
+    /// No answer came: UDP is blocked, or no program answers at the other end.
     Silence,
-    /// The other machine says that nobody listens there.
+    /// The other machine reports that no program listens there.
     Refused,
 }
 
-/// Asks `relay` with packets of up to `top` bytes. Takes at most half a second.
+/// Measures the path to `relay` with packets of up to `top` bytes. Takes at most half a second.
 ///
 /// cancel safety: may be dropped at any time.
 ///
 /// # Errors
-/// When no socket can be made or the kernel has no way to `relay`.
+/// When no socket can be made or the kernel has no route to `relay`.
 pub async fn ask(relay: SocketAddr, token: Token, top: u32) -> io::Result<Outcome> {
     let relay = SocketAddr::new(relay.ip().to_canonical(), relay.port());
     let socket = socket(relay).await?;
@@ -74,12 +74,12 @@ async fn socket(relay: SocketAddr) -> io::Result<UdpSocket> {
     Ok(socket)
 }
 
-/// DF on every packet, whatever the kernel believes about the path: that belief is what is to be tested.
+/// Sets DF on every packet, regardless of the path MTU that the kernel assumes: that assumption is under test.
 pub(super) fn never_cut(socket: &UdpSocket, v6: bool) -> io::Result<()> {
     if v6 {
         set_ipv6_mtu_discover(socket, Ipv6PathMtuDiscovery::PROBE)?;
     }
-    // An IPv6 socket may carry IPv4, too; where it cannot the kernel refuses and nothing is lost.
+    // An IPv6 socket may carry IPv4, too. Where it cannot, the kernel refuses the option, which does no harm.
     match set_ip_mtu_discover(socket, Ipv4PathMtuDiscovery::PROBE) {
         Err(e) if !v6 => Err(e.into()),
         _ => Ok(()),
@@ -90,7 +90,7 @@ struct Asking {
     socket: UdpSocket,
     v6: bool,
     token: Token,
-    /// The longest seen.
+    /// The longest round trip seen.
     round_trip: Duration,
     end: Instant,
     buffer: Vec<u8>,
@@ -104,7 +104,7 @@ struct Question {
 }
 
 impl Asking {
-    /// Sends each size until it is answered or was sent often enough; which were answered.
+    /// Sends each size until it is answered or was sent [`TRIES`] times; returns the answered sizes.
     async fn round(&mut self, sizes: &[u32]) -> io::Result<Vec<u32>> {
         let mut questions = Vec::with_capacity(sizes.len());
         for size in sizes {
@@ -136,7 +136,7 @@ impl Asking {
         }
     }
 
-    /// Reads answers until all are there or it has waited long enough.
+    /// Reads answers until all are there or the time limit has passed.
     async fn collect(&mut self, questions: &mut [Question]) -> io::Result<()> {
         let began = Instant::now();
         while questions.iter().any(|question| !question.answered) {
@@ -167,7 +167,7 @@ impl Asking {
     }
 }
 
-/// An error that a router or the device reported about one packet, and not about the socket.
+/// Returns whether a router or the device reported the error about one packet, and not about the socket.
 fn is_about_a_packet(error: &io::Error) -> bool {
     use nix::errno::Errno;
     matches!(

@@ -1,4 +1,5 @@
-//! The relay's side: answers questions of guests whose link is up, each with as many bytes as it had, and nobody else.
+//! Answers questions in the relay, only those of guests with a link that is up, each with a datagram of the same
+//! length.
 
 use std::collections::HashMap;
 use std::io::{self, IoSlice, IoSliceMut};
@@ -20,12 +21,12 @@ use tokio::net::UdpSocket;
 use super::ask::never_cut;
 use super::{Datagram, Kind, LARGEST, Token};
 
-/// Answers a guest may have at once: a search has some sixty questions.
+/// Answers that a guest may get at once; a search has some sixty questions.
 const BURST: f64 = 160.0;
-/// And so many a second after that.
+/// Further answers per second after that.
 const PER_SECOND: f64 = 16.0;
 
-/// Whose questions are answered.
+/// Tokens of the guests that get answers.
 #[derive(Clone, Debug, Default)]
 pub struct Known(Arc<Mutex<HashMap<Token, Allowance>>>);
 
@@ -33,11 +34,11 @@ pub struct Known(Arc<Mutex<HashMap<Token, Allowance>>>);
 struct Allowance {
     left: f64,
     at: Instant,
-    /// The same token may be admitted twice; the later one counts.
+    /// Number of the pass. The same token may be admitted twice; the later pass counts.
     pass: u64,
 }
 
-/// Keeps a token known for as long as it lives.
+/// Keeps a token admitted for as long as the pass lives.
 #[derive(Debug)]
 pub struct Pass {
     known: Known,
@@ -71,7 +72,7 @@ impl Known {
         allowed
     }
 
-    /// The answer to a datagram, of the same length; `None` for what gets none.
+    /// Returns the answer to a datagram, of the same length; `None` for a datagram that gets none.
     fn answer(&self, question: &[u8], now: Instant) -> Option<Vec<u8>> {
         let datagram = Datagram::read(question).filter(|d| d.kind == Kind::Question)?;
         let length = u16::try_from(question.len()).ok()?;
@@ -96,14 +97,14 @@ pub struct Echo {
 }
 
 impl Echo {
-    /// Binds where the link's listener is.
+    /// Binds to the address of the link's listener.
     ///
     /// # Errors
     /// When the port is taken or the kernel refuses an option.
     pub async fn bind(address: SocketAddr, known: Known) -> io::Result<Echo> {
         let socket = UdpSocket::bind(address).await?;
         never_cut(&socket, address.is_ipv6())?;
-        // An answer must come from the address that was asked, whichever of ours it is.
+        // An answer must come from the local address to which the question was sent.
         if address.is_ipv6() {
             setsockopt(&socket, Ipv6RecvPacketInfo, &true)?;
         } else {
@@ -112,20 +113,20 @@ impl Echo {
         Ok(Echo { socket, known })
     }
 
-    /// On a socket that another process bound with [`Echo::bind`].
+    /// Continues on a socket that another process bound with [`Echo::bind`].
     ///
     /// # Errors
-    /// The kernel's.
+    /// An error of the kernel.
     pub fn go_on(socket: OwnedFd, known: Known) -> io::Result<Echo> {
         let socket = std::net::UdpSocket::from(socket);
         socket.set_nonblocking(true)?;
         Ok(Echo { socket: UdpSocket::from_std(socket)?, known })
     }
 
-    /// A copy of the socket, for [`Echo::go_on`].
+    /// Returns a copy of the socket, for [`Echo::go_on`].
     ///
     /// # Errors
-    /// The kernel's.
+    /// An error of the kernel.
     pub fn copy(&self) -> io::Result<OwnedFd> {
         self.socket.as_fd().try_clone_to_owned()
     }
@@ -136,13 +137,13 @@ impl Echo {
         loop {
             let received = self.socket.async_io(Interest::READABLE, || receive(&self.socket, &mut buffer));
             let Ok((length, peer, own)) = received.await else {
-                // What a router reported about an answer; nothing that repeats without a cause.
+                // A router's report about an answer; such an error does not repeat without a cause.
                 tokio::task::yield_now().await;
                 continue;
             };
-            let question = buffer.get(..length).unwrap_or_default(); // larger than any question: none
+            let question = buffer.get(..length).unwrap_or_default(); // longer than any question: empty
             let Some(answer) = self.known.answer(question, Instant::now()) else { continue };
-            // One that does not leave is one that did not pass.
+            // An answer that cannot be sent counts as one that did not pass.
             if let Err(error) = send(&self.socket, &answer, &peer, own) {
                 tracing::trace!(%error, bytes = answer.len(), "an answer to a path probe did not leave");
             }
@@ -166,7 +167,7 @@ fn receive(socket: &UdpSocket, buffer: &mut [u8]) -> io::Result<(usize, Sockaddr
         MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_TRUNC,
     )?;
     let own = received.cmsgs()?.find_map(|message| match message {
-        // `spec_dst` is the local address; no interface: the way back is the kernel's choice.
+        // `spec_dst` is the local address. No interface is set: the kernel chooses the way back.
         ControlMessageOwned::Ipv4PacketInfo(info) => Some(Own::V4(in_pktinfo {
             ipi_ifindex: 0,
             ipi_addr: info.ipi_addr,
@@ -239,7 +240,7 @@ mod tests {
             let echo = Echo::bind(address.parse().unwrap(), known.clone()).await.unwrap();
             let port = echo.socket.local_addr().unwrap().port();
             let running = tokio::spawn(echo.run());
-            // A second address of the same machine: the answer must come from there.
+            // A second address of the same machine: the answer must come from it.
             let asked = match address {
                 "[::1]:0" => SocketAddr::new("::1".parse().unwrap(), port),
                 "[::]:0" => SocketAddr::new("127.0.0.2".parse().unwrap(), port),

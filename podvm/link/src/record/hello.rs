@@ -1,13 +1,15 @@
-//! The handshake's payloads: which session the guest has, and whether the relay has it too.
+//! Encodes and decodes the handshake payloads: Hello carries the guest's session, Welcome whether the relay still
+//! holds it.
 
 use std::fmt;
 
 use super::{BadRecord, line::cut};
 
-/// The longest version text that is taken from a peer.
+/// Longest version text accepted from a peer, in bytes.
 const MAX_VERSION_TEXT: usize = 128;
 
-/// A guest program's session: random at its start, so that another program (or a restarted one) is never taken for it.
+/// Session of one run of the guest program: random at its start, so that another or a restarted program never matches
+/// it.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct SessionId(pub [u8; 16]);
 
@@ -23,39 +25,39 @@ impl fmt::Debug for SessionId {
     }
 }
 
-/// Guest to relay, first record of a connection with a certificate:
-/// `min u16 | max u16 | session 16 bytes | epoch u64 | recv u64 | guest's version, text`.
+/// Payload of the guest's first record on a connection with a certificate:
+/// `min u16 | max u16 | session 16 bytes | epoch u64 | recv u64 | version of the guest, text`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Hello {
-    /// Oldest and newest link protocol the guest speaks.
+    /// Oldest and newest link protocol that the guest supports.
     pub versions: (u16, u16),
-    /// The guest program's session.
+    /// Session of the guest program.
     pub session: SessionId,
-    /// The relay's side of that session as the guest knows it from the last Welcome; 0 = it has seen none.
+    /// Epoch of the relay's side of that session, from the last Welcome; 0 = the guest has received none.
     pub epoch: u64,
-    /// The highest number that the guest received in order.
+    /// Highest sequence number that the guest received in order.
     pub recv: u64,
-    /// The guest program's version, for people.
+    /// Version of the guest program, for display.
     pub program: String,
 }
 
-/// Relay to guest, the answer: `version u16 | resumed u8 | epoch u64 | recv u64 | relay's version, text`.
+/// Payload of the relay's answer: `version u16 | resumed u8 | epoch u64 | recv u64 | version of the relay, text`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Welcome {
-    /// The link protocol that is spoken from here on.
+    /// Version of the link protocol for the rest of the connection.
     pub version: u16,
-    /// Whether the relay still has this session. If not, both sides begin anew and all streams are gone.
+    /// Whether the relay still holds this session. If not, both sides begin anew and all streams are lost.
     pub resumed: bool,
-    /// Names the relay's side of the session: a restarted relay, or one that began anew, has another one.
+    /// Identifies the relay's side of the session: a relay that restarted or began anew has another epoch.
     pub epoch: u64,
-    /// The highest number that the relay received in order.
+    /// Highest sequence number that the relay received in order.
     pub recv: u64,
-    /// The relay program's version, for people.
+    /// Version of the relay program, for display.
     pub program: String,
 }
 
 impl Hello {
-    /// The payload of a Hello record.
+    /// Encodes the payload of a Hello record.
     pub fn encode(&self) -> Vec<u8> {
         let mut out = Vec::with_capacity(64);
         out.extend_from_slice(&self.versions.0.to_be_bytes());
@@ -67,7 +69,7 @@ impl Hello {
         out
     }
 
-    /// Reads the payload of a Hello record.
+    /// Decodes the payload of a Hello record.
     pub fn decode(bytes: &[u8]) -> Result<Hello, BadRecord> {
         let mut rest = Rest { what: "Hello", bytes };
         Ok(Hello {
@@ -81,7 +83,7 @@ impl Hello {
 }
 
 impl Welcome {
-    /// The payload of a Welcome record.
+    /// Encodes the payload of a Welcome record.
     pub fn encode(&self) -> Vec<u8> {
         let mut out = Vec::with_capacity(64);
         out.extend_from_slice(&self.version.to_be_bytes());
@@ -92,7 +94,7 @@ impl Welcome {
         out
     }
 
-    /// Reads the payload of a Welcome record.
+    /// Decodes the payload of a Welcome record.
     pub fn decode(bytes: &[u8]) -> Result<Welcome, BadRecord> {
         let mut rest = Rest { what: "Welcome", bytes };
         let version = u16::from_be_bytes(rest.array()?);
@@ -124,7 +126,8 @@ impl Rest<'_> {
         Ok(*head)
     }
 
-    /// The rest as text for logs: no control characters, so that a peer cannot write lines of its own.
+    /// Returns the remaining bytes as text for logs. Control characters are refused, so that a peer cannot forge log
+    /// lines.
     fn text(&mut self) -> Result<String, BadRecord> {
         match std::str::from_utf8(self.bytes) {
             Ok(text) if text.len() <= MAX_VERSION_TEXT && !text.contains(char::is_control) => {

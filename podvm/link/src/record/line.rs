@@ -1,27 +1,28 @@
-//! A line of the guest's log on its way to the node: `level u8 | lost u32 | uptime in ms u64 | length of the target u8 |
-//! target | text`, numbers big endian.
+//! Encodes and decodes a record of the guest's log on its way to the node.
+//!
+//! Layout: `level u8 | lost u32 | uptime in ms u64 | length of the target u8 | target | text`, numbers big endian.
 
 use super::BadRecord;
 
-/// The longest text of one line, in bytes; what is longer is cut where it is made.
+/// Longest text of one log record, in bytes; [`Line::encode`] truncates longer text.
 pub const MAX_TEXT: usize = 4 << 10;
 
-/// The longest name of who said it, in bytes.
+/// Longest target of a log record, in bytes.
 pub const MAX_TARGET: usize = 64;
 
-/// How much a line matters.
+/// Severity of a log record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[repr(u8)]
 pub enum Level {
-    /// Something failed.
+    /// A failure.
     Error = 1,
-    /// Something is not as it should be.
+    /// An unexpected state.
     Warn = 2,
-    /// What happened.
+    /// A normal event.
     Info = 3,
-    /// For who looks closer.
+    /// A detail for debugging.
     Debug = 4,
-    /// Everything.
+    /// The finest detail.
     Trace = 5,
 }
 
@@ -31,7 +32,7 @@ impl Level {
         [Error, Warn, Info, Debug, Trace].into_iter().find(|level| *level as u8 == number)
     }
 
-    /// Its name, in lower case.
+    /// Returns the name of the level, in lower case.
     pub fn name(self) -> &'static str {
         match self {
             Level::Error => "error",
@@ -43,23 +44,23 @@ impl Level {
     }
 }
 
-/// One line. What it says is the guest's: whoever writes it down sees to control characters.
+/// One log record. The guest chooses its contents: a program that writes it to a log must escape control characters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Line<'a> {
-    /// How much it matters.
+    /// Severity.
     pub level: Level,
-    /// Lines that were given up right before this one, because nobody fetched them in time.
+    /// Number of log records dropped right before this one because they were not fetched in time.
     pub lost: u32,
-    /// Milliseconds from the start of the VM's kernel to when it was said.
+    /// Milliseconds from the start of the VM's kernel to the log call.
     pub uptime_ms: u64,
-    /// Who said it: a module of the guest program, or `kata-agent`. At most [`MAX_TARGET`] bytes.
+    /// Source of the log record: a module of the guest program, or `kata-agent`. At most [`MAX_TARGET`] bytes.
     pub target: &'a str,
-    /// What was said. At most [`MAX_TEXT`] bytes.
+    /// Message. At most [`MAX_TEXT`] bytes.
     pub text: &'a str,
 }
 
 impl<'a> Line<'a> {
-    /// The payload of a Line record. A target or text that is too long is cut.
+    /// Encodes the payload of a Line record; truncates a target or text that is too long.
     pub fn encode(&self) -> Vec<u8> {
         let (target, text) = (cut(self.target, MAX_TARGET), cut(self.text, MAX_TEXT));
         let mut out = Vec::with_capacity(14 + target.len() + text.len());
@@ -72,7 +73,7 @@ impl<'a> Line<'a> {
         out
     }
 
-    /// Reads the payload of a Line record.
+    /// Decodes the payload of a Line record.
     pub fn decode(bytes: &'a [u8]) -> Result<Line<'a>, BadRecord> {
         let bad = |why| BadRecord::Payload("Line", why);
         let short = || bad("it is too short");
@@ -95,7 +96,7 @@ impl<'a> Line<'a> {
     }
 }
 
-/// The text's beginning, at most `most` bytes of whole characters.
+/// Returns the beginning of the text: at most `most` bytes of whole characters.
 pub fn cut(text: &str, most: usize) -> &str {
     &text[..(0..=text.len().min(most)).rfind(|at| text.is_char_boundary(*at)).unwrap_or(0)]
 }

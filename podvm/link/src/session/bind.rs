@@ -1,24 +1,24 @@
-//! The handshake: does the other end still have this session, and from where do both go on?
+//! Performs the handshake: decides whether the session continues, and from which record.
 //!
-//! A session is resumed when the relay has the guest's name for it **and** the guest has the relay's (`epoch`), so that
-//! neither a restarted guest nor a restarted relay is taken for the one before. A connection that breaks between
-//! Welcome and its arrival must not cost the streams that the relay opened meanwhile: as long as the guest cannot have
-//! seen any record of this epoch, the relay keeps them and sends them from the beginning.
+//! A session resumes when the relay holds the guest's session id **and** the guest holds the relay's epoch. A
+//! restarted guest or a restarted relay therefore never resumes an earlier session. A connection that breaks between
+//! the sending and the arrival of Welcome must not cost the streams that the relay opened meanwhile. As long as the
+//! guest cannot have received any record of this epoch, the relay keeps them and sends them from the beginning.
 
 use super::{Session, Violation};
 use crate::record::{Hello, Kind, OLDEST, SessionId, VERSION, Welcome, plain};
 
-/// How a handshake ended.
+/// Result of a handshake.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Joined {
-    /// The session goes on where it was.
+    /// The session continues.
     pub resumed: bool,
-    /// A session with all its streams was given up for this one.
+    /// An earlier session with all its streams was dropped for this one.
     pub lost: bool,
 }
 
 impl Session {
-    /// Guest: what to say first on a new transport. `None` for a session without a name.
+    /// Guest: returns the first record for a new transport. `None` for a session without an id.
     pub fn hello(&self, program: &str) -> Option<Hello> {
         Some(Hello {
             versions: (OLDEST, VERSION),
@@ -29,8 +29,8 @@ impl Session {
         })
     }
 
-    /// Relay: takes a guest's Hello. The Welcome is put before everything else that is sent on this transport.
-    /// `epoch` is a fresh random number (not 0), used if the session begins anew.
+    /// Relay: processes a guest's Hello. The Welcome precedes all other records on this transport. `epoch` is a fresh
+    /// random number (not 0), used if the session begins anew.
     pub fn answer(&mut self, hello: &Hello, epoch: u64, program: &str) -> Result<Joined, Violation> {
         let (oldest, newest) = hello.versions;
         let version = newest.min(VERSION);
@@ -56,7 +56,7 @@ impl Session {
         Ok(Joined { resumed, lost })
     }
 
-    /// Guest: takes the relay's answer.
+    /// Guest: processes the relay's Welcome.
     pub fn welcomed(&mut self, welcome: &Welcome) -> Result<Joined, Violation> {
         if !(OLDEST..=VERSION).contains(&welcome.version) {
             return Err(Violation::Version(welcome.version, welcome.version));
@@ -82,12 +82,12 @@ impl Session {
         Ok(Joined { resumed: false, lost })
     }
 
-    /// Whether the peer can have received exactly so many.
+    /// Returns whether `recv` can be the last record that the peer has received.
     fn may_resume(&self, recv: u64) -> bool {
         (self.log.acked()..=self.log.high_sent()).contains(&recv)
     }
 
-    /// A new transport, whose other end has received up to `recv`.
+    /// Prepares for a new transport to a peer that has received the records up to `recv`.
     fn resume(&mut self, recv: u64) {
         self.log.ack(recv);
         self.counts.replayed += self.log.rewind();
@@ -98,17 +98,17 @@ impl Session {
         self.unacked = 0;
     }
 
-    /// The relay's name for its side of the session; 0 before a handshake.
+    /// Returns the epoch of the relay's side of the session; 0 before a handshake.
     pub fn epoch(&self) -> u64 {
         self.epoch
     }
 
-    /// The highest number received in order.
+    /// Returns the highest sequence number received in order.
     pub fn received(&self) -> u64 {
         self.recv
     }
 
-    /// Takes another name after a violation: nothing of the old session can be trusted to be in step.
+    /// Takes another id after a violation: the states of both ends may no longer match.
     pub fn renew(&mut self, id: SessionId) {
         self.reset(Some(id));
     }

@@ -1,33 +1,33 @@
-//! Lines of the guest's log: numbered and replayed as everything is, but behind everything else. They go out only while
-//! nothing waits, a few at a time, and no more of them are unacknowledged than leave the streams their room.
+//! Sends records of the guest's log. They are numbered and replayed like all others, but go last: only while no other
+//! data waits, a few at a time, and with few enough unacknowledged ones to leave the streams their room.
 
 use super::Session;
 use crate::record::{Header, Kind};
 
-/// Unacknowledged bytes of lines; beyond, they wait where they were made.
+/// Most unacknowledged bytes of log records; above this, they wait at their source.
 const MOST_UNDER_WAY: usize = 64 << 10;
 
-/// A line is not put behind more than this in the transport's way, so that what comes next has little in front of it.
+/// Most unsent bytes in front of a log record, so that data after it does not wait long.
 const MOST_AHEAD: usize = 8 << 10;
 
-/// Lines that the peer has not acknowledged.
+/// Log records that the peer has not acknowledged.
 #[derive(Default)]
 pub(super) struct Lines {
-    /// Their bytes, at most; all of them count until the last is acknowledged.
+    /// Upper bound of their bytes; all count until the last one is acknowledged.
     pub(super) under_way: usize,
-    /// The number of the last one.
+    /// Sequence number of the last one.
     last: u64,
-    /// The peer was asked to acknowledge them, on this transport.
+    /// Whether the peer was asked on this transport to acknowledge them.
     pub(super) asked: bool,
 }
 
 impl Session {
-    /// Whether the peer knows lines of a log; false also before a handshake.
+    /// Returns whether the peer supports log records; false before a handshake.
     pub fn speaks_lines(&self) -> bool {
         self.version >= 3
     }
 
-    /// Whether a line may be sent now.
+    /// Returns whether a log record may be sent now.
     pub fn has_room_for_line(&mut self) -> bool {
         if self.log.acked() >= self.lines.last {
             (self.lines.under_way, self.lines.asked) = (0, false);
@@ -36,13 +36,13 @@ impl Session {
         let room = self.log.unsent() < MOST_AHEAD && self.log.len() < self.limits.replay / 2;
         let few = self.lines.under_way < MOST_UNDER_WAY;
         if !few && !self.lines.asked && self.log.unsent() == 0 {
-            // The answer acknowledges them; without it that would wait for the next heartbeat.
+            // The Pong acknowledges them; otherwise the acknowledgement would wait for the next heartbeat.
             (self.lines.asked, self.want.ping) = (true, true);
         }
         self.speaks_lines() && idle && room && few
     }
 
-    /// Sends a line; to be asked first whether there is room.
+    /// Sends a log record; check [`Session::has_room_for_line`] first.
     pub fn line(&mut self, payload: &[u8]) {
         self.push(Header::new(Kind::Line, 0), payload);
         self.lines.under_way += payload.len();

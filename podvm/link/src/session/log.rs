@@ -1,5 +1,5 @@
-//! The sequenced records that the peer has not acknowledged, encoded as they go on the wire, oldest first. A cursor
-//! separates what the current transport took from what it still has to take; a new transport puts the cursor back.
+//! Holds the sequenced records that the peer has not acknowledged, encoded for the wire, oldest first. A cursor
+//! separates the bytes that the current transport has taken from the rest; a new transport resets it.
 
 use std::{
     collections::VecDeque,
@@ -12,17 +12,17 @@ use super::{
 };
 use crate::record::{self, HEADER_LEN, Header};
 
-/// A record never crosses from one chunk to the next.
+/// Buffer of whole records; a record never crosses from one chunk to the next.
 struct Chunk {
     buffer: Box<[u8]>,
-    /// Where the oldest record begins.
+    /// Start of the oldest record.
     start: usize,
-    /// Where the youngest ends.
+    /// End of the youngest record.
     end: usize,
 }
 
 impl Chunk {
-    /// How many full records still fit.
+    /// Returns the number of full records that still fit.
     fn records(&self) -> usize {
         (self.buffer.len() - self.end) / FULL
     }
@@ -30,30 +30,30 @@ impl Chunk {
 
 pub(super) struct Log {
     chunks: VecDeque<Chunk>,
-    /// The number of the record at the front, or of the next one when there is none. Counts from 1.
+    /// Number of the record at the front, or of the next one if there is none. Counts from 1.
     first: u64,
-    /// The number of the next record.
+    /// Number of the next record.
     next: u64,
     bytes: usize,
     cursor: Cursor,
-    /// The highest number that was ever given to a transport completely.
+    /// Highest number that was ever given to a transport completely.
     high_sent: u64,
-    /// The chunk in which the spaces that were given out begin.
+    /// Chunk in which the places returned by [`Log::spaces`] begin.
     spaces_at: usize,
 }
 
-/// A record of data as long as we send it.
+/// Size of the longest data record that this program sends.
 const FULL: usize = HEADER_LEN + CHUNK;
 
 #[derive(Clone, Copy, Default)]
 struct Cursor {
     chunk: usize,
     offset: usize,
-    /// Bytes left of the record that the transport took a part of; 0 = between two records.
+    /// Remaining bytes of a partly taken record; 0 = between two records.
     record_left: usize,
     /// Bytes of the log behind the cursor.
     unsent: usize,
-    /// The number of the last record before the cursor, complete.
+    /// Number of the last complete record before the cursor.
     sent: u64,
 }
 
@@ -70,14 +70,14 @@ impl Log {
         }
     }
 
-    /// Everything that is kept, as it goes on the wire.
+    /// Returns all kept records, encoded for the wire.
     pub(super) fn records(&self) -> Vec<u8> {
         let mut all = Vec::with_capacity(self.bytes);
         self.chunks.iter().for_each(|chunk| all.extend_from_slice(&chunk.buffer[chunk.start..chunk.end]));
         all
     }
 
-    /// The log of before, ready for a new transport. `None` = those are not its records.
+    /// Restores a log for a new transport. `None` = the records do not fit the numbers.
     pub(super) fn restore(first: u64, high_sent: u64, records: &[u8]) -> Option<Log> {
         let mut log = Log::new();
         (log.first, log.next) = (first, first);
@@ -97,32 +97,32 @@ impl Log {
         })
     }
 
-    /// Bytes kept.
+    /// Returns the number of kept bytes.
     pub(super) fn len(&self) -> usize {
         self.bytes
     }
 
-    /// Bytes that the transport did not take yet.
+    /// Returns the number of bytes that the transport has not taken yet.
     pub(super) fn unsent(&self) -> usize {
         self.cursor.unsent
     }
 
-    /// The highest number the peer can have received.
+    /// Returns the highest number that the peer can have received.
     pub(super) fn sent(&self) -> u64 {
         self.cursor.sent
     }
 
-    /// The number of the youngest record, sent or not.
+    /// Returns the number of the youngest record, sent or not.
     pub(super) fn last(&self) -> u64 {
         self.next - 1
     }
 
-    /// The highest number that was acknowledged.
+    /// Returns the highest acknowledged number.
     pub(super) fn acked(&self) -> u64 {
         self.first - 1
     }
 
-    /// Adds a record: fills in its number and `payload`'s length. Payloads are at most 64 KiB less a header.
+    /// Adds a record: fills in its number and the length of `payload`, which is at most 64 KiB less a header.
     pub(super) fn push(&mut self, mut header: Header, payload: &[u8]) {
         let size = HEADER_LEN + payload.len();
         header.length = payload.len() as u32;
@@ -140,7 +140,7 @@ impl Log {
     fn room(&mut self, size: usize) -> &mut Chunk {
         let fits = self.chunks.back().is_some_and(|chunk| chunk.buffer.len() - chunk.end >= size);
         if !fits {
-            // A few small calls at a time shall not hold 64 KiB until they are acknowledged.
+            // A few small calls at a time should not hold 64 KiB until they are acknowledged.
             let small = self.bytes == 0 && size <= Size::Small.bytes();
             let buffer = pool::take(if small { Size::Small } else { Size::Large });
             self.chunks.push_back(Chunk { buffer, start: 0, end: 0 });
@@ -149,8 +149,8 @@ impl Log {
         &mut self.chunks[last]
     }
 
-    /// Where the payloads of the next records are going to lie, each a full record's but the last: at most `most`
-    /// bytes. Returns how many slices were filled. [`Log::fill`] must follow, before anything else.
+    /// Fills `out` with the places for the payloads of the next records: at most `most` bytes, each place but the
+    /// last as long as a full payload. Returns the number of slices filled. The next call must be [`Log::fill`].
     pub(super) fn spaces<'a>(&'a mut self, most: usize, out: &mut [IoSliceMut<'a>]) -> usize {
         let fits = self.chunks.back().is_some_and(|chunk| chunk.records() > 0);
         self.spaces_at = self.chunks.len() - usize::from(fits);
@@ -176,7 +176,7 @@ impl Log {
         filled
     }
 
-    /// The first `bytes` of the spaces hold payload now: they become records.
+    /// Turns the first `bytes` of the places, which hold payload now, into records.
     pub(super) fn fill(&mut self, header: Header, mut bytes: usize) {
         for chunk in self.chunks.range_mut(self.spaces_at.min(self.chunks.len())..) {
             while bytes > 0 && chunk.records() > 0 {
@@ -197,7 +197,7 @@ impl Log {
         }
     }
 
-    /// The peer has everything up to `seq`; the caller checked that it was sent.
+    /// Drops the records up to `seq`, which the peer has received; the caller checked that they were sent.
     pub(super) fn ack(&mut self, seq: u64) {
         while self.first <= seq {
             let Some(front) = self.chunks.front_mut() else { return };
@@ -211,15 +211,15 @@ impl Log {
                 pool::give(done.buffer);
                 match self.cursor.chunk.checked_sub(1) {
                     Some(before) => self.cursor.chunk = before,
-                    // The cursor stood at this chunk's end, which is the next one's beginning.
+                    // The cursor stood at the end of this chunk, which is the beginning of the next one.
                     None => self.cursor.offset = 0,
                 }
             }
         }
     }
 
-    /// A new transport: everything that is not acknowledged is to be sent (again), from the beginning of the oldest
-    /// record. Returns how many of those records an earlier transport took already.
+    /// Resets the cursor for a new transport: all unacknowledged records are sent (again), from the beginning of the
+    /// oldest. Returns the number of those records that an earlier transport has taken.
     pub(super) fn rewind(&mut self) -> u64 {
         let again = self.high_sent - self.acked();
         let offset = self.chunks.front().map_or(0, |chunk| chunk.start);
@@ -227,12 +227,12 @@ impl Log {
         again
     }
 
-    /// The highest number that was ever sent, by whatever transport.
+    /// Returns the highest number ever sent over any transport.
     pub(super) fn high_sent(&self) -> u64 {
         self.high_sent
     }
 
-    /// The rest of the record that the transport took a part of.
+    /// Returns the rest of the record that the transport has partly taken.
     pub(super) fn begun(&self) -> &[u8] {
         match self.chunks.get(self.cursor.chunk) {
             Some(chunk) if self.cursor.record_left > 0 => {
@@ -242,8 +242,8 @@ impl Log {
         }
     }
 
-    /// What is to be sent, from `skip` bytes behind the cursor on; returns how many slices were filled.
-    /// `skip` is nothing or the begun record.
+    /// Fills `out` with the unsent bytes from `skip` bytes behind the cursor on; returns the number of slices filled.
+    /// `skip` is 0 or the length of the begun record.
     pub(super) fn unsent_slices<'a>(&'a self, skip: usize, out: &mut [IoSlice<'a>]) -> usize {
         let mut filled = 0;
         let mut offset = self.cursor.offset + skip;
@@ -255,13 +255,14 @@ impl Log {
                 out[filled] = IoSlice::new(&chunk.buffer[offset..chunk.end]);
                 filled += 1;
             }
-            // A chunk behind the cursor's is read from its beginning.
+            // Later chunks are read from their beginning.
             offset = 0;
         }
         filled
     }
 
-    /// The transport took `n` of the bytes behind the cursor. Returns how many records were sent for the first time.
+    /// Counts `n` bytes behind the cursor as taken by the transport. Returns the number of records sent for the first
+    /// time.
     pub(super) fn wrote(&mut self, mut n: usize) -> u64 {
         let before = self.high_sent;
         self.cursor.unsent -= n;
@@ -294,7 +295,7 @@ impl Drop for Log {
     }
 }
 
-/// Header and payload of the record that begins here; the length is its first field.
+/// Returns the size of the record that begins here, header included; the length is its first field.
 fn record_size(bytes: &[u8]) -> usize {
     HEADER_LEN + u32::from_be_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]) as usize
 }
@@ -306,7 +307,7 @@ mod tests {
     use super::*;
     use crate::record::Kind;
 
-    /// The numbers of the records in what the log would send now, beginning between two records.
+    /// Sends at most `most` unsent bytes of the log and returns them.
     fn take(log: &mut Log, most: usize) -> Vec<u8> {
         let mut slices = [IoSlice::new(&[]); 64];
         let filled = log.unsent_slices(0, &mut slices);

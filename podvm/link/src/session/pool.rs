@@ -1,17 +1,17 @@
-//! Buffers that are lent, not owned: a thread keeps a few, whoever has bytes to hold takes one and gives it back when
-//! it is empty. So an idle session has none, a busy one touches the same warm pages again and again (a fresh 64 KiB
-//! from the allocator costs page faults each time), and what is kept is bounded per thread.
+//! Lends buffers: each thread keeps a few, and code that holds bytes takes one and gives it back when it is empty. An
+//! idle session therefore holds none. A busy one uses the same warm pages again; a fresh 64 KiB from the allocator
+//! costs page faults each time. The kept memory is bounded per thread.
 
 use std::cell::RefCell;
 
-/// Sizes of buffers.
+/// Size of a buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Size {
-    /// A few small calls: 4 KiB.
+    /// For a few small calls: 4 KiB.
     Small,
-    /// A part of a bulk transfer: 64 KiB.
+    /// For a part of a bulk transfer: 64 KiB.
     Large,
-    /// What one read takes from a socket, and a carried-over record before it: 160 KiB.
+    /// For one read from a socket, behind a carried-over record: 160 KiB.
     Read,
 }
 
@@ -36,7 +36,7 @@ impl Size {
         }
     }
 
-    /// How many a thread keeps when nobody uses them.
+    /// Number of unused buffers that a thread keeps.
     const fn kept(self) -> usize {
         match self {
             Size::Small => 64,
@@ -67,16 +67,16 @@ thread_local! {
     static POOL: RefCell<Pool> = RefCell::default();
 }
 
-/// A buffer of exactly this size, with whatever was in it before (of this process).
+/// Takes a buffer of exactly this size. It holds arbitrary earlier contents of this process.
 pub(crate) fn take(size: Size) -> Box<[u8]> {
     POOL.with_borrow_mut(|pool| pool.shelf(size).pop())
         .unwrap_or_else(|| vec![0; size.bytes()].into_boxed_slice())
 }
 
-/// Gives a buffer back. One of no pooled size is dropped.
+/// Gives a buffer back. A buffer of no pooled size is dropped.
 pub(crate) fn give(buffer: Box<[u8]>) {
     let Some(size) = Size::of(buffer.len()) else { return };
-    // A thread that is ending has no pool any more; then the buffer is simply freed.
+    // An ending thread has no pool any more; the buffer is freed then.
     let _ended = POOL.try_with(|pool| {
         let mut pool = pool.borrow_mut();
         let shelf = pool.shelf(size);

@@ -1,4 +1,4 @@
-//! What comes from the peer: every rule of the protocol is checked here.
+//! Processes records from the peer and checks every rule of the protocol.
 
 use bytes::Bytes;
 
@@ -8,50 +8,50 @@ use crate::{
     record::{BadRecord, CloseReason, HEADER_LEN, Header, Kind, Line, MORE, StreamKind},
 };
 
-/// What a record means to the owner of the session.
+/// Effect of a record on the owner of the session.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Event<'a> {
-    /// Nothing; the session saw to it.
+    /// None; the session handled the record.
     Nothing,
     /// The peer opened a stream.
     Opened(u32, StreamKind),
-    /// Bytes of a stream; call [`Session::consumed`] when the local side took them.
+    /// Bytes of a stream; call [`Session::consumed`] after the local side took them.
     Data(u32, &'a [u8]),
     /// The peer closed a stream that this end had not closed. The answer is queued; the stream is over.
     Closed(u32, CloseReason),
     /// A control message.
     Control(Bytes),
-    /// The peer reached what this end dialled.
+    /// The peer connected a stream that this end dialled.
     Connected(u32),
     /// The peer sends no more bytes on this stream.
     Finished(u32),
-    /// A line of the guest's log.
+    /// A record of the guest's log.
     Line(Line<'a>),
 }
 
-/// How a peer broke the protocol. The transport must be closed and the session reset.
+/// Violation of the protocol by the peer. The owner must close the transport and reset the session.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Violation {
-    /// Bytes that are no record.
+    /// Bytes that are not a record.
     #[error(transparent)]
     Record(#[from] BadRecord),
     /// A handshake record inside a session.
     #[error("a {0:?} record inside a session")]
     Misplaced(Kind),
-    /// A number out of order.
+    /// A sequence number out of order.
     #[error("record number {got} where {due} was due")]
     Sequence {
-        /// The next number in order.
+        /// Expected number.
         due: u64,
-        /// The one that came.
+        /// Received number.
         got: u64,
     },
-    /// An acknowledgement of what was never sent.
+    /// An acknowledgement of a record that was never sent.
     #[error("number {got} acknowledged, {sent} was the last one sent")]
     Ack {
-        /// The highest number given to the transport.
+        /// Highest number given to the transport.
         sent: u64,
-        /// The one that came.
+        /// Received number.
         got: u64,
     },
     /// A payload that does not fit its kind.
@@ -69,22 +69,22 @@ pub enum Violation {
     /// More data than the stream had credit for.
     #[error("stream {0} sent beyond its window")]
     Window(u32),
-    /// More credit than makes sense.
+    /// A Credit of 0, or credit above 64 MiB.
     #[error("stream {0} was given credit without measure")]
     Credit(u32),
-    /// A control message that does not end.
+    /// A control message above the limit.
     #[error("a control message longer than {0} bytes")]
     Control(usize),
-    /// No link protocol that both ends speak.
+    /// No link protocol that both ends support.
     #[error("the peer speaks link protocol {0} to {1}, this program {own}; upgrade the older one", own = crate::record::VERSION)]
     Version(u16, u16),
-    /// A handshake answer that contradicts what went before.
+    /// A handshake answer that contradicts the state of the session.
     #[error("the handshake contradicts the session: {0}")]
     Handshake(&'static str),
 }
 
 impl Session {
-    /// Takes one record from the peer; `payload` is exactly `header.length` bytes long.
+    /// Processes one record from the peer; `payload` is exactly `header.length` bytes long.
     pub fn receive<'a>(&mut self, header: &Header, payload: &'a [u8]) -> Result<Event<'a>, Violation> {
         let sent = self.log.sent();
         if header.ack > sent {
@@ -136,7 +136,7 @@ impl Session {
         if self.streams.len() >= self.limits.streams {
             return Err(Violation::Streams(self.limits.streams));
         }
-        // The last number there is makes every later one wrong.
+        // A number without a successor is refused.
         self.next_peer = id.checked_add(2).ok_or(Violation::Open(id))?;
         self.streams.insert(id, Stream::answered(kind));
         Ok(Event::Opened(id, kind))
@@ -150,7 +150,7 @@ impl Session {
         if !stream.received(payload.len() as u32) {
             return Err(Violation::Window(id));
         }
-        // Closed here, and the peer does not know yet: nobody wants it.
+        // This end has closed the stream, and the peer has not received that yet: the bytes are dropped.
         Ok(if stream.is_open() { Event::Data(id, payload) } else { Event::Nothing })
     }
 
@@ -179,7 +179,7 @@ impl Session {
             return Err(Violation::Credit(id));
         }
         let answer = stream.is_answer();
-        // Of a dial that was given up here nobody wants to know.
+        // The answer to a dial that this end has given up is dropped.
         let wanted = answer && stream.is_open();
         if stream.may_queue() {
             self.ready.push_back(id);
@@ -232,7 +232,7 @@ impl Session {
         Ok(Event::Control(message))
     }
 
-    /// A stream that the peer may still speak of.
+    /// Returns a stream for which the peer may still send records.
     fn peers_stream(&mut self, kind: Kind, id: u32) -> Result<&mut Stream, Violation> {
         self.streams.get_mut(&id).filter(|stream| !stream.has_ended()).ok_or(Violation::Stream(kind, id))
     }

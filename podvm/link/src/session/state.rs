@@ -1,5 +1,6 @@
-//! The session as data, for another process that goes on with it: everything but what belongs to a transport, because
-//! transports are not handed over. The peer meets the other process as it meets a new transport, and both replay.
+//! Converts the session to and from data, so that another process can continue it. The data hold everything except
+//! the state of a transport, because transports are not handed over. The peer treats the other process like a new
+//! transport, and both ends replay.
 
 use std::collections::VecDeque;
 
@@ -12,7 +13,7 @@ use crate::{
     record::{CloseReason, SessionId, StreamKind, VERSION},
 };
 
-/// Bytes in text.
+/// Serialises bytes as base64 text.
 pub(crate) mod base64 {
     use base64::{Engine, prelude::BASE64_STANDARD};
     use serde::{Deserialize, Deserializer, Serializer, de::Error};
@@ -27,12 +28,12 @@ pub(crate) mod base64 {
     }
 }
 
-/// Bytes that stand in a list.
+/// Bytes as an element of a list.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
 struct Blob(#[serde(with = "base64")] Vec<u8>);
 
-/// A session; made by [`Session::state`], read by [`Session::restore`].
+/// Serialised session: the result of [`Session::state`] and the input of [`Session::restore`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SessionState {
     id: Option<[u8; 16]>,
@@ -56,11 +57,11 @@ pub struct SessionState {
     replayed: u64,
 }
 
-/// One stream of it.
+/// Serialised stream of a session.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct StreamState {
     pub(super) id: u32,
-    /// As in the payload of an Open.
+    /// Unsent Open, encoded as its payload.
     pub(super) open: Option<Vec<u8>>,
     pub(super) credit: u32,
     pub(super) window: u32,
@@ -76,13 +77,13 @@ pub(super) struct StreamState {
     pub(super) calling: bool,
 }
 
-/// Why a state is not taken.
+/// Reason to refuse a state.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the session's state makes no sense: {0}")]
 pub struct BadState(pub(crate) &'static str);
 
 impl Session {
-    /// What another process needs to go on with it.
+    /// Returns the state from which another process can continue the session.
     pub fn state(&self) -> SessionState {
         let mut streams: Vec<StreamState> =
             self.streams.iter().map(|(id, stream)| stream.state(*id)).collect();
@@ -108,15 +109,15 @@ impl Session {
         }
     }
 
-    /// Streams that have ended meanwhile stay in a list until their turn.
+    /// Returns the streams of a list that still exist; ended streams stay in the list until their turn.
     fn those_that_are(&self, list: &VecDeque<u32>) -> Vec<u32> {
         list.iter().copied().filter(|id| self.streams.contains_key(id)).collect()
     }
 
-    /// The session of another process, without a transport.
+    /// Returns the session of another process, without a transport.
     ///
     /// # Errors
-    /// What is wrong with the state.
+    /// [`BadState`] if the state is invalid.
     pub fn restore(role: Role, limits: Limits, state: SessionState) -> Result<Session, BadState> {
         let mut session = Session::new(role, state.id.map(SessionId), limits);
         if state.version > VERSION {
@@ -155,12 +156,12 @@ impl Session {
         Ok(session)
     }
 
-    /// Bytes of control messages that wait, as [`Session::control_done`] will count them.
+    /// Returns the bytes of waiting control messages, as [`Session::control_done`] will count them.
     pub(crate) fn control_waiting(&self) -> usize {
         self.control.iter().map(|message| message.len() + super::CONTROL_COST).sum()
     }
 
-    /// Ends what has no owner any more: the streams that are open and not among these.
+    /// Closes the open streams for which `owned` returns false: they have no owner any more.
     pub(crate) fn close_others(&mut self, owned: impl Fn(u32) -> bool) {
         let others: Vec<u32> =
             self.streams.iter().filter(|(id, s)| s.is_open() && !owned(**id)).map(|(id, _)| *id).collect();

@@ -1,4 +1,4 @@
-//! One stream of a session, as its own end sees it.
+//! Tracks one stream of a session at this end.
 
 use super::{
     CREDIT_STEP, WINDOW,
@@ -6,47 +6,47 @@ use super::{
 };
 use crate::record::{CloseReason, StreamKind};
 
-/// What was sent is moved away when so many bytes of it stand in front of what waits.
+/// Number of sent bytes in front of the waiting ones at which the buffer is compacted.
 const COMPACT: usize = 64 << 10;
 
 pub(super) struct Stream {
-    /// An Open that was not sent yet.
+    /// Open that has not been sent yet.
     pub(super) open: Option<StreamKind>,
     /// Bytes that may be sent.
     pub(super) credit: u32,
-    /// Whether the stream stands in the session's list of those that have something to send.
+    /// Whether the stream is in the session's list of streams with data to send.
     pub(super) queued: bool,
     /// Bytes that the peer may still send.
     window: u32,
-    /// Bytes taken by the local side whose credit was not given back yet, and whether a Credit is queued.
+    /// Bytes taken by the local side with unreturned credit, and whether a Credit is queued.
     owed: u32,
     credit_queued: bool,
-    /// Bytes without credit or room; `sent` of them are gone already.
+    /// Bytes without credit or room; the first `gone` of them are sent.
     waiting: Vec<u8>,
     gone: usize,
-    /// Our Close: wanted, and whether it is sent.
+    /// Close of this end: requested, sent.
     close: Option<CloseReason>,
     close_sent: bool,
-    /// The peer's Close came.
+    /// The peer's Close was received.
     ended: bool,
-    /// Our Finish: wanted, sent.
+    /// Finish of this end: requested, sent.
     finish: bool,
     finish_sent: bool,
-    /// The peer's Finish came.
+    /// The peer's Finish was received.
     finished: bool,
-    /// We dialled, and have no answer yet.
+    /// This end dialled and has no answer yet.
     calling: bool,
 }
 
 impl Stream {
-    /// One that this end opens.
+    /// Returns a stream that this end opens.
     pub(super) fn opened(kind: StreamKind) -> Stream {
         let calling = matches!(kind, StreamKind::Dial(_));
         let credit = if calling { 0 } else { WINDOW };
         Stream { open: Some(kind), calling, credit, ..Stream::new() }
     }
 
-    /// One that the peer opened.
+    /// Returns a stream that the peer opened.
     pub(super) fn answered(kind: StreamKind) -> Stream {
         let window = if matches!(kind, StreamKind::Dial(_)) { 0 } else { WINDOW };
         Stream { window, ..Stream::new() }
@@ -72,7 +72,7 @@ impl Stream {
         }
     }
 
-    /// As data.
+    /// Returns the serialised state.
     pub(super) fn state(&self, id: u32) -> StreamState {
         StreamState {
             id,
@@ -94,7 +94,7 @@ impl Stream {
         }
     }
 
-    /// The inverse of [`Stream::state`]; in no list of its session yet.
+    /// Restores a stream, the inverse of [`Stream::state`]; it is in no list of its session yet.
     pub(super) fn restore(state: StreamState) -> Result<Stream, BadState> {
         Stream::check(&state)?;
         Ok(Stream {
@@ -116,22 +116,22 @@ impl Stream {
         })
     }
 
-    /// It stands in the list of those with an Open or a Credit to send.
+    /// Records that the stream is in the list of those with an Open or a Credit to send.
     pub(super) fn signalled(&mut self) {
         self.credit_queued = self.owed >= CREDIT_STEP;
     }
 
-    /// Neither side has closed it.
+    /// Returns whether neither side has closed the stream.
     pub(super) fn is_open(&self) -> bool {
         self.close.is_none() && !self.ended
     }
 
-    /// Whether bytes may still be sent on it.
+    /// Returns whether bytes may still be sent on the stream.
     pub(super) fn may_send(&self) -> bool {
         self.is_open() && !self.finish
     }
 
-    /// Wants a Finish after what waits; false when there is one already, or the stream has ended.
+    /// Requests a Finish after the waiting bytes; returns false if there is one already, or the stream has ended.
     pub(super) fn finish(&mut self) -> bool {
         let first = self.may_send();
         self.finish |= first;
@@ -146,17 +146,17 @@ impl Stream {
         self.finish_sent = true;
     }
 
-    /// The peer's Finish; false when it is not its first.
+    /// Processes the peer's Finish; returns false if it is not the first.
     pub(super) fn peer_finished(&mut self) -> bool {
         !std::mem::replace(&mut self.finished, true)
     }
 
-    /// Whether this is the answer to our dial.
+    /// Returns, once, whether this is the answer to this end's dial.
     pub(super) fn is_answer(&mut self) -> bool {
         std::mem::take(&mut self.calling)
     }
 
-    /// Bytes that wait for credit or room.
+    /// Returns the number of bytes that wait for credit or room.
     pub(super) fn waiting(&self) -> usize {
         self.waiting.len() - self.gone
     }
@@ -165,15 +165,15 @@ impl Stream {
         self.waiting.extend_from_slice(data);
     }
 
-    /// The next bytes to send, at most `most`.
+    /// Returns the next bytes to send, at most `most`.
     pub(super) fn next_part(&self, most: usize) -> &[u8] {
         let waiting = &self.waiting[self.gone..];
         &waiting[..waiting.len().min(most)]
     }
 
-    /// The first `bytes` of what waited are sent.
+    /// Removes the first `bytes` of the waiting ones after they were sent.
     pub(super) fn sent(&mut self, bytes: usize) {
-        self.credit -= bytes as u32; // next_part() was asked for no more than the credit
+        self.credit -= bytes as u32; // next_part() returned no more than the credit
         self.gone += bytes;
         if self.gone == self.waiting.len() {
             self.waiting = Vec::new();
@@ -184,7 +184,7 @@ impl Stream {
         }
     }
 
-    /// Whether the stream has something to send now and is to be put into the list; marks it as being there.
+    /// Marks the stream as listed if it has data to send and is not listed yet; returns whether to list it.
     pub(super) fn may_queue(&mut self) -> bool {
         let due = if self.waiting() > 0 {
             self.credit > 0
@@ -196,7 +196,7 @@ impl Stream {
         queue
     }
 
-    /// Wants a Close after what waits; false when there is one already.
+    /// Requests a Close after the waiting bytes; returns false if there is one already.
     pub(super) fn close(&mut self, reason: CloseReason) -> bool {
         let first = self.close.is_none();
         if first {
@@ -209,14 +209,14 @@ impl Stream {
         self.close.filter(|_| !self.close_sent && self.waiting() == 0)
     }
 
-    /// Our Close is sent; returns whether the stream is over.
+    /// Records that this end's Close was sent; returns whether the stream is over.
     pub(super) fn sent_close(&mut self) -> bool {
         self.close_sent = true;
         self.ended
     }
 
-    /// The peer's Close: what waits is for nobody. Returns whether the stream is over, else a Close of ours is due
-    /// (and `true` as second value if the owner did not close it before).
+    /// Processes the peer's Close and drops the waiting bytes. Returns whether the stream is over; if not, a Close of
+    /// this end is due. The second value is true if the owner did not close the stream before.
     pub(super) fn end(&mut self) -> (bool, bool) {
         self.ended = true;
         self.waiting = Vec::new();
@@ -225,14 +225,14 @@ impl Stream {
         (self.close_sent, news)
     }
 
-    /// Whether the peer has closed it.
+    /// Returns whether the peer has closed the stream.
     pub(super) fn has_ended(&self) -> bool {
         self.ended
     }
 
-    /// The local side took bytes. Returns whether a Credit is to be queued.
+    /// Counts bytes that the local side took; returns whether to queue a Credit.
     pub(super) fn consumed(&mut self, bytes: usize) -> bool {
-        // Nobody can take more than came in, and that was counted against the window.
+        // No more bytes can be taken than were received, and those were counted against the window.
         self.owed =
             self.owed.saturating_add(u32::try_from(bytes).unwrap_or(u32::MAX)).min(WINDOW - self.window);
         let queue = self.owed >= CREDIT_STEP && !self.credit_queued && self.is_open();
@@ -240,7 +240,7 @@ impl Stream {
         queue
     }
 
-    /// The credit to give back now.
+    /// Returns the credit to send now.
     pub(super) fn take_credit(&mut self) -> Option<u32> {
         if !std::mem::take(&mut self.credit_queued) || !self.is_open() {
             return None;
@@ -250,7 +250,7 @@ impl Stream {
         (credit > 0).then_some(credit)
     }
 
-    /// Bytes from the peer; false when it had no credit for them, or had said that none would come.
+    /// Counts bytes from the peer; returns false if it had no credit for them, or has sent its Finish.
     pub(super) fn received(&mut self, bytes: u32) -> bool {
         match self.window.checked_sub(bytes) {
             Some(left) if !self.finished => {
@@ -261,7 +261,7 @@ impl Stream {
         }
     }
 
-    /// Credit from the peer; false when there is more than anybody needs.
+    /// Adds credit from the peer; returns false if it is 0 or exceeds the limit.
     pub(super) fn credited(&mut self, bytes: u32) -> bool {
         const MOST: u32 = 64 << 20;
         match self.credit.checked_add(bytes) {

@@ -1,4 +1,4 @@
-//! Two sessions and a wire between them that may be cut at every byte.
+//! Tests two sessions over a wire that may be cut at every byte.
 
 use std::collections::BTreeMap;
 
@@ -9,7 +9,7 @@ use crate::record::{self, BadRecord, Hello, Level, Line, MAX_TEXT, Target};
 
 const GUEST: SessionId = SessionId([7; 16]);
 
-/// The byte at a place of a stream: different for every stream, direction and place.
+/// Returns the byte at a place of a stream: different for every stream, direction and place.
 fn byte(side: usize, stream: u32, at: usize) -> u8 {
     let mut x = (at as u64) << 20 ^ u64::from(stream) << 8 ^ side as u64;
     x = x.wrapping_mul(0x9e37_79b9_7f4a_7c15);
@@ -20,7 +20,7 @@ fn line(number: u64, text: &str) -> Vec<u8> {
     Line { level: Level::Info, lost: 0, uptime_ms: number, target: "test", text }.encode()
 }
 
-/// What one end saw of a stream.
+/// Bytes and Closes that one end received on a stream.
 #[derive(Default)]
 struct Seen {
     bytes: usize,
@@ -31,14 +31,14 @@ struct Seen {
 
 struct End {
     session: Session,
-    /// Bytes that came and are no whole record yet.
+    /// Received bytes that are not a whole record yet.
     carry: Vec<u8>,
     /// Bytes sent on each stream, and whether this end closed it.
     sent: BTreeMap<u32, usize>,
     closed: BTreeMap<u32, bool>,
     seen: BTreeMap<u32, Seen>,
     control_sent: Vec<usize>,
-    /// Lines of the log, by a number each.
+    /// Log records, each identified by a number.
     lines_sent: Vec<u64>,
     lines_seen: Vec<u64>,
     control_seen: Vec<usize>,
@@ -74,7 +74,8 @@ impl Pair {
         Pair { ends, wire: [Vec::new(), Vec::new()], linked: false, welcomed: false, epochs: 0 }
     }
 
-    /// A new transport. The handshake is cut short if so wished: before the relay heard Hello, or the guest Welcome.
+    /// Starts a new transport. `cut` ends the handshake early: 1 before the relay receives Hello, 2 before the guest
+    /// receives Welcome.
     fn link(&mut self, cut: u8) {
         self.cut();
         let hello = self.ends[1].session.hello("test").unwrap();
@@ -87,7 +88,7 @@ impl Pair {
         assert!(!joined.lost);
         self.linked = true;
         if cut == 2 {
-            // Whatever the relay wrote already is lost with the Welcome.
+            // Records that the relay has already written are lost with the Welcome.
             self.transfer(0, 50_000);
             self.cut();
         }
@@ -102,7 +103,7 @@ impl Pair {
     }
 
     fn transfer(&mut self, from: usize, most: usize) -> usize {
-        // The guest says nothing in a session before it heard the Welcome.
+        // The guest sends nothing in a session before it receives the Welcome.
         if !self.linked || from == 1 && !self.welcomed {
             return 0;
         }
@@ -163,7 +164,7 @@ impl Pair {
         if end.closed.contains_key(&id) || end.seen.get(&id).is_some_and(|seen| seen.closed > 0) {
             return;
         }
-        // The guest does not know a stream before its Open arrived.
+        // The guest has no stream before its Open arrives.
         let Some(at) = end.sent.get_mut(&id) else { return };
         let data: Vec<u8> = (*at..*at + bytes).map(|at| byte(side, id, at)).collect();
         *at += bytes;
@@ -192,13 +193,13 @@ impl Pair {
         self.ends[0].sent.keys().copied().collect()
     }
 
-    /// Lets everything arrive over one more good link.
+    /// Delivers everything over one more good link.
     fn settle(&mut self) {
         self.link(0);
         self.flow();
     }
 
-    /// Lets everything arrive that is on its way.
+    /// Delivers everything under way.
     fn flow(&mut self) {
         for _ in 0..10_000 {
             let mut moved = 0;
@@ -253,7 +254,7 @@ fn step(pair: &mut Pair, (what, which, size): (u8, u16, u32)) {
             let room = pair.ends[side].session.room(id);
             pair.send(side, id, room.min(size as usize));
         }
-        // Without asking for room, as a filter does that makes a message longer.
+        // Without checking the room, like a filter that lengthens a message.
         (3, Some(id)) => pair.send(side, id, size as usize % 5000),
         (4, _) => {
             let message = size as usize % 60_000;
@@ -275,7 +276,7 @@ fn step(pair: &mut Pair, (what, which, size): (u8, u16, u32)) {
             }
         }
         (19, _) => {
-            // Another process goes on with this end; transports do not go with it.
+            // Another process continues this end; transports are not handed over.
             pair.cut();
             let end = &mut pair.ends[side];
             let role = if side == 0 { Role::Relay } else { Role::Guest };
@@ -365,7 +366,7 @@ fn a_state_that_makes_no_sense_is_refused() {
     assert!(Session::restore(Role::Relay, Limits::default(), odd).is_err());
 }
 
-/// A relay's session with stream 1 open and everything so far sent.
+/// Returns a relay's session with stream 1 open and all records sent.
 fn opened() -> Session {
     let mut session = Session::new(Role::Relay, None, Limits::default());
     let hello = Hello { versions: (1, 9), session: GUEST, epoch: 0, recv: 0, program: String::new() };
@@ -454,7 +455,7 @@ fn a_dialled_stream_has_no_credit_before_its_answer_and_each_side_ends_once() {
     assert_eq!(feed(&mut opened(), &data_after_finish), Err(Violation::Window(1)));
     let finish_with_words = one(Kind::Finish, 1, 1, b"x");
     assert_eq!(feed(&mut opened(), &finish_with_words), Err(Violation::Payload(Kind::Finish)));
-    // Who is called gives no credit before it has answered.
+    // The dialled side gives no credit before it has answered.
     let (payload, length) = StreamKind::Dial(target).encode();
     let mut called = opened();
     feed(&mut called, &one(Kind::Open, 2, 1, &payload[..length])).unwrap();
@@ -598,7 +599,7 @@ fn lines_of_the_log_go_behind_everything_else_and_leave_room_for_it() {
     pair.ends[1].session.send(stream, &[byte(1, stream, 0)]);
     pair.settle();
 
-    // A peer that acknowledges nothing: the window of lines fills, that of streams does not.
+    // The peer acknowledges nothing: the window of log records fills, that of the streams does not.
     let mut lines = 0;
     while guest(&mut pair) {
         pair.ends[1].session.line(&line(lines, &"x".repeat(MAX_TEXT)));
@@ -612,7 +613,7 @@ fn lines_of_the_log_go_behind_everything_else_and_leave_room_for_it() {
     assert!(!guest(&mut pair), "the peer has them, and did not say so");
     pair.flow();
     assert!(guest(&mut pair), "it was asked");
-    // What waits goes first.
+    // Waiting data goes first.
     pair.ends[1].session.control(Bytes::from_static(b"first"));
     assert!(!guest(&mut pair), "a control message waits");
     drain(&mut pair.ends[1].session);

@@ -1,4 +1,4 @@
-//! Dialled streams, with a real server behind the guest and a real client before the relay.
+//! Tests dialled streams, with a real server behind the guest and a real client before the relay.
 
 use super::support;
 use std::{
@@ -28,14 +28,14 @@ async fn server(v6: bool) -> (TcpListener, Target) {
     (listener, Target { v6, port })
 }
 
-/// The two ends of a TCP connection: a client's, and what the relay accepted for it.
+/// Returns the two ends of a TCP connection: the client's, and the one that the relay accepted for it.
 async fn accepted() -> (TcpStream, TcpStream) {
     let (listener, target) = server(false).await;
     let (near, far) = tokio::join!(TcpStream::connect(target.address()), listener.accept());
     (near.unwrap(), far.unwrap().0)
 }
 
-/// A client's connection that is carried to `target`, and the server's end of it.
+/// Returns a client's connection that is carried to `target`, and the server's end of it.
 async fn carried(pair: &Pair, listener: &TcpListener, target: Target) -> (TcpStream, TcpStream) {
     let (connected, server) = tokio::join!(pair.relay.dial(target), listener.accept());
     let (client, local) = accepted().await;
@@ -113,7 +113,7 @@ async fn each_side_may_end_first_and_the_other_goes_on() {
         let mut all = Vec::new();
         second.read_to_end(&mut all).await.unwrap();
         assert_eq!(all, b"question");
-        // A good while after the end of the other direction.
+        // Well after the end of the other direction.
         for part in [&b"an "[..], b"answer"] {
             tokio::time::sleep(Duration::from_millis(100)).await;
             second.write_all(part).await.unwrap();
@@ -153,7 +153,7 @@ async fn a_reader_that_stands_still_holds_back_its_own_stream_only() {
     let total = 32 << 20;
     let sending = tokio::spawn(send(served, total));
     let last = std::sync::atomic::AtomicU64::new(0);
-    // Stands when nothing more comes in.
+    // The stream stands when no more bytes arrive.
     until("it stands", || {
         let now = pair.relay.stats().bytes_from_peer;
         std::thread::sleep(Duration::from_millis(100));
@@ -180,11 +180,11 @@ async fn what_nobody_wants_any_more_is_hung_up() {
         let error = timeout(DEADLINE, served.read(&mut [0; 8])).await.unwrap().unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::ConnectionReset);
     };
-    // Dropped.
+    // Dropped before the join.
     let (connected, served) = tokio::join!(pair.relay.dial(target), listener.accept());
     drop(connected.unwrap());
     is_reset(served.unwrap().0).await;
-    // Too late: the client's end is reset as well.
+    // Joined too late: the client's end is reset as well.
     let (connected, served) = tokio::join!(pair.relay.dial(target), listener.accept());
     is_reset(served.unwrap().0).await;
     let (client, local) = accepted().await;
@@ -196,7 +196,7 @@ async fn what_nobody_wants_any_more_is_hung_up() {
         is_reset(served).await;
     }
     until("nothing is left", || pair.relay.stats().dialled + pair.guest.stats().dialled == 0).await;
-    // Beyond the bound.
+    // Above the limit.
     let mut held = Vec::new();
     for _ in 0..4 {
         held.push(carried(&pair, &listener, target).await);
@@ -221,7 +221,7 @@ async fn a_guest_that_is_away_or_another_one_costs_the_caller_no_more_than_a_mom
     let start = Instant::now();
     assert_eq!(pair.relay.dial(target).await.unwrap_err(), DialError::Late);
     assert!(start.elapsed() < Duration::from_secs(3));
-    // The relay ends: what was not said to its end is reset.
+    // The relay ends: a stream that was not sent to its end is reset.
     pair.relay.close();
     let error = timeout(DEADLINE, client.read(&mut [0; 8])).await.unwrap().unwrap_err();
     assert_eq!(error.kind(), io::ErrorKind::ConnectionReset);

@@ -1,4 +1,4 @@
-//! Relay's and guest's endpoint together, over real sockets: what a shim and an agent see of the link.
+//! Tests the relay's and the guest's endpoint together, over real sockets, as a shim and an agent see the link.
 
 use super::support;
 use std::{
@@ -18,12 +18,12 @@ use tokio::{
     time::timeout,
 };
 
-/// The bytes of a long transfer at a place.
+/// Returns the bytes of a long transfer at a position.
 fn pattern(at: usize, length: usize) -> Vec<u8> {
     (at..at + length).map(|at| (at as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15).to_be_bytes()[0]).collect()
 }
 
-/// Sends `total` bytes through the echo agent in frames of `size`, compares what comes back.
+/// Sends `total` bytes through the echo agent in frames of `size`; compares the answers.
 async fn transfer(client: UnixStream, total: usize, size: usize) {
     let (mut input, mut output) = client.into_split();
     let sender = tokio::spawn(async move {
@@ -79,7 +79,7 @@ async fn sixty_four_mebibytes_come_back_as_they_were() {
 
 async fn cuts(tls: bool, total: usize) {
     let mut state = 0x1234_5678_9abc_def1_u64;
-    // Long enough for a handshake, short enough for a hundred of them; every place of a record is hit some time.
+    // Long enough for a handshake, short enough for a hundred of them; in time, every position of a record is hit.
     let mut budgets = move || {
         state ^= state << 13;
         state ^= state >> 7;
@@ -126,7 +126,7 @@ async fn a_reader_that_stands_still_does_not_slow_another() {
     let pair = Pair::start(Options::tls(true)).await;
     let mut still = pair.connect();
     let mut client = pair.connect();
-    // 64 answers of 1 MiB that nobody reads.
+    // 64 answers of 1 MiB that stay unread.
     for at in 0..64 {
         still.write_all(&request(2 * at + 1, 1 << 20, 4)).await.unwrap();
     }
@@ -143,7 +143,7 @@ async fn a_reader_that_stands_still_does_not_slow_another() {
     assert!(times[494] < Duration::from_secs(1), "p99 {:?}", times[494]);
     let (relay, guest) = (pair.relay.stats(), pair.guest.stats());
     assert!(relay.buffered < 2 << 20 && guest.buffered < 2 << 20, "{relay:?} {guest:?}");
-    // And it all comes when somebody reads at last.
+    // All of them arrive once they are read at last.
     for at in 0..64 {
         let (header, body) = timeout(DEADLINE, answer(&mut still)).await.unwrap().unwrap();
         assert_eq!((header.stream, body.len()), (2 * at + 1, 1 << 20));
@@ -155,7 +155,7 @@ async fn a_flood_that_is_read_leaves_small_calls_their_turn() {
     let pair = Pair::start(Options::tls(true)).await;
     let flood = tokio::spawn(transfer(pair.connect(), 256 << 20, 1 << 20));
     let mut client = pair.connect();
-    // Told in bytes of the flood that come while a call waits: a machine that is slow is so for both of them.
+    // Measured in bytes of the flood that arrive while a call waits: a slow machine is slow for both.
     let come = || pair.relay.stats().bytes_from_peer;
     let (mut ahead, start) = (Vec::new(), Instant::now());
     while !flood.is_finished() && ahead.len() < 2000 {
@@ -168,7 +168,7 @@ async fn a_flood_that_is_read_leaves_small_calls_their_turn() {
     let (p50, p99) = (ahead[ahead.len() / 2], ahead[ahead.len() * 99 / 100]);
     println!("{} calls in {:?}, behind p50 {p50}, p99 {p99} bytes", ahead.len(), start.elapsed());
     assert!(p99 < 16 << 20, "p99 {p99} bytes of {} calls", ahead.len());
-    // As much as a link without turns has on its way would be before each of them.
+    // Without turns, as much as a link has in flight would come before each call.
     assert!(p50 < 1 << 20, "p50 {p50} bytes of {} calls", ahead.len());
 }
 
@@ -301,7 +301,7 @@ async fn another_guest_program_means_a_new_session() {
         let guest = end(Role::Guest, Some(path.clone()), Limits::default());
         support::dial(to, guest.handle.clone(), guest.down, None);
         if round > 0 {
-            // The call that was pending when the guest before was killed.
+            // The call that was pending when the previous guest was killed.
             let mut said = [0; 6];
             timeout(DEADLINE, client.read_exact(&mut said)).await.unwrap().unwrap();
             assert_eq!(said, LOST);
@@ -354,7 +354,7 @@ async fn control_messages_for_a_guest_that_is_away_do_not_pile_up() {
         relay.handle.control(Bytes::from_static(&[0; 1000])).is_ok()
     })
     .await;
-    // What is in records already was given to the session, which bounds it too; then it is full again.
+    // Messages that are in records already belong to the session, which is bounded too; then the queue is full again.
     while relay.handle.control(Bytes::new()).is_ok() {
         queued += 1;
         assert!(queued < 10_000);
@@ -386,7 +386,7 @@ async fn a_hostile_guest_costs_its_own_session_and_nothing_else() {
     for bytes in cases {
         let mut tcp = TcpStream::connect(to).await.unwrap();
         let _broken = tcp.write_all(&bytes).await;
-        // The relay closes, at once or at the end of the handshake's time.
+        // The relay closes, at once or when the time for the handshake is over.
         let mut rest = Vec::new();
         let _reset = timeout(DEADLINE, tcp.read_to_end(&mut rest)).await.unwrap();
     }

@@ -1,4 +1,4 @@
-//! The link between two ends: dialled, cut, resumed.
+//! Tests of the link between two ends: dialled, cut, resumed.
 
 #![allow(clippy::unwrap_used)] // test code outside of test functions
 

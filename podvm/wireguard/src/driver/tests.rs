@@ -1,4 +1,4 @@
-//! Halves that fail, between a real TUN device and a real socket. Needs root.
+//! Tests failing threads between a real TUN device and a real socket. Needs root.
 
 use peerpod_podnet::netns::Netns;
 
@@ -50,7 +50,7 @@ fn a_half_that_panics_or_fails_is_noticed_and_takes_the_other_along() {
         for halves in [[("out", outgoing as Half), ("in", bad)], [("out", bad), ("in", incoming)]] {
             let plane = plane(&netns, halves);
             until("it says that it does not run", || !plane.is_running());
-            // Also while nobody drops it: the device is free for whoever makes the plane anew.
+            // Even before the plane is dropped, the device is free for a new plane.
             until("both halves end", || plane.threads.iter().all(JoinHandle::is_finished));
             assert_eq!(plane.has_panicked(), panicked);
             let free = device(&netns);

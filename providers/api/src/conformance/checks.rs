@@ -1,4 +1,4 @@
-//! The checks of the suite, one promise each. They end early where a provider does not keep it.
+//! Checks of the suite, one promise each. A check ends early when the provider breaks its promise.
 
 mod creates;
 mod deletes;
@@ -12,7 +12,7 @@ pub use extras::*;
 pub use limits::*;
 pub use places::*;
 
-/// Ends the check when something does not hold.
+/// Ends the check when a condition does not hold.
 macro_rules! hold {
     ($condition:expr, $($words:tt)+) => {
         if !$condition {
@@ -22,7 +22,7 @@ macro_rules! hold {
 }
 use hold;
 
-/// Ends the check because the promise cannot be tried.
+/// Ends the check because this harness cannot try the promise.
 fn not_here<T>(why: impl Into<String>) -> Result<T, super::Stop> {
     Err(super::Stop::NotApplicable(why.into()))
 }

@@ -1,5 +1,4 @@
-//! The list of promises, in the order in which a person wants to read about them. The only list there is: tests, the
-//! command and its table are all made from it.
+//! List of promises, in reading order. It is the only such list: tests, the command and its table are all made from it.
 
 use std::fmt::Write;
 use std::sync::Arc;
@@ -8,7 +7,7 @@ use futures_util::future::BoxFuture;
 
 use super::{Checked, Trial, Verdict, checks};
 
-/// Hands the names of all promises to another macro.
+/// Passes the names of all promises to another macro.
 #[doc(hidden)]
 #[macro_export]
 macro_rules! conformance_promises {
@@ -45,15 +44,15 @@ macro_rules! conformance_promises {
     };
 }
 
-/// One thing that every provider promises.
+/// One promise of every provider.
 pub struct Promise {
-    /// A sentence with underscores.
+    /// Sentence with underscores.
     pub name: &'static str,
     pub(super) check: fn(Arc<Trial>) -> BoxFuture<'static, Checked>,
 }
 
 impl Promise {
-    /// The sentence.
+    /// Returns the sentence with spaces.
     pub fn words(&self) -> String {
         self.name.replace('_', " ")
     }
@@ -63,7 +62,7 @@ impl Promise {
 #[macro_export]
 macro_rules! conformance_table {
     ([] $($name:ident,)*) => {
-        /// Every promise there is.
+        /// All promises.
         pub const PROMISES: &[Promise] = &[
             $(Promise { name: stringify!($name), check: |trial| Box::pin(checks::$name(trial)) },)*
         ];
@@ -71,16 +70,17 @@ macro_rules! conformance_table {
 }
 crate::conformance_promises!(conformance_table,);
 
-/// The promise of this name.
+/// Returns the promise of this name.
 ///
 /// # Panics
-/// When there is none.
+/// When no promise has this name.
 pub fn promise(name: &str) -> &'static Promise {
     let found = PROMISES.iter().find(|promise| promise.name == name);
     found.unwrap_or_else(|| panic!("there is no promise `{name}`"))
 }
 
-/// A table for people: a line for each promise, why one is broken or could not be tried, and the sums.
+/// Formats a human-readable table: one line per promise, the reason why one is broken or could not be tried, and the
+/// sums.
 pub fn table(results: &[(&Promise, Verdict)]) -> String {
     let mut table = String::new();
     let (mut kept, mut broken, mut not) = (0, 0, 0);

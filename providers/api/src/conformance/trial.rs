@@ -1,4 +1,4 @@
-//! One run of promises against one provider: remembers what it made, and takes all of it away again.
+//! Runs promises against one provider, records the VMs that it makes and deletes all of them.
 
 use std::collections::{BTreeSet, HashSet};
 use std::future::Future;
@@ -15,27 +15,27 @@ use tokio::time::{Instant, sleep, timeout};
 use super::{Checked, Harness, Promise, Stop, Verdict};
 use crate::{CreateRequest, Created, Error, IdempotencyKey, InstanceId, Owned, OwnedState, Provider, Retry};
 
-/// How often a condition is looked at.
+/// Interval between two checks of a condition.
 const EVERY: Duration = Duration::from_millis(10);
-/// After a call that was cut off, something may still come into being; when nothing did for so long, or twice as long as
-/// the slowest create took, nothing will.
+/// A VM may still appear after its create was cut off. None is expected any more after this time without a change, or
+/// after twice the time of the slowest create if that is longer.
 const QUIET: Duration = Duration::from_millis(500);
 
-/// See the module. Dropping it takes nothing away: call [`Trial::clean_up`].
+/// One run of promises. Dropping it deletes nothing: call [`Trial::clean_up`].
 pub struct Trial {
     pub(super) harness: Arc<dyn Harness>,
     keys: Mutex<HashSet<IdempotencyKey>>,
     ids: Mutex<BTreeSet<InstanceId>>,
     number: AtomicU32,
-    /// Some create's answer was not waited for.
+    /// Whether some create was cut off before its answer.
     cut: AtomicBool,
-    /// A check is under way, or was left before its end: so may its creates be.
+    /// Whether a check is running or was left before its end, so that its creates may be in flight.
     open: AtomicBool,
     slowest: Mutex<Duration>,
 }
 
 impl Trial {
-    /// A run that has made nothing yet.
+    /// Returns a run that has made nothing yet.
     pub fn new(harness: Arc<dyn Harness>) -> Trial {
         Trial {
             harness,
@@ -48,7 +48,7 @@ impl Trial {
         }
     }
 
-    /// Tries a promise, and takes away what was made for it. A clean-up that fails is a broken promise, too.
+    /// Tries a promise and deletes the VMs made for it. A failed clean-up counts as a broken promise.
     pub async fn keeps(self: &Arc<Trial>, promise: &Promise) -> Verdict {
         let patience = self.harness.patience();
         let check = AssertUnwindSafe((promise.check)(Arc::clone(self))).catch_unwind();
@@ -70,10 +70,10 @@ impl Trial {
         }
     }
 
-    /// Deletes what this run made, until nothing of it is left.
+    /// Deletes the VMs of this run until none is left.
     ///
     /// # Errors
-    /// What is left, or why that cannot be known.
+    /// The VMs that are left, or why they cannot be determined.
     pub async fn clean_up(&self) -> Result<(), String> {
         let patience = self.harness.patience();
         let mut last = "the provider does not answer".to_owned();
@@ -92,7 +92,8 @@ impl Trial {
 
     async fn delete_all(&self, last: &mut String) {
         let provider = self.provider();
-        // What is not listed is deleted by what its create said; once, for gone is fine.
+        // VMs that are not listed are deleted by the id from their create; once is enough, because a VM that is gone is
+        // `Ok`.
         let mut unlisted = self.ids().clone();
         let mut quiet: Option<Instant> = None;
         loop {
@@ -131,7 +132,7 @@ impl Trial {
         }
     }
 
-    /// Of a list, what this run made.
+    /// Keeps the VMs of this run from a list.
     pub(super) fn ours(&self, owned: Vec<Owned>) -> Vec<Owned> {
         let (keys, ids) = (self.keys(), self.ids());
         let ours =
@@ -140,7 +141,7 @@ impl Trial {
     }
 
     fn keys(&self) -> parking_lot::MutexGuard<'_, HashSet<IdempotencyKey>> {
-        // Every step leaves the set whole.
+        // No step leaves the set inconsistent, so a poisoned lock is safe to use.
         self.keys.lock()
     }
 
@@ -152,7 +153,7 @@ impl Trial {
         self.harness.provider()
     }
 
-    /// A key that no other check and no other run uses; what carries it is ours to delete.
+    /// Returns a key that no other check and no other run uses. The suite deletes every VM with this key.
     pub(super) fn key(&self) -> IdempotencyKey {
         let number = self.number.fetch_add(1, Ordering::Relaxed);
         let run = format!("{}-{}", std::process::id(), chance());
@@ -161,7 +162,7 @@ impl Trial {
         key
     }
 
-    /// One create, as it is answered.
+    /// Calls create once and returns its answer.
     pub(super) async fn create_once(
         &self,
         request: &CreateRequest,
@@ -176,7 +177,7 @@ impl Trial {
         Ok(made)
     }
 
-    /// Creates as a core does: what is only delayed is repeated with the same key.
+    /// Creates a VM as the node does: a delay is followed by a retry with the same key.
     pub(super) async fn create(
         &self,
         request: &CreateRequest,
@@ -193,13 +194,13 @@ impl Trial {
         }
     }
 
-    /// A VM with a key of its own.
+    /// Creates a VM with a fresh key.
     pub(super) async fn one(&self) -> Result<(Created, IdempotencyKey), Stop> {
         let key = self.key();
         Ok((self.create(&self.harness.request(), &key).await?, key))
     }
 
-    /// A create whose caller gives up after a while; its answer, if it came before that.
+    /// Drops a create after a time. Returns its answer, if it came before that.
     pub(super) async fn cut_create(
         &self,
         request: &CreateRequest,
@@ -210,24 +211,24 @@ impl Trial {
         timeout(after, self.create_once(request, key)).await.ok()
     }
 
-    /// How long to look until one may say that nothing more comes into being.
+    /// Returns how long nothing may change before no further VM is expected.
     pub(super) fn quiet(&self) -> Duration {
         let slowest = *self.slowest.lock();
         QUIET.max(slowest * 2)
     }
 
-    /// What the provider shows of this key.
+    /// Returns the VMs listed with this key.
     pub(super) async fn listed(&self, key: &IdempotencyKey) -> Result<Vec<Owned>, Stop> {
         let owned = said("list_owned", self.provider().list_owned().await)?;
         Ok(owned.into_iter().filter(|one| one.key.as_ref() == Some(key)).collect())
     }
 
-    /// Waits until nothing is listed of this key.
+    /// Waits until no VM is listed with this key.
     pub(super) async fn gone(&self, key: &IdempotencyKey) -> Checked {
         until(|| async { Ok(self.listed(key).await?.is_empty()) }).await
     }
 
-    /// Holds when as many VMs exist as there should be, or when nobody can count them.
+    /// Holds when this many VMs exist, or when the harness cannot count them.
     pub(super) async fn machines_are(&self, number: usize) -> Checked {
         match self.harness.machines().await {
             Some(machines) if machines != number => {
@@ -237,7 +238,7 @@ impl Trial {
         }
     }
 
-    /// An id of the right form that no VM has.
+    /// Returns an id of the right form that no VM has.
     pub(super) async fn unknown_id(&self) -> Result<InstanceId, Stop> {
         if let Some(id) = self.harness.unknown_id() {
             return Ok(id);
@@ -248,8 +249,8 @@ impl Trial {
         Ok(made.id)
     }
 
-    /// Moments at which a caller gives up, from at once to a little after most answers: some that are the same every
-    /// time, some by chance. Measures one create for that.
+    /// Returns moments at which a caller gives up, from immediately to a little after most answers: some fixed, some
+    /// random. Measures one create for that.
     pub(super) async fn moments(&self) -> Result<Vec<Duration>, Stop> {
         let start = Instant::now();
         let (made, key) = self.one().await?;
@@ -263,7 +264,7 @@ impl Trial {
     }
 }
 
-/// A number that is another one every time.
+/// Returns a random number.
 fn chance() -> u64 {
     RandomState::new().build_hasher().finish()
 }
@@ -273,12 +274,12 @@ fn words_of(panic: &(dyn std::any::Any + Send)) -> String {
     text.or_else(|| panic.downcast_ref::<&str>().map(|text| (*text).to_owned())).unwrap_or_default()
 }
 
-/// An answer that must be a good one.
+/// Unwraps an answer that must be a success.
 pub(super) fn said<T>(what: &str, answer: Result<T, Error>) -> Result<T, Stop> {
     answer.map_err(|error| Stop::Broken(format!("{what}: {error} ({})", error.class())))
 }
 
-/// Waits for a condition; the promise's own patience is the limit.
+/// Waits for a condition, limited by the patience of the promise.
 pub(super) async fn until<F: Future<Output = Result<bool, Stop>>>(condition: impl Fn() -> F) -> Checked {
     while !condition().await? {
         sleep(EVERY).await;

@@ -1,4 +1,4 @@
-//! The metrics of provider calls. Labels come from fixed sets, never from a request.
+//! Metrics of provider calls. Labels come from fixed sets, never from a request.
 
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
@@ -27,7 +27,7 @@ pub(super) struct Metrics {
     seconds: Family<TimeLabels, Histogram, fn() -> Histogram>,
 }
 
-/// From 5 ms (the local provider) to some two minutes.
+/// Buckets from 5 ms (the local provider) to 82 s.
 fn histogram() -> Histogram {
     Histogram::new(exponential_buckets(0.005, 2.0, 15))
 }
@@ -55,7 +55,7 @@ impl Metrics {
     }
 }
 
-/// Counts one call, also one that its caller drops.
+/// Counts one call, even one that its caller drops.
 pub(super) struct Outcome<'m> {
     metrics: &'m Metrics,
     operation: &'static str,

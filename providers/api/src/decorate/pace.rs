@@ -1,7 +1,8 @@
-//! How fast one kind of call may follow another: as fast as it comes, until the cloud throttles; then in single file
-//! with a gap that grows while it throttles and shrinks while it does not. In the order of asking, so nobody starves.
+//! Rate limit for one kind of call. Calls run without a limit until the cloud throttles. Then they run one after
+//! another, with a gap that grows on each throttle and shrinks on each success. Calls keep their order, so none
+//! starves.
 //!
-//! The cloud's bucket is per account and ours is per process, so the rate cannot be configured, only learned.
+//! The cloud's token bucket is per account and this limit is per process, so the rate is learned, not configured.
 
 use std::time::Duration;
 
@@ -10,9 +11,9 @@ use tokio::time::Instant;
 
 const FIRST_GAP: Duration = Duration::from_millis(100);
 const LONGEST_GAP: Duration = Duration::from_secs(5);
-/// Below this a gap is none.
+/// Shorter gaps are set to zero.
 const SHORTEST_GAP: Duration = Duration::from_millis(20);
-/// A cloud that asks for a longer pause is not believed: one hour of silence would be an outage of our making.
+/// Upper limit for a pause that the cloud asks for: an hour without calls would be an outage of its own.
 const LONGEST_AFTER: Duration = Duration::from_secs(60);
 
 #[derive(Debug, Default)]
@@ -21,21 +22,20 @@ pub(super) struct Pace(Mutex<State>);
 #[derive(Debug, Default)]
 struct State {
     gap: Duration,
-    /// The next free turn.
+    /// Time of the next free turn.
     next: Option<Instant>,
-    /// How often it became slower: many calls that were under way together are throttled together, and that is one
-    /// lesson.
+    /// Number of times the gap grew. Calls that were in flight together are throttled together and count as one.
     lessons: u64,
 }
 
-/// A turn that was had; its answer is reported with it.
+/// Turn of one call. The result of the call is reported with it.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Turn {
     lessons: u64,
 }
 
 impl Pace {
-    /// Waits for the caller's turn.
+    /// Waits for the turn of the caller.
     pub(super) async fn turn(&self) -> Turn {
         let (at, lessons) = {
             let mut state = self.0.lock();
@@ -48,7 +48,7 @@ impl Pace {
         Turn { lessons }
     }
 
-    /// The cloud throttled, and perhaps said for how long.
+    /// Records that the cloud throttled the call, with the pause it asked for, if any.
     pub(super) fn slower(&self, turn: Turn, after: Option<Duration>) {
         let mut state = self.0.lock();
         if turn.lessons == state.lessons {
@@ -59,7 +59,7 @@ impl Pace {
         state.next = Some(state.next.map_or(earliest, |next| next.max(earliest)));
     }
 
-    /// The cloud answered.
+    /// Records that the cloud answered the call.
     pub(super) fn faster(&self) {
         let mut state = self.0.lock();
         state.gap = state.gap * 9 / 10;

@@ -1,4 +1,4 @@
-//! The decorator around a provider that answers from a script, with the clock stopped.
+//! Tests the decorator around a scripted provider, with the clock stopped.
 
 use std::collections::VecDeque;
 use std::sync::Mutex;
@@ -6,12 +6,12 @@ use std::sync::Mutex;
 use super::*;
 use crate::WISHES;
 
-/// Answers creates from a script; remembers the keys it was asked with.
+/// Provider that answers creates from a script and records the keys of the calls.
 #[derive(Default)]
 struct Scripted {
     answers: Mutex<VecDeque<Result<(), Error>>>,
     keys: Mutex<Vec<IdempotencyKey>>,
-    /// How long each call takes.
+    /// Duration of each call.
     takes: Duration,
 }
 
@@ -172,7 +172,7 @@ async fn what_the_provider_cannot_do_is_refused_before_the_call() {
 
 #[tokio::test(start_paused = true)]
 async fn a_throttled_cloud_gets_its_calls_in_single_file_and_all_of_them_succeed() {
-    // A bucket of two creates a second, burst five, as EC2's: 50 at once.
+    // Bucket of two creates per second with a burst of five, like that of EC2; 50 creates at once.
     struct Bucket(Mutex<(f64, Instant)>, Mutex<u32>);
     #[async_trait]
     impl Provider for Bucket {
@@ -224,7 +224,7 @@ async fn a_throttled_cloud_gets_its_calls_in_single_file_and_all_of_them_succeed
     }
     let tries = *bucket.1.lock().unwrap();
     println!("50 creates at 2 a second, burst 5: {tries} tries in {:?}", start.elapsed());
-    // 45 beyond the burst at two a second are 22.5 s; without any pace it was 249 tries and 29 s.
+    // 45 creates beyond the burst take 22.5 s at two per second; without pacing it was 249 tries and 29 s.
     assert!(start.elapsed() < Duration::from_secs(60), "{:?}, {tries} tries", start.elapsed());
     assert!(tries < 249, "{tries} tries in {:?}", start.elapsed());
 }

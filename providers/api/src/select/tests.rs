@@ -1,4 +1,4 @@
-//! The tables of known decisions, and properties over random catalogues.
+//! Tables of known decisions, and properties over random catalogues.
 
 use proptest::prelude::*;
 
@@ -16,7 +16,7 @@ fn names(list: &[&str]) -> Vec<String> {
     list.iter().map(|name| (*name).to_owned()).collect()
 }
 
-/// The first choice.
+/// Returns the first choice.
 fn first(
     named: Option<&str>,
     size: &Size,
@@ -214,7 +214,7 @@ fn any_size() -> impl Strategy<Value = Size> {
     )
 }
 
-/// The definition, written another way: is this type good enough?
+/// Independent definition of a type that fits.
 fn good(one: &InstanceType, wish: &Size) -> bool {
     let wants_gpu = wish.gpus > 0 || wish.gpu_model.is_some();
     let model = match (&wish.gpu_model, &one.gpu_model) {

@@ -3,13 +3,14 @@
 use std::collections::{HashMap, HashSet};
 use std::net::IpAddr;
 use std::num::NonZeroU32;
-use std::sync::{Arc, Mutex as Lock};
+use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use futures_util::stream::BoxStream;
+use parking_lot::Mutex as Lock;
 use peerpod_provider_api::{
     Arch, Batch, Capabilities, Confidential, Console, CreateRequest, Created, CreatedMany, DiskIdentity,
     DiskRequest, Error, IdempotencyKey, InstanceId, Market as ApiMarket, Owned, Placement, Preflight,

@@ -1,4 +1,4 @@
-//! Windows with the clock stopped.
+//! Tests batch windows with the clock stopped.
 
 use futures_util::future::join_all;
 
@@ -6,15 +6,15 @@ use super::*;
 
 const FAR: Duration = Duration::from_secs(60);
 
-/// What the cloud was asked, call by call.
+/// Calls to the cloud, in order.
 type Log = Arc<Mutex<Vec<(&'static str, Vec<u32>)>>>;
 
-/// Doubles numbers; 13 makes the whole call fail, 99 fails alone, a call takes `takes`.
+/// Returns a batcher that doubles numbers. 13 and 503 fail the whole call, 99 fails alone, and a call takes `takes`.
 fn doubler(window: Window, takes: Duration) -> (Batcher<&'static str, u32, u32>, Log) {
     let log = Log::default();
     let seen = Arc::clone(&log);
     let batcher = Batcher::new(window, move |key, items: Vec<u32>, _| {
-        seen.lock().unwrap().push((key, items.clone()));
+        seen.lock().push((key, items.clone()));
         async move {
             tokio::time::sleep(takes).await;
             if items.contains(&13) {
@@ -39,7 +39,7 @@ async fn ask(
 }
 
 fn calls(log: &Log) -> Vec<(&'static str, Vec<u32>)> {
-    log.lock().unwrap().clone()
+    log.lock().clone()
 }
 
 #[tokio::test(start_paused = true)]
@@ -89,8 +89,8 @@ async fn one_bad_item_fails_alone() {
     let answers = ask(&batcher, "k", &items).await;
     assert_eq!(answers.iter().filter(|answer| answer.is_err()).count(), 1);
     assert_eq!(calls(&log).len(), 1);
-    log.lock().unwrap().clear();
-    // One that makes the cloud refuse the whole list.
+    log.lock().clear();
+    // One item that makes the cloud refuse the whole list.
     items[250] = 13;
     let answers = ask(&batcher, "k", &items).await;
     let failed: Vec<_> = items.iter().zip(&answers).filter(|(_, answer)| answer.is_err()).collect();
@@ -109,7 +109,7 @@ async fn what_concerns_all_is_told_to_all_and_not_tried_in_pieces() {
 
 #[tokio::test(start_paused = true)]
 async fn a_caller_that_goes_away_takes_nobody_with_it() {
-    // In the window: it is left out of the call.
+    // While the window is open: the item is left out of the call.
     let (batcher, log) = doubler(Window::LIST, Duration::from_secs(1));
     let first = {
         let batcher = batcher.clone();
@@ -125,8 +125,8 @@ async fn a_caller_that_goes_away_takes_nobody_with_it() {
     assert_eq!(others.await.unwrap(), [Ok(4), Ok(6)]);
     assert_eq!(calls(&log), [("k", vec![2, 3])]);
 
-    // In the call: it goes on.
-    log.lock().unwrap().clear();
+    // While the call is in flight: the call goes on.
+    log.lock().clear();
     let first = {
         let batcher = batcher.clone();
         tokio::spawn(async move { batcher.ask("k", 1, Instant::now() + FAR, "test").await })

@@ -1,9 +1,9 @@
-//! Who waits for a token, in which order. One line per bucket, each with a task that hands tokens out while somebody
-//! waits; it ends when nobody does.
+//! Queues of calls that wait for a token, one per bucket. Each queue has a task that hands out tokens while calls wait,
+//! and that ends when none waits.
 //!
-//! The order is fair queueing in rounds: a call joins the current round, or the one after its owner's last, so each
-//! owner gets one call a round however many it has. How many are ahead of a newcomer is the sum over the rounds before
-//! its own, of which there are as many as the longest owner has calls.
+//! The order is fair queueing in rounds. A call joins the current round, or the round after the last one of its owner.
+//! Each owner therefore gets one call per round, however many it has. The number of calls ahead of a new one is the sum
+//! over the rounds up to its own. There are at most as many rounds as the longest owner has calls.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -16,39 +16,39 @@ use tokio::time::Instant;
 use super::table::Limits;
 use super::tokens::TokenSource;
 
-/// What a cloud may take for an answer; of a short deadline a tenth.
+/// Time reserved for the cloud's answer; at most a tenth of the time to the deadline.
 const ANSWER: Duration = Duration::from_secs(2);
 
-/// Why a call gets no turn.
+/// Reason why a call gets no turn.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Refusal {
-    /// It can be seen now that the turn would come too late.
+    /// According to the forecast, the turn would come too late.
     TooLong { ahead: u32, wait: Duration },
-    /// The deadline came first: tokens came more slowly than they had.
+    /// The deadline came first: tokens came more slowly than forecast.
     TimeIsOver { ahead: u32 },
 }
 
-/// All lines of an account.
+/// All queues of an account.
 pub(super) struct Lines {
     source: Arc<dyn TokenSource>,
     lines: Mutex<HashMap<&'static str, Line>>,
 }
 
-/// A place in a line: its round, and the order of coming.
+/// Position in a queue: the round, and the order of arrival.
 type Place = (u64, u64);
 
 #[derive(Default)]
 struct Line {
     waiting: BTreeMap<Place, Waiter>,
     owners: HashMap<Arc<str>, Owner>,
-    /// How many wait in each round.
+    /// Number of waiting calls in each round.
     rounds: BTreeMap<u64, u32>,
-    /// The round that is being served.
+    /// Round that is being served.
     round: u64,
     came: u64,
     running: u32,
     at_once: u32,
-    /// Whether the task that hands out tokens lives.
+    /// Whether the task that hands out tokens is running.
     served: bool,
     wake: Arc<Notify>,
 }
@@ -84,7 +84,7 @@ impl Line {
         self.owners.get(owner).map_or(self.round, |owner| self.round.max(owner.last + 1))
     }
 
-    /// How many of those that wait now go before a newcomer of this round.
+    /// Number of waiting calls that go before a new call of this round.
     fn ahead(&self, round: u64) -> u32 {
         self.rounds.range(..=round).fold(0, |sum, (_, count)| sum.saturating_add(*count))
     }
@@ -122,7 +122,7 @@ impl Lines {
         Arc::new(Lines { source, lines: Mutex::default() })
     }
 
-    /// Waits for a token and a slot, for as long as the call would still be answered in time.
+    /// Waits for a token and a slot, as long as the answer can still come in time.
     pub(super) async fn turn(
         self: &Arc<Lines>,
         bucket: &'static str,
@@ -155,7 +155,7 @@ impl Lines {
         };
         tokio::select! {
             biased;
-            // The sender is dropped unsent only with the whole line; then nothing comes any more.
+            // The sender is dropped unsent only together with the whole queue; then no grant can come.
             Ok(permit) = &mut granted => Ok(permit),
             () = tokio::time::sleep_until(latest) => Err(Refusal::TimeIsOver { ahead: waiting.ahead() }),
         }
@@ -165,7 +165,7 @@ impl Lines {
         Permit { lines: Arc::clone(self), bucket, sent: None }
     }
 
-    /// Hands out tokens of one bucket as long as somebody waits.
+    /// Hands out tokens of one bucket as long as calls wait.
     async fn serve(self: Arc<Lines>, bucket: &'static str, wake: Arc<Notify>) {
         let mut served = Served { lines: &self, bucket, ended: false };
         loop {
@@ -190,13 +190,13 @@ impl Lines {
                     }
                 };
                 if matches!(pause, Pause::Ended) {
-                    // Under the same lock as the look at the line: who comes now starts another task.
+                    // Under the same lock as the check of the queue, so that a new call starts another task.
                     line.served = false;
                 }
                 (grants, pause)
             };
             for grant in grants {
-                // Whoever went away leaves a permit that was not sent: it gives all back as it is dropped.
+                // If the caller is gone, the unsent permit returns its token and slot when it is dropped.
                 drop(grant.send(self.permit(bucket)));
             }
             match pause {
@@ -215,7 +215,7 @@ impl Lines {
         }
     }
 
-    /// How much each line remembers: waiters, owners and rounds.
+    /// Number of entries in each queue: waiters, owners and rounds.
     #[cfg(test)]
     pub(super) fn kept(&self) -> HashMap<&'static str, usize> {
         let kept = |line: &Line| line.waiting.len() + line.owners.len() + line.rounds.len();
@@ -227,9 +227,9 @@ impl Lines {
     }
 }
 
-/// When a turn must have come for its answer to come by the deadline. Whoever joins a full line is the last whose turn comes
-/// in time, and by less than a token's time: without this one in a few of the calls would be sent and their answers not
-/// waited for.
+/// Returns the latest time of a turn that leaves time for the answer before the deadline. A call that joins a full
+/// queue gets the last turn in time, by less than the time of one token. Without this margin, one in every few calls
+/// would be sent without waiting for its answer.
 fn latest(now: Instant, deadline: Instant) -> Instant {
     deadline - ANSWER.min(deadline.saturating_duration_since(now) / 10)
 }
@@ -240,7 +240,7 @@ enum Pause {
     Until(Instant),
 }
 
-/// Should the serving task be dropped with its runtime, the next to come starts another.
+/// Clears `served` if the serving task is dropped with its runtime, so that the next call starts another task.
 struct Served<'l> {
     lines: &'l Lines,
     bucket: &'static str,
@@ -257,7 +257,7 @@ impl Drop for Served<'_> {
     }
 }
 
-/// A place that is given back when its waiter goes away.
+/// Position in a queue. It is released when its waiter is dropped.
 struct Waiting<'l> {
     lines: &'l Lines,
     bucket: &'static str,
@@ -275,12 +275,12 @@ impl Waiting<'_> {
 impl Drop for Waiting<'_> {
     fn drop(&mut self) {
         let left = self.lines.lock().get_mut(self.bucket).and_then(|line| line.leave(self.place));
-        // Outside the lock: a grant that is dropped may hold nothing, but need not be thought about.
+        // Dropped outside the lock, as a precaution.
         drop(left);
     }
 }
 
-/// The right to one call. Dropped before it was sent, its token goes back; the slot always does.
+/// Right to make one call. If it is dropped before the call was sent, its token goes back. Its slot always goes back.
 pub(super) struct Permit {
     lines: Arc<Lines>,
     bucket: &'static str,
@@ -288,19 +288,19 @@ pub(super) struct Permit {
 }
 
 impl Permit {
-    /// The call goes out now.
+    /// Records that the call is sent now.
     pub(super) fn sent(mut self) -> Permit {
         self.sent = Some(Instant::now());
         self
     }
 
-    /// The cloud throttled it.
+    /// Reports that the cloud throttled the call.
     pub(super) fn throttled(self, after: Option<Duration>) {
         let now = Instant::now();
         self.lines.source.throttled(self.bucket, self.sent.unwrap_or(now), after, now);
     }
 
-    /// The cloud answered.
+    /// Reports that the cloud answered the call.
     pub(super) fn answered(self) {
         self.lines.source.answered(self.bucket, Instant::now());
     }

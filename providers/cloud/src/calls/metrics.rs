@@ -1,4 +1,5 @@
-//! Calls, waits and throttle replies by action. Labels are the provider's own constants, never from a request.
+//! Metrics of calls, waits and throttle replies by action. Labels are the provider's own constants, never from a
+//! request.
 
 use std::time::Duration;
 
@@ -23,7 +24,7 @@ pub(super) struct Metrics {
 
 impl Default for Metrics {
     fn default() -> Metrics {
-        // From a millisecond (no wait) to some four minutes.
+        // Buckets from 1 ms (no wait) to 262 s.
         let histogram: fn() -> Histogram = || Histogram::new(exponential_buckets(0.001, 4.0, 10));
         Metrics {
             calls: Family::default(),

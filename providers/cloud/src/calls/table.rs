@@ -1,32 +1,33 @@
-//! Which calls share a bucket, and what is known of it. Plain data.
+//! Token buckets of an account: the actions that share a bucket, and its limits. Plain data.
 
-/// A bucket's figures.
+/// Limits of a bucket.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Limits {
-    /// Tokens a second; the cloud's published figure. What is learned stays below it.
+    /// Tokens per second; the cloud's published figure. The learned rate never exceeds it.
     pub per_second: f64,
-    /// Most tokens it holds.
+    /// Most tokens in the bucket.
     pub burst: u32,
-    /// Most calls under way at once.
+    /// Most calls in flight.
     pub at_once: u32,
 }
 
-/// Without a wish: so many connections a client has anyway.
+/// Default limit of calls in flight: the number of connections that a client has anyway.
 const AT_ONCE: u32 = 64;
 
 impl Limits {
-    /// Limits that make sense: at least one token in a quarter of an hour, one in the bucket, one call at once.
+    /// Returns limits of at least 0.001 tokens per second (one per 1000 s) and a burst of at least one, with 64 calls
+    /// in flight.
     pub fn new(per_second: f64, burst: u32) -> Limits {
         Limits { per_second: per_second.max(0.001), burst: burst.max(1), at_once: AT_ONCE }
     }
 
-    /// The same with another number of calls at once.
+    /// Returns the same limits with another number of calls in flight, at least one.
     pub fn at_once(self, at_once: u32) -> Limits {
         Limits { at_once: at_once.max(1), ..self }
     }
 }
 
-/// The buckets of an account. An action goes to the first bucket that names it, else to the one for others.
+/// Buckets of an account. An action uses the first bucket that names it, otherwise the bucket for all others.
 #[derive(Debug, Clone)]
 pub struct Table {
     rows: Vec<Row>,
@@ -40,23 +41,24 @@ struct Row {
     limits: Limits,
 }
 
-/// The bucket of what no row names.
+/// Name of the bucket for actions that no row names.
 const OTHER: &str = "other";
 
 impl Table {
-    /// A table of one bucket, for everything.
+    /// Returns a table with one bucket, for all actions.
     pub fn new(other: Limits) -> Table {
         Table { rows: Vec::new(), other }
     }
 
-    /// One more bucket, shared by these actions; `Describe*` is every action that begins so.
+    /// Adds a bucket shared by these actions; `Describe*` means every action with that prefix.
     #[must_use]
     pub fn with(mut self, bucket: &'static str, actions: &[&'static str], limits: Limits) -> Table {
         self.rows.push(Row { bucket, actions: actions.to_vec(), limits });
         self
     }
 
-    /// Sets a bucket's figures, as an administrator whose account has others does. `false`: there is no such bucket.
+    /// Sets the limits of a bucket, for an account with other limits than the published ones. `false`: there is no such
+    /// bucket.
     pub fn set(&mut self, bucket: &str, limits: Limits) -> bool {
         if bucket == OTHER {
             self.other = limits;
@@ -66,7 +68,7 @@ impl Table {
         row.map(|row| row.limits = limits).is_some()
     }
 
-    /// The bucket of this action.
+    /// Returns the bucket of this action.
     pub fn bucket(&self, action: &str) -> (&'static str, &Limits) {
         let named = |row: &&Row| {
             row.actions.iter().any(|one| match one.strip_suffix('*') {
@@ -77,7 +79,7 @@ impl Table {
         self.rows.iter().find(named).map_or((OTHER, &self.other), |row| (row.bucket, &row.limits))
     }
 
-    /// All buckets.
+    /// Returns all buckets.
     pub fn buckets(&self) -> impl Iterator<Item = (&'static str, &Limits)> {
         self.rows.iter().map(|row| (row.bucket, &row.limits)).chain([(OTHER, &self.other)])
     }

@@ -1,4 +1,4 @@
-//! Lines and buckets with the clock stopped.
+//! Tests queues and buckets with the clock stopped.
 
 use std::collections::HashMap;
 use std::sync::Mutex;
@@ -22,7 +22,7 @@ async fn ok() -> Result<(), Error> {
     Ok(())
 }
 
-/// Seconds since `start` at which `count` calls of owners of their own went out, all asked for at once.
+/// Returns the seconds since `start` at which `count` concurrent calls of different owners were sent.
 async fn times(scheduler: &Scheduler, count: u32) -> Vec<f64> {
     let start = Instant::now();
     let one = |number: u32| async move {
@@ -44,7 +44,7 @@ async fn in_no_window_go_more_calls_than_the_bucket_gives() {
             assert!(went <= 5.0 + 2.0 * (to - from) + 1e-3, "{went} calls in {} s", to - from);
         }
     }
-    // And not fewer: 45 beyond the burst at two a second.
+    // No fewer calls are sent either: 45 beyond the burst at two per second.
     assert!((22.4..22.7).contains(times.last().unwrap()), "{times:?}");
     assert!(*times.get(4).unwrap() < 0.001, "the burst goes at once: {times:?}");
 }
@@ -78,7 +78,7 @@ async fn an_owner_with_many_calls_does_not_stand_before_one_with_few() {
     let order = order.lock().unwrap();
     let place =
         |owner, nth: usize| order.iter().enumerate().filter(|(_, o)| **o == owner).nth(nth).unwrap().0;
-    // One went with the first token; then a round of each, in which the greedy one has a call, too.
+    // One call took the first token. Then each round has one call per owner, the greedy one included.
     assert!(place("a", 0) <= 4 && place("b", 0) <= 4 && place("c", 0) <= 4, "{order:?}");
     assert!(place("a", 1) <= 6, "{order:?}");
 }
@@ -93,7 +93,7 @@ async fn who_cannot_have_its_turn_in_time_hears_so_at_once() {
     }));
     tokio::pin!(waiting);
     assert!(poll_immediate(&mut waiting).await.is_none());
-    // Five went, twenty wait: its turn would come in 10.5 s.
+    // Five calls were sent and twenty wait, so the turn would come in 10.5 s.
     let error = scheduler.run(call("late", Duration::from_secs(10)), ok).await.unwrap_err();
     assert_eq!(start.elapsed(), Duration::ZERO);
     let text = error.to_string();
@@ -102,7 +102,7 @@ async fn who_cannot_have_its_turn_in_time_hears_so_at_once() {
         assert!(text.contains(part), "{part} in {text}");
     }
     assert!(matches!(error, Error::Transient { .. }), "{error:?}");
-    // One with more time waits, and none of this took anybody's turn.
+    // A call with more time waits, and the refused call took no turn.
     let (late, others) = tokio::join!(scheduler.run(call("late", Duration::from_secs(12)), ok), waiting);
     late.unwrap();
     assert!(others.iter().all(Result::is_ok));
@@ -122,7 +122,7 @@ async fn who_is_held_up_by_a_throttle_hears_it_at_its_deadline() {
     assert!(matches!(error, Error::Transient { .. }), "{error:?}");
     assert!(error.to_string().contains("RunInstances"), "{error}");
     assert!(start.elapsed() <= Duration::from_secs(5));
-    // Ten a second had been fifty.
+    // Ten per second would be fifty calls.
     let calls = throttled.load(Ordering::Relaxed);
     assert!((3..=8).contains(&calls), "{calls} calls");
 }
@@ -149,7 +149,7 @@ async fn a_caller_that_goes_away_gives_its_place_back() {
 
 #[tokio::test(start_paused = true)]
 async fn a_turn_that_nobody_takes_goes_to_the_next() {
-    // Granted and dropped before it was looked at: neither token nor slot may be lost.
+    // The turn is granted, and the call is dropped before it reads the grant. Neither token nor slot may be lost.
     let scheduler = Scheduler::new(Table::new(Limits::new(1.0, 1).at_once(1)));
     times(&scheduler, 1).await;
     let start = Instant::now();
@@ -159,7 +159,7 @@ async fn a_turn_that_nobody_takes_goes_to_the_next() {
         let scheduler = scheduler.clone();
         tokio::spawn(async move { scheduler.run(call("stays", FAR), ok).await })
     };
-    tokio::time::sleep(Duration::from_millis(1500)).await; // its grant lies there, unread
+    tokio::time::sleep(Duration::from_millis(1500)).await; // the grant stays unread
     assert!(!stays.is_finished());
     drop(leaves);
     stays.await.unwrap().unwrap();
@@ -200,7 +200,7 @@ async fn a_call_without_an_answer_ends_at_its_deadline() {
     assert_eq!(start.elapsed(), Duration::from_secs(3));
 }
 
-/// A cloud's bucket, of which others take their part.
+/// Bucket of a cloud that other processes also use.
 struct Cloud {
     level: f64,
     at: Instant,
@@ -231,7 +231,7 @@ impl Cloud {
 
 #[tokio::test(start_paused = true)]
 async fn an_account_that_has_less_than_its_figures_is_learned_and_all_calls_succeed() {
-    // The table says 10 a second and 50 at once; the account has 2 and 5.
+    // The table has 10 per second and 50 at once; the account has 2 and 5.
     let (scheduler, cloud) = (scheduler(10.0, 50), Cloud::new(2.0, 5.0));
     let start = Instant::now();
     let one = |number: u32| {
@@ -249,7 +249,7 @@ async fn an_account_that_has_less_than_its_figures_is_learned_and_all_calls_succ
     let (took, cloud) = (start.elapsed().as_secs_f64(), cloud.lock().unwrap());
     println!("200 calls at 2 a second: {took:.1} s (97.5 at best), {} throttled", cloud.throttles);
     assert!(took < 97.5 * 1.5, "{took} s");
-    // 45 of the first burst, then now and then.
+    // 45 of the first burst, then a few at a time.
     assert!(cloud.throttles < 45 + 75, "{} throttled of {}", cloud.throttles, cloud.calls);
 }
 
@@ -262,7 +262,7 @@ async fn two_nodes_come_to_share_one_account() {
         let cloud = &cloud;
         join_all((0..2000u32).map(move |number| async move {
             let ask = || async {
-                // No wire takes always the same; without that, who is a little late would be so for ever.
+                // Network delays vary. With a constant delay, a node that is slightly late would stay late.
                 tokio::time::sleep(Duration::from_millis(u64::from(20 + number * 7 % 80))).await;
                 cloud.lock().unwrap().ask()
             };
@@ -306,7 +306,7 @@ async fn calls_that_were_throttled_together_are_one_lesson_and_what_was_lost_com
 
 #[tokio::test(start_paused = true)]
 async fn tokens_can_come_from_elsewhere() {
-    // A lease of three calls; the next one comes in a minute.
+    // Lease of three calls; the next one comes in a minute.
     struct Lease(Mutex<u32>, Instant);
     impl TokenSource for Lease {
         fn take(&self, _: &'static str, now: Instant) -> Result<(), Instant> {

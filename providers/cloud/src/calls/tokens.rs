@@ -1,11 +1,12 @@
-//! Where tokens come from: buckets that begin with the cloud's figures and learn.
+//! Token buckets that start with the cloud's published rates and adapt.
 //!
-//! The cloud's bucket belongs to the account, ours to this process: others (nodes, people, other programs) draw from
-//! it unseen. So a throttle reply halves our rate, empties the bucket and holds it for as long as the cloud asks (or
-//! for one token's time); each second in which calls are answered gives a tenth of the seed back, up to the seed. That
-//! is TCP's additive increase and multiplicative decrease, under which strangers that share a line come to share it
-//! fairly, as long as they do not keep step: the pause is longer by chance. Calls that were under way together are
-//! throttled together, and that is one lesson.
+//! The cloud's bucket belongs to the account, and this bucket to one process. Other nodes, people and programs draw
+//! from the account's bucket unseen. A throttle reply therefore halves the local rate and empties the bucket. It also
+//! blocks the bucket for as long as the cloud asks, at least for one token's time. Each second in which calls are
+//! answered restores a tenth of the published rate (the seed), up to the seed. This is the additive increase and
+//! multiplicative decrease of TCP: independent users of one account converge to fair shares, unless they act in step. A
+//! random part of the pause prevents that. Calls that were in flight together are throttled together, and cut the rate
+//! once.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasher, Hasher, RandomState};
@@ -16,39 +17,39 @@ use tokio::time::Instant;
 
 use super::table::{Limits, Table};
 
-/// Gives out the right to call. Called under the line's lock: answers at once, without waiting. A source that shares
-/// an account's rate between nodes keeps its share in memory and renews it behind; while it has none it says when to
-/// ask again.
+/// Source of tokens. It is called under the queue's lock, so it answers at once, without waiting. A source that shares
+/// an account's rate between nodes keeps its share in memory and renews it in the background. While it has no token, it
+/// returns the time of the next try.
 pub trait TokenSource: Send + Sync + 'static {
-    /// Takes a token, or says when to ask again (later than `now`).
+    /// Takes a token.
     ///
     /// # Errors
-    /// The time at which to ask again.
+    /// The time of the next try, later than `now`.
     fn take(&self, bucket: &'static str, now: Instant) -> Result<(), Instant>;
 
-    /// A token that was taken was not used.
+    /// Returns a token that was taken and not used.
     fn give_back(&self, bucket: &'static str, now: Instant);
 
-    /// When a caller will have its token that lets `ahead` others go first, as far as can be told now.
+    /// Forecasts the time at which a caller with `ahead` others before it gets its token.
     fn forecast(&self, bucket: &'static str, ahead: u32, now: Instant) -> Instant;
 
-    /// A call that was sent then was throttled, and told to wait for so long.
+    /// Reports that a call sent at `sent` was throttled, and the pause that the cloud asked for.
     fn throttled(&self, bucket: &'static str, sent: Instant, after: Option<Duration>, now: Instant);
 
-    /// A call was answered otherwise.
+    /// Reports that a call got any other answer.
     fn answered(&self, bucket: &'static str, now: Instant);
 }
 
-/// The part of the seed that a second of answers gives back.
+/// Part of the seed that one second of answers restores.
 const GIVEN_BACK: f64 = 0.1;
-/// The least that is left of the seed after many lessons.
+/// Smallest part of the seed that remains after many cuts.
 const LEAST: f64 = 1.0 / 16.0;
-/// A cloud that asks for a longer pause is not believed: it would be an outage of our making.
+/// Upper limit for a pause that the cloud asks for: a longer one would be an outage of its own.
 const LONGEST_PAUSE: Duration = Duration::from_secs(60);
-/// Floating point's due.
+/// One token, less a margin for floating-point errors.
 const WHOLE: f64 = 1.0 - 1e-6;
 
-/// Token buckets of one process that adapt; see the module.
+/// Adaptive token buckets of one process; see the module.
 #[derive(Debug)]
 pub struct Adaptive(Mutex<HashMap<&'static str, Bucket>>);
 
@@ -58,22 +59,22 @@ struct Bucket {
     burst: f64,
     rate: f64,
     level: f64,
-    /// When `level` is true; in a pause that is its end.
+    /// Time at which `level` is valid; in a pause, the end of the pause.
     at: Option<Instant>,
     held_until: Option<Instant>,
-    /// The last lesson.
+    /// Time of the last rate cut.
     cut: Option<Instant>,
-    /// When the rate last changed.
+    /// Time of the last rate change.
     changed: Option<Instant>,
 }
 
 impl Adaptive {
-    /// Full buckets at the table's figures.
+    /// Returns full buckets with the limits of the table.
     pub fn new(table: &Table) -> Adaptive {
         Adaptive(Mutex::new(table.buckets().map(|(name, limits)| (name, Bucket::new(limits))).collect()))
     }
 
-    /// The rate that a bucket has come to, in tokens a second; for tests and people.
+    /// Returns the current rate of a bucket, in tokens per second; for tests and diagnostics.
     pub fn rate(&self, bucket: &str) -> Option<f64> {
         self.buckets().get(bucket).map(|bucket| bucket.rate)
     }
@@ -104,16 +105,16 @@ impl Bucket {
         self.at = Some(self.at.map_or(now, |at| at.max(now)));
     }
 
-    /// When there will be so many tokens, if nobody takes one.
+    /// Returns the time at which the bucket holds this many tokens, if none is taken.
     fn when(&self, tokens: f64, now: Instant) -> Instant {
         let missing = (tokens - self.level).max(0.0);
-        // A share of the rate is never 0, so this is finite; a wait of a year is as good as any longer one.
+        // The rate is never 0, so this is finite. A wait of a year is as good as any longer one.
         let wait = Duration::from_secs_f64((missing / self.rate).min(3.2e7));
         self.held_until.map_or(now, |held| held.max(now)) + wait
     }
 }
 
-/// From 0 to 1: a hasher's fresh keys are the standard library's source of chance.
+/// Returns a random number from 0 to 1. The fresh keys of a hasher are the standard library's source of randomness.
 fn chance() -> f64 {
     (RandomState::new().build_hasher().finish() % 1024) as f64 / 1024.0
 }
@@ -130,7 +131,7 @@ impl TokenSource for Adaptive {
             bucket.level -= 1.0;
             return Ok(());
         }
-        // Timers are a millisecond coarse; never `now`, or the caller would ask without a pause.
+        // Timers have a resolution of a millisecond. Never `now`, or the caller would repeat without a pause.
         Err(bucket.when(1.0, now).max(now + Duration::from_millis(1)))
     }
 
@@ -160,7 +161,7 @@ impl TokenSource for Adaptive {
         let pause = after.map_or(least, |after| after.max(least)).min(LONGEST_PAUSE);
         let pause = pause + pause.mul_f64(chance() / 2.0);
         let held = bucket.held_until.max(Some(now + pause));
-        // One call may try when the pause is over, and it fills from then on.
+        // One call may try at the end of the pause; the bucket fills from then on.
         (bucket.held_until, bucket.at, bucket.level) = (held, held, 1.0);
     }
 

@@ -1,4 +1,4 @@
-//! The planner's properties, over catalogues in which much fits and much does not, and the words of its refusals.
+//! Tests the planner's properties over varied catalogues, and the texts of its refusals.
 
 use std::collections::{HashMap, HashSet};
 
@@ -37,7 +37,7 @@ fn size(vcpus: u32, gib: u64) -> Need {
     Need { size, nics: 1, ..Need::default() }
 }
 
-/// What is offered one after another, as `type zone market`.
+/// Lists the offerings in order, as `type zone market`.
 fn order(plan: &Plan<'_>) -> Vec<String> {
     plan.offerings
         .iter()
@@ -59,7 +59,7 @@ fn small_catalogue() -> Catalogue {
 
 #[test]
 fn real_sizes_that_a_binary_search_does_not_find_are_found() {
-    // The tables of the reference: (list, vCPU, GiB, the right answer).
+    // Tables of the reference: (list, vCPU, GiB, right answer).
     let sizes = [
         ("c6a.xlarge", 4, 8),
         ("c6a.2xlarge", 8, 16),
@@ -234,7 +234,7 @@ fn what_hinders_beside_the_size_is_named() {
     }
 }
 
-/// A catalogue in which attributes repeat, so that wishes meet some types and not others.
+/// Generates catalogues in which attributes repeat, so that a request matches some types and not others.
 fn catalogues() -> impl Strategy<Value = Catalogue> {
     let types = prop::collection::vec(
         (0usize..5, 0usize..5, 0u32..3, any::<bool>(), 0usize..4, prop::option::of(0u32..4)),
@@ -318,7 +318,7 @@ fn marks(marked: &[(usize, usize, bool, u64)], start: Instant) -> Marks {
     marks
 }
 
-/// Whether the offering suits, said in another way than the planner does.
+/// Independent definition of an offering that suits.
 fn suits(
     machine: &MachineType,
     zone: &str,
@@ -383,7 +383,7 @@ proptest! {
                     let is_free = marks.find(&machine.name, &place.zone, None, market, now).is_none();
                     let fits = suits(machine, &place.zone, market, &need, &policy, &catalogue);
                     prop_assert_eq!(planned == 1, fits && is_free);
-                    // What would do but for the moment is said to be so.
+                    // An offering that suits but for its mark has the reason `Exhausted`.
                     let exhausted = reasons.first().is_some_and(|one| matches!(one.reason, Reason::Exhausted { .. }));
                     prop_assert_eq!(exhausted, fits && !is_free);
                 }
@@ -438,7 +438,8 @@ proptest! {
     fn who_wants_more_gets_nothing_that_who_wants_less_does_not_and_nothing_cheaper(
         catalogue in catalogues(), need in needs(), cpus in 0u32..8, memory in 0u64..8000, disks in 0u32..2,
     ) {
-        // Without wishes it is the default, a named type is what it is, and a GPU is another kind of machine.
+        // Without a size the plan is the default type, and with a name the named type. More GPUs select another kind of
+        // machine, so only the other sizes grow.
         prop_assume!(need.machine.is_none() && need.size != Size::default());
         let policy = Policy { markets: MARKETS.to_vec(), ..on_demand(&catalogue.types) };
         let mut more = need.clone();
@@ -448,7 +449,7 @@ proptest! {
         let now = Instant::now();
         let less = plan(&catalogue, &need, &policy, &Marks::default(), now).unwrap();
         let more = plan(&catalogue, &more, &policy, &Marks::default(), now).unwrap();
-        // What is left keeps its order.
+        // The remaining offerings keep their order.
         let mut rest = less.offerings.iter();
         for one in &more.offerings {
             prop_assert!(rest.any(|other| other == one), "{:?}", one);

@@ -1,4 +1,4 @@
-//! Rejections in words: grouped by the reason, and bounded, however many there are.
+//! Formats rejections, grouped by reason and bounded in length.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -7,19 +7,19 @@ use peerpod_provider_api::{Error, Market, Rejected};
 use super::{Reason, Rejection};
 use crate::words::{ago, clip};
 
-/// Names of types or zones that are listed; more are counted.
+/// Most names of types or zones in a list; above that, only their number is given.
 const LISTED: usize = 3;
-/// Longest text that a sentence makes of all groups.
+/// Longest sentence of all groups.
 const SENTENCE: usize = 1024;
 /// Longest description of one group's offerings.
 const OFFERINGS: usize = 200;
 
-/// Rejections of one reason, by type: where, and on which market.
+/// Rejections for one reason, by type: zones and markets.
 type Group<'r> = BTreeMap<&'r str, BTreeSet<(Option<&'r str>, Option<Market>)>>;
 
 pub(super) fn groups(rejections: &[Rejection<'_>]) -> Vec<Rejected> {
-    // What would have done comes first: `Reason`'s order is that of telling. Exhausted ones are apart by what the
-    // cloud said, not by the second in which it did.
+    // The order of `Reason` is the order of the text, so that offerings that would have suited come first. Exhausted
+    // ones are grouped by the cloud's reason, not by the second.
     let mut groups: BTreeMap<Reason, Group<'_>> = BTreeMap::new();
     for one in rejections {
         let at = (one.place.map(|place| place.zone.as_str()), one.market);
@@ -32,7 +32,7 @@ pub(super) fn groups(rejections: &[Rejection<'_>]) -> Vec<Rejected> {
         .collect()
 }
 
-/// All groups as half a sentence, `none` when there are none.
+/// Formats all groups as half a sentence. Without groups, it states that there is nothing on offer.
 pub(super) fn sentence(rejected: &[Rejected]) -> String {
     let mut text = String::new();
     for (index, Rejected { offerings, reason }) in rejected.iter().enumerate() {
@@ -68,7 +68,7 @@ fn offerings(group: &Group<'_>) -> String {
     clip(&each.join(", "), OFFERINGS)
 }
 
-/// `m6a.large in eu-1a, eu-1b (spot)`.
+/// Formats one type, e.g. `m6a.large in eu-1a, eu-1b (spot)`.
 fn one_type(machine: &str, at: &BTreeSet<(Option<&str>, Option<Market>)>) -> String {
     let zones: BTreeSet<&str> = at.iter().filter_map(|(zone, _)| *zone).collect();
     let markets: BTreeSet<Market> = at.iter().filter_map(|(_, market)| *market).collect();

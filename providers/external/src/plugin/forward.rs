@@ -1,4 +1,4 @@
-//! What the provider's program prints, as log lines of ours: bounded in length and number, whatever it prints.
+//! Forwards the output of the provider's program to the log, bounded in length and number of lines.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,13 +9,13 @@ use tokio::time::Instant;
 
 use crate::wire::clipped;
 
-/// Longest line; the rest of it is left out.
+/// Longest line; the rest of it is dropped.
 const LINE: usize = 2000;
-/// Lines of one stream in one [`WINDOW`]; more are counted and left out.
+/// Most lines of one stream in one [`WINDOW`]; further lines are counted and dropped.
 const LINES: u32 = 200;
 const WINDOW: Duration = Duration::from_secs(1);
 
-/// The last line that was printed, for the error that says how the program ended.
+/// Last line of the output, for the error that describes the end of the program.
 #[derive(Clone, Default)]
 pub(super) struct LastWords(Arc<Mutex<Option<String>>>);
 
@@ -25,7 +25,7 @@ impl LastWords {
     }
 
     fn set(&self, line: &str) {
-        // An assignment cannot be half done.
+        // An assignment leaves no partial state, so a poisoned lock is safe to use.
         *self.0.lock() = Some(line.to_owned());
     }
 }
@@ -68,7 +68,7 @@ fn say(line: &str, stream: &str, program: &str, words: &LastWords, budget: &mut 
     }
 }
 
-/// Cuts bytes into lines that can be logged.
+/// Splits bytes into lines for the log.
 #[derive(Default)]
 struct Lines {
     line: Vec<u8>,
@@ -80,7 +80,7 @@ impl Lines {
         for byte in bytes {
             match byte {
                 b'\n' => whole.extend(self.end()),
-                // One more than is shown, so that it can be seen that something is missing.
+                // Keeps more than is shown, so that the cut remains visible.
                 _ if self.line.len() <= 4 * LINE => self.line.push(*byte),
                 _ => {}
             }
@@ -101,7 +101,7 @@ struct Budget {
 }
 
 impl Budget {
-    /// Whether one more line may be said, and how many were left out before it.
+    /// Returns whether one more line may be logged, and how many lines were dropped before it.
     fn take(&mut self) -> (bool, u64) {
         if self.since.elapsed() >= WINDOW {
             (self.since, self.said) = (Instant::now(), 0);

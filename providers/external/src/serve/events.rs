@@ -1,4 +1,4 @@
-//! A provider's stream of events, kept a while so that whoever lost a connection hears what it missed.
+//! Keeps the events of a provider for a while, so that a node can read those that it missed during a disconnect.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -12,12 +12,12 @@ use tokio::sync::Notify;
 use tokio::task::AbortHandle;
 use tokio::time::{Instant, timeout_at};
 
-/// Events that are kept; who was away for more has the list of VMs.
+/// Most events kept; a node that missed more reads the list of VMs.
 const KEPT: usize = 1000;
 
-/// The last events of one owner, numbered.
+/// Latest events of one owner, numbered.
 pub(super) struct EventLog {
-    /// Which log the numbers are of: a cursor of another process's log says nothing.
+    /// Identifies this log: a cursor of another process's log has no meaning here.
     epoch: u128,
     kept: Mutex<Kept>,
     more: Notify,
@@ -62,19 +62,19 @@ impl EventLog {
         self.more.notify_waiters();
     }
 
-    /// The cursor to ask with next, and what happened since this one; waits for something.
+    /// Returns the next cursor and the events since this one. Waits at most `wait` for an event.
     pub(super) async fn since(&self, cursor: &str, wait: Duration) -> (String, Vec<ProviderEvent>) {
         let deadline = Instant::now() + wait;
         let known = cursor.split_once('-').filter(|(epoch, _)| *epoch == self.epoch.to_string());
         let from = known.and_then(|(_, number)| number.parse::<u64>().ok());
         let mut from = match from {
             Some(from) => from,
-            // From now on; a lost cursor of an earlier log, from the beginning of this one.
+            // An empty cursor starts now; a cursor of an earlier log starts at the beginning of this one.
             None if cursor.is_empty() => self.kept.lock().next,
             None => 0,
         };
         loop {
-            // Asked for before the look, so that nothing is missed between.
+            // Registered before the check, so that no event is missed in between.
             let mut more = std::pin::pin!(self.more.notified());
             more.as_mut().enable();
             let (next, events) = self.behind(from);

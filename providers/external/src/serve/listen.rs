@@ -1,4 +1,4 @@
-//! Where a provider waits for nodes, and when its own end has come.
+//! Listens for nodes, and detects that the starter of the provider is gone.
 
 use std::io::{self, Read};
 use std::os::unix::fs::PermissionsExt;
@@ -17,32 +17,32 @@ use ttrpc::asynchronous::transport::Listener;
 
 use crate::{SOCKET_VARIABLE, TlsFiles, tls};
 
-/// A node shakes hands within this.
+/// Longest TLS handshake of a node.
 const HANDSHAKE: Duration = Duration::from_secs(10);
-/// Handshakes at once; others wait in the kernel's queue.
+/// Most concurrent handshakes; further connections wait in the kernel's queue.
 const HANDSHAKES: usize = 64;
 
-/// The socket's path that the node gave us when it started us.
+/// Returns the socket path that the node gave to this program.
 ///
 /// # Errors
-/// Nobody gave one: the program was started by hand.
+/// When the variable is not set, because the program was started by hand.
 pub fn socket_we_were_given() -> Result<PathBuf, Error> {
     std::env::var_os(SOCKET_VARIABLE).map(PathBuf::from).ok_or_else(|| {
         Error::invalid(format!("{SOCKET_VARIABLE} is not set; it names the socket to serve on"))
     })
 }
 
-/// Listens on a unix socket that only our user (and root) can reach. A socket that is there already is replaced.
+/// Listens on a unix socket that only this process's user (and root) can reach. An existing socket is replaced.
 ///
 /// # Errors
-/// The socket cannot be made.
+/// When the socket cannot be created.
 pub fn listen_on_socket(path: &Path) -> Result<Listener, Error> {
     let bind = || {
         match std::fs::remove_file(path) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
             _ => {}
         }
-        // Under another name first: who dials must not find a socket with other rights.
+        // Under another name first, so that a client never finds a socket with other permissions.
         let new = path.with_extension("new");
         match std::fs::remove_file(&new) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
@@ -58,10 +58,10 @@ pub fn listen_on_socket(path: &Path) -> Result<Listener, Error> {
     Ok(Listener::from(listener))
 }
 
-/// Takes nodes that show a certificate of the CA in `files`, and nobody else. The files are read anew for each.
+/// Accepts only nodes with a certificate of the CA in `files`. The files are read again for each connection.
 ///
 /// # Errors
-/// The files cannot be used.
+/// When the files cannot be used.
 pub fn listen_with_tls(listener: TcpListener, files: &TlsFiles) -> Result<Listener, Error> {
     tls::server(files)?;
     let (sender, accepted) = mpsc::channel(16);
@@ -71,7 +71,7 @@ pub fn listen_with_tls(listener: TcpListener, files: &TlsFiles) -> Result<Listen
     })))
 }
 
-/// Ends when nobody listens to the sender any more.
+/// Accepts connections until the receiver is dropped.
 async fn accept(
     listener: TcpListener,
     files: TlsFiles,
@@ -106,7 +106,7 @@ async fn accept(
                 tracing::debug!(%error, "small frames will wait for each other");
             }
             match timeout(HANDSHAKE, TlsAcceptor::from(Arc::new(config)).accept(stream)).await {
-                // Nobody to take it: we are ending.
+                // Without a receiver, the server is ending.
                 Ok(Ok(stream)) => drop(sender.send(stream).await),
                 Ok(Err(error)) => tracing::warn!(%from, %error, "a node is turned away"),
                 Err(_) => tracing::warn!(%from, "a node is turned away: no handshake in time"),
@@ -116,15 +116,15 @@ async fn accept(
     }
 }
 
-/// Waits until whoever started us is gone: our standard input, a pipe that nobody writes to, ends.
+/// Waits until the starter of this program is gone. Its end closes the pipe on standard input, which never has data.
 pub async fn until_orphaned() {
     let (orphaned, told) = oneshot::channel::<()>();
-    // A thread of its own, because a runtime that ends waits for its readers.
+    // A separate thread, because a runtime that ends waits for its readers.
     std::thread::spawn(move || {
         let mut input = io::stdin().lock();
         while input.read(&mut [0; 64]).is_ok_and(|read| read > 0) {}
         drop(orphaned);
     });
-    // It is told by the end of the channel.
+    // The closed channel is the signal.
     drop(told.await);
 }

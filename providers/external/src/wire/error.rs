@@ -1,5 +1,5 @@
-//! Typed errors over the wire. The class decides what the caller does, so an unknown one must become something sensible:
-//! with a time to wait it can be waited for, without one only a person can know.
+//! Converts typed errors to and from the protocol. The class decides the caller's reaction, so an unknown class is
+//! mapped: to a throttle if it has a time to wait, otherwise to an error that needs a person.
 
 use std::time::Duration;
 
@@ -9,11 +9,11 @@ use ttrpc::Code;
 
 use super::{TEXT, WORD, clipped};
 
-/// A plugin that says "come back tomorrow" would hold a pod's start for as long.
+/// Longest pause that a provider can ask for: a pause of a day would delay the start of a pod as long.
 const LONGEST_WAIT: Duration = Duration::from_secs(3600);
 
-/// The error of an answer, said by `who`. `secret` is cut out of the text: a provider must not show user-data, but one
-/// that we did not write may.
+/// Converts the error of an answer. `secret` is cut out of the text: a provider must not show user-data, but a
+/// third-party one may. The first argument names the provider.
 pub(crate) fn error_from(who: &str, error: wire::Error, secret: Option<&str>) -> Error {
     let mut said = error.text;
     if let Some(secret) = secret.filter(|secret| !secret.is_empty()) {
@@ -50,7 +50,7 @@ pub(crate) fn error_from(who: &str, error: wire::Error, secret: Option<&str>) ->
     }
 }
 
-/// What an error is called on the wire.
+/// Converts an error to the protocol.
 pub(crate) fn error_to(error: &Error) -> wire::Error {
     let mut out =
         wire::Error { class: error.class().to_owned(), text: error.to_string(), ..wire::Error::default() };
@@ -73,7 +73,7 @@ pub(crate) fn error_to(error: &Error) -> wire::Error {
     out
 }
 
-/// A failure of the wire itself, in a call that was `what` of `who`.
+/// Converts a failure of the transport or of the ttrpc library. The second argument names the call.
 pub(crate) fn status_error(who: &str, what: &str, error: &ttrpc::Error) -> Error {
     let ttrpc::Error::RpcStatus(status) = error else {
         let why = clipped(&error.to_string(), WORD);

@@ -1,4 +1,4 @@
-//! What is answered. An answer that breaks a limit is refused whole: half of a list would be taken for all of it.
+//! Converts answers. An answer that exceeds a limit is refused as a whole: half of a list would be taken for all of it.
 
 use std::collections::HashSet;
 use std::net::IpAddr;
@@ -13,7 +13,7 @@ use protobuf::MessageField;
 
 use super::{TEXT, WORD, clipped, error_from, error_to, printable};
 
-/// Least user-data that birth needs, and most that a frame has room for.
+/// Least user-data that a VM needs to boot, and most that fits in a frame.
 const USER_DATA: std::ops::RangeInclusive<u64> = 2048..=3 << 20;
 /// Most addresses of one VM, and of the node.
 const ADDRESSES: usize = 32;
@@ -23,12 +23,12 @@ const FACTS: usize = 64;
 const BATCH: u32 = 1000;
 /// Most memory of a guest, in MiB: 1 TiB.
 const GUEST_MEMORY: u64 = 1 << 20;
-/// Most bytes of a node's name: Kubernetes allows no more.
+/// Most bytes of a node's name, the limit of Kubernetes.
 const NODE: usize = 253;
 /// Longest identity of a disk.
 const IDENTITY: usize = 256;
 
-/// An answer that cannot be used; `who` gave it.
+/// Error for an answer that cannot be used. The first argument names the provider.
 fn refused(who: &str, why: impl std::fmt::Display) -> Error {
     Error::invalid(format!(
         "{who} gave an answer that cannot be used: {why}; this is a fault of that provider"
@@ -65,9 +65,9 @@ pub(crate) fn capabilities_to(can: Capabilities) -> wire::Capabilities {
         public_ip,
         volumes,
         second_nic,
-        // Whether a provider of ours has a choice is not known before it is asked.
+        // A provider's choice of placements is unknown before a call of `place`.
         places: true,
-        // Nor whether it has anything to do when a disk has grown.
+        // It is also unknown whether a grown disk needs a call.
         growth: volumes,
         max_batch: max_batch.min(BATCH),
         guest_memory_mib,
@@ -108,7 +108,7 @@ pub(crate) fn capabilities_from(who: &str, can: &wire::Capabilities) -> Result<C
     })
 }
 
-/// Addresses to which something can be sent.
+/// Parses addresses of VMs. Unspecified, multicast and broadcast addresses are refused.
 pub(crate) fn addresses_from(who: &str, texts: &[String]) -> Result<Vec<IpAddr>, Error> {
     if texts.len() > ADDRESSES {
         return Err(refused(who, format!("{} addresses, of at most {ADDRESSES}", texts.len())));
@@ -165,7 +165,7 @@ pub(crate) fn created_to(made: &Created) -> wire::CreateResponse {
     }
 }
 
-/// The answer to `request`; disks that were not asked for are somebody else's.
+/// Converts the answer to `request`. A disk that was not requested is refused, because it belongs to another VM.
 pub(crate) fn created_from(
     who: &str,
     made: wire::CreateResponse,
@@ -202,7 +202,7 @@ pub(crate) fn created_many_to(many: &CreatedMany) -> wire::CreateManyResponse {
     }
 }
 
-/// The answer to a call for `count` VMs like this.
+/// Converts the answer to a call for `count` VMs like `request`.
 pub(crate) fn created_many_from(
     who: &str,
     many: wire::CreateManyResponse,
@@ -249,12 +249,12 @@ pub(crate) fn identity_from(
         Some(Identity::ById(text)) => DiskIdentity::ById(text),
         Some(Identity::Lun(number)) => DiskIdentity::Lun(number),
         Some(Identity::Wwn(text)) => DiskIdentity::Wwn(text),
-        // One of a kind that came later is none to us.
+        // An identity of a later kind is unusable here.
         _ => return Err(refused(who, "a disk without an identity that is known here")),
     };
     match &found {
         DiskIdentity::Serial(text) | DiskIdentity::ById(text) | DiskIdentity::Wwn(text)
-            // The guest looks for it below /dev: it must not lead anywhere else.
+            // The guest looks for this name below /dev, so it must not lead anywhere else.
             if !printable(text, IDENTITY) || text.contains('/') || text.starts_with('.') =>
         {
             Err(refused(who, format!("{:?} is no identity of a disk", clipped(text, 80))))
@@ -268,7 +268,7 @@ fn unix_ms(time: SystemTime) -> u64 {
     u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
 }
 
-/// A time that the clock can hold; 0 is none.
+/// Converts a time; `None` for 0 and for a time out of range.
 fn time_from(unix_ms: u64) -> Option<SystemTime> {
     let since = (unix_ms > 0).then(|| Duration::from_millis(unix_ms))?;
     SystemTime::UNIX_EPOCH.checked_add(since)
@@ -293,7 +293,7 @@ pub(crate) fn owned_to(owned: &Owned) -> wire::OwnedVm {
     }
 }
 
-/// Adds one page of a list to what was `seen`.
+/// Converts one page of a list and adds its ids to `seen`.
 pub(crate) fn owned_from(
     who: &str,
     vms: Vec<wire::OwnedVm>,
@@ -320,7 +320,7 @@ pub(crate) fn owned_from(
             state,
             addresses: addresses_from(who, &vm.addresses)?,
             created: time_from(vm.created_unix_ms),
-            // A name that was cut would be another node's.
+            // A truncated name could be that of another node.
             node: (!vm.node.is_empty() && vm.node.len() <= NODE).then_some(vm.node),
             id,
         })
@@ -343,7 +343,7 @@ pub(crate) fn event_to(event: &ProviderEvent) -> wire::Event {
     out
 }
 
-/// `None` for a kind that we do not know, and for an id that is none: an event is a hint, not a fact to rely on.
+/// Converts an event. `None` for an unknown kind or an invalid id: an event is a hint, not a fact to rely on.
 pub(crate) fn event_from(event: wire::Event) -> Option<ProviderEvent> {
     let id = InstanceId::new(event.id).ok()?;
     let kind = match event.kind.as_str() {

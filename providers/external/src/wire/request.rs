@@ -1,4 +1,4 @@
-//! What is asked.
+//! Converts requests.
 
 use peerpod_proto::provider as wire;
 use peerpod_provider_api::{
@@ -53,7 +53,7 @@ pub(crate) fn request_to(
     key: Option<&IdempotencyKey>,
 ) -> wire::CreateRequest {
     let digest = request.digest();
-    // Taken apart whole: a field that comes later does not compile until it has its place on the wire.
+    // Destructured without `..`: a new field does not compile until it has a field in the protocol.
     let CreateRequest {
         name,
         user_data,
@@ -99,7 +99,7 @@ fn named(text: String) -> Option<String> {
     (!text.is_empty()).then_some(text)
 }
 
-/// A word of a list that both ends know; a word that came later is a wish we cannot meet.
+/// Looks up a word that both ends define. A word of a later version is unsupported.
 fn word<T>(field: &str, text: &str, known: impl Fn(&str) -> Option<T>) -> Result<Option<T>, Error> {
     if text.is_empty() {
         return Ok(None);
@@ -108,7 +108,7 @@ fn word<T>(field: &str, text: &str, known: impl Fn(&str) -> Option<T>) -> Result
     known(text).ok_or_else(unknown).map(Some)
 }
 
-/// A request as a provider gets it.
+/// Converts a request for a provider.
 pub(crate) fn request_from(request: wire::CreateRequest) -> Result<CreateRequest, Error> {
     let name = clipped(&request.name, 80);
     let user_data = String::from_utf8(request.user_data)

@@ -1,4 +1,4 @@
-//! What goes over the wire comes back the same; what breaks a limit, and what is garbage, is an error and no panic.
+//! Values survive the round trip. Values beyond a limit and garbage give an error and no panic.
 
 use std::collections::{BTreeMap, HashSet};
 use std::time::{Duration, SystemTime};
@@ -21,7 +21,7 @@ fn owner() -> Owner {
     Owner { cluster_id: "c".into(), node_name: "n".into() }
 }
 
-/// Nothing left empty.
+/// Returns a request with every field filled.
 fn request() -> CreateRequest {
     CreateRequest {
         name: "pod".into(),
@@ -45,7 +45,7 @@ fn key() -> IdempotencyKey {
     IdempotencyKey::derive("c", "s", 0)
 }
 
-/// Through bytes, as on the wire.
+/// Converts a message to bytes and back.
 fn over<M: Message>(message: &M) -> M {
     M::parse_from_bytes(&message.write_to_bytes().unwrap()).unwrap()
 }

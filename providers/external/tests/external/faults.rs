@@ -1,5 +1,5 @@
-//! What goes wrong with a plugin, and what becomes of it: crash, hang, garbage, lies. The plugin is the one in Python,
-//! with one fault.
+//! Tests the effects of faults in a plugin: crash, hang, garbage, false answers. The plugin is the Python provider with
+//! one fault.
 
 use super::common;
 use std::fs;
@@ -18,7 +18,7 @@ async fn refused(config: ExternalConfig) -> Error {
     }
 }
 
-/// The process that listens on the provider's socket.
+/// Returns the process that listens on the provider's socket.
 fn listener(folder: &Folder) -> Option<i32> {
     let stream = UnixStream::connect(folder.socket()).ok()?;
     let peer = nix::sys::socket::getsockopt(&stream, nix::sys::socket::sockopt::PeerCredentials);
@@ -58,7 +58,7 @@ async fn calls_while_it_is_away_say_how_it_ended_and_what_its_last_words_were() 
     config.handshake_timeout = Duration::from_secs(5);
     let provider = External::open(config).await.unwrap();
     drop(provider.create(&request(), &key(0)).await);
-    // Its successor is another provider: it is not taken, and every call says so at once.
+    // Its successor is another provider, so it is refused, and every call fails at once.
     let error = until("the successor is refused", || async {
         match provider.list_owned().await {
             Err(error @ Error::Invalid { .. }) => Some(error),
@@ -178,7 +178,7 @@ async fn answers_that_cannot_be_true_are_refused() {
         let error = provider.list_owned().await.unwrap_err();
         assert!(error.to_string().contains(words), "{fault}: {error}");
     }
-    // More than a frame may hold: an error of this call, and of no other.
+    // More than a frame may hold: an error of this call and of no other.
     let folder = Folder::new();
     let provider = External::open(folder.faulty("huge-list")).await.unwrap();
     provider.list_owned().await.unwrap_err();
@@ -212,7 +212,7 @@ async fn a_plugin_that_an_earlier_process_left_behind_is_ended_and_a_strangers_i
     let folder = Folder::new();
     drop(External::open(folder.shelf()).await.unwrap());
     let Endpoint::Unix { command: Some(words), .. } = folder.shelf().endpoint else { panic!() };
-    // As a node that was killed leaves it: its standard input stays open here.
+    // As a killed node leaves it: the standard input of the program stays open here.
     let mut left = Command::new(&words[0])
         .args(&words[1..])
         .env(SOCKET_VARIABLE, folder.socket())
@@ -234,7 +234,7 @@ async fn a_plugin_that_an_earlier_process_left_behind_is_ended_and_a_strangers_i
     assert!(folder.socket().exists(), "the stranger's socket is left alone");
 }
 
-/// The other opener's program was started by us, too, and has the same mark.
+/// The other program was started by this process too, and has the same mark.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_program_whose_opener_lives_is_not_taken_for_one_that_was_left_behind() {
     let folder = Folder::new();
@@ -247,7 +247,7 @@ async fn a_program_whose_opener_lives_is_not_taken_for_one_that_was_left_behind(
     assert!(text.contains("set provider.external.socket"), "{text}");
     assert_eq!(listener(&folder), Some(serves), "the first program goes on");
     first.list_owned().await.unwrap();
-    // Its opener is gone: the socket is free.
+    // The opener is gone, so the socket is free.
     drop(first);
     External::open(folder.shelf()).await.unwrap().list_owned().await.unwrap();
 }
@@ -268,7 +268,7 @@ async fn a_plugin_ends_with_the_provider_object() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn our_settings_are_not_in_the_plugins_environment() {
-    // Set for this test's own child by `env`: the process's environment is shared with the other tests.
+    // The test sets no variable itself, because all tests share the environment of this process.
     let folder = Folder::new();
     let script = "tr '\\0' '\\n' < /proc/self/environ > \"$1\"; echo checked; exit 1";
     let seen = folder.0.join("environment");

@@ -1,4 +1,4 @@
-//! Providers of other programs, over their socket.
+//! Tests providers in other programs, over their socket.
 
 #![allow(clippy::unwrap_used)] // test code outside of test functions
 

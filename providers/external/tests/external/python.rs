@@ -1,4 +1,4 @@
-//! The suite that every provider passes, with the provider in Python: the proof that another language works.
+//! Runs the conformance suite with the Python provider, to prove that another language works.
 
 use super::common;
 use std::fs;
@@ -11,7 +11,7 @@ use peerpod_provider_api::{DiskRequest, InstanceId, Provider};
 use peerpod_provider_external::External;
 
 struct Python {
-    // Dropped in this order: the providers, the runtime their connections live in, the folder.
+    // Dropped in this order: the providers, the runtime of their connections, the folder.
     provider: Arc<External>,
     stranger: Arc<External>,
     successor: Arc<External>,

@@ -1,5 +1,5 @@
-//! The suite again, with a provider in Rust that the library's other half serves over mutual TLS: what goes through
-//! both halves is what went in.
+//! Runs the conformance suite with a Rust provider that `serve` exposes over mutual TLS. Values survive both halves of
+//! the crate unchanged.
 
 use super::common;
 use super::pki;
@@ -25,7 +25,7 @@ struct Served {
     folder: Folder,
 }
 
-/// A drill for each owner, in a folder of its own.
+/// Returns the folder of an owner's fake provider.
 fn drill_of(folder: &Folder, owner: &Owner) -> std::path::PathBuf {
     folder.0.join(format!("drill-{}", owner.node_name))
 }

@@ -1,4 +1,4 @@
-//! Over mutual TLS: who has the wrong certificate, or none, gets nowhere, and is told why.
+//! Tests mutual TLS: a peer with a wrong certificate, or without one, is refused with the reason.
 
 use super::common;
 use super::pki;
@@ -18,7 +18,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 
 async fn serve(folder: &Folder, files: &TlsFiles, address: &str) -> (Serving, SocketAddr) {
-    // One that was just stopped may hold the port a moment longer.
+    // A service that was just stopped may hold the port a moment longer.
     let listener = until("the port is free", || async { TcpListener::bind(address).await.ok() }).await;
     let address = listener.local_addr().unwrap();
     let dir = folder.0.join("drill");
@@ -70,7 +70,8 @@ async fn a_ca_that_is_not_theirs_is_refused_on_either_side() {
 
     let text = refused(dial(address, &ours.client)).await;
     assert!(text.contains("invalid peer certificate"), "{text}");
-    // We trust them, they do not trust us: only they can tell, and their alert arrives.
+    // The client trusts the server, but the server does not trust the client. Only the server detects that, and its
+    // alert arrives.
     let half = TlsFiles { ca: theirs.client.ca.clone(), ..ours.client };
     let text = refused(dial(address, &half)).await;
     assert!(text.contains("alert") && text.contains("certificates on both sides"), "{text}");
@@ -82,7 +83,7 @@ async fn without_a_client_certificate_or_with_a_servers_nothing_is_answered() {
     let pki = Pki::new(&folder.0);
     let (_serving, address) = serve(&folder, &pki.server, "127.0.0.1:0").await;
 
-    // A certificate for servers is none for clients.
+    // A server certificate is not valid for a client.
     let text = refused(dial(address, &pki.server)).await;
     assert!(text.contains("alert"), "{text}");
 
@@ -99,7 +100,7 @@ async fn without_a_client_certificate_or_with_a_servers_nothing_is_answered() {
     let stream = TcpStream::connect(address).await.unwrap();
     let connector = tokio_rustls::TlsConnector::from(Arc::new(bare));
     let name = rustls_pki_types::ServerName::try_from("provider.test").unwrap();
-    // The client's half of the handshake may end before the server looked at its certificate.
+    // The client's half of the handshake may end before the server has checked its certificate.
     if let Ok(mut stream) = connector.connect(name, stream).await {
         drop(stream.write_all(&[0; 10]).await);
         let answer = stream.read(&mut [0; 64]).await;
@@ -131,7 +132,7 @@ async fn a_service_that_comes_back_is_found_again_with_its_new_certificate() {
     let provider = External::open(dial(address, &pki.client)).await.unwrap();
     let made = provider.create(&request(), &key(0)).await.unwrap();
     serving.stop().await;
-    // Another CA for both, in the same files.
+    // Another CA for both sides, in the same files.
     let again = Pki::new(&folder.0);
     let (_serving, _) = serve(&folder, &again.server, &address.to_string()).await;
     let found =

@@ -1,5 +1,5 @@
-//! `peerpod-local-vm`: started by the local provider, once per VM, with the VM's description on its standard
-//! input. Not for people; see `peerpod_provider_local::vm`.
+//! `peerpod-local-vm`: the local provider starts it once per VM, with the VM's description on its standard input. Not
+//! for interactive use; see `peerpod_provider_local::vm`.
 
 use std::process::ExitCode;
 

@@ -1,19 +1,19 @@
-//! The VM's console: what its programs write to the standard output and error they were born with. Kept in two
-//! files of bounded length, so that a chatty guest cannot fill the node's disk.
+//! Keeps the VM's console: the initial standard output and error of its programs. It is kept in two files of bounded
+//! length, so that a guest with much output cannot fill the node's disk.
 
 use std::fs::{self, File};
 use std::io::{Read, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
-/// When the current file is this long it becomes the older one, and the older one is dropped.
+/// Length at which the current file becomes the older one, and the previous older one is dropped.
 const LIMIT: u64 = 512 * 1024;
 
-/// The name of the current file, and of the older one.
+/// Names of the current file and of the older one.
 pub(crate) const FILES: [&str; 2] = ["console.log", "console.log.1"];
 
-/// Copies everything from `input` to the files in `dir` until the last writer is gone. What cannot be written (disk
-/// full) is dropped: the guest must never wait for its console.
+/// Copies everything from `input` to the files in `dir` until the last writer is gone. Output that cannot be written
+/// (disk full) is dropped: the guest must never wait for its console.
 pub(super) fn keep(mut input: impl Read, dir: &Path) {
     let mut console = Console { path: dir.join(FILES[0]), older: dir.join(FILES[1]), file: None, length: 0 };
     let mut buffer = vec![0; 16 * 1024];
@@ -39,7 +39,7 @@ impl Console {
         if self.length > LIMIT {
             self.file = None;
             self.length = 0;
-            // If it fails the file goes on growing for one more round, no more.
+            // If this fails, the file grows for another round, until the next attempt.
             drop(fs::rename(&self.path, &self.older));
         }
         if self.file.is_none() {
@@ -54,12 +54,12 @@ impl Console {
     }
 }
 
-/// The last at most `limit` bytes of the console, for the provider.
+/// Returns at most the last `limit` bytes of the console, for the provider.
 pub(crate) fn tail(dir: &Path, limit: usize) -> std::io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     for name in FILES.iter().rev() {
         match File::open(dir.join(name)) {
-            // Twice the limit: one chunk may pass it.
+            // Twice the limit, because one chunk may exceed it.
             Ok(file) => drop(file.take(2 * LIMIT).read_to_end(&mut bytes)?),
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
             Err(error) => return Err(error),

@@ -1,8 +1,10 @@
-//! The process outside a VM: makes its namespaces and uplink, starts its pid 1, keeps its console, records its end.
+//! Process outside a VM: makes its namespaces and underlay devices, starts its pid 1, keeps its console, records its
+//! end.
 //!
-//! It answers one line on its standard output and then belongs to nobody: its own session, no descriptor of the
-//! node's. Order of effects: lock → record of ourselves → namespaces and uplink → pid 1 (which waits) → record of
-//! pid 1 → go. A kill between any two leaves nothing but files, because namespaces end with their processes.
+//! It writes one line to its standard output and is independent of the node after that: it has its own session and no
+//! descriptor of the node. Order of effects: lock → record of this process → namespaces and underlay devices → pid 1
+//! (which waits) → record of pid 1 → go. A kill between any two leaves nothing but files, because namespaces end with
+//! their processes.
 
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
@@ -34,7 +36,7 @@ pub(super) fn main() -> ExitCode {
             (Answer::Failed { text, transient: is_transient(&error) }, None)
         }
     };
-    // If nobody listens any more (the node died) the VM lives all the same; it is found by its record.
+    // If the node died and no reader is left, the VM runs all the same. It is found by its record.
     let mut line = serde_json::to_vec(&answer).unwrap_or_default();
     line.push(b'\n');
     let told = io::stdout().write_all(&line).and_then(|()| io::stdout().flush());
@@ -46,7 +48,7 @@ struct Running {
     description: Description,
     guest: Child,
     console: io::PipeReader,
-    /// A socket in the node's namespace.
+    /// Netlink socket in the node's namespace.
     node: Client,
     _lock: Flock<File>,
 }
@@ -75,7 +77,7 @@ fn make(mut description: Description) -> anyhow::Result<Option<Running>> {
         | CloneFlags::CLONE_NEWIPC
         | CloneFlags::CLONE_NEWPID;
     unshare(new).context("make namespaces; the local provider needs root")?;
-    // Acts on the UTS namespace of whoever writes.
+    // Acts on the UTS namespace of the writing process.
     fs::write("/proc/sys/kernel/hostname", &description.inside.hostname).context("set the host name")?;
     let namespace = File::open("/proc/self/ns/net").context("open our network namespace")?;
     let names = network::host_links(&description.id).into_iter().zip(network::VM_LINKS);
@@ -94,7 +96,7 @@ fn make(mut description: Description) -> anyhow::Result<Option<Running>> {
         .stderr(console_end)
         .spawn()
         .context("start the VM's first process")?;
-    // It waits for its description, so nothing of the guest's has run when this is written.
+    // It waits for its description, so no guest code has run when this is written.
     machine.guest = ProcessId::of(guest.id()).context("look at the VM's first process")?;
     if machine.guest.is_none() {
         bail!("the VM's first process ended at once");
@@ -105,7 +107,7 @@ fn make(mut description: Description) -> anyhow::Result<Option<Running>> {
     Ok(Some(Running { description, guest, console, node, _lock: lock }))
 }
 
-/// Hands pid 1 its description and waits until it has built its root.
+/// Sends pid 1 its description and waits until it has built its root.
 fn start(mut socket: UnixStream, inside: &inside::Description) -> anyhow::Result<()> {
     socket.write_all(&serde_json::to_vec(inside)?).context("describe the VM to its first process")?;
     socket.shutdown(std::net::Shutdown::Write).context("describe the VM to its first process")?;
@@ -122,12 +124,12 @@ impl Running {
     /// Keeps the console until the VM ends, and records how it ended.
     fn run(mut self) -> ExitCode {
         let dir = &self.description.dir;
-        // The pipe ends when the last process of the VM is gone; or earlier, if the guest closes its own end.
+        // The pipe ends when the last process of the VM is gone, or earlier if the guest closes its own end.
         console::keep(self.console, dir);
         let status = self.guest.wait().map_or_else(|error| error.to_string(), |status| status.to_string());
         let exit = Exit { version: VERSION, status: format!("its first process ended: {status}") };
         let recorded = write_json(&dir.join("exit.json"), &exit);
-        // They would vanish with the namespace, in the kernel's own time.
+        // The devices would vanish with the namespace, but at a time that the kernel chooses.
         let unplugged =
             network::host_links(&self.description.id).map(|link| network::remove(&mut self.node, &link));
         for error in unplugged.iter().filter_map(|unplugged| unplugged.as_ref().err()) {
@@ -137,7 +139,7 @@ impl Running {
     }
 }
 
-/// Whether the machine was only short of something.
+/// Whether the error is a temporary shortage of the machine.
 fn is_transient(error: &anyhow::Error) -> bool {
     let errno = error.chain().find_map(|cause| {
         cause
@@ -151,8 +153,8 @@ fn is_transient(error: &anyhow::Error) -> bool {
     )
 }
 
-/// Closes descriptors that somebody left open across exec: a VM that lives for days must not hold a socket of the
-/// node, or of whoever started the node.
+/// Closes descriptors that were left open across exec. A VM that lives for days must not hold a socket of the node, or
+/// of the program that started the node.
 fn close_what_we_inherited() {
     let Ok(entries) = fs::read_dir("/proc/self/fd") else { return };
     let open: Vec<i32> = entries
@@ -160,7 +162,7 @@ fn close_what_we_inherited() {
         .filter(|descriptor| *descriptor > 2)
         .collect();
     for descriptor in open {
-        // One of them was the directory we read: EBADF by now.
+        // One of them was the directory just read: EBADF by now.
         let _closed = nix::unistd::close(descriptor);
     }
 }

@@ -1,4 +1,4 @@
-//! Pid 1 of a VM before the guest program: builds the root directory, steps into it and executes the guest.
+//! Runs as pid 1 of a VM before the guest program: builds the root directory, enters it and executes the guest.
 
 use std::fs::File;
 use std::io::Write;
@@ -17,9 +17,9 @@ use nix::unistd::{chdir, pivot_root};
 pub(super) use super::Inside as Description;
 use super::{leave_the_session, read, root};
 
-/// The argument that says that we are inside.
+/// Argument that selects this role.
 pub(super) const ARGUMENT: &str = "inside";
-/// What we tell the hypervisor process when the root stands.
+/// Message to the hypervisor process that the root is ready.
 pub(super) const READY: &str = "ready";
 
 pub(super) fn main() -> ExitCode {
@@ -32,7 +32,7 @@ pub(super) fn main() -> ExitCode {
 }
 
 fn boot() -> anyhow::Result<std::convert::Infallible> {
-    // First of all: without its hypervisor process a VM would be nobody's.
+    // First of all: a VM must not outlive its hypervisor process.
     nix::sys::prctl::set_pdeathsig(Signal::SIGKILL).context("tie our life to the hypervisor process")?;
     let mut socket = UnixStream::from(std::io::stdin().as_fd().try_clone_to_owned()?);
     let description: Description = read(&mut socket).context("read the VM's description")?;
@@ -41,7 +41,7 @@ fn boot() -> anyhow::Result<std::convert::Infallible> {
         drop(socket.write_all(text.as_bytes()));
         bail!(text);
     }
-    // Away with our end of the socket, or it would be the guest's standard input.
+    // Replaces this end of the socket, which would otherwise be the guest's standard input.
     let null = File::open("/dev/null").context("open /dev/null")?;
     nix::unistd::dup2_stdin(&null).context("replace standard input")?;
     socket.write_all(READY.as_bytes()).context("say that the root stands")?;
@@ -58,18 +58,19 @@ fn boot() -> anyhow::Result<std::convert::Infallible> {
 
 fn prepare(description: &Description) -> anyhow::Result<()> {
     let hypervisor = description.hypervisor.context("the description names no hypervisor process")?;
-    // This /proc is still the node's. Had it died before the death signal was set, none would come.
+    // This /proc is still that of the node. If the hypervisor process died before the death signal was set, no signal
+    // comes.
     if !hypervisor.alive().context("look at the hypervisor process")? {
         bail!("the hypervisor process is gone");
     }
-    // A session of our own inside, too: the guest may want a terminal.
+    // A separate session here too, because the guest may want a terminal.
     leave_the_session();
     unshare(CloneFlags::CLONE_NEWNS).context("make a mount namespace")?;
     let none: Option<&str> = None;
     mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none)
         .context("cut our mounts off the node's")?;
     root::build(description)?;
-    // Old root and new root in one place, then off with what lies on top: no directory for the old one is needed.
+    // Stacks the old root on the new one and detaches it, so no directory for the old root is needed.
     chdir(&description.root).context("enter the new root")?;
     pivot_root(".", ".").context("make it the root")?;
     umount2(".", MntFlags::MNT_DETACH).context("let go of the node's files")?;

@@ -1,5 +1,5 @@
-//! The VM's root directory: a tmpfs with the node's programs and libraries bound in read-only, and everything else
-//! its own. Works in the VM's own mount namespace; nothing it mounts is seen on the node.
+//! Builds the VM's root directory: a tmpfs with the node's programs and libraries bound in read-only. Everything else
+//! belongs to the VM. Works in the VM's own mount namespace, so its mounts are not visible on the node.
 
 use std::fs::{self, File, Permissions};
 use std::io::Write;
@@ -12,18 +12,18 @@ use serde_json::json;
 
 use super::inside::Description;
 
-/// Where the guest program lies inside.
+/// Path of the guest program in the VM.
 pub(super) const GUEST: &str = "/opt/peerpod/peerpod-guest";
-/// The program that the guest starts for each image.
+/// Program that the guest starts for each image.
 const PULL: &str = "peerpod-pull";
-/// Where the agent lies inside.
+/// Path of the agent in the VM.
 const AGENT: &str = "/opt/peerpod/kata-agent";
 const AGENT_CONFIG: &str = "/etc/agent-config.toml";
 const AGENT_SOCKET: &str = "/run/peerpod/agent.sock";
 
-/// The node's folders with programs and libraries; symbolic links on a merged-/usr system.
+/// Folders of the node with programs and libraries; symbolic links on a merged-/usr system.
 const SYSTEM: [&str; 8] = ["usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "libo32"];
-/// What programs need of the node's /etc: the linker, users, names, certificates.
+/// Entries of the node's /etc that programs need: the linker, users, names, certificates.
 const ETC: [&str; 15] = [
     "alternatives",
     "ca-certificates",
@@ -45,7 +45,7 @@ const DEVICES: [&str; 6] = ["null", "zero", "full", "random", "urandom", "tty"];
 
 const TUN: &str = "/dev/net/tun";
 
-/// Builds the root at the description's place.
+/// Builds the root at the path in the description.
 pub(super) fn build(description: &Description) -> anyhow::Result<()> {
     let root = description.root.as_path();
     let safe = MsFlags::MS_NOSUID | MsFlags::MS_NODEV;
@@ -63,7 +63,8 @@ pub(super) fn build(description: &Description) -> anyhow::Result<()> {
     symlink("/run", root.join("var/run")).context("link /var/run")?;
     bind_file(&description.guest_binary, &inside(root, GUEST))?;
     bind_file(&description.agent_binary, &inside(root, AGENT))?;
-    // Beside the guest program, where it looks first; without it the VM's pods have the images that are there.
+    // Beside the guest program, where the guest looks first. Without it, the VM's pods have only the images that exist
+    // already.
     let pull = description.guest_binary.with_file_name(PULL);
     if pull.is_file() {
         bind_file(&pull, &inside(root, GUEST).with_file_name(PULL))?;
@@ -90,12 +91,12 @@ fn etc(root: &Path, description: &Description) -> anyhow::Result<()> {
         "agent_socket": AGENT_SOCKET,
     });
     write(&etc.join("peerpod/guest.json"), &settings.to_string(), 0o644)?;
-    // The agent's own format; what a VM image would hold.
+    // In the agent's own format; a VM image would hold this file.
     let agent = format!("server_addr = \"unix://{AGENT_SOCKET}\"\nlog_level = \"info\"\n");
     write(&inside(root, AGENT_CONFIG), &agent, 0o644)
 }
 
-/// User-data as a read-only file system, as cloud-init's NoCloud does it.
+/// Writes user-data to a read-only file system, as NoCloud of cloud-init does.
 fn user_data(root: &Path, text: &str) -> anyhow::Result<()> {
     let disk = root.join("media/cidata");
     let flags = MsFlags::MS_NOSUID | MsFlags::MS_NODEV | MsFlags::MS_NOEXEC;
@@ -114,7 +115,7 @@ fn devices(root: &Path) -> anyhow::Result<()> {
         File::create(&node).with_context(|| format!("make /dev/{name}"))?;
         bind(&Path::new("/dev").join(name), &node)?;
     }
-    // For the guest's encrypted tunnel; a host without it has VMs without it.
+    // For the guest's encrypted tunnel; on a host without the device, VMs lack it too.
     if Path::new(TUN).exists() {
         let node = inside(root, TUN);
         directory(&dev.join("net"))?;
@@ -138,19 +139,20 @@ fn devices(root: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The kernel's file systems, of this pid and network namespace.
+/// Mounts the kernel's file systems of this pid and network namespace.
 fn kernel(root: &Path) -> anyhow::Result<()> {
     let flags = MsFlags::MS_NOSUID | MsFlags::MS_NODEV | MsFlags::MS_NOEXEC;
     filesystem("proc", &root.join("proc"), flags, "")?;
     filesystem("sysfs", &root.join("sys"), flags | MsFlags::MS_RDONLY, "")
 }
 
-/// The node's folder, file or symbolic link at the same place inside, read-only; nothing if the node has none.
+/// Mirrors a folder, file or symbolic link of the node at the same path inside, read-only. Does nothing if the node has
+/// none.
 fn mirror(source: &Path, target: &Path) -> anyhow::Result<()> {
     let Ok(metadata) = fs::symlink_metadata(source) else { return Ok(()) };
     if metadata.is_symlink() {
         let to = fs::read_link(source).with_context(|| format!("read link {}", source.display()))?;
-        // A link out of what is mirrored (resolv.conf into /run) becomes a copy of what it leads to now.
+        // A link out of the mirrored folders (resolv.conf into /run) becomes a copy of its current target.
         let dangles =
             source.starts_with("/etc") && !source.canonicalize().is_ok_and(|p| p.starts_with("/usr"));
         if !dangles {
@@ -169,7 +171,7 @@ fn mirror(source: &Path, target: &Path) -> anyhow::Result<()> {
     bind_file(source, target)
 }
 
-/// A file of the node's, read-only, at another place inside.
+/// Binds a file of the node, read-only, at another path inside.
 fn bind_file(source: &Path, target: &Path) -> anyhow::Result<()> {
     if let Some(parent) = target.parent() {
         directory(parent)?;

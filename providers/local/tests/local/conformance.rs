@@ -1,4 +1,4 @@
-//! The suite that every provider passes, with VMs of real namespaces. Needs root.
+//! Runs the conformance suite with VMs in real namespaces. Needs root.
 
 use super::common;
 use std::fs;
@@ -11,7 +11,7 @@ use peerpod_provider_api::{DiskRequest, InstanceId, Provider};
 use peerpod_provider_local::LocalProvider;
 
 struct Local {
-    // Dropped in this order: the provider lets go of its directory before that goes.
+    // Dropped in this order: the provider releases its directory before the directory is removed.
     provider: Arc<LocalProvider>,
     stranger: Arc<LocalProvider>,
     place: Place,
@@ -36,7 +36,7 @@ impl Harness for Local {
 
     async fn user_data(&self, id: &InstanceId) -> Option<Vec<u8>> {
         let (_, pid) = self.place.pids(id);
-        // Through the VM's own root directory.
+        // Read through the VM's own root directory.
         fs::read(format!("/proc/{pid}/root/media/cidata/user-data")).ok()
     }
 

@@ -1,5 +1,5 @@
-//! How local VMs live through the death of their node, their hypervisor process, themselves, and a deletion cut short.
-//! Real namespaces; needs root.
+//! Tests local VMs across the death of their node, of their hypervisor process and of themselves, and across an
+//! interrupted deletion. Real namespaces; needs root.
 
 use super::common;
 use std::fs;
@@ -33,7 +33,7 @@ fn a_restarted_provider_finds_its_vms() {
         reaches(addresses[0]);
     }
     assert_eq!(place.machines(), before, "the same processes");
-    // A new one gets an address that no old one has.
+    // A new VM gets an address that no old one has.
     let (id, addresses) = create(&provider, 99);
     assert!(vms.iter().all(|(_, others)| others[0] != addresses[0]));
     delete(&provider, &id);
@@ -111,7 +111,7 @@ fn a_node_killed_at_any_time_leaves_nothing_that_its_successor_does_not_find() {
         std::thread::sleep(Duration::from_micros(round * 7_300 % 100_000));
         node.kill().unwrap();
         assert_eq!(node.wait().unwrap().signal(), Some(9), "it was killed, it did not fail");
-        // A helper it had just started may not have said anything yet: until it is heard or gone, look again.
+        // A helper that the node had just started may not have an effect yet, so the list is read until it is empty.
         let provider = LocalProvider::open(place.config()).unwrap();
         runtime().block_on(async {
             provider.preflight().await.unwrap();
@@ -145,7 +145,7 @@ fn a_vm_that_ends_by_itself_says_how_until_it_is_deleted() {
         other => panic!("{other:?}"),
     }
     assert_eq!(console(&provider, &made.id), "last words\n");
-    // The same key still means the same VM.
+    // The same key still identifies the same VM.
     assert_eq!(runtime().block_on(provider.create(&request("short"), &key(1))).unwrap().id, made.id);
     assert_eq!(place.machines(), Vec::<u32>::new());
     delete(&provider, &made.id);
@@ -154,7 +154,7 @@ fn a_vm_that_ends_by_itself_says_how_until_it_is_deleted() {
 
 #[test]
 fn a_vm_ends_with_its_hypervisor_process_and_with_its_pid_1() {
-    // With a second process inside, which must not stay behind.
+    // With a second process inside, which must not survive.
     let place = Place::new("sleep infinity & exec sleep infinity");
     let provider = LocalProvider::open(place.config()).unwrap();
     for (number, whom) in [(1, "hypervisor"), (2, "pid 1")] {
@@ -188,7 +188,7 @@ fn a_create_whose_hypervisor_process_is_killed_at_any_time_is_repeated_and_makes
         let dirs = place.dir.join("state/vms");
         let stop = std::sync::atomic::AtomicBool::new(false);
         let made = std::thread::scope(|scope| {
-            // Kills the first hypervisor process it sees, a little later each time.
+            // Kills the first hypervisor process it finds, a little later each time.
             scope.spawn(|| {
                 let start = Instant::now();
                 while !stop.load(std::sync::atomic::Ordering::Relaxed) && start.elapsed().as_secs() < 5 {
@@ -197,7 +197,7 @@ fn a_create_whose_hypervisor_process_is_killed_at_any_time_is_repeated_and_makes
                     let json: serde_json::Value = serde_json::from_str(&text).unwrap();
                     std::thread::sleep(Duration::from_micros(u64::from(number) * 300));
                     let pid = i32::try_from(json["hypervisor"]["pid"].as_u64().unwrap()).unwrap();
-                    // It may be gone by itself already, where it failed.
+                    // The process may be gone by itself already, if it failed.
                     let _gone = kill(Pid::from_raw(pid), Signal::SIGKILL);
                     return;
                 }
@@ -214,7 +214,8 @@ fn a_create_whose_hypervisor_process_is_killed_at_any_time_is_repeated_and_makes
             stop.store(true, std::sync::atomic::Ordering::Relaxed);
             made
         });
-        // Killed after the answer is a VM that has ended; before it, there is one that runs.
+        // A kill after the answer leaves a VM that has ended. After an earlier kill, the repeated create leaves one
+        // that runs.
         until("there is one or none", || match state(&provider, &made.id) {
             Some(OwnedState::Running) => place.machines().len() == 1,
             Some(OwnedState::Ended) => place.machines().is_empty(),
@@ -233,7 +234,8 @@ fn an_interrupted_deletion_is_finished_by_preflight() {
     let (half_gone, _) = create(&provider, 2);
     let (no_record, _) = create(&provider, 3);
     let runtime = runtime();
-    // A node that dies right after each step: its task is dropped with its runtime, its files are as they were.
+    // As after a node that dies right after each step: its task is dropped with its runtime, and its files stay as they
+    // were.
     drop(provider);
     for id in [&running, &half_gone] {
         let path = place.vm_dir(id).join("record.json");
@@ -257,7 +259,7 @@ fn an_interrupted_deletion_is_finished_by_preflight() {
         loop {
             let owned = provider.list_owned().await.unwrap();
             match &owned[..] {
-                // What has no record is nobody's to delete by itself, but it is listed, and can be deleted.
+                // A VM without a record is not deleted automatically, but it is listed and can be deleted.
                 [one] if one.id == no_record => break,
                 _ => tokio::time::sleep(Duration::from_millis(5)).await,
             }
@@ -276,7 +278,7 @@ fn machines_of_another_boot_are_gone() {
     let (hypervisor, _) = place.pids(&id);
     sigkill(hypervisor);
     until("the VM has ended", || state(&provider, &id) == Some(OwnedState::Ended));
-    // As if this process had the number and even the start time of the old pid 1, after a reboot.
+    // As after a reboot in which this process has the pid and even the start time of the old pid 1.
     let path = place.vm_dir(&id).join("machine.json");
     let us = std::process::id();
     let stat = fs::read_to_string("/proc/self/stat").unwrap();
@@ -286,6 +288,6 @@ fn machines_of_another_boot_are_gone() {
     json["boot"] = "another".into();
     fs::write(&path, json.to_string()).unwrap();
     assert_eq!(state(&provider, &id), Some(OwnedState::Ended));
-    delete(&provider, &id); // and we are still alive
+    delete(&provider, &id); // and this process is still alive
     place.assert_clean();
 }

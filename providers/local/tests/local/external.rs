@@ -1,4 +1,4 @@
-//! The suite with the local provider behind the wire of `providers/external`: real VMs, made by somebody else. Needs
+//! Runs the conformance suite with the local provider behind the protocol of `providers/external`, with real VMs. Needs
 //! root.
 
 use super::common;
@@ -16,7 +16,7 @@ use peerpod_provider_local::LocalProvider;
 use tokio::runtime::Runtime;
 
 struct Remote {
-    // Dropped in this order: the near end, the far end, what it runs in, the place.
+    // Dropped in this order: the client, the server, its runtime, the place.
     provider: Arc<External>,
     _serving: Serving,
     _runtime: Runtime,
@@ -24,7 +24,7 @@ struct Remote {
 }
 
 fn make() -> Remote {
-    // The runtime's threads are started in the place's network namespace.
+    // The runtime's threads start in the network namespace of the place.
     let place = Place::new(IDLE);
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
     let socket = place.dir.join("provider.sock");
@@ -54,7 +54,7 @@ impl Harness for Remote {
 
     async fn user_data(&self, id: &InstanceId) -> Option<Vec<u8>> {
         let (_, pid) = self.place.pids(id);
-        // Through the VM's own root directory.
+        // Read through the VM's own root directory.
         fs::read(format!("/proc/{pid}/root/media/cidata/user-data")).ok()
     }
 

@@ -1,4 +1,4 @@
-//! What a local VM is. Real namespaces; needs root.
+//! Tests the properties of a local VM. Real namespaces; needs root.
 
 use super::common;
 use std::fs;
@@ -10,7 +10,7 @@ use nix::mount::{MsFlags, mount};
 use peerpod_provider_api::{CreateRequest, Error, OwnedState, Provider};
 use peerpod_provider_local::LocalProvider;
 
-/// A guest that looks around, and says what it sees on its console.
+/// Guest that inspects its environment and writes the result to its console.
 const CURIOUS: &str = r#"
 cd /
 echo "pid=$$ hostname=$(cat /proc/sys/kernel/hostname)"
@@ -77,7 +77,7 @@ fn node_and_vms_reach_each_other_in_both_families() {
     for address in first_addresses.iter().chain(&second_addresses) {
         reaches(*address);
     }
-    // And from inside the first VM: the node and the other VM.
+    // From inside the first VM: the node and the other VM.
     let (_, pid) = place.pids(&first);
     let namespace = format!("/proc/{pid}/ns/net");
     let targets: Vec<IpAddr> = node.into_iter().chain(second_addresses).collect();
@@ -94,8 +94,6 @@ fn node_and_vms_reach_each_other_in_both_families() {
     place.assert_clean();
 }
 
-/// Not a test of its own: the node that the next test kills.
-/// Not a test of its own either: makes and deletes VMs until it is killed.
 #[test]
 fn what_cannot_be_read_is_listed_and_can_be_deleted() {
     let place = Place::new(IDLE);
@@ -238,7 +236,7 @@ fn a_slow_boot_does_not_delay_the_answer() {
     let provider = LocalProvider::open(config).unwrap();
     let start = Instant::now();
     let (id, _) = create(&provider, 1);
-    // Told by their order, whatever the create took.
+    // Checked by the order of events, independent of the time that the create took.
     assert_eq!(console(&provider, &id), "");
     until("it has booted", || console(&provider, &id) == "booted\n");
     assert!(start.elapsed() >= Duration::from_secs(6), "{:?}", start.elapsed());
@@ -251,7 +249,7 @@ fn a_full_or_read_only_state_directory_fails_the_create_before_any_effect() {
     let place = Place::new(IDLE);
     let state = place.dir.join("state");
     fs::create_dir(&state).unwrap();
-    // Mounts of this thread and of what it starts only.
+    // Mounts of this thread and of its children only.
     let none: Option<&str> = None;
     nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNS).unwrap();
     mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none).unwrap();

@@ -1,4 +1,4 @@
-//! The local provider: VMs that are namespaces.
+//! Tests the local provider: VMs that are namespaces.
 
 #![allow(clippy::unwrap_used)] // test code outside of test functions
 

@@ -1,4 +1,4 @@
-//! The port as a scraper and a kubelet meet it.
+//! Tests of the port with the requests of a scraper and a kubelet.
 
 use prometheus_client::metrics::counter::Counter;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -67,7 +67,7 @@ async fn other_paths_and_methods_are_refused() {
     assert!(ask(address, "garbage\r\n\r\n").await.starts_with("HTTP/1.1 400"));
     let long = format!("GET /{} HTTP/1.1\r\n\r\n", "x".repeat(100_000));
     let mut stream = TcpStream::connect(address).await.unwrap();
-    // The other side may close while we still write.
+    // The other side may close during the write.
     let _written = stream.write_all(long.as_bytes()).await;
     assert!(get(address, "/healthz").await.starts_with("HTTP/1.1 200"));
 }

@@ -1,5 +1,5 @@
-//! Durations as people write them: `250ms`, `5s`, `2m`, `1h30m`. A number without a unit is refused: whether it
-//! was meant as seconds or minutes has cost others an outage.
+//! Parses and formats durations: `250ms`, `5s`, `2m`, `1h30m`. A number without a unit is refused: its confusion of
+//! seconds and minutes has caused outages elsewhere.
 
 use std::time::Duration;
 
@@ -8,13 +8,13 @@ use super::value::Bad;
 /// Units from long to short, in milliseconds.
 const UNITS: [(&str, u64); 5] = [("d", 86_400_000), ("h", 3_600_000), ("m", 60_000), ("s", 1_000), ("ms", 1)];
 
-/// Ten years; more is a slip of the finger, and sums with a clock must not overflow.
+/// Longest duration, ten years; more is a typo, and sums with a clock must not overflow.
 const LONGEST: Duration = Duration::from_secs(10 * 365 * 86_400);
 
-/// Reads a duration. Whole numbers with units `d h m s ms`, largest first or not, `0` alone is allowed.
+/// Parses a duration: whole numbers with units `d h m s ms`, in any order. `0` alone is allowed.
 ///
 /// # Errors
-/// Says what is wrong and what would do.
+/// Returns the reason and advice.
 pub fn parse_duration(text: &str) -> Result<Duration, Bad> {
     let text = text.trim();
     if text == "0" {
@@ -40,7 +40,7 @@ fn too_long() -> Bad {
     Bad::new("longer than ten years", "write a shorter one, like 15m")
 }
 
-/// A number and its unit, and what follows.
+/// Parses a number with its unit, and returns the rest.
 fn one_part(text: &str) -> Result<(Duration, &str), Bad> {
     let malformed = || Bad::new("not a duration", "write it like 250ms, 5s, 2m or 1h30m");
     let digits = text.bytes().take_while(u8::is_ascii_digit).count();
@@ -53,7 +53,7 @@ fn one_part(text: &str) -> Result<(Duration, &str), Bad> {
     Ok((Duration::from_millis(millis), rest))
 }
 
-/// The shortest text that [`parse_duration`] reads as the same duration (whole milliseconds).
+/// Returns the shortest text that [`parse_duration`] reads as the same duration (whole milliseconds).
 pub fn format_duration(duration: Duration) -> String {
     let mut millis = u64::try_from(duration.as_millis()).unwrap_or(u64::MAX);
     if millis == 0 {

@@ -1,22 +1,22 @@
 //! Finds the line of a dotted key in YAML text. The parser in use keeps no positions, and a mistake without a line
-//! makes a person search.
+//! takes time to find.
 //!
-//! Knows block sections, which is how people write settings. What stands in braces on one line is found by the line
-//! of the section around it. A hint only: nothing but the number in a message depends on it.
+//! It knows block sections, which is how people write settings. A key in braces on one line gets the line of the
+//! section around it. The result is a hint: only the number in a message depends on it.
 
-/// Where each key stands, in the file's order.
+/// Line of each key, in the order of the file.
 #[derive(Debug, Default)]
 pub(super) struct Lines {
     keys: Vec<(String, usize)>,
 }
 
 impl Lines {
-    /// Reads the text once.
+    /// Scans the text once.
     pub(super) fn scan(text: &str) -> Lines {
         let mut keys = Vec::new();
-        // The sections around the current line: their indentation and path.
+        // Sections around the current line: their indentation and path.
         let mut around: Vec<(usize, String)> = Vec::new();
-        // Inside a `|` or `>` text, until a line is indented no deeper than this.
+        // Indentation of the key of a `|` or `>` text, until a line is indented no deeper.
         let mut skip_deeper: Option<usize> = None;
         for (number, line) in text.lines().enumerate() {
             let indent = line.len() - line.trim_start_matches(' ').len();
@@ -45,7 +45,7 @@ impl Lines {
         Lines { keys }
     }
 
-    /// The line (from 1) of the key, else of the nearest section around it.
+    /// Returns the line (from 1) of the key, else of the nearest section around it.
     pub(super) fn find(&self, path: &str) -> Option<usize> {
         let mut path = path;
         loop {
@@ -56,13 +56,13 @@ impl Lines {
         }
     }
 
-    /// The lines of all occurrences of exactly this key.
+    /// Returns the lines of all occurrences of exactly this key.
     pub(super) fn all(&self, path: &str) -> Vec<usize> {
         self.keys.iter().filter(|(key, _)| key == path).map(|(_, line)| *line).collect()
     }
 }
 
-/// `key: value` split at the colon that ends the key.
+/// Splits `key: value` at the colon that ends the key.
 fn split_key(line: &str) -> Option<(&str, &str)> {
     if let Some(quote @ ('"' | '\'')) = line.chars().next() {
         let end = line[1..].find(quote)? + 1;

@@ -1,20 +1,20 @@
-//! One mistake in the configuration, and all of them.
+//! Mistakes in the configuration.
 
 use std::fmt;
 
-/// The longest value a mistake repeats, in characters; the rest is cut off.
+/// Longest repeated value, in characters; the rest is cut off.
 const SHOWN: usize = 120;
 
-/// One thing that is wrong: `where = value: why; what would do`.
+/// One mistake: `where = value: why; advice`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mistake {
-    /// Layer and line, to tell the mistakes in the order a person looks for them.
+    /// Layer and line, to sort the mistakes in reading order.
     pub(super) order: (u8, usize),
-    /// Where: `file:line: key`, the variable's name, or the flag.
+    /// Place: `file:line: key`, the variable's name, or the flag.
     pub place: String,
-    /// What stood there; none for a secret, for what is missing, and for keys nobody knows (they may be secrets).
+    /// The given value; `None` for a secret, a missing key and an unknown key (which may be a secret).
     pub value: Option<String>,
-    /// Why it cannot be used, and what would do.
+    /// Reason why it cannot be used, and advice.
     pub why: String,
 }
 
@@ -28,17 +28,17 @@ impl fmt::Display for Mistake {
     }
 }
 
-/// Every mistake that was found, in the order file, environment, flags.
+/// Every mistake found, in the order file, environment, flags.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Mistakes(pub Vec<Mistake>);
 
 impl Mistakes {
-    /// How many there are.
+    /// Returns the number of mistakes.
     pub fn len(&self) -> usize {
         self.0.len()
     }
 
-    /// Whether nothing is wrong.
+    /// Whether there is no mistake.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
@@ -59,7 +59,7 @@ impl fmt::Display for Mistakes {
 
 impl std::error::Error for Mistakes {}
 
-/// A value as a mistake shows it: one line, bounded, control characters escaped.
+/// Formats a value for a mistake: one line, limited, control characters escaped.
 pub(super) fn shown(value: &str) -> String {
     let mut out = String::new();
     for (n, c) in value.chars().enumerate() {

@@ -1,4 +1,4 @@
-//! The file's content as a tree that keeps what a map would lose: the order and keys that stand there twice.
+//! Content of the file as a tree that keeps the order and repeated keys, which a map would lose.
 
 use std::fmt;
 
@@ -6,10 +6,10 @@ use serde::de::{self, Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
 
 use super::value::Bad;
 
-/// A value as a layer gave it. The environment and flags give [`Node::Text`] only.
+/// A value of one layer. The environment and flags give [`Node::Text`] only.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Node {
-    /// Nothing after the colon, or an empty text: as if the key was not there.
+    /// No value after the colon, or an empty text: equal to an absent key.
     Null,
     /// `true` or `false` without quotes.
     Bool(bool),
@@ -19,12 +19,12 @@ pub enum Node {
     Text(String),
     /// A list.
     List(Vec<Node>),
-    /// A section, in the file's order; a key may stand in it twice until that was reported.
+    /// A section, in the order of the file; a key may be repeated until that is reported.
     Map(Vec<(String, Node)>),
 }
 
 impl Node {
-    /// The text of a single value that is not itself meant as text: `4789` and `"4789"` are the same.
+    /// Returns the text of a single value that is not necessarily text: `4789` and `"4789"` are the same.
     pub fn scalar(&self) -> Result<String, Bad> {
         match self {
             Node::Bool(b) => Ok(b.to_string()),
@@ -36,7 +36,7 @@ impl Node {
         }
     }
 
-    /// Text that is kept as it stands. Numbers and booleans are refused: `1.10` would have become `1.1`.
+    /// Returns text unchanged. Numbers and booleans are refused: `1.10` would have become `1.1`.
     pub fn text(&self) -> Result<String, Bad> {
         match self {
             Node::Number(_) => Err(Bad::new("a number where text is expected", "put it in quotes")),
@@ -45,7 +45,7 @@ impl Node {
         }
     }
 
-    /// The value in one line, for a mistake. Never call it for a secret.
+    /// Returns the value in one line, for a mistake. Never call it for a secret.
     pub(super) fn line(&self) -> String {
         match self {
             Node::Null => String::new(),
@@ -58,7 +58,7 @@ impl Node {
         }
     }
 
-    /// The node at a dotted path, if every step to it is a section.
+    /// Returns the node at a dotted path, if every step to it is a section.
     pub(super) fn at(&self, path: &str) -> Option<&Node> {
         path.split('.').try_fold(self, |node, step| match node {
             Node::Map(entries) => entries.iter().find(|(key, _)| key == step).map(|(_, child)| child),
@@ -67,7 +67,7 @@ impl Node {
     }
 }
 
-/// Parses the file's text. An empty file is an empty section.
+/// Parses the text of the file. An empty file is an empty section.
 pub(super) fn parse(text: &str) -> Result<Node, serde_yaml::Error> {
     match serde_yaml::from_str::<Option<Node>>(text)? {
         None | Some(Node::Null) => Ok(Node::Map(Vec::new())),
@@ -75,7 +75,7 @@ pub(super) fn parse(text: &str) -> Result<Node, serde_yaml::Error> {
     }
 }
 
-/// Removes repeated keys, the first one stays, and returns the dotted path of each removed one.
+/// Removes repeated keys, except the first, and adds the dotted path of each removed one to `found`.
 pub(super) fn take_repeated(node: &mut Node, path: &str, found: &mut Vec<String>) {
     let Node::Map(entries) = node else { return };
     let mut seen = std::collections::HashSet::new();
@@ -91,7 +91,7 @@ pub(super) fn take_repeated(node: &mut Node, path: &str, found: &mut Vec<String>
     }
 }
 
-/// A key below a path.
+/// Joins a path and a key.
 pub(super) fn join(path: &str, key: &str) -> String {
     if path.is_empty() { key.to_owned() } else { format!("{path}.{key}") }
 }
@@ -155,7 +155,7 @@ impl<'de> Visitor<'de> for NodeVisitor {
                 Node::Number(t) | Node::Text(t) => t,
                 _ => return Err(de::Error::custom("a key must be text")),
             };
-            // Charts write `key: ""` for a value that is not given; an empty variable is unset, too.
+            // Charts write `key: ""` for an absent value; an empty variable is unset, too.
             let value = if value == Node::Text(String::new()) { Node::Null } else { value };
             entries.push((key, value));
         }

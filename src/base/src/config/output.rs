@@ -1,4 +1,4 @@
-//! What was asked, as a JSON Schema, as a printed configuration, and as help.
+//! Prints the requested settings as a JSON Schema, as a configuration, and as help.
 
 use std::fmt::Write;
 
@@ -7,7 +7,7 @@ use serde_json::{Map, Value, json};
 use super::reader::{Origin, Setting};
 use super::sources::env_name;
 
-/// JSON Schema (2020-12) of a file with these settings.
+/// Returns the JSON Schema (2020-12) of a file with these settings.
 pub fn schema(settings: &[Setting]) -> Value {
     let mut root = section();
     for setting in settings {
@@ -36,7 +36,7 @@ pub fn schema(settings: &[Setting]) -> Value {
     root
 }
 
-/// A section that allows nothing but what is put into it. May be empty in the file.
+/// Schema of a section that allows only its own properties. The section may be empty in the file.
 fn section() -> Value {
     json!({"type": ["object", "null"], "additionalProperties": false, "properties": {}})
 }
@@ -53,8 +53,8 @@ fn leaf(setting: &Setting) -> Value {
     Value::Object(leaf)
 }
 
-/// The effective values as a configuration file, each with its origin. What is not set and what is secret is a
-/// comment, so that the text can be read again.
+/// Prints the effective values as a configuration file, each with its origin. Unset and secret values are comments, so
+/// that the text can be read again.
 pub fn print(settings: &[Setting]) -> String {
     let mut out = String::new();
     let mut around: Vec<&str> = Vec::new();
@@ -79,7 +79,7 @@ pub fn print(settings: &[Setting]) -> String {
     out
 }
 
-/// Every setting with its flag, variable, default and meaning; no values.
+/// Prints every setting with its flag, variable, default and meaning, without values.
 pub fn help(settings: &[Setting]) -> String {
     let mut out = String::new();
     for setting in settings {
@@ -99,7 +99,7 @@ pub fn help(settings: &[Setting]) -> String {
 }
 
 impl Setting {
-    /// Whether a layer gave it, as opposed to the default.
+    /// Whether a layer gave the value, as opposed to the default.
     pub fn is_given(&self) -> bool {
         self.origin != Origin::Default
     }

@@ -1,4 +1,4 @@
-//! Reads settings from the layers and remembers what was asked.
+//! Reads settings from the layers and records the requested keys.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -15,15 +15,15 @@ use super::sources::{Sources, env_name};
 use super::unknown;
 use super::value::{Bad, Value};
 
-/// The largest file that is read. A real one has a few kilobytes.
+/// Largest accepted file, in bytes. A real one has a few kilobytes.
 const MAX_FILE: u64 = 256 * 1024;
 
-/// Where an effective value comes from.
+/// Origin of an effective value.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Origin {
-    /// Nobody gave one.
+    /// No layer gave one.
     Default,
-    /// The file, at this line where it was found.
+    /// The file, and the line of the key if it was found.
     File(PathBuf, Option<usize>),
     /// The variable of this name.
     Env(String),
@@ -42,25 +42,25 @@ impl fmt::Display for Origin {
     }
 }
 
-/// A setting that somebody asked for.
+/// A requested setting.
 #[derive(Clone, Debug)]
 pub struct Setting {
-    /// Dotted, like `node.ticket-ttl`.
+    /// Dotted key, like `node.ticket-ttl`.
     pub key: String,
-    /// What it is for, one sentence.
+    /// Purpose, in one sentence.
     pub help: String,
-    /// The default as text; none when there is no default.
+    /// Default as text; `None` if there is no default.
     pub default: Option<String>,
-    /// Whether there must be a value.
+    /// Whether a value must be given.
     pub required: bool,
     /// JSON Schema of the value.
     pub schema: serde_json::Value,
-    /// The effective value; `"(set)"` for a secret, null when there is none.
+    /// Effective value; `"(set)"` for a secret, null if there is none.
     pub value: serde_json::Value,
-    /// Where the effective value comes from.
+    /// Origin of the effective value.
     pub origin: Origin,
     pub(super) secret: bool,
-    /// The default in the form that values have; null when there is none to be shown.
+    /// The default in the form of a value; null if none can be shown.
     pub(super) default_shown: serde_json::Value,
 }
 
@@ -74,8 +74,8 @@ impl fmt::Display for Printed {
     }
 }
 
-/// Answers for settings. Mistakes do not stop it: it notes them, answers with the default, and [`Reader::finish`] tells
-/// them all. Nothing may be started before that.
+/// Returns the values of settings. On a mistake it records the mistake and returns the default; [`Reader::finish`]
+/// reports all mistakes. Nothing may be started before that.
 #[derive(Debug)]
 pub struct Reader {
     pub(super) sources: Sources,
@@ -86,16 +86,16 @@ pub struct Reader {
     pub(super) asked: BTreeMap<String, Setting>,
     pub(super) left: Vec<String>,
     pub(super) mistakes: Vec<Mistake>,
-    /// The file is not YAML: what it would have said is unknown, so nothing is called missing.
+    /// The file is not YAML. Its content is unknown, so no key is reported as missing.
     broken: bool,
 }
 
 impl Reader {
-    /// Reads the layers. `mine` are the top-level sections that are read here, `others` those of other binaries that
-    /// share the file, whose keys are not looked at.
+    /// Reads the layers. `mine` are the top-level sections read here. `others` are those of other binaries that share
+    /// the file; their keys are not checked.
     ///
     /// # Errors
-    /// The file cannot be read at all. A file that can be read and is not YAML is told by [`Reader::finish`] with
+    /// Fails if the file cannot be read at all. [`Reader::finish`] reports a readable file that is not YAML, with
     /// everything else.
     pub fn load(sources: Sources, mine: &[&str], others: &[&str]) -> Result<Reader, Mistakes> {
         let text = match &sources.file {
@@ -147,10 +147,10 @@ impl Reader {
         self.tree = tree;
     }
 
-    /// A setting with a default, which is written as a person would write it.
+    /// Returns a setting with a default, which is written as in the file.
     ///
     /// # Panics
-    /// When the default itself is none: a slip in our own code, which the first test that reads the key meets.
+    /// Panics if the default itself is invalid: a bug, which the first test that reads the key finds.
     pub fn get<T: Value>(&mut self, key: &str, default: &str, help: &str) -> T {
         let found = self.ask::<T>(key, Some(default), false, help);
         found.unwrap_or_else(|| match T::read(&Node::Text(default.to_owned())) {
@@ -159,12 +159,12 @@ impl Reader {
         })
     }
 
-    /// A setting that may be absent.
+    /// Returns a setting that may be absent.
     pub fn optional<T: Value>(&mut self, key: &str, help: &str) -> Option<T> {
         self.ask(key, None, false, help)
     }
 
-    /// A setting that must be given; `None` was noted as a mistake.
+    /// Returns a setting that must be given; `None` is recorded as a mistake.
     pub fn required<T: Value>(&mut self, key: &str, help: &str) -> Option<T> {
         let found = self.ask(key, None, true, help);
         let missing = found.is_none() && !self.is_set(key) && !self.broken;
@@ -175,7 +175,7 @@ impl Reader {
         found
     }
 
-    /// A setting that is one of a few words.
+    /// Returns a setting with a fixed set of values.
     pub fn choice(&mut self, key: &str, default: &str, allowed: &[&str], help: &str) -> String {
         let value: String = self.get(key, default, help);
         if let Some(setting) = self.asked.get_mut(key) {
@@ -188,12 +188,12 @@ impl Reader {
         default.to_owned()
     }
 
-    /// The reader seen from a section.
+    /// Returns a view of the reader on one section.
     pub fn section(&mut self, prefix: &str) -> Section<'_> {
         Section { reader: self, prefix: prefix.to_owned() }
     }
 
-    /// Keys below this are known but not wanted now, like the settings of a provider that was not chosen.
+    /// Accepts keys below this prefix without reading them, like the settings of a provider that was not chosen.
     pub fn leave(&mut self, prefix: &str) {
         self.left.push(prefix.to_owned());
     }
@@ -203,8 +203,8 @@ impl Reader {
         !self.layers(key).is_empty()
     }
 
-    /// Notes that the value of a key cannot be used, for reasons only the caller knows: a contradiction, a limit. `why`
-    /// ends with what would do: `"shorter than node.lease; make it longer"`.
+    /// Records that the value of a key cannot be used, for reasons that only the caller knows: a contradiction, a
+    /// limit. `why` ends with advice: `"shorter than node.lease; make it longer"`.
     pub fn mistake(&mut self, key: &str, why: impl Into<String>) {
         let secret = self.asked.get(key).is_none_or(|setting| setting.secret);
         let (place, value, order) = match self.layers(key).pop() {
@@ -220,15 +220,15 @@ impl Reader {
         self.note(order, place, value, why.into());
     }
 
-    /// What was asked so far, by key.
+    /// Returns the settings requested so far, by key.
     pub fn asked(&self) -> Vec<Setting> {
         self.asked.values().cloned().collect()
     }
 
-    /// Tells whether the configuration can be used; unknown keys are found here, so everything must have been asked.
+    /// Checks the whole configuration. Unknown keys are found here, so every key must have been requested before.
     ///
     /// # Errors
-    /// Every mistake of all layers.
+    /// Returns every mistake of all layers.
     pub fn finish(mut self) -> Result<Printed, Mistakes> {
         unknown::find(&mut self);
         if self.mistakes.is_empty() {
@@ -238,7 +238,7 @@ impl Reader {
         Err(Mistakes(self.mistakes))
     }
 
-    /// Reads the key in every layer, so that a mistake in a lower one is told even though a higher one counts.
+    /// Reads the key in every layer, so that a mistake in a lower layer is reported although a higher one counts.
     fn ask<T: Value>(&mut self, key: &str, default: Option<&str>, required: bool, help: &str) -> Option<T> {
         let mut value = None;
         let mut origin = Origin::Default;
@@ -274,7 +274,7 @@ impl Reader {
         value
     }
 
-    /// What each layer gives for a key, lowest first.
+    /// Returns the value of each layer for a key, lowest first.
     fn layers(&self, key: &str) -> Vec<(Node, Origin)> {
         let mut found = Vec::new();
         if let (Some(path), Some(node)) = (&self.sources.file, self.tree.at(key))
@@ -295,13 +295,13 @@ impl Reader {
 
     pub(super) fn note(&mut self, order: (u8, usize), place: String, value: Option<String>, why: String) {
         let mistake = Mistake { order, place, value, why };
-        // Two parts may ask for the same key; a person wants to be told once.
+        // Two components may request the same key; its mistake is reported once.
         if !self.mistakes.contains(&mistake) {
             self.mistakes.push(mistake);
         }
     }
 
-    /// Notes a mistake about the file, at a key if there is one.
+    /// Records a mistake about the file, at a key if there is one.
     pub(super) fn note_file(&mut self, key: &str, line: Option<usize>, why: String) {
         let path = self.sources.file.clone().unwrap_or_default();
         let origin = Origin::File(path, line.or_else(|| self.lines.find(key)));
@@ -309,12 +309,12 @@ impl Reader {
     }
 }
 
-/// The default in the form that effective values have.
+/// Returns the default in the form of effective values.
 fn default_shown<T: Value>(text: &str) -> serde_json::Value {
     T::read(&Node::Text(text.to_owned())).map_or(serde_json::Value::Null, |value| value.show())
 }
 
-/// Where a value stands, as a mistake says it.
+/// Returns the place of a value, as a mistake shows it.
 fn place(origin: &Origin, key: &str) -> String {
     match origin {
         Origin::File(..) if key.is_empty() => origin.to_string(),
@@ -333,10 +333,10 @@ fn order(origin: &Origin) -> (u8, usize) {
     }
 }
 
-/// The file's text, or why there is none and what would do.
+/// Returns the text of the file, or the reason why it cannot be read, with advice.
 fn read_file(path: &Path) -> Result<String, String> {
     let cannot = |why: std::io::Error| format!("cannot be read: {why}; give it with --config or create it");
-    // Looked at before it is opened: opening a pipe would wait for ever.
+    // Checked before the open: opening a pipe would block for ever.
     if !std::fs::metadata(path).map_err(cannot)?.is_file() {
         return Err("not a file; name a YAML file".to_owned());
     }

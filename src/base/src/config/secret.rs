@@ -1,21 +1,20 @@
-//! A value that can be used but not shown.
+//! Credential that can be used but not shown.
 
 use std::fmt;
 
 use secrecy::{ExposeSecret, SecretString};
 
-/// A credential. Debug, Display, the printed configuration and mistakes say `(set)` and nothing else; the memory is
-/// wiped when it is dropped.
+/// A credential. Debug, Display, the printed configuration and mistakes show only `(set)`. Its memory is wiped on drop.
 #[derive(Clone)]
 pub struct Secret(SecretString);
 
 impl Secret {
-    /// Takes a credential over.
+    /// Wraps a credential.
     pub fn new(text: String) -> Secret {
         Secret(SecretString::from(text))
     }
 
-    /// The credential itself, for the one call that needs it. Do not keep what it returns.
+    /// Returns the credential, for the one call that needs it. Do not keep the result.
     pub fn expose(&self) -> &str {
         self.0.expose_secret()
     }

@@ -1,4 +1,4 @@
-//! A reader seen from one section, for parts that do not know where they are mounted.
+//! View of a reader on one section, for components that do not know the section's path.
 
 use super::reader::Reader;
 use super::value::Value;

@@ -1,32 +1,32 @@
-//! The layers a configuration comes from, before anybody reads them.
+//! Collects the layers of a configuration before they are read.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-/// Read when it exists and no other file is named.
+/// Default file, read if it exists and no other file is named.
 pub const DEFAULT_FILE: &str = "/etc/peerpod/peerpod.yaml";
 
-/// Names the file, like `--config`.
+/// Variable that names the file, like `--config`.
 pub(super) const FILE_VARIABLE: &str = "PEERPOD_CONFIG";
 
-/// Start of every variable's name.
+/// Prefix of every variable.
 pub(super) const PREFIX: &str = "PEERPOD_";
 
 /// The layers, lowest first.
 #[derive(Clone, Debug, Default)]
 pub struct Sources {
-    /// The YAML file; none is an empty one.
+    /// The YAML file; `None` is an empty one.
     pub file: Option<PathBuf>,
-    /// The environment. Only names that begin with `PEERPOD_` are looked at; an empty value is no value.
+    /// The environment. Only names that begin with `PEERPOD_` count; an empty value is no value.
     pub env: BTreeMap<String, String>,
-    /// Flags as key and value, `("node.lease", "5m")`; the last of one name counts. A key that still has its dashes
-    /// was given without a value.
+    /// Flags as key and value, `("node.lease", "5m")`; the last of one name counts. A key that still has its dashes was
+    /// given without a value.
     pub flags: Vec<(String, String)>,
 }
 
 impl Sources {
-    /// Understands `--config PATH` and `--section.key VALUE`, each also with `=`. What it does not understand is kept
-    /// and reported by the reader together with all other mistakes. `args` is without the program's name.
+    /// Parses `--config PATH` and `--section.key VALUE`, each also with `=`. Other arguments are kept, and the reader
+    /// reports them with all other mistakes. `args` excludes the program's name.
     pub fn from_process(
         args: impl IntoIterator<Item = String>,
         env: impl IntoIterator<Item = (String, String)>,
@@ -43,7 +43,7 @@ impl Sources {
         Sources { file, env, flags }
     }
 
-    /// The same from this process's own arguments and environment.
+    /// Reads this process's own arguments and environment in the same way.
     pub fn of_this_process() -> Sources {
         let args = std::env::args_os().skip(1).map(|arg| arg.to_string_lossy().into_owned());
         let env = std::env::vars_os()
@@ -52,7 +52,7 @@ impl Sources {
     }
 }
 
-/// Pairs of flag and value. An argument that is no flag becomes a key of its own, which nobody knows.
+/// Splits arguments into pairs of flag and value. An argument that is no flag becomes an unknown key of its own.
 fn split_flags(args: impl IntoIterator<Item = String>) -> Vec<(String, String)> {
     let mut flags = Vec::new();
     let mut args = args.into_iter().peekable();
@@ -72,7 +72,7 @@ fn split_flags(args: impl IntoIterator<Item = String>) -> Vec<(String, String)> 
     flags
 }
 
-/// The variable of a key: `node.ticket-ttl` is `PEERPOD_NODE_TICKET_TTL`.
+/// Returns the variable of a key: `node.ticket-ttl` is `PEERPOD_NODE_TICKET_TTL`.
 pub fn env_name(key: &str) -> String {
     format!("{PREFIX}{}", key.to_ascii_uppercase().replace(['.', '-'], "_"))
 }

@@ -1,9 +1,9 @@
-//! "Did you mean": the known name nearest to one that nobody knows.
+//! "Did you mean": finds the known name nearest to an unknown one.
 
-/// Longer names are not compared: the work is quadratic.
+/// Longest compared name in bytes: the work is quadratic.
 const LONGEST: usize = 96;
 
-/// The candidate that differs least from `name`, if it is near enough to be what was meant.
+/// Returns the candidate with the smallest distance from `name`, if it is near enough for a likely typo.
 pub(super) fn nearest<'a>(name: &str, candidates: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     if name.len() > LONGEST {
         return None;
@@ -18,7 +18,7 @@ pub(super) fn nearest<'a>(name: &str, candidates: impl IntoIterator<Item = &'a s
         .map(|(_, candidate)| candidate)
 }
 
-/// Insertions, removals, replacements and swaps of neighbours that turn one into the other.
+/// Counts the insertions, removals, replacements and swaps of neighbours that turn one into the other.
 fn distance(a: &[u8], b: &[u8]) -> usize {
     let mut before: Vec<usize> = Vec::new();
     let mut last: Vec<usize> = (0..=b.len()).collect();

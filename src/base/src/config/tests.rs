@@ -1,4 +1,4 @@
-//! The configuration as a person meets it: files, variables, flags, and what is said about them.
+//! Tests of the configuration: files, variables, flags, and the reported mistakes.
 
 use std::fs;
 use std::path::PathBuf;
@@ -9,7 +9,7 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// A file that is removed with the value.
+/// A file that is removed on drop.
 struct Temp(PathBuf);
 
 impl Temp {
@@ -39,7 +39,7 @@ fn reader(file: Option<&Temp>, env: &[(&str, &str)], flags: &[(&str, &str)]) -> 
     Reader::load(sources, &["node", "tunnel", "provider"], &["relay"]).unwrap()
 }
 
-/// Asks as the node would.
+/// Requests settings as the node does.
 fn ask(reader: &mut Reader) -> (Duration, u16, Vec<String>, Option<Secret>) {
     (
         reader.get("node.lease", "15m", "silence after which a VM powers off"),

@@ -1,4 +1,4 @@
-//! Finds what was given and nobody asked for: a misspelled key that is silently ignored is worse than a bad value.
+//! Finds given keys that no component requested: a misspelled key that is silently ignored is worse than a bad value.
 //!
 //! Values are never shown here: an unknown key may be a misspelled secret.
 
@@ -7,10 +7,10 @@ use super::reader::Reader;
 use super::sources::{FILE_VARIABLE, PREFIX, env_name};
 use super::suggest::nearest;
 
-/// Variables with our prefix that are no settings: tests and benches use them to steer themselves.
+/// Variables with the project's prefix that are no settings: tests and benches use them.
 const NOT_SETTINGS: [&str; 3] = ["PEERPOD_TEST_", "PEERPOD_BENCH_", "PEERPOD_DEMO_"];
 
-/// Notes a mistake for everything in any layer that is not known.
+/// Records a mistake for every unknown key of any layer.
 pub(super) fn find(reader: &mut Reader) {
     let tree = std::mem::replace(&mut reader.tree, Node::Null);
     if let Node::Map(sections) = &tree {
@@ -102,7 +102,7 @@ fn is_left(reader: &Reader, path: &str) -> bool {
         .any(|left| path.strip_prefix(left).is_some_and(|rest| rest.is_empty() || rest.starts_with('.')))
 }
 
-/// Why a key is unknown, with the known key that was probably meant.
+/// Returns the reason why a key is unknown, with the known key that was probably meant.
 fn unknown_key(reader: &Reader, path: &str) -> String {
     if !path.contains('.') {
         let sections = reader.mine.iter().chain(&reader.others).map(String::as_str);
@@ -110,7 +110,7 @@ fn unknown_key(reader: &Reader, path: &str) -> String {
     }
     let known = || reader.asked.keys().map(String::as_str);
     let leaf = |key: &str| key.rsplit('.').next().map(str::to_owned);
-    // The right name in the wrong section is as likely as a slip of the finger.
+    // The right name in the wrong section is as likely as a typo.
     let meant = nearest(path, known()).or_else(|| known().find(|key| leaf(key) == leaf(path)));
     advice("unknown key", meant, "remove it, or see `peerpod config schema`")
 }
@@ -122,8 +122,8 @@ fn advice(what: &str, meant: Option<&str>, otherwise: &str) -> String {
     }
 }
 
-/// Kubernetes puts variables for every Service of the namespace into each container; one called `peerpod-…` gives
-/// `PEERPOD_…_SERVICE_HOST`, `…_PORT=tcp://…` and so on.
+/// Whether a variable comes from Kubernetes, which sets variables for every Service of the namespace in each container.
+/// A Service called `peerpod-…` gives `PEERPOD_…_SERVICE_HOST`, `…_PORT=tcp://…` and so on.
 fn is_service_link(name: &str, value: &str) -> bool {
     let docker = name.rsplit_once("_PORT_").is_some_and(|(_, rest)| {
         rest.split_once('_').is_some_and(|(port, rest)| {

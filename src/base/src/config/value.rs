@@ -1,4 +1,4 @@
-//! What a setting can be, and how each kind is read, shown and described.
+//! Types of settings: how each is read, shown and described.
 
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
@@ -11,7 +11,7 @@ use super::duration::{format_duration, parse_duration};
 use super::node::Node;
 use super::secret::Secret;
 
-/// Why a value cannot be used, and what would do instead. Must not repeat the value: it may be a secret.
+/// Reason why a value cannot be used, and advice. It must not repeat the value, which may be a secret.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Bad {
     why: String,
@@ -19,7 +19,7 @@ pub struct Bad {
 }
 
 impl Bad {
-    /// Both halves in lower case, without a full stop.
+    /// Takes reason and advice in lower case, without a full stop.
     pub fn new(why: &str, instead: &str) -> Bad {
         Bad { why: why.to_owned(), instead: instead.to_owned() }
     }
@@ -31,21 +31,21 @@ impl fmt::Display for Bad {
     }
 }
 
-/// A kind of setting.
+/// Type of a setting.
 pub trait Value: Sized {
     /// Whether the value must never be shown.
     const SECRET: bool = false;
 
-    /// Reads what a layer gave.
+    /// Reads the value of one layer.
     ///
     /// # Errors
-    /// Why it is none, and what would do, without repeating it.
+    /// Returns the reason why the value is invalid and advice, without repeating it.
     fn read(node: &Node) -> Result<Self, Bad>;
 
-    /// The value as `config print` shows it, in a form that [`Value::read`] takes again.
+    /// Returns the value as `config print` shows it, in a form that [`Value::read`] accepts.
     fn show(&self) -> serde_json::Value;
 
-    /// The JSON Schema of the value.
+    /// Returns the JSON Schema of the value.
     fn schema() -> serde_json::Value;
 }
 

@@ -1,4 +1,4 @@
-//! Ends of processes. Signals are sent to a child, which is this test program run again with one test.
+//! Tests of process ends. Signals are sent to a child, which is this test program run with one test.
 
 use std::io::{BufRead, BufReader, Lines};
 use std::process::{Child, ChildStdout, Command, Stdio};
@@ -48,7 +48,7 @@ async fn a_drain_with_nothing_under_way_ends_at_once() {
     assert_eq!(Drain::new().drain(Duration::ZERO).await, Ok(()));
 }
 
-/// Not a test of its own: what the child does.
+/// Runs in the child; it is not a test of its own.
 #[tokio::test]
 #[ignore = "role: started by the tests that send signals"]
 async fn child_that_gets_signals() {

@@ -1,4 +1,4 @@
-//! What ends up on stderr. Logging is set up once per process, so a child does it: this test program run again.
+//! Tests of the output on stderr. Logging is set up once per process, so each test runs this test program as a child.
 
 use std::process::Command;
 
@@ -27,7 +27,7 @@ fn levels_that_are_none_are_refused() {
     assert!(config("xml", "info").unwrap_err().contains("write one of text, json"));
 }
 
-/// Not a test of its own: what the child does.
+/// Runs in the child; it is not a test of its own.
 #[test]
 #[ignore = "role: started by the tests of what a line carries"]
 fn child_that_logs() {

@@ -1,7 +1,8 @@
-//! Keeps the CA in a Secret and its public half where those look who are to trust it.
+//! Maintains the CA in a Secret and publishes its certificates where clients read them.
 //!
-//! Any number of processes do this beside each other: a Secret is created once, and changed only by whoever has its
-//! newest version; who was second reads again. May touch: that Secret, and what [`Published`] names.
+//! Any number of processes may do this at once: the Secret is created once, and a change succeeds only with the
+//! Secret's newest version. A process that was second reads again. May touch: that Secret, and the object named by
+//! [`Published`].
 
 use std::{
     collections::BTreeMap,
@@ -28,35 +29,35 @@ use tracing::{info, warn};
 
 use super::{Policy, Signer, State};
 
-/// The key in the Secret's data.
+/// Key in the Secret's data.
 const STATE: &str = "authority.json";
-/// The key in the Secret and in the ConfigMap, for people and for mounts.
+/// Key in the Secret and in the ConfigMap, for people and for mounts.
 pub const BUNDLE: &str = "ca.crt";
-/// Who applies the ConfigMap.
+/// Field manager of the ConfigMap.
 const MANAGER: &str = "peerpod-authority";
-/// How often the Secret is read, at the most rarely; also bounded by the time others have to follow.
+/// Longest interval between reads of the Secret; the settle time of the policy also limits it.
 const EVERY: Duration = Duration::from_secs(10);
-/// Somebody else was first so often in a row: then at the next look.
+/// Attempts against concurrent writers before the next interval.
 const TRIES: usize = 5;
 
-/// Why the CA is not kept.
+/// Reasons why the CA is not maintained.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The API server.
+    /// The API server failed.
     #[error(transparent)]
     Api(#[from] client::Error),
-    /// The CA itself.
+    /// The CA itself failed.
     #[error(transparent)]
     Authority(#[from] super::Error),
-    /// Where it is to be published there is nothing.
+    /// The object to publish the CA in does not exist.
     #[error("{0}")]
     Unpublished(String),
-    /// Others were first each time.
+    /// Other writers were first each time.
     #[error("Secret {0} is changed all the time by others; looking again later")]
     Busy(String),
 }
 
-/// Where those look who are to trust the CA.
+/// Object in which clients find the CA.
 #[derive(Clone, Debug)]
 pub enum Published {
     /// A ConfigMap of this name, key `ca.crt`, which nodes mount.
@@ -74,26 +75,26 @@ impl fmt::Display for Published {
     }
 }
 
-/// What is to be kept where.
+/// Maintains one CA.
 pub struct Keeper {
-    /// The API server.
+    /// Client of the API server.
     pub client: Client,
-    /// Where the Secret is, and the ConfigMap.
+    /// Namespace of the Secret and the ConfigMap.
     pub namespace: String,
-    /// The Secret's name.
+    /// Name of the Secret.
     pub secret: String,
-    /// Where the CAs are published.
+    /// Object in which the CAs are published.
     pub published: Published,
-    /// How long things last.
+    /// Lifetimes.
     pub policy: Policy,
 }
 
 /// The CA as it was last read.
 pub struct Current {
     state: State,
-    /// Signs certificates now.
+    /// The CA that signs now.
     pub signer: Signer,
-    /// All that are to be trusted, PEM.
+    /// All CAs to be trusted, in PEM.
     pub bundle: String,
 }
 
@@ -103,11 +104,11 @@ impl fmt::Debug for Current {
     }
 }
 
-/// The CA for who uses it; `None` until it was read once.
+/// Receiver of the CA; `None` until its first read.
 pub type Authority = watch::Receiver<Option<Arc<Current>>>;
 
 impl Keeper {
-    /// Keeps it for ever. What goes wrong is said when it begins; what was read stays in use meanwhile.
+    /// Maintains the CA for ever. Logs an error when it begins; the last CA read stays in use meanwhile.
     pub async fn run(self, current: watch::Sender<Option<Arc<Current>>>) {
         let every = EVERY.min(self.policy.settle / 4).max(Duration::from_millis(100));
         let mut said = String::new();
@@ -133,7 +134,8 @@ impl Keeper {
         }
     }
 
-    /// One look, and what time makes of what is there. The CA; and why it is not published, if it is not.
+    /// Runs one pass: reads the state, applies the passage of time, publishes. Returns the CA, and the error if it is
+    /// not published.
     async fn look(
         &self,
         before: Option<&Current>,
@@ -143,7 +145,7 @@ impl Keeper {
         let bundle = state.bundle(&self.policy, now);
         let unpublished = match self.publish(&bundle).await {
             Ok(()) => {
-                // Only what was in what we published: another process may have added one since.
+                // Only if the bundle is still the published one: another process may have added a CA since.
                 let same =
                     |state: &mut State| Ok(state.bundle(&self.policy, now) == bundle && state.published(now));
                 state = self.settle(Some(&self.current(state, now)?), now, same).await?;
@@ -159,8 +161,8 @@ impl Keeper {
         Ok(Current { state, signer, bundle })
     }
 
-    /// Reads, changes, writes; again where somebody else was first. A Secret that somebody deleted comes back with what we
-    /// remember, for those who trust it still do.
+    /// Reads, changes and writes the state; repeats when another writer was first. A deleted Secret is restored from
+    /// memory, because clients still trust the CA.
     async fn settle(
         &self,
         before: Option<&Current>,
@@ -187,7 +189,7 @@ impl Keeper {
             data.insert(STATE.to_owned(), ByteString(state.write()?.to_vec()));
             data.insert(BUNDLE.to_owned(), ByteString(bundle.into_bytes()));
             let post = PostParams::default();
-            // With the version that was read, so that only its successor is written.
+            // The Secret contains the version that was read, so only its direct successor is written.
             let written = match found {
                 Some(_) => within(what("change"), secrets.replace(&self.secret, &post, &secret)).await,
                 None => within(what("create"), secrets.create(&post, &secret)).await,
@@ -262,7 +264,7 @@ impl Keeper {
         if steps.is_empty() {
             return Ok(());
         }
-        // Nobody's newer bundle is overwritten by ours.
+        // A newer bundle of another process is never overwritten.
         steps.insert(0, json!({"op": "test", "path": "/metadata/resourceVersion", "value": found.metadata.resource_version}));
         let patch: kube::api::Patch<()> = Patch::Json(
             serde_json::from_value(json!(steps))

@@ -1,4 +1,5 @@
-//! A server's certificate from a CA of ours: a key of this process alone, in memory only, made again in time.
+//! Serves a certificate of the project's own CA ([`crate::authority`]): makes a key that only this process has, in
+//! memory alone, and renews the certificate in time.
 
 use std::{
     sync::Arc,
@@ -16,12 +17,12 @@ use tracing::{info, warn};
 
 use super::keeper::{Authority, Current};
 
-/// After something that did not work.
+/// Delay after a failure.
 const AGAIN: Duration = Duration::from_secs(5);
-/// Longer is not slept: a clock may have been set.
+/// Longest sleep, because the clock may be set meanwhile.
 const LOOK: Duration = Duration::from_secs(600);
 
-/// The certificate in use. Clones are the same.
+/// Certificate in use. Clones share it.
 #[derive(Clone, Debug)]
 pub struct Served {
     names: Arc<Vec<String>>,
@@ -31,13 +32,13 @@ pub struct Served {
 }
 
 impl Served {
-    /// One for a server of these names; there is none until [`Served::follow`] made it.
+    /// Returns a server certificate for these names, which is empty until [`Served::follow`] makes it.
     pub fn new(names: Vec<String>, validity: Duration, crypto: Arc<CryptoProvider>) -> Served {
         Served { names: Arc::new(names), validity, crypto, current: Arc::default() }
     }
 
-    /// Makes it, and another when the CA is another one or two thirds of its life are over, for ever. `issued` is called
-    /// after each.
+    /// Runs for ever: makes the certificate, and a new one when the CA changes or two thirds of its life are over.
+    /// Calls `issued` after each.
     pub async fn follow(self, mut authority: Authority, issued: impl Fn()) {
         let mut renew = SystemTime::UNIX_EPOCH;
         let mut signed_by = Vec::new();
@@ -64,7 +65,7 @@ impl Served {
                 };
             }
             let news = timeout(pause.min(LOOK), authority.changed()).await;
-            // Its keeper ended with the process.
+            // The task that maintains the CA ended with the process.
             if matches!(news, Ok(Err(_))) {
                 sleep(AGAIN).await;
             }

@@ -14,7 +14,7 @@ fn count(bundle: &str) -> usize {
     bundle.matches("BEGIN CERTIFICATE").count()
 }
 
-/// What a client that trusts the bundle says of a server's certificate.
+/// Whether a client that trusts the bundle accepts the server's certificate.
 fn trusts(bundle: &str, leaf: &Leaf, now: SystemTime) -> bool {
     let mut roots = rustls::RootCertStore::empty();
     for root in CertificateDer::pem_slice_iter(bundle.as_bytes()) {
@@ -36,7 +36,7 @@ fn trusts(bundle: &str, leaf: &Leaf, now: SystemTime) -> bool {
     .is_ok()
 }
 
-/// Through ten years of days: whoever has the bundle of today or of yesterday trusts every certificate that is in use.
+/// Through ten years of days: a client with the bundle of today or of yesterday trusts every certificate in use.
 #[test]
 fn nobody_is_ever_shown_a_certificate_that_he_does_not_trust() {
     let policy = policy();
@@ -81,7 +81,7 @@ fn what_is_not_published_does_not_sign_unless_nothing_else_can() {
         &first,
         "the next one was never published"
     );
-    // Away for a year: everything has ended, and what is made then signs at once.
+    // After a year without a run everything has ended, and the new CA signs at once.
     state.advance(&policy, at(400)).unwrap();
     assert_ne!(state.signer(&policy, at(400)).unwrap().certificate(), &first);
     assert_eq!(count(&state.bundle(&policy, at(400))), 1);

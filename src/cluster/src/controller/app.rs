@@ -1,4 +1,4 @@
-//! The controller's process: builds the parts, leads or waits, ends in order.
+//! Runs the controller process: builds the parts, takes part in the leader election, stops in order.
 
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 
@@ -18,26 +18,26 @@ use tracing::{info, warn};
 
 use super::{Context, Part, config::ControllerConfig, parts::Settings};
 
-/// For what is under way at the end.
+/// Limit for the operations in flight at the end.
 const DRAIN: Duration = Duration::from_secs(10);
-/// For the API server to hear that we do not lead any more.
+/// Limit for giving the Lease back.
 const RESIGN: Duration = Duration::from_secs(3);
 
-/// A controller whose port is bound.
+/// A controller with a bound port.
 pub struct Bound {
-    /// The admin port, as bound.
+    /// Bound address of the admin port.
     pub admin: SocketAddr,
     context: Context,
     election: Election,
     leading: Gauge,
-    /// Those of the leader, then the others.
+    /// The leader's parts, then the others.
     parts: (Vec<Part>, Vec<Part>),
 }
 
-/// Reads credentials, opens the provider, binds the port. The API server is not asked for anything yet.
+/// Reads credentials, opens the provider and binds the port. Sends no request to the API server yet.
 ///
 /// # Errors
-/// What is missing, and what would do.
+/// Something is missing. The error names it and a remedy.
 pub async fn build(settings: Settings, shutdown: &Shutdown) -> anyhow::Result<Bound> {
     let mut registry = Registry::default();
     let leading = Gauge::default();
@@ -76,7 +76,7 @@ fn election_of(config: &ControllerConfig, namespace: &str) -> ElectionConfig {
 }
 
 impl Bound {
-    /// Works until told to stop. A lost Lease only ends the term: it is waited for again.
+    /// Runs until a shutdown. A lost Lease ends only the term; the process then takes part in the election again.
     ///
     /// # Errors
     /// A part ended that never should.
@@ -87,7 +87,7 @@ impl Bound {
         tasks.spawn(tell(election.standing(), context.ready.clone()));
         let mut terms = std::pin::pin!(terms(&election, &led, &context, &leading));
         let (ended, over) = tokio::select! {
-            // The others end by themselves when told to.
+            // After a shutdown the others end by themselves.
             biased;
             () = context.shutdown.wait() => (Ok(()), false),
             ended = &mut terms => (ended, true),
@@ -95,7 +95,7 @@ impl Bound {
         };
         context.ready.not_ready("shutdown", "told to stop");
         if !over {
-            // The leader's parts, and then the Lease.
+            // Ends the leader's parts first and then the Lease.
             context.shutdown.trigger("a part ended");
             if let Err(error) = terms.await {
                 warn!(error = peerpod_base::chain::chain(error.as_ref()), "a part failed at the end");
@@ -110,7 +110,7 @@ impl Bound {
     }
 }
 
-/// Leads, waits, leads.
+/// Leads, waits and leads again, until a shutdown.
 async fn terms(
     election: &Election,
     parts: &[Part],
@@ -128,13 +128,13 @@ async fn terms(
         let context = Context { term: Some(term.clone()), ..context.clone() };
         let mut tasks = start(parts, &context);
         let ended = tokio::select! {
-            // The order matters: who was stopped past its time does nothing more.
+            // The order matters: a process that was stopped past the end of its term must do nothing more.
             biased;
             () = term.lost() => Ok(()),
             () = context.shutdown.wait() => Ok(()),
             ended = ended(&mut tasks) => ended,
         };
-        // All of them, and waited for, before the Lease is given back.
+        // All tasks have ended before the Lease is given back.
         tasks.shutdown().await;
         leading.set(0);
         resign(leader, &term).await;
@@ -166,7 +166,7 @@ fn start(parts: &[Part], context: &Context) -> JoinSet<(&'static str, anyhow::Re
     tasks
 }
 
-/// Waits for one that ends though nobody told it to.
+/// Waits for a part that ends without a shutdown.
 async fn ended(tasks: &mut JoinSet<(&'static str, anyhow::Result<()>)>) -> anyhow::Result<()> {
     match tasks.join_next().await {
         Some(Ok((name, Ok(())))) => anyhow::bail!("a part of the controller ended: {name}"),
@@ -178,7 +178,7 @@ async fn ended(tasks: &mut JoinSet<(&'static str, anyhow::Result<()>)>) -> anyho
     }
 }
 
-/// Says in `/readyz` when the API server cannot be asked. Who waits for another leader is ready.
+/// Reports an unreachable API server in `/readyz`. A replica that waits for another leader is ready.
 async fn tell(mut standing: watch::Receiver<Standing>, ready: Ready) -> (&'static str, anyhow::Result<()>) {
     loop {
         let now = standing.borrow_and_update().clone();
@@ -195,7 +195,7 @@ async fn tell(mut standing: watch::Receiver<Standing>, ready: Ready) -> (&'stati
             }
         }
         if standing.changed().await.is_err() {
-            // Never while the election lives, and it does as long as we.
+            // Never happens while the election exists, which outlives this task.
             std::future::pending::<()>().await;
         }
     }

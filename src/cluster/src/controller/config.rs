@@ -1,19 +1,20 @@
-//! The controller's settings: section `controller`, and what it shares with others (`kubernetes`, `cluster.namespace`, `node.cluster-id`).
+//! Reads the controller's settings: section `controller`, and the shared keys of `kubernetes`, `cluster.namespace` and
+//! `node.cluster-id`.
 
 use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
 use peerpod_base::config::Reader;
 
-/// What the process as a whole is told; each part reads its own.
+/// Settings of the whole process; each part reads its own.
 #[derive(Clone, Debug)]
 pub struct ControllerConfig {
     /// `kubernetes.kubeconfig`; `None`: the pod's service account.
     pub kubeconfig: Option<PathBuf>,
-    /// `cluster.namespace`; `None`: the service account's own.
+    /// `cluster.namespace`; `None`: the service account's namespace.
     pub namespace: Option<String>,
-    /// `controller.admin-listen`: metrics and health.
+    /// `controller.admin-listen`: address of metrics and health.
     pub admin_listen: SocketAddr,
-    /// `controller.identity`: who we are among the replicas.
+    /// `controller.identity`: name of this replica.
     pub identity: String,
     /// `controller.lease-name`.
     pub lease_name: String,
@@ -26,7 +27,7 @@ pub struct ControllerConfig {
 }
 
 impl ControllerConfig {
-    /// Asks for the keys.
+    /// Reads the keys.
     pub fn read(reader: &mut Reader) -> ControllerConfig {
         let config = ControllerConfig {
             kubeconfig: reader.optional(

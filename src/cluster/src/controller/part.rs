@@ -1,4 +1,4 @@
-//! What the controller's process consists of.
+//! Defines the parts of the controller process and their context.
 
 use std::{future::Future, pin::Pin};
 
@@ -12,38 +12,38 @@ use peerpod_base::{
 };
 use peerpod_kube::lease::{NotHeld, Term};
 
-/// What a part is given when it runs. Clones are the same.
+/// Context of a running part. Clones share everything.
 #[derive(Clone)]
 pub struct Context {
-    /// The API server; every call with `peerpod_kube::client::within`.
+    /// Client of the API server. Every call uses `peerpod_kube::client::within`.
     pub client: Client,
-    /// Our own namespace: Leases, our own Secrets.
+    /// Namespace of the controller, for Leases and its own Secrets.
     pub namespace: String,
-    /// Who we are among the replicas: the pod's name.
+    /// Name of this replica: the pod's name.
     pub identity: String,
-    /// Publishes Events in our name.
+    /// Publishes Events of the controller.
     pub events: Recorder,
-    /// Says what is wrong, under the part's own name.
+    /// Reports the state of a part, under the part's name.
     pub ready: Ready,
-    /// When the process is told to end. A part that is `leader_only` is dropped then, or when the Lease is lost; the
-    /// others end themselves, soon.
+    /// Signals the end of the process. A `leader_only` part is dropped then, or when the Lease is lost. The others end
+    /// themselves soon after.
     pub shutdown: Shutdown,
-    /// What must not be cut off at the end holds one of these.
+    /// Guards of operations that must not be cut off at the end.
     pub drain: Drain,
-    /// The term under which a part that is `leader_only` runs.
+    /// Term under which a `leader_only` part runs.
     pub term: Option<Term>,
 }
 
 impl Context {
-    /// Before each effect of a part that is `leader_only`; of another it is always so.
+    /// Checks the Lease. A `leader_only` part calls it before each effect; for any other part it always succeeds.
     ///
     /// # Errors
-    /// The Lease is not ours any more.
+    /// The Lease is no longer held.
     pub fn may_act(&self) -> Result<(), NotHeld> {
         self.term.as_ref().map_or(Ok(()), Term::check)
     }
 
-    /// In whose name Events are published.
+    /// Returns the reporter of Events.
     pub(super) fn reporter(identity: &str) -> Reporter {
         Reporter { controller: "peerpod-controller".to_owned(), instance: Some(identity.to_owned()) }
     }
@@ -51,18 +51,18 @@ impl Context {
 
 type Run = Box<dyn Fn(Context) -> Pin<Box<dyn Future<Output = anyhow::Result<()>> + Send>> + Send + Sync>;
 
-/// One thing that the process does.
+/// One task of the process.
 pub struct Part {
-    /// In logs, and in `/readyz` when it waits for something.
+    /// Name in logs, and in `/readyz` while the part waits for something.
     pub name: &'static str,
-    /// Whether one replica at a time runs it.
+    /// Whether only one replica at a time runs it.
     pub leader_only: bool,
     run: Run,
 }
 
 impl Part {
-    /// `run` is called once; if `leader_only`, again for each term. It ends when the process is told to end
-    /// ([`Context::shutdown`]); if it ends before, the process ends with its error.
+    /// Makes a part. `run` is called once, or for each term if `leader_only`. It ends after a shutdown
+    /// ([`Context::shutdown`]); if it ends earlier, the process ends with its error.
     pub fn new<F>(
         name: &'static str,
         leader_only: bool,

@@ -1,4 +1,4 @@
-//! All parts of the controller, and their settings. The one place where a part is plugged in: a field, a line in
+//! Lists all parts of the controller and their settings. This is the only place that names a part: a field, a line in
 //! [`Settings::read`], a line in [`Settings::parts`].
 
 use peerpod_base::config::Reader;
@@ -15,22 +15,22 @@ use crate::{
     secrets::{self, SecretsConfig},
 };
 
-/// What all parts are told.
+/// Settings of all parts.
 pub struct Settings {
-    /// The process as a whole.
+    /// Settings of the whole process.
     pub controller: ControllerConfig,
-    /// Section `provider`: who has the VMs.
+    /// Section `provider`: the provider of the VMs.
     pub provider: peerpod_providers::Settings,
-    /// How VMs are looked after.
+    /// Management of the VMs.
     pub vms: VmsConfig,
-    /// What is rolled out; `None`: the chart does it.
+    /// The rollout; `None`: the chart installs the nodes.
     pub rollout: Option<RolloutConfig>,
-    /// Section `secrets`: nodes' pull secrets; `None`: not given here.
+    /// Section `secrets`: the nodes' pull secrets; `None`: not served here.
     pub secrets: Option<SecretsConfig>,
 }
 
 impl Settings {
-    /// Asks for all keys. Mistakes stay with the reader.
+    /// Reads all keys. The reader collects mistakes.
     pub fn read(reader: &mut Reader) -> Settings {
         let context = Context {
             state_dir: reader.get("paths.state-dir", "/var/lib/peerpod", "folder of what a provider keeps"),
@@ -39,7 +39,7 @@ impl Settings {
                 "peerpod",
                 "name of this cluster in the cloud's account: marks its VMs; the same as the nodes'",
             ),
-            // The VMs of all nodes.
+            // Empty: the VMs of all nodes.
             node_name: String::new(),
             purpose: Purpose::Collect,
         };
@@ -53,10 +53,10 @@ impl Settings {
         }
     }
 
-    /// What runs. Metrics are registered here, once.
+    /// Returns the parts to run, and registers the metrics once.
     ///
     /// # Errors
-    /// What a part needs and does not find.
+    /// A part does not find something that it needs.
     pub async fn parts(self, registry: &mut Registry) -> anyhow::Result<Vec<Part>> {
         let vms = Vms::open(self.vms, self.provider, registry).await?;
         let mut parts = vec![peerpods::part(vms.clone()), sweep::part(vms)];

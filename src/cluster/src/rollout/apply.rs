@@ -1,4 +1,4 @@
-//! The part: follows PeerPodConfigs and their DaemonSets, applies what is wanted, writes the status.
+//! Watches PeerPodConfigs and their DaemonSets, applies the wanted objects and writes the status.
 
 use std::{
     collections::BTreeMap,
@@ -44,13 +44,13 @@ use super::{
 };
 use crate::controller::{Context, Part};
 
-/// Manifests and settings are looked at so often, also when nothing is heard.
+/// Interval at which manifests and settings are read again, even without an event.
 const AGAIN: Duration = Duration::from_secs(15);
-/// After a failure.
+/// Delay after a failure.
 const RETRY: Duration = Duration::from_secs(5);
-/// A watch is begun anew after this: a connection that died unseen costs no more than this.
+/// Duration of one watch in seconds, which bounds the cost of a connection that died unnoticed.
 const WATCH: u32 = 60;
-/// Things change together: once for all of them.
+/// Debounce: objects change together and cause one reconciliation.
 const TOGETHER: Duration = Duration::from_millis(200);
 
 #[derive(Debug, thiserror::Error)]
@@ -64,11 +64,11 @@ pub(super) enum Error {
 pub(super) struct Work {
     pub(super) config: RolloutConfig,
     pub(super) context: Context,
-    /// Whether it was said that somebody else's RuntimeClass stays.
+    /// Whether the log has mentioned that the RuntimeClass of another owner stays.
     pub(super) said: AtomicBool,
 }
 
-/// The part of the controller.
+/// Returns this part of the controller.
 pub fn part(config: RolloutConfig) -> Part {
     Part::new("rollout", true, move |context| run(config.clone(), context))
 }
@@ -86,7 +86,7 @@ async fn run(config: RolloutConfig, context: Context) -> anyhow::Result<()> {
             .with_config(controller::Config::default().debounce(TOGETHER))
             .run(reconcile, again, Arc::clone(&work))
     );
-    // Nobody reconciles the last one when it is gone.
+    // The deletion of the last PeerPodConfig causes no reconciliation.
     let mut look = interval(AGAIN);
     look.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
@@ -106,7 +106,7 @@ async fn run(config: RolloutConfig, context: Context) -> anyhow::Result<()> {
                 warn!(error, "PeerPodConfigs cannot be followed");
                 ready.not_ready("rollout", &format!("PeerPodConfigs cannot be followed: {error}"));
             }
-            // Its own failures are in its status.
+            // The status of a PeerPodConfig shows its own failures.
             Some(Ok(_) | Err(_)) => ready.ready("rollout"),
         }
     }
@@ -119,12 +119,12 @@ fn again(config: Arc<PeerPodConfig>, error: &Error, _: Arc<Work>) -> Action {
 
 async fn reconcile(config: Arc<PeerPodConfig>, work: Arc<Work>) -> Result<Action, Error> {
     if config.metadata.deletion_timestamp.is_some() {
-        // What it owns goes with it.
+        // Kubernetes garbage-collects the objects that it owns.
         return Ok(Action::await_change());
     }
     let facts = match work.apply(&config).await {
         Ok(facts) => facts,
-        // That the API server refuses is its owner's to know; that it is away is not.
+        // A refusal by the API server goes to the owner's status; an unreachable API server does not.
         Err(Error::Api(error)) if error.status().is_some() => Facts::Not("ApplyFailed", error.to_string()),
         Err(error) => return Err(error),
     };
@@ -144,7 +144,7 @@ impl Work {
         self.context.client.clone()
     }
 
-    /// Applies all that this one wants, and looks how far it is.
+    /// Applies all objects for this PeerPodConfig and reads their progress.
     async fn apply(&self, config: &PeerPodConfig) -> Result<Facts, Error> {
         let manifests = match self.manifests().await? {
             Ok(manifests) => manifests,
@@ -167,13 +167,13 @@ impl Work {
             all.iter().filter(|one| one.metadata.deletion_timestamp.is_none()).collect();
         let webhook = self.offer(&manifests, &live).await?;
         let [node, relay] = sets;
-        // The relay first: the node is not ready without it.
+        // The relay comes first: the node is not ready without it.
         let relay = self.put::<DaemonSet>(config.namespace(), &relay).await?;
         let node = self.put::<DaemonSet>(config.namespace(), &node).await?;
         Ok(Facts::Applied { node: progress(&node), relay: progress(&relay), webhook })
     }
 
-    /// The chart's manifests, or why there are none.
+    /// Returns the chart's manifests, or the reason why there are none.
     pub(super) async fn manifests(&self) -> Result<Result<Manifests, String>, Error> {
         let name = &self.config.config_map;
         let maps: Api<ConfigMap> = self.ours();
@@ -184,7 +184,7 @@ impl Work {
         })
     }
 
-    /// Whether an older PeerPodConfig has one of its nodes, on which there can be one relay.
+    /// Returns the conflict if an older PeerPodConfig selects one of the same nodes: a node can have only one relay.
     async fn taken(&self, config: &PeerPodConfig, all: &[PeerPodConfig]) -> Result<Option<String>, Error> {
         let age = |one: &PeerPodConfig| (one.creation_timestamp(), one.name_any());
         let older: Vec<&PeerPodConfig> = all
@@ -211,7 +211,7 @@ impl Work {
         Ok(None)
     }
 
-    /// What tells these settings from others; or why they are none of ours.
+    /// Returns the inputs besides the manifests and the PeerPodConfig, or the reason why the settings cannot be used.
     async fn around(&self, config: &PeerPodConfig) -> Result<Result<Around, String>, Error> {
         let (map, secret) = (&config.spec.config_map_name, &config.spec.cloud_secret_name);
         let maps: Api<ConfigMap> = self.ours();
@@ -223,7 +223,7 @@ impl Work {
             )));
         }
         let secrets: Api<Secret> = self.ours();
-        // Of the Secret its version alone: what is in it is not read here.
+        // Reads the Secret's version alone, never its contents.
         let secret = within(format!("get Secret {secret}"), secrets.get_metadata_opt(secret)).await?;
         let none = || "none".to_owned();
         let settings = format!(
@@ -234,7 +234,7 @@ impl Work {
         Ok(Ok(Around { instance_type: self.config.instance_type.clone(), settings }))
     }
 
-    /// Server-side apply; what comes back.
+    /// Applies an object by server-side apply and returns the result.
     pub(super) async fn put<K>(
         &self,
         namespace: Option<String>,
@@ -284,7 +284,7 @@ impl Work {
     }
 }
 
-/// Of what is in it: a label that somebody puts on it is no reason for new pods.
+/// Hashes the contents alone: a new label is no reason for new pods.
 fn digest(map: &ConfigMap) -> String {
     let texts = map.data.iter().flatten().map(|(name, text)| (name, text.as_bytes()));
     let bytes = map.binary_data.iter().flatten().map(|(name, bytes)| (name, bytes.0.as_slice()));

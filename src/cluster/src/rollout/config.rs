@@ -1,21 +1,22 @@
-//! The settings: `controller.rollout…`.
+//! Reads the settings `controller.rollout…`.
 
 use peerpod_base::config::{Reader, Sources};
 use peerpod_providers::{Context, Purpose};
 
-/// What the part is told.
+/// Settings of the rollout.
 #[derive(Clone, Debug)]
 pub struct RolloutConfig {
-    /// `controller.rollout-config-map`: where the manifests are.
+    /// `controller.rollout-config-map`: the ConfigMap with the manifests.
     pub config_map: String,
-    /// `controller.rollout-webhook`: the webhook's registration and its Deployment, of one name; empty: there is none.
+    /// `controller.rollout-webhook`: the common name of the webhook's registration and its Deployment; empty: there is
+    /// none.
     pub webhook: String,
-    /// The variable that is a provider's default instance type; `None`: this one has no such setting.
+    /// Environment variable of the provider's default instance type; `None`: this provider has no such setting.
     pub instance_type: Option<String>,
 }
 
 impl RolloutConfig {
-    /// Asks for the keys; `None` when there are no manifests to roll out. `kind` is `provider.kind`.
+    /// Reads the keys; `None` when there are no manifests to roll out. `kind` is `provider.kind`.
     pub fn read(reader: &mut Reader, kind: &str) -> Option<RolloutConfig> {
         let config_map: Option<String> = reader.optional(
             "controller.rollout-config-map",
@@ -32,7 +33,7 @@ impl RolloutConfig {
     }
 }
 
-/// A provider has the setting or has not; its name is the same with all of them.
+/// Returns the variable if the provider has the setting. The setting has the same name with all providers.
 fn instance_type(kind: &str) -> Option<String> {
     let key = format!("provider.{kind}.instance-type");
     let flags = vec![("provider.kind".to_owned(), kind.to_owned())];
@@ -68,7 +69,7 @@ mod tests {
         assert_eq!(config.instance_type, None);
     }
 
-    /// Whichever providers this build has: the variable is one that they read.
+    /// For every provider of this build, the variable is one that the provider reads.
     #[test]
     fn the_instance_types_variable_is_the_providers_own() {
         for kind in peerpod_providers::kinds() {

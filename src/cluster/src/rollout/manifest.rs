@@ -1,4 +1,4 @@
-//! What a PeerPodConfig makes of the chart's manifests. Pure.
+//! Derives the objects of a PeerPodConfig from the chart's manifests. Pure.
 
 use std::collections::BTreeMap;
 
@@ -6,16 +6,16 @@ use kube::ResourceExt;
 use peerpod_kube::crds::PeerPodConfig;
 use serde_json::{Value, json};
 
-/// On all that is made for a PeerPodConfig: its name.
+/// Label of every object made for a PeerPodConfig; its value is the PeerPodConfig's name.
 pub const LABEL: &str = "peerpod.io/config";
-/// The annotation of a pod that says which settings it began with: a change is a rolling update.
+/// Annotation of a pod with the version of the settings it started with. A change causes a rolling update.
 const SETTINGS: &str = "peerpod.io/settings";
-/// The nodes that are meant where none are named.
+/// Label of the selected nodes where the PeerPodConfig has no selector.
 const WORKERS: &str = "node.kubernetes.io/worker";
-/// The longest value of a label, and so of a name that becomes one.
+/// Longest value of a label, and so of a name that becomes a label, in characters.
 const MOST: usize = 63;
 
-/// The chart's manifests, as they are in the ConfigMap.
+/// The chart's manifests from the ConfigMap.
 #[derive(Clone, Debug)]
 pub struct Manifests {
     node: Value,
@@ -24,23 +24,23 @@ pub struct Manifests {
     registration: Option<Value>,
 }
 
-/// Why there is nothing to apply.
+/// Reasons why there is nothing to apply.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 pub enum Error {
-    /// The ConfigMap is not the chart's.
+    /// The ConfigMap is not the chart's ConfigMap.
     #[error("manifest {key}: {why}; install the chart with rollout.mode: config")]
     Manifest {
-        /// In the ConfigMap's data.
+        /// Key in the ConfigMap's data.
         key: &'static str,
-        /// What is wrong with it.
+        /// The mistake.
         why: String,
     },
-    /// It cannot be in a label.
+    /// The name is too long for a label.
     #[error(
         "{0:?} is too long for the name of a PeerPodConfig: with the DaemonSets' it has at most 63 characters"
     )]
     Name(String),
-    /// The provider has no such setting.
+    /// The provider has no setting for the instance type.
     #[error(
         "instanceType: this provider has no setting of that kind; say what VMs are like in its own settings"
     )]
@@ -79,19 +79,19 @@ impl Manifests {
         })
     }
 
-    /// The names of the DaemonSets of this PeerPodConfig: node and relay.
+    /// Returns the names of this PeerPodConfig's DaemonSets: node and relay.
     pub fn names(&self, config: &str) -> [String; 2] {
         [&self.node, &self.relay]
             .map(|set| format!("{}-{config}", set["metadata"]["name"].as_str().unwrap_or("")))
     }
 
-    /// The webhook's registration, if pods are to go by it.
+    /// Returns the webhook's registration, if pods are to pass through the webhook.
     pub fn registration(&self) -> Option<&Value> {
         self.registration.as_ref()
     }
 
-    /// The RuntimeClass, for the nodes of these PeerPodConfigs. Several have no selector in common; then the extended
-    /// resource alone says where there is room.
+    /// Returns the RuntimeClass for the nodes of these PeerPodConfigs. Several PeerPodConfigs have no selector in
+    /// common; then the extended resource alone decides where pods can run.
     pub fn runtime_class(&self, configs: &[&PeerPodConfig]) -> Option<Value> {
         let mut class = self.runtime_class.clone()?;
         if let [config] = configs {
@@ -103,16 +103,16 @@ impl Manifests {
     }
 }
 
-/// What else the DaemonSets depend on.
+/// Further inputs of the DaemonSets.
 #[derive(Clone, Debug, Default)]
 pub struct Around {
-    /// The variable of the provider's instance type, if it has one.
+    /// Environment variable of the provider's instance type, if it has one.
     pub instance_type: Option<String>,
-    /// The versions of ConfigMap and Secret.
+    /// Versions of ConfigMap and Secret.
     pub settings: String,
 }
 
-/// The nodes a PeerPodConfig means.
+/// Returns the labels of the nodes that a PeerPodConfig selects.
 pub fn node_selector(config: &PeerPodConfig) -> BTreeMap<String, String> {
     if config.spec.node_selector.is_empty() {
         return BTreeMap::from([(WORKERS.to_owned(), String::new())]);
@@ -120,7 +120,7 @@ pub fn node_selector(config: &PeerPodConfig) -> BTreeMap<String, String> {
     config.spec.node_selector.clone()
 }
 
-/// The DaemonSets of node and relay.
+/// Returns the DaemonSets of node and relay.
 ///
 /// # Errors
 /// See [`Error`].
@@ -137,7 +137,7 @@ pub fn daemon_sets(
     let mut more = BTreeMap::new();
     if let Some(limit) = &config.spec.limit {
         more.insert("PEERPOD_CLUSTER_CAPACITY".to_owned(), limit.clone());
-        // A node refuses to promise more than it would run.
+        // A node refuses to advertise more than its limit of sandboxes, which is 1000 by default.
         if limit.parse::<u32>().is_ok_and(|limit| limit > 1000) {
             more.insert("PEERPOD_NODE_MAX_SANDBOXES".to_owned(), limit.clone());
         }
@@ -157,7 +157,7 @@ pub fn daemon_sets(
     Ok([node, of(&manifests.relay, config)])
 }
 
-/// A manifest under the PeerPodConfig's name, for its nodes, to go when it goes.
+/// Returns a manifest under the PeerPodConfig's name, for its nodes, deleted together with it.
 fn of(manifest: &Value, config: &PeerPodConfig) -> Value {
     let (mut set, name) = (manifest.clone(), config.name_any());
     set["metadata"]["name"] = json!(format!("{}-{name}", set["metadata"]["name"].as_str().unwrap_or("")));
@@ -173,7 +173,7 @@ fn of(manifest: &Value, config: &PeerPodConfig) -> Value {
     set
 }
 
-/// Puts variables in, in place of those of the same name.
+/// Sets variables, in place of those with the same names.
 fn put_env(container: &mut Value, more: BTreeMap<String, String>) {
     let mut env = container["env"].as_array().cloned().unwrap_or_default();
     env.retain(|one| !one["name"].as_str().is_some_and(|name| more.contains_key(name)));
@@ -181,7 +181,7 @@ fn put_env(container: &mut Value, more: BTreeMap<String, String>) {
     container["env"] = Value::Array(env);
 }
 
-/// Whether a ConfigMap's data are the replaced system's, none of which we read.
+/// Whether a ConfigMap holds the settings of the replaced system (cloud-api-adaptor), none of which are read.
 pub fn is_foreign(data: &BTreeMap<String, String>) -> bool {
     data.contains_key("CLOUD_PROVIDER") && !data.keys().any(|name| name.starts_with("PEERPOD_"))
 }

@@ -1,10 +1,11 @@
-//! What the whole cluster sees of peer pods while there is a PeerPodConfig: the webhook's registration and the
+//! Applies the cluster-wide objects that exist while there is a PeerPodConfig: the webhook's registration and the
 //! RuntimeClass.
 //!
-//! The registration is there from the chart, empty: so the right to change that one object is enough, and none is needed
-//! to make others. While nobody wants peer pods there is no RuntimeClass, so that the API server refuses such a pod with
-//! its name, where one that the webhook has not seen would run on some node. So the class comes after the webhook is
-//! registered, goes before it is not, and where it is somebody else's the registration stays.
+//! The chart creates the registration empty, so the right to change that one object is enough and none is needed to
+//! create others. While there is no PeerPodConfig there is no RuntimeClass, so the API server refuses a peer pod and
+//! names the class. Otherwise a pod that the webhook has not seen would run on some node. The class therefore is made
+//! after the webhook's registration and deleted before it. Where the class belongs to another owner, the registration
+//! stays.
 
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -28,11 +29,11 @@ use super::{
     manifest::Manifests,
 };
 
-/// The annotation of a RuntimeClass that says which release's it is, by namespace.
+/// Annotation of a RuntimeClass that names its release, by namespace.
 const OF: &str = "peerpod.io/namespace";
 
 impl Work {
-    /// Applies what pods of these PeerPodConfigs are admitted by; why none is, if so.
+    /// Applies the objects that admit pods of these PeerPodConfigs. Returns the reason if no pod is admitted.
     pub(super) async fn offer(
         &self,
         manifests: &Manifests,
@@ -46,15 +47,15 @@ impl Work {
         Ok(why_not)
     }
 
-    /// Takes back what was applied for PeerPodConfigs, when there are none any more: at one look the class, and when that
-    /// was not there at the next one, the registration. Every API server has heard of the first by then.
+    /// Removes the applied objects when no PeerPodConfig is left. One pass deletes the class; a later pass that finds
+    /// no class empties the registration. By then every API server knows that the class is gone.
     pub(super) async fn withdraw_if_none(&self) -> Result<(), Error> {
         let configs: Api<PeerPodConfig> = self.ours();
         let all = within("list PeerPodConfigs", configs.list_metadata(&ListParams::default())).await?.items;
         if all.iter().any(|one| one.metadata.deletion_timestamp.is_none()) {
             return Ok(());
         }
-        // Without the manifests nothing was applied, or its name is not known.
+        // Without the manifests nothing was applied, or the class's name is unknown.
         let Ok(manifests) = self.manifests().await? else { return Ok(()) };
         let Some(class) = manifests.runtime_class(&[]) else { return Ok(()) };
         let name = class["metadata"]["name"].as_str().unwrap_or_default();
@@ -68,7 +69,7 @@ impl Work {
         }
     }
 
-    /// Unless somebody else made it, or has a part in it.
+    /// Deletes the class, unless another owner made it or another field manager set fields of it.
     async fn withdraw_class(
         &self,
         classes: &Api<RuntimeClass>,
@@ -89,7 +90,7 @@ impl Work {
         let this_one = Preconditions { uid: found.uid(), resource_version: found.resource_version() };
         let how = DeleteParams::default().preconditions(this_one);
         match within(format!("delete RuntimeClass {name}"), classes.delete(&name, &how)).await {
-            // Gone, or another by now.
+            // The class is gone, or has been replaced or changed.
             Err(error) if matches!(error.status(), Some(404 | 409)) => {}
             Err(error) => return Err(error.into()),
             Ok(_) => info!(runtime_class = name, "no PeerPodConfig is left: the RuntimeClass was deleted"),
@@ -105,14 +106,14 @@ impl Work {
             return Ok(());
         }
         self.context.may_act()?;
-        // Not by an apply without them: who put the caBundle in would keep half of each.
+        // An apply without the webhooks would leave half of each entry to the field manager of the caBundle.
         let none = Patch::Merge(json!({"webhooks": []}));
         within(what("empty"), registrations.patch(name, &PatchParams::default(), &none)).await?;
         info!(registration = name, "no PeerPodConfig is left: the webhook's registration was emptied");
         Ok(())
     }
 
-    /// Whether pods find the webhook, and why none is admitted, if so.
+    /// Returns whether the webhook is registered, and the reason if no pod is admitted.
     async fn webhook(&self, manifests: &Manifests) -> Result<(bool, Option<String>), Error> {
         let name = &self.config.webhook;
         if name.is_empty() {
@@ -127,7 +128,7 @@ impl Work {
         let hooks: Vec<MutatingWebhook> = match manifests.registration() {
             Some(wanted) => {
                 let applied = self.put::<MutatingWebhookConfiguration>(None, wanted).await?;
-                // What cannot be read is no hook that is trusted.
+                // An unreadable list counts as no webhook.
                 serde_json::from_value(applied.data["webhooks"].clone()).unwrap_or_default()
             }
             None => found.webhooks.unwrap_or_default(),

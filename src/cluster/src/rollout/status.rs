@@ -1,4 +1,4 @@
-//! What is said of a PeerPodConfig: one condition, `Ready`, with the first thing that is missing. Pure.
+//! Computes the status of a PeerPodConfig: one condition, `Ready`, with the first missing prerequisite. Pure.
 
 use k8s_openapi::{
     apimachinery::pkg::apis::meta::v1::{Condition, Time},
@@ -6,36 +6,36 @@ use k8s_openapi::{
 };
 use peerpod_kube::crds::{PeerPodConfig, PeerPodConfigStatus};
 
-/// How far one DaemonSet is.
+/// Progress of one DaemonSet.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Progress {
-    /// Nodes that it is for.
+    /// Nodes that the DaemonSet selects.
     pub wanted: i32,
-    /// Nodes on which a pod of it is ready.
+    /// Nodes with a ready pod of the DaemonSet.
     pub ready: i32,
-    /// Nodes on which the newest one runs.
+    /// Nodes that run the newest version.
     pub updated: i32,
-    /// Whether its controller has seen what was applied last.
+    /// Whether the DaemonSet controller has seen the last applied version.
     pub seen: bool,
 }
 
-/// What a PeerPodConfig is judged by.
+/// Input of the status.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Facts {
-    /// Nothing was applied: reason (one word) and why.
+    /// Nothing was applied: reason (one word) and cause.
     Not(&'static str, String),
-    /// All was applied.
+    /// Everything was applied.
     Applied {
-        /// The node's DaemonSet.
+        /// DaemonSet of the node.
         node: Progress,
-        /// The relay's.
+        /// DaemonSet of the relay.
         relay: Progress,
-        /// Why no pod is admitted, if so.
+        /// Reason why no pod is admitted, if so.
         webhook: Option<String>,
     },
 }
 
-/// Whether all is ready, a reason in one word, and a sentence.
+/// Returns whether everything is ready, a reason in one word, and a sentence.
 pub fn verdict(facts: &Facts) -> (bool, &'static str, String) {
     let (node, relay, webhook) = match facts {
         Facts::Not(reason, why) => return (false, reason, why.clone()),
@@ -62,7 +62,7 @@ pub fn verdict(facts: &Facts) -> (bool, &'static str, String) {
     if let Some(why) = webhook {
         return (false, "WebhookNotReady", why.clone());
     }
-    // Not an old relay: it stays until it is told to go, and serves.
+    // The relay's version does not count: an old relay serves until its handover.
     if node.updated < wanted {
         let text = format!("peerpod-node is up to date on {} of {wanted} nodes", node.updated);
         return (true, "Updating", text);
@@ -70,7 +70,7 @@ pub fn verdict(facts: &Facts) -> (bool, &'static str, String) {
     (true, "Serving", format!("peer pods can run on {wanted} nodes"))
 }
 
-/// The status to be written. A condition that stays keeps its time.
+/// Returns the status to be written. A condition that does not change keeps its time.
 pub fn status(config: &PeerPodConfig, facts: &Facts, now: Timestamp) -> PeerPodConfigStatus {
     let (ready, reason, message) = verdict(facts);
     let said = if ready { "True" } else { "False" };

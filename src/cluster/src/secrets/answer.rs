@@ -1,4 +1,4 @@
-//! The calls: what is looked at in which order before anything is given, and one line in the log for each.
+//! Answers the calls: runs the checks in a fixed order before it gives anything, and logs one line per call.
 
 use std::{
     net::IpAddr,
@@ -23,30 +23,30 @@ use crate::{
     serve::{self, Answer, Peer, Reply, reply},
 };
 
-/// A node asks for a certificate: `{"csr": "<PKCS#10, DER, base64>"}` and its token.
+/// A node asks for a certificate: `{"csr": "<PKCS#10, DER, base64>"}` with its token.
 pub(super) const ENROL: &str = "/v1/enrol";
-/// A node asks for a pod's pull secrets: [`Wanted`], its token, and its certificate.
+/// A node asks for a pod's pull secrets: [`Wanted`] with its token and its certificate.
 pub(super) const PULL_SECRETS: &str = "/v1/pull-secrets";
-/// Of a request.
+/// Limit of a request's body in bytes.
 const MOST_BODY: usize = 16 * 1024;
-/// For one answer, the API server's part in it.
+/// Deadline of one answer, including the API server's part.
 const WITHIN: Duration = Duration::from_secs(10);
-/// Answers that are being made at once: each may hold some megabytes.
+/// Limit of answers in flight: each may hold some megabytes.
 const AT_ONCE: usize = 64;
-/// A node asks once per pod, and starts them in bursts.
+/// Rate per node. A node asks once per pod, and starts pods in bursts.
 const NODE: Rate = Rate { burst: 250.0, per_second: 25.0, at_once: 16 };
-/// From one address, by whoever: a certificate is for hours, and each asks the API server about a token.
+/// Rate per address, for any caller. A certificate lasts for hours, and each one costs the API server a token review.
 const ADDRESS: Rate = Rate { burst: 100.0, per_second: 10.0, at_once: 16 };
-/// So long a connection may be used. Its certificate was looked at when it began.
+/// Longest use of a connection. Its certificate is verified only at its start.
 const CONNECTION: Duration = Duration::from_secs(60);
 
-/// Which pod's pull secrets.
+/// Pod that a node asks about.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Wanted {
     pub(super) namespace: String,
     pub(super) name: String,
-    /// Empty: whichever pod of this name is on the node.
+    /// Empty: any pod of this name on the node.
     #[serde(default)]
     pub(super) uid: String,
 }
@@ -73,13 +73,13 @@ struct Answered<'a> {
     notes: &'a [String],
 }
 
-/// Why there is nothing for who asked.
+/// Refusal of a request.
 struct No {
     status: StatusCode,
     outcome: Outcome,
-    /// For who asked.
+    /// Text for the caller.
     said: String,
-    /// For our log, where it may say more.
+    /// Text for the service's own log, where it may contain more.
     why: Option<&'static str>,
 }
 
@@ -87,7 +87,7 @@ fn no(status: StatusCode, outcome: Outcome, said: impl Into<String>) -> No {
     No { status, outcome, said: said.into(), why: None }
 }
 
-/// Who asked for what, as far as it is known: for the log.
+/// Caller and object of a request as far as they are known, for the log.
 #[derive(Default)]
 struct Audit {
     node: Option<String>,
@@ -96,11 +96,11 @@ struct Audit {
     notes: usize,
 }
 
-/// What answers.
+/// Answers the calls.
 pub(super) struct Desk {
     pub(super) client: Client,
     pub(super) classes: Vec<String>,
-    /// Of a node's certificate.
+    /// Validity of a node's certificate.
     pub(super) validity: Duration,
     pub(super) authority: Authority,
     pub(super) callers: Callers,
@@ -144,7 +144,7 @@ impl Desk {
                 self.enrol(request, audit).await
             }
             _ => {
-                // Before the token: only a certificate of ours is worth a question to the API server.
+                // Comes before the token: only a certificate of this CA is worth a token review.
                 let node = certified(peer)?;
                 audit.node = Some(node.name.clone());
                 let _turn = self.nodes.enter(&node.name, Instant::now()).ok_or_else(limited)?;
@@ -191,7 +191,7 @@ impl Desk {
         }
         let wanted: Wanted = read(request).await?;
         for (field, value) in [("namespace", &wanted.namespace), ("name", &wanted.name)] {
-            // They become a part of the API server's path.
+            // The values become a part of the API server's path.
             let good = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || "-.".contains(c);
             if value.is_empty() || value.len() > 253 || !value.chars().all(good) {
                 let said = format!("{field}: not a name of Kubernetes");
@@ -212,7 +212,7 @@ impl Desk {
         write(&Answered { pod_uid: &found.uid, dockerconfigjson: &found.config, notes: &found.notes })
     }
 
-    /// The node of the request's token.
+    /// Returns the node of the request's token.
     async fn node(&self, request: &Request<Incoming>) -> Result<Node, No> {
         let header = request.headers().get(AUTHORIZATION).and_then(|value| value.to_str().ok());
         let token = header

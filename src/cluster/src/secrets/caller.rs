@@ -1,4 +1,4 @@
-//! Which node asks: by its token, and by its certificate.
+//! Identifies the node that asks, by its token and by its certificate.
 
 use std::{
     collections::HashMap,
@@ -16,29 +16,29 @@ use rustls_pki_types::CertificateDer;
 use sha2::{Digest, Sha256};
 use tokio::sync::Semaphore;
 
-/// What the API server adds to a user whose token is bound to a pod.
+/// Keys that the API server adds to a user with a token bound to a pod.
 const NODE_NAME: &str = "authentication.kubernetes.io/node-name";
 const NODE_UID: &str = "authentication.kubernetes.io/node-uid";
 const POD_NAME: &str = "authentication.kubernetes.io/pod-name";
-/// In a node's certificate, before the node's name.
+/// Prefix of the node's name in its certificate.
 const URI: &str = "peerpod:node:";
 
-/// So long an answer of the API server counts, and so long a token that was taken back still works.
+/// Time for which an answer of the API server counts, and so for which a revoked token still works.
 const REMEMBER: Duration = Duration::from_secs(60);
-/// The same for one that was refused.
+/// The same for a refusal.
 const REMEMBER_REFUSED: Duration = Duration::from_secs(10);
-/// Tokens that are remembered.
+/// Limit of remembered tokens.
 const MOST: usize = 8192;
-/// Reviews under way at once.
+/// Limit of reviews in flight.
 const AT_ONCE: usize = 32;
-/// A token of the API server has one to two kilobytes.
+/// Longest token in bytes. A token of the API server has one to two kilobytes.
 pub(super) const LONGEST_TOKEN: usize = 16 * 1024;
 
-/// A node that a token was issued to, or a certificate.
+/// Node to which a token or a certificate was issued.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Node {
     pub(super) name: String,
-    /// Tells it from a later node of that name.
+    /// Distinguishes the node from a later node of the same name.
     pub(super) uid: String,
 }
 
@@ -49,12 +49,12 @@ impl fmt::Display for Node {
 }
 
 impl Node {
-    /// As it stands in its certificate.
+    /// Returns the node as its certificate names it.
     pub(super) fn uri(&self) -> String {
         format!("{URI}{}:{}", self.name, self.uid)
     }
 
-    /// The node of a certificate that was proved. Its dates, too, were looked at then.
+    /// Returns the node of a certificate that the TLS handshake has verified, including its dates.
     pub(super) fn of_certificate(certificate: &CertificateDer<'_>) -> Option<Node> {
         let end = webpki::EndEntityCert::try_from(certificate).ok()?;
         let mut names = end.valid_uri_names().filter_map(|uri| uri.strip_prefix(URI));
@@ -64,27 +64,27 @@ impl Node {
     }
 }
 
-/// Why it is not known who asks.
+/// Reasons why the caller is unknown.
 #[derive(Clone, Debug, thiserror::Error)]
 pub(super) enum Unknown {
-    /// The token is not one that we take.
+    /// The token is not acceptable.
     #[error("{0}")]
     Refused(String),
-    /// The API server was not to be asked.
+    /// The API server could not be asked.
     #[error("{0}")]
     Unasked(Arc<client::Error>),
 }
 
 type Known = (Instant, Result<Node, String>);
 
-/// Asks the API server about tokens, and remembers its answers for a moment.
+/// Asks the API server about tokens and caches its answers for a short time.
 pub(super) struct Callers {
     reviews: Api<TokenReview>,
     audience: String,
     /// `system:serviceaccount:<namespace>:<name>`.
     user: String,
     places: Semaphore,
-    /// By the token's SHA-256.
+    /// Keyed by the token's SHA-256.
     known: Mutex<HashMap<[u8; 32], Known>>,
 }
 
@@ -99,17 +99,17 @@ impl Callers {
         }
     }
 
-    /// The node that the token was issued to.
+    /// Returns the node that the token was issued to.
     pub(super) async fn node(&self, token: &str) -> Result<Node, Unknown> {
         let digest: [u8; 32] = Sha256::digest(token).into();
         if let Some(known) = self.remembered(&digest) {
             return known.map_err(Unknown::Refused);
         }
-        // What is no token costs the API server nothing.
+        // Text that is no token causes no request to the API server.
         let Some(ends) = ends(token) else {
             return Err(Unknown::Refused("no token of a service account".to_owned()));
         };
-        // The API server would take it for a minute longer, for clocks that differ.
+        // The API server would accept the token for a minute longer, because clocks differ.
         let left = ends.duration_since(SystemTime::now()).unwrap_or_default();
         if left.is_zero() {
             return Err(Unknown::Refused("the token has ended".to_owned()));
@@ -122,7 +122,7 @@ impl Callers {
     }
 
     async fn review(&self, token: &str) -> Result<TokenReviewStatus, client::Error> {
-        // Fails only for a closed semaphore, and nobody closes it.
+        // Fails only when the semaphore is closed, which never happens.
         let _place = self.places.acquire().await;
         let spec =
             TokenReviewSpec { token: Some(token.to_owned()), audiences: Some(vec![self.audience.clone()]) };
@@ -134,7 +134,7 @@ impl Callers {
 
     fn read(&self, status: TokenReviewStatus) -> Result<Node, String> {
         if status.authenticated != Some(true) {
-            // The API server's reason for a token may be long; the rest is ours to say.
+            // The API server's reason may be long; it is cut.
             let why: String = status.error.unwrap_or_default().chars().take(300).collect();
             return Err(format!(
                 "the API server does not know the token, or it is not for the audience {}{}{why}",
@@ -142,7 +142,7 @@ impl Callers {
                 if why.is_empty() { "" } else { ": " }
             ));
         }
-        // A server that knows no audiences would take any token.
+        // A server without support for audiences would accept any token.
         if !status.audiences.unwrap_or_default().contains(&self.audience) {
             return Err(format!("the token is not for the audience {}", self.audience));
         }
@@ -177,7 +177,7 @@ impl Callers {
         if known.len() >= MOST {
             let now = Instant::now();
             known.retain(|_, (until, _)| *until > now);
-            // Still full: of tokens that hold, a quarter is asked about again.
+            // Still full of valid tokens: a quarter of them is dropped and reviewed again.
             if known.len() >= MOST {
                 let mut count = 0;
                 known.retain(|_, _| {
@@ -190,7 +190,8 @@ impl Callers {
     }
 }
 
-/// When the token ends, as it says itself; `None`: it is no token. Not believed before the API server proved it.
+/// Returns the end that the token itself claims; `None`: it is no token. The claim counts only after the API server has
+/// verified the token.
 fn ends(token: &str) -> Option<SystemTime> {
     #[derive(serde::Deserialize)]
     struct Claims {

@@ -1,4 +1,4 @@
-//! The service's settings: section `secrets`, which it shares with the nodes that ask.
+//! Reads the service's settings: section `secrets`, shared with the nodes that ask.
 
 use std::{net::SocketAddr, time::Duration};
 
@@ -6,31 +6,31 @@ use peerpod_base::config::Reader;
 
 use crate::authority::Policy;
 
-/// What the service is told.
+/// Settings of the service.
 #[derive(Clone, Debug)]
 pub struct SecretsConfig {
-    /// `secrets.listen`: where nodes reach it (TLS).
+    /// `secrets.listen`: address that nodes connect to (TLS).
     pub listen: SocketAddr,
-    /// `secrets.names`: of its own certificate; empty: `peerpod-secrets.<namespace>.svc`.
+    /// `secrets.names`: names in the service's own certificate; empty: `peerpod-secrets.<namespace>.svc`.
     pub names: Vec<String>,
-    /// `secrets.audience`: of the tokens.
+    /// `secrets.audience`: audience of the nodes' tokens.
     pub audience: String,
-    /// `secrets.node-service-account`, as `namespace:name`; `None`: `peerpod-node` of our own namespace.
+    /// `secrets.node-service-account`, as `namespace:name`; `None`: `peerpod-node` of the service's own namespace.
     pub node_account: Option<String>,
-    /// `secrets.runtime-classes`: whose pods are peer pods.
+    /// `secrets.runtime-classes`: RuntimeClasses of peer pods.
     pub runtime_classes: Vec<String>,
-    /// `secrets.ca-secret`: where the CA is kept.
+    /// `secrets.ca-secret`: Secret that holds the CA.
     pub ca_secret: String,
-    /// `secrets.ca-config-map`: where nodes find its certificate.
+    /// `secrets.ca-config-map`: ConfigMap in which nodes find the CA's certificate.
     pub ca_config_map: String,
     /// `secrets.ca-validity`, `secrets.ca-settle`, `secrets.certificate-validity`.
     pub policy: Policy,
 }
 
 impl SecretsConfig {
-    /// Asks for the keys; `None` when `secrets.serve` is off.
+    /// Reads the keys; `None` when `secrets.serve` is off.
     pub fn read(reader: &mut Reader) -> Option<SecretsConfig> {
-        // The nodes' half.
+        // Keys that only the nodes use.
         for key in ["address", "server-name", "ca-file", "token-file", "deadline", "refresh"] {
             reader.leave(&format!("secrets.{key}"));
         }

@@ -1,20 +1,21 @@
-//! How much one caller may ask for: a bucket of tokens for each, and a number of requests at once. Bounded in callers.
+//! Limits each caller's requests with a token bucket and a number of requests at once. The number of callers is
+//! bounded.
 
 use std::{collections::HashMap, hash::Hash, sync::Arc, time::Instant};
 
 use parking_lot::Mutex;
 
-/// Callers that are remembered.
+/// Limit of remembered callers.
 const MOST: usize = 16_384;
 
-/// What each caller may.
+/// Rate of one caller.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Rate {
-    /// Requests at once from rest.
+    /// Requests in a burst from rest.
     pub(super) burst: f64,
-    /// More of them each second.
+    /// Further requests per second.
     pub(super) per_second: f64,
-    /// Under way at the same time.
+    /// Requests in flight at once.
     pub(super) at_once: usize,
 }
 
@@ -24,13 +25,13 @@ struct Bucket {
     under_way: usize,
 }
 
-/// Buckets by caller. Clones are the same.
+/// Buckets by caller.
 pub(super) struct Limits<K> {
     rate: Rate,
     buckets: Arc<Mutex<HashMap<K, Bucket>>>,
 }
 
-/// One request under way.
+/// One request in flight.
 pub(super) struct Place<K: Hash + Eq> {
     key: K,
     buckets: Arc<Mutex<HashMap<K, Bucket>>>,
@@ -41,7 +42,7 @@ impl<K: Hash + Eq + Clone> Limits<K> {
         Limits { rate, buckets: Arc::default() }
     }
 
-    /// A place for a request; `None`: too many.
+    /// Admits a request; `None`: too many.
     pub(super) fn enter(&self, key: &K, now: Instant) -> Option<Place<K>> {
         let Rate { burst, per_second, at_once } = self.rate;
         let mut buckets = self.buckets.lock();
@@ -49,7 +50,7 @@ impl<K: Hash + Eq + Clone> Limits<K> {
             (bucket.left + now.saturating_duration_since(bucket.at).as_secs_f64() * per_second).min(burst)
         };
         if buckets.len() >= MOST && !buckets.contains_key(key) {
-            // One that is full again is as one never seen.
+            // A full bucket is the same as none.
             buckets.retain(|_, bucket| bucket.under_way > 0 || filled(bucket) < burst);
             if buckets.len() >= MOST {
                 return None;

@@ -1,4 +1,4 @@
-//! What the service counts.
+//! Counts the calls of the secrets service.
 
 use std::time::Duration;
 
@@ -12,31 +12,31 @@ use prometheus_client::{
     registry::Registry,
 };
 
-/// What was asked for.
+/// Kind of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
 pub(super) enum Call {
-    /// A certificate.
+    /// Asks for a certificate.
     Enrol,
-    /// A pod's pull secrets.
+    /// Asks for a pod's pull secrets.
     PullSecrets,
-    /// Something else.
+    /// Asks for something else.
     Other,
 }
 
-/// How it ended.
+/// Result of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
 pub(super) enum Outcome {
-    /// Answered.
+    /// The call was answered.
     Answered,
-    /// Not a request of ours.
+    /// The request is malformed.
     Malformed,
-    /// Without a token or a certificate that we take.
+    /// The request has no acceptable token or certificate.
     Unknown,
-    /// For something that is not the node's.
+    /// The object does not belong to the node.
     Refused,
-    /// Too many.
+    /// The caller sent too many requests.
     Limited,
-    /// The API server, or a part of ours.
+    /// The API server or a part of the service failed.
     Failed,
 }
 
@@ -46,7 +46,7 @@ struct Labels {
     outcome: Outcome,
 }
 
-/// Registered once per process.
+/// Metrics of the service, registered once per process.
 #[derive(Clone, Debug)]
 pub struct Metrics {
     requests: Family<Labels, Counter>,
@@ -56,11 +56,11 @@ pub struct Metrics {
 }
 
 impl Metrics {
-    /// Registers them.
+    /// Registers the metrics.
     pub fn register(registry: &mut Registry) -> Metrics {
         let metrics = Metrics {
             requests: Family::default(),
-            // 0.5 ms to 10 s, doubled each time.
+            // 0.5 ms to 8 s, doubled each time.
             took: Histogram::new(exponential_buckets(0.5e-3, 2.0, 15)),
             handshakes_failed: Counter::default(),
             certificates: Counter::default(),

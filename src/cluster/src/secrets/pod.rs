@@ -1,4 +1,4 @@
-//! Whether a pod is a node's to ask for, and what it pulls its images with.
+//! Checks that a node may ask for a pod, and collects the pod's pull secrets.
 
 use std::collections::BTreeSet;
 
@@ -13,51 +13,51 @@ use zeroize::Zeroizing;
 
 use super::{answer::Wanted, caller::Node};
 
-/// Of one pod; a kubelet would take them all, and nobody has so many.
+/// Limit of pull secrets per pod. A kubelet has no limit, but no real pod has so many.
 const MOST: usize = 64;
-/// Secrets that are read at the same time, for one request.
+/// Concurrent reads of secrets for one request.
 const AT_ONCE: usize = 8;
 
-/// Why there is no answer.
+/// Reasons to refuse a request.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum Refused {
-    /// Not a pod that this node may ask for. For it, `why` only says as much as it may know.
+    /// The node may not ask for this pod. `said` contains no more than the node may know.
     #[error("{said}")]
     Pod {
-        /// For the node.
+        /// Text for the node.
         said: String,
-        /// For our own log.
+        /// Text for the service's own log.
         why: &'static str,
     },
-    /// The pod of that name is another one by now.
+    /// Another pod has this name now.
     #[error("pod {pod} has another uid than {uid}: it was replaced; ask for the pod that is there now")]
     Replaced {
         /// namespace/name.
         pod: String,
-        /// As asked for.
+        /// The uid that was asked for.
         uid: String,
     },
-    /// The secrets cannot be carried.
+    /// The secrets cannot be merged.
     #[error(transparent)]
     Secrets(#[from] Bad),
-    /// The API server.
+    /// The API server failed.
     #[error(transparent)]
     Api(#[from] client::Error),
 }
 
-/// What a pod pulls its images with.
+/// Pull secrets of a pod.
 pub(super) struct Found {
-    /// Which pod of that name.
+    /// The pod's uid.
     pub(super) uid: String,
     /// A `.dockerconfigjson`; empty: none.
     pub(super) config: Zeroizing<String>,
-    /// How many secrets are in it.
+    /// Number of secrets in it.
     pub(super) secrets: usize,
-    /// What is missing or malformed, in words.
+    /// Descriptions of missing and malformed secrets.
     pub(super) notes: Vec<String>,
 }
 
-/// The pod, if it is a peer pod of this node.
+/// Returns the pod, if it is a peer pod of this node.
 pub(super) async fn of_node(
     client: &Client,
     node: &Node,
@@ -67,7 +67,7 @@ pub(super) async fn of_node(
     let pods: Api<Pod> = Api::namespaced(client.clone(), &wanted.namespace);
     let name = format!("{}/{}", wanted.namespace, wanted.name);
     let pod = within(format!("read pod {name}"), pods.get_opt(&wanted.name)).await?;
-    // Whether there is such a pod elsewhere is nothing that a node needs to know.
+    // A node need not know whether such a pod exists elsewhere.
     let elsewhere = |why| Refused::Pod { said: format!("there is no pod {name} on node {node}"), why };
     let Some(pod) = pod else { return Err(elsewhere("there is no such pod")) };
     let Some(spec) = &pod.spec else { return Err(elsewhere("it has no spec")) };
@@ -88,8 +88,8 @@ pub(super) async fn of_node(
     Ok(pod)
 }
 
-/// Its own secrets, then its service account's; of one registry the first entry counts. What is missing or malformed is
-/// left out and noted, as a kubelet would go on without it.
+/// Merges the pod's own secrets, then its service account's secrets; of one registry the first entry counts. Missing
+/// and malformed secrets are left out and noted, as a kubelet would continue without them.
 pub(super) async fn secrets(client: &Client, pod: Pod) -> Result<Found, Refused> {
     let namespace = pod.metadata.namespace.unwrap_or_default();
     let spec = pod.spec.unwrap_or_default();
@@ -112,7 +112,7 @@ pub(super) async fn secrets(client: &Client, pod: Pod) -> Result<Found, Refused>
         let (api, what) = (api.clone(), format!("read secret {namespace}/{name}"));
         async move { within(what, api.get_opt(&name)).await.map(|secret| (name, secret)) }
     };
-    // In the order of the names, however they come.
+    // In the order of the names, not of the answers.
     let mut coming = stream::iter(names.into_iter().take(MOST)).map(read).buffered(AT_ONCE);
     let (mut merged, mut secrets) = (Merged::default(), 0);
     while let Some(read) = coming.next().await {
@@ -125,7 +125,7 @@ pub(super) async fn secrets(client: &Client, pod: Pod) -> Result<Found, Refused>
     Ok(Found { uid: pod.metadata.uid.unwrap_or_default(), config: merged.write()?, secrets, notes })
 }
 
-/// Each once, in Kubernetes' order.
+/// Returns each name once, in Kubernetes' order.
 fn names(pod: Vec<LocalObjectReference>, account: Vec<LocalObjectReference>) -> Vec<String> {
     let mut seen = BTreeSet::new();
     let all = pod.into_iter().chain(account).map(|reference| reference.name);
@@ -134,7 +134,7 @@ fn names(pod: Vec<LocalObjectReference>, account: Vec<LocalObjectReference>) -> 
 
 fn add(merged: &mut Merged, secret: Secret) -> Result<(), String> {
     let kind = secret.type_.unwrap_or_default();
-    // Of another type nothing is looked at, whatever keys it has: as a kubelet does it.
+    // As in a kubelet, a secret of another type is ignored, regardless of its keys.
     let form =
         Form::of_type(&kind).ok_or_else(|| format!("its type is {kind:?}, and pull secrets have another"))?;
     let mut data = secret.data.unwrap_or_default();

@@ -1,4 +1,4 @@
-//! The service as a whole: its port, its CA, its certificate, and whom it lets in.
+//! Runs the service: its port, its CA, its own certificate, and the verification of client certificates.
 
 use std::{io, net::SocketAddr, sync::Arc, time::Duration};
 
@@ -23,33 +23,33 @@ use crate::{
     serve,
 };
 
-/// What `/readyz` calls it.
+/// Name of the service in `/readyz`.
 const NAME: &str = "secrets";
-/// For the first sight of the CA: requests are answered from then on.
+/// Time for which requests are still answered after a stop, until nodes are no longer routed to this replica.
 const LEAVE_AFTER: Duration = Duration::from_secs(1);
 
-/// Why the service does not start, or ended.
+/// Reasons why the service does not start, or ended.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// Its port.
+    /// The port cannot be bound.
     #[error(
         "listen for nodes that ask for pull secrets on {address}: {why}; choose another secrets.listen or free this one"
     )]
     Listen {
         /// `secrets.listen`.
         address: SocketAddr,
-        /// Why not.
+        /// The cause.
         why: io::Error,
     },
     /// The libraries refused the TLS configuration.
     #[error("TLS for the secrets service: {0}")]
     Tls(String),
-    /// A part ended that never should.
+    /// A task ended that never should.
     #[error("a part of the secrets service ended: {0}")]
     Ended(String),
 }
 
-/// The service as a part of the controller, in every replica.
+/// Returns the service as a part of the controller, in every replica.
 pub fn part(config: SecretsConfig, metrics: Metrics) -> Part {
     Part::new(NAME, false, move |context| {
         let (config, metrics) = (config.clone(), metrics.clone());
@@ -57,7 +57,8 @@ pub fn part(config: SecretsConfig, metrics: Metrics) -> Part {
     })
 }
 
-/// Binds the port, waits for the CA, answers until told to stop. What is under way then is the process's `drain`.
+/// Binds the port, waits for the CA, and answers until a shutdown. The process's `drain` covers the requests in flight
+/// then.
 async fn run(config: SecretsConfig, metrics: Metrics, context: Context) -> Result<(), Error> {
     let Context { client, namespace, ready, shutdown, drain, .. } = context;
     let failed = |why| Error::Listen { address: config.listen, why };
@@ -125,12 +126,12 @@ async fn run(config: SecretsConfig, metrics: Metrics, context: Context) -> Resul
             other => Error::Ended(format!("{other:?}")),
         }),
     }
-    // Until nodes are not sent here any more.
+    // Nodes may still be routed to this replica.
     tokio::time::sleep(LEAVE_AFTER).await;
     Ok(())
 }
 
-/// Lets those in whom the CAs of the moment name.
+/// Keeps the accepted client certificates up to date with the CA's bundle.
 async fn follow(
     mut authority: Authority,
     tls: watch::Sender<Arc<ServerConfig>>,
@@ -152,7 +153,8 @@ async fn follow(
     }
 }
 
-/// TLS 1.3 with a client certificate or none, and nothing that would outlive one: no resumption.
+/// Returns a configuration for TLS 1.3 with an optional client certificate. There is no resumption, which could outlive
+/// a certificate.
 fn configured(
     current: &Current,
     resolver: Arc<dyn ResolvesServerCert>,

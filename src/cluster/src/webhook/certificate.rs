@@ -1,7 +1,7 @@
-//! The server's certificate: read from two files, and read again when they change, without a connection lost.
+//! Reads the server's certificate from two files, and reads it again when they change, without losing a connection.
 //!
-//! A new pair is taken only when both halves fit: a mount that is being replaced, or a half-written file, leaves the old
-//! pair in use. May touch: the two files.
+//! A new pair is used only when certificate and key match: a mount that is being replaced, or a half-written file,
+//! leaves the old pair in use. May touch: the two files.
 
 use std::{
     io,
@@ -18,12 +18,12 @@ use rustls::{
 };
 use rustls_pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject};
 
-/// How often the files are looked at. Two small reads; watching would miss what a network mount does.
+/// Interval at which the files are read. Two small reads are cheap; watching would miss changes on a network mount.
 const EVERY: Duration = Duration::from_secs(1);
-/// A chain of certificates is a few kilobytes.
+/// Limit of a file in bytes. A chain of certificates has a few kilobytes.
 const MOST: u64 = 256 * 1024;
 
-/// Why there is no usable certificate.
+/// Reasons why there is no usable certificate.
 #[derive(Debug, thiserror::Error)]
 pub enum CertificateError {
     /// A file cannot be read.
@@ -31,22 +31,22 @@ pub enum CertificateError {
     Read {
         /// The file.
         path: PathBuf,
-        /// Why not.
+        /// The cause.
         why: io::Error,
     },
-    /// A file is not what it should be, or the two do not belong together.
+    /// A file is malformed, or certificate and key do not match.
     #[error("certificate {} with key {}: {why}", certificate.display(), key.display())]
     Pair {
         /// The certificate's file.
         certificate: PathBuf,
         /// The key's file.
         key: PathBuf,
-        /// Why not.
+        /// The cause.
         why: String,
     },
 }
 
-/// The pair in use. Clones are the same.
+/// Pair in use. Clones share it.
 #[derive(Clone, Debug)]
 pub struct Certificate {
     files: Arc<(PathBuf, PathBuf)>,
@@ -57,7 +57,7 @@ pub struct Certificate {
 #[derive(Debug)]
 struct Current {
     pair: Arc<CertifiedKey>,
-    /// The files' contents, the key's too: what would be in memory anyway.
+    /// Contents of both files. They include the key, which is in memory anyway.
     bytes: (Vec<u8>, Vec<u8>),
 }
 
@@ -78,10 +78,10 @@ impl Certificate {
         Ok(Certificate { files: Arc::new(files), provider, current })
     }
 
-    /// Looks at the files again. Whether there was a new pair, which new connections get from now on.
+    /// Reads the files again. Returns whether there was a new pair, which new connections then use.
     ///
     /// # Errors
-    /// What is there is no pair; the old one stays in use.
+    /// The files hold no valid pair; the old one stays in use.
     pub fn reload(&self) -> Result<bool, CertificateError> {
         let bytes = (read(&self.files.0)?, read(&self.files.1)?);
         if self.current.read().bytes == bytes {
@@ -92,7 +92,7 @@ impl Certificate {
         Ok(true)
     }
 
-    /// Reloads whenever the files change, for ever; `reloaded` is called after each time.
+    /// Reloads the files whenever they change, for ever. Calls `reloaded` after each reload.
     pub async fn follow(self, reloaded: impl Fn()) {
         let mut said = String::new();
         loop {
@@ -177,7 +177,7 @@ mod tests {
         let key = write(&folder, "tls.key", &pem("PRIVATE KEY", old.signing_key.serialized_der()));
         let provider = Arc::new(rustls::crypto::ring::default_provider());
         let loaded = Certificate::load(&certificate, &key, provider).unwrap();
-        let in_use = || loaded.current.read().unwrap().pair.cert[0].clone();
+        let in_use = || loaded.current.read().pair.cert[0].clone();
         assert!(!loaded.reload().unwrap());
 
         write(&folder, "tls.crt", &pem("CERTIFICATE", new.cert.der()));

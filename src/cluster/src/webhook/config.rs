@@ -1,4 +1,4 @@
-//! The webhook's settings: section `webhook`.
+//! Reads the webhook's settings: section `webhook`.
 
 use std::{net::SocketAddr, path::PathBuf, sync::Arc};
 
@@ -10,28 +10,28 @@ use super::{
     mutate::{Profile, Totals},
 };
 
-/// Where the server's certificate comes from.
+/// Source of the server's certificate.
 #[derive(Clone, Debug)]
 pub enum Certificates {
-    /// Two files that somebody else keeps up to date.
+    /// Two files that another system keeps up to date.
     Mounted {
         /// `webhook.certificate-file`.
         certificate_file: PathBuf,
         /// `webhook.key-file`.
         key_file: PathBuf,
     },
-    /// A CA of our own.
+    /// The webhook's own CA.
     SelfManaged(Managed),
 }
 
-/// What the webhook is told.
+/// Settings of the webhook.
 #[derive(Clone, Debug)]
 pub struct WebhookConfig {
-    /// `webhook.listen`: where the API server reaches it (TLS).
+    /// `webhook.listen`: address that the API server calls (TLS).
     pub listen: SocketAddr,
-    /// `webhook.admin-listen`: metrics and health.
+    /// `webhook.admin-listen`: address of metrics and health.
     pub admin_listen: SocketAddr,
-    /// `webhook.certificates`: where its certificate comes from.
+    /// `webhook.certificates`: source of its certificate.
     pub certificates: Certificates,
     /// `webhook.tls-min-version`.
     pub versions: Vec<&'static SupportedProtocolVersion>,
@@ -39,12 +39,12 @@ pub struct WebhookConfig {
     pub crypto: Arc<CryptoProvider>,
     /// `webhook.exclude-namespaces`.
     pub excluded: Vec<String>,
-    /// `webhook.runtime-classes` and what is said of each.
+    /// `webhook.runtime-classes` and the settings of each class.
     pub profiles: Vec<Profile>,
 }
 
 impl WebhookConfig {
-    /// Asks for the section `webhook`.
+    /// Reads the section `webhook`.
     pub fn read(reader: &mut Reader) -> WebhookConfig {
         let (versions, crypto) = tls(reader);
         WebhookConfig {
@@ -136,7 +136,7 @@ fn profiles(reader: &mut Reader) -> Vec<Profile> {
     profiles
 }
 
-/// The names are those of the replaced webhook: `VersionTLS12`, IANA's names of suites.
+/// Uses the names of the replaced webhook: `VersionTLS12`, IANA's names of suites.
 fn tls(reader: &mut Reader) -> (Vec<&'static SupportedProtocolVersion>, Arc<CryptoProvider>) {
     let least = reader.choice(
         "webhook.tls-min-version",

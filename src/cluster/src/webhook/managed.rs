@@ -1,4 +1,4 @@
-//! Certificates that need nobody else: a CA of our own in a Secret, its certificate in the registration's `caBundle`, and
+//! Makes certificates without any other system: a CA in a Secret, its certificate in the registration's `caBundle`, and
 //! each replica's own key in memory. May touch: that Secret and that registration.
 
 use std::{path::PathBuf, time::Duration};
@@ -30,7 +30,7 @@ pub struct Managed {
 }
 
 impl Managed {
-    /// Asks for the keys.
+    /// Reads the keys.
     pub fn read(reader: &mut Reader) -> Managed {
         let validity: Duration = reader.get(
             "webhook.ca-validity",
@@ -79,10 +79,10 @@ impl Managed {
         }
     }
 
-    /// A keeper of the CA to be run, what it knows, and the server's names.
+    /// Returns the task that maintains the CA, a receiver of the CA, and the server's names.
     ///
     /// # Errors
-    /// There is no way to the API server.
+    /// The API server's address or credentials cannot be read.
     pub async fn open(
         self,
     ) -> Result<(impl Future<Output = ()> + Send + 'static, Authority, Vec<String>), client::Error> {

@@ -1,4 +1,4 @@
-//! What the webhook counts.
+//! Counts the webhook's requests.
 
 use std::time::Duration;
 
@@ -12,16 +12,16 @@ use prometheus_client::{
     registry::Registry,
 };
 
-/// How a request ended.
+/// Result of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
 pub(super) enum Outcome {
-    /// A peer pod, patched.
+    /// A peer pod was patched.
     Changed,
-    /// Nothing to do.
+    /// There was nothing to change.
     Unchanged,
-    /// A peer pod that cannot be.
+    /// The peer pod is invalid.
     Refused,
-    /// Not a request.
+    /// The body is not an AdmissionReview.
     Malformed,
 }
 
@@ -42,7 +42,7 @@ impl Metrics {
     pub(super) fn register(registry: &mut Registry) -> Metrics {
         let metrics = Metrics {
             reviews: Family::default(),
-            // 50 µs to 1.7 s, by half more each time.
+            // 50 µs to 1.3 s, each half more than the last.
             took: Histogram::new(exponential_buckets(50e-6, 1.5, 26)),
             handshakes_failed: Counter::default(),
             reloads: Counter::default(),

@@ -1,11 +1,11 @@
-//! A pod and its profile in, a JSON patch out. Pure.
+//! Computes the JSON patch for a pod and its profile. Pure.
 //!
-//! The VM is sized by annotations from what the containers ask for; the containers' own requests and limits are taken
-//! away, because they would be counted on the node, where the pod does not run, and one VM is asked for instead. What was
-//! taken away is kept in [`ACCOUNTED`], per container: called again (another webhook has added a sidecar), it is from
-//! there that the totals are made again. Memory limits also go to [`MEMORY_LIMITS`], for the VM to apply.
+//! The containers' requests and limits size the VM, by annotations. They are then removed from the containers: they
+//! would be counted on the Kubernetes node, where the pod does not run. The pod asks for one VM instead. The removed
+//! values are kept in [`ACCOUNTED`], per container. When the webhook is called again, because another webhook has added
+//! a sidecar, the totals are computed from there. Memory limits also go to [`MEMORY_LIMITS`], for the guest to apply.
 //!
-//! The pod is looked at as JSON, so that fields which we do not know stay as they are.
+//! The pod is processed as JSON, so that unknown fields stay as they are.
 
 use std::collections::BTreeMap;
 
@@ -18,59 +18,60 @@ use super::{
     totals::{self, Life},
 };
 
-/// The annotation with the requests and limits that the pod's containers had: JSON, `{"version": 1, "containers": {name:
-/// {"requests": {…}, "limits": {…}}}, "pod": {…}}`.
+/// Annotation with the original requests and limits of the pod's containers: JSON,
+/// `{"version": 1, "containers": {name: {"requests": {…}, "limits": {…}}}, "pod": {…}}`.
 pub const ACCOUNTED: &str = "kata.peerpods.io/accounted-resources";
 
-/// The annotation with the containers' memory limits: JSON, names to bytes. `peerpod-guest` applies them in the VM.
-/// Container runtimes and Kata's shims pass annotations on that begin so.
+/// Annotation with the containers' memory limits: JSON, names to bytes. `peerpod-guest` applies them in the VM.
+/// Container runtimes and Kata's shims pass annotations with this prefix on.
 pub(super) const MEMORY_LIMITS: &str = "io.katacontainers.peerpod.memory-limits";
 
 const VCPUS: &str = "io.katacontainers.config.hypervisor.default_vcpus";
 const MEMORY: &str = "io.katacontainers.config.hypervisor.default_memory";
 const GPUS: &str = "io.katacontainers.config.hypervisor.default_gpus";
-/// Written by the API server's own LimitRanger when it fills in defaults, also between two calls of a webhook.
+/// Annotation that the API server's own LimitRanger writes when it fills in defaults, also between two calls of a
+/// webhook.
 const LIMIT_RANGER: &str = "kubernetes.io/limit-ranger";
-/// Fields of a pod's spec that share a namespace of the node with it, and the namespace.
+/// Fields of a pod's spec that share a namespace of the node with it, and that namespace.
 const SHARED: [(&str, &str); 3] = [("hostNetwork", "network"), ("hostPID", "processes"), ("hostIPC", "IPC")];
 const MIB: i64 = 1 << 20;
-/// The API server takes this much of all annotations together.
+/// Limit of the record in bytes; the API server limits all annotations together.
 const MOST_RECORD: usize = 200 * 1024;
 
-/// What is done with the pods of one RuntimeClass.
+/// Rules for the pods of one RuntimeClass.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Profile {
-    /// The class's name.
+    /// Name of the class.
     pub runtime_class: String,
-    /// The extended resource of which a pod takes one.
+    /// Extended resource of which a pod takes one.
     pub resource: String,
-    /// How a pod's need is added up.
+    /// Rule for a pod's total.
     pub totals: Totals,
-    /// The resources that are GPUs.
+    /// Resources that count as GPUs.
     pub gpus: Vec<String>,
 }
 
-/// How a pod's need is added up.
+/// Rule for a pod's total.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Totals {
-    /// By Kubernetes' rule for effective requests, limits where there are any, pod-level resources before all.
+    /// Kubernetes' rule for effective requests, with limits where there are any; pod-level resources have precedence.
     Effective,
-    /// The plain sum over all containers, as the replaced webhook does; pod-level resources are not looked at.
+    /// Plain sum over all containers, as in the replaced webhook; pod-level resources are ignored.
     Sum,
 }
 
-/// Why a pod is refused.
+/// Reasons to refuse a pod.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
-    /// A quantity is none.
+    /// A quantity is invalid.
     #[error("{place}: {why}")]
     Quantity {
         /// The container and its resource.
         place: String,
-        /// Why not.
+        /// The cause.
         why: QuantityError,
     },
-    /// Kubernetes would refuse it; it cannot see it any more after us.
+    /// A limit is below its request. Kubernetes would refuse the pod, but the patch removes both values.
     #[error(
         "{place}: the limit {limit} is below the request {request}; raise the limit or lower the request"
     )]
@@ -82,12 +83,12 @@ pub enum Refusal {
         /// The request.
         request: Quantity,
     },
-    /// Our record, changed by somebody else.
+    /// The record in the annotation was changed by another writer.
     #[error(
         "annotation {ACCOUNTED}: {0}; remove the annotation and give the containers their requests again"
     )]
     Record(String),
-    /// The pod is to share namespaces of the node.
+    /// The pod asks to share namespaces of the node.
     #[error(
         "spec.{key}: true: a peer pod runs in a VM and cannot share the node's {what}; remove it, or give the pod another \
          runtimeClassName"
@@ -98,16 +99,16 @@ pub enum Refusal {
         /// The namespace of the node.
         what: &'static str,
     },
-    /// A part of the pod has not the form that it has in Kubernetes.
+    /// A part of the pod does not have the form of a Kubernetes pod.
     #[error("{0} is not of the form that a pod has")]
     Form(&'static str),
 }
 
-/// The changes that make a pod of one of these profiles a peer pod; none for any other pod, and none for one that has
-/// been changed already.
+/// Returns the changes that make a pod of one of these profiles a peer pod. The patch is empty for any other pod, and
+/// for one that is a peer pod already.
 ///
 /// # Errors
-/// See [`Refusal`]: the pod must not be admitted, because what is wrong with it could not be seen after us.
+/// See [`Refusal`]. The pod must not be admitted, because the patch would hide its mistake.
 pub fn mutate(pod: &Value, profiles: &[Profile]) -> Result<Patch, Refusal> {
     let class = pod.pointer("/spec/runtimeClassName").and_then(Value::as_str);
     let Some(profile) = profiles.iter().find(|profile| Some(profile.runtime_class.as_str()) == class) else {
@@ -124,7 +125,7 @@ pub fn mutate(pod: &Value, profiles: &[Profile]) -> Result<Patch, Refusal> {
     Ok(json_patch::diff(pod, &changed))
 }
 
-/// Requests and limits as they stand in a pod.
+/// Requests and limits as a pod holds them.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Resources {
@@ -139,7 +140,7 @@ impl Resources {
         self.requests.is_empty() && self.limits.is_empty()
     }
 
-    /// Of a container or of the pod itself, without what we put there.
+    /// Reads the resources of a container or of the pod itself, without those that the webhook added.
     fn present(owner: &Value, profile: &Profile) -> Resources {
         let part = |name: &str| {
             let found =
@@ -152,12 +153,12 @@ impl Resources {
     }
 }
 
-/// What the containers asked for, whoever took it away since.
+/// Requests and limits that the containers had, including those that were removed since.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Record {
     version: u32,
-    /// By name; init containers are of the same space of names.
+    /// By name; init containers share the same namespace of names.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     containers: BTreeMap<String, Resources>,
     #[serde(default, skip_serializing_if = "Resources::is_empty")]
@@ -165,7 +166,7 @@ struct Record {
 }
 
 impl Record {
-    /// The record that the pod carries, brought up to date with what stands in its containers now.
+    /// Returns the record that the pod carries, updated with the present resources of its containers.
     fn of(pod: &Value, profile: &Profile) -> Result<Record, Refusal> {
         let carried = Record::carried(pod)?;
         let filled_in = FilledIn::of(pod);
@@ -187,7 +188,7 @@ impl Record {
             None => present,
         };
         if !record.is_empty() {
-            // A container that asks for nothing is known, too: what is filled in for it later is not its own.
+            // A container without resources is recorded, too, so that defaults filled in later do not count as its own.
             for (_, container) in containers(pod)? {
                 record.containers.entry(name_of(container).to_owned()).or_default();
             }
@@ -204,7 +205,7 @@ impl Record {
         }
     }
 
-    /// In bytes, of the containers that have one.
+    /// Returns the limits in bytes of the containers that have one.
     fn memory_limits(&self) -> Result<BTreeMap<&str, i64>, Refusal> {
         let mut limits = BTreeMap::new();
         for (name, resources) in &self.containers {
@@ -221,7 +222,7 @@ impl Record {
     }
 }
 
-/// What is known, and over it what stands there now, unless it was only filled in.
+/// Overrides the known resources with the present ones, except those that were only filled in.
 fn merged(known: &Resources, present: Resources, filled_in: impl Fn(&str, &str) -> bool) -> Resources {
     let over = |known: &Map<String, Value>, present: Map<String, Value>, kind: &str| {
         let mut all = known.clone();
@@ -234,8 +235,8 @@ fn merged(known: &Resources, present: Resources, filled_in: impl Fn(&str, &str) 
     }
 }
 
-/// What the API server's LimitRanger says that it has filled in: "LimitRanger plugin set: cpu, memory request for container
-/// web; cpu limit for init container setup".
+/// Defaults that the API server's LimitRanger reports to have filled in: "LimitRanger plugin set: cpu, memory request
+/// for container web; cpu limit for init container setup".
 struct FilledIn<'p>(Vec<(&'p str, &'p str, Vec<&'p str>)>);
 
 impl<'p> FilledIn<'p> {
@@ -258,7 +259,7 @@ impl<'p> FilledIn<'p> {
     }
 }
 
-/// What the VM must have.
+/// Size of the VM.
 #[derive(Debug, PartialEq)]
 struct Needs {
     cpu: Quantity,
@@ -294,8 +295,7 @@ impl Needs {
 
 type Each<'p> = [(Life, &'p str, &'p Resources)];
 
-/// The sum of the limits if it is not below that of the requests, which is that of the requests where limits are missing.
-/// Without any request: nothing.
+/// Returns the larger of the sum of the limits and the sum of the requests; zero without any request.
 fn total_by_sum(each: &Each<'_>, resource: &str) -> Result<Quantity, Refusal> {
     let (mut requests, mut limits) = (Vec::new(), Vec::new());
     for (life, name, resources) in each {
@@ -306,8 +306,8 @@ fn total_by_sum(each: &Each<'_>, resource: &str) -> Result<Quantity, Refusal> {
     Ok(if requests == Quantity::ZERO { requests } else { requests.max(limits) })
 }
 
-/// What each container may use (its limit, or else its request) by Kubernetes' rule; the pod's own resources take the
-/// place of what they speak of.
+/// Returns the total of each container's limit, or else its request, by Kubernetes' rule. A pod-level limit or request
+/// takes the place of that total.
 fn total_by_rule(each: &Each<'_>, pod: &Resources, resource: &str) -> Result<Quantity, Refusal> {
     let (mut requests, mut most) = (Vec::new(), Vec::new());
     for (life, name, resources) in each {
@@ -326,7 +326,8 @@ fn total_by_rule(each: &Each<'_>, pod: &Resources, resource: &str) -> Result<Qua
     })
 }
 
-/// Every quantity can be read, and no limit is below its request: what Kubernetes checks after us, when it is gone.
+/// Checks that every quantity is valid and no limit is below its request. Kubernetes checks the same only after the
+/// patch has removed the values.
 fn check(place: &str, resources: &Resources) -> Result<(), Refusal> {
     for resource in resources.limits.keys() {
         amount(place, &resources.limits, resource)?;
@@ -344,14 +345,14 @@ fn check(place: &str, resources: &Resources) -> Result<(), Refusal> {
 
 fn amount(place: &str, of: &Map<String, Value>, resource: &str) -> Result<Option<Quantity>, Refusal> {
     let Some(value) = of.get(resource) else { return Ok(None) };
-    // The API server writes texts; a number is what a person may have written.
+    // The API server writes strings; a user may have written a number.
     let text = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
     let read =
         text.parse().map_err(|why| Refusal::Quantity { place: format!("{place}, {resource}"), why })?;
     Ok(Some(read))
 }
 
-/// Init containers in their order, then the others.
+/// Returns init containers in their order, then the others.
 fn containers(pod: &Value) -> Result<Vec<(Life, &Value)>, Refusal> {
     let list = |path: &str, what| match pod.pointer(path) {
         None | Some(Value::Null) => Ok(&[][..]),
@@ -433,14 +434,14 @@ fn replace_resources(pod: &mut Value, profile: &Profile) -> Result<(), Refusal> 
     Ok(())
 }
 
-/// Takes requests and limits away, and nothing else: claims of devices stay.
+/// Removes requests and limits, and nothing else: claims of devices stay.
 fn take(owner: &mut Map<String, Value>) {
     match owner.get_mut("resources") {
         Some(Value::Object(resources)) => {
             resources.remove("requests");
             resources.remove("limits");
         }
-        // Not of the form that it has in Kubernetes.
+        // It does not have the form of a Kubernetes pod.
         Some(other) => *other = json!({}),
         None => {}
     }

@@ -1,41 +1,41 @@
-//! Kubernetes' quantities: `2`, `500m`, `4Gi`, `1.5e3`. Exact to a billionth and to twenty
-//! digits, rounded up below that, as Kubernetes does.
+//! Parses and prints Kubernetes' quantities: `2`, `500m`, `4Gi`, `1.5e3`. Exact to a billionth and to twenty digits,
+//! and rounded up below that, as Kubernetes does.
 
 use std::fmt;
 use std::str::FromStr;
 
-/// Billionths of one.
+/// One, in billionths.
 const NANO: i128 = 1_000_000_000;
-/// Kubernetes' quantities end at 2⁶³−1, and so do ours: a sum of them cannot overflow.
+/// Largest quantity. As in Kubernetes it is 2⁶³−1, so a sum of two cannot overflow.
 const MOST: i128 = (i64::MAX as i128) * NANO;
-/// Longer texts are refused before any arithmetic.
+/// Longest text; longer ones are refused before any arithmetic.
 const MOST_CHARACTERS: usize = 64;
-/// Digits that are kept; below them it is rounded up.
+/// Number of exact digits; further ones are rounded up.
 const EXACT_DIGITS: usize = 20;
 
-/// An amount of something, in billionths, not negative.
+/// Non-negative amount in billionths.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Quantity(i128);
 
-/// A text that is no quantity, or one that no resource can have.
+/// A text that is no quantity, or a quantity that no resource can have.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0:?} is no quantity of a resource: {1}")]
 pub struct QuantityError(String, &'static str);
 
 impl Quantity {
-    /// Nothing.
+    /// Zero.
     pub const ZERO: Quantity = Quantity(0);
 
-    /// Both together; at the end of the range it stays there.
+    /// Returns the sum, limited to the largest quantity.
     #[must_use]
     pub fn plus(self, other: Quantity) -> Quantity {
         Quantity((self.0 + other.0).min(MOST))
     }
 
-    /// In whole units of `size`, rounded up: `ceil(1)` is whole cores, `ceil(1 << 20)` MiB.
+    /// Returns the amount in whole units of `size`, rounded up: `ceil(1)` gives whole cores, `ceil(1 << 20)` MiB.
     pub fn ceil(self, size: i64) -> i64 {
         let unit = i128::from(size.max(1)) * NANO;
-        // Fits: at most 2⁶³−1 of the unit one.
+        // Fits: it is at most 2⁶³−1, with a unit of one.
         i64::try_from((self.0 + unit - 1) / unit).unwrap_or(i64::MAX)
     }
 }
@@ -72,7 +72,7 @@ impl FromStr for Quantity {
     }
 }
 
-/// What a suffix multiplies with.
+/// Factor of a suffix.
 #[derive(Clone, Copy)]
 enum Scale {
     Binary(u32),
@@ -99,14 +99,14 @@ fn scale(suffix: &str) -> Option<Scale> {
         "Ei" => Scale::Binary(60),
         exponent => {
             let digits = exponent.strip_prefix(['e', 'E'])?;
-            // Outside of this every number is nothing (rounded up) or the most there is.
+            // Outside this range every number is rounded up to a billionth or is the largest quantity.
             Scale::Decimal(digits.parse::<i32>().ok()?.clamp(-100, 100))
         }
     })
 }
 
 impl Scale {
-    /// The digits with this scale, in billionths: rounded up, and the most there is where it would be more.
+    /// Returns the digits with this scale in billionths, rounded up and limited to the largest quantity.
     fn apply(self, whole: &str, fraction: &str) -> i128 {
         let digits = whole.bytes().chain(fraction.bytes()).skip_while(|digit| *digit == b'0');
         let digits: Vec<i128> = digits.map(|digit| i128::from(digit - b'0')).collect();
@@ -120,7 +120,7 @@ impl Scale {
             Scale::Decimal(power) => (power, 1),
             Scale::Binary(bits) => (0, 1_i128 << bits),
         };
-        // At most 64 characters: both lengths are small.
+        // Both lengths are small: the text has at most 64 characters.
         let places = |count: usize| i32::try_from(count).unwrap_or(i32::MAX);
         let power = power + 9 + places(cut.len()) - places(fraction.len());
         let number = number * factor; // below 10²⁰ × 2⁶⁰
@@ -133,7 +133,7 @@ impl Scale {
 }
 
 impl fmt::Display for Quantity {
-    /// In the shortest of Kubernetes' decimal forms that keeps it: whole, or by `m`, `u`, `n`.
+    /// Writes the shortest exact decimal form of Kubernetes: whole, or with `m`, `u` or `n`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (unit, suffix) in [(NANO, ""), (1_000_000, "m"), (1_000, "u")] {
             if self.0 % unit == 0 {

@@ -1,4 +1,4 @@
-//! AdmissionReview, `admission.k8s.io/v1`: what we read of the request, and the answer. The pod stays JSON.
+//! Reads AdmissionReviews, `admission.k8s.io/v1`, and writes the answers. The pod stays JSON.
 
 use base64::{Engine, prelude::BASE64_STANDARD};
 use json_patch::Patch;
@@ -38,10 +38,10 @@ struct Kind {
     kind: String,
 }
 
-/// Answers the bytes of a request with those of an answer.
+/// Returns the bytes of the answer to a request, and its result.
 ///
 /// # Errors
-/// The request is none; the text is for the caller.
+/// The body is no valid request; the text is for the caller.
 pub(super) fn answer(
     body: &[u8],
     profiles: &[Profile],

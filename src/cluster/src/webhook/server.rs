@@ -1,4 +1,4 @@
-//! The webhook's server: one path behind [`crate::serve`].
+//! Runs the webhook's server: one path behind [`crate::serve`].
 
 use std::{
     io,
@@ -30,53 +30,53 @@ use crate::{
     serve::{self, Answer, Peer, Reply, reply, text},
 };
 
-/// Where the API server posts; the path of the replaced webhook.
+/// Path that the API server posts to, as in the replaced webhook.
 pub const PATH: &str = "/mutate-v1-pod";
 
-/// An object is at most 3 MiB in the API server; a review of a creation holds one.
+/// Limit of a body in bytes. The API server limits an object to 3 MiB, and the review of a creation holds one.
 const MOST_BODY: usize = 4 * 1024 * 1024;
-/// Requests still come for a moment after we are told to end: until then nobody has taken us off the list.
+/// Time for which requests are still answered after a stop, until this replica is removed from the service's endpoints.
 const LEAVE_AFTER: Duration = Duration::from_secs(3);
-/// For what is under way at the end.
+/// Limit for the requests in flight at the end.
 const DRAIN: Duration = Duration::from_secs(10);
 
-/// Why the webhook does not start, or ended.
+/// Reasons why the webhook does not start, or ended.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// Its certificate.
+    /// The certificate is unusable.
     #[error(transparent)]
     Certificate(#[from] CertificateError),
-    /// The way to the API server, for certificates of our own.
+    /// The client for self-managed certificates cannot be made.
     #[error("webhook.certificates = self-managed: {0}")]
     Client(#[from] peerpod_kube::client::Error),
-    /// Settings of TLS that exclude each other.
+    /// TLS settings exclude each other.
     #[error("webhook.tls-…: {0}")]
     Tls(rustls::Error),
-    /// Its port.
+    /// The port cannot be bound.
     #[error("listen for admission reviews on {address}: {why}; choose another address or free this one")]
     Listen {
         /// `webhook.listen`.
         address: SocketAddr,
-        /// Why not.
+        /// The cause.
         why: io::Error,
     },
-    /// The admin port.
+    /// The admin port cannot be bound.
     #[error(transparent)]
     Admin(#[from] admin::Error),
-    /// A part ended that never should.
+    /// A task ended that never should.
     #[error("a part of the webhook ended: {0}")]
     Ended(String),
 }
 
-/// A webhook whose ports are bound.
+/// A webhook with bound ports.
 pub struct Bound {
-    /// Where reviews are answered, as bound.
+    /// Bound address for reviews.
     pub address: SocketAddr,
-    /// The admin port, as bound.
+    /// Bound address of the admin port.
     pub admin: SocketAddr,
     listener: TcpListener,
     tls: Arc<rustls::ServerConfig>,
-    /// Keep the certificate up to date.
+    /// Tasks that keep the certificate up to date.
     keeping: JoinSet<()>,
     shared: Arc<Shared>,
     ready: Ready,
@@ -134,15 +134,15 @@ pub async fn build(config: WebhookConfig) -> Result<Bound, Error> {
 }
 
 impl Bound {
-    /// Answers until told to stop; then a moment longer, and finishes what is under way.
+    /// Answers until 3 s after a shutdown, then finishes the requests in flight.
     ///
     /// # Errors
-    /// A part ended that never should.
+    /// A task ended that never should.
     pub async fn run(self, shutdown: &Shutdown) -> Result<(), Error> {
         info!(address = %self.address, admin = %self.admin, "webhook answers");
         let drain = Drain::new();
         let mut parts = self.keeping;
-        // Nobody sends: this one is for ever.
+        // The sender is only kept: this configuration never changes.
         let (_sender, tls) = watch::channel(self.tls);
         parts.spawn(serve::accept(self.listener, tls, self.shared, drain.clone()));
         tokio::select! {
@@ -185,8 +185,8 @@ impl Answer for Shared {
         respond(request, self).await
     }
 
-    /// An API server has up to 200 changes under way at once, and a connection for each; several may stand behind one
-    /// address.
+    /// An API server has up to 200 changes in flight at once, with a connection for each. Several API servers may share
+    /// one address.
     fn connections_per_address(&self) -> usize {
         768
     }

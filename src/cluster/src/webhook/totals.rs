@@ -1,28 +1,28 @@
-//! How much a pod's containers need together. Pure.
+//! Computes a pod's total of one resource. Pure.
 //!
-//! Kubernetes' own rule (effective requests): the containers that live together are added, sidecars (init containers that
-//! restart) among them; an init container needs its own beside the sidecars that began before it; the pod needs the larger
-//! of both. The plain sum is the replaced webhook's.
+//! Kubernetes' rule (effective requests) adds the containers that run together, including sidecars (init containers
+//! that restart). An init container counts together with the sidecars started before it. The pod needs the larger of
+//! both totals. The replaced webhook used the plain sum.
 
 use super::quantity::Quantity;
 
-/// When a container lives.
+/// Lifetime of a container.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Life {
     /// As long as the pod.
     App,
-    /// Before the others, and then as long as the pod.
+    /// Starts before the others, and then runs as long as the pod.
     Sidecar,
-    /// Before the others, alone but for the sidecars before it.
+    /// Runs before the others, beside only the sidecars before it.
     Init,
 }
 
-/// The plain sum.
+/// Returns the plain sum.
 pub(super) fn sum(needs: &[(Life, Quantity)]) -> Quantity {
     needs.iter().fold(Quantity::ZERO, |sum, (_, need)| sum.plus(*need))
 }
 
-/// What is needed at the worst moment. Init containers and sidecars must be in their order.
+/// Returns the largest need at any time. Init containers and sidecars must be in their order.
 pub(super) fn effective(needs: &[(Life, Quantity)]) -> Quantity {
     let mut together = Quantity::ZERO;
     let mut sidecars = Quantity::ZERO;

@@ -1,10 +1,11 @@
-//! What the controller's role asks the API server: which node an id is, which pods a volume is attached for, who uses a
-//! volume. Each call has a deadline. No server can be asked for an object by a driver's id, so all are listed once and the
-//! names remembered; from then on the one object is read, and believed only while it still has that id.
+//! Asks the API server for the controller role: the node of an id, the pods that an attach is for, the user of a
+//! volume. Each call has a deadline. The API server cannot look up an object by a driver's id. All objects are
+//! therefore listed once and their names cached; later calls read that one object, and use it only if it still has the
+//! id.
 //!
-//! With `csi.runtime-classes` an attach whose pods cannot be asked for fails, also for a volume that is nobody's of ours:
-//! attached to the node, a peer pod's disk would not be in its VM. The attacher gets its work from the same API server and
-//! repeats it. May touch: nothing; it reads.
+//! With `csi.runtime-classes` an attach fails when the pods cannot be determined, even for a volume of an ordinary pod.
+//! If it were attached to the node, a peer pod's disk would be missing in its VM. The attacher gets its work from the
+//! same API server and repeats the call. May touch: nothing; it reads.
 
 use std::{collections::HashMap, path::Path, sync::Arc};
 
@@ -26,17 +27,17 @@ use crate::{
     objects,
 };
 
-/// The API server.
+/// Client of the API server.
 #[derive(Clone)]
 pub(super) struct Lookup {
     client: Client,
-    /// Nodes by the driver's id.
+    /// Names of nodes by the driver's id.
     nodes: Names,
-    /// PersistentVolumes by the driver's handle.
+    /// Names of PersistentVolumes by the driver's handle.
     volumes: Names,
 }
 
-/// Names of objects by the driver's ids, as they were when all were listed last.
+/// Object names by the driver's ids, as of the last full list.
 #[derive(Clone, Default)]
 struct Names(Arc<Mutex<HashMap<String, String>>>);
 
@@ -60,7 +61,7 @@ impl Lookup {
         self.client.clone()
     }
 
-    /// The Kubernetes node that the driver calls so.
+    /// Returns the Kubernetes node with this id of the driver.
     pub(super) async fn node_of(&self, driver: &str, id: &str) -> Result<Option<String>, Status> {
         let nodes: Api<CSINode> = Api::all(self.client.clone());
         if let Some(name) = self.nodes.get(id) {
@@ -76,7 +77,7 @@ impl Lookup {
         Ok(self.nodes.get(id))
     }
 
-    /// The PersistentVolume of this handle.
+    /// Returns the PersistentVolume of this handle.
     pub(super) async fn volume(
         &self,
         driver: &str,
@@ -100,7 +101,7 @@ impl Lookup {
         Ok(all.items.into_iter().find(|volume| handle_of(volume, driver) == Some(handle)))
     }
 
-    /// Whether there are pods on that node that use the volume, and all of them have one of these RuntimeClasses.
+    /// Whether pods on that node use the volume, and all of them have one of these RuntimeClasses.
     pub(super) async fn all_of_class(
         &self,
         driver: &str,
@@ -139,7 +140,7 @@ impl Lookup {
         Ok(ours > 0)
     }
 
-    /// A pod that has the volume in its VM.
+    /// Returns a pod that has the volume in its VM.
     pub(super) async fn user(&self, volume: &VolumeId) -> Result<Option<String>, Status> {
         let all: Api<PeerpodVolume> = Api::all(self.client.clone());
         let one = ListParams::default().labels(&format!("{}={volume}", objects::VOLUME)).limit(1);
@@ -151,12 +152,12 @@ impl Lookup {
     }
 }
 
-/// What the driver calls a node.
+/// Returns the driver's id of a node.
 fn node_id<'a>(node: &'a CSINode, driver: &str) -> Option<&'a str> {
     node.spec.drivers.iter().find(|one| one.name == driver).map(|one| one.node_id.as_str())
 }
 
-/// The driver's handle of a volume, if it is the driver's.
+/// Returns the handle of a volume, if it belongs to the driver.
 fn handle_of<'a>(volume: &'a PersistentVolume, driver: &str) -> Option<&'a str> {
     let csi = volume.spec.as_ref()?.csi.as_ref()?;
     (csi.driver == driver).then_some(csi.volume_handle.as_str())

@@ -1,6 +1,7 @@
-//! Follows the PeerpodVolume objects of this driver: attaches a disk to the VM that the object names, by the driver's own
-//! ControllerPublishVolume, and detaches it when the object is released. One replica at a time. Intent stands in the object
-//! before the driver is asked; a step that fails is repeated until it holds, and the finalizer stays as long.
+//! Attaches disks to VMs by the driver's own ControllerPublishVolume, and detaches them. It watches this driver's
+//! PeerpodVolumes, which name the VM, and detaches a disk when its object is released. One replica at a time does this.
+//! The intent is written to the object before the driver is asked. A failed step is repeated until it succeeds, and the
+//! finalizer stays until then.
 
 use std::{collections::HashMap, sync::Arc, time::Duration};
 
@@ -45,14 +46,14 @@ use crate::{
     optin,
 };
 
-/// For the driver, which asks its cloud. Sidecars wait as long.
+/// Deadline of the driver, which calls its cloud. The sidecars use the same.
 const ATTACH_WITHIN: Duration = Duration::from_secs(180);
-/// Objects worked on at once.
+/// Objects processed at once.
 const CONCURRENCY: u16 = 16;
-/// After a failure; doubled each time, to the longest.
+/// Half of the pause after the first failure. Each further failure doubles the pause, up to the longest.
 const RETRY: Duration = Duration::from_millis(500);
 const LONGEST_RETRY: Duration = Duration::from_secs(60);
-/// Until a released object's node says so.
+/// Interval for another check of a deleted object until its node marks it as released.
 const LOOK_AGAIN: Duration = Duration::from_secs(30);
 
 struct Context {
@@ -62,11 +63,11 @@ struct Context {
     leases: Api<Lease>,
     metrics: Metrics,
     term: Term,
-    /// How often in a row an object's step failed, by namespace and name.
+    /// Failures in a row, by the object's namespace and name.
     failures: Mutex<HashMap<(String, String), u32>>,
 }
 
-/// What csi-node wrote into the object.
+/// Request of csi-node, as the object holds it.
 #[derive(Debug, Default, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 struct Asked {
@@ -74,14 +75,14 @@ struct Asked {
     capability: Wanted,
 }
 
-/// What the PersistentVolume says now.
+/// Present state of the PersistentVolume.
 #[derive(Default)]
 struct Volume {
     context: HashMap<String, String>,
     secrets: HashMap<String, String>,
 }
 
-/// Begins, in the background.
+/// Starts the background task.
 pub(super) fn start(config: &CsiConfig, client: Client, driver: Driver, metrics: Metrics) {
     let (namespace, node_id) = (config.namespace.clone(), config.node_id.clone());
     tokio::spawn(async move {
@@ -129,7 +130,7 @@ pub(super) fn start(config: &CsiConfig, client: Client, driver: Driver, metrics:
     });
 }
 
-/// Logs why the Lease cannot be had, each reason once.
+/// Logs each reason why the Lease cannot be held, once.
 async fn tell(mut standing: watch::Receiver<Standing>) {
     while standing.changed().await.is_ok() {
         if let Standing::Unreachable { why } = &*standing.borrow_and_update() {
@@ -147,12 +148,12 @@ async fn follow(driver: &str, context: Context) {
         .run(reconcile, again, context.clone())
         .for_each(|step| {
             match step {
-                // What is not there any more is not tried again.
+                // A deleted object is not tried again.
                 Err(controller::Error::ObjectNotFound(object)) => {
                     let object = *object;
                     context.failures().remove(&(object.namespace.unwrap_or_default(), object.name));
                 }
-                // At most every 30 s, by the runtime's back-off.
+                // The runtime's backoff limits this to once per 30 s.
                 Err(controller::Error::QueueError(error)) => {
                     warn!(error = explain(&error), "the PeerpodVolumes cannot be followed; trying again");
                 }
@@ -191,14 +192,14 @@ fn again(object: Arc<PeerpodVolume>, why: &Status, context: Arc<Context>) -> Act
     Action::requeue(pause)
 }
 
-/// Namespace and name.
+/// Returns namespace and name.
 fn key(object: &PeerpodVolume) -> (String, String) {
     (object.namespace().unwrap_or_default(), object.name_any())
 }
 
 impl Context {
     fn failures(&self) -> MutexGuard<'_, HashMap<(String, String), u32>> {
-        // Each step leaves the map whole.
+        // Each step leaves the map consistent.
         self.failures.lock()
     }
 
@@ -231,7 +232,7 @@ impl Context {
                 let noted =
                     objects::set_condition(api, &object, state, ATTACHED, false, ("AttachFailed", &text))
                         .await;
-                // Only for people.
+                // The condition is only for people.
                 if let Err(also) = noted {
                     warn!(error = %also, "no condition set");
                 }
@@ -246,7 +247,7 @@ impl Context {
             let keys: Vec<&str> = answer.publish_context.keys().map(String::as_str).collect();
             warn!(object = object.name_any(), ?keys, "the driver does not say how its disk is recognised");
         }
-        // Only what the node needs: the rest may be confidential, and an object is not.
+        // Keeps only the fields that the node needs: others may be confidential, and an object is not.
         let publish_context = drivers::telling(name, &answer.publish_context);
         let published = Published { vm: vm.to_owned(), publish_context };
         let fields = json!({
@@ -265,7 +266,7 @@ impl Context {
 
     async fn detach(&self, api: &Api<PeerpodVolume>, object: &PeerpodVolume) -> Result<Action, Status> {
         if !objects::holds(object, RELEASED) {
-            // The pod's object is gone, its VM perhaps not: the node says when.
+            // The pod is deleted, but its VM may still exist. The node sets the condition when the VM is gone.
             return Ok(Action::requeue(LOOK_AGAIN));
         }
         if let Some(node_id) = &object.spec.node_id {
@@ -312,7 +313,7 @@ impl Context {
             ..Default::default()
         };
         request.volume_capability = Some(asked.capability.capability()).into();
-        // Late, it could take a disk away from the next pod.
+        // A late call could take a disk away from the next pod.
         self.term.confirm().await.map_err(|why| Status::new(Code::Aborted, why.to_string()))?;
         self.driver.upstream.call("/csi.v1.Controller/ControllerPublishVolume", &request, ATTACH_WITHIN).await
     }
@@ -329,13 +330,13 @@ impl Context {
         let done: Result<Empty, Status> =
             upstream.call("/csi.v1.Controller/ControllerUnpublishVolume", &request, ATTACH_WITHIN).await;
         match done {
-            // The volume or the VM is gone: so is what held them together.
+            // The volume or the VM is gone, and the attachment with it.
             Err(why) if why.code == Code::NotFound => Ok(()),
             done => done.map(drop),
         }
     }
 
-    /// What the PersistentVolume and its secret say now. Secrets are held only as long as the call.
+    /// Reads the present PersistentVolume and its secret. Secrets are held only during the call.
     async fn volume(&self, object: &PeerpodVolume) -> Result<Volume, Status> {
         let name = object.spec.volume_name.clone().unwrap_or_default();
         let volumes: Api<PersistentVolume> = Api::all(self.client.clone());
@@ -364,7 +365,7 @@ impl Context {
         Ok(VolumeId::of(self.driver.name().await?, handle))
     }
 
-    /// The VM as the driver names nodes.
+    /// Returns the VM's name as the driver names nodes.
     fn node_id(&self, vm: &str, node: &str) -> String {
         let name = vm.rsplit('/').next().unwrap_or(vm);
         self.node_id.replace("{vm}", vm).replace("{name}", name).replace("{node}", node)

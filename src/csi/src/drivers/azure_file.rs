@@ -1,6 +1,6 @@
-//! azurefile-csi: the handle is `group#account#share#disk#…`; attributes win. `protocol` nfs or smb; for the
-//! latter the account's name and key in the secret. (The driver can also read that secret, or ask the cloud, by itself; we
-//! take what kubelet gives.)
+//! azurefile-csi: the handle is `group#account#share#disk#…`; attributes take precedence. `protocol` is nfs or smb; for
+//! smb the secret holds the account's name and key. (The driver itself can also read that secret, or ask the cloud.
+//! This program uses only the secrets from kubelet.)
 
 use peerpod_volume::{SecretRef, Source};
 

@@ -1,17 +1,17 @@
-//! Drivers of disks: how each names what it attached. Those that are not here say a LUN, a WWN, a serial number or a path
-//! below `/dev/disk/by-id/` in their answer, as most do ([`ANY`]).
+//! Drivers of disks, and the identities of their disks. Most drivers, including unknown ones, answer with a LUN, a WWN,
+//! a serial number or a path below `/dev/disk/by-id/` ([`ANY`]).
 
 use peerpod_volume::Identity;
 
 use super::{Answer, Disk, Family};
 
-/// A virtio disk shows so many bytes of its serial.
+/// Number of characters of its serial that a virtio disk shows.
 const VIRTIO: usize = 20;
 
-/// Where most drivers say a device's path.
+/// Keys under which most drivers return a device's path.
 const PATHS: [&str; 3] = ["devicePath", "device-path", "device"];
 
-/// A driver that is not known.
+/// Rules for an unknown driver.
 pub(super) const ANY: Disk =
     Disk { keys: &["lun", "wwn", "serial", PATHS[0], PATHS[1], PATHS[2]], identity: any };
 

@@ -7,7 +7,7 @@ use super::{Family, Known, Sourced, below};
 pub(super) const FAMILY: Family =
     Family { name: "efs.csi.aws.com", source: Some(source), disk: None, login: None };
 
-/// As the file system's makers ask for.
+/// Options that AWS recommends for the filesystem.
 const OPTIONS: &str = "nfsvers=4.1,rsize=1048576,wsize=1048576,hard,timeo=600,retrans=2,noresvport";
 
 fn source(known: &Known<'_>) -> Sourced {

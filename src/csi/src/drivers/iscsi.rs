@@ -21,7 +21,7 @@ fn source(known: &Known<'_>) -> Sourced {
     Ok((Source::Iscsi { portals, iqn, lun, secret: known.secret.clone() }, known.options("")))
 }
 
-/// With the port that iSCSI has.
+/// Adds iSCSI's default port.
 fn portal(address: &str) -> String {
     let bare_v6 = address.matches(':').count() > 1 && !address.starts_with('[');
     match address {

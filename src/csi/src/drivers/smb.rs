@@ -1,5 +1,5 @@
-//! csi-driver-smb: `source` = `//server/share`, `subDir` in the volume's attributes; `username`, `password` and, if need be,
-//! `domain` in the secret.
+//! csi-driver-smb: `source` = `//server/share`, `subDir` in the volume's attributes; `username`, `password` and
+//! optionally `domain` in the secret.
 
 use peerpod_volume::Source;
 

@@ -1,6 +1,6 @@
-//! The block device that kubelet maps for a raw volume (`target`): a loop device of a small file that begins with the
-//! marker. Found by its file, so any crash is made up for; the file goes last. Runs util-linux's losetup, because the
-//! kernel's calls would be unsafe code here. May touch: the file, loop devices.
+//! Makes the block device that kubelet maps for a raw volume (`target`): a loop device on a small file that begins with
+//! the marker. It is found by its file, so every crash can be repaired; the file is removed last. Runs util-linux's
+//! losetup, because the kernel's ioctls would be unsafe code here. May touch: the file, loop devices.
 
 use std::{
     fs, io,
@@ -12,15 +12,15 @@ use std::{
 use peerpod_volume::files;
 use tokio::{process::Command, task::spawn_blocking, time::timeout};
 
-/// A whole number of sectors.
+/// Size of the file, a whole number of sectors.
 const BYTES: usize = 4096;
-/// It only asks the kernel.
+/// Limit for losetup, which only calls the kernel.
 const WITHIN: Duration = Duration::from_secs(20);
 
-/// Makes the file, and a loop device of it, or finds them: the device's path.
+/// Makes or finds the file and its loop device, and returns the device's path.
 ///
 /// # Errors
-/// In words, what could not be done.
+/// A text that names the failed step.
 pub(super) async fn make(file: &Path, marker: &str) -> Result<PathBuf, String> {
     let found = of(file).await?;
     if begins_with(file, marker).await? {
@@ -28,7 +28,7 @@ pub(super) async fn make(file: &Path, marker: &str) -> Result<PathBuf, String> {
             return Ok(device);
         }
     } else {
-        // A new file is no longer that of the old device.
+        // The old device does not belong to the new file.
         detach(&found).await?;
         write(file, marker).await?;
     }
@@ -36,7 +36,7 @@ pub(super) async fn make(file: &Path, marker: &str) -> Result<PathBuf, String> {
     device(&made).ok_or_else(|| format!("make a loop device of {}: losetup said {made:?}", file.display()))
 }
 
-/// Takes the file and its loop devices away. Not there is fine.
+/// Removes the file and its loop devices. A missing file is no error.
 ///
 /// # Errors
 /// As [`make`].
@@ -47,7 +47,7 @@ pub(super) async fn remove(file: &Path) -> Result<(), String> {
     done("remove", file, removed.await)
 }
 
-/// The loop devices of a file, by what the file is and not how it is called.
+/// Returns the loop devices of a file, compared by device and inode and not by name.
 async fn of(file: &Path) -> Result<Vec<PathBuf>, String> {
     let path = file.to_owned();
     let there = spawn_blocking(move || path.try_exists());

@@ -14,19 +14,19 @@ use ttrpc::{
 
 use crate::grpc::{Code, Status};
 
-/// Where it listens.
+/// Client of peerpod-node's socket.
 #[derive(Clone, Debug)]
 pub(super) struct Guest {
     socket: PathBuf,
 }
 
 impl Guest {
-    /// At this socket.
+    /// Makes a client for this socket.
     pub(super) fn new(socket: PathBuf) -> Guest {
         Guest { socket }
     }
 
-    /// How full a volume is.
+    /// Returns the use of a volume.
     ///
     /// # Errors
     /// The node's status.
@@ -61,7 +61,7 @@ impl Guest {
         self.client().await?.expand(deadline(within), &request).await.map_err(|why| self.failed(&why))
     }
 
-    /// A connection of its own for each: they are rare, and the node may be another process by the next.
+    /// Opens a new connection for each call: calls are rare, and the node may have restarted in between.
     async fn client(&self) -> Result<VolumesClient, Status> {
         let address = format!("unix://{}", self.socket.display());
         let client = Client::connect(&address).await.map_err(|why| self.failed(&why))?;

@@ -1,7 +1,7 @@
-//! Whose a disk is that has one writer: the VolumeAttachment guards it per worker only, and two pods of one worker are two
-//! VMs. In a cluster a Lease per volume says so, else a file on this node. Given back only when the holder's VM is gone; the
-//! Lease or the file goes with that, so that a volume without a pod leaves nothing.
-//! May touch: Leases in one namespace, the records' folder.
+//! Records the owner of a disk that has a single writer. A VolumeAttachment guards a disk only per worker, and two pods
+//! of one worker are two VMs. In a cluster a Lease per volume holds the owner, otherwise a file on this node. The
+//! ownership is released only when the holder's VM is gone. The Lease or file is deleted with it, so that a volume
+//! without a pod leaves nothing behind. May touch: Leases in one namespace, the records' folder.
 
 use std::io;
 
@@ -13,7 +13,7 @@ use peerpod_volume::{VolumeId, records::Pod};
 use super::publications::Publications;
 use crate::grpc::{Code, Status};
 
-/// Where it is written.
+/// Storage of the owners.
 #[derive(Clone, Debug)]
 pub enum Ownership {
     /// Leases of this namespace.
@@ -22,16 +22,16 @@ pub enum Ownership {
     Node(Publications),
 }
 
-/// A volume's Lease.
+/// Returns the name of a volume's Lease.
 pub fn lease_name(volume: &VolumeId) -> String {
     format!("peerpod-volume-{volume}")
 }
 
 impl Ownership {
-    /// Takes a volume for a pod. Taking what one has is fine.
+    /// Takes a volume for a pod. Taking it again is no error.
     ///
     /// # Errors
-    /// FAILED_PRECONDITION: it is another pod's; UNAVAILABLE: it cannot be known now.
+    /// FAILED_PRECONDITION: another pod has it; UNAVAILABLE: the owner cannot be determined now.
     pub async fn take(&self, volume: &VolumeId, name: &str, pod: &Pod) -> Result<(), Status> {
         match self {
             Ownership::Cluster(leases) => {
@@ -50,7 +50,7 @@ impl Ownership {
         }
     }
 
-    /// Gives a pod's volume back. Not its any more is fine.
+    /// Releases a pod's volume. A volume of another owner is no error.
     ///
     /// # Errors
     /// UNAVAILABLE: ask again.
@@ -65,7 +65,7 @@ impl Ownership {
     }
 }
 
-/// Reads and writes where nobody else waits for it.
+/// Runs file operations on a blocking thread, so that no other task waits.
 async fn blocking<T: Send + 'static>(
     name: &str,
     work: impl FnOnce() -> io::Result<T> + Send + 'static,
@@ -74,7 +74,7 @@ async fn blocking<T: Send + 'static>(
     done.map_err(|why| unknown(name, &why))
 }
 
-/// Gives back what this holder has of a volume, from wherever.
+/// Releases this holder's ownership of a volume, from any process.
 ///
 /// # Errors
 /// UNAVAILABLE: ask again.

@@ -1,5 +1,5 @@
-//! What waits for a VM: a volume that the driver attaches, until the VM is known and then until it is attached; a volume
-//! whose target is gone, until its VM is. Looked at often only while something waits.
+//! Polls for VMs. A volume that the driver attaches waits until the VM is known, and then until it is attached. A
+//! volume without a target waits until its VM is gone. Polling is frequent only while a volume waits.
 
 use std::{collections::BTreeMap, path::PathBuf, time::Duration};
 
@@ -15,22 +15,22 @@ use tracing::warn;
 use super::{Node, publications::Publication};
 use crate::grpc::Status;
 
-/// A pod's start waits for what follows: the first look, and twice as long each time.
+/// First pause, doubled each time: a pod's start waits for the result.
 const SOON: Duration = Duration::from_millis(50);
-/// Seldom enough for the API server, and a VM takes seconds to go.
+/// Longest pause: rare enough for the API server, and a VM takes seconds to disappear.
 const LATER: Duration = Duration::from_millis(500);
-/// After a failure; doubled each time, to the longest.
+/// Pause after a failure; doubled each time, up to the longest.
 const AFTER_FAILURE: Duration = Duration::from_secs(2);
 const LONGEST_AFTER_FAILURE: Duration = Duration::from_secs(30);
-/// Looked at together: each may wait for the API server.
+/// Checks at once: each may wait for the API server.
 const TOGETHER: usize = 16;
 
-/// What a publication waits for.
+/// Event that a publication waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Wait {
-    /// The pod's VM, whose id is a file that another process writes.
+    /// The pod's VM; another process writes its id to a file.
     Vm,
-    /// The driver, which attaches.
+    /// The driver, which attaches the disk.
     Disk,
     /// The pod's next VM, or the end of its last.
     Change,
@@ -39,7 +39,7 @@ enum Wait {
 #[derive(Clone, Debug)]
 struct Waiting {
     publication: Publication,
-    /// Which putting it was: what a look found of an earlier one is not its.
+    /// Number of this entry. A result for an earlier entry of the same target does not apply.
     turn: u64,
     wait: Option<Wait>,
     pause: Duration,
@@ -47,7 +47,7 @@ struct Waiting {
 }
 
 impl Waiting {
-    /// When to look again, after a look that found this.
+    /// Sets the time of the next check, after a check with this result.
     fn put_off(&mut self, found: Option<Wait>) {
         self.pause = match found {
             None => (self.pause * 2).clamp(AFTER_FAILURE, LONGEST_AFTER_FAILURE),
@@ -73,7 +73,7 @@ pub(super) struct Pending {
 }
 
 impl Pending {
-    /// A driver's volume is published: its VM is to be found.
+    /// Adds a published volume that the driver attaches, to find its VM.
     pub(super) fn watch(&self, publication: &Publication) {
         if publication.driver_attached {
             self.put(publication);
@@ -82,7 +82,7 @@ impl Pending {
         }
     }
 
-    /// A target is gone, its VM is not.
+    /// Adds a volume without a target, to wait for the end of its VM.
     pub(super) fn leave(&self, publication: &Publication) {
         self.put(publication);
     }
@@ -97,18 +97,18 @@ impl Pending {
         self.changed.notify_one();
     }
 
-    /// Those whose time has come.
+    /// Returns the entries that are due.
     fn due(&self) -> Vec<Waiting> {
         let now = Instant::now();
         self.all().waiting.values().filter(|waiting| waiting.due <= now).cloned().collect()
     }
 
-    /// When the next one's time comes; none when nothing waits.
+    /// Returns the next due time; `None` when nothing waits.
     fn next(&self) -> Option<Instant> {
         self.all().waiting.values().map(|waiting| waiting.due).min()
     }
 
-    /// What a look found: nothing to wait for, something, or a failure.
+    /// Applies the result of a check: nothing more to wait for, a wait, or a failure.
     fn looked(&self, seen: &Waiting, found: &Result<Option<Wait>, Status>) {
         let mut all = self.all();
         let target = &seen.publication.target;
@@ -123,13 +123,13 @@ impl Pending {
     }
 
     fn all(&self) -> MutexGuard<'_, All> {
-        // Each step leaves the map whole.
+        // Each step leaves the map consistent.
         self.all.lock()
     }
 }
 
 impl Node {
-    /// Never ends.
+    /// Polls for ever.
     pub(super) async fn follow(self) {
         self.take_up().await;
         loop {
@@ -156,7 +156,7 @@ impl Node {
         self.0.pending.looked(&waiting, &found);
     }
 
-    /// What a predecessor left.
+    /// Loads the publications of an earlier process.
     async fn take_up(&self) {
         loop {
             match self.left_by_predecessor().await {
@@ -179,7 +179,7 @@ impl Node {
         }
     }
 
-    /// This driver's publications; those that cannot be read are reported, and hold up no other.
+    /// Returns this driver's publications. Unreadable ones are reported and block no other.
     async fn left_by_predecessor(&self) -> Result<Vec<Publication>, Status> {
         let driver = self.0.driver.name().await?;
         let (mut all, bad) = self.on_disk("read what is published", |inner| inner.files.all()).await?;
@@ -191,7 +191,7 @@ impl Node {
         Ok(all)
     }
 
-    /// One look at what waits: for what it does now; none when for nothing any more.
+    /// Runs one check and returns the next wait; `None` when there is nothing more to wait for.
     async fn step(&self, publication: &Publication) -> Result<Option<Wait>, Status> {
         let _turn = self.0.turns.turn(publication.volume.as_str()).await;
         // Another call may have been faster.
@@ -206,7 +206,7 @@ impl Node {
         self.attach(&now).await
     }
 
-    /// Tells the cluster of the pod's VM, and the node of the attached disk.
+    /// Writes the pod's VM to the cluster's object, and records the attached disk for the node.
     async fn attach(&self, publication: &Publication) -> Result<Option<Wait>, Status> {
         let Some(cluster) = &self.0.cluster else { return Ok(None) };
         let (uid, volume) = (publication.pod.uid.clone(), publication.volume.clone());

@@ -1,4 +1,4 @@
-//! What a NodePublishVolume says of the pod and the PersistentVolume: in the driver's pod information, and in kubelet's own
+//! Reads pod and PersistentVolume of a NodePublishVolume from the driver's pod information and from kubelet's own
 //! paths. May touch: nothing.
 
 use std::{
@@ -14,19 +14,19 @@ use crate::grpc::{Code, Status};
 
 const POD: &str = "csi.storage.k8s.io/pod.";
 
-/// For whom it is published.
+/// Pod that a volume is published for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Asker {
-    /// A pod that is named.
+    /// A pod with all its names.
     Pod(Pod),
-    /// A pod of which only the UID is known, by kubelet's path.
+    /// A pod of which only the UID is known, from kubelet's path.
     Unnamed(String),
     /// No pod: the caller is not kubelet.
     Nobody,
 }
 
 impl Asker {
-    /// The pod that the cluster can be asked for.
+    /// Returns the pod, if the cluster can be asked for it.
     pub(super) fn named(&self) -> Option<&Pod> {
         match self {
             Asker::Pod(pod) => Some(pod),
@@ -34,7 +34,7 @@ impl Asker {
         }
     }
 
-    /// Whose record it is. Nobody's volume has one of its own.
+    /// Returns the pod of the record. A volume without a pod gets a name of its own.
     pub(super) fn pod(&self, volume: &VolumeId) -> Result<Pod, Status> {
         match self {
             Asker::Pod(pod) => Ok(pod.clone()),
@@ -50,12 +50,12 @@ impl Asker {
     }
 }
 
-/// Where a volume goes.
+/// Destination of a volume.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Place {
-    /// To whom.
+    /// Its pod.
     pub(super) asker: Asker,
-    /// The PersistentVolume, by kubelet's path.
+    /// The PersistentVolume, from kubelet's path.
     pub(super) volume: Option<String>,
 }
 
@@ -75,7 +75,7 @@ fn asker(context: &HashMap<String, String>, path_uid: Option<String>) -> Asker {
     }
 }
 
-/// The PersistentVolume and the pod's UID in kubelet's own paths, wherever its root is:
+/// Returns PersistentVolume and pod UID from kubelet's own paths, below any root:
 /// `…/pods/<uid>/volumes/kubernetes.io~csi/<pv>/mount` and `…/volumeDevices/publish/<pv>/<uid>`.
 fn kubelet_path(path: &str) -> (Option<String>, Option<String>) {
     let parts: Vec<&str> = path.split('/').filter(|part| !part.is_empty()).collect();
@@ -88,8 +88,8 @@ fn kubelet_path(path: &str) -> (Option<String>, Option<String>) {
     }
 }
 
-/// Where kubelet maps a raw volume for a pod: `…/volumeDevices/<pv>/dev/<uid>` for the target
-/// `…/volumeDevices/publish/<pv>/<uid>`; none: the target is not kubelet's.
+/// Returns the path at which kubelet maps a raw volume for a pod: `…/volumeDevices/<pv>/dev/<uid>` for the target
+/// `…/volumeDevices/publish/<pv>/<uid>`. `None`: the target is not one of kubelet's paths.
 pub(super) fn map_path(target: &Path) -> Option<PathBuf> {
     let (uid, volume) = (target.file_name()?, target.parent()?.file_name()?);
     let publish = target.parent()?.parent()?;

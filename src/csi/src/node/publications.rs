@@ -1,5 +1,5 @@
-//! What this wrapper has published and staged on this node, so that calls which name only a volume and a path are known to
-//! be ours, at a constant cost and after any crash:
+//! Stores the publications and stagings of this proxy on this node. Some calls name only a volume and a path; the files
+//! identify them as calls for a peer pod's volume, at a constant cost and after any crash:
 //!
 //! ```text
 //! <volumes-dir>/targets/<volume id>/<hash of the target>.json    Publication
@@ -9,7 +9,8 @@
 //! <volumes-dir>/owners/<volume id>.json                          Owner, where no cluster says whose a disk is
 //! ```
 //!
-//! All are 0600 in folders of 0700, and none but the one so called has a secret. May touch: those folders.
+//! All files are 0600 in folders of 0700, and only the one named `.secret.json` holds a secret. May touch: those
+//! folders.
 
 use std::{
     fs, io,
@@ -26,13 +27,13 @@ use sha2::{Digest, Sha256};
 
 use crate::{capability::Wanted, secrets::Given};
 
-/// Of the files here.
+/// Version of the files' format.
 pub const VERSION: u32 = 1;
 
-/// The namespace of those that no pod has.
+/// Namespace of volumes without a pod.
 pub const NO_NAMESPACE: &str = "-";
 
-/// The most bytes of one file here, when it is written and when it is read.
+/// Limit of one file in bytes, when written and when read.
 pub const MAX_FILE: u64 = 64 << 10;
 
 /// One target of one volume.
@@ -42,27 +43,27 @@ pub struct Publication {
     pub version: u32,
     /// The volume.
     pub volume: VolumeId,
-    /// The driver's name: several wrappers share the folder.
+    /// The driver's name: several proxies share the folder.
     pub driver: String,
-    /// Its handle.
+    /// The volume's handle.
     pub handle: String,
-    /// What people call it.
+    /// Name of the volume for people.
     pub name: String,
-    /// Whose it is.
+    /// Its pod.
     pub pod: Pod,
-    /// Where.
+    /// Path of the target.
     pub target: PathBuf,
-    /// In which way.
+    /// Requested capability.
     pub wanted: Wanted,
-    /// For reading alone.
+    /// Whether it is read-only.
     pub read_only: bool,
-    /// The marker in it.
+    /// Contents of the marker file.
     pub marker: String,
-    /// It has one pod at a time.
+    /// Whether only one pod at a time may have it.
     pub exclusive: bool,
-    /// The driver attaches the disk, so the cluster's object has to follow the VM.
+    /// Whether the driver attaches the disk, so that the cluster's object must name the VM.
     pub driver_attached: bool,
-    /// The target is gone; what is left waits until the VM is.
+    /// The target is gone; the rest is kept until the VM is gone.
     pub leaving: bool,
 }
 
@@ -72,7 +73,7 @@ impl Publication {
         self.pod.namespace != NO_NAMESPACE
     }
 
-    /// What the controller's role needs for asking the driver, as JSON without secrets.
+    /// Returns the fields that the controller role needs for its request to the driver, as JSON without secrets.
     pub fn request(&self) -> serde_json::Value {
         serde_json::json!({
             "volumeId": self.handle, "targetPath": self.target, "readonly": self.read_only, "capability": self.wanted,
@@ -80,7 +81,7 @@ impl Publication {
     }
 }
 
-/// Whose a disk is.
+/// Owner of a disk.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Owner {
     /// [`VERSION`].
@@ -96,21 +97,21 @@ pub struct Publications {
 }
 
 impl Publications {
-    /// In this folder.
+    /// Uses this folder.
     pub fn new(root: PathBuf) -> Publications {
         Publications { root }
     }
 
-    /// Makes one durable.
+    /// Writes a publication durably.
     ///
     /// # Errors
-    /// It could not be.
+    /// It could not be written.
     pub fn put(&self, publication: &Publication) -> io::Result<()> {
         let name = format!("{}.json", hash(&publication.target));
         write_json(&self.targets(&publication.volume), &name, publication, MAX_FILE)
     }
 
-    /// The one at this target.
+    /// Returns the publication at this target.
     ///
     /// # Errors
     /// It cannot be read or understood.
@@ -118,7 +119,7 @@ impl Publications {
         read_json(&self.targets(volume).join(format!("{}.json", hash(target))), MAX_FILE)
     }
 
-    /// All of a volume.
+    /// Returns all publications of a volume.
     ///
     /// # Errors
     /// One cannot be read or understood.
@@ -131,10 +132,10 @@ impl Publications {
         Ok(found)
     }
 
-    /// All of them, at a start; and why some cannot be read or understood, which holds up no other.
+    /// Returns all publications, for a start, and the errors of unreadable ones, which block no other.
     ///
     /// # Errors
-    /// The folder of all cannot be read.
+    /// The folder of all publications cannot be read.
     pub fn all(&self) -> io::Result<(Vec<Publication>, Vec<io::Error>)> {
         let (mut found, mut bad) = (Vec::new(), Vec::new());
         let root = self.root.join("targets");
@@ -154,19 +155,19 @@ impl Publications {
         Ok((found, bad))
     }
 
-    /// Removes one. Not there is fine.
+    /// Removes a publication. A missing one is no error.
     ///
     /// # Errors
-    /// It is still there.
+    /// It could not be removed.
     pub fn remove(&self, publication: &Publication) -> io::Result<()> {
         let folder = self.targets(&publication.volume);
         gone(fs::remove_file(folder.join(format!("{}.json", hash(&publication.target)))))?;
-        // Another target of the volume may be there.
+        // The volume may have another target.
         drop(remove_emptied(&folder));
         sync_dir(&self.root.join("targets"))
     }
 
-    /// Removes the volume's folder if nothing is published any more. The volume's turn must be held.
+    /// Removes the volume's folder if it has no publication any more. The caller holds the volume's lock.
     ///
     /// # Errors
     /// It cannot be removed.
@@ -177,7 +178,7 @@ impl Publications {
         }
     }
 
-    /// Notes that a volume was staged there, which for a peer pod's means nothing else.
+    /// Records that a volume was staged at this path. For a peer pod's volume, staging does nothing else.
     ///
     /// # Errors
     /// It could not be made durable.
@@ -185,13 +186,13 @@ impl Publications {
         write(&self.staged(volume), &hash(path), b"")
     }
 
-    /// Whether it is noted.
+    /// Whether the volume was staged at this path.
     pub fn is_staged(&self, volume: &VolumeId, path: &Path) -> bool {
         self.staged(volume).join(hash(path)).exists()
     }
 
-    /// Keeps what was given of a secret when a volume was staged, until it is unstaged; or, with none, forgets it. After
-    /// [`Publications::put_staged`], where the staging is ours.
+    /// Stores the secret of a staging until the volume is unstaged; with `None`, deletes it. For a peer pod's volume it
+    /// follows [`Publications::put_staged`].
     ///
     /// # Errors
     /// It could not be made durable.
@@ -200,7 +201,7 @@ impl Publications {
         match given {
             Some(given) => write(&folder, &name, &given.to_bytes()),
             None => {
-                // Also what a writer left that was killed.
+                // Removes also the temporary file of a writer that was killed.
                 gone(fs::remove_file(folder.join(format!(".{name}.new"))))?;
                 gone(fs::remove_file(folder.join(name)))?;
                 sync_dir(&folder)
@@ -208,18 +209,18 @@ impl Publications {
         }
     }
 
-    /// What was given of a secret when the volume was staged there; none: nothing.
+    /// Returns the secret of this staging; `None`: there is none.
     ///
     /// # Errors
-    /// It cannot be read or understood; nothing of it is in the error.
+    /// It cannot be read or understood; the error contains no part of it.
     pub fn staged_secret(&self, volume: &VolumeId, path: &Path) -> io::Result<Option<Given>> {
         Given::read_file(&self.staged(volume).join(secret(path)))
     }
 
-    /// Forgets it, and what was given with it. Not there is fine.
+    /// Removes the staging and its secret. A missing one is no error.
     ///
     /// # Errors
-    /// It is still there.
+    /// It could not be removed.
     pub fn remove_staged(&self, volume: &VolumeId, path: &Path) -> io::Result<()> {
         self.put_staged_secret(volume, path, None)?;
         gone(fs::remove_file(self.staged(volume).join(hash(path))))?;
@@ -227,10 +228,10 @@ impl Publications {
         Ok(())
     }
 
-    /// Takes a disk for a pod, where no cluster says whose it is; or who has it.
+    /// Takes a disk for a pod, where no cluster records the owner. Returns the holder if it is another pod.
     ///
     /// # Errors
-    /// It cannot be read or understood, or not be made durable.
+    /// The owner cannot be read or understood, or not be written durably.
     pub fn take(&self, volume: &VolumeId, uid: &str) -> io::Result<Result<(), String>> {
         match self.owner(volume)? {
             Some(owner) if owner.holder == uid => Ok(Ok(())),
@@ -243,7 +244,7 @@ impl Publications {
         }
     }
 
-    /// Gives a pod's disk back: nothing says any more whose it was. Not its any more is fine.
+    /// Releases a pod's disk and deletes its owner file. A disk of another pod is no error.
     ///
     /// # Errors
     /// As [`Publications::take`].
@@ -252,13 +253,13 @@ impl Publications {
             return Ok(());
         }
         let (folder, name) = (self.owners(), format!("{volume}.json"));
-        // Also what a writer left that was killed.
+        // Removes also the temporary file of a writer that was killed.
         gone(fs::remove_file(folder.join(format!(".{name}.new"))))?;
         gone(fs::remove_file(folder.join(name)))?;
         sync_dir(&folder)
     }
 
-    /// The file of a raw device's publication that begins with its marker: kubelet maps a loop device of it.
+    /// Returns the file of a raw device's publication, which begins with its marker: kubelet maps a loop device of it.
     pub fn device_file(&self, volume: &VolumeId, target: &Path) -> PathBuf {
         self.root.join("devices").join(format!("{volume}-{}", hash(target)))
     }
@@ -280,12 +281,12 @@ impl Publications {
     }
 }
 
-/// The name of the file with what was given of a secret for this staging path.
+/// Returns the name of the secret's file for this staging path.
 fn secret(path: &Path) -> String {
     format!("{}.secret.json", hash(path))
 }
 
-/// A path as a file's name.
+/// Returns a path's hash as a file name.
 fn hash(path: &Path) -> String {
     use std::os::unix::ffi::OsStrExt;
     let digest = Sha256::digest(path.as_os_str().as_bytes());

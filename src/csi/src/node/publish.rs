@@ -1,6 +1,6 @@
-//! NodePublishVolume: whose the volume is, and what is recorded of it. `steps` does it. A peer pod's volume is given to
-//! pods that have a VM alone: another pod would get the marker's file system, and lose what it writes. May touch: the API
-//! server.
+//! Handles NodePublishVolume: decides between driver and peer pod, and describes the volume; `steps` carries it out. A
+//! peer pod's volume is published only for pods with a VM: another pod would get the marker's filesystem, and lose its
+//! writes. May touch: the API server.
 
 use std::path::PathBuf;
 
@@ -60,7 +60,7 @@ impl Node {
         else {
             return Err(missing("volume_id, target_path and a volume_capability of block or mount"));
         };
-        // Not taken out before it is known that no driver gets the request.
+        // The request keeps its secrets until it is certain that the driver does not receive it.
         let given = self.given(&request).await?;
         let described = self.describe(&request, &wanted, &place, facts, decided, given).await?;
         let Some((record, publication, credentials)) = described else {
@@ -69,7 +69,7 @@ impl Node {
         secrets::wipe(&mut request.secrets);
         bounded(&record, &publication)?;
         let turn = self.0.turns.turn(publication.volume.as_str()).await;
-        // Not cut off when the caller leaves.
+        // Runs to its end even if the caller leaves.
         let work = tokio::spawn(async move {
             let _turn = turn;
             self.put_up(record, publication, credentials).await
@@ -78,9 +78,9 @@ impl Node {
         empty()
     }
 
-    /// Whether the pod's RuntimeClass alone sends all its volumes to a VM. A pod that the driver is not told of
-    /// (podInfoOnMount) cannot be asked for, and its volume is the driver's; one that cannot be asked for now waits, because
-    /// on the node its data would not be in its VM.
+    /// Whether the pod's RuntimeClass alone sends all its volumes to a VM. Without podInfoOnMount the pod is unknown,
+    /// and its volume goes to the driver. While the API server cannot be asked, the call fails and is repeated: on the
+    /// node the data would be missing in the pod's VM.
     async fn is_of_class(&self, place: &Place) -> Result<bool, Status> {
         match (&self.0.cluster, place.asker.named()) {
             (Some(cluster), Some(pod)) if !self.0.classes.is_empty() => {
@@ -91,7 +91,7 @@ impl Node {
         }
     }
 
-    /// The pod's facts, where the cluster knows it.
+    /// Returns the pod's properties, where the cluster has the pod.
     async fn facts(&self, place: &Place) -> Result<Option<PodFacts>, Status> {
         match (&self.0.cluster, place.asker.named()) {
             (Some(cluster), Some(pod)) => cluster.pod(pod, self.0.driver.name().await?).await,
@@ -99,7 +99,7 @@ impl Node {
         }
     }
 
-    /// Refuses a pod that surely has no VM.
+    /// Refuses a pod that certainly has no VM.
     fn must_have_a_vm(&self, name: &str, pod: Option<&Pod>, facts: Option<&PodFacts>) -> Result<(), Status> {
         let (Some(pod), Some(facts)) = (pod, facts) else { return Ok(()) };
         let classes = &self.0.classes;
@@ -119,7 +119,7 @@ impl Node {
         Err(Status::new(Code::FailedPrecondition, text))
     }
 
-    /// What is recorded; none: an inline volume that only the driver can make.
+    /// Returns the data to be recorded; `None`: an inline volume that only the driver can make.
     async fn describe(
         &self,
         request: &NodePublishVolumeRequest,
@@ -225,7 +225,7 @@ fn marker() -> Result<String, Status> {
     Ok(hex::encode(bytes))
 }
 
-/// What is kept of a volume has to be read again.
+/// Checks the limits of the stored files, which must be readable again.
 fn bounded(record: &Record, publication: &Publication) -> Result<(), Status> {
     let size = |bytes: serde_json::Result<Vec<u8>>| {
         bytes.map(|bytes| bytes.len()).map_err(|why| Status::new(Code::Internal, format!("as JSON: {why}")))

@@ -1,6 +1,6 @@
-//! A volume's secret on its way from kubelet to the pod's record. What came with NodePublishVolume counts, all of it; where
-//! nothing came with that, what the volume was staged with. A secret that changes is what the next publish brings. May
-//! touch: what is kept of staged volumes.
+//! Passes a volume's secret from kubelet to the pod's record. The secrets of NodePublishVolume count as a whole;
+//! without any, the secrets of the staging count. A changed secret takes effect with the next publish. May touch:
+//! stored secrets of staged volumes.
 
 use std::{collections::HashMap, path::PathBuf};
 
@@ -16,11 +16,11 @@ use crate::{
     secrets::Given,
 };
 
-/// A mount option by which a share is mounted as nobody, whatever secret there is.
+/// Mount option that mounts a share anonymously, regardless of a secret.
 const GUEST: &str = "guest";
 
 impl Node {
-    /// What is kept of a stage's secret.
+    /// Returns the part of a staging's secrets to be stored.
     pub(super) async fn staged_with(
         &self,
         request: &mut NodeStageVolumeRequest,
@@ -34,8 +34,8 @@ impl Node {
         Ok(given)
     }
 
-    /// A volume that the driver stages may turn out a peer pod's by its pod's class, when it is published; kubelet gives
-    /// what it was staged with only once.
+    /// Stores the secrets of a staging that the driver handles. The volume may turn out to be a peer pod's volume, by
+    /// the pod's class, when it is published. kubelet sends the staging's secrets only once.
     pub(super) async fn keep_in_case(&self, request: &NodeStageVolumeRequest) -> Result<(), Status> {
         let named = !request.volume_id.is_empty() && !request.staging_target_path.is_empty();
         if self.0.classes.is_empty() || !named {
@@ -44,7 +44,7 @@ impl Node {
         let driver = self.0.driver.name().await?;
         let Some(login) = drivers::login(driver) else { return Ok(()) };
         let given = Given::take(&mut request.secrets.clone(), Some(login));
-        // What no guest could use may be right for the driver. It is not what an earlier staging was given.
+        // Secrets that no guest could use may be right for the driver. Secrets of an earlier staging are deleted then.
         let given = given.filter(|given| given.check(None).is_ok());
         let volume = VolumeId::of(driver, &request.volume_id);
         let path = PathBuf::from(&request.staging_target_path);
@@ -54,7 +54,7 @@ impl Node {
         .await
     }
 
-    /// What was given with this call, else when the volume was staged.
+    /// Returns the secrets of this call, or else those of the volume's staging.
     pub(super) async fn given(&self, request: &NodePublishVolumeRequest) -> Result<Option<Given>, Status> {
         let driver = self.0.driver.name().await?;
         let login = drivers::login(driver);
@@ -78,10 +78,11 @@ pub(super) fn wipe(secrets: &mut HashMap<String, String>) {
     secrets.clear();
 }
 
-/// Who a share is mounted as; none: as nobody, or it is no share. One that asks for nobody has no secret from then on.
+/// Returns the credentials for mounting a share; `None`: it is mounted anonymously, or is no share. An anonymous share
+/// loses its secret reference.
 ///
 /// # Errors
-/// What is missing in the secret, or cannot be used, by its key.
+/// A key of the secret is missing or unusable. The text names the key.
 pub(super) fn signs_in(
     source: &mut Source,
     driver: &str,

@@ -1,6 +1,6 @@
-//! A volume's publication and its undoing. Each step is found done or done again: intent on disk, ownership, the cluster's
-//! object, the target, the record, the answer; and back in the other order. May touch: targets, the records' folder, the API
-//! server.
+//! Publishes a volume and undoes it. Each step is found done or is repeated: intent on disk, ownership, the cluster's
+//! object, the target, the record, the answer; the undo runs in the reverse order. May touch: targets, the records'
+//! folder, the API server.
 
 use peerpod_volume::{Credentials, records::Record};
 use tokio::task::spawn_blocking;
@@ -11,7 +11,7 @@ use crate::{
     grpc::{Code, Status},
 };
 
-/// In the record of a volume that has one pod at a time. Nobody compares it: who has the volume is decided by its ownership.
+/// Fence in the record of a volume with one pod at a time. It is never compared: the ownership decides.
 const FENCE: u64 = 1;
 
 impl Node {
@@ -29,7 +29,8 @@ impl Node {
             record.marker.clone_from(&there.marker);
         }
         let (new, leaving) = (there.is_none(), there.is_some_and(|there| there.leaving));
-        // One that is leaving is so until nothing of its earlier VM is in the way: if that fails, it is still given back.
+        // A publication that is leaving stays so until its earlier VM no longer blocks it. If that fails, it is still
+        // released.
         if !leaving {
             self.note(&publication, new).await?;
         }
@@ -55,7 +56,7 @@ impl Node {
         Ok(())
     }
 
-    /// Makes a publication durable; counts one that was not, or was leaving.
+    /// Writes a publication durably; counts it if it is new or was leaving.
     async fn note(&self, publication: &Publication, counts: bool) -> Result<(), Status> {
         let noted = publication.clone();
         self.on_disk("note what is published", move |inner| inner.files.put(&noted)).await?;
@@ -65,14 +66,14 @@ impl Node {
         Ok(())
     }
 
-    /// Takes a volume that has one pod at a time; none: it may have several.
+    /// Takes the ownership of a volume with one pod at a time; `None`: it may have several.
     async fn own(&self, publication: &Publication, new: bool) -> Result<Option<u64>, Status> {
         if !publication.exclusive {
             return Ok(None);
         }
         let (uid, volume) = (publication.pod.uid.clone(), publication.volume.clone());
         let known = self.on_disk("read the volume's record", move |inner| inner.records.get(&uid, &volume));
-        // One that cannot be read is written again.
+        // An unreadable record is written again.
         let fence = known.await.ok().flatten().and_then(|record| record.fence);
         if fence.is_some() {
             return Ok(fence);
@@ -81,7 +82,7 @@ impl Node {
         let taken = owners.take(&publication.volume, &publication.name, &publication.pod).await;
         if new && taken.as_ref().is_err_and(|why| why.code == Code::FailedPrecondition) {
             let refused = publication.clone();
-            // Fails at worst to a note without a target, which the next call finds.
+            // A failure leaves at worst a publication without a target, which the next call finds.
             drop(self.on_disk("forget what was refused", move |inner| inner.files.remove(&refused)).await);
             self.0.metrics.published.dec();
         }
@@ -125,7 +126,7 @@ impl Node {
             Ok(true) => {}
             Ok(false) => self.0.pending.leave(&publication),
             Err(why) => {
-                // The pod has nothing of it any more; the rest is ours to repeat.
+                // The pod no longer uses it; the release is repeated here.
                 tracing::warn!(volume = %publication.name, error = %why, "not given back yet");
                 self.0.metrics.retries.inc();
                 self.0.pending.leave(&publication);
@@ -141,7 +142,7 @@ impl Node {
             |why: String| Status::new(Code::Internal, format!("unpublish {}: {why}", publication.name));
         let gone = spawn_blocking(move || {
             target::unpublish(&target)?;
-            // kubelet unmaps before it asks; it did not where it never mapped.
+            // kubelet unmaps before this call, unless it never mapped.
             mapped.map_or(Ok(()), |path| target::unpublish(&path))
         });
         let gone = gone.await;
@@ -153,7 +154,7 @@ impl Node {
         Ok(())
     }
 
-    /// Gives back what a publication whose target is gone still has. False: its VM is not gone yet.
+    /// Releases the rest of a publication without a target. Returns false while its VM exists.
     pub(super) async fn finish(&self, publication: &Publication) -> Result<bool, Status> {
         if !self.has_another(publication).await? && !self.give_back(publication).await? {
             return Ok(false);
@@ -172,8 +173,8 @@ impl Node {
         }))
     }
 
-    /// The record goes before the Lease: with a record that outlives it, the pod would be taken for the owner. False: there
-    /// is a VM.
+    /// Releases the record before the Lease: a record that outlived its Lease would make the pod count as the owner.
+    /// Returns false while there is a VM.
     async fn give_back(&self, publication: &Publication) -> Result<bool, Status> {
         if self.has_vm(publication).await? {
             return Ok(false);
@@ -181,7 +182,7 @@ impl Node {
         let (uid, volume) = (publication.pod.uid.clone(), publication.volume.clone());
         self.on_disk("withdraw the volume's record", move |inner| inner.records.withdraw(&uid, &volume))
             .await?;
-        // A VM that was being asked for meanwhile is noted by now, or its maker finds no record.
+        // A VM requested meanwhile is recorded by now, or its creation finds no record of the volume.
         if self.has_vm(publication).await? {
             return Ok(false);
         }
@@ -198,8 +199,8 @@ impl Node {
         Ok(true)
     }
 
-    /// Whether the pod's VM is there, or may still come: it is noted before it is asked for, and gone is said of it also
-    /// when nothing came. Where none is noted none was ever asked for.
+    /// Whether the pod's VM exists or may still be created. The node records a VM before it requests it, and marks it
+    /// gone even if the creation failed. Without a record none was ever requested.
     pub(super) async fn has_vm(&self, publication: &Publication) -> Result<bool, Status> {
         let uid = publication.pod.uid.clone();
         let vm = self.on_disk("read the pod's VM", move |inner| inner.records.vm(&uid)).await?;
@@ -207,7 +208,7 @@ impl Node {
     }
 }
 
-/// The one of these that is at the wanted target, if all of them leave room for it.
+/// Returns the publication at the wanted target, if none of the others conflicts with it.
 fn agreed<'a>(all: &'a [Publication], wanted: &Publication) -> Result<Option<&'a Publication>, Status> {
     let mut there = None;
     for other in all {
@@ -221,7 +222,7 @@ fn agreed<'a>(all: &'a [Publication], wanted: &Publication) -> Result<Option<&'a
     Ok(there)
 }
 
-/// Published there already: the same again is fine.
+/// Accepts the same publication again, and refuses a different one.
 fn compatible(there: &Publication, wanted: &Publication) -> Result<(), Status> {
     let same = there.pod.uid == wanted.pod.uid
         && there.read_only == wanted.read_only
@@ -234,7 +235,7 @@ fn compatible(there: &Publication, wanted: &Publication) -> Result<(), Status> {
     Err(Status::new(Code::AlreadyExists, text))
 }
 
-/// Published somewhere else on this node.
+/// Refuses a second target of a volume with a single writer on this node.
 fn elsewhere(there: &Publication, wanted: &Publication) -> Result<(), Status> {
     if [there.wanted.access_mode, wanted.wanted.access_mode].contains(&SINGLE_NODE_SINGLE_WRITER) {
         return Err(Status::new(

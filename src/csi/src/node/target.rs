@@ -1,16 +1,16 @@
-//! What kubelet finds at a target path: a tiny tmpfs with nothing but the marker and, for a raw volume, a placeholder.
+//! Makes the contents of a target path: a tiny tmpfs with only the marker and, for a raw volume, a placeholder.
 //!
-//! A container runtime lists each device below a folder that it is given as a device, at the container's path joined with
-//! the device's name. The placeholder is named like the volume, so the relay recognises it in the container's
-//! specification. It is a character device: Kata's shims pass these on and attach none. Kata's Go shim refuses a block
-//! device, because its remote hypervisor cannot attach one ("HotplugAddDevice: not implemented").
+//! A container runtime lists each device below a folder that it is given as a device, at the container's path joined
+//! with the device's name. The placeholder is named like the volume, so the relay recognises it in the container's
+//! specification. It is a character device: Kata's shims pass character devices on and attach none. Kata's Go shim
+//! refuses a block device, because its remote hypervisor cannot attach one ("HotplugAddDevice: not implemented").
 //!
-//! kubelet binds the target of a raw volume to a file of its own (`place::map_path`) and attaches a loop
-//! device to it, which it can do to a block device alone. It binds nothing where a device is already, so a block device
-//! (`device`) is bound there first.
+//! kubelet binds the target of a raw volume to a file of its own (`place::map_path`) and attaches a loop device to it.
+//! This works only for a block device. It binds nothing where a device exists already, so a block device (`device`) is
+//! bound there first.
 //!
-//! All of it is made and removed any number of times; nothing is ever removed recursively. May touch: the target, kubelet's
-//! map path.
+//! Every step can be repeated any number of times; nothing is ever removed recursively. May touch: the target,
+//! kubelet's map path.
 
 use std::{
     fs::{self, DirBuilder, OpenOptions},
@@ -26,12 +26,12 @@ use nix::{
 };
 use peerpod_volume::{VolumeId, files::gone, records::MARKER};
 
-/// Room for the marker, and for the folders that kubelet makes in it for subPaths.
+/// Options of the tmpfs, with room for the marker and the folders that kubelet makes for subPaths.
 const TMPFS: &str = "size=128k,nr_inodes=512,mode=0755";
-/// Nothing mounts over itself more often than that; a loop must end.
+/// Limit of mounts on top of each other, so that a loop ends.
 const LAYERS: usize = 16;
 
-/// What goes wrong with a target.
+/// Error of an operation on a target.
 #[derive(Debug, thiserror::Error)]
 #[error("{what} {path}: {why}", path = path.display())]
 pub struct Error {
@@ -44,10 +44,10 @@ fn at<'a, W: Into<io::Error>>(what: &'static str, path: &'a Path) -> impl Fn(W) 
     move |why| Error { what, path: path.to_owned(), why: why.into() }
 }
 
-/// Makes a directory with the marker in a tmpfs of its own.
+/// Makes a directory with the marker, on its own tmpfs.
 ///
 /// # Errors
-/// It cannot be made; what was begun is found again.
+/// It cannot be made; a repeated call continues from there.
 pub fn publish_directory(target: &Path, marker: &str) -> Result<(), Error> {
     make_parent(target)?;
     match DirBuilder::new().mode(0o750).create(target) {
@@ -66,8 +66,8 @@ pub fn publish_directory(target: &Path, marker: &str) -> Result<(), Error> {
     write(&file, marker.as_bytes()).map_err(at("write", &file))
 }
 
-/// Makes the placeholder of a raw volume in a published directory. The container's device gets its owner and permissions:
-/// those of `like`, else 0600 and this process's.
+/// Makes the placeholder of a raw volume in a published directory. The container's device gets the placeholder's owner
+/// and permissions: those of `like`, else this process's owner and 0600.
 ///
 /// # Errors
 /// As [`publish_directory`].
@@ -88,13 +88,13 @@ pub fn make_placeholder(target: &Path, volume: &VolumeId, like: Option<&Path>) -
     fs::set_permissions(&path, fs::Permissions::from_mode(mode)).map_err(at("set the permissions of", &path))
 }
 
-/// `/dev/full`: Kata's Rust shim looks for a device's numbers in sysfs and fails without them, and every kernel has these.
-/// A write to the placeholder itself fails.
+/// Returns the numbers of `/dev/full`. Kata's Rust shim looks up a device's numbers in sysfs and fails without them,
+/// and every kernel has these. A write to the placeholder itself fails.
 fn placeholder() -> u64 {
     makedev(1, 7)
 }
 
-/// Makes a path a block device's node, by a bind mount of it.
+/// Makes a path a block device's node, by a bind mount of that device.
 ///
 /// # Errors
 /// As [`publish_directory`].
@@ -119,7 +119,7 @@ pub fn publish_device(target: &Path, device: &Path) -> Result<(), Error> {
                 mount(Some(device), target, none, MsFlags::MS_BIND, none)
                     .map_err(at("mount a device's node at", target))?;
             }
-            // Of an earlier device.
+            // A mount of an earlier device.
             Ok(_) if is_mount_point(target)? => unmount(target)?,
             Ok(_) => return Err(at("look at the target", target)(io::Error::other("it is no plain file"))),
         }
@@ -127,10 +127,10 @@ pub fn publish_device(target: &Path, device: &Path) -> Result<(), Error> {
     Err(at("mount a device's node at", target)(io::Error::other("something else is there again and again")))
 }
 
-/// Takes away what was published, and the target with it.
+/// Removes the published contents and the target.
 ///
 /// # Errors
-/// It is in use, or there is something in it that is not ours.
+/// The target is in use, or contains a file of another program.
 pub fn unpublish(target: &Path) -> Result<(), Error> {
     for _ in 0..LAYERS {
         match fs::symlink_metadata(target) {
@@ -146,7 +146,8 @@ pub fn unpublish(target: &Path) -> Result<(), Error> {
     Err(at("unmount", target)(io::Error::other("it is a mount point again and again")))
 }
 
-/// Whether something is mounted there: it is on another device than its folder. A tmpfs and a device's node always are.
+/// Whether the path is a mount point, which lies on another device than its folder. A tmpfs and a device's node always
+/// do.
 pub fn is_mount_point(target: &Path) -> Result<bool, Error> {
     let look = |path: &Path| fs::symlink_metadata(path).map_err(at("look at", path));
     let Some(parent) = target.parent() else { return Ok(true) };
@@ -167,7 +168,7 @@ fn make_parent(target: &Path) -> Result<(), Error> {
 }
 
 fn write(path: &Path, bytes: &[u8]) -> io::Result<()> {
-    // What is there may be half of it, after a crash.
+    // After a crash the file may be incomplete.
     gone(fs::remove_file(path))?;
     let mut file = OpenOptions::new().write(true).create_new(true).mode(0o400).open(path)?;
     file.write_all(bytes)

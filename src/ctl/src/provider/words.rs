@@ -1,4 +1,4 @@
-//! What stands behind `peerpod provider check`. Pure.
+//! Parses the arguments of `peerpod provider check`. Pure.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -7,7 +7,7 @@ use anyhow::{Context, bail};
 use peerpod_base::config::parse_duration;
 use peerpod_provider_api::conformance::Promise;
 
-/// What `peerpod provider` understands.
+/// Usage of `peerpod provider`.
 pub(crate) const USAGE: &str =
     "usage: peerpod provider check CONFIG [--yes] [--crowd N] [--only WORDS] [--volume ID] [--probe PROGRAM]
                               [--patience TIME] [--section.key VALUE]...
@@ -23,7 +23,7 @@ pub(crate) const USAGE: &str =
   --patience TIME
                longest time for one promise (2m)";
 
-/// The words, understood.
+/// The parsed arguments.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Words {
     pub(crate) config: PathBuf,
@@ -33,12 +33,12 @@ pub(crate) struct Words {
     pub(crate) volume: Option<String>,
     pub(crate) probe: Option<PathBuf>,
     pub(crate) patience: Duration,
-    /// `--section.key VALUE`, as they stand.
+    /// `--section.key VALUE`, unchanged.
     pub(crate) settings: Vec<String>,
 }
 
 impl Words {
-    /// `None`: help was asked for.
+    /// Parses the arguments; `None` means that help was requested.
     pub(crate) fn read(args: &[String]) -> anyhow::Result<Option<Words>> {
         let Some((action, rest)) = args.split_first() else { bail!("{USAGE}") };
         match action.as_str() {
@@ -98,7 +98,7 @@ impl Words {
         Ok(Some(words))
     }
 
-    /// Whether this promise is to be tried.
+    /// Whether this promise is to be tested.
     pub(crate) fn wants(&self, promise: &Promise) -> bool {
         self.only.as_ref().is_none_or(|only| promise.words().contains(only))
     }

@@ -1,4 +1,4 @@
-//! PeerPod: one VM. Written as an intent before the VM exists, and gone after it.
+//! PeerPod: one VM. The object is written as an intent before the VM exists, and deleted after the VM.
 
 #![expect(clippy::duplicated_attributes, reason = "each printed column says its type")]
 #![expect(unreachable_pub, reason = "what KubeSchema derives hides a public type in a block")]
@@ -70,12 +70,13 @@ pub struct PeerPodSpec {
 }
 
 impl PeerPod {
-    /// The name of the object about this sandbox's VM. The same sandbox always gives the same name, so that whoever writes
-    /// it again after a crash writes the same object; two sandboxes of one pod (a sandbox made anew) have two.
+    /// Returns the name of the object for this sandbox's VM. The same sandbox always gives the same name, so that a
+    /// writer that repeats the write after a crash writes the same object. Two sandboxes of one pod (a sandbox made
+    /// anew) have two names.
     pub fn name_of(pod: &str, sandbox: &str) -> String {
         let digest = Sha256::digest(sandbox.as_bytes());
         let digest: String = hex::encode(&digest[..5]);
-        // Names of pods are DNS subdomains, at most 253 bytes, as this one must be.
+        // Pod names are DNS subdomains of at most 253 bytes. The object's name has the same limit.
         let room = 253 - digest.len() - 1;
         let pod = pod.get(..room).unwrap_or(pod).trim_end_matches(['-', '.']);
         format!("{pod}-{digest}")
@@ -115,13 +116,13 @@ pub struct PeerPodStatus {
 pub enum Phase {
     /// Recorded; the provider has been asked, or will be.
     Created,
-    /// The VM exists and has not dialled yet.
+    /// The VM exists and has not connected yet.
     Booting,
-    /// The VM has dialled and takes its plan.
+    /// The VM has connected and receives its plan.
     Joining,
     /// The agent answers.
     Running,
-    /// A stop was recorded; the VM is being taken away.
+    /// A stop was recorded; the VM is being deleted.
     Leaving,
     /// The VM is gone.
     Gone,

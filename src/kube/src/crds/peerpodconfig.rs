@@ -1,4 +1,4 @@
-//! PeerPodConfig: which nodes have peer pods, how many, and with which provider settings.
+//! PeerPodConfig: selects the nodes that run peer pods, their number per node, and the provider's settings.
 
 #![expect(clippy::duplicated_attributes, reason = "each printed column says its type")]
 #![expect(unreachable_pub, reason = "what KubeSchema derives hides a public type in a block")]

@@ -1,5 +1,5 @@
 //! PeerpodVolume: one volume of one pod, between the CSI driver and the VM. The `wrapper…` fields hold CSI messages as
-//! JSON; secrets are never among them.
+//! JSON, never with secrets.
 
 #![expect(clippy::duplicated_attributes, reason = "each printed column says its type")]
 #![expect(unreachable_pub, reason = "what KubeSchema derives hides a public type in a block")]

@@ -4,7 +4,7 @@ use serde_json::{Value, json};
 
 use super::*;
 
-/// What stands in `deploy/crds` is what the types say. After a change of the types:
+/// `deploy/crds` holds the definitions that the types generate. After a change of the types:
 /// `PEERPOD_UPDATE=1 cargo test -p peerpod-kube crds`.
 #[test]
 fn deployed_files_are_those_of_the_types() {

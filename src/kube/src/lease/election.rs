@@ -1,4 +1,4 @@
-//! Keeps one Lease for as long as it can.
+//! Takes part in the election for one Lease and renews it for as long as it can.
 
 use std::{
     collections::hash_map::RandomState,
@@ -19,57 +19,57 @@ use tokio::{
 use super::{Held, Owner, Taken, Watched, release, renew, take, take_over};
 use crate::client::Error;
 
-/// For one renewal; the next one begins with a connection that works.
+/// Limit of one renewal. The next renewal uses a new connection.
 const ONE_TRY: Duration = Duration::from_secs(3);
 
-/// Which Lease, and how fast.
+/// Lease of an election, and its times.
 #[derive(Clone, Debug)]
 pub struct ElectionConfig {
-    /// Where the Lease is.
+    /// Namespace of the Lease.
     pub namespace: String,
-    /// The Lease.
+    /// Name of the Lease.
     pub name: String,
-    /// Who we are: the pod's name. One process at a time has it.
+    /// Identity of this candidate: the pod's name, which one process at a time has.
     pub identity: String,
-    /// How long others wait after our last renewal; whole seconds.
+    /// How long other candidates wait after the leader's last renewal; whole seconds.
     pub duration: Duration,
-    /// How long we act after our last renewal; shorter than `duration`.
+    /// How long the leader acts after its last renewal; shorter than `duration`.
     pub renew_deadline: Duration,
-    /// Between renewals, and between looks of those who wait; much shorter than `renew_deadline`.
+    /// Time between renewals, and between the reads of a waiting candidate; much shorter than `renew_deadline`.
     pub retry: Duration,
 }
 
-/// How it stands with the Lease, for people.
+/// State of the election, for display.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Standing {
-    /// Nothing is known yet.
+    /// No answer yet.
     Asking,
-    /// Somebody else leads.
+    /// Another process leads.
     Waiting {
-        /// Who.
+        /// Identity of the leader.
         holder: String,
     },
-    /// We lead.
+    /// This process leads.
     Leading {
-        /// With this token.
+        /// Token of the term.
         token: i32,
     },
-    /// The API server cannot be asked.
+    /// The API server cannot be reached.
     Unreachable {
-        /// Why.
+        /// The cause.
         why: String,
     },
 }
 
-/// The Lease is not ours (any more): nothing may be done in its name.
+/// The Lease is not held (any more): the process must not act in its name.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the lease is not held any more (token {token})")]
 pub struct NotHeld {
-    /// Of the term that is over.
+    /// Token of the term that is over.
     pub token: i32,
 }
 
-/// Takes part in one election.
+/// One candidate of an election.
 pub struct Election {
     leases: Api<Lease>,
     config: ElectionConfig,
@@ -83,14 +83,14 @@ impl fmt::Debug for Election {
     }
 }
 
-/// We lead until this is dropped, or [`Term::lost`].
+/// Leadership, which lasts until this is dropped or [`Term::lost`] returns.
 #[derive(Debug)]
 pub struct Leader {
     term: Term,
     renewals: AbortHandle,
 }
 
-/// One time of leading. Clones are the same term.
+/// One period of leadership. Clones share the term.
 #[derive(Clone)]
 pub struct Term {
     shared: Arc<Shared>,
@@ -101,7 +101,7 @@ struct Shared {
     token: i32,
     renew_deadline: Duration,
     held: Mutex<Held>,
-    /// `None`: over.
+    /// `None`: the term is over.
     until: watch::Sender<Option<Instant>>,
 }
 
@@ -112,9 +112,9 @@ impl fmt::Debug for Term {
 }
 
 impl Election {
-    /// Nothing is asked yet.
+    /// Makes a candidate. Sends no request.
     pub fn new(client: Client, config: ElectionConfig) -> Election {
-        // Fresh keys of a hasher are the standard library's source of chance.
+        // The standard library has no random source but the fresh keys of a hasher.
         let chance = RandomState::new().build_hasher().finish();
         let owner = Owner {
             identity: config.identity.clone(),
@@ -124,16 +124,16 @@ impl Election {
         Election { leases, config, owner, standing: watch::Sender::new(Standing::Asking) }
     }
 
-    /// How it stands, now and later.
+    /// Returns the state of the election and its changes.
     pub fn standing(&self) -> watch::Receiver<Standing> {
         self.standing.subscribe()
     }
 
-    /// Waits until the Lease is ours, however long: an API server that is away is waited for.
+    /// Waits until this process holds the Lease, without a time limit. Errors of the API server are retried.
     pub async fn lead(&self) -> Leader {
         let mut watched = Watched::default();
         loop {
-            // Counted from before it was asked: so we end before others may begin.
+            // Counted from before the request, so that this term ends before another candidate may begin one.
             let asked = Instant::now();
             match self.attempt(&mut watched).await {
                 Ok(Some(held)) => return self.begin(held, asked),
@@ -146,7 +146,7 @@ impl Election {
         }
     }
 
-    /// Only news is told.
+    /// Publishes only changes.
     fn stands(&self, now: Standing) {
         self.standing.send_if_modified(|before| {
             let news = *before != now;
@@ -161,13 +161,13 @@ impl Election {
             Taken::Ours(held) => Ok(Some(held)),
             Taken::Others { holder, seen } => {
                 self.stands(Standing::Waiting { holder });
-                // By the moment after the answer: the Lease was as we saw it at that time at the latest.
+                // Uses the time after the answer: the Lease was in this state at that time at the latest.
                 if !watched.expired(&seen, Instant::now()) {
                     return Ok(None);
                 }
                 match take_over(&self.leases, &seen, &self.owner, duration).await {
                     Ok(held) => Ok(Some(held)),
-                    // Somebody was first.
+                    // Another candidate was first.
                     Err(error) if error.is_conflict() || error.is_not_found() => Ok(None),
                     Err(error) => Err(error),
                 }
@@ -196,15 +196,16 @@ impl Election {
 }
 
 impl Leader {
-    /// What to check before each effect.
+    /// Returns the term, to be checked before each effect.
     pub fn term(&self) -> &Term {
         &self.term
     }
 
-    /// Ends the term and gives the Lease back, so that another need not wait. Call it when nothing is under way.
+    /// Ends the term and gives the Lease back, so that another candidate need not wait. Call it when no effect is in
+    /// flight.
     ///
     /// # Errors
-    /// The API server could not be told; the Lease ends by itself.
+    /// The API server could not be reached; the Lease lapses by itself.
     pub async fn resign(self) -> Result<(), Error> {
         self.renewals.abort();
         self.term.end();
@@ -221,15 +222,15 @@ impl Drop for Leader {
 }
 
 impl Term {
-    /// Greater than that of each leader before us.
+    /// Returns the token, which is greater than that of each earlier leader.
     pub fn token(&self) -> i32 {
         self.shared.token
     }
 
-    /// Whether we may act at this moment. Cheap; call it right before each effect.
+    /// Returns whether this process may act at this moment. It is cheap; call it right before each effect.
     ///
     /// # Errors
-    /// We may not.
+    /// The term is over.
     pub fn check(&self) -> Result<(), NotHeld> {
         let until = *self.shared.until.borrow();
         match until {
@@ -238,20 +239,21 @@ impl Term {
         }
     }
 
-    /// The same by the API server's word: renews the Lease now. For effects that would do harm if another led already.
+    /// As [`Term::check`], but confirmed by the API server with a renewal. For effects that would do harm if another
+    /// process led already.
     ///
     /// # Errors
-    /// We may not act, or could not make sure in time.
+    /// The term is over, or the API server did not confirm it in time.
     pub async fn confirm(&self) -> Result<(), NotHeld> {
         self.check()?;
-        // Whatever keeps the server from answering: without its word we do not act.
+        // Any failure counts: without a confirmation the process does not act.
         match self.renew().await {
             Ok(()) => self.check(),
             Err(_) => Err(NotHeld { token: self.shared.token }),
         }
     }
 
-    /// Returns when the term is over, at once if it is.
+    /// Returns when the term is over, or at once if it is.
     pub async fn lost(&self) {
         let mut until = self.shared.until.subscribe();
         loop {
@@ -276,7 +278,7 @@ impl Term {
         let asked = Instant::now();
         let renewed = renew(&self.shared.leases, &held).await?;
         *held = renewed;
-        // Never longer than it was: a term that has ended stays ended.
+        // Never revives a term: one that has ended stays ended.
         self.shared.until.send_if_modified(|until| match until {
             Some(at) if Instant::now() < *at => {
                 *until = Some(asked + self.shared.renew_deadline);
@@ -290,7 +292,7 @@ impl Term {
         Ok(())
     }
 
-    /// Renews until it cannot; says why.
+    /// Renews until that is no longer possible; returns the reason.
     async fn keep(&self, retry: Duration) -> String {
         let mut why = "the process was stopped for longer than the lease".to_owned();
         loop {
@@ -300,7 +302,7 @@ impl Term {
             if left.is_zero() {
                 break;
             }
-            // A connection that hangs leaves time for another.
+            // Limited, so that one hung connection leaves time for another.
             match timeout(left.min(retry.max(ONE_TRY)), self.renew()).await {
                 Ok(Ok(())) => {}
                 Ok(Err(error)) if error.is_conflict() || error.is_not_found() => {

@@ -1,4 +1,4 @@
-//! Every call of the room goes through here: its deadline, its count, and whether the API server is there at all.
+//! Makes every call to the API server: applies its deadline, counts it, and tracks whether the API server is reachable.
 
 use std::{fmt::Debug, future::Future, sync::Arc};
 
@@ -17,16 +17,16 @@ use tracing::{info, warn};
 
 use crate::metrics::Metrics;
 
-/// What `/readyz` calls the API server in its warnings.
+/// Name of the API server in the warnings of `/readyz`.
 const WARNING: &str = "api-server";
 
-/// Clones are the same.
+/// Client of the API server. Clones share one state.
 #[derive(Clone)]
 pub(super) struct Calls {
     pub(super) client: Client,
     metrics: Metrics,
     ready: Ready,
-    /// Since when it is away.
+    /// Time since which the API server is unreachable.
     away: Arc<Mutex<Option<Instant>>>,
 }
 
@@ -35,7 +35,7 @@ impl Calls {
         Calls { client, metrics, ready, away: Arc::default() }
     }
 
-    /// One call. `call` names its kind in the metric, `what` says on what.
+    /// Makes one call. `call` is its kind in the metric, `what` its description in errors.
     pub(super) async fn call<T>(
         &self,
         call: &'static str,
@@ -51,7 +51,7 @@ impl Calls {
         result
     }
 
-    /// One patch of an object.
+    /// Patches an object.
     pub(super) async fn patch<K: Clone + DeserializeOwned + Debug>(
         &self,
         call: &'static str,
@@ -63,7 +63,7 @@ impl Calls {
         self.call(call, what, api.patch(name, params, &patch)).await
     }
 
-    /// One patch of an object's status.
+    /// Patches an object's status.
     pub(super) async fn patch_status<K: Clone + DeserializeOwned + Debug>(
         &self,
         call: &'static str,
@@ -75,12 +75,12 @@ impl Calls {
         self.call(call, what, api.patch_status(name, params, &patch)).await
     }
 
-    /// Whether the last call found nobody.
+    /// Whether the last call found the API server unreachable.
     pub(super) fn is_away(&self) -> bool {
         self.away.lock().is_some()
     }
 
-    /// The API server did not answer, or not as one that works.
+    /// Records that the API server did not answer, or not as a working one does.
     pub(super) fn lost(&self, why: &str) {
         let mut away = self.away.lock();
         let since = *away.get_or_insert_with(|| {
@@ -94,7 +94,7 @@ impl Calls {
         self.ready.warn(WARNING, &text);
     }
 
-    /// The API server answered.
+    /// Records that the API server answered.
     pub(super) fn met(&self) {
         let before = self.away.lock().take();
         if let Some(since) = before {
@@ -104,7 +104,7 @@ impl Calls {
     }
 }
 
-/// Whether it says nothing of the request, and all of the server: the next call would fail like this one.
+/// Whether the error concerns the server and not the request: the next call would fail like this one.
 pub(super) fn is_away(error: &Error) -> bool {
     match error {
         Error::Late { .. } => true,

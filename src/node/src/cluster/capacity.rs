@@ -1,9 +1,10 @@
-//! How many peer pods fit: an extended resource of the Node, set as soon as this daemon serves and set again whenever it
-//! is lost (a kubelet that registers anew drops it), taken back at the end unless another daemon has claimed it.
+//! Advertises the number of peer pods that fit, as an extended resource of the Node. The daemon sets it as soon as it
+//! serves, and again whenever it is lost: a kubelet that registers anew drops it. At exit the daemon removes it, unless
+//! another daemon has claimed it.
 //!
-//! Whose it is stands in an annotation of the Node ([`OWNER`]): the newest daemon writes its pod's UID there when it
-//! starts, and the one that leaves removes the resource only together with a test of that annotation, in one patch. A daemon
-//! that is to advertise nothing takes away what one before it has left there when it was killed.
+//! An annotation of the Node names the owner ([`OWNER`]): the newest daemon writes its pod's UID there when it starts.
+//! An exiting daemon removes the resource only together with a test of that annotation, in one patch. A daemon that
+//! advertises nothing removes a resource that a killed daemon left there.
 
 use std::{sync::Arc, time::Duration};
 
@@ -24,11 +25,11 @@ use tracing::{debug, info, warn};
 
 use super::{calls::Calls, config::ClusterConfig};
 
-/// The Node's annotation that says whose the capacity is. The replaced system's name for it.
+/// The Node's annotation that names the owner of the capacity; the key of the replaced system.
 pub const OWNER: &str = "kata.peerpods.io/caa-owner";
-/// How often it is looked at without being told.
+/// Interval of checks without a change signal.
 const EVERY: Duration = Duration::from_secs(60);
-/// Before the next try after a failure.
+/// Pause before the next attempt after a failure.
 const RETRY: Duration = Duration::from_secs(2);
 
 #[derive(Clone)]
@@ -40,14 +41,14 @@ pub(super) struct Capacity {
     /// `None`: nothing is advertised.
     amount: Option<u32>,
     owner: String,
-    /// Whether it is to be taken back; held while it is set or taken back, so that the two do not cross.
+    /// Whether the capacity is being removed; held while it is set or removed, so that the two do not cross.
     closed: Arc<Mutex<bool>>,
 }
 
 impl Capacity {
     pub(super) fn new(calls: Calls, config: &ClusterConfig) -> Capacity {
         let nodes = Api::all(calls.client.clone());
-        // Without a UID each daemon is another one all the same.
+        // Without a UID, each daemon still has an owner mark of its own.
         let owner = config.pod_uid.clone().unwrap_or_else(|| {
             let mut bytes = [0; 16];
             match getrandom::fill(&mut bytes) {
@@ -63,7 +64,7 @@ impl Capacity {
         format!("{what} Node {}", self.node)
     }
 
-    /// Writes ourselves down as the owner, until it holds.
+    /// Writes this daemon as the owner, until it holds.
     pub(super) async fn claim(&self) {
         if self.amount.is_none() {
             return;
@@ -83,7 +84,7 @@ impl Capacity {
         self.calls.patch("own", what, node, &PatchParams::default(), patch).await.map(drop)
     }
 
-    /// Keeps the capacity what it is to be, for ever.
+    /// Maintains the capacity, for ever.
     pub(super) async fn run(&self) {
         if self.amount.is_none() {
             return self.clear().await;
@@ -102,7 +103,7 @@ impl Capacity {
                         }
                         info!("the node has lost its capacity for peer pods");
                     }
-                    // It was deleted, and may come back any time; the watch says so.
+                    // The Node was deleted, and may come back at any time; the watch then reports it.
                     Some(Ok(_)) => continue,
                     Some(Err(error)) => {
                         debug!(error = explain(&error), "the watch of our own Node");
@@ -122,8 +123,8 @@ impl Capacity {
         }
     }
 
-    /// Keeps away what a daemon has advertised that could not take it back, for ever. One that still leaves, during an
-    /// update, may set it again until then.
+    /// Removes the capacity of daemons that were killed, for ever. During an update, an exiting daemon may set it again
+    /// until it ends.
     async fn clear(&self) {
         let mut failed = false;
         loop {
@@ -144,17 +145,17 @@ impl Capacity {
         let (what, at) = (self.what("clear the capacity of"), (&self.nodes, self.node.as_str()));
         match self.calls.patch_status("capacity", what, at, &PatchParams::default(), patch(steps)?).await {
             Ok(_) => info!(resource = self.resource, "a capacity that an earlier daemon left is taken away"),
-            // Somebody was first; the next look tells.
+            // Another client was first; the next check decides.
             Err(error) if error.status() == Some(422) || error.is_not_found() => return Ok(()),
             Err(error) => return Err(error),
         }
-        // It is nobody's now: what a person sets there by hand stays.
+        // Without an owner, a value that a person sets by hand stays.
         let patch = Patch::Merge(json!({"metadata": {"annotations": {OWNER: null}}}));
         let (what, at) = (self.what("disown the capacity of"), (&self.nodes, self.node.as_str()));
         self.calls.patch("own", what, at, &PatchParams::default(), patch).await.map(drop)
     }
 
-    /// What takes a daemon's capacity away; `None`: there is none, or it is no daemon's.
+    /// Returns the patch that removes a daemon's capacity; `None`: there is none, or it belongs to no daemon.
     fn leftover(&self, node: &Node) -> Option<Vec<Value>> {
         let owner = node.metadata.annotations.as_ref()?.get(OWNER)?;
         node.status.as_ref()?.capacity.as_ref()?.get(&self.resource)?;
@@ -164,7 +165,7 @@ impl Capacity {
         ])
     }
 
-    /// Looks at the Node as it is and puts right what is missing.
+    /// Reads the Node, and corrects its capacity.
     async fn assert(&self) -> Result<(), Error> {
         let closed = self.closed.lock().await;
         if *closed {
@@ -172,7 +173,7 @@ impl Capacity {
         }
         let node = self.calls.call("capacity", self.what("look at"), self.nodes.get(&self.node)).await?;
         let annotations = node.metadata.annotations.as_ref();
-        // Another daemon's claim stands: it came after us.
+        // The claim of another daemon stands: it is newer.
         if annotations.is_none_or(|annotations| !annotations.contains_key(OWNER)) {
             self.own().await?;
         }
@@ -186,12 +187,12 @@ impl Capacity {
         Ok(())
     }
 
-    /// What makes this Node's capacity right; nothing, if it is.
+    /// Returns the patch that corrects this Node's capacity; empty, if it is right.
     fn steps(&self, node: &Node) -> Vec<Value> {
         let Some(amount) = self.amount.map(|amount| amount.to_string()) else { return Vec::new() };
         let capacity = node.status.as_ref().and_then(|status| status.capacity.as_ref());
         let Some(capacity) = capacity else {
-            // The parent is made together with it, unless somebody else was first.
+            // The parent is made together with it, unless another client was first.
             let version = node.metadata.resource_version.clone();
             let mut steps =
                 vec![json!({"op": "test", "path": "/metadata/resourceVersion", "value": version})];
@@ -206,14 +207,14 @@ impl Capacity {
         match capacity.get(&self.resource) {
             Some(there) if there.0 == amount => Vec::new(),
             _ => vec![
-                // Not a Node that was made anew since we looked.
+                // Not for a Node that was made anew since it was read.
                 json!({"op": "test", "path": "/metadata/uid", "value": node.metadata.uid}),
                 json!({"op": "add", "path": self.path(), "value": amount}),
             ],
         }
     }
 
-    /// Takes the capacity back; `false`: it is not ours any more.
+    /// Removes the capacity; `false`: it no longer belongs to this daemon.
     pub(super) async fn give_back(&self) -> Result<bool, Error> {
         if self.amount.is_none() {
             return Ok(false);
@@ -228,7 +229,7 @@ impl Capacity {
         let (what, node) = (self.what("take back the capacity of"), (&self.nodes, self.node.as_str()));
         match self.calls.patch_status("capacity", what, node, &PatchParams::default(), patch(steps)?).await {
             Ok(_) => Ok(true),
-            // A test that fails, or nothing to remove.
+            // The test failed, or there was nothing to remove.
             Err(error) if error.status() == Some(422) || error.is_not_found() => Ok(false),
             Err(error) => Err(error),
         }
@@ -239,12 +240,12 @@ impl Capacity {
     }
 }
 
-/// A key as one piece of a JSON pointer.
+/// Escapes a key as one segment of a JSON pointer.
 fn escaped(key: &str) -> String {
     key.replace('~', "~0").replace('/', "~1")
 }
 
-/// A JSON patch of these operations.
+/// Makes a JSON patch of these operations.
 pub(super) fn patch(steps: Vec<Value>) -> Result<Patch<Value>, Error> {
     let read = serde_json::from_value(Value::Array(steps));
     let unreadable =

@@ -1,22 +1,22 @@
-//! Sections `cluster` and `kubernetes`, as far as the node reads them.
+//! Reads the keys of sections `cluster` and `kubernetes` that the node uses.
 
 use std::path::{Path, PathBuf};
 
 use peerpod_base::config::Reader;
 
-/// Where Kubernetes tells a pod its namespace.
+/// File in which Kubernetes gives a pod its namespace.
 const NAMESPACE_FILE: &str = "/var/run/secrets/kubernetes.io/serviceaccount/namespace";
-/// The Lease is `peerpod-node-<node>`, and a name has at most 253 characters.
+/// Length limit of a node's name: the Lease is `peerpod-node-<node>`, and a name has at most 253 characters.
 const MOST_NAME: usize = 253 - peerpod_kube::heartbeat::PREFIX.len();
 
-/// What the room is told.
+/// Settings of the client of the cluster.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ClusterConfig {
     /// `cluster.node-name`.
     pub node_name: String,
     /// `cluster.pod-uid`.
     pub pod_uid: Option<String>,
-    /// `cluster.namespace`, or the service account's.
+    /// `cluster.namespace`, or the namespace of the service account.
     pub namespace: String,
     /// `cluster.extended-resource`.
     pub resource: String,
@@ -27,7 +27,7 @@ pub struct ClusterConfig {
 }
 
 impl ClusterConfig {
-    /// Asks for the keys. `None`: this node is in no cluster.
+    /// Reads the keys. `None`: this node is in no cluster.
     pub fn read(reader: &mut Reader, max_sandboxes: usize) -> Option<ClusterConfig> {
         let kubeconfig: Option<PathBuf> = reader.optional(
             "kubernetes.kubeconfig",
@@ -93,7 +93,7 @@ fn own_namespace(file: &Path) -> Option<String> {
     Some(text.trim().to_owned()).filter(|text| !text.is_empty())
 }
 
-/// `domain/name`, which tells it from the resources that a kubelet counts itself.
+/// Whether the text is `domain/name`, which separates it from the resources that a kubelet counts itself.
 fn is_resource(text: &str) -> bool {
     let fits = |part: &str| {
         let edge = |b: Option<&u8>| b.is_some_and(u8::is_ascii_alphanumeric);

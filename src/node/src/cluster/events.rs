@@ -1,7 +1,7 @@
-//! What went wrong with a pod's VM, said where its owner looks: Events on the pod.
+//! Posts failures of a pod's VM as Events on the pod, where its owner looks.
 //!
-//! The same thing said again counts up one Event; a pod of which too much is said is heard less. What cannot be said yet,
-//! because the API server is away, waits, up to a bound and for a bounded time.
+//! A repeated Event increases the count of the first one; Events beyond a pod's rate limit are dropped. While the API
+//! server is unreachable, Events wait, up to a limit in number and in time.
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -30,23 +30,23 @@ use super::{
 };
 use crate::{metrics::Metrics, sandbox::effects::Said, spec::PodRef};
 
-/// Who says it.
+/// Component that reports the Events.
 const COMPONENT: &str = "peerpod-node";
-/// Events that wait to be written.
+/// Events that may wait to be written.
 const MOST_WAITING: usize = 512;
-/// How long they may.
+/// Time that an Event may wait.
 const PATIENCE: Duration = Duration::from_secs(1800);
-/// Pods and Events that are remembered, and how long after they were last heard of.
+/// Pods and Events that are remembered, and the time that they are remembered after their last use.
 const MOST_KNOWN: usize = 4096;
 const MEMORY: Duration = Duration::from_secs(600);
-/// What may be said of one pod at once, and then every so often.
+/// Events of one pod that are allowed at once, and the interval at which one more is allowed.
 const BURST: u32 = 20;
 const REFILL: Duration = Duration::from_secs(30);
-/// Of one message, in bytes; more are refused of newer forms of Events.
+/// Size limit of one message, in bytes; newer versions of the Event API refuse more.
 const MOST_WORDS: usize = 1024;
-/// How long an Event of a pod that is not known yet waits for it.
+/// Time that an Event of an unknown pod waits for the pod.
 const POD: Duration = Duration::from_secs(3);
-/// Between two tries while the API server is away.
+/// Pauses between two attempts while the API server is unreachable.
 const FIRST_PAUSE: Duration = Duration::from_millis(500);
 const LONGEST_PAUSE: Duration = Duration::from_secs(10);
 
@@ -75,14 +75,14 @@ struct Waiting {
     at: Timestamp,
 }
 
-/// What may still be said of one pod.
+/// Rate limit of the Events of one pod.
 struct Budget {
     left: u32,
     filled: Instant,
 }
 
 impl Budget {
-    /// Whether one more may be said now.
+    /// Takes one Event from the budget; returns whether there was one.
     fn may(&mut self, now: Instant) -> bool {
         let refills = now.duration_since(self.filled).as_millis() / REFILL.as_millis();
         let refills = u32::try_from(refills).unwrap_or(u32::MAX);
@@ -96,7 +96,7 @@ impl Budget {
     }
 }
 
-/// Events that were written, to be counted up.
+/// Written Events, of which repetitions are counted.
 #[derive(Default)]
 struct Written(HashMap<u64, (String, i32, Instant)>);
 
@@ -119,7 +119,7 @@ impl Events {
             return;
         }
         if state.waiting.len() >= MOST_WAITING {
-            // The oldest says least.
+            // The oldest Event is the least useful.
             state.waiting.pop_front();
             self.0.metrics.cluster_events_dropped.inc();
         }
@@ -128,7 +128,7 @@ impl Events {
         self.0.wake.notify_one();
     }
 
-    /// Writes, for ever.
+    /// Writes Events for ever.
     pub(super) async fn run(&self) {
         let (mut written, mut pause) = (Written::default(), FIRST_PAUSE);
         loop {
@@ -185,7 +185,7 @@ impl Events {
                 }
             }
         }
-        // The same name when the same write is tried again.
+        // The name is the same when the same write is tried again.
         let name = format!(
             "{}.{:x}{:08x}",
             clipped(&pod.name, 200).trim_end_matches(['-', '.']),
@@ -216,7 +216,7 @@ impl Events {
         }
     }
 
-    /// Whom it is about: `kubectl describe` shows what names the pod's UID.
+    /// Returns the pod's UID: `kubectl describe` shows the Events that name it.
     async fn uid(&self, pod: &PodRef, since: Instant) -> Option<String> {
         loop {
             let known = self.0.pods.newest(&pod.namespace, &pod.name).map(|found| found.uid);
@@ -229,7 +229,7 @@ impl Events {
     }
 }
 
-/// At most so many bytes of it, whole characters.
+/// Cuts a text to at most `most` bytes, at a character boundary.
 fn clipped(text: &str, most: usize) -> &str {
     let mut end = text.len().min(most);
     while !text.is_char_boundary(end) {

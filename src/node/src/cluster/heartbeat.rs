@@ -1,5 +1,5 @@
-//! A Lease that is renewed as long as this daemon serves. By its age the controller knows whether what is left of a
-//! sandbox of this node will be seen to here.
+//! Renews a Lease for as long as this daemon serves. From its age the controller concludes whether this node will still
+//! clean up after its sandboxes.
 
 use std::time::Duration;
 
@@ -18,12 +18,12 @@ use tracing::warn;
 
 use super::{calls::Calls, config::ClusterConfig};
 
-/// How often it is renewed.
+/// Interval of renewals.
 const EVERY: Duration = Duration::from_secs(10);
-/// What the Lease says of how long it holds, in seconds.
+/// Validity that the Lease declares, in seconds.
 const HOLDS: i32 = 40;
 
-/// Renews it for ever.
+/// Renews the Lease for ever.
 pub(super) async fn run(calls: Calls, config: &ClusterConfig) {
     let leases: Api<Lease> = Api::namespaced(calls.client.clone(), &config.namespace);
     let name = name_of(&config.node_name);
@@ -41,7 +41,7 @@ pub(super) async fn run(calls: Calls, config: &ClusterConfig) {
     }
 }
 
-/// By `known` where it is the newest, so that a beat is one call.
+/// Replaces `known` where it is the newest version, so that a renewal is one call.
 async fn renew(
     calls: &Calls,
     leases: &Api<Lease>,

@@ -1,9 +1,9 @@
-//! This node's pods, by a watch of them alone: what a sandbox is asked about is looked up here, never at the API server.
-//! Of each pod only what somebody needs is kept.
+//! Watches this node's pods, so that lookups for sandboxes need no call to the API server. It keeps only the fields of
+//! a pod that are used.
 //!
-//! A shim names its pod, and a name may have been another pod's a moment ago (a StatefulSet's, deleted by force and made
-//! again): who asks for a pod that another sandbox has taken, or that is on its way out, may be ahead of the watch. Then,
-//! and only then, the API server is asked for that one pod.
+//! A shim names its pod, and a moment ago the name may have belonged to another pod (of a StatefulSet, deleted by force
+//! and made again). A sandbox may be ahead of the watch if it asks for a terminating pod, or for one that another
+//! sandbox has taken. Then, and only then, the API server is asked for that one pod.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -30,27 +30,28 @@ use tracing::{debug, info, warn};
 use super::calls::Calls;
 use crate::spec::SandboxId;
 
-/// Seconds after which the API server ends a watch, which is begun again: so long a dead connection may go unnoticed.
+/// Seconds after which the API server ends a watch, which is then restarted: the longest time that a dead connection
+/// goes unnoticed.
 const WATCH: u32 = 60;
-/// How long the first list may take.
+/// Timeout of the first list.
 const LIST: Duration = Duration::from_secs(60);
-/// Before the API server is asked again for one pod.
+/// Pause before the API server is asked again for one pod.
 const RETRY: Duration = Duration::from_secs(1);
-/// Of each list of a pod: more are not looked at.
+/// Limit of each list of a pod: further entries are ignored.
 const MOST: usize = 256;
 
-/// What is kept of a pod.
+/// The fields of a pod that are kept.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Found {
-    /// Tells it from every other pod there ever was.
+    /// UID, unique among all pods that ever existed.
     pub uid: String,
     /// Its namespace.
     pub namespace: String,
     /// Its name.
     pub name: String,
-    /// When it was made; a second is the finest.
+    /// Creation time, with a resolution of one second.
     pub created: Option<Timestamp>,
-    /// It is being deleted.
+    /// Whether it is being deleted.
     pub terminating: bool,
     /// Names of its own pull secrets (`spec.imagePullSecrets`).
     pub image_pull_secrets: Vec<String>,
@@ -58,7 +59,7 @@ pub struct Found {
     pub service_account: Option<String>,
     /// Its runtime class.
     pub runtime_class: Option<String>,
-    /// Its volumes that are claims.
+    /// Its volumes that are PersistentVolumeClaims.
     pub claims: Vec<Claim>,
 }
 
@@ -71,37 +72,38 @@ pub struct Claim {
     pub claim: String,
 }
 
-/// Which pod a name means.
+/// Lookup of pods by name.
 #[async_trait]
 pub trait Pods: Send + Sync {
-    /// The pod that this sandbox is made for. Waits until one is known: bound it by dropping it, nothing is changed.
+    /// Returns the pod that this sandbox is made for. Waits until one is known; the caller may drop the future to bound
+    /// the wait, which changes nothing.
     async fn find(&self, namespace: &str, name: &str, sandbox: &SandboxId) -> Found;
 }
 
-/// The watch's own picture. Clones are the same.
+/// The watch and its state. Clones share it.
 #[derive(Clone)]
 pub struct Reflector {
     calls: Calls,
     node: String,
     state: Arc<Mutex<State>>,
-    /// Counts changes, for who waits.
+    /// Counts changes, for waiting callers.
     news: watch::Sender<u64>,
 }
 
 #[derive(Default)]
 struct State {
     pods: HashMap<(String, String), Vec<Found>>,
-    /// Whose each pod is, of the sandboxes.
+    /// Sandboxes by the UID of the pod that they have taken.
     taken: HashMap<String, SandboxId>,
-    /// What the list that is under way has named.
+    /// UIDs that the list in progress has named.
     listed: Option<HashSet<String>>,
 }
 
-/// What the picture says of a name.
+/// Result of a lookup by name.
 #[derive(Debug, PartialEq, Eq)]
 enum Look {
     Found(Found),
-    /// There is one, and whether it is the one that is meant is not sure.
+    /// A pod has the name, but it may not be the pod that is meant.
     Doubtful,
     Unknown,
 }
@@ -129,7 +131,7 @@ impl State {
         self.taken.remove(uid);
     }
 
-    /// A list begins: what it does not name is gone.
+    /// Begins a list; the pods that it does not name are gone.
     fn list(&mut self) {
         self.listed = Some(HashSet::new());
     }
@@ -143,7 +145,7 @@ impl State {
         self.taken.retain(|uid, _| listed.contains(uid));
     }
 
-    /// The newest of this name; the one that was seen last, of those that were made in the same second.
+    /// Returns the newest pod of this name; of those made in the same second, the one that was seen last.
     fn newest(&self, namespace: &str, name: &str, terminating: bool) -> Option<&Found> {
         let pods = self.pods.get(&(namespace.to_owned(), name.to_owned()))?;
         pods.iter().filter(|pod| pod.terminating == terminating).max_by_key(|pod| pod.created)
@@ -166,22 +168,22 @@ impl Reflector {
         Reflector { calls, node: node.to_owned(), state: Arc::default(), news: watch::Sender::new(0) }
     }
 
-    /// How many pods are known.
+    /// Returns the number of known pods.
     pub fn count(&self) -> usize {
         self.state().pods.values().map(Vec::len).sum()
     }
 
-    /// What the picture says of this name now: the newest that is not on its way out, or else the newest.
+    /// Returns the newest pod of this name that is not terminating, or else the newest one.
     pub fn newest(&self, namespace: &str, name: &str) -> Option<Found> {
         let state = self.state();
         let live = state.newest(namespace, name, false);
         live.or_else(|| state.newest(namespace, name, true)).cloned()
     }
 
-    /// Notes whose a pod is.
+    /// Records the sandbox that has taken a pod.
     pub(super) fn take(&self, uid: &str, sandbox: &SandboxId) {
         let mut state = self.state();
-        // One that the watch does not know is nobody's question.
+        // A pod that the watch does not know is never looked up.
         if state.pods.values().flatten().any(|pod| pod.uid == uid) {
             state.taken.insert(uid.to_owned(), sandbox.clone());
         }
@@ -252,7 +254,7 @@ impl Reflector {
         self.news.send_modify(|count| *count += 1);
     }
 
-    /// Asks for the one pod of this name that is on this node now.
+    /// Asks the API server for the one pod of this name that is on this node now.
     async fn ask(&self, namespace: &str, name: &str) -> Option<Found> {
         let pods: Api<Pod> = Api::namespaced(self.calls.client.clone(), namespace);
         let only = ListParams::default().fields(&format!("metadata.name={name},spec.nodeName={}", self.node));
@@ -268,7 +270,7 @@ impl Reflector {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        // Never held across an await, and nothing in here leaves it half changed.
+        // Never held across an await, and no step leaves the state inconsistent.
         self.state.lock()
     }
 }
@@ -288,7 +290,8 @@ impl Pods for Reflector {
                         self.state().apply(found.clone());
                         return found;
                     }
-                    // It does not exist any more, and the one that is meant not yet; or nobody answered.
+                    // The old pod no longer exists and the new one does not exist yet, or the API server did not
+                    // answer.
                     drop(timeout(RETRY, news.changed()).await);
                 }
                 Look::Unknown => {
@@ -301,7 +304,7 @@ impl Pods for Reflector {
     }
 }
 
-/// What is kept of it; `None`: it has no identity.
+/// Reads the fields that are kept; `None`: the pod has no identity.
 fn read(pod: &Pod) -> Option<Found> {
     let (meta, spec) = (&pod.metadata, pod.spec.as_ref());
     let name = meta.name.clone()?;

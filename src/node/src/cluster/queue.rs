@@ -1,5 +1,5 @@
-//! Whose turn it is: wishes by name, of which only the last counts; each is worked on by one at a time, soon, or later
-//! after a failure. Pure: the clock is handed in, and nothing waits.
+//! Schedules desired states by key. Only the last state of a key counts. One worker at a time works on a key: soon, or
+//! later after a failure. Pure: the time is a parameter, and nothing waits.
 
 use std::{
     collections::{BTreeSet, HashMap, VecDeque},
@@ -9,22 +9,22 @@ use std::{
 
 use tokio::time::Instant;
 
-/// The pause after a first failure of one wish; doubled each time.
+/// Pause after the first failure of a key; doubled each time.
 const FIRST_PAUSE: Duration = Duration::from_millis(500);
-/// The longest.
+/// The longest pause.
 const LONGEST_PAUSE: Duration = Duration::from_secs(60);
 
 pub(super) struct Queue<K, W, M> {
     entries: HashMap<K, Entry<W, M>>,
     ready: VecDeque<K>,
     later: BTreeSet<(Instant, K)>,
-    /// Entries that are not as wished.
+    /// Entries that differ from the desired state.
     backlog: usize,
 }
 
 struct Entry<W, M> {
     wish: W,
-    /// What is known of how far it is fulfilled.
+    /// Progress towards the desired state.
     memory: M,
     turn: Turn,
     failures: u32,
@@ -35,22 +35,22 @@ enum Turn {
     Idle,
     Ready,
     Later(Instant),
-    /// It is worked on; and whether another wish has come since.
+    /// A worker has it; `true`: the desired state has changed since.
     Busy(bool),
 }
 
-/// What became of a turn.
+/// Result of a turn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Done {
-    /// As wished.
+    /// The desired state holds.
     Held,
-    /// As wished, and nothing more will be.
+    /// The desired state holds, and the entry is no longer needed.
     Over,
-    /// As wished, but look again after this.
+    /// The desired state holds, but must be checked again after this time.
     Look(Duration),
-    /// Not as wished, by its own fault: again after a pause that grows.
+    /// The desired state does not hold, by a fault of its own: retried after a pause that grows.
     Failed,
-    /// Not as wished, by nobody's fault here: again at once, when there are turns.
+    /// The desired state does not hold, for a reason outside this entry: retried at once, when there are turns.
     Postponed,
 }
 
@@ -71,7 +71,7 @@ impl<K: Clone + Eq + Hash + Ord, W: Clone, M: Clone + Default> Queue<K, W, M> {
         self.entries.get(key).map(|entry| &entry.wish)
     }
 
-    /// This is wished from now on.
+    /// Sets the desired state of a key.
     pub(super) fn put(&mut self, key: K, wish: W) {
         match self.entries.get_mut(&key) {
             Some(entry) => {
@@ -83,7 +83,7 @@ impl<K: Clone + Eq + Hash + Ord, W: Clone, M: Clone + Default> Queue<K, W, M> {
                         self.ready.push_back(key);
                     }
                     Turn::Busy(_) => entry.turn = Turn::Busy(true),
-                    // A look that was only for luck is not waited for; a failure's pause is.
+                    // A new state does not wait for a pending check, but it does wait for the pause of a failure.
                     Turn::Later(at) if entry.failures == 0 => {
                         entry.turn = Turn::Ready;
                         self.later.remove(&(at, key.clone()));
@@ -102,7 +102,7 @@ impl<K: Clone + Eq + Hash + Ord, W: Clone, M: Clone + Default> Queue<K, W, M> {
         }
     }
 
-    /// Whose turn it is now.
+    /// Returns the next key to work on.
     pub(super) fn next(&mut self, now: Instant) -> Option<(K, W, M)> {
         while let Some((at, key)) = self.later.first().cloned() {
             if at > now {
@@ -123,12 +123,12 @@ impl<K: Clone + Eq + Hash + Ord, W: Clone, M: Clone + Default> Queue<K, W, M> {
         Some((key, entry.wish.clone(), entry.memory.clone()))
     }
 
-    /// When the next pause is over.
+    /// Returns the end of the next pause.
     pub(super) fn due(&self) -> Option<Instant> {
         self.later.first().map(|(at, _)| *at)
     }
 
-    /// What became of a turn. Returns how often in a row it failed.
+    /// Ends a turn with its result. Returns the number of failures in a row.
     pub(super) fn done(&mut self, key: &K, memory: M, done: Done, now: Instant) -> u32 {
         let Some(entry) = self.entries.get_mut(key) else { return 0 };
         let again = entry.turn == Turn::Busy(true);

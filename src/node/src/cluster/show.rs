@@ -1,4 +1,4 @@
-//! What Kubernetes is to show of a sandbox: a pure function of its record.
+//! Derives the Kubernetes view of a sandbox: a pure function of its record.
 
 use std::sync::Arc;
 
@@ -11,13 +11,13 @@ use peerpod_provider_api::InstanceId;
 
 use crate::{ledger::Record, sandbox::phase::Phase, spec::SandboxId};
 
-/// As many as the resource takes.
+/// Limits of the resource.
 const MOST_ADDRESSES: usize = 16;
 const MOST_STAGES: usize = 32;
-/// Of a condition's message.
+/// Length limit of a condition's message.
 const MOST_WORDS: usize = 1024;
 
-/// What all sandboxes of a node have in common here.
+/// Facts that all PeerPods of a node share.
 #[derive(Clone, Debug)]
 pub struct About {
     /// The provider's name.
@@ -28,10 +28,10 @@ pub struct About {
     pub cluster_id: Arc<str>,
 }
 
-/// What is to be shown of one sandbox.
+/// Desired PeerPod of one sandbox.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Shown {
-    /// Which.
+    /// The sandbox.
     pub sandbox: SandboxId,
     /// The pod's namespace.
     pub namespace: String,
@@ -41,18 +41,18 @@ pub struct Shown {
     pub uid: Option<String>,
     /// The object's name.
     pub name: String,
-    /// Whether its pod is to run.
+    /// Whether its pod should run.
     pub is_live: bool,
-    /// Nothing of it is left: nor is anything to be shown.
+    /// Whether nothing of the sandbox is left; then there is nothing to show.
     pub is_gone: bool,
-    /// What does not change.
+    /// The object's spec.
     pub spec: PeerPodSpec,
-    /// What does.
+    /// The object's status.
     pub status: PeerPodStatus,
 }
 
 impl Shown {
-    /// Of this record; `None`: it is nobody's that Kubernetes knows.
+    /// Derives the view of this record; `None`: the record names no pod.
     pub fn of(record: &Record, about: &About, now_ms: u64) -> Option<Shown> {
         let pod = record.pod.as_ref()?;
         let vm = record.phase.vm();

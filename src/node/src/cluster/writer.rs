@@ -1,9 +1,9 @@
-//! Keeps one PeerPod per sandbox as it is wished: made before its VM is, changed when something is known, removed when the
-//! VM is gone. One task, a few calls at a time; only the last wish of a sandbox counts, and each is tried again until it
-//! holds. While the API server is away nobody but one call knocks.
+//! Keeps one PeerPod per sandbox in its desired state: made before its VM, changed with new facts, removed when the VM
+//! is gone. One task makes a few calls at a time. Only the last desired state of a sandbox counts, and each is retried
+//! until it holds. While the API server is unreachable, only one call at a time is made.
 //!
-//! An object is made only for a sandbox that lives: of one that is on its way out nothing is made that would have to be
-//! removed again. What other writers put there (a status of the controller's, others' finalizers) stays.
+//! An object is made only for a live sandbox: a stopping sandbox gets no object that would have to be removed again.
+//! Data of other writers (the controller's status, other finalizers) stays.
 
 use std::{
     collections::HashMap,
@@ -39,25 +39,25 @@ use super::{
 };
 use crate::metrics::Metrics;
 
-/// Whose fields are ours, to the API server.
+/// Field manager name of this program's fields.
 const MANAGER: &str = "peerpod-node";
 /// Objects that are written at a time.
 const AT_A_TIME: usize = 8;
-/// Between two tries while the API server is away.
+/// Pauses between two attempts while the API server is unreachable.
 const FIRST_PAUSE: Duration = Duration::from_millis(500);
 const LONGEST_PAUSE: Duration = Duration::from_secs(10);
-/// How long a record waits for its pod to be known before it is written without an owner.
+/// Time that a record waits for its pod to become known; then it is written without an owner.
 const POD: Duration = Duration::from_secs(2);
-/// How often, and how many times, the owner of such a record is looked for.
+/// Interval and number of lookups of the owner of such a record.
 const OWNER_EVERY: Duration = Duration::from_secs(30);
 const OWNER_TRIES: u32 = 20;
-/// Wishes that are kept. What is over is found again by a look at all PeerPods of the node.
+/// Desired states that are kept. More are dropped; the pass over all PeerPods of the node finds their objects again.
 const MOST: usize = 16 << 10;
 
 /// A PeerPod's namespace and name.
 type Key = (String, String);
 
-/// A PeerPod as it is there.
+/// A PeerPod as the API server has it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Recorded {
     /// Its namespace.
@@ -75,16 +75,16 @@ pub struct Recorded {
 #[derive(Clone)]
 enum Wish {
     Shown(Arc<Shown>),
-    /// Its VM is gone.
+    /// The VM is gone, so the object must go.
     Nothing,
 }
 
-/// How far an object is as it is wished, as far as this process knows.
+/// Progress of an object towards its desired state, as far as this process knows.
 #[derive(Clone, Default)]
 struct Memory {
     spec: Option<u64>,
     status: Option<u64>,
-    /// The pod's UID, found after the wish.
+    /// The pod's UID, if it was found after the desired state was set.
     uid: Option<String>,
     tries: u32,
 }
@@ -97,15 +97,15 @@ struct Inner {
     pods: Reflector,
     metrics: Metrics,
     state: Mutex<State>,
-    /// Something was wished.
+    /// Wakes the task for a new desired state.
     wake: Notify,
-    /// Counts objects that were written, for who waits for one.
+    /// Counts objects that were written, for callers that wait for one.
     written: watch::Sender<u64>,
 }
 
 struct State {
     queue: Queue<Key, Wish, Memory>,
-    /// Objects whose intent is there, as far as somebody waits for it.
+    /// Objects that a caller waits for; an entry is removed when its object is written.
     announced: HashMap<Key, bool>,
 }
 
@@ -117,11 +117,12 @@ impl Writer {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        // Never held across an await, and nothing in here leaves it half changed.
+        // Never held across an await, and no step leaves the state inconsistent.
         self.0.state.lock()
     }
 
-    /// This is to be shown from now on. What is returned is over when the object is there; dropping it changes nothing.
+    /// Sets the state to show from now on. The returned future completes when the object is written; dropping it
+    /// changes nothing.
     pub(super) fn want(&self, shown: Shown) -> impl Future<Output = ()> + Send + use<> {
         let key = (shown.namespace.clone(), shown.name.clone());
         let wish = if shown.is_gone { Wish::Nothing } else { Wish::Shown(Arc::new(shown)) };
@@ -145,11 +146,11 @@ impl Writer {
         }
     }
 
-    /// This object is to go.
+    /// Requests the removal of this object.
     pub(super) fn remove(&self, recorded: &Recorded) {
         let key = (recorded.namespace.clone(), recorded.name.clone());
         let mut state = self.state();
-        // One that somebody has wishes about is seen to by these.
+        // An object that already has a desired state is left to it.
         if state.queue.wish(&key).is_none() {
             self.put(&mut state, key, Wish::Nothing);
         }
@@ -168,14 +169,14 @@ impl Writer {
         self.0.wake.notify_one();
     }
 
-    /// Writes, for ever.
+    /// Writes objects for ever.
     pub(super) async fn run(&self) {
         let mut under_way = FuturesUnordered::new();
         let mut pause = FIRST_PAUSE;
         let mut closed_until: Option<Instant> = None;
         loop {
             let now = Instant::now();
-            // While it is away one call at a time asks whether it is back.
+            // While the API server is unreachable, one call at a time probes it.
             let most = if self.0.calls.is_away() { 1 } else { AT_A_TIME };
             while under_way.len() < most && closed_until.is_none_or(|until| until <= now) {
                 let Some((key, wish, memory)) = self.state().queue.next(now) else { break };
@@ -192,7 +193,7 @@ impl Writer {
                 Some((key, memory, result)) = under_way.next() => {
                     let now = Instant::now();
                     if self.finish(key, memory, result) {
-                        // Others that were under way find the same, and make it no longer.
+                        // Other calls in progress fail alike, and must not lengthen the pause.
                         if closed_until.is_none_or(|until| until <= now) {
                             closed_until = Some(now + pause);
                             pause = (pause * 2).min(LONGEST_PAUSE);
@@ -207,7 +208,7 @@ impl Writer {
         }
     }
 
-    /// Whether the API server is away.
+    /// Ends a write. Returns whether the API server is unreachable.
     fn finish(&self, key: Key, memory: Memory, result: Result<Done, Error>) -> bool {
         let (done, error) = match result {
             Ok(done) => (done, None),
@@ -234,7 +235,7 @@ impl Writer {
         done == Done::Postponed
     }
 
-    /// Does what is still to be done, and remembers how far it came.
+    /// Makes the calls that are still missing, and records the progress.
     async fn write(&self, key: &Key, wish: &Wish, mut memory: Memory) -> (Memory, Result<Done, Error>) {
         let result = match wish {
             Wish::Nothing => self.erase(key).await.map(|()| Done::Over),
@@ -248,7 +249,7 @@ impl Writer {
         Api::namespaced(self.0.calls.client.clone(), namespace)
     }
 
-    /// The object of a sandbox that lives: made, if it is not there.
+    /// Writes the object of a live sandbox; makes it if it is missing.
     async fn keep(&self, shown: &Shown, memory: &mut Memory) -> Result<Done, Error> {
         let uid = self.owner(shown, memory).await;
         let body = object(shown, uid.as_deref());
@@ -261,7 +262,7 @@ impl Writer {
             memory.spec = Some(digest);
         }
         if !self.status(shown, memory).await? {
-            // Somebody took it away under a sandbox that lives.
+            // Another client deleted the object of a live sandbox.
             *memory = Memory { uid: memory.uid.take(), tries: memory.tries, ..Memory::default() };
             return Ok(Done::Look(POD));
         }
@@ -272,9 +273,9 @@ impl Writer {
         Ok(Done::Held)
     }
 
-    /// The object of a sandbox on its way out: followed, if it is there.
+    /// Updates the object of a stopping sandbox, if it exists.
     async fn follow(&self, shown: &Shown, memory: &mut Memory) -> Result<Done, Error> {
-        // The VM may have become known after the stop; a controller that has to delete it wants to hear.
+        // The VM may have become known after the stop; a controller that has to delete it needs its id.
         if let Some(instance) = &shown.spec.instance_id {
             let digest = digest(&format!("leaving {instance}"));
             if memory.spec != Some(digest) {
@@ -297,7 +298,7 @@ impl Writer {
         Ok(Done::Held)
     }
 
-    /// The UID of the pod that owns it.
+    /// Returns the UID of the pod that owns the object.
     async fn owner(&self, shown: &Shown, memory: &mut Memory) -> Option<String> {
         if let Some(uid) = shown.uid.clone().or_else(|| memory.uid.clone()) {
             return Some(uid);
@@ -309,7 +310,7 @@ impl Writer {
         memory.uid.clone()
     }
 
-    /// Whether the object is there.
+    /// Writes the status. Returns whether the object exists.
     async fn status(&self, shown: &Shown, memory: &mut Memory) -> Result<bool, Error> {
         let digest = digest(&gist(&shown.status));
         if memory.status == Some(digest) {
@@ -335,11 +336,11 @@ impl Writer {
         }
     }
 
-    /// Takes our finalizer away, if it is there, and then the object.
+    /// Removes the node's finalizer, if it is there, and then the object.
     async fn erase(&self, (namespace, name): &Key) -> Result<(), Error> {
         let api = self.api(namespace);
         let what = || format!("remove PeerPod {namespace}/{name}");
-        // It is the only one, nearly always.
+        // It is nearly always the only finalizer.
         let mut index = Some(0);
         let object = loop {
             if let Some(index) = index {
@@ -352,7 +353,7 @@ impl Writer {
                 match self.0.calls.patch("finalizer", what(), (&api, name.as_str()), &params, patch).await {
                     Ok(object) => break object,
                     Err(error) if error.is_not_found() => return Ok(()),
-                    // It is elsewhere in the list, or not in it.
+                    // It is elsewhere in the list, or not in the list.
                     Err(error) if matches!(error.status(), Some(422 | 409)) => {}
                     Err(error) => return Err(error),
                 }
@@ -380,7 +381,7 @@ impl Writer {
         }
     }
 
-    /// Every PeerPod of this node.
+    /// Lists every PeerPod of this node.
     pub(super) async fn recorded(&self, node: &str) -> Result<Vec<Recorded>, Error> {
         let api: Api<PeerPod> = Api::all(self.0.calls.client.clone());
         let what = format!("list the PeerPods of node {node}");
@@ -406,7 +407,7 @@ impl Writer {
     }
 }
 
-/// Forgets that somebody waits.
+/// Removes the caller's entry when it stops waiting.
 struct Announced {
     writer: Writer,
     key: Key,
@@ -418,11 +419,12 @@ impl Drop for Announced {
     }
 }
 
-/// What is ours of the object but for its status.
+/// Returns the object's fields that this program owns, without the status.
 fn object(shown: &Shown, uid: Option<&str>) -> Value {
     let owners: Vec<Value> = uid
         .map(|uid| {
-            // It does not hold its pod's deletion up: the VM goes by the node, or by the finalizer.
+            // The object does not delay the deletion of its pod: the node removes the VM, or the finalizer makes the
+            // controller do it.
             json!({"apiVersion": "v1", "kind": "Pod", "name": shown.pod, "uid": uid, "controller": true, "blockOwnerDeletion": false})
         })
         .into_iter()
@@ -440,7 +442,7 @@ fn object(shown: &Shown, uid: Option<&str>) -> Value {
     })
 }
 
-/// What of a status is worth a call. Stages and times travel along.
+/// Returns the parts of a status that are worth a call. Stages and times are sent along with them.
 fn gist(status: &PeerPodStatus) -> String {
     let conditions: Vec<String> = status
         .conditions

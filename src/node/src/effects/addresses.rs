@@ -1,4 +1,5 @@
-//! Where a new VM will find this node's relay. Decided when the VM is asked for; written into its user-data.
+//! Determines the addresses at which a new VM finds this node's relay. They are fixed when the VM is requested, and
+//! written into its user-data.
 
 use std::{
     net::{IpAddr, SocketAddr},
@@ -13,47 +14,47 @@ use tokio::{
 
 use crate::config::GuestAddress;
 
-/// So long after the node's start a new VM is not asked for before the provider has said where VMs find us. What a VM is
-/// told at its birth stays, and on a busy host a preflight takes its time: all that this host has may be cut off before
-/// the one address that counts.
+/// Time after the node's start for which VM requests wait for the provider's addresses. A VM's user-data cannot be
+/// changed, and on a busy host a preflight is slow. Without the wait, the list of this host's addresses might be cut
+/// before the one address that works.
 const SETTLES: Duration = Duration::from_secs(45);
 
-/// More do not make it easier to find us, and user-data is small.
+/// Number of addresses in user-data, which is small; more do not make the node easier to find.
 const MOST: usize = 8;
-/// The same for a running guest, which has more patience.
+/// Number of addresses for a running guest, which can try more.
 const MOST_HOMES: usize = 16;
 
-/// Knows where guests can reach the relay: as configured; or as the provider says, which knows the network its VMs are
-/// on; or all of this host's addresses.
+/// Addresses at which guests reach the relay: the configured ones; else the provider's, which knows the network of its
+/// VMs; else the address of `relay.listen`, or all of this host's addresses.
 #[derive(Clone, Debug)]
 pub struct GuestAddresses {
     configured: Vec<GuestAddress>,
     /// `relay.listen`.
     listen: SocketAddr,
-    /// `None`: it has said nothing yet.
+    /// Addresses from the provider's preflight; `None`: it has not answered yet.
     provider: Arc<watch::Sender<Option<Vec<IpAddr>>>>,
-    /// When it is waited for no longer.
+    /// End of the wait for the provider.
     patience: Instant,
 }
 
 impl GuestAddresses {
-    /// From the settings.
+    /// Builds it from the settings.
     pub fn new(configured: Vec<GuestAddress>, listen: SocketAddr) -> GuestAddresses {
         let provider = Arc::new(watch::Sender::new(None));
         GuestAddresses { configured, listen, provider, patience: Instant::now() + SETTLES }
     }
 
-    /// What the provider's preflight found.
+    /// Sets the addresses that the provider's preflight found.
     pub fn provider_says(&self, addresses: Vec<IpAddr>) {
         self.provider.send_replace(Some(addresses));
     }
 
-    /// The provider cannot say anything now: nobody is to wait for it.
+    /// Records that the provider has no addresses now, so that no caller waits for it.
     pub fn provider_fails(&self) {
         self.provider.send_if_modified(|said| said.is_none() && said.insert(Vec::new()).is_empty());
     }
 
-    /// Waits until the provider has said something, where that counts; not for ever.
+    /// Waits until the provider has answered, up to a limit. Returns at once where addresses are configured.
     pub async fn settled(&self) {
         if self.configured.is_empty() {
             let mut said = self.provider.subscribe();
@@ -61,10 +62,10 @@ impl GuestAddresses {
         }
     }
 
-    /// The addresses as they are now. `bound`: what the relay says it listens on.
+    /// Returns the current addresses. `bound` is the address on which the relay reports that it listens.
     ///
     /// # Errors
-    /// None is known; the text says what to set.
+    /// No address or no port is known; the text names the remedy.
     pub fn now(&self, bound: Option<SocketAddr>) -> Result<Vec<SocketAddr>, String> {
         let port = match (self.listen.port(), bound) {
             (0, Some(bound)) => bound.port(),
@@ -93,12 +94,13 @@ impl GuestAddresses {
         Ok(addresses)
     }
 
-    /// Where a running guest may look besides where it was told at birth: the same, and all that this host has now.
+    /// Returns the endpoints for a running guest: the same, and all current addresses of this host unless addresses are
+    /// configured.
     pub fn homes(&self, bound: SocketAddr) -> Vec<String> {
         let mut homes = self.now(Some(bound)).unwrap_or_default();
         if self.configured.is_empty() && self.listen.ip().is_unspecified() {
             let mut own = of_this_host();
-            own.sort_unstable(); // the kernel's order is not the same each time
+            own.sort_unstable(); // the kernel's order varies
             homes.extend(own.into_iter().map(|ip| SocketAddr::new(ip, bound.port())));
         }
         let mut said = Vec::with_capacity(homes.len().min(MOST_HOMES));
@@ -121,7 +123,7 @@ impl GuestAddresses {
         ips.into_iter().map(GuestAddress::Host).collect()
     }
 
-    /// The same in words, for messages.
+    /// Returns the addresses, or the error, as text for messages.
     pub fn in_words(&self, bound: Option<SocketAddr>) -> String {
         match self.now(bound) {
             Ok(addresses) => addresses.iter().map(ToString::to_string).collect::<Vec<_>>().join(", "),
@@ -182,7 +184,7 @@ mod tests {
         addresses.settled().await;
         assert!(start.elapsed() < Duration::from_secs(16), "what was said is not waited for");
 
-        // One that knows nothing has said so, and one that fails is not waited for.
+        // A provider without addresses has answered, and a provider that fails is not waited for.
         let failing = GuestAddresses::new(vec![], listen("10.1.2.3:15151"));
         failing.provider_fails();
         let since = Instant::now();

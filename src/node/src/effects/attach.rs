@@ -1,5 +1,5 @@
-//! Attaching a pod's volumes to its VM, all at once: by the provider's own call, or by the CSI driver, which is told of the
-//! VM and waited for.
+//! Attaches all volumes of a pod to its VM concurrently. The provider attaches its own disks. For the disks of a CSI
+//! driver, the node records the VM and waits for the driver.
 
 use std::time::Duration;
 
@@ -12,7 +12,8 @@ use crate::{
     volumes::{self, PodVolume, PodVolumes, Volumes},
 };
 
-/// A driver's attachment is a call to its cloud, which takes seconds to a minute. Waited for again after that.
+/// Time that one wait for a driver's attachment takes: a call to its cloud, of seconds to a minute. The caller then
+/// waits again.
 const DRIVER: Duration = Duration::from_secs(60);
 
 /// See [`crate::sandbox::effects::Effects::expect_vm`].
@@ -22,7 +23,7 @@ pub(super) async fn expect(
     volumes: &PodVolumes,
 ) -> Result<(), CloudError> {
     note(records, &volumes.uid, id, None, false).await?;
-    // Looked at after the note: whoever unpublishes looks for it after the record is gone.
+    // Read after the note: an unpublish looks for the note after it has removed the record.
     let (records, volumes) = (records.clone(), volumes.clone());
     let missing = tokio::task::spawn_blocking(move || records.unpublished(&volumes)).await;
     let failed = |why: String| CloudError::transient(format!("look for the pod's volumes again: {why}"));
@@ -53,9 +54,9 @@ pub(super) async fn attach(
             Ok::<(), CloudError>(())
         }
     });
-    // What one cannot have must not leave others half attached.
+    // All volumes are attempted, so that one failure does not leave others half attached.
     let failed: Vec<CloudError> = join_all(work).await.into_iter().filter_map(Result::err).collect();
-    // One that will never succeed says more than one that may.
+    // A permanent error is more useful than a transient one.
     let worst = |error: &CloudError| u8::from(matches!(error.retry(), peerpod_provider_api::Retry::After(_)));
     match failed.into_iter().min_by_key(worst) {
         Some(error) => Err(error),
@@ -91,7 +92,7 @@ pub(super) async fn release(
     uid: &str,
 ) -> Result<(), CloudError> {
     if let Some(vm) = vm {
-        // That a cloud has accepted a deletion does not say that the machine writes no more.
+        // An accepted deletion does not prove that the machine no longer writes.
         let there = provider.list_owned().await?.into_iter().find(|owned| owned.id == *vm);
         if let Some(there) = there {
             let how = match there.state {

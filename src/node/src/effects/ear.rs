@@ -1,5 +1,5 @@
-//! Hears what changes around one running pod: in its network namespace, on the way to its VM, and where its guest finds
-//! an encrypted tunnel. Says only that something did; the sandbox looks.
+//! Watches the network around one running pod: its network namespace, the path to its VM, and the endpoints at which
+//! its guest finds an encrypted tunnel. It only signals that something changed; the sandbox inspects the state.
 
 use std::{net::IpAddr, sync::Arc, time::Duration};
 
@@ -17,29 +17,29 @@ use crate::{
     tunnel::{Reserved, Tunnel},
 };
 
-/// A CNI writes routes one by one: wait until it is done, but not for long.
+/// Debounce of changes: a CNI writes routes one by one. `AT_MOST` bounds the delay.
 const QUIET: Duration = Duration::from_millis(100);
 const AT_MOST: Duration = Duration::from_secs(1);
-/// Before the next try, when a namespace cannot be heard.
+/// Pause before the next attempt when a namespace cannot be watched.
 const PAUSE: Duration = Duration::from_secs(10);
 
-/// So many looks may follow each other at once; then one in each [`EACH`]. Whoever changes the pod's network whenever it
-/// was put right must not keep the node busy.
+/// Number of inspections without a pause; after them, one in each [`EACH`]. A program that changes the pod's network
+/// after every repair must not keep the node busy.
 const AT_ONCE: u32 = 20;
 const EACH: Duration = Duration::from_secs(3);
-/// Between two warnings of one pod.
+/// Time between two warnings about one pod.
 const SAID: Duration = Duration::from_secs(600);
 
-/// How restless a pod's network is.
+/// Rate limit of the inspections of a pod's network.
 #[derive(Default)]
 struct Unrest {
-    /// Until when the looks so far are paid for, one by [`EACH`].
+    /// Time up to which the inspections so far are charged, each with [`EACH`].
     paid: Option<Instant>,
     said: Option<Instant>,
 }
 
 impl Unrest {
-    /// There is news: for how long nobody is told of more. Nothing, growing to [`EACH`].
+    /// Charges one change. Returns the time for which further changes are not signalled: zero, growing to [`EACH`].
     fn heard(&mut self, now: Instant) -> Duration {
         let paid = self.paid.map_or(now, |paid| paid.max(now)) + EACH;
         self.paid = Some(paid);
@@ -55,7 +55,7 @@ impl Unrest {
     }
 }
 
-/// Listens until the receiver is dropped.
+/// Watches until the receiver is dropped.
 pub(super) fn listen_to(
     boot_id: String,
     netns: NetnsRef,
@@ -81,20 +81,20 @@ struct Ear {
     boot_id: String,
     netns: NetnsRef,
     tunnel: Tunnel,
-    /// The tunnel and the VM that it goes to.
+    /// The tunnel, and the address of its VM.
     way: Option<(Reserved, IpAddr)>,
     turns: Arc<Semaphore>,
     sender: watch::Sender<Heard>,
 }
 
 impl Ear {
-    /// Ends when the namespace is gone; the reaper looks for those.
+    /// Ends when the namespace is gone; the reaper looks for such sandboxes.
     async fn hear_pod(&self) {
-        let mut unrest = Unrest::default(); // a new socket forgives nothing
+        let mut unrest = Unrest::default(); // a new socket does not reset the limit
         loop {
             match self.events().await {
                 Ok(mut events) => {
-                    // What changed between the first look and now.
+                    // Changes between the first inspection and now.
                     self.sender.send_modify(|heard| *heard += 1);
                     while events.settled(QUIET, AT_MOST).await.is_ok() {
                         self.sender.send_modify(|heard| *heard += 1);
@@ -105,11 +105,11 @@ impl Ear {
                 Err(error) => debug!(error = error.text, "cannot hear the pod's network; trying again"),
             }
             sleep(PAUSE).await;
-            self.sender.send_modify(|heard| *heard += 1); // whatever happened meanwhile
+            self.sender.send_modify(|heard| *heard += 1); // for changes that were missed meanwhile
         }
     }
 
-    /// Waits where there was too much news. What happens meanwhile is heard afterwards.
+    /// Waits while the rate limit is exceeded. Changes during the wait are signalled afterwards.
     async fn calm(&self, unrest: &mut Unrest) {
         let now = Instant::now();
         let pause = unrest.heard(now);
@@ -126,8 +126,8 @@ impl Ear {
         sleep(pause).await;
     }
 
-    /// Of all that changes on a node little concerns one sandbox: the way to its VM, and where its pod keeps to the
-    /// tunnel the node's `own` addresses.
+    /// Signals the changes of the node's network that concern this sandbox. These are the path to its VM, and the
+    /// node's `own` addresses if its pod must keep those to the tunnel.
     async fn hear_node(&self, mut underlay: watch::Receiver<u64>, mut own: Option<Arc<Vec<IpAddr>>>) {
         let mut way = self.find_way().await;
         while underlay.changed().await.is_ok() {
@@ -140,7 +140,7 @@ impl Ear {
         std::future::pending().await
     }
 
-    /// The relay's place, which guests of encrypted tunnels are told besides the way.
+    /// Signals changes of the relay's endpoints, which guests of encrypted tunnels receive besides the path.
     async fn hear_tunnel(&self) {
         let news = self.way.as_ref().and_then(|(reserved, _)| self.tunnel.news(reserved));
         if let Some(mut news) = news {
@@ -153,11 +153,11 @@ impl Ear {
 
     async fn events(&self) -> Result<Events, NetworkError> {
         let netns = open(&self.boot_id, &self.netns).await?;
-        // One thread for some 20 us; a blocking thread of the pool would cost as much.
+        // Takes one thread for some 20 us; a blocking thread of the pool would cost as much.
         Ok(Events::of_pod(&netns)?)
     }
 
-    /// The node's address towards the VM and what fits there; `None` where there is no way.
+    /// Returns the node's address towards the VM and the largest inner packet; `None` where there is no path.
     async fn find_way(&self) -> Option<(IpAddr, u32)> {
         let (reserved, vm) = self.way.as_ref()?;
         let _turn = self.turns.acquire().await.ok()?;

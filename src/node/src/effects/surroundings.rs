@@ -1,5 +1,5 @@
-//! What changes around the node: its own addresses, links and routes. One ear for all sandboxes; it also keeps up to
-//! date where guests find the node.
+//! Watches the node's own network (addresses, devices and routes) once for all sandboxes, and keeps the node's
+//! endpoints for guests up to date.
 
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 
@@ -13,17 +13,18 @@ use tracing::warn;
 use super::GuestAddresses;
 use crate::{sandbox::follow::Homes, tunnel::Tunnel};
 
-/// On a busy node every pod that starts changes links and routes. Looking is cheap, yet once for each sandbox.
+/// Debounce of changes: on a busy node every starting pod changes devices and routes. One inspection is cheap, but each
+/// sandbox makes one.
 const QUIET: Duration = Duration::from_millis(300);
 const AT_MOST: Duration = Duration::from_secs(3);
-/// Between two looks.
+/// Pause after a change before the next one is signalled.
 const PAUSE: Duration = Duration::from_secs(1);
-/// Sandboxes that look at a time; a look takes some microseconds.
+/// Number of sandboxes that inspect at a time; an inspection takes some microseconds.
 const TURNS: usize = 2;
-/// Before the next try, when the node cannot be heard.
+/// Pause before the next attempt when the node's network cannot be watched.
 const RETRY: Duration = Duration::from_secs(10);
 
-/// The news of the node. Clones hear the same.
+/// Watcher of the node's network. Clones share it.
 #[derive(Clone, Debug)]
 pub struct Surroundings {
     underlay: watch::Receiver<u64>,
@@ -32,8 +33,8 @@ pub struct Surroundings {
 }
 
 impl Surroundings {
-    /// Listens in the network namespace of the calling thread, for as long as somebody is interested. `listening`:
-    /// where the relay says that it listens. `tunnel` is kept up to date about the node's own addresses.
+    /// Watches the network namespace of the calling thread for as long as a receiver exists. `listening` is the address
+    /// on which the relay reports that it listens. The watcher updates the node's own addresses in `tunnel`.
     pub fn new(
         addresses: GuestAddresses,
         listening: watch::Receiver<Option<SocketAddr>>,
@@ -57,18 +58,18 @@ impl Surroundings {
         Surroundings { underlay, homes, turns: Arc::new(Semaphore::new(TURNS)) }
     }
 
-    /// Ticks when something changed.
+    /// Receiver that ticks when something changed.
     pub(crate) fn underlay(&self) -> watch::Receiver<u64> {
         self.underlay.clone()
     }
 
-    /// To be held while looking: all sandboxes hear the same news at once, and a thousand looks at a time would be a
-    /// thousand threads.
+    /// Semaphore to hold during an inspection: all sandboxes get the same change at once, and a thousand inspections at
+    /// a time would be a thousand threads.
     pub(super) fn turns(&self) -> Arc<Semaphore> {
         self.turns.clone()
     }
 
-    /// Where guests find the node.
+    /// Receiver of the endpoints at which guests find the node.
     pub(super) fn homes(&self) -> watch::Receiver<Homes> {
         self.homes.clone()
     }
@@ -78,12 +79,12 @@ async fn hear(host: &Netns, tunnel: &Tunnel, news: &watch::Sender<u64>) {
     loop {
         match Events::of_underlay(host) {
             Ok(mut events) => {
-                // What changed before anybody listened.
+                // Changes from before the watch began.
                 if look_at_own_addresses(tunnel).await {
                     news.send_modify(|count| *count += 1);
                 }
                 while events.settled(QUIET, AT_MOST).await.is_ok() {
-                    // First, so that who hears of it finds them.
+                    // Before the signal, so that its receivers find the new addresses.
                     look_at_own_addresses(tunnel).await;
                     news.send_modify(|count| *count += 1);
                     sleep(PAUSE).await;
@@ -92,7 +93,7 @@ async fn hear(host: &Netns, tunnel: &Tunnel, news: &watch::Sender<u64>) {
             Err(error) => warn!(%error, "cannot hear the node's network change; trying again"),
         }
         sleep(RETRY).await;
-        news.send_modify(|count| *count += 1); // whatever happened meanwhile
+        news.send_modify(|count| *count += 1); // for changes that were missed meanwhile
     }
 }
 

@@ -1,4 +1,4 @@
-//! What is heard around a running pod, with real namespaces.
+//! Tests of the watchers around a running pod, with real namespaces.
 
 use tokio::time::timeout;
 
@@ -12,7 +12,7 @@ async fn a_pod_without_a_network_namespace_of_its_own_is_refused_in_words() {
     let mut world = World::new();
     let pod = world.pod("pod", 7);
     assert_eq!(pod_netns(pod.path()).unwrap(), pod.id());
-    // What shims send of a pod with hostNetwork, and the node's own.
+    // The path that shims send for a pod with hostNetwork, and the node's own namespace.
     for path in ["", "/proc/self/ns/net"] {
         let refused = pod_netns(Path::new(path)).unwrap_err();
         assert!(refused.permanent && refused.text.contains("remove hostNetwork"), "{path:?}: {refused}");
@@ -46,7 +46,7 @@ async fn a_new_address_of_the_node_is_heard_and_is_in_the_next_plan() {
     let netns = NetnsRef { path: pod.path().to_owned(), dev, inode, boot_id: "this".into() };
     let way = Some((reserved.clone(), vm));
     let mut ear = ear::listen_to("this".into(), netns, tunnel.clone(), way, &surroundings);
-    // One that the cluster's prefixes cover is a proxy's, say, and no news.
+    // An address within the cluster's prefixes, for example of a proxy, is no change.
     world.ip("node", "addr add 10.96.0.10/32 dev cni0");
     world.ip("node", "addr add 10.66.0.1/24 dev cni0");
     let mut after = before.clone();

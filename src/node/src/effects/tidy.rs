@@ -1,4 +1,4 @@
-//! Before anything is served: what crashed sandboxes left in the pods' networks goes.
+//! Removes the network state that crashed sandboxes left in the pods' namespaces, before the node serves.
 
 use tracing::{info, warn};
 
@@ -10,8 +10,9 @@ use crate::{
     tunnel::{Live, NetnsId, Reconciled, Tunnel},
 };
 
-/// Compares the pods' networks with the records, and removes what belongs to none. `unread`: sandboxes whose record
-/// cannot be read; what they have stays. An error is no reason not to serve: it is said, and the next start tries again.
+/// Compares the pods' networks with the records, and removes the state that belongs to no record. `unread`: sandboxes
+/// with an unreadable record, of which the state stays. Errors are logged and do not keep the node from serving; the
+/// next start tries again.
 pub async fn tidy(
     tunnel: &Tunnel,
     records: &[Record],
@@ -31,7 +32,7 @@ pub async fn tidy(
 }
 
 fn live(record: &Record, boot_id: &str) -> Option<Live> {
-    // After a reboot nothing of it is left, and its namespace's number may be another's.
+    // After a reboot nothing of it is left, and another namespace may have its inode number.
     let netns = record.netns.as_ref().filter(|netns| netns.boot_id == boot_id)?;
     if record.phase == Phase::Gone {
         return None;

@@ -1,53 +1,54 @@
-//! The record of one batch: several VMs asked for by one call. Format version 1. Plain data.
+//! Defines the record of one batch: several VMs that one call requests. Format version 1. Plain data.
 //!
-//! It is written before the call and is all that the call depends on: who is in it, what is asked for, the ticket that
-//! all its VMs show. What the cloud made is written before anybody hears of it. It goes when no member needs it.
+//! The file is written before the call and holds everything that the call depends on: the members, the request, and the
+//! ticket that all VMs show. The created VMs are recorded before any member learns of them. The file is removed when no
+//! member needs it.
 
 use peerpod_provider_api::{CreateRequest, IdempotencyKey, InstanceId};
 use serde::{Deserialize, Serialize};
 
 use crate::{spec::SandboxId, trust::Ticket};
 
-/// The version of a batch's file that this program writes. It reads all up to it.
+/// Version of the batch file that this program writes. It reads all versions up to it.
 pub const BATCH_VERSION: u32 = 1;
 
-/// All that a restarted node must know of a batch.
+/// State of a batch that a restarted node needs.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Batch {
     /// The format's version.
     pub version: u32,
-    /// Of the call; each of its VMs carries it.
+    /// Idempotency key of the call; each of its VMs carries it.
     pub key: IdempotencyKey,
-    /// What the cloud is asked for, byte for byte the same at each retry.
+    /// Request to the cloud, byte for byte the same at each retry.
     pub request: CreateRequest,
-    /// What each of its VMs shows in order to join. Its id is the batch's.
+    /// Ticket that each VM shows in order to join. Its id is the batch's id.
     pub ticket: Ticket,
-    /// Whom its guests trust (see `Trusted` of the effects): what is in the user-data.
+    /// Id of the CAs in the user-data, which the guests trust (see `Trusted` of the effects).
     pub trust: String,
-    /// Who gets a VM; the place in the list is the number of the seat. As many are asked for.
+    /// Sandboxes that get a VM; the position in the list is the member index. The call requests as many VMs.
     pub members: Vec<Member>,
-    /// What was made, in the order of the seats. `None`: the cloud was perhaps not asked yet, or has not answered.
+    /// Created VMs, by member index. `None`: the cloud may not have been called yet, or has not answered.
     #[serde(default)]
     pub made: Option<Vec<InstanceId>>,
-    /// Why there are fewer than members.
+    /// Reason that there are fewer VMs than members.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rest: Option<Rest>,
 }
 
-/// One that a VM of the batch is for.
+/// Sandbox that gets a VM of the batch.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Member {
-    /// Which sandbox.
+    /// The sandbox.
     pub sandbox: SandboxId,
-    /// Which of its attempts.
+    /// Number of the sandbox's attempt.
     pub attempt: u32,
 }
 
-/// Why a batch has fewer VMs than were asked for.
+/// Reason that a batch has fewer VMs than requested.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Rest {
-    /// Each that got none may ask by itself; otherwise a person must act first.
+    /// Whether each member without a VM may request one by itself; otherwise a person must act first.
     pub again: bool,
-    /// For people.
+    /// Explanation for people.
     pub text: String,
 }

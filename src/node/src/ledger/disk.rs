@@ -1,11 +1,10 @@
-//! The folder of records: writing so that a crash leaves the old or the new, never half; reading so that one bad
-//! file costs one sandbox.
+//! Reads and writes the folder of records. A crash during a write leaves the old record or the new one, never half; a
+//! bad file affects one sandbox only.
 
 use std::{
     ffi::OsStr,
-    fs::{self, DirBuilder, File, OpenOptions},
-    io::{self, Read, Write},
-    os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt},
+    fs::{self, File},
+    io::{self, Read},
     path::{Path, PathBuf},
     sync::Arc,
     time::{SystemTime, UNIX_EPOCH},
@@ -24,36 +23,36 @@ pub struct Ledger {
     records: PathBuf,
     batches: PathBuf,
     quarantine: PathBuf,
-    /// Held until the last clone is gone, and with it the last write.
+    /// The lock, held until the last clone is gone, and with it the last write.
     _guard: Option<Arc<Flock<File>>>,
 }
 
-/// What a batch's file is called in quarantine, behind its id; no sandbox's record is called so there.
+/// Suffix of a batch's id in its quarantined file name; no sandbox's record has such a name there.
 const ASIDE: &str = ".batch";
 
-/// What was found at start.
+/// Result of reading the folders at the start.
 #[derive(Debug, Default)]
 pub struct Loaded {
-    /// Every record that could be read, tombstones included.
+    /// Every readable record, tombstones included.
     pub records: Vec<Record>,
-    /// Every batch that could be read.
+    /// Every readable batch.
     pub batches: Vec<Batch>,
-    /// Ids of batches that cannot be read, now or since an earlier start: their VMs may be somebody's.
+    /// Ids of batches that cannot be read, now or since an earlier start: their VMs may belong to sandboxes.
     pub unread_batches: Vec<String>,
-    /// What could not, and is out of the way now.
+    /// Files that could not be read; those with bad content are in quarantine now.
     pub quarantined: Vec<Quarantined>,
 }
 
 /// A file that could not be understood.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Quarantined {
-    /// The sandbox, if the file's name tells it.
+    /// The sandbox, if the file's name contains its id.
     pub id: Option<SandboxId>,
-    /// Where it lay.
+    /// The original path.
     pub file: PathBuf,
-    /// Where it lies now; the old place when it could not be moved.
+    /// The current path; the original one if the file was not moved.
     pub moved_to: PathBuf,
-    /// Why, in words.
+    /// The reason, in words.
     pub why: String,
 }
 
@@ -61,7 +60,7 @@ impl Ledger {
     /// Makes the folders (0700) and proves that they can be written to.
     ///
     /// # Errors
-    /// When they cannot.
+    /// A folder cannot be made or written to.
     pub fn open(state_dir: &Path) -> Result<Ledger, Error> {
         let ledger = Ledger {
             records: state_dir.join("sandboxes"),
@@ -73,46 +72,47 @@ impl Ledger {
             make_dir(dir)?;
         }
         let probe = ledger.records.join(".probe");
-        let tried = write_new(&probe, b"probe").and_then(|()| fs::remove_file(&probe));
+        let tried = files::write(&probe, b"probe").and_then(|()| fs::remove_file(&probe));
         tried.map_err(|source| Error::Directory { path: ledger.records.clone(), source })?;
         Ok(ledger)
     }
 
-    /// Holds the lock of the state directory for as long as anybody has this ledger, or a write of it is under way.
+    /// Holds the lock of the state directory until the last clone of this ledger is gone and no write is in progress.
     #[must_use]
     pub fn guarded_by(self, lock: Flock<File>) -> Ledger {
         Ledger { _guard: Some(Arc::new(lock)), ..self }
     }
 
-    /// Makes the record durable: when this returns, no crash loses it.
+    /// Makes the record durable: after this returns, no crash loses it.
     ///
     /// # Errors
-    /// When it could not be; the old record (or none) stands then, except that a failing disk may have kept the new.
+    /// The record could not be made durable. The old record (or none) stands, except that a failing disk may have kept
+    /// the new one.
     pub fn save(&self, record: &Record) -> Result<(), Error> {
-        // An id never begins with a dot, so no record's name is another one's temporary name.
+        // No id begins with a dot, so no record's name is another one's temporary name.
         write(&self.records, record.id.as_str(), record)
     }
 
     /// Makes the batch durable, as [`Ledger::save`] does a record.
     ///
     /// # Errors
-    /// When it could not be.
+    /// The batch could not be made durable.
     pub fn save_batch(&self, batch: &Batch) -> Result<(), Error> {
         write(&self.batches, &batch.ticket.id, batch)
     }
 
-    /// Removes the batch, durably. No such batch is fine.
+    /// Removes the batch durably. A missing batch is no error.
     ///
     /// # Errors
-    /// When it is still there.
+    /// The batch is still there.
     pub fn remove_batch(&self, id: &str) -> Result<(), Error> {
         remove(&self.batches, id)
     }
 
-    /// One record as it is now; `None`: there is none.
+    /// Returns the current record; `None`: there is none.
     ///
     /// # Errors
-    /// When it cannot be read or understood; it stays where it is.
+    /// The record cannot be read or understood; the file stays in place.
     pub fn read(&self, id: &SandboxId) -> Result<Option<Record>, Error> {
         let path = self.path(id);
         let source = match read_record(&path, Some(id)) {
@@ -124,18 +124,18 @@ impl Ledger {
         Err(Error::Read { path, source })
     }
 
-    /// Removes the record, durably. No record is fine.
+    /// Removes the record durably. A missing record is no error.
     ///
     /// # Errors
-    /// When it is still there.
+    /// The record is still there.
     pub fn remove(&self, id: &SandboxId) -> Result<(), Error> {
         remove(&self.records, id.as_str())
     }
 
-    /// Reads every record; what cannot be understood is moved to quarantine. Sweeps temporary files.
+    /// Reads every record and batch, moves files with bad content to quarantine, and removes temporary files.
     ///
     /// # Errors
-    /// When the folder itself cannot be read.
+    /// A folder cannot be read.
     pub fn load(&self) -> Result<Loaded, Error> {
         let mut loaded = Loaded::default();
         for (path, name) in files(&self.records)? {
@@ -168,7 +168,7 @@ impl Ledger {
     fn unread(&self, file: PathBuf, id: Option<SandboxId>, name: &str, why: Unread) -> Option<Quarantined> {
         match why {
             Unread::Io(error) if error.kind() == io::ErrorKind::NotFound => None,
-            // The disk's fault, perhaps for a moment: the file stays where the next start finds it.
+            // A disk error, perhaps a temporary one: the file stays for the next start.
             Unread::Io(error) => {
                 let why = format!("it cannot be read now, and stays: {error}");
                 Some(Quarantined { id, moved_to: file.clone(), file, why })
@@ -186,11 +186,11 @@ impl Ledger {
         Ok(names)
     }
 
-    /// Whose records were ever set aside, by the names of the files in quarantine: until a person takes the files away,
-    /// these sandboxes' VMs may be somebody's.
+    /// Returns the sandboxes with a record in quarantine, by the names of the files. Until a person removes the files,
+    /// the VMs of these sandboxes may be in use.
     ///
     /// # Errors
-    /// When the folder cannot be read.
+    /// The folder cannot be read.
     pub fn in_quarantine(&self) -> Result<Vec<SandboxId>, Error> {
         let mut ids = Vec::new();
         for name in self.set_aside_names()? {
@@ -206,7 +206,7 @@ impl Ledger {
     }
 }
 
-/// Why a file was not read: the disk's fault, or what it says.
+/// Reason that a file was not read: a disk error, or bad content.
 pub(super) enum Unread {
     Io(io::Error),
     Content(String),
@@ -253,8 +253,8 @@ fn read_versioned<T: DeserializeOwned>(path: &Path, newest: u32) -> Result<T, Un
     Ok(serde_json::from_slice(&bytes).map_err(|error| format!("not a record: {error}"))?)
 }
 
-/// Files of a folder by name, without the temporary ones: those are swept. Of a write that a crash cut short the record
-/// it would have replaced stands.
+/// Lists the files of a folder by name and removes the temporary ones. A temporary file is left by a write that a crash
+/// cut short; the record that it would have replaced stands.
 fn files(dir: &Path) -> Result<Vec<(PathBuf, String)>, Error> {
     let unreadable = |source| Error::Directory { path: dir.to_owned(), source };
     let mut files = Vec::new();
@@ -270,12 +270,12 @@ fn files(dir: &Path) -> Result<Vec<(PathBuf, String)>, Error> {
     Ok(files)
 }
 
-/// Writes `<name>.json`: whole or not at all, and durable.
+/// Writes `<name>.json` whole or not at all, and durably.
 fn write(dir: &Path, name: &str, record: &impl Serialize) -> Result<(), Error> {
     let path = dir.join(format!("{name}.json"));
     let written =
         serde_json::to_vec(record).map_err(io::Error::other).and_then(|bytes| match bytes.len() as u64 {
-            // What could not be read again is not kept.
+            // A longer record could not be read again, so it is not written.
             too_long @ MAX_FILE.. => Err(io::Error::other(format!("the record has {too_long} bytes"))),
             _ => files::write(&path, &bytes),
         });
@@ -318,7 +318,7 @@ fn set_aside_as(dir: &Path, name: &str, file: PathBuf, id: Option<SandboxId>, wh
     }
 }
 
-/// Makes a folder with its parents, 0700; one that exists keeps its contents but not a wider mode.
+/// Makes a folder with its parents, 0700. An existing folder keeps its contents; a wider mode is narrowed.
 pub(super) fn make_dir(path: &Path) -> Result<(), Error> {
     files::make_folder(path).map_err(|source| Error::Directory { path: path.into(), source })
 }

@@ -1,7 +1,7 @@
-//! What the relay had to answer for the node: one note per stopped sandbox in `<state-dir>/inbox`.
+//! Reads the StopVM calls that the relay answered for the node: one note per stopped sandbox in `<state-dir>/inbox`.
 //!
 //! The relay writes a note (`{"version":1,"op":"stop","id":…,"at_ms":…}`, temporary file and rename) when a StopVM
-//! cannot wait for us; we carry it out durably and only then remove it.
+//! cannot wait for the node. The node carries it out durably and only then removes it.
 
 use std::{
     ffi::OsStr,
@@ -17,22 +17,22 @@ use super::{
 };
 use crate::spec::SandboxId;
 
-/// A note is a hundred bytes; anything much larger is not one.
+/// Size limit of a note; a note is a hundred bytes.
 const MAX_NOTE: u64 = 64 << 10;
 
-/// The folder the relay writes to.
+/// The folder to which the relay writes.
 #[derive(Clone, Debug)]
 pub struct Inbox {
     dir: PathBuf,
     quarantine: PathBuf,
 }
 
-/// A stop that was promised to a shim.
+/// A stop that the relay has confirmed to a shim.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Note {
-    /// Whom to stop.
+    /// The sandbox to stop.
     pub id: SandboxId,
-    /// When it was asked for, ms since 1970.
+    /// Time of the StopVM call, ms since 1970.
     pub at_ms: u64,
     /// The file, for [`Inbox::done`].
     pub file: PathBuf,
@@ -51,7 +51,7 @@ impl Inbox {
     /// Makes the folder (0700) if the relay has not.
     ///
     /// # Errors
-    /// When it cannot.
+    /// The folder cannot be made.
     pub fn open(state_dir: &Path) -> Result<Inbox, Error> {
         let inbox = Inbox { dir: state_dir.join("inbox"), quarantine: state_dir.join("quarantine") };
         make_dir(&inbox.dir)?;
@@ -59,17 +59,17 @@ impl Inbox {
         Ok(inbox)
     }
 
-    /// All notes, oldest first, and what was no note (out of the way now).
+    /// Returns all notes, oldest first, and the files that are no notes, which are in quarantine now.
     ///
     /// # Errors
-    /// When the folder cannot be read.
+    /// The folder cannot be read.
     pub fn read(&self) -> Result<(Vec<Note>, Vec<Quarantined>), Error> {
         let unreadable = |source| Error::Directory { path: self.dir.clone(), source };
         let (mut notes, mut bad) = (Vec::new(), Vec::new());
         for entry in fs::read_dir(&self.dir).map_err(unreadable)? {
             let file = entry.map_err(unreadable)?.path();
             let name = file.file_name().and_then(OsStr::to_str).unwrap_or_default();
-            // What does not end so is a note being written; it is renamed when it is whole.
+            // Other names are notes in progress; the relay renames them when they are complete.
             let Some(stem) = name.strip_suffix(".json").filter(|stem| !stem.starts_with('.')) else {
                 continue;
             };
@@ -78,7 +78,7 @@ impl Inbox {
                 Ok(Written { id, at_ms, .. }) => notes.push(Note { id, at_ms, file }),
                 // Another reader carried it out meanwhile.
                 Err(Unread::Io(error)) if error.kind() == io::ErrorKind::NotFound => {}
-                // A promise is not thrown away because the disk could not be read for a moment.
+                // A confirmed stop is not discarded because of a temporary disk error.
                 Err(Unread::Io(source)) => return Err(Error::Directory { path: file, source }),
                 Err(Unread::Content(why)) => bad.push(set_aside(&self.quarantine, file, id, why)),
             }
@@ -90,7 +90,7 @@ impl Inbox {
     /// Removes a note that was carried out.
     ///
     /// # Errors
-    /// When it is still there; carrying it out again does no harm.
+    /// The note is still there; carrying it out again does no harm.
     pub fn done(&self, note: &Note) -> Result<(), Error> {
         let removed = match fs::remove_file(&note.file) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),

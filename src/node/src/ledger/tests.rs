@@ -66,7 +66,7 @@ fn what_version_1_wrote_is_read_and_written_back_the_same() {
     assert_eq!(running.phase.vm().unwrap().as_str(), "i-0abc");
     assert_eq!(running.addresses, ["10.99.0.7".parse::<IpAddr>().unwrap(), "fd99::7".parse().unwrap()]);
     assert_eq!(running.binding.as_ref().unwrap().certificates_sha256, ["bb", "cc"]);
-    // Fields that came later have their defaults.
+    // Fields that were added later have their defaults.
     assert!(get("web-2").failed && get("web-2").stages.is_empty());
     assert_eq!(get("web-3").gone_ms, Some(1_763_630_000_000));
     for record in &loaded.records {
@@ -88,7 +88,7 @@ fn records_are_for_root_alone_and_survive_a_crash_in_mid_write() {
     ledger.save(&Record::tombstone(id("a"), 1)).unwrap();
     let file = state.join("sandboxes/a.json");
     assert_eq!((mode(&state), mode(&state.join("sandboxes")), mode(&file)), (0o700, 0o700, 0o600));
-    // What a crash leaves of the next write is swept, and the record is what it was.
+    // The start removes the rest of an interrupted write, and the old record stands.
     fs::write(state.join("sandboxes/.a.tmp"), "{\"version\":1,\"id\":\"a\",\"pha").unwrap();
     let loaded = ledger.load().unwrap();
     assert_eq!((loaded.records.len(), loaded.quarantined.len()), (1, 0));
@@ -136,7 +136,7 @@ fn what_cannot_be_understood_is_set_aside_and_named() {
         assert_eq!(fs::read_to_string(&bad.moved_to).unwrap(), *text, "nothing of it is lost");
         assert_eq!(bad.id.is_some(), name.ends_with(".json") && !name.contains(' '));
     }
-    // The next start does not stumble over them again.
+    // The next start does not read them again.
     assert_eq!(ledger.load().unwrap().quarantined, []);
 }
 
@@ -152,7 +152,7 @@ fn a_file_too_long_is_not_read_into_memory() {
 
 #[test]
 fn a_disk_that_cannot_be_written_is_said_with_its_place_and_a_remedy() {
-    // Root writes to read-only folders; a folder that is none refuses everybody.
+    // Root writes to read-only folders; a file in place of a folder fails for every user.
     let dir = Dir::new();
     fs::write(dir.0.join("state"), "a file").unwrap();
     let error = Ledger::open(&dir.0.join("state")).unwrap_err().to_string();

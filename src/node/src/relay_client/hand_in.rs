@@ -1,5 +1,5 @@
-//! Gives the relay descriptors that only the node has the right to open ([`peerpod_base::handin`]). The relay keeps
-//! them for as long as it lives: who hands in watches [`RelayClient::epoch`], and hands in again to another relay.
+//! Passes descriptors to the relay that only the node has the right to open ([`peerpod_base::handin`]). The relay keeps
+//! them until it exits. The caller watches [`RelayClient::epoch`], and passes them again to a new relay.
 
 use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
@@ -13,17 +13,17 @@ use tokio::{task::spawn_blocking, time::timeout};
 use super::RelayClient;
 use crate::{sandbox::effects::RelayError, spec::SandboxId};
 
-/// How long the relay may take; it answers at once unless it is stuck.
+/// Timeout of the relay's answer; the relay answers at once unless it is stuck.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// Hand-ins under way: each has a thread while it waits for the relay, which takes 64 at a time and refuses more.
+/// Concurrent handoffs: each has a thread while it waits for the relay, which takes 64 at a time and refuses more.
 pub(super) const AT_A_TIME: usize = 16;
 
 impl RelayClient {
-    /// Hands descriptors in, each with its name, instead of those of before of this kind and sandbox (none: the
-    /// node's). Ours are closed. Returns what the relay says of them.
+    /// Passes descriptors, each with its name, to the relay. They replace the earlier ones of this kind and sandbox
+    /// (`None`: those of the node itself). The node's copies are closed. Returns the detail of the relay's answer.
     ///
     /// # Errors
-    /// The relay is away, or does not take them.
+    /// The relay is unreachable, or refuses the descriptors.
     pub async fn hand_in(
         &self,
         kind: &str,
@@ -37,10 +37,11 @@ impl RelayClient {
         self.say(header, descriptors).await.map(|answer| answer.detail)
     }
 
-    /// What the relay holds of this kind and sandbox, in its own words; `None`: nothing.
+    /// Returns the relay's own description of the descriptors that it holds of this kind and sandbox; `None`: it holds
+    /// none.
     ///
     /// # Errors
-    /// The relay is away, or does not know the kind.
+    /// The relay is unreachable, or does not know the kind.
     pub async fn held(&self, kind: &str, sandbox: Option<&SandboxId>) -> Result<Option<Value>, RelayError> {
         let header = Header { ask: true, ..Header::new(kind, sandbox.map(SandboxId::as_str)) };
         let answer = self.say(header, Vec::new()).await?;
@@ -51,7 +52,7 @@ impl RelayClient {
         let path = self.0.socket.with_file_name(handin::SOCKET);
         let attempt = format!("hand the {} descriptors to peerpod-relay", header.kind);
         let failed = |why: &dyn std::fmt::Display| RelayError { text: format!("{attempt}: {why}") };
-        // A relay that hangs must not take all threads, nor keep a stop waiting for ever.
+        // A relay that hangs must not take all threads, nor block a stop for ever.
         let turn = timeout(PATIENCE, self.0.turns.clone().acquire_owned()).await;
         let turn = turn.map_err(|_| failed(&"it does not answer the ones before"))?;
         let work = move || {

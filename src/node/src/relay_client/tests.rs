@@ -1,4 +1,4 @@
-//! Against a relay of our own on a real socket.
+//! Tests against a fake relay on a real socket.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -31,7 +31,7 @@ impl Relay for Fake {
     ) -> ttrpc::Result<ConfigureResponse> {
         assert_eq!(request.private_key, b"key");
         self.0.configured.fetch_add(1, Ordering::SeqCst);
-        let epoch = self.0.epoch.lock().unwrap().clone();
+        let epoch = self.0.epoch.lock().clone();
         Ok(ConfigureResponse { listen_address: "[::]:4711".into(), epoch, ..Default::default() })
     }
 
@@ -40,7 +40,7 @@ impl Relay for Fake {
         _: &TtrpcContext,
         request: PutSandboxRequest,
     ) -> ttrpc::Result<PutSandboxResponse> {
-        self.0.puts.lock().unwrap().push(request.id);
+        self.0.puts.lock().push(request.id);
         Ok(PutSandboxResponse::new())
     }
 
@@ -67,7 +67,7 @@ impl Relay for Fake {
 
     async fn watch(&self, _: &TtrpcContext, request: WatchRequest) -> ttrpc::Result<WatchResponse> {
         let mut states = self.0.states.subscribe();
-        let epoch = self.0.epoch.lock().unwrap().clone();
+        let epoch = self.0.epoch.lock().clone();
         let since = if request.epoch == epoch { request.since } else { u64::MAX };
         let newer = states.wait_for(|(version, _)| *version != since);
         match timeout(Duration::from_secs(1), newer).await {
@@ -84,7 +84,7 @@ impl Relay for Fake {
 
 async fn serve(socket: &std::path::Path, said: &Arc<Said>, epoch: &str) -> Server {
     drop(std::fs::remove_file(socket));
-    *said.epoch.lock().unwrap() = epoch.into();
+    *said.epoch.lock() = epoch.into();
     let listener = Listener::from(UnixListener::bind(socket).unwrap());
     let mut server =
         Server::new().add_listener(listener).register_service(create_relay(Arc::new(Fake(said.clone()))));
@@ -114,7 +114,7 @@ async fn another_relay_is_configured_and_what_the_last_one_said_is_forgotten() {
     let running = tokio::spawn(client.clone().run());
     let id: SandboxId = "a".parse().unwrap();
 
-    // A call waits for a relay that is just starting.
+    // A call waits for a relay that is starting.
     let put = PutSandboxRequest { id: "a".into(), ..Default::default() };
     let (done, server) = tokio::join!(client.put(&put), async {
         tokio::time::sleep(Duration::from_millis(200)).await;
@@ -132,12 +132,12 @@ async fn another_relay_is_configured_and_what_the_last_one_said_is_forgotten() {
     let away = client.call(&"away".parse().unwrap(), &Request::new(), Duration::from_secs(5)).await;
     assert!(away.unwrap_err().text.contains("not connected"));
 
-    // The same relay again: nothing new.
+    // The same relay again: no new epoch.
     server.disconnect().await;
     drop(server);
     let mut server = serve(&socket, &said, "one").await;
     until("configured again", || said.configured.load(Ordering::SeqCst) == 2).await;
-    // Another one, that knows nothing.
+    // Another relay, without any state.
     said.states.send_replace((1, vec![]));
     server.shutdown().await.unwrap();
     drop(server);

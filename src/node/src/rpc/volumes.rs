@@ -1,5 +1,5 @@
-//! What `peerpod-csi node` asks of volumes that are mounted in VMs: how full they are, and that they grow. Handed on to the
-//! guest of the pod's VM, after the provider has shown the VM its larger disk; nothing is kept here.
+//! Serves `peerpod-csi node`: usage and expansion of volumes that are mounted in VMs. It forwards each call to the
+//! guest of the pod's VM, after the provider has shown the VM its larger disk, and stores nothing.
 
 use std::{
     sync::Arc,
@@ -21,19 +21,19 @@ use ttrpc::{
 use super::{patience, status};
 use crate::sandbox::Sandboxes;
 
-/// For who sets no deadline. Kubelet waits two minutes for its CSI calls.
+/// Limits for callers without a deadline. Kubelet waits two minutes for its CSI calls.
 const STATS: Duration = Duration::from_secs(20);
 const EXPAND: Duration = Duration::from_secs(110);
-/// Of it, for telling the VM of its disk: most see it by themselves.
+/// Part of that limit for announcing the larger disk to the VM: most VMs detect it by themselves.
 const SHOW: Duration = Duration::from_secs(20);
 
-/// The service, on its own socket: its caller has no business at the door.
+/// The service, on its own socket: its caller must not reach the hypervisor API.
 struct Asked(Sandboxes);
 
-/// Serves it.
+/// Serves the volumes service on a bound socket.
 ///
 /// # Errors
-/// When the server cannot be started.
+/// The server cannot be started.
 pub async fn serve(listener: Listener, sandboxes: Sandboxes) -> Result<Server, ttrpc::Error> {
     let mut server =
         Server::new().add_listener(listener).register_service(create_volumes(Arc::new(Asked(sandboxes))));
@@ -64,7 +64,7 @@ impl Asked {
 }
 
 impl Asked {
-    /// Has the VM told that its disk is larger. What that comes to is seen in the VM, and its guest's word is what counts.
+    /// Announces the larger disk to the VM. A failure is only logged: the answer of the VM's guest decides.
     async fn show(&self, request: &ExpandRequest, limit: Duration) {
         let (uid, volume, bytes) = (&request.pod_uid, &request.volume_id, request.capacity_bytes);
         let Some(id) = self.0.of_pod_uid(uid) else { return };
@@ -74,7 +74,7 @@ impl Asked {
     }
 }
 
-/// A caller's word in a log line.
+/// Bounds a caller's text for a log line.
 fn clip(word: &str) -> String {
     word.chars().take(64).filter(|c| !c.is_control()).collect()
 }

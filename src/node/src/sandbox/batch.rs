@@ -1,15 +1,15 @@
-//! Sandboxes that want the same VM at the same moment get theirs by one call.
+//! Creates the VMs of several sandboxes by one call, if they want the same VM at the same time.
 //!
-//! A new sandbox joins a window; when it closes, its members have their seats, numbered. Then the batch's file is
-//! written (the one write before the cloud hears of it), the cloud is asked, what it made is written, and only then
-//! does each member hear which VM is its own: the one with the number of its seat. The file is the only intent: a member
-//! says nothing of its seat in its record until it has its VM, and a member that recovers finds its seat by the file.
-//! The file goes when no member's record needs it: that is when the last of them is gone, or had to try again by itself.
+//! A new sandbox joins a window. When the window closes, its members are numbered. The batch's task writes the batch
+//! file (the only write before the cloud call), calls the cloud, and writes the result. Only then does each member get
+//! its VM: the one with its number. The file is the only intent: a member's record does not mention the batch until the
+//! member has its VM. A member that recovers finds its number by the file. The file is removed when no member's record
+//! needs it: when the last member is gone, or had to retry on its own.
 //!
-//! All VMs of a batch have the same user-data, and so the same ticket. Whose VM a guest is in is told by the address it
-//! comes from (`tickets.rs`).
+//! All VMs of a batch have the same user-data, and so the same ticket. The node identifies each guest of a batch by its
+//! source address (`tickets.rs`).
 //!
-//! Touches the world through [`Effects`]; knows the sandboxes' records, never their tasks.
+//! Reaches the outside only through [`Effects`]; uses the sandboxes' records, never their tasks.
 
 mod course;
 
@@ -39,48 +39,48 @@ use crate::{
     spec::SandboxId,
 };
 
-/// A window closes when nobody has come for so long.
+/// Time without a new member after which a window closes.
 const IDLE: Duration = Duration::from_millis(35);
-/// And at the latest after this.
+/// Maximum time for which a window stays open.
 const LONGEST: Duration = Duration::from_secs(1);
 
-/// How a sandbox gets the VM of its present attempt.
+/// Create path of a sandbox's current attempt.
 #[derive(Clone)]
 pub(super) enum Way {
-    /// New: nobody was asked for anything, so it may join others.
+    /// The sandbox is new and nothing was requested for it; it may join a batch.
     Open,
-    /// It waits in a window, or has been given a seat just now.
+    /// The sandbox waits in a window, or has just become a member of a batch.
     Joining,
-    /// With others.
+    /// The sandbox is a member of a batch.
     Seated(Seat),
-    /// By a call of its own, or it has its VM.
+    /// The sandbox makes a call of its own, or has its VM.
     Alone,
 }
 
-/// A member's place in a batch.
+/// Membership of one sandbox in a batch.
 #[derive(Clone)]
 pub(super) struct Seat {
     course: Arc<Course>,
     number: u32,
 }
 
-/// One batch, from the moment its window closed.
+/// One batch, from the closing of its window.
 struct Course {
     members: Vec<Member>,
     status: watch::Sender<Status>,
-    /// Seats whose members' records may need the file.
+    /// Numbers of the members that may still need the batch file.
     needed: watch::Sender<HashSet<u32>>,
 }
 
 #[derive(Clone)]
 enum Status {
-    /// The file is not written yet; nobody was asked.
+    /// The file is not written yet; nothing was requested.
     Forming,
-    /// There will be none: each for itself.
+    /// The batch was given up; each member makes its own call.
     Void,
-    /// The file is written; the cloud may have been asked.
+    /// The file is written; the cloud may have been called.
     Asked(Arc<Batch>),
-    /// What was made is written.
+    /// The file contains the cloud's result.
     Answered(Arc<Batch>),
 }
 
@@ -98,7 +98,7 @@ struct Inner {
 
 #[derive(Default)]
 struct State {
-    /// By what is asked for.
+    /// Open windows, by the digest of the request.
     windows: HashMap<String, Window>,
     opened: u64,
     seats: HashMap<SandboxId, Seat>,
@@ -107,7 +107,7 @@ struct State {
 }
 
 struct Window {
-    /// Tells it from an earlier one of the same shape.
+    /// Distinguishes the window from an earlier one for the same request.
     number: u64,
     shape: CreateRequest,
     waiting: Vec<Waiting>,
@@ -120,11 +120,11 @@ struct Waiting {
     answer: oneshot::Sender<Option<Seat>>,
 }
 
-/// What must not be taken for an orphan.
+/// VMs that are not orphans.
 pub(super) enum Claimed {
-    /// VMs with this key: what they will be is not known yet.
+    /// All VMs with this key; their ids are not known yet.
     Key(IdempotencyKey),
-    /// This VM, as long as the sandbox is not known to be gone.
+    /// This VM, until the sandbox is known to be gone.
     Vm(SandboxId, InstanceId),
 }
 
@@ -138,8 +138,8 @@ impl Batches {
         Batches(Arc::new(Inner { fx, settings, metrics, tickets, state: Mutex::default() }))
     }
 
-    /// How a sandbox with this record goes on. One that this process has just accepted may join others; for any other
-    /// a call may have been made that nobody remembers, so it keeps to its seat or its own key.
+    /// Returns the create path of a sandbox with this record. A sandbox that this process has just accepted may join a
+    /// batch. For any other, an earlier process may have made a call, so it keeps its batch or its own key.
     pub(super) fn way(&self, record: &Record) -> Way {
         if record.phase == Phase::Created {
             let fits = record.request.as_ref().is_some_and(|request| self.takes(request));
@@ -155,12 +155,13 @@ impl Batches {
         }
     }
 
-    /// Disks and second cards are one VM's; no call makes many of those.
+    /// Whether a batch may serve the request. Disks and a second NIC belong to one VM; no call makes several of those.
     fn takes(&self, request: &CreateRequest) -> bool {
         self.0.settings.max_batch > 1 && request.disks.is_empty() && !request.second_nic
     }
 
-    /// Waits with others for a VM like this. Hears of its seat when the window closes; `None`: it is alone.
+    /// Adds the sandbox to a window for this request. When the window closes, the receiver yields the batch membership,
+    /// or `None` if the sandbox makes its own call.
     pub(super) fn join(&self, member: Member, request: &CreateRequest) -> oneshot::Receiver<Option<Seat>> {
         let (answer, answered) = oneshot::channel();
         let shape = CreateRequest {
@@ -172,7 +173,7 @@ impl Batches {
         };
         let digest = shape.digest();
         let mut state = self.state();
-        // What it is given already is nothing to ask for once more.
+        // The sandbox is a member of a batch already; it does not join another one.
         if state.seat(&member.sandbox).is_some() {
             drop(answer.send(None));
             return answered;
@@ -197,7 +198,7 @@ impl Batches {
         answered
     }
 
-    /// Takes a sandbox out of the window it waits in. If that has closed already, its seat.
+    /// Removes a sandbox from its window. Returns its batch membership if the window has closed already.
     pub(super) fn withdraw(&self, id: &SandboxId) -> Option<Seat> {
         let mut state = self.state();
         for window in state.windows.values_mut() {
@@ -206,8 +207,8 @@ impl Batches {
         state.seat(id).cloned()
     }
 
-    /// Takes the batches of the ledger up again, before any sandbox of it is. `unread`: sandboxes whose record cannot
-    /// be read; nobody knows whether they need theirs.
+    /// Resumes the ledger's batches, before any of their sandboxes. `unread`: sandboxes with an unreadable record,
+    /// which may still need their batch.
     pub(super) fn adopt(
         &self,
         batches: Vec<Batch>,
@@ -243,7 +244,7 @@ impl Batches {
         }
     }
 
-    /// What batches have that no sandbox's view shows yet.
+    /// Returns the keys and VMs of batches that no sandbox's view shows yet.
     pub(super) fn claimed(&self) -> Vec<Claimed> {
         let mut claimed = Vec::new();
         for course in &self.state().courses {
@@ -263,12 +264,12 @@ impl Batches {
         claimed
     }
 
-    /// The key of a batch's call.
+    /// Returns the idempotency key of a batch's call.
     pub(super) fn key(&self, id: &str) -> IdempotencyKey {
         batch_key(&self.0.settings.cluster_id, id)
     }
 
-    /// Ends everything where it is. What was begun is in the ledger.
+    /// Aborts all tasks. The ledger contains everything they had started.
     pub(super) async fn close(&self) {
         let mut tasks = std::mem::take(&mut self.state().tasks);
         tasks.shutdown().await;
@@ -280,7 +281,7 @@ impl Batches {
             let until = {
                 let mut state = self.state();
                 let Some(window) = state.windows.get(&digest).filter(|window| window.number == number) else {
-                    return; // it was full
+                    return; // the window was full
                 };
                 let until = (window.last + IDLE).min(window.opened + LONGEST);
                 if until <= Instant::now() {
@@ -293,10 +294,10 @@ impl Batches {
         }
     }
 
-    /// Gives who waits its seat. From here on who is a member stands.
+    /// Closes a window and makes the waiting sandboxes members of a batch. The membership is fixed from here on.
     fn close_window(&self, state: &mut State, digest: &str) {
         let Some(Window { shape, mut waiting, .. }) = state.windows.remove(digest) else { return };
-        // Whoever panicked meanwhile goes on alone.
+        // A task that panicked meanwhile has dropped its receiver; its sandbox goes on alone.
         waiting.retain(|waiting| !waiting.answer.is_closed());
         if waiting.len() < 2 {
             for Waiting { answer, .. } in waiting {
@@ -318,7 +319,7 @@ impl Batches {
         self.spawn(state, self.clone().follow(course, Some(shape)));
     }
 
-    /// Forgets a batch.
+    /// Removes a batch and its memberships.
     fn drop_course(&self, course: &Arc<Course>) {
         let mut state = self.state();
         state.seats.retain(|_, seat| !Arc::ptr_eq(&seat.course, course));
@@ -326,30 +327,30 @@ impl Batches {
     }
 
     fn spawn(&self, state: &mut State, task: impl Future<Output = ()> + Send + 'static) {
-        while state.tasks.try_join_next().is_some() {} // ended ones
+        while state.tasks.try_join_next().is_some() {} // finished tasks
         state.tasks.spawn(task);
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        // Never held across an await, and nothing in here leaves it half changed.
+        // The lock is never held across an await, and no code under it leaves the state half changed.
         self.0.state.lock()
     }
 }
 
 impl State {
-    /// The seat that somebody has and may need.
+    /// Returns the batch membership of a sandbox that may still need it.
     fn seat(&self, id: &SandboxId) -> Option<&Seat> {
         self.seats.get(id).filter(|seat| seat.course.needed.borrow().contains(&seat.number))
     }
 }
 
 impl Seat {
-    /// The member's VM, or why it has none. Waits for the batch's answer. `None`: there is no batch after all, and
-    /// nobody was asked.
+    /// Waits for the batch's result, and returns the member's VM or the reason why it has none. `None`: the batch was
+    /// given up, and nothing was requested.
     pub(super) async fn outcome(self) -> Option<Result<InstanceId, CloudError>> {
         let mut status = self.course.status.subscribe();
         let done = status.wait_for(|status| matches!(status, Status::Void | Status::Answered(_))).await;
-        // We hold the sender.
+        // `self` holds the sender, so the wait cannot fail.
         let Status::Answered(batch) = done.ok()?.clone() else { return None };
         let made = batch.made.as_deref().unwrap_or_default();
         Some(made.get(self.number as usize).cloned().ok_or_else(|| match &batch.rest {
@@ -359,7 +360,7 @@ impl Seat {
         }))
     }
 
-    /// What was written of the batch, once it is.
+    /// Returns the batch as last written; `None` before the first write.
     pub(super) fn batch(&self) -> Option<Arc<Batch>> {
         match &*self.course.status.borrow() {
             Status::Forming | Status::Void => None,
@@ -367,18 +368,18 @@ impl Seat {
         }
     }
 
-    /// The place in the batch.
+    /// Returns the member's number in the batch.
     pub(super) fn number(&self) -> u32 {
         self.number
     }
 
-    /// Whether a sandbox with this record still needs the batch's file.
+    /// Whether a sandbox with this record still needs the batch file.
     pub(super) fn is_needed(&self, record: &Record) -> bool {
         let batch = self.batch();
         is_needed(record, self.member(), self.number, batch.as_ref().map_or("", |batch| &batch.ticket.id))
     }
 
-    /// The member's record is durable and does not need the file any more.
+    /// Marks the member as independent of the file: its record is durable and does not need the file any more.
     pub(super) fn settle(&self) {
         self.course.needed.send_if_modified(|needed| needed.remove(&self.number));
     }
@@ -388,7 +389,7 @@ impl Seat {
     }
 }
 
-/// Whether the file is what says which VM is the record's, or the only one that does if the record is lost.
+/// Whether the record depends on the batch file: only the file names its VM, or would name it if the record were lost.
 fn is_needed(record: &Record, member: &Member, number: u32, ticket: &str) -> bool {
     if record.id != member.sandbox {
         return false;

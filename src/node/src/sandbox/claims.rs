@@ -1,5 +1,5 @@
-//! A guest shows its ticket. The first use binds the ticket to the guest's key, durably, before anybody hears of it;
-//! the same key asked again gets the same certificate; another key gets nothing and is reported.
+//! Grants certificates to guests that present a ticket. The first use binds the ticket durably to the guest's key,
+//! before the node answers. The same key gets the same certificate again; another key is refused and logged.
 
 use std::net::IpAddr;
 
@@ -13,26 +13,26 @@ use super::{
 };
 use crate::ledger::{Binding, Record};
 
-/// What a guest shows.
+/// Data that a guest presents in order to get a certificate.
 #[derive(Clone, Debug)]
 pub struct Claim {
     /// The ticket's secret, raw.
     pub secret: Secret,
-    /// PKCS#10, DER.
+    /// CSR: PKCS#10, DER.
     pub csr: Vec<u8>,
-    /// Where the guest's connection came from.
+    /// Source address of the guest's connection.
     pub peer: String,
-    /// The guest program's version.
+    /// Version of the guest program.
     pub guest_version: String,
-    /// The public half of its tunnel key; empty: it has none.
+    /// Public half of the guest's tunnel key; empty if it has none.
     pub tunnel_key: Vec<u8>,
-    /// The sandbox whose VM was dialled; empty: the guest dialled.
+    /// Sandbox of the VM that was dialled; empty if the guest dialled.
     pub dialled: String,
 }
 
 impl Claim {
     fn tunnel_key(&self) -> Option<String> {
-        // What the relay makes of it is its matter; here it only has a bound.
+        // Only the length is checked here; the relay interprets the key.
         (self.tunnel_key.len() == TUNNEL_KEY).then(|| hex::encode(&self.tunnel_key))
     }
 
@@ -41,10 +41,10 @@ impl Claim {
     }
 }
 
-/// Bytes of a tunnel key.
+/// Length of a tunnel key in bytes.
 const TUNNEL_KEY: usize = 32;
 
-/// Bytes that no log shows.
+/// Bytes that are never logged.
 #[derive(Clone)]
 pub struct Secret(pub Vec<u8>);
 
@@ -54,18 +54,18 @@ impl std::fmt::Debug for Secret {
     }
 }
 
-/// Granted claims that wait until the relay knows the certificate.
+/// Granted claims that wait until the relay has the certificate.
 #[derive(Default)]
 pub(super) struct Claims(Vec<Waiting>);
 
-/// The relay's version that knows the certificate, what is granted, and who waits.
+/// Version of the relay's state with the certificate, the grant, and the channel for the answer.
 type Waiting = (u64, Granted, oneshot::Sender<Result<Granted, Error>>);
 
-/// More guests than one sandbox has never wait at once; beyond it somebody is playing.
+/// Maximum number of waiting claims. A sandbox never has more guests at once; more claims are abuse.
 const MAX_WAITING: usize = 16;
 
 impl Claims {
-    /// Answers those whose certificate the relay knows by now.
+    /// Answers the claims for which the relay has the certificate by now.
     pub(super) fn put_done(&mut self, version: u64) {
         let (done, waiting) =
             std::mem::take(&mut self.0).into_iter().partition(|(needs, ..)| *needs <= version);
@@ -132,7 +132,7 @@ impl Task {
                 .ok_or_else(|| Error::Unavailable("the recorded certificate cannot be read".into()))?;
             let now = (claim.tunnel_key(), claim.from());
             if now != (bound.tunnel_key.clone(), bound.from) {
-                // The same guest: it proved that by its key and its ticket. It may have lost the tunnel's, or moved.
+                // The guest proved its identity by its key and its ticket. It may have lost its tunnel key, or moved.
                 let mut record = self.record.clone();
                 if let Some(bound) = &mut record.binding {
                     (bound.tunnel_key, bound.from) = now;
@@ -169,7 +169,7 @@ fn decode(chain: &[String]) -> Option<Vec<Vec<u8>>> {
     chain.iter().map(|der| BASE64.decode(der).ok()).collect()
 }
 
-/// The certificates by which the relay knows the sandbox's guest.
+/// Returns the fingerprints of the certificates by which the relay recognises the sandbox's guest.
 pub(super) fn fingerprints(record: &Record) -> Vec<Vec<u8>> {
     let Some(binding) = &record.binding else { return Vec::new() };
     binding

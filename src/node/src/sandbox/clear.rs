@@ -1,4 +1,5 @@
-//! The way out: flush → relay → VM → network, each tried again until it holds, none holding up the others.
+//! Removes everything that was made for a sandbox: flush → relay → VM → volumes → network. Each step is retried until
+//! it succeeds. A failed step does not hold up the others; only the volumes wait for the VM.
 
 use std::{net::IpAddr, sync::Arc, time::Duration};
 
@@ -11,27 +12,27 @@ use crate::{
     spec::SandboxId,
 };
 
-/// What is still to be taken away.
+/// Parts of a sandbox that are still to be removed.
 #[derive(Clone, Debug)]
 pub(super) struct Left {
     pub(super) id: SandboxId,
-    /// Ask the guest to unmount and sync first. Asked once: the VM goes in any case.
+    /// Time limit for the guest to unmount and sync first. Requested once: the VM is deleted in any case.
     pub(super) flush: Option<Duration>,
     pub(super) relay: bool,
     pub(super) vm: Option<InstanceId>,
-    /// Tell whose volumes are free.
+    /// Volumes to release.
     pub(super) volumes: Option<Release>,
     pub(super) network: Option<Undo>,
 }
 
-/// What [`Effects::release`] is told.
+/// Arguments of [`Effects::release`].
 #[derive(Clone, Debug)]
 pub(super) struct Release {
     pub(super) uid: String,
     pub(super) vm: Option<InstanceId>,
 }
 
-/// What [`Effects::disconnect`] is told.
+/// Arguments of [`Effects::disconnect`].
 #[derive(Clone, Debug)]
 pub(super) struct Undo {
     pub(super) netns: NetnsRef,
@@ -39,13 +40,13 @@ pub(super) struct Undo {
     pub(super) address: Option<IpAddr>,
 }
 
-/// How far one pass came.
+/// Result of one pass.
 #[derive(Clone, Debug)]
 pub(super) struct Pass {
     pub(super) left: Left,
-    /// Stages reached, in order, with the wall clock's ms.
+    /// Stages reached, in order, with their wall-clock time in ms.
     pub(super) reached: Vec<(&'static str, u64)>,
-    /// What did not work, in words.
+    /// Errors, as text.
     pub(super) errors: Vec<String>,
 }
 
@@ -56,12 +57,12 @@ impl Left {
     }
 }
 
-/// Tries each step that is left, once.
+/// Tries each remaining step once.
 pub(super) async fn pass(fx: Arc<dyn Effects>, mut left: Left) -> Pass {
     let (mut reached, mut errors) = (Vec::new(), Vec::new());
     if let Some(timeout) = left.flush.take() {
         let request = flush_request();
-        // The bound is ours too: a relay that does not answer must not keep a VM alive.
+        // The node bounds the wait itself, too: a relay that does not answer must not keep a VM alive.
         let flushed = tokio::time::timeout(timeout, fx.call(&left.id, request, timeout)).await;
         match flushed {
             Ok(Ok(reply)) if reply.error.is_empty() => reached.push(("flushed", fx.now_ms())),

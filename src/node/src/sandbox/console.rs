@@ -1,41 +1,41 @@
-//! The end of a VM's console, as an error can show it: the kernel's own reason for an end, and the last lines. The text
-//! comes from the VM, so it is bounded, on one line, and without what looks like a secret. Pure.
+//! Extracts the end of a VM's console for error messages: the kernel's reason for a panic or kill, and the last lines.
+//! The text comes from the VM, so it is bounded, on one line, and cut at likely secrets. Pure.
 
 use std::fmt;
 
-/// Most lines that are shown.
+/// Maximum number of lines shown.
 const LINES: usize = 5;
-/// Most characters of them together.
+/// Maximum number of characters of these lines together.
 const MOST: usize = 600;
-/// Most characters of the kernel's reason.
+/// Maximum number of characters of the kernel's reason.
 const MOST_REASON: usize = 200;
-/// A kernel that gives up, and one that ends a program for want of memory.
+/// Kernel messages for a panic, and for a program killed for lack of memory.
 const REASONS: [&str; 2] = ["Kernel panic - not syncing: ", "Out of memory: Killed process "];
-/// The kernel's words for a machine with too little memory.
+/// Kernel messages that indicate too little memory.
 const NO_MEMORY: [&str; 2] = ["deadlocked on memory", "Out of memory"];
-/// A name with one of these, before '=' or ':', has a secret behind it.
+/// Parts of names that mark the text after '=' or ':' as a secret.
 const SECRETS: [&str; 7] = ["passw", "secret", "token", "credential", "authorization", "api-key", "apikey"];
 
-/// What a console ends with.
+/// End of a console.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Console {
-    /// Why the kernel ended, in its own words.
+    /// Kernel's message about the panic or kill.
     pub(super) reason: Option<String>,
-    /// The last lines before that.
+    /// Last lines before that message.
     lines: String,
 }
 
 impl Console {
-    /// Of the end of a console's text.
+    /// Parses the end of a console's text.
     pub(super) fn read(text: &str) -> Console {
         let lines: Vec<&str> = text.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
         let found = REASONS.iter().find_map(|words| {
             let at = lines.iter().position(|line| line.contains(words))?;
             Some((at, &lines[at][lines[at].find(words)?..]))
         });
-        // Behind it is the kernel's stack, which tells nothing more.
+        // The lines after it are only the kernel's stack trace.
         let before = &lines[..found.map_or(lines.len(), |(at, _)| at)];
-        // The agent's own log is JSON, and has whole requests in it.
+        // The agent's own log is JSON, and contains whole requests.
         let last: Vec<&&str> =
             before.iter().rev().filter(|line| !line.starts_with('{')).take(LINES).collect();
         let last: Vec<String> = last.into_iter().rev().map(|line| clean(line)).collect();
@@ -47,7 +47,7 @@ impl Console {
         }
     }
 
-    /// The last lines, as the end of a sentence that has the reason.
+    /// Returns the last lines, to append to a sentence that has the reason already.
     pub(super) fn end(&self) -> String {
         match (self.lines.as_str(), &self.reason) {
             ("", Some(_)) => String::new(),
@@ -56,13 +56,13 @@ impl Console {
         }
     }
 
-    /// Whether the VM has too little memory, by its kernel's words.
+    /// Whether the kernel's message indicates too little memory.
     pub(super) fn lacks_memory(&self) -> bool {
         self.reason.as_ref().is_some_and(|reason| NO_MEMORY.iter().any(|words| reason.contains(words)))
     }
 }
 
-/// As the end of a sentence.
+/// Formats the reason and the last lines, to append to a sentence.
 impl fmt::Display for Console {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if let Some(reason) = &self.reason {
@@ -72,7 +72,7 @@ impl fmt::Display for Console {
     }
 }
 
-/// A line without control characters, cut where a secret may begin.
+/// Removes control characters from a line, and cuts it where a secret may begin.
 fn clean(line: &str) -> String {
     let plain: String = line.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
     match secret(&plain) {
@@ -81,7 +81,7 @@ fn clean(line: &str) -> String {
     }
 }
 
-/// Where a secret may begin: behind a name of one and its '=' or ':'.
+/// Returns the position where a secret may begin: after a name from [`SECRETS`] and its '=' or ':'.
 fn secret(line: &str) -> Option<usize> {
     let mut from = 0;
     while let Some(at) = line.get(from..)?.find(['=', ':']) {
@@ -101,7 +101,7 @@ mod tests {
 
     use super::*;
 
-    /// The end of the console of a machine with 96 MiB.
+    /// End of the console of a machine with 96 MiB.
     const PANIC: &str = "[    1.279] Mem-Info:\r\n\
         [    1.279721] Kernel panic - not syncing: System is deadlocked on memory\r\n\
         [    1.280384]  <TASK>\r\n\

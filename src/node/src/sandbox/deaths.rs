@@ -1,10 +1,12 @@
-//! VMs that died under their pods. A guest whose link is down may be anywhere; only the provider knows whether its VM
-//! still exists. It is asked when a link was down for long, and believed when it is sure: its list, fetched twice some
-//! time apart, does not show the VM alive, and it has no addresses for it. Then the sandbox has failed: the relay closes
-//! the shim's connections to the agent, which is how a shim learns that its containers are dead.
+//! Detects that a pod's VM is gone, and fails its sandbox.
 //!
-//! A provider that tells of itself that a VM has ended is believed as soon as it has no addresses for it either: that
-//! takes moments, and finds VMs that end while they boot.
+//! A link that is down does not prove that the VM is gone; only the provider has the answer. After the link was down
+//! for long, the node queries the provider. The VM is gone if two of the provider's lists, some time apart, do not show
+//! it alive and the provider reports no addresses. The sandbox then fails: the relay closes the shim's connections to
+//! the agent, from which the shim concludes that its containers are dead.
+//!
+//! If the provider itself reports that a VM has ended, the node only checks that it has no addresses either. That takes
+//! moments, and detects VMs that end while they boot.
 
 use std::{collections::HashMap, time::Duration};
 
@@ -16,27 +18,29 @@ use tracing::{info, warn};
 use super::{Sandboxes, effects::CloudError, phase::Phase, table::Entry};
 use crate::spec::SandboxId;
 
-/// How long the provider may take to say that it has no addresses for a VM. One that has some may take for ever.
+/// Time limit for the provider to report that it has no addresses for a VM. For a VM that exists, the call may wait
+/// forever.
 const ADDRESSES: Duration = Duration::from_secs(20);
 
-/// Remembers since when guests are away, and what the provider said. Counts from when this process first saw it.
+/// Times since which guests are away, and the provider's answers. Counts from the first pass of this process that saw
+/// it.
 #[derive(Default)]
 pub struct Deaths {
     away: HashMap<SandboxId, Away>,
-    /// VMs that the provider told of, and that are not judged yet.
+    /// VMs that the provider reported as ended and that are not judged yet.
     told: Vec<(InstanceId, String)>,
 }
 
 struct Away {
     since: Instant,
-    /// When the provider may be asked about it again.
+    /// Earliest time of the next query to the provider.
     ask: Instant,
-    /// When its list was first without the VM.
+    /// Time of the first list without the VM.
     missing: Option<Instant>,
 }
 
 impl Deaths {
-    /// Looks now and then, for ever.
+    /// Handles the provider's events and runs a pass at every interval, forever.
     pub async fn run(mut self, table: Sandboxes) {
         let every = pause(table.0.settings.vm_gone_grace).min(Duration::from_secs(5));
         let mut events = table.0.fx.events().fuse();
@@ -49,7 +53,7 @@ impl Deaths {
                 }
                 Some(event) = events.next() => {
                     self.event(&table, event);
-                    // A host takes all of its VMs with it.
+                    // A host that fails ends all of its VMs at once.
                     while let Some(Some(event)) = events.next().now_or_never() {
                         self.event(&table, event);
                     }
@@ -72,7 +76,7 @@ impl Deaths {
         }
     }
 
-    /// Judges the VMs that the provider told of, all at once: each may take as long as the cloud likes to show a console.
+    /// Judges the VMs that the provider reported, concurrently: the cloud may take long to return each console.
     async fn hear(&mut self, table: &Sandboxes) {
         let told = std::mem::take(&mut self.told);
         for heard in join_all(told.into_iter().map(|(vm, why)| hear(table, vm, why))).await {
@@ -84,7 +88,7 @@ impl Deaths {
         }
     }
 
-    /// Looks once. Asks the provider only when a guest was away for long.
+    /// Runs one pass. Queries the provider only if a guest was away for long.
     pub async fn pass(&mut self, table: &Sandboxes) {
         self.hear(table).await;
         let grace = table.0.settings.vm_gone_grace;
@@ -134,7 +138,7 @@ impl Deaths {
         }
     }
 
-    /// Whether the provider has not shown the VM twice, some time apart.
+    /// Whether two of the provider's lists, some time apart, lacked the VM.
     fn is_missing(&mut self, table: &Sandboxes, id: &SandboxId, vm: &InstanceId, owned: &[Owned]) -> bool {
         let grace = table.0.settings.vm_gone_grace;
         let Some(away) = self.away.get_mut(id) else { return false };
@@ -145,7 +149,7 @@ impl Deaths {
         };
         if let Some(vm) = owned.iter().find(alive) {
             table.moved(id, vm.addresses.clone());
-            // Its guest may come back; it has its lease for that.
+            // The guest may come back; it has its lease for that.
             (away.ask, away.missing) = (now + grace, None);
             return false;
         }
@@ -159,10 +163,10 @@ impl Deaths {
     }
 }
 
-/// What became of a VM that the provider told of.
+/// Judgement of a VM that the provider reported as ended.
 enum Heard {
     Dead(SandboxId),
-    /// That cannot be said yet.
+    /// Not decided yet.
     Later(InstanceId, String),
     Nothing,
 }
@@ -171,7 +175,7 @@ async fn hear(table: &Sandboxes, vm: InstanceId, why: String) -> Heard {
     let Some((id, pod)) = table.of_vm(&vm) else { return Heard::Nothing };
     match timeout(ADDRESSES, table.0.fx.addresses(&vm)).await {
         Ok(Err(CloudError::NotFound { .. })) => {}
-        // It has some: it was started again, and it was not this end that we were told of.
+        // The VM has addresses: it was started again after the reported end.
         Ok(Ok(_)) => return Heard::Nothing,
         Ok(Err(_)) | Err(_) => return Heard::Later(vm, why),
     }
@@ -185,10 +189,10 @@ async fn hear(table: &Sandboxes, vm: InstanceId, why: String) -> Heard {
     }
 }
 
-/// What became of a VM that the provider's list has not.
+/// Judgement of a VM that the provider's list does not show.
 enum Judged {
     Dead,
-    /// It has addresses, or may have.
+    /// The VM has addresses, or may have.
     Alive,
     Unknown,
 }
@@ -216,13 +220,13 @@ async fn judge(table: &Sandboxes, id: &SandboxId, vm: &InstanceId) -> Judged {
     }
 }
 
-/// Between the two looks: a list may be some seconds old.
+/// Returns the pause between the two queries: a list may be some seconds old.
 fn pause(grace: Duration) -> Duration {
     (grace / 4).max(Duration::from_millis(50))
 }
 
 impl Sandboxes {
-    /// Running sandboxes whose guest's link is down, with their VMs.
+    /// Returns the running sandboxes with a link that is down, with their VMs.
     fn away(&self) -> HashMap<SandboxId, InstanceId> {
         let running: Vec<(SandboxId, InstanceId)> = {
             let state = self.state();

@@ -1,7 +1,7 @@
-//! The one seam between a sandbox and everything that is not pure: clock, disk, cloud, pod network, relay, trust.
+//! Defines the port between a sandbox and its environment: clock, disk, cloud, pod network, relay, trust.
 //!
-//! Tests put a world of their own behind it, stop time, and fail or kill at every call. The real one is
-//! [`crate::effects`]. No method retries: when and whether to try again is the task's decision.
+//! Tests implement it with a fake world, stop time, and fail or kill at every call. The production implementation is
+//! [`crate::effects`]. No method retries: the task decides whether and when to retry.
 
 use std::{net::IpAddr, num::NonZeroU32, path::Path, sync::Arc, time::Duration};
 
@@ -27,119 +27,119 @@ use crate::{
 
 pub use peerpod_provider_api::{Error as CloudError, Retry};
 
-/// What went wrong with a pod's network, and whether trying again can help.
+/// Failure of an operation on a pod's network.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error("{text}")]
 pub struct NetworkError {
-    /// For people.
+    /// Message for people.
     pub text: String,
-    /// Trying again cannot help: the namespace is gone, or holds something that cannot be carried.
+    /// Whether a retry is useless: the namespace is gone, or contains something that cannot be carried.
     pub permanent: bool,
 }
 
-/// What another look at a running pod's network came to.
+/// Result of an inspection of a running pod's network.
 #[derive(Clone, Debug)]
 pub struct Followed {
-    /// For the record, where it differs from what was recorded.
+    /// Network for the record, if it differs from the recorded one.
     pub network: Option<Network>,
-    /// For the guest, whether or not it differs.
+    /// Plan for the guest, whether or not it differs.
     pub plan: NetworkPlan,
-    /// What is new or gone, in words.
+    /// Additions and removals, as text.
     pub changes: Vec<String>,
-    /// What is new and cannot be followed, in words.
+    /// New differences that cannot be followed, as text.
     pub left: Vec<String>,
-    /// What may keep the pod's traffic from the VM although all stands, in words.
+    /// Possible obstacles to the pod's traffic, although the tunnel is complete, as text.
     pub obstacles: Vec<String>,
 }
 
-/// What one call for several VMs made.
+/// Result of one create call for several VMs.
 #[derive(Clone, Debug)]
 pub struct Made {
-    /// The VMs.
+    /// The VMs that were made.
     pub vms: Vec<InstanceId>,
-    /// Why there are fewer than asked for.
+    /// Reason why there are fewer than requested.
     pub rest: Option<CloudError>,
 }
 
-/// What went wrong between us and the relay, or behind it.
+/// Failure between the node and the relay, or behind the relay.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error("{text}")]
 pub struct RelayError {
-    /// For people.
+    /// Message for people.
     pub text: String,
 }
 
-/// Why a pod's pull secrets are not known.
+/// Reason why a pod's pull secrets are not known.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error("{text}")]
 pub struct PullSecretError {
-    /// For people; nothing of a secret.
+    /// Message for people, without any part of a secret.
     pub text: String,
-    /// Whoever was asked said no, and will say so again for a while.
+    /// Whether the service refused, and will refuse again for a while.
     pub refused: bool,
 }
 
-/// A certificate for a guest.
+/// Certificate for a guest.
 #[derive(Clone, Debug)]
 pub struct Certificate {
-    /// SHA-256 of the public key it is for.
+    /// SHA-256 of the certified public key.
     pub key_sha256: [u8; 32],
     /// SHA-256 of the leaf's DER.
     pub certificate_sha256: [u8; 32],
-    /// DER, leaf first.
+    /// Chain in DER, leaf first.
     pub chain: Vec<Vec<u8>>,
 }
 
-/// Whom guests are to trust at present.
+/// CA set that guests must trust at present.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Trusted {
-    /// Changes with the CAs and with the one that signs; a guest that knows another one must be told.
+    /// Changes with the CAs and with the signing CA; a guest with another id needs the new set.
     pub id: String,
     /// The CAs, DER.
     pub cas: Vec<Vec<u8>>,
 }
 
-/// What the relay last said of a sandbox's guest.
+/// Last state of a sandbox's guest, as reported by the relay.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Guest {
-    /// Whether its link stands.
+    /// Whether its link is up.
     pub connected: bool,
-    /// Changes when the guest program or the relay is another one; empty before the first link.
+    /// Changes with the process of the guest program or of the relay; empty before the first link.
     pub session: String,
-    /// The guest's own words, the last ones heard (`peerpod.guest.v1.Status`).
+    /// The guest's last status, encoded (`peerpod.guest.v1.Status`).
     pub status: Vec<u8>,
-    /// Where its last connection came from, as the relay saw it.
+    /// Source address of its last connection, as the relay saw it.
     pub address: Option<IpAddr>,
 }
 
-/// Something that a pod's owner should see.
+/// Event for the pod's owner.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Said {
-    /// One word.
+    /// Reason, one word.
     pub reason: &'static str,
-    /// What, why, and what to do.
+    /// Problem, cause and remedy.
     pub text: String,
 }
 
-/// Everything a sandbox does to the world. Every method may be called again after a crash.
+/// All operations of a sandbox on its environment. Every method may be called again after a crash.
 #[async_trait]
 pub trait Effects: Send + Sync + 'static {
-    /// Milliseconds since 1970, for records. (Waits use tokio's clock, which tests stop.)
+    /// Returns the milliseconds since 1970, for records. (Waits use tokio's clock, which tests stop.)
     fn now_ms(&self) -> u64;
 
-    /// A fresh ticket that is good for `ttl`.
+    /// Makes a ticket that is valid for `ttl`.
     ///
     /// # Errors
-    /// When the kernel gives no randomness.
+    /// The kernel provides no randomness.
     fn ticket(&self, ttl: Duration) -> Result<Ticket, String>;
 
-    /// Waits, not for ever, until what VMs find when they boot can be written: where they find this node.
+    /// Waits, for a bounded time, until the node's endpoints are known: user-data contains them.
     async fn settled(&self);
 
-    /// What each of `claims` VMs that share the ticket finds when it boots.
+    /// Returns the user-data of `claims` VMs that share the ticket.
     ///
     /// # Errors
-    /// When it is not known where guests can reach this node.
+    /// The addresses at which guests reach this node are not known.
     fn user_data(&self, ticket: &Ticket, claims: u32) -> Result<String, String>;
 
     /// Makes the record durable.
@@ -148,7 +148,7 @@ pub trait Effects: Send + Sync + 'static {
     /// Removes the record.
     async fn forget(&self, id: &SandboxId) -> Result<(), ledger::Error>;
 
-    /// The record as it is on the disk; `None`: there is none.
+    /// Reads the record from disk; `None` if there is none.
     async fn recall(&self, id: &SandboxId) -> Result<Option<Record>, ledger::Error>;
 
     /// Makes the batch durable.
@@ -157,32 +157,32 @@ pub trait Effects: Send + Sync + 'static {
     /// Removes the batch's file.
     async fn forget_batch(&self, id: &str) -> Result<(), ledger::Error>;
 
-    /// Has the provider choose where the next attempt is to be made; `None`: it has no choice. Makes nothing.
+    /// Lets the provider choose the placement of the next attempt; `None` if it has no choice. Makes nothing.
     async fn place(&self, _request: &CreateRequest) -> Result<Option<Placement>, CloudError> {
         Ok(None)
     }
 
-    /// Whether there is a cluster that shows sandboxes.
+    /// Whether the node is in a cluster that shows sandboxes.
     fn is_in_cluster(&self) -> bool {
         false
     }
 
-    /// Has the cluster show the sandbox before its VM is asked for: waits for that, but never long. Answers the pod's
-    /// UID, where it is known by then.
+    /// Publishes the sandbox in the cluster before its VM is requested, and waits for that, but only briefly. Returns
+    /// the pod's UID, if known by then.
     async fn announce(&self, _record: &Record) -> Option<String> {
         None
     }
 
-    /// Has the cluster show the sandbox as it is, or nothing once it is gone. Does not wait.
+    /// Publishes the sandbox's present state in the cluster, or removes it once the sandbox is gone. Does not wait.
     fn show(&self, _record: &Record) {}
 
-    /// Says something where the pod's owner looks. Does not wait.
+    /// Posts an Event on the pod. Does not wait.
     fn tell(&self, _pod: &PodRef, _said: Said) {}
 
-    /// Asks the cloud for the VM; the same key gets the same VM.
+    /// Requests the VM from the cloud; the same key yields the same VM.
     async fn create(&self, request: &CreateRequest, key: &IdempotencyKey) -> Result<InstanceId, CloudError>;
 
-    /// Asks the cloud for several VMs by one call; the same key and count get the same VMs.
+    /// Requests several VMs by one call; the same key and count yield the same VMs.
     async fn create_many(
         &self,
         request: &CreateRequest,
@@ -190,35 +190,37 @@ pub trait Effects: Send + Sync + 'static {
         key: &IdempotencyKey,
     ) -> Result<Made, CloudError>;
 
-    /// The VM that a create with this key made, if the cloud shows one.
+    /// Returns the VM that a create with this key made, if the cloud lists one.
     async fn find(&self, key: &IdempotencyKey) -> Result<Option<InstanceId>, CloudError>;
 
-    /// Every VM that this node made and that has not vanished.
+    /// Lists every VM that this node made and that has not vanished.
     async fn owned(&self) -> Result<Vec<Owned>, CloudError>;
 
-    /// What the provider says of VMs unasked; nothing, where it does not.
+    /// Streams the provider's VM events; pending forever if it reports none.
     fn events(&self) -> BoxStream<'static, ProviderEvent> {
         stream::pending().boxed()
     }
 
-    /// The pod's volumes, as its CSI wrapper recorded them; `None`: it has none. Of no other pod.
+    /// Reads the pod's volumes as recorded by its CSI wrapper; `None` if it has none. Never returns volumes of another
+    /// pod.
     async fn volumes(&self, _pod: &PodRef) -> Result<Option<PodVolumes>, String> {
         Ok(None)
     }
 
-    /// Who the pod's shares are mounted as, in the volumes' order and as the guest reads it: none for those that ask nobody,
-    /// or when they are being unpublished. An error has nothing of it.
+    /// Reads the mount credentials of the pod's shares, in the volumes' order and in the guest's format. `None` for
+    /// volumes without credentials, and while they are being unpublished. An error contains no part of them.
     async fn credentials(&self, volumes: &PodVolumes) -> Result<Vec<Option<Zeroizing<Vec<u8>>>>, String> {
         Ok(vec![None; volumes.volumes.len()])
     }
 
-    /// Says, durably, that a VM with these volumes may be made from now on. An error: they are the pod's no more, or it
-    /// cannot be said.
+    /// Records durably that a VM with these volumes may be made from now on. Fails if the volumes no longer belong to
+    /// the pod, or if the record cannot be written.
     async fn expect_vm(&self, _id: &SandboxId, _volumes: &PodVolumes) -> Result<(), CloudError> {
         Ok(())
     }
 
-    /// Has every volume that is not yet attached to the VM attached, or finds it so; with how the guest recognises each.
+    /// Attaches every volume that is not attached to the VM yet. Returns them with the identity by which the guest
+    /// recognises each.
     async fn attach(
         &self,
         _id: &SandboxId,
@@ -228,32 +230,32 @@ pub trait Effects: Send + Sync + 'static {
         Ok(volumes)
     }
 
-    /// Has the VM shown that a disk of it was made larger, to at least so many bytes, where it does not see that by itself.
+    /// Makes the VM see that one of its disks was enlarged to at least `bytes`, if it does not see that by itself.
     async fn disk_grown(&self, _vm: &InstanceId, _disk: &DiskRequest, _bytes: u64) -> Result<(), CloudError> {
         Ok(())
     }
 
-    /// Says that what was attached to the VM is free, once the VM is gone for sure.
+    /// Records that the VM's attachments are free, once the VM is certainly gone.
     async fn release(&self, _id: &SandboxId, _vm: Option<&InstanceId>, _uid: &str) -> Result<(), CloudError> {
         Ok(())
     }
 
-    /// The VM's addresses, best first; waits until they are known.
+    /// Waits for the VM's addresses, and returns them best first.
     async fn addresses(&self, vm: &InstanceId) -> Result<Vec<IpAddr>, CloudError>;
 
-    /// Deletes the VM; gone is fine.
+    /// Deletes the VM; a VM that is gone is no error.
     async fn delete(&self, vm: &InstanceId) -> Result<(), CloudError>;
 
-    /// The end of what the VM wrote to its console, as it is, where the cloud tells.
+    /// Returns the raw end of the VM's console output, if the cloud offers it.
     async fn console(&self, vm: &InstanceId) -> Option<String>;
 
     /// Opens the path and identifies the network namespace there.
     async fn netns(&self, path: &Path) -> Result<NetnsRef, NetworkError>;
 
-    /// Whether the very namespace is still at its path.
+    /// Whether the same namespace is still at its path.
     fn netns_lives(&self, netns: &NetnsRef) -> bool;
 
-    /// Looks at the pod's network and reserves its tunnel; with a recorded reservation makes it so again.
+    /// Inspects the pod's network and reserves its tunnel; with a recorded reservation, restores that one.
     async fn reserve(
         &self,
         netns: &NetnsRef,
@@ -262,7 +264,7 @@ pub trait Effects: Send + Sync + 'static {
         recorded: Option<&Network>,
     ) -> Result<Network, NetworkError>;
 
-    /// Whether the reserved tunnel does not suit the VM, now that its addresses are known and where its link came from.
+    /// Whether the reserved tunnel does not suit the VM, given its addresses and the source address of its link.
     fn is_unsuited(
         &self,
         _network: &Network,
@@ -273,7 +275,7 @@ pub trait Effects: Send + Sync + 'static {
         false
     }
 
-    /// Reserves a tunnel that is encrypted and passes NATs, where the other kind is undone.
+    /// Reserves an encrypted tunnel, which passes NATs, after the other kind was undone.
     async fn reserve_encrypted(
         &self,
         netns: &NetnsRef,
@@ -283,12 +285,12 @@ pub trait Effects: Send + Sync + 'static {
         self.reserve(netns, id, v6, None).await
     }
 
-    /// What the relay must know of the guest with this tunnel key; `None` where the relay does not carry the tunnel.
+    /// Returns the relay's data on the guest with this tunnel key; `None` if the relay does not carry the tunnel.
     fn tunnel_peer(&self, _network: &Network, _key: &[u8]) -> Option<TunnelPeer> {
         None
     }
 
-    /// Gives the tunnel its remote and redirects the pod's traffic into it.
+    /// Sets the tunnel's remote and redirects the pod's traffic into it.
     async fn connect(
         &self,
         netns: &NetnsRef,
@@ -297,8 +299,8 @@ pub trait Effects: Send + Sync + 'static {
         vm: IpAddr,
     ) -> Result<NetworkPlan, NetworkError>;
 
-    /// Looks again and makes what changed so: the network as it is now (where it is another one), the redirects, the
-    /// remote.
+    /// Inspects the pod's network again and applies the changes: the network in the record if it differs, the
+    /// redirects, the remote.
     async fn follow(
         &self,
         netns: &NetnsRef,
@@ -307,21 +309,21 @@ pub trait Effects: Send + Sync + 'static {
         vm: IpAddr,
     ) -> Result<Followed, NetworkError>;
 
-    /// Whether packets to both leave the node by the same interface.
+    /// Whether packets to both addresses leave the node by the same interface.
     async fn is_one_way(&self, one: IpAddr, other: IpAddr) -> bool;
 
-    /// Hears of changes in the pod's network namespace and of the way to the VM, until the receiver is dropped.
+    /// Watches for changes in the pod's network namespace and on the path to the VM, until the receiver is dropped.
     fn ear(&self, netns: &NetnsRef, network: &Network, vm: IpAddr) -> watch::Receiver<Heard>;
 
-    /// Where guests find this node now, `address:port`.
+    /// Watches the endpoints at which guests reach this node, each `address:port`.
     fn homes(&self) -> watch::Receiver<Homes>;
 
-    /// Has connections to the pod's localhost carried into its VM; again changes nothing. Taken back by `disconnect`.
+    /// Redirects connections to the pod's localhost into its VM. Idempotent; `disconnect` undoes it.
     async fn carry_localhost(&self, _netns: &NetnsRef, _id: &SandboxId) -> Result<(), NetworkError> {
         Ok(())
     }
 
-    /// Takes back whatever of the two is there; gone is fine.
+    /// Undoes the tunnel and the localhost redirection, as far as they exist; gone is no error.
     async fn disconnect(
         &self,
         netns: &NetnsRef,
@@ -330,50 +332,51 @@ pub trait Effects: Send + Sync + 'static {
         vm: Option<IpAddr>,
     ) -> Result<(), NetworkError>;
 
-    /// Counts relay processes; a new value means that it must be told everything again. 0: none was met yet.
+    /// Counts relay processes. A new value means that the relay needs the state of all sandboxes again; 0 before the
+    /// first relay.
     fn relay_epoch(&self) -> watch::Receiver<u64>;
 
-    /// Makes the relay serve the sandbox; the later call wins.
+    /// Makes the relay serve the sandbox; the latest call wins.
     async fn put(&self, request: PutSandboxRequest) -> Result<(), RelayError>;
 
-    /// Makes the relay forget the sandbox; unknown is fine.
+    /// Removes the sandbox from the relay; unknown is no error.
     async fn remove(&self, id: &SandboxId) -> Result<(), RelayError>;
 
-    /// What the relay says of the sandbox's guest.
+    /// Watches the guest's state as the relay reports it.
     fn guest(&self, id: &SandboxId) -> watch::Receiver<Guest>;
 
-    /// How guests get at images: what is known of registries now, with the pod's own pull secrets (a `.dockerconfigjson`,
-    /// empty: none).
+    /// Returns the guest's access to images: the known registries, with the pod's own pull secrets (a
+    /// `.dockerconfigjson`; empty for none).
     fn images(&self, _pull_secret: &str) -> Option<Images> {
         None
     }
 
-    /// How often pods' pull secrets are asked for; `None`: never, for nobody is there to be asked.
+    /// Interval between queries for pods' pull secrets; `None` if there is no service to query.
     fn pull_secrets_every(&self) -> Option<Duration> {
         None
     }
 
-    /// The pull secrets of a pod as one `.dockerconfigjson`, empty: it has none. Answers within some seconds, and at once
-    /// for a pod that names none.
+    /// Fetches the pod's pull secrets as one `.dockerconfigjson`, empty if it has none. Returns within some seconds,
+    /// and at once for a pod that names none.
     async fn pull_secret(&self, _pod: &PodRef) -> Result<Zeroizing<String>, PullSecretError> {
         Ok(Zeroizing::default())
     }
 
-    /// One request to the guest and its answer.
+    /// Sends one request to the guest and returns its reply.
     async fn call(&self, id: &SandboxId, request: Request, timeout: Duration) -> Result<Reply, RelayError>;
 
-    /// Whom guests are to trust; changes while the CA is rolled over.
+    /// Watches the CA set that guests must trust; it changes during a CA rotation.
     fn trusted(&self) -> watch::Receiver<Arc<Trusted>>;
 
-    /// SHA-256 of the public key in a CSR.
+    /// Returns the SHA-256 of a CSR's public key.
     ///
     /// # Errors
-    /// When it is no CSR, or not signed by its key.
+    /// The bytes are no CSR, or are not signed by its key.
     fn csr_key(&self, csr: &[u8]) -> Result<[u8; 32], String>;
 
-    /// A certificate for the sandbox's guest.
+    /// Issues a certificate for the sandbox's guest.
     ///
     /// # Errors
-    /// When it is no CSR, or not signed by its key.
+    /// The bytes are no CSR, or are not signed by its key.
     fn sign(&self, id: &SandboxId, csr: &[u8]) -> Result<Certificate, String>;
 }

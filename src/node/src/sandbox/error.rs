@@ -1,86 +1,86 @@
-//! What a call about a sandbox can end with. The door maps these to ttrpc's statuses, in one place.
+//! Defines the errors of calls about a sandbox. `rpc` maps them to ttrpc statuses, in one place.
 
 use std::time::Duration;
 
 use crate::spec::SandboxId;
 
-/// Why a call about a sandbox failed. The text reaches the person who made the pod: first what, then why and what to
-/// do.
+/// Reason why a call about a sandbox failed. The text reaches the pod's author: first the failure, then its cause and
+/// the remedy.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
-    /// Nobody ever created it.
+    /// The id is unknown.
     #[error("sandbox {0} is unknown to this node: CreateVM was never called for it, or long ago")]
     Unknown(SandboxId),
-    /// It was stopped.
+    /// The sandbox was stopped.
     #[error("sandbox {id} is not wanted any more: {cause}")]
     Stopped {
-        /// Which.
+        /// Id of the sandbox.
         id: SandboxId,
-        /// By whom or what.
+        /// Reason of the stop.
         cause: String,
     },
-    /// It could not be brought up; it is being taken away.
+    /// The sandbox could not be started; it is being removed.
     #[error("sandbox {id} could not be started: {cause}")]
     Failed {
-        /// Which.
+        /// Id of the sandbox.
         id: SandboxId,
-        /// What went wrong, where.
+        /// The failed step and its error.
         cause: String,
     },
-    /// It takes longer than a caller may wait. It goes on.
+    /// The start takes longer than a caller may wait. It goes on.
     #[error("sandbox {id} is still {phase} after {waited:?}: {why}")]
     Late {
-        /// Which.
+        /// Id of the sandbox.
         id: SandboxId,
-        /// Where it stands.
+        /// Current phase.
         phase: &'static str,
-        /// How long this call waited.
+        /// Wait of this call.
         waited: Duration,
-        /// What is being waited for.
+        /// Advice for the caller.
         why: String,
     },
     /// The network namespace cannot be used.
     #[error("network namespace of sandbox {id}: {why}")]
     Netns {
-        /// Which.
+        /// Id of the sandbox.
         id: SandboxId,
-        /// Why not.
+        /// Reason.
         why: String,
     },
-    /// Another sandbox lives in that network namespace.
+    /// Another sandbox has that network namespace.
     #[error("network namespace {path} belongs to sandbox {other}; each sandbox needs one of its own")]
     NetnsTaken {
-        /// As CreateVM gave it.
+        /// Path as given in CreateVM.
         path: String,
-        /// Whose it is.
+        /// The other sandbox.
         other: SandboxId,
     },
-    /// Another sandbox's VM has a volume that only one may have.
+    /// The VM of another sandbox has a volume that only one VM may have.
     #[error(
         "volume {volume} has one writer at a time, and sandbox {other} of this node has it (or is giving it back); the pod \
          starts when that one is gone"
     )]
     VolumeTaken {
-        /// Name and id.
+        /// Name and id of the volume.
         volume: String,
-        /// Whose it is.
+        /// The other sandbox.
         other: SandboxId,
     },
-    /// The request itself is wrong.
+    /// The request is invalid.
     #[error("{0}")]
     Invalid(String),
-    /// The node has as many sandboxes as it may.
+    /// The node has the maximum number of sandboxes.
     #[error("this node runs {limit} sandboxes already, which is its limit (node.max-sandboxes)")]
     Full {
-        /// The limit.
+        /// The maximum.
         limit: usize,
     },
     /// The intent could not be made durable, so nothing was begun.
     #[error("{text}")]
     Disk {
-        /// Names the file and what would help.
+        /// Message with the file and the remedy.
         text: String,
-        /// The disk is full, which may pass.
+        /// Whether the disk is full, which may pass.
         full: bool,
     },
     /// A guest's claim was refused.
@@ -89,52 +89,52 @@ pub enum Error {
     /// The pod's VM is not known yet.
     #[error("the VM of {pod} is still being made")]
     NoVmYet {
-        /// namespace/name.
+        /// Pod as namespace/name.
         pod: String,
     },
-    /// No sandbox of that pod is alive here.
+    /// The node has no live sandbox of that pod.
     #[error("no sandbox of pod {pod} is alive on this node")]
     NoSuchPod {
-        /// namespace/name.
+        /// Pod as namespace/name.
         pod: String,
     },
-    /// Something of ours is broken or closing; another try may work.
+    /// A component of the node is broken or closing; a retry may work.
     #[error("{0}")]
     Unavailable(String),
 }
 
-/// Why a guest does not get a certificate. The guest hears no more than "refused" of the first three.
+/// Reason why a guest gets no certificate. The first three have the same text, so that a guest cannot distinguish them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ClaimRefused {
     /// No sandbox has that ticket.
     #[error("unknown ticket")]
     UnknownTicket,
-    /// The ticket's secret is another one.
+    /// The secret does not match the ticket.
     #[error("unknown ticket")]
     WrongSecret,
-    /// The sandbox is on its way out.
+    /// The sandbox is being removed.
     #[error("unknown ticket")]
     NotWanted,
-    /// The ticket is a batch's, and no one member's VM is known to have the address that the guest comes from. It may be
-    /// soon.
+    /// The ticket belongs to a batch, and no single member's VM is known to have the guest's source address. That may
+    /// change soon.
     #[error("whose VM comes from this address is not known (yet)")]
     NotYet,
-    /// The ticket was used by another key: somebody read the user-data, or the VM lost its memory.
+    /// Another key used the ticket: the user-data leaked, or the VM lost its memory.
     #[error("the ticket was used by another key")]
     OtherKey,
-    /// It was shown where another sandbox's VM was dialled.
+    /// The ticket belongs to another sandbox than the VM that was dialled.
     #[error("the ticket is not that of the sandbox whose VM was dialled")]
     OtherVm,
-    /// It came too late.
+    /// The ticket has expired.
     #[error("the ticket has expired")]
     Expired,
-    /// The CSR is not one, or is not signed by its own key.
+    /// The CSR is malformed, or not signed by its own key.
     #[error("the certificate request cannot be used")]
     BadRequest,
 }
 
 impl ClaimRefused {
-    /// One word for the metric.
+    /// Returns the label of the metric, one word.
     pub fn reason(self) -> &'static str {
         match self {
             ClaimRefused::UnknownTicket => "unknown_ticket",
@@ -155,11 +155,11 @@ impl From<crate::ledger::Error> for Error {
     }
 }
 
-/// What a guest gets for its ticket.
+/// Certificate that a guest gets for its ticket.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Granted {
-    /// The sandbox it is the guest of.
+    /// Sandbox of the guest.
     pub id: SandboxId,
-    /// DER, leaf first.
+    /// Chain in DER, leaf first.
     pub chain: Vec<Vec<u8>>,
 }

@@ -1,5 +1,5 @@
-//! Follows what changes while the pod runs: its network as the CNI keeps it, the node's way to the VM, the VM's
-//! address, the node's own addresses. What is heard is only a hint; what counts is what a new look shows.
+//! Follows changes while the pod runs: the pod's network as the CNI configures it, the node's path to the VM, the VM's
+//! address, the node's own addresses. A change notification is only a hint; the inspection that follows decides.
 
 use std::{net::IpAddr, sync::Arc};
 
@@ -18,16 +18,16 @@ use super::{
     task::{Task, Unapplied},
 };
 
-/// Addresses of one VM that are kept.
+/// Maximum number of addresses kept for one VM.
 const MOST_ADDRESSES: usize = 8;
 
-/// How often something changed around a sandbox's network.
+/// Number of changes seen around a sandbox's network.
 pub type Heard = u64;
 
-/// Where guests find the node; `None` until that is known.
+/// Endpoints at which guests reach the node; `None` until they are known.
 pub type Homes = Option<Arc<Vec<String>>>;
 
-/// What the guest is to make of the pod's network.
+/// Network plan for the guest, with its digest.
 #[derive(Clone, Debug)]
 pub(super) struct Told {
     pub(super) network: NetworkPlan,
@@ -36,12 +36,12 @@ pub(super) struct Told {
 
 impl Told {
     pub(super) fn new(network: NetworkPlan) -> Told {
-        // What cannot be written is refused when it is sent.
+        // A plan that cannot be encoded fails when it is sent.
         let digest = Sha256::digest(network.write_to_bytes().unwrap_or_default());
         Told { network, digest: hex::encode(&digest) }
     }
 
-    /// For the record, when the guest has carried it out.
+    /// Returns the digest that the record stores once the guest has applied the plan.
     pub(super) fn digest(&self, homes: &Homes) -> String {
         match homes {
             None => self.digest.clone(),
@@ -52,24 +52,24 @@ impl Told {
     }
 }
 
-/// How far a sandbox has followed.
+/// State of following one sandbox's network.
 #[derive(Default)]
 pub(super) struct Following {
-    /// Hears of changes; made when the sandbox runs.
+    /// The VM's address and the change counter of the netns watcher; set while the sandbox runs.
     pub(super) ear: Option<(IpAddr, watch::Receiver<Heard>)>,
-    /// What had been heard when the last look that went well began.
+    /// Change count at the start of the last successful inspection.
     done: Option<Heard>,
-    /// A guest's address that the cloud was asked about, and whether the guest said then that it has it: its link may
-    /// come from there before its status does.
+    /// Source address for which the cloud was queried, and whether the guest's status listed it at that time. The link
+    /// may come from an address before the status lists it.
     asked: Option<(IpAddr, bool)>,
-    /// What was not followed, as it was last said.
+    /// Differences that were not followed, as last logged.
     left: Vec<String>,
-    /// What may be in the traffic's way, as it was last said.
+    /// Possible obstacles to the pod's traffic, as last logged.
     obstacles: Vec<String>,
 }
 
 impl Following {
-    /// Waits until something is heard; for ever, where nothing can be.
+    /// Waits for the next change; pending forever without a watcher.
     pub(super) async fn heard(&mut self) {
         if let Some((_, ear)) = &mut self.ear
             && ear.changed().await.is_ok()
@@ -81,7 +81,7 @@ impl Following {
 }
 
 impl Task {
-    /// Starts the look that is due. Only for a sandbox that runs: nothing here is on the way to a start.
+    /// Starts an inspection if one is due. Only a running sandbox is inspected: no start waits for this.
     pub(super) fn follow(&mut self) {
         let (Some(netns), Some(network), Some(vm)) =
             (self.record.netns.clone(), self.record.network.clone(), address(&self.record))
@@ -93,7 +93,7 @@ impl Task {
             _ => {
                 let mut ear = self.fx.ear(&netns, &network, vm);
                 let heard = *ear.borrow_and_update();
-                // The first look is for what happened before anybody listened.
+                // The first inspection covers the changes from before the watcher existed.
                 self.following.ear = Some((vm, ear));
                 self.following.done = None;
                 heard
@@ -110,7 +110,7 @@ impl Task {
         });
     }
 
-    /// A look came back.
+    /// Applies the result of an inspection.
     pub(super) async fn followed(&mut self, heard: Heard, followed: Followed) -> Result<(), Unapplied> {
         if !self.record.phase.is_live() {
             return Ok(());
@@ -119,7 +119,7 @@ impl Task {
             let mut record = self.record.clone();
             record.network = Some(network);
             self.save(record).await.map_err(Unapplied::Disk)?;
-            // The relay lets in what the record has, where the tunnels go through it.
+            // Where the relay carries the tunnels, it admits the VNIs in the record.
             if !followed.changes.is_empty() {
                 self.put_wanted += 1;
                 self.slots.relay.wake();
@@ -152,10 +152,10 @@ impl Task {
         Ok(())
     }
 
-    /// A look failed: the pod goes on with what it has, and the look is repeated.
+    /// Handles a failed inspection: the pod keeps its network, and the inspection is repeated.
     pub(super) fn not_followed(&mut self, heard: Heard, error: NetworkError) {
         if error.permanent {
-            // Nothing to be done until something changes again; the reaper looks for a namespace that is gone.
+            // Only another change can help; the reaper handles a namespace that is gone.
             warn!(error = error.text, "a change of the pod's network cannot be followed");
             self.following.done = Some(heard);
             self.slots.network.worked();
@@ -164,7 +164,7 @@ impl Task {
         }
     }
 
-    /// Asks the cloud about an address that it did not name and the guest comes from.
+    /// Queries the cloud when the guest connects from an address that the record does not list.
     pub(super) fn trace(&mut self) {
         let Phase::Running { vm } = &self.record.phase else { return };
         let (connected, from) = {
@@ -187,15 +187,16 @@ impl Task {
         });
     }
 
-    /// Whether the guest says that it has this address on its own interface.
+    /// Whether the guest reports this address on its own interface.
     fn is_guests_own(&self, address: IpAddr) -> bool {
         let status = Status::parse_from_bytes(&self.guest.borrow().status).unwrap_or_default();
         status.uplink_addresses.iter().any(|text| text.parse() == Ok(address))
     }
 
-    /// What the cloud says. The address counts where the cloud names it; or where the guest, whom its certificate
-    /// proves, has it on its own interface (then no NAT is between) and it lies the same way as the one that is known:
-    /// a guest can also come through its own pod, and a tunnel to the pod's address would end in itself.
+    /// Applies the cloud's answer about the source address `from`. The address belongs to the VM if the cloud lists it.
+    /// It also belongs to the VM if the guest, authenticated by its certificate, has it on its own interface: then no
+    /// NAT is between. In that case it must also lie on the same path as the known address: a guest can also connect
+    /// through its own pod, and a tunnel to the pod's address would end in itself.
     pub(super) async fn traced(
         &mut self,
         from: IpAddr,
@@ -219,7 +220,7 @@ impl Task {
         }
         let mut record = self.record.clone();
         let before = record.addresses.iter().map(IpAddr::to_string).collect::<Vec<_>>().join(" ");
-        // The tunnel goes to the first of its family; what nobody names any more stays behind the others.
+        // The tunnel uses the first address of its family. Addresses that the cloud no longer lists come last.
         let mut addresses = vec![from];
         for address in cloud.into_iter().chain(record.addresses) {
             if !addresses.contains(&address) && addresses.len() < MOST_ADDRESSES {
@@ -233,13 +234,14 @@ impl Task {
         Ok(())
     }
 
-    /// Whether this session has heard all there is: the plan, where the node is, the pod's pull secrets.
+    /// Whether this session needs no new message: it has, or refused, the current plan, node endpoints and pull
+    /// secrets.
     pub(super) fn is_told(&self, session: &str) -> bool {
         let Some(plan) = &self.plan else { return true };
         let digest = plan.digest(&self.homes.borrow());
-        // Where the node is may not be known yet after its start; what was told before still holds.
+        // Just after the node's start its endpoints may be unknown; the guest's last ones stay valid.
         let same = |told: &str| told.starts_with(&digest);
-        // Nothing told: a record of an earlier version, whose guest has what it was given then.
+        // A record of an earlier version has no digest; its guest has the plan it was given then.
         let told = self.record.session.as_deref() == Some(session)
             && self.record.told.as_deref().is_none_or(same)
             && self.pull.is_same(self.record.told_secret.as_deref());
@@ -249,7 +251,7 @@ impl Task {
         told || refused
     }
 
-    /// The guest did not take a plan while the pod runs.
+    /// Records that a guest refused a plan while its pod runs.
     pub(super) fn refused_plan(
         &mut self,
         session: String,

@@ -1,5 +1,5 @@
-//! When the pod's localhost is carried into its VM: after the tunnel is connected and the relay knows the sandbox, and
-//! again with every other relay. It never holds a pod up: a pod without it runs.
+//! Redirects the pod's localhost into its VM, once the tunnel is connected and the relay has the sandbox. Repeats that
+//! after each later update of the relay. No pod waits for it: a pod runs without the redirection.
 
 use super::{
     effects::NetworkError,
@@ -8,7 +8,7 @@ use super::{
 };
 
 impl Task {
-    /// Has it carried, if that is due.
+    /// Starts the redirection if it is due.
     pub(super) fn carry_localhost(&mut self) {
         let ready = self.plan.is_some() && self.put_done >= self.put_wanted;
         if !ready || self.localhost_of == self.put_done || !self.slots.localhost.is_idle() {

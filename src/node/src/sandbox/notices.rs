@@ -1,5 +1,5 @@
-//! What the provider says of VMs without being asked: that the cloud will take one back. Said aloud (log line, metric,
-//! Event) with the pod's name. VMs that have ended are `deaths`' matter.
+//! Posts Events for VMs that the cloud will reclaim (with a log line and a metric), for refused creates and for failed
+//! handovers. `deaths` handles VMs that have ended.
 
 use std::{sync::Arc, time::SystemTime};
 
@@ -10,7 +10,7 @@ use super::{Sandboxes, effects::Said, error::Error, outcomes::clip, table::Entry
 use crate::spec::{PodRef, SandboxId};
 
 impl Sandboxes {
-    /// The cloud takes a VM back at this time.
+    /// Reports that the cloud will reclaim the VM at the time `at`.
     pub(super) fn interrupted(&self, vm: &InstanceId, at: SystemTime) {
         let Some((id, pod)) = self.of_vm(vm) else {
             info!(%vm, "the provider takes a VM back that no sandbox has");
@@ -24,12 +24,12 @@ impl Sandboxes {
         self.tell(&id, "VMInterruption", text);
     }
 
-    /// Says to the pod's owner that nothing was begun for it, and why.
+    /// Posts an Event on the pod: its sandbox was refused with this error, and nothing was started.
     pub fn refused(&self, pod: &PodRef, error: &Error) {
         self.0.fx.tell(pod, Said { reason: "CreateRefused", text: error.to_string() });
     }
 
-    /// Posts an Event on the pod of a relay that could not take over from the running one.
+    /// Posts an Event on the pod of a new relay that could not take over from the running one.
     pub fn take_over_failed(&self, pod: PodRef, why: &str) {
         let PodRef { namespace, name, uid } = pod;
         let (namespace, name) = (clip(&namespace), clip(&name));
@@ -38,7 +38,7 @@ impl Sandboxes {
         self.0.fx.tell(&pod, Said { reason: "TakeOverFailed", text: why });
     }
 
-    /// Says something where the owner of a sandbox's pod looks.
+    /// Posts an Event on a sandbox's pod.
     fn tell(&self, id: &SandboxId, reason: &'static str, text: String) {
         let pod = match self.state().entries.get(id) {
             Some(Entry::Task(running)) => running.pod.clone(),
@@ -49,7 +49,7 @@ impl Sandboxes {
         }
     }
 
-    /// Whose VM this is. Looks at all: the provider says such things rarely.
+    /// Returns the sandbox that has this VM, and its pod. Scans all entries: provider events are rare.
     pub(super) fn of_vm(&self, vm: &InstanceId) -> Option<(SandboxId, Arc<str>)> {
         let state = self.state();
         state.entries.iter().find_map(|(id, entry)| match entry {

@@ -1,5 +1,5 @@
-//! What follows from each outcome. A change is recorded before it becomes true; an outcome that cannot be recorded is
-//! delivered again later, so that no VM is forgotten because a disk was full.
+//! Applies the results of finished operations. A change is recorded before it takes effect. A result that cannot be
+//! recorded is delivered again later, so that a full disk loses no VM.
 
 use std::{net::IpAddr, time::Duration};
 
@@ -21,13 +21,13 @@ use super::{
 };
 use crate::{ledger::Record, volumes::PodVolumes};
 
-/// Before the cloud is asked again for the addresses of a VM whose guest knocks from one that it did not name.
+/// Pause before the next address query, while a guest connects from an address that the cloud has not named.
 const BETWEEN_LOOKS: Duration = Duration::from_secs(1);
-/// How long the cloud may take to show a console: it is often all that is known of a VM that did not start.
+/// Time limit for fetching a console, which is often the only evidence about a VM that did not start.
 const CONSOLE: Duration = Duration::from_secs(10);
-/// A VM's wait for its address that is worth a word: a server that has nothing to wait for answers in a few ms.
+/// DHCP wait of a VM above which the node logs a warning. A DHCP server without a delay answers in a few ms.
 const SLOW_DHCP: Duration = Duration::from_secs(1);
-/// So many tries that fail in a row are worth the owner's attention.
+/// Number of consecutive failures after which the node posts an Event.
 const TELL_AFTER: u32 = 5;
 
 impl Task {
@@ -50,7 +50,7 @@ impl Task {
                 let mut record = self.record.clone();
                 record.network = Some(network);
                 record.reached("network_reserved", self.fx.now_ms());
-                // The relay may carry this tunnel, and then knows the guest by its networks.
+                // The relay may carry this tunnel, and then identifies the guest by its VNIs.
                 self.put_wanted += u64::from(record.binding.is_some());
                 self.save(record).await.map_err(Unapplied::Disk)
             }
@@ -111,7 +111,7 @@ impl Task {
         }
     }
 
-    /// It has a place in a batch, or has none and goes on by itself.
+    /// Applies the end of the window: the sandbox is a member of a batch, or goes on alone.
     async fn seated(&mut self, seat: Option<Seat>) -> Result<(), Unapplied> {
         if let Some(seat) = seat {
             self.way = Way::Seated(seat);
@@ -125,7 +125,7 @@ impl Task {
         Ok(())
     }
 
-    /// The cluster shows it, as far as it can be had to at once.
+    /// Handles the end of the announcement: the cluster shows the sandbox, or the bounded wait for it is over.
     async fn was_announced(&mut self, uid: Option<String>) -> Result<(), Unapplied> {
         self.announced = true;
         if !self.record.phase.is_live() && self.unsent {
@@ -135,7 +135,7 @@ impl Task {
         if let (Some(uid), Some(pod)) = (uid, &mut record.pod)
             && pod.uid.is_none()
         {
-            // By its name alone the pod could be another one after a restart.
+            // By its name alone, the pod could be another one after a restart.
             pod.uid = Some(uid);
             record.reached("announced", self.fx.now_ms());
             return self.save(record).await.map_err(Unapplied::Disk);
@@ -144,8 +144,7 @@ impl Task {
         Ok(())
     }
 
-    /// The provider chose where the attempt is to be made: recorded before the cloud hears of it, so that a repeated
-    /// create names the same.
+    /// Records the provider's placement before the create call, so that a repeated create names the same place.
     async fn placed(&mut self, placement: Option<Placement>) -> Result<(), Unapplied> {
         let (Phase::Booting { attempt } | Phase::Unwanted { attempt }) = self.record.phase else {
             return Ok(());
@@ -165,7 +164,7 @@ impl Task {
         self.save(record).await.map_err(Unapplied::Disk)
     }
 
-    /// The provider found no place: nothing was asked of the cloud in this attempt.
+    /// Handles a failed placement: this attempt has requested nothing from the cloud.
     async fn not_placed(&mut self, error: CloudError) -> Result<(), Unapplied> {
         if let Retry::After(pause) = error.retry() {
             self.trouble(Which::Cloud, error.to_string());
@@ -178,8 +177,7 @@ impl Task {
         self.not_to_be_had(Event::Refused, error.to_string()).await
     }
 
-    /// A provider that chooses places had not chosen one yet when the sandbox was stopped, or it still waited for others:
-    /// no create was ever sent.
+    /// Ends a stopped sandbox for which no create was ever sent: it still waited for its placement or its batch.
     async fn never_sent(&mut self) -> Result<(), Unapplied> {
         self.apply(Event::Refused, |_| {}).await.map(drop)
     }
@@ -209,8 +207,8 @@ impl Task {
         Ok(())
     }
 
-    /// A create failed. Unless it may be repeated, look whether it made something all the same: an earlier try of it
-    /// may have, with an answer that was lost.
+    /// Handles a failed create. Unless the create may be repeated, the node looks for the VM all the same: an earlier
+    /// try may have made it, with a lost answer.
     async fn not_made(&mut self, error: CloudError) -> Result<(), Unapplied> {
         match error.retry() {
             Retry::After(pause) => {
@@ -220,7 +218,7 @@ impl Task {
             Retry::NextOffering | Retry::Never => {
                 self.trouble(Which::Cloud, error.to_string());
                 if let Way::Seated(_) = self.way {
-                    // The batch has looked.
+                    // The batch's task has looked already.
                     return self.nothing_found(Some(error)).await;
                 }
                 self.find(Some(error));
@@ -232,7 +230,7 @@ impl Task {
     async fn nothing_found(&mut self, after: Option<CloudError>) -> Result<(), Unapplied> {
         let Some(error) = after else {
             match self.record.phase {
-                // The list may lag behind a create whose answer was lost: the same key tells.
+                // The list may lag behind a create with a lost answer; a create with the same key finds its VM.
                 Phase::Unwanted { .. } => self.ask_to_delete(),
                 _ => {
                     self.not_to_be_had(Event::Refused, "the record has no request to repeat".into()).await?;
@@ -244,7 +242,8 @@ impl Task {
             let text = error.to_string();
             let last = !matches!(next(&self.record.phase, Event::NoCapacity), Ok((Phase::Booting { .. }, _)));
             if !last {
-                // Another attempt, another place: recorded with the attempt, or a crash would mix the two.
+                // Another attempt gets another placement. Both are recorded together, or a crash would mix the two
+                // attempts.
                 self.apply(Event::NoCapacity, |record| {
                     if let Some(request) = &mut record.request {
                         request.placement = None;
@@ -260,7 +259,7 @@ impl Task {
         self.not_to_be_had(Event::Refused, error.to_string()).await
     }
 
-    /// The cloud made nothing and will not.
+    /// Handles a final refusal: the cloud made nothing and will not.
     async fn not_to_be_had(&mut self, event: Event, text: String) -> Result<(), Unapplied> {
         let was_live = self.record.phase.is_live();
         self.apply(event, |record| {
@@ -278,8 +277,8 @@ impl Task {
         Ok(())
     }
 
-    /// Whether something was made cannot be seen. The caller hears of the failure now; the VM, if any, is looked for
-    /// until it is known.
+    /// Handles a failed look-up: it is unknown whether a VM exists. The caller gets the error at once; the node repeats
+    /// the look-up until it succeeds.
     async fn not_looked(&mut self, error: CloudError, after: Option<CloudError>) -> Result<(), Unapplied> {
         self.trouble(Which::Cloud, format!("looking for the VM: {error}"));
         let pause = match error.retry() {
@@ -301,7 +300,7 @@ impl Task {
         if record.addresses.is_empty() {
             record.reached("address_known", self.fx.now_ms());
         }
-        // What was known stays first: the tunnel goes there.
+        // Known addresses stay first: the tunnel uses them.
         record.addresses.extend(addresses.into_iter().filter(|new| !self.record.addresses.contains(new)));
         if record.addresses.len() > self.record.addresses.len() {
             let saved = self.save(record).await.map_err(Unapplied::Disk);
@@ -398,7 +397,7 @@ impl Task {
             record.told = Some(digest.clone());
             hand_over(record, &secret);
             record.reached("running", now);
-            // Nothing asks for the VM again, and its secret has no business here any more.
+            // No create follows, and the request contains the ticket's secret.
             record.request = None;
         })
         .await?;
@@ -436,7 +435,7 @@ impl Task {
         let uplink = status.stages.iter().find(|stage| stage.name == "uplink");
         let waited = uplink.map(|stage| Duration::from_micros(stage.took_us)).unwrap_or_default();
         if waited > SLOW_DHCP {
-            // A property of the network: once says it for all VMs.
+            // A property of the network: one line covers all VMs.
             static ONCE: std::sync::Once = std::sync::Once::new();
             ONCE.call_once(|| {
                 warn!(
@@ -494,7 +493,7 @@ impl Task {
         Ok(())
     }
 
-    /// Something did not work and is tried again.
+    /// Schedules a retry after a failure.
     pub(super) fn later(&mut self, which: Which, text: String) {
         let slot = self.slots.get(which);
         if slot.failures() == 3 {
@@ -515,7 +514,7 @@ impl Task {
         self.trouble.retain(|(other, _)| *other != which);
     }
 
-    /// In which stage the boot hangs, and what that usually means.
+    /// Returns the stage in which the boot hangs, its usual cause and the end of the console.
     pub(super) async fn why_late(&mut self) -> (&'static str, String) {
         let (stage, mut text) = self.where_it_hangs(self.settings.boot_timeout);
         if let Some(vm) = self.record.phase.vm() {
@@ -525,7 +524,7 @@ impl Task {
         (stage, text)
     }
 
-    /// What is not there after so long, and what that usually means.
+    /// Returns the stage that is missing after `limit`, and its usual cause.
     pub(super) fn where_it_hangs(&self, limit: Duration) -> (&'static str, String) {
         let after = |which: Which| {
             let last = self.trouble.iter().find(|(other, _)| *other == which);
@@ -597,7 +596,7 @@ impl Task {
 }
 
 impl Task {
-    /// A VM of its batch that came from an address which is nobody's: what that usually means.
+    /// Explains a guest of the same batch that came from an unknown address; empty if there is none.
     fn stranger(&self) -> String {
         let ticket = self.record.ticket.as_ref().filter(|_| self.record.seat.is_some());
         let Some(from) = ticket.and_then(|ticket| self.tickets.stranger(&ticket.id)) else {
@@ -616,18 +615,18 @@ impl From<Error> for Unapplied {
     }
 }
 
-/// What the VM's console ends with, where the provider shows it.
+/// Returns the end of the VM's console, if the provider offers it.
 pub(super) async fn console_of(fx: &dyn Effects, vm: &InstanceId) -> Option<Console> {
     let text = tokio::time::timeout(CONSOLE, fx.console(vm)).await.ok().flatten();
     text.map(|text| Console::read(&text))
 }
 
-/// Words of a guest, cut to what a log line should carry, on one line.
+/// Shortens a guest's text to one log line: 400 characters, without control characters.
 pub(super) fn clip(text: &str) -> String {
     text.chars().take(400).map(|c| if c.is_control() { ' ' } else { c }).collect()
 }
 
-/// Notes which pull secrets the guest has; where none were known it keeps those it had.
+/// Records the digest of the guest's pull secrets; while none are known, the guest keeps those it had.
 fn hand_over(record: &mut Record, secret: &Option<String>) {
     if let Some(secret) = secret {
         record.told_secret = Some(secret.clone()).filter(|secret| !secret.is_empty());

@@ -1,8 +1,8 @@
-//! Where a sandbox stands, and where it may go: one pure, total function.
+//! Defines the phases of a sandbox and the transitions between them: one pure, total function.
 //!
-//! Nothing here waits, writes or asks. The task (`task.rs`) applies an event, makes the new phase durable, and only
-//! then does what the phase obliges it to ([`duty`]). Because the duty follows from the phase alone, a task that
-//! recovers after a crash does the same as one that got there alive.
+//! This module does not wait, write or call. The task (`task.rs`) applies an event, makes the new phase durable, and
+//! only then performs the phase's duty ([`duty`]). The duty follows from the phase alone, so a task that recovers after
+//! a crash does the same as one that never stopped.
 //!
 //! ```text
 //! Created ─ Booting ─ Joining ─ Running ─ Leaving ─ Gone
@@ -14,82 +14,82 @@ use std::fmt;
 use peerpod_provider_api::InstanceId;
 use serde::{Deserialize, Serialize};
 
-/// How many offerings are tried before a sandbox fails for want of capacity. Each attempt has a key of its own.
-/// One attempt may name many offerings, where the cloud takes a list.
+/// Maximum number of attempts before a sandbox fails for lack of capacity. Each attempt has a key of its own. One
+/// attempt may name many offerings, where the cloud takes a list.
 pub const MAX_ATTEMPTS: u32 = 8;
 
-/// The phase of one sandbox, with what is known in it. This is what the ledger keeps.
+/// Phase of one sandbox, with its data. The ledger stores it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "name")]
 pub enum Phase {
-    /// Known in memory alone; nobody was asked for anything.
+    /// Known in memory only; nothing was requested.
     Created,
-    /// The cloud is being asked, or may have been before a crash, under the key of `attempt`; its answer is not known.
+    /// The cloud is being called under the key of `attempt`, or may have been before a crash; its answer is not known.
     Booting {
         /// Counts from 0; part of the idempotency key.
         attempt: u32,
     },
-    /// The VM exists; its guest is on its way to us.
+    /// The VM exists; its guest has not joined yet.
     Joining {
         /// The VM.
         vm: InstanceId,
     },
-    /// The guest has its pod's network and an agent that listens; StartVM is answered.
+    /// The guest has its pod's network and a listening agent; StartVM succeeds.
     Running {
         /// The VM.
         vm: InstanceId,
     },
-    /// A stop (or a failure) came while the cloud was still creating: what it makes is deleted as soon as it is known.
+    /// A stop or a failure came during the create call: the VM is deleted as soon as it is known.
     Unwanted {
-        /// The attempt whose outcome is open.
+        /// The attempt without a known result.
         attempt: u32,
     },
-    /// Everything that was made for the sandbox is being taken away, again and again until it is gone.
+    /// Everything that was made for the sandbox is being removed, with retries until it is gone.
     Leaving {
-        /// The VM to delete; `None` when the cloud is known to have made none.
+        /// The VM to delete; `None` if the cloud is known to have made none.
         vm: Option<InstanceId>,
     },
-    /// A tombstone: the id stays known so that a late CreateVM of it makes nothing.
+    /// Tombstone: the id stays known, so that a late CreateVM makes nothing.
     Gone,
 }
 
-/// What happened to a sandbox.
+/// Event in the life of a sandbox.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Event {
-    /// CreateVM was accepted: the intent may be written and the cloud asked.
+    /// CreateVM was accepted: the intent may be written and the cloud called.
     Begin,
-    /// The cloud made this VM (or found the one that an earlier call with the same key made).
+    /// The cloud made this VM, or found the one that an earlier call with the same key made.
     Made(InstanceId),
-    /// The cloud made nothing because this offering is exhausted; another one may do.
+    /// The cloud made nothing because this offering is exhausted; another one may have capacity.
     NoCapacity,
     /// The cloud made nothing and will not.
     Refused,
     /// The guest reported that the pod can run.
     Joined,
-    /// We give up on it: a deadline passed, or the VM or its guest failed.
+    /// The node gives up on the sandbox: a deadline passed, or the VM or its guest failed.
     Failed,
     /// StopVM, an inbox entry, or the reaper.
     Stop,
-    /// Relay, VM and network of it are confirmed gone.
+    /// The sandbox's relay state, VM and network are confirmed gone.
     Cleared,
-    /// The tombstone has stood long enough.
+    /// The tombstone's time is over.
     Expired,
 }
 
-/// What whoever owns the sandbox must do as long as it is in its phase.
+/// Duty of a sandbox's owner while the sandbox is in its phase.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
     /// Nothing new.
     Nothing,
-    /// Ask the cloud for the VM, with the key of the phase's attempt; meanwhile prepare network and relay.
+    /// Request the VM with the key of the phase's attempt; meanwhile prepare network and relay.
     Ask,
-    /// Learn the VM's address, connect its network, personalise its guest.
+    /// Get the VM's address, connect its network, assign the pod to its guest.
     Join,
-    /// Answer StartVM, and look after the guest.
+    /// Answer StartVM, and maintain the guest.
     Serve,
-    /// Learn what the cloud made, in order to delete it.
+    /// Find the VM that the cloud may have made, in order to delete it.
     Learn,
-    /// Take everything away.
+    /// Remove everything.
     Clear,
     /// Keep the tombstone until it expires.
     Bury,
@@ -97,23 +97,23 @@ pub enum Action {
     Forget,
 }
 
-/// An event that has no meaning in this phase. The phase stays what it was.
+/// Event that has no meaning in its phase. The phase does not change.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{event:?} has no meaning for a sandbox that is {phase}")]
 pub struct Refused {
-    /// The phase it met.
+    /// Phase at the time of the event.
     pub phase: Phase,
-    /// What was refused.
+    /// The refused event.
     pub event: Event,
 }
 
-/// The transition function. Total: every phase has a written answer to every event.
+/// Returns the next phase and its duty. Total: every phase has a written answer to every event.
 pub fn next(phase: &Phase, event: Event) -> Result<(Phase, Action), Refused> {
     use Phase::{Booting, Created, Gone, Joining, Leaving, Running, Unwanted};
 
     let next = match (phase, &event) {
         (Created, Event::Begin) => Booting { attempt: 0 },
-        // Nobody was asked for anything: a tombstone is all there is to keep.
+        // Nothing was requested, so only a tombstone remains.
         (Created, Event::Stop | Event::Failed) => Gone,
         (
             Created,
@@ -130,7 +130,7 @@ pub fn next(phase: &Phase, event: Event) -> Result<(Phase, Action), Refused> {
             Booting { attempt: attempt + 1 }
         }
         (Booting { .. }, Event::NoCapacity | Event::Refused) => Leaving { vm: None },
-        // The cloud may have made it already, or do so yet.
+        // The cloud may have made the VM already, or may still make it.
         (Booting { attempt }, Event::Stop | Event::Failed) => Unwanted { attempt: *attempt },
         (Booting { .. }, Event::Begin | Event::Joined | Event::Cleared | Event::Expired) => {
             return refused(phase, event);
@@ -138,7 +138,7 @@ pub fn next(phase: &Phase, event: Event) -> Result<(Phase, Action), Refused> {
 
         (Joining { vm }, Event::Joined) => Running { vm: vm.clone() },
         (Joining { vm } | Running { vm }, Event::Stop | Event::Failed) => Leaving { vm: Some(vm.clone()) },
-        // A cloud that answers twice says the same; another VM under one key is nothing this sandbox may own.
+        // A repeated answer names the same VM. Another VM under the same key never belongs to this sandbox.
         (Joining { vm }, Event::Made(again)) if again == vm => Joining { vm: vm.clone() },
         (Running { vm }, Event::Made(again)) if again == vm => Running { vm: vm.clone() },
         (Running { vm }, Event::Joined) => Running { vm: vm.clone() },
@@ -190,7 +190,7 @@ pub fn next(phase: &Phase, event: Event) -> Result<(Phase, Action), Refused> {
     Ok((next, action))
 }
 
-/// What a phase obliges its owner to do; also how recovery re-enters it.
+/// Returns the duty of a phase; recovery resumes a phase with it.
 pub fn duty(phase: &Phase) -> Action {
     match phase {
         Phase::Created => Action::Nothing,
@@ -208,11 +208,11 @@ fn refused(phase: &Phase, event: Event) -> Result<(Phase, Action), Refused> {
 }
 
 impl Phase {
-    /// All names, in the order of a life; for metrics that must show zeros too.
+    /// All names, in the order of a sandbox's life; for metrics that must show zeros too.
     pub const NAMES: [&'static str; 7] =
         ["created", "booting", "joining", "running", "unwanted", "leaving", "gone"];
 
-    /// One word for logs and metrics.
+    /// Returns the phase's name, one word, for logs and metrics.
     pub fn name(&self) -> &'static str {
         match self {
             Phase::Created => "created",
@@ -225,7 +225,7 @@ impl Phase {
         }
     }
 
-    /// The VM that is known to belong to it.
+    /// Returns the VM that is known to belong to the sandbox.
     pub fn vm(&self) -> Option<&InstanceId> {
         match self {
             Phase::Joining { vm } | Phase::Running { vm } => Some(vm),
@@ -234,7 +234,7 @@ impl Phase {
         }
     }
 
-    /// Whether somebody still wants it: neither stopped nor failed.
+    /// Whether the sandbox is wanted: neither stopped nor failed.
     pub fn is_live(&self) -> bool {
         match self {
             Phase::Created | Phase::Booting { .. } | Phase::Joining { .. } | Phase::Running { .. } => true,
@@ -297,7 +297,7 @@ mod tests {
         }
     }
 
-    /// One row a phase, one column an event, in the order of `events()`. `.` = stays, nothing to do; `!` = refused.
+    /// One row per phase, one column per event, in the order of `events()`. `.`: no change, no duty; `!`: refused.
     #[rustfmt::skip]
     const EXPECTED: &[(&str, [&str; 9])] = &[
         //              Begin        Made(a)      NoCapacity   Refused      Joined       Failed       Stop         Cleared Expired
@@ -353,11 +353,11 @@ mod tests {
         }
     }
 
-    /// What a cloud may hold for one sandbox.
+    /// VMs that a cloud may hold for one sandbox.
     #[derive(Clone, Debug, PartialEq)]
     enum Cloud {
         Nothing,
-        /// Asked, and the answer is open: there may be a VM.
+        /// A create was sent and its answer is open: there may be a VM.
         Asked,
         Vm(InstanceId),
     }
@@ -375,7 +375,7 @@ mod tests {
             let mut made = 0;
             for step in steps {
                 let mut event = events()[step].clone();
-                // What the world around cannot say at this moment is left out; everything else comes in any order.
+                // Events that the world cannot produce at this moment are left out; all others come in any order.
                 match &mut event {
                     Event::Made(id) if cloud == Cloud::Asked => {
                         made += 1;

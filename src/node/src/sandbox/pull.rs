@@ -1,7 +1,7 @@
-//! The pod's pull secrets: asked for in the background from CreateVM on, handed to the guest with all else, and asked for
-//! again while the pod runs. A service that is away holds a pod up no longer than one question may take; the guest hears
-//! of its secrets when they come. They are in memory only: a node that starts anew asks again, and meanwhile the guest
-//! keeps what it has.
+//! Fetches the pod's pull secrets and keeps those of the guest up to date. The first query runs in the background from
+//! CreateVM on. The guest gets the secrets with its pod assignment; further queries run while the pod runs. A service
+//! that does not answer delays a pod by one query at most; the guest gets its secrets once they arrive. The secrets are
+//! kept in memory only. A restarted node queries again, and meanwhile the guest keeps those it has.
 
 use std::time::Duration;
 
@@ -18,35 +18,35 @@ use super::{
     task::Task,
 };
 
-/// After a refusal, which is about the pod or the cluster's settings.
+/// Maximum pause after a refusal, which is due to the pod or the cluster's settings.
 const AFTER_REFUSAL: Duration = Duration::from_secs(60);
 
-/// What is known of a sandbox's pull secrets.
+/// Known pull secrets of a sandbox.
 #[derive(Default)]
 pub(super) struct Pull {
     secret: Option<Zeroizing<String>>,
-    /// Tells one secret from another; empty for an empty one.
+    /// Digest that distinguishes secrets; empty for an empty one.
     digest: String,
-    /// Whether the first question is over, with whatever answer.
+    /// Whether the first query has ended, with any result.
     asked: bool,
-    /// Not before.
+    /// Earliest time of the next query.
     next: Option<Instant>,
-    /// Whether the pod's owner was told that they are not there.
+    /// Whether the pod's owner got an Event about missing secrets.
     missed: bool,
 }
 
 impl Pull {
-    /// The secret, where it is known.
+    /// Returns the secret, if it is known.
     pub(super) fn secret(&self) -> Option<&str> {
         self.secret.as_ref().map(|secret| secret.as_str())
     }
 
-    /// For the record, of the secret that is known.
+    /// Returns the digest of the known secret, for the record.
     pub(super) fn digest(&self) -> Option<&str> {
         self.secret.as_ref().map(|_| self.digest.as_str())
     }
 
-    /// Whether this, as recorded, is what is known; also where nothing is.
+    /// Whether the recorded digest is that of the known secret; true while none is known.
     pub(super) fn is_same(&self, told: Option<&str>) -> bool {
         self.digest().is_none_or(|now| told.unwrap_or_default() == now)
     }
@@ -62,13 +62,13 @@ impl Task {
         self.record.pod.is_some() && self.fx.pull_secrets_every().is_some()
     }
 
-    /// Asks for the secrets when that is due.
+    /// Starts a query if one is due.
     pub(super) fn ask_pull_secret(&mut self) {
         if !self.slots.secret.is_idle() || self.fx.pull_secrets_every().is_none() {
             return;
         }
         let Some(pod) = self.record.pod.clone() else { return };
-        // By its uid, where that will be known in a moment: a name may be another pod's by now.
+        // The query uses the pod's UID, if it is about to be known: the name may belong to another pod by now.
         let booting = matches!(self.record.phase, Phase::Created | Phase::Booting { .. });
         if booting && pod.uid.is_none() && self.fx.is_in_cluster() && !self.announced {
             return;
@@ -85,7 +85,7 @@ impl Task {
         }
     }
 
-    /// The answer; whoever waits for it goes on in any case.
+    /// Handles the answer. A waiting guest goes on in any case.
     pub(super) fn pull_secret_came(&mut self, answer: Result<Zeroizing<String>, PullSecretError>) {
         self.pull.asked = true;
         let every = self.fx.pull_secrets_every().unwrap_or(AFTER_REFUSAL);
@@ -99,7 +99,7 @@ impl Task {
                 self.pull.digest = if secret.is_empty() {
                     String::new()
                 } else {
-                    // With the sandbox's id: the same secret of two pods does not show.
+                    // Includes the sandbox's id, so that the digest does not reveal that two pods have the same secret.
                     let mut digest = Sha256::new_with_prefix(self.record.id.as_str());
                     digest.update([0]);
                     digest.update(secret.as_bytes());

@@ -1,5 +1,5 @@
-//! What nobody stops: sandboxes that were created and never started, sandboxes whose network namespace is gone, and
-//! tombstones whose time is over.
+//! Stops sandboxes for which no StopVM comes: those that were never started, and those without their network namespace.
+//! Removes expired tombstones.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -12,19 +12,19 @@ use tracing::{info, warn};
 use super::{Sandboxes, phase::Phase, table::Entry, task::Stop};
 use crate::{ledger::NetnsRef, spec::SandboxId};
 
-/// Remembers since when each sandbox is without its namespace, or without a StartVM. Both count from when this process
-/// first saw it: a call that was held while the node was away must have its time.
+/// Times since which sandboxes lack their namespace or a StartVM. Both count from the first pass of this process that
+/// saw it: a call that was held while the node was away must have its time.
 #[derive(Default)]
 pub struct Reaper {
     missing: HashMap<SandboxId, Instant>,
     unstarted: HashMap<SandboxId, Instant>,
 }
 
-/// How often it looks.
+/// Interval between two passes.
 const EVERY: Duration = Duration::from_secs(5);
 
 impl Reaper {
-    /// Looks now and then, for ever.
+    /// Runs a pass at every interval, forever.
     pub async fn run(mut self, table: Sandboxes) {
         loop {
             self.pass(&table).await;
@@ -32,7 +32,7 @@ impl Reaper {
         }
     }
 
-    /// Looks once.
+    /// Runs one pass.
     pub async fn pass(&mut self, table: &Sandboxes) {
         let now = table.0.fx.now_ms();
         for id in table.expired(now) {
@@ -68,7 +68,7 @@ impl Reaper {
 }
 
 impl Sandboxes {
-    /// Network namespaces of live sandboxes, for the reaper.
+    /// Returns the live sandboxes with their network namespaces and whether StartVM was called.
     fn live_netns(&self) -> Vec<(SandboxId, NetnsRef, bool)> {
         let state = self.state();
         let entries = state.entries.iter().filter_map(|(id, entry)| match entry {
@@ -82,7 +82,7 @@ impl Sandboxes {
         entries.collect()
     }
 
-    /// Tombstones whose time is over.
+    /// Returns the expired tombstones.
     fn expired(&self, now_ms: u64) -> Vec<SandboxId> {
         let state = self.state();
         let entries = state.entries.iter().filter_map(|(id, entry)| match entry {
@@ -92,7 +92,7 @@ impl Sandboxes {
         entries.collect()
     }
 
-    /// Forgets a tombstone, on disk first.
+    /// Removes a tombstone, on disk first.
     async fn forget(&self, id: &SandboxId) {
         match self.0.fx.forget(id).await {
             Ok(()) => {

@@ -1,5 +1,5 @@
-//! What a restarted node does before it answers anybody: the stops that were promised for it, then every record of
-//! the ledger; and, when the cloud can be asked, the VMs that no record claims.
+//! Restores the state of a restarted node before it answers any call: first the stops that the relay promised, then
+//! every record of the ledger. When the cloud is reachable, it also deletes the VMs that no record claims.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -21,21 +21,21 @@ use crate::{
     spec::SandboxId,
 };
 
-/// What is found on the disk at the start.
+/// Contents of the state directory at the start.
 #[derive(Debug, Default)]
 pub struct Kept {
-    /// Every record that can be read.
+    /// Every readable record.
     pub records: Vec<Record>,
-    /// Every batch that can be read.
+    /// Every readable batch.
     pub batches: Vec<Batch>,
-    /// Sandboxes whose record cannot be read, now or since an earlier start.
+    /// Sandboxes with an unreadable record, found now or at an earlier start.
     pub unread: Vec<SandboxId>,
-    /// The inbox.
+    /// Notes in the inbox.
     pub notes: Vec<Note>,
 }
 
-/// Takes every record into the table, with the stops of the inbox carried out first: no sandbox makes one more step
-/// towards running after its stop. Returns the notes that are durable now and may be removed.
+/// Adds every record to the table, after it has applied the inbox's stops: no sandbox makes a further step towards
+/// running after its stop. Returns the notes that are durable now and may be removed.
 pub async fn recover(table: &Sandboxes, kept: Kept) -> Vec<Note> {
     let Kept { records, batches, unread, notes } = kept;
     let mut by_id: HashMap<SandboxId, Record> =
@@ -55,9 +55,9 @@ pub async fn recover(table: &Sandboxes, kept: Kept) -> Vec<Note> {
             }
         }
     }
-    // The batches first: a record does not say that its VM is one of theirs until it has it.
+    // Batches first: the record of a member does not name the batch until it has its VM.
     table.0.batches.adopt(batches, &by_id, &unread.into_iter().collect());
-    // Those that leave first: one that lives in the same network namespace must know whom to wait for.
+    // Leaving sandboxes first: a live one in the same network namespace waits for them.
     let (live, rest): (Vec<_>, Vec<_>) = by_id.into_values().partition(|record| record.phase.is_live());
     for record in rest.into_iter().chain(live) {
         table.adopt(record);
@@ -84,42 +84,43 @@ async fn stopped(table: &Sandboxes, id: &SandboxId, record: Option<Record>) -> R
 }
 
 impl Sandboxes {
-    /// Every VM that this node made and that has not vanished, as the provider says.
+    /// Lists every VM that this node made and that has not vanished, as reported by the provider.
     ///
     /// # Errors
-    /// When it cannot be asked.
+    /// The provider cannot be queried.
     pub async fn owned(&self) -> Result<Vec<Owned>, super::effects::CloudError> {
         self.0.fx.owned().await
     }
 }
 
-/// Finds VMs of ours that no record claims, and deletes them when they were seen twice, some time apart.
+/// Deletes VMs of this node that no record claims, after two passes, some time apart, have found them.
 pub struct Orphans {
     suspects: HashMap<InstanceId, Instant>,
-    /// Sandboxes whose record cannot be read: their VMs are somebody's.
+    /// Sandboxes with an unreadable record: their VMs may be in use.
     protected: Vec<SandboxId>,
-    /// Batches whose file cannot be read, the same.
+    /// Batches with an unreadable file: their VMs may be in use, too.
     batches: Vec<String>,
     grace: Duration,
 }
 
 impl Orphans {
-    /// `protected`: sandboxes in quarantine. `grace`: how long a VM must have been unclaimed.
+    /// Spares the VMs of the sandboxes in `protected`, which are in quarantine. A VM must have been unclaimed for
+    /// `grace`.
     pub fn new(protected: Vec<SandboxId>, grace: Duration) -> Orphans {
         Orphans { suspects: HashMap::new(), protected, batches: Vec::new(), grace }
     }
 
-    /// With these batches in quarantine.
+    /// Spares the VMs of these batches too, which are in quarantine.
     #[must_use]
     pub fn sparing(self, batches: Vec<String>) -> Orphans {
         Orphans { batches, ..self }
     }
 
-    /// Looks now and then, for ever.
+    /// Runs a pass at every interval, forever.
     pub async fn run(mut self, table: Sandboxes, every: Duration) {
         loop {
             let pause = match self.pass(&table).await {
-                // The second look is soon, so that an orphan of the last crash does not live on for long.
+                // The second pass follows soon, so that an orphan of the last crash does not exist for long.
                 Ok(_) if !self.suspects.is_empty() => self.grace.min(every),
                 Ok(_) => every,
                 Err(error) => {
@@ -131,12 +132,12 @@ impl Orphans {
         }
     }
 
-    /// Looks once. Returns how many VMs were deleted.
+    /// Runs one pass. Returns the number of deleted VMs.
     ///
     /// # Errors
-    /// When the cloud cannot be asked.
+    /// The cloud cannot be queried.
     pub async fn pass(&mut self, table: &Sandboxes) -> Result<usize, String> {
-        // The list first: what comes to be claimed meanwhile is claimed.
+        // The list is fetched first, so that a VM that is claimed meanwhile counts as claimed.
         let owned = table.0.fx.owned().await.map_err(|error| error.to_string())?;
         let unclaimed = self.unclaimed(&owned, table);
         self.suspects.retain(|id, _| unclaimed.contains(id));
@@ -165,7 +166,7 @@ impl Orphans {
         };
         let mut keys: HashSet<IdempotencyKey> = HashSet::new();
         let mut vms: HashSet<InstanceId> = HashSet::new();
-        // One that was stopped since is known again, as a tombstone: then its VM is nobody's.
+        // A sandbox that was stopped since is known as a tombstone; its VM has no owner any more.
         let protected: Vec<_> = self.protected.iter().filter(|id| table.view(id).is_none()).collect();
         for id in &protected {
             keys.extend((0..MAX_ATTEMPTS).map(|attempt| key(id, attempt)));
@@ -194,7 +195,7 @@ impl Orphans {
         let unclaimed = owned.iter().filter(|vm| {
             let by_key = match &vm.key {
                 Some(key) => keys.contains(key),
-                // It lost its mark: it may be anybody's whose VM is not known yet.
+                // The VM has lost its key: it may belong to any sandbox without a known VM.
                 None => open,
             };
             vm.state != OwnedState::Deleting && !vms.contains(&vm.id) && !by_key

@@ -1,5 +1,6 @@
-//! A running guest follows the node's CA: it is told whom to trust, gives a CSR for the key it has, and gets a new
-//! certificate once the relay knows it. Each step may be repeated; a crash begins with the first.
+//! Renews a running guest's certificate when the node's CA rotates. The guest gets the CA set to trust, returns a CSR
+//! for its key, and gets a new certificate once the relay has it. Each step may be repeated; after a crash the first
+//! step runs again.
 
 use std::{sync::Arc, time::Duration};
 
@@ -14,17 +15,17 @@ use super::{
     task::{Task, Unapplied},
 };
 
-/// A certificate on its way to the guest.
+/// Certificate on its way to the guest.
 pub(super) struct Renewal {
     trusted: Arc<Trusted>,
     chain: Vec<Vec<u8>>,
-    /// The relay knows it from this version on.
+    /// First version of the relay's state that contains it.
     put: u64,
 }
 
-/// A guest may still be connected by a certificate that was replaced, and may have missed a newer one.
+/// Certificates kept per guest: it may still be connected by a replaced one, and may have missed a newer one.
 const KEEP: usize = 3;
-/// The guest only writes a file.
+/// Time limit of the guest's answer; the guest only writes a file.
 const WITHIN: Duration = Duration::from_secs(10);
 
 impl Task {
@@ -43,7 +44,7 @@ impl Task {
         let certificates = match renewal {
             None => Vec::new(),
             Some(renewal) if renewal.put <= self.put_done => renewal.chain.clone(),
-            Some(_) => return, // the relay first, or the guest would be turned away
+            Some(_) => return, // the relay first, or it would reject the guest
         };
         let asks = certificates.is_empty();
         let mut request = Request::new();
@@ -55,7 +56,7 @@ impl Task {
         });
     }
 
-    /// The guest trusts the new set; here is its CSR.
+    /// Signs the CSR of a guest that trusts the new set.
     pub(super) async fn told(&mut self, trusted: Arc<Trusted>, reply: Reply) -> Result<(), Unapplied> {
         let bound = self.record.binding.clone();
         let ours = self.fx.csr_key(&reply.csr).ok().map(|key| hex::encode(&key));
@@ -88,7 +89,7 @@ impl Task {
         Ok(())
     }
 
-    /// The guest has its new certificate.
+    /// Records that the guest has its new certificate.
     pub(super) async fn renewed(&mut self, trusted: Arc<Trusted>, reply: Reply) -> Result<(), Unapplied> {
         self.renewal = None;
         if !reply.error.is_empty() {

@@ -1,6 +1,6 @@
-//! What a guest says of itself while its pod runs: how large a packet may be on the way to the node, and what of the
-//! pod's network is not as planned. Only read and told to people; nothing is decided by it, and a guest that says
-//! something else each time fills no log.
+//! Reads the guest's status while its pod runs: the path MTU to the node, and deviations of the pod's network from the
+//! plan. The status only feeds logs and metrics; no decision depends on it. The number of log lines is bounded, so that
+//! a guest with ever-changing reports does not fill the log.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 
@@ -10,31 +10,31 @@ use tracing::{info, warn};
 
 use super::{outcomes::clip, phase::Phase, task::Task};
 
-/// What is said about one sandbox at most, in one life of its task.
+/// Maximum number of log lines for one sandbox, in one life of its task.
 const MOST_SAID: u32 = 64;
-/// Notes of one status that are looked at.
+/// Maximum number of notes read from one status.
 const MOST_NOTES: usize = 8;
 
-/// What was heard and said.
+/// Last report of a guest, and the number of log lines so far.
 #[derive(Default)]
 pub(super) struct Reports {
-    /// The status that was looked at last, and the MTU that was planned then.
+    /// Hash of the status that was read last and of the MTU planned at that time.
     seen: u64,
     path: Option<Path>,
     notes: Vec<String>,
     said: u32,
 }
 
-/// What became of the way between VM and node.
+/// State of the path between VM and node.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Path {
-    /// For the metric.
+    /// Label of the metric.
     kind: &'static str,
     sentence: String,
 }
 
 impl Task {
-    /// Looks at the guest's last status, where it is another one.
+    /// Reads the guest's status if it has changed.
     pub(super) fn hear_reports(&mut self) {
         let Phase::Running { .. } = self.record.phase else { return };
         let Some(plan) = &self.plan else { return };
@@ -88,7 +88,7 @@ fn may_say(said: &mut u32) -> bool {
     *said < MOST_SAID
 }
 
-/// What the status says of the path, beside what was planned; `None`: nothing yet.
+/// Compares the status with the plan; `None` while the guest has not reported a path.
 fn judge(plan: &NetworkPlan, status: &Status) -> Option<Path> {
     let path = status.path.as_ref().filter(|path| path.mtu > 0)?;
     let planned = plan.interfaces.first().map_or(0, |interface| interface.mtu);

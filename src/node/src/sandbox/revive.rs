@@ -1,6 +1,6 @@
-//! A sandbox's task that panicked: a bug of ours, which must not cost the pod. What the task knew is gone, what it
-//! intended is in the ledger; so it is picked up from there, as after a crash of the whole node, at once and then ever
-//! more slowly.
+//! Restarts a sandbox's task after a panic. A panic is a bug in the node and must not cost the pod. The task's memory
+//! is lost, but the ledger contains its intent. The new task starts from the ledger, as after a crash of the whole
+//! node: at once, then after ever longer pauses.
 
 use std::time::Duration;
 
@@ -13,14 +13,14 @@ use super::{
 };
 use crate::spec::SandboxId;
 
-/// The pause after the first panic; doubled with each one that follows.
+/// Pause after the first panic; doubles with each further one.
 const FIRST: Duration = Duration::from_millis(50);
-/// The longest pause.
+/// Longest pause.
 const LONGEST: Duration = Duration::from_secs(60);
-/// One that went well for so long begins with the first pause again.
+/// Time without a panic after which the first pause applies again.
 const FORGIVEN: Duration = Duration::from_secs(600);
 
-/// How often a sandbox's task panicked of late.
+/// Recent panics of a sandbox's task.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Panics {
     count: u32,
@@ -28,7 +28,7 @@ pub(super) struct Panics {
 }
 
 impl Panics {
-    /// One more: how long to pause, and what to remember.
+    /// Counts one more panic. Returns the pause before the restart, and the new count.
     fn after(before: Option<Panics>, now: Instant) -> (Duration, Panics) {
         let recent = before.filter(|before| now.duration_since(before.last) < FORGIVEN);
         let count = recent.map_or(0, |before| before.count.saturating_add(1));
@@ -37,7 +37,7 @@ impl Panics {
     }
 }
 
-/// Hears of a task that ends by a panic.
+/// Guard that schedules a restart if its task ends by a panic.
 pub(super) struct Mourner {
     pub(super) table: Sandboxes,
     pub(super) id: SandboxId,
@@ -84,7 +84,8 @@ impl Sandboxes {
         self.0.inserted.send_modify(|count| *count += 1);
     }
 
-    /// Waits until a sandbox whose task is gone has another one, or is known not to exist; `false` when neither comes.
+    /// Waits until a sandbox without a task has a new one, or is known not to exist; `false` if neither happens in
+    /// time.
     pub(super) async fn revived(&self, id: &SandboxId, dead: &Running, within: Duration) -> bool {
         let mut inserted = self.0.inserted.subscribe();
         let another = async {

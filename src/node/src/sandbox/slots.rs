@@ -1,8 +1,8 @@
-//! What a sandbox is doing at the moment: one slot for each kind of effect, so that nothing of one kind ever runs
-//! twice, and everything else runs at once.
+//! Tracks a sandbox's in-flight operations: one slot for each kind. Two operations of one kind never overlap; different
+//! kinds run concurrently.
 //!
-//! An effect runs inside its sandbox's task. A slot can also rest (back-off), and can hold an outcome that could not
-//! be recorded, to deliver it again.
+//! An operation runs inside its sandbox's task. A slot can also hold a backoff pause, or a result that could not be
+//! recorded and is delivered again.
 
 use std::{future::Future, net::IpAddr, sync::Arc, time::Duration};
 
@@ -18,37 +18,37 @@ use super::{
 };
 use crate::{ledger::Network, volumes::PodVolumes};
 
-/// What an effect came to.
+/// Result of a finished operation.
 #[derive(Clone)]
 pub(super) enum Outcome {
-    /// Nothing: a pause is over.
+    /// End of a pause.
     Rested,
-    /// Whether it gets its VM with others; `None`: it does not, and nobody was asked for one yet.
+    /// End of a batch window; `None`: the sandbox goes on alone, and nothing was requested for it yet.
     Seated(Option<Seat>),
-    /// The cluster shows it, or could not at once; the pod's UID.
+    /// End of the announcement in the cluster, with the pod's UID if known.
     Announced(Option<String>),
-    /// Where the attempt is to be made.
+    /// Placement of the attempt.
     Placed(Result<Option<Placement>, CloudError>),
     Created(Result<InstanceId, CloudError>),
-    /// A look for the VM by its key; `after` is what the create before it said, if that was final.
+    /// Look-up of the VM by its key; `after` is the error of the create before it, if that was final.
     Found {
         result: Result<Option<InstanceId>, CloudError>,
         after: Option<CloudError>,
     },
     Located(Result<Vec<IpAddr>, CloudError>),
-    /// The pod's volumes are attached to its VM.
+    /// Attachment of the pod's volumes to its VM.
     Attached(Result<Box<PodVolumes>, CloudError>),
     Reserved(Result<Network, NetworkError>),
     Connected(Result<Box<NetworkPlan>, NetworkError>),
-    /// Another look at the pod's network; `heard`: what had been heard when it began.
+    /// Inspection of the pod's network; `heard` is the change count at its start.
     Followed {
         heard: Heard,
         result: Result<Box<Followed>, NetworkError>,
     },
-    /// What the cloud says of the VM's addresses, asked because its guest comes from this one.
+    /// The VM's addresses in the cloud, queried because the guest connects from `from`.
     Traced {
         from: IpAddr,
-        /// Whether it lies the same way as the address that is known.
+        /// Whether `from` lies on the same path as the known address.
         near: bool,
         result: Result<Vec<IpAddr>, CloudError>,
     },
@@ -56,34 +56,34 @@ pub(super) enum Outcome {
         version: u64,
         result: Result<(), RelayError>,
     },
-    /// The pod's localhost; `version`: of what the relay had been told.
+    /// Redirection of the pod's localhost; `version` is the version of the relay's state at its start.
     Carried {
         version: u64,
         result: Result<(), NetworkError>,
     },
-    /// `digest`: which plan; `secret`: which pull secrets, where they are known.
+    /// Pod assignment; `digest` identifies the plan, `secret` the pull secrets where they are known.
     Greeted {
         session: String,
         digest: String,
         secret: Option<String>,
         result: Result<Box<Reply>, RelayError>,
     },
-    /// The guest was told whom to trust and asked for a CSR.
+    /// First step of a CA rotation: the guest got the CA set and a request for a CSR.
     Told {
         trusted: Arc<Trusted>,
         result: Result<Box<Reply>, RelayError>,
     },
-    /// The guest was given its new certificate.
+    /// Second step of a CA rotation: the guest got its new certificate.
     Renewed {
         trusted: Arc<Trusted>,
         result: Result<Box<Reply>, RelayError>,
     },
-    /// What is known of the pod's pull secrets.
+    /// Answer about the pod's pull secrets.
     PullSecret(Result<Zeroizing<String>, PullSecretError>),
     Cleared(super::clear::Pass),
 }
 
-/// One kind of effect.
+/// In-flight operation of one kind.
 #[derive(Default)]
 pub(super) struct Slot {
     future: Option<BoxFuture<'static, Outcome>>,
@@ -91,9 +91,9 @@ pub(super) struct Slot {
     failures: u32,
 }
 
-/// The first pause after a failure; doubled each time.
+/// First backoff pause; doubles with each failure.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
-/// The longest pause.
+/// Longest backoff pause.
 const LONGEST_PAUSE: Duration = Duration::from_secs(10);
 
 impl Slot {
@@ -101,14 +101,14 @@ impl Slot {
         self.future.is_none()
     }
 
-    /// Starts an effect. The slot must be idle.
+    /// Starts an operation. The slot must be idle.
     pub(super) fn start(&mut self, effect: impl Future<Output = Outcome> + Send + 'static) {
         debug_assert!(self.is_idle());
         self.resting = false;
         self.future = Some(effect.boxed());
     }
 
-    /// Pauses after a failure, longer each time, at least as long as was asked for.
+    /// Pauses after a failure: the growing backoff, but at least `at_least`.
     pub(super) fn rest(&mut self, at_least: Duration) {
         let pause = self.pause().max(at_least);
         self.failures = self.failures.saturating_add(1);
@@ -119,7 +119,7 @@ impl Slot {
         self.resting = true;
     }
 
-    /// Delivers an outcome again later: it was not recorded yet.
+    /// Delivers a result again after a pause: it was not recorded yet.
     pub(super) fn again(&mut self, outcome: Outcome) {
         let pause = self.pause();
         self.failures = self.failures.saturating_add(1);
@@ -129,33 +129,33 @@ impl Slot {
         });
     }
 
-    /// It worked: the next failure pauses shortly again.
+    /// Resets the backoff after a success.
     pub(super) fn worked(&mut self) {
         self.failures = 0;
     }
 
-    /// How often in a row it failed.
+    /// Returns the number of consecutive failures.
     pub(super) fn failures(&self) -> u32 {
         self.failures
     }
 
-    /// Ends a pause; an effect that runs goes on to its end.
+    /// Ends a pause; a running operation continues.
     pub(super) fn wake(&mut self) {
         if self.resting {
             self.cancel();
         }
     }
 
-    /// Drops whatever runs. Only for effects that leave nothing behind.
+    /// Drops the running operation. Only for operations that leave nothing behind.
     pub(super) fn cancel(&mut self) {
         self.future = None;
         self.resting = false;
         self.failures = 0;
     }
 
-    /// The outcome; never, as long as the slot is idle.
+    /// Waits for the result; pending forever while the slot is idle.
     ///
-    /// cancel safety: dropped before its end, the effect stays in the slot and is polled again later.
+    /// cancel safety: if this call is dropped, the operation stays in the slot and is polled again later.
     pub(super) async fn done(&mut self) -> Outcome {
         let Some(future) = &mut self.future else { return pending().await };
         let outcome = future.await;
@@ -172,25 +172,25 @@ impl Slot {
 /// All slots of a sandbox.
 #[derive(Default)]
 pub(super) struct Slots {
-    /// Place, create, find, addresses.
+    /// Placement, create, look-up and addresses.
     pub(super) cloud: Slot,
-    /// The pod's volumes.
+    /// Volume attachment.
     pub(super) volumes: Slot,
-    /// Reserve and connect.
+    /// Tunnel reservation, connection and inspection.
     pub(super) network: Slot,
     /// PutSandbox.
     pub(super) relay: Slot,
-    /// The pod's localhost.
+    /// Redirection of the pod's localhost.
     pub(super) localhost: Slot,
-    /// Personalise.
+    /// Pod assignment and CA rotation.
     pub(super) guest: Slot,
-    /// The pod's pull secrets.
+    /// Pull secrets.
     pub(super) secret: Slot,
-    /// The way out.
+    /// Removal of everything that was made.
     pub(super) clear: Slot,
 }
 
-/// Which slot an outcome came from.
+/// Slot of a result.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Which {
     Cloud,
@@ -217,7 +217,7 @@ impl Slots {
         }
     }
 
-    /// The next outcome of any of them; never, as long as all are idle.
+    /// Waits for the next result of any slot; pending forever while all are idle.
     ///
     /// cancel safety: as [`Slot::done`].
     pub(super) async fn next(&mut self) -> (Which, Outcome) {

@@ -1,4 +1,4 @@
-//! What a phase obliges its task to: starts every effect that is due and does not run yet.
+//! Performs a phase's duty: starts every operation that is due and not in flight.
 
 use std::{
     net::{IpAddr, SocketAddr},
@@ -28,11 +28,11 @@ use crate::{
     volumes::PodVolumes,
 };
 
-/// Addresses at which a guest is dialled.
+/// Maximum number of addresses at which a guest is dialled.
 const MOST_DIALLED: usize = 8;
 
 impl Task {
-    /// Starts what is due. Cheap and without waiting: called after everything that happens.
+    /// Starts the operations that are due. Cheap and without waiting; runs after every event.
     pub(super) fn pump(&mut self) {
         match duty(&self.record.phase) {
             Action::Ask => {
@@ -67,7 +67,7 @@ impl Task {
         }
     }
 
-    /// Asks the cloud for the VM.
+    /// Requests the VM from the cloud, after the announcement in the cluster.
     fn ask(&mut self) {
         let Phase::Booting { attempt } = self.record.phase else { return };
         if !self.slots.cloud.is_idle() {
@@ -77,7 +77,7 @@ impl Task {
         if !self.announced {
             let (fx, record) = (self.fx.clone(), self.record.clone());
             return self.slots.cloud.start(async move {
-                // Before anything is asked for: whose disks these are must be known as long as a VM may come of it.
+                // Recorded before any request: the disks must have a known owner as long as a VM may come of it.
                 if let Some(volumes) = &record.volumes
                     && let Err(error) = fx.expect_vm(&record.id, volumes).await
                 {
@@ -100,16 +100,16 @@ impl Task {
         }
     }
 
-    /// Waits for others that want the same.
+    /// Joins a window with sandboxes that want the same VM.
     fn join(&mut self, request: &CreateRequest, attempt: u32) {
         let member = Member { sandbox: self.record.id.clone(), attempt };
         let seated = self.batches.join(member, request);
         self.way = Way::Joining;
-        // Never answered: the node is closing, and so are we.
+        // The sender is dropped only if the node is closing, and this task with it.
         self.slots.cloud.start(async move { Outcome::Seated(seated.await.unwrap_or(None)) });
     }
 
-    /// Waits for what the batch comes to.
+    /// Waits for the batch's result.
     fn sit(&mut self, seat: Seat) {
         self.slots.cloud.start(async move {
             match seat.outcome().await {
@@ -119,7 +119,7 @@ impl Task {
         });
     }
 
-    /// Has the pod's volumes attached, beside everything else that goes on before it runs.
+    /// Attaches the pod's volumes, concurrently with all other steps before the pod runs.
     fn attach(&mut self) {
         let (Phase::Joining { vm }, Some(volumes)) = (&self.record.phase, &self.record.volumes) else {
             return;
@@ -133,13 +133,14 @@ impl Task {
             .start(async move { Outcome::Attached(fx.attach(&id, &vm, volumes).await.map(Box::new)) });
     }
 
-    /// Whether the pod's volumes are with its VM and known to the relay, which is to recognise them without us.
+    /// Whether the pod's volumes are attached and the relay has their map. The relay must recognise them without the
+    /// node.
     fn has_volumes(&self) -> bool {
         self.record.volumes.as_ref().is_none_or(|volumes| volumes.is_ready() && self.put_done > 0)
     }
 
-    /// Has the attempt's place chosen and recorded, then the VM made there. A create that may have been sent before is
-    /// repeated with the place it had.
+    /// Chooses and records the attempt's placement, then creates the VM there. A create that may have been sent before
+    /// is repeated with its recorded placement.
     fn create(&mut self, request: CreateRequest, attempt: u32) {
         let (fx, key) = (self.fx.clone(), self.key(attempt));
         if request.placement.is_none() && self.placed != Some(attempt) {
@@ -149,9 +150,9 @@ impl Task {
         }
     }
 
-    /// Learns what the cloud made for a sandbox nobody wants any more: looks for it, and where nothing is shown asks
-    /// for it again with the same key, because a list may lag behind a create that nobody heard the answer of. One with
-    /// a seat in a batch hears it from the batch.
+    /// Finds the VM that the cloud may have made for an unwanted sandbox. If the list does not show one, the create is
+    /// repeated with the same key: a list may lag behind a create with a lost answer. A member of a batch gets the
+    /// result from its batch.
     fn learn(&mut self) {
         if !self.slots.cloud.is_idle() {
             return;
@@ -176,7 +177,7 @@ impl Task {
         });
     }
 
-    /// Asks again with the same key, in order to have something to delete.
+    /// Repeats the create with the same key, in order to have a VM to delete.
     pub(super) fn ask_to_delete(&mut self) {
         let Phase::Unwanted { attempt } = self.record.phase else { return };
         let Some(request) = self.record.request.clone() else {
@@ -186,7 +187,7 @@ impl Task {
         self.create(request, attempt);
     }
 
-    /// Learns the VM's addresses.
+    /// Gets the VM's addresses.
     fn locate(&mut self) {
         let Phase::Joining { vm } = &self.record.phase else { return };
         if (self.record.addresses.is_empty() || self.is_not_told_apart()) && self.slots.cloud.is_idle() {
@@ -195,7 +196,7 @@ impl Task {
         }
     }
 
-    /// A guest with the batch's ticket knocks from an address that the cloud has named for no VM yet.
+    /// Whether a guest with the batch's ticket connects from an address that the cloud has not named for any VM yet.
     pub(super) fn is_not_told_apart(&self) -> bool {
         let ticket = self.record.ticket.as_ref().filter(|_| self.record.seat.is_some());
         self.record.binding.is_none() && ticket.is_some_and(|ticket| self.tickets.is_awaited(&ticket.id))
@@ -208,9 +209,9 @@ impl Task {
         }
         let Some(netns) = self.record.netns.clone() else { return };
         if let Some(mut before) = self.predecessor.take() {
-            // Whoever had the namespace before us must be out of it, or it would take our device away.
+            // The namespace's previous sandbox must have left it, or it would remove the new device.
             self.slots.network.start(async move {
-                // An error means that its task is gone, and with it whatever it was doing.
+                // An error means that the previous sandbox's task has ended, and all its operations with it.
                 drop(before.wait_for(|view| view.network_gone).await);
                 Outcome::Rested
             });
@@ -225,7 +226,7 @@ impl Task {
                     .start(async move { Outcome::Reserved(fx.reserve(&netns, &id, v6, None).await) });
             }
             (Some(network), None) if !self.record.addresses.is_empty() => {
-                // Reserved for the other family than the VM has; a VNI is unique per family.
+                // The tunnel was reserved for the other address family; a VNI is unique per family.
                 self.slots.network.start(async move {
                     let undone = fx.disconnect(&netns, &id, Some(&network), None).await;
                     Outcome::Reserved(match undone {
@@ -235,7 +236,7 @@ impl Task {
                 });
             }
             (Some(network), Some(vm)) if self.is_unsuited(&network, vm) => {
-                // Nothing went through it yet: the guest hears of its network only when it is there.
+                // The tunnel has carried nothing yet: the guest gets its network plan only when the tunnel is complete.
                 self.plan = None;
                 self.slots.network.start(async move {
                     let undone = fx.disconnect(&netns, &id, Some(&network), Some(vm)).await;
@@ -265,7 +266,7 @@ impl Task {
         self.fx.tunnel_peer(network, &peerpod_link::birth::from_hex(key)?)
     }
 
-    /// Where the relay is to dial: every address that anybody ever named, the likeliest first.
+    /// Returns the addresses that the relay dials: every address ever named for the VM, the likeliest first.
     pub(super) fn dial(&self) -> Vec<String> {
         let Some(port) = self.settings.dial else { return Vec::new() };
         let addresses = self.moved.iter().chain(&self.record.addresses);
@@ -278,7 +279,7 @@ impl Task {
         dial
     }
 
-    /// The VM has other addresses than those where its guest is dialled in vain, the cloud says. Its tunnel follows when
+    /// Handles other addresses of the VM from the cloud, while its guest is dialled in vain. The tunnel follows once
     /// the guest was reached there.
     pub(super) fn moved(&mut self, addresses: Vec<IpAddr>) {
         let new = addresses.iter().any(|address| !self.record.addresses.contains(address));
@@ -290,7 +291,7 @@ impl Task {
         self.redial();
     }
 
-    /// The relay is to hear where the guest is dialled now.
+    /// Sends the relay the guest's new dial addresses.
     pub(super) fn redial(&mut self) {
         if self.settings.dial.is_some() {
             self.put_wanted += 1;
@@ -298,7 +299,7 @@ impl Task {
         }
     }
 
-    /// Tells the relay what it must know, whenever that changed or the relay is another one.
+    /// Sends the relay the sandbox's state, whenever that has changed or the relay is a new process.
     fn tell_relay(&mut self) {
         if self.put_done >= self.put_wanted || !self.slots.relay.is_idle() {
             return;
@@ -317,7 +318,8 @@ impl Task {
         self.slots.relay.start(async move { Outcome::Put { version, result: fx.put(request).await } });
     }
 
-    /// Personalises the guest as soon as it is there; again when it is another one.
+    /// Assigns the pod to the guest as soon as it is connected, and again if session, plan, endpoints or pull secrets
+    /// change.
     fn greet(&mut self) {
         if !self.slots.guest.is_idle() || !self.has_volumes() {
             return;
@@ -329,7 +331,7 @@ impl Task {
         };
         self.reached("guest_connected");
         if !self.is_pull_secret_asked() {
-            return; // its answer, or its deadline, comes soon
+            return; // the answer, or its deadline, comes soon
         }
         if self.record.session.as_ref().is_some_and(|session| *session != guest.session) {
             warn!(session = guest.session, "the guest program is another one: what it had under way is lost");
@@ -355,8 +357,8 @@ impl Task {
         let volumes = self.record.volumes.clone();
         let (fx, id, session) = (self.fx.clone(), self.record.id.clone(), guest.session);
         let secret = self.pull.digest().map(str::to_owned);
-        // The guest gives up on its agent, and before that on a way to us, by itself; this only ends a call that nobody will
-        // answer.
+        // The guest gives up on its agent, and before that on a path to the node, by itself. This limit only ends a
+        // call without an answer.
         let timeout = self.settings.agent_timeout + Duration::from_secs(30);
         self.slots.guest.start(async move {
             if let Some(volumes) = &volumes {
@@ -385,7 +387,7 @@ impl Task {
         Some(images)
     }
 
-    /// Takes everything away, as soon as nothing more is being made.
+    /// Removes everything, as soon as no operation that makes something is in flight.
     fn clear(&mut self) {
         let quiet =
             self.slots.network.is_idle() && self.slots.relay.is_idle() && self.slots.localhost.is_idle();
@@ -399,7 +401,8 @@ impl Task {
     }
 
     fn everything(&self) -> Left {
-        // Asked even when the link seems down: after a restart of ours the relay may not have said yet that it is up.
+        // Flushed even if the link seems down: after a restart of the node, the relay may not have reported yet that it
+        // is up.
         let greeted = self.record.session.is_some();
         Left {
             id: self.record.id.clone(),
@@ -420,19 +423,19 @@ impl Task {
     }
 }
 
-/// Only now, and into what is sent alone: neither record nor ledger has them.
+/// Adds the credentials to the outgoing message alone: neither record nor ledger contains them.
 fn with_credentials(personalise: &mut Personalise, told: &[Option<Zeroizing<Vec<u8>>>]) {
     for (volume, told) in personalise.volumes.iter_mut().zip(told) {
         volume.credentials = told.as_ref().map(|told| told.to_vec()).unwrap_or_default();
     }
 }
 
-/// What the guest is to find, too; it was read when the pod was made.
+/// Returns the initdata's digest, which the guest must find too. CreateVM has parsed the text before.
 fn digest_of(initdata: Option<&str>) -> String {
     initdata.and_then(|text| Initdata::parse(text).ok()).map(|read| read.digest).unwrap_or_default()
 }
 
-/// The VM's address that its tunnel goes to: the first of the family the tunnel was reserved for.
+/// Returns the remote of the tunnel: the VM's first address of the family the tunnel was reserved for.
 pub(super) fn address(record: &Record) -> Option<IpAddr> {
     let network = record.network.as_ref()?;
     record.addresses.iter().copied().find(|address| address.is_ipv6() == network.v6)

@@ -1,5 +1,5 @@
-//! Id → sandbox. Finds the task that owns a sandbox, and keeps what must be known across sandboxes: whose network
-//! namespace, whose ticket, which pod. Everything here is a look-up; nothing scans on the path of a call.
+//! Maps an id to the task that owns the sandbox, and indexes the sandboxes by network namespace, ticket and pod. No
+//! call of the hypervisor API scans the entries: each is a look-up.
 
 mod state;
 
@@ -40,14 +40,14 @@ use crate::{
     volumes::PodVolumes,
 };
 
-/// What CreateVM wishes for.
+/// Request of a CreateVM.
 #[derive(Clone, Debug)]
 pub struct Wish {
-    /// The sandbox.
+    /// Id of the sandbox.
     pub id: SandboxId,
-    /// The annotations, read; their mistake when they could not be. A known id does not need them.
+    /// Parsed annotations, or the error in them. A known id does not need them.
     pub wanted: Result<Wanted, String>,
-    /// As the shim sent it.
+    /// Path of the network namespace, as the shim sent it.
     pub netns: PathBuf,
 }
 
@@ -62,19 +62,19 @@ pub(super) struct Inner {
     pub(super) batches: Batches,
     tickets: Arc<Tickets>,
     state: Mutex<State>,
-    /// Held while a tombstone of an unknown id is written: one at a time, they are rare.
+    /// Held while a tombstone of an unknown id is written: one at a time, because they are rare.
     burying: tokio::sync::Mutex<()>,
-    /// Counts insertions, for who waits for a pod that is not there yet.
+    /// Counts insertions, for calls that wait for a pod without a sandbox yet.
     pub(super) inserted: watch::Sender<u64>,
 }
 
-/// Commands that may wait for one sandbox; a shim has one or two in flight.
+/// Maximum number of queued commands for one sandbox; a shim has one or two in flight.
 const QUEUE: usize = 64;
-/// How long a call that changes a sandbox waits for another task, when the sandbox's own is gone.
+/// Time for which a call that changes a sandbox waits for a new task, after the sandbox's task is gone.
 const ANOTHER: Duration = Duration::from_secs(5);
 
 impl Sandboxes {
-    /// An empty table.
+    /// Returns an empty table.
     pub fn new(fx: Arc<dyn Effects>, settings: Settings, metrics: Metrics) -> Sandboxes {
         let (settings, tickets) = (Arc::new(settings), Arc::<Tickets>::default());
         Sandboxes(Arc::new(Inner {
@@ -89,12 +89,12 @@ impl Sandboxes {
         }))
     }
 
-    /// CreateVM. Answers with the agent's socket as soon as the intent is durable; the rest goes on behind it. A known
-    /// id, also a stopped one, gets its path before anything else is looked at. Just after the node's start a new one waits
-    /// until it is known where VMs find this node, and not for ever.
+    /// Handles CreateVM. Returns the agent socket's path as soon as the intent is durable; the rest runs in the
+    /// background. A known id, even a stopped one, gets its path before any other check. Just after the node's start, a
+    /// new id waits for a bounded time until the node's endpoints are known.
     ///
     /// # Errors
-    /// When the wish cannot be granted; then nothing was done.
+    /// The request cannot be granted; nothing was done.
     pub async fn create(&self, wish: Wish) -> Result<String, Error> {
         let path = self.0.settings.agent_socket_text(&wish.id)?;
         if let Some(view) = self.view(&wish.id) {
@@ -115,10 +115,10 @@ impl Sandboxes {
         born(view).await.map(|()| path)
     }
 
-    /// StartVM: waits for the sandbox to run, or for the reason why it does not. Dropping the call changes nothing.
+    /// Handles StartVM: waits until the sandbox runs, or until it fails. Dropping the call changes nothing.
     ///
     /// # Errors
-    /// That reason; or that it takes longer than a call may wait.
+    /// The cause of the failure; or that the start takes longer than a call may wait.
     pub async fn start(&self, id: &SandboxId) -> Result<(), Error> {
         let limit = self.0.settings.start_timeout;
         let deadline = Instant::now() + limit;
@@ -149,18 +149,18 @@ impl Sandboxes {
         }
     }
 
-    /// What a StartVM is told that can wait no longer.
+    /// Returns the error of a StartVM that has reached its time limit.
     pub fn late(&self, id: &SandboxId, waited: Duration) -> Error {
         let phase = self.view(id).map_or("unknown", |view| view.borrow().phase.name());
         let why = "it goes on, and StartVM may be called again".into();
         Error::Late { id: id.clone(), phase, waited, why }
     }
 
-    /// StopVM (and the other reasons to stop). Answers as soon as the stop is durable. An unknown id becomes a
+    /// Handles StopVM and the other reasons to stop. Returns as soon as the stop is durable. An unknown id becomes a
     /// tombstone, so that a CreateVM that was overtaken makes nothing.
     ///
     /// # Errors
-    /// When it could not be made durable; the sandbox goes on.
+    /// The stop could not be made durable; the sandbox goes on.
     pub async fn stop(&self, id: &SandboxId, stop: Stop) -> Result<(), Error> {
         loop {
             match self.find(id) {
@@ -168,11 +168,11 @@ impl Sandboxes {
                     if !self.state().unwritten.contains(id) {
                         return Ok(());
                     }
-                    // Somebody else's stop of it is being written down just now.
+                    // Another call is writing this tombstone.
                     drop(self.0.burying.lock().await);
                 }
                 Some(Found::Task(running)) => {
-                    // One that cannot be recorded does not exist: then there is nothing to stop.
+                    // A sandbox that cannot be recorded does not exist, so there is nothing to stop.
                     if born(running.view.clone()).await.is_err() {
                         tokio::task::yield_now().await;
                         continue;
@@ -185,8 +185,8 @@ impl Sandboxes {
                     }
                 }
                 None => {
-                    // In a task of its own: a caller that goes away in the middle of the write must not leave an id that
-                    // is for ever being written.
+                    // Runs in a task of its own: a caller that goes away during the write must not leave an id that
+                    // counts as unwritten forever.
                     let (table, id) = (self.clone(), id.clone());
                     let buried = tokio::spawn(async move { table.bury_unknown(&id).await });
                     match buried.await {
@@ -201,23 +201,23 @@ impl Sandboxes {
         }
     }
 
-    /// A guest shows a ticket.
+    /// Handles a guest's claim.
     ///
     /// # Errors
-    /// Why it gets nothing.
+    /// The reason of the refusal.
     pub async fn claim(&self, ticket: &str, claim: Claim) -> Result<Granted, Error> {
         let found = match self.0.tickets.owner(ticket, claim.from()) {
             Owner::Sandbox(id) => self.find(&id),
             Owner::Unknown => None,
             Owner::NotYet => {
-                // Asked many times a second until the cloud has told the VMs' addresses.
+                // Repeated many times a second until the cloud has reported the VMs' addresses.
                 debug!(peer = claim.peer, "a claim with a batch's ticket waits: whose VM it is is not known");
                 self.0.metrics.claim_refused(ClaimRefused::NotYet.reason());
                 return Err(Error::Claim(ClaimRefused::NotYet));
             }
         };
         let Some(Found::Task(running)) = found else {
-            // Any id may be sent; only what looks like one goes into a log line.
+            // A guest may send any id; only hexadecimal digits go into a log line.
             self.0.metrics.claim_refused(ClaimRefused::UnknownTicket.reason());
             let ticket: String = ticket.chars().filter(char::is_ascii_hexdigit).take(32).collect();
             warn!(ticket, peer = claim.peer, "a claim with an unknown ticket was refused");
@@ -225,25 +225,25 @@ impl Sandboxes {
         };
         let asked = self.ask(&running, |answer| Command::Claim(claim, answer)).await;
         asked.unwrap_or_else(|| {
-            // One that lives and has no task just now will have one again; the guest asks again.
+            // A live sandbox without a task gets a new one; the guest asks again.
             let view = running.view.borrow();
             Err(if view.phase.is_live() { broken(&view.id) } else { Error::Claim(ClaimRefused::NotWanted) })
         })
     }
 
-    /// The provider names these addresses of a VM whose guest is away.
+    /// Forwards the addresses that the provider reports for a VM, while its guest is away.
     pub(super) fn moved(&self, id: &SandboxId, addresses: Vec<std::net::IpAddr>) {
         if let Some(Found::Task(running)) = self.find(id) {
-            // Full: it will be said again.
+            // A full queue drops the message; it is sent again later.
             drop(running.commands.try_send(Command::Moved(addresses)));
         }
     }
 
-    /// The provider is sure that a running sandbox's VM is gone. `false`: the sandbox is not running any more, or its
-    /// guest is back.
+    /// Fails a sandbox after the provider has confirmed that its VM is gone. Returns `false` if the sandbox does not
+    /// use the VM any more, or if its guest is back.
     ///
     /// # Errors
-    /// When the failure could not be made durable.
+    /// The failure could not be made durable.
     pub(super) async fn lost(
         &self,
         id: &SandboxId,
@@ -255,12 +255,12 @@ impl Sandboxes {
         asked.unwrap_or_else(|| Err(broken(id)))
     }
 
-    /// Which VM is a pod's: that of the newest sandbox that is alive. With `wait`, waits for it.
+    /// Returns the VM of a pod: that of its newest live sandbox. With `wait`, waits for it.
     ///
-    /// cancel safety: nothing is changed; the caller bounds the wait by dropping.
+    /// cancel safety: the call changes nothing; its caller bounds the wait by dropping it.
     ///
     /// # Errors
-    /// When there is none (yet).
+    /// There is none (yet).
     pub async fn vm_of(&self, namespace: &str, name: &str, wait: bool) -> Result<InstanceId, Error> {
         let pod = (namespace.to_owned(), name.to_owned());
         let text = format!("{namespace}/{name}");
@@ -287,15 +287,15 @@ impl Sandboxes {
         }
     }
 
-    /// The sandbox whose VM has the volumes of the pod with this UID.
+    /// Returns the sandbox with the volumes of the pod with this UID.
     pub fn of_pod_uid(&self, uid: &str) -> Option<SandboxId> {
         self.state().of_uid(uid).cloned()
     }
 
-    /// One request to the guest of a sandbox.
+    /// Sends one request to a sandbox's guest.
     ///
     /// # Errors
-    /// In words, when it has no answer.
+    /// A message, if the guest gives no answer.
     pub async fn ask_guest(
         &self,
         id: &SandboxId,
@@ -308,10 +308,11 @@ impl Sandboxes {
         }
     }
 
-    /// Has a sandbox's VM shown that a disk of its pod's was made larger. What the provider does not attach is its driver's.
+    /// Makes a sandbox's VM see that one of its pod's disks was enlarged. A volume that the provider does not attach is
+    /// left to its driver.
     ///
     /// # Errors
-    /// In words; the VM may see it all the same.
+    /// A message; the VM may see the new size all the same.
     pub async fn disk_grown(
         &self,
         id: &SandboxId,
@@ -336,7 +337,7 @@ impl Sandboxes {
         tokio::time::timeout(limit, show).await.unwrap_or_else(late)
     }
 
-    /// All that are not tombstones, as they are now.
+    /// Returns the present views of all sandboxes that are not tombstones.
     pub fn views(&self) -> Vec<View> {
         let state = self.state();
         let tasks = state.entries.values().filter_map(|entry| match entry {
@@ -346,7 +347,7 @@ impl Sandboxes {
         tasks.collect()
     }
 
-    /// Whose a sandbox is, for log lines: namespace/name, `-` when nobody knows.
+    /// Returns a sandbox's pod for log lines: namespace/name, or `-` if it is not known.
     pub fn pod(&self, id: &SandboxId) -> Arc<str> {
         match self.state().entries.get(id) {
             Some(Entry::Task(running)) => running.view.borrow().pod.clone(),
@@ -363,12 +364,12 @@ impl Sandboxes {
         }
     }
 
-    /// Counts a guest that the roll-over of the CA goes on without.
+    /// Counts a guest that the CA rotation leaves behind.
     pub(crate) fn left_behind(&self) {
         self.0.metrics.left_behind.inc();
     }
 
-    /// Ends all tasks where they are. What they were doing is in the ledger.
+    /// Aborts all tasks. The ledger contains everything they had started.
     pub async fn close(&self) {
         let mut tasks = {
             let mut state = self.state();
@@ -379,7 +380,7 @@ impl Sandboxes {
         self.0.batches.close().await;
     }
 
-    /// The record of a new sandbox. Everything that a repeated cloud call must repeat is in it.
+    /// Builds the record of a new sandbox. It contains everything that a repeated cloud call must repeat.
     fn record(
         &self,
         id: SandboxId,
@@ -435,7 +436,7 @@ impl Sandboxes {
         })
     }
 
-    /// Puts a new sandbox into the table and starts its task. A sandbox that came in between wins.
+    /// Adds a new sandbox to the table and starts its task. A sandbox that was added in between wins.
     fn admit(&self, record: Record) -> Result<watch::Receiver<View>, Error> {
         let mut state = self.state();
         match state.entries.get(&record.id) {
@@ -460,7 +461,7 @@ impl Sandboxes {
                 state.netns.get(&netns.identity()).and_then(|other| state.entries.get(other))
         {
             let view = other.view.borrow();
-            // After a reboot, or when the kernel gives an inode again, the other one's is another namespace.
+            // After a reboot, or if the kernel reuses an inode, the other sandbox's namespace is a different one.
             let lives = other.netns.as_ref().is_some_and(|netns| self.0.fx.netns_lives(netns));
             if view.phase.is_live() && lives {
                 let path = netns.path.display().to_string();
@@ -471,7 +472,7 @@ impl Sandboxes {
         Ok(self.spawn(&mut state, record, predecessor))
     }
 
-    /// Takes a sandbox from the ledger.
+    /// Adds a sandbox from the ledger.
     pub(super) fn adopt(&self, record: Record) {
         self.adopt_in(&mut self.state(), record);
     }
@@ -492,11 +493,11 @@ impl Sandboxes {
         self.spawn(state, record, predecessor);
     }
 
-    /// Takes a sandbox whose task panicked out of the table.
+    /// Removes a sandbox from the table after its task panicked.
     pub(super) fn drop_dead(&self, state: &mut State, id: &SandboxId) {
         if let Some(Entry::Task(dead)) = state.entries.get(id) {
             let phase = dead.view.borrow().phase.clone();
-            // One that was only created is not counted yet.
+            // A sandbox in phase `Created` is not counted yet.
             if phase != Phase::Created {
                 self.0.metrics.moved(Some(&phase), None);
             }
@@ -565,22 +566,22 @@ impl Sandboxes {
             record,
         });
         let table = self.clone();
-        while state.tasks.try_join_next().is_some() {} // ended ones; their panics were heard below
+        while state.tasks.try_join_next().is_some() {} // finished tasks; `Mourner` has handled their panics
         let life = table.live(id, task);
-        // A node has a thousand of them, nearly always idle.
+        // A node has a thousand of these futures, nearly always idle.
         debug_assert!(size_of_val(&life) < 5 << 10, "{}", size_of_val(&life));
         state.tasks.spawn(life.instrument(span));
         self.0.inserted.send_modify(|count| *count += 1);
         view
     }
 
-    /// One task from its beginning to its tombstone.
+    /// Runs one sandbox from its beginning to its tombstone.
     async fn live(self, id: SandboxId, mut task: Box<Task>) {
         let _mourner = Mourner { table: self.clone(), id: id.clone() };
         if task.record.phase == Phase::Created {
             if let Err(error) = Box::pin(task.begin()).await {
                 error!(%error, "could not be created");
-                // First out of the table, then heard of: who hears of it may create it again at once.
+                // Removed from the table before the error is published: the caller may create it again at once.
                 self.remove(&id);
                 task.view.send_modify(|view| view.unborn = Some(error));
                 return;
@@ -597,7 +598,7 @@ impl Sandboxes {
         }
     }
 
-    /// Writes a tombstone for an id that nobody knows. `None`: it became known meanwhile.
+    /// Writes a tombstone for an unknown id. Returns `None` if the id has become known meanwhile.
     async fn bury_unknown(&self, id: &SandboxId) -> Option<Result<(), Error>> {
         let _one = self.0.burying.lock().await;
         let Inner { fx, settings, metrics, .. } = &*self.0;
@@ -608,7 +609,7 @@ impl Sandboxes {
             if state.entries.contains_key(id) {
                 return None;
             }
-            // Known from here on, so that nothing is made behind our back while it is written.
+            // The id is known from here on, so that no CreateVM makes anything during the write.
             state.bury(&record, settings.tombstone_ttl);
             state.unwritten.insert(id.clone());
         }
@@ -627,7 +628,7 @@ impl Sandboxes {
         Some(Ok(()))
     }
 
-    /// Takes a sandbox out of the table and out of all indexes.
+    /// Removes a sandbox from the table and from all indexes.
     fn remove(&self, id: &SandboxId) {
         let mut state = self.state();
         state.unlink(id);
@@ -635,7 +636,7 @@ impl Sandboxes {
     }
 
     pub(super) fn state(&self) -> MutexGuard<'_, State> {
-        // Never held across an await, and nothing in here leaves it half changed.
+        // The lock is never held across an await, and no code under it leaves the state half changed.
         self.0.state.lock()
     }
 
@@ -646,7 +647,7 @@ impl Sandboxes {
         })
     }
 
-    /// Sends a command and waits for its answer; `None` when the task is gone.
+    /// Sends a command and waits for its answer; `None` if the task is gone.
     async fn ask<T>(
         &self,
         running: &Running,
@@ -663,7 +664,7 @@ enum Found {
     Tombstone(Box<View>),
 }
 
-/// Waits until a sandbox is accepted.
+/// Waits until a sandbox is accepted or rejected.
 async fn born(mut view: watch::Receiver<View>) -> Result<(), Error> {
     let seen = view.wait_for(|view| view.is_born() || view.unborn.is_some()).await;
     match seen {

@@ -1,8 +1,8 @@
-//! The owner of one sandbox: a task that alone reads and writes its state.
+//! Owns one sandbox: a task that alone reads and writes its state.
 //!
-//! Calls reach it as commands and wait; effects run inside it, one per slot, at once. Its loop is level-triggered:
-//! after everything that happened, `pump` looks at the phase and starts what the phase obliges it to and does not run
-//! yet. A task that recovers from the ledger therefore does the same as one that never stopped.
+//! Calls reach the task as commands and wait. Operations run inside it concurrently, one per slot. The loop is
+//! level-triggered: after every event, `pump` starts the operations that the phase requires and that are not in flight.
+//! A task that recovers from the ledger therefore does the same as one that never stopped.
 
 use std::{net::IpAddr, sync::Arc, time::Duration};
 
@@ -32,36 +32,36 @@ use super::{
 };
 use crate::{ledger::Record, metrics::Metrics};
 
-/// What a sandbox is told.
+/// Command to a sandbox's task.
 pub(super) enum Command {
-    /// StartVM came. Answered when that is recorded; readiness is seen in the [`View`].
+    /// StartVM came. Answered when that is noted; the [`View`] shows readiness.
     Start(oneshot::Sender<Result<(), Error>>),
-    /// It is not wanted any more. Answered when that is durable.
+    /// The sandbox is not wanted any more. Answered when that is durable.
     Stop(Stop, oneshot::Sender<Result<(), Error>>),
-    /// The provider says that the VM, whose guest is away, has these addresses.
+    /// The provider reports these addresses of the VM, while its guest is away.
     Moved(Vec<IpAddr>),
-    /// The provider is sure that this VM of it is gone. Answers whether it has failed by that.
-    /// This VM is gone; with a reason where the provider gave one.
+    /// The provider has confirmed that this VM is gone, with a reason where it gave one. The answer is whether the
+    /// sandbox has failed by that.
     Lost(InstanceId, Option<String>, oneshot::Sender<Result<bool, Error>>),
-    /// Its guest shows the ticket.
+    /// The guest presents its ticket.
     Claim(Claim, oneshot::Sender<Result<Granted, Error>>),
 }
 
-/// Who or what stops a sandbox.
+/// Reason of a stop.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stop {
-    /// StopVM.
+    /// StopVM was called.
     Called,
-    /// The relay promised it for us.
+    /// The relay promised the stop while the node was away.
     Inbox,
-    /// CreateVM came and StartVM never.
+    /// StartVM never came after CreateVM.
     NeverStarted,
     /// The pod's network namespace is gone.
     NetnsGone,
 }
 
 impl Stop {
-    /// One word for the metric.
+    /// Returns the label of the metric, one word.
     pub fn reason(self) -> &'static str {
         match self {
             Stop::Called => "stop_vm",
@@ -81,11 +81,11 @@ impl Stop {
     }
 }
 
-/// Why an event could not be carried out.
+/// Reason why an event could not be applied.
 pub(super) enum Unapplied {
-    /// It has no meaning now.
+    /// The event has no meaning in this phase.
     Refused(phase::Refused),
-    /// It could not be recorded; the phase is what it was.
+    /// The change could not be recorded; the phase is unchanged.
     Disk(Error),
 }
 
@@ -101,50 +101,50 @@ pub(super) struct Task {
     pub(super) guest: watch::Receiver<Guest>,
     pub(super) epoch: watch::Receiver<u64>,
     pub(super) epoch_seen: u64,
-    /// Whom guests are to trust.
+    /// CA set that guests must trust.
     pub(super) trusted: watch::Receiver<Arc<Trusted>>,
-    /// A certificate that waits for the relay to know it before the guest gets it.
+    /// Certificate that the relay must have before the guest gets it.
     pub(super) renewal: Option<Renewal>,
-    /// The sandbox that had our network namespace before and is not out of it yet.
+    /// Sandbox that had this network namespace before and has not left it yet.
     pub(super) predecessor: Option<watch::Receiver<View>>,
-    /// What the guest is to make of the pod's network, once it is connected.
+    /// Network plan for the guest, once the tunnel is connected.
     pub(super) plan: Option<Told>,
-    /// A guest session, and the digests of the plan and the pull secrets that it refused.
+    /// Guest session that refused a plan, with the digests of the plan and of the pull secrets.
     pub(super) refused: Option<(String, String, Option<String>)>,
-    /// What the pod's images are pulled with.
+    /// Pull secrets for the pod's images.
     pub(super) pull: Pull,
-    /// Where guests find the node.
+    /// Endpoints at which guests reach the node.
     pub(super) homes: watch::Receiver<Homes>,
-    /// What changed around the pod's network, and how far that is followed.
+    /// State of following changes around the pod's network.
     pub(super) following: Following,
-    /// What its guest said of the pod's network.
+    /// The guest's reports on the pod's network.
     pub(super) reports: Reports,
-    /// The pod network of a running sandbox cannot be mended; do not try for ever.
+    /// Set if the pod network of a running sandbox cannot be repaired; ends the retries.
     pub(super) network_given_up: bool,
-    /// How it gets its VM.
+    /// Create path of the current attempt.
     pub(super) way: Way,
     pub(super) batches: Batches,
     pub(super) tickets: Arc<Tickets>,
-    /// Whether the cluster had its chance to show the intent.
+    /// Whether the announcement in the cluster has ended.
     pub(super) announced: bool,
-    /// The cloud was never asked for anything, neither by this task nor before it.
+    /// Whether nothing was ever requested from the cloud, neither by this task nor before it.
     pub(super) unsent: bool,
-    /// When to say that it takes long, and how long it has taken then.
+    /// Time of the next report on a slow start, and the duration of the start by then.
     pub(super) slow: Option<(Instant, Duration)>,
-    /// The attempt whose place the provider was asked for, and had none to choose.
+    /// Attempt for which the provider was queried and had no placement to choose.
     pub(super) placed: Option<u32>,
-    /// Addresses where the guest is dialled besides the VM's own, until it was reached there.
+    /// Further addresses from the cloud at which the guest is dialled, besides the recorded ones.
     pub(super) moved: Vec<IpAddr>,
-    /// What the relay must have been told, and what it was told.
+    /// Version of the state that the relay must have, and the version that it has confirmed.
     pub(super) put_wanted: u64,
     pub(super) put_done: u64,
-    /// What the relay had been told when the pod's localhost was last carried; 0: it is not.
+    /// Version of the relay's state at the last redirection of the pod's localhost; 0 before the first.
     pub(super) localhost_of: u64,
-    /// When to give up on the boot.
+    /// Deadline of the boot.
     pub(super) deadline: Option<Instant>,
     pub(super) leaving: Option<Left>,
     pub(super) left_ms: u64,
-    /// What went wrong last with each kind of effect; said when a deadline passes.
+    /// Last error of each kind of operation; reported when a deadline passes.
     pub(super) trouble: Vec<(Which, String)>,
 }
 
@@ -160,13 +160,13 @@ enum Woken {
 }
 
 impl Task {
-    /// Accepts a new sandbox: its intent is durable when this returns. Nothing was asked of anybody before.
+    /// Accepts a new sandbox: its intent is durable on return. No other operation was started before.
     pub(super) async fn begin(&mut self) -> Result<(), Error> {
         let now = self.fx.now_ms();
         match self.apply(Event::Begin, |record| record.reached("recorded", now)).await {
             Ok(_) => Ok(()),
             Err(Unapplied::Disk(error)) => {
-                // A failing disk may have kept it all the same; nobody must find it after a restart.
+                // A failing disk may have kept the record all the same; a restarted node must not find it.
                 if let Err(error) = self.fx.forget(&self.record.id).await {
                     warn!(%error, "what is left of a record that could not be written stays");
                 }
@@ -176,7 +176,7 @@ impl Task {
         }
     }
 
-    /// Runs until the sandbox is gone (its tombstone durable), or its table is.
+    /// Runs until the sandbox is gone (with a durable tombstone), or until its table is dropped.
     pub(super) async fn run(&mut self) {
         self.enter();
         self.fx.show(&self.record);
@@ -194,12 +194,12 @@ impl Task {
                 () = sleep_until(deadline.unwrap_or_else(Instant::now)), if deadline.is_some() => Woken::Deadline,
                 () = sleep_until(slow.unwrap_or_else(Instant::now)), if slow.is_some() => Woken::Slow,
             };
-            // Boxed: a sandbox idles in the select above for hours, and these are much larger than it.
+            // Boxed: a sandbox idles in the select above for hours, and these futures are much larger than it.
             match woken {
                 Woken::Command(Some(command)) => Box::pin(self.command(command)).await,
                 Woken::Command(None) => return,
                 Woken::Outcome(which, outcome) => Box::pin(self.outcome(which, outcome)).await,
-                Woken::Guest | Woken::Trust | Woken::Heard => {} // the pump looks
+                Woken::Guest | Woken::Trust | Woken::Heard => {} // `pump` handles it
                 Woken::Epoch => self.relay_changed(),
                 Woken::Deadline => Box::pin(self.too_late()).await,
                 Woken::Slow => self.takes_long(),
@@ -211,11 +211,11 @@ impl Task {
         }
     }
 
-    /// What a phase needs besides its effects, at its beginning and after a recovery.
+    /// Sets up everything that a phase needs besides its operations, at its beginning and after a recovery.
     fn enter(&mut self) {
         self.deadline = match &self.record.phase {
             Phase::Booting { .. } | Phase::Joining { .. } => {
-                // The node may have been away for long; the VM gets its time all the same.
+                // The node may have been away for long; the VM gets its full time all the same.
                 Some(self.deadline.unwrap_or_else(|| Instant::now() + self.settings.boot_timeout))
             }
             Phase::Created
@@ -230,18 +230,18 @@ impl Task {
             self.left_ms = self.fx.now_ms();
             self.slots.guest.cancel();
             self.slots.secret.cancel();
-            // What is attached goes with the VM.
+            // Attachments go with the VM.
             self.slots.volumes.cancel();
-            // What runs goes on to its end, so that clearing finds all of it; what only waits does not.
+            // A running operation continues to its end, so that clearing finds everything it made. A pause ends.
             self.slots.network.wake();
             self.slots.relay.wake();
             self.slots.localhost.wake();
             self.claims.refuse_all(&self.record);
             if matches!(self.record.phase, Phase::Leaving { .. }) {
-                // Only a look for addresses, or a pause, can be there: creates end in Unwanted.
+                // Only an address query or a pause can be in flight here: creates end in `Unwanted`.
                 self.slots.cloud.cancel();
             } else if matches!(self.way, Way::Joining) {
-                // The window is left; whether it has closed meanwhile is asked of the batches.
+                // Stops waiting for the window; `learn` asks the batches whether it has closed meanwhile.
                 self.slots.cloud.cancel();
             } else {
                 self.slots.cloud.wake();
@@ -278,7 +278,7 @@ impl Task {
             record.reached("start_called", self.fx.now_ms());
             self.save(record).await
         } else {
-            // Recorded with the next stage: a crash before that also loses the call, which is sent again.
+            // Recorded with the next stage: a crash before that also loses the call, and the call is sent again.
             self.record.started = true;
             self.reached("start_called");
             self.publish();
@@ -306,7 +306,7 @@ impl Task {
         }
     }
 
-    /// Gives up on the sandbox: whoever waits for it hears why, and what was made is taken away.
+    /// Gives up on the sandbox: waiting callers get the cause, and everything that was made is removed.
     pub(super) async fn fail(&mut self, stage: &str, cause: String) -> Result<(), Unapplied> {
         let was_live = self.record.phase.is_live();
         let ran = matches!(self.record.phase, Phase::Running { .. });
@@ -330,8 +330,8 @@ impl Task {
         Ok(())
     }
 
-    /// Fails, unless the guest is back or the sandbox is on its way out. A link that seems to stand is no proof against
-    /// a provider that says how the VM ended: nobody closes the connections of a machine that stops.
+    /// Fails the sandbox, unless its guest is back or it is being removed. An open link does not disprove a provider
+    /// that reports how the VM ended: a machine that stops closes no connections.
     async fn lost(&mut self, vm: &InstanceId, why: Option<String>) -> Result<bool, Error> {
         let ours = match &self.record.phase {
             Phase::Running { vm: ours } => ours == vm && (why.is_some() || !self.guest.borrow().connected),
@@ -355,7 +355,8 @@ impl Task {
         }
     }
 
-    /// Why the VM has ended: its kernel's reason, with the provider's `why`; or `otherwise`, where the console has none.
+    /// Returns the cause of the VM's end: the kernel's reason, with the provider's `why`; or `otherwise`, if the
+    /// console shows no reason.
     pub(super) async fn cause_of_end(&mut self, vm: &InstanceId, why: &str, otherwise: String) -> String {
         let Some(console) = console_of(&*self.fx, vm).await else { return otherwise };
         let mut cause = match &console.reason {
@@ -382,7 +383,7 @@ impl Task {
         }
     }
 
-    /// Says what it waits for, and again after as long once more.
+    /// Reports the missing step of a slow start. The next report follows when the start has taken twice as long.
     fn takes_long(&mut self) {
         let Some((at, waited)) = self.slow.take() else { return };
         let (stage, text) = self.where_it_hangs(waited);
@@ -391,7 +392,7 @@ impl Task {
         self.slow = Some((at + waited, waited * 2));
     }
 
-    /// Says something where the pod's owner looks.
+    /// Posts an Event on the pod.
     pub(super) fn tell(&self, reason: &'static str, text: String) {
         if let Some(pod) = &self.record.pod {
             self.fx.tell(pod, Said { reason, text });
@@ -401,15 +402,15 @@ impl Task {
     fn relay_changed(&mut self) {
         let before = std::mem::replace(&mut self.epoch_seen, *self.epoch.borrow_and_update());
         if before == 0 {
-            return; // the first relay we meet; nothing was told to another one
+            return; // the first relay of this task; no other one has received anything
         }
-        // Another relay process: what it kept on disk may be older than what we told the last one.
+        // A new relay process: its state on disk may be older than the last one's.
         self.put_wanted += 1;
         self.slots.relay.wake();
         debug!("the relay is another one");
     }
 
-    /// Takes an event to its phase: recorded first, then true, then known to others.
+    /// Applies an event: records the new phase, then adopts it, then publishes it.
     pub(super) async fn apply(
         &mut self,
         event: Event,
@@ -427,7 +428,7 @@ impl Task {
         Ok(action)
     }
 
-    /// Makes a changed record durable, then ours.
+    /// Makes a changed record durable, then adopts it.
     pub(super) async fn save(&mut self, record: Record) -> Result<(), Error> {
         if let Err(error) = self.fx.save(&record).await {
             self.metrics.ledger_errors.inc();
@@ -461,7 +462,7 @@ impl Task {
         Ok(())
     }
 
-    /// Notes that a stage was reached; becomes durable with the next change that must be.
+    /// Notes that a stage was reached; the next durable change includes it.
     pub(super) fn reached(&mut self, stage: &str) {
         let before = self.record.stages.len();
         self.record.reached(stage, self.fx.now_ms());
@@ -485,7 +486,7 @@ impl Task {
         IdempotencyKey::derive(&self.settings.cluster_id, self.record.id.as_str(), attempt)
     }
 
-    /// One line that tells the whole life.
+    /// Writes the final log line, which covers the sandbox's whole life.
     fn last_words(&self) {
         let stages: Vec<String> =
             self.record.stages.iter().map(|stage| format!("{}={}ms", stage.name, stage.at_ms)).collect();
@@ -499,7 +500,7 @@ impl Task {
     }
 }
 
-/// Waits for a change; for ever, when there will be none.
+/// Waits for a change; pending forever if the sender is gone.
 async fn changed<T>(receiver: &mut watch::Receiver<T>) {
     if receiver.changed().await.is_err() {
         std::future::pending::<()>().await;

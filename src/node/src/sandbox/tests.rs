@@ -1,4 +1,4 @@
-//! Sandboxes against a world of our own: time stands still unless somebody sleeps, every effect can fail, and the
+//! Tests sandboxes against a fake world. The clock advances only while tasks sleep, every operation can fail, and the
 //! node can be killed before and after each.
 
 mod batch;

@@ -1,6 +1,6 @@
-//! Ticket → sandbox. A ticket of one VM names its sandbox; one that a batch shares does so only together with the address
-//! its VM comes from, which the cloud told us. Never by guess: an address that is nobody's, or two members', is no answer
-//! (yet).
+//! Maps a ticket to its sandbox. The ticket of a single VM names its sandbox. The ticket of a batch names a sandbox
+//! only together with the source address of the VM, which the cloud has reported. The index never guesses: an address
+//! of no member, or of two, gives no answer (yet).
 
 use std::{collections::HashMap, net::IpAddr};
 
@@ -8,43 +8,43 @@ use parking_lot::{Mutex, MutexGuard};
 
 use crate::{ledger::Record, spec::SandboxId};
 
-/// Whom a claim is for.
+/// Owner of a claim.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Owner {
-    /// Nobody has the ticket.
+    /// No sandbox has the ticket.
     Unknown,
-    /// It is a batch's, and which member's VM comes from that address is not known.
+    /// The ticket belongs to a batch, and no single member's VM is known to have the address.
     NotYet,
-    /// This one.
+    /// The claim belongs to this sandbox.
     Sandbox(SandboxId),
 }
 
-/// The index; changed by the tasks, and by the table when tasks come and go.
+/// Index of tickets; updated by the tasks, and by the table when tasks start and end.
 #[derive(Default)]
 pub(super) struct Tickets(Mutex<Inner>);
 
 #[derive(Default)]
 struct Inner {
-    /// Of one VM each.
+    /// Tickets of a single VM each.
     own: HashMap<String, SandboxId>,
-    /// Of batches.
+    /// Tickets of batches.
     shared: HashMap<String, Shared>,
-    /// What each sandbox is entered under.
+    /// Ticket and addresses under which each sandbox is indexed.
     entered: HashMap<SandboxId, (String, Vec<IpAddr>)>,
 }
 
 #[derive(Default)]
 struct Shared {
-    /// The batch's file is there: members may still come.
+    /// Whether the batch file exists: members may still be added.
     open: bool,
     members: usize,
     by_address: HashMap<IpAddr, Vec<SandboxId>>,
-    /// Where a VM came from last that is at no known address.
+    /// Last source address that identified no single member.
     stranger: Option<IpAddr>,
 }
 
 impl Tickets {
-    /// Enters a sandbox as its record is now, instead of what it was entered under.
+    /// Indexes a sandbox by its present record, in place of its former entry.
     pub(super) fn enter(&self, record: &Record) {
         let Some(ticket) = &record.ticket else { return };
         let addresses = if record.seat.is_some() { record.addresses.as_slice() } else { &[] };
@@ -67,17 +67,17 @@ impl Tickets {
         inner.entered.insert(id, (name, addresses.to_vec()));
     }
 
-    /// Takes a sandbox out.
+    /// Removes a sandbox.
     pub(super) fn leave(&self, id: &SandboxId) {
         self.inner().leave(id);
     }
 
-    /// A batch is about to be asked for, or may have been: its VMs may come before it is known whose they are.
+    /// Registers a batch that is requested, or may have been: its VMs may connect before their owners are known.
     pub(super) fn open(&self, ticket: &str) {
         self.inner().shared.entry(ticket.to_owned()).or_default().open = true;
     }
 
-    /// The batch's file is gone.
+    /// Marks the batch file as removed.
     pub(super) fn close(&self, ticket: &str) {
         let mut inner = self.inner();
         if let Some(shared) = inner.shared.get_mut(ticket) {
@@ -86,7 +86,7 @@ impl Tickets {
         inner.tidy(ticket);
     }
 
-    /// Whose claim this is.
+    /// Returns the owner of a claim with this ticket and source address.
     pub(super) fn owner(&self, ticket: &str, from: Option<IpAddr>) -> Owner {
         let mut inner = self.inner();
         let Some(shared) = inner.shared.get_mut(ticket) else {
@@ -100,12 +100,12 @@ impl Tickets {
         Owner::NotYet
     }
 
-    /// From where a VM with a batch's ticket came last that could not be told whose it is.
+    /// Returns the last source address with this batch ticket that identified no single member.
     pub(super) fn stranger(&self, ticket: &str) -> Option<IpAddr> {
         self.inner().shared.get(ticket)?.stranger
     }
 
-    /// Whether that one is still nobody's: another look at the VMs' addresses may tell.
+    /// Whether that address is still unidentified: another query of the VMs' addresses may identify it.
     pub(super) fn is_awaited(&self, ticket: &str) -> bool {
         let inner = self.inner();
         let stranger = inner.shared.get(ticket).and_then(|shared| Some((shared, shared.stranger?)));
@@ -114,7 +114,7 @@ impl Tickets {
     }
 
     fn inner(&self) -> MutexGuard<'_, Inner> {
-        // Never held across an await, and nothing in here leaves it half changed.
+        // The lock is never held across an await, and no code under it leaves the index half changed.
         self.0.lock()
     }
 }

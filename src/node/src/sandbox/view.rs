@@ -1,4 +1,4 @@
-//! What others may see of a sandbox, without asking its task.
+//! Publishes a sandbox's state to readers outside its task.
 
 use std::sync::Arc;
 
@@ -7,28 +7,28 @@ use peerpod_provider_api::InstanceId;
 use super::error::Error;
 use crate::{ledger::Record, sandbox::phase::Phase, spec::SandboxId};
 
-/// A sandbox as the others see it.
+/// State of a sandbox, as published by its task.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct View {
-    /// Which.
+    /// Id of the sandbox.
     pub id: SandboxId,
-    /// Whose it is, namespace/name, for log lines; `-` when that was never known.
+    /// Pod as namespace/name, for log lines; `-` if it was never known.
     pub pod: Arc<str>,
-    /// Where it stands.
+    /// Current phase.
     pub phase: Phase,
-    /// Whether StartVM ever came.
+    /// Whether StartVM was called.
     pub started: bool,
-    /// When it was created, ms since 1970.
+    /// Time of creation, ms since 1970.
     pub created_ms: u64,
-    /// Why it is not wanted any more.
+    /// Cause of the stop or failure.
     pub cause: Option<Arc<str>>,
-    /// Whether that is a failure.
+    /// Whether the cause is a failure.
     pub failed: bool,
-    /// Whom its guest trusts, by the id of the set.
+    /// Id of the CA set that the guest trusts.
     pub trust: Option<Arc<str>>,
-    /// Nothing of it is left in the pod's network namespace.
+    /// Whether nothing of the sandbox is left in the pod's network namespace.
     pub network_gone: bool,
-    /// It could not even be recorded; there is no such sandbox.
+    /// Set if even the first record failed; the sandbox does not exist then.
     pub unborn: Option<Error>,
 }
 
@@ -48,17 +48,17 @@ impl View {
         }
     }
 
-    /// Its VM, if it is known.
+    /// Returns the VM, if it is known.
     pub fn vm(&self) -> Option<&InstanceId> {
         self.phase.vm()
     }
 
-    /// Whether it is accepted: durable, or on its way out.
+    /// Whether the sandbox was accepted: its record is durable, or it is being removed.
     pub fn is_born(&self) -> bool {
         self.phase != Phase::Created
     }
 
-    /// What StartVM is told: `None` as long as it must wait.
+    /// Returns the result of StartVM; `None` while the call must wait.
     pub fn outcome(&self) -> Option<Result<(), Error>> {
         match &self.phase {
             Phase::Running { .. } => Some(Ok(())),
@@ -67,7 +67,7 @@ impl View {
         }
     }
 
-    /// Why it is not wanted any more, as an error.
+    /// Returns the cause of the stop or failure as an error.
     pub fn ended(&self) -> Error {
         let cause = self.cause.as_deref().unwrap_or("nobody said why").to_owned();
         let id = self.id.clone();

@@ -1,4 +1,4 @@
-//! One question to the service: TLS 1.3, HTTP/1.1, JSON. Bounded by the caller's deadline.
+//! Sends one request to the service: TLS 1.3, HTTP/1.1, JSON. The caller's deadline bounds it.
 
 use std::{fmt, sync::Arc};
 
@@ -23,19 +23,19 @@ use zeroize::Zeroizing;
 use super::{SecretsConfig, identity::Identity};
 use crate::spec::PodRef;
 
-/// The service gives at most 2 MiB, in which JSON may write a byte as six.
+/// Size limit of an answer. The service sends at most 2 MiB, in which JSON may write a byte as six.
 const MOST: usize = 16 << 20;
-/// Of the service's words in an error or a note.
+/// Length limit of the service's text in an error or a note.
 const WORDS: usize = 600;
-/// Of one answer.
+/// Number of notes of one answer.
 const NOTES: usize = 16;
 
-/// Why there is no answer.
+/// Reason that there is no answer.
 pub(super) struct Error {
     pub(super) text: String,
-    /// The service said no, and will say so again.
+    /// The service refused, and will refuse again.
     pub(super) refused: bool,
-    /// Our certificate was not taken; another may be.
+    /// The certificate was not accepted; another one may be.
     pub(super) unknown: bool,
 }
 
@@ -46,13 +46,13 @@ impl fmt::Debug for Error {
 }
 
 impl Error {
-    /// It may work later.
+    /// Makes the error of a request that may succeed later.
     pub(super) fn away(text: String) -> Error {
         Error { text, refused: false, unknown: false }
     }
 }
 
-/// What `enrol` gives.
+/// Answer to `enrol`.
 #[derive(Deserialize)]
 pub(super) struct Enrolled {
     /// DER, base64, leaf first.
@@ -68,7 +68,7 @@ struct Answered {
     notes: Vec<String>,
 }
 
-/// Asks for a certificate.
+/// Requests a certificate.
 pub(super) async fn enrol(config: &SecretsConfig, token: &str, request: &[u8]) -> Result<Enrolled, Error> {
     let body = json!({"csr": BASE64.encode(request)}).to_string();
     post(config, None, token, "/v1/enrol", body).await
@@ -76,13 +76,13 @@ pub(super) async fn enrol(config: &SecretsConfig, token: &str, request: &[u8]) -
 
 /// A pod's pull secrets.
 pub struct Given {
-    /// A `.dockerconfigjson`; empty: it has none.
+    /// A `.dockerconfigjson`; empty: the pod has none.
     pub config: Zeroizing<String>,
-    /// What of the pod's secrets cannot be used, and why.
+    /// The pod's secrets that cannot be used, with the reasons.
     pub notes: Vec<String>,
 }
 
-/// Asks for a pod's pull secrets.
+/// Requests a pod's pull secrets.
 pub(super) async fn pull_secrets(
     config: &SecretsConfig,
     identity: &Identity,
@@ -115,11 +115,11 @@ async fn post<T: DeserializeOwned>(
     let handshake =
         |why: std::io::Error| Error { unknown: identity.is_some(), ..Error::away(format!("TLS: {why}")) };
     let stream = tls.connect(name, stream).await.map_err(handshake)?;
-    // With TLS 1.3 a certificate that is not taken shows in the first answer.
+    // With TLS 1.3, a refused certificate shows in the first answer.
     let asked = |why: hyper::Error| Error { unknown: identity.is_some(), ..Error::away(chain(&why)) };
     let (mut sender, connection) =
         hyper::client::conn::http1::handshake(TokioIo::new(stream)).await.map_err(asked)?;
-    // Ends with the connection, which ends with us.
+    // The task ends with the connection, and the connection ends with this request.
     let connection = AbortOnDrop(tokio::spawn(async move { drop(connection.await) }));
     let request = Request::builder()
         .method(Method::POST)
@@ -128,7 +128,7 @@ async fn post<T: DeserializeOwned>(
         .header(CONTENT_TYPE, "application/json")
         .header(AUTHORIZATION, format!("Bearer {token}"))
         .body(Full::new(Bytes::from(body)));
-    // A token with a line break, for instance.
+    // For example, a token with a line break.
     let request =
         request.map_err(|_| Error::away("the token is none: it does not fit a header".to_owned()))?;
     let response = sender.send_request(request).await.map_err(asked)?;
@@ -139,7 +139,7 @@ async fn post<T: DeserializeOwned>(
     if status != StatusCode::OK {
         return Err(refused(status, &body, identity.is_some()));
     }
-    // Never repeats any of it.
+    // The error repeats no part of the answer.
     serde_json::from_slice(&body).map_err(|why| {
         Error::away(format!("the answer is none of ours: {:?} at line {}", why.classify(), why.line()))
     })
@@ -171,7 +171,7 @@ fn refused(status: StatusCode, body: &[u8], certified: bool) -> Error {
     Error { text, refused: final_word, unknown: certified && status == StatusCode::UNAUTHORIZED }
 }
 
-/// Somebody else's words for our log.
+/// Bounds a foreign text for the log.
 fn words(text: &str) -> String {
     text.chars().map(|c| if c.is_control() { ' ' } else { c }).take(WORDS).collect()
 }

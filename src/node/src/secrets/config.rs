@@ -1,4 +1,4 @@
-//! The nodes' half of section `secrets`.
+//! Reads the nodes' half of section `secrets`.
 
 use std::{fs::File, io::Read, path::PathBuf, time::Duration};
 
@@ -7,15 +7,15 @@ use zeroize::Zeroizing;
 
 use super::ask::Error;
 
-/// A token has one to two kilobytes, a bundle of CAs a few.
+/// Size limit of the files: a token has one to two kilobytes, a bundle of CAs a few.
 const MOST: u64 = 64 * 1024;
 
-/// Where pull secrets are asked for, and how.
+/// Settings of the client of the pull-secret service.
 #[derive(Clone, Debug)]
 pub struct SecretsConfig {
     /// `secrets.address`, `host:port`.
     pub address: String,
-    /// `secrets.server-name`, or the address's host.
+    /// `secrets.server-name`, or the host of the address.
     pub server_name: String,
     /// `secrets.ca-file`.
     pub ca_file: PathBuf,
@@ -27,7 +27,7 @@ pub struct SecretsConfig {
     pub refresh: Duration,
 }
 
-/// The service's own keys in the section.
+/// Keys of the section that only the service reads.
 const SERVICE: [&str; 11] = [
     "serve",
     "listen",
@@ -43,7 +43,7 @@ const SERVICE: [&str; 11] = [
 ];
 
 impl SecretsConfig {
-    /// Asks for the keys; `None` without an address: then pods have what `node.pull-secret` gives.
+    /// Reads the keys; `None` without an address: pods then use the secret of `node.pull-secret`.
     pub fn read(reader: &mut Reader) -> Option<SecretsConfig> {
         for key in SERVICE {
             reader.leave(&format!("secrets.{key}"));
@@ -98,7 +98,7 @@ impl SecretsConfig {
         Some(SecretsConfig { server_name, ca_file, token_file, deadline, refresh, address })
     }
 
-    /// The token as it is now: kubelet replaces it in time.
+    /// Reads the current token, which kubelet replaces in time.
     pub(super) async fn token(&self) -> Result<Zeroizing<String>, Error> {
         let path = self.token_file.clone();
         let text = read(path, "the projected token of the node's service account").await?;
@@ -110,7 +110,7 @@ impl SecretsConfig {
     }
 }
 
-/// On another thread: a mount may hang.
+/// Reads a file on another thread: a mount may hang.
 async fn read(path: PathBuf, what: &'static str) -> Result<Zeroizing<String>, Error> {
     let shown = path.display().to_string();
     let read = tokio::task::spawn_blocking(move || {

@@ -1,4 +1,5 @@
-//! Our certificate: asked for with the token when there is none, and again after half of its life.
+//! Holds the node's client certificate: requested with the token when there is none, and again after half of its
+//! validity.
 
 use std::{
     fmt,
@@ -38,15 +39,15 @@ impl Identity {
     }
 }
 
-/// The one in use.
+/// The certificate in use.
 #[derive(Default)]
 pub(super) struct Holder(Mutex<Option<Arc<Identity>>>);
 
 impl Holder {
-    /// The one in use; a new one where it is due. Who comes meanwhile waits for the same.
+    /// Returns the certificate in use, or a new one where it is due. Concurrent callers wait for the same renewal.
     ///
     /// # Errors
-    /// There is none, and the service gives none.
+    /// There is no valid certificate, and the service issues none.
     pub(super) async fn get(&self, config: &SecretsConfig, token: &str) -> Result<Arc<Identity>, Error> {
         let mut held = self.0.lock().await;
         let now = SystemTime::now();
@@ -67,7 +68,7 @@ impl Holder {
         }
     }
 
-    /// It was not taken: the next is another.
+    /// Drops a certificate that the service refused, so that the next request gets a new one.
     pub(super) async fn forget(&self, refused: &Arc<Identity>) {
         let mut held = self.0.lock().await;
         if held.as_ref().is_some_and(|held| Arc::ptr_eq(held, refused)) {
@@ -80,7 +81,7 @@ async fn enrol(config: &SecretsConfig, token: &str, now: SystemTime) -> Result<I
     let failed = |why: rcgen::Error| Error::away(format!("make a key and a certificate request: {why}"));
     let mut key = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256).map_err(failed)?;
     let mut params = CertificateParams::default();
-    // Whose it is the service knows by the token.
+    // The service identifies the node by its token, so the subject is empty.
     params.distinguished_name = DistinguishedName::new();
     let request = params.serialize_request(&key).map_err(failed)?;
     let secret = Zeroizing::new(key.serialize_der());

@@ -1,4 +1,4 @@
-//! A sandbox's id, which everybody uses as a piece of a path.
+//! Validates sandbox ids, which all programs use as a segment of paths.
 
 use std::borrow::Borrow;
 use std::fmt;
@@ -11,21 +11,21 @@ use serde::{Deserialize, Serialize};
 const MAX_LEN: usize = 128;
 
 /// An id that is safe as a file name: a letter or digit, then letters, digits, `_`, `.` and `-`, at most 128. Cheap to
-/// clone. Whether a socket's path with it fits in `sun_path` is for who makes the path.
+/// clone. The code that builds a socket's path checks that the path fits into `sun_path`.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct SandboxId(Arc<str>);
 
-/// Why a text is no sandbox id.
+/// Reason that a text is no sandbox id.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BadId {
-    /// Nothing was sent.
+    /// The text is empty.
     #[error("sandbox id: empty; the shim must send the sandbox's id")]
     Empty,
     /// Longer than 128 characters.
     #[error("sandbox id: {0} bytes; at most {MAX_LEN} are allowed")]
     TooLong(usize),
-    /// It has a character that has a meaning in paths, or none at all.
+    /// It has a character with a meaning in paths, or another forbidden one.
     #[error(
         "sandbox id {0:?}: only letters, digits, '_', '.' and '-' are allowed, the first a letter or digit"
     )]
@@ -36,7 +36,7 @@ impl SandboxId {
     /// Checks an id.
     ///
     /// # Errors
-    /// What is wrong with it.
+    /// The mistake in the text.
     pub fn new(text: &str) -> Result<SandboxId, BadId> {
         if text.is_empty() {
             return Err(BadId::Empty);
@@ -97,7 +97,7 @@ impl AsRef<std::path::Path> for SandboxId {
     }
 }
 
-/// Maps can be asked with a `&str`.
+/// Lets maps be queried with a `&str`.
 impl Borrow<str> for SandboxId {
     fn borrow(&self) -> &str {
         self.as_str()

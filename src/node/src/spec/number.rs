@@ -1,6 +1,6 @@
-//! Numbers as the two shims print them. `""` and `"0"` both mean that nothing was asked.
+//! Parses numbers as the two shims print them. `""` and `"0"` both mean that nothing was asked for.
 
-/// A whole number up to `max`; 0 for what was not asked.
+/// Parses a whole number up to `max`; 0: not asked for.
 pub(super) fn whole(text: &str, max: u64) -> Result<u64, String> {
     if text.is_empty() {
         return Ok(0);
@@ -11,10 +11,10 @@ pub(super) fn whole(text: &str, max: u64) -> Result<u64, String> {
     text.parse().ok().filter(|n| *n <= max).ok_or_else(|| too_large(max))
 }
 
-/// A decimal number up to `max`, rounded up; 0 for what was not asked.
+/// Parses a decimal number up to `max`, rounded up; 0: not asked for.
 ///
-/// The Rust shim adds CPU limits as 32-bit floats, so `2.0000002` stands for 2: the unit is a thousandth, as in
-/// Kubernetes, and what is less than half of one is noise. Anything above zero is at least one.
+/// The Rust shim adds CPU limits as 32-bit floats, so `2.0000002` stands for 2. The unit is a thousandth, as in
+/// Kubernetes, and a rest of less than half a thousandth is noise. Anything above zero is at least one.
 pub(super) fn rounded_up(text: &str, max: u64) -> Result<u32, String> {
     if text.is_empty() {
         return Ok(0);

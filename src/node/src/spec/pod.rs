@@ -1,4 +1,4 @@
-//! Which pod a sandbox is.
+//! Identifies the pod of a sandbox.
 
 use std::fmt;
 
@@ -16,7 +16,7 @@ pub struct PodRef {
     pub namespace: String,
     /// The pod's name.
     pub name: String,
-    /// Known only from the Go shim under CRI-O; a pod of the same name may be another one.
+    /// The UID, known only from the Go shim under CRI-O; a pod of the same name may be another one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub uid: Option<String>,
 }

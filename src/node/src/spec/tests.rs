@@ -1,4 +1,4 @@
-//! The annotations as both shims send them.
+//! Tests of the annotations as both shims send them.
 
 use proptest::prelude::*;
 

@@ -1,6 +1,6 @@
-//! What may be wished of a VM beyond Kata's nine annotations: for all pods of a node by its configuration, for one pod by
-//! annotations of ours. Kata's shims do not hand those on (kata-wire, "The nine annotations"); they count from whoever
-//! does, and mean the same.
+//! Reads the VM options beyond Kata's nine annotations: for all pods of a node from its configuration, for one pod from
+//! Peerpod's own annotations. Kata's shims do not forward those (kata-wire, "The nine annotations"); from any other
+//! caller they have the same meaning.
 
 use std::collections::HashMap;
 
@@ -11,19 +11,19 @@ use super::Error;
 
 /// Processor architecture: `x86_64` (or `amd64`), `aarch64` (or `arm64`), `s390x`, `ppc64le`.
 pub const ARCH: &str = "io.peerpod/arch";
-/// Confidential VM by: `sev`, `sev-snp`, `tdx`, `secure-execution`.
+/// Technology of a confidential VM: `sev`, `sev-snp`, `tdx`, `secure-execution`.
 pub const CONFIDENTIAL: &str = "io.peerpod/confidential";
-/// How the VM is paid for: `spot`, `on-demand`.
+/// Payment model of the VM: `spot`, `on-demand`.
 pub const MARKET: &str = "io.peerpod/market";
-/// The cloud's zones that will do, separated by commas.
+/// The cloud's zones that are allowed, separated by commas.
 pub const ZONES: &str = "io.peerpod/zones";
-/// An address of the internet beside the private one: `true`, `false`.
+/// Whether the VM gets a public IP address beside the private one: `true`, `false`.
 pub const PUBLIC_IP: &str = "io.peerpod/public-ip";
 
 /// More zones than any region has.
 const MOST_ZONES: usize = 32;
 
-/// The wishes; what was not said is `None` or empty.
+/// The VM options; an option that was not set is `None` or empty.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Wishes {
     /// [`ARCH`].
@@ -39,7 +39,7 @@ pub struct Wishes {
 }
 
 impl Wishes {
-    /// The part of [`Wishes`] that is called so in `node.vm-annotations`, and its annotation.
+    /// The name of each option in `node.vm-annotations`, and its annotation.
     pub const ALL: [(&str, &str); 5] = [
         ("arch", ARCH),
         ("confidential", CONFIDENTIAL),
@@ -74,7 +74,7 @@ impl Wishes {
         })
     }
 
-    /// These, and where they say nothing, the node's.
+    /// Returns these options, and the node's where these are not set.
     pub fn over(self, node: &Wishes) -> Wishes {
         Wishes {
             arch: self.arch.or(node.arch),
@@ -85,10 +85,10 @@ impl Wishes {
         }
     }
 
-    /// Whether a pod may wish this: by the names of [`Wishes::ALL`].
+    /// Checks that a pod may set these options; `allowed` has names of [`Wishes::ALL`].
     ///
     /// # Errors
-    /// The first annotation that it may not have, and what to do.
+    /// The first annotation that is not allowed, and the remedy.
     pub fn check(&self, allowed: &[String]) -> Result<(), String> {
         let said = [
             self.arch.is_some(),
@@ -110,7 +110,7 @@ impl Wishes {
         }
     }
 
-    /// Puts them into a request.
+    /// Writes the options into a request.
     pub fn ask(&self, request: &mut CreateRequest) {
         request.arch = self.arch;
         request.confidential = self.confidential;
@@ -123,7 +123,7 @@ impl Wishes {
 /// Reads [`ARCH`].
 ///
 /// # Errors
-/// What would do.
+/// The accepted values.
 pub fn arch(text: &str) -> Result<Arch, String> {
     let word = match text {
         "amd64" => "x86_64",
@@ -137,7 +137,7 @@ pub fn arch(text: &str) -> Result<Arch, String> {
 /// Reads [`CONFIDENTIAL`].
 ///
 /// # Errors
-/// What would do.
+/// The accepted values.
 pub fn confidential(text: &str) -> Result<Confidential, String> {
     Confidential::from_word(&text.replace('-', "_"))
         .ok_or_else(|| "not a technology; write sev, sev-snp, tdx or secure-execution".to_owned())
@@ -146,7 +146,7 @@ pub fn confidential(text: &str) -> Result<Confidential, String> {
 /// Reads [`MARKET`].
 ///
 /// # Errors
-/// What would do.
+/// The accepted values.
 pub fn market(text: &str) -> Result<Market, String> {
     Market::from_word(&text.replace('-', "_"))
         .ok_or_else(|| "not a market; write spot or on-demand".to_owned())
@@ -155,7 +155,7 @@ pub fn market(text: &str) -> Result<Market, String> {
 /// Reads [`ZONES`].
 ///
 /// # Errors
-/// What would do.
+/// The accepted form.
 pub fn zones(text: &str) -> Result<Vec<String>, String> {
     let mut zones: Vec<String> = Vec::new();
     for zone in text.split(',').map(str::trim).filter(|zone| !zone.is_empty()) {

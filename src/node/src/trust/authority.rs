@@ -1,4 +1,4 @@
-//! One CA: made, read back, and the leaves it signs. Pure but for random numbers.
+//! Makes a CA, restores it from disk, and signs leaves with it. Pure except for random numbers.
 
 use std::fmt;
 use std::sync::Arc;
@@ -15,13 +15,13 @@ use sha2::{Digest, Sha256};
 
 use super::{Error, Identity, Signed};
 
-/// Certificates are good from a day before they are made: the clock of a VM that just booted may be behind.
+/// Certificates are valid from a day before they are made: the clock of a newly booted VM may be behind.
 const SKEW: Duration = Duration::from_secs(86_400);
 
-/// A request for a P-256 key has some 200 bytes.
+/// Size limit of a request; one for a P-256 key has some 200 bytes.
 const MAX_REQUEST: usize = 4096;
 
-/// X.520's bound on a common name.
+/// Length limit of a common name (X.520).
 const MAX_COMMON_NAME: usize = 64;
 
 /// A CA's certificate and key.
@@ -43,12 +43,12 @@ fn failed(what: &'static str) -> impl FnOnce(rcgen::Error) -> Error {
 }
 
 impl Authority {
-    /// A new CA.
+    /// Makes a new CA.
     pub(super) fn make(now: SystemTime, validity: Duration) -> Result<Authority, Error> {
         let key = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256).map_err(failed("make the CA's key"))?;
         let mut tag = [0; 4];
         getrandom::fill(&mut tag).map_err(Error::Random)?;
-        // Names differ, so that two CAs in one list of trust cannot be taken for each other.
+        // Names differ, so that two CAs in one list of trusted CAs cannot be confused.
         let name = format!("peerpod node CA {:08x}", u32::from_be_bytes(tag));
         let not_after = whole_seconds(now + validity);
         let mut params = params(&name, now, not_after)?;
@@ -59,7 +59,7 @@ impl Authority {
         Ok(Authority { certificate, not_after, issuer: Arc::new(Issuer::new(params, key)) })
     }
 
-    /// A CA as it was kept.
+    /// Restores a CA from its stored parts.
     pub(super) fn restore(
         certificate: Vec<u8>,
         key: Vec<u8>,
@@ -76,12 +76,12 @@ impl Authority {
         Ok(Authority { certificate, not_after, issuer: Arc::new(issuer) })
     }
 
-    /// The key in PKCS#8, for the file.
+    /// Returns the key in PKCS#8, for the file.
     pub(super) fn key_der(&self) -> Vec<u8> {
         self.issuer.key().serialize_der()
     }
 
-    /// A leaf with a key of its own for the relay.
+    /// Makes a leaf with a new key for the relay.
     pub(super) fn relay_identity(&self, now: SystemTime) -> Result<Identity, Error> {
         let key = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256).map_err(failed("make the relay's key"))?;
         let mut params = self.leaf("peerpod relay", now, self.not_after)?;
@@ -93,7 +93,7 @@ impl Authority {
         Ok((vec![leaf.der().clone(), self.certificate.clone()], key))
     }
 
-    /// A leaf for the key in a guest's request. Only the key is taken from it.
+    /// Signs a leaf for the key in a guest's request. Only the key is taken from the request.
     pub(super) fn sign_guest(
         &self,
         sandbox: &str,
@@ -117,7 +117,7 @@ impl Authority {
         })
     }
 
-    /// What all leaves have in common; none outlives its CA.
+    /// Returns the parameters that all leaves share; no leaf outlives its CA.
     fn leaf(&self, name: &str, now: SystemTime, not_after: SystemTime) -> Result<CertificateParams, Error> {
         let mut params = params(name, now, not_after.min(self.not_after))?;
         params.is_ca = IsCa::ExplicitNoCa;
@@ -127,7 +127,8 @@ impl Authority {
     }
 }
 
-/// A guest's request: its key, and the SHA-256 of it. The request's own signature holds, so the guest has the key.
+/// Returns the key in a guest's request, and its SHA-256. The request's own signature is verified, so the guest has the
+/// key.
 pub(super) fn request(csr: &[u8]) -> Result<(PublicKey, [u8; 32]), Error> {
     if csr.len() > MAX_REQUEST {
         return Err(Error::Request("larger than any request for a P-256 key"));
@@ -141,7 +142,7 @@ pub(super) fn request(csr: &[u8]) -> Result<(PublicKey, [u8; 32]), Error> {
         })
     })?;
     let key = request.public_key;
-    // The algorithm is read from the signature; the length of the point tells the curve of the key itself.
+    // The algorithm is read from the signature; the length of the point identifies the curve of the key itself.
     if key.algorithm() != &PKCS_ECDSA_P256_SHA256 || key.der_bytes().len() != 65 {
         return Err(Error::Request("its key is not P-256"));
     }
@@ -149,7 +150,7 @@ pub(super) fn request(csr: &[u8]) -> Result<(PublicKey, [u8; 32]), Error> {
     Ok((key, sha256))
 }
 
-/// A subject with only a common name, dates, and a random serial number.
+/// Returns parameters with a common name alone as the subject, dates, and a random serial number.
 fn params(name: &str, now: SystemTime, not_after: SystemTime) -> Result<CertificateParams, Error> {
     let mut serial = [0; 16];
     getrandom::fill(&mut serial).map_err(Error::Random)?;
@@ -163,7 +164,7 @@ fn params(name: &str, now: SystemTime, not_after: SystemTime) -> Result<Certific
     Ok(params)
 }
 
-/// Certificates know whole seconds.
+/// Rounds down to whole seconds, the resolution of certificates.
 fn whole_seconds(time: SystemTime) -> SystemTime {
     let since = time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
     SystemTime::UNIX_EPOCH + Duration::from_secs(since.as_secs())

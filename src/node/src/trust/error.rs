@@ -1,21 +1,21 @@
-//! What can go wrong with trust.
+//! Errors of the CA, of certificates and of tickets.
 
 use std::path::PathBuf;
 
-/// Why a certificate, a ticket or the CA could not be had.
+/// Reason that a certificate, a ticket or the CA is not available.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The directory or file of the CA.
+    /// The directory or file of the CA cannot be used.
     #[error("{what} {}: {why}; check the state directory's disk and permissions", path.display())]
     Disk {
-        /// What was attempted.
+        /// The attempted step.
         what: &'static str,
-        /// On what.
+        /// The path of the attempt.
         path: PathBuf,
-        /// Why it failed.
+        /// The operating system's error.
         why: std::io::Error,
     },
-    /// The file is not what we wrote.
+    /// The file has content that this program does not write.
     #[error(
         "read the node's CA from {}: {why}; restore it from a backup, or move it away when no pod VM is running",
         path.display()
@@ -23,7 +23,7 @@ pub enum Error {
     Damaged {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it; never its content.
+        /// The fault; never the content.
         why: String,
     },
     /// The file is from a later release.
@@ -37,15 +37,15 @@ pub enum Error {
         /// Its version.
         version: u64,
     },
-    /// The guest's request for a certificate.
+    /// The guest's request for a certificate is not valid.
     #[error("certificate request: {0}; the guest must send a PKCS#10 request for a P-256 key, signed by it")]
     Request(&'static str),
     /// Making or signing failed.
     #[error("{what}: {why}")]
     Certificate {
-        /// What was attempted.
+        /// The attempted step.
         what: &'static str,
-        /// Why it failed.
+        /// The library's error.
         why: rcgen::Error,
     },
     /// The kernel gave no random bytes.

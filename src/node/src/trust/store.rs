@@ -1,4 +1,4 @@
-//! The CA on disk: one versioned JSON file, 0600, written whole or not at all.
+//! Keeps the CA on disk: one versioned JSON file, 0600, written whole or not at all.
 
 use std::fs::{self, File};
 use std::io::{ErrorKind, Read};
@@ -17,7 +17,7 @@ use super::{Authorities, Error};
 /// The version of the file's format.
 const VERSION: u64 = 1;
 
-/// Three CAs have some 3 KiB.
+/// Size limit of the file; three CAs have some 3 KiB.
 const MAX_FILE: u64 = 64 * 1024;
 
 #[derive(Deserialize)]
@@ -47,12 +47,12 @@ fn disk<'p>(what: &'static str, path: &'p Path) -> impl FnOnce(std::io::Error) -
     move |why| Error::Disk { what, path: path.to_owned(), why }
 }
 
-/// Makes the directory if it is missing; it is for root alone.
+/// Makes the directory if it is missing, and restricts it to root.
 pub(super) fn prepare(dir: &Path) -> Result<(), Error> {
     files::make_folder(dir).map_err(disk("make", dir))
 }
 
-/// The CA, or none if it was never made.
+/// Reads the CA; `None`: it was never made.
 pub(super) fn read(path: &Path) -> Result<Option<Authorities>, Error> {
     let file = match File::open(path) {
         Ok(file) => file,
@@ -67,7 +67,7 @@ pub(super) fn read(path: &Path) -> Result<Option<Authorities>, Error> {
     if bytes.len() as u64 > MAX_FILE {
         return Err(damaged(format!("larger than {MAX_FILE} bytes")));
     }
-    // serde's text would repeat what it read, and that may be a key: only the place is told.
+    // serde's text would repeat its input, which may be a key: only the position is reported.
     let not_ours = |why: serde_json::Error| {
         damaged(format!("not as we write it, at line {}, column {}", why.line(), why.column()))
     };
@@ -86,7 +86,7 @@ pub(super) fn read(path: &Path) -> Result<Option<Authorities>, Error> {
     }))
 }
 
-/// Writes all CAs durably.
+/// Writes the file: a temporary file, fsync, rename, fsync of the directory.
 pub(super) fn write(path: &Path, authorities: &Authorities) -> Result<(), Error> {
     let kept = Kept {
         version: VERSION,

@@ -1,4 +1,4 @@
-//! Certificates as a TLS peer sees them, and the CA as a restarted node finds it.
+//! Tests of certificates as a TLS peer sees them, and of the CA as a restarted node reads it.
 
 use std::os::unix::fs::PermissionsExt;
 use std::sync::Arc;
@@ -52,7 +52,7 @@ impl Guest {
     }
 }
 
-/// A whole handshake in memory; returns the fingerprint of the client's certificate as the server saw it.
+/// Runs a whole handshake in memory; returns the fingerprint of the client's certificate as the server saw it.
 fn shake(
     relay: Identity,
     trusted: &[CertificateDer<'static>],
@@ -80,7 +80,7 @@ fn shake(
     Ok(ends[1].peer_certificates().map(|chain| tls::fingerprint(&chain[0])))
 }
 
-/// The handshake with everything as this trust says now.
+/// Runs the handshake with the present state of this trust.
 fn shake_with(trust: &Trust, pins: &[[u8; 32]], guest: Option<Identity>) -> Result<Option<[u8; 32]>, String> {
     shake(trust.relay_identity().unwrap(), &trust.trusted_cas(), pins, guest)
 }
@@ -123,7 +123,7 @@ fn the_names_a_guest_asks_for_are_not_given() {
     let leaf = String::from_utf8_lossy(&signed.chain[0]).into_owned();
     assert!(!leaf.contains(tls::SERVER_NAME));
     assert!(leaf.contains(&format!("peerpod:sandbox:{id}")));
-    // And it cannot stand for the relay: wrong name, wrong usage.
+    // It cannot serve as the relay's certificate either: wrong name, wrong usage.
     let refused = shake(guest.identity(&signed), &trust.trusted_cas(), &trust.ca_sha256(), None);
     assert!(refused.is_err(), "{refused:?}");
 }
@@ -149,7 +149,7 @@ fn requests_that_are_not_a_guests_are_refused() {
     let mut forged = guest.csr.clone();
     *forged.last_mut().unwrap() ^= 1;
     assert!(refused(&forged).contains("not signed by its own key"));
-    // Another key in the place of the one that signed.
+    // Another key in the place of the signing key.
     let mut swapped = guest.csr.clone();
     let key = guest.key.public_key_raw();
     let at = swapped.windows(key.len()).position(|window| window == key).unwrap();
@@ -242,7 +242,7 @@ fn no_guest_is_cut_off_by_a_roll_over_and_it_survives_restarts() {
         assert_eq!(trust.stage(), stage);
         stage
     };
-    // A VM that was born before, and one that runs already.
+    // A VM with user-data from before the rotation, and one that runs already.
     let born_before = trust.ca_sha256();
     let running = Guest::new();
     let old = running.identity(&trust.sign_guest("a", &running.csr).unwrap());

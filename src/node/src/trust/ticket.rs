@@ -1,5 +1,5 @@
-//! What a VM that just booted shows to get its certificate. Pure but for random numbers; who used it is kept by the
-//! ledger.
+//! One-time tickets with which newly booted VMs request their certificates. Pure except for random numbers; the ledger
+//! records their use.
 
 use std::time::{Duration, SystemTime};
 
@@ -9,15 +9,15 @@ use sha2::{Digest, Sha256};
 
 use super::Error;
 
-/// A one-time ticket. Goes into user-data and, before the cloud is asked, into the ledger: serialising it writes the
-/// secret, Debug does not.
+/// A one-time ticket. It goes into user-data and, before the cloud is called, into the ledger: serialising it writes
+/// the secret, Debug does not.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Ticket {
-    /// 32 hex digits; not secret, it names the ticket in logs.
+    /// 32 hex digits; not secret, it identifies the ticket in logs.
     pub id: String,
-    /// What makes it worth something.
+    /// The secret that the VM must show.
     pub(crate) secret: TicketSecret,
-    /// By the node's wall clock; in JSON milliseconds since 1970.
+    /// Expiry by the node's wall clock; in JSON milliseconds since 1970.
     #[serde(rename = "expires_ms", with = "millis")]
     pub expires: SystemTime,
 }
@@ -43,9 +43,9 @@ impl Ticket {
         Ok(Ticket { id: hex::encode(&id), secret: TicketSecret::new(secret), expires: now + ttl })
     }
 
-    /// Whether this is the secret, as raw bytes. Takes the same time for every wrong one.
+    /// Whether `secret`, as raw bytes, is the ticket's secret. Takes the same time for every wrong one.
     pub fn matches(&self, secret: &[u8]) -> bool {
-        // Hashing first makes the compared bytes unpredictable and equally long, whatever was sent.
+        // Hashing first makes the compared bytes unpredictable and equally long for every input.
         let ours = Sha256::digest(self.secret.expose());
         let theirs = Sha256::digest(secret);
         let difference = ours.iter().zip(theirs).fold(0, |all, (a, b)| all | (a ^ b));
@@ -57,7 +57,7 @@ impl Ticket {
         now >= self.expires
     }
 
-    /// The secret, for user-data and for tests that play the guest.
+    /// Returns the secret, for user-data and for tests that act as the guest.
     pub fn secret(&self) -> &TicketSecret {
         &self.secret
     }

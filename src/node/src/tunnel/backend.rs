@@ -1,5 +1,6 @@
-//! What differs between the kinds of tunnel. A pod's frames always travel in VXLAN, whose devices are always in the
-//! pod's namespace; a backend says in which namespace their UDP packets go, where they go, and who lets them in.
+//! Abstracts the differences between the kinds of tunnel. A pod's frames always travel in VXLAN, and the VXLAN devices
+//! are always in the pod's namespace. A backend chooses the namespace and the destination of the devices' UDP packets,
+//! and admits the VM's packets.
 //!
 //! A new kind is a file with a [`Backend`] and a row in [`Backends::open`].
 
@@ -7,7 +8,7 @@ use std::fmt::Debug;
 use std::net::IpAddr;
 use std::sync::Arc;
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use peerpod_podnet::netlink::{self, Client};
 use peerpod_podnet::netns::Netns;
 use peerpod_podnet::plan::Underlay;
@@ -22,12 +23,12 @@ use super::{Kind, Reserved, TunnelConfig};
 /// Idle sockets that are kept.
 const IDLE_SOCKETS: usize = 8;
 
-/// The ends of a sandbox's tunnels, and what is left for its packets between them.
+/// The ends of a sandbox's tunnels, and the packet size that fits between them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Way {
-    /// What the VXLAN devices send to.
+    /// Destination of the VXLAN devices' packets.
     pub(super) remote: IpAddr,
-    /// What they send from.
+    /// Source of the VXLAN devices' packets.
     pub(super) local: IpAddr,
     /// The node's address as the VM reaches it, below all layers.
     pub(super) node: IpAddr,
@@ -35,7 +36,7 @@ pub(super) struct Way {
     pub(super) room: u32,
 }
 
-/// A sandbox whose tunnels are connected.
+/// A sandbox with connected tunnels.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Connected {
     pub(super) sandbox: String,
@@ -43,44 +44,46 @@ pub(super) struct Connected {
     pub(super) vm: IpAddr,
 }
 
-/// One kind of tunnel. Everything blocks and may be called for many sandboxes at once; what is called again finds what
-/// is there and completes it.
+/// One kind of tunnel. All methods block and may be called for many sandboxes at once. A repeated call finds the
+/// existing state and completes it.
 pub(super) trait Backend: Debug + Send + Sync {
-    /// The namespace whose sockets make the devices: the packets of a VXLAN device go where its maker's socket is.
+    /// Returns the namespace with the sockets that make the devices: a VXLAN device sends in the namespace of its
+    /// maker's socket.
     fn host(&self) -> &Host;
 
-    /// What is fixed when a device is made. `v6`: whether node and VM talk IPv6.
+    /// Returns the properties that are fixed when a device is made. `v6`: whether node and VM use IPv6.
     fn shape(&self, v6: bool) -> Shape;
 
-    /// The shape that the devices of a reservation have, of an earlier configuration maybe.
+    /// Returns the shape of a reservation's devices, which may be of an earlier configuration.
     fn shape_of(&self, reserved: &Reserved) -> Shape {
         Shape { port: reserved.port, ..self.shape(reserved.v6) }
     }
 
-    /// The range of UDP source ports, ends included, that a sandbox's flows are spread over; `None`: the kernel's own.
+    /// Returns the range of UDP source ports, ends included, over which a sandbox's flows are spread; `None`: the
+    /// kernel's own.
     fn source_ports(&self) -> Option<(u16, u16)>;
 
-    /// The way to the VM as it is now.
+    /// Returns the present path to the VM.
     ///
     /// # Errors
-    /// [`Error::Path`] where there is none, [`Error::Kernel`].
+    /// [`Error::Path`] where there is no path, [`Error::Kernel`].
     fn way(&self, reserved: &Reserved, vm: IpAddr) -> Result<Way, Error>;
 
-    /// Lets the VM's packets in, and nobody else's with the sandbox's VNIs. An earlier address of the VM is no longer
-    /// let in. Called before the devices are up.
+    /// Admits the VM's packets, and no other packets with the sandbox's VNIs. An earlier address of the VM is no longer
+    /// admitted. Called before the devices are up.
     ///
     /// # Errors
     /// [`Error::Kernel`].
     fn admit(&self, connected: &Connected) -> Result<(), Error>;
 
-    /// Takes [`Backend::admit`] back: by the reservation, or where that was never recorded by the VM's address.
+    /// Reverts [`Backend::admit`]: by the reservation or, where that was never recorded, by the VM's address.
     ///
     /// # Errors
     /// [`Error::Kernel`].
     fn dismiss(&self, reserved: Option<&Reserved>, vm: Option<IpAddr>) -> Result<(), Error>;
 
-    /// Takes back whatever this process admitted for the sandbox: a stop in the middle of a change finds a record that
-    /// does not have all of it.
+    /// Reverts everything that this process admitted for the sandbox: a stop during a change finds an incomplete
+    /// record.
     ///
     /// # Errors
     /// [`Error::Kernel`].
@@ -88,26 +91,26 @@ pub(super) trait Backend: Debug + Send + Sync {
         Ok(())
     }
 
-    /// Admits exactly these sandboxes, at the start of a daemon. Also `stay` what is known only by its devices. Returns
-    /// how many others were dismissed.
+    /// Admits exactly these sandboxes, at the start of a daemon. It also admits `stay`, the peers that are known only
+    /// by their devices. Returns the number of others that were dismissed.
     ///
     /// # Errors
     /// [`Error::Kernel`].
     fn reconcile(&self, connected: &[Connected], stay: &[Peer]) -> Result<usize, Error>;
 
-    /// Removes what the node has once for all sandboxes, if there is none any more.
+    /// Removes the state that the node has once for all sandboxes, if no sandbox needs it.
     ///
     /// # Errors
     /// [`Error::Kernel`].
     fn close(&self) -> Result<(), Error>;
 
-    /// What the guest is told of the node's end.
+    /// Returns the node's end for the guest's plan.
     fn underlay(&self, connected: &Connected, way: &Way) -> Underlay;
 
-    /// Adds to the plan what only this kind has.
+    /// Adds the fields to the plan that only this kind has.
     ///
     /// # Errors
-    /// [`Error::Path`] while the other end could not find us yet.
+    /// [`Error::Path`] while the guest could not find the node yet.
     fn finish(&self, _plan: &mut NetworkPlan, _connected: &Connected, _way: &Way) -> Result<(), Error> {
         Ok(())
     }
@@ -116,7 +119,7 @@ pub(super) trait Backend: Debug + Send + Sync {
 /// The kinds that this node has.
 #[derive(Debug)]
 pub(super) struct Backends {
-    /// What new sandboxes get.
+    /// The kind of new sandboxes.
     chosen: Kind,
     rows: Vec<(Kind, Arc<dyn Backend>)>,
     wireguard: Option<Arc<Wireguard>>,
@@ -126,7 +129,7 @@ impl Backends {
     /// Opens the kinds in the network namespace of the calling thread.
     ///
     /// # Errors
-    /// Why the chosen kind cannot be used.
+    /// The chosen kind cannot be used.
     pub(super) fn open(config: &TunnelConfig) -> Result<Backends, Error> {
         let mut rows: Vec<(Kind, Arc<dyn Backend>)> = Vec::new();
         match Vxlan::open(config) {
@@ -138,7 +141,7 @@ impl Backends {
             None => None,
             Some(own) => match Wireguard::open(own, config.port) {
                 Ok(wireguard) => Some(Arc::new(wireguard)),
-                // Asked for, and refused: never a plain tunnel instead.
+                // Configured but not available: there is no fallback to a plain tunnel.
                 Err(e) if config.kind == Kind::Wireguard => return Err(e),
                 Err(error) => {
                     tracing::warn!(%error, "no encrypted tunnels here: a VM that needs one will fail to start");
@@ -152,20 +155,21 @@ impl Backends {
         Ok(Backends { chosen: config.kind, rows, wireguard })
     }
 
-    /// The encrypted kind, where there is one.
+    /// Returns the encrypted kind, where there is one.
     pub(super) fn wireguard(&self) -> Option<&Arc<Wireguard>> {
         self.wireguard.as_ref()
     }
 
-    /// The kind of new sandboxes.
+    /// Returns the kind of new sandboxes.
     pub(super) fn chosen(&self) -> Kind {
         self.chosen
     }
 
-    /// The backend of a kind.
+    /// Returns the backend of a kind.
     ///
     /// # Errors
-    /// [`Error::Path`]-like words where this node does not have it (another configuration than when the sandbox was made).
+    /// [`Error::CannotCarry`] where this node does not have the kind (another configuration than when the sandbox was
+    /// made).
     pub(super) fn of(&self, kind: Kind) -> Result<&dyn Backend, Error> {
         let row = self.rows.iter().find(|(of, _)| *of == kind);
         row.map(|(_, backend)| backend.as_ref()).ok_or_else(|| {
@@ -176,13 +180,13 @@ impl Backends {
         })
     }
 
-    /// All of them.
+    /// Returns all kinds.
     pub(super) fn all(&self) -> impl Iterator<Item = (Kind, &dyn Backend)> {
         self.rows.iter().map(|(kind, backend)| (*kind, backend.as_ref()))
     }
 }
 
-/// A namespace, and a few sockets in it for whoever needs one. No lock is held while the kernel is asked.
+/// A namespace, and a pool of sockets in it. No lock is held during a kernel call.
 #[derive(Debug)]
 pub(super) struct Host {
     netns: Netns,
@@ -194,12 +198,12 @@ impl Host {
         Host { netns, idle: Mutex::default() }
     }
 
-    /// The namespace.
+    /// Returns the namespace.
     pub(super) fn netns(&self) -> &Netns {
         &self.netns
     }
 
-    /// Lends a socket. One whose exchange failed is not used again.
+    /// Lends a socket. A socket with a failed exchange is not used again.
     pub(super) fn with<T>(&self, f: impl FnOnce(&mut Client) -> Result<T, Error>) -> Result<T, Error> {
         let idle = self.idle.lock().pop();
         let mut client = match idle {

@@ -1,4 +1,4 @@
-//! What the node wants of the pods' way out of the cluster (`tunnel.external`). Only says it: the VM does it.
+//! Describes the pods' egress from the cluster (`tunnel.external`). The VM implements it.
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -9,21 +9,21 @@ use peerpod_podnet::netns::Netns;
 use peerpod_podnet::uplink::network;
 use peerpod_proto::guest;
 
-/// A node has a handful of addresses; more are not told.
+/// Limit of the node's addresses in a plan; a node has a handful.
 const MOST_ADDRESSES: usize = 32;
 
-/// How the pods' default routes leave where they do not take the tunnel.
+/// Egress of the pods' default routes where they do not take the tunnel.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Way {
-    /// By the VM's own network: whatever its default routes lead through.
+    /// The VM's own network, by the VM's default routes.
     #[default]
     Vm,
-    /// By a second network card of the VM, which the provider must be asked for.
+    /// A second NIC of the VM, which must be requested from the provider.
     SecondNic,
 }
 
 impl Way {
-    /// As the guest reads it; one that does not know a way refuses the plan.
+    /// Returns the name in the plan; a guest refuses a plan with an unknown name.
     fn name(self) -> &'static str {
         match self {
             Way::Vm => "vm",
@@ -32,11 +32,11 @@ impl Way {
     }
 }
 
-/// The pods' default routes leave by their VMs' own network instead of the tunnel. NetworkPolicy does not see that
-/// traffic: it never comes by the node.
+/// Egress of the pods' default routes by their VMs' own network instead of the tunnel. NetworkPolicy does not see that
+/// traffic: it never passes the node.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct External {
-    /// By which of the VM's cards.
+    /// The NIC of the VM.
     pub way: Way,
     /// Prefixes that stay in the tunnel besides the pod's own routes: pods, services, nodes.
     pub cluster_cidrs: Vec<String>,
@@ -45,7 +45,7 @@ pub struct External {
 }
 
 impl External {
-    /// For a plan; `node` is the node's address towards the VM.
+    /// Writes it for a plan; `node` is the node's address towards the VM.
     pub(super) fn write(&self, node: IpAddr, own: &[IpAddr]) -> guest::External {
         let mut wire = guest::External::new();
         wire.way = self.way.name().to_owned();
@@ -58,8 +58,8 @@ impl External {
     }
 }
 
-/// What is wanted, and the node's own addresses as they were when something last changed around it: asked for then,
-/// not per pod, because a node has hundreds of links.
+/// The configured egress, and the node's own addresses as of the last change of its network. They are read at each
+/// change and not per pod, because a node has hundreds of devices.
 #[derive(Debug)]
 pub(super) struct Outside {
     wanted: External,
@@ -69,7 +69,7 @@ pub(super) struct Outside {
 }
 
 impl Outside {
-    /// In the network namespace of the calling thread.
+    /// Opens it in the network namespace of the calling thread.
     ///
     /// # Errors
     /// [`Error::Netns`].
@@ -79,14 +79,15 @@ impl Outside {
         Ok(outside)
     }
 
-    /// Looks at the node's addresses; says whether they are others than before.
+    /// Reads the node's addresses; returns whether they have changed.
     ///
     /// # Errors
     /// [`Error::Netns`].
     pub(super) fn look(&self) -> Result<bool, Error> {
         let failed = |source| Error::Netns { attempt: "enter", path: self.host.path().to_owned(), source };
         let mut now = self.host.run(own_addresses).map_err(failed)?;
-        // What the cluster's prefixes cover keeps to the tunnel by them: a proxy may hold every service's address.
+        // Addresses within the cluster's prefixes keep to the tunnel anyway: a proxy may hold the address of every
+        // service.
         let cluster: Vec<_> = self.wanted.cluster_cidrs.iter().filter_map(|text| prefix(text)).collect();
         let covers = |of: &(IpAddr, u8), address: IpAddr| {
             of.0.is_ipv6() == address.is_ipv6() && network(of.0, of.1) == network(address, of.1)
@@ -100,18 +101,18 @@ impl Outside {
         Ok(changed)
     }
 
-    /// The node's addresses as they were last looked at.
+    /// Returns the node's addresses as they were last read.
     pub(super) fn own(&self) -> Arc<Vec<IpAddr>> {
         self.own.lock().clone()
     }
 
-    /// For a plan; `node` is the node's address towards the VM.
+    /// Writes it for a plan; `node` is the node's address towards the VM.
     pub(super) fn write(&self, node: IpAddr) -> guest::External {
         self.wanted.write(node, &self.own())
     }
 }
 
-/// Whether a text is a prefix as `tunnel.cluster-cidrs` wants it: an address and the bits of its network.
+/// Whether a text is a prefix in the form of `tunnel.cluster-cidrs`: an address and the bits of its network.
 pub fn is_prefix(text: &str) -> bool {
     prefix(text).is_some()
 }
@@ -123,7 +124,7 @@ fn prefix(text: &str) -> Option<(IpAddr, u8)> {
     (bits <= most).then_some((address, bits))
 }
 
-/// This namespace's own addresses that somebody else could speak from or to.
+/// Returns this namespace's own addresses that other hosts can send from or to.
 fn own_addresses() -> Vec<IpAddr> {
     let Ok(interfaces) = nix::ifaddrs::getifaddrs() else { return Vec::new() };
     let ips = interfaces.filter_map(|interface| {

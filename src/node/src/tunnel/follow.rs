@@ -1,31 +1,33 @@
-//! What of a pod's network is followed while the pod runs: pure, from what was recorded and what is seen now.
+//! Decides which changes of a running pod's network its VM follows. Pure: compares the recorded state with the present
+//! one.
 //!
-//! Additions, changes and removals by the CNI are followed. What is missing because a link was down is not: the
-//! kernel drops routes and addresses then, nobody took them from the pod, and its VM still has them. The kernel counts
-//! how often a link lost its carrier; as long as that is what it was, whatever is missing was taken away on purpose.
-//! An address that had a lifetime may end here although the VM, which hears the routers, keeps it alive: it stays.
+//! Additions, changes and removals by the CNI are followed. Entries that are missing because an interface was down are
+//! not. The kernel drops routes and addresses then, although the CNI did not remove them, and the VM still has them.
+//! The kernel counts how often an interface lost its carrier. As long as that count is unchanged, missing entries were
+//! removed on purpose. An address with a lifetime may expire here although the VM, which receives the routers'
+//! advertisements, keeps it alive: it stays.
 
 use std::fmt;
 
 use peerpod_podnet::look::{Address, Interface, Neighbour, Route, Seen};
 
-/// More changes are counted, not listed.
+/// Number of changes that are listed; more are counted.
 const LISTED: usize = 8;
 
-/// What comes of another look.
+/// Result of another inspection.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Merged {
-    /// The network that the VM shall have now.
+    /// The network that the VM must have now.
     pub seen: Seen,
-    /// What differs from what was recorded, in words; empty = nothing.
+    /// The differences from the record, as text; empty: none.
     pub changes: Vec<String>,
-    /// What is different now and stays as it was in the VM, in words.
+    /// The differences from the record that the VM does not follow, as text.
     pub left: Vec<String>,
-    /// Interfaces that lost something by losing their carrier, by index.
+    /// Interfaces that lost entries by losing their carrier, by index.
     pub kept: Vec<u32>,
 }
 
-/// Follows from `recorded` to `now`. `fell`: whether the interface of this index lost its carrier meanwhile.
+/// Merges `now` into `recorded`. `fell` returns whether the interface of this index lost its carrier meanwhile.
 pub fn merge(recorded: &Seen, now: Seen, fell: &dyn Fn(u32) -> bool) -> Merged {
     let mut changes = Changes::default();
     let mut left = Changes::default();
@@ -70,7 +72,7 @@ pub fn merge(recorded: &Seen, now: Seen, fell: &dyn Fn(u32) -> bool) -> Merged {
     Merged { seen, changes: changes.words(), left: left.words(), kept }
 }
 
-/// Whether nothing of what was recorded is missing.
+/// Whether nothing that was recorded is missing.
 fn has_all(now: &Interface, recorded: &Interface) -> bool {
     recorded.addresses.iter().all(|old| now.addresses.iter().any(|new| old.is_same(new)))
         && recorded.routes.iter().all(|old| now.routes.iter().any(|new| old.is_same(new)))
@@ -120,7 +122,7 @@ fn interface(
             changes.note(|| format!("{name}: neighbour {} is new", neighbour.address));
         }
     }
-    // An interface of the VM is not taken down for what happens at the node's.
+    // The VM's interface is not taken down when the node's interface goes down.
     merged.down = before.down;
     let bare = |interface: &Interface| Interface {
         addresses: Vec::new(),
@@ -134,13 +136,13 @@ fn interface(
     merged
 }
 
-/// What is there now, but with the recorded lifetimes: time passing is no change.
+/// Returns the present entries with the recorded lifetimes: time passing is no change.
 fn timeless<T: Clone>(before: &[T], after: Vec<T>, is_same: fn(&T, &T) -> bool) -> Vec<T> {
     let old = |new: &T| before.iter().find(|old| is_same(old, new)).cloned();
     after.into_iter().map(|new| old(&new).unwrap_or(new)).collect()
 }
 
-/// Puts back what was there before and `stays`.
+/// Puts back the missing entries for which `stays` returns true.
 fn keep<T: Clone>(
     before: &[T],
     after: &mut Vec<T>,
@@ -151,7 +153,7 @@ fn keep<T: Clone>(
     after.extend(gone.into_iter().filter(|gone| stays(gone)).cloned());
 }
 
-/// A list in words that cannot grow without bound.
+/// A bounded list of texts.
 #[derive(Default)]
 struct Changes {
     listed: Vec<String>,

@@ -1,5 +1,6 @@
-//! The node's filter and what is in it, so that nothing has to be read back for one pod: one nftables table per UDP
-//! port that tunnels of this daemon have (one port, but for pods of an earlier configuration).
+//! Manages the node's anti-spoof filter and remembers its elements, so that a call for one pod reads nothing back.
+//! There is one nftables table per UDP port of this daemon's tunnels (one port, except for pods of an earlier
+//! configuration).
 
 use std::collections::{HashMap, HashSet};
 use std::net::IpAddr;
@@ -21,14 +22,14 @@ pub(super) struct Gate {
     netns: Netns,
     owner: Owner,
     idle: Mutex<Vec<Client>>,
-    /// By port. The lock is never held while the kernel is asked.
+    /// Elements by port. The lock is never held during a kernel call.
     known: Mutex<HashMap<u16, HashSet<Peer>>>,
-    /// What this process admitted, by sandbox. Never held with the other lock.
+    /// Elements that this process admitted, by sandbox. Its lock is never held together with that of `known`.
     admitted: Mutex<HashMap<String, HashSet<(u16, Peer)>>>,
 }
 
 impl Gate {
-    /// Reads what an earlier run of this daemon left.
+    /// Reads the elements that an earlier run of this daemon left.
     pub(super) fn open(host: &Netns, owner: Owner) -> Result<Gate, Error> {
         let missing = |e: Error| Error::NoFilter(e.to_string());
         let mut client = host.netfilter().map_err(missing)?;
@@ -62,7 +63,7 @@ impl Gate {
         let old: Vec<Peer> = {
             let mut known = self.known.lock();
             let known = known.entry(port).or_default();
-            // Before it is so: whoever makes the table anew meanwhile puts these in as well.
+            // Recorded before the kernel call: another thread that makes the table anew meanwhile includes these.
             known.extend(peers);
             let is_old = |peer: &&Peer| peers.iter().any(|new| new.is_tunnel_of(peer) && new != *peer);
             known.iter().filter(is_old).copied().collect()
@@ -82,7 +83,8 @@ impl Gate {
         Ok(())
     }
 
-    /// Forgets these VNIs (`vm`: also what was never heard of here), whatever the addresses.
+    /// Removes these VNIs with all their addresses. With `vm`, it also removes elements of that address that are not
+    /// known.
     pub(super) fn dismiss(&self, port: u16, v6: bool, vnis: &[u32], vm: Option<IpAddr>) -> Result<(), Error> {
         let of_tunnel = |peer: &&Peer| vnis.contains(&peer.vni) && peer.address.is_ipv6() == v6;
         let mut gone: HashSet<Peer> =
@@ -94,7 +96,7 @@ impl Gate {
         self.remove(port, &gone)
     }
 
-    /// Forgets the tunnels to a VM of which no more is known than its address.
+    /// Removes the tunnels to a VM of which only the address is known.
     pub(super) fn dismiss_address(&self, vm: Option<IpAddr>) -> Result<(), Error> {
         let known = self.known.lock().clone();
         for (port, peers) in known {
@@ -104,12 +106,12 @@ impl Gate {
         Ok(())
     }
 
-    /// Forgets whatever was admitted for a sandbox.
+    /// Removes everything that was admitted for a sandbox.
     pub(super) fn forget(&self, sandbox: &str) -> Result<(), Error> {
         let Some(admitted) = self.admitted.lock().get(sandbox).cloned() else { return Ok(()) };
         let mut by_port: HashMap<u16, HashSet<Peer>> = HashMap::new();
         for (port, peer) in admitted {
-            // What is not known any more is out of the kernel's set already.
+            // An element that is no longer known is no longer in the kernel's set.
             if self.known.lock().get(&port).is_some_and(|known| known.contains(&peer)) {
                 by_port.entry(port).or_default().insert(peer);
             }
@@ -130,14 +132,14 @@ impl Gate {
             known.get(&port).is_none_or(HashSet::is_empty)
         };
         if empty {
-            // Also when there was nothing to remove: a daemon that died between the two left an empty table. A tunnel
-            // that is admitted meanwhile keeps its table: the kernel refuses the removal then.
+            // Also if nothing was removed: a daemon that died between the two steps left an empty table. If a tunnel is
+            // admitted meanwhile, the kernel refuses to remove its table.
             self.with(|client| filter.remove_if_empty(client))?;
         }
         Ok(())
     }
 
-    /// Makes the tables have exactly these, whatever is there. Returns how many others were removed.
+    /// Makes the tables contain exactly these elements. Returns the number of other elements that were removed.
     pub(super) fn reconcile(&self, live: &[(u16, Peer)]) -> Result<usize, Error> {
         let there = self.with(|client| read(self.owner, client))?;
         let mut wanted: HashMap<u16, HashSet<Peer>> = HashMap::new();
@@ -157,7 +159,7 @@ impl Gate {
             }
             let mut gone: HashSet<Peer> = has.difference(wants).copied().collect();
             removed += gone.len();
-            // An old address of a tunnel that lives: its VNI must stay guarded.
+            // An old address of a live tunnel: its VNI must stay guarded.
             let old: Vec<Peer> =
                 gone.iter().filter(|p| wants.iter().any(|w| w.is_tunnel_of(p))).copied().collect();
             self.with(|client| old.iter().try_for_each(|old| self.filter(port).retire(client, *old)))?;
@@ -170,7 +172,7 @@ impl Gate {
         Ok(removed)
     }
 
-    /// Removes the tables that are empty.
+    /// Removes the empty tables.
     pub(super) fn close(&self) -> Result<(), Error> {
         let filters = self.with(|client| Filter::all_of(self.owner, client))?;
         self.with(|client| filters.iter().try_for_each(|filter| filter.remove_if_empty(client).map(drop)))

@@ -1,4 +1,4 @@
-//! What a daemon does once at its start: compares what is there with the sandboxes that live.
+//! Compares the existing tunnels with the live sandboxes, once at the start of a daemon.
 
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
@@ -14,37 +14,37 @@ use super::backend::Connected;
 use super::steps::Steps;
 use super::{Kind, Reserved};
 
-/// Deleting a device waits 20 ms for the kernel, most of it without a lock.
+/// Threads that sweep namespaces. Deleting a device waits 20 ms for the kernel, most of it without a lock.
 const THREADS: usize = 4;
 
-/// A sandbox that has, or may have, something in a pod's namespace.
+/// A sandbox that has, or may have, state in a pod's namespace.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Live {
     /// Its id.
     pub sandbox: String,
-    /// Its namespace, by path and identity. `None`: not known (a record that cannot be read); then what it has stays
-    /// wherever it is.
+    /// Its namespace, by path and identity. `None`: not known (a record that cannot be read); then its state stays in
+    /// every namespace.
     pub netns: Option<(PathBuf, NetnsId)>,
-    /// What was reserved for it.
+    /// The tunnels that were reserved for it.
     pub reserved: Option<Reserved>,
-    /// Where its tunnels lead.
+    /// Address of the VM at the other end of its tunnels.
     pub vm: Option<IpAddr>,
 }
 
-/// What [`super::Tunnel::reconcile`] came to.
+/// Result of [`super::Tunnel::reconcile`].
 #[derive(Debug, Default)]
 pub struct Reconciled {
-    /// Namespaces that were looked at.
+    /// Number of namespaces that were inspected.
     pub looked: usize,
-    /// Tunnel devices that were removed.
+    /// Number of tunnel devices that were removed.
     pub devices: usize,
-    /// Redirects that were taken from a pod's interface.
+    /// Number of redirects that were removed from a pod's interface.
     pub redirects: usize,
-    /// Elements that were removed from the filter.
+    /// Number of elements that were removed from the filter.
     pub elements: usize,
-    /// Whose devices were removed, where they said.
+    /// Sandboxes of the removed devices, where the devices name them.
     pub sandboxes: Vec<String>,
-    /// What could not be done; the rest was.
+    /// Errors of the steps that failed; all others succeeded.
     pub errors: Vec<Error>,
 }
 
@@ -60,14 +60,14 @@ pub(super) fn reconcile(steps: &Steps, live: &[Live]) -> Reconciled {
                 done.devices += swept.removed.len();
                 done.redirects += swept.freed;
                 done.sandboxes.extend(swept.removed.into_iter().filter_map(|found| found.sandbox));
-                // Of one whose record cannot be read no more is known than what its device says.
+                // For a sandbox with an unreadable record, its device is the only source of the peer.
                 let unread = |sandbox: &Option<String>| {
                     live.iter().any(|l| l.reserved.is_none() && Some(&l.sandbox) == sandbox.as_ref())
                 };
                 let kept = swept.kept.into_iter().filter(|found| unread(&found.sandbox));
                 stay.extend(kept.filter_map(|f| f.remote.map(|address| Peer { address, vni: f.vni })));
             }
-            // It went while we looked.
+            // The namespace was deleted during the inspection.
             Err(errors) if errors.iter().all(|e| e.is_gone() || matches!(e, Error::NotNetns { .. })) => {}
             Err(errors) => {
                 tracing::debug!(netns = %path.display(), "not all of it could be looked at");
@@ -108,12 +108,12 @@ fn sweep_all(steps: &Steps, live: &[Live], paths: &[PathBuf]) -> Vec<(PathBuf, R
             });
         }
     });
-    all.into_inner().unwrap_or_default()
+    all.into_inner()
 }
 
 fn sweep_one(steps: &Steps, live: &[Live], path: &Path) -> Result<Swept> {
     let netns = Netns::open(path).map_err(|e| vec![e])?;
-    // A sandbox that lives in another namespace has nothing to keep in this one.
+    // A sandbox that lives in another namespace keeps nothing in this one.
     let here: Vec<&str> = live
         .iter()
         .filter(|live| live.netns.as_ref().is_none_or(|(_, id)| *id == netns.id()))

@@ -1,39 +1,39 @@
-//! What a reservation is, as the ledger keeps it: version 2, one entry per carried interface. Version 1, of one device,
-//! is still read; it had neither the kind nor the interface.
+//! Defines a reservation of tunnels, as the ledger keeps it: version 2, one entry per carried interface. Version 1, of
+//! one device, is still read; it had neither the kind nor the interface.
 
 use peerpod_podnet::look::Seen;
 use peerpod_podnet::vxlan::Held;
 use serde::{Deserialize, Serialize};
 
-/// What carries a pod's frames to its VM.
+/// Encapsulation that carries a pod's frames to its VM.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Kind {
     /// VXLAN, in clear; both ends must reach each other's UDP port.
     #[default]
     Vxlan,
-    /// VXLAN inside WireGuard: encrypted, and through NAT.
+    /// VXLAN inside WireGuard: encrypted, and works through NAT.
     Wireguard,
 }
 
-/// Tunnels whose VNIs the kernel holds for us. Goes into the ledger.
+/// Tunnels with VNIs that the kernel holds for this node. Stored in the ledger.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(from = "Stored")]
 pub struct Reserved {
-    /// What carries them.
+    /// Encapsulation of the tunnels.
     pub kind: Kind,
-    /// Whether node and VM talk IPv6.
+    /// Whether node and VM use IPv6.
     pub v6: bool,
     /// The UDP port.
     pub port: u16,
-    /// One for each carried interface; the first is the primary interface's.
+    /// One device for each carried interface; the first belongs to the primary interface.
     pub devices: Vec<Device>,
 }
 
 /// The tunnel of one interface.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Device {
-    /// Index of the pod's interface; 0 in a record of version 1: the primary one.
+    /// Index of the pod's interface; 0 in a record of version 1, for the primary interface.
     pub interface: u32,
     /// The number in the device's name, `pp-vx<slot>`.
     #[serde(default)]
@@ -42,38 +42,38 @@ pub struct Device {
     pub vni: u32,
     /// The device's index in the pod's namespace.
     pub ifindex: u32,
-    /// Whether somebody else had an ingress qdisc on the interface before us: then it is not ours to take away.
+    /// Whether another program had an ingress qdisc on the interface before; then it must not be removed.
     #[serde(default)]
     pub shared: bool,
 }
 
 impl Device {
-    /// What the kernel holds for it.
+    /// Returns the part that the kernel holds.
     pub fn held(&self) -> Held {
         Held { vni: self.vni, ifindex: self.ifindex }
     }
 }
 
 impl Reserved {
-    /// The tunnel of one of the pod's interfaces.
+    /// Returns the tunnel of one of the pod's interfaces.
     pub fn device_of(&self, interface: u32, is_primary: bool) -> Option<&Device> {
         let exact = self.devices.iter().find(|device| device.interface == interface);
         exact.or_else(|| self.devices.iter().find(|device| is_primary && device.interface == 0))
     }
 
-    /// Whether each interface that was seen has its tunnel, and no other has one.
+    /// Whether each interface in `seen` has its tunnel, and no other interface has one.
     pub fn carries(&self, seen: &Seen) -> bool {
         let has = |(at, index): (usize, u32)| self.device_of(index, at == 0).is_some();
         self.devices.len() == seen.interfaces.len()
             && seen.interfaces.iter().map(|interface| interface.index).enumerate().all(has)
     }
 
-    /// The number of the first tunnel, by which a sandbox is known where one number is asked for.
+    /// Returns the VNI of the first tunnel, which identifies a sandbox where one number is needed.
     pub fn vni(&self) -> Option<u32> {
         self.devices.first().map(|device| device.vni)
     }
 
-    /// Whether both hold the same VNIs: what a guest was told of one is true of the other.
+    /// Whether both hold the same VNIs, so that a guest's plan for one is true for the other.
     pub fn is_same(&self, other: &Reserved) -> bool {
         let vnis = |reserved: &Reserved| reserved.devices.iter().map(|d| d.vni).collect::<Vec<_>>();
         (self.kind, self.v6, self.port) == (other.kind, other.v6, other.port) && vnis(self) == vnis(other)
@@ -113,7 +113,7 @@ mod tests {
         let written = serde_json::to_string(&one).unwrap();
         let again: Reserved = serde_json::from_str(&written).unwrap();
         assert_eq!(again, one);
-        // Exactly what version 2 is on disk.
+        // Exactly the form of version 2 on disk.
         let two = r#"{"kind":"wireguard","v6":false,"port":4790,"devices":[{"interface":2,"slot":0,"vni":7,"ifindex":1048576,"shared":true}]}"#;
         let read: Reserved = serde_json::from_str(two).unwrap();
         assert_eq!(serde_json::to_string(&read).unwrap(), two);

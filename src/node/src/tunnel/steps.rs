@@ -1,4 +1,4 @@
-//! The steps themselves, synchronous: each puts the parts of `peerpod_podnet` in their order.
+//! Implements the steps of a tunnel, synchronously: each calls the parts of `peerpod_podnet` in their order.
 
 use std::net::IpAddr;
 use std::path::PathBuf;
@@ -23,10 +23,10 @@ pub(super) struct Steps {
     pub(super) backends: Backends,
     vnis: Vnis,
     by: Classifiers,
-    /// The pods' way out of the cluster, where it is not the tunnel.
+    /// The pods' egress from the cluster, where it is not the tunnel.
     pub(super) outside: Option<Outside>,
     probe_seconds: u32,
-    /// Where the pods' namespaces are.
+    /// Folder of the pods' namespaces.
     pub(super) netns_dir: PathBuf,
 }
 
@@ -35,7 +35,7 @@ impl Steps {
         let by = redirect::choose(config.redirect)?;
         let backends = Backends::open(config)?;
         tracing::debug!(owner = %config.owner, into = by.into.name(), back = by.back.name(), "pods' tunnels can be made");
-        // In the calling thread's namespace, as the sockets.
+        // In the calling thread's namespace, like the sockets.
         let outside = config.external.clone().map(Outside::open).transpose()?;
         let probe_seconds = u32::try_from(config.probe_interval.as_secs()).unwrap_or(u32::MAX);
         let netns_dir = config.netns_dir.clone();
@@ -50,7 +50,7 @@ impl Steps {
         look(netns)
     }
 
-    /// The kind, family and port that a new reservation has; those of the recorded one where it is still such.
+    /// Reserves with the recorded kind, family and port where they still apply, else with those of a new reservation.
     pub(super) fn reserve(
         &self,
         netns: &Netns,
@@ -63,7 +63,7 @@ impl Steps {
         self.reserve_as(kind, netns, sandbox, seen, v6, recorded)
     }
 
-    /// The same of a certain kind, which must be the recorded one where there is one.
+    /// Reserves with the given kind, which must be the recorded one where there is a record.
     pub(super) fn reserve_as(
         &self,
         kind: Kind,
@@ -82,7 +82,7 @@ impl Steps {
         let unknown: Vec<u32> =
             devices.iter().filter(|device| device.vni == 0).map(|device| device.interface).collect();
         if !unknown.is_empty() {
-            // Only now is it certain whose qdisc it is; so it is written down with the rest.
+            // Only now is the owner of each qdisc certain; it is recorded with the rest.
             let shared = tunnel::shared(netns, mark, &unknown)?;
             for device in &mut devices {
                 device.shared |= shared.contains(&device.interface);
@@ -102,7 +102,7 @@ impl Steps {
         Ok(Reserved { kind, v6, port: shape.port, devices })
     }
 
-    /// Takes away the tunnels of interfaces that the pod no longer has.
+    /// Removes the tunnels of interfaces that the pod no longer has.
     fn retire(
         &self,
         netns: &Netns,
@@ -204,8 +204,8 @@ impl Steps {
     }
 }
 
-/// The kernel cuts what is too large for the way into fragments where that is IPv4, and drops it over IPv6. The VM's own
-/// packets fit, and TCP to it by what it says at the start.
+/// Warns of packets that are larger than the path. Over IPv4 the kernel fragments them; over IPv6 it drops them. The
+/// VM's own packets fit, and so does TCP to the VM, by the MSS that the VM announces.
 fn warn_of_too_large(carried: &[(Carry, Device)]) {
     for (Carry { name, device_mtu, mtu, .. }, _) in
         carried.iter().filter(|(carry, _)| carry.device_mtu > carry.mtu)
@@ -219,8 +219,8 @@ fn warn_of_too_large(carried: &[(Carry, Device)]) {
     }
 }
 
-/// One device for each interface: that of the record where there is one, else the first number that is free. A VNI of
-/// 0 is one that is not known yet.
+/// Assigns one device to each interface: the recorded one, or else the first free number. VNI 0 means that the VNI is
+/// not known yet.
 fn assign(interfaces: &[u32], recorded: Option<&Reserved>) -> Vec<Device> {
     let known = |at: usize, interface: u32| {
         let device = recorded.and_then(|recorded| recorded.device_of(interface, at == 0))?;
@@ -228,7 +228,7 @@ fn assign(interfaces: &[u32], recorded: Option<&Reserved>) -> Vec<Device> {
     };
     let mut devices: Vec<Option<Device>> =
         interfaces.iter().enumerate().map(|(at, interface)| known(at, *interface)).collect();
-    // Also of interfaces that are gone: their devices may still be there.
+    // Includes interfaces that are gone: their devices may still exist.
     let mut taken: Vec<u32> =
         recorded.into_iter().flat_map(|recorded| &recorded.devices).map(|device| device.slot).collect();
     for (device, interface) in devices.iter_mut().zip(interfaces) {
@@ -241,7 +241,7 @@ fn assign(interfaces: &[u32], recorded: Option<&Reserved>) -> Vec<Device> {
     devices.into_iter().flatten().collect()
 }
 
-/// The interfaces that have a tunnel, each with its own. One that came up since the reservation has none yet.
+/// Pairs the interfaces with their tunnels. An interface that came up since the reservation has no tunnel yet.
 fn carried(reserved: &Reserved, carries: Vec<Carry>) -> Vec<(Carry, Device)> {
     let device = |carry: &Carry| reserved.device_of(carry.interface, carry.slot == 0).copied();
     carries.into_iter().filter_map(|carry| device(&carry).map(|device| (carry, device))).collect()
@@ -272,7 +272,7 @@ mod tests {
         assert_eq!(slots(&assign(&[2, 5], None)), [(2, 0, 0), (5, 1, 0)]);
         let recorded = reserved(&[(2, 0), (5, 1), (7, 2)]);
         assert_eq!(slots(&assign(&[2, 7, 9], Some(&recorded))), [(2, 0, 102), (7, 2, 107), (9, 3, 0)]);
-        // Of version 1 nobody knows the interface: it was the primary one.
+        // A record of version 1 has no interface: it was the primary one.
         let old = reserved(&[(0, 0)]);
         assert_eq!(slots(&assign(&[2, 5], Some(&old))), [(2, 0, 100), (5, 1, 0)]);
     }

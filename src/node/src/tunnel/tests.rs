@@ -1,4 +1,4 @@
-//! The node's tunnels with real namespaces: what the whole daemon relies on.
+//! Tests of the node's tunnels with real namespaces: the properties on which the whole daemon relies.
 
 #[path = "../../../../crates/podnet/tests/podnet/world/mod.rs"]
 pub(crate) mod net_world;
@@ -26,7 +26,7 @@ fn open_with(world: &World, config: TunnelConfig) -> Tunnel {
 
 const VM: &str = "10.77.0.2";
 
-/// Look, reserve, connect.
+/// Looks, reserves and connects.
 async fn whole(tunnel: &Tunnel, pod: &Netns, sandbox: &str, vm: IpAddr) -> (Seen, Reserved, NetworkPlan) {
     let seen = tunnel.look(pod).await.unwrap();
     let reserved = tunnel.reserve(pod, sandbox, &seen, vm.is_ipv6(), None).await.unwrap();
@@ -34,7 +34,7 @@ async fn whole(tunnel: &Tunnel, pod: &Netns, sandbox: &str, vm: IpAddr) -> (Seen
     (seen, reserved, plan)
 }
 
-/// More of a thing when there is time for it.
+/// Returns a larger number when there is time for it.
 fn times(usually: usize, long: usize) -> usize {
     if std::env::var_os("PEERPOD_TEST_LONG").is_some() { long } else { usually }
 }
@@ -43,7 +43,7 @@ fn ip(text: &str) -> IpAddr {
     text.parse().unwrap()
 }
 
-/// Whether a namespace has any table of ours, an empty one too; says `nft`.
+/// Whether a namespace has any table of this program, even an empty one, according to `nft`.
 fn table(world: &World, name: &str) -> bool {
     world.within(name, || run("nft list tables")).contains("peerpod")
 }
@@ -83,13 +83,13 @@ async fn undo_finds_what_was_never_recorded() {
     let seen = tunnel.look(&pod).await.unwrap();
     let reserved = tunnel.reserve(&pod, "sandbox", &seen, false, None).await.unwrap();
     tunnel.connect(&pod, "sandbox", &reserved, &seen, ip("10.77.0.2")).await.unwrap();
-    // The daemon died before it wrote the reservation down; the next one knows the VM's address at most.
+    // The daemon died before it recorded the reservation; the next one knows at most the VM's address.
     drop(tunnel);
     let tunnel = open(&world);
     tunnel.undo("sandbox", Some(&pod), None, Some(ip("10.77.0.2"))).await.unwrap();
     assert_eq!(world.traces("pod"), before);
     assert!(!table(&world, "node"));
-    // Nothing known at all is fine too.
+    // No known state at all is fine too.
     tunnel.undo("sandbox", None, None, None).await.unwrap();
     tunnel.undo("sandbox", None, Some(&reserved), None).await.unwrap();
 }
@@ -109,18 +109,18 @@ async fn the_table_goes_with_the_last_sandbox_and_not_before() {
         tunnel.connect(&pod, &sandbox, &reserved, &seen, vm).await.unwrap();
         pods.push((pod, sandbox, reserved, seen, vm));
     }
-    // Another daemon of the same node, as during an upgrade: it knows all of them.
+    // Another daemon of the same node, as during an upgrade: it knows all of the elements.
     let tunnel = open(&world);
     assert_eq!(world.tables("node").len(), 3);
     let (pod, sandbox, reserved, _, vm) = &pods[0];
     tunnel.undo(sandbox, Some(pod), Some(reserved), Some(*vm)).await.unwrap();
     assert_eq!(world.tables("node").len(), 2);
-    // Somebody flushes the node's rules; the next connection brings all of them back.
+    // Another program flushes the node's rules; the next connection restores all of them.
     Filter::of(world.owner(), 4789).delete(&mut world.open("node").netfilter().unwrap()).unwrap();
     let (pod, sandbox, reserved, seen, vm) = &pods[1];
     tunnel.connect(pod, sandbox, reserved, seen, *vm).await.unwrap();
     assert_eq!(world.tables("node").len(), 2);
-    // Of the two only one is live: the other went while nobody looked, and it is flushed.
+    // Only one of the two is live: the other one went unobserved, and the rules are flushed.
     Filter::of(world.owner(), 4789).delete(&mut world.open("node").netfilter().unwrap()).unwrap();
     let live = Live {
         sandbox: sandbox.clone(),
@@ -172,7 +172,7 @@ async fn a_vm_that_cannot_be_reached_is_said_so() {
     assert!(!table(&world, "node"));
 }
 
-/// Prints what the benches measure, and guards its shape: the hundredth pod costs what the first costs.
+/// Prints the figures of the benches, and guards their shape: the hundredth pod costs as much as the first.
 #[tokio::test]
 async fn the_hundredth_pod_costs_what_the_first_costs() {
     let mut world = World::new();

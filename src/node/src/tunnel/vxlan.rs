@@ -1,4 +1,4 @@
-//! The plain kind: VXLAN between the node's address and the VM's, guarded by the nftables filter.
+//! Implements the plain kind: VXLAN between the node's address and the VM's address, guarded by the nftables filter.
 
 use std::net::IpAddr;
 
@@ -23,7 +23,7 @@ pub(super) struct Vxlan {
 }
 
 impl Vxlan {
-    /// In the network namespace of the calling thread; makes sure that the port is usable.
+    /// Opens it in the network namespace of the calling thread; checks that the port is usable.
     pub(super) fn open(config: &TunnelConfig) -> Result<Vxlan, Error> {
         let host = Host::new(Netns::current()?);
         let shape = Shape { port: config.port, v6: false, udp_checksum: config.udp_checksum };

@@ -1,8 +1,8 @@
-//! The encrypted kind: VXLAN inside WireGuard, which works where the VM is behind a NAT or reached over a public
-//! network. The VXLAN devices' sockets are in a namespace of our own, whose only way out is a TUN device; its packets
-//! are carried by the relay, which survives this daemon. Here: the key, the namespace, the descriptors that the relay
-//! gets, and where each VM is inside. What others delete of it is made anew (`mend`), with the same routes, and handed
-//! in again.
+//! Implements the encrypted kind: VXLAN inside WireGuard, which works where the VM is behind a NAT or reached over a
+//! public network. The sockets of the VXLAN devices are in a private namespace with a TUN device as the only exit. The
+//! relay, which survives this daemon, carries the packets of the TUN device. This module holds the key, the namespace,
+//! the relay's descriptors, and the inner address of each VM. State that other programs delete is made anew (`mend`),
+//! with the same routes, and passed to the relay again.
 
 use std::collections::HashMap;
 use std::io;
@@ -33,29 +33,30 @@ use key::Key;
 
 mod key;
 
-/// The word for it in plans and hand-ins.
+/// Name of the kind in plans and in handoffs.
 pub(super) const KIND: &str = "wireguard";
-/// What VXLAN adds inside, over IPv4.
+/// Overhead of the inner VXLAN, over IPv4.
 const VXLAN_OVERHEAD: u32 = 50;
-/// Where no route leads to the VM's own address, because it is behind a NAT: what every network carries.
+/// Path MTU where no route leads to the VM's own address, because it is behind a NAT: the size that every network
+/// carries.
 const UNKNOWN_PATH: u32 = 1280;
-/// The TUN device's: each VM has a route with what fits on its own way.
+/// MTU of the TUN device: each VM has a route with the size that fits on its own path.
 const DEVICE_MTU: u32 = 65_000;
-/// The guests' sign of life, shorter than any NAT's memory.
+/// Interval of the guests' keepalives, shorter than the timeout of any NAT.
 const KEEPALIVE_SECONDS: u32 = 15;
-/// How long a relay may take to say which device it carries; it answers at once unless it is stuck.
+/// Time that a relay may take to name the device that it carries; it answers at once unless it is stuck.
 const RELAY_PATIENCE: Duration = Duration::from_secs(5);
 
-/// Where it is and what it is told.
+/// Settings of the encrypted tunnel.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct WireguardConfig {
-    /// UDP port of the node; 0: the kernel chooses, once.
+    /// UDP port of the node; 0: the kernel chooses it, once.
     pub port: u16,
     /// Folder of the key.
     pub key_dir: PathBuf,
     /// The file that the private namespace is bound to.
     pub netns: PathBuf,
-    /// `relay-fds.sock`: a relay that carries the tunnel's packets knows the private namespace.
+    /// Path of `relay-fds.sock`: a relay that carries the tunnel's packets identifies the private namespace.
     pub relay: PathBuf,
 }
 
@@ -63,43 +64,43 @@ pub struct WireguardConfig {
 pub(super) struct Wireguard {
     /// The private namespace.
     host: Host,
-    /// The node's own, for the way to a VM.
+    /// The node's own namespace, for the path to a VM.
     outside: Host,
     inner: Inner,
     config: WireguardConfig,
     vxlan_port: u16,
     key: Key,
-    /// What each VM's way carries, by inner address: the routes that there are. Held while they are changed, never
-    /// together with `state` the other way round.
+    /// Size that fits on each VM's path, by inner address: the existing routes. Held while they are changed. Lock
+    /// order: `routed` before `state`.
     routed: Mutex<HashMap<Ipv4Addr, u32>>,
     state: Mutex<State>,
-    /// Ticks when guests find the relay elsewhere.
+    /// Ticks when guests must use another endpoint of the relay.
     news: watch::Sender<u64>,
 }
 
 #[derive(Debug, Default)]
 struct State {
-    /// What this process opened itself; handed in again to each relay.
+    /// The device that this process opened itself; passed again to each relay.
     tun: Option<Tun>,
-    /// The relay must be given `tun`, whatever it says that it holds: it was made anew.
+    /// The relay must receive `tun` even if it reports that it holds a device: this one was made anew.
     owed: bool,
     socket: Option<UdpSocket>,
-    /// The port that the relay carries packets on.
+    /// The port on which the relay carries packets.
     port: Option<u16>,
-    /// Where guests find it.
+    /// Addresses at which guests find the relay.
     endpoints: Vec<IpAddr>,
 }
 
-/// What the relay is to have.
+/// Descriptors and data that the relay must receive.
 #[derive(Debug)]
 pub struct HandIn {
-    /// The private key among it.
+    /// Data that accompany the descriptors, with the private key.
     pub detail: HandInDetail,
-    /// With their names.
+    /// The descriptors with their names.
     pub descriptors: Vec<(String, OwnedFd)>,
 }
 
-/// What goes with the descriptors; holds a private key, and is not shown.
+/// Data that accompany the descriptors. They hold a private key, which Debug does not show.
 pub struct HandInDetail(pub Value);
 
 impl std::fmt::Debug for HandInDetail {
@@ -113,7 +114,7 @@ fn failed(attempt: impl Into<String>) -> impl FnOnce(io::Error) -> Error {
     move |why| Error::Kernel { attempt, source: netlink::Error::Socket(why) }
 }
 
-/// The TUN device whose packets the relay carries; `None` where no relay answers, or it carries none.
+/// Returns the TUN device that the relay carries; `None` where no relay answers, or it carries none.
 fn carried(relay: &Path) -> Option<Tun> {
     match handin::copy_of(relay, KIND, "tun", RELAY_PATIENCE) {
         Ok(tun) => tun.map(Tun::from),
@@ -130,7 +131,7 @@ fn carried(relay: &Path) -> Option<Tun> {
 }
 
 impl Wireguard {
-    /// In the network namespace of the calling thread.
+    /// Opens it in the network namespace of the calling thread.
     pub(super) fn open(config: &WireguardConfig, vxlan_port: u16) -> Result<Wireguard, Error> {
         let key = Key::open(&config.key_dir)?;
         let opened = Inner::open(&config.netns, carried(&config.relay).as_ref(), NODE_INNER, DEVICE_MTU)?;
@@ -151,14 +152,15 @@ impl Wireguard {
         self.key.private.public()
     }
 
-    /// Our private namespace in words that the relay repeats: whether it carries packets of this one.
+    /// Returns the identity of the private namespace. The relay repeats it, which shows whether it carries this
+    /// namespace's packets.
     fn inside(&self) -> String {
         let id = self.inner.netns().id();
         format!("{}:{}", id.dev, id.inode)
     }
 
-    /// Looks at the private namespace, and at what the relay holds. Returns what that is to be given instead, or `None`
-    /// where all is well.
+    /// Repairs the private namespace, and compares it with the state that the relay reports. Returns the descriptors
+    /// that the relay must receive instead, or `None` where its state is right.
     pub(super) fn hand_in(&self, held: Option<&Value>) -> Result<Option<HandIn>, Error> {
         self.mend(&self.routed.lock())?;
         let text = |field: &str| held.and_then(|held| held.get(field)).and_then(Value::as_str);
@@ -186,7 +188,7 @@ impl Wireguard {
         if state.socket.is_none() {
             match self.socket() {
                 Ok(socket) => state.socket = Some(socket),
-                // The relay has it, from a node before us.
+                // The relay has the socket, from an earlier node process.
                 Err(e) if e.kind() == io::ErrorKind::AddrInUse && held.is_some() => {}
                 Err(e) => return Err(failed(self.no_port())(e)),
             }
@@ -200,14 +202,14 @@ impl Wireguard {
         Ok(Some(HandIn { detail: HandInDetail(detail), descriptors }))
     }
 
-    /// Puts back what others deleted: the namespace's name, the device, its address, routes to VMs.
+    /// Restores state that other programs deleted: the namespace's name, the device, its address, routes to VMs.
     fn mend(&self, routed: &HashMap<Ipv4Addr, u32>) -> Result<(), Error> {
         let Mended { name, device, tun } = self.host.with(|client| self.inner.mend(client, routed))?;
         if name {
             tracing::warn!(path = %self.config.netns.display(), "the encrypted tunnel's namespace had lost its name; it has it again");
         }
         if device {
-            let device = inner::DEVICE;
+            let device = wireguard::DEVICE;
             tracing::warn!(
                 device,
                 anew = tun.is_some(),
@@ -221,20 +223,20 @@ impl Wireguard {
         Ok(())
     }
 
-    /// The relay took what was owed to it, and said what it carries now.
+    /// Records that the relay took the descriptors, and the state that it reported then.
     fn taken(&self, held: &Value) {
         self.state.lock().owed = false;
         self.carried(held);
     }
 
-    /// The relay said what it carries.
+    /// Records the port that the relay reported.
     fn carried(&self, held: &Value) {
         let port = held.get("port").and_then(Value::as_u64).and_then(|port| u16::try_from(port).ok());
         if let Some(port) = port
             && let Err(error) = self.key.keep_port(port)
         {
             tracing::warn!(%error, "the tunnel's port is not written down; guests look for it elsewhere after a restart");
-            // Guests hear of no port that would be forgotten.
+            // Guests must not receive a port that a restart would forget.
             if self.config.port == 0 {
                 return;
             }
@@ -245,7 +247,7 @@ impl Wireguard {
         }
     }
 
-    /// The one that is configured, or else the one that was chosen once: guests know it. 0: none was yet.
+    /// Returns the configured port, or else the one that was chosen once: guests know it. 0: none was chosen yet.
     fn port(&self) -> u16 {
         match self.config.port {
             0 => self.key.port().unwrap_or_default(),
@@ -275,7 +277,8 @@ impl Wireguard {
         }
     }
 
-    /// Where guests find the relay: addresses of the node, best first. The same in another order are no news.
+    /// Sets the node's addresses at which guests find the relay, best first. The same addresses in another order are no
+    /// change.
     fn found_at(&self, addresses: Vec<IpAddr>) {
         let sorted = |addresses: &[IpAddr]| {
             let mut sorted = addresses.to_vec();
@@ -290,12 +293,12 @@ impl Wireguard {
         }
     }
 
-    /// Ticks when the plans of encrypted tunnels differ from before: another port or address of ours.
+    /// Receiver that ticks when the plans of encrypted tunnels change: another port or address of the node.
     pub(super) fn news(&self) -> watch::Receiver<u64> {
         self.news.subscribe()
     }
 
-    /// The guest's end, as the relay is told it.
+    /// Returns the guest's end, in the form for the relay.
     pub(super) fn peer(reserved: &Reserved, key: &[u8]) -> Option<TunnelPeer> {
         let inner = inner_of(reserved.vni()?)?;
         Some(TunnelPeer {
@@ -315,7 +318,7 @@ impl Wireguard {
     }
 }
 
-/// What the path to the VM adds below VXLAN.
+/// Returns the overhead of the path to the VM below VXLAN.
 fn outer_overhead(vm: IpAddr) -> u32 {
     if vm.is_ipv6() { OVERHEAD_V6 } else { OVERHEAD_V4 }
 }
@@ -326,7 +329,7 @@ impl Backend for Wireguard {
     }
 
     fn shape(&self, _v6: bool) -> Shape {
-        // Inside there is IPv4 alone, whatever is outside.
+        // The inner network is always IPv4, independent of the outer one.
         Shape { port: self.vxlan_port, v6: false, udp_checksum: false }
     }
 
@@ -343,7 +346,7 @@ impl Backend for Wireguard {
         let shape = Shape { v6: vm.is_ipv6(), ..self.shape(false) };
         let (node, path) = match self.outside.with(|client| tunnel::way(client, shape, vm)) {
             Ok(way) => (way.source, way.room + shape.overhead()),
-            // Behind a NAT: the guest finds us.
+            // Behind a NAT: the guest finds the node.
             Err(Error::Path { .. }) => {
                 let known = self.state.lock().endpoints.first().copied();
                 (known.unwrap_or(IpAddr::V4(NODE_INNER)), UNKNOWN_PATH)
@@ -360,7 +363,7 @@ impl Backend for Wireguard {
         let mut routed = self.routed.lock();
         routed.insert(inner, room + VXLAN_OVERHEAD);
         match self.inner.fit(inner, room + VXLAN_OVERHEAD) {
-            // Somebody deleted the device just now; with it all routes come back, this one too.
+            // Another program deleted the device just now; the repair restores all routes, including this one.
             Err(e) if e.is_gone() => self.mend(&routed),
             fitted => fitted,
         }
@@ -382,7 +385,7 @@ impl Backend for Wireguard {
     }
 
     fn close(&self) -> Result<(), Error> {
-        if self.routed.lock().is_empty() { inner::remove(&self.config.netns) } else { Ok(()) }
+        if self.routed.lock().is_empty() { wireguard::remove(&self.config.netns) } else { Ok(()) }
     }
 
     fn underlay(&self, connected: &Connected, way: &Way) -> Underlay {
@@ -418,41 +421,42 @@ impl Backend for Wireguard {
     }
 }
 
-/// Keeps the relay supplied: hands the descriptors in to each relay that has not got them.
+/// Supplier of the relay: passes the descriptors to each relay that does not have them.
 #[derive(Clone, Debug)]
 pub struct Carrier(pub(super) Arc<Wireguard>);
 
 impl Carrier {
-    /// What the relay is to be given, in view of what it says it holds; `None`: it has all it needs. Blocks.
+    /// Returns the descriptors that the relay needs, in view of the state that it reports; `None`: it has all of them.
+    /// Blocks.
     ///
     /// # Errors
-    /// [`Error::Kernel`]: the device or the port belong to somebody else.
+    /// [`Error::Kernel`]: another program holds the device or the port.
     pub fn wanted(&self, held: Option<&Value>) -> Result<Option<HandIn>, Error> {
         self.0.hand_in(held)
     }
 
-    /// What the relay said when it took them.
+    /// Records the relay's answer to the descriptors.
     pub fn taken(&self, detail: &Value) {
         self.0.taken(detail);
     }
 
-    /// The private namespace: what others do to it is heard there.
+    /// Returns the private namespace, to watch for changes by other programs.
     pub fn inside(&self) -> &Netns {
         self.0.inner.netns()
     }
 
-    /// The word for it in hand-ins.
+    /// Returns the name of the kind in handoffs.
     pub fn kind(&self) -> &'static str {
         KIND
     }
 
-    /// Where guests find this node, best first.
+    /// Sets the node's addresses at which guests find it, best first.
     pub fn found_at(&self, addresses: Vec<IpAddr>) {
         self.0.found_at(addresses);
     }
 }
 
-/// Where the private namespace has its name.
+/// Returns the path that names the private namespace.
 pub fn netns_in(run_dir: &Path) -> PathBuf {
     run_dir.join("wireguard.netns")
 }

@@ -1,6 +1,6 @@
-//! Volumes of CSI drivers that know Kata: its direct-volume files, one folder for each published volume, named by the path
-//! in base64 (URL-safe, padded), with a `mountInfo.json` in it (Kata's `direct-volume` design; both shims read the same).
-//! Read only. A folder says which pod it is of in the path; no other pod's is looked into.
+//! Reads the direct-volume files of CSI drivers that support Kata (Kata's `direct-volume` design; both shims read the
+//! same). There is one folder for each published volume, named by the path in base64 (URL-safe, padded), with a
+//! `mountInfo.json` in it. Read only. The path names the pod; folders of other pods are not read.
 
 use std::{
     collections::BTreeMap,
@@ -20,16 +20,16 @@ use serde::Deserialize;
 
 use super::PodVolume;
 
-/// The file's name.
+/// Name of the description file.
 const FILE: &str = "mountInfo.json";
-/// A description is some hundred bytes.
+/// Size limit of a description, which has some hundred bytes.
 const MAX_FILE: u64 = 64 << 10;
-/// Published volumes of one node; kubelet's pods have some hundred.
+/// Limit of published volumes of one node; a kubelet's pods have some hundred.
 const MOST: usize = 16 << 10;
-/// Stands for the driver, whose name the file does not say.
+/// Stands for the driver, which the file does not name.
 const DRIVER: &str = "kata-direct-volume";
 
-/// What a driver writes. Go reads the keys in any case; drivers write them as here.
+/// Content of a driver's file. Go reads the keys in any case; drivers write them as here.
 #[derive(Deserialize)]
 struct MountInfo {
     device: String,
@@ -41,10 +41,10 @@ struct MountInfo {
     options: Option<Vec<String>>,
 }
 
-/// The direct volumes of the pod with this UID.
+/// Returns the direct volumes of the pod with this UID.
 ///
 /// # Errors
-/// In words. One that cannot be understood is an error: a pod must not start with less than it asked for.
+/// A text. A volume that cannot be understood is an error: a pod must not start with fewer volumes than it asked for.
 pub(super) fn of_pod(folder: &Path, uid: &str) -> Result<Vec<PodVolume>, String> {
     let failed = |error: io::Error| format!("read direct volumes in {}: {error}", folder.display());
     let entries = match fs::read_dir(folder) {
@@ -62,7 +62,7 @@ pub(super) fn of_pod(folder: &Path, uid: &str) -> Result<Vec<PodVolume>, String>
         };
         let path = entry.path().join(FILE);
         match read(&path).and_then(|info| volume(info, target, &name)) {
-            // Added for another purpose, or just going.
+            // A folder that was made for another purpose, or that is being removed.
             Err(why) if why == GONE => {}
             volume => {
                 found.push(volume.map_err(|why| format!("direct volume {name} ({}): {why}", path.display()))?)
@@ -75,7 +75,7 @@ pub(super) fn of_pod(folder: &Path, uid: &str) -> Result<Vec<PodVolume>, String>
 
 const GONE: &str = "it is gone";
 
-/// The published path that a folder's name stands for, and the volume's name in it, if it is of this pod.
+/// Returns the published path that a folder's name encodes, and the volume's name in it, if it belongs to this pod.
 fn target_of(folder: &str, uid: &str) -> Option<(PathBuf, String)> {
     let path = String::from_utf8(BASE64_URL_SAFE.decode(folder).ok()?).ok()?;
     let target = PathBuf::from(path);
@@ -138,7 +138,7 @@ fn volume(info: MountInfo, target_path: PathBuf, name: &str) -> Result<PodVolume
     Ok(PodVolume {
         volume: GuestVolume {
             version: VERSION,
-            // By the disk: two pods that name one are two writers.
+            // The id derives from the disk: two pods that name one disk are two writers.
             id: VolumeId::of(DRIVER, disk),
             name: name.to_owned(),
             source,

@@ -63,7 +63,7 @@ fn a_pod_gets_its_own_and_an_unknown_one_gets_none_of_them() {
     assert_eq!(handles(&volumes, &pod(Some("u-9"))), [""; 0], "another pod of that name");
     let other = PodRef { name: "web-1".into(), ..pod(None) };
     assert_eq!(handles(&volumes, &other), [""; 0]);
-    // By the UID alone another pod's would be found.
+    // The UID alone would find another pod's volumes.
     assert!(volumes.of_pod(&PodRef { uid: Some("u-1".into()), ..other }).unwrap_err().contains("shop/web-0"));
 }
 
@@ -178,7 +178,7 @@ fn who_a_share_is_mounted_as_goes_to_the_guest_and_nowhere_else() {
     records.put_credentials("u", &share.volume.id, Some(&credentials)).unwrap();
     records.put(&record("u", "w", Attach::Provider)).unwrap();
     let found = volumes.of_pod(&pod(None)).unwrap().unwrap();
-    // What goes into the ledger, and to the relay.
+    // The texts that go into the ledger and to the relay.
     let kept = format!("{}{:?}{:?}", serde_json::to_string(&found).unwrap(), found, found.for_relay());
     assert!(!kept.contains("hidden") && !kept.contains("joe"), "{kept}");
     let told = volumes.credentials(&found).unwrap();
@@ -186,7 +186,7 @@ fn who_a_share_is_mounted_as_goes_to_the_guest_and_nowhere_else() {
         let read = told.as_ref().map(|told| peerpod_volume::Credentials::read(told).unwrap());
         assert!(read == (one.volume.id == share.volume.id).then(|| credentials.clone()));
     }
-    // It is being unpublished: the guest keeps what it has.
+    // While it is being unpublished, the guest keeps its credentials.
     records.withdraw("u", &share.volume.id).unwrap();
     assert!(volumes.credentials(&found).unwrap().iter().all(Option::is_none));
 }

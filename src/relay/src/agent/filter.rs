@@ -1,11 +1,11 @@
-//! What sits between one connection of a shim to `agent.ttrpc` and its stream to the guest: it knows which calls
-//! are pending, so that they can be answered when the guest is gone, and keeps the bounds. Pure; bytes in, bytes out.
+//! Filter between one connection of a shim to `agent.ttrpc` and its stream to the guest. It tracks the pending calls,
+//! so that they can be answered when the guest is gone, and enforces limits. Pure; bytes in, bytes out.
 //!
-//! Requests pass as they come, header first; in a pod with volumes those are read whole that make a container or copy a
-//! small file (see `volumes.rs`). Answers of the guest up to `HOLD` bytes are handed on whole, larger
-//! ones as they come: a guest that is lost in the middle of a held one costs that call an error; in the middle of a
-//! larger one it costs the connection, because bytes that were never sent cannot be made up. Answers of the relay's own
-//! wait for the end of an answer under way (`FrameWriter`).
+//! Requests pass as they arrive, header first. Two kinds are read whole: CopyFile of a small file and, in a pod with
+//! volumes or after an unknown marker, CreateContainer (see `volumes.rs`). Answers of the guest up to `HOLD` bytes are
+//! held and passed on whole; larger ones pass as they arrive. If the guest is lost during a held answer, that call gets
+//! an error. If it is lost during a larger one, the connection is closed, because the missing bytes cannot be replaced.
+//! The relay's own answers wait for the end of the present answer (`FrameWriter`).
 
 use std::sync::{
     Arc,
@@ -29,13 +29,13 @@ use crate::{
     volumes::{self, Copies, Volume},
 };
 
-/// Largest answer that is held back until it is whole, in bytes.
+/// Largest answer that is held until it is whole, in bytes.
 const HOLD: usize = 16 << 10;
-/// A marker's CopyFile is some 300 bytes.
+/// Largest CopyFile that is read whole, in bytes; that of a marker has some 300.
 const SMALL_COPY: usize = 4 << 10;
 const SERVICE: &str = "grpc.AgentService";
 
-/// What all connections of one sandbox share.
+/// State shared by all connections of one sandbox.
 #[derive(Debug, Default)]
 pub struct Shared {
     /// Calls that wait for the guest.
@@ -44,15 +44,15 @@ pub struct Shared {
     pub(crate) bytes_from_guest: AtomicU64,
     pub(crate) frames_to_guest: AtomicU64,
     pub(crate) frames_from_guest: AtomicU64,
-    /// Frames of the guest that nobody had asked for, and frames of the shim that were refused.
+    /// Dropped frames: unrequested ones of the guest, and refused ones of the shim.
     pub(crate) dropped: AtomicU64,
     pub(crate) totals: Totals,
-    /// The pod's volumes.
+    /// Volumes of the pod.
     volumes: RwLock<Arc<[Volume]>>,
 }
 
 impl Shared {
-    /// The pod has these volumes, for all requests that begin from now on.
+    /// Sets the pod's volumes, for all requests that begin from now on.
     pub(crate) fn set_volumes(&self, volumes: &[Volume]) {
         *self.volumes.write() = volumes.into();
     }
@@ -76,12 +76,12 @@ impl Shared {
     }
 }
 
-/// Bounds of pending calls.
+/// Limits of pending calls.
 #[derive(Debug, Clone, Copy)]
 pub struct Bounds {
-    /// Of one connection.
+    /// Limit of one connection.
     pub per_connection: usize,
-    /// Of all connections of a sandbox.
+    /// Limit of all connections of a sandbox.
     pub per_sandbox: usize,
 }
 
@@ -91,24 +91,24 @@ impl Default for Bounds {
     }
 }
 
-/// What becomes of the frame under way.
+/// Treatment of the present frame.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 enum Fate {
-    /// None is under way.
+    /// There is no present frame.
     None,
-    /// It goes on to the other side as it comes.
+    /// It passes to the other side as it arrives.
     Pass,
     /// It is dropped.
     Skip,
-    /// It is collected, header and all, and handed on whole (answers only).
+    /// It is collected with its header and passed on whole (answers only).
     Hold(Vec<u8>),
-    /// A request, header and all, until its method is known.
+    /// A request is collected with its header until its method is known.
     Look(Vec<u8>),
-    /// One that is read, or changed, when it is whole.
+    /// A request is collected until it is whole, to be read or changed.
     Gather(Vec<u8>),
 }
 
-/// Where a filter stands, for another process.
+/// State of a filter, for another process.
 #[derive(Debug, Serialize, Deserialize)]
 struct Standing {
     pending: Vec<(u32, bool)>,
@@ -118,29 +118,31 @@ struct Standing {
     answer: Fate,
     #[serde(default)]
     copies: Copies,
-    /// Whole own answers that wait for the end of `answer`.
+    /// The relay's own whole answers that wait for the end of `answer`.
     #[serde(default)]
     own_answers: Vec<u8>,
 }
 
-/// The filter of one connection.
+/// Filter of one connection.
 #[derive(Debug)]
 pub struct AgentFilter {
     shared: Arc<Shared>,
     bounds: Bounds,
-    /// Streams that wait for an answer (the shim's numbers, and it is root here); true for the long poll whose error the Rust shim would answer with a storm.
+    /// Streams that wait for an answer. The shim chooses the numbers; it is root here, so collisions ([`IdMap`]) are no
+    /// attack. The value is true for the long poll GetOOMEvent: the Rust shim repeats that in a tight loop after an
+    /// error.
     pending: IdMap<bool>,
     requests: FrameReader,
     request: Fate,
     answers: FrameReader,
     answer: Fate,
     to_shim: FrameWriter,
-    /// What was copied into the VM for containers that are still to come.
+    /// Folders copied into the VM for containers still to come.
     copies: Copies,
 }
 
 impl AgentFilter {
-    /// A filter for a new connection of the sandbox that `shared` belongs to.
+    /// Makes a filter for a new connection of the sandbox that `shared` belongs to.
     pub fn new(shared: Arc<Shared>, bounds: Bounds) -> AgentFilter {
         AgentFilter {
             shared,
@@ -155,7 +157,7 @@ impl AgentFilter {
         }
     }
 
-    /// A request's header is complete: does it pass?
+    /// Handles the complete header of a request: decides whether the request passes.
     fn admit(&mut self, header: &Header, peer: &mut BytesMut, local: &mut BytesMut) -> Fate {
         if let Some((code, message)) = self.refusal(header) {
             self.shared.dropped.fetch_add(1, Relaxed);
@@ -176,7 +178,7 @@ impl AgentFilter {
 
     fn refusal(&self, header: &Header) -> Option<(i32, String)> {
         if header.length as usize > MAX_PAYLOAD {
-            // The words of ttrpc itself, which shims know.
+            // Same text as ttrpc's own error, which shims recognise.
             let message =
                 format!("message length {} exceed maximum message size of {MAX_PAYLOAD}", header.length);
             return Some((code::INVALID_ARGUMENT, message));
@@ -199,7 +201,7 @@ impl AgentFilter {
         None
     }
 
-    /// More of a request that does not pass yet.
+    /// Handles more bytes of a request that does not pass yet.
     fn look(&mut self, body: &[u8], peer: &mut BytesMut) {
         let mut have = match std::mem::replace(&mut self.request, Fate::Skip) {
             Fate::Look(have) => have,
@@ -213,7 +215,7 @@ impl AgentFilter {
                 return;
             }
         };
-        // The bytes that do not matter are not copied: a body may be megabytes of a process's input.
+        // Other bytes are not copied: a body may contain megabytes of a process's input.
         let seen = have.len();
         have.extend_from_slice(&body[..body.len().min((HEADER_LEN + PEEK_LIMIT).saturating_sub(seen))]);
         let (head, start) = have.split_at(HEADER_LEN.min(have.len()));
@@ -239,8 +241,8 @@ impl AgentFilter {
         peer.extend_from_slice(body);
     }
 
-    /// Whether a request is read whole. Small files are, of every pod: one may be the marker of a volume that nobody told
-    /// us of, and then the container must not get the empty folder that is in its place.
+    /// Whether a request is read whole. Small files are read in every pod: one may be the marker of a volume that the
+    /// node did not announce, and its container must not get an empty folder instead.
     fn is_gathered(&self, method: &str, head: &Header) -> bool {
         match method {
             "CopyFile" => head.length as usize <= SMALL_COPY,
@@ -249,7 +251,7 @@ impl AgentFilter {
         }
     }
 
-    /// A request that was gathered is whole.
+    /// Handles a request that was read whole.
     fn gathered(&mut self, have: &[u8], peer: &mut BytesMut, local: &mut BytesMut) {
         let Some((head, payload)) = have.split_first_chunk::<HEADER_LEN>() else { return };
         let head = Header::decode(head);
@@ -257,7 +259,7 @@ impl AgentFilter {
         if let Peek::Method { method: "CopyFile", .. } = frame::peek(payload) {
             let copied = Request::parse_from_bytes(payload)
                 .and_then(|request| CopyFileRequest::parse_from_bytes(&request.payload));
-            // What cannot be read is the agent's to refuse.
+            // The agent refuses a request that cannot be decoded.
             if let Ok(copied) = copied {
                 self.copies.note(&volumes, &copied);
             }
@@ -272,7 +274,7 @@ impl AgentFilter {
             Err(why) => {
                 tracing::warn!(why, "a container is refused");
                 self.shared.dropped.fetch_add(1, Relaxed);
-                // A guest that lies may have answered it before it was whole.
+                // A malicious guest may have answered the call before it was whole.
                 if self.settle(head.stream) {
                     self.refuse(head.stream, code::FAILED_PRECONDITION, &why, local);
                 }
@@ -280,7 +282,7 @@ impl AgentFilter {
         }
     }
 
-    /// A header of the guest is complete: is it an answer somebody waits for?
+    /// Handles the complete header of a guest's frame: decides whether it answers a pending call.
     fn deliver(&mut self, header: &Header, local: &mut BytesMut) -> Fate {
         let length = header.length as usize;
         self.shared.frames_from_guest.fetch_add(1, Relaxed);
@@ -309,12 +311,12 @@ impl AgentFilter {
         Fate::Pass
     }
 
-    /// An answer of our own to a call.
+    /// Sends the relay's own answer to a call.
     fn refuse(&mut self, stream: u32, code: i32, why: &str, local: &mut BytesMut) {
         self.to_shim.whole(&frame::error_response(stream, code, why), local);
     }
 
-    /// The call of this stream has its answer. False when there was none.
+    /// Removes the call of this stream from the pending ones; returns false if there was none.
     fn settle(&mut self, stream: u32) -> bool {
         let was = self.pending.remove(&stream).is_some();
         if was {
@@ -326,7 +328,7 @@ impl AgentFilter {
         was
     }
 
-    /// Bytes from the shim.
+    /// Handles bytes from the shim.
     pub(crate) fn shim_said(&mut self, mut input: &[u8], peer: &mut BytesMut, local: &mut BytesMut) {
         self.shared.sent(input.len());
         while let Some(piece) = self.requests.next(&mut input) {
@@ -342,7 +344,7 @@ impl AgentFilter {
                 Piece::End => {
                     match std::mem::replace(&mut self.request, Fate::None) {
                         Fate::Gather(have) => self.gathered(&have, peer, local),
-                        // Too short to name a method: the guest has the words for it.
+                        // The request is too short to name a method; the guest answers it with an error.
                         Fate::Look(have) => peer.extend_from_slice(&have),
                         Fate::None | Fate::Pass | Fate::Skip | Fate::Hold(_) => {}
                     }
@@ -351,7 +353,7 @@ impl AgentFilter {
         }
     }
 
-    /// Bytes from the guest.
+    /// Handles bytes from the guest.
     pub(crate) fn guest_said(&mut self, mut input: &[u8], local: &mut BytesMut) {
         self.shared.received(input.len());
         while let Some(piece) = self.answers.next(&mut input) {
@@ -371,15 +373,15 @@ impl AgentFilter {
         }
     }
 
-    /// Answers what is pending, all of it or all but the long polls. False when bytes of an answer were handed on
-    /// whose rest will never come: then nothing can follow on this connection.
+    /// Answers all pending calls, or all but the long polls. Returns false if a part of an answer was passed on and the
+    /// rest will never come: no other answer can follow on this connection.
     fn answer_pending(&mut self, all: bool, why: &str, local: &mut BytesMut) -> bool {
         if self.to_shim.is_under_way() {
             return false;
         }
         self.answers = FrameReader::new();
         let mut streams: Vec<u32> = match std::mem::replace(&mut self.answer, Fate::None) {
-            // Settled when its header came, but not a byte of it was handed on.
+            // The call was settled with the header of this answer, but no byte of the answer was passed on.
             Fate::Hold(frame) => {
                 frame.first_chunk().map(|head| Header::decode(head).stream).into_iter().collect()
             }
@@ -396,9 +398,9 @@ impl AgentFilter {
         true
     }
 
-    /// The guest's side of this connection is gone. False when the shim's connection cannot go on.
+    /// Handles the loss of the guest's side; returns false if the shim's connection cannot continue.
     pub(crate) fn lost(&mut self, local: &mut BytesMut) -> bool {
-        // The rest of a request that began to pass has nowhere to go.
+        // The rest of a request that began to pass is dropped.
         if !matches!(self.request, Fate::None) {
             self.request = Fate::Skip;
         }
@@ -446,7 +448,7 @@ impl Filter for AgentFilter {
     }
 
     fn finish(&mut self, local: &mut BytesMut) {
-        // A connection that can say nothing more is closed all the same.
+        // A connection that cannot carry another answer is closed all the same.
         let _whole = self.answer_pending(true, "the sandbox is over", local);
     }
 

@@ -1,4 +1,4 @@
-//! What the process listens on, bound here or by the process before.
+//! Binds the listening sockets of the relay, or takes them over from the old relay.
 
 use std::{
     fs::File,
@@ -21,7 +21,7 @@ use crate::{
     takeover::{self, name, take::Taken},
 };
 
-/// The listeners, bound here or by another process.
+/// Listening sockets, bound by this process or taken over from another one.
 pub(super) struct Sockets {
     pub(super) guests: TcpListener,
     pub(super) listen: SocketAddr,
@@ -36,7 +36,7 @@ pub(super) struct Sockets {
     pub(super) names: Vec<Socket>,
 }
 
-/// The run-dir is ours for as long as one of the lock's descriptors is open, in whatever process.
+/// Lock on the run-dir. It holds as long as one of its descriptors is open, in any process.
 pub(super) enum Lock {
     Own(Flock<File>),
     Taken(OwnedFd),
@@ -65,7 +65,7 @@ impl Sockets {
         let probes = match Echo::bind(listen, paths.clone()).await {
             Ok(echo) => Some(echo),
             Err(error) => {
-                // Without it guests take their kernel's word for how large a packet may be.
+                // Without the echo, guests rely on the packet size that their kernel reports.
                 tracing::warn!(%listen, %error, "path probes (UDP) of guests are not answered");
                 None
             }
@@ -99,7 +99,7 @@ impl Sockets {
         })
     }
 
-    /// Those of another process; their names are not ours yet.
+    /// Reads the sockets of another process. Their names belong to that process until [`Sockets::own`].
     pub(super) fn taken(taken: &mut Taken) -> io::Result<Sockets> {
         let (guests, listen) = taken.tcp(name::GUESTS)?;
         let paths = Known::default();
@@ -123,13 +123,13 @@ impl Sockets {
         })
     }
 
-    /// The names are ours from now on, to be unlinked at the end.
+    /// Takes ownership of the socket names, which are then unlinked at the end.
     pub(super) fn own(mut self, run_dir: &Path) -> Sockets {
         self.names = NAMES.iter().filter_map(|name| Socket::of(&run_dir.join(name)).ok()).collect();
         self
     }
 
-    /// Copies of all, for another process.
+    /// Duplicates all sockets, for another process.
     pub(super) fn copies(&self) -> io::Result<takeover::Named> {
         let mut copies = Vec::new();
         let mut copy = |name: &str, socket: BorrowedFd<'_>| {

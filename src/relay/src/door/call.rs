@@ -1,5 +1,5 @@
-//! One request of a shim, as far as the door looks into it: which service, which sandbox, how long it may take.
-//! Pure; the payload itself is passed on as it came.
+//! Parses one request of a shim as far as the hypervisor proxy needs: service, sandbox, pod and time limit. Pure; the
+//! payload is passed on unchanged.
 
 use bytes::Bytes;
 use peerpod_proto::{hypervisor, ttrpc_frame};
@@ -7,7 +7,7 @@ use protobuf::Message;
 
 use crate::id::SandboxId;
 
-/// gRPC's codes, as far as the relay answers with them itself.
+/// gRPC status codes that the relay itself returns.
 pub(crate) mod code {
     pub(crate) const CANCELLED: i32 = 1;
     pub(crate) const INVALID_ARGUMENT: i32 = 3;
@@ -18,12 +18,12 @@ pub(crate) mod code {
     pub(crate) const INTERNAL: i32 = 13;
     pub(crate) const UNAVAILABLE: i32 = 14;
 
-    /// Codes after which the same request will never succeed: INVALID_ARGUMENT, NOT_FOUND, ALREADY_EXISTS,
+    /// Codes after which the same request never succeeds: INVALID_ARGUMENT, NOT_FOUND, ALREADY_EXISTS,
     /// PERMISSION_DENIED, FAILED_PRECONDITION, UNAUTHENTICATED.
     pub(crate) const FINAL: [i32; 6] = [INVALID_ARGUMENT, 5, 6, 7, 9, 16];
 }
 
-/// What a call means for the order of calls of one sandbox.
+/// Role of a call in the order of one sandbox's calls.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Kind {
     /// `CreateVM`.
@@ -32,7 +32,7 @@ pub(crate) enum Kind {
     Start(SandboxId),
     /// `StopVM`.
     Stop(SandboxId),
-    /// Anything else that may pass: no order, no sandbox.
+    /// Any other permitted call: no order, no sandbox.
     Other,
 }
 
@@ -45,23 +45,23 @@ impl Kind {
     }
 }
 
-/// A request that may go to the node.
+/// Request that may go to the node.
 #[derive(Debug)]
 pub(crate) struct Incoming {
     pub(crate) kind: Kind,
     pub(crate) request: ttrpc_frame::Request,
-    /// `namespace/name` of the pod when the call says it (CreateVM), for log lines.
+    /// `namespace/name` of the pod if the call has it (CreateVM), for log records.
     pub(crate) pod: Option<String>,
 }
 
-/// Why a request is answered by the relay itself.
+/// Reason why the relay itself answers a request.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Refused {
     pub(crate) code: i32,
     pub(crate) message: String,
 }
 
-/// Reads the envelope and, for the three calls that have one, the sandbox id.
+/// Parses the envelope and, for the three calls that have one, the sandbox id.
 pub(crate) fn read(body: &[u8]) -> Result<Incoming, Refused> {
     let invalid = |what: &str, why: &dyn std::fmt::Display| Refused {
         code: code::INVALID_ARGUMENT,
@@ -112,7 +112,7 @@ fn pod_of(message: &hypervisor::CreateVMRequest) -> Option<String> {
     Some(format!("{namespace:.128}/{name:.256}"))
 }
 
-/// The envelope of an answer that the relay gives itself.
+/// Encodes the envelope of an answer that the relay itself gives.
 pub(crate) fn status(code: i32, message: &str) -> Bytes {
     let response = ttrpc_frame::Response {
         status: protobuf::MessageField::some(ttrpc_frame::Status {
@@ -125,13 +125,13 @@ pub(crate) fn status(code: i32, message: &str) -> Bytes {
     encode(&response)
 }
 
-/// The envelope of an empty success.
+/// Encodes the envelope of an empty success.
 pub(crate) fn done() -> Bytes {
     status(0, "")
 }
 
 fn encode(response: &ttrpc_frame::Response) -> Bytes {
-    // Writing these messages to memory fails for no content; an empty envelope would read as success, so not that.
+    // Encoding these messages never fails. The fallback is code 13, because an empty envelope would mean success.
     response.write_to_bytes().map_or_else(|_| Bytes::from_static(&[0x0a, 0x02, 0x08, 0x0d]), Bytes::from)
 }
 

@@ -1,9 +1,9 @@
-//! One connection of a shim to `hypervisor.sock`: frames in, answers out. A connection that says something that is
-//! not ttrpc is closed; what is ttrpc and may not pass is answered, and the connection goes on, because the Rust shim
+//! Serves one connection of a shim to `hypervisor.sock`: frames in, answers out. A connection that sends anything but
+//! ttrpc is closed. A ttrpc frame that may not pass is answered and the connection stays open, because the Rust shim
 //! never opens another one.
 //!
-//! Whatever it has read or written a part of is in [`Conn`], never in a future: so it can stand still anywhere, and another
-//! process can go on from there.
+//! Partly read or written data is in [`Conn`], never in a future. So the connection can be frozen at any point, and
+//! another process can continue there.
 
 use std::{io, os::fd::OwnedFd, sync::Arc, time::Duration};
 
@@ -23,38 +23,38 @@ use super::{
 };
 use crate::store::base64_bytes as base64;
 
-/// A frame that began must be whole in this time.
+/// Time limit from the first byte of a frame to its last.
 const FRAME_WITHIN: Duration = Duration::from_secs(60);
-/// Answers that may wait for a shim that does not read.
+/// Limit of answers that wait for a shim that does not read.
 const ANSWERS: usize = 256;
-/// Bodies take their memory in pieces of this size, and the first one without asking.
+/// Bodies reserve memory in pieces of this size; the first piece needs no reservation.
 pub(super) const PIECE: usize = 64 << 10;
 
-/// The door's end of a connection.
+/// Handle of a connection for the hypervisor proxy.
 #[derive(Debug, Clone)]
 pub(super) struct Peer {
     pub(super) answers: mpsc::Sender<Bytes>,
     /// Closes the connection.
     pub(super) close: Arc<Notify>,
-    /// Without a bound: there are three for each takeover that is tried.
+    /// Unbounded: each attempted handover sends three orders.
     pub(super) orders: mpsc::UnboundedSender<Order>,
 }
 
-/// How a connection is made to stand still.
+/// Order that freezes or resumes a connection.
 #[derive(Debug)]
 pub(super) enum Order {
-    /// Nothing more is read.
+    /// Stop reading.
     Hold(oneshot::Sender<()>),
-    /// Nothing more is written, and this is what it is.
+    /// Stop writing and return the state.
     Show(oneshot::Sender<Shown>),
-    /// As before.
+    /// Resume.
     Go,
 }
 
-/// A connection that stands still, with a copy of its socket.
+/// State of a frozen connection, with a duplicate of its socket.
 pub(super) type Shown = io::Result<(ConnState, OwnedFd)>;
 
-/// Why a connection ended, for the log.
+/// Reason why a connection ended, for the log.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum End {
     #[error("the shim closed it")]
@@ -71,20 +71,20 @@ pub(super) enum End {
     Stopping,
 }
 
-/// As data, beside its socket.
+/// State of a connection as data; its socket is sent with it.
 #[derive(Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct ConnState {
-    /// What was read of the frame under way, its header first.
+    /// Bytes already read of the present frame, header first.
     #[serde(with = "base64")]
     input: Vec<u8>,
-    /// Of a frame that is skipped, what is still to come; its header is in `input`.
+    /// Bytes still to come of a skipped frame; its header is in `input`.
     skip: Option<usize>,
-    /// Answers that were not written yet.
+    /// Answers not written yet.
     #[serde(with = "base64")]
     out: Vec<u8>,
 }
 
-/// The frame under way.
+/// The present frame.
 #[derive(Debug)]
 enum Input {
     Header { bytes: [u8; HEADER_LEN], have: usize },
@@ -101,13 +101,13 @@ enum Mode {
     Shown,
 }
 
-/// A connection that is not served yet.
+/// Connection with its partial input and output.
 pub(super) struct Conn {
     stream: UnixStream,
     input: Input,
-    /// When the frame under way began.
+    /// Time at which the present frame began.
     began: Option<Instant>,
-    /// [`PIECE`]s of the body under way.
+    /// Reserved [`PIECE`]s of the present body.
     memory: Vec<OwnedSemaphorePermit>,
     out: Bytes,
     outgoing: mpsc::Receiver<Bytes>,
@@ -115,14 +115,14 @@ pub(super) struct Conn {
     close: Arc<Notify>,
 }
 
-/// What a complete frame is.
+/// Complete frame.
 enum Frame {
     Request(u32, BytesMut),
     Refused(u32, Refused),
 }
 
 impl Conn {
-    /// A connection, and the door's end of it.
+    /// Makes a connection and the proxy's handle of it.
     pub(super) fn new(stream: UnixStream) -> (Conn, Peer) {
         let (answers, outgoing) = mpsc::channel(ANSWERS);
         let (order, orders) = mpsc::unbounded_channel();
@@ -132,10 +132,10 @@ impl Conn {
         (Conn { stream, input: START, began, memory, out, outgoing, orders, close }, peer)
     }
 
-    /// One that another process served until now.
+    /// Continues a connection that another process served until now.
     ///
     /// # Errors
-    /// What the socket is not, or why the state makes no sense.
+    /// Fails if the socket is not usable or the state is inconsistent.
     pub(super) fn restore(socket: OwnedFd, state: ConnState) -> io::Result<(Conn, Peer)> {
         let stream = std::os::unix::net::UnixStream::from(socket);
         stream.set_nonblocking(true)?;
@@ -173,7 +173,7 @@ impl Conn {
         while let Ok(answer) = self.outgoing.try_recv() {
             out.extend_from_slice(&answer);
         }
-        // Written from here, should the connection go on.
+        // Written from here if the connection resumes.
         self.out = Bytes::from(out.clone());
         let (input, skip) = match &self.input {
             Input::Header { bytes, have } => (bytes[..*have].to_vec(), None),
@@ -184,12 +184,12 @@ impl Conn {
         Ok((ConnState { input, skip, out }, socket))
     }
 
-    /// Whether the next bytes of a body need memory that was not asked for yet.
+    /// Whether the next bytes of a body need memory that is not reserved yet.
     fn wants_memory(&self) -> bool {
         matches!(&self.input, Input::Body { body, .. } if body.len() / PIECE > self.memory.len())
     }
 
-    /// Reads what is there, up to the end of a frame.
+    /// Reads the available bytes, up to the end of a frame.
     fn read(&mut self) -> Result<Option<Frame>, End> {
         let read = match &mut self.input {
             Input::Header { bytes, have } => self.stream.try_read(&mut bytes[*have..]),
@@ -252,7 +252,7 @@ impl Conn {
         budget: Arc<Semaphore>,
     ) -> End {
         let end = self.run(conn, &events, &budget).await;
-        // When the door is gone there is nobody to tell.
+        // Fails only if the proxy has ended.
         drop(events.send(Event::Closed { conn }).await);
         end
     }
@@ -262,13 +262,13 @@ impl Conn {
         loop {
             let late = self.began.map(|began| began + FRAME_WITHIN);
             let (writes, hungry) = (mode != Mode::Shown && !self.out.is_empty(), self.wants_memory());
-            // Who does not read its answers is not read.
+            // A shim that does not read its answers is not read either.
             let reads = mode == Mode::Running && self.out.len() < PIECE;
             let more = mode != Mode::Shown && self.out.is_empty();
             tokio::select! {
                 biased;
                 order = self.orders.recv() => match order {
-                    // Who asked may have left; then it is told to go on.
+                    // The requester may have left; the proxy then sends `Go`.
                     Some(Order::Hold(held)) => {
                         mode = Mode::Held;
                         held.send(()).ok();
@@ -291,7 +291,7 @@ impl Conn {
                 },
                 memory = budget.clone().acquire_owned(), if hungry && reads => match memory {
                     Ok(memory) => self.memory.push(memory),
-                    // Fails only when the semaphore is closed, and nobody closes it.
+                    // Fails only if the semaphore is closed, which never happens.
                     Err(_) => return End::Stopping,
                 },
                 ready = self.stream.readable(), if !hungry && reads => {
@@ -315,7 +315,7 @@ impl Conn {
             Frame::Request(stream, body) => match call::read(&body) {
                 Ok(incoming) => {
                     drop(body);
-                    self.memory.clear(); // From here on the queue counts it.
+                    self.memory.clear(); // The queue counts this memory from here on.
                     let request = Event::Request { conn, stream, incoming };
                     return events.send(request).await.map_err(|_| End::Stopping);
                 }
@@ -336,7 +336,7 @@ async fn sleep_until(at: Option<Instant>) {
     }
 }
 
-/// Why a frame is skipped and answered.
+/// Returns the reason to skip a frame and answer it.
 fn refusal(header: &Header) -> Result<Option<String>, End> {
     let length = header.length as usize;
     Ok(match header.kind {

@@ -1,5 +1,5 @@
-//! How the door stands still: first nobody is let in, then nothing more is read, then what was read is acted upon, then
-//! nothing more is written. What is left of each connection is then in its hands, and what waits in the queue's.
+//! Freezes the hypervisor proxy in four steps: accept no connections, read no more, handle everything that was read,
+//! write no more. After that each connection holds the rest of its data, and the queue holds the waiting calls.
 
 use std::{
     future::Future,
@@ -13,9 +13,9 @@ use tokio::sync::{mpsc, oneshot};
 
 use super::{Door, DoorState, Event, FrozenDoor, Pause, conn::Order};
 
-/// For each of the steps.
+/// Time limit of each step.
 const STEP: Duration = Duration::from_secs(1);
-/// Events that are looked at before the next step at most; a shim that talks without end is held by then.
+/// Limit of events handled before the next step; a shim that sends without end is held by then.
 const EVENTS: usize = 4096;
 
 fn late() -> io::Error {
@@ -23,7 +23,7 @@ fn late() -> io::Error {
 }
 
 impl Door {
-    /// Stands still until `thaw` is used or its other end dropped.
+    /// Freezes the proxy until `thaw` is used or its other end is dropped.
     pub(super) async fn freeze(
         &mut self,
         incoming: &mut mpsc::Receiver<Event>,
@@ -32,12 +32,12 @@ impl Door {
     ) {
         let frozen = self.hold(incoming).await;
         if shown.send(frozen).is_ok() {
-            // Used or dropped is the same.
+            // Use and drop have the same meaning.
             drop(thaw.await);
         }
         drop(self.accepting.send(Pause::Go));
         for peer in self.peers.values() {
-            // One that is gone has said so, or will.
+            // A connection that is gone has sent its `Closed` event, or will send it.
             drop(peer.orders.send(Order::Go));
         }
     }
@@ -54,7 +54,7 @@ impl Door {
             drop(peer.orders.send(Order::Hold(done)));
             held.push(one);
         }
-        // Those that end instead say so by an event.
+        // A connection that ends instead sends an event.
         drop(self.meanwhile(incoming, join_all(held)).await?);
         self.take_all(incoming);
 
@@ -68,7 +68,7 @@ impl Door {
         let mut state = DoorState { queue: self.queue.state(Instant::now()), ..DoorState::default() };
         let mut sockets = Vec::new();
         for (conn, shown) in all {
-            // One that has ended meanwhile is left out.
+            // A connection that has ended meanwhile is left out.
             if let Ok(shown) = shown {
                 let (conn_state, socket) = shown?;
                 state.conns.push((conn, conn_state));
@@ -81,7 +81,7 @@ impl Door {
         Ok((state, sockets))
     }
 
-    /// Waits, and does not leave those waiting who have something to say.
+    /// Waits for a future and handles events meanwhile, so that their senders do not block.
     async fn meanwhile<T>(
         &mut self,
         incoming: &mut mpsc::Receiver<Event>,

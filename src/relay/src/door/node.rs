@@ -1,5 +1,5 @@
-//! The connection to `peerpod-node`: dialled until it stands, and again whenever it is gone. Frames out, answers in;
-//! what they mean is the queue's business.
+//! Dials `peerpod-node` until the connection is established, and again after every loss. It moves frames out and
+//! answers in; the queue interprets them.
 
 use std::{io, path::PathBuf, time::Duration};
 
@@ -16,11 +16,11 @@ use tokio::{
 
 use super::Event;
 
-/// Between two attempts to dial.
+/// Pause between two attempts to dial.
 const REDIAL: Duration = Duration::from_millis(50);
 
-/// Keeps a connection to `path` for as long as the door listens. A new sender comes with every connection; dropping
-/// it ends the connection.
+/// Keeps a connection to `path` as long as the proxy receives events. Each new connection sends the proxy a
+/// new sender; dropping that sender ends the connection.
 pub(super) async fn run(path: PathBuf, events: mpsc::Sender<Event>) {
     let mut told = String::new();
     loop {
@@ -34,7 +34,7 @@ pub(super) async fn run(path: PathBuf, events: mpsc::Sender<Event>) {
         if events.is_closed() {
             return;
         }
-        // Once for every new reason, not twenty times a second.
+        // Logged once per new reason, not twenty times a second.
         let text = why.to_string();
         if text != told {
             tracing::info!(socket = %path.display(), error = %text, "peerpod-node is away; its calls wait");
@@ -45,7 +45,7 @@ pub(super) async fn run(path: PathBuf, events: mpsc::Sender<Event>) {
 }
 
 async fn converse(stream: UnixStream, events: &mpsc::Sender<Event>) -> io::Error {
-    // Bounded by what the queue admits: nothing is sent twice on one connection.
+    // The queue's limits bound this channel: nothing is sent twice on one connection.
     let (requests, outgoing) = mpsc::unbounded_channel();
     if events.send(Event::NodeUp { requests }).await.is_err() {
         return io::ErrorKind::Interrupted.into();
@@ -55,7 +55,7 @@ async fn converse(stream: UnixStream, events: &mpsc::Sender<Event>) -> io::Error
         end = read(reader, events) => end,
         end = write(writer, outgoing) => end,
     };
-    // When the door is gone there is nobody to tell.
+    // Fails only if the proxy has ended.
     drop(events.send(Event::NodeDown).await);
     end
 }
@@ -73,7 +73,7 @@ async fn write(mut writer: OwnedWriteHalf, mut outgoing: mpsc::UnboundedReceiver
         if let Err(error) = writer.write_all(&batch).await {
             return error;
         }
-        batch = BytesMut::new(); // Idle means without buffers.
+        batch = BytesMut::new(); // An idle connection holds no buffer.
     }
     io::Error::new(io::ErrorKind::ConnectionAborted, "the relay closed the connection")
 }

@@ -1,11 +1,15 @@
-//! What waits for the node: calls in order per sandbox, sent again after the node was away, ended by their
-//! deadline, their caller or a stop. No sockets and no clock in here: time comes in, [`Output`]s go out.
+//! Queue of the calls to the node. It keeps their order per sandbox, sends them again after the node was away, and ends
+//! them on their deadline, the loss of their caller or a stop. It has no sockets and no clock: the caller passes the
+//! time in and executes the [`Output`]s.
 //!
-//! The rules of order. A StartVM waits for the CreateVM and StopVM of its sandbox that came before it, a CreateVM
-//! for the StopVMs before it; a StopVM waits for nothing and cancels the CreateVM and StartVM before it that the
-//! node has not seen. (A CreateVM does not wait for a StartVM: a shim's clean-up repeats CreateVM while the start
-//! still runs, and has little time.) A StopVM that the node does not answer in time goes to the inbox; until the
-//! node has read it there, later CreateVM and StartVM of that sandbox wait.
+//! Rules of order:
+//!
+//! * A StartVM waits for the earlier CreateVM and StopVM of its sandbox.
+//! * A CreateVM waits for the earlier StopVMs. It does not wait for a StartVM: a shim's clean-up repeats CreateVM while
+//!   the start still runs, and has little time.
+//! * A StopVM waits for nothing, and cancels the earlier CreateVM and StartVM that the node has not received.
+//! * A StopVM that the node does not answer in time goes to the inbox. Until the node has read it there, later CreateVM
+//!   and StartVM of that sandbox wait.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque},
@@ -19,47 +23,47 @@ pub(crate) use self::state::QueueState;
 use super::call::{self, Kind, code};
 use crate::id::SandboxId;
 
-/// Identifies a shim's connection; never used twice in a process.
+/// Identifies a shim's connection; never reused in a process.
 pub(crate) type ConnId = u64;
 
-/// Who gets the answer.
+/// Receiver of an answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Caller {
-    /// A shim's connection and the stream it called on.
+    /// A shim's connection and the stream of its call.
     Shim { conn: ConnId, stream: u32 },
-    /// A part of this process, by a number of its own.
+    /// A component of this process, with a number of its own.
     Internal(u64),
 }
 
-/// What the queue wants done.
+/// Work that the queue requests.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Output {
     /// Write this request to the node's connection.
     Send { stream: u32, body: Bytes },
-    /// Hand the answer (a response envelope) to its caller.
+    /// Send the answer (a response envelope) to its caller.
     Answer { caller: Caller, body: Bytes },
-    /// Make the stop of this sandbox durable, then say [`Queue::inbox_written`].
+    /// Make the stop of this sandbox durable, then call [`Queue::inbox_written`].
     WriteInbox(SandboxId),
-    /// The node's connection is of no use: close it and dial again.
+    /// Close the node's unusable connection and dial again.
     Reconnect(&'static str),
 }
 
-/// Bounds and patience.
+/// Limits of the queue.
 #[derive(Debug, Clone)]
 pub(crate) struct Limits {
-    /// Calls that wait or run, over all connections.
+    /// Waiting and running calls, over all connections.
     pub(crate) calls: usize,
-    /// The same of one connection.
+    /// Waiting and running calls of one connection.
     pub(crate) calls_per_connection: usize,
-    /// The same of one sandbox.
+    /// Waiting and running calls of one sandbox.
     pub(crate) calls_per_sandbox: usize,
-    /// Bytes of requests that are kept to be sent again.
+    /// Bytes of requests that are kept for sending again.
     pub(crate) bytes: usize,
-    /// How long the node may take for a StopVM before the inbox takes it.
+    /// Time limit of the node's answer to a StopVM before it goes to the inbox.
     pub(crate) stop_grace: Duration,
-    /// Silence of a node that owes answers before it is asked for a sign of life.
+    /// Silence of a node that owes answers before a liveness check.
     pub(crate) probe_after: Duration,
-    /// How long the node may take for that.
+    /// Time limit of the answer to that check.
     pub(crate) hang: Duration,
 }
 
@@ -86,9 +90,9 @@ struct Call {
     size: usize,
     caller: Option<Caller>,
     deadline: Option<Instant>,
-    /// The stream on the node's present connection, when it was sent there.
+    /// Stream on the node's present connection, if the call was sent there.
     sent: Option<u32>,
-    /// A StopVM whose inbox file is being written.
+    /// The inbox file of this StopVM is being written.
     in_inbox: bool,
 }
 
@@ -103,12 +107,12 @@ enum Timer {
 #[derive(Debug, PartialEq, Eq)]
 enum Node {
     Away,
-    /// Connected, and it has not answered its first ReadInbox.
+    /// Connected, but the first ReadInbox is not answered yet.
     Greeting,
     Ready,
 }
 
-/// The queue. Every method may leave outputs, to be taken with [`Queue::take`].
+/// The queue. Each method may produce outputs, which [`Queue::take`] returns.
 #[derive(Debug)]
 pub(crate) struct Queue {
     limits: Limits,
@@ -121,12 +125,12 @@ pub(crate) struct Queue {
     next_stream: u32,
     bytes: usize,
     timers: BTreeSet<(Instant, Timer)>,
-    /// Stops that lie in the inbox and that no ReadInbox has covered yet, with the number of their writing.
+    /// Stops in the inbox that no ReadInbox has covered yet, with the number of their write.
     unread: HashMap<SandboxId, u64>,
-    /// Stops that are on their way into the inbox.
+    /// Stops that are being written to the inbox.
     writing: HashSet<SandboxId>,
     writings: u64,
-    /// The ReadInbox on its way: its stream, and the writings it covers.
+    /// ReadInbox in flight: its stream, and the number of the last write that it covers.
     reading: Option<(u32, u64)>,
     last_heard: Instant,
     probing: bool,
@@ -156,33 +160,33 @@ impl Queue {
         }
     }
 
-    /// The next thing to do.
+    /// Returns the next output.
     pub(crate) fn take(&mut self) -> Option<Output> {
         self.outputs.pop_front()
     }
 
-    /// When [`Queue::tick`] wants to be called next.
+    /// Time of the next call to [`Queue::tick`].
     pub(crate) fn next_timer(&self) -> Option<Instant> {
         self.timers.first().map(|(at, _)| *at)
     }
 
-    /// Calls that wait or run.
+    /// Number of waiting and running calls.
     pub(crate) fn len(&self) -> usize {
         self.calls.len()
     }
 
-    /// Whether the node answers.
+    /// Whether the node is connected and has read the inbox.
     pub(crate) fn node_is_ready(&self) -> bool {
         self.node == Node::Ready
     }
 
-    /// Takes a call in.
+    /// Adds a call.
     pub(crate) fn accept(&mut self, caller: Caller, kind: Kind, request: Request, now: Instant) {
         if let Kind::Stop(id) = &kind {
             let id = id.clone();
             self.cancel_before(&id, CallId::MAX, false);
             if self.unread.contains_key(&id) {
-                // The same stop is durable already and nothing that came after it has reached the node.
+                // The same stop is durable already, and no later call has reached the node.
                 self.answer_to(Some(caller), call::done());
                 return;
             }
@@ -259,7 +263,7 @@ impl Queue {
         id
     }
 
-    /// Forgets a call; its answer, if one comes, is nobody's.
+    /// Removes a call; a later answer to it is dropped.
     fn remove(&mut self, id: CallId) -> Option<Call> {
         let call = self.calls.remove(&id)?;
         self.bytes = self.bytes.saturating_sub(call.size);
@@ -344,7 +348,7 @@ impl Queue {
             })
     }
 
-    /// Sends what the end of another call of this sandbox lets go.
+    /// Sends the calls of this sandbox that the end of another call releases.
     fn advance(&mut self, id: &SandboxId, now: Instant) {
         let waiting: Vec<CallId> = self.lanes.get(id).into_iter().flatten().copied().collect();
         for call in waiting {
@@ -352,9 +356,10 @@ impl Queue {
         }
     }
 
-    /// A shim's connection closed. Its calls end, but a stop is a stop even when nobody hears that it was done.
+    /// Handles a closed shim connection. Its calls end, except stops, which take effect without a caller, too.
     pub(crate) fn connection_closed(&mut self, conn: ConnId, now: Instant) {
-        // First all go, then what waited for them: else the end of its CreateVM would let this shim's own StartVM go.
+        // All calls are removed before others advance: else the end of a CreateVM would release this shim's own
+        // StartVM.
         let mut touched = Vec::new();
         for id in self.by_connection.remove(&conn).unwrap_or_default() {
             let Some(call) = self.calls.get_mut(&id) else { continue };
@@ -370,7 +375,7 @@ impl Queue {
         }
     }
 
-    /// Does what is due at `now`.
+    /// Executes the timers that are due at `now`.
     pub(crate) fn tick(&mut self, now: Instant) {
         while let Some(&(at, timer)) = self.timers.first() {
             if at > now {
@@ -393,7 +398,7 @@ impl Queue {
         let Some(call) = self.calls.get_mut(&id) else { return };
         call.deadline = None;
         if matches!(call.kind, Kind::Stop(_)) {
-            return; // Its caller has left, the stop has not.
+            return; // The caller has left; the stop stays.
         }
         let why = match (call.sent, &self.node) {
             (Some(_), _) => "peerpod-node did not answer within the caller's deadline",

@@ -1,4 +1,4 @@
-//! Over a real socket, with real descriptors, against a kind that wants one TCP listener.
+//! Tests over a real socket with real descriptors; the kind under test takes one TCP listener.
 
 use std::{
     net::TcpListener,
@@ -58,7 +58,7 @@ impl Place {
         Place { path, kind, _bound: bound, serving }
     }
 
-    /// Hands this in; what the relay says.
+    /// Passes the descriptors and returns the relay's answer.
     async fn give<F: AsFd>(&self, header: Header, descriptors: &[F]) -> Result<Answer, String> {
         let path = self.path.clone();
         let owned: Vec<OwnedFd> =
@@ -83,7 +83,7 @@ fn header(names: &[&str]) -> Header {
     Header { descriptors, ..Header::new("listening", Some("a")) }
 }
 
-/// Which of our descriptors lead to the file with this inode.
+/// Counts the descriptors of this process that refer to the file with this inode.
 fn copies_of(inode: &str) -> usize {
     let all = std::fs::read_dir("/proc/self/fd").unwrap();
     all.filter(|entry| {
@@ -108,7 +108,7 @@ async fn a_descriptor_is_taken_named_and_told_of() {
     assert_eq!(copies_of(&inode(&listener)), 2, "the giver's and the taker's");
     let answer = place.give::<OwnedFd>(ask, &[]).await.unwrap();
     assert_eq!((answer.held, answer.detail), (true, Value::from("one")));
-    // What is handed in later takes its place.
+    // A later listener replaces it.
     place.give(header(&["listener"]), &[&TcpListener::bind("127.0.0.1:0").unwrap()]).await.unwrap();
     assert_eq!(copies_of(&inode(&listener)), 1);
     assert!(place.path.metadata().is_ok_and(|it| {
@@ -157,7 +157,7 @@ async fn more_descriptors_than_are_taken_are_all_closed() {
     let too_many = vec![listener.as_fd(); MAX_DESCRIPTORS + 8];
     let refused = place.give(header(&["listener"]), &too_many).await.unwrap_err();
     assert!(refused.contains("at most"), "{refused}");
-    // A sender that does not count.
+    // A sender that ignores the limit.
     let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
     connect(&socket, &SocketAddrUnix::new(&place.path).unwrap()).unwrap();
     let mut room = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS + 8))];
@@ -209,7 +209,7 @@ async fn a_relay_that_does_not_answer_is_given_up() {
     let path = folder.join("relay-fds.sock");
     let nobody = hand_in(&path, &header(&[]), &[], SHORT).unwrap_err().to_string();
     assert!(nobody.contains("relay-fds.sock"), "{nobody}");
-    // Another kind of socket under the name.
+    // A socket of another type under the name.
     let other = UnixListener::bind(&path).unwrap();
     assert!(hand_in(&path, &header(&[]), &[], SHORT).is_err());
     drop(other);

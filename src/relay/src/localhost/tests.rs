@@ -1,5 +1,6 @@
-//! Two real namespaces, the node's side of a pod and the VM's, with a real link between them; the relay's part runs on
-//! a thread without any capability, as it does in the relay; the node's part has the capabilities that the chart gives.
+//! Tests with two real namespaces, the node's side of a pod and the VM, and a real link between them. The relay's part
+//! runs on a thread without any capability, as in the relay. The node's part has the capabilities that the chart
+//! grants.
 
 use std::{
     io::{ErrorKind, Read, Write},
@@ -35,7 +36,7 @@ impl Handler for End {
         let netns = self.0.clone().unwrap();
         Box::pin(async move {
             let make = if target.v6 { TcpSocket::new_v6 } else { TcpSocket::new_v4 };
-            // The socket alone, made by a thread in there; the reactor is ours.
+            // Only the socket is made in the namespace, by a thread there; it belongs to this thread's reactor.
             let runtime = tokio::runtime::Handle::current();
             let socket = netns.run(move || {
                 let _entered = runtime.enter();
@@ -64,14 +65,14 @@ fn ruleset(netns: &Netns) -> String {
     String::from_utf8(listed.stdout).unwrap()
 }
 
-/// The pod's two sides and what carries between them.
+/// The two sides of a pod and the link between them.
 struct Pod {
     node: Netns,
     vm: Netns,
     relay: EndpointHandle,
     runtime: tokio::runtime::Handle,
     metrics: Arc<Metrics>,
-    /// Ends the thread without capabilities.
+    /// Stops the thread without capabilities.
     stop: Arc<AtomicBool>,
     thread: Option<std::thread::JoinHandle<()>>,
 }
@@ -81,7 +82,7 @@ impl Pod {
         let (node, vm) = (namespace(), namespace());
         let (tell, told) = std::sync::mpsc::channel();
         let (inside, stop) = (vm.clone(), Arc::new(AtomicBool::new(false)));
-        // The guest has its rights.
+        // The guest keeps its privileges.
         let guest = std::thread::spawn({
             let stop = stop.clone();
             let tell = tell.clone();
@@ -118,7 +119,7 @@ impl Pod {
         Pod { node, vm, relay, runtime, metrics, stop, thread: Some(thread) }
     }
 
-    /// What the node does.
+    /// Does the node's part.
     fn serve(&self) -> Serving {
         let relay = self.relay.clone();
         let endpoint = move || Some(relay.clone());
@@ -145,13 +146,14 @@ impl Pod {
         Ok(stream)
     }
 
-    /// A connection that no program in the VM takes is reset, after our listener accepted it.
+    /// Asserts that a connection is reset after the relay's listener accepted it, because no program in the VM takes
+    /// it.
     fn reset(&self, host: &str, port: u16) {
         let error = self.connect(host, port).and_then(|mut stream| stream.read(&mut [0])).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::ConnectionReset, "{host} port {port}");
     }
 
-    /// Without a listener of ours the kernel refuses.
+    /// Asserts that the kernel refuses a connection, because the relay has no listener.
     fn refused(&self, host: &str, port: u16) {
         assert_eq!(self.connect(host, port).unwrap_err().kind(), ErrorKind::ConnectionRefused);
     }
@@ -186,7 +188,7 @@ fn serve(
     });
 }
 
-/// Echoes everything of `count` connections, each to its end.
+/// Echoes everything on `count` connections, each until its end.
 fn echo(listener: Listener, count: usize) -> std::thread::JoinHandle<()> {
     std::thread::spawn(move || {
         let served: Vec<_> = (0..count)
@@ -241,7 +243,7 @@ fn a_port_without_a_listener_in_the_vm_resets_the_client() {
             pod.reset(host, port);
         }
     }
-    // A server that wanted one connection got one.
+    // A server that takes one connection got exactly one.
     let once = pod.listen("127.0.0.1:8082");
     let server = std::thread::spawn(move || once.accept().unwrap().0);
     let stream = pod.connect("127.0.0.1", 8082).unwrap();
@@ -254,7 +256,7 @@ fn a_port_without_a_listener_in_the_vm_resets_the_client() {
     assert_eq!(received, "still there");
 }
 
-/// `kubectl port-forward` dials 127.0.0.1 first and ::1 only when that is refused, which our listener never does.
+/// `kubectl port-forward` dials ::1 only if 127.0.0.1 refuses, which the relay's listener never does.
 #[test]
 fn a_server_on_one_family_of_localhost_is_reached_by_the_other() {
     let pod = Pod::new();
@@ -302,7 +304,7 @@ fn a_listener_in_the_nodes_side_keeps_its_connections() {
         client.read_exact(&mut said).unwrap();
         assert_eq!(&said, b"own");
     }
-    // And gone again: the VM's.
+    // After the local listener is gone, connections reach the VM again.
     pod.connect("127.0.0.1", 7000).unwrap();
 }
 
@@ -316,7 +318,7 @@ fn another_node_hands_in_again_and_the_kernel_refuses_after_the_relay_is_gone() 
     let second = pod.serve();
     assert_ne!(first.ports, second.ports);
     pod.runtime.block_on_elsewhere(first.stop());
-    // What was carried goes on, what is new is carried.
+    // Existing connections continue, and new ones are carried.
     served.write_all(b"on").unwrap();
     let mut said = [0; 2];
     (&before).read_exact(&mut said).unwrap();
@@ -331,7 +333,7 @@ fn another_node_hands_in_again_and_the_kernel_refuses_after_the_relay_is_gone() 
     pod.refused("127.0.0.1", 8080);
 }
 
-/// Waits for a future that belongs to another thread's runtime.
+/// Waits for a future that runs on another thread's runtime.
 trait Elsewhere {
     fn block_on_elsewhere(&self, future: impl Future<Output = ()> + Send + 'static);
 }

@@ -1,5 +1,5 @@
-//! The guest of one sandbox as the relay sees it: what its endpoint reports, and the node's calls that wait for an
-//! answer of it. The endpoint's task calls in here and must not be held up: locks are short, nothing waits.
+//! The relay's side of one sandbox's guest: the events of its endpoint, and the node's calls that wait for its answers.
+//! The endpoint's task calls these methods and must not be delayed: locks are short and nothing waits.
 
 use std::{
     collections::HashMap,
@@ -34,26 +34,26 @@ use crate::{
     metrics::Metrics,
 };
 
-/// Calls of the node that may wait for one guest.
+/// Limit of the node's calls that wait for one guest.
 const CALLS: usize = 64;
-/// A guest's status larger than this is not kept.
+/// Largest status of a guest that is stored, in bytes.
 const STATUS_BYTES: usize = 64 << 10;
 
-/// Why a call of the node has no answer.
+/// Reason why a call of the node has no answer.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub(crate) enum Gone {
-    /// No link, or the guest program on it was replaced while it worked.
+    /// The guest has no link.
     #[error("the guest of sandbox {0} is not connected")]
     NotConnected(SandboxId),
-    /// It was replaced, or its sandbox deleted, before it answered.
+    /// The guest program was replaced, or its sandbox deleted, before the answer.
     #[error("the guest program of sandbox {0} is gone; ask the one that comes")]
     Replaced(SandboxId),
-    /// The bound is reached.
+    /// The limit is reached.
     #[error("{CALLS} calls wait for the guest of sandbox {0}; wait for their answers")]
     TooMany(SandboxId),
 }
 
-/// What a guest may say unasked, so that it can neither keep the node busy nor fill the log.
+/// Rate limit of a guest's unrequested reports, so that it can neither keep the node busy nor fill the log.
 #[derive(Debug)]
 struct Allowance {
     left: f64,
@@ -82,20 +82,20 @@ struct Calls {
     waiting: HashMap<u64, oneshot::Sender<Result<Bytes, Gone>>>,
 }
 
-/// Whether a guest's link is up, and how often that, or an attempt at it, changed.
+/// Whether a guest's link is up, and the number of its changes, including failed attempts.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Link {
     pub(crate) up: bool,
     pub(crate) changes: u64,
 }
 
-/// Shared by the endpoint's task and whoever speaks for the node.
+/// State of one guest, shared by the endpoint's task and the node's calls.
 #[derive(Debug)]
 pub(crate) struct Guest {
     id: SandboxId,
     states: Arc<States>,
     metrics: Arc<Metrics>,
-    /// `namespace/name`, for log lines.
+    /// `namespace/name`, for log records.
     pod: Mutex<String>,
     pub(crate) traffic: Arc<Shared>,
     pub(crate) connections: AtomicUsize,
@@ -103,11 +103,11 @@ pub(crate) struct Guest {
     calls: Mutex<Calls>,
     unasked: Mutex<Allowance>,
     log: GuestLog,
-    /// Its last connection's right to have path probes answered.
+    /// Right of the last connection to have its path probes answered.
     probes: Mutex<Option<Pass>>,
 }
 
-/// A call that is waited for; dropping it forgets the call.
+/// Call in flight; dropping it forgets the call.
 pub(crate) struct Waiting<'g> {
     guest: &'g Guest,
     pub(crate) id: u64,
@@ -139,21 +139,21 @@ impl Guest {
     }
 
     fn calls(&self) -> MutexGuard<'_, Calls> {
-        // A map and a number: whole after every step.
+        // A map and a number: consistent after every step.
         self.calls.lock()
     }
 
-    /// The number of the last call.
+    /// Returns the number of the last call.
     pub(crate) fn last_call(&self) -> u64 {
         self.calls().last
     }
 
-    /// Calls are counted on from here, so that no late answer is taken for another call's.
+    /// Continues the numbering from `last`, so that no late answer is taken for that of another call.
     pub(crate) fn count_calls_from(&self, last: u64) {
         self.calls().last = last;
     }
 
-    /// The guest's path probes are answered, until its next connection brings its own pass or the sandbox ends.
+    /// Permits the guest's path probes, until its next connection brings its own pass or the sandbox ends.
     pub(crate) fn may_probe(&self, pass: Pass) {
         *self.probes.lock() = Some(pass);
     }
@@ -166,7 +166,7 @@ impl Guest {
         self.pod.lock().clone()
     }
 
-    /// Tells of every change of its link.
+    /// Watches the state of the link.
     pub(crate) fn watch(&self) -> watch::Receiver<Link> {
         self.link.subscribe()
     }
@@ -187,7 +187,7 @@ impl Guest {
         Ok(Waiting { guest: self, id, answer })
     }
 
-    /// The guest will answer nothing of what it was asked.
+    /// Fails all waiting calls: the guest will not answer them.
     pub(crate) fn fail_calls(&self) {
         for (_, sender) in self.calls().waiting.drain() {
             drop(sender.send(Err(Gone::Replaced(self.id.clone())))); // The caller may have left.
@@ -211,7 +211,7 @@ impl Guest {
 
     fn reply(&self, message: &Bytes) {
         let reply = Reply::parse_from_bytes(message);
-        // Without a number it is a report that nobody asked for.
+        // A reply without a number is a report that was not requested.
         let id = reply.as_ref().map_or(0, |reply| reply.id);
         let asked = if id == 0 { None } else { self.calls().waiting.remove(&id) };
         let allowed = asked.is_some() || self.unasked.lock().take(Instant::now());
@@ -284,7 +284,7 @@ impl Drop for Guest {
     }
 }
 
-/// What the endpoint of a sandbox asks of its owner.
+/// Handler that a sandbox's endpoint calls.
 #[derive(Debug, Clone)]
 pub(crate) struct GuestHandler(pub(crate) Arc<Guest>);
 

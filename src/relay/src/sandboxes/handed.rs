@@ -1,5 +1,5 @@
-//! Sandboxes that go from one relay process to another: how they stand still here, and how they are taken there.
-//! Records are not handed over: both processes have them on disk.
+//! Handover of sandboxes from one relay process to another: freezing them here, and restoring them there. Records are
+//! not sent, because both processes have them on disk.
 
 use std::{io, os::fd::OwnedFd, sync::Arc};
 
@@ -15,22 +15,22 @@ use super::{
 };
 use crate::{agent::AgentSocket, handin, id::SandboxId, localhost, store::Record};
 
-/// One sandbox as data.
+/// State of one sandbox as data.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct Handed {
     pub(crate) id: String,
     last_call: u64,
     state: StateState,
     endpoint: EndpointState,
-    /// `localhost` of earlier versions described sockets that are no longer used; a new hand-in by the node replaces them.
+    /// `localhost` of earlier versions described sockets that are no longer used; the node replaces them.
     #[serde(default)]
     localhost_ports: Option<localhost::Ports>,
-    /// Names of the descriptors of its localhost. Before them there is the agent socket's listener, behind them come
-    /// those of the endpoint's connections.
+    /// Names of the descriptors of its localhost. The agent socket's listener comes before them, and the sockets of the
+    /// endpoint's connections come after them.
     names: Vec<String>,
 }
 
-/// Sandboxes that stand still until this is dropped.
+/// Frozen sandboxes; dropping this resumes them.
 pub(crate) struct Still {
     slots: Vec<OwnedMutexGuard<Option<Live>>>,
 }
@@ -44,7 +44,7 @@ impl Drop for Still {
     }
 }
 
-/// A sandbox of another process that is not served here yet.
+/// Sandbox of another process that is not served here yet.
 pub(crate) struct Prepared {
     record: Record,
     state: StateState,
@@ -62,10 +62,10 @@ impl Prepared {
 }
 
 impl Sandboxes {
-    /// Makes all of them stand still. One whose endpoint has just failed is left out: it begins anew, here or there.
+    /// Freezes all sandboxes. One with a failed endpoint is left out: it begins anew, here or there.
     ///
     /// # Errors
-    /// Why one does not; all go on then.
+    /// Returns the reason if one sandbox cannot be frozen; all resume then.
     pub(crate) async fn freeze(&self) -> Result<(Still, Vec<(Handed, Vec<OwnedFd>)>), String> {
         let slots: Vec<_> = self.table().slots.iter().map(|(id, slot)| (id.clone(), slot.clone())).collect();
         let mut still = Still { slots: Vec::with_capacity(slots.len()) };
@@ -107,10 +107,10 @@ impl Sandboxes {
         Ok(Some((Handed { id, last_call, state, endpoint, localhost_ports, names }, descriptors)))
     }
 
-    /// Reads a sandbox of another process. Nothing of it moves before [`Sandboxes::go_on`].
+    /// Reads a sandbox of another process. Its connections stay frozen until [`Sandboxes::go_on`].
     ///
     /// # Errors
-    /// What makes no sense.
+    /// Returns the reason if the state is inconsistent.
     pub(crate) fn prepare(
         &self,
         record: Record,
@@ -146,7 +146,7 @@ impl Sandboxes {
         Ok(Prepared { record, state, guest, endpoint, handle, listener, localhost })
     }
 
-    /// Serves it from now on.
+    /// Serves a prepared sandbox from now on.
     pub(crate) async fn go_on(&self, prepared: Prepared) {
         let Prepared { record, state, guest, endpoint, handle, listener, localhost } = prepared;
         let (id, pod) = (record.id.clone(), record.pod.clone());

@@ -1,6 +1,6 @@
-//! What the node may watch: one state per sandbox, each with the version of its last change. State, not events: a node
-//! that was away asks with the version it saw last and gets what differs now. Cost of a change and of an answer is
-//! that of what changed, whatever the number of sandboxes.
+//! States that the node watches: one per sandbox, each with the version of its last change. They are states, not
+//! events: a node that was away sends the last version it saw and gets the present differences. The cost of a change
+//! and of an answer depends on the number of changes, not on the number of sandboxes.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -15,9 +15,9 @@ use tokio::sync::watch;
 
 use crate::{agent::filter::Shared, id::SandboxId, store::base64_bytes};
 
-/// An answer ends when it has this many bytes of guests' words; the rest comes with the next one.
+/// An answer ends when it has this many bytes of guest statuses; the rest comes with the next one.
 const ANSWER_BYTES: usize = 1 << 20;
-/// And when it has this many sandboxes.
+/// An answer ends when it has this many sandboxes.
 const ANSWER_SANDBOXES: usize = 4096;
 
 /// The versioned states, without a clock or a task.
@@ -26,7 +26,7 @@ struct Core {
     version: u64,
     entries: HashMap<SandboxId, Entry>,
     by_version: BTreeMap<u64, SandboxId>,
-    /// Sandboxes whose creating connection is open, also those that are not put yet, with the pod that CreateVM named.
+    /// Sandboxes with an open creating connection, and the pod that CreateVM named; includes sandboxes not put yet.
     hypervisor: HashMap<SandboxId, Arc<str>>,
 }
 
@@ -34,7 +34,7 @@ struct Core {
 struct Entry {
     version: u64,
     state: SandboxState,
-    /// `namespace/name`, for log lines.
+    /// `namespace/name`, for log records.
     pod: Arc<str>,
     counters: Arc<Shared>,
 }
@@ -61,7 +61,7 @@ impl Core {
         }
     }
 
-    /// Changes a state; true when it is another one now.
+    /// Changes a state; returns true if it differs now.
     fn change(&mut self, id: &SandboxId, change: impl FnOnce(&mut SandboxState)) -> bool {
         let Some(entry) = self.entries.get_mut(id) else { return false };
         let before = entry.state.clone();
@@ -89,7 +89,7 @@ impl Core {
         put.or_else(|| self.hypervisor.get(id)).cloned().unwrap_or_else(|| "-".into())
     }
 
-    /// The version an answer covers, and what changed after `since`.
+    /// Returns the version that the answer covers, and the states that changed after `since`.
     fn since(&self, since: u64) -> (u64, Vec<SandboxState>) {
         let mut changed = Vec::new();
         let mut bytes = 0;
@@ -119,7 +119,7 @@ pub(crate) struct StateState {
     traffic: [u64; 4],
 }
 
-/// The states, shared: changed by the sandboxes and the door, watched by the node.
+/// The states, shared: changed by the sandboxes and the hypervisor proxy, watched by the node.
 #[derive(Debug)]
 pub(crate) struct States {
     epoch: String,
@@ -128,12 +128,12 @@ pub(crate) struct States {
 }
 
 impl States {
-    /// `epoch` is unlike that of every other relay process.
+    /// Starts with no states; `epoch` differs from that of every other relay process.
     pub(crate) fn new(epoch: String) -> States {
         States { epoch, core: Mutex::default(), changed: watch::Sender::new(0) }
     }
 
-    /// Those of another process, whose epoch and count of versions go on: the node does not notice.
+    /// Continues the epoch and version of another process, so that the node sees no difference.
     pub(crate) fn go_on(epoch: String, version: u64) -> States {
         let states = States::new(epoch);
         states.lock().version = version;
@@ -141,12 +141,12 @@ impl States {
         states
     }
 
-    /// How many changes there were.
+    /// Returns the number of changes so far.
     pub(crate) fn version(&self) -> u64 {
         self.lock().version
     }
 
-    /// A sandbox's state as data.
+    /// Returns a sandbox's state as data.
     pub(crate) fn show(&self, id: &SandboxId) -> Option<StateState> {
         let core = self.lock();
         let entry = core.entries.get(id)?;
@@ -159,7 +159,7 @@ impl States {
         })
     }
 
-    /// The state that another process had. Its guest is not connected here yet.
+    /// Restores the state from another process. The guest is not connected here yet.
     pub(crate) fn put_shown(&self, id: &SandboxId, pod: &str, counters: Arc<Shared>, shown: &StateState) {
         let [to, from, frames_to, frames_from] = shown.traffic;
         counters.bytes_to_guest.store(to, Relaxed);
@@ -169,7 +169,7 @@ impl States {
         let mut core = self.lock();
         core.put(id, pod, counters);
         let Ok(state) = SandboxState::parse_from_bytes(&shown.state) else { return self.announce(core) };
-        // Whose shim is connected is known from the door, which is read after this.
+        // The hypervisor proxy, which is restored later, sets the connected shims.
         core.change(id, |now| {
             *now = SandboxState {
                 guest_connected: false,
@@ -181,13 +181,13 @@ impl States {
         self.announce(core);
     }
 
-    /// The process's name for this life of it.
+    /// Returns the epoch, which stays the same over handovers and changes on a restart.
     pub(crate) fn epoch(&self) -> &str {
         &self.epoch
     }
 
     fn lock(&self) -> MutexGuard<'_, Core> {
-        // Every method leaves the core whole before it can panic.
+        // Every method leaves the core consistent before it can panic.
         self.core.lock()
     }
 
@@ -201,19 +201,19 @@ impl States {
         });
     }
 
-    /// The sandbox is there.
+    /// Adds a sandbox.
     pub(crate) fn put(&self, id: &SandboxId, pod: &str, counters: Arc<Shared>) {
         let mut core = self.lock();
         core.put(id, pod, counters);
         self.announce(core);
     }
 
-    /// The sandbox is gone. Nothing is announced: the node itself asked for it.
+    /// Removes a sandbox. Nothing is announced, because the node itself requested it.
     pub(crate) fn delete(&self, id: &SandboxId) {
         self.lock().delete(id);
     }
 
-    /// Changes a sandbox's state; an unknown one has none.
+    /// Changes a sandbox's state; an unknown sandbox is ignored.
     pub(crate) fn change(&self, id: &SandboxId, change: impl FnOnce(&mut SandboxState)) {
         let mut core = self.lock();
         if core.change(id, change) {
@@ -221,7 +221,7 @@ impl States {
         }
     }
 
-    /// A connection created the sandbox for this pod and is open; with `None` it is not any more.
+    /// Records that the connection that created the sandbox for this pod is open; with `None`, that it is closed.
     pub(crate) fn hypervisor(&self, id: &SandboxId, pod: Option<&str>) {
         let mut core = self.lock();
         if core.hypervisor(id, pod) {
@@ -229,25 +229,26 @@ impl States {
         }
     }
 
-    /// Whose a sandbox is, for log lines: as the node put it, or as its CreateVM named it; `-` when neither is known.
+    /// Returns a sandbox's pod, for log records: as the node put it, or as its CreateVM named it; `-` if neither is
+    /// known.
     pub(crate) fn pod(&self, id: &SandboxId) -> Arc<str> {
         self.lock().pod(id)
     }
 
-    /// Waits until something is newer than `since`; with another epoch, answers with everything at once.
+    /// Waits for a version newer than `since`; with another epoch, returns everything at once.
     pub(crate) async fn newer(&self, epoch: &str, since: u64) -> WatchResponse {
         let same = epoch == self.epoch;
         let since = if same { since } else { 0 };
         let mut changed = self.changed.subscribe();
         if same {
-            // Fails only when the sender is gone, and `self` holds it.
+            // Fails only if the sender is gone, and `self` holds it.
             drop(changed.wait_for(|version| *version > since).await);
         }
         let (version, changed) = self.lock().since(since);
         WatchResponse { epoch: self.epoch.clone(), version, changed, ..Default::default() }
     }
 
-    /// What [`States::newer`] answers when nothing is newer for long.
+    /// Returns the answer of [`States::newer`] after a time without changes.
     pub(crate) fn nothing(&self, since: u64) -> WatchResponse {
         WatchResponse { epoch: self.epoch.clone(), version: since, ..Default::default() }
     }

@@ -1,4 +1,4 @@
-//! Putting, repeating, replacing and deleting sandboxes against real sockets and files.
+//! Tests of putting, repeating, replacing and deleting sandboxes, with real sockets and files.
 
 use std::{os::unix::fs::PermissionsExt, path::PathBuf};
 
@@ -120,7 +120,7 @@ async fn a_put_whose_caller_left_leaves_no_record_behind_a_later_delete() {
     let record = world.record("a", 1);
     for _ in 0..50 {
         let mut put = Box::pin(world.sandboxes.put(record.clone(), ()));
-        // It is writing its record when the caller leaves.
+        // The record is being written when the caller leaves.
         while world.sandboxes.table().slots.get(&record.id).is_none_or(|slot| slot.try_lock().is_ok()) {
             assert!(futures_util::poll!(&mut put).is_pending());
             tokio::task::yield_now().await;
@@ -168,7 +168,7 @@ async fn a_sandbox_whose_endpoint_ends_early_is_served_by_another_one() {
         let mut shim = UnixStream::connect(&record.agent_socket).await.unwrap();
         let before = world.sandboxes.get(&record.id).unwrap();
         let slot = world.sandboxes.table().slots[&record.id].clone();
-        // Ends the task as a panic does: wherever it is.
+        // Ends the task at any point, as a panic does.
         slot.lock().await.as_ref().unwrap().endpoint.abort();
         let closed = tokio::time::timeout(PATIENCE, shim.read(&mut [0])).await.unwrap();
         assert!(matches!(closed, Ok(0) | Err(_)), "the shim hears of it");
@@ -195,7 +195,7 @@ async fn an_endpoint_that_panics_is_counted_and_served_by_another_one() {
     let record = world.record("a", 1);
     world.sandboxes.put(record.clone(), ()).await.unwrap();
     let before = world.sandboxes.get(&record.id).unwrap();
-    // A number that cannot be: the endpoint's own task panics where it tells the next one (overflow checks).
+    // An impossible number: the endpoint's own task panics when it reports the next connection (overflow checks).
     before.guest.connections.store(1 << 63, std::sync::atomic::Ordering::Relaxed);
     let (mut shim, adopted) = UnixStream::pair().unwrap();
     before.endpoint.adopt(adopted);
@@ -230,7 +230,7 @@ async fn a_deleted_sandbox_does_not_come_back_when_its_endpoint_ended_early() {
     world.sandboxes.delete(&record.id).await.unwrap();
     world.sandboxes.renew(&ended).await;
     assert!(world.sandboxes.get(&record.id).is_none() && !record.agent_socket.exists());
-    // And one that was put again meanwhile is not touched.
+    // A sandbox that was put again meanwhile is not changed.
     world.sandboxes.put(record.clone(), ()).await.unwrap();
     let now = world.sandboxes.get(&record.id).unwrap();
     world.sandboxes.renew(&ended).await;

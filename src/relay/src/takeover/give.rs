@@ -1,4 +1,5 @@
-//! The old process's side: stands still, shows everything, and leaves when the new one has it; in every other case goes on.
+//! The old relay's side of a handover: freezes, sends everything, and exits when the new relay has taken it. In every
+//! other case it resumes.
 
 use std::{
     io,
@@ -29,25 +30,25 @@ use crate::{
     wireguard::WireGuard,
 };
 
-/// Who connected must have said who it is in this time.
+/// Time limit for the Hello of a connected peer.
 const HELLO: Duration = Duration::from_secs(5);
-/// For so long everything stands still at the most; shims and guests wait longer than that.
+/// Longest time that everything is frozen; shims and guests wait longer than this.
 pub(crate) const STILL: Duration = Duration::from_secs(5);
-/// Connections at once; all but one are told so.
+/// Limit of open connections; only one of them takes over, and the others get a refusal.
 const CONNECTIONS: usize = 8;
 
-/// What is handed over.
+/// State and descriptors to hand over.
 pub(crate) struct Giver {
     pub(crate) door: DoorHandle,
     pub(crate) sandboxes: Arc<Sandboxes>,
     pub(crate) states: Arc<States>,
     pub(crate) wireguard: Arc<WireGuard>,
     pub(crate) gate: Gate,
-    /// Copies of what the process itself holds.
+    /// Duplicates of the process's own descriptors.
     pub(crate) named: Named,
 }
 
-/// Serves until it is dropped; ends the process when another one has taken its place.
+/// Serves until the future is dropped; ends the process when another one has taken over.
 pub(crate) async fn serve(listener: OwnedFd, giver: Arc<Mutex<Giver>>) {
     let listener = match reactor::register(listener, Interest::READABLE) {
         Ok(listener) => listener,
@@ -91,12 +92,12 @@ async fn one(connection: OwnedFd, giver: Arc<Mutex<Giver>>) {
     };
     if let Err(error) = asked {
         tracing::warn!(%error, "no takeover; this process goes on");
-        // The other end may be gone.
+        // The peer may be gone.
         drop(timeout(HELLO, wire.say(What::No, &Reason { why: error.to_string() })).await);
     }
 }
 
-/// Who asks, if this is somebody who understands us.
+/// Reads the peer's Hello; fails if no version is common to both.
 async fn hello(wire: &Wire) -> io::Result<Who> {
     let message = wire.hear().await?;
     if message.what != What::Hello {
@@ -115,18 +116,18 @@ async fn hello(wire: &Wire) -> io::Result<Who> {
     Ok(who)
 }
 
-/// Says at its end that the other process must not take over.
+/// Sends `No` to the new relay when dropped.
 struct SaysNo<'a>(&'a Wire);
 
 impl Drop for SaysNo<'_> {
     fn drop(&mut self) {
-        // The other end may be gone; and whoever does not hear it sees the connection end, and that this process lives.
+        // The peer may be gone. If it misses this message, it sees the connection close and this process still running.
         drop(self.0.say_now(What::No, br#"{"why":"the new process had not taken over in time, or the running one ends; its log says which"}"#));
     }
 }
 
 impl Giver {
-    /// Returns only when it came to nothing: everything goes on then.
+    /// Hands over to the new relay. It returns only on failure; everything then resumes.
     async fn hand_over(&self, wire: &Wire, to: &Who) -> io::Result<()> {
         let version = to.versions.1.min(VERSION);
         let us = Who {
@@ -137,12 +138,12 @@ impl Giver {
         wire.say(What::Welcome, &us).await?;
         tracing::info!(to = to.pid, program = to.program, "another process takes over");
         let began = Instant::now();
-        // Dropped at the end, in this order: all go on.
+        // Dropped in this order when the function returns, which resumes everything.
         let (_thaw, thawed) = oneshot::channel();
         let shown = async {
             let _closed = self.gate.close().await;
             let (_still, sandboxes) = self.sandboxes.freeze().await.map_err(invalid)?;
-            // However this ends, also by the end of this process: it is said before anything moves here again.
+            // In every case, also when this process ends, `No` is sent before anything here resumes.
             let _no = SaysNo(wire);
             let items = self.items(sandboxes, thawed).await?;
             for item in &items {
@@ -158,8 +159,8 @@ impl Giver {
                 return Err(invalid(format!("the new process does not take over: {why}")));
             }
             tracing::info!(to = to.pid, items = count, sent_in = ?sent, still_for = ?began.elapsed(), "another process takes over now; this one leaves");
-            // From here there is no way back: this word is what makes it theirs. Nothing may come between it and the end,
-            // not even a line for a log that nobody reads.
+            // This message transfers ownership and cannot be undone. Nothing may come between it and the exit, not even
+            // a log line, which could block without a reader.
             wire.say_now(What::Yours, b"{}")?;
             std::process::exit(0)
         };
@@ -183,7 +184,7 @@ impl Giver {
             names.push(name.clone());
             descriptors.push(descriptor.as_fd().try_clone_to_owned()?);
         }
-        // By which the new process hears of the end of this one.
+        // A pidfd, by which the new process detects the end of this one.
         names.push(ENDED.to_owned());
         descriptors.push(pidfd_open(getpid(), PidfdFlags::empty())?);
         let (door, conns) = self.door.freeze(thaw).await?;

@@ -1,15 +1,15 @@
-//! Tells the node why this relay could not take over, so that the operator finds an Event on this relay's pod. The relay
-//! itself has no way to the API server.
+//! Reports a failed handover to the node, which posts an Event on this relay's pod. The relay itself has no access to
+//! the API server.
 
 use std::{path::Path, time::Duration};
 
 use peerpod_proto::{node::TakeOverFailedRequest, node_ttrpc::NodeClient};
 use ttrpc::{r#async::Client, context::with_duration};
 
-/// The node answers at once, or is away; then the log alone has the reason.
+/// Time limit of the report. If the node is away, only the log has the reason.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// Tells it to the node that serves this run-dir.
+/// Reports the failure to the node that serves this run-dir.
 pub(crate) async fn failed(run_dir: &Path, [namespace, name, uid]: [String; 3], why: &impl ToString) {
     let socket = format!("unix://{}", run_dir.join("node.sock").display());
     let request = TakeOverFailedRequest {

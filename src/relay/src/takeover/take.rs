@@ -1,5 +1,5 @@
-//! The new process's side: asks, reads everything, and says when it would go on. It touches nothing of what it was given
-//! before the old one has said the last word or is dead.
+//! The new relay's side of a handover: asks, reads everything, and confirms that it can serve it. It changes nothing of
+//! it before the old relay has sent `Yours` or is dead.
 
 use std::{io, net::SocketAddr, os::fd::OwnedFd, path::Path, time::Duration};
 
@@ -27,33 +27,34 @@ pub(super) const PROCESS: &str = "process";
 pub(super) const DOOR: &str = "door";
 pub(super) const SANDBOX: &str = "sandbox";
 pub(super) const WIREGUARD: &str = "wireguard";
-/// The name of the descriptor that tells of the old process's end.
+/// Name of the descriptor that signals the end of the old process.
 pub(super) const ENDED: &str = "ended";
 
-/// The old process must have answered in this time, and shown everything in that.
+/// Time limit of the old process's answer.
 const ANSWER: Duration = Duration::from_secs(5);
+/// Time limit for the old process to send everything.
 const SHOW: Duration = Duration::from_secs(10);
-/// How long its last word is waited for; it gives up long before.
+/// Time limit of the old process's `Yours`; the old process gives up long before.
 const LAST_WORD: Duration = Duration::from_secs(10);
 
-/// Why the place of the old process was not taken. It goes on, but in the last case.
+/// Reason why the handover failed. The old process continues, except after `Died`.
 #[derive(Debug, Error)]
 pub enum TakeError {
-    /// Nobody answers.
+    /// No process answers, or the connection failed.
     #[error("nobody answers there: {0}; is it from before takeovers?")]
     Silent(io::Error),
-    /// It said no, or what it said cannot be understood.
+    /// The old process refused, or its messages cannot be read.
     #[error("{0}")]
     No(String),
-    /// It died before everything was here.
+    /// The old process died before everything was received.
     #[error("the running process died meanwhile; start this one again")]
     Died,
 }
 
-/// All of an old process, which stands still.
+/// Complete state of an old process, which is frozen.
 pub(crate) struct Taken {
     wire: Wire,
-    /// Who it is.
+    /// Pid of the old process.
     pub(crate) pid: u32,
     pub(crate) program: String,
     pub(crate) process: Process,
@@ -63,7 +64,7 @@ pub(crate) struct Taken {
     pub(crate) wireguard: Option<handin::Handed>,
 }
 
-/// Asks the process that serves this run-dir.
+/// Requests the handover from the process that serves this run-dir.
 pub(crate) async fn ask(run_dir: &Path) -> Result<Taken, TakeError> {
     let path = run_dir.join(SOCKET);
     let socket = connect(&path).map_err(TakeError::Silent)?;
@@ -139,7 +140,7 @@ fn read(wire: Wire, who: Who, items: Vec<Item>) -> Result<Taken, String> {
 }
 
 impl Taken {
-    /// The descriptor of this name.
+    /// Removes and returns the descriptor of this name.
     pub(crate) fn descriptor(&mut self, name: &str) -> io::Result<OwnedFd> {
         let at = self.named.iter().position(|(known, _)| known == name);
         at.map(|at| self.named.swap_remove(at).1)
@@ -159,27 +160,27 @@ impl Taken {
         Ok((TcpListener::from_std(listener)?, address))
     }
 
-    /// Tells the old process why it has to go on.
+    /// Sends the old process the reason to continue.
     pub(crate) async fn refuse(&self, why: &str) {
-        // It may be gone, or have given up before.
+        // The old process may be gone, or have given up before.
         drop(timeout(ANSWER, self.wire.say(What::No, &Reason { why: why.to_owned() })).await);
     }
 
-    /// Says that everything is here, and returns once it is ours.
+    /// Confirms that everything was received, and returns once this process owns it.
     ///
     /// # Errors
-    /// The old process goes on.
+    /// The handover failed; the old process continues.
     pub(crate) async fn commit(&mut self) -> Result<(), TakeError> {
         let ended = self.descriptor(ENDED).map_err(|error| TakeError::No(error.to_string()))?;
         let ended = reactor::register(ended, Interest::READABLE).map_err(TakeError::Silent)?;
         let word = async {
-            // One that is dead already does not hear it, and that is found out below.
+            // Fails if the old process is dead, which is detected below.
             drop(self.wire.say(What::Taken, &()).await);
             self.wire.hear().await
         };
         let word = match timeout(LAST_WORD, word).await {
             Ok(word) => word,
-            // After this its word would not be sent: either it is here now, or never was.
+            // After this shutdown the old process cannot send `Yours`: either it has arrived by now, or it never will.
             Err(_) => self.wire.last_words(),
         };
         match word {
@@ -189,7 +190,7 @@ impl Taken {
                     message.read().map_or_else(|_| "it does not say why".to_owned(), |Reason { why }| why);
                 Err(TakeError::No(said))
             }
-            // Not a word, and the connection is closed. If it is dead, nobody else is left to go on.
+            // No message, and the connection is closed. If the old process is dead, only this one is left to continue.
             Err(error) => match timeout(ANSWER, ended.readable()).await {
                 Ok(Ok(_)) => {
                     tracing::warn!(

@@ -1,4 +1,4 @@
-//! Both ends of the wire in one process.
+//! Tests with both ends of the connection in one process.
 
 use std::{
     io,

@@ -1,5 +1,5 @@
-//! Messages between the two processes, over a `SOCK_SEQPACKET` socket: a byte that says what it is, then JSON or a piece of
-//! an item. An item is announced with its size, comes in pieces, and then its descriptors in batches.
+//! Messages between the two processes, over a `SOCK_SEQPACKET` socket: one byte for the type, then JSON or a piece of
+//! an item. An item is announced with its size, and follows in pieces, then its descriptors in batches.
 
 use std::{
     io::{self, IoSlice, IoSliceMut},
@@ -19,35 +19,36 @@ use rustix::{
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use tokio::io::{Interest, unix::AsyncFd};
 
-/// The longest packet.
+/// Longest packet, in bytes.
 const PACKET: usize = 48 << 10;
-/// Descriptors of one packet; the kernel takes 253.
+/// Descriptors per packet; the kernel allows 253.
 const BATCH: usize = 128;
-/// The largest item, and the most descriptors of one.
+/// Largest item, in bytes.
 const ITEM: u64 = 512 << 20;
+/// Most descriptors of one item.
 const DESCRIPTORS: u32 = 16 << 10;
 
 const ROOM: usize = rustix::cmsg_space!(ScmRights(BATCH));
 
-/// What a message is.
+/// Type of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(super) enum What {
-    /// New to old: who asks, and which versions it understands.
+    /// New to old: the sender and the versions that it supports.
     Hello = 1,
-    /// Old to new: yes, in this version.
+    /// Old to new: accepted, in this version.
     Welcome = 2,
-    /// Either: no, with the reason; nothing has happened.
+    /// Either way: refused, with the reason; nothing has changed.
     No = 3,
-    /// Old to new: an item comes.
+    /// Old to new: an item follows.
     Item = 4,
     Piece = 5,
     Descriptors = 6,
-    /// Old to new: that was all.
+    /// Old to new: all items were sent.
     End = 7,
-    /// New to old: I have everything and would go on.
+    /// New to old: everything was received and can be served.
     Taken = 8,
-    /// Old to new: it is yours.
+    /// Old to new: the new process owns everything from now on.
     Yours = 9,
 }
 
@@ -60,23 +61,23 @@ impl What {
     }
 }
 
-/// Who speaks.
+/// Sender of a Hello or Welcome.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Who {
     pub(super) pid: u32,
-    /// The program's version, for people.
+    /// Version of the program, for people.
     pub(super) program: String,
-    /// In Hello the oldest and newest version that is understood, in Welcome the one that is spoken, twice.
+    /// In Hello the oldest and newest supported version, in Welcome the chosen one, twice.
     pub(super) versions: (u32, u32),
 }
 
-/// A reason.
+/// Reason of a refusal.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Reason {
     pub(super) why: String,
 }
 
-/// The beginning of an item.
+/// Announcement of an item.
 #[derive(Debug, Serialize, Deserialize)]
 struct Announced {
     kind: String,
@@ -84,7 +85,7 @@ struct Announced {
     descriptors: u32,
 }
 
-/// A part of what is handed over; it may hold a key, so it has no words for logs.
+/// One part of the handover. It may contain a key, so it does not implement `Debug`.
 pub(super) struct Item {
     pub(super) kind: String,
     pub(super) body: Vec<u8>,
@@ -101,7 +102,7 @@ impl Item {
     }
 }
 
-/// A message that came.
+/// Received message.
 #[derive(Debug)]
 pub(super) struct Message {
     pub(super) what: What,
@@ -119,13 +120,13 @@ pub(super) fn invalid(why: impl Into<String>) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, why.into())
 }
 
-/// One end.
+/// One end of the connection.
 pub(super) struct Wire {
     socket: AsyncFd<OwnedFd>,
 }
 
 impl Wire {
-    /// Takes a connected socket that does not block.
+    /// Wraps a connected, non-blocking socket.
     pub(super) fn new(socket: OwnedFd) -> io::Result<Wire> {
         Ok(Wire { socket: reactor::register(socket, Interest::READABLE | Interest::WRITABLE)? })
     }
@@ -141,7 +142,7 @@ impl Wire {
                 .async_io(Interest::WRITABLE, |socket| put(socket.as_fd(), what, body, descriptors))
                 .await;
             match sent {
-                // So many are under way that the other end must take some first.
+                // Too many descriptors are in flight; the other end must read some first.
                 Err(error) if error.raw_os_error() == Some(Errno::TOOMANYREFS.raw_os_error()) => {
                     tokio::time::sleep(Duration::from_millis(2)).await;
                 }
@@ -150,7 +151,7 @@ impl Wire {
         }
     }
 
-    /// Sends a message now or not at all.
+    /// Sends a message without waiting, or fails.
     pub(super) fn say_now(&self, what: What, body: &[u8]) -> io::Result<()> {
         put(self.socket.get_ref().as_fd(), what, body, &[])
     }
@@ -173,19 +174,19 @@ impl Wire {
         Ok(())
     }
 
-    /// The next message; an unexpected end is an error of the kind `UnexpectedEof`.
+    /// Receives the next message; an unexpected end is an error of kind `UnexpectedEof`.
     pub(super) async fn hear(&self) -> io::Result<Message> {
         self.socket.async_io(Interest::READABLE, |socket| get(socket.as_fd())).await
     }
 
-    /// What there is to be heard, after which nothing more can come: a message that the other end sends from now on fails
-    /// there.
+    /// Shuts the socket down and returns a message that has already arrived. A message that the other end sends later
+    /// fails there.
     pub(super) fn last_words(&self) -> io::Result<Message> {
         net::shutdown(self.socket.get_ref(), net::Shutdown::Both)?;
         get(self.socket.get_ref().as_fd())
     }
 
-    /// The rest of an item that was announced.
+    /// Receives the rest of an announced item.
     pub(super) async fn hear_item(&self, announced: &Message) -> io::Result<Item> {
         let Announced { kind, bytes, descriptors } = announced.read()?;
         if bytes > ITEM || descriptors > DESCRIPTORS {

@@ -1,5 +1,5 @@
-//! A container's bundle on this node: the specification as the container runtime wrote it, with the original host sources
-//! of its mounts. Read with a bound; a path that is not a plain file's is not read.
+//! Reads a container's bundle on this node: the specification as the container runtime wrote it, with the original host
+//! sources of its mounts. The size is limited, and only plain files are read.
 
 use std::{
     fs::{self, File, OpenOptions},
@@ -13,12 +13,12 @@ use serde::Deserialize;
 
 use super::Volume;
 
-/// The most of a specification that is read; a large one has some ten kilobytes.
+/// Largest specification in bytes; a large one has some ten kilobytes.
 const MAX_SPEC: u64 = 4 << 20;
-/// A node with a thousand pods has some ten thousand mounts.
+/// Largest mountinfo in bytes; a node with a thousand pods has some ten thousand mounts.
 const MAX_MOUNTS: u64 = 32 << 20;
 
-/// What of a specification matters here.
+/// The used part of a specification.
 #[derive(Debug, Default, Deserialize)]
 pub(super) struct Spec {
     #[serde(default)]
@@ -45,16 +45,16 @@ struct Device {
     path: String,
 }
 
-/// Where a mount lies on a volume.
+/// Position of a mount on a volume.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Place {
     pub(super) volume: usize,
-    /// Below its root; empty: all of it.
+    /// Path below the volume's root; empty for the whole volume.
     pub(super) path: PathBuf,
 }
 
 impl Spec {
-    /// Reads the bundle's `config.json`.
+    /// Reads `config.json` of the bundle.
     pub(super) fn read(bundle: &str) -> Result<Spec, String> {
         let path = Path::new(bundle).join("config.json");
         if !is_plain(&path) {
@@ -65,21 +65,22 @@ impl Spec {
         serde_json::from_slice(&bytes).map_err(|error| failed(error.to_string()))
     }
 
-    /// The original source of what is mounted there. `None`: the specification has no such mount, or two.
+    /// Returns the original source of the mount at `destination`; `None` if the specification has no such mount, or
+    /// two.
     pub(super) fn source(&self, destination: &str) -> Option<&Path> {
         let mut of = self.mounts.iter().filter(|mount| mount.destination == destination);
         let first = of.next()?;
         of.next().is_none().then_some(Path::new(&first.source))
     }
 
-    /// Where the container has device files.
+    /// Returns the paths of the container's device files.
     pub(super) fn devices(&self) -> impl Iterator<Item = &str> {
         self.linux.devices.iter().flatten().map(|device| device.path.as_str())
     }
 }
 
-/// Which volume a host path is, or is part of. By the path itself; a subPath is bound to another one by kubelet, and is
-/// recognised by the file system that it is of.
+/// Finds the volume that contains a host path, by the path itself. A subPath is bind-mounted elsewhere by kubelet; it
+/// is recognised by its file system.
 pub(super) fn place(volumes: &[Volume], source: &Path) -> Result<Option<Place>, String> {
     if !is_plain(source) {
         return Ok(None);
@@ -104,20 +105,20 @@ pub(super) fn place(volumes: &[Volume], source: &Path) -> Result<Option<Place>, 
     Ok(Some(Place { volume, path }))
 }
 
-/// Whether a published target is a mount of its own, and not just a folder of the node's disk.
+/// Whether a published target is a mount of its own, not just a folder on the node's disk.
 fn is_mount(target: &Path, device: u64) -> bool {
     let parent = target.parent().and_then(|parent| fs::symlink_metadata(parent).ok());
     parent.is_some_and(|parent| parent.dev() != device)
 }
 
-/// Which part of its file system is mounted there, by the kernel's list of mounts.
+/// Returns the part of the file system that is mounted at a path, from the kernel's list of mounts.
 fn root_of(mounted: &Path) -> Result<PathBuf, String> {
     let failed =
         |why: &str| format!("find out which part of its volume is mounted at {}: {why}", mounted.display());
     let list =
         read_file(Path::new("/proc/self/mountinfo"), MAX_MOUNTS).map_err(|e| failed(&e.to_string()))?;
     let list = String::from_utf8_lossy(&list);
-    // The last one of a place lies on top.
+    // The last mount at a path lies on top.
     let root = list.lines().rev().find_map(|line| {
         let mut fields = line.split(' ').skip(3);
         let (root, place) = (fields.next()?, fields.next()?);
@@ -132,7 +133,7 @@ fn root_of(mounted: &Path) -> Result<PathBuf, String> {
     }
 }
 
-/// The kernel writes space, tab, newline and backslash as three octal digits.
+/// Decodes a mountinfo field: the kernel writes space, tab, newline and backslash as three octal digits.
 fn unescape(field: &str) -> Vec<u8> {
     let mut out = Vec::with_capacity(field.len());
     let mut rest = field.as_bytes();
@@ -152,15 +153,15 @@ fn unescape(field: &str) -> Vec<u8> {
     out
 }
 
-/// Absolute, and without a step back.
+/// Whether a path is absolute and without `..`.
 fn is_plain(path: &Path) -> bool {
     path.is_absolute()
         && path.components().all(|part| matches!(part, Component::RootDir | Component::Normal(_)))
 }
 
-/// Opens a file, and nothing that only looks like one.
+/// Opens a regular file only.
 fn open(path: &Path) -> io::Result<File> {
-    // A FIFO, or what hangs when it is opened, is none of a runtime's.
+    // A runtime writes no FIFO and no file that blocks when opened.
     let file: File = OpenOptions::new().read(true).custom_flags(O_NOFOLLOW | O_NONBLOCK).open(path)?;
     if !file.metadata()?.is_file() {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a file"));

@@ -1,5 +1,5 @@
-//! A CreateContainer with its volumes: each becomes a Storage (or a Device) that the guest fills in, and the mounts that
-//! are of it name where it will be mounted.
+//! Rewrites a CreateContainer with volumes: each volume becomes a Storage (or a Device) that the guest fills in, and
+//! the mounts on it point to its mount point in the VM.
 
 use std::path::Path;
 
@@ -16,14 +16,14 @@ use super::{
     is_volume_id,
 };
 
-/// Where containers' volumes are mounted in the VM.
+/// Folder in the VM in which the volumes of containers are mounted.
 const VOLUMES: &str = "/run/peerpod/volumes";
-/// The driver of a Storage, and the type of a Device, that the guest fills in.
+/// Driver of a Storage, and type of a Device, that the guest fills in.
 const OURS: &str = "peerpod-volume";
-/// Names the bundle's folder on this node.
+/// Annotation with the bundle's folder on this node.
 const BUNDLE: &str = "io.katacontainers.pkg.oci.bundle_path";
 
-/// The request as the guest gets it, or why the container cannot have what it asks for. Reads the bundle.
+/// Returns the request for the guest, or the reason to refuse the container. Reads the bundle.
 pub(crate) fn create_container(
     payload: &[u8],
     volumes: &[Volume],
@@ -37,7 +37,7 @@ pub(crate) fn create_container(
     copies.forget(&container.container_id);
     result.map_err(|why| format!("volumes of container {}: {why}", container.container_id))?;
     if container == sent {
-        // Byte for byte: written again, its maps would be in another order.
+        // Passed on byte for byte: encoding it again would reorder its maps.
         return Ok(payload.to_vec());
     }
     request.payload = container.write_to_bytes().map_err(unreadable)?;
@@ -56,7 +56,7 @@ fn rewrite(
     volumes: &[Volume],
     copies: &Copies,
 ) -> Result<(), String> {
-    // Words that only we may say.
+    // Only the relay may use this driver and type.
     if container.storages.iter().any(|storage| storage.driver == OURS)
         || container.devices.iter().any(|device| device.type_ == OURS)
     {
@@ -78,7 +78,8 @@ fn rewrite(
         let Some(Place { volume, path }) = place(mount, spec.as_ref(), volumes, copies)? else { continue };
         let of = &volumes[volume];
         used[volume] = true;
-        // A shim that took it for a disk of its own (Kata's direct volumes) sends one that no VM has.
+        // A shim that handles the volume as its own disk (Kata's direct volumes) adds a Storage of a disk that no VM
+        // has.
         container.storages.retain(|storage| storage.mount_point != mount.source);
         let source = Path::new(VOLUMES).join(&of.id).join(path);
         mount.source = source
@@ -106,7 +107,7 @@ fn is_bind(mount: &Mount) -> bool {
     mount.type_ == "bind" || mount.options.iter().any(|option| option == "bind" || option == "rbind")
 }
 
-/// Which volume a mount is: what bundle and marker say, who must not contradict each other.
+/// Finds the volume of a mount by bundle and marker, which must not contradict each other.
 fn place(
     mount: &Mount,
     spec: Result<&Spec, &String>,
@@ -128,7 +129,7 @@ fn place(
     let by_bundle = match spec.map(|spec| spec.source(&mount.destination)) {
         Ok(Some(source)) => bundle::place(volumes, source).map_err(|why| here(&why))?,
         Ok(None) => None,
-        // What the Go shim does not copy keeps kubelet's path.
+        // A mount that the Go shim does not copy keeps kubelet's path.
         Err(_) => bundle::place(volumes, Path::new(&mount.source)).map_err(|why| here(&why))?,
     };
     match (by_bundle, marked) {
@@ -138,7 +139,7 @@ fn place(
         }
         (Some(place), _) => Ok(Some(place)),
         (None, Some(volume)) => Ok(Some(Place { volume, path: "".into() })),
-        // A subPath of a volume is copied as an empty folder, and only the bundle tells it from others.
+        // A subPath of a volume is copied as an empty folder; only the bundle distinguishes it from others.
         (None, None) => match spec {
             Err(why)
                 if copied == Some(&Folder::Empty)
@@ -163,7 +164,8 @@ fn place(
     }
 }
 
-/// The volume that kubelet names in the path to which it binds a part: `…/volume-subpaths/VOLUME/CONTAINER/NUMBER`.
+/// Returns the volume named in the path to which kubelet binds a part of it:
+/// `…/volume-subpaths/VOLUME/CONTAINER/NUMBER`.
 fn subpath_of<'v>(volumes: &'v [Volume], source: &Path) -> Option<&'v str> {
     let mut parts = source.iter().skip_while(|part| *part != "volume-subpaths").skip(1);
     let named = parts.next()?;
@@ -174,8 +176,8 @@ fn may_be_files(volumes: &[Volume]) -> bool {
     volumes.iter().any(|volume| !volume.block)
 }
 
-/// Raw volumes. Each is published as a folder with a device that is named like the volume: the container runtime lists it
-/// at the container's path joined with that name.
+/// Adds the raw volumes. Each is published as a folder with a device that is named after the volume. The container
+/// runtime lists it at the container's path joined with that name.
 fn devices(
     container: &mut CreateContainerRequest,
     spec: Option<&Spec>,
@@ -197,7 +199,7 @@ fn devices(
         for device in linux.Devices.iter_mut().filter(|device| device.Path == path) {
             device.Path = place.to_owned();
         }
-        // A shim that took it for a device of its own sends one that no VM has.
+        // A shim that handles the volume as its own device adds a Device that no VM has.
         container.devices.retain(|device| device.container_path != path);
         container.devices.push(Device {
             id: volume.id.clone(),

@@ -170,7 +170,7 @@ fn a_raw_device_is_recognised_by_the_name_of_its_placeholder() {
         ..Default::default()
     };
     let device = LinuxDevice { Path: path, Type: "c".into(), ..LinuxDevice::default() };
-    // By the shim's specification, by the bundle alone, by both.
+    // The device is in the shim's specification, in the bundle alone, in both.
     for (bundle, sent) in [(None, true), (Some(&bundle), false), (Some(&bundle), true)] {
         let mut request = container(bundle, Vec::new());
         request.devices.push(shims.clone());
@@ -191,7 +191,7 @@ fn a_raw_device_is_recognised_by_the_name_of_its_placeholder() {
 
 #[test]
 fn a_raw_device_that_is_no_volume_of_the_pod_fails_the_container() {
-    // A volume that has a file system is not given away as a raw device.
+    // A volume with a file system is not passed on as a raw device.
     for id in ["d".repeat(32), "a".repeat(32)] {
         let mut request = container(None, Vec::new());
         let linux = request.OCI.mut_or_insert_default().Linux.mut_or_insert_default();

@@ -1,4 +1,4 @@
-//! Peers without a data plane, and data planes that fail, between real devices. The latter need root.
+//! Tests of peers without a data plane, and of failing data planes on real devices. The latter need root.
 
 use std::{
     os::fd::{AsFd, OwnedFd},
@@ -60,7 +60,7 @@ fn key() -> PrivateKey {
     PrivateKey::generate().unwrap()
 }
 
-/// What a node hands in: the device of a private namespace, and a socket unless the relay has one.
+/// Returns the message of a node: the device of a private namespace, and a socket unless the relay has one.
 fn handed(key: &PrivateKey, tun: impl Into<OwnedFd>, socket: Option<UdpSocket>) -> Handed {
     let text = BASE64_STANDARD.encode(key.expose().as_slice());
     let mut descriptors = vec![("tun".to_owned(), tun.into())];
@@ -140,7 +140,7 @@ async fn a_data_plane_whose_device_is_deleted_is_reported_and_gives_everything_b
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
     assert_eq!(figures(&plane), (false, 1));
-    // Who was started meanwhile has neither; it opens both again.
+    // A node started meanwhile holds neither, and opens both again.
     let (tun, socket) = (device(&netns).unwrap(), UdpSocket::bind(address).unwrap());
     plane.put(&id("b"), Some(&peer(3))).unwrap();
     plane.take(None, handed(&key, tun, Some(socket))).await.unwrap();

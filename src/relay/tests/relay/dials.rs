@@ -1,4 +1,4 @@
-//! The relay dials: what answers at a VM's address must be the guest of the sandbox that is dialled for.
+//! Tests of dialling: the peer at a VM's address must be the guest of the dialled sandbox.
 
 use super::common;
 use std::{net::SocketAddr, sync::Arc, time::Duration};
@@ -21,7 +21,7 @@ use tokio::{
 };
 use tokio_rustls::{TlsConnector, client::TlsStream};
 
-/// Long enough for several dials.
+/// Long enough for several attempts.
 const A_WHILE: Duration = Duration::from_millis(700);
 
 impl World {
@@ -45,14 +45,14 @@ impl World {
     }
 }
 
-/// Takes the next connection, as the guest that is its TLS client.
+/// Accepts the next connection as a guest, which is the TLS client.
 async fn answer(listener: &TcpListener, ca: &Ca, identity: Option<&Identity>) -> TlsStream<TcpStream> {
     let handshake = async {
         loop {
             let (tcp, _) = listener.accept().await.unwrap();
             let identity = identity.map(|(chain, key)| (chain.clone(), key.clone_key()));
             let config = tls::client_config(&[ca.sha256()], identity).unwrap();
-            // Before it there may be one that the relay has given up meanwhile.
+            // An earlier connection may have been given up by the relay meanwhile.
             if let Ok(stream) = TlsConnector::from(config).connect(tls::server_name(), tcp).await {
                 return stream;
             }
@@ -66,7 +66,7 @@ async fn dropped(mut stream: impl AsyncReadExt + Unpin) {
     assert!(matches!(closed, Ok(0) | Err(_)), "{closed:?}");
 }
 
-/// Takes those that were on their way.
+/// Accepts the connections that were under way.
 async fn drain(listener: &TcpListener) {
     while timeout(Duration::from_millis(50), listener.accept()).await.is_ok() {}
 }
@@ -76,7 +76,7 @@ async fn nobody_dials(listener: &TcpListener) {
     assert!(timeout(A_WHILE, listener.accept()).await.is_err());
 }
 
-/// A port that nobody listens on yet, held so that nobody else gets it.
+/// Returns a bound port without a listener, held so that no other program gets it.
 fn held() -> (TcpSocket, SocketAddr) {
     let socket = TcpSocket::new_v4().unwrap();
     socket.set_reuseaddr(true).unwrap();
@@ -90,7 +90,7 @@ async fn a_guest_is_dialled_until_it_is_there_again_when_it_is_cut_and_never_aft
     let mut world = World::new("dials").await;
     world.configure().await;
     let identity = world.ca.client();
-    // A port where nobody listens, one whose owner only stalls, and one that the guest has later.
+    // A port without a listener, one with a listener that stalls, and one on which the guest listens later.
     let (_refusing, dead) = held();
     let stalling = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let (later, to) = held();
@@ -103,7 +103,7 @@ async fn a_guest_is_dialled_until_it_is_there_again_when_it_is_cut_and_never_aft
     guest.handle.attach(answer(&listener, &world.ca, Some(&identity)).await.into());
     world.state("a", "the guest", |state| state.guest_connected).await;
     nobody_dials(&listener).await;
-    // Cut: the same session goes on over the next connection.
+    // Lost connection: the same session continues over the next connection.
     for round in 1..=3 {
         guest.handle.attach(peerpod_link::endpoint::Transport::new(tokio::io::empty(), to));
         guest.handle.attach(answer(&listener, &world.ca, Some(&identity)).await.into());
@@ -111,13 +111,13 @@ async fn a_guest_is_dialled_until_it_is_there_again_when_it_is_cut_and_never_aft
             .state("a", "the resumed link", |state| state.guest_connected && state.reconnects == round)
             .await;
     }
-    // Another relay knows it from its own record.
+    // A new relay knows the addresses from its own record.
     world.stop().await;
     world.start().await;
     guest.handle.attach(answer(&listener, &world.ca, Some(&identity)).await.into());
     world.state("a", "the guest", |state| state.guest_connected).await;
 
-    // Elsewhere, and then nowhere.
+    // The guest moves to another address, and then the sandbox is deleted.
     let other = TcpListener::bind("127.0.0.1:0").await.unwrap();
     world.put_waiting("a", &[&identity], vec![other.local_addr().unwrap().to_string()]).await;
     guest.handle.attach(peerpod_link::endpoint::Transport::new(tokio::io::empty(), to));
@@ -136,19 +136,19 @@ async fn who_answers_as_another_sandbox_s_guest_is_dropped() {
     world.put("b", &[&other]).await;
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     world.put_waiting("a", &[&own], vec![listener.local_addr().unwrap().to_string()]).await;
-    // Nobody's certificate, one of another CA's, another sandbox's.
+    // An unknown certificate, one of another CA, and one of another sandbox.
     for wrong in [world.ca.client(), Ca::new().client(), other] {
         dropped(answer(&listener, &world.ca, Some(&wrong)).await).await;
     }
     let b = world.state("b", "the other", |_| true).await;
     assert!(!b.guest_connected, "its certificate opened nothing here");
-    // It gives up its own link for each of our calls, so it is left in peace.
+    // Each attempt costs that guest its own link, so it is not dialled again for a while.
     drain(&listener).await;
     let called = tokio::time::timeout(Duration::from_secs(3), listener.accept()).await;
     assert!(called.is_err(), "another sandbox's guest is called again");
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     world.put_waiting("a", &[&own], vec![listener.local_addr().unwrap().to_string()]).await;
-    // What is good is good all the same.
+    // The right guest is accepted all the same.
     let guest = Guest::waiting(world.ca.sha256());
     guest.handle.attach(answer(&listener, &world.ca, Some(&own)).await.into());
     world.state("a", "the guest", |state| state.guest_connected).await;
@@ -169,7 +169,7 @@ async fn a_ticket_counts_where_its_own_vm_was_dialled() {
         csr: vec![1, 2, 3],
         ..Default::default()
     };
-    // The node grants everything, as one does that does not look at whom we dialled: to sandbox `sb`.
+    // The node grants every claim, for sandbox `sb`, like a node that ignores the dialled sandbox.
     let wrong = TcpListener::bind("127.0.0.1:0").await.unwrap();
     world.put_waiting("a", &[], vec![wrong.local_addr().unwrap().to_string()]).await;
     let mut stream = answer(&wrong, &world.ca, None).await;
@@ -182,7 +182,7 @@ async fn a_ticket_counts_where_its_own_vm_was_dialled() {
     assert_eq!((reply.error.as_str(), reply.sandbox_id.as_str()), ("", "sb"));
     let calls = memory.calls();
     assert!(calls.contains(&"Dialled a".to_owned()) && calls.contains(&"Dialled sb".to_owned()), "{calls:?}");
-    // And it is met again at once, to come back with its certificate.
+    // The guest is dialled again at once, to return with its certificate.
     drop(stream);
     soon("the next dial", right.accept()).await.unwrap();
 }

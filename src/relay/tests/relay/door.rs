@@ -1,4 +1,4 @@
-//! `hypervisor.sock` with the node there, away, slow and back; and with shims that misbehave.
+//! Tests of `hypervisor.sock` with the node present, absent, slow and restarted, and with misbehaving shims.
 
 use super::common;
 use std::{
@@ -87,7 +87,7 @@ async fn a_stop_with_the_node_dead_is_recorded_within_its_second_and_cancels_the
         shim.stop("a").await;
         assert_eq!(shim.answer().await.code, 0);
     }
-    // A create after the stop reaches the node only when that has read its inbox.
+    // A create after the stop reaches the node only after the node has read its inbox.
     let late = shim.create("a").await;
     let memory = Arc::new(Memory::default());
     let _node = Node::start(&world, memory.clone()).await;
@@ -234,7 +234,7 @@ async fn a_stopped_relay_leaves_no_socket_behind() {
     assert_eq!(std::fs::read_dir(world.run("pods")).unwrap().count(), 0);
 }
 
-/// Memory of the whole test process; the other tests of this file are small beside the bound.
+/// Measures the whole test process; the other tests of this file are small beside the limit.
 #[tokio::test(flavor = "multi_thread")]
 async fn half_open_connections_that_announce_4_mib_cost_nothing_like_it() {
     let world = World::new("halfopen").await;

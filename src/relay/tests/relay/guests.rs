@@ -1,4 +1,4 @@
-//! The TCP port that guests dial: tickets, certificates, and those who have neither.
+//! Tests of the TCP port that guests dial: tickets, certificates, and connections with neither.
 
 use super::common;
 use std::{
@@ -89,7 +89,7 @@ async fn certificates_of_other_cas_and_of_no_sandbox_are_refused() {
     let known = world.ca.client();
     world.put("a", &[&known]).await;
     let stranger = Ca::new().client();
-    // TLS 1.3: the client hears of the refusal when it reads.
+    // In TLS 1.3 the client gets the refusal when it reads.
     refused(dial(world.listen, world.ca.sha256(), Some(&stranger)).await.unwrap()).await;
     let nobodys = world.ca.client();
     refused(dial(world.listen, world.ca.sha256(), Some(&nobodys)).await.unwrap()).await;
@@ -121,7 +121,7 @@ async fn those_who_stall_are_dropped_and_cannot_take_all_places() {
     let started = Instant::now();
     let mut silent = TcpStream::connect(world.listen).await.unwrap();
     let no_words = dial(world.listen, world.ca.sha256(), None).await.unwrap();
-    // More than one address may have: these are closed at once.
+    // Connections over the limit of one address are closed at once.
     let mut more = Vec::new();
     for _ in 0..40 {
         more.push(TcpStream::connect(world.listen).await.unwrap());

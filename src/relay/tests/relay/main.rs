@@ -1,4 +1,4 @@
-//! The relay's program from outside.
+//! Tests of the relay's program from outside.
 
 #![allow(clippy::unwrap_used)] // test code outside of test functions
 

@@ -1,4 +1,4 @@
-//! The program itself: starts from its settings, gives up its rights, stops on a signal, and replaces one that died.
+//! Tests of the program itself: start from its settings, dropped privileges, stop on a signal, restart after a kill.
 
 use super::common;
 use std::{

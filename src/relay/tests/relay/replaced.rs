@@ -1,5 +1,5 @@
-//! The real program in a container's place: one whose place was taken stays until it is told to end, and every other end
-//! is passed on.
+//! Tests of the supervisor in a container's place: after a handover it stays until a signal ends it, and it passes on
+//! every other exit status.
 
 use std::{
     fs::{self, File},
@@ -63,7 +63,7 @@ impl Kept {
 
 impl Drop for Kept {
     fn drop(&mut self) {
-        // What it keeps dies by it.
+        // Killed with it, because it would outlive the supervisor.
         if let Some(child) = self.0.try_wait().unwrap().is_none().then(|| self.child()).flatten() {
             kill(Pid::from_raw(child), Signal::SIGKILL).ok();
         }
@@ -105,14 +105,14 @@ fn one_whose_place_was_taken_stays_until_it_is_told_to_end() {
     assert_eq!(first.ended().code(), Some(0));
     UnixStream::connect(&socket).unwrap();
 
-    // A third one, whose relay is killed: that is no take-over.
+    // The relay of the third supervisor is killed, which is no handover.
     let mut third = Kept::start(folder, "third");
     until("the third one has taken over", || third.said("took over from another process"));
     until("the second one waits", || second.said("waiting to be told to end"));
     kill(Pid::from_raw(third.child().unwrap()), Signal::SIGKILL).unwrap();
     assert_eq!(third.ended().code(), Some(137));
 
-    // And told to end while it serves: the signal reaches the relay, which cleans up.
+    // A signal during service reaches the relay, which cleans up.
     let mut last = Kept::start(folder, "last");
     until("the last one serves", || last.said("peerpod-relay serves"));
     last.tell(Signal::SIGTERM);

@@ -1,4 +1,4 @@
-//! One sandbox from its agent socket to the agent behind the link, through losses and restarts.
+//! Tests of one sandbox from its agent socket to the agent behind the link, through losses and restarts.
 
 use super::common;
 use std::{
@@ -108,7 +108,7 @@ async fn twenty_thousand_unanswered_calls_are_carried_and_more_are_refused() {
     }
     until("the agent", || pod.guest.calls().len() == 20_000).await;
     let grown = resident_kib().saturating_sub(before);
-    // The guest and its agent are in this process too.
+    // The guest and its agent are in this process, too.
     assert!(grown < 64 << 10, "{grown} KiB for 20 000 calls");
     agent(&mut shim, "Check", vec![1]).await;
     assert_eq!(shim.answer().await.payload, [1]);
@@ -128,7 +128,7 @@ async fn a_cut_link_is_only_a_pause() {
     let mut shim = pod.shim().await;
     agent(&mut shim, "WaitProcess", vec![]).await;
     for n in 0..20u8 {
-        // A newer connection of the same session replaces the one before, mid-call.
+        // A newer connection of the same session replaces the earlier one during a call.
         agent(&mut shim, "WriteStdin", vec![n; 200_000]).await;
         pod.guest.connect(&pod.identity).await;
         let answer = shim.answer().await;

@@ -1,5 +1,5 @@
-//! With a real API server: the object of a (volume, pod), the disk attached by the driver's own call to the pod's VM, the
-//! Lease that says whose it is, and all of it given back.
+//! Tests the CSI wrapper with a real API server. It covers the object of a (volume, pod), the driver's attachment of
+//! the disk to the pod's VM, and the Lease that names the disk's holder. In the end all of it is removed.
 
 #![cfg(test)]
 
@@ -21,7 +21,7 @@ use serde_json::{Value, json};
 const LIMIT: Duration = Duration::from_secs(60);
 const DRIVER: &str = "mock.csi.test";
 const SECRET: &str = "not-for-objects";
-/// The RuntimeClass of peer pods.
+/// RuntimeClass of peer pods.
 const CLASS: &str = "kata-remote";
 
 struct Setup {
@@ -39,7 +39,7 @@ impl Setup {
     async fn of_driver(name: &str, driver: &[&str], more: &[&str]) -> Result<Setup> {
         let cluster = Cluster::start(Options::default()).await?;
         let mut folder = Folder::new(name)?;
-        // A kubeconfig there stands for the service account's token.
+        // A kubeconfig in it replaces the service account's token.
         folder.add_volume(cluster.folder());
         for plural in ["peerpods", "peerpodconfigs", "peerpodvolumes"] {
             let path = format!("{}/../../deploy/crds/{plural}.yaml", env!("CARGO_MANIFEST_DIR"));
@@ -95,7 +95,7 @@ impl Setup {
         self.get(&["lease", "-n", "peerpod-system", &format!("peerpod-volume-{volume}")])
     }
 
-    /// What is kept of all volumes on the node, and what is mounted for them.
+    /// Returns the records and mounts of all volumes on the node.
     fn files(&self) -> Result<Vec<PathBuf>> {
         let mut left = self.folder.mounts()?;
         for folder in ["pods", "names", "targets", "staged", "devices", "owners"] {
@@ -121,7 +121,7 @@ impl Setup {
         Ok((volume.volume_id, volume.volume_context))
     }
 
-    /// Pod, claim and PersistentVolume, as they are when kubelet publishes; the pod's UID.
+    /// Makes pod, claim and PersistentVolume as they are when kubelet publishes; returns the pod's UID.
     fn pod(&self, name: &str, class: Option<&str>) -> Result<String> {
         self.apply(&json!({
             "apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "namespace": "shop"},
@@ -245,7 +245,7 @@ async fn the_driver_attaches_to_the_vm_and_detaches_when_it_is_gone() -> Result<
     let (first, second) =
         (setup.request(&id, &context, "web-0", &one), setup.request(&id, &context, "web-1", &two));
 
-    // The attacher, for the worker: nothing is attached, but what is not there is refused.
+    // The attacher's call for the worker attaches nothing, and an unknown volume is refused.
     let mut attach = ControllerPublishVolumeRequest {
         volume_id: id.clone(),
         node_id: "node-of-worker-1".to_owned(),
@@ -276,7 +276,7 @@ async fn the_driver_attaches_to_the_vm_and_detaches_when_it_is_gone() -> Result<
     let why = publish(&node, &second).await.unwrap_err().to_string();
     assert!(why.starts_with("9:") && why.contains(&one), "{why}");
 
-    // The node made the VM. Whoever is killed now, the disk is attached once they are back.
+    // The node made the VM. The disk is attached even if both roles of the wrapper are killed and restarted.
     drop(controller);
     setup.records().put_vm(&one, &vm(false))?;
     drop(node);
@@ -299,7 +299,7 @@ async fn the_driver_attaches_to_the_vm_and_detaches_when_it_is_gone() -> Result<
         conditions.iter().any(|one| one["type"] == "Attached" && one["status"] == "True"),
         "{conditions:?}"
     );
-    // Under the VM it is not deleted.
+    // A disk that is attached to a VM cannot be deleted.
     let delete = peerpod_proto::csi::DeleteVolumeRequest { volume_id: id.clone(), ..Default::default() };
     let mut client = Client::connect(&controller.socket).await?;
     let why = client.unary::<Empty>("Controller/DeleteVolume", &delete).await.unwrap_err().to_string();
@@ -324,7 +324,7 @@ async fn the_driver_attaches_to_the_vm_and_detaches_when_it_is_gone() -> Result<
     .await?;
     publish(&node, &second).await?;
     assert_eq!(setup.lease(&volume)?["spec"]["holderIdentity"], two.as_str());
-    // Its VM never was: nothing is waited for.
+    // This pod never had a VM, so the object is removed at once.
     unpublish(&node, &second).await?;
     wait_for("the second object is gone", LIMIT, async || Ok(setup.objects()?.is_empty().then_some(())))
         .await?;
@@ -333,7 +333,8 @@ async fn the_driver_attaches_to_the_vm_and_detaches_when_it_is_gone() -> Result<
     Ok(())
 }
 
-/// Volumes come and go, and the node's role is killed at another instant of each call; kubelet repeats what was not answered.
+/// Volumes are published and unpublished while the node role is killed at a different instant of each call. kubelet
+/// repeats unanswered calls.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_volume_that_no_pod_has_leaves_nothing() -> Result<()> {
     const VOLUMES: u64 = 12;
@@ -348,7 +349,7 @@ async fn a_volume_that_no_pod_has_leaves_nothing() -> Result<()> {
             let killed = setup.start("node")?;
             let (socket, asked) = (killed.socket.clone(), request.clone());
             let call = tokio::spawn(async move {
-                // Whether it was answered, nobody knows.
+                // The call may or may not have been answered.
                 let Ok(mut client) = Client::connect(&socket).await else { return };
                 if up {
                     drop(client.unary::<Empty>("Node/NodePublishVolume", &asked).await);
@@ -363,7 +364,7 @@ async fn a_volume_that_no_pod_has_leaves_nothing() -> Result<()> {
             if up {
                 publish(&node, &request).await?;
                 assert_eq!(lease()?["spec"]["holderIdentity"], uid.as_str());
-                // It was the same pod's all the time.
+                // The same pod held the Lease all the time.
                 let taken = lease()?["spec"]["leaseTransitions"].as_u64().context("never taken")?;
                 ensure!((1..=2).contains(&taken), "taken {taken} times by one pod");
             } else {
@@ -388,7 +389,7 @@ async fn a_runtime_class_opts_its_pods_volumes_in() -> Result<()> {
     let setup = Setup::new("class", &["--csi.runtime-classes=kata-remote"]).await?;
     let (controller, node) = (setup.start("controller")?, setup.start("node")?);
     let (id, mut context) = setup.create(&controller, "disk").await?;
-    // As a StorageClass without our word makes it.
+    // As a StorageClass without the peer pod parameter makes it.
     context.remove("peerpod");
     setup.persistent_volume(&id, &context)?;
     let uid = setup.pod("web-0", Some(CLASS))?;
@@ -407,19 +408,19 @@ async fn a_runtime_class_opts_its_pods_volumes_in() -> Result<()> {
     request.publish_context = answer.publish_context;
     publish(&node, &request).await?;
     assert_eq!(setup.records().of_pod(&uid)?.len(), 1);
-    // Where the worker has the disk already, the pod must not start without it.
+    // Without the mark of the attach call the worker may have the disk, so the pod must not start.
     request.publish_context.clear();
     let why = publish(&node, &request).await.unwrap_err().to_string();
     assert!(why.starts_with("9:") && why.contains("runtime-classes"), "{why}");
     unpublish(&node, &request).await?;
-    // By the provider attached, the node lets the object go itself.
+    // When the provider attaches disks, the node role releases the object itself.
     wait_for("the object is gone", LIMIT, async || Ok(setup.objects()?.is_empty().then_some(()))).await?;
-    // With a pod of the worker's beside it, nobody can have it.
+    // A pod without a VM uses the same volume, so neither pod may have it.
     let plain = setup.pod("plain", None)?;
     let why =
         client.unary::<Empty>("Controller/ControllerPublishVolume", &attach).await.unwrap_err().to_string();
     assert!(why.starts_with("9:") && why.contains("keep them apart"), "{why}");
-    // And that one gets no volume which says itself that it is for peer pods.
+    // Nor does that pod get a volume that is marked for peer pods.
     context.insert("peerpod".to_owned(), "true".to_owned());
     let why = publish(&node, &setup.request(&id, &context, "plain", &plain)).await.unwrap_err().to_string();
     assert!(why.starts_with("9:") && why.contains("pv-1") && why.contains("shop/plain"), "{why}");
@@ -443,7 +444,7 @@ async fn a_pod_without_a_vm_gets_no_volume_of_peer_pods() -> Result<()> {
         Ok(())
     };
     refused(&setup, "plain", &uid, "pod shop/plain has no RuntimeClass").await?;
-    // Another class than those of peer pods is none, where they are told.
+    // If runtime classes are configured, no other class counts as one of peer pods.
     let other = setup.pod("web-0", Some(CLASS))?;
     setup.flags.push("--csi.runtime-classes=other".to_owned());
     refused(&setup, "web-0", &other, "has RuntimeClass kata-remote").await?;
@@ -455,7 +456,8 @@ async fn a_pod_without_a_vm_gets_no_volume_of_peer_pods() -> Result<()> {
     Ok(())
 }
 
-/// Of the volume's credentials the cluster hears nothing, and the pod's owner which secret is meant.
+/// Neither the object nor the records contain the volume's credentials; the pod's owner gets the secret's name in the
+/// error.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_shares_secret_is_not_in_its_object() -> Result<()> {
     let setup = Setup::of_driver("share", &["--name=smb.csi.k8s.io"], &[]).await?;

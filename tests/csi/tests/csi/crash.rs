@@ -1,6 +1,8 @@
-//! The wrapper, the node and a VM together. Pods with volumes come and go while everybody on their road is killed at random:
-//! both roles of the wrapper, the node, the VM. What a container synced is there afterwards, no disk is ever formatted again,
-//! none stays attached to a VM that is gone, none is lost. And what kubelet asks about a volume is answered by its guest.
+//! Runs the wrapper, the node and a VM together. Pods with volumes come and go while both roles of the wrapper, the
+//! node and the VM are killed at random.
+//!
+//! All data that a container synced persists. No disk is ever formatted again, stays attached to a deleted VM, or is
+//! lost. The guest answers kubelet's calls about a volume.
 
 #![cfg(test)]
 
@@ -36,23 +38,23 @@ const DRIVER: &str = "mock.csi.test";
 const VOLUMES: usize = 3;
 /// `VolumeUsage.Unit`.
 const BYTES: i32 = 1;
-/// kubelet and the sidecars repeat what was not answered.
+/// kubelet and the sidecars repeat unanswered calls.
 const AGAIN: Duration = Duration::from_millis(50);
-/// How long they try, on a busy machine with a killer.
+/// Time limit of the repetitions, on a busy machine with random kills.
 const PERSEVERANCE: Duration = Duration::from_secs(90);
 
-/// A disk, and what must be on it.
+/// A disk, and its expected content.
 struct Disk {
     id: String,
     context: HashMap<String, String>,
     file: PathBuf,
-    /// Its file system's identifier, once there is one.
+    /// Identifier of its filesystem, once it has one.
     uuid: Option<[u8; 16]>,
-    /// Lines that a container synced, and was told so.
+    /// Lines with a confirmed sync by a container.
     synced: usize,
 }
 
-/// What a cycle needs, and nothing that is killed.
+/// State of a cycle, without the processes that are killed.
 #[derive(Clone)]
 struct Road {
     world: World,
@@ -72,7 +74,7 @@ fn capability(filesystem: &str) -> VolumeCapability {
 }
 
 impl Road {
-    /// Calls until it is answered without an error.
+    /// Repeats a call until it succeeds.
     async fn persist<A: Message>(&self, socket: &Path, method: &str, request: &impl Message) -> Result<A> {
         let mut last = None;
         let answered = tokio::time::timeout(PERSEVERANCE, async {
@@ -115,8 +117,8 @@ impl Road {
         request
     }
 
-    /// One pod's life. How far each disk's list of lines is known to go, or why the pod failed; whatever happened, the pod
-    /// is gone and its volumes are given back when this returns.
+    /// Runs one pod from publish to unpublish. The inner result is the pod's failure, if any. In all cases the pod is
+    /// gone and its volumes are unpublished on return.
     async fn cycle(
         &self,
         number: usize,
@@ -169,7 +171,7 @@ impl Road {
         Ok(())
     }
 
-    /// The file system's size and what of it is used, as kubelet hears of it.
+    /// Returns the filesystem's size and its used bytes, from kubelet's stats call.
     async fn bytes(&self, request: &NodePublishVolumeRequest) -> Result<(i64, i64)> {
         let asked = NodeGetVolumeStatsRequest {
             volume_id: request.volume_id.clone(),
@@ -189,11 +191,11 @@ impl Road {
         boot(&self.world, &self.hypervisor, PATIENCE, pod).await
     }
 
-    /// Boots, reads what is there, adds a line to each, and stops.
+    /// Boots a VM, appends a line to each volume, and stops it.
     async fn live(&self, number: usize, uid: &str, name: &str) -> Result<()> {
         let running = self.boot(uid, name).await?;
         let lived = tokio::time::timeout(PATIENCE * 2, self.write(number, &running)).await;
-        // Also of one whose VM was killed.
+        // Also when the VM was killed.
         running.shim.stop_vm(&running.id).await?;
         lived.context("its containers did not answer")?
     }
@@ -213,7 +215,7 @@ impl Road {
         Ok(())
     }
 
-    /// So many MiB into a file.
+    /// Writes this many MiB into a file.
     async fn fill(&self, running: &Running, file: &str, mebibytes: u32) -> Result<()> {
         self.run(running, &format!("dd if=/dev/urandom of={file} bs=1M count={mebibytes} && sync")).await
     }
@@ -229,14 +231,14 @@ impl Road {
     }
 }
 
-/// Everybody who may be killed.
+/// All processes that may be killed.
 struct Parties {
     node: Node,
     folder: Folder,
     wrapper: Option<Wrapper>,
     controller: Option<Wrapper>,
     filesystem: &'static str,
-    /// Of each disk.
+    /// Size of each disk in MiB.
     mebibytes: u64,
     _driver: Driver,
 }
@@ -255,7 +257,7 @@ impl Parties {
         Ok(parties)
     }
 
-    /// Starts whoever does not run.
+    /// Starts the wrapper's roles that do not run.
     fn restart(&mut self) -> Result<()> {
         if self.wrapper.is_none() {
             self.wrapper = Some(Wrapper::start("node", &self.folder, &[])?);
@@ -266,7 +268,7 @@ impl Parties {
         Ok(())
     }
 
-    /// SIGKILL for one of them; true for the VM, which takes its pod along.
+    /// Kills one of them with SIGKILL. True for the VM, because its pod fails with it.
     fn kill(&mut self, victim: u64) -> Result<bool> {
         match victim {
             0 => drop(self.wrapper.take()),
@@ -278,7 +280,7 @@ impl Parties {
             _ => {
                 let guests = Sight::of(&self.node.world, &[], &self.node.daemons)?.pids("peerpod-guest");
                 for pid in &guests {
-                    // It may be gone by now.
+                    // The process may have ended already.
                     kill(Pid::from_raw(i32::try_from(*pid)?), Signal::SIGKILL).ok();
                 }
                 return Ok(!guests.is_empty());
@@ -316,7 +318,7 @@ impl Parties {
         Ok(Disk { id: volume.volume_id, context: volume.volume_context, file, uuid: None, synced: 0 })
     }
 
-    /// Nothing of the pod is left anywhere.
+    /// Checks that no attachment, record or mount of the pod is left.
     async fn nothing_is_left(&self, uid: &str) -> Result<()> {
         let records = self.road().records;
         eventually("no disk is attached, and no record is left", PERSEVERANCE, async || {
@@ -337,7 +339,7 @@ impl Parties {
 }
 
 impl Disk {
-    /// The identifier that ext4's maker chose; a disk that was formatted again has another.
+    /// Compares the identifier that mkfs.ext4 chose; a newly formatted disk has another.
     fn same_filesystem(&mut self) -> Result<bool> {
         let mut uuid = [0; 16];
         fs::File::open(&self.file)?.read_exact_at(&mut uuid, 1024 + 104)?;
@@ -347,13 +349,13 @@ impl Disk {
         Ok(*self.uuid.get_or_insert(uuid) == uuid)
     }
 
-    /// The lines on it, read as a machine that boots would: the journal is played on a copy.
+    /// Reads the disk's lines like a booting machine: the journal is replayed, on a copy.
     fn lines(&self, scratch: &Path) -> Result<Vec<String>> {
         let copy = scratch.join("copy");
         fs::copy(&self.file, &copy)?;
         let copy = copy.to_str().context("a path")?;
         let checked = std::process::Command::new("e2fsck").args(["-f", "-y", copy]).output()?;
-        // 0: sound, 1: the journal was played.
+        // 0: clean, 1: the journal was replayed.
         ensure!(matches!(checked.status.code(), Some(0 | 1)), "e2fsck: {checked:?}");
         let output = std::process::Command::new("debugfs").args(["-R", "cat /lines", copy]).output()?;
         Ok(String::from_utf8(output.stdout)?.lines().map(str::to_owned).collect())
@@ -417,7 +419,8 @@ async fn killed_at_random_no_disk_is_lost_formatted_or_left_attached() -> Result
     Ok(())
 }
 
-/// With XFS: online, ext4 asks for a right that a machine in a container may lack, and a VM of namespaces has its machine's.
+/// Uses XFS: online growth of ext4 needs a capability that a containerised machine may lack, and a VM made of
+/// namespaces has its machine's capabilities.
 #[tokio::test(flavor = "multi_thread")]
 async fn kubelet_hears_of_a_volume_from_its_guest_and_has_it_grown_there() -> Result<()> {
     const MIB: i64 = 1 << 20;
@@ -441,7 +444,7 @@ async fn kubelet_hears_of_a_volume_from_its_guest_and_has_it_grown_there() -> Re
     let (_, more) = road.bytes(one).await?;
     ensure!(more >= used + 4 * MIB, "{used}, then {more}");
 
-    // What a driver's ControllerExpandVolume does.
+    // As the driver's ControllerExpandVolume does.
     fs::File::options().write(true).open(&disks[0].file)?.set_len(640 << 20)?;
     let mut grow = NodeExpandVolumeRequest {
         volume_id: one.volume_id.clone(),

@@ -1,4 +1,4 @@
-//! peerpod-csi before a real CSI driver.
+//! Tests peerpod-csi in front of a real CSI driver.
 
 #![allow(clippy::unwrap_used)] // test code outside of test functions
 

@@ -1,4 +1,4 @@
-//! A volume for peer pods: recorded, not published; given back in any order, twice, after a kill.
+//! Tests volumes for peer pods: they are recorded, not published, and unpublished in any order, twice, after a kill.
 
 #![cfg(test)]
 
@@ -29,7 +29,7 @@ use peerpod_volume::{
 
 const DRIVER: &str = "mock.csi.test";
 
-/// What peerpod-node would answer of the guest's volumes: every volume has a gibibyte.
+/// Plays peerpod-node's service of the guest's volumes: every volume has a gibibyte.
 struct Guest;
 
 #[async_trait]
@@ -62,7 +62,7 @@ impl Volumes for Guest {
     }
 }
 
-/// Driver, both roles and the guest's side, in a folder.
+/// Driver, both roles and the guest's service, in one folder.
 struct Setup {
     folder: Folder,
     _driver: Driver,
@@ -100,7 +100,7 @@ impl Setup {
         Records::new(self.folder.path("state/volumes"))
     }
 
-    /// What is left on the node of all volumes.
+    /// Returns all records, mounts and loop devices of volumes that are left on the node.
     fn left(&self) -> Result<Vec<PathBuf>> {
         let mut left = self.folder.mounts()?;
         left.extend(self.folder.loops()?);
@@ -115,7 +115,7 @@ impl Setup {
     async fn create(&self, name: &str, parameter: Option<&str>) -> Result<(String, HashMap<String, String>)> {
         let mut request = CreateVolumeRequest { name: name.to_owned(), ..Default::default() };
         request.parameters.extend(parameter.map(|value| ("peerpod".to_owned(), value.to_owned())));
-        // Field 3, volume_capabilities, which our form of the message does not know and carries along.
+        // Field 3, volume_capabilities, which csi.proto lacks and carries as an unknown field.
         let capability = protobuf::Message::write_to_bytes(&capability(false, 1))?;
         request.special_fields.mut_unknown_fields().add_length_delimited(3, capability);
         let mut client = self.controller().await?;
@@ -139,7 +139,7 @@ fn capability(block: bool, access_mode: i32) -> VolumeCapability {
     capability
 }
 
-/// As kubelet asks for a pod, below this folder.
+/// Returns kubelet's request for a pod, with paths below this folder.
 fn publish(
     root: &Path,
     id: &str,
@@ -166,7 +166,7 @@ fn publish(
     request
 }
 
-/// As the attacher asks.
+/// Returns the attacher's request.
 fn attachment(id: &str, context: &HashMap<String, String>) -> ControllerPublishVolumeRequest {
     let mut attach = ControllerPublishVolumeRequest {
         volume_id: id.to_owned(),
@@ -187,7 +187,7 @@ async fn unpublish(client: &mut Client, request: &NodePublishVolumeRequest) -> R
     client.unary("Node/NodeUnpublishVolume", &request).await
 }
 
-/// What kubelet does with a raw volume that is published at this target, by its own code.
+/// Runs kubelet's own code for a raw volume that is published at this target.
 fn kubelet(what: &str, target: &Path) -> Result<()> {
     let mapped = mapped(target);
     let (global, uid) = (mapped.parent().context("no folder")?, mapped.file_name().context("no name")?);
@@ -202,7 +202,7 @@ fn kubelet(what: &str, target: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Where kubelet maps a raw volume that is published at this target.
+/// Returns kubelet's mapping path of a raw volume that is published at this target.
 fn mapped(target: &Path) -> PathBuf {
     let parts: Vec<_> = target.iter().rev().take(2).collect();
     let devices = target.ancestors().nth(3).unwrap();
@@ -283,7 +283,8 @@ async fn a_peer_pods_volume_is_recorded_and_the_driver_is_not_asked() -> Result<
             assert!(there.starts_with(record.marker.as_bytes()) && there.len() == 4096);
             assert_eq!(setup.folder.mounts()?, [target.clone(), mapped]);
             assert_eq!(setup.folder.loops()?.len(), 1, "published twice, attached once");
-            // kubelet maps it, and a restarted one again; the container runtime finds the folder with the placeholder.
+            // kubelet maps it, and maps it again after a restart; the container runtime finds the folder with the
+            // placeholder.
             for _ in 0..2 {
                 kubelet("map", &target)?;
                 let _: Empty = client.unary(PUBLISH, &request).await?;
@@ -325,7 +326,7 @@ async fn a_peer_pods_volume_is_recorded_and_the_driver_is_not_asked() -> Result<
     Ok(())
 }
 
-/// Files below this folder with these words in them, logs included; all of them must be private.
+/// Returns the files below this folder that contain these words, logs included; all of them must be private.
 fn holding(folder: &Path, words: &str) -> Result<Vec<String>> {
     let (mut left, mut found) = (vec![folder.to_owned()], Vec::new());
     while let Some(path) = left.pop() {
@@ -361,7 +362,7 @@ async fn a_shares_secret_is_kept_for_the_pod_and_goes_with_it() -> Result<()> {
     stage.volume_capability = Some(capability(false, 1)).into();
     let mut client = setup.node().await?;
 
-    // What no guest could use is refused by its key.
+    // Secrets that no guest could use are refused; the error names the key.
     let bad = secrets("first,\nwords");
     (request.secrets, stage.secrets) = (bad.clone(), bad);
     let refused = [
@@ -377,7 +378,7 @@ async fn a_shares_secret_is_kept_for_the_pod_and_goes_with_it() -> Result<()> {
     assert_eq!(holding(&root, "words")?, Vec::<String>::new());
     assert_eq!(setup.left()?, Vec::<PathBuf>::new());
 
-    // Staged with it; published by a successor, which is told nothing.
+    // Staged with the secret; published by a restarted role, without a secret in the call.
     stage.secrets = secrets("first, words");
     let _: Empty = client.unary("Node/NodeStageVolume", &stage).await?;
     drop(client);
@@ -388,7 +389,7 @@ async fn a_shares_secret_is_kept_for_the_pod_and_goes_with_it() -> Result<()> {
     let _: Empty = client.unary(PUBLISH, &request).await?;
     let kept = || setup.records().credentials("uid-1", &volume)?.context("no credentials");
     assert_eq!((kept()?.username.as_str(), kept()?.password.as_str()), ("joe", "first, words"));
-    // What comes with the publish counts.
+    // A secret in the publish call replaces the staged one.
     request.secrets = secrets("second, words");
     let _: Empty = client.unary(PUBLISH, &request).await?;
     assert_eq!(kept()?.password.as_str(), "second, words");
@@ -465,14 +466,14 @@ async fn a_disk_is_one_pods_until_its_vm_is_gone() -> Result<()> {
         gone,
     };
     let vm = |gone| noted(Some("i-1"), gone);
-    // Asked for, and not there yet: it may come after the pod is over.
+    // The VM is requested and does not exist yet: it may appear after the pod ends.
     setup.records().put_vm("uid-1", &noted(None, false))?;
-    // The pod is over, its VM is not.
+    // The pod has ended, its VM has not.
     unpublish(&mut client, &first).await?;
     assert!(!Path::new(&first.target_path).exists());
     refused(client.unary(PUBLISH, &second).await);
     setup.records().put_vm("uid-1", &vm(false))?;
-    // Neither is it forgotten by a restart.
+    // A restart does not forget it either.
     drop(setup.node.take());
     setup.node = Some(Wrapper::start("node", &setup.folder, &[])?);
     let mut client = setup.node().await?;
@@ -504,7 +505,7 @@ async fn what_is_in_a_target_is_never_removed() -> Result<()> {
     std::fs::remove_file(target.join("precious"))?;
     unpublish(&mut client, &request).await?;
     assert_eq!(setup.left()?, Vec::<PathBuf>::new());
-    // Pods whose driver does not tell their names cannot be found by peerpod-node.
+    // peerpod-node cannot find pods of a driver without pod info.
     let mut nameless = publish(setup.folder.root(), &id, &context, "uid-1", false);
     nameless.volume_context.retain(|key, _| !key.starts_with("csi.storage"));
     let why = client.unary::<Empty>(PUBLISH, &nameless).await.unwrap_err().to_string();
@@ -529,7 +530,7 @@ async fn a_pod_that_comes_back_while_its_vm_goes_has_its_volume_again() -> Resul
     assert_eq!(after, before, "the same marker and token");
     assert!(std::fs::read(mapped(request.target_path.as_ref()))?.starts_with(after[0].marker.as_bytes()));
     setup.records().put_vm("uid-1", &vm(true))?;
-    // It is not leaving any more: that its VM has gone takes nothing away.
+    // The pod is back, so the end of its old VM removes nothing.
     for _ in 0..2 {
         unpublish(&mut client, &request).await?;
     }
@@ -565,7 +566,7 @@ async fn what_could_not_be_read_again_is_refused_and_what_cannot_be_read_holds_u
     Ok(())
 }
 
-/// Both wrappers are killed at random instants; kubelet repeats what was not answered. In the end everything is exact.
+/// Both roles are killed at random instants; kubelet repeats unanswered calls. In the end the state is exact.
 #[tokio::test(flavor = "multi_thread")]
 async fn killed_at_random_nothing_is_lost_or_left() -> Result<()> {
     let rounds = if long() { 200 } else { 20 };
@@ -585,11 +586,12 @@ async fn killed_at_random_nothing_is_lost_or_left() -> Result<()> {
             })
             .collect();
         for up in [true, false] {
-            // A prime number of microseconds, more each round: every instant of the work is met.
+            // A multiple of prime numbers of microseconds, more each round, so that kills reach every instant of the
+            // work.
             let delay = std::time::Duration::from_micros(211 * (round % 40) + 97 * u64::from(up));
             let sockets = [setup.folder.socket("controller"), setup.folder.socket("node")];
             let (work, asked) = (requests.clone(), attachments.clone());
-            // Whether it was answered, nobody knows.
+            // The calls may or may not have been answered.
             let attaching = tokio::spawn({
                 let socket = sockets[0].clone();
                 async move {
@@ -647,7 +649,7 @@ async fn killed_at_random_nothing_is_lost_or_left() -> Result<()> {
                 ensure!(setup.folder.mounts()?.len() == 4, "round {round}: {:?}", setup.folder.mounts()?);
                 ensure!(setup.folder.loops()?.len() == 1, "round {round}: {:?}", setup.folder.loops()?);
             } else {
-                // The target is gone at the answer; what stands for it goes when no VM has it, a moment later.
+                // The target is gone at the answer; its records go a moment later, when no VM has the volume.
                 eventually("nothing is left", || setup.left().is_ok_and(|left| left.is_empty()))
                     .with_context(|| format!("round {round}: {:?}", setup.left()))?;
             }

@@ -1,4 +1,4 @@
-//! What is not for a peer pod passes as if we were not there.
+//! Tests that calls for other volumes pass the wrapper unchanged.
 
 #![cfg(test)]
 
@@ -7,10 +7,10 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 use peerpod_test_csi::{Driver, Folder, Wrapper, calls, grpc::Client, long, report, sanity};
 
-/// A name, flags of the driver, flags of csi-sanity.
+/// Name, flags of the driver, flags of csi-sanity.
 type Row = (&'static str, Vec<&'static str>, Vec<String>);
 
-/// Sets of cases.
+/// Returns the sets of cases.
 fn rows(folder: &Folder) -> Result<Vec<Row>> {
     let mutable = folder.path("mutable.yaml");
     std::fs::write(&mutable, "mutableKey: \"value\"\n")?;
@@ -63,7 +63,8 @@ fn csi_sanity_says_the_same_with_and_without_us() -> Result<()> {
     Ok(())
 }
 
-/// Unknown services, streams, metadata, a status with details: the same bytes as from the driver itself.
+/// Checks that unknown services, streams, metadata and a status with details have the same bytes as from the driver
+/// itself.
 #[tokio::test]
 async fn what_no_proto_of_ours_knows_passes_byte_for_byte() -> Result<()> {
     let folder = Folder::new("bytes")?;
@@ -121,7 +122,7 @@ async fn who_leaves_leaves_the_driver_too() -> Result<()> {
         assert!(began.elapsed() < Duration::from_secs(30), "the driver was not told");
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
-    // A deadline that the driver does not keep is kept for the caller.
+    // The wrapper enforces the caller's deadline when the driver does not.
     let late = client.call("/csi.v99.Alpha/Hang", &[b"x"], &[("grpc-timeout", "300m")]).await?;
     assert_eq!(late.code(), 4, "{}", late.message());
     Ok(())
@@ -152,7 +153,7 @@ async fn a_driver_that_is_away_is_unavailable_and_comes_back() -> Result<()> {
     Ok(())
 }
 
-/// The same calls direct and through us, in turn, so that both have the same machine.
+/// Makes the same calls directly and through the wrapper in turn, so that both see the same load.
 #[tokio::test]
 async fn a_passing_call_takes_little_longer() -> Result<()> {
     let folder = Folder::new("latency")?;

@@ -1,4 +1,4 @@
-//! The chart: what it renders, for every provider, and what a real API server says of it.
+//! Tests the chart: its rendered objects for every provider, and their installation on a real API server.
 
 use std::{
     collections::BTreeSet,
@@ -23,7 +23,7 @@ use serde_json::{Value, from_value, json};
 const LIMIT: Duration = Duration::from_secs(120);
 const NAMESPACE: &str = "peerpod-system";
 
-/// Every provider that has values, and its file.
+/// Returns every provider that has a values file, with the file.
 fn providers() -> Vec<(String, PathBuf)> {
     let folders = fs::read_dir(project("providers")).unwrap().map(|entry| entry.unwrap().path());
     let mut found: Vec<(String, PathBuf)> = folders
@@ -33,7 +33,7 @@ fn providers() -> Vec<(String, PathBuf)> {
         .filter(|(_, values)| values.is_file())
         .collect();
     found.sort();
-    // One of each row of the table; what it renders says which.
+    // This is a lower bound; another test compares the rendered provider kinds with the programs' kinds.
     assert!(found.len() >= 5, "{found:?}");
     found
 }
@@ -90,7 +90,7 @@ fn lints_and_refuses_values_that_mean_nothing() {
     }
 }
 
-/// `make kustomize` would change nothing; and what it made is one.
+/// Checks that `make kustomize` would change no file, and that its output is a valid kustomization.
 #[test]
 fn what_is_made_of_the_chart_is_up_to_date() {
     let home = Home::new("kustomize");
@@ -125,7 +125,7 @@ fn what_is_made_of_the_chart_is_up_to_date() {
     );
 }
 
-/// What the programs read from the ConfigMap, the programs themselves accept.
+/// Checks that the programs accept the configuration that the chart renders for them.
 #[test]
 fn every_providers_configuration_is_one_of_the_programs() {
     let home = Home::new("config");
@@ -152,7 +152,7 @@ fn every_providers_configuration_is_one_of_the_programs() {
         };
         let (code, said) = check("peerpod", &["config", "check"]);
         assert_eq!(code, Some(0), "{name}: {said}");
-        // Two: the configuration has mistakes. One: it has none, and there is no API server here.
+        // 2 means mistakes in the configuration. 1 means none, and that there is no API server here.
         let away = ["--kubernetes.kubeconfig", "/nonexistent"];
         let (code, said) = check("peerpod-cluster", &[&["controller"][..], &away].concat());
         assert_eq!(code, Some(1), "{name}: {said}");
@@ -164,7 +164,8 @@ fn every_providers_configuration_is_one_of_the_programs() {
     let known: BTreeSet<String> = providers().into_iter().map(|(name, _)| name).collect();
     let checked: BTreeSet<String> = known.iter().filter(|name| !skipped.contains(name)).cloned().collect();
     assert_eq!(kinds, checked, "each provider's values are for that provider");
-    // Only the clouds' SDKs are left out of a build. Said past the test runner, which keeps what passing tests print.
+    // Only the clouds' SDKs are left out of a build. This bypasses the test runner, which captures the output of
+    // passing tests.
     assert!(skipped.iter().all(|name| name == "aws"), "{skipped:?}");
     if !skipped.is_empty() {
         let said = format!(
@@ -177,7 +178,7 @@ fn every_providers_configuration_is_one_of_the_programs() {
     }
 }
 
-/// Keys as the shims read them; they differ, and what a shim does not know it ignores without a word.
+/// Compares the keys with those that each shim reads. The two differ, and a shim silently ignores unknown keys.
 #[test]
 fn katas_configuration_has_exactly_the_keys_that_each_shim_reads() {
     let home = Home::new("kata");
@@ -250,7 +251,7 @@ fn flatten(path: &str, value: &toml::Value, found: &mut BTreeSet<String>) {
     }
 }
 
-/// What no role may have, whatever the provider; and what each must be.
+/// Checks the rights that no role may have with any provider, and each role's required settings.
 #[test]
 fn pods_have_no_more_rights_on_the_node_than_they_need() {
     let home = Home::new("pods");
@@ -268,7 +269,7 @@ fn pods_have_no_more_rights_on_the_node_than_they_need() {
             assert_eq!(security["capabilities"]["drop"], json!(["ALL"]), "{name}");
             assert!(security["privileged"].is_null(), "{name}");
             assert!(!container["resources"]["requests"].is_null(), "{name}");
-            // Two pods of one node share its ports while one takes the other's place.
+            // Two pods share a node's ports during a handover.
             if spec["hostNetwork"] == true {
                 assert!(container["ports"].is_null(), "{name}");
             }
@@ -300,7 +301,7 @@ fn pods_have_no_more_rights_on_the_node_than_they_need() {
         let class = if of_node { "system-node-critical" } else { "peerpod-cluster" };
         assert_eq!(spec["priorityClassName"], class, "{name}");
     }
-    // A changed setting or tag of the node's is no new relay.
+    // A changed setting or tag of the node does not change the relay.
     let relay = |more: &[&str]| {
         let all = render(&home.0, more).unwrap();
         object(&all, "DaemonSet", "peerpod-relay").unwrap()["spec"]["template"].clone()
@@ -309,8 +310,8 @@ fn pods_have_no_more_rights_on_the_node_than_they_need() {
     assert_eq!(relay(&["--set", "relay.tag=0.1.0"]), relay(&changed));
 }
 
-/// Containers' bundles and volumes' targets are named by the node's own paths: node and relay see them there, read-only,
-/// with what is mounted later. Nobody else sees them.
+/// Containers' bundles and volumes' targets are named by the node's paths. Node and relay mount them there, read-only
+/// and with mount propagation. No other role mounts them.
 fn the_pods_own_folders_are_there(templates: &[(String, &Value)], bundles: &[&str]) {
     for (name, spec) in templates {
         let of_node = ["peerpod-node", "peerpod-relay"].contains(&name.as_str());
@@ -333,17 +334,17 @@ async fn a_node(client: &Client, name: &str) {
     let node = json!({"metadata": {"name": name, "labels": labels}});
     let nodes: Api<Node> = Api::all(client.clone());
     nodes.create(&PostParams::default(), &from_value(node).unwrap()).await.unwrap();
-    // As a kubelet says it; a DaemonSet's pods may be there before.
+    // Like a kubelet's status; a DaemonSet's pods may exist before it.
     let ready = json!({"status": {"conditions": [{"type": "Ready", "status": "True", "reason": "x", "message": "",
         "lastHeartbeatTime": "2026-01-01T00:00:00Z", "lastTransitionTime": "2026-01-01T00:00:00Z"}]}});
     nodes.patch_status(name, &PatchParams::default(), &Patch::Merge(&ready)).await.unwrap();
 }
 
-/// All that a user does, against the real thing: each provider's values validated by the server, one release installed.
+/// Runs a user's steps on a real API server: the server validates each provider's values, and one release is installed.
 #[tokio::test(flavor = "multi_thread")]
 async fn installs_on_a_real_api_server() {
     let controllers = ["daemonset-controller", "deployment-controller", "replicaset-controller"];
-    // The provider for development plays the hypervisor.
+    // The provider for development needs a privileged pod.
     let api_server = vec!["--allow-privileged=true".to_owned()];
     let options = Options { controllers: controllers.to_vec(), api_server };
     let cluster = Cluster::start(options).await.unwrap();
@@ -351,7 +352,7 @@ async fn installs_on_a_real_api_server() {
     cluster.namespace(NAMESPACE).await.unwrap();
     let crds = project("deploy/crds");
     cluster.kubectl(&["apply", "--server-side", "-f", crds.to_str().unwrap()]).unwrap();
-    // cert-manager's definitions are not here.
+    // cert-manager's definitions are not installed here.
     let foreign = ["Issuer", "Certificate"];
     let modes: [&[&str]; 3] = [
         &[],
@@ -388,7 +389,8 @@ async fn installs_on_a_real_api_server() {
     peerpod_csi_before_a_driver(&cluster, &client).await;
 }
 
-/// What `deploy/csi` does to a driver's workloads the API server takes, and every socket leads to the next.
+/// Checks that the API server accepts `deploy/csi`'s patches of a driver's workloads, and that each socket leads to the
+/// next program.
 async fn peerpod_csi_before_a_driver(cluster: &Cluster, client: &Client) {
     const DRIVER: &str = "csi-hostpath";
     cluster.namespace(DRIVER).await.unwrap();
@@ -400,7 +402,7 @@ async fn peerpod_csi_before_a_driver(cluster: &Cluster, client: &Client) {
     };
     let dry = PatchParams { dry_run: true, ..PatchParams::default() };
     let controllers: Api<Deployment> = Api::namespaced(client.clone(), DRIVER);
-    // The name in a patch of the component is the workload's, as kustomize writes it.
+    // A component's patch has a placeholder name; kustomize replaces it by the workload's.
     let patch = |file: &str, name: &str| {
         let mut patch = read(file);
         patch["metadata"]["name"] = json!(name);
@@ -458,7 +460,7 @@ fn install(cluster: &Cluster, verb: &[&str], more: &[&str]) -> anyhow::Result<St
     cluster.helm(&words)
 }
 
-/// Waits until there are so many that are not going away.
+/// Waits for this number of pods that are not being deleted.
 async fn pods(client: &Client, component: &str, count: usize) -> Vec<Pod> {
     let all: Api<Pod> = Api::namespaced(client.clone(), NAMESPACE);
     let of = ListParams::default().labels(&format!("app.kubernetes.io/component={component}"));
@@ -472,7 +474,7 @@ async fn pods(client: &Client, component: &str, count: usize) -> Vec<Pod> {
     .unwrap()
 }
 
-/// The kubelet's part: it runs, and is ready since long ago.
+/// Plays the kubelet: the pod runs, and has long been ready.
 async fn runs(client: &Client, pod: &Pod) {
     let all: Api<Pod> = Api::namespaced(client.clone(), NAMESPACE);
     let name = pod.metadata.name.clone().unwrap();
@@ -485,7 +487,7 @@ async fn runs(client: &Client, pod: &Pod) {
     all.patch_status(&name, &PatchParams::default(), &Patch::Merge(&ready)).await.unwrap();
 }
 
-/// OnDelete: an upgrade touches nothing. RollingUpdate: the new one is there before the old one is told to go.
+/// With OnDelete an upgrade keeps the pod. With RollingUpdate the new pod is ready before the old one is deleted.
 async fn the_relay_changes_hands(cluster: &Cluster, client: &Client) {
     let first = pods(client, "relay", 1).await.remove(0);
     runs(client, &first).await;

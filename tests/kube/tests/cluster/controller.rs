@@ -1,7 +1,8 @@
-//! `peerpod-cluster controller` against a real API server (with the garbage collector) and a cloud that outlives it.
+//! Tests `peerpod-cluster controller` against a real API server (with the garbage collector) and a cloud that outlives
+//! it.
 //!
-//! Counts are small; with `PEERPOD_TEST_LONG=1`, or `PEERPOD_BENCH=<file>` to which the figures are added, they are those
-//! that the project promises.
+//! Counts are small. With `PEERPOD_TEST_LONG=1`, or `PEERPOD_BENCH=<file>` to which the figures are added, they are
+//! those that the project promises.
 
 use super::controller_world;
 use std::{
@@ -26,7 +27,7 @@ use peerpod_provider_api::Error;
 use peerpod_test_kube::wait_for;
 use serde_json::{from_value, json};
 
-/// One after the other: they share one API server, and each controller follows all of it.
+/// The stages run one after the other: they share one API server, and each controller watches all of it.
 #[tokio::test(flavor = "multi_thread")]
 async fn the_controller() {
     let world = World::start().await;
@@ -65,16 +66,16 @@ async fn peerpods_end(world: &World) {
 }
 
 async fn by_id_and_by_key(world: &World, cloud: &Arc<Cloud>, ns: &str) {
-    // As the replaced system writes them.
+    // A record as the replaced system writes it.
     cloud.make("vm-old", None, None);
     world.peerpod(ns, "old", json!({"cloudProvider": "external", "instanceID": "vm-old"}), None).await;
-    // Its VM was made by a later attempt, whose record did not follow.
+    // A later attempt made the VM, and the record was not updated.
     cloud.make("vm-key", Some("n"), Some(key("s1", 2)));
     let spec =
         json!({"cloudProvider": "external", "sandboxID": "s1", "idempotencyKey": key("s1", 0).as_str()});
     world.peerpod(ns, "key", spec, None).await;
     world.peerpod(ns, "gone", json!({"instanceID": "vm-that-never-was"}), None).await;
-    // A record whose VM was never made: waited for, and then not.
+    // A record without a VM: the controller waits for the VM until a limit.
     let spec = json!({"sandboxID": "s2", "idempotencyKey": key("s2", 0).as_str()});
     world.peerpod(ns, "before", spec, None).await;
     for name in ["old", "key", "gone", "before"] {
@@ -85,7 +86,7 @@ async fn by_id_and_by_key(world: &World, cloud: &Arc<Cloud>, ns: &str) {
     }
     assert_eq!(cloud.count("vm-"), 0);
     world.has_event(ns, "old", "VMDeleted").await;
-    // As one that another system made would be.
+    // The Event for a VM of another system is the same.
     world.has_event(ns, "gone", "VMNotOurs").await;
 }
 
@@ -100,7 +101,7 @@ async fn others_are_left_alone(world: &World, cloud: &Arc<Cloud>, ns: &str) {
     world.finalizers(ns, "theirs", &[]).await;
     world.gone(ns, "theirs").await;
 
-    // Only our finalizer is ours to take.
+    // The controller removes only its own finalizer.
     world.peerpod(ns, "shared", json!({"instanceID": "vm-theirs"}), None).await;
     world.finalizers(ns, "shared", &["example.org/first", FINALIZER, "example.org/last"]).await;
     world.delete(ns, "shared").await;
@@ -121,14 +122,14 @@ async fn others_are_left_alone(world: &World, cloud: &Arc<Cloud>, ns: &str) {
     assert!(!cloud.has("vm-theirs"));
 }
 
-/// Anybody who may write a PeerPod can write any VM's id into it.
+/// Any user with write access to PeerPods can write any VM's id into one; the controller must not delete that VM.
 async fn a_vm_of_another_one_stays(world: &World, cloud: &Arc<Cloud>, ns: &str) {
     cloud.make("vm-victim", Some("n1"), None);
     world.peerpod(ns, "victim", json!({"instanceID": "vm-victim", "nodeName": "n1"}), None).await;
     for (name, node) in [("of-another-node", "n2"), ("of-the-same-node", "n1")] {
         world.peerpod(ns, name, json!({"instanceID": "vm-victim", "nodeName": node}), None).await;
         world.delete(ns, name).await;
-        // It is not kept for ever by what it has no part in.
+        // The VM of another owner does not keep the object for ever.
         world.gone(ns, name).await;
         world.has_event(ns, name, "VMNotOurs").await;
     }
@@ -139,7 +140,8 @@ async fn a_vm_of_another_one_stays(world: &World, cloud: &Arc<Cloud>, ns: &str) 
     assert!(!cloud.has("vm-victim"));
 }
 
-/// A StatefulSet's pod that is made anew has the name of the one before; and an object that somebody deletes by hand.
+/// Checks that running pods keep their VMs: a StatefulSet's new pod, which has the old one's name, and a pod with a
+/// PeerPod that a user deletes by hand.
 async fn a_pod_that_runs_keeps_its_vm(world: &World, cloud: &Arc<Cloud>, ns: &str) {
     for id in ["vm-first", "vm-second"] {
         cloud.make(id, None, None);
@@ -149,7 +151,7 @@ async fn a_pod_that_runs_keeps_its_vm(world: &World, cloud: &Arc<Cloud>, ns: &st
     world.delete_pod(ns, "web-0").await;
     let second = world.pod(ns, "web-0", None).await;
     world.peerpod(ns, "web-0-2", json!({"instanceID": "vm-second"}), Some(&second)).await;
-    // The garbage collector deletes it, because its pod's uid is gone.
+    // The garbage collector deletes it, because its pod's uid no longer exists.
     world.gone(ns, "web-0-1").await;
     assert!(!cloud.has("vm-first"));
     world.delete(ns, "web-0-2").await;
@@ -198,7 +200,7 @@ async fn its_own_node_first(
     })
     .await
     .unwrap();
-    // The node did nothing with it.
+    // The node did not release it.
     world.gone(ns, "lives").await;
     let at = |vm: &str| cloud.deletes().iter().find(|delete| delete.vm == vm).unwrap().at;
     assert!(at("vm-lives") > at("vm-dead"));
@@ -222,13 +224,13 @@ async fn orphans(world: &World) {
         "nodeName": "busy", "runtimeClassName": "kata-remote", "containers": [{"name": "c", "image": "x"}]}});
     let pods: Api<k8s_openapi::api::core::v1::Pod> = Api::namespaced(world.client.clone(), NS);
     pods.create(&PostParams::default(), &from_value(pod).unwrap()).await.unwrap();
-    // A daemon that lives, though its Node object is gone.
+    // A live daemon without its Node object.
     let beats = Arc::new(AtomicBool::new(true));
 
-    // Created before its record, and then the node was lost.
+    // VMs that were created before their records; then the node was lost.
     cloud.make("o-lost", Some("lost"), Some(key("x1", 0)));
     cloud.make("o-idle", Some("idle"), Some(key("x2", 0)));
-    // Those that may be alive.
+    // VMs that may be alive.
     cloud.make("k-daemon", Some("lives-on"), Some(key("x3", 0)));
     cloud.make("k-busy", Some("busy"), Some(key("x4", 0)));
     cloud.make("k-elsewhere", Some("another-clusters"), Some(key("x5", 0)));
@@ -238,7 +240,7 @@ async fn orphans(world: &World) {
     cloud.make("k-by-key", Some("lost"), Some(key("x7", 1)));
     let spec = json!({"sandboxID": "x7", "idempotencyKey": key("x7", 0).as_str()});
     world.peerpod(NS, "by-key", spec, None).await;
-    // A lost node's PeerPods: with a VM whose pod's object is still there, and one whose VM was never made.
+    // PeerPods of a lost node: one has a VM and a pod object that still exists, the VM of the other was never made.
     let pod = world.pod(NS, "left", Some("lost")).await;
     cloud.make("o-record", Some("lost"), Some(key("x8", 0)));
     let spec = json!({"instanceID": "o-record", "nodeName": "lost", "sandboxID": "x8"});
@@ -297,7 +299,7 @@ async fn orphans(world: &World) {
     }
 }
 
-/// Orphans are told of and not touched; PeerPods of a lost node are not orphans.
+/// In report mode orphans are reported and kept. PeerPods of a lost node are not orphans.
 async fn only_told_of(world: &World, cloud: &Arc<Cloud>, settings: &[(&str, &str)]) {
     let controller = world.controller("a", settings).await;
     for name in ["record", "before"] {
@@ -363,7 +365,7 @@ async fn many_while_it_is_killed(world: &World) {
         })
         .await
         .unwrap();
-        // SIGKILL, and at once the next one: as a container that is started again in its pod.
+        // SIGKILL, and an immediate restart, like that of a container in its pod.
         drop(controller);
         controller = world.controller("a", &settings).await;
     }
@@ -401,7 +403,7 @@ fn report(key: &str, value: f64) {
     fs::write(&path, serde_json::to_vec_pretty(&all).unwrap()).unwrap();
 }
 
-/// So many PeerPods with their VMs, deleted.
+/// Makes this number of PeerPods with their VMs, and deletes the PeerPods.
 async fn delete_some(world: &World, cloud: &Arc<Cloud>, ns: &str, prefix: &str, count: usize) {
     for number in 0..count {
         let name = format!("{prefix}-{number}");
@@ -424,7 +426,7 @@ async fn all_gone(world: &World, cloud: &Arc<Cloud>, ns: &str, prefix: &str) {
     assert_eq!(cloud.count(prefix), 0);
 }
 
-/// A leader that is stopped past its lease and goes on again does nothing more.
+/// Checks that a leader that is stopped past its lease does nothing more when it is resumed.
 async fn one_leader(world: &World) {
     const NS: &str = "leaders";
     world.cluster.namespace(NS).await.unwrap();
@@ -445,7 +447,7 @@ async fn one_leader(world: &World) {
     a.process.signal("STOP").unwrap();
     all_gone(world, &cloud, NS, "one").await;
     assert!(cloud.deletes().iter().any(|delete| delete.via == "b"), "the standby took over");
-    // It wakes in the middle of the other one's work, with its own view of what is to be done.
+    // It resumes during the other leader's work, with an outdated view of the remaining work.
     delete_some(world, &cloud, NS, "two", 12).await;
     a.process.signal("CONT").unwrap();
     all_gone(world, &cloud, NS, "two").await;
@@ -456,7 +458,7 @@ async fn one_leader(world: &World) {
     let first_of_b = deletes.iter().filter(|delete| delete.via == "b").map(|delete| delete.at).min().unwrap();
     let late: Vec<_> = deletes.iter().filter(|delete| delete.via == "a" && delete.at >= first_of_b).collect();
     assert!(late.is_empty(), "both acted: {late:?}");
-    // Told to end, the leader gives its lease back, and the first one leads again at once.
+    // On SIGTERM the leader releases its lease, and the first one leads again at once.
     b.process.signal("TERM").unwrap();
     a.leads().await;
     delete_some(world, &cloud, NS, "three", 1).await;
@@ -467,7 +469,7 @@ async fn one_leader(world: &World) {
     assert_eq!(times, 1, "it is said once, not with each look");
 }
 
-/// The API server hangs in the middle of deletes: a leader that cannot renew stops, and goes on when it is back.
+/// Stops the API server during deletes. A leader that cannot renew stops, and continues when the API server is back.
 async fn api_server_away(world: &World) {
     const NS: &str = "away";
     let away = Duration::from_secs(if is_long() { 60 } else { 8 });

@@ -1,4 +1,4 @@
-//! The custom resources' definitions, as deployed, on a real API server.
+//! Tests the deployed definitions of the custom resources on a real API server.
 
 use std::{
     io::{Read, Write},
@@ -39,7 +39,7 @@ async fn are_accepted_and_keep_what_they_must() {
     columns(&cluster);
 }
 
-/// A controller that finds none of them.
+/// Starts a controller without the custom resources.
 async fn without_them_the_command_is_named(cluster: &Cluster) -> Process {
     let words = [
         "controller".to_owned(),
@@ -69,7 +69,7 @@ async fn without_them_the_command_is_named(cluster: &Cluster) -> Process {
     controller
 }
 
-/// What its `/readyz` says.
+/// Returns its `/readyz`.
 fn readyz(controller: &Process) -> String {
     let said = controller.said();
     let line = said.lines().find(|line| line.contains("controller runs")).unwrap();
@@ -82,7 +82,7 @@ fn readyz(controller: &Process) -> String {
 }
 
 async fn apply_all(cluster: &Cluster, client: &Client) {
-    // What the program prints is what is deployed.
+    // The program prints the deployed definitions.
     let printed = Command::new(program("peerpod-cluster").unwrap()).arg("crds").output().unwrap();
     let deployed = ["peerpods", "peerpodconfigs", "peerpodvolumes"].map(|plural| {
         let path = format!("{}/../../deploy/crds/{plural}.yaml", env!("CARGO_MANIFEST_DIR"));
@@ -118,7 +118,7 @@ async fn create<K: Resource<Scope = NamespaceResourceScope, DynamicType = ()>>(
     api::<K>(client).create(&PostParams::default(), &object).await.map_err(|why| why.to_string())
 }
 
-/// Objects as the replaced system writes them; nothing is lost, nothing is added but the old defaults.
+/// Checks that objects of the replaced system are stored unchanged, except for the old defaults.
 async fn old_objects_come_back_whole(client: &Client) {
     let spec = json!({"cloudProvider": "libvirt", "instanceID": "17"});
     assert_eq!(
@@ -158,7 +158,7 @@ async fn old_objects_come_back_whole(client: &Client) {
     let spec: Value =
         Value::Object(names.iter().map(|name| ((*name).to_owned(), json!(format!("a {name}")))).collect());
     assert_eq!(create::<PeerpodVolume>(client, "vol", spec.clone()).await.unwrap().data["spec"], spec);
-    // And by our types.
+    // The typed API reads the same.
     let typed: Api<PeerpodVolume> = Api::namespaced(client.clone(), "default");
     let read = typed.get("vol").await.unwrap();
     assert_eq!(serde_json::to_value(read.spec).unwrap(), spec);
@@ -178,7 +178,7 @@ async fn bad_objects_are_refused(client: &Client) {
     }
 }
 
-/// An intent learns its instance once; after that nothing by which the VM is found may change.
+/// Checks that an intent gets its instance once, and that the VM's identifying fields cannot change after that.
 async fn identities_cannot_change(client: &Client) {
     let intent =
         json!({"cloudProvider": "aws", "idempotencyKey": "k1", "sandboxID": "s", "nodeName": "worker-1"});
@@ -191,7 +191,7 @@ async fn identities_cannot_change(client: &Client) {
     assert!(
         merge(json!({"idempotencyKey": "k2"})).await.unwrap_err().contains("idempotencyKey cannot change")
     );
-    // A second attempt of another key gave the VM.
+    // A second attempt with another key made the VM.
     merge(json!({"idempotencyKey": "k2", "instanceID": "i-1"})).await.unwrap();
     for (spec, why) in [
         (json!({"instanceID": "i-2"}), "instanceID cannot change"),

@@ -1,4 +1,4 @@
-//! Controller, webhook, pull secrets, nodes and the chart against a real API server.
+//! Tests controller, webhook, pull secrets, nodes and the chart against a real API server.
 
 #![allow(clippy::unwrap_used)] // test code outside of test functions
 

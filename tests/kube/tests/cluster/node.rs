@@ -1,5 +1,5 @@
-//! The node in a cluster: the real daemons, with VMs out of namespaces, against a real API server. A pod is applied with
-//! `kubectl`; its kubelet and its shim are ours.
+//! Tests the node in a cluster: the real daemons, with VMs made of namespaces, against a real API server. `kubectl`
+//! applies a pod; the test plays its kubelet and its shim.
 
 use super::node_common;
 use std::{
@@ -23,7 +23,7 @@ fn settings() -> Settings {
         .set("node.orphan-grace", "2s")
 }
 
-/// One cluster for all: its start is the dear part.
+/// One cluster serves all stages, because its start takes most of the time.
 #[tokio::test(flavor = "multi_thread")]
 async fn shows_what_is_true() {
     let mut rig = Rig::start(settings()).await;
@@ -73,7 +73,7 @@ async fn a_user_sees_capacity_and_its_pods_vm(rig: &Rig) {
     let stage = |name: &str| status.stages.iter().position(|stage| stage.name == name);
     assert!(stage("announced").unwrap() < stage("vm_made").unwrap(), "{:?}", status.stages);
     assert!(!status.addresses.is_empty());
-    // The pod's UID is in the ledger: whoever needs it for the pod's volumes finds it there.
+    // The ledger has the pod's UID, which volumes need.
     let entry = rig.daemons.ledger().unwrap().into_iter().find(|entry| entry.id == running.id).unwrap();
     assert_eq!(entry.record["pod"]["uid"], uid.as_str());
 
@@ -123,7 +123,7 @@ async fn what_is_refused_is_said_on_the_pod(rig: &Rig) {
     let seen = rig.show(&["describe", "pod", "-n", "shop", "wrong"]);
     assert!(seen.contains("CreateRefused") && seen.contains("x3"), "{seen}");
     rig.delete_pod("wrong");
-    // Of a pod with hostNetwork the shim sends no namespace; the node's own, by whatever path, is refused, too.
+    // For a pod with hostNetwork the shim sends no namespace; the node's own namespace is refused by any path, too.
     let uid = rig.pod("host-network");
     for path in ["", "/proc/self/ns/net"] {
         let annotations = Annotations::new("shop", "host-network");
@@ -156,7 +156,7 @@ async fn a_take_over_that_fails_is_an_event_of_the_new_relays_pod(rig: &Rig) {
     let uid = rig.pod("relay");
     rig.pod("served");
     let running = rig.run("served").await;
-    // Another state-dir than the running relay's: the records of what it serves are not there.
+    // The state-dir differs from the running relay's, so the records of its sandboxes are missing.
     let state_dir = rig.world.folder().join("other-state");
     let pod = format!("shop/relay/{uid}");
     let mut relay = rig.second_relay(&state_dir, &pod);
@@ -171,7 +171,7 @@ async fn a_take_over_that_fails_is_an_event_of_the_new_relays_pod(rig: &Rig) {
 }
 
 async fn capacity_that_is_lost_comes_back(rig: &Rig) {
-    // A kubelet that registers anew sends a status of its own.
+    // A kubelet that registers anew overwrites the status.
     let path = "/status/capacity/kata.peerpods.io~1vm";
     let lost = format!("[{{\"op\":\"remove\",\"path\":\"{path}\"}}]");
     rig.cluster
@@ -180,13 +180,13 @@ async fn capacity_that_is_lost_comes_back(rig: &Rig) {
     let began = Instant::now();
     rig.wait_capacity(Some("50")).await;
     println!("capacity was back after {}", age(began));
-    // Somebody wrote another number.
+    // Another client writes another number.
     let other = format!("[{{\"op\":\"add\",\"path\":\"{path}\",\"value\":\"7\"}}]");
     rig.cluster
         .kubectl(&["patch", "node", NODE, "--subresource=status", "--type=json", "-p", &other])
         .unwrap();
     rig.wait_capacity(Some("50")).await;
-    // The Node is another one, without even a status.
+    // A new Node object, without a status.
     rig.cluster.kubectl(&["delete", "node", NODE]).unwrap();
     rig.apply(&serde_json::json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE}}));
     rig.wait_capacity(Some("50")).await;
@@ -195,7 +195,7 @@ async fn capacity_that_is_lost_comes_back(rig: &Rig) {
     rig.wait_capacity(Some("50")).await;
 }
 
-/// A StatefulSet's pod, deleted by force while its sandbox lives, and the next one of its name at once.
+/// Deletes a StatefulSet's pod by force while its sandbox lives, and makes the next one of the same name at once.
 async fn pods_of_one_name_are_told_apart(rig: &Rig) {
     let owner = async |sandbox: &str| {
         let object = rig.peerpod("db-0", sandbox).await?;
@@ -223,14 +223,14 @@ async fn pods_of_one_name_are_told_apart(rig: &Rig) {
     }
 }
 
-/// Between intent and create, between create and record, and around both.
+/// Kills the node between intent and create, between create and record, and around both.
 async fn kills_around_the_create_leave_nothing(rig: &mut Rig) {
     let mut dice = Dice(17);
     for round in 0..if long() { 60 } else { 8 } {
         let name = format!("crash-{round}");
         rig.pod(&name);
         let running = rig.create(&name).await;
-        // From the moment that the intent is seen.
+        // The delay begins when the intent appears.
         wait_for("the intent", LIMIT, async || Ok(rig.peerpod(&name, &running.id).await)).await.unwrap();
         tokio::time::sleep(Duration::from_millis(dice.roll(120))).await;
         rig.daemons.kill_node().unwrap();
@@ -238,7 +238,7 @@ async fn kills_around_the_create_leave_nothing(rig: &mut Rig) {
         assert!(seen.len() == 1 && seen[0].metadata.finalizers.is_some(), "{seen:?}");
         let stopped = round % 2 == 1;
         if stopped {
-            // Promised by the relay for a node that is dead.
+            // The relay confirms the stop for the killed node.
             stop_in_time(&running.shim, &running.id).await.unwrap();
         }
         rig.daemons.start_node().unwrap();
@@ -261,7 +261,7 @@ async fn kills_around_the_create_leave_nothing(rig: &mut Rig) {
     a_record_that_nobody_speaks_for_goes(rig).await;
 }
 
-/// What a call leaves that arrives after its caller gave up, or a tombstone that stood too short.
+/// Removes a record without a sandbox. A call after its caller's timeout or an expired tombstone can leave one.
 async fn a_record_that_nobody_speaks_for_goes(rig: &mut Rig) {
     rig.apply(&serde_json::json!({
         "apiVersion": "confidentialcontainers.org/v1alpha1", "kind": "PeerPod",
@@ -302,7 +302,7 @@ async fn a_record_that_nobody_speaks_for_goes(rig: &mut Rig) {
     rig.cluster.kubectl(&["delete", "peerpod", "-n", "shop", "--all"]).unwrap();
 }
 
-/// The next daemon starts beside the one that serves and waits for it to leave: no moment is without capacity.
+/// Starts the next daemon beside the serving one; it waits for the exit of that one. The capacity is never absent.
 async fn a_rolling_update_keeps_the_capacity(rig: &mut Rig) {
     rig.wait_capacity(Some("50")).await;
     rig.pod("lasting");
@@ -314,7 +314,7 @@ async fn a_rolling_update_keeps_the_capacity(rig: &mut Rig) {
     assert_eq!(rig.capacity().await.as_deref(), Some("50"), "what is another's is left");
     rig.daemons.ready().await.unwrap();
     rig.exactly(&[("lasting", &running)]).await;
-    // And back again: the last one takes its capacity with it.
+    // Back to the first one: the exiting daemon removes its capacity.
     second.kill().unwrap();
     second.wait().unwrap();
     rig.daemons.start_node().unwrap();
@@ -329,7 +329,7 @@ async fn a_rolling_update_keeps_the_capacity(rig: &mut Rig) {
     rig.show(&["get", "node", NODE, "-o", "jsonpath={.status.capacity}"]);
 }
 
-/// Killed, a daemon takes nothing back; the one after it, which is told to advertise nothing, does.
+/// A killed daemon leaves the capacity. The next daemon, which is set to advertise none, removes it.
 async fn a_node_that_is_to_have_no_peer_pods_loses_the_capacity(rig: &mut Rig) {
     rig.daemons.start_node().unwrap();
     rig.daemons.ready().await.unwrap();
@@ -347,7 +347,7 @@ async fn a_node_that_is_to_have_no_peer_pods_loses_the_capacity(rig: &mut Rig) {
     wait_for("the annotation to go", LIMIT, owner).await.unwrap();
 }
 
-/// Its stop, its death and its return, in the middle of starts and stops.
+/// Stops, kills and restarts the API server during starts and stops.
 #[tokio::test(flavor = "multi_thread")]
 async fn rides_out_an_api_server_that_is_away() {
     let mut rig = Rig::start(settings()).await;
@@ -391,7 +391,7 @@ async fn readiness_says_what_is_wrong(rig: &mut Rig) {
     wait_for("ready again", LIMIT, async || Ok((rig.readyz()["ready"] == true).then_some(()))).await.unwrap();
 }
 
-/// Where the API server goes while half of the pods start and the other half stop; all is as it should be in the end.
+/// Makes the API server unreachable while half of the pods start and the other half stop. The final state is exact.
 async fn away_in_the_middle(rig: &mut Rig, kill: bool) {
     let (count, away) = if long() { (20, Duration::from_secs(60)) } else { (4, Duration::from_secs(8)) };
     let mut old = Vec::new();
@@ -402,7 +402,7 @@ async fn away_in_the_middle(rig: &mut Rig, kill: bool) {
     }
     let names: Vec<String> = (0..count).map(|number| format!("new-{kill}-{number}")).collect();
     let uids: Vec<String> = names.iter().map(|name| rig.pod(name)).collect();
-    // Half of it before, half of it after.
+    // Half of the calls come before, half after.
     let began = Instant::now();
     let mut new = Vec::new();
     for (number, name) in names.iter().enumerate() {
@@ -432,12 +432,12 @@ async fn away_in_the_middle(rig: &mut Rig, kill: bool) {
     })
     .await
     .unwrap();
-    // One of each more while it is away, and one that nobody will ever hear of.
+    // One more pod starts and stops during the outage; the API server never has a record of it.
     let brief = rig.create("brief").await;
     stop_in_time(&brief.shim, &brief.id).await.unwrap();
     rig.daemons.gone(&brief.id, LIMIT).await.unwrap();
     if kill {
-        // What is to be shown is in the ledger alone, and survives.
+        // The pending records are in the ledger alone, and survive.
         rig.daemons.kill_node().unwrap();
         rig.daemons.start_node().unwrap();
         rig.daemons.ready().await.unwrap();
@@ -481,7 +481,7 @@ async fn without_an_api_server_a_node_starts(rig: &mut Rig) {
     rig.daemons.ready().await.unwrap();
     let running = rig.run("alone").await;
     rig.stop(running).await;
-    // Nor does its end wait for long.
+    // Its shutdown does not wait long either.
     let began = Instant::now();
     rig.daemons.terminate_node().unwrap();
     println!("a node without an API server ended in {}", age(began));

@@ -1,5 +1,5 @@
-//! The chart's rights: each role, as its own service account with a token as a kubelet gives it, does all that it does, by
-//! the real programs; and may no more.
+//! Tests the chart's rights. Each role runs as the real program with its own service account and a token like a
+//! kubelet's. It can do all its work, and nothing more.
 
 use std::{
     net::SocketAddr,
@@ -37,7 +37,7 @@ fn pod(cluster: &Cluster, namespace: &str, name: &str, more: Value) {
     );
 }
 
-/// `kubectl` as that account.
+/// Runs `kubectl` as that account.
 fn as_who(cluster: &Cluster, who: &Path, words: &[&str]) -> anyhow::Result<String> {
     let flag = format!("--kubeconfig={}", who.display());
     cluster.kubectl(&[&[flag.as_str()][..], words].concat())
@@ -50,7 +50,7 @@ fn refused(cluster: &Cluster, who: &Path, words: &[&str], why: &str) {
     }
 }
 
-/// A program of ours with a kubeconfig, until it says this.
+/// Starts a program with this kubeconfig and waits for this message in its log.
 async fn start(cluster: &Cluster, role: &str, who: &Path, more: &[&str], says: &str) -> (Process, Value) {
     let mut words = vec![
         role.to_owned(),
@@ -106,7 +106,8 @@ async fn each_role_does_what_it_does_and_may_no_more() {
     volumes(&cluster).await;
 }
 
-/// A driver's own accounts get what peerpod-csi asks for beside the driver; the programs are csi's own tests' matter.
+/// Checks that a driver's own accounts get the rights that peerpod-csi needs besides the driver's. The CSI tests run
+/// the programs.
 async fn volumes(cluster: &Cluster) {
     for account in ["driver-node", "driver-controller"] {
         cluster.kubectl(&["create", "serviceaccount", "-n", "shop", account]).unwrap();
@@ -156,7 +157,7 @@ async fn volumes(cluster: &Cluster) {
     }
 }
 
-/// It has no token at all in its pod; with one it could do nothing.
+/// Its pod has no token; even with a token the relay may do nothing.
 fn relay(cluster: &Cluster, who: &Path) {
     for words in [
         &["get", "pods", "-A"][..],
@@ -206,7 +207,7 @@ async fn webhook(cluster: &Cluster, who: &Path) -> Process {
     process
 }
 
-/// It leads, ends a PeerPod, keeps the CA that nodes trust; what it rolls out is `rollout`'s.
+/// It leads, ends a PeerPod, and keeps the CA that nodes trust. `rollout` tests the PeerPodConfig part.
 async fn controller(cluster: &Cluster, who: &Path) -> (Process, SocketAddr) {
     let state = format!("--paths.state-dir={}", cluster.folder().join("state").display());
     let more = [
@@ -245,7 +246,7 @@ async fn controller(cluster: &Cluster, who: &Path) -> (Process, SocketAddr) {
         &["delete", "node", "worker-1"],
         &["delete", "pod", "-n", OWN, "node-worker-1"],
         &["create", "configmap", "-n", "shop", "x"],
-        // With rollout.mode: chart it is no business of its.
+        // With rollout.mode: chart it needs no such right.
         &["get", "daemonsets", "-n", OWN],
         &["create", "clusterrolebinding", "x", "--clusterrole=cluster-admin", "--user=x"],
     ] {
@@ -265,7 +266,7 @@ fn heartbeat_of_long_ago(cluster: &Cluster) {
     );
 }
 
-/// What is left of lost nodes goes: a PeerPod, and a heartbeat.
+/// Removes the remains of lost nodes: a PeerPod, and a heartbeat.
 async fn sweeps(cluster: &Cluster, process: &Process) {
     apply(
         cluster,
@@ -285,11 +286,11 @@ async fn sweeps(cluster: &Cluster, process: &Process) {
     }
 }
 
-/// One pod's whole life on that node, with its pull secrets.
+/// Runs one pod's whole life on that node, with its pull secrets.
 async fn node_works(cluster: &Cluster, who: &Path, secrets: SocketAddr, controller: &Process) {
     let world = World::new().unwrap();
     let outside = |port: u16| SocketAddr::from(([127, 0, 0, 1], port));
-    // The node's loopback is not ours: both are found there all the same.
+    // The node's namespace has its own loopback; proxies make both servers reachable there.
     let _api = Proxy::to_outside(world.node(), cluster.port(), outside(cluster.port())).unwrap();
     let _service = Proxy::to_outside(world.node(), secrets.port(), secrets).unwrap();
     let (ca, token) = (cluster.folder().join("secrets-ca.crt"), cluster.folder().join("secrets-token"));
@@ -315,7 +316,7 @@ async fn node_works(cluster: &Cluster, who: &Path, secrets: SocketAddr, controll
     let kind = "--type=kubernetes.io/dockerconfigjson";
     cluster.kubectl(&["create", "secret", "generic", "-n", "shop", "pull", kind, &literal]).unwrap();
     let more = json!({"nodeName": "worker-1", "runtimeClassName": "kata-remote", "imagePullSecrets": [{"name": "pull"}]});
-    // As the API server would have it after a RuntimeClass's admission; no webhook is reached here.
+    // The API server would add this with the RuntimeClass's admission; no webhook is reachable here.
     cluster.kubectl(&["delete", "mutatingwebhookconfiguration", "peerpod-webhook"]).unwrap();
     pod(cluster, "shop", "web", with_overhead(more));
     let daemons = Daemons::start(&world, settings).await.unwrap();
@@ -378,7 +379,7 @@ fn with_overhead(mut spec: Value) -> Value {
     spec
 }
 
-/// Everything of others is out of its reach: by RBAC, or by the policy that knows its node.
+/// Checks that all objects of others are refused: by RBAC, or by the policy that compares the node's name.
 async fn node_is_bounded(cluster: &Cluster, who: &Path) {
     for words in [
         &["get", "secrets", "-A"][..],

@@ -1,5 +1,5 @@
-//! PeerPodConfig: the real controller, with the chart's own account and manifests, on a real API server with the real
-//! controllers of DaemonSets and Deployments. The kubelet is the test.
+//! Tests PeerPodConfig: the real controller, with the chart's own account and manifests, on a real API server with the
+//! real controllers of DaemonSets and Deployments. The test plays the kubelet.
 
 use std::{path::Path, time::Duration};
 
@@ -25,7 +25,7 @@ fn get(cluster: &Cluster, kind: &str, name: &str) -> anyhow::Result<Value> {
     Ok(if text.is_empty() { Value::Null } else { serde_json::from_str(&text)? })
 }
 
-/// The `Ready` condition's status, reason and message.
+/// Returns the `Ready` condition's status, reason and message.
 fn ready(cluster: &Cluster, name: &str) -> (String, String, String) {
     let found = get(cluster, "peerpodconfig", name).unwrap();
     let condition = &found["status"]["conditions"][0];
@@ -48,7 +48,7 @@ async fn object(cluster: &Cluster, kind: &str, name: &str) -> Value {
         .unwrap()
 }
 
-/// The kubelet's part, for all pods of this component that have not got it.
+/// Plays the kubelet for all pods of this component without a node.
 async fn run_pods(cluster: &Cluster, component: &str, count: usize) {
     let pods: Api<Pod> = Api::namespaced(cluster.client().unwrap(), OWN);
     let of = ListParams::default().labels(&format!("app.kubernetes.io/component={component}"));
@@ -181,7 +181,7 @@ async fn a_peer_pod_config_becomes_what_its_nodes_run() {
     refused(&cluster, r#"RuntimeClass "kata-remote" not found"#).await;
     config("gold", json!({"nodeSelector": {"pool": "gold"}}));
     object(&cluster, "runtimeclass", "kata-remote").await;
-    // The webhook is nowhere here: a pod of the class is not admitted without it.
+    // The webhook does not run here; a pod of the class is not admitted without it.
     refused(&cluster, "mwebhook.peerpods.io").await;
 
     somebody_elses_class_stays(&cluster, &controller).await;
@@ -189,7 +189,7 @@ async fn a_peer_pod_config_becomes_what_its_nodes_run() {
     assert!(!controller.said().contains("forbidden"), "{}", controller.said());
 }
 
-/// Until a pod of the class is refused with these words.
+/// Waits until a pod of the class is refused with this text.
 async fn refused(cluster: &Cluster, words: &str) {
     let overrides = r#"--overrides={"spec":{"runtimeClassName":"kata-remote"}}"#;
     let run = ["run", "-n", "default", "pod", "--image=none", "--dry-run=server", overrides];
@@ -201,8 +201,8 @@ async fn refused(cluster: &Cluster, words: &str) {
     waited.await.unwrap_or_else(|why| panic!("{why}: {said:?}"));
 }
 
-/// A class in which somebody else has a part is not taken away with the last PeerPodConfig, and then the webhook stays
-/// registered, too; also through an upgrade.
+/// Checks that a RuntimeClass with foreign annotations is kept after the last PeerPodConfig. The webhook then stays
+/// registered, even through an upgrade.
 async fn somebody_elses_class_stays(cluster: &Cluster, controller: &Process) {
     let class = ["kata-remote", "theirs=1"];
     cluster.kubectl(&[&["annotate", "runtimeclass"][..], &class].concat()).unwrap();
@@ -222,7 +222,8 @@ async fn somebody_elses_class_stays(cluster: &Cluster, controller: &Process) {
     assert_eq!(hooks.as_array().map(Vec::len), Some(1), "{hooks}");
 }
 
-/// Another one sets a variable and an annotation of its own; a changed limit, and time, leave them alone. Ours come back.
+/// Checks that foreign fields (a variable, an annotation) survive a changed limit and time, and that overwritten fields
+/// of the controller are restored.
 async fn others_fields_survive(
     cluster: &Cluster,
     config: &impl Fn(&str, Value),

@@ -1,5 +1,5 @@
-//! The service that gives nodes their pods' pull secrets, on a real API server with real bound tokens: what may be had,
-//! and every refusal.
+//! Tests the service that gives nodes their pods' pull secrets, on a real API server with real bound tokens: the
+//! permitted answers, and every refusal.
 
 use super::secrets_common;
 use std::{
@@ -20,7 +20,7 @@ use serde_json::{Value, json};
 const JSON: (&str, &str) = ("kubernetes.io/dockerconfigjson", ".dockerconfigjson");
 const CFG: (&str, &str) = ("kubernetes.io/dockercfg", ".dockercfg");
 
-/// Base64 of `user:password`.
+/// Returns an entry with the Base64 of `user:password`.
 fn entry(user: &str) -> Value {
     use base64::prelude::BASE64_STANDARD;
     json!({"auth": BASE64_STANDARD.encode(format!("{user}:geheim"))})
@@ -105,11 +105,11 @@ async fn given(cluster: &Cluster, asker: &Asker) {
     assert!(notes[1].contains("shop/opaque: its type is \"Opaque\""), "{notes:?}");
     assert!(notes[2].contains("shop/broken: .dockercfg is not of its form"), "{notes:?}");
 
-    // The pod of this name, whichever it is: a node that was not told a uid.
+    // Without a uid the answer is for the present pod of this name.
     let (status, answer) = asker.pull(Some(&identity), &token, "shop", "web", "").await.unwrap();
     assert!(status == StatusCode::OK && answer["pod_uid"] == json!(uid));
 
-    // The default account, and a pod that has none at all.
+    // The default account, and a pod without any secret.
     make_account(cluster, "default", &["three"]).await;
     make_pod(cluster, "shop", "plain", json!({"nodeName": "n1", "runtimeClassName": "kata-remote"})).await;
     let (_, answer) = asker.pull(Some(&identity), &token, "shop", "plain", "").await.unwrap();
@@ -124,7 +124,7 @@ async fn given(cluster: &Cluster, asker: &Asker) {
     );
 }
 
-/// As large as the API server keeps them.
+/// Secrets of the largest size that the API server stores.
 async fn large(cluster: &Cluster, asker: &Asker) {
     let mut names = Vec::new();
     for name in ["l1", "l2", "l3"] {
@@ -181,7 +181,7 @@ async fn who_asks(cluster: &Cluster, asker: &Asker) {
     let token = cluster.token(OURS, "other", &[AUDIENCE], Some(("other", &uid))).await.unwrap();
     refused(&token, unauthorized, "only system:serviceaccount:peerpod:peerpod-node may ask").await;
 
-    // Signed by nobody, ended, and one that ends while its review is still remembered.
+    // A forged signature, an expired token, and one that expires while its review is cached.
     let mut parts: Vec<&str> = good.split('.').collect();
     let forged = BASE64_URL_SAFE_NO_PAD.encode([7; 64]);
     parts[2] = &forged;
@@ -198,7 +198,7 @@ async fn who_asks(cluster: &Cluster, asker: &Asker) {
     .await
     .unwrap();
 
-    // The certificate: none, another node's, another CA's, one of ours that is a server's.
+    // The certificate: none, another node's, another CA's.
     let (status, answer) = asker.pull(None, &good, "shop", "web", "").await.unwrap();
     assert!(
         status == unauthorized && answer["error"].as_str().unwrap().contains("no client certificate"),
@@ -213,7 +213,7 @@ async fn who_asks(cluster: &Cluster, asker: &Asker) {
     asker.pull(Some(&own), &good, "shop", "web", "").await.unwrap_err();
 }
 
-/// The token with another end, signed with the API server's own key.
+/// Returns the token with another expiry, signed with the API server's own key.
 fn resigned(cluster: &Cluster, token: &str, end: u64) -> String {
     let parts: Vec<&str> = token.split('.').collect();
     let mut claims: Value =
@@ -225,7 +225,7 @@ fn resigned(cluster: &Cluster, token: &str, end: u64) -> String {
     let key = PrivatePkcs8KeyDer::from_pem_file(cluster.folder().join("accounts.key")).unwrap();
     let key = KeyPair::from_pkcs8_der_and_sign_algo(&key, &PKCS_ECDSA_P256_SHA256).unwrap();
     let der = key.sign(text.as_bytes()).unwrap();
-    // Two integers in DER; a JWT has them as 32 bytes each.
+    // DER has two integers; a JWT has them as 32 bytes each.
     let mut raw = Vec::new();
     let mut rest = &der[2..];
     for _ in 0..2 {
@@ -300,7 +300,7 @@ async fn what_for(cluster: &Cluster, asker: &Asker) {
     assert_eq!(seen, StatusCode::NOT_FOUND);
 }
 
-/// One node cannot take all of the service.
+/// Checks that one node cannot use up the service.
 async fn limited(cluster: &Cluster, asker: &Asker) {
     let token = node_token(cluster, "n2").await;
     let identity = asker.enrol(&token).await.unwrap();
@@ -322,7 +322,7 @@ async fn limited(cluster: &Cluster, asker: &Asker) {
     assert_eq!(status, StatusCode::OK, "the other node does not notice");
 }
 
-/// Another process knows the same CA; so does one that comes to a deleted Secret while the first still runs.
+/// Checks that a restarted process has the same CA, and that the running service restores a deleted Secret.
 async fn killed(cluster: &Cluster, service: Service) {
     let asker = Asker::of(cluster, &service).await;
     let token = node_token(cluster, "n1").await;

@@ -1,5 +1,5 @@
-//! The whole road of a pull secret: from the API server by the service, the node and the link into a VM, which pulls a
-//! private image with it; also when the service is away while the pod starts.
+//! Tests a pull secret's whole path: from the API server by the service, the node and the link into a VM, which pulls a
+//! private image with it. The service is also unavailable while a pod starts.
 
 use super::images_common;
 use super::node_common;
@@ -16,7 +16,7 @@ use peerpod_world::{Settings, proxy::Proxy};
 use secrets_common::{AUDIENCE, Service, bundle, make_pod};
 use serde_json::json;
 
-/// In the node's namespace, where the service is found.
+/// Port of the service in the node's namespace.
 const PORT: u16 = 19_444;
 
 #[tokio::test(flavor = "multi_thread")]
@@ -46,7 +46,7 @@ async fn a_vm_pulls_a_private_image_with_a_secret_of_the_cluster() {
         "type": "kubernetes.io/dockerconfigjson", "stringData": {".dockerconfigjson": auths},
     }));
     rig.daemons().await;
-    // The VM's network exists with the first VM; the address must not wait for it.
+    // The first VM makes the VMs' network; the registry needs its address earlier.
     rig.world.node().ip("address add 10.99.0.1/32 dev lo\n").unwrap();
     let at = Some((rig.world.node().name(), registry));
     let serving = Serving { secret: Some(("pod", "geheim")), at, ..Serving::default() };
@@ -54,14 +54,14 @@ async fn a_vm_pulls_a_private_image_with_a_secret_of_the_cluster() {
     let _registry = tokio::task::block_in_place(|| Registry::start(&[("team/app:v1", &image)], &serving));
     let name = format!("{registry}/team/app:v1");
 
-    // Nobody answers at first. A pod that names no secrets does not ask.
+    // The service does not run yet. The node makes no request for a pod without secrets.
     rig.pod("plain");
     let plain = rig.run("plain").await;
     let missed = rig.daemons.metrics("node").unwrap();
     assert!(missed.contains("peerpod_node_pull_secrets_missed_total 0"), "{missed}");
     rig.stop(plain).await;
 
-    // One that names some starts all the same, and says why it has no secrets yet.
+    // A pod with secrets starts anyway, with an Event that explains the missing ones.
     let uid = pod(&rig, "early");
     let early = rig.run("early").await;
     let (said, _) = rig.event(&uid, "PullSecretsMissing").await;
@@ -75,7 +75,7 @@ async fn a_vm_pulls_a_private_image_with_a_secret_of_the_cluster() {
     fs::write(&ca_file, ca.await.unwrap()).unwrap();
     let _proxy = Proxy::to_outside(rig.world.node(), PORT, service.address).unwrap();
     wait_for("the image to be had", LIMIT, async || {
-        // As a kubelet tries again.
+        // Like a kubelet's retry.
         drop(agent.remove_container("main").await);
         Ok(agent.create_container(&container(&name, "main")).await.ok())
     })
@@ -83,13 +83,13 @@ async fn a_vm_pulls_a_private_image_with_a_secret_of_the_cluster() {
     .unwrap_or_else(|error| panic!("{error}\n{}\n{}", service.process.said(), rig.daemons.log_tails()));
     runs(&agent).await;
 
-    // With somebody there the first word to the guest has them.
+    // With the service available, the first message to the guest has the secrets.
     let uid = pod(&rig, "late");
     let late = rig.run("late").await;
     let agent = sandbox(&rig, &late, "late").await;
     agent.create_container(&container(&name, "main")).await.unwrap();
     runs(&agent).await;
-    // What cannot be used of them its owner hears of, too.
+    // An Event reports unusable secrets to the pod's owner, too.
     let (said, _) = rig.event(&uid, "PullSecretUnusable").await;
     assert!(said.contains("shop/not-there: it does not exist"), "{said}");
 

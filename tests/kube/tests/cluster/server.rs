@@ -1,5 +1,5 @@
-//! The test server is a real one: rights, custom resources, admission, leases, nodes, tokens and the garbage collector do
-//! what the rest of our tests rely on.
+//! Tests that the test server is a real one: rights, custom resources, admission, leases, nodes, tokens and the garbage
+//! collector work as the other tests need them.
 
 use std::time::Duration;
 
@@ -27,7 +27,7 @@ fn post() -> PostParams {
     PostParams::default()
 }
 
-/// One server for all: its start is the dear part.
+/// One server serves all stages, because its start takes most of the time.
 #[tokio::test(flavor = "multi_thread")]
 async fn is_a_real_one() {
     let options = Options { controllers: vec!["garbage-collector-controller"], ..Options::default() };
@@ -53,7 +53,7 @@ async fn rights(cluster: &Cluster) {
     };
     cluster.service_account("shop", "reader", vec![rule]).await.unwrap();
     let reader = cluster.client_as("shop", "reader").await.unwrap();
-    // The authorizer hears of the role by a watch.
+    // The authorizer learns of the role by a watch.
     wait_for("the role to hold", LIMIT, async || {
         Ok(Api::<ConfigMap>::all(reader.clone()).list(&ListParams::default()).await.ok())
     })
@@ -155,7 +155,7 @@ async fn node_status(cluster: &Cluster) {
     assert_eq!(status.allocatable.unwrap()["kata.peerpods.io/vm"].0, "10");
 }
 
-/// What the controller will decide pull secrets by: which node a caller is on, said by the API server.
+/// Checks the data by which the controller decides on pull secrets: the API server names a caller's node.
 async fn bound_token(cluster: &Cluster) {
     let client = cluster.client().unwrap();
     cluster.service_account("shop", "node", Vec::new()).await.unwrap();

@@ -1,6 +1,6 @@
-//! `peerpod-cluster webhook` behind a real API server, registered as in `deploy/webhook/registration.yaml`.
+//! Tests `peerpod-cluster webhook` behind a real API server, registered as in `deploy/webhook/registration.yaml`.
 //!
-//! With `PEERPOD_BENCH=<file>` the figures are added to that summary.
+//! With `PEERPOD_BENCH=<file>` the figures are added to that file.
 
 use std::{
     collections::BTreeMap,
@@ -30,13 +30,13 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 const LIMIT: Duration = Duration::from_secs(60);
 const ADMISSIONS: usize = 2000;
-/// Requests under way at once.
+/// Number of concurrent requests.
 const AT_ONCE: usize = 8;
 const VCPUS: &str = "io.katacontainers.config.hypervisor.default_vcpus";
 const MEMORY: &str = "io.katacontainers.config.hypervisor.default_memory";
 const GPUS: &str = "io.katacontainers.config.hypervisor.default_gpus";
 
-/// The webhook's program and its certificate's files.
+/// The webhook's process and the files of its certificate.
 struct Webhook {
     process: Process,
     address: SocketAddr,
@@ -74,7 +74,7 @@ impl Webhook {
         Webhook { address: address("address"), admin: address("admin"), process, files }
     }
 
-    /// The deployed registration, by URL in place of the service, and for the test's second class, too.
+    /// Returns the deployed registration, with a URL in place of the service, and for the test's second class, too.
     fn registration(&self, authority: &Authority) -> MutatingWebhookConfiguration {
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../deploy/webhook/registration.yaml");
         let text =
@@ -108,7 +108,7 @@ fn put((certificate, key): &(PathBuf, PathBuf), authority: &Authority) {
     fs::write(key, second).unwrap();
 }
 
-/// `"cpu=2,memory=4Gi"` as a list of resources.
+/// Returns `"cpu=2,memory=4Gi"` as a list of resources.
 fn list(text: &str) -> Value {
     let pairs = text.split(',').filter_map(|pair| pair.split_once('='));
     Value::Object(pairs.map(|(name, value)| (name.to_owned(), json!(value))).collect())
@@ -187,7 +187,7 @@ async fn keeps_its_promises_behind_a_real_api_server() {
     gone(webhook, &pods).await;
 }
 
-/// Requests and limits of init containers and containers; what is expected of the sum, and by Kubernetes' rule.
+/// Requests and limits of init containers, and of containers; expected sizes by the sum, and by Kubernetes' rule.
 type Row = (&'static [[&'static str; 2]], &'static [[&'static str; 2]], [&'static str; 3], [&'static str; 3]);
 
 const ROWS: [Row; 10] = [
@@ -264,7 +264,8 @@ async fn others_never_wait(cluster: &Cluster, webhook: &Webhook, pods: &Api<Pod>
     assert_eq!(webhook.metric("peerpod_webhook_reviews_total").await, before);
 }
 
-/// The API server fills a namespace's defaults in again after we have cleared the containers.
+/// The API server adds a namespace's defaults again after the webhook has cleared the containers. Checks that the pod
+/// still counts as one VM, with the defaults in its size.
 async fn limits_of_the_namespace(cluster: &Cluster) {
     let client = cluster.client().unwrap();
     let defaults =
@@ -294,7 +295,7 @@ async fn reinvoked(registrations: &Api<MutatingWebhookConfiguration>, pods: &Api
     })
     .await
     .unwrap();
-    // Called after ours, by its name.
+    // Its name sorts after Peerpod's webhook, so it is called later.
     let injecting = hook.registration(
         "zz-mesh.example.org",
         json!({
@@ -322,7 +323,7 @@ async fn reinvoked(registrations: &Api<MutatingWebhookConfiguration>, pods: &Api
     .unwrap();
 }
 
-/// As many admissions by ours as by a webhook that does nothing, in turns.
+/// Measures the same number of admissions with Peerpod's webhook and with an idle webhook, in turns.
 async fn admissions(webhook: &Webhook, registrations: &Api<MutatingWebhookConfiguration>, pods: &Api<Pod>) {
     let hook = Hook::start(|_| None).await.unwrap();
     let rules =
@@ -382,7 +383,7 @@ async fn admissions(webhook: &Webhook, registrations: &Api<MutatingWebhookConfig
     report("webhook_p99_vs_noop", ours / noop);
 }
 
-/// The upper bound of the bucket in which the 99th of a hundred is.
+/// Returns the upper bound of the bucket with the 99th percentile.
 fn p99(metrics: &str) -> f64 {
     let buckets: Vec<(f64, f64)> = metrics
         .lines()
@@ -404,7 +405,7 @@ fn report(key: &str, value: f64) {
     fs::write(&path, serde_json::to_vec_pretty(&all).unwrap()).unwrap();
 }
 
-/// New certificates under load: the API server's requests all succeed, and so does every new connection.
+/// Replaces certificates under load: all requests of the API server and all new connections succeed.
 async fn rotated(webhook: &Webhook, authority: &Authority, pods: &Api<Pod>) {
     let stop = Arc::new(AtomicBool::new(false));
     let load = (0..AT_ONCE).map(|_| {
@@ -430,7 +431,7 @@ async fn rotated(webhook: &Webhook, authority: &Authority, pods: &Api<Pod>) {
             while !stop.load(Ordering::Relaxed) {
                 seen.insert(handshake(address, &ca).await);
                 certificates.store(seen.len(), Ordering::Relaxed);
-                // Not all of the machine's time: the load wants some.
+                // The pause leaves time to the load.
                 tokio::time::sleep(Duration::from_millis(5)).await;
             }
         })
@@ -465,7 +466,7 @@ async fn rotated(webhook: &Webhook, authority: &Authority, pods: &Api<Pod>) {
     assert!(certificates > ROTATIONS, "{certificates} certificates seen");
 }
 
-/// A new connection that trusts the CA; the certificate that the server showed.
+/// Opens a new connection that trusts the CA, and returns the server's certificate.
 async fn handshake(address: SocketAddr, ca: &str) -> Vec<u8> {
     let mut roots = rustls::RootCertStore::empty();
     roots.add(CertificateDer::from_pem_slice(ca.as_bytes()).unwrap()).unwrap();
@@ -479,7 +480,7 @@ async fn handshake(address: SocketAddr, ca: &str) -> Vec<u8> {
     stream.get_ref().1.peer_certificates().unwrap()[0].to_vec()
 }
 
-/// A webhook that is down: peer pods are refused, others do not notice.
+/// Checks that peer pods are refused while the webhook is down, and that other pods are not affected.
 async fn gone(webhook: Webhook, pods: &Api<Pod>) {
     drop(webhook.process);
     let refused =

@@ -1,5 +1,5 @@
-//! `webhook.certificates: self-managed` behind a real API server: two replicas that begin at once have one CA, the
-//! registration gets it, and CAs and certificates change under load without an admission that fails.
+//! Tests `webhook.certificates: self-managed` behind a real API server. Two replicas that start at once share one CA,
+//! and the registration gets it. CAs and certificates change under load without a failed admission.
 
 use std::{
     collections::BTreeSet,
@@ -22,7 +22,7 @@ use serde_json::{Value, from_value, json};
 
 const LIMIT: Duration = Duration::from_secs(60);
 const NAMES: [&str; 2] = ["peerpod-webhook", "peerpod-webhook-2"];
-/// CAs that must have come and gone under load.
+/// Number of CA rotations under load.
 const ROTATIONS: usize = 2;
 
 fn rule(group: &str, resource: &str, verbs: &[&str], names: &[&str]) -> Rule {
@@ -41,7 +41,7 @@ struct Replica {
     address: SocketAddr,
 }
 
-/// One that keeps the CA in this Secret; CAs live for 12 s.
+/// Starts a replica that keeps the CA in this Secret; CAs live for 12 s.
 async fn replica(cluster: &Cluster, registration: &str) -> Replica {
     let kubeconfig = cluster.folder().join("webhook.kubeconfig");
     let words: Vec<String> = [
@@ -104,7 +104,7 @@ async fn its_own_certificates_change_under_load_and_no_admission_fails() {
         let class: RuntimeClass = from_value(json!({"metadata": {"name": class}, "handler": class})).unwrap();
         Api::all(client.clone()).create(&PostParams::default(), &class).await.unwrap();
     }
-    // No more than it needs.
+    // Exactly the rights that it needs.
     let rules = vec![
         rule("", "secrets", &["create"], &[]),
         rule("", "secrets", &["get", "update"], &["peerpod-webhook-ca"]),
@@ -113,7 +113,7 @@ async fn its_own_certificates_change_under_load_and_no_admission_fails() {
     cluster.service_account("peerpod", "webhook", rules).await.unwrap();
     let token = cluster.token("peerpod", "webhook", &[], None).await.unwrap();
     std::fs::write(cluster.folder().join("webhook.kubeconfig"), cluster.kubeconfig(&token)).unwrap();
-    // The API server calls a service's replicas in turn; here each has a registration of its own, and both one CA.
+    // The API server calls a service's replicas in turn. Here each has its own registration, and both share one CA.
     let replicas = tokio::join!(replica(&cluster, NAMES[0]), replica(&cluster, NAMES[1]));
     let mut replicas = [replicas.0, replicas.1];
     let registrations: Api<MutatingWebhookConfiguration> = Api::all(client.clone());
@@ -123,7 +123,7 @@ async fn its_own_certificates_change_under_load_and_no_admission_fails() {
         let only =
             json!([{"name": "class", "expression": format!("object.spec.runtimeClassName == '{class}'")}]);
         let more = json!({"rules": rules, "matchConditions": only});
-        // As it is deployed, without a CA.
+        // As deployed, without a CA.
         let mut made =
             registration(&format!("{name}.example.org"), replica.address, "/mutate-v1-pod", "", more);
         made["metadata"]["name"] = json!(name);
@@ -154,7 +154,8 @@ async fn its_own_certificates_change_under_load_and_no_admission_fails() {
             })
         })
         .into();
-    // What the API server's kept connections would hide: each of ours is new, and trusts what the registration has.
+    // The API server's kept connections would hide a failure. Each connection here is new and trusts the registration's
+    // bundle.
     let fresh = {
         let (registrations, stop) = (registrations.clone(), stop.clone());
         let address = replicas[0].address;
@@ -176,7 +177,7 @@ async fn its_own_certificates_change_under_load_and_no_admission_fails() {
         let found = registrations.get(NAMES[0]).await?;
         let bundle = found.webhooks.unwrap()[0].client_config.ca_bundle.clone().unwrap().0;
         cas.insert(String::from_utf8(bundle)?);
-        // Each rotation: one, two of them, the new one first.
+        // Each rotation has bundles of one CA, and of two CAs with the new one first.
         Ok((cas.len() > 3 * ROTATIONS || fresh.is_finished()).then_some(()))
     })
     .await
@@ -198,7 +199,7 @@ async fn its_own_certificates_change_under_load_and_no_admission_fails() {
         let said = replica.process.said();
         assert!(!said.contains("PRIVATE KEY") && said.contains("certificate made"), "{said}");
     }
-    // The two registrations have the same CAs, whoever wrote them.
+    // The two registrations have the same CAs, independent of the replica that wrote them.
     let bundle = async |name: &str| {
         registrations.get(name).await.unwrap().webhooks.unwrap()[0].client_config.ca_bundle.clone()
     };
@@ -209,7 +210,7 @@ async fn its_own_certificates_change_under_load_and_no_admission_fails() {
     .unwrap();
 }
 
-/// A new connection that trusts the bundle; the certificate that the server showed.
+/// Opens a new connection that trusts the bundle, and returns the server's certificate.
 async fn handshake(address: SocketAddr, bundle: &[u8]) -> Vec<u8> {
     use rustls_pki_types::{CertificateDer, ServerName, pem::PemObject};
     let mut roots = rustls::RootCertStore::empty();

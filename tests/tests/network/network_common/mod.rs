@@ -1,5 +1,5 @@
-//! What the network's tests have in common: a sandbox in a pod that a CNI made, and the conversation that every pod
-//! must be able to hold, whether it is in its VM or not.
+//! Helpers of the network tests: a sandbox in a pod that a CNI made, and the traffic that every pod must be able to
+//! exchange, with or without a VM.
 
 #![allow(unreachable_pub)] // a module of tests
 use std::{
@@ -21,15 +21,15 @@ use peerpod_world::{
 };
 use tokio::task::JoinSet;
 
-/// What is left of the cloud network's 1500 bytes for a packet of the pod.
+/// MTU of the pod that the tunnel leaves of the cloud network's 1500 bytes.
 pub const ROOM: u64 = 1450;
 
-/// A running sandbox with one container, in any pod.
+/// Running sandbox with one container, in any pod.
 pub struct Vm {
     pub id: String,
     pub shim: ShimClient,
     pub agent: AgentClient,
-    /// The pod's network in the VM, as the container has it.
+    /// The pod's network namespace in the VM, which the container is in.
     pub inside: Netns,
 }
 
@@ -68,11 +68,11 @@ impl Vm {
     }
 }
 
-/// A network namespace by the process that is in it: it has no name out here.
+/// Opens a network namespace by a process that is in it: it has no name outside the VM.
 fn netns_of(inode: u64) -> anyhow::Result<Netns> {
     for entry in fs::read_dir("/proc")?.flatten() {
         let path = entry.path().join("ns/net");
-        // Whoever ends while we look is not the one.
+        // A process that ends meanwhile is not in the namespace.
         if fs::metadata(&path).is_ok_and(|found| found.ino() == inode) {
             return Ok(Netns::open(path)?);
         }
@@ -80,14 +80,14 @@ fn netns_of(inode: u64) -> anyhow::Result<Netns> {
     anyhow::bail!("no process is in the network namespace {inode}")
 }
 
-/// Where a pod's programs are, and the largest packet that they send.
+/// Network namespace of a pod's programs, and the largest packet that they send.
 #[derive(Clone, Copy)]
 pub struct Place<'a> {
     pub netns: &'a Netns,
     pub mtu: u64,
 }
 
-/// Where those of a company are, each in its VM or not.
+/// Places of the pods of a company, each in its VM or not.
 #[derive(Clone, Copy)]
 pub struct Places<'a> {
     pub pod: Place<'a>,
@@ -95,21 +95,21 @@ pub struct Places<'a> {
     pub far: Place<'a>,
 }
 
-/// A pod and those it talks to.
+/// Pod and its peers.
 pub struct Company<'a> {
     pub cluster: &'a Cluster,
     pub pod: &'a Attached,
-    /// Another one of its node.
+    /// Another pod of its node.
     pub near: &'a Attached,
-    /// One of another node.
+    /// Pod of another node.
     pub far: &'a Attached,
-    /// The services before the pod and before its neighbour, one address per family.
+    /// Services in front of the pod and of its neighbour, one address per family.
     pub own: &'a [SocketAddr],
     pub others: &'a [SocketAddr],
 }
 
 impl Company<'_> {
-    /// All of them in their namespaces, as the CNI made them.
+    /// Returns the places of all pods in their namespaces on the nodes.
     pub fn without_vms(&self) -> Places<'_> {
         let mtu = self.cluster.shape.mtu;
         let [pod, near, far] = [self.pod, self.near, self.far].map(|pod| pod.namespace.netns());
@@ -120,8 +120,8 @@ impl Company<'_> {
         }
     }
 
-    /// Everybody with everybody: in all families, by address and by service, small, exactly as large as a packet may be
-    /// and larger, one and many at once.
+    /// Exchanges traffic between all pods, in all families, by address and by service. Packets are small, exactly as
+    /// large as the MTU, and larger; there is one stream, and then many at once.
     pub async fn converse(&self, places: Places<'_>) -> anyhow::Result<()> {
         let all = |pod: &Attached| pod.addresses.iter().map(|(_, address)| *address).collect::<Vec<_>>();
         let (inside, beside, far) = (places.pod.netns, places.near.netns, places.far.netns);
@@ -201,7 +201,7 @@ impl Company<'_> {
     }
 }
 
-/// Many talks at once.
+/// Exchanges that run at once.
 #[derive(Default)]
 struct Talks(JoinSet<anyhow::Result<()>>);
 
@@ -225,7 +225,7 @@ impl Talks {
         });
     }
 
-    /// From one address of several, which is the one that must be seen.
+    /// Connects from one of several addresses, which the server must see.
     fn tcp_of(&mut self, name: &str, from: &Netns, source: IpAddr, to: SocketAddr) {
         let from = from.clone();
         self.add(name, to.ip(), async move {

@@ -1,4 +1,4 @@
-//! Shapes with a bridge (or what plays OVS) on the node.
+//! Shapes with a bridge (or its replacement for OVS) on the node.
 
 use super::Shape;
 
@@ -23,7 +23,8 @@ EOF
     "#,
 };
 
-/// flannel in its VXLAN mode: it delegates to the `bridge` plugin; between the nodes a VXLAN device of its own, on 8472.
+/// flannel in its VXLAN mode: delegates to the `bridge` plugin, and has its own VXLAN device on port 8472 between the
+/// nodes.
 pub(super) const FLANNEL: Shape = Shape {
     name: "flannel",
     mtu: 1450,
@@ -49,7 +50,8 @@ EOF
     "#,
 };
 
-/// OpenShift SDN: the cluster's network is on-link, flows know the pod's MAC, and a collect-metadata VXLAN has 4789.
+/// OpenShift SDN: the cluster's network is on-link, flows match the pod's MAC, and a collect-metadata VXLAN uses port
+/// 4789.
 pub(super) const OPENSHIFT_SDN: Shape = Shape {
     name: "openshift-sdn",
     mtu: 1450,
@@ -88,10 +90,11 @@ EOF
     "#,
 };
 
-/// OVN-Kubernetes, both families: port security for MAC and IP, ARP answered by the switch and never broadcast to pods.
-/// Linux bridges answer for neighbours in IPv4 only, so the one whose address is asked for answers IPv6's question
-/// itself; no other pod hears it. For that the ports have `proxy_arp_wifi`: one with `proxy_arp` is never flooded to,
-/// also not in IPv6.
+/// OVN-Kubernetes, both families: port security for MAC and IP; the switch answers ARP and never broadcasts it to pods.
+///
+/// Linux bridges answer for neighbours in IPv4 only. A neighbour solicitation in IPv6 therefore reaches the pod that
+/// has the address, and no other pod. For that the ports have `proxy_arp_wifi`: the bridge never floods to a port with
+/// `proxy_arp`, also not in IPv6.
 pub(super) const OVN_KUBERNETES: Shape = Shape {
     name: "ovn-kubernetes",
     mtu: 1400,
@@ -148,7 +151,7 @@ EOF
     "#,
 };
 
-/// Multus: flannel's interface first, then two more, the last with `sbr`'s rule and table of its own.
+/// Multus: the interface of flannel first, then two more, the last with its own rule and table made by `sbr`.
 pub(super) const MULTUS: Shape = Shape {
     name: "multus",
     mtu: 1450,

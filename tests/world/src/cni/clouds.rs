@@ -2,8 +2,8 @@
 
 use super::Shape;
 
-/// AWS VPC CNI: /32, a gateway that only a permanent neighbour knows, jumbo frames, and on the node rules and a table
-/// for the pod's network interface.
+/// AWS VPC CNI: /32, a gateway that is only a permanent neighbour entry, jumbo frames, and on the node rules and a
+/// table for the pod's network interface.
 pub(super) const AWS: Shape = Shape {
     name: "aws",
     mtu: 9001,
@@ -28,7 +28,7 @@ pub(super) const AWS: Shape = Shape {
     "#,
 };
 
-/// The same in a cluster of IPv6: a link-local gateway that only a permanent neighbour knows.
+/// AWS VPC CNI in an IPv6 cluster: a link-local gateway that is only a permanent neighbour entry.
 pub(super) const AWS_V6: Shape = Shape {
     name: "aws-v6",
     mtu: 9001,
@@ -52,7 +52,7 @@ pub(super) const AWS_V6: Shape = Shape {
     "#,
 };
 
-/// Azure CNI in its transparent mode: the VNet's prefix without its route, and a gateway with a MAC that nobody has.
+/// Azure CNI in its transparent mode: the VNet's prefix without its route, and a gateway with a MAC that no device has.
 pub(super) const AZURE: Shape = Shape {
     name: "azure",
     mtu: 1500,
@@ -71,7 +71,7 @@ pub(super) const AZURE: Shape = Shape {
     "#,
 };
 
-/// GKE: point to point with the prefix's route taken away, on an underlay of 1460.
+/// GKE: point to point with the prefix's route removed, on an underlay with MTU 1460.
 pub(super) const GKE: Shape = Shape {
     name: "gke",
     mtu: 1460,

@@ -1,8 +1,8 @@
-//! Shapes without a bridge: the node routes to each pod's veth.
+//! Shapes without a bridge: the node has a route to the veth of each pod.
 
 use super::Shape;
 
-/// The reference `ptp` plugin, both families: the prefix's route goes by the gateway.
+/// The reference `ptp` plugin, both families: the prefix's route uses the gateway.
 pub(super) const PTP: Shape = Shape {
     name: "ptp",
     mtu: 1500,
@@ -23,7 +23,7 @@ EOF
     "#,
 };
 
-/// A cluster without IPv4.
+/// Cluster without IPv4.
 pub(super) const V6_ONLY: Shape = Shape {
     name: "v6-only",
     mtu: 1500,
@@ -40,8 +40,8 @@ EOF
     "#,
 };
 
-/// Calico in its IPIP mode (plain routes stand for the tunnel between the nodes): /32, a gateway that nobody has, proxy
-/// ARP on the node's end.
+/// Calico in its IPIP mode (plain routes replace the tunnel between the nodes): /32, a gateway address that no device
+/// has, and proxy ARP on the node's end.
 pub(super) const CALICO_IPIP: Shape = Shape {
     name: "calico-ipip",
     mtu: 1480,
@@ -65,7 +65,7 @@ pub(super) const CALICO_IPIP: Shape = Shape {
     "#,
 };
 
-/// Calico in its VXLAN mode, both families: its rules drop what comes to 4789 from other than Calico's nodes.
+/// Calico in its VXLAN mode, both families: its rules drop packets to port 4789 from hosts that are not Calico's nodes.
 pub(super) const CALICO_VXLAN: Shape = Shape {
     name: "calico-vxlan",
     mtu: 1430,
@@ -122,8 +122,8 @@ EOF
     "#,
 };
 
-/// Cilium with veth: /32 and /128, programs of its own on the node's end and on the pod's `eth0`, and a
-/// collect-metadata VXLAN on 8472. Classic BPF stands for its programs; what they answer for the gateway, proxies do.
+/// Cilium with veth: /32 and /128, its own programs on the node's end and on the pod's `eth0`, and a collect-metadata
+/// VXLAN on port 8472. Classic BPF replaces its programs; proxy ARP and NDP replace their answers for the gateway.
 pub(super) const CILIUM: Shape = Shape {
     name: "cilium",
     mtu: 1450,
@@ -165,7 +165,8 @@ pub(super) const CILIUM: Shape = Shape {
     "#,
 };
 
-/// No CNI's, but what plugins may leave together: several addresses, metrics, tables, rules, and routes to nowhere.
+/// Combination of state that plugins may leave, of no particular CNI: several addresses, metrics, tables, rules, and
+/// routes to nowhere.
 pub(super) const EVERYTHING: Shape = Shape {
     name: "everything",
     mtu: 1400,

@@ -1,4 +1,4 @@
-//! The stages, each a method that does and checks.
+//! The stages, each a method that acts and checks.
 
 use std::{
     net::SocketAddr,
@@ -18,18 +18,19 @@ use crate::{
     stop,
 };
 
-/// On a machine that is busy with other tests, and where the VM may be an emulated one.
+/// Time limit of one step, on a machine that is busy with other tests and with a VM that may be emulated.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// A VM of the local provider is up in well under a second; an emulated machine takes its time.
+/// Time limit of a boot. A VM of the local provider is up in well under a second; an emulated machine takes long.
 const BOOT_PATIENCE: Duration = Duration::from_secs(180);
 const TRANSFER: usize = 64 << 20;
 const PAGE_PORT: u16 = 8080;
-/// SYN, ACK, the request and FIN are four packets at least: Ethernet, IP and TCP headers of them, over IPv4 and IPv6.
+/// Bytes of two connections at least, one over IPv4 and one over IPv6. Each has four packets (SYN, ACK, the request and
+/// FIN) with Ethernet, IP and TCP headers.
 const TWO_CONNECTIONS: u64 = 4 * (14 + 20 + 20) + 4 * (14 + 40 + 20);
 const NAMESPACE: &str = "default";
 const POD: &str = "road";
 
-/// Somebody on the road. The fields appear as the stages make them; dropped in this order.
+/// State of a walk. The stages fill the fields, which are dropped in this order.
 pub struct Walk {
     oom: Option<JoinHandle<()>>,
     agent: Option<AgentClient>,
@@ -48,9 +49,9 @@ pub struct Walk {
 }
 
 impl Walk {
-    /// Nothing is made yet.
+    /// Returns a walk with no stage passed.
     pub fn new(world: World, settings: Settings) -> Walk {
-        // Ids as containerd makes them: 64 hexadecimal digits.
+        // containerd's ids have 64 hexadecimal digits.
         let seed = std::time::UNIX_EPOCH.elapsed().unwrap_or_default().as_nanos().reverse_bits();
         Walk {
             oom: None,
@@ -86,12 +87,12 @@ impl Walk {
         self.agent.as_ref().context("the agent is connected")
     }
 
-    /// The node's own stages, known from StopVM on.
+    /// Returns the node's own stages, which are known from StopVM on.
     pub fn inside(&self) -> &[(String, Duration)] {
         &self.inside
     }
 
-    /// The ends of the daemons' logs.
+    /// Returns the ends of the daemons' logs.
     pub fn log_tails(&self) -> String {
         self.daemons.as_ref().map(Daemons::log_tails).unwrap_or_default()
     }
@@ -102,7 +103,7 @@ impl Walk {
         Ok(format!("state in {}", daemons.state_dir().display()))
     }
 
-    /// Makes the pod's network namespace and the other pod's.
+    /// Makes the network namespaces of the pod and of another pod.
     pub async fn make_pods(&mut self) -> anyhow::Result<String> {
         let (pod, other) = (self.world.pod()?, self.world.pod()?);
         for address in pod.addresses() {
@@ -120,7 +121,7 @@ impl Walk {
         Sight::of(&self.world, &[pod.namespace(), other.namespace()], daemons)
     }
 
-    /// CreateVM with the nine annotations, and once more, which changes nothing.
+    /// Calls CreateVM with the nine annotations, then again, which must change nothing.
     pub async fn create_vm(&mut self) -> anyhow::Result<String> {
         self.before = self.look()?;
         let shim = self.shim.insert(self.daemons.as_ref().context("the daemons run")?.shim().await?);
@@ -138,7 +139,7 @@ impl Walk {
         Ok(format!("agent socket {}", self.socket.display()))
     }
 
-    /// StartVM; the other side of it is asked for the VM's name meanwhile.
+    /// Calls StartVM, and meanwhile GetInfo for the VM's name.
     pub async fn start_vm(&mut self) -> anyhow::Result<String> {
         let shim = self.shim()?;
         let (started, vm) = tokio::join!(
@@ -152,7 +153,7 @@ impl Walk {
         Ok(format!("VM {vm}"))
     }
 
-    /// The agent answers, on one of two connections.
+    /// Connects to the agent with two connections, and checks one of them.
     pub async fn connect_agent(&mut self) -> anyhow::Result<String> {
         let agent = self.agent.insert(AgentClient::connect(&self.socket).await?);
         let health = agent.check().await?;
@@ -161,7 +162,8 @@ impl Walk {
         Ok(format!("agent {}", version.agent_version))
     }
 
-    /// CreateSandbox, GetGuestDetails, GetOOMEvent for the sandbox's life, and the container that containerd calls pause.
+    /// Calls CreateSandbox, GetGuestDetails and GetOOMEvent (pending until the sandbox ends), and starts containerd's
+    /// pause container.
     pub async fn create_sandbox(&mut self) -> anyhow::Result<String> {
         let agent = self.agent()?.clone();
         let mut request = CreateSandboxRequest::new();
@@ -173,7 +175,7 @@ impl Walk {
         self.oom = Some(tokio::spawn({
             let agent = agent.clone();
             async move {
-                // Its only end in this story is the sandbox's.
+                // It ends only with the sandbox.
                 drop(agent.oom_event().await);
             }
         }));
@@ -187,7 +189,7 @@ impl Walk {
         Ok(format!("agent handles {} kinds of storage", details.agent_details.storage_handlers.len()))
     }
 
-    /// A container, after the files that it is given, and a page server in it.
+    /// Copies the container's files, starts the container, and starts a page server in it.
     pub async fn run_container(&mut self) -> anyhow::Result<String> {
         let (agent, container) = (self.agent()?, &self.container);
         for (name, text) in [("hostname", "road\n"), ("hosts", "127.0.0.1 localhost\n"), ("resolv.conf", "")]
@@ -213,7 +215,7 @@ impl Walk {
             String::from_utf8_lossy(&out)
         );
         ensure!(error == b"oops\n", "standard error is oops: {:?}", String::from_utf8_lossy(&error));
-        // The server whose pages the other pod will ask for; it ends with the container.
+        // Serves the pages that the other pod fetches; ends with the container.
         let server = exec_request(container, "page", &["peerpod-test-tool", "page", &PAGE_PORT.to_string()]);
         agent.exec_process(&server).await?;
         let out = agent.read_stdout(container, "page", 8192).await?;
@@ -225,7 +227,7 @@ impl Walk {
         Ok("hello on stdout, oops on stderr".into())
     }
 
-    /// A command inside, with its exit code; then the numbers a kubelet asks for.
+    /// Runs a command in the container and checks its exit code, then the statistics for the kubelet.
     pub async fn exec(&mut self) -> anyhow::Result<String> {
         let (agent, container) = (self.agent()?, &self.container);
         let script = "cat /proc/net/dev | grep -c eth0; echo to-stderr >&2; exit 3";
@@ -249,7 +251,7 @@ impl Walk {
         Ok("exit code 3, eth0 inside".into())
     }
 
-    /// Through the whole road and back, compared byte for byte as it comes.
+    /// Sends bytes through shim connection, link and agent and back, and compares them as they come.
     pub async fn transfer(&mut self) -> anyhow::Result<String> {
         let (agent, container) = (self.agent()?, &self.container);
         let began = Instant::now();
@@ -258,7 +260,7 @@ impl Walk {
         Ok(format!("equal; {rate:.0} MiB/s each way"))
     }
 
-    /// Both families, small and as large as the MTU lets through.
+    /// Pings in both families, with small packets and with packets as large as the MTU permits.
     pub async fn ping_in(&mut self) -> anyhow::Result<String> {
         let (pod, other) = self.pods()?;
         let mut seen = Vec::new();
@@ -273,7 +275,7 @@ impl Walk {
         Ok(seen.join(", "))
     }
 
-    /// The page names its asker: the other pod's address, not the node's.
+    /// Fetches the page, which must name the other pod's address and not the node's address.
     pub async fn fetch_in(&mut self) -> anyhow::Result<String> {
         let (pod, other) = self.pods()?;
         for (to, asker) in pod.addresses().into_iter().zip(other.addresses()) {
@@ -289,7 +291,8 @@ impl Walk {
         Ok(format!("for {} and {}", other.v4(), other.v6()))
     }
 
-    /// Somebody outside is asked from inside; the node's pod netns carries it and the pod's address is seen.
+    /// Fetches a page outside from inside the VM. The traffic must pass through the pod's netns on the node, with the
+    /// pod's address as its source.
     pub async fn fetch_out(&mut self) -> anyhow::Result<String> {
         let server = PageServer::start(self.pods()?.1.namespace())?;
         let (pod, other) = self.pods()?;
@@ -308,7 +311,8 @@ impl Walk {
             );
         }
         ensure!(server.peers() == pod.addresses(), "the server saw {:?}", server.peers());
-        // Out of the tunnel, and out of eth0 of the node's pod netns: both, each at least a whole connection per family.
+        // Both the tunnel device and eth0 of the pod's netns on the node carried at least one whole connection per
+        // family.
         let came = pod.namespace().counters("pp-vx0")?.0 - came_before;
         let left = pod.namespace().counters("eth0")?.1 - left_before;
         ensure!(
@@ -323,7 +327,7 @@ impl Walk {
         Ok(format!("{left} bytes by eth0 of the node's pod netns"))
     }
 
-    /// As the shim ends containers: SIGTERM, the rest of the output, the exit code, SIGKILL, RemoveContainer.
+    /// Ends containers as the shim does: SIGTERM, the rest of the output, the exit code, SIGKILL, RemoveContainer.
     pub async fn remove_containers(&mut self) -> anyhow::Result<String> {
         let (agent, container) = (self.agent()?, &self.container);
         agent.signal_process(container, "", 15).await?;
@@ -342,7 +346,7 @@ impl Walk {
         Ok("exit codes 7 and 137".into())
     }
 
-    /// Three times back to back, each in its second; then the connections close, as in the transcripts.
+    /// Calls StopVM three times in a row, each within one second; then closes the connections, as in the transcripts.
     pub async fn stop_vm(&mut self) -> anyhow::Result<String> {
         self.running = self.look()?;
         let entry = self.daemons()?.ledger()?.into_iter().find(|entry| entry.id == self.id);
@@ -356,13 +360,14 @@ impl Walk {
         self.agent = None;
         self.shim = None;
         if let Some(oom) = self.oom.take() {
-            // It held a connection; the shim's is closed now.
+            // Its clone of the client still holds a connection.
             oom.abort();
         }
         Ok(format!("answered in {}; {} things to take away", seen.join(", "), more.len()))
     }
 
-    /// What `ip`, `tc`, `nft` and `/proc` see is what they saw before CreateVM; a late CreateVM makes nothing.
+    /// Checks that `ip`, `tc`, `nft` and `/proc` show the same state as before CreateVM, and that a late CreateVM makes
+    /// nothing.
     pub async fn nothing_is_left(&mut self) -> anyhow::Result<String> {
         let id = self.id.clone();
         let Some(daemons) = &self.daemons else { bail!("the daemons run") };
@@ -420,7 +425,7 @@ pub async fn transfer(agent: &AgentClient, container: &str, exec: &str, total: u
     Ok(())
 }
 
-/// Everything still to come on standard output, and the exit code.
+/// Reads the rest of the standard output, and returns it with the exit code.
 async fn drain(agent: &AgentClient, container: &str) -> anyhow::Result<(Vec<u8>, i32)> {
     let mut all = Vec::new();
     loop {
@@ -432,7 +437,7 @@ async fn drain(agent: &AgentClient, container: &str) -> anyhow::Result<(Vec<u8>,
     Ok((all, agent.wait_process(container, "").await?))
 }
 
-/// Bytes that repeat nowhere near, the same for everyone who asks (xorshift).
+/// Byte stream without short repetitions, the same for every instance (xorshift).
 struct Bytes(u64, Vec<u8>);
 
 impl Bytes {

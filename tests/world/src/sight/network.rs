@@ -1,4 +1,4 @@
-//! All that a namespace's network consists of, as `ip`, `tc`, `nft` and `/proc/sys` tell it: one line per thing.
+//! Lists the network state of a namespace, as `ip`, `tc`, `nft` and `/proc/sys` report it: one line per thing.
 
 use std::{
     fs,
@@ -9,12 +9,12 @@ use anyhow::Context;
 
 use crate::{Namespace, command::run};
 
-/// Where the kernel's settings are.
+/// Folder of the kernel's settings.
 const SYSCTLS: &str = "/proc/sys/net";
-/// Those that count, or that nobody set: how much is tracked, a key that the kernel makes when it is first needed.
+/// Values that are not settings: the number of tracked connections, and keys that the kernel makes at their first use.
 const NO_SETTINGS: &[&str] = &["nf_conntrack_count", "tcp_fastopen_key", "stable_secret"];
 
-/// Nothing of a namespace that is gone.
+/// Returns the lines of a namespace; none if it is gone.
 pub(super) fn lines(namespace: &Namespace) -> anyhow::Result<Vec<String>> {
     if !namespace.path().exists() {
         return Ok(Vec::new());
@@ -24,7 +24,7 @@ pub(super) fn lines(namespace: &Namespace) -> anyhow::Result<Vec<String>> {
     addresses(name, &mut lines)?;
     routing(name, &mut lines)?;
     traffic_control(name, &mut lines)?;
-    // Without what counters say: that grows.
+    // -s leaves out the counters, which grow.
     let rules = namespace.run(|| run("nft", &["-s", "list", "ruleset"], ""))?;
     let rules = rules.context("nft is a witness: apt-get install nftables")?;
     let rules = rules.lines().map(str::trim).filter(|line| line.len() > 1);
@@ -47,7 +47,7 @@ fn addresses(name: &str, lines: &mut Vec<String>) -> anyhow::Result<()> {
     }
     for line in ip(name, &["addr", "show"])?.lines() {
         let words: Vec<&str> = line.split_whitespace().skip(1).take(3).collect();
-        // A device gets its link-local address when the kernel finds the time.
+        // The kernel adds a device's link-local address at some later time.
         if !words.iter().any(|word| word.starts_with("fe80:")) {
             lines.push(format!("address {} in {name}", words.join(" ")));
         }
@@ -55,14 +55,14 @@ fn addresses(name: &str, lines: &mut Vec<String>) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Routes of all tables, rules, and neighbours that somebody wrote down.
+/// Adds the routes of all tables, rules, and permanent and proxy neighbours.
 fn routing(name: &str, lines: &mut Vec<String>) -> anyhow::Result<()> {
     for family in ["-4", "-6"] {
         for line in ip(name, &[family, "route", "show", "table", "all"])?.lines() {
-            // The kernel makes these with a device or when it finds the time, and they go with it.
+            // The kernel adds these with a device or at some later time, and removes them with the device.
             let passing = ["fe80:", "ff00:", "multicast", "anycast"];
             if !line.split_whitespace().any(|word| passing.iter().any(|text| word.starts_with(text))) {
-                // And what a clock counts.
+                // Leaves out values that count down.
                 let counts = |word: &str| word.strip_suffix("sec").is_some_and(|n| n.parse::<u64>().is_ok());
                 let words = line
                     .split_whitespace()
@@ -82,11 +82,11 @@ fn routing(name: &str, lines: &mut Vec<String>) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Queueing disciplines and the filters on them, of all devices.
+/// Adds the queueing disciplines of all devices, and their filters.
 fn traffic_control(name: &str, lines: &mut Vec<String>) -> anyhow::Result<()> {
     for line in run("tc", &["-n", name, "qdisc", "show"], "")?.lines().map(str::trim) {
         let words: Vec<&str> = line.split_whitespace().collect();
-        // Every device has the default one; nobody made it.
+        // The default one, which every device has.
         let [_, kind, _, _, device, ..] = words[..] else { continue };
         if kind == "noqueue" {
             continue;
@@ -98,7 +98,7 @@ fn traffic_control(name: &str, lines: &mut Vec<String>) -> anyhow::Result<()> {
             _ => continue,
         };
         for parent in parents {
-            // A device that has just gone has no filters.
+            // A device that is gone by now has no filters.
             let filters = run("tc", &["-n", name, "filter", "show", "dev", device, parent], "");
             for filter in filters.unwrap_or_default().lines() {
                 lines.push(format!("{} at {parent} of {device} in {name}", filter.trim()));
@@ -108,7 +108,7 @@ fn traffic_control(name: &str, lines: &mut Vec<String>) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// What each file says that can be read, for a thread in the namespace.
+/// Reads every readable file, on a thread in the namespace.
 fn sysctls(folder: &Path, found: &mut Vec<String>) {
     let mut entries: Vec<PathBuf> =
         fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path()).collect();

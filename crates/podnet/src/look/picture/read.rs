@@ -1,4 +1,4 @@
-//! From the kernel's messages to plain data. What the kernel makes by itself in every namespace becomes nothing.
+//! Converts the kernel's messages to plain data, without the objects that the kernel makes in every namespace.
 
 use std::net::{IpAddr, Ipv4Addr};
 
@@ -18,14 +18,14 @@ use super::Found;
 use crate::link::{self, mac_text, unspecified};
 use crate::look::seen::{Address, Hop, Neighbour, Prefix, Route, Rule, TABLE_LOCAL, UNICAST};
 
-/// A lifetime without an end.
+/// Lifetime without an end.
 const FOR_EVER: u32 = u32::MAX;
-/// The kernel's clock ticks in a second, towards programs.
+/// Ticks of the kernel's clock in a second, as programs see it.
 const TICKS: u32 = 100;
 const RTPROT_KERNEL: u8 = 2;
-/// Local in every namespace.
+/// Network that is local in every namespace.
 const LOCALHOST: (IpAddr, u8) = (IpAddr::V4(Ipv4Addr::new(127, 0, 0, 0)), 8);
-/// What is carried of an address's flags: IFA_F_HOMEADDRESS, IFA_F_MCAUTOJOIN. The others say what the kernel does.
+/// Address flags that are carried: IFA_F_HOMEADDRESS, IFA_F_MCAUTOJOIN. The others report the kernel's own state.
 const ADDRESS_FLAGS: u32 = 0x10 | 0x400;
 
 pub(super) fn read_address(message: &AddressMessage, device: &str) -> Option<Result<Address, String>> {
@@ -47,14 +47,14 @@ pub(super) fn read_address(message: &AddressMessage, device: &str) -> Option<Res
             _ => {}
         }
     }
-    // On a point-to-point link ADDRESS is the peer's; LOCAL, where it is given, is always ours.
+    // On a point-to-point device ADDRESS is the peer's address; LOCAL, if present, is always the own address.
     seen.address = local.or(address)?;
     seen.peer = address.filter(|peer| *peer != seen.address);
     seen.label = label.map(str::to_owned);
     seen.valid = Some(valid).filter(|left| *left != FOR_EVER);
     seen.preferred = Some(preferred).filter(|left| *left != FOR_EVER);
     seen.flags = flags.bits() & ADDRESS_FLAGS;
-    // One of the kernel's short-lived privacy addresses (bit 0 in IPv6).
+    // A temporary privacy address made by the kernel (bit 0 in IPv6).
     if seen.address.is_ipv6() && flags.contains(AddressFlags::Secondary) {
         return None;
     }
@@ -64,15 +64,15 @@ pub(super) fn read_address(message: &AddressMessage, device: &str) -> Option<Res
     Some(Ok(seen))
 }
 
-/// Why a route cannot be described as it is.
+/// Why a route cannot be described in full.
 pub(super) enum Strange {
-    /// Without a detail, in words.
+    /// One detail cannot be described; the text names it.
     Detail(Box<Found>, String),
-    /// Not at all.
+    /// The route cannot be described; the text names the cause.
     Whole(String),
 }
 
-/// A route, or `None` for what the kernel makes by itself everywhere.
+/// Returns a route, or `None` for one that the kernel makes by itself everywhere.
 pub(super) fn read_route(message: &RouteMessage) -> Option<Result<Found, Strange>> {
     let header = &message.header;
     let nowhere = unspecified(header.address_family == AddressFamily::Inet6);
@@ -115,13 +115,14 @@ pub(super) fn read_route(message: &RouteMessage) -> Option<Result<Found, Strange
             _ => {}
         }
     }
-    // Of an address of lo the kernel makes all of its prefix local (IPv4). The others are of single addresses.
+    // For an IPv4 address of lo the kernel makes the whole prefix local. Its other local routes are for single
+    // addresses.
     let of_prefix = header.kind == RouteType::Local
         && route.prefix < link::bits(route.destination)
         && (route.destination, route.prefix) != LOCALHOST;
     let kernels_own = route.table == TABLE_LOCAL && route.protocol <= RTPROT_KERNEL && !of_prefix
         || header.flags.contains(RouteFlags::Cloned)
-        // Old kernels have this one in every namespace, in no table.
+        // Old kernels have this route in every namespace, in no table.
         || route.table == 0
         || matches!(header.kind, RouteType::Broadcast | RouteType::Anycast | RouteType::Multicast);
     if kernels_own {
@@ -131,7 +132,7 @@ pub(super) fn read_route(message: &RouteMessage) -> Option<Result<Found, Strange
     match header.kind {
         RouteType::Unicast | RouteType::Local => {}
         RouteType::BlackHole | RouteType::Unreachable | RouteType::Prohibit | RouteType::Throw => {
-            // IPv6 says `lo`, which means nothing.
+            // IPv6 reports `lo` here, which has no meaning.
             (device, route.gateway) = (None, None);
         }
         _ => whole = Some("is of an unknown type"),
@@ -186,7 +187,7 @@ fn ip(address: &RouteAddress) -> Option<IpAddr> {
     }
 }
 
-/// From ticks (a number with a sign; 0 = never) to seconds, at least one.
+/// Converts ticks (a signed number; 0 = never) to seconds, at least one.
 fn expiry(ticks: u32) -> Option<u32> {
     match ticks {
         0 => None,
@@ -195,7 +196,7 @@ fn expiry(ticks: u32) -> Option<u32> {
     }
 }
 
-/// RTAX_* number and value of a metric that is a number.
+/// Returns the RTAX_* number and the value of a numeric metric.
 fn number(metric: &RouteMetric) -> Option<(u16, u32)> {
     Some(match metric {
         RouteMetric::Lock(v) => (1, *v),
@@ -255,7 +256,7 @@ pub(super) fn read_rule(message: &RuleMessage) -> Option<Result<Rule, String>> {
             RuleAttribute::TunId(0) => {}
             RuleAttribute::TunId(_) => strange = Some("about a tunnel's id"),
             RuleAttribute::Realm(_) => strange = Some("about a realm"),
-            // FRA_SPORT_MASK and FRA_DPORT_MASK of newer kernels, which count all bits of a port.
+            // FRA_SPORT_MASK and FRA_DPORT_MASK of newer kernels, with all bits of a port significant.
             RuleAttribute::Other(other) if is_whole_port(other) => {}
             _ => strange = Some("of an unknown kind"),
         }
@@ -278,7 +279,7 @@ fn is_whole_port(mask: &DefaultNla) -> bool {
     }
 }
 
-/// The three that are in every namespace.
+/// Returns whether it is one of the three rules of every namespace.
 fn is_kernels(rule: &Rule) -> bool {
     let bare = |priority, table| Rule {
         v6: rule.v6,
@@ -306,7 +307,7 @@ pub(super) fn read_neighbour(message: &NeighbourMessage) -> Option<(u32, Neighbo
         }
     }
     let proxy = header.flags.contains(NeighbourFlags::Proxy);
-    // What the kernel itself writes as "noarp" is about multicast and broadcast addresses.
+    // "noarp" entries made by the kernel itself are for multicast and broadcast addresses.
     let no_arp = header.state == NeighbourState::Noarp && header.kind == RouteType::Unicast;
     if !proxy && !no_arp && header.state != NeighbourState::Permanent {
         return None;

@@ -1,9 +1,9 @@
-//! A node, a pod, another pod and a VM, each a network namespace of its own, for the tests of `net`. Made and looked
-//! at with `ip` and `tc`: witnesses that share no code with what is tested. Names carry the process id and a counter;
-//! everything goes on drop. No packet leaves these namespaces.
+//! Makes the namespaces for the tests of `net`: a node, a pod, another pod and a VM. `ip` and `tc` make and inspect
+//! them: witnesses that share no code with the tested modules. Names carry the process id and a counter; everything is
+//! removed on drop. No packet leaves these namespaces.
 
-#![allow(dead_code, unreachable_pub)] // each program of tests uses its part
-#![allow(clippy::unwrap_used)] // a test whose world cannot be made fails
+#![allow(dead_code, unreachable_pub)] // each test binary uses a part
+#![allow(clippy::unwrap_used)] // a test fails if its world cannot be made
 
 use std::net::IpAddr;
 use std::os::fd::AsRawFd;
@@ -33,7 +33,7 @@ static COUNTER: AtomicU32 = AtomicU32::new(0);
 pub const SHAPE4: Shape = Shape { port: 4789, v6: false, udp_checksum: false };
 pub const SHAPE6: Shape = Shape { port: 4789, v6: true, udp_checksum: false };
 
-/// Runs a witness and returns what it says; fails the test when it fails.
+/// Runs a witness and returns its output; fails the test if the witness fails.
 pub fn run(line: &str) -> String {
     let out = attempt(line);
     assert!(out.status.success(), "{line}: {}", String::from_utf8_lossy(&out.stderr));
@@ -51,7 +51,8 @@ pub struct World {
 }
 
 impl World {
-    /// Node with bridge `cni0`, an underlay to the VM, one ordinary pod (`other`, 10.244.1.20); no peer pod yet.
+    /// Makes a node with bridge `cni0`, an underlay to the VM, and one ordinary pod (`other`, 10.244.1.20); no peer pod
+    /// yet.
     pub fn new() -> World {
         assert!(nix::unistd::geteuid().is_root(), "these tests make network namespaces: run them as root");
         let number = COUNTER.fetch_add(1, Ordering::Relaxed);
@@ -74,7 +75,7 @@ impl World {
         world
     }
 
-    /// The daemon of this world, and of no other.
+    /// Returns this world's own daemon.
     pub fn owner(&self) -> Owner {
         Owner::of(&["test", &self.prefix])
     }
@@ -90,14 +91,14 @@ impl World {
         self.names.push(full);
     }
 
-    /// A pod as a CNI makes it: `eth0` with both families, MTU 1450, default routes and a static one each.
+    /// Makes a pod as a CNI does: `eth0` with both families, MTU 1450, default routes and a static one each.
     pub fn pod(&mut self, name: &str, number: u8) -> Netns {
         self.add(name);
         self.connect_pod(name, number);
         self.open(name)
     }
 
-    /// A pod that nobody reaches, made in four steps: for tests with many.
+    /// Makes a pod without any connection, in four steps: for tests with many pods.
     pub fn bare_pod(&mut self, name: &str) -> Netns {
         let (full, node) = (self.name(name), self.name("node"));
         run(&format!("ip netns add {full}"));
@@ -123,7 +124,7 @@ impl World {
         run(&format!("ip -n {pod} route add fd96::/64 via fd10:244:1::1 metric 50"));
     }
 
-    /// One more interface of a pod, towards the node, up and with an address.
+    /// Adds an interface to a pod, towards the node, up and with an address.
     pub fn attach(&self, pod: &str, device: &str, address: &str) {
         let (pod, node) = (self.name(pod), self.name("node"));
         let number = COUNTER.fetch_add(1, Ordering::Relaxed);
@@ -133,7 +134,7 @@ impl World {
         run(&format!("ip -n {pod} link set {device} up"));
     }
 
-    /// A pod before its CNI plugin: these interfaces with an end in the node, up, without addresses.
+    /// Makes a pod before its CNI plugin ran: these interfaces with an end in the node, up, without addresses.
     pub fn bare(&mut self, name: &str, devices: &[&str]) -> Netns {
         self.add(name);
         let (pod, node) = (self.name(name), self.name("node"));
@@ -146,8 +147,8 @@ impl World {
         self.open(name)
     }
 
-    /// Lines for `ip` in one of the namespaces; those that begin with `-6` come after the others. With `force` those
-    /// that it refuses are skipped.
+    /// Runs lines of `ip` in one of the namespaces; those that begin with `-6` come after the others. With `force`,
+    /// lines that `ip` refuses are skipped.
     pub fn batch(&self, name: &str, lines: &str, force: bool) {
         let name = self.name(name);
         let file = std::env::temp_dir().join(format!("{name}-batch"));
@@ -164,13 +165,13 @@ impl World {
         }
     }
 
-    /// Jumbo frames between node and VM, so that no pod's MTU is too large for the way.
+    /// Allows jumbo frames between node and VM, so that no pod's MTU is too large for the path.
     pub fn widen(&self) {
         self.ip("node", "link set ul0 mtu 9200");
         self.ip("vm", "link set eth0 mtu 9200");
     }
 
-    /// The plan for what was seen, each interface with a tunnel of its own (which only the VM's end is made of).
+    /// Returns the plan for a state, each interface with a tunnel of its own, of which only the VM's end is made.
     pub fn plan(&self, seen: &Seen) -> NetworkPlan {
         let first = 100_000 + COUNTER.fetch_add(100, Ordering::Relaxed);
         let vni = |n: usize| first + u32::try_from(n).unwrap();
@@ -196,7 +197,7 @@ impl World {
         self.names.retain(|kept| *kept != name);
     }
 
-    /// What the guest does with a plan in another namespace than `podns`, after another plan.
+    /// Applies a plan as the guest does, in another namespace than `podns`, after another plan.
     pub fn apply_in(
         &mut self,
         podns: &str,
@@ -212,7 +213,7 @@ impl World {
         self.within("vm", || guest::apply(plan, previous, &path))
     }
 
-    /// An empty namespace.
+    /// Makes an empty namespace.
     pub fn empty(&mut self, name: &str) -> Netns {
         self.add(name);
         self.open(name)
@@ -230,7 +231,7 @@ impl World {
         Netns::open(self.path(name)).unwrap()
     }
 
-    /// Runs in one of the namespaces.
+    /// Runs `f` in one of the namespaces.
     pub fn within<T: Send>(&self, name: &str, f: impl FnOnce() -> T + Send) -> T {
         self.open(name).run(f).unwrap()
     }
@@ -259,7 +260,7 @@ impl World {
         vxlan::reserve(&mut host, pod, wanted).map(|held| held[0])
     }
 
-    /// Takes back what [`World::reserve`] and [`World::connect`] made for a sandbox, or what was `held`.
+    /// Undoes [`World::reserve`] and [`World::connect`] for a sandbox, or for the device `held`.
     pub fn undo(&self, pod: &Netns, sandbox: &str, held: Option<Held>) -> Vec<Error> {
         let held: Vec<Held> = held.into_iter().collect();
         let mut errors = Vec::new();
@@ -268,7 +269,7 @@ impl World {
         errors
     }
 
-    /// What the node does at StartVM, without its filter.
+    /// Does the node's steps at StartVM, without its filter.
     pub fn connect(&self, pod: &Netns, held: Held, shape: Shape, seen: &Seen) -> Result<NetworkPlan, Error> {
         let vm: IpAddr = if shape.v6 { "fd77::2" } else { "10.77.0.2" }.parse().unwrap();
         let mut host = self.open("node").netlink().unwrap();
@@ -294,7 +295,7 @@ impl World {
         Ok(plan::write(seen, &[tunnel], &underlay))
     }
 
-    /// What the guest does: apply in the VM's namespace.
+    /// Applies a plan as the guest does, in the VM's namespace.
     pub fn apply(&mut self, plan: &NetworkPlan) -> Result<guest::Applied, Error> {
         let path = self.path("podns");
         if !path.exists() {
@@ -305,7 +306,7 @@ impl World {
         self.within("vm", || guest::apply(plan, None, &path))
     }
 
-    /// Pod `10.244.1.7` with its tunnel to the VM, all of it.
+    /// Makes pod `10.244.1.7` with its complete tunnel to the VM.
     pub fn whole(&mut self, shape: Shape) -> (Netns, Seen, Held, NetworkPlan) {
         let pod = self.pod("pod", 7);
         let seen = look(&pod).unwrap();
@@ -315,14 +316,14 @@ impl World {
         (pod, seen, held, plan)
     }
 
-    /// An ICMP echo with so many bytes of data, answered whole, or the test fails.
+    /// Sends an ICMP echo with `size` bytes of data; the test fails unless it is answered in full.
     pub fn ping(&self, from: &str, to: &str, size: usize) {
         let to: IpAddr = to.parse().unwrap();
         let answered = self.within(from, || echo(to, size));
         assert!(answered, "no echo from {to} in {from}");
     }
 
-    /// How many IPv4 fragments a namespace's stack has made.
+    /// Returns the number of IPv4 fragments that a namespace's stack has made.
     pub fn fragments(&self, name: &str) -> String {
         let all = self.within(name, || std::fs::read_to_string("/proc/thread-self/net/snmp").unwrap());
         let mut lines = all.lines().filter(|line| line.starts_with("Ip:"));
@@ -331,13 +332,13 @@ impl World {
         found.unwrap().1.to_owned()
     }
 
-    /// Everything in the namespaces that a tunnel could leave behind, as the witnesses print it.
+    /// Returns everything that a tunnel could leave behind in the namespaces, as the witnesses print it.
     pub fn traces(&self, pod: &str) -> String {
         let name = self.name(pod);
         let mut all = run(&format!("ip -n {name} -o link show"));
         all += &run(&format!("tc -n {name} qdisc show"));
         all += &run(&format!("tc -n {name} filter show dev eth0 ingress"));
-        // Counters of the veth's carrier and the like do not appear in these forms; the number of an action does.
+        // These forms omit counters such as those of the veth's carrier, but include the number of an action.
         all.lines().filter(|line| !line.starts_with("\tindex ")).map(|line| format!("{line}\n")).collect()
     }
 
@@ -352,7 +353,7 @@ impl World {
 impl Drop for World {
     fn drop(&mut self) {
         for name in self.names.iter().rev() {
-            // The devices of the others go with their namespaces.
+            // The devices in the other namespaces go with their namespaces.
             if let Err(e) = netns::delete_named(format!("/run/netns/{name}")) {
                 eprintln!("left behind: {e}");
             }
@@ -360,8 +361,8 @@ impl Drop for World {
     }
 }
 
-/// Sends one echo request from the calling thread's namespace and waits for its answer; again while a neighbour or
-/// a bridge port is still becoming ready.
+/// Sends an echo request from the calling thread's namespace and waits for its answer; sends it again while a neighbour
+/// or a bridge port is not ready yet.
 fn echo(to: IpAddr, size: usize) -> bool {
     let (family, protocol, request, reply) = match to {
         IpAddr::V4(_) => (AddressFamily::Inet, SockProtocol::Icmp, 8, 0),
@@ -383,12 +384,12 @@ fn echo(to: IpAddr, size: usize) -> bool {
     let deadline = Instant::now() + Duration::from_secs(10);
     while Instant::now() < deadline {
         if sendto(socket.as_raw_fd(), &packet, &address, MsgFlags::empty()).is_err() {
-            std::thread::sleep(Duration::from_millis(20)); // no route or no answer to ARP yet
+            std::thread::sleep(Duration::from_millis(20)); // no route yet, or no answer to ARP
             continue;
         }
         let mut buffer = [0; 16_384];
         while let Ok(length) = recv(socket.as_raw_fd(), &mut buffer, MsgFlags::empty()) {
-            // IPv4 raw sockets show the IP header too.
+            // IPv4 raw sockets return the IP header too.
             let message = &buffer[if to.is_ipv4() { 20 } else { 0 }..length];
             if message[0] == reply && message[4..] == packet[4..] {
                 return true;
@@ -398,7 +399,7 @@ fn echo(to: IpAddr, size: usize) -> bool {
     false
 }
 
-/// The namespace of every thread of this process.
+/// Returns the namespaces of all threads of this process.
 pub fn threads() -> Vec<PathBuf> {
     let tasks = std::fs::read_dir("/proc/self/task").unwrap();
     let mut all: Vec<PathBuf> =

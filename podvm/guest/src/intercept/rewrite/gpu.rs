@@ -1,20 +1,20 @@
-//! Which containers of a VM with GPUs get them. The pod's limits are the VM's, and nothing in a container's specification
-//! says which of its containers they were for; what says it is the variable that every image for GPUs sets, and that a
-//! pod may set, with its usual values.
+//! Selects the containers of a VM with GPUs that get them. The pod's limits apply to the VM, and a container's
+//! specification does not show which containers they were for. The guest therefore reads the variable that every GPU
+//! image sets, and that a pod may set, with its usual values.
 
 use peerpod_proto::intercept::Spec;
 
-/// What the agent looks for (CDI): any key with this beginning.
+/// Prefix of the annotations that the kata-agent evaluates (CDI).
 const CDI: &str = "cdi.k8s.io/";
-/// Ours.
+/// Annotation that the guest sets.
 const KEY: &str = "cdi.k8s.io/peer-pods";
 const KIND: &str = "nvidia.com/gpu";
 const VARIABLE: &str = "NVIDIA_VISIBLE_DEVICES=";
-/// Who made the pod's own container, which runs nothing.
+/// Annotations that mark the pod's sandbox container, which runs nothing.
 const TYPES: [&str; 2] = ["io.kubernetes.cri.container-type", "io.kubernetes.cri-o.ContainerType"];
 const MOST: usize = 64;
 
-/// Marks the container if it asks. One that names its devices itself is left as it is.
+/// Marks the container if it asks for GPUs. A container that names its devices itself stays unchanged.
 pub(super) fn mark(spec: &mut Spec) {
     let sandbox = TYPES.iter().any(|key| spec.Annotations.get(*key).is_some_and(|kind| kind == "sandbox"));
     if sandbox || spec.Annotations.keys().any(|key| key.starts_with(CDI)) {
@@ -28,7 +28,7 @@ pub(super) fn mark(spec: &mut Spec) {
     }
 }
 
-/// CDI's names for what the variable says; `None`: none.
+/// Returns the CDI names for the variable's value; `None`: none.
 fn devices(asked: &str) -> Option<String> {
     let names: Vec<&str> = asked.split(',').map(str::trim).take(MOST).collect();
     let plain = |name: &&str| {

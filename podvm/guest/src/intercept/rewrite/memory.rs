@@ -1,19 +1,21 @@
-//! Memory limits of containers. The cluster's webhook takes them off the containers, so that they do not count on the
-//! node, and leaves them in an annotation of the pod. The agent applies the limit that it finds in a container's spec.
+//! Restores memory limits of containers. The cluster's webhook removes them from the containers, so that they do not
+//! count on the node, and stores them in an annotation of the pod. The kata-agent applies the limit in a container's
+//! specification.
 
 use std::collections::HashMap;
 
 use peerpod_proto::intercept::Spec;
 
-/// The annotation: JSON, container names to bytes. Kata's shims and container runtimes pass annotations on that begin so.
+/// Annotation with JSON: container names to bytes. Kata's shims and container runtimes pass annotations with this
+/// prefix on.
 pub(super) const LIMITS: &str = "io.katacontainers.peerpod.memory-limits";
-/// The container's name in its pod, by containerd and by CRI-O.
+/// Annotations with the container's name in its pod, of containerd and of CRI-O.
 const NAMES: [&str; 2] = ["io.kubernetes.cri.container-name", "io.kubernetes.cri-o.ContainerName"];
 
-/// Gives the container its limit, unless it has one, and takes the annotation out: an agent's policy need not know it.
+/// Sets the container's limit, unless it has one, and removes the annotation: a kata-agent policy need not know it.
 ///
 /// # Errors
-/// The annotation is not what the webhook writes: without it the container would run without its limit.
+/// The annotation is not in the webhook's format: without it the container would run without its limit.
 pub(super) fn limit(spec: &mut Spec) -> Result<(), serde_json::Error> {
     let Some(text) = spec.Annotations.remove(LIMITS) else { return Ok(()) };
     let limits: HashMap<String, u64> = serde_json::from_str(&text)?;
@@ -31,7 +33,7 @@ pub(super) fn limit(spec: &mut Spec) -> Result<(), serde_json::Error> {
 mod tests {
     use super::*;
 
-    /// The limit that a container has in the end, and its annotations.
+    /// Returns the limit that a container has in the end, and its annotations.
     fn limited(name: (&str, &str), own: i64, limits: &str) -> Result<(i64, Vec<String>), serde_json::Error> {
         let mut spec = Spec::new();
         for (key, value) in [name, (LIMITS, limits)] {

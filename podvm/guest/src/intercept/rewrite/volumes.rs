@@ -1,5 +1,5 @@
-//! A container's volumes: which it wants, by what the relay put into the request, and what the agent is told when they
-//! are ready.
+//! Handles a container's volumes: reads the wanted ones from the relay's additions to the request, and fills the
+//! request in when they are ready.
 
 use std::path::{Path, PathBuf};
 
@@ -12,24 +12,24 @@ use protobuf::{Message, MessageField};
 use super::Error;
 use crate::intercept::{Ready, Use, VOLUMES};
 
-/// The driver of a Storage, and the type of a Device, that the relay leaves to us.
+/// Driver of a Storage, and type of a Device, that the relay leaves to the guest.
 const OURS: &str = "peerpod-volume";
-/// Volumes of one container.
+/// Limit of volumes per container.
 const MOST: usize = 256;
 
-/// A request whose volumes are being made ready.
+/// Request that waits for its volumes.
 pub(in crate::intercept) struct Waiting {
     pub(in crate::intercept) wanted: Vec<Use>,
     pub(super) request: Request,
     pub(super) container: CreateContainerRequest,
 }
 
-/// Where a path lies on a volume, if it does.
+/// Returns a path's place on a volume, if it lies on it.
 pub(super) fn path_on(id: &str, source: &str) -> Option<PathBuf> {
     Path::new(source).strip_prefix(Path::new(VOLUMES).join(id)).ok().map(Path::to_owned)
 }
 
-/// What the container wants: a volume for each Storage and each Device that is ours to fill in.
+/// Returns the wanted volumes: one for each Storage and each Device that the guest fills in.
 pub(super) fn wanted(container: &CreateContainerRequest) -> Result<Vec<Use>, Error> {
     let storages = container.storages.iter().filter(|storage| storage.driver == OURS);
     let devices = container.devices.iter().filter(|device| device.type_ == OURS);
@@ -49,7 +49,7 @@ pub(super) fn wanted(container: &CreateContainerRequest) -> Result<Vec<Use>, Err
 }
 
 impl Waiting {
-    /// The request as the agent gets it.
+    /// Returns the request for the kata-agent.
     pub(in crate::intercept) fn with(mut self, ready: &[Ready]) -> Result<Vec<u8>, Error> {
         for (wanted, ready) in self.wanted.iter().zip(ready) {
             self.container
@@ -97,9 +97,9 @@ fn fill_mounts(container: &mut CreateContainerRequest, wanted: &Use, ready: &Rea
     }
 }
 
-/// A raw device: the numbers that the container's specification has are those of a placeholder on the node. A rule for a
-/// block device's numbers goes, because in the VM they may be another device's; one for the placeholder that is a character
-/// device stays, because it is /dev/full's.
+/// Fills in a raw device: the numbers in the container's specification are those of a placeholder on the node. A rule
+/// for the numbers of a block device is removed, because in the VM another device may have them. A rule for a
+/// placeholder that is a character device stays, because it is the rule for /dev/full.
 fn fill_devices(container: &mut CreateContainerRequest, id: &str, ready: &Ready) {
     let Some((major, minor)) = ready.device else { return };
     let (major, minor) = (i64::from(major), i64::from(minor));

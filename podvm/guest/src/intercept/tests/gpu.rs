@@ -1,4 +1,4 @@
-//! Which containers are marked for the VM's GPUs, in whole requests.
+//! Tests which containers are marked for the VM's GPUs, in whole requests.
 
 use super::*;
 

@@ -1,4 +1,4 @@
-//! Containers that wait for their volumes.
+//! Tests of containers that wait for their volumes.
 
 use std::{collections::VecDeque, task::Waker};
 
@@ -8,11 +8,11 @@ use peerpod_proto::intercept::{
 
 use super::*;
 
-/// Hands the answers' senders to the test.
+/// Passes the senders of the answers to the test.
 #[derive(Default)]
 struct Slow(Mutex<VecDeque<Asked>>);
 
-/// What is to be ready, and where the answer goes.
+/// Wanted volumes, and the sender of the answer.
 type Asked = (Vec<Use>, oneshot::Sender<Result<Vec<Ready>, String>>);
 
 impl Notice for Slow {
@@ -96,7 +96,7 @@ fn a_container_waits_for_its_volumes_and_others_do_not() {
         ..Ready::default()
     };
     answer.send(Ok(vec![ready])).unwrap();
-    // Not into the middle of another request.
+    // The answer does not go into the middle of another request.
     let whole = super::request("StartContainer", vec![1; 600]);
     let other = frame(5, REQUEST, &whole);
     filter.from_peer(&other[..HEADER_LEN + 560], &mut to_peer, &mut to_agent);
@@ -182,7 +182,7 @@ fn a_raw_device_has_the_vms_numbers_and_none_of_the_nodes() {
     assert_eq!(rules.len(), 1);
     assert_eq!((rules[0].Major, rules[0].Minor, rules[0].Access.as_str()), (254, 16, "rm"));
 
-    // The placeholder of a raw volume is /dev/full by its numbers, and the container keeps that.
+    // The placeholder of a raw volume has the numbers of /dev/full, and the container keeps that.
     let linux = container.OCI.mut_or_insert_default().Linux.mut_or_insert_default();
     let rules = &mut linux.Resources.mut_or_insert_default().Devices;
     let device = &mut linux.Devices[0];

@@ -1,4 +1,4 @@
-//! A real VM in QEMU: the minimal image's kernel and initramfs, and on top of it what a test adds.
+//! Runs a real VM in QEMU: the minimal image's kernel and initramfs, and on top of it the additions of a test.
 
 use std::{
     fs,
@@ -9,10 +9,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Software emulation, on a machine that does other things as well.
+/// Time limit for software emulation, on a machine that does other things as well.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(150);
 
-/// A folder that goes with the test.
+/// Folder that is removed with the test.
 pub(crate) struct Folder(pub(crate) PathBuf);
 
 impl Folder {
@@ -43,14 +43,14 @@ fn target() -> PathBuf {
         .map_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target"), PathBuf::from)
 }
 
-/// The image's file. It is what is tested: `make image` makes it.
+/// Returns the path of a file of the VM image. The image is under test: `make image` makes it.
 pub(crate) fn image(name: &str) -> PathBuf {
     let file = target().join("image/minimal").join(name);
     assert!(file.exists(), "{} is not there: run `make image`", file.display());
     file
 }
 
-/// The program of `probe.rs`, static.
+/// Compiles the program of `probe.rs`, static.
 fn probe(folder: &Path) -> Vec<u8> {
     let out = folder.join("probe");
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/guest/machine/probe.rs");
@@ -59,7 +59,7 @@ fn probe(folder: &Path) -> Vec<u8> {
     fs::read(out).unwrap()
 }
 
-/// An archive of the kernel's format (newc) with a file per entry: path, mode, content.
+/// Makes an archive in the kernel's format (newc) with a file per entry: path, mode, content.
 pub(crate) fn cpio(files: &[(&str, u32, Vec<u8>)]) -> Vec<u8> {
     let mut archive = Vec::new();
     let mut made: Vec<String> = Vec::new();
@@ -90,19 +90,19 @@ pub(crate) fn cpio(files: &[(&str, u32, Vec<u8>)]) -> Vec<u8> {
     archive
 }
 
-/// What a VM is made of.
+/// Parts of a VM.
 #[derive(Default)]
 pub(crate) struct Wanted {
-    /// Words for the kernel's command line.
+    /// Parameters for the kernel command line.
     pub(crate) line: String,
-    /// Words for QEMU.
+    /// Arguments for QEMU.
     pub(crate) qemu: Vec<String>,
-    /// Settings besides the agent.
+    /// Settings besides the kata-agent.
     pub(crate) settings: Vec<(&'static str, serde_json::Value)>,
     pub(crate) files: Vec<(&'static str, u32, Vec<u8>)>,
 }
 
-/// A VM that runs; it ends with this.
+/// Running VM, which ends with this value.
 pub(crate) struct Vm {
     pub(crate) child: Child,
     console: Arc<Mutex<String>>,
@@ -117,7 +117,7 @@ impl Drop for Vm {
 }
 
 impl Vm {
-    /// Boots.
+    /// Boots a VM.
     pub(crate) fn boot(folder: &Folder, wanted: Wanted) -> Vm {
         let mut settings = serde_json::json!({"version": 1, "agent": ["/opt/probe"], "log": "info"});
         for (key, value) in wanted.settings {
@@ -128,7 +128,7 @@ impl Vm {
             ("etc/peerpod/guest.json", 0o644, settings.to_string().into_bytes()),
         ];
         if let Some(guest) = std::env::var_os("PEERPOD_TEST_GUEST") {
-            files.push(("init", 0o755, fs::read(guest).unwrap())); // another one than the image's
+            files.push(("init", 0o755, fs::read(guest).unwrap())); // not that of the image
         }
         files.extend(wanted.files);
         let initrd = folder.0.join("initrd");
@@ -165,7 +165,7 @@ impl Vm {
         self.console.lock().unwrap().clone()
     }
 
-    /// Waits until the console says this; what it said.
+    /// Waits until the console contains this text; returns the console.
     pub(crate) fn says(&self, what: &str) -> String {
         self.until(what, |said| said.contains(what))
     }

@@ -1,5 +1,5 @@
-//! What runs in a test's VM beside the guest program, in the agent's place: says on the console what it sees, and does to
-//! the machine what the kernel's command line asks for. Compiled by the test itself, with the standard library alone.
+//! Program in the kata-agent's place in a test's VM: prints its observations on the console, and treats the machine as
+//! the kernel command line demands. Compiled by the test itself, with the standard library alone.
 
 use std::{
     ffi::{CString, c_char, c_int, c_ulong, c_void},
@@ -41,7 +41,7 @@ fn mounted(source: &str, target: &str, kind: &str, flags: c_ulong) -> bool {
     unsafe { mount(source.as_ptr(), target.as_ptr(), kind.as_ptr(), flags, std::ptr::null()) == 0 }
 }
 
-/// As container runtimes do it.
+/// Pivots the root as container runtimes do.
 fn pivot() {
     // SAFETY: only this process's own namespace and folder.
     unsafe {
@@ -83,14 +83,14 @@ fn main() {
     say(&format!("pivot_root {pivoted}"));
     say(&format!("hostname {}", fs::read_to_string("/proc/sys/kernel/hostname").unwrap().trim()));
     say(&format!("stdin {}", fs::read_link("/dev/stdin").unwrap().display()));
-    // The kernel asks for a module that nobody loaded: its own modprobe is the guest program.
+    // The kernel requests a module that is not loaded: its own modprobe is the guest program.
     say(&format!("overlay {}", mounted_overlay()));
     if does("disk") {
         while !fs::exists("/dev/vda").unwrap() { thread::sleep(Duration::from_millis(20)) }
         assert!(mounted("/dev/vda", "/run/peerpod/volumes/v0", "ext4", 0), "{}", std::io::Error::last_os_error());
         let mut file = File::create("/run/peerpod/volumes/v0/data").unwrap();
         file.write_all(&vec![7; 3 << 20]).unwrap(); // and no sync
-        // Held open, as a container would, and a second file system on top of it.
+        // Held open, as by a container, and bound to a second mount point.
         assert!(mounted("/run/peerpod/volumes/v0", "/run/bound", "none", MS_BIND));
         std::mem::forget(file);
         say("wrote");
@@ -102,7 +102,7 @@ fn main() {
         say(&format!("stopped {serve}"));
     }
     if does("stop-always") {
-        // However often it is started again: nothing that lives ever notes the lease.
+        // After every restart, so that no live `serve` ever notes the lease.
         loop {
             if let Some(serve) = pid_of("peerpod-guest serve") {
                 // SAFETY: a signal.

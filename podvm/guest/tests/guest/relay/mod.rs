@@ -1,4 +1,5 @@
-//! A relay and a node in one, as small as they can be: grants the second claim, keeps one session, asks and listens.
+//! Relay and node in one, as small as they can be: grants the second claim, keeps one session, sends requests and
+//! receives replies.
 
 use std::{
     collections::HashMap,
@@ -42,7 +43,7 @@ struct Trust {
     ca: CertificateDer<'static>,
     issuer: Issuer<'static, KeyPair>,
     claims: AtomicU32,
-    /// The key that the ticket is bound to.
+    /// Key that the ticket is bound to.
     bound: Mutex<Option<Vec<u8>>>,
 }
 
@@ -82,7 +83,7 @@ impl Relay {
         self.trust.claims.load(Ordering::Relaxed)
     }
 
-    /// Signs a guest's request.
+    /// Signs a guest's certificate request.
     pub(crate) fn sign(&self, csr: &[u8]) -> Vec<Vec<u8>> {
         self.trust.sign(csr)
     }
@@ -97,7 +98,7 @@ impl Relay {
         tls::server_config(chain, key, std::slice::from_ref(&self.trust.ca)).unwrap().into()
     }
 
-    /// Answers where another relay is expected, until guests have turned away so many times.
+    /// Answers in the place of another relay, until guests have refused it so many times.
     pub(crate) async fn impersonate(&self, address: &str, times: usize) {
         let acceptor = self.acceptor();
         let listener = TcpListener::bind(address.parse::<SocketAddr>().unwrap()).await.unwrap();
@@ -108,7 +109,7 @@ impl Relay {
             let shaken = timeout(PATIENCE, acceptor.accept(tcp)).await.expect("the guest goes on or ends it");
             let error = shaken.map(drop).expect_err("the guest trusts anybody");
             println!("impostor: {error}");
-            // An attempt that another one overtook ends without a word.
+            // An attempt that another one overtook ends without an alert.
             turned_away += usize::from(error.to_string().contains("alert"));
         }
     }
@@ -117,7 +118,7 @@ impl Relay {
         self.on(TcpListener::bind(address.parse::<SocketAddr>().unwrap()).await.unwrap())
     }
 
-    /// Serves who comes to it; within a runtime.
+    /// Serves incoming connections; must be called within a runtime.
     pub(crate) fn on(mut self, listener: TcpListener) -> Relay {
         let acceptor = self.acceptor();
         let (links, link_events) = mpsc::unbounded_channel();
@@ -144,7 +145,7 @@ impl Relay {
         self.handle.as_ref().unwrap()
     }
 
-    /// The next link that comes up.
+    /// Waits for the next link that comes up.
     pub(crate) fn up(&mut self, runtime: &Runtime) -> LinkEvent {
         let links = self.links.as_mut().unwrap();
         runtime.block_on(async {
@@ -158,7 +159,7 @@ impl Relay {
         })
     }
 
-    /// Asks the guest over the control stream.
+    /// Sends a request over the control stream, and returns the reply.
     pub(crate) fn ask(&mut self, runtime: &Runtime, body: Body) -> Reply {
         let mut request = Request::new();
         request.id = self.next.fetch_add(1, Ordering::Relaxed);
@@ -173,7 +174,7 @@ impl Relay {
         }
     }
 
-    /// Waits until the guest says such a status without being asked.
+    /// Waits until the guest sends such a status unasked.
     pub(crate) fn told(&mut self, runtime: &Runtime, what: impl Fn(&Status) -> bool) -> Status {
         loop {
             let reply = self.reply(runtime);
@@ -188,7 +189,7 @@ impl Relay {
         runtime.block_on(async { timeout(PATIENCE, replies.recv()).await.expect("a reply in time").unwrap() })
     }
 
-    /// A new connection of a shim.
+    /// Opens a new connection of a shim.
     pub(crate) fn shim(&self) -> StdUnixStream {
         let (ours, theirs) = StdUnixStream::pair().unwrap();
         ours.set_read_timeout(Some(PATIENCE)).unwrap();
@@ -209,7 +210,7 @@ impl Relay {
     }
 }
 
-/// Where `listen` ran.
+/// Runtime that `listen` ran in.
 static RUNTIME: std::sync::OnceLock<tokio::runtime::Handle> = std::sync::OnceLock::new();
 
 async fn serve(

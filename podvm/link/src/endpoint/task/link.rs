@@ -1,4 +1,4 @@
-//! The task's side towards the peer: handshake, records in, records out, heartbeat.
+//! Handles the peer's side of the task: handshake, received records, sent records, heartbeat.
 
 use std::{
     io::IoSlice,
@@ -19,7 +19,7 @@ use crate::{
     },
 };
 
-/// Writes of one round; each is at most what TLS buffers.
+/// Writes of one round; each writes at most as much as TLS buffers.
 const WRITES: usize = 2;
 
 impl<H: Handler> Task<H> {
@@ -41,9 +41,9 @@ impl<H: Handler> Task<H> {
         true
     }
 
-    /// Relay: a guest said Hello on this transport, which takes the place of the one before.
+    /// Relay: answers a guest's Hello on this transport, which then replaces the earlier one.
     pub(super) fn answer(&mut self, transport: Transport, hello: &Hello, rest: Vec<u8>) {
-        // A version nobody can talk to must not cost the link that works.
+        // An unsupported version must not cost the working link.
         match self.session.answer(hello, random_epoch(), &self.limits.version) {
             Ok(joined) => self.up(transport, rest, joined, hello.program.clone()),
             Err(why) => self.refuse(why.to_string()),
@@ -73,7 +73,7 @@ impl<H: Handler> Task<H> {
         }
     }
 
-    /// The transport is gone; streams and local connections stay.
+    /// Drops the transport; streams and local connections stay.
     pub(super) fn down(&mut self, reason: &str) {
         if self.link.take().is_some() {
             debug!(reason, "link down");
@@ -81,7 +81,7 @@ impl<H: Handler> Task<H> {
         }
     }
 
-    /// The peer broke the protocol: nothing both ends know can be trusted to be in step.
+    /// Closes the link after a protocol violation: the states of both ends may no longer match.
     fn violated(&mut self, why: &Violation) {
         warn!(%why, "link closed: the peer broke the protocol");
         self.down(&format!("protocol: {why}"));
@@ -149,7 +149,7 @@ impl<H: Handler> Task<H> {
                     self.dialled.called(&mut self.session, stream, || handler.dial_pod(target));
                 }
                 Ok(Event::Connected(stream)) => self.dialled.connected(self.shared.shared(), stream),
-                // Only dialled streams end by halves.
+                // Only dialled streams end one direction at a time.
                 Ok(Event::Finished(stream)) => self.dialled.finished(stream),
                 Ok(Event::Closed(stream, reason)) if self.dialled.has(stream) => {
                     self.dialled.closed(stream, reason);
@@ -196,7 +196,7 @@ impl<H: Handler> Task<H> {
                 Poll::Pending => break,
             }
         }
-        // What the transport took it may still hold.
+        // The transport may still hold bytes that it has taken.
         if let Some(link) = &mut self.link
             && let Poll::Ready(Err(error)) = link.transport.poll_flush(cx)
         {
@@ -210,7 +210,7 @@ impl<H: Handler> Task<H> {
         true
     }
 
-    /// Once in a heartbeat: is the peer there, and does it know that we are?
+    /// Runs once per heartbeat: checks that the peer has sent bytes, and pings it if this end has sent none.
     pub(super) fn beat(&mut self, now: Instant) {
         let Some(link) = &mut self.link else { return };
         if link.received {

@@ -1,4 +1,4 @@
-//! The task's side towards the local sockets.
+//! Handles the local sockets of the task.
 
 use std::{
     io::IoSliceMut,
@@ -22,31 +22,31 @@ use crate::{
     },
 };
 
-/// Records at least so long are worth a slice of their own.
+/// Records of at least this size get a slice of their own.
 const STRAIGHT: usize = 2 << 10;
 
-/// A read of this size says that more is to come.
+/// A read of this size indicates that more bytes follow.
 const BULK: usize = 64 << 10;
 
-/// The most pieces that one read in place is cut into; with `READ` a piece more than it needs.
+/// Most pieces of one read in place; `READ` needs one fewer.
 const IN_PLACE: usize = READ.div_ceil(CHUNK) + 1;
 
-/// Consecutive records for one connection become one write.
+/// Consecutive records for one connection, gathered into one write.
 #[derive(Default)]
 pub(super) struct Batch<'a> {
     at: Option<usize>,
-    /// Stream bytes that became these pieces.
+    /// Stream bytes that these pieces came from.
     received: usize,
     pieces: [Piece<'a>; SLICES],
     filled: usize,
 }
 
-/// What is written to a local socket.
+/// Piece of data for a local socket.
 #[derive(Clone, Copy)]
 enum Piece<'a> {
-    /// From the transport's buffer as it came.
+    /// Unchanged bytes in the transport's buffer.
     Straight(&'a [u8]),
-    /// What a filter put into the scratch buffer, from where to where.
+    /// Filter output in the scratch buffer: its start and end.
     Made(usize, usize),
 }
 
@@ -57,7 +57,7 @@ impl Default for Piece<'_> {
 }
 
 impl<'a> Batch<'a> {
-    /// Adds a piece; there is room, see [`Task::data`].
+    /// Adds a piece; the caller ensures that there is room, see [`Task::data`].
     fn add(&mut self, piece: Piece<'a>) {
         if let Some(free) = self.pieces.get_mut(self.filled) {
             *free = piece;
@@ -65,7 +65,7 @@ impl<'a> Batch<'a> {
         }
     }
 
-    /// A filter appended to the scratch buffer.
+    /// Adds filter output at the end of the scratch buffer.
     fn made(&mut self, from: usize, to: usize) {
         match self.pieces[..self.filled].last_mut() {
             _ if from == to => {}
@@ -97,7 +97,7 @@ impl<H: Handler> Task<H> {
         self.look_at.get_or_insert_with(|| Instant::now() + LOOK);
     }
 
-    /// Closes a connection; its stream, if it has one, ends after what was read.
+    /// Closes a connection; its stream, if any, ends after the bytes already read.
     fn remove(&mut self, at: usize, reason: CloseReason) {
         let Some(local) = self.locals.get_mut(at).and_then(Option::take) else { return };
         self.open -= 1;
@@ -107,7 +107,7 @@ impl<H: Handler> Task<H> {
         }
     }
 
-    /// The peer opened a stream.
+    /// Handles a stream that the peer opened.
     pub(super) fn opened(&mut self, stream: u32) {
         if self.role == Role::Relay || self.open >= self.limits.connections {
             debug!(stream, "stream refused");
@@ -119,7 +119,8 @@ impl<H: Handler> Task<H> {
         self.by_stream.insert(stream, at);
     }
 
-    /// A connection's stream is gone (and out of `by_stream`): the filter says how the local side goes on.
+    /// Handles the loss of a connection's stream, already removed from `by_stream`. The filter decides whether the
+    /// local socket stays open.
     pub(super) fn stream_lost(&mut self, at: usize) {
         let Some(local) = self.locals.get_mut(at).and_then(Option::as_mut) else { return };
         local.lose_stream();
@@ -132,7 +133,7 @@ impl<H: Handler> Task<H> {
         }
     }
 
-    /// Bytes of a stream; gathered for as long as they are for the same connection.
+    /// Handles received stream bytes; gathers them while they belong to the same connection.
     pub(super) fn data<'a>(
         &mut self,
         cx: &mut Context<'_>,
@@ -157,7 +158,7 @@ impl<H: Handler> Task<H> {
         batch.made(from, scratch.local.len());
     }
 
-    /// Writes what was gathered.
+    /// Writes the gathered pieces.
     pub(super) fn deliver(&mut self, cx: &mut Context<'_>, scratch: &mut Scratch, batch: &mut Batch<'_>) {
         let Some(at) = batch.at.take() else { return };
         let received = std::mem::take(&mut batch.received);
@@ -250,7 +251,7 @@ impl<H: Handler> Task<H> {
                 }
                 true
             }
-            // The end, or broken: whatever was read before is on its way.
+            // The socket ended or broke; all bytes read before are on their way.
             Poll::Ready(_) => {
                 self.remove(at, CloseReason::Closed);
                 true
@@ -260,8 +261,8 @@ impl<H: Handler> Task<H> {
         moved
     }
 
-    /// Reads the middle of a large frame to where it is kept for the peer, which spares a copy. `None` = not possible
-    /// just now.
+    /// Reads the middle of a large frame directly to its place in the session's log, which saves a copy. `None` = not
+    /// possible at the moment.
     fn read_in_place(
         &mut self,
         at: usize,
@@ -278,7 +279,7 @@ impl<H: Handler> Task<H> {
         }
         let read = local.poll_read_vectored(cx, &mut slices[..filled]);
         let n = if let Poll::Ready(Ok(n)) = read { n } else { 0 };
-        // What the filter wants to see for itself takes the other way; it is the frame's end, so nothing but that is
+        // Bytes that the filter must see take the other way. They are the end of the frame, so only that end is
         // copied.
         let (mut passed, mut kept) = (0, 0);
         let mut rest = None;
@@ -305,16 +306,17 @@ impl<H: Handler> Task<H> {
         match read {
             Poll::Pending => return Some(false),
             Poll::Ready(Ok(1..)) => {}
-            // As below.
+            // As in `poll_local_read`.
             Poll::Ready(_) => self.remove(at, CloseReason::Closed),
         }
         Some(true)
     }
 
-    /// Whether the last piece of the bytes passed just so: the middle of a frame.
+    /// Passes bytes from the local socket to the filter; returns whether the last piece passed unchanged (the middle
+    /// of a frame).
     fn take_local(&mut self, at: usize, data: &[u8], cx: &mut Context<'_>, scratch: &mut Scratch) -> bool {
         let mut passed = false;
-        // Piece by piece, so that a frame's middle passes although its head does not.
+        // Piece by piece, so that the middle of a frame passes unchanged although its head does not.
         for piece in data.chunks(CHUNK) {
             let Some(local) = &mut self.locals[at] else { return false };
             passed = local.filter.passes_from_local(piece);
@@ -329,7 +331,7 @@ impl<H: Handler> Task<H> {
         passed
     }
 
-    /// Sends what the filter made of bytes from the local socket.
+    /// Sends the filter's output for bytes from the local socket.
     fn give_filtered(&mut self, at: usize, cx: &mut Context<'_>, scratch: &mut Scratch) {
         if !scratch.local.is_empty() {
             if let Some(local) = &mut self.locals[at] {
@@ -345,7 +347,7 @@ impl<H: Handler> Task<H> {
 
     fn give_peer(&mut self, at: usize, data: &[u8]) {
         let Some(local) = &mut self.locals[at] else { return };
-        // A stream only when there is something to say: the agent shall not see connections that stay silent.
+        // The stream opens with the first byte to send, so that the agent sees no connections that stay silent.
         if local.stream.is_none() {
             local.stream = self.session.open(StreamKind::Agent);
             if let Some(stream) = local.stream {
@@ -357,12 +359,12 @@ impl<H: Handler> Task<H> {
                 self.shared.counters.bytes_to_peer.fetch_add(data.len() as u64, Relaxed);
                 self.session.send(stream, data);
             }
-            // Not reached before 2^31 streams: room_for_new() was asked.
+            // Unreachable below 2^31 streams, because `room_for_new()` was checked.
             None => self.remove(at, CloseReason::Closed),
         }
     }
 
-    /// Looks at connections that wait for the clock.
+    /// Closes connections past their deadline.
     pub(super) fn look(&mut self, now: Instant) {
         let mut timed = false;
         for at in 0..self.locals.len() {

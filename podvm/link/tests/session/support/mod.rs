@@ -1,6 +1,6 @@
-//! A relay's and a guest's endpoint with a real agent socket, real TCP and, if wanted, TLS between them, and a proxy
-//! in the middle that cuts or stalls the TCP connection. Used by the tests and by `examples/relay_pair.rs`.
-// Every user takes a part of it, and all of it is test code.
+//! Runs a relay's and a guest's endpoint with a real agent socket and real TCP, with TLS if wanted. A proxy in the
+//! middle cuts or stalls the TCP connection. Used by the tests and by `examples/relay_pair.rs`.
+// Every user needs only a part of it, and all of it is test code.
 #![allow(dead_code, missing_docs, unreachable_pub, clippy::unwrap_used)]
 
 use std::{
@@ -31,7 +31,7 @@ use tokio_rustls::{TlsAcceptor, TlsConnector};
 
 pub const DEADLINE: Duration = Duration::from_secs(60);
 
-/// A request whose answer is this long; `u32::MAX` = the request itself.
+/// Wanted length of an answer that repeats the request itself.
 pub const ECHO: u32 = u32::MAX;
 
 /// Serves frames: the payload begins with the wanted length of the answer. Runs until the listener's task ends.
@@ -72,7 +72,7 @@ async fn serve(mut socket: UnixStream) -> io::Result<()> {
     }
 }
 
-/// A request frame that asks for `answer` bytes (or [`ECHO`]) and is `size` bytes of payload long (at least 4).
+/// Returns a request frame that asks for `answer` bytes (or [`ECHO`]), with `size` bytes of payload (at least 4).
 pub fn request(stream: u32, answer: u32, size: usize) -> Vec<u8> {
     let size = size.max(4);
     let mut frame = Header { length: size as u32, stream, kind: frame::REQUEST, flags: 0 }.encode().to_vec();
@@ -96,7 +96,7 @@ pub async fn answer(socket: &mut UnixStream) -> io::Result<(Header, Vec<u8>)> {
     Ok((header, body))
 }
 
-/// What a handler saw.
+/// Records of a handler.
 #[derive(Default)]
 pub struct Seen {
     pub events: Mutex<Vec<LinkEvent>>,
@@ -135,7 +135,7 @@ pub struct Pass {
     straight: bool,
 }
 
-/// What [`Pass`] answers when a stream is lost and when all is over.
+/// Answers of [`Pass`] to a lost stream, and to the end of the session.
 pub const LOST: &[u8] = b"<lost>";
 pub const OVER: &[u8] = b"<over>";
 
@@ -148,7 +148,7 @@ impl Filter for Pass {
         local.extend_from_slice(input);
     }
 
-    // Some pieces go the long way, as heads and tails of frames do, so that both ways are mixed within one read.
+    // Some pieces take the long path, as heads and tails of frames do, so that one read mixes both paths.
     fn passes_from_local(&mut self, input: &[u8]) -> bool {
         self.straight && !input[0].is_multiple_of(8)
     }
@@ -175,7 +175,7 @@ impl Filter for Pass {
 
 impl Handler for TestHandler {
     fn filter(&mut self) -> Box<dyn Filter> {
-        // Every other connection takes the shortcut, so that both ways are tested.
+        // Every other connection takes the shortcut, so that both paths are tested.
         let straight = self.straight.unwrap_or(self.seen.filters.fetch_add(1, SeqCst).is_multiple_of(2));
         Box::new(Pass { seen: self.seen.clone(), stay: self.stay, straight })
     }
@@ -211,7 +211,7 @@ impl Handler for TestHandler {
     }
 }
 
-/// Certificates of a node's CA: a server's and a guest's.
+/// Certificates of a node's CA: one for a server and one for a guest.
 pub struct Identities {
     pub ca: CertificateDer<'static>,
     server: (CertificateDer<'static>, PrivateKeyDer<'static>),
@@ -261,7 +261,7 @@ pub struct Proxy {
 }
 
 impl Proxy {
-    /// `budgets` says how long each next connection lives, in bytes.
+    /// Starts a proxy. `budgets` returns how long each next connection lives, in bytes.
     pub async fn start(to: SocketAddr, mut budgets: impl FnMut() -> usize + Send + 'static) -> Proxy {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
@@ -297,7 +297,7 @@ impl Proxy {
         self.cut.notify_waiters();
     }
 
-    /// Bytes vanish, the connection stays open.
+    /// Discards bytes while the connection stays open.
     pub fn stall(&self, on: bool) {
         self.stalled.store(on, SeqCst);
     }
@@ -324,14 +324,14 @@ async fn forward(
         if left != usize::MAX {
             budget.store(left - n_sent, SeqCst);
         }
-        // The part before the cut arrives: also in the middle of a record.
+        // The part before the cut arrives, even if it ends in the middle of a record.
         if to.write_all(&buffer[..n_sent]).await.is_err() || n_sent < n {
             return;
         }
     }
 }
 
-/// One end with what its handler saw.
+/// One end with the records of its handler.
 pub struct End {
     pub handle: EndpointHandle,
     pub seen: Arc<Seen>,
@@ -352,7 +352,7 @@ pub fn end_with(role: Role, agent: Option<PathBuf>, limits: Limits, straight: Op
     End { handle, seen, down, task: tokio::spawn(endpoint.run()) }
 }
 
-/// A directory that goes away with the test.
+/// Directory that is removed with the test.
 pub struct Dir(pub PathBuf);
 
 impl Dir {
@@ -375,7 +375,7 @@ impl Drop for Dir {
     }
 }
 
-/// Relay, guest and agent, joined.
+/// Relay, guest and agent, connected.
 pub struct Pair {
     pub relay: EndpointHandle,
     pub guest: EndpointHandle,
@@ -397,7 +397,7 @@ impl Options {
         Options { tls, limits: Limits::default(), budgets: None }
     }
 
-    /// With a proxy in between that cuts by these budgets.
+    /// Adds a proxy in the middle that cuts by these budgets.
     pub fn cut(mut self, budgets: impl FnMut() -> usize + Send + 'static) -> Options {
         self.budgets = Some(Box::new(budgets));
         self
@@ -438,7 +438,7 @@ impl Pair {
         }
     }
 
-    /// A shim's connection.
+    /// Returns a shim's connection.
     pub fn connect(&self) -> UnixStream {
         let (ours, theirs) = UnixStream::pair().unwrap();
         self.relay.adopt(theirs);
@@ -463,7 +463,7 @@ pub fn accept(listener: TcpListener, relay: EndpointHandle, identities: Option<A
     });
 }
 
-/// Dials until the handle is closed, again after every Down.
+/// Dials until the handle is closed, and again after every Down.
 pub fn dial(
     to: SocketAddr,
     guest: EndpointHandle,

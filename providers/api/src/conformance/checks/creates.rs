@@ -1,4 +1,4 @@
-//! What a create promises.
+//! Promises of `create`.
 
 use std::collections::HashSet;
 use std::num::NonZeroU32;
@@ -12,7 +12,7 @@ use crate::conformance::trial::{said, until};
 use crate::conformance::{Checked, Stop, Trial};
 use crate::{CreateRequest, Error};
 
-/// Same key, same request: same VM.
+/// Checks that the same key with the same request gives the same VM.
 pub async fn a_repeated_create_finds_the_same_vm(trial: Arc<Trial>) -> Checked {
     let (provider, request, key) = (trial.provider(), trial.harness.request(), trial.key());
     let first = trial.create(&request, &key).await?;
@@ -27,7 +27,7 @@ pub async fn a_repeated_create_finds_the_same_vm(trial: Arc<Trial>) -> Checked {
     trial.machines_are(1).await
 }
 
-/// The same, at once.
+/// Checks that concurrent creates with one key make one VM.
 pub async fn creates_with_one_key_at_once_make_one_vm(trial: Arc<Trial>) -> Checked {
     let key = trial.key();
     let creates: Vec<_> = (0..8)
@@ -50,7 +50,7 @@ fn joined<T>(answer: Result<T, tokio::task::JoinError>) -> Result<T, Stop> {
     answer.map_err(|error| Stop::Broken(format!("a call ended without an answer: {error}")))
 }
 
-/// Same key, other request: refused, and the first VM is as it was.
+/// Checks that the same key with another request is refused, and that the first VM is unchanged.
 pub async fn a_key_with_another_request_is_refused(trial: Arc<Trial>) -> Checked {
     let (request, key) = (trial.harness.request(), trial.key());
     let first = trial.create(&request, &key).await?;
@@ -65,7 +65,7 @@ pub async fn a_key_with_another_request_is_refused(trial: Arc<Trial>) -> Checked
     trial.machines_are(1).await
 }
 
-/// A caller that dies before the answer asks again with its key: one VM, whenever it died.
+/// Checks that a create dropped at any moment and repeated with its key makes one VM.
 pub async fn a_create_dropped_at_any_time_and_repeated_makes_one_vm(trial: Arc<Trial>) -> Checked {
     let (provider, request) = (trial.provider(), trial.harness.request());
     for (number, after) in trial.moments().await?.into_iter().enumerate() {
@@ -84,7 +84,7 @@ pub async fn a_create_dropped_at_any_time_and_repeated_makes_one_vm(trial: Arc<T
     Ok(())
 }
 
-/// A caller that dies before the answer and never asks again: what was made, half or whole, is in the list.
+/// Checks that a VM is listed, complete or not, after its create was dropped and never repeated.
 pub async fn a_create_dropped_and_forgotten_is_listed(trial: Arc<Trial>) -> Checked {
     if trial.harness.machines().await.is_none() {
         return not_here("nobody but the provider can count its VMs here");
@@ -96,21 +96,21 @@ pub async fn a_create_dropped_and_forgotten_is_listed(trial: Arc<Trial>) -> Chec
         drop(trial.cut_create(&request, &key, after).await);
         keys.insert(key);
     }
-    // As many as there are, for a while: a VM may come into being a moment before or after it is listed.
+    // Compares for a while: a VM may appear shortly before or after it is listed.
     let mut agreed: Option<Instant> = None;
     while agreed.is_none_or(|since| since.elapsed() < trial.quiet()) {
         let owned = said("list_owned", trial.provider().list_owned().await)?;
         let listed =
             owned.iter().filter(|one| one.key.as_ref().is_some_and(|key| keys.contains(key))).count();
         let machines = trial.harness.machines().await.unwrap_or(0);
-        // More may be listed than exist: what is only begun.
+        // More VMs may be listed than exist, because some are only begun.
         agreed = (listed >= machines).then(|| agreed.unwrap_or_else(Instant::now));
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
     Ok(())
 }
 
-/// What one process made, the next one finds: by its key, and in the list.
+/// Checks that another process finds a VM by its key and in the list.
 pub async fn another_process_finds_what_was_made(trial: Arc<Trial>) -> Checked {
     let Some(successor) = trial.harness.successor() else {
         return not_here("there cannot be two of this provider at once here");
@@ -127,7 +127,7 @@ pub async fn another_process_finds_what_was_made(trial: Arc<Trial>) -> Checked {
     trial.gone(&key).await
 }
 
-/// A crowd: all get a VM and an address of their own.
+/// Checks that many concurrent creates each get a VM and an address of their own.
 pub async fn many_creates_at_once_all_succeed(trial: Arc<Trial>) -> Checked {
     let crowd = trial.harness.crowd();
     let creates: Vec<_> = (0..crowd)
@@ -166,7 +166,7 @@ pub async fn many_creates_at_once_all_succeed(trial: Arc<Trial>) -> Checked {
     Ok(())
 }
 
-/// Several by one call: repeated, they are the same ones; all of them are listed with the key.
+/// Checks that a repeated batch returns the same VMs and that all of them are listed with the key.
 pub async fn a_batch_is_as_many_vms_as_it_says(trial: Arc<Trial>) -> Checked {
     let provider = trial.provider();
     let Some(batch) = provider.batch() else { return not_here("this provider has no batches") };
@@ -192,7 +192,7 @@ pub async fn a_batch_is_as_many_vms_as_it_says(trial: Arc<Trial>) -> Checked {
     until(|| async { Ok(trial.listed(&key).await?.len() == different.len()) }).await
 }
 
-/// For the other checks: a request with user-data that can be recognised.
+/// Returns a request with a recognisable mark in its user-data, for the other checks.
 pub(super) fn marked(trial: &Trial) -> (CreateRequest, &'static str) {
     const MARK: &str = "a-ticket-that-nobody-may-see";
     (CreateRequest { user_data: format!("{{\"peerpod\":\"{MARK}\"}}"), ..trial.harness.request() }, MARK)

@@ -1,4 +1,4 @@
-//! What a delete and the list promise.
+//! Promises of `delete` and `list_owned`.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,7 +10,7 @@ use crate::Error;
 use crate::conformance::trial::{said, until};
 use crate::conformance::{Checked, Trial};
 
-/// Gone is `Ok`.
+/// Checks that deletion of a VM that is gone returns `Ok`.
 pub async fn a_second_delete_is_fine(trial: Arc<Trial>) -> Checked {
     let provider = trial.provider();
     let (made, key) = trial.one().await?;
@@ -21,13 +21,13 @@ pub async fn a_second_delete_is_fine(trial: Arc<Trial>) -> Checked {
     trial.machines_are(0).await
 }
 
-/// What never was is gone.
+/// Checks that deletion of a VM that never existed returns `Ok`.
 pub async fn a_delete_of_something_unknown_is_fine(trial: Arc<Trial>) -> Checked {
     let id = trial.unknown_id().await?;
     said("delete", trial.provider().delete(&id).await)
 }
 
-/// A caller that dies while deleting asks again: nothing is left. Also when the VM was not finished yet.
+/// Checks that a delete that is dropped and repeated leaves nothing, even if the VM was not finished.
 pub async fn a_delete_dropped_at_any_time_and_repeated_leaves_nothing(trial: Arc<Trial>) -> Checked {
     let (provider, request) = (trial.provider(), trial.harness.request());
     let moments = trial.moments().await?;
@@ -42,8 +42,8 @@ pub async fn a_delete_dropped_at_any_time_and_repeated_leaves_nothing(trial: Arc
     for after in moments {
         let key = trial.key();
         drop(trial.cut_create(&request, &key, after).await);
-        // What a core does after a crash: delete whatever the list shows. A create may still be under way behind it,
-        // so it looks again until there is nothing for a while.
+        // As after a crash of the node: delete every listed VM. A create may still be in flight, so the list is read
+        // again until it stays empty for a while.
         let mut last = Instant::now();
         while last.elapsed() < trial.quiet() {
             for one in trial.listed(&key).await? {
@@ -56,7 +56,7 @@ pub async fn a_delete_dropped_at_any_time_and_repeated_leaves_nothing(trial: Arc
     until(|| async { Ok(trial.machines_are(0).await.is_ok()) }).await
 }
 
-/// Whoever waits for a VM that is gone is told so.
+/// Checks that a caller that waits for the addresses of a deleted VM gets an error.
 pub async fn a_deleted_vm_has_no_addresses(trial: Arc<Trial>) -> Checked {
     let provider = trial.provider();
     let unknown = provider.addresses(&trial.unknown_id().await?).await;
@@ -70,7 +70,7 @@ pub async fn a_deleted_vm_has_no_addresses(trial: Arc<Trial>) -> Checked {
     Ok(())
 }
 
-/// Another cluster's VMs are not ours.
+/// Checks that the VMs of another cluster are not listed.
 pub async fn only_our_vms_are_listed(trial: Arc<Trial>) -> Checked {
     let Some(stranger) = trial.harness.stranger() else {
         let (made, key) = trial.one().await?;

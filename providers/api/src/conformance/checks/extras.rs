@@ -1,4 +1,4 @@
-//! What a provider says of itself, and what only some have.
+//! Promises about the provider's description of itself and about the optional parts of the trait.
 
 use std::sync::Arc;
 
@@ -7,7 +7,7 @@ use crate::conformance::trial::said;
 use crate::conformance::{Checked, Stop, Trial};
 use crate::{DiskRequest, Error, Provider, Volumes};
 
-/// Capabilities agree with what is there.
+/// Checks that the capabilities match the optional parts of the provider.
 pub async fn the_provider_says_what_it_can_do(trial: Arc<Trial>) -> Checked {
     let provider = trial.provider();
     let can = provider.capabilities();
@@ -27,7 +27,7 @@ pub async fn the_provider_says_what_it_can_do(trial: Arc<Trial>) -> Checked {
     Ok(())
 }
 
-/// Preflight passes, twice, and makes no VM.
+/// Checks that preflight passes twice and makes no VM.
 pub async fn preflight_finds_everything_and_makes_nothing(trial: Arc<Trial>) -> Checked {
     let provider = trial.provider();
     let before = said("list_owned", provider.list_owned().await)?.len();
@@ -39,7 +39,7 @@ pub async fn preflight_finds_everything_and_makes_nothing(trial: Arc<Trial>) -> 
     trial.machines_are(0).await
 }
 
-/// The disk that can be attached here, and what attaches it.
+/// Returns the disk that can be attached here, and the interface that attaches it.
 fn disk<'p>(trial: &Trial, provider: &'p dyn Provider) -> Result<(&'p dyn Volumes, DiskRequest), Stop> {
     let Some(volumes) = provider.volumes() else { return not_here("this provider has no volumes") };
     match trial.harness.volume() {
@@ -48,7 +48,8 @@ fn disk<'p>(trial: &Trial, provider: &'p dyn Provider) -> Result<(&'p dyn Volume
     }
 }
 
-/// An attach that is repeated says the same; a disk of the request is there as the same; another VM does not get it.
+/// Checks that a repeated attach returns the same identity, and that a second VM cannot attach the disk. A disk in the
+/// request gets the identity that an attach of it returns.
 pub async fn an_attached_disk_keeps_its_identity(trial: Arc<Trial>) -> Checked {
     let provider = trial.provider();
     let (volumes, disk) = disk(&trial, &*provider)?;
@@ -83,7 +84,7 @@ pub async fn an_attached_disk_keeps_its_identity(trial: Arc<Trial>) -> Checked {
     said("detach", volumes.detach(&with.id, &disk.volume).await)
 }
 
-/// A detach may be accepted before it is done; then the disk is busy for a while.
+/// Repeats an attach. A provider may accept a detach before the disk is free, so the disk may be busy for a while.
 async fn until_attached(
     volumes: &dyn Volumes,
     id: &crate::InstanceId,
@@ -100,7 +101,8 @@ async fn until_attached(
     }
 }
 
-/// Not attached, gone and never there are all `Ok`; an attach to nothing is not.
+/// Checks that a detach returns `Ok` for a disk that is not attached, a VM that is gone and a VM that never existed. An
+/// attach to a VM that never existed fails.
 pub async fn a_detach_of_nothing_is_fine(trial: Arc<Trial>) -> Checked {
     let provider = trial.provider();
     let (volumes, disk) = disk(&trial, &*provider)?;
@@ -117,7 +119,7 @@ pub async fn a_detach_of_nothing_is_fine(trial: Arc<Trial>) -> Checked {
     said("detach from a VM that is gone", volumes.detach(&made.id, &disk.volume).await)
 }
 
-/// The console of a VM that runs can be read, within the limit; one that never was has none.
+/// Checks that the console of a running VM can be read within the limit, and that a VM that never existed has none.
 pub async fn the_console_is_there_if_it_is_promised(trial: Arc<Trial>) -> Checked {
     let provider = trial.provider();
     let Some(console) = provider.console() else { return not_here("this provider has no console") };

@@ -1,4 +1,4 @@
-//! What is refused, how it is said, and what arrives.
+//! Promises about refusals, error classes, deadlines and user-data.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -11,7 +11,7 @@ use crate::conformance::trial::said;
 use crate::conformance::{Checked, Stop, Trial};
 use crate::{CreateRequest, DecoratorConfig, DiskRequest, Error, Retry, WISHES, decorate};
 
-/// A field that capabilities do not cover makes the create fail, and nothing is made.
+/// Checks that a field outside the capabilities fails the create and makes no VM.
 pub async fn what_cannot_be_done_is_refused_not_dropped(trial: Arc<Trial>) -> Checked {
     let can = trial.provider().capabilities();
     for wish in WISHES.iter().filter(|wish| !(wish.is_met)(&can)) {
@@ -28,7 +28,7 @@ pub async fn what_cannot_be_done_is_refused_not_dropped(trial: Arc<Trial>) -> Ch
     trial.machines_are(0).await
 }
 
-/// Each failure that can be brought about is of its class, says something, and shows no user-data.
+/// Checks that each failure the suite can cause has its class, has a text and shows no user-data.
 pub async fn errors_have_their_class_and_show_no_user_data(trial: Arc<Trial>) -> Checked {
     let provider = trial.provider();
     let can = provider.capabilities();
@@ -51,7 +51,7 @@ pub async fn errors_have_their_class_and_show_no_user_data(trial: Arc<Trial>) ->
         hold!(error.class() == *class, "{what} is {}, not {class}: {error}", error.class());
     }
     let mut errors: Vec<Error> = failures.into_iter().filter_map(|(_, _, error)| error).collect();
-    // What only the cloud can know to be wrong: whatever its class, asking again must not be the advice.
+    // Mistakes that only the cloud can detect. The error may have any class, but must not advise a retry.
     type Wrong = (bool, &'static str, fn(&mut CreateRequest));
     let wrong: [Wrong; 3] = [
         (can.images, "an image that is none", |r| r.image = Some("no-such-image-0".to_owned())),
@@ -79,7 +79,7 @@ pub async fn errors_have_their_class_and_show_no_user_data(trial: Arc<Trial>) ->
     Ok(())
 }
 
-/// With a deadline of a millisecond around it every call ends, and what it began can be cleaned up.
+/// Checks that every call ends under a deadline of one millisecond, and that its effects can be removed.
 pub async fn calls_end_at_their_deadline(trial: Arc<Trial>) -> Checked {
     let config =
         DecoratorConfig { call_deadline: Duration::from_millis(1), retry_for: Duration::from_millis(0) };
@@ -92,7 +92,7 @@ pub async fn calls_end_at_their_deadline(trial: Arc<Trial>) -> Checked {
         Ok(())
     };
     let start = Instant::now();
-    // Counts as cut off: what it made may come later.
+    // Counts as cut off: the VM may still appear later.
     let created = trial.cut_create(&request, &key, Duration::ZERO).await.and_then(Result::err);
     ended("create", start, created)?;
     let start = Instant::now();
@@ -102,12 +102,12 @@ pub async fn calls_end_at_their_deadline(trial: Arc<Trial>) -> Checked {
     let made = trial.create(&request, &key).await?;
     let start = Instant::now();
     ended("delete", start, provider.delete(&made.id).await.err())?;
-    // Whatever the calls that were given up did: the list is right, and the VM can be taken away.
+    // The list must be right and the VM deletable, independently of the effects of the abandoned calls.
     said("delete", trial.provider().delete(&made.id).await)?;
     trial.gone(&key).await
 }
 
-/// What goes in comes out, whatever is in it.
+/// Checks that awkward user-data arrives unchanged.
 pub async fn user_data_arrives_byte_for_byte(trial: Arc<Trial>) -> Checked {
     let awkward = [
         "#cloud-config\n\nkey: \"ä ö ü €\"\r\n\t$HOME `id` %s \\n ${x} </user-data> \u{1F980}\n",
@@ -121,10 +121,10 @@ pub async fn user_data_arrives_byte_for_byte(trial: Arc<Trial>) -> Checked {
     Ok(())
 }
 
-/// The limit is a promise, too.
+/// Checks that user-data of the stated limit arrives.
 pub async fn user_data_of_the_stated_limit_arrives(trial: Arc<Trial>) -> Checked {
     let limit = trial.provider().capabilities().max_user_data;
-    // No cloud has more than 256 KiB; a provider without a limit is tried so far.
+    // No cloud accepts more than 256 KiB, so a provider without a limit is tried up to that size.
     let text: String = ('a'..='z').cycle().take(limit.min(256 * 1024)).collect();
     user_data_arrives(&trial, &text).await
 }
@@ -144,7 +144,7 @@ async fn user_data_arrives(trial: &Trial, text: &str) -> Checked {
     said("delete", trial.provider().delete(&made.id).await)
 }
 
-/// One byte more is refused, and nothing is made.
+/// Checks that one byte over the limit is refused and makes no VM.
 pub async fn user_data_over_the_limit_is_refused_before_any_call(trial: Arc<Trial>) -> Checked {
     let limit = trial.provider().capabilities().max_user_data;
     if limit > 64 << 20 {

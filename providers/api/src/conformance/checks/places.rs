@@ -1,4 +1,4 @@
-//! What a choice of places promises, and what somebody may do who never makes a VM.
+//! Promises of `place`, and of a provider object that never makes a VM.
 
 use std::sync::Arc;
 
@@ -7,8 +7,8 @@ use crate::conformance::trial::said;
 use crate::conformance::{Checked, Trial};
 use crate::{CreateRequest, Error, Placement};
 
-/// Choosing a place makes nothing; a create that is repeated with the recorded place finds its VM, whatever is chosen for
-/// others since; a place that is none of the provider's own is refused, and what nobody has, has no place.
+/// Checks that choosing a placement makes no VM. A create repeated with its recorded placement must find its VM, even
+/// after another choice. A foreign placement, and a request that no offering fits, are refused.
 pub async fn a_recorded_place_is_kept(trial: Arc<Trial>) -> Checked {
     let (provider, request) = (trial.provider(), trial.harness.request());
     let Some(place) = said("place", provider.place(&request).await)? else {
@@ -40,8 +40,8 @@ fn strange() -> Placement {
     Placement::new("a place of another provider").expect("it is short")
 }
 
-/// Whoever only looks after VMs that others made, like the cluster's controller, is built without a call and never asked for
-/// a preflight: it lists them, knows their addresses and deletes them.
+/// Checks that a provider object that never had a preflight lists VMs made by others, returns their addresses and
+/// deletes them. The cluster's controller uses such an object.
 pub async fn who_only_collects_lists_and_deletes(trial: Arc<Trial>) -> Checked {
     let Some(collector) = trial.harness.collector() else {
         return not_here("there cannot be two of this provider at once here");

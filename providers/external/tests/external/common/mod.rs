@@ -1,4 +1,4 @@
-//! A folder, a provider in Python that serves in it, and how to open it.
+//! Folder with a Python provider that serves in it, and the settings to open it.
 
 #![allow(unreachable_pub, missing_docs)] // a module of tests
 use std::fs;
@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use peerpod_provider_api::{CreateRequest, IdempotencyKey};
 use peerpod_provider_external::{Endpoint, ExternalConfig, Owner};
 
-/// A folder that goes with the test.
+/// Folder that is removed with the test.
 pub struct Folder(pub PathBuf);
 
 impl Folder {
@@ -25,12 +25,12 @@ impl Folder {
         self.0.join("run/provider.sock")
     }
 
-    /// The provider in Python as it should be.
+    /// Settings for the correct Python provider.
     pub fn shelf(&self) -> ExternalConfig {
         self.started(&["provider.py", &self.0.display().to_string()])
     }
 
-    /// The provider in Python with one fault.
+    /// Settings for the Python provider with one fault.
     pub fn faulty(&self, fault: &str) -> ExternalConfig {
         self.started(&["faulty.py", &self.0.display().to_string(), fault])
     }
@@ -43,12 +43,12 @@ impl Folder {
         config(Endpoint::Unix { socket: self.socket(), peer_uid: None, command: Some(command) })
     }
 
-    /// Somebody else started it.
+    /// Settings for a provider that is started elsewhere.
     pub fn dialled(&self) -> ExternalConfig {
         config(Endpoint::Unix { socket: self.socket(), peer_uid: None, command: None })
     }
 
-    /// The records of the "VMs" that exist.
+    /// Returns the number of VM records.
     pub fn machines(&self) -> usize {
         let files = fs::read_dir(self.0.join("vms")).map(|files| files.flatten().collect()).unwrap_or(vec![]);
         files.iter().filter(|file| file.file_name().to_string_lossy().ends_with(".json")).count()
@@ -65,7 +65,7 @@ pub fn owner(node: &str) -> Owner {
     Owner { cluster_id: "test".into(), node_name: node.into() }
 }
 
-/// Patient with a busy machine, but not with a hang that a test brings about: those set their own times.
+/// Returns settings with timeouts for a busy machine. Tests that cause a hang set shorter ones.
 pub fn config(endpoint: Endpoint) -> ExternalConfig {
     ExternalConfig {
         endpoint,
@@ -85,7 +85,7 @@ pub fn key(number: u32) -> IdempotencyKey {
     IdempotencyKey::derive("test", "sandbox", number)
 }
 
-/// Asks again and again, as a core does.
+/// Repeats a call until it has a result, as the node does.
 pub async fn until<T, F>(what: &str, ask: impl Fn() -> F) -> T
 where
     F: Future<Output = Option<T>>,

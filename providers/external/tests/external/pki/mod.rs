@@ -1,4 +1,4 @@
-//! Certificates of a CA, for both sides.
+//! Certificates of a test CA, for both sides.
 
 #![allow(unreachable_pub, missing_docs, clippy::unwrap_used)] // a module of tests
 
@@ -17,7 +17,7 @@ pub struct Pki {
 }
 
 impl Pki {
-    /// A CA of its own in this folder, with a certificate for `provider.test` and one for a node.
+    /// Creates a CA in this folder, with a certificate for `provider.test` and one for a node.
     pub fn new(folder: &Path) -> Pki {
         let mut params = CertificateParams::new(vec![]).unwrap();
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);

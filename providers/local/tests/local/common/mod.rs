@@ -1,4 +1,4 @@
-//! A local provider in a network namespace and a directory of its own.
+//! Local provider in a network namespace and a directory of its own.
 
 #![allow(unreachable_pub, missing_docs)] // a module of tests
 use std::fs;
@@ -16,7 +16,7 @@ use peerpod_provider_api::{Console, CreateRequest, IdempotencyKey, InstanceId, O
 use peerpod_provider_local::config::{Network, Subnet};
 use peerpod_provider_local::{LocalConfig, LocalProvider};
 
-/// The guest of most tests: does nothing, for ever.
+/// Guest of most tests: does nothing, for ever.
 pub const IDLE: &str = "exec sleep infinity";
 
 pub struct Place {
@@ -24,7 +24,7 @@ pub struct Place {
 }
 
 impl Place {
-    /// Moves the calling thread (and all it starts) into a fresh network namespace, and makes a directory.
+    /// Moves the calling thread (and all that it starts) into a fresh network namespace, and creates a directory.
     pub fn new(guest: &str) -> Place {
         static COUNT: AtomicU32 = AtomicU32::new(0);
         let number = COUNT.fetch_add(1, Ordering::Relaxed);
@@ -41,7 +41,7 @@ impl Place {
         config(&self.dir)
     }
 
-    /// Processes that are pid 1 of a VM made here, by what `/proc` says of namespaces and mounts.
+    /// Returns the processes that are pid 1 of a VM made here, according to the namespaces and mounts in `/proc`.
     pub fn machines(&self) -> Vec<u32> {
         let mark = format!("{}/guest ", self.dir.display());
         let mut found = Vec::new();
@@ -64,7 +64,7 @@ impl Place {
         self.dir.join("state/vms").join(id.as_str())
     }
 
-    /// The pids the hypervisor process wrote down: itself, pid 1.
+    /// Returns the pids that the hypervisor process recorded: its own and that of pid 1.
     pub fn pids(&self, id: &InstanceId) -> (u32, u32) {
         let text = fs::read_to_string(self.vm_dir(id).join("machine.json")).unwrap();
         let json: serde_json::Value = serde_json::from_str(&text).unwrap();
@@ -72,7 +72,7 @@ impl Place {
         (pid("hypervisor"), pid("guest"))
     }
 
-    /// Nothing of any VM is left: processes, links, mounts, directories.
+    /// Asserts that nothing of any VM is left: processes, network devices, mounts, directories.
     pub fn assert_clean(&self) {
         assert_eq!(self.machines(), Vec::<u32>::new(), "processes");
         let links = run("ip", &["-o", "link"]);
@@ -90,12 +90,12 @@ impl Place {
 
 impl Drop for Place {
     fn drop(&mut self) {
-        // After a failed test: the VMs of this place.
+        // After a failed test, VMs of this place may be left.
         for pid in self.machines() {
             let pid = nix::unistd::Pid::from_raw(i32::try_from(pid).unwrap());
             let _gone = nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL);
         }
-        // Their hypervisor processes still write how they ended.
+        // Their hypervisor processes still record the end.
         let deadline = Instant::now() + Duration::from_secs(2);
         while fs::remove_dir_all(&self.dir).is_err() && Instant::now() < deadline {
             std::thread::sleep(Duration::from_millis(10));
@@ -139,7 +139,7 @@ pub fn runtime() -> tokio::runtime::Runtime {
     tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap()
 }
 
-/// Runs a program in the calling thread's namespace and returns what it printed.
+/// Runs a program in the namespace of the calling thread and returns its output.
 pub fn run(program: &str, arguments: &[&str]) -> String {
     let output = Command::new(program).args(arguments).output().unwrap();
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
@@ -148,7 +148,7 @@ pub fn run(program: &str, arguments: &[&str]) -> String {
     text
 }
 
-/// Whether the address is reached: its kernel refuses a connection to a port where nobody listens.
+/// Asserts that the address is reachable: its kernel refuses a connection to a closed port.
 pub fn reaches(address: IpAddr) {
     until(&format!("{address} answers"), || {
         let to = std::net::SocketAddr::new(address, 9);

@@ -1,4 +1,4 @@
-//! When an object may be tried again: ever more seldom, and not sooner because somebody changed it.
+//! Computes the backoff of failed objects. A change of the object does not shorten it.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -7,7 +7,7 @@ use std::{
 
 use parking_lot::{Mutex, MutexGuard};
 
-/// After the first failure.
+/// Pause after the first failure.
 const FIRST: Duration = Duration::from_secs(1);
 
 #[derive(Clone, Copy)]
@@ -16,7 +16,7 @@ struct Failed {
     again: Instant,
 }
 
-/// The objects that failed, by uid.
+/// Failed objects, by uid.
 pub(super) struct Backoff {
     longest: Duration,
     failed: Mutex<HashMap<String, Failed>>,
@@ -27,14 +27,14 @@ impl Backoff {
         Backoff { longest, failed: Mutex::default() }
     }
 
-    /// How long this one must still wait.
+    /// Returns the rest of this object's pause.
     pub(super) fn waits(&self, uid: &str, now: Instant) -> Option<Duration> {
         let failed = *self.lock().get(uid)?;
         let left = failed.again.saturating_duration_since(now);
         (!left.is_zero()).then_some(left)
     }
 
-    /// It failed now, and the provider asks for at least this pause; how long it waits.
+    /// Records a failure and returns the pause, which is at least `least`, as the provider asks for.
     pub(super) fn failed(&self, uid: &str, now: Instant, least: Duration) -> Duration {
         let mut all = self.lock();
         let failed = all.entry(uid.to_owned()).or_insert(Failed { times: 0, again: now });
@@ -48,7 +48,7 @@ impl Backoff {
         self.lock().remove(uid);
     }
 
-    /// Forgets all that are not among these.
+    /// Removes all objects except these.
     pub(super) fn keep(&self, there: &HashSet<String>) {
         self.lock().retain(|uid, _| there.contains(uid));
     }
@@ -58,7 +58,7 @@ impl Backoff {
     }
 
     fn lock(&self) -> MutexGuard<'_, HashMap<String, Failed>> {
-        // Every step leaves the map whole.
+        // Every step leaves the map consistent.
         self.failed.lock()
     }
 }

@@ -1,22 +1,22 @@
-//! How VMs are looked after: keys of the section `controller`.
+//! Reads the settings of the VMs' management: keys of the section `controller`.
 
 use std::time::Duration;
 
 use peerpod_base::config::Reader;
 
-/// What is done with VMs that nobody wants.
+/// Treatment of orphaned VMs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Orphans {
-    /// They are deleted.
+    /// Deletes them.
     Delete,
-    /// They are only told of.
+    /// Only reports them.
     Report,
 }
 
-/// What the parts about VMs are told.
+/// Settings of both parts.
 #[derive(Clone, Debug)]
 pub struct VmsConfig {
-    /// `node.cluster-id`: part of the keys that nodes ask with.
+    /// `node.cluster-id`: part of the idempotency keys.
     pub cluster_id: String,
     /// `controller.concurrency`.
     pub concurrency: u16,
@@ -41,7 +41,7 @@ pub struct VmsConfig {
 }
 
 impl VmsConfig {
-    /// Asks for the keys.
+    /// Reads the keys.
     pub fn read(reader: &mut Reader, cluster_id: &str) -> VmsConfig {
         let orphans = reader.choice(
             "controller.orphans",

@@ -1,47 +1,48 @@
-//! What is to be done about a PeerPod that is being deleted. Pure; the rules stand in the room's page.
+//! Decides the treatment of a PeerPod that is being deleted. Pure; the documentation of `controller::vms` has the
+//! rules.
 
 use std::time::Duration;
 
 use peerpod_kube::crds::Phase;
 
-/// What is known of the pod that a PeerPod belongs to.
+/// State of the pod that a PeerPod belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Pod {
-    /// No object of that uid; or the PeerPod names none, and nobody lives who would know.
+    /// No object of that uid exists; or the PeerPod names no pod, and no live node has it in its ledger.
     Gone,
-    /// It has succeeded or failed, or its time to leave is over.
+    /// It has succeeded or failed, or its grace period is over.
     Ended,
     /// Its containers may be running.
     Lives,
 }
 
-/// What the decision is made of, each as far as it was needed.
+/// Input of the decision, each fact as far as it is needed.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Facts {
-    /// Whether the PeerPod's provider is ours.
+    /// Whether the PeerPod's provider is this controller's provider.
     pub(super) ours: bool,
-    /// How long ago the deletion was asked for.
+    /// Time since the deletion was requested.
     pub(super) since: Duration,
-    /// Whether the daemon of its node lives; `false` without a node.
+    /// Whether its node is alive; `false` without a node.
     pub(super) daemon_lives: bool,
-    /// Whether its Node object is there; `true` without a node, which is no reason for anything.
+    /// Whether its Node object exists; `true` without a node, which proves nothing.
     pub(super) node_exists: bool,
-    /// Its pod.
+    /// State of its pod.
     pub(super) pod: Pod,
-    /// What its node has said last.
+    /// Phase that its node wrote last.
     pub(super) phase: Option<Phase>,
 }
 
-/// What to do.
+/// Result of the decision.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Decision {
-    /// Another provider's.
+    /// The VM belongs to another provider.
     Foreign,
-    /// Its own daemon's turn, for so long.
+    /// The node may act first, for this time.
     NodeFirst(Duration),
     /// Its pod runs.
     PodLives,
-    /// Delete its VM.
+    /// The VM is to be deleted.
     Delete,
 }
 

@@ -1,4 +1,4 @@
-//! What the API server knows of a PeerPod's pod and node. Asked for one object at a time, and only as far as it matters.
+//! Reads a PeerPod's pod and node from the API server: one object at a time, and only as far as the decision needs.
 
 use std::time::Duration;
 
@@ -19,27 +19,27 @@ use peerpod_kube::{
 use super::decide::{Facts, Pod, stopped};
 use crate::controller::Context;
 
-/// How long after its own grace period a pod that was told to go may still be running.
+/// How long past its own grace period a deleted pod may still be running.
 pub(super) const LEAVING: Duration = Duration::from_secs(60);
-/// How far apart the clocks of a node and ours may be before a daemon that lives looks dead here. (Only a turn is lost
-/// then: orphans are judged by our own clock alone.)
+/// How far the clocks of node and controller may differ before a live node counts as dead. (A mistake only costs the
+/// node its turn: orphans are judged by the controller's clock alone.)
 const SKEW: Duration = Duration::from_secs(60);
 
-/// The pod that a PeerPod belongs to.
+/// Pod that a PeerPod belongs to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct OwnerPod {
     pub(super) name: String,
     pub(super) uid: String,
 }
 
-/// By its owner references; the first pod among them, wherever it stands.
+/// Returns the first pod among the owner references, at any position.
 pub(super) fn owner_of(peerpod: &PeerPod) -> Option<OwnerPod> {
     let owner =
         peerpod.owner_references().iter().find(|owner| owner.kind == "Pod" && owner.api_version == "v1")?;
     Some(OwnerPod { name: owner.name.clone(), uid: owner.uid.clone() })
 }
 
-/// Asks what the decision needs.
+/// Reads the facts for the decision.
 pub(super) async fn gather(context: &Context, peerpod: &PeerPod, ours: bool) -> Result<Facts, client::Error> {
     let now = Timestamp::now();
     let phase = peerpod.status.as_ref().and_then(|status| status.phase);
@@ -86,24 +86,24 @@ async fn daemon_lives(context: &Context, node: &str, now: Timestamp) -> Result<b
     Ok(found.is_some_and(|lease| is_fresh(&lease, now)))
 }
 
-/// By clocks, ours and the node's.
+/// Compares the node's clock with the controller's clock.
 fn is_fresh(found: &Lease, now: Timestamp) -> bool {
     let renewed = found.spec.as_ref().and_then(|spec| spec.renew_time.as_ref()).map(|at| at.0);
     renewed.is_some_and(|at| age(at, now) < lease::lasts(found).unwrap_or_default() + SKEW)
 }
 
-/// Nothing for what lies ahead.
+/// Zero for a time in the future.
 fn age(at: Timestamp, now: Timestamp) -> Duration {
     Duration::try_from(now.duration_since(at)).unwrap_or_default()
 }
 
-/// What is known of the pod when nothing says which it is. A node writes the record also while it cannot find its pod; its
-/// daemon, if it lives, knows the sandbox, and has recorded no stop.
+/// Returns the state of an unknown pod, of which the PeerPod has no owner reference. A node writes the PeerPod even
+/// while it cannot find the pod. A live node has the sandbox in its ledger, and has recorded no stop.
 fn pod_unsaid(peerpod: &PeerPod, daemon_lives: bool) -> Pod {
     if peerpod.spec.sandbox_id.is_some() && daemon_lives { Pod::Lives } else { Pod::Gone }
 }
 
-/// What is known of the pod of this uid, when this was found under its name.
+/// Returns the state of the pod of this uid, given the pod found under its name.
 fn pod_state(found: Option<&KubePod>, uid: &str, now: Timestamp) -> Pod {
     let Some(pod) = found.filter(|pod| pod.metadata.uid.as_deref() == Some(uid)) else { return Pod::Gone };
     let phase = pod.status.as_ref().and_then(|status| status.phase.as_deref());

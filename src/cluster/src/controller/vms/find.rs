@@ -1,5 +1,4 @@
-//! Which VMs a PeerPod means, when it does not say an instance id; and one list of the provider's for all who ask at the
-//! same time.
+//! Finds the VMs of a PeerPod without an instance id, and shares one list of the provider among concurrent callers.
 
 use std::{
     collections::HashSet,
@@ -12,15 +11,15 @@ use peerpod_kube::crds::{PeerPod, PeerPodSpec};
 use peerpod_provider_api::{Error, IdempotencyKey, InstanceId, Owned, OwnedState, Provider};
 use tokio::sync::Mutex;
 
-/// A sandbox has at most so many attempts, each with a key of its own; nodes make at most eight.
+/// Maximum number of attempts per sandbox, each with its own key; nodes make at most eight.
 const ATTEMPTS: u32 = 16;
 
-/// The provider's list, kept only for those who asked before it was begun.
+/// The provider's last list. Only callers that asked before it was begun may reuse it as fresh.
 #[derive(Default)]
 pub(super) struct Listing(Mutex<Option<(Instant, Arc<Vec<Owned>>)>>);
 
 impl Listing {
-    /// The VM of this id, by the list at hand, if it is in it (node and key of a VM never change), or by a new one.
+    /// Returns the VM of this id from the last list, since node and key of a VM never change, or else from a new list.
     pub(super) async fn vm(&self, provider: &dyn Provider, id: &str) -> Result<Option<Owned>, Error> {
         let find = |list: &[Owned]| list.iter().find(|vm| vm.id.as_str() == id).cloned();
         let known = self.0.lock().await.as_ref().and_then(|(_, list)| find(list));
@@ -30,7 +29,7 @@ impl Listing {
         }
     }
 
-    /// A list that was begun after this call.
+    /// Returns a list that was begun after this call.
     pub(super) async fn fresh(&self, provider: &dyn Provider) -> Result<Arc<Vec<Owned>>, Error> {
         let asked = Instant::now();
         let mut kept = self.0.lock().await;
@@ -46,8 +45,8 @@ impl Listing {
         Ok(list)
     }
 
-    /// Gives the memory back, if the list is older than that and nobody uses it: who asks holds it for as long as the
-    /// provider takes, and that is not waited for.
+    /// Frees the list if it is older than this and not locked. A caller holds the lock during the provider's call, and
+    /// this function does not wait for it.
     pub(super) fn forget(&self, older_than: Duration) {
         let Ok(mut kept) = self.0.try_lock() else { return };
         if kept.as_ref().is_some_and(|(begun, _)| begun.elapsed() > older_than) {
@@ -56,8 +55,9 @@ impl Listing {
     }
 }
 
-/// The keys that a PeerPod's sandbox may have asked with: that of its spec, and those of its other attempts. All VMs with
-/// one of `own` are this sandbox's; `shared` is one that we cannot derive, as several VMs of a batch have.
+/// Keys that a PeerPod's sandbox may have asked with: the key of its spec, and the keys of its other attempts. All VMs
+/// with a key of `own` belong to this sandbox. `shared` cannot be derived from the sandbox; several VMs of a batch have
+/// it.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct Keys {
     pub(super) own: HashSet<IdempotencyKey>,
@@ -70,22 +70,23 @@ pub(super) fn keys(cluster: &str, spec: &PeerPodSpec) -> Keys {
         .iter()
         .flat_map(|sandbox| (0..ATTEMPTS).map(|attempt| IdempotencyKey::derive(cluster, sandbox, attempt)))
         .collect();
-    // What is no key was never asked with.
+    // No VM was ever requested with an invalid key.
     let said = spec.idempotency_key.as_ref().and_then(|key| IdempotencyKey::parse(key.clone()).ok());
     let shared = said.filter(|key| !own.contains(key));
     Keys { own, shared }
 }
 
-/// What a PeerPod without an instance id means.
+/// VMs of a PeerPod without an instance id.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Meant {
-    /// These, or none.
+    /// These VMs, or none.
     Vms(Vec<InstanceId>),
-    /// Several have its key, and nothing says which is its own. They are left to the search for orphans.
+    /// Several VMs have its key, and they cannot be distinguished. They are left to the search for orphans.
     Several(usize),
 }
 
-/// `others`: what other PeerPods say of themselves (instance id, key), read only when the key is a shared one.
+/// Returns the VMs for these keys. `others` returns instance id and key of the other PeerPods, and is called only for a
+/// shared key.
 pub(super) fn meant<'a>(
     keys: &Keys,
     owned: &[Owned],
@@ -112,8 +113,9 @@ pub(super) fn meant<'a>(
     Meant::Vms(vms)
 }
 
-/// Why the VM that this PeerPod names by its id is another one's, if it is: anybody who may write a PeerPod can write any id
-/// into it. `vm`: what the provider knows of it; `others`: PeerPods of the same provider, this one may be among them.
+/// Returns the reason why the VM of this PeerPod's id belongs to another owner, if it does: any writer of PeerPods can
+/// write any id. `vm` is the provider's entry of the VM; `others` are PeerPods of the same provider, perhaps with this
+/// one among them.
 pub(super) fn another_ones<'a>(
     cluster: &str,
     peerpod: &PeerPod,
@@ -135,7 +137,8 @@ pub(super) fn another_ones<'a>(
     Some(format!("VM {id} is PeerPod {name}'s, too: it is left to that one, and deleted with it"))
 }
 
-/// The one whose sandbox has asked for the VM; else one that stays; else the older one.
+/// The better claim has the PeerPod with the sandbox that asked for the VM; else one that is not being deleted; else
+/// the older one.
 fn has_better_claim(cluster: &str, id: &str, vm: Option<&Owned>, other: &PeerPod, peerpod: &PeerPod) -> bool {
     if other.metadata.uid == peerpod.metadata.uid || other.spec.instance_id.as_deref() != Some(id) {
         return false;
@@ -257,7 +260,7 @@ mod tests {
         assert_eq!(whose(Some(&made_for_s), &first, &both), None);
         let told = whose(Some(&made_for_s), &second, &both).unwrap();
         assert!(told.contains("ns/first"), "{told}");
-        // Without a key the older one has it, but never from one that stays.
+        // Without a key the older one has the claim, but never against one that is not being deleted.
         assert_eq!(whose(None, &first, &both), None);
         assert!(whose(None, &second, &both).is_some());
         let mut stays = second.clone();

@@ -1,4 +1,4 @@
-//! What the parts about VMs count. (Calls of the provider are counted by its decorator.)
+//! Counts the work of both parts. (The provider's decorator counts its calls.)
 
 use prometheus_client::{
     encoding::{EncodeLabelSet, EncodeLabelValue},
@@ -6,10 +6,10 @@ use prometheus_client::{
     registry::Registry,
 };
 
-/// What became of one try to end a PeerPod.
+/// Result of one attempt to end a PeerPod.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
 pub(super) enum Outcome {
-    /// Its VM is deleted and its finalizer is off.
+    /// Its VM is deleted and its finalizer is removed.
     Deleted,
     /// There was no VM.
     NoVm,
@@ -17,20 +17,20 @@ pub(super) enum Outcome {
     Failed,
     /// It belongs to another provider.
     Foreign,
-    /// It was left to its node's daemon.
+    /// It was left to its node.
     LeftToNode,
     /// Its pod runs.
     PodLives,
-    /// The VM that it names is another one's: its finalizer is off, and the VM stays.
+    /// The VM that it names belongs to another owner: its finalizer is removed, and the VM stays.
     NotOurs,
 }
 
-/// What became of a VM or a PeerPod that was found to be nobody's.
+/// Result for an orphaned VM or a PeerPod of a lost node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
 pub(super) enum Removal {
-    /// Deleted.
+    /// It was deleted.
     Deleted,
-    /// Told of alone.
+    /// It was only reported.
     Reported,
     /// It could not be deleted.
     Failed,
@@ -46,7 +46,7 @@ struct Removed {
     outcome: Removal,
 }
 
-/// See the registration for what each means.
+/// The registration describes each metric.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Metrics {
     peerpods: Family<Ended, Counter>,

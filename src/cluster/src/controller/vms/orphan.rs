@@ -1,5 +1,5 @@
-//! Which VMs nobody wants, and which nodes are gone: what was so for how long, by our own clock. Pure; the rules stand in
-//! the room's page.
+//! Finds orphaned VMs and lost nodes, and how long they have been so by the local clock. Pure; the documentation of
+//! `controller::vms` has the rules.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -11,7 +11,7 @@ use peerpod_provider_api::{IdempotencyKey, InstanceId, Owned, OwnedState};
 
 use super::find::keys;
 
-/// What PeerPods say is theirs.
+/// VMs that PeerPods claim.
 #[derive(Debug, Default)]
 pub(super) struct Claims {
     ids: HashSet<String>,
@@ -19,7 +19,7 @@ pub(super) struct Claims {
 }
 
 impl Claims {
-    /// One PeerPod's: its VM; while it does not know which that is, whatever its keys may have made.
+    /// Adds one PeerPod: its VM, or without an instance id all VMs that its keys may have made.
     pub(super) fn add(&mut self, cluster: &str, spec: &PeerPodSpec) {
         if let Some(id) = &spec.instance_id {
             self.ids.insert(id.clone());
@@ -35,27 +35,27 @@ impl Claims {
     }
 }
 
-/// A node's heartbeat, as it was read.
+/// Heartbeat of a node, as it was read.
 #[derive(Clone, Debug)]
 pub(super) struct Beat {
-    /// Changes with each beat.
+    /// Changes with each renewal.
     pub(super) version: String,
-    /// How long one beat lasts.
+    /// Duration of one renewal.
     pub(super) lasts: Duration,
 }
 
-/// One look at the cluster; the provider's list was made before the rest was read.
+/// One observation of the cluster. The provider's list was made before the rest was read.
 pub(super) struct Look<'a> {
     pub(super) owned: &'a [Owned],
     pub(super) claims: &'a Claims,
-    /// By node.
+    /// Heartbeats by node.
     pub(super) beats: &'a HashMap<String, Beat>,
-    /// The Node objects.
+    /// Names of the Node objects.
     pub(super) nodes: &'a HashSet<String>,
     pub(super) at: Instant,
 }
 
-/// What was seen by looks before.
+/// Earlier observations.
 #[derive(Debug, Default)]
 pub(super) struct Seen {
     unclaimed: HashMap<InstanceId, Instant>,
@@ -63,31 +63,31 @@ pub(super) struct Seen {
     gone: HashMap<String, Instant>,
 }
 
-/// A VM that nobody wants, unless its node's pods do.
+/// A VM that no PeerPod names; it is an orphan unless a pod of its node may use it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Suspect {
     pub(super) id: InstanceId,
     pub(super) name: Option<String>,
     pub(super) node: String,
-    /// Whether the Node object is there: then its pods must be asked for.
+    /// Whether the Node object exists: then its pods must be checked.
     pub(super) node_exists: bool,
     pub(super) unclaimed_for: Duration,
 }
 
-/// What a look found.
+/// Result of an observation.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct Found {
     pub(super) suspects: Vec<Suspect>,
-    /// Nodes whose PeerPods are to go.
+    /// Nodes of PeerPods that are to be deleted.
     pub(super) gone: HashSet<String>,
-    /// VMs that no PeerPod names.
+    /// Number of VMs that no PeerPod names.
     pub(super) unclaimed: usize,
-    /// Those of them whose node never had a daemon here, or is not known.
+    /// Of these, the VMs of an unknown node, or of a node that never ran in this cluster.
     pub(super) unattributed: Vec<InstanceId>,
 }
 
 impl Seen {
-    /// Takes note of a look. `peerpods_of`: the nodes that PeerPods name.
+    /// Records an observation. `peerpods_of` are the nodes that PeerPods name.
     pub(super) fn look(
         &mut self,
         look: &Look<'_>,
@@ -112,7 +112,7 @@ impl Seen {
         }
     }
 
-    /// Whether there is a heartbeat that was not renewed for this time, nor for its own.
+    /// Whether the node's heartbeat was not renewed within `grace` and its own duration; `None`: it has no heartbeat.
     fn silent(&self, look: &Look<'_>, node: &str, grace: Duration) -> Option<bool> {
         let (beat, (_, changed)) = (look.beats.get(node)?, self.beats.get(node)?);
         Some(look.at.duration_since(*changed) >= grace.max(beat.lasts))
@@ -150,7 +150,7 @@ impl Seen {
         found: &mut Found,
     ) {
         let gone = |seen: &Seen, node: &String| {
-            // Without a heartbeat, ever, the Node object alone tells.
+            // A node that never had a heartbeat is judged by its Node object alone.
             !look.nodes.contains(node) && seen.silent(look, node, Duration::ZERO).unwrap_or(true)
         };
         let now_gone: HashSet<&String> = peerpods_of.iter().filter(|node| gone(self, node)).collect();
@@ -164,7 +164,7 @@ impl Seen {
     }
 }
 
-/// Whether a PeerPod is to go with its node.
+/// Whether a PeerPod is to be deleted with its node.
 pub(super) fn goes_with(peerpod: &PeerPod, gone: &HashSet<String>) -> bool {
     peerpod.metadata.deletion_timestamp.is_none()
         && peerpod.spec.node_name.as_ref().is_some_and(|node| gone.contains(node))

@@ -1,5 +1,5 @@
-//! The part that ends PeerPods: follows all of them, and deletes the VM of each that has a deletionTimestamp and our
-//! finalizer. So many at once as `controller.concurrency` says, one task each.
+//! Watches all PeerPods, and deletes the VM of each one with a deletionTimestamp and the finalizer. Up to
+//! `controller.concurrency` deletions run at once, one task each.
 
 use std::{
     collections::HashSet,
@@ -38,18 +38,18 @@ use super::{
 };
 use crate::controller::{Context, Part};
 
-/// A pod that runs is looked at again so often; nothing tells us when it has gone.
+/// Interval for another check of a running pod. Its end causes no event here.
 const POD_AGAIN: Duration = Duration::from_secs(15);
-/// Between two looks for the VM of a PeerPod that does not say which it is.
+/// Interval between searches for the VM of a PeerPod without an instance id.
 const LOOK_AGAIN: Duration = Duration::from_secs(10);
-/// A watch is begun anew after this: a connection that died unseen costs no more than this.
+/// Duration of one watch in seconds, which bounds the cost of a connection that died unnoticed.
 const WATCH: u32 = 60;
-/// How often what is counted is counted.
+/// Interval at which the gauges are updated.
 const COUNT_EVERY: Duration = Duration::from_secs(5);
-/// Rounds against others who change the finalizers at the same moment.
+/// Attempts against concurrent writers of the finalizers.
 const ROUNDS: usize = 5;
 
-/// Why a PeerPod is not gone yet.
+/// Reasons why a PeerPod is not gone yet.
 #[derive(Debug, thiserror::Error)]
 enum Error {
     #[error(transparent)]
@@ -101,7 +101,7 @@ async fn run(vms: Arc<Vms>, context: Context) -> anyhow::Result<()> {
 
 impl Drop for Work {
     fn drop(&mut self) {
-        // Another replica counts now, and follows.
+        // Another replica watches and counts now.
         self.vms.metrics.deleting.set(0);
         self.vms.metrics.failing.set(0);
         self.context.ready.ready("peerpods");
@@ -109,7 +109,7 @@ impl Drop for Work {
 }
 
 impl Work {
-    /// The PeerPods are not followed meanwhile: it waits a moment at the most.
+    /// The PeerPods are not processed meanwhile, so it waits 1 ms at most.
     async fn count(&self) {
         let ready = tokio::time::timeout(Duration::from_millis(1), self.store.wait_until_ready()).await;
         if !matches!(ready, Ok(Ok(()))) {
@@ -134,7 +134,7 @@ fn is_going(peerpod: &PeerPod) -> bool {
     peerpod.metadata.deletion_timestamp.is_some() && peerpod.finalizers().iter().any(|one| one == FINALIZER)
 }
 
-/// Failures keep their pause also when the object changes meanwhile.
+/// A failed object keeps its pause even if it changes meanwhile.
 fn again(peerpod: Arc<PeerPod>, error: &Error, work: Arc<Work>) -> Action {
     let least = match error {
         Error::Provider(error) => match error.retry() {
@@ -142,7 +142,7 @@ fn again(peerpod: Arc<PeerPod>, error: &Error, work: Arc<Work>) -> Action {
             Retry::NextOffering | Retry::Never => Duration::ZERO,
         },
         Error::Api(_) | Error::Crowded(_) => Duration::ZERO,
-        // The next term begins anew.
+        // The next term starts over.
         Error::NotHeld(_) => return Action::await_change(),
     };
     let uid = peerpod.uid().unwrap_or_default();
@@ -206,7 +206,7 @@ impl Work {
             return self.leave(peerpod, why).await;
         }
         let found = match &peerpod.spec.instance_id {
-            // What cannot be an id is no VM's.
+            // Text that is no valid id names no VM.
             Some(id) => Meant::Vms(InstanceId::new(id.clone()).ok().into_iter().collect()),
             None => self.look(peerpod).await?,
         };
@@ -243,7 +243,7 @@ impl Work {
         Ok(Action::await_change())
     }
 
-    /// Whose VM it is that this PeerPod names, if it is not its own.
+    /// Returns the owner of the VM that this PeerPod names, if it is another one.
     async fn another_ones(&self, peerpod: &PeerPod) -> Result<Option<String>, Error> {
         let Some(id) = &peerpod.spec.instance_id else { return Ok(None) };
         let vm = self.vms.listing.vm(&*self.vms.provider, id).await?;
@@ -253,7 +253,7 @@ impl Work {
         Ok(another_ones(&self.vms.config.cluster_id, peerpod, vm.as_ref(), others))
     }
 
-    /// Its VM stays. It must not wait for ever for the end of what is another one's.
+    /// Removes the finalizer and leaves the VM: the PeerPod must not wait for ever for the end of another owner's VM.
     async fn leave(&self, peerpod: &PeerPod, why: String) -> Result<Action, Error> {
         warn!(peerpod = full_name(peerpod), why, "a PeerPod goes without its VM");
         self.context.may_act()?;
@@ -263,8 +263,8 @@ impl Work {
         Ok(Action::await_change())
     }
 
-    /// The VM of an object of the replaced system may not be marked as ours: then the provider knows no such VM, and
-    /// deletes none.
+    /// Returns a warning if the VM of an object of the replaced system (cloud-api-adaptor) lacks this cluster's mark.
+    /// The provider finds no such VM then, and deletes none.
     async fn doubt(&self, peerpod: &PeerPod) -> Result<Option<(&'static str, String)>, Error> {
         let PeerPodSpec { instance_id: Some(id), sandbox_id: None, idempotency_key: None, .. } =
             &peerpod.spec
@@ -296,7 +296,7 @@ impl Work {
         Ok(meant(&keys, &owned, others))
     }
 
-    /// Nobody waits for it.
+    /// Publishes the Event in a task, without waiting for it.
     fn told(&self, peerpod: &PeerPod, vms: &[InstanceId], doubt: Option<(&'static str, String)>) {
         let (context, peerpod) = (self.context.clone(), peerpod.clone());
         let names: Vec<&str> = vms.iter().map(InstanceId::as_str).collect();
@@ -317,7 +317,7 @@ impl Work {
         });
     }
 
-    /// Takes our finalizer off, and no other.
+    /// Removes this controller's finalizer, and no other.
     async fn let_go(&self, peerpod: &PeerPod) -> Result<(), Error> {
         let (name, namespace) = (peerpod.name_any(), peerpod.namespace().unwrap_or_default());
         let peerpods: Api<PeerPod> = Api::namespaced(self.context.client.clone(), &namespace);
@@ -326,7 +326,7 @@ impl Work {
         for _ in 0..ROUNDS {
             let Some(index) = finalizers.iter().position(|one| one == FINALIZER) else { return Ok(()) };
             let path = format!("/metadata/finalizers/{index}");
-            // The uid, too: objects' names are the same for the same sandbox.
+            // Tests the uid, too: the same sandbox always gives the same object name.
             let patch = json!([
                 {"op": "test", "path": "/metadata/uid", "value": peerpod.uid()},
                 {"op": "test", "path": path, "value": FINALIZER},

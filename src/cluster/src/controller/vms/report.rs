@@ -1,5 +1,5 @@
-//! What a PeerPod's user is told: the condition `Deleted`, and Events. Best effort: what cannot be told is logged, and
-//! keeps nothing from being done.
+//! Reports the end of a PeerPod to its users: the condition `Deleted`, and Events. A failure is logged and delays
+//! nothing.
 
 use k8s_openapi::{
     api::core::v1::ObjectReference,
@@ -17,22 +17,22 @@ use tracing::debug;
 
 use crate::controller::Context;
 
-/// The condition that speaks of the VM's end.
+/// Condition about the VM's end.
 const DELETED: &str = "Deleted";
-/// Whose fields of the status are ours.
+/// Field manager of the controller's status fields.
 const MANAGER: &str = "peerpod-controller";
-/// Of an Event's note, and of a condition here.
+/// Limit of an Event's note and of a condition's message, in bytes.
 const MOST_TEXT: usize = 1000;
 
-/// Why a PeerPod is still there.
+/// Reason why a PeerPod still exists.
 pub(super) struct Stays {
-    /// As in conditions: one word.
+    /// Reason as in conditions: one word.
     pub(super) reason: &'static str,
-    /// For people, with what to do.
+    /// Text for people, with a remedy.
     pub(super) message: String,
 }
 
-/// Says why it stays, where that is news: in the condition `Deleted` (`False`) and in an Event.
+/// Reports why it stays, if that has changed: in the condition `Deleted` (`False`) and in an Event.
 pub(super) async fn stays(context: &Context, peerpod: &PeerPod, why: &Stays) {
     let message = clipped(&why.message);
     let before = condition(peerpod);
@@ -57,7 +57,7 @@ pub(super) async fn stays(context: &Context, peerpod: &PeerPod, why: &Stays) {
     .await;
 }
 
-/// Says that the VM is gone, for as long as others' finalizers keep the object.
+/// Reports that the VM is gone, while other finalizers keep the object.
 pub(super) async fn deleted(context: &Context, peerpod: &PeerPod) {
     put(
         context,
@@ -78,7 +78,7 @@ fn condition(peerpod: &PeerPod) -> Option<&Condition> {
     peerpod.status.as_ref()?.conditions.iter().find(|condition| condition.type_ == DELETED)
 }
 
-/// By server-side apply: the node's own conditions are not ours to write.
+/// Writes by server-side apply: the node's own conditions must not change.
 async fn put(context: &Context, peerpod: &PeerPod, condition: Condition) {
     let (name, namespace) = (peerpod.name_any(), peerpod.namespace().unwrap_or_default());
     let gone = condition.status == "True";
@@ -100,12 +100,12 @@ async fn put(context: &Context, peerpod: &PeerPod, condition: Condition) {
     }
 }
 
-/// An Event on a PeerPod.
+/// Publishes an Event on a PeerPod.
 pub(super) async fn event(context: &Context, peerpod: &PeerPod, type_: EventType, reason: &str, note: &str) {
     publish(context, &peerpod.object_ref(&()), None, type_, (reason, "Delete"), note).await;
 }
 
-/// An Event on anything; `what`: its reason and the action.
+/// Publishes an Event on any object. The pair holds its reason and the action.
 pub(super) async fn publish(
     context: &Context,
     regarding: &ObjectReference,
@@ -122,7 +122,7 @@ pub(super) async fn publish(
         secondary: related,
     };
     if let Err(error) = within("publish an Event", context.events.publish(&event, regarding)).await {
-        // In a namespace that is going away nothing can be made any more, Events neither.
+        // In a namespace that is being deleted no object can be created, not even an Event.
         debug!(%error, reason = what.0, "an Event is not published");
     }
 }

@@ -1,4 +1,4 @@
-//! The part that looks at the whole: the provider's VMs beside the PeerPods, nodes beside their heartbeats.
+//! Compares the provider's VMs with the PeerPods, and the nodes with their heartbeats.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -35,12 +35,12 @@ use super::{
 };
 use crate::controller::{Context, Part};
 
-/// Objects on one page.
+/// Objects per page.
 const PAGE: u32 = 500;
-/// The heartbeat of a node that is gone, with all its VMs and PeerPods, is kept so long.
+/// How long the heartbeat of a node is kept that is gone with all its VMs and PeerPods.
 const HEARTBEAT_KEPT: Duration = Duration::from_secs(24 * 3600);
 
-/// What `/readyz` calls them in its warnings.
+/// Name of the heartbeats in the warnings of `/readyz`.
 const HEARTBEATS: &str = "old-heartbeats";
 
 pub(in crate::controller) fn part(vms: Arc<Vms>) -> Part {
@@ -48,7 +48,7 @@ pub(in crate::controller) fn part(vms: Arc<Vms>) -> Part {
 }
 
 async fn run(vms: Arc<Vms>, context: Context) -> anyhow::Result<()> {
-    // What was seen is seen anew in each term: a grace period is one leader's.
+    // Each term starts without observations: a grace period counts one leader's observations.
     let mut sweep = Sweep { vms, context, seen: Seen::default(), told: HashSet::new() };
     loop {
         let began = Instant::now();
@@ -64,7 +64,7 @@ async fn run(vms: Arc<Vms>, context: Context) -> anyhow::Result<()> {
             }
         }
         tokio::time::sleep(sweep.vms.config.sweep_every.saturating_sub(began.elapsed())).await;
-        // A pass that takes longer than `controller.sweep-every` leaves nothing to sleep: never without a pause.
+        // A pass that takes longer than `controller.sweep-every` leaves no time to sleep; this keeps a short pause.
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
 }
@@ -73,7 +73,7 @@ struct Sweep {
     vms: Arc<Vms>,
     context: Context,
     seen: Seen,
-    /// What was reported alone, so that it is said once.
+    /// VMs that have been reported, so that each is logged once.
     told: HashSet<String>,
 }
 
@@ -86,10 +86,10 @@ impl Drop for Sweep {
     }
 }
 
-/// What of the cluster matters here.
+/// State of the cluster as far as the sweep needs it.
 struct Cluster {
     claims: Claims,
-    /// Name, namespace and all else of those that are not going.
+    /// Nodes that PeerPods name.
     peerpods_of: HashSet<String>,
     nodes: HashSet<String>,
     leases: Vec<Lease>,
@@ -97,7 +97,7 @@ struct Cluster {
 
 impl Sweep {
     async fn pass(&mut self) -> anyhow::Result<()> {
-        // In this order: a VM's PeerPod is there before it.
+        // The order matters: a VM's PeerPod exists before the VM.
         let owned = self.vms.provider.list_owned().await?;
         let cluster = self.read().await?;
         let beats = beats(&cluster.leases);
@@ -208,7 +208,7 @@ impl Sweep {
 
     async fn delete(&self, orphan: &Suspect) {
         let Some(term) = &self.context.term else { return };
-        // By the API server's word: another leader would not have waited for its own grace period yet.
+        // Asks the API server: another leader has not yet waited for its own grace period.
         if let Err(error) = term.confirm().await {
             warn!(vm = %orphan.id, %error, "an orphan is left to the next leader");
             return;
@@ -236,14 +236,14 @@ impl Sweep {
             api_version: Some(Node::api_version(&()).into_owned()),
             kind: Some(Node::kind(&()).into_owned()),
             name: Some(node.clone()),
-            // As the kubelet's own Events do, so that `kubectl describe node` shows them.
+            // The kubelet's own Events have the same form, so `kubectl describe node` shows them.
             uid: Some(node.clone()),
             ..ObjectReference::default()
         };
         report::publish(&self.context, &regarding, None, EventType::Warning, (reason, "Delete"), &note).await;
     }
 
-    /// PeerPods of nodes that are gone are deleted; their VMs follow by the finalizer.
+    /// Deletes the PeerPods of nodes that are gone; the finalizer then deletes their VMs.
     async fn lost_nodes(&self, gone: &HashSet<String>) -> anyhow::Result<()> {
         for node in gone {
             let mut lost = Vec::new();
@@ -284,8 +284,8 @@ impl Sweep {
         }
     }
 
-    /// Heartbeats of nodes that are long gone, and of which nothing is left. `kept`: nodes that still have VMs. One that
-    /// stays harms nobody: it is told of, and keeps no VM from being looked after.
+    /// Deletes the heartbeats of nodes that have long been gone and have no PeerPods or VMs. `kept` are nodes that
+    /// still have VMs. A failure does no harm: `/readyz` warns of it, and the VMs are managed as before.
     async fn old_heartbeats(&self, cluster: &Cluster, kept: &HashSet<&str>) {
         let mut stays = None;
         let now = Timestamp::now();
@@ -305,7 +305,7 @@ impl Sweep {
                     self.vms.metrics.heartbeat(Removal::Deleted);
                     info!(node, "the heartbeat of a node that is long gone is removed");
                 }
-                // Removed by somebody else, or the node is back.
+                // Another writer removed it, or the node is back.
                 Err(error) if error.is_not_found() || error.is_conflict() => {}
                 Err(error) => {
                     self.vms.metrics.heartbeat(Removal::Failed);
@@ -337,7 +337,7 @@ fn beats(leases: &[Lease]) -> HashMap<String, Beat> {
     leases.iter().filter_map(beat).collect()
 }
 
-/// All objects, page by page, each with its own deadline.
+/// Reads all objects page by page. Each page has its own deadline.
 async fn pages<K>(api: Api<K>, params: ListParams, mut each: impl FnMut(K)) -> Result<(), client::Error>
 where
     K: Resource<DynamicType = ()> + Clone + std::fmt::Debug + serde::de::DeserializeOwned,

@@ -39,7 +39,7 @@ fn a_class_takes_the_common_settings_unless_it_has_its_own() {
     assert_eq!(seen, [(Totals::Sum, "kata.peerpods.io/vm"), (Totals::Effective, "example.org/vm")]);
 }
 
-/// The replaced webhook's table.
+/// Test table of the replaced webhook.
 #[test]
 fn tls_is_set_as_before() {
     const TWO: &str = "TLS_ECDHE_RSA_WITH_AES_128_GCM_SHA256, TLS_ECDHE_ECDSA_WITH_AES_256_GCM_SHA384";

@@ -11,7 +11,7 @@ fn profile(totals: Totals) -> Vec<Profile> {
     }]
 }
 
-/// `"cpu=2,memory=4Gi"` as a list of resources.
+/// Returns `"cpu=2,memory=4Gi"` as a list of resources.
 fn list(text: &str) -> Value {
     let pairs = text.split(',').filter_map(|pair| pair.split_once('='));
     Value::Object(pairs.map(|(name, value)| (name.to_owned(), json!(value))).collect())
@@ -56,7 +56,7 @@ type Row = (
     [Option<&'static str>; 3],
 );
 
-/// The replaced webhook's table.
+/// Test table of the replaced webhook.
 fn rows() -> Vec<Row> {
     vec![
         (
@@ -106,7 +106,7 @@ fn rows() -> Vec<Row> {
     ]
 }
 
-/// What speaks of devices and not of the node's cpu and memory is not ours to take.
+/// Claims concern devices and not the node's cpu and memory, so the webhook leaves them.
 #[test]
 fn claims_of_devices_stay() {
     let claims = json!([{"name": "gpu"}]);
@@ -201,7 +201,7 @@ fn a_second_call_changes_nothing() {
 fn a_sidecar_injected_between_two_calls_is_added() {
     let profiles = profile(Totals::Effective);
     let mut pod = after(&pod(vec![], vec![container("c", "cpu=2", "cpu=3")]), &profiles);
-    // In front: that is where one of the meshes puts it.
+    // One of the service meshes inserts its sidecar at the front.
     pod["spec"]["containers"]
         .as_array_mut()
         .unwrap()
@@ -224,8 +224,8 @@ fn a_container_that_another_webhook_removes_or_resizes_is_followed() {
     assert_eq!(sizes(&after(&pod, &profiles))[0], Some("5"));
 }
 
-/// The API server runs its LimitRanger again after a webhook has changed a pod; it finds our cleared containers and fills
-/// them with the namespace's defaults.
+/// The API server runs its LimitRanger again after a webhook has changed a pod. It finds the cleared containers and
+/// fills in the namespace's defaults.
 #[test]
 fn what_the_limit_ranger_fills_in_after_us_does_not_count() {
     let profiles = profile(Totals::Effective);
@@ -263,7 +263,7 @@ fn memory_limits_go_to_the_vm_in_bytes_and_by_container() {
     assert_eq!(annotation(&without, MEMORY_LIMITS), None);
 }
 
-/// Without the webhook the shim is told the same sum by the kubelet.
+/// Without the webhook the shim receives the same sum from the kubelet.
 #[test]
 fn a_vm_is_sized_by_the_sum_of_limits_and_of_requests_where_there_is_none() {
     let size = |containers: Vec<Value>| {
@@ -375,7 +375,7 @@ fn any_json() -> impl Strategy<Value = Value> {
 }
 
 proptest! {
-    /// Whatever comes: no panic, and what is answered is done with one answer.
+    /// For any input there is no panic, and a second call changes nothing.
     #[test]
     fn any_pod_is_changed_once_or_refused(mut pod in any_json()) {
         if let Some(spec) = pod.get_mut("spec").and_then(Value::as_object_mut) {

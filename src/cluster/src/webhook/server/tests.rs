@@ -12,7 +12,7 @@ use super::{super::mutate::Totals, *};
 
 const LIMIT: Duration = Duration::from_secs(30);
 
-/// A server of its own, until dropped.
+/// A server with its own folder, until dropped.
 struct Served {
     address: SocketAddr,
     admin: SocketAddr,
@@ -72,14 +72,14 @@ impl Served {
         tokio_rustls::TlsConnector::from(config).connect(name, stream).await.unwrap()
     }
 
-    /// The whole answer, headers too, on a connection of its own.
+    /// Returns the whole answer with its headers, on a new connection.
     async fn ask(&self, request: &str) -> String {
         let mut stream = self.connect().await;
         stream.write_all(request.as_bytes()).await.unwrap();
         let mut answer = String::new();
         let read =
             tokio::time::timeout(LIMIT, stream.read_to_string(&mut answer)).await.expect("an answer in time");
-        // Some ends come without TLS's own farewell.
+        // Some connections end without a TLS close_notify.
         drop(read);
         answer
     }
@@ -148,7 +148,7 @@ async fn a_body_that_is_too_long_or_too_slow_is_refused() {
         format!("POST {PATH} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 100\r\n\r\n{{");
     let answer = served.ask(&slow).await;
     assert!(answer.starts_with("HTTP/1.1 408"), "{answer}");
-    // The largest that an API server sends is answered.
+    // The largest review of an API server is answered.
     let answer = served.post(&review(&"n".repeat(3 << 20)).to_string()).await;
     assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
 }
@@ -163,13 +163,13 @@ async fn who_asks_nothing_is_let_go_and_who_asks_late_but_often_is_not() {
     let mut answer = [0; 15];
     used.read_exact(&mut answer).await.unwrap();
     assert_eq!(&answer, b"HTTP/1.1 200 OK");
-    // Half a request's head is no request.
+    // Half a request's head does not count as a request.
     let mut silent = served.connect().await;
     silent.write_all(b"POST /").await.unwrap();
     let mut rest = Vec::new();
     drop(tokio::time::timeout(LIMIT, silent.read_to_end(&mut rest)).await.expect("closed"));
     assert!(rest.is_empty(), "{rest:?}");
-    // The one that had its first request in time is older, and is answered again.
+    // The older connection sent its first request in time, and is answered again.
     used.write_all(request.as_bytes()).await.unwrap();
     let mut answers = Vec::new();
     tokio::time::timeout(LIMIT, async {
@@ -181,7 +181,7 @@ async fn who_asks_nothing_is_let_go_and_who_asks_late_but_often_is_not() {
     .expect("a second answer");
 }
 
-/// Whoever is not yet told that we leave is answered; what is under way is finished; then it ends.
+/// Requests during the shutdown delay are answered, requests in flight are finished, then the server ends.
 #[tokio::test]
 async fn leaves_without_a_review_lost() {
     let mut served = Served::start("leaves").await;
@@ -198,7 +198,7 @@ async fn leaves_without_a_review_lost() {
     let answer = served.post(&review("p").to_string()).await;
     assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
     tokio::time::timeout(LIMIT, &mut served.ended).await.expect("an end").unwrap().unwrap();
-    // The connection that asked nothing was closed, not left open.
+    // The unused connection was closed, not left open.
     let mut rest = Vec::new();
     drop(tokio::time::timeout(LIMIT, idle.read_to_end(&mut rest)).await.expect("closed"));
     assert!(rest.is_empty());

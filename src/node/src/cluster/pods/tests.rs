@@ -30,7 +30,7 @@ fn a_name_is_the_newest_pod_that_is_not_on_its_way_out() {
     assert_eq!(found(state.look("shop", "web-0", &id("one-sandbox"))), "old");
     state.taken.insert("old".into(), id("one-sandbox"));
     state.apply(pod("old", 1, true));
-    // A sandbox made now cannot be sure: the watch may be behind.
+    // The match is uncertain for a new sandbox: the watch may lag.
     assert_eq!(state.look("shop", "web-0", &id("other-sandbox")), Look::Doubtful);
     state.apply(pod("new", 9, false));
     assert_eq!(found(state.look("shop", "web-0", &id("other-sandbox"))), "new");
@@ -54,7 +54,7 @@ fn what_a_list_does_not_name_is_gone() {
     state.apply(pod("old", 1, false));
     state.taken.insert("old".into(), id("one-sandbox"));
     state.list();
-    // Still there until the list has been read to its end.
+    // The pod stays until the list has been read to its end.
     assert_eq!(found(state.look("shop", "web-0", &id("one-sandbox"))), "old");
     state.apply(pod("new", 2, false));
     state.listed();

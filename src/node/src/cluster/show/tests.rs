@@ -35,7 +35,7 @@ fn an_intent_names_the_key_and_no_vm() {
     assert!(shown.is_live && !shown.is_gone && shown.uid.as_deref() == Some("u"));
     assert_eq!(shown.status.phase, Some(crds::Phase::Created));
     assert_eq!(shown.status.stages[0].took_milliseconds, 100);
-    // Until the VM is known the key does not change, whatever attempt is under way: the resource's own rule.
+    // Until the VM is known, the key does not change with the attempt: a rule of the resource.
     let again = Shown::of(&record(Phase::Booting { attempt: 3 }), &about(), 5_000).unwrap();
     assert_eq!(again.spec, shown.spec);
 }

@@ -1,5 +1,5 @@
-//! One batch's own task, from its members to the end of its file. Every step is tried until it holds: members wait, and
-//! each has its own deadline.
+//! Runs one batch, from its members to the removal of its file. Every step is retried until it succeeds: the members
+//! wait, and each has its own deadline.
 
 use std::{num::NonZeroU32, panic::AssertUnwindSafe, sync::Arc, time::Duration};
 
@@ -14,9 +14,9 @@ use crate::{
     sandbox::effects::{CloudError, Made},
 };
 
-/// The first pause after a failure; doubled each time.
+/// First backoff pause; doubles with each failure.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
-/// The longest pause.
+/// Longest backoff pause.
 const LONGEST_PAUSE: Duration = Duration::from_secs(10);
 
 struct Pauses(Duration);
@@ -33,7 +33,8 @@ impl Pauses {
 }
 
 impl Batches {
-    /// Takes a batch from wherever it stands to its end. `shape`: what its members want, if it is to be formed.
+    /// Runs a batch from its present status to its end. `shape` is the members' common request, if the batch is still
+    /// to be composed.
     pub(super) async fn follow(self, course: Arc<Course>, mut shape: Option<CreateRequest>) {
         let mut pauses = Pauses::new();
         loop {
@@ -41,7 +42,7 @@ impl Batches {
             match AssertUnwindSafe(step).catch_unwind().await {
                 Ok(()) => break,
                 Err(_) => {
-                    // What it had come to is in its status, and what matters of that on the disk.
+                    // The batch's progress is in its status, and the essential part is on disk.
                     self.0.metrics.panics.inc();
                     error!(
                         "the task of a batch of VMs panicked; this is a bug of ours, and it goes on where it was"
@@ -71,8 +72,8 @@ impl Batches {
                     return;
                 }
             };
-            // Not given up when the disk says no: it may have kept the file all the same, and who finds it after a
-            // restart asks for its VMs.
+            // Retried until it succeeds: a failing disk may have kept the file all the same, and a restarted node that
+            // finds it requests its VMs.
             self.save(&batch).await;
             self.0.tickets.open(&batch.ticket.id);
             course.status.send_replace(Status::Asked(batch));
@@ -101,7 +102,7 @@ impl Batches {
         }
         let status = course.status.borrow().clone();
         let (Status::Asked(batch) | Status::Answered(batch)) = status else { return };
-        // We hold the sender.
+        // `course` holds the sender, so the wait cannot fail.
         drop(course.needed.subscribe().wait_for(|needed| needed.is_empty()).await);
         let mut pauses = Pauses::new();
         while let Err(error) = self.0.fx.forget_batch(&batch.ticket.id).await {
@@ -111,7 +112,7 @@ impl Batches {
         self.0.tickets.close(&batch.ticket.id);
     }
 
-    /// All that a repeated call must repeat. Nothing is asked for yet.
+    /// Builds the batch, with everything that a repeated call must repeat. Nothing is requested yet.
     async fn compose(&self, course: &Course, shape: CreateRequest) -> Result<Batch, String> {
         let (fx, settings) = (&self.0.fx, &self.0.settings);
         let claims = u32::try_from(course.members.len()).map_err(|error| error.to_string())?;
@@ -119,7 +120,7 @@ impl Batches {
         let ticket = fx.ticket(settings.ticket_ttl)?;
         let user_data = fx.user_data(&ticket, claims)?;
         let trust = fx.trusted().borrow().id.clone();
-        // Marks of one pod would be wrong on the others' VMs.
+        // Labels of one pod would be wrong on the VMs of the others.
         let labels = [("peerpod.cluster", &settings.cluster_id), ("peerpod.node", &settings.node_name)];
         let short: String = ticket.id.chars().take(12).collect();
         let mut request = CreateRequest {
@@ -128,7 +129,7 @@ impl Batches {
             labels: labels.map(|(key, value)| (key.to_owned(), value.clone())).into(),
             ..shape
         };
-        // What cannot be had by all is each one's own to hear, and to try again.
+        // If no place can take all of them, each member requests its own VM and gets its own error.
         request.placement = fx.place(&request).await.map_err(|error| error.to_string())?;
         let (key, members) = (self.key(&ticket.id), course.members.clone());
         Ok(Batch { version: BATCH_VERSION, key, request, ticket, trust, members, made: None, rest: None })
@@ -143,7 +144,7 @@ impl Batches {
         }
     }
 
-    /// Asks until there is an answer to believe: VMs, or a refusal of which the cloud's list knows nothing else.
+    /// Repeats the call until its result is certain: VMs, or a refusal that the cloud's list does not contradict.
     async fn ask(&self, batch: &Batch) -> (Vec<InstanceId>, Option<Rest>) {
         let fx = &self.0.fx;
         let size = u32::try_from(batch.members.len()).unwrap_or(u32::MAX);
@@ -161,7 +162,7 @@ impl Batches {
                 pauses.rest(least).await;
                 continue;
             }
-            // An earlier try may have made them, with an answer that was lost.
+            // An earlier try may have made the VMs, with a lost answer.
             match fx.owned().await {
                 Ok(owned) => {
                     let ours = owned
@@ -180,7 +181,7 @@ impl Batches {
     }
 }
 
-/// In the order of the seats.
+/// Sorts the VMs into the order of the members' numbers.
 fn in_order(mut vms: Vec<InstanceId>, at_most: u32) -> Vec<InstanceId> {
     vms.sort();
     vms.dedup();
@@ -188,7 +189,8 @@ fn in_order(mut vms: Vec<InstanceId>, at_most: u32) -> Vec<InstanceId> {
     vms
 }
 
-/// Whoever got none asks by itself, as another attempt, wherever one VM may be had though so many may not.
+/// Decides whether a member without a VM retries on its own, as another attempt: wherever one VM may be available
+/// although so many are not.
 fn why(error: &CloudError) -> Rest {
     let again = match error {
         CloudError::Throttled { .. }

@@ -1,4 +1,4 @@
-//! What the table holds: the entries and the indexes into them, always changed together.
+//! Holds the table's entries and the indexes into them, which always change together.
 
 use std::{
     collections::{HashMap, HashSet, hash_map},
@@ -26,24 +26,24 @@ pub(in crate::sandbox) struct State {
     tickets: Arc<Tickets>,
     pods: HashMap<(String, String), Vec<SandboxId>>,
     pub(super) netns: HashMap<(u64, u64), SandboxId>,
-    /// Whose VM has a volume that one VM at a time may have; also one that is on its way out.
+    /// Sandbox that has each single-writer volume, even while it is leaving.
     writers: HashMap<VolumeId, SandboxId>,
-    /// The newest sandbox of a pod with volumes, by the pod's UID.
+    /// The newest sandbox of each pod with volumes, by the pod's UID.
     uids: HashMap<String, SandboxId>,
     /// Tombstones that are not on disk yet.
     pub(super) unwritten: HashSet<SandboxId>,
-    /// How many entries are tasks.
+    /// Number of entries that are tasks.
     pub(super) count: usize,
     pub(in crate::sandbox) tasks: JoinSet<()>,
-    /// Sandboxes whose task panicked, and how often.
+    /// Sandboxes with a task that panicked, and the number of panics.
     pub(in crate::sandbox) panics: HashMap<SandboxId, Panics>,
-    /// Nothing is started any more.
+    /// Whether the table is closed: its tasks were aborted, and no call waits for a new task any more.
     pub(in crate::sandbox) closed: bool,
 }
 
 pub(in crate::sandbox) enum Entry {
     Task(Running),
-    /// Until when (ms since 1970), and why it is not wanted.
+    /// Expiry (ms since 1970), and the last view with the cause of the stop.
     Tombstone {
         until_ms: u64,
         view: Box<View>,
@@ -59,7 +59,7 @@ pub(in crate::sandbox) struct Running {
     pub(super) volumes: Option<Arc<Volumes>>,
 }
 
-/// A pod's volumes, as far as they are an index.
+/// Index keys of a pod's volumes.
 pub(in crate::sandbox) struct Volumes {
     uid: String,
     single_writers: Vec<VolumeId>,
@@ -73,12 +73,12 @@ impl Volumes {
 }
 
 impl State {
-    /// An empty one that enters sandboxes' tickets there.
+    /// Returns an empty state that indexes tickets in `tickets`.
     pub(super) fn new(tickets: Arc<Tickets>) -> State {
         State { tickets, ..State::default() }
     }
 
-    /// Enters a task under its id, ticket, pod and network namespace.
+    /// Adds a task under its id, ticket, pod, network namespace and volumes.
     pub(super) fn link(&mut self, record: &Record, running: Running) {
         let (id, is_live) = (&record.id, record.phase.is_live());
         self.tickets.enter(record);
@@ -86,7 +86,7 @@ impl State {
             self.pods.entry(pod.clone()).or_default().push(id.clone());
         }
         if let Some(netns) = &running.netns {
-            // One that leaves does not take the namespace from one that lives.
+            // A leaving sandbox does not take the namespace from a live one.
             let owner = self.netns.entry(netns.identity()).or_insert_with(|| id.clone());
             if is_live {
                 *owner = id.clone();
@@ -102,7 +102,7 @@ impl State {
         self.count += 1;
     }
 
-    /// Takes a task out of the indexes; its entry stays until it is removed or buried.
+    /// Removes a task from the indexes; its entry stays until it is removed or becomes a tombstone.
     pub(super) fn unlink(&mut self, id: &SandboxId) {
         let Some(Entry::Task(running)) = self.entries.get(id) else { return };
         let running = running.clone();
@@ -133,17 +133,17 @@ impl State {
         }
     }
 
-    /// The sandbox that has a volume which one VM at a time may have.
+    /// Returns the sandbox that has this single-writer volume.
     pub(super) fn writer_of(&self, volume: &VolumeId) -> Option<&SandboxId> {
         self.writers.get(volume)
     }
 
-    /// The sandbox of the pod with this UID, where it has volumes.
+    /// Returns the sandbox of the pod with this UID, if the pod has volumes.
     pub(super) fn of_uid(&self, uid: &str) -> Option<&SandboxId> {
         self.uids.get(uid)
     }
 
-    /// Makes the entry a tombstone for `ttl` from when it was gone.
+    /// Turns the entry into a tombstone for `ttl` from the time the sandbox was gone.
     pub(super) fn bury(&mut self, record: &Record, ttl: Duration) {
         let ttl_ms = u64::try_from(ttl.as_millis()).unwrap_or(u64::MAX);
         let until_ms = record.gone_ms.unwrap_or(record.created_ms).saturating_add(ttl_ms);
@@ -152,7 +152,7 @@ impl State {
         self.entries.insert(record.id.clone(), Entry::Tombstone { until_ms, view });
     }
 
-    /// The newest sandbox of a pod that is alive.
+    /// Returns the newest live sandbox of a pod.
     pub(super) fn newest_of(&self, pod: &(String, String)) -> Option<watch::Receiver<View>> {
         let live = self.pods.get(pod)?.iter().filter_map(|id| match self.entries.get(id)? {
             Entry::Task(running) if running.view.borrow().phase.is_live() => Some(running.view.clone()),

@@ -1,4 +1,5 @@
-//! Sandboxes that get their VMs by one call: each its own, whoever dies, stops or is refused in between.
+//! Tests batches: each sandbox gets a VM of its own, even if the node dies, a sandbox stops or the cloud refuses in
+//! between.
 
 use std::{
     collections::BTreeSet,
@@ -48,7 +49,7 @@ fn vm_of(node: &Node, name: &str) -> Option<InstanceId> {
     node.table.view(&id(name)).and_then(|view| view.borrow().vm().cloned())
 }
 
-/// Each of them has a VM of its own, and the guest in it is the one that is linked for it.
+/// Asserts that each sandbox has a VM of its own, and that the guest in it is the one linked for the sandbox.
 fn each_has_its_own(node: &Node, world: &World, names: &[&str]) {
     let vms: BTreeSet<InstanceId> = names.iter().map(|name| vm_of(node, name).unwrap()).collect();
     assert_eq!(vms.len(), names.len());
@@ -166,7 +167,7 @@ async fn a_refused_batch_is_each_ones_own_matter_where_one_vm_may_be_had() {
     each_has_its_own(&node, &world, &THREE);
     assert_eq!((world.many_calls(), world.create_calls()), (vec![3], 3));
     node.until("the file is gone", |_| files(&dir).is_empty()).await;
-    // What a person must mend is said to each.
+    // An error that a person must resolve goes to each member.
     let text = "the token ended";
     world.scripted_batches.lock().unwrap().push_back(CloudError::Auth { text: text.into() });
     create(&node, &["d", "e"]).await;
@@ -233,7 +234,7 @@ async fn one_that_is_stopped_while_it_waits_for_others_is_not_asked_for() {
     node.until("gone", |node| node.phase("b") == "gone").await;
     each_has_its_own(&node, &world, &["a", "c"]);
     assert_eq!((world.many_calls(), world.made(), world.create_calls()), (vec![2], 2, 0));
-    // The last but one leaves: the other is alone.
+    // After one of two leaves the window, the other makes its own call.
     create(&node, &["d", "e"]).await;
     tokio::time::sleep(Duration::from_millis(10)).await;
     node.table.stop(&id("d"), Stop::Called).await.unwrap();
@@ -244,7 +245,7 @@ async fn one_that_is_stopped_while_it_waits_for_others_is_not_asked_for() {
 
 #[tokio::test(start_paused = true)]
 async fn one_that_is_stopped_while_the_call_is_out_has_its_vm_deleted_and_no_other() {
-    // Before the cloud has made them, and when it has but has not answered; also when the node dies after the stop.
+    // Before the cloud has made the VMs, and after that but before its answer; also if the node dies after the stop.
     for (after, dies) in [(2, false), (7, false), (2, true), (7, true)] {
         let (world, dir) = (World::new(1), Dir::new());
         *world.create_takes.lock().unwrap() = Duration::from_secs(10);
@@ -285,7 +286,7 @@ async fn one_that_is_stopped_before_its_guest_came_takes_its_own_vm_along() {
     node.kill().await;
 }
 
-/// What a guest hears that claims from there.
+/// Claims from the source address `from`, and returns the node's answer.
 async fn claims(node: &Node, birth: &BirthData, from: &str, key: &[u8]) -> Result<Granted, Error> {
     let claim = Claim { peer: from.into(), ..claim(birth, key) };
     node.table.claim(&birth.ticket.id, claim).await
@@ -339,7 +340,7 @@ async fn whose_a_guest_is_is_told_by_the_address_that_it_comes_from() {
             assert_eq!(thief, Err(Error::Claim(ClaimRefused::OtherKey)));
         }
     }
-    // A member that leaves takes its address along; the others' stay.
+    // The address of a member that leaves is removed; those of the others stay.
     let home = from(&world, &vm_of(&node, "a").unwrap());
     stop(&node, "a").await;
     assert_eq!(claims(&node, &birth, &home, b"a").await, not_yet);
@@ -372,7 +373,7 @@ async fn a_batch_whose_task_panics_goes_on_where_it_was() {
     *world.create_takes.lock().unwrap() = Duration::from_secs(1);
     let node = start(&world, &dir).await;
     create(&node, &THREE).await;
-    // The relay knows them by now; the next that has a bug is the call for the VMs.
+    // The relay has them by now, so the panic hits the call for the VMs.
     tokio::time::sleep(Duration::from_millis(20)).await;
     world.panics.store(1, Ordering::Relaxed);
     for name in THREE {
@@ -391,7 +392,7 @@ async fn a_member_whose_task_panics_finds_its_seat_again() {
     create(&node, &THREE).await;
     tokio::time::sleep(Duration::from_secs(1)).await;
     world.panics.store(3, Ordering::Relaxed);
-    world.epoch.send_modify(|epoch| *epoch += 1); // all tell the relay again
+    world.epoch.send_modify(|epoch| *epoch += 1); // each sandbox updates the relay again
     for name in THREE {
         node.table.start(&id(name)).await.unwrap();
     }
@@ -434,7 +435,7 @@ async fn a_batch_in_quarantine_costs_its_members_no_more_than_another_vm() {
         node.table.start(&id(name)).await.unwrap();
     }
     assert_eq!((world.vms(), world.create_calls()), (6, 3));
-    // Nobody knows what is in the file: its VMs are spared until a person has looked.
+    // The contents of the file are unknown: its VMs are spared until a person has looked.
     let mut orphans = Orphans::new(vec![], Duration::ZERO).sparing(loaded.unread_batches);
     assert_eq!(orphans.pass(&node.table).await.unwrap(), 0);
     let mut orphans = Orphans::new(vec![], Duration::ZERO);
@@ -460,7 +461,7 @@ async fn a_member_in_quarantine_keeps_its_vm_and_the_batch_its_file() {
         assert_eq!(orphans.pass(&node.table).await.unwrap(), 0);
     }
     assert_eq!((world.vms(), files(&dir).len()), (1, 1));
-    // Until it is stopped: then its VM is nobody's, and so is the file at the next start.
+    // Once it is stopped, its VM has no owner, and the file goes at the next start.
     node.table.stop(&id("b"), Stop::Called).await.unwrap();
     assert_eq!(orphans.pass(&node.table).await.unwrap(), 1);
     node.kill().await;
@@ -487,7 +488,8 @@ async fn a_vm_of_an_open_batch_is_no_orphan_and_one_too_many_is() {
     node.kill().await;
 }
 
-/// Every boundary in the life of three that are made by one call, in turn; afterwards they are stopped, or run on.
+/// Kills the node at each boundary in the life of three sandboxes with one call; afterwards they are stopped, or run
+/// on.
 #[test]
 fn killed_at_each_boundary_of_a_batchs_life() {
     for (stays, places) in [(false, true), (true, false)] {
@@ -533,7 +535,7 @@ async fn killed_after(boundaries: u64, stays: bool, places: bool) -> bool {
         run(&node, &THREE).await;
         each_has_its_own(&node, &world, &THREE);
     } else if !survived {
-        // The relay sends again what was not answered; who is stopped already says so.
+        // The relay repeats the calls without an answer; a stopped sandbox refuses them.
         for name in THREE {
             node.create(name).await.unwrap();
             drop(node.table.start(&id(name)).await);

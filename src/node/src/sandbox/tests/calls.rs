@@ -1,4 +1,4 @@
-//! What the calls answer, and when.
+//! Tests the answers of the hypervisor API's calls, and their timing.
 
 use std::{sync::atomic::Ordering, time::Duration};
 
@@ -130,7 +130,7 @@ async fn a_create_after_the_stop_makes_nothing_even_of_an_id_that_was_never_know
     node.create("b").await.unwrap();
     assert!(matches!(node.table.start(&id("b")).await, Err(Error::Stopped { .. })));
     node.kill().await;
-    // Also when the node was restarted in between.
+    // The same after a restart of the node.
     let node = Node::start(&world, &dir).await;
     for name in ["a", "b"] {
         node.create(name).await.unwrap();
@@ -158,7 +158,7 @@ async fn callers_that_go_away_change_nothing() {
     let (world, dir) = (World::new(1), Dir::new());
     let node = Node::start(&world, &dir).await;
     let a = id("a");
-    // Dropped at their first await, as at a deadline of nothing.
+    // Dropped at their first await, as by a deadline of zero.
     drop(tokio::time::timeout(Duration::ZERO, node.create("a")).await);
     node.create("a").await.unwrap();
     drop(tokio::time::timeout(Duration::from_millis(1), node.table.start(&a)).await);
@@ -167,7 +167,7 @@ async fn callers_that_go_away_change_nothing() {
     node.table.stop(&a, Stop::Called).await.unwrap();
     node.until("gone", |node| node.phase("a") == "gone").await;
     assert_eq!(world.create_calls(), 1);
-    // Also not in the middle of writing down a stop of what nobody knows.
+    // The same during the write of a tombstone for an unknown id.
     let unknown = id("unknown");
     drop(tokio::time::timeout(Duration::ZERO, node.table.stop(&unknown, Stop::Called)).await);
     let again = node.table.stop(&unknown, Stop::Inbox);
@@ -212,7 +212,7 @@ async fn the_vm_of_a_pod_is_that_of_its_newest_live_sandbox() {
     let (world, dir) = (World::new(1), Dir::new());
     let node = Node::start(&world, &dir).await;
     assert!(matches!(node.table.vm_of("default", "pod-a", false).await, Err(Error::NoSuchPod { .. })));
-    // Waits for a pod that is not there yet, and for its VM.
+    // The call waits for a pod that does not exist yet, and for its VM.
     let (found, ()) = tokio::join!(node.table.vm_of("default", "pod-a", true), async {
         tokio::time::sleep(Duration::from_secs(3)).await;
         node.create("a").await.unwrap();
@@ -221,14 +221,14 @@ async fn the_vm_of_a_pod_is_that_of_its_newest_live_sandbox() {
     assert_eq!(found.unwrap().as_str(), "i-1");
     assert_eq!(node.table.vm_of("default", "pod-a", false).await.unwrap().as_str(), "i-1");
     assert!(matches!(node.table.vm_of("other", "pod-a", false).await, Err(Error::NoSuchPod { .. })));
-    // A StatefulSet makes the pod of that name anew; the old sandbox is still leaving.
+    // A StatefulSet makes a new pod of that name while the old sandbox is still leaving.
     *world.delete_takes.lock().unwrap() = Duration::from_secs(60);
     node.table.stop(&id("a"), Stop::Called).await.unwrap();
     let mut again = wish("a2");
     again.wanted.as_mut().unwrap().pod.name = "pod-a".into();
     node.table.create(again).await.unwrap();
     assert_eq!(node.table.vm_of("default", "pod-a", true).await.unwrap().as_str(), "i-2");
-    // A wait that nobody ends is ended by its caller.
+    // An endless wait is ended by its caller.
     let waited =
         tokio::time::timeout(Duration::from_secs(9), node.table.vm_of("default", "none", true)).await;
     assert!(waited.is_err());

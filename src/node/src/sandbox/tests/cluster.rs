@@ -1,4 +1,4 @@
-//! What the cluster is given to show, and that it holds nobody up.
+//! Tests the publication of sandboxes in the cluster, and that it does not hold up a pod.
 
 use std::{sync::atomic::Ordering, time::Duration};
 
@@ -10,7 +10,7 @@ use crate::sandbox::{
     effects::{CloudError, Effects},
 };
 
-/// A world with a cluster.
+/// Returns a world with a cluster.
 fn world() -> std::sync::Arc<World> {
     let world = World::new(1);
     world.in_cluster.store(true, Ordering::Relaxed);
@@ -28,7 +28,7 @@ async fn the_intent_is_shown_before_the_cloud_is_asked_and_the_pod_is_known_for_
     let record = node.fx.recall(&id("a")).await.unwrap().unwrap();
     assert_eq!(record.pod.unwrap().uid.as_deref(), Some("uid of default/pod-a"));
     node.kill().await;
-    // It runs: nothing of it is announced again, and all of it shown again.
+    // The sandbox runs: it is not announced again, but published again.
     world.state().shown.clear();
     let node = Node::start(&world, &dir).await;
     node.until("it is shown", |_| world.state().shown.contains_key("a")).await;

@@ -1,5 +1,5 @@
-//! The promise: `kill -9` at any boundary, with a cloud, a relay and a kernel that fail at random, and in the end the
-//! VMs that exist are exactly those of live sandboxes.
+//! Tests that in the end exactly the VMs of live sandboxes exist: after `kill -9` at any boundary, with a cloud, a
+//! relay and a kernel that fail at random.
 
 use std::{collections::BTreeSet, sync::atomic::Ordering, time::Duration};
 
@@ -9,7 +9,7 @@ use crate::{
     sandbox::{Stop, phase::Phase},
 };
 
-/// What the shim of one sandbox wants to do next. It repeats what was not answered, as the relay does for it.
+/// Next step of one sandbox's shim. The shim repeats a call without an answer, as the relay does for it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Next {
     Create,
@@ -17,19 +17,19 @@ enum Next {
     /// Runs for a while.
     Idle(u64),
     Stop,
-    /// The shim and its pod just vanish.
+    /// The shim and its pod vanish without a StopVM.
     Vanish,
-    /// It is over, and a late clean-up process calls CreateVM.
+    /// The sandbox is stopped, and a late clean-up process calls CreateVM.
     LateCreate,
     Done,
-    /// It runs to the end of the test.
+    /// The sandbox runs to the end of the test.
     Stays,
 }
 
 struct Shim {
     name: String,
     next: Next,
-    /// What it will do after it started.
+    /// Step that follows the run.
     plan: Next,
     created: bool,
     stopped: bool,
@@ -60,7 +60,7 @@ impl Shim {
                     self.stopped = true;
                     Next::LateCreate
                 }
-                // The Rust shim asks three times and gives up; its network namespace goes then.
+                // The Rust shim tries three times and gives up; its network namespace goes then.
                 Err(_) => Next::Vanish,
             },
             Next::Vanish => {
@@ -81,9 +81,9 @@ impl Shim {
 async fn life(seed: u64, late: bool) {
     let (world, dir) = (World::new(seed), Dir::new());
     world.late_creates.store(late, Ordering::Relaxed);
-    // Every other world's provider chooses where its VMs are made, each time anew.
+    // In every other world the provider chooses the placement, a new one each time.
     world.places.store(seed % 2 == 1, Ordering::Relaxed);
-    // And every third node makes one call for several, whose guests come from addresses of their own.
+    // Every third node makes one call for several VMs; their guests have source addresses of their own.
     let settings = || if seed % 3 == 2 { batching(3) } else { settings() };
     world.own_addresses.store(seed % 3 == 2, Ordering::Relaxed);
     let mut dice = Dice::new(seed ^ 0xdead_beef);
@@ -128,7 +128,7 @@ async fn life(seed: u64, late: bool) {
             () = tokio::time::sleep(Duration::from_secs(400)) => {}
         }
         node.kill().await;
-        // The relay answers a stop in the node's stead.
+        // The relay answers a StopVM while the node is away.
         for shim in &mut shims {
             if shim.next == Next::Stop && dice.percent(50) {
                 let text = format!(r#"{{"version":1,"op":"stop","id":"{}","at_ms":1}}"#, shim.name);
@@ -139,7 +139,7 @@ async fn life(seed: u64, late: bool) {
         }
     }
 
-    // The storm is over: every shim gets its answers, and the dust settles.
+    // Without further faults, every shim gets its answers and the state settles.
     world.faults.store(0, Ordering::Relaxed);
     let node = Node::start_with(&world, &dir, Fuse::after(None), settings()).await.unwrap();
     for shim in &mut shims {
@@ -181,14 +181,14 @@ async fn life(seed: u64, late: bool) {
     node.kill().await;
 }
 
-/// How many lives: `usual` of them, or many in `make test-long`.
+/// Returns the number of lives: `usual`, or 20 times as many in `make test-long`.
 fn seeds(usual: u64) -> u64 {
     if std::env::var_os("PEERPOD_TEST_LONG").is_some() { usual * 20 } else { usual }
 }
 
 fn lives(seeds: std::ops::Range<u64>, late: bool) {
     for seed in seeds {
-        // A runtime each: its clock begins anew, and nothing of one life reaches the next.
+        // Each life has a runtime of its own: its clock starts anew, and no task outlives it.
         let runtime =
             tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
         runtime.block_on(life(seed, late));
@@ -200,20 +200,21 @@ fn killed_at_random_boundaries_no_vm_is_leaked_and_none_is_lost() {
     lives(0..seeds(400), false);
 }
 
-/// Here a create may also arrive at the cloud after its caller died: what no record can know of is found by comparing
-/// the cloud's list with the ledger.
+/// A create may also arrive at the cloud after its caller died. No record can name such a VM; the comparison of the
+/// cloud's list with the ledger finds it.
 #[test]
 fn creates_that_arrive_after_their_caller_died_are_found_too() {
     lives(0..seeds(200), true);
 }
 
-/// Every boundary of one quiet life in turn: create, run, stop.
+/// Kills the node at each boundary of one quiet life: create, run, stop.
 #[test]
 fn killed_at_each_boundary_of_one_life() {
     killed_at_each_boundary(false);
 }
 
-/// A create that is repeated after a crash goes where the first one went, whatever the provider would choose by now.
+/// A create that is repeated after a crash goes to its first placement, even if the provider would choose another by
+/// now.
 #[test]
 fn killed_at_each_boundary_of_one_life_whose_provider_chooses_places() {
     killed_at_each_boundary(true);
@@ -245,7 +246,7 @@ fn killed_at_each_boundary(places: bool) {
             }
             let node = Node::start(&world, &dir).await;
             if !survived {
-                // The relay sends again what was not answered; a sandbox that is stopped already says so.
+                // The relay repeats the calls without an answer; a stopped sandbox refuses them.
                 node.create("a").await.unwrap();
                 drop(node.table.start(&id("a")).await);
                 node.table.stop(&id("a"), Stop::Called).await.unwrap();

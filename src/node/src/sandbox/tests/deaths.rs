@@ -1,4 +1,4 @@
-//! VMs that die under running sandboxes, and tasks of ours that panic.
+//! Tests VMs that vanish under running sandboxes, and tasks that panic.
 
 use std::{
     sync::atomic::Ordering,
@@ -62,12 +62,12 @@ async fn a_provider_that_tells_of_an_end_is_believed_at_once_if_it_has_no_addres
     };
     let ended = || EventKind::Ended { reason: "somebody's hand".into() };
     let taken = || EventKind::Interruption { at: SystemTime::now() + 120 * SECOND };
-    // One that will be taken is there until it is.
+    // A VM with an interruption notice exists until the cloud reclaims it.
     tell(&InstanceId::new("i-of-nobody").unwrap(), taken());
     tell(&b, taken());
-    // Told of one that is there: an end of before.
+    // The report is about a VM that exists: an earlier end.
     tell(&b, ended());
-    // And of one that is gone, while its link still seems to stand.
+    // The report is about a VM that is gone, while its link still seems up.
     world.guests_stay_away.store(true, Ordering::Relaxed);
     world.state().vms.retain(|id, _| *id != a);
     let began = tokio::time::Instant::now();
@@ -101,7 +101,7 @@ async fn a_vm_that_ends_while_it_boots_has_failed_for_its_kernels_reason_and_wit
     let Err(Error::Failed { cause, .. }) = node.table.start(&id("a")).await else { panic!("not failed") };
     let begins = format!("its VM {vm} has ended: {reason} (it was shut down or powered itself off)");
     assert!(cause.starts_with(&begins), "{cause}");
-    // The 2048 MiB that the pod asks for, with the guest's 100 and a 32nd.
+    // The pod's 2048 MiB, plus the guest's 100, plus a 32nd.
     assert!(cause.contains("node.guest-memory-mib (the VM has 2216 MiB)"), "{cause}");
     assert!(cause.ends_with("SECRET_TOKEN=…"), "{cause}");
     let said = world.state().said.clone();
@@ -109,29 +109,29 @@ async fn a_vm_that_ends_while_it_boots_has_failed_for_its_kernels_reason_and_wit
     node.kill().await;
 }
 
-/// An hour of each: what is no proof is not taken for one.
+/// Checks for an hour each that weaker evidence does not end a sandbox.
 #[tokio::test(start_paused = true)]
 async fn nothing_less_than_a_sure_provider_and_a_silent_link_ends_a_sandbox() {
     let (world, dir) = (World::new(1), Dir::new());
     let node = Node::start(&world, &dir).await;
     node.run("a").await;
     world.guests_stay_away.store(true, Ordering::Relaxed);
-    // The list lost the VM, and its guest is there.
+    // The list lacks the VM, but its guest is connected.
     let vms = std::mem::take(&mut world.state().vms);
     tokio::time::sleep(3600 * SECOND).await;
     assert_eq!(node.phase("a"), "running", "the guest answers");
-    // The guest is away, and the VM is there.
+    // The guest is away, but the VM exists.
     world.state().vms = vms;
     node.fx.unlink("a");
     tokio::time::sleep(3600 * SECOND).await;
     assert_eq!(node.phase("a"), "running", "the VM is there");
-    // The guest is away, and the provider cannot say.
+    // The guest is away, and the provider gives no answer.
     let vms = std::mem::take(&mut world.state().vms);
     *world.owned_fails.lock().unwrap() = Some(transient("the cloud is away"));
     tokio::time::sleep(3600 * SECOND).await;
     assert_eq!(node.phase("a"), "running", "the provider does not know");
     *world.owned_fails.lock().unwrap() = None;
-    // A list that lacks it once, or for less than the time between two looks.
+    // A list lacks the VM once, or for less than the time between two queries.
     world.state().vms = vms;
     for _ in 0..100 {
         let vms = std::mem::take(&mut world.state().vms);
@@ -140,7 +140,7 @@ async fn nothing_less_than_a_sure_provider_and_a_silent_link_ends_a_sandbox() {
         tokio::time::sleep(settings().vm_gone_grace * 2).await;
     }
     assert_eq!(node.phase("a"), "running", "a list may lag");
-    // The same in earnest, over a restart of the node.
+    // The VM is really gone, across a restart of the node.
     world.state().vms.clear();
     node.kill().await;
     let node = Node::start(&world, &dir).await;
@@ -152,18 +152,18 @@ async fn nothing_less_than_a_sure_provider_and_a_silent_link_ends_a_sandbox() {
 async fn a_task_that_panics_is_picked_up_from_the_ledger_and_its_callers_do_not_notice() {
     let (world, dir) = (World::new(1), Dir::new());
     let node = Node::start(&world, &dir).await;
-    // While it boots: StartVM waits through it.
+    // During the boot: StartVM waits across the panics.
     world.panics.store(3, Ordering::Relaxed);
     node.run("a").await;
     assert_eq!((node.metrics.panics.get(), world.made(), world.vms()), (3, 1, 1));
-    // While it runs: the relay is told again, and the telling panics.
+    // While it runs: the relay is updated again, and that panics.
     world.panics.store(2, Ordering::Relaxed);
     world.state().relay.clear();
     world.epoch.send_modify(|epoch| *epoch += 1);
     node.until("put again", |node| world.state().relay.len() == 1 && node.metrics.panics.get() == 5).await;
     node.table.start(&id("a")).await.unwrap();
     assert_eq!((node.phase("a").as_str(), world.made()), ("running", 1));
-    // While it leaves.
+    // During the removal.
     world.panics.store(2, Ordering::Relaxed);
     node.table.stop(&id("a"), Stop::Called).await.unwrap();
     node.until("gone", |node| node.phase("a") == "gone").await;
@@ -194,7 +194,7 @@ async fn a_guest_that_does_not_follow_the_ca_holds_it_up_for_a_time_and_not_for_
     let now = Some(Duration::ZERO);
     assert!(!is_due(&trust, &node.table, never, Duration::ZERO), "a young CA stays");
     assert!(is_due(&trust, &node.table, now, hour), "nobody is behind");
-    // The test's guests know another set of CAs than this one, and never learn of it.
+    // The guests of this test have another CA set than this one, and never get it.
     node.run("a").await;
     assert!(!is_due(&trust, &node.table, now, Duration::ZERO), "a step that nobody waits for waits for all");
     trust.step().unwrap();
@@ -225,7 +225,7 @@ async fn the_state_directory_stays_locked_until_the_last_write_is_done() {
             drop(ledger);
         }
     });
-    // Whoever asked for the write is gone, as at the node's end.
+    // The requester of the write is gone, as at the node's end.
     drop(ledger);
     assert!(lock().is_err(), "a successor must wait");
     go.send(()).unwrap();

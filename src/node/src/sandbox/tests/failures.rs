@@ -1,4 +1,4 @@
-//! What goes wrong, and what is said about it.
+//! Tests failures and their error messages.
 
 use std::{sync::atomic::Ordering, time::Duration};
 
@@ -35,7 +35,7 @@ async fn a_refusal_of_the_cloud_is_heard_at_once_and_nothing_is_left() {
     assert!(begin.elapsed() < Duration::from_secs(1));
     node.until("gone", |node| node.phase("a") == "gone").await;
     assert!(world.devices() == 0 && world.state().relay.is_empty());
-    // The shim stops what it could not start, and may ask again.
+    // The shim stops the sandbox that it could not start, and may call StartVM again.
     node.table.stop(&id("a"), Stop::Called).await.unwrap();
     assert!(cause(&node, "a").await.contains("vCPU limit 32"));
     node.kill().await;
@@ -64,7 +64,7 @@ async fn another_attempt_goes_to_another_place_and_none_left_is_heard_at_once() 
     let node = Node::start(&world, &dir).await;
     world.scripted_creates.lock().unwrap().extend([capacity(), capacity()]);
     node.run("a").await;
-    // Each attempt had a place of its own, and the call after it was another request.
+    // Each attempt had a placement of its own, and so a request of its own.
     assert_eq!((world.create_calls(), world.vms(), world.state().placed), (3, 1, 3));
     assert_eq!(world.state().reused, 0);
 
@@ -96,7 +96,7 @@ async fn a_sandbox_that_is_stopped_before_its_place_is_chosen_makes_no_vm() {
 
 #[tokio::test(start_paused = true)]
 async fn a_refusal_after_a_lost_answer_does_not_lose_the_vm() {
-    // The first call makes the VM and its answer is lost; meanwhile the credentials end.
+    // The first call makes the VM and its answer is lost; meanwhile the credentials expire.
     let (world, dir) = (World::new(1), Dir::new());
     let node = Node::start(&world, &dir).await;
     node.create("a").await.unwrap();
@@ -108,7 +108,7 @@ async fn a_refusal_after_a_lost_answer_does_not_lose_the_vm() {
     assert_eq!((world.vms(), world.made()), (1, 1));
     node.kill().await;
 
-    // Where not even a look is possible the caller hears so at once, and the VM is deleted when it can be seen.
+    // If even the look-up fails, the caller gets the error at once; the VM is deleted once it can be seen.
     let node = Node::start(&world, &dir).await;
     *world.find_fails.lock().unwrap() = Some(CloudError::Auth { text: "the token has ended".into() });
     world.scripted_creates.lock().unwrap().push_back(CloudError::Auth { text: "the token has ended".into() });
@@ -125,7 +125,7 @@ async fn a_refusal_after_a_lost_answer_does_not_lose_the_vm() {
 async fn a_guest_that_never_calls_is_given_up_with_the_likely_cause_and_its_console() {
     let (world, dir) = (World::new(1), Dir::new());
     world.guests_stay_away.store(true, Ordering::Relaxed);
-    // Of a cloud that is busy.
+    // A busy cloud.
     *world.console_takes.lock().unwrap() = Duration::from_secs(8);
     let node = Node::start(&world, &dir).await;
     let begin = Instant::now();
@@ -255,7 +255,7 @@ async fn leaving_goes_on_until_the_cloud_lets_go() {
     node.table.stop(&id("a"), Stop::Called).await.unwrap();
     tokio::time::sleep(Duration::from_secs(3600)).await;
     assert_eq!(node.phase("a"), "leaving");
-    // The rest did not wait for it.
+    // The other steps did not wait for the cloud.
     assert!(world.devices() == 0 && world.state().relay.is_empty());
     *world.delete_fails.lock().unwrap() = None;
     node.until("gone", |node| node.phase("a") == "gone").await;
@@ -282,7 +282,7 @@ async fn what_was_created_and_never_started_or_lost_its_namespace_is_taken_away(
     node.kill().await;
 }
 
-/// A sandbox that waits for its guest, and the guest's birth data.
+/// Creates a sandbox that waits for its guest; returns the guest's user-data.
 async fn waiting(world: &std::sync::Arc<World>, node: &Node, name: &str) -> BirthData {
     world.guests_stay_away.store(true, Ordering::Relaxed);
     let before = world.made();
@@ -342,7 +342,7 @@ async fn wrong_used_up_and_late_tickets_are_refused() {
     tokio::time::sleep(settings().ticket_ttl).await;
     let late = node.table.claim(&a.ticket.id, claim(&a, b"key")).await;
     assert_eq!(late, Err(Error::Claim(ClaimRefused::Expired)));
-    // Bound in time, the same key is never too late.
+    // A key that was bound in time is never too late.
     node.table.claim(&b.ticket.id, claim(&b, b"key")).await.unwrap();
     node.table.stop(&id("b"), Stop::Called).await.unwrap();
     assert!(node.table.claim(&b.ticket.id, claim(&b, b"key")).await.is_err());
@@ -364,7 +364,7 @@ async fn a_node_that_dials_tells_the_relay_where_and_takes_the_dialled_vm_s_tick
     assert_eq!(other, Err(Error::Claim(ClaimRefused::OtherVm)));
     node.table.claim(&birth.ticket.id, shown_at(id("a").as_str())).await.unwrap();
 
-    // The cloud names another address while the guest is away: it is dialled there first, and where it was, too.
+    // The cloud names another address while the guest is away: the relay dials there first, then at the former ones.
     let before = dialled();
     node.table.moved(&id("a"), vec!["10.99.0.77".parse().unwrap()]);
     node.until("the relay knows where else", |_| dialled() != before).await;

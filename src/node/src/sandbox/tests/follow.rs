@@ -1,4 +1,4 @@
-//! What changes around a running pod's network, and how the sandbox follows.
+//! Tests how a sandbox follows changes around a running pod's network.
 
 use std::net::{IpAddr, Ipv4Addr};
 
@@ -11,7 +11,7 @@ fn change(world: &World, name: &str) {
     world.noise.send_modify(|heard| *heard += 1);
 }
 
-/// A look was made since, and what followed from it is done.
+/// Waits until a further inspection has run and its result is applied.
 async fn settled(node: &Node, world: &World) {
     let looks = world.looks();
     world.noise.send_modify(|heard| *heard += 1);
@@ -31,7 +31,7 @@ async fn a_change_is_told_once_and_noise_is_not() {
     settled(&node, &world).await;
     assert_eq!(world.greetings(), 2);
     assert_eq!(node.metrics.network_changes.get(), 1);
-    // The next life knows what the guest was told.
+    // The next node process has the digest of the guest's plan.
     node.kill().await;
     let node = Node::start(&world, &dir).await;
     settled(&node, &world).await;
@@ -72,7 +72,7 @@ async fn a_guest_that_comes_from_a_new_address_of_its_vm_gets_its_tunnel_there()
     let (world, dir) = (World::new(1), Dir::new());
     let node = Node::start(&world, &dir).await;
     node.run("a").await;
-    // Nobody says that it is the VM's: a NAT.
+    // Neither the cloud nor the guest confirms that the address is the VM's: a NAT.
     node.fx.comes_from("a", MOVED);
     settled(&node, &world).await;
     assert_eq!((world.greetings(), world.tunnel_to("a")), (1, Some("10.99.0.7".into())));
@@ -94,7 +94,7 @@ async fn an_address_that_the_guest_itself_has_needs_no_word_of_the_cloud() {
     let (world, dir) = (World::new(1), Dir::new());
     let node = Node::start(&world, &dir).await;
     node.run("a").await;
-    // It has every address it says it has, and this one lies elsewhere: in the pod's own network, say.
+    // The guest reports this address as its own, but it lies on another path: in the pod's own network, for example.
     let pod = IpAddr::V4(Ipv4Addr::new(10, 244, 1, 7));
     node.fx.has_address("a", pod);
     node.fx.comes_from("a", pod);
@@ -117,7 +117,7 @@ async fn a_node_with_another_address_tells_its_guests() {
     node.until("told", |_| world.greetings() == 2).await;
     world.homes.send_replace(homes("10.0.0.9:15151"));
     node.until("told", |_| world.greetings() == 3).await;
-    // The next life does not know at first, and says nothing for that.
+    // The next node process has no endpoints at first, and sends nothing because of that.
     node.kill().await;
     world.homes.send_replace(None);
     let node = Node::start(&world, &dir).await;

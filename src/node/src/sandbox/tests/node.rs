@@ -1,4 +1,4 @@
-//! One life of the node in the test's world, and the guests that dial it.
+//! Runs one life of the node process in the fake world, and the guests that dial it.
 
 use std::{
     sync::{Arc, atomic::Ordering},
@@ -47,7 +47,7 @@ pub(super) fn settings() -> Settings {
     }
 }
 
-/// One life of the node.
+/// One life of the node process.
 pub(super) struct Node {
     pub table: Sandboxes,
     pub fx: Arc<Fake>,
@@ -61,7 +61,7 @@ impl Node {
         Node::start_with(world, dir, Fuse::after(None), settings()).await.unwrap()
     }
 
-    /// Starts and recovers; `None` when the fuse was too short even for that.
+    /// Starts and recovers a node; `None` if the fuse blows before the end of that.
     pub(super) async fn start_with(
         world: &Arc<World>,
         dir: &Dir,
@@ -99,7 +99,7 @@ impl Node {
         Some(Node { table, fx, fuse, metrics, others })
     }
 
-    /// `kill -9`.
+    /// Ends the node like `kill -9`.
     pub(super) async fn kill(self) {
         for other in &self.others {
             other.abort();
@@ -116,12 +116,12 @@ impl Node {
         self.table.start(&id(name)).await.unwrap();
     }
 
-    /// The phase's name, `-` for the unknown.
+    /// Returns the phase's name, `-` for an unknown sandbox.
     pub(super) fn phase(&self, name: &str) -> String {
         self.table.view(&id(name)).map_or("-".into(), |view| view.borrow().phase.name().into())
     }
 
-    /// Waits (time stands still, so at no cost) until it is so.
+    /// Waits until the condition holds. The clock is paused, so waiting costs nothing.
     pub(super) async fn until(&self, what: &str, condition: impl Fn(&Node) -> bool) {
         for _ in 0..200_000 {
             if condition(self) {
@@ -133,7 +133,7 @@ impl Node {
     }
 }
 
-/// Settings of a node that makes batches of so many at most.
+/// Returns the settings of a node with batches of at most `max_batch` VMs.
 pub(super) fn batching(max_batch: u32) -> Settings {
     Settings { max_batch, ..settings() }
 }
@@ -151,7 +151,7 @@ pub(super) fn wish(name: &str) -> Wish {
     Wish { id: id(name), wanted: Ok(wanted), netns: format!("/run/netns/{name}").into() }
 }
 
-/// Every VM that exists runs a guest that dials home.
+/// Runs a guest in every VM; each guest dials the node.
 async fn play_guests(table: Sandboxes, fx: Arc<Fake>) {
     loop {
         tokio::time::sleep(Duration::from_millis(100)).await;

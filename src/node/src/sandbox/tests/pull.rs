@@ -1,4 +1,5 @@
-//! Pull secrets: asked for beside all else, waited for only so long, followed while the pod runs, in memory only.
+//! Tests pull secrets: fetched in the background, waited for only for a bounded time, kept up to date while the pod
+//! runs, and held in memory only.
 
 use std::{
     sync::{Mutex, atomic::Ordering},
@@ -13,15 +14,15 @@ use crate::sandbox::effects::PullSecretError;
 const EVERY: Duration = Duration::from_secs(600);
 const DEADLINE: Duration = Duration::from_secs(5);
 
-/// Whoever knows the pods' secrets, and what the guests were given.
+/// Fake service for the pods' pull secrets, with a log of the secrets that guests got.
 #[derive(Default)]
 pub(super) struct Service {
-    /// There is one.
+    /// Whether the service exists.
     pub(super) asked: std::sync::atomic::AtomicBool,
     pub(super) answer: Mutex<Option<String>>,
     pub(super) refuses: std::sync::atomic::AtomicBool,
     pub(super) questions: std::sync::atomic::AtomicUsize,
-    /// What each greeting had, and whether the guest was to keep what it had.
+    /// Secret in each pod assignment, and whether the guest was to keep the one it had.
     pub(super) given: Mutex<Vec<(String, bool)>>,
 }
 
@@ -75,14 +76,14 @@ async fn a_guest_has_its_secrets_from_the_first_word_on_and_hears_of_others() {
     world.secrets.is(Some("two"));
     node.until("told", |_| world.greetings() == 2).await;
     assert_eq!(world.secrets.last(), given("two", false));
-    // The next life asks again and tells nothing that is known.
+    // The next node process queries again, and sends nothing that the guest has already.
     let asked = world.secrets.questions();
     node.kill().await;
     let node = Node::start(&world, &dir).await;
     node.until("asked", |_| world.secrets.questions() > asked).await;
     tokio::time::sleep(EVERY / 2).await;
     assert_eq!(world.greetings(), 2);
-    // None any more is news, too.
+    // The loss of all secrets is a change, too.
     world.secrets.is(Some(""));
     node.until("told", |_| world.greetings() == 3).await;
     assert_eq!(world.secrets.last(), given("", false));
@@ -106,7 +107,7 @@ async fn a_pod_goes_on_without_an_answer_after_one_deadline_and_gets_its_secrets
     world.secrets.is(Some("one"));
     node.until("told", |_| world.greetings() == 2).await;
     assert_eq!(world.secrets.last(), given("one", false));
-    // Away again, and the node is another one: a guest that must hear something else keeps what it has.
+    // The service is away again, and the node process is a new one: a guest that gets a new plan keeps its secrets.
     world.secrets.is(None);
     node.kill().await;
     let node = Node::start(&world, &dir).await;
@@ -114,7 +115,7 @@ async fn a_pod_goes_on_without_an_answer_after_one_deadline_and_gets_its_secrets
     world.noise.send_modify(|heard| *heard += 1);
     node.until("told", |_| world.greetings() == 3).await;
     assert_eq!(world.secrets.last(), given("", true));
-    // The same secrets come back: the guest has them.
+    // The same secrets come back: the guest has them already.
     world.secrets.is(Some("one"));
     tokio::time::sleep(2 * EVERY).await;
     assert_eq!(world.greetings(), 3);
@@ -132,7 +133,7 @@ async fn a_refusal_holds_nobody_up_and_is_not_repeated_all_the_time() {
     let asked = world.secrets.questions();
     tokio::time::sleep(Duration::from_secs(300)).await;
     assert!(world.secrets.questions() - asked <= 6, "{} more questions", world.secrets.questions() - asked);
-    // What stops does not ask any more.
+    // A stopped sandbox queries no more.
     node.table.stop(&id("a"), crate::sandbox::Stop::Called).await.unwrap();
     node.until("gone", |node| node.phase("a") == "gone").await;
     let asked = world.secrets.questions();

@@ -1,4 +1,4 @@
-//! What a restarted node finds, and what the relay and the guest may do meanwhile.
+//! Tests the recovery of a restarted node, and the calls of relay and guest meanwhile.
 
 use std::{
     fs,
@@ -60,12 +60,12 @@ async fn a_promised_stop_comes_before_everything_else() {
     node.create("unknown").await.unwrap();
     node.until("all gone", |node| ["running", "booting"].iter().all(|name| node.phase(name) == "gone")).await;
     assert!(world.state().vms.is_empty());
-    // The create that nobody heard of was asked again with its key in order to delete what it made; no more.
+    // The create with the lost answer was repeated once with its key, in order to delete its VM.
     assert!(world.create_calls() <= calls + 1);
     node.kill().await;
 }
 
-/// A sandbox that runs, one that is unknown, and one whose record cannot be written just now, which is asked for first.
+/// Stops a running sandbox, an unknown one, and, before these two, one with a record that cannot be written.
 #[tokio::test(start_paused = true)]
 async fn a_promised_stop_that_cannot_be_recorded_does_not_keep_the_others_waiting() {
     let (world, dir) = (World::new(1), Dir::new());
@@ -141,7 +141,7 @@ async fn another_guest_program_is_personalised_again() {
     node.run("a").await;
     node.fx.link("a", "i-1 again");
     node.until("greeted", |_| world.greetings() == 2).await;
-    // Also when it came back while the node was dead.
+    // The same for a guest that came back while the node was dead.
     node.kill().await;
     world.state().links.insert("a".into(), "i-1 a third time".into());
     let node = Node::start(&world, &dir).await;
@@ -174,7 +174,7 @@ async fn a_sandbox_in_quarantine_costs_nobody_else_and_keeps_its_vm() {
     assert_eq!(orphans.pass(&node.table).await.unwrap(), 0);
     assert_eq!(world.vms(), 3);
     node.kill().await;
-    // The next start finds no bad record any more, and still knows whose VMs these are.
+    // The next start finds no bad record any more, but the owners of these VMs are still known.
     let ledger = Ledger::open(&dir.0).unwrap();
     assert!(ledger.load().unwrap().quarantined.is_empty());
     let mut set_aside = ledger.in_quarantine().unwrap();
@@ -184,7 +184,7 @@ async fn a_sandbox_in_quarantine_costs_nobody_else_and_keeps_its_vm() {
     let node = Node::start(&world, &dir).await;
     let mut orphans = Orphans::new(set_aside, Duration::ZERO);
     assert_eq!(orphans.pass(&node.table).await.unwrap(), 0);
-    // Until it is stopped: then its VM is nobody's.
+    // Once it is stopped, its VM has no owner.
     node.table.stop(&id("a"), Stop::Called).await.unwrap();
     assert_eq!(orphans.pass(&node.table).await.unwrap(), 1);
     assert_eq!(world.vms(), 2);
@@ -232,7 +232,7 @@ async fn a_running_guest_follows_the_ca_and_its_old_certificate_stays_good_for_a
     assert_eq!(world.state().rotated, [("a".to_owned(), false), ("a".to_owned(), true)]);
     let both = world.state().relay["a"].guest_certificates.clone();
     assert!(both.len() == 2 && both[0] == first[0]);
-    // One that was away while it happened follows when it is back; also after a restart of ours.
+    // A guest that was away during the rotation follows once it is back, also after a restart of the node.
     world.state().links.remove("a");
     node.kill().await;
     world.trusted.send_replace(Arc::new(Trusted { id: "third".into(), cas: vec![b"cb".to_vec()] }));
@@ -246,8 +246,8 @@ async fn a_running_guest_follows_the_ca_and_its_old_certificate_stays_good_for_a
     node.kill().await;
 }
 
-/// The ticket is bound to a key on the disk; the guest has heard nothing yet. The boundaries after the write: the binding
-/// is durable, the relay is about to be told, the relay knows the certificate and nobody was answered.
+/// The ticket is bound to a key on disk; the guest has no answer yet. The boundaries after the write: the binding is
+/// durable; the relay is about to be updated; the relay has the certificate and no answer was sent.
 #[tokio::test(start_paused = true)]
 async fn killed_between_a_ticket_s_binding_and_its_answer_the_same_key_is_answered_and_another_is_not() {
     for (boundaries, relay_knows) in [(1, false), (2, false), (3, true)] {
@@ -256,7 +256,7 @@ async fn killed_between_a_ticket_s_binding_and_its_answer_the_same_key_is_answer
         let node = Node::start(&world, &dir).await;
         node.create("a").await.unwrap();
         node.until("connected", |_| world.devices() == 1 && world.state().relay.contains_key("a")).await;
-        // Time stands still: after this nothing of it runs but the wait for the guest.
+        // The clock is paused: after this, only the wait for the guest is in flight.
         tokio::time::sleep(Duration::from_secs(1)).await;
         let birth = world.state().vms.values().next().unwrap().birth.clone();
 

@@ -1,4 +1,4 @@
-//! The world behind the seam. It survives the node: a cloud that keeps VMs, a relay, pod networks, guests.
+//! Fake world behind the port. It outlives the node: a cloud with VMs, a relay, pod networks, guests.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap, VecDeque},
@@ -41,13 +41,13 @@ use crate::{
     trust::Ticket,
 };
 
-/// A folder that goes with the test.
+/// Directory that is removed at the end of the test.
 pub(super) struct Dir(pub PathBuf);
 
 impl Dir {
     pub(super) fn new() -> Dir {
         static COUNT: AtomicU64 = AtomicU64::new(0);
-        // Memory where there is some: the tests sync thousands of times.
+        // In memory where possible: the tests sync thousands of times.
         let base = Path::new("/dev/shm");
         let base = if base.is_dir() { base.to_owned() } else { std::env::temp_dir() };
         let count = COUNT.fetch_add(1, Ordering::Relaxed);
@@ -63,7 +63,7 @@ impl Drop for Dir {
     }
 }
 
-/// SplitMix64: the same seed, the same world.
+/// SplitMix64: the same seed gives the same world.
 pub(super) struct Dice(u64);
 
 impl Dice {
@@ -88,71 +88,71 @@ pub(super) struct Vm {
     pub key: IdempotencyKey,
     pub made: Instant,
     pub birth: BirthData,
-    /// Of this VM alone, where VMs have their own.
+    /// Address of this VM alone, if VMs have addresses of their own.
     pub address: IpAddr,
 }
 
-/// What exists besides the node.
+/// State outside the node.
 pub(super) struct State {
     pub vms: BTreeMap<InstanceId, Vm>,
     pub made: u64,
-    /// A key that made a VM once never makes another one, as with a cloud's client token.
+    /// A key that has made a VM never makes another one, as with a cloud's client token.
     pub tokens: HashMap<IdempotencyKey, InstanceId>,
     pub create_calls: u64,
-    /// The VMs that a call for several made, by its key; also when they are gone.
+    /// VMs that each call for several made, by its key; also those that are gone.
     pub batches: HashMap<IdempotencyKey, Vec<InstanceId>>,
-    /// How many each call for several asked for, repeated ones too.
+    /// Number of VMs that each call for several requested, repeated calls included.
     pub many_calls: Vec<u32>,
-    /// Writes of batches' files, and writes of all kinds.
+    /// Number of writes of batch files, and of all writes.
     pub batch_saves: u64,
     pub saves: u64,
-    /// Digest of the request that each key came with first.
+    /// Digest of the first request with each key.
     pub asked: HashMap<IdempotencyKey, String>,
-    /// Creates whose key had come with another request.
+    /// Number of creates with a key that had come with another request.
     pub reused: u64,
-    /// Places that were chosen.
+    /// Number of placements that were chosen.
     pub placed: u64,
     pub relay: BTreeMap<String, PutSandboxRequest>,
     pub devices: BTreeMap<String, bool>,
-    /// Sandbox → the session of its guest on the link.
+    /// Session of each sandbox's guest on the link.
     pub links: BTreeMap<String, String>,
     pub greeted: Vec<String>,
-    /// Where the guests were last told that their tunnels end.
+    /// The VM's tunnel address in the last plan of each guest.
     pub tunnels: BTreeMap<String, String>,
-    /// Looks at running pods' networks.
+    /// Number of inspections of running pods' networks.
     pub looks: usize,
-    /// Sandbox and what its guest was given, `true` for a certificate.
+    /// Sandbox of each rotation request; `true` if the request contained a certificate.
     pub rotated: Vec<(String, bool)>,
     pub flushed: Vec<String>,
     pub dead_netns: BTreeSet<PathBuf>,
-    /// Intents that the cluster was given, and how many calls the cloud had had by then.
+    /// Announced intents, each with the number of create calls by then.
     pub announced: Vec<(String, u64)>,
-    /// What the cluster was last given to show of each sandbox.
+    /// Phase last published in the cluster for each sandbox.
     pub shown: BTreeMap<String, String>,
-    /// What was said to pods' owners.
+    /// Events posted on pods: pod, reason, text.
     pub said: Vec<(String, &'static str, String)>,
     pub dice: Dice,
 }
 
-/// How the world behaves; tests change it as they go.
+/// Behaviour of the world; tests change it as they go.
 pub(super) struct World {
     pub state: Mutex<State>,
     pub scripted_creates: Mutex<VecDeque<CloudError>>,
-    /// The provider chooses places.
+    /// Whether the provider chooses placements.
     pub places: AtomicBool,
     pub scripted_places: Mutex<VecDeque<CloudError>>,
     pub scripted_batches: Mutex<VecDeque<CloudError>>,
-    /// The next call for several makes only so many.
+    /// Maximum number of VMs that the next call for several makes.
     pub shortage: Mutex<Option<u32>>,
-    /// Each VM has an address of its own, and its guest comes from there.
+    /// Whether each VM has an address of its own, from which its guest connects.
     pub own_addresses: AtomicBool,
-    /// Addresses of VMs are not known to the cloud yet.
+    /// Whether the cloud still has no addresses of the VMs.
     pub hides_addresses: AtomicBool,
     pub create_takes: Mutex<Duration>,
     pub delete_takes: Mutex<Duration>,
     pub delete_fails: Mutex<Option<CloudError>>,
     pub find_fails: Mutex<Option<CloudError>>,
-    /// There is a cluster, which takes so long to show an intent.
+    /// Whether there is a cluster; it takes `announce_takes` to publish an intent.
     pub in_cluster: AtomicBool,
     pub announce_takes: Mutex<Duration>,
     pub console_takes: Mutex<Duration>,
@@ -160,30 +160,30 @@ pub(super) struct World {
     pub reserve_fails: Mutex<Option<NetworkError>>,
     pub guest_error: Mutex<String>,
     pub guests_stay_away: AtomicBool,
-    /// A create that its caller did not live to see answered may reach the cloud later all the same.
+    /// Whether a create may still reach the cloud after its caller died.
     pub late_creates: AtomicBool,
     pub disk_full: AtomicBool,
-    /// How many of the next effects panic.
+    /// Number of further operations that panic.
     pub panics: AtomicU64,
     pub owned_fails: Mutex<Option<CloudError>>,
-    /// Where the provider tells of VMs unasked.
+    /// The provider's VM events.
     pub events: broadcast::Sender<ProviderEvent>,
-    /// A sandbox whose record alone cannot be written.
+    /// The only sandbox with a record that cannot be written.
     pub cannot_record: Mutex<Option<SandboxId>>,
-    /// Ticks when something changed around the pods' networks.
+    /// Counter of changes around the pods' networks.
     pub noise: watch::Sender<u64>,
-    /// What every look shows, as the first interface's name.
+    /// Name of the first interface that every inspection finds.
     pub network: Mutex<String>,
-    /// Where guests find the node.
+    /// Endpoints at which guests reach the node.
     pub homes: watch::Sender<Homes>,
-    /// The VMs' addresses.
+    /// Addresses of the VMs, unless each has its own.
     pub addresses: Mutex<Vec<IpAddr>>,
-    /// What is in the way of every pod's traffic.
+    /// Obstacles to every pod's traffic.
     pub obstacles: Mutex<Vec<String>>,
-    /// Percent of effects that fail; of those, half fail after they worked.
+    /// Percentage of operations that fail; half of those fail after they took effect.
     pub faults: AtomicU64,
     pub epoch: watch::Sender<u64>,
-    /// Who knows pull secrets.
+    /// Service for pull secrets.
     pub secrets: super::pull::Service,
     pub trusted: watch::Sender<Arc<Trusted>>,
 }
@@ -197,7 +197,7 @@ pub(super) fn id(name: &str) -> SandboxId {
 }
 
 impl World {
-    /// What the guest is to make, as the network is now.
+    /// Returns the guest's plan for the present network.
     fn plan(&self, vm: IpAddr) -> NetworkPlan {
         let mut plan = NetworkPlan { version: 1, ..NetworkPlan::default() };
         plan.underlay.mut_or_insert_default().vm_address = vm.to_string();
@@ -210,7 +210,7 @@ impl World {
         self.state().looks
     }
 
-    /// Where the guest was last told that its tunnel ends.
+    /// Returns the VM's tunnel address in the guest's last plan.
     pub(super) fn tunnel_to(&self, id: &str) -> Option<String> {
         self.state().tunnels.get(id).cloned()
     }
@@ -283,7 +283,7 @@ impl World {
         self.state.lock().unwrap()
     }
 
-    // Each takes the lock for itself, so that a test may compare several in one line.
+    // Each method takes the lock itself, so that a test may compare several values in one line.
     pub(super) fn vms(&self) -> usize {
         self.state().vms.len()
     }
@@ -296,7 +296,7 @@ impl World {
         self.state().create_calls
     }
 
-    /// How many VMs each call for several asked for.
+    /// Returns the number of VMs that each call for several requested.
     pub(super) fn many_calls(&self) -> Vec<u32> {
         self.state().many_calls.clone()
     }
@@ -305,7 +305,7 @@ impl World {
         self.state().placed
     }
 
-    /// Writes of batches' files, and of all kinds.
+    /// Returns the number of writes of batch files, and of all writes.
     pub(super) fn writes(&self) -> (u64, u64) {
         let state = self.state();
         (state.batch_saves, state.saves)
@@ -319,7 +319,7 @@ impl World {
         self.state().devices.len()
     }
 
-    /// As a cloud does with a client token that comes with other parameters.
+    /// Rejects a key that has come with another request, as a cloud does for a client token.
     fn reused(&self, request: &CreateRequest, key: &IdempotencyKey, count: u32) -> Option<CloudError> {
         let mut state = self.state();
         let digest = format!("{count} {}", request.digest());
@@ -331,7 +331,7 @@ impl World {
         Some(CloudError::key_reused("IdempotentParameterMismatch"))
     }
 
-    /// Makes the VM of this key, or finds it, even if it is gone meanwhile.
+    /// Returns the VM of this key, and makes it unless it was made before; it may be gone by now.
     fn make(&self, request: &CreateRequest, key: &IdempotencyKey) -> InstanceId {
         let mut state = self.state();
         if let Some(id) = state.tokens.get(key) {
@@ -342,7 +342,7 @@ impl World {
         id
     }
 
-    /// Makes the VMs of this key, or finds them, gone ones too.
+    /// Returns the VMs of this key, and makes them unless they were made before; they may be gone by now.
     fn make_many(&self, request: &CreateRequest, count: u32, key: &IdempotencyKey) -> Vec<InstanceId> {
         let most = self.shortage.lock().unwrap().take();
         let mut state = self.state();
@@ -354,7 +354,7 @@ impl World {
         made
     }
 
-    /// A VM with the key of another one, as a cloud makes that breaks its promise.
+    /// Adds a VM with the key of another one, as a cloud would that breaks its promise.
     pub(super) fn double(&self, of: &str) {
         let mut state = self.state();
         let vm = &state.vms[&InstanceId::new(of).unwrap()];
@@ -362,7 +362,7 @@ impl World {
         state.vms.insert(InstanceId::new(format!("{of}-double")).unwrap(), twin);
     }
 
-    /// Where the guest in a VM comes from.
+    /// Returns the source address of the guest in a VM.
     pub(super) fn home_of(&self, vm: &InstanceId) -> IpAddr {
         if !self.own_addresses.load(Ordering::Relaxed) {
             return self.addresses.lock().unwrap()[0];
@@ -370,7 +370,7 @@ impl World {
         self.state().vms.get(vm).map_or(IpAddr::V4(Ipv4Addr::UNSPECIFIED), |vm| vm.address)
     }
 
-    /// Panics as an effect of ours that has a bug.
+    /// Panics if the test asked for it, as an operation with a bug would.
     fn bug(&self) {
         let left = self.panics.load(Ordering::Relaxed);
         if left > 0 {
@@ -379,7 +379,7 @@ impl World {
         }
     }
 
-    /// Whether an effect fails now, and whether it works all the same.
+    /// Decides whether an operation fails now, and whether it takes effect all the same.
     fn fault(&self) -> Option<bool> {
         let chance = self.faults.load(Ordering::Relaxed);
         let mut state = self.state();
@@ -398,7 +398,7 @@ impl State {
     }
 }
 
-/// When the node dies: after so many boundaries.
+/// Ends the node after a number of boundaries.
 #[derive(Default)]
 pub(super) struct Fuse {
     left: AtomicI64,
@@ -412,7 +412,7 @@ impl Fuse {
         Arc::new(Fuse { left: AtomicI64::new(left), ..Fuse::default() })
     }
 
-    /// Sets it anew, from here on.
+    /// Sets the number of boundaries anew, from here on.
     pub(super) fn burn_after(&self, boundaries: i64) {
         self.left.store(boundaries, Ordering::SeqCst);
     }
@@ -430,7 +430,7 @@ impl Fuse {
     }
 }
 
-/// The effects of one life of the node.
+/// Port implementation for one life of the node process.
 pub(super) struct Fake {
     pub world: Arc<World>,
     ledger: Ledger,
@@ -442,7 +442,7 @@ pub(super) struct Fake {
 
 impl Fake {
     pub(super) fn new(world: Arc<World>, ledger: Ledger, fuse: Arc<Fuse>) -> Arc<Fake> {
-        // The wall clock goes on while the node is dead: it is at least as late as when the oldest VM was made.
+        // The wall clock goes on while the node is dead: it advances at least by the age of the oldest VM.
         let age = world.state().vms.values().map(|vm| vm.made.elapsed().as_millis() as u64).max();
         let start_ms = 1_700_000_000_000 + age.unwrap_or(0);
         Arc::new(Fake { world, ledger, fuse, guests: Mutex::default(), start: Instant::now(), start_ms })
@@ -466,12 +466,12 @@ impl Fake {
         sender.clone()
     }
 
-    /// The guest's connection comes from there.
+    /// Sets the source address of the guest's connection.
     pub(super) fn comes_from(&self, id: &str, address: IpAddr) {
         self.guest_sender(id).send_modify(|guest| guest.address = Some(address));
     }
 
-    /// The guest says that its VM has the address.
+    /// Makes the guest report the address as its VM's own.
     pub(super) fn has_address(&self, id: &str, address: IpAddr) {
         let mut status = peerpod_proto::guest::Status::new();
         status.uplink_addresses.push(address.to_string());
@@ -479,7 +479,7 @@ impl Fake {
         self.guest_sender(id).send_modify(|guest| guest.status = status);
     }
 
-    /// The guest says how large a packet may be on its way to the node, and what MTU its pod has for that.
+    /// Makes the guest report its path MTU to the node, and the pod's MTU that follows from it.
     pub(super) fn finds_path(&self, id: &str, mtu: u32, pod_mtu: u32) {
         let mut status = peerpod_proto::guest::Status::new();
         status.path = Some(peerpod_proto::guest::Path { mtu, probed: mtu, ..Default::default() }).into();
@@ -488,13 +488,13 @@ impl Fake {
         self.guest_sender(id).send_modify(|guest| guest.status = status);
     }
 
-    /// The guest of this sandbox is off the link.
+    /// Takes the sandbox's guest off the link.
     pub(super) fn unlink(&self, id: &str) {
         self.world.state().links.remove(id);
         self.guest_sender(id).send_modify(|guest| guest.connected = false);
     }
 
-    /// The guest of this sandbox is (again) on the link.
+    /// Puts the sandbox's guest on the link, with this session.
     pub(super) fn link(&self, id: &str, session: &str) {
         self.world.state().links.insert(id.to_owned(), session.to_owned());
         self.guest_sender(id).send_modify(|guest| {
@@ -504,11 +504,11 @@ impl Fake {
     }
 }
 
-/// A create request from the moment it is sent until the cloud has it.
+/// Create request from its sending until its arrival at the cloud.
 struct OnTheWire {
     world: Arc<World>,
     request: Option<(CreateRequest, IdempotencyKey)>,
-    /// Of a call for several.
+    /// Number of VMs, for a call for several.
     count: Option<u32>,
 }
 
@@ -572,7 +572,7 @@ impl Effects for Fake {
         if this_one || self.world.disk_full.load(Ordering::Relaxed) {
             return Err(full());
         }
-        // Disks fail rarely, and then before they write.
+        // Disks fail rarely, and then before the write.
         if self.world.fault().is_some() && self.world.state().dice.percent(20) {
             return Err(full());
         }
@@ -628,7 +628,7 @@ impl Effects for Fake {
         if self.world.fault().is_some() {
             return Err(transient("prices"));
         }
-        // Never the same twice: what is chosen depends on what is exhausted at the moment.
+        // Never the same placement twice: the choice depends on the capacity at the moment.
         let mut state = self.world.state();
         state.placed += 1;
         Ok(Some(Placement::new(format!("place {}", state.placed)).unwrap()))
@@ -683,7 +683,7 @@ impl Effects for Fake {
         }
         let id = self.world.make(request, key);
         wire.request = None;
-        // The VM exists; whoever dies now has not heard of it.
+        // The VM exists; a node that dies now has not got the answer.
         self.fuse.boundary().await;
         tokio::time::sleep(takes / 2).await;
         if fault == Some(true) {

@@ -1,4 +1,5 @@
-//! The encrypted kind's private namespace and port: what others delete of them, and what guests must find again.
+//! Tests of the encrypted kind's private namespace and port: deletions by other programs, and state that guests must
+//! find again.
 
 use std::net::{Ipv6Addr, UdpSocket};
 use std::path::PathBuf;
@@ -36,7 +37,7 @@ impl Place {
         self.folder.join("wireguard.netns")
     }
 
-    /// `ip` inside.
+    /// Runs `ip` in the private namespace.
     fn inside(&self, arguments: &str) -> String {
         run(&format!("nsenter --net={} ip {arguments}", self.netns().display()))
     }
@@ -49,7 +50,8 @@ impl Drop for Place {
     }
 }
 
-/// Takes what the node hands in, as the relay would; what it says then, and the descriptors that it has.
+/// Takes the node's descriptors as the relay would; returns the state that it then reports, and the descriptors that it
+/// has.
 fn take(carrier: &Carrier, held: Option<&Value>) -> (Value, Vec<std::os::fd::OwnedFd>) {
     let HandIn { detail, descriptors } = carrier.wanted(held).unwrap().expect("something is handed in");
     let mut kept = Vec::new();
@@ -93,14 +95,14 @@ async fn what_others_delete_of_the_private_namespace_is_there_again_and_handed_i
         (format!("route del {vm}"), false),
     ] {
         place.inside(&change);
-        // The relay need not have noticed: what it says that it holds is another device.
+        // The relay need not have noticed: it reports another device.
         if anew {
             let (_, _relay) = take(&carrier, Some(&held));
         }
         assert!(carrier.wanted(Some(&held)).unwrap().is_none(), "after {change}");
         assert_eq!(sight(), before, "after {change}");
     }
-    // Between two looks: the next pod finds its way in all the same, and the relay gets the device.
+    // Between two polls, the next pod's connection still works, and the relay gets the device.
     place.inside("link del pp-wg0");
     whole(&tunnel, &other, "sandbox2", ip("10.77.0.3")).await;
     let now = sight().1;
@@ -108,12 +110,12 @@ async fn what_others_delete_of_the_private_namespace_is_there_again_and_handed_i
     assert!(now.lines().count() > before.1.lines().count(), "{now}");
     take(&carrier, Some(&held));
 
-    // The name alone: it is the same namespace, with the pods' sockets in it.
+    // The name alone: the namespace is the same, with the pods' sockets in it.
     let id = NetnsId::of(&place.netns()).unwrap();
     netns::delete_named(place.netns()).unwrap();
     assert!(carrier.wanted(Some(&held)).unwrap().is_none());
     assert_eq!(NetnsId::of(&place.netns()), Some(id));
-    // And one that somebody put in its place.
+    // Another program put another namespace in its place.
     netns::delete_named(place.netns()).unwrap();
     drop(netns::create_named(place.netns()).unwrap());
     assert!(carrier.wanted(Some(&held)).unwrap().is_none());
@@ -128,7 +130,7 @@ async fn a_port_that_the_kernel_chose_is_kept_or_refused_and_never_another_one()
         let (held, _) = take(&tunnel.carrier().unwrap(), None);
         u16::try_from(held["port"].as_u64().unwrap()).unwrap()
     };
-    // Another process of ours, and a relay that has nothing.
+    // Another process holds the port, and the relay holds nothing.
     let taken = place.world.within("node", || UdpSocket::bind((Ipv6Addr::UNSPECIFIED, port)).unwrap());
     let tunnel = place.open(0);
     let carrier = tunnel.carrier().unwrap();

@@ -1,4 +1,4 @@
-//! What goes wrong while pods are set up, run and are torn down.
+//! Tests of failures while pods are set up, run and are torn down.
 
 use peerpod_podnet::events::Events;
 use tokio::time::timeout;
@@ -15,13 +15,13 @@ async fn connecting_again_mends_whatever_is_broken() {
     world.ping("other", "10.244.1.7", 56);
     let vni = reserved.vni().unwrap();
     let set = format!("inet peerpod-{}", world.owner());
-    // With what the other tests need not see: the ends, the way back, the guarded VNIs.
+    // Includes state that the other tests need not see: the ends, the way back, the guarded VNIs.
     let sight = || {
         let back = run(&format!("tc -n {name} filter show dev pp-vx0 ingress"));
         let back: Vec<&str> = back.lines().filter(|line| !line.starts_with("\tindex ")).collect();
         let ends = world.ip("pod", "-d link show pp-vx0");
         let rules = world.within("node", || run("nft list ruleset"));
-        // A program that was loaded again has another number.
+        // A program that was loaded again has another id.
         let numberless = |line: &str| match line.split_once(" id ") {
             Some((filter, _)) if filter.contains(" bpf ") => filter.to_owned(),
             _ => line.to_owned(),
@@ -53,12 +53,12 @@ async fn connecting_again_mends_whatever_is_broken() {
         assert_eq!(sight(), before, "after {line}");
         world.ping("other", "10.244.1.7", 56);
     }
-    // The pod's interface goes down and comes up again; the kernel keeps what is on it.
+    // The pod's interface goes down and comes up again; the kernel keeps its configuration.
     world.ip("pod", "link set eth0 down");
     world.ip("pod", "link set eth0 up");
     tunnel.connect(&pod, "sandbox", &reserved, &seen, ip(VM)).await.unwrap();
     world.ping("other", "10.244.1.7", 56);
-    // A redirect that somebody put behind ours.
+    // Another program's redirect behind the node's own.
     let double = "filter add dev eth0 ingress prio 2 protocol all u32 match u32 0 0 action mirred egress redirect dev pp-vx0";
     run(&format!("tc -n {name} {double}"));
     tunnel.connect(&pod, "sandbox", &reserved, &seen, ip(VM)).await.unwrap();
@@ -75,8 +75,8 @@ async fn connecting_again_makes_no_news_in_the_pods_network() {
     let (seen, reserved, _) = whole(&tunnel, &pod, "sandbox", ip(VM)).await;
     let mut events = Events::of_pod(&pod).unwrap();
     let moment = Duration::from_millis(500);
-    // The kernel's own news (a neighbour that ages, on a busy machine late) may fall into a round; ours would fall into
-    // each.
+    // The kernel's own events (a neighbour that ages, late on a busy machine) may fall into a round; those of the node
+    // would fall into each.
     let mut silent = false;
     for _ in 0..10 {
         while timeout(moment, events.settled(Duration::ZERO, Duration::ZERO)).await.is_ok() {}
@@ -134,7 +134,7 @@ fn a_namespace_that_goes_in_the_middle_is_an_error_and_no_hang() {
         let path = world.path(&name);
         let began = Instant::now();
         let steps = async {
-            // A copy is not held over the steps: that alone would keep the namespace.
+            // No handle is held across the steps: that alone would keep the namespace.
             let seen = tunnel.look(&Netns::open(&path)?).await?;
             let reserved = tunnel.reserve(&Netns::open(&path)?, "sandbox", &seen, false, None).await?;
             tunnel.connect(&Netns::open(&path)?, "sandbox", &reserved, &seen, ip(VM)).await

@@ -1,4 +1,4 @@
-//! What crashes leave behind, and what is somebody else's.
+//! Tests of garbage collection after crashes, and of the state of other programs.
 
 use super::*;
 
@@ -20,7 +20,7 @@ async fn what_no_live_sandbox_has_is_removed_at_the_start() {
     let (_, alive, plan) = whole(&tunnel, &pods[0], "alive", ip(VM)).await;
     world.apply(&plan).unwrap();
     whole(&tunnel, &pods[1], "dead", ip("10.77.0.3")).await;
-    // This one died before it was named; of that one somebody deleted the device.
+    // The first sandbox died before its device was named; the device of the second one was deleted.
     whole(&tunnel, &pods[2], "unnamed", ip("10.77.0.4")).await;
     let name = world.name("pod3");
     let cleared = std::process::Command::new("ip")
@@ -44,7 +44,7 @@ async fn what_no_live_sandbox_has_is_removed_at_the_start() {
     world.ping("other", "10.244.1.31", 56);
     let again = tunnel.reconcile(vec![live(&pods[0], "alive", Some(&alive), VM)]).await;
     assert_eq!((again.devices, again.redirects, again.elements), (0, 0, 0), "{again:?}");
-    // In another namespace than its own a live sandbox has nothing to keep.
+    // In another namespace than its own, a live sandbox keeps nothing.
     let elsewhere =
         Live { netns: Some((pods[1].path().to_owned(), pods[1].id())), ..live(&pods[0], "alive", None, VM) };
     assert_eq!(tunnel.reconcile(vec![elsewhere]).await.devices, 1);
@@ -81,7 +81,7 @@ async fn a_stop_in_the_middle_of_a_hot_plug_leaves_nothing_in_the_filter() {
         let both = tunnel.reserve(&pod, "sandbox", &seen, false, Some(&recorded)).await.unwrap();
         tunnel.connect(&pod, "sandbox", &both, &seen, ip(VM)).await.unwrap();
         assert_eq!(world.tables("node").len(), 3);
-        // The stop came before the second tunnel was written down; with its namespace, maybe.
+        // The stop came before the second tunnel was recorded, with or without its namespace.
         let netns = (!gone).then_some(&pod);
         tunnel.undo("sandbox", netns, Some(&recorded), Some(ip(VM))).await.unwrap();
         let left: Vec<u32> = world.tables("node").iter().map(|peer| peer.vni).collect();
@@ -106,12 +106,12 @@ async fn two_daemons_of_one_machine_keep_their_own() {
     let (_, _, _) = whole(&ours, &a, "same-name", ip(VM)).await;
     let (_, _, _) = whole(&theirs, &b, "same-name", ip("10.77.0.3")).await;
     let (traces, elements) = (world.traces("a"), world.tables("node"));
-    // Each of them starts anew and knows of no sandbox at all.
+    // Each of them starts anew and has no sandbox at all.
     let done = theirs.reconcile(Vec::new()).await;
     assert_eq!((done.devices, done.elements), (1, 1), "{done:?}");
     assert_eq!((world.traces("a"), world.tables("node")), (traces, elements));
     assert!(!world.traces("b").contains("pp-vx0"));
-    // Nor does one take the namespace of the other.
+    // Nor does one daemon take the namespace of the other.
     let seen = theirs.look(&a).await.unwrap();
     let error = theirs.reserve(&a, "same-name", &seen, false, None).await.unwrap_err();
     assert!(matches!(error, Error::Claimed { .. }), "{error}");
@@ -151,7 +151,7 @@ async fn tunnels_of_an_earlier_port_are_still_let_in_and_then_forgotten() {
     let (seen, reserved, plan) = whole(&before, &pod, "sandbox", ip(VM)).await;
     assert_eq!(reserved.port, 4790);
     world.apply(&plan).unwrap();
-    // The same node with another port: the pod that runs keeps the one that its guest knows.
+    // The same node with another port: a running pod keeps the port that its guest knows.
     let tunnel = open(&world);
     let live = live(&pod, "sandbox", Some(&reserved), VM);
     let done = tunnel.reconcile(vec![live]).await;
@@ -163,7 +163,7 @@ async fn tunnels_of_an_earlier_port_are_still_let_in_and_then_forgotten() {
     assert!(!table(&world, "node"));
 }
 
-/// A little generator: rounds must differ, not surprise.
+/// A small generator of pseudo-random numbers: rounds must differ, and nothing more.
 struct Dice(u64);
 
 impl Dice {
@@ -175,8 +175,8 @@ impl Dice {
     }
 }
 
-/// Steps are abandoned at any point, with what was recorded by then or not; a new daemon starts; in the end nothing is
-/// left.
+/// Abandons steps at any point, with or without a record of them, and starts a new daemon each time; in the end nothing
+/// is left.
 #[tokio::test]
 async fn nothing_is_left_after_random_crashes() {
     let seed = std::env::var("PEERPOD_TEST_SEED").ok().and_then(|s| s.parse().ok());
@@ -200,7 +200,7 @@ async fn nothing_is_left_after_random_crashes() {
                 let seen = tunnel.look(pod).await.unwrap();
                 let reserved = tunnel.reserve(pod, &sandbox, &seen, false, None).await.unwrap();
                 match dice.below(4) {
-                    // Died before it was written down; the record has the sandbox alone, or nobody has it.
+                    // Died before the reservation was recorded; the record has the sandbox alone, or does not exist.
                     0 => recorded[at] = Some((sandbox, None)),
                     1 => {}
                     2 => recorded[at] = Some((sandbox, Some(reserved))),
@@ -212,7 +212,7 @@ async fn nothing_is_left_after_random_crashes() {
             }
             Some((sandbox, reserved)) => match dice.below(3) {
                 0 => tunnel.undo(&sandbox, Some(pod), reserved.as_ref(), Some(vm)).await.unwrap(),
-                // Its record vanished with it.
+                // The record vanished with the sandbox.
                 1 => {}
                 _ => {
                     // Died in the middle of undoing.
@@ -221,7 +221,8 @@ async fn nothing_is_left_after_random_crashes() {
                 }
             },
         }
-        // The daemon is killed, and the next one looks at what is there; always where a namespace has nobody's things.
+        // The daemon is killed, and the next one inspects the state. A namespace without a recorded sandbox must be
+        // clean.
         tunnel = open(&world);
         let lives = recorded.iter().zip(&pods).enumerate().filter_map(|(n, (recorded, pod))| {
             let (sandbox, reserved) = recorded.as_ref()?;

@@ -1,15 +1,15 @@
-//! What tunnels are made of: several interfaces, each classifier, ranges, MTUs.
+//! Tests of the properties of tunnels: several interfaces, each classifier, ranges, MTUs.
 
 use super::*;
 
-/// What `ip -d -j` says of a device.
+/// Returns the output of `ip -d -j` for a device.
 fn link(world: &World, pod: &str, device: &str) -> serde_json::Value {
     let all: serde_json::Value =
         serde_json::from_str(&world.ip(pod, &format!("-d -j link show dev {device}"))).unwrap();
     all[0].clone()
 }
 
-/// Another interface of the pod, as Multus makes it: `name` with 10.5x.0.7, the node at the other end with 10.5x.0.1.
+/// Adds another interface to the pod, as Multus does: `name` with 10.5x.0.7, the node at the other end with 10.5x.0.1.
 fn extra(world: &World, pod: &str, name: &str, number: u8) {
     let (node, full) = (world.name("node"), world.name(pod));
     run(&format!("ip -n {node} link add x{number} type veth peer name {name} netns {full}"));
@@ -42,11 +42,11 @@ async fn each_interface_has_a_tunnel_of_its_own() {
     for (from, to) in [("other", "10.244.1.7"), ("node", "10.51.0.7"), ("node", "10.52.0.7")] {
         world.ping(from, to, 56);
     }
-    // Again is the same; recorded or not.
+    // A repeated call returns the same, recorded or not.
     for recorded in [None, Some(&reserved)] {
         assert_eq!(tunnel.reserve(&pod, "sandbox", &seen, false, recorded).await.unwrap(), reserved);
     }
-    // One goes and another one comes: the rest keeps what its guest knows.
+    // One interface goes and another one comes: the rest keeps the tunnels that its guest knows.
     world.ip("pod", "link del net1");
     extra(&world, "pod", "net3", 3);
     let now = tunnel.look(&pod).await.unwrap();
@@ -80,7 +80,7 @@ async fn all_tunnels_are_reserved_or_none() {
     assert!(matches!(&error, Error::Claimed { .. }), "{error}");
     assert!(!world.ip("pod", "-o link show").contains("pp-vx0"), "half of it stays");
     world.ip("pod", "link del pp-vx1");
-    // The indexes that are usually taken are somebody else's here.
+    // Other devices have the usual indexes here.
     world.ip("pod", "link add busy index 1048577 type veth peer name busy2 index 1048576");
     let reserved = tunnel.reserve(&pod, "sandbox", &seen, false, None).await.unwrap();
     for (slot, device) in reserved.devices.iter().enumerate() {
@@ -113,7 +113,7 @@ async fn every_classifier_of_this_kernel_redirects() {
         assert!(traces.contains(&format!("pref 1 {} ", by.name())), "{traces}");
         tunnel.connect(&pod, "sandbox", &reserved, &seen, ip(VM)).await.unwrap();
         assert_eq!(world.traces("pod"), traces, "a second time adds something");
-        // A daemon with another configuration leaves what works as it is, and takes it away all the same.
+        // A daemon with another configuration leaves a working redirect as it is, and still removes it at the end.
         let tunnel = open(&world);
         tunnel.connect(&pod, "sandbox", &reserved, &seen, ip(VM)).await.unwrap();
         assert_eq!(world.traces("pod"), traces, "{by:?} was not left alone");
@@ -132,7 +132,7 @@ async fn what_others_have_on_the_ingress_side_stays_and_works() {
         let tunnel = open_with(&world, TunnelConfig { redirect: Some(by), ..TunnelConfig::default() });
         let (pod, name) = (world.pod("pod", 7), world.name("pod"));
         run(&format!("tc -n {name} qdisc add dev eth0 {kind}"));
-        // A program at the very place that ours would take, which lets everything go on to the next filter.
+        // A program at the preference of the node's own filter, which passes every packet on to the next filter.
         let line = format!("-n {name} filter add dev eth0 ingress prio 1 protocol all bpf bytecode");
         let out = std::process::Command::new("tc")
             .args(line.split(' '))
@@ -153,7 +153,7 @@ async fn what_others_have_on_the_ingress_side_stays_and_works() {
     }
 }
 
-/// A filter that ends classification for what it matches.
+/// Adds a filter that ends classification for the packets that it matches.
 fn add_ending(name: &str, filter: &str) {
     let mut tc = std::process::Command::new("tc");
     tc.args(format!("-n {name} filter add dev eth0 ingress prio 1").split(' '));
@@ -230,7 +230,7 @@ async fn what_a_connection_would_wait_for_is_there_before_it_and_one_program_ser
         let pod = world.pod(name, number);
         let seen = tunnel.look(&pod).await.unwrap();
         let reserved = tunnel.reserve(&pod, name, &seen, false, None).await.unwrap();
-        // On a device that is up the kernel waits for all processors before it has a qdisc.
+        // On a device that is up, the kernel waits for all processors before it adds a qdisc.
         let qdiscs = run(&format!("tc -n {} qdisc show dev pp-vx0", world.name(name)));
         assert!(qdiscs.contains("ingress") && !world.ip(name, "link show pp-vx0").contains("UP"), "{qdiscs}");
         tunnel.connect(&pod, name, &reserved, &seen, ip(VM)).await.unwrap();
@@ -276,7 +276,7 @@ async fn vnis_are_of_the_range_and_a_full_range_is_said_to_be_full() {
     let mut world = World::new();
     let vnis = Vnis::new(7000, 7002).unwrap();
     let tunnel = open_with(&world, TunnelConfig { vnis, ..TunnelConfig::default() });
-    // Somebody else's on the same port counts as well.
+    // A VNI of another program on the same port counts as well.
     world.ip("node", "link add flannel.1 type vxlan id 7001 dstport 4789 local 10.77.0.1 nolearning");
     let pods: Vec<Netns> = (1..=3).map(|n| world.pod(&format!("pod{n}"), 30 + n)).collect();
     let mut seen = Vec::new();
@@ -320,7 +320,7 @@ async fn source_ports_are_of_the_range_and_bound_what_is_tracked() {
         }
     });
     let all = world.within("node", || std::fs::read_to_string("/proc/thread-self/net/nf_conntrack").unwrap());
-    // The flows that the node began; each line has the answer's addresses as well.
+    // The flows that the node began; each line also has the addresses of the answer.
     let begun = |line: &&str| line.split("src=").nth(1).is_some_and(|l| l.starts_with("10.77.0.1 "));
     let tracked = all.lines().filter(begun).filter(|line| line.contains("dport=4789")).count();
     assert!((1..=8).contains(&tracked), "{tracked} entries");
@@ -343,7 +343,7 @@ async fn the_mtu_is_what_the_path_leaves() {
         world.apply(&plan).unwrap();
         world.ping("other", "10.244.1.7", inside as usize - 28);
         assert_eq!((world.fragments("node"), world.fragments("vm")), ("0".into(), "0".into()));
-        // The route says less than the device.
+        // The MTU of the route is below that of the device.
         world.ip("node", &format!("route add {VM} dev ul0 mtu {}", underlay - 100));
         assert_eq!(tunnel.way(&reserved, ip(VM)).await.unwrap(), (ip("10.77.0.1"), underlay - 150));
         let plan = tunnel.connect(&pod, "sandbox", &reserved, &seen, ip(VM)).await.unwrap();

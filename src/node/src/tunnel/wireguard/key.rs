@@ -1,4 +1,4 @@
-//! The node's private tunnel key and the port that was chosen once: one versioned JSON file, 0600, written whole.
+//! Keeps the node's private tunnel key and the port that was chosen once: one versioned JSON file, 0600, written whole.
 
 use std::fs::File;
 use std::io::{self, ErrorKind, Read};
@@ -37,7 +37,7 @@ fn failed(what: &str, path: &Path) -> impl FnOnce(io::Error) -> Error {
 }
 
 impl Key {
-    /// Reads it, or makes one and writes it down before it is used.
+    /// Reads the key, or makes one and writes it to disk before it is used.
     pub(super) fn open(dir: &Path) -> Result<Key, Error> {
         let path = dir.join(FILE);
         files::make_folder(dir).map_err(failed("make the folder of", &path))?;
@@ -58,7 +58,7 @@ impl Key {
         *self.port.lock()
     }
 
-    /// Writes down which port it is; does nothing where that is known.
+    /// Records the port; does nothing where it is recorded already.
     pub(super) fn keep_port(&self, port: u16) -> Result<(), Error> {
         if self.port() == Some(port) {
             return Ok(());
@@ -85,7 +85,7 @@ fn read(path: &Path) -> Result<Option<Kept>, Error> {
     };
     let mut bytes = Zeroizing::new(Vec::new());
     file.take(MAX_FILE).read_to_end(&mut bytes).map_err(failed("read", path))?;
-    // serde's text would repeat what it read, and that may be a key: only the place is told.
+    // serde's text would repeat its input, which may be a key: only the position is reported.
     let kept: Kept = serde_json::from_slice(&bytes).map_err(|e| {
         let why = format!("not as we write it, at line {}, column {}", e.line(), e.column());
         failed("read", path)(io::Error::new(ErrorKind::InvalidData, why))
@@ -99,7 +99,7 @@ fn read(path: &Path) -> Result<Option<Kept>, Error> {
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::fs::PermissionsExt;
+    use std::{fs, os::unix::fs::PermissionsExt};
 
     use super::*;
 

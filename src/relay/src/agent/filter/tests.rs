@@ -1,4 +1,4 @@
-//! The filter against byte streams made by hand, cut at every place.
+//! Tests of the filter with synthetic byte streams, cut at every position.
 
 use peerpod_proto::ttrpc_frame::{Request, Response};
 use proptest::prelude::*;
@@ -53,7 +53,7 @@ fn filter() -> AgentFilter {
 
 impl Seen {
     fn shim(&mut self, filter: &mut AgentFilter, bytes: &[u8]) {
-        // As the endpoint does: the shortcut first.
+        // The endpoint, too, tries the shortcut first.
         if filter.passes_from_local(bytes) {
             self.peer.extend_from_slice(bytes);
         } else {
@@ -82,7 +82,7 @@ proptest! {
             requests.extend(request(2 * n as u32 + 1, "ReadStdout", *size));
             answers.extend(answer(2 * n as u32 + 1, *size));
         }
-        // Every piece meets another process's filter.
+        // Every piece is handled by the filter of another process.
         let pass_on = |filter: &mut AgentFilter| {
             let text = serde_json::to_string(&filter.state().unwrap()).unwrap();
             let mut next = self::filter();

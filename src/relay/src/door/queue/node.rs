@@ -1,4 +1,4 @@
-//! The node's connection as the queue sees it: what goes out, what comes in, and whether anybody is there at all.
+//! The queue's side of the node's connection: requests out, answers in, and liveness.
 
 use std::time::Instant;
 
@@ -10,7 +10,7 @@ use super::{Caller, Node, Output, Queue, Timer};
 use crate::door::call::{self, Kind, code};
 
 impl Queue {
-    /// A new connection to the node stands. Nothing but ReadInbox is sent before that is answered.
+    /// Handles a new connection to the node. Only ReadInbox is sent until that call is answered.
     pub(crate) fn node_connected(&mut self, now: Instant) {
         self.node = Node::Greeting;
         self.next_stream = 1;
@@ -18,7 +18,7 @@ impl Queue {
         self.read_inbox(now);
     }
 
-    /// The node's connection is gone: what was sent there will be sent again.
+    /// Handles the loss of the node's connection: its unanswered calls will be sent again.
     pub(crate) fn node_lost(&mut self) {
         self.node = Node::Away;
         self.reading = None;
@@ -46,7 +46,7 @@ impl Queue {
     pub(super) fn send(&mut self, request: &Request) -> Option<u32> {
         let stream = self.next_stream;
         if stream >= u32::MAX - 2 {
-            // Stream ids only grow on one connection; a new one begins again.
+            // Stream ids only grow on one connection; a new connection begins at 1.
             self.outputs.push_back(Output::Reconnect("the connection has no stream ids left"));
             return None;
         }
@@ -56,7 +56,7 @@ impl Queue {
         Some(stream)
     }
 
-    /// The node answered on `stream` with this response envelope.
+    /// Handles the node's response envelope on `stream`.
     pub(crate) fn answer(&mut self, stream: u32, body: Bytes, now: Instant) {
         self.last_heard = now;
         if let Some((reading, covers)) = self.reading
@@ -75,7 +75,7 @@ impl Queue {
         }
     }
 
-    /// A node that owes answers and says nothing is asked for something quick.
+    /// Sends ReadInbox, as a liveness check, to a node that owes answers and is silent.
     pub(super) fn probe(&mut self, now: Instant) {
         if self.node != Node::Ready || self.sent.is_empty() {
             self.probing = false;

@@ -1,5 +1,5 @@
-//! The queue as data, for another process. What the node was sent is not known there: it is sent again, as after a
-//! node's restart. What was on its way into the inbox is on its way again.
+//! State of the queue as data, for another process. That process does not know which calls the node has received, and
+//! sends them again, as after a restart of the node. It also repeats the inbox writes that were under way.
 
 use std::time::{Duration, Instant};
 
@@ -10,14 +10,14 @@ use serde::{Deserialize, Serialize};
 use super::{Caller, ConnId, Queue, Timer};
 use crate::{door::call::Kind, id::SandboxId, store::base64_bytes as base64};
 
-/// Before a stop that was handed over goes into the inbox: less than its caller's second, and time for the node to be
-/// connected to the new process.
+/// Time before a stop that was handed over goes to the inbox. It is less than the caller's second, and long enough for
+/// the node to connect to the new process.
 const STOP_GRACE: Duration = Duration::from_millis(200);
 
-/// The queue.
+/// The queue as data.
 #[derive(Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct QueueState {
-    /// In their order.
+    /// Calls in their order.
     calls: Vec<CallState>,
     /// Stops in the inbox that the node may not have read.
     unread: Vec<String>,
@@ -27,12 +27,12 @@ pub(crate) struct QueueState {
 struct CallState {
     kind: Which,
     sandbox: Option<String>,
-    /// The envelope.
+    /// Encoded request envelope.
     #[serde(with = "base64")]
     request: Vec<u8>,
     /// Connection and stream.
     caller: Option<(ConnId, u32)>,
-    /// How long its caller still waits.
+    /// Remaining time of the caller, in milliseconds.
     left_ms: Option<u64>,
 }
 
@@ -45,7 +45,7 @@ enum Which {
 }
 
 impl Queue {
-    /// As data, of `now`. The calls of our own parts are left out: who waits for them ends with this process.
+    /// Returns the state at `now`. Internal calls are left out: their callers end with this process.
     pub(crate) fn state(&self, now: Instant) -> QueueState {
         let calls = self.calls.values().filter_map(|call| {
             let caller = match call.caller {
@@ -71,10 +71,10 @@ impl Queue {
         QueueState { calls: calls.collect(), unread: self.unread.keys().map(ToString::to_string).collect() }
     }
 
-    /// Goes on with another process's calls; to be called before any other.
+    /// Restores another process's calls; must be called before any other method.
     ///
     /// # Errors
-    /// What makes no sense.
+    /// Returns the reason if the state is inconsistent.
     pub(crate) fn restore(&mut self, state: QueueState, now: Instant) -> Result<(), String> {
         if state.calls.len() > 2 * self.limits.calls {
             return Err(format!("{} calls are more than the bound", state.calls.len()));
@@ -107,7 +107,7 @@ impl Queue {
         Ok(())
     }
 
-    /// Ends the calls of connections that are not there any more.
+    /// Ends the calls of connections that no longer exist.
     pub(crate) fn keep_connections(&mut self, there: impl Fn(ConnId) -> bool, now: Instant) {
         let gone: Vec<ConnId> = self.by_connection.keys().copied().filter(|conn| !there(*conn)).collect();
         for conn in gone {

@@ -1,4 +1,4 @@
-//! Stops: what they cancel, and their way through the inbox when the node does not take them in time.
+//! Handles stops: the calls that they cancel, and the inbox when the node does not answer in time.
 
 use std::time::Instant;
 
@@ -12,7 +12,7 @@ use crate::{
 };
 
 impl Queue {
-    /// Cancels the CreateVM and StartVM of a sandbox that came before `stop`; those the node has, only on `all`.
+    /// Cancels the CreateVM and StartVM of a sandbox that came before `stop`; calls already sent only if `all` is set.
     pub(super) fn cancel_before(&mut self, id: &SandboxId, stop: CallId, all: bool) {
         let Some(lane) = self.lanes.get(id) else { return };
         let doomed: Vec<CallId> = lane
@@ -30,7 +30,7 @@ impl Queue {
         }
     }
 
-    /// Gives a StopVM to the inbox.
+    /// Moves a StopVM to the inbox.
     pub(super) fn fall_back(&mut self, stop: CallId) {
         let Some(call) = self.calls.get_mut(&stop) else { return };
         if call.in_inbox {
@@ -44,7 +44,7 @@ impl Queue {
         }
     }
 
-    /// The stop of `id` is durable (or could not be made so, with the reason).
+    /// Handles the end of an inbox write: the stop of `id` is durable, or failed with the given reason.
     pub(crate) fn inbox_written(&mut self, id: &SandboxId, result: Result<(), String>, now: Instant) {
         let stops: Vec<CallId> = self
             .lanes
@@ -74,7 +74,7 @@ impl Queue {
         self.advance(id, now);
     }
 
-    /// Asks the node to read the inbox, when it is there and not asked already.
+    /// Asks the node to read the inbox, if it is connected and no ReadInbox is in flight.
     pub(super) fn read_inbox(&mut self, now: Instant) {
         if self.node == Node::Away || self.reading.is_some() {
             return;

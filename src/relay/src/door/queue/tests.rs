@@ -1,4 +1,4 @@
-//! The queue's rules, one test each, with a clock of our own.
+//! Tests of the queue's rules, one each, with a simulated clock.
 
 use protobuf::Message;
 
@@ -27,7 +27,7 @@ impl World {
         world
     }
 
-    /// Connects the node and answers its ReadInbox; what was sent before the answer must be that alone.
+    /// Connects the node and answers its ReadInbox, which must be the only request until then.
     fn connect(&mut self) {
         self.queue.node_connected(self.now);
         let sent = self.sent();
@@ -62,7 +62,7 @@ impl World {
         std::iter::from_fn(|| self.queue.take()).collect()
     }
 
-    /// What goes to the node; anything else there is to do is a mistake of the test.
+    /// Returns the requests to the node; any other output is a mistake of the test.
     fn sent(&mut self) -> Vec<(u32, Request)> {
         self.outputs()
             .into_iter()
@@ -110,7 +110,7 @@ fn calls_wait_for_the_node_and_leave_in_order() {
 }
 
 impl World {
-    /// Another process goes on with the queue.
+    /// Hands the queue over to another process.
     fn pass_on(&mut self) {
         let text = serde_json::to_string(&self.queue.state(self.now)).unwrap();
         self.queue = Queue::new(Limits::default(), self.now);
@@ -153,14 +153,14 @@ fn a_stop_is_a_stop_in_the_next_process_too() {
     let outputs = world.outputs();
     assert!(matches!(&outputs[0], Output::Answer { caller, .. } if *caller == create), "cancelled");
     assert_eq!(outputs[1], Output::WriteInbox(id("a")));
-    // Before the old process heard that it is written.
+    // Handover before the inbox write is confirmed.
     world.pass_on();
     assert_eq!(world.outputs(), []);
     world.pass(Duration::from_millis(250));
     assert_eq!(world.outputs(), [Output::WriteInbox(id("a"))]);
     world.queue.inbox_written(&id("a"), Ok(()), world.now);
     assert_eq!(world.answers(), [(stop, 0)]);
-    // And after that: nobody creates it before the node has read the inbox.
+    // Handover after it: a CreateVM waits until the node has read the inbox.
     world.pass_on();
     world.call(1, Kind::Create(id("a")));
     world.queue.node_connected(world.now);
@@ -403,7 +403,7 @@ fn a_refused_read_of_the_inbox_means_dialling_again() {
 
 #[test]
 fn a_closed_connection_does_not_let_its_own_waiting_start_go() {
-    // Which of the two goes first is a hash's choice, so many connections are tried.
+    // A hash decides the order of the two calls, so many connections are tried.
     for conn in 0..64 {
         let mut world = World::ready();
         world.call(conn, Kind::Create(id("a")));

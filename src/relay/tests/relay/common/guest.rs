@@ -1,4 +1,4 @@
-//! A guest: dials the relay with TLS, runs the link's other end, and has an agent behind it that answers by rules.
+//! A guest: dials the relay with TLS, runs the other end of the link, and has an agent that answers by fixed rules.
 
 use std::{
     io,
@@ -41,12 +41,12 @@ pub async fn dial(
     TlsConnector::from(config).connect(tls::server_name(), tcp).await
 }
 
-/// What the guest saw.
+/// Observations of the guest.
 #[derive(Default)]
 pub struct Seen {
     pub up: AtomicUsize,
     pub dials: AtomicUsize,
-    /// Calls the agent got, like `grpc.AgentService/WaitProcess`.
+    /// Calls that the agent received, like `grpc.AgentService/WaitProcess`.
     pub calls: Mutex<Vec<String>>,
     pub flushes: AtomicUsize,
     pub handle: OnceLock<EndpointHandle>,
@@ -107,7 +107,7 @@ impl Handler for Ours {
 }
 
 impl Guest {
-    /// A guest program, connected.
+    /// Starts a connected guest.
     pub async fn start(to: SocketAddr, ca: [u8; 32], identity: &Identity) -> Guest {
         let mut guest = Guest::waiting(ca);
         guest.to = to;
@@ -115,7 +115,7 @@ impl Guest {
         guest
     }
 
-    /// A guest program that waits for a connection.
+    /// Starts a guest that waits for a connection.
     pub fn waiting(ca: [u8; 32]) -> Guest {
         let seen = Arc::new(Seen::default());
         let (endpoint, handle) = Endpoint::new(Role::Guest, Ours(seen.clone()), Limits::default());
@@ -124,7 +124,7 @@ impl Guest {
         Guest { seen, handle, to: SocketAddr::from(([0; 4], 0)), ca }
     }
 
-    /// Dials (again) until the link is up once more.
+    /// Dials until the link is up once more.
     pub async fn connect(&self, identity: &Identity) {
         let before = self.seen.up.load(Ordering::Relaxed);
         soon("the link", async {
@@ -144,7 +144,7 @@ impl Guest {
         .await;
     }
 
-    /// Flushes it was asked for.
+    /// Number of flush requests that it received.
     pub fn flushes(&self) -> usize {
         self.seen.flushes.load(Ordering::Relaxed)
     }
@@ -160,7 +160,7 @@ impl Drop for Guest {
     }
 }
 
-/// Echoes the payload of `Check` and `WriteStdin`, answers `Big` with as many bytes as asked for, nothing else.
+/// Echoes the payload of `Check` and `WriteStdin`, answers `Big` with the requested number of bytes, and no other call.
 async fn agent(mut stream: UnixStream, seen: Arc<Seen>) {
     loop {
         let mut header = [0; frame::HEADER_LEN];

@@ -1,4 +1,4 @@
-//! A relay in this process, with a node, guests and shims made by hand around it.
+//! A relay in this process, with a simulated node, guests and shims around it.
 
 #![allow(unreachable_pub, missing_docs, clippy::unwrap_used, clippy::new_without_default)] // a module of tests
 
@@ -34,10 +34,10 @@ use tokio::{
     net::UnixStream,
 };
 
-/// What a test waits for at most, on a slow machine.
+/// Longest wait of a test, on a slow machine.
 pub const PATIENCE: Duration = Duration::from_secs(40);
 
-/// Fails the test instead of waiting for ever.
+/// Waits for a future, and fails the test instead of waiting for ever.
 pub async fn soon<T>(what: &str, future: impl Future<Output = T>) -> T {
     tokio::time::timeout(PATIENCE, future).await.unwrap_or_else(|_| panic!("waited too long for {what}"))
 }
@@ -54,7 +54,7 @@ pub async fn until(what: &str, mut condition: impl FnMut() -> bool) {
 
 pub type Identity = (Vec<CertificateDer<'static>>, PrivateKeyDer<'static>);
 
-/// A certificate authority like the node's.
+/// A certificate authority like that of the node.
 pub struct Ca {
     pub der: CertificateDer<'static>,
     issuer: Issuer<'static, KeyPair>,
@@ -126,7 +126,7 @@ impl World {
     pub async fn start(&mut self) {
         let relay = app::build(self.config.clone()).await.unwrap();
         self.listen = relay.listen;
-        // A relay that is started again listens where guests know it.
+        // A restarted relay listens at the address that guests dial.
         self.config.listen = relay.listen;
         self.relay = Some(relay);
     }
@@ -218,7 +218,7 @@ impl Drop for World {
     }
 }
 
-/// A ttrpc client that can say anything.
+/// A ttrpc client that can send any bytes.
 pub struct Raw {
     pub stream: UnixStream,
     next: u32,
@@ -274,7 +274,7 @@ impl Raw {
         self.send("hypervisor.Hypervisor", "StartVM", request.write_to_bytes().unwrap(), timeout).await
     }
 
-    /// With more time than a shim's second, which is the matter of the queue's own tests: their clock stands still.
+    /// Allows more time than a shim's second, which the queue's own tests cover with a simulated clock.
     pub async fn stop(&mut self, id: &str) -> u32 {
         let request = StopVMRequest { id: id.into(), ..Default::default() };
         let timeout = Duration::from_secs(10);
@@ -301,12 +301,12 @@ impl Raw {
         })
     }
 
-    /// Nothing comes for a while.
+    /// Whether no answer arrives for a while.
     pub async fn silent(&mut self) -> bool {
         tokio::time::timeout(Duration::from_millis(100), self.next_answer()).await.is_err()
     }
 
-    /// The other side closes.
+    /// Waits until the other side closes.
     pub async fn closed(&mut self) {
         soon("the end of the connection", async {
             let mut buffer = [0; 4096];

@@ -1,4 +1,4 @@
-//! A node: answers what the relay passes on, remembers it, and can hang or go away.
+//! A node that answers the calls from the relay, records them, and can hang or go away.
 
 use std::{
     collections::HashSet,
@@ -29,7 +29,7 @@ pub struct Memory {
     pub calls: Mutex<Vec<String>>,
     /// Methods that are never answered.
     pub hang: Mutex<HashSet<String>>,
-    /// The certificate chain for claims whose secret is `secret`.
+    /// Certificate chain for claims with the secret `secret`.
     pub chain: Mutex<Vec<Vec<u8>>>,
     inbox: Mutex<PathBuf>,
 }
@@ -71,7 +71,7 @@ impl Node {
         Node { server, socket }
     }
 
-    /// Goes away as a killed process does: connections end, nobody is told.
+    /// Stops as a killed process does: connections end without notice.
     pub async fn kill(mut self) {
         drop(std::fs::remove_file(&self.socket));
         self.server.shutdown().await.unwrap();

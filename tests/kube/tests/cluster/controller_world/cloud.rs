@@ -1,5 +1,5 @@
-//! A cloud in the test's own process, which the controller reaches as an external provider over unix sockets, one per
-//! replica: it outlives them, and knows who asked for what.
+//! Plays a cloud in the test's own process. The controller reaches it as an external provider over unix sockets, one
+//! per replica. The cloud outlives the replicas and records the replica of each call.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -20,10 +20,10 @@ use peerpod_provider_external::{
 };
 use tokio::sync::watch;
 
-/// A call of `delete`.
+/// A `delete` call.
 #[derive(Clone, Debug)]
 pub struct Delete {
-    /// By whose socket it came.
+    /// Socket that it arrived on.
     pub via: &'static str,
     pub vm: String,
     pub at: Instant,
@@ -38,20 +38,20 @@ struct State {
     peak: usize,
 }
 
-/// See the module.
+/// A cloud with VMs, calls and faults.
 pub struct Cloud {
     takes: Duration,
     state: Mutex<State>,
 }
 
-/// It as one replica reaches it.
+/// The cloud as one replica reaches it.
 struct Side {
     cloud: Arc<Cloud>,
     via: &'static str,
 }
 
 impl Cloud {
-    /// Deletes take so long, and go on whether anybody waits or not.
+    /// Makes a cloud with deletes of this duration; a delete continues even if its caller closes the connection.
     pub fn new(takes: Duration) -> Arc<Cloud> {
         Arc::new(Cloud { takes, state: Mutex::default() })
     }
@@ -81,7 +81,7 @@ impl Cloud {
         self.lock().vms.contains_key(id)
     }
 
-    /// How many VMs there are whose names begin so.
+    /// Returns the number of VMs with this prefix.
     pub fn count(&self, prefix: &str) -> usize {
         self.lock().vms.keys().filter(|id| id.starts_with(prefix)).count()
     }
@@ -90,12 +90,12 @@ impl Cloud {
         self.lock().deletes.clone()
     }
 
-    /// Most VMs that were being deleted at once.
+    /// Returns the maximum number of concurrent deletes.
     pub fn peak(&self) -> usize {
         self.lock().peak
     }
 
-    /// Every delete is refused with this.
+    /// Refuses every delete with this error; `None` ends that.
     pub fn refuse(&self, error: Option<Error>) {
         self.lock().fault = error;
     }
@@ -104,7 +104,7 @@ impl Cloud {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Begins it, or finds it begun.
+    /// Begins a delete, or finds it begun.
     fn begin(self: &Arc<Self>, id: &str, via: &'static str) -> Result<Option<watch::Receiver<bool>>, Error> {
         let mut state = self.lock();
         state.deletes.push(Delete { via, vm: id.to_owned(), at: Instant::now() });
@@ -157,7 +157,7 @@ impl Provider for Side {
 
     async fn delete(&self, id: &InstanceId) -> Result<(), Error> {
         if let Some(mut going) = self.cloud.begin(id.as_str(), self.via)? {
-            // Fails only if the task that deletes panicked.
+            // Fails only if the deleting task panicked.
             going.wait_for(|done| *done).await.map_err(|error| Error::transient(error.to_string()))?;
         }
         Ok(())

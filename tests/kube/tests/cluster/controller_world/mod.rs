@@ -1,4 +1,5 @@
-//! What the controller's tests stand on: a cluster, a cloud, the program itself with the rights that it says it needs.
+//! Provides the fixtures of the controller's tests: a cluster, a cloud, and the program with the rights that its
+//! documentation lists.
 
 #![allow(unreachable_pub, missing_docs)] // a module of tests
 pub mod cloud;
@@ -34,7 +35,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use cloud::Cloud;
 
 pub const LIMIT: Duration = Duration::from_secs(60);
-/// Where the controller, its Lease and the heartbeats are.
+/// Namespace of the controller, its Lease and the heartbeats.
 pub const HOME: &str = "peerpod-system";
 pub const CLUSTER_ID: &str = "test";
 
@@ -58,7 +59,7 @@ impl World {
         let name = "peerpods.confidentialcontainers.org";
         cluster.kubectl(&["wait", "--for=condition=Established", "--timeout=60s", "crd", name]).unwrap();
         cluster.namespace(HOME).await.unwrap();
-        // What the room's page says that it needs, and no more.
+        // Exactly the rights in the module's documentation.
         let ours = "confidentialcontainers.org";
         let rules = vec![
             rule(ours, &["peerpods"], &["get", "list", "watch", "delete", "patch"]),
@@ -76,7 +77,7 @@ impl World {
         World { cluster, client, kubeconfig }
     }
 
-    /// A cloud and the one socket by which a controller reaches it.
+    /// Makes a cloud and the one socket by which a controller reaches it.
     pub async fn cloud(&self, takes: Duration) -> (Arc<Cloud>, Serving) {
         let cloud = Cloud::new(takes);
         let serving = cloud.serve(&self.socket("a"), "a").await;
@@ -87,7 +88,7 @@ impl World {
         self.cluster.folder().join(format!("{via}.sock"))
     }
 
-    /// Starts the program; `via`: its socket, and who it is.
+    /// Starts the program; `via` names its socket and its identity.
     pub async fn controller(&self, via: &'static str, settings: &[(&str, &str)]) -> Controller {
         let folder = self.cluster.folder();
         let mut words = vec!["controller".to_owned()];
@@ -105,7 +106,7 @@ impl World {
             ("controller.lease-duration", "3s"),
             ("controller.lease-renew-deadline", "2s"),
             ("controller.lease-retry", "300ms"),
-            // Another part of the same process, with tests of its own.
+            // The pull-secrets service of the same process has its own tests.
             ("secrets.serve", "false"),
             ("log.format", "json"),
         ]
@@ -129,7 +130,7 @@ impl World {
         Api::namespaced(self.client.clone(), namespace)
     }
 
-    /// With our finalizer, and of this pod if one is given.
+    /// Makes a PeerPod with the controller's finalizer, owned by this pod if one is given.
     pub async fn peerpod(&self, namespace: &str, name: &str, spec: Value, pod: Option<&Pod>) -> PeerPod {
         let owners: Vec<Value> = pod
             .iter()
@@ -158,7 +159,7 @@ impl World {
         .unwrap();
     }
 
-    /// Waits until it says this as the reason why it is still there.
+    /// Waits until the PeerPod's status has this reason for its continued existence.
     pub async fn stays(&self, namespace: &str, name: &str, reason: &str) {
         let peerpods = self.peerpods(namespace);
         wait_for(&format!("PeerPod {name} to say {reason}"), LIMIT, async || {
@@ -188,7 +189,7 @@ impl World {
             .unwrap()
     }
 
-    /// At once, as a forced deletion does.
+    /// Deletes a pod at once, like a forced deletion.
     pub async fn delete_pod(&self, namespace: &str, name: &str) {
         let pods: Api<Pod> = Api::namespaced(self.client.clone(), namespace);
         pods.delete(name, &DeleteParams::default().grace_period(0)).await.unwrap();
@@ -199,7 +200,7 @@ impl World {
         Api::all(self.client.clone()).create(&PostParams::default(), &node).await.unwrap();
     }
 
-    /// Writes a node's heartbeat, as of so long ago.
+    /// Writes a node's heartbeat of this age.
     pub async fn beat(&self, node: &str, ago: Duration, lasts: i32) {
         let at = Timestamp::now() - SignedDuration::try_from(ago).unwrap();
         let spec = LeaseSpec {
@@ -215,7 +216,7 @@ impl World {
         leases.patch(&name, &params, &Patch::Apply(&lease)).await.unwrap();
     }
 
-    /// The reasons of Events about an object of this name.
+    /// Returns the reasons of Events about an object of this name.
     pub async fn events(&self, namespace: &str, about: &str) -> Vec<String> {
         let events: Api<Event> = Api::namespaced(self.client.clone(), namespace);
         let all = events.list(&Default::default()).await.unwrap();
@@ -234,7 +235,7 @@ impl World {
     }
 }
 
-/// One replica. SIGKILL when it is dropped.
+/// One replica; drop kills it with SIGKILL.
 pub struct Controller {
     pub process: Process,
     pub admin: SocketAddr,
@@ -250,13 +251,13 @@ impl Controller {
         text
     }
 
-    /// What `/readyz` says.
+    /// Returns its `/readyz`.
     pub async fn ready(&self) -> Value {
         let text = self.get("/readyz").await;
         serde_json::from_str(text.split_once("\r\n\r\n").unwrap().1).unwrap()
     }
 
-    /// The sum of all series that begin so.
+    /// Returns the sum of all series with this prefix.
     pub async fn metric(&self, name: &str) -> f64 {
         let text = self.get("/metrics").await;
         let values =
@@ -272,7 +273,7 @@ impl Controller {
         .unwrap();
     }
 
-    /// Whether it has said this.
+    /// Returns whether its log contains this message.
     pub fn said(&self, what: &str) -> bool {
         line(&self.process.said(), what).is_some()
     }
@@ -282,7 +283,7 @@ fn line(said: &str, what: &str) -> Option<Value> {
     said.lines().filter(|line| line.contains(what)).find_map(|line| serde_json::from_str(line).ok())
 }
 
-/// The key of this sandbox's attempt.
+/// Returns the key of this sandbox's attempt.
 pub fn key(sandbox: &str, attempt: u32) -> IdempotencyKey {
     IdempotencyKey::derive(CLUSTER_ID, sandbox, attempt)
 }

@@ -1,4 +1,4 @@
-//! A cluster whose one node runs the real daemons, and a stand-in for its kubelet and shims.
+//! Provides a cluster with one node that runs the real daemons, and plays its kubelet and shims.
 
 use std::{
     ffi::OsStr,
@@ -27,7 +27,7 @@ pub(crate) const LIMIT: Duration = Duration::from_secs(90);
 pub(crate) const NODE: &str = "worker-1";
 pub(crate) const RESOURCE: &str = "kata.peerpods.io/vm";
 pub(crate) const OWNER: &str = "kata.peerpods.io/caa-owner";
-/// Where ours live.
+/// Namespace of Peerpod's own pods.
 pub(crate) const OWN: &str = "peerpod-system";
 
 pub(crate) struct Rig {
@@ -35,18 +35,18 @@ pub(crate) struct Rig {
     pub(crate) client: Client,
     pub(crate) world: World,
     pub(crate) daemons: Daemons,
-    /// The road to the API server.
+    /// Forwards the API server's port into the node's namespace.
     _proxy: Proxy,
 }
 
-/// A sandbox as a shim has it.
+/// A sandbox as its shim sees it.
 pub(crate) struct Running {
     pub(crate) id: String,
     pub(crate) shim: ShimClient,
     pub(crate) network: Pod,
 }
 
-/// What the node's service account may, as the room's documentation says.
+/// Returns the rights of the node's service account, as the module's documentation lists them.
 fn rights() -> Vec<Rule> {
     let rule = |group: &str, resources: &[&str], verbs: &[&str]| Rule {
         api_groups: Some(vec![group.to_owned()]),
@@ -82,10 +82,10 @@ impl Rig {
         let kubeconfig = cluster.folder().join("node.kubeconfig");
         std::fs::write(&kubeconfig, cluster.kubeconfig(&token)).unwrap();
         let world = World::new().unwrap();
-        // The node's loopback is not ours: the API server is found there all the same.
+        // The node's namespace has its own loopback; the proxy makes the API server reachable there.
         let server = SocketAddr::from(([127, 0, 0, 1], cluster.port()));
         let proxy = Proxy::to_outside(world.node(), cluster.port(), server).unwrap();
-        // A kubeconfig stands for the service account's token.
+        // A kubeconfig replaces the service account's token.
         let settings = settings
             .with_volume(cluster.folder())
             .set("kubernetes.kubeconfig", kubeconfig.to_str().unwrap())
@@ -102,7 +102,7 @@ impl Rig {
         rig
     }
 
-    /// As a kubelet registers.
+    /// Makes the Node object like a registering kubelet.
     pub(crate) fn make_node(&self) {
         self.apply(&json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE}}));
         let status =
@@ -118,7 +118,7 @@ impl Rig {
         self.daemons.ready().await.unwrap();
     }
 
-    /// One more node daemon beside, as a rolling update starts it.
+    /// Starts a second node daemon, like a rolling update.
     pub(crate) fn second_daemon(&self, pod_uid: &str) -> Child {
         let config = self.daemons.config();
         let arguments = [
@@ -130,7 +130,7 @@ impl Rig {
         self.world.spawn(&binary("peerpod-node").unwrap(), &arguments, &self.daemons.log("node")).unwrap()
     }
 
-    /// One more relay beside, with another state-dir.
+    /// Starts a second relay, with another state-dir.
     pub(crate) fn second_relay(&self, state_dir: &Path, pod: &str) -> Child {
         let config = self.daemons.config();
         let arguments = [
@@ -144,21 +144,21 @@ impl Rig {
         self.world.spawn(&binary("peerpod-relay").unwrap(), &arguments, &self.daemons.log("relay")).unwrap()
     }
 
-    /// `kubectl apply`.
+    /// Runs `kubectl apply`.
     pub(crate) fn apply(&self, object: &Value) {
         let file = self.cluster.folder().join(format!("{}.json", fresh_id("object")));
         std::fs::write(&file, object.to_string()).unwrap();
         self.cluster.kubectl(&["apply", "-f", file.to_str().unwrap()]).unwrap();
     }
 
-    /// What a user sees, printed too.
+    /// Returns kubectl's output and prints it.
     pub(crate) fn show(&self, words: &[&str]) -> String {
         let seen = self.cluster.kubectl(words).unwrap();
         println!("$ kubectl {}\n{seen}", words.join(" "));
         seen
     }
 
-    /// A pod of the class, on this node; its UID.
+    /// Makes a pod of the class on this node and returns its UID.
     pub(crate) fn pod(&self, name: &str) -> String {
         self.apply(&json!({
             "apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "namespace": "shop"},
@@ -177,7 +177,7 @@ impl Rig {
         self.cluster.kubectl(&["get", "pod", "-n", "shop", name, "-o", "jsonpath={.metadata.uid}"]).unwrap()
     }
 
-    /// As when its containers have ended, or as `--force`: there is no kubelet that would.
+    /// Deletes a pod with `--force`, because there is no kubelet to end its containers.
     pub(crate) fn delete_pod(&self, name: &str) {
         let words = ["delete", "pod", "-n", "shop", name, "--force", "--grace-period=0", "--wait=true"];
         self.cluster.kubectl(&words).unwrap();
@@ -224,7 +224,7 @@ impl Rig {
         api.get_opt(&PeerPod::name_of(pod, sandbox)).await.unwrap()
     }
 
-    /// Waits until there are exactly these, by their sandboxes, each with its VM.
+    /// Waits until there are exactly these PeerPods, by sandbox, each with its VM.
     pub(crate) async fn exactly(&self, expected: &[(&str, &Running)]) {
         let mut seen = Vec::new();
         let exact = wait_for("exactly the PeerPods of live sandboxes", LIMIT, async || {
@@ -267,7 +267,7 @@ impl Rig {
         waited.await.unwrap_or_else(|error| panic!("{error}\n{}", self.daemons.log_tails()));
     }
 
-    /// Waits until the pod has an Event of this reason, for its UID; its message and count.
+    /// Waits for an Event of this reason for this pod UID, and returns its message and count.
     pub(crate) async fn event(&self, uid: &str, reason: &str) -> (String, u64) {
         let fields = format!("involvedObject.uid={uid},reason={reason}");
         let words = ["get", "events", "-n", "shop", "--field-selector", &fields, "-o", "json"];
@@ -280,7 +280,7 @@ impl Rig {
         waited.await.unwrap_or_else(|error| panic!("{error}\n{}", self.daemons.log_tails()))
     }
 
-    /// What `/readyz` says.
+    /// Returns `/readyz`.
     pub(crate) fn readyz(&self) -> Value {
         let ask = || -> std::io::Result<String> {
             use std::io::{Read, Write};
@@ -296,20 +296,20 @@ impl Rig {
     }
 }
 
-/// The VM that the ledger says a sandbox has.
+/// Returns the VM of a sandbox in the ledger.
 pub(crate) fn vm_in(daemons: &Daemons, id: &str) -> Option<String> {
     let entry = daemons.ledger().unwrap().into_iter().find(|entry| entry.id == id)?;
     entry.record["phase"]["vm"].as_str().map(str::to_owned)
 }
 
-/// VMs that exist, as the provider's folder says.
+/// Returns the VMs in the provider's folder.
 pub(crate) fn vms(daemons: &Daemons) -> Vec<String> {
     let folder = std::fs::read_dir(daemons.state_dir().join("local/vms"));
     let names = folder.into_iter().flatten().flatten().map(|entry| entry.file_name());
     names.map(|name| name.to_string_lossy().into_owned()).collect()
 }
 
-/// Everything that ever happened to the PeerPods of a namespace, in order.
+/// All changes of a namespace's PeerPods, in order.
 pub(crate) struct History {
     seen: Arc<Mutex<Vec<PeerPod>>>,
     task: tokio::task::JoinHandle<()>,

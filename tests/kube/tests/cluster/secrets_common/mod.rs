@@ -1,4 +1,4 @@
-//! The secrets service as a process, the cluster it serves, and somebody who asks it with whatever he likes.
+//! Runs the secrets service as a process in a cluster, and a client that can send any request to it.
 
 use std::{
     net::SocketAddr,
@@ -25,7 +25,7 @@ use rustls_pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer, Server
 use serde_json::{Value, from_value, json};
 
 pub(crate) const LIMIT: Duration = Duration::from_secs(60);
-/// Where our programs run.
+/// Namespace of Peerpod's programs.
 pub(crate) const OURS: &str = "peerpod";
 pub(crate) const AUDIENCE: &str = "peerpod-secrets";
 
@@ -33,8 +33,8 @@ pub(crate) fn post() -> PostParams {
     PostParams::default()
 }
 
-/// The namespaces, nodes, classes and accounts that all of it needs; `peerpod:controller` has the rights of the service
-/// and no others.
+/// Makes the namespaces, nodes, classes and accounts of the tests. `peerpod:controller` has exactly the rights of the
+/// service.
 pub(crate) async fn furnish(cluster: &Cluster) {
     let client = cluster.client().unwrap();
     for namespace in [OURS, "shop"] {
@@ -71,7 +71,7 @@ pub(crate) async fn furnish(cluster: &Cluster) {
     }
 }
 
-/// A pod of one container; its uid.
+/// Makes a pod of one container and returns its uid.
 pub(crate) async fn make_pod(cluster: &Cluster, namespace: &str, name: &str, mut spec: Value) -> String {
     spec["containers"] = json!([{"name": "c", "image": "x"}]);
     let pod: Pod = from_value(json!({"metadata": {"name": name}, "spec": spec})).unwrap();
@@ -97,7 +97,7 @@ pub(crate) async fn make_account(cluster: &Cluster, name: &str, secrets: &[&str]
         .unwrap();
 }
 
-/// A token as a kubelet gives it to the node's pod.
+/// Returns a token like that of a kubelet for the node's pod.
 pub(crate) async fn node_token(cluster: &Cluster, node: &str) -> String {
     let pods: Api<Pod> = Api::namespaced(cluster.client().unwrap(), OURS);
     let name = format!("node-{node}");
@@ -105,7 +105,7 @@ pub(crate) async fn node_token(cluster: &Cluster, node: &str) -> String {
     cluster.token(OURS, "peerpod-node", &[AUDIENCE], Some((&name, &uid))).await.unwrap()
 }
 
-/// `peerpod-cluster controller`, of which the secrets service is looked at.
+/// `peerpod-cluster controller`, for its secrets service.
 pub(crate) struct Service {
     pub(crate) process: Process,
     pub(crate) address: SocketAddr,
@@ -116,7 +116,7 @@ impl Service {
         Service::start_as(cluster, OURS, more).await
     }
 
-    /// As `controller` of this namespace.
+    /// Starts it as `controller` of this namespace.
     pub(crate) async fn start_as(cluster: &Cluster, namespace: &str, more: &[&str]) -> Service {
         static STARTED: AtomicUsize = AtomicUsize::new(0);
         let name = format!("controller-{}", STARTED.fetch_add(1, Ordering::Relaxed));
@@ -151,7 +151,7 @@ impl Service {
     }
 }
 
-/// The CAs as a node's mount shows them.
+/// Returns the CAs as a node's mount shows them.
 pub(crate) async fn bundle(cluster: &Cluster, namespace: &str, map: &str) -> Option<String> {
     let maps: Api<ConfigMap> = Api::namespaced(cluster.client().unwrap(), namespace);
     maps.get_opt(map).await.unwrap()?.data?.remove("ca.crt")
@@ -160,7 +160,7 @@ pub(crate) async fn bundle(cluster: &Cluster, namespace: &str, map: &str) -> Opt
 /// A certificate and its key.
 pub(crate) type Identity = (Vec<CertificateDer<'static>>, Vec<u8>);
 
-/// Asks as nobody of ours would.
+/// Client that can send any request.
 pub(crate) struct Asker {
     pub(crate) address: SocketAddr,
     pub(crate) ca: String,
@@ -174,7 +174,7 @@ impl Asker {
         Asker { address: service.address, ca: ca.await.unwrap() }
     }
 
-    /// Status and body of the answer; or why there is none.
+    /// Returns status and body of the answer, or the reason for a missing one.
     pub(crate) async fn post(
         &self,
         identity: Option<&Identity>,

@@ -4,7 +4,7 @@ const GRACE: Duration = Duration::from_secs(900);
 const NODE_GRACE: Duration = Duration::from_secs(300);
 const LASTS: Duration = Duration::from_secs(40);
 
-/// A cluster over time; changed and looked at again.
+/// A cluster that changes over time and is observed repeatedly.
 struct World {
     began: Instant,
     owned: Vec<Owned>,

@@ -1,21 +1,21 @@
-//! The order on the shim's side: whole frames, the guest's bytes unchanged, one answer for each call, wherever the stream
-//! is cut and whatever is refused meanwhile.
+//! Tests of the order on the shim's side: whole frames, the guest's bytes unchanged, and one answer per call, for every
+//! cut of the stream and every refusal during it.
 
 use std::collections::HashMap;
 
 use super::*;
 
-/// A filter in the state of the first release, in the middle of the guest's answer to stream 1.
+/// State of a filter of the first release, in the middle of the guest's answer to stream 1.
 const OLD: &str = include_str!("../../../../tests/samples/filter-v1-answer-under-way.json");
 
-/// A filter of four calls in a pod with a volume: a CreateContainer that cannot be decoded is refused.
+/// Makes a filter for four calls in a pod with a volume, which refuses a CreateContainer that cannot be decoded.
 fn filter() -> AgentFilter {
     let shared = Arc::new(Shared::default());
     shared.set_volumes(&[Volume { id: "a".repeat(32), ..Volume::default() }]);
     AgentFilter::new(shared, Bounds { per_connection: 4, per_sandbox: 6 })
 }
 
-/// Another process goes on with it.
+/// Hands the filter over to another process.
 fn hand_over(filter: AgentFilter) -> AgentFilter {
     let text = serde_json::to_string(&filter.state().unwrap()).unwrap();
     let mut next = self::filter();
@@ -23,7 +23,7 @@ fn hand_over(filter: AgentFilter) -> AgentFilter {
     next
 }
 
-/// The whole frames of `bytes`, and the bytes behind them.
+/// Returns the whole frames of `bytes`, and the bytes behind them.
 fn frames(mut bytes: &[u8]) -> (Vec<(Header, Vec<u8>)>, &[u8]) {
     let mut found = Vec::new();
     while let Some((head, rest)) = bytes.split_first_chunk() {
@@ -99,7 +99,7 @@ fn a_filter_of_the_first_release_goes_on() {
     let whole = answer(1, 20_000);
     let mut filter = filter();
     assert!(filter.restore(&serde_json::from_str(OLD).unwrap()));
-    // What that release had written before it was replaced.
+    // The bytes that the old release had written before its replacement.
     let mut seen = Seen { local: BytesMut::from(&whole[..10_000]), ..Seen::default() };
     let half = request(7, "StatsContainer", 100);
     seen.shim(&mut filter, &half[20..]);
@@ -116,7 +116,7 @@ fn a_filter_of_the_first_release_goes_on() {
     assert_eq!(codes(&seen.local[whole.len()..]), [&refused[..], &over].concat());
 }
 
-/// How a conversation ends.
+/// End of a conversation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Ending {
     Answered,
@@ -132,7 +132,7 @@ proptest! {
         cuts in prop::collection::vec((any::<bool>(), 1usize..20_000, any::<bool>()), 0..60),
         ending in prop_oneof![Just(Ending::Answered), Just(Ending::GuestLost), Just(Ending::SandboxOver)],
     ) {
-        // A call without a size of its answer is a container that is refused because of its volume.
+        // A call without an answer size is a container that is refused because of its volume.
         let of = |call: usize| 2 * call as u32 + 1;
         let sizes: HashMap<u32, usize> = (0..).zip(&calls).map(|(n, size)| (of(n), size.unwrap_or(0))).collect();
         let requests = (0..).zip(&calls).flat_map(|(n, size)| {
@@ -141,7 +141,7 @@ proptest! {
         });
         let requests: Vec<u8> = requests.collect();
         let (mut filter, mut seen) = (filter(), Seen::default());
-        // The guest answers each request that is whole, in their order.
+        // The guest answers each whole request, in order.
         let (mut answers, mut heard, mut asked, mut answered) = (Vec::new(), 0, 0usize, 0usize);
         let all = [(true, requests.len(), false), (false, usize::MAX, false)];
         let all = all.iter().filter(|_| ending == Ending::Answered);
@@ -191,7 +191,7 @@ proptest! {
             prop_assert!(cut.is_empty());
             prop_assert_eq!(many, calls.len(), "a call is not answered");
         } else if cut.is_empty() {
-            // What never came in has no answer; half a request has none either before its method is known.
+            // A request that did not arrive has no answer, and half a request has none before its method is known.
             let whole = frames(&requests[..asked]).0.len();
             prop_assert!(many == whole || many == whole + 1, "{} answers to {} calls", many, whole);
         }

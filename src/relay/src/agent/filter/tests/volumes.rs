@@ -1,4 +1,5 @@
-//! A real shim's pod with volumes (`tests/transcripts/rust-volume.jsonl`): what it sent, with the pod's map known.
+//! Tests with the recorded frames of a shim for a pod with volumes (`tests/transcripts/rust-volume.jsonl`) and the
+//! pod's volume map.
 
 use std::path::Path;
 
@@ -7,7 +8,7 @@ use peerpod_proto::intercept::{CopyFileRequest, CreateContainerRequest};
 
 use super::*;
 
-/// The shim's frames on its one speaking connection.
+/// Returns the shim's frames on its only active connection.
 fn recorded() -> Vec<Vec<u8>> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/transcripts/rust-volume.jsonl");
     let text = std::fs::read_to_string(path).unwrap();
@@ -26,7 +27,7 @@ fn body<M: Message>(frame: &[u8], method: &str) -> Option<M> {
     (request.method == method).then(|| M::parse_from_bytes(&request.payload).unwrap())
 }
 
-/// What the frames say: a container's annotations are a map, which is written in another order each time.
+/// Decodes the frames, because a container's annotations are a map with a different order in each encoding.
 fn said(mut bytes: &[u8]) -> Vec<(Header, Result<CreateContainerRequest, Vec<u8>>)> {
     let mut found = Vec::new();
     while let Some(head) = bytes.first_chunk() {
@@ -38,7 +39,7 @@ fn said(mut bytes: &[u8]) -> Vec<(Header, Result<CreateContainerRequest, Vec<u8>
     found
 }
 
-/// The volumes by the markers that were copied, in the order in which they were.
+/// Returns the volumes of the copied markers, in the order of the copies.
 fn volumes(frames: &[Vec<u8>]) -> Vec<Volume> {
     let copies = frames.iter().filter_map(|frame| body::<CopyFileRequest>(frame, "CopyFile"));
     let markers = copies.filter(|copied| copied.path.ends_with("/.peerpod-volume"));
@@ -70,7 +71,7 @@ fn the_shims_markers_and_the_bundle_say_which_mount_is_which() {
     };
     let main = frames.iter().position(|frame| is_main(&frame)).unwrap();
 
-    // Without the bundle the subPath cannot be told from any empty folder.
+    // Without the bundle, a subPath looks like any empty folder.
     let (mut filter, mut seen) = (with(&volumes), Seen::default());
     for frame in &frames[..=main] {
         seen.shim(&mut filter, frame);
@@ -78,7 +79,7 @@ fn the_shims_markers_and_the_bundle_say_which_mount_is_which() {
     let stream = Header::decode(frames[main].first_chunk().unwrap()).stream;
     assert_eq!(codes(&seen.local), [(stream, code::FAILED_PRECONDITION)]);
 
-    // With it all three are what they were on the node.
+    // With the bundle, all three mounts are on the same volumes as on the node.
     let bundle = std::env::temp_dir().join(format!("peerpod-recorded-{}", std::process::id()));
     std::fs::create_dir_all(&bundle).unwrap();
     let config = serde_json::json!({ "mounts": [
