@@ -9,12 +9,25 @@ use std::{
     sync::atomic::{AtomicU64, Ordering},
 };
 
-/// Makes a folder and its missing parents, and narrows its mode to 0700.
+/// Makes a folder and its missing parents, with mode 0700, and their entries durable. An existing folder is no error.
+///
+/// # Errors
+/// Errors of the system calls.
+pub fn make_folders(folder: &Path) -> io::Result<()> {
+    let missing: Vec<&Path> = folder.ancestors().take_while(|path| !path.exists()).collect();
+    DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
+    missing
+        .into_iter()
+        .filter(|path| !path.as_os_str().is_empty())
+        .try_for_each(|made| sync_folder(folder_of(made)))
+}
+
+/// Makes a folder as [`make_folders`] does, and narrows the mode of an existing one to 0700.
 ///
 /// # Errors
 /// Errors of the system calls.
 pub fn make_folder(folder: &Path) -> io::Result<()> {
-    DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
+    make_folders(folder)?;
     if fs::metadata(folder)?.permissions().mode() & 0o077 == 0 {
         return Ok(());
     }

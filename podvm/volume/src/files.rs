@@ -3,9 +3,8 @@
 //! caller passes.
 
 use std::{
-    fs::{self, DirBuilder, File},
+    fs::{self, File},
     io,
-    os::unix::fs::DirBuilderExt,
     path::Path,
 };
 
@@ -17,7 +16,7 @@ use serde::{Serialize, de::DeserializeOwned};
 /// # Errors
 /// The folder cannot be created.
 pub fn make_dir(folder: &Path) -> io::Result<()> {
-    DirBuilder::new().recursive(true).mode(0o700).create(folder)
+    files::make_folders(folder)
 }
 
 /// Writes a value as a whole file of JSON.
@@ -33,18 +32,13 @@ pub fn write_json(folder: &Path, name: &str, value: &impl Serialize, limit: u64)
     write(folder, name, &bytes)
 }
 
-/// Writes a whole file. If its folder is new, also makes the folder's entry durable.
+/// Writes a whole file, durably, and makes its folder where it is missing.
 ///
 /// # Errors
 /// The file could not be made durable.
 pub fn write(folder: &Path, name: &str, bytes: &[u8]) -> io::Result<()> {
-    let new = !folder.exists();
     make_dir(folder)?;
-    files::write(&folder.join(name), bytes)?;
-    match folder.parent().filter(|_| new) {
-        Some(parent) => sync_dir(parent),
-        None => Ok(()),
-    }
+    files::write(&folder.join(name), bytes)
 }
 
 /// Reads a value; returns `None` if the file does not exist.

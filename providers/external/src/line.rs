@@ -82,7 +82,33 @@ impl<S> Stream<S> {
 
     fn note_error(&self, error: &io::Error) {
         let tls = error.get_ref().and_then(|inner| inner.downcast_ref::<rustls::Error>());
-        self.note(error.to_string(), tls.is_some());
+        self.note(error.to_string(), tls.is_some_and(is_refusal));
+    }
+}
+
+/// Whether one side refused the other's certificate or TLS settings. Any other error of TLS, such as a damaged record, is
+/// one of the connection: a new connection may work.
+fn is_refusal(error: &rustls::Error) -> bool {
+    use rustls::AlertDescription as Alert;
+    match error {
+        rustls::Error::InvalidCertificate(_)
+        | rustls::Error::NoCertificatesPresented
+        | rustls::Error::PeerIncompatible(_) => true,
+        rustls::Error::AlertReceived(alert) => matches!(
+            alert,
+            Alert::AccessDenied
+                | Alert::BadCertificate
+                | Alert::CertificateExpired
+                | Alert::CertificateRequired
+                | Alert::CertificateRevoked
+                | Alert::CertificateUnknown
+                | Alert::HandshakeFailure
+                | Alert::InsufficientSecurity
+                | Alert::ProtocolVersion
+                | Alert::UnknownCA
+                | Alert::UnsupportedCertificate
+        ),
+        _ => false,
     }
 }
 
@@ -154,5 +180,17 @@ mod tests {
         drop(line);
         let error = reader.await.unwrap().unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::ConnectionAborted);
+    }
+
+    #[test]
+    fn only_a_refusal_counts_as_one() {
+        let refused = rustls::Error::AlertReceived(rustls::AlertDescription::CertificateRequired);
+        assert!(is_refusal(&refused));
+        for broken in [
+            rustls::Error::DecryptError,
+            rustls::Error::AlertReceived(rustls::AlertDescription::BadRecordMac),
+        ] {
+            assert!(!is_refusal(&broken), "{broken}");
+        }
     }
 }

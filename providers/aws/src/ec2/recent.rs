@@ -33,14 +33,17 @@ impl Recent {
         if all.len() >= MOST {
             all.retain(|_, made| now.saturating_duration_since(made.at) < RECENT);
         }
-        if all.len() < MOST {
-            all.entry(id.clone()).or_insert(Made {
-                at: now,
-                key: key.clone(),
-                name: name.to_owned(),
-                seen: false,
-            });
+        if all.len() >= MOST
+            && let Some(oldest) = all.iter().min_by_key(|(_, made)| made.at).map(|(id, _)| id.clone())
+        {
+            all.remove(&oldest);
         }
+        all.entry(id.clone()).or_insert(Made {
+            at: now,
+            key: key.clone(),
+            name: name.to_owned(),
+            seen: false,
+        });
     }
 
     /// Whether several were made in the last moments.

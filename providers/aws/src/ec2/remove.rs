@@ -112,6 +112,9 @@ pub(crate) async fn clean(ec2: &Ec2, owner: &Owner) -> Result<usize, Error> {
     delete_cards(ec2, stray_cards(ec2, owner).await?).await
 }
 
+/// Stray network cards that one search returns at most; the next search finds the others.
+const MOST_STRAY: usize = 10_000;
+
 /// Our cards that hang on no VM: EC2 leaves one when a launch breaks off half-way.
 async fn stray_cards(ec2: &Ec2, owner: &Owner) -> Result<Vec<String>, Error> {
     let filter = |name: String, value: &str| Filter::builder().name(name).values(value).build();
@@ -122,11 +125,21 @@ async fn stray_cards(ec2: &Ec2, owner: &Owner) -> Result<Vec<String>, Error> {
     if !owner.node.is_empty() {
         filters.push(filter(format!("tag:{}", tags::NODE), &owner.node));
     }
-    let ask = ec2.client.describe_network_interfaces().set_filters(Some(filters)).max_results(100);
     let what = "look for network cards of ours that hang on nothing";
-    let found = ec2.call("DescribeNetworkInterfaces", "stray", what, until(), || ask.clone().send()).await?;
-    let cards = found.network_interfaces.unwrap_or_default().into_iter();
-    Ok(cards.filter_map(|card| card.network_interface_id).collect())
+    let (mut cards, mut next) = (Vec::new(), None);
+    loop {
+        let ask =
+            ec2.client.describe_network_interfaces().set_filters(Some(filters.clone())).max_results(100);
+        let ask = ask.set_next_token(next);
+        let page =
+            ec2.call("DescribeNetworkInterfaces", "stray", what, until(), || ask.clone().send()).await?;
+        let found = page.network_interfaces.unwrap_or_default().into_iter();
+        cards.extend(found.filter_map(|card| card.network_interface_id));
+        next = page.next_token.filter(|token| !token.is_empty());
+        if next.is_none() || cards.len() >= MOST_STRAY {
+            return Ok(cards);
+        }
+    }
 }
 
 async fn delete_cards(ec2: &Ec2, cards: Vec<String>) -> Result<usize, Error> {

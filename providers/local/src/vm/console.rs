@@ -39,8 +39,10 @@ impl Console {
         if self.length > LIMIT {
             self.file = None;
             self.length = 0;
-            // If this fails, the file grows for another round, until the next attempt.
-            drop(fs::rename(&self.path, &self.older));
+            // The bound holds in any case: a log that cannot be kept is dropped.
+            if fs::rename(&self.path, &self.older).is_err() {
+                drop(fs::remove_file(&self.path));
+            }
         }
         if self.file.is_none() {
             self.file = File::options().create(true).append(true).mode(0o600).open(&self.path).ok();
@@ -86,5 +88,16 @@ mod tests {
         fs::remove_dir_all(&dir).unwrap();
         assert!(kept < 3 * LIMIT, "{kept}");
         assert_eq!(String::from_utf8(end).unwrap(), "ine 399998\nline 399999\n");
+    }
+
+    #[test]
+    fn the_console_is_bounded_where_the_older_file_cannot_be_replaced() {
+        let dir = std::env::temp_dir().join(format!("peerpod-console-kept-{}", std::process::id()));
+        // A folder with an entry takes the place of the older file.
+        fs::create_dir_all(dir.join(FILES[1]).join("x")).unwrap();
+        keep(vec![b'x'; 4 * LIMIT as usize].as_slice(), &dir);
+        let kept = fs::metadata(dir.join(FILES[0])).unwrap().len();
+        fs::remove_dir_all(&dir).unwrap();
+        assert!(kept < 2 * LIMIT, "{kept}");
     }
 }

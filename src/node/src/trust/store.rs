@@ -49,7 +49,8 @@ fn disk<'p>(what: &'static str, path: &'p Path) -> impl FnOnce(std::io::Error) -
 
 /// Makes the directory if it is missing, and restricts it to root.
 pub(super) fn prepare(dir: &Path) -> Result<(), Error> {
-    files::make_folder(dir).map_err(disk("make", dir))
+    files::make_folder(dir).map_err(disk("make", dir))?;
+    files::sweep(dir).map_err(disk("clean", dir))
 }
 
 /// Reads the CA; `None`: it was never made.

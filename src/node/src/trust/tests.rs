@@ -186,10 +186,10 @@ fn a_restarted_node_has_the_same_ca_and_nobody_else_can_read_it() {
 fn a_temporary_file_that_a_crash_left_is_no_obstacle() {
     let dir = Temp::new();
     std::fs::create_dir_all(&dir.0).unwrap();
-    std::fs::write(dir.0.join("ca.json.tmp"), "half").unwrap();
+    std::fs::write(dir.0.join(".7-0.new"), "half").unwrap();
     let pins = dir.open().ca_sha256();
     assert_eq!(dir.open().ca_sha256(), pins);
-    assert!(!dir.0.join("ca.json.tmp").exists());
+    assert!(!dir.0.join(".7-0.new").exists());
 }
 
 #[test]
@@ -276,8 +276,9 @@ fn a_roll_over_that_cannot_be_written_is_not_made() {
     let dir = Temp::new();
     let mut trust = dir.open();
     let pins = trust.ca_sha256();
-    // A directory in the place of the temporary file: fails for root too.
-    std::fs::create_dir_all(dir.0.join("ca.json.tmp")).unwrap();
+    // A folder with an entry in the place of the file: the write fails for root too.
+    std::fs::remove_file(dir.0.join("ca.json")).unwrap();
+    std::fs::create_dir_all(dir.0.join("ca.json/x")).unwrap();
     assert!(trust.roll_over(SystemTime::now()).is_err());
     assert_eq!((trust.ca_sha256(), trust.stage()), (pins, Stage::Stable));
 }

@@ -216,13 +216,15 @@ impl Queue {
             Caller::Shim { conn, .. } => self.by_connection.get(conn).map_or(0, HashSet::len),
             Caller::Internal(_) => 0,
         };
-        if of_connection >= self.limits.calls_per_connection {
+        // A refused stop would leak a VM: stops have places of their own.
+        let stop = matches!(kind, Kind::Stop(_));
+        if of_connection >= self.limits.calls_per_connection * if stop { 2 } else { 1 } {
             return Some(format!(
                 "{of_connection} calls of this connection wait for the node; wait for their answers"
             ));
         }
-        if matches!(kind, Kind::Stop(_)) {
-            return None; // Small, and refusing it would leak a VM.
+        if stop {
+            return None;
         }
         let of_sandbox = kind.id().and_then(|id| self.lanes.get(id)).map_or(0, VecDeque::len);
         if of_sandbox >= self.limits.calls_per_sandbox {

@@ -41,6 +41,7 @@ impl Key {
     pub(super) fn open(dir: &Path) -> Result<Key, Error> {
         let path = dir.join(FILE);
         files::make_folder(dir).map_err(failed("make the folder of", &path))?;
+        files::sweep(dir).map_err(failed("clean the folder of", &path))?;
         if let Some(kept) = read(&path)? {
             let bad = |why: &str| failed("read", &path)(io::Error::new(ErrorKind::InvalidData, why));
             let bytes = BASE64_STANDARD.decode(kept.private_key.as_bytes()).map(Zeroizing::new);

@@ -319,8 +319,15 @@ fn bounds_are_kept_and_never_refuse_a_stop() {
         world.call(1, Kind::Create(id(&format!("n{n}"))));
     }
     assert_eq!(world.answers().len(), limits.calls_per_sandbox, "bounded per connection");
-    world.call(2, Kind::Stop(id("a")));
-    assert!(world.outputs().contains(&Output::WriteInbox(id("a"))));
+    for connection in [1, 2] {
+        let sandbox = id(&format!("a{connection}"));
+        world.call(connection, Kind::Stop(sandbox.clone()));
+        assert!(world.outputs().contains(&Output::WriteInbox(sandbox)));
+    }
+    for n in 0..2 * limits.calls_per_connection {
+        world.call(1, Kind::Stop(id(&format!("n{n}"))));
+    }
+    assert_eq!(world.queue.len(), 2 * limits.calls_per_connection + 1, "stops are bounded, too");
     world.queue.connection_closed(1, world.now);
     assert_eq!(world.queue.len(), 1);
 }
