@@ -159,6 +159,7 @@ lint: setup
 	scripts/deny
 	scripts/check-trees
 	scripts/check-errors
+	scripts/check-docs
 	scripts/documented-commands --check
 
 # Seconds per target; see fuzz/README.md.

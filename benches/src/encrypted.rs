@@ -5,7 +5,7 @@ use std::{net::SocketAddr, sync::Arc, time::Duration};
 
 use anyhow::Context;
 use base64::{Engine as _, prelude::BASE64_STANDARD};
-use peerpod_node::tunnel::{HandIn, Kind, Netns, Tunnel, TunnelConfig, WireguardConfig};
+use peerpod_node::tunnel::{FdHandoff, Kind, Netns, Tunnel, TunnelConfig, WireguardConfig};
 use peerpod_podnet::{guest, wireguard::Inner};
 use peerpod_proto::guest::NetworkPlan;
 use peerpod_wireguard::{
@@ -45,13 +45,13 @@ pub(crate) async fn connect(
         TunnelConfig { kind: Kind::Wireguard, wireguard: Some(wireguard), ..TunnelConfig::default() };
     let tunnel = world.node().run(|| Tunnel::open(config))??;
     let carrier = tunnel.carrier().context("the encrypted kind is there")?;
-    let seen = tunnel.look(pod).await?;
+    let seen = tunnel.inspect(pod).await?;
     let reserved = tunnel.reserve(pod, id, &seen, false, None).await?;
     let vni = reserved.vni().context("a pod has an interface")?;
     let inner = inner_of(vni).context("an inner address")?;
 
     // The relay's part.
-    let HandIn { detail, descriptors } = carrier.wanted(None)?.context("nobody carries it yet")?;
+    let FdHandoff { detail, descriptors } = carrier.wanted(None)?.context("nobody carries it yet")?;
     let mut fds = descriptors.into_iter().map(|(_, fd)| fd);
     let (tun, socket) = (fds.next().context("a TUN device")?, fds.next().context("a socket")?);
     let socket = std::net::UdpSocket::from(socket);

@@ -17,14 +17,14 @@ use futures_util::future::BoxFuture;
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, SockaddrIn, bind, connect, socket};
 use peerpod_guest::intercept::{Intercept, Notice};
 use peerpod_link::{
-    birth::BirthData,
     claim,
     endpoint::{Endpoint, EndpointHandle, Filter, Handler, Limits, LinkEvent, Role, Transport, tune},
     tls,
+    user_data::UserData,
 };
 use peerpod_podnet::netns::Netns;
 use peerpod_proto::guest::{Claim, Reply, Request, Status};
-use peerpod_provider_drill::Drilled;
+use peerpod_provider_fake::FakeVm;
 use protobuf::Message;
 use rustls_pki_types::{CertificateDer, PrivatePkcs8KeyDer};
 use tokio::net::{TcpStream, UnixStream};
@@ -82,25 +82,25 @@ fn new_files(dir: &Path, known: &mut HashSet<PathBuf>) -> Vec<PathBuf> {
 
 /// Plays one guest.
 async fn live(cloud: &Netns, file: &Path, agent: PathBuf) -> anyhow::Result<()> {
-    let drilled: Drilled = serde_json::from_slice(&fs::read(file)?)?;
-    let birth = BirthData::parse(drilled.user_data.as_bytes())?;
-    let to = *birth.node.addresses.first().context("no address of the node")?;
-    let pins = &birth.node.ca_sha256;
+    let fake_vm: FakeVm = serde_json::from_slice(&fs::read(file)?)?;
+    let user_data = UserData::parse(fake_vm.user_data.as_bytes())?;
+    let to = *user_data.node.addresses.first().context("no address of the node")?;
+    let pins = &user_data.node.ca_sha256;
 
     let key = rcgen::KeyPair::generate()?;
     let csr = rcgen::CertificateParams::default().serialize_request(&key)?;
-    let mut stream = secure(cloud, &drilled, to, tls::client_config(pins, None)?).await?;
+    let mut stream = secure(cloud, &fake_vm, to, tls::client_config(pins, None)?).await?;
     let question = Claim {
         version: 1,
-        ticket_id: birth.ticket.id.clone(),
-        ticket_secret: birth.ticket.secret.expose().to_vec(),
+        ticket_id: user_data.ticket.id.clone(),
+        ticket_secret: user_data.ticket.secret.expose().to_vec(),
         csr: csr.der().to_vec(),
         ..Default::default()
     };
     let mut answer = claim::ask(&mut stream, &question).await?;
     while answer.retry {
         tokio::time::sleep(Duration::from_millis(2)).await;
-        stream = secure(cloud, &drilled, to, tls::client_config(pins, None)?).await?;
+        stream = secure(cloud, &fake_vm, to, tls::client_config(pins, None)?).await?;
         answer = claim::ask(&mut stream, &question).await?;
     }
     ensure!(answer.error.is_empty(), "the claim was refused: {}", answer.error);
@@ -108,7 +108,7 @@ async fn live(cloud: &Netns, file: &Path, agent: PathBuf) -> anyhow::Result<()> 
 
     let chain: Vec<_> = answer.certificates.into_iter().map(CertificateDer::from).collect();
     let identity = (chain, PrivatePkcs8KeyDer::from(key.serialize_der()).into());
-    let stream = secure(cloud, &drilled, to, tls::client_config(pins, Some(identity))?).await?;
+    let stream = secure(cloud, &fake_vm, to, tls::client_config(pins, Some(identity))?).await?;
     let home = Home { agent, handle: Arc::default() };
     let ours = home.handle.clone();
     let (endpoint, handle) = Endpoint::new(Role::Guest, home, Limits::default());
@@ -121,12 +121,12 @@ async fn live(cloud: &Netns, file: &Path, agent: PathBuf) -> anyhow::Result<()> 
 /// Opens a TLS connection from the VM's address, in the cloud's namespace.
 async fn secure(
     cloud: &Netns,
-    drilled: &Drilled,
+    fake_vm: &FakeVm,
     to: SocketAddr,
     config: Arc<rustls::ClientConfig>,
 ) -> anyhow::Result<TlsStream<TcpStream>> {
-    let SocketAddr::V4(to) = to else { anyhow::bail!("{to}: the drill's addresses are IPv4") };
-    let from = SockaddrIn::from(std::net::SocketAddrV4::new(drilled.address, 0));
+    let SocketAddr::V4(to) = to else { anyhow::bail!("{to}: the fake's addresses are IPv4") };
+    let from = SockaddrIn::from(std::net::SocketAddrV4::new(fake_vm.address, 0));
     let tcp = cloud.run(|| -> nix::Result<std::net::TcpStream> {
         let socket = socket(AddressFamily::Inet, SockType::Stream, SockFlag::SOCK_CLOEXEC, None)?;
         bind(std::os::fd::AsRawFd::as_raw_fd(&socket), &from)?;

@@ -13,7 +13,7 @@ use std::{
 
 use anyhow::{Context, ensure};
 use peerpod_client::Annotations;
-use peerpod_link::birth::{BirthData, BirthNode, BirthTicket, TicketSecret, VERSION};
+use peerpod_link::user_data::{TicketSecret, UserData, UserDataNode, UserDataTicket, VERSION};
 use peerpod_world::{
     Daemons, Settings, Sight, World,
     qemu::{Machine, Running},
@@ -127,10 +127,10 @@ fn bare_initramfs(folder: &Path) -> anyhow::Result<PathBuf> {
 fn first_byte_home(folder: &Path, image: &Path) -> anyhow::Result<f64> {
     let home = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
     home.set_nonblocking(true)?;
-    let birth = BirthData {
+    let user_data = UserData {
         version: VERSION,
-        ticket: BirthTicket { id: "b".repeat(32), secret: TicketSecret::new([7; 32]), claims: 1 },
-        node: BirthNode {
+        ticket: UserDataTicket { id: "b".repeat(32), secret: TicketSecret::new([7; 32]), claims: 1 },
+        node: UserDataNode {
             addresses: vec![(HOST, home.local_addr()?.port()).into()],
             ca_sha256: vec![[8; 32]],
             listen: None,
@@ -138,7 +138,7 @@ fn first_byte_home(folder: &Path, image: &Path) -> anyhow::Result<f64> {
         lease_seconds: 900,
     };
     let user_data = folder.join("user-data");
-    fs::write(&user_data, birth.to_json())?;
+    fs::write(&user_data, user_data.to_json())?;
     let firmware = format!("name=opt/io.peerpod/user-data,file={}", user_data.display());
     let machine =
         Machine::new(MEMORY).user_network("").with(["-fw_cfg", &firmware]).minimal_image(image, "")?;

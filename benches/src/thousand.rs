@@ -40,13 +40,13 @@ async fn scenario(agent: &Path, report: &mut Report) -> anyhow::Result<()> {
     let world = World::new()?;
     let cloud = cloud(&world)?;
     let settings = Settings::privileged()
-        .set("provider.kind", "drill")
+        .set("provider.kind", "fake")
         .set("log.level", "info")
         .set("node.max-sandboxes", MANY + 10)
         .set("node.relay-addresses", vec!["192.168.200.1:15151"]);
     let daemons = Daemons::start(&world, settings).await?;
-    let drill = daemons.state_dir().join("drill");
-    let _guests = Guests::watch(cloud, drill, agent.to_owned());
+    let fake = daemons.state_dir().join("fake");
+    let _guests = Guests::watch(cloud, fake, agent.to_owned());
     let shim = daemons.shim().await?;
     let (node, relay) = (daemons.node_pid().context("no node")?, daemons.relay_pid().context("no relay")?);
 

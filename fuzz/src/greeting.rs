@@ -5,7 +5,7 @@ use std::os::fd::AsRawFd;
 
 use futures_util::FutureExt;
 use nix::sys::socket::{AddressFamily, MsgFlags, SockFlag, SockType, send, socketpair};
-use peerpod_base::handin::{self, Answer, Header};
+use peerpod_base::fd_handoff::{self, Answer, Header};
 use peerpod_link::{
     claim::{First, first_record},
     record::{HEADER_LEN, Hello, StreamKind, Welcome},
@@ -41,7 +41,7 @@ fn same(hello: &Hello) {
 
 /// Sends the input as one message over a real socket, because the reader needs one.
 fn handed_in(input: &[u8]) {
-    if input.is_empty() || input.len() > 2 * handin::MAX_MESSAGE {
+    if input.is_empty() || input.len() > 2 * fd_handoff::MAX_MESSAGE {
         return;
     }
     let ends = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC);
@@ -49,11 +49,11 @@ fn handed_in(input: &[u8]) {
     for answer in [false, true] {
         send(ours.as_raw_fd(), input, MsgFlags::MSG_NOSIGNAL).expect("it fits the socket");
         let version = if answer {
-            handin::receive::<Answer>(&theirs).map(|(answer, _)| answer.version)
+            fd_handoff::receive::<Answer>(&theirs).map(|(answer, _)| answer.version)
         } else {
-            handin::receive::<Header>(&theirs).map(|(header, _)| header.version)
+            fd_handoff::receive::<Header>(&theirs).map(|(header, _)| header.version)
         };
-        assert!(version.is_err() || version.is_ok_and(|version| version == handin::VERSION));
-        assert!(input.len() <= handin::MAX_MESSAGE || handin::receive::<Header>(&theirs).is_err());
+        assert!(version.is_err() || version.is_ok_and(|version| version == fd_handoff::VERSION));
+        assert!(input.len() <= fd_handoff::MAX_MESSAGE || fd_handoff::receive::<Header>(&theirs).is_err());
     }
 }

@@ -2,7 +2,6 @@
 #![allow(clippy::expect_used, clippy::unwrap_used, reason = "a panic is how a target speaks")]
 
 mod agent;
-mod birth;
 mod frames;
 mod greeting;
 mod initdata;
@@ -14,6 +13,7 @@ mod packets;
 mod plan;
 pub mod seeds;
 mod sources;
+mod user_data;
 
 /// Function that runs one input.
 pub type Target = fn(&[u8]);
@@ -21,7 +21,7 @@ pub type Target = fn(&[u8]);
 /// All targets: name and function.
 pub const TARGETS: [(&str, Target); 12] = [
     ("agent", agent::run),
-    ("birth", birth::run),
+    ("birth", user_data::run),
     ("frames", frames::run),
     ("greeting", greeting::run),
     ("initdata", initdata::run),

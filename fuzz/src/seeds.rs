@@ -166,7 +166,7 @@ fn greetings() -> Vec<Seed> {
     let whole = |kind, payload: Vec<u8>| record::plain(kind, &payload).expect("it fits a record");
     let bytes = |message: &dyn protobuf::MessageDyn| message.write_to_bytes_dyn().expect("a message");
     let (open, length) = StreamKind::Dial(Target { v6: true, port: 8080 }).encode();
-    let hand_in = json!({"version": 1, "kind": "localhost", "sandbox": "sandbox", "descriptors": ["log", "listen4"],
+    let hand_off = json!({"version": 1, "kind": "localhost", "sandbox": "sandbox", "descriptors": ["log", "listen4"],
         "detail": {"port": 1}});
     let seeds = [
         ("hello", hello.encode()),
@@ -175,7 +175,7 @@ fn greetings() -> Vec<Seed> {
         ("claim-record", whole(Kind::Claim, bytes(&claim))),
         ("reply-record", whole(Kind::ClaimReply, bytes(&reply))),
         ("open", open[..length].to_vec()),
-        ("hand-in", hand_in.to_string().into_bytes()),
+        ("hand-in", hand_off.to_string().into_bytes()),
         ("hand-in-answer", json!({"version": 1, "error": "no", "held": true}).to_string().into_bytes()),
     ];
     seeds.map(|(name, seed)| (name.to_owned(), seed)).into()
@@ -287,6 +287,6 @@ mod tests {
         assert!(Hello::decode(&named("hello")).is_ok() && Welcome::decode(&named("welcome")).is_ok());
         assert!(StreamKind::decode(&named("open")).is_some());
         assert!(record::split(&mut &named("claim-record")[..]).unwrap().is_some());
-        serde_json::from_slice::<peerpod_base::handin::Header>(&named("hand-in")).unwrap();
+        serde_json::from_slice::<peerpod_base::fd_handoff::Header>(&named("hand-in")).unwrap();
     }
 }

@@ -48,7 +48,7 @@ type Opened = Result<Arc<dyn Provider>, Error>;
 type Opener = Box<dyn FnOnce() -> Pin<Box<dyn Future<Output = Opened> + Send>> + Send>;
 
 /// Opener for providers that open without waiting: all but `external`.
-#[cfg(any(feature = "aws", feature = "drill", feature = "libvirt", feature = "local"))]
+#[cfg(any(feature = "aws", feature = "fake", feature = "libvirt", feature = "local"))]
 fn at_once(open: impl FnOnce() -> Opened + Send + 'static) -> Opener {
     Box::new(|| Box::pin(async { open() }))
 }
@@ -87,13 +87,13 @@ const TABLE: &[Row] = &[
             at_once(move || Ok(Arc::new(LibvirtProvider::new(config, &cluster, &node))))
         },
     },
-    #[cfg(feature = "drill")]
+    #[cfg(feature = "fake")]
     Row {
-        kind: "drill",
+        kind: "fake",
         free: true,
         read: |reader, context| {
-            let config = peerpod_provider_drill::DrillConfig::read(reader, &context.state_dir);
-            at_once(|| Ok(Arc::new(peerpod_provider_drill::Drill::new(config))))
+            let config = peerpod_provider_fake::FakeConfig::read(reader, &context.state_dir);
+            at_once(|| Ok(Arc::new(peerpod_provider_fake::Fake::new(config))))
         },
     },
     #[cfg(feature = "external")]

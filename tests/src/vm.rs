@@ -44,10 +44,10 @@ pub fn run(netns: &Netns, line: &str) -> anyhow::Result<String> {
 }
 
 /// Returns the global IPv6 address of a NIC, with its prefix length.
-pub fn v6_of(netns: &Netns, card: &str) -> anyhow::Result<String> {
-    let shown = run(netns, &format!("ip -6 -o addr show dev {card} scope global"))?;
+pub fn v6_of(netns: &Netns, nic: &str) -> anyhow::Result<String> {
+    let shown = run(netns, &format!("ip -6 -o addr show dev {nic} scope global"))?;
     let address = shown.split_whitespace().skip_while(|word| *word != "inet6").nth(1);
-    Ok(address.with_context(|| format!("{card} has no IPv6 address: {shown}"))?.to_owned())
+    Ok(address.with_context(|| format!("{nic} has no IPv6 address: {shown}"))?.to_owned())
 }
 
 /// Returns how many IP packets of both families the network namespace has fragmented so far.

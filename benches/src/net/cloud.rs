@@ -39,7 +39,7 @@ impl Cloud {
 
     /// Sets a pod's network up on both sides, as the node and the guest do.
     pub(crate) async fn connect(&self, tunnel: &Tunnel, pod: &Netns, id: &str) -> anyhow::Result<Applied> {
-        let seen = tunnel.look(pod).await?;
+        let seen = tunnel.inspect(pod).await?;
         let reserved = tunnel.reserve(pod, id, &seen, false, None).await?;
         let plan = tunnel.connect(pod, id, &reserved, &seen, VM.into()).await?;
         let podns = self.podns.path();

@@ -43,7 +43,7 @@ struct Set {
 /// makes no difference to the node.
 async fn set_up(tunnel: &Tunnel, netns: &Netns, name: String) -> anyhow::Result<(Set, f64)> {
     let began = Instant::now();
-    let seen = tunnel.look(netns).await?;
+    let seen = tunnel.inspect(netns).await?;
     let reserved = tunnel.reserve(netns, &name, &seen, false, None).await?;
     tunnel.connect(netns, &name, &reserved, &seen, VM.into()).await?;
     let took = began.elapsed().as_secs_f64() * 1e3;

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use peerpod_proto::guest::NetworkPlan;
 
-use super::look::{Address, Route, look};
+use super::inspect::{Address, Route, inspect};
 use super::netns::Netns;
 use super::{Error, plan};
 
@@ -19,7 +19,7 @@ const MOST: usize = 16;
 /// [`Error::Plan`], [`Error::Netns`], [`Error::Kernel`].
 pub fn drift(wire: &NetworkPlan, podns: &Path) -> Result<Vec<String>, Error> {
     let planned = plan::read(wire)?.as_seen();
-    let seen = match look(&Netns::open(podns)?) {
+    let seen = match inspect(&Netns::open(podns)?) {
         Ok(seen) => seen,
         // The namespace has no usable interface left.
         Err(Error::CannotCarry(why)) => return Ok(vec![why]),

@@ -1,7 +1,7 @@
 //! Watches a network namespace for changes: devices, addresses, routes, rules and neighbours of both families, and in a
 //! pod's namespace qdiscs and filters.
 //!
-//! A notification carries no details. The caller inspects the namespace again (`look`), so a lost or merged event does
+//! A notification carries no details. The caller inspects the namespace again (`inspect`), so a lost or merged event does
 //! no harm. Reads one multicast netlink socket, changes nothing.
 
 use std::io;

@@ -4,7 +4,7 @@
 //! ```text
 //!   podns                                      the VM's own namespace
 //!   eth0 (tunnel): cluster, nodes, the pod's   pp-ext: no address; a route and a neighbour for each pod address;
-//!   routes that are not default                the egress firewall (`nft::wall`): out by the uplink under the VM's
+//!   routes that are not default                the egress firewall (`nft::egress_firewall`): out by the uplink under the VM's
 //!   pp-ext0: default, source = the pod's       address, but not to the VM itself, its networks, the cloud's own
 //!   own address, a neighbour as gateway        services, or the networks inside the tunnel
 //! ```
@@ -13,8 +13,8 @@
 //! is reachable through the pair. The egress firewall is in the VM's namespace: a pod that may change its own network
 //! cannot remove it.
 //!
-//! Where the VM has a second NIC for this purpose (way "second-nic"), the pod leaves by that NIC alone (`card`).
-//! Packets from the veth pair have a routing table of their own (`detour`), and the egress firewall drops those that
+//! Where the VM has a second NIC for this purpose (way "second-nic"), the pod leaves by that NIC alone (`nic`).
+//! Packets from the veth pair have a routing table of their own (`policy_route`), and the egress firewall drops those that
 //! would leave by the first NIC. The second NIC stays in the VM's namespace. In `podns`, every container with
 //! CAP_NET_ADMIN could use it freely to reach the cloud's network, the metadata service included (clouds serve it on
 //! every NIC). The program in the VM that assigns the NIC's address would also lose access to the NIC.
@@ -27,13 +27,13 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use peerpod_proto::guest::{NetworkPlan, Route};
 
 use super::Error;
-use super::nft::wall::Prefix;
+use super::nft::egress_firewall::Prefix;
 
-mod card;
-mod detour;
-mod pair;
+mod nic;
+mod policy_route;
+mod veth;
 
-pub use pair::{Applied, apply, leaves, undo};
+pub use veth::{Applied, apply, leaves, undo};
 
 /// Maximum number of entries of each list; a cluster has a handful.
 const MOST: usize = 64;
@@ -72,7 +72,7 @@ impl External {
     /// Returns why a family cannot leave, as text.
     pub fn lacks(&self) -> &'static str {
         if self.second {
-            "the VM has no second network card that is up and has an address and a gateway for it"
+            "the VM has no second NIC that is up and has an address and a gateway for it"
         } else {
             "the VM has no default route for it"
         }
@@ -119,12 +119,12 @@ pub fn read(plan: &NetworkPlan) -> Result<Option<External>, Error> {
                 pod.push(ip);
             }
             if bits > 0 {
-                inside.push(super::uplink::network(ip, bits));
+                inside.push(super::underlay::network(ip, bits));
             }
         }
         for route in interface.routes.iter().filter(|route| !is_default(route)) {
             let (ip, bits) = prefix("route", &route.destination)?;
-            inside.push(super::uplink::network(ip, bits));
+            inside.push(super::underlay::network(ip, bits));
         }
     }
     if pod.len() > MOST || inside.len() > MOST * 16 {
@@ -199,7 +199,7 @@ fn is_main(route: &Route) -> bool {
 fn covers(outer: Prefix, inner: Prefix) -> bool {
     outer.0.is_ipv6() == inner.0.is_ipv6()
         && outer.1 <= inner.1
-        && super::uplink::network(inner.0, outer.1) == super::uplink::network(outer.0, outer.1)
+        && super::underlay::network(inner.0, outer.1) == super::underlay::network(outer.0, outer.1)
 }
 
 /// Parses a prefix, or an address alone.

@@ -12,13 +12,13 @@ use std::path::Path;
 use peerpod_proto::guest::NetworkPlan;
 
 use super::Error;
+use super::inspect::Picture;
 use super::link;
-use super::look::Picture;
 use super::netlink::{self, Client};
 use super::netns::Netns;
 use super::nft::{Filter, Peer};
 use super::plan::{self, Interface, Planned};
-use super::uplink;
+use super::underlay;
 use contents::Contents;
 use device::Devices;
 use transaction::Transaction;
@@ -117,7 +117,7 @@ fn make(
 fn is_source(host: &mut Client, vm: IpAddr, kernels: IpAddr, node: IpAddr) -> bool {
     // The cloud may know the VM's address before the VM does, or duplicate address detection may still run. Then no
     // address can reach the node yet, and this one will once it is there.
-    let is_to_come = || !uplink::reaches_far(kernels) && uplink::reaches_far(node);
+    let is_to_come = || !underlay::reaches_far(kernels) && underlay::reaches_far(node);
     link::is_own(host, vm) || is_to_come()
 }
 
@@ -201,7 +201,7 @@ fn socket(source: std::io::Error) -> Error {
     Error::kernel("open a netlink socket")(netlink::Error::Socket(source))
 }
 
-/// Returns the plan with MTUs that fit into `room`, or an error where that leaves too little.
+/// Returns the plan with MTUs that fit into `mtu`, or an error where that leaves too little.
 fn fitted(planned: &Planned, room: u32) -> Result<Planned, Error> {
     let mut wanted = planned.clone();
     for interface in &mut wanted.interfaces {
@@ -221,7 +221,7 @@ fn fitted(planned: &Planned, room: u32) -> Result<Planned, Error> {
 }
 
 /// Limits a route's MTU and segment size to its interface's MTU.
-fn narrow(route: &mut super::look::Route, mtu: u32) {
+fn narrow(route: &mut super::inspect::Route, mtu: u32) {
     // TCP and IP headers without options.
     let headers = if route.destination.is_ipv6() { 60 } else { 40 };
     route.mtu = route.mtu.min(mtu);

@@ -16,7 +16,7 @@ use nix::errno::Errno;
 
 use super::netlink::Client;
 use super::netns::Netns;
-use super::nft::wall::Prefix;
+use super::nft::egress_firewall::Prefix;
 use super::{Error, link};
 
 /// Directly after the local table's rule.
@@ -38,7 +38,7 @@ pub fn closed(more: &[IpAddr], open: &[Prefix]) -> Vec<IpAddr> {
     let is_open = |address: &IpAddr| {
         open.iter().any(|(network, bits)| {
             network.is_ipv6() == address.is_ipv6()
-                && super::uplink::network(*address, *bits) == super::uplink::network(*network, *bits)
+                && super::underlay::network(*address, *bits) == super::underlay::network(*network, *bits)
         })
     };
     let mut all: Vec<IpAddr> =

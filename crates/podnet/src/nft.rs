@@ -34,8 +34,8 @@ use super::Error;
 use super::mark::Owner;
 use super::netlink::{self, Client};
 
+pub mod egress_firewall;
 pub(super) mod parts;
-pub mod wall;
 
 use parts::{
     Family, begin, end, equals, generation, inet, key_of_peer, keys_in, load, peer_of_key, table_in, verdict,

@@ -6,7 +6,7 @@ use std::net::IpAddr;
 use peerpod_proto::guest as wire;
 
 use super::Error;
-use super::look::{self, Address, Neighbour, Route, Rule, Seen, Sysctl};
+use super::inspect::{self, Address, Neighbour, PodNetworkState, Route, Rule, Sysctl};
 
 mod read;
 #[cfg(test)]
@@ -53,13 +53,13 @@ pub struct Carry {
     pub mtu: u32,
 }
 
-/// Returns the node's side: one [`Carry`] per interface, in the order of [`Seen::interfaces`]. `room` is the largest
+/// Returns the node's side: one [`Carry`] per interface, in the order of [`PodNetworkState::interfaces`]. `mtu` is the largest
 /// inner packet that fits through the tunnel to `vm`, in bytes.
 ///
 /// # Errors
-/// [`Error::Path`] where `room` is too small for an interface's families.
-pub fn node(seen: &Seen, room: u32, vm: IpAddr) -> Result<Vec<Carry>, Error> {
-    let carry = |(slot, interface): (usize, &look::Interface)| {
+/// [`Error::Path`] where `mtu` is too small for an interface's families.
+pub fn node(seen: &PodNetworkState, room: u32, vm: IpAddr) -> Result<Vec<Carry>, Error> {
+    let carry = |(slot, interface): (usize, &inspect::Interface)| {
         let mtu = fit(interface.mtu, room, interface.has_v6(), vm)?;
         Ok(Carry {
             slot,
@@ -72,7 +72,7 @@ pub fn node(seen: &Seen, room: u32, vm: IpAddr) -> Result<Vec<Carry>, Error> {
     seen.interfaces.iter().enumerate().map(carry).collect()
 }
 
-/// Returns the smaller of an interface's MTU and `room`, or an error where that is below the families' minimum.
+/// Returns the smaller of an interface's MTU and `mtu`, or an error where that is below the families' minimum.
 pub(crate) fn fit(mtu: u32, room: u32, v6: bool, peer: IpAddr) -> Result<u32, Error> {
     let least = if v6 { LEAST_MTU_V6 } else { LEAST_MTU };
     match mtu.min(room) {
@@ -150,10 +150,10 @@ pub struct Interface {
 }
 
 impl Planned {
-    /// Returns the plan as the state that [`look::look`] would report, without omitted objects. Objects that were
+    /// Returns the plan as the state that [`inspect::inspect`] would report, without omitted objects. Objects that were
     /// planned for other interfaces are not included.
-    pub fn as_seen(&self) -> Seen {
-        let interface = |i: &Interface| look::Interface {
+    pub fn as_seen(&self) -> PodNetworkState {
+        let interface = |i: &Interface| inspect::Interface {
             name: i.name.clone(),
             index: i.index,
             mac: super::link::mac_text(i.mac),
@@ -168,7 +168,7 @@ impl Planned {
             neighbours: i.neighbours.clone(),
             sysctls: i.sysctls.clone(),
         };
-        Seen {
+        PodNetworkState {
             interfaces: self.interfaces.iter().map(interface).collect(),
             routes: self.routes.clone(),
             rules: self.rules.clone(),

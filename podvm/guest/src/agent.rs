@@ -285,7 +285,7 @@ impl Agent {
             Err(_) => return Ok(None),
         };
         match stream.peer_cred()?.pid().and_then(|pid| u32::try_from(pid).ok()) {
-            Some(pid) => ProcessId::look(pid),
+            Some(pid) => ProcessId::inspect(pid),
             None => Ok(None),
         }
     }
@@ -307,7 +307,7 @@ impl Agent {
             .stderr(self.output.stdio())
             .process_group(0) // signals to this process group do not reach it
             .spawn()?;
-        let watched = ProcessId::look(child.id()).and_then(|process| match process {
+        let watched = ProcessId::inspect(child.id()).and_then(|process| match process {
             Some(process) => Ok(process.watch()?.map(|exit| (process, exit))),
             None => Ok(None),
         });

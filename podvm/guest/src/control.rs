@@ -17,10 +17,11 @@ use tokio::sync::{Semaphore, mpsc, oneshot};
 
 use crate::{
     agent::Agent,
+    assignment,
     identity::Identity,
     intercept::{Notice, Preparing, Use},
     network::Network,
-    personalise, power,
+    power,
     status::Status,
     volumes::{Fault, Volumes},
 };
@@ -32,7 +33,7 @@ const AT_ONCE: usize = 16;
 pub(crate) struct Control {
     pub(crate) identity: Arc<Mutex<Identity>>,
     pub(crate) status: Arc<Status>,
-    pub(crate) person: personalise::Person,
+    pub(crate) person: assignment::PodAssignment,
     /// Held during a flush: a second one must not report success before the first is done.
     pub(crate) flushing: tokio::sync::Mutex<()>,
 }
@@ -177,7 +178,7 @@ impl Notice for Notices {
     }
 
     fn bind_source(&self, source: &str) {
-        personalise::make_bind_source(source);
+        assignment::make_bind_source(source);
     }
 
     fn gpus(&self) -> u32 {

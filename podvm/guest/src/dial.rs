@@ -13,7 +13,7 @@ use std::{
 };
 
 use peerpod_link::{endpoint, tls};
-use peerpod_podnet::uplink::reaches_far;
+use peerpod_podnet::underlay::reaches_far;
 use tokio::{
     net::TcpStream,
     sync::Notify,

@@ -13,7 +13,7 @@ use std::{
 };
 
 use parking_lot::Mutex;
-use peerpod_podnet::{netns::Netns, uplink::mtus, wireguard::Inner};
+use peerpod_podnet::{netns::Netns, underlay::mtus, wireguard::Inner};
 use peerpod_proto::guest::{NetworkPlan, WireGuard};
 use peerpod_wireguard::{
     BadKey, DataPlane, Engine, Lane, OVERHEAD_V4, OVERHEAD_V6, PeerConfig, PrivateKey, PublicKey, bind,

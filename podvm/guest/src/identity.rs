@@ -10,7 +10,7 @@ use std::{
     sync::{Arc, OnceLock},
 };
 
-use peerpod_link::{birth, tls};
+use peerpod_link::{tls, user_data};
 use rcgen::{CertificateParams, KeyPair};
 use rustls_pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
 use serde::{Deserialize, Serialize};
@@ -185,7 +185,7 @@ impl Identity {
     fn take(&mut self, grant: Grant) {
         let chain: Option<Vec<_>> =
             grant.certificates.iter().map(|text| unhex(text).map(CertificateDer::from)).collect();
-        let pins: Option<Vec<_>> = grant.ca_sha256.iter().map(|text| birth::from_hex(text)).collect();
+        let pins: Option<Vec<_>> = grant.ca_sha256.iter().map(|text| user_data::from_hex(text)).collect();
         let (Some(chain), Some(pins), Ok(key)) = (chain, pins, self.private_key()) else { return };
         let usable = tls::client_config(&[[0; 32]], Some((chain.clone(), key))).is_ok();
         if usable {

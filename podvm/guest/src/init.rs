@@ -24,9 +24,9 @@ use nix::{
     errno::Errno,
     poll::{PollFd, PollFlags, PollTimeout, poll},
     sys::{
+        guest_listener::{WaitPidFlag, WaitStatus, waitpid},
         signal::{SigSet, Signal, kill},
         signalfd::{SfdFlags, SignalFd},
-        wait::{WaitPidFlag, WaitStatus, waitpid},
     },
     unistd::Pid,
 };
@@ -200,7 +200,7 @@ impl Machine {
                 break;
             }
         }
-        self.buttons.look();
+        self.buttons.inspect();
         self.watchdog = Watchdog::open();
         nice(0);
     }
@@ -214,7 +214,7 @@ impl Machine {
             modules.unwrap_or_else(|| read.get_or_insert_with(Modules::open)).load_for_device(alias);
         }
         if came.iter().any(|added| added.is_input) {
-            self.buttons.look();
+            self.buttons.inspect();
         }
         !came.is_empty()
     }
@@ -285,7 +285,7 @@ impl Keeper {
 
     /// Handles devices, buttons, the pulse and the watchdog; returns whether the power button was pressed.
     fn look_after(&mut self) -> bool {
-        let verdict = self.pulse.look();
+        let verdict = self.pulse.inspect();
         if let (Verdict::Hangs | Verdict::Lost, Some(serve)) = (verdict, self.serve)
             && self.begun.elapsed() > self.pulse.patience()
         {

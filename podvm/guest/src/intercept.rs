@@ -181,13 +181,13 @@ impl Intercept {
         match &mut self.state {
             State::Passing => self.to_agent.body(bytes, agent),
             State::Holding { have, .. } => have.extend_from_slice(bytes),
-            State::Peeking { .. } => self.look(bytes, peer, agent),
+            State::Peeking { .. } => self.inspect(bytes, peer, agent),
             State::Between | State::Skipping => {}
         }
     }
 
     /// Processes more bytes of a request with a method that is not known yet.
-    fn look(&mut self, bytes: &[u8], peer: &mut BytesMut, agent: &mut BytesMut) {
+    fn inspect(&mut self, bytes: &[u8], peer: &mut BytesMut, agent: &mut BytesMut) {
         let State::Peeking { head, have } = &mut self.state else { return };
         let head = *head;
         // Nearly always the first piece suffices, and nothing is copied.

@@ -5,15 +5,14 @@
 //!
 //! `peerpod-guest` as pid 1 is a small init that keeps `peerpod-guest serve` running. Under systemd `serve` is the
 //! service itself, with `KillMode=process`: the kata-agent is a child of it, and survives it. No code here depends on a
-//! cloud, and nothing listens on the network unless the node is to dial (`wait`).
+//! cloud, and nothing listens on the network unless the node is to dial (`guest_listener`).
 
 use std::{path::Path, process::ExitCode};
 
 use tracing_subscriber::filter::Targets;
 
 mod agent;
-mod birth;
-mod cards;
+mod assignment;
 mod components;
 mod confidential;
 mod config;
@@ -22,6 +21,7 @@ mod dial;
 mod encrypted;
 mod entropy;
 mod files;
+mod guest_listener;
 mod identity;
 mod images;
 mod init;
@@ -30,16 +30,16 @@ mod link;
 mod localhost;
 mod log;
 mod network;
-mod personalise;
+mod nics;
 mod power;
 mod proc;
 mod retries;
 mod serve;
 mod sources;
 mod status;
-mod uplink;
+mod underlay;
+mod user_data;
 mod volumes;
-mod wait;
 
 const USAGE: &str = "usage: peerpod-guest [serve | --version]
   without arguments: init when it is pid 1, else serve";

@@ -13,9 +13,9 @@ use bytes::Bytes;
 use futures_util::future::BoxFuture;
 use parking_lot::{Mutex, MutexGuard};
 use peerpod_link::{
-    birth::BirthData,
     claim,
     endpoint::{EndpointHandle, Filter, Handler, LinkEvent, Target, Transport},
+    user_data::UserData,
 };
 use peerpod_proto::guest::Claim;
 use tokio::{
@@ -29,14 +29,14 @@ use crate::{
     agent::Agent,
     dial::{self, Dialler},
     encrypted::Encrypted,
+    guest_listener::Waiter,
     identity::{self, Identity},
     intercept::{Intercept, Notice},
     localhost::Localhost,
     log::Ring,
     power::Lease,
     status::Status,
-    uplink,
-    wait::Waiter,
+    underlay,
 };
 
 /// Time limit of the node's answer to a claim.
@@ -130,16 +130,16 @@ impl Handler for Home {
 
 /// Supervisor of the link, with all that a dial needs.
 pub(crate) struct Keeper {
-    pub(crate) birth: BirthData,
+    pub(crate) user_data: UserData,
     pub(crate) identity: Arc<Mutex<Identity>>,
     /// Key of this VM in an encrypted tunnel.
     pub(crate) encrypted: Arc<Encrypted>,
     pub(crate) status: Arc<Status>,
     pub(crate) lease: Arc<Lease>,
     /// Sender of the last link that was up.
-    pub(crate) uplink: uplink::Link,
+    pub(crate) uplink: underlay::Link,
     /// Addresses of the node besides those in user-data.
-    pub(crate) homes: watch::Receiver<Vec<SocketAddr>>,
+    pub(crate) node_endpoints: watch::Receiver<Vec<SocketAddr>>,
 }
 
 /// Direction of the dial.
@@ -170,7 +170,7 @@ enum ClaimError {
 impl Keeper {
     /// Keeps the link until the endpoint of `handle` ends.
     pub(crate) async fn keep(&self, handle: &EndpointHandle, links: mpsc::UnboundedReceiver<LinkEvent>) {
-        match self.birth.node.listen {
+        match self.user_data.node.listen {
             Some(port) => self.keep_waiting(port, handle, links).await,
             None => self.keep_dialling(handle, links).await,
         }
@@ -184,7 +184,7 @@ impl Keeper {
         handle: &EndpointHandle,
         mut links: mpsc::UnboundedReceiver<LinkEvent>,
     ) {
-        let (identity, pins) = (self.identity.clone(), self.birth.node.ca_sha256.clone());
+        let (identity, pins) = (self.identity.clone(), self.user_data.node.ca_sha256.clone());
         let greeting = move |with_certificate| {
             let identity = identity.lock();
             let config = identity.tls(&pins, with_certificate);
@@ -199,7 +199,7 @@ impl Keeper {
         let mut stage = Some(self.status.begin("link"));
         let (mut fruitless, mut linked) = (0, None);
         // Port on which the relay answers probes.
-        let home = self.birth.node.addresses.first().map(SocketAddr::port);
+        let home = self.user_data.node.addresses.first().map(SocketAddr::port);
         loop {
             let Way::Wait(waiter) = &way else { return };
             tokio::select! {
@@ -214,7 +214,7 @@ impl Keeper {
                 },
                 stream = waiter.next(true) => {
                     fruitless += 1;
-                    linked = uplink::Linked::of(&stream);
+                    linked = underlay::Linked::of(&stream);
                     if let Some(port) = home {
                         linked = linked.map(|linked| linked.at_port(port));
                     }
@@ -240,7 +240,7 @@ impl Keeper {
 
     async fn keep_dialling(&self, handle: &EndpointHandle, mut links: mpsc::UnboundedReceiver<LinkEvent>) {
         let mut way =
-            Way::Dial(Dialler::new(self.birth.node.addresses.clone()).woken_by(self.status.addressed()));
+            Way::Dial(Dialler::new(self.user_data.node.addresses.clone()).woken_by(self.status.addressed()));
         let mut said = Said::default();
         if !self.identity().is_granted() {
             self.claim(&mut way, &mut said).await;
@@ -249,11 +249,11 @@ impl Keeper {
         let mut fruitless = 0;
         loop {
             if let Way::Dial(dialler) = &mut way {
-                dialler.learn(&self.homes.borrow());
+                dialler.learn(&self.node_endpoints.borrow());
             }
             match self.secure(&mut way, true).await.map_err(|error| error.to_string()) {
                 Ok(stream) => {
-                    let linked = uplink::Linked::of(&stream);
+                    let linked = underlay::Linked::of(&stream);
                     handle.attach(Transport::from(stream));
                     match self.follow(&mut links, &mut stage, &mut said, linked).await {
                         Followed::Link => fruitless = 0,
@@ -277,7 +277,7 @@ impl Keeper {
         links: &mut mpsc::UnboundedReceiver<LinkEvent>,
         stage: &mut Option<crate::status::Stage>,
         said: &mut Said,
-        mut linked: Option<uplink::Linked>,
+        mut linked: Option<underlay::Linked>,
     ) -> Followed {
         let mut followed = Followed::Nothing;
         loop {
@@ -296,7 +296,7 @@ impl Keeper {
         event: LinkEvent,
         stage: &mut Option<crate::status::Stage>,
         said: &mut Said,
-        linked: &mut Option<uplink::Linked>,
+        linked: &mut Option<underlay::Linked>,
     ) -> Followed {
         match event {
             LinkEvent::Up { resumed, session, peer, version } => {
@@ -354,8 +354,8 @@ impl Keeper {
         let stage = self.status.begin("claim");
         let mut claim = Claim::new();
         claim.version = 1;
-        claim.ticket_id = self.birth.ticket.id.clone();
-        claim.ticket_secret = self.birth.ticket.secret.expose().to_vec();
+        claim.ticket_id = self.user_data.ticket.id.clone();
+        claim.ticket_secret = self.user_data.ticket.secret.expose().to_vec();
         claim.csr = self.identity().csr()?;
         claim.tunnel_key = self.encrypted.public_key().as_bytes().to_vec();
         claim.guest_version = env!("CARGO_PKG_VERSION").to_owned();
@@ -364,14 +364,14 @@ impl Keeper {
             return Err(if reply.retry {
                 ClaimError::Away(reply.error)
             } else {
-                ClaimError::Refused { ticket: self.birth.ticket.id.clone(), why: reply.error }
+                ClaimError::Refused { ticket: self.user_data.ticket.id.clone(), why: reply.error }
             });
         }
         if reply.retry {
             return Err(ClaimError::Away("it is away".to_owned()));
         }
         self.identity().grant(&reply.sandbox_id, &reply.certificates, &[])?;
-        tracing::info!(sandbox = reply.sandbox_id, ticket = self.birth.ticket.id, "claimed");
+        tracing::info!(sandbox = reply.sandbox_id, ticket = self.user_data.ticket.id, "claimed");
         self.status.done(stage);
         self.status.error("");
         Ok(())
@@ -393,7 +393,7 @@ impl Keeper {
     }
 
     fn tls(&self, with_certificate: bool) -> Result<Arc<rustls::ClientConfig>, identity::Error> {
-        self.identity().tls(&self.birth.node.ca_sha256, with_certificate)
+        self.identity().tls(&self.user_data.node.ca_sha256, with_certificate)
     }
 
     fn identity(&self) -> MutexGuard<'_, Identity> {

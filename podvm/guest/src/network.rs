@@ -11,7 +11,7 @@ use std::{
     time::Duration,
 };
 
-use peerpod_podnet::{events::Events, external, guest::Applied, netlink::Client, netns::Netns, room};
+use peerpod_podnet::{events::Events, external, guest::Applied, mtu, netlink::Client, netns::Netns};
 use peerpod_proto::guest::NetworkPlan;
 use protobuf::Message;
 use tokio::{
@@ -169,11 +169,11 @@ impl Network {
     pub(crate) async fn leaves_otherwise(&self) -> bool {
         let previous = self.previous.lock().await;
         let Some(plan) = previous.clone() else { return false };
-        let look = move || match external::read(&plan)? {
+        let inspect = move || match external::read(&plan)? {
             Some(external) => external::leaves(&external),
             None => Ok((false, false)),
         };
-        match tokio::task::spawn_blocking(look).await {
+        match tokio::task::spawn_blocking(inspect).await {
             Ok(Ok((v4, v6))) => [v4, v6] != [self.left[0].load(Relaxed), self.left[1].load(Relaxed)],
             // The next event causes another check.
             Ok(Err(_)) | Err(_) => false,
@@ -225,7 +225,7 @@ impl Network {
         let encrypted = self.encrypted.clone();
         // Netlink is synchronous, and the link's heartbeat must not wait for it.
         let made = tokio::task::spawn_blocking(move || {
-            make(plan, path, before.as_ref(), &podns, &encrypted, &Metadata::look())
+            make(plan, path, before.as_ref(), &podns, &encrypted, &Metadata::inspect())
         });
         let Made { plan, applied, left, path_note, external_note, metadata_note } =
             made.await.map_err(|_| Error::Ending)??;
@@ -253,11 +253,11 @@ impl Network {
 
 /// Returns whether the kernel knows no route to the node. The attempt reports any other fault.
 async fn lacks_way(node: IpAddr) -> bool {
-    let look = move || {
+    let inspect = move || {
         let mut client = Client::route().ok()?;
-        peerpod_podnet::uplink::towards(&mut client, node).err()
+        peerpod_podnet::underlay::towards(&mut client, node).err()
     };
-    matches!(tokio::task::spawn_blocking(look).await, Ok(Some(peerpod_podnet::Error::Path { .. })))
+    matches!(tokio::task::spawn_blocking(inspect).await, Ok(Some(peerpod_podnet::Error::Path { .. })))
 }
 
 struct Made {
@@ -310,7 +310,7 @@ fn make(
             }
         }
     }
-    let path_note = if path > 0 { room::fit(&mut plan, path) } else { None };
+    let path_note = if path > 0 { mtu::fit(&mut plan, path) } else { None };
     let applied = tunnel(&plan, previous, podns, encrypted)?;
     match &external {
         Some(external) if external::leaves(external)? != (false, false) => {
@@ -342,7 +342,7 @@ pub(crate) struct Metadata {
 
 impl Metadata {
     /// Returns the access for the clouds that this VM runs in.
-    fn look() -> Metadata {
+    fn inspect() -> Metadata {
         let (sources, _) = sources::load(Path::new(sources::FOLDER));
         let here: Vec<_> = sources.into_iter().filter(sources::Source::is_here).collect();
         Metadata {

@@ -21,12 +21,12 @@ pub(crate) struct ProcessId {
 impl ProcessId {
     /// Returns the process that has this number now, unless it is a zombie; `None` also if that cannot be determined.
     pub(crate) fn of(pid: u32) -> Option<ProcessId> {
-        ProcessId::look(pid).ok().flatten()
+        ProcessId::inspect(pid).ok().flatten()
     }
 
     /// Returns the process that has this number now, unless it is a zombie. An error means that this cannot be
     /// determined, as without a free descriptor.
-    pub(crate) fn look(pid: u32) -> io::Result<Option<ProcessId>> {
+    pub(crate) fn inspect(pid: u32) -> io::Result<Option<ProcessId>> {
         let stat = match std::fs::read_to_string(format!("/proc/{pid}/stat")) {
             Ok(stat) => stat,
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
@@ -45,7 +45,7 @@ impl ProcessId {
             other => other?,
         };
         // Checked with the descriptor open: only then can the number not pass to another process unnoticed.
-        if ProcessId::look(self.pid)? != Some(self) {
+        if ProcessId::inspect(self.pid)? != Some(self) {
             return Ok(None);
         }
         Ok(Some(Exit(reactor::register(fd, Interest::READABLE)?)))

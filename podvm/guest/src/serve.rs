@@ -12,9 +12,9 @@ use tokio::signal::unix::{SignalKind, signal};
 
 use crate::{
     agent::Agent,
-    birth, cards,
+    assignment::{self, PodAssignment},
     components::Components,
-    config::{self, Settings, Uplink},
+    config::{self, Settings, UnderlayDevice},
     control::{self, Control, Notices},
     encrypted::Encrypted,
     entropy,
@@ -23,11 +23,12 @@ use crate::{
     init,
     link::{Home, Keeper},
     log::Ring,
-    personalise::{self, Person},
+    nics,
     power::{self, Lease},
     sources,
     status::{self, Status},
-    uplink::{self, Watcher},
+    underlay::{self, Watcher},
+    user_data,
     volumes::scratch,
 };
 
@@ -87,13 +88,13 @@ async fn live(settings: &Settings, ring: &Ring) -> anyhow::Result<End> {
             "the guest program was restarted: connections to the agent that were open ended".to_owned(),
         );
     }
-    let keeps_cards = match settings.uplink {
-        Uplink::On => true,
-        Uplink::Off => false,
-        Uplink::Auto => init::is_ours(),
+    let keeps_nics = match settings.uplink {
+        UnderlayDevice::On => true,
+        UnderlayDevice::Off => false,
+        UnderlayDevice::Auto => init::is_ours(),
     };
-    let cards_task = keeps_cards.then(|| tokio::spawn(cards::keep(status.clone())));
-    if keeps_cards {
+    let nics_task = keeps_nics.then(|| tokio::spawn(nics::keep(status.clone())));
+    if keeps_nics {
         status.asked(ASKED).await;
     }
     let identity = Arc::new(Mutex::new(identity));
@@ -105,8 +106,9 @@ async fn live(settings: &Settings, ring: &Ring) -> anyhow::Result<End> {
         ..settings.images.clone()
     });
     let components = Components::new(settings, status.clone());
-    let person = Person::load(settings, status.clone(), agent.clone(), lease.clone(), encrypted.clone())
-        .with_images(images.clone(), components.clone());
+    let person =
+        PodAssignment::load(settings, status.clone(), agent.clone(), lease.clone(), encrypted.clone())
+            .with_images(images.clone(), components.clone());
     let flushing = tokio::sync::Mutex::new(());
     let control = Arc::new(Control { identity: identity.clone(), status: status.clone(), person, flushing });
 
@@ -174,7 +176,7 @@ async fn live(settings: &Settings, ring: &Ring) -> anyhow::Result<End> {
     }
     agent_task.abort();
     // The NICs keep their addresses: other processes depend on them.
-    if let Some(task) = cards_task {
+    if let Some(task) = nics_task {
         task.abort();
     }
     Ok(end)
@@ -203,10 +205,10 @@ async fn home(
     for error in wrong {
         tracing::error!(%error, "sources of user-data");
     }
-    let birth = birth::wait(&settings.user_data, &sources).await;
+    let user_data = user_data::wait(&settings.user_data, &sources).await;
     status.done(stage);
     if control.person.is_new() {
-        lease.set_length(Duration::from_secs(u64::from(birth.lease_seconds)));
+        lease.set_length(Duration::from_secs(u64::from(user_data.lease_seconds)));
     }
 
     let notice = Arc::new(Notices {
@@ -219,7 +221,7 @@ async fn home(
     let (handler, events) = Home::new(agent.clone(), notice, podns, ring.clone());
     let limits = Limits {
         version: env!("CARGO_PKG_VERSION").to_owned(),
-        control_message: personalise::MAX_LEN as usize,
+        control_message: assignment::MAX_LEN as usize,
         ..Limits::default()
     };
     let (endpoint, handle) = Endpoint::new(Role::Guest, handler, limits);
@@ -227,8 +229,8 @@ async fn home(
     let answering = tokio::spawn(control.clone().serve(handle.clone(), events.controls));
     let reporting = tokio::spawn(control::report(agent.clone(), status.clone(), handle.clone()));
 
-    let homes = control.person.homes();
-    let link = uplink::Link::new(None);
+    let node_endpoints = control.person.node_endpoints();
+    let link = underlay::Link::new(None);
     let watcher = Watcher {
         network: control.person.network(),
         control: control.clone(),
@@ -243,13 +245,13 @@ async fn home(
         }
     });
     let keeper = Keeper {
-        birth,
+        user_data,
         identity,
         encrypted,
         status: status.clone(),
         lease: lease.clone(),
         uplink: link,
-        homes,
+        node_endpoints,
     };
     keeper.keep(&handle, events.links).await;
     for task in [restore, answering, reporting, watching] {

@@ -14,7 +14,7 @@ use std::{
 };
 
 use base64::{Engine, prelude::BASE64_STANDARD};
-use peerpod_link::birth::MAX_LEN;
+use peerpod_link::user_data::MAX_LEN;
 use serde::Deserialize;
 use tokio::time::timeout;
 

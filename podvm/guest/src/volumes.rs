@@ -83,7 +83,7 @@ struct Known {
 impl Known {
     /// Runs work on its files, which may hang in the kernel. Abandons it after `limit`, and then starts no other before
     /// it has returned. The turn must be held.
-    async fn look<T: Send + 'static>(
+    async fn inspect<T: Send + 'static>(
         &self,
         limit: Duration,
         work: impl FnOnce() -> Result<T, Fault> + Send + 'static,
@@ -252,7 +252,7 @@ impl Volumes {
                 paths.iter().map(|path| moment::path_in(root, path, !ready.read_only)).collect()
             })
         };
-        known.look(LOOK, make).await
+        known.inspect(LOOK, make).await
     }
 }
 

@@ -2,7 +2,6 @@
 //! frames, and the pod's network over netlink. It has no Kubernetes client and no cloud SDK: this crate is part of
 //! the VM's trusted base and of the relay, which faces hostile guests.
 
-pub mod birth;
 pub mod claim;
 pub mod endpoint;
 pub mod frame;
@@ -12,3 +11,4 @@ pub mod path_mtu;
 pub mod record;
 pub mod session;
 pub mod tls;
+pub mod user_data;

@@ -93,7 +93,7 @@ impl Capabilities {
             (!disks.is_empty() && !self.volumes, "disks", "disks"),
             (*market == Some(Market::Spot) && !self.spot, "market", "a spot VM"),
             (!zones.is_empty() && !self.zones, "zones", "a choice of zones"),
-            (*second_nic && !self.second_nic, "second_nic", "a second network card"),
+            (*second_nic && !self.second_nic, "second_nic", "a second NIC"),
             (*public_ip && !self.public_ip, "public_ip", "a public address"),
         ];
         for (refused, field, what) in asked {
@@ -165,7 +165,7 @@ fn disks_fit_together(name: &str, disks: &[DiskRequest], zones: &[String]) -> Re
 }
 
 /// Feature that a request may ask for and a provider may lack, for tests that go through all of them.
-pub struct Wish {
+pub struct Optional {
     /// Field, as [`Error::Unsupported`] names it.
     pub field: &'static str,
     /// Whether a provider with these capabilities has the feature.
@@ -175,38 +175,38 @@ pub struct Wish {
 }
 
 /// All optional features. A test of this module compares the list with the fields of [`CreateRequest`].
-pub const WISHES: &[Wish] = &[
-    Wish { field: "image", is_met: |can| can.images, ask: |r| r.image = Some("some-image".into()) },
-    Wish {
+pub const OPTIONAL: &[Optional] = &[
+    Optional { field: "image", is_met: |can| can.images, ask: |r| r.image = Some("some-image".into()) },
+    Optional {
         field: "instance_type",
         is_met: |can| can.instance_types,
         ask: |r| r.instance_type = Some("some.type".into()),
     },
-    Wish { field: "size.gpus", is_met: |can| can.gpus, ask: |r| r.size.gpus = 1 },
-    Wish {
+    Optional { field: "size.gpus", is_met: |can| can.gpus, ask: |r| r.size.gpus = 1 },
+    Optional {
         field: "size.gpu_model",
         is_met: |can| can.gpus,
         ask: |r| r.size.gpu_model = Some("some-gpu".into()),
     },
-    Wish {
+    Optional {
         field: "disks",
         is_met: |can| can.volumes,
         ask: |r| r.disks.push(DiskRequest { volume: "some-disk".into(), ..DiskRequest::default() }),
     },
-    Wish {
+    Optional {
         field: "arch",
         is_met: |can| can.archs.contains(&Arch::S390x),
         ask: |r| r.arch = Some(Arch::S390x),
     },
-    Wish {
+    Optional {
         field: "confidential",
         is_met: |can| can.confidential.contains(&Confidential::Tdx),
         ask: |r| r.confidential = Some(Confidential::Tdx),
     },
-    Wish { field: "market", is_met: |can| can.spot, ask: |r| r.market = Some(Market::Spot) },
-    Wish { field: "zones", is_met: |can| can.zones, ask: |r| r.zones.push("some-zone".into()) },
-    Wish { field: "second_nic", is_met: |can| can.second_nic, ask: |r| r.second_nic = true },
-    Wish { field: "public_ip", is_met: |can| can.public_ip, ask: |r| r.public_ip = true },
+    Optional { field: "market", is_met: |can| can.spot, ask: |r| r.market = Some(Market::Spot) },
+    Optional { field: "zones", is_met: |can| can.zones, ask: |r| r.zones.push("some-zone".into()) },
+    Optional { field: "second_nic", is_met: |can| can.second_nic, ask: |r| r.second_nic = true },
+    Optional { field: "public_ip", is_met: |can| can.public_ip, ask: |r| r.public_ip = true },
 ];
 
 #[cfg(test)]
@@ -260,7 +260,7 @@ mod tests {
     #[test]
     fn every_field_of_a_request_is_a_wish_or_honoured_by_all() {
         let by_all = ["name", "user_data", "size", "size.vcpus", "size.memory_mib", "labels", "placement"];
-        let known: BTreeSet<&str> = WISHES.iter().map(|wish| wish.field).chain(by_all).collect();
+        let known: BTreeSet<&str> = OPTIONAL.iter().map(|wish| wish.field).chain(by_all).collect();
         let request = serde_json::to_value(full()).unwrap();
         let mut fields: BTreeSet<String> = request.as_object().unwrap().keys().cloned().collect();
         fields.extend(request["size"].as_object().unwrap().keys().map(|key| format!("size.{key}")));
@@ -271,7 +271,7 @@ mod tests {
     fn each_wish_alone_is_refused_by_who_cannot_and_taken_by_who_can() {
         let (can, cannot) = (everything(), Capabilities::minimal(16));
         can.check(&full(), "shelf").unwrap();
-        for wish in WISHES {
+        for wish in OPTIONAL {
             let mut request = CreateRequest { name: "pod".into(), ..CreateRequest::default() };
             (wish.ask)(&mut request);
             assert!((wish.is_met)(&can) && !(wish.is_met)(&cannot), "{}", wish.field);

@@ -31,7 +31,7 @@ use async_trait::async_trait;
 use futures_util::stream::BoxStream;
 use prometheus_client::registry::Registry;
 
-pub use capabilities::{Capabilities, WISHES, Wish};
+pub use capabilities::{Capabilities, OPTIONAL, Optional};
 pub use deadline::{deadline, with_deadline};
 pub use decorate::{DecoratorConfig, decorate};
 pub use error::{Error, Rejected, Retry};

@@ -37,7 +37,7 @@ pub struct AwsConfig {
     pub key_name: Option<String>,
     /// The instance profile (name or ARN) of pod VMs: what a pod may do with AWS. Normally none.
     pub instance_profile: Option<String>,
-    /// Subnets of the second network card of pods that ask for one; one per zone.
+    /// Subnets of the second NIC of pods that ask for one; one per zone.
     pub second_subnet_ids: Vec<String>,
     /// Whether VMs get a public address, which then is the one the node uses.
     pub use_public_ip: bool,
@@ -464,7 +464,7 @@ impl Network {
         let second_subnet_ids: Vec<String> = section.get(
             "second-subnet-ids",
             "",
-            "subnets of a pod's second network card, one per zone; without them no pod gets one",
+            "subnets of a pod's second NIC, one per zone; without them no pod gets one",
         );
         check_id(section, "second-subnet-ids", "subnet-", &second_subnet_ids);
         if security_group_ids.len() > 16 {

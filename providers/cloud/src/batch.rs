@@ -168,7 +168,7 @@ where
     /// Closes the window when it is due, and makes the call.
     async fn close(self, key: K, number: u64) {
         loop {
-            match self.look(&key, number) {
+            match self.inspect(&key, number) {
                 Look::Again(at) => tokio::time::sleep_until(at).await,
                 Look::Closed(items) => return self.execute(key, items).await,
             }
@@ -176,7 +176,7 @@ where
     }
 
     /// Takes the items out of the window when it is due.
-    fn look(&self, key: &K, number: u64) -> Look<I, O> {
+    fn inspect(&self, key: &K, number: u64) -> Look<I, O> {
         let Window { idle, longest, .. } = self.0.window;
         let mut windows = self.windows();
         // The window is gone or has another number: it was full, and its call was already made.

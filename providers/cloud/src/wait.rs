@@ -36,8 +36,8 @@ impl Wait {
     /// Polls until there is a result. Retryable errors are waited out. The caller ends the wait by dropping the future.
     ///
     /// # Errors
-    /// The first error of `look` that is not retryable.
-    pub async fn until<T, F>(&self, look: impl Fn() -> F) -> Result<T, Error>
+    /// The first error of `inspect` that is not retryable.
+    pub async fn until<T, F>(&self, inspect: impl Fn() -> F) -> Result<T, Error>
     where
         F: Future<Output = Result<Option<T>, Error>>,
     {
@@ -47,7 +47,7 @@ impl Wait {
         let mut next = (usual / 10).clamp(SHORTEST, LONGEST);
         loop {
             tokio::time::sleep(pause).await;
-            match look().await {
+            match inspect().await {
                 Ok(Some(found)) => {
                     self.learn(start.elapsed());
                     return Ok(found);

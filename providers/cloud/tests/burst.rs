@@ -100,7 +100,7 @@ fn small(create: (f64, u32)) -> (Shared, Arc<Small>) {
         let (scheduler, cloud) = (asks.clone(), Arc::clone(&asked));
         async move {
             let call = Call { action: "Describe", owner: "describe", what: "addresses", deadline };
-            let look = |cloud: &mut Cloud| -> Vec<Result<Option<IpAddr>, Error>> {
+            let inspect = |cloud: &mut Cloud| -> Vec<Result<Option<IpAddr>, Error>> {
                 let address = |id: &InstanceId| match cloud.vms.get(id) {
                     Some(made) if made.elapsed() >= ADDRESS_AFTER => Ok(Some(Ipv4Addr::LOCALHOST.into())),
                     Some(_) => Ok(None),
@@ -108,7 +108,7 @@ fn small(create: (f64, u32)) -> (Shared, Arc<Small>) {
                 };
                 ids.iter().map(address).collect()
             };
-            api(&scheduler, &cloud, call, "describe", look).await
+            api(&scheduler, &cloud, call, "describe", inspect).await
         }
     });
     let (asks, asked) = (scheduler.clone(), Arc::clone(&cloud));

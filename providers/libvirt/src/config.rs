@@ -19,7 +19,7 @@ pub struct LibvirtConfig {
     pub pool: String,
     /// What VMs are plugged into.
     pub network: Plug,
-    /// What second cards are plugged into; `None`: there are none.
+    /// What second NICs are plugged into; `None`: there are none.
     pub second_network: Option<Plug>,
     /// What VMs boot.
     pub boot: Boot,
@@ -49,7 +49,7 @@ pub struct LibvirtConfig {
     pub call_timeout: Duration,
 }
 
-/// What a network card is plugged into.
+/// What a NIC is plugged into.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Plug {
     /// A libvirt network.
@@ -151,8 +151,8 @@ impl LibvirtConfig {
         let network: String = section.get("network", "default", "libvirt network of the VMs");
         let bridge: Option<String> =
             section.optional("bridge", "bridge of the host to plug VMs into, instead of a libvirt network");
-        let second: Option<String> = section
-            .optional("second-network", "libvirt network of second network cards; default: there are none");
+        let second: Option<String> =
+            section.optional("second-network", "libvirt network of second NICs; default: there are none");
         let boot = boot(&mut section, creates);
         let root_disk_gib = section.get(
             "root-disk-gib",

@@ -364,11 +364,11 @@ impl Shared {
         confidential: Option<Confidential>,
     ) -> String {
         let (vcpus, memory_mib) = self.size(request);
-        let mut cards = vec![(identity.mac(0), self.config.network.clone())];
+        let mut nics = vec![(identity.mac(0), self.config.network.clone())];
         if request.second_nic
             && let Some(second) = &self.config.second_network
         {
-            cards.push((identity.mac(1), second.clone()));
+            nics.push((identity.mac(1), second.clone()));
         }
         let cmdline = plan.kernel.as_ref().map(|(_, _, cmdline)| self.cmdline(cmdline, kind));
         let firmware = match &self.config.boot {
@@ -400,7 +400,7 @@ impl Shared {
             fw_cfg: fw_cfg.as_deref(),
             console: &path(CONSOLE),
             disks: &plan.disks,
-            cards: &cards,
+            nics: &nics,
             hotplug_ports: self.config.hotplug_ports,
             confidential,
         };

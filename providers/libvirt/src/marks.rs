@@ -63,9 +63,9 @@ pub(crate) struct Identity {
 }
 
 impl Identity {
-    /// The MAC address of its card with this number: locally administered, the same for the same VM.
-    pub(crate) fn mac(&self, card: u8) -> String {
-        let hash = Sha256::digest([&self.uuid[..], &[card]].concat());
+    /// The MAC address of its NIC with this number: locally administered, the same for the same VM.
+    pub(crate) fn mac(&self, nic: u8) -> String {
+        let hash = Sha256::digest([&self.uuid[..], &[nic]].concat());
         format!("52:{:02x}:{:02x}:{:02x}:{:02x}:{:02x}", hash[0], hash[1], hash[2], hash[3], hash[4])
     }
 }

@@ -112,7 +112,7 @@ impl Shared {
         mac: &str,
     ) -> Result<(), Unreserved> {
         for _ in 0..TRIES {
-            let Some((network, dhcp)) = look(libvirt, network).await? else { return Ok(()) };
+            let Some((network, dhcp)) = inspect(libvirt, network).await? else { return Ok(()) };
             // Another's entry for our MAC is as good.
             if !dhcp.pings || dhcp.hosts.iter().any(|host| host.has_mac(mac)) {
                 return Ok(());
@@ -157,7 +157,7 @@ impl Shared {
         if !libvirt_is_real(self.link.driver()) {
             return Ok(0);
         }
-        let Some((network, dhcp)) = look(libvirt, network).await? else { return Ok(0) };
+        let Some((network, dhcp)) = inspect(libvirt, network).await? else { return Ok(0) };
         // In this order: an entry that is seen has a domain from before it was made until after it is gone.
         let domains = libvirt.domains().await?;
         let prefix = self.owner.prefix();
@@ -174,7 +174,7 @@ impl Shared {
 }
 
 /// A network and its DHCP server; `None`: it is gone, not started, or hands out no addresses of IPv4.
-async fn look(libvirt: &Connection, network: &str) -> Result<Option<(Named, Dhcp)>, RpcError> {
+async fn inspect(libvirt: &Connection, network: &str) -> Result<Option<(Named, Dhcp)>, RpcError> {
     let network = match libvirt.network(network).await {
         Err(error) if error.code() == Some(code::NO_NETWORK) => return Ok(None),
         other => other?,
@@ -187,13 +187,13 @@ async fn look(libvirt: &Connection, network: &str) -> Result<Option<(Named, Dhcp
 }
 
 async fn release_in(libvirt: &Connection, network: &str, name: &str) -> Result<(), RpcError> {
-    let Some((network, dhcp)) = look(libvirt, network).await? else { return Ok(()) };
+    let Some((network, dhcp)) = inspect(libvirt, network).await? else { return Ok(()) };
     let Some(host) = dhcp.hosts.iter().find(|host| host.name.as_deref() == Some(name)) else { return Ok(()) };
     let removed = libvirt.change_host(&network, HostChange::Delete, dhcp.parent, &host.xml()).await;
     match removed {
         Err(RpcError::Failed(why)) => {
             // Removed by somebody else, or the network has ended.
-            let left = look(libvirt, &network.name).await?;
+            let left = inspect(libvirt, &network.name).await?;
             let is_left = left.is_some_and(|(_, dhcp)| dhcp.hosts.contains(host));
             if is_left { Err(RpcError::Failed(why)) } else { Ok(()) }
         }
@@ -286,7 +286,7 @@ impl Dhcp {
         })
     }
 
-    /// An address that nobody has: the card's own lease, or one from a place in the range that the MAC decides, so that
+    /// An address that nobody has: the NIC's own lease, or one from a place in the range that the MAC decides, so that
     /// those who choose at the same moment seldom choose the same. `None`: there is none.
     fn choose(&self, leases: &[Lease], mac: &str) -> Option<Ipv4Addr> {
         let own = |lease: &&Lease| lease.mac.as_ref().is_some_and(|own| own.eq_ignore_ascii_case(mac));

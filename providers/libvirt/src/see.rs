@@ -42,11 +42,11 @@ impl Shared {
         let prefix = self.owner.prefix();
         let domains = libvirt.domains().await.map_err(fail)?;
         let ours = domains.iter().filter(|domain| domain.name.starts_with(&prefix));
-        let looks = ours.map(|domain| self.look(&libvirt, domain));
+        let looks = ours.map(|domain| self.inspect(&libvirt, domain));
         Ok(try_join_all(looks).await.map_err(fail)?.into_iter().flatten().collect())
     }
 
-    async fn look(&self, libvirt: &Connection, domain: &Domain) -> Result<Option<Owned>, RpcError> {
+    async fn inspect(&self, libvirt: &Connection, domain: &Domain) -> Result<Option<Owned>, RpcError> {
         let seen = tokio::try_join!(self.marks(libvirt, domain), libvirt.state(domain));
         let (marks, state) = match seen {
             Ok(seen) => seen,
@@ -119,7 +119,7 @@ impl Shared {
         }
     }
 
-    /// The addresses of the first card that anybody has seen so far, IPv4 first.
+    /// The addresses of the first NIC that anybody has seen so far, IPv4 first.
     async fn seen(&self, libvirt: &Connection, domain: &Domain) -> Result<Vec<IpAddr>, RpcError> {
         let source = match &self.config.network {
             Plug::Network(_) => Source::Lease,
@@ -127,7 +127,7 @@ impl Shared {
             Plug::Bridge(_) => Source::Arp,
         };
         let found = match libvirt.addresses(domain, source).await {
-            // It is just ending, or its card is not there yet: the next look tells.
+            // It is just ending, or its NIC is not there yet: the next look tells.
             Err(RpcError::Failed(_)) => return Ok(Vec::new()),
             other => other?,
         };

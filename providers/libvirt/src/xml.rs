@@ -26,7 +26,7 @@ pub(crate) struct Machine<'a> {
     /// Path of the file that the console goes to.
     pub(crate) console: &'a str,
     pub(crate) disks: &'a [Disk],
-    pub(crate) cards: &'a [(String, Plug)],
+    pub(crate) nics: &'a [(String, Plug)],
     pub(crate) hotplug_ports: u32,
     pub(crate) confidential: Option<Confidential>,
 }
@@ -147,8 +147,8 @@ impl Machine<'_> {
             // Only machines with PCI Express need ports to plug into.
             if self.machine.contains("q35") || self.machine.contains("virt") {
                 xml.push_str("<controller type='pci' index='0' model='pcie-root'/>\n");
-                // The devices that are there from the beginning sit in such ports, too: the RNG, cards and disks.
-                let taken = 1 + self.cards.len() + self.disks.len();
+                // The devices that are there from the beginning sit in such ports, too: the RNG, NICs and disks.
+                let taken = 1 + self.nics.len() + self.disks.len();
                 for _ in 0..self.hotplug_ports as usize + taken {
                     xml.push_str("<controller type='pci' model='pcie-root-port'/>\n");
                 }
@@ -163,7 +163,7 @@ impl Machine<'_> {
             let boots = index == 0 && matches!(self.start, Start::Disk { .. });
             xml.push_str(&disk.xml(boots));
         }
-        for (mac, plug) in self.cards {
+        for (mac, plug) in self.nics {
             let (kind, name) = match plug {
                 Plug::Network(name) => ("network", name),
                 Plug::Bridge(name) => ("bridge", name),

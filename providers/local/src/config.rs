@@ -63,7 +63,7 @@ impl LocalConfig {
         if network.bridge == second.bridge {
             section.mistake(
                 "second-bridge",
-                "the same as provider.local.bridge; a second card is on a network of its own",
+                "the same as provider.local.bridge; a second NIC is on a network of its own",
             );
         }
         let mtu: u32 = section.get("mtu", "1500", "the largest packet of the VMs' networks, in bytes");
@@ -119,9 +119,9 @@ const FIRST: Keys = Keys {
 };
 
 const SECOND: Keys = Keys {
-    bridge: ("second-bridge", "pplocal1", "name of the bridge that second network cards hang on"),
-    subnet4: ("second-subnet4", "10.98.0.0/16", "the IPv4 addresses of second network cards"),
-    subnet6: ("second-subnet6", "fd98::/64", "the IPv6 addresses of second network cards"),
+    bridge: ("second-bridge", "pplocal1", "name of the bridge that second NICs hang on"),
+    subnet4: ("second-subnet4", "10.98.0.0/16", "the IPv4 addresses of second NICs"),
+    subnet6: ("second-subnet6", "fd98::/64", "the IPv6 addresses of second NICs"),
 };
 
 impl Network {

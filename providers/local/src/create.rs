@@ -261,7 +261,7 @@ impl Shared {
         Description {
             version: VERSION,
             id: id.to_string(),
-            cards: network::cards(config, record.index, record.v4, record.v6, request.second_nic),
+            nics: network::nics(config, record.index, record.v4, record.v6, request.second_nic),
             inside: Inside {
                 hostname: hostname(&request.name),
                 machine_id: id.as_str().trim_start_matches("local-").to_owned(),
@@ -292,7 +292,7 @@ pub(crate) fn instance_id(key: &IdempotencyKey) -> Result<InstanceId, Error> {
     InstanceId::new(format!("local-{hash}")).map_err(|error| Error::invalid(error.to_string()))
 }
 
-/// Returns a free number from 2 (1 is the node) to below `room`. The search starts at a position derived from the key's
+/// Returns a free number from 2 (1 is the node) to below `mtu`. The search starts at a position derived from the key's
 /// hash, so that the next VM seldom gets the address of a deleted one.
 fn free_index(room: u32, hash: &[u8; 32], taken: impl Fn(u32) -> bool) -> Option<u32> {
     let usable = room.checked_sub(2).filter(|usable| *usable > 0)?;

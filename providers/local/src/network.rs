@@ -66,7 +66,7 @@ pub(crate) fn ensure_bridge(config: &LocalConfig, network: &Network) -> Result<(
     ];
     let made = client.tell(NLM_F_CREATE | NLM_F_EXCL, RouteNetlinkMessage::NewLink(message));
     at(|| format!("make bridge {name}"), found(made, Errno::EEXIST))?;
-    let Some(bridge) = look(&mut client, name)? else {
+    let Some(bridge) = inspect(&mut client, name)? else {
         let source = NetlinkError::Garbled("it is not there".to_owned());
         return Err(Error::Netlink { attempt: format!("find bridge {name}"), source });
     };
@@ -94,7 +94,7 @@ pub(crate) fn node_addresses(config: &LocalConfig, network: &Network) -> Vec<(Ip
 /// Removes the bridge if it exists and was made by this provider.
 pub(crate) fn remove_bridge(name: &str) -> Result<(), Error> {
     let mut client = client()?;
-    match look(&mut client, name)? {
+    match inspect(&mut client, name)? {
         Some(bridge) if bridge.mac == bridge_mac(name) => remove(&mut client, name),
         _ => Ok(()),
     }
@@ -117,7 +117,7 @@ pub(crate) fn host_links(id: &str) -> [String; 2] {
 
 /// NIC of a VM.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-pub(crate) struct Card {
+pub(crate) struct Nic {
     pub(crate) bridge: String,
     pub(crate) mtu: u32,
     pub(crate) interfaces: Vec<Interface>,
@@ -127,13 +127,13 @@ pub(crate) struct Card {
 /// called `name`, the end in the VM `inside`.
 pub(crate) fn plug(
     node: &mut Client,
-    card: &Card,
+    nic: &Nic,
     name: &str,
     inside: &str,
     vm: BorrowedFd<'_>,
 ) -> Result<(), Error> {
-    let Card { bridge, mtu, .. } = card;
-    let Some(bridge_link) = look(node, bridge)? else { return Err(Error::Foreign(bridge.clone())) };
+    let Nic { bridge, mtu, .. } = nic;
+    let Some(bridge_link) = inspect(node, bridge)? else { return Err(Error::Foreign(bridge.clone())) };
     // Left by an earlier attempt with a namespace that is not torn down yet.
     remove(node, name)?;
     let mut peer = LinkMessage::default();
@@ -168,21 +168,21 @@ pub(crate) struct Interface {
 
 /// Configures the VM's network as DHCP does in a cloud: `lo` and the NICs up, addresses, default routes. Works in the
 /// namespace of the calling thread.
-pub(crate) fn configure(cards: &[Card]) -> Result<(), Error> {
+pub(crate) fn configure(nics: &[Nic]) -> Result<(), Error> {
     let mut client = client()?;
     // `lo` has index 1 in every namespace.
     let mut messages = vec![(0, up(1))];
-    for (card, (name, metric)) in cards.iter().zip(VM_LINKS.into_iter().zip([0, SECOND_METRIC])) {
-        let Some(link) = look(&mut client, name)? else { return Err(Error::Foreign(name.to_owned())) };
+    for (nic, (name, metric)) in nics.iter().zip(VM_LINKS.into_iter().zip([0, SECOND_METRIC])) {
+        let Some(link) = inspect(&mut client, name)? else { return Err(Error::Foreign(name.to_owned())) };
         messages.push((0, up(link.index)));
-        for interface in &card.interfaces {
+        for interface in &nic.interfaces {
             messages.push((NLM_F_CREATE, address(link.index, interface.address, interface.prefix)));
             messages.push((NLM_F_CREATE, default_route(link.index, interface.gateway, metric)));
         }
     }
-    let answers = at(|| "set up the network cards".to_owned(), client.batch(&messages))?;
+    let answers = at(|| "set up the NICs".to_owned(), client.batch(&messages))?;
     for (step, answer) in answers.into_iter().enumerate() {
-        at(|| format!("set up the network cards, step {step}"), answer.map_err(NetlinkError::from))?;
+        at(|| format!("set up the NICs, step {step}"), answer.map_err(NetlinkError::from))?;
     }
     Ok(())
 }
@@ -193,7 +193,7 @@ struct Link {
     mac: Vec<u8>,
 }
 
-fn look(client: &mut Client, name: &str) -> Result<Option<Link>, Error> {
+fn inspect(client: &mut Client, name: &str) -> Result<Option<Link>, Error> {
     let mut message = LinkMessage::default();
     message.attributes = vec![LinkAttribute::IfName(name.to_owned())];
     let answer = match client.ask(RouteNetlinkMessage::GetLink(message)) {
@@ -274,29 +274,29 @@ fn found(result: Result<(), NetlinkError>, fine: Errno) -> Result<(), NetlinkErr
 }
 
 /// Returns the NICs of a VM with this index. The first has the addresses of the VM's record.
-pub(crate) fn cards(
+pub(crate) fn nics(
     config: &LocalConfig,
     index: u32,
     v4: Option<Ipv4Addr>,
     v6: Option<Ipv6Addr>,
     second: bool,
-) -> Vec<Card> {
-    let card = |network: &Network, v4: Option<Ipv4Addr>, v6: Option<Ipv6Addr>| {
+) -> Vec<Nic> {
+    let nic = |network: &Network, v4: Option<Ipv4Addr>, v6: Option<Ipv6Addr>| {
         let v4 = v4.map(|address| interface(network.subnet4, address));
         let v6 = v6.map(|address| interface(network.subnet6, address));
-        Card {
+        Nic {
             bridge: network.bridge.clone(),
             mtu: config.mtu,
             interfaces: v4.into_iter().chain(v6).collect(),
         }
     };
-    let mut cards = vec![card(&config.network, v4, v6)];
+    let mut nics = vec![nic(&config.network, v4, v6)];
     if second {
         let Network { subnet4, subnet6, .. } = &config.second;
         let (v4, v6) = (v4.map(|_| subnet4.address(index)), v6.map(|_| subnet6.address(index)));
-        cards.push(card(&config.second, v4, v6));
+        nics.push(nic(&config.second, v4, v6));
     }
-    cards
+    nics
 }
 
 fn interface<A: Family>(subnet: Subnet<A>, address: A) -> Interface {

@@ -22,7 +22,7 @@ use std::process::ExitCode;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use crate::network::Card;
+use crate::network::Nic;
 use crate::process::ProcessId;
 
 /// Most bytes of a description. It holds user-data of at most 64 KiB, so anything near this is a mistake.
@@ -37,7 +37,7 @@ pub(crate) struct Description {
     /// Directory of the VM in the provider's state.
     pub(crate) dir: PathBuf,
     /// NICs of the VM, at least one.
-    pub(crate) cards: Vec<Card>,
+    pub(crate) nics: Vec<Nic>,
     pub(crate) inside: Inside,
 }
 

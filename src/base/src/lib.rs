@@ -7,7 +7,7 @@
 pub mod admin;
 pub mod chain;
 pub mod config;
-pub mod handin;
+pub mod fd_handoff;
 pub mod lifecycle;
 pub mod listen;
 pub mod program;

@@ -97,7 +97,7 @@ impl Proxy {
         let method = self.role.looks_into(request.uri().path());
         let answered = match method {
             None => self.pass(request).await,
-            Some(method) => self.look(method, request).await,
+            Some(method) => self.inspect(method, request).await,
         };
         let way = if method.is_some() { Way::LookedInto } else { Way::Passed };
         self.metrics.answered(way, method, answered.as_ref().err(), began.elapsed());
@@ -117,7 +117,11 @@ impl Proxy {
         Ok(response.map(|body| Body::answer(body, patience)))
     }
 
-    async fn look(&self, method: &'static str, request: Request<Incoming>) -> Result<Response<Body>, Status> {
+    async fn inspect(
+        &self,
+        method: &'static str,
+        request: Request<Incoming>,
+    ) -> Result<Response<Body>, Status> {
         let (mut head, body) = request.into_parts();
         complete(&mut head)?;
         let patience = self.patience(&head);

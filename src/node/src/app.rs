@@ -25,7 +25,6 @@ use tracing::{error, info, warn};
 use ttrpc::asynchronous::transport::Listener;
 
 use crate::{
-    carry,
     cluster::{Cluster, pods::Reflector, show::About},
     config::NodeConfig,
     effects::{self, GuestAddresses, Real, Surroundings},
@@ -33,10 +32,10 @@ use crate::{
     localhost::Localhost,
     metrics::Metrics,
     relay_client::RelayClient,
-    roll_over::{self, SharedTrust},
-    rpc::{self, Door},
+    rotate::{self, SharedTrust},
+    rpc::{self, Service},
     sandbox::{
-        Deaths, Reaper, Sandboxes,
+        Reaper, Sandboxes, VmLiveness,
         recover::{Kept, Orphans, recover},
     },
     secrets::PullSecrets,
@@ -44,6 +43,7 @@ use crate::{
     trust::{self, Trust},
     tunnel::{self, Tunnel, TunnelConfig},
     volumes::{Pods, Volumes},
+    wireguard_fds,
 };
 
 /// Time that calls in progress get to complete at shutdown.
@@ -85,7 +85,7 @@ pub enum AppError {
     Provider(peerpod_provider_api::Error),
     /// The provider cannot add a second NIC: no pod would ever start.
     #[error(
-        "tunnel.external = second-nic: provider {0} gives VMs no second network card; set it to vm or tunnel, or use \
+        "tunnel.external = second-nic: provider {0} gives VMs no second NIC; set it to vm or tunnel, or use \
          another provider"
     )]
     NoSecondNic(&'static str),
@@ -100,7 +100,7 @@ pub enum AppError {
     Admin(#[from] admin::Error),
     /// A ttrpc server (`node.sock` or `volumes.sock`) cannot be started.
     #[error("serve node.sock: {0}")]
-    Door(ttrpc::Error),
+    Service(ttrpc::Error),
     /// Shutdown was requested while another node still used the state directory.
     #[error("stopped while another peerpod-node still used {}", .0.display())]
     Waiting(PathBuf),
@@ -203,7 +203,7 @@ pub async fn build(
     }
     let surroundings = Surroundings::new(addresses.clone(), relay.listening(), tunnel.clone());
     if let Some(carrier) = tunnel.carrier() {
-        tasks.spawn(carry::run(relay.clone(), carrier, addresses.clone(), surroundings.underlay()));
+        tasks.spawn(wireguard_fds::run(relay.clone(), carrier, addresses.clone(), surroundings.underlay()));
     }
     let Capabilities { max_batch: most, guest_memory_mib, .. } = provider.capabilities();
     let shown = cluster.clone().zip(config.cluster.as_ref()).map(|(cluster, settings)| {
@@ -247,7 +247,7 @@ pub async fn build(
     info!(records = count, quarantined = quarantined.len(), "recovered from the ledger");
     let (rolled, told, table) = (trust.clone(), relay.clone(), sandboxes.clone());
     tasks.spawn(async move {
-        roll_over::run(rolled, told, table, config.ca_roll_over, config.ca_follow_timeout).await;
+        rotate::run(rolled, told, table, config.ca_roll_over, config.ca_follow_timeout).await;
         "roll-over of the CA"
     });
     if let Some(cluster) = &cluster {
@@ -266,12 +266,12 @@ pub async fn build(
     let drain = Drain::new();
     let socket = config.run_dir.join("node.sock");
     let (listener, socket_id) = bind(&socket).map_err(path_error("listen on", &socket))?;
-    let door = Door { sandboxes: sandboxes.clone(), inbox, metrics, drain: drain.clone() };
-    let server = rpc::serve(Listener::from(listener), door).await.map_err(AppError::Door)?;
+    let service = Service { sandboxes: sandboxes.clone(), inbox, metrics, drain: drain.clone() };
+    let server = rpc::serve(Listener::from(listener), service).await.map_err(AppError::Service)?;
     let asked = config.run_dir.join("volumes.sock");
     let (listener, _) = bind(&asked).map_err(path_error("listen on", &asked))?;
     let volumes =
-        rpc::volumes::serve(Listener::from(listener), sandboxes.clone()).await.map_err(AppError::Door)?;
+        rpc::volumes::serve(Listener::from(listener), sandboxes.clone()).await.map_err(AppError::Service)?;
     drop(starting);
     if let Some(cluster) = &cluster {
         cluster.serve(&mut tasks);
@@ -452,7 +452,7 @@ fn look_after(
     });
     let table = sandboxes.clone();
     tasks.spawn(async move {
-        Deaths::default().run(table).await;
+        VmLiveness::default().run(table).await;
         "deaths of VMs"
     });
     let table = sandboxes.clone();

@@ -12,7 +12,7 @@ use std::{
 
 use peerpod_base::{
     config::{Mistakes, Printed, Reader, Sources},
-    handin,
+    fd_handoff,
     telemetry::LogConfig,
 };
 use peerpod_providers::{Context, Purpose};
@@ -24,7 +24,7 @@ use crate::{
     secrets::SecretsConfig,
     spec::{
         GUEST_MEMORY,
-        wishes::{self, Wishes},
+        vm_options::{self, Wishes},
     },
     tunnel::{
         Classifier, Kind, NETNS_DIR, Owner, TunnelConfig, Vnis, WireguardConfig,
@@ -286,7 +286,7 @@ impl NodeConfig {
         if let Some(wireguard) = &mut config.tunnel.wireguard {
             wireguard.key_dir = config.state_dir.join("trust");
             wireguard.netns = netns_in(&config.run_dir);
-            wireguard.relay = config.run_dir.join(handin::SOCKET);
+            wireguard.relay = config.run_dir.join(fd_handoff::SOCKET);
         }
         config.check(reader);
         config
@@ -451,19 +451,19 @@ fn node_wishes(reader: &mut Reader) -> Wishes {
             reader,
             "node.vm-arch",
             "architecture of pods' VMs: x86_64, aarch64, s390x, ppc64le; default: what the provider's image is for",
-            wishes::arch,
+            vm_options::arch,
         ),
         confidential: one(
             reader,
             "node.vm-confidential",
             "technology that keeps their memory secret: sev, sev-snp, tdx, secure-execution; default: the provider's setting",
-            wishes::confidential,
+            vm_options::confidential,
         ),
         market: one(
             reader,
             "node.vm-market",
             "how they are paid: spot, on-demand; default: the provider's setting",
-            wishes::market,
+            vm_options::market,
         ),
         zones: zones(reader),
         public_ip: reader.optional(
@@ -477,7 +477,7 @@ fn zones(reader: &mut Reader) -> Vec<String> {
     let key = "node.vm-zones";
     let names: Vec<String> =
         reader.get(key, "", "the cloud's zones that they may be in; default: all of the provider's");
-    wishes::zones(&names.join(",")).unwrap_or_else(|why| {
+    vm_options::zones(&names.join(",")).unwrap_or_else(|why| {
         reader.mistake(key, why);
         Vec::new()
     })
@@ -545,7 +545,7 @@ fn tunnel(reader: &mut Reader) -> TunnelConfig {
     let ports: Option<String> = reader.optional(
         "tunnel.source-ports",
         "UDP source ports of tunnels, first-last; not set: all that the kernel gives programs. Many spread the load over \
-         a card's queues, few fill fewer entries of a firewall's table",
+         a NIC's queues, few fill fewer entries of a firewall's table",
     );
     let source_ports = ports.as_deref().and_then(port_range);
     if ports.is_some() != source_ports.is_some() {
@@ -572,7 +572,7 @@ fn tunnel(reader: &mut Reader) -> TunnelConfig {
         udp_checksum: reader.get(
             "tunnel.udp-checksum",
             "false",
-            "UDP checksums in IPv4 tunnels; costs much on most cloud network cards",
+            "UDP checksums in IPv4 tunnels; costs much on most cloud NICs",
         ),
         anti_spoof: reader.get(
             "tunnel.anti-spoof",
@@ -595,7 +595,7 @@ fn external(reader: &mut Reader) -> Option<External> {
         "tunnel",
         &["tunnel", "vm", "second-nic"],
         "where the pods' default routes leave: by the node (tunnel), by their VMs' own network (vm), or by a second \
-         network card of their VMs (second-nic; the provider must have it); NetworkPolicy sees the first only",
+         NIC of their VMs (second-nic; the provider must have it); NetworkPolicy sees the first only",
     );
     let cluster_cidrs: Vec<String> = reader
         .optional(

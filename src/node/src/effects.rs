@@ -26,41 +26,41 @@ use tokio::{sync::watch, task::spawn_blocking};
 use zeroize::Zeroizing;
 
 use crate::{
-    birth,
     cluster::{Cluster, Shown, show::About},
     ledger::{self, Batch, Ledger, NetnsRef, Network, Record},
     localhost::Localhost,
     registries::Registries,
     relay_client::RelayClient,
-    roll_over::SharedTrust,
+    rotate::SharedTrust,
     sandbox::{
         effects::{
             Certificate, CloudError, Effects, Followed, Guest, Made, NetworkError, PullSecretError,
             RelayError, Said, Trusted,
         },
-        follow::{Heard, Homes},
+        follow::{Heard, NodeEndpoints},
     },
     secrets::PullSecrets,
     spec::{PodRef, SandboxId},
     trust::{Ticket, Trust},
     tunnel::{
-        Netns, NetnsId, Reserved, Seen, Tunnel,
+        Netns, NetnsId, PodNetworkState, Reserved, Tunnel,
         follow::{Merged, merge},
     },
+    user_data,
     volumes::{PodVolumes, Volumes},
 };
 
 pub use addresses::GuestAddresses;
+pub use gc::gc;
 pub use surroundings::Surroundings;
-pub use tidy::tidy;
 
 mod addresses;
 mod attach;
-mod ear;
+mod gc;
+mod netns_watcher;
 mod surroundings;
 #[cfg(test)]
 mod tests;
-mod tidy;
 
 /// Production implementation of [`Effects`].
 pub struct Real {
@@ -98,8 +98,8 @@ pub struct Real {
 
 /// Network state of a pod, as the ledger keeps it.
 #[derive(Serialize, Deserialize)]
-struct Woven {
-    seen: Seen,
+struct NetworkRecord {
+    seen: PodNetworkState,
     reserved: Reserved,
     /// Carrier losses by interface index, as last recorded; `None` before the first inspection of the running pod.
     #[serde(default)]
@@ -126,7 +126,7 @@ impl Real {
         vm: IpAddr,
     ) -> Result<(NetworkPlan, Vec<String>), NetworkError> {
         let netns = self.open(netns).await?;
-        let Woven { seen, reserved, .. } = woven(network)?;
+        let NetworkRecord { seen, reserved, .. } = woven(network)?;
         let id = id.as_str();
         match self.tunnel.connect_telling(&netns, id, &reserved, &seen, vm).await {
             Err(NetError::Gone { .. }) => {
@@ -210,14 +210,14 @@ fn within(netns: &Netns) -> impl Fn(NetError) -> NetworkError {
     }
 }
 
-fn woven(network: &Network) -> Result<Woven, NetworkError> {
+fn woven(network: &Network) -> Result<NetworkRecord, NetworkError> {
     serde_json::from_str(network.tunnel.get()).map_err(|error| NetworkError {
         text: format!("the recorded tunnel cannot be read: {error}"),
         permanent: true,
     })
 }
 
-fn written(woven: &Woven) -> Result<Box<RawValue>, NetworkError> {
+fn written(woven: &NetworkRecord) -> Result<Box<RawValue>, NetworkError> {
     to_raw_value(woven)
         .map_err(|error| NetworkError { text: format!("write the tunnel down: {error}"), permanent: true })
 }
@@ -240,7 +240,7 @@ impl Effects for Real {
     fn user_data(&self, ticket: &Ticket, claims: u32) -> Result<String, String> {
         let addresses: Vec<SocketAddr> = self.addresses.now(self.relay.listen())?;
         let ca = self.trust.read().ca_sha256();
-        Ok(birth::user_data(ticket, claims, &addresses, self.dial, &ca, self.lease))
+        Ok(user_data::user_data(ticket, claims, &addresses, self.dial, &ca, self.lease))
     }
 
     async fn save(&self, record: &Record) -> Result<(), ledger::Error> {
@@ -397,12 +397,12 @@ impl Effects for Real {
         let recorded = recorded.map(woven).transpose()?;
         let seen = match &recorded {
             Some(woven) => woven.seen.clone(),
-            None => self.tunnel.look(&netns).await.map_err(within(&netns))?,
+            None => self.tunnel.inspect(&netns).await.map_err(within(&netns))?,
         };
         let recorded = recorded.map(|woven| woven.reserved);
         let reserved = self.tunnel.reserve(&netns, id.as_str(), &seen, v6, recorded.as_ref()).await;
         let reserved = reserved.map_err(within(&netns))?;
-        Ok(Network { v6, tunnel: written(&Woven { seen, reserved, losses: None })? })
+        Ok(Network { v6, tunnel: written(&NetworkRecord { seen, reserved, losses: None })? })
     }
 
     fn is_unsuited(&self, network: &Network, vm: IpAddr, addresses: &[IpAddr], from: Option<IpAddr>) -> bool {
@@ -416,10 +416,10 @@ impl Effects for Real {
         v6: bool,
     ) -> Result<Network, NetworkError> {
         let netns = self.open(netns).await?;
-        let seen = self.tunnel.look(&netns).await.map_err(within(&netns))?;
+        let seen = self.tunnel.inspect(&netns).await.map_err(within(&netns))?;
         let reserved = self.tunnel.reserve_encrypted(&netns, id.as_str(), &seen, v6).await;
         let reserved = reserved.map_err(within(&netns))?;
-        Ok(Network { v6, tunnel: written(&Woven { seen, reserved, losses: None })? })
+        Ok(Network { v6, tunnel: written(&NetworkRecord { seen, reserved, losses: None })? })
     }
 
     fn tunnel_peer(&self, network: &Network, key: &[u8]) -> Option<TunnelPeer> {
@@ -445,7 +445,7 @@ impl Effects for Real {
     ) -> Result<Followed, NetworkError> {
         let open = self.open(netns).await?;
         let recorded = woven(network)?;
-        let mut now = self.tunnel.look(&open).await.map_err(within(&open))?;
+        let mut now = self.tunnel.inspect(&open).await.map_err(within(&open))?;
         // Once per pod, at a time when no start waits for it.
         if recorded.losses.is_none() {
             now.left_out.extend(self.tunnel.unlisted(&open, &now).await);
@@ -471,7 +471,7 @@ impl Effects for Real {
                     again.map_err(within(&open))?
                 }
             };
-            let woven = Woven { seen: seen.clone(), reserved, losses: Some(losses) };
+            let woven = NetworkRecord { seen: seen.clone(), reserved, losses: Some(losses) };
             followed = Some(Network { v6: network.v6, tunnel: written(&woven)? });
         }
         let network = followed.as_ref().unwrap_or(network);
@@ -488,13 +488,19 @@ impl Effects for Real {
         matches!(on_thread(ask).await, Ok(Ok(true)))
     }
 
-    fn ear(&self, netns: &NetnsRef, network: &Network, vm: IpAddr) -> watch::Receiver<Heard> {
+    fn netns_watcher(&self, netns: &NetnsRef, network: &Network, vm: IpAddr) -> watch::Receiver<Heard> {
         let way = woven(network).ok().map(|woven| (woven.reserved, vm));
-        ear::listen_to(self.boot_id.clone(), netns.clone(), self.tunnel.clone(), way, &self.surroundings)
+        netns_watcher::listen_to(
+            self.boot_id.clone(),
+            netns.clone(),
+            self.tunnel.clone(),
+            way,
+            &self.surroundings,
+        )
     }
 
-    fn homes(&self) -> watch::Receiver<Homes> {
-        self.surroundings.homes()
+    fn node_endpoints(&self) -> watch::Receiver<NodeEndpoints> {
+        self.surroundings.node_endpoints()
     }
 
     async fn carry_localhost(&self, netns: &NetnsRef, id: &SandboxId) -> Result<(), NetworkError> {

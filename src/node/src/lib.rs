@@ -2,8 +2,6 @@
 //! intent on disk before it carries it out.
 
 pub mod app;
-pub mod birth;
-mod carry;
 pub mod cluster;
 pub mod config;
 pub mod effects;
@@ -12,7 +10,7 @@ pub mod localhost;
 pub mod metrics;
 pub mod registries;
 pub mod relay_client;
-pub mod roll_over;
+pub mod rotate;
 pub mod rpc;
 pub mod runtime;
 pub mod sandbox;
@@ -21,4 +19,6 @@ pub mod spec;
 mod sweep;
 pub mod trust;
 pub mod tunnel;
+pub mod user_data;
 pub mod volumes;
+mod wireguard_fds;

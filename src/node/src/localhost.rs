@@ -4,7 +4,7 @@
 //! rules can be installed again at any time.
 
 use nix::errno::Errno;
-use peerpod_base::handin::LOCALHOST_LISTENERS;
+use peerpod_base::fd_handoff::LOCALHOST_LISTENERS;
 use peerpod_podnet::{localhost, netns::Netns};
 use tokio::task::spawn_blocking;
 use tracing::warn;
@@ -56,7 +56,10 @@ impl Localhost {
                 let named = LOCALHOST_LISTENERS.into_iter().zip(listeners);
                 let listeners =
                     named.filter_map(|(name, listener)| Some((name.to_owned(), listener?))).collect();
-                relay.hand_in(KIND, Some(id), detail, listeners).await.map_err(|error| failed(error.text))?;
+                relay
+                    .hand_off(KIND, Some(id), detail, listeners)
+                    .await
+                    .map_err(|error| failed(error.text))?;
                 ports
             }
         };

@@ -1,11 +1,11 @@
 //! Client of `relay.sock`: connects to each relay process, configures it, and keeps its reports about the guests.
 //!
-//! Descriptors are passed over another socket: `hand_in`.
+//! Descriptors are passed over another socket: `hand_off`.
 //!
 //! There is one connection. A task dials it (every 50 ms until it succeeds), configures the relay, and then long-polls
 //! Watch; calls share the connection and wait a moment for one. This module retries no call: the sandbox decides that.
 
-mod hand_in;
+mod hand_off;
 
 use std::{collections::HashMap, path::PathBuf, sync::Arc, time::Duration};
 
@@ -77,7 +77,7 @@ impl RelayClient {
             epoch: watch::Sender::new(0),
             listen: watch::Sender::new(None),
             guests: Mutex::default(),
-            turns: Arc::new(Semaphore::new(hand_in::AT_A_TIME)),
+            turns: Arc::new(Semaphore::new(hand_off::AT_A_TIME)),
         }))
     }
 

@@ -33,7 +33,7 @@ use ttrpc::{
 use crate::{
     ledger::Inbox,
     metrics::Metrics,
-    sandbox::{Claim, ClaimRefused, Error, Sandboxes, Secret, Stop, Wish},
+    sandbox::{Claim, ClaimRefused, CreateVm, Error, Sandboxes, Secret, Stop},
     spec::{self, SandboxId},
 };
 
@@ -44,7 +44,7 @@ const INFO_WITHIN: Duration = Duration::from_secs(600);
 
 /// State that the handlers need.
 #[derive(Clone)]
-pub struct Door {
+pub struct Service {
     /// All sandboxes.
     pub sandboxes: Sandboxes,
     /// The relay's notes for the node.
@@ -59,13 +59,13 @@ pub struct Door {
 ///
 /// # Errors
 /// The ttrpc server could not start.
-pub async fn serve(listener: Listener, door: Door) -> ttrpc::Result<Server> {
-    let door = Arc::new(door);
+pub async fn serve(listener: Listener, service: Service) -> ttrpc::Result<Server> {
+    let service = Arc::new(service);
     let mut server = Server::new()
         .add_listener(listener)
-        .register_service(create_hypervisor(door.clone()))
-        .register_service(create_pod_vm_info(door.clone()))
-        .register_service(create_node(door));
+        .register_service(create_hypervisor(service.clone()))
+        .register_service(create_pod_vm_info(service.clone()))
+        .register_service(create_node(service));
     server.start().await?;
     Ok(server)
 }
@@ -107,14 +107,14 @@ fn patience(context: &TtrpcContext) -> Option<Duration> {
 }
 
 #[async_trait]
-impl Hypervisor for Door {
+impl Hypervisor for Service {
     async fn create_vm(&self, _: &TtrpcContext, request: CreateVMRequest) -> ttrpc::Result<CreateVMResponse> {
         let _busy = self.drain.busy("CreateVM");
         let id = sandbox_id(&request.id)?;
         let wanted = spec::parse(&request.annotations).map_err(|error| error.to_string());
         let pod = wanted.as_ref().map_or_else(|_| "-".to_owned(), |wanted| wanted.pod.to_string());
-        let wish = Wish { id: id.clone(), wanted, netns: request.networkNamespacePath.into() };
-        match self.sandboxes.create(wish).await {
+        let create = CreateVm { id: id.clone(), wanted, netns: request.networkNamespacePath.into() };
+        match self.sandboxes.create(create).await {
             Ok(agent_socket) => {
                 Ok(CreateVMResponse { agentSocketPath: agent_socket, ..CreateVMResponse::default() })
             }
@@ -169,7 +169,7 @@ impl Hypervisor for Door {
 }
 
 #[async_trait]
-impl PodVmInfo for Door {
+impl PodVmInfo for Service {
     async fn get_info(
         &self,
         context: &TtrpcContext,
@@ -193,7 +193,7 @@ impl PodVmInfo for Door {
 }
 
 #[async_trait]
-impl Node for Door {
+impl Node for Service {
     async fn claim(&self, _: &TtrpcContext, request: ClaimRequest) -> ttrpc::Result<ClaimResponse> {
         let _busy = self.drain.busy("Claim");
         if request.csr.len() > MAX_CSR {

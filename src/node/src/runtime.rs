@@ -6,7 +6,7 @@ use tokio::runtime::{Builder, Runtime};
 
 /// Threads for steps that wait for disk or kernel. Tokio's default is 512, and each thread that a burst needs keeps its
 /// stack and its heap. No step waits for another one, so a full queue slows the steps but never deadlocks them. Steps
-/// that wait for another process are bounded where they begin ([`crate::relay_client::RelayClient::hand_in`]).
+/// that wait for another process are bounded where they begin ([`crate::relay_client::RelayClient::hand_off`]).
 pub const BLOCKING_THREADS: usize = 64;
 
 /// Builds the runtime.
@@ -57,7 +57,7 @@ mod tests {
         let dir = std::env::temp_dir().join(format!("peerpod-runtime-{}", std::process::id()));
         std::fs::create_dir_all(&dir).unwrap();
         // The kernel completes connections to this socket; no program answers them.
-        let deaf = peerpod_base::handin::listen(&dir.join(peerpod_base::handin::SOCKET)).unwrap();
+        let deaf = peerpod_base::fd_handoff::listen(&dir.join(peerpod_base::fd_handoff::SOCKET)).unwrap();
         let identity = Arc::new(|| Ok(ConfigureRequest::default()));
         let client = RelayClient::new(dir.join("relay.sock"), identity, Metrics::default());
         let runtime = new().unwrap();

@@ -3,14 +3,14 @@
 //!
 //! * [`phase`]: the phases of a sandbox and their transitions; pure.
 //! * [`effects`]: the port to clock, disk, cloud, pod network, relay and trust.
-//! * `task` (with `steps`, `outcomes`, `claims`, `clear`, `slots`): the owner of one sandbox's state.
+//! * `task` (with `steps`, `completions`, `claims`, `clear`, `in_flight`): the owner of one sandbox's state.
 //! * `follow`, `renew`, `pull`, `localhost`: upkeep of a running sandbox.
 //! * `batch`: one create call for the VMs of several sandboxes. `tickets`: maps a ticket to its sandbox.
 //! * `table` ([`Sandboxes`]): maps an id to its task; the hypervisor API's calls end here.
 //! * [`recover`]: recovery of a restarted node, before it answers any call.
 //! * `reports`: the guests' reports on their networks.
-//! * `reaper`: stops sandboxes without a StopVM. `deaths`: finds VMs that are gone; `notices`: announces VMs that the
-//!   cloud will reclaim. `revive`: restarts a sandbox's task after a panic.
+//! * `reaper`: stops sandboxes without a StopVM. `vm_liveness`: finds VMs that are gone; `vm_events`: announces VMs that the
+//!   cloud will reclaim. `restart`: restarts a sandbox's task after a panic.
 //!
 //! Independent of ttrpc, sockets and provider names.
 
@@ -23,32 +23,32 @@ pub mod recover;
 mod batch;
 mod claims;
 mod clear;
+mod completions;
 mod console;
-mod deaths;
 mod error;
 pub mod follow;
+mod in_flight;
 mod localhost;
-mod notices;
-mod outcomes;
 mod pull;
 mod reaper;
 mod renew;
 mod reports;
-mod revive;
-mod slots;
+mod restart;
 mod steps;
 mod table;
 mod task;
 mod tickets;
 mod view;
+mod vm_events;
+mod vm_liveness;
 
 pub use claims::{Claim, Secret};
-pub use deaths::Deaths;
 pub use error::{ClaimRefused, Error, Granted};
 pub use reaper::Reaper;
-pub use table::{Sandboxes, Wish};
+pub use table::{CreateVm, Sandboxes};
 pub use task::Stop;
 pub use view::View;
+pub use vm_liveness::VmLiveness;
 
 use crate::spec::{SandboxId, Wishes};
 

@@ -6,7 +6,7 @@
 mod id;
 mod number;
 mod pod;
-pub mod wishes;
+pub mod vm_options;
 
 use std::collections::HashMap;
 
@@ -15,7 +15,7 @@ use peerpod_link::initdata::Initdata;
 pub use peerpod_provider_api::Size;
 pub use pod::PodRef;
 use serde::{Deserialize, Serialize};
-pub use wishes::Wishes;
+pub use vm_options::Wishes;
 
 /// The pod's name; with the Go shim under CRI-O `k8s_<pod>_<namespace>_<uid>_<attempt>`.
 pub const SANDBOX_NAME: &str = "io.kubernetes.cri.sandbox-name";
@@ -105,7 +105,7 @@ pub fn vm_memory(pod: u64, guest: u64) -> u64 {
     sum.saturating_add(sum.div_ceil(PAGES_SHARE)).max(LEAST_MEMORY)
 }
 
-/// Reads the shim's annotations, and Peerpod's own ([`wishes`]). All others are ignored.
+/// Reads the shim's annotations, and Peerpod's own ([`vm_options`]). All others are ignored.
 ///
 /// # Errors
 /// The pod's name or namespace is missing, or a value is not one that its key allows.

@@ -7,7 +7,7 @@
 //! * A [`Ticket`] lets a newly booted VM request its certificate. The ledger binds it to a key.
 //!
 //! # Rotation
-//! [`Trust::roll_over`] takes one step at a time, and each step is on disk before it returns:
+//! [`Trust::rotate`] takes one step at a time, and each step is on disk before it returns:
 //! 1. *stable → announced*: a next CA exists, and signs nothing yet. New VMs pin both CAs, and the relay trusts both.
 //!    Running guests must receive both ([`Trust::trusted_cas`]) before the next step.
 //! 2. *announced → overlap*: the next CA becomes current and signs guests, so all running guests must request a new
@@ -191,7 +191,7 @@ impl Trust {
     }
 
     /// Whether a rotation should begin: less than a third of the CA's validity is left.
-    pub fn is_roll_over_due(&self, now: SystemTime) -> bool {
+    pub fn is_rotation_due(&self, now: SystemTime) -> bool {
         self.stage() == Stage::Stable && now + self.validity.ca / 3 > self.authorities.current.not_after
     }
 
@@ -199,7 +199,7 @@ impl Trust {
     ///
     /// # Errors
     /// The step could not be written to disk, and was not taken.
-    pub fn roll_over(&mut self, now: SystemTime) -> Result<Stage, Error> {
+    pub fn rotate(&mut self, now: SystemTime) -> Result<Stage, Error> {
         let mut stepped = self.authorities.clone();
         stepped.since = now;
         match self.stage() {

@@ -12,20 +12,20 @@ use std::sync::Arc;
 use std::time::Duration;
 
 pub use peerpod_podnet::Error;
-pub use peerpod_podnet::look::Seen;
+pub use peerpod_podnet::inspect::PodNetworkState;
 pub use peerpod_podnet::mark::Owner;
 pub use peerpod_podnet::netns::{Netns, NetnsId};
 pub use peerpod_podnet::redirect::Classifier;
 pub use peerpod_podnet::vxlan::Vnis;
-use peerpod_podnet::{look, redirect};
+use peerpod_podnet::{inspect, redirect};
 use peerpod_proto::guest::NetworkPlan;
 use peerpod_proto::relay::TunnelPeer;
 use tokio::sync::watch;
 
+mod anti_spoof;
 mod backend;
 pub mod external;
 pub mod follow;
-mod gate;
 mod reconcile;
 mod reserved;
 mod steps;
@@ -37,7 +37,7 @@ mod wireguard;
 pub use reconcile::{Live, Reconciled};
 pub use reserved::{Device, Kind, Reserved};
 use steps::Steps;
-pub use wireguard::{Carrier, HandIn, HandInDetail, WireguardConfig, netns_in};
+pub use wireguard::{FdHandoff, FdHandoffDetail, WireguardConfig, WireguardFds, netns_in};
 
 /// Default folder in which container runtimes keep the pods' network namespaces.
 pub const NETNS_DIR: &str = "/run/netns";
@@ -115,23 +115,23 @@ impl Tunnel {
     /// Inspects the pod's network.
     ///
     /// # Errors
-    /// See [`peerpod_podnet::look::look`].
-    pub async fn look(&self, netns: &Netns) -> Result<Seen, Error> {
+    /// See [`peerpod_podnet::inspect::inspect`].
+    pub async fn inspect(&self, netns: &Netns) -> Result<PodNetworkState, Error> {
         let netns = netns.clone();
-        blocking(move || Steps::look(&netns)).await
+        blocking(move || Steps::inspect(&netns)).await
     }
 
-    /// Returns the pod's sysctls that are not carried into the VM, as text; see [`peerpod_podnet::look::unlisted`].
+    /// Returns the pod's sysctls that are not carried into the VM, as text; see [`peerpod_podnet::inspect::unlisted`].
     /// Slow. Empty where they cannot be read.
-    pub async fn unlisted(&self, netns: &Netns, seen: &Seen) -> Vec<String> {
+    pub async fn unlisted(&self, netns: &Netns, seen: &PodNetworkState) -> Vec<String> {
         let (netns, seen) = (netns.clone(), seen.clone());
-        let read = move || look::unlisted(&netns, &seen).unwrap_or_default();
+        let read = move || inspect::unlisted(&netns, &seen).unwrap_or_default();
         tokio::task::spawn_blocking(read).await.unwrap_or_default()
     }
 
     /// Returns the programs of others that run before the redirects, as text; see [`redirect::tcx`]. Takes a thread in
     /// the namespace, so no start may wait for it.
-    pub async fn hooked(&self, netns: &Netns, seen: &Seen) -> Vec<String> {
+    pub async fn hooked(&self, netns: &Netns, seen: &PodNetworkState) -> Vec<String> {
         let (netns, interfaces) = (netns.clone(), seen.interfaces.clone());
         let ask = move || redirect::tcx::obstacles(&netns, &interfaces).unwrap_or_default();
         tokio::task::spawn_blocking(ask).await.unwrap_or_default()
@@ -149,7 +149,7 @@ impl Tunnel {
         &self,
         netns: &Netns,
         sandbox: &str,
-        seen: &Seen,
+        seen: &PodNetworkState,
         v6_underlay: bool,
         recorded: Option<&Reserved>,
     ) -> Result<Reserved, Error> {
@@ -166,7 +166,7 @@ impl Tunnel {
         &self,
         netns: &Netns,
         sandbox: &str,
-        seen: &Seen,
+        seen: &PodNetworkState,
         v6_underlay: bool,
     ) -> Result<Reserved, Error> {
         let (steps, netns, sandbox) = (self.steps.clone(), netns.clone(), sandbox.to_owned());
@@ -194,8 +194,8 @@ impl Tunnel {
     }
 
     /// Returns the supplier of the encrypted tunnel's descriptors for the relay, where there is such a tunnel.
-    pub fn carrier(&self) -> Option<Carrier> {
-        self.steps.backends.wireguard().cloned().map(Carrier)
+    pub fn carrier(&self) -> Option<WireguardFds> {
+        self.steps.backends.wireguard().cloned().map(WireguardFds)
     }
 
     /// Returns the node's own addresses that its guests keep to the tunnel, as they were last read; `None`: their pods
@@ -214,7 +214,7 @@ impl Tunnel {
             return Ok(false);
         }
         let steps = self.steps.clone();
-        blocking(move || steps.outside.as_ref().map_or(Ok(false), external::Outside::look)).await
+        blocking(move || steps.outside.as_ref().map_or(Ok(false), external::Outside::inspect)).await
     }
 
     /// Receiver that ticks when guests of tunnels of this kind need the node's new endpoints; `None` for tunnels that
@@ -249,7 +249,7 @@ impl Tunnel {
         netns: &Netns,
         sandbox: &str,
         reserved: &Reserved,
-        seen: &Seen,
+        seen: &PodNetworkState,
         vm: IpAddr,
     ) -> Result<NetworkPlan, Error> {
         self.connect_telling(netns, sandbox, reserved, seen, vm).await.map(|(plan, _)| plan)
@@ -265,7 +265,7 @@ impl Tunnel {
         netns: &Netns,
         sandbox: &str,
         reserved: &Reserved,
-        seen: &Seen,
+        seen: &PodNetworkState,
         vm: IpAddr,
     ) -> Result<(NetworkPlan, Vec<String>), Error> {
         let (steps, netns, sandbox) = (self.steps.clone(), netns.clone(), sandbox.to_owned());

@@ -34,20 +34,21 @@ use self::sockets::{Lock, Sockets};
 use crate::{
     config::RelayConfig,
     control::Control,
-    dials, door,
-    gate::Gate,
-    guests, handin,
+    fd_handoff, guest_dialer, guests,
+    handover::{
+        self,
+        new::{self, TakeError, Taken},
+        old,
+    },
+    hypervisor,
     id::SandboxId,
     inbox::Inbox,
     localhost::Localhost,
     metrics::Metrics,
+    pause::Pause,
     sandboxes::{Prepared, Sandboxes, states::States},
     socket::Bound as Socket,
     store::{Identity, Record, Store, StoreError},
-    takeover::{
-        self, give,
-        take::{self, TakeError, Taken},
-    },
     wireguard::{self, WireGuard},
 };
 
@@ -113,7 +114,7 @@ pub struct Bound {
     control: ttrpc::r#async::Server,
     sandboxes: Arc<Sandboxes>,
     /// Locked during a handover to another process.
-    giving: Arc<Mutex<give::Giver>>,
+    giving: Arc<Mutex<old::Giver>>,
     // Each socket is unlinked on drop, if the file is still this relay's; the lock is released last.
     _sockets: Vec<Socket>,
     _lock: Lock,
@@ -138,13 +139,13 @@ pub async fn build(config: RelayConfig) -> Result<Bound, AppError> {
             core.know(identity, &records);
             core.sandboxes.restore(records).await;
             let named = sockets.copies().map_err(path_error("copy the descriptors of", run_dir))?;
-            core.serve(&config, sockets, named, door::Restored::default()).await
+            core.serve(&config, sockets, named, hypervisor::Restored::default()).await
         }
         None => {
             let (run_dir, pod) = (config.run_dir.clone(), config.pod.clone());
             let taken = take_over(config, store, inbox).await;
             if let (Err(error), Some(pod)) = (&taken, pod) {
-                takeover::report::failed(&run_dir, pod, error).await;
+                handover::report::failed(&run_dir, pod, error).await;
             }
             taken
         }
@@ -155,7 +156,7 @@ pub async fn build(config: RelayConfig) -> Result<Bound, AppError> {
 async fn take_over(config: RelayConfig, store: Store, inbox: Inbox) -> Result<Bound, AppError> {
     let run_dir = &config.run_dir;
     let running = |why: TakeError| AppError::Running(run_dir.display().to_string(), why);
-    let mut taken = take::ask(run_dir).await.map_err(running)?;
+    let mut taken = new::ask(run_dir).await.map_err(running)?;
     let states = States::go_on(taken.process.epoch.clone(), taken.process.version);
     let core = Core::new(states, store, inbox);
     let prepared = prepare(&core, &mut taken, run_dir).await;
@@ -189,10 +190,10 @@ async fn take_over(config: RelayConfig, store: Store, inbox: Inbox) -> Result<Bo
     if config.listen.port() != 0 && config.listen.port() != sockets.listen.port() {
         tracing::warn!(listen = %sockets.listen, configured = %config.listen, "the port stays that of the process before, where guests dial");
     }
-    core.serve(&config, sockets, named, taken.door).await
+    core.serve(&config, sockets, named, taken.hypervisor).await
 }
 
-type Ours = (Sockets, takeover::Named, Option<Identity>, Vec<Record>, Vec<Prepared>);
+type Ours = (Sockets, handover::Named, Option<Identity>, Vec<Record>, Vec<Prepared>);
 
 /// Performs every step that can fail, before anything is changed.
 async fn prepare(core: &Core, taken: &mut Taken, run_dir: &Path) -> Result<Ours, String> {
@@ -269,8 +270,8 @@ impl Core {
         self,
         config: &RelayConfig,
         sockets: Sockets,
-        named: takeover::Named,
-        restored: door::Restored,
+        named: handover::Named,
+        restored: hypervisor::Restored,
     ) -> Result<Bound, AppError> {
         let Core { registry, metrics, wireguard, states, sandboxes, trust, store, inbox } = self;
         let run_dir = &config.run_dir;
@@ -282,7 +283,7 @@ impl Core {
             admin,
             hypervisor,
             control,
-            hand_in,
+            hand_off,
             takeover,
             lock,
             names,
@@ -292,7 +293,7 @@ impl Core {
         admin::serve_on(admin, Arc::new(registry), Ready::new());
 
         let mut tasks = JoinSet::new();
-        let parts = door::Parts {
+        let parts = hypervisor::Parts {
             listener: hypervisor,
             restored,
             node_socket: run_dir.join("node.sock"),
@@ -300,14 +301,14 @@ impl Core {
             states: states.clone(),
             metrics: metrics.clone(),
         };
-        let door = door::open(parts, &mut tasks);
+        let hypervisor = hypervisor::open(parts, &mut tasks);
         if let Some(echo) = probes {
             tasks.spawn(echo.run());
         }
         let parts = guests::Parts {
             trust: trust.clone(),
             sandboxes: sandboxes.clone(),
-            door: door.clone(),
+            hypervisor: hypervisor.clone(),
             metrics: metrics.clone(),
             paths,
         };
@@ -316,26 +317,26 @@ impl Core {
             per_address: config.max_handshakes_per_address as usize,
         };
         if let Some(orders) = sandboxes.orders() {
-            tasks.spawn(dials::run(orders, parts.clone()));
+            tasks.spawn(guest_dialer::run(orders, parts.clone()));
         }
         tasks.spawn(guests::accept(guests, parts, bounds));
-        let gate = Gate::default();
+        let pause = Pause::default();
         // Kinds of descriptors that the node may pass, one line each.
         let localhost = Localhost { sandboxes: Arc::downgrade(&sandboxes), metrics: metrics.clone() };
-        let kinds: handin::Kinds = vec![Arc::new(localhost), wireguard.clone()];
-        tasks.spawn(handin::serve(hand_in, kinds, gate.clone()));
-        let giver = give::Giver {
-            door,
+        let kinds: fd_handoff::Kinds = vec![Arc::new(localhost), wireguard.clone()];
+        tasks.spawn(fd_handoff::serve(hand_off, kinds, pause.clone()));
+        let giver = old::Giver {
+            hypervisor,
             sandboxes: sandboxes.clone(),
             states: states.clone(),
             wireguard: wireguard.clone(),
-            gate: gate.clone(),
+            pause: pause.clone(),
             named,
         };
         let giving = Arc::new(Mutex::new(giver));
-        tasks.spawn(give::serve(takeover, giving.clone()));
+        tasks.spawn(old::serve(takeover, giving.clone()));
         let served =
-            Control { sandboxes: sandboxes.clone(), states, store, trust, metrics, wireguard, listen, gate };
+            Control { sandboxes: sandboxes.clone(), states, store, trust, metrics, wireguard, listen, pause };
         let control = serve_control(control, served).await?;
         tracing::info!(
             version = env!("CARGO_PKG_VERSION"),
@@ -375,7 +376,7 @@ impl Bound {
         };
         if ended.is_ok() {
             // A handover under way may finish: its commit ends this process, and the pods live on.
-            drop(tokio::time::timeout(give::STILL, self.giving.lock()).await);
+            drop(tokio::time::timeout(old::STILL, self.giving.lock()).await);
         }
         self.stop().await;
         ended

@@ -38,7 +38,7 @@ pub struct RelayConfig {
     pub max_handshakes: u32,
     /// `relay.max-handshakes-per-address`: the same limit for one address.
     pub max_handshakes_per_address: u32,
-    /// `relay.replaced`: whether to run the supervisor, [`crate::keeper`], which waits for the container's end.
+    /// `relay.replaced`: whether to run the supervisor, [`crate::supervisor`], which waits for the container's end.
     pub waits_when_replaced: bool,
     /// `relay.pod`: namespace, name and uid of this relay's own pod, if it runs in one.
     pub pod: Option<[String; 3]>,

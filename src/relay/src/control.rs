@@ -18,11 +18,11 @@ use protobuf::Message;
 use ttrpc::{Code, r#async::TtrpcContext};
 
 use crate::{
-    dials,
-    gate::Gate,
+    guest_dialer,
     guests::Trust,
     id::SandboxId,
     metrics::Metrics,
+    pause::Pause,
     sandboxes::{SandboxError, Sandboxes, guest::Gone, states::States},
     store::{Identity, Record, Store, TunnelPeer},
     volumes::{self, Volume},
@@ -50,7 +50,7 @@ pub(crate) struct Control {
     pub(crate) wireguard: Arc<WireGuard>,
     pub(crate) listen: SocketAddr,
     /// Pauses these calls during a handover, while the state that they change is frozen.
-    pub(crate) gate: Gate,
+    pub(crate) pause: Pause,
 }
 
 fn status(code: Code, why: impl ToString) -> ttrpc::Error {
@@ -111,11 +111,11 @@ fn record_of(request: PutSandboxRequest) -> ttrpc::Result<Record> {
         .collect::<Result<_, _>>()
         .map_err(|_| status(Code::INVALID_ARGUMENT, "a certificate's fingerprint has not 32 bytes"))?;
     let tunnel_peer = request.tunnel_peer.into_option().map(tunnel_peer).transpose()?;
-    if request.dial.len() > dials::ADDRESSES {
+    if request.dial.len() > guest_dialer::ADDRESSES {
         let why = format!(
             "sandbox {id} has {} addresses to dial, more than {}",
             request.dial.len(),
-            dials::ADDRESSES
+            guest_dialer::ADDRESSES
         );
         return Err(status(Code::INVALID_ARGUMENT, why));
     }
@@ -168,7 +168,7 @@ impl Relay for Control {
         _context: &TtrpcContext,
         request: ConfigureRequest,
     ) -> ttrpc::Result<ConfigureResponse> {
-        let _open = self.gate.pass().await;
+        let _open = self.pause.pass().await;
         let identity = Identity {
             certificates: request.certificates,
             private_key: request.private_key,
@@ -194,7 +194,7 @@ impl Relay for Control {
         _context: &TtrpcContext,
         request: PutSandboxRequest,
     ) -> ttrpc::Result<PutSandboxResponse> {
-        let open = self.gate.pass().await;
+        let open = self.pause.pass().await;
         let record = record_of(request)?;
         let (id, pod) = (record.id.clone(), record.pod.clone());
         let refused = |why| status(Code::INVALID_ARGUMENT, format!("tunnel peer of sandbox {id}: {why}"));
@@ -209,7 +209,7 @@ impl Relay for Control {
         _context: &TtrpcContext,
         request: DeleteSandboxRequest,
     ) -> ttrpc::Result<DeleteSandboxResponse> {
-        let open = self.gate.pass().await;
+        let open = self.pause.pass().await;
         let id = id_of(&request.id)?;
         let (sandboxes, gone) = (self.sandboxes.clone(), id.clone());
         let pod = self.states.pod(&id);
@@ -239,7 +239,7 @@ impl Relay for Control {
         let attached = self.sandboxes.get(&id).ok_or_else(|| {
             status(Code::NOT_FOUND, format!("sandbox {id} is not served here; put it first"))
         })?;
-        let open = self.gate.pass().await;
+        let open = self.pause.pass().await;
         let mut waiting = attached.guest.call()?;
         message.id = waiting.id;
         let bytes = message.write_to_bytes().map_err(|error| status(Code::INTERNAL, error))?;

@@ -1,4 +1,4 @@
-//! Accepts the guests' TLS connections and serves those that `dials` opened. Every host that can reach the node can
+//! Accepts the guests' TLS connections and serves those that `guest_dialer` opened. Every host that can reach the node can
 //! reach this TCP listener. A guest without a certificate may only show its ticket and read the answer; a certificate
 //! selects its sandbox. Before that, the relay limits connections, connections per address, and the time for the
 //! handshake and the first record.
@@ -32,7 +32,7 @@ use tokio::{
 use tokio_rustls::{TlsAcceptor, server::TlsStream};
 
 use crate::{
-    door::{ClaimError, DoorHandle},
+    hypervisor::{ClaimError, HypervisorHandle},
     id::SandboxId,
     metrics::Metrics,
     sandboxes::Sandboxes,
@@ -75,7 +75,7 @@ impl Trust {
 pub(crate) struct Parts {
     pub(crate) trust: Arc<Trust>,
     pub(crate) sandboxes: Arc<Sandboxes>,
-    pub(crate) door: DoorHandle,
+    pub(crate) hypervisor: HypervisorHandle,
     pub(crate) metrics: Arc<Metrics>,
     /// Guests that may send path probes.
     pub(crate) paths: Known,
@@ -278,7 +278,7 @@ async fn answer_claim(
     parts: &Parts,
 ) -> Result<Met, Refused> {
     let ticket: String = claim.ticket_id.chars().filter(char::is_ascii_hexdigit).take(32).collect();
-    let (outcome, reply) = judge(claim, peer, dialled, &parts.door).await;
+    let (outcome, reply) = judge(claim, peer, dialled, &parts.hypervisor).await;
     parts.metrics.claim(outcome);
     // The ticket's id is no secret, the ticket's secret is. A guest that must wait asks again many times a second.
     if reply.retry {
@@ -318,7 +318,7 @@ async fn judge(
     claim: Claim,
     peer: SocketAddr,
     dialled: Option<&SandboxId>,
-    door: &DoorHandle,
+    hypervisor: &HypervisorHandle,
 ) -> (&'static str, ClaimReply) {
     let refused = |error: String| ClaimReply { error, ..Default::default() };
     if claim.version != CLAIM_VERSION {
@@ -337,7 +337,7 @@ async fn judge(
         dialled: dialled.map(ToString::to_string).unwrap_or_default(),
         ..Default::default()
     };
-    match door.claim(request).await {
+    match hypervisor.claim(request).await {
         Ok(granted) => {
             let reply = ClaimReply {
                 sandbox_id: granted.sandbox_id,

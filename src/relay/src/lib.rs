@@ -1,13 +1,13 @@
 //! `peerpod-relay`: holds the shims' sockets and the guests' links, and outlives every upgrade of the other programs. A
 //! shim never reopens its connections, so they must not end with the node daemon.
 //!
-//! * `door`: the hypervisor proxy, which serves `hypervisor.sock` and holds calls that wait for the node; `inbox`:
+//! * `hypervisor`: the hypervisor proxy, which serves `hypervisor.sock` and holds calls that wait for the node; `inbox`:
 //!   stops that the node did not accept in time.
 //! * `sandboxes`: one endpoint per sandbox, with its `agent` socket and its record in the `store`.
-//! * `guests`: the TCP port that guests dial; `control`: `relay.sock`, the API that the node calls; `handin`:
+//! * `guests`: the TCP port that guests dial; `control`: `relay.sock`, the API that the node calls; `fd_handoff`:
 //!   `relay-fds.sock`, over which the node passes descriptors that the relay has no right to open; `localhost` and
 //!   `wireguard`: the two kinds of these descriptors.
-//! * `takeover`: handover to a new relay process; `keeper`: the supervisor that keeps the old container after it.
+//! * `handover`: handover to a new relay process; `supervisor`: the supervisor that keeps the old container after it.
 //!
 //! The relay has no cloud SDK and no Kubernetes client, because it faces hostile guests.
 
@@ -15,21 +15,21 @@ pub mod agent;
 pub mod app;
 pub mod config;
 mod control;
-mod dials;
-mod door;
-mod gate;
+mod fd_handoff;
+mod guest_dialer;
 mod guest_log;
 mod guests;
-mod handin;
+mod handover;
 pub mod harden;
+mod hypervisor;
 mod id;
 mod inbox;
-pub mod keeper;
 mod localhost;
 mod metrics;
+mod pause;
 mod sandboxes;
 mod socket;
 mod store;
-mod takeover;
+pub mod supervisor;
 mod volumes;
 mod wireguard;

@@ -3,7 +3,7 @@
 //! the VM, the client's connection is reset.
 //!
 //! `peerpod_podnet::localhost` has the rules that redirect connections to these listeners. The node passes the
-//! listeners over `handin`; they close with the sandbox. May touch: these listeners, and the sandbox's link.
+//! listeners over `fd_handoff`; they close with the sandbox. May touch: these listeners, and the sandbox's link.
 
 use std::{
     io,
@@ -14,7 +14,7 @@ use std::{
 };
 
 use async_trait::async_trait;
-use peerpod_base::handin::LOCALHOST_LISTENERS as LISTEN;
+use peerpod_base::fd_handoff::LOCALHOST_LISTENERS as LISTEN;
 use peerpod_link::endpoint::{Connected, DialError, EndpointHandle, Target};
 use rustix::net::{AddressFamily, SocketType, sockopt::set_socket_linger};
 use serde_json::Value;
@@ -25,7 +25,7 @@ use tokio::{
 use tracing::{Instrument, Span};
 
 use crate::{
-    handin::{Handed, Kind, Wanted},
+    fd_handoff::{Handed, Kind, Wanted},
     id::SandboxId,
     metrics::Metrics,
     sandboxes::Sandboxes,

@@ -8,7 +8,7 @@ use peerpod_base::{
     program::{self, Program},
     telemetry,
 };
-use peerpod_relay::{app, config::RelayConfig, harden, keeper};
+use peerpod_relay::{app, config::RelayConfig, harden, supervisor};
 
 const PROGRAM: Program = Program {
     name: "peerpod-relay",
@@ -41,7 +41,7 @@ fn start() -> anyhow::Result<ExitCode> {
     telemetry::init(&log)?;
     if config.waits_when_replaced {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-        return Ok(runtime.block_on(keeper::keep())?);
+        return Ok(runtime.block_on(supervisor::keep())?);
     }
     if let Err(error) = program::own_rights_and_limits() {
         tracing::warn!(%error, "the limit of open files stays as it is");

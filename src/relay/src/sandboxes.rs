@@ -27,7 +27,7 @@ use self::{
 };
 use crate::{
     agent::{AgentSocket, CONNECTIONS},
-    dials::Order,
+    guest_dialer::Order,
     id::SandboxId,
     localhost::{Ports, Serving},
     metrics::Metrics,
@@ -96,7 +96,7 @@ pub(crate) struct Sandboxes {
     metrics: Arc<Metrics>,
     limits: endpoint::Limits,
     table: Mutex<Table>,
-    /// Orders to dial guests, and their receiver until `dials` takes it.
+    /// Orders to dial guests, and their receiver until `guest_dialer` takes it.
     dials: mpsc::UnboundedSender<Order>,
     orders: Mutex<Option<mpsc::UnboundedReceiver<Order>>>,
 }

@@ -25,7 +25,7 @@ use serde_json::{Value, json};
 use zeroize::Zeroizing;
 
 use crate::{
-    handin::{Handed, Kind},
+    fd_handoff::{Handed, Kind},
     id::SandboxId,
     store::TunnelPeer,
 };
@@ -63,7 +63,7 @@ struct Plane {
 impl State {
     /// Releases everything held by a data plane that ended by itself: the node opens the device and binds the port
     /// anew. Blocks until the threads of that data plane have ended, which is imminent.
-    fn bury(&mut self) {
+    fn keep_counters(&mut self) {
         let Some(dead) = self.plane.take_if(|plane| !plane.threads.is_running()) else { return };
         let panicked = dead.threads.has_panicked();
         if panicked {
@@ -123,7 +123,7 @@ impl WireGuard {
     ///
     /// In this order a failure loses nothing, and the old threads do not prevent a success. A TUN device has one
     /// opener, but the relay does not open it: the node did so before it passed the descriptor. That is possible only
-    /// if no data plane here holds the device (an ended one has released it, see [`State::bury`]) or if both share the
+    /// if no data plane here holds the device (an ended one has released it, see [`State::keep_counters`]) or if both share the
     /// descriptor. Two data planes on one device or socket each receive some of the packets while both run.
     fn start(
         &self,
@@ -134,7 +134,7 @@ impl WireGuard {
     ) -> Result<Value, String> {
         let unusable = |error| format!("the UDP socket: {error}");
         let mut state = self.lock();
-        state.bury();
+        state.keep_counters();
         let held =
             state.plane.as_ref().map(|plane| plane.socket.try_clone()).transpose().map_err(unusable)?;
         let socket = socket.or(held).ok_or("there is no UDP socket yet")?;
@@ -261,7 +261,7 @@ impl Kind for WireGuard {
         }
         let mut state = self.lock();
         // The node asks every second, and so detects a failed data plane soon.
-        state.bury();
+        state.keep_counters();
         state.plane.as_ref().map(describe)
     }
 

@@ -18,18 +18,18 @@ pub use process::{Process, program};
 
 use std::time::{Duration, Instant};
 
-/// Waits until `look` returns a value.
+/// Waits until `inspect` returns a value.
 ///
 /// # Errors
 /// When it returns none within `limit`; the error contains the description in the first argument.
 pub async fn wait_for<T>(
     what: &str,
     limit: Duration,
-    mut look: impl AsyncFnMut() -> anyhow::Result<Option<T>>,
+    mut inspect: impl AsyncFnMut() -> anyhow::Result<Option<T>>,
 ) -> anyhow::Result<T> {
     let began = Instant::now();
     loop {
-        if let Some(seen) = look().await? {
+        if let Some(seen) = inspect().await? {
             return Ok(seen);
         }
         anyhow::ensure!(began.elapsed() < limit, "{what}: not within {limit:?}");

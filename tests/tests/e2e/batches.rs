@@ -14,11 +14,11 @@ use peerpod_world::{Daemons, Pod, Settings, World, eventually};
 
 const MANY: usize = 50;
 
-fn drill(max_batch: u32, takes: &str) -> Settings {
+fn fake(max_batch: u32, takes: &str) -> Settings {
     Settings::none()
-        .set("provider.kind", "drill")
-        .set("provider.drill.max-batch", max_batch)
-        .set("provider.drill.takes", takes)
+        .set("provider.kind", "fake")
+        .set("provider.fake.max-batch", max_batch)
+        .set("provider.fake.takes", takes)
         .set("node.relay-addresses", vec!["192.0.2.1:15151"])
         // No guest ever connects, so none gets ready.
         .set("node.boot-timeout", "10m")
@@ -26,8 +26,8 @@ fn drill(max_batch: u32, takes: &str) -> Settings {
 }
 
 /// Returns the files with this extension in the fake provider's folder.
-fn drilled(daemons: &Daemons, extension: &str) -> Vec<PathBuf> {
-    let entries = std::fs::read_dir(daemons.state_dir().join("drill")).unwrap();
+fn fake_vm(daemons: &Daemons, extension: &str) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(daemons.state_dir().join("fake")).unwrap();
     let paths = entries.filter_map(|entry| Some(entry.ok()?.path()));
     paths.filter(|path| path.extension().is_some_and(|found| found == extension)).collect()
 }
@@ -66,7 +66,7 @@ async fn vms(daemons: &Daemons, ids: &[String]) -> BTreeSet<String> {
 
 fn made(daemons: &Daemons) -> BTreeSet<String> {
     let name = |path: PathBuf| path.file_stem().unwrap().to_string_lossy().into_owned();
-    drilled(daemons, "json").into_iter().map(name).collect()
+    fake_vm(daemons, "json").into_iter().map(name).collect()
 }
 
 async fn stop_all(daemons: &Daemons, ids: &[String]) {
@@ -93,7 +93,7 @@ fn many(world: &World, name: &str) -> (Vec<String>, Vec<Pod>) {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_burst_of_pods_is_few_calls_and_a_vm_for_each() {
     let world = World::new().unwrap();
-    let daemons = Daemons::start(&world, drill(500, "200ms")).await.unwrap();
+    let daemons = Daemons::start(&world, fake(500, "200ms")).await.unwrap();
     let (ids, pods) = many(&world, "burst");
     let began = Instant::now();
     answered(create_all(&daemons, &ids, &pods), &daemons).await;
@@ -101,7 +101,7 @@ async fn a_burst_of_pods_is_few_calls_and_a_vm_for_each() {
     let took = began.elapsed();
     assert_eq!(vms.len(), MANY, "each has its own");
     assert_eq!(vms, made(&daemons), "and there are no others");
-    let calls = drilled(&daemons, "batch").len();
+    let calls = fake_vm(&daemons, "batch").len();
     let alone = made(&daemons).iter().filter(|id| id.matches('-').count() == 1).count();
     println!("{MANY} pods: {calls} calls for several, {alone} for one, {took:?} to the last VM");
     assert!(calls + alone <= MANY / 5, "{calls} + {alone} calls for {MANY} pods");
@@ -113,7 +113,7 @@ async fn a_burst_of_pods_is_few_calls_and_a_vm_for_each() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_node_killed_in_the_middle_of_a_burst_makes_exactly_one_vm_for_each() {
     let world = World::new().unwrap();
-    let mut daemons = Daemons::start(&world, drill(20, "300ms")).await.unwrap();
+    let mut daemons = Daemons::start(&world, fake(20, "300ms")).await.unwrap();
     let mut dice = Dice(23);
     let pods: Vec<Pod> = (0..MANY).map(|_| world.pod().unwrap()).collect();
     for round in 0..if long() { 100 } else { 12 } {

@@ -16,7 +16,7 @@ use std::{
 
 use guest_common::secure;
 use peerpod_client::{AgentClient, Annotations, exec_request};
-use peerpod_link::{birth::BirthData, tls};
+use peerpod_link::{tls, user_data::UserData};
 use peerpod_tests::{CONTAINER, PATIENCE, Sandbox, fresh_id, sample};
 use peerpod_world::{Daemons, Settings, Sight, World, eventually};
 use rcgen::{BasicConstraints, CertificateParams, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair};
@@ -165,7 +165,7 @@ async fn a_guest_that_waits_believes_the_node_s_next_ca_and_not_the_last_one() {
     let sandbox = Sandbox::start(&world, &daemons, "rolled").await.unwrap();
     let guest = Sight::of(&world, &[], &daemons).unwrap().pids("peerpod-guest")[0];
     let born = fs::read(format!("/proc/{guest}/root/media/cidata/user-data")).unwrap();
-    let pins = BirthData::parse(&born).unwrap().node.ca_sha256;
+    let pins = UserData::parse(&born).unwrap().node.ca_sha256;
     eventually("the CA of the guest's birth is no longer shown", Duration::from_secs(60), async || {
         sandbox.lives().await.unwrap();
         cut(&world, &daemons).await;

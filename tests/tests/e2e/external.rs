@@ -212,7 +212,7 @@ fn strict(netns: &Netns) {
 }
 
 #[tokio::test]
-async fn a_pod_leaves_by_the_second_card_of_its_vm_alone() {
+async fn a_pod_leaves_by_the_second_nic_of_its_vm_alone() {
     let world = World::new().unwrap();
     let internet = internet(&world);
     strict(world.node().netns());
@@ -249,7 +249,7 @@ async fn a_pod_leaves_by_the_second_card_of_its_vm_alone() {
 }
 
 #[tokio::test]
-async fn a_pod_whose_second_card_is_away_never_leaves_by_the_first() {
+async fn a_pod_whose_second_nic_is_away_never_leaves_by_the_first() {
     let world = World::new().unwrap();
     let internet = internet(&world);
     let daemons = Daemons::start(&world, by("second-nic")).await.unwrap();
@@ -266,7 +266,7 @@ async fn a_pod_whose_second_card_is_away_never_leaves_by_the_first() {
             });
             waited.await.unwrap_or_else(|error| panic!("{error}\n{}", vm::consoles(&daemons)));
         };
-        until("by the second card", &|seen| network_of(seen) == Some(98)).await;
+        until("by the second NIC", &|seen| network_of(seen) == Some(98)).await;
         vm::run(&vm, "ip link set eth1 down").unwrap();
         until("by the node, as without it", &|seen| seen == pod).await;
         for line in [
@@ -277,13 +277,13 @@ async fn a_pod_whose_second_card_is_away_never_leaves_by_the_first() {
         ] {
             vm::run(&vm, &format!("ip {line}")).unwrap();
         }
-        until("by the second card again", &|seen| network_of(seen) == Some(98)).await;
+        until("by the second NIC again", &|seen| network_of(seen) == Some(98)).await;
     }
     sandbox.stop(&daemons).await.unwrap();
 }
 
 #[tokio::test]
-async fn the_way_out_follows_the_cards_new_address() {
+async fn the_way_out_follows_the_nics_new_address() {
     let world = World::new().unwrap();
     let internet = internet(&world);
     let at = mirror(&internet, "203.0.113.2".parse().unwrap());
@@ -309,10 +309,10 @@ async fn the_way_out_follows_the_cards_new_address() {
 }
 
 #[tokio::test]
-async fn a_node_whose_provider_has_no_second_cards_says_so_at_its_start() {
+async fn a_node_whose_provider_has_no_second_nics_says_so_at_its_start() {
     let world = World::new().unwrap();
-    let error = Daemons::start(&world, by("second-nic").set("provider.kind", "drill")).await.err().unwrap();
-    assert!(format!("{error:#}").contains("gives VMs no second network card"), "{error:#}");
+    let error = Daemons::start(&world, by("second-nic").set("provider.kind", "fake")).await.err().unwrap();
+    assert!(format!("{error:#}").contains("gives VMs no second NIC"), "{error:#}");
 }
 
 #[tokio::test]

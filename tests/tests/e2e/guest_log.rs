@@ -3,7 +3,7 @@
 use super::guest_common;
 use std::{fs, time::Duration};
 
-use guest_common::birth_of;
+use guest_common::user_data_of;
 use peerpod_client::Annotations;
 use peerpod_tests::{PATIENCE, Sandbox, fresh_id, sample, vm};
 use peerpod_world::{Daemons, Settings, Sight, World, eventually};
@@ -29,7 +29,7 @@ async fn what_guest_and_agent_say_is_in_the_relay_s_log_from_the_first_line_on_a
     let (id, pod) = (fresh_id("said"), world.pod().unwrap());
     let shim = daemons.shim().await.unwrap();
     shim.create_vm(&id, Annotations::new("shop", &id), &pod.namespace().path()).await.unwrap();
-    let born = birth_of(&daemons, &id).await;
+    let born = user_data_of(&daemons, &id).await;
     tokio::time::timeout(PATIENCE, shim.start_vm(&id)).await.unwrap().unwrap();
 
     // The guest's first lines, from before the link was up; later lines; and the agent's lines.

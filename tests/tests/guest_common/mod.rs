@@ -5,7 +5,7 @@
 
 use std::{net::SocketAddr, time::Duration};
 
-use peerpod_link::{birth::BirthData, claim, record, tls};
+use peerpod_link::{claim, record, tls, user_data::UserData};
 use peerpod_proto::guest::{Claim, ClaimReply};
 use peerpod_tests::PATIENCE;
 use peerpod_world::{Daemons, LedgerEntry, World, eventually};
@@ -44,12 +44,12 @@ pub async fn secure(
 /// Sends a claim with the given key's request, and returns the reply.
 pub async fn claims(
     world: &World,
-    birth: &BirthData,
+    user_data: &UserData,
     id: &str,
     secret: [u8; 32],
     csr: Vec<u8>,
 ) -> ClaimReply {
-    let mut stream = secure(world, &birth.node.ca_sha256, None).await.unwrap();
+    let mut stream = secure(world, &user_data.node.ca_sha256, None).await.unwrap();
     let mut claim = Claim::new();
     (claim.version, claim.ticket_id, claim.ticket_secret, claim.csr) = (1, id.into(), secret.to_vec(), csr);
     tokio::time::timeout(PATIENCE, claim::ask(&mut stream, &claim)).await.unwrap().unwrap()
@@ -83,13 +83,13 @@ pub fn entry(daemons: &Daemons, id: &str) -> Option<LedgerEntry> {
 }
 
 /// Returns the user-data of this sandbox's VM, once the VM is made and the relay has a record of the sandbox.
-pub async fn birth_of(daemons: &Daemons, id: &str) -> BirthData {
+pub async fn user_data_of(daemons: &Daemons, id: &str) -> UserData {
     let served = daemons.state_dir().join(format!("relay/sandboxes/{id}.json"));
     eventually("the VM is made and the relay knows the sandbox", PATIENCE, async || {
         let entry = entry(daemons, id)?;
         let known = entry.phase() == "joining" && served.exists();
         let user_data = entry.record["request"]["user_data"].as_str().filter(|_| known)?;
-        BirthData::parse(user_data.as_bytes()).ok()
+        UserData::parse(user_data.as_bytes()).ok()
     })
     .await
     .unwrap()

@@ -60,10 +60,10 @@ impl Machine {
         let script = format!("exec busybox nc -ll -p {PORT_INSIDE} -e sh -c \"printf '%-64s' ::; exec cat\"");
         agent.exec_process(&exec_request("main", "echo", &["/bin/sh", "-c", &script])).await?;
         let domain = place.libvirtd.domains()?.pop().context("a domain")?;
-        let cards = place.libvirtd.virsh(&["domiflist", &domain])?;
-        let card = cards.lines().find(|line| line.contains(NETWORK)).context("a card")?;
-        let words: Vec<&str> = card.split_whitespace().collect();
-        let [tap, _, _, _, mac] = words[..] else { anyhow::bail!("a card like no other: {card}") };
+        let nics = place.libvirtd.virsh(&["domiflist", &domain])?;
+        let nic = nics.lines().find(|line| line.contains(NETWORK)).context("a NIC")?;
+        let words: Vec<&str> = nic.split_whitespace().collect();
+        let [tap, _, _, _, mac] = words[..] else { anyhow::bail!("a NIC like no other: {nic}") };
         let (tap, mac) = (tap.to_owned(), mac.to_owned());
         Ok(Machine { id, pod, other, shim, agent, domain, tap, mac })
     }
@@ -94,7 +94,7 @@ impl Machine {
     }
 
     /// Waits until the VM's own NIC has this MTU.
-    async fn until_card(&self, mtu: u32) -> anyhow::Result<()> {
+    async fn until_nic(&self, mtu: u32) -> anyhow::Result<()> {
         let expected = format!("mtu {mtu} ");
         self.until(&format!("{BESIDE} ip link show dev eth0"), |text| text.contains(&expected))
             .await
@@ -218,7 +218,7 @@ fn offloads_are(world: &World, tap: &str, state: &str) -> anyhow::Result<()> {
 
 /// Checks the features that VM and hypervisor negotiated for the NIC (`linux/virtio_net.h`): each side leaves checksums
 /// and segmentation to the other, in both directions and families.
-async fn card_offloads(machine: &Machine) -> anyhow::Result<()> {
+async fn nic_offloads(machine: &Machine) -> anyhow::Result<()> {
     let script = "for d in /sys/bus/virtio/devices/*; do \
                   [ \"$(cat $d/device)\" = 0x0001 ] && cat $d/features; done; true";
     let bits = machine.shell(script).await?;
@@ -248,12 +248,12 @@ async fn a_machines_packets_are_as_large_as_its_wire_takes_with_offloads_and_wit
 async fn wires_and_offloads(place: &Place, daemons: &Daemons) -> anyhow::Result<()> {
     let world = &place.world;
     let machine = Machine::start(place, daemons, "wire").await?;
-    machine.until_card(1400).await.context("DHCP says what the wire takes")?;
+    machine.until_nic(1400).await.context("DHCP says what the wire takes")?;
     // Depends on the family that the tunnel uses.
     let mtu = machine.until_mtu(&[1400 - 50, 1400 - 70]).await?;
     let tunnel = 1400 - mtu;
 
-    card_offloads(&machine).await?;
+    nic_offloads(&machine).await?;
     offloads_are(world, &machine.tap, "on")?;
     machine.converse(world, mtu).await.context("with offloads")?;
     offloads(world, &machine.tap, "off")?;
@@ -383,7 +383,7 @@ async fn a_machine_that_gets_another_address_by_dhcp_takes_all_along() {
 async fn moves(place: &Place, daemons: &Daemons) -> anyhow::Result<()> {
     let world = &place.world;
     let machine = Machine::start(place, daemons, "moving").await?;
-    machine.until_card(9000).await.context("DHCP says what the wire takes")?;
+    machine.until_nic(9000).await.context("DHCP says what the wire takes")?;
     let mtu = machine.until_mtu(&[9000 - 50]).await?;
     machine.converse(world, mtu).await.context("before it moves")?;
     let addresses = format!("{BESIDE} ip -4 addr show dev eth0");
@@ -415,7 +415,7 @@ async fn moves(place: &Place, daemons: &Daemons) -> anyhow::Result<()> {
     let is = |text: &str| text.matches("inet ").count() == 1 && text.contains(&format!("{OTHER_ADDRESS}/24"));
     machine.until(&addresses, is).await?;
     let said = place.consoles();
-    ensure!(!said.contains("make the route to"), "the card was without its address for a while");
+    ensure!(!said.contains("make the route to"), "the NIC was without its address for a while");
     machine.until_mtu(&[mtu]).await?;
 
     // The carrier of the NIC.

@@ -334,7 +334,7 @@ async fn three_hundred_pods_at_once_get_and_lose_their_tunnels() {
              route add 10.200.0.0/16 via 192.168.200.2\n")
         .unwrap();
     let settings = Settings::none()
-        .set("provider.kind", "drill")
+        .set("provider.kind", "fake")
         .set("log.level", "info")
         .set("node.max-sandboxes", 2 * PODS)
         .set("node.relay-addresses", vec!["192.168.200.1:15151"]);

@@ -165,7 +165,7 @@ async fn a_vm_of_an_ipv6_cloud_that_moves_to_another_address_takes_its_tunnel_al
 
 /// Does the same as a driver that resets its NIC: the kernel removes all routes and the IPv6 addresses, and their
 /// source (DHCP, router advertisements) adds them again.
-async fn a_vms_card_is_reset(settings: Settings) {
+async fn a_vms_nic_is_reset(settings: Settings) {
     let world = World::new().unwrap();
     let daemons = Daemons::start(&world, settings).await.unwrap();
     let other = world.pod().unwrap();
@@ -178,7 +178,7 @@ async fn a_vms_card_is_reset(settings: Settings) {
         ip_in(&vm, "link set eth0 down");
         let (from, to) = (other.namespace().clone(), sandbox.pod.v4());
         let silent = spawn_blocking(move || ping(&from, to, 56, Duration::from_millis(500))).await.unwrap();
-        assert!(silent.is_err(), "the card is down and there is an answer");
+        assert!(silent.is_err(), "the NIC is down and there is an answer");
         ip_in(&vm, "link set eth0 up");
         if !gateway.is_empty() {
             ip_in(&vm, &format!("route replace {}", gateway.trim()));
@@ -199,13 +199,13 @@ async fn a_vms_card_is_reset(settings: Settings) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_vm_whose_card_goes_down_and_comes_up_again_keeps_its_pod() {
-    a_vms_card_is_reset(Settings::none()).await;
+async fn a_vm_whose_nic_goes_down_and_comes_up_again_keeps_its_pod() {
+    a_vms_nic_is_reset(Settings::none()).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_vm_of_an_ipv6_cloud_whose_card_goes_down_and_comes_up_again_keeps_its_pod() {
-    a_vms_card_is_reset(Settings::none().set("provider.local.ipv4", false)).await;
+async fn a_vm_of_an_ipv6_cloud_whose_nic_goes_down_and_comes_up_again_keeps_its_pod() {
+    a_vms_nic_is_reset(Settings::none().set("provider.local.ipv4", false)).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

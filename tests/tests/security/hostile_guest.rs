@@ -10,13 +10,13 @@ use std::{
     time::{Duration, Instant},
 };
 
-use guest_common::{Identity, birth_of, claims, csr, identity, secure};
+use guest_common::{Identity, claims, csr, identity, secure, user_data_of};
 use peerpod_client::Annotations;
 use peerpod_link::{
-    birth::BirthData,
     endpoint::{Endpoint, EndpointHandle, Filter, Handler, Limits, LinkEvent, Role},
     frame::{DATA, HEADER_LEN, Header, REQUEST, RESPONSE},
     record::{self, Hello, Kind, Level, Line, SessionId},
+    user_data::UserData,
 };
 use peerpod_proto::ttrpc_frame;
 use peerpod_tests::{CONTAINER, PATIENCE, Sandbox, fresh_id, resident, sample};
@@ -44,7 +44,7 @@ async fn let_vms_sleep(daemons: &mut Daemons) {
 /// Sandbox with the test as its guest.
 struct Ours {
     id: String,
-    birth: BirthData,
+    user_data: UserData,
     chain: Vec<Vec<u8>>,
     key: rcgen::KeyPair,
 }
@@ -53,11 +53,12 @@ impl Ours {
     async fn join(world: &World, daemons: &Daemons, netns: &Path) -> Ours {
         let (id, shim) = (fresh_id("liar"), daemons.shim().await.unwrap());
         shim.create_vm(&id, Annotations::new("default", &id), netns).await.unwrap();
-        let birth = birth_of(daemons, &id).await;
+        let user_data = user_data_of(daemons, &id).await;
         let (key, csr) = csr();
-        let granted = claims(world, &birth, &birth.ticket.id, *birth.ticket.secret.expose(), csr).await;
+        let granted =
+            claims(world, &user_data, &user_data.ticket.id, *user_data.ticket.secret.expose(), csr).await;
         assert_eq!((granted.error.as_str(), granted.sandbox_id.as_str()), ("", id.as_str()));
-        Ours { id, birth, chain: granted.certificates, key }
+        Ours { id, user_data, chain: granted.certificates, key }
     }
 
     fn identity(&self) -> Identity {
@@ -65,7 +66,7 @@ impl Ours {
     }
 
     async fn dial(&self, world: &World) -> TlsStream<TcpStream> {
-        secure(world, &self.birth.node.ca_sha256, Some(self.identity())).await.unwrap()
+        secure(world, &self.user_data.node.ca_sha256, Some(self.identity())).await.unwrap()
     }
 
     /// Opens a link in a new session, and reads exactly up to the end of the Welcome.

@@ -6,11 +6,11 @@ use std::{
     collections::BTreeMap, fs, os::unix::fs::PermissionsExt, path::PathBuf, sync::Arc, time::Duration,
 };
 
-use guest_common::{RELAY, assert_closed, birth_of, claims, csr, dial, entry, identity, secure};
+use guest_common::{RELAY, assert_closed, claims, csr, dial, entry, identity, secure, user_data_of};
 use peerpod_client::Annotations;
 use peerpod_link::{
-    birth::{BirthData, from_hex},
     claim, record,
+    user_data::{UserData, from_hex},
 };
 use peerpod_proto::guest::Claim;
 use peerpod_tests::{PATIENCE, Sandbox, fresh_id, nothing_beyond, resident, sample};
@@ -39,9 +39,9 @@ fn guests(world: &World, daemons: &Daemons) -> BTreeMap<String, (PathBuf, Value)
     granted.collect()
 }
 
-fn birth_of_vm(world: &World, daemons: &Daemons) -> BirthData {
+fn birth_of_vm(world: &World, daemons: &Daemons) -> UserData {
     let user_data = root_of_vm(world, daemons).join("media/cidata/user-data");
-    BirthData::parse(&fs::read(user_data).unwrap()).unwrap()
+    UserData::parse(&fs::read(user_data).unwrap()).unwrap()
 }
 
 /// Returns the key that the guest of the VM with this root made; the folder also contains other files, and a pipe.
@@ -58,17 +58,17 @@ async fn a_ticket_that_is_wrong_or_was_used_by_another_key_gets_nothing() {
     let world = World::new().unwrap();
     let daemons = Daemons::start(&world, Settings::none()).await.unwrap();
     let sandbox = Sandbox::start(&world, &daemons, "ticket").await.unwrap();
-    let birth = birth_of_vm(&world, &daemons);
-    let secret = *birth.ticket.secret.expose();
+    let user_data = birth_of_vm(&world, &daemons);
+    let secret = *user_data.ticket.secret.expose();
     let mut other = secret;
     other[31] ^= 1;
     for (id, secret, case) in [
         ("00000000000000000000000000000000", secret, "unknown id"),
-        (&birth.ticket.id[..], other, "wrong secret"),
+        (&user_data.ticket.id[..], other, "wrong secret"),
         ("", secret, "no id"),
-        (&birth.ticket.id[..], secret, "used by the VM's own key"),
+        (&user_data.ticket.id[..], secret, "used by the VM's own key"),
     ] {
-        let reply = claims(&world, &birth, id, secret, csr().1).await;
+        let reply = claims(&world, &user_data, id, secret, csr().1).await;
         assert!(!reply.error.is_empty() && !reply.retry && reply.certificates.is_empty(), "{case}: {reply}");
         assert!(!reply.error.contains(&hex::encode(&secret)), "{case}: the answer keeps the secret");
     }
@@ -78,7 +78,7 @@ async fn a_ticket_that_is_wrong_or_was_used_by_another_key_gets_nothing() {
     sandbox.lives().await.unwrap();
     sandbox.stop(&daemons).await.unwrap();
     // Also after the sandbox is gone.
-    let reply = claims(&world, &birth, &birth.ticket.id, secret, csr().1).await;
+    let reply = claims(&world, &user_data, &user_data.ticket.id, secret, csr().1).await;
     assert!(!reply.error.is_empty(), "{reply}");
 }
 
@@ -96,7 +96,7 @@ async fn a_vm_that_does_not_join_in_time_is_named_and_taken_away() {
     let shim = daemons.shim().await.unwrap();
     let id = fresh_id("late");
     shim.create_vm(&id, Annotations::new("default", &id), &pod.namespace().path()).await.unwrap();
-    let birth = birth_of(&daemons, &id).await;
+    let user_data = user_data_of(&daemons, &id).await;
     let error = tokio::time::timeout(PATIENCE, shim.start_vm(&id)).await.unwrap().unwrap_err();
     for word in ["join", "within 10s", "firewall", "10.99.0.1:15151"] {
         assert!(error.answer().contains(word), "the stage and what to look at are named: {error}");
@@ -104,7 +104,8 @@ async fn a_vm_that_does_not_join_in_time_is_named_and_taken_away() {
     daemons.gone(&id, PATIENCE).await.unwrap();
     nothing_beyond(&world, &[pod.namespace()], &daemons, &before, &before).await.unwrap();
     // A guest that connects now gets nothing for its ticket.
-    let reply = claims(&world, &birth, &birth.ticket.id, *birth.ticket.secret.expose(), csr().1).await;
+    let reply =
+        claims(&world, &user_data, &user_data.ticket.id, *user_data.ticket.secret.expose(), csr().1).await;
     assert!(!reply.error.is_empty() && !reply.retry && reply.certificates.is_empty(), "{reply}");
 }
 
@@ -119,12 +120,12 @@ async fn a_ticket_that_is_first_shown_too_late_gets_nothing_and_one_that_was_sho
     let mut births = Vec::new();
     for (pod, id) in pods.iter().zip(&ids) {
         shim.create_vm(id, Annotations::new("default", id), &pod.namespace().path()).await.unwrap();
-        births.push(birth_of(&daemons, id).await);
+        births.push(user_data_of(&daemons, id).await);
     }
     let requests = [csr().1, csr().1];
     let show = async |which: usize| {
-        let (birth, request): (&BirthData, _) = (&births[which], requests[which].clone());
-        claims(&world, birth, &birth.ticket.id, *birth.ticket.secret.expose(), request).await
+        let (user_data, request): (&UserData, _) = (&births[which], requests[which].clone());
+        claims(&world, user_data, &user_data.ticket.id, *user_data.ticket.secret.expose(), request).await
     };
     let granted = show(1).await;
     assert_eq!((granted.error.as_str(), granted.sandbox_id.as_str()), ("", ids[1].as_str()));
@@ -194,18 +195,19 @@ async fn the_same_key_gets_its_certificate_again_and_a_stopped_sandboxes_is_wort
     let world = World::new().unwrap();
     let daemons = Daemons::start(&world, Settings::none()).await.unwrap();
     let sandbox = Sandbox::start(&world, &daemons, "again").await.unwrap();
-    let birth = birth_of_vm(&world, &daemons);
+    let user_data = birth_of_vm(&world, &daemons);
     // A guest that lost its certificate but not its key, which the test copies.
     let key = key_of_guest(&root_of_vm(&world, &daemons));
     let csr = CertificateParams::default().serialize_request(&key).unwrap().der().to_vec();
-    let reply = claims(&world, &birth, &birth.ticket.id, *birth.ticket.secret.expose(), csr).await;
+    let reply =
+        claims(&world, &user_data, &user_data.ticket.id, *user_data.ticket.secret.expose(), csr).await;
     assert_eq!((reply.error.as_str(), reply.sandbox_id.as_str()), ("", sandbox.id.as_str()));
     assert!(!reply.certificates.is_empty());
     sandbox.lives().await.unwrap();
 
     let identity = identity(&key, &reply.certificates);
     sandbox.stop(&daemons).await.unwrap();
-    let late = secure(&world, &birth.node.ca_sha256, Some(identity)).await;
+    let late = secure(&world, &user_data.node.ca_sha256, Some(identity)).await;
     assert_closed(late, "a certificate that outlived its VM").await;
 }
 
@@ -214,22 +216,22 @@ async fn certificates_of_others_and_of_nobody_do_not_open_the_link() {
     let world = World::new().unwrap();
     let daemons = Daemons::start(&world, Settings::none()).await.unwrap();
     let sandbox = Sandbox::start(&world, &daemons, "others").await.unwrap();
-    let birth = birth_of_vm(&world, &daemons);
+    let user_data = birth_of_vm(&world, &daemons);
     // With another CA than the node's CA, the guest ends the handshake before it sends anything.
     assert!(secure(&world, &[[7; 32]], None).await.is_err());
     // A certificate of another CA than the node's CA.
     let key = KeyPair::generate().unwrap();
     let own = CertificateParams::new(vec!["guest".into()]).unwrap().self_signed(&key).unwrap();
     let der = PrivateKeyDer::from(PrivatePkcs8KeyDer::from(key.serialized_der().to_vec()));
-    let foreign = secure(&world, &birth.node.ca_sha256, Some((vec![own.der().clone()], der))).await;
+    let foreign = secure(&world, &user_data.node.ca_sha256, Some((vec![own.der().clone()], der))).await;
     assert_closed(foreign, "a foreign certificate").await;
     // A session without a certificate.
-    assert_closed(secure(&world, &birth.node.ca_sha256, None).await, "no certificate").await;
+    assert_closed(secure(&world, &user_data.node.ca_sha256, None).await, "no certificate").await;
     // Invalid records after a valid handshake.
     let lengths: [u32; 4] = [0, 65_537, 4 << 20, u32::MAX];
     for (length, kind) in lengths.into_iter().flat_map(|length| [1u8, 3, 11, 255].map(|kind| (length, kind)))
     {
-        let mut stream = secure(&world, &birth.node.ca_sha256, None).await.unwrap();
+        let mut stream = secure(&world, &user_data.node.ca_sha256, None).await.unwrap();
         let mut record = length.to_be_bytes().to_vec();
         record.extend([kind, 0xff, 0xff, 0xff]);
         record.resize(record.len() + 4096, 0xa5);
@@ -323,7 +325,7 @@ async fn the_identity_of_one_vm_is_not_another_s_and_the_other_goes_on() {
     let mut guests = guests(&world, &daemons);
     let (root, grant) = guests.remove(&one.id).unwrap();
     let (other_root, _) = guests.remove(&other.id).unwrap();
-    let birth = BirthData::parse(&fs::read(other_root.join("media/cidata/user-data")).unwrap()).unwrap();
+    let user_data = UserData::parse(&fs::read(other_root.join("media/cidata/user-data")).unwrap()).unwrap();
     let hex = |text: &Value| -> Vec<u8> {
         let text = text.as_str().unwrap();
         (0..text.len()).step_by(2).map(|at| u8::from_str_radix(&text[at..at + 2], 16).unwrap()).collect()
@@ -331,7 +333,7 @@ async fn the_identity_of_one_vm_is_not_another_s_and_the_other_goes_on() {
     let chain: Vec<_> = grant["certificates"].as_array().unwrap().iter().map(hex).collect();
     let key = key_of_guest(&root);
     let identity = || identity(&key, &chain);
-    let pins = birth.node.ca_sha256.clone();
+    let pins = user_data.node.ca_sha256.clone();
     // A pending call of the other sandbox, throughout.
     let waiting = tokio::spawn({
         let agent = other.agent.clone();
@@ -340,14 +342,14 @@ async fn the_identity_of_one_vm_is_not_another_s_and_the_other_goes_on() {
 
     // The key of `one` with the ticket of `other`.
     let csr = CertificateParams::default().serialize_request(&key).unwrap().der().to_vec();
-    let secret = *birth.ticket.secret.expose();
-    let reply = claims(&world, &birth, &birth.ticket.id, secret, csr.clone()).await;
+    let secret = *user_data.ticket.secret.expose();
+    let reply = claims(&world, &user_data, &user_data.ticket.id, secret, csr.clone()).await;
     assert!(!reply.error.is_empty() && !reply.retry && reply.certificates.is_empty(), "{reply}");
     // The ticket of `other` on a link with the certificate of `one`.
     let mut stream = secure(&world, &pins, Some(identity())).await.unwrap();
     let mut claim = Claim::new();
     (claim.version, claim.ticket_id, claim.ticket_secret, claim.csr) =
-        (1, birth.ticket.id.clone(), secret.to_vec(), csr);
+        (1, user_data.ticket.id.clone(), secret.to_vec(), csr);
     let asked = tokio::time::timeout(Duration::from_secs(8), claim::ask(&mut stream, &claim)).await;
     assert!(!matches!(&asked, Ok(Ok(reply)) if !reply.certificates.is_empty()), "{asked:?}");
     // The certificate of `one`, with the session of the guest of `other`.
@@ -391,10 +393,12 @@ async fn a_node_killed_before_the_certificate_left_gives_it_to_the_same_key_and_
     let (pod, shim, id) = (world.pod().unwrap(), daemons.shim().await.unwrap(), fresh_id("bound"));
     shim.create_vm(&id, Annotations::new("default", &id), &pod.namespace().path()).await.unwrap();
     let served = daemons.state_dir().join("relay/sandboxes");
-    let birth = birth_of(&daemons, &id).await;
+    let user_data = user_data_of(&daemons, &id).await;
     let ask = |csr: &[u8]| {
-        let (world, birth, csr) = (world.clone(), birth.clone(), csr.to_vec());
-        async move { claims(&world, &birth, &birth.ticket.id, *birth.ticket.secret.expose(), csr).await }
+        let (world, user_data, csr) = (world.clone(), user_data.clone(), csr.to_vec());
+        async move {
+            claims(&world, &user_data, &user_data.ticket.id, *user_data.ticket.secret.expose(), csr).await
+        }
     };
     // A relay that cannot store the certificate's owner prevents the reply.
     fs::rename(&served, served.with_extension("away")).unwrap();
@@ -423,7 +427,7 @@ async fn a_node_killed_before_the_certificate_left_gives_it_to_the_same_key_and_
     assert_eq!((granted.error.as_str(), granted.sandbox_id.as_str()), ("", id.as_str()));
     // The relay has stored the certificate: the link opens.
     let identity = identity(&key, &granted.certificates);
-    let mut stream = secure(&world, &birth.node.ca_sha256, Some(identity)).await.unwrap();
+    let mut stream = secure(&world, &user_data.node.ca_sha256, Some(identity)).await.unwrap();
     let hello = record::Hello {
         versions: (1, 1),
         session: record::SessionId([7; 16]),

@@ -354,11 +354,11 @@ fn uri_of(socket: &Path) -> String {
     format!("qemu+unix:///system?socket={}", socket.display())
 }
 
-/// Repeats `look` until it returns nothing of a KVM probe. After the time limit it returns the leftovers to the caller.
-fn without_trial(look: impl Fn() -> anyhow::Result<Vec<String>>) -> anyhow::Result<Vec<String>> {
+/// Repeats `inspect` until it returns nothing of a KVM probe. After the time limit it returns the leftovers to the caller.
+fn without_trial(inspect: impl Fn() -> anyhow::Result<Vec<String>>) -> anyhow::Result<Vec<String>> {
     let deadline = Instant::now() + TRIAL;
     loop {
-        let names = look()?;
+        let names = inspect()?;
         if Instant::now() > deadline || !names.iter().any(|name| name.contains("probe-")) {
             return Ok(names);
         }

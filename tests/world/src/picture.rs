@@ -71,7 +71,7 @@ impl Picture {
     /// * flags that record how an entry was added;
     /// * Peerpod's devices.
     ///
-    /// Every MTU is limited to `room`, the tunnel's MTU. Of a lifetime only its existence counts, not its end.
+    /// Every MTU is limited to `mtu`, the tunnel's MTU. Of a lifetime only its existence counts, not its end.
     pub fn lines(&self, room: u64) -> BTreeSet<String> {
         let mut lines = BTreeSet::new();
         let mut interfaces: Vec<&Value> = list(&self.interfaces).filter(|it| is_carried(it)).collect();

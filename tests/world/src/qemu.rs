@@ -177,7 +177,7 @@ impl Running {
     pub async fn line(&mut self, what: &str, patience: Duration) -> anyhow::Result<String> {
         let deadline = Instant::now() + patience;
         loop {
-            if let Some(line) = self.look(what, deadline)? {
+            if let Some(line) = self.inspect(what, deadline)? {
                 return Ok(line);
             }
             tokio::time::sleep(INTERVAL).await;
@@ -191,7 +191,7 @@ impl Running {
     pub fn line_blocking(&mut self, what: &str, patience: Duration) -> anyhow::Result<String> {
         let deadline = Instant::now() + patience;
         loop {
-            if let Some(line) = self.look(what, deadline)? {
+            if let Some(line) = self.inspect(what, deadline)? {
                 return Ok(line);
             }
             thread::sleep(INTERVAL);
@@ -215,7 +215,7 @@ impl Running {
         }
     }
 
-    fn look(&mut self, what: &str, deadline: Instant) -> anyhow::Result<Option<String>> {
+    fn inspect(&mut self, what: &str, deadline: Instant) -> anyhow::Result<Option<String>> {
         // Before the console is read: the output until the machine's end counts.
         let over = self.child.try_wait()?;
         let console = self.console();

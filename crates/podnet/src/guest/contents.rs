@@ -5,7 +5,7 @@ use std::collections::HashSet;
 use std::hash::Hash;
 use std::net::IpAddr;
 
-use crate::look::{Address, Neighbour, Picture, Route, Rule};
+use crate::inspect::{Address, Neighbour, Picture, Route, Rule};
 use crate::plan::Planned;
 
 /// Metric and protocol that the kernel gives to an IPv6 route without them.

@@ -10,8 +10,8 @@ use nix::errno::Errno;
 
 use super::transaction::{Step, Transaction};
 use crate::Error;
+use crate::inspect::Picture;
 use crate::link::{self, Link, endpoints, vxlan_info};
-use crate::look::Picture;
 use crate::netlink::Client;
 use crate::netns::Netns;
 use crate::plan::{Interface, Underlay};
@@ -29,7 +29,7 @@ impl<'a> Devices<'a> {
     }
 
     /// Makes sure that the devices exist, in the order of the pod's indexes, with their names and settings. Sets none
-    /// of them up. `picture` contains them afterwards.
+    /// of them up. `parse` contains them afterwards.
     pub(super) fn make(
         &self,
         transaction: &mut Transaction<'_>,

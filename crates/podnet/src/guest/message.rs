@@ -15,8 +15,8 @@ use netlink_packet_route::rule::{RuleAttribute, RuleFlags, RuleMessage, RulePort
 use netlink_packet_route::{AddressFamily, IpProtocol};
 
 use crate::Error;
+use crate::inspect::{Address, Hop, Neighbour, Picture, Route, Rule};
 use crate::link::{family, mac_of};
-use crate::look::{Address, Hop, Neighbour, Picture, Route, Rule};
 
 /// Table byte in a header for a larger table number.
 const TABLE_ELSEWHERE: u8 = 252;

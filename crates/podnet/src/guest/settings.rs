@@ -1,13 +1,13 @@
 //! Writes the pod's sysctls in the VM. A thread in the pod's namespace writes them, and only those of the fixed list
-//! that [`crate::net::look`] reads: a plan cannot name another file.
+//! that [`crate::net::inspect`] reads: a plan cannot name another file.
 
 use std::fs;
 use std::path::Path;
 
 use super::transaction::Transaction;
 use crate::Error;
-use crate::look::Sysctl;
-use crate::look::sysctl::{self, OF_NAMESPACE, ROOT};
+use crate::inspect::Sysctl;
+use crate::inspect::sysctl::{self, OF_NAMESPACE, ROOT};
 use crate::netns::Netns;
 use crate::plan::Planned;
 

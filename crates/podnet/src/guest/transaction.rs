@@ -11,7 +11,7 @@ use super::contents::{Change, Contents};
 use super::device;
 use super::message::{self, Names};
 use crate::Error;
-use crate::look::{Picture, Route};
+use crate::inspect::{Picture, Route};
 use crate::netlink::{Answer, Client, Refusal};
 
 /// One message with its purpose and the message that undoes it.

@@ -5,10 +5,10 @@ use std::net::IpAddr;
 
 use super::{Interface, KIND, MAX_INTERFACES, OLD_VERSION, Planned, Underlay, VERSION, wire};
 use crate::Error;
-use crate::link::{bits, mac_of, mac_text};
-use crate::look::{
+use crate::inspect::{
     Address, Hop, Neighbour, Prefix, Route, Rule, Sysctl, TABLE_MAIN, UNICAST, usual_broadcast,
 };
+use crate::link::{bits, mac_of, mac_text};
 
 /// Maximum of addresses, routes, neighbours, rules and sysctls together.
 const MAX_ENTRIES: usize = 16_384;

@@ -8,8 +8,8 @@ use proptest::prelude::*;
 use protobuf::Message;
 
 use super::*;
+use crate::inspect::{Hop, Prefix};
 use crate::link::mac_text;
-use crate::look::{Hop, Prefix};
 
 fn underlay() -> Underlay {
     Underlay {
@@ -21,9 +21,9 @@ fn underlay() -> Underlay {
     }
 }
 
-fn tunnels(seen: &Seen) -> Vec<Tunnel> {
+fn tunnels(seen: &PodNetworkState) -> Vec<Tunnel> {
     let tunnel =
-        |(n, i): (usize, &look::Interface)| Tunnel { interface: i.index, vni: 77 + n as u32, mtu: i.mtu };
+        |(n, i): (usize, &inspect::Interface)| Tunnel { interface: i.index, vni: 77 + n as u32, mtu: i.mtu };
     seen.interfaces.iter().enumerate().map(tunnel).collect()
 }
 
@@ -178,14 +178,14 @@ fn sysctl() -> impl Strategy<Value = Sysctl> {
     ("[a-z0-9_/]{1,40}", "[0-9 ]{1,20}").prop_map(|(name, value)| Sysctl { name, value })
 }
 
-fn interface() -> impl Strategy<Value = look::Interface> {
+fn interface() -> impl Strategy<Value = inspect::Interface> {
     let whole = (name(), mac(), 1280..9001u32, option::of(any::<u32>()), any::<[bool; 4]>());
     let inside =
         (vec(address(), 1..4), vec(route(Vec::new()), 0..5), vec(neighbour(), 0..3), vec(sysctl(), 0..3));
     (whole, inside).prop_map(
         |((name, mac, mtu, tx_queue_len, flags), (addresses, routes, neighbours, sysctls))| {
             let [no_arp, promiscuous, all_multicast, down] = flags;
-            look::Interface {
+            inspect::Interface {
                 name,
                 index: 0,
                 mac,
@@ -204,7 +204,7 @@ fn interface() -> impl Strategy<Value = look::Interface> {
     )
 }
 
-fn seen() -> impl Strategy<Value = Seen> {
+fn seen() -> impl Strategy<Value = PodNetworkState> {
     vec(interface(), 1..4).prop_flat_map(|mut interfaces| {
         for (n, interface) in interfaces.iter_mut().enumerate() {
             interface.index = 2 + n as u32;
@@ -212,7 +212,7 @@ fn seen() -> impl Strategy<Value = Seen> {
         }
         let names: Vec<String> = interfaces.iter().map(|i| i.name.clone()).collect();
         let rest = (vec(route(names), 0..4), vec(rule(), 0..4), vec(sysctl(), 0..3), vec(address(), 0..2));
-        rest.prop_map(move |(routes, rules, sysctls, loopback)| Seen {
+        rest.prop_map(move |(routes, rules, sysctls, loopback)| PodNetworkState {
             interfaces: interfaces.clone(),
             routes,
             rules,
@@ -224,13 +224,13 @@ fn seen() -> impl Strategy<Value = Seen> {
 }
 
 /// Returns a small, fixed state.
-fn example() -> Seen {
+fn example() -> PodNetworkState {
     let ip = |text: &str| text.parse::<IpAddr>().unwrap();
     let route = |destination: &str, prefix, gateway: &str| Route {
         gateway: gateway.parse().ok(),
         ..Route::new(ip(destination), prefix)
     };
-    let interface = |name: &str, index, end: u8| look::Interface {
+    let interface = |name: &str, index, end: u8| inspect::Interface {
         name: name.to_owned(),
         index,
         mac: mac_text([2, 0, 0, 0, 0, end]),
@@ -238,10 +238,10 @@ fn example() -> Seen {
         addresses: vec![Address::new([10, 244, end, 7].into(), 24, 0), Address::new(ip("fd10::7"), 64, 0)],
         routes: vec![route("0.0.0.0", 0, "10.244.1.1"), route("10.9.0.0", 16, "fe80::1")],
         neighbours: vec![Neighbour::new(ip("169.254.1.1"), "ee:ee:ee:ee:ee:ee".to_owned())],
-        ..look::Interface::default()
+        ..inspect::Interface::default()
     };
     let hop = |name: &str| Hop { gateway: None, interface: name.to_owned(), weight: 1, onlink: false };
-    Seen {
+    PodNetworkState {
         interfaces: vec![interface("eth0", 3, 1), interface("net1", 2, 2)],
         routes: vec![Route { hops: vec![hop("eth0"), hop("net1")], ..Route::new(ip("10.8.0.0"), 16) }],
         rules: vec![Rule { action: 1, table: 100, priority: 512, ..Rule::default() }],
@@ -262,7 +262,7 @@ proptest! {
 
     #[test]
     fn what_was_seen_survives_the_ledger(seen in seen()) {
-        prop_assert_eq!(serde_json::from_str::<Seen>(&serde_json::to_string(&seen).unwrap()).unwrap(), seen);
+        prop_assert_eq!(serde_json::from_str::<PodNetworkState>(&serde_json::to_string(&seen).unwrap()).unwrap(), seen);
     }
 
     #[test]

@@ -3,10 +3,10 @@
 use std::net::IpAddr;
 
 use super::{KIND, Tunnel, Underlay, VERSION, wire};
-use crate::look::{Address, Interface, Neighbour, Prefix, Route, Rule, Seen, Sysctl};
+use crate::inspect::{Address, Interface, Neighbour, PodNetworkState, Prefix, Route, Rule, Sysctl};
 
 /// Returns the message for the guest, without interfaces that have no tunnel and without routes through them.
-pub fn write(seen: &Seen, tunnels: &[Tunnel], underlay: &Underlay) -> wire::NetworkPlan {
+pub fn write(seen: &PodNetworkState, tunnels: &[Tunnel], underlay: &Underlay) -> wire::NetworkPlan {
     let mut plan = wire::NetworkPlan::new();
     plan.version = VERSION;
     let mut without = Vec::new();

@@ -6,7 +6,7 @@ use std::io;
 use nix::errno::Errno;
 use nix::libc;
 
-use crate::look::Interface;
+use crate::inspect::Interface;
 use crate::netns::Netns;
 
 const BPF_PROG_QUERY: libc::c_long = 16;

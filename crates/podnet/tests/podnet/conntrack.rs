@@ -41,7 +41,7 @@ fn tunnel_packets_are_no_conntrack_entries() {
     let mut client = node.netfilter().unwrap();
     let filter = Filter::new(SHAPE4.port);
     let pod = world.pod("pod", 7);
-    let seen = peerpod_podnet::look::look(&pod).unwrap();
+    let seen = peerpod_podnet::inspect::inspect(&pod).unwrap();
     let held = world.reserve(&pod, "sandbox", SHAPE4, None).unwrap();
     filter
         .add(&mut client, &[Peer { address: "10.77.0.2".parse().unwrap(), vni: held.vni }], &Vec::new)

@@ -4,7 +4,7 @@
 use super::world;
 use std::cell::RefCell;
 
-use peerpod_podnet::look::{Route, Seen, look};
+use peerpod_podnet::inspect::{PodNetworkState, Route, inspect};
 use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::sample::select;
@@ -226,7 +226,7 @@ fn sysctl() -> impl Strategy<Value = (String, &'static str)> {
 }
 
 /// Removes values that change with time.
-fn timeless(seen: Seen) -> Seen {
+fn timeless(seen: PodNetworkState) -> PodNetworkState {
     let mut seen = seen;
     seen.left_out.clear();
     for address in seen.interfaces.iter_mut().flat_map(|i| &mut i.addresses) {
@@ -254,8 +254,8 @@ fn timeless(seen: Seen) -> Seen {
 }
 
 /// Returns the lines that only one of the states has.
-fn difference(was: &Seen, is: &Seen) -> String {
-    let lines = |seen: &Seen| {
+fn difference(was: &PodNetworkState, is: &PodNetworkState) -> String {
+    let lines = |seen: &PodNetworkState| {
         let mut all: Vec<String> = Vec::new();
         for i in &seen.interfaces {
             all.push(format!(
@@ -317,12 +317,12 @@ fn whatever_is_seen_is_the_same_where_it_was_made_again() {
                 .for_each(|(file, value)| drop(std::fs::write(format!("/proc/sys/net/{file}"), value)))
         });
         world.batch(&pod, &lines.join("\n"), true);
-        let seen = look(&netns).unwrap();
+        let seen = inspect(&netns).unwrap();
         let plan = world.plan(&seen);
         let told = |e: String| TestCaseError::fail(format!("{e}\nof {lines:#?}\n{sysctls:?}"));
         let applied = world.apply_in(&podns, &plan, None).map_err(|e| told(e.to_string()))?;
         prop_assert_eq!(&applied.left_out, &Vec::<String>::new());
-        let copy = look(&world.open(&podns)).unwrap();
+        let copy = inspect(&world.open(&podns)).unwrap();
         let (was, is) = (timeless(seen), timeless(copy));
         prop_assert!(was == is, "{}\nof {:#?} {:?}", difference(&was, &is), lines, sysctls);
         let again = world.apply_in(&podns, &plan, Some(&plan)).map_err(|e| told(e.to_string()))?;
@@ -346,9 +346,9 @@ fn a_gateway_in_a_prefix_of_lo_is_believed_as_it_was() {
                  addr add fd00:3::2/64 dev eth0 nodad\n\
                  -6 route append default via fd00:3::3 onlink dev net1\n";
     world.batch("pod", lines, false);
-    let seen = look(&netns).unwrap();
+    let seen = inspect(&netns).unwrap();
     world.apply_in("podns", &world.plan(&seen), None).unwrap();
-    let copy = look(&world.open("podns")).unwrap();
+    let copy = inspect(&world.open("podns")).unwrap();
     let (was, is) = (timeless(seen), timeless(copy));
     assert!(was == is, "{}", difference(&was, &is));
 }

@@ -193,7 +193,7 @@ fn where_the_vms_address_names_no_network_its_gateways_and_neighbours_are_out_of
 
 /// Adds a second NIC to the VM, on a network that also leads to the internet. Its gateway is in a table of the NIC's
 /// own, as clouds' tools configure it.
-fn second_card(world: &World) {
+fn second_nic(world: &World) {
     let vm = world.name("vm");
     world.ip("node", &format!("link add ul1 type veth peer name eth1 netns {vm}"));
     for (ns, device, end) in [("node", "ul1", 1), ("vm", "eth1", 2)] {
@@ -230,10 +230,10 @@ fn leave_by_second(world: &World, plan: &wire::NetworkPlan) -> external::Externa
 }
 
 #[test]
-fn with_a_second_card_the_pod_leaves_by_that_one_alone() {
+fn with_a_second_nic_the_pod_leaves_by_that_one_alone() {
     let mut world = world();
     let (_pod, _seen, _held, plan) = world.whole(SHAPE4);
-    second_card(&world);
+    second_nic(&world);
     leave_by_second(&world, &plan);
     for (at, address, source) in [
         ("internet", "203.0.113.2:0", "10.78.0.2"),
@@ -271,10 +271,10 @@ fn with_a_second_card_the_pod_leaves_by_that_one_alone() {
 }
 
 #[test]
-fn the_second_cards_way_is_taken_back_whole_and_may_become_the_first_ones() {
+fn the_second_nics_way_is_taken_back_whole_and_may_become_the_first_ones() {
     let mut world = world();
     let (_pod, _seen, _held, plan) = world.whole(SHAPE4);
-    second_card(&world);
+    second_nic(&world);
     let state = |world: &World| {
         let routes = world.ip("vm", "route show table all") + &world.ip("vm", "-6 route show table all");
         routes

@@ -4,7 +4,7 @@
 use super::world;
 use std::time::Instant;
 
-use peerpod_podnet::look::look;
+use peerpod_podnet::inspect::inspect;
 use peerpod_proto::guest::NetworkPlan;
 use world::World;
 
@@ -32,7 +32,7 @@ fn two_interfaces(world: &mut World) -> NetworkPlan {
         set("core/somaxconn", "77");
         set("ipv4/conf/eth0/arp_notify", "1");
     });
-    world.plan(&look(&pod).unwrap())
+    world.plan(&inspect(&pod).unwrap())
 }
 
 fn sysctl(world: &World, name: &str, file: &str) -> String {

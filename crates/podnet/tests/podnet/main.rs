@@ -6,7 +6,7 @@ mod conntrack;
 mod copy;
 mod external;
 mod follow;
-mod look;
+mod inspect;
 mod messages;
 mod path;
 mod shapes;

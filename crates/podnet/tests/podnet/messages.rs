@@ -4,7 +4,7 @@
 use super::world;
 use std::time::{Duration, Instant};
 
-use peerpod_podnet::look::look;
+use peerpod_podnet::inspect::inspect;
 use peerpod_podnet::netlink::messages_sent;
 use world::World;
 
@@ -31,9 +31,9 @@ fn a_pod_is_seen_with_six_questions_however_much_it_has() {
         }),
     );
     world.batch("large", &lines, false);
-    look(&small).unwrap(); // the first call of a process also reads a new namespace
-    let (few, _) = count(|| look(&small).unwrap());
-    let (many, seen) = count(|| look(&large).unwrap());
+    inspect(&small).unwrap(); // the first call of a process also reads a new namespace
+    let (few, _) = count(|| inspect(&small).unwrap());
+    let (many, seen) = count(|| inspect(&large).unwrap());
     assert_eq!((few, many), (6, 6));
     assert!(
         seen.primary().routes.len() > 500
@@ -44,7 +44,7 @@ fn a_pod_is_seen_with_six_questions_however_much_it_has() {
     let mut took: Vec<Duration> = (0..200)
         .map(|_| {
             let began = Instant::now();
-            look(&small).unwrap();
+            inspect(&small).unwrap();
             began.elapsed()
         })
         .collect();

@@ -7,9 +7,9 @@ use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
 use peerpod_link::path_mtu::Token;
-use peerpod_link::path_mtu::ask::{self, Outcome};
+use peerpod_link::path_mtu::ask::{self, PathMtu};
 use peerpod_link::path_mtu::echo::{Echo, Known, Pass};
-use peerpod_podnet::{room, uplink};
+use peerpod_podnet::{mtu, underlay};
 use tokio::runtime::Runtime;
 use world::{SHAPE4, SHAPE6, World, run};
 
@@ -94,11 +94,11 @@ fn relay(world: &World) -> Relay {
 
 impl Relay {
     /// Measures the path MTU as the guest does.
-    fn ask(&self, world: &World, node: &str) -> Outcome {
+    fn ask(&self, world: &World, node: &str) -> PathMtu {
         let node: IpAddr = node.parse().unwrap();
         let began = Instant::now();
         let outcome = world.within("vm", || {
-            let top = uplink::mtus(node).unwrap().device;
+            let top = underlay::mtus(node).unwrap().device;
             self.runtime.block_on(ask::ask(SocketAddr::new(node, PORT), token(), top)).unwrap()
         });
         assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
@@ -146,8 +146,8 @@ fn the_pods_mtu_follows_the_path_whatever_the_ends_believe() {
     ] {
         let mut world = world(ends, middle);
         let relay = relay(&world);
-        assert_eq!(relay.ask(&world, "10.77.0.1"), Outcome::Passes(middle), "{ends} {middle}");
-        assert_eq!(relay.ask(&world, "fd77::1"), Outcome::Passes(middle), "{ends} {middle}");
+        assert_eq!(relay.ask(&world, "10.77.0.1"), PathMtu::Passes(middle), "{ends} {middle}");
+        assert_eq!(relay.ask(&world, "fd77::1"), PathMtu::Passes(middle), "{ends} {middle}");
         // Pods that would use the whole of a jumbo frame.
         for (name, device) in [("node", "cni0"), ("node", "veth20"), ("other", "eth0")] {
             world.ip(name, &format!("link set {device} mtu {ends}"));
@@ -155,10 +155,10 @@ fn the_pods_mtu_follows_the_path_whatever_the_ends_believe() {
         let netns = world.pod("pod", 7);
         world.ip("node", &format!("link set veth7 mtu {ends}"));
         world.ip("pod", &format!("link set eth0 mtu {ends}"));
-        let seen = peerpod_podnet::look::look(&netns).unwrap();
+        let seen = peerpod_podnet::inspect::inspect(&netns).unwrap();
         let held = world.reserve(&netns, "sandbox", SHAPE4, None).unwrap();
         let mut plan = world.connect(&netns, held, SHAPE4, &seen).unwrap();
-        assert_eq!(room::fit(&mut plan, middle), None);
+        assert_eq!(mtu::fit(&mut plan, middle), None);
         let applied = world.apply(&plan).unwrap();
         assert_eq!(applied.mtu, pod, "{ends} {middle}");
         let before = fragments(&world);
@@ -184,13 +184,13 @@ fn without_the_probe_a_silent_path_cuts_every_full_packet() {
 fn an_ipv6_path_that_swallows_large_packets_carries_a_full_transfer() {
     let mut world = world(1500, 1400);
     let relay = relay(&world);
-    let Outcome::Passes(path) = relay.ask(&world, "fd77::1") else { panic!("no answer") };
+    let PathMtu::Passes(path) = relay.ask(&world, "fd77::1") else { panic!("no answer") };
     assert_eq!(path, 1400);
     let netns = world.pod("pod", 7);
-    let seen = peerpod_podnet::look::look(&netns).unwrap();
+    let seen = peerpod_podnet::inspect::inspect(&netns).unwrap();
     let held = world.reserve(&netns, "sandbox", SHAPE6, None).unwrap();
     let mut plan = world.connect(&netns, held, SHAPE6, &seen).unwrap();
-    room::fit(&mut plan, path);
+    mtu::fit(&mut plan, path);
     assert_eq!(world.apply(&plan).unwrap().mtu, 1330);
     transfer(&world, "other", "podns", "10.244.1.7:9000", 1 << 20);
     transfer(&world, "podns", "other", "[fd10:244:1::20]:9000", 1 << 20);
@@ -203,9 +203,9 @@ fn where_udp_is_blocked_or_nobody_answers_it_is_said_in_time() {
     // A relay of an earlier version has no such socket.
     let no_relay = SocketAddr::new("10.77.0.1".parse().unwrap(), PORT + 1);
     let ask = |to| world.within("vm", || relay.runtime.block_on(ask::ask(to, token(), 1500)).unwrap());
-    assert_eq!(ask(no_relay), Outcome::Refused);
+    assert_eq!(ask(no_relay), PathMtu::Refused);
     drop(relay.known.admit(token())); // the link ends
-    assert_eq!(relay.ask(&world, "10.77.0.1"), Outcome::Silence);
+    assert_eq!(relay.ask(&world, "10.77.0.1"), PathMtu::Silence);
 }
 
 /// Sends datagrams that must not be fragmented until the kernel has learnt the path MTU from the routers' reports.
@@ -222,7 +222,7 @@ fn learn(world: &World, from: &str, to: &str, size: usize) {
         }
         socket.connect(to).unwrap();
         let since = Instant::now();
-        while uplink::mtus(to.ip()).unwrap().learnt == 1500 {
+        while underlay::mtus(to.ip()).unwrap().learnt == 1500 {
             assert!(since.elapsed() < DEADLINE, "no router says that {to} is behind a narrow link");
             drop(socket.send(&vec![0; size])); // refused as soon as the value is learnt
             std::thread::sleep(Duration::from_millis(5));
@@ -240,18 +240,18 @@ fn what_a_router_said_once_keeps_no_pod_narrow_when_the_path_is_wide_again() {
     for (node, to, size) in [("10.77.0.1", "10.77.0.1:9", 1472), ("fd77::1", "[fd77::1]:9", 1452)] {
         learn(&world, "vm", to, size);
         let node: IpAddr = node.parse().unwrap();
-        let figures = world.within("vm", || uplink::mtus(node).unwrap());
-        assert_eq!(figures, uplink::Mtus { device: 1500, route: 1500, learnt: 1400 });
+        let figures = world.within("vm", || underlay::mtus(node).unwrap());
+        assert_eq!(figures, underlay::Mtus { device: 1500, route: 1500, learnt: 1400 });
     }
     learn(&world, "node", "10.77.0.2:9", 1472);
     for name in ["r1", "r2"] {
         world.ip(name, "link set east mtu 1500");
     }
-    assert_eq!(relay.ask(&world, "10.77.0.1"), Outcome::Passes(1500));
-    assert_eq!(relay.ask(&world, "fd77::1"), Outcome::Passes(1500));
+    assert_eq!(relay.ask(&world, "10.77.0.1"), PathMtu::Passes(1500));
+    assert_eq!(relay.ask(&world, "fd77::1"), PathMtu::Passes(1500));
     let (_pod, _seen, _held, mut plan) = world.whole(SHAPE4);
     assert_eq!(plan.interfaces[0].mtu, 1450, "the node plans by what it learnt long ago");
-    room::fit(&mut plan, 1500);
+    mtu::fit(&mut plan, 1500);
     assert_eq!(world.apply(&plan).unwrap().mtu, 1450);
     // A configured MTU of a route stays in force, unlike a learnt one.
     run(&format!("ip -n {} route add 10.77.0.1 via 10.77.1.2 dev eth0 onlink mtu 1420", world.name("vm")));

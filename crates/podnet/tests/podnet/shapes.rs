@@ -2,7 +2,7 @@
 //! VM. The witness at both ends is `ip -j`.
 
 use super::world;
-use peerpod_podnet::look::{Seen, look};
+use peerpod_podnet::inspect::{PodNetworkState, inspect};
 use serde_json::Value;
 use world::{World, run};
 
@@ -164,9 +164,9 @@ fn what_each_cni_leaves_is_seen_whole_and_is_the_same_in_the_vm() {
         let (pod, podns) = (format!("pod{number}"), format!("podns{number}"));
         let netns = world.bare(&pod, shape.devices);
         world.batch(&pod, shape.lines, false);
-        let seen = look(&netns).unwrap();
+        let seen = inspect(&netns).unwrap();
         assert_eq!(seen.left_out, [""; 0], "{}", shape.cni);
-        let is_own = |r: &&peerpod_podnet::look::Route| r.destination.to_string() != "fe80::";
+        let is_own = |r: &&peerpod_podnet::inspect::Route| r.destination.to_string() != "fe80::";
         let routes = seen.primary().routes.iter().filter(is_own).count();
         assert_eq!(
             (seen.interfaces.len(), routes, seen.rules.len()),
@@ -180,7 +180,7 @@ fn what_each_cni_leaves_is_seen_whole_and_is_the_same_in_the_vm() {
         assert_eq!((applied.changed, applied.left_out), (true, Vec::new()), "{}", shape.cni);
         let again = world.apply_in(&podns, &plan, Some(&plan)).unwrap();
         assert!(!again.changed, "{}: the second time changed something", shape.cni);
-        let copy = look(&world.open(&podns)).unwrap();
+        let copy = inspect(&world.open(&podns)).unwrap();
         assert_eq!(timeless(&copy), timeless(&seen), "{}", shape.cni);
         // Where a route is narrower than its interface, the VM makes the interface narrow.
         let narrow = format!("\"mtu\":{}", seen.primary().mtu);
@@ -193,7 +193,7 @@ fn what_each_cni_leaves_is_seen_whole_and_is_the_same_in_the_vm() {
 }
 
 /// Removes values that change with time.
-fn timeless(seen: &Seen) -> Seen {
+fn timeless(seen: &PodNetworkState) -> PodNetworkState {
     let mut seen = seen.clone();
     for interface in &mut seen.interfaces {
         for address in &mut interface.addresses {

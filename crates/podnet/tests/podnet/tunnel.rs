@@ -5,11 +5,11 @@ use std::io::{Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, UdpSocket};
 use std::time::Duration;
 
-use peerpod_podnet::look::look;
+use peerpod_podnet::inspect::inspect;
 use peerpod_podnet::netlink::Client;
 use peerpod_podnet::netns::{self, Netns, NetnsId};
 use peerpod_podnet::nft::{Filter, Peer};
-use peerpod_podnet::uplink;
+use peerpod_podnet::underlay;
 use peerpod_podnet::vxlan::{self, Held};
 use peerpod_podnet::{Error, guest};
 use world::{SHAPE4, SHAPE6, World, attempt, run};
@@ -67,7 +67,7 @@ fn both_families_pass_the_tunnel_both_ways() {
         assert_eq!(world.fragments(end), "0", "{end} cuts the tunnel's packets");
     }
     // The VM's copy equals the pod's network.
-    let copy = look(&world.open("podns")).unwrap();
+    let copy = inspect(&world.open("podns")).unwrap();
     assert_eq!(copy.primary().mac, seen.primary().mac);
     assert_eq!(copy.primary().mtu, 1450);
     assert_eq!(sorted(&copy.primary().addresses), sorted(&seen.primary().addresses));
@@ -109,7 +109,7 @@ fn an_address_that_the_vm_is_only_about_to_have_is_taken_for_its_own() {
     let own: IpAddr = "fd77::2".parse().unwrap();
     let is_asked_for = || world.ip("vm", "addr show dev eth0 tentative").contains("fd77::2");
     let has_it = || {
-        let uplinks = world.within("vm", || uplink::look(&mut Client::route().unwrap()).unwrap());
+        let uplinks = world.within("vm", || underlay::inspect(&mut Client::route().unwrap()).unwrap());
         uplinks.iter().any(|uplink| uplink.addresses.iter().any(|(address, _)| *address == own))
     };
     let end = std::time::Instant::now() + DEADLINE;
@@ -134,7 +134,7 @@ fn the_mtu_follows_the_smaller_path_on_either_side() {
     assert!(world.ip("podns", "link show eth0").contains("mtu 1340"), "what the VM's path leaves");
     world.ip("node", "link set ul0 mtu 1320");
     let pod = world.open("pod");
-    let seen = look(&pod).unwrap();
+    let seen = inspect(&pod).unwrap();
     let held = world.reserve(&pod, "sandbox", SHAPE4, None).unwrap();
     let error = world.connect(&pod, held, SHAPE4, &seen).unwrap_err().to_string();
     assert!(error.contains("1270") && error.contains("1280"), "{error}");
@@ -150,7 +150,7 @@ fn twice_is_the_same_as_once() {
     assert_eq!(again, held);
     assert_eq!(world.reserve(&pod, "sandbox", SHAPE4, None).unwrap(), held);
     assert_eq!(world.connect(&pod, held, SHAPE4, &seen).unwrap(), plan);
-    assert_eq!(look(&pod).unwrap(), seen, "our own device changes nothing of what is seen");
+    assert_eq!(inspect(&pod).unwrap(), seen, "our own device changes nothing of what is seen");
     let applied = world.apply(&plan).unwrap();
     assert!(!applied.changed && applied.mtu == 1450, "{applied:?}");
     assert_eq!(world.traces("pod"), traces);
@@ -207,7 +207,7 @@ fn undo_is_complete_after_every_step_and_twice() {
     let mut world = World::new();
     let pod = world.pod("pod", 7);
     let before = world.traces("pod");
-    let seen = look(&pod).unwrap();
+    let seen = inspect(&pod).unwrap();
     let undo = |held: Option<Held>, sandbox: Option<&str>| {
         let errors = world.undo(&pod, sandbox.unwrap_or("another"), held);
         assert!(errors.is_empty(), "{errors:?}");
@@ -252,7 +252,7 @@ fn what_others_put_on_the_interface_stays() {
         "tc -n {name} filter add dev eth0 ingress prio 9 protocol ip u32 match ip dst 192.0.2.1 flowid 1:1"
     ));
     let before = world.traces("pod");
-    let seen = look(&pod).unwrap();
+    let seen = inspect(&pod).unwrap();
     let held = world.reserve(&pod, "sandbox", SHAPE4, None).unwrap();
     for _ in 0..2 {
         let plan = world.connect(&pod, held, SHAPE4, &seen).unwrap();
@@ -306,7 +306,7 @@ fn two_sandboxes_cannot_claim_one_namespace() {
 fn a_namespace_that_goes_away_is_said_to_be_gone() {
     let mut world = World::new();
     let pod = world.pod("pod", 7);
-    let seen = look(&pod).unwrap();
+    let seen = inspect(&pod).unwrap();
     let held = world.reserve(&pod, "sandbox", SHAPE4, None).unwrap();
     netns::delete_named(world.path("pod")).unwrap();
     assert!(!pod.is_still_there());

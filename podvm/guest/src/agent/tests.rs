@@ -202,7 +202,7 @@ async fn a_keeper_without_descriptors() {
                     );
                 }
             }
-            assert!(ProcessId::look(pid).is_err() || free > 0);
+            assert!(ProcessId::inspect(pid).is_err() || free > 0);
         }
         held.clear();
         let (found, exits) = agent.find().await.unwrap();

@@ -30,7 +30,7 @@ const LOOK: Duration = Duration::from_secs(10);
 pub(crate) async fn pressed() {
     let (mut buttons, mut heard, mut presses) = (Buttons::default(), 0, JoinSet::new());
     loop {
-        buttons.look();
+        buttons.inspect();
         for file in buttons.0[heard..].iter().filter_map(|(_, file)| file.try_clone().ok()) {
             presses.spawn(press(file));
         }
@@ -66,7 +66,7 @@ pub(crate) struct Buttons(Vec<(PathBuf, File)>);
 
 impl Buttons {
     /// Opens new power buttons.
-    pub(crate) fn look(&mut self) {
+    pub(crate) fn inspect(&mut self) {
         let Ok(entries) = fs::read_dir("/sys/class/input") else { return };
         for entry in entries.filter_map(Result::ok) {
             let name = fs::read_to_string(entry.path().join("device/name")).unwrap_or_default();

@@ -84,7 +84,7 @@ impl Pulse {
     }
 
     /// Checks the note.
-    pub(crate) fn look(&mut self) -> Verdict {
+    pub(crate) fn inspect(&mut self) -> Verdict {
         let now = Instant::now();
         let seen = fs::metadata(&self.note).ok();
         let seen = seen.map(|note| (note.ino(), note.mtime(), note.mtime_nsec()));
@@ -118,13 +118,13 @@ mod tests {
         let note = dir.path().join("note");
         let mut pulse = Pulse::new(note.clone(), PATIENCE);
         std::thread::sleep(PATIENCE * HUNGER + PATIENCE);
-        assert_eq!(pulse.look(), Verdict::Fine, "it never lived in this boot");
+        assert_eq!(pulse.inspect(), Verdict::Fine, "it never lived in this boot");
         files::write(&note, b"1").unwrap();
-        assert_eq!(pulse.look(), Verdict::Fine);
+        assert_eq!(pulse.inspect(), Verdict::Fine);
         std::thread::sleep(PATIENCE + PATIENCE / 4);
-        assert_ne!(pulse.look(), Verdict::Fine);
+        assert_ne!(pulse.inspect(), Verdict::Fine);
         files::write(&note, b"1").unwrap();
-        assert_eq!(pulse.look(), Verdict::Fine, "the same content is a new sign");
+        assert_eq!(pulse.inspect(), Verdict::Fine, "the same content is a new sign");
         assert_eq!(pulse.verdict(PATIENCE / 2), Verdict::Fine);
         assert_eq!(pulse.verdict(PATIENCE), Verdict::Hangs);
         assert_eq!(pulse.verdict(PATIENCE * HUNGER), Verdict::Lost);

@@ -32,13 +32,13 @@ pub(super) fn find(label: &str) -> Option<(PathBuf, &'static str)> {
     names.sort_unstable();
     names.into_iter().find_map(|name| {
         let device = Path::new("/dev").join(name);
-        let (kind, found) = look(&File::open(&device).ok()?)?;
+        let (kind, found) = inspect(&File::open(&device).ok()?)?;
         found.eq_ignore_ascii_case(label).then_some((device, kind))
     })
 }
 
 /// Returns the file system of a disk and its label, if it is one of the known ones.
-fn look(disk: &File) -> Option<(&'static str, String)> {
+fn inspect(disk: &File) -> Option<(&'static str, String)> {
     let mut sector = [0; SECTOR];
     let mut volume = [0; SECTOR];
     disk.read_exact_at(&mut sector, 0).ok()?;

@@ -49,7 +49,7 @@ const SIGNATURES: &[(usize, &[u8], &str)] = &[
 ///
 /// # Errors
 /// The disk cannot be read.
-pub(super) fn look(node: &Path, size: u64) -> io::Result<Content> {
+pub(super) fn inspect(node: &Path, size: u64) -> io::Result<Content> {
     let file = File::open(node)?;
     let first = read(&file, 0, size.min(END))?;
     let last = read(&file, size.saturating_sub(END).max(first.len() as u64), size)?;
@@ -164,11 +164,11 @@ mod tests {
         let file = std::env::temp_dir().join(format!("peerpod-content-{}", std::process::id()));
         for (kind, name) in [("ext4", "ext4"), ("ext3", "ext3"), ("ext2", "ext2")] {
             File::create(&file).unwrap().set_len(16 << 20).unwrap();
-            assert_eq!(look(&file, 16 << 20).unwrap(), Content::Empty);
+            assert_eq!(inspect(&file, 16 << 20).unwrap(), Content::Empty);
             let made =
                 std::process::Command::new("mke2fs").args(["-q", "-F", "-t", kind]).arg(&file).status();
             assert!(made.unwrap().success());
-            assert_eq!(look(&file, 16 << 20).unwrap(), Content::Is(Signature { name, unfinished: false }));
+            assert_eq!(inspect(&file, 16 << 20).unwrap(), Content::Is(Signature { name, unfinished: false }));
         }
         std::fs::remove_file(file).unwrap();
     }

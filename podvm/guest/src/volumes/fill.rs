@@ -44,12 +44,12 @@ impl Volumes {
             return Ok(fill);
         }
         let (ready, id) = (self.to_look_at(known).await?, known.volume.id.clone());
-        let look = move || {
+        let inspect = move || {
             moment::with(&id, &ready, |root| {
                 statvfs(root).map_err(|errno| Fault::not_now(format!("look how full it is: {errno}")))
             })
         };
-        let seen = known.look(LOOK, look).await?;
+        let seen = known.inspect(LOOK, inspect).await?;
         let unit = seen.fragment_size();
         fill.total_bytes = seen.blocks() * unit;
         fill.available_bytes = seen.blocks_available() * unit;
@@ -118,11 +118,11 @@ impl Volumes {
             return;
         }
         let node = disk.node.clone();
-        let look = move || {
+        let inspect = move || {
             content::filesystem_bytes(&node)
                 .map_err(|error| Fault::not_now(format!("read its size: {error}")))
         };
-        let grown = match known.look(LOOK, look).await {
+        let grown = match known.inspect(LOOK, inspect).await {
             Ok(Some(bytes)) if bytes.saturating_add(SLACK) < disk.size => {
                 grow_for_a_moment(known, ready.clone()).await
             }
@@ -142,7 +142,7 @@ impl Volumes {
 async fn grow_for_a_moment(known: &Known, ready: Ready) -> Result<(), Fault> {
     let (id, runtime) = (known.volume.id.clone(), tokio::runtime::Handle::current());
     let grow = move || moment::with(&id, &ready, |root| runtime.block_on(grow_mounted(&ready, root)));
-    known.look(GROW + LOOK, grow).await
+    known.inspect(GROW + LOOK, grow).await
 }
 
 async fn grow_mounted(ready: &Ready, root: &std::path::Path) -> Result<(), Fault> {

@@ -58,7 +58,7 @@ impl Places {
         let uevents = Uevents::listen().ok();
         let ear = uevents.as_ref().and_then(|uevents| ear(uevents).ok());
         loop {
-            if let Some(disk) = self.look(identity)? {
+            if let Some(disk) = self.inspect(identity)? {
                 return Ok(disk);
             }
             if Instant::now() >= deadline {
@@ -84,7 +84,7 @@ impl Places {
     }
 
     /// Returns the one disk with this identity. Two are an error: one of them does not belong to the pod.
-    pub(super) fn look(&self, identity: &Identity) -> Result<Option<Disk>, Fault> {
+    pub(super) fn inspect(&self, identity: &Identity) -> Result<Option<Disk>, Fault> {
         let names = match identity {
             Identity::ById(name) => self.by_id(name)?.into_iter().collect(),
             _ => self.disks().into_iter().filter(|name| self.is(name, identity)).collect::<Vec<_>>(),
@@ -234,7 +234,7 @@ mod tests {
     }
 
     fn name(places: &Places, identity: Identity) -> Option<String> {
-        places.look(&identity).unwrap().map(|disk| disk.name)
+        places.inspect(&identity).unwrap().map(|disk| disk.name)
     }
 
     #[test]
@@ -263,7 +263,7 @@ mod tests {
         fs::create_dir_all(dir.path().join("dev/disk/by-id")).unwrap();
         std::os::unix::fs::symlink("../../vdb", dir.path().join("dev/disk/by-id/mine")).unwrap();
         assert_eq!(name(&places, Identity::ById("mine".into())).as_deref(), Some("vdb"));
-        assert!(places.look(&Identity::ById("../vda".into())).is_err());
+        assert!(places.inspect(&Identity::ById("../vda".into())).is_err());
     }
 
     #[test]
@@ -271,7 +271,7 @@ mod tests {
         let dir = TempDir::new();
         disk(&dir, "vda", &[("serial", "same")]);
         disk(&dir, "vdb", &[("serial", "same")]);
-        let error = places(&dir).look(&Identity::Serial("same".into())).unwrap_err().to_string();
+        let error = places(&dir).inspect(&Identity::Serial("same".into())).unwrap_err().to_string();
         assert!(error.contains("vda, vdb"), "{error}");
     }
 

@@ -52,7 +52,7 @@ pub(super) async fn filesystem(
 ) -> Result<String, Fault> {
     let (node, size, note) = (disk.node.clone(), disk.size, note(id, disk.size));
     let looked = spawn_blocking(move || {
-        let content = content::look(&node, size)?;
+        let content = content::inspect(&node, size)?;
         let noted = size > 2 * TAIL && read_note(&node, size)? == note;
         io::Result::Ok((content, noted))
     });

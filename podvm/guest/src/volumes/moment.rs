@@ -32,19 +32,19 @@ pub(super) fn is_mounted(path: &Path) -> bool {
     device(path).is_some_and(|own| Some(own) != parent)
 }
 
-/// Calls `look` with the volume's root.
+/// Calls `inspect` with the volume's root.
 pub(super) fn with<T>(
     id: &VolumeId,
     ready: &Ready,
-    look: impl FnOnce(&Path) -> Result<T, Fault>,
+    inspect: impl FnOnce(&Path) -> Result<T, Fault>,
 ) -> Result<T, Fault> {
     let mounted = mount_point(id);
     if is_mounted(&mounted) {
-        return look(&mounted);
+        return inspect(&mounted);
     }
     if ready.fstype == BIND {
         // The source is mounted already.
-        return look(Path::new(&ready.source));
+        return inspect(Path::new(&ready.source));
     }
     let own = Path::new(MOMENT).join(id.as_str());
     let failed = |what: &str, why: String| Fault::not_now(format!("{what} {}: {why}", own.display()));
@@ -62,7 +62,7 @@ pub(super) fn with<T>(
             let why = format!("{errno}; the VM's console has the kernel's own words");
             failed(&format!("mount {} as {} on", ready.source, ready.fstype), why)
         })?;
-    let result = look(&own);
+    let result = inspect(&own);
     leave(&own);
     drop(fs::remove_dir(&own)); // a folder that stays is used the next time
     result

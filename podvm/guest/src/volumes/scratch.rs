@@ -131,7 +131,7 @@ async fn ready(disk: &Disk, serial: &str, state_dir: &Path) -> Result<(), Fault>
     let (node, size) = (disk.node.clone(), disk.size);
     let failed = |error: std::io::Error| Fault::not_now(format!("read {}: {error}", disk.node.display()));
     if !begun.exists() {
-        let found = spawn_blocking(move || content::look(&node, size)).await;
+        let found = spawn_blocking(move || content::inspect(&node, size)).await;
         let found = found.map_err(|error| failed(std::io::Error::other(error)))?.map_err(failed)?;
         if found != Content::Empty {
             return Err(Fault::never("it is not empty; give the VM a new one".into()));
@@ -173,7 +173,7 @@ mod tests {
         let disk = zeros(&dir, 64 << 20);
         for _ in 0..2 {
             ready(&disk, "s", dir.path()).await.unwrap();
-            let found = content::look(&disk.node, disk.size).unwrap();
+            let found = content::inspect(&disk.node, disk.size).unwrap();
             assert!(matches!(&found, Content::Is(ext4) if ext4.name == FILESYSTEM), "{found:?}");
         }
         let before = fs::read(&disk.node).unwrap();

@@ -46,7 +46,7 @@ pub(super) async fn mounted(
     }
     let share = Share { unc, secret: named(secret), options, credentials };
     let (at, again) = (place.clone(), known.signed_in.load(Relaxed));
-    known.look(LOOK, move || share.mount(&at, again)).await?;
+    known.inspect(LOOK, move || share.mount(&at, again)).await?;
     known.signed_in.store(true, Relaxed);
     Ok(Ready {
         driver: ANY.into(),

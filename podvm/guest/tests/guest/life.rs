@@ -16,11 +16,11 @@ use std::{
 };
 
 use peerpod_link::{
-    birth::{BirthData, BirthNode, BirthTicket, TicketSecret},
     endpoint::LinkEvent,
     frame::{HEADER_LEN, Header, REQUEST, RESPONSE},
+    user_data::{TicketSecret, UserData, UserDataNode, UserDataTicket},
 };
-use peerpod_podnet::{look, netns::Netns};
+use peerpod_podnet::{inspect, netns::Netns};
 use peerpod_proto::{
     agent,
     guest::{self, Flush, Personalise, request::Body},
@@ -118,7 +118,7 @@ fn sh(script: &str) {
 }
 
 /// Starts the guest as pid 1 of a "VM" with a NIC, a tmpfs of its own where it writes, and user-data.
-fn start_guest(birth: &BirthData, mode: &str) -> Child {
+fn start_guest(user_data: &UserData, mode: &str) -> Child {
     let mount = "mount -t tmpfs tmpfs";
     sh(&format!(
         "ip link set lo up; {mount} /run; ip netns add vm
@@ -144,7 +144,7 @@ fn start_guest(birth: &BirthData, mode: &str) -> Child {
         .args(["netns", "exec", "vm", "unshare", "--mount", "--pid", "--uts", "--fork", "--kill-child"])
         .args(["--mount-proc", "sh", "-ec", &script])
         .env("SETTINGS", settings.to_string())
-        .env("USER_DATA", birth.to_json())
+        .env("USER_DATA", user_data.to_json())
         .env("GUEST", env!("CARGO_BIN_EXE_peerpod-guest"))
         .stdin(Stdio::null())
         .spawn()
@@ -204,17 +204,17 @@ fn inner() {
     let Ok(mode) = std::env::var(INNER) else { return };
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().worker_threads(2).build().unwrap();
     let relay = Relay::new(SANDBOX);
-    let birth = BirthData {
+    let user_data = UserData {
         version: 1,
-        ticket: BirthTicket { id: "0".repeat(32), secret: TicketSecret::new(relay::SECRET), claims: 1 },
-        node: BirthNode {
+        ticket: UserDataTicket { id: "0".repeat(32), secret: TicketSecret::new(relay::SECRET), claims: 1 },
+        node: UserDataNode {
             addresses: vec!["10.98.0.99:15151".parse().unwrap(), format!("{NODE}:15151").parse().unwrap()],
             ca_sha256: vec![relay.ca_sha256()],
             listen: None,
         },
         lease_seconds: 60,
     };
-    let mut vm = start_guest(&birth, &mode);
+    let mut vm = start_guest(&user_data, &mode);
     // Another host has the node's address at first. The guest shows it no ticket, and the right node still gets the
     // ticket.
     runtime.block_on(Relay::new(SANDBOX).impersonate(&format!("{NODE}:15151"), 3));
@@ -307,7 +307,7 @@ fn life(runtime: &tokio::runtime::Runtime, relay: &mut Relay, mode: &str) {
 }
 
 fn has_network(podns: &Path) {
-    let seen = look::look(&Netns::open(podns).unwrap()).unwrap();
+    let seen = inspect::inspect(&Netns::open(podns).unwrap()).unwrap();
     let text = format!("{seen:?}");
     assert!(text.contains("10.244.1.7"), "{text}");
 }

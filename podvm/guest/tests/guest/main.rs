@@ -2,9 +2,9 @@
 
 #![allow(clippy::unwrap_used)] // test code outside of test functions
 
-mod cards;
 mod life;
 mod machine;
+mod nics;
 mod relay;
 mod unit;
 mod vm;

@@ -11,7 +11,7 @@ use std::{
 };
 
 use machine::{Folder, Vm, Wanted, run};
-use peerpod_link::birth::{BirthData, BirthNode, BirthTicket, TicketSecret};
+use peerpod_link::user_data::{TicketSecret, UserData, UserDataNode, UserDataTicket};
 use peerpod_proto::guest::{self, Flush, Personalise, request::Body};
 use relay::Relay;
 use tokio::runtime::Runtime;
@@ -19,13 +19,13 @@ use tokio::runtime::Runtime;
 const SANDBOX: &str = "sandbox-1";
 /// Address of the test's machine for the VM, in QEMU's own network.
 const HOST: &str = "10.0.2.2";
-const CARD: [&str; 4] = ["-netdev", "user,id=n", "-device", "virtio-net-pci,netdev=n"];
+const NIC: [&str; 4] = ["-netdev", "user,id=n", "-device", "virtio-net-pci,netdev=n"];
 
-fn birth(relay: &Relay, port: u16, lease_seconds: u32) -> BirthData {
-    BirthData {
+fn user_data(relay: &Relay, port: u16, lease_seconds: u32) -> UserData {
+    UserData {
         version: 1,
-        ticket: BirthTicket { id: "0".repeat(32), secret: TicketSecret::new(relay::SECRET), claims: 1 },
-        node: BirthNode {
+        ticket: UserDataTicket { id: "0".repeat(32), secret: TicketSecret::new(relay::SECRET), claims: 1 },
+        node: UserDataNode {
             addresses: vec![format!("{HOST}:{port}").parse().unwrap()],
             ca_sha256: vec![relay.ca_sha256()],
             listen: None,
@@ -38,9 +38,9 @@ fn words(words: &[&str]) -> Vec<String> {
     words.iter().map(|word| (*word).to_owned()).collect()
 }
 
-fn fw_cfg(folder: &Folder, birth: &BirthData) -> Vec<String> {
+fn fw_cfg(folder: &Folder, user_data: &UserData) -> Vec<String> {
     let file = folder.0.join("user-data");
-    fs::write(&file, birth.to_json()).unwrap();
+    fs::write(&file, user_data.to_json()).unwrap();
     words(&["-fw_cfg", &format!("name=opt/io.peerpod/user-data,file={}", file.display())])
 }
 
@@ -93,8 +93,8 @@ fn a_machine_boots_calls_home_and_ends_with_its_lease_and_a_clean_disk() {
     fs::File::create(&disk).unwrap().set_len(64 << 20).unwrap();
     run("mke2fs", &["-q", "-t", "ext4", disk.to_str().unwrap()]);
     let drive = format!("file={},if=virtio,format=raw", disk.display());
-    let mut qemu = fw_cfg(&folder, &birth(&home.relay, home.port, 300));
-    qemu.extend(words(&CARD).into_iter().chain(words(&["-drive", &drive, "-no-reboot"])));
+    let mut qemu = fw_cfg(&folder, &user_data(&home.relay, home.port, 300));
+    qemu.extend(words(&NIC).into_iter().chain(words(&["-drive", &drive, "-no-reboot"])));
     let mut vm = Vm::boot(&folder, Wanted { line: "probe=disk".into(), qemu, ..Wanted::default() });
     vm.says("the link is up");
     home.relay.up(&home.runtime);
@@ -151,7 +151,7 @@ fn user_data_is_found_on_disks_of_each_kind() {
         let (at, tree) = (disk.to_str().unwrap(), folder.0.join("tree"));
         let file = if kind == "config-drive" { "openstack/latest/user_data" } else { "user-data" };
         fs::create_dir_all(tree.join(file).parent().unwrap()).unwrap();
-        fs::write(tree.join(file), birth(&home.relay, home.port, 300).to_json()).unwrap();
+        fs::write(tree.join(file), user_data(&home.relay, home.port, 300).to_json()).unwrap();
         match kind {
             "vfat" => {
                 fs::File::create(&disk).unwrap().set_len(1 << 20).unwrap();
@@ -166,7 +166,7 @@ fn user_data_is_found_on_disks_of_each_kind() {
                 );
             }
         }
-        let mut qemu = words(&CARD);
+        let mut qemu = words(&NIC);
         qemu.extend(words(&["-drive", &format!("file={at},if=virtio,format=raw,readonly=on")]));
         let line: serde_json::Value = basic_toml::from_str(config_drive).unwrap();
         let files = vec![("etc/peerpod/sources/openstack.json", 0o644, line.to_string().into_bytes())];
@@ -217,9 +217,9 @@ fn metadata_service(user_data: String) -> (u16, Arc<Mutex<Vec<String>>>) {
 fn a_machine_of_ec2_has_its_user_data_from_the_metadata_service() {
     let folder = Folder::new("ec2");
     let mut home = Home::new();
-    let mut birth = birth(&home.relay, home.port, 300);
-    birth.node.addresses = vec![format!("169.254.169.100:{}", home.port).parse().unwrap()];
-    let (port, asked) = metadata_service(birth.to_json());
+    let mut user_data = user_data(&home.relay, home.port, 300);
+    user_data.node.addresses = vec![format!("169.254.169.100:{}", home.port).parse().unwrap()];
+    let (port, asked) = metadata_service(user_data.to_json());
     let forward = |to: &str, port: u16| format!(",guestfwd=tcp:{to}-cmd:/bin/busybox nc 127.0.0.1 {port}");
     let network = "user,id=n,restrict=on,net=169.254.169.0/24".to_owned()
         + &forward("169.254.169.254:80", port)
@@ -249,8 +249,8 @@ fn a_machine_of_ec2_has_its_user_data_from_the_metadata_service() {
 fn a_machine_gets_the_static_address_of_the_kernels_line() {
     let folder = Folder::new("static");
     let mut home = Home::new();
-    let mut qemu = fw_cfg(&folder, &birth(&home.relay, home.port, 300));
-    qemu.extend(words(&CARD));
+    let mut qemu = fw_cfg(&folder, &user_data(&home.relay, home.port, 300));
+    qemu.extend(words(&NIC));
     let line = "ip=10.0.2.77::10.0.2.2:255.255.255.0::eth0:off:10.0.2.3".to_owned();
     let vm = Vm::boot(&folder, Wanted { line, qemu, ..Wanted::default() });
     vm.says("the link is up");
@@ -268,8 +268,8 @@ fn a_guest_program_that_hangs_is_started_again_and_then_the_machine() {
     let folder = Folder::new("hang");
     let mut home = Home::new();
     let settings = || vec![("hang_seconds", 10.into())];
-    let mut qemu = fw_cfg(&folder, &birth(&home.relay, home.port, 300));
-    qemu.extend(words(&CARD));
+    let mut qemu = fw_cfg(&folder, &user_data(&home.relay, home.port, 300));
+    qemu.extend(words(&NIC));
     let line = "probe=stop-serve softdog.soft_margin=20".to_owned();
     let vm =
         Vm::boot(&folder, Wanted { line, qemu: qemu.clone(), settings: settings(), ..Wanted::default() });

@@ -363,7 +363,7 @@ impl Dialled {
     }
 
     /// Ends calls and connections past their deadline.
-    pub(super) fn look(&mut self, session: &mut Session, now: Instant) {
+    pub(super) fn inspect(&mut self, session: &mut Session, now: Instant) {
         if self.look_at.is_none_or(|at| at > now) {
             return;
         }

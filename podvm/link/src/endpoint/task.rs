@@ -362,13 +362,13 @@ impl<H: Handler> Task<H> {
     }
 
     fn tick(&mut self, now: Instant) {
-        self.dialled.look(&mut self.session, now);
+        self.dialled.inspect(&mut self.session, now);
         if self.joining.as_ref().is_some_and(|joining| joining.deadline <= now) {
             self.joining = None;
             self.refuse(format!("handshake: not finished in {:?}", self.limits.handshake));
         }
         if self.look_at.is_some_and(|at| at <= now) {
-            self.look(now);
+            self.inspect(now);
         }
         if self.link.as_ref().is_some_and(|link| link.beat <= now) {
             self.beat(now);

@@ -23,7 +23,7 @@ const TRIES: usize = 3;
 
 /// Result of a measurement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Outcome {
+pub enum PathMtu {
     /// The largest IP packet that passed both ways, in bytes.
     Passes(u32),
     /// No answer came: UDP is blocked, or no program answers at the other end.
@@ -38,7 +38,7 @@ pub enum Outcome {
 ///
 /// # Errors
 /// When no socket can be made or the kernel has no route to `relay`.
-pub async fn ask(relay: SocketAddr, token: Token, top: u32) -> io::Result<Outcome> {
+pub async fn ask(relay: SocketAddr, token: Token, top: u32) -> io::Result<PathMtu> {
     let relay = SocketAddr::new(relay.ip().to_canonical(), relay.port());
     let socket = socket(relay).await?;
     let mut asking = Asking {
@@ -53,11 +53,11 @@ pub async fn ask(relay: SocketAddr, token: Token, top: u32) -> io::Result<Outcom
     loop {
         let sizes = search.next();
         if sizes.is_empty() || Instant::now() >= asking.end {
-            return Ok(search.found().map_or(Outcome::Silence, Outcome::Passes));
+            return Ok(search.found().map_or(PathMtu::Silence, PathMtu::Passes));
         }
         match asking.round(&sizes).await {
             Ok(passed) => search.round(&passed),
-            Err(e) if e.kind() == io::ErrorKind::ConnectionRefused => return Ok(Outcome::Refused),
+            Err(e) if e.kind() == io::ErrorKind::ConnectionRefused => return Ok(PathMtu::Refused),
             Err(e) => return Err(e),
         }
     }

@@ -193,7 +193,7 @@ fn send(socket: &UdpSocket, bytes: &[u8], peer: &SockaddrStorage, own: Option<Ow
 mod tests {
     use std::time::Duration;
 
-    use super::super::ask::{Outcome, ask};
+    use super::super::ask::{PathMtu, ask};
     use super::*;
 
     const TOKEN: Token = Token([3; 16]);
@@ -246,13 +246,13 @@ mod tests {
                 "[::]:0" => SocketAddr::new("127.0.0.2".parse().unwrap(), port),
                 _ => SocketAddr::new("127.0.0.1".parse().unwrap(), port),
             };
-            assert_eq!(ask(asked, TOKEN, 1500).await.unwrap(), Outcome::Silence, "{address}: no token");
+            assert_eq!(ask(asked, TOKEN, 1500).await.unwrap(), PathMtu::Silence, "{address}: no token");
             let _pass = known.admit(TOKEN);
-            assert_eq!(ask(asked, TOKEN, 1500).await.unwrap(), Outcome::Passes(1500), "{address}");
-            assert_eq!(ask(asked, TOKEN, 9001).await.unwrap(), Outcome::Passes(9001), "{address}");
+            assert_eq!(ask(asked, TOKEN, 1500).await.unwrap(), PathMtu::Passes(1500), "{address}");
+            assert_eq!(ask(asked, TOKEN, 9001).await.unwrap(), PathMtu::Passes(9001), "{address}");
             running.abort();
             assert!(running.await.unwrap_err().is_cancelled());
-            assert_eq!(ask(asked, TOKEN, 1500).await.unwrap(), Outcome::Refused, "{address}: nobody listens");
+            assert_eq!(ask(asked, TOKEN, 1500).await.unwrap(), PathMtu::Refused, "{address}: nobody listens");
         }
     }
 }

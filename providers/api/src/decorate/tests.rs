@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::sync::Mutex;
 
 use super::*;
-use crate::WISHES;
+use crate::OPTIONAL;
 
 /// Provider that answers creates from a script and records the keys of the calls.
 #[derive(Default)]
@@ -152,7 +152,7 @@ async fn addresses_wait_as_long_as_their_caller() {
 #[tokio::test(start_paused = true)]
 async fn what_the_provider_cannot_do_is_refused_before_the_call() {
     let (inner, provider, _registry) = scripted(vec![], Duration::ZERO);
-    for wish in WISHES {
+    for wish in OPTIONAL {
         let mut request = request();
         (wish.ask)(&mut request);
         for answer in

@@ -119,7 +119,7 @@ impl Launch<'_> {
         }
     }
 
-    /// Whether a fleet can make this: it knows one card per VM, and no dedicated hosts.
+    /// Whether a fleet can make this: it knows one NIC per VM, and no dedicated hosts.
     fn in_fleet(&self) -> bool {
         self.aws.config.launch == crate::config::Launch::Fleet && !self.request.second_nic
     }
@@ -399,7 +399,7 @@ impl Launch<'_> {
             .image_id(&image.id)
             .instance_type(offering.machine.as_str().into())
             .user_data(STANDARD.encode(&self.request.user_data))
-            .set_network_interfaces(Some(shape.run_cards(subnet, second.as_deref())))
+            .set_network_interfaces(Some(shape.run_nics(subnet, second.as_deref())))
             .set_key_name(shape.key_name.clone())
             .set_iam_instance_profile(shape.run_profile())
             .set_cpu_options(shape.run_cpu())
@@ -437,7 +437,7 @@ impl Launch<'_> {
         let fits = self.aws.second_subnets().into_iter().find(|subnet| subnet.zone == offering.zone);
         fits.map(|subnet| subnet.id).ok_or_else(|| {
             Error::invalid(format!(
-                "{}: there is no subnet for its second network card in {}; add one to provider.aws.second-subnet-ids",
+                "{}: there is no subnet for its second NIC in {}; add one to provider.aws.second-subnet-ids",
                 self.what(),
                 offering.zone
             ))

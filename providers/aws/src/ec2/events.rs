@@ -134,14 +134,14 @@ impl Watch {
             }
             tokio::time::sleep(self.aws.config.spot_watch).await;
             for ids in self.aws.spots.ids().chunks(MOST) {
-                if let Err(error) = self.look(ids).await {
+                if let Err(error) = self.inspect(ids).await {
                     tracing::warn!(vms = ids.len(), "whether EC2 takes spot VMs back is not known: {error}");
                 }
             }
         }
     }
 
-    async fn look(&mut self, ids: &[String]) -> Result<(), Error> {
+    async fn inspect(&mut self, ids: &[String]) -> Result<(), Error> {
         let ec2 = &self.aws.ec2().await?.ec2;
         let filter = Filter::builder().name("instance-id").set_values(Some(ids.to_vec())).build();
         let ask = ec2.client.describe_spot_instance_requests().filters(filter);

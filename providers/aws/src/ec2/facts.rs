@@ -180,9 +180,9 @@ async fn own_network() -> Result<(String, Vec<String>), Error> {
             aws_config::provider_config::ProviderConfig::without_region().with_http_client(client::http());
         let metadata = aws_config::imds::Client::builder().configure(&provider).build();
         let mac = metadata.get("/latest/meta-data/mac").await?;
-        let card = format!("/latest/meta-data/network/interfaces/macs/{}", mac.as_ref().trim());
-        let subnet = metadata.get(format!("{card}/subnet-id")).await?;
-        let groups = metadata.get(format!("{card}/security-group-ids")).await?;
+        let nic = format!("/latest/meta-data/network/interfaces/macs/{}", mac.as_ref().trim());
+        let subnet = metadata.get(format!("{nic}/subnet-id")).await?;
+        let groups = metadata.get(format!("{nic}/security-group-ids")).await?;
         let groups =
             groups.as_ref().lines().map(|group| group.trim().to_owned()).filter(|group| !group.is_empty());
         Ok::<_, aws_config::imds::client::error::ImdsError>((
@@ -325,7 +325,7 @@ fn machine(info: InstanceTypeInfo) -> Option<MachineType> {
         gpu_model: gpus.into_iter().find_map(|gpu| gpu.name),
         archs: archs.collect(),
         confidential: snp.then_some(Confidential::SevSnp).into_iter().collect(),
-        // The root disk takes one; where cards share the limit, the first card takes one, too.
+        // The root disk takes one; where NICs share the limit, the first NIC takes one, too.
         max_disks: number(info.ebs_info.and_then(|info| info.maximum_ebs_attachments))
             .map(|most| most.saturating_sub(2)),
         max_nics: number(info.network_info.and_then(|info| info.maximum_network_interfaces)),

@@ -40,13 +40,9 @@ pub(crate) async fn run(aws: &Aws) -> Result<Preflight, Error> {
     found.facts.push(format!("{} VMs of this node", listed.len()));
     match strays {
         Ok(0) => {}
-        Ok(count) => {
-            found.facts.push(format!("{count} network cards of ours hung on nothing and were deleted"))
-        }
+        Ok(count) => found.facts.push(format!("{count} NICs of ours hung on nothing and were deleted")),
         // Nothing depends on it.
-        Err(error) => {
-            found.warnings.push(format!("network cards that a broken launch leaves behind stay: {error}"))
-        }
+        Err(error) => found.warnings.push(format!("NICs that a broken launch leaves behind stay: {error}")),
     }
     if let Some(error) = &facts.no_prices {
         found.warnings.push(format!("the cheapest spot offering cannot be told: {error}"));

@@ -70,7 +70,7 @@ pub(crate) struct Aws {
 /// The client, and what gathers calls for it.
 pub(crate) struct Connected {
     pub(crate) ec2: Ec2,
-    pub(crate) look: see::Look,
+    pub(crate) inspect: see::Look,
     pub(crate) look_in_a_burst: see::Look,
     pub(crate) terminate: Terminate,
     pub(crate) volumes: volumes::Look,
@@ -120,10 +120,10 @@ impl Aws {
         let connect = || async {
             let ec2 = Ec2::connect(&self.config, self.scheduler.clone()).await?;
             Ok(Connected {
-                look: see::look(ec2.clone(), Window::LIST),
-                look_in_a_burst: see::look(ec2.clone(), see::IN_A_BURST),
+                inspect: see::inspect(ec2.clone(), Window::LIST),
+                look_in_a_burst: see::inspect(ec2.clone(), see::IN_A_BURST),
                 terminate: remove::terminate(ec2.clone()),
-                volumes: volumes::look(ec2.clone()),
+                volumes: volumes::inspect(ec2.clone()),
                 ec2,
             })
         };
@@ -144,12 +144,12 @@ impl Aws {
         let since = Instant::now();
         let mut pause = FIRST_LOOK;
         loop {
-            let look = if self.recent.is_burst(Instant::now()) {
+            let inspect = if self.recent.is_burst(Instant::now()) {
                 &connected.look_in_a_burst
             } else {
-                &connected.look
+                &connected.inspect
             };
-            match look.ask((), id.as_str().to_owned(), until(), what).await {
+            match inspect.ask((), id.as_str().to_owned(), until(), what).await {
                 Ok(Some(seen)) => {
                     self.recent.seen(id.as_str());
                     self.spots.seen(&seen);
@@ -176,7 +176,7 @@ impl Aws {
         self.capabilities().check(request, "aws")?;
         if request.second_nic && (request.public_ip || self.config.use_public_ip) {
             let text = format!(
-                "create of {}: EC2 gives no public address to a VM that begins with two network cards; leave one of the \
+                "create of {}: EC2 gives no public address to a VM that begins with two NICs; leave one of the \
                  two out",
                 request.name
             );
@@ -227,7 +227,7 @@ impl Aws {
             };
             if need.zones.is_empty() {
                 return Err(Error::invalid(format!(
-                    "{what}: no subnet for its second network card is in {}; add one to provider.aws.second-subnet-ids",
+                    "{what}: no subnet for its second NIC is in {}; add one to provider.aws.second-subnet-ids",
                     request.zones.join(" or ")
                 )));
             }
@@ -262,14 +262,14 @@ impl Aws {
     }
 }
 
-/// Deletes cards that were left over, behind the list that nobody keeps waiting for it.
+/// Deletes NICs that were left over, behind the list that nobody keeps waiting for it.
 fn clean(aws: Arc<Aws>) {
     tokio::spawn(async move {
         let cleaned = async { aws.strays.clean(&aws.ec2().await?.ec2, &aws.owner).await };
         match cleaned.await {
             Ok(0) => {}
-            Ok(count) => tracing::info!(count, "network cards of ours hung on nothing and were deleted"),
-            Err(error) => tracing::warn!("network cards that a broken launch leaves behind stay: {error}"),
+            Ok(count) => tracing::info!(count, "NICs of ours hung on nothing and were deleted"),
+            Err(error) => tracing::warn!("NICs that a broken launch leaves behind stay: {error}"),
         }
     });
 }
@@ -410,8 +410,7 @@ impl Batch for AwsProvider {
             return Err(Error::unsupported("disks", text));
         }
         if request.second_nic {
-            let text =
-                format!("create of {count} VMs like {}: a fleet gives one network card each", request.name);
+            let text = format!("create of {count} VMs like {}: a fleet gives one NIC each", request.name);
             return Err(Error::unsupported("second_nic", text));
         }
         self.0.make(request, count.get(), key).await

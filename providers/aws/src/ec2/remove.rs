@@ -1,4 +1,4 @@
-//! Takes VMs away: many askers, one TerminateInstances. What a launch made (cards, root disk) goes with its VM; cards
+//! Takes VMs away: many askers, one TerminateInstances. What a launch made (NICs, root disk) goes with its VM; NICs
 //! that EC2 left behind are looked for and deleted at preflight and every ten minutes. May call TerminateInstances, DescribeNetworkInterfaces,
 //! DeleteNetworkInterface.
 
@@ -57,10 +57,10 @@ async fn by_ids(ec2: &Ec2, mut ids: Vec<String>, until: Instant) -> Result<Vec<S
     Ok(unknown)
 }
 
-/// Between two looks for stray cards.
+/// Between two looks for stray NICs.
 const EVERY: Duration = Duration::from_secs(600);
 
-/// Our cards that hung on no VM when we last looked. A card may hang on nothing for a moment while its VM is launched; one
+/// Our NICs that hung on no VM when we last looked. A NIC may hang on nothing for a moment while its VM is launched; one
 /// that does so twice, minutes apart, is left over.
 #[derive(Debug)]
 pub(crate) struct Strays(Mutex<Looked>);
@@ -68,13 +68,13 @@ pub(crate) struct Strays(Mutex<Looked>);
 #[derive(Debug)]
 struct Looked {
     at: Instant,
-    cards: HashSet<String>,
+    nics: HashSet<String>,
 }
 
 impl Strays {
     /// Nobody has looked yet; preflight does, for what an earlier process left.
     pub(crate) fn new(now: Instant) -> Strays {
-        Strays(Mutex::new(Looked { at: now, cards: HashSet::new() }))
+        Strays(Mutex::new(Looked { at: now, nics: HashSet::new() }))
     }
 
     /// Whether it is time to look again; then it is somebody's task.
@@ -88,10 +88,10 @@ impl Strays {
     }
 
     /// Those that hung on nothing the last time, too.
-    fn again(&self, cards: Vec<String>) -> Vec<String> {
+    fn again(&self, nics: Vec<String>) -> Vec<String> {
         let mut looked = self.0.lock();
-        let before = std::mem::replace(&mut looked.cards, cards.iter().cloned().collect());
-        cards.into_iter().filter(|card| before.contains(card)).collect()
+        let before = std::mem::replace(&mut looked.nics, nics.iter().cloned().collect());
+        nics.into_iter().filter(|nic| before.contains(nic)).collect()
     }
 
     /// Looks, and deletes what hung on nothing the last time, too. How many.
@@ -99,8 +99,8 @@ impl Strays {
     /// # Errors
     /// When EC2 refuses.
     pub(crate) async fn clean(&self, ec2: &Ec2, owner: &Owner) -> Result<usize, Error> {
-        let cards = self.again(stray_cards(ec2, owner).await?);
-        delete_cards(ec2, cards).await
+        let nics = self.again(stray_nics(ec2, owner).await?);
+        delete_nics(ec2, nics).await
     }
 }
 
@@ -109,14 +109,14 @@ impl Strays {
 /// # Errors
 /// When EC2 refuses.
 pub(crate) async fn clean(ec2: &Ec2, owner: &Owner) -> Result<usize, Error> {
-    delete_cards(ec2, stray_cards(ec2, owner).await?).await
+    delete_nics(ec2, stray_nics(ec2, owner).await?).await
 }
 
-/// Stray network cards that one search returns at most; the next search finds the others.
+/// Stray NICs that one search returns at most; the next search finds the others.
 const MOST_STRAY: usize = 10_000;
 
-/// Our cards that hang on no VM: EC2 leaves one when a launch breaks off half-way.
-async fn stray_cards(ec2: &Ec2, owner: &Owner) -> Result<Vec<String>, Error> {
+/// Our NICs that hang on no VM: EC2 leaves one when a launch breaks off half-way.
+async fn stray_nics(ec2: &Ec2, owner: &Owner) -> Result<Vec<String>, Error> {
     let filter = |name: String, value: &str| Filter::builder().name(name).values(value).build();
     let mut filters = vec![
         filter(format!("tag:{}", tags::CLUSTER), &owner.cluster),
@@ -125,8 +125,8 @@ async fn stray_cards(ec2: &Ec2, owner: &Owner) -> Result<Vec<String>, Error> {
     if !owner.node.is_empty() {
         filters.push(filter(format!("tag:{}", tags::NODE), &owner.node));
     }
-    let what = "look for network cards of ours that hang on nothing";
-    let (mut cards, mut next) = (Vec::new(), None);
+    let what = "look for NICs of ours that hang on nothing";
+    let (mut nics, mut next) = (Vec::new(), None);
     loop {
         let ask =
             ec2.client.describe_network_interfaces().set_filters(Some(filters.clone())).max_results(100);
@@ -134,18 +134,18 @@ async fn stray_cards(ec2: &Ec2, owner: &Owner) -> Result<Vec<String>, Error> {
         let page =
             ec2.call("DescribeNetworkInterfaces", "stray", what, until(), || ask.clone().send()).await?;
         let found = page.network_interfaces.unwrap_or_default().into_iter();
-        cards.extend(found.filter_map(|card| card.network_interface_id));
+        nics.extend(found.filter_map(|nic| nic.network_interface_id));
         next = page.next_token.filter(|token| !token.is_empty());
-        if next.is_none() || cards.len() >= MOST_STRAY {
-            return Ok(cards);
+        if next.is_none() || nics.len() >= MOST_STRAY {
+            return Ok(nics);
         }
     }
 }
 
-async fn delete_cards(ec2: &Ec2, cards: Vec<String>) -> Result<usize, Error> {
+async fn delete_nics(ec2: &Ec2, nics: Vec<String>) -> Result<usize, Error> {
     let mut deleted = 0;
-    for id in cards {
-        let what = format!("delete of the network card {id}, which hangs on nothing");
+    for id in nics {
+        let what = format!("delete of the NIC {id}, which hangs on nothing");
         let ask = ec2.client.delete_network_interface().network_interface_id(&id);
         match ec2.call("DeleteNetworkInterface", "stray", &what, until(), || ask.clone().send()).await {
             Ok(_) => deleted += 1,
@@ -161,13 +161,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_card_is_left_over_when_it_hung_on_nothing_twice() {
+    fn a_nic_is_left_over_when_it_hung_on_nothing_twice() {
         let now = Instant::now();
         let strays = Strays::new(now);
         assert!(!strays.is_due(now) && strays.is_due(now + EVERY) && !strays.is_due(now + EVERY));
-        let cards = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>();
-        assert!(strays.again(cards(&["a", "b"])).is_empty());
-        assert_eq!(strays.again(cards(&["b", "c"])), ["b"]);
-        assert!(strays.again(cards(&["a"])).is_empty(), "it hung on something in between");
+        let nics = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>();
+        assert!(strays.again(nics(&["a", "b"])).is_empty());
+        assert_eq!(strays.again(nics(&["b", "c"])), ["b"]);
+        assert!(strays.again(nics(&["a"])).is_empty(), "it hung on something in between");
     }
 }

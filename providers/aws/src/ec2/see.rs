@@ -50,11 +50,10 @@ pub(crate) enum State {
 impl Seen {
     fn of(vm: Instance) -> Option<Seen> {
         let address = |text: Option<&String>| text.and_then(|text| text.parse::<IpAddr>().ok());
-        let cards = vm.network_interfaces.unwrap_or_default();
+        let nics = vm.network_interfaces.unwrap_or_default();
         let public = address(vm.public_ip_address.as_ref()).or_else(|| {
-            cards
-                .iter()
-                .find_map(|card| address(card.association.as_ref().and_then(|one| one.public_ip.as_ref())))
+            nics.iter()
+                .find_map(|nic| address(nic.association.as_ref().and_then(|one| one.public_ip.as_ref())))
         });
         let mut private: Vec<IpAddr> = address(vm.private_ip_address.as_ref()).into_iter().collect();
         private.extend(address(vm.ipv6_address.as_ref()));
@@ -125,7 +124,7 @@ pub(crate) type Look = looks::Look<Seen>;
 pub(crate) const IN_A_BURST: Window =
     Window { idle: Duration::from_millis(700), longest: Duration::from_secs(2), most: 500 };
 
-pub(crate) fn look(ec2: Ec2, window: Window) -> Look {
+pub(crate) fn inspect(ec2: Ec2, window: Window) -> Look {
     looks::together(ec2, window, by_ids)
 }
 

@@ -106,13 +106,13 @@ impl Shape {
             .instance_initiated_shutdown_behavior(ShutdownBehavior::Terminate)
             .metadata_options(metadata.build());
         if self.public_ip {
-            // A public address is asked for on the card, and then the groups belong there, too.
-            let card = LaunchTemplateInstanceNetworkInterfaceSpecificationRequest::builder()
+            // A public address is asked for on the NIC, and then the groups belong there, too.
+            let nic = LaunchTemplateInstanceNetworkInterfaceSpecificationRequest::builder()
                 .device_index(0)
                 .associate_public_ip_address(true)
                 .delete_on_termination(true)
                 .set_groups(Some(self.security_groups.clone()));
-            data = data.network_interfaces(card.build());
+            data = data.network_interfaces(nic.build());
         } else {
             data = data.set_security_group_ids(Some(self.security_groups.clone()));
         }
@@ -163,14 +163,14 @@ impl Shape {
             .build()
     }
 
-    /// The network cards of a call without template; the second one's subnet is `second`.
-    pub(crate) fn run_cards(
+    /// The NICs of a call without template; the second one's subnet is `second`.
+    pub(crate) fn run_nics(
         &self,
         subnet: &str,
         second: Option<&str>,
     ) -> Vec<InstanceNetworkInterfaceSpecification> {
         let subnets = [Some(subnet), second];
-        let card = |(index, subnet): (i32, &str)| {
+        let nic = |(index, subnet): (i32, &str)| {
             InstanceNetworkInterfaceSpecification::builder()
                 .device_index(index)
                 .subnet_id(subnet)
@@ -179,7 +179,7 @@ impl Shape {
                 .set_associate_public_ip_address((index == 0 && self.public_ip).then_some(true))
                 .build()
         };
-        (0..).zip(subnets.into_iter().flatten()).map(card).collect()
+        (0..).zip(subnets.into_iter().flatten()).map(nic).collect()
     }
 
     pub(crate) fn run_profile(&self) -> Option<IamInstanceProfileSpecification> {
@@ -321,14 +321,14 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_public_address_and_its_groups_are_on_the_card() {
+    fn a_public_address_and_its_groups_are_on_the_nic() {
         let data = Shape { public_ip: true, ..shape() }.template();
         assert_eq!(data.security_group_ids, None);
-        let card = data.network_interfaces.unwrap().remove(0);
-        assert_eq!(card.associate_public_ip_address, Some(true));
-        assert_eq!(card.groups.unwrap(), ["sg-1"]);
-        let cards = shape().run_cards("subnet-a", Some("subnet-b"));
-        let subnets: Vec<_> = cards.iter().filter_map(|card| card.subnet_id.as_deref()).collect();
+        let nic = data.network_interfaces.unwrap().remove(0);
+        assert_eq!(nic.associate_public_ip_address, Some(true));
+        assert_eq!(nic.groups.unwrap(), ["sg-1"]);
+        let nics = shape().run_nics("subnet-a", Some("subnet-b"));
+        let subnets: Vec<_> = nics.iter().filter_map(|nic| nic.subnet_id.as_deref()).collect();
         assert_eq!(subnets, ["subnet-a", "subnet-b"]);
     }
 }

@@ -37,7 +37,7 @@ pub(crate) struct Seen {
 /// Looks for single volumes. `None`: there is none.
 pub(crate) type Look = looks::Look<Seen>;
 
-pub(crate) fn look(ec2: Ec2) -> Look {
+pub(crate) fn inspect(ec2: Ec2) -> Look {
     looks::together(ec2, Window::LIST, by_ids)
 }
 
@@ -146,8 +146,8 @@ pub(crate) async fn zone_of(aws: &Aws, disks: &[DiskRequest], what: &str) -> Res
         })?;
         Ok::<_, Error>((disk, seen))
     });
-    for look in join_all(looks).await {
-        let (disk, seen) = look?;
+    for inspect in join_all(looks).await {
+        let (disk, seen) = inspect?;
         if let Some((vm, _)) = seen.on.first() {
             return Err(Error::invalid(format!(
                 "{what}: volume {} is in use by {vm}; end the pod (or whatever it is) that has it, it attaches to one VM only",

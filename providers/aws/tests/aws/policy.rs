@@ -15,9 +15,9 @@ const CHECKED_BESIDE: [&str; 2] = ["RunInstances", "CreateTags"];
 #[tokio::test(flavor = "multi_thread")]
 async fn the_policy_is_what_we_ask_for() {
     let cloud = Cloud::start().await;
-    let card = json!({"SubnetId": cloud.subnets[0], "TagSpecifications": [{"ResourceType": "network-interface", "Tags": [
+    let nic = json!({"SubnetId": cloud.subnets[0], "TagSpecifications": [{"ResourceType": "network-interface", "Tags": [
         {"Key": "peerpod.cluster", "Value": "c"}, {"Key": "peerpod.node", "Value": "n"}]}]});
-    cloud.proxy.boto3("create_network_interface", &card).await.unwrap();
+    cloud.proxy.boto3("create_network_interface", &nic).await.unwrap();
     let second = [("second-subnet-ids", cloud.subnets[0].as_str())];
     for launch in ["fleet", "run"] {
         let spot = [("launch", launch), ("market", "spot"), ("spot-watch", "1s")];

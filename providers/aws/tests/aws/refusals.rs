@@ -287,8 +287,8 @@ async fn several_who_look_at_one_vm_and_one_disk_all_see_it() {
         let (provider, id) = (provider.clone(), made.id.clone());
         tokio::spawn(async move { provider.addresses(&id).await })
     });
-    for look in looks.collect::<Vec<_>>() {
-        assert!(!look.await.unwrap().unwrap().is_empty());
+    for inspect in looks.collect::<Vec<_>>() {
+        assert!(!inspect.await.unwrap().unwrap().is_empty());
     }
     let volume = cloud.volume("eu-central-1a").await;
     let disk = DiskRequest { volume, ..DiskRequest::default() };

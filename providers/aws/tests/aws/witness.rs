@@ -116,11 +116,11 @@ async fn run_instances_makes_the_same_where_a_fleet_does_not_fit() {
     let again = provider.create(&wish, &key("run", 0)).await.unwrap();
     assert_eq!(made.id, again.id);
     let seen = vm(&cloud, "web-0").await;
-    assert_eq!(seen["Placement"]["AvailabilityZone"], "eu-central-1c", "where the second card's subnet is");
-    let cards = seen["NetworkInterfaces"].as_array().unwrap();
-    assert_eq!(cards.len(), 2, "{cards:?}");
-    for card in cards {
-        assert_eq!(card["Groups"][0]["GroupId"], json!(cloud.group));
+    assert_eq!(seen["Placement"]["AvailabilityZone"], "eu-central-1c", "where the second NIC's subnet is");
+    let nics = seen["NetworkInterfaces"].as_array().unwrap();
+    assert_eq!(nics.len(), 2, "{nics:?}");
+    for nic in nics {
+        assert_eq!(nic["Groups"][0]["GroupId"], json!(cloud.group));
     }
     assert_eq!(made.addresses.first().map(ToString::to_string).as_deref(), seen["PrivateIpAddress"].as_str());
     let call = cloud.proxy.calls().into_iter().find(|call| call.action == "RunInstances").unwrap();
@@ -285,18 +285,18 @@ async fn a_template_of_ones_own_is_used_and_none_made() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn cards_that_hang_on_nothing_go_at_preflight_and_only_ours() {
+async fn nics_that_hang_on_nothing_go_at_preflight_and_only_ours() {
     let cloud = Cloud::start().await;
-    let card = |node: &str| {
+    let nic = |node: &str| {
         json!({"SubnetId": cloud.subnets[0], "TagSpecifications": [{"ResourceType": "network-interface", "Tags": [
             {"Key": "peerpod.cluster", "Value": "c"}, {"Key": "peerpod.node", "Value": node}]}]})
     };
     for node in ["n", "another"] {
-        cloud.proxy.boto3("create_network_interface", &card(node)).await.unwrap();
+        cloud.proxy.boto3("create_network_interface", &nic(node)).await.unwrap();
     }
     let provider = cloud.provider(&[]);
     let found = provider.preflight().await.unwrap();
-    assert!(found.facts.iter().any(|fact| fact.starts_with("1 network cards")), "{found:?}");
+    assert!(found.facts.iter().any(|fact| fact.starts_with("1 NICs")), "{found:?}");
     let left = cloud.proxy.boto3("describe_network_interfaces", &json!({})).await.unwrap();
     assert_eq!(left["NetworkInterfaces"].as_array().unwrap().len(), 1);
 }

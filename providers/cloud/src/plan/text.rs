@@ -98,7 +98,7 @@ fn words(reason: &Reason) -> String {
         Reason::Arch(arch) => format!("does not boot {arch} images"),
         Reason::Confidential(what) => format!("has no {what}"),
         Reason::Disks(wanted) => format!("takes less than {wanted} disks"),
-        Reason::Nics(wanted) => format!("takes less than {wanted} network cards"),
+        Reason::Nics(wanted) => format!("takes less than {wanted} NICs"),
         Reason::Vcpus(wanted) => format!("less than {wanted} vCPUs"),
         Reason::Memory(wanted) => format!("less than {wanted} MiB"),
         Reason::Gpus(wanted) => format!("less than {wanted} GPUs"),

@@ -11,9 +11,9 @@ use async_trait::async_trait;
 use common::{Folder, config, owner};
 use peerpod_provider_api::conformance::Harness;
 use peerpod_provider_api::{Error, InstanceId, Provider};
-use peerpod_provider_drill::{Drill, DrillConfig, Drilled};
 use peerpod_provider_external::serve::{Serving, listen_with_tls};
 use peerpod_provider_external::{Endpoint, External, Owner};
+use peerpod_provider_fake::{Fake, FakeConfig, FakeVm};
 use pki::Pki;
 use tokio::net::TcpListener;
 
@@ -26,35 +26,35 @@ struct Served {
 }
 
 /// Returns the folder of an owner's fake provider.
-fn drill_of(folder: &Folder, owner: &Owner) -> std::path::PathBuf {
-    folder.0.join(format!("drill-{}", owner.node_name))
+fn fake_of(folder: &Folder, owner: &Owner) -> std::path::PathBuf {
+    folder.0.join(format!("fake-{}", owner.node_name))
 }
 
 fn make() -> Served {
     let folder = Folder::new();
     let pki = Pki::new(&folder.0);
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
-    let drills = Mutex::new(HashMap::<Owner, Arc<dyn Provider>>::new());
+    let fakes = Mutex::new(HashMap::<Owner, Arc<dyn Provider>>::new());
     let root = folder.0.clone();
     let provider_of = move |owner: &Owner| {
-        let mut drills = drills.lock().unwrap();
-        let drill = drills.entry(owner.clone()).or_insert_with(|| {
-            let dir = root.join(format!("drill-{}", owner.node_name));
+        let mut fakes = fakes.lock().unwrap();
+        let fake = fakes.entry(owner.clone()).or_insert_with(|| {
+            let dir = root.join(format!("fake-{}", owner.node_name));
             fs::create_dir_all(&dir).unwrap();
-            Arc::new(Drill::new(DrillConfig {
+            Arc::new(Fake::new(FakeConfig {
                 dir,
                 first_address: [10, 200, 0, 1].into(),
                 max_batch: 4,
                 takes: std::time::Duration::ZERO,
             }))
         });
-        Ok::<_, Error>(drill.clone())
+        Ok::<_, Error>(fake.clone())
     };
     let (serving, address) = runtime.block_on(async {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let listener = listen_with_tls(listener, &pki.server).unwrap();
-        (Serving::start("drill", listener, provider_of).await.unwrap(), address)
+        (Serving::start("fake", listener, provider_of).await.unwrap(), address)
     });
     let open = |node: &str| {
         let server_name = "provider.test".try_into().unwrap();
@@ -74,18 +74,18 @@ impl Harness for Served {
     }
 
     async fn user_data(&self, id: &InstanceId) -> Option<Vec<u8>> {
-        let file = drill_of(&self.folder, &owner("node")).join(format!("{id}.json"));
-        let drilled: Drilled = serde_json::from_slice(&fs::read(file).unwrap()).unwrap();
-        Some(drilled.user_data.into_bytes())
+        let file = fake_of(&self.folder, &owner("node")).join(format!("{id}.json"));
+        let fake_vm: FakeVm = serde_json::from_slice(&fs::read(file).unwrap()).unwrap();
+        Some(fake_vm.user_data.into_bytes())
     }
 
     async fn machines(&self) -> Option<usize> {
-        let files = fs::read_dir(drill_of(&self.folder, &owner("node"))).unwrap().flatten();
+        let files = fs::read_dir(fake_of(&self.folder, &owner("node"))).unwrap().flatten();
         Some(files.filter(|file| file.file_name().to_string_lossy().ends_with(".json")).count())
     }
 
     fn unknown_id(&self) -> Option<InstanceId> {
-        InstanceId::new("drill-unknown").ok()
+        InstanceId::new("fake-unknown").ok()
     }
 
     fn stranger(&self) -> Option<Arc<dyn Provider>> {

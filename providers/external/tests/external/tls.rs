@@ -10,9 +10,9 @@ use std::time::Duration;
 
 use common::{Folder, config, key, request, until};
 use peerpod_provider_api::{Error, Provider};
-use peerpod_provider_drill::{Drill, DrillConfig};
 use peerpod_provider_external::serve::{Serving, listen_with_tls};
 use peerpod_provider_external::{Endpoint, External, ExternalConfig, TlsFiles};
+use peerpod_provider_fake::{Fake, FakeConfig};
 use pki::Pki;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
@@ -21,16 +21,16 @@ async fn serve(folder: &Folder, files: &TlsFiles, address: &str) -> (Serving, So
     // A service that was just stopped may hold the port a moment longer.
     let listener = until("the port is free", || async { TcpListener::bind(address).await.ok() }).await;
     let address = listener.local_addr().unwrap();
-    let dir = folder.0.join("drill");
+    let dir = folder.0.join("fake");
     fs::create_dir_all(&dir).unwrap();
-    let drill: Arc<dyn Provider> = Arc::new(Drill::new(DrillConfig {
+    let fake: Arc<dyn Provider> = Arc::new(Fake::new(FakeConfig {
         dir,
         first_address: [10, 200, 0, 1].into(),
         max_batch: 4,
         takes: Duration::ZERO,
     }));
     let listener = listen_with_tls(listener, files).unwrap();
-    (Serving::start("drill", listener, move |_: &_| Ok(drill.clone())).await.unwrap(), address)
+    (Serving::start("fake", listener, move |_: &_| Ok(fake.clone())).await.unwrap(), address)
 }
 
 fn dial(address: SocketAddr, files: &TlsFiles) -> ExternalConfig {

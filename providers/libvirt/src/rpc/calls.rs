@@ -217,16 +217,16 @@ impl State {
 /// One address of a domain.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Address {
-    /// The card's.
+    /// The NIC's.
     pub mac: Option<String>,
     /// As text.
     pub address: String,
 }
 
-/// An address that a network's DHCP server has given to a card.
+/// An address that a network's DHCP server has given to a NIC.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Lease {
-    /// The card's.
+    /// The NIC's.
     pub mac: Option<String>,
     /// As text.
     pub address: String,

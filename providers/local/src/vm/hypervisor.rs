@@ -81,10 +81,10 @@ fn make(mut description: Description) -> anyhow::Result<Option<Running>> {
     fs::write("/proc/sys/kernel/hostname", &description.inside.hostname).context("set the host name")?;
     let namespace = File::open("/proc/self/ns/net").context("open our network namespace")?;
     let names = network::host_links(&description.id).into_iter().zip(network::VM_LINKS);
-    for (card, (outside, inside)) in description.cards.iter().zip(names) {
-        network::plug(&mut node, card, &outside, inside, namespace.as_fd())?;
+    for (nic, (outside, inside)) in description.nics.iter().zip(names) {
+        network::plug(&mut node, nic, &outside, inside, namespace.as_fd())?;
     }
-    network::configure(&description.cards)?;
+    network::configure(&description.nics)?;
 
     let (console, console_end) = io::pipe().context("make the console")?;
     let (ours, theirs) = UnixStream::pair().context("make a socket pair")?;

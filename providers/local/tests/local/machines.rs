@@ -160,7 +160,7 @@ fn one_directory_has_one_provider() {
 }
 
 #[test]
-fn a_vm_has_a_second_card_when_it_is_asked_for() {
+fn a_vm_has_a_second_nic_when_it_is_asked_for() {
     let place = Place::new(IDLE);
     let provider = LocalProvider::open(place.config()).unwrap();
     let (plain, _) = create(&provider, 1);

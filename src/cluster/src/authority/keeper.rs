@@ -114,7 +114,7 @@ impl Keeper {
         let mut said = String::new();
         loop {
             let before = current.borrow().clone();
-            let why = match self.look(before.as_deref(), SystemTime::now()).await {
+            let why = match self.inspect(before.as_deref(), SystemTime::now()).await {
                 Ok((now, why)) => {
                     if before.is_none_or(|before| {
                         before.bundle != now.bundle || before.signer.certificate() != now.signer.certificate()
@@ -136,7 +136,7 @@ impl Keeper {
 
     /// Runs one pass: reads the state, applies the passage of time, publishes. Returns the CA, and the error if it is
     /// not published.
-    async fn look(
+    async fn inspect(
         &self,
         before: Option<&Current>,
         now: SystemTime,

@@ -87,12 +87,12 @@ async fn run(config: RolloutConfig, context: Context) -> anyhow::Result<()> {
             .run(reconcile, again, Arc::clone(&work))
     );
     // The deletion of the last PeerPodConfig causes no reconciliation.
-    let mut look = interval(AGAIN);
-    look.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut inspect = interval(AGAIN);
+    inspect.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         let one = select! {
             one = done.next() => one,
-            _ = look.tick() => {
+            _ = inspect.tick() => {
                 if let Err(error) = work.withdraw_if_none().await {
                     warn!(%error, "what no PeerPodConfig wants may still be there; trying again");
                 }

@@ -142,12 +142,12 @@ impl Node {
                 () = sleep_until(next) => {}
                 () = pending.changed.notified() => {}
             }
-            let looks: Vec<_> = pending.due().into_iter().map(|waiting| self.look(waiting)).collect();
+            let looks: Vec<_> = pending.due().into_iter().map(|waiting| self.inspect(waiting)).collect();
             stream::iter(looks).buffer_unordered(TOGETHER).collect::<()>().await;
         }
     }
 
-    async fn look(&self, waiting: Waiting) {
+    async fn inspect(&self, waiting: Waiting) {
         let found = self.step(&waiting.publication).await;
         if let Err(why) = &found {
             warn!(volume = %waiting.publication.name, error = %why, "tried again");

@@ -149,9 +149,9 @@ pub fn unpublish(target: &Path) -> Result<(), Error> {
 /// Whether the path is a mount point, which lies on another device than its folder. A tmpfs and a device's node always
 /// do.
 pub fn is_mount_point(target: &Path) -> Result<bool, Error> {
-    let look = |path: &Path| fs::symlink_metadata(path).map_err(at("look at", path));
+    let inspect = |path: &Path| fs::symlink_metadata(path).map_err(at("look at", path));
     let Some(parent) = target.parent() else { return Ok(true) };
-    Ok(look(target)?.dev() != look(parent)?.dev())
+    Ok(inspect(target)?.dev() != inspect(parent)?.dev())
 }
 
 fn unmount(target: &Path) -> Result<(), Error> {

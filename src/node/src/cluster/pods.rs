@@ -151,7 +151,7 @@ impl State {
         pods.iter().filter(|pod| pod.terminating == terminating).max_by_key(|pod| pod.created)
     }
 
-    fn look(&self, namespace: &str, name: &str, sandbox: &SandboxId) -> Look {
+    fn inspect(&self, namespace: &str, name: &str, sandbox: &SandboxId) -> Look {
         match self.newest(namespace, name, false) {
             Some(pod) if self.taken.get(&pod.uid).is_none_or(|owner| owner == sandbox) => {
                 Look::Found(pod.clone())
@@ -281,8 +281,8 @@ impl Pods for Reflector {
         let mut news = self.news.subscribe();
         loop {
             news.borrow_and_update();
-            let look = self.state().look(namespace, name, sandbox);
-            match look {
+            let inspect = self.state().inspect(namespace, name, sandbox);
+            match inspect {
                 Look::Found(found) => return found,
                 Look::Doubtful => {
                     if let Some(found) = self.ask(namespace, name).await {

@@ -73,7 +73,7 @@ pub struct Recorded {
 }
 
 #[derive(Clone)]
-enum Wish {
+enum Update {
     Shown(Arc<Shown>),
     /// The VM is gone, so the object must go.
     Nothing,
@@ -104,7 +104,7 @@ struct Inner {
 }
 
 struct State {
-    queue: Queue<Key, Wish, Memory>,
+    queue: Queue<Key, Update, Memory>,
     /// Objects that a caller waits for; an entry is removed when its object is written.
     announced: HashMap<Key, bool>,
 }
@@ -125,12 +125,12 @@ impl Writer {
     /// changes nothing.
     pub(super) fn want(&self, shown: Shown) -> impl Future<Output = ()> + Send + use<> {
         let key = (shown.namespace.clone(), shown.name.clone());
-        let wish = if shown.is_gone { Wish::Nothing } else { Wish::Shown(Arc::new(shown)) };
+        let update = if shown.is_gone { Update::Nothing } else { Update::Shown(Arc::new(shown)) };
         let wait = Announced { writer: self.clone(), key: key.clone() };
         {
             let mut state = self.state();
             state.announced.insert(key.clone(), false);
-            self.put(&mut state, key, wish);
+            self.put(&mut state, key, update);
         }
         async move {
             let mut written = wait.writer.0.written.subscribe();
@@ -151,20 +151,20 @@ impl Writer {
         let key = (recorded.namespace.clone(), recorded.name.clone());
         let mut state = self.state();
         // An object that already has a desired state is left to it.
-        if state.queue.wish(&key).is_none() {
-            self.put(&mut state, key, Wish::Nothing);
+        if state.queue.update(&key).is_none() {
+            self.put(&mut state, key, Update::Nothing);
         }
     }
 
-    fn put(&self, state: &mut State, key: Key, wish: Wish) {
-        if state.queue.len() >= MOST && state.queue.wish(&key).is_none() {
+    fn put(&self, state: &mut State, key: Key, update: Update) {
+        if state.queue.len() >= MOST && state.queue.update(&key).is_none() {
             warn!(
                 object = format!("{}/{}", key.0, key.1),
                 "too many PeerPods wait to be written; this one is looked for later"
             );
             return;
         }
-        state.queue.put(key, wish);
+        state.queue.put(key, update);
         self.0.metrics.cluster_backlog.set(i64::try_from(state.queue.backlog()).unwrap_or(i64::MAX));
         self.0.wake.notify_one();
     }
@@ -179,9 +179,9 @@ impl Writer {
             // While the API server is unreachable, one call at a time probes it.
             let most = if self.0.calls.is_away() { 1 } else { AT_A_TIME };
             while under_way.len() < most && closed_until.is_none_or(|until| until <= now) {
-                let Some((key, wish, memory)) = self.state().queue.next(now) else { break };
+                let Some((key, update, memory)) = self.state().queue.next(now) else { break };
                 under_way.push(async move {
-                    let (memory, result) = self.write(&key, &wish, memory).await;
+                    let (memory, result) = self.write(&key, &update, memory).await;
                     (key, memory, result)
                 });
             }
@@ -236,11 +236,11 @@ impl Writer {
     }
 
     /// Makes the calls that are still missing, and records the progress.
-    async fn write(&self, key: &Key, wish: &Wish, mut memory: Memory) -> (Memory, Result<Done, Error>) {
-        let result = match wish {
-            Wish::Nothing => self.erase(key).await.map(|()| Done::Over),
-            Wish::Shown(shown) if shown.is_live => self.keep(shown, &mut memory).await,
-            Wish::Shown(shown) => self.follow(shown, &mut memory).await,
+    async fn write(&self, key: &Key, update: &Update, mut memory: Memory) -> (Memory, Result<Done, Error>) {
+        let result = match update {
+            Update::Nothing => self.erase(key).await.map(|()| Done::Over),
+            Update::Shown(shown) if shown.is_live => self.keep(shown, &mut memory).await,
+            Update::Shown(shown) => self.follow(shown, &mut memory).await,
         };
         (memory, result)
     }

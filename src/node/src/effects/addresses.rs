@@ -96,15 +96,15 @@ impl GuestAddresses {
 
     /// Returns the endpoints for a running guest: the same, and all current addresses of this host unless addresses are
     /// configured.
-    pub fn homes(&self, bound: SocketAddr) -> Vec<String> {
-        let mut homes = self.now(Some(bound)).unwrap_or_default();
+    pub fn node_endpoints(&self, bound: SocketAddr) -> Vec<String> {
+        let mut node_endpoints = self.now(Some(bound)).unwrap_or_default();
         if self.configured.is_empty() && self.listen.ip().is_unspecified() {
             let mut own = of_this_host();
             own.sort_unstable(); // the kernel's order varies
-            homes.extend(own.into_iter().map(|ip| SocketAddr::new(ip, bound.port())));
+            node_endpoints.extend(own.into_iter().map(|ip| SocketAddr::new(ip, bound.port())));
         }
-        let mut said = Vec::with_capacity(homes.len().min(MOST_HOMES));
-        for home in homes {
+        let mut said = Vec::with_capacity(node_endpoints.len().min(MOST_HOMES));
+        for home in node_endpoints {
             let home = home.to_string();
             if said.len() < MOST_HOMES && !said.contains(&home) {
                 said.push(home);

@@ -11,7 +11,7 @@ use tokio::{
 use tracing::warn;
 
 use super::GuestAddresses;
-use crate::{sandbox::follow::Homes, tunnel::Tunnel};
+use crate::{sandbox::follow::NodeEndpoints, tunnel::Tunnel};
 
 /// Debounce of changes: on a busy node every starting pod changes devices and routes. One inspection is cheap, but each
 /// sandbox makes one.
@@ -28,7 +28,7 @@ const RETRY: Duration = Duration::from_secs(10);
 #[derive(Clone, Debug)]
 pub struct Surroundings {
     underlay: watch::Receiver<u64>,
-    homes: watch::Receiver<Homes>,
+    node_endpoints: watch::Receiver<NodeEndpoints>,
     turns: Arc<Semaphore>,
 }
 
@@ -41,7 +41,7 @@ impl Surroundings {
         tunnel: Tunnel,
     ) -> Surroundings {
         let (news, underlay) = watch::channel(0);
-        let (homes_sender, homes) = watch::channel(None);
+        let (homes_sender, node_endpoints) = watch::channel(None);
         let host = Netns::current();
         tokio::spawn(async move {
             let Ok(host) =
@@ -55,7 +55,7 @@ impl Surroundings {
             }
         });
         tokio::spawn(keep_homes(addresses, listening, underlay.clone(), homes_sender));
-        Surroundings { underlay, homes, turns: Arc::new(Semaphore::new(TURNS)) }
+        Surroundings { underlay, node_endpoints, turns: Arc::new(Semaphore::new(TURNS)) }
     }
 
     /// Receiver that ticks when something changed.
@@ -70,8 +70,8 @@ impl Surroundings {
     }
 
     /// Receiver of the endpoints at which guests find the node.
-    pub(super) fn homes(&self) -> watch::Receiver<Homes> {
-        self.homes.clone()
+    pub(super) fn node_endpoints(&self) -> watch::Receiver<NodeEndpoints> {
+        self.node_endpoints.clone()
     }
 }
 
@@ -109,23 +109,23 @@ async fn keep_homes(
     addresses: GuestAddresses,
     mut listening: watch::Receiver<Option<SocketAddr>>,
     mut underlay: watch::Receiver<u64>,
-    homes: watch::Sender<Homes>,
+    node_endpoints: watch::Sender<NodeEndpoints>,
 ) {
     loop {
         let bound = *listening.borrow_and_update();
         underlay.borrow_and_update();
         if let Some(bound) = bound {
-            let now = Some(Arc::new(addresses.homes(bound)));
-            homes.send_if_modified(|homes| {
-                let changed = *homes != now;
-                *homes = now;
+            let now = Some(Arc::new(addresses.node_endpoints(bound)));
+            node_endpoints.send_if_modified(|node_endpoints| {
+                let changed = *node_endpoints != now;
+                *node_endpoints = now;
                 changed
             });
         }
         tokio::select! {
             Ok(()) = listening.changed() => {}
             Ok(()) = underlay.changed() => {}
-            () = homes.closed() => return,
+            () = node_endpoints.closed() => return,
             else => return,
         }
     }

@@ -34,7 +34,7 @@ async fn a_new_address_of_the_node_is_heard_and_is_in_the_next_plan() {
     });
     let pod = world.pod("pod", 7);
     let vm: IpAddr = "10.77.0.2".parse().unwrap();
-    let seen = tunnel.look(&pod).await.unwrap();
+    let seen = tunnel.inspect(&pod).await.unwrap();
     let reserved = tunnel.reserve(&pod, "sandbox", &seen, false, None).await.unwrap();
     let told = async || {
         let plan = tunnel.connect(&pod, "sandbox", &reserved, &seen, vm).await.unwrap();
@@ -45,19 +45,20 @@ async fn a_new_address_of_the_node_is_heard_and_is_in_the_next_plan() {
     let NetnsId { dev, inode } = pod.id();
     let netns = NetnsRef { path: pod.path().to_owned(), dev, inode, boot_id: "this".into() };
     let way = Some((reserved.clone(), vm));
-    let mut ear = ear::listen_to("this".into(), netns, tunnel.clone(), way, &surroundings);
+    let mut netns_watcher =
+        netns_watcher::listen_to("this".into(), netns, tunnel.clone(), way, &surroundings);
     // An address within the cluster's prefixes, for example of a proxy, is no change.
     world.ip("node", "addr add 10.96.0.10/32 dev cni0");
     world.ip("node", "addr add 10.66.0.1/24 dev cni0");
     let mut after = before.clone();
     while after == before {
-        timeout(DEADLINE, ear.changed()).await.expect("nothing is heard").unwrap();
+        timeout(DEADLINE, netns_watcher.changed()).await.expect("nothing is heard").unwrap();
         after = told().await;
     }
     assert!(after.contains(&"10.66.0.1".to_owned()) && after.len() == before.len() + 1, "{after:?}");
     world.ip("node", "addr del 10.66.0.1/24 dev cni0");
     while after != before {
-        timeout(DEADLINE, ear.changed()).await.expect("nothing is heard").unwrap();
+        timeout(DEADLINE, netns_watcher.changed()).await.expect("nothing is heard").unwrap();
         after = told().await;
     }
     tunnel.undo("sandbox", Some(&pod), Some(&reserved), Some(vm)).await.unwrap();

@@ -198,7 +198,7 @@ impl Record {
     }
 
     /// Turns the record into a tombstone and drops all data that a tombstone does not need.
-    pub fn bury(&mut self, now_ms: u64) {
+    pub fn write_tombstone(&mut self, now_ms: u64) {
         *self = Record {
             pod: self.pod.take(),
             created_ms: self.created_ms,

@@ -11,7 +11,7 @@
 //!
 //! Reaches the outside only through [`Effects`]; uses the sandboxes' records, never their tasks.
 
-mod course;
+mod run;
 
 use std::{
     collections::{HashMap, HashSet},
@@ -46,26 +46,26 @@ const LONGEST: Duration = Duration::from_secs(1);
 
 /// Create path of a sandbox's current attempt.
 #[derive(Clone)]
-pub(super) enum Way {
+pub(super) enum CreatePath {
     /// The sandbox is new and nothing was requested for it; it may join a batch.
     Open,
     /// The sandbox waits in a window, or has just become a member of a batch.
     Joining,
     /// The sandbox is a member of a batch.
-    Seated(Seat),
+    Seated(BatchMember),
     /// The sandbox makes a call of its own, or has its VM.
     Alone,
 }
 
 /// Membership of one sandbox in a batch.
 #[derive(Clone)]
-pub(super) struct Seat {
-    course: Arc<Course>,
+pub(super) struct BatchMember {
+    run: Arc<BatchRun>,
     number: u32,
 }
 
 /// One batch, from the closing of its window.
-struct Course {
+struct BatchRun {
     members: Vec<Member>,
     status: watch::Sender<Status>,
     /// Numbers of the members that may still need the batch file.
@@ -101,8 +101,8 @@ struct State {
     /// Open windows, by the digest of the request.
     windows: HashMap<String, Window>,
     opened: u64,
-    seats: HashMap<SandboxId, Seat>,
-    courses: Vec<Arc<Course>>,
+    seats: HashMap<SandboxId, BatchMember>,
+    courses: Vec<Arc<BatchRun>>,
     tasks: JoinSet<()>,
 }
 
@@ -117,7 +117,7 @@ struct Window {
 
 struct Waiting {
     member: Member,
-    answer: oneshot::Sender<Option<Seat>>,
+    answer: oneshot::Sender<Option<BatchMember>>,
 }
 
 /// VMs that are not orphans.
@@ -140,18 +140,18 @@ impl Batches {
 
     /// Returns the create path of a sandbox with this record. A sandbox that this process has just accepted may join a
     /// batch. For any other, an earlier process may have made a call, so it keeps its batch or its own key.
-    pub(super) fn way(&self, record: &Record) -> Way {
+    pub(super) fn way(&self, record: &Record) -> CreatePath {
         if record.phase == Phase::Created {
             let fits = record.request.as_ref().is_some_and(|request| self.takes(request));
-            return if fits { Way::Open } else { Way::Alone };
+            return if fits { CreatePath::Open } else { CreatePath::Alone };
         }
-        match self.state().seat(&record.id) {
-            Some(seat) if seat.is_needed(record) => Way::Seated(seat.clone()),
-            Some(seat) => {
-                seat.settle();
-                Way::Alone
+        match self.state().member(&record.id) {
+            Some(member) if member.is_needed(record) => CreatePath::Seated(member.clone()),
+            Some(member) => {
+                member.settle();
+                CreatePath::Alone
             }
-            None => Way::Alone,
+            None => CreatePath::Alone,
         }
     }
 
@@ -162,7 +162,11 @@ impl Batches {
 
     /// Adds the sandbox to a window for this request. When the window closes, the receiver yields the batch membership,
     /// or `None` if the sandbox makes its own call.
-    pub(super) fn join(&self, member: Member, request: &CreateRequest) -> oneshot::Receiver<Option<Seat>> {
+    pub(super) fn join(
+        &self,
+        member: Member,
+        request: &CreateRequest,
+    ) -> oneshot::Receiver<Option<BatchMember>> {
         let (answer, answered) = oneshot::channel();
         let shape = CreateRequest {
             name: String::new(),
@@ -174,7 +178,7 @@ impl Batches {
         let digest = shape.digest();
         let mut state = self.state();
         // The sandbox is a member of a batch already; it does not join another one.
-        if state.seat(&member.sandbox).is_some() {
+        if state.member(&member.sandbox).is_some() {
             drop(answer.send(None));
             return answered;
         }
@@ -199,12 +203,12 @@ impl Batches {
     }
 
     /// Removes a sandbox from its window. Returns its batch membership if the window has closed already.
-    pub(super) fn withdraw(&self, id: &SandboxId) -> Option<Seat> {
+    pub(super) fn withdraw(&self, id: &SandboxId) -> Option<BatchMember> {
         let mut state = self.state();
         for window in state.windows.values_mut() {
             window.waiting.retain(|waiting| waiting.member.sandbox != *id);
         }
-        state.seat(id).cloned()
+        state.member(id).cloned()
     }
 
     /// Resumes the ledger's batches, before any of their sandboxes. `unread`: sandboxes with an unreadable record,
@@ -229,31 +233,31 @@ impl Batches {
             let members = batch.members.clone();
             let batch = Arc::new(batch);
             let status = if batch.made.is_some() { Status::Answered(batch) } else { Status::Asked(batch) };
-            let course = Arc::new(Course {
+            let run = Arc::new(BatchRun {
                 members,
                 status: watch::Sender::new(status),
                 needed: watch::Sender::new(needed.clone()),
             });
             let mut state = self.state();
             for number in needed {
-                let seat = Seat { course: course.clone(), number };
-                state.seats.insert(seat.member().sandbox.clone(), seat);
+                let member = BatchMember { run: run.clone(), number };
+                state.seats.insert(member.member().sandbox.clone(), member);
             }
-            state.courses.push(course.clone());
-            self.spawn(&mut state, self.clone().follow(course, None));
+            state.courses.push(run.clone());
+            self.spawn(&mut state, self.clone().follow(run, None));
         }
     }
 
     /// Returns the keys and VMs of batches that no sandbox's view shows yet.
     pub(super) fn claimed(&self) -> Vec<Claimed> {
         let mut claimed = Vec::new();
-        for course in &self.state().courses {
-            match &*course.status.borrow() {
+        for run in &self.state().courses {
+            match &*run.status.borrow() {
                 Status::Forming | Status::Void => {}
                 Status::Asked(batch) => claimed.push(Claimed::Key(batch.key.clone())),
                 Status::Answered(batch) => {
                     let made = batch.made.as_deref().unwrap_or_default();
-                    claimed.extend(course.needed.borrow().iter().filter_map(|number| {
+                    claimed.extend(run.needed.borrow().iter().filter_map(|number| {
                         let number = *number as usize;
                         let sandbox = batch.members.get(number)?.sandbox.clone();
                         Some(Claimed::Vm(sandbox, made.get(number)?.clone()))
@@ -305,25 +309,25 @@ impl Batches {
             }
             return;
         }
-        let course = Arc::new(Course {
+        let run = Arc::new(BatchRun {
             members: waiting.iter().map(|waiting| waiting.member.clone()).collect(),
             status: watch::Sender::new(Status::Forming),
             needed: watch::Sender::new((0..).take(waiting.len()).collect()),
         });
         for (number, Waiting { member, answer }) in (0..).zip(waiting) {
-            let seat = Seat { course: course.clone(), number };
-            state.seats.insert(member.sandbox, seat.clone());
-            drop(answer.send(Some(seat)));
+            let member = BatchMember { run: run.clone(), number };
+            state.seats.insert(member.sandbox, member.clone());
+            drop(answer.send(Some(member)));
         }
-        state.courses.push(course.clone());
-        self.spawn(state, self.clone().follow(course, Some(shape)));
+        state.courses.push(run.clone());
+        self.spawn(state, self.clone().follow(run, Some(shape)));
     }
 
     /// Removes a batch and its memberships.
-    fn drop_course(&self, course: &Arc<Course>) {
+    fn drop_course(&self, run: &Arc<BatchRun>) {
         let mut state = self.state();
-        state.seats.retain(|_, seat| !Arc::ptr_eq(&seat.course, course));
-        state.courses.retain(|other| !Arc::ptr_eq(other, course));
+        state.seats.retain(|_, member| !Arc::ptr_eq(&member.run, run));
+        state.courses.retain(|other| !Arc::ptr_eq(other, run));
     }
 
     fn spawn(&self, state: &mut State, task: impl Future<Output = ()> + Send + 'static) {
@@ -339,16 +343,16 @@ impl Batches {
 
 impl State {
     /// Returns the batch membership of a sandbox that may still need it.
-    fn seat(&self, id: &SandboxId) -> Option<&Seat> {
-        self.seats.get(id).filter(|seat| seat.course.needed.borrow().contains(&seat.number))
+    fn member(&self, id: &SandboxId) -> Option<&BatchMember> {
+        self.seats.get(id).filter(|member| member.run.needed.borrow().contains(&member.number))
     }
 }
 
-impl Seat {
+impl BatchMember {
     /// Waits for the batch's result, and returns the member's VM or the reason why it has none. `None`: the batch was
     /// given up, and nothing was requested.
     pub(super) async fn outcome(self) -> Option<Result<InstanceId, CloudError>> {
-        let mut status = self.course.status.subscribe();
+        let mut status = self.run.status.subscribe();
         let done = status.wait_for(|status| matches!(status, Status::Void | Status::Answered(_))).await;
         // `self` holds the sender, so the wait cannot fail.
         let Status::Answered(batch) = done.ok()?.clone() else { return None };
@@ -362,7 +366,7 @@ impl Seat {
 
     /// Returns the batch as last written; `None` before the first write.
     pub(super) fn batch(&self) -> Option<Arc<Batch>> {
-        match &*self.course.status.borrow() {
+        match &*self.run.status.borrow() {
             Status::Forming | Status::Void => None,
             Status::Asked(batch) | Status::Answered(batch) => Some(batch.clone()),
         }
@@ -381,11 +385,11 @@ impl Seat {
 
     /// Marks the member as independent of the file: its record is durable and does not need the file any more.
     pub(super) fn settle(&self) {
-        self.course.needed.send_if_modified(|needed| needed.remove(&self.number));
+        self.run.needed.send_if_modified(|needed| needed.remove(&self.number));
     }
 
     fn member(&self) -> &Member {
-        &self.course.members[self.number as usize]
+        &self.run.members[self.number as usize]
     }
 }
 
@@ -397,7 +401,7 @@ fn is_needed(record: &Record, member: &Member, number: u32, ticket: &str) -> boo
     match record.phase {
         Phase::Booting { attempt } | Phase::Unwanted { attempt } => attempt == member.attempt,
         Phase::Joining { .. } | Phase::Running { .. } | Phase::Leaving { .. } => {
-            record.seat == Some(number) && record.ticket.as_ref().is_some_and(|own| own.id == ticket)
+            record.member == Some(number) && record.ticket.as_ref().is_some_and(|own| own.id == ticket)
         }
         Phase::Created | Phase::Gone => false,
     }

@@ -139,7 +139,7 @@ impl Task {
                 }
                 self.save(record).await?;
                 self.put_wanted += 1;
-                self.slots.relay.wake();
+                self.in_flight.relay.wake();
             }
             return Ok(Granted { id: self.record.id.clone(), chain });
         }
@@ -160,7 +160,7 @@ impl Task {
         record.reached("claimed", self.fx.now_ms());
         self.save(record).await?;
         self.put_wanted += 1;
-        self.slots.relay.wake();
+        self.in_flight.relay.wake();
         Ok(Granted { id: self.record.id.clone(), chain: signed.chain })
     }
 }
@@ -175,7 +175,7 @@ pub(super) fn fingerprints(record: &Record) -> Vec<Vec<u8>> {
     binding
         .certificates_sha256
         .iter()
-        .filter_map(|hex| peerpod_link::birth::from_hex(hex))
+        .filter_map(|hex| peerpod_link::user_data::from_hex(hex))
         .map(|digest| digest.to_vec())
         .collect()
 }

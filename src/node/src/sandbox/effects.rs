@@ -17,7 +17,7 @@ use peerpod_provider_api::{
 use tokio::sync::watch;
 use zeroize::Zeroizing;
 
-use super::follow::{Heard, Homes};
+use super::follow::{Heard, NodeEndpoints};
 use crate::{
     ledger::{self, Batch, NetnsRef, Network, Record},
     spec::{PodRef, SandboxId},
@@ -313,10 +313,10 @@ pub trait Effects: Send + Sync + 'static {
     async fn is_one_way(&self, one: IpAddr, other: IpAddr) -> bool;
 
     /// Watches for changes in the pod's network namespace and on the path to the VM, until the receiver is dropped.
-    fn ear(&self, netns: &NetnsRef, network: &Network, vm: IpAddr) -> watch::Receiver<Heard>;
+    fn netns_watcher(&self, netns: &NetnsRef, network: &Network, vm: IpAddr) -> watch::Receiver<Heard>;
 
     /// Watches the endpoints at which guests reach this node, each `address:port`.
-    fn homes(&self) -> watch::Receiver<Homes>;
+    fn node_endpoints(&self) -> watch::Receiver<NodeEndpoints>;
 
     /// Redirects connections to the pod's localhost into its VM. Idempotent; `disconnect` undoes it.
     async fn carry_localhost(&self, _netns: &NetnsRef, _id: &SandboxId) -> Result<(), NetworkError> {

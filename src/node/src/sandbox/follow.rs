@@ -10,10 +10,10 @@ use tokio::sync::watch;
 use tracing::{error, info, warn};
 
 use super::{
+    completions::clip,
     effects::{CloudError, Followed, NetworkError},
-    outcomes::clip,
+    in_flight::{Completion, Which},
     phase::Phase,
-    slots::{Outcome, Which},
     steps::address,
     task::{Task, Unapplied},
 };
@@ -25,7 +25,7 @@ const MOST_ADDRESSES: usize = 8;
 pub type Heard = u64;
 
 /// Endpoints at which guests reach the node; `None` until they are known.
-pub type Homes = Option<Arc<Vec<String>>>;
+pub type NodeEndpoints = Option<Arc<Vec<String>>>;
 
 /// Network plan for the guest, with its digest.
 #[derive(Clone, Debug)]
@@ -42,11 +42,11 @@ impl Told {
     }
 
     /// Returns the digest that the record stores once the guest has applied the plan.
-    pub(super) fn digest(&self, homes: &Homes) -> String {
-        match homes {
+    pub(super) fn digest(&self, node_endpoints: &NodeEndpoints) -> String {
+        match node_endpoints {
             None => self.digest.clone(),
-            Some(homes) => {
-                format!("{}/{}", self.digest, hex::encode(&Sha256::digest(homes.join(" "))))
+            Some(node_endpoints) => {
+                format!("{}/{}", self.digest, hex::encode(&Sha256::digest(node_endpoints.join(" "))))
             }
         }
     }
@@ -56,7 +56,7 @@ impl Told {
 #[derive(Default)]
 pub(super) struct Following {
     /// The VM's address and the change counter of the netns watcher; set while the sandbox runs.
-    pub(super) ear: Option<(IpAddr, watch::Receiver<Heard>)>,
+    pub(super) netns_watcher: Option<(IpAddr, watch::Receiver<Heard>)>,
     /// Change count at the start of the last successful inspection.
     done: Option<Heard>,
     /// Source address for which the cloud was queried, and whether the guest's status listed it at that time. The link
@@ -71,8 +71,8 @@ pub(super) struct Following {
 impl Following {
     /// Waits for the next change; pending forever without a watcher.
     pub(super) async fn heard(&mut self) {
-        if let Some((_, ear)) = &mut self.ear
-            && ear.changed().await.is_ok()
+        if let Some((_, netns_watcher)) = &mut self.netns_watcher
+            && netns_watcher.changed().await.is_ok()
         {
             return;
         }
@@ -88,25 +88,25 @@ impl Task {
         else {
             return;
         };
-        let heard = match &mut self.following.ear {
-            Some((of, ear)) if *of == vm => *ear.borrow_and_update(),
+        let heard = match &mut self.following.netns_watcher {
+            Some((of, netns_watcher)) if *of == vm => *netns_watcher.borrow_and_update(),
             _ => {
-                let mut ear = self.fx.ear(&netns, &network, vm);
-                let heard = *ear.borrow_and_update();
+                let mut netns_watcher = self.fx.netns_watcher(&netns, &network, vm);
+                let heard = *netns_watcher.borrow_and_update();
                 // The first inspection covers the changes from before the watcher existed.
-                self.following.ear = Some((vm, ear));
+                self.following.netns_watcher = Some((vm, netns_watcher));
                 self.following.done = None;
                 heard
             }
         };
-        let idle = self.slots.network.is_idle() && !self.network_given_up && self.plan.is_some();
+        let idle = self.in_flight.network.is_idle() && !self.network_given_up && self.plan.is_some();
         if !idle || self.following.done == Some(heard) {
             return;
         }
         let (fx, id) = (self.fx.clone(), self.record.id.clone());
-        self.slots.network.start(async move {
+        self.in_flight.network.start(async move {
             let result = fx.follow(&netns, &id, &network, vm).await;
-            Outcome::Followed { heard, result: result.map(Box::new) }
+            Completion::Followed { heard, result: result.map(Box::new) }
         });
     }
 
@@ -122,11 +122,11 @@ impl Task {
             // Where the relay carries the tunnels, it admits the VNIs in the record.
             if !followed.changes.is_empty() {
                 self.put_wanted += 1;
-                self.slots.relay.wake();
+                self.in_flight.relay.wake();
             }
         }
         self.following.done = Some(heard);
-        self.slots.network.worked();
+        self.in_flight.network.worked();
         if self.following.left != followed.left {
             for what in &followed.left {
                 warn!(
@@ -158,7 +158,7 @@ impl Task {
             // Only another change can help; the reaper handles a namespace that is gone.
             warn!(error = error.text, "a change of the pod's network cannot be followed");
             self.following.done = Some(heard);
-            self.slots.network.worked();
+            self.in_flight.network.worked();
         } else {
             self.later(Which::Network, error.text);
         }
@@ -174,16 +174,16 @@ impl Task {
         let Some(from) = from.filter(|from| connected && !self.record.addresses.contains(from)) else {
             return;
         };
-        if self.following.asked == Some((from, self.is_guests_own(from))) || !self.slots.cloud.is_idle() {
+        if self.following.asked == Some((from, self.is_guests_own(from))) || !self.in_flight.cloud.is_idle() {
             return;
         }
         let (fx, vm, known) = (self.fx.clone(), vm.clone(), address(&self.record));
-        self.slots.cloud.start(async move {
+        self.in_flight.cloud.start(async move {
             let near = match known {
                 Some(known) => fx.is_one_way(known, from).await,
                 None => false,
             };
-            Outcome::Traced { from, near, result: fx.addresses(&vm).await }
+            Completion::Traced { from, near, result: fx.addresses(&vm).await }
         });
     }
 
@@ -212,7 +212,7 @@ impl Task {
         };
         let own = self.is_guests_own(from);
         self.following.asked = Some((from, own));
-        self.slots.cloud.worked();
+        self.in_flight.cloud.worked();
         let is_the_vms = cloud.contains(&from) || (near && own);
         if !is_the_vms {
             info!(%from, "the guest comes from an address that is not the VM's own: a NAT is between");
@@ -238,7 +238,7 @@ impl Task {
     /// secrets.
     pub(super) fn is_told(&self, session: &str) -> bool {
         let Some(plan) = &self.plan else { return true };
-        let digest = plan.digest(&self.homes.borrow());
+        let digest = plan.digest(&self.node_endpoints.borrow());
         // Just after the node's start its endpoints may be unknown; the guest's last ones stay valid.
         let same = |told: &str| told.starts_with(&digest);
         // A record of an earlier version has no digest; its guest has the plan it was given then.

@@ -3,7 +3,7 @@
 
 use super::{
     effects::NetworkError,
-    slots::{Outcome, Which},
+    in_flight::{Completion, Which},
     task::Task,
 };
 
@@ -11,14 +11,14 @@ impl Task {
     /// Starts the redirection if it is due.
     pub(super) fn carry_localhost(&mut self) {
         let ready = self.plan.is_some() && self.put_done >= self.put_wanted;
-        if !ready || self.localhost_of == self.put_done || !self.slots.localhost.is_idle() {
+        if !ready || self.localhost_of == self.put_done || !self.in_flight.localhost.is_idle() {
             return;
         }
         let Some(netns) = self.record.netns.clone() else { return };
         let (fx, id, version) = (self.fx.clone(), self.record.id.clone(), self.put_done);
-        self.slots.localhost.start(async move {
+        self.in_flight.localhost.start(async move {
             let result = fx.carry_localhost(&netns, &id).await;
-            Outcome::Carried { version, result }
+            Completion::Carried { version, result }
         });
     }
 
@@ -26,7 +26,7 @@ impl Task {
         match result {
             Ok(()) => {
                 self.localhost_of = version;
-                self.slots.localhost.worked();
+                self.in_flight.localhost.worked();
             }
             Err(error) if error.permanent => {
                 tracing::warn!(%error, "connections to the pod's localhost are not carried");

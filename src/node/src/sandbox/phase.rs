@@ -1,7 +1,7 @@
 //! Defines the phases of a sandbox and the transitions between them: one pure, total function.
 //!
 //! This module does not wait, write or call. The task (`task.rs`) applies an event, makes the new phase durable, and
-//! only then performs the phase's duty ([`duty`]). The duty follows from the phase alone, so a task that recovers after
+//! only then performs the phase's duty ([`desired`]). The duty follows from the phase alone, so a task that recovers after
 //! a crash does the same as one that never stopped.
 //!
 //! ```text
@@ -78,7 +78,7 @@ pub enum Event {
 
 /// Duty of a sandbox's owner while the sandbox is in its phase.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Action {
+pub enum Step {
     /// Nothing new.
     Nothing,
     /// Request the VM with the key of the phase's attempt; meanwhile prepare network and relay.
@@ -108,7 +108,7 @@ pub struct Refused {
 }
 
 /// Returns the next phase and its duty. Total: every phase has a written answer to every event.
-pub fn next(phase: &Phase, event: Event) -> Result<(Phase, Action), Refused> {
+pub fn next(phase: &Phase, event: Event) -> Result<(Phase, Step), Refused> {
     use Phase::{Booting, Created, Gone, Joining, Leaving, Running, Unwanted};
 
     let next = match (phase, &event) {
@@ -181,29 +181,29 @@ pub fn next(phase: &Phase, event: Event) -> Result<(Phase, Action), Refused> {
         ) => return refused(phase, event),
 
         (Gone, Event::Stop | Event::Failed | Event::Cleared) => Gone,
-        (Gone, Event::Expired) => return Ok((Gone, Action::Forget)),
+        (Gone, Event::Expired) => return Ok((Gone, Step::Forget)),
         (Gone, Event::Begin | Event::Made(_) | Event::NoCapacity | Event::Refused | Event::Joined) => {
             return refused(phase, event);
         }
     };
-    let action = if next == *phase { Action::Nothing } else { duty(&next) };
+    let action = if next == *phase { Step::Nothing } else { desired(&next) };
     Ok((next, action))
 }
 
 /// Returns the duty of a phase; recovery resumes a phase with it.
-pub fn duty(phase: &Phase) -> Action {
+pub fn desired(phase: &Phase) -> Step {
     match phase {
-        Phase::Created => Action::Nothing,
-        Phase::Booting { .. } => Action::Ask,
-        Phase::Joining { .. } => Action::Join,
-        Phase::Running { .. } => Action::Serve,
-        Phase::Unwanted { .. } => Action::Learn,
-        Phase::Leaving { .. } => Action::Clear,
-        Phase::Gone => Action::Bury,
+        Phase::Created => Step::Nothing,
+        Phase::Booting { .. } => Step::Ask,
+        Phase::Joining { .. } => Step::Join,
+        Phase::Running { .. } => Step::Serve,
+        Phase::Unwanted { .. } => Step::Learn,
+        Phase::Leaving { .. } => Step::Clear,
+        Phase::Gone => Step::Bury,
     }
 }
 
-fn refused(phase: &Phase, event: Event) -> Result<(Phase, Action), Refused> {
+fn refused(phase: &Phase, event: Event) -> Result<(Phase, Step), Refused> {
     Err(Refused { phase: phase.clone(), event })
 }
 
@@ -321,13 +321,13 @@ mod tests {
                         assert_eq!((&refused.phase, &refused.event), (phase, &event));
                         "!".to_owned()
                     }
-                    Ok((_, Action::Forget)) => "forget".to_owned(),
-                    Ok((same, Action::Nothing)) => {
+                    Ok((_, Step::Forget)) => "forget".to_owned(),
+                    Ok((same, Step::Nothing)) => {
                         assert_eq!(&same, phase);
                         ".".to_owned()
                     }
                     Ok((next, action)) => {
-                        assert_eq!(action, duty(&next));
+                        assert_eq!(action, desired(&next));
                         written(&next)
                     }
                 };
@@ -403,7 +403,7 @@ mod tests {
                 }
                 stopped |= event == Event::Stop;
                 let Ok((next, action)) = next(&phase, event) else { continue };
-                if action == Action::Ask {
+                if action == Step::Ask {
                     prop_assert!(!stopped, "asked for a VM after a stop");
                     prop_assert_eq!(&cloud, &Cloud::Nothing);
                     cloud = Cloud::Asked;

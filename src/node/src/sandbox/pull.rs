@@ -11,10 +11,10 @@ use tracing::{info, warn};
 use zeroize::Zeroizing;
 
 use super::{
+    completions::clip,
     effects::PullSecretError,
-    outcomes::clip,
+    in_flight::{Completion, Which},
     phase::Phase,
-    slots::{Outcome, Which},
     task::Task,
 };
 
@@ -64,7 +64,7 @@ impl Task {
 
     /// Starts a query if one is due.
     pub(super) fn ask_pull_secret(&mut self) {
-        if !self.slots.secret.is_idle() || self.fx.pull_secrets_every().is_none() {
+        if !self.in_flight.secret.is_idle() || self.fx.pull_secrets_every().is_none() {
             return;
         }
         let Some(pod) = self.record.pod.clone() else { return };
@@ -74,13 +74,15 @@ impl Task {
             return;
         }
         match self.pull.next.filter(|next| *next > Instant::now()) {
-            Some(next) => self.slots.secret.start(async move {
+            Some(next) => self.in_flight.secret.start(async move {
                 sleep_until(next).await;
-                Outcome::Rested
+                Completion::Rested
             }),
             None => {
                 let fx = self.fx.clone();
-                self.slots.secret.start(async move { Outcome::PullSecret(fx.pull_secret(&pod).await) });
+                self.in_flight
+                    .secret
+                    .start(async move { Completion::PullSecret(fx.pull_secret(&pod).await) });
             }
         }
     }

@@ -9,9 +9,9 @@ use peerpod_proto::guest::{Reply, Request, Rotate};
 use tracing::{error, info};
 
 use super::{
+    completions::clip,
     effects::Trusted,
-    outcomes::clip,
-    slots::{Outcome, Which},
+    in_flight::{Completion, Which},
     task::{Task, Unapplied},
 };
 
@@ -37,7 +37,7 @@ impl Task {
             let guest = self.guest.borrow();
             (guest.connected, Some(guest.session.clone()))
         };
-        if up_to_date || !connected || session != self.record.session || !self.slots.guest.is_idle() {
+        if up_to_date || !connected || session != self.record.session || !self.in_flight.guest.is_idle() {
             return;
         }
         let renewal = self.renewal.as_ref().filter(|renewal| renewal.trusted == trusted);
@@ -50,9 +50,9 @@ impl Task {
         let mut request = Request::new();
         request.set_rotate(Rotate { trusted_cas: trusted.cas.clone(), certificates, ..Rotate::default() });
         let (fx, id) = (self.fx.clone(), self.record.id.clone());
-        self.slots.guest.start(async move {
+        self.in_flight.guest.start(async move {
             let result = fx.call(&id, request, WITHIN).await.map(Box::new);
-            if asks { Outcome::Told { trusted, result } } else { Outcome::Renewed { trusted, result } }
+            if asks { Completion::Told { trusted, result } } else { Completion::Renewed { trusted, result } }
         });
     }
 
@@ -84,7 +84,7 @@ impl Task {
         record.binding = Some(binding);
         self.save(record).await?;
         self.put_wanted += 1;
-        self.slots.relay.wake();
+        self.in_flight.relay.wake();
         self.renewal = Some(Renewal { trusted, chain: signed.chain, put: self.put_wanted });
         Ok(())
     }

@@ -8,7 +8,7 @@ use peerpod_proto::guest::{NetworkPlan, Status};
 use protobuf::Message;
 use tracing::{info, warn};
 
-use super::{outcomes::clip, phase::Phase, task::Task};
+use super::{completions::clip, phase::Phase, task::Task};
 
 /// Maximum number of log lines for one sandbox, in one life of its task.
 const MOST_SAID: u32 = 64;

@@ -15,12 +15,12 @@ use tracing::{info, warn};
 use zeroize::Zeroizing;
 
 use super::{
-    batch::{Seat, Way},
+    batch::{BatchMember, CreatePath},
     claims::fingerprints,
     clear::{self, Left, Release, Undo},
     effects::RelayError,
-    phase::{Action, Phase, duty},
-    slots::Outcome,
+    in_flight::Completion,
+    phase::{Phase, Step, desired},
     task::Task,
 };
 use crate::{
@@ -33,26 +33,26 @@ const MOST_DIALLED: usize = 8;
 
 impl Task {
     /// Starts the operations that are due. Cheap and without waiting; runs after every event.
-    pub(super) fn pump(&mut self) {
-        match duty(&self.record.phase) {
-            Action::Ask => {
+    pub(super) fn reconcile(&mut self) {
+        match desired(&self.record.phase) {
+            Step::Ask => {
                 self.ask_pull_secret();
                 self.ask();
-                self.weave();
+                self.setup_network();
                 self.tell_relay();
             }
-            Action::Join => {
+            Step::Join => {
                 self.ask_pull_secret();
                 self.locate();
                 self.attach();
-                self.weave();
+                self.setup_network();
                 self.tell_relay();
                 self.carry_localhost();
                 self.greet();
             }
-            Action::Serve => {
+            Step::Serve => {
                 self.ask_pull_secret();
-                self.weave();
+                self.setup_network();
                 self.tell_relay();
                 self.carry_localhost();
                 self.greet();
@@ -61,39 +61,39 @@ impl Task {
                 self.trace();
                 self.hear_reports();
             }
-            Action::Learn => self.learn(),
-            Action::Clear => self.clear(),
-            Action::Nothing | Action::Bury | Action::Forget => {}
+            Step::Learn => self.learn(),
+            Step::Clear => self.clear(),
+            Step::Nothing | Step::Bury | Step::Forget => {}
         }
     }
 
     /// Requests the VM from the cloud, after the announcement in the cluster.
     fn ask(&mut self) {
         let Phase::Booting { attempt } = self.record.phase else { return };
-        if !self.slots.cloud.is_idle() {
+        if !self.in_flight.cloud.is_idle() {
             return;
         }
         let Some(request) = self.record.request.clone() else { return self.find(None) };
         if !self.announced {
             let (fx, record) = (self.fx.clone(), self.record.clone());
-            return self.slots.cloud.start(async move {
+            return self.in_flight.cloud.start(async move {
                 // Recorded before any request: the disks must have a known owner as long as a VM may come of it.
                 if let Some(volumes) = &record.volumes
                     && let Err(error) = fx.expect_vm(&record.id, volumes).await
                 {
-                    return Outcome::Placed(Err(error));
+                    return Completion::Placed(Err(error));
                 }
-                Outcome::Announced(fx.announce(&record).await)
+                Completion::Announced(fx.announce(&record).await)
             });
         }
         self.unsent = false;
         match self.way.clone() {
-            Way::Alone => self.create(request, attempt),
-            Way::Seated(seat) => self.sit(seat),
-            Way::Open | Way::Joining => match self.batches.withdraw(&self.record.id) {
-                Some(seat) => {
-                    self.way = Way::Seated(seat.clone());
-                    self.sit(seat);
+            CreatePath::Alone => self.create(request, attempt),
+            CreatePath::Seated(member) => self.sit(member),
+            CreatePath::Open | CreatePath::Joining => match self.batches.withdraw(&self.record.id) {
+                Some(member) => {
+                    self.way = CreatePath::Seated(member.clone());
+                    self.sit(member);
                 }
                 None => self.join(&request, attempt),
             },
@@ -104,17 +104,17 @@ impl Task {
     fn join(&mut self, request: &CreateRequest, attempt: u32) {
         let member = Member { sandbox: self.record.id.clone(), attempt };
         let seated = self.batches.join(member, request);
-        self.way = Way::Joining;
+        self.way = CreatePath::Joining;
         // The sender is dropped only if the node is closing, and this task with it.
-        self.slots.cloud.start(async move { Outcome::Seated(seated.await.unwrap_or(None)) });
+        self.in_flight.cloud.start(async move { Completion::Seated(seated.await.unwrap_or(None)) });
     }
 
     /// Waits for the batch's result.
-    fn sit(&mut self, seat: Seat) {
-        self.slots.cloud.start(async move {
-            match seat.outcome().await {
-                Some(result) => Outcome::Created(result),
-                None => Outcome::Seated(None),
+    fn sit(&mut self, member: BatchMember) {
+        self.in_flight.cloud.start(async move {
+            match member.outcome().await {
+                Some(result) => Completion::Created(result),
+                None => Completion::Seated(None),
             }
         });
     }
@@ -124,13 +124,13 @@ impl Task {
         let (Phase::Joining { vm }, Some(volumes)) = (&self.record.phase, &self.record.volumes) else {
             return;
         };
-        if volumes.is_ready() || !self.slots.volumes.is_idle() {
+        if volumes.is_ready() || !self.in_flight.volumes.is_idle() {
             return;
         }
         let (fx, id, vm, volumes) = (self.fx.clone(), self.record.id.clone(), vm.clone(), volumes.clone());
-        self.slots
+        self.in_flight
             .volumes
-            .start(async move { Outcome::Attached(fx.attach(&id, &vm, volumes).await.map(Box::new)) });
+            .start(async move { Completion::Attached(fx.attach(&id, &vm, volumes).await.map(Box::new)) });
     }
 
     /// Whether the pod's volumes are attached and the relay has their map. The relay must recognise them without the
@@ -144,9 +144,9 @@ impl Task {
     fn create(&mut self, request: CreateRequest, attempt: u32) {
         let (fx, key) = (self.fx.clone(), self.key(attempt));
         if request.placement.is_none() && self.placed != Some(attempt) {
-            self.slots.cloud.start(async move { Outcome::Placed(fx.place(&request).await) });
+            self.in_flight.cloud.start(async move { Completion::Placed(fx.place(&request).await) });
         } else {
-            self.slots.cloud.start(async move { Outcome::Created(fx.create(&request, &key).await) });
+            self.in_flight.cloud.start(async move { Completion::Created(fx.create(&request, &key).await) });
         }
     }
 
@@ -154,15 +154,15 @@ impl Task {
     /// repeated with the same key: a list may lag behind a create with a lost answer. A member of a batch gets the
     /// result from its batch.
     fn learn(&mut self) {
-        if !self.slots.cloud.is_idle() {
+        if !self.in_flight.cloud.is_idle() {
             return;
         }
         match self.way.clone() {
-            Way::Alone => self.find(None),
-            Way::Seated(seat) => self.sit(seat),
-            Way::Open | Way::Joining => {
-                let seat = self.batches.withdraw(&self.record.id);
-                self.slots.cloud.start(async move { Outcome::Seated(seat) });
+            CreatePath::Alone => self.find(None),
+            CreatePath::Seated(member) => self.sit(member),
+            CreatePath::Open | CreatePath::Joining => {
+                let member = self.batches.withdraw(&self.record.id);
+                self.in_flight.cloud.start(async move { Completion::Seated(member) });
             }
         }
     }
@@ -171,9 +171,9 @@ impl Task {
     pub(super) fn find(&mut self, after: Option<super::effects::CloudError>) {
         let (Phase::Booting { attempt } | Phase::Unwanted { attempt }) = self.record.phase else { return };
         let (fx, key) = (self.fx.clone(), self.key(attempt));
-        self.slots.cloud.start(async move {
+        self.in_flight.cloud.start(async move {
             let result = fx.find(&key).await;
-            Outcome::Found { result, after }
+            Completion::Found { result, after }
         });
     }
 
@@ -181,7 +181,7 @@ impl Task {
     pub(super) fn ask_to_delete(&mut self) {
         let Phase::Unwanted { attempt } = self.record.phase else { return };
         let Some(request) = self.record.request.clone() else {
-            self.slots.cloud.rest(Duration::ZERO);
+            self.in_flight.cloud.rest(Duration::ZERO);
             return;
         };
         self.create(request, attempt);
@@ -190,30 +190,30 @@ impl Task {
     /// Gets the VM's addresses.
     fn locate(&mut self) {
         let Phase::Joining { vm } = &self.record.phase else { return };
-        if (self.record.addresses.is_empty() || self.is_not_told_apart()) && self.slots.cloud.is_idle() {
+        if (self.record.addresses.is_empty() || self.is_not_told_apart()) && self.in_flight.cloud.is_idle() {
             let (fx, vm) = (self.fx.clone(), vm.clone());
-            self.slots.cloud.start(async move { Outcome::Located(fx.addresses(&vm).await) });
+            self.in_flight.cloud.start(async move { Completion::Located(fx.addresses(&vm).await) });
         }
     }
 
     /// Whether a guest with the batch's ticket connects from an address that the cloud has not named for any VM yet.
     pub(super) fn is_not_told_apart(&self) -> bool {
-        let ticket = self.record.ticket.as_ref().filter(|_| self.record.seat.is_some());
+        let ticket = self.record.ticket.as_ref().filter(|_| self.record.member.is_some());
         self.record.binding.is_none() && ticket.is_some_and(|ticket| self.tickets.is_awaited(&ticket.id))
     }
 
     /// Reserves the pod's tunnel, and connects it once the VM's address is known.
-    fn weave(&mut self) {
-        if !self.slots.network.is_idle() || self.network_given_up {
+    fn setup_network(&mut self) {
+        if !self.in_flight.network.is_idle() || self.network_given_up {
             return;
         }
         let Some(netns) = self.record.netns.clone() else { return };
         if let Some(mut before) = self.predecessor.take() {
             // The namespace's previous sandbox must have left it, or it would remove the new device.
-            self.slots.network.start(async move {
+            self.in_flight.network.start(async move {
                 // An error means that the previous sandbox's task has ended, and all its operations with it.
                 drop(before.wait_for(|view| view.network_gone).await);
-                Outcome::Rested
+                Completion::Rested
             });
             return;
         }
@@ -221,15 +221,15 @@ impl Task {
         match (self.record.network.clone(), address(&self.record)) {
             (None, _) => {
                 let v6 = self.record.addresses.first().is_some_and(IpAddr::is_ipv6);
-                self.slots
+                self.in_flight
                     .network
-                    .start(async move { Outcome::Reserved(fx.reserve(&netns, &id, v6, None).await) });
+                    .start(async move { Completion::Reserved(fx.reserve(&netns, &id, v6, None).await) });
             }
             (Some(network), None) if !self.record.addresses.is_empty() => {
                 // The tunnel was reserved for the other address family; a VNI is unique per family.
-                self.slots.network.start(async move {
+                self.in_flight.network.start(async move {
                     let undone = fx.disconnect(&netns, &id, Some(&network), None).await;
-                    Outcome::Reserved(match undone {
+                    Completion::Reserved(match undone {
                         Ok(()) => fx.reserve(&netns, &id, !network.v6, None).await,
                         Err(error) => Err(error),
                     })
@@ -238,17 +238,17 @@ impl Task {
             (Some(network), Some(vm)) if self.is_unsuited(&network, vm) => {
                 // The tunnel has carried nothing yet: the guest gets its network plan only when the tunnel is complete.
                 self.plan = None;
-                self.slots.network.start(async move {
+                self.in_flight.network.start(async move {
                     let undone = fx.disconnect(&netns, &id, Some(&network), Some(vm)).await;
-                    Outcome::Reserved(match undone {
+                    Completion::Reserved(match undone {
                         Ok(()) => fx.reserve_encrypted(&netns, &id, network.v6).await,
                         Err(error) => Err(error),
                     })
                 });
             }
             (Some(network), Some(vm)) if self.plan.is_none() => {
-                self.slots.network.start(async move {
-                    Outcome::Connected(fx.connect(&netns, &id, &network, vm).await.map(Box::new))
+                self.in_flight.network.start(async move {
+                    Completion::Connected(fx.connect(&netns, &id, &network, vm).await.map(Box::new))
                 });
             }
             (Some(_), _) => {}
@@ -263,7 +263,7 @@ impl Task {
     fn tunnel_peer(&self) -> Option<TunnelPeer> {
         let network = self.record.network.as_ref()?;
         let key = self.record.binding.as_ref()?.tunnel_key.as_ref()?;
-        self.fx.tunnel_peer(network, &peerpod_link::birth::from_hex(key)?)
+        self.fx.tunnel_peer(network, &peerpod_link::user_data::from_hex(key)?)
     }
 
     /// Returns the addresses that the relay dials: every address ever named for the VM, the likeliest first.
@@ -295,13 +295,13 @@ impl Task {
     pub(super) fn redial(&mut self) {
         if self.settings.dial.is_some() {
             self.put_wanted += 1;
-            self.slots.relay.wake();
+            self.in_flight.relay.wake();
         }
     }
 
     /// Sends the relay the sandbox's state, whenever that has changed or the relay is a new process.
     fn tell_relay(&mut self) {
-        if self.put_done >= self.put_wanted || !self.slots.relay.is_idle() {
+        if self.put_done >= self.put_wanted || !self.in_flight.relay.is_idle() {
             return;
         }
         let (fx, version) = (self.fx.clone(), self.put_wanted);
@@ -315,13 +315,13 @@ impl Task {
             volumes: self.record.volumes.as_ref().map(PodVolumes::for_relay).unwrap_or_default(),
             ..Default::default()
         };
-        self.slots.relay.start(async move { Outcome::Put { version, result: fx.put(request).await } });
+        self.in_flight.relay.start(async move { Completion::Put { version, result: fx.put(request).await } });
     }
 
     /// Assigns the pod to the guest as soon as it is connected, and again if session, plan, endpoints or pull secrets
     /// change.
     fn greet(&mut self) {
-        if !self.slots.guest.is_idle() || !self.has_volumes() {
+        if !self.in_flight.guest.is_idle() || !self.has_volumes() {
             return;
         }
         let guest = self.guest.borrow_and_update().clone();
@@ -336,15 +336,18 @@ impl Task {
         if self.record.session.as_ref().is_some_and(|session| *session != guest.session) {
             warn!(session = guest.session, "the guest program is another one: what it had under way is lost");
         }
-        let homes = self.homes.borrow().clone();
-        let digest = plan.digest(&homes);
+        let node_endpoints = self.node_endpoints.borrow().clone();
+        let digest = plan.digest(&node_endpoints);
         let mut personalise = Personalise {
             version: 1,
             sandbox_id: self.record.id.to_string(),
             pod_name: self.record.pod.as_ref().map(|pod| pod.name.clone()).unwrap_or_default(),
             pod_namespace: self.record.pod.as_ref().map(|pod| pod.namespace.clone()).unwrap_or_default(),
             network: Some(plan.network).into(),
-            node_addresses: homes.as_ref().map(|homes| homes.to_vec()).unwrap_or_default(),
+            node_addresses: node_endpoints
+                .as_ref()
+                .map(|node_endpoints| node_endpoints.to_vec())
+                .unwrap_or_default(),
             lease_seconds: u32::try_from(self.settings.lease.as_secs()).unwrap_or(u32::MAX),
             agent_timeout_ms: u32::try_from(self.settings.agent_timeout.as_millis()).unwrap_or(u32::MAX),
             initdata: self.record.initdata.clone().unwrap_or_default(),
@@ -360,12 +363,12 @@ impl Task {
         // The guest gives up on its agent, and before that on a path to the node, by itself. This limit only ends a
         // call without an answer.
         let timeout = self.settings.agent_timeout + Duration::from_secs(30);
-        self.slots.guest.start(async move {
+        self.in_flight.guest.start(async move {
             if let Some(volumes) = &volumes {
                 match fx.credentials(volumes).await {
                     Ok(told) => with_credentials(&mut personalise, &told),
                     Err(text) => {
-                        return Outcome::Greeted {
+                        return Completion::Greeted {
                             session,
                             digest,
                             secret,
@@ -377,7 +380,7 @@ impl Task {
             let mut request = Request::new();
             request.set_personalise(personalise);
             let result = fx.call(&id, request, timeout).await.map(Box::new);
-            Outcome::Greeted { session, digest, secret, result }
+            Completion::Greeted { session, digest, secret, result }
         });
     }
 
@@ -389,15 +392,16 @@ impl Task {
 
     /// Removes everything, as soon as no operation that makes something is in flight.
     fn clear(&mut self) {
-        let quiet =
-            self.slots.network.is_idle() && self.slots.relay.is_idle() && self.slots.localhost.is_idle();
-        if !quiet || !self.slots.clear.is_idle() {
+        let quiet = self.in_flight.network.is_idle()
+            && self.in_flight.relay.is_idle()
+            && self.in_flight.localhost.is_idle();
+        if !quiet || !self.in_flight.clear.is_idle() {
             return;
         }
         let left = self.leaving.clone().unwrap_or_else(|| self.everything());
         self.leaving = Some(left.clone());
         let fx = self.fx.clone();
-        self.slots.clear.start(async move { Outcome::Cleared(clear::pass(fx, left).await) });
+        self.in_flight.clear.start(async move { Completion::Cleared(clear::pass(fx, left).await) });
     }
 
     fn everything(&self) -> Left {

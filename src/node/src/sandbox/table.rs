@@ -24,11 +24,11 @@ use super::{
     effects::Effects,
     error::{ClaimRefused, Error, Granted},
     follow::Following,
+    in_flight::Slots,
     phase::Phase,
     pull::Pull,
     reports::Reports,
-    revive::Mourner,
-    slots::Slots,
+    restart::PanicGuard,
     task::{Command, Stop, Task},
     tickets::{Owner, Tickets},
     view::View,
@@ -42,7 +42,7 @@ use crate::{
 
 /// Request of a CreateVM.
 #[derive(Clone, Debug)]
-pub struct Wish {
+pub struct CreateVm {
     /// Id of the sandbox.
     pub id: SandboxId,
     /// Parsed annotations, or the error in them. A known id does not need them.
@@ -95,24 +95,24 @@ impl Sandboxes {
     ///
     /// # Errors
     /// The request cannot be granted; nothing was done.
-    pub async fn create(&self, wish: Wish) -> Result<String, Error> {
-        let path = self.0.settings.agent_socket_text(&wish.id)?;
-        if let Some(view) = self.view(&wish.id) {
-            return born(view).await.map(|()| path);
+    pub async fn create(&self, create: CreateVm) -> Result<String, Error> {
+        let path = self.0.settings.agent_socket_text(&create.id)?;
+        if let Some(view) = self.view(&create.id) {
+            return accepted(view).await.map(|()| path);
         }
-        let wanted = wish.wanted.map_err(Error::Invalid)?;
+        let wanted = create.wanted.map_err(Error::Invalid)?;
         wanted.wishes.check(&self.0.settings.may_wish).map_err(Error::Invalid)?;
         self.0.fx.settled().await;
         let netns = self
             .0
             .fx
-            .netns(&wish.netns)
+            .netns(&create.netns)
             .await
-            .map_err(|error| Error::Netns { id: wish.id.clone(), why: error.text })?;
+            .map_err(|error| Error::Netns { id: create.id.clone(), why: error.text })?;
         let volumes = self.0.fx.volumes(&wanted.pod).await.map_err(Error::Invalid)?;
-        let record = self.record(wish.id, wanted, netns, volumes)?;
+        let record = self.record(create.id, wanted, netns, volumes)?;
         let view = self.admit(record)?;
-        born(view).await.map(|()| path)
+        accepted(view).await.map(|()| path)
     }
 
     /// Handles StartVM: waits until the sandbox runs, or until it fails. Dropping the call changes nothing.
@@ -129,7 +129,7 @@ impl Sandboxes {
                 None => return Err(Error::Unknown(id.clone())),
             };
             let mut view = running.view.clone();
-            born(running.view.clone()).await?;
+            accepted(running.view.clone()).await?;
             // A task that is gone meanwhile leaves its last view behind.
             if let Some(result) = self.ask(&running, Command::Start).await {
                 result?;
@@ -141,7 +141,7 @@ impl Sandboxes {
                 Err(_) => return Err(self.late(id, limit)),
                 Ok(Err(_)) => {
                     let left = deadline.duration_since(Instant::now());
-                    if !self.revived(id, &running, left).await {
+                    if !self.restarted(id, &running, left).await {
                         return Err(broken(id));
                     }
                 }
@@ -173,14 +173,14 @@ impl Sandboxes {
                 }
                 Some(Found::Task(running)) => {
                     // A sandbox that cannot be recorded does not exist, so there is nothing to stop.
-                    if born(running.view.clone()).await.is_err() {
+                    if accepted(running.view.clone()).await.is_err() {
                         tokio::task::yield_now().await;
                         continue;
                     }
                     match self.ask(&running, |answer| Command::Stop(stop, answer)).await {
                         Some(result) => return result,
                         None if running.view.borrow().phase == Phase::Gone => return Ok(()),
-                        None if self.revived(id, &running, ANOTHER).await => {}
+                        None if self.restarted(id, &running, ANOTHER).await => {}
                         None => return Err(broken(id)),
                     }
                 }
@@ -188,8 +188,8 @@ impl Sandboxes {
                     // Runs in a task of its own: a caller that goes away during the write must not leave an id that
                     // counts as unwritten forever.
                     let (table, id) = (self.clone(), id.clone());
-                    let buried = tokio::spawn(async move { table.bury_unknown(&id).await });
-                    match buried.await {
+                    let written = tokio::spawn(async move { table.write_tombstone_of_unknown(&id).await });
+                    match written.await {
                         Ok(None) => {}
                         Ok(Some(result)) => return result,
                         Err(error) => {
@@ -480,7 +480,7 @@ impl Sandboxes {
     pub(super) fn adopt_in(&self, state: &mut State, record: Record) {
         if record.phase == Phase::Gone {
             self.0.metrics.moved(None, Some(&record.phase));
-            state.bury(&record, self.0.settings.tombstone_ttl);
+            state.write_tombstone(&record, self.0.settings.tombstone_ttl);
             return;
         }
         self.0.metrics.recovered(&record.phase);
@@ -533,7 +533,7 @@ impl Sandboxes {
             metrics: metrics.clone(),
             view: sender,
             commands: receiver,
-            slots: Slots::default(),
+            in_flight: Slots::default(),
             claims: Claims::default(),
             guest: fx.guest(&id),
             epoch,
@@ -544,7 +544,7 @@ impl Sandboxes {
             renewal: None,
             refused: None,
             pull: Pull::default(),
-            homes: fx.homes(),
+            node_endpoints: fx.node_endpoints(),
             following: Following::default(),
             reports: Reports::default(),
             network_given_up: false,
@@ -566,7 +566,7 @@ impl Sandboxes {
             record,
         });
         let table = self.clone();
-        while state.tasks.try_join_next().is_some() {} // finished tasks; `Mourner` has handled their panics
+        while state.tasks.try_join_next().is_some() {} // finished tasks; `PanicGuard` has handled their panics
         let life = table.live(id, task);
         // A node has a thousand of these futures, nearly always idle.
         debug_assert!(size_of_val(&life) < 5 << 10, "{}", size_of_val(&life));
@@ -577,13 +577,13 @@ impl Sandboxes {
 
     /// Runs one sandbox from its beginning to its tombstone.
     async fn live(self, id: SandboxId, mut task: Box<Task>) {
-        let _mourner = Mourner { table: self.clone(), id: id.clone() };
+        let _mourner = PanicGuard { table: self.clone(), id: id.clone() };
         if task.record.phase == Phase::Created {
             if let Err(error) = Box::pin(task.begin()).await {
                 error!(%error, "could not be created");
                 // Removed from the table before the error is published: the caller may create it again at once.
                 self.remove(&id);
-                task.view.send_modify(|view| view.unborn = Some(error));
+                task.view.send_modify(|view| view.rejected = Some(error));
                 return;
             }
             info!(netns = ?task.record.netns.as_ref().map(|netns| &netns.path), "created");
@@ -594,12 +594,12 @@ impl Sandboxes {
         if task.record.phase == Phase::Gone {
             let mut state = self.state();
             state.unlink(&id);
-            state.bury(&task.record, self.0.settings.tombstone_ttl);
+            state.write_tombstone(&task.record, self.0.settings.tombstone_ttl);
         }
     }
 
     /// Writes a tombstone for an unknown id. Returns `None` if the id has become known meanwhile.
-    async fn bury_unknown(&self, id: &SandboxId) -> Option<Result<(), Error>> {
+    async fn write_tombstone_of_unknown(&self, id: &SandboxId) -> Option<Result<(), Error>> {
         let _one = self.0.burying.lock().await;
         let Inner { fx, settings, metrics, .. } = &*self.0;
         let mut record = Record::tombstone(id.clone(), fx.now_ms());
@@ -610,7 +610,7 @@ impl Sandboxes {
                 return None;
             }
             // The id is known from here on, so that no CreateVM makes anything during the write.
-            state.bury(&record, settings.tombstone_ttl);
+            state.write_tombstone(&record, settings.tombstone_ttl);
             state.unwritten.insert(id.clone());
         }
         let saved = fx.save(&record).await;
@@ -665,10 +665,10 @@ enum Found {
 }
 
 /// Waits until a sandbox is accepted or rejected.
-async fn born(mut view: watch::Receiver<View>) -> Result<(), Error> {
-    let seen = view.wait_for(|view| view.is_born() || view.unborn.is_some()).await;
+async fn accepted(mut view: watch::Receiver<View>) -> Result<(), Error> {
+    let seen = view.wait_for(|view| view.is_accepted() || view.rejected.is_some()).await;
     match seen {
-        Ok(view) => match &view.unborn {
+        Ok(view) => match &view.rejected {
             Some(error) => Err(error.clone()),
             None => Ok(()),
         },

@@ -1,7 +1,7 @@
 //! Owns one sandbox: a task that alone reads and writes its state.
 //!
 //! Calls reach the task as commands and wait. Operations run inside it concurrently, one per slot. The loop is
-//! level-triggered: after every event, `pump` starts the operations that the phase requires and that are not in flight.
+//! level-triggered: after every event, `reconcile` starts the operations that the phase requires and that are not in flight.
 //! A task that recovers from the ledger therefore does the same as one that never stopped.
 
 use std::{net::IpAddr, sync::Arc, time::Duration};
@@ -15,18 +15,18 @@ use tracing::{debug, error, info, warn};
 
 use super::{
     Settings,
-    batch::{Batches, Way},
+    batch::{Batches, CreatePath},
     claims::{Claim, Claims},
     clear::Left,
+    completions::console_of,
     effects::{Effects, Guest, Said, Trusted},
     error::{Error, Granted},
-    follow::{Following, Homes, Told},
-    outcomes::console_of,
-    phase::{self, Action, Event, Phase},
+    follow::{Following, NodeEndpoints, Told},
+    in_flight::{Completion, Slots, Which},
+    phase::{self, Event, Phase, Step},
     pull::Pull,
     renew::Renewal,
     reports::Reports,
-    slots::{Outcome, Slots, Which},
     tickets::Tickets,
     view::View,
 };
@@ -96,7 +96,7 @@ pub(super) struct Task {
     pub(super) record: Record,
     pub(super) view: watch::Sender<View>,
     pub(super) commands: mpsc::Receiver<Command>,
-    pub(super) slots: Slots,
+    pub(super) in_flight: Slots,
     pub(super) claims: Claims,
     pub(super) guest: watch::Receiver<Guest>,
     pub(super) epoch: watch::Receiver<u64>,
@@ -114,7 +114,7 @@ pub(super) struct Task {
     /// Pull secrets for the pod's images.
     pub(super) pull: Pull,
     /// Endpoints at which guests reach the node.
-    pub(super) homes: watch::Receiver<Homes>,
+    pub(super) node_endpoints: watch::Receiver<NodeEndpoints>,
     /// State of following changes around the pod's network.
     pub(super) following: Following,
     /// The guest's reports on the pod's network.
@@ -122,7 +122,7 @@ pub(super) struct Task {
     /// Set if the pod network of a running sandbox cannot be repaired; ends the retries.
     pub(super) network_given_up: bool,
     /// Create path of the current attempt.
-    pub(super) way: Way,
+    pub(super) way: CreatePath,
     pub(super) batches: Batches,
     pub(super) tickets: Arc<Tickets>,
     /// Whether the announcement in the cluster has ended.
@@ -150,7 +150,7 @@ pub(super) struct Task {
 
 enum Woken {
     Command(Option<Command>),
-    Outcome(Which, Outcome),
+    Completion(Which, Completion),
     Guest,
     Epoch,
     Trust,
@@ -181,16 +181,16 @@ impl Task {
         self.enter();
         self.fx.show(&self.record);
         loop {
-            self.pump();
+            self.reconcile();
             let (deadline, slow) = (self.deadline, self.slow.map(|(at, _)| at));
             let woken = tokio::select! {
                 command = self.commands.recv() => Woken::Command(command),
-                (which, outcome) = self.slots.next() => Woken::Outcome(which, outcome),
+                (which, outcome) = self.in_flight.next() => Woken::Completion(which, outcome),
                 () = changed(&mut self.guest) => Woken::Guest,
                 () = changed(&mut self.epoch) => Woken::Epoch,
                 () = changed(&mut self.trusted) => Woken::Trust,
                 () = self.following.heard() => Woken::Heard,
-                () = changed(&mut self.homes) => Woken::Heard,
+                () = changed(&mut self.node_endpoints) => Woken::Heard,
                 () = sleep_until(deadline.unwrap_or_else(Instant::now)), if deadline.is_some() => Woken::Deadline,
                 () = sleep_until(slow.unwrap_or_else(Instant::now)), if slow.is_some() => Woken::Slow,
             };
@@ -198,14 +198,14 @@ impl Task {
             match woken {
                 Woken::Command(Some(command)) => Box::pin(self.command(command)).await,
                 Woken::Command(None) => return,
-                Woken::Outcome(which, outcome) => Box::pin(self.outcome(which, outcome)).await,
-                Woken::Guest | Woken::Trust | Woken::Heard => {} // `pump` handles it
+                Woken::Completion(which, outcome) => Box::pin(self.outcome(which, outcome)).await,
+                Woken::Guest | Woken::Trust | Woken::Heard => {} // `reconcile` handles it
                 Woken::Epoch => self.relay_changed(),
                 Woken::Deadline => Box::pin(self.too_late()).await,
                 Woken::Slow => self.takes_long(),
             }
             if self.record.phase == Phase::Gone {
-                self.last_words();
+                self.final_log_line();
                 return;
             }
         }
@@ -228,23 +228,23 @@ impl Task {
         self.slow = self.deadline.and_then(|_| self.slow.or(Some((Instant::now() + after, after))));
         if !self.record.phase.is_live() {
             self.left_ms = self.fx.now_ms();
-            self.slots.guest.cancel();
-            self.slots.secret.cancel();
+            self.in_flight.guest.cancel();
+            self.in_flight.secret.cancel();
             // Attachments go with the VM.
-            self.slots.volumes.cancel();
+            self.in_flight.volumes.cancel();
             // A running operation continues to its end, so that clearing finds everything it made. A pause ends.
-            self.slots.network.wake();
-            self.slots.relay.wake();
-            self.slots.localhost.wake();
+            self.in_flight.network.wake();
+            self.in_flight.relay.wake();
+            self.in_flight.localhost.wake();
             self.claims.refuse_all(&self.record);
             if matches!(self.record.phase, Phase::Leaving { .. }) {
                 // Only an address query or a pause can be in flight here: creates end in `Unwanted`.
-                self.slots.cloud.cancel();
-            } else if matches!(self.way, Way::Joining) {
+                self.in_flight.cloud.cancel();
+            } else if matches!(self.way, CreatePath::Joining) {
                 // Stops waiting for the window; `learn` asks the batches whether it has closed meanwhile.
-                self.slots.cloud.cancel();
+                self.in_flight.cloud.cancel();
             } else {
-                self.slots.cloud.wake();
+                self.in_flight.cloud.wake();
             }
         }
     }
@@ -406,7 +406,7 @@ impl Task {
         }
         // A new relay process: its state on disk may be older than the last one's.
         self.put_wanted += 1;
-        self.slots.relay.wake();
+        self.in_flight.relay.wake();
         debug!("the relay is another one");
     }
 
@@ -415,7 +415,7 @@ impl Task {
         &mut self,
         event: Event,
         change: impl FnOnce(&mut Record),
-    ) -> Result<Action, Unapplied> {
+    ) -> Result<Step, Unapplied> {
         let (phase, action) = phase::next(&self.record.phase, event).map_err(Unapplied::Refused)?;
         let moved = phase != self.record.phase;
         let mut record = self.record.clone();
@@ -449,14 +449,14 @@ impl Task {
         if is_news {
             self.fx.show(&self.record);
         }
-        if self.record.seat.is_some() {
+        if self.record.member.is_some() {
             self.tickets.enter(&self.record);
         }
-        if let Way::Seated(seat) = &self.way
-            && !seat.is_needed(&self.record)
+        if let CreatePath::Seated(member) = &self.way
+            && !member.is_needed(&self.record)
         {
-            seat.settle();
-            self.way = Way::Alone;
+            member.settle();
+            self.way = CreatePath::Alone;
         }
         self.publish();
         Ok(())
@@ -487,7 +487,7 @@ impl Task {
     }
 
     /// Writes the final log line, which covers the sandbox's whole life.
-    fn last_words(&self) {
+    fn final_log_line(&self) {
         let stages: Vec<String> =
             self.record.stages.iter().map(|stage| format!("{}={}ms", stage.name, stage.at_ms)).collect();
         info!(

@@ -29,7 +29,7 @@ pub struct View {
     /// Whether nothing of the sandbox is left in the pod's network namespace.
     pub network_gone: bool,
     /// Set if even the first record failed; the sandbox does not exist then.
-    pub unborn: Option<Error>,
+    pub rejected: Option<Error>,
 }
 
 impl View {
@@ -44,7 +44,7 @@ impl View {
             failed: record.failed,
             trust: record.trust.as_deref().map(Arc::from),
             network_gone,
-            unborn: None,
+            rejected: None,
         }
     }
 
@@ -54,7 +54,7 @@ impl View {
     }
 
     /// Whether the sandbox was accepted: its record is durable, or it is being removed.
-    pub fn is_born(&self) -> bool {
+    pub fn is_accepted(&self) -> bool {
         self.phase != Phase::Created
     }
 

@@ -237,7 +237,7 @@ fn no_guest_is_cut_off_by_a_roll_over_and_it_survives_restarts() {
     let mut trust = dir.open();
     let now = SystemTime::now();
     let step = |trust: &mut Trust| {
-        let stage = trust.roll_over(now).unwrap();
+        let stage = trust.rotate(now).unwrap();
         *trust = dir.open();
         assert_eq!(trust.stage(), stage);
         stage
@@ -279,7 +279,7 @@ fn a_roll_over_that_cannot_be_written_is_not_made() {
     // A folder with an entry in the place of the file: the write fails for root too.
     std::fs::remove_file(dir.0.join("ca.json")).unwrap();
     std::fs::create_dir_all(dir.0.join("ca.json/x")).unwrap();
-    assert!(trust.roll_over(SystemTime::now()).is_err());
+    assert!(trust.rotate(SystemTime::now()).is_err());
     assert_eq!((trust.ca_sha256(), trust.stage()), (pins, Stage::Stable));
 }
 
@@ -289,8 +289,8 @@ fn a_roll_over_is_due_in_the_last_third_and_an_ended_ca_is_replaced() {
     let validity = Validity { ca: DAY * 300, guest: DAY };
     let now = SystemTime::now();
     let trust = Trust::open_with(&dir.0, now, validity).unwrap();
-    assert!(!trust.is_roll_over_due(now + DAY * 199));
-    assert!(trust.is_roll_over_due(now + DAY * 201));
+    assert!(!trust.is_rotation_due(now + DAY * 199));
+    assert!(trust.is_rotation_due(now + DAY * 201));
     let again = Trust::open_with(&dir.0, now + DAY * 299, validity).unwrap();
     assert_eq!(again.ca_sha256(), trust.ca_sha256());
     let replaced = Trust::open_with(&dir.0, now + DAY * 301, validity).unwrap();

@@ -3,7 +3,7 @@
 
 use std::time::{Duration, SystemTime};
 
-use peerpod_link::birth::TicketSecret;
+use peerpod_link::user_data::TicketSecret;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 

@@ -75,7 +75,7 @@ impl Outside {
     /// [`Error::Netns`].
     pub(super) fn open(wanted: External) -> Result<Outside, Error> {
         let outside = Outside { wanted, host: Netns::current()?, own: Mutex::default() };
-        outside.look()?;
+        outside.inspect()?;
         Ok(outside)
     }
 
@@ -83,7 +83,7 @@ impl Outside {
     ///
     /// # Errors
     /// [`Error::Netns`].
-    pub(super) fn look(&self) -> Result<bool, Error> {
+    pub(super) fn inspect(&self) -> Result<bool, Error> {
         let failed = |source| Error::Netns { attempt: "enter", path: self.host.path().to_owned(), source };
         let mut now = self.host.run(own_addresses).map_err(failed)?;
         // Addresses within the cluster's prefixes keep to the tunnel anyway: a proxy may hold the address of every

@@ -9,7 +9,7 @@
 
 use std::fmt;
 
-use peerpod_podnet::look::{Address, Interface, Neighbour, Route, Seen};
+use peerpod_podnet::inspect::{Address, Interface, Neighbour, PodNetworkState, Route};
 
 /// Number of changes that are listed; more are counted.
 const LISTED: usize = 8;
@@ -18,7 +18,7 @@ const LISTED: usize = 8;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Merged {
     /// The network that the VM must have now.
-    pub seen: Seen,
+    pub seen: PodNetworkState,
     /// The differences from the record, as text; empty: none.
     pub changes: Vec<String>,
     /// The differences from the record that the VM does not follow, as text.
@@ -28,7 +28,7 @@ pub struct Merged {
 }
 
 /// Merges `now` into `recorded`. `fell` returns whether the interface of this index lost its carrier meanwhile.
-pub fn merge(recorded: &Seen, now: Seen, fell: &dyn Fn(u32) -> bool) -> Merged {
+pub fn merge(recorded: &PodNetworkState, now: PodNetworkState, fell: &dyn Fn(u32) -> bool) -> Merged {
     let mut changes = Changes::default();
     let mut left = Changes::default();
     let (mut interfaces, mut kept) = (Vec::with_capacity(now.interfaces.len()), Vec::new());
@@ -62,8 +62,14 @@ pub fn merge(recorded: &Seen, now: Seen, fell: &dyn Fn(u32) -> bool) -> Merged {
     changes.differ("rules", &recorded.rules, &now.rules);
     changes.differ("sysctls", &recorded.sysctls, &now.sysctls);
     changes.differ("addresses of lo", &recorded.loopback, &loopback);
-    let seen =
-        Seen { interfaces, routes, rules: now.rules, sysctls: now.sysctls, loopback, left_out: now.left_out };
+    let seen = PodNetworkState {
+        interfaces,
+        routes,
+        rules: now.rules,
+        sysctls: now.sysctls,
+        loopback,
+        left_out: now.left_out,
+    };
     for what in &seen.left_out {
         if !recorded.left_out.contains(what) {
             left.note(|| what.clone());
@@ -191,7 +197,7 @@ mod tests {
         Route::new(text.parse().unwrap(), 16)
     }
 
-    fn seen() -> Seen {
+    fn seen() -> PodNetworkState {
         let eth0 = Interface {
             name: "eth0".into(),
             index: 2,
@@ -202,7 +208,7 @@ mod tests {
         };
         let net1 =
             Interface { name: "net1".into(), index: 3, addresses: vec![address("10.9.0.2")], ..eth0.clone() };
-        Seen {
+        PodNetworkState {
             interfaces: vec![eth0, net1],
             routes: vec![],
             rules: vec![],

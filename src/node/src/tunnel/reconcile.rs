@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use parking_lot::Mutex;
 use peerpod_podnet::Error;
-use peerpod_podnet::leftover::{Swept, namespaces, sweep};
+use peerpod_podnet::gc::{Swept, namespaces, sweep};
 use peerpod_podnet::netns::{Netns, NetnsId};
 use peerpod_podnet::nft::Peer;
 

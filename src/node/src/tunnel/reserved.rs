@@ -1,7 +1,7 @@
 //! Defines a reservation of tunnels, as the ledger keeps it: version 2, one entry per carried interface. Version 1, of
 //! one device, is still read; it had neither the kind nor the interface.
 
-use peerpod_podnet::look::Seen;
+use peerpod_podnet::inspect::PodNetworkState;
 use peerpod_podnet::vxlan::Held;
 use serde::{Deserialize, Serialize};
 
@@ -62,7 +62,7 @@ impl Reserved {
     }
 
     /// Whether each interface in `seen` has its tunnel, and no other interface has one.
-    pub fn carries(&self, seen: &Seen) -> bool {
+    pub fn carries(&self, seen: &PodNetworkState) -> bool {
         let has = |(at, index): (usize, u32)| self.device_of(index, at == 0).is_some();
         self.devices.len() == seen.interfaces.len()
             && seen.interfaces.iter().map(|interface| interface.index).enumerate().all(has)

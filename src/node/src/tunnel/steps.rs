@@ -4,7 +4,7 @@ use std::net::IpAddr;
 use std::path::PathBuf;
 
 use peerpod_podnet::Error;
-use peerpod_podnet::look::{Seen, look};
+use peerpod_podnet::inspect::{PodNetworkState, inspect};
 use peerpod_podnet::mark::{Mark, Owner};
 use peerpod_podnet::netns::Netns;
 use peerpod_podnet::plan::{self, Carry};
@@ -46,8 +46,8 @@ impl Steps {
         Mark { owner: self.owner, sandbox }
     }
 
-    pub(super) fn look(netns: &Netns) -> Result<Seen, Error> {
-        look(netns)
+    pub(super) fn inspect(netns: &Netns) -> Result<PodNetworkState, Error> {
+        inspect(netns)
     }
 
     /// Reserves with the recorded kind, family and port where they still apply, else with those of a new reservation.
@@ -55,7 +55,7 @@ impl Steps {
         &self,
         netns: &Netns,
         sandbox: &str,
-        seen: &Seen,
+        seen: &PodNetworkState,
         v6: bool,
         recorded: Option<&Reserved>,
     ) -> Result<Reserved, Error> {
@@ -69,7 +69,7 @@ impl Steps {
         kind: Kind,
         netns: &Netns,
         sandbox: &str,
-        seen: &Seen,
+        seen: &PodNetworkState,
         v6: bool,
         recorded: Option<&Reserved>,
     ) -> Result<Reserved, Error> {
@@ -132,7 +132,7 @@ impl Steps {
         netns: &Netns,
         sandbox: &str,
         reserved: &Reserved,
-        seen: &Seen,
+        seen: &PodNetworkState,
         vm: IpAddr,
     ) -> Result<(NetworkPlan, Vec<String>), Error> {
         let backend = self.backends.of(reserved.kind)?;

@@ -27,8 +27,13 @@ fn open_with(world: &World, config: TunnelConfig) -> Tunnel {
 const VM: &str = "10.77.0.2";
 
 /// Looks, reserves and connects.
-async fn whole(tunnel: &Tunnel, pod: &Netns, sandbox: &str, vm: IpAddr) -> (Seen, Reserved, NetworkPlan) {
-    let seen = tunnel.look(pod).await.unwrap();
+async fn whole(
+    tunnel: &Tunnel,
+    pod: &Netns,
+    sandbox: &str,
+    vm: IpAddr,
+) -> (PodNetworkState, Reserved, NetworkPlan) {
+    let seen = tunnel.inspect(pod).await.unwrap();
     let reserved = tunnel.reserve(pod, sandbox, &seen, vm.is_ipv6(), None).await.unwrap();
     let plan = tunnel.connect(pod, sandbox, &reserved, &seen, vm).await.unwrap();
     (seen, reserved, plan)
@@ -55,7 +60,7 @@ async fn one_sandbox_from_look_to_undo() {
         let tunnel = open(&world);
         let pod = world.pod("pod", 7);
         let before = world.traces("pod");
-        let seen = tunnel.look(&pod).await.unwrap();
+        let seen = tunnel.inspect(&pod).await.unwrap();
         let reserved = tunnel.reserve(&pod, "sandbox", &seen, v6, None).await.unwrap();
         let plan = tunnel.connect(&pod, "sandbox", &reserved, &seen, ip(vm)).await.unwrap();
         assert_eq!(tunnel.reserve(&pod, "sandbox", &seen, v6, Some(&reserved)).await.unwrap(), reserved);
@@ -80,7 +85,7 @@ async fn undo_finds_what_was_never_recorded() {
     let tunnel = open(&world);
     let pod = world.pod("pod", 7);
     let before = world.traces("pod");
-    let seen = tunnel.look(&pod).await.unwrap();
+    let seen = tunnel.inspect(&pod).await.unwrap();
     let reserved = tunnel.reserve(&pod, "sandbox", &seen, false, None).await.unwrap();
     tunnel.connect(&pod, "sandbox", &reserved, &seen, ip("10.77.0.2")).await.unwrap();
     // The daemon died before it recorded the reservation; the next one knows at most the VM's address.
@@ -103,7 +108,7 @@ async fn the_table_goes_with_the_last_sandbox_and_not_before() {
     for number in 1..=3 {
         let pod = world.pod(&format!("pod{number}"), 30 + number);
         let sandbox = format!("sandbox-{number}");
-        let seen = tunnel.look(&pod).await.unwrap();
+        let seen = tunnel.inspect(&pod).await.unwrap();
         let reserved = tunnel.reserve(&pod, &sandbox, &seen, false, None).await.unwrap();
         let vm = IpAddr::from([10, 77, 0, 100 + number]);
         tunnel.connect(&pod, &sandbox, &reserved, &seen, vm).await.unwrap();
@@ -141,7 +146,7 @@ async fn two_daemons_on_two_nodes_do_not_see_each_other() {
     let (mut one, mut two) = (World::new(), World::new());
     let (first, second) = (open(&one), open(&two));
     let (a, b) = (one.pod("pod", 7), two.pod("pod", 7));
-    let seen = first.look(&a).await.unwrap();
+    let seen = first.inspect(&a).await.unwrap();
     let device = Device { interface: seen.primary().index, slot: 0, vni: 4242, ifindex: 0, shared: false };
     let wanted = Reserved { kind: Kind::Vxlan, v6: false, port: 4789, devices: vec![device] };
     let ra = first.reserve(&a, "sandbox", &seen, false, Some(&wanted)).await.unwrap();
@@ -158,7 +163,7 @@ async fn a_vm_that_cannot_be_reached_is_said_so() {
     let mut world = World::new();
     let tunnel = open(&world);
     let pod = world.pod("pod", 7);
-    let seen = tunnel.look(&pod).await.unwrap();
+    let seen = tunnel.inspect(&pod).await.unwrap();
     let reserved = tunnel.reserve(&pod, "sandbox", &seen, false, None).await.unwrap();
     for (vm, why) in [
         ("192.0.2.1", "no route"),
@@ -183,7 +188,7 @@ async fn the_hundredth_pod_costs_what_the_first_costs() {
         let pod = world.pod(&format!("p{number}"), 30 + number);
         let sandbox = format!("sandbox-{number}");
         let start = Instant::now();
-        let seen = tunnel.look(&pod).await.unwrap();
+        let seen = tunnel.inspect(&pod).await.unwrap();
         let looked = start.elapsed();
         let reserved = tunnel.reserve(&pod, &sandbox, &seen, false, None).await.unwrap();
         let held = start.elapsed();

@@ -9,8 +9,8 @@ use peerpod_podnet::plan::Underlay;
 use peerpod_podnet::tunnel;
 use peerpod_podnet::vxlan::{Shape, probe};
 
+use super::anti_spoof::AntiSpoof;
 use super::backend::{Backend, Connected, Host, Way};
-use super::gate::Gate;
 use super::{Reserved, TunnelConfig};
 
 #[derive(Debug)]
@@ -19,7 +19,7 @@ pub(super) struct Vxlan {
     port: u16,
     udp_checksum: bool,
     source_ports: Option<(u16, u16)>,
-    gate: Option<Gate>,
+    anti_spoof: Option<AntiSpoof>,
 }
 
 impl Vxlan {
@@ -28,9 +28,10 @@ impl Vxlan {
         let host = Host::new(Netns::current()?);
         let shape = Shape { port: config.port, v6: false, udp_checksum: config.udp_checksum };
         host.with(|client| probe(client, shape, config.source_ports))?;
-        let gate = config.anti_spoof.then(|| Gate::open(host.netns(), config.owner)).transpose()?;
+        let anti_spoof =
+            config.anti_spoof.then(|| AntiSpoof::open(host.netns(), config.owner)).transpose()?;
         let TunnelConfig { port, udp_checksum, source_ports, .. } = *config;
-        Ok(Vxlan { host, port, udp_checksum, source_ports, gate })
+        Ok(Vxlan { host, port, udp_checksum, source_ports, anti_spoof })
     }
 }
 
@@ -58,34 +59,34 @@ impl Backend for Vxlan {
     }
 
     fn admit(&self, connected: &Connected) -> Result<(), Error> {
-        let Some(gate) = &self.gate else { return Ok(()) };
-        gate.admit(&connected.sandbox, connected.reserved.port, &peers(connected))
+        let Some(anti_spoof) = &self.anti_spoof else { return Ok(()) };
+        anti_spoof.admit(&connected.sandbox, connected.reserved.port, &peers(connected))
     }
 
     fn dismiss(&self, reserved: Option<&Reserved>, vm: Option<IpAddr>) -> Result<(), Error> {
-        let Some(gate) = &self.gate else { return Ok(()) };
-        let Some(reserved) = reserved else { return gate.dismiss_address(vm) };
+        let Some(anti_spoof) = &self.anti_spoof else { return Ok(()) };
+        let Some(reserved) = reserved else { return anti_spoof.dismiss_address(vm) };
         let vnis: Vec<u32> = reserved.devices.iter().map(|device| device.vni).collect();
-        gate.dismiss(reserved.port, reserved.v6, &vnis, vm)
+        anti_spoof.dismiss(reserved.port, reserved.v6, &vnis, vm)
     }
 
     fn forget(&self, sandbox: &str) -> Result<(), Error> {
-        self.gate.as_ref().map_or(Ok(()), |gate| gate.forget(sandbox))
+        self.anti_spoof.as_ref().map_or(Ok(()), |anti_spoof| anti_spoof.forget(sandbox))
     }
 
     fn reconcile(&self, connected: &[Connected], stay: &[Peer]) -> Result<usize, Error> {
-        let Some(gate) = &self.gate else { return Ok(0) };
+        let Some(anti_spoof) = &self.anti_spoof else { return Ok(0) };
         let of = |connected: &Connected| {
             let port = connected.reserved.port;
             peers(connected).into_iter().map(move |peer| (port, peer)).collect::<Vec<_>>()
         };
         let mut all: Vec<(u16, Peer)> = connected.iter().flat_map(of).collect();
         all.extend(stay.iter().map(|peer| (self.port, *peer)));
-        gate.reconcile(&all)
+        anti_spoof.reconcile(&all)
     }
 
     fn close(&self) -> Result<(), Error> {
-        self.gate.as_ref().map_or(Ok(()), Gate::close)
+        self.anti_spoof.as_ref().map_or(Ok(()), AntiSpoof::close)
     }
 
     fn underlay(&self, connected: &Connected, way: &Way) -> Underlay {

@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use base64::{Engine as _, prelude::BASE64_STANDARD};
 use parking_lot::Mutex;
-use peerpod_base::handin;
+use peerpod_base::fd_handoff;
 use peerpod_podnet::netns::Netns;
 use peerpod_podnet::nft::Peer;
 use peerpod_podnet::plan::Underlay;
@@ -93,17 +93,17 @@ struct State {
 
 /// Descriptors and data that the relay must receive.
 #[derive(Debug)]
-pub struct HandIn {
+pub struct FdHandoff {
     /// Data that accompany the descriptors, with the private key.
-    pub detail: HandInDetail,
+    pub detail: FdHandoffDetail,
     /// The descriptors with their names.
     pub descriptors: Vec<(String, OwnedFd)>,
 }
 
 /// Data that accompany the descriptors. They hold a private key, which Debug does not show.
-pub struct HandInDetail(pub Value);
+pub struct FdHandoffDetail(pub Value);
 
-impl std::fmt::Debug for HandInDetail {
+impl std::fmt::Debug for FdHandoffDetail {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str("HandInDetail")
     }
@@ -116,9 +116,9 @@ fn failed(attempt: impl Into<String>) -> impl FnOnce(io::Error) -> Error {
 
 /// Returns the TUN device that the relay carries; `None` where no relay answers, or it carries none.
 fn carried(relay: &Path) -> Option<Tun> {
-    match handin::copy_of(relay, KIND, "tun", RELAY_PATIENCE) {
+    match fd_handoff::copy_of(relay, KIND, "tun", RELAY_PATIENCE) {
         Ok(tun) => tun.map(Tun::from),
-        Err(handin::Error::Io { why, .. })
+        Err(fd_handoff::Error::Io { why, .. })
             if matches!(why.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused) =>
         {
             None
@@ -161,7 +161,7 @@ impl Wireguard {
 
     /// Repairs the private namespace, and compares it with the state that the relay reports. Returns the descriptors
     /// that the relay must receive instead, or `None` where its state is right.
-    pub(super) fn hand_in(&self, held: Option<&Value>) -> Result<Option<HandIn>, Error> {
+    pub(super) fn hand_off(&self, held: Option<&Value>) -> Result<Option<FdHandoff>, Error> {
         self.mend(&self.routed.lock())?;
         let text = |field: &str| held.and_then(|held| held.get(field)).and_then(Value::as_str);
         let same =
@@ -199,7 +199,7 @@ impl Wireguard {
         let private = self.key.private.expose();
         let detail =
             json!({ "private_key": BASE64_STANDARD.encode(private.as_slice()), "inside": self.inside() });
-        Ok(Some(HandIn { detail: HandInDetail(detail), descriptors }))
+        Ok(Some(FdHandoff { detail: FdHandoffDetail(detail), descriptors }))
     }
 
     /// Restores state that other programs deleted: the namespace's name, the device, its address, routes to VMs.
@@ -423,16 +423,16 @@ impl Backend for Wireguard {
 
 /// Supplier of the relay: passes the descriptors to each relay that does not have them.
 #[derive(Clone, Debug)]
-pub struct Carrier(pub(super) Arc<Wireguard>);
+pub struct WireguardFds(pub(super) Arc<Wireguard>);
 
-impl Carrier {
+impl WireguardFds {
     /// Returns the descriptors that the relay needs, in view of the state that it reports; `None`: it has all of them.
     /// Blocks.
     ///
     /// # Errors
     /// [`Error::Kernel`]: another program holds the device or the port.
-    pub fn wanted(&self, held: Option<&Value>) -> Result<Option<HandIn>, Error> {
-        self.0.hand_in(held)
+    pub fn wanted(&self, held: Option<&Value>) -> Result<Option<FdHandoff>, Error> {
+        self.0.hand_off(held)
     }
 
     /// Records the relay's answer to the descriptors.

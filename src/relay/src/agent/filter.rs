@@ -24,7 +24,7 @@ use protobuf::Message;
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    door::code,
+    hypervisor::code,
     metrics::Totals,
     volumes::{self, Copies, Volume},
 };
@@ -202,7 +202,7 @@ impl AgentFilter {
     }
 
     /// Handles more bytes of a request that does not pass yet.
-    fn look(&mut self, body: &[u8], peer: &mut BytesMut) {
+    fn inspect(&mut self, body: &[u8], peer: &mut BytesMut) {
         let mut have = match std::mem::replace(&mut self.request, Fate::Skip) {
             Fate::Look(have) => have,
             Fate::Gather(mut have) => {
@@ -338,7 +338,7 @@ impl AgentFilter {
                     if matches!(self.request, Fate::Pass) {
                         peer.extend_from_slice(body);
                     } else {
-                        self.look(body, peer);
+                        self.inspect(body, peer);
                     }
                 }
                 Piece::End => {

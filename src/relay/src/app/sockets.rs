@@ -16,9 +16,9 @@ use tokio::net::{TcpListener, UnixListener};
 use super::{AppError, path_error};
 use crate::{
     config::RelayConfig,
-    handin,
+    fd_handoff,
+    handover::{self, name, new::Taken},
     socket::{self, Bound as Socket},
-    takeover::{self, name, take::Taken},
 };
 
 /// Listening sockets, bound by this process or taken over from another one.
@@ -30,7 +30,7 @@ pub(super) struct Sockets {
     pub(super) admin: TcpListener,
     pub(super) hypervisor: UnixListener,
     pub(super) control: UnixListener,
-    pub(super) hand_in: OwnedFd,
+    pub(super) hand_off: OwnedFd,
     pub(super) takeover: OwnedFd,
     pub(super) lock: Lock,
     pub(super) names: Vec<Socket>,
@@ -51,7 +51,8 @@ impl AsFd for Lock {
     }
 }
 
-const NAMES: [&str; 4] = ["relay.sock", "hypervisor.sock", peerpod_base::handin::SOCKET, takeover::SOCKET];
+const NAMES: [&str; 4] =
+    ["relay.sock", "hypervisor.sock", peerpod_base::fd_handoff::SOCKET, handover::SOCKET];
 
 impl Sockets {
     pub(super) async fn bind(config: &RelayConfig, lock: Flock<File>) -> Result<Sockets, AppError> {
@@ -76,11 +77,11 @@ impl Sockets {
         };
         let bind_packets = |name: &str| {
             let path = run_dir.join(name);
-            handin::bind(&path).map_err(path_error("listen on", &path))
+            fd_handoff::bind(&path).map_err(path_error("listen on", &path))
         };
         let (control, control_name) = bind(NAMES[0])?;
         let (hypervisor, hypervisor_name) = bind(NAMES[1])?;
-        let (hand_in, hand_in_name) = bind_packets(NAMES[2])?;
+        let (hand_off, hand_in_name) = bind_packets(NAMES[2])?;
         let (takeover, takeover_name) = bind_packets(NAMES[3])?;
         let names = vec![control_name, hypervisor_name, hand_in_name, takeover_name];
         let lock = Lock::Own(lock);
@@ -92,7 +93,7 @@ impl Sockets {
             admin,
             hypervisor,
             control,
-            hand_in,
+            hand_off,
             takeover,
             lock,
             names,
@@ -116,7 +117,7 @@ impl Sockets {
             admin: taken.tcp(name::ADMIN)?.0,
             hypervisor: taken.unix(name::HYPERVISOR)?,
             control: taken.unix(name::CONTROL)?,
-            hand_in: taken.descriptor(name::HAND_IN)?,
+            hand_off: taken.descriptor(name::HAND_IN)?,
             takeover: taken.descriptor(name::TAKEOVER)?,
             lock: Lock::Taken(taken.descriptor(name::LOCK)?),
             names: Vec::new(),
@@ -130,7 +131,7 @@ impl Sockets {
     }
 
     /// Duplicates all sockets, for another process.
-    pub(super) fn copies(&self) -> io::Result<takeover::Named> {
+    pub(super) fn copies(&self) -> io::Result<handover::Named> {
         let mut copies = Vec::new();
         let mut copy = |name: &str, socket: BorrowedFd<'_>| {
             copies.push((name.to_owned(), socket.try_clone_to_owned()?));
@@ -141,7 +142,7 @@ impl Sockets {
         copy(name::ADMIN, self.admin.as_fd())?;
         copy(name::HYPERVISOR, self.hypervisor.as_fd())?;
         copy(name::CONTROL, self.control.as_fd())?;
-        copy(name::HAND_IN, self.hand_in.as_fd())?;
+        copy(name::HAND_IN, self.hand_off.as_fd())?;
         copy(name::TAKEOVER, self.takeover.as_fd())?;
         if let Some(probes) = &self.probes {
             copy(name::PROBES, probes.copy()?.as_fd())?;

@@ -13,7 +13,7 @@ use super::{
     guest::{Guest, GuestHandler},
     states::StateState,
 };
-use crate::{agent::AgentSocket, handin, id::SandboxId, localhost, store::Record};
+use crate::{agent::AgentSocket, fd_handoff, id::SandboxId, localhost, store::Record};
 
 /// State of one sandbox as data.
 #[derive(Debug, Serialize, Deserialize)]
@@ -132,7 +132,7 @@ impl Sandboxes {
             None => None,
             Some(ports) => {
                 let named = names.into_iter().zip(of_localhost).collect();
-                let mut listeners = handin::Handed::new(Value::Null, named);
+                let mut listeners = fd_handoff::Handed::new(Value::Null, named);
                 Some((ports, localhost::Listeners::take(&mut listeners)?))
             }
         };

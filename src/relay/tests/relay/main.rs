@@ -3,9 +3,9 @@
 #![allow(clippy::unwrap_used)] // test code outside of test functions
 
 mod common;
-mod dials;
-mod door;
+mod guest_dialer;
 mod guests;
+mod hypervisor;
 mod process;
 mod replaced;
 mod sandbox;

@@ -46,7 +46,7 @@ async fn without_them_the_command_is_named(cluster: &Cluster) -> Process {
         format!("--kubernetes.kubeconfig={}", cluster.folder().join("admin.kubeconfig").display()),
         format!("--paths.state-dir={}", cluster.folder().join("state").display()),
         "--cluster.namespace=default".to_owned(),
-        "--provider.kind=drill".to_owned(),
+        "--provider.kind=fake".to_owned(),
         "--controller.admin-listen=127.0.0.1:0".to_owned(),
         "--controller.sweep-every=1s".to_owned(),
         "--secrets.serve=false".to_owned(),

@@ -213,7 +213,7 @@ async fn controller(cluster: &Cluster, who: &Path) -> (Process, SocketAddr) {
     let more = [
         "--controller.admin-listen=127.0.0.1:0",
         "--controller.identity=one",
-        "--provider.kind=drill",
+        "--provider.kind=fake",
         &state,
         "--controller.settle=1s",
         "--controller.sweep-every=1s",
@@ -228,7 +228,7 @@ async fn controller(cluster: &Cluster, who: &Path) -> (Process, SocketAddr) {
         &json!({
             "apiVersion": "confidentialcontainers.org/v1alpha1", "kind": "PeerPod",
             "metadata": {"name": "old", "namespace": "shop", "finalizers": ["peer.pod/finalizer"]},
-            "spec": {"instanceID": "drill-0"},
+            "spec": {"instanceID": "fake-0"},
         }),
     );
     let words = ["delete", "peerpod", "-n", "shop", "old", "--wait=true", "--timeout=90s"];
@@ -273,7 +273,7 @@ async fn sweeps(cluster: &Cluster, process: &Process) {
         &json!({
             "apiVersion": "confidentialcontainers.org/v1alpha1", "kind": "PeerPod",
             "metadata": {"name": "lost", "namespace": "shop", "finalizers": ["peer.pod/finalizer"]},
-            "spec": {"instanceID": "drill-1", "nodeName": "lost"},
+            "spec": {"instanceID": "fake-1", "nodeName": "lost"},
         }),
     );
     for (kind, namespace, name) in [("peerpod", "shop", "lost"), ("lease", OWN, "peerpod-node-long-gone")] {

@@ -115,7 +115,7 @@ impl Walk {
         Ok(seen)
     }
 
-    fn look(&self) -> anyhow::Result<Sight> {
+    fn inspect(&self) -> anyhow::Result<Sight> {
         let (pod, other) = self.pods()?;
         let daemons = self.daemons.as_ref().context("the daemons run")?;
         Sight::of(&self.world, &[pod.namespace(), other.namespace()], daemons)
@@ -123,7 +123,7 @@ impl Walk {
 
     /// Calls CreateVM with the nine annotations, then again, which must change nothing.
     pub async fn create_vm(&mut self) -> anyhow::Result<String> {
-        self.before = self.look()?;
+        self.before = self.inspect()?;
         let shim = self.shim.insert(self.daemons.as_ref().context("the daemons run")?.shim().await?);
         let annotations = Annotations::new(NAMESPACE, POD).size("1.5", 512);
         let netns = self.pods.as_ref().context("the pods are made")?.0.namespace().path();
@@ -348,7 +348,7 @@ impl Walk {
 
     /// Calls StopVM three times in a row, each within one second; then closes the connections, as in the transcripts.
     pub async fn stop_vm(&mut self) -> anyhow::Result<String> {
-        self.running = self.look()?;
+        self.running = self.inspect()?;
         let entry = self.daemons()?.ledger()?.into_iter().find(|entry| entry.id == self.id);
         let entry = entry.context("the ledger has the running sandbox")?;
         self.inside = entry.stages();
@@ -374,7 +374,7 @@ impl Walk {
         daemons.gone(&id, PATIENCE).await?;
         let mut left = Vec::new();
         let clean = eventually("nothing is left", PATIENCE, async || {
-            left = self.look().ok()?.beyond(&self.before, Some(&self.running));
+            left = self.inspect().ok()?.beyond(&self.before, Some(&self.running));
             left.is_empty().then_some(())
         })
         .await;
@@ -383,7 +383,7 @@ impl Walk {
         let netns = self.pods()?.0.namespace().path();
         let late = shim.create_vm(&self.id, Annotations::new(NAMESPACE, POD), &netns).await?;
         ensure!(late == self.socket, "a late CreateVM gets its path");
-        let left = self.look()?.beyond(&self.before, None);
+        let left = self.inspect()?.beyond(&self.before, None);
         ensure!(left.is_empty(), "a late CreateVM makes nothing, but there is {left:?}");
         Ok("no netns, link, qdisc, rule, process, socket, mount or live ledger entry".into())
     }

@@ -17,7 +17,7 @@ use nix::sys::socket::{
     socket, sockopt,
 };
 use nix::sys::time::TimeVal;
-use peerpod_podnet::look::{Seen, look};
+use peerpod_podnet::inspect::{PodNetworkState, inspect};
 use peerpod_podnet::mark::{Mark, Owner};
 use peerpod_podnet::netns::{self, Netns};
 use peerpod_podnet::nft::{Filter, Peer};
@@ -172,7 +172,7 @@ impl World {
     }
 
     /// Returns the plan for a state, each interface with a tunnel of its own, of which only the VM's end is made.
-    pub fn plan(&self, seen: &Seen) -> NetworkPlan {
+    pub fn plan(&self, seen: &PodNetworkState) -> NetworkPlan {
         let first = 100_000 + COUNTER.fetch_add(100, Ordering::Relaxed);
         let vni = |n: usize| first + u32::try_from(n).unwrap();
         let tunnels: Vec<plan::Tunnel> = plan::node(seen, 9150, [10, 77, 0, 2].into())
@@ -270,7 +270,13 @@ impl World {
     }
 
     /// Does the node's steps at StartVM, without its filter.
-    pub fn connect(&self, pod: &Netns, held: Held, shape: Shape, seen: &Seen) -> Result<NetworkPlan, Error> {
+    pub fn connect(
+        &self,
+        pod: &Netns,
+        held: Held,
+        shape: Shape,
+        seen: &PodNetworkState,
+    ) -> Result<NetworkPlan, Error> {
         let vm: IpAddr = if shape.v6 { "fd77::2" } else { "10.77.0.2" }.parse().unwrap();
         let mut host = self.open("node").netlink().unwrap();
         let way = tunnel::way(&mut host, shape, vm)?;
@@ -307,9 +313,9 @@ impl World {
     }
 
     /// Makes pod `10.244.1.7` with its complete tunnel to the VM.
-    pub fn whole(&mut self, shape: Shape) -> (Netns, Seen, Held, NetworkPlan) {
+    pub fn whole(&mut self, shape: Shape) -> (Netns, PodNetworkState, Held, NetworkPlan) {
         let pod = self.pod("pod", 7);
-        let seen = look(&pod).unwrap();
+        let seen = inspect(&pod).unwrap();
         let held = self.reserve(&pod, "sandbox", shape, None).unwrap();
         let plan = self.connect(&pod, held, shape, &seen).unwrap();
         self.apply(&plan).unwrap();

@@ -365,7 +365,7 @@ impl<H: Handler> Task<H> {
     }
 
     /// Closes connections past their deadline.
-    pub(super) fn look(&mut self, now: Instant) {
+    pub(super) fn inspect(&mut self, now: Instant) {
         let mut timed = false;
         for at in 0..self.locals.len() {
             let Some(local) = &self.locals[at] else { continue };

@@ -9,12 +9,12 @@ use super::creates::marked;
 use super::{hold, not_here};
 use crate::conformance::trial::said;
 use crate::conformance::{Checked, Stop, Trial};
-use crate::{CreateRequest, DecoratorConfig, DiskRequest, Error, Retry, WISHES, decorate};
+use crate::{CreateRequest, DecoratorConfig, DiskRequest, Error, OPTIONAL, Retry, decorate};
 
 /// Checks that a field outside the capabilities fails the create and makes no VM.
 pub async fn what_cannot_be_done_is_refused_not_dropped(trial: Arc<Trial>) -> Checked {
     let can = trial.provider().capabilities();
-    for wish in WISHES.iter().filter(|wish| !(wish.is_met)(&can)) {
+    for wish in OPTIONAL.iter().filter(|wish| !(wish.is_met)(&can)) {
         let (mut request, key) = (trial.harness.request(), trial.key());
         (wish.ask)(&mut request);
         match trial.create_once(&request, &key).await {

@@ -88,53 +88,56 @@ pub(super) struct Found {
 
 impl Seen {
     /// Records an observation. `peerpods_of` are the nodes that PeerPods name.
-    pub(super) fn look(
+    pub(super) fn inspect(
         &mut self,
-        look: &Look<'_>,
+        inspect: &Look<'_>,
         peerpods_of: &HashSet<String>,
         orphan_grace: Duration,
         node_grace: Duration,
     ) -> Found {
-        self.note_beats(look);
+        self.note_beats(inspect);
         let mut found = Found::default();
-        self.note_vms(look, orphan_grace, &mut found);
-        self.note_nodes(look, peerpods_of, node_grace, &mut found);
+        self.note_vms(inspect, orphan_grace, &mut found);
+        self.note_nodes(inspect, peerpods_of, node_grace, &mut found);
         found
     }
 
-    fn note_beats(&mut self, look: &Look<'_>) {
-        self.beats.retain(|node, _| look.beats.contains_key(node));
-        for (node, beat) in look.beats {
-            let known = self.beats.entry(node.clone()).or_insert_with(|| (beat.version.clone(), look.at));
+    fn note_beats(&mut self, inspect: &Look<'_>) {
+        self.beats.retain(|node, _| inspect.beats.contains_key(node));
+        for (node, beat) in inspect.beats {
+            let known = self.beats.entry(node.clone()).or_insert_with(|| (beat.version.clone(), inspect.at));
             if known.0 != beat.version {
-                *known = (beat.version.clone(), look.at);
+                *known = (beat.version.clone(), inspect.at);
             }
         }
     }
 
     /// Whether the node's heartbeat was not renewed within `grace` and its own duration; `None`: it has no heartbeat.
-    fn silent(&self, look: &Look<'_>, node: &str, grace: Duration) -> Option<bool> {
-        let (beat, (_, changed)) = (look.beats.get(node)?, self.beats.get(node)?);
-        Some(look.at.duration_since(*changed) >= grace.max(beat.lasts))
+    fn silent(&self, inspect: &Look<'_>, node: &str, grace: Duration) -> Option<bool> {
+        let (beat, (_, changed)) = (inspect.beats.get(node)?, self.beats.get(node)?);
+        Some(inspect.at.duration_since(*changed) >= grace.max(beat.lasts))
     }
 
-    fn note_vms(&mut self, look: &Look<'_>, grace: Duration, found: &mut Found) {
-        let unclaimed: Vec<&Owned> =
-            look.owned.iter().filter(|vm| vm.state != OwnedState::Deleting && !look.claims.has(vm)).collect();
+    fn note_vms(&mut self, inspect: &Look<'_>, grace: Duration, found: &mut Found) {
+        let unclaimed: Vec<&Owned> = inspect
+            .owned
+            .iter()
+            .filter(|vm| vm.state != OwnedState::Deleting && !inspect.claims.has(vm))
+            .collect();
         let ids: HashSet<&InstanceId> = unclaimed.iter().map(|vm| &vm.id).collect();
         self.unclaimed.retain(|id, _| ids.contains(id));
         found.unclaimed = unclaimed.len();
         for vm in unclaimed {
-            let since = *self.unclaimed.entry(vm.id.clone()).or_insert(look.at);
-            let unclaimed_for = look.at.duration_since(since);
-            let silent = vm.node.as_deref().and_then(|node| Some((node, self.silent(look, node, grace)?)));
+            let since = *self.unclaimed.entry(vm.id.clone()).or_insert(inspect.at);
+            let unclaimed_for = inspect.at.duration_since(since);
+            let silent = vm.node.as_deref().and_then(|node| Some((node, self.silent(inspect, node, grace)?)));
             match silent {
                 None => found.unattributed.push(vm.id.clone()),
                 Some((node, true)) if unclaimed_for >= grace => found.suspects.push(Suspect {
                     id: vm.id.clone(),
                     name: vm.name.clone(),
                     node: node.to_owned(),
-                    node_exists: look.nodes.contains(node),
+                    node_exists: inspect.nodes.contains(node),
                     unclaimed_for,
                 }),
                 Some(_) => {}
@@ -144,20 +147,20 @@ impl Seen {
 
     fn note_nodes(
         &mut self,
-        look: &Look<'_>,
+        inspect: &Look<'_>,
         peerpods_of: &HashSet<String>,
         grace: Duration,
         found: &mut Found,
     ) {
         let gone = |seen: &Seen, node: &String| {
             // A node that never had a heartbeat is judged by its Node object alone.
-            !look.nodes.contains(node) && seen.silent(look, node, Duration::ZERO).unwrap_or(true)
+            !inspect.nodes.contains(node) && seen.silent(inspect, node, Duration::ZERO).unwrap_or(true)
         };
         let now_gone: HashSet<&String> = peerpods_of.iter().filter(|node| gone(self, node)).collect();
         self.gone.retain(|node, _| now_gone.contains(node));
         for node in now_gone {
-            let since = *self.gone.entry(node.clone()).or_insert(look.at);
-            if look.at.duration_since(since) >= grace {
+            let since = *self.gone.entry(node.clone()).or_insert(inspect.at);
+            if inspect.at.duration_since(since) >= grace {
                 found.gone.insert(node.clone());
             }
         }

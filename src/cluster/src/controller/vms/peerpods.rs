@@ -208,7 +208,7 @@ impl Work {
         let found = match &peerpod.spec.instance_id {
             // Text that is no valid id names no VM.
             Some(id) => Meant::Vms(InstanceId::new(id.clone()).ok().into_iter().collect()),
-            None => self.look(peerpod).await?,
+            None => self.inspect(peerpod).await?,
         };
         let (vms, unclear) = match found {
             Meant::Vms(vms) => (vms, None),
@@ -283,7 +283,7 @@ impl Work {
         Ok(Some(("VMNotOurs", note)))
     }
 
-    async fn look(&self, peerpod: &PeerPod) -> Result<Meant, Error> {
+    async fn inspect(&self, peerpod: &PeerPod) -> Result<Meant, Error> {
         let owned = self.vms.listing.fresh(&*self.vms.provider).await?;
         let keys = keys(&self.vms.config.cluster_id, &peerpod.spec);
         let all = self.store.state();

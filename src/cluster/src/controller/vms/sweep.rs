@@ -101,7 +101,7 @@ impl Sweep {
         let owned = self.vms.provider.list_owned().await?;
         let cluster = self.read().await?;
         let beats = beats(&cluster.leases);
-        let look = Look {
+        let inspect = Look {
             owned: &owned,
             claims: &cluster.claims,
             beats: &beats,
@@ -109,7 +109,8 @@ impl Sweep {
             at: Instant::now(),
         };
         let config = &self.vms.config;
-        let found = self.seen.look(&look, &cluster.peerpods_of, config.orphan_grace, config.node_gone_grace);
+        let found =
+            self.seen.inspect(&inspect, &cluster.peerpods_of, config.orphan_grace, config.node_gone_grace);
         self.count(&found);
         self.lost_nodes(&found.gone).await?;
         self.suspects(&found.suspects).await?;

@@ -15,8 +15,8 @@ fn id(text: &str) -> SandboxId {
     text.parse().unwrap()
 }
 
-fn found(look: Look) -> String {
-    match look {
+fn found(inspect: Look) -> String {
+    match inspect {
         Look::Found(found) => found.uid,
         other => format!("{other:?}"),
     }
@@ -25,17 +25,17 @@ fn found(look: Look) -> String {
 #[test]
 fn a_name_is_the_newest_pod_that_is_not_on_its_way_out() {
     let mut state = State::default();
-    assert_eq!(state.look("shop", "web-0", &id("one-sandbox")), Look::Unknown);
+    assert_eq!(state.inspect("shop", "web-0", &id("one-sandbox")), Look::Unknown);
     state.apply(pod("old", 1, false));
-    assert_eq!(found(state.look("shop", "web-0", &id("one-sandbox"))), "old");
+    assert_eq!(found(state.inspect("shop", "web-0", &id("one-sandbox"))), "old");
     state.taken.insert("old".into(), id("one-sandbox"));
     state.apply(pod("old", 1, true));
     // The match is uncertain for a new sandbox: the watch may lag.
-    assert_eq!(state.look("shop", "web-0", &id("other-sandbox")), Look::Doubtful);
+    assert_eq!(state.inspect("shop", "web-0", &id("other-sandbox")), Look::Doubtful);
     state.apply(pod("new", 9, false));
-    assert_eq!(found(state.look("shop", "web-0", &id("other-sandbox"))), "new");
+    assert_eq!(found(state.inspect("shop", "web-0", &id("other-sandbox"))), "new");
     state.remove("shop", "web-0", "old");
-    assert_eq!(found(state.look("shop", "web-0", &id("other-sandbox"))), "new");
+    assert_eq!(found(state.inspect("shop", "web-0", &id("other-sandbox"))), "new");
     assert!(state.taken.is_empty());
 }
 
@@ -44,8 +44,8 @@ fn a_pod_that_another_sandbox_has_is_doubtful() {
     let mut state = State::default();
     state.apply(pod("old", 1, false));
     state.taken.insert("old".into(), id("one-sandbox"));
-    assert_eq!(found(state.look("shop", "web-0", &id("one-sandbox"))), "old");
-    assert_eq!(state.look("shop", "web-0", &id("other-sandbox")), Look::Doubtful);
+    assert_eq!(found(state.inspect("shop", "web-0", &id("one-sandbox"))), "old");
+    assert_eq!(state.inspect("shop", "web-0", &id("other-sandbox")), Look::Doubtful);
 }
 
 #[test]
@@ -55,11 +55,11 @@ fn what_a_list_does_not_name_is_gone() {
     state.taken.insert("old".into(), id("one-sandbox"));
     state.list();
     // The pod stays until the list has been read to its end.
-    assert_eq!(found(state.look("shop", "web-0", &id("one-sandbox"))), "old");
+    assert_eq!(found(state.inspect("shop", "web-0", &id("one-sandbox"))), "old");
     state.apply(pod("new", 2, false));
     state.listed();
     assert_eq!(state.pods.len(), 1);
-    assert_eq!(found(state.look("shop", "web-0", &id("one-sandbox"))), "new");
+    assert_eq!(found(state.inspect("shop", "web-0", &id("one-sandbox"))), "new");
     assert!(state.taken.is_empty());
     state.list();
     state.listed();

@@ -15,7 +15,7 @@ use peerpod_volume::VolumeId;
 
 use crate::{
     ledger::{NetnsRef, Record},
-    sandbox::{revive::Panics, task::Command, tickets::Tickets, view::View},
+    sandbox::{restart::Panics, task::Command, tickets::Tickets, view::View},
     spec::SandboxId,
     volumes::PodVolumes,
 };
@@ -144,7 +144,7 @@ impl State {
     }
 
     /// Turns the entry into a tombstone for `ttl` from the time the sandbox was gone.
-    pub(super) fn bury(&mut self, record: &Record, ttl: Duration) {
+    pub(super) fn write_tombstone(&mut self, record: &Record, ttl: Duration) {
         let ttl_ms = u64::try_from(ttl.as_millis()).unwrap_or(u64::MAX);
         let until_ms = record.gone_ms.unwrap_or(record.created_ms).saturating_add(ttl_ms);
         let view = Box::new(View::of(record, true));

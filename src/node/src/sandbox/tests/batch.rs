@@ -11,7 +11,7 @@ use std::{
 };
 
 use futures_util::future::join_all;
-use peerpod_link::birth::BirthData;
+use peerpod_link::user_data::UserData;
 use peerpod_provider_api::InstanceId;
 
 use super::{node::*, world::*};
@@ -80,8 +80,8 @@ async fn sandboxes_of_one_moment_get_their_vms_by_one_call() {
     assert_eq!(world.placed(), 1, "one place for all");
     {
         let state = world.state();
-        let births: Vec<&BirthData> = state.vms.values().map(|vm| &vm.birth).collect();
-        assert!(births.iter().all(|birth| *birth == births[0]) && births[0].ticket.claims == 3);
+        let births: Vec<&UserData> = state.vms.values().map(|vm| &vm.user_data).collect();
+        assert!(births.iter().all(|user_data| *user_data == births[0]) && births[0].ticket.claims == 3);
     }
     let [file]: [PathBuf; 1] = files(&dir).try_into().unwrap();
     assert_eq!(fs::metadata(&file).unwrap().permissions().mode() & 0o777, 0o600);
@@ -102,7 +102,7 @@ async fn one_that_is_alone_goes_by_itself() {
     run(&node, &["b"]).await;
     assert_eq!((world.many_calls(), world.create_calls()), (vec![], 2));
     assert_eq!(world.writes().0, 0);
-    assert!(world.state().vms.values().all(|vm| vm.birth.ticket.claims == 1));
+    assert!(world.state().vms.values().all(|vm| vm.user_data.ticket.claims == 1));
     node.kill().await;
 }
 
@@ -111,7 +111,7 @@ async fn only_those_that_want_the_same_go_together_and_no_more_than_the_provider
     let (world, dir) = (World::new(1), Dir::new());
     world.own_addresses.store(true, Ordering::Relaxed);
     let node = Node::start_with(&world, &dir, Fuse::after(None), batching(2)).await.unwrap();
-    let mut large = wish("large");
+    let mut large = create("large");
     large.wanted.as_mut().unwrap().size.vcpus = 16;
     let (created, ()) = tokio::join!(node.table.create(large), create(&node, &["a", "b", "c", "d", "e"]));
     created.unwrap();
@@ -287,9 +287,9 @@ async fn one_that_is_stopped_before_its_guest_came_takes_its_own_vm_along() {
 }
 
 /// Claims from the source address `from`, and returns the node's answer.
-async fn claims(node: &Node, birth: &BirthData, from: &str, key: &[u8]) -> Result<Granted, Error> {
-    let claim = Claim { peer: from.into(), ..claim(birth, key) };
-    node.table.claim(&birth.ticket.id, claim).await
+async fn claims(node: &Node, user_data: &UserData, from: &str, key: &[u8]) -> Result<Granted, Error> {
+    let claim = Claim { peer: from.into(), ..claim(user_data, key) };
+    node.table.claim(&user_data.ticket.id, claim).await
 }
 
 #[tokio::test(start_paused = true)]
@@ -303,13 +303,13 @@ async fn whose_a_guest_is_is_told_by_the_address_that_it_comes_from() {
     let not_yet = Err(Error::Claim(ClaimRefused::NotYet));
     let unknown = Err(Error::Claim(ClaimRefused::WrongSecret));
     node.until("the VMs boot", |_| world.vms() == 3).await;
-    let birth = world.state().vms.values().next().unwrap().birth.clone();
+    let user_data = world.state().vms.values().next().unwrap().user_data.clone();
     let from = |world: &World, vm: &InstanceId| world.home_of(vm).to_string();
     let first = world.state().vms.keys().next().unwrap().clone();
-    let early = claims(&node, &birth, &from(&world, &first), b"k").await;
+    let early = claims(&node, &user_data, &from(&world, &first), b"k").await;
     assert_eq!(early, not_yet, "its guest is faster than the cloud's answer");
     node.until("made", |node| THREE.iter().all(|name| node.phase(name) == "joining")).await;
-    let early = claims(&node, &birth, &from(&world, &first), b"k").await;
+    let early = claims(&node, &user_data, &from(&world, &first), b"k").await;
     assert_eq!(early, not_yet, "the cloud has not told the addresses");
     world.hides_addresses.store(false, Ordering::Relaxed);
     tokio::time::sleep(Duration::from_secs(1)).await;
@@ -320,32 +320,32 @@ async fn whose_a_guest_is_is_told_by_the_address_that_it_comes_from() {
             tokio::time::sleep(Duration::from_millis(100)).await;
         }
         for stranger in ["10.99.0.77", "192.0.2.1", "", "not an address"] {
-            assert_eq!(claims(&node, &birth, stranger, b"k").await, not_yet, "{stranger:?}");
+            assert_eq!(claims(&node, &user_data, stranger, b"k").await, not_yet, "{stranger:?}");
         }
         for name in ["a", "b"] {
             let home = from(&world, &vm_of(&node, name).unwrap());
-            let wrong = BirthData {
-                ticket: peerpod_link::birth::BirthTicket {
-                    secret: peerpod_link::birth::TicketSecret::new([9; 32]),
-                    ..birth.ticket.clone()
+            let wrong = UserData {
+                ticket: peerpod_link::user_data::UserDataTicket {
+                    secret: peerpod_link::user_data::TicketSecret::new([9; 32]),
+                    ..user_data.ticket.clone()
                 },
-                ..birth.clone()
+                ..user_data.clone()
             };
             assert_eq!(claims(&node, &wrong, &home, name.as_bytes()).await, unknown);
-            let granted = claims(&node, &birth, &home, name.as_bytes()).await.unwrap();
+            let granted = claims(&node, &user_data, &home, name.as_bytes()).await.unwrap();
             assert_eq!(granted.id, id(name));
-            let again = claims(&node, &birth, &home, name.as_bytes()).await.unwrap();
+            let again = claims(&node, &user_data, &home, name.as_bytes()).await.unwrap();
             assert_eq!(again, granted, "the very same certificate");
-            let thief = claims(&node, &birth, &home, b"another's key").await;
+            let thief = claims(&node, &user_data, &home, b"another's key").await;
             assert_eq!(thief, Err(Error::Claim(ClaimRefused::OtherKey)));
         }
     }
     // The address of a member that leaves is removed; those of the others stay.
     let home = from(&world, &vm_of(&node, "a").unwrap());
     stop(&node, "a").await;
-    assert_eq!(claims(&node, &birth, &home, b"a").await, not_yet);
+    assert_eq!(claims(&node, &user_data, &home, b"a").await, not_yet);
     let home = from(&world, &vm_of(&node, "c").unwrap());
-    assert_eq!(claims(&node, &birth, &home, b"c").await.unwrap().id, id("c"));
+    assert_eq!(claims(&node, &user_data, &home, b"c").await.unwrap().id, id("c"));
     node.kill().await;
 }
 
@@ -356,8 +356,8 @@ async fn vms_behind_one_translated_address_are_never_guessed_and_the_failure_say
     let node = start(&world, &dir).await;
     create(&node, &THREE).await;
     node.until("made", |node| THREE.iter().all(|name| node.phase(name) == "joining")).await;
-    let birth = world.state().vms.values().next().unwrap().birth.clone();
-    let refused = claims(&node, &birth, "192.0.2.1", b"k").await;
+    let user_data = world.state().vms.values().next().unwrap().user_data.clone();
+    let refused = claims(&node, &user_data, "192.0.2.1", b"k").await;
     assert_eq!(refused, Err(Error::Claim(ClaimRefused::NotYet)));
     for name in THREE {
         let text = node.table.start(&id(name)).await.unwrap_err().to_string();

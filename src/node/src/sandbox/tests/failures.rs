@@ -2,7 +2,7 @@
 
 use std::{sync::atomic::Ordering, time::Duration};
 
-use peerpod_link::birth::BirthData;
+use peerpod_link::user_data::UserData;
 use peerpod_provider_api::Error as CloudError;
 use tokio::time::Instant;
 
@@ -283,7 +283,7 @@ async fn what_was_created_and_never_started_or_lost_its_namespace_is_taken_away(
 }
 
 /// Creates a sandbox that waits for its guest; returns the guest's user-data.
-async fn waiting(world: &std::sync::Arc<World>, node: &Node, name: &str) -> BirthData {
+async fn waiting(world: &std::sync::Arc<World>, node: &Node, name: &str) -> UserData {
     world.guests_stay_away.store(true, Ordering::Relaxed);
     let before = world.made();
     node.create(name).await.unwrap();
@@ -291,25 +291,25 @@ async fn waiting(world: &std::sync::Arc<World>, node: &Node, name: &str) -> Birt
     let key =
         node.table.view(&id(name)).map(|_| peerpod_provider_api::IdempotencyKey::derive("test", name, 0));
     let state = world.state();
-    state.vms.values().find(|vm| Some(&vm.key) == key.as_ref()).unwrap().birth.clone()
+    state.vms.values().find(|vm| Some(&vm.key) == key.as_ref()).unwrap().user_data.clone()
 }
 
 #[tokio::test(start_paused = true)]
 async fn the_first_key_gets_the_certificate_again_and_another_one_nothing() {
     let (world, dir) = (World::new(1), Dir::new());
     let node = Node::start(&world, &dir).await;
-    let birth = waiting(&world, &node, "a").await;
-    let ticket = birth.ticket.id.clone();
-    let first = node.table.claim(&ticket, claim(&birth, b"key 1")).await.unwrap();
-    let again = node.table.claim(&ticket, claim(&birth, b"key 1")).await.unwrap();
+    let user_data = waiting(&world, &node, "a").await;
+    let ticket = user_data.ticket.id.clone();
+    let first = node.table.claim(&ticket, claim(&user_data, b"key 1")).await.unwrap();
+    let again = node.table.claim(&ticket, claim(&user_data, b"key 1")).await.unwrap();
     assert_eq!(first, again);
-    let other = node.table.claim(&ticket, claim(&birth, b"key 2")).await;
+    let other = node.table.claim(&ticket, claim(&user_data, b"key 2")).await;
     assert_eq!(other, Err(Error::Claim(ClaimRefused::OtherKey)));
     // The same after a restart: the binding is on disk.
     node.kill().await;
     let node = Node::start(&world, &dir).await;
-    assert_eq!(node.table.claim(&ticket, claim(&birth, b"key 1")).await.unwrap(), first);
-    let other = node.table.claim(&ticket, claim(&birth, b"key 2")).await;
+    assert_eq!(node.table.claim(&ticket, claim(&user_data, b"key 1")).await.unwrap(), first);
+    let other = node.table.claim(&ticket, claim(&user_data, b"key 2")).await;
     assert_eq!(other, Err(Error::Claim(ClaimRefused::OtherKey)));
     node.kill().await;
 }
@@ -354,15 +354,16 @@ async fn a_node_that_dials_tells_the_relay_where_and_takes_the_dialled_vm_s_tick
     let (world, dir) = (World::new(1), Dir::new());
     let dials = Settings { dial: Some(15150), ..settings() };
     let node = Node::start_with(&world, &dir, Fuse::after(None), dials).await.unwrap();
-    let birth = waiting(&world, &node, "a").await;
+    let user_data = waiting(&world, &node, "a").await;
     let dialled =
         || world.state().relay.get(id("a").as_str()).map(|put| put.dial.clone()).unwrap_or_default();
     node.until("the relay knows where", |_| !dialled().is_empty()).await;
     assert!(dialled().iter().all(|address| address.ends_with(":15150")), "{:?}", dialled());
-    let shown_at = |sandbox: &str| crate::sandbox::Claim { dialled: sandbox.into(), ..claim(&birth, b"key") };
-    let other = node.table.claim(&birth.ticket.id, shown_at("b")).await;
+    let shown_at =
+        |sandbox: &str| crate::sandbox::Claim { dialled: sandbox.into(), ..claim(&user_data, b"key") };
+    let other = node.table.claim(&user_data.ticket.id, shown_at("b")).await;
     assert_eq!(other, Err(Error::Claim(ClaimRefused::OtherVm)));
-    node.table.claim(&birth.ticket.id, shown_at(id("a").as_str())).await.unwrap();
+    node.table.claim(&user_data.ticket.id, shown_at(id("a").as_str())).await.unwrap();
 
     // The cloud names another address while the guest is away: the relay dials there first, then at the former ones.
     let before = dialled();

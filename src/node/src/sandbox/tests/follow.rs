@@ -112,18 +112,18 @@ async fn a_node_with_another_address_tells_its_guests() {
     let (world, dir) = (World::new(1), Dir::new());
     let node = Node::start(&world, &dir).await;
     node.run("a").await;
-    let homes = |address: &str| Some(std::sync::Arc::new(vec![address.to_owned()]));
-    world.homes.send_replace(homes("10.0.0.8:15151"));
+    let node_endpoints = |address: &str| Some(std::sync::Arc::new(vec![address.to_owned()]));
+    world.node_endpoints.send_replace(node_endpoints("10.0.0.8:15151"));
     node.until("told", |_| world.greetings() == 2).await;
-    world.homes.send_replace(homes("10.0.0.9:15151"));
+    world.node_endpoints.send_replace(node_endpoints("10.0.0.9:15151"));
     node.until("told", |_| world.greetings() == 3).await;
     // The next node process has no endpoints at first, and sends nothing because of that.
     node.kill().await;
-    world.homes.send_replace(None);
+    world.node_endpoints.send_replace(None);
     let node = Node::start(&world, &dir).await;
     settled(&node, &world).await;
     assert_eq!(world.greetings(), 3);
-    world.homes.send_replace(homes("10.0.0.9:15151"));
+    world.node_endpoints.send_replace(node_endpoints("10.0.0.9:15151"));
     settled(&node, &world).await;
     assert_eq!(world.greetings(), 3);
     node.kill().await;

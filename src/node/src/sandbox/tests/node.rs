@@ -5,7 +5,7 @@ use std::{
     time::Duration,
 };
 
-use peerpod_link::birth::BirthData;
+use peerpod_link::user_data::UserData;
 use peerpod_provider_api::InstanceId;
 use sha2::{Digest, Sha256};
 
@@ -14,7 +14,7 @@ use crate::{
     ledger::{Inbox, Ledger},
     metrics::Metrics,
     sandbox::{
-        Claim, Deaths, Reaper, Sandboxes, Secret, Settings, Wish,
+        Claim, CreateVm, Reaper, Sandboxes, Secret, Settings, VmLiveness,
         recover::{Kept, Orphans, recover},
     },
     spec::{PodRef, Size, Wanted, Wishes},
@@ -90,8 +90,8 @@ impl Node {
         }
         let guests = tokio::spawn(play_guests(table.clone(), fx.clone())).abort_handle();
         let reaper = tokio::spawn(Reaper::default().run(table.clone())).abort_handle();
-        let deaths = tokio::spawn(Deaths::default().run(table.clone())).abort_handle();
-        let mut others = vec![guests, reaper, deaths];
+        let vm_liveness = tokio::spawn(VmLiveness::default().run(table.clone())).abort_handle();
+        let mut others = vec![guests, reaper, vm_liveness];
         if world.late_creates.load(Ordering::Relaxed) {
             let orphans = Orphans::new(Vec::new(), Duration::from_secs(10));
             others.push(tokio::spawn(orphans.run(table.clone(), Duration::from_secs(20))).abort_handle());
@@ -108,7 +108,7 @@ impl Node {
     }
 
     pub(super) async fn create(&self, name: &str) -> Result<String, crate::sandbox::Error> {
-        self.table.create(wish(name)).await
+        self.table.create(create(name)).await
     }
 
     pub(super) async fn run(&self, name: &str) {
@@ -138,7 +138,7 @@ pub(super) fn batching(max_batch: u32) -> Settings {
     Settings { max_batch, ..settings() }
 }
 
-pub(super) fn wish(name: &str) -> Wish {
+pub(super) fn create(name: &str) -> CreateVm {
     let pod = PodRef { namespace: "default".into(), name: format!("pod-{name}"), uid: None };
     let wanted = Wanted {
         pod,
@@ -148,7 +148,7 @@ pub(super) fn wish(name: &str) -> Wish {
         initdata: None,
         wishes: Wishes::default(),
     };
-    Wish { id: id(name), wanted: Ok(wanted), netns: format!("/run/netns/{name}").into() }
+    CreateVm { id: id(name), wanted: Ok(wanted), netns: format!("/run/netns/{name}").into() }
 }
 
 /// Runs a guest in every VM; each guest dials the node.
@@ -158,16 +158,18 @@ async fn play_guests(table: Sandboxes, fx: Arc<Fake>) {
         if fx.world.guests_stay_away.load(Ordering::Relaxed) || fx.fuse.is_blown() {
             continue;
         }
-        let vms: Vec<(InstanceId, BirthData)> =
-            fx.world.state().vms.iter().map(|(id, vm)| (id.clone(), vm.birth.clone())).collect();
-        for (vm, birth) in vms {
+        let vms: Vec<(InstanceId, UserData)> =
+            fx.world.state().vms.iter().map(|(id, vm)| (id.clone(), vm.user_data.clone())).collect();
+        for (vm, user_data) in vms {
             if fx.world.state().links.values().any(|session| session == vm.as_str()) {
                 continue;
             }
-            let claim =
-                Claim { peer: fx.world.home_of(&vm).to_string(), ..claim(&birth, vm.as_str().as_bytes()) };
+            let claim = Claim {
+                peer: fx.world.home_of(&vm).to_string(),
+                ..claim(&user_data, vm.as_str().as_bytes())
+            };
             let granted =
-                tokio::time::timeout(Duration::from_secs(5), table.claim(&birth.ticket.id, claim)).await;
+                tokio::time::timeout(Duration::from_secs(5), table.claim(&user_data.ticket.id, claim)).await;
             let Ok(Ok(granted)) = granted else { continue };
             let digest = Sha256::digest(&granted.chain[0]).to_vec();
             let known = fx.world.state().relay.get(granted.id.as_str()).cloned().unwrap_or_default();
@@ -180,9 +182,9 @@ async fn play_guests(table: Sandboxes, fx: Arc<Fake>) {
     }
 }
 
-pub(super) fn claim(birth: &BirthData, csr: &[u8]) -> Claim {
+pub(super) fn claim(user_data: &UserData, csr: &[u8]) -> Claim {
     Claim {
-        secret: Secret(birth.ticket.secret.expose().to_vec()),
+        secret: Secret(user_data.ticket.secret.expose().to_vec()),
         csr: csr.to_vec(),
         peer: "10.99.0.7".into(),
         guest_version: "test".into(),

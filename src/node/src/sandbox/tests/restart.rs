@@ -258,11 +258,11 @@ async fn killed_between_a_ticket_s_binding_and_its_answer_the_same_key_is_answer
         node.until("connected", |_| world.devices() == 1 && world.state().relay.contains_key("a")).await;
         // The clock is paused: after this, only the wait for the guest is in flight.
         tokio::time::sleep(Duration::from_secs(1)).await;
-        let birth = world.state().vms.values().next().unwrap().birth.clone();
+        let user_data = world.state().vms.values().next().unwrap().user_data.clone();
 
         node.fuse.burn_after(boundaries);
         tokio::select! {
-            answer = node.table.claim(&birth.ticket.id, claim(&birth, b"the guest's")) => panic!("{answer:?}"),
+            answer = node.table.claim(&user_data.ticket.id, claim(&user_data, b"the guest's")) => panic!("{answer:?}"),
             () = node.fuse.blown.notified() => {}
         }
         node.kill().await;
@@ -273,16 +273,17 @@ async fn killed_between_a_ticket_s_binding_and_its_answer_the_same_key_is_answer
         assert_eq!(known, usize::from(relay_knows), "boundary {boundaries}");
 
         let node = Node::start(&world, &dir).await;
-        let thief = node.table.claim(&birth.ticket.id, claim(&birth, b"another's")).await;
+        let thief = node.table.claim(&user_data.ticket.id, claim(&user_data, b"another's")).await;
         assert_eq!(thief, Err(Error::Claim(ClaimRefused::OtherKey)), "boundary {boundaries}");
-        let granted = node.table.claim(&birth.ticket.id, claim(&birth, b"the guest's")).await.unwrap();
+        let granted =
+            node.table.claim(&user_data.ticket.id, claim(&user_data, b"the guest's")).await.unwrap();
         let known = world.state().relay["a"].guest_certificates.clone();
         assert_eq!(
             known,
             [Sha256::digest(&granted.chain[0]).to_vec()],
             "boundary {boundaries}: the relay first"
         );
-        let again = node.table.claim(&birth.ticket.id, claim(&birth, b"the guest's")).await.unwrap();
+        let again = node.table.claim(&user_data.ticket.id, claim(&user_data, b"the guest's")).await.unwrap();
         assert_eq!(again, granted, "boundary {boundaries}: the very same certificate");
         node.fx.link("a", "i-1");
         node.table.start(&id("a")).await.unwrap();

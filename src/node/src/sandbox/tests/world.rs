@@ -14,7 +14,7 @@ use std::{
 
 use async_trait::async_trait;
 use futures_util::stream::{self, BoxStream, StreamExt};
-use peerpod_link::birth::BirthData;
+use peerpod_link::user_data::UserData;
 use peerpod_proto::{
     guest::{Images, NetworkPlan, Reply, Request},
     relay::PutSandboxRequest,
@@ -36,7 +36,7 @@ use crate::{
         Certificate, CloudError, Effects, Followed, Guest, Made, NetworkError, PullSecretError, RelayError,
         Said, Trusted,
     },
-    sandbox::follow::Homes,
+    sandbox::follow::NodeEndpoints,
     spec::{PodRef, SandboxId},
     trust::Ticket,
 };
@@ -87,7 +87,7 @@ impl Dice {
 pub(super) struct Vm {
     pub key: IdempotencyKey,
     pub made: Instant,
-    pub birth: BirthData,
+    pub user_data: UserData,
     /// Address of this VM alone, if VMs have addresses of their own.
     pub address: IpAddr,
 }
@@ -175,7 +175,7 @@ pub(super) struct World {
     /// Name of the first interface that every inspection finds.
     pub network: Mutex<String>,
     /// Endpoints at which guests reach the node.
-    pub homes: watch::Sender<Homes>,
+    pub node_endpoints: watch::Sender<NodeEndpoints>,
     /// Addresses of the VMs, unless each has its own.
     pub addresses: Mutex<Vec<IpAddr>>,
     /// Obstacles to every pod's traffic.
@@ -269,7 +269,7 @@ impl World {
             cannot_record: Mutex::default(),
             noise: watch::Sender::new(0),
             network: Mutex::new("eth0".into()),
-            homes: watch::Sender::new(None),
+            node_endpoints: watch::Sender::new(None),
             addresses: Mutex::new(vec![IpAddr::V4(Ipv4Addr::new(10, 99, 0, 7))]),
             obstacles: Mutex::default(),
             faults: AtomicU64::new(0),
@@ -358,7 +358,8 @@ impl World {
     pub(super) fn double(&self, of: &str) {
         let mut state = self.state();
         let vm = &state.vms[&InstanceId::new(of).unwrap()];
-        let twin = Vm { key: vm.key.clone(), made: vm.made, birth: vm.birth.clone(), address: vm.address };
+        let twin =
+            Vm { key: vm.key.clone(), made: vm.made, user_data: vm.user_data.clone(), address: vm.address };
         state.vms.insert(InstanceId::new(format!("{of}-double")).unwrap(), twin);
     }
 
@@ -391,9 +392,9 @@ impl State {
     fn boot(&mut self, request: &CreateRequest, key: &IdempotencyKey) -> InstanceId {
         self.made += 1;
         let id = InstanceId::new(format!("i-{}", self.made)).unwrap();
-        let birth = BirthData::parse(request.user_data.as_bytes()).unwrap();
+        let user_data = UserData::parse(request.user_data.as_bytes()).unwrap();
         let address = Ipv4Addr::from_bits(Ipv4Addr::new(10, 98, 0, 0).to_bits() + self.made as u32).into();
-        self.vms.insert(id.clone(), Vm { key: key.clone(), made: Instant::now(), birth, address });
+        self.vms.insert(id.clone(), Vm { key: key.clone(), made: Instant::now(), user_data, address });
         id
     }
 }
@@ -559,7 +560,14 @@ impl Effects for Fake {
 
     fn user_data(&self, ticket: &Ticket, claims: u32) -> Result<String, String> {
         let addresses = ["10.99.0.1:15151".parse().unwrap()];
-        Ok(crate::birth::user_data(ticket, claims, &addresses, None, &[[7; 32]], Duration::from_secs(900)))
+        Ok(crate::user_data::user_data(
+            ticket,
+            claims,
+            &addresses,
+            None,
+            &[[7; 32]],
+            Duration::from_secs(900),
+        ))
     }
 
     async fn save(&self, record: &Record) -> Result<(), LedgerError> {
@@ -908,12 +916,12 @@ impl Effects for Fake {
         network(one) == network(other)
     }
 
-    fn ear(&self, _: &NetnsRef, _: &Network, _: IpAddr) -> watch::Receiver<u64> {
+    fn netns_watcher(&self, _: &NetnsRef, _: &Network, _: IpAddr) -> watch::Receiver<u64> {
         self.world.noise.subscribe()
     }
 
-    fn homes(&self) -> watch::Receiver<Homes> {
-        self.world.homes.subscribe()
+    fn node_endpoints(&self) -> watch::Receiver<NodeEndpoints> {
+        self.world.node_endpoints.subscribe()
     }
 
     async fn disconnect(

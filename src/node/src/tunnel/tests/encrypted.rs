@@ -52,8 +52,8 @@ impl Drop for Place {
 
 /// Takes the node's descriptors as the relay would; returns the state that it then reports, and the descriptors that it
 /// has.
-fn take(carrier: &Carrier, held: Option<&Value>) -> (Value, Vec<std::os::fd::OwnedFd>) {
-    let HandIn { detail, descriptors } = carrier.wanted(held).unwrap().expect("something is handed in");
+fn take(carrier: &WireguardFds, held: Option<&Value>) -> (Value, Vec<std::os::fd::OwnedFd>) {
+    let FdHandoff { detail, descriptors } = carrier.wanted(held).unwrap().expect("something is handed in");
     let mut kept = Vec::new();
     let mut port = held.and_then(|held| held["port"].as_u64());
     for (name, descriptor) in descriptors {

@@ -135,7 +135,7 @@ fn a_namespace_that_goes_in_the_middle_is_an_error_and_no_hang() {
         let began = Instant::now();
         let steps = async {
             // No handle is held across the steps: that alone would keep the namespace.
-            let seen = tunnel.look(&Netns::open(&path)?).await?;
+            let seen = tunnel.inspect(&Netns::open(&path)?).await?;
             let reserved = tunnel.reserve(&Netns::open(&path)?, "sandbox", &seen, false, None).await?;
             tunnel.connect(&Netns::open(&path)?, "sandbox", &reserved, &seen, ip(VM)).await
         };

@@ -77,7 +77,7 @@ async fn a_stop_in_the_middle_of_a_hot_plug_leaves_nothing_in_the_filter() {
         let (_, recorded, _) = whole(&tunnel, &pod, "sandbox", ip(VM)).await;
         let (_, beside, _) = whole(&tunnel, &world.pod("beside", 8), "beside", ip("10.77.0.3")).await;
         world.attach("pod", "net1", "10.55.0.2/24");
-        let seen = tunnel.look(&pod).await.unwrap();
+        let seen = tunnel.inspect(&pod).await.unwrap();
         let both = tunnel.reserve(&pod, "sandbox", &seen, false, Some(&recorded)).await.unwrap();
         tunnel.connect(&pod, "sandbox", &both, &seen, ip(VM)).await.unwrap();
         assert_eq!(world.tables("node").len(), 3);
@@ -112,7 +112,7 @@ async fn two_daemons_of_one_machine_keep_their_own() {
     assert_eq!((world.traces("a"), world.tables("node")), (traces, elements));
     assert!(!world.traces("b").contains("pp-vx0"));
     // Nor does one daemon take the namespace of the other.
-    let seen = theirs.look(&a).await.unwrap();
+    let seen = theirs.inspect(&a).await.unwrap();
     let error = theirs.reserve(&a, "same-name", &seen, false, None).await.unwrap_err();
     assert!(matches!(error, Error::Claimed { .. }), "{error}");
     theirs.undo("same-name", Some(&a), None, None).await.unwrap();
@@ -197,7 +197,7 @@ async fn nothing_is_left_after_random_crashes() {
         match recorded[at].take() {
             None => {
                 let sandbox = format!("sandbox-{round}");
-                let seen = tunnel.look(pod).await.unwrap();
+                let seen = tunnel.inspect(pod).await.unwrap();
                 let reserved = tunnel.reserve(pod, &sandbox, &seen, false, None).await.unwrap();
                 match dice.below(4) {
                     // Died before the reservation was recorded; the record has the sandbox alone, or does not exist.

@@ -49,7 +49,7 @@ async fn each_interface_has_a_tunnel_of_its_own() {
     // One interface goes and another one comes: the rest keeps the tunnels that its guest knows.
     world.ip("pod", "link del net1");
     extra(&world, "pod", "net3", 3);
-    let now = tunnel.look(&pod).await.unwrap();
+    let now = tunnel.inspect(&pod).await.unwrap();
     let later = tunnel.reserve(&pod, "sandbox", &now, false, Some(&reserved)).await.unwrap();
     assert_eq!(later.devices.len(), 3);
     assert_eq!(later.devices[0], reserved.devices[0]);
@@ -74,7 +74,7 @@ async fn all_tunnels_are_reserved_or_none() {
     let tunnel = open(&world);
     let pod = world.pod("pod", 7);
     extra(&world, "pod", "net1", 1);
-    let seen = tunnel.look(&pod).await.unwrap();
+    let seen = tunnel.inspect(&pod).await.unwrap();
     world.ip("pod", "link add pp-vx1 type vxlan id 5 dstport 99 local 127.0.0.1");
     let error = tunnel.reserve(&pod, "sandbox", &seen, false, None).await.unwrap_err();
     assert!(matches!(&error, Error::Claimed { .. }), "{error}");
@@ -228,7 +228,7 @@ async fn what_a_connection_would_wait_for_is_there_before_it_and_one_program_ser
     let mut programs = Vec::new();
     for (number, name) in [(7, "one"), (8, "two")] {
         let pod = world.pod(name, number);
-        let seen = tunnel.look(&pod).await.unwrap();
+        let seen = tunnel.inspect(&pod).await.unwrap();
         let reserved = tunnel.reserve(&pod, name, &seen, false, None).await.unwrap();
         // On a device that is up, the kernel waits for all processors before it adds a qdisc.
         let qdiscs = run(&format!("tc -n {} qdisc show dev pp-vx0", world.name(name)));
@@ -263,7 +263,7 @@ async fn a_pod_whose_traffic_somebody_else_redirects_is_refused() {
     let line = "filter add dev eth0 ingress prio 1 protocol all u32 match u32 0 0 action mirred egress redirect dev ifb7";
     run(&format!("tc -n {name} {line}"));
     let before = run(&format!("tc -n {name} filter show dev eth0 ingress"));
-    let seen = tunnel.look(&pod).await.unwrap();
+    let seen = tunnel.inspect(&pod).await.unwrap();
     let reserved = tunnel.reserve(&pod, "sandbox", &seen, false, None).await.unwrap();
     let error = tunnel.connect(&pod, "sandbox", &reserved, &seen, ip(VM)).await.unwrap_err();
     assert!(matches!(&error, Error::CannotCarry(why) if why.contains("already redirects")), "{error}");
@@ -281,7 +281,7 @@ async fn vnis_are_of_the_range_and_a_full_range_is_said_to_be_full() {
     let pods: Vec<Netns> = (1..=3).map(|n| world.pod(&format!("pod{n}"), 30 + n)).collect();
     let mut seen = Vec::new();
     for pod in &pods {
-        seen.push(tunnel.look(pod).await.unwrap());
+        seen.push(tunnel.inspect(pod).await.unwrap());
     }
     let first = tunnel.reserve(&pods[0], "one", &seen[0], false, None).await.unwrap();
     let second = tunnel.reserve(&pods[1], "two", &seen[1], false, None).await.unwrap();

@@ -42,14 +42,14 @@ impl World {
         self.beats.insert("n".into(), Beat { version: version.to_string(), lasts: LASTS });
     }
 
-    fn look(&mut self, second: u64) -> Found {
+    fn inspect(&mut self, second: u64) -> Found {
         let World { began, owned, claims, beats, nodes, seen } = self;
-        let look = Look { owned, claims, beats, nodes, at: *began + Duration::from_secs(second) };
-        seen.look(&look, &HashSet::from(["n".to_owned()]), GRACE, NODE_GRACE)
+        let inspect = Look { owned, claims, beats, nodes, at: *began + Duration::from_secs(second) };
+        seen.inspect(&inspect, &HashSet::from(["n".to_owned()]), GRACE, NODE_GRACE)
     }
 
     fn suspects(&mut self, second: u64) -> usize {
-        self.look(second).suspects.len()
+        self.inspect(second).suspects.len()
     }
 }
 
@@ -59,7 +59,7 @@ fn a_vm_of_a_lost_node_is_suspect_after_the_grace_and_not_before() {
     world.beat(1);
     assert_eq!(world.suspects(0), 0);
     assert_eq!(world.suspects(899), 0);
-    let found = world.look(900);
+    let found = world.inspect(900);
     assert_eq!(found.suspects.len(), 1);
     assert!(!found.suspects[0].node_exists);
     assert_eq!((found.unclaimed, found.unattributed.len()), (1, 0));
@@ -90,7 +90,7 @@ fn the_grace_begins_anew_when_somebody_claimed_the_vm_meanwhile() {
         world.beat(1);
         assert_eq!(world.suspects(0), 0);
         world.claims.add("c", &spec);
-        assert_eq!(world.look(2000), Found { gone: HashSet::new(), ..Found::default() }, "{spec:?}");
+        assert_eq!(world.inspect(2000), Found { gone: HashSet::new(), ..Found::default() }, "{spec:?}");
         world.claims = Claims::default();
         assert_eq!(world.suspects(2001), 0);
         assert_eq!(world.suspects(2900), 0);
@@ -114,7 +114,7 @@ fn another_clusters_vm_and_one_of_nobody_are_left_alone_for_ever() {
     world.owned = vec![vm("a", Some("elsewhere")), vm("b", None)];
     world.beat(1);
     assert_eq!(world.suspects(0), 0);
-    let found = world.look(1_000_000);
+    let found = world.inspect(1_000_000);
     assert_eq!((found.suspects.len(), found.unattributed.len()), (0, 2));
 }
 
@@ -136,7 +136,7 @@ fn a_heartbeat_is_never_called_silent_within_its_own_time() {
 
 #[test]
 fn a_node_is_gone_when_object_and_heartbeat_are_for_the_grace() {
-    let gone = |world: &mut World, second| world.look(second).gone.len();
+    let gone = |world: &mut World, second| world.inspect(second).gone.len();
     let mut world = World::new();
     world.beat(1);
     world.nodes.insert("n".into());

@@ -1,0 +1,325 @@
+//! Makes the veth pair between the pod's namespace and the VM's own, with the egress firewall at the VM's end, and sets
+//! the forwarding sysctls.
+
+use std::fs;
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::os::fd::{AsFd, AsRawFd};
+use std::path::Path;
+
+use netlink_packet_core::{NLM_F_CREATE, NLM_F_EXCL, NLM_F_REPLACE};
+use netlink_packet_route::RouteNetlinkMessage;
+use netlink_packet_route::link::{
+    InfoData, InfoKind, InfoVeth, LinkAttribute, LinkFlags, LinkInfo, LinkMessage,
+};
+use netlink_packet_route::neighbour::{
+    NeighbourAddress, NeighbourAttribute, NeighbourMessage, NeighbourState,
+};
+use netlink_packet_route::route::{
+    RouteAttribute, RouteFlags, RouteHeader, RouteMessage, RouteProtocol, RouteScope, RouteType,
+};
+use nix::errno::Errno;
+
+use super::{External, nic, policy_route};
+use crate::link::{self, bits, family};
+use crate::netlink::{self, Client};
+use crate::netns::Netns;
+use crate::nft::egress_firewall::{self, EgressFirewall};
+use crate::underlay::{self, UnderlayDevice};
+use crate::vxlan::no_v6_address;
+use crate::{Error, vxlan};
+
+/// Name of the VM's end.
+const DOOR: &str = "pp-ext";
+/// Name of the pod's end.
+const INSIDE: &str = "pp-ext0";
+const DOOR_MAC: [u8; 6] = [0x02, b'p', b'p', b'e', b'x', 0];
+const INSIDE_MAC: [u8; 6] = [0x02, b'p', b'p', b'e', b'x', 1];
+/// Gateways that exist only in the pair's own neighbour entries; no program ever resolves them.
+const GATEWAY: IpAddr = IpAddr::V4(Ipv4Addr::new(169, 254, 1, 1));
+const GATEWAY_V6: IpAddr = IpAddr::V6(Ipv6Addr::new(0xfe80, 0, 0, 0, 0, 0, 0, 1));
+/// Prefix of the alias. The rest records the families with forwarding off before: "4", "6", "46".
+const ALIAS: &str = "peerpod:external:";
+
+/// Result of [`apply`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Applied {
+    /// Whether IPv4 leaves by the VM.
+    pub v4: bool,
+    /// Whether IPv6 leaves by the VM.
+    pub v6: bool,
+    /// Names of the VM's devices by which the pod leaves.
+    pub uplinks: Vec<String>,
+}
+
+/// Returns the families (IPv4, IPv6) that can leave by the VM with its present network.
+///
+/// # Errors
+/// [`Error::Kernel`].
+pub fn leaves(external: &External) -> Result<(bool, bool), Error> {
+    let (_, out) = nic::inspect(&mut Client::route().map_err(socket)?, external)?;
+    Ok((leaves_by(external, &out, false), leaves_by(external, &out, true)))
+}
+
+fn leaves_by(external: &External, out: &[UnderlayDevice], v6: bool) -> bool {
+    let pod = external.pod.iter().any(|address| address.is_ipv6() == v6);
+    pod && out.iter().any(|uplink| nic::goes_out(uplink, v6))
+}
+
+/// Makes the egress path as the VM's present network requires, the egress firewall first. Correct parts stay unchanged.
+/// It serves the families with a default route and an address at the VM; the caller passes them to [`super::split`].
+///
+/// # Errors
+/// [`Error::Kernel`], also where the VM's kernel has no nftables or NAT; [`Error::Path`] where the VM has no way out.
+/// Parts that were made stay; [`undo`] removes them.
+pub fn apply(external: &External, podns: &Path) -> Result<Applied, Error> {
+    let host = &mut Client::route().map_err(socket)?;
+    let (uplinks, out) = nic::inspect(host, external)?;
+    let (v4, v6) = (leaves_by(external, &out, false), leaves_by(external, &out, true));
+    if !v4 && !v6 {
+        let peer = external.pod.first().copied().unwrap_or(GATEWAY);
+        return Err(Error::Path { peer, why: external.lacks().to_owned() });
+    }
+    let names: Vec<String> = out.iter().map(|uplink| uplink.name.clone()).collect();
+    let pod: Vec<IpAddr> =
+        external.pod.iter().copied().filter(|address| if address.is_ipv6() { v6 } else { v4 }).collect();
+
+    let there = link::by_name(host, DOOR).map_err(Error::kernel(format!("look for {DOOR}")))?;
+    let ours = match there.as_ref().and_then(|link| link.alias.as_deref()?.strip_prefix(ALIAS)) {
+        Some(switched) => (switched.contains('4'), switched.contains('6')),
+        // Only this module uses that name. A half-made pair from before a crash has no alias, and no sysctl was changed
+        // for it.
+        None => (!is_on("ipv4/ip_forward"), !is_on("ipv6/conf/all/forwarding")),
+    };
+    // The VM's own networks, and destinations that it reaches without a router though its address names no network (a
+    // /32).
+    let own = uplinks.iter().flat_map(|uplink| uplink.addresses.iter().chain(&uplink.near));
+    let wall = EgressFirewall {
+        door: DOOR.to_owned(),
+        pod: pod.clone(),
+        uplinks: names.clone(),
+        allow: external.allow.clone(),
+        deny: external.denied(own.map(|(address, prefix)| underlay::network(*address, *prefix))),
+        alone: ours,
+    };
+    wall.raise(&mut Client::netfilter().map_err(socket)?)?;
+
+    let netns = Netns::open(podns)?;
+    let inside = &mut netns.netlink()?;
+    let mtu = out.iter().map(|uplink| uplink.mtu).min().unwrap_or(1500);
+    if there.is_none_or(|link| link.alias.is_none()) || !is_there(inside)? {
+        make(host, inside, &netns, ours)?;
+    }
+    furnish(host, inside, &pod, mtu)?;
+    match out.first().filter(|_| external.second) {
+        Some(nic) => policy_route::make(host, DOOR, nic)?,
+        None => policy_route::remove(host, DOOR)?,
+    }
+    forward(v4, v6, &names, &uplinks)?;
+    Ok(Applied { v4, v6, uplinks: names })
+}
+
+/// Removes the egress path: the policy route, the veth pair (its routes go with it), the forwarding sysctls, then the
+/// egress firewall. A missing part is no error.
+///
+/// # Errors
+/// The first failure. The remaining steps are still tried, unless the VM's devices cannot be read.
+pub fn undo() -> Result<(), Error> {
+    let host = &mut Client::route().map_err(socket)?;
+    let Some(door) = link::by_name(host, DOOR).map_err(Error::kernel(format!("look for {DOOR}")))? else {
+        return raze(); // a crash may leave the firewall without the pair
+    };
+    let detour = policy_route::remove(host, DOOR);
+    let switched = door.alias.as_deref().and_then(|alias| alias.strip_prefix(ALIAS)).unwrap_or_default();
+    let removed = vxlan::remove(host, door.index);
+    let mut off = Ok(());
+    if switched.contains('4') {
+        for uplink in underlay::inspect(host)? {
+            off = off.and(switch(&format!("ipv4/conf/{}/forwarding", uplink.name), "0"));
+        }
+    }
+    if switched.contains('6') {
+        off = off.and(switch("ipv6/conf/all/forwarding", "0"));
+    }
+    detour.and(removed).and(off).and(raze())
+}
+
+fn raze() -> Result<(), Error> {
+    match Client::netfilter() {
+        Ok(mut client) => egress_firewall::raze(&mut client),
+        Err(_) => Ok(()), // no netfilter, no table
+    }
+}
+
+fn socket(source: io::Error) -> Error {
+    Error::kernel("open a netlink socket")(netlink::Error::Socket(source))
+}
+
+fn is_there(inside: &mut Client) -> Result<bool, Error> {
+    let link = link::by_name(inside, INSIDE).map_err(Error::kernel(format!("look for {INSIDE}")))?;
+    Ok(link.is_some_and(|link| link.mac == Some(INSIDE_MAC)))
+}
+
+/// Makes both ends, down and without an automatic IPv6 address. The alias comes last: it marks the pair as complete.
+fn make(host: &mut Client, inside: &mut Client, netns: &Netns, ours: (bool, bool)) -> Result<(), Error> {
+    let attempt = || Error::kernel(format!("make the pair {DOOR} and {INSIDE} of the external network"));
+    for client in [&mut *host, &mut *inside] {
+        for name in [DOOR, INSIDE] {
+            if let Some(half) = link::by_name(client, name).map_err(attempt())? {
+                vxlan::remove(client, half.index)?;
+            }
+        }
+    }
+    let mut peer = LinkMessage::default();
+    peer.attributes = vec![
+        LinkAttribute::IfName(INSIDE.to_owned()),
+        LinkAttribute::Address(INSIDE_MAC.to_vec()),
+        LinkAttribute::NetNsFd(netns.as_fd().as_raw_fd()),
+    ];
+    let mut message = LinkMessage::default();
+    message.attributes = vec![
+        LinkAttribute::IfName(DOOR.to_owned()),
+        LinkAttribute::Address(DOOR_MAC.to_vec()),
+        LinkAttribute::LinkInfo(vec![
+            LinkInfo::Kind(InfoKind::Veth),
+            LinkInfo::Data(InfoData::Veth(InfoVeth::Peer(peer))),
+        ]),
+    ];
+    host.tell(NLM_F_CREATE | NLM_F_EXCL, RouteNetlinkMessage::NewLink(message)).map_err(attempt())?;
+    let (door, own) = (index(host, DOOR)?, index(inside, INSIDE)?);
+    for (client, index) in [(&mut *host, door), (&mut *inside, own)] {
+        // A kernel without IPv6 has nothing to switch off.
+        drop(client.tell(0, RouteNetlinkMessage::SetLink(no_v6_address(index))));
+    }
+    let mut alias = ALIAS.to_owned();
+    alias.extend([(ours.0, '4'), (ours.1, '6')].iter().filter(|(on, _)| *on).map(|(_, mark)| mark));
+    let mut message = LinkMessage::default();
+    message.header.index = door;
+    message.attributes = vec![LinkAttribute::IfAlias(alias)];
+    host.tell(0, RouteNetlinkMessage::SetLink(message)).map_err(attempt())
+}
+
+fn index(client: &mut Client, name: &str) -> Result<u32, Error> {
+    let link = link::by_name(client, name).map_err(Error::kernel(format!("look for {name}")))?;
+    let gone = || netlink::Error::Garbled("it is not there".to_owned());
+    link.map(|link| link.index).ok_or_else(|| Error::kernel(format!("look for {name}"))(gone()))
+}
+
+/// Sets both ends up, with their neighbours and routes.
+fn furnish(host: &mut Client, inside: &mut Client, pod: &[IpAddr], mtu: u32) -> Result<(), Error> {
+    let (door, own) = (index(host, DOOR)?, index(inside, INSIDE)?);
+    let mut out = vec![(0, up(door, mtu))];
+    for address in pod {
+        out.push((NLM_F_CREATE | NLM_F_REPLACE, neighbour(door, *address, INSIDE_MAC)));
+        out.push((NLM_F_CREATE | NLM_F_REPLACE, route_to_pod(door, *address)));
+    }
+    let mut back = vec![(0, up(own, mtu))];
+    for (gateway, v6) in [(GATEWAY, false), (GATEWAY_V6, true)] {
+        // The pod's first address of the family is its source address.
+        let Some(source) = pod.iter().find(|address| address.is_ipv6() == v6) else { continue };
+        back.push((NLM_F_CREATE | NLM_F_REPLACE, neighbour(own, gateway, DOOR_MAC)));
+        // Replaces the tunnel's default route, which a running pod may already have.
+        back.push((NLM_F_CREATE | NLM_F_REPLACE, default_route(own, gateway, *source)));
+    }
+    for (client, messages, what) in [(host, out, DOOR), (inside, back, INSIDE)] {
+        let answers = client.batch(&messages).map_err(Error::kernel(format!("set {what} up")))?;
+        for (step, answer) in answers.into_iter().enumerate() {
+            match answer {
+                Err(no) if no.errno != Errno::EEXIST => {
+                    return Err(Error::kernel(format!("set {what} up, step {step}"))(no.into()));
+                }
+                _ => {}
+            }
+        }
+    }
+    Ok(())
+}
+
+fn up(index: u32, mtu: u32) -> RouteNetlinkMessage {
+    let mut message = LinkMessage::default();
+    message.header.index = index;
+    message.header.flags = LinkFlags::Up;
+    message.header.change_mask = LinkFlags::Up;
+    message.attributes.push(LinkAttribute::Mtu(mtu));
+    RouteNetlinkMessage::SetLink(message)
+}
+
+fn neighbour(index: u32, address: IpAddr, mac: [u8; 6]) -> RouteNetlinkMessage {
+    let mut message = NeighbourMessage::default();
+    message.header.family = family(address);
+    message.header.ifindex = index;
+    message.header.state = NeighbourState::Permanent;
+    message.attributes = vec![
+        NeighbourAttribute::Destination(match address {
+            IpAddr::V4(a) => NeighbourAddress::Inet(a),
+            IpAddr::V6(a) => NeighbourAddress::Inet6(a),
+        }),
+        NeighbourAttribute::LinkLayerAddress(mac.to_vec()),
+    ];
+    RouteNetlinkMessage::NewNeighbour(message)
+}
+
+fn route(index: u32, of: IpAddr) -> RouteMessage {
+    let mut message = RouteMessage::default();
+    message.header.address_family = family(of);
+    message.header.table = RouteHeader::RT_TABLE_MAIN;
+    message.header.protocol = RouteProtocol::Static;
+    message.header.kind = RouteType::Unicast;
+    message.attributes.push(RouteAttribute::Oif(index));
+    message
+}
+
+fn route_to_pod(index: u32, address: IpAddr) -> RouteNetlinkMessage {
+    let mut message = route(index, address);
+    message.header.destination_prefix_length = bits(address);
+    message.header.scope = if address.is_ipv4() { RouteScope::Link } else { RouteScope::Universe };
+    message.attributes.push(RouteAttribute::Destination(address.into()));
+    RouteNetlinkMessage::NewRoute(message)
+}
+
+fn default_route(index: u32, gateway: IpAddr, source: IpAddr) -> RouteNetlinkMessage {
+    let mut message = route(index, gateway);
+    if gateway.is_ipv4() {
+        message.header.flags = RouteFlags::Onlink;
+    }
+    message.attributes.push(RouteAttribute::Gateway(gateway.into()));
+    message.attributes.push(RouteAttribute::PrefSource(source.into()));
+    RouteNetlinkMessage::NewRoute(message)
+}
+
+/// Enables forwarding: for IPv4 on the pair and on the devices `out` alone, for IPv6 on all devices (it has no other
+/// switch; the egress firewall drops packets that are not the pod's). A forwarding host ignores router advertisements
+/// unless `accept_ra` is 2, which is set per device.
+fn forward(v4: bool, v6: bool, out: &[String], uplinks: &[UnderlayDevice]) -> Result<(), Error> {
+    if v4 {
+        for name in out.iter().map(String::as_str).chain([DOOR]) {
+            switch(&format!("ipv4/conf/{name}/forwarding"), "1")?;
+        }
+    }
+    if v6 {
+        for UnderlayDevice { name, .. } in uplinks {
+            let accepts = format!("ipv6/conf/{name}/accept_ra");
+            if fs::read_to_string(sysctl(&accepts)).is_ok_and(|value| value.trim() == "1") {
+                switch(&accepts, "2")?;
+            }
+        }
+        switch("ipv6/conf/all/forwarding", "1")?;
+    }
+    Ok(())
+}
+
+fn sysctl(path: &str) -> String {
+    format!("/proc/sys/net/{path}")
+}
+
+fn is_on(path: &str) -> bool {
+    fs::read_to_string(sysctl(path)).is_ok_and(|value| value.trim() == "1")
+}
+
+fn switch(path: &str, value: &str) -> Result<(), Error> {
+    let path = sysctl(path);
+    if fs::read_to_string(&path).is_ok_and(|now| now.trim() == value) {
+        return Ok(());
+    }
+    fs::write(&path, value).map_err(|e| Error::kernel(format!("write {value} to {path}"))(e.into()))
+}

@@ -1,0 +1,321 @@
+//! Converts the kernel's messages to plain data, without the objects that the kernel makes in every namespace.
+
+use std::net::{IpAddr, Ipv4Addr};
+
+use netlink_packet_core::{DefaultNla, Nla};
+use netlink_packet_route::AddressFamily;
+use netlink_packet_route::address::{AddressAttribute, AddressFlags, AddressMessage};
+use netlink_packet_route::neighbour::{
+    NeighbourAddress, NeighbourAttribute, NeighbourFlags, NeighbourMessage, NeighbourState,
+};
+use netlink_packet_route::route::{
+    RouteAddress, RouteAttribute, RouteFlags, RouteMessage, RouteMetric, RouteNextHop, RouteNextHopFlags,
+    RouteType, RouteVia,
+};
+use netlink_packet_route::rule::{RuleAttribute, RuleFlags, RuleMessage};
+
+use super::Found;
+use crate::inspect::seen::{Address, Hop, Neighbour, Prefix, Route, Rule, TABLE_LOCAL, UNICAST};
+use crate::link::{self, mac_text, unspecified};
+
+/// Lifetime without an end.
+const FOR_EVER: u32 = u32::MAX;
+/// Ticks of the kernel's clock in a second, as programs see it.
+const TICKS: u32 = 100;
+const RTPROT_KERNEL: u8 = 2;
+/// Network that is local in every namespace.
+const LOCALHOST: (IpAddr, u8) = (IpAddr::V4(Ipv4Addr::new(127, 0, 0, 0)), 8);
+/// Address flags that are carried: IFA_F_HOMEADDRESS, IFA_F_MCAUTOJOIN. The others report the kernel's own state.
+const ADDRESS_FLAGS: u32 = 0x10 | 0x400;
+
+pub(super) fn read_address(message: &AddressMessage, device: &str) -> Option<Result<Address, String>> {
+    let mut flags = AddressFlags::from_bits_retain(u32::from(message.header.flags.bits()));
+    let (mut address, mut local, mut label) = (None, None, None);
+    let (mut valid, mut preferred) = (FOR_EVER, FOR_EVER);
+    let mut seen = Address::new(IpAddr::from([0; 4]), message.header.prefix_len, message.header.scope.into());
+    for attribute in &message.attributes {
+        match attribute {
+            AddressAttribute::Address(a) => address = Some(*a),
+            AddressAttribute::Local(a) => local = Some(*a),
+            AddressAttribute::Flags(all) => flags = *all,
+            AddressAttribute::Label(text) => label = Some(text.as_str()).filter(|text| *text != device),
+            AddressAttribute::Broadcast(a) => seen.broadcast = Some(*a),
+            AddressAttribute::Protocol(who) => seen.protocol = (*who).into(),
+            AddressAttribute::CacheInfo(times) => {
+                (valid, preferred) = (times.ifa_valid, times.ifa_preferred);
+            }
+            _ => {}
+        }
+    }
+    // On a point-to-point device ADDRESS is the peer's address; LOCAL, if present, is always the own address.
+    seen.address = local.or(address)?;
+    seen.peer = address.filter(|peer| *peer != seen.address);
+    seen.label = label.map(str::to_owned);
+    seen.valid = Some(valid).filter(|left| *left != FOR_EVER);
+    seen.preferred = Some(preferred).filter(|left| *left != FOR_EVER);
+    seen.flags = flags.bits() & ADDRESS_FLAGS;
+    // A temporary privacy address made by the kernel (bit 0 in IPv6).
+    if seen.address.is_ipv6() && flags.contains(AddressFlags::Secondary) {
+        return None;
+    }
+    if flags.contains(AddressFlags::Dadfailed) {
+        return Some(Err(format!("address {} of {device}: somebody else has it", seen.address)));
+    }
+    Some(Ok(seen))
+}
+
+/// Why a route cannot be described in full.
+pub(super) enum Strange {
+    /// One detail cannot be described; the text names it.
+    Detail(Box<Found>, String),
+    /// The route cannot be described; the text names the cause.
+    Whole(String),
+}
+
+/// Returns a route, or `None` for one that the kernel makes by itself everywhere.
+pub(super) fn read_route(message: &RouteMessage) -> Option<Result<Found, Strange>> {
+    let header = &message.header;
+    let nowhere = unspecified(header.address_family == AddressFamily::Inet6);
+    let mut route = Route {
+        protocol: header.protocol.into(),
+        scope: header.scope.into(),
+        onlink: header.flags.contains(RouteFlags::Onlink),
+        table: u32::from(header.table),
+        kind: header.kind.into(),
+        tos: header.tos,
+        ..Route::new(nowhere, header.destination_prefix_length)
+    };
+    let (mut device, mut hops, mut whole, mut detail) = (None, Vec::new(), None, None);
+    for attribute in &message.attributes {
+        match attribute {
+            RouteAttribute::Destination(a) => route.destination = ip(a)?,
+            RouteAttribute::Gateway(_) | RouteAttribute::Via(_) => route.gateway = gateway(attribute),
+            RouteAttribute::PrefSource(a) => route.source = ip(a),
+            RouteAttribute::Priority(metric) => route.metric = *metric,
+            RouteAttribute::Oif(index) => device = Some(*index),
+            RouteAttribute::Table(number) => route.table = *number,
+            RouteAttribute::MultiPath(all) => {
+                hops = all.iter().map(|hop| read_hop(hop, &mut whole)).collect()
+            }
+            RouteAttribute::Encap(_) | RouteAttribute::EncapType(_) => whole = Some("encapsulates"),
+            RouteAttribute::Source(_) => whole = Some("is for some sources only"),
+            RouteAttribute::Realm(_) => detail = Some("its realm"),
+            RouteAttribute::Preference(preference) => route.preference = (*preference).into(),
+            RouteAttribute::CacheInfo(times) => route.expires = expiry(times.expires),
+            RouteAttribute::Metrics(all) => {
+                for metric in all {
+                    match metric {
+                        RouteMetric::Mtu(mtu) => route.mtu = *mtu,
+                        RouteMetric::Advmss(bytes) => route.advmss = *bytes,
+                        RouteMetric::CcAlgo(_) => detail = Some("its congestion control"),
+                        other => route.metrics.extend(number(other)),
+                    }
+                }
+            }
+            _ => {}
+        }
+    }
+    // For an IPv4 address of lo the kernel makes the whole prefix local. Its other local routes are for single
+    // addresses.
+    let of_prefix = header.kind == RouteType::Local
+        && route.prefix < link::bits(route.destination)
+        && (route.destination, route.prefix) != LOCALHOST;
+    let kernels_own = route.table == TABLE_LOCAL && route.protocol <= RTPROT_KERNEL && !of_prefix
+        || header.flags.contains(RouteFlags::Cloned)
+        // Old kernels have this route in every namespace, in no table.
+        || route.table == 0
+        || matches!(header.kind, RouteType::Broadcast | RouteType::Anycast | RouteType::Multicast);
+    if kernels_own {
+        return None;
+    }
+    let name = || format!("the route to {}/{} (table {})", route.destination, route.prefix, route.table);
+    match header.kind {
+        RouteType::Unicast | RouteType::Local => {}
+        RouteType::BlackHole | RouteType::Unreachable | RouteType::Prohibit | RouteType::Throw => {
+            // IPv6 reports `lo` here, which has no meaning.
+            (device, route.gateway) = (None, None);
+        }
+        _ => whole = Some("is of an unknown type"),
+    }
+    if route.kind == UNICAST && device.is_none() && hops.is_empty() {
+        whole = Some("has no interface");
+    }
+    if let Some(why) = whole {
+        return Some(Err(Strange::Whole(format!("{} {why}, which cannot be carried into the VM", name()))));
+    }
+    let note = detail.map(|what| format!("{what} of {}", name()));
+    let (hops, described) = hops.into_iter().unzip();
+    route.hops = described;
+    let found = Found { device: device.filter(|_| route.hops.is_empty()), hops, route };
+    Some(match note {
+        Some(note) => Err(Strange::Detail(Box::new(found), note)),
+        None => Ok(found),
+    })
+}
+
+fn read_hop(from: &RouteNextHop, whole: &mut Option<&'static str>) -> (u32, Hop) {
+    let mut hop = Hop {
+        gateway: None,
+        interface: String::new(),
+        weight: u16::from(from.hops) + 1,
+        onlink: from.flags.contains(RouteNextHopFlags::Onlink),
+    };
+    for attribute in &from.attributes {
+        match attribute {
+            RouteAttribute::Gateway(_) | RouteAttribute::Via(_) => hop.gateway = gateway(attribute),
+            RouteAttribute::Encap(_) | RouteAttribute::EncapType(_) => *whole = Some("encapsulates"),
+            _ => {}
+        }
+    }
+    (from.interface_index, hop)
+}
+
+fn gateway(attribute: &RouteAttribute) -> Option<IpAddr> {
+    match attribute {
+        RouteAttribute::Gateway(a) => ip(a),
+        RouteAttribute::Via(RouteVia::Inet(a)) => Some((*a).into()),
+        RouteAttribute::Via(RouteVia::Inet6(a)) => Some((*a).into()),
+        _ => None,
+    }
+}
+
+fn ip(address: &RouteAddress) -> Option<IpAddr> {
+    match address {
+        RouteAddress::Inet(a) => Some((*a).into()),
+        RouteAddress::Inet6(a) => Some((*a).into()),
+        _ => None,
+    }
+}
+
+/// Converts ticks (a signed number; 0 = never) to seconds, at least one.
+fn expiry(ticks: u32) -> Option<u32> {
+    match ticks {
+        0 => None,
+        ticks if ticks > i32::MAX as u32 => Some(1),
+        ticks => Some((ticks / TICKS).max(1)),
+    }
+}
+
+/// Returns the RTAX_* number and the value of a numeric metric.
+fn number(metric: &RouteMetric) -> Option<(u16, u32)> {
+    Some(match metric {
+        RouteMetric::Lock(v) => (1, *v),
+        RouteMetric::Window(v) => (3, *v),
+        RouteMetric::Rtt(v) => (4, *v),
+        RouteMetric::RttVar(v) => (5, *v),
+        RouteMetric::SsThresh(v) => (6, *v),
+        RouteMetric::Cwnd(v) => (7, *v),
+        RouteMetric::Reordering(v) => (9, *v),
+        RouteMetric::Hoplimit(v) => (10, *v),
+        RouteMetric::InitCwnd(v) => (11, *v),
+        RouteMetric::Features(v) => (12, *v),
+        RouteMetric::RtoMin(v) => (13, *v),
+        RouteMetric::InitRwnd(v) => (14, *v),
+        RouteMetric::QuickAck(v) => (15, *v),
+        RouteMetric::FastopenNoCookie(v) => (17, *v),
+        _ => return None,
+    })
+}
+
+pub(super) fn read_rule(message: &RuleMessage) -> Option<Result<Rule, String>> {
+    let header = &message.header;
+    let v6 = header.family == AddressFamily::Inet6;
+    let mut rule = Rule {
+        v6,
+        tos: header.tos,
+        table: u32::from(header.table),
+        action: header.action.into(),
+        invert: header.flags.contains(RuleFlags::Invert),
+        ..Rule::default()
+    };
+    let side = |address: &IpAddr, length| Some(Prefix { address: *address, length });
+    let mut strange = None;
+    for attribute in &message.attributes {
+        match attribute {
+            RuleAttribute::Source(a) => rule.from = side(a, header.src_len),
+            RuleAttribute::Destination(a) => rule.to = side(a, header.dst_len),
+            RuleAttribute::Iifname(name) => rule.iif.clone_from(name),
+            RuleAttribute::Oifname(name) => rule.oif.clone_from(name),
+            RuleAttribute::Priority(priority) => rule.priority = *priority,
+            RuleAttribute::FwMark(mark) => rule.fwmark = *mark,
+            RuleAttribute::FwMask(mask) => rule.fwmask = *mask,
+            RuleAttribute::Table(table) => rule.table = *table,
+            RuleAttribute::Goto(priority) => rule.goto = *priority,
+            RuleAttribute::Protocol(who) => rule.protocol = u8::from(*who),
+            RuleAttribute::SuppressPrefixLen(u32::MAX) | RuleAttribute::SuppressIfGroup(u32::MAX) => {}
+            RuleAttribute::SuppressPrefixLen(length) => rule.suppress_prefix_length = Some(*length),
+            RuleAttribute::SuppressIfGroup(group) => rule.suppress_group = Some(*group),
+            RuleAttribute::UidRange(range) => rule.uids = Some((range.start, range.end)),
+            RuleAttribute::IpProtocol(protocol) => rule.ip_protocol = u8::from(*protocol),
+            RuleAttribute::SourcePortRange(range) => rule.source_ports = Some((range.start, range.end)),
+            RuleAttribute::DestinationPortRange(range) => {
+                rule.destination_ports = Some((range.start, range.end))
+            }
+            RuleAttribute::L3MDev(false) => {}
+            RuleAttribute::L3MDev(true) => strange = Some("about a VRF"),
+            RuleAttribute::TunId(0) => {}
+            RuleAttribute::TunId(_) => strange = Some("about a tunnel's id"),
+            RuleAttribute::Realm(_) => strange = Some("about a realm"),
+            // FRA_SPORT_MASK and FRA_DPORT_MASK of newer kernels, with all bits of a port significant.
+            RuleAttribute::Other(other) if is_whole_port(other) => {}
+            _ => strange = Some("of an unknown kind"),
+        }
+    }
+    if is_kernels(&rule) {
+        return None;
+    }
+    let family = if v6 { "IPv6" } else { "IPv4" };
+    Some(match strange {
+        Some(why) => Err(format!("the {family} policy rule of priority {}, which is {why}", rule.priority)),
+        None => Ok(rule),
+    })
+}
+
+fn is_whole_port(mask: &DefaultNla) -> bool {
+    let mut value = [0; 2];
+    matches!(mask.kind(), 28 | 29) && mask.value_len() == value.len() && {
+        mask.emit_value(&mut value);
+        value == [0xff; 2]
+    }
+}
+
+/// Returns whether it is one of the three rules of every namespace.
+fn is_kernels(rule: &Rule) -> bool {
+    let bare = |priority, table| Rule {
+        v6: rule.v6,
+        priority,
+        table,
+        action: 1,
+        protocol: rule.protocol,
+        ..Rule::default()
+    };
+    [(0, 255), (32_766, 254), (32_767, 253)]
+        .into_iter()
+        .any(|(priority, table)| *rule == bare(priority, table))
+}
+
+pub(super) fn read_neighbour(message: &NeighbourMessage) -> Option<(u32, Neighbour)> {
+    let header = &message.header;
+    let (mut address, mut mac, mut protocol) = (None, None, 0);
+    for attribute in &message.attributes {
+        match attribute {
+            NeighbourAttribute::Destination(NeighbourAddress::Inet(a)) => address = Some(IpAddr::V4(*a)),
+            NeighbourAttribute::Destination(NeighbourAddress::Inet6(a)) => address = Some(IpAddr::V6(*a)),
+            NeighbourAttribute::LinkLayerAddress(bytes) => mac = <[u8; 6]>::try_from(bytes.as_slice()).ok(),
+            NeighbourAttribute::Protocol(who) => protocol = (*who).into(),
+            _ => {}
+        }
+    }
+    let proxy = header.flags.contains(NeighbourFlags::Proxy);
+    // "noarp" entries made by the kernel itself are for multicast and broadcast addresses.
+    let no_arp = header.state == NeighbourState::Noarp && header.kind == RouteType::Unicast;
+    if !proxy && !no_arp && header.state != NeighbourState::Permanent {
+        return None;
+    }
+    let mac = if proxy { String::new() } else { mac_text(mac?) };
+    let flags = (header.flags & (NeighbourFlags::Router | NeighbourFlags::ExtLearned)).bits();
+    Some((
+        header.ifindex,
+        Neighbour { address: address?, mac, no_arp: no_arp && !proxy, proxy, flags, protocol },
+    ))
+}

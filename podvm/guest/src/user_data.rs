@@ -1,0 +1,122 @@
+//! Finds user-data.
+//!
+//! User-data may appear after the start of this program (a seed disk that is mounted late, a file that is still being
+//! filled). The guest searches until the lease ends, and logs a fault once, not at every attempt.
+//!
+//! The file stays in place: it is read-only in most clouds, and the ticket in it is worthless after its first use. The
+//! ticket stays valid for the same key, so a guest that lost its certificate can claim it again.
+
+use std::{path::PathBuf, time::Duration};
+
+use peerpod_link::user_data::{MAX_LEN, UserData, UserDataError};
+
+use crate::{files, sources::Source};
+
+const POLL: Duration = Duration::from_millis(50);
+
+/// Pause after an attempt at a cloud's places: a service without user-data is not asked twenty times a second.
+const AGAIN: Duration = Duration::from_millis(250);
+
+/// Waits until one of the files, or a place of the detected cloud, holds usable user-data. Returns only on success: the
+/// caller's lease ends the wait otherwise.
+pub(crate) async fn wait(files: &[PathBuf], sources: &[Source]) -> UserData {
+    let mut said = String::new();
+    loop {
+        let mut why = match inspect(files) {
+            Ok(data) => return data,
+            Err(why) => why,
+        };
+        let mut pause = POLL;
+        for source in sources.iter().filter(|source| source.is_here()) {
+            for place in source.places() {
+                let found = place.read().await.and_then(|found| match found {
+                    None => Err("not there".to_owned()),
+                    Some(content) => UserData::parse(&content).map_err(|error| error.to_string()),
+                });
+                match found {
+                    Ok(data) => {
+                        tracing::info!(cloud = source.name, %place, "found user-data");
+                        return data;
+                    }
+                    Err(reason) => why += &format!("; {} {place}: {reason}", source.name),
+                }
+                pause = AGAIN;
+            }
+        }
+        if why != said {
+            tracing::info!(reason = %why, "waiting for user-data");
+            said = why;
+        }
+        tokio::time::sleep(pause).await;
+    }
+}
+
+/// Reads all files once. The error names the reasons, without any of the content.
+fn inspect(files: &[PathBuf]) -> Result<UserData, String> {
+    let mut reasons = Vec::new();
+    for path in files {
+        // One byte over the limit is read, which distinguishes an oversize file from a missing one.
+        match files::read(path, MAX_LEN as u64) {
+            Ok(None) => reasons.push(format!("{} is not there", path.display())),
+            Err(error) => reasons.push(format!("{}: {error}", path.display())),
+            Ok(Some(content)) => match UserData::parse(&content) {
+                Ok(data) => return Ok(data),
+                Err(UserDataError::Empty) => reasons.push(format!("{} is empty", path.display())),
+                Err(error) => reasons.push(format!("{}: {error}", path.display())),
+            },
+        }
+    }
+    Err(reasons.join("; "))
+}
+
+#[cfg(test)]
+mod tests {
+    use peerpod_link::user_data::{TicketSecret, UserDataNode, UserDataTicket, VERSION};
+
+    use super::*;
+    use crate::files::testing::TempDir;
+
+    fn sample() -> UserData {
+        UserData {
+            version: VERSION,
+            ticket: UserDataTicket { id: "a".repeat(32), secret: TicketSecret::new([1; 32]), claims: 1 },
+            node: UserDataNode {
+                addresses: vec!["127.0.0.1:1".parse().unwrap()],
+                ca_sha256: vec![[2; 32]],
+                listen: None,
+            },
+            lease_seconds: 60,
+        }
+    }
+
+    #[tokio::test]
+    async fn user_data_that_appears_late_and_in_pieces_is_found() {
+        let dir = TempDir::new();
+        let places = vec![dir.path().join("none"), dir.path().join("user-data")];
+        let json = sample().to_json();
+        let waiting = tokio::spawn({
+            let places = places.clone();
+            async move { wait(&places, &[]).await }
+        });
+        for part in ["", " ", &json[..40], &json] {
+            assert!(!waiting.is_finished());
+            std::fs::write(&places[1], part).unwrap();
+            tokio::time::sleep(POLL * 2).await;
+        }
+        let found = tokio::time::timeout(Duration::from_secs(5), waiting).await.unwrap().unwrap();
+        assert_eq!(found, sample());
+    }
+
+    #[test]
+    fn every_place_is_named_and_no_content_is() {
+        let dir = TempDir::new();
+        let places = vec![dir.path().join("none"), dir.path().join("bad"), dir.path().join("big")];
+        std::fs::write(&places[1], "{\"peerpod\":1,\"password\":\"hunter2\"}").unwrap();
+        std::fs::write(&places[2], vec![b'x'; MAX_LEN + 1]).unwrap();
+        let why = inspect(&places).unwrap_err();
+        for part in ["none is not there", "bad: user-data is not birth data", "big: more than"] {
+            assert!(why.contains(part), "{why}");
+        }
+        assert!(!why.contains("hunter2"));
+    }
+}

@@ -1,0 +1,321 @@
+//! Descriptor passing: peerpod-node passes open descriptors to peerpod-relay, which has no right to open them itself.
+//!
+//! It uses a `SOCK_SEQPACKET` socket ([`SOCKET`] in the run-dir). One message has a small JSON header and the
+//! descriptors (`SCM_RIGHTS`); one answer follows, then the connection ends. Both sides check the user of the other
+//! process. The header names each descriptor; its kind defines its meaning.
+
+use std::{
+    io::{self, IoSlice, IoSliceMut},
+    mem::MaybeUninit,
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    path::Path,
+    time::{Duration, Instant},
+};
+
+use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
+use rustix::{
+    event::{PollFd, PollFlags, poll},
+    io::Errno,
+    net::{
+        self, AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags,
+        SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
+    },
+    time::Timespec,
+};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+/// Name of the socket in the run-dir.
+pub const SOCKET: &str = "relay-fds.sock";
+/// Version of header and answer.
+pub const VERSION: u32 = 1;
+/// Longest header or answer, in bytes.
+pub const MAX_MESSAGE: usize = 16 << 10;
+/// Most descriptors of one message.
+pub const MAX_DESCRIPTORS: usize = 32;
+/// Names of the descriptors of a pod's localhost listeners: IPv4, IPv6.
+pub const LOCALHOST_LISTENERS: [&str; 2] = ["listen4", "listen6"];
+
+/// Space for [`MAX_DESCRIPTORS`]; the kernel drops further ones and reports that.
+const ROOM: usize = rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS));
+
+/// Header of a message.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Header {
+    /// [`VERSION`].
+    pub version: u32,
+    /// Kind of the descriptors, a word that both sides know.
+    pub kind: String,
+    /// Sandbox of the descriptors; `None` for those of the node.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sandbox: Option<String>,
+    /// Passes nothing, but asks for the held descriptors of this kind and sandbox.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub ask: bool,
+    /// Name of each descriptor, in order. With `ask`: names of the descriptors to return duplicates of.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub descriptors: Vec<String>,
+    /// Further data of the kind.
+    #[serde(default, skip_serializing_if = "Value::is_null")]
+    pub detail: Value,
+}
+
+#[allow(clippy::trivially_copy_pass_by_ref)] // serde wants it so
+fn is_false(value: &bool) -> bool {
+    !value
+}
+
+impl Header {
+    /// Makes a header without descriptors.
+    pub fn new(kind: &str, sandbox: Option<&str>) -> Header {
+        Header {
+            version: VERSION,
+            kind: kind.to_owned(),
+            sandbox: sandbox.map(str::to_owned),
+            ask: false,
+            descriptors: Vec::new(),
+            detail: Value::Null,
+        }
+    }
+}
+
+/// Answer of the relay.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Answer {
+    /// [`VERSION`].
+    pub version: u32,
+    /// Reason of a refusal; empty on success.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub error: String,
+    /// Whether descriptors of the kind are held now.
+    #[serde(default)]
+    pub held: bool,
+    /// The kind's data on the held descriptors.
+    #[serde(default, skip_serializing_if = "Value::is_null")]
+    pub detail: Value,
+    /// Name of each descriptor in the answer, in order. Relays of 0.1.0 send none.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub descriptors: Vec<String>,
+}
+
+/// Reason why the descriptors were not passed.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// A system call failed; the relay is away, or does not answer.
+    #[error("{attempt}: {why}")]
+    Io {
+        /// Failed operation.
+        attempt: String,
+        /// Reason.
+        why: io::Error,
+    },
+    /// The received bytes are not a message of this protocol.
+    #[error("{0}")]
+    Message(String),
+    /// The other process runs as another user.
+    #[error("the process at the other end runs as user {uid}, not as {own}; nothing is handed to it")]
+    Stranger {
+        /// User of the other process.
+        uid: u32,
+        /// User of this process.
+        own: u32,
+    },
+    /// The relay refused.
+    #[error("peerpod-relay does not take the {kind} descriptors: {why}")]
+    Refused {
+        /// Kind of the descriptors.
+        kind: String,
+        /// Reason from the relay.
+        why: String,
+    },
+}
+
+fn failed(attempt: &str) -> impl FnOnce(Errno) -> Error {
+    let attempt = attempt.to_owned();
+    move |why| Error::Io { attempt, why: why.into() }
+}
+
+/// Checks that the process at the other end runs as the same user as this process.
+///
+/// Its process id is not checked: it is 0 if the process is in a PID namespace that this one does not see, as in
+/// another container. (`rustix::net::sockopt::socket_peercred` fails then.)
+///
+/// # Errors
+/// Returns [`Error::Stranger`], or the error of the kernel.
+pub fn check_peer(socket: impl AsFd) -> Result<(), Error> {
+    let peer = getsockopt(&socket, PeerCredentials).map_err(|why| Error::Io {
+        attempt: "read the credentials of the process at the other end".to_owned(),
+        why: why.into(),
+    })?;
+    let (uid, own) = (peer.uid(), rustix::process::geteuid().as_raw());
+    if uid == own { Ok(()) } else { Err(Error::Stranger { uid, own }) }
+}
+
+/// Binds a non-blocking listener at `path`. The caller sets the permissions.
+///
+/// # Errors
+/// Returns the error of the kernel.
+pub fn listen(path: &Path) -> io::Result<OwnedFd> {
+    let socket = new_socket(SocketFlags::NONBLOCK)?;
+    net::bind(&socket, &SocketAddrUnix::new(path)?)?;
+    net::listen(&socket, 64)?;
+    Ok(socket)
+}
+
+/// Accepts a waiting connection; the socket does not block.
+///
+/// # Errors
+/// Returns `WouldBlock` if there is none.
+pub fn accept(listener: impl AsFd) -> io::Result<OwnedFd> {
+    Ok(net::accept_with(listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK)?)
+}
+
+fn new_socket(flags: SocketFlags) -> io::Result<OwnedFd> {
+    Ok(net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC | flags, None)?)
+}
+
+/// Connects to the listener at `path`; the socket does not block.
+///
+/// # Errors
+/// Returns the error of the kernel: no listener, or its queue is full.
+pub fn connect(path: &Path) -> io::Result<OwnedFd> {
+    let socket = new_socket(SocketFlags::NONBLOCK)?;
+    net::connect(&socket, &SocketAddrUnix::new(path)?)?;
+    Ok(socket)
+}
+
+/// Sends a message with its descriptors.
+///
+/// # Errors
+/// Fails if it is too long, has too many descriptors, or the kernel refuses.
+pub fn send(
+    socket: impl AsFd,
+    message: &impl Serialize,
+    descriptors: &[BorrowedFd<'_>],
+) -> Result<(), Error> {
+    let bytes =
+        serde_json::to_vec(message).map_err(|error| Error::Message(format!("write the message: {error}")))?;
+    if bytes.len() > MAX_MESSAGE || descriptors.len() > MAX_DESCRIPTORS {
+        let (size, count) = (bytes.len(), descriptors.len());
+        return Err(Error::Message(format!(
+            "a message of {size} bytes and {count} descriptors; at most {MAX_MESSAGE} and {MAX_DESCRIPTORS} are taken"
+        )));
+    }
+    let mut room = [MaybeUninit::uninit(); ROOM];
+    let mut control = SendAncillaryBuffer::new(&mut room);
+    if !descriptors.is_empty() && !control.push(SendAncillaryMessage::ScmRights(descriptors)) {
+        return Err(Error::Message("the descriptors do not fit".to_owned()));
+    }
+    net::sendmsg(socket, &[IoSlice::new(&bytes)], &mut control, SendFlags::NOSIGNAL)
+        .map(drop)
+        .map_err(failed("send"))
+}
+
+/// Receives a waiting message. Its descriptors are closed on drop and on every error.
+///
+/// # Errors
+/// Returns `WouldBlock` as [`Error::Io`] if none is there, and [`Error::Message`] for a truncated or invalid one.
+pub fn receive<T: for<'a> Deserialize<'a>>(socket: impl AsFd) -> Result<(T, Vec<OwnedFd>), Error> {
+    let mut bytes = vec![0; MAX_MESSAGE];
+    let mut room = [MaybeUninit::uninit(); ROOM];
+    let mut control = RecvAncillaryBuffer::new(&mut room);
+    let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;
+    let got = net::recvmsg(socket, &mut [IoSliceMut::new(&mut bytes)], &mut control, flags)
+        .map_err(failed("receive"))?;
+    let mut descriptors = Vec::new();
+    for message in control.drain() {
+        if let RecvAncillaryMessage::ScmRights(rights) = message {
+            descriptors.extend(rights);
+        }
+    }
+    let bad = |why: &str| Err(Error::Message(why.to_owned()));
+    if got.flags.contains(ReturnFlags::CTRUNC) {
+        return bad("more descriptors than a message may have, or than this process may open");
+    }
+    if got.flags.contains(ReturnFlags::TRUNC) {
+        return bad("the message is too long");
+    }
+    if got.bytes == 0 {
+        return bad("the other end closed the connection");
+    }
+    // The version is read first: the rest may have another format.
+    #[derive(Deserialize)]
+    struct Versioned {
+        version: u32,
+    }
+    let unreadable = |error: serde_json::Error| Error::Message(format!("read the message: {error}"));
+    let Versioned { version } = serde_json::from_slice(&bytes[..got.bytes]).map_err(unreadable)?;
+    if version != VERSION {
+        return Err(Error::Message(format!(
+            "the message has version {version}, this program knows {VERSION}; upgrade the older one"
+        )));
+    }
+    let message = serde_json::from_slice(&bytes[..got.bytes]).map_err(unreadable)?;
+    Ok((message, descriptors))
+}
+
+/// Passes descriptors: connects, sends, waits for the answer. Blocks for at most `patience`.
+///
+/// # Errors
+/// See [`Error`]. The relay then holds nothing, except after a late answer.
+pub fn hand_off(
+    path: &Path,
+    header: &Header,
+    descriptors: &[BorrowedFd<'_>],
+    patience: Duration,
+) -> Result<Answer, Error> {
+    exchange(path, header, descriptors, patience).map(|(answer, _none)| answer)
+}
+
+/// Asks for a duplicate of the node's descriptor `name` of this kind, held by the relay. Blocks for at most `patience`.
+///
+/// # Errors
+/// See [`Error`].
+pub fn copy_of(path: &Path, kind: &str, name: &str, patience: Duration) -> Result<Option<OwnedFd>, Error> {
+    let header = Header { ask: true, descriptors: vec![name.to_owned()], ..Header::new(kind, None) };
+    let (answer, descriptors) = exchange(path, &header, &[], patience)?;
+    let mut named = answer.descriptors.iter().zip(descriptors);
+    Ok(named.find(|(given, _)| *given == name).map(|(_, descriptor)| descriptor))
+}
+
+fn exchange(
+    path: &Path,
+    header: &Header,
+    descriptors: &[BorrowedFd<'_>],
+    patience: Duration,
+) -> Result<(Answer, Vec<OwnedFd>), Error> {
+    let deadline = Instant::now() + patience;
+    let connect = format!("connect to {}", path.display());
+    let io = |why: io::Error| Error::Io { attempt: connect.clone(), why };
+    let socket = new_socket(SocketFlags::NONBLOCK).map_err(io)?;
+    let address = SocketAddrUnix::new(path).map_err(failed(&connect))?;
+    // Only a full queue makes this connect wait; the relay empties it as long as it lives.
+    while let Err(why) = net::connect(&socket, &address) {
+        if why != Errno::AGAIN || Instant::now() >= deadline {
+            return Err(failed(&connect)(why));
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    check_peer(&socket)?;
+    send(&socket, header, descriptors)?;
+    wait(&socket, deadline)?;
+    let (answer, brought) = receive::<Answer>(&socket)?;
+    if answer.error.is_empty() {
+        Ok((answer, brought))
+    } else {
+        Err(Error::Refused { kind: header.kind.clone(), why: answer.error })
+    }
+}
+
+fn wait(socket: &OwnedFd, deadline: Instant) -> Result<(), Error> {
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let left = Timespec::try_from(left).map_err(|_| failed("wait for the answer")(Errno::INVAL))?;
+        match poll(&mut [PollFd::new(socket, PollFlags::IN)], Some(&left)) {
+            Ok(0) => return Err(failed("wait for the answer")(Errno::TIMEDOUT)),
+            Ok(_) => return Ok(()),
+            Err(Errno::INTR) => {}
+            Err(why) => return Err(failed("wait for the answer")(why)),
+        }
+    }
+}

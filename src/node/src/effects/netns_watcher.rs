@@ -1,0 +1,189 @@
+//! Watches the network around one running pod: its network namespace, the path to its VM, and the endpoints at which
+//! its guest finds an encrypted tunnel. It only signals that something changed; the sandbox inspects the state.
+
+use std::{net::IpAddr, sync::Arc, time::Duration};
+
+use peerpod_podnet::events::Events;
+use tokio::{
+    sync::{Semaphore, watch},
+    time::{Instant, sleep},
+};
+use tracing::{debug, warn};
+
+use super::{Surroundings, open};
+use crate::{
+    ledger::NetnsRef,
+    sandbox::{effects::NetworkError, follow::Heard},
+    tunnel::{Reserved, Tunnel},
+};
+
+/// Debounce of changes: a CNI writes routes one by one. `AT_MOST` bounds the delay.
+const QUIET: Duration = Duration::from_millis(100);
+const AT_MOST: Duration = Duration::from_secs(1);
+/// Pause before the next attempt when a namespace cannot be watched.
+const PAUSE: Duration = Duration::from_secs(10);
+
+/// Number of inspections without a pause; after them, one in each [`EACH`]. A program that changes the pod's network
+/// after every repair must not keep the node busy.
+const AT_ONCE: u32 = 20;
+const EACH: Duration = Duration::from_secs(3);
+/// Time between two warnings about one pod.
+const SAID: Duration = Duration::from_secs(600);
+
+/// Rate limit of the inspections of a pod's network.
+#[derive(Default)]
+struct RateLimit {
+    /// Time up to which the inspections so far are charged, each with [`EACH`].
+    paid: Option<Instant>,
+    said: Option<Instant>,
+}
+
+impl RateLimit {
+    /// Charges one change. Returns the time for which further changes are not signalled: zero, growing to [`EACH`].
+    fn heard(&mut self, now: Instant) -> Duration {
+        let paid = self.paid.map_or(now, |paid| paid.max(now)) + EACH;
+        self.paid = Some(paid);
+        paid.saturating_duration_since(now + EACH * AT_ONCE)
+    }
+
+    fn is_to_be_said(&mut self, now: Instant) -> bool {
+        let due = self.said.is_none_or(|said| now >= said + SAID);
+        if due {
+            self.said = Some(now);
+        }
+        due
+    }
+}
+
+/// Watches until the receiver is dropped.
+pub(super) fn listen_to(
+    boot_id: String,
+    netns: NetnsRef,
+    tunnel: Tunnel,
+    way: Option<(Reserved, IpAddr)>,
+    surroundings: &Surroundings,
+) -> watch::Receiver<Heard> {
+    let (sender, receiver) = watch::channel(0);
+    let (underlay, own) = (surroundings.underlay(), tunnel.own_addresses());
+    let netns_watcher = NetnsWatcher { boot_id, netns, tunnel, way, turns: surroundings.turns(), sender };
+    tokio::spawn(async move {
+        tokio::select! {
+            () = netns_watcher.sender.closed() => {}
+            () = netns_watcher.hear_pod() => {}
+            () = netns_watcher.hear_node(underlay, own) => {}
+            () = netns_watcher.hear_tunnel() => {}
+        }
+    });
+    receiver
+}
+
+struct NetnsWatcher {
+    boot_id: String,
+    netns: NetnsRef,
+    tunnel: Tunnel,
+    /// The tunnel, and the address of its VM.
+    way: Option<(Reserved, IpAddr)>,
+    turns: Arc<Semaphore>,
+    sender: watch::Sender<Heard>,
+}
+
+impl NetnsWatcher {
+    /// Ends when the namespace is gone; the reaper looks for such sandboxes.
+    async fn hear_pod(&self) {
+        let mut unrest = RateLimit::default(); // a new socket does not reset the limit
+        loop {
+            match self.events().await {
+                Ok(mut events) => {
+                    // Changes between the first inspection and now.
+                    self.sender.send_modify(|heard| *heard += 1);
+                    while events.settled(QUIET, AT_MOST).await.is_ok() {
+                        self.sender.send_modify(|heard| *heard += 1);
+                        self.calm(&mut unrest).await;
+                    }
+                }
+                Err(error) if error.permanent => return,
+                Err(error) => debug!(error = error.text, "cannot hear the pod's network; trying again"),
+            }
+            sleep(PAUSE).await;
+            self.sender.send_modify(|heard| *heard += 1); // for changes that were missed meanwhile
+        }
+    }
+
+    /// Waits while the rate limit is exceeded. Changes during the wait are signalled afterwards.
+    async fn calm(&self, unrest: &mut RateLimit) {
+        let now = Instant::now();
+        let pause = unrest.heard(now);
+        if pause.is_zero() {
+            return;
+        }
+        if unrest.is_to_be_said(now) {
+            warn!(
+                netns = %self.netns.path.display(),
+                "the pod's network changes again and again; another program may undo what is put right (its tc filters, \
+                 devices or routes there); from now on it is looked at every {EACH:?}"
+            );
+        }
+        sleep(pause).await;
+    }
+
+    /// Signals the changes of the node's network that concern this sandbox. These are the path to its VM, and the
+    /// node's `own` addresses if its pod must keep those to the tunnel.
+    async fn hear_node(&self, mut underlay: watch::Receiver<u64>, mut own: Option<Arc<Vec<IpAddr>>>) {
+        let mut way = self.find_way().await;
+        while underlay.changed().await.is_ok() {
+            let now = (self.find_way().await, self.tunnel.own_addresses());
+            if (&now.0, &now.1) != (&way, &own) {
+                (way, own) = now;
+                self.sender.send_modify(|heard| *heard += 1);
+            }
+        }
+        std::future::pending().await
+    }
+
+    /// Signals changes of the relay's endpoints, which guests of encrypted tunnels receive besides the path.
+    async fn hear_tunnel(&self) {
+        let news = self.way.as_ref().and_then(|(reserved, _)| self.tunnel.news(reserved));
+        if let Some(mut news) = news {
+            while news.changed().await.is_ok() {
+                self.sender.send_modify(|heard| *heard += 1);
+            }
+        }
+        std::future::pending().await
+    }
+
+    async fn events(&self) -> Result<Events, NetworkError> {
+        let netns = open(&self.boot_id, &self.netns).await?;
+        // Takes one thread for some 20 us; a blocking thread of the pool would cost as much.
+        Ok(Events::of_pod(&netns)?)
+    }
+
+    /// Returns the node's address towards the VM and the largest inner packet; `None` where there is no path.
+    async fn find_way(&self) -> Option<(IpAddr, u32)> {
+        let (reserved, vm) = self.way.as_ref()?;
+        let _turn = self.turns.acquire().await.ok()?;
+        self.tunnel.way(reserved, *vm).await.ok()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_storm_is_looked_at_seldom_and_forgiven_when_it_was_quiet() {
+        let (mut unrest, began) = (RateLimit::default(), Instant::now());
+        let storm = |unrest: &mut RateLimit, from: Instant| {
+            let (mut now, mut looks) = (from, 0);
+            while now < from + Duration::from_secs(60) {
+                looks += 1;
+                now += QUIET + unrest.heard(now);
+            }
+            looks
+        };
+        let looks = storm(&mut unrest, began);
+        assert!((AT_ONCE..=AT_ONCE + 21).contains(&looks), "{looks} in a minute");
+        assert!(unrest.is_to_be_said(began) && !unrest.is_to_be_said(began + EACH));
+        let later = began + Duration::from_secs(300);
+        assert_eq!(unrest.heard(later), Duration::ZERO);
+    }
+}

@@ -1,0 +1,148 @@
+//! Rotates the node's CA one step at a time, each after all guests have followed the one before.
+//!
+//! [`crate::trust`] defines the steps; this module decides when to take them. The first step is taken when it is due.
+//! Each further step is taken when the relay has its new configuration and every sandbox's guest has received the CAs
+//! of the last step. An unreachable guest therefore delays the rotation, so that the rotation does not cut it off. The
+//! delay has a limit, because a CA that cannot be replaced is worse for all other guests. After
+//! `node.ca-follow-timeout` a started rotation continues without the guests that do not follow.
+
+use std::{
+    sync::Arc,
+    time::{Duration, SystemTime},
+};
+
+use parking_lot::{RwLock, RwLockReadGuard};
+use tokio::sync::watch;
+use tracing::{error, info, warn};
+
+use crate::{
+    relay_client::RelayClient,
+    sandbox::{Sandboxes, View, effects::Trusted},
+    trust::{Error, Stage, Trust},
+};
+
+/// Interval of checks for a due step.
+const EVERY: Duration = Duration::from_millis(500);
+
+/// The CA, and the list of CAs that guests must trust. Clones share one CA.
+#[derive(Clone)]
+pub struct SharedTrust {
+    trust: Arc<RwLock<Trust>>,
+    told: Arc<watch::Sender<Arc<Trusted>>>,
+}
+
+impl SharedTrust {
+    /// Wraps the CA.
+    pub fn new(trust: Trust) -> SharedTrust {
+        let told = Arc::new(watch::Sender::new(Arc::new(trusted(&trust))));
+        SharedTrust { trust: Arc::new(RwLock::new(trust)), told }
+    }
+
+    /// Read access to the CA; must not be held across an await.
+    pub fn read(&self) -> RwLockReadGuard<'_, Trust> {
+        // A step that panicked left the old CA or the new one, both whole.
+        self.trust.read()
+    }
+
+    /// Receiver of the CAs that guests must trust.
+    pub fn trusted(&self) -> watch::Receiver<Arc<Trusted>> {
+        self.told.subscribe()
+    }
+
+    /// Takes one rotation step. Blocks for a write to the disk.
+    pub(crate) fn step(&self) -> Result<Stage, Error> {
+        let mut trust = self.trust.write();
+        let stage = trust.rotate(SystemTime::now())?;
+        self.told.send_replace(Arc::new(trusted(&trust)));
+        Ok(stage)
+    }
+}
+
+fn trusted(trust: &Trust) -> Trusted {
+    // The id covers the CAs and the stage, which decides the signing CA: both change within a rotation, and a guest
+    // must follow each change.
+    let prints = trust.ca_sha256();
+    let short = prints.iter().map(|print| hex::encode(&print[..6])).collect::<Vec<_>>();
+    let id = format!("{:?}:{}", trust.stage(), short.join("+")).to_lowercase();
+    Trusted { id, cas: trust.trusted_cas().iter().map(|der| der.to_vec()).collect() }
+}
+
+/// Takes due steps, for ever. `every`: interval of the rotation; `None`: when the CA's remaining validity requires it.
+/// `patience`: time that a step waits for guests that do not follow.
+pub async fn run(
+    trust: SharedTrust,
+    relay: RelayClient,
+    sandboxes: Sandboxes,
+    every: Option<Duration>,
+    patience: Duration,
+) {
+    // A node that died during a rotation may not have configured the relay for the last step.
+    let mut relay_knows = trust.read().stage() == Stage::Stable;
+    loop {
+        tokio::time::sleep(EVERY).await;
+        if !relay_knows {
+            match relay.configure().await {
+                Ok(()) => relay_knows = true,
+                Err(error) => {
+                    warn!(error = error.text, "the relay does not have its new identity yet");
+                    continue;
+                }
+            }
+        }
+        if !is_due(&trust, &sandboxes, every, patience) {
+            continue;
+        }
+        let stepping = trust.clone();
+        match tokio::task::spawn_blocking(move || stepping.step()).await {
+            Ok(Ok(stage)) => {
+                info!(?stage, "the node's CA is rolled over by one step");
+                relay_knows = false;
+            }
+            Ok(Err(error)) => warn!(%error, "the node's CA cannot be rolled over; trying again"),
+            Err(error) => warn!(%error, "rolling the CA over ended early"),
+        }
+    }
+}
+
+/// Whether the next step is due.
+pub(crate) fn is_due(
+    trust: &SharedTrust,
+    sandboxes: &Sandboxes,
+    every: Option<Duration>,
+    patience: Duration,
+) -> bool {
+    let now = SystemTime::now();
+    let (stage, since, due) = {
+        let trust = trust.read();
+        (trust.stage(), trust.stage_since(), trust.is_rotation_due(now))
+    };
+    let age = now.duration_since(since).unwrap_or_default();
+    let wanted = match stage {
+        Stage::Stable => due || every.is_some_and(|every| age >= every),
+        Stage::Announced | Stage::Overlap => true,
+    };
+    if !wanted {
+        return false;
+    }
+    let behind = behind(trust, sandboxes);
+    if behind.is_empty() {
+        return true;
+    }
+    // The age of a stable CA may be years, so it does not measure the wait: the first step waits for all guests.
+    if stage == Stage::Stable || age < patience {
+        return false;
+    }
+    for view in &behind {
+        sandboxes.left_behind();
+        error!(sandbox = %view.id, pod = &*view.pod, ?stage, waited = ?age, "its guest does not follow the node's CA; the roll-over goes on without it, and it may not come back when its link is cut");
+    }
+    true
+}
+
+/// Returns the live sandboxes with guests that have not received the current list of CAs.
+fn behind(trust: &SharedTrust, sandboxes: &Sandboxes) -> Vec<View> {
+    let id = trust.told.borrow().id.clone();
+    let mut views = sandboxes.views();
+    views.retain(|view| view.phase.is_live() && view.trust.as_deref() != Some(&id));
+    views
+}

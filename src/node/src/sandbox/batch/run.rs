@@ -1,0 +1,204 @@
+//! Runs one batch, from its members to the removal of its file. Every step is retried until it succeeds: the members
+//! wait, and each has its own deadline.
+
+use std::{num::NonZeroU32, panic::AssertUnwindSafe, sync::Arc, time::Duration};
+
+use futures_util::FutureExt;
+use peerpod_provider_api::{CreateRequest, InstanceId, OwnedState, Retry};
+use tokio::time::sleep;
+use tracing::{error, info, warn};
+
+use super::{BatchRun, Batches, Status};
+use crate::{
+    ledger::{BATCH_VERSION, Batch, Rest},
+    sandbox::effects::{CloudError, Made},
+};
+
+/// First backoff pause; doubles with each failure.
+const FIRST_PAUSE: Duration = Duration::from_millis(100);
+/// Longest backoff pause.
+const LONGEST_PAUSE: Duration = Duration::from_secs(10);
+
+struct Pauses(Duration);
+
+impl Pauses {
+    fn new() -> Pauses {
+        Pauses(FIRST_PAUSE)
+    }
+
+    async fn rest(&mut self, at_least: Duration) {
+        sleep(self.0.max(at_least)).await;
+        self.0 = self.0.saturating_mul(2).min(LONGEST_PAUSE);
+    }
+}
+
+impl Batches {
+    /// Runs a batch from its present status to its end. `shape` is the members' common request, if the batch is still
+    /// to be composed.
+    pub(super) async fn follow(self, run: Arc<BatchRun>, mut shape: Option<CreateRequest>) {
+        let mut pauses = Pauses::new();
+        loop {
+            let step = self.step(&run, shape.take());
+            match AssertUnwindSafe(step).catch_unwind().await {
+                Ok(()) => break,
+                Err(_) => {
+                    // The batch's progress is in its status, and the essential part is on disk.
+                    self.0.metrics.panics.inc();
+                    error!(
+                        "the task of a batch of VMs panicked; this is a bug of ours, and it goes on where it was"
+                    );
+                    pauses.rest(Duration::ZERO).await;
+                }
+            }
+        }
+        self.drop_course(&run);
+    }
+
+    async fn step(&self, run: &Arc<BatchRun>, shape: Option<CreateRequest>) {
+        let status = run.status.borrow().clone();
+        if let Status::Forming = status {
+            let composed = match shape {
+                Some(shape) => self.compose(run, shape).await,
+                None => Err("it ended early".to_owned()),
+            };
+            let batch = match composed {
+                Ok(batch) => Arc::new(batch),
+                Err(why) => {
+                    info!(members = run.members.len(), why, "no batch is made of them; each asks by itself");
+                    run.status.send_replace(Status::Void);
+                    return;
+                }
+            };
+            // Retried until it succeeds: a failing disk may have kept the file all the same, and a restarted node that
+            // finds it requests its VMs.
+            self.save(&batch).await;
+            self.0.tickets.open(&batch.ticket.id);
+            run.status.send_replace(Status::Asked(batch));
+        }
+        let status = run.status.borrow().clone();
+        if let Status::Asked(batch) = status
+            && !run.needed.borrow().is_empty()
+        {
+            let (made, rest) = self.ask(&batch).await;
+            let size = batch.members.len();
+            match &rest {
+                None => info!(batch = batch.ticket.id, size, "VMs made by one call"),
+                Some(rest) => {
+                    warn!(
+                        batch = batch.ticket.id,
+                        size,
+                        made = made.len(),
+                        error = rest.text,
+                        "the cloud made fewer VMs than were asked for"
+                    );
+                }
+            }
+            let batch = Arc::new(Batch { made: Some(made), rest, ..(*batch).clone() });
+            self.save(&batch).await;
+            run.status.send_replace(Status::Answered(batch));
+        }
+        let status = run.status.borrow().clone();
+        let (Status::Asked(batch) | Status::Answered(batch)) = status else { return };
+        // `run` holds the sender, so the wait cannot fail.
+        drop(run.needed.subscribe().wait_for(|needed| needed.is_empty()).await);
+        let mut pauses = Pauses::new();
+        while let Err(error) = self.0.fx.forget_batch(&batch.ticket.id).await {
+            warn!(batch = batch.ticket.id, %error, "a batch's file stays; trying again");
+            pauses.rest(Duration::ZERO).await;
+        }
+        self.0.tickets.close(&batch.ticket.id);
+    }
+
+    /// Builds the batch, with everything that a repeated call must repeat. Nothing is requested yet.
+    async fn compose(&self, run: &BatchRun, shape: CreateRequest) -> Result<Batch, String> {
+        let (fx, settings) = (&self.0.fx, &self.0.settings);
+        let claims = u32::try_from(run.members.len()).map_err(|error| error.to_string())?;
+        fx.settled().await;
+        let ticket = fx.ticket(settings.ticket_ttl)?;
+        let user_data = fx.user_data(&ticket, claims)?;
+        let trust = fx.trusted().borrow().id.clone();
+        // Labels of one pod would be wrong on the VMs of the others.
+        let labels = [("peerpod.cluster", &settings.cluster_id), ("peerpod.node", &settings.node_name)];
+        let short: String = ticket.id.chars().take(12).collect();
+        let mut request = CreateRequest {
+            name: format!("batch-{short}"),
+            user_data,
+            labels: labels.map(|(key, value)| (key.to_owned(), value.clone())).into(),
+            ..shape
+        };
+        // If no place can take all of them, each member requests its own VM and gets its own error.
+        request.placement = fx.place(&request).await.map_err(|error| error.to_string())?;
+        let (key, members) = (self.key(&ticket.id), run.members.clone());
+        Ok(Batch { version: BATCH_VERSION, key, request, ticket, trust, members, made: None, rest: None })
+    }
+
+    async fn save(&self, batch: &Batch) {
+        let mut pauses = Pauses::new();
+        while let Err(error) = self.0.fx.save_batch(batch).await {
+            self.0.metrics.ledger_errors.inc();
+            warn!(batch = batch.ticket.id, %error, "a batch cannot be recorded; trying again");
+            pauses.rest(Duration::ZERO).await;
+        }
+    }
+
+    /// Repeats the call until its result is certain: VMs, or a refusal that the cloud's list does not contradict.
+    async fn ask(&self, batch: &Batch) -> (Vec<InstanceId>, Option<Rest>) {
+        let fx = &self.0.fx;
+        let size = u32::try_from(batch.members.len()).unwrap_or(u32::MAX);
+        let count = NonZeroU32::new(size).unwrap_or(NonZeroU32::MIN);
+        self.0.metrics.batch(size);
+        let mut pauses = Pauses::new();
+        loop {
+            let error = match fx.create_many(&batch.request, count, &batch.key).await {
+                Ok(Made { vms, rest }) => return (in_order(vms, size), rest.as_ref().map(why)),
+                Err(error) => error,
+            };
+            let id = &batch.ticket.id;
+            if let Retry::After(least) = error.retry() {
+                warn!(batch = id, %error, "no answer to a call for several VMs; the same call again");
+                pauses.rest(least).await;
+                continue;
+            }
+            // An earlier try may have made the VMs, with a lost answer.
+            match fx.owned().await {
+                Ok(owned) => {
+                    let ours = owned
+                        .into_iter()
+                        .filter(|vm| vm.key.as_ref() == Some(&batch.key) && vm.state != OwnedState::Deleting);
+                    let made = in_order(ours.map(|vm| vm.id).collect(), size);
+                    let rest = (made.len() < batch.members.len()).then(|| why(&error));
+                    return (made, rest);
+                }
+                Err(unseen) => {
+                    warn!(batch = id, %error, %unseen, "whether a call for several VMs made any cannot be seen; trying again");
+                    pauses.rest(Duration::ZERO).await;
+                }
+            }
+        }
+    }
+}
+
+/// Sorts the VMs into the order of the members' numbers.
+fn in_order(mut vms: Vec<InstanceId>, at_most: u32) -> Vec<InstanceId> {
+    vms.sort();
+    vms.dedup();
+    vms.truncate(at_most as usize);
+    vms
+}
+
+/// Decides whether a member without a VM retries on its own, as another attempt: wherever one VM may be available
+/// although so many are not.
+fn why(error: &CloudError) -> Rest {
+    let again = match error {
+        CloudError::Throttled { .. }
+        | CloudError::Transient { .. }
+        | CloudError::Capacity { .. }
+        | CloudError::Invalid { .. }
+        | CloudError::Unsupported { .. }
+        | CloudError::Quota { .. }
+        | CloudError::NotFound { .. }
+        | CloudError::KeyReused { .. } => true,
+        CloudError::Auth { .. } => false,
+    };
+    Rest { again, text: error.to_string() }
+}

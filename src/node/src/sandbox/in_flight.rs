@@ -1,0 +1,235 @@
+//! Tracks a sandbox's in-flight operations: one slot for each kind. Two operations of one kind never overlap; different
+//! kinds run concurrently.
+//!
+//! An operation runs inside its sandbox's task. A slot can also hold a backoff pause, or a result that could not be
+//! recorded and is delivered again.
+
+use std::{future::Future, net::IpAddr, sync::Arc, time::Duration};
+
+use futures_util::future::{BoxFuture, FutureExt, pending};
+use peerpod_proto::guest::{NetworkPlan, Reply};
+use peerpod_provider_api::{InstanceId, Placement};
+use zeroize::Zeroizing;
+
+use super::{
+    batch::BatchMember,
+    effects::{CloudError, Followed, NetworkError, PullSecretError, RelayError, Trusted},
+    follow::Heard,
+};
+use crate::{ledger::Network, volumes::PodVolumes};
+
+/// Result of a finished operation.
+#[derive(Clone)]
+pub(super) enum Completion {
+    /// End of a pause.
+    Rested,
+    /// End of a batch window; `None`: the sandbox goes on alone, and nothing was requested for it yet.
+    Seated(Option<BatchMember>),
+    /// End of the announcement in the cluster, with the pod's UID if known.
+    Announced(Option<String>),
+    /// Placement of the attempt.
+    Placed(Result<Option<Placement>, CloudError>),
+    Created(Result<InstanceId, CloudError>),
+    /// Look-up of the VM by its key; `after` is the error of the create before it, if that was final.
+    Found {
+        result: Result<Option<InstanceId>, CloudError>,
+        after: Option<CloudError>,
+    },
+    Located(Result<Vec<IpAddr>, CloudError>),
+    /// Attachment of the pod's volumes to its VM.
+    Attached(Result<Box<PodVolumes>, CloudError>),
+    Reserved(Result<Network, NetworkError>),
+    Connected(Result<Box<NetworkPlan>, NetworkError>),
+    /// Inspection of the pod's network; `heard` is the change count at its start.
+    Followed {
+        heard: Heard,
+        result: Result<Box<Followed>, NetworkError>,
+    },
+    /// The VM's addresses in the cloud, queried because the guest connects from `from`.
+    Traced {
+        from: IpAddr,
+        /// Whether `from` lies on the same path as the known address.
+        near: bool,
+        result: Result<Vec<IpAddr>, CloudError>,
+    },
+    Put {
+        version: u64,
+        result: Result<(), RelayError>,
+    },
+    /// Redirection of the pod's localhost; `version` is the version of the relay's state at its start.
+    Carried {
+        version: u64,
+        result: Result<(), NetworkError>,
+    },
+    /// Pod assignment; `digest` identifies the plan, `secret` the pull secrets where they are known.
+    Greeted {
+        session: String,
+        digest: String,
+        secret: Option<String>,
+        result: Result<Box<Reply>, RelayError>,
+    },
+    /// First step of a CA rotation: the guest got the CA set and a request for a CSR.
+    Told {
+        trusted: Arc<Trusted>,
+        result: Result<Box<Reply>, RelayError>,
+    },
+    /// Second step of a CA rotation: the guest got its new certificate.
+    Renewed {
+        trusted: Arc<Trusted>,
+        result: Result<Box<Reply>, RelayError>,
+    },
+    /// Answer about the pod's pull secrets.
+    PullSecret(Result<Zeroizing<String>, PullSecretError>),
+    Cleared(super::clear::Pass),
+}
+
+/// In-flight operation of one kind.
+#[derive(Default)]
+pub(super) struct Slot {
+    future: Option<BoxFuture<'static, Completion>>,
+    resting: bool,
+    failures: u32,
+}
+
+/// First backoff pause; doubles with each failure.
+const FIRST_PAUSE: Duration = Duration::from_millis(100);
+/// Longest backoff pause.
+const LONGEST_PAUSE: Duration = Duration::from_secs(10);
+
+impl Slot {
+    pub(super) fn is_idle(&self) -> bool {
+        self.future.is_none()
+    }
+
+    /// Starts an operation. The slot must be idle.
+    pub(super) fn start(&mut self, effect: impl Future<Output = Completion> + Send + 'static) {
+        debug_assert!(self.is_idle());
+        self.resting = false;
+        self.future = Some(effect.boxed());
+    }
+
+    /// Pauses after a failure: the growing backoff, but at least `at_least`.
+    pub(super) fn rest(&mut self, at_least: Duration) {
+        let pause = self.pause().max(at_least);
+        self.failures = self.failures.saturating_add(1);
+        self.start(async move {
+            tokio::time::sleep(pause).await;
+            Completion::Rested
+        });
+        self.resting = true;
+    }
+
+    /// Delivers a result again after a pause: it was not recorded yet.
+    pub(super) fn again(&mut self, outcome: Completion) {
+        let pause = self.pause();
+        self.failures = self.failures.saturating_add(1);
+        self.start(async move {
+            tokio::time::sleep(pause).await;
+            outcome
+        });
+    }
+
+    /// Resets the backoff after a success.
+    pub(super) fn worked(&mut self) {
+        self.failures = 0;
+    }
+
+    /// Returns the number of consecutive failures.
+    pub(super) fn failures(&self) -> u32 {
+        self.failures
+    }
+
+    /// Ends a pause; a running operation continues.
+    pub(super) fn wake(&mut self) {
+        if self.resting {
+            self.cancel();
+        }
+    }
+
+    /// Drops the running operation. Only for operations that leave nothing behind.
+    pub(super) fn cancel(&mut self) {
+        self.future = None;
+        self.resting = false;
+        self.failures = 0;
+    }
+
+    /// Waits for the result; pending forever while the slot is idle.
+    ///
+    /// cancel safety: if this call is dropped, the operation stays in the slot and is polled again later.
+    pub(super) async fn done(&mut self) -> Completion {
+        let Some(future) = &mut self.future else { return pending().await };
+        let outcome = future.await;
+        self.future = None;
+        self.resting = false;
+        outcome
+    }
+
+    fn pause(&self) -> Duration {
+        FIRST_PAUSE.saturating_mul(1 << self.failures.min(10)).min(LONGEST_PAUSE)
+    }
+}
+
+/// All slots of a sandbox.
+#[derive(Default)]
+pub(super) struct Slots {
+    /// Placement, create, look-up and addresses.
+    pub(super) cloud: Slot,
+    /// Volume attachment.
+    pub(super) volumes: Slot,
+    /// Tunnel reservation, connection and inspection.
+    pub(super) network: Slot,
+    /// PutSandbox.
+    pub(super) relay: Slot,
+    /// Redirection of the pod's localhost.
+    pub(super) localhost: Slot,
+    /// Pod assignment and CA rotation.
+    pub(super) guest: Slot,
+    /// Pull secrets.
+    pub(super) secret: Slot,
+    /// Removal of everything that was made.
+    pub(super) clear: Slot,
+}
+
+/// Slot of a result.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Which {
+    Cloud,
+    Volumes,
+    Network,
+    Relay,
+    Localhost,
+    Guest,
+    Secret,
+    Clear,
+}
+
+impl Slots {
+    pub(super) fn get(&mut self, which: Which) -> &mut Slot {
+        match which {
+            Which::Cloud => &mut self.cloud,
+            Which::Volumes => &mut self.volumes,
+            Which::Network => &mut self.network,
+            Which::Relay => &mut self.relay,
+            Which::Localhost => &mut self.localhost,
+            Which::Guest => &mut self.guest,
+            Which::Secret => &mut self.secret,
+            Which::Clear => &mut self.clear,
+        }
+    }
+
+    /// Waits for the next result of any slot; pending forever while all are idle.
+    ///
+    /// cancel safety: as [`Slot::done`].
+    pub(super) async fn next(&mut self) -> (Which, Completion) {
+        tokio::select! {
+            outcome = self.cloud.done() => (Which::Cloud, outcome),
+            outcome = self.volumes.done() => (Which::Volumes, outcome),
+            outcome = self.network.done() => (Which::Network, outcome),
+            outcome = self.relay.done() => (Which::Relay, outcome),
+            outcome = self.localhost.done() => (Which::Localhost, outcome),
+            outcome = self.guest.done() => (Which::Guest, outcome),
+            outcome = self.secret.done() => (Which::Secret, outcome),
+            outcome = self.clear.done() => (Which::Clear, outcome),
+        }
+    }
+}

@@ -1,0 +1,63 @@
+//! Posts Events for VMs that the cloud will reclaim (with a log line and a metric), for refused creates and for failed
+//! handovers. `vm_liveness` handles VMs that have ended.
+
+use std::{sync::Arc, time::SystemTime};
+
+use peerpod_provider_api::InstanceId;
+use tracing::{info, warn};
+
+use super::{Sandboxes, completions::clip, effects::Said, error::Error, table::Entry};
+use crate::spec::{PodRef, SandboxId};
+
+impl Sandboxes {
+    /// Reports that the cloud will reclaim the VM at the time `at`.
+    pub(super) fn interrupted(&self, vm: &InstanceId, at: SystemTime) {
+        let Some((id, pod)) = self.of_vm(vm) else {
+            info!(%vm, "the provider takes a VM back that no sandbox has");
+            return;
+        };
+        let left = at.duration_since(SystemTime::now()).unwrap_or_default();
+        warn!(sandbox = %id, pod = &*pod, %vm, ?left, "the cloud takes this pod's VM back; move the pod, or let its controller make another");
+        self.0.metrics.noticed("interruption");
+        let text =
+            format!("the cloud takes this pod's VM {vm} back in {left:?}; its controller may make another");
+        self.tell(&id, "VMInterruption", text);
+    }
+
+    /// Posts an Event on the pod: its sandbox was refused with this error, and nothing was started.
+    pub fn refused(&self, pod: &PodRef, error: &Error) {
+        self.0.fx.tell(pod, Said { reason: "CreateRefused", text: error.to_string() });
+    }
+
+    /// Posts an Event on the pod of a new relay that could not take over from the running one.
+    pub fn take_over_failed(&self, pod: PodRef, why: &str) {
+        let PodRef { namespace, name, uid } = pod;
+        let (namespace, name) = (clip(&namespace), clip(&name));
+        let (pod, why) = (PodRef { namespace, name, uid: uid.map(|uid| clip(&uid)) }, clip(why));
+        warn!(relay = %pod, why, "a new relay could not take over; the running one goes on");
+        self.0.fx.tell(&pod, Said { reason: "TakeOverFailed", text: why });
+    }
+
+    /// Posts an Event on a sandbox's pod.
+    fn tell(&self, id: &SandboxId, reason: &'static str, text: String) {
+        let pod = match self.state().entries.get(id) {
+            Some(Entry::Task(running)) => running.pod.clone(),
+            Some(Entry::Tombstone { .. }) | None => None,
+        };
+        if let Some((namespace, name)) = pod {
+            self.0.fx.tell(&PodRef { namespace, name, uid: None }, Said { reason, text });
+        }
+    }
+
+    /// Returns the sandbox that has this VM, and its pod. Scans all entries: provider events are rare.
+    pub(super) fn of_vm(&self, vm: &InstanceId) -> Option<(SandboxId, Arc<str>)> {
+        let state = self.state();
+        state.entries.iter().find_map(|(id, entry)| match entry {
+            Entry::Task(running) => {
+                let view = running.view.borrow();
+                (view.vm() == Some(vm)).then(|| (id.clone(), view.pod.clone()))
+            }
+            Entry::Tombstone { .. } => None,
+        })
+    }
+}

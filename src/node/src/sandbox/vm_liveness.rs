@@ -1,0 +1,244 @@
+//! Detects that a pod's VM is gone, and fails its sandbox.
+//!
+//! A link that is down does not prove that the VM is gone; only the provider has the answer. After the link was down
+//! for long, the node queries the provider. The VM is gone if two of the provider's lists, some time apart, do not show
+//! it alive and the provider reports no addresses. The sandbox then fails: the relay closes the shim's connections to
+//! the agent, from which the shim concludes that its containers are dead.
+//!
+//! If the provider itself reports that a VM has ended, the node only checks that it has no addresses either. That takes
+//! moments, and detects VMs that end while they boot.
+
+use std::{collections::HashMap, time::Duration};
+
+use futures_util::{FutureExt, StreamExt, future::join_all};
+use peerpod_provider_api::{EventKind, InstanceId, Owned, OwnedState, ProviderEvent};
+use tokio::time::{Instant, sleep_until, timeout};
+use tracing::{info, warn};
+
+use super::{Sandboxes, effects::CloudError, phase::Phase, table::Entry};
+use crate::spec::SandboxId;
+
+/// Time limit for the provider to report that it has no addresses for a VM. For a VM that exists, the call may wait
+/// forever.
+const ADDRESSES: Duration = Duration::from_secs(20);
+
+/// Times since which guests are away, and the provider's answers. Counts from the first pass of this process that saw
+/// it.
+#[derive(Default)]
+pub struct VmLiveness {
+    away: HashMap<SandboxId, Away>,
+    /// VMs that the provider reported as ended and that are not judged yet.
+    told: Vec<(InstanceId, String)>,
+}
+
+struct Away {
+    since: Instant,
+    /// Earliest time of the next query to the provider.
+    ask: Instant,
+    /// Time of the first list without the VM.
+    missing: Option<Instant>,
+}
+
+impl VmLiveness {
+    /// Handles the provider's events and runs a pass at every interval, forever.
+    pub async fn run(mut self, table: Sandboxes) {
+        let every = pause(table.0.settings.vm_gone_grace).min(Duration::from_secs(5));
+        let mut events = table.0.fx.events().fuse();
+        let mut next = Instant::now() + every;
+        loop {
+            tokio::select! {
+                () = sleep_until(next) => {
+                    self.pass(&table).await;
+                    next = Instant::now() + every;
+                }
+                Some(event) = events.next() => {
+                    self.event(&table, event);
+                    // A host that fails ends all of its VMs at once.
+                    while let Some(Some(event)) = events.next().now_or_never() {
+                        self.event(&table, event);
+                    }
+                    self.hear(&table).await;
+                }
+            }
+        }
+    }
+
+    fn event(&mut self, table: &Sandboxes, ProviderEvent { id: vm, kind }: ProviderEvent) {
+        match kind {
+            EventKind::Interruption { at } => table.interrupted(&vm, at),
+            EventKind::Ended { reason } => {
+                if let Some((id, pod)) = table.of_vm(&vm) {
+                    warn!(sandbox = %id, pod = &*pod, %vm, reason, "the provider says that this pod's VM has ended");
+                    table.0.metrics.noticed("ended");
+                    self.told.push((vm, reason));
+                }
+            }
+        }
+    }
+
+    /// Judges the VMs that the provider reported, concurrently: the cloud may take long to return each console.
+    async fn hear(&mut self, table: &Sandboxes) {
+        let told = std::mem::take(&mut self.told);
+        for heard in join_all(told.into_iter().map(|(vm, why)| hear(table, vm, why))).await {
+            match heard {
+                Heard::Dead(id) => drop(self.away.remove(&id)),
+                Heard::Later(vm, why) => self.told.push((vm, why)),
+                Heard::Nothing => {}
+            }
+        }
+    }
+
+    /// Runs one pass. Queries the provider only if a guest was away for long.
+    pub async fn pass(&mut self, table: &Sandboxes) {
+        self.hear(table).await;
+        let grace = table.0.settings.vm_gone_grace;
+        let away = table.away();
+        self.away.retain(|id, _| away.contains_key(id));
+        let now = Instant::now();
+        let mut due = Vec::new();
+        for (id, vm) in away {
+            let known =
+                self.away.entry(id.clone()).or_insert(Away { since: now, ask: now + grace, missing: None });
+            if now.duration_since(known.since) >= grace && known.ask <= now {
+                due.push((id, vm));
+            }
+        }
+        if due.is_empty() {
+            return;
+        }
+        match table.0.fx.owned().await {
+            Ok(owned) => {
+                let mut missing = Vec::new();
+                for (id, vm) in due {
+                    if self.is_missing(table, &id, &vm, &owned) {
+                        missing.push((id, vm));
+                    }
+                }
+                let judged = join_all(missing.iter().map(|(id, vm)| judge(table, id, vm))).await;
+                for (judged, (id, _)) in judged.into_iter().zip(&missing) {
+                    match judged {
+                        Judged::Dead => drop(self.away.remove(id)),
+                        Judged::Alive => {
+                            if let Some(away) = self.away.get_mut(id) {
+                                away.missing = None;
+                            }
+                        }
+                        Judged::Unknown => {}
+                    }
+                }
+            }
+            Err(error) => {
+                warn!(%error, guests = due.len(), "guests are away, and the provider cannot say whether their VMs are there; asking again");
+                for (id, _) in due {
+                    if let Some(away) = self.away.get_mut(&id) {
+                        away.ask = now + grace;
+                    }
+                }
+            }
+        }
+    }
+
+    /// Whether two of the provider's lists, some time apart, lacked the VM.
+    fn is_missing(&mut self, table: &Sandboxes, id: &SandboxId, vm: &InstanceId, owned: &[Owned]) -> bool {
+        let grace = table.0.settings.vm_gone_grace;
+        let Some(away) = self.away.get_mut(id) else { return false };
+        let now = Instant::now();
+        let pod = table.pod(id);
+        let alive = |other: &&Owned| {
+            other.id == *vm && matches!(other.state, OwnedState::Pending | OwnedState::Running)
+        };
+        if let Some(vm) = owned.iter().find(alive) {
+            table.moved(id, vm.addresses.clone());
+            // The guest may come back; it has its lease for that.
+            (away.ask, away.missing) = (now + grace, None);
+            return false;
+        }
+        away.ask = now + pause(grace);
+        let Some(missing) = away.missing else {
+            warn!(sandbox = %id, pod = &*pod, %vm, away_for = ?away.since.elapsed(), "its guest is away and the provider does not show its VM; looking once more");
+            away.missing = Some(now);
+            return false;
+        };
+        now.duration_since(missing) >= pause(grace)
+    }
+}
+
+/// Judgement of a VM that the provider reported as ended.
+enum Heard {
+    Dead(SandboxId),
+    /// Not decided yet.
+    Later(InstanceId, String),
+    Nothing,
+}
+
+async fn hear(table: &Sandboxes, vm: InstanceId, why: String) -> Heard {
+    let Some((id, pod)) = table.of_vm(&vm) else { return Heard::Nothing };
+    match timeout(ADDRESSES, table.0.fx.addresses(&vm)).await {
+        Ok(Err(CloudError::NotFound { .. })) => {}
+        // The VM has addresses: it was started again after the reported end.
+        Ok(Ok(_)) => return Heard::Nothing,
+        Ok(Err(_)) | Err(_) => return Heard::Later(vm, why),
+    }
+    warn!(sandbox = %id, pod = &*pod, %vm, why, "its VM has ended");
+    match table.lost(&id, &vm, Some(why.clone())).await {
+        Ok(_) => Heard::Dead(id),
+        Err(error) => {
+            warn!(sandbox = %id, pod = &*pod, %vm, %error, "its failure cannot be recorded; trying again");
+            Heard::Later(vm, why)
+        }
+    }
+}
+
+/// Judgement of a VM that the provider's list does not show.
+enum Judged {
+    Dead,
+    /// The VM has addresses, or may have.
+    Alive,
+    Unknown,
+}
+
+async fn judge(table: &Sandboxes, id: &SandboxId, vm: &InstanceId) -> Judged {
+    let pod = table.pod(id);
+    match timeout(ADDRESSES, table.0.fx.addresses(vm)).await {
+        Ok(Err(CloudError::NotFound { .. })) => {}
+        Ok(Err(error)) => {
+            warn!(sandbox = %id, pod = &*pod, %vm, %error, "whether its VM is gone cannot be said; asking again");
+            return Judged::Unknown;
+        }
+        Ok(Ok(_)) | Err(_) => return Judged::Alive,
+    }
+    match table.lost(id, vm, None).await {
+        Ok(true) => Judged::Dead,
+        Ok(false) => {
+            info!(sandbox = %id, pod = &*pod, %vm, "it came back, or is stopped, just now");
+            Judged::Unknown
+        }
+        Err(error) => {
+            warn!(sandbox = %id, pod = &*pod, %vm, %error, "its failure cannot be recorded; trying again");
+            Judged::Unknown
+        }
+    }
+}
+
+/// Returns the pause between the two queries: a list may be some seconds old.
+fn pause(grace: Duration) -> Duration {
+    (grace / 4).max(Duration::from_millis(50))
+}
+
+impl Sandboxes {
+    /// Returns the running sandboxes with a link that is down, with their VMs.
+    fn away(&self) -> HashMap<SandboxId, InstanceId> {
+        let running: Vec<(SandboxId, InstanceId)> = {
+            let state = self.state();
+            let entries = state.entries.iter().filter_map(|(id, entry)| match entry {
+                Entry::Task(running) => match &running.view.borrow().phase {
+                    Phase::Running { vm } => Some((id.clone(), vm.clone())),
+                    _ => None,
+                },
+                Entry::Tombstone { .. } => None,
+            });
+            entries.collect()
+        };
+        running.into_iter().filter(|(id, _)| !self.0.fx.guest(id).borrow().connected).collect()
+    }
+}

@@ -1,0 +1,175 @@
+//! Supplies the relay with the encrypted tunnel's descriptors, and keeps the tunnel's endpoints for guests up to date.
+//! The descriptors are passed at the start, to each new relay, and to a relay that reports that it no longer carries
+//! packets. They are also passed after another program deletes something in the tunnel's private namespace, which this
+//! module watches. Touches `relay-fds.sock` only; the tunnel module defines the descriptors.
+
+use std::{net::SocketAddr, time::Duration};
+
+use peerpod_podnet::events::Events;
+use tokio::{
+    sync::watch,
+    task::spawn_blocking,
+    time::{sleep, timeout},
+};
+use tracing::{info, warn};
+
+use crate::{
+    effects::GuestAddresses,
+    relay_client::RelayClient,
+    tunnel::{FdHandoff, WireguardFds},
+};
+
+/// Interval of polls of the relay: the longest time that a failed data plane carries nothing.
+const LOOK_EVERY: Duration = Duration::from_secs(1);
+/// Pause after a failure.
+const AGAIN: Duration = Duration::from_millis(500);
+/// Debounce of changes in the private namespace, where pods come and go too. `AT_MOST` bounds the delay.
+const QUIET: Duration = Duration::from_millis(50);
+const AT_MOST: Duration = Duration::from_millis(500);
+/// Interval of checks of the addresses without a change signal: the provider may have reported others.
+const ADDRESSES_EVERY: Duration = Duration::from_secs(10);
+
+/// Runs for ever. `underlay` ticks when the node's own network changed.
+pub(crate) async fn run(
+    relay: RelayClient,
+    carrier: WireguardFds,
+    addresses: GuestAddresses,
+    underlay: watch::Receiver<u64>,
+) -> &'static str {
+    tokio::select! {
+        () = supply_always(&relay, &carrier) => {}
+        () = find_always(&carrier, &addresses, relay.listening(), underlay) => {}
+    }
+    "encrypted tunnel"
+}
+
+async fn supply_always(relay: &RelayClient, carrier: &WireguardFds) {
+    let mut epoch = relay.epoch();
+    let mut said = String::new();
+    let mut inside: Option<Events> = None;
+    loop {
+        if inside.is_none() {
+            // Without the watch, the next poll finds deletions.
+            inside = Events::of_underlay(carrier.inside()).ok();
+        }
+        let met = *epoch.borrow_and_update() > 0;
+        let mut pause = LOOK_EVERY;
+        if met {
+            match supply(relay, carrier).await {
+                Ok(()) => said.clear(),
+                Err(why) => {
+                    pause = AGAIN;
+                    if why != said {
+                        warn!(why, "the relay does not carry the encrypted tunnel; trying again");
+                        said = why;
+                    }
+                }
+            }
+        }
+        // Wakes for another relay, a change in the namespace, or the timer.
+        tokio::select! {
+            _ = epoch.changed() => {}
+            deaf = heard(&mut inside) => {
+                if deaf {
+                    inside = None;
+                }
+            }
+            () = sleep(pause) => {}
+        }
+    }
+}
+
+/// Waits for a change; returns whether the watch has failed.
+async fn heard(events: &mut Option<Events>) -> bool {
+    match events {
+        Some(events) => events.settled(QUIET, AT_MOST).await.is_err(),
+        None => std::future::pending().await,
+    }
+}
+
+async fn supply(relay: &RelayClient, carrier: &WireguardFds) -> Result<(), String> {
+    let held = relay.held(carrier.kind(), None).await.map_err(|error| error.to_string())?;
+    let wanted = {
+        let carrier = carrier.clone();
+        spawn_blocking(move || carrier.wanted(held.as_ref())).await.map_err(|error| error.to_string())?
+    };
+    let Some(FdHandoff { detail, descriptors }) = wanted.map_err(|error| error.to_string())? else {
+        return Ok(());
+    };
+    let taken = relay.hand_off(carrier.kind(), None, detail.0, descriptors).await;
+    carrier.taken(&taken.map_err(|error| error.to_string())?);
+    info!("the relay carries the encrypted tunnel");
+    Ok(())
+}
+
+/// Publishes the relay's addresses as soon as they change: a sandbox that follows the same change must not send its
+/// guest the old addresses.
+async fn find_always(
+    carrier: &WireguardFds,
+    addresses: &GuestAddresses,
+    mut listening: watch::Receiver<Option<SocketAddr>>,
+    mut underlay: watch::Receiver<u64>,
+) {
+    loop {
+        let bound = *listening.borrow_and_update();
+        underlay.borrow_and_update();
+        if let Ok(found) = addresses.now(bound) {
+            carrier.found_at(found.iter().map(SocketAddr::ip).collect());
+        }
+        // A closed channel sends no more changes; the timer still runs.
+        let news = async {
+            tokio::select! {
+                Ok(()) = listening.changed() => {}
+                Ok(()) = underlay.changed() => {}
+                else => std::future::pending().await,
+            }
+        };
+        drop(timeout(ADDRESSES_EVERY, news).await);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use peerpod_wireguard::NODE_INNER;
+
+    use super::*;
+    use crate::tunnel::{Kind, Netns, Reserved, Tunnel, TunnelConfig, WireguardConfig};
+
+    #[tokio::test]
+    async fn another_address_of_the_node_is_news_for_encrypted_tunnels_at_once() {
+        let folder = std::env::temp_dir().join(format!("peerpod-carry-{}", std::process::id()));
+        let config = TunnelConfig {
+            kind: Kind::Wireguard,
+            wireguard: Some(WireguardConfig {
+                port: 0,
+                key_dir: folder.join("key"),
+                netns: folder.join("wireguard.netns"),
+                relay: folder.join("relay-fds.sock"),
+            }),
+            ..TunnelConfig::default()
+        };
+        let node = Netns::scratch().unwrap();
+        let tunnel = node.run(|| Tunnel::open(config)).unwrap().unwrap();
+        let of = |kind| tunnel.news(&Reserved { kind, v6: false, port: 4789, devices: vec![] });
+        assert!(of(Kind::Vxlan).is_none());
+        let mut news = of(Kind::Wireguard).unwrap();
+        let addresses = GuestAddresses::new(vec![], "[::]:15151".parse().unwrap());
+        addresses.provider_says(vec!["192.0.2.1".parse().unwrap()]);
+        let (sender, underlay) = watch::channel(0);
+        let (carrier, known) = (tunnel.carrier().unwrap(), addresses.clone());
+        let (_listening, listens) = watch::channel(None);
+        let finding = tokio::spawn(async move { find_always(&carrier, &known, listens, underlay).await });
+        const SOON: Duration = Duration::from_secs(3);
+        timeout(SOON, news.changed()).await.expect("the first address").unwrap();
+        addresses.provider_says(vec!["192.0.2.2".parse().unwrap(), NODE_INNER.into()]);
+        sender.send_modify(|count| *count += 1);
+        timeout(SOON, news.changed()).await.expect("the other address, long before the next look").unwrap();
+        // The same addresses in the kernel's other order are no change.
+        addresses.provider_says(vec![NODE_INNER.into(), "192.0.2.2".parse().unwrap()]);
+        sender.send_modify(|count| *count += 1);
+        timeout(Duration::from_millis(200), news.changed()).await.unwrap_err();
+        finding.abort();
+        tunnel.close().await.unwrap();
+        std::fs::remove_dir_all(folder).unwrap();
+    }
+}

@@ -1,0 +1,252 @@
+//! Serves `relay-fds.sock`, over which the node passes descriptors. The relay has no right to open a socket in a pod's
+//! netns, nor a TUN device. The node opens them, and passes them again after a restart of the node or the relay.
+//!
+//! Each kind of descriptors is one [`Kind`]; `app` lists the kinds. This module enforces only limits: the permitted
+//! peers, the time for a message, and the number of connections. A descriptor that no kind takes is closed.
+
+use std::{
+    future::Future,
+    io,
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    path::Path,
+    sync::Arc,
+    time::Duration,
+};
+
+use async_trait::async_trait;
+use peerpod_base::fd_handoff::{Answer, Error, Header, VERSION, accept, check_peer, listen, receive, send};
+use peerpod_common::reactor;
+use rustix::net::{AddressFamily, SocketType, sockopt};
+use serde_json::Value;
+use tokio::{
+    io::{Interest, unix::AsyncFd},
+    task::JoinSet,
+    time::timeout,
+};
+
+use crate::{
+    id::SandboxId,
+    pause::Pause,
+    socket::{self, Bound},
+};
+
+/// Time limit for a connected peer's message.
+const MESSAGE: Duration = Duration::from_secs(5);
+/// Time limit for a kind to take its descriptors.
+const TAKE: Duration = Duration::from_secs(5);
+/// Limit of open connections; the node makes one at a time for each sandbox.
+const CONNECTIONS: usize = 64;
+
+/// All kinds.
+pub(crate) type Kinds = Vec<Arc<dyn Kind>>;
+
+/// One kind of descriptors.
+#[async_trait]
+pub(crate) trait Kind: Send + Sync {
+    /// Name of the kind in the header.
+    fn name(&self) -> &'static str;
+
+    /// Describes the descriptors held for this sandbox (`None`: for the node), in the kind's own format; `None` if it
+    /// holds none.
+    async fn held(&self, sandbox: Option<&SandboxId>) -> Option<Value>;
+
+    /// Duplicates the node's descriptors held under these names. By default none is returned.
+    fn copies(&self, _names: &[String]) -> io::Result<Vec<(String, OwnedFd)>> {
+        Ok(Vec::new())
+    }
+
+    /// Takes descriptors in place of the held ones. On an error, with a text for people, the held ones stay.
+    async fn take(&self, sandbox: Option<&SandboxId>, handed: Handed) -> Result<Value, String>;
+}
+
+/// Content of one message.
+#[derive(Debug)]
+pub(crate) struct Handed {
+    /// The header's detail field.
+    pub(crate) detail: Value,
+    descriptors: Vec<(String, OwnedFd)>,
+}
+
+impl Handed {
+    pub(crate) fn new(detail: Value, descriptors: Vec<(String, OwnedFd)>) -> Handed {
+        Handed { detail, descriptors }
+    }
+
+    /// Splits the message into detail, names and descriptors.
+    pub(crate) fn into_parts(self) -> (Value, Vec<String>, Vec<OwnedFd>) {
+        let (names, descriptors) = self.descriptors.into_iter().unzip();
+        (self.detail, names, descriptors)
+    }
+
+    /// Removes and returns the descriptor of this name; it must be a socket of this kind.
+    pub(crate) fn socket(&mut self, name: &str, wanted: Wanted) -> Result<OwnedFd, String> {
+        let descriptor = self.descriptor(name)?;
+        wanted.check(&descriptor).map_err(|why| format!("descriptor {name}: {why}"))?;
+        Ok(descriptor)
+    }
+
+    /// Removes and returns the descriptor of this name, of any type.
+    pub(crate) fn descriptor(&mut self, name: &str) -> Result<OwnedFd, String> {
+        let at = self.descriptors.iter().position(|(given, _)| given == name);
+        at.map(|at| self.descriptors.swap_remove(at).1).ok_or_else(|| format!("descriptor {name} is missing"))
+    }
+
+    /// Whether a descriptor of this name is left.
+    pub(crate) fn has(&self, name: &str) -> bool {
+        self.descriptors.iter().any(|(given, _)| given == name)
+    }
+
+    /// Fails if a descriptor is left: an unused descriptor is a mistake.
+    pub(crate) fn finish(&self) -> Result<(), String> {
+        match self.descriptors.first() {
+            Some((name, _)) => Err(format!("descriptor {name} is not known here; upgrade peerpod-relay")),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Required properties of a socket.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Wanted {
+    pub(crate) family: AddressFamily,
+    pub(crate) kind: SocketType,
+    /// Number of the protocol (`IPPROTO_*`, `NETLINK_*`); 0 is the family's default.
+    pub(crate) protocol: u32,
+    pub(crate) listens: bool,
+}
+
+impl Wanted {
+    fn check(self, socket: &OwnedFd) -> Result<(), String> {
+        let found: rustix::io::Result<_> = (|| {
+            let protocol = sockopt::socket_protocol(socket)?.map_or(0, |protocol| protocol.as_raw().get());
+            let listens = sockopt::socket_acceptconn(socket)?;
+            Ok((sockopt::socket_domain(socket)?, sockopt::socket_type(socket)?, protocol, listens))
+        })();
+        let (family, kind, protocol, listens) = found.map_err(|why| format!("it is no socket ({why})"))?;
+        if (family, kind, protocol, listens) == (self.family, self.kind, self.protocol, self.listens) {
+            return Ok(());
+        }
+        let (wanted, family) = (self.family.as_raw(), family.as_raw());
+        Err(format!(
+            "it is a socket of family {family}, {kind:?}, protocol {protocol}, listening: {listens}; \
+             wanted is family {wanted}, {:?}, protocol {}, listening: {}",
+            self.kind, self.protocol, self.listens
+        ))
+    }
+}
+
+/// Binds the socket for the owner alone.
+///
+/// # Errors
+/// See [`socket::bind`].
+pub(crate) fn bind(path: &Path) -> io::Result<(OwnedFd, Bound)> {
+    socket::place(path, listen)
+}
+
+/// Serves until the future is dropped; takes no descriptors during a pause of `pause`.
+pub(crate) fn serve(listener: OwnedFd, kinds: Kinds, pause: Pause) -> impl Future<Output = ()> + Send {
+    serve_within(listener, kinds, pause, MESSAGE)
+}
+
+async fn serve_within(listener: OwnedFd, kinds: Kinds, pause: Pause, patience: Duration) {
+    let listener = match reactor::register(listener, Interest::READABLE) {
+        Ok(listener) => listener,
+        Err(error) => {
+            tracing::error!(%error, "descriptors cannot be handed in");
+            return;
+        }
+    };
+    let kinds = Arc::new(kinds);
+    let mut open = JoinSet::new();
+    loop {
+        let accepted = tokio::select! {
+            accepted = listener.async_io(Interest::READABLE, |listener| accept(listener)) => accepted,
+            Some(_) = open.join_next() => continue,
+        };
+        match accepted {
+            Ok(connection) if open.len() < CONNECTIONS => {
+                open.spawn(one(connection, kinds.clone(), pause.clone(), patience));
+            }
+            Ok(_) => tracing::warn!(bound = CONNECTIONS, "a hand-in is refused: too many are under way"),
+            Err(error) => {
+                tracing::warn!(%error, "accept on relay-fds.sock failed");
+                tokio::time::sleep(Duration::from_millis(100)).await;
+            }
+        }
+    }
+}
+
+/// Serves one connection: one message, one answer.
+async fn one(connection: OwnedFd, kinds: Arc<Kinds>, pause: Pause, patience: Duration) {
+    if let Err(error) = check_peer(&connection) {
+        tracing::warn!(%error, "a hand-in is refused");
+        return;
+    }
+    let Ok(connection) = reactor::register(connection, Interest::READABLE) else { return };
+    let answer = match timeout(patience, message(&connection)).await {
+        Ok(Ok((header, descriptors))) => {
+            let _open = pause.pass().await;
+            judge(&kinds, header, descriptors).await
+        }
+        Ok(Err(error)) => Err(error.to_string()),
+        Err(_) => Err(format!("nothing was handed in within {patience:?}")),
+    };
+    let (mut answer, copies) = answer.unwrap_or_else(|error| {
+        tracing::warn!(error, "a hand-in is refused");
+        (Answer { error, ..Answer::default() }, Vec::new())
+    });
+    answer.version = VERSION;
+    let copies: Vec<BorrowedFd<'_>> = copies.iter().map(AsFd::as_fd).collect();
+    if let Err(error) = send(connection.as_fd(), &answer, &copies) {
+        tracing::debug!(%error, "the node did not wait for the answer to its hand-in");
+    }
+}
+
+async fn message(connection: &AsyncFd<OwnedFd>) -> Result<(Header, Vec<OwnedFd>), Error> {
+    let failed = |why| Error::Io { attempt: "wait for a hand-in".to_owned(), why };
+    loop {
+        let mut ready = connection.readable().await.map_err(failed)?;
+        match receive(connection.as_fd()) {
+            Err(Error::Io { why, .. }) if why.kind() == io::ErrorKind::WouldBlock => ready.clear_ready(),
+            other => return other,
+        }
+    }
+}
+
+/// Returns the answer and the descriptors to send with it.
+async fn judge(
+    kinds: &Kinds,
+    header: Header,
+    descriptors: Vec<OwnedFd>,
+) -> Result<(Answer, Vec<OwnedFd>), String> {
+    let Header { kind: name, sandbox, ask, descriptors: names, detail, .. } = header;
+    let kind = kinds
+        .iter()
+        .find(|kind| kind.name() == name)
+        .ok_or_else(|| format!("kind {name:?} is not known; upgrade peerpod-relay"))?;
+    let sandbox = sandbox.as_deref().map(SandboxId::parse).transpose().map_err(|error| error.to_string())?;
+    if ask {
+        let held = kind.held(sandbox.as_ref()).await;
+        let copies = if sandbox.is_none() { kind.copies(&names) } else { Ok(Vec::new()) };
+        let copies = copies.map_err(|why| format!("copy the {name} descriptors: {why}"))?;
+        let (descriptors, copies) = copies.into_iter().unzip();
+        let (held, detail) = (held.is_some(), held.unwrap_or_default());
+        return Ok((Answer { held, detail, descriptors, ..Answer::default() }, copies));
+    }
+    if descriptors.is_empty() {
+        return Err(format!("a hand-in of {name} without descriptors"));
+    }
+    if descriptors.len() != names.len() {
+        let (came, named) = (descriptors.len(), names.len());
+        return Err(format!("{came} descriptors came, {named} are named"));
+    }
+    let handed = Handed::new(detail, names.into_iter().zip(descriptors).collect());
+    let taken = timeout(TAKE, kind.take(sandbox.as_ref(), handed)).await;
+    let detail = taken.map_err(|_| format!("it took longer than {TAKE:?}"))??;
+    // The kind logs the pod, which is not known here.
+    tracing::debug!(kind = name, "descriptors taken");
+    Ok((Answer { held: true, detail, ..Answer::default() }, Vec::new()))
+}
+
+#[cfg(test)]
+mod tests;

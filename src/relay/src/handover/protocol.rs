@@ -1,0 +1,255 @@
+//! Messages between the two processes, over a `SOCK_SEQPACKET` socket: one byte for the type, then JSON or a piece of
+//! an item. An item is announced with its size, and follows in pieces, then its descriptors in batches.
+
+use std::{
+    io::{self, IoSlice, IoSliceMut},
+    mem::MaybeUninit,
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    time::Duration,
+};
+
+use peerpod_common::reactor;
+use rustix::{
+    io::Errno,
+    net::{
+        self, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
+        SendAncillaryMessage, SendFlags,
+    },
+};
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use tokio::io::{Interest, unix::AsyncFd};
+
+/// Longest packet, in bytes.
+const PACKET: usize = 48 << 10;
+/// Descriptors per packet; the kernel allows 253.
+const BATCH: usize = 128;
+/// Largest item, in bytes.
+const ITEM: u64 = 512 << 20;
+/// Most descriptors of one item.
+const DESCRIPTORS: u32 = 16 << 10;
+
+const ROOM: usize = rustix::cmsg_space!(ScmRights(BATCH));
+
+/// Type of a message.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub(super) enum What {
+    /// New to old: the sender and the versions that it supports.
+    Hello = 1,
+    /// Old to new: accepted, in this version.
+    Welcome = 2,
+    /// Either way: refused, with the reason; nothing has changed.
+    No = 3,
+    /// Old to new: an item follows.
+    Item = 4,
+    Piece = 5,
+    Descriptors = 6,
+    /// Old to new: all items were sent.
+    End = 7,
+    /// New to old: everything was received and can be served.
+    Taken = 8,
+    /// Old to new: the new process owns everything from now on.
+    Yours = 9,
+}
+
+impl What {
+    fn of(byte: u8) -> Option<What> {
+        use What::{Descriptors, End, Hello, Item, No, Piece, Taken, Welcome, Yours};
+        [Hello, Welcome, No, Item, Piece, Descriptors, End, Taken, Yours]
+            .into_iter()
+            .find(|w| *w as u8 == byte)
+    }
+}
+
+/// Sender of a Hello or Welcome.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Who {
+    pub(super) pid: u32,
+    /// Version of the program, for people.
+    pub(super) program: String,
+    /// In Hello the oldest and newest supported version, in Welcome the chosen one, twice.
+    pub(super) versions: (u32, u32),
+}
+
+/// Reason of a refusal.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Reason {
+    pub(super) why: String,
+}
+
+/// Announcement of an item.
+#[derive(Debug, Serialize, Deserialize)]
+struct Announced {
+    kind: String,
+    bytes: u64,
+    descriptors: u32,
+}
+
+/// One part of the handover. It may contain a key, so it does not implement `Debug`.
+pub(super) struct Item {
+    pub(super) kind: String,
+    pub(super) body: Vec<u8>,
+    pub(super) descriptors: Vec<OwnedFd>,
+}
+
+impl Item {
+    pub(super) fn new(kind: &str, body: &impl Serialize, descriptors: Vec<OwnedFd>) -> io::Result<Item> {
+        Ok(Item { kind: kind.to_owned(), body: serde_json::to_vec(body)?, descriptors })
+    }
+
+    pub(super) fn read<T: DeserializeOwned>(&self) -> Result<T, String> {
+        serde_json::from_slice(&self.body).map_err(|error| format!("read the {} item: {error}", self.kind))
+    }
+}
+
+/// Received message.
+#[derive(Debug)]
+pub(super) struct Message {
+    pub(super) what: What,
+    body: Vec<u8>,
+    descriptors: Vec<OwnedFd>,
+}
+
+impl Message {
+    pub(super) fn read<T: DeserializeOwned>(&self) -> io::Result<T> {
+        Ok(serde_json::from_slice(&self.body)?)
+    }
+}
+
+pub(super) fn invalid(why: impl Into<String>) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, why.into())
+}
+
+/// One end of the connection.
+pub(super) struct Wire {
+    socket: AsyncFd<OwnedFd>,
+}
+
+impl Wire {
+    /// Wraps a connected, non-blocking socket.
+    pub(super) fn new(socket: OwnedFd) -> io::Result<Wire> {
+        Ok(Wire { socket: reactor::register(socket, Interest::READABLE | Interest::WRITABLE)? })
+    }
+
+    pub(super) async fn say(&self, what: What, body: &impl Serialize) -> io::Result<()> {
+        self.send(what, &serde_json::to_vec(body)?, &[]).await
+    }
+
+    async fn send(&self, what: What, body: &[u8], descriptors: &[BorrowedFd<'_>]) -> io::Result<()> {
+        loop {
+            let sent = self
+                .socket
+                .async_io(Interest::WRITABLE, |socket| put(socket.as_fd(), what, body, descriptors))
+                .await;
+            match sent {
+                // Too many descriptors are in flight; the other end must read some first.
+                Err(error) if error.raw_os_error() == Some(Errno::TOOMANYREFS.raw_os_error()) => {
+                    tokio::time::sleep(Duration::from_millis(2)).await;
+                }
+                other => return other,
+            }
+        }
+    }
+
+    /// Sends a message without waiting, or fails.
+    pub(super) fn say_now(&self, what: What, body: &[u8]) -> io::Result<()> {
+        put(self.socket.get_ref().as_fd(), what, body, &[])
+    }
+
+    pub(super) async fn send_item(&self, item: &Item) -> io::Result<()> {
+        let descriptors =
+            u32::try_from(item.descriptors.len()).map_err(|_| invalid("too many descriptors"))?;
+        let announced = Announced { kind: item.kind.clone(), bytes: item.body.len() as u64, descriptors };
+        if announced.bytes > ITEM || descriptors > DESCRIPTORS {
+            return Err(invalid(format!("a {} item is larger than what can be handed over", item.kind)));
+        }
+        self.say(What::Item, &announced).await?;
+        for piece in item.body.chunks(PACKET) {
+            self.send(What::Piece, piece, &[]).await?;
+        }
+        for batch in item.descriptors.chunks(BATCH) {
+            let batch: Vec<BorrowedFd<'_>> = batch.iter().map(AsFd::as_fd).collect();
+            self.send(What::Descriptors, b"", &batch).await?;
+        }
+        Ok(())
+    }
+
+    /// Receives the next message; an unexpected end is an error of kind `UnexpectedEof`.
+    pub(super) async fn hear(&self) -> io::Result<Message> {
+        self.socket.async_io(Interest::READABLE, |socket| get(socket.as_fd())).await
+    }
+
+    /// Shuts the socket down and returns a message that has already arrived. A message that the other end sends later
+    /// fails there.
+    pub(super) fn drain(&self) -> io::Result<Message> {
+        net::shutdown(self.socket.get_ref(), net::Shutdown::Both)?;
+        get(self.socket.get_ref().as_fd())
+    }
+
+    /// Receives the rest of an announced item.
+    pub(super) async fn hear_item(&self, announced: &Message) -> io::Result<Item> {
+        let Announced { kind, bytes, descriptors } = announced.read()?;
+        if bytes > ITEM || descriptors > DESCRIPTORS {
+            return Err(invalid(format!("a {kind} item of {bytes} bytes and {descriptors} descriptors")));
+        }
+        let mut item = Item { kind, body: Vec::new(), descriptors: Vec::new() };
+        while (item.body.len() as u64) < bytes {
+            let piece = self.hear().await?;
+            if piece.what != What::Piece
+                || piece.body.is_empty()
+                || item.body.len() + piece.body.len() > bytes as usize
+            {
+                return Err(invalid(format!("a {} item is not what was announced", item.kind)));
+            }
+            item.body.extend_from_slice(&piece.body);
+        }
+        while item.descriptors.len() < descriptors as usize {
+            let batch = self.hear().await?;
+            if batch.what != What::Descriptors || batch.descriptors.is_empty() {
+                return Err(invalid(format!("a {} item lacks descriptors", item.kind)));
+            }
+            item.descriptors.extend(batch.descriptors);
+        }
+        Ok(item)
+    }
+}
+
+fn put(socket: BorrowedFd<'_>, what: What, body: &[u8], descriptors: &[BorrowedFd<'_>]) -> io::Result<()> {
+    let mut room = [MaybeUninit::uninit(); ROOM];
+    let mut control = SendAncillaryBuffer::new(&mut room);
+    if !descriptors.is_empty() && !control.push(SendAncillaryMessage::ScmRights(descriptors)) {
+        return Err(invalid("the descriptors do not fit"));
+    }
+    let kind = [what as u8];
+    let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+    net::sendmsg(socket, &[IoSlice::new(&kind), IoSlice::new(body)], &mut control, flags)?;
+    Ok(())
+}
+
+fn get(socket: BorrowedFd<'_>) -> io::Result<Message> {
+    let mut kind = [0];
+    let mut body = vec![0; PACKET + 1];
+    let mut room = [MaybeUninit::uninit(); ROOM];
+    let mut control = RecvAncillaryBuffer::new(&mut room);
+    let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;
+    let slices = &mut [IoSliceMut::new(&mut kind), IoSliceMut::new(&mut body)];
+    let got = net::recvmsg(socket, slices, &mut control, flags)?;
+    let mut descriptors = Vec::new();
+    for message in control.drain() {
+        if let RecvAncillaryMessage::ScmRights(rights) = message {
+            descriptors.extend(rights);
+        }
+    }
+    if got.flags.contains(ReturnFlags::CTRUNC) {
+        return Err(invalid("more descriptors than this process may open; raise its limit of open files"));
+    }
+    if got.bytes == 0 {
+        return Err(io::ErrorKind::UnexpectedEof.into());
+    }
+    if got.flags.contains(ReturnFlags::TRUNC) || got.bytes > PACKET + 1 {
+        return Err(invalid("a message is too long"));
+    }
+    let what = What::of(kind[0]).ok_or_else(|| invalid(format!("a message of kind {}", kind[0])))?;
+    body.truncate(got.bytes - 1);
+    Ok(Message { what, body, descriptors })
+}

@@ -1,0 +1,117 @@
+//! State of the queue as data, for another process. That process does not know which calls the node has received, and
+//! sends them again, as after a restart of the node. It also repeats the inbox writes that were under way.
+
+use std::time::{Duration, Instant};
+
+use peerpod_proto::ttrpc_frame::Request;
+use protobuf::Message;
+use serde::{Deserialize, Serialize};
+
+use super::{Caller, ConnId, Queue, Timer};
+use crate::{hypervisor::call::Kind, id::SandboxId, store::base64_bytes as base64};
+
+/// Time before a stop that was handed over goes to the inbox. It is less than the caller's second, and long enough for
+/// the node to connect to the new process.
+const STOP_GRACE: Duration = Duration::from_millis(200);
+
+/// The queue as data.
+#[derive(Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct QueueState {
+    /// Calls in their order.
+    calls: Vec<CallState>,
+    /// Stops in the inbox that the node may not have read.
+    unread: Vec<String>,
+}
+
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct CallState {
+    kind: Which,
+    sandbox: Option<String>,
+    /// Encoded request envelope.
+    #[serde(with = "base64")]
+    request: Vec<u8>,
+    /// Connection and stream.
+    caller: Option<(ConnId, u32)>,
+    /// Remaining time of the caller, in milliseconds.
+    left_ms: Option<u64>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+enum Which {
+    Create,
+    Start,
+    Stop,
+    Other,
+}
+
+impl Queue {
+    /// Returns the state at `now`. Internal calls are left out: their callers end with this process.
+    pub(crate) fn state(&self, now: Instant) -> QueueState {
+        let calls = self.calls.values().filter_map(|call| {
+            let caller = match call.caller {
+                Some(Caller::Internal(_)) => return None,
+                Some(Caller::Shim { conn, stream }) => Some((conn, stream)),
+                None => None,
+            };
+            let kind = match call.kind {
+                Kind::Create(_) => Which::Create,
+                Kind::Start(_) => Which::Start,
+                Kind::Stop(_) => Which::Stop,
+                Kind::Other => Which::Other,
+            };
+            let left = |at: Instant| u64::try_from(at.saturating_duration_since(now).as_millis()).ok();
+            Some(CallState {
+                kind,
+                sandbox: call.kind.id().map(ToString::to_string),
+                request: call.request.write_to_bytes().ok()?,
+                caller,
+                left_ms: call.deadline.and_then(left),
+            })
+        });
+        QueueState { calls: calls.collect(), unread: self.unread.keys().map(ToString::to_string).collect() }
+    }
+
+    /// Restores another process's calls; must be called before any other method.
+    ///
+    /// # Errors
+    /// Returns the reason if the state is inconsistent.
+    pub(crate) fn restore(&mut self, state: QueueState, now: Instant) -> Result<(), String> {
+        if state.calls.len() > 2 * self.limits.calls {
+            return Err(format!("{} calls are more than the bound", state.calls.len()));
+        }
+        let read = |id: &str| SandboxId::parse(id).map_err(|error| error.to_string());
+        for id in state.unread {
+            self.writings += 1;
+            self.unread.insert(read(&id)?, self.writings);
+        }
+        for call in state.calls {
+            let id = call.sandbox.as_deref().map(read).transpose()?;
+            let kind = match (call.kind, id) {
+                (Which::Create, Some(id)) => Kind::Create(id),
+                (Which::Start, Some(id)) => Kind::Start(id),
+                (Which::Stop, Some(id)) => Kind::Stop(id),
+                (Which::Other, None) => Kind::Other,
+                _ => return Err("a call without its sandbox".to_owned()),
+            };
+            let mut request = Request::parse_from_bytes(&call.request).map_err(|error| error.to_string())?;
+            request.timeout_nano = call.left_ms.map_or(0, |ms| {
+                i64::try_from(Duration::from_millis(ms.max(1)).as_nanos()).unwrap_or(i64::MAX)
+            });
+            let caller = call.caller.map(|(conn, stream)| Caller::Shim { conn, stream });
+            let is_stop = call.kind == Which::Stop;
+            let id = self.insert(caller, kind, request, now);
+            if is_stop {
+                self.timers.insert((now + STOP_GRACE, Timer::StopGrace(id)));
+            }
+        }
+        Ok(())
+    }
+
+    /// Ends the calls of connections that no longer exist.
+    pub(crate) fn keep_connections(&mut self, there: impl Fn(ConnId) -> bool, now: Instant) {
+        let gone: Vec<ConnId> = self.by_connection.keys().copied().filter(|conn| !there(*conn)).collect();
+        for conn in gone {
+            self.connection_closed(conn, now);
+        }
+    }
+}
