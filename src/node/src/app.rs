@@ -27,10 +27,10 @@ use ttrpc::asynchronous::transport::Listener;
 use crate::{
     cluster::{Cluster, pods::Reflector, show::About},
     config::NodeConfig,
-    effects::{self, GuestAddresses, Real, Surroundings},
     ledger::{self, Inbox, Ledger, Loaded},
     localhost::Localhost,
     metrics::Metrics,
+    ports::{self, GuestAddresses, NodePorts, Surroundings},
     relay_client::RelayClient,
     rotate::{self, SharedTrust},
     rpc::{self, Service},
@@ -191,7 +191,7 @@ pub async fn build(
     let addresses = GuestAddresses::new(config.relay_addresses.clone(), config.relay_listen);
 
     let boot_id = boot_id()?;
-    effects::tidy(&tunnel, &records, unread.iter().cloned(), &boot_id).await;
+    ports::tidy(&tunnel, &records, unread.iter().cloned(), &boot_id).await;
 
     preflight(&mut tasks, provider.clone(), addresses.clone(), &ready).await;
     {
@@ -214,7 +214,7 @@ pub async fn build(
         };
         (cluster, about)
     });
-    let fx = Arc::new(Real {
+    let fx = Arc::new(NodePorts {
         ledger,
         provider,
         tunnel,

@@ -44,7 +44,7 @@ pub use pods::{Found, Pods};
 pub use show::Shown;
 pub use writer::Recorded;
 
-use crate::{metrics::Metrics, sandbox::effects::Said, spec::PodRef};
+use crate::{metrics::Metrics, sandbox::ports::Said, spec::PodRef};
 use calls::Calls;
 use capacity::Capacity;
 use events::Events;

@@ -4,10 +4,10 @@
 pub mod app;
 pub mod cluster;
 pub mod config;
-pub mod effects;
 pub mod ledger;
 pub mod localhost;
 pub mod metrics;
+pub mod ports;
 pub mod registries;
 pub mod relay_client;
 pub mod rotate;

@@ -9,7 +9,7 @@ use peerpod_podnet::{localhost, netns::Netns};
 use tokio::task::spawn_blocking;
 use tracing::warn;
 
-use crate::{relay_client::RelayClient, sandbox::effects::NetworkError, spec::SandboxId};
+use crate::{relay_client::RelayClient, sandbox::ports::NetworkError, spec::SandboxId};
 
 /// Kind of these descriptors between node and relay.
 const KIND: &str = "localhost";

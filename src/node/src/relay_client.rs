@@ -29,7 +29,7 @@ use ttrpc::{asynchronous::transport::Socket, context::with_duration};
 
 use crate::{
     metrics::Metrics,
-    sandbox::effects::{Guest, RelayError},
+    sandbox::ports::{Guest, RelayError},
     spec::SandboxId,
 };
 
@@ -192,7 +192,7 @@ impl RelayClient {
         self.0.connected.subscribe()
     }
 
-    /// See [`crate::sandbox::effects::Effects::relay_epoch`].
+    /// See [`crate::sandbox::ports::Ports::relay_epoch`].
     pub fn epoch(&self) -> watch::Receiver<u64> {
         self.0.epoch.subscribe()
     }

@@ -17,7 +17,7 @@ use tracing::{error, info, warn};
 
 use crate::{
     relay_client::RelayClient,
-    sandbox::{Sandboxes, View, effects::Trusted},
+    sandbox::{Sandboxes, View, ports::Trusted},
     trust::{Error, Stage, Trust},
 };
 

@@ -2,7 +2,7 @@
 //! ledger records before every operation.
 //!
 //! * [`phase`]: the phases of a sandbox and their transitions; pure.
-//! * [`effects`]: the port to clock, disk, cloud, pod network, relay and trust.
+//! * [`ports`]: the port to clock, disk, cloud, pod network, relay and trust.
 //! * `task` (with `steps`, `completions`, `claims`, `clear`, `in_flight`): the owner of one sandbox's state.
 //! * `follow`, `renew`, `pull`, `localhost`: upkeep of a running sandbox.
 //! * `batch`: one create call for the VMs of several sandboxes. `tickets`: maps a ticket to its sandbox.
@@ -16,8 +16,8 @@
 
 use std::{path::PathBuf, time::Duration};
 
-pub mod effects;
 pub mod phase;
+pub mod ports;
 pub mod recover;
 
 mod batch;

@@ -17,7 +17,7 @@ use tokio::sync::Semaphore;
 pub use ask::Given;
 pub use config::SecretsConfig;
 
-use crate::{sandbox::effects::PullSecretError, spec::PodRef};
+use crate::{sandbox::ports::PullSecretError, spec::PodRef};
 
 /// Concurrent requests. The service allows a node more; the rest is for a second node process during an upgrade.
 const AT_ONCE: usize = 8;

@@ -14,7 +14,7 @@ use tokio::{
 use tracing::{info, warn};
 
 use crate::{
-    effects::GuestAddresses,
+    ports::GuestAddresses,
     relay_client::RelayClient,
     tunnel::{FdHandoff, WireguardFds},
 };

@@ -28,7 +28,7 @@ use super::{
     calls::{Calls, is_away},
     pods::Reflector,
 };
-use crate::{metrics::Metrics, sandbox::effects::Said, spec::PodRef};
+use crate::{metrics::Metrics, sandbox::ports::Said, spec::PodRef};
 
 /// Component that reports the Events.
 const COMPONENT: &str = "peerpod-node";

@@ -23,7 +23,7 @@ pub struct Batch {
     pub request: CreateRequest,
     /// Ticket that each VM shows in order to join. Its id is the batch's id.
     pub ticket: Ticket,
-    /// Id of the CAs in the user-data, which the guests trust (see `Trusted` of the effects).
+    /// Id of the CAs in the user-data, which the guests trust (see `Trusted` of the ports).
     pub trust: String,
     /// Sandboxes that get a VM; the position in the list is the member index. The call requests as many VMs.
     pub members: Vec<Member>,

@@ -68,7 +68,7 @@ pub struct Record {
     /// The key that used the ticket.
     #[serde(default)]
     pub binding: Option<Binding>,
-    /// Id of the CAs that the guest trusts, from its user-data or received since (see `Trusted` of the effects).
+    /// Id of the CAs that the guest trusts, from its user-data or received since (see `Trusted` of the ports).
     #[serde(default)]
     pub trust: Option<String>,
     /// The VM's addresses, as the cloud reports them.

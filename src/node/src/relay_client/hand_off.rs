@@ -11,7 +11,7 @@ use serde_json::Value;
 use tokio::{task::spawn_blocking, time::timeout};
 
 use super::RelayClient;
-use crate::{sandbox::effects::RelayError, spec::SandboxId};
+use crate::{sandbox::ports::RelayError, spec::SandboxId};
 
 /// Timeout of the relay's answer; the relay answers at once unless it is stuck.
 const PATIENCE: Duration = Duration::from_secs(10);

@@ -9,7 +9,7 @@
 //! All VMs of a batch have the same user-data, and so the same ticket. The node identifies each guest of a batch by its
 //! source address (`tickets.rs`).
 //!
-//! Reaches the outside only through [`Effects`]; uses the sandboxes' records, never their tasks.
+//! Reaches the outside only through [`Ports`]; uses the sandboxes' records, never their tasks.
 
 mod run;
 
@@ -29,8 +29,8 @@ use tokio::{
 
 use super::{
     Settings,
-    effects::{CloudError, Effects},
     phase::Phase,
+    ports::{CloudError, Ports},
     tickets::Tickets,
 };
 use crate::{
@@ -89,7 +89,7 @@ enum Status {
 pub(super) struct Batches(Arc<Inner>);
 
 struct Inner {
-    fx: Arc<dyn Effects>,
+    fx: Arc<dyn Ports>,
     settings: Arc<Settings>,
     metrics: Metrics,
     tickets: Arc<Tickets>,
@@ -130,7 +130,7 @@ pub(super) enum Claimed {
 
 impl Batches {
     pub(super) fn new(
-        fx: Arc<dyn Effects>,
+        fx: Arc<dyn Ports>,
         settings: Arc<Settings>,
         metrics: Metrics,
         tickets: Arc<Tickets>,

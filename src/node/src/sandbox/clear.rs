@@ -6,7 +6,7 @@ use std::{net::IpAddr, sync::Arc, time::Duration};
 use peerpod_proto::guest::{Flush, Request};
 use peerpod_provider_api::InstanceId;
 
-use super::effects::Effects;
+use super::ports::Ports;
 use crate::{
     ledger::{NetnsRef, Network},
     spec::SandboxId,
@@ -25,14 +25,14 @@ pub(super) struct Left {
     pub(super) network: Option<Undo>,
 }
 
-/// Arguments of [`Effects::release`].
+/// Arguments of [`Ports::release`].
 #[derive(Clone, Debug)]
 pub(super) struct Release {
     pub(super) uid: String,
     pub(super) vm: Option<InstanceId>,
 }
 
-/// Arguments of [`Effects::disconnect`].
+/// Arguments of [`Ports::disconnect`].
 #[derive(Clone, Debug)]
 pub(super) struct Undo {
     pub(super) netns: NetnsRef,
@@ -58,7 +58,7 @@ impl Left {
 }
 
 /// Tries each remaining step once.
-pub(super) async fn pass(fx: Arc<dyn Effects>, mut left: Left) -> Pass {
+pub(super) async fn pass(fx: Arc<dyn Ports>, mut left: Left) -> Pass {
     let (mut reached, mut errors) = (Vec::new(), Vec::new());
     if let Some(timeout) = left.flush.take() {
         let request = flush_request();

@@ -12,11 +12,11 @@ use super::{
     batch::{BatchMember, CreatePath},
     clear::Pass,
     console::Console,
-    effects::{CloudError, Effects, Retry},
     error::Error,
     follow::Told,
     in_flight::{Completion, Which},
     phase::{Event, Phase, next},
+    ports::{CloudError, Ports, Retry},
     task::{Task, Unapplied},
 };
 use crate::{ledger::Record, volumes::PodVolumes};
@@ -618,7 +618,7 @@ impl From<Error> for Unapplied {
 }
 
 /// Returns the end of the VM's console, if the provider offers it.
-pub(super) async fn console_of(fx: &dyn Effects, vm: &InstanceId) -> Option<Console> {
+pub(super) async fn console_of(fx: &dyn Ports, vm: &InstanceId) -> Option<Console> {
     let text = tokio::time::timeout(CONSOLE, fx.console(vm)).await.ok().flatten();
     text.map(|text| Console::read(&text))
 }

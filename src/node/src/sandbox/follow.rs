@@ -11,9 +11,9 @@ use tracing::{error, info, warn};
 
 use super::{
     completions::clip,
-    effects::{CloudError, Followed, NetworkError},
     in_flight::{Completion, Which},
     phase::Phase,
+    ports::{CloudError, Followed, NetworkError},
     steps::address,
     task::{Task, Unapplied},
 };

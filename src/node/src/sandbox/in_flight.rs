@@ -13,8 +13,8 @@ use zeroize::Zeroizing;
 
 use super::{
     batch::BatchMember,
-    effects::{CloudError, Followed, NetworkError, PullSecretError, RelayError, Trusted},
     follow::Heard,
+    ports::{CloudError, Followed, NetworkError, PullSecretError, RelayError, Trusted},
 };
 use crate::{ledger::Network, volumes::PodVolumes};
 

@@ -2,8 +2,8 @@
 //! after each later update of the relay. No pod waits for it: a pod runs without the redirection.
 
 use super::{
-    effects::NetworkError,
     in_flight::{Completion, Which},
+    ports::NetworkError,
     task::Task,
 };
 

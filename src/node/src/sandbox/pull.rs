@@ -12,9 +12,9 @@ use zeroize::Zeroizing;
 
 use super::{
     completions::clip,
-    effects::PullSecretError,
     in_flight::{Completion, Which},
     phase::Phase,
+    ports::PullSecretError,
     task::Task,
 };
 

@@ -88,7 +88,7 @@ impl Sandboxes {
     ///
     /// # Errors
     /// The provider cannot be queried.
-    pub async fn owned(&self) -> Result<Vec<Owned>, super::effects::CloudError> {
+    pub async fn owned(&self) -> Result<Vec<Owned>, super::ports::CloudError> {
         self.0.fx.owned().await
     }
 }

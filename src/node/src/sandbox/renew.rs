@@ -10,8 +10,8 @@ use tracing::{error, info};
 
 use super::{
     completions::clip,
-    effects::Trusted,
     in_flight::{Completion, Which},
+    ports::Trusted,
     task::{Task, Unapplied},
 };
 

@@ -18,9 +18,9 @@ use super::{
     batch::{BatchMember, CreatePath},
     claims::fingerprints,
     clear::{self, Left, Release, Undo},
-    effects::RelayError,
     in_flight::Completion,
     phase::{Phase, Step, desired},
+    ports::RelayError,
     task::Task,
 };
 use crate::{
@@ -168,7 +168,7 @@ impl Task {
     }
 
     /// Looks for the VM by the key of the phase's attempt.
-    pub(super) fn find(&mut self, after: Option<super::effects::CloudError>) {
+    pub(super) fn find(&mut self, after: Option<super::ports::CloudError>) {
         let (Phase::Booting { attempt } | Phase::Unwanted { attempt }) = self.record.phase else { return };
         let (fx, key) = (self.fx.clone(), self.key(attempt));
         self.in_flight.cloud.start(async move {

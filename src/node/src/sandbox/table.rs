@@ -21,11 +21,11 @@ use super::{
     Settings,
     batch::Batches,
     claims::{Claim, Claims},
-    effects::Effects,
     error::{ClaimRefused, Error, Granted},
     follow::Following,
     in_flight::Slots,
     phase::Phase,
+    ports::Ports,
     pull::Pull,
     reports::Reports,
     restart::PanicGuard,
@@ -56,7 +56,7 @@ pub struct CreateVm {
 pub struct Sandboxes(pub(super) Arc<Inner>);
 
 pub(super) struct Inner {
-    pub(super) fx: Arc<dyn Effects>,
+    pub(super) fx: Arc<dyn Ports>,
     pub(super) settings: Arc<Settings>,
     pub(super) metrics: Metrics,
     pub(super) batches: Batches,
@@ -75,7 +75,7 @@ const ANOTHER: Duration = Duration::from_secs(5);
 
 impl Sandboxes {
     /// Returns an empty table.
-    pub fn new(fx: Arc<dyn Effects>, settings: Settings, metrics: Metrics) -> Sandboxes {
+    pub fn new(fx: Arc<dyn Ports>, settings: Settings, metrics: Metrics) -> Sandboxes {
         let (settings, tickets) = (Arc::new(settings), Arc::<Tickets>::default());
         Sandboxes(Arc::new(Inner {
             batches: Batches::new(fx.clone(), settings.clone(), metrics.clone(), tickets.clone()),

@@ -19,11 +19,11 @@ use super::{
     claims::{Claim, Claims},
     clear::Left,
     completions::console_of,
-    effects::{Effects, Guest, Said, Trusted},
     error::{Error, Granted},
     follow::{Following, NodeEndpoints, Told},
     in_flight::{Completion, Slots, Which},
     phase::{self, Event, Phase, Step},
+    ports::{Guest, Ports, Said, Trusted},
     pull::Pull,
     renew::Renewal,
     reports::Reports,
@@ -90,7 +90,7 @@ pub(super) enum Unapplied {
 }
 
 pub(super) struct Task {
-    pub(super) fx: Arc<dyn Effects>,
+    pub(super) fx: Arc<dyn Ports>,
     pub(super) settings: Arc<Settings>,
     pub(super) metrics: Metrics,
     pub(super) record: Record,

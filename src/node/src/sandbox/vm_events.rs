@@ -6,7 +6,7 @@ use std::{sync::Arc, time::SystemTime};
 use peerpod_provider_api::InstanceId;
 use tracing::{info, warn};
 
-use super::{Sandboxes, completions::clip, effects::Said, error::Error, table::Entry};
+use super::{Sandboxes, completions::clip, error::Error, ports::Said, table::Entry};
 use crate::spec::{PodRef, SandboxId};
 
 impl Sandboxes {

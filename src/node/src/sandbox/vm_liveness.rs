@@ -15,7 +15,7 @@ use peerpod_provider_api::{EventKind, InstanceId, Owned, OwnedState, ProviderEve
 use tokio::time::{Instant, sleep_until, timeout};
 use tracing::{info, warn};
 
-use super::{Sandboxes, effects::CloudError, phase::Phase, table::Entry};
+use super::{Sandboxes, phase::Phase, ports::CloudError, table::Entry};
 use crate::spec::SandboxId;
 
 /// Time limit for the provider to report that it has no addresses for a VM. For a VM that exists, the call may wait

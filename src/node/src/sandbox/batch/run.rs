@@ -11,7 +11,7 @@ use tracing::{error, info, warn};
 use super::{BatchRun, Batches, Status};
 use crate::{
     ledger::{BATCH_VERSION, Batch, Rest},
-    sandbox::effects::{CloudError, Made},
+    sandbox::ports::{CloudError, Made},
 };
 
 /// First backoff pause; doubles with each failure.

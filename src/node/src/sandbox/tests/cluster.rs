@@ -7,7 +7,7 @@ use tokio::time::Instant;
 use super::{node::*, world::*};
 use crate::sandbox::{
     Settings, Stop,
-    effects::{CloudError, Effects},
+    ports::{CloudError, Ports},
 };
 
 /// Returns a world with a cluster.

@@ -7,7 +7,7 @@ use peerpod_provider_api::Error as CloudError;
 use tokio::time::Instant;
 
 use super::{node::*, world::*};
-use crate::sandbox::{ClaimRefused, Error, Settings, Stop, effects::NetworkError, phase::MAX_ATTEMPTS};
+use crate::sandbox::{ClaimRefused, Error, Settings, Stop, phase::MAX_ATTEMPTS, ports::NetworkError};
 
 fn capacity() -> CloudError {
     CloudError::capacity("m6a.large", "no m6a.large left in eu-north-1a")

@@ -9,7 +9,7 @@ use std::{
 use zeroize::Zeroizing;
 
 use super::{node::*, world::*};
-use crate::sandbox::effects::PullSecretError;
+use crate::sandbox::ports::PullSecretError;
 
 const EVERY: Duration = Duration::from_secs(600);
 const DEADLINE: Duration = Duration::from_secs(5);

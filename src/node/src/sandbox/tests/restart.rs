@@ -12,7 +12,7 @@ use super::{node::*, world::*};
 use crate::{
     ledger::{Inbox, Ledger},
     rpc,
-    sandbox::{ClaimRefused, Error, Stop, effects::Trusted, recover::Orphans},
+    sandbox::{ClaimRefused, Error, Stop, ports::Trusted, recover::Orphans},
 };
 
 fn note(dir: &Dir, name: &str) {

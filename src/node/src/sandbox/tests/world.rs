@@ -32,11 +32,11 @@ use zeroize::Zeroizing;
 
 use crate::{
     ledger::{Batch, Error as LedgerError, Ledger, NetnsRef, Network, Record},
-    sandbox::effects::{
-        Certificate, CloudError, Effects, Followed, Guest, Made, NetworkError, PullSecretError, RelayError,
-        Said, Trusted,
-    },
     sandbox::follow::NodeEndpoints,
+    sandbox::ports::{
+        Certificate, Clock, Cloud, CloudError, Followed, Guest, Identity, Kubernetes, Made, NetworkError,
+        PodNetwork, PullSecretError, Relay, RelayError, Said, Storage, Store, Trusted,
+    },
     spec::{PodRef, SandboxId},
     trust::Ticket,
 };
@@ -545,31 +545,14 @@ impl Drop for OnTheWire {
     }
 }
 
-#[async_trait]
-impl Effects for Fake {
+impl Clock for Fake {
     fn now_ms(&self) -> u64 {
         self.start_ms + self.start.elapsed().as_millis() as u64
     }
+}
 
-    fn ticket(&self, ttl: Duration) -> Result<Ticket, String> {
-        let now = UNIX_EPOCH + Duration::from_millis(self.now_ms());
-        Ticket::new_at(now, ttl).map_err(|error| error.to_string())
-    }
-
-    async fn settled(&self) {}
-
-    fn user_data(&self, ticket: &Ticket, claims: u32) -> Result<String, String> {
-        let addresses = ["10.99.0.1:15151".parse().unwrap()];
-        Ok(crate::user_data::user_data(
-            ticket,
-            claims,
-            &addresses,
-            None,
-            &[[7; 32]],
-            Duration::from_secs(900),
-        ))
-    }
-
+#[async_trait]
+impl Store for Fake {
     async fn save(&self, record: &Record) -> Result<(), LedgerError> {
         self.fuse.boundary().await;
         let full = || LedgerError::Write {
@@ -588,6 +571,16 @@ impl Effects for Fake {
         self.world.state().saves += 1;
         self.fuse.boundary().await;
         Ok(())
+    }
+
+    async fn forget(&self, id: &SandboxId) -> Result<(), LedgerError> {
+        self.fuse.boundary().await;
+        self.ledger.remove(id)
+    }
+
+    async fn recall(&self, id: &SandboxId) -> Result<Option<Record>, LedgerError> {
+        self.fuse.boundary().await;
+        self.ledger.read(id)
     }
 
     async fn save_batch(&self, batch: &Batch) -> Result<(), LedgerError> {
@@ -613,17 +606,10 @@ impl Effects for Fake {
         self.fuse.boundary().await;
         Ok(())
     }
+}
 
-    async fn forget(&self, id: &SandboxId) -> Result<(), LedgerError> {
-        self.fuse.boundary().await;
-        self.ledger.remove(id)
-    }
-
-    async fn recall(&self, id: &SandboxId) -> Result<Option<Record>, LedgerError> {
-        self.fuse.boundary().await;
-        self.ledger.read(id)
-    }
-
+#[async_trait]
+impl Cloud for Fake {
     async fn place(&self, request: &CreateRequest) -> Result<Option<Placement>, CloudError> {
         assert_eq!(request.placement, None, "an attempt has its place already");
         self.fuse.boundary().await;
@@ -640,28 +626,6 @@ impl Effects for Fake {
         let mut state = self.world.state();
         state.placed += 1;
         Ok(Some(Placement::new(format!("place {}", state.placed)).unwrap()))
-    }
-
-    fn is_in_cluster(&self) -> bool {
-        self.world.in_cluster.load(Ordering::Relaxed)
-    }
-
-    async fn announce(&self, record: &Record) -> Option<String> {
-        self.fuse.boundary().await;
-        let takes = *self.world.announce_takes.lock().unwrap();
-        tokio::time::sleep(takes).await;
-        let mut state = self.world.state();
-        let calls = state.create_calls;
-        state.announced.push((record.id.to_string(), calls));
-        Some(format!("uid of {}", record.pod_name()))
-    }
-
-    fn show(&self, record: &Record) {
-        self.world.state().shown.insert(record.id.to_string(), record.phase.name().to_owned());
-    }
-
-    fn tell(&self, pod: &PodRef, said: Said) {
-        self.world.state().said.push((pod.to_string(), said.reason, said.text));
     }
 
     async fn create(&self, request: &CreateRequest, key: &IdempotencyKey) -> Result<InstanceId, CloudError> {
@@ -767,11 +731,6 @@ impl Effects for Fake {
         Ok(state.vms.iter().find(|(_, vm)| vm.key == *key).map(|(id, _)| id.clone()))
     }
 
-    fn events(&self) -> BoxStream<'static, ProviderEvent> {
-        let told = self.world.events.subscribe();
-        stream::unfold(told, |mut told| async move { Some((told.recv().await.ok()?, told)) }).boxed()
-    }
-
     async fn owned(&self) -> Result<Vec<Owned>, CloudError> {
         self.fuse.boundary().await;
         if let Some(error) = self.world.owned_fails.lock().unwrap().clone() {
@@ -791,6 +750,11 @@ impl Effects for Fake {
             node: None,
         });
         Ok(owned.collect())
+    }
+
+    fn events(&self) -> BoxStream<'static, ProviderEvent> {
+        let told = self.world.events.subscribe();
+        stream::unfold(told, |mut told| async move { Some((told.recv().await.ok()?, told)) }).boxed()
     }
 
     async fn addresses(&self, vm: &InstanceId) -> Result<Vec<IpAddr>, CloudError> {
@@ -834,6 +798,41 @@ impl Effects for Fake {
         Some(self.world.console.lock().unwrap().clone())
     }
 
+    async fn disk_grown(&self, _vm: &InstanceId, _disk: &DiskRequest, _bytes: u64) -> Result<(), CloudError> {
+        Ok(())
+    }
+}
+
+#[async_trait]
+impl Storage for Fake {
+    async fn volumes(&self, _pod: &PodRef) -> Result<Option<PodVolumes>, String> {
+        Ok(None)
+    }
+
+    async fn credentials(&self, volumes: &PodVolumes) -> Result<Vec<Option<Zeroizing<Vec<u8>>>>, String> {
+        Ok(vec![None; volumes.volumes.len()])
+    }
+
+    async fn expect_vm(&self, _id: &SandboxId, _volumes: &PodVolumes) -> Result<(), CloudError> {
+        Ok(())
+    }
+
+    async fn attach(
+        &self,
+        _id: &SandboxId,
+        _vm: &InstanceId,
+        volumes: PodVolumes,
+    ) -> Result<PodVolumes, CloudError> {
+        Ok(volumes)
+    }
+
+    async fn release(&self, _id: &SandboxId, _vm: Option<&InstanceId>, _uid: &str) -> Result<(), CloudError> {
+        Ok(())
+    }
+}
+
+#[async_trait]
+impl PodNetwork for Fake {
     async fn netns(&self, path: &Path) -> Result<NetnsRef, NetworkError> {
         if self.world.state().dead_netns.contains(path) {
             return Err(NetworkError { text: "no such file".into(), permanent: true });
@@ -871,6 +870,29 @@ impl Effects for Fake {
             return Err(NetworkError { text: "EBUSY, done".into(), permanent: false });
         }
         Ok(Network { v6, tunnel: RawValue::from_string("{}".into()).unwrap() })
+    }
+
+    async fn reserve_encrypted(
+        &self,
+        netns: &NetnsRef,
+        id: &SandboxId,
+        v6: bool,
+    ) -> Result<Network, NetworkError> {
+        self.reserve(netns, id, v6, None).await
+    }
+
+    fn is_unsuited(
+        &self,
+        _network: &Network,
+        _vm: IpAddr,
+        _addresses: &[IpAddr],
+        _from: Option<IpAddr>,
+    ) -> bool {
+        false
+    }
+
+    fn tunnel_peer(&self, _network: &Network, _key: &[u8]) -> Option<TunnelPeer> {
+        None
     }
 
     async fn connect(
@@ -920,8 +942,8 @@ impl Effects for Fake {
         self.world.noise.subscribe()
     }
 
-    fn node_endpoints(&self) -> watch::Receiver<NodeEndpoints> {
-        self.world.node_endpoints.subscribe()
+    async fn carry_localhost(&self, _netns: &NetnsRef, _id: &SandboxId) -> Result<(), NetworkError> {
+        Ok(())
     }
 
     async fn disconnect(
@@ -942,19 +964,10 @@ impl Effects for Fake {
             Some(_) => Err(NetworkError { text: "EBUSY".into(), permanent: false }),
         }
     }
+}
 
-    fn images(&self, pull_secret: &str) -> Option<Images> {
-        Some(Images { pull_secret: pull_secret.to_owned(), ..Images::default() })
-    }
-
-    fn pull_secrets_every(&self) -> Option<Duration> {
-        self.world.secrets.every()
-    }
-
-    async fn pull_secret(&self, _: &PodRef) -> Result<Zeroizing<String>, PullSecretError> {
-        self.world.secrets.ask().await
-    }
-
+#[async_trait]
+impl Relay for Fake {
     fn relay_epoch(&self) -> watch::Receiver<u64> {
         self.world.epoch.subscribe()
     }
@@ -1016,6 +1029,32 @@ impl Effects for Fake {
         drop(state);
         Ok(Reply { error: self.world.guest_error.lock().unwrap().clone(), ..Reply::default() })
     }
+}
+
+#[async_trait]
+impl Identity for Fake {
+    fn ticket(&self, ttl: Duration) -> Result<Ticket, String> {
+        let now = UNIX_EPOCH + Duration::from_millis(self.now_ms());
+        Ticket::new_at(now, ttl).map_err(|error| error.to_string())
+    }
+
+    async fn settled(&self) {}
+
+    fn user_data(&self, ticket: &Ticket, claims: u32) -> Result<String, String> {
+        let addresses = ["10.99.0.1:15151".parse().unwrap()];
+        Ok(crate::user_data::user_data(
+            ticket,
+            claims,
+            &addresses,
+            None,
+            &[[7; 32]],
+            Duration::from_secs(900),
+        ))
+    }
+
+    fn node_endpoints(&self) -> watch::Receiver<NodeEndpoints> {
+        self.world.node_endpoints.subscribe()
+    }
 
     fn trusted(&self) -> watch::Receiver<Arc<Trusted>> {
         self.world.trusted.subscribe()
@@ -1032,5 +1071,42 @@ impl Effects for Fake {
         leaf.extend(self.world.state().dice.below(u64::MAX).to_be_bytes());
         let certificate_sha256 = Sha256::digest(&leaf).into();
         Ok(Certificate { key_sha256, certificate_sha256, chain: vec![leaf, b"ca".to_vec()] })
+    }
+}
+
+#[async_trait]
+impl Kubernetes for Fake {
+    fn is_in_cluster(&self) -> bool {
+        self.world.in_cluster.load(Ordering::Relaxed)
+    }
+
+    async fn announce(&self, record: &Record) -> Option<String> {
+        self.fuse.boundary().await;
+        let takes = *self.world.announce_takes.lock().unwrap();
+        tokio::time::sleep(takes).await;
+        let mut state = self.world.state();
+        let calls = state.create_calls;
+        state.announced.push((record.id.to_string(), calls));
+        Some(format!("uid of {}", record.pod_name()))
+    }
+
+    fn show(&self, record: &Record) {
+        self.world.state().shown.insert(record.id.to_string(), record.phase.name().to_owned());
+    }
+
+    fn tell(&self, pod: &PodRef, said: Said) {
+        self.world.state().said.push((pod.to_string(), said.reason, said.text));
+    }
+
+    fn images(&self, pull_secret: &str) -> Option<Images> {
+        Some(Images { pull_secret: pull_secret.to_owned(), ..Images::default() })
+    }
+
+    fn pull_secrets_every(&self) -> Option<Duration> {
+        self.world.secrets.every()
+    }
+
+    async fn pull_secret(&self, _: &PodRef) -> Result<Zeroizing<String>, PullSecretError> {
+        self.world.secrets.ask().await
     }
 }

@@ -13,7 +13,7 @@ use tracing::{debug, warn};
 use super::{Surroundings, open};
 use crate::{
     ledger::NetnsRef,
-    sandbox::{effects::NetworkError, follow::Heard},
+    sandbox::{follow::Heard, ports::NetworkError},
     tunnel::{Reserved, Tunnel},
 };
 

@@ -1,12 +1,12 @@
-//! Defines the port between a sandbox and its environment: clock, disk, cloud, pod network, relay, trust.
+//! Defines the ports between a sandbox and its environment, one trait each.
 //!
-//! Tests implement it with a fake world, stop time, and fail or kill at every call. The production implementation is
-//! [`crate::effects`]. No method retries: the task decides whether and when to retry.
+//! Tests implement them with a fake world, stop time, and fail or kill at every call. The production implementation is
+//! [`crate::ports`]. No method retries: the task decides whether and when to retry.
 
 use std::{net::IpAddr, num::NonZeroU32, path::Path, sync::Arc, time::Duration};
 
 use async_trait::async_trait;
-use futures_util::stream::{self, BoxStream, StreamExt};
+use futures_util::stream::BoxStream;
 use peerpod_proto::{
     guest::{Images, NetworkPlan, Reply, Request},
     relay::{PutSandboxRequest, TunnelPeer},
@@ -121,27 +121,15 @@ pub struct Said {
     pub text: String,
 }
 
-/// All operations of a sandbox on its environment. Every method may be called again after a crash.
-#[async_trait]
-pub trait Effects: Send + Sync + 'static {
+/// Port to the clock of the records.
+pub trait Clock: Send + Sync + 'static {
     /// Returns the milliseconds since 1970, for records. (Waits use tokio's clock, which tests stop.)
     fn now_ms(&self) -> u64;
+}
 
-    /// Makes a ticket that is valid for `ttl`.
-    ///
-    /// # Errors
-    /// The kernel provides no randomness.
-    fn ticket(&self, ttl: Duration) -> Result<Ticket, String>;
-
-    /// Waits, for a bounded time, until the node's endpoints are known: user-data contains them.
-    async fn settled(&self);
-
-    /// Returns the user-data of `claims` VMs that share the ticket.
-    ///
-    /// # Errors
-    /// The addresses at which guests reach this node are not known.
-    fn user_data(&self, ticket: &Ticket, claims: u32) -> Result<String, String>;
-
+/// Port to the durable state of the sandboxes.
+#[async_trait]
+pub trait Store: Send + Sync + 'static {
     /// Makes the record durable.
     async fn save(&self, record: &Record) -> Result<(), ledger::Error>;
 
@@ -156,28 +144,13 @@ pub trait Effects: Send + Sync + 'static {
 
     /// Removes the batch's file.
     async fn forget_batch(&self, id: &str) -> Result<(), ledger::Error>;
+}
 
+/// Port to the provider.
+#[async_trait]
+pub trait Cloud: Send + Sync + 'static {
     /// Lets the provider choose the placement of the next attempt; `None` if it has no choice. Makes nothing.
-    async fn place(&self, _request: &CreateRequest) -> Result<Option<Placement>, CloudError> {
-        Ok(None)
-    }
-
-    /// Whether the node is in a cluster that shows sandboxes.
-    fn is_in_cluster(&self) -> bool {
-        false
-    }
-
-    /// Publishes the sandbox in the cluster before its VM is requested, and waits for that, but only briefly. Returns
-    /// the pod's UID, if known by then.
-    async fn announce(&self, _record: &Record) -> Option<String> {
-        None
-    }
-
-    /// Publishes the sandbox's present state in the cluster, or removes it once the sandbox is gone. Does not wait.
-    fn show(&self, _record: &Record) {}
-
-    /// Posts an Event on the pod. Does not wait.
-    fn tell(&self, _pod: &PodRef, _said: Said) {}
+    async fn place(&self, request: &CreateRequest) -> Result<Option<Placement>, CloudError>;
 
     /// Requests the VM from the cloud; the same key yields the same VM.
     async fn create(&self, request: &CreateRequest, key: &IdempotencyKey) -> Result<InstanceId, CloudError>;
@@ -197,48 +170,7 @@ pub trait Effects: Send + Sync + 'static {
     async fn owned(&self) -> Result<Vec<Owned>, CloudError>;
 
     /// Streams the provider's VM events; pending forever if it reports none.
-    fn events(&self) -> BoxStream<'static, ProviderEvent> {
-        stream::pending().boxed()
-    }
-
-    /// Reads the pod's volumes as recorded by its CSI wrapper; `None` if it has none. Never returns volumes of another
-    /// pod.
-    async fn volumes(&self, _pod: &PodRef) -> Result<Option<PodVolumes>, String> {
-        Ok(None)
-    }
-
-    /// Reads the mount credentials of the pod's shares, in the volumes' order and in the guest's format. `None` for
-    /// volumes without credentials, and while they are being unpublished. An error contains no part of them.
-    async fn credentials(&self, volumes: &PodVolumes) -> Result<Vec<Option<Zeroizing<Vec<u8>>>>, String> {
-        Ok(vec![None; volumes.volumes.len()])
-    }
-
-    /// Records durably that a VM with these volumes may be made from now on. Fails if the volumes no longer belong to
-    /// the pod, or if the record cannot be written.
-    async fn expect_vm(&self, _id: &SandboxId, _volumes: &PodVolumes) -> Result<(), CloudError> {
-        Ok(())
-    }
-
-    /// Attaches every volume that is not attached to the VM yet. Returns them with the identity by which the guest
-    /// recognises each.
-    async fn attach(
-        &self,
-        _id: &SandboxId,
-        _vm: &InstanceId,
-        volumes: PodVolumes,
-    ) -> Result<PodVolumes, CloudError> {
-        Ok(volumes)
-    }
-
-    /// Makes the VM see that one of its disks was enlarged to at least `bytes`, if it does not see that by itself.
-    async fn disk_grown(&self, _vm: &InstanceId, _disk: &DiskRequest, _bytes: u64) -> Result<(), CloudError> {
-        Ok(())
-    }
-
-    /// Records that the VM's attachments are free, once the VM is certainly gone.
-    async fn release(&self, _id: &SandboxId, _vm: Option<&InstanceId>, _uid: &str) -> Result<(), CloudError> {
-        Ok(())
-    }
+    fn events(&self) -> BoxStream<'static, ProviderEvent>;
 
     /// Waits for the VM's addresses, and returns them best first.
     async fn addresses(&self, vm: &InstanceId) -> Result<Vec<IpAddr>, CloudError>;
@@ -249,6 +181,41 @@ pub trait Effects: Send + Sync + 'static {
     /// Returns the raw end of the VM's console output, if the cloud offers it.
     async fn console(&self, vm: &InstanceId) -> Option<String>;
 
+    /// Makes the VM see that one of its disks was enlarged to at least `bytes`, if it does not see that by itself.
+    async fn disk_grown(&self, vm: &InstanceId, disk: &DiskRequest, bytes: u64) -> Result<(), CloudError>;
+}
+
+/// Port to the pods' CSI volumes.
+#[async_trait]
+pub trait Storage: Send + Sync + 'static {
+    /// Reads the pod's volumes as recorded by its CSI wrapper; `None` if it has none. Never returns volumes of another
+    /// pod.
+    async fn volumes(&self, pod: &PodRef) -> Result<Option<PodVolumes>, String>;
+
+    /// Reads the mount credentials of the pod's shares, in the volumes' order and in the guest's format. `None` for
+    /// volumes without credentials, and while they are being unpublished. An error contains no part of them.
+    async fn credentials(&self, volumes: &PodVolumes) -> Result<Vec<Option<Zeroizing<Vec<u8>>>>, String>;
+
+    /// Records durably that a VM with these volumes may be made from now on. Fails if the volumes no longer belong to
+    /// the pod, or if the record cannot be written.
+    async fn expect_vm(&self, id: &SandboxId, volumes: &PodVolumes) -> Result<(), CloudError>;
+
+    /// Attaches every volume that is not attached to the VM yet. Returns them with the identity by which the guest
+    /// recognises each.
+    async fn attach(
+        &self,
+        id: &SandboxId,
+        vm: &InstanceId,
+        volumes: PodVolumes,
+    ) -> Result<PodVolumes, CloudError>;
+
+    /// Records that the VM's attachments are free, once the VM is certainly gone.
+    async fn release(&self, id: &SandboxId, vm: Option<&InstanceId>, uid: &str) -> Result<(), CloudError>;
+}
+
+/// Port to the pods' network on this node.
+#[async_trait]
+pub trait PodNetwork: Send + Sync + 'static {
     /// Opens the path and identifies the network namespace there.
     async fn netns(&self, path: &Path) -> Result<NetnsRef, NetworkError>;
 
@@ -264,31 +231,19 @@ pub trait Effects: Send + Sync + 'static {
         recorded: Option<&Network>,
     ) -> Result<Network, NetworkError>;
 
-    /// Whether the reserved tunnel does not suit the VM, given its addresses and the source address of its link.
-    fn is_unsuited(
-        &self,
-        _network: &Network,
-        _vm: IpAddr,
-        _addresses: &[IpAddr],
-        _from: Option<IpAddr>,
-    ) -> bool {
-        false
-    }
-
     /// Reserves an encrypted tunnel, which passes NATs, after the other kind was undone.
     async fn reserve_encrypted(
         &self,
         netns: &NetnsRef,
         id: &SandboxId,
         v6: bool,
-    ) -> Result<Network, NetworkError> {
-        self.reserve(netns, id, v6, None).await
-    }
+    ) -> Result<Network, NetworkError>;
+
+    /// Whether the reserved tunnel does not suit the VM, given its addresses and the source address of its link.
+    fn is_unsuited(&self, network: &Network, vm: IpAddr, addresses: &[IpAddr], from: Option<IpAddr>) -> bool;
 
     /// Returns the relay's data on the guest with this tunnel key; `None` if the relay does not carry the tunnel.
-    fn tunnel_peer(&self, _network: &Network, _key: &[u8]) -> Option<TunnelPeer> {
-        None
-    }
+    fn tunnel_peer(&self, network: &Network, key: &[u8]) -> Option<TunnelPeer>;
 
     /// Sets the tunnel's remote and redirects the pod's traffic into it.
     async fn connect(
@@ -315,13 +270,8 @@ pub trait Effects: Send + Sync + 'static {
     /// Watches for changes in the pod's network namespace and on the path to the VM, until the receiver is dropped.
     fn netns_watcher(&self, netns: &NetnsRef, network: &Network, vm: IpAddr) -> watch::Receiver<Heard>;
 
-    /// Watches the endpoints at which guests reach this node, each `address:port`.
-    fn node_endpoints(&self) -> watch::Receiver<NodeEndpoints>;
-
     /// Redirects connections to the pod's localhost into its VM. Idempotent; `disconnect` undoes it.
-    async fn carry_localhost(&self, _netns: &NetnsRef, _id: &SandboxId) -> Result<(), NetworkError> {
-        Ok(())
-    }
+    async fn carry_localhost(&self, netns: &NetnsRef, id: &SandboxId) -> Result<(), NetworkError>;
 
     /// Undoes the tunnel and the localhost redirection, as far as they exist; gone is no error.
     async fn disconnect(
@@ -331,7 +281,11 @@ pub trait Effects: Send + Sync + 'static {
         network: Option<&Network>,
         vm: Option<IpAddr>,
     ) -> Result<(), NetworkError>;
+}
 
+/// Port to the relay, and through it to the guests.
+#[async_trait]
+pub trait Relay: Send + Sync + 'static {
     /// Counts relay processes. A new value means that the relay needs the state of all sandboxes again; 0 before the
     /// first relay.
     fn relay_epoch(&self) -> watch::Receiver<u64>;
@@ -345,25 +299,30 @@ pub trait Effects: Send + Sync + 'static {
     /// Watches the guest's state as the relay reports it.
     fn guest(&self, id: &SandboxId) -> watch::Receiver<Guest>;
 
-    /// Returns the guest's access to images: the known registries, with the pod's own pull secrets (a
-    /// `.dockerconfigjson`; empty for none).
-    fn images(&self, _pull_secret: &str) -> Option<Images> {
-        None
-    }
-
-    /// Interval between queries for pods' pull secrets; `None` if there is no service to query.
-    fn pull_secrets_every(&self) -> Option<Duration> {
-        None
-    }
-
-    /// Fetches the pod's pull secrets as one `.dockerconfigjson`, empty if it has none. Returns within some seconds,
-    /// and at once for a pod that names none.
-    async fn pull_secret(&self, _pod: &PodRef) -> Result<Zeroizing<String>, PullSecretError> {
-        Ok(Zeroizing::default())
-    }
-
     /// Sends one request to the guest and returns its reply.
     async fn call(&self, id: &SandboxId, request: Request, timeout: Duration) -> Result<Reply, RelayError>;
+}
+
+/// Port to tickets, certificates, and the endpoints that user-data names.
+#[async_trait]
+pub trait Identity: Send + Sync + 'static {
+    /// Makes a ticket that is valid for `ttl`.
+    ///
+    /// # Errors
+    /// The kernel provides no randomness.
+    fn ticket(&self, ttl: Duration) -> Result<Ticket, String>;
+
+    /// Waits, for a bounded time, until the node's endpoints are known: user-data contains them.
+    async fn settled(&self);
+
+    /// Returns the user-data of `claims` VMs that share the ticket.
+    ///
+    /// # Errors
+    /// The addresses at which guests reach this node are not known.
+    fn user_data(&self, ticket: &Ticket, claims: u32) -> Result<String, String>;
+
+    /// Watches the endpoints at which guests reach this node, each `address:port`.
+    fn node_endpoints(&self) -> watch::Receiver<NodeEndpoints>;
 
     /// Watches the CA set that guests must trust; it changes during a CA rotation.
     fn trusted(&self) -> watch::Receiver<Arc<Trusted>>;
@@ -380,3 +339,36 @@ pub trait Effects: Send + Sync + 'static {
     /// The bytes are no CSR, or are not signed by its key.
     fn sign(&self, id: &SandboxId, csr: &[u8]) -> Result<Certificate, String>;
 }
+
+/// Port to the Kubernetes cluster, and to the access to images that it grants.
+#[async_trait]
+pub trait Kubernetes: Send + Sync + 'static {
+    /// Whether the node is in a cluster that shows sandboxes.
+    fn is_in_cluster(&self) -> bool;
+
+    /// Publishes the sandbox in the cluster before its VM is requested, and waits for that, but only briefly. Returns
+    /// the pod's UID, if known by then.
+    async fn announce(&self, record: &Record) -> Option<String>;
+
+    /// Publishes the sandbox's present state in the cluster, or removes it once the sandbox is gone. Does not wait.
+    fn show(&self, record: &Record);
+
+    /// Posts an Event on the pod. Does not wait.
+    fn tell(&self, pod: &PodRef, said: Said);
+
+    /// Returns the guest's access to images: the known registries, with the pod's own pull secrets (a
+    /// `.dockerconfigjson`; empty for none).
+    fn images(&self, pull_secret: &str) -> Option<Images>;
+
+    /// Interval between queries for pods' pull secrets; `None` if there is no service to query.
+    fn pull_secrets_every(&self) -> Option<Duration>;
+
+    /// Fetches the pod's pull secrets as one `.dockerconfigjson`, empty if it has none. Returns within some seconds,
+    /// and at once for a pod that names none.
+    async fn pull_secret(&self, pod: &PodRef) -> Result<Zeroizing<String>, PullSecretError>;
+}
+
+/// All ports of a sandbox to its environment. Every method may be called again after a crash.
+pub trait Ports: Clock + Store + Cloud + Storage + PodNetwork + Relay + Identity + Kubernetes {}
+
+impl<T: Clock + Store + Cloud + Storage + PodNetwork + Relay + Identity + Kubernetes> Ports for T {}

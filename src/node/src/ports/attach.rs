@@ -16,7 +16,7 @@ use crate::{
 /// waits again.
 const DRIVER: Duration = Duration::from_secs(60);
 
-/// See [`crate::sandbox::effects::Effects::expect_vm`].
+/// See [`crate::sandbox::ports::Ports::expect_vm`].
 pub(super) async fn expect(
     records: &Volumes,
     id: &SandboxId,
@@ -35,7 +35,7 @@ pub(super) async fn expect(
     }
 }
 
-/// See [`crate::sandbox::effects::Effects::attach`].
+/// See [`crate::sandbox::ports::Ports::attach`].
 pub(super) async fn attach(
     records: &Volumes,
     provider: &dyn Provider,
@@ -83,7 +83,7 @@ async fn attach_one(
     attached.map_err(|error| CloudError::transient(format!("volume {name}: {error}")))
 }
 
-/// See [`crate::sandbox::effects::Effects::release`].
+/// See [`crate::sandbox::ports::Ports::release`].
 pub(super) async fn release(
     records: &Volumes,
     provider: &dyn Provider,

@@ -33,11 +33,11 @@ use crate::{
     relay_client::RelayClient,
     rotate::SharedTrust,
     sandbox::{
-        effects::{
-            Certificate, CloudError, Effects, Followed, Guest, Made, NetworkError, PullSecretError,
-            RelayError, Said, Trusted,
-        },
         follow::{Heard, NodeEndpoints},
+        ports::{
+            Certificate, Clock, Cloud, CloudError, Followed, Guest, Identity, Kubernetes, Made, NetworkError,
+            PodNetwork, PullSecretError, Relay, RelayError, Said, Storage, Store, Trusted,
+        },
     },
     secrets::PullSecrets,
     spec::{PodRef, SandboxId},
@@ -62,8 +62,8 @@ mod surroundings;
 #[cfg(test)]
 mod tests;
 
-/// Production implementation of [`Effects`].
-pub struct Real {
+/// Production implementation of the sandboxes' [ports](crate::sandbox::ports::Ports).
+pub struct NodePorts {
     /// The ledger.
     pub ledger: Ledger,
     /// The provider, decorated.
@@ -106,7 +106,7 @@ struct NetworkRecord {
     losses: Option<BTreeMap<u32, u32>>,
 }
 
-impl Real {
+impl NodePorts {
     /// Returns the Kubernetes view of this record, and the client that writes it.
     fn shown(&self, record: &Record) -> Option<(&Cluster, Shown)> {
         let (cluster, about) = self.cluster.as_ref()?;
@@ -222,27 +222,15 @@ fn written(woven: &NetworkRecord) -> Result<Box<RawValue>, NetworkError> {
         .map_err(|error| NetworkError { text: format!("write the tunnel down: {error}"), permanent: true })
 }
 
-#[async_trait]
-impl Effects for Real {
+impl Clock for NodePorts {
     fn now_ms(&self) -> u64 {
         let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
     }
+}
 
-    fn ticket(&self, ttl: Duration) -> Result<Ticket, String> {
-        Ticket::new(ttl).map_err(|error| error.to_string())
-    }
-
-    async fn settled(&self) {
-        self.addresses.settled().await;
-    }
-
-    fn user_data(&self, ticket: &Ticket, claims: u32) -> Result<String, String> {
-        let addresses: Vec<SocketAddr> = self.addresses.now(self.relay.listen())?;
-        let ca = self.trust.read().ca_sha256();
-        Ok(user_data::user_data(ticket, claims, &addresses, self.dial, &ca, self.lease))
-    }
-
+#[async_trait]
+impl Store for NodePorts {
     async fn save(&self, record: &Record) -> Result<(), ledger::Error> {
         let (ledger, record) = (self.ledger.clone(), record.clone());
         spawn_blocking(move || ledger.save(&record)).await.unwrap_or_else(|error| Err(lost(error)))
@@ -267,30 +255,12 @@ impl Effects for Real {
         let (ledger, id) = (self.ledger.clone(), id.to_owned());
         spawn_blocking(move || ledger.remove_batch(&id)).await.unwrap_or_else(|error| Err(lost(error)))
     }
+}
 
+#[async_trait]
+impl Cloud for NodePorts {
     async fn place(&self, request: &CreateRequest) -> Result<Option<Placement>, CloudError> {
         self.provider.place(request).await
-    }
-
-    fn is_in_cluster(&self) -> bool {
-        self.cluster.is_some()
-    }
-
-    async fn announce(&self, record: &Record) -> Option<String> {
-        let (cluster, shown) = self.shown(record)?;
-        cluster.announce(shown).await
-    }
-
-    fn show(&self, record: &Record) {
-        if let Some((cluster, shown)) = self.shown(record) {
-            cluster.show(shown);
-        }
-    }
-
-    fn tell(&self, pod: &PodRef, said: Said) {
-        if let Some((cluster, _)) = &self.cluster {
-            cluster.tell(pod, said);
-        }
     }
 
     async fn create(&self, request: &CreateRequest, key: &IdempotencyKey) -> Result<InstanceId, CloudError> {
@@ -325,6 +295,30 @@ impl Effects for Real {
         self.provider.events().unwrap_or_else(|| stream::pending().boxed())
     }
 
+    async fn addresses(&self, vm: &InstanceId) -> Result<Vec<IpAddr>, CloudError> {
+        self.provider.addresses(vm).await
+    }
+
+    async fn delete(&self, vm: &InstanceId) -> Result<(), CloudError> {
+        self.provider.delete(vm).await
+    }
+
+    async fn console(&self, vm: &InstanceId) -> Option<String> {
+        // A kernel that panics writes its stack after the reason.
+        let tail = self.provider.console()?.tail(vm, 16 << 10).await.ok()?;
+        Some(String::from_utf8_lossy(&tail).into_owned())
+    }
+
+    async fn disk_grown(&self, vm: &InstanceId, disk: &DiskRequest, bytes: u64) -> Result<(), CloudError> {
+        match self.provider.volumes() {
+            Some(volumes) => volumes.grown(vm, disk, bytes).await,
+            None => Ok(()),
+        }
+    }
+}
+
+#[async_trait]
+impl Storage for NodePorts {
     async fn volumes(&self, pod: &PodRef) -> Result<Option<PodVolumes>, String> {
         let (volumes, pod) = (self.volumes.clone(), pod.clone());
         let read = spawn_blocking(move || volumes.of_pod(&pod)).await;
@@ -350,31 +344,13 @@ impl Effects for Real {
         attach::attach(&self.volumes, &*self.provider, id, vm, volumes).await
     }
 
-    async fn disk_grown(&self, vm: &InstanceId, disk: &DiskRequest, bytes: u64) -> Result<(), CloudError> {
-        match self.provider.volumes() {
-            Some(volumes) => volumes.grown(vm, disk, bytes).await,
-            None => Ok(()),
-        }
-    }
-
     async fn release(&self, id: &SandboxId, vm: Option<&InstanceId>, uid: &str) -> Result<(), CloudError> {
         attach::release(&self.volumes, &*self.provider, id, vm, uid).await
     }
+}
 
-    async fn addresses(&self, vm: &InstanceId) -> Result<Vec<IpAddr>, CloudError> {
-        self.provider.addresses(vm).await
-    }
-
-    async fn delete(&self, vm: &InstanceId) -> Result<(), CloudError> {
-        self.provider.delete(vm).await
-    }
-
-    async fn console(&self, vm: &InstanceId) -> Option<String> {
-        // A kernel that panics writes its stack after the reason.
-        let tail = self.provider.console()?.tail(vm, 16 << 10).await.ok()?;
-        Some(String::from_utf8_lossy(&tail).into_owned())
-    }
-
+#[async_trait]
+impl PodNetwork for NodePorts {
     async fn netns(&self, path: &Path) -> Result<NetnsRef, NetworkError> {
         let own = path.to_owned();
         let NetnsId { dev, inode } = on_thread(move || pod_netns(&own)).await??;
@@ -405,10 +381,6 @@ impl Effects for Real {
         Ok(Network { v6, tunnel: written(&NetworkRecord { seen, reserved, losses: None })? })
     }
 
-    fn is_unsuited(&self, network: &Network, vm: IpAddr, addresses: &[IpAddr], from: Option<IpAddr>) -> bool {
-        woven(network).is_ok_and(|woven| self.tunnel.is_unsuited(&woven.reserved, vm, addresses, from))
-    }
-
     async fn reserve_encrypted(
         &self,
         netns: &NetnsRef,
@@ -420,6 +392,10 @@ impl Effects for Real {
         let reserved = self.tunnel.reserve_encrypted(&netns, id.as_str(), &seen, v6).await;
         let reserved = reserved.map_err(within(&netns))?;
         Ok(Network { v6, tunnel: written(&NetworkRecord { seen, reserved, losses: None })? })
+    }
+
+    fn is_unsuited(&self, network: &Network, vm: IpAddr, addresses: &[IpAddr], from: Option<IpAddr>) -> bool {
+        woven(network).is_ok_and(|woven| self.tunnel.is_unsuited(&woven.reserved, vm, addresses, from))
     }
 
     fn tunnel_peer(&self, network: &Network, key: &[u8]) -> Option<TunnelPeer> {
@@ -499,10 +475,6 @@ impl Effects for Real {
         )
     }
 
-    fn node_endpoints(&self) -> watch::Receiver<NodeEndpoints> {
-        self.surroundings.node_endpoints()
-    }
-
     async fn carry_localhost(&self, netns: &NetnsRef, id: &SandboxId) -> Result<(), NetworkError> {
         let netns = self.open(netns).await?;
         self.localhost.carry(&netns, id, &self.relay).await
@@ -533,7 +505,10 @@ impl Effects for Real {
         })?;
         localhost
     }
+}
 
+#[async_trait]
+impl Relay for NodePorts {
     fn relay_epoch(&self) -> watch::Receiver<u64> {
         self.relay.epoch()
     }
@@ -548,6 +523,72 @@ impl Effects for Real {
 
     fn guest(&self, id: &SandboxId) -> watch::Receiver<Guest> {
         self.relay.guest(id)
+    }
+
+    async fn call(&self, id: &SandboxId, request: Request, timeout: Duration) -> Result<Reply, RelayError> {
+        self.relay.call(id, &request, timeout).await
+    }
+}
+
+#[async_trait]
+impl Identity for NodePorts {
+    fn ticket(&self, ttl: Duration) -> Result<Ticket, String> {
+        Ticket::new(ttl).map_err(|error| error.to_string())
+    }
+
+    async fn settled(&self) {
+        self.addresses.settled().await;
+    }
+
+    fn user_data(&self, ticket: &Ticket, claims: u32) -> Result<String, String> {
+        let addresses: Vec<SocketAddr> = self.addresses.now(self.relay.listen())?;
+        let ca = self.trust.read().ca_sha256();
+        Ok(user_data::user_data(ticket, claims, &addresses, self.dial, &ca, self.lease))
+    }
+
+    fn node_endpoints(&self) -> watch::Receiver<NodeEndpoints> {
+        self.surroundings.node_endpoints()
+    }
+
+    fn trusted(&self) -> watch::Receiver<Arc<Trusted>> {
+        self.trust.trusted()
+    }
+
+    fn csr_key(&self, csr: &[u8]) -> Result<[u8; 32], String> {
+        Trust::csr_key_sha256(csr).map_err(|error| error.to_string())
+    }
+
+    fn sign(&self, id: &SandboxId, csr: &[u8]) -> Result<Certificate, String> {
+        let signed = self.trust.read().sign_guest(id.as_str(), csr).map_err(|error| error.to_string())?;
+        Ok(Certificate {
+            key_sha256: signed.key_sha256,
+            certificate_sha256: signed.certificate_sha256,
+            chain: signed.chain,
+        })
+    }
+}
+
+#[async_trait]
+impl Kubernetes for NodePorts {
+    fn is_in_cluster(&self) -> bool {
+        self.cluster.is_some()
+    }
+
+    async fn announce(&self, record: &Record) -> Option<String> {
+        let (cluster, shown) = self.shown(record)?;
+        cluster.announce(shown).await
+    }
+
+    fn show(&self, record: &Record) {
+        if let Some((cluster, shown)) = self.shown(record) {
+            cluster.show(shown);
+        }
+    }
+
+    fn tell(&self, pod: &PodRef, said: Said) {
+        if let Some((cluster, _)) = &self.cluster {
+            cluster.tell(pod, said);
+        }
     }
 
     fn images(&self, pull_secret: &str) -> Option<Images> {
@@ -569,27 +610,6 @@ impl Effects for Real {
             self.tell(pod, Said { reason: "PullSecretUnusable", text });
         }
         Ok(given.config)
-    }
-
-    async fn call(&self, id: &SandboxId, request: Request, timeout: Duration) -> Result<Reply, RelayError> {
-        self.relay.call(id, &request, timeout).await
-    }
-
-    fn trusted(&self) -> watch::Receiver<Arc<Trusted>> {
-        self.trust.trusted()
-    }
-
-    fn csr_key(&self, csr: &[u8]) -> Result<[u8; 32], String> {
-        Trust::csr_key_sha256(csr).map_err(|error| error.to_string())
-    }
-
-    fn sign(&self, id: &SandboxId, csr: &[u8]) -> Result<Certificate, String> {
-        let signed = self.trust.read().sign_guest(id.as_str(), csr).map_err(|error| error.to_string())?;
-        Ok(Certificate {
-            key_sha256: signed.key_sha256,
-            certificate_sha256: signed.certificate_sha256,
-            chain: signed.chain,
-        })
     }
 }
 
