@@ -137,9 +137,9 @@ fn first_byte_home(folder: &Path, image: &Path) -> anyhow::Result<f64> {
         },
         lease_seconds: 900,
     };
-    let user_data = folder.join("user-data");
-    fs::write(&user_data, user_data.to_json())?;
-    let firmware = format!("name=opt/io.peerpod/user-data,file={}", user_data.display());
+    let file = folder.join("user-data");
+    fs::write(&file, user_data.to_json())?;
+    let firmware = format!("name=opt/io.peerpod/user-data,file={}", file.display());
     let machine =
         Machine::new(MEMORY).user_network("").with(["-fw_cfg", &firmware]).minimal_image(image, "")?;
     let running = machine.start(folder)?;

@@ -2,11 +2,11 @@
 //! 0600 from the first byte on, folders 0700. Blocking: async callers use a blocking thread.
 
 use std::{
+    ffi::OsString,
     fs::{self, DirBuilder, File, OpenOptions, Permissions},
     io::{self, ErrorKind, Read, Write},
-    os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt},
+    os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt},
     path::{Path, PathBuf},
-    sync::atomic::{AtomicU64, Ordering},
 };
 
 /// Makes a folder and its missing parents, with mode 0700, and their entries durable. An existing folder is no error.
@@ -52,25 +52,44 @@ pub fn write_volatile(path: &Path, content: &[u8]) -> io::Result<()> {
 }
 
 fn replace(path: &Path, content: &[u8], sync: impl Fn(&File) -> io::Result<()>) -> io::Result<()> {
-    let temporary = temporary(path);
+    let temporary = temporary(path)?;
+    let mut file = open_temporary(&temporary)?;
     let written = (|| {
-        let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&temporary)?;
+        file.set_len(0)?;
         file.write_all(content)?;
         sync(&file)?;
         fs::rename(&temporary, path)
     })();
     if written.is_err() {
-        // Best effort: `sweep` removes the rest, and the first error is the one to report.
+        // Best effort: the next write of this file uses the temporary file again, and the first error is the one to report.
         drop(fs::remove_file(&temporary));
     }
     written
 }
 
-/// A hidden name beside `path`, different for each write: two processes may write the same file.
-fn temporary(path: &Path) -> PathBuf {
-    static NUMBER: AtomicU64 = AtomicU64::new(0);
-    let number = NUMBER.fetch_add(1, Ordering::Relaxed);
-    folder_of(path).join(format!(".{}-{number}.new", std::process::id()))
+/// Opens the temporary file, and holds its lock until it is closed: two processes may write the same file.
+fn open_temporary(path: &Path) -> io::Result<File> {
+    loop {
+        // A killed writer may have left it: its content goes once the lock is held.
+        let file = OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(path)?;
+        file.lock()?;
+        let ours = file.metadata()?;
+        match fs::symlink_metadata(path) {
+            Ok(there) if (there.dev(), there.ino()) == (ours.dev(), ours.ino()) => return Ok(file),
+            // The writer before renamed it in the meantime.
+            Ok(_) => {}
+            Err(error) if error.kind() == ErrorKind::NotFound => {}
+            Err(error) => return Err(error),
+        }
+    }
+}
+
+/// Hidden name beside `path`. The same for each write, so that killed writers leave at most one.
+fn temporary(path: &Path) -> io::Result<PathBuf> {
+    let mut name = OsString::from(".");
+    name.push(path.file_name().ok_or(ErrorKind::InvalidInput)?);
+    name.push(".new");
+    Ok(folder_of(path).join(name))
 }
 
 fn folder_of(path: &Path) -> &Path {
@@ -155,7 +174,10 @@ mod tests {
         assert_eq!((mode(&folder), mode(&file)), (0o700, 0o600));
         write_volatile(&file, b"two").unwrap();
         assert_eq!(read(&file, 3).unwrap().unwrap(), b"two");
-        for killed in [".1-2.new", ".x.tmp"] {
+        fs::write(folder.join(".x.json.new"), "half of a longer content").unwrap();
+        write(&file, b"two").unwrap();
+        assert_eq!(read(&file, 3).unwrap().unwrap(), b"two");
+        for killed in [".y.json.new", ".x.tmp"] {
             fs::write(folder.join(killed), "half").unwrap();
         }
         sweep(&folder).unwrap();
@@ -177,6 +199,27 @@ mod tests {
         assert_eq!(read(&file, 4).unwrap().unwrap(), b"1234");
         assert_eq!(read(&file, 3).unwrap_err().kind(), ErrorKind::FileTooLarge);
         assert!(read(&folder, 4).is_err());
+        fs::remove_dir_all(folder).unwrap();
+    }
+
+    #[test]
+    fn writers_of_one_file_do_not_mix() {
+        let folder = std::env::temp_dir().join(format!("peerpod-files-mixed-{}", std::process::id()));
+        make_folder(&folder).unwrap();
+        let file = folder.join("f");
+        std::thread::scope(|scope| {
+            for writer in b'a'..b'e' {
+                let file = &file;
+                scope.spawn(move || {
+                    for length in 0..200 {
+                        write_volatile(file, &vec![writer; 4000 + length]).unwrap();
+                        let content = read(file, 1 << 20).unwrap().unwrap();
+                        assert!(content.len() >= 4000 && content.iter().all(|byte| *byte == content[0]));
+                    }
+                });
+            }
+        });
+        assert_eq!(fs::read_dir(&folder).unwrap().count(), 1);
         fs::remove_dir_all(folder).unwrap();
     }
 }

@@ -24,9 +24,9 @@ use nix::{
     errno::Errno,
     poll::{PollFd, PollFlags, PollTimeout, poll},
     sys::{
-        guest_listener::{WaitPidFlag, WaitStatus, waitpid},
         signal::{SigSet, Signal, kill},
         signalfd::{SfdFlags, SignalFd},
+        wait::{WaitPidFlag, WaitStatus, waitpid},
     },
     unistd::Pid,
 };

@@ -553,7 +553,7 @@ fn tags(section: &mut Section<'_>) -> BTreeMap<String, String> {
 
 #[cfg(test)]
 mod tests {
-    use peerpod_base::config::Sources;
+    use peerpod_base::{config::Sources, reference};
 
     use super::*;
 
@@ -576,6 +576,19 @@ mod tests {
         let mut reader = Reader::load(Sources::default(), &["provider"], &[]).unwrap();
         AwsConfig::read(&mut reader, false);
         reader.finish().unwrap();
+    }
+
+    #[test]
+    fn documented_settings_are_up_to_date() {
+        let mut reader = Reader::load(Sources::default(), &["provider"], &[]).unwrap();
+        AwsConfig::read(&mut reader, true);
+        let mut settings = reader.asked();
+        for setting in settings.iter_mut().filter(|setting| setting.key == "provider.aws.arch") {
+            // The architecture of this machine.
+            setting.default = None;
+        }
+        let text = reference::settings(&settings);
+        reference::section("configuration.md", "aws", &text).unwrap();
     }
 
     #[test]

@@ -22,6 +22,9 @@ use peerpod_kube::crds;
 const ABOUT: &str = "the cluster's side of peer pods; roles, as the first argument: crds (print the custom resources' definitions), \
                      webhook (answer admission reviews), controller (look after the cluster's VMs); ROLE --help shows a role's settings";
 
+const PROGRAM: Program =
+    Program { name: "peerpod-cluster", version: env!("CARGO_PKG_VERSION"), about: ABOUT };
+
 /// Every section of the shared file. A role reads its own sections; the rest belong to other programs and roles.
 const SECTIONS: [&str; 13] = [
     "cluster",
@@ -49,6 +52,12 @@ struct Role {
     /// Sections in which the role knows every key.
     mine: &'static [&'static str],
     read: fn(&mut Reader) -> Start,
+}
+
+impl Role {
+    fn program(&self) -> Program {
+        Program { name: self.name, about: self.about, ..PROGRAM }
+    }
 }
 
 const ROLES: [Role; 2] = [
@@ -87,12 +96,11 @@ const ROLES: [Role; 2] = [
 
 fn main() -> ExitCode {
     let words: Vec<String> = std::env::args().skip(1).collect();
-    let whole = Program { name: "peerpod-cluster", version: env!("CARGO_PKG_VERSION"), about: ABOUT };
     let every = || {
         let all = ROLES.iter().flat_map(settings).map(|setting| (setting.key.clone(), setting));
         all.collect::<BTreeMap<_, _>>().into_values().collect()
     };
-    if let Some(answer) = whole.answer(words.iter().cloned(), every) {
+    if let Some(answer) = PROGRAM.answer(words.iter().cloned(), every) {
         print!("{answer}");
         return ExitCode::SUCCESS;
     }
@@ -105,8 +113,7 @@ fn main() -> ExitCode {
         eprintln!("peerpod-cluster: {said}; say crds, webhook or controller, or --help");
         return ExitCode::from(2);
     };
-    let program = Program { name: role.name, about: role.about, ..whole };
-    if let Some(answer) = program.answer(words.iter().skip(1).cloned(), || settings(role)) {
+    if let Some(answer) = role.program().answer(words.iter().skip(1).cloned(), || settings(role)) {
         print!("peerpod-cluster {answer}");
         return ExitCode::SUCCESS;
     }
@@ -166,4 +173,35 @@ fn run(
     // A read from a dead mount must not delay the exit.
     runtime.shutdown_timeout(std::time::Duration::from_secs(2));
     ended
+}
+
+#[cfg(test)]
+mod tests {
+    use peerpod_base::reference;
+
+    use super::*;
+
+    #[test]
+    fn documented_help_is_up_to_date() {
+        // docs/configuration.md has the settings.
+        let help = |program: Program| program.answer(std::iter::once("--help".to_owned()), Vec::new).unwrap();
+        let mut text = reference::help(PROGRAM.name, &help(PROGRAM));
+        for role in &ROLES {
+            let command = format!("peerpod-cluster {}", role.name);
+            let help = format!("peerpod-cluster {}", help(role.program()));
+            text = format!("{text}\n{}", reference::help(&command, &help));
+        }
+        reference::section("cli.md", PROGRAM.name, &text).unwrap();
+    }
+
+    #[test]
+    fn documented_settings_are_up_to_date() {
+        for role in &ROLES {
+            let mut settings = settings(role);
+            // The page has them in the tables of the node and of AWS.
+            settings.retain(|setting| !setting.key.starts_with("provider."));
+            let text = reference::settings(&settings);
+            reference::section("configuration.md", role.name, &text).unwrap();
+        }
+    }
 }

@@ -111,6 +111,8 @@ fn every_setting() -> Result<Vec<Setting>, Mistakes> {
 
 #[cfg(test)]
 mod tests {
+    use peerpod_base::reference;
+
     use super::*;
 
     fn sources(flags: &[(&str, &str)]) -> Sources {
@@ -158,6 +160,22 @@ mod tests {
         }
         assert_eq!(schema["additionalProperties"], false);
         assert!(!schema["properties"]["provider"]["properties"]["local"].is_null());
+    }
+
+    #[test]
+    fn documented_settings_are_up_to_date() {
+        // Builds with and without the AWS SDK have the same page; the AWS provider has the table of its settings.
+        let mut kinds = peerpod_providers::kinds();
+        kinds.push("aws");
+        kinds.sort_unstable();
+        kinds.dedup();
+        let mut settings = every_setting().unwrap();
+        settings.retain(|setting| !setting.key.starts_with("provider.aws."));
+        for setting in settings.iter_mut().filter(|setting| setting.key == "provider.kind") {
+            setting.schema = serde_json::json!({"enum": kinds});
+        }
+        let text = reference::settings(&settings);
+        reference::section("configuration.md", "node", &text).unwrap();
     }
 
     #[test]

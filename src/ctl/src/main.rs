@@ -34,3 +34,22 @@ fn main() -> ExitCode {
         ExitCode::FAILURE
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use peerpod_base::reference;
+
+    use super::*;
+
+    #[test]
+    fn documented_help_is_up_to_date() {
+        let commands = [
+            ("peerpod", USAGE),
+            ("peerpod config", config::USAGE),
+            ("peerpod config convert-caa", convert::USAGE),
+            ("peerpod provider", provider::USAGE),
+        ];
+        let text = commands.map(|(command, usage)| reference::help(command, usage)).join("\n");
+        reference::section("cli.md", "peerpod", &text).unwrap();
+    }
+}

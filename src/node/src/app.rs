@@ -191,7 +191,7 @@ pub async fn build(
     let addresses = GuestAddresses::new(config.relay_addresses.clone(), config.relay_listen);
 
     let boot_id = boot_id()?;
-    ports::tidy(&tunnel, &records, unread.iter().cloned(), &boot_id).await;
+    ports::collect_garbage(&tunnel, &records, unread.iter().cloned(), &boot_id).await;
 
     preflight(&mut tasks, provider.clone(), addresses.clone(), &ready).await;
     {

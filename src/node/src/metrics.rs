@@ -289,3 +289,28 @@ impl Metrics {
         self.recoveries.get_or_create(&ByPhase { phase: phase.name().into() }).inc();
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use peerpod_base::reference;
+
+    use super::*;
+
+    #[test]
+    fn documented_metrics_are_up_to_date() {
+        let mut registry = Registry::default();
+        let metrics = Metrics::default();
+        metrics.register(&mut registry);
+        metrics.stage("x", 0);
+        metrics.guest_stage("x", 0);
+        metrics.stopped("x");
+        metrics.failed("x");
+        metrics.claim_refused("x");
+        metrics.path("x");
+        metrics.noticed("x");
+        metrics.cluster_call("x", "x");
+        metrics.recoveries.get_or_create(&ByPhase { phase: "x".to_owned() }).inc();
+        let text = reference::metrics(&registry).unwrap();
+        reference::section("metrics.md", "peerpod-node", &text).unwrap();
+    }
+}

@@ -12,7 +12,7 @@ use std::{
 
 use async_trait::async_trait;
 use futures_util::stream::{self, BoxStream, StreamExt};
-use peerpod_podnet::{Error as NetError, carrier, uplink};
+use peerpod_podnet::{Error as NetError, carrier, underlay};
 use peerpod_proto::{
     guest::{Images, NetworkPlan, Reply, Request},
     relay::{PutSandboxRequest, TunnelPeer},
@@ -51,7 +51,7 @@ use crate::{
 };
 
 pub use addresses::GuestAddresses;
-pub use gc::gc;
+pub use gc::collect_garbage;
 pub use surroundings::Surroundings;
 
 mod addresses;
@@ -459,7 +459,7 @@ impl PodNetwork for NodePorts {
     async fn is_one_way(&self, one: IpAddr, other: IpAddr) -> bool {
         let ask = move || -> Result<bool, NetError> {
             let mut node = Netns::current()?.netlink()?;
-            Ok(uplink::towards(&mut node, one)? == uplink::towards(&mut node, other)?)
+            Ok(underlay::towards(&mut node, one)? == underlay::towards(&mut node, other)?)
         };
         matches!(on_thread(ask).await, Ok(Ok(true)))
     }

@@ -59,3 +59,18 @@ fn start() -> anyhow::Result<ExitCode> {
         Ok(ExitCode::SUCCESS)
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use peerpod_base::reference;
+
+    use super::*;
+
+    #[test]
+    fn documented_help_is_up_to_date() {
+        // docs/configuration.md has the settings.
+        let help = PROGRAM.answer(std::iter::once("--help".to_owned()), Vec::new).unwrap();
+        let text = reference::help(PROGRAM.name, &help);
+        reference::section("cli.md", PROGRAM.name, &text).unwrap();
+    }
+}

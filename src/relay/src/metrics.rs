@@ -179,3 +179,21 @@ impl Metrics {
         self.claims.get_or_create(&Reason { reason }).inc();
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use peerpod_base::reference;
+
+    use super::*;
+
+    #[test]
+    fn documented_metrics_are_up_to_date() {
+        let mut registry = Registry::default();
+        let metrics = Metrics::new(&mut registry);
+        metrics.call("CreateVM");
+        metrics.refused("x");
+        metrics.claim("x");
+        let text = reference::metrics(&registry).unwrap();
+        reference::section("metrics.md", "peerpod-relay", &text).unwrap();
+    }
+}

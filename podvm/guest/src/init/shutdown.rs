@@ -8,8 +8,8 @@ use nix::{
     errno::Errno,
     mount::{MntFlags, MsFlags, mount, umount2},
     sys::{
-        guest_listener::{WaitPidFlag, WaitStatus, waitpid},
         signal::{Signal, kill},
+        wait::{WaitPidFlag, WaitStatus, waitpid},
     },
     unistd::Pid,
 };

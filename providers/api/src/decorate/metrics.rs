@@ -82,3 +82,20 @@ impl Drop for Outcome<'_> {
         metrics.seconds.get_or_create(&TimeLabels { provider, operation }).observe(seconds);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use peerpod_base::reference;
+
+    use super::*;
+
+    #[test]
+    fn documented_metrics_are_up_to_date() {
+        let mut registry = Registry::default();
+        let metrics = Metrics::register("x", &mut registry);
+        metrics.retried("x", "x");
+        drop(Outcome::start(&metrics, "x"));
+        let text = reference::metrics(&registry).unwrap();
+        reference::section("metrics.md", "provider", &text).unwrap();
+    }
+}

@@ -63,3 +63,23 @@ impl Metrics {
         self.waits.get_or_create(&Action { action }).observe(time.as_secs_f64());
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use peerpod_base::reference;
+
+    use super::*;
+
+    #[test]
+    fn documented_metrics_are_up_to_date() {
+        let mut registry = Registry::default();
+        let metrics = Metrics::default();
+        metrics.register(&mut registry);
+        metrics.called("x");
+        metrics.throttled("x");
+        metrics.refused("x");
+        metrics.waited("x", Duration::ZERO);
+        let text = reference::metrics(&registry).unwrap();
+        reference::section("metrics.md", "cloud", &text).unwrap();
+    }
+}

@@ -40,8 +40,7 @@ pub struct Bound {
 /// Something is missing. The error names it and a remedy.
 pub async fn build(settings: Settings, shutdown: &Shutdown) -> anyhow::Result<Bound> {
     let mut registry = Registry::default();
-    let leading = Gauge::default();
-    registry.register("peerpod_controller_leading", "1 in the replica that leads", leading.clone());
+    let leading = leading(&mut registry);
     let config = settings.controller.clone();
     let client = client::connect(config.kubeconfig.as_deref()).await?;
     let namespace = config.namespace.clone().unwrap_or_else(|| client.default_namespace().to_owned());
@@ -62,6 +61,13 @@ pub async fn build(settings: Settings, shutdown: &Shutdown) -> anyhow::Result<Bo
     };
     let parts = parts.into_iter().partition(|part| part.leader_only);
     Ok(Bound { admin, context, election, leading, parts })
+}
+
+/// Registers the metric of the leader election.
+pub(super) fn leading(registry: &mut Registry) -> Gauge {
+    let leading = Gauge::default();
+    registry.register("peerpod_controller_leading", "1 in the replica that leads", leading.clone());
+    leading
 }
 
 fn election_of(config: &ControllerConfig, namespace: &str) -> ElectionConfig {

@@ -71,3 +71,19 @@ impl Metrics {
         self.took.observe(took.as_secs_f64());
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use peerpod_base::reference;
+
+    use super::*;
+
+    #[test]
+    fn documented_metrics_are_up_to_date() {
+        let mut registry = Registry::default();
+        let metrics = Metrics::register(&mut registry);
+        metrics.answered(Outcome::Changed, Duration::ZERO);
+        let text = reference::metrics(&registry).unwrap();
+        reference::section("metrics.md", "webhook", &text).unwrap();
+    }
+}

@@ -1,5 +1,6 @@
 use std::path::Path;
 
+use peerpod_base::reference;
 use serde_json::{Value, json};
 
 use super::*;
@@ -19,6 +20,16 @@ fn deployed_files_are_those_of_the_types() {
         assert!(deployed == ours, "{} is not what the types say; see this test", path.display());
     }
     assert_eq!(std::fs::read_dir(folder).unwrap().count(), all().len());
+}
+
+#[test]
+fn documented_fields_are_up_to_date() {
+    for crd in all() {
+        let definition = serde_json::to_value(&crd).unwrap();
+        let schema = &definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"];
+        let text = format!("{}\n\n{}", schema["description"].as_str().unwrap(), reference::fields(schema));
+        reference::section("crds.md", &crd.spec.names.plural, &text).unwrap();
+    }
 }
 
 #[test]

@@ -67,7 +67,7 @@ impl<K: Clone + Eq + Hash + Ord, W: Clone, M: Clone + Default> Queue<K, W, M> {
         self.backlog
     }
 
-    pub(super) fn wish(&self, key: &K) -> Option<&W> {
+    pub(super) fn update(&self, key: &K) -> Option<&W> {
         self.entries.get(key).map(|entry| &entry.wish)
     }
 

@@ -101,8 +101,8 @@ struct State {
     /// Open windows, by the digest of the request.
     windows: HashMap<String, Window>,
     opened: u64,
-    seats: HashMap<SandboxId, BatchMember>,
-    courses: Vec<Arc<BatchRun>>,
+    members: HashMap<SandboxId, BatchMember>,
+    runs: Vec<Arc<BatchRun>>,
     tasks: JoinSet<()>,
 }
 
@@ -241,9 +241,9 @@ impl Batches {
             let mut state = self.state();
             for number in needed {
                 let member = BatchMember { run: run.clone(), number };
-                state.seats.insert(member.member().sandbox.clone(), member);
+                state.members.insert(member.member().sandbox.clone(), member);
             }
-            state.courses.push(run.clone());
+            state.runs.push(run.clone());
             self.spawn(&mut state, self.clone().follow(run, None));
         }
     }
@@ -251,7 +251,7 @@ impl Batches {
     /// Returns the keys and VMs of batches that no sandbox's view shows yet.
     pub(super) fn claimed(&self) -> Vec<Claimed> {
         let mut claimed = Vec::new();
-        for run in &self.state().courses {
+        for run in &self.state().runs {
             match &*run.status.borrow() {
                 Status::Forming | Status::Void => {}
                 Status::Asked(batch) => claimed.push(Claimed::Key(batch.key.clone())),
@@ -314,20 +314,20 @@ impl Batches {
             status: watch::Sender::new(Status::Forming),
             needed: watch::Sender::new((0..).take(waiting.len()).collect()),
         });
-        for (number, Waiting { member, answer }) in (0..).zip(waiting) {
+        for (number, waiting) in (0..).zip(waiting) {
             let member = BatchMember { run: run.clone(), number };
-            state.seats.insert(member.sandbox, member.clone());
-            drop(answer.send(Some(member)));
+            state.members.insert(waiting.member.sandbox, member.clone());
+            drop(waiting.answer.send(Some(member)));
         }
-        state.courses.push(run.clone());
+        state.runs.push(run.clone());
         self.spawn(state, self.clone().follow(run, Some(shape)));
     }
 
     /// Removes a batch and its memberships.
     fn drop_course(&self, run: &Arc<BatchRun>) {
         let mut state = self.state();
-        state.seats.retain(|_, member| !Arc::ptr_eq(&member.run, run));
-        state.courses.retain(|other| !Arc::ptr_eq(other, run));
+        state.members.retain(|_, member| !Arc::ptr_eq(&member.run, run));
+        state.runs.retain(|other| !Arc::ptr_eq(other, run));
     }
 
     fn spawn(&self, state: &mut State, task: impl Future<Output = ()> + Send + 'static) {
@@ -344,7 +344,7 @@ impl Batches {
 impl State {
     /// Returns the batch membership of a sandbox that may still need it.
     fn member(&self, id: &SandboxId) -> Option<&BatchMember> {
-        self.seats.get(id).filter(|member| member.run.needed.borrow().contains(&member.number))
+        self.members.get(id).filter(|member| member.run.needed.borrow().contains(&member.number))
     }
 }
 
@@ -401,7 +401,7 @@ fn is_needed(record: &Record, member: &Member, number: u32, ticket: &str) -> boo
     match record.phase {
         Phase::Booting { attempt } | Phase::Unwanted { attempt } => attempt == member.attempt,
         Phase::Joining { .. } | Phase::Running { .. } | Phase::Leaving { .. } => {
-            record.member == Some(number) && record.ticket.as_ref().is_some_and(|own| own.id == ticket)
+            record.seat == Some(number) && record.ticket.as_ref().is_some_and(|own| own.id == ticket)
         }
         Phase::Created | Phase::Gone => false,
     }

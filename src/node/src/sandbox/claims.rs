@@ -90,10 +90,10 @@ impl Task {
             Ok(granted) => {
                 info!(peer = claim.peer, guest_version = claim.guest_version, "ticket claimed");
                 self.metrics.claims_granted.inc();
-                self.claims.0.retain(|(.., waiting)| !waiting.is_closed());
-                if self.claims.0.len() < MAX_WAITING {
-                    self.claims.0.push((self.put_wanted, granted, answer));
-                    self.claims.put_done(self.put_done);
+                self.guest.claims.0.retain(|(.., waiting)| !waiting.is_closed());
+                if self.guest.claims.0.len() < MAX_WAITING {
+                    self.guest.claims.0.push((self.relay.put_wanted, granted, answer));
+                    self.guest.claims.put_done(self.relay.put_done);
                 }
             }
             Err(error) => {
@@ -138,7 +138,7 @@ impl Task {
                     (bound.tunnel_key, bound.from) = now;
                 }
                 self.save(record).await?;
-                self.put_wanted += 1;
+                self.relay.put_wanted += 1;
                 self.in_flight.relay.wake();
             }
             return Ok(Granted { id: self.record.id.clone(), chain });
@@ -159,7 +159,7 @@ impl Task {
         });
         record.reached("claimed", self.fx.now_ms());
         self.save(record).await?;
-        self.put_wanted += 1;
+        self.relay.put_wanted += 1;
         self.in_flight.relay.wake();
         Ok(Granted { id: self.record.id.clone(), chain: signed.chain })
     }

@@ -53,11 +53,11 @@ impl Task {
                 record.network = Some(network);
                 record.reached("network_reserved", self.fx.now_ms());
                 // The relay may carry this tunnel, and then identifies the guest by its VNIs.
-                self.put_wanted += u64::from(record.binding.is_some());
+                self.relay.put_wanted += u64::from(record.binding.is_some());
                 self.save(record).await.map_err(Unapplied::Disk)
             }
             Completion::Connected(Ok(plan)) => {
-                self.plan = Some(Told::new(*plan));
+                self.guest.plan = Some(Told::new(*plan));
                 self.reached("network_connected");
                 Ok(())
             }
@@ -71,9 +71,9 @@ impl Task {
                 self.no_network(error.text, error.permanent).await
             }
             Completion::Put { version, result: Ok(()) } => {
-                self.put_done = version;
+                self.relay.put_done = version;
                 self.reached("relay_ready");
-                self.claims.put_done(version);
+                self.guest.claims.put_done(version);
                 Ok(())
             }
             Completion::Put { result: Err(error), .. } => {
@@ -116,21 +116,21 @@ impl Task {
     /// Applies the end of the window: the sandbox is a member of a batch, or goes on alone.
     async fn seated(&mut self, member: Option<BatchMember>) -> Result<(), Unapplied> {
         if let Some(member) = member {
-            self.way = CreatePath::Seated(member);
+            self.vm.way = CreatePath::Seated(member);
             self.reached("batched");
             return Ok(());
         }
         if !self.record.phase.is_live() {
             return self.never_sent().await;
         }
-        self.way = CreatePath::Alone;
+        self.vm.way = CreatePath::Alone;
         Ok(())
     }
 
     /// Handles the end of the announcement: the cluster shows the sandbox, or the bounded wait for it is over.
     async fn was_announced(&mut self, uid: Option<String>) -> Result<(), Unapplied> {
-        self.announced = true;
-        if !self.record.phase.is_live() && self.unsent {
+        self.start.announced = true;
+        if !self.record.phase.is_live() && self.vm.unsent {
             return self.never_sent().await;
         }
         let mut record = self.record.clone();
@@ -152,7 +152,7 @@ impl Task {
             return Ok(());
         };
         let Some(placement) = placement else {
-            self.placed = Some(attempt);
+            self.vm.placed = Some(attempt);
             return Ok(());
         };
         if !self.record.phase.is_live() {
@@ -186,7 +186,7 @@ impl Task {
 
     async fn made(&mut self, vm: InstanceId) -> Result<(), Unapplied> {
         let now = self.fx.now_ms();
-        let member = match &self.way {
+        let member = match &self.vm.way {
             CreatePath::Seated(member) => member.batch().map(|batch| (member.number(), batch)),
             CreatePath::Open | CreatePath::Joining | CreatePath::Alone => None,
         };
@@ -196,7 +196,7 @@ impl Task {
         };
         self.apply(Event::Made(vm), |record| {
             if let Some((number, batch)) = member {
-                record.member = Some(number);
+                record.seat = Some(number);
                 record.ticket = Some(batch.ticket.clone());
                 record.trust = Some(batch.trust.clone());
             }
@@ -219,7 +219,7 @@ impl Task {
             }
             Retry::NextOffering | Retry::Never => {
                 self.trouble(Which::Cloud, error.to_string());
-                if let CreatePath::Seated(_) = self.way {
+                if let CreatePath::Seated(_) = self.vm.way {
                     // The batch's task has looked already.
                     return self.nothing_found(Some(error)).await;
                 }
@@ -363,7 +363,7 @@ impl Task {
         if permanent && running {
             error!(error = text, "the pod's network cannot be looked after any more");
             self.tell("NetworkLost", format!("the pod's network cannot be looked after any more: {text}"));
-            self.network_given_up = true;
+            self.network.given_up = true;
             return Ok(());
         }
         if permanent && self.record.phase.is_live() {
@@ -465,12 +465,12 @@ impl Task {
     async fn passed(&mut self, pass: Pass) -> Result<(), Unapplied> {
         for (stage, at) in &pass.reached {
             if self.record.stage(stage).is_none() {
-                self.metrics.stage(&format!("stop_{stage}"), at.saturating_sub(self.left_ms));
+                self.metrics.stage(&format!("stop_{stage}"), at.saturating_sub(self.end.left_ms));
             }
             self.record.reached(stage, *at);
         }
         let failed = pass.errors.join("; ");
-        self.leaving = Some(pass.left.clone());
+        self.end.leaving = Some(pass.left.clone());
         self.publish();
         if !pass.left.is_nothing() {
             warn!(error = failed, "not everything is gone yet; trying again");
@@ -507,13 +507,13 @@ impl Task {
 
     pub(super) fn trouble(&mut self, which: Which, text: String) {
         tracing::debug!(error = text, step = ?which, "did not work; trying again");
-        self.trouble.retain(|(other, _)| *other != which);
-        self.trouble.push((which, text));
+        self.start.trouble.retain(|(other, _)| *other != which);
+        self.start.trouble.push((which, text));
     }
 
     pub(super) fn worked(&mut self, which: Which) {
         self.in_flight.get(which).worked();
-        self.trouble.retain(|(other, _)| *other != which);
+        self.start.trouble.retain(|(other, _)| *other != which);
     }
 
     /// Returns the stage in which the boot hangs, its usual cause and the end of the console.
@@ -529,7 +529,7 @@ impl Task {
     /// Returns the stage that is missing after `limit`, and its usual cause.
     pub(super) fn where_it_hangs(&self, limit: Duration) -> (&'static str, String) {
         let after = |which: Which| {
-            let last = self.trouble.iter().find(|(other, _)| *other == which);
+            let last = self.start.trouble.iter().find(|(other, _)| *other == which);
             last.map(|(_, text)| format!("; the last error was: {text}")).unwrap_or_default()
         };
         let vm = self.record.phase.vm();
@@ -548,7 +548,7 @@ impl Task {
                     after(Which::Volumes)
                 ),
             ),
-            _ if self.plan.is_none() => (
+            _ if self.guest.plan.is_none() => (
                 "network",
                 format!(
                     "the pod's network could not be connected to {name} within {limit:?}{}",
@@ -574,7 +574,7 @@ impl Task {
                     after(Which::Relay)
                 ),
             ),
-            _ if !self.guest.borrow().connected => (
+            _ if !self.guest.state.borrow().connected => (
                 "link",
                 format!(
                     "the guest of {name} got its certificate but did not join by the link within {limit:?}{}",
@@ -582,7 +582,7 @@ impl Task {
                 ),
             ),
             _ => {
-                let stage = Status::parse_from_bytes(&self.guest.borrow().status)
+                let stage = Status::parse_from_bytes(&self.guest.state.borrow().status)
                     .map(|status| clip(&status.stage))
                     .unwrap_or_default();
                 (
@@ -600,8 +600,8 @@ impl Task {
 impl Task {
     /// Explains a guest of the same batch that came from an unknown address; empty if there is none.
     fn stranger(&self) -> String {
-        let ticket = self.record.ticket.as_ref().filter(|_| self.record.member.is_some());
-        let Some(from) = ticket.and_then(|ticket| self.tickets.stranger(&ticket.id)) else {
+        let ticket = self.record.ticket.as_ref().filter(|_| self.record.seat.is_some());
+        let Some(from) = ticket.and_then(|ticket| self.vm.tickets.stranger(&ticket.id)) else {
             return String::new();
         };
         format!(

@@ -88,19 +88,19 @@ impl Task {
         else {
             return;
         };
-        let heard = match &mut self.following.netns_watcher {
+        let heard = match &mut self.network.following.netns_watcher {
             Some((of, netns_watcher)) if *of == vm => *netns_watcher.borrow_and_update(),
             _ => {
                 let mut netns_watcher = self.fx.netns_watcher(&netns, &network, vm);
                 let heard = *netns_watcher.borrow_and_update();
                 // The first inspection covers the changes from before the watcher existed.
-                self.following.netns_watcher = Some((vm, netns_watcher));
-                self.following.done = None;
+                self.network.following.netns_watcher = Some((vm, netns_watcher));
+                self.network.following.done = None;
                 heard
             }
         };
-        let idle = self.in_flight.network.is_idle() && !self.network_given_up && self.plan.is_some();
-        if !idle || self.following.done == Some(heard) {
+        let idle = self.in_flight.network.is_idle() && !self.network.given_up && self.guest.plan.is_some();
+        if !idle || self.network.following.done == Some(heard) {
             return;
         }
         let (fx, id) = (self.fx.clone(), self.record.id.clone());
@@ -121,33 +121,33 @@ impl Task {
             self.save(record).await.map_err(Unapplied::Disk)?;
             // Where the relay carries the tunnels, it admits the VNIs in the record.
             if !followed.changes.is_empty() {
-                self.put_wanted += 1;
+                self.relay.put_wanted += 1;
                 self.in_flight.relay.wake();
             }
         }
-        self.following.done = Some(heard);
+        self.network.following.done = Some(heard);
         self.in_flight.network.worked();
-        if self.following.left != followed.left {
+        if self.network.following.left != followed.left {
             for what in &followed.left {
                 warn!(
                     what,
                     "something of the pod's network is not as in its namespace on the node, and stays so"
                 );
             }
-            self.following.left = followed.left;
+            self.network.following.left = followed.left;
         }
-        if self.following.obstacles != followed.obstacles {
+        if self.network.following.obstacles != followed.obstacles {
             for what in &followed.obstacles {
                 error!(what, "the pod's traffic may not reach its VM");
                 self.metrics.obstacles.inc();
             }
-            self.following.obstacles = followed.obstacles;
+            self.network.following.obstacles = followed.obstacles;
         }
         let told = Told::new(followed.plan);
-        if self.plan.as_ref().is_none_or(|plan| plan.digest != told.digest) {
+        if self.guest.plan.as_ref().is_none_or(|plan| plan.digest != told.digest) {
             info!(changes = followed.changes.join("; "), "the pod's network changed; the guest will follow");
             self.metrics.network_changes.inc();
-            self.plan = Some(told);
+            self.guest.plan = Some(told);
         }
         Ok(())
     }
@@ -157,7 +157,7 @@ impl Task {
         if error.permanent {
             // Only another change can help; the reaper handles a namespace that is gone.
             warn!(error = error.text, "a change of the pod's network cannot be followed");
-            self.following.done = Some(heard);
+            self.network.following.done = Some(heard);
             self.in_flight.network.worked();
         } else {
             self.later(Which::Network, error.text);
@@ -168,13 +168,15 @@ impl Task {
     pub(super) fn trace(&mut self) {
         let Phase::Running { vm } = &self.record.phase else { return };
         let (connected, from) = {
-            let guest = self.guest.borrow();
+            let guest = self.guest.state.borrow();
             (guest.connected, guest.address)
         };
         let Some(from) = from.filter(|from| connected && !self.record.addresses.contains(from)) else {
             return;
         };
-        if self.following.asked == Some((from, self.is_guests_own(from))) || !self.in_flight.cloud.is_idle() {
+        if self.network.following.asked == Some((from, self.is_guests_own(from)))
+            || !self.in_flight.cloud.is_idle()
+        {
             return;
         }
         let (fx, vm, known) = (self.fx.clone(), vm.clone(), address(&self.record));
@@ -189,7 +191,7 @@ impl Task {
 
     /// Whether the guest reports this address on its own interface.
     fn is_guests_own(&self, address: IpAddr) -> bool {
-        let status = Status::parse_from_bytes(&self.guest.borrow().status).unwrap_or_default();
+        let status = Status::parse_from_bytes(&self.guest.state.borrow().status).unwrap_or_default();
         status.uplink_addresses.iter().any(|text| text.parse() == Ok(address))
     }
 
@@ -211,7 +213,7 @@ impl Task {
             }
         };
         let own = self.is_guests_own(from);
-        self.following.asked = Some((from, own));
+        self.network.following.asked = Some((from, own));
         self.in_flight.cloud.worked();
         let is_the_vms = cloud.contains(&from) || (near && own);
         if !is_the_vms {
@@ -237,16 +239,16 @@ impl Task {
     /// Whether this session needs no new message: it has, or refused, the current plan, node endpoints and pull
     /// secrets.
     pub(super) fn is_told(&self, session: &str) -> bool {
-        let Some(plan) = &self.plan else { return true };
-        let digest = plan.digest(&self.node_endpoints.borrow());
+        let Some(plan) = &self.guest.plan else { return true };
+        let digest = plan.digest(&self.network.node_endpoints.borrow());
         // Just after the node's start its endpoints may be unknown; the guest's last ones stay valid.
         let same = |told: &str| told.starts_with(&digest);
         // A record of an earlier version has no digest; its guest has the plan it was given then.
         let told = self.record.session.as_deref() == Some(session)
             && self.record.told.as_deref().is_none_or(same)
-            && self.pull.is_same(self.record.told_secret.as_deref());
-        let refused = self.refused.as_ref().is_some_and(|(who, what, secret)| {
-            who == session && same(what) && self.pull.is_same(secret.as_deref())
+            && self.guest.pull.is_same(self.record.told_secret.as_deref());
+        let refused = self.guest.refused.as_ref().is_some_and(|(who, what, secret)| {
+            who == session && same(what) && self.guest.pull.is_same(secret.as_deref())
         });
         told || refused
     }
@@ -260,6 +262,6 @@ impl Task {
         error: &str,
     ) {
         error!(error = clip(error), "the guest cannot follow the pod's network");
-        self.refused = Some((session, digest, secret));
+        self.guest.refused = Some((session, digest, secret));
     }
 }

@@ -10,12 +10,12 @@ use super::{
 impl Task {
     /// Starts the redirection if it is due.
     pub(super) fn carry_localhost(&mut self) {
-        let ready = self.plan.is_some() && self.put_done >= self.put_wanted;
-        if !ready || self.localhost_of == self.put_done || !self.in_flight.localhost.is_idle() {
+        let ready = self.guest.plan.is_some() && self.relay.put_done >= self.relay.put_wanted;
+        if !ready || self.relay.localhost_of == self.relay.put_done || !self.in_flight.localhost.is_idle() {
             return;
         }
         let Some(netns) = self.record.netns.clone() else { return };
-        let (fx, id, version) = (self.fx.clone(), self.record.id.clone(), self.put_done);
+        let (fx, id, version) = (self.fx.clone(), self.record.id.clone(), self.relay.put_done);
         self.in_flight.localhost.start(async move {
             let result = fx.carry_localhost(&netns, &id).await;
             Completion::Carried { version, result }
@@ -25,12 +25,12 @@ impl Task {
     pub(super) fn localhost_carried(&mut self, version: u64, result: Result<(), NetworkError>) {
         match result {
             Ok(()) => {
-                self.localhost_of = version;
+                self.relay.localhost_of = version;
                 self.in_flight.localhost.worked();
             }
             Err(error) if error.permanent => {
                 tracing::warn!(%error, "connections to the pod's localhost are not carried");
-                self.localhost_of = version;
+                self.relay.localhost_of = version;
             }
             Err(error) => self.later(Which::Localhost, error.text),
         }

@@ -55,7 +55,7 @@ impl Pull {
 impl Task {
     /// Whether the guest need not wait for its pod's pull secrets any longer.
     pub(super) fn is_pull_secret_asked(&self) -> bool {
-        self.pull.asked || !self.asks_for_pull_secret()
+        self.guest.pull.asked || !self.asks_for_pull_secret()
     }
 
     pub(super) fn asks_for_pull_secret(&self) -> bool {
@@ -70,10 +70,10 @@ impl Task {
         let Some(pod) = self.record.pod.clone() else { return };
         // The query uses the pod's UID, if it is about to be known: the name may belong to another pod by now.
         let booting = matches!(self.record.phase, Phase::Created | Phase::Booting { .. });
-        if booting && pod.uid.is_none() && self.fx.is_in_cluster() && !self.announced {
+        if booting && pod.uid.is_none() && self.fx.is_in_cluster() && !self.start.announced {
             return;
         }
-        match self.pull.next.filter(|next| *next > Instant::now()) {
+        match self.guest.pull.next.filter(|next| *next > Instant::now()) {
             Some(next) => self.in_flight.secret.start(async move {
                 sleep_until(next).await;
                 Completion::Rested
@@ -89,16 +89,16 @@ impl Task {
 
     /// Handles the answer. A waiting guest goes on in any case.
     pub(super) fn pull_secret_came(&mut self, answer: Result<Zeroizing<String>, PullSecretError>) {
-        self.pull.asked = true;
+        self.guest.pull.asked = true;
         let every = self.fx.pull_secrets_every().unwrap_or(AFTER_REFUSAL);
         match answer {
             Ok(secret) => {
                 self.worked(Which::Secret);
-                self.pull.next = Some(Instant::now() + every);
-                if std::mem::take(&mut self.pull.missed) {
+                self.guest.pull.next = Some(Instant::now() + every);
+                if std::mem::take(&mut self.guest.pull.missed) {
                     info!("the pod's pull secrets are here now");
                 }
-                self.pull.digest = if secret.is_empty() {
+                self.guest.pull.digest = if secret.is_empty() {
                     String::new()
                 } else {
                     // Includes the sandbox's id, so that the digest does not reveal that two pods have the same secret.
@@ -107,10 +107,10 @@ impl Task {
                     digest.update(secret.as_bytes());
                     hex::encode(&digest.finalize())
                 };
-                self.pull.secret = Some(secret);
+                self.guest.pull.secret = Some(secret);
             }
             Err(error) => {
-                if !std::mem::replace(&mut self.pull.missed, true) {
+                if !std::mem::replace(&mut self.guest.pull.missed, true) {
                     let kept = if self.record.told_secret.is_some() {
                         "keeps those it has"
                     } else {
@@ -125,7 +125,7 @@ impl Task {
                     self.tell("PullSecretsMissing", text);
                 }
                 if error.refused {
-                    self.pull.next = Some(Instant::now() + every.min(AFTER_REFUSAL));
+                    self.guest.pull.next = Some(Instant::now() + every.min(AFTER_REFUSAL));
                     self.trouble(Which::Secret, error.text);
                 } else {
                     self.later(Which::Secret, error.text);

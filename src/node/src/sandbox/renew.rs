@@ -31,19 +31,19 @@ const WITHIN: Duration = Duration::from_secs(10);
 impl Task {
     /// Starts the step that is due, if any.
     pub(super) fn renew(&mut self) {
-        let trusted = self.trusted.borrow_and_update().clone();
+        let trusted = self.guest.trusted.borrow_and_update().clone();
         let up_to_date = self.record.trust.as_deref() == Some(&trusted.id);
         let (connected, session) = {
-            let guest = self.guest.borrow();
+            let guest = self.guest.state.borrow();
             (guest.connected, Some(guest.session.clone()))
         };
         if up_to_date || !connected || session != self.record.session || !self.in_flight.guest.is_idle() {
             return;
         }
-        let renewal = self.renewal.as_ref().filter(|renewal| renewal.trusted == trusted);
+        let renewal = self.guest.renewal.as_ref().filter(|renewal| renewal.trusted == trusted);
         let certificates = match renewal {
             None => Vec::new(),
-            Some(renewal) if renewal.put <= self.put_done => renewal.chain.clone(),
+            Some(renewal) if renewal.put <= self.relay.put_done => renewal.chain.clone(),
             Some(_) => return, // the relay first, or it would reject the guest
         };
         let asks = certificates.is_empty();
@@ -83,15 +83,15 @@ impl Task {
         let mut record = self.record.clone();
         record.binding = Some(binding);
         self.save(record).await?;
-        self.put_wanted += 1;
+        self.relay.put_wanted += 1;
         self.in_flight.relay.wake();
-        self.renewal = Some(Renewal { trusted, chain: signed.chain, put: self.put_wanted });
+        self.guest.renewal = Some(Renewal { trusted, chain: signed.chain, put: self.relay.put_wanted });
         Ok(())
     }
 
     /// Records that the guest has its new certificate.
     pub(super) async fn renewed(&mut self, trusted: Arc<Trusted>, reply: Reply) -> Result<(), Unapplied> {
-        self.renewal = None;
+        self.guest.renewal = None;
         if !reply.error.is_empty() {
             let why = clip(&reply.error);
             error!(why, "the guest does not take its new certificate; trying again");

@@ -37,40 +37,40 @@ impl Task {
     /// Reads the guest's status if it has changed.
     pub(super) fn hear_reports(&mut self) {
         let Phase::Running { .. } = self.record.phase else { return };
-        let Some(plan) = &self.plan else { return };
+        let Some(plan) = &self.guest.plan else { return };
         let planned = plan.network.interfaces.first().map_or(0, |interface| interface.mtu);
         let status = {
-            let guest = self.guest.borrow();
+            let guest = self.guest.state.borrow();
             let mut hasher = DefaultHasher::new();
             (&guest.status, planned).hash(&mut hasher);
             let now = hasher.finish();
-            if guest.status.is_empty() || std::mem::replace(&mut self.reports.seen, now) == now {
+            if guest.status.is_empty() || std::mem::replace(&mut self.guest.reports.seen, now) == now {
                 return;
             }
             Status::parse_from_bytes(&guest.status).unwrap_or_default()
         };
         let path = judge(&plan.network, &status);
-        if path.is_some() && path != self.reports.path {
+        if path.is_some() && path != self.guest.reports.path {
             self.say_path(path);
         }
         let notes: Vec<String> = status.notes.iter().take(MOST_NOTES).map(|note| clip(note)).collect();
-        if notes != self.reports.notes {
-            for note in notes.iter().filter(|note| !self.reports.notes.contains(note)) {
-                if may_say(&mut self.reports.said) {
+        if notes != self.guest.reports.notes {
+            for note in notes.iter().filter(|note| !self.guest.reports.notes.contains(note)) {
+                if may_say(&mut self.guest.reports.said) {
                     warn!(note, "the guest says");
                 }
             }
-            self.reports.notes = notes;
+            self.guest.reports.notes = notes;
         }
     }
 
     fn say_path(&mut self, path: Option<Path>) {
-        let before = std::mem::replace(&mut self.reports.path, path);
-        let Some(Path { kind, sentence }) = &self.reports.path else { return };
-        if before.is_none_or(|before| before.kind != *kind) && self.reports.said < MOST_SAID {
+        let before = std::mem::replace(&mut self.guest.reports.path, path);
+        let Some(Path { kind, sentence }) = &self.guest.reports.path else { return };
+        if before.is_none_or(|before| before.kind != *kind) && self.guest.reports.said < MOST_SAID {
             self.metrics.path(kind);
         }
-        if may_say(&mut self.reports.said) {
+        if may_say(&mut self.guest.reports.said) {
             match *kind {
                 "narrow" => warn!(path = sentence, "packets of the pod are smaller than planned"),
                 "untried" => warn!(path = sentence, "the way to the VM could not be tried"),

@@ -74,7 +74,7 @@ impl Task {
             return;
         }
         let Some(request) = self.record.request.clone() else { return self.find(None) };
-        if !self.announced {
+        if !self.start.announced {
             let (fx, record) = (self.fx.clone(), self.record.clone());
             return self.in_flight.cloud.start(async move {
                 // Recorded before any request: the disks must have a known owner as long as a VM may come of it.
@@ -86,13 +86,13 @@ impl Task {
                 Completion::Announced(fx.announce(&record).await)
             });
         }
-        self.unsent = false;
-        match self.way.clone() {
+        self.vm.unsent = false;
+        match self.vm.way.clone() {
             CreatePath::Alone => self.create(request, attempt),
             CreatePath::Seated(member) => self.sit(member),
-            CreatePath::Open | CreatePath::Joining => match self.batches.withdraw(&self.record.id) {
+            CreatePath::Open | CreatePath::Joining => match self.vm.batches.withdraw(&self.record.id) {
                 Some(member) => {
-                    self.way = CreatePath::Seated(member.clone());
+                    self.vm.way = CreatePath::Seated(member.clone());
                     self.sit(member);
                 }
                 None => self.join(&request, attempt),
@@ -103,8 +103,8 @@ impl Task {
     /// Joins a window with sandboxes that want the same VM.
     fn join(&mut self, request: &CreateRequest, attempt: u32) {
         let member = Member { sandbox: self.record.id.clone(), attempt };
-        let seated = self.batches.join(member, request);
-        self.way = CreatePath::Joining;
+        let seated = self.vm.batches.join(member, request);
+        self.vm.way = CreatePath::Joining;
         // The sender is dropped only if the node is closing, and this task with it.
         self.in_flight.cloud.start(async move { Completion::Seated(seated.await.unwrap_or(None)) });
     }
@@ -136,14 +136,14 @@ impl Task {
     /// Whether the pod's volumes are attached and the relay has their map. The relay must recognise them without the
     /// node.
     fn has_volumes(&self) -> bool {
-        self.record.volumes.as_ref().is_none_or(|volumes| volumes.is_ready() && self.put_done > 0)
+        self.record.volumes.as_ref().is_none_or(|volumes| volumes.is_ready() && self.relay.put_done > 0)
     }
 
     /// Chooses and records the attempt's placement, then creates the VM there. A create that may have been sent before
     /// is repeated with its recorded placement.
     fn create(&mut self, request: CreateRequest, attempt: u32) {
         let (fx, key) = (self.fx.clone(), self.key(attempt));
-        if request.placement.is_none() && self.placed != Some(attempt) {
+        if request.placement.is_none() && self.vm.placed != Some(attempt) {
             self.in_flight.cloud.start(async move { Completion::Placed(fx.place(&request).await) });
         } else {
             self.in_flight.cloud.start(async move { Completion::Created(fx.create(&request, &key).await) });
@@ -157,11 +157,11 @@ impl Task {
         if !self.in_flight.cloud.is_idle() {
             return;
         }
-        match self.way.clone() {
+        match self.vm.way.clone() {
             CreatePath::Alone => self.find(None),
             CreatePath::Seated(member) => self.sit(member),
             CreatePath::Open | CreatePath::Joining => {
-                let member = self.batches.withdraw(&self.record.id);
+                let member = self.vm.batches.withdraw(&self.record.id);
                 self.in_flight.cloud.start(async move { Completion::Seated(member) });
             }
         }
@@ -198,17 +198,17 @@ impl Task {
 
     /// Whether a guest with the batch's ticket connects from an address that the cloud has not named for any VM yet.
     pub(super) fn is_not_told_apart(&self) -> bool {
-        let ticket = self.record.ticket.as_ref().filter(|_| self.record.member.is_some());
-        self.record.binding.is_none() && ticket.is_some_and(|ticket| self.tickets.is_awaited(&ticket.id))
+        let ticket = self.record.ticket.as_ref().filter(|_| self.record.seat.is_some());
+        self.record.binding.is_none() && ticket.is_some_and(|ticket| self.vm.tickets.is_awaited(&ticket.id))
     }
 
     /// Reserves the pod's tunnel, and connects it once the VM's address is known.
     fn setup_network(&mut self) {
-        if !self.in_flight.network.is_idle() || self.network_given_up {
+        if !self.in_flight.network.is_idle() || self.network.given_up {
             return;
         }
         let Some(netns) = self.record.netns.clone() else { return };
-        if let Some(mut before) = self.predecessor.take() {
+        if let Some(mut before) = self.network.predecessor.take() {
             // The namespace's previous sandbox must have left it, or it would remove the new device.
             self.in_flight.network.start(async move {
                 // An error means that the previous sandbox's task has ended, and all its operations with it.
@@ -237,7 +237,7 @@ impl Task {
             }
             (Some(network), Some(vm)) if self.is_unsuited(&network, vm) => {
                 // The tunnel has carried nothing yet: the guest gets its network plan only when the tunnel is complete.
-                self.plan = None;
+                self.guest.plan = None;
                 self.in_flight.network.start(async move {
                     let undone = fx.disconnect(&netns, &id, Some(&network), Some(vm)).await;
                     Completion::Reserved(match undone {
@@ -246,7 +246,7 @@ impl Task {
                     })
                 });
             }
-            (Some(network), Some(vm)) if self.plan.is_none() => {
+            (Some(network), Some(vm)) if self.guest.plan.is_none() => {
                 self.in_flight.network.start(async move {
                     Completion::Connected(fx.connect(&netns, &id, &network, vm).await.map(Box::new))
                 });
@@ -269,7 +269,7 @@ impl Task {
     /// Returns the addresses that the relay dials: every address ever named for the VM, the likeliest first.
     pub(super) fn dial(&self) -> Vec<String> {
         let Some(port) = self.settings.dial else { return Vec::new() };
-        let addresses = self.moved.iter().chain(&self.record.addresses);
+        let addresses = self.vm.moved.iter().chain(&self.record.addresses);
         let mut dial: Vec<String> = Vec::new();
         for address in addresses.map(|address| SocketAddr::new(*address, port).to_string()) {
             if dial.len() < MOST_DIALLED && !dial.contains(&address) {
@@ -283,28 +283,28 @@ impl Task {
     /// the guest was reached there.
     pub(super) fn moved(&mut self, addresses: Vec<IpAddr>) {
         let new = addresses.iter().any(|address| !self.record.addresses.contains(address));
-        if self.settings.dial.is_none() || !new || self.moved == addresses {
+        if self.settings.dial.is_none() || !new || self.vm.moved == addresses {
             return;
         }
         info!(?addresses, "the cloud names other addresses of the VM; its guest is dialled there, too");
-        self.moved = addresses;
+        self.vm.moved = addresses;
         self.redial();
     }
 
     /// Sends the relay the guest's new dial addresses.
     pub(super) fn redial(&mut self) {
         if self.settings.dial.is_some() {
-            self.put_wanted += 1;
+            self.relay.put_wanted += 1;
             self.in_flight.relay.wake();
         }
     }
 
     /// Sends the relay the sandbox's state, whenever that has changed or the relay is a new process.
     fn tell_relay(&mut self) {
-        if self.put_done >= self.put_wanted || !self.in_flight.relay.is_idle() {
+        if self.relay.put_done >= self.relay.put_wanted || !self.in_flight.relay.is_idle() {
             return;
         }
-        let (fx, version) = (self.fx.clone(), self.put_wanted);
+        let (fx, version) = (self.fx.clone(), self.relay.put_wanted);
         let request = PutSandboxRequest {
             id: self.record.id.to_string(),
             agent_socket: self.settings.agent_socket(&self.record.id).to_string_lossy().into_owned(),
@@ -324,8 +324,8 @@ impl Task {
         if !self.in_flight.guest.is_idle() || !self.has_volumes() {
             return;
         }
-        let guest = self.guest.borrow_and_update().clone();
-        let Some(plan) = self.plan.clone().filter(|_| guest.connected && !self.is_told(&guest.session))
+        let guest = self.guest.state.borrow_and_update().clone();
+        let Some(plan) = self.guest.plan.clone().filter(|_| guest.connected && !self.is_told(&guest.session))
         else {
             return;
         };
@@ -336,7 +336,7 @@ impl Task {
         if self.record.session.as_ref().is_some_and(|session| *session != guest.session) {
             warn!(session = guest.session, "the guest program is another one: what it had under way is lost");
         }
-        let node_endpoints = self.node_endpoints.borrow().clone();
+        let node_endpoints = self.network.node_endpoints.borrow().clone();
         let digest = plan.digest(&node_endpoints);
         let mut personalise = Personalise {
             version: 1,
@@ -359,7 +359,7 @@ impl Task {
         };
         let volumes = self.record.volumes.clone();
         let (fx, id, session) = (self.fx.clone(), self.record.id.clone(), guest.session);
-        let secret = self.pull.digest().map(str::to_owned);
+        let secret = self.guest.pull.digest().map(str::to_owned);
         // The guest gives up on its agent, and before that on a path to the node, by itself. This limit only ends a
         // call without an answer.
         let timeout = self.settings.agent_timeout + Duration::from_secs(30);
@@ -385,8 +385,8 @@ impl Task {
     }
 
     fn images(&self) -> Option<Images> {
-        let mut images = self.fx.images(self.pull.secret().unwrap_or_default())?;
-        images.keep_pull_secret = self.asks_for_pull_secret() && self.pull.secret().is_none();
+        let mut images = self.fx.images(self.guest.pull.secret().unwrap_or_default())?;
+        images.keep_pull_secret = self.asks_for_pull_secret() && self.guest.pull.secret().is_none();
         Some(images)
     }
 
@@ -398,8 +398,8 @@ impl Task {
         if !quiet || !self.in_flight.clear.is_idle() {
             return;
         }
-        let left = self.leaving.clone().unwrap_or_else(|| self.everything());
-        self.leaving = Some(left.clone());
+        let left = self.end.leaving.clone().unwrap_or_else(|| self.everything());
+        self.end.leaving = Some(left.clone());
         let fx = self.fx.clone();
         self.in_flight.clear.start(async move { Completion::Cleared(clear::pass(fx, left).await) });
     }

@@ -97,55 +97,85 @@ pub(super) struct Task {
     pub(super) view: watch::Sender<View>,
     pub(super) commands: mpsc::Receiver<Command>,
     pub(super) in_flight: Slots,
-    pub(super) claims: Claims,
-    pub(super) guest: watch::Receiver<Guest>,
-    pub(super) epoch: watch::Receiver<u64>,
-    pub(super) epoch_seen: u64,
-    /// CA set that guests must trust.
-    pub(super) trusted: watch::Receiver<Arc<Trusted>>,
-    /// Certificate that the relay must have before the guest gets it.
-    pub(super) renewal: Option<Renewal>,
-    /// Sandbox that had this network namespace before and has not left it yet.
-    pub(super) predecessor: Option<watch::Receiver<View>>,
-    /// Network plan for the guest, once the tunnel is connected.
-    pub(super) plan: Option<Told>,
-    /// Guest session that refused a plan, with the digests of the plan and of the pull secrets.
-    pub(super) refused: Option<(String, String, Option<String>)>,
-    /// Pull secrets for the pod's images.
-    pub(super) pull: Pull,
-    /// Endpoints at which guests reach the node.
-    pub(super) node_endpoints: watch::Receiver<NodeEndpoints>,
-    /// State of following changes around the pod's network.
-    pub(super) following: Following,
-    /// The guest's reports on the pod's network.
-    pub(super) reports: Reports,
-    /// Set if the pod network of a running sandbox cannot be repaired; ends the retries.
-    pub(super) network_given_up: bool,
+    pub(super) vm: VmCreation,
+    pub(super) start: Start,
+    pub(super) guest: GuestState,
+    pub(super) relay: RelayState,
+    pub(super) network: NetworkState,
+    pub(super) end: End,
+}
+
+/// Creation of the sandbox's VM, and its addresses.
+pub(super) struct VmCreation {
     /// Create path of the current attempt.
     pub(super) way: CreatePath,
     pub(super) batches: Batches,
     pub(super) tickets: Arc<Tickets>,
-    /// Whether the announcement in the cluster has ended.
-    pub(super) announced: bool,
     /// Whether nothing was ever requested from the cloud, neither by this task nor before it.
     pub(super) unsent: bool,
-    /// Time of the next report on a slow start, and the duration of the start by then.
-    pub(super) slow: Option<(Instant, Duration)>,
     /// Attempt for which the provider was queried and had no placement to choose.
     pub(super) placed: Option<u32>,
     /// Further addresses from the cloud at which the guest is dialled, besides the recorded ones.
     pub(super) moved: Vec<IpAddr>,
+}
+
+/// Progress of the start.
+pub(super) struct Start {
+    /// Whether the announcement in the cluster has ended.
+    pub(super) announced: bool,
+    /// Time of the next report on a slow start, and the duration of the start by then.
+    pub(super) slow: Option<(Instant, Duration)>,
+    /// Deadline of the boot.
+    pub(super) deadline: Option<Instant>,
+    /// Last error of each kind of operation; reported when a deadline passes.
+    pub(super) trouble: Vec<(Which, String)>,
+}
+
+/// The guest as the relay reports it, and everything that it is to receive.
+pub(super) struct GuestState {
+    pub(super) state: watch::Receiver<Guest>,
+    pub(super) claims: Claims,
+    /// Certificate that the relay must have before the guest gets it.
+    pub(super) renewal: Option<Renewal>,
+    /// CA set that guests must trust.
+    pub(super) trusted: watch::Receiver<Arc<Trusted>>,
+    /// Network plan for the guest, once the tunnel is connected.
+    pub(super) plan: Option<Told>,
+    /// Guest session that refused a plan, with the digests of the plan and of the pull secrets.
+    pub(super) refused: Option<(String, String, Option<String>)>,
+    /// The guest's reports on the pod's network.
+    pub(super) reports: Reports,
+    /// Pull secrets for the pod's images.
+    pub(super) pull: Pull,
+}
+
+/// State that the relay must have.
+pub(super) struct RelayState {
+    pub(super) epoch: watch::Receiver<u64>,
+    pub(super) epoch_seen: u64,
     /// Version of the state that the relay must have, and the version that it has confirmed.
     pub(super) put_wanted: u64,
     pub(super) put_done: u64,
     /// Version of the relay's state at the last redirection of the pod's localhost; 0 before the first.
     pub(super) localhost_of: u64,
-    /// Deadline of the boot.
-    pub(super) deadline: Option<Instant>,
+}
+
+/// The pod's network, and changes around it.
+pub(super) struct NetworkState {
+    /// Endpoints at which guests reach the node.
+    pub(super) node_endpoints: watch::Receiver<NodeEndpoints>,
+    /// State of following changes around the pod's network.
+    pub(super) following: Following,
+    /// Set if the pod network of a running sandbox cannot be repaired; ends the retries.
+    pub(super) given_up: bool,
+    /// Sandbox that had this network namespace before and has not left it yet.
+    pub(super) predecessor: Option<watch::Receiver<View>>,
+}
+
+/// End of the sandbox.
+pub(super) struct End {
     pub(super) leaving: Option<Left>,
     pub(super) left_ms: u64,
-    /// Last error of each kind of operation; reported when a deadline passes.
-    pub(super) trouble: Vec<(Which, String)>,
 }
 
 enum Woken {
@@ -182,15 +212,15 @@ impl Task {
         self.fx.show(&self.record);
         loop {
             self.reconcile();
-            let (deadline, slow) = (self.deadline, self.slow.map(|(at, _)| at));
+            let (deadline, slow) = (self.start.deadline, self.start.slow.map(|(at, _)| at));
             let woken = tokio::select! {
                 command = self.commands.recv() => Woken::Command(command),
                 (which, outcome) = self.in_flight.next() => Woken::Completion(which, outcome),
-                () = changed(&mut self.guest) => Woken::Guest,
-                () = changed(&mut self.epoch) => Woken::Epoch,
-                () = changed(&mut self.trusted) => Woken::Trust,
-                () = self.following.heard() => Woken::Heard,
-                () = changed(&mut self.node_endpoints) => Woken::Heard,
+                () = changed(&mut self.guest.state) => Woken::Guest,
+                () = changed(&mut self.relay.epoch) => Woken::Epoch,
+                () = changed(&mut self.guest.trusted) => Woken::Trust,
+                () = self.network.following.heard() => Woken::Heard,
+                () = changed(&mut self.network.node_endpoints) => Woken::Heard,
                 () = sleep_until(deadline.unwrap_or_else(Instant::now)), if deadline.is_some() => Woken::Deadline,
                 () = sleep_until(slow.unwrap_or_else(Instant::now)), if slow.is_some() => Woken::Slow,
             };
@@ -213,10 +243,10 @@ impl Task {
 
     /// Sets up everything that a phase needs besides its operations, at its beginning and after a recovery.
     fn enter(&mut self) {
-        self.deadline = match &self.record.phase {
+        self.start.deadline = match &self.record.phase {
             Phase::Booting { .. } | Phase::Joining { .. } => {
                 // The node may have been away for long; the VM gets its full time all the same.
-                Some(self.deadline.unwrap_or_else(|| Instant::now() + self.settings.boot_timeout))
+                Some(self.start.deadline.unwrap_or_else(|| Instant::now() + self.settings.boot_timeout))
             }
             Phase::Created
             | Phase::Running { .. }
@@ -225,9 +255,10 @@ impl Task {
             | Phase::Gone => None,
         };
         let after = self.settings.slow_after;
-        self.slow = self.deadline.and_then(|_| self.slow.or(Some((Instant::now() + after, after))));
+        self.start.slow =
+            self.start.deadline.and_then(|_| self.start.slow.or(Some((Instant::now() + after, after))));
         if !self.record.phase.is_live() {
-            self.left_ms = self.fx.now_ms();
+            self.end.left_ms = self.fx.now_ms();
             self.in_flight.guest.cancel();
             self.in_flight.secret.cancel();
             // Attachments go with the VM.
@@ -236,11 +267,11 @@ impl Task {
             self.in_flight.network.wake();
             self.in_flight.relay.wake();
             self.in_flight.localhost.wake();
-            self.claims.refuse_all(&self.record);
+            self.guest.claims.refuse_all(&self.record);
             if matches!(self.record.phase, Phase::Leaving { .. }) {
                 // Only an address query or a pause can be in flight here: creates end in `Unwanted`.
                 self.in_flight.cloud.cancel();
-            } else if matches!(self.way, CreatePath::Joining) {
+            } else if matches!(self.vm.way, CreatePath::Joining) {
                 // Stops waiting for the window; `learn` asks the batches whether it has closed meanwhile.
                 self.in_flight.cloud.cancel();
             } else {
@@ -334,7 +365,9 @@ impl Task {
     /// that reports how the VM ended: a machine that stops closes no connections.
     async fn lost(&mut self, vm: &InstanceId, why: Option<String>) -> Result<bool, Error> {
         let ours = match &self.record.phase {
-            Phase::Running { vm: ours } => ours == vm && (why.is_some() || !self.guest.borrow().connected),
+            Phase::Running { vm: ours } => {
+                ours == vm && (why.is_some() || !self.guest.state.borrow().connected)
+            }
             Phase::Joining { vm: ours } => ours == vm && why.is_some(),
             _ => false,
         };
@@ -375,21 +408,21 @@ impl Task {
     }
 
     async fn too_late(&mut self) {
-        self.deadline = None;
+        self.start.deadline = None;
         let (stage, cause) = self.why_late().await;
         if let Err(Unapplied::Disk(error)) = self.fail(stage, cause).await {
             warn!(%error, "cannot record that the boot took too long; trying again");
-            self.deadline = Some(Instant::now() + Duration::from_secs(1));
+            self.start.deadline = Some(Instant::now() + Duration::from_secs(1));
         }
     }
 
     /// Reports the missing step of a slow start. The next report follows when the start has taken twice as long.
     fn takes_long(&mut self) {
-        let Some((at, waited)) = self.slow.take() else { return };
+        let Some((at, waited)) = self.start.slow.take() else { return };
         let (stage, text) = self.where_it_hangs(waited);
         warn!(stage, waited = ?waited, "still not running: {text}");
         self.tell("SlowStart", format!("{text} ({stage}); waiting on"));
-        self.slow = Some((at + waited, waited * 2));
+        self.start.slow = Some((at + waited, waited * 2));
     }
 
     /// Posts an Event on the pod.
@@ -400,12 +433,12 @@ impl Task {
     }
 
     fn relay_changed(&mut self) {
-        let before = std::mem::replace(&mut self.epoch_seen, *self.epoch.borrow_and_update());
+        let before = std::mem::replace(&mut self.relay.epoch_seen, *self.relay.epoch.borrow_and_update());
         if before == 0 {
             return; // the first relay of this task; no other one has received anything
         }
         // A new relay process: its state on disk may be older than the last one's.
-        self.put_wanted += 1;
+        self.relay.put_wanted += 1;
         self.in_flight.relay.wake();
         debug!("the relay is another one");
     }
@@ -449,14 +482,14 @@ impl Task {
         if is_news {
             self.fx.show(&self.record);
         }
-        if self.record.member.is_some() {
-            self.tickets.enter(&self.record);
+        if self.record.seat.is_some() {
+            self.vm.tickets.enter(&self.record);
         }
-        if let CreatePath::Seated(member) = &self.way
+        if let CreatePath::Seated(member) = &self.vm.way
             && !member.is_needed(&self.record)
         {
             member.settle();
-            self.way = CreatePath::Alone;
+            self.vm.way = CreatePath::Alone;
         }
         self.publish();
         Ok(())
@@ -472,7 +505,7 @@ impl Task {
     }
 
     pub(super) fn publish(&self) {
-        let network_gone = self.leaving.as_ref().is_some_and(|left| left.network.is_none())
+        let network_gone = self.end.leaving.as_ref().is_some_and(|left| left.network.is_none())
             || self.record.phase == Phase::Gone;
         self.view.send_if_modified(|view| {
             let new = View::of(&self.record, network_gone);

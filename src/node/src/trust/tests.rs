@@ -186,10 +186,10 @@ fn a_restarted_node_has_the_same_ca_and_nobody_else_can_read_it() {
 fn a_temporary_file_that_a_crash_left_is_no_obstacle() {
     let dir = Temp::new();
     std::fs::create_dir_all(&dir.0).unwrap();
-    std::fs::write(dir.0.join(".7-0.new"), "half").unwrap();
+    std::fs::write(dir.0.join(".ca.json.new"), "half").unwrap();
     let pins = dir.open().ca_sha256();
     assert_eq!(dir.open().ca_sha256(), pins);
-    assert!(!dir.0.join(".7-0.new").exists());
+    assert!(!dir.0.join(".ca.json.new").exists());
 }
 
 #[test]

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use peerpod_podnet::Error;
 use peerpod_podnet::netns::Netns;
-use peerpod_podnet::uplink::network;
+use peerpod_podnet::underlay::network;
 use peerpod_proto::guest;
 
 /// Limit of the node's addresses in a plan; a node has a handful.

@@ -6,8 +6,10 @@ use std::{
     time::{Duration, Instant},
 };
 
+use peerpod_base::reference;
 use peerpod_podnet::netns::Netns;
 use peerpod_wireguard::open_tun;
+use prometheus_client::registry::Registry;
 
 use super::*;
 
@@ -149,4 +151,14 @@ async fn a_data_plane_whose_device_is_deleted_is_reported_and_gives_everything_b
     assert_eq!(plane.lock().engine.as_ref().unwrap().peers(), 2);
     plane.delete(&id("a"));
     assert_eq!(plane.lock().engine.as_ref().unwrap().peers(), 1);
+}
+
+#[test]
+fn documented_metrics_are_up_to_date() {
+    // Only a relay that has had a data plane has these metrics.
+    let plane = WireGuard { state: Mutex::new(State { failures: 1, ..State::default() }) };
+    let mut registry = Registry::default();
+    registry.sub_registry_with_prefix("peerpod_relay").register_collector(Box::new(Shown(Arc::new(plane))));
+    let text = reference::metrics(&registry).unwrap();
+    reference::section("metrics.md", "peerpod-relay wireguard", &text).unwrap();
 }

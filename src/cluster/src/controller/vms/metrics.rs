@@ -126,3 +126,23 @@ impl Metrics {
         self.lost.get_or_create(&Removed { outcome }).inc();
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use peerpod_base::reference;
+
+    use super::*;
+
+    #[test]
+    fn documented_metrics_are_up_to_date() {
+        let mut registry = Registry::default();
+        crate::controller::app::leading(&mut registry);
+        let metrics = Metrics::register(&mut registry);
+        metrics.ended(Outcome::Deleted);
+        metrics.orphan(Removal::Deleted);
+        metrics.heartbeat(Removal::Deleted);
+        metrics.lost(Removal::Deleted);
+        let text = reference::metrics(&registry).unwrap();
+        reference::section("metrics.md", "controller", &text).unwrap();
+    }
+}

@@ -111,7 +111,7 @@ async fn only_those_that_want_the_same_go_together_and_no_more_than_the_provider
     let (world, dir) = (World::new(1), Dir::new());
     world.own_addresses.store(true, Ordering::Relaxed);
     let node = Node::start_with(&world, &dir, Fuse::after(None), batching(2)).await.unwrap();
-    let mut large = create("large");
+    let mut large = create_vm("large");
     large.wanted.as_mut().unwrap().size.vcpus = 16;
     let (created, ()) = tokio::join!(node.table.create(large), create(&node, &["a", "b", "c", "d", "e"]));
     created.unwrap();

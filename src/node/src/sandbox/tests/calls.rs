@@ -32,7 +32,7 @@ async fn a_second_create_gets_the_same_path_and_makes_nothing_whatever_its_argum
     assert_eq!(one.unwrap(), two.unwrap());
     node.table.start(&id("a")).await.unwrap();
     world.state().dead_netns.insert("/run/netns/a".into());
-    let mut late = create("a");
+    let mut late = create_vm("a");
     late.wanted = Err("nonsense".into());
     node.table.create(late).await.unwrap();
     assert_eq!((world.vms(), world.create_calls()), (1, 1));
@@ -181,7 +181,7 @@ async fn two_live_sandboxes_cannot_have_one_network_namespace_but_a_successor_wa
     let (world, dir) = (World::new(1), Dir::new());
     let node = Node::start(&world, &dir).await;
     node.run("a").await;
-    let mut b = create("b");
+    let mut b = create_vm("b");
     b.netns = "/run/netns/a".into();
     let refused = node.table.create(b.clone()).await.unwrap_err();
     assert!(matches!(&refused, Error::NetnsTaken { other, .. } if *other == id("a")), "{refused}");
@@ -224,7 +224,7 @@ async fn the_vm_of_a_pod_is_that_of_its_newest_live_sandbox() {
     // A StatefulSet makes a new pod of that name while the old sandbox is still leaving.
     *world.delete_takes.lock().unwrap() = Duration::from_secs(60);
     node.table.stop(&id("a"), Stop::Called).await.unwrap();
-    let mut again = create("a2");
+    let mut again = create_vm("a2");
     again.wanted.as_mut().unwrap().pod.name = "pod-a".into();
     node.table.create(again).await.unwrap();
     assert_eq!(node.table.vm_of("default", "pod-a", true).await.unwrap().as_str(), "i-2");

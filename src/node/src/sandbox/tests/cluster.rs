@@ -7,7 +7,7 @@ use tokio::time::Instant;
 use super::{node::*, world::*};
 use crate::sandbox::{
     Settings, Stop,
-    ports::{CloudError, Ports},
+    ports::{CloudError, Store},
 };
 
 /// Returns a world with a cluster.

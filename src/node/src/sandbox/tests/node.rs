@@ -108,7 +108,7 @@ impl Node {
     }
 
     pub(super) async fn create(&self, name: &str) -> Result<String, crate::sandbox::Error> {
-        self.table.create(create(name)).await
+        self.table.create(create_vm(name)).await
     }
 
     pub(super) async fn run(&self, name: &str) {
@@ -138,7 +138,7 @@ pub(super) fn batching(max_batch: u32) -> Settings {
     Settings { max_batch, ..settings() }
 }
 
-pub(super) fn create(name: &str) -> CreateVm {
+pub(super) fn create_vm(name: &str) -> CreateVm {
     let pod = PodRef { namespace: "default".into(), name: format!("pod-{name}"), uid: None };
     let wanted = Wanted {
         pod,

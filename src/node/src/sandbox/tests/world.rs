@@ -17,10 +17,10 @@ use futures_util::stream::{self, BoxStream, StreamExt};
 use peerpod_link::user_data::UserData;
 use peerpod_proto::{
     guest::{Images, NetworkPlan, Reply, Request},
-    relay::PutSandboxRequest,
+    relay::{PutSandboxRequest, TunnelPeer},
 };
 use peerpod_provider_api::{
-    CreateRequest, IdempotencyKey, InstanceId, Owned, OwnedState, Placement, ProviderEvent,
+    CreateRequest, DiskRequest, IdempotencyKey, InstanceId, Owned, OwnedState, Placement, ProviderEvent,
 };
 use serde_json::value::RawValue;
 use sha2::{Digest, Sha256};
@@ -39,6 +39,7 @@ use crate::{
     },
     spec::{PodRef, SandboxId},
     trust::Ticket,
+    volumes::PodVolumes,
 };
 
 /// Directory that is removed at the end of the test.
