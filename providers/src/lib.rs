@@ -133,7 +133,7 @@ pub fn kinds() -> Vec<&'static str> {
 pub fn read(reader: &mut Reader, context: &Context) -> Settings {
     let kinds = kinds();
     let default = kinds.first().copied().unwrap_or_default();
-    let kind = reader.choice("provider.kind", default, &kinds, "which cloud or hypervisor makes the VMs");
+    let kind = reader.choice("provider.kind", default, &kinds, "cloud or hypervisor that makes the VMs");
     let (mut opener, mut free) = (None, false);
     for row in TABLE {
         if row.kind == kind {
@@ -204,7 +204,7 @@ mod tests {
 
     #[cfg(feature = "local")]
     #[tokio::test]
-    async fn without_a_word_it_is_the_local_provider() {
+    async fn the_default_provider_is_local() {
         let context = context();
         let mut reader = reader(&[("provider.local.bridge", "ppx0")]);
         let settings = read(&mut reader, &context);
@@ -218,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn mistakes_are_all_reported_and_name_their_keys() {
+    fn all_mistakes_are_reported_with_their_keys() {
         let mut reader = reader(&[
             ("provider.kind", "clowd"),
             ("provider.local.bridge", "a-name-that-is-too-long"),

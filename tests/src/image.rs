@@ -55,7 +55,7 @@ pub fn disk() -> anyhow::Result<PathBuf> {
     let json: Value = serde_json::from_slice(&text)?;
     ensure!(
         json["test_agent"] == true,
-        "{}: it has another agent than the tests'; build it without one (make image)",
+        "{}: its agent is not the test agent; build it without a real agent (make image)",
         folder.display()
     );
     let disk = folder.join("peerpod.qcow2");

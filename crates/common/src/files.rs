@@ -161,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_is_whole_and_private_and_leaves_nothing_beside_it() {
+    fn a_written_file_is_whole_and_private_without_temporary_files() {
         let base = std::env::temp_dir().join(format!("peerpod-files-{}", std::process::id()));
         let folder = base.join("a/b");
         fs::create_dir_all(&folder).unwrap();
@@ -190,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn a_read_is_bounded_and_tells_absence_from_failure() {
+    fn a_read_is_bounded_and_distinguishes_absence_from_failure() {
         let folder = std::env::temp_dir().join(format!("peerpod-files-read-{}", std::process::id()));
         make_folder(&folder).unwrap();
         let file = folder.join("f");

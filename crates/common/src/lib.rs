@@ -2,3 +2,4 @@
 
 pub mod files;
 pub mod reactor;
+pub mod tun;

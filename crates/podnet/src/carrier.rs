@@ -45,7 +45,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn taking_a_link_down_is_counted_and_taking_a_route_away_is_not() {
+    fn the_counter_counts_a_link_set_down_but_not_a_removed_route() {
         let netns = Netns::scratch().unwrap();
         let ip = |arguments: &str| {
             let run = || Command::new("ip").args(arguments.split(' ')).status();

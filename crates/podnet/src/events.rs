@@ -163,7 +163,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn each_kind_of_change_is_heard_and_quiet_is_quiet() {
+    async fn each_kind_of_change_makes_an_event_and_no_change_makes_none() {
         let netns = Netns::scratch().unwrap();
         ip(&netns, "link add a0 type veth peer name a1");
         ip(&netns, "link set a0 up");
@@ -186,28 +186,28 @@ mod tests {
                 None => ip(&netns, change),
             }
             let heard = tokio::time::timeout(LONG, events.settled(QUIET, LONG)).await;
-            heard.unwrap_or_else(|_| panic!("not heard: {change}")).unwrap();
+            heard.unwrap_or_else(|_| panic!("no event: {change}")).unwrap();
         }
         // IPv6 events of the kernel itself (duplicate address detection) may still come.
         while tokio::time::timeout(Duration::from_secs(3), events.next()).await.is_ok() {}
     }
 
     #[tokio::test]
-    async fn what_was_heard_before_a_cancelled_wait_is_told_by_the_next_one() {
+    async fn a_change_before_a_cancelled_wait_is_reported_by_the_next_wait() {
         let netns = Netns::scratch().unwrap();
         ip(&netns, "link add a0 type veth peer name a1");
         let mut events = Events::of_underlay(&netns).unwrap();
         ip(&netns, "addr add 10.1.0.1/24 dev a0");
         // The change was taken and not returned: a `select!` took another branch.
         let cut = tokio::time::timeout(Duration::from_millis(200), events.settled(LONG, LONG)).await;
-        assert!(cut.is_err(), "it had to be in the middle of it");
+        assert!(cut.is_err(), "the wait had to be cancelled before its end");
         tokio::time::timeout(LONG / 2, events.settled(QUIET, LONG)).await.unwrap().unwrap();
         let more = tokio::time::timeout(Duration::from_millis(200), events.settled(QUIET, LONG)).await;
-        assert!(more.is_err(), "told once");
+        assert!(more.is_err(), "reported once");
     }
 
     #[tokio::test]
-    async fn a_flood_of_changes_ends_in_one_answer_in_time() {
+    async fn a_flood_of_changes_makes_one_event_in_time() {
         let netns = Netns::scratch().unwrap();
         ip(&netns, "link add a0 type veth peer name a1");
         let mut events = Events::of_underlay(&netns).unwrap();
@@ -220,7 +220,7 @@ mod tests {
         let at_most = Duration::from_millis(50);
         let start = Instant::now();
         tokio::time::timeout(LONG, events.settled(LONG, at_most)).await.unwrap().unwrap();
-        assert!(start.elapsed() < LONG / 2, "a quiet moment never came and it waited for one");
+        assert!(start.elapsed() < LONG / 2, "the watcher waited for a pause in the changes");
         noise.await.unwrap();
     }
 }

@@ -262,7 +262,7 @@ mod tests {
     }
 
     #[test]
-    fn default_routes_leave_and_the_cluster_stays_on_their_gateway() {
+    fn default_routes_use_the_vm_and_cluster_routes_keep_their_gateway() {
         let mut plan = plan();
         let external = read(&plan).unwrap().unwrap();
         split(&mut plan, &external, |_| true);
@@ -276,7 +276,7 @@ mod tests {
                 "192.168.0.1/32 via 10.244.1.1 table 254",
                 "fd10::/48 via fd10::1 table 254",
             ],
-            "what is covered (services, the gateway itself) has its route already"
+            "covered destinations (services, the gateway itself) have their routes already"
         );
         let before = plan.clone();
         split(&mut plan, &external, |_| true);
@@ -284,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn a_family_that_the_vm_cannot_take_out_stays_in_the_tunnel() {
+    fn a_family_without_egress_by_the_vm_stays_in_the_tunnel() {
         let mut plan = plan();
         let external = read(&plan).unwrap().unwrap();
         split(&mut plan, &external, |v6| !v6);
@@ -319,7 +319,7 @@ mod tests {
     }
 
     #[test]
-    fn no_external_and_the_tunnel_are_the_same_and_nonsense_is_named() {
+    fn no_external_equals_the_tunnel_and_bad_values_are_named() {
         let mut plan = plan();
         plan.external.as_mut().unwrap().way = "tunnel".into();
         assert_eq!(read(&plan).unwrap(), None);

@@ -60,7 +60,7 @@ pub struct Swept {
 pub fn sweep(netns: &Netns, owner: Owner, live: &[&str]) -> Result<Swept, Vec<Error>> {
     let one = |e| vec![e];
     let mut pod = netns.netlink().map_err(one)?;
-    let attempt = || Error::kernel(format!("look for leftovers in {}", netns.path().display()));
+    let attempt = || Error::kernel(format!("look for stale devices in {}", netns.path().display()));
     let devices = ours_by_name(&mut pod).map_err(attempt()).map_err(one)?;
     let marks: Vec<Mark<'_>> = live.iter().map(|sandbox| Mark { owner, sandbox }).collect();
     let lives = |link: &Link| marks.iter().any(|mark| mark.is_on(link));

@@ -201,7 +201,7 @@ fn socket(source: std::io::Error) -> Error {
     Error::kernel("open a netlink socket")(netlink::Error::Socket(source))
 }
 
-/// Returns the plan with MTUs that fit into `mtu`, or an error where that leaves too little.
+/// Returns the plan with MTUs that fit into `room`, or an error where that leaves too little.
 fn fitted(planned: &Planned, room: u32) -> Result<Planned, Error> {
     let mut wanted = planned.clone();
     for interface in &mut wanted.interfaces {

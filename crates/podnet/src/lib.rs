@@ -89,7 +89,8 @@ pub enum Error {
     },
     /// The reserved device no longer exists.
     #[error(
-        "connect the tunnel in {netns}: the reserved device (VNI {vni}) is gone; the network namespace was made anew or somebody deleted the device"
+        "connect the tunnel in {netns}: the reserved device (VNI {vni}) is gone; the network namespace was \
+         made anew, or the device was deleted"
     )]
     Gone {
         /// The namespace's path.

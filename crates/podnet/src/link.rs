@@ -343,7 +343,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_mac_address_is_read_as_it_is_written_and_nothing_else_is() {
+    fn a_mac_address_is_parsed_as_it_is_formatted_and_other_texts_are_refused() {
         let mac = [0x02, 0x00, 0xab, 0xcd, 0xef, 0x09];
         assert_eq!(mac_text(mac), "02:00:ab:cd:ef:09");
         assert_eq!(mac_of("02:00:AB:cd:ef:09"), Some(mac));

@@ -185,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_says_whose_it_is_and_nobody_elses() {
+    fn a_mark_names_one_sandbox_and_no_other() {
         let (owner, other) = (Owner::of(&["a", "b"]), Owner::of(&["ab", ""]));
         assert_ne!(owner, other);
         let mark = Mark { owner, sandbox: "web-1" };
@@ -204,17 +204,17 @@ mod tests {
     }
 
     #[test]
-    fn a_device_of_an_earlier_version_is_its_sandboxs() {
+    fn a_device_of_an_earlier_version_belongs_to_its_sandbox() {
         let mark = Mark { owner: Owner::of(&["a"]), sandbox: "web-1" };
         let mut device = link(mark);
         device.mac = Some(mark.mac_before());
         device.alias = Some("peerpod:web-1".to_owned());
         assert!(mark.is_on(&device) && !Mark { sandbox: "web-2", ..mark }.is_on(&device));
-        assert_eq!(sandbox_on(mark.owner, &device), None, "nobody knows whose leftover it would be");
+        assert_eq!(sandbox_on(mark.owner, &device), None, "a device of an older format names no sandbox");
     }
 
     #[test]
-    fn a_redirects_tag_is_read_as_it_is_written() {
+    fn the_tag_of_a_redirect_is_parsed_as_it_is_formatted() {
         let tag = Mark { owner: Owner::of(&["a"]), sandbox: "web-1" }.tag();
         assert_eq!(tag.cookie().len(), 16);
         assert_eq!(Tag::of_cookie(&tag.cookie()), Some(tag));

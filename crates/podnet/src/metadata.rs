@@ -128,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn what_somebody_opened_is_open() {
+    fn an_allowed_address_is_open() {
         let address = |text: &str| text.parse::<IpAddr>().unwrap();
         assert_eq!(closed(&[], &[]).len(), KNOWN.len());
         assert!(closed(&[address("10.9.9.9")], &[]).contains(&address("10.9.9.9")));
@@ -139,7 +139,7 @@ mod tests {
 
     /// A service beside the pod, as with `dev` routes on a cloud's network: reached, closed, refused at once, opened.
     #[test]
-    fn a_service_is_closed_whatever_routes_lead_to_it() {
+    fn a_service_is_closed_for_every_route_to_it() {
         let name = format!("/run/netns/pp-md-{}", std::process::id());
         let pod = crate::netns::create_named(&name).unwrap();
         ip(&pod, "link add eth0 type veth peer name far");

@@ -40,7 +40,7 @@ mod tests {
     }
 
     #[test]
-    fn a_path_only_lowers_and_never_below_what_the_pod_needs() {
+    fn a_path_only_lowers_the_mtu_and_never_below_the_minimum() {
         for (mtu, prefix, path, expected, noted) in [
             (1450, "10.0.0.1/24", 1500, 1450, false),
             (1450, "10.0.0.1/24", 1460, 1410, false),

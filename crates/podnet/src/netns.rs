@@ -263,7 +263,8 @@ pub fn create_named(path: impl AsRef<Path>) -> Result<Netns, Error> {
 /// # Errors
 /// [`Error::Netns`] when the path cannot be freed, or the file or the mount cannot be made.
 pub fn name_again(netns: BorrowedFd<'_>, path: &Path) -> Result<(), Error> {
-    let failed = |source: io::Error| Error::Netns { attempt: "name again", path: path.to_owned(), source };
+    let failed =
+        |source: io::Error| Error::Netns { attempt: "restore the name of", path: path.to_owned(), source };
     unmount_all(path).map_err(failed)?;
     if !path.symlink_metadata().is_ok_and(|found| found.is_file()) {
         delete_named(path)?;

@@ -53,11 +53,11 @@ pub struct Carry {
     pub mtu: u32,
 }
 
-/// Returns the node's side: one [`Carry`] per interface, in the order of [`PodNetworkState::interfaces`]. `mtu` is the largest
+/// Returns the node's side: one [`Carry`] per interface, in the order of [`PodNetworkState::interfaces`]. `room` is the largest
 /// inner packet that fits through the tunnel to `vm`, in bytes.
 ///
 /// # Errors
-/// [`Error::Path`] where `mtu` is too small for an interface's families.
+/// [`Error::Path`] where `room` is too small for an interface's families.
 pub fn node(seen: &PodNetworkState, room: u32, vm: IpAddr) -> Result<Vec<Carry>, Error> {
     let carry = |(slot, interface): (usize, &inspect::Interface)| {
         let mtu = fit(interface.mtu, room, interface.has_v6(), vm)?;
@@ -72,7 +72,7 @@ pub fn node(seen: &PodNetworkState, room: u32, vm: IpAddr) -> Result<Vec<Carry>,
     seen.interfaces.iter().enumerate().map(carry).collect()
 }
 
-/// Returns the smaller of an interface's MTU and `mtu`, or an error where that is below the families' minimum.
+/// Returns the smaller of an interface's MTU and `room`, or an error where that is below the families' minimum.
 pub(crate) fn fit(mtu: u32, room: u32, v6: bool, peer: IpAddr) -> Result<u32, Error> {
     let least = if v6 { LEAST_MTU_V6 } else { LEAST_MTU };
     match mtu.min(room) {

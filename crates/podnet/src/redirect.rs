@@ -236,8 +236,8 @@ impl Maker {
             .map_err(Error::kernel(format!("look at device {from}")))?
             .map_or_else(|| from.to_string(), |link| link.name);
         Ok(Some(format!(
-            "filters of somebody else come before the redirect of {link} ({}), and what they pass on does not reach the \
-             VM; give them a preference above 1, or have them continue",
+            "foreign filters come before the redirect of {link} ({}), and packets that they pass on do not \
+             reach the VM; give them a preference above 1, or have them continue",
             before.join("; ")
         )))
     }

@@ -362,7 +362,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_cloud_gave_is_told_from_what_the_vm_invented() {
+    fn addresses_of_the_cloud_are_distinguished_from_local_ones() {
         let (vm, cloud) = (Netns::scratch().unwrap(), Netns::scratch().unwrap());
         // Made in the cloud's namespace and moved over, as in a VM of the local provider.
         let target = format!("/proc/{}/fd/{}", std::process::id(), {

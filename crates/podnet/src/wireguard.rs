@@ -23,7 +23,7 @@ use netlink_packet_route::route::{
     RouteAddress, RouteAttribute, RouteMessage, RouteMetric, RouteProtocol, RouteScope, RouteType,
 };
 use netlink_packet_route::{AddressFamily, RouteNetlinkMessage};
-use peerpod_wireguard::{Tun, open_tun};
+use peerpod_common::tun::{Tun, open_tun};
 
 use crate::Error;
 use crate::netlink::{Client, Error as Netlink};
@@ -79,7 +79,8 @@ impl Inner {
             match carried.netns() {
                 Ok(found) => name_again(found.as_fd(), path)?,
                 Err(error) => {
-                    tracing::warn!(%error, device = DEVICE, "the kernel does not name the namespace of the carried device; another is made")
+                    tracing::warn!(%error, device = DEVICE, "the kernel does not name the namespace of the \
+                                                             passed device; another is made")
                 }
             }
         }
@@ -109,7 +110,7 @@ impl Inner {
         drop(client.tell(0, RouteNetlinkMessage::SetLink(quiet(index))));
         client
             .tell(0, RouteNetlinkMessage::SetLink(up(index, Some(self.mtu))))
-            .map_err(kernel(attempt("take up")))?;
+            .map_err(kernel(attempt("set up")))?;
         let address = RouteNetlinkMessage::NewAddress(address_of(index, self.address));
         client.tell(NLM_F_CREATE | NLM_F_REPLACE, address).map_err(kernel(attempt("give an address to")))?;
         self.index.store(index, Ordering::Release);
@@ -127,7 +128,7 @@ impl Inner {
         if mended.name {
             name_again(self.netns.as_fd(), self.netns.path())?;
         }
-        mended.device = !self.is_whole(client, routes).map_err(kernel(format!("look after {DEVICE}")))?;
+        mended.device = !self.is_whole(client, routes).map_err(kernel(format!("check {DEVICE}")))?;
         if mended.device {
             mended.tun = self.prepare(client)?;
             for (peer, mtu) in routes {

@@ -7,7 +7,7 @@ mod world;
 use world::{SHAPE4, World, threads};
 
 #[test]
-fn after_all_of_it_every_thread_is_where_it_was() {
+fn every_thread_is_in_its_first_namespace_afterwards() {
     let before = threads();
     assert_eq!(before.len(), 1, "{before:?}");
     let mut world = World::new();

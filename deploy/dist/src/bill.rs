@@ -51,7 +51,7 @@ pub(crate) fn bill(of: &Of<'_>) -> Result<Value> {
         programs.push(json!({
             "type": "application", "bom-ref": format!("file:/usr/bin/{program}"), "name": program,
             "version": about["version"],
-            "hashes": [{"alg": "SHA-256", "content": hex::encode(&Sha256::digest(file))}],
+            "hashes": [{"alg": "SHA-256", "content": hex::encode(Sha256::digest(file))}],
         }));
     }
     for (tool, package) in TOOLS {
@@ -59,7 +59,7 @@ pub(crate) fn bill(of: &Of<'_>) -> Result<Value> {
         programs.push(json!({
             "type": "application", "bom-ref": format!("file:/usr/sbin/{tool}"), "name": tool,
             "version": version_of(package)?, "group": package,
-            "hashes": [{"alg": "SHA-256", "content": hex::encode(&Sha256::digest(file))}],
+            "hashes": [{"alg": "SHA-256", "content": hex::encode(Sha256::digest(file))}],
         }));
     }
     let used = reach(roots, &edges);

@@ -60,9 +60,7 @@ pub(crate) enum Phase {
 /// Failure to use the kata-agent.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Error {
-    #[error(
-        "the kata-agent did not listen on {socket} within {waited:?}; the VM's console has its own words"
-    )]
+    #[error("the kata-agent did not listen on {socket} within {waited:?}; the VM's console has its messages")]
     Late { socket: PathBuf, waited: Duration },
     #[error("the kata-agent died with running containers; the pod is lost")]
     Dead,
@@ -153,7 +151,7 @@ impl Agent {
         if !self.command.is_empty()
             && let Err(error) = self.output.read()
         {
-            tracing::warn!(%error, "what the agent says stays on the console");
+            tracing::warn!(%error, "the agent's output goes to the console only");
         }
         let (mut found, mut exits) = self.look_for_one().await;
         let mut pause = PAUSE;
@@ -179,7 +177,7 @@ impl Agent {
                 Err(error) if self.command.is_empty() => {
                     // Another program starts the kata-agent: its socket shows when it listens, and a failed dial shows
                     // its death.
-                    tracing::debug!(%error, "the agent is not ours to start");
+                    tracing::debug!(%error, "another program starts the agent");
                     self.wait_for_socket().await;
                     self.now_listening(&mut stage);
                     self.status.agent(true, exits);
@@ -332,9 +330,9 @@ impl Agent {
         // Reaps a child; pid 1 reaps any other process.
         let status = running.child.as_mut().and_then(|child| child.wait().ok());
         let how = status.map_or("ended".to_owned(), |status| status.to_string());
-        tracing::error!(pid = running.process.pid, how, exits, "the agent is gone");
+        tracing::error!(pid = running.process.pid, how, exits, "the agent ended");
         self.status.agent(false, exits);
-        self.status.error(&format!("the kata-agent is gone ({how})"));
+        self.status.error(&format!("the kata-agent ended ({how})"));
     }
 
     /// Returns the record; an unreadable one counts as none.
@@ -371,7 +369,7 @@ fn remove_stale_socket(path: &Path) -> io::Result<()> {
         Ok(found) if found.file_type().is_socket() => std::fs::remove_file(path),
         Ok(_) => Err(io::Error::new(
             io::ErrorKind::AlreadyExists,
-            format!("{} is there and is not a socket", path.display()),
+            format!("{} exists and is not a socket", path.display()),
         )),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
         Err(error) => Err(error),

@@ -53,12 +53,13 @@ const SOURCES: &[&str] = &["/run/kata-containers/shared/containers", "/run/peerp
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Error {
     #[error(
-        "personalise has version {0}, this guest reads {VERSION}; node and VM image must be upgraded together"
+        "the assignment has version {0}, this guest reads {VERSION}; node and VM image must be upgraded \
+         together"
     )]
     Version(u32),
     #[error("this VM belongs to sandbox {ours}, not to {theirs}; a VM is never given to a second pod")]
     OtherSandbox { ours: String, theirs: String },
-    #[error("personalise carries no {0}")]
+    #[error("the assignment has no {0}")]
     Missing(&'static str),
     #[error("keeping the plan in {path}: {source}")]
     Keep { path: PathBuf, source: io::Error },
@@ -158,7 +159,7 @@ impl PodAssignment {
         let current = self.current.lock().await;
         let Some(network) = current.as_ref().and_then(|plan| plan.network.as_ref()) else { return Ok(()) };
         let applied = self.network.make(network).await?;
-        tracing::info!(mtu = applied.mtu, changed = applied.changed, "the pod's network was looked after");
+        tracing::info!(mtu = applied.mtu, changed = applied.changed, "checked the pod's network");
         Ok(())
     }
 
@@ -230,7 +231,7 @@ impl PodAssignment {
         let stage = self.status.begin("network");
         let network = plan.network.as_ref().ok_or(Error::Missing("network plan"))?;
         let applied = self.network.make_soon(network).await?;
-        tracing::info!(mtu = applied.mtu, changed = applied.changed, "the pod's network is there");
+        tracing::info!(mtu = applied.mtu, changed = applied.changed, "the pod's network is ready");
         self.status.done(stage);
 
         let limit = match plan.agent_timeout_ms {
@@ -376,7 +377,7 @@ mod tests {
     }
 
     #[test]
-    fn a_node_that_does_not_know_the_pull_secrets_takes_none_away() {
+    fn an_assignment_without_pull_secrets_keeps_the_old_ones() {
         let of = |secret: &str, keep| {
             let mut plan = plan("a");
             let images = plan.images.mut_or_insert_default();
@@ -385,14 +386,18 @@ mod tests {
         };
         let before = of("had", false);
         assert_eq!(with_secret_of(of("new", false), Some(&before)), of("new", false));
-        assert_eq!(with_secret_of(of("", false), Some(&before)), of("", false), "it has none any more");
+        assert_eq!(
+            with_secret_of(of("", false), Some(&before)),
+            of("", false),
+            "the assignment has no pull secret any more"
+        );
         assert_eq!(with_secret_of(of("", true), Some(&before)), before);
         assert_eq!(with_secret_of(of("node's", true), None), of("node's", false));
         assert_eq!(with_secret_of(plan("a"), Some(&before)), plan("a"));
     }
 
     #[test]
-    fn a_share_keeps_who_it_is_mounted_as_until_another_is_told() {
+    fn a_share_keeps_its_credentials_until_new_ones_arrive() {
         let of = |descriptor: &[u8], credentials: &[u8]| {
             let mut plan = plan("a");
             let mut volume = peerpod_proto::guest::Volume::new();

@@ -132,7 +132,7 @@ impl Components {
         };
         timeout(PATIENCE, listening).await.map_err(|_| {
             format!(
-                "{name} did not listen on {} within {PATIENCE:?}; the VM's console has its own words",
+                "{name} did not listen on {} within {PATIENCE:?}; the VM's console has its messages",
                 socket.display()
             )
         })
@@ -148,8 +148,8 @@ impl Components {
                 },
                 Err(error) => format!("cannot start {}: {error}", component.command.join(" ")),
             };
-            tracing::error!(name, how = ended, "a guest component is gone; it is started again");
-            self.status.note("components", Some(format!("{name} is gone ({ended}); it is started again")));
+            tracing::error!(name, how = ended, "a guest component ended; it is started again");
+            self.status.note("components", Some(format!("{name} ended ({ended}); it is started again")));
             sleep(PAUSE).await;
         }
     }
@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn they_start_in_order_with_their_configuration_and_before_the_agent() {
+    async fn components_start_in_order_with_configuration_before_the_agent() {
         let dir = TempDir::new();
         let mut settings = Settings::default();
         settings.initdata_dir = dir.path().to_owned();
@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn one_that_does_not_listen_is_an_error_each_time_and_runs_once() {
+    async fn a_component_that_does_not_listen_fails_each_time_and_runs_once() {
         let dir = TempDir::new();
         let program = dir.path().join("mute");
         let mut settings = Settings::default();
@@ -248,7 +248,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn without_any_the_agent_does_not_wait() {
+    async fn without_components_the_agent_does_not_wait() {
         let components =
             Components::new(&Settings::default(), Arc::new(Status::new(Path::new("/nonexistent"), false)));
         timeout(Duration::from_secs(5), components.wait()).await.unwrap();

@@ -66,7 +66,7 @@ mod tests {
     }
 
     #[test]
-    fn each_makers_word_is_understood() {
+    fn the_cpuid_text_of_each_vendor_is_recognised() {
         let (kvm, hyperv) = (words(b"KVMKVMKVM\0\0\0"), words(HYPERV_NAME));
         let under = |name: [u32; 3], last| (HYPERVISOR, [last, name[0], name[1], name[2]]);
         let amd = |eax| [(AMD_LAST, [AMD_ENCRYPTION, 0, 0, 0]), (AMD_ENCRYPTION, [eax, 0, 0, 0])];

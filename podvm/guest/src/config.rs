@@ -253,11 +253,11 @@ impl Settings {
                 return Err((key, "must be an absolute path"));
             }
             if path.starts_with("/run/kata-containers") {
-                return Err((key, "CreateSandbox removes /run/kata-containers with all that is in it"));
+                return Err((key, "CreateSandbox removes /run/kata-containers with all its content"));
             }
         }
         if self.hang_seconds < 10 {
-            return Err(("hang_seconds", "must be at least 10: a healthy guest gives a sign every 5 s"));
+            return Err(("hang_seconds", "must be at least 10: a healthy guest reports every 5 s"));
         }
         if self.user_data.is_empty() {
             return Err(("user_data", "must name at least one file"));
@@ -272,7 +272,7 @@ impl Settings {
             }
         }
         if self.images.limits.memory_mib < 64 || self.images.limits.seconds == 0 {
-            return Err(("images.limits", "64 MiB of memory and 1 second are the least"));
+            return Err(("images.limits", "must be at least 64 MiB of memory and 1 second"));
         }
         let components = [&self.components.attestation_agent, &self.components.data_hub];
         if components.into_iter().flatten().any(|one| one.command.first().is_none_or(|p| !p.starts_with('/')))

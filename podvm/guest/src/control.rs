@@ -111,7 +111,7 @@ impl Control {
         identity
             .grant(&sandbox_id, &rotate.certificates, &rotate.trusted_cas)
             .map_err(|error| error.to_string())?;
-        tracing::info!("has a new certificate; it counts from the next connection on");
+        tracing::info!("the guest has a new certificate and uses it from the next connection on");
         Ok(Vec::new())
     }
 

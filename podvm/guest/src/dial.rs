@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_listener_that_appears_late_is_found_within_a_beat() {
+    async fn a_listener_that_appears_late_is_found_within_one_interval() {
         static BEATS: AtomicUsize = AtomicUsize::new(0);
         let (_refusing, refused) = held();
         for after in [0u64, 130, 700] {
@@ -221,7 +221,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_new_address_is_not_waited_for_by_a_beat() {
+    async fn a_new_address_is_tried_without_waiting_for_an_interval() {
         let (later, address) = held();
         let notify = Arc::new(Notify::new());
         let mut dialler = Dialler::new(vec![address]).woken_by(notify.clone());
@@ -235,7 +235,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn an_address_that_swallows_everything_does_not_slow_the_others_down() {
+    async fn an_address_that_drops_all_packets_does_not_delay_the_others() {
         // A full backlog: the kernel drops further SYNs, as a network without a route does.
         let (full, black_hole) = held();
         let _listener = full.listen(1).unwrap();
@@ -253,13 +253,13 @@ mod tests {
             let mut dialler = Dialler::new(vec![black_hole, good]);
             assert_eq!(dialler.connect().await.1, good);
             took.push(since.elapsed());
-            assert_eq!(dialler.addresses, [good, black_hole], "what worked comes first");
+            assert_eq!(dialler.addresses, [good, black_hole], "the last reached address comes first");
         }
         assert!(took.iter().any(|it| *it < ATTEMPT), "{took:?}");
     }
 
     #[tokio::test]
-    async fn an_address_where_another_speaks_goes_to_the_end() {
+    async fn an_address_of_a_foreign_server_moves_to_the_end() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let wrong = listener.local_addr().unwrap();
         let (_held, other) = held();
@@ -276,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_learnt_comes_last_once_and_never_grows_without_bound() {
+    fn learnt_addresses_come_last_once_and_are_bounded() {
         let address = |port| SocketAddr::from(([10, 0, 0, 1], port));
         let mut dialler = Dialler::new(vec![address(1), address(2)]);
         dialler.learn(&[address(3), address(1)]);
@@ -285,11 +285,11 @@ mod tests {
         dialler.learn(&(100..200).map(address).collect::<Vec<_>>());
         dialler.learn(&(200..300).map(address).collect::<Vec<_>>());
         assert_eq!(dialler.addresses.len(), MOST);
-        assert_eq!(dialler.addresses[0], address(1), "what connected last stays");
+        assert_eq!(dialler.addresses[0], address(1), "the last connected address stays in the list");
     }
 
     #[test]
-    fn home_is_not_called_from_an_address_of_the_wire_alone() {
+    fn the_node_is_not_dialled_from_a_link_local_address_alone() {
         for (source, target, early) in [
             ("fe80::1", "fd97::1", true),
             ("fe80::1", "fe80::2", false),
@@ -305,7 +305,7 @@ mod tests {
     }
 
     #[test]
-    fn a_beat_lies_between_100_and_250_ms() {
+    fn an_interval_is_between_100_and_250_ms() {
         for _ in 0..1000 {
             assert!((100..=250).contains(&beat().as_millis()));
         }

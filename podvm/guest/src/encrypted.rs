@@ -165,14 +165,15 @@ impl Wanted {
     fn of(plan: &NetworkPlan) -> Result<Wanted, Error> {
         let wrong = |what: &str| Error::Plan(what.to_owned());
         let underlay = plan.underlay.as_ref().ok_or_else(|| wrong("it has no underlay"))?;
-        let outside = underlay.wireguard.as_ref().ok_or_else(|| wrong("it has no key of the node"))?;
-        let inner = |text: &str| text.parse::<Ipv4Addr>().map_err(|_| wrong("an inner address is none"));
+        let outside = underlay.wireguard.as_ref().ok_or_else(|| wrong("it lacks the node's key"))?;
+        let inner =
+            |text: &str| text.parse::<Ipv4Addr>().map_err(|_| wrong("an inner address is no IPv4 address"));
         let (ours, theirs) = (inner(&underlay.vm_address)?, inner(&underlay.node_address)?);
         let endpoints = endpoints(outside);
         if endpoints.is_empty() {
             return Err(wrong("it names no address of the node"));
         }
-        let port = u16::try_from(underlay.port).map_err(|_| wrong("VXLAN's port is none"))?;
+        let port = u16::try_from(underlay.port).map_err(|_| wrong("the VXLAN port is no port number"))?;
         let vnis = plan.interfaces.iter().map(|interface| interface.vni).collect();
         let mtu = endpoints.iter().map(|endpoint| room(*endpoint)).min().unwrap_or(LEAST_PATH);
         let peer = PeerConfig {
@@ -245,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn a_plan_becomes_a_tunnel_and_a_plan_for_the_inside_of_it() {
+    fn a_plan_gives_a_tunnel_and_an_inner_plan() {
         let wanted = Wanted::of(&plan()).unwrap();
         assert_eq!(wanted.peer.endpoints, ["127.0.0.1:51820".parse().unwrap()]);
         assert_eq!(wanted.peer.lane.vnis, [258]);
@@ -255,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn a_plan_that_makes_no_sense_is_refused() {
+    fn an_invalid_plan_is_refused() {
         let cases: [fn(&mut Underlay); 5] = [
             |u| u.wireguard.clear(),
             |u| u.vm_address = "fd00::1".into(),

@@ -169,7 +169,7 @@ impl Crowd {
         };
         if let Some((.., shaking)) = leaves.and_then(|at| self.places.remove(at)) {
             shaking.abort();
-            self.stranger(address, "it was the oldest of too many that prove nothing");
+            self.stranger(address, "evicted as the oldest of too many unauthenticated connections");
         }
         let shaking = self.open.spawn(shaking);
         self.places.push_back((shaking.id(), address, shaking));
@@ -190,11 +190,11 @@ impl Crowd {
 
     fn stranger(&mut self, address: IpAddr, why: &str) {
         self.strangers += 1;
-        tracing::debug!(%address, why, "somebody connected who is not our node");
+        tracing::debug!(%address, why, "refused a connection that is not from the node");
         if self.said.is_none_or(|said| said.elapsed() >= SAID_EVERY) {
             self.said = Some(Instant::now());
             let times = std::mem::take(&mut self.strangers);
-            tracing::warn!(%address, why, times, "somebody connected who is not our node");
+            tracing::warn!(%address, why, times, "refused a connection that is not from the node");
         }
     }
 }
@@ -208,7 +208,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_crowd_is_bounded_and_the_newest_always_gets_in() {
+    async fn connections_are_bounded_and_the_newest_is_always_accepted() {
         let mut crowd = Crowd::default();
         let (loud, ours) = (IpAddr::from([10, 0, 0, 9]), IpAddr::from([10, 0, 0, 1]));
         for _ in 0..3 * MOST_OF_ONE {
@@ -228,7 +228,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn who_stalls_or_is_not_the_node_does_not_keep_others_out() {
+    async fn a_stalled_or_foreign_connection_does_not_block_others() {
         let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
         let config = tls::client_config(&[[1; 32]], None).unwrap();
         let waiter = Waiter::new(free.port(), Arc::new(move |_| Some(config.clone())));

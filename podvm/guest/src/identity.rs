@@ -32,9 +32,11 @@ pub(crate) enum Error {
     Key(#[from] rcgen::Error),
     #[error("the certificate from the node cannot be used: {0}")]
     Tls(#[from] tls::TlsError),
-    #[error("the node says sandbox {theirs}, this VM belongs to {ours} already")]
+    #[error("the node names sandbox {theirs}, this VM belongs to {ours} already")]
     OtherSandbox { ours: String, theirs: String },
-    #[error("the node sent {0} certificates and {1} trusted CAs; 1 to {MAX_CERTIFICATES} of each make sense")]
+    #[error(
+        "the node sent {0} certificates and {1} trusted CAs; 1 to {MAX_CERTIFICATES} of each are accepted"
+    )]
     Count(usize, usize),
 }
 
@@ -202,8 +204,8 @@ impl Identity {
         let grant = Grant {
             version: VERSION,
             sandbox_id: sandbox_id.to_owned(),
-            certificates: chain.iter().map(|der| hex::encode(der)).collect(),
-            ca_sha256: pins.iter().map(|pin| hex::encode(pin)).collect(),
+            certificates: chain.iter().map(hex::encode).collect(),
+            ca_sha256: pins.iter().map(hex::encode).collect(),
         };
         let path = self.dir.join(GRANT);
         let json = serde_json::to_vec(&grant).map_err(|error| failed("writing", &path)(error.into()))?;

@@ -114,7 +114,8 @@ impl Images {
         });
         if access.version != VERSION {
             return Err(format!(
-                "images has version {}, this guest reads {VERSION}; node and VM image must be upgraded together",
+                "the image settings have version {}, this guest reads {VERSION}; node and VM image must be \
+                 upgraded together",
                 access.version
             ));
         }
@@ -177,7 +178,7 @@ impl Images {
         let access = access.wait_for(Option::is_some).await.map_err(|_| gone())?.clone().unwrap_or_default();
         let mut is_open = self.0.is_open.subscribe();
         let is_open = timeout(OPENS, is_open.wait_for(Option::is_some)).await;
-        let late = |_| Error::new(Cause::Internal, format!("there is no place for images after {OPENS:?}"));
+        let late = |_| Error::new(Cause::Internal, format!("the image store was not open after {OPENS:?}"));
         let is_open = is_open.map_err(late)?.map_err(|_| gone())?.clone();
         is_open.transpose().map_err(|why| Error::new(Cause::Internal, why))?;
         let _place = self.0.places.acquire().await.map_err(|_| gone())?;
@@ -211,7 +212,7 @@ impl ImagePullService for Images {
         let told = self.begin(request.image_url, Some(request.bundle_path.into()));
         let mut told = told.map_err(|error| status(&error))?;
         let result = told.wait_for(Option::is_some).await.ok().and_then(|told| told.clone());
-        let ended = || Error::new(Cause::Internal, "the pull ended without a word");
+        let ended = || Error::new(Cause::Internal, "the pull ended without a result");
         let outcome = result.ok_or_else(ended).and_then(|result| result).map_err(|error| status(&error))?;
         let mut answer = ImagePullResponse::new();
         answer.manifest_digest = outcome.manifest_digest;

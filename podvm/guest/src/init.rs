@@ -132,7 +132,7 @@ pub(crate) fn go_on() {
     if is_ours()
         && let Err(error) = kill(nix::unistd::getppid(), GO_ON)
     {
-        tracing::warn!(%error, "cannot tell pid 1 to go on");
+        tracing::warn!(%error, "cannot signal pid 1 to go on");
     }
 }
 
@@ -152,12 +152,12 @@ impl Machine {
     fn new(first_root: Option<OwnedFd>) -> Machine {
         let modules = Modules::open();
         if modules.is_empty() {
-            tracing::warn!("the image has no modules for this kernel; what is built in must do");
+            tracing::warn!("the image has no modules for this kernel; only built-in drivers are available");
         }
         // Subscribe first, then inspect: so no device falls between the two.
         let uevents = Uevents::listen();
         let uevents =
-            uevents.inspect_err(|error| tracing::error!(%error, "cannot hear of devices that come")).ok();
+            uevents.inspect_err(|error| tracing::error!(%error, "cannot watch for new devices")).ok();
         let mut all_here = modules.plug_first();
         for _ in 0..ROUNDS {
             let came = uevents.as_ref().map(Uevents::take).unwrap_or_default();
@@ -250,7 +250,7 @@ impl Keeper {
         loop {
             if self.serve.is_none() {
                 if power::is_overdue(state_dir) {
-                    tracing::error!("the guest program does not stay up and the lease is over");
+                    tracing::error!("the guest program keeps ending and the lease is over");
                     break;
                 }
                 if Instant::now() >= self.due {
@@ -291,7 +291,7 @@ impl Keeper {
         {
             tracing::error!("peerpod-guest serve hangs: it is killed and started again");
             if let Err(error) = kill(serve, Signal::SIGKILL) {
-                tracing::debug!(%error, "peerpod-guest serve is gone already");
+                tracing::debug!(%error, "peerpod-guest serve has already ended");
             }
         }
         let Some(machine) = &mut self.machine else { return false };
@@ -380,7 +380,7 @@ impl Keeper {
         let Some(serve) = self.serve else { return Ok(()) };
         let deadline = Instant::now() + GRACE;
         if let Err(error) = kill(serve, Signal::SIGTERM) {
-            tracing::debug!(%error, "peerpod-guest serve is gone already");
+            tracing::debug!(%error, "peerpod-guest serve has already ended");
         }
         while self.serve.is_some() && Instant::now() < deadline {
             self.wait(deadline.saturating_duration_since(Instant::now()))?;
@@ -414,7 +414,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn quick_deaths_are_answered_slower_and_slower() {
+    fn quick_exits_lengthen_the_restart_pause() {
         let signals = SignalFd::with_flags(&SigSet::empty(), SfdFlags::SFD_CLOEXEC).unwrap();
         let now = Instant::now();
         let pulse = Pulse::new("/nonexistent".into(), STABLE);

@@ -93,7 +93,7 @@ pub trait Notice: Send + Sync {
     /// Prepares the volumes of a waiting container; the results are in the same order.
     fn prepare(&self, wanted: Vec<Use>) -> Preparing {
         let (answer, preparing) = oneshot::channel();
-        drop(answer.send(Err(format!("{} volumes are wanted where there are none", wanted.len()))));
+        drop(answer.send(Err(format!("{} volumes are wanted, and this guest has none", wanted.len()))));
         preparing
     }
     /// Reports that the shim ends the sandbox.
@@ -239,8 +239,9 @@ impl Intercept {
                         self.held.push(Held { head, waiting, preparing });
                     }
                     Ok(Rewritten::Waits(_)) => {
-                        let text =
-                            format!("{MAX_HELD} containers wait for their volumes, which is the bound");
+                        let text = format!(
+                            "{MAX_HELD} containers already wait for their volumes, which is the limit"
+                        );
                         self.answer(head.stream, INTERNAL, &text, peer);
                     }
                     Err(error) => {

@@ -188,7 +188,9 @@ impl Keeper {
         let greeting = move |with_certificate| {
             let identity = identity.lock();
             let config = identity.tls(&pins, with_certificate);
-            config.inspect_err(|error| tracing::error!(%error, "cannot greet whoever dials")).ok()
+            config
+                .inspect_err(|error| tracing::error!(%error, "cannot make the TLS server for the node"))
+                .ok()
         };
         let mut way = Way::Wait(Waiter::new(port, Arc::new(greeting)));
         self.status.calls();
@@ -317,7 +319,7 @@ impl Keeper {
                 Followed::End
             }
             LinkEvent::SessionLost => {
-                tracing::warn!("the node's relay is another one: open connections to the agent end");
+                tracing::warn!("the node's relay was replaced: open connections to the agent end");
                 Followed::Nothing
             }
         }
@@ -368,7 +370,7 @@ impl Keeper {
             });
         }
         if reply.retry {
-            return Err(ClaimError::Away("it is away".to_owned()));
+            return Err(ClaimError::Away("the node is away".to_owned()));
         }
         self.identity().grant(&reply.sandbox_id, &reply.certificates, &[])?;
         tracing::info!(sandbox = reply.sandbox_id, ticket = self.user_data.ticket.id, "claimed");

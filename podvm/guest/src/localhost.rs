@@ -60,7 +60,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn the_pods_localhost_is_another_one_than_the_vms_and_a_new_namespace_is_noticed() {
+    async fn the_pods_localhost_differs_from_the_vms_and_a_new_namespace_is_noticed() {
         let path = PathBuf::from(format!("/run/netns/pplh{}", std::process::id()));
         let localhost = Arc::new(Localhost::new(path.clone()));
         let outside = TcpListener::bind("127.0.0.1:0").unwrap();

@@ -236,7 +236,7 @@ impl Network {
         if previous.as_ref() != Some(&plan) {
             let kept = plan.write_to_bytes().map_err(std::io::Error::other);
             if let Err(error) = kept.and_then(|bytes| files::write(&self.file, &bytes)) {
-                tracing::warn!(%error, "cannot keep what was made of the pod's network");
+                tracing::warn!(%error, "cannot store the plan of the pod's network");
             }
         }
         *previous = Some(plan);
@@ -303,7 +303,7 @@ fn make(
                 .collect();
             if !staying.is_empty() {
                 external_note = Some(format!(
-                    "{} takes the tunnel out of the cluster: {}",
+                    "{} leaves the cluster through the tunnel: {}",
                     staying.join(" and "),
                     external.lacks()
                 ));

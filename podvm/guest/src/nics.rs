@@ -108,7 +108,7 @@ pub(crate) async fn keep(status: Arc<Status>) {
         status.note("kernel-line", Some(format!("the kernel's command line: {why}")));
     }
     if line.off {
-        tracing::info!("the kernel's command line says that NICs get no addresses");
+        tracing::info!("the kernel's command line disables NIC configuration");
         status.asks();
         return;
     }
@@ -141,7 +141,7 @@ pub(crate) async fn keep(status: Arc<Status>) {
             }
         };
         if let Ok(Err(error)) = timeout(LOOK, heard).await {
-            tracing::error!(%error, "no longer hears of the NICs");
+            tracing::error!(%error, "no longer receives changes of the NICs");
             events = None;
         }
     }

@@ -209,7 +209,7 @@ fn sync_disks() {
         if let Ok(disk) = File::open(&node)
             && let Err(error) = disk.sync_all()
         {
-            tracing::error!(disk = %node.display(), %error, "cannot write a disk back");
+            tracing::error!(disk = %node.display(), %error, "cannot sync a disk");
         }
     }
 }
@@ -257,7 +257,7 @@ pub(crate) fn have_ended() {
         // Pid 1 also notices the end of this process, but a thread that hangs in its flush could delay that.
         match kill(Pid::from_raw(1), Signal::SIGPWR) {
             Ok(()) => return,
-            Err(error) => tracing::error!(%error, "cannot tell pid 1"),
+            Err(error) => tracing::error!(%error, "cannot signal pid 1"),
         }
     }
     off();
@@ -303,7 +303,7 @@ mod tests {
     const MS: fn(u64) -> Duration = Duration::from_millis;
 
     #[test]
-    fn what_hangs_is_not_waited_for() {
+    fn a_blocked_call_is_not_waited_for() {
         let begun = Instant::now();
         let (_hold, never) = std::sync::mpsc::channel::<()>();
         assert!(within(MS(50), move || never.recv().is_ok()).is_none());
@@ -349,13 +349,13 @@ mod tests {
         silent_since(now, MS(600_000));
         let lease = Lease::load(dir.path());
         assert!(!is_overdue(dir.path()));
-        assert_eq!(lease.lock().last_contact.as_micros(), now.as_micros(), "the run before it had contact");
+        assert_eq!(lease.lock().last_contact.as_micros(), now.as_micros(), "the previous run had contact");
         drop(lease);
         // The same after the lease. (If the clock began a moment ago, nothing can be long ago.)
         silent_since(now.saturating_sub(MS(5000)), now.min(MS(5000)) / 2);
         assert!(is_overdue(dir.path()));
         let again = Lease::load(dir.path());
-        assert!(is_overdue(dir.path()), "what the next run notes is no new contact");
+        assert!(is_overdue(dir.path()), "the next run notes no new contact");
         timeout(MS(10_000), again.expired()).await.unwrap();
         std::fs::write(dir.path().join(FILE), "junk").unwrap();
         assert_eq!(Lease::load(dir.path()).lock().length, FIRST_LEASE);

@@ -86,7 +86,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_name_with_brackets_does_not_confuse() {
+    fn a_process_name_with_brackets_is_parsed() {
         let stat =
             format!("7 (a) Z 0 (b)) S {} 123456 9", (4..22).map(|n| n.to_string() + " ").collect::<String>());
         assert_eq!(parse_stat(&stat), Some(('S', 123_456)));

@@ -49,7 +49,7 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn the_first_failure_is_mended_at_once_and_later_ones_ever_later_but_never_given_up() {
+    async fn the_first_retry_is_immediate_and_later_ones_wait_longer_without_end() {
         let (start, mut retries) = (Instant::now(), Retries::default());
         assert_eq!(retries.due(), None);
         let mut now = start;
@@ -68,7 +68,7 @@ mod tests {
         retries.failed(now);
         assert_eq!(retries.due(), Some(start + WHILE));
         retries.begun();
-        assert_eq!(retries.failed(start + WHILE), 1, "what was long ago does not count");
+        assert_eq!(retries.failed(start + WHILE), 1, "old failures do not count");
         assert_eq!(retries.due(), Some(start + WHILE));
     }
 }

@@ -195,7 +195,7 @@ async fn home(
         let (control, status) = (control.clone(), status.clone());
         async move {
             if let Err(error) = control.person.restore().await {
-                tracing::error!(%error, "cannot put back what the run before had");
+                tracing::error!(%error, "cannot restore the state of the previous run");
                 status.error(&error.to_string());
             }
         }

@@ -142,13 +142,13 @@ impl TryFrom<Written> for Place {
             written.http.is_some(),
         ];
         if kinds.into_iter().filter(|is| *is).count() != 1 {
-            return Err("a place is one of `file`, `disk`, `fw-cfg`, `http`".to_owned());
+            return Err("a source is one of `file`, `disk`, `fw-cfg`, `http`".to_owned());
         }
         if written.http.is_none() && (!written.headers.is_empty() || written.token.is_some()) {
             return Err("`headers` and `token` belong to `http`".to_owned());
         }
         if written.disk.is_some() != written.path.is_some() {
-            return Err("`disk` needs a `path` on it, and nothing else has one".to_owned());
+            return Err("`disk` needs a `path` on it, and no other kind has one".to_owned());
         }
         let relative =
             |path: &Path| path.components().all(|part| matches!(part, std::path::Component::Normal(_)));
@@ -363,7 +363,7 @@ mod tests {
     }
 
     #[test]
-    fn every_providers_line_is_read() {
+    fn every_providers_source_file_is_read() {
         let providers = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../providers");
         let mut read = 0;
         for folder in std::fs::read_dir(providers).unwrap() {
@@ -378,7 +378,7 @@ mod tests {
     }
 
     #[test]
-    fn what_other_clouds_need_can_be_said() {
+    fn sources_of_other_clouds_can_be_described() {
         let azure = "
             version = 1
             [[when]]
@@ -420,7 +420,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn files_are_read_with_a_limit_and_base64_is_taken_off() {
+    async fn files_are_read_with_a_limit_and_base64_is_decoded() {
         let dir = TempDir::new();
         let file = dir.path().join("data");
         let place = |encoding: &str| {
@@ -438,7 +438,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bad_line_does_not_cost_the_others() {
+    fn a_bad_file_does_not_affect_the_others() {
         let dir = TempDir::new();
         std::fs::write(dir.path().join("a.json"), json("version = 1\n[[user-data]]\nfile = '/a'")).unwrap();
         std::fs::write(dir.path().join("b.json"), "{\"version\": \"x\"}").unwrap();
@@ -450,7 +450,7 @@ mod tests {
     }
 
     #[test]
-    fn strings_fit_as_a_whole_or_as_a_beginning() {
+    fn strings_match_as_a_whole_or_as_a_prefix() {
         assert!(
             fits("Amazon EC2", "Amazon EC2")
                 && !fits("Amazon", "Amazon EC2")

@@ -252,7 +252,7 @@ impl Watcher {
             Ok(()) => "the encrypted tunnel ended by itself and was made anew".to_owned(),
             Err(error) => {
                 tunnel.failed(Instant::now());
-                format!("the encrypted tunnel ended by itself and is not there: {error}")
+                format!("the encrypted tunnel ended by itself and cannot be made anew: {error}")
             }
         };
         self.status.note("tunnel", Some(note));
@@ -264,11 +264,11 @@ impl Watcher {
         let lacks = lacks.join(", ");
         let note = match (lacks.is_empty(), again) {
             (true, _) => return,
-            (false, true) => format!("the pod's network was put right: {lacks}"),
+            (false, true) => format!("the pod's network was repaired: {lacks}"),
             (false, false) if self.network.is_pods_own() => {
                 format!("the pod may change its network, and it is not as planned: {lacks}")
             }
-            (false, false) => format!("the pod's network is taken apart again and again: {lacks}"),
+            (false, false) => format!("the pod's network is damaged again and again: {lacks}"),
         };
         self.status.note("pod", Some(note));
     }
@@ -357,7 +357,7 @@ async fn heard(events: &mut Option<Events>) -> bool {
         Some(events) => match events.settled(QUIET, AT_MOST).await {
             Ok(_) => true,
             Err(error) => {
-                tracing::error!(%error, "no longer hears changes of the VM's own network");
+                tracing::error!(%error, "no longer receives changes of the VM's own network");
                 false
             }
         },
@@ -394,7 +394,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_path_that_was_silent_is_soon_tried_again_ever_later_and_not_for_ever() {
+    fn a_silent_path_is_tried_again_with_growing_pauses_and_an_end() {
         let mut silence = Silence::default();
         let pauses = [5, 10, 20, 40].map(|seconds| Some(Duration::from_secs(seconds)));
         assert_eq!([(); 4].map(|()| silence.after(true)), pauses);

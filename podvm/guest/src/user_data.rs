@@ -30,7 +30,7 @@ pub(crate) async fn wait(files: &[PathBuf], sources: &[Source]) -> UserData {
         for source in sources.iter().filter(|source| source.is_here()) {
             for place in source.places() {
                 let found = place.read().await.and_then(|found| match found {
-                    None => Err("not there".to_owned()),
+                    None => Err("does not exist".to_owned()),
                     Some(content) => UserData::parse(&content).map_err(|error| error.to_string()),
                 });
                 match found {
@@ -57,7 +57,7 @@ fn inspect(files: &[PathBuf]) -> Result<UserData, String> {
     for path in files {
         // One byte over the limit is read, which distinguishes an oversize file from a missing one.
         match files::read(path, MAX_LEN as u64) {
-            Ok(None) => reasons.push(format!("{} is not there", path.display())),
+            Ok(None) => reasons.push(format!("{} does not exist", path.display())),
             Err(error) => reasons.push(format!("{}: {error}", path.display())),
             Ok(Some(content)) => match UserData::parse(&content) {
                 Ok(data) => return Ok(data),
@@ -108,13 +108,13 @@ mod tests {
     }
 
     #[test]
-    fn every_place_is_named_and_no_content_is() {
+    fn errors_name_every_place_and_no_content() {
         let dir = TempDir::new();
         let places = vec![dir.path().join("none"), dir.path().join("bad"), dir.path().join("big")];
         std::fs::write(&places[1], "{\"peerpod\":1,\"password\":\"hunter2\"}").unwrap();
         std::fs::write(&places[2], vec![b'x'; MAX_LEN + 1]).unwrap();
         let why = inspect(&places).unwrap_err();
-        for part in ["none is not there", "bad: user-data is not birth data", "big: more than"] {
+        for part in ["none does not exist", "bad: user-data is not in the format", "big: more than"] {
             assert!(why.contains(part), "{why}");
         }
         assert!(!why.contains("hunter2"));

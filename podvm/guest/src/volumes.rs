@@ -134,7 +134,7 @@ impl Volumes {
                 [] => None,
                 json => Some(
                     Credentials::read(json)
-                        .map_err(|why| format!("who volume {} is mounted as: {why}", volume.name))?,
+                        .map_err(|why| format!("credentials of volume {}: {why}", volume.name))?,
                 ),
             };
             let same = known.get(&volume.id).filter(|old| {
@@ -235,9 +235,7 @@ impl Volumes {
     async fn disk(&self, known: &Known) -> Result<Disk, Fault> {
         match &known.identity {
             Some(identity) => self.places.wait(identity, WAIT).await,
-            None => Err(Fault::never(
-                "the node did not say how its disk is recognised: it was not attached".into(),
-            )),
+            None => Err(Fault::never("the node sent no identity of its disk: it was not attached".into())),
         }
     }
 
@@ -318,7 +316,7 @@ mod tests {
         let hidden = br#"{"version":1,"username":"joe","password":["hidden"]}"#.to_vec();
         let wrong = Volume { credentials: hidden, ..told(&ours) };
         let error = volumes.learn(&[wrong]).unwrap_err();
-        assert!(error.contains("who volume pvc-1 is mounted as") && !error.contains("hidden"), "{error}");
+        assert!(error.contains("credentials of volume pvc-1") && !error.contains("hidden"), "{error}");
         let wrong = Volume { identity: b"{\"kind\":1}".to_vec(), ..told(&ours) };
         assert!(volumes.learn(&[wrong]).unwrap_err().contains("identity of volume pvc-1"));
     }

@@ -88,7 +88,7 @@ impl Store {
                 let Package { name, version, sha256 } = package;
                 ensure!(
                     self.has(package),
-                    "{name} {version}: what was fetched does not have the digest {sha256}"
+                    "{name} {version}: the fetched package does not have the digest {sha256}"
                 );
                 Ok(self.path(package))
             })
@@ -115,10 +115,10 @@ impl Store {
         for line in listed.lines() {
             // 'URL' name_version_arch.deb SIZE SHA256:DIGEST
             let words: Vec<&str> = line.split_whitespace().collect();
-            let [_, file, _, digest] = words[..] else { bail!("apt-get says {line:?}") };
+            let [_, file, _, digest] = words[..] else { bail!("apt-get printed {line:?}") };
             let (Some((name, rest)), Some(sha256)) = (file.split_once('_'), digest.strip_prefix("SHA256:"))
             else {
-                bail!("apt-get says {line:?}");
+                bail!("apt-get printed {line:?}");
             };
             let version = rest.rsplit_once('_').map_or(rest, |(version, _)| version).replace("%3a", ":");
             lock.packages.push(Package { name: name.into(), version, sha256: sha256.into() });
@@ -126,12 +126,12 @@ impl Store {
         lock.packages.sort_by(|a, b| a.name.cmp(&b.name));
         ensure!(
             lock.packages.len() == names.len(),
-            "asked for {} packages, told of {}",
+            "asked for {} packages, apt-get listed {}",
             names.len(),
             lock.packages.len()
         );
         let now = String::from_utf8(run::run("date", &["-u", "+%s %Y%m%dT%H%M%SZ"])?)?;
-        let (epoch, snapshot) = now.trim().split_once(' ').context("date says nothing")?;
+        let (epoch, snapshot) = now.trim().split_once(' ').context("date printed nothing")?;
         lock.epoch = epoch.parse()?;
         snapshot.clone_into(&mut lock.snapshot);
         Ok(lock)

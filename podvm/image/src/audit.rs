@@ -65,7 +65,7 @@ pub(crate) fn check(tree: &Tree) -> anyhow::Result<()> {
     if found.is_empty() {
         return Ok(());
     }
-    bail!("the image must not be like this:\n  {}", found.join("\n  "))
+    bail!("the image fails the audit:\n  {}", found.join("\n  "))
 }
 
 fn findings(tree: &Tree) -> Vec<String> {
@@ -80,7 +80,7 @@ fn findings(tree: &Tree) -> Vec<String> {
             found.push(format!("/{path}: a unit that asks for a login or opens a shell"));
         }
         if OWN.contains(&path) && !matches!(tree.text(path).map(str::trim), Some("" | UNINITIALIZED)) {
-            found.push(format!("/{path}: a machine's own, not an image's"));
+            found.push(format!("/{path}: the file belongs to one machine, not to an image"));
         }
         if name == "authorized_keys" || name.starts_with("ssh_host_") {
             found.push(format!("/{path}: a key"));
@@ -88,7 +88,7 @@ fn findings(tree: &Tree) -> Vec<String> {
         match node {
             Node::File { mode, content } => file(tree, path, *mode, content, &mut found),
             Node::Directory { mode } if mode & 0o002 != 0 && mode & 0o1000 == 0 => {
-                found.push(format!("/{path}: a folder that everybody may write"));
+                found.push(format!("/{path}: a world-writable folder"));
             }
             _ => {}
         }
@@ -99,7 +99,7 @@ fn findings(tree: &Tree) -> Vec<String> {
 
 fn file(tree: &Tree, path: &str, mode: u32, content: &[u8], found: &mut Vec<String>) {
     if mode & 0o7002 != 0 {
-        found.push(format!("/{path}: mode {mode:o}: set-id, or writable by everybody"));
+        found.push(format!("/{path}: mode {mode:o}: set-id, or world-writable"));
     }
     if path.ends_with(".ko") {
         return;
@@ -166,14 +166,14 @@ mod tests {
     }
 
     #[test]
-    fn each_way_in_is_found() {
+    fn each_login_and_key_is_found() {
         for (path, mode, content, part) in [
             ("usr/sbin/sshd", 0o755, "", "remote login"),
             ("usr/local/bin/bash", 0o755, "", "a shell"),
             ("usr/lib/systemd/system/serial-getty@.service", 0o644, "", "asks for a login"),
             ("etc/systemd/system/debug-shell.service", 0o644, "", "opens a shell"),
-            ("etc/machine-id", 0o444, "0123456789abcdef0123456789abcdef\n", "a machine's own"),
-            ("etc/hostname", 0o644, "builder\n", "a machine's own"),
+            ("etc/machine-id", 0o444, "0123456789abcdef0123456789abcdef\n", "belongs to one machine"),
+            ("etc/hostname", 0o644, "builder\n", "belongs to one machine"),
             ("root/.ssh/authorized_keys", 0o600, "ssh-ed25519 AAAA", "a key"),
             ("etc/tls.pem", 0o600, "-----BEGIN EC PRIVATE KEY-----", "a private key"),
             ("etc/passwd", 0o644, "root:x:0:0:root:/root:/bin/bash\n", "root has the shell \"/bin/bash\""),
@@ -181,7 +181,7 @@ mod tests {
             ("etc/passwd", 0o644, "root:x:0:0:root:/root:\n", "has the shell \"\""),
             ("etc/shadow", 0o600, "root:$6$abc:1::::::\n", "has a password"),
             ("usr/bin/mount", 0o4755, "", "set-id"),
-            ("etc/motd", 0o666, "", "writable by everybody"),
+            ("etc/motd", 0o666, "", "world-writable"),
             ("usr/bin/agent", 0o755, "\x7fELF", "/usr/bin/agent: "),
         ] {
             let found = one(path, mode, content);
@@ -190,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn a_masked_unit_is_no_way_in() {
+    fn a_masked_unit_is_accepted() {
         let mut tree = Tree::merged();
         tree.link("etc/systemd/system/getty.target", "/dev/null");
         assert_eq!(findings(&tree), Vec::<String>::new());

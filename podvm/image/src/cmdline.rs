@@ -24,7 +24,7 @@ mod tests {
     use super::line;
 
     #[test]
-    fn each_kind_of_boot_has_its_words() {
+    fn each_kind_of_boot_has_its_command_line() {
         let plain = line(&[]);
         assert!(plain.starts_with("console=ttyS0 ") && plain.contains(" panic=1 "), "{plain}");
         assert!(!plain.contains('#') && !plain.contains(':'), "{plain}");

@@ -64,7 +64,7 @@ impl Lock {
     /// Returns the file's text.
     pub(crate) fn text(&self) -> String {
         let mut text = format!(
-            "# Exact packages of the images. Written by `make image-lock`; packages.txt says which and why.\n\
+            "# Exact packages of the images. Written by `make image-lock`; packages.txt has the reasons.\n\
              epoch {}\nsnapshot {}\n",
             self.epoch, self.snapshot
         );
@@ -91,7 +91,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_written_is_read() {
+    fn a_written_lock_is_read() {
         let package =
             Package { name: "libc6".into(), version: "2.36-9+deb12u14".into(), sha256: "ab".repeat(32) };
         let lock = Lock { epoch: 1, snapshot: "20260101T000000Z".into(), packages: vec![package] };
@@ -101,6 +101,6 @@ mod tests {
         {
             assert!(format!("{:#}", Lock::parse(text).unwrap_err()).contains(part), "{text}");
         }
-        assert_eq!(names("# a\nlibc6  # why\nkmod\n"), ["libc6", "kmod"]);
+        assert_eq!(names("# a\nlibc6  # libc\nkmod\n"), ["libc6", "kmod"]);
     }
 }

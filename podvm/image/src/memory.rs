@@ -65,7 +65,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_guest_needs_its_kernel_its_archive_its_programs_and_room_to_work() {
+    fn the_memory_need_covers_kernel_archive_programs_and_work() {
         let mut kernel = vec![0; 0x300];
         kernel[0x202..0x206].copy_from_slice(b"HdrS");
         kernel[0x260..0x264].copy_from_slice(&(50_u32 << 20).to_le_bytes());

@@ -199,7 +199,7 @@ impl Catalogue {
             if self.builtin.contains(name) {
                 return Ok(());
             }
-            bail!("the kernel's package lacks the module {name}, which another one needs");
+            bail!("the kernel's package lacks the module {name}, which another module needs");
         };
         if !seen.insert(name.to_owned()) {
             return Ok(());
@@ -261,7 +261,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_module_needs_comes_with_it_and_nothing_else() {
+    fn a_module_brings_its_dependencies_and_no_others() {
         let chosen = catalogue().closure(["vxlan", "ext4"].into_iter()).unwrap();
         assert_eq!(
             chosen.iter().map(String::as_str).collect::<Vec<_>>(),
@@ -270,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn a_module_that_is_not_there_is_named() {
+    fn a_missing_module_is_named() {
         let error = catalogue().closure(["wlan"].into_iter()).unwrap_err().to_string();
         assert!(error.contains("no module wlan"), "{error}");
     }

@@ -129,7 +129,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_dynamic_program_says_what_it_needs() {
+    fn a_dynamic_program_lists_its_libraries() {
         let program = Program::read(&std::fs::read("/proc/self/exe").unwrap()).unwrap();
         assert_eq!(program.interpreter.as_deref(), Some("/lib64/ld-linux-x86-64.so.2"));
         assert!(program.libraries.contains(&"libc.so.6".to_owned()), "{program:?}");
@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_program_is_refused() {
+    fn a_file_that_is_no_program_is_refused() {
         let mut tree = Tree::merged();
         tree.file("agent", 0o755, *b"#!/bin/sh\n");
         assert!(

@@ -119,7 +119,7 @@ impl Report {
         // A reader may close standard output early; that is no failure.
         match self.print(folder, &mut std::io::stdout().lock()) {
             Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => {
-                Err(error).context("print what was built")
+                Err(error).context("print the report")
             }
             _ => Ok(()),
         }

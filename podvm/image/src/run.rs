@@ -99,7 +99,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_failure_says_what_the_program_said() {
+    fn a_failure_contains_the_output_of_the_program() {
         let error = run("ls", &["/nonexistent"]).unwrap_err().to_string();
         assert!(error.contains("/nonexistent") && error.contains("No such file"), "{error}");
         let error = format!("{:#}", run("peerpod-no-such-program", &[]).unwrap_err());

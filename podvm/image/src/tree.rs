@@ -269,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_taken_brings_what_it_links_to() {
+    fn a_copied_link_brings_its_target() {
         let mut tree = Tree::default();
         tree.take(&sample(), "lib/x86_64-linux-gnu/libz.so.1").unwrap();
         assert!(tree.get("usr/lib/x86_64-linux-gnu/libz.so.1.2").is_some());

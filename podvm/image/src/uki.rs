@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stub_that_is_none_is_refused() {
+    fn an_invalid_stub_is_refused() {
         for wrong in [vec![], vec![0; 100], vec![0xff; 100]] {
             end(&wrong).unwrap_err();
         }

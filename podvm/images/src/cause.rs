@@ -13,7 +13,8 @@ pub(crate) fn disk(what: &str, path: &Path, error: &io::Error) -> Error {
             if [libc_code(nix::errno::Errno::ENOSPC), libc_code(nix::errno::Errno::EDQUOT)]
                 .contains(&code) =>
         {
-            let cure = "give the VM a larger disk for images (or one at all: else they are in memory), or more memory, or use a smaller image";
+            let cure = "give the VM a larger disk for images (without a disk they are in memory), or more \
+                        memory, or use a smaller image";
             Error::new(Cause::NoSpace, format!("{text}; {cure}"))
         }
         _ => Error::new(Cause::Internal, text),
@@ -32,7 +33,8 @@ fn libc_code(errno: nix::errno::Errno) -> i32 {
 }
 
 const CHECK_NAME: &str = "check the image's name and tag";
-const CHECK_SECRET: &str = "check that the image exists and that its pull secret reaches this VM and is good";
+const CHECK_SECRET: &str = "check that the image exists and that its pull secret reaches this VM and is \
+                            valid";
 const CHECK_ROUTE: &str = "check the registry's name and port, and that the VM's own network reaches it";
 const CHECK_CA: &str = "trust its CA (node.registry-ca, or the VM image's CA certificates)";
 
@@ -41,16 +43,16 @@ fn classify(error: &OciDistributionError) -> (Cause, String, &'static str) {
     use OciDistributionError as E;
     match error {
         E::UnauthorizedError { .. } => {
-            (Cause::Denied, "the registry wants other credentials".into(), CHECK_SECRET)
+            (Cause::Denied, "the registry requires other credentials".into(), CHECK_SECRET)
         }
         E::AuthenticationFailure(why) => {
-            (Cause::Denied, format!("the registry's token service says {why}"), CHECK_SECRET)
+            (Cause::Denied, format!("the registry's token service reports {why}"), CHECK_SECRET)
         }
         E::ImageManifestNotFoundError(why) => (Cause::NotFound, why.clone(), CHECK_NAME),
         E::RegistryError { envelope, .. } => {
             let said: Vec<String> =
                 envelope.errors.iter().take(3).map(|e| format!("{:?}: {}", e.code, e.message)).collect();
-            let said = format!("the registry says {}", said.join(", "));
+            let said = format!("the registry reports {}", said.join(", "));
             match envelope.errors.first().map(|e| &e.code) {
                 Some(
                     OciErrorCode::ManifestUnknown
@@ -116,11 +118,7 @@ fn of_chain(error: &(dyn StdError + 'static), redirect: bool) -> (Cause, String,
         };
     }
     if redirect {
-        return (
-            Cause::Malformed,
-            format!("the registry sends us round and round: {}", words.join(": ")),
-            "",
-        );
+        return (Cause::Malformed, format!("the registry redirects in a circle: {}", words.join(": ")), "");
     }
     let silent = if timed_out { " (it did not answer in time)" } else { "" };
     (Cause::Unreachable, format!("{}{silent}", words.join(": ")), CHECK_ROUTE)
@@ -131,7 +129,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_full_disk_is_told_from_others() {
+    fn a_full_disk_is_distinguished_from_other_errors() {
         let full = io::Error::from_raw_os_error(nix::errno::Errno::ENOSPC as i32);
         let error = disk("writing", Path::new("/x"), &full);
         assert_eq!(error.cause, Cause::NoSpace);
@@ -141,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn what_lies_at_the_bottom_decides() {
+    fn the_innermost_error_decides() {
         let tls = rustls::Error::InvalidCertificate(rustls::CertificateError::UnknownIssuer);
         let wrapped = OciDistributionError::IoError(io::Error::other(io::Error::other(tls)));
         assert_eq!(registry("x", &wrapped).cause, Cause::Untrusted);

@@ -162,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn the_most_exact_comes_first_and_others_not_at_all() {
+    fn the_most_exact_match_comes_first_and_other_hosts_are_left_out() {
         let text = r#"{"auths":{
             "https://index.docker.io/v1/":{"auth":"aHViOnB3"},
             "r.example:5000":{"username":"plain","password":"p:w"},
@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn mistakes_are_named_and_nothing_is_repeated() {
+    fn mistakes_are_named_without_the_secret() {
         let error = for_image(r#"{"auths":{"r":{"auth":7777}}}"#, "r", "x").unwrap_err();
         let text = format!("{error} {error:?}");
         assert!(text.contains("dockerconfigjson") && !text.contains("7777"), "{text}");
@@ -190,7 +190,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn nothing_makes_it_panic(text in ".{0,200}", registry in "[a-z.:*]{0,20}", key in "[a-z.:*/]{0,20}") {
+        fn any_secret_is_handled(text in ".{0,200}", registry in "[a-z.:*]{0,20}", key in "[a-z.:*/]{0,20}") {
             drop(for_image(&text, &registry, "a/b"));
             drop(for_image(&format!(r#"{{"auths":{{"{key}":{{"auth":"YTpi"}}}}}}"#), &registry, "a/b"));
         }

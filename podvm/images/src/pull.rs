@@ -160,7 +160,7 @@ async fn layers(
         }
     }
     drop((files, unpacker));
-    let unpacked = done.await.map_err(|_| Error::new(Cause::Internal, "unpacking ended without a word"))?;
+    let unpacked = done.await.map_err(|_| Error::new(Cause::Internal, "unpacking ended without a result"))?;
     if let Some(error) = failed {
         return Err(error);
     }
@@ -271,7 +271,7 @@ impl Unpacker {
             .map_err(|e| Error::new(Cause::Malformed, format!("reading layer {}: {e}", work.at + 1)))?;
         if diff_id != work.layer.diff_id {
             let text = format!(
-                "layer {}: unpacked it is {diff_id}, and the image's configuration says {}",
+                "layer {}: unpacked it is {diff_id}, and the image's configuration names {}",
                 work.at + 1,
                 work.layer.diff_id
             );
@@ -284,9 +284,9 @@ impl Unpacker {
 fn overlay_failed(target: &Path, error: &io::Error) -> Error {
     let mut error = crate::cause::disk("mounting an overlay on", target, error);
     if error.cause == Cause::Internal {
-        error
-            .text
-            .push_str("; has the kernel overlayfs, and is the store (images.store) on a disk or tmpfs?");
+        error.text.push_str(
+            "; does the kernel have overlayfs, and is the store (images.store) on a disk or tmpfs?",
+        );
     }
     error
 }

@@ -201,7 +201,7 @@ impl Registry {
             let part =
                 part.map_err(|error| crate::cause::registry(&what, &OciDistributionError::IoError(error)))?;
             left = left.checked_sub(part.len() as u64).ok_or_else(|| {
-                let text = format!("{what}: more bytes than the {} that the manifest says", descriptor.size);
+                let text = format!("{what}: more bytes than the {} that the manifest names", descriptor.size);
                 Error::new(Cause::Digest, text)
             })?;
             take(&part)?;
@@ -291,7 +291,7 @@ fn client(job: &Job) -> Result<Client, Error> {
     Client::try_from(config).map_err(|error| {
         Error::new(
             Cause::Internal,
-            format!("making the registry client: {error}; has the VM image CA certificates?"),
+            format!("making the registry client: {error}; does the VM image have CA certificates?"),
         )
     })
 }
@@ -317,7 +317,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_are_read_as_people_write_them() {
+    fn image_names_are_parsed_and_completed() {
         assert_eq!(parse("docker://busybox").unwrap().whole(), "docker.io/library/busybox:latest");
         assert_eq!(parse("r.example:5000/a/b:v1").unwrap().resolve_registry(), "r.example:5000");
         let error = parse("UPPER case").unwrap_err();

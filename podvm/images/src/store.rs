@@ -77,7 +77,7 @@ impl Store {
 
     pub(crate) fn container(&self, bundle: &Path) -> PathBuf {
         let hash = Sha256::digest(bundle.as_os_str().as_encoded_bytes());
-        self.0.join("c").join(&hex::encode(&hash)[..ID])
+        self.0.join("c").join(&hex::encode(hash)[..ID])
     }
 
     /// Locks a layer; waits until no other process makes it. Blocks.
@@ -177,7 +177,7 @@ impl Store {
     }
 
     fn record(&self, reference: &str) -> PathBuf {
-        self.0.join("i").join(hex::encode(&Sha256::digest(reference.as_bytes())))
+        self.0.join("i").join(hex::encode(Sha256::digest(reference.as_bytes())))
     }
 }
 
@@ -193,7 +193,7 @@ pub(crate) fn chain<'a>(diff_ids: impl Iterator<Item = &'a str>) -> Vec<String> 
             let id = match &above {
                 None => diff_id.to_owned(),
                 Some(below) => {
-                    format!("sha256:{}", hex::encode(&Sha256::digest(format!("{below} {diff_id}"))))
+                    format!("sha256:{}", hex::encode(Sha256::digest(format!("{below} {diff_id}"))))
                 }
             };
             above = Some(id.clone());
@@ -209,7 +209,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_layer_is_what_all_below_it_are() {
+    fn a_layer_depends_on_all_layers_below_it() {
         let id = |byte: &str| format!("sha256:{}", byte.repeat(32));
         let (a, b) = (id("aa"), id("bb"));
         let one = chain([a.as_str(), b.as_str()].into_iter());

@@ -149,7 +149,7 @@ impl<'a, R: Read> Counted<'a, R> {
     /// Reads the rest, and returns the digest of the whole.
     pub(crate) fn finish(mut self) -> io::Result<String> {
         io::copy(&mut self, &mut io::sink())?;
-        Ok(format!("sha256:{}", hex::encode(&self.hash.finalize())))
+        Ok(format!("sha256:{}", hex::encode(self.hash.finalize())))
     }
 }
 
@@ -196,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn every_packing_is_read_also_in_several_pieces() {
+    fn every_compression_is_read_in_one_or_several_pieces() {
         let data: Vec<u8> = (0..300_000u32).flat_map(|n| (n / 7).to_le_bytes()).collect();
         let gzip = |part: &[u8]| {
             let mut encoder = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
@@ -218,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn a_budget_ends_a_bomb() {
+    fn a_budget_limits_a_decompression_bomb() {
         let mut budget = 1000;
         let mut counted = Counted::new(io::repeat(0).take(1 << 30), &mut budget);
         let error = io::copy(&mut counted, &mut io::sink()).unwrap_err();
@@ -229,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn media_types_are_told_apart() {
+    fn media_types_are_distinguished() {
         assert_eq!(Packing::of("application/vnd.oci.image.layer.v1.tar+zstd").unwrap(), Packing::Zstd);
         let error = Packing::of("application/vnd.oci.image.layer.v1.tar+gzip+encrypted").unwrap_err();
         assert!(error.text.contains("data hub"), "{error}");

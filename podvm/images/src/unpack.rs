@@ -340,7 +340,7 @@ impl Unpacker {
             return Err(Error::new(Cause::Malformed, text));
         }
         remove::unmade(folder.as_fd(), OsStr::from_bytes(file), &name.beside(file), &self.made)
-            .map_err(|e| name.failed("removing what is named by", e))
+            .map_err(|e| name.failed("removing the object of", e))
     }
 
     fn finish(self) -> Result<LeftOut, Error> {

@@ -98,7 +98,7 @@ fn mount_root(hash: Option<&verity::RootHash>) -> Result<(), String> {
             (None, several) => {
                 let names: Vec<&str> = several.iter().map(|one| one.root.as_str()).collect();
                 return Err(format!(
-                    "several disks have a root ({}), and no root hash says which",
+                    "several disks have a root ({}), and no root hash selects one",
                     names.join(", ")
                 ));
             }
@@ -107,7 +107,7 @@ fn mount_root(hash: Option<&verity::RootHash>) -> Result<(), String> {
             let why = if said.is_empty() {
                 "no disk has a partition with the label peerpod-root"
             } else {
-                "no root is right"
+                "no root matches"
             };
             return Err(format!("{why}, after {PATIENCE:?}"));
         }

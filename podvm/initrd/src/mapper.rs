@@ -89,7 +89,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_does_not_fit_is_refused() {
+    fn an_oversize_value_is_refused() {
         message(&"n".repeat(128), 0, None).unwrap_err();
         message("root", 0, Some((1, "verity", &"p".repeat(LEN)))).unwrap_err();
         let message = message("root", READ_ONLY, Some((7, "verity", "1 a b"))).unwrap();

@@ -105,7 +105,7 @@ mod tests {
     }
 
     #[test]
-    fn the_table_is_the_kernels() {
+    fn the_table_has_the_format_of_the_kernel() {
         let header = Header::parse(&sample()).unwrap();
         assert_eq!(header.sectors(), 40);
         let hash = RootHash::of(&format!("quiet roothash={} panic=1\n", "0a".repeat(32))).unwrap().unwrap();
@@ -115,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn a_header_that_is_none_is_refused() {
+    fn an_invalid_header_is_refused() {
         for (at, value) in
             [(0, b'x'), (8, 2), (12, 0), (32, b'x'), (64, 1), (68, 1), (72, 0), (78, 1), (81, 2)]
         {
@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn a_hash_is_one_or_an_error() {
+    fn two_or_invalid_hashes_are_errors() {
         assert_eq!(RootHash::of("quiet"), Ok(None));
         let right = "0a".repeat(32);
         for wrong in [

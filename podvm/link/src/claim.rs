@@ -110,7 +110,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn a_claim_is_asked_and_answered() {
+    async fn a_claim_is_sent_and_answered() {
         let (mut guest, mut relay) = duplex(64);
         let claim = Claim { ticket_id: "t".into(), csr: vec![1; 5000], ..Default::default() };
         let answer =
@@ -125,7 +125,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_is_not_a_first_record_is_refused_with_its_name() {
+    async fn a_wrong_first_record_is_refused_with_its_name() {
         let first = async |bytes: &[u8]| {
             let mut input = bytes;
             first_record(&mut input).await

@@ -37,7 +37,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn neighbouring_numbers_differ_in_the_bits_that_a_map_looks_at() {
+    fn neighbouring_numbers_differ_in_the_bits_that_a_map_uses() {
         let hash = |id: u32| {
             let mut hasher = IdHasher::default();
             hasher.write_u32(id);
@@ -51,7 +51,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_put_in_is_found_and_what_is_not_is_not() {
+    fn only_inserted_numbers_are_found() {
         let mut map = IdMap::default();
         for id in (1..2000).step_by(2) {
             assert_eq!(map.insert(id, id + 7), None);

@@ -82,9 +82,9 @@ impl Initdata {
             InitdataError::Malformed { what: error.message().chars().take(120).collect(), line }
         })?;
         let digest = match parsed.algorithm.as_str() {
-            "sha256" => hex::encode(&Sha256::digest(text)),
-            "sha384" => hex::encode(&Sha384::digest(text)),
-            "sha512" => hex::encode(&Sha512::digest(text)),
+            "sha256" => hex::encode(Sha256::digest(text)),
+            "sha384" => hex::encode(Sha384::digest(text)),
+            "sha512" => hex::encode(Sha512::digest(text)),
             other => return Err(InitdataError::Algorithm(other.chars().take(MAX_NAME).collect())),
         };
         if !parsed.version.starts_with("0.1.") {
@@ -123,10 +123,10 @@ fn check_name(name: &str) -> Result<(), &'static str> {
     }
     let first = name.chars().next().is_some_and(|c| c.is_ascii_alphanumeric());
     if !first || !name.chars().all(|c| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_')) {
-        return Err("a file's name of letters, digits, '.', '-' and '_' would do");
+        return Err("use a name of letters, digits, '.', '-' and '_'");
     }
     if RESERVED.contains(&name) || name.ends_with(".sock") || name.ends_with(".new") {
-        return Err("the name is the guest's own");
+        return Err("the name is reserved for the guest");
     }
     Ok(())
 }
@@ -140,12 +140,12 @@ mod tests {
     const GOOD: &str = "algorithm = \"sha256\"\nversion = \"0.1.0\"\n\n[data]\n\"aa.toml\" = '''\n[token]\n'''\n\"policy.rego\" = \"package agent_policy\"\n";
 
     #[test]
-    fn files_and_digest_come_out() {
+    fn initdata_gives_files_and_digest() {
         let read = Initdata::parse(GOOD).unwrap();
         assert_eq!(read.files["aa.toml"], "[token]\n");
         assert_eq!(read.files.len(), 2);
         // printf … | sha256sum
-        assert_eq!(read.digest, format!("sha256:{}", hex::encode(&Sha256::digest(GOOD))));
+        assert_eq!(read.digest, format!("sha256:{}", hex::encode(Sha256::digest(GOOD))));
         for (algorithm, digits) in [("sha384", 96), ("sha512", 128)] {
             let digest = Initdata::parse(&GOOD.replace("sha256", algorithm)).unwrap().digest;
             assert_eq!(digest.len(), algorithm.len() + 1 + digits);
@@ -176,7 +176,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn nothing_makes_it_panic(text in ".{0,300}") {
+        fn any_text_is_handled(text in ".{0,300}") {
             drop(Initdata::parse(&text));
             drop(Initdata::parse(&format!("{GOOD}{text}")));
         }

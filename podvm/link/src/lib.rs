@@ -1,5 +1,5 @@
 //! Code that both ends of the link share: the secure channel, the session that survives a lost connection, ttrpc
-//! frames, and the pod's network over netlink. It has no Kubernetes client and no cloud SDK: this crate is part of
+//! frames, and the path MTU. It has no Kubernetes client and no cloud SDK: this crate is part of
 //! the VM's trusted base and of the relay, which faces hostile guests.
 
 pub mod claim;

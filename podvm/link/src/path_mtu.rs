@@ -199,19 +199,19 @@ mod tests {
     }
 
     #[test]
-    fn where_nothing_comes_back_the_search_ends_at_once() {
+    fn a_search_without_answers_ends_at_once() {
         assert_eq!(search(1500, 0), (None, 1));
     }
 
     #[test]
-    fn a_size_nobody_asked_for_is_not_believed() {
+    fn an_answer_of_an_unsent_size_is_ignored() {
         let mut search = Search::new(1500);
         search.round(&[1400, 1499, 9001]);
         assert_eq!(search.found(), Some(1400));
     }
 
     #[test]
-    fn a_datagram_reads_as_it_was_written_and_nothing_else_does() {
+    fn only_a_written_datagram_is_read() {
         let datagram = Datagram { kind: Kind::Question, nonce: [7; 8], token: Token([9; 16]) };
         let bytes = datagram.write(1472);
         assert_eq!((bytes.len(), Datagram::read(&bytes)), (1472, Some(datagram)));
@@ -234,7 +234,7 @@ mod tests {
         }
 
         #[test]
-        fn no_datagram_makes_the_reader_panic(bytes: Vec<u8>) {
+        fn any_datagram_is_handled(bytes: Vec<u8>) {
             prop_assert!(Datagram::read(&bytes).is_none_or(|read| read.write(bytes.len() as u16) == bytes[..]) || bytes[HEADER..].iter().any(|b| *b != 0));
         }
     }

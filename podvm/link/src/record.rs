@@ -267,7 +267,7 @@ mod tests {
         }
 
         #[test]
-        fn arbitrary_bytes_are_refused_or_mean_one_thing(bytes: [u8; HEADER_LEN]) {
+        fn any_bytes_are_refused_or_have_one_meaning(bytes: [u8; HEADER_LEN]) {
             if let Ok(header) = Header::decode(&bytes) {
                 prop_assert_eq!(header.encode(), bytes);
             }
@@ -275,7 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_a_record_is_named() {
+    fn the_error_names_the_defect_of_a_record() {
         let good = Header::new(Kind::Data, 5).encode();
         let with = |at: usize, value: u8| {
             let mut bytes = good;

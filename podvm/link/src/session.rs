@@ -234,7 +234,7 @@ impl Session {
         if self.has_room() { ahead.min(replay).max(CHUNK) } else { 0 }
     }
 
-    /// Sends bytes on a stream. Takes all of them, also beyond [`Session::mtu`] (a rewritten message is longer than
+    /// Sends bytes on a stream. Takes all of them, also beyond [`Session::room`] (a rewritten message is longer than
     /// the original); bytes without credit or room wait in the stream. Ignored after the stream has ended.
     pub fn send(&mut self, id: u32, mut data: &[u8]) {
         self.pump();
@@ -259,7 +259,7 @@ impl Session {
     }
 
     /// Fills `out` with the places in the log for the next bytes of a stream, so that a read needs no copy. They have
-    /// at most `most` bytes, which must not exceed [`Session::mtu`]. Returns the number of slices filled; 0 = other
+    /// at most `most` bytes, which must not exceed [`Session::room`]. Returns the number of slices filled; 0 = other
     /// data waits, and the caller must use [`Session::send`]. The next call must be [`Session::sent_in_place`].
     pub(crate) fn send_in_place<'a>(&'a mut self, most: usize, out: &mut [IoSliceMut<'a>]) -> usize {
         self.pump();

@@ -390,7 +390,7 @@ mod tests {
     }
 
     #[test]
-    fn both_cas_of_a_roll_over_are_accepted() {
+    fn both_cas_of_a_rotation_are_accepted() {
         let (old, new) = (Ca::new("node"), Ca::new("node"));
         let (chain, key) = new.server();
         let server = server_config(chain, key, &[old.der.clone(), new.der.clone()]).unwrap();
@@ -434,7 +434,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_resumed() {
+    fn no_tls_session_is_resumed() {
         let ca = Ca::new("node");
         let (client, _) = shake(client_config(&[ca.pin()], None).unwrap(), ca.relay()).unwrap();
         assert_eq!(client.tls13_tickets_received(), 0);

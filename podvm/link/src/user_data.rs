@@ -78,7 +78,7 @@ impl fmt::Debug for TicketSecret {
 
 impl Serialize for TicketSecret {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.serialize_str(&hex::encode(&self.0))
+        serializer.serialize_str(&hex::encode(self.0))
     }
 }
 
@@ -96,12 +96,10 @@ pub enum UserDataError {
     #[error("user-data is empty")]
     Empty,
     /// Larger than [`MAX_LEN`], so not written by a node.
-    #[error(
-        "user-data has {0} bytes, more than the {MAX_LEN} that are looked at; is this image meant for it?"
-    )]
+    #[error("user-data has {0} bytes, more than the limit of {MAX_LEN}; is this image meant for it?")]
     TooLarge(usize),
     /// Not JSON, or of another shape.
-    #[error("user-data is not birth data of version {VERSION}: {what} at line {line}, column {column}")]
+    #[error("user-data is not in the format of version {VERSION}: {what} at line {line}, column {column}")]
     Malformed {
         /// Kind of mistake.
         what: &'static str,
@@ -161,7 +159,7 @@ impl UserData {
             return wrong("ticket.id", "not 32 lower-case hex digits");
         }
         if self.ticket.claims == 0 {
-            return wrong("ticket.claims", "a ticket that nobody may claim");
+            return wrong("ticket.claims", "a ticket that no VM may claim");
         }
         if self.node.addresses.is_empty() || self.node.addresses.len() > MAX_ADDRESSES {
             return wrong("node.addresses", "must hold 1 to 64 addresses");
@@ -170,13 +168,13 @@ impl UserData {
             return wrong("node.addresses", "an address that cannot be dialled");
         }
         if self.node.listen == Some(0) {
-            return wrong("node.listen", "a port that nobody could dial");
+            return wrong("node.listen", "a port that cannot be dialled");
         }
         if self.node.ca_sha256.is_empty() || self.node.ca_sha256.len() > MAX_CAS {
             return wrong("node.ca_sha256", "must hold 1 to 16 fingerprints");
         }
         if self.lease_seconds == 0 {
-            return wrong("lease_seconds", "0 would power the VM off at once");
+            return wrong("lease_seconds", "must be above 0: 0 would power the VM off at once");
         }
         Ok(())
     }
@@ -203,7 +201,7 @@ mod fingerprints {
     use super::*;
 
     pub(super) fn serialize<S: Serializer>(list: &[[u8; 32]], serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.collect_seq(list.iter().map(|fingerprint| hex::encode(fingerprint)))
+        serializer.collect_seq(list.iter().map(hex::encode))
     }
 
     pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<[u8; 32]>, D::Error> {
@@ -240,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_is_read_again_and_is_small() {
+    fn written_user_data_is_read_and_is_small() {
         let json = sample().to_json();
         assert!(json.starts_with(r#"{"peerpod":1,"ticket":{"id":"0123"#), "{json}");
         assert!(json.len() < 2048);
@@ -254,13 +252,13 @@ mod tests {
     }
 
     #[test]
-    fn another_version_is_refused_whatever_else_it_holds() {
+    fn another_version_is_refused_with_any_content() {
         assert_eq!(UserData::parse(br#"{"peerpod":2,"tickets":[]}"#), Err(UserDataError::Version(2)));
         assert_eq!(UserData::parse(br#"{"peerpod":0}"#), Err(UserDataError::Version(0)));
     }
 
     #[test]
-    fn garbage_emptiness_and_excess_are_told_apart() {
+    fn garbage_empty_and_oversize_data_are_distinguished() {
         assert_eq!(UserData::parse(b" \n\0"), Err(UserDataError::Empty));
         assert_eq!(UserData::parse(&vec![b' '; MAX_LEN + 1]), Err(UserDataError::TooLarge(MAX_LEN + 1)));
         for bytes in [&b"#cloud-config\n"[..], b"[1]", b"{", b"\xff\xfe", br#"{"peerpod":"1"}"#] {
@@ -306,7 +304,7 @@ mod tests {
     #[test]
     fn hex_goes_both_ways() {
         let bytes: [u8; 32] = std::array::from_fn(|i| (i * 37) as u8);
-        assert_eq!(from_hex(&hex::encode(&bytes)), Some(bytes));
+        assert_eq!(from_hex(&hex::encode(bytes)), Some(bytes));
         assert_eq!(from_hex(&"0".repeat(63)), None);
         assert_eq!(from_hex(&"g".repeat(64)), None);
         assert_eq!(from_hex(&"é".repeat(32)), None);
@@ -314,12 +312,12 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_bytes_make_it_panic(bytes in proptest::collection::vec(any::<u8>(), 0..512)) {
+        fn any_bytes_are_handled(bytes in proptest::collection::vec(any::<u8>(), 0..512)) {
             drop(UserData::parse(&bytes));
         }
 
         #[test]
-        fn no_damage_makes_it_panic(at in 0usize..400, with in any::<u8>()) {
+        fn damaged_data_is_handled(at in 0usize..400, with in any::<u8>()) {
             let mut json = sample().to_json().into_bytes();
             let at = at % json.len();
             json[at] = with;

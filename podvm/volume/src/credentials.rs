@@ -34,7 +34,7 @@ pub struct Credentials {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Unreadable {
     /// Not JSON of this shape, or larger than [`MAX_BYTES`].
-    #[error("they are not what this program writes")]
+    #[error("their format is unknown")]
     Shape,
     /// Another version.
     #[error("they have version {0}, this program reads {VERSION}: upgrade it")]
@@ -93,7 +93,7 @@ pub fn fits(value: &str) -> Result<(), &'static str> {
         return Err("is empty");
     }
     if value.len() > MAX_FIELD {
-        return Err("has more than 255 bytes, which is what the kernel takes");
+        return Err("has more than 255 bytes, which is the kernel's limit");
     }
     if value.contains(['\n', '\r', '\0']) {
         return Err("has a line break or NUL in it");
@@ -115,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn they_come_back_and_are_not_shown() {
+    fn credentials_are_read_back_and_not_shown() {
         let one = credentials();
         assert!(Credentials::read(&one.to_bytes()).unwrap() == one);
         let shown = format!("{one:?}");
@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_used_is_refused_without_its_words() {
+    fn an_unusable_value_is_refused_without_being_shown() {
         let json = |text: &str| Credentials::read(text.as_bytes()).unwrap_err();
         assert_eq!(json(r#"{"version":1,"username":"joe","password":["hidden"]}"#), Unreadable::Shape);
         assert_eq!(json(r#"{"version":2,"username":"joe","password":"p"}"#), Unreadable::Version(2));

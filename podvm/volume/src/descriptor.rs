@@ -261,7 +261,7 @@ mod tests {
         "source":{"kind":"nfs","server":"10.0.0.2","export":"/e"},"mode":{"mode":"filesystem"}}"#;
 
     #[test]
-    fn what_is_not_said_has_its_default_and_what_is_not_known_is_named() {
+    fn missing_fields_have_defaults_and_unknown_values_are_named() {
         let volume = GuestVolume::read(NFS.as_bytes()).unwrap();
         assert_eq!(
             volume.mode,

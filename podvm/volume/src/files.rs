@@ -120,7 +120,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_would_not_be_read_is_not_written() {
+    fn an_oversize_file_is_not_written() {
         let folder = std::env::temp_dir().join(format!("peerpod-files-{}", std::process::id()));
         write_json(&folder, "a", &"xx", 4).unwrap();
         let refused = write_json(&folder, "a", &"xxx", 4).unwrap_err();

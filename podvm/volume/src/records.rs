@@ -358,7 +358,7 @@ mod tests {
             records.withdraw("u-3", &record.volume.id).unwrap();
         }
         assert!(records.of_pod("u-1").unwrap().is_empty());
-        assert_eq!(records.vm("u-1").unwrap(), Some(vm), "it may still come");
+        assert_eq!(records.vm("u-1").unwrap(), Some(vm), "the VM may still join");
         for _ in 0..2 {
             records.remove(&a.pod, &a.volume.id).unwrap();
             records.remove(&b.pod, &b.volume.id).unwrap();
@@ -376,7 +376,7 @@ mod tests {
     }
 
     #[test]
-    fn who_a_volume_is_mounted_as_is_in_a_file_of_its_own_and_goes_with_the_record() {
+    fn credentials_are_in_a_separate_file_and_are_removed_with_the_record() {
         use std::os::unix::fs::MetadataExt;
         let root = std::env::temp_dir().join(format!("peerpod-records-secret-{}", std::process::id()));
         let records = Records::new(&root);

@@ -21,8 +21,8 @@ use nix::unistd::{read, write};
 use crate::engine::{Engine, Path, Sink};
 use crate::merge::{Merge, PREFIX};
 use crate::stats::Reason;
-use crate::sys::Tun;
 use crate::udp::{Buffers, LARGEST, Udp};
+use peerpod_common::tun::Tun;
 
 /// Interval between two runs of the sessions' timers.
 const TICK: Duration = Duration::from_millis(250);
@@ -183,7 +183,7 @@ impl Drop for Both<'_> {
     fn drop(&mut self) {
         if std::thread::panicking() {
             self.0.panicked.store(true, Ordering::Release);
-            tracing::error!("the encrypted tunnel's data plane panicked; this is a bug of ours");
+            tracing::error!("the encrypted tunnel's data plane panicked; this is a bug in Peerpod");
         }
         if self.0.end() {
             self.0.failed.store(true, Ordering::Release);

@@ -55,7 +55,7 @@ pub trait Sink {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
     /// Another peer has the key: the two would be indistinguishable.
-    #[error("the tunnel key of {name} is {other}'s already; every VM makes its own")]
+    #[error("the tunnel key of {name} already belongs to {other}; every VM makes its own key")]
     KeyTaken {
         /// Name of the refused peer.
         name: String,
@@ -63,7 +63,7 @@ pub enum Error {
         other: String,
     },
     /// Another peer has the inner address.
-    #[error("the tunnel address {inner} of {name} is {other}'s already")]
+    #[error("the tunnel address {inner} of {name} already belongs to {other}")]
     AddressTaken {
         /// Name of the refused peer.
         name: String,
@@ -208,7 +208,7 @@ impl Engine {
         (largest + SEAL).max(LARGEST_HANDSHAKE)
     }
 
-    /// Processes a packet from the TUN device. `scratch` must have [`Engine::mtu`] for it.
+    /// Processes a packet from the TUN device. `scratch` must have [`Engine::room`] for it.
     pub fn outgoing(&self, packet: &[u8], scratch: &mut [u8], sink: &mut impl Sink) {
         let peer = lane::destination(packet).and_then(|inner| self.read().by_inner.get(&inner).cloned());
         let Some(peer) = peer else { return self.stats.drop(Reason::NoPeer) };
@@ -232,7 +232,7 @@ impl Engine {
         }
     }
 
-    /// Processes a datagram from the network. `scratch` must have [`Engine::mtu`] for it.
+    /// Processes a datagram from the network. `scratch` must have [`Engine::room`] for it.
     pub fn incoming(&self, path: &Path, datagram: &[u8], scratch: &mut [u8], sink: &mut impl Sink) {
         if scratch.len() < Engine::room(datagram.len()) {
             return self.stats.drop(Reason::Malformed);

@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_key_is_refused() {
+    fn an_invalid_key_is_refused() {
         for bytes in [&[][..], &[1; 31], &[1; 33], &[0; 32]] {
             assert!(PrivateKey::from_bytes(bytes).is_err());
             assert!(PublicKey::from_bytes(bytes).is_err());

@@ -27,8 +27,8 @@ pub use engine::{Engine, Error, Path, Sink};
 pub use key::{BadKey, PrivateKey, PublicKey};
 pub use lane::{Lane, NODE_INNER, inner_of};
 pub use peer::PeerConfig;
+pub use peerpod_common::tun::{Tun, open_tun};
 pub use stats::{Reason, Snapshot, Stats};
-pub use sys::{Tun, open_tun};
 pub use udp::{bind, port_of};
 
 /// Bytes that WireGuard adds to a packet over an IPv4 underlay: IP 20, UDP 8, header 16, tag 16.

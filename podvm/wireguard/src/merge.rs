@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn what_differs_does_not_go_together() {
+    fn different_packets_are_not_merged() {
         let mut other_flow = packet(7, 100);
         other_flow[20] ^= 1;
         let mut fragment = packet(7, 100);

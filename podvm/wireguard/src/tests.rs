@@ -137,7 +137,7 @@ fn a_packet_that_waits_for_the_handshake_arrives_and_so_does_its_answer() {
 }
 
 #[test]
-fn the_node_is_silent_towards_a_guest_that_has_not_come() {
+fn the_node_sends_nothing_to_a_guest_of_unknown_address() {
     let mut pair = Pair::new();
     let packet = vxlan(NODE_INNER, inner(VNI), PORT, VNI, b"x");
     let mut out = Caught::default();
@@ -168,7 +168,7 @@ fn lost_reordered_and_repeated_packets_are_each_handled_once() {
 }
 
 #[test]
-fn a_forged_packet_is_dropped_and_moves_nobody() {
+fn a_forged_packet_is_dropped_and_changes_no_endpoint() {
     let mut pair = Pair::connected();
     let good = pair.seal_at_guest(b"frame");
     let elsewhere = at("203.0.113.9:9");
@@ -266,7 +266,7 @@ fn a_rekey_in_the_middle_of_traffic_loses_nothing() {
 }
 
 #[test]
-fn a_guest_whose_node_forgot_it_begins_anew_within_seconds() {
+fn a_guest_unknown_to_its_node_starts_a_new_session_within_seconds() {
     let mut pair = Pair::connected();
     // Another process with the same key, as after a restart of the relay.
     let guest = pair.guest.public_key();
@@ -293,14 +293,14 @@ fn a_guest_whose_node_forgot_it_begins_anew_within_seconds() {
 }
 
 #[test]
-fn an_engine_that_takes_places_over_reaches_a_guest_that_says_nothing() {
+fn an_engine_with_copied_endpoints_reaches_a_silent_guest() {
     let mut pair = Pair::connected();
     let node = Engine::new(PrivateKey::from_bytes(pair.node.key_bytes().as_ref()).unwrap());
     node.put_peer(&guest_of("pod", pair.guest.public_key(), VNI)).unwrap();
     let asked = vxlan(NODE_INNER, inner(VNI), PORT, VNI, b"are you there");
     let mut out = Caught::default();
     node.outgoing(&asked, &mut pair.scratch, &mut out);
-    assert!(out.network.is_empty(), "where it is, nobody knows");
+    assert!(out.network.is_empty(), "the guest's place is unknown");
     node.take_places(&pair.node);
     assert_eq!(node.path_of("pod"), Some(pair.guest_at));
     pair.node = node;
@@ -310,7 +310,7 @@ fn an_engine_that_takes_places_over_reaches_a_guest_that_says_nothing() {
 }
 
 #[test]
-fn a_silent_place_is_left_for_the_next_one() {
+fn a_silent_endpoint_is_replaced_by_the_next_one() {
     let node = Engine::new(PrivateKey::generate().unwrap());
     let guest = Engine::new(PrivateKey::generate().unwrap());
     guest.put_peer(&node_of(node.public_key(), VNI, &["192.0.2.1:1", "192.0.2.2:2"])).unwrap();
@@ -352,7 +352,7 @@ fn too_many_handshakes_cost_a_cookie_and_an_honest_guest_pays_it() {
 }
 
 #[test]
-fn a_guest_cannot_speak_in_another_pods_network() {
+fn a_guest_cannot_send_into_another_pods_network() {
     let mut pair = Pair::connected();
     for packet in [
         vxlan(inner(VNI), NODE_INNER, PORT, VNI + 1, b"x"),
@@ -387,7 +387,7 @@ fn a_key_or_an_address_belongs_to_one_sandbox() {
     node.put_peer(&guest_of("b", keys[1], 6)).unwrap();
     node.put_peer(&guest_of("a", keys[2], 7)).unwrap();
     node.put_peer(&guest_of("c", keys[0], 5)).unwrap();
-    assert_eq!(node.peers(), 3, "what a gave up is free");
+    assert_eq!(node.peers(), 3, "the key and address of a are free again");
     for name in ["a", "b", "c", "d"] {
         node.remove_peer(name);
     }
@@ -395,7 +395,7 @@ fn a_key_or_an_address_belongs_to_one_sandbox() {
 }
 
 #[test]
-fn what_a_gone_peer_sends_is_dropped() {
+fn packets_of_a_removed_peer_are_dropped() {
     let mut pair = Pair::connected();
     let sealed = pair.seal_at_guest(b"x");
     pair.node.remove_peer("pod");
@@ -408,7 +408,7 @@ fn what_a_gone_peer_sends_is_dropped() {
 
 proptest::proptest! {
     #[test]
-    fn no_datagram_makes_the_engine_panic(kind in 0u8..6, length in 0usize..200, seed: u8) {
+    fn any_datagram_is_handled(kind in 0u8..6, length in 0usize..200, seed: u8) {
         let pair = Pair::new();
         let mut datagram: Vec<u8> = (0..length).map(|n| seed.wrapping_mul(31).wrapping_add(n as u8)).collect();
         for (n, byte) in datagram.iter_mut().take(4).enumerate() {

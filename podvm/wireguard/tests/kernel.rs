@@ -324,12 +324,12 @@ fn nothing_can_be_read_on_the_wire() {
     transfer(&pod, &outer, "10.244.1.1", MARK, 1 << 20);
     over.store(true, Ordering::SeqCst);
     let (frames, seen) = spying.join().unwrap();
-    assert!(frames > 50, "the spy saw {frames} frames only");
+    assert!(frames > 50, "the spy captured {frames} frames only");
     assert_eq!(seen, 0);
 }
 
 #[test]
-fn a_node_whose_data_plane_is_another_process_hears_its_guest_again() {
+fn a_node_with_a_new_data_plane_process_reaches_its_guest_again() {
     let mut tunnel = Tunnel::new();
     drop(tunnel.node.take());
     // Another test that starts a program holds all descriptors from fork to exec.
@@ -339,7 +339,7 @@ fn a_node_whose_data_plane_is_another_process_hears_its_guest_again() {
         if again.tun.is_some() {
             break again;
         }
-        assert!(Instant::now() < deadline, "nobody holds the device");
+        assert!(Instant::now() < deadline, "no process holds the device");
         std::thread::sleep(Duration::from_millis(10));
     };
     let port = tunnel.port;
@@ -347,7 +347,7 @@ fn a_node_whose_data_plane_is_another_process_hears_its_guest_again() {
     let engine = Tunnel::node_engine(&tunnel.keys);
     tunnel.node = Some(DataPlane::start(engine, again.tun.unwrap(), socket, "node").unwrap());
     let busy = Inner::open(&tunnel.world.inner_path("node"), None, NODE_INNER, 9000).unwrap();
-    assert!(busy.tun.is_none(), "somebody holds it");
+    assert!(busy.tun.is_none(), "a process holds it");
     // WireGuard requests new keys after 15 s in any case, which is too long for a pod.
     let took = tunnel.world.ping_within("pod", "10.244.1.1", Duration::from_secs(15));
     println!("healed by silence after {took:?}");
@@ -355,7 +355,7 @@ fn a_node_whose_data_plane_is_another_process_hears_its_guest_again() {
 }
 
 #[test]
-fn the_namespace_of_a_carried_device_gets_its_name_in_another_container() {
+fn the_namespace_of_a_passed_device_gets_its_name_in_another_container() {
     let folder = std::env::temp_dir().join(format!("peerpod-carried-{}", std::process::id()));
     fs::create_dir_all(&folder).unwrap();
     let [first, second, third] = ["first", "second", "third"].map(|name| folder.join(name));

@@ -86,7 +86,7 @@ impl Capabilities {
             placement: _,
         } = request;
         let asked = [
-            (image.is_some() && !self.images, "image", "an image of its own"),
+            (image.is_some() && !self.images, "image", "its own image"),
             (instance_type.is_some() && !self.instance_types, "instance_type", "an instance type by name"),
             (*gpus > 0 && !self.gpus, "size.gpus", "GPUs"),
             (gpu_model.is_some() && !self.gpus, "size.gpu_model", "a GPU model"),
@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn every_field_of_a_request_is_a_wish_or_honoured_by_all() {
+    fn every_request_field_is_optional_or_supported_by_all() {
         let by_all = ["name", "user_data", "size", "size.vcpus", "size.memory_mib", "labels", "placement"];
         let known: BTreeSet<&str> = OPTIONAL.iter().map(|wish| wish.field).chain(by_all).collect();
         let request = serde_json::to_value(full()).unwrap();
@@ -268,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn each_wish_alone_is_refused_by_who_cannot_and_taken_by_who_can() {
+    fn each_option_is_refused_without_its_capability() {
         let (can, cannot) = (everything(), Capabilities::minimal(16));
         can.check(&full(), "shelf").unwrap();
         for wish in OPTIONAL {
@@ -287,7 +287,7 @@ mod tests {
     }
 
     #[test]
-    fn on_demand_and_an_empty_request_can_be_had_everywhere() {
+    fn every_provider_accepts_on_demand_and_an_empty_request() {
         let mut request = CreateRequest::default();
         Capabilities::minimal(0).check(&request, "shelf").unwrap();
         request.market = Some(Market::OnDemand);
@@ -295,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn a_refusal_says_what_can_be_had_instead() {
+    fn a_refusal_names_the_supported_values() {
         let can = Capabilities { archs: vec![Arch::X86_64, Arch::Aarch64], ..everything() };
         let request = CreateRequest { arch: Some(Arch::S390x), ..CreateRequest::default() };
         let text = can.check(&request, "shelf").unwrap_err().to_string();
@@ -303,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn disks_of_two_zones_or_of_another_zone_than_the_vms_are_refused_before_anything_is_paid() {
+    fn disks_of_conflicting_zones_are_refused_before_the_call() {
         let disk = |volume: &str, zone: &str| DiskRequest {
             volume: volume.into(),
             read_only: false,

@@ -165,8 +165,8 @@ impl Decorated {
                 tokio::time::timeout(deadline, asked).await.unwrap_or_else(|_| {
                     let (provider, operation) = (self.inner.name(), call.name());
                     Err(Error::transient(format!(
-                        "{operation} of {what}: provider {provider} gave no answer within {deadline:?}; \
-                         what it did is unknown, so only the same call may be repeated"
+                        "{operation} of {what}: provider {provider} gave no answer within {deadline:?}; its \
+                         effect is unknown, so only the same call may be repeated"
                     )))
                 })
             }

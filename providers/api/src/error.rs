@@ -171,7 +171,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_waiting_can_mend_a_throttle_or_a_broken_wire() {
+    fn only_throttled_and_transient_errors_are_repeatable() {
         let after = Some(Duration::from_secs(7));
         let throttled = Error::Throttled { after, text: "slow down".into() };
         assert_eq!(throttled.retry(), Retry::After(Duration::from_secs(7)));

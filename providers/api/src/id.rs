@@ -65,7 +65,7 @@ impl IdempotencyKey {
             hash.update((part.len() as u64).to_be_bytes());
             hash.update(part);
         }
-        IdempotencyKey(hex::encode(&hash.finalize()))
+        IdempotencyKey(hex::encode(hash.finalize()))
     }
 
     /// Checks and wraps a key read back from a cloud's tag or from disk.
@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_an_id_is_refused_also_from_json() {
+    fn an_invalid_id_is_refused_also_from_json() {
         for bad in ["", "a b", "ä", "new\nline"] {
             assert!(InstanceId::new(bad).is_err(), "{bad:?}");
             assert!(IdempotencyKey::parse(bad).is_err(), "{bad:?}");

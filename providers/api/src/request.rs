@@ -61,7 +61,7 @@ impl CreateRequest {
     /// another request, without keeping the request and its ticket.
     pub fn digest(&self) -> String {
         let json = serde_json::to_vec(self).expect("strings and numbers always serialise");
-        hex::encode(&Sha256::digest(&json))
+        hex::encode(Sha256::digest(&json))
     }
 }
 
@@ -358,11 +358,11 @@ mod tests {
         let old = r#"{"name":"a","user_data":"u","size":{"vcpus":1,"memory_mib":2,"gpus":0,"gpu_model":null},"instance_type":null,"image":null,"disks":[{"volume":"v","read_only":true}],"labels":{}}"#;
         let read: CreateRequest = serde_json::from_str(old).unwrap();
         assert_eq!(serde_json::to_string(&read).unwrap(), old);
-        assert_eq!(read.digest(), hex::encode(&Sha256::digest(old.as_bytes())));
+        assert_eq!(read.digest(), hex::encode(Sha256::digest(old.as_bytes())));
     }
 
     #[test]
-    fn words_are_the_same_in_json_and_in_text() {
+    fn names_are_the_same_in_json_and_in_text() {
         for arch in Arch::ALL {
             assert_eq!(serde_json::to_value(arch).unwrap(), arch.word());
             assert_eq!(Arch::from_word(arch.word()), Some(*arch));
@@ -377,7 +377,7 @@ mod tests {
     }
 
     #[test]
-    fn a_placement_that_no_ledger_should_keep_is_refused_also_from_json() {
+    fn a_too_large_placement_is_refused_also_from_json() {
         let long = "x".repeat(Placement::MAX + 1);
         assert!(Placement::new(long.clone()).is_err());
         assert!(serde_json::from_value::<Placement>(long.into()).is_err());

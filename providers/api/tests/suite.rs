@@ -242,7 +242,7 @@ impl Volumes for Shelf {
         let number = cloud.attached;
         let (vm, first) = cloud.disks.entry(disk.volume.clone()).or_insert_with(|| (id.clone(), number));
         if vm != id && self.fault != Fault::AttachesToTwo {
-            return Err(Error::invalid("attach: the disk is another VM's"));
+            return Err(Error::invalid("attach: the disk belongs to another VM"));
         }
         Ok(DiskIdentity::Lun(if self.fault == Fault::MovesDisks { number } else { *first }))
     }
@@ -326,7 +326,7 @@ fn make() -> Bench {
 peerpod_provider_api::conformance_suite!(make);
 
 #[test]
-fn each_way_of_not_conforming_is_found_by_its_check() {
+fn each_violation_is_found_by_its_check() {
     macro_rules! found {
         ($($fault:ident: $check:ident),* $(,)?) => {$(
             let run = || conformance::run(|| with(Fault::$fault), promise(stringify!($check)));

@@ -1,31 +1,32 @@
-//! Where the settings of a cloud-api-adaptor (its `peer-pods-cm` ConfigMap and secret) stand in ours. Pure.
+//! Converts the settings of a cloud-api-adaptor (its `peer-pods-cm` ConfigMap and secret) into settings of this
+//! provider. Pure.
 //!
-//! Names and defaults: `aws/manager.go` of cloud-api-adaptor at `fbdde756`. Its flags have other names and are read by
-//! nobody but its command line; a deployment sets the variables.
+//! Names and defaults: `aws/manager.go` of cloud-api-adaptor at `fbdde756`. Its flags have other names, which only its
+//! command line reads; a deployment sets the variables.
 
 use std::collections::BTreeMap;
 
-/// A value of ours.
+/// Value of a setting.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Value {
     /// Text.
     Text(String),
-    /// Texts.
+    /// List of texts.
     List(Vec<String>),
-    /// A number.
+    /// Number.
     Number(u64),
-    /// Yes or no.
+    /// Boolean.
     Flag(bool),
 }
 
-/// What came of a conversion.
+/// Result of a conversion.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Converted {
     /// Keys below `provider.aws`, with their values.
     pub settings: BTreeMap<String, Value>,
-    /// Variables that have no place, or not with their value, and what to do about each.
+    /// Variables that have no counterpart, or have a value without one, each with its remedy.
     pub lost: Vec<(String, String)>,
-    /// The variables that were understood, whatever became of them.
+    /// All recognised variables, converted or not.
     pub known: Vec<String>,
 }
 
@@ -36,7 +37,7 @@ enum Kind {
     Number,
 }
 
-/// Variable, our key, kind. What needs more thought than that is in [`convert`].
+/// Variable, key of this provider, kind. [`convert`] handles the variables that need more than that.
 const TABLE: &[(&str, &str, Kind)] = &[
     ("AWS_ACCESS_KEY_ID", "access-key-id", Kind::Text),
     ("AWS_SECRET_ACCESS_KEY", "secret-key", Kind::Text),
@@ -54,11 +55,11 @@ const TABLE: &[(&str, &str, Kind)] = &[
     ("TAGS", "tags", Kind::List),
 ];
 
-/// Variables that the AWS SDK reads itself: they must stay in the environment.
+/// Variables that the AWS SDK reads itself; they must stay in the environment.
 const OF_THE_SDK: &[&str] =
     &["AWS_ROLE_ARN", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_PROFILE", "AWS_DEFAULT_REGION"];
 
-/// Takes the variables of a cloud-api-adaptor for AWS; the others it leaves alone.
+/// Converts the variables of a cloud-api-adaptor for AWS; ignores all other variables.
 pub fn convert(variables: &BTreeMap<String, String>) -> Converted {
     let mut converted = Converted::default();
     let get = |name: &str| variables.get(name).map(|value| value.trim()).filter(|value| !value.is_empty());
@@ -95,7 +96,7 @@ pub fn convert(variables: &BTreeMap<String, String>) -> Converted {
     converted
 }
 
-/// There, `1` and `true` are true, and all else is false.
+/// Parses a flag as the cloud-api-adaptor does: `1` and `true` are true, all other texts are false.
 fn is_true(text: &str) -> bool {
     text == "1" || text.eq_ignore_ascii_case("true")
 }
@@ -104,7 +105,8 @@ fn list(text: &str) -> Vec<String> {
     text.split(',').map(str::trim).filter(|part| !part.is_empty()).map(str::to_owned).collect()
 }
 
-/// There, `30GiB` is 30 and `lots` is the default, both without a word.
+/// Parses a number as the cloud-api-adaptor does, and reports the deviations. The cloud-api-adaptor silently reads
+/// `30GiB` as 30 and `lots` as the default.
 fn number(text: &str, name: &str, key: &str, lost: &mut Vec<(String, String)>) -> Option<Value> {
     let digits: String = text.chars().take_while(char::is_ascii_digit).collect();
     let value = digits.parse().ok();
@@ -116,13 +118,13 @@ fn number(text: &str, name: &str, key: &str, lost: &mut Vec<(String, String)>) -
     } else if digits != text {
         lost.push((
             name.to_owned(),
-            format!("`{text}` was read as {digits}, and is written so; check that it is meant"),
+            format!("`{text}` was read as {digits}, and is written so; check that this is intended"),
         ));
     }
     value.map(Value::Number)
 }
 
-/// Tags that AWS or we keep for ourselves, and what is no pair, cannot be carried.
+/// Removes tags that AWS or this provider reserves, and entries that are not key=value; reports them as lost.
 fn pairs(converted: &mut Converted) {
     let Some(Value::List(tags)) = converted.settings.get_mut("tags") else { return };
     let mut lost = Vec::new();
@@ -147,14 +149,15 @@ fn template(is_used: bool, name: Option<&str>, converted: &mut Converted) {
     if !is_used {
         return;
     }
-    // Its default.
+    // `kata` is the default of the cloud-api-adaptor.
     converted.settings.insert("launch-template".to_owned(), Value::Text(name.unwrap_or("kata").to_owned()));
-    // There, image, type, network and confidentiality come from the template, although the image must be given.
+    // The cloud-api-adaptor takes image, type, network and confidentiality from the template, although it requires an
+    // image id.
     for (name, key) in
         [("PODVM_AMI_ID", "image-id"), ("AWS_SG_IDS", "security-group-ids"), ("SSH_KP_NAME", "key-name")]
     {
         if converted.settings.remove(key).is_some() {
-            converted.lost.push((name.to_owned(), "the launch template says it".to_owned()));
+            converted.lost.push((name.to_owned(), "the launch template sets it".to_owned()));
         }
     }
     let why = "a VM's type and subnet are chosen from instance-types and subnet-ids, not from the template; check both";
@@ -218,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn what_has_no_place_is_named_with_what_to_do() {
+    fn a_variable_without_a_setting_is_named_with_a_remedy() {
         let converted = convert(&variables(&[
             ("PODVM_AMI_ID", "ami-0123456789abcdef0"),
             ("USE_PODVM_LAUNCHTEMPLATE", "true"),

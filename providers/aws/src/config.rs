@@ -1,71 +1,71 @@
-//! The AWS provider's settings, `provider.aws.*`. Reads configuration, touches nothing else.
+//! Defines and reads the settings of the AWS provider, `provider.aws.*`. Reads configuration, touches nothing else.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
 
 use peerpod_base::config::{Reader, Secret, Section};
 
-/// Tags whose names begin so are ours.
+/// Prefix of the tags that the provider sets itself.
 pub const TAG_PREFIX: &str = "peerpod.";
-/// EC2 takes 50 tags; ours and the pod's need some.
+/// Maximum number of user tags. EC2 accepts 50 tags; provider tags and pod labels need some of them.
 const MAX_USER_TAGS: usize = 35;
 
-/// Everything the provider can be told.
+/// Settings of the AWS provider.
 #[derive(Debug, Clone)]
 pub struct AwsConfig {
     /// Whether VMs are created, not only listed and deleted.
     pub creates: bool,
-    /// Which region; `None`: what the SDK's chain says (environment, profile, the node's own).
+    /// Region; `None`: the region that the SDK's chain finds (environment, profile, the node's metadata).
     pub region: Option<String>,
-    /// Where the EC2 API is; `None`: where the SDK says.
+    /// URL of the EC2 API; `None`: the SDK's default.
     pub endpoint: Option<String>,
-    /// Who we are towards AWS.
+    /// Credentials for AWS.
     pub credentials: Credentials,
-    /// Types that pods may get; never empty, the first of what [`AwsConfig::instance_type`] and this say.
+    /// Types that pods may get; never empty, always contains [`AwsConfig::instance_type`].
     pub instance_types: Vec<String>,
-    /// What a pod without wishes gets.
+    /// Type for pods that request none.
     pub instance_type: String,
-    /// The pods' architecture, as EC2 calls it: `x86_64` or `arm64`.
+    /// Architecture of the pods, in EC2's terms: `x86_64` or `arm64`.
     pub arch: String,
-    /// The image.
+    /// Image of the VMs.
     pub image: Image,
-    /// Where VMs may be; empty: the node's own subnet.
+    /// Subnets of the VMs; empty: the node's own subnet.
     pub subnet_ids: Vec<String>,
-    /// What guards them; empty: the node's own groups.
+    /// Security groups of the VMs; empty: the node's own security groups.
     pub security_group_ids: Vec<String>,
-    /// SSH key pair, for people who debug.
+    /// SSH key pair, for debugging.
     pub key_name: Option<String>,
-    /// The instance profile (name or ARN) of pod VMs: what a pod may do with AWS. Normally none.
+    /// Instance profile (name or ARN) of pod VMs, which grants pods access to AWS. Normally none.
     pub instance_profile: Option<String>,
-    /// Subnets of the second NIC of pods that ask for one; one per zone.
+    /// Subnets of the second NIC of pods that request one; one per zone.
     pub second_subnet_ids: Vec<String>,
-    /// Whether VMs get a public address, which then is the one the node uses.
+    /// Whether VMs get a public address. The node then uses this address.
     pub use_public_ip: bool,
-    /// SEV-SNP.
+    /// Whether VMs are confidential by SEV-SNP.
     pub confidential: bool,
-    /// A launch template of the administrator's own, by name or id, instead of one of ours.
+    /// Launch template of the administrator, by name or id, used instead of a generated one.
     pub launch_template: Option<String>,
-    /// Spot, on-demand, or one after the other.
+    /// Spot, on demand, or spot with a fallback to on demand.
     pub market: Market,
-    /// What types cost, where the administrator says so.
+    /// Prices of types, as set by the administrator.
     pub prices: Vec<Price>,
-    /// How often to look whether EC2 takes spot VMs back; zero: never.
+    /// Interval of the checks whether EC2 takes spot VMs back; zero: no checks.
     pub spot_watch: Duration,
-    /// Which call makes VMs.
+    /// EC2 call that makes VMs.
     pub launch: Launch,
-    /// VMs on hosts that nobody else is on (`dedicated`), or on dedicated hosts (`host`).
+    /// Tenancy of the VMs: hosts shared with no other account (`dedicated`), or dedicated hosts (`host`).
     pub tenancy: Option<String>,
     /// The root disk.
     pub root: RootDisk,
-    /// Marks of the administrator's own, on every VM, its disks and interfaces.
+    /// Tags of the administrator on every VM, its disks and interfaces.
     pub tags: BTreeMap<String, String>,
-    /// Most VMs that one call makes; 0: each by a call of its own, with a ticket of its own.
+    /// Maximum number of VMs that one call makes; 0: one call and one ticket per VM.
     pub batch: u32,
     /// Longest wait for one answer of the API.
     pub call_timeout: Duration,
 }
 
-/// Who we are towards AWS.
+/// Credentials for AWS.
 #[derive(Debug, Clone)]
 pub enum Credentials {
     /// The SDK's chain: environment, profile, web identity (IRSA), pod identity, the node's instance profile.
@@ -75,90 +75,93 @@ pub enum Credentials {
     },
     /// An access key.
     Key {
-        /// Its id.
+        /// Id of the key.
         id: Secret,
-        /// Its secret.
+        /// Secret of the key.
         secret: Secret,
-        /// The session token of a temporary one.
+        /// Session token of a temporary key.
         token: Option<Secret>,
     },
 }
 
-/// Which image VMs boot.
+/// Image that VMs boot.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Image {
-    /// This AMI.
+    /// AMI with this id.
     Id(String),
-    /// The newest whose name fits a pattern with `*`, of one of these owners.
+    /// Newest AMI with a name that matches a pattern with `*`, from one of these owners.
     Named {
-        /// Pattern.
+        /// Pattern of the name.
         name: String,
         /// Account ids, `self`, `amazon` or `aws-marketplace`.
         owners: Vec<String>,
     },
-    /// What the administrator's own launch template says.
+    /// Image of the administrator's launch template.
     OfTemplate,
 }
 
-/// How VMs are paid.
+/// Purchase option of VMs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Market {
     /// On demand only.
     OnDemand,
     /// Spot only.
     Spot,
-    /// Spot, and on demand where there is none.
+    /// Spot, and on demand where there is no spot capacity.
     SpotFirst,
 }
 
-/// What a type costs, in all zones.
+/// Price of a type, the same in all zones.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Price {
-    /// The type.
+    /// Instance type.
     pub machine: String,
-    /// How it is paid.
+    /// Purchase option.
     pub market: peerpod_provider_api::Market,
-    /// Millionths of a currency unit per hour; which unit is the administrator's own matter.
+    /// Millionths of a currency unit per hour. The administrator chooses the currency.
     pub millionths: u64,
 }
 
-/// Which call makes VMs.
+/// EC2 call that makes VMs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Launch {
-    /// `CreateFleet` of type instant: EC2 goes over all types and subnets itself, from a bucket ten times as large.
+    /// `CreateFleet` of type instant. EC2 tries all types and subnets itself, and the call's token bucket is ten times
+    /// as large as that of `RunInstances`.
     Fleet,
-    /// `RunInstances`, one offering after the other: for what a fleet cannot do (dedicated hosts).
+    /// `RunInstances`, for one offering after the other. Supports launches that a fleet cannot do (dedicated hosts).
     Run,
 }
 
-/// The root disk. It goes with the VM.
+/// Root disk; deleted with its VM.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RootDisk {
-    /// Size in GiB, at least; an image may need more. 0: the image's.
+    /// Minimum size in GiB; an image may need more. 0: the size of the image.
     pub size_gib: u32,
-    /// `gp3`, `gp2`, `io1`, `io2`, `st1`, `sc1`, `standard`.
+    /// EBS type: `gp3`, `gp2`, `io1`, `io2`, `st1`, `sc1` or `standard`.
     pub kind: Option<String>,
     /// I/O operations per second.
     pub iops: Option<u32>,
     /// MiB per second.
     pub throughput: Option<u32>,
-    /// Encrypted, whatever the account's default is.
+    /// Whether the disk is encrypted even if the account's default is not to encrypt.
     pub encrypted: bool,
-    /// The key; default: the account's for EBS.
+    /// KMS key; `None`: the account's key for EBS.
     pub kms_key_id: Option<String>,
 }
 
 impl AwsConfig {
-    /// Reads `provider.aws.*`; mistakes stay with the reader. Who does not create (the cluster's controller) needs
-    /// credentials and a region, and no image.
+    /// Reads `provider.aws.*`. The reader collects the mistakes. A process that does not create (the cluster's
+    /// controller) needs credentials and a region, but no image.
     pub fn read(reader: &mut Reader, creates: bool) -> AwsConfig {
         let mut section = reader.section("provider.aws");
         let region = section.optional(
             "region",
-            "region of the VMs; default: what the environment, the profile or the node says",
+            "region of the VMs; default: the region of the environment, the profile or the node",
         );
-        let endpoint: Option<String> =
-            section.optional("endpoint", "URL of the EC2 API, for a private one; default: the region's");
+        let endpoint: Option<String> = section.optional(
+            "endpoint",
+            "URL of the EC2 API, for a private endpoint; default: the region's endpoint",
+        );
         if endpoint.as_ref().is_some_and(|url| !url.starts_with("https://") && !url.starts_with("http://")) {
             section.mistake(
                 "endpoint",
@@ -171,11 +174,11 @@ impl AwsConfig {
             "arch",
             this_arch(),
             &["x86_64", "arm64"],
-            "architecture of the pods; default: this node's",
+            "architecture of the pods; default: this node's architecture",
         );
         let launch_template: Option<String> = section.optional(
             "launch-template",
-            "name or id of a launch template of your own; ours is not made then",
+            "name or id of your own launch template; without it Peerpod makes one",
         );
         let image = image(&mut section, launch_template.is_some() || !creates);
         let network = Network::read(&mut section);
@@ -189,7 +192,7 @@ impl AwsConfig {
                 "market",
                 "on-demand",
                 &["on-demand", "spot", "spot-first"],
-                "how VMs are paid; spot-first falls back to on-demand",
+                "purchase option of the VMs; spot-first falls back to on-demand",
             )
             .as_str()
         {
@@ -201,7 +204,7 @@ impl AwsConfig {
         let spot_watch: Duration = section.get(
             "spot-watch",
             "20s",
-            "how often to look whether EC2 takes spot VMs back, while there are any; 0s: never",
+            "interval of checks whether EC2 takes spot VMs back, while there are any; 0s: never",
         );
         if !spot_watch.is_zero() && spot_watch < Duration::from_secs(1) {
             section.mistake(
@@ -210,7 +213,7 @@ impl AwsConfig {
             );
         }
         let tenancy: Option<String> =
-            section.optional("tenancy", "dedicated (hardware of your own) or host (dedicated hosts)");
+            section.optional("tenancy", "dedicated (your own hardware) or host (dedicated hosts)");
         if tenancy.as_ref().is_some_and(|tenancy| !["dedicated", "host"].contains(&tenancy.as_str())) {
             section.mistake("tenancy", "not known; write dedicated or host, or remove it");
         }
@@ -233,7 +236,7 @@ impl AwsConfig {
         if launch == Launch::Run && launch_template.is_some() {
             section.mistake(
                 "launch",
-                "a launch template of your own is for a fleet; write fleet, or remove launch-template",
+                "your own launch template needs a fleet; write fleet, or remove launch-template",
             );
         }
         let root = RootDisk::read(&mut section);
@@ -284,7 +287,7 @@ impl AwsConfig {
 }
 
 impl AwsConfig {
-    /// Whether the administrator said what anything costs on this market.
+    /// Returns whether the administrator has set a price for this market.
     pub fn has_prices(&self, market: peerpod_provider_api::Market) -> bool {
         self.prices.iter().any(|one| one.market == market)
     }
@@ -320,7 +323,7 @@ fn credentials(section: &mut Section<'_>) -> Credentials {
 
 fn types(section: &mut Section<'_>) -> (String, Vec<String>) {
     let default: String =
-        section.get("instance-type", "m6a.large", "type of a pod's VM when the pod has no wish");
+        section.get("instance-type", "m6a.large", "type of a pod's VM when the pod asks for none");
     let mut all: Vec<String> =
         section.get("instance-types", "", "types that pods may get; default: instance-type only");
     let is_type = |name: &String| {
@@ -339,7 +342,7 @@ fn types(section: &mut Section<'_>) -> (String, Vec<String>) {
         let why = format!("{bad} is not an instance type; write them like m6a.large");
         section.mistake("instance-types", why);
     }
-    // What the administrator chose as default need not stand in the list.
+    // The default type need not be in the list.
     if !all.contains(&default) {
         all.insert(0, default.clone());
     }
@@ -354,8 +357,8 @@ fn prices(section: &mut Section<'_>, types: &[String]) -> Vec<Price> {
     let lines: Vec<String> = section.get(
         "prices",
         "",
-        "what types cost an hour, the cheapest is taken: type=price on demand, type/spot=price; default: EC2's list price, \
-         and the present spot prices",
+        "hourly prices of the types, the cheapest is taken: type=price on demand, type/spot=price; default: \
+         EC2's list price, and the present spot prices",
     );
     let mut prices: Vec<Price> = Vec::new();
     let mut bad = Vec::new();
@@ -368,7 +371,7 @@ fn prices(section: &mut Section<'_>, types: &[String]) -> Vec<Price> {
         match (market, millionths(price.trim())) {
             (Some(market), Some(millionths)) if types.iter().any(|one| one == machine) => {
                 if prices.iter().any(|one| one.machine == machine && one.market == market) {
-                    bad.push(format!("{name} stands there twice; keep one of them"));
+                    bad.push(format!("{name} is listed twice; keep one of them"));
                 }
                 prices.push(Price { machine: machine.to_owned(), market, millionths });
             }
@@ -386,7 +389,7 @@ fn prices(section: &mut Section<'_>, types: &[String]) -> Vec<Price> {
     prices
 }
 
-/// `0.0864` is 86,400. `None`: not a price.
+/// Parses a price into millionths: `0.0864` is 86,400. `None`: not a price.
 pub(crate) fn millionths(text: &str) -> Option<u64> {
     let (whole, fraction) = text.split_once('.').unwrap_or((text, ""));
     let digits = |part: &str| part.bytes().all(|byte| byte.is_ascii_digit());
@@ -404,7 +407,7 @@ fn image(section: &mut Section<'_>, may_lack: bool) -> Image {
     let owners: Vec<String> = section.get(
         "image-owners",
         "self",
-        "who may own the AMI that image-name finds: account ids, self, amazon",
+        "allowed owners of the AMI that image-name finds: account ids, self, amazon",
     );
     match (id, name) {
         (Some(id), None) => {
@@ -415,7 +418,7 @@ fn image(section: &mut Section<'_>, may_lack: bool) -> Image {
             if owners.is_empty() {
                 section.mistake(
                     "image-owners",
-                    "empty; anybody could publish an image of that name, say whose it is",
+                    "empty; any account could publish an image of that name, name its owner",
                 );
             }
             Image::Named { name, owners }
@@ -435,7 +438,7 @@ fn image(section: &mut Section<'_>, may_lack: bool) -> Image {
     }
 }
 
-/// Ids that somebody mistyped are told now, not by a refused call.
+/// Reports a malformed id at start, before EC2 refuses a call.
 fn check_id(section: &mut Section<'_>, key: &str, prefix: &str, ids: &[String]) {
     let good = |id: &String| {
         id.strip_prefix(prefix)
@@ -455,10 +458,13 @@ struct Network {
 
 impl Network {
     fn read(section: &mut Section<'_>) -> Network {
-        let subnet_ids: Vec<String> =
-            section.get("subnet-ids", "", "subnets of the VMs, the preferred first; default: the node's own");
+        let subnet_ids: Vec<String> = section.get(
+            "subnet-ids",
+            "",
+            "subnets of the VMs, the preferred first; default: the node's subnet",
+        );
         let security_group_ids: Vec<String> =
-            section.get("security-group-ids", "", "security groups of the VMs; default: the node's own");
+            section.get("security-group-ids", "", "security groups of the VMs; default: the node's groups");
         check_id(section, "subnet-ids", "subnet-", &subnet_ids);
         check_id(section, "security-group-ids", "sg-", &security_group_ids);
         let second_subnet_ids: Vec<String> = section.get(
@@ -482,13 +488,13 @@ impl Network {
 impl RootDisk {
     fn read(section: &mut Section<'_>) -> RootDisk {
         let size_gib: u32 =
-            section.get("root-volume-size", "30", "root disk in GiB, at least; 0: the image's");
+            section.get("root-volume-size", "30", "least size of the root disk in GiB; 0: the image's size");
         if size_gib > 65_536 {
             section.mistake("root-volume-size", "larger than EBS makes them; write at most 65536 (GiB)");
         }
         let kinds = ["gp3", "gp2", "io1", "io2", "st1", "sc1", "standard"];
         let kind: Option<String> =
-            section.optional("root-volume-type", "EBS type of the root disk; default: the image's");
+            section.optional("root-volume-type", "EBS type of the root disk; default: the image's type");
         if kind.as_ref().is_some_and(|kind| !kinds.contains(&kind.as_str())) {
             section.mistake("root-volume-type", format!("not known; write one of {}", kinds.join(", ")));
         }
@@ -509,10 +515,12 @@ impl RootDisk {
         let encrypted: bool = section.get(
             "root-volume-encrypted",
             "false",
-            "encrypt the root disk, whatever the account's default is",
+            "encrypt the root disk, independent of the account's default",
         );
-        let kms_key_id: Option<String> = section
-            .optional("root-volume-kms-key-id", "KMS key of the root disk; default: the account's for EBS");
+        let kms_key_id: Option<String> = section.optional(
+            "root-volume-kms-key-id",
+            "KMS key of the root disk; default: the account's key for EBS",
+        );
         if kms_key_id.is_some() && !encrypted {
             section.mistake(
                 "root-volume-kms-key-id",
@@ -534,7 +542,7 @@ fn tags(section: &mut Section<'_>) -> BTreeMap<String, String> {
             }
             Some((key, value)) if !key.is_empty() && key.len() <= 128 && value.len() <= 256 => {
                 if tags.insert(key.to_owned(), value.to_owned()).is_some() {
-                    bad.push(format!("{key} stands there twice; keep one of them"));
+                    bad.push(format!("{key} is listed twice; keep one of them"));
                 }
             }
             _ => {
@@ -543,7 +551,7 @@ fn tags(section: &mut Section<'_>) -> BTreeMap<String, String> {
         }
     }
     if tags.len() > MAX_USER_TAGS {
-        bad.push(format!("{} of them; EC2 takes 50 with ours, give at most {MAX_USER_TAGS}", tags.len()));
+        bad.push(format!("{} tags; EC2 takes 50 with our own, give at most {MAX_USER_TAGS}", tags.len()));
     }
     for why in bad {
         section.mistake("tags", why);
@@ -566,7 +574,7 @@ mod tests {
     }
 
     #[test]
-    fn an_image_is_all_that_must_be_said() {
+    fn only_the_image_is_a_required_setting() {
         let config = read(&[("image-id", "ami-0123456789abcdef0")]).unwrap();
         assert_eq!(config.instance_types, ["m6a.large"]);
         assert!(config.confidential, "plain VMs are a decision");
@@ -592,7 +600,7 @@ mod tests {
     }
 
     #[test]
-    fn all_mistakes_are_told_at_once_and_say_what_would_do() {
+    fn all_mistakes_are_reported_at_once_with_a_remedy() {
         let told = read(&[
             ("endpoint", "ec2"),
             ("instance-type", "large"),
@@ -646,7 +654,7 @@ mod tests {
     }
 
     #[test]
-    fn prices_are_of_types_that_pods_may_get() {
+    fn prices_name_only_allowed_types() {
         let image = ("image-id", "ami-0123456789abcdef0");
         let config = read(&[image, ("prices", "m6a.large=0.0864, m6a.large/spot = 0.031")]).unwrap();
         assert_eq!(config.prices.iter().map(|one| one.millionths).collect::<Vec<_>>(), [86_400, 31_000]);
@@ -654,7 +662,7 @@ mod tests {
             read(&[image, ("prices", "m6a.large=1,m6a.large=2,c6a.large=1,m6a.large/free=1,m6a.large")]);
         let told = told.unwrap_err();
         for part in [
-            "stands there twice",
+            "is listed twice",
             "c6a.large is none of instance-types",
             "`m6a.large/free=1` is no price",
             "`m6a.large` is no price",
@@ -664,7 +672,7 @@ mod tests {
     }
 
     #[test]
-    fn half_an_access_key_is_none() {
+    fn half_an_access_key_is_refused() {
         let sources = Sources {
             env: [("PEERPOD_PROVIDER_AWS_SECRET_KEY".to_owned(), "hush".to_owned())].into(),
             flags: vec![("provider.aws.image-id".to_owned(), "ami-0123456789abcdef0".to_owned())],

@@ -1,4 +1,4 @@
-//! The provider itself, which is there with the SDK.
+//! Implementation of the provider; present with the feature `sdk`.
 
 mod client;
 mod create;

@@ -1,15 +1,15 @@
-//! Pod VMs on EC2.
+//! Provider of pod VMs on EC2.
 //!
-//! * `config.rs` are the settings, `caa.rs` where those of another peer-pod system stand in them.
+//! * `config.rs` holds the settings; `caa.rs` converts those of a cloud-api-adaptor.
 //! * `ec2/` is the provider, with the feature `sdk`:
-//!   * `create.rs` makes VMs: one CreateFleet over all offerings of a placement, or RunInstances; exactly one per key.
-//!   * `see.rs` and `remove.rs` look at them and take them away, many askers by one call; `volumes.rs` attaches disks;
-//!     `events.rs` hears of spot VMs that EC2 takes back.
-//!   * `facts.rs` is what must be known before (network, image, types), `prices.rs` what they cost, `shape.rs` the launch
-//!     template of a profile, `tags.rs` the marks by which everything of ours is found again.
-//!   * `client.rs` is the one place where a call is made; `refusal.rs` turns what EC2 says into our errors.
+//!   * `create.rs` makes VMs: one CreateFleet over all offerings of a placement, or RunInstances; exactly once per key.
+//!   * `see.rs` lists and looks up VMs, `remove.rs` deletes them; both serve many concurrent callers with one call.
+//!   * `volumes.rs` attaches disks; `events.rs` watches for spot VMs that EC2 takes back.
+//!   * `facts.rs` loads the facts that a create needs (network, image, types), `prices.rs` the prices of the types.
+//!   * `shape.rs` builds the launch template of a profile, `tags.rs` the tags by which every resource is found again.
+//!   * `client.rs` makes every call; `refusal.rs` turns EC2's errors into provider errors.
 //!
-//! Touches EC2 and, where the settings leave room, the node's metadata service; keeps nothing on disk.
+//! Touches EC2 and, where settings are missing, the node's metadata service; keeps nothing on disk.
 
 pub mod caa;
 pub mod config;

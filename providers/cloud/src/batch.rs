@@ -134,7 +134,7 @@ where
                 Err(Error::transient(format!("{what}: the call that was made for it and others broke off")))
             }
             Err(_) => Err(Error::transient(format!(
-                "{what}: no answer when its time was over; what the call did is unknown"
+                "{what}: no answer when its time was over; the effect of the call is unknown"
             ))),
         }
     }

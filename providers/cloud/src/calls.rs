@@ -87,7 +87,7 @@ impl Scheduler {
             match tokio::time::timeout_at(call.deadline, ask()).await {
                 Err(_) => {
                     return Err(Error::transient(format!(
-                        "{}: {} had no answer when its time was over; what it did is unknown",
+                        "{}: {} had no answer when its time was over; its effect is unknown",
                         call.what, call.action
                     )));
                 }

@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn a_mark_stands_for_its_time_and_for_its_offering_alone() {
+    fn a_mark_holds_for_its_time_and_its_offering_alone() {
         let (mut marks, now) = (Marks::default(), Instant::now());
         marks.offering(&offering("m", "a", Market::Spot), "none left", now);
         let at = |after: u64| now + Duration::from_secs(after);
@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn a_subnet_and_a_market_stand_against_all_types() {
+    fn marks_of_a_subnet_and_a_market_apply_to_all_types() {
         let (mut marks, now) = (Marks::default(), Instant::now());
         marks.subnet("s1", "no addresses", now);
         marks.market(Market::Spot, "no service-linked role", now);
@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn there_are_never_more_than_allowed_and_the_oldest_goes_first() {
+    fn marks_are_bounded_and_the_oldest_goes_first() {
         let (mut marks, start) = (Marks::new(STANDS, 10), Instant::now());
         for number in 0..100 {
             let now = start + Duration::from_millis(number);

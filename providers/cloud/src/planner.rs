@@ -115,7 +115,8 @@ impl Planner {
         }
         let each: Vec<String> =
             rejected.iter().take(4).map(|one| format!("{}: {}", one.offerings, one.reason)).collect();
-        let text = format!("create of {what}: the cloud has none of what was tried: {}", each.join("; "));
+        let text =
+            format!("create of {what}: the cloud has none of the tried offerings: {}", each.join("; "));
         let offering = tried.first().map_or_else(String::new, |(offering, _)| offering.to_string());
         Error::Capacity { offering, rejected, text }
     }
@@ -199,7 +200,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn what_was_refused_is_passed_over_for_three_minutes_and_then_is_first_again() {
+    async fn a_refused_offering_is_skipped_for_three_minutes() {
         let planner = planner(&["small", "large"]);
         assert_eq!(named(&planner, 2), ["small in z1", "small in z2"]);
         let small = |zone: &str| Offering {
@@ -217,7 +218,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn when_all_is_exhausted_the_error_says_so_for_each_and_what_would_help() {
+    async fn without_any_capacity_the_error_names_each_offering_and_a_remedy() {
         let planner = planner(&["small", "large"]);
         planner.market_closed(Market::OnDemand, "VcpuLimitExceeded");
         tokio::time::advance(Duration::from_secs(125)).await;
@@ -248,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn a_placement_of_somebody_else_is_refused() {
+    fn a_foreign_placement_is_refused() {
         for text in ["", "{}", r#"{"v":2,"offerings":[]}"#, r#"{"v":1,"offerings":[]}"#] {
             let placement = Placement::new(text).ok();
             let request = CreateRequest { placement, ..CreateRequest::default() };

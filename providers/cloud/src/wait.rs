@@ -89,7 +89,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn after_a_while_few_looks_are_enough_and_little_time_is_lost() {
+    async fn long_waits_need_few_polls_and_lose_little_time() {
         for takes in [0.3, 2.0, 8.0, 30.0] {
             let wait = Wait::default();
             for _ in 0..30 {
@@ -107,7 +107,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn what_time_mends_is_waited_out_and_nothing_else() {
+    async fn only_transient_errors_are_waited_out() {
         let wait = Wait::default();
         let looks = Cell::new(0);
         let found = wait.until(|| {

@@ -220,12 +220,12 @@ async fn burst(pods: u32, create: (f64, u32)) -> (usize, f64, f64) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn bursts_of_pods_wait_instead_of_failing_and_take_as_long_as_the_bucket_permits() {
+async fn bursts_of_pods_wait_for_the_bucket_and_do_not_fail() {
     for (pods, create) in [(50, (5.0, 50)), (50, (2.0, 5)), (500, (5.0, 50)), (500, (2.0, 5))] {
         let (failures, calls, makespan) = burst(pods, create).await;
         assert_eq!(failures, 0);
         assert!(calls <= 1.2, "{calls} calls per pod");
         // A turn that comes too late for its answer wastes a token.
-        assert!(makespan <= 1.05, "{makespan} of what the bucket permits");
+        assert!(makespan <= 1.05, "{makespan} of the time that the bucket permits");
     }
 }

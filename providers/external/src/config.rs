@@ -73,18 +73,18 @@ impl ExternalConfig {
         let program = "program, by its whole path, and arguments that serve the provider on the socket; we start it, and start it again";
         let socket: Option<PathBuf> = section.optional("socket", at);
         let command: Option<Vec<String>> = section.optional("command", program);
-        let peer_uid: Option<u32> =
-            section.optional("peer-uid", "user id of a provider on the socket that is neither root nor ours");
+        let peer_uid: Option<u32> = section
+            .optional("peer-uid", "user id of a provider on the socket that is neither root nor our user");
         let address: Option<String> =
             section.optional("address", "host:port of a provider elsewhere in the cluster (mutual TLS)");
         let name: Option<String> = section
             .optional("server-name", "name in that provider's certificate; default: the host of the address");
         let ca: Option<PathBuf> =
-            section.optional("ca-file", "PEM file of the CA that vouches for the provider's certificate");
+            section.optional("ca-file", "PEM file of the CA that signed the provider's certificate");
         let certificate: Option<PathBuf> =
             section.optional("cert-file", "PEM file of our certificate for the provider");
         let key: Option<PathBuf> =
-            section.optional("key-file", "PEM file of its key, readable by nobody else (mode 0600)");
+            section.optional("key-file", "PEM file of its key, readable by its user alone (mode 0600)");
         let files = [("ca-file", ca), ("cert-file", certificate), ("key-file", key)];
 
         let endpoint = match address {
@@ -105,19 +105,15 @@ impl ExternalConfig {
                 on_this_node(&mut section, state_dir, socket, command, peer_uid)
             }
         };
-        let handshake = "longest time from a start of the provider to its first word";
-        let health = "longest time it may take to say that it lives; a provider that we started is killed then and started again";
+        let handshake = "longest time from a start of the provider to its first answer";
+        let health = "longest time for an answer to a health check; a provider that we started is then \
+             killed and started again";
         ExternalConfig {
             endpoint,
             owner,
             handshake_timeout: some_time(&mut section, "handshake-timeout", "10s", handshake),
             call_timeout: some_time(&mut section, "call-timeout", "55s", "longest time for one answer"),
-            health_every: some_time(
-                &mut section,
-                "health-every",
-                "10s",
-                "how often it is asked whether it lives",
-            ),
+            health_every: some_time(&mut section, "health-every", "10s", "interval of health checks"),
             health_timeout: some_time(&mut section, "health-timeout", "5s", health),
         }
     }
@@ -139,8 +135,7 @@ fn on_this_node(
     peer_uid: Option<u32>,
 ) -> Endpoint {
     if socket.is_none() && command.is_none() {
-        let why =
-            "nothing says where the provider is; set this to start one, or socket or address to dial one";
+        let why = "the provider has no address; set this to start one, or socket or address to dial one";
         section.mistake("command", why);
     }
     if let Some(words) = &command {
@@ -152,7 +147,7 @@ fn on_this_node(
             Some(_) if words.len() > MOST_WORDS || words.iter().any(|word| word.contains('\0')) => {
                 section.mistake(
                     "command",
-                    "too many words, or a NUL in one; write the program and its arguments",
+                    "too many arguments, or a NUL in one; write the program and its arguments",
                 );
             }
             Some(_) => {}
@@ -190,7 +185,7 @@ fn remote(
         if key != "address" || !host.is_empty() {
             section.mistake(key, "not a name that a certificate can have; write a DNS name or an IP address");
         }
-        ServerName::try_from("invalid").expect("a word is a name")
+        ServerName::try_from("invalid").expect("one argument is a name")
     });
     let [ca, certificate, key] = files.map(|(key, file)| {
         if file.is_none() {
@@ -242,9 +237,9 @@ mod tests {
     }
 
     #[test]
-    fn every_mistake_is_told_and_contradictions_are_mistakes() {
+    fn all_mistakes_and_contradictions_are_reported() {
         let (_, mistakes) = read(&[]);
-        assert!(mistakes.contains("nothing says where the provider is"), "{mistakes}");
+        assert!(mistakes.contains("the provider has no address"), "{mistakes}");
         let wrong = [
             ("command", "relative/path"),
             ("socket", "also/relative"),

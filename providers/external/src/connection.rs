@@ -86,7 +86,7 @@ impl Connection {
         match outcome {
             Ok(State::Up(_)) => Ok(()),
             Ok(State::Down(error)) => Err(error),
-            _ => Err(Error::transient("open the provider: nobody does it")),
+            _ => Err(Error::transient("open the provider: its task has ended")),
         }
     }
 
@@ -186,7 +186,7 @@ impl Connection {
             }
             let limit = self.config.health_timeout;
             if let Err(error) = stub.health(with_duration(limit), &wire::HealthRequest::default()).await {
-                let what = format!("say that it lives within {limit:?}");
+                let what = format!("health check within {limit:?}");
                 return Err(convert::status_error(&self.who(), &what, &error));
             }
         }
@@ -246,8 +246,8 @@ impl Connection {
             return Ok(());
         }
         Err(Error::invalid(format!(
-            "{} says something else of itself than when this program started: {} with {:?}, before {} with {:?}; \
-             restart this program to take it as it is now",
+            "{} describes itself differently than when this program started: {} with {:?}, before {} with \
+             {:?}; restart this program to accept the change",
             self.who(),
             now.name,
             now.capabilities,

@@ -93,7 +93,7 @@ impl External {
         };
         connection.first().await?;
         let Some(known) = connection.known() else {
-            return Err(Error::transient("open the provider: it said nothing of itself"));
+            return Err(Error::transient("open the provider: it did not describe itself"));
         };
         external.capabilities = known.capabilities.clone();
         external.places = known.places;

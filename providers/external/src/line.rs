@@ -102,6 +102,8 @@ fn is_refusal(error: &rustls::Error) -> bool {
                 | Alert::CertificateRequired
                 | Alert::CertificateRevoked
                 | Alert::CertificateUnknown
+                // The signature of a certificate is wrong.
+                | Alert::DecryptError
                 | Alert::HandshakeFailure
                 | Alert::InsufficientSecurity
                 | Alert::ProtocolVersion
@@ -160,7 +162,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn the_other_sides_end_is_told() {
+    async fn the_end_of_the_peer_is_reported() {
         let (near, mut far) = tokio::io::duplex(64);
         let (mut stream, mut line) = watched(near);
         far.write_all(b"x").await.unwrap();
@@ -172,7 +174,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_reader_of_a_cut_stream_wakes_up() {
+    async fn a_reader_of_a_broken_stream_ends() {
         let (near, _far) = tokio::io::duplex(64);
         let (mut stream, line) = watched(near);
         let reader = tokio::spawn(async move { stream.read_u8().await });
@@ -183,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn only_a_refusal_counts_as_one() {
+    fn only_a_refusal_counts_as_a_refusal() {
         let refused = rustls::Error::AlertReceived(rustls::AlertDescription::CertificateRequired);
         assert!(is_refusal(&refused));
         for broken in [

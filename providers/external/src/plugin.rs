@@ -97,7 +97,7 @@ impl Plugin {
         // A timeout is no error: later output belongs to another process that holds the pipe.
         drop(timeout(LAST_WORDS, all).await);
         let how = status.map_or_else(|error| error.to_string(), |status| status.to_string());
-        let words = self.words.get().map(|words| format!("; its last words: {words}")).unwrap_or_default();
+        let words = self.words.get().map(|words| format!("; its last output: {words}")).unwrap_or_default();
         Error::transient(format!("the provider's program {} ended: {how}{words}", self.program))
     }
 
@@ -114,7 +114,7 @@ impl Plugin {
         }
         match timeout(DEATH, self.ended()).await {
             Ok(how) => tracing::debug!("{how}"),
-            Err(_) => tracing::warn!(program = self.program, "the provider's program does not die"),
+            Err(_) => tracing::warn!(program = self.program, "the provider's program does not end"),
         }
     }
 }
@@ -185,7 +185,7 @@ async fn end_predecessor(pid: Pid, socket: &Path) -> io::Result<()> {
     if is_ours {
         tracing::warn!(
             pid = pid.as_raw_nonzero(),
-            "ending the provider's program that an earlier process left behind"
+            "ending the provider's program, which an earlier process started"
         );
         pidfd_send_signal(&handle, Signal::KILL)?;
     } else if !environment.is_empty() {
@@ -196,7 +196,7 @@ async fn end_predecessor(pid: Pid, socket: &Path) -> io::Result<()> {
         poll(&mut [PollFd::new(&handle, PollFlags::IN)], Some(&limit))
     });
     match gone.await.map_err(io::Error::other)? {
-        Ok(0) if is_ours => Err(io::Error::other("it does not die")),
+        Ok(0) if is_ours => Err(io::Error::other("it does not end")),
         Ok(0) => Err(not_ours(pid)),
         ended => ended.map(drop).map_err(io::Error::from),
     }

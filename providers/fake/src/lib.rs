@@ -40,7 +40,7 @@ impl FakeConfig {
     /// Reads `provider.fake.*`; mistakes stay with the reader.
     pub fn read(reader: &mut Reader, state_dir: &Path) -> FakeConfig {
         let mut section = reader.section("provider.fake");
-        let dir = section.optional("dir", "where requests are left; default: fake in the state directory");
+        let dir = section.optional("dir", "directory of the requests; default: fake in the state directory");
         let first: IpAddr = section.get(
             "first-address",
             "10.200.0.1",
@@ -171,7 +171,7 @@ impl Fake {
                     Err(Error::KeyReused { text: format!("{} was made with another request", id_of(key)) })
                 }
                 Err(error) => Err(Error::Invalid {
-                    text: format!("{} is not ours: {error}; remove it", path.display()),
+                    text: format!("{} is not our file: {error}; remove it", path.display()),
                 }),
             },
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
@@ -189,7 +189,7 @@ impl Fake {
             _ => transient("reading", &path, &error),
         })?;
         serde_json::from_slice(&bytes).map_err(|error| Error::Invalid {
-            text: format!("{} is not ours: {error}; remove it", path.display()),
+            text: format!("{} is not our file: {error}; remove it", path.display()),
         })
     }
 }
@@ -357,7 +357,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn creates_with_one_key_do_not_cut_each_others_file() {
+    fn creates_with_one_key_do_not_truncate_one_file() {
         let dir = std::env::temp_dir().join(format!("peerpod-fake-writes-{}", std::process::id()));
         fs::create_dir_all(&dir).unwrap();
         let path = dir.join("fake-one.json");
@@ -382,7 +382,7 @@ mod tests {
     }
 
     #[test]
-    fn an_address_is_one_vms_alone_and_stays_its_own_when_a_create_is_repeated() {
+    fn each_vm_has_its_own_address_also_after_a_repeated_create() {
         let dir = std::env::temp_dir().join(format!("peerpod-fake-addresses-{}", std::process::id()));
         fs::create_dir_all(&dir).unwrap();
         let fake = Fake::new(FakeConfig {

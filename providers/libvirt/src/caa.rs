@@ -1,21 +1,21 @@
-//! Where the settings of a cloud-api-adaptor for libvirt stand in ours. Pure.
+//! Converts the settings of a cloud-api-adaptor for libvirt into settings of this provider. Pure.
 //!
 //! Names and defaults: `libvirt/manager.go` of cloud-api-adaptor at `fbdde756`. Its `-data-dir` has no variable.
 
 use std::collections::BTreeMap;
 
-/// What came of a conversion.
+/// Result of a conversion.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Converted {
     /// Keys below `provider.libvirt`, with their values as text.
     pub settings: BTreeMap<String, String>,
-    /// Variables that have no place, or not with their value, and what to do about each.
+    /// Variables that have no counterpart, or have a value without one, each with its remedy.
     pub lost: Vec<(String, String)>,
-    /// The variables that were understood, whatever became of them.
+    /// All recognised variables, converted or not.
     pub known: Vec<String>,
 }
 
-/// Variable, our key, whether it is a number.
+/// Variable, key of this provider, whether it is a number.
 const TABLE: &[(&str, &str, bool)] = &[
     ("LIBVIRT_URI", "uri", false),
     ("LIBVIRT_POOL", "pool", false),
@@ -27,7 +27,7 @@ const TABLE: &[(&str, &str, bool)] = &[
     ("LIBVIRT_CPUSET", "cpuset", false),
     ("LIBVIRT_ROOT_DISK_SIZE", "root-disk-gib", true),
 ];
-/// What a cloud-api-adaptor does where nothing is said, and we do differently.
+/// Defaults of a cloud-api-adaptor that differ from those of this provider.
 const DEFAULTS: &[(&str, &str)] = &[
     ("volume", "podvm-base.qcow2"),
     ("memory-mib", "8192"),
@@ -35,7 +35,7 @@ const DEFAULTS: &[(&str, &str)] = &[
     ("user-data", "nocloud"),
 ];
 
-/// Takes the variables of a cloud-api-adaptor for libvirt; the others it leaves alone.
+/// Converts the variables of a cloud-api-adaptor for libvirt; ignores all other variables.
 pub fn convert(variables: &BTreeMap<String, String>) -> Converted {
     let mut converted = Converted::default();
     let get = |name: &str| variables.get(name).map(|value| value.trim()).filter(|value| !value.is_empty());
@@ -53,7 +53,7 @@ pub fn convert(variables: &BTreeMap<String, String>) -> Converted {
             converted.lost.push(((*name).to_owned(), why));
             continue;
         }
-        // There, 0 means the default.
+        // In a cloud-api-adaptor, 0 means the default.
         if *key == "root-disk-gib" && text == "0" {
             continue;
         }
@@ -74,7 +74,8 @@ pub fn convert(variables: &BTreeMap<String, String>) -> Converted {
     converted
 }
 
-/// There, a confidential VM that is not to be had is an ordinary one; here it is an error, so nothing is asked unsaid.
+/// Reports the variables for confidential VMs instead of converting them. A cloud-api-adaptor makes an ordinary VM when
+/// a confidential one is not available. Here that is an error, so the setting must be explicit.
 fn security(disabled: Option<&str>, launch: Option<&str>, converted: &mut Converted) {
     if disabled.is_some_and(|text| text != "1" && !text.eq_ignore_ascii_case("true")) {
         let why = "on x86 it never made a confidential VM; set provider.libvirt.confidential to sev, sev_snp or tdx";
@@ -82,7 +83,7 @@ fn security(disabled: Option<&str>, launch: Option<&str>, converted: &mut Conver
     }
     if let Some(kind) = launch {
         let why =
-            format!("`{kind}` is not made here; set provider.libvirt.confidential to sev, sev_snp or tdx");
+            format!("`{kind}` is not supported; set provider.libvirt.confidential to sev, sev_snp or tdx");
         converted.lost.push(("LIBVIRT_LAUNCH_SECURITY".to_owned(), why));
     }
 }
@@ -96,7 +97,7 @@ mod tests {
     }
 
     #[test]
-    fn every_variable_is_known_and_finds_its_place_or_a_word() {
+    fn every_variable_maps_to_a_setting_or_a_hint() {
         let all: Vec<(&str, &str)> = TABLE
             .iter()
             .map(|(name, _, number)| (*name, if *number { "7" } else { "/x" }))
@@ -111,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn its_default_uri_is_not_ours_to_dial_and_says_how() {
+    fn its_default_uri_is_not_dialled_and_a_hint_is_given() {
         let converted = of(&[("LIBVIRT_URI", "qemu+ssh://root@192.168.122.1/system?no_verify=1")]);
         assert!(converted.lost[0].1.contains("ssh -L"), "{converted:?}");
         assert!(!converted.settings.contains_key("uri"));

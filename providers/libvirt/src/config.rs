@@ -1,4 +1,5 @@
-//! The libvirt provider's settings, `provider.libvirt.*`. Reads configuration, touches nothing else.
+//! Defines and reads the settings of the libvirt provider, `provider.libvirt.*`. Reads configuration, touches nothing
+//! else.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -8,89 +9,90 @@ use peerpod_provider_api::Confidential;
 
 use crate::rpc::link::Address;
 
-/// Everything the provider can be told.
+/// Settings of the libvirt provider.
 #[derive(Debug, Clone)]
 pub struct LibvirtConfig {
     /// Whether VMs are created, not only listed and deleted.
     pub creates: bool,
-    /// Which libvirtd, and which of its drivers.
+    /// Address of libvirtd, and the driver to use.
     pub address: Address,
-    /// The storage pool of images, overlays, user-data and consoles; a pool of files.
+    /// Storage pool (of files) for images, overlays, user-data and consoles.
     pub pool: String,
-    /// What VMs are plugged into.
+    /// Network or bridge of the VMs.
     pub network: Plug,
-    /// What second NICs are plugged into; `None`: there are none.
+    /// Network or bridge of second NICs; `None`: there are no second NICs.
     pub second_network: Option<Plug>,
-    /// What VMs boot.
+    /// Kernel or disk that VMs boot.
     pub boot: Boot,
-    /// Least size of the root disk, in GiB; 0: the image's own. With a kernel of its own: an empty disk beside it.
+    /// Minimum size of the root disk, in GiB; 0: the size of the image. With [`Boot::Kernel`]: size of an empty disk
+    /// beside the kernel; 0: no disk.
     pub root_disk_gib: u64,
-    /// Virtual CPUs of a pod that asks for none.
+    /// Virtual CPUs of a pod that requests none.
     pub vcpus: u32,
-    /// Memory of a pod that asks for none, in MiB.
+    /// Memory of a pod that requests none, in MiB.
     pub memory_mib: u64,
-    /// Which of the host's CPUs VMs may run on (`0-3,8`); `None`: all.
+    /// CPUs of the host that VMs may run on (`0-3,8`); `None`: all.
     pub cpuset: Option<String>,
     /// Hardware or software virtualisation.
     pub acceleration: Acceleration,
     /// QEMU's machine type.
     pub machine: String,
-    /// How user-data reach the VM.
+    /// Transport of user-data to the VM.
     pub user_data: UserData,
-    /// What keeps the VM's memory from the host, for pods that do not say.
+    /// Technology that hides a VM's memory from the host, for pods that request none.
     pub confidential: Option<Confidential>,
-    /// Below these folders files may be attached as disks.
+    /// Folders with files that may be attached as disks.
     pub volume_dirs: Vec<PathBuf>,
-    /// Ceph's user and the libvirt secret with its key, for `rbd:` disks.
+    /// Ceph user, and the libvirt secret with its key, for `rbd:` disks.
     pub rbd: Option<(String, String)>,
-    /// How many disks can be plugged into a VM that runs.
+    /// Number of disks that can be attached to a running VM.
     pub hotplug_ports: u32,
-    /// Longest wait for one answer of libvirtd's.
+    /// Longest wait for one answer of libvirtd.
     pub call_timeout: Duration,
 }
 
-/// What a NIC is plugged into.
+/// Network or bridge that a NIC is attached to.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Plug {
     /// A libvirt network.
     Network(String),
-    /// A bridge of the host's.
+    /// A bridge of the host.
     Bridge(String),
 }
 
-/// What VMs boot.
+/// Kernel or disk that VMs boot.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Boot {
     /// A kernel that QEMU itself loads.
     Kernel {
-        /// Its file on the node.
+        /// Kernel file on the node.
         kernel: File,
-        /// The initial RAM disk's.
+        /// File of the initial RAM disk on the node.
         initrd: Option<File>,
         /// The kernel's command line.
         cmdline: String,
     },
     /// A disk.
     Disk {
-        /// Which.
+        /// Image of the disk.
         image: Image,
-        /// What starts it.
+        /// Firmware that boots the disk.
         firmware: Firmware,
     },
-    /// Nothing was said.
+    /// No kernel or disk is configured.
     Nothing,
 }
 
-/// A file on the node, and what it must be.
+/// File on the node, with the digest that it must have.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct File {
-    /// Where.
+    /// Path.
     pub path: PathBuf,
-    /// Its SHA-256 as hex, where it was said.
+    /// SHA-256 as hex, if one is configured.
     pub sha256: Option<String>,
 }
 
-/// Where a disk image comes from.
+/// Source of a disk image.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Image {
     /// A file on the node; uploaded once, by digest.
@@ -99,14 +101,14 @@ pub enum Image {
     Volume(String),
 }
 
-/// What starts a disk.
+/// Firmware that boots a disk.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Firmware {
     /// SeaBIOS.
     Bios,
-    /// UEFI, as libvirt finds it on its host: one that asks for no signature.
+    /// UEFI that libvirt finds on its host, and that requires no signature.
     Efi,
-    /// This UEFI.
+    /// UEFI with this path.
     Loader(String),
 }
 
@@ -115,13 +117,13 @@ pub enum Firmware {
 pub enum Acceleration {
     /// KVM if a VM can be started with it.
     Auto,
-    /// KVM or an error.
+    /// KVM, or an error without it.
     Kvm,
-    /// QEMU's emulation.
+    /// Emulation by QEMU.
     Emulated,
 }
 
-/// How user-data reach the VM.
+/// Transport of user-data to the VM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum UserData {
     /// QEMU's fw_cfg: `opt/io.peerpod/user-data`.
@@ -133,8 +135,8 @@ pub enum UserData {
 const KERNEL_CMDLINE: &str = "console=ttyS0 panic=1 quiet";
 
 impl LibvirtConfig {
-    /// Reads `provider.libvirt.*`; mistakes stay with the reader. Who does not create (the cluster's controller) needs
-    /// libvirtd and the pool, and no image.
+    /// Reads `provider.libvirt.*`. The reader collects the mistakes. A process that does not create (the cluster's
+    /// controller) needs libvirtd and the pool, but no image.
     pub fn read(reader: &mut Reader, creates: bool) -> LibvirtConfig {
         let mut section = reader.section("provider.libvirt");
         let uri: String = section.get(
@@ -157,8 +159,8 @@ impl LibvirtConfig {
         let root_disk_gib = section.get(
             "root-disk-gib",
             "0",
-            "least size of the root disk in GiB, 0: the image's; with `kernel`: of an empty disk for \
-             containers' images, 0: none, they are in memory",
+            "least size of the root disk in GiB, 0: the image's size; with `kernel`: size of an empty disk \
+             for containers' images, 0: none, images are in memory",
         );
         let vcpus: u32 = section.get("vcpus", "2", "virtual CPUs of a pod that asks for none");
         let memory_mib: u64 = section.get("memory-mib", "2048", "memory in MiB of a pod that asks for none");
@@ -169,7 +171,7 @@ impl LibvirtConfig {
             section.mistake("memory-mib", "less than 64 MiB boots nothing");
         }
         let cpuset: Option<String> =
-            section.optional("cpuset", "which of the host's CPUs VMs may run on, like 0-3,8; default: all");
+            section.optional("cpuset", "host CPUs that VMs may run on, like 0-3,8; default: all");
         if cpuset.as_deref().is_some_and(|text| !is_cpuset(text)) {
             section.mistake("cpuset", "not a list of CPUs; write it like 0-3,8,10-12");
         }
@@ -180,7 +182,7 @@ impl LibvirtConfig {
                 "user-data",
                 "fw-cfg",
                 &["fw-cfg", "nocloud"],
-                "how the guest gets its user-data: QEMU's fw_cfg, or a disk with the label cidata",
+                "channel of the guest's user-data: QEMU's fw_cfg, or a disk with the label cidata",
             )
             .as_str()
         {
@@ -207,7 +209,7 @@ impl LibvirtConfig {
         if hotplug_ports > 24 {
             section.mistake("hotplug-ports", "a machine has room for 24");
         }
-        let call_timeout = section.get("call-timeout", "30s", "longest wait for one answer of libvirtd's");
+        let call_timeout = section.get("call-timeout", "30s", "longest wait for one answer of libvirtd");
         LibvirtConfig {
             creates,
             address,
@@ -239,7 +241,8 @@ fn boot(section: &mut Section<'_>, creates: bool) -> Boot {
         file(section, "image", "disk image on the node (qcow2 or raw), instead of a kernel; uploaded once");
     let volume: Option<String> =
         section.optional("volume", "disk image that is in the pool, by its volume's name");
-    let help = "what starts a disk image: efi (without secure boot), bios, or the path of a UEFI loader";
+    let help =
+        "firmware that starts a disk image: efi (without secure boot), bios, or the path of a UEFI loader";
     let firmware: String = section.get("firmware", "efi", help);
     let firmware = match firmware.as_str() {
         "efi" => Firmware::Efi,
@@ -256,7 +259,8 @@ fn boot(section: &mut Section<'_>, creates: bool) -> Boot {
         (None, None, Some(volume)) => Boot::Disk { image: Image::Volume(volume), firmware },
         (None, None, None) => {
             if creates {
-                section.mistake("kernel", "what shall VMs boot? set kernel and initrd, or image, or volume");
+                section
+                    .mistake("kernel", "no boot source for VMs; set kernel and initrd, or image, or volume");
             }
             Boot::Nothing
         }
@@ -292,12 +296,12 @@ fn acceleration(section: &mut Section<'_>) -> Acceleration {
 }
 
 fn confidential(section: &mut Section<'_>) -> Option<Confidential> {
-    let help = "what keeps VMs' memory from the host: none, sev, sev_snp or tdx";
+    let help = "technology that keeps VMs' memory from the host: none, sev, sev_snp or tdx";
     let word = section.choice("confidential", "none", &["none", "sev", "sev_snp", "tdx"], help);
     Confidential::from_word(&word)
 }
 
-/// `0-3,8`: what libvirt takes, without its exclusions.
+/// Checks a list of CPUs like `0-3,8`: libvirt's syntax without its exclusions.
 fn is_cpuset(text: &str) -> bool {
     let number = |text: &str| !text.is_empty() && text.len() < 6 && text.bytes().all(|b| b.is_ascii_digit());
     text.split(',').all(|part| match part.split_once('-') {

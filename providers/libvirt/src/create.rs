@@ -1,7 +1,7 @@
-//! Making a VM. The order is what makes it safe to be cut off: the domain is defined first, with marks that name its
-//! owner and key and paths of files that are not there yet; then its files, whose names follow from its own, and its
-//! address; then it is started, and marked as started. Whatever a crash leaves hangs on a domain that `list_owned` shows
-//! and `delete` removes.
+//! Makes VMs. The order of the steps makes an interruption safe. First the domain is defined, with marks that name its
+//! owner and key, and with paths of files that do not exist yet. Then its files are made, with names that follow from
+//! the domain's name, and its address is reserved. Then it is started, and marked as started. A crash leaves only parts
+//! of a domain that `list_owned` shows and `delete` removes.
 
 use peerpod_provider_api::{
     Capabilities, Confidential, CreateRequest, Created, DiskIdentity, DiskRequest, Error, IdempotencyKey,
@@ -18,25 +18,26 @@ use crate::store::{Use, is_there};
 use crate::xml::{self, Disk, Machine, Start};
 use crate::{Shared, seed};
 
-/// What a VM's files are called, behind the domain's name.
+/// Suffixes of a VM's files, after the domain's name.
 pub(crate) const ROOT: &str = ".root.qcow2";
 pub(crate) const USER_DATA: &str = ".user-data";
 pub(crate) const SEED: &str = ".seed.img";
 pub(crate) const CONSOLE: &str = ".console";
-/// All of them.
+/// All suffixes.
 pub(crate) const FILES: [&str; 4] = [ROOT, USER_DATA, SEED, CONSOLE];
 const ROOT_SERIAL: &str = "peerpod-root";
-/// Of the empty disk beside a kernel: the guest, which the kernel's line tells, keeps containers' images on it.
+/// Serial of the empty disk beside a kernel. The kernel command line names it to the guest, which keeps container
+/// images on the disk.
 const SCRATCH_SERIAL: &str = "peerpod-scratch";
 const SEED_SERIAL: &str = "peerpod-seed";
 
-/// What must be known before a domain can be written down.
+/// Facts that the definition of a domain needs.
 struct Plan {
     pool: Named,
-    /// The pool's folder.
+    /// Folder of the pool.
     folder: String,
     kernel: Option<(String, Option<String>, String)>,
-    /// Path and format of the disk image, and its size.
+    /// Path, format, and size in bytes of the disk image.
     base: Option<(String, &'static str, u64)>,
     disks: Vec<Disk>,
     identities: Vec<(String, DiskIdentity)>,
@@ -68,13 +69,14 @@ impl Shared {
         if let Err(error) = &made
             && error.retry() == peerpod_provider_api::Retry::Never
         {
-            // It can never be; nothing of it shall stay. What cannot be removed now is listed.
+            // The request can never succeed, so all its parts are removed. Parts that cannot be removed now stay
+            // listed.
             drop(self.remove(&libvirt, &identity.uuid).await);
         }
         made
     }
 
-    /// Refuses a key that another request had, and a domain that somebody else gave our UUID.
+    /// Refuses a key that came with another request before, and a foreign domain with the VM's UUID.
     async fn is_same(
         &self,
         libvirt: &Connection,
@@ -94,7 +96,7 @@ impl Shared {
                 Err(Error::key_reused(format!("{attempt}: its key came with another request before")))
             }
             _ => Err(Error::invalid(format!(
-                "{attempt}: domain {} has its UUID and is not ours; who made it?",
+                "{attempt}: domain {} has its UUID and is not ours; find the program that made it",
                 domain.name
             ))),
         }
@@ -127,7 +129,7 @@ impl Shared {
             Ok(domain) => domain,
             Err(error) => {
                 let now = libvirt.state(&domain).await.map_err(fail)?;
-                // Somebody else did it.
+                // Another process has started it.
                 if !now.is_on() {
                     let (_, memory) = self.size(request);
                     return Err(refuse(&format!("{attempt}: start it with {memory} MiB"), error));
@@ -137,14 +139,14 @@ impl Shared {
         };
         marks.started = true;
         if let Err(error) = libvirt.set_metadata(&domain, &marks.plain_xml(), PREFIX, URI).await {
-            // libvirtd itself knows it, until it is started anew.
+            // libvirtd itself knows this until it is restarted.
             tracing::warn!(domain = domain.name, "cannot mark the VM as started: {error}");
         }
         self.running(&domain);
         Ok(Created { id: id_of(&domain), addresses: Vec::new(), instance_type: None, disks: plan.identities })
     }
 
-    /// Says at once what this host cannot hold.
+    /// Refuses at once a VM that is larger than this host.
     async fn fits(&self, libvirt: &Connection, request: &CreateRequest, attempt: &str) -> Result<(), Error> {
         let host = libvirt.node().await.map_err(|error| refuse(attempt, error))?;
         let (vcpus, memory) = self.size(request);
@@ -170,7 +172,8 @@ impl Shared {
         )
     }
 
-    /// Asks what the host can do. (Its word counts here: a VM that is not confidential would start as well.)
+    /// Checks that the host supports the technology. libvirt's list must be trusted here, because a VM that is not
+    /// confidential would start as well.
     async fn can_be_confidential(
         &self,
         libvirt: &Connection,
@@ -185,7 +188,8 @@ impl Shared {
         }
         let why = match kind {
             "kvm" => {
-                "its CPU, firmware, kernel, QEMU or libvirt has not got it (virsh domcapabilities shows launchSecurity)"
+                "its CPU, firmware, kernel, QEMU or libvirt lacks it (virsh domcapabilities shows \
+                 launchSecurity)"
             }
             _ => "there is no KVM, and emulation keeps nothing from the host",
         };
@@ -206,7 +210,7 @@ impl Shared {
         let folder = folder.ok_or_else(|| {
             let name = &self.config.pool;
             Error::invalid(format!(
-                "{attempt}: pool {name} is none of files; set provider.libvirt.pool to a dir pool"
+                "{attempt}: pool {name} holds no files; set provider.libvirt.pool to a dir pool"
             ))
         })?;
         let (mut kernel, mut base) = (None, None);
@@ -305,7 +309,7 @@ impl Shared {
         }
     }
 
-    /// A disk of the pod's, as libvirt is told it; its target is still to be chosen.
+    /// Describes a disk of the pod for libvirt; the caller still chooses its target.
     pub(crate) async fn disk(
         &self,
         libvirt: &Connection,
@@ -340,7 +344,7 @@ impl Shared {
         })
     }
 
-    /// A volume by its name; libvirtd looks into the folder once if it knows none.
+    /// Returns a volume by its name. libvirtd scans the folder once if it does not know the volume.
     async fn find_volume(
         &self,
         libvirt: &Connection,
@@ -409,7 +413,7 @@ impl Shared {
 
     fn cmdline(&self, configured: &str, kind: &str) -> String {
         let mut line = configured.to_owned();
-        // The emulated timer is late under load, and the kernel would take it for broken.
+        // The emulated timer is late under load, and the kernel would consider it broken.
         if kind == "qemu" && !line.contains("no_timer_check") {
             line += " no_timer_check";
         }
@@ -419,7 +423,7 @@ impl Shared {
         line
     }
 
-    /// The VM's own files, each made whole or found whole.
+    /// Makes the VM's own files. A file of an interrupted attempt is made anew.
     async fn files(
         &self,
         libvirt: &Connection,
@@ -480,7 +484,7 @@ impl Shared {
         let fail = |error: RpcError| refuse(&attempt, error);
         let volume = match libvirt.create_volume(pool, xml).await {
             Ok(volume) => volume,
-            // Of an attempt that was cut off; the VM has not run, so nothing in it is worth anything.
+            // File of an interrupted attempt. The VM has not run, so its content is worthless.
             Err(error) if is_there(&error) => {
                 if let Some(old) = self.find_volume(libvirt, pool, &name).await.map_err(fail)? {
                     libvirt.delete_volume(&old).await.map_err(fail)?;
@@ -498,7 +502,7 @@ impl Shared {
     }
 }
 
-/// The answer for a VM that is there already.
+/// Builds the answer for a VM that already exists.
 fn made(domain: &Domain, request: &CreateRequest) -> Created {
     let disk = |disk: &DiskRequest| (disk.volume.clone(), DiskIdentity::Serial(disks::serial(&disk.volume)));
     Created {
@@ -509,7 +513,7 @@ fn made(domain: &Domain, request: &CreateRequest) -> Created {
     }
 }
 
-/// Everything a request may ask of us.
+/// Returns the capabilities of the provider.
 pub(crate) fn capabilities(max_user_data: usize, second_nic: bool, guest_memory_mib: u64) -> Capabilities {
     Capabilities {
         images: true,
@@ -524,11 +528,11 @@ pub(crate) fn capabilities(max_user_data: usize, second_nic: bool, guest_memory_
 }
 
 pub(crate) fn id_of(domain: &Domain) -> InstanceId {
-    // Hexadecimal digits and dashes.
+    // A UUID consists of hexadecimal digits and dashes.
     InstanceId::new(words(&domain.uuid)).expect("a UUID is printable")
 }
 
-/// Whether VMs of this driver run: those of the test driver are only written down.
+/// Returns whether VMs of this driver run; the test driver only records them.
 pub(crate) fn libvirt_is_real(driver: &str) -> bool {
     !driver.starts_with("test:")
 }
@@ -542,7 +546,7 @@ pub(crate) fn read_anything(text: &str) {
     }
 }
 
-/// The folder of a pool of files.
+/// Returns the folder of a pool; `None`: it is not a pool of files.
 fn folder_of(xml: &str) -> Option<String> {
     let document = roxmltree::Document::parse(xml).ok()?;
     let pool = document.root_element();
@@ -555,19 +559,19 @@ fn folder_of(xml: &str) -> Option<String> {
     path.text().filter(|path| path.starts_with('/')).map(|path| path.trim_end_matches('/').to_owned())
 }
 
-/// A volume's format, where QEMU may be told it without looking.
+/// Returns a volume's format, if QEMU may use it without probing.
 fn format_of(xml: &str) -> Option<&'static str> {
     let document = roxmltree::Document::parse(xml).ok()?;
     let target = document.root_element().children().find(|node| node.has_tag_name("target"))?;
     match target.children().find(|node| node.has_tag_name("format")).and_then(|node| node.attribute("type")) {
         Some("qcow2") => Some("qcow2"),
-        // Of a block device or a file that has no other.
+        // Format of a block device, or of a file without another format.
         Some("raw") | None => Some("raw"),
         Some(_) => None,
     }
 }
 
-/// Whether domain capabilities offer a technology.
+/// Returns whether domain capabilities offer a technology.
 fn offers(xml: &str, wanted: Confidential) -> bool {
     let Ok(document) = roxmltree::Document::parse(xml) else { return false };
     let Some(features) = document.root_element().children().find(|node| node.has_tag_name("features")) else {

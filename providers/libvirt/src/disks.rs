@@ -1,6 +1,6 @@
-//! How a pod's disk is named, and what that means to QEMU. Pure.
+//! Parses the name of a pod's disk into its source for QEMU. Pure.
 //!
-//! | volume | what it is |
+//! | volume | meaning |
 //! |---|---|
 //! | `NAME`, `POOL/NAME` | a volume that libvirt knows |
 //! | `/PATH` | a raw file of libvirtd's host, below one of `volume-dirs` |
@@ -14,7 +14,7 @@ use sha2::{Digest, Sha256};
 
 use crate::config::LibvirtConfig;
 
-/// Where a disk's bytes are.
+/// Location of a disk's data.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Source {
     Volume { pool: String, name: String },
@@ -22,19 +22,19 @@ pub(crate) enum Source {
     Network { protocol: &'static str, name: String, places: Vec<Place>, user: Option<(String, String)> },
 }
 
-/// Where a server is.
+/// Address of a server.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Place {
     Host { host: String, port: Option<u16> },
     Socket(String),
 }
 
-/// The serial that the guest finds the disk by; virtio has room for 20 characters.
+/// Returns the serial by which the guest finds the disk; virtio has room for 20 characters.
 pub(crate) fn serial(volume: &str) -> String {
     format!("pp{}", hex::encode(&Sha256::digest(volume.as_bytes())[..9]))
 }
 
-/// Reads a volume's name; the text of an error says what would do.
+/// Parses a volume's name. An error names the correct form.
 pub(crate) fn parse(volume: &str, config: &LibvirtConfig) -> Result<Source, String> {
     if volume.is_empty() || volume.len() > 1024 || volume.chars().any(char::is_control) {
         return Err("not a disk's name".to_owned());
@@ -97,7 +97,7 @@ fn network(
     Ok(Source::Network { protocol, name: name.to_owned(), places: places.to_vec(), user })
 }
 
-/// `HOST`, `HOST:PORT`, `[V6]:PORT`.
+/// Parses `HOST`, `HOST:PORT` or `[V6]:PORT`.
 fn place(text: &str) -> Result<Place, String> {
     let bad = || format!("`{text}` is no host; write HOST or HOST:PORT");
     let (host, port) = match text.strip_prefix('[') {
@@ -118,7 +118,7 @@ fn place(text: &str) -> Result<Place, String> {
     Ok(Place::Host { host: host.to_owned(), port })
 }
 
-/// A path that somebody named in a volume must not lead anywhere else than where the administrator allows.
+/// Checks that a path in a volume's name leads below the folders that the administrator allows.
 fn below(path: &str, config: &LibvirtConfig) -> Result<String, String> {
     let straight =
         Path::new(path).components().all(|part| matches!(part, Component::RootDir | Component::Normal(_)));

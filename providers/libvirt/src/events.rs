@@ -1,4 +1,5 @@
-//! VMs that end without our doing: libvirtd's events, and a look of our own whenever we may have missed some.
+//! Reports VMs that end without a delete. Reads libvirtd's events, and compares libvirt's list whenever events may have
+//! been missed.
 
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -21,17 +22,17 @@ use crate::rpc::{Connection, Event, RpcError};
 const STARTED: i32 = 2;
 /// `VIR_DOMAIN_EVENT_STOPPED`.
 const STOPPED: i32 = 5;
-/// Beside the events we look for ourselves, at first often: a libvirtd that has just come back believes for a moment that
-/// all its VMs run, and says nothing when it finds out that one does not.
+/// Intervals of the comparisons beside the events, at first short. A libvirtd that has just restarted assumes for a
+/// moment that all its VMs run, and sends no event when it finds out that one does not.
 const FIRST_LOOK: Duration = Duration::from_secs(1);
 const LAST_LOOK: Duration = Duration::from_secs(30);
-/// How often a libvirtd that is away is looked for.
+/// Interval of attempts to reach a libvirtd that is down.
 const AGAIN: Duration = Duration::from_secs(1);
 
-/// What happens from now on; ends with the provider.
+/// Returns the events from now on; the stream ends with the provider.
 pub(crate) fn stream(shared: &Arc<Shared>) -> BoxStream<'static, ProviderEvent> {
     let heard = shared.ended.subscribe();
-    // The first listener brings the one task that listens to libvirtd; later ones share what it hears.
+    // The first listener starts the one task that listens to libvirtd; later listeners share its events.
     if shared.ended.receiver_count() == 1 {
         tokio::spawn(listen(Arc::downgrade(shared)));
     }
@@ -59,7 +60,7 @@ async fn listen(shared: Weak<Shared>) {
         };
         if let Err(error) = outcome {
             if !said {
-                tracing::warn!("libvirtd tells us nothing: {error}; VMs that end are seen when it is back");
+                tracing::warn!("libvirtd sends no events: {error}; VMs that end are seen when it is back");
             }
             said = true;
         } else {
@@ -69,7 +70,7 @@ async fn listen(shared: Weak<Shared>) {
     }
 }
 
-/// Listens on this connection until it ends.
+/// Handles the events of this connection until it closes.
 async fn hear(shared: &Weak<Shared>, libvirt: &Connection) -> Result<(), RpcError> {
     let mut events = libvirt.events();
     compare(shared, libvirt).await?;
@@ -93,7 +94,7 @@ async fn hear(shared: &Weak<Shared>, libvirt: &Connection) -> Result<(), RpcErro
                     continue;
                 }
                 match event {
-                    // The probe of KVM is none of the VMs.
+                    // A trial of KVM is not a VM.
                     STARTED if !is_trial(&domain) => shared.running(&domain),
                     STOPPED => shared.has_ended(&domain.uuid, stopped(detail)),
                     _ => {}
@@ -108,7 +109,7 @@ async fn hear(shared: &Weak<Shared>, libvirt: &Connection) -> Result<(), RpcErro
     }
 }
 
-/// Looks for itself: what was running and is not any more has ended.
+/// Compares the recorded VMs with libvirt's: a VM that was running and no longer is has ended.
 async fn compare(shared: &Weak<Shared>, libvirt: &Connection) -> Result<(), RpcError> {
     let Some(shared) = shared.upgrade() else { return Ok(()) };
     let prefix = shared.owner.prefix();
@@ -133,7 +134,7 @@ async fn compare(shared: &Weak<Shared>, libvirt: &Connection) -> Result<(), RpcE
 }
 
 impl Shared {
-    /// Tells, once, unless it was our own doing.
+    /// Reports the end of a VM once, unless the provider caused it.
     fn has_ended(&self, uuid: &Uuid, why: &str) {
         if !self.lives().running.remove(uuid) {
             return;
@@ -141,20 +142,20 @@ impl Shared {
         let Ok(id) = InstanceId::new(words(uuid)) else { return };
         tracing::info!(instance = %id, "VM has ended: {why}");
         let reason = why.to_owned();
-        // Nobody listens: nobody needs it.
+        // Without a listener the event is not needed.
         self.ended.send(ProviderEvent { id, kind: EventKind::Ended { reason } }).ok();
     }
 }
 
-/// `virDomainEventStoppedDetailType` in words.
+/// Describes a `virDomainEventStoppedDetailType`.
 fn stopped(detail: i32) -> &'static str {
     match detail {
         0 => "it was shut down or powered itself off",
-        1 => "it was destroyed by somebody's hand",
+        1 => "it was destroyed from outside",
         2 => "its kernel crashed",
         3 => "it was migrated away",
         4 => "it was saved to a file",
         5 => "QEMU failed or was killed",
-        _ => "libvirt does not say why",
+        _ => "libvirt gives no reason",
     }
 }

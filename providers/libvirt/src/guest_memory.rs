@@ -1,4 +1,4 @@
-//! How much memory the guest of the configured image needs, from the `image.json` beside the image's files.
+//! Reads the memory that the guest of the configured image needs, from the `image.json` beside the image's files.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -23,16 +23,16 @@ struct About {
     guest_memory: Option<GuestMemory>,
 }
 
-/// What the image's guest needs, in MiB.
+/// Memory that the image's guest needs, in MiB.
 #[derive(Deserialize)]
 struct GuestMemory {
-    /// Kernel, programs and what they need to work.
+    /// Kernel, programs and their working memory.
     base_mib: u64,
-    /// Containers' images, where they are kept in memory.
+    /// Containers' images, if they are kept in memory.
     images_mib: u64,
 }
 
-/// In MiB; 0 where `image.json` is missing or cannot be used.
+/// Returns the guest's memory in MiB; 0 if `image.json` is missing or cannot be used.
 pub(crate) fn of(config: &LibvirtConfig) -> u64 {
     let file = match &config.boot {
         Boot::Kernel { kernel, .. } => kernel,
@@ -41,7 +41,7 @@ pub(crate) fn of(config: &LibvirtConfig) -> u64 {
     };
     match read(&file.path) {
         Ok(Some(GuestMemory { base_mib, images_mib })) => {
-            // A confidential VM keeps images in its memory, whatever disks it has.
+            // A confidential VM keeps images in its memory, even if it has disks.
             let has_disk = config.root_disk_gib > 0 && config.confidential.is_none();
             if has_disk { base_mib } else { base_mib.saturating_add(images_mib) }
         }
@@ -56,7 +56,7 @@ pub(crate) fn of(config: &LibvirtConfig) -> u64 {
     }
 }
 
-/// `None` without an `image.json`, or with one that says nothing of memory.
+/// Returns `None` without an `image.json`, or if it contains no `guest_memory`.
 fn read(image: &Path) -> Result<Option<GuestMemory>, String> {
     let path = image.with_file_name("image.json");
     let file = match File::open(&path) {

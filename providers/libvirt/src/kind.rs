@@ -1,5 +1,5 @@
-//! Which kind of domain can be started here. Tried, not read: starts VMs that count and end by themselves ([`probe`]), or
-//! with our connection.
+//! Determines which kind of domain can be started here. This is tried, not read: trial VMs count and end by themselves
+//! ([`probe`]), or with the provider's connection.
 
 use std::time::Duration;
 
@@ -16,28 +16,28 @@ use crate::rpc::{Connection, RpcError};
 use crate::xml;
 
 const ATTEMPT: &str = "find out whether KVM works";
-/// What its VMs are called, behind our owner's prefix, and their disk.
+/// Name of trial VMs after the owner's prefix, and suffix of their disk.
 const TRIAL: &str = "probe-";
 const DISK: &str = ".img";
-/// Between two looks.
+/// Pause between two checks.
 const LOOK: Duration = Duration::from_millis(50);
-/// With KVM firmware and counting take a fraction of a second. When it is more one VM that is emulated shows whether that is
-/// the host's slowness.
+/// With KVM, firmware and counting take a fraction of a second. When they take longer than this, an emulated VM shows
+/// whether the host is slow.
 const COMPARE: Duration = Duration::from_secs(1);
-/// Nothing bad is said of KVM before.
+/// Minimum time before KVM counts as broken.
 const LEAST: Duration = Duration::from_secs(10);
-/// KVM that needs so many times longer than emulation never gets there.
+/// KVM that is so many times slower than emulation never finishes.
 const SLOWER: u32 = 3;
-/// No longer is waited: creates wait for it.
+/// Longest wait for a trial, because creates wait for it.
 const PROOF: Duration = Duration::from_secs(30);
-/// After so long a trial is over, or will be found out to have failed.
+/// Time after which a trial is over, or counts as failed.
 const YOUNG: Duration = Duration::from_secs(60);
-/// Before a host that was too slow to tell is asked again.
+/// Time until the next trial on a host that was too slow for a result.
 const DOUBT: Duration = Duration::from_secs(300);
-/// The same where nothing can be made meanwhile.
+/// The same if no VM can be made meanwhile.
 const DOUBT_WITHOUT: Duration = Duration::from_secs(60);
 
-/// What was found, and until when it counts; `None`: for good.
+/// Result of a trial, and the end of its validity; `None`: valid for good.
 pub(crate) struct Known {
     found: Result<&'static str, Error>,
     until: Option<Instant>,
@@ -54,13 +54,13 @@ impl Known {
     }
 }
 
-/// What a VM shows of KVM.
+/// Conclusion about KVM from a trial VM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Proof {
     Runs,
-    /// One that is emulated was done long ago.
+    /// KVM executes no code, or far too slowly: an emulated VM ended long before.
     Never,
-    /// It may be the host, which is slow.
+    /// The host may be slow.
     Unknown,
 }
 
@@ -69,12 +69,12 @@ impl Proof {
         match self {
             Proof::Runs => "it works",
             Proof::Never => "a VM starts with it, and executes nothing, or far slower than emulation",
-            Proof::Unknown => "a VM starts with it, and did not come to its end; is the host overloaded?",
+            Proof::Unknown => "a VM starts with it, and did not finish; is the host overloaded?",
         }
     }
 
-    /// Of a VM that has not come to its end after so long. `emulated`: how long one needed that is. `None`: it is to be
-    /// waited for longer.
+    /// Judges a VM that has not ended after `waited`. `emulated` is the time that an emulated VM took. `None`: the wait
+    /// goes on.
     fn of_one_that_runs(waited: Duration, emulated: Option<Duration>) -> Option<Proof> {
         match emulated {
             Some(took) if waited >= LEAST && waited >= took * SLOWER => Some(Proof::Never),
@@ -85,7 +85,7 @@ impl Proof {
 }
 
 impl Shared {
-    /// The kind of domain that can be started here, found by starting one.
+    /// Returns the kind of domain that can be started here, found by starting one.
     pub(crate) async fn kind(&self, libvirt: &Connection) -> Result<&'static str, Error> {
         if !libvirt_is_real(self.link.driver()) {
             return Ok("test");
@@ -102,7 +102,7 @@ impl Shared {
                 Ok(Proof::Runs) => (None, true),
                 Ok(proof) => (Some(proof.words().to_owned()), proof == Proof::Never),
                 Err(error) if error.code().is_none() => return Err(refuse(ATTEMPT, error)),
-                // Of a host that is short of something just now it is no proof, either.
+                // A host that is short of a resource at the moment is no proof, either.
                 Err(error) => {
                     let text = error.to_string();
                     (Some(text), refuse(ATTEMPT, error).class() == "invalid")
@@ -114,11 +114,11 @@ impl Shared {
         found
     }
 
-    /// Whether guest code runs in a domain with KVM. That one can be started is no proof: there are hosts whose KVM makes
-    /// VMs and never executes an instruction. Within: what libvirt says of such a domain.
+    /// Returns whether guest code runs in a domain with KVM. A successful start is no proof: on some hosts KVM makes
+    /// VMs and never executes an instruction. The inner error is libvirt's refusal of such a domain.
     ///
     /// # Errors
-    /// Without a disk to boot nothing was learnt of KVM.
+    /// When there is no disk to boot; the trial then has no result.
     async fn runs(&self, libvirt: &Connection) -> Result<Result<Proof, RpcError>, Error> {
         let name = self.trial();
         let fail = |error| refuse(&format!("{ATTEMPT}: make a disk in pool {}", self.config.pool), error);
@@ -126,19 +126,19 @@ impl Shared {
         let outcome = self.try_kvm(libvirt, &name, &sector).await;
         discard(libvirt, &volume).await;
         match outcome {
-            // Of a disk that QEMU cannot have nothing follows for KVM, either.
+            // A disk that QEMU cannot open proves nothing about KVM, either.
             Err(error) if is_of(&error, &sector) => Err(refuse(ATTEMPT, error)),
             other => Ok(other),
         }
     }
 
-    /// A name that no other process of our owner has.
+    /// Returns a name that no other process of this owner has.
     pub(crate) fn trial(&self) -> String {
         let nonce = std::time::UNIX_EPOCH.elapsed().unwrap_or_default().as_nanos();
         format!("{}{TRIAL}{}-{nonce:x}", self.owner.prefix(), std::process::id())
     }
 
-    /// The disk that such a VM boots, and where the host has it.
+    /// Makes the disk that a trial VM boots; returns it with its path on the host.
     async fn sector(&self, libvirt: &Connection, name: &str) -> Result<(Volume, String), RpcError> {
         let pool = libvirt.pool(&self.config.pool).await?;
         let xml = xml::volume(&format!("{name}{DISK}"), "raw", probe::DISK, None);
@@ -160,7 +160,7 @@ impl Shared {
         let outcome = self.watch(libvirt, &domain, sector, &mut emulated).await;
         for domain in [Some(&domain), emulated.as_ref()].into_iter().flatten() {
             match libvirt.destroy(domain).await {
-                // It ends with our connection at the latest.
+                // The VM ends with the provider's connection at the latest.
                 Err(error) if !error.is_absent() => {
                     tracing::warn!(domain = domain.name, "cannot end the VM that tried KVM: {error}");
                 }
@@ -170,7 +170,7 @@ impl Shared {
         outcome
     }
 
-    /// Waits for the end of a VM with KVM; makes one that is `emulated` to compare it with, when that takes long.
+    /// Waits for the end of a VM with KVM. When that takes long, starts an `emulated` VM to compare it with.
     async fn watch(
         &self,
         libvirt: &Connection,
@@ -185,11 +185,11 @@ impl Shared {
             }
             if compared.is_none() && since.elapsed() >= COMPARE {
                 compared = Some(Instant::now());
-                // Where there is none to compare with, it stays a matter of time.
+                // Without an emulated VM only the time decides.
                 *emulated = self.probe(libvirt, &self.trial(), "qemu", sector).await.ok();
             }
             if let (None, Some(began), Some(other)) = (took, compared, emulated.as_ref())
-                // Without an answer there is nothing to compare with, and no more.
+                // An error means only that there is no comparison.
                 && has_ended(libvirt, other).await.unwrap_or(false)
             {
                 took = Some(began.elapsed());
@@ -216,19 +216,19 @@ fn is_of(error: &RpcError, disk: &str) -> bool {
     error.to_string().contains(disk)
 }
 
-/// What is left is removed when we start the next time.
+/// Deletes a trial's disk. If that fails, the next start of the provider removes it.
 async fn discard(libvirt: &Connection, volume: &Volume) {
     if let Err(error) = libvirt.delete_volume(volume).await {
         tracing::warn!(name = volume.name, "cannot remove a disk that KVM was tried with: {error}");
     }
 }
 
-/// Whether a domain, of whichever of our nodes, was made to try KVM with.
+/// Returns whether a domain, of any node, was made to try KVM.
 pub(crate) fn is_trial(domain: &Domain) -> bool {
     domain.name.contains(&format!("-{TRIAL}"))
 }
 
-/// Whether a file of this name is a trial's, of this node, that may not have its VM yet.
+/// Returns whether a file of this name belongs to a trial of this node that may not have its VM yet.
 pub(crate) fn is_young_trial(name: &str, now: Duration) -> bool {
     let began = name.split_once(&format!("-{TRIAL}")).and_then(|(_, rest)| {
         let (_, nonce) = rest.strip_suffix(DISK)?.split_once('-')?;
@@ -237,7 +237,7 @@ pub(crate) fn is_young_trial(name: &str, now: Duration) -> bool {
     began.is_some_and(|began| now.saturating_sub(began) < YOUNG)
 }
 
-/// What follows for creates. `why`: what is wrong with KVM.
+/// Decides the kind of domain for creates. `why` is the fault of KVM, if there is one.
 fn judged(wanted: Acceleration, why: Option<String>, is_sure: bool) -> Result<&'static str, Error> {
     let Some(why) = why else { return Ok("kvm") };
     if wanted == Acceleration::Kvm {
@@ -272,10 +272,10 @@ mod tests {
     #[test]
     fn a_slow_host_is_no_proof_against_kvm() {
         let (seconds, of) = (Duration::from_secs, Proof::of_one_that_runs);
-        // The host runs others well.
+        // The host runs other VMs well.
         assert_eq!(of(seconds(9), Some(seconds(1))), None);
         assert_eq!(of(seconds(10), Some(seconds(1))), Some(Proof::Never));
-        // It hardly does, or nobody knows.
+        // The host hardly runs them, or there is no comparison.
         for emulated in [None, Some(seconds(11))] {
             assert_eq!(of(seconds(11), emulated), None, "{emulated:?}");
             assert_eq!(of(seconds(30), emulated), Some(Proof::Unknown), "{emulated:?}");
@@ -303,12 +303,12 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_sure_is_found_out_again() {
+    fn an_uncertain_result_is_probed_again() {
         let now = Instant::now();
         assert_eq!(Known::new(Ok("kvm"), true, now).at(now + DOUBT), Some(Ok("kvm")));
         let doubtful = Known::new(judged(Acceleration::Auto, Some("busy".into()), false), false, now);
         assert_eq!((doubtful.at(now), doubtful.at(now + DOUBT)), (Some(Ok("qemu")), None));
-        // A refusal, too: nobody waits for one proof after the other.
+        // A refusal is cached, too, so that creates do not wait for one trial after the other.
         let refused = Known::new(judged(Acceleration::Kvm, Some("busy".into()), false), false, now);
         assert_eq!(refused.at(now).map(|found| found.unwrap_err().class()), Some("transient"));
         assert_eq!(refused.at(now + DOUBT_WITHOUT), None);

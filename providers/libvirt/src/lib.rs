@@ -1,9 +1,9 @@
-//! Pod VMs on QEMU, made by libvirtd.
+//! Provider of pod VMs on QEMU, made by libvirtd.
 //!
-//! * A VM is a persistent domain; its name and UUID follow from owner and idempotency key, so there is never a second one.
-//!   Its metadata say whose it is. Nothing is kept here that libvirt does not know.
-//! * libvirtd is spoken to in its own protocol ([`rpc`]), over one connection that is made again when it is lost. Running
-//!   VMs do not mind: they are QEMU's processes.
+//! * A VM is a persistent domain. Its name and UUID follow from owner and idempotency key, so there is never a second
+//!   one. Its metadata name the owner. The provider keeps no state that libvirt does not have.
+//! * The provider uses libvirtd's own protocol ([`rpc`]), over one connection that it dials again when it is lost.
+//!   Running VMs are not affected: they are processes of QEMU.
 //! * Touches libvirtd's socket and the image files that the settings name; nothing else of the node.
 
 pub mod caa;
@@ -46,35 +46,35 @@ use rpc::calls::Domain;
 use rpc::xdr::Uuid;
 use store::Images;
 
-/// Most user-data we take; the guest refuses more than this anyway.
+/// Maximum size of user-data, in bytes; the guest refuses more than this anyway.
 const MAX_USER_DATA: usize = 64 * 1024;
 
-/// See the crate's page.
+/// Provider of VMs on libvirt; see the crate's documentation.
 pub struct LibvirtProvider {
     shared: Arc<Shared>,
 }
 
-/// What calls share, also those whose caller has gone.
+/// State that calls share, including calls that their caller has dropped.
 struct Shared {
     config: LibvirtConfig,
     owner: Owner,
     link: Link,
     images: Images,
-    /// See [`Capabilities::guest_memory_mib`].
+    /// Value of [`Capabilities::guest_memory_mib`].
     guest_memory_mib: u64,
-    /// The kind of domain that can be started here, once that is known.
+    /// Kind of domain that can be started here, once it is known.
     kind: Mutex<Option<kind::Known>>,
-    /// One call at a time for one VM.
+    /// Locks of VMs: one call at a time works on a VM.
     turns: Lock<HashMap<Uuid, Arc<Mutex<()>>>>,
     lives: Lock<Lives>,
     ended: broadcast::Sender<ProviderEvent>,
-    /// Whether the last VM's address could be reserved, and what helps; `None`: not tried yet.
+    /// Result of the last VM's address reservation, with the remedy for a failure; `None`: not tried yet.
     last_reservation: Lock<Option<Result<(), String>>>,
 }
 
 impl LibvirtProvider {
-    /// A provider of this cluster's and node's VMs; an empty node: of all of the cluster's. Reads the image's
-    /// `image.json`, calls nobody.
+    /// Creates a provider of the VMs of this cluster and node; an empty node stands for all nodes of the cluster. Reads
+    /// the image's `image.json`, makes no call.
     pub fn new(config: LibvirtConfig, cluster: &str, node: &str) -> LibvirtProvider {
         let link = Link::new(config.address.clone(), config.call_timeout);
         let guest_memory_mib = guest_memory::of(&config);
@@ -106,7 +106,8 @@ impl Provider for LibvirtProvider {
     }
 
     async fn preflight(&self) -> Result<Preflight, Error> {
-        // In a task of its own, as creates: what it tries is cleared away, and known to the next one.
+        // In a task of its own, like creates: a dropped preflight still clears its trials away, and the next one knows
+        // the result.
         let shared = Arc::clone(&self.shared);
         let work = tokio::spawn(async move { shared.preflight().await });
         work.await.unwrap_or_else(|error| Err(Error::transient(format!("preflight: {error}"))))
@@ -120,7 +121,7 @@ impl Provider for LibvirtProvider {
                 request.name
             )));
         }
-        // In a task of its own: a caller that drops us leaves a VM, not half of one.
+        // In a task of its own: a dropped create leaves a VM, not half of one.
         let (shared, request, key) = (Arc::clone(&self.shared), request.clone(), key.clone());
         let work = tokio::spawn(async move { shared.create(&request, &key).await });
         work.await.unwrap_or_else(|error| Err(Error::transient(format!("create: {error}"))))
@@ -169,16 +170,16 @@ impl Shared {
     }
 
     fn lives(&self) -> parking_lot::MutexGuard<'_, Lives> {
-        // Every step leaves it whole.
+        // Each critical section leaves the value consistent.
         self.lives.lock()
     }
 
-    /// It is about to be started, for the first time or again.
+    /// Records that the VM is about to be started, for the first time or again.
     fn starting(&self, domain: &Domain) {
         self.lives().leaving.remove(&domain.uuid);
     }
 
-    /// The VM runs; its end is news, unless it is ours.
+    /// Records that the VM runs, so that its end is reported unless the provider causes it.
     fn running(&self, domain: &Domain) {
         let mut lives = self.lives();
         if !lives.leaving.contains_key(&domain.uuid) {
@@ -186,29 +187,29 @@ impl Shared {
         }
     }
 
-    /// We end it; its end is no news.
+    /// Records that the provider ends the VM, so that its end is not reported.
     fn leaving(&self, domain: &Domain) {
         let mut lives = self.lives();
         lives.running.remove(&domain.uuid);
-        // What libvirtd says may come late: the start of a VM after we have asked for its end.
+        // Events may be late: libvirtd may report the start of a VM after its end was requested.
         lives.leaving.retain(|_, since| since.elapsed() < LATEST);
         lives.leaving.insert(domain.uuid, Instant::now());
     }
 }
 
-/// How late libvirtd may speak of a VM.
+/// Maximum delay of libvirtd's events about a VM.
 const LATEST: Duration = Duration::from_secs(600);
 
-/// What is known of VMs' lives, to tell an end that is news from one that is not.
+/// Recorded states of VMs, which separate an unexpected end from one that the provider caused.
 #[derive(Default)]
 struct Lives {
-    /// VMs that run, as far as we were told: who is not among them any more has ended.
+    /// VMs that run, as far as libvirtd has reported. A VM that leaves this set has ended.
     running: HashSet<Uuid>,
-    /// VMs that we have ended, and when.
+    /// VMs that the provider has ended, with the time.
     leaving: HashMap<Uuid, Instant>,
 }
 
-/// Everything that reads what libvirtd or a guest's host wrote, for fuzzing: it may say what it likes.
+/// Runs every parser of data from libvirtd or from a guest's host, for fuzzing: any input is possible.
 #[doc(hidden)]
 pub fn read_anything(input: &[u8]) {
     if let Some((prefix, body)) = input.split_first_chunk::<4>()
@@ -233,7 +234,7 @@ pub fn read_anything(input: &[u8]) {
     }
 }
 
-/// One VM's turn; the table forgets the VM with its last user.
+/// Turn of one call for a VM. The last user of a VM removes it from the table.
 struct Turn<'a> {
     shared: &'a Shared,
     uuid: Uuid,
@@ -244,7 +245,7 @@ impl Drop for Turn<'_> {
     fn drop(&mut self) {
         self.guard = None;
         let mut turns = self.shared.turns.lock();
-        // New users come only through the table, which we hold: 1 means the table's own.
+        // New users come only through the table, which is locked here: a count of 1 is the table's own.
         if turns.get(&self.uuid).is_some_and(|mutex| Arc::strong_count(mutex) == 1) {
             turns.remove(&self.uuid);
         }

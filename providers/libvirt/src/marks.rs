@@ -1,4 +1,4 @@
-//! What makes a domain ours: its name, its UUID, and an element in its metadata. Pure.
+//! Defines the marks of the provider's domains: name, UUID, and an element in the metadata. Pure.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -10,24 +10,24 @@ use sha2::{Digest, Sha256};
 use crate::rpc::xdr::Uuid;
 use crate::xml::escape;
 
-/// The namespace of our metadata.
+/// Namespace of the element.
 pub(crate) const URI: &str = "https://peerpod.io/xmlns/libvirt/1";
-/// Its prefix.
+/// Prefix of the namespace.
 pub(crate) const PREFIX: &str = "peerpod";
-/// What names of everything of ours in libvirt begin with.
+/// Prefix of all the provider's names in libvirt.
 const NAMES: &str = "peerpod-";
 
-/// Whose VMs are ours.
+/// Owner of VMs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Owner {
     /// The cluster.
     pub(crate) cluster: String,
-    /// The node; empty: all of the cluster's.
+    /// The node; empty: all nodes of the cluster.
     pub(crate) node: String,
 }
 
 impl Owner {
-    /// What the names of this owner's domains and volumes begin with.
+    /// Returns the prefix of the names of this owner's domains and volumes.
     pub(crate) fn prefix(&self) -> String {
         if self.node.is_empty() {
             return NAMES.to_owned();
@@ -36,41 +36,41 @@ impl Owner {
         format!("{NAMES}{}-", hex::encode(&hash[..4]))
     }
 
-    /// The name and UUID of the VM that is made with this key.
+    /// Returns the name and UUID of the VM that is made with this key.
     pub(crate) fn identity(&self, key: &IdempotencyKey) -> Identity {
         let hash = digest(&[&self.cluster, &self.node, key.as_str()]);
         let mut uuid: Uuid = [0; 16];
         uuid.copy_from_slice(&hash[..16]);
-        // Version 8 (our own), the usual variant.
+        // Version 8 (custom), the usual variant.
         uuid[6] = uuid[6] & 0x0f | 0x80;
         uuid[8] = uuid[8] & 0x3f | 0x80;
         Identity { name: format!("{}{}", self.prefix(), hex::encode(&hash[16..28])), uuid }
     }
 
-    /// Whether these marks are of ours.
+    /// Returns whether these marks are of this owner.
     pub(crate) fn owns(&self, marks: &Marks) -> bool {
         marks.cluster == self.cluster && (self.node.is_empty() || marks.node == self.node)
     }
 }
 
-/// A VM's names.
+/// Names of a VM.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Identity {
-    /// The domain's name, and what its volumes' begin with.
+    /// Name of the domain, and prefix of its volumes' names.
     pub(crate) name: String,
-    /// The domain's UUID: the instance id.
+    /// UUID of the domain, which is the instance id.
     pub(crate) uuid: Uuid,
 }
 
 impl Identity {
-    /// The MAC address of its NIC with this number: locally administered, the same for the same VM.
+    /// Returns the MAC address of the NIC with this number: locally administered, the same for the same VM.
     pub(crate) fn mac(&self, nic: u8) -> String {
         let hash = Sha256::digest([&self.uuid[..], &[nic]].concat());
         format!("52:{:02x}:{:02x}:{:02x}:{:02x}:{:02x}", hash[0], hash[1], hash[2], hash[3], hash[4])
     }
 }
 
-/// Lengths first, so that no two different lists give the same bytes.
+/// Hashes the parts, each after its length, so that no two different lists give the same bytes.
 fn digest(parts: &[&str]) -> [u8; 32] {
     let mut hash = Sha256::new();
     for part in parts {
@@ -80,13 +80,13 @@ fn digest(parts: &[&str]) -> [u8; 32] {
     hash.finalize().into()
 }
 
-/// A UUID as people and libvirt write it.
+/// Returns a UUID in libvirt's notation.
 pub(crate) fn words(uuid: &Uuid) -> String {
     let text = hex::encode(uuid);
     [&text[..8], &text[8..12], &text[12..16], &text[16..20], &text[20..]].join("-")
 }
 
-/// The UUID that an instance id is; `None`: it is none of ours.
+/// Parses an instance id into its UUID; `None`: not an id of this provider.
 pub(crate) fn uuid_of(id: &InstanceId) -> Option<Uuid> {
     let text = id.as_str();
     let well_formed = text.len() == 36
@@ -102,29 +102,29 @@ pub(crate) fn uuid_of(id: &InstanceId) -> Option<Uuid> {
     hex::decode_to_slice(digits, &mut uuid).ok().map(|()| uuid)
 }
 
-/// What is written into a domain's metadata. Nothing secret.
+/// Content of the element in a domain's metadata. Contains no secrets.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Marks {
     /// The cluster.
     pub(crate) cluster: String,
     /// The node.
     pub(crate) node: String,
-    /// The key that it was made with.
+    /// Idempotency key of the create.
     pub(crate) key: IdempotencyKey,
-    /// [`CreateRequest::digest`].
+    /// Digest of the request, [`CreateRequest::digest`].
     pub(crate) digest: String,
-    /// For people.
+    /// Name in the request, for display.
     pub(crate) name: String,
-    /// When, in seconds since 1970.
+    /// Time of the create, in seconds since 1970.
     pub(crate) created: u64,
-    /// It has been started: if it does not run it has ended.
+    /// Whether the VM has been started; if it then does not run, it has ended.
     pub(crate) started: bool,
-    /// For people and for cost reports.
+    /// Labels of the request, for display and for cost reports.
     pub(crate) labels: BTreeMap<String, String>,
 }
 
 impl Marks {
-    /// Of a VM that is about to be made.
+    /// Creates the marks of a VM that is about to be made.
     pub(crate) fn new(owner: &Owner, request: &CreateRequest, key: &IdempotencyKey) -> Marks {
         let created = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
         Marks {
@@ -139,12 +139,13 @@ impl Marks {
         }
     }
 
-    /// The element, for a domain's description.
+    /// Returns the element for a domain's description.
     pub(crate) fn xml(&self) -> String {
         self.element(&format!("{PREFIX}:"), &format!(" xmlns:{PREFIX}='{URI}'"))
     }
 
-    /// The element as libvirt wants it by itself: it puts our namespace on it, and refuses one that is there already.
+    /// Returns the element without a namespace, for libvirt's metadata call. libvirt adds the namespace, and refuses an
+    /// element that already has one.
     pub(crate) fn plain_xml(&self) -> String {
         self.element("", "")
     }
@@ -169,7 +170,7 @@ impl Marks {
         xml
     }
 
-    /// Reads the element as libvirt gives it back, which may have lost its prefix; `None`: it is none of ours.
+    /// Parses the element as libvirt returns it, possibly without its prefix; `None`: not an element of this provider.
     pub(crate) fn read(xml: &str) -> Option<Marks> {
         let document = roxmltree::Document::parse(xml).ok()?;
         let element = document.root_element();
@@ -189,7 +190,7 @@ impl Marks {
         })
     }
 
-    /// When it was made.
+    /// Returns the time of the create.
     pub(crate) fn created(&self) -> SystemTime {
         UNIX_EPOCH.checked_add(Duration::from_secs(self.created)).unwrap_or(UNIX_EPOCH)
     }
@@ -221,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn marks_survive_whatever_stands_in_them() {
+    fn marks_survive_any_text() {
         let request = CreateRequest {
             name: "a<b>'\"&amp;".into(),
             labels: [("k'".to_owned(), "</peerpod:vm>".to_owned())].into(),

@@ -1,16 +1,16 @@
-//! What the VM executes that shows whether KVM runs code: a disk's first sector, which counts in 64 bits, as a kernel's
-//! code does, and resets the machine. Firmware alone is no proof: there are hosts whose KVM emulates what runs in it, one
-//! instruction after the other. There firmware comes to its end, and no kernel ever does.
+//! Contains the code of the trial VM that shows whether KVM runs code: a disk's first sector, which counts in 64-bit
+//! mode, as a kernel does, and resets the machine. Firmware alone is no proof: on some hosts KVM emulates the
+//! firmware's code, one instruction after the other. There firmware comes to its end, and no kernel ever does.
 
-/// So many times it counts. QEMU's emulation needs half a second for it; a processor, which does about a round each cycle,
-/// should need a tenth.
+/// Number of rounds that the code counts. QEMU's emulation needs half a second for them. A processor does about one
+/// round per cycle, and should need a tenth of a second.
 const ROUNDS: u32 = 1 << 28;
-/// Of a sector.
+/// Size of a sector, in bytes.
 pub(crate) const BYTES: usize = 512;
-/// Of a disk that firmware takes for one.
+/// Size of a disk that firmware accepts, in bytes.
 pub(crate) const DISK: u64 = 1 << 20;
 
-/// The sector, which a PC's firmware loads to 0x7c00 and jumps to, in 16 bits.
+/// Returns the sector, which a PC's firmware loads to 0x7c00 and jumps to, in 16-bit mode.
 pub(crate) fn sector() -> [u8; BYTES] {
     let [r0, r1, r2, r3] = ROUNDS.to_le_bytes();
     #[rustfmt::skip]
@@ -41,7 +41,7 @@ pub(crate) fn sector() -> [u8; BYTES] {
     let mut sector = [0; BYTES];
     let code = code.concat();
     sector[..code.len()].copy_from_slice(&code);
-    // The table of segments (none, 64-bit code), and its size and place for lgdt.
+    // Segment table (none, 64-bit code), and its size and address for lgdt.
     sector[0x78..0x80].copy_from_slice(&0x0020_9a00_0000_0000_u64.to_le_bytes());
     sector[0x80..0x86].copy_from_slice(&[0x0f, 0x00, 0x70, 0x7c, 0x00, 0x00]);
     sector[510..].copy_from_slice(&[0x55, 0xaa]);

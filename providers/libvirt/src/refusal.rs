@@ -1,10 +1,10 @@
-//! What libvirt and QEMU say, sorted by what the caller should do, with what a person could do. Pure.
+//! Turns the errors of libvirt and QEMU into provider errors, each with the class for the caller and a remedy. Pure.
 
 use peerpod_provider_api::Error;
 
 use crate::rpc::{RpcError, code};
 
-/// Texts of QEMU and libvirt that mean more than their error number, and what helps. `*` stands for a name.
+/// Texts of QEMU and libvirt that are more precise than their error number, with the remedy. `*` stands for a name.
 const WORDS: &[(&str, Class, &str)] = &[
     (
         "Failed to get \"write\" lock",
@@ -51,10 +51,10 @@ const WORDS: &[(&str, Class, &str)] = &[
 ];
 
 const SLOW: &str = "is the host overloaded?";
-const KILLED: &str = "who ended QEMU? The kernel does when memory is short, see its log";
+const KILLED: &str = "QEMU was killed; the kernel does it when memory is short, see its log";
 
-/// How libvirt says that QEMU ended while it was started. What QEMU said follows: why it will not, which it will not the
-/// next time either. Nothing follows when it was killed.
+/// Texts of libvirt when QEMU ended during its start. QEMU's own message follows if QEMU refused to start, as it will
+/// the next time. No message follows if QEMU was killed.
 const ENDED: &[&str] = &["unexpectedly closed the monitor", "process exited while connecting to monitor"];
 
 enum Class {
@@ -65,7 +65,7 @@ enum Class {
     Never,
 }
 
-/// Makes the provider's error of libvirt's. `attempt` says what was attempted, on what.
+/// Converts an error of libvirt into a provider error. `attempt` names the operation and its object.
 pub(crate) fn refuse(attempt: &str, error: RpcError) -> Error {
     let text = format!("{attempt}: {error}");
     let failure = match error {
@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn each_has_its_class_and_says_what_helps() {
+    fn each_refusal_has_a_class_and_a_remedy() {
         for (code, said, expected, help) in [
             (1, "process exited: Failed to get \"write\" lock", "transient", "another VM has this disk"),
             (38, "cannot extend file: No space left on device", "quota", "make room"),
@@ -142,7 +142,7 @@ mod tests {
                 1,
                 "internal error: process exited while connecting to monitor: qemu-system-x86_64: terminating on signal 15",
                 "transient",
-                "who ended QEMU?",
+                "QEMU was killed",
             ),
             (
                 1,

@@ -1,4 +1,4 @@
-//! Taking a VM away: it is ended, its files and its address go, and last the domain by which all of that is found.
+//! Deletes VMs: ends the VM, removes its files and its address, and last the domain, by which all of them are found.
 
 use peerpod_provider_api::Error;
 
@@ -10,7 +10,7 @@ use crate::rpc::calls::{Domain, Named};
 use crate::rpc::xdr::Uuid;
 use crate::rpc::{Connection, RpcError, code};
 
-/// What virtlogd makes of a console that grows: it keeps so many older pieces.
+/// Number of older pieces that virtlogd keeps of a growing console.
 const OLDER: usize = 3;
 
 impl Shared {
@@ -20,7 +20,7 @@ impl Shared {
         self.remove(&libvirt, uuid).await
     }
 
-    /// Call with the VM's turn held.
+    /// Deletes a VM. The caller must hold the VM's turn.
     pub(crate) async fn remove(&self, libvirt: &Connection, uuid: &Uuid) -> Result<(), Error> {
         let attempt = format!("delete of VM {}", crate::marks::words(uuid));
         let fail = |error: RpcError| refuse(&attempt, error);
@@ -30,7 +30,7 @@ impl Shared {
             other => other.map_err(fail)?,
         };
         if !marks.is_some_and(|marks| self.owner.owns(&marks)) {
-            // Nobody's VM, as far as we are asked.
+            // The VM has another owner, so it does not exist for this provider.
             return Ok(());
         }
         self.leaving(&domain);
@@ -50,7 +50,7 @@ impl Shared {
 
     async fn end(&self, libvirt: &Connection, domain: &Domain) -> Result<(), RpcError> {
         match libvirt.destroy(domain).await {
-            // It does not run.
+            // The domain does not run.
             Err(error) if error.is_absent() || error.code() == Some(code::OPERATION_INVALID) => Ok(()),
             Err(error) => match libvirt.state(domain).await {
                 Ok(state) if state.is_off() => Ok(()),
@@ -60,7 +60,7 @@ impl Shared {
         }
     }
 
-    /// The pool; `None`: it is gone, and our files with it.
+    /// Returns the pool; `None`: the pool is gone, and the VM's files with it.
     async fn pool(&self, libvirt: &Connection) -> Result<Option<Named>, RpcError> {
         match libvirt.pool(&self.config.pool).await {
             Ok(pool) => Ok(Some(pool)),
@@ -80,15 +80,15 @@ impl Shared {
         Ok(())
     }
 
-    /// Removes files of ours whose domain is gone: what a crash of libvirtd's host or virtlogd left. Looks into the whole
-    /// pool, so only at start. Trials of KVM have a disk before their domain.
+    /// Removes files of this owner that have no domain: the remains of a crash of libvirtd's host or virtlogd. Scans
+    /// the whole pool, so it runs only at start. Spares young trials of KVM, which have a disk before their domain.
     pub(crate) async fn sweep(&self, libvirt: &Connection) -> Result<usize, RpcError> {
         let Some(pool) = self.pool(libvirt).await? else { return Ok(0) };
         if self.owner.node.is_empty() {
             return Ok(0);
         }
         libvirt.refresh(&pool).await?;
-        // In this order: a file that is seen has a domain from before it was made until after it is gone.
+        // The order matters: a file that is listed has a domain from before it was made until after it is gone.
         let volumes = libvirt.volumes(&pool).await?;
         let domains = libvirt.domains().await?;
         let prefix = self.owner.prefix();

@@ -1,13 +1,14 @@
-//! Addresses reserved for VMs. libvirt's DHCP server (dnsmasq) pings an address for 3 s before it offers it, unless the
-//! address is reserved for the MAC that asks.
+//! Reserves addresses for VMs. libvirt's DHCP server (dnsmasq) pings an address for 3 s before it offers it, unless the
+//! address is reserved for the MAC of the request.
 //!
-//! * A reservation is a DHCP host entry of the running network; the network's configuration stays as it is, and a network
-//!   that is started anew has none.
-//! * Its name is the VM's. It is made after the domain is defined and removed before the domain is undefined: a crash leaves
-//!   a reservation only beside a domain that is listed and deleted. [`Shared::sweep_reservations`] takes the rest.
-//! * libvirtd refuses an entry whose MAC, name or address another entry has, so two VMs never get one address, whichever
-//!   processes make them. It signals dnsmasq before it answers, and dnsmasq reads signals before packets: the reservation
-//!   is in force when the VM starts.
+//! * A reservation is a DHCP host entry of the running network. The network's configuration is not changed, so a
+//!   restarted network has no reservations.
+//! * The entry has the VM's name. It is made after the domain is defined and removed before the domain is undefined, so
+//!   a crash leaves a reservation only beside a domain that is listed and deleted. [`Shared::sweep_reservations`]
+//!   removes all others.
+//! * libvirtd refuses an entry with the MAC, name or address of another entry, so two VMs never get one address, even
+//!   from different processes. It signals dnsmasq before it answers, and dnsmasq reads signals before packets: the
+//!   reservation is in force when the VM starts.
 //! * No create fails for want of a reservation: DHCP takes 3 s longer then. The reason is logged once.
 
 use std::collections::HashSet;
@@ -23,10 +24,10 @@ use crate::rpc::calls::{Domain, HostChange, Lease, Named};
 use crate::rpc::{Connection, RpcError, code};
 use crate::xml::escape;
 
-/// So often another address is tried, when libvirtd refuses one that somebody else took meanwhile.
+/// Maximum number of addresses to try, when other processes take the chosen ones meanwhile.
 const TRIES: usize = 16;
 
-/// Why an address was not reserved.
+/// Reason why an address was not reserved.
 #[derive(Debug, thiserror::Error)]
 enum Unreserved {
     #[error(
@@ -40,7 +41,7 @@ enum Unreserved {
         "{0}; let our user change the network, or set <dnsmasq:option value='no-ping'/> in it (virsh net-edit)"
     )]
     Refused(RpcError),
-    /// Nothing was learnt of the network.
+    /// libvirtd gave no usable answer, so the state of the network is unknown.
     #[error("{0}")]
     Away(RpcError),
 }
@@ -64,8 +65,8 @@ impl Shared {
         }
     }
 
-    /// What is wrong with this network's DHCP, and what helps. Tried with an address that is given back at once, unless the
-    /// last VM's reservation worked.
+    /// Returns the fault of this network's DHCP, with its remedy. Unless the last VM's reservation worked, tries a
+    /// reservation and removes it at once.
     pub(crate) async fn dhcp_is_slow(&self, libvirt: &Connection, network: &str) -> Option<String> {
         if self.last_reservation().is_some_and(|last| last.is_ok()) {
             return None;
@@ -90,10 +91,10 @@ impl Shared {
         self.last_reservation.lock().clone()
     }
 
-    /// Keeps the outcome; the text of a failure that is news.
+    /// Stores the outcome; returns the text of a new failure.
     fn note(&self, network: &str, outcome: Result<(), Unreserved>) -> Option<String> {
         let outcome = match outcome {
-            // The create's own calls say so.
+            // The create's other calls report this error.
             Err(Unreserved::Away(_)) => return None,
             other => other.map_err(|why| {
                 format!("network {network}: DHCP takes 3 s longer for each VM, as no address can be reserved: {why}")
@@ -113,7 +114,7 @@ impl Shared {
     ) -> Result<(), Unreserved> {
         for _ in 0..TRIES {
             let Some((network, dhcp)) = inspect(libvirt, network).await? else { return Ok(()) };
-            // Another's entry for our MAC is as good.
+            // An existing entry for this MAC serves as well.
             if !dhcp.pings || dhcp.hosts.iter().any(|host| host.has_mac(mac)) {
                 return Ok(());
             }
@@ -122,7 +123,7 @@ impl Shared {
             let host =
                 Host { mac: Some(mac.to_owned()), name: Some(name.to_owned()), address: Some(address) };
             match libvirt.change_host(&network, HostChange::Add, dhcp.parent, &host.xml()).await {
-                // Somebody was faster; the next look shows which address is taken.
+                // Another process was faster; the next lookup shows the address that it took.
                 Err(error) if error.code() == Some(code::OPERATION_INVALID) && is_taken(&error) => {}
                 other => return Ok(other?),
             }
@@ -130,15 +131,15 @@ impl Shared {
         Err(Unreserved::Contended)
     }
 
-    /// Removes a VM's reservation. Call before the domain is undefined.
+    /// Removes a VM's reservation. Must be called before the domain is undefined.
     ///
     /// # Errors
-    /// libvirtd is away. What it refuses is logged, and left to [`Shared::sweep_reservations`].
+    /// When libvirtd is down. Its refusals are logged, and left to [`Shared::sweep_reservations`].
     pub(crate) async fn release(&self, libvirt: &Connection, domain: &Domain) -> Result<(), RpcError> {
         if !libvirt_is_real(self.link.driver()) {
             return Ok(());
         }
-        // Its own networks: the settings may name another one by now.
+        // The networks of the domain, because the settings may name another one by now.
         for network in networks(&libvirt.domain_xml(domain).await?) {
             match release_in(libvirt, &network, &domain.name).await {
                 Err(RpcError::Failed(why)) => {
@@ -151,14 +152,14 @@ impl Shared {
         Ok(())
     }
 
-    /// Removes entries of ours in our network whose domain is gone: how many. `domains` are listed after the entries were.
+    /// Removes entries of this owner in the configured network that have no domain; returns their number.
     pub(crate) async fn sweep_reservations(&self, libvirt: &Connection) -> Result<usize, RpcError> {
         let Plug::Network(network) = &self.config.network else { return Ok(0) };
         if !libvirt_is_real(self.link.driver()) {
             return Ok(0);
         }
         let Some((network, dhcp)) = inspect(libvirt, network).await? else { return Ok(0) };
-        // In this order: an entry that is seen has a domain from before it was made until after it is gone.
+        // The order matters: an entry that is listed has a domain from before it was made until after it is gone.
         let domains = libvirt.domains().await?;
         let prefix = self.owner.prefix();
         let mut removed = 0;
@@ -173,13 +174,13 @@ impl Shared {
     }
 }
 
-/// A network and its DHCP server; `None`: it is gone, not started, or hands out no addresses of IPv4.
+/// Returns a network and its DHCP server; `None`: the network is gone, not started, or hands out no IPv4 addresses.
 async fn inspect(libvirt: &Connection, network: &str) -> Result<Option<(Named, Dhcp)>, RpcError> {
     let network = match libvirt.network(network).await {
         Err(error) if error.code() == Some(code::NO_NETWORK) => return Ok(None),
         other => other?,
     };
-    // One that is not started shows its configuration, in which nothing is ours.
+    // A network that is not started shows its configuration, which contains no reservations.
     if !libvirt.network_is_active(&network).await? {
         return Ok(None);
     }
@@ -192,7 +193,7 @@ async fn release_in(libvirt: &Connection, network: &str, name: &str) -> Result<(
     let removed = libvirt.change_host(&network, HostChange::Delete, dhcp.parent, &host.xml()).await;
     match removed {
         Err(RpcError::Failed(why)) => {
-            // Removed by somebody else, or the network has ended.
+            // Another process removed the entry, or the network has ended.
             let left = inspect(libvirt, &network.name).await?;
             let is_left = left.is_some_and(|(_, dhcp)| dhcp.hosts.contains(host));
             if is_left { Err(RpcError::Failed(why)) } else { Ok(()) }
@@ -205,14 +206,14 @@ fn is_taken(error: &RpcError) -> bool {
     error.to_string().contains("existing dhcp host entry")
 }
 
-/// What serves IPv4 addresses on a network.
+/// DHCP server for IPv4 addresses of a network.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Dhcp {
-    /// Which of the network's `ip` elements it is.
+    /// Index of the network's `ip` element.
     parent: i32,
-    /// The network's own address.
+    /// Address of the network itself.
     own: Option<Ipv4Addr>,
-    /// First and last address.
+    /// First and last address of each range.
     ranges: Vec<(u32, u32)>,
     hosts: Vec<Host>,
     /// Whether an address is pinged before it is offered.
@@ -243,7 +244,7 @@ impl Host {
 }
 
 impl Dhcp {
-    /// By a network's description; `None`: libvirt hands out no addresses of IPv4 there.
+    /// Parses a network's description; `None`: libvirt hands out no IPv4 addresses there.
     fn read(xml: &str) -> Option<Dhcp> {
         let document = roxmltree::Document::parse(xml).ok()?;
         let root = document.root_element();
@@ -268,12 +269,12 @@ impl Dhcp {
         Some(Dhcp { parent, own: of(ip, "address"), ranges: ranges.collect(), hosts: hosts.collect(), pings })
     }
 
-    /// How many addresses there are.
+    /// Returns the number of addresses in all ranges.
     fn size(&self) -> u64 {
         self.ranges.iter().map(|(first, last)| u64::from(last - first) + 1).sum()
     }
 
-    /// The address with this number in all ranges.
+    /// Returns the address with this number, counted over all ranges.
     fn at(&self, number: u64) -> Option<Ipv4Addr> {
         let mut left = number;
         self.ranges.iter().find_map(|(first, last)| {
@@ -286,8 +287,8 @@ impl Dhcp {
         })
     }
 
-    /// An address that nobody has: the NIC's own lease, or one from a place in the range that the MAC decides, so that
-    /// those who choose at the same moment seldom choose the same. `None`: there is none.
+    /// Returns a free address: the NIC's own lease, or the first free one from a position in the range that the MAC
+    /// determines. Processes that choose at the same moment thus seldom choose the same address. `None`: none is free.
     fn choose(&self, leases: &[Lease], mac: &str) -> Option<Ipv4Addr> {
         let own = |lease: &&Lease| lease.mac.as_ref().is_some_and(|own| own.eq_ignore_ascii_case(mac));
         let of = |lease: &Lease| lease.address.parse::<Ipv4Addr>().ok();
@@ -305,13 +306,13 @@ impl Dhcp {
         }
         let (hash, size) = (Sha256::digest(mac.to_ascii_lowercase()), self.size());
         let from = hash.first_chunk().map(|bytes| u64::from_be_bytes(*bytes))?.checked_rem(size)?;
-        // One of so many is free, or none is.
+        // One of so many is free, or none is at all.
         let tries = size.min(taken.len() as u64 + 1);
         (0..tries).filter_map(|step| self.at((from + step) % size)).find(is_free)
     }
 }
 
-/// The libvirt networks that a domain is plugged into, by its description.
+/// Returns the libvirt networks that a domain is attached to, from its description.
 fn networks(xml: &str) -> Vec<String> {
     let Ok(document) = roxmltree::Document::parse(xml) else { return Vec::new() };
     let sources = document.descendants().filter(|node| {
@@ -354,7 +355,7 @@ mod tests {
     }
 
     #[test]
-    fn an_address_that_nobody_has_is_chosen_and_none_from_a_full_range() {
+    fn a_free_address_is_chosen_and_none_from_a_full_range() {
         let range = "<range start='10.0.0.1' end='10.0.0.3'/><range start='10.0.0.9' end='10.0.0.9'/>";
         let host = "<host mac='aa:00:00:00:00:01' ip='10.0.0.2'/>";
         let dhcp = Dhcp::read(&network(range, host, "")).unwrap();
@@ -363,13 +364,13 @@ mod tests {
         assert_eq!(dhcp.choose(&leases, MAC), Some([10, 0, 0, 3].into()));
         leases.push(lease("aa:00:00:00:00:04", "10.0.0.3"));
         assert_eq!(dhcp.choose(&leases, MAC), None);
-        // The lease of an earlier life of the VM.
+        // Lease from an earlier life of the VM.
         leases[2] = lease(&MAC.to_uppercase(), "10.0.0.3");
         assert_eq!(dhcp.choose(&leases, MAC), Some([10, 0, 0, 3].into()));
     }
 
     #[test]
-    fn vms_that_start_at_once_begin_to_look_at_different_addresses() {
+    fn concurrent_vms_start_their_search_at_different_addresses() {
         let range = "<range start='10.0.0.1' end='10.255.255.254'/>";
         let dhcp = Dhcp::read(&network(range, "", "")).unwrap();
         let macs = (0..100).map(|number| format!("52:00:00:00:00:{number:02x}"));
@@ -386,7 +387,7 @@ mod tests {
         for without in [bare, "<network/>", "<network"] {
             assert_eq!(Dhcp::read(without), None, "{without}");
         }
-        // Only for hosts that are named.
+        // DHCP for hosts with an entry only.
         assert_eq!(Dhcp::read(&network("", "", "")).unwrap().choose(&[], MAC), None);
         let backwards = "<range start='10.0.0.9' end='10.0.0.2'/>";
         assert_eq!(Dhcp::read(&network(backwards, "", "")).unwrap().size(), 0);

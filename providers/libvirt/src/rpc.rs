@@ -1,8 +1,8 @@
-//! libvirtd's own protocol: XDR messages over one stream, any number of calls under way, events in between.
+//! Implements libvirtd's own protocol: XDR messages over one stream, any number of calls in flight, events in between.
 //!
-//! Spoken here instead of through libvirt's C library: nothing to link or load, no thread that waits in C code, a
-//! deadline that truly ends a call, and a lost connection is seen at once. The numbers and the order of fields are
-//! those of libvirt's published `remote_protocol.x` and `virnetprotocol.x`, which never change, only grow.
+//! The provider does not use libvirt's C library, so there is no library to link or load, and no thread that waits in C
+//! code. A deadline really ends a call, and a lost connection is noticed at once. The numbers and the order of fields
+//! are those of libvirt's published `remote_protocol.x` and `virnetprotocol.x`, which never change, only grow.
 
 pub mod calls;
 pub mod connection;
@@ -15,28 +15,28 @@ use std::time::Duration;
 pub use connection::{Connection, Event};
 pub use link::Link;
 
-/// Why a call has no answer, or not a good one.
+/// Reason why a call failed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum RpcError {
-    /// libvirt says no.
+    /// libvirt returned an error.
     #[error("{} (libvirt error {})", .0.text, .0.code)]
     Failed(message::Failure),
-    /// There is no connection, or there is none any more.
+    /// There is no connection, or it was lost.
     #[error("{0}")]
     Lost(String),
-    /// We may not connect.
+    /// libvirtd does not permit the connection.
     #[error("{0}")]
     Refused(String),
     /// No answer in time.
     #[error("libvirtd gave no answer within {0:?}")]
     Late(Duration),
-    /// An answer that is none.
+    /// The answer cannot be parsed.
     #[error("libvirtd's answer cannot be read: {0}")]
     Garbled(#[from] xdr::Garbled),
 }
 
 impl RpcError {
-    /// libvirt's error number, if libvirt said no.
+    /// Returns libvirt's error number, if libvirt returned an error.
     pub fn code(&self) -> Option<i32> {
         match self {
             RpcError::Failed(failure) => Some(failure.code),
@@ -44,25 +44,25 @@ impl RpcError {
         }
     }
 
-    /// Whether libvirt says that what the call is about does not exist.
+    /// Returns whether libvirt's error is that the object of the call does not exist.
     pub fn is_absent(&self) -> bool {
         self.code().is_some_and(|code| [code::NO_DOMAIN, code::NO_STORAGE_VOL].contains(&code))
     }
 }
 
-/// libvirt's error numbers that we tell apart (`virErrorNumber`).
+/// libvirt's error numbers that the provider distinguishes (`virErrorNumber`).
 pub mod code {
     /// Something inside libvirt or QEMU failed.
     pub const INTERNAL_ERROR: i32 = 1;
     /// Out of memory.
     pub const NO_MEMORY: i32 = 2;
-    /// This driver does not have the call.
+    /// The driver does not have the call.
     pub const NO_SUPPORT: i32 = 3;
     /// An argument is wrong, or a flag is unknown.
     pub const INVALID_ARG: i32 = 8;
     /// The hypervisor refused.
     pub const OPERATION_FAILED: i32 = 9;
-    /// The XML makes no sense.
+    /// The XML is not valid.
     pub const XML_ERROR: i32 = 27;
     /// Not allowed on this connection.
     pub const OPERATION_DENIED: i32 = 29;
@@ -78,19 +78,19 @@ pub mod code {
     pub const NO_STORAGE_POOL: i32 = 49;
     /// There is no such volume.
     pub const NO_STORAGE_VOL: i32 = 50;
-    /// Not in this state of things.
+    /// Not possible in the current state.
     pub const OPERATION_INVALID: i32 = 55;
-    /// This hypervisor cannot do that.
+    /// The hypervisor does not support the configuration.
     pub const CONFIG_UNSUPPORTED: i32 = 67;
-    /// Something took too long.
+    /// An operation took too long.
     pub const OPERATION_TIMEOUT: i32 = 68;
-    /// Our metadata is not there.
+    /// The metadata element does not exist.
     pub const NO_DOMAIN_METADATA: i32 = 80;
-    /// Used by somebody else.
+    /// Another user holds the resource.
     pub const RESOURCE_BUSY: i32 = 87;
     /// A policy forbids it.
     pub const ACCESS_DENIED: i32 = 88;
-    /// There is such a volume already.
+    /// The volume already exists.
     pub const STORAGE_VOL_EXIST: i32 = 90;
     /// The device is not there.
     pub const DEVICE_MISSING: i32 = 99;

@@ -1,4 +1,4 @@
-//! Looking: what there is, where it is in its life, its addresses, its console, and whether all is fit for creates.
+//! Inspects VMs and the host: list, state, addresses, console, and the preflight checks for creates.
 
 use std::net::{IpAddr, UdpSocket};
 use std::time::Duration;
@@ -16,18 +16,18 @@ use crate::rpc::calls::{Domain, Source};
 use crate::rpc::{Connection, RpcError};
 use crate::store::Use;
 
-/// Pauses between two looks for an address grow from this to a second, as a share of the time waited so far: so much longer
-/// a start takes at the most, because nobody looked.
+/// Pauses between two lookups of an address grow from `FIRST_PAUSE` to `LONGEST_PAUSE`, as a share of the time waited
+/// so far. The pauses thus prolong a start by at most this share.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 const PAUSE_SHARE: u32 = 16;
-/// Where a network hands out both families, a VM's IPv4 address is waited for so long when the IPv6 one came first: dnsmasq
-/// looks for 3 s whether somebody has it before it offers one that is not reserved. The VM is to be known by it
-/// whichever was faster: less of each packet is the tunnel's then.
+/// Longest wait for a VM's IPv4 address after its IPv6 address, in a network that hands out both. Before dnsmasq offers
+/// an address that is not reserved, it checks for 3 s that the address is unused. The VM is known by its IPv4 address,
+/// even if the other one came first, because the tunnel then takes less of each packet.
 const OTHER_FAMILY: Duration = Duration::from_secs(5);
 
 impl Shared {
-    /// Our marks on a domain; `None`: it is none of ours.
+    /// Returns the marks on a domain; `None`: not a domain of this provider.
     pub(crate) async fn marks(
         &self,
         libvirt: &Connection,
@@ -50,7 +50,7 @@ impl Shared {
         let seen = tokio::try_join!(self.marks(libvirt, domain), libvirt.state(domain));
         let (marks, state) = match seen {
             Ok(seen) => seen,
-            // Gone since we looked.
+            // The domain is gone since it was listed.
             Err(error) if error.is_absent() => return Ok(None),
             Err(error) => return Err(error),
         };
@@ -71,7 +71,7 @@ impl Shared {
         }))
     }
 
-    /// A VM of ours that exists.
+    /// Returns an existing VM of this owner.
     pub(crate) async fn find(
         &self,
         libvirt: &Connection,
@@ -119,15 +119,15 @@ impl Shared {
         }
     }
 
-    /// The addresses of the first NIC that anybody has seen so far, IPv4 first.
+    /// Returns the addresses of the first NIC that are known so far, IPv4 first.
     async fn seen(&self, libvirt: &Connection, domain: &Domain) -> Result<Vec<IpAddr>, RpcError> {
         let source = match &self.config.network {
             Plug::Network(_) => Source::Lease,
-            // Somebody else's DHCP server: the host's neighbours are all there is to ask.
+            // The DHCP server is not libvirt's: only the host's neighbour table knows the addresses.
             Plug::Bridge(_) => Source::Arp,
         };
         let found = match libvirt.addresses(domain, source).await {
-            // It is just ending, or its NIC is not there yet: the next look tells.
+            // The VM is ending, or its NIC does not exist yet; the next lookup shows it.
             Err(RpcError::Failed(_)) => return Ok(Vec::new()),
             other => other?,
         };
@@ -144,7 +144,7 @@ impl Shared {
         Ok(addresses)
     }
 
-    /// Whether VMs get IPv4 addresses from libvirt; not, when that cannot be found out.
+    /// Returns whether VMs get IPv4 addresses from libvirt; `false` if this cannot be determined.
     async fn gives_ipv4(&self, libvirt: &Connection) -> bool {
         let Plug::Network(name) = &self.config.network else { return false };
         let Ok(network) = libvirt.network(name).await else { return false };
@@ -164,7 +164,7 @@ impl Shared {
         if length == 0 || !libvirt_is_real(self.link.driver()) {
             return Ok(Vec::new());
         }
-        // At most `limit`, which is a number of bytes in our memory.
+        // At most `limit`, which is a number of bytes in memory, so the cast is exact.
         libvirt.download(&volume, written - length, length as usize).await.map_err(fail)
     }
 
@@ -217,7 +217,7 @@ impl Shared {
         Ok(found)
     }
 
-    /// Checks a network; the addresses that this very host has on it.
+    /// Checks a network; returns the addresses that this host has on it.
     async fn network(
         &self,
         libvirt: &Connection,
@@ -240,8 +240,11 @@ impl Shared {
         let xml = libvirt.network_xml(&network).await.map_err(fail)?;
         let addresses = own_addresses(&xml);
         let words: Vec<String> = addresses.iter().map(ToString::to_string).collect();
-        let words =
-            if words.is_empty() { String::new() } else { format!(", we are {} there", words.join(" and ")) };
+        let words = if words.is_empty() {
+            String::new()
+        } else {
+            format!(", the host has {} there", words.join(" and "))
+        };
         found.facts.push(format!("network {name}{words}"));
         if self.config.creates && plug == &self.config.network {
             found.warnings.extend(self.dhcp_is_slow(libvirt, name).await);
@@ -272,7 +275,7 @@ impl Shared {
     }
 }
 
-/// An address by which a VM can be reached from its host.
+/// Returns whether a VM can be reached from its host by this address.
 fn is_useful(address: &IpAddr) -> bool {
     match address {
         IpAddr::V4(v4) => !v4.is_loopback() && !v4.is_link_local(),
@@ -280,7 +283,7 @@ fn is_useful(address: &IpAddr) -> bool {
     }
 }
 
-/// Whether a libvirt network hands out IPv4 addresses, by its description.
+/// Returns whether a libvirt network hands out IPv4 addresses, from its description.
 fn gives_ipv4(xml: &str) -> bool {
     let Ok(document) = roxmltree::Document::parse(xml) else { return false };
     let is_v4 = |node: &roxmltree::Node<'_, '_>| matches!(node.attribute("family"), None | Some("ipv4"));
@@ -288,7 +291,7 @@ fn gives_ipv4(xml: &str) -> bool {
     ips.any(|ip| ip.children().any(|node| node.has_tag_name("dhcp")))
 }
 
-/// Of a libvirt network's addresses, those that this host has: libvirtd may be elsewhere.
+/// Returns those addresses of a libvirt network that this host has; libvirtd may run on another host.
 fn own_addresses(xml: &str) -> Vec<IpAddr> {
     let Ok(document) = roxmltree::Document::parse(xml) else { return Vec::new() };
     let ips = document.root_element().children().filter(|node| node.has_tag_name("ip"));
@@ -301,7 +304,7 @@ mod tests {
     use super::gives_ipv4;
 
     #[test]
-    fn only_a_network_with_its_own_dhcp_of_ipv4_makes_anybody_wait() {
+    fn only_a_network_with_its_own_ipv4_dhcp_causes_a_wait() {
         let v4 = "<ip address='10.97.0.1' netmask='255.255.255.0'><dhcp><range start='10.97.0.2' end='10.97.0.9'/></dhcp></ip>";
         let v6 = "<ip family='ipv6' address='fd97::1' prefix='64'><dhcp><range start='fd97::2' end='fd97::9'/></dhcp></ip>";
         let bare = "<ip family='ipv4' address='10.97.0.1' prefix='24'/>";

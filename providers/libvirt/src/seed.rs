@@ -1,7 +1,7 @@
-//! The NoCloud disk: a FAT12 image labelled `CIDATA` with the files `user-data` and `meta-data`. Pure.
+//! Builds the NoCloud disk: a FAT12 image labelled `CIDATA` with the files `user-data` and `meta-data`. Pure.
 //!
-//! Two files of known size in a fresh image are a page; the crate that writes FAT (fatfs) has seen no release for years
-//! and brings dependencies in versions of its own.
+//! Two files of known size in a fresh image need little code. The crate that writes FAT (fatfs) has had no release for
+//! years and brings dependencies in versions of its own.
 
 const SECTOR: usize = 512;
 const CLUSTER: usize = 2048;
@@ -13,11 +13,11 @@ const FAT_SECTORS: usize = 12;
 const DATA: usize = (RESERVED + 2 * FAT_SECTORS) * SECTOR + ROOT_ENTRIES * 32;
 const END: u16 = 0xfff;
 
-/// The image; `None` where these files are too large for one (some 8 MB).
+/// Returns the image; `None` if these files are too large for one (some 8 MB).
 pub(crate) fn image(user_data: &[u8], meta_data: &[u8]) -> Option<Vec<u8>> {
     let files = [("user-data", *b"USER-D~1   ", user_data), ("meta-data", *b"META-D~1   ", meta_data)];
     let used: usize = files.iter().map(|(_, _, data)| data.len().div_ceil(CLUSTER)).sum();
-    // A little room to spare: some readers do not like a full one.
+    // Spare clusters: some readers do not accept a full disk.
     let clusters = used + 16;
     if clusters > CLUSTERS {
         return None;
@@ -72,7 +72,7 @@ fn boot_sector(image: &mut [u8]) {
     put(image, 510, &[0x55, 0xaa]);
 }
 
-/// Twelve bits each.
+/// Writes entries of twelve bits each.
 fn write_fat(image: &mut [u8], at: usize, fat: &[u16]) {
     for (pair, entries) in fat.chunks(2).enumerate() {
         let (one, other) = (entries[0], entries.get(1).copied().unwrap_or(0));
@@ -85,7 +85,7 @@ fn entry(name: [u8; 11], attributes: u8, cluster: u16, size: u32) -> [u8; 32] {
     let mut entry = [0; 32];
     put(&mut entry, 0, &name);
     entry[11] = attributes;
-    // A day that FAT knows: 1980-01-01.
+    // A valid date in FAT: 1980-01-01.
     put(&mut entry, 16, &0x21u16.to_le_bytes());
     put(&mut entry, 24, &0x21u16.to_le_bytes());
     put(&mut entry, 26, &cluster.to_le_bytes());
@@ -93,7 +93,7 @@ fn entry(name: [u8; 11], attributes: u8, cluster: u16, size: u32) -> [u8; 32] {
     entry
 }
 
-/// One entry is enough for up to 13 characters.
+/// Returns the directory entry of a long name. One entry has room for 13 characters: at most 12, and a terminator.
 fn long_name(name: &str, short: [u8; 11]) -> [u8; 32] {
     let sum = short.iter().fold(0u8, |sum, byte| sum.rotate_right(1).wrapping_add(*byte));
     let mut letters: Vec<u16> = name.encode_utf16().take(12).chain([0]).collect();
@@ -115,12 +115,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_too_large_is_no_image() {
+    fn too_much_data_gives_no_image() {
         assert!(image(&vec![0; 9 << 20], b"").is_none());
         assert!(image(b"", b"").is_some());
     }
 
-    /// Somebody else's reader is the judge.
+    /// Checks the image with the independent reader mtools.
     #[test]
     fn mtools_read_the_files_by_their_names_byte_for_byte() {
         let dir = std::env::temp_dir().join(format!("peerpod-seed-{}", std::process::id()));

@@ -1,7 +1,7 @@
-//! Base images: files of the node that VMs boot, uploaded into the pool once, by digest.
+//! Uploads base images, files of the node that VMs boot, into the pool: once, by digest.
 //!
-//! An image is two volumes: the bytes, named by their digest, and an empty one beside it that is made when the last byte
-//! has arrived. Bytes without their mark are an upload that somebody is at, or that somebody died over.
+//! An image is two volumes: the data, named by their digest, and an empty mark beside it that is made when the last
+//! byte has arrived. Data without a mark belong to an upload that is in progress or was interrupted.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -19,34 +19,36 @@ use crate::rpc::calls::Named;
 use crate::rpc::{Connection, code};
 use crate::xml;
 
-/// An upload of somebody else's that does not grow for so long is one that somebody died over. A host's disk may be busy
-/// for a good while; who waits for less deletes what is still being written.
+/// Time without growth after which an upload of another process counts as interrupted. A host's disk may be busy for a
+/// good while; a shorter time would delete data that are still being written.
 const STALLED: Duration = Duration::from_secs(60);
 const LOOK: Duration = Duration::from_millis(200);
-/// A qcow2 file begins so.
+/// Attempts, besides the last one, in which a refresh of the pool may hide a volume that was just made.
+const HIDDEN: u32 = 5;
+/// First bytes of a qcow2 file.
 const QCOW2: [u8; 4] = *b"QFI\xfb";
 
-/// A file of the node, known by its contents.
+/// File of the node, identified by its contents.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Known {
     pub(crate) sha256: String,
     pub(crate) bytes: u64,
     pub(crate) format: &'static str,
-    /// Of a disk: its size as a guest sees it.
+    /// Size of a disk as a guest sees it.
     pub(crate) disk_bytes: u64,
 }
 
-/// What the files were when we looked.
+/// Known image files, and their uploads.
 #[derive(Default)]
 pub(crate) struct Images {
     known: Mutex<HashMap<PathBuf, (Stamp, Known)>>,
-    /// One upload at a time.
+    /// Paths of images in the pool, by name. The lock allows one upload at a time.
     uploads: Mutex<HashMap<String, String>>,
 }
 
 type Stamp = (u64, Option<SystemTime>);
 
-/// What a file is for.
+/// Purpose of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Use {
     Kernel,
@@ -65,7 +67,7 @@ impl Use {
 }
 
 impl Images {
-    /// Reads the file once and remembers what it is, until it changes.
+    /// Reads the file once and caches its properties until it changes.
     pub(crate) async fn know(&self, file: &File, what: Use) -> Result<Known, Error> {
         let key = what.key();
         let bad =
@@ -88,15 +90,33 @@ impl Images {
         };
         match &file.sha256 {
             Some(wanted) if *wanted != now.sha256 => Err(bad(format!(
-                "its SHA-256 is {}, not {wanted} as provider.libvirt.{key}-sha256 says; it is another image, or damaged",
+                "its SHA-256 is {}, not {wanted} of provider.libvirt.{key}-sha256; it is another image, or \
+                 damaged",
                 now.sha256
             ))),
             _ => Ok(now),
         }
     }
 
-    /// The path of the image in the pool; uploads it where it is not there.
+    /// Returns the path of the image in the pool; uploads the image if it is missing.
     pub(crate) async fn place(
+        &self,
+        libvirt: &Connection,
+        pool: &Named,
+        file: &File,
+        what: Use,
+    ) -> Result<(String, Known), Error> {
+        for _ in 0..HIDDEN {
+            match self.try_place(libvirt, pool, file, what).await {
+                // Another node refreshed the pool: libvirtd does not know a new volume for a moment.
+                Err(Error::NotFound { .. }) => sleep(LOOK).await,
+                placed => return placed,
+            }
+        }
+        self.try_place(libvirt, pool, file, what).await
+    }
+
+    async fn try_place(
         &self,
         libvirt: &Connection,
         pool: &Named,
@@ -125,7 +145,7 @@ impl Images {
                     let grown = libvirt.volume_info(&volume).await.map_err(fail)?.allocation;
                     match seen {
                         Some((before, since)) if before == grown && since.elapsed() > STALLED => {
-                            tracing::warn!(name, "an upload that was never finished is begun anew");
+                            tracing::warn!(name, "an unfinished upload starts again");
                             libvirt.delete_volume(&volume).await.map_err(fail)?;
                         }
                         Some((before, _)) if before == grown => sleep(LOOK).await,
@@ -143,7 +163,7 @@ impl Images {
                             let data = data.map_err(|error| Error::invalid(format!("{attempt}: {error}")))?;
                             let sent = libvirt.upload(&volume, known.bytes, data).await;
                             if let Err(error) = sent {
-                                // It is not marked as whole; who comes next makes it anew.
+                                // The volume has no mark; the next create uploads it anew.
                                 drop(libvirt.delete_volume(&volume).await);
                                 return Err(fail(error));
                             }
@@ -155,7 +175,7 @@ impl Images {
                             tracing::info!(name, bytes = known.bytes, "image is in the pool");
                             break volume;
                         }
-                        // Somebody was quicker, or libvirtd has not looked into the folder for long.
+                        // Another process was faster, or libvirtd has not scanned the folder for long.
                         Err(error) if is_there(&error) => libvirt.refresh(pool).await.map_err(fail)?,
                         Err(error) => return Err(fail(error)),
                     }
@@ -167,13 +187,13 @@ impl Images {
         Ok((path, known))
     }
 
-    /// Looks in the pool again before the next use: libvirtd was away, and so may be its files.
+    /// Drops the known paths, so that the next use checks the pool: libvirtd was away, and its files may be gone.
     pub(crate) async fn forget(&self) {
         self.uploads.lock().await.clear();
     }
 }
 
-/// Whether a volume could not be made because there is one.
+/// Returns whether a volume could not be made because it exists.
 pub(crate) fn is_there(error: &crate::rpc::RpcError) -> bool {
     error.code() == Some(code::STORAGE_VOL_EXIST) || error.to_string().contains("File exists")
 }
@@ -190,7 +210,7 @@ async fn read(path: &Path, what: Use) -> Result<Known, String> {
         }
         hash.update(part);
         bytes += count as u64;
-        // Hashing is work; others on this thread get their turn.
+        // Hashing takes CPU time; other tasks on this thread get their turn.
         tokio::task::yield_now().await;
     }
     let format = if what == Use::Disk { disk_format(&head)? } else { "raw" };
@@ -198,13 +218,13 @@ async fn read(path: &Path, what: Use) -> Result<Known, String> {
         ("qcow2", Some(size)) => u64::from_be_bytes(size),
         _ => bytes,
     };
-    Ok(Known { sha256: hex::encode(&hash.finalize()), bytes, format, disk_bytes })
+    Ok(Known { sha256: hex::encode(hash.finalize()), bytes, format, disk_bytes })
 }
 
-/// Which of the two formats it is, said by its first bytes.
+/// Returns the format of a disk image, from its first bytes.
 fn disk_format(head: &[u8]) -> Result<&'static str, String> {
     if head.starts_with(&QCOW2) {
-        // A file that names another one would have QEMU open that: whatever it is.
+        // QEMU would open any file that the image names as its base.
         return match head.get(8..16) {
             Some(&[0, 0, 0, 0, 0, 0, 0, 0]) => Ok("qcow2"),
             _ => {

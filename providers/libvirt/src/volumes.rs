@@ -1,4 +1,4 @@
-//! Disks of a VM that runs: plugged in under their serial, and given back before anybody else may have them.
+//! Attaches disks to a running VM under their serial, and detaches them before another VM may have them.
 
 use std::time::Duration;
 
@@ -14,9 +14,9 @@ use crate::rpc::{Connection, Event, RpcError, code};
 use crate::xml::Disk;
 use crate::{LibvirtProvider, Shared, disks};
 
-/// How long a guest may take to let go of a disk.
+/// Longest time for a guest to release a disk.
 const GIVE_BACK: Duration = Duration::from_secs(30);
-/// Beside the event we look for ourselves now and then, and ask once more: a guest that is booting does not hear us.
+/// Interval of the checks beside the event. Each check repeats the request, because a guest that is booting ignores it.
 const LOOK: Duration = Duration::from_secs(2);
 
 #[async_trait]
@@ -67,8 +67,8 @@ impl Shared {
         Ok(identity)
     }
 
-    /// QEMU looks at a disk's size once. It is told of the new one, and that is never less than what the VM sees, or a file
-    /// of raw bytes has: it would be cut.
+    /// Tells QEMU the new size of a disk, because QEMU reads the size only once. The size is never less than the VM
+    /// sees, or than a raw file has: the file would be cut.
     async fn grown(
         &self,
         id: &InstanceId,
@@ -85,7 +85,7 @@ impl Shared {
         let Some(target) = there.target_of(&disk.serial) else { return Ok(()) };
         let size = self.size_of(&libvirt, &disk, bytes).await.map_err(fail)?;
         let (seen, kept_in) = match libvirt.disk_sizes(&domain, target).await {
-            // A driver that does not tell runs nothing that could see it.
+            // A driver without disk sizes runs no guest that could see them.
             Err(error) if error.code() == Some(code::NO_SUPPORT) => return Ok(()),
             sizes => sizes.map_err(fail)?,
         };
@@ -97,9 +97,9 @@ impl Shared {
         libvirt.resize_disk(&domain, target, size).await.map_err(fail)
     }
 
-    /// How large a disk is by now, where that can be seen; else what was asked for. A file of raw bytes is as large as it is
-    /// long, and made larger by whoever keeps it; qcow2 in use only QEMU makes larger; a network's server knows better than
-    /// we, and QEMU asks it.
+    /// Returns the current size of a disk where it can be determined, else the requested one. A raw file is as large as
+    /// it is long, and its owner makes it larger. Only QEMU makes a qcow2 file in use larger. The server of a network
+    /// disk knows its size, and QEMU asks the server.
     async fn size_of(&self, libvirt: &Connection, disk: &Disk, bytes: u64) -> Result<u64, RpcError> {
         match &disk.source {
             Source::Volume { pool, name } if disk.format == "raw" => {
@@ -109,7 +109,8 @@ impl Shared {
                     None => Ok(bytes),
                 }
             }
-            // libvirtd is reached by a socket: this is its host, unless we are in a container that has not its folders.
+            // libvirtd is reached by a socket, so this is its host, unless this process is in a container without its
+            // folders.
             Source::File(path) => {
                 let found = tokio::fs::metadata(path).await;
                 Ok(found.ok().filter(std::fs::Metadata::is_file).map_or(bytes, |found| found.len()))
@@ -130,7 +131,7 @@ impl Shared {
             let there = Disks::of(&libvirt, &domain).await.map_err(fail)?;
             let Some(found) = there.0.iter().find(|disk| disk.serial == serial) else { return Ok(()) };
             if libvirt.state(&domain).await.map_err(fail)?.is_off() {
-                // It has nothing any more; its definition goes with it.
+                // An ended VM has no disks; its definition is deleted with it.
                 return Ok(());
             }
             if Instant::now() > deadline {
@@ -140,7 +141,7 @@ impl Shared {
                 )));
             }
             match libvirt.detach(&domain, &found.xml).await {
-                // Asked before, and still under way.
+                // The detach was requested before, and is in progress.
                 Err(error)
                     if matches!(
                         error.code(),
@@ -151,13 +152,13 @@ impl Shared {
                 }
                 other => other.map_err(fail)?,
             }
-            // Whatever is heard, the next look tells.
+            // After any event, the next check shows the state.
             drop(timeout(LOOK, removed(&mut events, &domain, &found.alias)).await);
         }
     }
 }
 
-/// Waits until libvirtd says something of this device.
+/// Waits for an event of this device.
 async fn removed(events: &mut broadcast::Receiver<Event>, domain: &Domain, device: &str) {
     loop {
         match events.recv().await {
@@ -172,14 +173,14 @@ async fn removed(events: &mut broadcast::Receiver<Event>, domain: &Domain, devic
     }
 }
 
-/// The disks that a domain has now.
+/// Disks that a domain has now.
 struct Disks(Vec<Plugged>);
 
 struct Plugged {
     serial: String,
     target: String,
     alias: String,
-    /// The element as libvirt writes it.
+    /// Element as libvirt writes it.
     xml: String,
 }
 

@@ -1,4 +1,4 @@
-//! What we write for libvirt: domains, volumes, disks. Pure; nothing from outside gets in without being escaped.
+//! Writes the XML for libvirt: domains, volumes, disks. Pure; escapes all text from outside.
 
 use std::fmt::Write as _;
 
@@ -8,7 +8,7 @@ use crate::config::{Firmware, Plug};
 use crate::disks::{Place, Source};
 use crate::marks::Marks;
 
-/// Everything of one domain.
+/// Properties of one domain.
 pub(crate) struct Machine<'a> {
     pub(crate) name: &'a str,
     pub(crate) uuid: &'a str,
@@ -23,7 +23,7 @@ pub(crate) struct Machine<'a> {
     pub(crate) start: Start<'a>,
     /// Path of the file that fw_cfg shows.
     pub(crate) fw_cfg: Option<&'a str>,
-    /// Path of the file that the console goes to.
+    /// Path of the file that the console is written to.
     pub(crate) console: &'a str,
     pub(crate) disks: &'a [Disk],
     pub(crate) nics: &'a [(String, Plug)],
@@ -31,25 +31,25 @@ pub(crate) struct Machine<'a> {
     pub(crate) confidential: Option<Confidential>,
 }
 
-/// What it boots, as paths on libvirtd's host.
+/// Boot source, with paths on libvirtd's host.
 pub(crate) enum Start<'a> {
     Kernel { kernel: &'a str, initrd: Option<&'a str>, cmdline: &'a str },
     Disk { firmware: &'a Firmware },
     Nothing,
 }
 
-/// A disk as libvirt is told it.
+/// Disk as it is described to libvirt.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Disk {
     pub(crate) source: Source,
     pub(crate) format: &'static str,
     pub(crate) serial: String,
-    /// `vda`, …
+    /// Target device, like `vda`.
     pub(crate) target: String,
     pub(crate) read_only: bool,
 }
 
-/// As text or attribute.
+/// Escapes text for content and attributes.
 pub(crate) fn escape(text: &str) -> String {
     let mut escaped = String::with_capacity(text.len());
     for c in text.chars() {
@@ -59,7 +59,7 @@ pub(crate) fn escape(text: &str) -> String {
             '&' => escaped.push_str("&amp;"),
             '\'' => escaped.push_str("&apos;"),
             '"' => escaped.push_str("&quot;"),
-            // No XML can say these.
+            // XML cannot contain these characters.
             c if c.is_control() => escaped.push(' '),
             c => escaped.push(c),
         }
@@ -67,7 +67,7 @@ pub(crate) fn escape(text: &str) -> String {
     escaped
 }
 
-/// Appends lines; a `String` takes everything.
+/// Appends formatted text; writing to a `String` cannot fail.
 macro_rules! add {
     ($to:expr, $($arguments:tt)*) => { $to.write_fmt(format_args!($($arguments)*)).expect("a String takes everything") };
 }
@@ -97,7 +97,7 @@ impl Machine<'_> {
         if self.kind != "test" {
             xml.push_str("<features><acpi/><apic/></features>\n");
             add!(xml, "{}\n<clock offset='utc'/>\n", cpu(self.kind, self.arch));
-            // Memory of a pod has no business in a core file.
+            // The memory of a pod must not get into a core file.
             xml.push_str("<on_poweroff>destroy</on_poweroff><on_reboot>destroy</on_reboot><on_crash>destroy</on_crash>\n");
         }
         self.devices(&mut xml);
@@ -126,8 +126,9 @@ impl Machine<'_> {
             Start::Disk { firmware: Firmware::Loader(path) } => {
                 add!(xml, "<loader readonly='yes' type='pflash'>{}</loader>", escape(path));
             }
-            // libvirt takes the first firmware that fits, and that is often one with Microsoft's keys, which starts nothing
-            // that they have not signed: our image is not. A confidential VM's firmware follows from its technology.
+            // libvirt takes the first firmware that fits. That is often one with Microsoft's keys, which boots only
+            // code that Microsoft has signed, and the image is not signed. The firmware of a confidential VM follows
+            // from its technology.
             Start::Disk { firmware: Firmware::Efi } if self.confidential.is_none() => {
                 xml.push_str("<firmware><feature enabled='no' name='secure-boot'/></firmware>");
             }
@@ -144,10 +145,10 @@ impl Machine<'_> {
         if self.kind != "test" {
             xml.push_str("<controller type='usb' model='none'/>\n<memballoon model='none'/>\n");
             xml.push_str("<rng model='virtio'><backend model='random'>/dev/urandom</backend></rng>\n");
-            // Only machines with PCI Express need ports to plug into.
+            // Only machines with PCI Express need ports for hotplug.
             if self.machine.contains("q35") || self.machine.contains("virt") {
                 xml.push_str("<controller type='pci' index='0' model='pcie-root'/>\n");
-                // The devices that are there from the beginning sit in such ports, too: the RNG, NICs and disks.
+                // The initial devices need such ports, too: the RNG, NICs and disks.
                 let taken = 1 + self.nics.len() + self.disks.len();
                 for _ in 0..self.hotplug_ports as usize + taken {
                     xml.push_str("<controller type='pci' model='pcie-root-port'/>\n");
@@ -168,7 +169,7 @@ impl Machine<'_> {
                 Plug::Network(name) => ("network", name),
                 Plug::Bridge(name) => ("bridge", name),
             };
-            // Its boot ROM would only wait for a server that is not there.
+            // The boot ROM would only wait for a server that does not exist.
             add!(
                 xml,
                 "<interface type='{kind}'><source {kind}='{}'/><mac address='{mac}'/><model type='virtio'/>\
@@ -181,7 +182,7 @@ impl Machine<'_> {
 
     fn launch_security(&self, xml: &mut String) {
         match self.confidential {
-            // Policy bits: no debugging; SNP also: SMT allowed (bit 16), the reserved bit 17.
+            // Policy bits: no debugging; for SNP also SMT allowed (bit 16) and the reserved bit 17.
             Some(Confidential::Sev) => {
                 xml.push_str("<launchSecurity type='sev'><policy>0x0001</policy></launchSecurity>\n");
             }
@@ -196,7 +197,7 @@ impl Machine<'_> {
 }
 
 impl Disk {
-    /// The element, for a domain or to be plugged in.
+    /// Returns the element, for a domain or for hotplug.
     pub(crate) fn xml(&self, boots: bool) -> String {
         let mut xml = String::new();
         let (kind, source) = match &self.source {
@@ -230,8 +231,8 @@ impl Disk {
     }
 }
 
-/// All that the host's CPU can do, or all that QEMU can. Where it is emulated, but for `rep movsb` and `rep stosb` being fast,
-/// which then is not so: the kernel would clear and copy its pages byte by byte.
+/// Returns the CPU: all features of the host's CPU, or all that QEMU emulates. An emulated CPU does not declare
+/// `rep movsb` and `rep stosb` as fast. They are not, and the kernel would clear and copy its pages byte by byte.
 fn cpu(kind: &str, arch: &str) -> &'static str {
     match (kind, arch) {
         ("kvm", _) => "<cpu mode='host-passthrough'/>",
@@ -260,10 +261,10 @@ fn network(protocol: &str, name: &str, places: &[Place], user: &Option<(String, 
     xml
 }
 
-/// A volume of a pool of files, which nobody but its owner may read.
+/// Describes a volume in a pool of files, which only its owner may read.
 pub(crate) fn volume(name: &str, format: &str, bytes: u64, backing: Option<(&str, &str)>) -> String {
     let mut xml = format!("<volume><name>{}</name><capacity unit='bytes'>{bytes}</capacity>", escape(name));
-    // Room is taken as it is written.
+    // Space is allocated as it is written.
     xml.push_str("<allocation>0</allocation>");
     add!(xml, "<target><format type='{format}'/><permissions><mode>0600</mode></permissions></target>");
     if let Some((path, format)) = backing {
@@ -273,8 +274,8 @@ pub(crate) fn volume(name: &str, format: &str, bytes: u64, backing: Option<(&str
     xml
 }
 
-/// A domain that boots the disk `sector`, or finds nothing to boot, and resets, which ends it: it can only do so where guest code
-/// truly runs. With the CPU that VMs get, which may be more than the host can do.
+/// Describes a domain that boots the disk `sector`, or finds nothing to boot, and resets, which ends it. It can only do
+/// so where guest code really runs. It has the CPU that VMs get, which may be more than the host can do.
 pub(crate) fn probe(name: &str, kind: &str, arch: &str, machine: &str, sector: &str) -> String {
     format!(
         "<domain type='{kind}'><name>{}</name><memory unit='MiB'>32</memory><vcpu>1</vcpu>\

@@ -53,7 +53,7 @@ impl LocalConfig {
     pub fn read(reader: &mut Reader, state_dir: &Path) -> LocalConfig {
         let mut section = reader.section("provider.local");
         let helper = "the helper that makes one VM's namespaces; default: beside our own program";
-        let guest = "what runs as pid 1 of a VM; default: peerpod-guest beside our own program";
+        let guest = "program that runs as pid 1 of a VM; default: peerpod-guest beside our own program";
         let agent = "the kata-agent of a VM; default: peerpod-test-agent beside our own program";
         let helper_binary = section.optional("helper-binary", helper);
         let guest_binary = section.optional("guest-binary", guest);
@@ -63,7 +63,7 @@ impl LocalConfig {
         if network.bridge == second.bridge {
             section.mistake(
                 "second-bridge",
-                "the same as provider.local.bridge; a second NIC is on a network of its own",
+                "the same as provider.local.bridge; a second NIC needs its own network",
             );
         }
         let mtu: u32 = section.get("mtu", "1500", "the largest packet of the VMs' networks, in bytes");
@@ -71,11 +71,7 @@ impl LocalConfig {
             let (least, most) = (MTUS.start(), MTUS.end());
             section.mistake("mtu", format!("not an MTU that a cloud has; {least} to {most} would do"));
         }
-        let ipv4 = section.get(
-            "ipv4",
-            "true",
-            "give VMs IPv4 addresses; false: IPv6 is all there is between node and VMs",
-        );
+        let ipv4 = section.get("ipv4", "true", "give VMs IPv4 addresses; false: node and VMs use IPv6 alone");
         let boot_delay = section.get("boot-delay", "0ms", "pretend that a VM takes this long to boot");
         let max_batch = section.get("max-batch", "0", "most VMs by one call; 0: one by one");
         let volumes_dir = section.optional(
@@ -113,13 +109,13 @@ struct Keys {
 }
 
 const FIRST: Keys = Keys {
-    bridge: ("bridge", "pplocal0", "name of the bridge the VMs hang on"),
+    bridge: ("bridge", "pplocal0", "name of the VMs' bridge"),
     subnet4: ("subnet4", "10.99.0.0/16", "the VMs' IPv4 addresses"),
     subnet6: ("subnet6", "fd99::/64", "the VMs' IPv6 addresses"),
 };
 
 const SECOND: Keys = Keys {
-    bridge: ("second-bridge", "pplocal1", "name of the bridge that second NICs hang on"),
+    bridge: ("second-bridge", "pplocal1", "name of the second NICs' bridge"),
     subnet4: ("second-subnet4", "10.98.0.0/16", "the IPv4 addresses of second NICs"),
     subnet6: ("second-subnet6", "fd98::/64", "the IPv6 addresses of second NICs"),
 };

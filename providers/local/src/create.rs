@@ -161,7 +161,7 @@ impl Shared {
         };
         let (store, written, vm) = (self.store.clone(), record.clone(), id.clone());
         let begun =
-            blocking(move || store.begin(&vm, &written).map_err(|error| disk("write a VM down", &error)));
+            blocking(move || store.begin(&vm, &written).map_err(|error| disk("write a VM's record", &error)));
         if let Err(error) = begun.await {
             // Nothing was made; if the directory exists, `list_owned` shows the VM.
             self.network.lock().await.remove(&index);
@@ -251,7 +251,7 @@ impl Shared {
             )));
         }
         serde_json::from_str(&line).map_err(|error| {
-            Error::invalid(format!("create of VM {id}: {helper} answered nonsense: {error}"))
+            Error::invalid(format!("create of VM {id}: {helper} returned an unreadable answer: {error}"))
         })
     }
 
@@ -292,7 +292,7 @@ pub(crate) fn instance_id(key: &IdempotencyKey) -> Result<InstanceId, Error> {
     InstanceId::new(format!("local-{hash}")).map_err(|error| Error::invalid(error.to_string()))
 }
 
-/// Returns a free number from 2 (1 is the node) to below `mtu`. The search starts at a position derived from the key's
+/// Returns a free number from 2 (1 is the node) to below `room`. The search starts at a position derived from the key's
 /// hash, so that the next VM seldom gets the address of a deleted one.
 fn free_index(room: u32, hash: &[u8; 32], taken: impl Fn(u32) -> bool) -> Option<u32> {
     let usable = room.checked_sub(2).filter(|usable| *usable > 0)?;
@@ -345,14 +345,14 @@ mod tests {
     }
 
     #[test]
-    fn a_host_is_called_what_a_host_may_be_called() {
+    fn a_host_name_is_valid() {
         assert_eq!(hostname("Default/My_Pod."), "default-my-pod");
         assert_eq!(hostname("///"), "vm");
         assert_eq!(hostname(&"x".repeat(100)).len(), 63);
     }
 
     #[test]
-    fn ids_come_from_keys_and_are_ours() {
+    fn ids_come_from_keys_and_are_recognised() {
         let id = instance_id(&IdempotencyKey::derive("c", "s", 0)).unwrap();
         assert!(crate::store::is_ours(&id), "{id}");
         assert_eq!(id, instance_id(&IdempotencyKey::derive("c", "s", 0)).unwrap());

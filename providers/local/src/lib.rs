@@ -157,7 +157,7 @@ impl Provider for LocalProvider {
         let network =
             format!("bridge {bridge}, {words}, MTU {}, room for {} VMs", config.mtu, config.room() - 2);
         let guest = format!("guest program {}", config.guest_binary.display());
-        let warnings = vec!["VM sizes are not enforced: each VM sees the whole machine".to_owned()];
+        let warnings = vec!["VM sizes are not enforced: each VM can use the whole machine".to_owned()];
         Ok(Preflight { facts: vec![network, guest], warnings, node_addresses })
     }
 

@@ -108,14 +108,14 @@ mod tests {
     }
 
     #[test]
-    fn we_are_alive_and_a_later_process_of_our_number_is_not_us() {
+    fn a_reused_pid_is_not_our_process() {
         let us = ProcessId::current().unwrap();
         assert!(us.alive().unwrap());
         assert!(!ProcessId { started: us.started + 1, ..us }.alive().unwrap());
     }
 
     #[test]
-    fn killing_hits_only_the_process_that_is_meant() {
+    fn a_kill_hits_only_the_recorded_process() {
         let mut child = std::process::Command::new("/bin/sleep").arg("60").spawn().unwrap();
         let it = ProcessId::of(child.id()).unwrap().unwrap();
         ProcessId { started: it.started + 1, ..it }.kill().unwrap();

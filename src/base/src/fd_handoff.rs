@@ -113,7 +113,7 @@ pub enum Error {
     #[error("{0}")]
     Message(String),
     /// The other process runs as another user.
-    #[error("the process at the other end runs as user {uid}, not as {own}; nothing is handed to it")]
+    #[error("the peer process runs as user {uid}, not as {own}; no descriptor is passed to it")]
     Stranger {
         /// User of the other process.
         uid: u32,
@@ -121,7 +121,7 @@ pub enum Error {
         own: u32,
     },
     /// The relay refused.
-    #[error("peerpod-relay does not take the {kind} descriptors: {why}")]
+    #[error("peerpod-relay refuses the {kind} descriptors: {why}")]
     Refused {
         /// Kind of the descriptors.
         kind: String,
@@ -144,7 +144,7 @@ fn failed(attempt: &str) -> impl FnOnce(Errno) -> Error {
 /// Returns [`Error::Stranger`], or the error of the kernel.
 pub fn check_peer(socket: impl AsFd) -> Result<(), Error> {
     let peer = getsockopt(&socket, PeerCredentials).map_err(|why| Error::Io {
-        attempt: "read the credentials of the process at the other end".to_owned(),
+        attempt: "read the credentials of the peer process".to_owned(),
         why: why.into(),
     })?;
     let (uid, own) = (peer.uid(), rustix::process::geteuid().as_raw());
@@ -198,13 +198,14 @@ pub fn send(
     if bytes.len() > MAX_MESSAGE || descriptors.len() > MAX_DESCRIPTORS {
         let (size, count) = (bytes.len(), descriptors.len());
         return Err(Error::Message(format!(
-            "a message of {size} bytes and {count} descriptors; at most {MAX_MESSAGE} and {MAX_DESCRIPTORS} are taken"
+            "the message has {size} bytes and {count} descriptors; at most {MAX_MESSAGE} and \
+             {MAX_DESCRIPTORS} are allowed"
         )));
     }
     let mut room = [MaybeUninit::uninit(); ROOM];
     let mut control = SendAncillaryBuffer::new(&mut room);
     if !descriptors.is_empty() && !control.push(SendAncillaryMessage::ScmRights(descriptors)) {
-        return Err(Error::Message("the descriptors do not fit".to_owned()));
+        return Err(Error::Message("the descriptors do not fit in one message".to_owned()));
     }
     net::sendmsg(socket, &[IoSlice::new(&bytes)], &mut control, SendFlags::NOSIGNAL)
         .map(drop)
@@ -230,13 +231,13 @@ pub fn receive<T: for<'a> Deserialize<'a>>(socket: impl AsFd) -> Result<(T, Vec<
     }
     let bad = |why: &str| Err(Error::Message(why.to_owned()));
     if got.flags.contains(ReturnFlags::CTRUNC) {
-        return bad("more descriptors than a message may have, or than this process may open");
+        return bad("the message has more descriptors than allowed, or than this process may open");
     }
     if got.flags.contains(ReturnFlags::TRUNC) {
         return bad("the message is too long");
     }
     if got.bytes == 0 {
-        return bad("the other end closed the connection");
+        return bad("the peer closed the connection");
     }
     // The version is read first: the rest may have another format.
     #[derive(Deserialize)]
@@ -247,7 +248,7 @@ pub fn receive<T: for<'a> Deserialize<'a>>(socket: impl AsFd) -> Result<(T, Vec<
     let Versioned { version } = serde_json::from_slice(&bytes[..got.bytes]).map_err(unreadable)?;
     if version != VERSION {
         return Err(Error::Message(format!(
-            "the message has version {version}, this program knows {VERSION}; upgrade the older one"
+            "the message has version {version}, this program supports {VERSION}; upgrade the older program"
         )));
     }
     let message = serde_json::from_slice(&bytes[..got.bytes]).map_err(unreadable)?;

@@ -78,7 +78,7 @@ pub fn signals() -> std::io::Result<Shutdown> {
                 _ = interrupt.recv() => ("SIGINT", 2),
             };
             if told.is_triggered() {
-                tracing::warn!(signal = name, "ending at once");
+                tracing::warn!(signal = name, "second signal; ending at once");
                 std::process::exit(128 + number);
             }
             tracing::info!(signal = name, "shutting down");
@@ -114,7 +114,7 @@ pub struct StillBusy(pub BTreeMap<&'static str, usize>);
 
 impl fmt::Display for StillBusy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("still under way at the deadline:")?;
+        f.write_str("not finished at the deadline:")?;
         for (name, count) in &self.0 {
             write!(f, " {name} ({count})")?;
         }

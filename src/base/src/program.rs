@@ -63,7 +63,7 @@ mod tests {
     }
 
     #[test]
-    fn version_and_help_are_said_only_as_the_first_word() {
+    fn version_and_help_count_only_as_the_first_argument() {
         for word in ["--version", "-V"] {
             assert_eq!(answer(&[word]).as_deref(), Some("peerpod-x 1.2.3\n"));
         }

@@ -37,11 +37,19 @@ impl LogConfig {
     /// Reads the section `log`.
     pub fn read(reader: &mut Reader) -> LogConfig {
         LogConfig {
-            format: match reader.choice("log.format", "text", &["text", "json"], "how log lines look").as_str() {
+            format: match reader
+                .choice("log.format", "text", &["text", "json"], "format of log lines")
+                .as_str()
+            {
                 "json" => Format::Json,
                 _ => Format::Text,
             },
-            level: reader.get("log.level", "info", "what is logged: error, warn, info, debug or trace, also per module, like info,peerpod_link=debug"),
+            level: reader.get(
+                "log.level",
+                "info",
+                "level of the logged lines: error, warn, info, debug or trace, also per module, like \
+                 info,peerpod_link=debug",
+            ),
         }
     }
 }

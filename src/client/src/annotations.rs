@@ -71,7 +71,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn there_are_nine_keys_whatever_is_set() {
+    fn there_are_always_nine_keys() {
         let map = Annotations::new("default", "web").size("2.5", 512).image("ami-1").into_map();
         assert_eq!(map.len(), 9);
         assert_eq!(map["io.katacontainers.config.hypervisor.default_vcpus"], "2.5");

@@ -41,7 +41,7 @@ const SKEW: Duration = Duration::from_secs(3600);
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The stored state cannot be used.
-    #[error("what is kept of the CA cannot be used ({0}); delete the Secret, and a new CA is made")]
+    #[error("the stored CA cannot be used ({0}); delete the Secret, and a new CA is made")]
     Kept(String),
     /// The certificate library refused.
     #[error("{what}: {why}")]
@@ -119,7 +119,7 @@ impl State {
     pub fn read(bytes: &[u8]) -> Result<State, Error> {
         let kept = |why: &str| Error::Kept(why.to_owned());
         let state: State = serde_json::from_slice(bytes).map_err(|why| {
-            Error::Kept(format!("line {} column {}: no JSON of ours", why.line(), why.column()))
+            Error::Kept(format!("line {} column {}: no JSON of our form", why.line(), why.column()))
         })?;
         if state.version != VERSION {
             return Err(Error::Kept(format!("version {}, and this program knows {VERSION}", state.version)));
@@ -202,7 +202,7 @@ impl State {
     /// # Errors
     /// There is none because [`State::advance`] was not called, or its key is unusable.
     pub fn signer(&self, policy: &Policy, now: SystemTime) -> Result<Signer, Error> {
-        let none = || Error::Kept("no CA that still holds".to_owned());
+        let none = || Error::Kept("no CA that is still valid".to_owned());
         self.signs(policy, now).and_then(|index| self.cas.get(index)).ok_or_else(none)?.signer()
     }
 
@@ -247,8 +247,8 @@ impl Ca {
         let key = KeyPair::from_pkcs8_der_and_sign_algo(&der, &PKCS_ECDSA_P256_SHA256);
         let key = Key(key.map_err(|_| kept("a key is no P-256 key"))?);
         let fits = certificate.windows(65).any(|window| window == key.der_bytes());
-        let issuer =
-            Issuer::from_ca_cert_der(&certificate, key).map_err(|_| kept("a certificate is no CA's"))?;
+        let issuer = Issuer::from_ca_cert_der(&certificate, key)
+            .map_err(|_| kept("a certificate belongs to no CA"))?;
         if !fits {
             return Err(kept("a key does not belong to its certificate"));
         }

@@ -19,8 +19,9 @@ use peerpod_cluster::{
 };
 use peerpod_kube::crds;
 
-const ABOUT: &str = "the cluster's side of peer pods; roles, as the first argument: crds (print the custom resources' definitions), \
-                     webhook (answer admission reviews), controller (look after the cluster's VMs); ROLE --help shows a role's settings";
+const ABOUT: &str = "the cluster's side of peer pods; roles, as the first argument: crds (print the custom \
+     resources' definitions), webhook (answer admission reviews), controller (manage the cluster's VMs); \
+     ROLE --help shows a role's settings";
 
 const PROGRAM: Program =
     Program { name: "peerpod-cluster", version: env!("CARGO_PKG_VERSION"), about: ABOUT };
@@ -63,7 +64,7 @@ impl Role {
 const ROLES: [Role; 2] = [
     Role {
         name: "webhook",
-        about: "answers admission reviews: a pod that asks for a VM comes in, a patch goes out",
+        about: "answers admission reviews with a patch for each pod that asks for a VM",
         mine: &["webhook", "kubernetes", "log"],
         read: |reader| {
             let (config, log) = (WebhookConfig::read(reader), LogConfig::read(reader));
@@ -77,7 +78,8 @@ const ROLES: [Role; 2] = [
     },
     Role {
         name: "controller",
-        about: "looks after the cluster's VMs: deletes those of PeerPods that go, and those that nobody wants",
+        about: "manages the cluster's VMs: deletes the VMs of deleted PeerPods, and VMs that no PeerPod \
+             names",
         mine: &["controller", "kubernetes", "provider", "secrets", "log"],
         read: |reader| {
             let (settings, log) = (Settings::read(reader), LogConfig::read(reader));
@@ -110,7 +112,7 @@ fn main() -> ExitCode {
     }
     let Some(role) = ROLES.iter().find(|role| Some(role.name) == word) else {
         let said = word.map_or_else(|| "no role".to_owned(), |word| format!("{word:?} is no role"));
-        eprintln!("peerpod-cluster: {said}; say crds, webhook or controller, or --help");
+        eprintln!("peerpod-cluster: {said}; write crds, webhook or controller, or --help");
         return ExitCode::from(2);
     };
     if let Some(answer) = role.program().answer(words.iter().skip(1).cloned(), || settings(role)) {
@@ -166,7 +168,7 @@ fn run(
 ) -> anyhow::Result<()> {
     telemetry::init(log)?;
     if let Err(error) = program::own_rights_and_limits() {
-        tracing::warn!(%error, "the limit of open files stays as it is");
+        tracing::warn!(%error, "cannot raise the limit of open files");
     }
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let ended = runtime.block_on(async { role(lifecycle::signals()?).await });

@@ -96,7 +96,7 @@ pub async fn accept<A: Answer>(
         match listener.accept().await {
             Ok((stream, address)) => {
                 let Some(counted) = callers.enter(address.ip(), role.connections_per_address()) else {
-                    debug!(%address, "connection closed: its address has as many as it may have");
+                    debug!(%address, "connection closed: its address reached its limit");
                     continue;
                 };
                 let tls = TlsAcceptor::from(tls.borrow().clone());
@@ -170,7 +170,7 @@ async fn connection<A: Answer>(
         Ok(stream) => stream,
         Err(why) => {
             role.handshake_failed();
-            debug!(error = %why, %address, "handshake came to nothing");
+            debug!(error = %why, %address, "handshake failed");
             return;
         }
     };
@@ -201,7 +201,7 @@ async fn connection<A: Answer>(
         biased;
         ended = served.as_mut() => ended,
         () = first => {
-            debug!(%address, "connection closed: it asked nothing in time");
+            debug!(%address, "connection closed: no request came in time");
             return;
         }
         () = async { tokio::select! { () = busy.draining() => {}, () = old => {} } } => {
@@ -261,7 +261,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_address_has_so_many_connections_and_leaves_the_rest_to_others() {
+    fn connections_per_address_are_limited() {
         let callers = Callers::default();
         let (first, second): (IpAddr, IpAddr) = ("10.0.0.7".parse().unwrap(), "fd00::7".parse().unwrap());
         let mut held: Vec<Counted> =

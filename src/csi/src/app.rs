@@ -55,7 +55,7 @@ pub async fn run(
         "CSI calls are answered"
     );
     shutdown.wait().await;
-    ready.not_ready("shutdown", "told to stop");
+    ready.not_ready("shutdown", "stopping");
     accepting.abort();
     if let Err(busy) = drain.drain(DRAIN).await {
         warn!(%busy, "calls cut off");

@@ -223,7 +223,7 @@ impl NodeCluster {
             found.spec.pod_uid.as_deref() == Some(&pod.uid) && found.spec.volume_id == wanted.spec.volume_id;
         if !ours {
             let name = wanted.metadata.name.unwrap_or_default();
-            let text = format!("PeerpodVolume {}/{name} is another pod's or volume's", pod.namespace);
+            let text = format!("PeerpodVolume {}/{name} belongs to another pod or volume", pod.namespace);
             return Err(Status::new(Code::AlreadyExists, text));
         }
         if found.meta().deletion_timestamp.is_some() || objects::holds(&found, RELEASED) {
@@ -265,7 +265,7 @@ impl NodeCluster {
             Status::new(
                 Code::FailedPrecondition,
                 format!(
-                    "{} attached volume {} and does not say how it is recognised (keys {keys:?})",
+                    "{} attached volume {} and named no identity of its disk (keys {keys:?})",
                     publication.driver, publication.name
                 ),
             )

@@ -77,7 +77,7 @@ impl CsiConfig {
     fn read(reader: &mut Reader) -> CsiConfig {
         let run_dir: PathBuf = reader.get("paths.run-dir", "/run/peerpod", "folder of the sockets");
         let state_dir: PathBuf =
-            reader.get("paths.state-dir", "/var/lib/peerpod", "folder of what survives a restart");
+            reader.get("paths.state-dir", "/var/lib/peerpod", "folder of the state that survives a restart");
         let volumes_dir: Option<PathBuf> = reader.optional(
             "csi.volumes-dir",
             "folder in which pods' volumes are handed to peerpod-node; volumes in paths.state-dir when not set",
@@ -136,7 +136,8 @@ impl CsiConfig {
 fn namespace(reader: &mut Reader, file: &Path) -> String {
     let said: Option<String> = reader.optional(
         "csi.namespace",
-        "namespace of the Leases that say which pod has a disk; the service account's when not set, or else peerpod-system",
+        "namespace of the Leases that name the pod of each disk; the service account's namespace when not \
+         set, or else peerpod-system",
     );
     let own = || std::fs::read_to_string(file).ok().map(|text| text.trim().to_owned());
     said.or_else(own).filter(|name| !name.is_empty()).unwrap_or_else(|| NAMESPACE.to_owned())
@@ -156,7 +157,8 @@ fn attacher(reader: &mut Reader) -> Attacher {
         "csi.attach",
         "provider",
         &["provider", "driver"],
-        "who attaches disks to VMs: provider (the cloud's own call by peerpod-node) or driver (its ControllerPublishVolume)",
+        "method of attaching disks to VMs: provider (the cloud's own call by peerpod-node) or driver (its \
+         ControllerPublishVolume)",
     );
     if word == "driver" { Attacher::Driver } else { Attacher::Provider }
 }
@@ -165,7 +167,8 @@ fn node_id(reader: &mut Reader) -> String {
     let template: String = reader.get(
         "csi.node-id",
         "{vm}",
-        "how the driver names a VM as a node: {vm} the provider's id, {name} what follows its last slash, {node} the node",
+        "how the driver names a VM as a node: {vm} the provider's id, {name} the part after its last slash, \
+         {node} the node",
     );
     if !["{vm}", "{name}"].iter().any(|part| template.contains(part)) {
         reader.mistake("csi.node-id", "names every VM the same; use {vm} or {name} in it");
@@ -203,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn leases_are_in_the_drivers_own_namespace_unless_another_is_said() {
+    fn leases_are_in_the_drivers_namespace_by_default() {
         let file = std::env::temp_dir().join(format!("peerpod-csi-namespace-{}", std::process::id()));
         let read = |flags: &[&str]| {
             let words = flags.iter().map(|flag| (*flag).to_owned());

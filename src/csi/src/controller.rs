@@ -53,7 +53,7 @@ impl Controller {
         match &lookup {
             None if config.attach == Attacher::Driver => {
                 anyhow::bail!(
-                    "csi.attach: driver needs a cluster, whose PeerpodVolumes say which VM a disk goes to"
+                    "csi.attach: driver needs a cluster, whose PeerpodVolumes name the VM of a disk"
                 );
             }
             None if !config.runtime_classes.is_empty() => {

@@ -14,7 +14,7 @@ use crate::body::Body;
 
 /// gRPC's status codes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[expect(missing_docs, reason = "gRPC's own words, which its specification explains")]
+#[expect(missing_docs, reason = "gRPC's own names, which its specification explains")]
 #[repr(u8)]
 pub enum Code {
     Cancelled = 1,
@@ -142,7 +142,7 @@ pub fn unframe(mut body: Bytes) -> Result<Bytes, Status> {
     }
     let length = u32::from_be_bytes([header[1], header[2], header[3], header[4]]);
     if usize::try_from(length).ok() != Some(body.len()) {
-        return Err(broken("its length is not what its header says"));
+        return Err(broken("its length differs from its header"));
     }
     Ok(body)
 }

@@ -24,9 +24,9 @@ use peerpod_csi::{
 const PROGRAM: Program = Program {
     name: "peerpod-csi",
     version: env!("CARGO_PKG_VERSION"),
-    about: "stands before a CSI driver, so that peer pods' volumes go to their VMs; roles, as the first argument: \
-            controller (before the sidecars of the driver's controller), node (before its node plugin), schema (print the \
-            JSON Schema of a volume's descriptor)",
+    about: "proxies a CSI driver, so that peer pods' volumes go to their VMs; roles, as the first argument: \
+         controller (before the sidecars of the driver's controller), node (before its node plugin), schema \
+         (print the JSON Schema of a volume's descriptor)",
 };
 
 fn main() -> ExitCode {
@@ -52,7 +52,7 @@ fn main() -> ExitCode {
         }
         other => {
             let said = other.map_or_else(|| "no role".to_owned(), |role| format!("{role:?} is no role"));
-            eprintln!("peerpod-csi: {said}; say controller, node or schema, or --help");
+            eprintln!("peerpod-csi: {said}; write controller, node or schema, or --help");
             return ExitCode::from(2);
         }
     };
@@ -78,7 +78,7 @@ fn settings() -> Vec<Setting> {
 fn serve(role: &str, config: &CsiConfig, log: &LogConfig) -> anyhow::Result<()> {
     telemetry::init(log)?;
     if let Err(error) = program::own_rights_and_limits() {
-        tracing::warn!(%error, "the limit of open files stays as it is");
+        tracing::warn!(%error, "cannot raise the limit of open files");
     }
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let ended = runtime.block_on(async {

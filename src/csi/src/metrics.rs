@@ -57,7 +57,7 @@ impl Metrics {
         };
         registry.register(
             "peerpod_csi_calls",
-            "CSI calls; refused: the code where it was ours, not the driver's",
+            "CSI calls; refused: the code, where peerpod-csi refused and not the driver",
             metrics.calls.clone(),
         );
         registry.register("peerpod_csi_call_seconds", "To the headers of the answer", metrics.took.clone());

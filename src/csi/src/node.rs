@@ -95,7 +95,7 @@ impl Node {
         };
         if cluster.is_none() && config.attach == Attacher::Driver {
             anyhow::bail!(
-                "csi.attach: driver needs a cluster, through which the controller's role is told of VMs"
+                "csi.attach: driver needs a cluster, through which the controller's role learns of VMs"
             );
         }
         if cluster.is_none() && !config.runtime_classes.is_empty() {
@@ -198,7 +198,7 @@ impl Node {
         let turn = self.0.turns.turn(volume.as_str()).await;
         let Some(publication) = self.at(volume.clone(), request.target_path.into()).await? else {
             // An earlier process that was killed may have left its folder.
-            self.on_disk("tidy up", move |inner| inner.files.tidy(&volume)).await?;
+            self.on_disk("remove old files", move |inner| inner.files.tidy(&volume)).await?;
             drop(turn);
             return call.pass(None).await;
         };
@@ -261,7 +261,7 @@ impl Node {
     }
 
     async fn at(&self, volume: VolumeId, target: PathBuf) -> Result<Option<Publication>, Status> {
-        self.on_disk("read what is published", move |inner| inner.files.get(&volume, &target)).await
+        self.on_disk("read the publications", move |inner| inner.files.get(&volume, &target)).await
     }
 
     async fn is_staged(&self, handle: &str, path: &str) -> Result<bool, Status> {

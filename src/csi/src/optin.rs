@@ -42,7 +42,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_yes_and_no_are_understood() {
+    fn only_true_and_false_are_accepted() {
         let of = |value: &str| said(&HashMap::from([(KEY.to_owned(), value.to_owned())]));
         for (value, meant) in [("true", Said::Yes), ("1", Said::Yes), ("false", Said::No), ("0", Said::No)] {
             assert_eq!(of(value).unwrap(), meant);

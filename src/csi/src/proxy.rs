@@ -157,5 +157,5 @@ fn complete(head: &mut request::Parts) -> Result<(), Status> {
 }
 
 fn late() -> Status {
-    Status::new(Code::DeadlineExceeded, "the CSI driver did not answer in time; its log may say why")
+    Status::new(Code::DeadlineExceeded, "the CSI driver did not answer in time; its log may name the cause")
 }

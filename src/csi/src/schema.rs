@@ -14,7 +14,7 @@ pub fn guest_volume() -> String {
 #[cfg(test)]
 mod tests {
     #[test]
-    fn the_published_one_is_this_one() {
+    fn the_published_schema_is_up_to_date() {
         let published = include_str!("../../../deploy/schemas/guest-volume.json");
         assert_eq!(
             published,

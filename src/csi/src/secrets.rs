@@ -78,7 +78,7 @@ impl Given {
         let need = |keys: &'static [&'static str]| {
             find(keys).ok_or_else(|| {
                 format!(
-                    "{}: there is no {:?} in what kubelet gave of it; put it there, and name the secret as \
+                    "{}: kubelet gave no {:?} of it; put it there, and name the secret as \
                      nodeStageSecretRef or nodePublishSecretRef of the PersistentVolume",
                     named(secret),
                     keys.first().copied().unwrap_or_default()
@@ -125,8 +125,10 @@ impl Given {
         let read = Some(&bytes).filter(|bytes| bytes.len() <= MAX_FILE);
         let read = read.and_then(|bytes| serde_json::from_slice(bytes).ok());
         let unusable = || {
-            let text =
-                format!("{}: it is not what this program writes; stage the volume again", path.display());
+            let text = format!(
+                "{}: it has another form than this program writes; stage the volume again",
+                path.display()
+            );
             io::Error::new(io::ErrorKind::InvalidData, text)
         };
         read.map(Some).ok_or_else(unusable)
@@ -172,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_share_needs_is_taken_and_nothing_else() {
+    fn only_the_needed_attributes_of_a_share_are_taken() {
         assert!(given(&[]).is_none());
         let mut secrets = HashMap::from([("password".to_owned(), "p".to_owned())]);
         assert!(Given::take(&mut secrets, drivers::login("disk.example")).is_none() && secrets.is_empty());
@@ -197,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_missing_or_unusable_is_named_without_its_value() {
+    fn missing_and_unusable_keys_are_named_without_values() {
         let long = "hidden".repeat(50);
         for (pairs, key) in [
             (&[("username", "joe")][..], "\"password\""),

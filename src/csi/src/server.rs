@@ -40,7 +40,8 @@ const PONG_WITHIN: Duration = Duration::from_secs(20);
 
 /// The socket cannot be bound.
 #[derive(Debug, thiserror::Error)]
-#[error("listen for CSI calls on {path}: {why}; choose another csi.endpoint or see who made it", path = path.display())]
+#[error("listen for CSI calls on {path}: {why}; choose another csi.endpoint or find the program that made \
+     it", path = path.display())]
 pub struct Error {
     path: PathBuf,
     why: io::Error,

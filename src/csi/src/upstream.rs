@@ -131,7 +131,7 @@ impl Upstream {
         }
         let stream = timeout(CONNECT_WITHIN, UnixStream::connect(&self.path))
             .await
-            .map_err(|_| self.away("connect", "nobody accepts"))?
+            .map_err(|_| self.away("connect", "no process accepts connections"))?
             .map_err(|why| self.away("connect", why))?;
         let (sender, connection) = http2::Builder::new(TokioExecutor::new())
             .timer(TokioTimer::new())

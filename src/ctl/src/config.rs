@@ -25,11 +25,11 @@ pub(crate) const OTHERS: [&str; 4] = ["controller", "csi", "volumes", "webhook"]
 /// Usage of `peerpod config`.
 pub(crate) const USAGE: &str =
     "usage: peerpod config check|print|schema [--config FILE] [--section.key VALUE]...
-  check   tells every mistake, with its place; exit code 1 if there is one
+  check   lists every mistake with its place; exit code 1 if there is one
   print   prints the effective settings as a file, each with its origin; secrets are not shown
   schema  prints the JSON Schema of the file
        peerpod config convert-caa [--out FILE] MANIFEST...
-          prints our file from the ConfigMap and secret of a cloud-api-adaptor";
+          converts the ConfigMap and secret of a cloud-api-adaptor to a Peerpod configuration";
 
 /// Runs a subcommand of `peerpod config`, with the environment as the daemons read it. Mistakes go to stderr and end in
 /// exit code 1.
@@ -49,7 +49,7 @@ pub(crate) fn run(args: &[String]) -> anyhow::Result<ExitCode> {
         "print" => read(sources).map(|settings| print(&settings)),
         "schema" => Ok(format!("{:#}\n", schema(&every_setting()?))),
         "help" | "--help" | "-h" => Ok(format!("{USAGE}\n")),
-        other => bail!("`{other}` is no subcommand of `peerpod config`\n{USAGE}"),
+        other => bail!("`{other}` is not a subcommand of `peerpod config`\n{USAGE}"),
     };
     match answer {
         Ok(text) => {
@@ -127,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn mistakes_in_any_section_are_told_together() {
+    fn mistakes_in_any_section_are_reported_together() {
         let flags = [
             ("log.level", "loud"),
             ("node.ticket-ttl", "5"),
@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_printed_has_every_section() {
+    fn printed_settings_have_every_section() {
         let text = print(&read(sources(&[("node.lease", "20m")])).unwrap());
         for section in SECTIONS {
             assert!(text.lines().any(|line| line == format!("{section}:")), "{section} in {text}");
@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn words_that_are_none_get_the_usage() {
+    fn unknown_arguments_get_the_usage() {
         for words in [&[][..], &["chekc".to_owned()]] {
             assert!(run(words).unwrap_err().to_string().contains("usage: peerpod config"));
         }

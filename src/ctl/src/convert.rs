@@ -17,8 +17,8 @@ use serde_json::Value as Json;
 
 /// Usage of `peerpod config convert-caa`.
 pub(crate) const USAGE: &str = "usage: peerpod config convert-caa [--out FILE] MANIFEST...
-  reads ConfigMaps and secrets of a cloud-api-adaptor (`kubectl get cm,secret -o yaml` will do), prints our
-  configuration, or writes it to FILE, which only its owner may read; tells what could not be carried on stderr";
+  reads ConfigMaps and secrets of a cloud-api-adaptor (as `kubectl get cm,secret -o yaml` prints them) and prints a
+  Peerpod configuration, or writes it to FILE, readable by its owner only; lists unconverted variables on stderr";
 
 /// Largest accepted manifest, in bytes.
 const MAX_MANIFEST: u64 = 4 << 20;
@@ -56,7 +56,7 @@ pub(crate) fn run(args: &[String]) -> anyhow::Result<()> {
         Some(path) => write(path, &yaml)?,
     }
     if !lost.is_empty() {
-        eprintln!("not carried, or not as it was:");
+        eprintln!("not converted, or changed:");
         lost.iter().for_each(|(name, why)| eprintln!("  {name}: {why}"));
     }
     Ok(())
@@ -111,7 +111,7 @@ fn take(document: &Json, found: &mut BTreeMap<String, String>) -> anyhow::Result
                 Json::Null => Some(String::new()),
                 _ => None,
             };
-            text.map(|text| (name.clone(), text)).with_context(|| format!("{part}.{name} is no text"))
+            text.map(|text| (name.clone(), text)).with_context(|| format!("{part}.{name} is not text"))
         })
     };
     for entry in texts("data") {
@@ -149,17 +149,17 @@ const COMMON: &[(&str, &str, Carry)] = &[
 const ELSEWHERE: &[(&str, &str)] = &[
     ("FORWARDER_PORT", "the guest dials the node: open node port `relay.listen` to pod VMs instead"),
     ("TUNNEL_TYPE", "the tunnel is a VXLAN, or encrypted with tunnel.kind: wireguard"),
-    ("CACERT_FILE", "each VM makes a key of its own; there are no certificates to hand out"),
-    ("CERT_FILE", "each VM makes a key of its own; there are no certificates to hand out"),
-    ("CERT_KEY", "each VM makes a key of its own; there are no certificates to hand out"),
-    ("TLS_SKIP_VERIFY", "nobody can switch the check off"),
-    ("TLS_MIN_VERSION", "it is TLS 1.3"),
-    ("TLS_CIPHER_SUITES", "they are those of TLS 1.3"),
+    ("CACERT_FILE", "each VM makes a key of its own; there are no certificates to distribute"),
+    ("CERT_FILE", "each VM makes a key of its own; there are no certificates to distribute"),
+    ("CERT_KEY", "each VM makes a key of its own; there are no certificates to distribute"),
+    ("TLS_SKIP_VERIFY", "the check cannot be switched off"),
+    ("TLS_MIN_VERSION", "the version is always TLS 1.3"),
+    ("TLS_CIPHER_SUITES", "the cipher suites are always those of TLS 1.3"),
     ("INITDATA", "give it to each pod as the annotation io.katacontainers.config.hypervisor.cc_init_data"),
     ("CLOUD_CONFIG_VERIFY", "the configuration is always checked"),
     ("ENABLE_SCRATCH_SPACE", "make the root disk larger instead"),
-    ("PAUSE_IMAGE", "it had no use"),
-    ("PODS_DIR", "it is `pods` in paths.run-dir"),
+    ("PAUSE_IMAGE", "no program used it"),
+    ("PODS_DIR", "the folder is always `pods` in paths.run-dir"),
 ];
 
 fn number(text: &str) -> Option<Value> {
@@ -192,7 +192,7 @@ fn convert(mut variables: BTreeMap<String, String>) -> anyhow::Result<Converted>
         provider.context("no CLOUD_PROVIDER among the variables; add the ConfigMap that has it")?;
     let own = caa::convert(&provider, &variables).with_context(|| {
         format!(
-            "the settings of provider {provider} cannot be converted; we know those of {}",
+            "the settings of provider {provider} cannot be converted; supported are those of {}",
             caa::known().join(", ")
         )
     })?;
@@ -206,7 +206,7 @@ fn convert(mut variables: BTreeMap<String, String>) -> anyhow::Result<Converted>
                 sections.entry(section.to_owned()).or_default().insert(key.to_owned(), value);
             }
             None => {
-                lost.push(((*name).to_owned(), format!("`{text}` cannot be carried; set {key} yourself")))
+                lost.push(((*name).to_owned(), format!("`{text}` cannot be converted; set {key} yourself")))
             }
         }
     }
@@ -216,14 +216,11 @@ fn convert(mut variables: BTreeMap<String, String>) -> anyhow::Result<Converted>
             continue;
         }
         let why = ELSEWHERE.iter().find(|(known, _)| known == name).map(|(_, why)| *why);
-        lost.push((
-            name.clone(),
-            why.unwrap_or("not a variable that we know; look whether it is needed").to_owned(),
-        ));
+        lost.push((name.clone(), why.unwrap_or("unknown variable; check whether it is needed").to_owned()));
     }
     lost.sort();
     let mut yaml =
-        String::from("# Made by `peerpod config convert-caa`; `peerpod config check` tells its mistakes.\n");
+        String::from("# Made by `peerpod config convert-caa`; `peerpod config check` lists its mistakes.\n");
     let mut provider_section = String::new();
     lines(&mut provider_section, 4, &own.settings)?;
     writeln!(yaml, "provider:\n  kind: {provider}\n  {provider}:\n{provider_section}")?;
@@ -310,7 +307,7 @@ stringData:
     }
 
     #[test]
-    fn what_is_not_carried_is_listed_with_what_to_do() {
+    fn unconverted_variables_are_listed_with_advice() {
         let folder = folder("lost");
         let manifest = folder.join("m.yaml");
         std::fs::write(&manifest, self::manifest()).unwrap();
@@ -325,7 +322,7 @@ stringData:
     }
 
     #[test]
-    fn whatever_must_be_quoted_is() {
+    fn values_are_quoted_where_necessary() {
         let mut yaml = String::new();
         let odd = "hush: \"#";
         lines(&mut yaml, 2, &BTreeMap::from([("key".to_owned(), Value::Text(odd.to_owned()))])).unwrap();
@@ -333,7 +330,7 @@ stringData:
     }
 
     #[test]
-    fn what_is_none_of_it_is_refused_without_showing_a_secret() {
+    fn other_manifests_are_refused_without_showing_a_secret() {
         let folder = folder("bad");
         let manifest = folder.join("m.yaml");
         let told = |text: &str| {

@@ -8,8 +8,8 @@ mod provider;
 use std::process::ExitCode;
 
 const USAGE: &str = "usage: peerpod COMMAND
-  config  looks at the configuration: check, print, schema; converts another system's: convert-caa
-  provider check CONFIG  holds a provider to every promise of the interface, with real VMs";
+  config  checks or prints the configuration: check, print, schema; converts that of a cloud-api-adaptor: convert-caa
+  provider check CONFIG  tests a provider against every promise of the interface, with real VMs";
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();

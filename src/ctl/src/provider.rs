@@ -77,8 +77,9 @@ pub(crate) fn run(args: &[String]) -> anyhow::Result<ExitCode> {
     let all = crowd + 5 * DROPS + 40;
     if !settings.is_free() && !words.yes {
         say!(
-            "provider {kind}: {} promises would be tried with real VMs, up to {crowd} at once and some {all} in all, each \
-             deleted after a moment.\nThis may cost money. Say --yes to do it; --crowd N makes it smaller.",
+            "provider {kind}: {} promises would be tested with real VMs, up to {crowd} at once and about \
+             {all} in total, each deleted after a moment.\nThis may cost money. Pass --yes to run the test; \
+             --crowd N lowers the number of VMs.",
             promises.len()
         );
         return Ok(ExitCode::from(NOT_DONE));
@@ -97,7 +98,7 @@ pub(crate) fn run(args: &[String]) -> anyhow::Result<ExitCode> {
             if clean {
                 std::fs::remove_dir_all(&folder).with_context(|| format!("remove {}", folder.display()))?;
             } else {
-                say!("what the provider knows of the VMs that are left stays in {}", folder.display());
+                say!("the provider's records of the remaining VMs stay in {}", folder.display());
             }
             Ok(code)
         }
@@ -189,7 +190,7 @@ async fn check(
         let verdict = tokio::select! {
             biased;
             name = signals.next() => {
-                say!("\n{name}: what was made is being deleted");
+                say!("\n{name}: deleting the VMs of this check");
                 let clean = report_clean_up(&trial).await;
                 return Ok((ExitCode::from(INTERRUPTED), clean));
             }
@@ -230,7 +231,7 @@ async fn report_clean_up(trial: &Trial) -> bool {
     match trial.clean_up().await {
         Ok(()) => true,
         Err(why) => {
-            say!("CLEAN-UP FAILED: {why}; look for VMs of this cluster whose node is called check-…");
+            say!("CLEAN-UP FAILED: {why}; look for VMs of this cluster with the node name check-…");
             false
         }
     }

@@ -64,7 +64,7 @@ fn every_example_of_the_readme_is_a_configuration_without_mistakes() {
 }
 
 #[test]
-fn a_flag_overrides_a_variable_and_that_the_file_and_print_says_who_won() {
+fn a_flag_overrides_a_variable_and_that_the_file_and_print_names_the_source() {
     let file = File::new(
         "layers",
         "relay:\n  listen: \"[::]:1001\"\nnode:\n  cluster-id: of-the-file\n  lease: 20m\n",
@@ -90,7 +90,7 @@ fn a_flag_overrides_a_variable_and_that_the_file_and_print_says_who_won() {
 }
 
 #[test]
-fn mistakes_of_all_layers_are_told_at_once_on_standard_error_with_exit_code_1() {
+fn mistakes_of_all_layers_go_to_standard_error_with_exit_code_1() {
     let file = File::new("mistakes", "log:\n  level: loud\nrelay:\n  lisen: \"[::]:1\"\n");
     let arguments = ["config", "check", "--config", file.path(), "--tunnel.port", "70000"];
     let variables = [("PEERPOD_NODE_LEASE", "5"), ("PEERPOD_NODE_LEESE", "5m")];
@@ -114,7 +114,7 @@ fn mistakes_of_all_layers_are_told_at_once_on_standard_error_with_exit_code_1() 
 }
 
 #[test]
-fn the_schema_is_json_that_knows_the_readme_s_keys() {
+fn the_schema_is_json_with_the_readmes_keys() {
     let (out, error, code) = told(&peerpod(&["config", "schema"], &[]));
     assert_eq!((code, error.as_str()), (Some(0), ""), "{error}");
     let schema: serde_json::Value = serde_json::from_str(&out).unwrap();
@@ -128,7 +128,7 @@ fn the_schema_is_json_that_knows_the_readme_s_keys() {
 }
 
 #[test]
-fn words_that_are_none_get_the_usage_and_an_exit_code_that_is_not_0() {
+fn unknown_arguments_get_the_usage_and_a_nonzero_exit_code() {
     for arguments in [&["config"][..], &["config", "chekc"], &["confg"], &[]] {
         let (out, error, code) = told(&peerpod(arguments, &[]));
         assert!(code.is_some_and(|code| code != 0) && out.is_empty(), "{arguments:?}: {code:?} {out}");

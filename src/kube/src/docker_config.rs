@@ -190,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn both_forms_become_one_and_the_first_entry_of_a_registry_counts() {
+    fn both_forms_are_merged_and_a_registrys_first_entry_counts() {
         let pod = json!({"auths": {
             "https://r.example:5000/v1/": {"auth": "cG9kOnB3", "email": "a@b"},
             "docker.io": {"username": "hub", "password": "1"},
@@ -210,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn a_malformed_one_is_named_without_a_word_of_it_and_leaves_the_others() {
+    fn a_malformed_secret_is_named_without_its_content_and_others_stay() {
         let mut merged = Merged::default();
         merged.add(Form::DockerConfigJson, br#"{"auths":{"a":{"auth":"eDp5"}}}"#).unwrap();
         for (form, text) in [
@@ -232,7 +232,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_too_large_is_refused_and_all_else_is_carried() {
+    fn too_large_secrets_are_refused_and_others_pass() {
         let secret = |name: &str, length: usize| {
             json!({"auths": {name: {"username": "u", "password": "p".repeat(length)}}}).to_string()
         };

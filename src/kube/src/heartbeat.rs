@@ -23,7 +23,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_leases_name_says_whose_it_is() {
+    fn a_leases_name_names_its_owner() {
         assert_eq!(node_of(&name_of("worker-1.example")), Some("worker-1.example"));
         assert_eq!(node_of("peerpod-controller"), None);
         assert_eq!(node_of("peerpod-node-"), None);

@@ -102,10 +102,10 @@ pub enum AppError {
     #[error("serve node.sock: {0}")]
     Service(ttrpc::Error),
     /// Shutdown was requested while another node still used the state directory.
-    #[error("stopped while another peerpod-node still used {}", .0.display())]
+    #[error("stopped while another peerpod-node still used the state directory {}", .0.display())]
     Waiting(PathBuf),
     /// A background task ended that runs until shutdown.
-    #[error("a part of the node ended: {0}; see the lines above")]
+    #[error("a part of the node ended: {0}; see the log lines above")]
     Ended(String),
 }
 
@@ -173,7 +173,7 @@ pub async fn build(
     unread.extend(quarantined.iter().filter_map(|bad| bad.id.clone()));
     for bad in &quarantined {
         metrics.quarantined.inc();
-        error!(file = %bad.file.display(), moved_to = %bad.moved_to.display(), why = bad.why, sandbox = bad.id.as_ref().map(tracing::field::display), "set aside: this sandbox is not looked after");
+        error!(file = %bad.file.display(), moved_to = %bad.moved_to.display(), why = bad.why, sandbox = bad.id.as_ref().map(tracing::field::display), "file set aside: the node does not manage its sandbox");
     }
 
     let trust = SharedTrust::new(Trust::open(&config.state_dir.join("trust"), SystemTime::now())?);
@@ -236,7 +236,7 @@ pub async fn build(
     settings.guest_addresses = addresses.in_words(None);
     settings.max_batch = config.max_batch(most);
     settings.guest_memory_mib = config.guest_memory(guest_memory_mib);
-    info!(mib = settings.guest_memory_mib, "a pod's VM has this much memory besides the pod's own");
+    info!(mib = settings.guest_memory_mib, "memory that each pod's VM has besides the pod's own");
     let sandboxes = Sandboxes::new(fx, settings, metrics.clone());
 
     let count = records.len();
@@ -248,14 +248,14 @@ pub async fn build(
     let (rolled, told, table) = (trust.clone(), relay.clone(), sandboxes.clone());
     tasks.spawn(async move {
         rotate::run(rolled, told, table, config.ca_roll_over, config.ca_follow_timeout).await;
-        "roll-over of the CA"
+        "rotation of the CA"
     });
     if let Some(cluster) = &cluster {
         let (cluster, table, unread) = (cluster.clone(), sandboxes.clone(), unread.clone());
         let cluster_id = config.cluster_id.clone();
         tasks.spawn(async move {
             sweep::run(cluster, table, unread, cluster_id).await;
-            "look at PeerPods"
+            "garbage collection of PeerPods"
         });
     }
     relay_is_there(&mut tasks, &relay, &ready);
@@ -323,7 +323,7 @@ impl Bound {
         let ours =
             std::fs::symlink_metadata(&self.socket).is_ok_and(|now| (now.dev(), now.ino()) == self.socket_id);
         if ours && let Err(error) = std::fs::remove_file(&self.socket) {
-            warn!(%error, "node.sock stays");
+            warn!(%error, "cannot remove node.sock");
         }
         if let Err(busy) = self.drain.drain(DRAIN).await {
             warn!(%busy, "not all calls were answered; the relay sends them again");
@@ -341,9 +341,9 @@ impl Bound {
         if let Some(farewell) = farewell
             && let Err(error) = farewell.await
         {
-            warn!(%error, "the capacity may stay");
+            warn!(%error, "cannot clear the node's capacity for peer pods");
         }
-        info!("stopped; what runs goes on");
+        info!("stopped; running pods go on");
     }
 }
 
@@ -382,10 +382,10 @@ fn relay_is_there(tasks: &mut JoinSet<&'static str>, relay: &RelayClient, ready:
             if is {
                 ready.ready("relay");
             } else {
-                ready.not_ready("relay", "peerpod-relay is away: no pod can start; those that run go on");
+                ready.not_ready("relay", "peerpod-relay is away: no pod can start; running pods go on");
             }
             if connected.changed().await.is_err() {
-                return "news of the relay";
+                return "readiness of the relay";
             }
         }
     });
@@ -400,7 +400,7 @@ async fn preflight(
     ready: &Ready,
 ) {
     let (blocked, ready) = (ready.block("provider"), ready.clone());
-    blocked.because("the provider was not asked yet");
+    blocked.because("the provider's preflight is running");
     let asked = async move {
         loop {
             match provider.preflight().await {
@@ -419,7 +419,7 @@ async fn preflight(
                     return;
                 }
                 Err(error) => {
-                    error!(provider = provider.name(), %error, "the provider cannot be used; trying again");
+                    error!(provider = provider.name(), %error, "the provider's preflight failed; trying again");
                     addresses.provider_fails();
                     blocked.because(&error.to_string());
                 }
@@ -429,7 +429,7 @@ async fn preflight(
     };
     let mut asked = Box::pin(asked);
     if tokio::time::timeout(PREFLIGHT, &mut asked).await.is_err() {
-        warn!("the provider did not answer yet; starting without it");
+        warn!("the provider's preflight has not finished; starting without it");
         tasks.spawn(async move {
             asked.await;
             std::future::pending().await
@@ -453,7 +453,7 @@ fn look_after(
     let table = sandboxes.clone();
     tasks.spawn(async move {
         VmLiveness::default().run(table).await;
-        "deaths of VMs"
+        "liveness of VMs"
     });
     let table = sandboxes.clone();
     tasks.spawn(async move {
@@ -466,7 +466,7 @@ fn look_after(
         loop {
             tokio::time::sleep(INBOX_EVERY).await;
             if let Err(error) = rpc::read_inbox(&table, &inbox, &metrics).await {
-                warn!(%error, "the inbox waits");
+                warn!(%error, "cannot read the inbox; trying again");
             }
         }
     });

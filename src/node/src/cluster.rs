@@ -95,7 +95,7 @@ impl Cluster {
         let (pods, writer, events) = (self.pods.clone(), self.writer.clone(), self.events.clone());
         tasks.spawn(async move {
             pods.run().await;
-            "pods' reflector"
+            "reflector of pods"
         });
         tasks.spawn(async move {
             writer.run().await;
@@ -134,10 +134,10 @@ impl Cluster {
     /// Removes the capacity at exit, if it still belongs to this daemon.
     pub async fn farewell(&self) {
         match timeout(FAREWELL, self.capacity.give_back()).await {
-            Ok(Ok(true)) => info!("the node's capacity for peer pods is taken back"),
-            Ok(Ok(false)) => info!("the node's capacity for peer pods is another daemon's; it stays"),
-            Ok(Err(error)) => warn!(%error, "the node's capacity for peer pods stays"),
-            Err(_) => warn!("the node's capacity for peer pods stays: no answer within {FAREWELL:?}"),
+            Ok(Ok(true)) => info!("the node's capacity for peer pods is removed"),
+            Ok(Ok(false)) => info!("the node's capacity for peer pods belongs to another daemon and stays"),
+            Ok(Err(error)) => warn!(%error, "cannot remove the node's capacity for peer pods"),
+            Err(_) => warn!("cannot remove the node's capacity for peer pods: no answer within {FAREWELL:?}"),
         }
     }
 

@@ -139,7 +139,8 @@ impl NodeConfig {
         let addresses: Vec<String> = reader
             .optional(
                 "node.relay-addresses",
-                "addresses by which pod VMs reach this node's relay, with or without a port; found out when not set",
+                "addresses by which pod VMs reach this node's relay, with or without a port; detected when \
+                 not set",
             )
             .unwrap_or_default();
         let relay_addresses =
@@ -152,35 +153,44 @@ impl NodeConfig {
         }
         let ca_roll_over: Option<Duration> = reader.optional(
             "node.ca-roll-over",
-            "roll the node's CA over this often; when not set, in the last third of its ten years",
+            "interval of the rotation of the node's CA; when not set, in the last third of its ten years",
         );
         let dials = reader.choice(
             "node.link-dial",
             "guest",
             &["guest", "node"],
-            "who makes the TCP connection between VM and node: the guest, or the node, where the network lets no connection \
-             of a VM to the node",
+            "side that dials the TCP connection between VM and node: the guest, or the node, where the \
+             network blocks connections from VMs to the node",
         ) == "node";
         let guest_port: u16 = reader.get(
             "node.guest-port",
             "15150",
-            "TCP port on which VMs wait for the node, with node.link-dial: node",
+            "TCP port on which VMs listen for the node, with node.link-dial: node",
         );
         let mut config = NodeConfig {
             run_dir: reader.get("paths.run-dir", "/run/peerpod", "folder of the sockets"),
-            state_dir: reader.get("paths.state-dir", "/var/lib/peerpod", "folder of what survives a restart"),
+            state_dir: reader.get(
+                "paths.state-dir",
+                "/var/lib/peerpod",
+                "folder of the state that survives a restart",
+            ),
             relay_listen: reader.get(
                 "relay.listen",
                 "[::]:15151",
-                "address and port that pod VMs dial (TLS); [::] is both families",
+                "address and port that pod VMs dial (TLS); [::] means both families",
             ),
             cluster_id: reader.get(
                 "node.cluster-id",
                 "peerpod",
-                "name of this cluster in the cloud's account: marks its VMs; never change it while there are any",
+                "name of this cluster in the cloud account; it marks the cluster's VMs: never change it \
+                 while any exist",
             ),
             name: reader
-                .optional("node.name", "name of this node: marks its VMs; cluster.node-name, or else the host's name, when not set")
+                .optional(
+                    "node.name",
+                    "name of this node; it marks the node's VMs; cluster.node-name, or else the host's name, \
+                     when not set",
+                )
                 .unwrap_or_else(hostname),
             admin_listen: reader.get(
                 "node.admin-listen",
@@ -192,66 +202,90 @@ impl NodeConfig {
             ticket_ttl: reader.get(
                 "node.ticket-ttl",
                 "30m",
-                "how long a new VM may take to show its ticket; longer than its slowest boot",
+                "time limit for a new VM to show its ticket; longer than the slowest boot",
             ),
-            boot_timeout: reader.get("node.boot-timeout", "5m", "how long from CreateVM until the VM must be ready"),
+            boot_timeout: reader.get(
+                "node.boot-timeout",
+                "5m",
+                "time limit from CreateVM until the VM is ready",
+            ),
             slow_after: reader.get(
                 "node.slow-after",
                 "1m",
-                "how long a start may take before the log, and an Event on the pod, say what it waits for",
+                "after this time, the log and an Event on the pod name the step that a start is waiting for",
             ),
-            start_timeout: reader.get("node.start-timeout", "9m", "how long one StartVM waits; the sandbox goes on after"),
-            agent_timeout: reader.get("node.agent-timeout", "1m", "how long kata-agent may take to listen in the VM"),
+            start_timeout: reader.get(
+                "node.start-timeout",
+                "9m",
+                "time limit of one StartVM; the sandbox goes on after it",
+            ),
+            agent_timeout: reader.get(
+                "node.agent-timeout",
+                "1m",
+                "time limit for kata-agent to listen in the VM",
+            ),
             never_started_grace: reader.get(
                 "node.never-started-grace",
                 "15m",
-                "when a sandbox that was created and never started is taken away",
+                "time after which a sandbox that was created and never started is removed",
             ),
             netns_gone_grace: reader.get(
                 "node.netns-gone-grace",
                 "30s",
-                "when a sandbox whose network namespace has vanished is taken away",
+                "time after which a sandbox without its network namespace is removed",
             ),
             vm_gone_grace: reader.get(
                 "node.vm-gone-grace",
                 "24s",
-                "how long a guest must have been away before the provider is asked whether its VM is gone; then its pod has failed",
+                "time without a guest's link after which the node asks the provider for the VM; if the VM is \
+                 gone, the pod has failed",
             ),
             ca_follow_timeout: reader.get(
                 "node.ca-follow-timeout",
                 "7d",
-                "how long a step of the CA's roll-over waits for guests that do not follow; then it goes on without them",
+                "time that a step of the CA's rotation waits for guests that do not follow; then it goes on \
+                 without them",
             ),
-            tombstone_ttl: reader.get("node.tombstone-ttl", "6h", "how long a stopped sandbox's id stays known"),
+            tombstone_ttl: reader.get(
+                "node.tombstone-ttl",
+                "6h",
+                "time for which the node keeps the tombstone of a stopped sandbox",
+            ),
             lease: reader.get(
                 "node.lease",
                 "15m",
-                "a VM that has not heard of this node for so long powers off; longer than an upgrade or a partition",
+                "time without contact to this node after which a VM powers off; longer than an upgrade or a \
+                 partition",
             ),
-            flush_timeout: reader.get("node.flush-timeout", "3s", "how long a stopped VM may take to write its data out"),
+            flush_timeout: reader.get(
+                "node.flush-timeout",
+                "3s",
+                "time limit for a stopped VM to write its data out",
+            ),
             orphan_grace: reader.get(
                 "node.orphan-grace",
                 "1m",
-                "how long a VM of this node must have been without a record before it is deleted",
+                "time after which a VM of this node without a record is deleted",
             ),
             ca_roll_over,
             max_sandboxes: usize::try_from(reader.get::<u32>(
                 "node.max-sandboxes",
                 "1000",
-                "sandboxes at once; more are refused",
+                "limit of sandboxes at once; the node refuses more",
             ))
             .unwrap_or(usize::MAX),
             guest_memory_mib: reader.optional(
                 "node.guest-memory-mib",
-                "memory in MiB that a pod's VM has besides the pod's own, for the guest; the image's figure when not set, where \
-                 the provider knows it, or 256",
+                "memory in MiB that a pod's VM has besides the pod's own, for the guest; when not set, the \
+                 provider's figure for the image, or else 256",
             ),
             batch: reader.choice(
                 "node.batch",
                 "auto",
                 &["auto", "off"],
-                "VMs that pods want at the same moment by one call, with one ticket, where the provider can; auto: unless VMs \
-                 may come from translated addresses (tunnel.kind wireguard and auto)",
+                "create VMs that are requested at the same moment by one call, with one ticket, where the \
+                 provider can; auto: unless NAT may translate the VMs' addresses (tunnel.kind wireguard and \
+                 auto)",
             ) == "auto",
             wishes: node_wishes(reader),
             may_wish: may_wish(reader),
@@ -268,7 +302,7 @@ impl NodeConfig {
             direct_volumes_dir: reader.get(
                 "csi.direct-volumes-dir",
                 "/run/kata-containers/shared/direct-volumes",
-                "folder in which CSI drivers that know Kata describe pods' volumes; only read",
+                "folder in which CSI drivers that support Kata describe pods' volumes; only read",
             ),
         };
         config.cluster = ClusterConfig::read(reader, config.max_sandboxes);
@@ -280,7 +314,8 @@ impl NodeConfig {
         config.volumes_dir = reader
             .optional(
                 "csi.volumes-dir",
-                "folder in which peerpod-csi node records pods' volumes; volumes in paths.state-dir when not set",
+                "folder in which peerpod-csi node records pods' volumes; volumes in paths.state-dir when not \
+                 set",
             )
             .unwrap_or(volumes_dir);
         if let Some(wireguard) = &mut config.tunnel.wireguard {
@@ -308,13 +343,13 @@ impl NodeConfig {
         // <run-dir>/pods/<id>/agent.ttrpc must fit into a socket's address, with an id of at least 32 characters.
         const ROOM: usize = 107 - "/pods/".len() - 32 - "/agent.ttrpc".len();
         if text.len() > ROOM || text.contains([':', '%', '?', '#']) {
-            let why = format!("no shim could use its sockets; at most {ROOM} characters, none of : % ? #");
+            let why = format!("shims cannot use sockets in it; at most {ROOM} characters, none of : % ? #");
             reader.mistake("paths.run-dir", why);
         }
         for (key, value) in [("node.cluster-id", &self.cluster_id), ("node.name", &self.name)] {
             let fits = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
             if value.is_empty() || value.len() > 128 || !value.chars().all(fits) {
-                reader.mistake(key, "not a name; at most 128 letters, digits, '-', '_' and '.' would do");
+                reader.mistake(key, "not a name; write at most 128 letters, digits, '-', '_' and '.'");
             }
         }
         for (key, value) in [
@@ -327,31 +362,28 @@ impl NodeConfig {
             ("node.tombstone-ttl", self.tombstone_ttl),
         ] {
             if value < Duration::from_secs(1) {
-                reader.mistake(key, "too short for anything to work; 1s or more would do");
+                reader.mistake(key, "too short for any start to succeed; set 1s or more");
             }
         }
         if self.ticket_ttl < self.boot_timeout {
             reader.mistake("node.ticket-ttl", "shorter than node.boot-timeout; a slow VM could not join");
         }
         if self.dial == Some(0) {
-            reader.mistake(
-                "node.guest-port",
-                "guests must listen on a port that is known; 15150 is the usual one",
-            );
+            reader.mistake("node.guest-port", "guests must listen on a known port; 15150 is the usual one");
         }
         if self.dial.is_some() && self.tunnel.wireguard.is_some() {
-            let why = "the guest begins the encrypted tunnel, and this network lets none of its connections through; set \
-                       tunnel.kind: vxlan, or node.link-dial: guest";
+            let why = "the guest begins the encrypted tunnel, and this network blocks connections from guests; set \
+                 tunnel.kind: vxlan, or node.link-dial: guest";
             reader.mistake("node.link-dial", why);
         }
         if self.guest_memory_mib.is_some_and(|mib| mib > MOST_GUEST_MEMORY) {
             reader.mistake("node.guest-memory-mib", "more than 1 TiB; write it in MiB");
         }
         if self.max_sandboxes == 0 {
-            reader.mistake("node.max-sandboxes", "no pod could ever run; 1 or more would do");
+            reader.mistake("node.max-sandboxes", "no pod could ever run; set 1 or more");
         }
         if self.tunnel.port == 0 {
-            reader.mistake("tunnel.port", "guests must know it; 4789 is the usual one");
+            reader.mistake("tunnel.port", "guests need a known port; 4789 is the usual one");
         }
     }
 
@@ -450,25 +482,27 @@ fn node_wishes(reader: &mut Reader) -> Wishes {
         arch: one(
             reader,
             "node.vm-arch",
-            "architecture of pods' VMs: x86_64, aarch64, s390x, ppc64le; default: what the provider's image is for",
+            "architecture of pods' VMs: x86_64, aarch64, s390x, ppc64le; default: that of the provider's \
+             image",
             vm_options::arch,
         ),
         confidential: one(
             reader,
             "node.vm-confidential",
-            "technology that keeps their memory secret: sev, sev-snp, tdx, secure-execution; default: the provider's setting",
+            "technology that encrypts the memory of pods' VMs: sev, sev-snp, tdx, secure-execution; default: \
+             the provider's setting",
             vm_options::confidential,
         ),
         market: one(
             reader,
             "node.vm-market",
-            "how they are paid: spot, on-demand; default: the provider's setting",
+            "market of pods' VMs: spot, on-demand; default: the provider's setting",
             vm_options::market,
         ),
         zones: zones(reader),
         public_ip: reader.optional(
             "node.vm-public-ip",
-            "an address of the internet beside the private one; default: false",
+            "give pods' VMs a public IP address beside the private one; default: false",
         ),
     }
 }
@@ -476,7 +510,7 @@ fn node_wishes(reader: &mut Reader) -> Wishes {
 fn zones(reader: &mut Reader) -> Vec<String> {
     let key = "node.vm-zones";
     let names: Vec<String> =
-        reader.get(key, "", "the cloud's zones that they may be in; default: all of the provider's");
+        reader.get(key, "", "the cloud's zones that may hold pods' VMs; default: all zones of the provider");
     vm_options::zones(&names.join(",")).unwrap_or_else(|why| {
         reader.mistake(key, why);
         Vec::new()
@@ -489,11 +523,12 @@ fn may_wish(reader: &mut Reader) -> Vec<String> {
     let names: Vec<String> = reader.get(
         key,
         "arch,confidential,market,zones",
-        "what a pod may choose itself by annotations io.peerpod/<name>: arch, confidential, market, zones, public-ip",
+        "options that a pod may set by annotations io.peerpod/<name>: arch, confidential, market, zones, \
+         public-ip",
     );
     if let Some(bad) = names.iter().find(|name| !Wishes::ALL.iter().any(|(known, _)| known == name)) {
         let known: Vec<&str> = Wishes::ALL.iter().map(|(name, _)| *name).collect();
-        reader.mistake(key, format!("{bad} is none of them; write some of {}", known.join(", ")));
+        reader.mistake(key, format!("{bad} is not one of them; write some of {}", known.join(", ")));
     }
     names
 }
@@ -508,8 +543,8 @@ fn tunnel(reader: &mut Reader) -> TunnelConfig {
         "tunnel.kind",
         "vxlan",
         &["auto", "vxlan", "wireguard"],
-        "what carries a pod's frames to its VM: vxlan in clear, wireguard encrypted and through NAT; auto: vxlan where the \
-         VM is reached on its own private address, else wireguard",
+        "tunnel that carries a pod's frames to its VM: vxlan in clear, wireguard encrypted and through NAT; \
+         auto: vxlan where the node reaches the VM at its own private address, else wireguard",
     );
     let wireguard_port: u16 = reader.get(
         "tunnel.wireguard-port",
@@ -527,14 +562,17 @@ fn tunnel(reader: &mut Reader) -> TunnelConfig {
         "tunnel.redirect",
         "auto",
         &["auto", "u32", "matchall", "bpf"],
-        "which of the kernel's classifiers redirects a pod's traffic; auto: the first of them that it has",
+        "the kernel's classifier that redirects a pod's traffic; auto: the first that the kernel has",
     );
-    let min: u32 =
-        reader.get("tunnel.vni-min", "1", "the smallest VNI of a pod's tunnel; taken at random from here");
+    let min: u32 = reader.get(
+        "tunnel.vni-min",
+        "1",
+        "the smallest VNI of a pod's tunnel; VNIs are chosen at random from here",
+    );
     let max: u32 = reader.get(
         "tunnel.vni-max",
         "16777215",
-        "the largest VNI; set both where another VXLAN of the network must keep its own apart",
+        "the largest VNI; set both where another VXLAN of the network needs VNIs of its own",
     );
     // The encrypted tunnel derives inner addresses from VNIs; the addresses of 0, 1 and 0xffffff are not usable.
     let (min, max) = if wireguard.is_some() { (min.max(2), max.min(0xff_fffe)) } else { (min, max) };
@@ -544,8 +582,8 @@ fn tunnel(reader: &mut Reader) -> TunnelConfig {
     }
     let ports: Option<String> = reader.optional(
         "tunnel.source-ports",
-        "UDP source ports of tunnels, first-last; not set: all that the kernel gives programs. Many spread the load over \
-         a NIC's queues, few fill fewer entries of a firewall's table",
+        "UDP source ports of tunnels, first-last; not set: the kernel's range for programs. Many ports \
+         spread the load over a NIC's queues, few ports use fewer entries of a firewall's table",
     );
     let source_ports = ports.as_deref().and_then(port_range);
     if ports.is_some() != source_ports.is_some() {
@@ -554,7 +592,7 @@ fn tunnel(reader: &mut Reader) -> TunnelConfig {
     let probe_interval: Duration = reader.get(
         "tunnel.probe-interval",
         "10m",
-        "how often a guest tries how large a packet may be on its way to the node; routes change without a word",
+        "interval of a guest's path-MTU probe towards the node; routes change without notice",
     );
     if !PROBE_INTERVALS.contains(&probe_interval) {
         reader.mistake("tunnel.probe-interval", "from 1s to 1d");
@@ -594,8 +632,9 @@ fn external(reader: &mut Reader) -> Option<External> {
         "tunnel.external",
         "tunnel",
         &["tunnel", "vm", "second-nic"],
-        "where the pods' default routes leave: by the node (tunnel), by their VMs' own network (vm), or by a second \
-         NIC of their VMs (second-nic; the provider must have it); NetworkPolicy sees the first only",
+        "egress of the pods' default routes: by the node (tunnel), by their VMs' own network (vm), or by a \
+         second NIC of their VMs (second-nic; the provider must support it); NetworkPolicy applies to the \
+         first only",
     );
     let cluster_cidrs: Vec<String> = reader
         .optional(
@@ -607,8 +646,8 @@ fn external(reader: &mut Reader) -> Option<External> {
     let allow: Vec<String> = reader
         .optional(
             "tunnel.external-allow",
-            "with tunnel.external vm or second-nic: networks that pods may reach although they are link-local, as the \
-             cloud's metadata is, or the VM's own",
+            "with tunnel.external vm or second-nic: networks that pods may reach although they are \
+             link-local, like the cloud's metadata service, or the VM's own",
         )
         .unwrap_or_default();
     let way = match way.as_str() {
@@ -618,19 +657,19 @@ fn external(reader: &mut Reader) -> Option<External> {
     };
     for (key, texts) in [("tunnel.cluster-cidrs", &cluster_cidrs), ("tunnel.external-allow", &allow)] {
         if let Some(wrong) = texts.iter().find(|text| !external::is_prefix(text)) {
-            reader.mistake(key, format!("{wrong:?} is no network; write it like 10.244.0.0/16"));
+            reader.mistake(key, format!("{wrong:?} is not a network; write it like 10.244.0.0/16"));
         }
         if texts.len() > MOST_PREFIXES {
             reader.mistake(key, format!("more than {MOST_PREFIXES}; summarise them"));
         }
         if way.is_none() && !texts.is_empty() {
-            reader.mistake(key, "means nothing without tunnel.external: vm or second-nic");
+            reader.mistake(key, "has no effect without tunnel.external: vm or second-nic");
         }
     }
     if way.is_some() && cluster_cidrs.is_empty() {
         reader.mistake(
             "tunnel.cluster-cidrs",
-            "pods would reach nothing of the cluster; name the networks of its pods, services and nodes",
+            "pods could not reach the cluster; name the networks of its pods, services and nodes",
         );
     }
     way.map(|way| External { way, cluster_cidrs, allow })
@@ -659,14 +698,14 @@ mod tests {
     }
 
     #[test]
-    fn the_defaults_stand() {
+    fn defaults_are_applied() {
         let config = load(&[]).unwrap();
         assert_eq!((config.lease, config.tunnel.port), (Duration::from_secs(900), 4789));
         assert!(config.relay_addresses.is_empty() && config.ca_roll_over.is_none());
     }
 
     #[test]
-    fn a_node_that_dials_has_a_port_and_no_tunnel_that_guests_begin() {
+    fn a_dialling_node_has_a_guest_port_and_no_encrypted_tunnel() {
         assert_eq!(load(&[]).unwrap().dial, None);
         assert_eq!(load(&["--node.link-dial=node"]).unwrap().dial, Some(15150));
         assert_eq!(load(&["--node.link-dial=node", "--node.guest-port=7"]).unwrap().dial, Some(7));
@@ -681,7 +720,7 @@ mod tests {
     }
 
     #[test]
-    fn addresses_of_guests_may_have_a_port() {
+    fn relay_addresses_may_have_a_port() {
         let config = load(&["--node.relay-addresses", "10.0.0.7,[fd00::7]:99,fd00::8"]).unwrap();
         let expected = [
             GuestAddress::Host("10.0.0.7".parse().unwrap()),
@@ -692,7 +731,7 @@ mod tests {
     }
 
     #[test]
-    fn tunnels_are_made_as_they_are_told() {
+    fn tunnel_settings_reach_the_tunnel_config() {
         let tunnel = load(&[]).unwrap().tunnel;
         assert_eq!(TunnelConfig::default(), tunnel);
         let args = ["--tunnel.vni-min=100", "--tunnel.vni-max=200", "--tunnel.source-ports=40000-40063"];
@@ -702,7 +741,7 @@ mod tests {
     }
 
     #[test]
-    fn vms_that_may_come_from_translated_addresses_are_made_one_by_one() {
+    fn vms_behind_nat_are_not_created_in_batches() {
         let most = |args: &[&str], provider| load(args).unwrap().max_batch(provider);
         assert_eq!((most(&[], 500), most(&[], 0), most(&[], 5000)), (500, 0, 1000));
         assert_eq!(most(&["--node.batch=off"], 500), 0);
@@ -719,7 +758,7 @@ mod tests {
     }
 
     #[test]
-    fn an_external_network_by_the_vm_needs_the_clusters_networks() {
+    fn external_egress_needs_the_clusters_networks() {
         let config = load(&["--tunnel.external=vm", "--tunnel.cluster-cidrs=10.244.0.0/16,10.96.0.0/12"]);
         assert_eq!(config.unwrap().tunnel.external.unwrap().cluster_cidrs, ["10.244.0.0/16", "10.96.0.0/12"]);
         assert_eq!(load(&[]).unwrap().tunnel.external, None);
@@ -741,7 +780,7 @@ mod tests {
     }
 
     #[test]
-    fn what_pods_vms_are_like_is_read_and_mistakes_say_what_would_do() {
+    fn vm_options_are_read_and_mistakes_name_accepted_values() {
         let config = load(&[
             "--node.vm-arch=arm64",
             "--node.vm-market=spot",
@@ -758,13 +797,13 @@ mod tests {
             load(&["--node.vm-market=cheap", "--node.vm-confidential=yes", "--node.vm-annotations=zone"])
                 .unwrap_err()
                 .to_string();
-        for part in ["write spot or on-demand", "write sev, sev-snp", "zone is none of them"] {
+        for part in ["write spot or on-demand", "write sev, sev-snp", "zone is not one of them"] {
             assert!(told.contains(part), "{part} in {told}");
         }
     }
 
     #[test]
-    fn every_mistake_is_said_at_once() {
+    fn every_mistake_is_reported_at_once() {
         let long = format!("--paths.state-dir=here --paths.run-dir=/{}", "x".repeat(60));
         let mut args: Vec<&str> = long.split(' ').collect();
         args.extend(["--node.relay-addresses=nowhere", "--node.ticket-ttl=1m", "--node.max-sandboxes=0"]);

@@ -74,7 +74,7 @@ fn remedy(error: &io::Error) -> &'static str {
             "free space on the state directory's disk"
         }
         io::ErrorKind::ReadOnlyFilesystem => "the state directory must be writable",
-        _ => "nothing was begun",
+        _ => "the node started no operation",
     }
 }
 

@@ -31,7 +31,7 @@ impl Localhost {
             Ok(Err(error)) => (error.to_string(), remedy(&error)),
             Err(error) => (error.to_string(), ""),
         };
-        warn!(error, remedy, "connections to pods' localhost (port-forward) are not carried");
+        warn!(error, remedy, "connections to pods' localhost (port-forward) do not reach the VMs");
         Localhost { works: false }
     }
 
@@ -87,7 +87,7 @@ fn remedy(error: &peerpod_podnet::Error) -> &'static str {
         Some(Errno::EPERM | Errno::EACCES) => {
             "give peerpod-node the capabilities NET_ADMIN and SYS_ADMIN, or set tunnel.localhost: false"
         }
-        _ => "set tunnel.localhost: false to do without",
+        _ => "set tunnel.localhost: false to disable it",
     }
 }
 
@@ -96,6 +96,9 @@ async fn blocking<T: Send + 'static>(
 ) -> Result<T, NetworkError> {
     match spawn_blocking(work).await {
         Ok(done) => done.map_err(NetworkError::from),
-        Err(error) => Err(NetworkError { text: format!("a step ended early: {error}"), permanent: false }),
+        Err(error) => Err(NetworkError {
+            text: format!("a worker thread's task ended early: {error}"),
+            permanent: false,
+        }),
     }
 }

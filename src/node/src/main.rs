@@ -17,7 +17,7 @@ use peerpod_node::{app, config::NodeConfig, runtime};
 const PROGRAM: Program = Program {
     name: "peerpod-node",
     version: env!("CARGO_PKG_VERSION"),
-    about: "makes a VM for each pod sandbox, and takes it away again",
+    about: "makes a VM for each pod sandbox, and deletes it again",
 };
 
 fn main() -> ExitCode {
@@ -58,7 +58,7 @@ fn start(
 ) -> anyhow::Result<()> {
     telemetry::init(&log)?;
     if let Err(error) = program::own_rights_and_limits() {
-        tracing::warn!(%error, "the limit of open files stays as it is");
+        tracing::warn!(%error, "cannot raise the limit of open files");
     }
     let runtime = runtime::new()?;
     let ended = runtime.block_on(async {

@@ -138,12 +138,16 @@ impl Metrics {
     pub fn register(&self, registry: &mut Registry) {
         let node = registry.sub_registry_with_prefix("peerpod_node");
         node.register("sandboxes", "Sandboxes by phase", self.phases.clone());
-        node.register("stage_seconds", "From CreateVM (or the stop) to each stage", self.stages.clone());
-        node.register("guest_stage_seconds", "What each stage took in the guest", self.guest_stages.clone());
-        node.register("stops", "Sandboxes stopped, by what stopped them", self.stops.clone());
+        node.register("stage_seconds", "Time from CreateVM (or the stop) to each stage", self.stages.clone());
+        node.register(
+            "guest_stage_seconds",
+            "Duration of each stage in the guest",
+            self.guest_stages.clone(),
+        );
+        node.register("stops", "Sandboxes stopped, by reason", self.stops.clone());
         node.register(
             "failures",
-            "Sandboxes that could not be started, by the stage they failed in",
+            "Sandboxes that could not be started, by failed stage",
             self.failures.clone(),
         );
         node.register(
@@ -151,18 +155,22 @@ impl Metrics {
             "Times a pod went on without an answer about its pull secrets",
             self.pull_secrets_missed.clone(),
         );
-        node.register("claims_refused", "Guests that got no certificate", self.claims_refused.clone());
-        node.register("claims_granted", "Guests that got their certificate", self.claims_granted.clone());
+        node.register("claims_refused", "Claims refused", self.claims_refused.clone());
+        node.register("claims_granted", "Claims granted a certificate", self.claims_granted.clone());
         node.register("quarantined", "Ledger or inbox files set aside", self.quarantined.clone());
         node.register("recoveries", "Sandboxes picked up from the ledger, by phase", self.recoveries.clone());
         node.register("orphans", "VMs without a record that were deleted", self.orphans.clone());
         node.register(
             "guests_left_behind",
-            "Guests that a step of the CA's roll-over went on without",
+            "Guests that had not followed when a step of the CA's rotation went on",
             self.left_behind.clone(),
         );
         node.register("ledger_errors", "Ledger writes that failed", self.ledger_errors.clone());
-        node.register("relay_epochs", "Relay processes met", self.relay_epochs.clone());
+        node.register(
+            "relay_epochs",
+            "Relay processes that the node connected to",
+            self.relay_epochs.clone(),
+        );
         node.register(
             "network_changes",
             "Changes of running pods' networks that were followed",
@@ -170,37 +178,29 @@ impl Metrics {
         );
         node.register(
             "network_obstacles",
-            "What was found in the way of running pods' traffic: others' filters before our redirects",
+            "Obstacles to running pods' traffic: filters of other programs before Peerpod's redirects",
             self.obstacles.clone(),
         );
         node.register(
             "paths",
-            "What guests found of their way to the node: as_planned, narrow (the pod's MTU is smaller), untried",
+            "Results of guests' path-MTU probes: as_planned, narrow (the pod's MTU is smaller), untried",
             self.paths.clone(),
         );
         node.register(
             "vm_notices",
-            "What the provider said of pods' VMs unasked: interruption (the cloud takes it back), ended",
+            "Events of pods' VMs from the provider: interruption (the cloud reclaims the VM), ended",
             self.notices.clone(),
         );
-        node.register(
-            "batch_size",
-            "VMs asked for by one call, where several sandboxes wanted the same",
-            self.batches.clone(),
-        );
+        node.register("batch_size", "VMs requested by one call for several sandboxes", self.batches.clone());
         node.register(
             "cluster_calls",
-            "Calls to the API server, by what was asked and what became of it",
+            "Calls to the API server, by operation and result",
             self.cluster_calls.clone(),
         );
-        node.register(
-            "cluster_backlog",
-            "PeerPods that are not as they should be, yet",
-            self.cluster_backlog.clone(),
-        );
+        node.register("cluster_backlog", "PeerPods whose update is pending", self.cluster_backlog.clone());
         node.register(
             "cluster_events_dropped",
-            "Events on pods that were never written: too many of one pod, or the API server was away for too long",
+            "Events on pods that were dropped: too many of one pod, or the API server was away for too long",
             self.cluster_events_dropped.clone(),
         );
         node.register("panics", "Tasks that panicked", self.panics.clone());

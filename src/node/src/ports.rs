@@ -158,17 +158,17 @@ async fn open(boot_id: &str, netns: &NetnsRef) -> Result<Netns, NetworkError> {
     let opened = on_thread(move || Netns::open(path)).await??;
     let NetnsId { dev, inode } = opened.id();
     if (dev, inode) != netns.identity() || boot_id != netns.boot_id {
-        let text =
-            format!("the network namespace at {} is another one than at CreateVM", netns.path.display());
+        let text = format!("the network namespace at {} is not the one of CreateVM", netns.path.display());
         return Err(NetworkError { text, permanent: true });
     }
     Ok(opened)
 }
 
 async fn on_thread<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T, NetworkError> {
-    spawn_blocking(work)
-        .await
-        .map_err(|error| NetworkError { text: format!("a step ended early: {error}"), permanent: false })
+    spawn_blocking(work).await.map_err(|error| NetworkError {
+        text: format!("a worker thread's task ended early: {error}"),
+        permanent: false,
+    })
 }
 
 /// Returns the identity of a pod's namespace at a path. The node's own namespace is an error. For a pod with
@@ -218,8 +218,10 @@ fn woven(network: &Network) -> Result<NetworkRecord, NetworkError> {
 }
 
 fn written(woven: &NetworkRecord) -> Result<Box<RawValue>, NetworkError> {
-    to_raw_value(woven)
-        .map_err(|error| NetworkError { text: format!("write the tunnel down: {error}"), permanent: true })
+    to_raw_value(woven).map_err(|error| NetworkError {
+        text: format!("encode the tunnel's record: {error}"),
+        permanent: true,
+    })
 }
 
 impl Clock for NodePorts {
@@ -275,7 +277,7 @@ impl Cloud for NodePorts {
     ) -> Result<Made, CloudError> {
         let Some(batch) = self.provider.batch() else {
             // The provider supported batches when this one was recorded.
-            let text = format!("provider {} makes no batches any more", self.provider.name());
+            let text = format!("provider {} no longer supports batches", self.provider.name());
             return Err(CloudError::unsupported("batch", text));
         };
         let many = batch.create_many(request, count, key).await?;
@@ -328,7 +330,7 @@ impl Storage for NodePorts {
     async fn credentials(&self, volumes: &PodVolumes) -> Result<Vec<Option<Zeroizing<Vec<u8>>>>, String> {
         let (records, volumes) = (self.volumes.clone(), volumes.clone());
         let read = spawn_blocking(move || records.credentials(&volumes)).await;
-        read.unwrap_or_else(|error| Err(format!("read who the pod's shares are mounted as: {error}")))
+        read.unwrap_or_else(|error| Err(format!("read the credentials of the pod's shares: {error}")))
     }
 
     async fn expect_vm(&self, id: &SandboxId, volumes: &PodVolumes) -> Result<(), CloudError> {
@@ -606,7 +608,7 @@ impl Kubernetes for NodePorts {
         }
         let given = service.of(pod).await?;
         if !given.notes.is_empty() {
-            let text = format!("not all of the pod's pull secrets can be used: {}", given.notes.join("; "));
+            let text = format!("some of the pod's pull secrets cannot be used: {}", given.notes.join("; "));
             self.tell(pod, Said { reason: "PullSecretUnusable", text });
         }
         Ok(given.config)

@@ -38,17 +38,27 @@ impl Registries {
             ),
             ca: reader.optional(
                 "node.registry-ca",
-                "file with CA certificates (PEM) that guests trust registries by, besides the VM image's",
+                "file with CA certificates (PEM) of registries that guests trust, besides those of the VM \
+                 image",
             ),
             plain_http: reader
-                .optional("node.plain-http-registries", "registries (host or host:port) that guests speak plain HTTP to")
+                .optional(
+                    "node.plain-http-registries",
+                    "registries (host or host:port) that guests reach over plain HTTP",
+                )
                 .unwrap_or_default(),
             prefetch: reader
-                .optional("node.prefetch-images", "images that every VM fetches as soon as it knows its pod")
+                .optional(
+                    "node.prefetch-images",
+                    "images that every VM fetches as soon as it is assigned to a pod",
+                )
                 .unwrap_or_default(),
         };
         if registries.plain_http.len() > MOST || registries.prefetch.len() > MOST {
-            reader.mistake("node.prefetch-images", "at most 64, and as many plain HTTP registries");
+            reader.mistake(
+                "node.prefetch-images",
+                "more than 64, or more than 64 plain HTTP registries; list fewer",
+            );
         }
         registries
     }
@@ -75,13 +85,13 @@ fn both(of_pod: &str, of_node: &str) -> String {
         if !text.trim().is_empty()
             && let Err(error) = merged.add(Form::DockerConfigJson, text.as_bytes())
         {
-            tracing::error!(whose, %error, "a pull secret is left out");
+            tracing::error!(whose, %error, "a pull secret is not valid; guests do not get it");
         }
     }
     match merged.write() {
         Ok(text) => text.to_string(),
         Err(error) => {
-            tracing::error!(%error, "the node's pull secret is left out");
+            tracing::error!(%error, "cannot merge the node's pull secret; guests do not get it");
             of_pod.to_owned()
         }
     }
@@ -98,7 +108,7 @@ fn text(key: &str, path: Option<&Path>) -> String {
         Ok(text)
     };
     read().unwrap_or_else(|error| {
-        tracing::error!(key, path = %path.display(), %error, "cannot read it: guests go without");
+        tracing::error!(key, path = %path.display(), %error, "cannot read the file; guests do not get it");
         String::new()
     })
 }

@@ -88,7 +88,7 @@ impl RelayClient {
             match self.connected().await {
                 Ok(()) => {}
                 Err(error) if !said => {
-                    warn!(error = error.text, "peerpod-relay is away; looking for it");
+                    warn!(error = error.text, "peerpod-relay is away; dialling it again");
                     said = true;
                 }
                 Err(error) => debug!(error = error.text, "peerpod-relay is still away"),
@@ -106,7 +106,7 @@ impl RelayClient {
     async fn connected(&self) -> Result<(), RelayError> {
         // Dialled by tokio: the ttrpc library's own connect blocks a thread when the relay's queue is full.
         let dialled = timeout(CALL, UnixStream::connect(&self.0.socket)).await;
-        let stream = dialled.map_err(|_| away("it does not accept"))?.map_err(away)?;
+        let stream = dialled.map_err(|_| away("it accepts no connection"))?.map_err(away)?;
         let stub = Stub::new(ttrpc::r#async::Client::new(Socket::from(stream)));
         let epoch = self.configure_at(&stub).await?;
         info!(epoch, "connected to peerpod-relay");
@@ -192,7 +192,7 @@ impl RelayClient {
         self.0.connected.subscribe()
     }
 
-    /// See [`crate::sandbox::ports::Ports::relay_epoch`].
+    /// See [`crate::sandbox::ports::Relay::relay_epoch`].
     pub fn epoch(&self) -> watch::Receiver<u64> {
         self.0.epoch.subscribe()
     }

@@ -84,7 +84,7 @@ pub async fn run(
             match relay.configure().await {
                 Ok(()) => relay_knows = true,
                 Err(error) => {
-                    warn!(error = error.text, "the relay does not have its new identity yet");
+                    warn!(error = error.text, "cannot give the relay its new identity yet");
                     continue;
                 }
             }
@@ -95,11 +95,11 @@ pub async fn run(
         let stepping = trust.clone();
         match tokio::task::spawn_blocking(move || stepping.step()).await {
             Ok(Ok(stage)) => {
-                info!(?stage, "the node's CA is rolled over by one step");
+                info!(?stage, "the rotation of the node's CA took a step");
                 relay_knows = false;
             }
-            Ok(Err(error)) => warn!(%error, "the node's CA cannot be rolled over; trying again"),
-            Err(error) => warn!(%error, "rolling the CA over ended early"),
+            Ok(Err(error)) => warn!(%error, "cannot rotate the node's CA; trying again"),
+            Err(error) => warn!(%error, "the step of the CA's rotation ended early"),
         }
     }
 }
@@ -134,7 +134,7 @@ pub(crate) fn is_due(
     }
     for view in &behind {
         sandboxes.left_behind();
-        error!(sandbox = %view.id, pod = &*view.pod, ?stage, waited = ?age, "its guest does not follow the node's CA; the roll-over goes on without it, and it may not come back when its link is cut");
+        error!(sandbox = %view.id, pod = &*view.pod, ?stage, waited = ?age, "the sandbox's guest does not follow the node's CA; the rotation goes on without it, and the guest may not reconnect after a cut link");
     }
     true
 }

@@ -119,7 +119,7 @@ impl Hypervisor for Service {
                 Ok(CreateVMResponse { agentSocketPath: agent_socket, ..CreateVMResponse::default() })
             }
             Err(error) => {
-                warn!(sandbox = %id, pod, %error, "CreateVM is refused");
+                warn!(sandbox = %id, pod, %error, "CreateVM refused");
                 if let Ok(pod) = spec::pod_of(&request.annotations) {
                     self.sandboxes.refused(&pod, &error);
                 }
@@ -145,7 +145,7 @@ impl Hypervisor for Service {
         match result {
             Ok(()) => Ok(StartVMResponse::default()),
             Err(error) => {
-                debug!(sandbox = %id, pod = &*self.sandboxes.pod(&id), %error, "StartVM fails");
+                debug!(sandbox = %id, pod = &*self.sandboxes.pod(&id), %error, "StartVM failed");
                 Err(error.into())
             }
         }
@@ -157,7 +157,7 @@ impl Hypervisor for Service {
         match self.sandboxes.stop(&id, Stop::Called).await {
             Ok(()) => Ok(StopVMResponse::default()),
             Err(error) => {
-                warn!(sandbox = %id, pod = &*self.sandboxes.pod(&id), %error, "StopVM fails");
+                warn!(sandbox = %id, pod = &*self.sandboxes.pod(&id), %error, "StopVM failed");
                 Err(error.into())
             }
         }
@@ -242,14 +242,14 @@ pub async fn read_inbox(sandboxes: &Sandboxes, inbox: &Inbox, metrics: &Metrics)
     let (notes, bad) = on_thread(move || reader.read()).await??;
     for bad in bad {
         metrics.quarantined.inc();
-        tracing::error!(file = %bad.file.display(), moved_to = %bad.moved_to.display(), why = bad.why, "a note in the inbox cannot be understood");
+        tracing::error!(file = %bad.file.display(), moved_to = %bad.moved_to.display(), why = bad.why, "a note in the inbox is not valid");
     }
     let mut handled = 0;
     for note in notes {
         // A stop that cannot be recorded now must not delay the others, or every call of the node: its note stays, and
         // is read again soon.
         if let Err(error) = sandboxes.stop(&note.id, Stop::Inbox).await {
-            warn!(sandbox = %note.id, pod = &*sandboxes.pod(&note.id), %error, "a stop that was promised cannot be recorded yet; trying again");
+            warn!(sandbox = %note.id, pod = &*sandboxes.pod(&note.id), %error, "cannot record an acknowledged stop yet; trying again");
             continue;
         }
         let inbox = inbox.clone();
@@ -262,5 +262,5 @@ pub async fn read_inbox(sandboxes: &Sandboxes, inbox: &Inbox, metrics: &Metrics)
 async fn on_thread<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T, Error> {
     tokio::task::spawn_blocking(work)
         .await
-        .map_err(|error| Error::Unavailable(format!("a step ended early: {error}")))
+        .map_err(|error| Error::Unavailable(format!("a worker thread's task ended early: {error}")))
 }

@@ -34,7 +34,7 @@ mod tests {
     use crate::{metrics::Metrics, relay_client::RelayClient};
 
     #[test]
-    fn a_burst_of_steps_for_a_thousand_sandboxes_needs_few_threads_and_all_are_done() {
+    fn a_burst_of_a_thousand_steps_completes_on_few_threads() {
         let (now, most) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
         new().unwrap().block_on(async {
             let mut steps = JoinSet::new();
@@ -53,7 +53,7 @@ mod tests {
     }
 
     #[test]
-    fn a_relay_that_hangs_holds_up_no_step_of_the_nodes_own() {
+    fn a_hung_relay_delays_no_local_step() {
         let dir = std::env::temp_dir().join(format!("peerpod-runtime-{}", std::process::id()));
         std::fs::create_dir_all(&dir).unwrap();
         // The kernel completes connections to this socket; no program answers them.

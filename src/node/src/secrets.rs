@@ -58,7 +58,7 @@ impl PullSecrets {
             refused: false,
         };
         tokio::time::timeout(config.deadline, self.0.of(pod)).await.map_err(|_| late())?.map_err(|why| {
-            let text = format!("pull secrets of pod {pod}, asked of {}: {}", config.address, why.text);
+            let text = format!("pull secrets of pod {pod}, from {}: {}", config.address, why.text);
             PullSecretError { text, refused: why.refused }
         })
     }

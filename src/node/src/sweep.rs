@@ -67,7 +67,7 @@ async fn pass(
         if phase(table, &object.sandbox).is_none()
             && !owned.iter().any(|vm| may_be_its(vm, &object, cluster_id))
         {
-            remove(cluster, &object, "its sandbox is unknown, and the provider has no VM of it");
+            remove(cluster, &object, "its sandbox is unknown, and the provider has no VM for it");
         }
     }
     Ok(())
@@ -93,7 +93,7 @@ fn remove(cluster: &Cluster, object: &Recorded, why: &str) {
         sandbox = object.sandbox,
         object = format!("{}/{}", object.namespace, object.name),
         why,
-        "a PeerPod goes"
+        "removing a PeerPod"
     );
     cluster.remove(object);
 }

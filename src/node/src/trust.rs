@@ -119,7 +119,7 @@ impl Trust {
             ended => {
                 if ended.is_some() {
                     // No valid certificate of it can exist: it expired, or was made while the clock was wrong.
-                    tracing::warn!(file = %file.display(), "the node's CA has ended and is replaced");
+                    tracing::warn!(file = %file.display(), "the node's CA has expired and is replaced");
                 }
                 let current = Authority::make(now, validity.ca)?;
                 let made = Authorities { current, next: None, previous: None, since: now };

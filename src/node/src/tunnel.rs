@@ -324,7 +324,10 @@ async fn blocking<T: Send + 'static>(
 }
 
 fn lost(e: tokio::task::JoinError) -> Error {
-    Error::Kernel { attempt: "work on a pod's network".to_owned(), source: std::io::Error::other(e).into() }
+    Error::Kernel {
+        attempt: "run a task on a pod's network".to_owned(),
+        source: std::io::Error::other(e).into(),
+    }
 }
 
 /// Whether an address is one of the public Internet, where others may listen.

@@ -34,7 +34,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_guest_reads_what_the_node_writes_and_it_is_small() {
+    fn the_guest_decodes_the_user_data_and_it_is_small() {
         let ticket = Ticket::new(Duration::from_secs(60)).unwrap();
         let addresses: Vec<SocketAddr> =
             ["10.99.0.1:15151", "[fd99::1]:15151"].iter().map(|a| a.parse().unwrap()).collect();

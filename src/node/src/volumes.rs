@@ -95,8 +95,8 @@ impl PodVolume {
     fn unusable(&self) -> Option<String> {
         match &self.volume.source {
             Source::Iscsi { secret: Some(secret), .. } => Some(format!(
-                "volume {}: its CHAP credentials (secret {}/{}) are not brought to the hypervisor by this version; \
-                 restrict the target by address instead",
+                "volume {}: this version does not pass its CHAP credentials (secret {}/{}) to the \
+                 hypervisor; restrict the target by address instead",
                 self.volume.name, secret.namespace, secret.name
             )),
             Source::Iscsi { portals, .. } if portals.is_empty() => {
@@ -206,7 +206,7 @@ impl Volumes {
     /// # Errors
     /// A text that names the obstacle; no VM may be made then.
     pub fn of_pod(&self, pod: &PodRef) -> Result<Option<PodVolumes>, String> {
-        let uid = self.uid(pod).map_err(|why| format!("find out the volumes of pod {pod}: {why}"))?;
+        let uid = self.uid(pod).map_err(|why| format!("find the volumes of pod {pod}: {why}"))?;
         let Some(uid) = uid.or_else(|| self.uid_of_watch(pod)) else { return Ok(None) };
         let records = self.records.of_pod(&uid);
         let records = records.map_err(|error| format!("read the volumes of pod {pod}: {error}"))?;
@@ -215,7 +215,7 @@ impl Volumes {
         {
             let other = &record.pod;
             return Err(format!(
-                "read the volumes of pod {pod}: the record of volume {} is of pod {}/{}",
+                "read the volumes of pod {pod}: the record of volume {} belongs to pod {}/{}",
                 record.volume.name, other.namespace, other.name
             ));
         }
@@ -235,9 +235,9 @@ impl Volumes {
             let there = self.records.credentials(&uid, &one.volume.id);
             if there.map_err(|error| format!("{failed} {pod}: volume {volume}: {error}"))?.is_none() {
                 return Err(format!(
-                    "{failed} {pod}: volume {volume} is mounted with secret {namespace}/{name}, and kubelet did not give that \
-                     when it was published; name it as nodeStageSecretRef or nodePublishSecretRef of the PersistentVolume, \
-                     and make the pod again"
+                    "{failed} {pod}: volume {volume} is mounted with secret {namespace}/{name}, which \
+                     kubelet did not pass when it published the volume; name the secret as \
+                     nodeStageSecretRef or nodePublishSecretRef of the PersistentVolume, and recreate the pod"
                 ));
             }
         }
@@ -257,7 +257,7 @@ impl Volumes {
             }
             let read = self.records.credentials(&volumes.uid, &one.volume.id);
             let read =
-                read.map_err(|error| format!("read who volume {} is mounted as: {error}", one.volume.name));
+                read.map_err(|error| format!("read the credentials of volume {}: {error}", one.volume.name));
             Ok(read?.map(|credentials| credentials.to_bytes()))
         };
         volumes.volumes.iter().map(of).collect()
@@ -293,8 +293,9 @@ impl Volumes {
                 all.sort_unstable();
                 all.dedup();
                 Err(format!(
-                    "there are several pods of this name with volumes here, and it is not known which of them this is (UIDs {}); \
-                     it is tried again, and goes when the API server's word of it is here or the others' volumes are unpublished",
+                    "several pods of this name have volumes on this node, and the sandbox does not identify \
+                     one (UIDs {}); the node tries again until the API server reports the pod or the volumes \
+                     of the other pods are unpublished",
                     all.join(", ")
                 ))
             }

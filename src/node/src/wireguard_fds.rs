@@ -60,7 +60,7 @@ async fn supply_always(relay: &RelayClient, carrier: &WireguardFds) {
                 Err(why) => {
                     pause = AGAIN;
                     if why != said {
-                        warn!(why, "the relay does not carry the encrypted tunnel; trying again");
+                        warn!(why, "the relay does not run the encrypted tunnel; trying again");
                         said = why;
                     }
                 }
@@ -98,7 +98,7 @@ async fn supply(relay: &RelayClient, carrier: &WireguardFds) -> Result<(), Strin
     };
     let taken = relay.hand_off(carrier.kind(), None, detail.0, descriptors).await;
     carrier.taken(&taken.map_err(|error| error.to_string())?);
-    info!("the relay carries the encrypted tunnel");
+    info!("the relay runs the encrypted tunnel");
     Ok(())
 }
 
@@ -136,7 +136,7 @@ mod tests {
     use crate::tunnel::{Kind, Netns, Reserved, Tunnel, TunnelConfig, WireguardConfig};
 
     #[tokio::test]
-    async fn another_address_of_the_node_is_news_for_encrypted_tunnels_at_once() {
+    async fn encrypted_tunnels_get_a_new_node_address_at_once() {
         let folder = std::env::temp_dir().join(format!("peerpod-carry-{}", std::process::id()));
         let config = TunnelConfig {
             kind: Kind::Wireguard,

@@ -83,7 +83,7 @@ pub enum AppError {
         why: io::Error,
     },
     /// The kernel gave no random bytes.
-    #[error("ask the kernel for random bytes: {0}")]
+    #[error("get random bytes from the kernel: {0}")]
     Random(String),
     /// The state folder is not usable.
     #[error(transparent)]
@@ -95,7 +95,7 @@ pub enum AppError {
     #[error("serve relay.sock: {0}")]
     Control(ttrpc::Error),
     /// A task that must never end has ended.
-    #[error("a part of the relay ended: {0}; see the lines above, and restart it")]
+    #[error("a part of the relay ended: {0}; see the log lines above, and restart the relay")]
     Ended(String),
 }
 
@@ -188,7 +188,7 @@ async fn take_over(config: RelayConfig, store: Store, inbox: Inbox) -> Result<Bo
     core.sandboxes.restore(records.into_iter().filter(|record| !known.contains(&record.id)).collect()).await;
     let sockets = sockets.own(run_dir);
     if config.listen.port() != 0 && config.listen.port() != sockets.listen.port() {
-        tracing::warn!(listen = %sockets.listen, configured = %config.listen, "the port stays that of the process before, where guests dial");
+        tracing::warn!(listen = %sockets.listen, configured = %config.listen, "the relay keeps the port of the previous process, because guests dial it");
     }
     core.serve(&config, sockets, named, taken.hypervisor).await
 }
@@ -255,13 +255,13 @@ impl Core {
             match identity.server_config() {
                 Ok(config) => self.trust.set(config),
                 Err(error) => {
-                    tracing::error!(%error, "kept TLS identity is not usable; guests wait for the node")
+                    tracing::error!(%error, "the stored TLS identity is not usable; guests wait for the node")
                 }
             }
         }
         for record in records {
             if let Err(error) = self.wireguard.put(&record.id, record.tunnel_peer.as_ref()) {
-                tracing::error!(sandbox = %record.id, error, "guest is no peer of the encrypted tunnel");
+                tracing::error!(sandbox = %record.id, error, "cannot add the guest as a peer of the encrypted tunnel");
             }
         }
     }
@@ -370,7 +370,7 @@ impl Bound {
         let ended = tokio::select! {
             () = shutdown.wait() => Ok(()),
             Some(ended) = self.tasks.join_next() => {
-                let why = ended.map_or_else(|error| error.to_string(), |()| "it returned".to_owned());
+                let why = ended.map_or_else(|error| error.to_string(), |()| "its task returned".to_owned());
                 Err(AppError::Ended(why))
             }
         };
@@ -388,7 +388,7 @@ impl Bound {
         self.tasks.shutdown().await;
         self.sandboxes.stop().await;
         if tokio::time::timeout(STOP_WITHIN, self.control.shutdown()).await.is_err() {
-            tracing::debug!("a call of the node did not end in time");
+            tracing::debug!("a call from the node did not end in time");
         }
     }
 }
@@ -418,7 +418,7 @@ fn lock(run_dir: &Path) -> Result<Option<Flock<File>>, AppError> {
 fn epoch() -> Result<String, AppError> {
     let mut bytes = [0; 8];
     getrandom::fill(&mut bytes).map_err(|error| AppError::Random(error.to_string()))?;
-    Ok(hex::encode(&bytes))
+    Ok(hex::encode(bytes))
 }
 
 async fn serve_control(listener: UnixListener, control: Control) -> Result<ttrpc::r#async::Server, AppError> {

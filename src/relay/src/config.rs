@@ -49,11 +49,15 @@ impl RelayConfig {
     pub fn read(reader: &mut Reader) -> RelayConfig {
         let mut config = RelayConfig {
             run_dir: reader.get("paths.run-dir", "/run/peerpod", "folder of the sockets"),
-            state_dir: reader.get("paths.state-dir", "/var/lib/peerpod", "folder of what survives a restart"),
+            state_dir: reader.get(
+                "paths.state-dir",
+                "/var/lib/peerpod",
+                "folder of the state that survives a restart",
+            ),
             listen: reader.get(
                 "relay.listen",
                 "[::]:15151",
-                "address and port that pod VMs dial (TLS); [::] is both families",
+                "address and port that pod VMs dial (TLS); [::] means both families",
             ),
             admin_listen: reader.get(
                 "relay.admin-listen",
@@ -63,30 +67,31 @@ impl RelayConfig {
             threads: threads(reader.get(
                 "relay.threads",
                 "0",
-                "threads that carry the links; 0 is a quarter of the processors, at least one",
+                "threads that serve the links; 0 means a quarter of the processors, at least one",
             )),
             max_handshakes: reader.get(
                 "relay.max-handshakes",
                 "512",
-                "connections of pod VMs that have not shown who they are, at once",
+                "limit of unauthenticated connections of pod VMs at once",
             ),
             max_handshakes_per_address: reader.get(
                 "relay.max-handshakes-per-address",
                 "32",
-                "the same of one address",
+                "limit of unauthenticated connections from one address at once",
             ),
             waits_when_replaced: reader.choice(
                 "relay.replaced",
                 "end",
                 &["end", "wait"],
-                "what this process does when another relay has taken its place: end, or wait to be told to (in a pod, where \
-                 it would be started again)",
+                "action of this process after a handover to another relay: end, or wait for a signal (in a \
+                 pod, where it would be started again)",
             ) == "wait",
             pod: None,
         };
         let pod: Option<String> = reader.optional(
             "relay.pod",
-            "namespace/name/uid of the relay's own pod, where an Event tells why it could not take over from a running relay",
+            "namespace/name/uid of the relay's own pod; an Event on it gives the reason of a failed handover \
+             from a running relay",
         );
         if let Some(pod) = pod {
             let mut parts = pod.split('/').filter(|part| !part.is_empty()).map(str::to_owned);
@@ -105,7 +110,7 @@ impl RelayConfig {
             ("relay.max-handshakes-per-address", config.max_handshakes_per_address),
         ] {
             if value == 0 {
-                reader.mistake(key, "no guest could ever connect; 1 or more would do");
+                reader.mistake(key, "no guest could ever connect; set 1 or more");
             }
         }
         config
@@ -143,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn defaults_stand_and_all_mistakes_are_said() {
+    fn defaults_are_applied_and_all_mistakes_are_reported() {
         let config = load(&[]).unwrap();
         assert_eq!(config.listen.port(), 15151);
         let mistakes = load(&["--paths.run-dir", "here", "--relay.max-handshakes=0", "--relay.listn", "x"]);

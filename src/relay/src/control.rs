@@ -57,7 +57,7 @@ fn status(code: Code, why: impl ToString) -> ttrpc::Error {
     ttrpc::Error::RpcStatus(ttrpc::get_status(code, why))
 }
 
-/// The only mapping from [`SandboxError`] to status codes.
+/// The only mapping from `SandboxError` to status codes.
 impl From<SandboxError> for ttrpc::Error {
     fn from(error: SandboxError) -> ttrpc::Error {
         let code = match &error {
@@ -109,7 +109,7 @@ fn record_of(request: PutSandboxRequest) -> ttrpc::Result<Record> {
         .iter()
         .map(|print| <[u8; 32]>::try_from(print.as_slice()))
         .collect::<Result<_, _>>()
-        .map_err(|_| status(Code::INVALID_ARGUMENT, "a certificate's fingerprint has not 32 bytes"))?;
+        .map_err(|_| status(Code::INVALID_ARGUMENT, "a certificate's fingerprint does not have 32 bytes"))?;
     let tunnel_peer = request.tunnel_peer.into_option().map(tunnel_peer).transpose()?;
     if request.dial.len() > guest_dialer::ADDRESSES {
         let why = format!(
@@ -120,7 +120,8 @@ fn record_of(request: PutSandboxRequest) -> ttrpc::Result<Record> {
         return Err(status(Code::INVALID_ARGUMENT, why));
     }
     let dial = request.dial.iter().map(|address| address.parse()).collect::<Result<_, _>>();
-    let dial = dial.map_err(|_| status(Code::INVALID_ARGUMENT, "an address to dial is none"))?;
+    let dial = dial
+        .map_err(|_| status(Code::INVALID_ARGUMENT, "an address to dial is not an IP address with a port"))?;
     let (agent_socket, pod) = (request.agent_socket.into(), request.pod);
     let volumes = volumes_of(&id, request.volumes)?;
     Ok(Record { id, agent_socket, guest_certificates, pod, tunnel_peer, dial, volumes })
@@ -129,14 +130,14 @@ fn record_of(request: PutSandboxRequest) -> ttrpc::Result<Record> {
 fn volumes_of(id: &SandboxId, told: Vec<relay::Volume>) -> ttrpc::Result<Vec<Volume>> {
     let refused = |why: String| status(Code::INVALID_ARGUMENT, format!("volumes of sandbox {id}: {why}"));
     if told.len() > volumes::MOST {
-        return Err(refused(format!("{} are more than {}", told.len(), volumes::MOST)));
+        return Err(refused(format!("{} volumes are more than {}", told.len(), volumes::MOST)));
     }
     let volume = |told: relay::Volume| {
         // A volume with the root as its target would own all files of the node.
         let path = std::path::Path::new(&told.target_path);
         // The id becomes part of paths.
         if !volumes::is_volume_id(&told.id) || !path.is_absolute() || path.components().count() < 3 {
-            return Err(refused(format!("id {:?} at {:?} is none", told.id, told.target_path)));
+            return Err(refused(format!("id {:?} at {:?} is not a volume", told.id, told.target_path)));
         }
         Ok(Volume {
             id: told.id,
@@ -151,8 +152,7 @@ fn volumes_of(id: &SandboxId, told: Vec<relay::Volume>) -> ttrpc::Result<Vec<Vol
 }
 
 fn tunnel_peer(peer: relay::TunnelPeer) -> ttrpc::Result<TunnelPeer> {
-    let wrong =
-        |what: &str| status(Code::INVALID_ARGUMENT, format!("the tunnel peer's {what} makes no sense"));
+    let wrong = |what: &str| status(Code::INVALID_ARGUMENT, format!("the tunnel peer's {what} is not valid"));
     Ok(TunnelPeer {
         key: peer.key,
         inner: peer.inner_address.parse().map_err(|_| wrong("inner address"))?,
@@ -178,7 +178,7 @@ impl Relay for Control {
         let store = self.store.clone();
         tokio::task::spawn_blocking(move || store.put_identity(&identity))
             .await
-            .map_err(|_| status(Code::UNAVAILABLE, "the relay stops"))?
+            .map_err(|_| status(Code::UNAVAILABLE, "the relay is stopping"))?
             .map_err(|error| status(Code::INTERNAL, error))?;
         self.trust.set(config);
         tracing::info!("configured by peerpod-node");
@@ -218,9 +218,9 @@ impl Relay for Control {
             let _open = open;
             sandboxes.delete(&gone).await
         };
-        tokio::spawn(deleted).await.map_err(|_| status(Code::UNAVAILABLE, "the relay stops"))??;
+        tokio::spawn(deleted).await.map_err(|_| status(Code::UNAVAILABLE, "the relay is stopping"))??;
         self.wireguard.delete(&id);
-        tracing::info!(sandbox = %id, pod = &*pod, "sandbox is not served any more");
+        tracing::info!(sandbox = %id, pod = &*pod, "sandbox is no longer served");
         Ok(DeleteSandboxResponse::new())
     }
 

@@ -99,7 +99,9 @@ impl Handed {
     /// Fails if a descriptor is left: an unused descriptor is a mistake.
     pub(crate) fn finish(&self) -> Result<(), String> {
         match self.descriptors.first() {
-            Some((name, _)) => Err(format!("descriptor {name} is not known here; upgrade peerpod-relay")),
+            Some((name, _)) => {
+                Err(format!("descriptor {name} is unknown to this relay; upgrade peerpod-relay"))
+            }
             None => Ok(()),
         }
     }
@@ -122,14 +124,14 @@ impl Wanted {
             let listens = sockopt::socket_acceptconn(socket)?;
             Ok((sockopt::socket_domain(socket)?, sockopt::socket_type(socket)?, protocol, listens))
         })();
-        let (family, kind, protocol, listens) = found.map_err(|why| format!("it is no socket ({why})"))?;
+        let (family, kind, protocol, listens) = found.map_err(|why| format!("it is not a socket ({why})"))?;
         if (family, kind, protocol, listens) == (self.family, self.kind, self.protocol, self.listens) {
             return Ok(());
         }
         let (wanted, family) = (self.family.as_raw(), family.as_raw());
         Err(format!(
             "it is a socket of family {family}, {kind:?}, protocol {protocol}, listening: {listens}; \
-             wanted is family {wanted}, {:?}, protocol {}, listening: {}",
+             required is family {wanted}, {:?}, protocol {}, listening: {}",
             self.kind, self.protocol, self.listens
         ))
     }
@@ -152,7 +154,7 @@ async fn serve_within(listener: OwnedFd, kinds: Kinds, pause: Pause, patience: D
     let listener = match reactor::register(listener, Interest::READABLE) {
         Ok(listener) => listener,
         Err(error) => {
-            tracing::error!(%error, "descriptors cannot be handed in");
+            tracing::error!(%error, "cannot receive descriptors on relay-fds.sock");
             return;
         }
     };
@@ -167,7 +169,10 @@ async fn serve_within(listener: OwnedFd, kinds: Kinds, pause: Pause, patience: D
             Ok(connection) if open.len() < CONNECTIONS => {
                 open.spawn(one(connection, kinds.clone(), pause.clone(), patience));
             }
-            Ok(_) => tracing::warn!(bound = CONNECTIONS, "a hand-in is refused: too many are under way"),
+            Ok(_) => tracing::warn!(
+                bound = CONNECTIONS,
+                "descriptors refused: too many connections pass descriptors"
+            ),
             Err(error) => {
                 tracing::warn!(%error, "accept on relay-fds.sock failed");
                 tokio::time::sleep(Duration::from_millis(100)).await;
@@ -179,7 +184,7 @@ async fn serve_within(listener: OwnedFd, kinds: Kinds, pause: Pause, patience: D
 /// Serves one connection: one message, one answer.
 async fn one(connection: OwnedFd, kinds: Arc<Kinds>, pause: Pause, patience: Duration) {
     if let Err(error) = check_peer(&connection) {
-        tracing::warn!(%error, "a hand-in is refused");
+        tracing::warn!(%error, "descriptors refused");
         return;
     }
     let Ok(connection) = reactor::register(connection, Interest::READABLE) else { return };
@@ -189,21 +194,21 @@ async fn one(connection: OwnedFd, kinds: Arc<Kinds>, pause: Pause, patience: Dur
             judge(&kinds, header, descriptors).await
         }
         Ok(Err(error)) => Err(error.to_string()),
-        Err(_) => Err(format!("nothing was handed in within {patience:?}")),
+        Err(_) => Err(format!("no descriptors arrived within {patience:?}")),
     };
     let (mut answer, copies) = answer.unwrap_or_else(|error| {
-        tracing::warn!(error, "a hand-in is refused");
+        tracing::warn!(error, "descriptors refused");
         (Answer { error, ..Answer::default() }, Vec::new())
     });
     answer.version = VERSION;
     let copies: Vec<BorrowedFd<'_>> = copies.iter().map(AsFd::as_fd).collect();
     if let Err(error) = send(connection.as_fd(), &answer, &copies) {
-        tracing::debug!(%error, "the node did not wait for the answer to its hand-in");
+        tracing::debug!(%error, "the node closed the connection before the answer about its descriptors");
     }
 }
 
 async fn message(connection: &AsyncFd<OwnedFd>) -> Result<(Header, Vec<OwnedFd>), Error> {
-    let failed = |why| Error::Io { attempt: "wait for a hand-in".to_owned(), why };
+    let failed = |why| Error::Io { attempt: "wait for descriptors".to_owned(), why };
     loop {
         let mut ready = connection.readable().await.map_err(failed)?;
         match receive(connection.as_fd()) {
@@ -223,7 +228,7 @@ async fn judge(
     let kind = kinds
         .iter()
         .find(|kind| kind.name() == name)
-        .ok_or_else(|| format!("kind {name:?} is not known; upgrade peerpod-relay"))?;
+        .ok_or_else(|| format!("kind {name:?} is unknown to this relay; upgrade peerpod-relay"))?;
     let sandbox = sandbox.as_deref().map(SandboxId::parse).transpose().map_err(|error| error.to_string())?;
     if ask {
         let held = kind.held(sandbox.as_ref()).await;
@@ -234,17 +239,17 @@ async fn judge(
         return Ok((Answer { held, detail, descriptors, ..Answer::default() }, copies));
     }
     if descriptors.is_empty() {
-        return Err(format!("a hand-in of {name} without descriptors"));
+        return Err(format!("a message of kind {name} has no descriptors"));
     }
     if descriptors.len() != names.len() {
         let (came, named) = (descriptors.len(), names.len());
-        return Err(format!("{came} descriptors came, {named} are named"));
+        return Err(format!("{came} descriptors arrived, {named} are named"));
     }
     let handed = Handed::new(detail, names.into_iter().zip(descriptors).collect());
     let taken = timeout(TAKE, kind.take(sandbox.as_ref(), handed)).await;
-    let detail = taken.map_err(|_| format!("it took longer than {TAKE:?}"))??;
+    let detail = taken.map_err(|_| format!("the relay did not accept the descriptors within {TAKE:?}"))??;
     // The kind logs the pod, which is not known here.
-    tracing::debug!(kind = name, "descriptors taken");
+    tracing::debug!(kind = name, "descriptors accepted");
     Ok((Answer { held: true, detail, ..Answer::default() }, Vec::new()))
 }
 

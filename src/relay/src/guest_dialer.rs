@@ -114,10 +114,10 @@ impl Dial {
                 Err(ref refused) if refused.is_strange() && refused.label() != said => {
                     said = refused.label();
                     let pod = self.parts.sandboxes.pod(&self.id);
-                    tracing::warn!(sandbox = %self.id, pod = &*pod, address = %self.address, reason = said, error = %refused, "who answers at the VM's address is not its guest");
+                    tracing::warn!(sandbox = %self.id, pod = &*pod, address = %self.address, reason = said, error = %refused, "a program other than the VM's guest answers at its address");
                 }
                 Err(ref refused) => {
-                    tracing::debug!(sandbox = %self.id, address = %self.address, error = %refused, "dialled in vain");
+                    tracing::debug!(sandbox = %self.id, address = %self.address, error = %refused, "dial failed");
                 }
             }
             // The address now belongs to another VM, which drops its link for each of these attempts.

@@ -95,7 +95,7 @@ impl GuestLog {
         let (guest_level, uptime_ms) = (line.level.name(), line.uptime_ms);
         macro_rules! write {
             ($level:ident) => {
-                tracing::$level!(target: "guest", %sandbox, pod, guest_level, from, uptime_ms, line = text, "said in the VM")
+                tracing::$level!(target: "guest", %sandbox, pod, guest_level, from, uptime_ms, line = text, "log line of the guest")
             };
         }
         match line.level {
@@ -127,7 +127,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_flood_is_cut_to_its_rate_and_what_was_left_out_is_said_once_in_a_while() {
+    fn a_flood_is_rate_limited_and_dropped_lines_are_reported_periodically() {
         let began = Instant::now();
         let mut bound = Bound { left: MOST, at: began, left_out: 0, said: None };
         let (mut written, mut said, mut left_out) = (0, 0, 0);
@@ -147,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_a_guest_says_begins_a_line_or_colours_it() {
+    fn text_of_a_guest_begins_no_line_and_sets_no_colour() {
         let said = "a\nINFO peerpod_relay: forged\r\u{1b}[31m\tred\u{9b}\u{202e}\u{0}\u{85}\u{2028}";
         let clean = clean(said);
         assert!(!clean.chars().any(char::is_control) && !clean.contains(['\u{202e}', '\u{2028}']), "{clean}");

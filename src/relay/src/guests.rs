@@ -92,9 +92,9 @@ pub(crate) enum Refused {
     Silent,
     #[error("{0}")]
     FirstRecord(claim::ClaimError),
-    #[error("a session without a client certificate")]
+    #[error("the session has no client certificate")]
     NoCertificate,
-    #[error("its certificate is no sandbox's")]
+    #[error("its certificate belongs to no sandbox")]
     UnknownCertificate,
     #[error("it is the guest of sandbox {0}")]
     OtherSandbox(String),
@@ -102,7 +102,7 @@ pub(crate) enum Refused {
     Ticket(String),
     #[error("the node is away: {0}")]
     NodeAway(String),
-    #[error("the node has not said yet who this relay is")]
+    #[error("the node has not configured this relay yet")]
     NotConfigured,
 }
 
@@ -189,7 +189,7 @@ pub(crate) async fn accept(listener: TcpListener, parts: Parts, bounds: Bounds) 
         let (stream, peer) = match accepted {
             Ok(accepted) => accepted,
             Err(error) => {
-                tracing::warn!(%error, "accept of a guest failed");
+                tracing::warn!(%error, "accept of a guest connection failed");
                 tokio::time::sleep(Duration::from_millis(100)).await;
                 continue;
             }
@@ -253,7 +253,7 @@ async fn serve(
         if dialled.is_some_and(|dialled| *dialled != sandbox.id) {
             return Err(Refused::OtherSandbox(sandbox.id.to_string()));
         }
-        tracing::debug!(sandbox = %sandbox.id, pod = sandbox.guest.pod(), %peer, "guest is there");
+        tracing::debug!(sandbox = %sandbox.id, pod = sandbox.guest.pod(), %peer, "guest authenticated by its certificate");
         if let Some(token) = Token::of(stream.get_ref().1) {
             sandbox.guest.may_probe(parts.paths.admit(token));
         }
@@ -282,7 +282,7 @@ async fn answer_claim(
     parts.metrics.claim(outcome);
     // The ticket's id is no secret, the ticket's secret is. A guest that must wait asks again many times a second.
     if reply.retry {
-        tracing::debug!(%peer, ticket, error = reply.error, "ticket shown; the guest is told to come again");
+        tracing::debug!(%peer, ticket, error = reply.error, "ticket shown; the guest must retry");
     } else {
         let sandbox = SandboxId::parse(&reply.sandbox_id).ok().and_then(|id| parts.sandboxes.get(&id));
         let pod = sandbox.map(|sandbox| sandbox.guest.pod());
@@ -323,7 +323,7 @@ async fn judge(
     let refused = |error: String| ClaimReply { error, ..Default::default() };
     if claim.version != CLAIM_VERSION {
         let error =
-            format!("claim version {} is not known here; this relay knows {CLAIM_VERSION}", claim.version);
+            format!("claim version {} is unknown to this relay; it supports {CLAIM_VERSION}", claim.version);
         return ("version", refused(error));
     }
     let request = ClaimRequest {

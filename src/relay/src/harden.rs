@@ -81,18 +81,18 @@ const NEW_NAMESPACES: u64 = 0x7e02_0000;
 /// leave the process no less safe than it was.
 pub fn harden(listen_port: u16) {
     if let Err(error) = set_no_new_privs(true) {
-        tracing::warn!(%error, "no_new_privs is not set");
+        tracing::warn!(%error, "cannot set no_new_privs");
     }
     drop_capabilities(listen_port);
     match filters() {
         Ok(filters) => {
             for filter in filters.iter().chain(second_numbers().iter()) {
                 if let Err(error) = apply_filter(filter) {
-                    tracing::warn!(%error, "system calls are not filtered");
+                    tracing::warn!(%error, "cannot filter system calls");
                 }
             }
         }
-        Err(error) => tracing::warn!(%error, "system calls are not filtered"),
+        Err(error) => tracing::warn!(%error, "cannot filter system calls"),
     }
 }
 
@@ -155,12 +155,12 @@ fn drop_capabilities(listen_port: u16) {
             inheritable: CapabilitySet::empty(),
         },
         Err(error) => {
-            tracing::warn!(%error, "capabilities are not read, and stay");
+            tracing::warn!(%error, "cannot read the capabilities; the process keeps them");
             return;
         }
     };
     if let Err(error) = set_capabilities(None, sets) {
-        tracing::warn!(%error, "capabilities are not given up");
+        tracing::warn!(%error, "cannot drop the capabilities");
     }
 }
 
@@ -169,7 +169,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_thread_keeps_nothing_and_can_still_bind_a_socket() {
+    fn a_thread_keeps_no_capabilities_and_can_still_bind_a_socket() {
         // Capabilities belong to a thread: the other tests keep theirs.
         let hardened = std::thread::spawn(|| {
             harden(15151);
@@ -221,7 +221,7 @@ mod tests {
     /// A kernel without x32 answers ENOSYS where no filter is installed.
     #[cfg(target_arch = "x86_64")]
     #[test]
-    fn what_is_refused_is_refused_by_its_x32_number_too() {
+    fn refused_system_calls_are_refused_by_x32_number_too() {
         let x32 = libc::c_long::from(X32);
         let only: [libc::c_long; 6] = [520, 521, 528, 539, 540, 545];
         let numbers = REFUSED.iter().chain(&only).map(|number| number | x32);

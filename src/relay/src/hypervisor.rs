@@ -93,7 +93,7 @@ impl Restored {
     /// Returns the reason if the state is inconsistent.
     pub(crate) fn read(state: DoorState, sockets: Vec<OwnedFd>) -> Result<Restored, String> {
         if sockets.len() != state.conns.len() || sockets.len() > CONNECTIONS {
-            return Err("the door's sockets are not as many as its connections".to_owned());
+            return Err("the numbers of hypervisor API sockets and connections differ".to_owned());
         }
         let now = Instant::now();
         let mut queue = Queue::new(Limits::default(), now);
@@ -147,7 +147,7 @@ impl HypervisorHandle {
     /// Freezes the proxy and returns its state; the proxy resumes when `thaw`'s other end is used or dropped.
     pub(crate) async fn freeze(&self, thaw: oneshot::Receiver<()>) -> FrozenDoor {
         let (shown, answered) = oneshot::channel();
-        let stops = || io::Error::other("the door is closed");
+        let stops = || io::Error::other("the hypervisor API is closed");
         self.events.send(Event::Freeze { shown, thaw }).await.map_err(|_| stops())?;
         answered.await.unwrap_or_else(|_| Err(stops()))
     }
@@ -165,13 +165,16 @@ impl HypervisorHandle {
             ..Default::default()
         };
         let (answer, answered) = oneshot::channel();
-        self.events.send(Event::Claim { request, answer }).await.map_err(|_| away("the relay stops"))?;
-        let body = answered.await.map_err(|_| away("the relay stops"))?;
+        self.events
+            .send(Event::Claim { request, answer })
+            .await
+            .map_err(|_| away("the relay is stopping"))?;
+        let body = answered.await.map_err(|_| away("the relay is stopping"))?;
         let response = ttrpc_frame::Response::parse_from_bytes(&body)
-            .map_err(|error| away(&format!("its answer cannot be read: {error}")))?;
+            .map_err(|error| away(&format!("the node's answer cannot be read: {error}")))?;
         match response.status.code {
             0 => ClaimResponse::parse_from_bytes(&response.payload)
-                .map_err(|error| away(&format!("its answer cannot be read: {error}"))),
+                .map_err(|error| away(&format!("the node's answer cannot be read: {error}"))),
             code if code::FINAL.contains(&code) => {
                 Err(ClaimError::Refused { code, message: response.status.message.clone() })
             }
@@ -393,7 +396,7 @@ impl HypervisorProxy {
         let method = incoming.request.method.as_str();
         if let Some(id) = incoming.kind.id() {
             let pod = incoming.pod.as_deref().map_or_else(|| self.states.pod(id), Into::into);
-            tracing::debug!(sandbox = %id, pod = &*pod, method, conn, bytes = incoming.request.payload.len(), "call of a shim");
+            tracing::debug!(sandbox = %id, pod = &*pod, method, conn, bytes = incoming.request.payload.len(), "call from a shim");
         }
         if let Kind::Create(id) = &incoming.kind {
             self.remember(conn, id, incoming.pod.as_deref().unwrap_or("-"));
@@ -435,7 +438,7 @@ impl HypervisorProxy {
                 }
                 Output::WriteInbox(id) => self.write_inbox(id),
                 Output::Reconnect(why) => {
-                    tracing::warn!(why, "the connection to peerpod-node is given up");
+                    tracing::warn!(why, "closing the connection to peerpod-node");
                     self.node = None;
                     self.queue.node_lost();
                 }

@@ -61,8 +61,8 @@ impl Kind for Localhost {
     }
 
     async fn take(&self, sandbox: Option<&SandboxId>, mut handed: Handed) -> Result<Value, String> {
-        let stops = || "the relay stops".to_owned();
-        let sandbox = sandbox.ok_or("a pod's localhost without its sandbox")?;
+        let stops = || "the relay is stopping".to_owned();
+        let sandbox = sandbox.ok_or("the localhost descriptors name no sandbox")?;
         let ports: Ports = serde_json::from_value(handed.detail.clone())
             .map_err(|error| format!("the ports cannot be read: {error}"))?;
         let sandboxes = self.sandboxes.upgrade().ok_or_else(stops)?;
@@ -193,7 +193,7 @@ async fn serve(
                 pending.spawn(carry(id, client, endpoint, metrics).in_current_span());
             }
             Err(error) => {
-                tracing::warn!(sandbox = %id, %error, "accepting a connection to the pod's localhost failed");
+                tracing::warn!(sandbox = %id, %error, "accept of a connection to the pod's localhost failed");
                 tokio::time::sleep(ACCEPT_AGAIN).await;
             }
         }
@@ -220,11 +220,11 @@ async fn carry(id: SandboxId, client: TcpStream, endpoint: Option<EndpointHandle
         }
         Err(error) => {
             let local = client.local_addr().ok();
-            tracing::debug!(sandbox = %id, ?local, %error, "a connection to the pod's localhost is reset");
+            tracing::debug!(sandbox = %id, ?local, %error, "connection to the pod's localhost reset");
             metrics.localhost(if error == DialError::Refused { "refused" } else { "failed" });
             // With no time to linger, closing the socket resets the connection.
             if let Err(error) = set_socket_linger(&client, Some(Duration::ZERO)) {
-                tracing::debug!(%error, "a connection is closed, not reset");
+                tracing::debug!(%error, "connection to the pod's localhost closed instead of reset");
             }
         }
     }

@@ -13,7 +13,7 @@ use peerpod_relay::{app, config::RelayConfig, harden, supervisor};
 const PROGRAM: Program = Program {
     name: "peerpod-relay",
     version: env!("CARGO_PKG_VERSION"),
-    about: "holds the sockets of the shims and the links of the guests",
+    about: "serves the sockets of the shims and the links of the guests",
 };
 
 fn main() -> ExitCode {
@@ -44,7 +44,7 @@ fn start() -> anyhow::Result<ExitCode> {
         return Ok(runtime.block_on(supervisor::keep())?);
     }
     if let Err(error) = program::own_rights_and_limits() {
-        tracing::warn!(%error, "the limit of open files stays as it is");
+        tracing::warn!(%error, "cannot raise the limit of open files");
     }
     harden::harden(config.listen.port());
     let runtime = tokio::runtime::Builder::new_multi_thread()

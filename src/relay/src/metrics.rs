@@ -83,17 +83,17 @@ impl Metrics {
             "Open connections to hypervisor.sock",
             m.hypervisor_connections.clone(),
         );
-        relay.register("queued_calls", "Calls that wait for the node or run there", m.queued_calls.clone());
+        relay.register("queued_calls", "Calls that wait for the node or run in it", m.queued_calls.clone());
         relay.register("node_connected", "1 while the node answers", m.node_connected.clone());
         relay.register("node_losses", "Connections to the node that ended", m.node_losses.clone());
         relay.register("inbox_writes", "Stops written to the inbox", m.inbox_writes.clone());
-        relay.register("calls", "Calls of shims by method", m.calls.clone());
+        relay.register("calls", "Calls from shims, by method", m.calls.clone());
         relay.register("sandboxes", "Sandboxes with an agent socket", m.sandboxes.clone());
         relay.register("guests_connected", "Sandboxes whose guest is connected", m.guests_connected.clone());
         relay.register("agent_connections", "Open connections to agent sockets", m.agent_connections.clone());
         relay.register(
             "agent_connections_refused",
-            "Connections over the bound of a sandbox",
+            "Connections to agent sockets refused over the limit of a sandbox",
             m.agent_connections_refused.clone(),
         );
         relay.register("reconnects", "Links that were resumed", m.reconnects.clone());
@@ -109,20 +109,24 @@ impl Metrics {
             m.guests_refused.clone(),
         );
         relay.register("claims", "Tickets shown, by outcome", m.claims.clone());
-        relay.register("guest_calls", "Calls of the node to guests", m.guest_calls.clone());
+        relay.register("guest_calls", "Calls from the node to guests", m.guest_calls.clone());
         relay.register(
             "guest_words_dropped",
-            "Messages of guests that nobody asked for and that came too fast",
+            "Unrequested messages from guests, dropped because they came too fast",
             m.guest_words_dropped.clone(),
         );
         relay.register(
             "guest_log_lines",
-            "Lines of guests' logs: written, left_out (too many), lost_in_guest (before they came)",
+            "Lines of guests' logs: written, left_out (too many), lost_in_guest (lost in the VM)",
             m.guest_log_lines.clone(),
         );
-        relay.register("panics", "Endpoints and localhosts of pods that ended by a panic", m.panics.clone());
-        relay.register("bytes", "Bytes of shims' conversations with agents", m.bytes.clone());
-        relay.register("frames", "Frames of shims' conversations with agents", m.frames.clone());
+        relay.register(
+            "panics",
+            "Agent endpoints and localhost tasks of pods that ended by a panic",
+            m.panics.clone(),
+        );
+        relay.register("bytes", "Bytes between shims and agents", m.bytes.clone());
+        relay.register("frames", "Frames between shims and agents", m.frames.clone());
         relay.register(
             "localhost_connections",
             "Connections to pods' localhost by outcome: carried, refused in the VM, failed",

@@ -55,7 +55,7 @@ pub(crate) enum SandboxError {
     Listen { path: String, why: std::io::Error },
     #[error(transparent)]
     Store(#[from] StoreError),
-    #[error("a disk operation for sandbox {0} was cut off; the relay stops")]
+    #[error("a disk operation for sandbox {0} was interrupted; the relay is stopping")]
     Stopping(SandboxId),
 }
 
@@ -281,7 +281,7 @@ impl Sandboxes {
                 tracing::info!(sandbox = %ended.id, pod, "sandbox is served again");
             }
             // The node puts the sandbox again when it next sees the state; until then no connection is served wrongly.
-            Err(error) => tracing::error!(sandbox = %ended.id, pod, %error, "sandbox is not served any more"),
+            Err(error) => tracing::error!(sandbox = %ended.id, pod, %error, "sandbox is no longer served"),
         }
     }
 
@@ -331,7 +331,7 @@ impl Sandboxes {
             live.localhost = Some(serving);
             return Ok(());
         }
-        Err(format!("sandbox {id} is not served here any more"))
+        Err(format!("sandbox {id} is no longer served here"))
     }
 
     /// Returns the ports of the listeners that serve the pod's localhost.
@@ -379,7 +379,7 @@ impl Sandboxes {
             localhost.stop().await;
         }
         if tokio::time::timeout(CLOSE_WITHIN, &mut running).await.is_err() {
-            tracing::warn!(sandbox = %id, pod = guest.pod(), "connections of a deleted sandbox are cut off");
+            tracing::warn!(sandbox = %id, pod = guest.pod(), "connections of a deleted sandbox did not close in time; aborting them");
             running.abort();
             endpoint.abort();
         }
@@ -419,7 +419,7 @@ async fn hear_the_end(
     let Some(sandboxes) = sandboxes.upgrade() else { return };
     sandboxes.metrics.panics.inc();
     let pause = ANEW_AFTER.saturating_mul(1 << panics.min(10)).min(ANEW_AT_MOST);
-    tracing::error!(sandbox = %attached.id, pod = attached.guest.pod(), %error, again_in = ?pause, "the sandbox's endpoint ended early; this is a bug of ours, and its connections are closed");
+    tracing::error!(sandbox = %attached.id, pod = attached.guest.pod(), %error, again_in = ?pause, "the sandbox's endpoint ended early; this is a bug of peerpod-relay, and the connections are closed");
     // Runs in its own task: a delete that waits for this task must not wait for itself.
     tokio::spawn(async move {
         tokio::time::sleep(pause).await;

@@ -50,7 +50,7 @@ impl Drop for Bound {
         if self.is_there()
             && let Err(error) = std::fs::remove_file(&self.path)
         {
-            tracing::warn!(socket = %self.path.display(), %error, "socket not unlinked");
+            tracing::warn!(socket = %self.path.display(), %error, "cannot unlink the socket");
         }
     }
 }
@@ -77,7 +77,7 @@ pub(crate) fn place<L>(path: &Path, listen: impl FnOnce(&Path) -> io::Result<L>)
     };
     match std::fs::symlink_metadata(path) {
         Ok(there) if !there.file_type().is_socket() => {
-            let what = "something that is not a socket is there; move it away";
+            let what = "the path exists and is not a socket; move it away";
             return Err(io::Error::new(io::ErrorKind::AlreadyExists, what));
         }
         _ => {}

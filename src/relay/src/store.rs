@@ -25,7 +25,7 @@ const MAX_FILE: u64 = 4 << 20;
 
 /// The state folder is not usable.
 #[derive(Debug, Error)]
-#[error("{what} {path}: {why}; see that the folder is there, writable, and has space")]
+#[error("{what} {path}: {why}; check that the folder exists, is writable, and has space")]
 pub struct StoreError {
     what: &'static str,
     path: String,
@@ -193,7 +193,7 @@ impl Store {
             version: VERSION,
             id: record.id.to_string(),
             agent_socket: record.agent_socket.clone(),
-            guest_certificates: record.guest_certificates.iter().map(|bytes| hex::encode(bytes)).collect(),
+            guest_certificates: record.guest_certificates.iter().map(hex::encode).collect(),
             pod: record.pod.clone(),
             tunnel_peer: record.tunnel_peer.clone(),
             dial: record.dial.clone(),
@@ -235,7 +235,7 @@ impl Store {
         let content = match files::read(path, MAX_FILE) {
             Ok(content) => content?,
             Err(error) => {
-                tracing::error!(file = %path.display(), %error, "state not read; what it describes is not served");
+                tracing::error!(file = %path.display(), %error, "cannot read a state file; its sandbox or identity is not served");
                 return None;
             }
         };
@@ -243,7 +243,7 @@ impl Store {
             .map_err(|error| error.to_string())
             .and_then(|found| match found.version {
                 VERSION => Ok(()),
-                other => Err(format!("version {other}, this relay knows {VERSION}")),
+                other => Err(format!("version {other}, this relay supports {VERSION}")),
             })
             .and_then(|()| serde_json::from_slice::<F>(&content).map_err(|error| error.to_string()))
             .and_then(make);
@@ -262,14 +262,14 @@ impl Store {
         let to = self.quarantine.join(format!("relay-{now}-{name}"));
         let moved = files::make_folder(&self.quarantine).and_then(|()| std::fs::rename(path, &to));
         let moved = moved.map_or_else(|error| error.to_string(), |()| to.display().to_string());
-        tracing::error!(file = %path.display(), why, moved, "state is not readable; what it describes is not served");
+        tracing::error!(file = %path.display(), why, moved, "a state file is not valid; its sandbox or identity is not served");
     }
 }
 
 fn record(path: &Path, file: RecordFile) -> Result<Record, String> {
     let id = SandboxId::parse(&file.id).map_err(|error| error.to_string())?;
     if path.file_name().and_then(|name| name.to_str()) != Some(&format!("{id}.json")) {
-        return Err(format!("it describes sandbox {id}, which is not its name"));
+        return Err(format!("it describes sandbox {id}, unlike its file name"));
     }
     let certificates = file.guest_certificates.iter().map(|text| unhex(text)).collect::<Option<Vec<_>>>();
     Ok(Record {
@@ -314,7 +314,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_put_is_there_and_what_is_torn_is_put_aside() {
+    fn records_survive_and_torn_files_are_quarantined() {
         let base = std::env::temp_dir().join(format!("peerpod-store-{}", std::process::id()));
         let store = Store::open(&base).unwrap();
         store.put(&sample("a")).unwrap();

@@ -47,13 +47,13 @@ pub async fn keep() -> io::Result<ExitCode> {
                     && let Err(error) = kill(Pid::from_raw(pid), signal)
                 {
                     // The child has ended; the next iteration reads its status.
-                    tracing::debug!(%error, "not told to end");
+                    tracing::debug!(%error, "cannot signal the relay to end");
                 }
             }
         }
     };
     if status.success() && !passed {
-        tracing::info!("another peerpod-relay has taken this one's place; waiting to be told to end");
+        tracing::info!("another peerpod-relay took over from this one; waiting for a signal to end");
         told().await;
     }
     Ok(code(status))

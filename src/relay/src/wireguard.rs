@@ -73,7 +73,7 @@ impl State {
         drop(dead);
         tracing::error!(
             panicked,
-            "the encrypted tunnel carries nothing until the node has made its data plane anew"
+            "the encrypted tunnel carries no packets until the node has restarted its data plane"
         );
     }
 }
@@ -100,7 +100,7 @@ impl WireGuard {
         let mut state = self.lock();
         let taken = |other: &PeerConfig| other.key == config.key || other.lane.theirs == config.lane.theirs;
         if let Some((other, _)) = state.peers.iter().find(|(other, known)| *other != id && taken(known)) {
-            return Err(format!("key or inner address belong to sandbox {other} already"));
+            return Err(format!("the key or the inner address already belongs to sandbox {other}"));
         }
         if let Some(engine) = &state.engine {
             engine.put_peer(&config).map_err(|error| error.to_string())?;
@@ -137,7 +137,7 @@ impl WireGuard {
         state.keep_counters();
         let held =
             state.plane.as_ref().map(|plane| plane.socket.try_clone()).transpose().map_err(unusable)?;
-        let socket = socket.or(held).ok_or("there is no UDP socket yet")?;
+        let socket = socket.or(held).ok_or("the relay has no UDP socket yet")?;
         let port = peerpod_wireguard::port_of(&socket).map_err(unusable)?;
         let kept = socket.try_clone().map_err(unusable)?;
         let device = tun.as_fd().try_clone_to_owned().map_err(|error| format!("the TUN device: {error}"))?;
@@ -146,7 +146,7 @@ impl WireGuard {
         let engine = same.unwrap_or_else(|| Arc::new(Engine::new(key)));
         for (id, config) in &state.peers {
             if let Err(error) = engine.put_peer(config) {
-                tracing::error!(sandbox = %id, %error, "guest is no peer of the encrypted tunnel");
+                tracing::error!(sandbox = %id, %error, "cannot add the guest as a peer of the encrypted tunnel");
             }
         }
         if let Some(broken) = &state.broken {
@@ -154,7 +154,7 @@ impl WireGuard {
         }
         let threads = DataPlane::start(engine.clone(), tun, socket, "wireguard")
             .map_err(|error| format!("start the data plane: {error}"))?;
-        tracing::info!(port, peers = state.peers.len(), "the encrypted tunnel's data plane runs");
+        tracing::info!(port, peers = state.peers.len(), "the encrypted tunnel's data plane is running");
         let plane = Plane { threads, socket: kept, tun: device, key: secret, port, inside };
         let detail = describe(&plane);
         (state.engine, state.broken) = (Some(engine), None);
@@ -238,10 +238,10 @@ fn describe(plane: &Plane) -> Value {
 fn config(id: &SandboxId, peer: &TunnelPeer) -> Result<PeerConfig, String> {
     let key = PublicKey::from_bytes(&peer.key).map_err(|error| error.to_string())?;
     if peer.vnis.is_empty() || peer.vnis.len() > MAX_VNIS {
-        return Err(format!("{} VXLAN networks; 1 to {MAX_VNIS} make sense", peer.vnis.len()));
+        return Err(format!("{} VXLAN networks; 1 to {MAX_VNIS} are allowed", peer.vnis.len()));
     }
     if peer.inner == NODE_INNER || peer.inner.octets()[0] != NODE_INNER.octets()[0] {
-        return Err(format!("{} is no inner address of a VM", peer.inner));
+        return Err(format!("{} is not an inner address of a VM", peer.inner));
     }
     let (theirs, port, vnis) = (peer.inner, peer.vxlan_port, peer.vnis.clone());
     let lane = Lane { ours: NODE_INNER, theirs, port, vnis, fragments: false };
@@ -277,7 +277,7 @@ impl Kind for WireGuard {
 
     async fn take(&self, sandbox: Option<&SandboxId>, mut handed: Handed) -> Result<Value, String> {
         if sandbox.is_some() {
-            return Err("the encrypted tunnel is the node's, not a sandbox's".to_owned());
+            return Err("the encrypted tunnel belongs to the node, not to a sandbox".to_owned());
         }
         self.take_handed(&mut handed)
     }
@@ -307,18 +307,18 @@ impl Collector for Shown {
         for (name, help, value) in [
             ("wireguard_failures", "Times the encrypted tunnel's data plane ended by itself", failures),
             ("wireguard_handshakes", "Handshakes with guests that were completed", counters.handshakes),
-            ("wireguard_cookies", "Handshakes put off with a cookie", counters.cookies),
-            ("wireguard_roams", "Times a guest was found at another address", counters.roams),
-            ("wireguard_bytes_to_guest", "Bytes sealed for guests", counters.bytes_sent),
-            ("wireguard_bytes_from_guest", "Bytes of guests that came out", counters.bytes_received),
-            ("wireguard_packets_to_guest", "Packets sealed for guests", counters.packets_sent),
-            ("wireguard_packets_from_guest", "Packets of guests that came out", counters.packets_received),
+            ("wireguard_cookies", "Handshakes answered with a cookie", counters.cookies),
+            ("wireguard_roams", "Address changes of guests", counters.roams),
+            ("wireguard_bytes_to_guest", "Bytes encrypted for guests", counters.bytes_sent),
+            ("wireguard_bytes_from_guest", "Bytes decrypted from guests", counters.bytes_received),
+            ("wireguard_packets_to_guest", "Packets encrypted for guests", counters.packets_sent),
+            ("wireguard_packets_from_guest", "Packets decrypted from guests", counters.packets_received),
         ] {
             let counter = ConstCounter::new(value);
             let metric = encoder.encode_descriptor(name, help, None, counter.metric_type())?;
             counter.encode(metric)?;
         }
-        let help = "Packets of the encrypted tunnel that went no further, by reason";
+        let help = "Packets of the encrypted tunnel that were dropped, by reason";
         let mut family = encoder.encode_descriptor(
             "wireguard_dropped",
             help,

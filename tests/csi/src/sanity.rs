@@ -45,7 +45,7 @@ pub fn run(
         if cases.count("failed") == 0 || !said.contains(NEVER_ASKED) {
             return Ok(cases);
         }
-        println!("csi-sanity {name}: {:?} never asked anybody; once more", cases.which("failed"));
+        println!("csi-sanity {name}: {:?} sent no call; once more", cases.which("failed"));
     }
     run_once(folder, name, node, controller, flags)
 }

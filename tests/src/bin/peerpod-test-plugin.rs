@@ -23,7 +23,7 @@ async fn main() -> anyhow::Result<()> {
     };
     let sources = Sources::from_process(arguments, []);
     let mut reader = Reader::load(sources, &["paths", "provider"], &[])?;
-    let state_dir: PathBuf = reader.required("paths.state-dir", "where it keeps its VMs").unwrap_or_default();
+    let state_dir: PathBuf = reader.required("paths.state-dir", "folder of its VMs").unwrap_or_default();
     let config = LocalConfig::read(&mut reader, &state_dir);
     reader.finish()?;
     let local: Arc<dyn Provider> = Arc::new(LocalProvider::open(config).context("open the local provider")?);

@@ -222,7 +222,7 @@ async fn impostor(world: &World, to: SocketAddr) -> std::io::Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn strangers_at_the_guest_s_port_keep_nobody_out() {
+async fn foreign_connections_to_the_guest_s_port_do_not_block_the_node() {
     // The connections begin before the guest listens.
     let (world, daemons) = walled(Settings::none().set("provider.local.boot-delay", "1s")).await;
     let (id, pod, shim) = (fresh_id("crowd"), world.pod().unwrap(), daemons.shim().await.unwrap());

@@ -249,7 +249,7 @@ async fn a_pod_leaves_by_the_second_nic_of_its_vm_alone() {
 }
 
 #[tokio::test]
-async fn a_pod_whose_second_nic_is_away_never_leaves_by_the_first() {
+async fn a_pod_without_its_second_nic_never_leaves_by_the_first() {
     let world = World::new().unwrap();
     let internet = internet(&world);
     let daemons = Daemons::start(&world, by("second-nic")).await.unwrap();
@@ -309,14 +309,14 @@ async fn the_way_out_follows_the_nics_new_address() {
 }
 
 #[tokio::test]
-async fn a_node_whose_provider_has_no_second_nics_says_so_at_its_start() {
+async fn a_provider_without_second_nics_fails_the_start_of_the_node() {
     let world = World::new().unwrap();
     let error = Daemons::start(&world, by("second-nic").set("provider.kind", "fake")).await.err().unwrap();
     assert!(format!("{error:#}").contains("gives VMs no second NIC"), "{error:#}");
 }
 
 #[tokio::test]
-async fn without_it_a_pod_leaves_by_the_node_under_its_own_address() {
+async fn without_an_external_network_a_pod_leaves_by_the_node_under_its_own_address() {
     let world = World::new().unwrap();
     let internet = internet(&world);
     let daemons = Daemons::start(&world, Settings::none()).await.unwrap();

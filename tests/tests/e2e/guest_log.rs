@@ -13,7 +13,8 @@ async fn said(daemons: &Daemons, id: &str, parts: &[&str]) -> Vec<String> {
     let what = format!("the relay's log has, of {id}, {parts:?}");
     let found = eventually(&what, PATIENCE, async || {
         let log = fs::read_to_string(daemons.log("relay")).ok()?;
-        let of_it = |line: &&str| line.contains("said in the VM") && line.contains(&format!("sandbox={id} "));
+        let of_it =
+            |line: &&str| line.contains("log line of the guest") && line.contains(&format!("sandbox={id} "));
         let lines: Vec<String> = log.lines().filter(of_it).map(str::to_owned).collect();
         parts.iter().all(|part| lines.iter().any(|line| line.contains(part))).then_some(lines)
     });
@@ -21,7 +22,7 @@ async fn said(daemons: &Daemons, id: &str, parts: &[&str]) -> Vec<String> {
 }
 
 #[tokio::test]
-async fn what_guest_and_agent_say_is_in_the_relay_s_log_from_the_first_line_on_and_no_secret_is() {
+async fn the_relay_s_log_has_all_lines_of_guest_and_agent_and_no_secret() {
     let world = World::new().unwrap();
     // Long enough to read the VM's user-data.
     let slow = Settings::none().set("provider.local.boot-delay", "1s");
@@ -55,7 +56,7 @@ async fn what_guest_and_agent_say_is_in_the_relay_s_log_from_the_first_line_on_a
     assert!(written >= lines.len() as f64, "{written} of {}", lines.len());
 
     // The log comes to rest: a log line about a log line would never end.
-    let count = || fs::read_to_string(daemons.log("relay")).unwrap().matches("said in the VM").count();
+    let count = || fs::read_to_string(daemons.log("relay")).unwrap().matches("log line of the guest").count();
     let mut before = count();
     eventually("the guest says nothing more", PATIENCE, async || {
         tokio::time::sleep(Duration::from_secs(1)).await;
@@ -68,7 +69,7 @@ async fn what_guest_and_agent_say_is_in_the_relay_s_log_from_the_first_line_on_a
 }
 
 #[tokio::test]
-async fn what_is_said_while_nobody_listens_is_heard_later_and_the_agent_outlives_its_reader() {
+async fn lines_without_a_reader_arrive_later_and_the_agent_outlives_its_reader() {
     let world = World::new().unwrap();
     let mut daemons = Daemons::start(&world, Settings::none()).await.unwrap();
     let sandbox = Sandbox::start(&world, &daemons, "later").await.unwrap();

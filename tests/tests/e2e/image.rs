@@ -85,7 +85,7 @@ fn the_minimal_image_locks_the_kernel_down_when_it_has_its_drivers() {
 }
 
 #[test]
-fn the_disk_boots_by_uefi_with_systemd_and_takes_the_rest_of_it() {
+fn the_disk_boots_by_uefi_with_systemd_and_uses_its_whole_size() {
     let folder = Folder::new("disk");
     let path = disk(&folder);
     let machine = Machine::new(1024).firmware().disk(&path, "raw", false).user_network("");

@@ -29,7 +29,7 @@ fn cause(result: Result<serde_json::Value, (String, String)>) -> (String, String
 }
 
 #[test]
-fn an_image_is_in_the_vm_what_it_was_when_it_was_built() {
+fn an_image_in_the_vm_equals_the_built_image() {
     let store = Folder::new();
     let registry = Registry::start(&[("team/app:v1", &ordinary().indexed())], &Serving::default());
     let job = job(&store.0, &format!("{}/team/app:v1", registry.address));
@@ -92,7 +92,7 @@ fn images_share_the_layers_they_have_in_common_and_their_registry_may_go_away() 
 }
 
 #[test]
-fn what_the_registry_refuses_is_told_apart() {
+fn refusals_of_the_registry_are_distinguished() {
     let store = Folder::new();
     let image = Image::of(&[LayerBuilder::new().file("x", 0o644, b"x").build(Packing::Gzip)]);
     let registry = Registry::start(
@@ -169,7 +169,7 @@ fn pem(label: &str, der: &[u8]) -> String {
 }
 
 #[test]
-fn certificates_decide_whom_the_vm_speaks_to() {
+fn the_vm_accepts_only_registries_with_trusted_certificates() {
     let store = Folder::new();
     let image = Image::of(&[LayerBuilder::new().file("x", 0o644, b"x").build(Packing::Gzip)]);
     let mut params = rcgen::CertificateParams::new(Vec::new()).unwrap();
@@ -197,7 +197,7 @@ fn certificates_decide_whom_the_vm_speaks_to() {
 }
 
 #[test]
-fn a_pull_that_is_killed_anywhere_is_as_if_it_had_not_been() {
+fn a_killed_pull_leaves_nothing() {
     let store = Folder::new();
     let files = |n: u32| {
         (0..40).fold(LayerBuilder::new(), |layer, k| {
@@ -238,7 +238,7 @@ fn a_pull_that_is_killed_anywhere_is_as_if_it_had_not_been() {
 }
 
 #[test]
-fn a_full_disk_is_said_and_leaves_room() {
+fn a_full_disk_is_reported_and_freed() {
     let store = Folder::new();
     let mount =
         |arguments: &[&str]| assert!(Command::new("mount").args(arguments).status().unwrap().success());
@@ -275,7 +275,7 @@ fn small() -> Image {
 }
 
 #[test]
-fn a_registry_that_lies_gets_nothing_into_the_vm() {
+fn a_lying_registry_stores_nothing_in_the_vm() {
     let blob = |request: &hostile::Request| request.path.contains("/blobs/");
     let manifest = |request: &hostile::Request| request.path.contains("/manifests/");
 
@@ -334,7 +334,7 @@ fn a_registry_that_lies_gets_nothing_into_the_vm() {
             head(stream, "302 Found", &to);
         })
     });
-    assert!(kind == "malformed" && text.contains("round and round"), "{kind} {text}");
+    assert!(kind == "malformed" && text.contains("redirects in a circle"), "{kind} {text}");
 }
 
 #[test]

@@ -62,7 +62,7 @@ async fn a_link_cut_a_hundred_times_loses_and_doubles_nothing() {
 }
 
 #[tokio::test]
-async fn a_guest_program_that_is_killed_comes_back_and_says_what_was_lost() {
+async fn a_killed_guest_program_returns_and_reports_the_loss() {
     let world = World::new().unwrap();
     let daemons = Daemons::start(&world, Settings::none()).await.unwrap();
     let sandbox = Sandbox::start(&world, &daemons, "guest").await.unwrap();
@@ -102,7 +102,7 @@ async fn a_guest_program_that_is_killed_comes_back_and_says_what_was_lost() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_relay_that_is_killed_costs_its_pods_and_nothing_else() {
+async fn a_killed_relay_ends_only_its_pods() {
     let world = World::new().unwrap();
     let mut daemons = Daemons::start(&world, Settings::none()).await.unwrap();
     let sandbox = Sandbox::start(&world, &daemons, "relay").await.unwrap();

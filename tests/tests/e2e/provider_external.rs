@@ -96,7 +96,7 @@ fn without_consent_nothing_is_made() {
 }
 
 #[test]
-fn a_broken_promise_is_named_and_ends_in_a_failure_and_nothing_is_left() {
+fn a_broken_promise_is_named_and_fails_without_leftovers() {
     let place = Place::new(&["faulty.py", "forgets-keys"]);
     let output = place.check(&["--yes", "--only", "a repeated create", "--crowd", "3"]).output().unwrap();
     let text = text(&output);
@@ -107,7 +107,7 @@ fn a_broken_promise_is_named_and_ends_in_a_failure_and_nothing_is_left() {
 }
 
 #[test]
-fn a_provider_that_cannot_be_loaded_is_an_error_that_says_why() {
+fn the_error_of_a_provider_that_cannot_be_loaded_names_the_cause() {
     let place = Place::new(&["faulty.py", "exits"]);
     let output = place.check(&["--yes"]).output().unwrap();
     let text = text(&output);
@@ -116,7 +116,7 @@ fn a_provider_that_cannot_be_loaded_is_an_error_that_says_why() {
 }
 
 #[test]
-fn mistakes_in_the_configuration_are_all_told() {
+fn all_mistakes_of_the_configuration_are_reported() {
     let place = Place::new(&["provider.py"]);
     let words = ["--yes", "--provider.external.health-every", "0", "--provider.external.adress", "x:1"];
     let output = place.check(&words).output().unwrap();
@@ -129,7 +129,7 @@ fn mistakes_in_the_configuration_are_all_told() {
 }
 
 #[tokio::test]
-async fn ctrl_c_takes_everything_away() {
+async fn ctrl_c_removes_everything() {
     let place = Place::new(&["faulty.py", "no-addresses"]);
     let child: Child = place.check(&["--yes", "--only", "many creates"]).spawn().unwrap();
     eventually("VMs are there", PATIENCE, async || (place.machines() > 10).then_some(())).await.unwrap();
@@ -137,7 +137,7 @@ async fn ctrl_c_takes_everything_away() {
     let output = child.wait_with_output().unwrap();
     let text = text(&output);
     assert_eq!(output.status.code(), Some(130), "{text}");
-    assert!(text.contains("Ctrl-C: what was made is being deleted"), "{text}");
+    assert!(text.contains("Ctrl-C: deleting the VMs of this check"), "{text}");
     assert_eq!(place.machines(), 0, "{text}");
 }
 

@@ -258,17 +258,17 @@ fn here(payload: &[u8], pod: &Pod) -> Vec<u8> {
 }
 
 #[tokio::test]
-async fn a_recorded_cri_pod_lives_again() {
+async fn a_recorded_cri_pod_is_replayed() {
     replay("rust-cri-pod.jsonl", Scene::plain()).await;
 }
 
 #[tokio::test]
-async fn a_recorded_ctr_run_lives_again() {
+async fn a_recorded_ctr_run_is_replayed() {
     replay("rust-ctr-run.jsonl", Scene::plain()).await;
 }
 
 #[tokio::test]
-async fn a_recorded_pods_volumes_that_nobody_recorded_fail_its_container_and_nothing_else() {
+async fn volumes_without_a_record_fail_only_their_recorded_container() {
     replay("rust-volume.jsonl", Scene { exact: false, unknown_volumes: true, ..Scene::plain() }).await;
 }
 
@@ -284,7 +284,7 @@ async fn a_recorded_createvm_that_fails_is_followed_by_one_stop() {
 }
 
 #[tokio::test]
-async fn a_recorded_agent_that_is_lost_is_a_vm_that_died() {
+async fn a_recorded_lost_agent_is_a_dead_vm() {
     let settings = Settings::none().set("node.vm-gone-grace", "1s");
     replay("rust-agent-lost.jsonl", Scene { settings, ..Scene::plain() }).await;
 }

@@ -20,12 +20,12 @@ use peerpod_world::{Daemons, Settings, World, binary, eventually_blocking, road}
 use ttrpc::Code;
 
 #[tokio::test]
-async fn one_pod_from_create_to_exec_and_away_again() {
+async fn one_pod_from_create_to_exec_and_removal() {
     road::walk(Settings::none(), &mut road::Silent).await.unwrap();
 }
 
 #[tokio::test]
-async fn two_roads_at_once_do_not_meet() {
+async fn two_runs_at_once_are_separate() {
     let (mut one, mut other) = (road::Silent, road::Silent);
     tokio::try_join!(road::walk(Settings::none(), &mut one), road::walk(Settings::none(), &mut other))
         .unwrap();
@@ -211,7 +211,7 @@ fn two_demos_at_once_both_come_to_their_end() {
 }
 
 #[tokio::test]
-async fn a_question_for_a_pod_s_vm_ends_at_its_deadline_and_costs_nothing_meanwhile() {
+async fn a_request_for_a_pod_s_vm_ends_at_its_deadline_and_uses_no_cpu() {
     let world = World::new().unwrap();
     let daemons = Daemons::start(&world, Settings::none()).await.unwrap();
     let shim = daemons.shim().await.unwrap();
@@ -258,7 +258,7 @@ async fn a_shim_that_dials_anew_for_every_call_is_served_too() {
 }
 
 #[tokio::test]
-async fn metrics_and_logs_tell_what_became_of_a_pod() {
+async fn metrics_and_logs_show_the_result_of_a_pod() {
     let world = World::new().unwrap();
     let daemons = Daemons::start(&world, Settings::none()).await.unwrap();
     let sandbox = Sandbox::start(&world, &daemons, "seen").await.unwrap();

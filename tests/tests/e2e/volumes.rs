@@ -27,7 +27,7 @@ use tokio::{
 };
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_a_pod_writes_the_next_one_reads() {
+async fn the_next_pod_reads_the_data_of_the_first() {
     let node = Node::start().await;
     let disk = node.disk("data", 64);
     let first = node.run(node.pod("web-0", vec![disk.volume()])).await;
@@ -45,7 +45,7 @@ async fn what_a_pod_writes_the_next_one_reads() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn disks_land_at_their_mounts_whatever_their_order() {
+async fn disks_are_at_their_mounts_in_any_order() {
     let node = Node::start().await;
     let (one, other) = (node.disk("one", 32), node.disk("other", 32));
     // Labelled from outside by another program.
@@ -72,7 +72,7 @@ async fn disks_land_at_their_mounts_whatever_their_order() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn many_pods_at_once_each_see_their_own_and_no_others() {
+async fn many_pods_at_once_each_have_only_their_own_volumes() {
     const VOLUMES: usize = 3;
     let pods = if long() { 20 } else { 5 };
     let node = Node::start().await;
@@ -110,7 +110,7 @@ async fn a_volume_with_one_writer_is_refused_to_a_second_pod_until_it_is_free() 
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn stats_are_the_guests_and_growth_is_seen_inside() {
+async fn stats_come_from_the_guest_and_growth_is_visible_inside() {
     let node = Node::start().await;
     // XFS needs at least 300 MiB. ext4 grows only if its owner may override limits, which test machines may forbid; a
     // test in real machines covers it.
@@ -161,7 +161,7 @@ async fn volumes_client(node: &Node) -> VolumesClient {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_is_on_a_disk_is_never_formatted_over() {
+async fn a_disk_with_content_is_never_formatted() {
     let node = Node::start().await;
     let foreign = node.disk("foreign", 32);
     foreign.write(4096, b"somebody's");
@@ -238,7 +238,7 @@ async fn a_container_that_is_refused_under_a_large_answer_costs_only_itself() {
     assert!(head.stream == 3 && head.length as usize > LARGE, "{head:?}");
     shim.ask(5, "CreateContainer", &refused).await;
     let log = node.daemons.log("relay");
-    let is_refused = || std::fs::read_to_string(&log).unwrap().contains("a container is refused");
+    let is_refused = || std::fs::read_to_string(&log).unwrap().contains("container refused");
     eventually("the container is refused", PATIENCE, async || is_refused().then_some(())).await.unwrap();
 
     let answer = shim.body(head).await;
@@ -319,7 +319,7 @@ async fn containers_come_and_go_without_the_node_and_share_one_mount() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn parts_of_a_volume_its_group_and_what_is_only_to_be_read() {
+async fn sub_paths_group_and_read_only_mounts_of_a_volume() {
     let node = Node::start().await;
     let (data, shelf) = (node.disk("data", 32), node.disk("shelf", 32));
     run("mke2fs", &["-q", "-F", "-t", "ext4", "-d", "/etc/alternatives", shelf.file.to_str().unwrap()]);
@@ -393,7 +393,7 @@ async fn a_raw_device_is_one_in_the_container() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_driver_that_attaches_is_told_of_the_vm_and_waited_for() {
+async fn an_attaching_driver_gets_the_vm_and_is_waited_for() {
     let node = Node::start().await;
     let disk = node.disk("drivers", 32);
     let mut volume = disk.volume();

@@ -63,7 +63,7 @@ const LOOK: &str =
     "grep ' /var/lib/peerpod ' /proc/mounts | cut -d' ' -f3; ls /var/lib/peerpod/images/l | wc -l";
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_empty_disk_that_the_machine_has_for_itself_has_its_images() {
+async fn images_are_stored_on_the_machines_own_empty_disk() {
     let mut place = Place::new();
     place.settings = place.settings.set("provider.libvirt.root-disk-gib", 1);
     let registry = registry(&place.world);
@@ -104,7 +104,7 @@ async fn without_a_disk_images_are_in_memory_apart_from_the_roots() {
         assert_eq!(machine.looks().await, "tmpfs\n3\n", "{}", place.consoles());
         let said = "is not used: no disk with serial number";
         let log = std::fs::read_to_string(daemons.log("node")).unwrap();
-        let heard = log.lines().any(|line| line.contains("the guest says") && line.contains(said));
+        let heard = log.lines().any(|line| line.contains("note of the guest") && line.contains(said));
         assert_eq!(heard, promised, "{log}\n{}", place.consoles());
         machine.stop(&place, &daemons).await;
     }

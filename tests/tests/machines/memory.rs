@@ -106,7 +106,7 @@ async fn the_smallest_pod_starts_and_can_use_its_limit() {
 
 /// The VM has 128 MiB, of which its kernel may use 96 (`mem=`), too little to unpack the image.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_vm_with_too_little_memory_says_so_in_the_error_and_in_the_log() {
+async fn error_and_log_of_a_vm_with_too_little_memory_name_the_cause() {
     let place = Place::new();
     let little = format!("{} mem=96M", about_image()["cmdline"].as_str().unwrap());
     let settings =

@@ -373,7 +373,7 @@ const OTHER_MAC: &str = "52:54:00:00:00:fe";
 /// On an underlay with jumbo frames, the DHCP server refuses to renew the lease and assigns another address of the same
 /// network. An exec and a connection stream meanwhile. Later the NIC loses its carrier and gets it back.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_machine_that_gets_another_address_by_dhcp_takes_all_along() {
+async fn a_machine_with_a_new_address_by_dhcp_keeps_its_pod() {
     let place = Place::on(Shape { mtu: Some(9000), ipv6: false, renewal: Some(8) }, &[]);
     let daemons = Daemons::start(&place.world, settings(&place)).await.unwrap();
     let done = moves(&place, &daemons).await;

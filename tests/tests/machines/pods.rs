@@ -66,7 +66,7 @@ async fn page_of_the_pod(machine: &Sandbox, address: &str, port: u16) -> Result<
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn one_pod_in_a_real_machine_from_create_to_exec_and_away_again() {
+async fn one_pod_in_a_real_machine_from_create_to_exec_and_removal() {
     let place = Place::new();
     let walked = road::walk_in(&place.world, place.settings.clone(), &mut road::Silent).await;
     let report = walked.unwrap_or_else(|error| panic!("{error:#}\n{}", place.consoles()));
@@ -101,7 +101,7 @@ const FIND: &str = "find() { for disk in /sys/block/vd*; do \
                     [ \"$(cat $disk/serial)\" = \"$1\" ] && echo /dev/${disk##*/} && return; done; return 1; }\n";
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_node_that_is_killed_leaves_pod_exec_and_disks_in_peace() {
+async fn a_killed_node_does_not_disturb_pod_exec_and_disks() {
     let place = Place::new();
     let mut daemons = Daemons::start(&place.world, place.settings.clone()).await.unwrap();
     let machine = place.machine(&daemons, "whole").await;
@@ -210,7 +210,7 @@ async fn a_machine_that_is_destroyed_from_outside_is_known_at_once_and_by_its_po
     });
     let cause = cause.await.unwrap();
     report("vm_death_detect_s", began.elapsed().as_secs_f64());
-    assert!(cause.contains("has ended: it was destroyed by somebody's hand"), "{cause}");
+    assert!(cause.contains("has ended: it was destroyed from outside"), "{cause}");
     let log = fs::read_to_string(daemons.log("node")).unwrap();
     assert!(log.contains(&format!("default/{}", machine.id)), "{log}");
     stop_in_time(&machine.shim, &machine.id).await.unwrap();
@@ -221,7 +221,7 @@ async fn a_machine_that_is_destroyed_from_outside_is_known_at_once_and_by_its_po
 /// The power button (ACPI), with which an administrator shuts a machine down: the guest writes back and unmounts first.
 /// A file that was just being written is complete on the disk, and the journal needs no recovery.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_machine_whose_power_button_is_pressed_ends_in_order() {
+async fn a_machine_ends_in_order_after_a_press_of_its_power_button() {
     let place = Place::new();
     let daemons = Daemons::start(&place.world, place.settings.clone()).await.unwrap();
     let machine = place.machine(&daemons, "button").await;
@@ -276,7 +276,7 @@ fn run(program: &str, arguments: &[&str]) -> String {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_machine_that_never_calls_home_is_given_up_with_the_end_of_its_console() {
+async fn the_error_of_a_machine_that_never_dials_the_node_has_the_end_of_its_console() {
     let place = Place::new();
     // The kernel finds no init to start.
     let settings = place

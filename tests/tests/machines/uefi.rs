@@ -63,7 +63,7 @@ fn shell(script: &str) -> [String; 4] {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_pod_in_a_machine_that_boots_the_disk_by_uefi_from_create_to_exec_and_away_again() {
+async fn a_pod_in_a_machine_that_boots_the_disk_by_uefi_from_create_to_exec_and_removal() {
     let place = Place::uefi();
     let registry = Registry::for_machines(&place.world, &[(IMAGE, &ordinary())]);
     let settings = registry.settings(&place.settings, IMAGE);
@@ -138,7 +138,7 @@ async fn a_pod_in_a_machine_that_boots_the_disk_by_uefi_from_create_to_exec_and_
 
 /// The disk has no space left for a partition: images are in memory, and the boot waits for no disk.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_disk_that_is_no_larger_than_its_image_is_a_machine_all_the_same() {
+async fn a_machine_boots_a_disk_of_the_size_of_its_image() {
     let mut place = Place::uefi();
     place.settings = place.settings.set("provider.libvirt.root-disk-gib", 0);
     let registry = Registry::for_machines(&place.world, &[(IMAGE, &ordinary())]);

@@ -27,7 +27,7 @@ fn clean(node: &Node) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn disks_land_where_they_belong_grow_and_outlive_their_machine() {
+async fn disks_are_at_their_mounts_grow_and_outlive_their_machine() {
     let node = Node::start_in_machines().await;
     let (full, empty, raw) = (node.disk("full", 64), node.disk("empty", 1024), node.disk("raw", 16));
     let files = node.world.folder().join("files");
@@ -127,7 +127,7 @@ async fn network_disks_are_connected_by_the_hypervisor_and_shares_by_the_machine
 const PASSWORD: &str = "pass,word of \\ 'files'";
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_share_is_mounted_with_its_secret_which_stands_nowhere_else() {
+async fn a_share_is_mounted_with_its_secret_and_no_file_shows_it() {
     let node = Node::start_in_machines().await;
     let smb = Smb::start(&node.world, PASSWORD);
     fs::write(smb.folder.join("notice"), "for members\n").unwrap();
@@ -160,7 +160,7 @@ async fn a_share_is_mounted_with_its_secret_which_stands_nowhere_else() {
     pod.create("second", &[at(0, "/files")]).await;
     assert_eq!(pod.shell("second", "cat /files/name").await, "mine\n");
     let refused = pod.try_create("third", &[at(1, "/files")], By::Bundle).await.unwrap_err().to_string();
-    for part in ["pvc-wrong", &format!("//{NODE}/files"), "secret default/wrong", "does not let in"] {
+    for part in ["pvc-wrong", &format!("//{NODE}/files"), "secret default/wrong", "denies access"] {
         assert!(refused.contains(part), "no {part}: {refused}");
     }
     pod.remove("second").await;

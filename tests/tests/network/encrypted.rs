@@ -43,7 +43,7 @@ fn reachable(from: &Namespace, sandbox: &Sandbox, patience: Duration) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_whole_road_is_walked_through_the_encrypted_tunnel() {
+async fn the_encrypted_tunnel_passes_the_end_to_end_run() {
     let world = World::new().unwrap();
     let spy = spy(&world);
     road::walk_in(&world, encrypted(), &mut road::Silent).await.unwrap();
@@ -53,7 +53,7 @@ async fn the_whole_road_is_walked_through_the_encrypted_tunnel() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn pods_talk_through_the_encrypted_tunnel_and_nothing_goes_beside_it() {
+async fn pods_connect_through_the_encrypted_tunnel_alone() {
     let world = World::new().unwrap();
     let spy = spy(&world);
     let daemons = Daemons::start(&world, encrypted()).await.unwrap();
@@ -129,7 +129,7 @@ fn tunnel_netns(daemons: &Daemons) -> PathBuf {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_somebody_deletes_of_the_tunnel_is_there_again_without_a_restart() {
+async fn deleted_parts_of_the_tunnel_are_restored_without_a_restart() {
     let world = World::new().unwrap();
     let mut daemons = Daemons::start(&world, encrypted()).await.unwrap();
     let other = world.pod().unwrap();

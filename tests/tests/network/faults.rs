@@ -179,7 +179,7 @@ async fn loses_packets(kind: &str) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_number_that_somebody_took_meanwhile_is_named_and_left_to_him() {
+async fn a_vni_taken_by_another_program_is_named_and_left_to_it() {
     let world = World::new().unwrap();
     let mut daemons = Daemons::start(&world, Settings::none()).await.unwrap();
     let (pod, other) = (world.pod().unwrap(), world.pod().unwrap());
@@ -220,7 +220,7 @@ async fn a_number_that_somebody_took_meanwhile_is_named_and_left_to_him() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_namespace_that_vanishes_in_the_middle_of_it_leaves_nothing() {
+async fn a_namespace_that_vanishes_during_setup_leaves_nothing() {
     let world = World::new().unwrap();
     let daemons = Daemons::start(&world, Settings::none()).await.unwrap();
     let mut dice = Dice(23);

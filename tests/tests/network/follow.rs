@@ -41,7 +41,7 @@ fn ip_in(netns: &Netns, arguments: &str) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_the_cni_changes_later_comes_true_in_the_vm() {
+async fn later_changes_of_the_cni_reach_the_vm() {
     let world = World::new().unwrap();
     let mut daemons = Daemons::start(&world, Settings::none()).await.unwrap();
     let other = world.pod().unwrap();
@@ -77,7 +77,7 @@ async fn what_the_cni_changes_later_comes_true_in_the_vm() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_redirect_that_somebody_took_away_is_put_back() {
+async fn a_removed_redirect_is_restored() {
     let world = World::new().unwrap();
     let daemons = Daemons::start(&world, Settings::none()).await.unwrap();
     let other = world.pod().unwrap();
@@ -91,7 +91,7 @@ async fn a_redirect_that_somebody_took_away_is_put_back() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_redirects_filter_that_somebody_deletes_is_put_back_and_then_it_is_quiet() {
+async fn a_deleted_filter_of_a_redirect_is_restored_once() {
     let world = World::new().unwrap();
     let daemons = Daemons::start(&world, Settings::none()).await.unwrap();
     let sandbox = Sandbox::start(&world, &daemons, "unredirected").await.unwrap();
@@ -199,12 +199,12 @@ async fn a_vms_nic_is_reset(settings: Settings) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_vm_whose_nic_goes_down_and_comes_up_again_keeps_its_pod() {
+async fn a_vm_keeps_its_pod_after_its_nic_goes_down_and_up() {
     a_vms_nic_is_reset(Settings::none()).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_vm_of_an_ipv6_cloud_whose_nic_goes_down_and_comes_up_again_keeps_its_pod() {
+async fn a_vm_of_an_ipv6_cloud_keeps_its_pod_after_its_nic_goes_down_and_up() {
     a_vms_nic_is_reset(Settings::none().set("provider.local.ipv4", false)).await;
 }
 
@@ -311,7 +311,7 @@ async fn without_offloads(world: &World, vm: &Netns, sandbox: &Sandbox, other: &
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_path_that_swallows_large_packets_narrows_the_pod_from_its_start() {
+async fn a_path_that_drops_large_packets_narrows_the_pod_from_its_start() {
     for (kind, left) in [("vxlan", 50), ("wireguard", 110)] {
         let world = World::new().unwrap();
         narrow(world.node().netns(), "pplocal0", 1400);
@@ -409,7 +409,7 @@ async fn an_ipv6_underlay_that_is_wide_again_is_used_whole_at_once() {
 
 /// A namespace has about 500 sysctls, most of which keep their defaults.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_setting_that_is_not_carried_is_named_in_the_record_and_in_the_log() {
+async fn a_setting_that_is_not_copied_is_named_in_record_and_log() {
     let world = World::new().unwrap();
     let daemons = Daemons::start(&world, Settings::none()).await.unwrap();
     let (plain, pod) = (world.pod().unwrap(), world.pod().unwrap());

@@ -42,7 +42,7 @@ fn count(picture: &Picture, of: u64) -> usize {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_guest_killed_in_the_middle_of_a_plan_makes_the_whole_of_it_when_it_is_back() {
+async fn a_guest_killed_during_a_plan_completes_it_after_its_restart() {
     let world = World::new().unwrap();
     let daemons = Daemons::start(&world, Settings::none()).await.unwrap();
     let pod = world.pod().unwrap();

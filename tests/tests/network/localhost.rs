@@ -85,7 +85,7 @@ async fn speaks(stream: &mut TcpStream, what: &[u8; 8]) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_nodes_side_reaches_the_pods_localhost_in_its_vm_whatever_the_daemons_do() {
+async fn the_node_reaches_the_pods_localhost_in_its_vm_across_restarts_of_daemons() {
     let world = World::new().unwrap();
     let mut daemons = Daemons::start(&world, Settings::none()).await.unwrap();
     let pod = world.pod().unwrap();
@@ -153,7 +153,7 @@ async fn the_nodes_side_reaches_the_pods_localhost_in_its_vm_whatever_the_daemon
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn it_can_be_left_alone() {
+async fn the_pods_localhost_can_be_disabled() {
     let world = World::new().unwrap();
     let settings = Settings::none().set("tunnel.localhost", false);
     let daemons = Daemons::start(&world, settings).await.unwrap();

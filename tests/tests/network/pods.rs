@@ -211,7 +211,7 @@ async fn a_program_redirects_as_well_as_a_filter_beside_others() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_pod_whose_device_offloads_nothing_is_the_same_in_its_vm() {
+async fn a_pod_with_a_device_without_offloads_is_the_same_in_its_vm() {
     let off = "ethtool -K eth0 tx off rx off sg off tso off gso off gro off";
     replay_with("ptp", plain(), |pod| drop(pod.namespace.shell(off, &[]).unwrap())).await;
 }

@@ -5,7 +5,7 @@ use network_common::Vm;
 use peerpod_tests::{PATIENCE, vm};
 use peerpod_world::{Daemons, Settings, World, eventually, traffic};
 
-/// Checks that an underlay with MTU `mtu` leaves `mtu` bytes for a pod's packet: such a packet passes, and one with
+/// Checks that an underlay with MTU `mtu` leaves `room` bytes for a pod's packet: such a packet passes, and one with
 /// one byte more does not. No packet is fragmented on the way.
 async fn carries(mtu: u32, ipv4: bool, room: u64) {
     let world = World::new().unwrap();

@@ -78,7 +78,7 @@ async fn create(shim: &ShimClient, id: &str, netns: &Path) -> Result<PathBuf, Er
 }
 
 #[tokio::test]
-async fn an_id_that_is_no_id_is_refused_before_anything_is_made() {
+async fn an_invalid_id_is_refused_before_anything_is_made() {
     let world = World::new().unwrap();
     let daemons = Daemons::start(&world, Settings::none()).await.unwrap();
     let pod = world.pod().unwrap();
@@ -109,7 +109,7 @@ async fn an_id_that_is_no_id_is_refused_before_anything_is_made() {
 }
 
 #[tokio::test]
-async fn a_pod_without_a_name_and_numbers_that_are_none_are_named() {
+async fn a_missing_pod_name_and_invalid_numbers_are_named() {
     let world = World::new().unwrap();
     let daemons = Daemons::start(&world, Settings::none()).await.unwrap();
     let pod = world.pod().unwrap();
@@ -133,7 +133,7 @@ async fn a_pod_without_a_name_and_numbers_that_are_none_are_named() {
 }
 
 #[tokio::test]
-async fn a_network_namespace_that_is_none_is_refused() {
+async fn a_path_that_is_no_network_namespace_is_refused() {
     let world = World::new().unwrap();
     let daemons = Daemons::start(&world, Settings::none()).await.unwrap();
     let shim = daemons.shim().await.unwrap();
@@ -223,7 +223,7 @@ fn garbage(dice: &mut Dice) -> Vec<Vec<u8>> {
 }
 
 #[tokio::test]
-async fn garbage_on_either_socket_hurts_only_its_sender() {
+async fn garbage_on_either_socket_affects_only_its_sender() {
     let world = World::new().unwrap();
     let daemons = Daemons::start(&world, Settings::none()).await.unwrap();
     let sandbox = Sandbox::start(&world, &daemons, "garbage").await.unwrap();
@@ -414,7 +414,7 @@ async fn health_checks(sandbox: &Sandbox, count: usize) -> (Duration, Duration, 
 }
 
 #[test]
-fn all_five_mistakes_of_a_configuration_are_told() {
+fn all_five_mistakes_of_a_configuration_are_reported() {
     let folder = std::env::temp_dir().join(format!("peerpod-mistakes-{}", std::process::id()));
     fs::create_dir_all(&folder).unwrap();
     let config = folder.join("peerpod.yaml");
@@ -433,7 +433,7 @@ fn all_five_mistakes_of_a_configuration_are_told() {
 }
 
 #[tokio::test]
-async fn without_room_for_the_intent_nothing_is_begun() {
+async fn a_full_state_folder_prevents_the_start() {
     let world = World::new().unwrap();
     let state = world.folder().join("state");
     fs::create_dir_all(&state).unwrap();

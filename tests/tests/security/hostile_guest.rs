@@ -121,7 +121,7 @@ fn bad_records() -> Vec<(&'static str, Vec<u8>)> {
         ("an answer to what was never sent", made(Kind::Control, 0, 1, u64::MAX, b"x")),
         ("data of a stream that nobody opened", made(Kind::Data, 77, 1, 0, b"x")),
         ("data without bytes", made(Kind::Data, 1, 1, 0, b"")),
-        ("credit without measure", made(Kind::Credit, 1, 1, 0, &[0xff; 4])),
+        ("too much credit", made(Kind::Credit, 1, 1, 0, &[0xff; 4])),
         ("a stream of the relay's own numbers", made(Kind::Open, 3, 1, 0, &[1])),
         ("a second handshake", made(Kind::Hello, 0, 0, 0, &[0; 36])),
         ("a ticket in the middle", made(Kind::Claim, 0, 0, 0, &[0xff; 64])),
@@ -134,7 +134,7 @@ fn bad_records() -> Vec<(&'static str, Vec<u8>)> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn bad_records_behind_a_good_certificate_end_their_link_and_nobody_else_s() {
+async fn bad_records_behind_a_good_certificate_end_only_their_own_link() {
     let world = World::new().unwrap();
     let mut daemons = Daemons::start(&world, Settings::none()).await.unwrap();
     let other = Sandbox::start(&world, &daemons, "other").await.unwrap();
@@ -338,7 +338,7 @@ impl Shim {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_agent_s_lies_are_errors_of_their_calls_and_no_other_connection_s() {
+async fn wrong_answers_of_an_agent_fail_only_their_own_calls() {
     let world = World::new().unwrap();
     let mut daemons = Daemons::start(&world, Settings::none()).await.unwrap();
     let other = Sandbox::start(&world, &daemons, "other").await.unwrap();
@@ -419,7 +419,7 @@ async fn an_agent_s_lies_are_errors_of_their_calls_and_no_other_connection_s() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_guest_that_logs_without_end_delays_nobody_not_even_its_own_health_checks() {
+async fn a_guest_that_logs_without_end_delays_no_call_of_any_guest() {
     let world = World::new().unwrap();
     let mut daemons = Daemons::start(&world, Settings::none()).await.unwrap();
     let other = Sandbox::start(&world, &daemons, "other").await.unwrap();

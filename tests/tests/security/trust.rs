@@ -54,7 +54,7 @@ fn key_of_guest(root: &std::path::Path) -> KeyPair {
 }
 
 #[tokio::test]
-async fn a_ticket_that_is_wrong_or_was_used_by_another_key_gets_nothing() {
+async fn a_wrong_ticket_or_one_used_by_another_key_gets_no_certificate() {
     let world = World::new().unwrap();
     let daemons = Daemons::start(&world, Settings::none()).await.unwrap();
     let sandbox = Sandbox::start(&world, &daemons, "ticket").await.unwrap();
@@ -70,11 +70,11 @@ async fn a_ticket_that_is_wrong_or_was_used_by_another_key_gets_nothing() {
     ] {
         let reply = claims(&world, &user_data, id, secret, csr().1).await;
         assert!(!reply.error.is_empty() && !reply.retry && reply.certificates.is_empty(), "{case}: {reply}");
-        assert!(!reply.error.contains(&hex::encode(&secret)), "{case}: the answer keeps the secret");
+        assert!(!reply.error.contains(&hex::encode(secret)), "{case}: the answer keeps the secret");
     }
     let log =
         fs::read_to_string(daemons.log("node")).unwrap() + &fs::read_to_string(daemons.log("relay")).unwrap();
-    assert!(!log.contains(&hex::encode(&secret)), "no log has the secret");
+    assert!(!log.contains(&hex::encode(secret)), "no log has the secret");
     sandbox.lives().await.unwrap();
     sandbox.stop(&daemons).await.unwrap();
     // Also after the sandbox is gone.
@@ -83,7 +83,7 @@ async fn a_ticket_that_is_wrong_or_was_used_by_another_key_gets_nothing() {
 }
 
 #[tokio::test]
-async fn a_vm_that_does_not_join_in_time_is_named_and_taken_away() {
+async fn a_vm_that_does_not_join_in_time_is_named_and_deleted() {
     let world = World::new().unwrap();
     let settings = Settings::none()
         // Long enough to read its user-data, which is gone after these limits.
@@ -162,7 +162,7 @@ async fn a_ticket_that_is_first_shown_too_late_gets_nothing_and_one_that_was_sho
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_node_s_ca_is_rolled_over_under_running_guests() {
+async fn the_node_s_ca_rotates_under_running_guests() {
     let world = World::new().unwrap();
     let proxy = Proxy::start(world.node(), 25_151, RELAY.parse().unwrap()).unwrap();
     let settings =
@@ -212,7 +212,7 @@ async fn the_same_key_gets_its_certificate_again_and_a_stopped_sandboxes_is_wort
 }
 
 #[tokio::test]
-async fn certificates_of_others_and_of_nobody_do_not_open_the_link() {
+async fn foreign_and_missing_certificates_do_not_open_the_link() {
     let world = World::new().unwrap();
     let daemons = Daemons::start(&world, Settings::none()).await.unwrap();
     let sandbox = Sandbox::start(&world, &daemons, "others").await.unwrap();
@@ -243,7 +243,7 @@ async fn certificates_of_others_and_of_nobody_do_not_open_the_link() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn stalled_handshakes_and_noise_on_the_link_keep_nobody_out() {
+async fn stalled_handshakes_and_noise_on_the_link_do_not_block_guests() {
     let world = World::new().unwrap();
     let daemons = Daemons::start(&world, Settings::none()).await.unwrap();
     let relay = daemons.relay_pid().unwrap();

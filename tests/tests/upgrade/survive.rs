@@ -277,7 +277,7 @@ async fn a_sandbox_that_is_never_started_is_reaped() {
 }
 
 #[tokio::test]
-async fn a_sandbox_whose_network_namespace_vanished_is_reaped() {
+async fn a_sandbox_with_a_vanished_network_namespace_is_reaped() {
     let world = World::new().unwrap();
     let settings = Settings::none().set("node.netns-gone-grace", "1s");
     let daemons = Daemons::start(&world, settings).await.unwrap();
@@ -311,7 +311,7 @@ async fn a_container_restarts_while_the_node_is_dead() {
 }
 
 #[tokio::test]
-async fn a_relay_without_a_node_records_stops_and_holds_the_rest() {
+async fn a_relay_without_a_node_records_stops_and_holds_other_calls() {
     let world = World::new().unwrap();
     let mut daemons = Daemons::prepare(&world, Settings::none()).unwrap();
     daemons.start_relay().unwrap();

@@ -50,7 +50,7 @@ fn descriptors(pid: u32) -> Vec<String> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_relay_is_replaced_twenty_times_under_a_transfer_and_execs_and_nobody_notices() {
+async fn twenty_replacements_of_a_relay_do_not_disturb_a_transfer_and_execs() {
     const TOTAL: usize = 256 << 20;
     let world = World::new().unwrap();
     let mut daemons = Daemons::start(&world, Settings::none()).await.unwrap();
@@ -117,7 +117,7 @@ async fn a_relay_is_replaced_twenty_times_under_a_transfer_and_execs_and_nobody_
 
 /// A relay that has just taken over has as many descriptors as one several handovers later.
 #[tokio::test(flavor = "multi_thread")]
-async fn takeovers_leave_no_descriptor_behind() {
+async fn handovers_leak_no_descriptor() {
     let world = World::new().unwrap();
     let mut daemons = Daemons::start(&world, Settings::none()).await.unwrap();
     let sandbox = Sandbox::start(&world, &daemons, "fds").await.unwrap();
@@ -299,7 +299,7 @@ fn until_taken(old: &Asker, new: &Asker, most: usize) -> bool {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_old_relay_killed_before_its_last_word_is_followed_all_the_same() {
+async fn an_old_relay_killed_before_it_confirms_is_replaced() {
     let world = World::new().unwrap();
     let mut daemons = Daemons::start(&world, Settings::none()).await.unwrap();
     let sandbox = Sandbox::start(&world, &daemons, "old").await.unwrap();
@@ -323,7 +323,7 @@ fn terminate(pid: u32) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_old_relay_that_is_told_to_stop_waits_for_the_one_that_takes_over() {
+async fn a_stopping_old_relay_waits_for_the_new_one() {
     let world = World::new().unwrap();
     let mut daemons = Daemons::start(&world, Settings::none()).await.unwrap();
     let sandbox = Sandbox::start(&world, &daemons, "stopped").await.unwrap();
@@ -339,7 +339,7 @@ async fn an_old_relay_that_is_told_to_stop_waits_for_the_one_that_takes_over() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_old_relay_that_ends_says_so_before_anything_moves_again() {
+async fn a_stopped_old_relay_cancels_the_handover() {
     let world = World::new().unwrap();
     let daemons = Daemons::start(&world, Settings::none()).await.unwrap();
     let (old, new, mut child) = between(&daemons);
@@ -354,7 +354,7 @@ async fn an_old_relay_that_ends_says_so_before_anything_moves_again() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn whoever_is_not_sure_that_it_is_theirs_does_not_take_it() {
+async fn a_new_relay_without_a_confirmation_does_not_take_over() {
     let world = World::new().unwrap();
     let daemons = Daemons::start(&world, Settings::none()).await.unwrap();
     let sandbox = Sandbox::start(&world, &daemons, "unsure").await.unwrap();
@@ -436,7 +436,7 @@ async fn a_relay_goes_on_whenever_the_next_one_dies_or_falls_silent() {
     let other = Asker::connect(&daemons);
     other.hello(1, 1);
     let (kind, why) = other.hear().unwrap();
-    assert!(kind == 3 && why.contains("takes over just now"), "{why}");
+    assert!(kind == 3 && why.contains("another handover is under way"), "{why}");
     let late = tokio::task::spawn_blocking(move || {
         loop {
             match asker.hear() {
@@ -458,7 +458,7 @@ async fn a_relay_goes_on_whenever_the_next_one_dies_or_falls_silent() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_relay_of_another_version_is_told_what_to_do_and_strange_words_do_nothing() {
+async fn a_relay_of_another_version_gets_the_remedy_and_unknown_messages_are_ignored() {
     let world = World::new().unwrap();
     let daemons = Daemons::start(&world, Settings::none()).await.unwrap();
     let sandbox = Sandbox::start(&world, &daemons, "version").await.unwrap();
@@ -478,7 +478,7 @@ async fn a_relay_of_another_version_is_told_what_to_do_and_strange_words_do_noth
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_new_relay_killed_at_any_instant_costs_nothing_before_it_has_taken_over() {
+async fn a_new_relay_killed_before_the_handover_changes_nothing() {
     let world = World::new().unwrap();
     let mut daemons = Daemons::start(&world, Settings::none()).await.unwrap();
     let mut sandbox = Sandbox::start(&world, &daemons, "killed").await.unwrap();
@@ -515,7 +515,7 @@ async fn a_new_relay_killed_at_any_instant_costs_nothing_before_it_has_taken_ove
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn of_two_new_relays_one_takes_over_at_a_time() {
+async fn two_new_relays_at_once_leave_one_relay() {
     let world = World::new().unwrap();
     let mut daemons = Daemons::start(&world, Settings::none()).await.unwrap();
     let sandbox = Sandbox::start(&world, &daemons, "two").await.unwrap();
@@ -541,7 +541,7 @@ async fn of_two_new_relays_one_takes_over_at_a_time() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn half_a_frame_on_either_side_of_a_takeover_is_one_frame() {
+async fn a_frame_split_by_a_handover_stays_one_frame() {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
     let world = World::new().unwrap();
     let mut daemons = Daemons::start(&world, Settings::none()).await.unwrap();
@@ -576,7 +576,7 @@ async fn half_a_frame_on_either_side_of_a_takeover_is_one_frame() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_exec_streams_through_takeovers_without_a_gap() {
+async fn an_exec_streams_through_handovers_without_a_gap() {
     const NUMBERS: usize = 200_000;
     let world = World::new().unwrap();
     let mut daemons = Daemons::start(&world, Settings::none()).await.unwrap();

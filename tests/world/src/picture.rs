@@ -71,7 +71,7 @@ impl Picture {
     /// * flags that record how an entry was added;
     /// * Peerpod's devices.
     ///
-    /// Every MTU is limited to `mtu`, the tunnel's MTU. Of a lifetime only its existence counts, not its end.
+    /// Every MTU is limited to `room`, the tunnel's MTU. Of a lifetime only its existence counts, not its end.
     pub fn lines(&self, room: u64) -> BTreeSet<String> {
         let mut lines = BTreeSet::new();
         let mut interfaces: Vec<&Value> = list(&self.interfaces).filter(|it| is_carried(it)).collect();
@@ -278,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn a_picture_says_what_a_program_sees() {
+    fn a_picture_describes_the_network_of_a_program() {
         let lines: Vec<String> = picture().lines(9000).into_iter().collect();
         let expected = [
             "IPv4 route dev eth0 dst default gateway 10.1.0.1 metrics [mtu 1480] onlink",
@@ -294,7 +294,7 @@ mod tests {
     }
 
     #[test]
-    fn a_prefix_on_lo_is_told_from_what_every_namespace_has() {
+    fn a_prefix_on_lo_is_distinguished_from_default_routes() {
         let mut with = picture();
         let kernels = |it: serde_json::Value| {
             let mut it = it;
@@ -359,7 +359,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_tunnel_must_change_is_no_difference() {
+    fn a_required_change_of_the_tunnel_is_no_difference() {
         let mut inside = picture();
         inside.interfaces[1]["mtu"] = json!(1450);
         inside.interfaces[1]["ifindex"] = json!(2);

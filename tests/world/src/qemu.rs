@@ -224,10 +224,10 @@ impl Running {
             return Ok(Some(line.trim_end().to_owned()));
         }
         if let Some(status) = over {
-            bail!("the machine ended ({status}) before it said {what:?}{}", self.tail());
+            bail!("the machine ended ({status}) before it printed {what:?}{}", self.tail());
         }
         if Instant::now() > deadline {
-            bail!("the machine did not say {what:?} in time{}", self.tail());
+            bail!("the machine did not print {what:?} in time{}", self.tail());
         }
         Ok(None)
     }

@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn the_nic_that_does_not_lead_home_is_the_way_out() {
+    fn the_egress_nic_is_not_the_nic_towards_the_node() {
         let home = uplink("eth0", 2, &["10.9.0.5/24", "fd09::5/64"], &["10.9.0.1", "fd09::1"]);
         let own = uplink("eth1", 3, &["10.8.0.5/24"], &["10.8.0.1"]);
         let beside = uplink("eth1", 3, &["10.9.0.6/24", "fd09::6/64"], &[]);

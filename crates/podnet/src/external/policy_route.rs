@@ -35,7 +35,7 @@ pub(super) fn make(host: &mut Client, door: &str, nic: &UnderlayDevice) -> Resul
             remove_family(host, door, v6)?;
             continue;
         };
-        let attempt = || Error::kernel(format!("lead the pod out by {} and {gateway}", nic.name));
+        let attempt = || Error::kernel(format!("route the pod out through {} and {gateway}", nic.name));
         host.tell(NLM_F_CREATE | NLM_F_REPLACE, route(nic.index, *gateway)).map_err(attempt())?;
         match host.tell(NLM_F_CREATE | NLM_F_EXCL, RouteNetlinkMessage::NewRule(rule(door, v6))) {
             Err(e) if e.errno() != Some(Errno::EEXIST) => return Err(attempt()(e)),
@@ -60,7 +60,7 @@ fn remove_family(host: &mut Client, door: &str, v6: bool) -> Result<(), Error> {
     routes.attributes.push(RouteAttribute::Table(TABLE));
     for message in [RouteNetlinkMessage::DelRule(rule(door, v6)), RouteNetlinkMessage::DelRoute(routes)] {
         match host.tell(0, message) {
-            Err(e) if !is_gone(&e) => return Err(Error::kernel("remove the pod's detour")(e)),
+            Err(e) if !is_gone(&e) => return Err(Error::kernel("remove the pod's policy route")(e)),
             _ => {}
         }
     }

@@ -162,7 +162,7 @@ fn is_there(inside: &mut Client) -> Result<bool, Error> {
 
 /// Makes both ends, down and without an automatic IPv6 address. The alias comes last: it marks the pair as complete.
 fn make(host: &mut Client, inside: &mut Client, netns: &Netns, ours: (bool, bool)) -> Result<(), Error> {
-    let attempt = || Error::kernel(format!("make the pair {DOOR} and {INSIDE} of the external network"));
+    let attempt = || Error::kernel(format!("make the veth pair {DOOR} and {INSIDE} of the external network"));
     for client in [&mut *host, &mut *inside] {
         for name in [DOOR, INSIDE] {
             if let Some(half) = link::by_name(client, name).map_err(attempt())? {

@@ -121,7 +121,7 @@ impl Change {
         match (neighbours.first(), rules.first()) {
             (Some((device, neighbour)), _) => format!("neighbour {} of {device}", neighbour.address),
             (None, Some(rule)) => format!("the rule of priority {}", rule.priority),
-            (None, None) => "what was removed away".to_owned(),
+            (None, None) => "the removed entries away".to_owned(),
         }
     }
 }
@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn what_others_added_stays_and_what_an_older_plan_added_goes() {
+    fn foreign_entries_stay_and_entries_of_an_older_plan_are_removed() {
         let (ours, old, theirs) = (address("10.0.0.1", 24), address("10.0.0.2", 24), address("10.0.0.3", 24));
         let (near, far) = (route("10.1.0.0", "10.0.0.254", 0), route("10.2.0.0", "10.0.0.254", 0));
         let has = contents(&[old.clone(), theirs], &[near.clone(), far.clone()]);
@@ -237,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn a_route_whose_mtu_is_another_now_is_swapped() {
+    fn a_route_with_a_changed_mtu_is_replaced() {
         let (then, now) = (route("10.1.0.0", "10.0.0.254", 1450), route("10.1.0.0", "10.0.0.254", 1400));
         let change = contents(&[], std::slice::from_ref(&now))
             .change(&contents(&[], std::slice::from_ref(&then)), &Contents::default());
@@ -246,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn what_expired_is_not_put_back_by_the_plan_that_brought_it() {
+    fn an_expired_address_is_not_restored_by_the_same_plan() {
         let mut brief = address("fd00::1", 64);
         brief.1.valid = Some(60);
         let target = contents(std::slice::from_ref(&brief), &[]);

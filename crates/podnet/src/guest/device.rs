@@ -29,7 +29,7 @@ impl<'a> Devices<'a> {
     }
 
     /// Makes sure that the devices exist, in the order of the pod's indexes, with their names and settings. Sets none
-    /// of them up. `parse` contains them afterwards.
+    /// of them up. `picture` contains them afterwards.
     pub(super) fn make(
         &self,
         transaction: &mut Transaction<'_>,
@@ -41,7 +41,7 @@ impl<'a> Devices<'a> {
         ordered.sort_by_key(|interface| interface.index);
         let mut steps = Vec::new();
         let mut loopback = picture.links.iter().filter(|link| link.loopback && !link.up);
-        steps.extend(loopback.next().map(|lo| flags_step("take lo up", lo, LinkFlags::Up, LinkFlags::Up)));
+        steps.extend(loopback.next().map(|lo| flags_step("set lo up", lo, LinkFlags::Up, LinkFlags::Up)));
         for wanted in ordered {
             let there = picture.links.iter().find(|link| link.name == wanted.name).cloned();
             let kept = match there {
@@ -128,7 +128,7 @@ impl<'a> Devices<'a> {
             flags: 0,
             back: vxlan.remote.map(|old| (0, change(old, vxlan.local))),
             message: change(remote, Some(local)),
-            what: format!("lead {} from {local} to {remote}", wanted.name),
+            what: format!("set the ends of {} to {local} and {remote}", wanted.name),
             optional: false,
         })
     }

@@ -1,5 +1,5 @@
 //! Writes the pod's sysctls in the VM. A thread in the pod's namespace writes them, and only those of the fixed list
-//! that [`crate::net::inspect`] reads: a plan cannot name another file.
+//! that [`crate::inspect`] reads: a plan cannot name another file.
 
 use std::fs;
 use std::path::Path;

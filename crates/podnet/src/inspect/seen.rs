@@ -68,7 +68,7 @@ impl TryFrom<Stored> for PodNetworkState {
             interface
         }));
         if interfaces.is_empty() {
-            return Err("what was seen of the pod's network has no interface");
+            return Err("the record of the pod's network has no interface");
         }
         let Stored { routes, rules, sysctls, loopback, left_out, .. } = stored;
         Ok(PodNetworkState { interfaces, routes, rules, sysctls, loopback, left_out })
@@ -449,7 +449,7 @@ mod tests {
     }
 
     #[test]
-    fn the_time_that_is_left_makes_no_other_address() {
+    fn a_remaining_lifetime_makes_no_difference_between_addresses() {
         let address =
             Address { valid: Some(60), preferred: Some(30), ..Address::new([10, 0, 0, 1].into(), 8, 0) };
         assert!(address.is_same(&Address { valid: Some(9), preferred: Some(3), ..address.clone() }));

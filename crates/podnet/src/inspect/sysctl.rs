@@ -306,7 +306,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_differs_is_carried_and_what_spreads_is_said_of_each_interface() {
+    fn only_changed_sysctls_are_copied_and_inherited_ones_are_set_per_interface() {
         let default = |all: &[(&'static str, &str)]| all.iter().map(|(n, v)| (*n, (*v).to_owned())).collect();
         let defaults = Defaults {
             namespace: default(&[("core/somaxconn", "4096"), ("ipv6/conf/all/disable_ipv6", "0")]),
@@ -327,7 +327,7 @@ mod tests {
         assert_eq!(
             text(&all),
             ["ipv6/conf/all/disable_ipv6=1"],
-            "what a new namespace does not have is not judged"
+            "a sysctl that a new namespace lacks is not compared"
         );
         let mut link = Link { v4: Some(Box::default()), v6: Some(Box::default()), ..Link::default() };
         link.v4.as_mut().unwrap().rp_filter = 2;
@@ -341,7 +341,7 @@ mod tests {
     }
 
     #[test]
-    fn the_list_names_what_this_kernel_has_and_a_plan_can_name_nothing_else() {
+    fn the_list_names_sysctls_of_this_kernel_and_a_plan_can_name_no_others() {
         assert!(defaults().namespace.len() > OF_NAMESPACE.len() - 8, "{:?}", defaults().namespace);
         for name in OF_NEIGHBOURS {
             assert!(defaults().interface.contains_key(name), "{name}");

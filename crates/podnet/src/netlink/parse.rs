@@ -93,7 +93,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_refusal_carries_the_kernels_words() {
+    fn a_refusal_contains_the_text_of_the_kernel() {
         // -EEXIST, the request's header alone (capped), then attributes: an offset (2) and the text (1).
         let mut payload = (-17_i32).to_ne_bytes().to_vec();
         payload.extend([0; HEADER]);
@@ -110,7 +110,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_answer_makes_the_reader_panic(bytes: Vec<u8>, flags: u16) {
+        fn any_answer_is_handled(bytes: Vec<u8>, flags: u16) {
             drop(parse_answer(flags, &bytes));
             let mut rest = bytes.as_slice();
             while let Ok(Some((header, payload))) = next_message(&mut rest) {

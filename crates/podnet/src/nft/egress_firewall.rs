@@ -296,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn the_table_is_as_it_is_drawn_above_however_often_it_is_made() {
+    fn the_table_matches_the_documented_one_after_every_setup() {
         let netns = Netns::scratch().unwrap();
         let mut client = netns.netfilter().unwrap();
         let ip = |text: &str| text.parse::<IpAddr>().unwrap();

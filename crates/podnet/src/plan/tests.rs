@@ -253,7 +253,7 @@ fn example() -> PodNetworkState {
 
 proptest! {
     #[test]
-    fn a_plan_that_was_written_reads_as_what_was_seen(seen in seen()) {
+    fn a_written_plan_reads_as_the_inspected_network(seen in seen()) {
         let bytes = write(&seen, &tunnels(&seen), &underlay()).write_to_bytes().unwrap();
         let planned = read(&wire::NetworkPlan::parse_from_bytes(&bytes).unwrap()).unwrap();
         prop_assert_eq!(planned.as_seen(), seen);
@@ -261,12 +261,12 @@ proptest! {
     }
 
     #[test]
-    fn what_was_seen_survives_the_ledger(seen in seen()) {
+    fn the_inspected_network_survives_the_ledger(seen in seen()) {
         prop_assert_eq!(serde_json::from_str::<PodNetworkState>(&serde_json::to_string(&seen).unwrap()).unwrap(), seen);
     }
 
     #[test]
-    fn no_plan_makes_the_reader_panic(text in ".{0,20}", number: u32, seen in seen()) {
+    fn any_plan_is_handled(text in ".{0,20}", number: u32, seen in seen()) {
         let mut plan = write(&seen, &tunnels(&seen), &underlay());
         plan.underlay.mut_or_insert_default().port = number;
         let interface = &mut plan.interfaces[0];
@@ -278,7 +278,7 @@ proptest! {
     }
 
     #[test]
-    fn no_bytes_make_the_reader_panic(bytes: Vec<u8>) {
+    fn any_bytes_are_handled(bytes: Vec<u8>) {
         if let Ok(plan) = wire::NetworkPlan::parse_from_bytes(&bytes) {
             drop(read(&plan));
         }
@@ -293,12 +293,16 @@ fn a_plan_of_the_first_version_is_read() {
     plan.sysctls.clear();
     let planned = read(&plan).unwrap();
     let broadcast = planned.interfaces[0].addresses[0].broadcast;
-    assert_eq!(broadcast, Some([10, 244, 1, 255].into()), "it did not say, and meant the usual one");
+    assert_eq!(
+        broadcast,
+        Some([10, 244, 1, 255].into()),
+        "an older plan means the default broadcast address"
+    );
     assert_eq!(planned.interfaces[0].addresses[1].broadcast, None);
 }
 
 #[test]
-fn what_leads_through_an_interface_without_a_tunnel_stays_behind() {
+fn routes_through_an_interface_without_a_tunnel_are_left_out() {
     let planned = read(&write(&example(), &tunnels(&example())[..1], &underlay())).unwrap();
     assert_eq!(planned.interfaces.len(), 1);
     assert_eq!(planned.routes, []);
@@ -318,7 +322,7 @@ fn the_node_gives_each_interface_a_device_and_the_mtu_that_fits() {
 }
 
 #[test]
-fn a_guest_that_knows_older_plans_only_refuses_what_is_written_now_and_says_what_to_do() {
+fn an_older_guest_refuses_a_new_plan_and_names_the_remedy() {
     let seen = example();
     let written = write(&seen, &tunnels(&seen), &underlay()).version;
     for newest in OLD_VERSION..written {
@@ -331,7 +335,7 @@ fn a_guest_that_knows_older_plans_only_refuses_what_is_written_now_and_says_what
 }
 
 #[test]
-fn each_wrong_field_is_refused_by_its_name() {
+fn the_error_of_a_wrong_field_names_the_field() {
     type Change = fn(&mut wire::NetworkPlan);
     let cases: [(Change, &str); 24] = [
         (|p| p.version = 3, "version 3"),

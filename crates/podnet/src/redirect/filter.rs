@@ -316,7 +316,7 @@ mod tests {
     const NEW_FILTER: u16 = 44;
 
     #[test]
-    fn a_filter_is_read_as_it_is_made() {
+    fn a_filter_is_parsed_as_it_is_made() {
         let tag = Mark { owner: Owner::of(&["a"]), sandbox: "web-1" }.tag();
         for by in [Classifier::U32, Classifier::Matchall] {
             let made = make(by, tag, Way { from: 2, to: 1 << 20, into: true }, 1, by.first_handle()).unwrap();
@@ -329,7 +329,7 @@ mod tests {
     }
 
     #[test]
-    fn a_filter_of_a_form_we_do_not_know_is_still_seen() {
+    fn a_filter_of_an_unknown_form_is_listed() {
         // A header, the kind "flower", and options that are cut off.
         let mut bytes = vec![0; 8];
         bytes.extend(7_u32.to_ne_bytes());

@@ -42,8 +42,8 @@ fn obstacle(interface: &Interface) -> Option<String> {
     match count(interface.index) {
         Ok(0) => None,
         Ok(programs) => Some(format!(
-            "{programs} programs of somebody else (tcx) come before the redirect of {}, and what they end themselves does \
-             not reach the VM; have them answer TCX_NEXT",
+            "{programs} foreign programs (tcx) come before the redirect of {}, and packets that they end do \
+             not reach the VM; have them return TCX_NEXT",
             interface.name
         )),
         Err(error) => {

@@ -114,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn a_narrow_range_is_tried_whole_and_a_wide_one_not_for_ever() {
+    fn a_narrow_range_is_tried_completely_and_a_wide_one_in_part() {
         let vnis = Vnis::new(1000, 1099).unwrap();
         let mut draw = vnis.draw();
         let mut tried = Vec::new();

@@ -55,7 +55,7 @@ fn tunnel_packets_are_no_conntrack_entries() {
     assert_eq!(entries(&world).difference(&before).count(), 0, "{:?}", entries(&world));
     filter.delete(&mut client).unwrap();
     flows(&world);
-    assert!(entries(&world).len() > 10, "without the filter there are entries, so the test sees them");
+    assert!(entries(&world).len() > 10, "without the filter there are entries, so the test can find them");
 }
 
 /// Makes the kernel track connections in a namespace, as any stateful firewall does.

@@ -284,7 +284,7 @@ fn difference(was: &PodNetworkState, is: &PodNetworkState) -> String {
 }
 
 #[test]
-fn whatever_is_seen_is_the_same_where_it_was_made_again() {
+fn every_inspected_network_is_the_same_after_it_is_made_again() {
     let cases = if std::env::var_os("PEERPOD_TEST_LONG").is_some() { 2000 } else { 24 };
     let world = World::new();
     world.widen();
@@ -337,7 +337,7 @@ fn whatever_is_seen_is_the_same_where_it_was_made_again() {
 /// The kernel accepts a gateway as on-link as long as the first route to it allows that. The order in which addresses
 /// came determines the first route, and the copy has another order.
 #[test]
-fn a_gateway_in_a_prefix_of_lo_is_believed_as_it_was() {
+fn a_gateway_in_a_prefix_of_lo_is_copied_unchanged() {
     let mut world = World::new();
     world.widen();
     let netns = world.bare("pod", &DEVICES);

@@ -89,7 +89,7 @@ fn ip(text: &str) -> Option<IpAddr> {
 }
 
 #[test]
-fn the_pod_leaves_as_the_vm_and_the_cluster_stays_in_the_tunnel() {
+fn egress_has_the_vms_address_and_cluster_traffic_uses_the_tunnel() {
     let mut world = world();
     let (_pod, _seen, _held, plan) = world.whole(SHAPE4);
     let applied = leave_by_vm(&mut world, &plan, &[]);
@@ -120,7 +120,7 @@ fn the_pod_leaves_as_the_vm_and_the_cluster_stays_in_the_tunnel() {
 }
 
 #[test]
-fn metadata_the_vm_and_its_network_are_out_of_the_pods_reach() {
+fn the_pod_cannot_reach_metadata_the_vm_and_its_network() {
     let mut world = world();
     let (_pod, _seen, _held, plan) = world.whole(SHAPE4);
     leave_by_vm(&mut world, &plan, &[]);
@@ -159,7 +159,7 @@ fn metadata_the_vm_and_its_network_are_out_of_the_pods_reach() {
 
 /// As Google, and some networks of Azure, assign it: an address alone, and a route to the gateway.
 #[test]
-fn where_the_vms_address_names_no_network_its_gateways_and_neighbours_are_out_of_reach_all_the_same() {
+fn the_pod_cannot_reach_gateways_and_neighbours_of_a_vm_with_a_host_address() {
     let mut world = world();
     for address in ["10.77.0.254/32", "10.78.0.9/32", "10.79.0.9/32"] {
         world.ip("node", &format!("addr add {address} dev ul0"));
@@ -230,7 +230,7 @@ fn leave_by_second(world: &World, plan: &wire::NetworkPlan) -> external::Externa
 }
 
 #[test]
-fn with_a_second_nic_the_pod_leaves_by_that_one_alone() {
+fn with_a_second_nic_the_pod_uses_only_that_nic() {
     let mut world = world();
     let (_pod, _seen, _held, plan) = world.whole(SHAPE4);
     second_nic(&world);
@@ -271,7 +271,7 @@ fn with_a_second_nic_the_pod_leaves_by_that_one_alone() {
 }
 
 #[test]
-fn the_second_nics_way_is_taken_back_whole_and_may_become_the_first_ones() {
+fn egress_by_the_second_nic_is_undone_and_can_move_to_the_first() {
     let mut world = world();
     let (_pod, _seen, _held, plan) = world.whole(SHAPE4);
     second_nic(&world);
@@ -294,7 +294,7 @@ fn the_second_nics_way_is_taken_back_whole_and_may_become_the_first_ones() {
 }
 
 #[test]
-fn undone_it_leaves_nothing_and_the_tunnel_carries_all_again() {
+fn undo_removes_everything_and_all_traffic_uses_the_tunnel() {
     let mut world = world();
     let (_pod, _seen, _held, plan) = world.whole(SHAPE4);
     let state = |world: &World| {
@@ -315,7 +315,7 @@ fn undone_it_leaves_nothing_and_the_tunnel_carries_all_again() {
 }
 
 #[test]
-fn without_it_the_pods_namespace_has_no_way_to_the_uplink() {
+fn without_an_external_network_the_pod_cannot_reach_the_uplink() {
     let mut world = world();
     let (_pod, _seen, _held, _plan) = world.whole(SHAPE4);
     // Packets from the pod's namespace reach the node with the pod's own address, also on the way to machines beside
@@ -335,7 +335,7 @@ fn without_it_the_pods_namespace_has_no_way_to_the_uplink() {
 }
 
 #[test]
-fn what_the_pods_network_lacks_is_named_and_put_right() {
+fn missing_parts_of_the_pods_network_are_named_and_restored() {
     let mut world = world();
     let (_pod, _seen, _held, mut plan) = world.whole(SHAPE4);
     let podns = world.path("podns");

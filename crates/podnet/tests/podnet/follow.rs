@@ -46,7 +46,7 @@ fn all(world: &World, name: &str) -> String {
 }
 
 #[test]
-fn what_the_plan_no_longer_has_goes_and_what_others_put_there_stays() {
+fn dropped_entries_of_the_plan_are_removed_and_foreign_entries_stay() {
     let mut world = World::new();
     let before = two_interfaces(&mut world);
     world.apply_in("podns", &before, None).unwrap();
@@ -85,7 +85,7 @@ fn what_the_plan_no_longer_has_goes_and_what_others_put_there_stays() {
         "10.55.0.2",
         "02:00:00:00:00:01",
     ] {
-        assert!(!now.contains(gone), "{gone} is still there: {now}");
+        assert!(!now.contains(gone), "{gone} still exists: {now}");
     }
     for kept in [
         "10.244.1.8/24",
@@ -119,7 +119,7 @@ fn what_the_plan_no_longer_has_goes_and_what_others_put_there_stays() {
 }
 
 #[test]
-fn a_change_that_cannot_be_made_leaves_everything_as_it_was() {
+fn a_failed_change_is_rolled_back() {
     let mut world = World::new();
     let before = two_interfaces(&mut world);
     world.apply_in("podns", &before, None).unwrap();
@@ -135,7 +135,7 @@ fn a_change_that_cannot_be_made_leaves_everything_as_it_was() {
 }
 
 #[test]
-fn a_node_that_has_another_address_now_is_followed_without_a_new_device() {
+fn a_new_node_address_needs_no_new_device() {
     let mut world = World::new();
     let before = two_interfaces(&mut world);
     world.apply_in("podns", &before, None).unwrap();
@@ -156,7 +156,7 @@ fn a_node_that_has_another_address_now_is_followed_without_a_new_device() {
 }
 
 #[test]
-fn an_address_that_expired_is_not_put_back() {
+fn an_expired_address_is_not_restored() {
     let mut world = World::new();
     let mut plan = two_interfaces(&mut world);
     plan.interfaces[0].addresses[2].valid = Some(70_000);
@@ -168,7 +168,7 @@ fn an_address_that_expired_is_not_put_back() {
     world.apply_in("podns", &plan, None).unwrap();
     assert!(
         world.ip("podns", "-6 addr").contains("fd10::7/64"),
-        "for a new namespace it is what the node saw"
+        "a new namespace gets the address that the node inspected"
     );
 }
 

@@ -20,7 +20,7 @@ fn find(seen: &PodNetworkState, destination: &str, prefix: u8) -> Route {
 }
 
 #[test]
-fn everything_of_the_pods_interface_is_seen() {
+fn inspect_returns_everything_of_the_pods_interface() {
     let mut world = World::new();
     let pod = world.pod("pod", 7);
     world.ip("pod", "addr add 10.244.1.77/32 dev eth0");
@@ -87,7 +87,7 @@ fn the_primary_interface_is_that_of_the_best_default_route_and_the_others_follow
 }
 
 #[test]
-fn an_interface_that_cannot_be_carried_is_named_with_what_leads_through_it() {
+fn an_unsupported_interface_is_named_with_its_routes() {
     let mut world = World::new();
     let pod = world.pod("pod", 7);
     // A bridge of the pod's own with a port, and a tunnel without Ethernet addresses.
@@ -108,7 +108,7 @@ fn an_interface_that_cannot_be_carried_is_named_with_what_leads_through_it() {
 }
 
 #[test]
-fn a_pod_of_one_family_or_without_a_default_route_is_seen() {
+fn a_pod_of_one_family_or_without_a_default_route_is_inspected() {
     let mut world = World::new();
     let six = world.pod("six", 7);
     world.ip("six", "-4 addr flush dev eth0");
@@ -125,7 +125,7 @@ fn a_pod_of_one_family_or_without_a_default_route_is_seen() {
 }
 
 #[test]
-fn what_cannot_be_carried_is_an_error_that_names_it() {
+fn an_unsupported_entry_is_an_error_that_names_it() {
     let mut world = World::new();
     let pod = world.pod("pod", 7);
     world.ip("pod", "-6 route add fd77::/64 encap seg6 mode encap segs fd00::1 dev eth0");
@@ -136,7 +136,7 @@ fn what_cannot_be_carried_is_an_error_that_names_it() {
 }
 
 #[test]
-fn a_thousand_routes_are_fine_and_an_absurd_number_is_not() {
+fn a_thousand_routes_are_accepted_and_too_many_are_refused() {
     let mut world = World::new();
     let pod = world.pod("pod", 7);
     let batch = |from: u32, to: u32| {

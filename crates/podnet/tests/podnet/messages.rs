@@ -15,7 +15,7 @@ fn count<T>(f: impl FnOnce() -> T) -> (u64, T) {
 }
 
 #[test]
-fn a_pod_is_seen_with_six_questions_however_much_it_has() {
+fn an_inspection_sends_six_requests_for_a_pod_of_any_size() {
     let mut world = World::new();
     world.widen();
     let small = world.pod("small", 7);
@@ -49,7 +49,7 @@ fn a_pod_is_seen_with_six_questions_however_much_it_has() {
         })
         .collect();
     took.sort();
-    println!("look: p50 {:?}, p99 {:?}", took[100], took[198]);
+    println!("inspect: p50 {:?}, p99 {:?}", took[100], took[198]);
 
     // In the VM: six queries, then one message per object, and several per device.
     let plan = world.plan(&seen);

@@ -135,7 +135,7 @@ fn fragments(world: &World) -> Vec<String> {
 }
 
 #[test]
-fn the_pods_mtu_follows_the_path_whatever_the_ends_believe() {
+fn the_pods_mtu_follows_the_path_and_not_the_devices() {
     for (ends, middle, pod) in [
         (1460, 1460, 1410),
         (1500, 1500, 1450),
@@ -181,7 +181,7 @@ fn without_the_probe_a_silent_path_cuts_every_full_packet() {
 }
 
 #[test]
-fn an_ipv6_path_that_swallows_large_packets_carries_a_full_transfer() {
+fn an_ipv6_path_that_drops_large_packets_passes_a_full_transfer() {
     let mut world = world(1500, 1400);
     let relay = relay(&world);
     let PathMtu::Passes(path) = relay.ask(&world, "fd77::1") else { panic!("no answer") };
@@ -197,7 +197,7 @@ fn an_ipv6_path_that_swallows_large_packets_carries_a_full_transfer() {
 }
 
 #[test]
-fn where_udp_is_blocked_or_nobody_answers_it_is_said_in_time() {
+fn blocked_udp_and_missing_answers_are_reported_in_time() {
     let world = world(1500, 1500);
     let relay = relay(&world);
     // A relay of an earlier version has no such socket.
@@ -223,7 +223,7 @@ fn learn(world: &World, from: &str, to: &str, size: usize) {
         socket.connect(to).unwrap();
         let since = Instant::now();
         while underlay::mtus(to.ip()).unwrap().learnt == 1500 {
-            assert!(since.elapsed() < DEADLINE, "no router says that {to} is behind a narrow link");
+            assert!(since.elapsed() < DEADLINE, "no router reports the narrow link before {to}");
             drop(socket.send(&vec![0; size])); // refused as soon as the value is learnt
             std::thread::sleep(Duration::from_millis(5));
         }
@@ -231,7 +231,7 @@ fn learn(world: &World, from: &str, to: &str, size: usize) {
 }
 
 #[test]
-fn what_a_router_said_once_keeps_no_pod_narrow_when_the_path_is_wide_again() {
+fn an_old_router_message_does_not_narrow_a_pod_on_a_wide_path() {
     let mut world = world(1500, 1400);
     for name in ["r1", "r2"] {
         run(&format!("ip netns exec {} nft delete table inet silent", world.name(name)));
@@ -250,7 +250,7 @@ fn what_a_router_said_once_keeps_no_pod_narrow_when_the_path_is_wide_again() {
     assert_eq!(relay.ask(&world, "10.77.0.1"), PathMtu::Passes(1500));
     assert_eq!(relay.ask(&world, "fd77::1"), PathMtu::Passes(1500));
     let (_pod, _seen, _held, mut plan) = world.whole(SHAPE4);
-    assert_eq!(plan.interfaces[0].mtu, 1450, "the node plans by what it learnt long ago");
+    assert_eq!(plan.interfaces[0].mtu, 1450, "the node plans with the MTU that it learnt long ago");
     mtu::fit(&mut plan, 1500);
     assert_eq!(world.apply(&plan).unwrap().mtu, 1450);
     // A configured MTU of a route stays in force, unlike a learnt one.

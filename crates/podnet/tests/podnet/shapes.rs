@@ -157,7 +157,7 @@ const SHAPES: &[Shape] = &[
 ];
 
 #[test]
-fn what_each_cni_leaves_is_seen_whole_and_is_the_same_in_the_vm() {
+fn the_network_of_each_cni_is_inspected_completely_and_equal_in_the_vm() {
     let mut world = World::new();
     world.widen();
     for (number, shape) in SHAPES.iter().enumerate() {

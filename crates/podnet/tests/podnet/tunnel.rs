@@ -94,7 +94,7 @@ fn an_ipv6_underlay_carries_both_families() {
 /// The cloud reports the VM's address to the node before the VM has it: the answer of its DHCP server is on its way, or
 /// duplicate address detection still runs. Until then its only source address is an `fe80::` one.
 #[test]
-fn an_address_that_the_vm_is_only_about_to_have_is_taken_for_its_own() {
+fn a_tentative_address_counts_as_the_vms_own() {
     let mut world = World::new();
     world.ip("vm", "addr flush dev eth0");
     world.ip("vm", "addr add fe80::77/64 dev eth0 nodad");
@@ -114,9 +114,9 @@ fn an_address_that_the_vm_is_only_about_to_have_is_taken_for_its_own() {
     };
     let end = std::time::Instant::now() + DEADLINE;
     while is_asked_for() {
-        assert!(std::time::Instant::now() < end, "the kernel still asks for {own}");
+        assert!(std::time::Instant::now() < end, "the kernel still checks {own} for duplicates");
         let early = has_it();
-        assert!(!early || !is_asked_for(), "it is told of while it is asked for");
+        assert!(!early || !is_asked_for(), "the address is reported during duplicate address detection");
         std::thread::sleep(Duration::from_millis(20));
     }
     assert!(has_it());
@@ -130,8 +130,8 @@ fn the_mtu_follows_the_smaller_path_on_either_side() {
     world.ip("node", "link set ul0 mtu 1400");
     world.ip("vm", "link set eth0 mtu 1390");
     let (_pod, _seen, _held, plan) = world.whole(SHAPE4);
-    assert_eq!(plan.interfaces[0].mtu, 1350, "what the node's path leaves");
-    assert!(world.ip("podns", "link show eth0").contains("mtu 1340"), "what the VM's path leaves");
+    assert_eq!(plan.interfaces[0].mtu, 1350, "the MTU of the node's path");
+    assert!(world.ip("podns", "link show eth0").contains("mtu 1340"), "the MTU of the VM's path");
     world.ip("node", "link set ul0 mtu 1320");
     let pod = world.open("pod");
     let seen = inspect(&pod).unwrap();
@@ -141,7 +141,7 @@ fn the_mtu_follows_the_smaller_path_on_either_side() {
 }
 
 #[test]
-fn twice_is_the_same_as_once() {
+fn a_second_setup_changes_nothing() {
     let mut world = World::new();
     let (pod, seen, held, plan) = world.whole(SHAPE4);
     let traces = world.traces("pod");
@@ -150,7 +150,7 @@ fn twice_is_the_same_as_once() {
     assert_eq!(again, held);
     assert_eq!(world.reserve(&pod, "sandbox", SHAPE4, None).unwrap(), held);
     assert_eq!(world.connect(&pod, held, SHAPE4, &seen).unwrap(), plan);
-    assert_eq!(inspect(&pod).unwrap(), seen, "our own device changes nothing of what is seen");
+    assert_eq!(inspect(&pod).unwrap(), seen, "our own device does not change the inspection");
     let applied = world.apply(&plan).unwrap();
     assert!(!applied.changed && applied.mtu == 1450, "{applied:?}");
     assert_eq!(world.traces("pod"), traces);
@@ -161,7 +161,7 @@ fn twice_is_the_same_as_once() {
 }
 
 #[test]
-fn the_guest_adds_what_is_missing_and_keeps_what_is_there() {
+fn the_guest_adds_missing_entries_and_keeps_existing_ones() {
     let mut world = World::new();
     let (_pod, _seen, _held, plan) = world.whole(SHAPE4);
     let index = world.ip("podns", "-o link show eth0").split(':').next().unwrap().to_owned();
@@ -243,7 +243,7 @@ fn undo_is_complete_after_every_step_and_twice() {
 }
 
 #[test]
-fn what_others_put_on_the_interface_stays() {
+fn foreign_entries_on_the_interface_stay() {
     let mut world = World::new();
     let pod = world.pod("pod", 7);
     let name = world.name("pod");
@@ -303,7 +303,7 @@ fn two_sandboxes_cannot_claim_one_namespace() {
 }
 
 #[test]
-fn a_namespace_that_goes_away_is_said_to_be_gone() {
+fn a_deleted_namespace_is_reported_as_gone() {
     let mut world = World::new();
     let pod = world.pod("pod", 7);
     let seen = inspect(&pod).unwrap();
@@ -326,7 +326,7 @@ fn a_namespace_that_goes_away_is_said_to_be_gone() {
 }
 
 #[test]
-fn only_a_network_namespace_is_taken_for_one() {
+fn a_file_that_is_no_network_namespace_is_refused() {
     let file = std::env::temp_dir().join(format!("ppt-{}-file", std::process::id()));
     std::fs::write(&file, "").unwrap();
     for wrong in [file.as_path(), "/".as_ref(), "/dev/zero".as_ref(), "/proc/self/ns/mnt".as_ref()] {
@@ -345,7 +345,7 @@ fn only_a_network_namespace_is_taken_for_one() {
 }
 
 #[test]
-fn a_port_that_another_device_holds_is_refused_by_its_name() {
+fn the_error_of_a_used_port_names_the_other_device() {
     let mut world = World::new();
     let mut host = world.open("node").netlink().unwrap();
     vxlan::probe(&mut host, SHAPE4, None).unwrap();
@@ -423,7 +423,7 @@ fn only_the_vm_itself_may_send_into_its_tunnel() {
 }
 
 #[test]
-fn the_filters_table_survives_restarts_and_foreign_hands() {
+fn the_filter_table_survives_restarts_and_foreign_changes() {
     let mut world = World::new();
     let node = world.empty("fresh");
     let mut client = node.netfilter().unwrap();

@@ -77,10 +77,10 @@ fn open(path: &Path) -> io::Result<File> {
     let flags = nix::libc::O_CLOEXEC | nix::libc::O_NOFOLLOW;
     let file = OpenOptions::new().read(true).write(true).custom_flags(flags).open(path)?;
     if !file.metadata()?.file_type().is_fifo() {
-        return Err(io::Error::new(io::ErrorKind::AlreadyExists, "it is there and is no pipe"));
+        return Err(io::Error::new(io::ErrorKind::AlreadyExists, "it exists and is no pipe"));
     }
     if let Err(error) = fcntl(&file, FcntlArg::F_SETPIPE_SZ(PIPE)) {
-        tracing::debug!(%error, "the agent's pipe stays as small as it is");
+        tracing::debug!(%error, "cannot enlarge the agent's pipe");
     }
     Ok(file)
 }
@@ -166,7 +166,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lines_come_whole_however_they_were_cut_and_never_longer_than_allowed() {
+    fn lines_are_whole_for_any_chunks_and_bounded_in_length() {
         let said = format!("one\r\n\n\u{fc}ber\n{}\nlast\nnot ended", "x".repeat(100_000));
         for step in [1, 7, 4096, usize::MAX] {
             let (mut lines, mut seen) = (Lines::default(), Vec::new());
@@ -180,14 +180,14 @@ mod tests {
     }
 
     #[test]
-    fn bytes_that_are_no_text_are_a_line_all_the_same() {
+    fn bytes_that_are_no_utf8_make_a_line() {
         let mut seen = Vec::new();
         Lines::default().add(b"a\xff\xfeb\n", |line| seen.push(line.to_owned()));
         assert_eq!(seen, ["a\u{fffd}\u{fffd}b"]);
     }
 
     #[test]
-    fn requests_that_the_agent_writes_down_stay_in_the_vm() {
+    fn requests_in_the_agents_log_stay_in_the_vm() {
         let spec = r#"{"msg":"receive createcontainer, spec: env: [\"PASSWORD=x\"]","level":"INFO"}"#;
         assert!(!leaves_the_vm(spec));
         assert!(!leaves_the_vm(&spec[..40]), "cut");

@@ -119,7 +119,7 @@ async fn an_agent_that_dies_before_there_are_containers_is_started_again() {
 }
 
 #[tokio::test]
-async fn an_agent_that_dies_with_containers_stays_dead_and_it_is_said() {
+async fn an_agent_that_dies_with_containers_is_reported_and_not_restarted() {
     let dir = TempDir::new();
     let kept = keep(&settings(dir.path(), 0));
     kept.listening().await;
@@ -166,7 +166,7 @@ async fn a_restarted_guest_finds_its_agent_with_and_without_a_record() {
 /// no descriptor left to find it.
 #[tokio::test]
 #[ignore = "role: started by the test below"]
-async fn a_keeper_without_descriptors() {
+async fn a_supervisor_without_descriptors() {
     let Ok(dir) = std::env::var(KEEPER) else { return };
     let settings = settings(Path::new(&dir), 0);
     let first = keep(&settings);
@@ -210,23 +210,23 @@ async fn a_keeper_without_descriptors() {
         std::fs::remove_file(Path::new(&dir).join("agent.json")).ok();
     }
     kill_9(pid);
-    println!("the keeper is done");
+    println!("the supervisor is done");
 }
 
 #[test]
 fn without_descriptors_no_second_agent_is_started_beside_the_first() {
     let dir = TempDir::new();
     let output = std::process::Command::new(std::env::current_exe().unwrap())
-        .args(["agent::tests::a_keeper_without_descriptors", "--exact", "--ignored", "--nocapture"])
+        .args(["agent::tests::a_supervisor_without_descriptors", "--exact", "--ignored", "--nocapture"])
         .env(KEEPER, dir.path())
         .output()
         .unwrap();
     let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success() && text.contains("the keeper is done"), "{text}");
+    assert!(output.status.success() && text.contains("the supervisor is done"), "{text}");
 }
 
 #[tokio::test]
-async fn an_agent_that_died_while_nobody_watched_is_reported() {
+async fn an_agent_that_died_while_no_guest_ran_is_reported() {
     let dir = TempDir::new();
     let settings = settings(dir.path(), 0);
     let first = keep(&settings);
@@ -244,7 +244,7 @@ async fn an_agent_that_died_while_nobody_watched_is_reported() {
 }
 
 #[tokio::test]
-async fn a_command_that_is_not_there_is_named() {
+async fn a_missing_command_is_named() {
     let dir = TempDir::new();
     let mut settings = settings(dir.path(), 0);
     settings.agent = vec!["/nonexistent/kata-agent".into()];
@@ -254,7 +254,7 @@ async fn a_command_that_is_not_there_is_named() {
 }
 
 #[tokio::test]
-async fn an_agent_of_somebody_else_is_only_waited_for() {
+async fn an_agent_of_another_program_is_only_waited_for() {
     let dir = TempDir::new();
     let mut settings = settings(dir.path(), 0);
     settings.agent.clear();
@@ -267,7 +267,7 @@ async fn an_agent_of_somebody_else_is_only_waited_for() {
 }
 
 #[test]
-fn what_is_not_a_socket_is_not_removed() {
+fn a_file_that_is_no_socket_is_not_removed() {
     let dir = TempDir::new();
     let path = dir.path().join("file");
     remove_stale_socket(&path).unwrap();

@@ -67,7 +67,7 @@ async fn talk(child: &mut Child, job: &[u8], about: &Job) -> Result<Outcome, Err
             Ok(Event::Warning { text }) => tracing::warn!(image = about.image, text, "pull"),
             Ok(Event::Done(outcome)) => return Ok(outcome),
             Ok(Event::Failed(error)) => return Err(error),
-            Err(error) => tracing::warn!(%error, "the pulling process says what cannot be understood"),
+            Err(error) => tracing::warn!(%error, "the pulling process sent an unreadable line"),
         }
     }
     // The process gets time to end by itself before it is killed.
@@ -82,7 +82,7 @@ fn ended(job: &Job, status: std::process::ExitStatus) -> Error {
             job.limits.memory_mib
         ),
         Some(signal) => format!("the pulling process was ended by signal {signal}"),
-        None => format!("the pulling process ended without a word: {status}"),
+        None => format!("the pulling process ended without a result: {status}"),
     };
     let cause = if status.signal() == Some(6) { Cause::TooLarge } else { Cause::Internal };
     Error::new(cause, format!("pulling {}: {how}", job.image))

@@ -38,7 +38,7 @@ pub(crate) async fn pressed() {
         tokio::select! {
             Some(pressed) = presses.join_next() => match pressed {
                 Ok(Ok(())) => return,
-                Ok(Err(error)) => tracing::debug!(%error, "a button is gone"),
+                Ok(Err(error)) => tracing::debug!(%error, "a power button was removed"),
                 Err(_) => {}
             },
             () = sleep(LOOK) => {}

@@ -64,7 +64,7 @@ mod tests {
     }
 
     #[test]
-    fn it_is_raised_as_the_line_says_and_never_lowered() {
+    fn lockdown_follows_the_kernel_line_and_is_never_lowered() {
         let (open, closed) = ("[none] integrity confidentiality\n", "none [integrity] confidentiality\n");
         assert_eq!(after("quiet peerpod.lockdown=integrity", open).unwrap(), "integrity");
         assert_eq!(after("peerpod.lockdown=integrity", closed).unwrap(), closed);

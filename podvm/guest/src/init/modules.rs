@@ -412,7 +412,7 @@ alias acpi*:QEMU000[0-2]:* btrfs
     }
 
     #[test]
-    fn what_a_device_needs_is_found_and_loaded_in_order() {
+    fn modules_of_a_device_are_found_and_loaded_in_order() {
         let index = index();
         assert_eq!(index.find("virtio:d00000001v00001AF4"), ["virtio_net"]);
         assert_eq!(
@@ -428,7 +428,7 @@ alias acpi*:QEMU000[0-2]:* btrfs
         assert_eq!(index.find("net_failover"), ["net_failover"], "by name, however it is written");
         assert_eq!(index.find("net-failover"), ["net-failover"]);
         assert_eq!(index.find("acpi:QEMU0002:"), ["btrfs"], "a bus that is a pattern");
-        assert_eq!(index.find("fs-btrfs"), ["btrfs"], "what the kernel asks for");
+        assert_eq!(index.find("fs-btrfs"), ["btrfs"], "modules that the kernel requests");
         assert_eq!(index.order("btrfs"), ["kernel/crypto/crc32c.ko", "kernel/fs/btrfs/btrfs.ko"]);
         assert!(
             index.find("pci:v00001AF4d00001000sv1sd2bc02sc00i00").is_empty(),
@@ -466,7 +466,7 @@ alias acpi*:QEMU000[0-2]:* btrfs
 
     proptest! {
         #[test]
-        fn any_text_is_survived(dep in ".{0,200}", alias in ".{0,200}", soft in ".{0,200}", wanted in ".{0,40}") {
+        fn any_text_is_handled(dep in ".{0,200}", alias in ".{0,200}", soft in ".{0,200}", wanted in ".{0,40}") {
             let index = Index::new(dep, format!("alias {alias}"), format!("softdep {soft}"));
             for found in index.find(&wanted) {
                 prop_assert!(!index.order(found).is_empty());
@@ -483,7 +483,7 @@ alias acpi*:QEMU000[0-2]:* btrfs
         }
 
         #[test]
-        fn cycles_end(a in "[a-c]", b in "[a-c]", c in "[a-c]") {
+        fn cyclic_dependencies_end(a in "[a-c]", b in "[a-c]", c in "[a-c]") {
             let dep = format!("a.ko: {a}.ko\nb.ko: {b}.ko\nc.ko: {c}.ko");
             let soft = format!("softdep a pre: {b}\nsoftdep b pre: {c}\nsoftdep c pre: {a}");
             let index = Index::new(dep, String::new(), soft);

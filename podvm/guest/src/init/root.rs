@@ -167,7 +167,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_mounted_is_seen() {
+    fn mounted_file_systems_are_detected() {
         let mountinfo = "22 1 0:20 / / rw - ext4 /dev/vda rw\n30 22 0:5 / /dev/pts rw - devpts x rw\n";
         assert!(is_mounted(mountinfo, "/"));
         assert!(is_mounted(mountinfo, "/dev/pts"));

@@ -80,7 +80,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_the_kernels_line_says_stays() {
+    fn sysctls_of_the_kernel_line_stay() {
         let line =
             "quiet panic=1 sysctl.kernel.kptr_restrict=2 sysctl.fs/inotify/max_user_watches=9 kernel.x=1";
         for (name, said) in [

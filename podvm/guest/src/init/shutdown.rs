@@ -67,7 +67,7 @@ pub(super) fn finish(mut watchdog: Option<Watchdog>) {
         for problem in problems {
             tracing::error!(problem, "the last flush is not complete");
         }
-        tracing::info!("all is written back and unmounted");
+        tracing::info!("all disks are synced and unmounted");
         return;
     }
     tracing::error!("the last flush takes too long; the power goes off without it");
@@ -126,7 +126,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_lasts_is_unmounted_and_nothing_else() {
+    fn only_persistent_file_systems_are_unmounted() {
         let mountinfo = "\
 22 1 0:20 / / rw - rootfs rootfs rw
 30 22 8:0 / /run/peerpod/volumes/v\\0400 rw,relatime shared:1 - ext4 /dev/vdb rw

@@ -82,7 +82,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_device_that_comes_is_told_and_one_that_goes_is_not() {
+    fn an_added_device_is_reported_and_a_removed_one_is_not() {
         let message = b"add@/devices/pci0000:00/0000:00:05.0/virtio2\0ACTION=add\0SUBSYSTEM=virtio\0\
             MODALIAS=virtio:d00000002v00001AF4\0SEQNUM=1400\0";
         let alias = Some("virtio:d00000002v00001AF4".to_owned());
@@ -94,14 +94,14 @@ mod tests {
     }
 
     #[test]
-    fn the_kernel_lets_us_listen() {
+    fn the_kernel_accepts_the_listener() {
         let ear = Uevents::listen().unwrap();
         assert!(ear.take().iter().all(|added| added.alias.as_deref() != Some("")));
     }
 
     proptest! {
         #[test]
-        fn any_message_is_survived(message in proptest::collection::vec(any::<u8>(), 0..300)) {
+        fn any_message_is_handled(message in proptest::collection::vec(any::<u8>(), 0..300)) {
             let _maybe = parse(&message);
             let _maybe = parse(&[b"add@", &message[..]].concat());
         }

@@ -33,7 +33,12 @@ impl Watchdog {
                 let about = |what| fs::read_to_string(format!("/sys/class/watchdog/watchdog0/{what}"));
                 let kind = about("identity").unwrap_or_default();
                 let timeout = about("timeout").unwrap_or_default();
-                tracing::info!(device, kind = kind.trim(), timeout = timeout.trim(), "the watchdog is awake");
+                tracing::info!(
+                    device,
+                    kind = kind.trim(),
+                    timeout = timeout.trim(),
+                    "the watchdog is active"
+                );
                 Some(Watchdog(file))
             }
             Err(error) => {
@@ -113,18 +118,18 @@ mod tests {
     const PATIENCE: Duration = Duration::from_millis(200);
 
     #[test]
-    fn silence_is_noticed_and_a_sign_of_life_ends_it() {
+    fn silence_is_noticed_and_a_heartbeat_ends_it() {
         let dir = TempDir::new();
         let note = dir.path().join("note");
         let mut pulse = Pulse::new(note.clone(), PATIENCE);
         std::thread::sleep(PATIENCE * HUNGER + PATIENCE);
-        assert_eq!(pulse.inspect(), Verdict::Fine, "it never lived in this boot");
+        assert_eq!(pulse.inspect(), Verdict::Fine, "it never reported in this boot");
         files::write(&note, b"1").unwrap();
         assert_eq!(pulse.inspect(), Verdict::Fine);
         std::thread::sleep(PATIENCE + PATIENCE / 4);
         assert_ne!(pulse.inspect(), Verdict::Fine);
         files::write(&note, b"1").unwrap();
-        assert_eq!(pulse.inspect(), Verdict::Fine, "the same content is a new sign");
+        assert_eq!(pulse.inspect(), Verdict::Fine, "the same content is a new report");
         assert_eq!(pulse.verdict(PATIENCE / 2), Verdict::Fine);
         assert_eq!(pulse.verdict(PATIENCE), Verdict::Hangs);
         assert_eq!(pulse.verdict(PATIENCE * HUNGER), Verdict::Lost);

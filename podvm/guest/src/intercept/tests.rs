@@ -113,7 +113,7 @@ fn request(method: &str, payload: Vec<u8>) -> Vec<u8> {
 }
 
 #[test]
-fn of_a_recorded_pod_nothing_changes_but_the_network_namespace_and_the_dns() {
+fn only_network_namespace_and_dns_of_a_recorded_pod_change() {
     let mut containers = 0;
     for file in ["rust-cri-pod.jsonl", "rust-volume.jsonl", "rust-ctr-run.jsonl"] {
         let mut bench = Bench::new();
@@ -175,7 +175,7 @@ fn same_sandbox(before: &[u8], after: &[u8]) {
 }
 
 #[test]
-fn cuts_anywhere_give_the_same_bytes() {
+fn any_chunks_give_the_same_bytes() {
     let conversation: Vec<u8> = recorded("rust-ctr-run.jsonl")
         .into_iter()
         .filter_map(|(from_shim, bytes)| from_shim.then_some(bytes))
@@ -199,7 +199,7 @@ fn cuts_anywhere_give_the_same_bytes() {
 }
 
 #[test]
-fn an_existing_network_namespace_is_replaced_and_bind_sources_are_told() {
+fn an_existing_network_namespace_is_replaced_and_bind_sources_are_reported() {
     let mut container = agent::CreateContainerRequest::new();
     container.container_id = "c1".into();
     let spec = container.OCI.mut_or_insert_default();
@@ -315,7 +315,7 @@ fn an_oversize_request_is_answered_and_skipped_and_the_next_one_passes() {
 }
 
 #[test]
-fn a_request_that_grows_over_the_limit_is_refused_by_name() {
+fn the_error_of_a_request_above_the_limit_names_the_limit() {
     let mut container = agent::CreateContainerRequest::new();
     container.OCI.mut_or_insert_default().Hostname = "h".repeat(MAX_PAYLOAD - 70);
     let bytes = frame(3, REQUEST, &request("CreateContainer", container.write_to_bytes().unwrap()));
@@ -330,7 +330,7 @@ fn a_request_that_grows_over_the_limit_is_refused_by_name() {
 }
 
 #[test]
-fn what_cannot_be_read_is_refused_and_the_connection_goes_on() {
+fn an_unreadable_request_is_refused_and_the_connection_continues() {
     let mut bench = Bench::new();
     bench.request(&frame(1, REQUEST, &[0xff; 40]));
     bench.request(&frame(3, REQUEST, &[]));
@@ -343,7 +343,7 @@ fn what_cannot_be_read_is_refused_and_the_connection_goes_on() {
 }
 
 #[test]
-fn an_answer_of_ours_never_lands_inside_a_frame_of_the_agents() {
+fn an_own_answer_never_splits_a_frame_of_the_agent() {
     let reply = frame(1, RESPONSE, &[5; 100]);
     for cut in 1..reply.len() {
         let mut bench = Bench::new();

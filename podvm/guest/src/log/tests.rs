@@ -15,7 +15,7 @@ fn next(ring: &Ring) -> Option<(Level, u32, String, String)> {
 }
 
 #[test]
-fn the_oldest_lines_are_given_up_and_counted_and_memory_stays_bounded() {
+fn the_oldest_lines_are_dropped_and_counted_and_memory_stays_bounded() {
     let ring = Ring::new(true);
     for n in 0..10_000 {
         ring.say(Level::Info, "peerpod_guest::link", &format!("line {n}"));
@@ -29,7 +29,7 @@ fn the_oldest_lines_are_given_up_and_counted_and_memory_stays_bounded() {
         (10_000 - kept, "peerpod_guest::link", format!("line {}", 10_000 - kept))
     );
     let (_, lost, ..) = next(&ring).unwrap();
-    assert_eq!(lost, 0, "said once");
+    assert_eq!(lost, 0, "reported once");
 
     // Lines of the greatest length.
     for _ in 0..1000 {
@@ -48,7 +48,7 @@ fn a_ring_that_is_off_keeps_nothing() {
 }
 
 #[test]
-fn who_waits_for_a_line_is_woken_by_it() {
+fn a_new_line_wakes_a_waiting_reader() {
     struct Count(AtomicUsize);
     impl ArcWake for Count {
         fn wake_by_ref(me: &Arc<Count>) {
@@ -63,7 +63,7 @@ fn who_waits_for_a_line_is_woken_by_it() {
 }
 
 #[test]
-fn an_event_is_a_line_with_its_fields_and_the_link_s_own_work_is_none() {
+fn an_event_makes_a_line_with_its_fields_and_events_of_the_link_make_none() {
     let ring = Ring::new(true);
     let subscriber = tracing_subscriber::registry().with(ToRing(ring.clone()));
     tracing::subscriber::with_default(subscriber, || {

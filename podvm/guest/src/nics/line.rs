@@ -34,7 +34,7 @@ pub(crate) fn parse(command_line: &str) -> (Line, Vec<String>) {
         if let Some(server) = word.strip_prefix("nameserver=") {
             match address(server) {
                 Some(server) if line.dns.len() < MOST => line.dns.push(server),
-                _ => wrong.push(format!("{word:?}: no address of a name server")),
+                _ => wrong.push(format!("{word:?} is no address of a name server")),
             }
         }
         let Some(value) = word.strip_prefix("ip=") else { continue };
@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn what_leaves_it_to_a_server_is_as_good_as_no_word() {
+    fn automatic_modes_equal_a_missing_parameter() {
         for words in ["", "ip=dhcp", "ip=eth0:dhcp", "ip=::::host:eth0:dhcp", "ip=on ip=any"] {
             assert_eq!(parse(words), (Line::default(), vec![]), "{words}");
         }
@@ -175,7 +175,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_line_is_survived(text in "(ip=|nameserver=)?[a-z0-9:.\\[\\] ]{0,60}") {
+        fn any_line_is_handled(text in "(ip=|nameserver=)?[a-z0-9:.\\[\\] ]{0,60}") {
             let (line, _) = parse(&text);
             for fixed in line.fixed {
                 let most = if fixed.address.is_ipv6() { 128 } else { 32 };

@@ -37,7 +37,7 @@ impl Names {
         }
         told.insert((rank, v6), now);
         if let Err(error) = write(&self.file, &text(&told)) {
-            tracing::warn!(file = %self.file.display(), %error, "cannot write the name servers down");
+            tracing::warn!(file = %self.file.display(), %error, "cannot write the name servers");
         }
     }
 }
@@ -79,7 +79,7 @@ mod tests {
     use crate::files::testing::TempDir;
 
     #[test]
-    fn the_first_nics_servers_come_first_and_nobody_writes_lines_of_his_own() {
+    fn servers_of_the_first_nic_come_first_and_extra_lines_cannot_be_injected() {
         let dir = TempDir::new();
         let file = dir.path().join("resolv.conf");
         let names = Names::new(&file);

@@ -37,12 +37,12 @@ impl Silence {
 
 fn words(nics: &[Nic]) -> String {
     if nics.is_empty() {
-        return "the VM has no NIC that this kernel has a driver for, so home cannot be called: give it one, or \
-                build the image with its driver"
+        return "the VM has no NIC that this kernel has a driver for, so the VM cannot reach the node: give \
+                it one, or build the image with its driver"
             .to_owned();
     }
     let all: Vec<String> = nics.iter().map(one).collect();
-    format!("no NIC has an address, so home cannot be called: {}", all.join("; "))
+    format!("no NIC has an address, so the VM cannot reach the node: {}", all.join("; "))
 }
 
 fn one(nic: &Nic) -> String {
@@ -51,9 +51,9 @@ fn one(nic: &Nic) -> String {
         return format!("{name} ({mac}) has no carrier: connect the VM's NIC to a network");
     }
     format!(
-        "{name} ({mac}): no DHCP server answers, and no router announces an IPv6 network; they are asked on. See that the \
-         VM's network has one of the two and lets UDP ports 67 and 68 through, or give the address on the kernel's command \
-         line: ip=ADDRESS::GATEWAY:NETMASK::{name}"
+        "{name} ({mac}): no DHCP server answers, and no router announces an IPv6 network; the guest asks \
+         again. See that the VM's network has one of the two and passes UDP ports 67 and 68, or give the \
+         address on the kernel's command line: ip=ADDRESS::GATEWAY:NETMASK::{name}"
     )
 }
 
@@ -76,7 +76,7 @@ mod tests {
     }
 
     #[test]
-    fn it_is_said_when_it_is_time_and_again_and_not_with_an_address() {
+    fn the_message_repeats_and_ends_with_an_address() {
         let now = Instant::now();
         let mut silence = Silence::new(now);
         let silent = [nic(true, false)];
@@ -91,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn no_nic_and_no_cable_have_words_of_their_own() {
+    fn a_missing_nic_and_a_missing_cable_have_their_own_messages() {
         assert!(words(&[]).contains("no NIC that this kernel has a driver for"));
         let said = words(&[nic(false, false)]);
         assert!(said.contains("eth0 (02:00:00:00:00:fe) has no carrier"), "{said}");

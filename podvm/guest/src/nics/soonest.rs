@@ -67,7 +67,7 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn only_the_one_that_waits_least_goes_on() {
+    async fn only_the_attempt_with_the_shortest_wait_continues() {
         let went_on = Arc::new(Mutex::new(Vec::new()));
         let attempt = |wait: u64| -> Attempt<u64> {
             let went_on = went_on.clone();
@@ -86,7 +86,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_is_done_at_once_is_taken_and_nothing_comes_of_nothing() {
+    async fn a_ready_attempt_is_returned_and_an_empty_set_gives_none() {
         let attempts: Vec<Attempt<u8>> =
             vec![Box::pin(std::future::pending()), Box::pin(std::future::ready(7))];
         assert_eq!(soonest(attempts).await, Some(7));

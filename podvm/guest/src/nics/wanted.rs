@@ -126,7 +126,7 @@ impl Wanted {
             went |= matches!(message, RouteNetlinkMessage::DelAddress(_));
             // It may have gone together with another entry.
             if let Err(error) = client.tell(0, message) {
-                tracing::debug!(%error, "left-over of an earlier lease");
+                tracing::debug!(%error, "cannot remove an entry of an earlier lease");
             }
         }
         if went {
@@ -335,10 +335,10 @@ mod tests {
     }
 
     #[test]
-    fn a_lease_is_read_with_measure() {
+    fn values_of_a_lease_are_bounded() {
         let wanted = Wanted::of_v4(&lease());
         assert_eq!((wanted.prefix, wanted.mtu, wanted.dns.len()), (24, None, MOST_SERVERS));
-        assert_eq!(wanted.lifetime, Some((LONGEST, LONGEST)), "for ever would look like somebody else's");
+        assert_eq!(wanted.lifetime, Some((LONGEST, LONGEST)), "an entry without a lifetime looks foreign");
         assert_eq!(wanted.ways.len(), 1);
         assert!(!format!("{wanted:?}").contains("intruder"));
     }
@@ -363,7 +363,7 @@ mod tests {
     }
 
     #[test]
-    fn another_address_of_the_same_network_is_there_when_the_one_before_is_gone() {
+    fn a_new_address_of_the_same_network_survives_the_old_ones_removal() {
         let netns = Netns::scratch().unwrap();
         ip(&netns, "link add c0 type veth peer name c1");
         ip(&netns, "link set c1 up");
@@ -383,7 +383,7 @@ mod tests {
     }
 
     #[test]
-    fn the_kernel_has_what_the_last_lease_says_and_nothing_of_the_one_before() {
+    fn the_kernel_has_the_last_lease_and_nothing_of_the_previous_one() {
         let netns = Netns::scratch().unwrap();
         ip(&netns, "link add c0 type veth peer name c1");
         ip(&netns, "link set c1 up");

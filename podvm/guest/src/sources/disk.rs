@@ -126,7 +126,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_disk_is_survived(sector in proptest::collection::vec(any::<u8>(), 0..600)) {
+        fn any_disk_is_handled(sector in proptest::collection::vec(any::<u8>(), 0..600)) {
             let _maybe = label(&sector, Some(&sector));
             let mut signed = sector;
             signed.resize(SECTOR, 0);

@@ -54,7 +54,7 @@ impl Get {
         let at = rest.find('/').ok_or_else(|| format!("{url:?} has no path"))?;
         let (host, path) = rest.split_at(at);
         let target = super::target(host).ok_or_else(|| {
-            format!("{url:?}: a service is named by its address, because nothing here asks the DNS")
+            format!("{url:?}: a service is named by its address, because this program does not use DNS")
         })?;
         if !path.bytes().all(|byte| byte.is_ascii_graphic()) {
             return Err(format!("{url:?} has more than a path"));
@@ -108,7 +108,9 @@ impl Answer {
         match self.status {
             200..300 => Ok(self.body),
             404 => Err("404: it has none; was the VM made without user-data?".to_owned()),
-            401 | 403 => Err(format!("{}: it wants a token or header that it did not get", self.status)),
+            401 | 403 => {
+                Err(format!("{}: it requires a token or header that the request lacked", self.status))
+            }
             status => Err(format!("it answered {status}")),
         }
     }
@@ -159,7 +161,7 @@ fn chunks(mut rest: &[u8]) -> Result<Option<Vec<u8>>, String> {
         let (begin, length) = match httparse::parse_chunk_size(rest) {
             Ok(httparse::Status::Complete(found)) => found,
             Ok(httparse::Status::Partial) => return Ok(None),
-            Err(_) => return Err("the answer's chunks make no sense".to_owned()),
+            Err(_) => return Err("the answer's chunks are malformed".to_owned()),
         };
         if length == 0 {
             return Ok(Some(body));
@@ -215,7 +217,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_service_that_floods_or_dies_is_let_go() {
+    async fn a_service_that_floods_or_disconnects_is_an_error() {
         for (flood, named) in [(true, "too large"), (false, "ends after")] {
             let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
             let url = format!("http://{}/x", listener.local_addr().unwrap());
@@ -238,7 +240,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_answer_is_survived(bytes in proptest::collection::vec(any::<u8>(), 0..300), ended in any::<bool>()) {
+        fn any_answer_is_handled(bytes in proptest::collection::vec(any::<u8>(), 0..300), ended in any::<bool>()) {
             let _maybe = parse(&bytes, ended);
             let head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n";
             let _maybe = parse(&[&head[..], &bytes].concat(), ended);

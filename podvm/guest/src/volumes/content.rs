@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn only_zeros_are_nothing() {
+    fn only_zeros_count_as_empty() {
         let zeros = vec![0; 1 << 20];
         assert_eq!(of(&zeros, &zeros), Content::Empty);
         for at in [0, 511, 70_000, (1 << 20) - 1] {
@@ -160,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn what_mke2fs_makes_is_recognised() {
+    fn a_file_system_of_mke2fs_is_recognised() {
         let file = std::env::temp_dir().join(format!("peerpod-content-{}", std::process::id()));
         for (kind, name) in [("ext4", "ext4"), ("ext3", "ext3"), ("ext2", "ext2")] {
             File::create(&file).unwrap().set_len(16 << 20).unwrap();

@@ -28,7 +28,7 @@ impl Volumes {
     /// Returns the usage of a volume.
     pub(crate) async fn stats(&self, id: &str) -> Result<VolumeFill, Fault> {
         let known = self.get(id)?;
-        let busy = |_| Fault::not_now("it is being made ready for a container".into()).of(&known.volume);
+        let busy = |_| Fault::not_now("it is being prepared for a container".into()).of(&known.volume);
         let _turn = timeout(TURN, known.turn.lock()).await.map_err(busy)?;
         self.fill(&known).await.map_err(|fault| fault.of(&known.volume))
     }
@@ -46,7 +46,7 @@ impl Volumes {
         let (ready, id) = (self.to_look_at(known).await?, known.volume.id.clone());
         let inspect = move || {
             moment::with(&id, &ready, |root| {
-                statvfs(root).map_err(|errno| Fault::not_now(format!("look how full it is: {errno}")))
+                statvfs(root).map_err(|errno| Fault::not_now(format!("read its usage: {errno}")))
             })
         };
         let seen = known.inspect(LOOK, inspect).await?;
@@ -89,8 +89,8 @@ impl Volumes {
         while disk.size < bytes {
             if Instant::now() > deadline {
                 return Err(Fault::not_now(format!(
-                    "its disk {} has {} bytes and not yet {bytes}: the provider's or driver's part of the expansion is not \
-                     done, or not seen by the VM",
+                    "its disk {} has {} bytes and not yet {bytes}: the provider or driver has not expanded \
+                     it, or the VM has not noticed",
                     disk.name, disk.size
                 )));
             }

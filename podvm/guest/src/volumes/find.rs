@@ -174,7 +174,7 @@ impl Places {
                 words.push(serial.map_or(name.clone(), |serial| format!("{name} (serial {serial})")));
             }
         }
-        if words.is_empty() { "none at all".to_owned() } else { words.join(", ") }
+        if words.is_empty() { "no disk".to_owned() } else { words.join(", ") }
     }
 }
 
@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn disks_are_found_by_what_they_say_of_themselves() {
+    fn disks_are_found_by_their_identifiers() {
         let dir = TempDir::new();
         disk(&dir, "vda", &[("serial", "pvc-0123456789abcdef")]);
         disk(&dir, "vdb", &[("serial", "other\n")]);
@@ -267,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn two_of_one_name_are_an_error_and_never_the_first() {
+    fn two_disks_of_one_name_are_an_error() {
         let dir = TempDir::new();
         disk(&dir, "vda", &[("serial", "same")]);
         disk(&dir, "vdb", &[("serial", "same")]);
@@ -276,7 +276,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_disk_that_comes_late_is_waited_for_and_one_that_never_comes_not_for_ever() {
+    async fn a_late_disk_is_waited_for_until_a_limit() {
         let dir = TempDir::new();
         disk(&dir, "vda", &[]);
         let places = places(&dir);

@@ -73,14 +73,14 @@ pub(super) async fn filesystem(
     };
     if !make {
         return Err(Fault::never(
-            "the disk has no file system that is known here, and is not empty: it is not formatted over. Format it by \
-             hand, or clear its first and last MiB if nothing on it is needed"
+            "the disk has no known file system, and is not empty: it is not formatted over. Format it by \
+             hand, or clear its first and last MiB if its content is not needed"
                 .into(),
         ));
     }
     if read_only {
         return Err(Fault::never(
-            "the disk is empty and the volume is read-only: nothing can be made on it".into(),
+            "the disk is empty and the volume is read-only: no file system can be made on it".into(),
         ));
     }
     let kind = wanted.unwrap_or("ext4");
@@ -92,8 +92,8 @@ fn check(found: &str, wanted: Option<&str>) -> Result<(), Fault> {
     let mountable = !found.contains(' ');
     match wanted {
         Some(wanted) if wanted != found => Err(Fault::never(format!(
-            "the disk has {found} on it and the volume asks for {wanted}; it is not formatted over. Set the volume's fsType \
-             to what is there"
+            "the disk has {found} on it and the volume asks for {wanted}; it is not formatted over. Set the \
+             volume's fsType to that file system"
         ))),
         None if !mountable => {
             Err(Fault::never(format!("the disk has {found} on it, which cannot be mounted")))
@@ -224,7 +224,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn anything_else_is_left_as_it_is() {
+    async fn a_disk_with_other_content_stays_unchanged() {
         let dir = TempDir::new();
         for at in [0, 700, 500_000, SIZE - 1, SIZE - 600_000] {
             let disk = disk(&dir);
@@ -241,7 +241,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_maker_that_was_killed_is_run_again_and_what_it_finished_is_kept() {
+    async fn a_killed_mkfs_runs_again_and_a_finished_file_system_is_kept() {
         let dir = TempDir::new();
         let disk = disk(&dir);
         // Killed after the first bytes.

@@ -59,7 +59,7 @@ pub(super) fn with<T>(
     let data = data.join(",");
     mount(Some(ready.source.as_str()), &own, Some(ready.fstype.as_str()), flags, Some(data.as_str()))
         .map_err(|errno| {
-            let why = format!("{errno}; the VM's console has the kernel's own words");
+            let why = format!("{errno}; the VM's console has the kernel's messages");
             failed(&format!("mount {} as {} on", ready.source, ready.fstype), why)
         })?;
     let result = inspect(&own);
@@ -72,7 +72,8 @@ fn leave(path: &Path) {
     if is_mounted(path)
         && let Err(error) = umount2(path, MntFlags::UMOUNT_NOFOLLOW)
     {
-        tracing::warn!(%error, path = %path.display(), "a volume that was mounted for a moment stays mounted");
+        tracing::warn!(%error, path = %path.display(), "cannot unmount a volume that was mounted for a \
+                                                        moment");
     }
 }
 
@@ -116,7 +117,7 @@ pub(super) fn path_in(root: &Path, path: &Path, may_make: bool) -> Result<PathBu
     };
     let found = found.map_err(|errno| match errno {
         Errno::EXDEV | Errno::ELOOP => failed("a symbolic link in it leads out of the volume"),
-        Errno::ENOENT => failed("it is not there, and the volume is read-only"),
+        Errno::ENOENT => failed("it does not exist, and the volume is read-only"),
         other => failed(other.desc()),
     })?;
     let real = |fd: &OwnedFd| fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd()));
@@ -168,7 +169,7 @@ mod tests {
     use crate::files::testing::TempDir;
 
     #[test]
-    fn a_sub_path_is_made_and_never_leads_out() {
+    fn a_sub_path_is_made_and_never_leaves_the_volume() {
         let dir = TempDir::new();
         let root = dir.path().join("volume");
         let outside = dir.path().join("outside");
@@ -180,7 +181,11 @@ mod tests {
         assert_eq!(ask("a/b", false).unwrap(), Path::new("a/b"));
         assert!(ask("c", false).unwrap_err().text.contains("read-only"));
         std::os::unix::fs::symlink("a", root.join("inside")).unwrap();
-        assert_eq!(ask("inside/b", true).unwrap(), Path::new("a/b"), "a link inside is followed, and told");
+        assert_eq!(
+            ask("inside/b", true).unwrap(),
+            Path::new("a/b"),
+            "a link inside is followed and reported"
+        );
         std::os::unix::fs::symlink(&outside, root.join("out")).unwrap();
         std::os::unix::fs::symlink("../outside", root.join("up")).unwrap();
         for way_out in ["out", "out/x", "up", "up/x", "../outside", "/etc"] {
@@ -190,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn options_are_the_kernels_or_the_file_systems() {
+    fn options_are_split_into_the_kernels_and_the_file_systems() {
         let options = ["ro", "noatime", "defaults", "discard", "data=ordered"].map(String::from);
         let (flags, data) = split(&options);
         assert!(flags.contains(MsFlags::MS_RDONLY | MsFlags::MS_NOATIME));

@@ -160,7 +160,7 @@ mod tests {
     use crate::files::testing::TempDir;
 
     #[test]
-    fn the_kernels_line_says_which_disk() {
+    fn the_kernel_line_names_the_disk() {
         assert_eq!(serial("quiet peerpod.scratch=one peerpod.scratch=two panic=1\n"), Some("two"));
         for none in ["", "quiet", "peerpod.scratch=", "xpeerpod.scratch=one"] {
             assert_eq!(serial(none), None, "{none}");
@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn an_empty_disk_is_taken_and_taken_again_by_the_next_run_of_the_same_boot() {
+    async fn an_empty_disk_is_used_also_by_the_next_run_of_the_same_boot() {
         let (dir, other_boot) = (TempDir::new(), TempDir::new());
         let disk = zeros(&dir, 64 << 20);
         for _ in 0..2 {

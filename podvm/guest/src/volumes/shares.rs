@@ -46,7 +46,7 @@ fn supported(kind: &str) -> Result<(), Fault> {
     if listed || module.exists() {
         return Ok(());
     }
-    Err(Fault::never(format!("the VM's kernel has no {kind}; use an image whose kernel has it")))
+    Err(Fault::never(format!("the VM's kernel has no {kind}; use an image that has it in its kernel")))
 }
 
 /// Describes an export of an NFS server. Version 4.2 unless the options ask for another.
@@ -67,8 +67,8 @@ pub(super) async fn nfs(server: &str, export: &str, options: &[String]) -> Resul
     if fstype == "nfs" {
         if !told.iter().any(|option| option == "nolock") {
             return Err(Fault::never(
-                "NFS version 3 has its locks from a daemon that the VM has not: use version 4, or say nolock in the volume's \
-                 mount options, if no two pods lock its files"
+                "NFS version 3 needs a lock daemon, which the VM lacks: use version 4, or set nolock in the \
+                 volume's mount options, if no two pods lock its files"
                     .into(),
             ));
         }
@@ -93,7 +93,8 @@ pub(super) async fn smb(
 ) -> Result<Ready, Fault> {
     if let Some(SecretRef { namespace, name }) = secret {
         return Err(Fault::never(format!(
-            "the user and password of secret {namespace}/{name} did not come with it: the node has not got them from kubelet"
+            "the user and password of secret {namespace}/{name} are missing: the node did not get them from \
+             kubelet"
         )));
     }
     let mut told = smb_options(server, options).await?;
@@ -132,7 +133,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_name_nobody_knows_is_said() {
+    async fn an_unknown_server_name_is_reported() {
         let error = address("no-such-host.invalid").await.unwrap_err().to_string();
         assert!(error.contains("no-such-host.invalid"), "{error}");
         assert_eq!(address("[fd00::1]").await.unwrap(), "fd00::1".parse::<IpAddr>().unwrap());

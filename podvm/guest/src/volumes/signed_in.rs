@@ -60,7 +60,7 @@ pub(super) async fn mounted(
 fn named(secret: Option<&SecretRef>) -> String {
     match secret {
         Some(SecretRef { namespace, name }) => format!("secret {namespace}/{name}"),
-        None => "the secret that the node was given".to_owned(),
+        None => "the secret of the volume".to_owned(),
     }
 }
 
@@ -132,7 +132,7 @@ impl Share {
     fn set(&self, context: &OwnedFd, name: &str, value: Option<&str>) -> Result<(), Fault> {
         if value.is_some_and(|value| value.len() > MAX_FIELD) {
             return Err(Fault::never(format!(
-                "mount {}: its option {name} has more than {MAX_FIELD} bytes, which is what the kernel takes",
+                "mount {}: its option {name} has more than {MAX_FIELD} bytes, which is the kernel's limit",
                 self.unc
             )));
         }
@@ -153,15 +153,17 @@ impl Share {
         match errno {
             Errno::ACCESS | Errno::PERM | Errno::NOKEY | Errno::KEYREJECTED | Errno::KEYEXPIRED => {
                 Fault::never(format!(
-                    "mount {unc}: the server does not let in the user of {secret} ({errno}): correct its username, password \
-                     and domain, or the user's rights to the share, and make the pod again{said}"
+                    "mount {unc}: the server denies access to the user of {secret} ({errno}): correct its \
+                     username, password and domain, or the user's rights to the share, and make the pod \
+                     again{said}"
                 ))
             }
             Errno::NOENT | Errno::NXIO | Errno::NODEV => {
                 Fault::never(format!("mount {unc}: the server has no such share or folder ({errno}){said}"))
             }
             Errno::INVAL | Errno::OPNOTSUPP => Fault::never(format!(
-                "mount {unc}: the kernel or the server does not do this ({errno}); look at the volume's mount options{said}"
+                "mount {unc}: the kernel or the server does not support this mount ({errno}); check the \
+                 volume's mount options{said}"
             )),
             _ => Fault::not_now(format!("mount {unc} as the user of {secret}: {errno}{said}")),
         }
@@ -221,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn who_is_not_let_in_is_told_which_secret_it_was_and_not_what_is_in_it() {
+    fn a_refused_login_names_the_secret_without_its_content() {
         let context = OwnedFd::from(File::open("/dev/null").unwrap());
         for errno in [Errno::ACCESS, Errno::NOKEY, Errno::PERM, Errno::HOSTDOWN, Errno::TIMEDOUT] {
             let fault = share().refused(&context, errno).to_string();
@@ -237,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn what_of_the_options_is_the_mounts_own() {
+    fn mount_options_are_distinguished_from_other_options() {
         let (flags, own) = (["ro", "noexec", "vers=3.0", "nobrl"].map(String::from), ["vers=3.0", "nobrl"]);
         let (flags, rest) = moment::split(&flags);
         assert_eq!(rest, own);

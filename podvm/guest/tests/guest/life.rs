@@ -40,13 +40,13 @@ const SANDBOX: &str = "sandbox-1";
 const PATIENCE: Duration = Duration::from_secs(30);
 
 #[test]
-fn a_guest_claims_serves_survives_its_own_death_and_ends_with_its_lease() {
+fn a_guest_claims_serves_survives_a_restart_and_ends_with_its_lease() {
     in_namespaces("init");
 }
 
 /// As under systemd: another pid 1 starts `serve`, again after each end.
 #[test]
-fn a_guest_that_is_a_service_lives_the_same_life() {
+fn a_guest_as_a_service_claims_serves_restarts_and_ends() {
     in_namespaces("service");
 }
 
@@ -64,7 +64,7 @@ fn in_namespaces(mode: &str) {
         format!("{}\n{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     assert!(output.status.success() && text.contains("inner is done"), "{text}");
     let stranger = format!("tls handshake with {NODE}:15151: invalid peer certificate");
-    assert_eq!(text.matches(&stranger).count(), 1, "what is wrong is said, and once: {text}");
+    assert_eq!(text.matches(&stranger).count(), 1, "the guest logs the mistake once: {text}");
 }
 
 /// kata-agent that answers each request with the request itself. Only a role of this program, not a test.

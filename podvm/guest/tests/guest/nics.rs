@@ -23,27 +23,27 @@ fn a_lease_is_used_whole_and_renewed() {
 }
 
 #[test]
-fn an_address_that_the_server_does_not_grant_any_more_is_left() {
+fn an_address_that_is_not_renewed_is_removed() {
     in_namespaces("refused");
 }
 
 #[test]
-fn a_server_that_comes_late_and_a_nic_that_loses_its_cable_are_no_trouble() {
+fn a_late_server_and_a_nic_without_carrier_recover() {
     in_namespaces("away");
 }
 
 #[test]
-fn a_server_that_takes_seconds_for_each_offer_gives_an_address_all_the_same() {
+fn a_server_that_takes_seconds_for_each_offer_gives_an_address() {
     in_namespaces("slow");
 }
 
 #[test]
-fn questions_that_get_lost_are_asked_again() {
+fn lost_requests_are_repeated() {
     in_namespaces("deaf");
 }
 
 #[test]
-fn where_no_server_answers_the_console_says_what_to_do() {
+fn without_a_server_the_console_names_the_remedy() {
     in_namespaces("silent");
 }
 
@@ -229,10 +229,7 @@ fn away() {
     // The server is away for longer than a renewal, and comes back.
     drop(first);
     hear("eth0", 1);
-    assert!(
-        vm("addr show eth0").contains("inet 10.97.0."),
-        "the address is ours for as long as it was granted"
-    );
+    assert!(vm("addr show eth0").contains("inet 10.97.0."), "the address has the granted lifetime");
     let again = count("DHCPACK");
     let _second = server(&words);
     until("the server's answer", || count("DHCPACK") > again);
@@ -279,12 +276,12 @@ fn deaf() {
 fn silent() {
     let _guest = guest();
     let said = || fs::read_to_string(SAYS).unwrap_or_default();
-    until("words for a NIC without an address", || said().contains("no DHCP server answers"));
+    until("a message about a NIC without an address", || said().contains("no DHCP server answers"));
     let mac = vm("-o link show eth0").split("link/ether ").nth(1).unwrap()[..17].to_owned();
     let said = said();
     for words in [
         "ERROR",
-        "home cannot be called",
+        "the VM cannot reach the node",
         &format!("eth0 ({mac})"),
         "UDP ports 67 and 68",
         "ip=ADDRESS::GATEWAY:NETMASK::eth0",

@@ -20,7 +20,7 @@ impl Drop for Folder {
 }
 
 #[test]
-fn systemd_finds_nothing_wrong_with_it() {
+fn systemd_accepts_the_unit() {
     let folder = Folder(std::env::temp_dir().join(format!("peerpod-unit-{}", std::process::id())));
     fs::create_dir_all(&folder.0).unwrap();
     // The program's path in the VM image does not exist where tests run.
@@ -29,7 +29,7 @@ fn systemd_finds_nothing_wrong_with_it() {
     let file = folder.0.join("peerpod-guest.service");
     fs::write(&file, text).unwrap();
     let verified = Command::new("systemd-analyze").args(["verify", "--man=no"]).arg(&file).output();
-    let verified = verified.expect("systemd-analyze is the witness: apt-get install systemd");
+    let verified = verified.expect("this test needs systemd-analyze: apt-get install systemd");
     let said = String::from_utf8_lossy(&verified.stderr);
     // Other units of the machine that runs the tests may have faults of their own; these lines name the other units.
     let ours: Vec<&str> = said.lines().filter(|line| line.contains("peerpod-guest")).collect();
@@ -37,7 +37,7 @@ fn systemd_finds_nothing_wrong_with_it() {
 }
 
 #[test]
-fn it_keeps_the_agent_alive_and_starts_the_guest_again() {
+fn the_unit_keeps_the_agent_and_restarts_the_guest() {
     let unit = unit();
     let settings: Vec<&str> = unit.lines().filter(|line| !line.starts_with('#')).collect();
     for needed in [

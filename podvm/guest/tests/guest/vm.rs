@@ -86,7 +86,7 @@ impl Home {
 /// kata-agent, the guest's report of its boot. Then a disk is written to and the lease ends: the machine goes off, and
 /// the disk is clean.
 #[test]
-fn a_machine_boots_calls_home_and_ends_with_its_lease_and_a_clean_disk() {
+fn a_machine_boots_dials_the_node_and_ends_with_its_lease_and_a_clean_disk() {
     let folder = Folder::new("life");
     let mut home = Home::new();
     let disk = folder.0.join("disk");
@@ -98,7 +98,7 @@ fn a_machine_boots_calls_home_and_ends_with_its_lease_and_a_clean_disk() {
     let mut vm = Vm::boot(&folder, Wanted { line: "probe=disk".into(), qemu, ..Wanted::default() });
     vm.says("the link is up");
     home.relay.up(&home.runtime);
-    println!("home after {:?}", vm.began.elapsed());
+    println!("connected to the node after {:?}", vm.began.elapsed());
     let reply = home.relay.ask(&home.runtime, Body::Personalise(plan(300)));
     assert_eq!(reply.error, "", "{}", vm.console());
     let stages: Vec<_> = reply
@@ -130,7 +130,7 @@ fn a_machine_boots_calls_home_and_ends_with_its_lease_and_a_clean_disk() {
     drop(home);
     vm.ends();
     let said = vm.console();
-    assert!(said.contains("all is written back and unmounted"), "{said}");
+    assert!(said.contains("all disks are synced and unmounted"), "{said}");
     let super_block = run("dumpe2fs", &["-h", disk.to_str().unwrap()]);
     assert!(!super_block.contains("needs_recovery"), "{super_block}");
     let state = super_block.lines().find(|line| line.starts_with("Filesystem state:")).unwrap();
@@ -279,18 +279,18 @@ fn a_guest_program_that_hangs_is_started_again_and_then_the_machine() {
     vm.says("the link is up");
     home.relay.up(&home.runtime);
     let said = vm.console();
-    assert_eq!(said.matches("the watchdog is awake").count(), 1, "the machine itself went on: {said}");
+    assert_eq!(said.matches("the watchdog is active").count(), 1, "the machine itself went on: {said}");
     drop(vm);
 
     let line = "probe=stop-always softdog.soft_margin=20".to_owned();
     let vm = Vm::boot(&folder, Wanted { line, qemu, settings: settings(), ..Wanted::default() });
     vm.says("the watchdog is not fed any more");
-    vm.until("a second boot", |said| said.matches("the watchdog is awake").count() == 2);
+    vm.until("a second boot", |said| said.matches("the watchdog is active").count() == 2);
 }
 
 /// Tests the log of a machine without a NIC, a disk or modules for them, and that their lack is not fatal.
 #[test]
-fn a_module_that_is_missing_is_a_line_on_the_console() {
+fn a_missing_module_is_logged_on_the_console() {
     let folder = Folder::new("missing");
     let files = vec![("etc/peerpod/modules", 0o644, b"# none of these\nno_such_module # really\n".to_vec())];
     let vm = Vm::boot(&folder, Wanted { files, ..Wanted::default() });

@@ -98,7 +98,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_strangers_words_are_bounded_and_on_one_line() {
+    fn foreign_text_is_bounded_and_on_one_line() {
         let text = quote(&format!("a\n\x1b[31m{}", "ß".repeat(1000)));
         assert!(text.starts_with("a  [31mß") && text.chars().count() == MAX_QUOTE + 1, "{text}");
     }

@@ -50,7 +50,7 @@ fn unpacked(place: &Place, entries: &[(EntryType, &str, &str, &str)]) -> Result<
 }
 
 #[test]
-fn removals_take_away_what_was_there_and_not_what_came_with_them() {
+fn removals_delete_lower_files_and_not_files_of_the_same_layer() {
     let place = Place::new("removals");
     for path in ["a/deep/er", "b", "c"] {
         std::fs::create_dir_all(place.0.join(path)).unwrap();
@@ -72,7 +72,7 @@ fn removals_take_away_what_was_there_and_not_what_came_with_them() {
 }
 
 #[test]
-fn a_folder_in_the_way_of_a_file_goes_and_attributes_are_as_the_archive_says() {
+fn a_file_replaces_a_folder_and_attributes_match_the_archive() {
     let place = Place::new("attributes");
     std::fs::create_dir_all(place.0.join("x/y/z")).unwrap();
     unpacked(&place, &[(FILE, "x", "", "now a file"), (HARD, "also", "x", ""), (DIR, "d", "", "")]).unwrap();
@@ -83,7 +83,7 @@ fn a_folder_in_the_way_of_a_file_goes_and_attributes_are_as_the_archive_says() {
 }
 
 #[test]
-fn links_lead_nowhere_but_within() {
+fn links_stay_inside_the_root() {
     let place = Place::new("links");
     let (root, outside) = (Place(place.0.join("root")), place.0.join("outside"));
     std::fs::create_dir(&root.0).unwrap();
@@ -113,7 +113,7 @@ fn the_number_of_entries_is_bounded() {
 
 proptest::proptest! {
     #[test]
-    fn no_damage_leads_out(at in 0usize..2048, with in proptest::prelude::any::<u8>()) {
+    fn no_damaged_archive_leaves_the_root(at in 0usize..2048, with in proptest::prelude::any::<u8>()) {
         use std::sync::atomic::{AtomicU32, Ordering};
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let place = Place::new(&format!("damage-{}", NEXT.fetch_add(1, Ordering::Relaxed)));

@@ -45,7 +45,7 @@ use crate::{
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum DialError {
     /// There is no listener.
-    #[error("nobody listens there")]
+    #[error("there is no listener")]
     Refused,
     /// The attempt was impossible, or failed.
     #[error("the guest could not connect")]
@@ -57,7 +57,7 @@ pub enum DialError {
     #[error("no guest is connected")]
     Away,
     /// The guest program is too old for dialled streams.
-    #[error("the guest program does not know dialled streams; a newer VM image has one that does")]
+    #[error("the guest program does not support dialled streams; use a newer VM image")]
     Unknown,
     /// The limit of open connections is reached.
     #[error("too many connections are open")]
@@ -494,7 +494,7 @@ impl Conn {
                 Poll::Ready(Err(error)) => {
                     let refused = error.kind() == io::ErrorKind::ConnectionRefused;
                     let reason = if refused { CloseReason::Refused } else { CloseReason::Failed };
-                    tracing::debug!(%error, "the pod's localhost was dialled in vain");
+                    tracing::debug!(%error, "cannot dial the pod's localhost");
                     session.close(self.stream, reason);
                     return Next::Done;
                 }

@@ -52,7 +52,7 @@ pub enum NotFrozen {
     #[error(transparent)]
     Session(#[from] BadState),
     /// Invalid state of a connection, or wrong number of sockets.
-    #[error("the endpoint's state makes no sense: {0}")]
+    #[error("the endpoint's state is invalid: {0}")]
     State(&'static str),
 }
 

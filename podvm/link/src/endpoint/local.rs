@@ -124,7 +124,7 @@ impl Local {
         state: LocalState,
     ) -> Result<Local, NotFrozen> {
         if !filter.restore(&state.filter) {
-            return Err(NotFrozen::State("a filter does not know where it stood"));
+            return Err(NotFrozen::State("a filter cannot restore its position"));
         }
         Ok(Local {
             stream: state.stream,

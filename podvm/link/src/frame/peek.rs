@@ -165,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn the_method_is_read_whatever_stands_around_it() {
+    fn the_method_is_read_between_any_other_fields() {
         let usual = request(&[(1, b"grpc.AgentService"), (2, b"CreateContainer"), (3, &[7; 100])]);
         assert_eq!(method_of(&usual), Some(("grpc.AgentService", "CreateContainer")));
         let swapped = request(&[(9, b"later"), (2, b"Check"), (7, b""), (1, b"grpc.Health")]);
@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn a_part_of_the_names_asks_for_more() {
+    fn a_part_of_the_names_needs_more_bytes() {
         let whole = request(&[(1, b"grpc.AgentService"), (2, b"CreateContainer")]);
         for length in 0..whole.len() {
             assert_eq!(peek(&whole[..length]), Peek::More, "{length} bytes");
@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_a_request_is_said_at_once() {
+    fn an_invalid_request_is_detected_at_once() {
         for wrong in [
             &[0u8][..],                   // field number 0
             &[1 << 3, 1],                 // service as a number
@@ -199,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn an_error_response_is_what_a_ttrpc_client_reads() {
+    fn a_ttrpc_client_reads_an_error_response() {
         for (code, text) in [(14, "the guest is gone"), (-1, ""), (13, "ü")] {
             let frame = error_response(7, code, text);
             let header = Header::decode(frame[..HEADER_LEN].try_into().unwrap());

@@ -105,7 +105,7 @@ mod tests {
     }
 
     #[test]
-    fn a_writer_that_makes_no_sense_is_refused() {
+    fn an_invalid_writer_state_is_refused() {
         let own = error_response(3, 8, "no");
         for (under_way, waiting, sound) in [
             (true, own.clone(), true),

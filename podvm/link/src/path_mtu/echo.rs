@@ -203,7 +203,7 @@ mod tests {
         let known = Known::default();
         let now = Instant::now();
         let question = Datagram { kind: Kind::Question, nonce: [1; 8], token: TOKEN }.write(1400);
-        assert_eq!(known.answer(&question, now), None, "nobody's token");
+        assert_eq!(known.answer(&question, now), None, "an unknown token");
         let pass = known.admit(TOKEN);
         let answer = known.answer(&question, now).unwrap();
         assert_eq!(answer.len(), question.len());
@@ -234,7 +234,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn loopback_passes_what_its_size_is_asked_for_in_both_families() {
+    async fn loopback_passes_probes_of_its_mtu_in_both_families() {
         for address in ["127.0.0.1:0", "[::1]:0", "[::]:0"] {
             let known = Known::default();
             let echo = Echo::bind(address.parse().unwrap(), known.clone()).await.unwrap();
@@ -252,7 +252,7 @@ mod tests {
             assert_eq!(ask(asked, TOKEN, 9001).await.unwrap(), PathMtu::Passes(9001), "{address}");
             running.abort();
             assert!(running.await.unwrap_err().is_cancelled());
-            assert_eq!(ask(asked, TOKEN, 1500).await.unwrap(), PathMtu::Refused, "{address}: nobody listens");
+            assert_eq!(ask(asked, TOKEN, 1500).await.unwrap(), PathMtu::Refused, "{address}: no listener");
         }
     }
 }

@@ -87,7 +87,7 @@ impl<'a> Line<'a> {
         }
         let read = |bytes| std::str::from_utf8(bytes).map_err(|_| bad("it is not text"));
         Ok(Line {
-            level: Level::from_u8(level).ok_or_else(|| bad("its level means nothing"))?,
+            level: Level::from_u8(level).ok_or_else(|| bad("its level is unknown"))?,
             lost: u32::from_be_bytes(*lost),
             uptime_ms: u64::from_be_bytes(*uptime),
             target: read(target)?,
@@ -116,7 +116,7 @@ mod tests {
         }
 
         #[test]
-        fn arbitrary_bytes_are_refused_or_mean_one_thing(bytes in prop::collection::vec(any::<u8>(), 0..100)) {
+        fn any_bytes_are_refused_or_have_one_meaning(bytes in prop::collection::vec(any::<u8>(), 0..100)) {
             if let Ok(line) = Line::decode(&bytes) {
                 prop_assert_eq!(line.encode(), bytes);
             }
@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_too_long_is_cut_by_its_maker_and_refused_by_its_reader() {
+    fn a_long_line_is_cut_by_the_writer_and_refused_by_the_reader() {
         let (target, text) = ("ü".repeat(40), "ü".repeat(3000));
         let line = Line { level: Level::Info, lost: 0, uptime_ms: 1, target: &target, text: &text };
         let bytes = line.encode();

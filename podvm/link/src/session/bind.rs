@@ -63,7 +63,7 @@ impl Session {
         }
         if welcome.resumed {
             if self.epoch == 0 || self.epoch != welcome.epoch || !self.may_resume(welcome.recv) {
-                return Err(Violation::Handshake("the relay resumes what this guest never had"));
+                return Err(Violation::Handshake("the relay resumes a session that this guest never had"));
             }
             self.resume(welcome.recv);
             self.version = welcome.version;

@@ -319,7 +319,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn the_wire_has_every_record_once_whatever_is_taken_and_acknowledged(
+        fn every_record_is_sent_once_for_any_reads_and_acknowledgements(
             steps in prop::collection::vec((0usize..20_000, 0usize..60_000, 0u64..4), 1..60),
         ) {
             let mut log = Log::new();
@@ -393,7 +393,7 @@ mod tests {
     }
 
     #[test]
-    fn after_a_rewind_what_was_not_acknowledged_is_sent_again() {
+    fn unacknowledged_records_are_sent_again_after_a_rewind() {
         let mut log = Log::new();
         for at in 0..5u8 {
             log.push(Header::new(Kind::Data, 0), &[at; 10]);

@@ -55,7 +55,7 @@ pub enum Violation {
         got: u64,
     },
     /// A payload that does not fit its kind.
-    #[error("a {0:?} record with a payload that means nothing")]
+    #[error("a {0:?} record with an invalid payload")]
     Payload(Kind),
     /// A stream number that the peer may not use.
     #[error("a {0:?} record for stream {1}, which is not open")]
@@ -70,7 +70,7 @@ pub enum Violation {
     #[error("stream {0} sent beyond its window")]
     Window(u32),
     /// A Credit of 0, or credit above 64 MiB.
-    #[error("stream {0} was given credit without measure")]
+    #[error("stream {0} was given too much credit")]
     Credit(u32),
     /// A control message above the limit.
     #[error("a control message longer than {0} bytes")]

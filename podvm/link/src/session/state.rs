@@ -79,7 +79,7 @@ pub(super) struct StreamState {
 
 /// Reason to refuse a state.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("the session's state makes no sense: {0}")]
+#[error("the session's state is invalid: {0}")]
 pub struct BadState(pub(crate) &'static str);
 
 impl Session {
@@ -129,7 +129,7 @@ impl Session {
             return Err(BadState("it is larger than the limits"));
         }
         if state.next_own % 2 != session.next_own % 2 || state.next_peer % 2 != session.next_peer % 2 {
-            return Err(BadState("it is the other end's"));
+            return Err(BadState("it belongs to the other end"));
         }
         for stream in state.streams {
             let id = stream.id;
@@ -173,20 +173,20 @@ impl Session {
 
 impl Stream {
     pub(super) fn read_kind(payload: &[u8]) -> Result<StreamKind, BadState> {
-        StreamKind::decode(payload).ok_or(BadState("a stream leads nowhere"))
+        StreamKind::decode(payload).ok_or(BadState("a stream's target is unreadable"))
     }
 
     pub(super) fn read_close(number: u8) -> Result<CloseReason, BadState> {
         [CloseReason::Closed, CloseReason::Refused, CloseReason::Failed]
             .into_iter()
             .find(|reason| *reason as u8 == number)
-            .ok_or(BadState("a stream is closed for no reason"))
+            .ok_or(BadState("a closed stream's reason is unknown"))
     }
 
     pub(super) fn check(state: &StreamState) -> Result<(), BadState> {
         match state.owed.checked_add(state.window) {
             Some(sum) if sum <= WINDOW => Ok(()),
-            _ => Err(BadState("a stream's window is larger than any")),
+            _ => Err(BadState("a stream's window is larger than the limit")),
         }
     }
 }

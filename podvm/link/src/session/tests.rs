@@ -151,7 +151,7 @@ impl Pair {
                 Event::Control(message) => end.control_seen.push(message.len()),
                 Event::Line(line) => end.lines_seen.push(line.uptime_ms),
                 Event::Opened(_, StreamKind::Dial(_)) | Event::Connected(_) | Event::Finished(_) => {
-                    panic!("nobody dials here")
+                    panic!("this test does not dial")
                 }
             }
         }
@@ -300,7 +300,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
 
     #[test]
-    fn whatever_is_cut_nothing_is_lost_or_doubled(
+    fn no_cut_loses_or_doubles_bytes(
         steps in prop::collection::vec((0u8..20, any::<u16>(), 0u32..200_000), 1..400),
     ) {
         let mut pair = Pair::new();
@@ -340,7 +340,7 @@ proptest! {
 }
 
 #[test]
-fn a_state_that_makes_no_sense_is_refused() {
+fn an_invalid_state_is_refused() {
     let state = serde_json::to_value(opened().state()).unwrap();
     let with = |key: &str, value: serde_json::Value| {
         let mut state = state.clone();
@@ -404,7 +404,7 @@ fn one(kind: Kind, stream: u32, seq: u64, payload: &[u8]) -> Vec<u8> {
 }
 
 #[test]
-fn every_broken_rule_has_its_name() {
+fn every_violation_has_its_error() {
     let after = |bytes: &[u8]| feed(&mut opened(), bytes).unwrap_err();
     assert_eq!(after(&one(Kind::Data, 1, 2, b"x")), Violation::Sequence { due: 1, got: 2 });
     assert_eq!(after(&one(Kind::Data, 1, 0, b"x")), Violation::Sequence { due: 1, got: 0 });
@@ -434,14 +434,14 @@ fn a_dialled_stream_has_no_credit_before_its_answer_and_each_side_ends_once() {
     let mut session = opened();
     assert!(session.speaks_dial());
     let call = session.open(StreamKind::Dial(target)).unwrap();
-    assert_eq!(session.room(call), 0, "nobody is there yet");
+    assert_eq!(session.room(call), 0, "the stream is not connected yet");
     drain(&mut session);
     let answer = one(Kind::Credit, call, 1, &WINDOW.to_be_bytes());
     let (header, payload) = record::split(&mut &answer[..]).unwrap().unwrap();
     assert_eq!(session.receive(&header, payload).unwrap(), Event::Connected(call));
     assert!(session.room(call) > 0);
     session.finish(call);
-    assert_eq!(session.room(call), 0, "all is said");
+    assert_eq!(session.room(call), 0, "the stream is finished");
     assert!(drain(&mut session) > 0);
     session.finish(call);
     assert_eq!(drain(&mut session), 0, "once");
@@ -467,7 +467,7 @@ fn a_dialled_stream_has_no_credit_before_its_answer_and_each_side_ends_once() {
 }
 
 #[test]
-fn a_window_a_control_message_and_the_number_of_streams_end_somewhere() {
+fn window_control_message_and_number_of_streams_are_limited() {
     let mut session = opened();
     let part = vec![0; record::MAX_PAYLOAD];
     let mut result = Ok(());
@@ -500,7 +500,7 @@ fn a_window_a_control_message_and_the_number_of_streams_end_somewhere() {
 }
 
 #[test]
-fn a_peer_that_asks_for_signs_of_life_and_reads_none_fills_nothing() {
+fn a_peer_that_pings_without_reading_fills_no_queue() {
     let mut session = opened();
     for _ in 0..100_000 {
         feed(&mut session, &one(Kind::Ping, 0, 0, b"")).unwrap();
@@ -550,7 +550,7 @@ fn control_goes_before_data_that_waits() {
 }
 
 #[test]
-fn a_relay_that_forgot_makes_both_begin_anew() {
+fn a_relay_without_the_session_starts_a_new_one() {
     let mut pair = Pair::new();
     pair.link(0);
     pair.transfer(0, usize::MAX);
@@ -569,7 +569,7 @@ fn a_relay_that_forgot_makes_both_begin_anew() {
 }
 
 #[test]
-fn another_guest_program_gets_nothing_of_the_one_before() {
+fn a_new_guest_program_gets_nothing_of_the_previous_one() {
     let mut session = opened();
     let other =
         Hello { versions: (1, 1), session: SessionId([8; 16]), epoch: 0, recv: 0, program: String::new() };
@@ -579,7 +579,7 @@ fn another_guest_program_gets_nothing_of_the_one_before() {
 }
 
 #[test]
-fn a_guest_does_not_believe_in_a_session_it_never_had() {
+fn a_guest_refuses_to_resume_an_unknown_session() {
     let mut guest = Session::new(Role::Guest, Some(GUEST), Limits::default());
     for (resumed, epoch, recv) in [(true, 1, 0), (true, 0, 0), (false, 0, 0), (false, 3, 7)] {
         let welcome = record::Welcome { version: 1, resumed, epoch, recv, program: String::new() };
@@ -610,7 +610,7 @@ fn lines_of_the_log_go_behind_everything_else_and_leave_room_for_it() {
     assert!((16..=17).contains(&lines), "{lines}");
     assert!(pair.ends[1].session.room(stream) > 100_000);
     pair.settle();
-    assert!(!guest(&mut pair), "the peer has them, and did not say so");
+    assert!(!guest(&mut pair), "the peer has them without an acknowledgement");
     pair.flow();
     assert!(guest(&mut pair), "it was asked");
     // Waiting data goes first.

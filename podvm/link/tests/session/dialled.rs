@@ -127,7 +127,7 @@ async fn each_side_may_end_first_and_the_other_goes_on() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_port_where_nobody_listens_is_refused_and_a_broken_connection_is_reset() {
+async fn a_port_without_a_listener_is_refused_and_a_broken_connection_is_reset() {
     let pair = up(Options::tls(false)).await;
     let (listener, target) = server(false).await;
     let held = TcpSocket::new_v4().unwrap();
@@ -172,7 +172,7 @@ async fn a_reader_that_stands_still_holds_back_its_own_stream_only() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_nobody_wants_any_more_is_hung_up() {
+async fn an_abandoned_dial_is_closed() {
     let limits = Limits { park: Duration::from_millis(300), dialled: 4, ..Limits::default() };
     let pair = up(Options { limits, ..Options::tls(false) }).await;
     let (listener, target) = server(false).await;
@@ -208,7 +208,7 @@ async fn what_nobody_wants_any_more_is_hung_up() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_guest_that_is_away_or_another_one_costs_the_caller_no_more_than_a_moment() {
+async fn a_missing_or_new_guest_fails_the_call_quickly() {
     let limits = Limits { call: Duration::from_millis(400), ..Limits::default() };
     let lonely = end(Role::Relay, None, limits.clone());
     let target = Target { v6: false, port: 1 };
@@ -229,7 +229,7 @@ async fn a_guest_that_is_away_or_another_one_costs_the_caller_no_more_than_a_mom
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_guest_of_before_is_never_dialled() {
+async fn an_older_guest_is_never_dialled() {
     let relay = end(Role::Relay, None, Limits::default());
     let (mut guest, link) = accepted().await;
     relay.handle.attach(link.into());

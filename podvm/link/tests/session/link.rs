@@ -135,7 +135,7 @@ async fn a_reader_that_stands_still_does_not_slow_another() {
     for at in 0..500 {
         let start = Instant::now();
         let answered = timeout(DEADLINE, call(&mut client, &request(2 * at + 1, ECHO, 40))).await;
-        answered.expect("nobody waits for who does not read").unwrap();
+        answered.expect("a stalled reader does not delay other calls").unwrap();
         times.push(start.elapsed());
     }
     times.sort_unstable();
@@ -190,13 +190,13 @@ async fn closing_a_connection_closes_the_agents() {
     let listener = UnixListener::bind(&path).unwrap();
     let pair = Pair::with_agent(Options::tls(false), dir, &path).await;
     let mut client = pair.connect();
-    client.write_all(b"the last words").await.unwrap();
+    client.write_all(b"the final bytes").await.unwrap();
     drop(client);
     let (mut agent, _) = timeout(DEADLINE, listener.accept()).await.unwrap().unwrap();
     let mut heard = Vec::new();
     timeout(DEADLINE, agent.read_to_end(&mut heard)).await.unwrap().unwrap();
-    assert_eq!(heard, b"the last words");
-    until("none left", || pair.guest.stats().connections + pair.relay.stats().connections == 0).await;
+    assert_eq!(heard, b"the final bytes");
+    until("no connection", || pair.guest.stats().connections + pair.relay.stats().connections == 0).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -247,7 +247,7 @@ async fn while_the_link_is_away_a_connection_waits() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_link_that_swallows_everything_is_noticed_and_replaced() {
+async fn a_link_that_drops_everything_is_noticed_and_replaced() {
     let limits = Limits {
         heartbeat: Duration::from_millis(50),
         silence: Duration::from_millis(200),
@@ -350,7 +350,7 @@ async fn control_messages_for_a_guest_that_is_away_do_not_pile_up() {
         queued += 1;
     }
     assert!((9..=9).contains(&queued), "{queued}");
-    until("the session took what was queued", || {
+    until("the session took the queued bytes", || {
         relay.handle.control(Bytes::from_static(&[0; 1000])).is_ok()
     })
     .await;
@@ -363,7 +363,7 @@ async fn control_messages_for_a_guest_that_is_away_do_not_pile_up() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_hostile_guest_costs_its_own_session_and_nothing_else() {
+async fn a_hostile_guest_loses_only_its_own_session() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let to = listener.local_addr().unwrap();
     let relay = end(Role::Relay, None, Limits { handshake: Duration::from_millis(200), ..Limits::default() });
@@ -419,7 +419,7 @@ async fn a_stalled_newcomer_does_not_disturb_the_link() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn closing_the_endpoint_answers_what_is_pending_and_ends() {
+async fn closing_the_endpoint_answers_pending_calls_and_ends() {
     let pair = Pair::start(Options::tls(true)).await;
     let mut client = pair.connect();
     call(&mut client, &request(1, ECHO, 40)).await.unwrap();
@@ -442,7 +442,7 @@ async fn the_last_handle_takes_the_endpoint_with_it() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_is_handed_to_an_endpoint_that_ended_is_closed() {
+async fn a_connection_for_an_ended_endpoint_is_closed() {
     for abort in [false, true] {
         let relay = end(Role::Relay, None, Limits::default());
         if abort {

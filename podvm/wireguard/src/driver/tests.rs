@@ -4,8 +4,8 @@ use peerpod_podnet::netns::Netns;
 
 use super::*;
 use crate::key::PrivateKey;
-use crate::sys::open_tun;
 use crate::udp::bind;
+use peerpod_common::tun::open_tun;
 
 const PATIENCE: Duration = Duration::from_secs(10);
 
@@ -36,20 +36,20 @@ fn plane_that_tells(
 }
 
 fn panics(_: &Shared, _: &Ends) -> io::Result<()> {
-    panic!("as a bug of ours would")
+    panic!("a bug in Peerpod")
 }
 
 fn fails(_: &Shared, _: &Ends) -> io::Result<()> {
-    Err(io::Error::other("as a socket that is gone would"))
+    Err(io::Error::other("a closed socket"))
 }
 
 #[test]
-fn a_half_that_panics_or_fails_is_noticed_and_takes_the_other_along() {
+fn a_half_that_panics_or_fails_ends_the_other_half() {
     let netns = Netns::scratch().unwrap();
     for (bad, panicked) in [(panics as Half, true), (fails, false)] {
         for halves in [[("out", outgoing as Half), ("in", bad)], [("out", bad), ("in", incoming)]] {
             let plane = plane(&netns, halves);
-            until("it says that it does not run", || !plane.is_running());
+            until("the plane reports its end", || !plane.is_running());
             // Even before the plane is dropped, the device is free for a new plane.
             until("both halves end", || plane.threads.iter().all(JoinHandle::is_finished));
             assert_eq!(plane.has_panicked(), panicked);
@@ -60,10 +60,10 @@ fn a_half_that_panics_or_fails_is_noticed_and_takes_the_other_along() {
 }
 
 #[test]
-fn a_half_that_ends_without_a_word_is_an_end_too() {
+fn a_half_that_returns_ends_the_plane() {
     let netns = Netns::scratch().unwrap();
     let plane = plane(&netns, [("out", |_, _| Ok(())), ("in", incoming)]);
-    until("it says that it does not run", || !plane.is_running());
+    until("the plane reports its end", || !plane.is_running());
 }
 
 #[test]
@@ -87,7 +87,7 @@ fn a_device_that_is_deleted_ends_the_plane_at_once() {
 }
 
 #[test]
-fn an_end_by_itself_is_told_once_and_one_that_was_wanted_is_not() {
+fn an_unexpected_end_is_reported_once_and_a_requested_one_is_not() {
     let netns = Netns::scratch().unwrap();
     for (halves, times) in [
         ([("out", outgoing as Half), ("in", panics as Half)], 1),
@@ -100,8 +100,8 @@ fn an_end_by_itself_is_told_once_and_one_that_was_wanted_is_not() {
             count.fetch_add(1, Ordering::SeqCst);
         });
         if times > 0 {
-            until("it is told", || told.load(Ordering::SeqCst) > 0);
-            assert!(!plane.is_running(), "told, and still running");
+            until("the callback runs", || told.load(Ordering::SeqCst) > 0);
+            assert!(!plane.is_running(), "the callback ran, and the plane still runs");
         }
         drop(plane);
         assert_eq!(told.load(Ordering::SeqCst), times);

@@ -111,7 +111,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_table_says_what_became_of_each() {
+    fn the_table_shows_each_result() {
         let results = [
             (promise("a_second_delete_is_fine"), Verdict::Kept),
             (promise("only_our_vms_are_listed"), Verdict::Broken("two".into())),

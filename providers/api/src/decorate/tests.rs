@@ -97,7 +97,7 @@ async fn throttled_and_transient_calls_are_repeated_with_the_same_key() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_waiting_cannot_mend_is_not_repeated() {
+async fn permanent_errors_are_not_repeated() {
     let never = [
         Error::Quota { text: "quota".into() },
         Error::Auth { text: "auth".into() },
@@ -113,7 +113,7 @@ async fn what_waiting_cannot_mend_is_not_repeated() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_repeating_ends() {
+async fn repetitions_end() {
     let script = (0..1000).map(|_| Err(Error::transient("down"))).collect();
     let (inner, provider, _registry) = scripted(script, Duration::ZERO);
     let start = Instant::now();
@@ -150,7 +150,7 @@ async fn addresses_wait_as_long_as_their_caller() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_the_provider_cannot_do_is_refused_before_the_call() {
+async fn an_unsupported_request_is_refused_before_the_call() {
     let (inner, provider, _registry) = scripted(vec![], Duration::ZERO);
     for wish in OPTIONAL {
         let mut request = request();

@@ -54,7 +54,7 @@ fn a_named_type_is_verified() {
 }
 
 #[test]
-fn types_are_ordered_by_what_they_have() {
+fn types_are_ordered_by_their_resources() {
     let sizes = [of("t2.small", 2, 6, 0), of("t2.medium", 4, 8, 0), of("t2.large", 8, 16, 0)];
     for order in [[0, 1, 2], [0, 2, 1], [1, 0, 2]] {
         let list = order.map(|index| sizes[index].clone());
@@ -157,7 +157,7 @@ fn lists_where_memory_and_cpus_do_not_grow_together() {
 }
 
 #[test]
-fn one_wish_alone_counts() {
+fn a_single_requirement_counts() {
     let list = [of("small", 2, 4, 0), of("fat", 2, 64, 0), of("quick", 16, 8, 0)];
     assert_eq!(best(&list, &size(0, 32, 0)), Some("fat"));
     assert_eq!(best(&list, &size(8, 0, 0)), Some("quick"));
@@ -244,7 +244,7 @@ proptest! {
     }
 
     #[test]
-    fn a_bigger_wish_never_gets_an_earlier_type(
+    fn a_larger_request_never_gets_an_earlier_type(
         list in prop::collection::vec(any_type(), 0..20),
         wish in any_size(), cpus in 0u32..9, memory in 0u64..40,
     ) {
@@ -266,7 +266,7 @@ proptest! {
     }
 
     #[test]
-    fn one_more_type_never_takes_an_answer_away(
+    fn one_more_type_never_removes_an_answer(
         list in prop::collection::vec(any_type(), 0..20), more in any_type(), wish in any_size(),
     ) {
         let before = fitting(&list, &wish).first().map(|one| rank(one));

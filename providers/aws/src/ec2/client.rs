@@ -1,5 +1,5 @@
-//! The way to EC2: credentials, region, time limits, and the one place where a call is made and its failure named. May
-//! touch the network, the environment, and the shared AWS files in the SDK's order.
+//! Makes every call to EC2 and names its failure; sets up credentials, region and time limits. May touch the network,
+//! the environment, and the shared AWS files in the SDK's order.
 
 use std::future::Future;
 use std::time::Duration;
@@ -23,12 +23,12 @@ use crate::config::{AwsConfig, Credentials};
 use crate::ec2::credentials;
 use crate::ec2::refusal::{Refusal, Why};
 
-/// Longest way to a TCP connection.
+/// Longest time until a TCP connection is established.
 const CONNECT: Duration = Duration::from_secs(5);
-/// How long a call may wait for its turn and its answer when nobody said how long.
+/// Longest time that a call waits for its turn and its answer when its caller has set no deadline.
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// A client that is ready to ask.
+/// Client with credentials and a region.
 #[derive(Clone)]
 pub(crate) struct Ec2 {
     pub client: Client,
@@ -36,8 +36,8 @@ pub(crate) struct Ec2 {
     scheduler: Scheduler,
 }
 
-/// What EC2 publishes of an account's buckets (`RunInstances` apart, each action has its own; a bucket that several
-/// share here is thus narrower than the cloud's).
+/// Returns the token buckets of an account, as EC2 publishes them. `RunInstances` apart, each action has its own bucket
+/// in EC2. A bucket that several actions share here is thus narrower than EC2's.
 pub(crate) fn table() -> Table {
     Table::new(Limits::new(5.0, 50))
         .with("RunInstances", &["RunInstances"], Limits::new(2.0, 5))
@@ -48,23 +48,23 @@ pub(crate) fn table() -> Table {
         .with("Describe*", &["Describe*", "Get*"], Limits::new(20.0, 100))
 }
 
-/// Until when the caller of the provider waits.
+/// Returns the deadline of the provider's caller, or `PATIENCE` from now.
 pub(crate) fn until() -> Instant {
     deadline().unwrap_or_else(|| Instant::now() + PATIENCE)
 }
 
 impl Ec2 {
-    /// Finds out who and where we are. Asks the environment and, where that says nothing, the node's metadata service;
-    /// not EC2.
+    /// Finds the credentials and the region. Reads the settings, the environment and, if neither has them, the node's
+    /// metadata service; makes no EC2 call.
     ///
     /// # Errors
-    /// [`Error::Invalid`] without a region, [`Error::Auth`] without credentials, in plain words.
+    /// [`Error::Invalid`] without a region, [`Error::Auth`] without credentials; the text names the remedy.
     pub(crate) async fn connect(config: &AwsConfig, scheduler: Scheduler) -> Result<Ec2, Error> {
         let sdk = loader(config).load().await;
         let Some(region) = sdk.region().map(ToString::to_string) else {
             return Err(Error::invalid(
-                "find the AWS region: neither the configuration nor the environment nor the node's metadata says one; set \
-                 provider.aws.region",
+                "find the AWS region: neither the configuration nor the environment nor the node's metadata \
+                 names one; set provider.aws.region",
             ));
         };
         have_credentials(&sdk).await?;
@@ -75,7 +75,8 @@ impl Ec2 {
         Ok(Ec2 { client: Client::from_conf(ec2.build()), region, scheduler })
     }
 
-    /// Makes a call in its turn, again while it is throttled. `owner` is on whose behalf, `what` for people.
+    /// Makes a call when it is its turn, and repeats it while EC2 throttles it. Calls of one `owner` wait behind each
+    /// other. See [`Call`] for the arguments.
     pub(crate) async fn call<T, E, F>(
         &self,
         action: &'static str,
@@ -89,7 +90,7 @@ impl Ec2 {
         F: Future<Output = Result<T, SdkError<E, HttpResponse>>>,
     {
         let call = Call { action, owner, what, deadline: until };
-        // The scheduler knows errors by class; the code is needed here, too.
+        // The scheduler knows errors by class only; callers need EC2's code, too.
         let last = Mutex::new(None);
         let refused = &last;
         let answer = self.scheduler.run(call, || {
@@ -105,14 +106,14 @@ impl Ec2 {
         let answer = answer.await;
         answer.map_err(|error| {
             let refusal = last.into_inner();
-            // One that was overtaken by the deadline is not this error.
+            // If the deadline ended the call, the last refusal is not its error.
             let refusal = refusal.filter(|refusal| Error::from(refusal.clone()) == error);
             Failure { error, refusal }
         })
     }
 }
 
-/// A call that brought nothing: the error as it is told, and what EC2 said, if it did.
+/// Failed call: the error to return, and EC2's refusal if EC2 answered.
 #[derive(Debug)]
 pub(crate) struct Failure {
     pub error: Error,
@@ -120,12 +121,12 @@ pub(crate) struct Failure {
 }
 
 impl Failure {
-    /// EC2's code, or nothing.
+    /// Returns EC2's error code; empty without one.
     pub(crate) fn code(&self) -> &str {
         self.refusal.as_ref().map_or("", Refusal::code)
     }
 
-    /// The ids in EC2's message.
+    /// Returns the ids in EC2's message.
     pub(crate) fn ids(&self, prefix: &str) -> Vec<String> {
         self.refusal.as_ref().map(|refusal| refusal.ids(prefix)).unwrap_or_default()
     }
@@ -137,7 +138,7 @@ impl From<Failure> for Error {
     }
 }
 
-/// One HTTP client for EC2, STS and the metadata service: rustls over ring, as everywhere in this project.
+/// Returns an HTTP client for EC2, STS and the metadata service: rustls over ring, as everywhere in this project.
 pub(crate) fn http() -> SharedHttpClient {
     aws_smithy_http_client::Builder::new().tls_provider(Provider::Rustls(CryptoMode::Ring)).build_https()
 }
@@ -148,8 +149,8 @@ fn loader(config: &AwsConfig) -> ConfigLoader {
         .operation_attempt_timeout(config.call_timeout)
         .operation_timeout(config.call_timeout)
         .build();
-    // Ours are the only retries: the SDK's would ask again for an offering of which there are none, because that is a
-    // 500, and would do it without a turn.
+    // Only the scheduler retries. The SDK would retry a lack of capacity, which EC2 answers with a 500, and would do so
+    // without waiting for a turn.
     let mut loader = aws_config::defaults(BehaviorVersion::latest())
         .http_client(http())
         .retry_config(RetryConfig::disabled())
@@ -188,7 +189,7 @@ async fn have_credentials(sdk: &SdkConfig) -> Result<(), Error> {
     Err(Error::Auth { text: format!("find AWS credentials: {why}; {hints}") })
 }
 
-/// Why there was no good answer.
+/// Returns the reason why a call got no good answer.
 fn why<E>(error: &SdkError<E, HttpResponse>) -> Why
 where
     E: ProvideErrorMetadata + std::error::Error + Send + Sync + 'static,
@@ -208,7 +209,8 @@ where
             text => Why::Unsent(text),
         },
         SdkError::DispatchFailure(failure) => match failure.as_connector_error() {
-            // Credentials are fetched on the way out; their failure is neither of the network nor of time.
+            // The SDK fetches credentials while it dispatches the call; such a failure is neither a network error nor a
+            // timeout.
             Some(connector) if connector.is_io() || connector.is_timeout() => Why::NoAnswer(chain(error)),
             _ => match chain(error) {
                 text if text.to_ascii_lowercase().contains("credential") => Why::NoCredentials(text),
@@ -216,7 +218,7 @@ where
             },
         },
         SdkError::ResponseError(answer) if answer.raw().status().as_u16() < 500 => Why::NoAnswer(format!(
-            "an answer that is none of EC2's ({}): {}",
+            "an answer that EC2 does not send ({}): {}",
             answer.raw().status(),
             chain(error)
         )),

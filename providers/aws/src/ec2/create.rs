@@ -1,9 +1,9 @@
-//! Makes VMs. One CreateFleet goes over all offerings of a placement; where a fleet does not fit, RunInstances for one
-//! after the other.
+//! Makes VMs. One CreateFleet goes over all offerings of a placement; where a fleet does not fit, RunInstances is
+//! called for one offering after the other.
 //!
-//! **Exactly one per key.** The key is the client token, so EC2 itself keeps a repeated call from making another VM; the
-//! parameters follow from request and placement alone. Where they differ all the same (newer settings after a restart),
-//! EC2 refuses the token, and what the first call made is found by its tag.
+//! **Exactly once per key.** The key is the client token, so EC2 makes no other VM when a call is repeated. The
+//! parameters follow from request and placement alone. If they differ nevertheless (newer settings after a restart),
+//! EC2 refuses the token, and the VMs of the first call are found by their tag.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -28,12 +28,12 @@ use crate::ec2::see::{self, Seen, State};
 use crate::ec2::shape::{ImageFacts, Shape, tag_specifications};
 use crate::ec2::{Aws, tags};
 
-/// How long a VM that was made may remain unseen; EC2 speaks of "eventual consistency", in practice seconds.
+/// Longest time that a new VM may stay invisible. EC2 is eventually consistent; in practice this takes seconds.
 const UNSEEN: Duration = Duration::from_secs(12);
-/// Between two looks for it.
+/// Pause between two lookups of such a VM.
 const LOOK_AGAIN: Duration = Duration::from_millis(500);
 
-/// One create, ready to be asked for.
+/// Create that is ready to be sent.
 pub(crate) struct Launch<'l> {
     pub aws: &'l Aws,
     pub ec2: &'l Ec2,
@@ -41,30 +41,31 @@ pub(crate) struct Launch<'l> {
     pub request: &'l CreateRequest,
     pub key: &'l IdempotencyKey,
     pub offerings: &'l [Offering],
-    /// Another image than the configured one.
+    /// Image other than the configured one.
     pub image: Option<ImageFacts>,
     pub until: Instant,
 }
 
-/// What one call made, and what it did not.
+/// VMs that one call made, and offerings that it did not get.
 #[derive(Default)]
 struct Outcome {
     made: Vec<Created>,
-    /// What was refused, with EC2's code.
+    /// Refused offerings, with EC2's code.
     refused: Vec<(Offering, String)>,
-    /// Of the refusals, those that only a higher limit mends, in full.
+    /// Full texts of those refusals that only a higher quota resolves.
     quotas: Vec<String>,
 }
 
-/// What became of one call.
+/// Result of one call.
 enum Answer {
     Done(Outcome),
-    /// The token was used with other parameters: whatever there is was found by its tag.
+    /// VMs of an earlier call with this key, found by their tag. EC2 refused the token because of other parameters, or
+    /// answered without VMs.
     Earlier(Vec<Seen>),
 }
 
 impl Launch<'_> {
-    /// Makes up to `count` VMs, or finds them.
+    /// Makes up to `count` VMs, or finds those of an earlier call.
     pub(crate) async fn go(&self, count: u32) -> Result<CreatedMany, Error> {
         let mut whole = Outcome::default();
         for (number, offerings) in self.groups().into_iter().enumerate() {
@@ -119,12 +120,12 @@ impl Launch<'_> {
         }
     }
 
-    /// Whether a fleet can make this: it knows one NIC per VM, and no dedicated hosts.
+    /// Returns whether CreateFleet is used. A fleet supports one NIC per VM, and no dedicated hosts.
     fn in_fleet(&self) -> bool {
         self.aws.config.launch == crate::config::Launch::Fleet && !self.request.second_nic
     }
 
-    /// What each call names. A fleet is on one market: spot first, where both are allowed.
+    /// Returns the offerings of each call. A fleet is on one market; spot comes first where both are allowed.
     fn groups(&self) -> Vec<Vec<Offering>> {
         if !self.in_fleet() {
             return self.offerings.iter().map(|one| vec![one.clone()]).collect();
@@ -178,7 +179,7 @@ impl Launch<'_> {
                 let strategy = SpotAllocationStrategy::PriceCapacityOptimized;
                 ask.spot_options(SpotOptionsRequest::builder().allocation_strategy(strategy).build())
             } else {
-                // The administrator's own prices are the planner's order; EC2 knows its list prices only.
+                // The planner's order follows the administrator's prices; EC2 knows only its list prices.
                 let strategy = match self.aws.config.has_prices(Market::OnDemand) {
                     true => FleetOnDemandAllocationStrategy::Prioritized,
                     false => FleetOnDemandAllocationStrategy::LowestPrice,
@@ -193,7 +194,7 @@ impl Launch<'_> {
                 Err(failure)
                     if is_no_template(failure.code()) && self.is_our_template() && !is_new_template =>
                 {
-                    // Somebody removed it: it is made again, once.
+                    // The template was removed since: it is made again, once.
                     self.aws.forget_templates().await;
                     is_new_template = true;
                     continue;
@@ -224,7 +225,7 @@ impl Launch<'_> {
                 self.note(error, offerings, &mut outcome)?;
             }
             if outcome.made.is_empty() && outcome.refused.is_empty() {
-                // A repeated call is promised to be answered, not to be answered with everything.
+                // EC2 promises an answer to a repeated call, but not one that lists all VMs.
                 return self.earlier().await.map(Answer::Earlier);
             }
             return Ok(Answer::Done(outcome));
@@ -246,7 +247,7 @@ impl Launch<'_> {
         one.version(if self.is_our_template() { "1" } else { "$Default" }).build()
     }
 
-    /// One offering of a fleet, with what differs from the template.
+    /// Builds one offering of a fleet, with its deviations from the template.
     fn entry(&self, place: u32, offering: &Offering) -> FleetLaunchTemplateOverridesRequest {
         let has_order = offering.market == Market::OnDemand && self.aws.config.has_prices(Market::OnDemand);
         let mut one = FleetLaunchTemplateOverridesRequest::builder()
@@ -262,7 +263,7 @@ impl Launch<'_> {
         one.build()
     }
 
-    /// One error of a fleet: the offering's, or everybody's.
+    /// Records one error of a fleet, which concerns one offering or all of them.
     fn note(
         &self,
         error: &CreateFleetError,
@@ -282,7 +283,7 @@ impl Launch<'_> {
         let meaning = refusal::meaning(code, 400);
         if !matches!(meaning, Meaning::Capacity | Meaning::Quota) {
             if !outcome.made.is_empty() {
-                tracing::warn!(code, "a fleet made VMs, and said of others: {text}");
+                tracing::warn!(code, "a fleet made VMs, but not all: {text}");
                 return Ok(());
             }
             return Err(refusal::by_meaning(
@@ -311,7 +312,7 @@ impl Launch<'_> {
     fn exhausted(&self, offering: &Offering, code: &str) {
         match (&offering.subnet, code) {
             (Some(subnet), "InsufficientFreeAddressesInSubnet") => self.aws.planner.subnet_full(subnet, code),
-            // What a person must do is told to the next pods, too, which are not even asked for.
+            // The next pods get the remedy, too, although EC2 is not asked for them.
             _ if refusal::meaning(code, 400) == Meaning::Quota => {
                 let remedy = refusal::remedy(code, Meaning::Quota, "CreateFleet");
                 self.aws.planner.exhausted(offering, &format!("{code}: {remedy}"));
@@ -320,7 +321,7 @@ impl Launch<'_> {
         }
     }
 
-    /// A call that was refused as a whole, or had no answer.
+    /// Handles a call that EC2 refused as a whole or did not answer.
     async fn not_done(&self, failure: Failure, offerings: &[Offering]) -> Result<Answer, Error> {
         let code = failure.code().to_owned();
         let own = format!("{}: ", self.what());
@@ -328,7 +329,7 @@ impl Launch<'_> {
         match failure.error {
             Error::KeyReused { .. } => self.earlier().await.map(Answer::Earlier),
             Error::Capacity { text, .. } | Error::Quota { text } => {
-                // Whose create it is will be said once, before all of them.
+                // The caller adds the name of the create once, before all texts.
                 let text = text.strip_prefix(&own).unwrap_or(&text);
                 let mut outcome = Outcome::default();
                 for one in offerings {
@@ -342,7 +343,7 @@ impl Launch<'_> {
             }
             error => {
                 if code.starts_with("InvalidAMIID") || code.starts_with("InvalidSubnet") {
-                    // What we know is out of date, perhaps: it is asked for again by the next create.
+                    // The cached facts may be out of date; the next create loads them again.
                     self.aws.forget_facts().await;
                 }
                 Err(error)
@@ -350,7 +351,7 @@ impl Launch<'_> {
         }
     }
 
-    /// What an earlier call with this key made.
+    /// Returns the VMs that an earlier call with this key made.
     async fn earlier(&self) -> Result<Vec<Seen>, Error> {
         let what = self.what();
         let digest = self.request.digest();
@@ -359,8 +360,8 @@ impl Launch<'_> {
             let seen = see::by_key(self.ec2, self.key, &what, self.until).await?;
             if let Some(other) = seen.iter().find(|seen| seen.tags.get(tags::DIGEST) != Some(&digest)) {
                 return Err(Error::key_reused(format!(
-                    "{what}: its key was used before with another request, which made {}; this is a mistake of ours, \
-                     report it",
+                    "{what}: its key was used before with another request, which made {}; this is a bug in \
+                     Peerpod, report it",
                     other.id
                 )));
             }
@@ -369,8 +370,8 @@ impl Launch<'_> {
             }
             if Instant::now() + LOOK_AGAIN >= end {
                 let text = format!(
-                    "{what}: an earlier call with its key named other offerings and made nothing that can be seen; \
-                     another attempt is needed"
+                    "{what}: an earlier call with its key named other offerings and made no VM that EC2 \
+                     shows; another attempt is needed"
                 );
                 return Err(Error::capacity("an earlier placement", text));
             }
@@ -466,12 +467,12 @@ fn is_no_template(code: &str) -> bool {
         || code.starts_with("InvalidLaunchTemplateId.NotFound")
 }
 
-/// The client token of a call: the key, and for the calls that follow it when there was nothing to be had, the key with
-/// their number. EC2 takes 64 characters.
+/// Returns the client token of a call: the key, or the key with a number for the calls that follow a lack of capacity.
+/// EC2 accepts 64 characters.
 fn token(key: &IdempotencyKey, number: usize) -> String {
     match number {
         0 => key.as_str().to_owned(),
-        // A key of 64 hex digits has 240 bits left.
+        // The first 60 of a key's 64 hex digits hold 240 bits.
         _ => format!("{}-{number}", key.as_str().get(..60).unwrap_or(key.as_str())),
     }
 }
@@ -481,7 +482,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_call_of_a_key_has_a_token_of_its_own_that_ec2_takes() {
+    fn every_call_of_a_key_has_its_own_valid_token() {
         let keys = [IdempotencyKey::derive("c", "s", 0), IdempotencyKey::parse("k").unwrap()];
         let mut tokens = std::collections::HashSet::new();
         for key in &keys {

@@ -1,10 +1,10 @@
-//! Says in plain words what is missing where the SDK says "no providers in chain provided credentials". Pure: the
-//! environment and the files are handed in.
+//! Explains missing credentials where the SDK returns only "no providers in chain provided credentials". Pure: the
+//! caller passes in the environment and the files.
 
 use std::io;
 
-/// What the environment promises and does not keep, one sentence each, and what would help. Names variables and paths,
-/// never their secrets.
+/// Returns one sentence for each incomplete or unusable source of credentials in the environment, with its remedy.
+/// Names variables and paths, never their secrets.
 pub(crate) fn missing(
     env: &dyn Fn(&str) -> Option<String>,
     unreadable: &dyn Fn(&str) -> Option<io::Error>,
@@ -85,7 +85,7 @@ mod tests {
     }
 
     #[test]
-    fn each_half_of_a_pair_is_named_with_its_other_half() {
+    fn half_a_pair_is_reported_with_the_missing_half() {
         let cases: [(&[(&str, &str)], &str); 9] = [
             (&[], "hop limit of 2"),
             (&[("AWS_ACCESS_KEY_ID", "AKIA")], "AWS_SECRET_ACCESS_KEY is not; set both"),

@@ -1,6 +1,6 @@
-//! Spot VMs that EC2 takes back. EC2 says so two minutes before, in the VM's metadata, on EventBridge, and as the status of
-//! its spot request; the last can be asked for with nothing set up in the account: one call for 200 VMs, while there are
-//! any. May call DescribeSpotInstanceRequests.
+//! Watches for spot VMs that EC2 takes back. EC2 announces this two minutes ahead: in the VM's metadata, on
+//! EventBridge, and as the status of the spot request. The provider polls the status, which needs no setup in the
+//! account: one call for 200 VMs, while there are any. May call DescribeSpotInstanceRequests.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -17,14 +17,14 @@ use crate::ec2::Aws;
 use crate::ec2::client::until;
 use crate::ec2::see::Seen;
 
-/// Between the notice and the end (EC2 User Guide, "Spot Instance interruption notices").
+/// Time between the notice and the end of the VM (EC2 User Guide, "Spot Instance interruption notices").
 const NOTICE: Duration = Duration::from_secs(120);
-/// Most values of a filter.
+/// Maximum number of values in a filter.
 const MOST: usize = 200;
-/// Beyond it nobody is added; it is no node's number of VMs.
+/// Maximum number of watched VMs, more than any node has. Further VMs are not watched.
 const MOST_VMS: usize = 10_000;
 
-/// The spot VMs there are, and what was said of them.
+/// Existing spot VMs, and whether their interruption was reported.
 #[derive(Debug, Default)]
 pub(crate) struct Spots(Mutex<HashMap<String, Spot>>);
 
@@ -36,7 +36,7 @@ struct Spot {
 }
 
 impl Spots {
-    /// This VM was made on the spot market.
+    /// Records a VM that was made on the spot market.
     pub(crate) fn made(&self, id: &str, machine: Option<&str>) {
         let mut all = self.lock();
         if all.len() < MOST_VMS {
@@ -45,7 +45,7 @@ impl Spots {
         }
     }
 
-    /// EC2 showed this VM: what an earlier process made is known from here.
+    /// Records a VM that EC2 lists. VMs of an earlier process are watched from then on.
     pub(crate) fn seen(&self, vm: &Seen) {
         if !vm.is_spot {
             return;
@@ -56,7 +56,7 @@ impl Spots {
         }
     }
 
-    /// It is being deleted, or gone.
+    /// Removes a VM that is being deleted or is gone.
     pub(crate) fn forget(&self, id: &str) {
         self.lock().remove(id);
     }
@@ -65,7 +65,7 @@ impl Spots {
         self.lock().keys().cloned().collect()
     }
 
-    /// What a status says that nobody heard of yet, and the offering that EC2 has none of now.
+    /// Returns the event for a status that was not reported before, and the offering that EC2 has no capacity for.
     fn note(
         &self,
         id: &str,
@@ -105,13 +105,14 @@ impl Spots {
     }
 }
 
-/// Codes of VMs that are gone because EC2 wanted them; `instance-terminated-by-user` is our own doing.
+/// Returns whether a status code means that EC2 itself ended the VM. `instance-terminated-by-user` follows a delete by
+/// the provider.
 fn is_taken(code: &str) -> bool {
     let ended = code.starts_with("instance-terminated-") || code.starts_with("instance-stopped-");
     ended && !code.ends_with("-by-user")
 }
 
-/// What happens to spot VMs, as long as somebody listens.
+/// Returns a stream of events of spot VMs. The watch runs while the stream is polled.
 pub(crate) fn follow(aws: Arc<Aws>) -> BoxStream<'static, ProviderEvent> {
     let watch = Watch { aws, heard: VecDeque::new() };
     stream::unfold(watch, |mut watch| async move {
@@ -135,7 +136,10 @@ impl Watch {
             tokio::time::sleep(self.aws.config.spot_watch).await;
             for ids in self.aws.spots.ids().chunks(MOST) {
                 if let Err(error) = self.inspect(ids).await {
-                    tracing::warn!(vms = ids.len(), "whether EC2 takes spot VMs back is not known: {error}");
+                    tracing::warn!(
+                        vms = ids.len(),
+                        "cannot find out whether EC2 takes spot VMs back: {error}"
+                    );
                 }
             }
         }
@@ -145,7 +149,7 @@ impl Watch {
         let ec2 = &self.aws.ec2().await?.ec2;
         let filter = Filter::builder().name("instance-id").set_values(Some(ids.to_vec())).build();
         let ask = ec2.client.describe_spot_instance_requests().filters(filter);
-        let what = "look whether spot VMs are taken back";
+        let what = "check whether EC2 takes spot VMs back";
         let found =
             ec2.call("DescribeSpotInstanceRequests", "events", what, until(), || ask.clone().send()).await?;
         for request in found.spot_instance_requests.unwrap_or_default() {
@@ -161,7 +165,7 @@ impl Watch {
         let (code, message) = (status.code.unwrap_or_default(), status.message.unwrap_or_default());
         let (kind, offering) = self.aws.spots.note(&id, &code, &message, since)?;
         if let Some(offering) = offering {
-            // Whoever loses this pod makes another; not where EC2 has just run out.
+            // The lost pod will be replaced, but not from an offering that EC2 has just run out of.
             self.aws.planner.exhausted(&offering, &code);
         }
         Some(ProviderEvent { id: InstanceId::new(id).ok()?, kind })
@@ -173,9 +177,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_notice_is_told_once_and_the_end_after_it() {
+    fn a_notice_is_reported_once_and_then_the_end() {
         let (spots, now) = (Spots::default(), SystemTime::now());
-        assert_eq!(spots.note("i-1", "marked-for-termination", "", now), None, "not one of ours");
+        assert_eq!(spots.note("i-1", "marked-for-termination", "", now), None, "not one of our VMs");
         spots.made("i-1", Some("m6a.large"));
         assert_eq!(spots.note("i-1", "fulfilled", "", now), None);
         let (kind, offering) = spots.note("i-1", "marked-for-termination", "", now).unwrap();

@@ -1,5 +1,5 @@
-//! What must be known of the account before a VM can be asked for: where, from which image, which types. Asked for
-//! when it is first needed and kept; a delete needs none of it. May call EC2's Describe* and the node's metadata service.
+//! Loads the facts about the account that a create needs: network, image, types. They are loaded at first use and
+//! cached; a delete needs none of them. May call EC2's Describe* and the node's metadata service.
 
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
@@ -16,14 +16,14 @@ use crate::ec2::client::{self, Ec2, until};
 use crate::ec2::prices;
 use crate::ec2::shape::ImageFacts;
 
-/// How long it is believed. Types and zones hardly ever change; a newer image may have been published.
+/// Time for which facts are used. Types and zones hardly ever change; a newer image may have been published.
 pub(crate) const FRESH: Duration = Duration::from_secs(12 * 3600);
 /// Longest wait for the metadata service.
 const METADATA: Duration = Duration::from_secs(5);
-/// On whose behalf.
+/// Owner of these calls, for the scheduler.
 const OWNER: &str = "facts";
 
-/// What is known.
+/// Facts about the account.
 #[derive(Debug)]
 pub(crate) struct Facts {
     pub since: Instant,
@@ -32,10 +32,10 @@ pub(crate) struct Facts {
     pub security_groups: Vec<String>,
     /// The subnets by id, with their zones and free addresses.
     pub subnets: Vec<Subnet>,
-    /// Whose the network is.
+    /// Account that owns the network.
     pub account: String,
     pub catalogue: Catalogue,
-    /// Why prices are missing, if they are: nothing depends on them but the order.
+    /// Error of the price lookup, if it failed. Only the order of offerings depends on prices.
     pub no_prices: Option<Error>,
 }
 
@@ -48,10 +48,10 @@ pub(crate) struct Subnet {
 }
 
 impl Facts {
-    /// Asks for everything, at once where one thing does not depend on the other.
+    /// Loads all facts, independent ones at the same time.
     ///
     /// # Errors
-    /// Every refusal: all that is missing from the rights, or wrong with the settings, in one text.
+    /// All refusals in one text: every missing permission and every wrong setting.
     pub(crate) async fn load(ec2: &Ec2, config: &AwsConfig) -> Result<Facts, Error> {
         let network = network(ec2, config);
         let (network, image, types, sold, (prices, no_prices)) = tokio::join!(
@@ -79,7 +79,7 @@ impl Facts {
     }
 }
 
-/// All answers, or all errors in one: a person mends everything in one go.
+/// Returns all answers, or all errors in one, so that the administrator can fix everything at once.
 fn all<A, B, C, D>(
     a: Result<A, Error>,
     b: Result<B, Error>,
@@ -98,9 +98,9 @@ fn all<A, B, C, D>(
     }
 }
 
-/// Several errors as one of the class that a person must mend, when there is one.
+/// Merges several errors into one. Its class is that of an error that needs the administrator, if there is one.
 pub(crate) fn together(mut errors: Vec<Error>) -> Error {
-    // What only waiting mends comes last: it hides nothing from a person.
+    // Errors that resolve by waiting come last, so that they hide no error that needs the administrator.
     errors.sort_by_key(|error| match error.class() {
         "auth" => 0,
         "throttled" | "transient" => 2,
@@ -146,10 +146,10 @@ async fn network(ec2: &Ec2, config: &AwsConfig) -> Result<Network, Error> {
     Ok(Network { subnets, security_groups, account })
 }
 
-/// These subnets, and whose they are.
+/// Returns these subnets and the account that owns them.
 ///
 /// # Errors
-/// When one of them is not there.
+/// When one of the subnets does not exist.
 pub(crate) async fn subnets(ec2: &Ec2, ids: &[String]) -> Result<(Vec<Subnet>, String), Error> {
     let what = "look at the subnets";
     let ask = ec2.client.describe_subnets().set_subnet_ids(Some(ids.to_vec()));
@@ -173,7 +173,7 @@ pub(crate) async fn subnets(ec2: &Ec2, ids: &[String]) -> Result<(Vec<Subnet>, S
     Ok((subnets, account))
 }
 
-/// The node's own subnet and groups.
+/// Returns the node's own subnet and security groups.
 async fn own_network() -> Result<(String, Vec<String>), Error> {
     let ask = async {
         let provider =
@@ -219,7 +219,7 @@ async fn image(ec2: &Ec2, config: &AwsConfig) -> Result<Option<ImageFacts>, Erro
     }
 }
 
-/// One AMI.
+/// Returns one AMI.
 ///
 /// # Errors
 /// [`Error::Invalid`] when there is no such AMI.
@@ -236,7 +236,7 @@ pub(crate) async fn by_id(ec2: &Ec2, id: &str, what: &str, until: Instant) -> Re
     })
 }
 
-/// The newest AMI of a name for these processors.
+/// Returns the newest AMI for this architecture with a name that matches the pattern.
 ///
 /// # Errors
 /// [`Error::Invalid`] when there is none.
@@ -251,7 +251,7 @@ pub(crate) async fn newest(
     let filters = vec![filter("name", name), filter("architecture", arch), filter("state", "available")];
     let ask = ec2.client.describe_images().set_owners(Some(owners.to_vec())).set_filters(Some(filters));
     let found = ec2.call("DescribeImages", OWNER, &what, until(), || ask.clone().send()).await?;
-    // ISO 8601 in one time zone: its order is that of time.
+    // ISO 8601 in one time zone: text order is time order.
     let newest =
         found.images.unwrap_or_default().into_iter().max_by(|a, b| a.creation_date.cmp(&b.creation_date));
     newest.and_then(facts_of).ok_or_else(|| {
@@ -325,7 +325,7 @@ fn machine(info: InstanceTypeInfo) -> Option<MachineType> {
         gpu_model: gpus.into_iter().find_map(|gpu| gpu.name),
         archs: archs.collect(),
         confidential: snp.then_some(Confidential::SevSnp).into_iter().collect(),
-        // The root disk takes one; where NICs share the limit, the first NIC takes one, too.
+        // The root disk uses one attachment. Where NICs share the limit, the first NIC uses another one.
         max_disks: number(info.ebs_info.and_then(|info| info.maximum_ebs_attachments))
             .map(|most| most.saturating_sub(2)),
         max_nics: number(info.network_info.and_then(|info| info.maximum_network_interfaces)),
@@ -364,7 +364,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn all_that_is_missing_is_told_and_what_a_person_must_mend_gives_the_class() {
+    fn all_missing_facts_are_named_and_user_faults_set_the_class() {
         let errors = vec![
             Error::transient("slow"),
             Error::Auth { text: "may not describe images".into() },

@@ -1,5 +1,5 @@
-//! What was asked of EC2 once and is kept: facts of the account, images, which launch templates there are. May call Describe*
-//! and CreateLaunchTemplate.
+//! Caches EC2's answers: facts about the account, images, and the names of existing launch templates. May call
+//! Describe* and CreateLaunchTemplate.
 
 use std::sync::Arc;
 
@@ -16,7 +16,8 @@ use crate::ec2::shape::{ImageFacts, Shape, to_tags};
 use crate::ec2::tags;
 
 impl Aws {
-    /// What is known of the account, asked for when it is not, or not freshly.
+    /// Returns the facts about the account. Loads them if they are missing or older than [`FRESH`], or if `afresh` is
+    /// set.
     pub(crate) async fn facts(&self, afresh: bool) -> Result<Arc<Facts>, Error> {
         let mut known = self.facts.lock().await;
         if let Some(facts) = known.as_ref().filter(|facts| !afresh && facts.since.elapsed() < FRESH) {
@@ -25,10 +26,10 @@ impl Aws {
         let ec2 = &self.ec2().await?.ec2;
         match self.learn(ec2).await {
             Ok(facts) => Ok(Arc::clone(known.insert(Arc::new(facts)))),
-            // What was true half a day ago is better than nothing.
+            // Facts of half a day ago are better than none.
             Err(error) => match known.as_ref().filter(|_| !afresh) {
                 Some(old) => {
-                    tracing::warn!("AWS: what is known of the account is old: {error}");
+                    tracing::warn!("AWS: the facts about the account are old: {error}");
                     Ok(Arc::clone(old))
                 }
                 None => Err(error),
@@ -46,12 +47,12 @@ impl Aws {
         Ok(facts)
     }
 
-    /// The next create asks again.
+    /// Drops the facts; the next create loads them again.
     pub(crate) async fn forget_facts(&self) {
         *self.facts.lock().await = None;
     }
 
-    /// The next create makes them again.
+    /// Drops the names of known templates; the next create makes the templates again.
     pub(crate) async fn forget_templates(&self) {
         self.templates.lock().await.clear();
     }
@@ -60,7 +61,7 @@ impl Aws {
         self.second.lock().clone()
     }
 
-    /// The launch template of this shape, by name or id; made when it is not there.
+    /// Returns the launch template of this shape, by name or id; makes it if it does not exist.
     pub(crate) async fn template(
         &self,
         ec2: &Ec2,
@@ -77,7 +78,7 @@ impl Aws {
             }
         };
         let name = shape.template_name(&self.owner.cluster);
-        // Held over the call: fifty first creates make one template.
+        // Held across the call, so that fifty first creates make one template.
         let mut known = self.templates.lock().await;
         if known.contains(&name) {
             return Ok(name);
@@ -91,14 +92,15 @@ impl Aws {
         let ask = ec2
             .client
             .create_launch_template()
-            // No token of ours: the name is one already, and a token would answer for a template that was removed.
+            // No client token: the name serves as one, and EC2 would answer a repeated token with a template that was
+            // removed since.
             .launch_template_name(&name)
             .launch_template_data(shape.template())
             .tag_specifications(marks);
         let what = format!("make the launch template {name}");
         match ec2.call("CreateLaunchTemplate", "template", &what, until, || ask.clone().send()).await {
             Ok(_) => {}
-            // Its name says what is in it: another node was first.
+            // The name follows from the content: another node has made the same template.
             Err(failure) if failure.code().starts_with("InvalidLaunchTemplateName.AlreadyExists") => {}
             Err(failure) => return Err(failure.into()),
         }
@@ -106,7 +108,8 @@ impl Aws {
         Ok(name)
     }
 
-    /// Another image than the configured one: the one that the pod names, or the same for other processors.
+    /// Returns an image other than the configured one: the image that the pod names, or the configured name for another
+    /// architecture.
     pub(super) async fn own_image(
         &self,
         ec2: &Ec2,
@@ -122,7 +125,7 @@ impl Aws {
                 format!("create of {}: the configured image is for {}", request.name, self.config.arch);
             return Err(Error::unsupported("arch", text));
         };
-        // Held over the call: fifty first pods ask once.
+        // Held across the call, so that fifty first pods make one call.
         let mut known = self.images.lock().await;
         if let Some((_, image)) = known.get(&other).filter(|(since, _)| since.elapsed() < FRESH) {
             return Ok(Some(image.clone()));

@@ -1,4 +1,4 @@
-//! Many who look at single things of EC2's, by one call.
+//! Merges concurrent lookups of single EC2 objects into one call.
 
 use std::collections::HashMap;
 
@@ -8,10 +8,11 @@ use tokio::time::Instant;
 
 use crate::ec2::client::Ec2;
 
-/// Looks for single things by their ids, for all who look at that moment together. `None`: EC2 does not know it.
+/// Batcher that looks up objects by their ids, with one call for all concurrent callers. `None`: EC2 does not know the
+/// id.
 pub(crate) type Look<T> = Batcher<(), String, Option<T>>;
 
-/// `by_ids` gets each id once, and answers with those that there are.
+/// Creates the batcher. `by_ids` gets each id once, and returns the objects that exist.
 pub(crate) fn together<T, F>(
     ec2: Ec2,
     window: Window,
@@ -28,7 +29,7 @@ where
         let found = by_ids(ec2.clone(), each, until);
         async move {
             let found = found.await?;
-            // Several may look at one.
+            // Several callers may ask for one id.
             Ok(ids.iter().map(|id| Ok(found.get(id).cloned())).collect())
         }
     })

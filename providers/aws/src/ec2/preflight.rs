@@ -1,5 +1,5 @@
-//! Asks EC2 whether we may do all the rest, and takes away what an earlier process left half made. Everything that is
-//! missing is told at once.
+//! Checks that EC2 permits the calls of the provider, and deletes the NICs that an interrupted launch left. Returns all
+//! failures in one error.
 
 use aws_sdk_ec2::types::{
     FleetLaunchTemplateConfigRequest, FleetLaunchTemplateOverridesRequest,
@@ -14,7 +14,7 @@ use crate::ec2::provider::Connected;
 use crate::ec2::shape::Shape;
 use crate::ec2::{Aws, remove, see};
 
-/// Fewer free addresses than this in a subnet are worth a word.
+/// Subnets with fewer free addresses cause a warning.
 const FEW: i32 = 16;
 
 pub(crate) async fn run(aws: &Aws) -> Result<Preflight, Error> {
@@ -34,18 +34,18 @@ pub(crate) async fn run(aws: &Aws) -> Result<Preflight, Error> {
         (Ok(facts), Ok(listed)) if errors.is_empty() => (facts, listed),
         _ => return Err(together(errors)),
     };
-    // Those of an earlier process are watched from now on, too.
+    // VMs of an earlier process are watched from now on, too.
     listed.iter().for_each(|vm| aws.spots.seen(vm));
     let mut found = Preflight { facts: said(aws, connected, &facts), ..Preflight::default() };
     found.facts.push(format!("{} VMs of this node", listed.len()));
     match strays {
         Ok(0) => {}
-        Ok(count) => found.facts.push(format!("{count} NICs of ours hung on nothing and were deleted")),
-        // Nothing depends on it.
-        Err(error) => found.warnings.push(format!("NICs that a broken launch leaves behind stay: {error}")),
+        Ok(count) => found.facts.push(format!("{count} NICs with our tags were unattached and were deleted")),
+        // A failed cleanup is only a warning: no other function depends on it.
+        Err(error) => found.warnings.push(format!("unattached NICs of failed launches stay: {error}")),
     }
     if let Some(error) = &facts.no_prices {
-        found.warnings.push(format!("the cheapest spot offering cannot be told: {error}"));
+        found.warnings.push(format!("cannot find the cheapest spot offering: {error}"));
     }
     for subnet in facts.subnets.iter().filter(|subnet| subnet.free < FEW) {
         found.warnings.push(format!(
@@ -80,7 +80,7 @@ fn said(aws: &Aws, connected: &Connected, facts: &Facts) -> Vec<String> {
     ]
 }
 
-/// A launch that EC2 checks and does not do.
+/// Makes a dry-run launch, which EC2 checks but does not execute.
 async fn may_launch(aws: &Aws, connected: &Connected, facts: &Facts) -> Result<(), Error> {
     let ec2 = &connected.ec2;
     let config = &aws.config;
@@ -129,7 +129,7 @@ async fn may_launch(aws: &Aws, connected: &Connected, facts: &Facts) -> Result<(
     match answer {
         Err(failure) if failure.code() == "DryRunOperation" => Ok(()),
         Err(failure) => Err(failure.into()),
-        // It should not have, but then it may.
+        // EC2 should not accept a dry run like this; if it does, the launch is permitted.
         Ok(()) => Ok(()),
     }
 }

@@ -1,6 +1,6 @@
-//! What offerings cost: what the administrator says, and for spot, where nothing was said, what EC2 says. On-demand prices
-//! are in another API (Price List), and are list prices there: what an account really pays, with its discounts and savings
-//! plans, only its owner knows. May call DescribeSpotPriceHistory.
+//! Determines the prices of offerings: those of the administrator and, for spot types without one, those of EC2.
+//! On-demand prices are in another API (Price List), and are list prices there. The administrator alone knows the real
+//! prices of an account, with its discounts and savings plans. May call DescribeSpotPriceHistory.
 
 use std::time::SystemTime;
 
@@ -11,10 +11,10 @@ use peerpod_provider_cloud::Prices;
 use crate::config::{AwsConfig, Market as Markets, millionths};
 use crate::ec2::client::{Ec2, until};
 
-/// Of 100 types in six zones there are 600 lines.
+/// Maximum number of pages. 100 types in six zones have 600 lines.
 const MAX_PAGES: usize = 20;
 
-/// The prices, and why there are no more of them.
+/// Returns the prices, and the error if EC2's spot prices could not be loaded completely.
 pub(crate) async fn load(ec2: &Ec2, config: &AwsConfig) -> (Prices, Option<Error>) {
     let mut prices = Prices::default();
     let mut unsaid = config.instance_types.clone();
@@ -41,12 +41,12 @@ async fn spot(ec2: &Ec2, machines: Vec<String>, prices: &mut Prices) -> Result<(
             .describe_spot_price_history()
             .set_instance_types(Some(machines.clone()))
             .product_descriptions("Linux/UNIX")
-            // From now on: the prices that hold, one for each type and zone.
+            // With the current time as start, EC2 returns the current prices, one for each type and zone.
             .start_time(SystemTime::now().into())
             .set_next_token(next);
         let page =
             ec2.call("DescribeSpotPriceHistory", "facts", what, until(), || ask.clone().send()).await?;
-        // Newest first; the later one wins with us.
+        // EC2 lists the newest price first; in `prices` the last one that is set counts.
         for (machine, zone, price) in
             page.spot_price_history.unwrap_or_default().into_iter().rev().filter_map(one)
         {

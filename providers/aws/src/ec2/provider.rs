@@ -1,4 +1,4 @@
-//! The provider: what its parts share, and the trait.
+//! Implements the provider trait, and holds the state that its parts share.
 
 use std::collections::{HashMap, HashSet};
 use std::net::IpAddr;
@@ -33,22 +33,22 @@ use crate::ec2::shape::ImageFacts;
 use crate::ec2::tags::Owner;
 use crate::ec2::volumes;
 
-/// Raw, before base64 (EC2 User Guide, "Run commands at launch"; also a fleet's).
+/// User-data limit before base64 (EC2 User Guide, "Run commands at launch"); it also holds for a fleet.
 const MAX_USER_DATA: usize = 16 << 10;
-/// Most offerings that one call names (karpenter's figure); a placement keeps them all.
+/// Maximum number of offerings in a placement, and thus in one call (karpenter's figure).
 const MAX_OFFERINGS: usize = 60;
-/// How long an id that nobody made a moment ago may be unknown before it is believed.
+/// Time for which an id may be unknown to EC2 before it counts as absent. A VM that was made a moment ago has longer.
 const UNKNOWN: Duration = Duration::from_secs(10);
-/// Between two looks at a VM that is on its way.
+/// Pauses between two lookups of a VM that is starting: the first one, then the others.
 const FIRST_LOOK: Duration = Duration::from_millis(300);
 const LOOK_AGAIN: Duration = Duration::from_secs(1);
-/// Longest time that disks are attached ahead of being asked for.
+/// Longest time for attaching disks before they are requested.
 const AHEAD: Duration = Duration::from_secs(300);
 
-/// See the crate's page.
+/// Provider of VMs on EC2; see the crate's documentation.
 pub struct AwsProvider(Arc<Aws>);
 
-/// What the parts share.
+/// State that the parts of the provider share.
 pub(crate) struct Aws {
     pub(crate) config: AwsConfig,
     pub(crate) owner: Owner,
@@ -60,14 +60,14 @@ pub(crate) struct Aws {
     scheduler: Scheduler,
     connection: OnceCell<Connected>,
     pub(super) facts: Mutex<Option<Arc<Facts>>>,
-    /// Which launch templates are there.
+    /// Names of existing launch templates.
     pub(super) templates: Mutex<HashSet<String>>,
     pub(super) second: Lock<Vec<Subnet>>,
-    /// The named image for other processors than the configured ones.
+    /// Images of the configured name for other architectures than the configured one.
     pub(super) images: Mutex<HashMap<Arch, (Instant, ImageFacts)>>,
 }
 
-/// The client, and what gathers calls for it.
+/// The client, and the batchers that collect calls for it.
 pub(crate) struct Connected {
     pub(crate) ec2: Ec2,
     pub(crate) inspect: see::Look,
@@ -77,7 +77,7 @@ pub(crate) struct Connected {
 }
 
 impl AwsProvider {
-    /// Takes the settings; calls nobody. Without a node's name it sees the VMs of all nodes.
+    /// Creates a provider from its settings; makes no call. With an empty node name it covers the VMs of all nodes.
     pub fn new(config: AwsConfig, cluster: &str, node: &str) -> AwsProvider {
         let markets = match config.market {
             Market::OnDemand => vec![ApiMarket::OnDemand],
@@ -115,7 +115,7 @@ pub(super) fn arch(config: &AwsConfig) -> Arch {
 }
 
 impl Aws {
-    /// The client; found out once.
+    /// Returns the client; connects at first use.
     pub(crate) async fn ec2(&self) -> Result<&Connected, Error> {
         let connect = || async {
             let ec2 = Ec2::connect(&self.config, self.scheduler.clone()).await?;
@@ -130,7 +130,7 @@ impl Aws {
         self.connection.get_or_try_init(connect).await
     }
 
-    /// Waits until a VM is as wanted. The caller sets the deadline by dropping it.
+    /// Waits until a VM is as wanted, or is ending. The caller sets the deadline by dropping the future.
     ///
     /// # Errors
     /// [`Error::NotFound`] when there is no such VM.
@@ -194,7 +194,7 @@ impl Aws {
             images: true,
             instance_types: true,
             gpus: true,
-            // A name may stand for an image of each; an id is one's.
+            // A name may match an image of each architecture; an id is an image of one.
             archs: match &self.config.image {
                 Image::Named { .. } => vec![Arch::X86_64, Arch::Aarch64],
                 _ => vec![arch(&self.config)],
@@ -262,19 +262,19 @@ impl Aws {
     }
 }
 
-/// Deletes NICs that were left over, behind the list that nobody keeps waiting for it.
+/// Deletes left-over NICs in a task of its own, so that no list waits for it.
 fn clean(aws: Arc<Aws>) {
     tokio::spawn(async move {
         let cleaned = async { aws.strays.clean(&aws.ec2().await?.ec2, &aws.owner).await };
         match cleaned.await {
             Ok(0) => {}
-            Ok(count) => tracing::info!(count, "NICs of ours hung on nothing and were deleted"),
-            Err(error) => tracing::warn!("NICs that a broken launch leaves behind stay: {error}"),
+            Ok(count) => tracing::info!(count, "deleted our unattached NICs"),
+            Err(error) => tracing::warn!("unattached NICs of failed launches stay: {error}"),
         }
     });
 }
 
-/// EC2's ids of VMs; anything else was never one.
+/// Returns whether the id has the form of EC2's VM ids. EC2 never returns other ids.
 fn is_id(id: &InstanceId) -> bool {
     let hex = id.as_str().strip_prefix("i-").unwrap_or_default();
     (8..=17).contains(&hex.len()) && hex.bytes().all(|byte| byte.is_ascii_hexdigit())
@@ -308,7 +308,7 @@ impl Provider for AwsProvider {
             ))
         })?;
         for disk in request.disks.clone() {
-            // Ahead of being asked for: EC2 needs seconds, and the guest is booting.
+            // Disks are attached before they are requested: EC2 needs seconds, and the guest is booting meanwhile.
             let (aws, id) = (Arc::clone(&self.0), one.id.clone());
             tokio::spawn(async move {
                 let attached = tokio::time::timeout(AHEAD, volumes::attach(&aws, &id, &disk)).await;
@@ -323,7 +323,7 @@ impl Provider for AwsProvider {
     async fn addresses(&self, id: &InstanceId) -> Result<Vec<IpAddr>, Error> {
         let what = format!("addresses of VM {id}");
         if !is_id(id) {
-            return Err(Error::not_found(format!("{what}: this is no id of EC2's")));
+            return Err(Error::not_found(format!("{what}: this is no EC2 instance id")));
         }
         let aws = &self.0;
         let public = aws.config.use_public_ip;
@@ -433,10 +433,10 @@ impl Console for AwsProvider {
     async fn tail(&self, id: &InstanceId, limit: usize) -> Result<Vec<u8>, Error> {
         let what = format!("console of VM {id}");
         if !is_id(id) {
-            return Err(Error::not_found(format!("{what}: this is no id of EC2's")));
+            return Err(Error::not_found(format!("{what}: this is no EC2 instance id")));
         }
         let ec2 = &self.0.ec2().await?.ec2;
-        // The latest is what Nitro has; others keep what was there some minutes ago, and refuse the question.
+        // Nitro has the latest output. Other types have output of some minutes ago, and refuse a call for the latest.
         let mut latest = true;
         let answer = loop {
             let ask =

@@ -1,5 +1,5 @@
-//! The VMs that this process made a moment ago. EC2's lists and deletes may deny them for some seconds; whoever believed
-//! that would lose one. Pure but for the clock.
+//! Records the VMs that this process made a moment ago. EC2's lists and deletes may not know them for some seconds;
+//! without the record such a VM would be lost. Pure but for the clock.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -8,11 +8,11 @@ use parking_lot::{Mutex, MutexGuard};
 use peerpod_provider_api::{IdempotencyKey, InstanceId, Owned, OwnedState};
 use tokio::time::Instant;
 
-/// Longer than EC2 was ever seen to need.
+/// Time for which a VM counts as recent; longer than EC2 was ever seen to need.
 pub(crate) const RECENT: Duration = Duration::from_secs(60);
-/// What is a moment, for a burst.
+/// Time within which creates form a burst.
 const BURST: Duration = Duration::from_secs(2);
-/// Beyond it the oldest is forgotten.
+/// Maximum number of records. When it is reached, old records are dropped; if none is old, new VMs are not recorded.
 const MOST: usize = 10_000;
 
 #[derive(Debug, Default)]
@@ -23,7 +23,7 @@ struct Made {
     at: Instant,
     key: IdempotencyKey,
     name: String,
-    /// EC2 has shown it, so it can be believed about it.
+    /// Whether EC2 has shown the VM; from then on its answers about the VM are reliable.
     seen: bool,
 }
 
@@ -46,13 +46,13 @@ impl Recent {
         });
     }
 
-    /// Whether several were made in the last moments.
+    /// Returns whether more than two VMs were made within [`BURST`].
     pub(crate) fn is_burst(&self, now: Instant) -> bool {
         let young = |made: &&Made| now.saturating_duration_since(made.at) < BURST;
         self.lock().values().filter(young).count() > 2
     }
 
-    /// Whether EC2 may deny it although it exists.
+    /// Returns whether EC2 may not know the VM although it exists.
     pub(crate) fn may_be_denied(&self, id: &str, now: Instant) -> bool {
         let all = self.lock();
         all.iter().any(|(one, made)| {
@@ -60,14 +60,14 @@ impl Recent {
         })
     }
 
-    /// EC2 shows it, or has taken it away.
+    /// Records that EC2 has shown the VM, or has deleted it.
     pub(crate) fn seen(&self, id: &str) {
         if let Some((_, made)) = self.lock().iter_mut().find(|(one, _)| one.as_str() == id) {
             made.seen = true;
         }
     }
 
-    /// Those that EC2's list does not have yet.
+    /// Returns the recent VMs that EC2's list does not have yet.
     pub(crate) fn missing_from(&self, listed: &[Owned], now: Instant) -> Vec<Owned> {
         let mut all = self.lock();
         all.retain(|_, made| now.saturating_duration_since(made.at) < RECENT);
@@ -99,7 +99,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_made_is_ours_until_ec2_shows_it_or_a_minute_has_gone() {
+    fn a_new_vm_counts_until_ec2_lists_it_or_a_minute_passes() {
         let (recent, now) = (Recent::default(), Instant::now());
         let key = IdempotencyKey::derive("c", "s", 0);
         let id = |text: &str| InstanceId::new(text).unwrap();

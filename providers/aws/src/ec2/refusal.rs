@@ -1,45 +1,45 @@
-//! What EC2 answers instead of what was asked, turned into our errors: class, cause, remedy. Pure.
+//! Turns EC2's refusals into provider errors: class, cause, remedy. Pure.
 //!
-//! Codes: EC2 API reference, "Error codes", and what karpenter treats as lack of capacity. HTTP status alone does not
-//! tell: `InsufficientInstanceCapacity` is a 500, a throttle a 503, an expired token a 400.
+//! Codes: EC2 API reference, "Error codes", and those that karpenter treats as lack of capacity. The HTTP status alone
+//! does not determine the class: `InsufficientInstanceCapacity` is a 500, a throttle a 503, an expired token a 400.
 
 use peerpod_provider_api::Error;
 
-/// Longest part of an answer that goes into an error; EC2's authorization failures come with kilobytes of ciphertext.
+/// Maximum length of EC2's message in an error. EC2's authorization failures contain kilobytes of ciphertext.
 const MAX_MESSAGE: usize = 400;
 
-/// A call that brought nothing.
+/// Failed call.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Refusal {
-    /// The EC2 action: `CreateFleet`.
+    /// EC2 action, like `CreateFleet`.
     pub action: &'static str,
-    /// What for: `create of web-0`.
+    /// Purpose of the call, like `create of web-0`.
     pub what: String,
-    /// Why.
+    /// Cause.
     pub why: Why,
 }
 
-/// Why a call brought nothing.
+/// Cause of a failed call.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Why {
-    /// EC2 said so.
+    /// EC2 answered with an error.
     Said {
-        /// `InsufficientInstanceCapacity`.
+        /// Error code, like `InsufficientInstanceCapacity`.
         code: String,
-        /// For people.
+        /// EC2's message.
         message: String,
-        /// HTTP.
+        /// HTTP status.
         status: u16,
     },
-    /// Sent, perhaps done, no answer.
+    /// The request was sent, but not answered; EC2 may have executed it.
     NoAnswer(String),
-    /// There is nothing to sign with.
+    /// There are no credentials for the signature.
     NoCredentials(String),
-    /// Our own request could not be built.
+    /// The SDK could not build the request.
     Unsent(String),
 }
 
-/// What a code means for whoever asked.
+/// Class of an error code.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Meaning {
     Throttled,
@@ -53,7 +53,7 @@ pub(crate) enum Meaning {
 }
 
 impl Refusal {
-    /// The code, when EC2 said one.
+    /// Returns the code; empty if EC2 did not answer.
     pub(crate) fn code(&self) -> &str {
         match &self.why {
             Why::Said { code, .. } => code,
@@ -61,7 +61,7 @@ impl Refusal {
         }
     }
 
-    /// The ids that a `…NotFound` names.
+    /// Returns the ids that the message (of a `…NotFound`) names.
     pub(crate) fn ids(&self, prefix: &str) -> Vec<String> {
         let Why::Said { message, .. } = &self.why else { return Vec::new() };
         message
@@ -72,7 +72,7 @@ impl Refusal {
     }
 }
 
-/// What a code of EC2 (or of STS, in front of it) means.
+/// Returns the class of an error code of EC2, or of STS, which issues the credentials.
 pub(crate) fn meaning(code: &str, status: u16) -> Meaning {
     match code {
         "RequestLimitExceeded"
@@ -124,7 +124,7 @@ pub(crate) fn meaning(code: &str, status: u16) -> Meaning {
     }
 }
 
-/// What a person can do about a code.
+/// Returns the remedy for an error code.
 pub(crate) fn remedy(code: &str, meaning: Meaning, action: &str) -> String {
     let text = match code {
         "UnauthorizedOperation" | "AccessDenied" | "AccessDeniedException" => {
@@ -166,11 +166,11 @@ pub(crate) fn remedy(code: &str, meaning: Meaning, action: &str) -> String {
             "set instance-profile to one that exists"
         }
         "InvalidUserData.Malformed" => {
-            "user-data must have at most 16 KiB; this is a mistake of ours, report it"
+            "user-data must have at most 16 KiB; this is a bug in Peerpod, report it"
         }
         "InvalidInstanceType" => "correct instance-type and instance-types",
         "InvalidVolume.ZoneMismatch" => "give a subnet in the volume's zone",
-        "VolumeInUse" => "end what uses the volume; it attaches to one VM only",
+        "VolumeInUse" => "end the pod or instance that uses the volume; it attaches to one VM only",
         "InvalidLaunchTemplateName.NotFoundException" | "InvalidLaunchTemplateId.NotFound" => {
             "correct launch-template, or remove it to have one made"
         }
@@ -178,9 +178,9 @@ pub(crate) fn remedy(code: &str, meaning: Meaning, action: &str) -> String {
             Meaning::Throttled => "it is tried again more slowly; others in the account use the same limit",
             Meaning::Capacity => "allow more instance-types or give subnet-ids in more zones",
             Meaning::Quota => "raise the account's limit (Service Quotas, Amazon EC2)",
-            Meaning::Auth => "check the credentials and what they may do",
+            Meaning::Auth => "check the credentials and their permissions",
             Meaning::Transient => "it is tried again; if it stays, look at the AWS health dashboard",
-            Meaning::KeyReused => "this is a mistake of ours, report it",
+            Meaning::KeyReused => "this is a bug in Peerpod, report it",
             Meaning::NotFound | Meaning::Invalid => {
                 "correct the settings below provider.aws, or the pod's annotations"
             }
@@ -203,8 +203,8 @@ impl From<Refusal> for Error {
                 by_meaning(meaning, &what, text)
             }
             Why::NoAnswer(why) => Error::transient(format!(
-                "{what}: no answer from EC2 to {action}: {}; what it did is unknown, so the same call is repeated; \
-                 check the way from the node to the EC2 endpoint",
+                "{what}: no answer from EC2 to {action}: {}; its effect is unknown, so the same call is \
+                 repeated; check the route from the node to the EC2 endpoint",
                 clip(&why)
             )),
             Why::NoCredentials(why) => Error::Auth {
@@ -222,7 +222,7 @@ impl From<Refusal> for Error {
     }
 }
 
-/// The error of a class. `offering` is for [`Error::Capacity`].
+/// Builds the error of a class. Only [`Error::Capacity`] uses `offering`.
 pub(crate) fn by_meaning(meaning: Meaning, offering: &str, text: String) -> Error {
     match meaning {
         Meaning::Throttled => Error::Throttled { after: None, text },
@@ -236,12 +236,12 @@ pub(crate) fn by_meaning(meaning: Meaning, offering: &str, text: String) -> Erro
     }
 }
 
-/// A refusal that came inside a good answer, like a fleet's errors, as text with its remedy.
+/// Formats a refusal inside a successful answer, like the errors of a fleet, with its remedy.
 pub(crate) fn said(code: &str, message: &str, action: &str) -> String {
     format!("{code}: {}; {}", clip(message), remedy(code, meaning(code, 400), action))
 }
 
-/// One line without ciphertext and control characters, of bearable length.
+/// Reduces a message to one line of limited length, without ciphertext and control characters.
 fn clip(message: &str) -> String {
     let plain = message.split("Encoded authorization failure message").next().unwrap_or_default();
     let clean: String =
@@ -259,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn a_code_tells_the_class_and_its_text_the_cause_and_the_remedy() {
+    fn a_code_gives_the_class_and_the_text_gives_cause_and_remedy() {
         let cases = [
             ("RequestLimitExceeded", 503, "throttled", "more slowly"),
             ("InsufficientInstanceCapacity", 500, "capacity", "subnet-ids in more zones"),
@@ -275,7 +275,7 @@ mod tests {
             ("InvalidParameterValue", 400, "invalid", "provider.aws"),
             ("InvalidAMIID.NotFound", 400, "invalid", "set image-id"),
             ("InvalidInstanceID.NotFound", 400, "not_found", ""),
-            ("IdempotentParameterMismatch", 400, "key_reused", "mistake of ours"),
+            ("IdempotentParameterMismatch", 400, "key_reused", "bug in Peerpod"),
             ("InternalError", 500, "transient", "tried again"),
             ("SomethingNew", 502, "transient", "tried again"),
             ("SomethingNew", 400, "invalid", "correct the settings"),
@@ -310,7 +310,7 @@ mod tests {
     }
 
     #[test]
-    fn without_an_answer_it_may_have_happened() {
+    fn a_call_without_an_answer_may_have_had_its_effect() {
         let refusal =
             |why| Error::from(Refusal { action: "CreateFleet", what: "create of a".to_owned(), why });
         assert_eq!(refusal(Why::NoAnswer("reset".into())).class(), "transient");

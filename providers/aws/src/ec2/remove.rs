@@ -1,6 +1,6 @@
-//! Takes VMs away: many askers, one TerminateInstances. What a launch made (NICs, root disk) goes with its VM; NICs
-//! that EC2 left behind are looked for and deleted at preflight and every ten minutes. May call TerminateInstances, DescribeNetworkInterfaces,
-//! DeleteNetworkInterface.
+//! Deletes VMs, with one TerminateInstances for many concurrent callers. The NICs and the root disk of a launch are
+//! deleted with its VM. NICs that EC2 left behind are deleted at preflight and every ten minutes. May call
+//! TerminateInstances, DescribeNetworkInterfaces, DeleteNetworkInterface.
 
 use std::collections::HashSet;
 use std::time::Duration;
@@ -14,7 +14,7 @@ use tokio::time::Instant;
 use crate::ec2::client::{Ec2, until};
 use crate::ec2::tags::{self, Owner};
 
-/// Terminates single VMs, all that are asked for in a moment by one call. `false`: EC2 does not know it.
+/// Batcher that terminates VMs, with one call for all concurrent callers. `false`: EC2 does not know the VM.
 pub(crate) type Terminate = Batcher<(), String, bool>;
 
 pub(crate) fn terminate(ec2: Ec2) -> Terminate {
@@ -27,7 +27,7 @@ pub(crate) fn terminate(ec2: Ec2) -> Terminate {
     })
 }
 
-/// Has EC2 accept the end of all of these; those that it does not know are returned.
+/// Requests the termination of all these VMs; returns those that EC2 does not know.
 async fn by_ids(ec2: &Ec2, mut ids: Vec<String>, until: Instant) -> Result<Vec<String>, Error> {
     ids.sort();
     ids.dedup();
@@ -40,13 +40,13 @@ async fn by_ids(ec2: &Ec2, mut ids: Vec<String>, until: Instant) -> Result<Vec<S
         let ask = ec2.client.terminate_instances().set_instance_ids(Some(ids.clone()));
         match ec2.call("TerminateInstances", "terminate", &what, until, || ask.clone().send()).await {
             Ok(_) => return Ok(unknown),
-            // EC2 refuses the whole call for the sake of one; the message names it.
+            // EC2 refuses the whole call because of one unknown id; the message names it.
             Err(failure) if failure.code().starts_with("InvalidInstanceID") => {
                 let named = failure.ids("i-");
                 let (gone, rest): (Vec<_>, Vec<_>) = ids.into_iter().partition(|id| named.contains(id));
                 ids = rest;
                 if gone.is_empty() && ids.len() > 1 {
-                    // It does not say which: the batcher asks again by halves.
+                    // The message names no id: the batcher repeats the call by halves.
                     return Err(failure.into());
                 }
                 unknown.extend(if gone.is_empty() { std::mem::take(&mut ids) } else { gone });
@@ -57,11 +57,11 @@ async fn by_ids(ec2: &Ec2, mut ids: Vec<String>, until: Instant) -> Result<Vec<S
     Ok(unknown)
 }
 
-/// Between two looks for stray NICs.
+/// Interval between two searches for stray NICs.
 const EVERY: Duration = Duration::from_secs(600);
 
-/// Our NICs that hung on no VM when we last looked. A NIC may hang on nothing for a moment while its VM is launched; one
-/// that does so twice, minutes apart, is left over.
+/// NICs of this owner that had no VM at the last search. A NIC may have no VM for a moment while its VM is launched. A
+/// NIC that has none in two searches, minutes apart, is left over.
 #[derive(Debug)]
 pub(crate) struct Strays(Mutex<Looked>);
 
@@ -72,12 +72,12 @@ struct Looked {
 }
 
 impl Strays {
-    /// Nobody has looked yet; preflight does, for what an earlier process left.
+    /// Starts the interval without a search. Preflight deletes the NICs of an earlier process.
     pub(crate) fn new(now: Instant) -> Strays {
         Strays(Mutex::new(Looked { at: now, nics: HashSet::new() }))
     }
 
-    /// Whether it is time to look again; then it is somebody's task.
+    /// Returns whether a search is due. `true` starts the next interval, so the caller must search.
     pub(crate) fn is_due(&self, now: Instant) -> bool {
         let mut looked = self.0.lock();
         let is_due = now.saturating_duration_since(looked.at) >= EVERY;
@@ -87,14 +87,14 @@ impl Strays {
         is_due
     }
 
-    /// Those that hung on nothing the last time, too.
+    /// Returns those NICs that had no VM at the last search, either.
     fn again(&self, nics: Vec<String>) -> Vec<String> {
         let mut looked = self.0.lock();
         let before = std::mem::replace(&mut looked.nics, nics.iter().cloned().collect());
         nics.into_iter().filter(|nic| before.contains(nic)).collect()
     }
 
-    /// Looks, and deletes what hung on nothing the last time, too. How many.
+    /// Searches, and deletes the NICs that had no VM at the last search, either. Returns their number.
     ///
     /// # Errors
     /// When EC2 refuses.
@@ -104,7 +104,7 @@ impl Strays {
     }
 }
 
-/// Deletes at once what hangs on nothing: before anything is launched. Returns how many.
+/// Deletes all NICs without a VM at once; for use before any launch. Returns their number.
 ///
 /// # Errors
 /// When EC2 refuses.
@@ -115,7 +115,7 @@ pub(crate) async fn clean(ec2: &Ec2, owner: &Owner) -> Result<usize, Error> {
 /// Stray NICs that one search returns at most; the next search finds the others.
 const MOST_STRAY: usize = 10_000;
 
-/// Our NICs that hang on no VM: EC2 leaves one when a launch breaks off half-way.
+/// Returns the NICs of this owner without a VM. EC2 leaves one when a launch breaks off half-way.
 async fn stray_nics(ec2: &Ec2, owner: &Owner) -> Result<Vec<String>, Error> {
     let filter = |name: String, value: &str| Filter::builder().name(name).values(value).build();
     let mut filters = vec![
@@ -125,7 +125,7 @@ async fn stray_nics(ec2: &Ec2, owner: &Owner) -> Result<Vec<String>, Error> {
     if !owner.node.is_empty() {
         filters.push(filter(format!("tag:{}", tags::NODE), &owner.node));
     }
-    let what = "look for NICs of ours that hang on nothing";
+    let what = "look for our unattached NICs";
     let (mut nics, mut next) = (Vec::new(), None);
     loop {
         let ask =
@@ -145,7 +145,7 @@ async fn stray_nics(ec2: &Ec2, owner: &Owner) -> Result<Vec<String>, Error> {
 async fn delete_nics(ec2: &Ec2, nics: Vec<String>) -> Result<usize, Error> {
     let mut deleted = 0;
     for id in nics {
-        let what = format!("delete of the NIC {id}, which hangs on nothing");
+        let what = format!("delete of the unattached NIC {id}");
         let ask = ec2.client.delete_network_interface().network_interface_id(&id);
         match ec2.call("DeleteNetworkInterface", "stray", &what, until(), || ask.clone().send()).await {
             Ok(_) => deleted += 1,
@@ -161,13 +161,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_nic_is_left_over_when_it_hung_on_nothing_twice() {
+    fn a_nic_is_stray_when_two_lists_show_it_unattached() {
         let now = Instant::now();
         let strays = Strays::new(now);
         assert!(!strays.is_due(now) && strays.is_due(now + EVERY) && !strays.is_due(now + EVERY));
         let nics = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>();
         assert!(strays.again(nics(&["a", "b"])).is_empty());
         assert_eq!(strays.again(nics(&["b", "c"])), ["b"]);
-        assert!(strays.again(nics(&["a"])).is_empty(), "it hung on something in between");
+        assert!(strays.again(nics(&["a"])).is_empty(), "it was attached in between");
     }
 }

@@ -1,4 +1,4 @@
-//! What EC2 shows of VMs: many askers, one call. May call DescribeInstances.
+//! Lists and looks up VMs, with one call for many concurrent callers. May call DescribeInstances.
 
 use std::collections::{BTreeMap, HashMap};
 use std::net::IpAddr;
@@ -13,9 +13,9 @@ use crate::ec2::client::Ec2;
 use crate::ec2::looks;
 use crate::ec2::tags::{self, Owner};
 
-/// Most VMs of one page.
+/// Maximum number of VMs in a page.
 const PAGE: i32 = 1000;
-/// Most pages of a list; a million VMs are not one node's.
+/// Maximum number of pages in a list; no node has a million VMs.
 const MAX_PAGES: usize = 1000;
 
 /// A VM as EC2 shows it.
@@ -30,18 +30,18 @@ pub(crate) struct Seen {
     pub devices: Vec<String>,
     pub tags: BTreeMap<String, String>,
     pub launched: Option<SystemTime>,
-    /// Whether EC2 may take it back.
+    /// Whether EC2 may take the VM back.
     pub is_spot: bool,
-    /// Why it is in the state that it is in, when EC2 says so.
+    /// Reason of the state, if EC2 gives one.
     pub reason: Option<String>,
 }
 
-/// Where it is in its life.
+/// Life-cycle state of a VM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum State {
     Pending,
     Running,
-    /// Stopped, or about to be.
+    /// Stopped or stopping.
     Stopped,
     ShuttingDown,
     Terminated,
@@ -63,7 +63,7 @@ impl Seen {
             InstanceStateName::Stopping | InstanceStateName::Stopped => State::Stopped,
             InstanceStateName::ShuttingDown => State::ShuttingDown,
             InstanceStateName::Terminated => State::Terminated,
-            // A state that comes later: it exists, so whoever deletes must see it.
+            // State that EC2 may add later. The VM exists, so it must be listed to be deleted.
             _ => State::Pending,
         };
         let devices = vm.block_device_mappings.unwrap_or_default();
@@ -83,19 +83,19 @@ impl Seen {
         })
     }
 
-    /// The addresses, the one to use first, if there are any yet.
+    /// Returns the addresses, the preferred one first; empty if there are none yet.
     pub(crate) fn addresses(&self, public: bool) -> Vec<IpAddr> {
         if !public {
             return self.private.clone();
         }
-        // Without the public one it cannot be reached from where a public one was asked for.
+        // Where public addresses are configured, the node cannot reach the VM without one.
         match self.public {
             Some(address) => [address].into_iter().chain(self.private.iter().copied()).collect(),
             None => Vec::new(),
         }
     }
 
-    /// As a list shows it; nothing when it is gone for good.
+    /// Returns the VM's entry in a list; `None` if it is terminated.
     pub(crate) fn owned(&self, public: bool) -> Option<Owned> {
         let state = match self.state {
             State::Pending => OwnedState::Pending,
@@ -116,11 +116,11 @@ impl Seen {
     }
 }
 
-/// Looks for single VMs. `None`: EC2 does not know it (any more, or yet).
+/// Batcher that looks up single VMs. `None`: EC2 does not know the VM (any more, or yet).
 pub(crate) type Look = looks::Look<Seen>;
 
-/// When pods come one after the other, as EC2's buckets let them through (five a second), a window that closes at the
-/// first pause would have one VM in it. A guest needs longer to boot than this one stays open.
+/// Window for a burst. EC2's buckets then let five pods through per second, and a window that closes at the first pause
+/// would contain one VM. This window closes before a guest has booted.
 pub(crate) const IN_A_BURST: Window =
     Window { idle: Duration::from_millis(700), longest: Duration::from_secs(2), most: 500 };
 
@@ -128,7 +128,7 @@ pub(crate) fn inspect(ec2: Ec2, window: Window) -> Look {
     looks::together(ec2, window, by_ids)
 }
 
-/// Those of these VMs that there are.
+/// Returns those of these VMs that exist.
 async fn by_ids(ec2: Ec2, ids: Vec<String>, until: Instant) -> Result<HashMap<String, Seen>, Error> {
     let mut found = HashMap::new();
     let mut parts = vec![ids];
@@ -141,15 +141,15 @@ async fn by_ids(ec2: Ec2, ids: Vec<String>, until: Instant) -> Result<HashMap<St
         let ask = ec2.client.describe_instances().set_instance_ids(Some(ids.clone()));
         match ec2.call("DescribeInstances", "look", &what, until, || ask.clone().send()).await {
             Ok(page) => found.extend(of_reservations(page.reservations).map(|seen| (seen.id.clone(), seen))),
-            // One unknown id has the whole call refused; the message names it.
+            // EC2 refuses the whole call because of one unknown id; the message names it.
             Err(failure) if failure.code().starts_with("InvalidInstanceID") => {
                 let unknown = failure.ids("i-");
                 let before = ids.len();
                 ids.retain(|id| !unknown.contains(id));
                 match before {
-                    // It is the one that is meant.
+                    // The only id is the unknown one.
                     1 => continue,
-                    // It does not say which: halves, until one is alone.
+                    // The message names no id: the list is halved until one id is alone.
                     _ if ids.len() == before => parts.push(ids.split_off(before / 2)),
                     _ => {}
                 }
@@ -166,10 +166,11 @@ fn of_reservations(reservations: Option<Vec<Reservation>>) -> impl Iterator<Item
     vms.filter_map(Seen::of)
 }
 
-/// Every VM of this cluster and node (without a node's name: of all its nodes) that is not gone, all pages.
+/// Returns every VM of this cluster and node that is not terminated, from all pages. An empty node name stands for all
+/// nodes of the cluster.
 ///
 /// # Errors
-/// When one page could not be had.
+/// When one page could not be loaded.
 pub(crate) async fn all_of(ec2: &Ec2, owner: &Owner, until: Instant) -> Result<Vec<Seen>, Error> {
     let mut filters = vec![tag(tags::CLUSTER, &owner.cluster), not_gone()];
     if !owner.node.is_empty() {
@@ -178,10 +179,10 @@ pub(crate) async fn all_of(ec2: &Ec2, owner: &Owner, until: Instant) -> Result<V
     list(ec2, filters, "list our VMs", until).await
 }
 
-/// The VMs that were made with this key and are not gone.
+/// Returns the VMs that were made with this key and are not terminated.
 ///
 /// # Errors
-/// When EC2 does not say.
+/// When EC2 does not return the list.
 pub(crate) async fn by_key(
     ec2: &Ec2,
     key: &IdempotencyKey,
@@ -210,7 +211,7 @@ async fn list(ec2: &Ec2, filters: Vec<Filter>, what: &str, until: Instant) -> Re
             return Ok(seen);
         }
     }
-    Err(Error::transient(format!("{what}: more than {MAX_PAGES} pages; this cannot be one node's")))
+    Err(Error::transient(format!("{what}: more than {MAX_PAGES} pages; one node cannot have so many")))
 }
 
 fn tag(key: &str, value: &str) -> Filter {

@@ -1,5 +1,5 @@
-//! What a VM of ours looks like to EC2, whoever's pod it is for: the launch template of a profile, and the same for a
-//! call without one. Pure: builds parameters, calls nobody.
+//! Builds the parameters that VMs of a profile share, for any pod: the launch template, and the same for RunInstances.
+//! Pure: makes no call.
 
 use std::collections::BTreeMap;
 
@@ -19,23 +19,23 @@ use sha2::{Digest, Sha256};
 
 use crate::config::{AwsConfig, RootDisk};
 
-/// One hop is the VM itself: what a pod routes on does not get there.
+/// Hop limit for answers of the metadata service. One hop reaches the VM itself, so answers are not routed to pods.
 const HOPS: i32 = 1;
 
-/// An AMI, as far as a launch depends on it.
+/// Facts about an AMI that a launch depends on.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct ImageFacts {
     pub id: String,
     pub name: String,
-    /// `x86_64`, `arm64`.
+    /// Architecture: `x86_64` or `arm64`.
     pub arch: String,
-    /// `/dev/xvda`.
+    /// Device name of the root disk, like `/dev/xvda`.
     pub root_device: Option<String>,
-    /// The least its root disk may have, in GiB.
+    /// Minimum size of the root disk, in GiB.
     pub root_gib: u32,
 }
 
-/// Says of a root disk what there is to say. EC2 has three types for it, with the same fields.
+/// Sets the parameters of a root disk. EC2 has three types for it, with the same fields.
 macro_rules! said {
     ($builder:expr, $root:ident) => {
         $builder
@@ -49,7 +49,7 @@ macro_rules! said {
     };
 }
 
-/// Everything that VMs of one profile have in common.
+/// Parameters that VMs of one profile have in common.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Shape {
     pub image: ImageFacts,
@@ -82,17 +82,17 @@ impl Shape {
         }
     }
 
-    /// The template's name follows from what is in it: the same profile finds its template, another makes another, and
-    /// nobody ever changes one. `cluster` keeps the clusters of an account apart.
+    /// Returns the template's name, which follows from its content. The same profile finds its template, another
+    /// profile makes another one, and no template is ever changed. `cluster` separates the clusters of an account.
     pub(crate) fn template_name(&self, cluster: &str) -> String {
         let mut hash = Sha256::new();
-        // The version of what `template` makes of a shape; count it up when that changes.
+        // `1` is the version of the content that `template` builds from a shape; increase it when that changes.
         hash.update(format!("1\n{cluster}\n{self:?}"));
         let hex: String = hex::encode(&hash.finalize()[..10]);
         format!("peerpod-{hex}")
     }
 
-    /// The launch template of a fleet.
+    /// Builds the launch template of a fleet.
     pub(crate) fn template(&self) -> RequestLaunchTemplateData {
         let metadata = LaunchTemplateInstanceMetadataOptionsRequest::builder()
             .http_endpoint(LaunchTemplateInstanceMetadataEndpointState::Enabled)
@@ -102,11 +102,11 @@ impl Shape {
         let mut data = RequestLaunchTemplateData::builder()
             .image_id(&self.image.id)
             .set_key_name(self.key_name.clone())
-            // The guest's lease ends the bill: when it powers off, the VM is gone.
+            // A guest powers off when its lease ends. This terminates the VM, so that it costs no more.
             .instance_initiated_shutdown_behavior(ShutdownBehavior::Terminate)
             .metadata_options(metadata.build());
         if self.public_ip {
-            // A public address is asked for on the NIC, and then the groups belong there, too.
+            // A public address is requested on the NIC; the security groups then belong on the NIC, too.
             let nic = LaunchTemplateInstanceNetworkInterfaceSpecificationRequest::builder()
                 .device_index(0)
                 .associate_public_ip_address(true)
@@ -139,21 +139,21 @@ impl Shape {
         data.build()
     }
 
-    /// The root disk of another image, in place of the template's.
+    /// Builds the root disk of another image, in place of the template's root disk.
     pub(crate) fn fleet_root(&self, image: &ImageFacts) -> Option<FleetBlockDeviceMappingRequest> {
         let root = self.root_of(image)?;
         let ebs = said!(FleetEbsBlockDeviceRequest::builder(), root);
         Some(FleetBlockDeviceMappingRequest::builder().device_name(root.device).ebs(ebs.build()).build())
     }
 
-    /// The root disk of a call without template.
+    /// Builds the root disk for RunInstances.
     pub(crate) fn run_root(&self, image: &ImageFacts) -> Option<BlockDeviceMapping> {
         let root = self.root_of(image)?;
         let ebs = said!(EbsBlockDevice::builder(), root);
         Some(BlockDeviceMapping::builder().device_name(root.device).ebs(ebs.build()).build())
     }
 
-    /// The metadata service of a call without template.
+    /// Builds the metadata options for RunInstances.
     pub(crate) fn run_metadata() -> InstanceMetadataOptionsRequest {
         InstanceMetadataOptionsRequest::builder()
             .http_endpoint(InstanceMetadataEndpointState::Enabled)
@@ -163,7 +163,7 @@ impl Shape {
             .build()
     }
 
-    /// The NICs of a call without template; the second one's subnet is `second`.
+    /// Builds the NICs for RunInstances; `second` is the subnet of the second one.
     pub(crate) fn run_nics(
         &self,
         subnet: &str,
@@ -198,18 +198,18 @@ impl Shape {
         Some(Placement::builder().tenancy(Tenancy::from(tenancy.as_str())).build())
     }
 
-    /// What is said of the root disk; nothing when the image's own will do as it is.
+    /// Returns the parameters of the root disk; `None` if the image has no root device.
     fn root_of(&self, image: &ImageFacts) -> Option<Root> {
         let RootDisk { size_gib, kind, iops, throughput, encrypted, kms_key_id } = &self.root;
         let number = |value: u32| i32::try_from(value).unwrap_or(i32::MAX);
         Some(Root {
             device: image.root_device.clone()?,
-            // An image is never unpacked into less than it has.
+            // A root disk must not be smaller than its image.
             size: (*size_gib > 0).then(|| number((*size_gib).max(image.root_gib))),
             kind: kind.as_deref().map(VolumeType::from),
             iops: iops.map(number),
             throughput: throughput.map(number),
-            // Said only when wanted: `false` is refused for an encrypted snapshot.
+            // Set only if wanted: EC2 refuses `false` for an encrypted snapshot.
             encrypted: encrypted.then_some(true),
             kms: kms_key_id.clone(),
         })
@@ -230,7 +230,7 @@ fn is_arn(profile: &str) -> bool {
     profile.starts_with("arn:")
 }
 
-/// The tags on everything that a launch makes.
+/// Returns the tags for every resource that a launch makes.
 pub(crate) fn tag_specifications(tags: &BTreeMap<String, String>) -> Vec<TagSpecification> {
     let tags = to_tags(tags);
     let kinds = [ResourceType::Instance, ResourceType::Volume, ResourceType::NetworkInterface];
@@ -317,7 +317,7 @@ pub(crate) mod tests {
         assert_eq!(mapping.device_name.as_deref(), Some("/dev/sda1"));
         assert_eq!(mapping.ebs.unwrap().volume_size, Some(64));
         let odd = ImageFacts { root_device: None, ..shape.image.clone() };
-        assert_eq!(shape.run_root(&odd), None, "without a root device there is nothing to say of it");
+        assert_eq!(shape.run_root(&odd), None, "without a root device it gets no settings");
     }
 
     #[test]

@@ -1,18 +1,18 @@
-//! The marks on everything we make. Pure.
+//! Defines the tags on every resource of the provider. Pure.
 
 use std::collections::BTreeMap;
 
 use peerpod_provider_api::{CreateRequest, IdempotencyKey};
 
-/// Which cluster.
+/// Tag with the cluster's name.
 pub(crate) const CLUSTER: &str = "peerpod.cluster";
-/// Which node.
+/// Tag with the node's name.
 pub(crate) const NODE: &str = "peerpod.node";
-/// The idempotency key of the create.
+/// Tag with the idempotency key of the create.
 pub(crate) const KEY: &str = "peerpod.key";
-/// The digest of its request.
+/// Tag with the digest of the request.
 pub(crate) const DIGEST: &str = "peerpod.digest";
-/// What people see.
+/// Tag that the EC2 console shows as name.
 pub(crate) const NAME: &str = "Name";
 
 /// EC2's limits.
@@ -20,14 +20,14 @@ const MAX_KEY: usize = 128;
 const MAX_VALUE: usize = 256;
 const MAX_TAGS: usize = 50;
 
-/// Whose everything is.
+/// Owner of the resources.
 #[derive(Debug, Clone)]
 pub(crate) struct Owner {
     pub cluster: String,
     pub node: String,
 }
 
-/// The tags of a VM: ours last, so that nobody's label takes their place.
+/// Returns the tags of a VM. The provider's own tags come last, so that no label replaces them.
 pub(crate) fn of(
     request: &CreateRequest,
     key: &IdempotencyKey,
@@ -43,7 +43,7 @@ pub(crate) fn of(
     ];
     let mut tags = BTreeMap::new();
     for (key, value) in users.iter().chain(&request.labels) {
-        // Later ones of the same name win; too many are left out rather than have the launch refused.
+        // Later tags of the same name win. Surplus tags are left out, because EC2 would refuse the launch.
         if tags.len() < MAX_TAGS - ours.len() || tags.contains_key(&clean(key, MAX_KEY)) {
             tags.insert(clean(key, MAX_KEY), clean(value, MAX_VALUE));
         }
@@ -54,11 +54,12 @@ pub(crate) fn of(
     tags
 }
 
-/// EC2 takes letters, digits, spaces and `+-=._:/@` in all services; labels of pods may hold anything.
+/// Replaces characters that EC2 does not accept. All its services accept letters, digits, spaces and `+-=._:/@`; labels
+/// of pods may contain any character.
 fn clean(text: &str, most: usize) -> String {
     let allowed = |c: char| c.is_alphanumeric() || " +-=._:/@".contains(c);
     let clean: String = text.chars().map(|c| if allowed(c) { c } else { '_' }).take(most).collect();
-    // Reserved.
+    // EC2 reserves this prefix.
     if clean.to_ascii_lowercase().starts_with("aws:") { clean.replacen(':', "_", 1) } else { clean }
 }
 
@@ -67,10 +68,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ours_cannot_be_taken_and_all_fit() {
+    fn users_cannot_override_our_tags_and_all_tags_fit() {
         let mut labels: BTreeMap<String, String> =
             (0..60).map(|n| (format!("l{n}"), "v".to_owned())).collect();
-        labels.insert(CLUSTER.to_owned(), "somebody else's".to_owned());
+        labels.insert(CLUSTER.to_owned(), "another cluster".to_owned());
         labels.insert("aws:odd".to_owned(), "a\nb<".repeat(200));
         let request = CreateRequest { name: "web-0".into(), labels, ..CreateRequest::default() };
         let owner = Owner { cluster: "c".into(), node: "n".into() };

@@ -1,8 +1,8 @@
-//! A pod's disks: EBS volumes that exist already, attached as soon as the VM runs. May call DescribeVolumes, AttachVolume,
+//! Attaches existing EBS volumes as disks of a pod, as soon as the VM runs. May call DescribeVolumes, AttachVolume,
 //! DetachVolume.
 //!
 //! The guest finds a disk by the serial number of its NVMe controller, which is the volume's id without the dash (EC2
-//! User Guide, "Identify NVMe devices"). The device name that EC2 wants means nothing on such machines.
+//! User Guide, "Identify NVMe devices"). The device name that EC2 requires has no meaning on such machines.
 
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
@@ -19,7 +19,7 @@ use crate::ec2::client::{Ec2, until};
 use crate::ec2::looks;
 use crate::ec2::see::State;
 
-/// Between two looks; EC2 takes some seconds to run a VM and to attach a disk.
+/// Pauses between two lookups: the first one, then the others. EC2 takes some seconds to run a VM and to attach a disk.
 const FIRST_LOOK: Duration = Duration::from_millis(300);
 const LOOK_AGAIN: Duration = Duration::from_secs(1);
 
@@ -28,13 +28,13 @@ const LOOK_AGAIN: Duration = Duration::from_secs(1);
 pub(crate) struct Seen {
     pub zone: String,
     pub is_available: bool,
-    /// On which VMs it is, and whether the guest can use it there already.
+    /// VMs that have the volume, each with whether its guest can already use it.
     pub on: Vec<(String, bool)>,
-    /// What EC2 calls its state.
+    /// EC2's name of the state.
     pub state: String,
 }
 
-/// Looks for single volumes. `None`: there is none.
+/// Batcher that looks up single volumes. `None`: there is no such volume.
 pub(crate) type Look = looks::Look<Seen>;
 
 pub(crate) fn inspect(ec2: Ec2) -> Look {
@@ -82,12 +82,12 @@ fn seen(volume: Volume) -> Option<(String, Seen)> {
     Some((volume.volume_id?, seen))
 }
 
-/// How the guest will know it.
+/// Returns the identity by which the guest finds the disk.
 pub(crate) fn identity(volume: &str) -> DiskIdentity {
     DiskIdentity::Serial(volume.replacen("vol-", "vol", 1))
 }
 
-/// Whether it is a volume's id at all.
+/// Checks that the text has the form of a volume id.
 fn checked(volume: &str, what: &str) -> Result<(), Error> {
     let hex = volume.strip_prefix("vol-").unwrap_or_default();
     if hex.len() >= 8 && hex.bytes().all(|byte| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte)) {
@@ -99,16 +99,16 @@ fn checked(volume: &str, what: &str) -> Result<(), Error> {
     )))
 }
 
-/// The names that attachments have on one VM, apart from those that it began with.
+/// Device names of attachments on each VM, apart from those that the VM started with.
 #[derive(Debug, Default)]
 pub(crate) struct Names(Mutex<HashMap<String, HashSet<String>>>);
 
 impl Names {
-    /// A name that is free on this VM, and is not from now on. EC2 recommends `/dev/sd[f-p]`; `/dev/xvd[b-c][a-z]` is
-    /// as good and is enough for every type.
+    /// Reserves a device name that is free on this VM. EC2 recommends `/dev/sd[f-p]`; `/dev/xvd[b-c][a-z]` is as good
+    /// and is enough for every type.
     fn take(&self, vm: &str, used: &[String]) -> Option<String> {
         let mut all = self.0.lock();
-        // One VM's names are of no interest for long; this is no place to grow.
+        // The names of a VM matter for a short time only, so the table is cleared instead of growing.
         if all.len() > 10_000 {
             all.clear();
         }
@@ -126,13 +126,13 @@ impl Names {
         }
     }
 
-    /// Nothing is known of this VM any more.
+    /// Drops all names of a VM.
     pub(crate) fn forget(&self, vm: &str) {
         self.0.lock().remove(vm);
     }
 }
 
-/// Before anything is paid: the volumes are there and free, and in one zone, which is returned.
+/// Checks, before any cost arises, that the volumes exist, are free, and are in one zone. Returns the zone.
 pub(crate) async fn zone_of(aws: &Aws, disks: &[DiskRequest], what: &str) -> Result<Option<String>, Error> {
     let mut first: Option<(&str, String)> = None;
     let looks = disks.iter().map(|disk| async move {
@@ -150,7 +150,8 @@ pub(crate) async fn zone_of(aws: &Aws, disks: &[DiskRequest], what: &str) -> Res
         let (disk, seen) = inspect?;
         if let Some((vm, _)) = seen.on.first() {
             return Err(Error::invalid(format!(
-                "{what}: volume {} is in use by {vm}; end the pod (or whatever it is) that has it, it attaches to one VM only",
+                "{what}: volume {} is in use by {vm}; end the pod or instance that has it, it attaches to \
+                 one VM only",
                 disk.volume
             )));
         }
@@ -174,7 +175,7 @@ pub(crate) async fn zone_of(aws: &Aws, disks: &[DiskRequest], what: &str) -> Res
     Ok(first.map(|(_, zone)| zone))
 }
 
-/// Attaches a volume, or finds it attached; returns when the guest can use it.
+/// Attaches a volume, or finds it attached. Returns when the guest can use it.
 pub(crate) async fn attach(aws: &Aws, id: &InstanceId, disk: &DiskRequest) -> Result<DiskIdentity, Error> {
     let volume = &disk.volume;
     let what = format!("attach of {volume} to {id}");
@@ -191,7 +192,8 @@ pub(crate) async fn attach(aws: &Aws, id: &InstanceId, disk: &DiskRequest) -> Re
             None if !is_asked || seen.is_available => {
                 if let Some((other, _)) = seen.on.first() {
                     return Err(Error::invalid(format!(
-                        "{what}: it is in use by {other}; end the pod (or whatever it is) that has it, it attaches to one VM only"
+                        "{what}: it is in use by {other}; end the pod or instance that has it, it attaches \
+                         to one VM only"
                     )));
                 }
                 is_asked = ask(aws, id, volume, &seen, &what).await?;
@@ -203,7 +205,7 @@ pub(crate) async fn attach(aws: &Aws, id: &InstanceId, disk: &DiskRequest) -> Re
     }
 }
 
-/// Asks for the attachment as soon as the VM runs. `false`: it must be asked again.
+/// Requests the attachment as soon as the VM runs. `false`: it must be requested again.
 async fn ask(aws: &Aws, id: &InstanceId, volume: &str, seen: &Seen, what: &str) -> Result<bool, Error> {
     let ec2 = aws.ec2().await?;
     let vm = aws.wait_for(id, what, |vm| vm.state != State::Pending).await?;
@@ -227,14 +229,14 @@ async fn ask(aws: &Aws, id: &InstanceId, volume: &str, seen: &Seen, what: &str) 
     let Err(failure) = asked else { return Ok(true) };
     let in_use = failure.error.to_string().contains("already in use");
     match failure.code() {
-        // The name is somebody's whom we have not seen: it stays taken, the next one is tried.
+        // An attachment that EC2 does not list yet has the name. The name stays reserved, and the next one is tried.
         "InvalidParameterValue" | "InvalidDevice.InUse" if in_use => Ok(false),
-        // It is on its way, or on another VM: the next look tells.
+        // The volume is being attached, or is on another VM; the next lookup shows it.
         "VolumeInUse" => {
             aws.names.give_back(id.as_str(), &name);
             Ok(false)
         }
-        // EC2 said running a moment ago, and is of two minds.
+        // EC2 listed the VM as running a moment ago; its answers are not consistent yet.
         "IncorrectState" | "IncorrectInstanceState" => {
             aws.names.give_back(id.as_str(), &name);
             Ok(false)
@@ -246,7 +248,7 @@ async fn ask(aws: &Aws, id: &InstanceId, volume: &str, seen: &Seen, what: &str) 
     }
 }
 
-/// Detaches a volume; gone, or on no VM, or on another one, is fine.
+/// Detaches a volume. Succeeds also if the volume does not exist, or is on no VM or on another one.
 pub(crate) async fn detach(aws: &Aws, id: &InstanceId, volume: &str) -> Result<(), Error> {
     let what = format!("detach of {volume} from {id}");
     checked(volume, &what)?;

@@ -1,4 +1,4 @@
-//! The suite that every provider passes, against moto behind the fault proxy.
+//! Runs the conformance suite of all providers against moto behind the fault proxy.
 
 use super::common;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ struct Ec2 {
     provider: Arc<dyn Provider>,
     cloud: Arc<Cloud>,
     volume: String,
-    /// The proxy's; ends after it.
+    /// Runtime of the proxy; ends after it.
     _runtime: tokio::runtime::Runtime,
 }
 

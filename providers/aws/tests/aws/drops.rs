@@ -1,5 +1,5 @@
-//! A create whose caller dies at any instant, and that is repeated by another process, makes one VM. (The same with the real
-//! node: `node.rs`.)
+//! Drops a create at random instants and repeats it from another provider, as after a restart. One VM must result.
+//! (`node.rs` does the same with the real node.)
 
 use super::common;
 use std::time::Duration;
@@ -21,7 +21,8 @@ async fn a_create_dropped_at_a_hundred_random_instants_and_repeated_by_another_p
     for number in 0..100 {
         let wish = placed(&*before, &request(&format!("pod-{number}"))).await.unwrap();
         let key = key("crash", number);
-        // A create takes some 60 ms here: before it is sent, while moto works, while the answer is on its way, after.
+        // A create takes some 60 ms here. The instants are before it is sent, while moto works, while the answer is on
+        // its way, and after it.
         let instant = Duration::from_micros(dice.roll(120_000));
         let answer = tokio::time::timeout(instant, before.create(&wish, &key)).await;
         let again = after.create(&wish, &key).await.unwrap();

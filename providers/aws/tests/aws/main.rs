@@ -1,4 +1,4 @@
-//! The AWS provider against a simulated EC2.
+//! Tests the AWS provider against a simulated EC2.
 
 #![allow(clippy::unwrap_used)] // test code outside of test functions
 

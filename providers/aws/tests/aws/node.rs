@@ -1,8 +1,8 @@
-//! The real peerpod-node with this provider, against moto behind the fault proxy. Shims are played, guests are not: no
-//! pod gets ready, but each gets its VM, its addresses, and its end.
+//! Runs the real peerpod-node with this provider, against moto behind the fault proxy. The tests simulate shims, but no
+//! guests: no pod gets ready, but each gets its VM, its addresses, and its deletion.
 //!
-//! With `PEERPOD_TEST_BENCH=<file>` the figures are added to that summary; with it or with `PEERPOD_TEST_LONG` the counts are the
-//! issue's: 500 pods, 100 kills.
+//! With `PEERPOD_TEST_BENCH=<file>` the figures are added to that summary. With it or with `PEERPOD_TEST_LONG` the
+//! counts are those of the issue: 500 pods, 100 kills.
 
 use super::common;
 use std::collections::{BTreeMap, BTreeSet};
@@ -17,14 +17,14 @@ use peerpod_tests::{Dice, fresh_id, report, sample};
 use peerpod_world::{Daemons, Settings, World, eventually, many};
 use serde_json::json;
 
-/// For anything that is not held up by EC2's buckets.
+/// Longest wait for anything that EC2's buckets do not delay.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 fn is_long() -> bool {
     peerpod_tests::long() || std::env::var_os("PEERPOD_TEST_BENCH").is_some()
 }
 
-/// A node whose cloud is this one.
+/// Node that uses this simulated cloud.
 struct Node {
     daemons: Daemons,
     cloud: Cloud,
@@ -39,10 +39,10 @@ impl Node {
         node
     }
 
-    /// With what came of the start.
+    /// Starts a node; returns it with the result of the start.
     async fn prepare(more: impl FnOnce(Settings) -> Settings) -> (Node, anyhow::Result<()>) {
         let world = World::bare().unwrap();
-        // In the node's network namespace, so that it finds its cloud.
+        // The proxy listens in the node's network namespace, where the node can reach it.
         let listener = world.node().run(|| TcpListener::bind((Ipv4Addr::LOCALHOST, 0))).unwrap().unwrap();
         let cloud = Cloud::behind(Proxy::start_on(listener).await.unwrap()).await;
         let mut settings = Settings::none()
@@ -61,7 +61,7 @@ impl Node {
         (Node { daemons, cloud, world }, started)
     }
 
-    /// Preflight is over: what is counted from here is for pods.
+    /// Waits for the end of preflight, so that later calls are those of pods.
     async fn settled(&self) {
         self.until("preflight is over", || async {
             let metrics = self.daemons.metrics("node").ok()?;
@@ -90,7 +90,7 @@ impl Node {
         (0..count).map(|number| (fresh_id("aws"), many::attach(&self.world, number).unwrap())).collect()
     }
 
-    /// CreateVM of all of them at once, each on a connection of its own, as shims do it.
+    /// Calls CreateVM for all pods at once, each on a connection of its own, as shims do.
     fn create(&self, pods: &[(String, PathBuf)]) -> Vec<tokio::task::JoinHandle<Result<PathBuf, Error>>> {
         let create = |(id, netns): &(String, PathBuf)| {
             let (id, netns, socket) = (id.clone(), netns.clone(), self.daemons.hypervisor_socket());
@@ -109,7 +109,7 @@ impl Node {
         }
     }
 
-    /// Sandbox → VM, of the sandboxes that have a VM with an address.
+    /// Returns sandbox → VM, for the sandboxes that have a VM with an address.
     fn located(&self) -> BTreeMap<String, String> {
         let entries = self.daemons.ledger().unwrap().into_iter();
         let of = |record: &serde_json::Value| {
@@ -124,7 +124,7 @@ impl Node {
         entries.filter_map(|entry| Some((entry.id.clone(), of(&entry.record)?))).collect()
     }
 
-    /// Waits until all of these have a VM with an address; which.
+    /// Waits until all pods have a VM with an address; returns these VMs.
     async fn all_located(&self, pods: &[(String, PathBuf)]) -> BTreeMap<String, String> {
         self.until("every pod has a VM and its address", || async {
             let located = self.located();
@@ -133,7 +133,7 @@ impl Node {
         .await
     }
 
-    /// StopVM of all of them, until the cloud has none of their VMs.
+    /// Calls StopVM for all pods, and waits until the cloud has none of their VMs.
     async fn stop(&self, pods: &[(String, PathBuf)]) {
         let shim = self.daemons.shim().await.unwrap();
         for (id, _) in pods {
@@ -145,7 +145,7 @@ impl Node {
         }
     }
 
-    /// What boto3 sees.
+    /// VMs that boto3 lists.
     async fn witnessed(&self) -> BTreeSet<String> {
         let filter = json!({"Filters": [{"Name": "instance-state-name", "Values": ["pending", "running"]}]});
         let seen = self.cloud.proxy.boto3("describe_instances", &filter).await.unwrap();
@@ -165,7 +165,7 @@ struct Burst {
     fleets: usize,
 }
 
-/// So many CreateVM at once behind EC2's buckets, until each has a VM with an address; then their ends.
+/// Creates `count` pods at once behind EC2's buckets, waits until each has a VM with an address, and stops them all.
 async fn burst(count: usize, batch: &str) -> Burst {
     let node = Node::start(|settings| settings.set("node.batch", batch)).await;
     let pods = node.pods(count);
@@ -225,10 +225,10 @@ async fn with_a_ticket_each_they_are_as_fast_as_the_buckets_permit() {
     report("aws_makespan_vs_buckets", ratio);
     report(&format!("aws_calls_per_pod_{count}_single"), burst.calls_per_pod);
     assert_eq!(burst.failures, 0);
-    // One call each; one whose answer came too late is repeated with its token, and makes nothing.
+    // One call for each pod. A call that got its answer too late is repeated with its token, and makes no VM.
     assert!(burst.fleets >= count, "{} calls for {count} pods", burst.fleets);
     assert!(burst.calls_per_pod <= 1.2, "{} calls per pod", burst.calls_per_pod);
-    // A busy machine is no fault of the node's: what is measured is asserted where it is measured (`make bench-aws`).
+    // Other load on the machine distorts the ratio, so only the benchmark asserts it (`make bench-aws`).
     let busy = std::env::var_os("PEERPOD_TEST_BENCH").is_none();
     assert!(busy || ratio <= 1.2, "{:?} where the buckets permit {permitted} s", burst.took);
 }
@@ -242,7 +242,7 @@ async fn a_node_killed_while_ec2_answers_has_one_vm_for_each_pod_afterwards() {
     let netns: Vec<PathBuf> = node.pods(4).into_iter().map(|(_, netns)| netns).collect();
     let mut extra = 0;
     for round in 0..rounds {
-        // One goes alone, several as a batch.
+        // The node creates a single pod alone, and several as a batch.
         let count = 1 + usize::try_from(dice.roll(4)).unwrap();
         let pods: Vec<(String, PathBuf)> =
             netns.iter().take(count).map(|netns| (fresh_id("killed"), netns.clone())).collect();
@@ -250,10 +250,10 @@ async fn a_node_killed_while_ec2_answers_has_one_vm_for_each_pod_afterwards() {
         if in_between {
             node.cloud.proxy.fail("CreateFleet", Fault::Late(Duration::from_secs(5)), 1);
         }
-        // The relay keeps the calls that a dead node has not answered.
+        // The relay keeps the calls that the killed node has not answered.
         let calls = node.create(&pods);
         if in_between {
-            // EC2 has done it, and has not said so.
+            // EC2 has executed the call, but has not answered it.
             node.until("EC2 is late", || async { (node.cloud.proxy.late() > 0).then_some(()) }).await;
         }
         tokio::time::sleep(Duration::from_millis(dice.roll(400))).await;
@@ -273,7 +273,7 @@ async fn a_node_killed_while_ec2_answers_has_one_vm_for_each_pod_afterwards() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_vm_that_ec2_takes_back_is_told_with_its_pods_name() {
+async fn an_interrupted_spot_vm_is_reported_with_its_pods_name() {
     let node = Node::start(|settings| {
         settings.set("provider.aws.market", "spot").set("provider.aws.spot-watch", "1s")
     })
@@ -282,8 +282,8 @@ async fn a_vm_that_ec2_takes_back_is_told_with_its_pods_name() {
     node.answered(node.create(&pods)).await;
     let vm = node.all_located(&pods).await.remove(&pods[0].0).unwrap();
     for (code, kind, words) in [
-        ("marked-for-termination", "interruption", "the cloud takes this pod's VM back"),
-        ("instance-terminated-no-capacity", "ended", "says that this pod's VM has ended"),
+        ("marked-for-termination", "interruption", "the cloud reclaims this pod's VM"),
+        ("instance-terminated-no-capacity", "ended", "reports that this pod's VM has ended"),
     ] {
         node.cloud.proxy.interrupt(&vm, code);
         node.until(kind, || async {
@@ -300,7 +300,7 @@ async fn a_vm_that_ec2_takes_back_is_told_with_its_pods_name() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_a_pod_or_a_node_wishes_is_had_or_refused_in_clear_words() {
+async fn an_unsupported_request_is_refused_with_a_clear_text() {
     let node = Node::start(|settings| {
         settings
             .set("provider.aws.instance-types", "m6a.large,c6a.large")
@@ -336,7 +336,7 @@ async fn what_a_pod_or_a_node_wishes_is_had_or_refused_in_clear_words() {
     assert!(vms.contains(&("eu-central-1c", None)), "on demand, in the zone: {vms:?}");
     assert!(
         vms.iter().any(|(zone, market)| *zone != "eu-central-1a" && *market == Some("spot")),
-        "the node's: {vms:?}"
+        "the node's VMs: {vms:?}"
     );
     for (key, value, parts) in [
         (
@@ -350,7 +350,7 @@ async fn what_a_pod_or_a_node_wishes_is_had_or_refused_in_clear_words() {
         let error = shim.create_vm(&pods[2].0, annotations, &pods[2].1).await.unwrap_err().to_string();
         assert!(parts.iter().all(|part| error.contains(part)), "{error}");
     }
-    // What only the provider can refuse comes with StartVM.
+    // StartVM returns the refusals of the provider.
     let annotations = Annotations::new("default", "tdx").raw("io.peerpod/confidential", Some("tdx"));
     shim.create_vm(&pods[3].0, annotations, &pods[3].1).await.unwrap();
     let error = shim.start_vm(&pods[3].0).await.unwrap_err().to_string();
@@ -362,7 +362,7 @@ async fn what_a_pod_or_a_node_wishes_is_had_or_refused_in_clear_words() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_ec2_refuses_is_told_to_whoever_starts_the_pod() {
+async fn a_refusal_of_ec2_reaches_the_pods_error() {
     let node =
         Node::start(|settings| settings.set("provider.aws.instance-types", "m6a.large,c6a.large")).await;
     let shim = node.daemons.shim().await.unwrap();
@@ -393,14 +393,14 @@ async fn what_ec2_refuses_is_told_to_whoever_starts_the_pod() {
     let error = told(number, plain().machine_type("p5.48xlarge")).await;
     assert!(error.contains("p5.48xlarge") && error.contains("not part of"), "{error}");
     let error = told(number + 1, plain().size("96", 1 << 20)).await;
-    // With the guest's 256 MiB, and a 32nd of both.
+    // With the guest's 256 MiB, and 1/32 of both.
     assert!(error.contains("vcpus (96) and memory (1081608), the guest's own included"), "{error}");
     node.cloud.proxy.set_stock("*", "*", "*", 0);
     let error = told(number + 2, plain().machine_type("m6a.large")).await;
     for part in ["m6a.large in eu-central-1a", "InsufficientInstanceCapacity"] {
         assert!(error.contains(part), "{part} in {error}");
     }
-    // The first is refused by EC2, the next one by what is remembered of that.
+    // EC2 refuses the first pod. The provider remembers this and refuses the second one itself.
     node.cloud.proxy.heal();
     node.cloud.proxy.fail("CreateFleet", Fault::refuse(400, "VcpuLimitExceeded", "Because."), 1);
     for more in [3, 4] {

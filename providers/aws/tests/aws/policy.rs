@@ -1,4 +1,4 @@
-//! The policy in `iam-policy.json` allows what a whole life of VMs asks for, and nothing that it does not.
+//! Checks that `iam-policy.json` allows exactly the calls that a whole life of VMs needs.
 
 use super::common;
 use std::collections::BTreeSet;
@@ -8,12 +8,12 @@ use futures_util::StreamExt;
 use peerpod_provider_api::{CreateRequest, DiskRequest, Provider};
 use serde_json::{Value, json};
 
-/// What EC2 checks beside the action that is called: who makes a fleet must be allowed to run VMs, and who marks what is
-/// made must be allowed to mark (EC2 User Guide, "EC2 Fleet permissions", "Grant permission to tag on creation").
+/// Actions that EC2 checks beside the called one. CreateFleet needs the right to run VMs, and tags at creation need the
+/// right to tag (EC2 User Guide, "EC2 Fleet permissions", "Grant permission to tag on creation").
 const CHECKED_BESIDE: [&str; 2] = ["RunInstances", "CreateTags"];
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_policy_is_what_we_ask_for() {
+async fn the_policy_allows_exactly_our_calls() {
     let cloud = Cloud::start().await;
     let nic = json!({"SubnetId": cloud.subnets[0], "TagSpecifications": [{"ResourceType": "network-interface", "Tags": [
         {"Key": "peerpod.cluster", "Value": "c"}, {"Key": "peerpod.node", "Value": "n"}]}]});
@@ -52,5 +52,5 @@ async fn the_policy_is_what_we_ask_for() {
         };
         allowed.extend(actions.into_iter().map(|action| action.strip_prefix("ec2:").unwrap().to_owned()));
     }
-    assert_eq!(asked, allowed, "left: what we ask for; right: what the policy allows");
+    assert_eq!(asked, allowed, "left: our calls; right: the calls that the policy allows");
 }

@@ -1,5 +1,5 @@
-//! Whatever EC2 refuses ends in an error that names the cause and what to do; whatever goes wrong on the way makes
-//! neither two VMs nor a lost one.
+//! Checks that each refusal of EC2 ends in an error that names the cause and the remedy, and that no failure on the way
+//! makes two VMs or loses one.
 
 use super::common;
 use std::time::{Duration, Instant};
@@ -8,7 +8,7 @@ use common::{Cloud, OTHER_IMAGE, PATIENCE, key, placed, request, until, within};
 use peerpod_provider_api::{CreateRequest, DiskRequest, Error, Provider};
 use peerpod_test_ec2::Fault;
 
-/// The class, and every part of the text.
+/// Asserts the class of an error, and every part of its text.
 #[track_caller]
 fn says(error: &Error, class: &str, parts: &[&str]) {
     assert_eq!(error.class(), class, "{error}");
@@ -20,7 +20,7 @@ fn says(error: &Error, class: &str, parts: &[&str]) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_type_that_there_is_none_of_is_fallen_back_from_and_passed_over_for_a_while() {
+async fn an_exhausted_type_is_skipped_for_a_while() {
     let cloud = Cloud::start().await;
     let provider = cloud.provider(&[("instance-types", "m6a.large,c6a.large,r6a.large")]);
     cloud.proxy.set_stock("c6a.large", "*", "*", 0);
@@ -28,7 +28,7 @@ async fn a_type_that_there_is_none_of_is_fallen_back_from_and_passed_over_for_a_
     let first = placed(&*provider, &request("a")).await.unwrap();
     let made = provider.create(&first, &key("fallback", 0)).await.unwrap();
     assert_eq!(made.instance_type.as_deref(), Some("m6a.large"), "in another zone");
-    // The next one does not name what there was none of.
+    // The next placement does not contain the type that had no capacity.
     let second = placed(&*provider, &request("b")).await.unwrap();
     let placement = second.placement.as_ref().unwrap().as_str();
     assert!(!placement.contains("c6a.large"), "{placement}");
@@ -51,7 +51,7 @@ async fn spot_falls_back_to_on_demand() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn when_there_is_nothing_at_all_the_error_names_all_that_was_tried() {
+async fn without_any_capacity_the_error_names_all_tried_offerings() {
     let cloud = Cloud::start().await;
     for launch in ["fleet", "run"] {
         let provider = cloud.provider(&[("instance-types", "m6a.large,c6a.large"), ("launch", launch)]);
@@ -80,7 +80,7 @@ async fn when_there_is_nothing_at_all_the_error_names_all_that_was_tried() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn quotas_and_rights_and_names_are_told_with_their_remedy() {
+async fn errors_of_quotas_rights_and_names_give_a_remedy() {
     let cloud = Cloud::start().await;
     let refusals = [
         ("VcpuLimitExceeded", 400, "quota", "ask for a higher quota"),
@@ -107,7 +107,7 @@ async fn quotas_and_rights_and_names_are_told_with_their_remedy() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_is_out_of_date_or_not_allowed_is_told_by_preflight_all_at_once() {
+async fn preflight_reports_all_expired_and_forbidden_things_at_once() {
     let cloud = Cloud::start().await;
     for action in ["DescribeImages", "DescribeInstanceTypes", "DescribeInstances"] {
         cloud.proxy.deny(action);
@@ -129,7 +129,7 @@ async fn what_is_out_of_date_or_not_allowed_is_told_by_preflight_all_at_once() {
     let expired = cloud.provider(&[]).preflight().await.unwrap_err();
     says(&expired, "auth", &["RequestExpired", "renew the credentials", "clock"]);
     cloud.proxy.heal();
-    // Rights that only the tidying needs are a warning.
+    // Missing rights for the cleanup alone are a warning.
     cloud.proxy.deny("DescribeNetworkInterfaces");
     let found = cloud.provider(&[]).preflight().await.unwrap();
     assert!(
@@ -140,7 +140,7 @@ async fn what_is_out_of_date_or_not_allowed_is_told_by_preflight_all_at_once() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn settings_that_name_what_is_not_there_are_told_by_preflight() {
+async fn preflight_reports_settings_that_name_missing_objects() {
     let cloud = Cloud::start().await;
     type Settings = [(&'static str, &'static str)];
     let cases: [(&Settings, &[&str]); 5] = [
@@ -174,8 +174,12 @@ async fn a_lost_or_late_answer_and_a_reset_make_one_vm() {
         let key = key("lost", number);
         cloud.proxy.fail("CreateFleet", fault.clone(), 1);
         let error = provider.create(&request, &key).await.unwrap_err();
-        says(&error, "transient", &["create of web-0", "no answer from EC2 to CreateFleet", "check the way"]);
-        // As after a restart of the node: another process, the same request and key.
+        says(
+            &error,
+            "transient",
+            &["create of web-0", "no answer from EC2 to CreateFleet", "check the route"],
+        );
+        // As after a restart of the node: another provider with the same request and key.
         let later = cloud.provider(&[]);
         let made = later.create(&request, &key).await.unwrap();
         until("EC2 has one VM of the key", || async {
@@ -196,7 +200,7 @@ async fn a_repeated_create_with_newer_settings_finds_what_the_older_ones_made() 
     let key = key("newer", 0);
     cloud.proxy.fail("CreateFleet", Fault::LostAnswer, 1);
     provider.create(&request, &key).await.unwrap_err();
-    // The client token is the same, the tags are not: EC2 refuses it, and the list does not show the VM yet.
+    // The client token is the same, but the tags differ: EC2 refuses the call, and its list does not show the VM yet.
     let newer = cloud.provider(&[("tags", "team=blue")]);
     let made = newer.create(&request, &key).await.unwrap();
     assert_eq!(cloud.machines().await, [made.id.to_string()]);
@@ -206,7 +210,7 @@ async fn a_repeated_create_with_newer_settings_finds_what_the_older_ones_made() 
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_ec2_does_not_show_yet_is_neither_lost_nor_taken_for_gone() {
+async fn a_vm_that_ec2_does_not_list_yet_is_kept() {
     let cloud = Cloud::start().await;
     cloud.proxy.set_lag(Duration::from_secs(2));
     let provider = cloud.provider(&[]);
@@ -214,7 +218,7 @@ async fn what_ec2_does_not_show_yet_is_neither_lost_nor_taken_for_gone() {
     let made = provider.create(&request("web-0"), &key).await.unwrap();
     let listed = provider.list_owned().await.unwrap();
     assert!(listed.iter().any(|vm| vm.id == made.id && vm.key.as_ref() == Some(&key)), "{listed:?}");
-    // A delete that EC2 denies is tried again, not believed.
+    // A delete fails while EC2 does not know the VM yet, and is repeated.
     let denied = provider.delete(&made.id).await.unwrap_err();
     says(&denied, "transient", &["EC2 does not know it yet"]);
     assert!(!provider.addresses(&made.id).await.unwrap().is_empty(), "it waits until it is seen");
@@ -224,7 +228,7 @@ async fn what_ec2_does_not_show_yet_is_neither_lost_nor_taken_for_gone() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_caller_who_cannot_have_its_turn_in_time_hears_why() {
+async fn a_caller_without_a_turn_in_time_gets_the_reason() {
     let cloud = Cloud::start().await;
     let provider = cloud.provider(&[("launch", "run")]);
     provider.preflight().await.unwrap();
@@ -252,7 +256,7 @@ async fn a_caller_who_cannot_have_its_turn_in_time_hears_why() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_disk_in_the_wrong_place_or_in_use_is_told_before_anything_is_paid() {
+async fn a_disk_in_use_or_in_another_zone_is_refused_before_any_launch() {
     let cloud = Cloud::start().await;
     let provider = cloud.provider(&[("subnet-ids", cloud.subnets[0].as_str())]);
     let disk = |volume: &str| CreateRequest {
@@ -273,13 +277,13 @@ async fn a_disk_in_the_wrong_place_or_in_use_is_told_before_anything_is_paid() {
     let error = provider.place(&disk("pvc-1")).await.unwrap_err();
     says(&error, "invalid", &["pvc-1", "they look like vol-"]);
     assert_eq!(cloud.machines().await.len(), 1, "nothing else was made");
-    // A VM elsewhere, whoever made it: the refusal of EC2 itself.
+    // An attachment to a VM in another zone is refused.
     let error = volumes.attach(&other.id, &disk(&elsewhere).disks[0]).await.unwrap_err();
     says(&error, "invalid", &["eu-central-1b", "give a subnet in the volume's zone"]);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn several_who_look_at_one_vm_and_one_disk_all_see_it() {
+async fn concurrent_lookups_of_one_vm_and_one_disk_all_succeed() {
     let cloud = Cloud::start().await;
     let provider = cloud.provider(&[]);
     let made = provider.create(&request("web-0"), &key("several", 0)).await.unwrap();
@@ -310,7 +314,7 @@ async fn user_data_that_ec2_would_refuse_is_refused_before_any_call() {
     let long = CreateRequest { user_data: "x".repeat(17 << 10), ..request("web-0") };
     says(&provider.create(&long, &key("long", 0)).await.unwrap_err(), "invalid", &["17408 bytes", "16384"]);
     assert!(cloud.proxy.calls().is_empty());
-    // The proxy refuses it as EC2 does; were our check wrong, this is what a person would read.
+    // The proxy refuses such a call as EC2 does. If the provider's own check failed, this error would be returned.
     cloud.proxy.fail(
         "CreateFleet",
         Fault::refuse(400, "InvalidUserData.Malformed", "User data is limited"),
@@ -321,7 +325,7 @@ async fn user_data_that_ec2_would_refuse_is_refused_before_any_call() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_image_that_is_not_there_is_the_pods_mistake() {
+async fn a_missing_image_is_the_pods_mistake() {
     let cloud = Cloud::start().await;
     let provider = cloud.provider(&[]);
     let absent = CreateRequest { image: Some("ami-0123456789abcdef0".into()), ..request("web-0") };

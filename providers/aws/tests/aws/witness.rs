@@ -1,4 +1,4 @@
-//! What a create made, as boto3 sees it, equals what was asked.
+//! Checks with boto3 that a create made the requested VM.
 
 use super::common;
 use base64::{Engine, engine::general_purpose::STANDARD};
@@ -6,7 +6,7 @@ use common::{ARM_IMAGE, Cloud, IMAGE, OTHER_IMAGE, key, placed, request, until};
 use peerpod_provider_api::{Arch, CreateRequest, DiskIdentity, DiskRequest, Provider, Size};
 use serde_json::{Value, json};
 
-/// The only VM that has this name.
+/// Returns the only VM with this name.
 async fn vm(cloud: &Cloud, name: &str) -> Value {
     let filters = json!({"Filters": [{"Name": "tag:Name", "Values": [name]}]});
     let mut found = cloud.proxy.boto3("describe_instances", &filters).await.unwrap();
@@ -21,7 +21,7 @@ fn tag<'v>(vm: &'v Value, name: &str) -> &'v str {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_fleet_makes_what_was_asked() {
+async fn a_fleet_makes_the_requested_vm() {
     let cloud = Cloud::start().await;
     let provider = cloud.provider(&[
         ("instance-types", "m6a.large,m6a.2xlarge,c6a.large"),
@@ -63,7 +63,7 @@ async fn a_fleet_makes_what_was_asked() {
     let data = cloud.proxy.boto3("describe_instance_attribute", &ask).await.unwrap();
     let data = STANDARD.decode(data["UserData"]["Value"].as_str().unwrap()).unwrap();
     assert_eq!(data, wish.user_data.as_bytes());
-    // What moto does not give a fleet's VMs is in the template, and EC2 does.
+    // Moto does not give these properties to the VMs of a fleet; EC2 does. So the test checks the template.
     let templates = cloud.proxy.boto3("describe_launch_templates", &json!({})).await.unwrap();
     let templates = templates["LaunchTemplates"].as_array().unwrap();
     assert_eq!(templates.len(), 1, "{templates:?}");
@@ -85,7 +85,7 @@ async fn a_fleet_makes_what_was_asked() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_a_pod_may_say_itself_reaches_its_vm() {
+async fn allowed_annotations_reach_the_vm() {
     let cloud = Cloud::start().await;
     let provider = cloud.provider(&[("instance-types", "m6a.large,c6a.large"), ("market", "spot-first")]);
     let mut wish = CreateRequest {
@@ -99,7 +99,7 @@ async fn what_a_pod_may_say_itself_reaches_its_vm() {
     let seen = vm(&cloud, "web-0").await;
     assert_eq!((&seen["InstanceType"], &seen["ImageId"]), (&json!("c6a.large"), &json!(OTHER_IMAGE)));
     assert_eq!(seen["InstanceLifecycle"], "spot");
-    // The other image's root device, not the template's.
+    // The root device is that of the other image, not that of the template.
     let calls = cloud.proxy.calls();
     let fleet = calls.iter().find(|call| call.action == "CreateFleet").unwrap();
     let root = fleet.params.iter().find(|(key, _)| key.ends_with("DeviceName")).unwrap();
@@ -107,7 +107,7 @@ async fn what_a_pod_may_say_itself_reaches_its_vm() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn run_instances_makes_the_same_where_a_fleet_does_not_fit() {
+async fn run_instances_makes_the_same_vm_as_a_fleet() {
     let cloud = Cloud::start().await;
     let provider = cloud.provider(&[("second-subnet-ids", cloud.subnets[2].as_str()), ("tags", "team=blue")]);
     let wish = CreateRequest { second_nic: true, ..request("web-0") };
@@ -138,7 +138,7 @@ async fn run_instances_makes_the_same_where_a_fleet_does_not_fit() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_public_address_is_had_and_is_the_one_to_use() {
+async fn a_vm_gets_a_public_address_and_uses_it() {
     let cloud = Cloud::start().await;
     let provider = cloud.provider(&[("use-public-ip", "true"), ("launch", "run")]);
     let made = provider.create(&request("web-0"), &key("public", 0)).await.unwrap();
@@ -149,7 +149,7 @@ async fn a_public_address_is_had_and_is_the_one_to_use() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn disks_are_attached_while_the_guest_boots_and_known_by_their_serial() {
+async fn disks_are_attached_during_boot_and_found_by_serial() {
     let cloud = Cloud::start().await;
     cloud.proxy.set_boot(std::time::Duration::from_secs(2));
     let provider = cloud.provider(&[]);
@@ -160,7 +160,7 @@ async fn disks_are_attached_while_the_guest_boots_and_known_by_their_serial() {
     let wish = CreateRequest { disks: disks.clone(), ..request("web-0") };
     let wish = placed(&*provider, &wish).await.unwrap();
     let made = provider.create(&wish, &key("disks", 0)).await.unwrap();
-    until("both are attached without anybody asking", || async {
+    until("both are attached without a request", || async {
         vm(&cloud, "web-0").await["BlockDeviceMappings"].as_array().is_some_and(|all| all.len() == 3)
     })
     .await;
@@ -205,7 +205,7 @@ async fn the_newest_image_of_a_name_is_found_for_the_pods_processors() {
     provider.create(&request("web-1"), &key("named", 1)).await.unwrap();
     assert_eq!(vm(&cloud, "web-1").await["ImageId"], ARM_IMAGE);
     assert_eq!(cloud.proxy.count(Some("DescribeImages")), 2, "once per provider, not per pod");
-    // One provider for both: the name stands for an image of each.
+    // One provider for both architectures: the name matches an image of each.
     let both: Vec<_> = named
         .into_iter()
         .chain([("instance-types", "m6a.large,m7g.large"), ("disable-cvm", "true")])
@@ -222,7 +222,7 @@ async fn the_newest_image_of_a_name_is_found_for_the_pods_processors() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_batch_is_one_call_and_all_of_it_is_found_by_its_key() {
+async fn a_batch_is_one_call_and_its_key_finds_all_vms() {
     let cloud = Cloud::start().await;
     let provider = cloud.provider(&[("instance-types", "m6a.large,c6a.large"), ("market", "spot-first")]);
     cloud.proxy.set_stock("*", "*", "spot", 5);
@@ -241,7 +241,7 @@ async fn a_batch_is_one_call_and_all_of_it_is_found_by_its_key() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn fewer_than_asked_for_is_an_answer_that_says_why() {
+async fn a_partial_batch_gives_the_reason() {
     let cloud = Cloud::start().await;
     let provider = cloud.provider(&[("subnet-ids", cloud.subnets[0].as_str())]);
     cloud.proxy.set_stock("m6a.large", "*", "*", 7);
@@ -257,7 +257,7 @@ async fn fewer_than_asked_for_is_an_answer_that_says_why() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_template_that_somebody_removed_is_made_again() {
+async fn a_removed_template_is_made_again() {
     let cloud = Cloud::start().await;
     let provider = cloud.provider(&[]);
     provider.create(&request("web-0"), &key("template", 0)).await.unwrap();
@@ -269,7 +269,7 @@ async fn a_template_that_somebody_removed_is_made_again() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_template_of_ones_own_is_used_and_none_made() {
+async fn a_configured_template_is_used_and_none_is_made() {
     let cloud = Cloud::start().await;
     let data = json!({
         "LaunchTemplateName": "mine",
@@ -285,7 +285,7 @@ async fn a_template_of_ones_own_is_used_and_none_made() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn nics_that_hang_on_nothing_go_at_preflight_and_only_ours() {
+async fn preflight_deletes_only_our_unattached_nics() {
     let cloud = Cloud::start().await;
     let nic = |node: &str| {
         json!({"SubnetId": cloud.subnets[0], "TagSpecifications": [{"ResourceType": "network-interface", "Tags": [
@@ -302,7 +302,7 @@ async fn nics_that_hang_on_nothing_go_at_preflight_and_only_ours() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn who_only_collects_needs_no_image_and_sees_the_vms_of_all_nodes() {
+async fn a_collector_needs_no_image_and_lists_the_vms_of_all_nodes() {
     let cloud = Cloud::start().await;
     for (number, node) in (0..).zip(["n", "m"]) {
         cloud.provider_of(node, &[]).create(&request(node), &key("collect", number)).await.unwrap();
@@ -326,7 +326,7 @@ async fn who_only_collects_needs_no_image_and_sees_the_vms_of_all_nodes() {
     assert_eq!(asked, ["DescribeInstances", "TerminateInstances"], "nothing else is needed for it");
 }
 
-/// The offerings of a request's placement, in their order.
+/// Returns the offerings of a request's placement, in their order.
 async fn places(provider: &dyn Provider, name: &str) -> Vec<(String, String)> {
     let wish = placed(provider, &request(name)).await.unwrap();
     let placement: Value = serde_json::from_str(wish.placement.unwrap().as_str()).unwrap();
@@ -336,7 +336,7 @@ async fn places(provider: &dyn Provider, name: &str) -> Vec<(String, String)> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_cheapest_spot_offering_comes_first_as_ec2_or_the_administrator_says() {
+async fn the_cheapest_spot_offering_by_ec2_or_by_configured_price_comes_first() {
     let cloud = Cloud::start().await;
     for (machine, zone, price) in [
         ("m6a.large", "eu-central-1a", "0.0400"),
@@ -358,7 +358,7 @@ async fn the_cheapest_spot_offering_comes_first_as_ec2_or_the_administrator_says
     assert_eq!(first, expected.map(|(machine, zone)| (machine.to_owned(), zone.to_owned())));
     let provider = cloud.provider(&[types, ("market", "spot"), ("prices", "m6a.large/spot=0.001")]);
     assert_eq!(places(&*provider, "b").await[0].0, "m6a.large", "the administrator knows better");
-    // Without the right to ask the order is by size, and that is said.
+    // Without the right to read prices the order is by size, and preflight warns.
     cloud.proxy.deny("DescribeSpotPriceHistory");
     let warnings =
         cloud.provider(&[types, ("market", "spot")]).preflight().await.unwrap().warnings.join("; ");
@@ -366,7 +366,7 @@ async fn the_cheapest_spot_offering_comes_first_as_ec2_or_the_administrator_says
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_administrators_prices_are_the_fleets_priorities() {
+async fn configured_prices_become_fleet_priorities() {
     let cloud = Cloud::start().await;
     let types = ("instance-types", "m6a.large,c6a.large");
     let provider = cloud.provider(&[types, ("prices", "m6a.large=0.01,c6a.large=0.02")]);
@@ -382,5 +382,5 @@ async fn the_administrators_prices_are_the_fleets_priorities() {
         |number: u32| said(&format!("{overrides}.{number}.Priority")).unwrap().parse::<f64>().unwrap();
     assert_eq!(said(&format!("{overrides}.1.InstanceType")), Some("m6a.large"));
     assert!(priority(1) < priority(2), "the lowest number comes first");
-    assert_eq!(cloud.proxy.count(Some("DescribeSpotPriceHistory")), 0, "nobody asks for what is not used");
+    assert_eq!(cloud.proxy.count(Some("DescribeSpotPriceHistory")), 0, "unused facts cause no call");
 }

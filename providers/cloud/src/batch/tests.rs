@@ -43,7 +43,7 @@ fn calls(log: &Log) -> Vec<(&'static str, Vec<u32>)> {
 }
 
 #[tokio::test(start_paused = true)]
-async fn who_comes_within_a_moment_shares_one_call_and_gets_its_own_answer() {
+async fn concurrent_callers_share_one_call_and_get_their_own_answers() {
     let (batcher, log) = doubler(Window::LIST, Duration::ZERO);
     let items: Vec<u32> = (100..150).collect();
     let start = Instant::now();
@@ -100,7 +100,7 @@ async fn one_bad_item_fails_alone() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_concerns_all_is_told_to_all_and_not_tried_in_pieces() {
+async fn a_common_error_reaches_all_and_is_not_retried_singly() {
     let (batcher, log) = doubler(Window::LIST, Duration::ZERO);
     let answers = ask(&batcher, "k", &[1, 503, 2]).await;
     assert!(answers.iter().all(|answer| matches!(answer, Err(Error::Transient { .. }))), "{answers:?}");
@@ -108,7 +108,7 @@ async fn what_concerns_all_is_told_to_all_and_not_tried_in_pieces() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_caller_that_goes_away_takes_nobody_with_it() {
+async fn a_dropped_caller_ends_no_other() {
     // While the window is open: the item is left out of the call.
     let (batcher, log) = doubler(Window::LIST, Duration::from_secs(1));
     let first = {
@@ -143,7 +143,7 @@ async fn a_caller_that_goes_away_takes_nobody_with_it() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn nobody_waits_longer_than_its_deadline_and_the_others_wait_on() {
+async fn each_caller_waits_until_its_own_deadline() {
     let (batcher, _log) = doubler(Window::LIST, Duration::from_secs(5));
     let start = Instant::now();
     let hasty = batcher.ask("k", 1, start + Duration::from_secs(1), "delete of i-1");
@@ -156,7 +156,7 @@ async fn nobody_waits_longer_than_its_deadline_and_the_others_wait_on() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_call_that_panics_or_answers_too_few_leaves_nobody_waiting() {
+async fn a_panicking_or_short_call_fails_all_waiting_callers() {
     let batcher: Batcher<(), u32, u32> = Batcher::new(Window::LIST, |(), items: Vec<u32>, _| async move {
         assert!(!items.contains(&1), "a bug");
         Ok(vec![Ok(0)])

@@ -35,7 +35,7 @@ async fn times(scheduler: &Scheduler, count: u32) -> Vec<f64> {
 }
 
 #[tokio::test(start_paused = true)]
-async fn in_no_window_go_more_calls_than_the_bucket_gives() {
+async fn no_window_has_more_calls_than_the_bucket_allows() {
     let scheduler = scheduler(2.0, 5);
     let times = times(&scheduler, 50).await;
     for (first, from) in times.iter().enumerate() {
@@ -59,7 +59,7 @@ async fn a_bucket_that_rested_is_full_again_and_no_fuller() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_owner_with_many_calls_does_not_stand_before_one_with_few() {
+async fn an_owner_with_many_calls_does_not_delay_one_with_few() {
     let scheduler = scheduler(1.0, 1);
     let order = Mutex::new(Vec::new());
     let one = |owner: &'static str| {
@@ -84,7 +84,7 @@ async fn an_owner_with_many_calls_does_not_stand_before_one_with_few() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn who_cannot_have_its_turn_in_time_hears_so_at_once() {
+async fn a_caller_without_a_turn_in_time_fails_at_once() {
     let scheduler = scheduler(2.0, 5);
     let start = Instant::now();
     let waiting = join_all((0..25).map(|n| {
@@ -110,7 +110,7 @@ async fn who_cannot_have_its_turn_in_time_hears_so_at_once() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn who_is_held_up_by_a_throttle_hears_it_at_its_deadline() {
+async fn a_throttled_caller_fails_at_its_deadline() {
     let scheduler = scheduler(10.0, 1);
     let throttled = AtomicU32::new(0);
     let start = Instant::now();
@@ -128,7 +128,7 @@ async fn who_is_held_up_by_a_throttle_hears_it_at_its_deadline() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_caller_that_goes_away_gives_its_place_back() {
+async fn a_dropped_caller_frees_its_place() {
     let scheduler = scheduler(1.0, 1);
     times(&scheduler, 1).await;
     let start = Instant::now();
@@ -148,7 +148,7 @@ async fn a_caller_that_goes_away_gives_its_place_back() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_turn_that_nobody_takes_goes_to_the_next() {
+async fn an_unused_turn_goes_to_the_next_caller() {
     // The turn is granted, and the call is dropped before it reads the grant. Neither token nor slot may be lost.
     let scheduler = Scheduler::new(Table::new(Limits::new(1.0, 1).at_once(1)));
     times(&scheduler, 1).await;
@@ -196,7 +196,7 @@ async fn a_call_without_an_answer_ends_at_its_deadline() {
         scheduler.run(call("pod", Duration::from_secs(3)), std::future::pending::<Result<(), Error>>);
     let error = answer.await.unwrap_err();
     assert!(matches!(error, Error::Transient { .. }), "{error:?}");
-    assert!(error.to_string().contains("what it did is unknown"), "{error}");
+    assert!(error.to_string().contains("its effect is unknown"), "{error}");
     assert_eq!(start.elapsed(), Duration::from_secs(3));
 }
 
@@ -230,7 +230,7 @@ impl Cloud {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_account_that_has_less_than_its_figures_is_learned_and_all_calls_succeed() {
+async fn a_lower_real_limit_is_learned_and_all_calls_succeed() {
     // The table has 10 per second and 50 at once; the account has 2 and 5.
     let (scheduler, cloud) = (scheduler(10.0, 50), Cloud::new(2.0, 5.0));
     let start = Instant::now();
@@ -278,7 +278,7 @@ async fn two_nodes_come_to_share_one_account() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn calls_that_were_throttled_together_are_one_lesson_and_what_was_lost_comes_back() {
+async fn calls_throttled_together_lower_the_rate_once_and_it_recovers() {
     let table = Table::new(Limits::new(8.0, 100));
     let source = Adaptive::new(&table);
     let sent = Instant::now();
@@ -292,7 +292,10 @@ async fn calls_that_were_throttled_together_are_one_lesson_and_what_was_lost_com
     assert_eq!(source.rate("other"), Some(2.0));
     let now = Instant::now();
     let again = source.take("other", now).unwrap_err() - now;
-    assert!((7.0..=10.5).contains(&again.as_secs_f64()), "at least what the cloud asks for: {again:?}");
+    assert!(
+        (7.0..=10.5).contains(&again.as_secs_f64()),
+        "at least the pause that the cloud asks for: {again:?}"
+    );
     tokio::time::advance(again).await;
     source.take("other", Instant::now()).unwrap();
     for _ in 0..20 {
@@ -359,7 +362,7 @@ async fn buckets_do_not_wait_for_each_other_and_calls_are_counted() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn nothing_is_kept_of_owners_that_are_gone() {
+async fn state_of_gone_owners_is_dropped() {
     let scheduler = scheduler(1000.0, 1);
     times(&scheduler, 500).await;
     assert_eq!(scheduler.lines.kept(), HashMap::from([("other", 0)]));

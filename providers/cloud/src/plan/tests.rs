@@ -99,7 +99,7 @@ fn real_sizes_that_a_binary_search_does_not_find_are_found() {
 }
 
 #[test]
-fn prices_decide_across_types_zones_and_markets_and_what_has_none_comes_last() {
+fn prices_order_all_offerings_and_unpriced_ones_come_last() {
     let mut catalogue = small_catalogue();
     let mut prices = Prices::default();
     prices.set("m6a.large", None, Market::OnDemand, 100);
@@ -133,7 +133,7 @@ fn among_equals_the_nodes_own_zone_comes_first() {
 }
 
 #[test]
-fn disks_and_zones_and_what_is_sold_narrow_the_places() {
+fn disks_zones_and_the_catalogue_narrow_the_places() {
     let mut catalogue = small_catalogue();
     catalogue.places.push(place("eu-1c"));
     let sold = |zones: &[&str]| zones.iter().map(|zone| (*zone).to_owned()).collect::<HashSet<_>>();
@@ -152,7 +152,7 @@ fn disks_and_zones_and_what_is_sold_narrow_the_places() {
 }
 
 #[test]
-fn a_pod_without_wishes_gets_the_default_and_a_named_type_wins_over_sizes() {
+fn a_pod_without_requirements_gets_the_default_and_a_named_type_wins() {
     let catalogue = small_catalogue();
     let policy = on_demand(&catalogue.types);
     let of = |need: &Need| plan(&catalogue, need, &policy, &Marks::default(), Instant::now());
@@ -167,7 +167,7 @@ fn a_pod_without_wishes_gets_the_default_and_a_named_type_wins_over_sizes() {
 }
 
 #[test]
-fn a_refusal_says_what_would_have_done_first_and_then_the_rest_by_its_reason() {
+fn a_refusal_names_nearly_fitting_offerings_first_then_the_rest_by_reason() {
     let mut catalogue = small_catalogue();
     catalogue.types.extend((0..310).map(|number| machine(&format!("t{number}.nano"), 1, 1)));
     let policy = on_demand(&catalogue.types);
@@ -197,7 +197,7 @@ fn a_refusal_says_what_would_have_done_first_and_then_the_rest_by_its_reason() {
 }
 
 #[test]
-fn when_no_type_is_large_enough_the_words_are_those_that_people_look_for() {
+fn without_a_large_enough_type_the_text_is_the_known_one() {
     let catalogue = small_catalogue();
     let policy = on_demand(&catalogue.types);
     let need = size(64, 1024);
@@ -210,7 +210,7 @@ fn when_no_type_is_large_enough_the_words_are_those_that_people_look_for() {
 }
 
 #[test]
-fn what_hinders_beside_the_size_is_named() {
+fn obstacles_besides_the_size_are_named() {
     let catalogue = small_catalogue();
     let policy = on_demand(&catalogue.types);
     for (need, part) in [
@@ -222,10 +222,7 @@ fn what_hinders_beside_the_size_is_named() {
     ] {
         let plan = plan(&catalogue, &need, &policy, &Marks::default(), Instant::now()).unwrap();
         if part.is_empty() {
-            assert!(
-                order(&plan).iter().all(|one| one.ends_with("spot")),
-                "a pod may ask for what is not the rule"
-            );
+            assert!(order(&plan).iter().all(|one| one.ends_with("spot")), "a pod may ask for an exception");
             continue;
         }
         assert_eq!(plan.offerings, []);
@@ -359,7 +356,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(2000))]
 
     #[test]
-    fn each_offering_is_in_the_plan_or_has_its_reason_and_what_is_in_the_plan_suits(
+    fn each_offering_is_planned_and_fits_or_has_a_reason(
         catalogue in catalogues(), need in needs(), marked in marked(), both in any::<bool>(),
     ) {
         let start = Instant::now();
@@ -395,7 +392,7 @@ proptest! {
     }
 
     #[test]
-    fn nothing_cheaper_that_suits_comes_later_and_among_equals_nothing_smaller(
+    fn no_cheaper_or_smaller_fit_comes_later(
         catalogue in catalogues(), need in needs(),
     ) {
         let policy = Policy { markets: MARKETS.to_vec(), ..on_demand(&catalogue.types) };
@@ -404,7 +401,7 @@ proptest! {
             let [first, second] = pair else { unreachable!("windows of two") };
             match (first.price, second.price) {
                 (Some(first), Some(second)) => prop_assert!(first <= second),
-                (None, second) => prop_assert!(second.is_none(), "what has no price comes last"),
+                (None, second) => prop_assert!(second.is_none(), "offerings without a price come last"),
                 (Some(_), None) => {}
             }
             if first.price == second.price {
@@ -416,7 +413,7 @@ proptest! {
     }
 
     #[test]
-    fn the_order_of_what_comes_in_means_nothing(
+    fn the_order_of_the_input_does_not_matter(
         (catalogue, shuffled) in catalogues().prop_flat_map(|catalogue| {
             let types = Just(catalogue.types.clone()).prop_shuffle();
             let places = Just(catalogue.places.clone()).prop_shuffle();
@@ -435,7 +432,7 @@ proptest! {
     }
 
     #[test]
-    fn who_wants_more_gets_nothing_that_who_wants_less_does_not_and_nothing_cheaper(
+    fn a_larger_request_gets_no_extra_and_no_cheaper_offering(
         catalogue in catalogues(), need in needs(), cpus in 0u32..8, memory in 0u64..8000, disks in 0u32..2,
     ) {
         // Without a size the plan is the default type, and with a name the named type. More GPUs select another kind of

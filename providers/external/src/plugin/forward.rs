@@ -64,7 +64,7 @@ fn say(line: &str, stream: &str, program: &str, words: &LastWords, budget: &mut 
         tracing::warn!(program, stream, left_out, "provider printed too many lines; some were left out");
     }
     if may {
-        tracing::info!(program, stream, line, "provider says");
+        tracing::info!(program, stream, line, "provider output");
     }
 }
 
@@ -120,7 +120,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lines_are_cut_where_they_end_and_where_they_are_too_long() {
+    fn lines_are_split_at_newlines_and_at_the_limit() {
         let mut lines = Lines::default();
         assert_eq!(lines.more(b"one\ntw"), ["one"]);
         assert_eq!(lines.more(b"o\r\n\n\x1b[31mred\n"), ["two", "[31mred"]);

@@ -87,7 +87,7 @@ async fn accept(
         let config = match tls::server(&files) {
             Ok(config) => config,
             Err(error) => {
-                tracing::warn!("a node is turned away: {error}");
+                tracing::warn!("refused a node: {error}");
                 sleep(Duration::from_millis(100)).await;
                 continue;
             }
@@ -108,8 +108,8 @@ async fn accept(
             match timeout(HANDSHAKE, TlsAcceptor::from(Arc::new(config)).accept(stream)).await {
                 // Without a receiver, the server is ending.
                 Ok(Ok(stream)) => drop(sender.send(stream).await),
-                Ok(Err(error)) => tracing::warn!(%from, %error, "a node is turned away"),
-                Err(_) => tracing::warn!(%from, "a node is turned away: no handshake in time"),
+                Ok(Err(error)) => tracing::warn!(%from, %error, "refused a node"),
+                Err(_) => tracing::warn!(%from, "refused a node: no handshake in time"),
             }
             drop(turn);
         });

@@ -78,10 +78,11 @@ pub(crate) fn status_error(who: &str, what: &str, error: &ttrpc::Error) -> Error
     let ttrpc::Error::RpcStatus(status) = error else {
         let why = clipped(&error.to_string(), WORD);
         return Error::transient(format!(
-            "{what}: {who} gave no answer: {why}; what it did is unknown, so only the same call may be repeated"
+            "{what}: {who} gave no answer: {why}; its effect is unknown, so only the same call may be \
+             repeated"
         ));
     };
-    let text = format!("{what}: {who} says {:?}: {}", status.code(), clipped(&status.message, TEXT));
+    let text = format!("{what}: {who} reports {:?}: {}", status.code(), clipped(&status.message, TEXT));
     match status.code() {
         Code::UNIMPLEMENTED => Error::unsupported(what, text),
         Code::INVALID_ARGUMENT => Error::invalid(text),

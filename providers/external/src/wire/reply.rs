@@ -184,7 +184,7 @@ pub(crate) fn created_from(
     }
     let instance_type = Some(made.instance_type).filter(|text| !text.is_empty());
     if instance_type.as_ref().is_some_and(|text| !printable(text, WORD)) {
-        return Err(refused(who, "an instance type that is none"));
+        return Err(refused(who, "an invalid instance type"));
     }
     Ok(Created {
         id: id_from(who, made.id)?,

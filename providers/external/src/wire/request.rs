@@ -24,7 +24,7 @@ pub(crate) fn owner_from(owner: MessageField<wire::Owner>) -> Result<Owner, Erro
     let wire::Owner { cluster_id, node_name, .. } = owner.into_option().unwrap_or_default();
     for (what, text, least) in [("cluster id", &cluster_id, 1), ("node name", &node_name, 0)] {
         if text.len() < least || text.len() > OWNER || text.chars().any(char::is_control) {
-            return Err(Error::invalid(format!("the owner's {what} is none: {:?}", clipped(text, 80))));
+            return Err(Error::invalid(format!("the owner's {what} is invalid: {:?}", clipped(text, 80))));
         }
     }
     Ok(Owner { cluster_id, node_name })

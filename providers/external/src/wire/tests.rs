@@ -90,7 +90,7 @@ fn every_error_arrives_as_the_class_it_was() {
 }
 
 #[test]
-fn a_class_of_the_future_is_waited_for_only_if_it_says_how_long() {
+fn an_unknown_class_is_repeated_only_with_a_pause() {
     let unknown = wire::Error { class: "tired".into(), text: "later".into(), ..wire::Error::default() };
     let never = error_from(WHO, unknown.clone(), None);
     assert!(matches!(never, Error::Invalid { .. }), "{never:?}");
@@ -111,7 +111,7 @@ fn an_error_shows_no_user_data_and_is_one_bounded_line() {
 }
 
 #[test]
-fn statuses_of_the_library_have_their_classes() {
+fn each_ttrpc_status_has_a_class() {
     use ttrpc::Code;
     let class = |code| {
         let status = ttrpc::Error::RpcStatus(ttrpc::get_status(code, "so it is"));
@@ -163,7 +163,7 @@ fn capabilities_arrive_and_must_be_possible() {
 }
 
 #[test]
-fn what_was_made_arrives_and_nothing_else_is_believed() {
+fn a_created_vm_arrives_and_invalid_fields_are_refused() {
     let made = Created {
         id: id("i-1"),
         addresses: vec!["10.0.0.1".parse().unwrap(), "fd00::1".parse().unwrap()],
@@ -192,7 +192,7 @@ fn what_was_made_arrives_and_nothing_else_is_believed() {
 }
 
 #[test]
-fn a_batch_is_as_many_as_asked_for_or_says_why_not() {
+fn a_batch_is_complete_or_has_a_reason() {
     let one = |name: &str| Created { id: id(name), addresses: vec![], instance_type: None, disks: vec![] };
     let rest = Error::capacity("m6a", format!("{WHO}: none left"));
     let whole = CreatedMany { made: vec![one("a"), one("b")], rest: None };
@@ -212,7 +212,7 @@ fn a_batch_is_as_many_as_asked_for_or_says_why_not() {
 }
 
 #[test]
-fn disks_are_recognised_by_something_that_cannot_lead_elsewhere() {
+fn disk_identities_cannot_name_other_paths() {
     for identity in [
         DiskIdentity::Serial("vol123".into()),
         DiskIdentity::ById("nvme-x".into()),
@@ -267,7 +267,7 @@ fn a_list_arrives_whole_or_not_at_all() {
 }
 
 #[test]
-fn events_arrive_and_unknown_ones_are_left_out() {
+fn events_arrive_and_unknown_ones_are_skipped() {
     let at = SystemTime::UNIX_EPOCH + Duration::from_secs(9);
     for kind in [EventKind::Interruption { at }, EventKind::Ended { reason: "spot".into() }] {
         let event = ProviderEvent { id: id("i-1"), kind };

@@ -52,7 +52,7 @@ async fn a_plugin_that_dies_after_the_effect_is_started_again_and_finds_what_it_
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn calls_while_it_is_away_say_how_it_ended_and_what_its_last_words_were() {
+async fn calls_without_the_plugin_report_its_exit_and_last_output() {
     let folder = Folder::new();
     let mut config = folder.faulty("becomes-another");
     config.handshake_timeout = Duration::from_secs(5);
@@ -67,7 +67,7 @@ async fn calls_while_it_is_away_say_how_it_ended_and_what_its_last_words_were() 
     })
     .await;
     let text = error.to_string();
-    assert!(text.contains("something else of itself") && text.contains("restart this program"), "{text}");
+    assert!(text.contains("describes itself differently") && text.contains("restart this program"), "{text}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -81,12 +81,12 @@ async fn a_connection_that_ends_instead_of_an_answer_is_made_anew() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_plugin_that_hangs_is_killed_and_started_again() {
+async fn an_unresponsive_plugin_is_killed_and_started_again() {
     let folder = Folder::new();
     let mut config = folder.faulty("hangs");
     (config.health_every, config.health_timeout) = (Duration::from_millis(100), Duration::from_millis(300));
     let provider = External::open(config).await.unwrap();
-    until("it hung", || async { folder.0.join("struck").exists().then_some(()) }).await;
+    until("it stopped answering", || async { folder.0.join("struck").exists().then_some(()) }).await;
     let hung = until("it listens", || async { listener(&folder) }).await;
     until("another process listens", || async { listener(&folder).filter(|pid| *pid != hung) }).await;
     patiently(&provider, &key(0)).await;
@@ -106,7 +106,7 @@ async fn a_call_without_an_answer_ends_at_its_deadline_and_harms_no_other() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_keeps_a_plugin_from_starting_is_named() {
+async fn a_failed_start_of_a_plugin_names_the_cause() {
     let folder = Folder::new();
     let error = refused(folder.faulty("exits")).await.to_string();
     assert!(error.contains("exit status: 7") && error.contains("there is no region set"), "{error}");
@@ -162,7 +162,7 @@ async fn garbage_instead_of_frames_is_an_error_in_time() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn answers_that_cannot_be_true_are_refused() {
+async fn impossible_answers_are_refused() {
     for (fault, words) in [("wrong-id", "instance id"), ("wrong-address", "is no address of a VM")] {
         let folder = Folder::new();
         let provider = External::open(folder.faulty(fault)).await.unwrap();
@@ -201,14 +201,14 @@ async fn errors_keep_their_class_and_show_no_user_data() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_plugin_that_chatters_is_served_all_the_same() {
+async fn a_plugin_with_much_output_still_works() {
     let folder = Folder::new();
     let provider = External::open(folder.faulty("chatters")).await.unwrap();
     provider.create(&request(), &key(0)).await.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_plugin_that_an_earlier_process_left_behind_is_ended_and_a_strangers_is_not() {
+async fn a_plugin_of_an_earlier_process_is_ended_and_a_foreign_one_is_not() {
     let folder = Folder::new();
     drop(External::open(folder.shelf()).await.unwrap());
     let Endpoint::Unix { command: Some(words), .. } = folder.shelf().endpoint else { panic!() };
@@ -231,12 +231,12 @@ async fn a_plugin_that_an_earlier_process_left_behind_is_ended_and_a_strangers_i
     let _stranger = UnixListener::bind(folder.socket()).unwrap();
     let error = refused(folder.shelf()).await.to_string();
     assert!(error.contains("was not started by us"), "{error}");
-    assert!(folder.socket().exists(), "the stranger's socket is left alone");
+    assert!(folder.socket().exists(), "the other program's socket is left alone");
 }
 
 /// The other program was started by this process too, and has the same mark.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_program_whose_opener_lives_is_not_taken_for_one_that_was_left_behind() {
+async fn a_program_with_a_living_starter_is_not_ended() {
     let folder = Folder::new();
     let first = External::open(folder.shelf()).await.unwrap();
     let serves = listener(&folder).expect("it listens");
@@ -263,7 +263,7 @@ async fn a_plugin_ends_with_the_provider_object() {
     let connect = || UnixStream::connect(folder.socket());
     connect().unwrap();
     drop(provider);
-    until("nobody listens", || async { connect().is_err().then_some(()) }).await;
+    until("no process listens", || async { connect().is_err().then_some(()) }).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -284,7 +284,7 @@ async fn our_settings_are_not_in_the_plugins_environment() {
     let command = ["/bin/sh", "-c", script, "sh", &seen.display().to_string()].map(str::to_owned).to_vec();
     let endpoint = Endpoint::Unix { socket: folder.socket(), peer_uid: None, command: Some(command) };
     let error = refused(config(endpoint)).await.to_string();
-    assert!(error.contains("its last words: checked"), "{error}");
+    assert!(error.contains("its last output: checked"), "{error}");
     let seen = fs::read_to_string(seen).unwrap();
     let ours: Vec<_> = seen.lines().filter(|line| line.starts_with("PEERPOD_")).collect();
     assert_eq!(ours, [format!("{SOCKET_VARIABLE}={}", folder.socket().display())]);

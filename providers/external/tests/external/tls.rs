@@ -60,7 +60,7 @@ async fn the_right_certificates_on_both_sides_connect() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_ca_that_is_not_theirs_is_refused_on_either_side() {
+async fn an_unknown_ca_is_refused_on_both_sides() {
     let folder = Folder::new();
     let (ours, theirs) = (folder.0.join("ours"), folder.0.join("theirs"));
     fs::create_dir_all(&ours).unwrap();

@@ -1,4 +1,4 @@
-//! The calls that we make, each with its arguments and its answer. The numbers are libvirt's.
+//! Defines the calls that the provider makes, each with its arguments and its answer. The numbers are libvirt's.
 
 use std::time::{Duration, Instant};
 
@@ -19,7 +19,7 @@ const INTERFACES: usize = 2048;
 const LEASES: usize = 65536;
 const AUTH_TYPES: usize = 20;
 
-/// How long other work on a pool is waited for.
+/// Longest wait for other work on a pool.
 const BUSY_POOL: Duration = Duration::from_secs(10);
 
 const CONNECT_OPEN: i32 = 1;
@@ -70,7 +70,7 @@ const INTERFACE_ADDRESSES: i32 = 353;
 pub(super) const EVENT_LIFECYCLE: i32 = 318;
 pub(super) const EVENT_DEVICE_REMOVED: i32 = 333;
 pub(super) const EVENT_DEVICE_KEPT: i32 = 367;
-/// What each of them is called when it is asked for (`virDomainEventID`).
+/// Ids for the registration of these events (`virDomainEventID`).
 const EVENT_IDS: [i32; 3] = [0, 15, 22];
 
 /// `VIR_DOMAIN_UNDEFINE_*`: saved state, snapshots and checkpoints, nvram, TPM.
@@ -79,7 +79,7 @@ const UNDEFINE_ALL: u32 = 1 | 2 | 4 | 16;
 const METADATA_ELEMENT: i32 = 2;
 /// `VIR_DOMAIN_AFFECT_CONFIG`.
 const CONFIG: u32 = 2;
-/// `VIR_DOMAIN_BLOCK_RESIZE_BYTES`: else it counts KiB.
+/// `VIR_DOMAIN_BLOCK_RESIZE_BYTES`: without it the size is in KiB.
 const BYTES: u32 = 1;
 /// `VIR_DOMAIN_AFFECT_LIVE`, `VIR_NETWORK_UPDATE_AFFECT_LIVE`.
 const LIVE: u32 = 1;
@@ -87,7 +87,7 @@ const LIVE: u32 = 1;
 const DHCP_HOST: u32 = 4;
 /// `VIR_DRV_FEATURE_NETWORK_UPDATE_HAS_CORRECT_ORDER`: without it (before libvirt 7.2) command and section are swapped.
 const RIGHT_ORDER: i32 = 16;
-/// `VIR_DOMAIN_START_AUTODESTROY`: it ends with our connection.
+/// `VIR_DOMAIN_START_AUTODESTROY`: the domain ends with the connection.
 const AUTODESTROY: u32 = 2;
 
 /// A domain, as messages name it.
@@ -97,7 +97,7 @@ pub struct Domain {
     pub name: String,
     /// Its UUID.
     pub uuid: Uuid,
-    /// Its number while it runs; -1 otherwise.
+    /// Its id while it runs; -1 otherwise.
     pub id: i32,
 }
 
@@ -132,9 +132,9 @@ impl Named {
 /// A storage volume.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Volume {
-    /// Its pool's name.
+    /// Name of its pool.
     pub pool: String,
-    /// Its name there.
+    /// Its name in the pool.
     pub name: String,
     key: String,
 }
@@ -149,56 +149,56 @@ impl Volume {
     }
 }
 
-/// How large something is.
+/// Size of a pool or volume.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Room {
-    /// Bytes that it can hold.
+    /// Capacity in bytes.
     pub capacity: u64,
-    /// Bytes that it takes.
+    /// Allocated bytes.
     pub allocation: u64,
-    /// Of a pool: bytes that are free.
+    /// Free bytes of a pool.
     pub available: u64,
 }
 
-/// The host.
+/// Host of libvirtd.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Node {
     /// Its architecture (`x86_64`).
     pub arch: String,
     /// Its memory in KiB.
     pub memory_kib: u64,
-    /// Its CPUs.
+    /// Number of its CPUs.
     pub cpus: i32,
 }
 
-/// Where a domain is in its life (`virDomainState`), and why.
+/// State of a domain (`virDomainState`), with its reason.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct State {
     /// `virDomainState`.
     pub state: i32,
-    /// Its reason, which depends on it.
+    /// Reason; its meaning depends on the state.
     pub reason: i32,
 }
 
 impl State {
-    /// Powered off, or never started.
+    /// Returns whether the domain is powered off, crashed, or was never started.
     pub fn is_off(self) -> bool {
         self.state == 5 || self.state == 6
     }
 
-    /// It has never run since libvirtd knows it.
+    /// Returns whether the domain has never run since libvirtd knows it.
     pub fn is_fresh(self) -> bool {
         self.state == 5 && self.reason == 0
     }
 
-    /// In words.
+    /// Describes the state.
     pub fn words(self) -> &'static str {
         match (self.state, self.reason) {
             (1, _) => "running",
             (3, _) => "paused",
             (5, 0) => "shut off",
             (5, 1) => "it was shut down or powered itself off",
-            (5, 2) => "it was destroyed by somebody's hand",
+            (5, 2) => "it was destroyed from outside",
             (5 | 6, 3) => "QEMU crashed or was killed",
             (5, 6) => "it failed to start",
             (5, 8) => "QEMU was gone when libvirtd came back",
@@ -208,7 +208,7 @@ impl State {
         }
     }
 
-    /// It runs, or would go on running.
+    /// Returns whether the domain runs, or would go on running.
     pub fn is_on(self) -> bool {
         !self.is_off()
     }
@@ -217,41 +217,41 @@ impl State {
 /// One address of a domain.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Address {
-    /// The NIC's.
+    /// MAC address of the NIC.
     pub mac: Option<String>,
-    /// As text.
+    /// Address as text.
     pub address: String,
 }
 
-/// An address that a network's DHCP server has given to a NIC.
+/// Address that a network's DHCP server has given to a NIC.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Lease {
-    /// The NIC's.
+    /// MAC address of the NIC.
     pub mac: Option<String>,
-    /// As text.
+    /// Address as text.
     pub address: String,
 }
 
 /// A change of a network's DHCP host entries (`virNetworkUpdateCommand`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum HostChange {
-    /// Remove the entry that matches in everything given.
+    /// Removes the entry that matches in all given attributes.
     Delete = 2,
-    /// Add one. libvirtd refuses an entry whose MAC, name or address another one has.
+    /// Adds an entry. libvirtd refuses one with the MAC, name or address of another entry.
     Add = 3,
 }
 
-/// Where libvirt looks for addresses (`virDomainInterfaceAddressesSource`).
+/// Source of a domain's addresses (`virDomainInterfaceAddressesSource`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Source {
-    /// The leases of its own DHCP server.
+    /// The leases of libvirt's own DHCP server.
     Lease = 0,
     /// The host's neighbour table.
     Arp = 2,
 }
 
 impl Connection {
-    /// Says who we are and which hypervisor we want.
+    /// Authenticates, and opens the hypervisor with this URI.
     pub async fn hello(&self, uri: &str) -> Result<(), RpcError> {
         let answer = self.call(AUTH_LIST, &[]).await?;
         let mut reader = Reader::new(&answer);
@@ -261,8 +261,8 @@ impl Connection {
             Some(2) => drop(self.call(AUTH_POLKIT, &[]).await?),
             Some(other) => {
                 let text = format!(
-                    "libvirtd asks for a password (authentication {other}), which we have not: use a socket with \
-                     auth_unix_rw = \"none\" or \"polkit\" in libvirtd.conf, and permissions on it"
+                    "libvirtd asks for a password (authentication {other}), and we have none: use a socket \
+                     with auth_unix_rw = \"none\" or \"polkit\" in libvirtd.conf, and permissions on it"
                 );
                 return Err(RpcError::Refused(text));
             }
@@ -271,12 +271,12 @@ impl Connection {
         self.call(CONNECT_OPEN, &open).await.map(drop)
     }
 
-    /// Has libvirtd tell us what happens to domains.
+    /// Registers for the events of domains.
     pub async fn listen(&self) -> Result<(), RpcError> {
         for id in EVENT_IDS {
             let asked = self.call(EVENT_REGISTER, &Writer::new().i32(id).u32(0).done()).await;
             match asked {
-                // A driver may not have the devices' events.
+                // A driver may not have the events of devices.
                 Err(RpcError::Failed(_)) if id != 0 => {}
                 other => drop(other?),
             }
@@ -284,24 +284,24 @@ impl Connection {
         Ok(())
     }
 
-    /// The driver's name: `QEMU`, `TEST`.
+    /// Returns the driver's name: `QEMU`, `TEST`.
     pub async fn driver(&self) -> Result<String, RpcError> {
         let answer = self.call(CONNECT_GET_TYPE, &[]).await?;
         Ok(Reader::new(&answer).text()?)
     }
 
-    /// The version of libvirt, as a number: 9 000 000 is 9.0.0.
+    /// Returns the version of libvirt, as a number: 9 000 000 is 9.0.0.
     pub async fn version(&self) -> Result<u64, RpcError> {
         let answer = self.call(GET_LIB_VERSION, &[]).await?;
         Ok(Reader::new(&answer).u64()?)
     }
 
-    /// The host.
+    /// Returns facts about the host.
     pub async fn node(&self) -> Result<Node, RpcError> {
         let answer = self.call(NODE_GET_INFO, &[]).await?;
         let mut reader = Reader::new(&answer);
         let mut arch = String::new();
-        // `char[32]`, each in a word of its own.
+        // `char[32]`, each character in a word of its own.
         for _ in 0..32 {
             let byte = u8::try_from(reader.u32()?).unwrap_or(0);
             if byte.is_ascii_graphic() {
@@ -311,7 +311,7 @@ impl Connection {
         Ok(Node { arch, memory_kib: reader.u64()?, cpus: reader.i32()? })
     }
 
-    /// What the hypervisor can do for such a domain, as XML.
+    /// Returns the hypervisor's capabilities for this machine type and kind of domain, as XML.
     pub async fn domain_capabilities(&self, machine: &str, kind: &str) -> Result<String, RpcError> {
         let call = Writer::new().optional_text(None).optional_text(None);
         let call = call.optional_text(Some(machine)).optional_text(Some(kind)).u32(0).done();
@@ -328,7 +328,7 @@ impl Connection {
         Ok(Domain::read(&mut Reader::new(&answer))?)
     }
 
-    /// The domain with this UUID; `None`: there is none.
+    /// Returns the domain with this UUID; `None`: there is none.
     pub async fn domain(&self, uuid: &Uuid) -> Result<Option<Domain>, RpcError> {
         match self.domain_of(DOMAIN_LOOKUP_BY_UUID, &Writer::new().uuid(uuid).done()).await {
             Ok(domain) => Ok(Some(domain)),
@@ -337,23 +337,23 @@ impl Connection {
         }
     }
 
-    /// Every domain there is.
+    /// Returns all domains.
     pub async fn domains(&self) -> Result<Vec<Domain>, RpcError> {
         let answer = self.call(LIST_ALL_DOMAINS, &Writer::new().i32(1).u32(0).done()).await?;
         Ok(Reader::new(&answer).list(LIST, Domain::read)?)
     }
 
-    /// Writes a domain down; nothing runs.
+    /// Defines a domain, without starting it.
     pub async fn define(&self, xml: &str) -> Result<Domain, RpcError> {
         self.domain_of(DOMAIN_DEFINE_XML, &Writer::new().text(xml).done()).await
     }
 
-    /// Starts a domain that is gone when it ends, or when this connection does.
+    /// Starts a domain that is removed when it ends, or when this connection closes.
     pub async fn run_once(&self, xml: &str) -> Result<Domain, RpcError> {
         self.domain_of(DOMAIN_CREATE_XML, &Writer::new().text(xml).u32(AUTODESTROY).done()).await
     }
 
-    /// Starts a domain that is defined.
+    /// Starts a defined domain.
     pub async fn start_domain(&self, domain: &Domain) -> Result<Domain, RpcError> {
         self.domain_of(DOMAIN_CREATE, &domain.write(Writer::new()).u32(0).done()).await
     }
@@ -363,11 +363,11 @@ impl Connection {
         self.call(DOMAIN_DESTROY, &domain.write(Writer::new()).done()).await.map(drop)
     }
 
-    /// Forgets a domain with all that libvirt keeps of it.
+    /// Removes a domain's definition, with all data that libvirt keeps for it.
     pub async fn undefine(&self, domain: &Domain) -> Result<(), RpcError> {
         let call = domain.write(Writer::new()).u32(UNDEFINE_ALL).done();
         match self.call(DOMAIN_UNDEFINE_FLAGS, &call).await {
-            // A driver that does not know all of these has nothing to forget either.
+            // A driver that does not know all of these flags keeps no such data.
             Err(error)
                 if matches!(error.code(), Some(super::code::INVALID_ARG | super::code::NO_SUPPORT)) =>
             {
@@ -377,32 +377,32 @@ impl Connection {
         }
     }
 
-    /// Where a domain is in its life.
+    /// Returns the state of a domain.
     pub async fn state(&self, domain: &Domain) -> Result<State, RpcError> {
         let answer = self.call(DOMAIN_GET_STATE, &domain.write(Writer::new()).u32(0).done()).await?;
         let mut reader = Reader::new(&answer);
         Ok(State { state: reader.i32()?, reason: reader.i32()? })
     }
 
-    /// The domain as XML, as it is now.
+    /// Returns the current description of the domain, as XML.
     pub async fn domain_xml(&self, domain: &Domain) -> Result<String, RpcError> {
         self.text(DOMAIN_GET_XML_DESC, &domain.write(Writer::new()).u32(0).done()).await
     }
 
-    /// What was written into the domain's metadata under this URI; `None`: nothing.
+    /// Returns the element with this URI from the domain's metadata; `None`: there is none.
     pub async fn metadata(&self, domain: &Domain, uri: &str) -> Result<Option<String>, RpcError> {
         let call =
             domain.write(Writer::new()).i32(METADATA_ELEMENT).optional_text(Some(uri)).u32(CONFIG).done();
         match self.text(DOMAIN_GET_METADATA, &call).await {
             Ok(text) => Ok(Some(text)),
             Err(error) if error.code() == Some(super::code::NO_DOMAIN_METADATA) => Ok(None),
-            // One that was not defined has no configuration beside what runs: it is none of ours.
+            // A transient domain has no configuration beside the running one; it is not a domain of this provider.
             Err(error) if error.code() == Some(super::code::OPERATION_INVALID) => Ok(None),
             Err(error) => Err(error),
         }
     }
 
-    /// Writes into a running domain's metadata, for good.
+    /// Writes an element into the metadata of a domain's persistent configuration.
     pub async fn set_metadata(
         &self,
         domain: &Domain,
@@ -415,20 +415,20 @@ impl Connection {
         self.call(DOMAIN_SET_METADATA, &call.u32(CONFIG).done()).await.map(drop)
     }
 
-    /// Plugs a device into a running domain.
+    /// Attaches a device to a running domain.
     pub async fn attach(&self, domain: &Domain, xml: &str) -> Result<(), RpcError> {
         let call = domain.write(Writer::new()).text(xml).u32(LIVE).done();
         self.call(ATTACH_DEVICE, &call).await.map(drop)
     }
 
-    /// Asks a running domain to give a device back; it has when the event says so.
+    /// Asks a running domain to release a device. An event reports the release.
     pub async fn detach(&self, domain: &Domain, xml: &str) -> Result<(), RpcError> {
         let call = domain.write(Writer::new()).text(xml).u32(LIVE).done();
         self.call(DETACH_DEVICE, &call).await.map(drop)
     }
 
-    /// How many bytes a running domain's disk has, as its guest is told, and how many what it is kept in; `disk` is its
-    /// target.
+    /// Returns two sizes of a running domain's disk, in bytes: as the guest sees it, and of its storage. `disk` is the
+    /// disk's target.
     pub async fn disk_sizes(&self, domain: &Domain, disk: &str) -> Result<(u64, u64), RpcError> {
         let call = domain.write(Writer::new()).text(disk).u32(0).done();
         let answer = self.call(DOMAIN_GET_BLOCK_INFO, &call).await?;
@@ -437,13 +437,13 @@ impl Connection {
         Ok((reader.u64()?, reader.u64()?))
     }
 
-    /// Tells a running domain that its disk has so many bytes; a file that has another length is made so long.
+    /// Sets the size of a running domain's disk, in bytes. A file of another length is changed to this length.
     pub async fn resize_disk(&self, domain: &Domain, disk: &str, bytes: u64) -> Result<(), RpcError> {
         let call = domain.write(Writer::new()).text(disk).u64(bytes).u32(BYTES).done();
         self.call(DOMAIN_BLOCK_RESIZE, &call).await.map(drop)
     }
 
-    /// The domain's addresses, as far as this source knows them.
+    /// Returns the domain's addresses that this source knows.
     pub async fn addresses(&self, domain: &Domain, source: Source) -> Result<Vec<Address>, RpcError> {
         let call = domain.write(Writer::new()).u32(source as u32).u32(0).done();
         let answer = self.call(INTERFACE_ADDRESSES, &call).await?;
@@ -464,24 +464,24 @@ impl Connection {
         Ok(interfaces.into_iter().flat_map(each).collect())
     }
 
-    /// The network of this name.
+    /// Returns the network with this name.
     pub async fn network(&self, name: &str) -> Result<Named, RpcError> {
         let answer = self.call(NETWORK_LOOKUP_BY_NAME, &Writer::new().text(name).done()).await?;
         Ok(Named::read(&mut Reader::new(&answer))?)
     }
 
-    /// Whether it is started.
+    /// Returns whether the network is started.
     pub async fn network_is_active(&self, network: &Named) -> Result<bool, RpcError> {
         let answer = self.call(NETWORK_IS_ACTIVE, &network.write(Writer::new()).done()).await?;
         Ok(Reader::new(&answer).i32()? == 1)
     }
 
-    /// The network as XML.
+    /// Returns the network's description, as XML.
     pub async fn network_xml(&self, network: &Named) -> Result<String, RpcError> {
         self.text(NETWORK_GET_XML_DESC, &network.write(Writer::new()).u32(0).done()).await
     }
 
-    /// The leases of the network's own DHCP server that are not over yet.
+    /// Returns the unexpired leases of the network's own DHCP server.
     pub async fn leases(&self, network: &Named) -> Result<Vec<Lease>, RpcError> {
         let call = network.write(Writer::new()).optional_text(None).i32(1).u32(0).done();
         let answer = self.call(NETWORK_GET_DHCP_LEASES, &call).await?;
@@ -495,8 +495,8 @@ impl Connection {
         Ok(leases)
     }
 
-    /// Changes a DHCP host entry of the running network, not of its configuration. `parent`: which of the network's `ip`
-    /// elements, from 0.
+    /// Changes a DHCP host entry of the running network, but not of its configuration. `parent` is the index of the
+    /// network's `ip` element, from 0.
     pub async fn change_host(
         &self,
         network: &Named,
@@ -506,7 +506,7 @@ impl Connection {
     ) -> Result<(), RpcError> {
         let asked = self.call(SUPPORTS_FEATURE, &Writer::new().i32(RIGHT_ORDER).done()).await;
         let in_order = match asked {
-            // An older one does not know the feature.
+            // An older libvirt does not know the feature.
             Err(RpcError::Failed(_)) => false,
             answer => Reader::new(&answer?).i32()? == 1,
         };
@@ -516,18 +516,18 @@ impl Connection {
         self.call(NETWORK_UPDATE, &call).await.map(drop)
     }
 
-    /// The pool of this name.
+    /// Returns the pool with this name.
     pub async fn pool(&self, name: &str) -> Result<Named, RpcError> {
         let answer = self.call(POOL_LOOKUP_BY_NAME, &Writer::new().text(name).done()).await?;
         Ok(Named::read(&mut Reader::new(&answer))?)
     }
 
-    /// The pool as XML.
+    /// Returns the pool's description, as XML.
     pub async fn pool_xml(&self, pool: &Named) -> Result<String, RpcError> {
         self.text(POOL_GET_XML_DESC, &pool.write(Writer::new()).u32(0).done()).await
     }
 
-    /// The pool's state (2 is running) and room.
+    /// Returns the pool's state (2 is running) and size.
     pub async fn pool_info(&self, pool: &Named) -> Result<(u32, Room), RpcError> {
         let answer = self.call(POOL_GET_INFO, &pool.write(Writer::new()).done()).await?;
         let mut reader = Reader::new(&answer);
@@ -536,8 +536,8 @@ impl Connection {
         Ok((state, room))
     }
 
-    /// Has libvirtd look what is in the pool's folder. Its time grows with the pool. While a disk is made or removed there
-    /// libvirtd refuses; that is waited for, `BUSY_POOL` at the most.
+    /// Makes libvirtd scan the pool's folder. The time grows with the pool. libvirtd refuses while a disk is made or
+    /// removed there; the call is then repeated for at most `BUSY_POOL`.
     pub async fn refresh(&self, pool: &Named) -> Result<(), RpcError> {
         let since = Instant::now();
         loop {
@@ -550,7 +550,7 @@ impl Connection {
         }
     }
 
-    /// Every volume of the pool.
+    /// Returns all volumes of the pool.
     pub async fn volumes(&self, pool: &Named) -> Result<Vec<Volume>, RpcError> {
         let call = pool.write(Writer::new()).i32(1).u32(0).done();
         let answer = self.call(POOL_LIST_ALL_VOLUMES, &call).await?;
@@ -563,7 +563,7 @@ impl Connection {
         Ok(Volume::read(&mut Reader::new(&answer))?)
     }
 
-    /// The volume of this name; `None`: the pool knows none.
+    /// Returns the volume with this name; `None`: the pool does not know it.
     pub async fn volume(&self, pool: &Named, name: &str) -> Result<Option<Volume>, RpcError> {
         match self.call(VOL_LOOKUP_BY_NAME, &pool.write(Writer::new()).text(name).done()).await {
             Ok(answer) => Ok(Some(Volume::read(&mut Reader::new(&answer))?)),
@@ -572,7 +572,7 @@ impl Connection {
         }
     }
 
-    /// Deletes a volume. Gone is fine.
+    /// Deletes a volume. Succeeds also if it does not exist.
     pub async fn delete_volume(&self, volume: &Volume) -> Result<(), RpcError> {
         match self.call(VOL_DELETE, &volume.write(Writer::new()).u32(0).done()).await {
             Err(error) if error.is_absent() => Ok(()),
@@ -580,7 +580,7 @@ impl Connection {
         }
     }
 
-    /// How large the volume is now.
+    /// Returns the current size of the volume.
     pub async fn volume_info(&self, volume: &Volume) -> Result<Room, RpcError> {
         let answer = self.call(VOL_GET_INFO, &volume.write(Writer::new()).done()).await?;
         let mut reader = Reader::new(&answer);
@@ -588,12 +588,12 @@ impl Connection {
         Ok(Room { capacity: reader.u64()?, allocation: reader.u64()?, available: 0 })
     }
 
-    /// The volume as XML.
+    /// Returns the volume's description, as XML.
     pub async fn volume_xml(&self, volume: &Volume) -> Result<String, RpcError> {
         self.text(VOL_GET_XML_DESC, &volume.write(Writer::new()).u32(0).done()).await
     }
 
-    /// Where the host has it.
+    /// Returns the volume's path on the host.
     pub async fn volume_path(&self, volume: &Volume) -> Result<String, RpcError> {
         self.text(VOL_GET_PATH, &volume.write(Writer::new()).done()).await
     }
@@ -610,8 +610,7 @@ impl Connection {
         let mut piece = vec![0; STREAM_PIECE];
         loop {
             let read = data.read(&mut piece).await;
-            let count =
-                read.map_err(|error| RpcError::Lost(format!("read what is to be uploaded: {error}")))?;
+            let count = read.map_err(|error| RpcError::Lost(format!("read the file to upload: {error}")))?;
             match piece.get(..count) {
                 None | Some([]) => return self.finish(&mut stream).await,
                 Some(bytes) => self.send_piece(&mut stream, bytes).await?,
@@ -619,7 +618,7 @@ impl Connection {
         }
     }
 
-    /// Reads a part of the volume; what is not there is not read.
+    /// Reads a part of the volume; returns less where the volume ends.
     pub async fn download(&self, volume: &Volume, offset: u64, length: usize) -> Result<Vec<u8>, RpcError> {
         let call = volume.write(Writer::new()).u64(offset).u64(length as u64).u32(0).done();
         let mut stream = self.open_stream(VOL_DOWNLOAD, &call, length).await?;

@@ -1,4 +1,4 @@
-//! One connection to libvirtd: tasks that read, write and ping, and a table of who waits for what.
+//! Manages one connection to libvirtd: tasks that read, write and ping, and a table of pending calls.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -14,50 +14,51 @@ use super::message::{self, Header, Kind, Status};
 use super::xdr::{Garbled, Reader};
 use super::{RpcError, calls};
 
-/// libvirtd works on five calls of one client at a time and then reads no further, pings included: one stays free.
+/// Maximum number of calls in flight. libvirtd works on five calls of one client at a time and then stops reading,
+/// pings included; one stays free.
 const AT_ONCE: usize = 4;
-/// How often we look whether libvirtd is there.
+/// Interval of the pings.
 const PING_EVERY: Duration = Duration::from_secs(5);
-/// How long it may say nothing at all before it is not there any more.
+/// Time without any message after which libvirtd counts as gone.
 const SILENCE: Duration = Duration::from_secs(20);
-/// Messages that wait to be written. A piece of a stream is 256 KiB.
+/// Maximum number of messages that wait to be written. A piece of a stream has 256 KiB.
 const OUTGOING: usize = 4;
-/// Events that a slow listener may be behind; it looks for itself when it missed some.
+/// Maximum number of events that a slow listener may lag behind. A listener that missed events compares the list.
 const EVENTS: usize = 1024;
 
-/// The events that we ask for.
+/// Events that the provider registers for.
 pub(crate) const EVENTS_HEARD: [i32; 3] =
     [calls::EVENT_LIFECYCLE, calls::EVENT_DEVICE_REMOVED, calls::EVENT_DEVICE_KEPT];
 
-/// Something that happened to a domain.
+/// Event of a domain.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Event {
-    /// Defined, started, stopped, …
+    /// The domain was defined, started, stopped, …
     Lifecycle {
-        /// Whose.
+        /// Domain of the event.
         domain: calls::Domain,
         /// `virDomainEventType`.
         event: i32,
-        /// Its detail, which depends on it.
+        /// Detail; its meaning depends on the event.
         detail: i32,
     },
-    /// A device is gone from the guest.
+    /// A device was removed from the guest.
     DeviceRemoved {
-        /// Whose.
+        /// Domain of the event.
         domain: calls::Domain,
         /// The device's alias.
         alias: String,
     },
-    /// The guest does not give a device back.
+    /// The guest does not release a device.
     DeviceKept {
-        /// Whose.
+        /// Domain of the event.
         domain: calls::Domain,
         /// The device's alias.
         alias: String,
     },
 }
 
-/// An open connection. Dropping it closes it.
+/// Open connection. Dropping it closes it.
 pub struct Connection {
     shared: Arc<Shared>,
     tasks: Vec<JoinHandle<()>>,
@@ -70,7 +71,7 @@ struct Shared {
     waiting: Mutex<Waiting>,
     slots: Arc<Semaphore>,
     events: broadcast::Sender<Event>,
-    /// Why it is closed.
+    /// Reason why the connection is closed, once it is.
     closed: watch::Sender<Option<String>>,
     heard: Mutex<Instant>,
 }
@@ -84,17 +85,17 @@ struct Waiting {
 struct Waiter {
     reply: Option<oneshot::Sender<Result<Vec<u8>, RpcError>>>,
     stream: Option<Incoming>,
-    /// Given back when libvirtd has answered, not when our caller has gone.
+    /// Released when libvirtd has answered, not when the caller drops the call.
     _slot: OwnedSemaphorePermit,
 }
 
-/// What a stream may still bring.
+/// Receiving side of a stream, with the number of bytes that may still arrive.
 struct Incoming {
     pieces: mpsc::UnboundedSender<Result<Option<Vec<u8>>, RpcError>>,
     budget: usize,
 }
 
-/// The rest of a call that has a stream.
+/// The part of a call that is a stream.
 pub(super) struct Stream {
     serial: u32,
     procedure: i32,
@@ -104,14 +105,14 @@ pub(super) struct Stream {
 
 impl Drop for Stream {
     fn drop(&mut self) {
-        // libvirtd ends it with the connection, or when it has sent what it was asked for.
+        // libvirtd ends the stream with the connection, or when it has sent the requested data.
         self.shared.waiting().calls.remove(&self.serial);
     }
 }
 
 impl Shared {
     fn waiting(&self) -> parking_lot::MutexGuard<'_, Waiting> {
-        // Every step leaves it whole.
+        // Each critical section leaves the value consistent.
         self.waiting.lock()
     }
 
@@ -121,7 +122,7 @@ impl Shared {
             closed.get_or_insert_with(|| why.to_owned());
             first
         });
-        // Their receivers see the end.
+        // This ends the receivers of the calls.
         self.waiting().calls.clear();
     }
 
@@ -130,13 +131,13 @@ impl Shared {
         RpcError::Lost(why.unwrap_or_else(|| "the connection to libvirtd is closed".to_owned()))
     }
 
-    /// One message of libvirtd's; an error ends the connection.
+    /// Handles one message of libvirtd; an error ends the connection.
     fn take(&self, body: &[u8]) -> Result<(), Garbled> {
         let Some((header, payload)) = message::read(body)? else { return Ok(()) };
         if header.program == message::KEEPALIVE {
             if header.procedure == message::PING {
                 let pong = Header { procedure: message::PONG, ..header };
-                // A full queue means that we are writing: that says as much as a pong.
+                // A full queue means that messages are being written, which proves as much as a pong.
                 drop(self.outgoing.try_send(message::write(&pong, &[])));
             }
             return Ok(());
@@ -146,7 +147,7 @@ impl Shared {
             Kind::Stream => self.stream(&header, payload),
             Kind::Event => {
                 if let Some(event) = event(header.procedure, payload)? {
-                    // Nobody listens: nobody needs it.
+                    // Without a listener the event is not needed.
                     self.events.send(event).ok();
                 }
                 Ok(())
@@ -164,7 +165,7 @@ impl Shared {
         };
         let goes_on = answer.is_ok() && waiter.stream.is_some();
         if let Some(reply) = waiter.reply.take() {
-            // Its caller may have gone.
+            // The caller may have dropped the call.
             reply.send(answer).ok();
         }
         if !goes_on {
@@ -196,7 +197,7 @@ impl Shared {
     }
 }
 
-/// Reads the events that we ask for.
+/// Parses the events that the provider registers for.
 pub(crate) fn event(procedure: i32, payload: &[u8]) -> Result<Option<Event>, Garbled> {
     let mut reader = Reader::new(payload);
     let event = match procedure {
@@ -221,7 +222,7 @@ pub(crate) fn event(procedure: i32, payload: &[u8]) -> Result<Option<Event>, Gar
 }
 
 impl Connection {
-    /// Begins to speak over a stream that is connected; nothing is said yet.
+    /// Starts the tasks for a connected stream; sends no message yet.
     pub fn start<S>(stream: S, patience: Duration) -> Connection
     where
         S: AsyncRead + AsyncWrite + Send + 'static,
@@ -244,12 +245,12 @@ impl Connection {
         Connection { shared, tasks, patience }
     }
 
-    /// Whether it is closed.
+    /// Returns whether the connection is closed.
     pub fn is_closed(&self) -> bool {
         self.shared.closed.borrow().is_some()
     }
 
-    /// Waits until it is closed; why.
+    /// Waits until the connection is closed; returns the reason.
     pub async fn closed(&self) -> String {
         let mut closed = self.shared.closed.subscribe();
         match closed.wait_for(Option::is_some).await {
@@ -258,12 +259,12 @@ impl Connection {
         }
     }
 
-    /// What happens from now on.
+    /// Returns the events from now on.
     pub fn events(&self) -> broadcast::Receiver<Event> {
         self.shared.events.subscribe()
     }
 
-    /// One call and its answer.
+    /// Makes one call and returns its answer.
     ///
     /// # Errors
     /// libvirt's refusal; no connection; no answer in time.
@@ -302,7 +303,7 @@ impl Connection {
         Ok((serial, reply))
     }
 
-    /// A call that goes on as a stream, which may bring at most `budget` bytes.
+    /// Makes a call that goes on as a stream, which may bring at most `budget` bytes.
     pub(super) async fn open_stream(
         &self,
         procedure: i32,
@@ -320,7 +321,7 @@ impl Connection {
         asked.await.unwrap_or(Err(RpcError::Late(self.patience)))
     }
 
-    /// The next piece; empty at the end.
+    /// Returns the next piece; empty at the end.
     pub(super) async fn next_piece(&self, stream: &mut Stream) -> Result<Vec<u8>, RpcError> {
         match timeout(self.patience, stream.pieces.recv()).await {
             Ok(Some(piece)) => Ok(piece?.unwrap_or_default()),
@@ -329,7 +330,7 @@ impl Connection {
         }
     }
 
-    /// Sends a piece of a stream. An error that libvirtd sent meanwhile comes back here.
+    /// Sends a piece of a stream. Returns an error that libvirtd sent meanwhile.
     pub(super) async fn send_piece(&self, stream: &mut Stream, piece: &[u8]) -> Result<(), RpcError> {
         if let Ok(Err(error)) = stream.pieces.try_recv() {
             return Err(error);
@@ -337,7 +338,7 @@ impl Connection {
         self.send_stream(stream, Status::Continue, piece).await
     }
 
-    /// Says that nothing more comes, and waits until libvirtd has it all.
+    /// Ends the sent stream, and waits until libvirtd has received it.
     pub(super) async fn finish(&self, stream: &mut Stream) -> Result<(), RpcError> {
         self.send_stream(stream, Status::Ok, &[]).await?;
         loop {
@@ -373,7 +374,7 @@ async fn read_all(mut input: impl AsyncRead + Unpin, shared: Arc<Shared>) {
             Ok(body) => {
                 *shared.heard.lock() = Instant::now();
                 if let Err(garbled) = shared.take(&body) {
-                    break format!("libvirtd sent what cannot be read: {garbled}");
+                    break format!("libvirtd sent an unreadable message: {garbled}");
                 }
             }
             Err(why) => break why,
@@ -382,7 +383,7 @@ async fn read_all(mut input: impl AsyncRead + Unpin, shared: Arc<Shared>) {
     shared.close(&why);
 }
 
-/// The next message without its length. Room is made as bytes come, whatever the length says.
+/// Reads the next message without its length. Memory grows as bytes arrive, not by the announced length.
 async fn read_one(input: &mut (impl AsyncRead + Unpin)) -> Result<Vec<u8>, String> {
     let mut prefix = [0; 4];
     let lost = |error: std::io::Error| format!("libvirtd closed the connection: {error}");
@@ -418,7 +419,10 @@ async fn ping(shared: Arc<Shared>) {
         sleep(PING_EVERY).await;
         let silent = shared.heard.lock().elapsed();
         if silent >= SILENCE {
-            shared.close(&format!("libvirtd said nothing for {} s, not even to a ping", silent.as_secs()));
+            shared.close(&format!(
+                "libvirtd sent nothing for {} s, not even an answer to a ping",
+                silent.as_secs()
+            ));
             return;
         }
         let ping = Header {
@@ -428,7 +432,7 @@ async fn ping(shared: Arc<Shared>) {
             serial: 0,
             status: Status::Ok,
         };
-        // A full queue: then something is under way anyway.
+        // A full queue means that messages are being written anyway.
         drop(shared.outgoing.try_send(message::write(&ping, &[])));
     }
 }

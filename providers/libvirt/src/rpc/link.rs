@@ -1,4 +1,4 @@
-//! The connection that is there when it is needed: dialled at the first call, and again after it was lost.
+//! Keeps the connection to libvirtd: dialled at the first call, and again after it was lost.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -10,31 +10,32 @@ use tokio::time::timeout;
 
 use super::{Connection, RpcError};
 
-/// How long libvirtd may take to accept a connection.
+/// Longest time until libvirtd accepts a connection.
 const DIAL: Duration = Duration::from_secs(5);
 
-/// Where libvirtd listens, and which hypervisor is asked of it.
+/// Address of libvirtd, and the driver to use.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Address {
-    /// `qemu:///system` and the like.
+    /// Driver, like `qemu:///system`.
     pub driver: String,
-    /// Its sockets, the best first.
+    /// Sockets of libvirtd, the best one first.
     pub sockets: Vec<PathBuf>,
 }
 
 impl Address {
-    /// Reads a libvirt URI: `qemu:///system`, `qemu:///session`, `test:///default`, or with `+unix` and `?socket=PATH`.
+    /// Parses a libvirt URI: `qemu:///system`, `qemu:///session`, `test:///default`, or with `+unix` and
+    /// `?socket=PATH`.
     ///
     /// # Errors
-    /// Why it cannot be used, and what to write.
+    /// The reason, with the correct form.
     pub fn parse(uri: &str) -> Result<Address, String> {
         let (scheme, rest) =
             uri.split_once("://").ok_or("not a libvirt URI; write it like qemu:///system")?;
         let (driver, transport) = scheme.split_once('+').unwrap_or((scheme, "unix"));
         if transport != "unix" {
             return Err(format!(
-                "transport {transport} is not spoken here; forward libvirtd's socket (ssh -L PATH:/run/libvirt/libvirt-sock \
-                 HOST) and write {driver}+unix:///system?socket=PATH"
+                "transport {transport} is not supported; forward libvirtd's socket (ssh -L \
+                 PATH:/run/libvirt/libvirt-sock HOST) and write {driver}+unix:///system?socket=PATH"
             ));
         }
         let (place, query) = rest.split_once('?').unwrap_or((rest, ""));
@@ -68,14 +69,14 @@ impl Address {
                 ("session", None) => return Err("qemu:///session needs XDG_RUNTIME_DIR; or name its socket: qemu+unix:///session?socket=PATH".to_owned()),
                 _ => PathBuf::from("/run/libvirt"),
             };
-            // The second one is the split daemons', where there is no proxy for the first.
+            // The second socket is that of the split daemons, on hosts without a proxy for the first.
             sockets = vec![run.join("libvirt-sock"), run.join("virtqemud-sock")];
         }
         Ok(Address { driver: format!("{driver}:///{path}"), sockets })
     }
 }
 
-/// See the module.
+/// Connection that is dialled when it is needed.
 pub struct Link {
     address: Address,
     patience: Duration,
@@ -83,20 +84,20 @@ pub struct Link {
 }
 
 impl Link {
-    /// Dials nobody yet.
+    /// Stores the address; dials at the first call.
     pub fn new(address: Address, patience: Duration) -> Link {
         Link { address, patience, current: Mutex::new(None) }
     }
 
-    /// The hypervisor that is asked for.
+    /// Returns the driver.
     pub fn driver(&self) -> &str {
         &self.address.driver
     }
 
-    /// The connection, dialled if there is none.
+    /// Returns the connection; dials if there is none.
     ///
     /// # Errors
-    /// [`RpcError::Lost`] when nobody listens, with where we looked; libvirtd's refusal.
+    /// [`RpcError::Lost`] with the tried sockets when libvirtd does not listen; libvirtd's refusal.
     pub async fn get(&self) -> Result<Arc<Connection>, RpcError> {
         let mut current = self.current.lock().await;
         if let Some(connection) = current.as_ref().filter(|connection| !connection.is_closed()) {
@@ -152,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_used_says_what_to_write() {
+    fn an_unusable_uri_is_refused_with_a_remedy() {
         for (uri, part) in [
             ("", "not a libvirt URI"),
             ("qemu", "not a libvirt URI"),

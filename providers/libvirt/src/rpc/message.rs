@@ -1,65 +1,65 @@
-//! libvirt's messages: a length, a header of six numbers, a payload. Pure.
+//! Reads and writes libvirt's messages: a length, a header of six numbers, a payload. Pure.
 
 use super::xdr::{Garbled, MAX_TEXT, Reader, Writer};
 
 /// Longest message, with its header, without its length.
 pub const MAX_MESSAGE: usize = 32 << 20;
-/// The length and the header.
+/// Size of the length and the header.
 pub const HEADER: usize = 28;
-/// Longest piece of a stream that we send: what every version takes.
+/// Longest piece of a stream to send; every version accepts it.
 pub const STREAM_PIECE: usize = 256 * 1024 - 24;
 
-/// The calls of libvirt itself.
+/// Program of libvirt's own calls.
 pub const REMOTE: u32 = 0x2000_8086;
-/// Pings.
+/// Program of the pings.
 pub const KEEPALIVE: u32 = 0x6b65_6570;
-/// The version of both.
+/// Version of both programs.
 const VERSION: u32 = 1;
-/// Of [`KEEPALIVE`].
+/// Ping procedure of [`KEEPALIVE`].
 pub const PING: i32 = 1;
-/// Of [`KEEPALIVE`].
+/// Pong procedure of [`KEEPALIVE`].
 pub const PONG: i32 = 2;
 
-/// What kind of message it is.
+/// Kind of a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// We ask.
+    /// Call by the client.
     Call,
-    /// libvirtd answers.
+    /// Answer of libvirtd.
     Reply,
-    /// Something that happened.
+    /// Event.
     Event,
-    /// A piece of a stream.
+    /// Piece of a stream.
     Stream,
 }
 
-/// How it stands with what the message belongs to.
+/// Status of a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Status {
-    /// Good; of a stream: its end.
+    /// Success; in a stream: its end.
     Ok,
-    /// The payload says what went wrong.
+    /// Failure; the payload contains the error.
     Error,
-    /// Of a stream: more comes.
+    /// In a stream: more follows.
     Continue,
 }
 
 /// A message's header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Header {
-    /// [`REMOTE`] or [`KEEPALIVE`].
+    /// Program: [`REMOTE`] or [`KEEPALIVE`].
     pub program: u32,
-    /// Which call.
+    /// Number of the procedure.
     pub procedure: i32,
-    /// What kind of message.
+    /// Kind of message.
     pub kind: Kind,
-    /// The call that it belongs to.
+    /// Serial of the call that the message belongs to.
     pub serial: u32,
-    /// How it stands.
+    /// Status.
     pub status: Status,
 }
 
-/// The length and header of a message, as they are sent.
+/// Returns a message as it is sent: length, header, payload.
 pub fn write(header: &Header, payload: &[u8]) -> Vec<u8> {
     let kind = match header.kind {
         Kind::Call => 0,
@@ -79,7 +79,7 @@ pub fn write(header: &Header, payload: &[u8]) -> Vec<u8> {
     message
 }
 
-/// The length of what follows these four bytes.
+/// Returns the length of the message after these four bytes.
 ///
 /// # Errors
 /// When no message is so short or so long.
@@ -94,7 +94,8 @@ pub fn length(prefix: [u8; 4]) -> Result<usize, Garbled> {
     Ok(length)
 }
 
-/// Reads what follows a length; `None`: a message of a program, version or kind that we do not know and never asked for.
+/// Parses a message without its length; `None`: its program, version, kind or status is unknown and was never
+/// requested.
 ///
 /// # Errors
 /// When it ends too early.
@@ -122,19 +123,19 @@ pub fn read(body: &[u8]) -> Result<Option<(Header, &[u8])>, Garbled> {
     Ok(Some((Header { program, procedure, kind, serial, status }, payload)))
 }
 
-/// What libvirt says went wrong.
+/// Error of libvirt.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Failure {
-    /// `VIR_ERR_…`.
+    /// Error number, `VIR_ERR_…`.
     pub code: i32,
-    /// For people.
+    /// Error text.
     pub text: String,
 }
 
-/// Reads the payload of a message whose status is [`Status::Error`].
+/// Parses the payload of a message with [`Status::Error`].
 ///
 /// # Errors
-/// When it is none.
+/// When the payload is not an error.
 pub fn failure(payload: &[u8]) -> Result<Failure, Garbled> {
     let mut reader = Reader::new(payload);
     let (code, _domain) = (reader.i32()?, reader.i32()?);
@@ -163,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn lengths_that_cannot_be_are_refused() {
+    fn impossible_lengths_are_refused() {
         assert!(length(0u32.to_be_bytes()).is_err());
         assert!(length(27u32.to_be_bytes()).is_err());
         assert_eq!(length(28u32.to_be_bytes()), Ok(24));

@@ -1,20 +1,20 @@
-//! XDR (RFC 4506), as much of it as libvirt's messages need. Pure. (The crates there are for it are years old or generate
-//! code from `.x` files; this is a page.)
+//! Reads and writes XDR (RFC 4506), as much of it as libvirt's messages need. Pure. (The existing crates for it are
+//! years old or generate code from `.x` files; this module is short.)
 //!
-//! Reading never trusts a length: it is held against a limit and against what is left before anything is allocated.
+//! The reader trusts no length: it checks each against a limit and against the rest of the message before it allocates.
 
-/// What is not the message that it should be.
+/// Reason why a message cannot be parsed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Garbled {
-    /// It ends too early.
+    /// The message ends too early.
     #[error("the message ends after {0} bytes, in the middle of a value")]
     Short(usize),
     /// A text, list or blob is longer than the protocol allows.
     #[error("a value of {length} elements is longer than the {limit} that the protocol allows")]
     Long {
-        /// What it says.
+        /// Announced length.
         length: usize,
-        /// What is allowed.
+        /// Allowed length.
         limit: usize,
     },
     /// A text that is not UTF-8.
@@ -23,7 +23,7 @@ pub enum Garbled {
     /// A flag that is neither 0 nor 1.
     #[error("a flag has the value {0}")]
     Flag(u32),
-    /// More than the message should hold.
+    /// The message is longer than its values.
     #[error("{0} bytes are left over")]
     Rest(usize),
 }
@@ -39,40 +39,40 @@ pub type Uuid = [u8; 16];
 pub struct Writer(Vec<u8>);
 
 impl Writer {
-    /// Nothing yet.
+    /// Starts an empty payload.
     pub fn new() -> Writer {
         Writer::default()
     }
 
-    /// `unsigned int`.
+    /// Appends an `unsigned int`.
     #[must_use]
     pub fn u32(mut self, value: u32) -> Writer {
         self.0.extend(value.to_be_bytes());
         self
     }
 
-    /// `int`.
+    /// Appends an `int`.
     #[must_use]
     pub fn i32(mut self, value: i32) -> Writer {
         self.0.extend(value.to_be_bytes());
         self
     }
 
-    /// `unsigned hyper`.
+    /// Appends an `unsigned hyper`.
     #[must_use]
     pub fn u64(mut self, value: u64) -> Writer {
         self.0.extend(value.to_be_bytes());
         self
     }
 
-    /// `opaque[16]`.
+    /// Appends an `opaque[16]`.
     #[must_use]
     pub fn uuid(mut self, value: &Uuid) -> Writer {
         self.0.extend(value);
         self
     }
 
-    /// `string<>`. What is longer than a length can say is cut; libvirtd refuses far shorter ones.
+    /// Appends a `string<>`. Cuts a text that is too long for the length field; libvirtd refuses far shorter ones.
     #[must_use]
     pub fn text(self, value: &str) -> Writer {
         let bytes = value.as_bytes();
@@ -83,7 +83,7 @@ impl Writer {
         writer
     }
 
-    /// `string *`.
+    /// Appends a `string *`.
     #[must_use]
     pub fn optional_text(self, value: Option<&str>) -> Writer {
         match value {
@@ -92,13 +92,13 @@ impl Writer {
         }
     }
 
-    /// The payload.
+    /// Returns the payload.
     pub fn done(self) -> Vec<u8> {
         self.0
     }
 }
 
-/// Takes a payload apart.
+/// Parses a payload.
 #[derive(Debug)]
 pub struct Reader<'a> {
     bytes: &'a [u8],
@@ -106,7 +106,7 @@ pub struct Reader<'a> {
 }
 
 impl<'a> Reader<'a> {
-    /// From its beginning.
+    /// Starts at the beginning of a payload.
     pub fn new(bytes: &'a [u8]) -> Reader<'a> {
         Reader { bytes, at: 0 }
     }
@@ -124,15 +124,15 @@ impl<'a> Reader<'a> {
         Ok(array)
     }
 
-    /// `unsigned int`.
+    /// Reads an `unsigned int`.
     ///
     /// # Errors
-    /// [`Garbled`], as of all here.
+    /// [`Garbled`], as for all methods here.
     pub fn u32(&mut self) -> Result<u32, Garbled> {
         self.array().map(u32::from_be_bytes)
     }
 
-    /// `int`.
+    /// Reads an `int`.
     ///
     /// # Errors
     /// [`Garbled`].
@@ -140,7 +140,7 @@ impl<'a> Reader<'a> {
         self.array().map(i32::from_be_bytes)
     }
 
-    /// `unsigned hyper`.
+    /// Reads an `unsigned hyper`.
     ///
     /// # Errors
     /// [`Garbled`].
@@ -148,7 +148,7 @@ impl<'a> Reader<'a> {
         self.array().map(u64::from_be_bytes)
     }
 
-    /// `opaque[16]`.
+    /// Reads an `opaque[16]`.
     ///
     /// # Errors
     /// [`Garbled`].
@@ -156,7 +156,7 @@ impl<'a> Reader<'a> {
         self.array()
     }
 
-    /// `string<>`.
+    /// Reads a `string<>`.
     ///
     /// # Errors
     /// [`Garbled`].
@@ -167,7 +167,7 @@ impl<'a> Reader<'a> {
         std::str::from_utf8(bytes).map(str::to_owned).map_err(|_| Garbled::Text)
     }
 
-    /// `string *`.
+    /// Reads a `string *`.
     ///
     /// # Errors
     /// [`Garbled`].
@@ -175,7 +175,7 @@ impl<'a> Reader<'a> {
         self.optional(Reader::text)
     }
 
-    /// `T *`.
+    /// Reads a `T *`.
     ///
     /// # Errors
     /// [`Garbled`].
@@ -190,7 +190,7 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// `T<limit>`.
+    /// Reads a `T<limit>`.
     ///
     /// # Errors
     /// [`Garbled`].
@@ -200,7 +200,7 @@ impl<'a> Reader<'a> {
         mut read: impl FnMut(&mut Self) -> Result<T, Garbled>,
     ) -> Result<Vec<T>, Garbled> {
         let length = self.length(limit)?;
-        // Nothing is set aside for what may never come: each element takes at least four bytes.
+        // Memory is reserved only for elements that can be present: each takes at least four bytes.
         let mut list = Vec::with_capacity(length.min((self.bytes.len() - self.at) / 4));
         for _ in 0..length {
             list.push(read(self)?);
@@ -213,7 +213,7 @@ impl<'a> Reader<'a> {
         if length > limit { Err(Garbled::Long { length, limit }) } else { Ok(length) }
     }
 
-    /// Holds that nothing is left.
+    /// Checks that no bytes are left.
     ///
     /// # Errors
     /// [`Garbled::Rest`].
@@ -230,7 +230,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_written_is_read_again() {
+    fn written_values_are_read_back() {
         let bytes = Writer::new()
             .u32(7)
             .i32(-7)
@@ -253,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn no_length_is_believed() {
+    fn no_length_is_trusted() {
         let huge = Writer::new().u32(u32::MAX).done();
         assert!(matches!(Reader::new(&huge).text(), Err(Garbled::Long { .. })));
         let longer_than_there_is = Writer::new().u32(1000).done();

@@ -1,6 +1,6 @@
-//! The suite that every provider passes, with a real libvirtd and QEMU. Needs root.
+//! Runs the conformance suite of all providers with a real libvirtd and QEMU. Needs root.
 //!
-//! A machine that halts gives no disk back, so there is no disk here: `faults.rs` attaches them.
+//! A halted machine releases no disk, so there is no disk here: `faults.rs` attaches disks.
 
 use super::common;
 use std::fs;
@@ -19,7 +19,7 @@ use peerpod_world::libvirtd::POOL;
 struct Libvirt {
     provider: Arc<LibvirtProvider>,
     place: Arc<Place>,
-    /// Plays the VMs' DHCP clients, which halt instead.
+    /// Simulates the DHCP clients of the VMs, which are halted.
     leases: Option<JoinHandle<()>>,
     ends: Arc<AtomicBool>,
 }
@@ -46,7 +46,7 @@ impl Harness for Libvirt {
     }
 
     async fn user_data(&self, id: &InstanceId) -> Option<Vec<u8>> {
-        // The file that QEMU shows to the guest as it is; that the guest sees the same is the whole road's test.
+        // The file that QEMU shows to the guest unchanged. The end-to-end test checks that the guest sees the same.
         let xml = self.place.libvirtd.virsh(&["dumpxml", id.as_str()]).ok()?;
         let path = xml.split("opt/io.peerpod/user-data' file='").nth(1)?.split('\'').next()?;
         fs::read(path).ok()

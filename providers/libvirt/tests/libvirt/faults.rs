@@ -1,4 +1,4 @@
-//! What goes wrong, and what is said of it; deaths, restarts, disks. A real libvirtd and QEMU. Needs root.
+//! Tests failures and their error texts, ends of VMs, restarts, and disks. With a real libvirtd and QEMU. Needs root.
 
 use super::common;
 use std::fs;
@@ -20,7 +20,7 @@ async fn gone_wrong(place: &Place, settings: &[(&str, &str)], class: &str) -> St
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn wrong_settings_and_images_are_told_with_what_to_do_and_leave_nothing() {
+async fn wrong_settings_and_images_are_refused_with_a_remedy_and_leave_nothing() {
     let place = Place::new();
     let garbage = place.world.folder().join("garbage");
     fs::write(&garbage, "<html>not found</html>").unwrap();
@@ -77,7 +77,7 @@ async fn wrong_settings_and_images_are_told_with_what_to_do_and_leave_nothing() 
         let emulated = text.contains("there is no KVM");
         assert!(parts.iter().all(|part| text.contains(part)) || emulated, "{text}");
     }
-    // More than any host has.
+    // More memory than any host has.
     let mut huge = request("pod");
     huge.size.memory_mib = 64 << 20;
     let text = text_of(provider.create(&huge, &key(3)).await, "capacity");
@@ -86,10 +86,10 @@ async fn wrong_settings_and_images_are_told_with_what_to_do_and_leave_nothing() 
     place.assert_clean();
 }
 
-/// The host has so much and QEMU does not get it, as when others have taken it. Nothing of the VM is in the way when there
-/// is memory again.
+/// The host has this memory but QEMU does not get it, as when other processes have taken it. When there is memory
+/// again, no remains of the VM are in the way.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_host_without_free_memory_is_told_with_how_much_was_asked_for() {
+async fn a_host_without_free_memory_gives_an_error_with_the_requested_size() {
     let place = Place::new();
     let known = fs::read_to_string("/proc/meminfo").unwrap();
     let total = known.lines().find_map(|line| line.strip_prefix("MemTotal:")).unwrap();
@@ -113,13 +113,13 @@ async fn a_host_without_free_memory_is_told_with_how_much_was_asked_for() {
     place.assert_clean();
 }
 
-/// A file system with no room for an overlay, let alone a disk.
+/// The file system of the pool has no room for an overlay, let alone a disk.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_pool_that_is_full_says_so() {
+async fn a_full_pool_is_reported() {
     let place = Place::new();
     let folder = place.libvirtd.pool_folder("small");
     fs::create_dir_all(&folder).unwrap();
-    // In this process's namespace and before libvirtd's next start, whose namespace is made of ours.
+    // Mounted in this process's namespace before libvirtd's next start, which copies this namespace.
     let mounted =
         Command::new("mount").args(["-t", "tmpfs", "-o", "size=64k", "peerpod-test"]).arg(&folder).status();
     assert!(mounted.unwrap().success());
@@ -134,7 +134,7 @@ async fn a_pool_that_is_full_says_so() {
     assert!(Command::new("umount").arg("-l").arg(&folder).status().unwrap().success());
 }
 
-/// Whether KVM works is tried with a disk in the pool. Where none can be made nothing was learnt of KVM.
+/// The trial of KVM needs a disk in the pool. If the disk cannot be made, the trial has no result.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_pool_that_is_not_started_is_no_proof_against_kvm_and_old_trials_are_swept() {
     let place = Place::new();
@@ -153,7 +153,7 @@ async fn a_pool_that_is_not_started_is_no_proof_against_kvm_and_old_trials_are_s
         assert!(text.contains(part), "{part}: {text}");
     }
     place.libvirtd.virsh(&["pool-start", POOL]).unwrap();
-    // Now it is tried, whatever this host's KVM can do.
+    // Now KVM is tried, with any result on this host.
     match provider.create(&request("pod"), &key(1)).await {
         Ok(made) => provider.delete(&made.id).await.unwrap(),
         Err(error) => {
@@ -165,7 +165,7 @@ async fn a_pool_that_is_not_started_is_no_proof_against_kvm_and_old_trials_are_s
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn user_data_are_readable_by_nobody_else_and_stand_in_no_command_line() {
+async fn user_data_are_private_and_in_no_command_line() {
     let place = Place::new();
     for kind in ["fw-cfg", "nocloud"] {
         let provider = place.provider_with(&[("user-data", kind)]);
@@ -185,9 +185,10 @@ async fn user_data_are_readable_by_nobody_else_and_stand_in_no_command_line() {
     }
 }
 
-/// The disk image's program is not signed. What UEFI keeps of a VM between boots is a file that libvirt makes for it.
+/// The program on the disk image is not signed. libvirt makes a file for the data that UEFI keeps of a VM between
+/// boots.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_disk_is_started_by_uefi_that_asks_for_no_signature_and_keeps_nothing() {
+async fn uefi_boots_a_disk_without_signature_or_kept_variables() {
     let place = Place::new();
     let provider = place.provider_with(&[("firmware", "efi")]);
     let found = provider.preflight().await.unwrap();
@@ -208,7 +209,7 @@ async fn a_disk_is_started_by_uefi_that_asks_for_no_signature_and_keeps_nothing(
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn libvirtd_may_be_killed_and_come_back_and_vms_do_not_mind() {
+async fn vms_survive_a_restart_of_libvirtd() {
     let mut place = Place::new();
     let provider = place.provider();
     let mut events = provider.events().unwrap();
@@ -218,7 +219,7 @@ async fn libvirtd_may_be_killed_and_come_back_and_vms_do_not_mind() {
     place.libvirtd.kill().unwrap();
     let text = text_of(provider.list_owned().await, "transient");
     assert!(text.contains("libvirtd"), "{text}");
-    // One dies while nobody can tell.
+    // One VM ends while libvirtd is down.
     let victim = before.iter().find(|pid| {
         let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap();
         String::from_utf8_lossy(&line).contains(one.id.as_str())
@@ -229,11 +230,11 @@ async fn libvirtd_may_be_killed_and_come_back_and_vms_do_not_mind() {
     )
     .unwrap();
     place.libvirtd.begin().unwrap();
-    let told = tokio::time::timeout(PATIENCE, events.next()).await.expect("it is told").unwrap();
+    let told = tokio::time::timeout(PATIENCE, events.next()).await.expect("the event arrives").unwrap();
     assert_eq!(told.id, one.id);
     assert_eq!(state(&*provider, &one.id).await, Some(OwnedState::Ended));
     assert_eq!(state(&*provider, &two.id).await, Some(OwnedState::Running));
-    // And a repeated create does not start what has ended, whoever asks.
+    // A repeated create from another provider does not start an ended VM, either.
     assert_eq!(create(&*place.provider(), 1).await.id, one.id);
     assert_eq!(state(&*provider, &one.id).await, Some(OwnedState::Ended));
     for id in [&one.id, &two.id] {
@@ -243,17 +244,17 @@ async fn libvirtd_may_be_killed_and_come_back_and_vms_do_not_mind() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_vm_that_is_destroyed_from_outside_is_told_and_our_own_deletes_are_not() {
+async fn a_vm_destroyed_from_outside_is_reported_and_our_deletes_are_not() {
     let place = Place::new();
     let provider = place.provider();
     let mut events = provider.events().unwrap();
     let (ours, theirs) = (create(&*provider, 1).await, create(&*provider, 2).await);
     provider.delete(&ours.id).await.unwrap();
     place.libvirtd.virsh(&["destroy", theirs.id.as_str()]).unwrap();
-    let told = tokio::time::timeout(PATIENCE, events.next()).await.expect("it is told").unwrap();
+    let told = tokio::time::timeout(PATIENCE, events.next()).await.expect("the event arrives").unwrap();
     assert_eq!(told.id, theirs.id);
     let EventKind::Ended { reason } = told.kind else { panic!("{told:?}") };
-    assert!(reason.contains("somebody's hand"), "{reason}");
+    assert!(reason.contains("destroyed from outside"), "{reason}");
     let text = text_of(provider.addresses(&theirs.id).await, "not_found");
     assert!(text.contains("it has ended"), "{text}");
     provider.delete(&theirs.id).await.unwrap();
@@ -269,7 +270,7 @@ async fn disks_of_all_kinds_are_attached_at_creation_and_later_and_one_in_use_is
         fs::write(files.join(name), vec![0; 1 << 20]).unwrap();
     }
     place.libvirtd.virsh(&["vol-create-as", POOL, "volume", "8M", "--format", "qcow2"]).unwrap();
-    // A server of network disks, as another host would be one.
+    // A server of network disks, like one on another host.
     let nbd = files.join("nbd.sock");
     let mut server = Command::new("qemu-nbd")
         .args(["--persistent", "--shared=4", "--format=raw", "--export-name=x", "--socket"])
@@ -287,7 +288,7 @@ async fn disks_of_all_kinds_are_attached_at_creation_and_later_and_one_in_use_is
     let made = provider.create(&with_disks, &key(1)).await.unwrap();
     let hot = provider.volumes().unwrap().attach(&made.id, &disk(network.clone())).await.unwrap();
     assert_eq!(provider.volumes().unwrap().attach(&made.id, &disk(network.clone())).await.unwrap(), hot);
-    // The witness: the serials that QEMU's disks have.
+    // The witness: the serials of QEMU's disks.
     let xml = place.libvirtd.virsh(&["dumpxml", made.id.as_str()]).unwrap();
     let serials: Vec<_> = made.disks.iter().map(|(_, identity)| identity.clone()).chain([hot]).collect();
     assert_eq!(serials.len(), 3);
@@ -295,7 +296,7 @@ async fn disks_of_all_kinds_are_attached_at_creation_and_later_and_one_in_use_is
         let DiskIdentity::Serial(serial) = serial else { panic!("{serial:?}") };
         assert_eq!(xml.matches(&format!("<serial>{serial}</serial>")).count(), 1, "{serial}\n{xml}");
     }
-    // Another VM may not have what this one writes to.
+    // Another VM must not get a disk that this VM writes to.
     let thief = CreateRequest { disks: vec![disk("volume".into())], ..request("thief") };
     let text = text_of(provider.create(&thief, &key(2)).await, "transient");
     assert!(text.contains("\"write\" lock") && text.contains("another VM has this disk"), "{text}");
@@ -312,7 +313,7 @@ async fn disks_of_all_kinds_are_attached_at_creation_and_later_and_one_in_use_is
     assert!(place.libvirtd.domains().unwrap().is_empty());
 }
 
-/// A line of the node for each VM.
+/// Line that the node prints for each VM.
 const STARTED: &str = "a VM was started";
 
 #[test]
@@ -341,7 +342,7 @@ fn a_node_killed_at_any_time_leaves_nothing_that_its_successor_does_not_find() {
     let place = Place::new();
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
     let settings: String = place.settings().iter().map(|(key, value)| format!("{key}={value}\n")).collect();
-    // Each VM is stopped, too, by the node or by its successor.
+    // Each VM is also stopped, by the node or by its successor.
     let (mut starts, enough) = (0, if std::env::var_os("PEERPOD_TEST_LONG").is_some() { 500 } else { 0 });
     for round in 0u64.. {
         if round >= 12 && starts >= enough {
@@ -354,7 +355,7 @@ fn a_node_killed_at_any_time_leaves_nothing_that_its_successor_does_not_find() {
             .stdout(fs::File::create(&said).unwrap())
             .spawn()
             .unwrap();
-        // Not for luck: any moment will do.
+        // This waits for no condition: any moment will do.
         std::thread::sleep(Duration::from_millis(60 + round * 137 % 1500));
         node.kill().unwrap();
         node.wait().unwrap();
@@ -363,11 +364,11 @@ fn a_node_killed_at_any_time_leaves_nothing_that_its_successor_does_not_find() {
         runtime.block_on(async {
             provider.preflight().await.unwrap();
             starts += 3 - provider.list_owned().await.unwrap().len().min(3);
-            // The same requests again make one VM each, whatever was there.
+            // The same requests again make one VM each, from any state that was left.
             for number in 0..3 {
                 let made = create(&*provider, number).await;
                 let state = state(&*provider, &made.id).await;
-                // One whose delete was cut off has ended, and is not started again.
+                // A VM with an interrupted delete has ended, and is not started again.
                 let deleted = number == 2 && state == Some(OwnedState::Ended);
                 assert!(deleted || state == Some(OwnedState::Running), "round {round}: {state:?}");
             }
@@ -381,9 +382,9 @@ fn a_node_killed_at_any_time_leaves_nothing_that_its_successor_does_not_find() {
     }
 }
 
-/// The network hands out both families: whichever server was faster, the VM is known by its IPv4 address first.
+/// The network hands out both families. The VM is known by its IPv4 address first, even if the other server was faster.
 #[tokio::test(flavor = "multi_thread")]
-async fn an_ipv6_lease_that_comes_first_is_not_all_that_is_told() {
+async fn an_early_ipv6_lease_is_not_the_only_address() {
     let place = Place::new();
     let provider = place.provider();
     let made = create(&*provider, 1).await;
@@ -394,11 +395,11 @@ async fn an_ipv6_lease_that_comes_first_is_not_all_that_is_told() {
         async move { provider.addresses(&id).await.unwrap() }
     });
     let early = tokio::time::timeout(Duration::from_secs(1), &mut asked).await;
-    assert!(early.is_err(), "the one alone is not told yet: {early:?}");
+    assert!(early.is_err(), "the single address is not returned yet: {early:?}");
     place.libvirtd.lease(|own| vec![v6(own), format!("10.97.{}.{}", own[1], own[2])]).unwrap();
     let told = asked.await.unwrap();
     assert!(told.len() == 2 && told[0].is_ipv4() && told[1].is_ipv6(), "{told:?}");
-    // One that never gets another is told of all the same.
+    // The address of a VM that never gets another one is returned all the same.
     place.libvirtd.lease(|own| vec![v6(own)]).unwrap();
     let told = provider.addresses(&made.id).await.unwrap();
     assert!(told.len() == 1 && told[0].is_ipv6(), "{told:?}");
@@ -415,7 +416,7 @@ async fn the_test_driver_does_what_it_can() {
     assert_eq!(create(&*provider, 1).await.id, made.id);
     assert!(matches!(provider.create(&request("another"), &key(1)).await, Err(Error::KeyReused { .. })));
     assert_eq!(state(&*provider, &made.id).await, Some(OwnedState::Running));
-    // It makes leases up.
+    // The test driver makes leases up.
     assert!(!provider.addresses(&made.id).await.unwrap().is_empty());
     provider.delete(&made.id).await.unwrap();
     provider.delete(&made.id).await.unwrap();

@@ -1,4 +1,4 @@
-//! The libvirt provider against a real libvirtd.
+//! Tests the libvirt provider against a real libvirtd.
 
 #![allow(clippy::unwrap_used)] // test code outside of test functions
 

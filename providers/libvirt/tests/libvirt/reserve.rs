@@ -1,5 +1,5 @@
-//! Addresses that are reserved for VMs in their network, so that libvirt's DHCP server does not ping them first. A real
-//! libvirtd, QEMU and dnsmasq; `virsh` shows what the network has. Needs root.
+//! Tests the reservation of addresses, which keeps libvirt's DHCP server from pinging them first. With a real libvirtd,
+//! QEMU and dnsmasq; `virsh` shows the network's state. Needs root.
 
 use super::common;
 use std::collections::BTreeSet;
@@ -13,7 +13,7 @@ use peerpod_provider_api::Provider;
 use peerpod_provider_libvirt::LibvirtProvider;
 use peerpod_world::libvirtd::NETWORK;
 
-/// How many addresses the small network has beside its own.
+/// Number of addresses of the small network, beside its own.
 const SMALL: u32 = 12;
 
 /// Starts a network with these options and this DHCP range.
@@ -30,7 +30,7 @@ fn make_network(place: &Place, name: &str, range: &str, options: &str) {
 }
 
 fn small_range() -> String {
-    // Its first address is the network's own.
+    // The first address is that of the network itself.
     format!("<dhcp><range start='10.98.0.1' end='10.98.0.{}'/></dhcp>", SMALL + 1)
 }
 
@@ -39,14 +39,14 @@ fn add(place: &Place, host: &str) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_vms_address_is_reserved_while_it_exists_and_others_entries_stay() {
+async fn a_vm_reserves_its_address_and_keeps_foreign_entries() {
     let place = Place::new();
     let provider = place.provider();
     add(&place, "<host mac='52:54:00:00:00:01' name='printer' ip='10.97.0.77'/>");
     let others = place.reservations(NETWORK);
     assert_eq!(others.len(), 1);
     let made = create(&*provider, 1).await;
-    // A repeated create finds it.
+    // A repeated create finds the VM.
     create(&*provider, 1).await;
     let name = place.libvirtd.domains().unwrap().remove(0);
     let mut all = place.reservations(NETWORK);
@@ -64,7 +64,7 @@ async fn a_vms_address_is_reserved_while_it_exists_and_others_entries_stay() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn two_nodes_that_start_many_vms_at_once_never_reserve_one_address_and_a_full_range_stops_nobody() {
+async fn two_nodes_never_reserve_one_address_and_a_full_range_blocks_no_vm() {
     let place = Place::new();
     make_network(&place, "small", &small_range(), "");
     let node = |node: &str| {
@@ -81,7 +81,7 @@ async fn two_nodes_that_start_many_vms_at_once_never_reserve_one_address_and_a_f
     let addresses: BTreeSet<Ipv4Addr> = reserved.values().map(|(_, address)| *address).collect();
     let expected: BTreeSet<Ipv4Addr> = (2..=SMALL + 1).map(|last| [10, 98, 0, last as u8].into()).collect();
     assert_eq!((reserved.len(), addresses), (all.len(), expected));
-    // One more has no reservation, and starts.
+    // One more VM has no reservation, and starts.
     let more = one.create(&request("vm"), &key(SMALL)).await.unwrap();
     assert_eq!(place.reservations("small"), reserved);
     let found = one.preflight().await.unwrap();
@@ -93,7 +93,7 @@ async fn two_nodes_that_start_many_vms_at_once_never_reserve_one_address_and_a_f
     }
     one.delete(&more.id).await.unwrap();
     for made in &all {
-        // Each provider deletes its own, and knows nothing of the other's.
+        // Each provider deletes its own VMs, and ignores those of the other.
         one.delete(&made.id).await.unwrap();
         two.delete(&made.id).await.unwrap();
     }
@@ -104,12 +104,12 @@ async fn two_nodes_that_start_many_vms_at_once_never_reserve_one_address_and_a_f
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_entry_without_its_vm_goes_with_the_next_preflight_and_another_nodes_does_not() {
+async fn preflight_removes_only_its_own_nodes_stale_entries() {
     let place = Place::new();
     let provider = place.provider();
     let made = create(&*provider, 1).await;
     let name = place.libvirtd.domains().unwrap().remove(0);
-    // Somebody removes the domain by hand.
+    // The domain is removed by hand.
     place.libvirtd.virsh(&["destroy", &name]).unwrap();
     place.libvirtd.virsh(&["undefine", &name]).unwrap();
     provider.delete(&made.id).await.unwrap();
@@ -134,7 +134,7 @@ async fn a_network_that_is_started_anew_harms_no_vm() {
     assert_eq!(place.reservations(NETWORK).len(), 1);
     provider.delete(&before.id).await.unwrap();
     assert_eq!(place.reservations(NETWORK).len(), 1);
-    // Its network is not even there any more.
+    // The VM's network is not even started any more.
     place.libvirtd.virsh(&["net-destroy", NETWORK]).unwrap();
     provider.delete(&after.id).await.unwrap();
     place.libvirtd.virsh(&["net-start", NETWORK]).unwrap();
@@ -142,7 +142,7 @@ async fn a_network_that_is_started_anew_harms_no_vm() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn networks_whose_dhcp_pings_nobody_are_left_alone() {
+async fn networks_without_dhcp_pings_stay_unchanged() {
     let place = Place::new();
     make_network(&place, "static", "", "");
     let quick = "<dnsmasq:option value='no-ping'/>";

@@ -114,7 +114,7 @@ fn start(mut socket: UnixStream, inside: &inside::Description) -> anyhow::Result
     let mut complaint = String::new();
     (&socket).take(64 * 1024).read_to_string(&mut complaint).context("wait for the VM's first process")?;
     if complaint != inside::READY {
-        let why = if complaint.is_empty() { "it ended without a word" } else { &complaint };
+        let why = if complaint.is_empty() { "it ended without a report" } else { &complaint };
         bail!("build the VM's root: {why}");
     }
     Ok(())

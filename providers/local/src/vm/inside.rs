@@ -33,7 +33,7 @@ pub(super) fn main() -> ExitCode {
 
 fn boot() -> anyhow::Result<std::convert::Infallible> {
     // First of all: a VM must not outlive its hypervisor process.
-    nix::sys::prctl::set_pdeathsig(Signal::SIGKILL).context("tie our life to the hypervisor process")?;
+    nix::sys::prctl::set_pdeathsig(Signal::SIGKILL).context("end with the hypervisor process")?;
     let mut socket = UnixStream::from(std::io::stdin().as_fd().try_clone_to_owned()?);
     let description: Description = read(&mut socket).context("read the VM's description")?;
     if let Err(error) = prepare(&description) {
@@ -44,7 +44,7 @@ fn boot() -> anyhow::Result<std::convert::Infallible> {
     // Replaces this end of the socket, which would otherwise be the guest's standard input.
     let null = File::open("/dev/null").context("open /dev/null")?;
     nix::unistd::dup2_stdin(&null).context("replace standard input")?;
-    socket.write_all(READY.as_bytes()).context("say that the root stands")?;
+    socket.write_all(READY.as_bytes()).context("report that the root is complete")?;
     drop(socket);
     std::thread::sleep(Duration::from_millis(description.boot_delay_ms));
     let error = Command::new(root::GUEST)
@@ -68,12 +68,12 @@ fn prepare(description: &Description) -> anyhow::Result<()> {
     unshare(CloneFlags::CLONE_NEWNS).context("make a mount namespace")?;
     let none: Option<&str> = None;
     mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none)
-        .context("cut our mounts off the node's")?;
+        .context("separate our mounts from the node's mounts")?;
     root::build(description)?;
     // Stacks the old root on the new one and detaches it, so no directory for the old root is needed.
     chdir(&description.root).context("enter the new root")?;
     pivot_root(".", ".").context("make it the root")?;
-    umount2(".", MntFlags::MNT_DETACH).context("let go of the node's files")?;
+    umount2(".", MntFlags::MNT_DETACH).context("unmount the node's files")?;
     chdir("/").context("enter the new root")?;
     Ok(())
 }

@@ -45,7 +45,7 @@ fn a_restarted_provider_finds_its_vms() {
 
 #[test]
 #[ignore = "a process that another test starts"]
-fn the_node_that_dies() {
+fn the_node_that_is_killed() {
     let Some(dir) = std::env::var_os("PEERPOD_TEST_PLACE") else { return };
     let provider = LocalProvider::open(common::config(dir.as_ref())).unwrap();
     let (id, _) = create(&provider, 1);
@@ -57,7 +57,7 @@ fn the_node_that_dies() {
 fn a_vm_survives_the_death_of_its_node() {
     let place = Place::new(IDLE);
     let mut node = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "deaths::the_node_that_dies", "--ignored", "--nocapture"])
+        .args(["--exact", "deaths::the_node_that_is_killed", "--ignored", "--nocapture"])
         .env("PEERPOD_TEST_PLACE", &place.dir)
         .stdout(Stdio::null())
         .spawn()
@@ -134,7 +134,7 @@ fn a_node_killed_at_any_time_leaves_nothing_that_its_successor_does_not_find() {
 }
 
 #[test]
-fn a_vm_that_ends_by_itself_says_how_until_it_is_deleted() {
+fn an_ended_vm_reports_its_exit_until_deletion() {
     let place = Place::new("echo last words; exit 7");
     let provider = LocalProvider::open(place.config()).unwrap();
     let made = runtime().block_on(provider.create(&request("short"), &key(1))).unwrap();

@@ -36,7 +36,7 @@ exec sleep infinity
 "#;
 
 #[test]
-fn a_vm_is_a_world_of_its_own() {
+fn a_vm_has_its_own_namespaces() {
     let place = Place::new(CURIOUS);
     let provider = LocalProvider::open(place.config()).unwrap();
     let (id, _) = create(&provider, 1);
@@ -95,7 +95,7 @@ fn node_and_vms_reach_each_other_in_both_families() {
 }
 
 #[test]
-fn what_cannot_be_read_is_listed_and_can_be_deleted() {
+fn an_unreadable_record_is_listed_and_can_be_deleted() {
     let place = Place::new(IDLE);
     let provider = LocalProvider::open(place.config()).unwrap();
     let (id, _) = create(&provider, 1);
@@ -131,7 +131,7 @@ fn a_guest_that_cannot_be_started_is_an_error_that_names_it() {
 }
 
 #[test]
-fn a_bridge_of_somebody_else_is_left_alone() {
+fn a_foreign_bridge_stays_unchanged() {
     let place = Place::new(IDLE);
     run("ip", &["link", "add", "pplocal0", "type", "bridge"]);
     let provider = LocalProvider::open(place.config()).unwrap();
@@ -178,7 +178,7 @@ fn a_vm_has_a_second_nic_when_it_is_asked_for() {
         let ip = |what| run("nsenter", &[&format!("--net={namespace}"), "ip", "-o", what, "show"]);
         (ip("link"), ip("route"), peerpod_podnet::netns::Netns::open(&namespace).unwrap())
     };
-    assert!(!inside(&plain).0.contains("eth1"), "nobody asked for one");
+    assert!(!inside(&plain).0.contains("eth1"), "no pod asked for one");
     let (_, routes, netns) = inside(&made);
     assert!(routes.contains("default via 10.99.0.1 dev eth0"), "{routes}");
     assert!(routes.contains("default via 10.98.0.1 dev eth1 proto dhcp metric 4000"), "{routes}");

@@ -37,7 +37,7 @@ async fn metrics_are_shown_as_openmetrics() {
 }
 
 #[tokio::test]
-async fn readiness_says_what_is_waited_for() {
+async fn readiness_names_the_pending_components() {
     let (address, ready, _) = served().await;
     assert!(get(address, "/readyz").await.contains("{\"ready\":true,\"waiting\":{}}"));
     let block = ready.block("provider");

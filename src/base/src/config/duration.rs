@@ -95,7 +95,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_a_duration_is_refused_with_advice() {
+    fn an_invalid_duration_is_refused_with_advice() {
         for text in
             ["5", "", "abc", "10abc", "-5s", "1.5s", "5 s", "s", "99999999999999999999s", "99999d", "5ſ"]
         {

@@ -141,7 +141,7 @@ impl Reader {
         for path in repeated {
             let lines = self.lines.all(&path);
             let first = lines.first().map_or_else(String::new, |line| format!(" (first in line {line})"));
-            let why = format!("stands there twice{first}; keep one of them");
+            let why = format!("given twice{first}; keep one of them");
             self.note_file(&path, lines.get(1).copied(), why);
         }
         self.tree = tree;
@@ -344,7 +344,7 @@ fn read_file(path: &Path) -> Result<String, String> {
     let file = std::fs::File::open(path).map_err(cannot)?;
     file.take(MAX_FILE + 1).read_to_end(&mut text).map_err(cannot)?;
     if text.len() as u64 > MAX_FILE {
-        return Err(format!("larger than {MAX_FILE} bytes; this is not a configuration of ours"));
+        return Err(format!("larger than {MAX_FILE} bytes; this is not a configuration of Peerpod"));
     }
-    String::from_utf8(text).map_err(|_| "not UTF-8 text; save it as such".to_owned())
+    String::from_utf8(text).map_err(|_| "not UTF-8 text; save it as UTF-8".to_owned())
 }

@@ -45,7 +45,7 @@ fn ask(reader: &mut Reader) -> (Duration, u16, Vec<String>, Option<Secret>) {
         reader.get("node.lease", "15m", "silence after which a VM powers off"),
         reader.get("tunnel.port", "4789", "UDP port"),
         reader.get("node.names", "", "some names"),
-        reader.optional("provider.fake.token", "what the fake cloud wants to see"),
+        reader.optional("provider.fake.token", "token of the fake cloud"),
     )
 }
 
@@ -58,7 +58,7 @@ fn mistakes(mut reader: Reader) -> Vec<String> {
 }
 
 #[test]
-fn flags_count_more_than_the_environment_and_that_more_than_the_file() {
+fn flags_override_the_environment_and_it_overrides_the_file() {
     let file = Temp::new("node:\n  lease: 1m\ntunnel: {port: 1}\n");
     let mut r = reader(
         Some(&file),
@@ -92,7 +92,7 @@ fn five_mistakes_in_all_layers_are_reported_together_with_their_place() {
 }
 
 #[test]
-fn a_mistake_in_a_lower_layer_is_told_though_a_higher_one_counts() {
+fn a_mistake_in_an_overridden_layer_is_reported() {
     let file = Temp::new("tunnel:\n  port: many\n");
     let found = mistakes(reader(Some(&file), &[("PEERPOD_TUNNEL_PORT", "5")], &[]));
     assert_eq!(found.len(), 1, "{found:?}");
@@ -109,14 +109,14 @@ fn a_file_that_is_not_yaml_does_not_hide_the_other_mistakes() {
 }
 
 #[test]
-fn keys_that_stand_there_twice_are_mistakes_with_both_lines() {
+fn duplicate_keys_are_mistakes_with_both_lines() {
     let file = Temp::new("node:\n  lease: 1m\n  lease: 2m\nnode:\n  names: [a]\n");
     let path = file.0.display();
     assert_eq!(
         mistakes(reader(Some(&file), &[], &[])),
         [
-            format!("{path}:3: node.lease: stands there twice (first in line 2); keep one of them"),
-            format!("{path}:4: node: stands there twice (first in line 1); keep one of them"),
+            format!("{path}:3: node.lease: given twice (first in line 2); keep one of them"),
+            format!("{path}:4: node: given twice (first in line 1); keep one of them"),
         ]
     );
 }
@@ -129,7 +129,7 @@ fn sections_of_other_binaries_are_not_looked_at() {
 }
 
 #[test]
-fn a_key_of_another_section_can_be_asked_for_and_is_then_checked() {
+fn a_requested_key_of_another_section_is_checked() {
     let file = Temp::new("relay:\n  listen: nonsense\n  other: 1\n");
     let mut r = reader(Some(&file), &[], &[]);
     let listen: std::net::SocketAddr = r.get("relay.listen", "0.0.0.0:15151", "where guests dial");
@@ -180,7 +180,7 @@ fn lists_are_replaced_and_may_be_written_with_commas() {
 }
 
 #[test]
-fn an_empty_value_is_not_set_in_any_layer_whatever_the_kind_of_the_key() {
+fn an_empty_value_is_not_set_in_any_layer_for_any_kind_of_key() {
     let file = Temp::new(concat!(
         "node:\n  lease: ''\n  names: ''\n  volume: \"\"\n  file: ''\n  must: ''\n",
         "tunnel:\n  port: ''\nprovider:\n  fake:\n    token: ''\n  other: ''\n",
@@ -212,7 +212,7 @@ fn an_empty_variable_and_a_key_without_value_are_not_set() {
 }
 
 #[test]
-fn a_missing_value_says_how_to_give_it() {
+fn a_missing_value_names_the_ways_to_set_it() {
     let mut r = reader(None, &[], &[]);
     assert!(r.required::<String>("node.cluster-id", "name of the cluster").is_none());
     let told = r.finish().unwrap_err().0;
@@ -263,13 +263,13 @@ fn arguments_are_split_into_the_file_and_flags() {
         told,
         [
             "stray: not a flag; write --section.key value",
-            "--node.names: has no value; write it behind the flag"
+            "--node.names: has no value; write the value after the flag"
         ]
     );
 }
 
 #[test]
-fn files_that_are_none_are_refused_at_once() {
+fn invalid_files_are_refused_at_once() {
     let load = |path: PathBuf| {
         let sources = Sources { file: Some(path), ..Sources::default() };
         Reader::load(sources, &[], &[]).map(|_| ()).unwrap_err().to_string()
@@ -301,7 +301,7 @@ fn the_right_key_in_the_wrong_section_is_recognised() {
 }
 
 #[test]
-fn what_the_caller_finds_wrong_is_told_where_it_was_written() {
+fn mistakes_of_the_caller_name_the_place_of_the_value() {
     let file = Temp::new("node:\n  lease: 1s\n");
     let mut r = reader(Some(&file), &[], &[("tunnel.port", "0")]);
     ask(&mut r);
@@ -323,7 +323,7 @@ fn what_the_caller_finds_wrong_is_told_where_it_was_written() {
 }
 
 #[test]
-fn settings_of_what_was_not_chosen_are_left_alone() {
+fn settings_of_unchosen_sections_are_ignored() {
     let file = Temp::new("provider:\n  kind: local\n  cloudy: {region: x}\n  local: {bridge: b0}\n");
     let env = [("PEERPOD_PROVIDER_CLOUDY_REGION", "x")];
     let mut r = reader(Some(&file), &env, &[("provider.cloudy.region", "x")]);
@@ -334,7 +334,7 @@ fn settings_of_what_was_not_chosen_are_left_alone() {
 }
 
 #[test]
-fn a_word_that_is_not_among_the_choices_names_them() {
+fn an_unknown_choice_lists_the_choices() {
     let mut r = reader(None, &[("PEERPOD_PROVIDER_KIND", "clodu")], &[]);
     assert_eq!(r.choice("provider.kind", "cloudy", &["cloudy", "local"], "which cloud"), "cloudy");
     let told = r.finish().unwrap_err().to_string();
@@ -342,7 +342,7 @@ fn a_word_that_is_not_among_the_choices_names_them() {
 }
 
 #[test]
-fn what_is_printed_reads_back_as_the_same_configuration() {
+fn printed_settings_read_back_as_the_same_configuration() {
     let mut r =
         reader(None, &[("PEERPOD_NODE_NAMES", "a: b,# c"), ("PEERPOD_PROVIDER_FAKE_TOKEN", "s3")], &[]);
     let asked = ask(&mut r);
@@ -357,7 +357,7 @@ fn what_is_printed_reads_back_as_the_same_configuration() {
 }
 
 #[test]
-fn the_schema_knows_every_key_that_was_asked_and_no_other() {
+fn the_schema_has_every_requested_key_and_no_other() {
     let mut r = reader(None, &[], &[]);
     ask(&mut r);
     r.required::<u32>("node.max", "how many");
@@ -385,7 +385,7 @@ fn help_names_flag_variable_and_default_of_every_setting() {
 }
 
 #[test]
-fn a_key_that_two_parts_ask_for_is_told_once() {
+fn a_key_of_two_components_is_listed_once() {
     let mut r = reader(None, &[("PEERPOD_NODE_LEASE", "5"), ("PEERPOD_TUNNEL_PORT", "x")], &[]);
     ask(&mut r);
     ask(&mut r);
@@ -393,7 +393,7 @@ fn a_key_that_two_parts_ask_for_is_told_once() {
 }
 
 #[test]
-fn a_long_or_many_lined_value_is_cut_in_what_is_told() {
+fn a_long_or_multi_line_value_is_cut_in_mistakes() {
     let value = format!("a\n{}", "b".repeat(5000));
     let told = mistakes(reader(None, &[("PEERPOD_TUNNEL_PORT", &value)], &[])).concat();
     assert!(told.len() < 400 && !told.contains('\n') && told.contains("a\\nbbb"), "{told}");

@@ -85,7 +85,7 @@ fn in_flags(reader: &mut Reader) {
         }
         let (place, why) = match key.strip_prefix("--") {
             Some(bare) if reader.asked.contains_key(bare) || bare == "config" => {
-                (key.clone(), "has no value; write it behind the flag".to_owned())
+                (key.clone(), "has no value; write the value after the flag".to_owned())
             }
             Some(bare) => (key.clone(), unknown_key(reader, bare)),
             None if key.contains('.') => (format!("--{key}"), unknown_key(reader, &key)),

@@ -79,7 +79,7 @@ impl Value for PathBuf {
     fn read(node: &Node) -> Result<PathBuf, Bad> {
         let text = node.text()?;
         if !text.starts_with('/') || text.contains('\0') {
-            return Err(Bad::new("not an absolute path", "write it from /"));
+            return Err(Bad::new("not an absolute path", "begin it with /"));
         }
         Ok(PathBuf::from(text))
     }

@@ -8,7 +8,7 @@ use super::*;
 const CHILD: &str = "PEERPOD_TEST_LIFECYCLE_CHILD";
 
 #[tokio::test]
-async fn everybody_who_waits_learns_of_the_shutdown_and_of_its_first_reason() {
+async fn every_waiter_gets_the_shutdown_and_its_first_reason() {
     let shutdown = Shutdown::new();
     let waiting = tokio::spawn({
         let shutdown = shutdown.clone();
@@ -35,12 +35,12 @@ async fn a_drain_ends_when_the_last_one_is_done() {
 }
 
 #[tokio::test]
-async fn a_drain_gives_up_at_its_deadline_and_says_who_is_not_done() {
+async fn a_drain_ends_at_its_deadline_and_names_the_unfinished_work() {
     let drain = Drain::new();
     let _calls = (drain.busy("calls"), drain.busy("calls"));
     drop(drain.busy("pods"));
     let left = drain.drain(Duration::from_millis(20)).await.unwrap_err();
-    assert_eq!(left.to_string(), "still under way at the deadline: calls (2)");
+    assert_eq!(left.to_string(), "not finished at the deadline: calls (2)");
 }
 
 #[tokio::test]
@@ -58,7 +58,7 @@ async fn child_that_gets_signals() {
     let shutdown = signals().unwrap();
     println!("child: ready");
     shutdown.wait().await;
-    println!("child: told by {}", shutdown.reason().unwrap_or_default());
+    println!("child: stopped by {}", shutdown.reason().unwrap_or_default());
     tokio::time::sleep(Duration::from_secs(60)).await;
 }
 
@@ -74,7 +74,7 @@ fn child() -> (Child, Lines<BufReader<ChildStdout>>) {
 }
 
 fn wait_for(lines: &mut Lines<BufReader<ChildStdout>>, text: &str) {
-    assert!(lines.any(|line| line.unwrap().contains(text)), "the child never said {text:?}");
+    assert!(lines.any(|line| line.unwrap().contains(text)), "the child never printed {text:?}");
 }
 
 fn kill(child: &Child, signal: &str) {
@@ -88,7 +88,7 @@ fn the_first_signal_asks_and_the_second_one_ends() {
         let (mut child, mut lines) = child();
         wait_for(&mut lines, "child: ready");
         kill(&child, first);
-        wait_for(&mut lines, &format!("child: told by {name}"));
+        wait_for(&mut lines, &format!("child: stopped by {name}"));
         assert!(child.try_wait().unwrap().is_none(), "it ended at the first signal");
         kill(&child, second);
         assert_eq!(child.wait().unwrap().code(), Some(code));

@@ -16,7 +16,7 @@ fn config(format: &str, level: &str) -> Result<LogConfig, String> {
 }
 
 #[test]
-fn levels_that_are_none_are_refused() {
+fn invalid_levels_are_refused() {
     for level in ["info", "INFO", "warn,peerpod_link=trace", "off", "info,[{sandbox=a}]=debug"] {
         assert!(config("text", level).is_ok(), "{level}");
     }
@@ -29,7 +29,7 @@ fn levels_that_are_none_are_refused() {
 
 /// Runs in the child; it is not a test of its own.
 #[test]
-#[ignore = "role: started by the tests of what a line carries"]
+#[ignore = "role: started by the tests of the fields of a line"]
 fn child_that_logs() {
     let Ok(format) = std::env::var(CHILD) else { return };
     init(&config(&format, "info").unwrap()).unwrap();

@@ -127,7 +127,7 @@ impl Keeper {
                 Err(why) => why.to_string(),
             };
             if why != said && !why.is_empty() {
-                warn!(error = why, secret = self.secret, "the CA is not kept as it should be; trying again");
+                warn!(error = why, secret = self.secret, "the CA could not be updated; trying again");
             }
             said = why;
             sleep(every).await;

@@ -59,7 +59,7 @@ impl Served {
                         life
                     }
                     Err(why) => {
-                        warn!(error = why, "no new certificate; what there is stays in use");
+                        warn!(error = why, "no new certificate; the old one stays in use");
                         AGAIN
                     }
                 };

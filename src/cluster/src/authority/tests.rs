@@ -38,7 +38,7 @@ fn trusts(bundle: &str, leaf: &Leaf, now: SystemTime) -> bool {
 
 /// Through ten years of days: a client with the bundle of today or of yesterday trusts every certificate in use.
 #[test]
-fn nobody_is_ever_shown_a_certificate_that_he_does_not_trust() {
+fn no_client_ever_gets_an_untrusted_certificate() {
     let policy = policy();
     let mut state = State::default();
     let names = ["x.example".to_owned()];
@@ -54,7 +54,7 @@ fn nobody_is_ever_shown_a_certificate_that_he_does_not_trust() {
         most = most.max(count(&bundle));
         assert!(trusts(&bundle, &leaf, now), "day {day}");
         if let Some((old_bundle, old_leaf)) = &yesterday {
-            assert!(trusts(old_bundle, &leaf, now), "day {day}: who has the bundle of yesterday");
+            assert!(trusts(old_bundle, &leaf, now), "day {day}: a client with the bundle of yesterday");
             assert!(trusts(&bundle, old_leaf, now), "day {day}: a server that did not follow yet");
         }
         state.published(now);
@@ -66,7 +66,7 @@ fn nobody_is_ever_shown_a_certificate_that_he_does_not_trust() {
 }
 
 #[test]
-fn what_is_not_published_does_not_sign_unless_nothing_else_can() {
+fn an_unpublished_ca_signs_only_as_the_last_resort() {
     let policy = policy();
     let mut state = State::default();
     assert!(state.signer(&policy, at(0)).is_err());
@@ -95,7 +95,7 @@ fn a_request_gives_its_key_and_nothing_else() {
     let signer = state.signer(&policy, at(0)).unwrap();
     let key = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256).unwrap();
     let mut asked = CertificateParams::new(vec!["evil.example".to_owned()]).unwrap();
-    asked.distinguished_name.push(DnType::CommonName, "somebody else");
+    asked.distinguished_name.push(DnType::CommonName, "another");
     let request = asked.serialize_request(&key).unwrap();
     let (chain, ends) = signer.client(request.der(), "n1", "peerpod:node:n1", at(0), DAY).unwrap();
     assert_eq!(ends, at(1));
@@ -113,7 +113,7 @@ fn a_request_gives_its_key_and_nothing_else() {
 }
 
 #[test]
-fn what_was_kept_is_looked_at() {
+fn stored_state_is_checked() {
     let mut state = State::default();
     state.advance(&policy(), at(0)).unwrap();
     let kept = String::from_utf8(state.write().unwrap().to_vec()).unwrap();

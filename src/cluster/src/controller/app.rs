@@ -99,7 +99,7 @@ impl Bound {
             ended = &mut terms => (ended, true),
             ended = ended(&mut tasks) => (ended, false),
         };
-        context.ready.not_ready("shutdown", "told to stop");
+        context.ready.not_ready("shutdown", "stopping");
         if !over {
             // Ends the leader's parts first and then the Lease.
             context.shutdown.trigger("a part ended");

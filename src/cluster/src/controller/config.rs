@@ -36,7 +36,8 @@ impl ControllerConfig {
             ),
             namespace: reader.optional(
                 "cluster.namespace",
-                "namespace of our own Leases, ours and the nodes'; the service account's when not set",
+                "namespace of the Leases, our own and those of the nodes; the service account's namespace \
+                 when not set",
             ),
             admin_listen: reader.get(
                 "controller.admin-listen",
@@ -46,10 +47,15 @@ impl ControllerConfig {
             identity: reader
                 .optional(
                     "controller.identity",
-                    "who this replica is in the Lease: its pod's name; the host's name when not set, which is the same in a pod",
+                    "this replica's name in the Lease: its pod's name; the host's name when not set, which \
+                     is the same in a pod",
                 )
                 .unwrap_or_else(hostname),
-            lease_name: reader.get("controller.lease-name", "peerpod-controller", "the Lease that says which replica leads"),
+            lease_name: reader.get(
+                "controller.lease-name",
+                "peerpod-controller",
+                "the Lease that names the leading replica",
+            ),
             lease_duration: reader.get(
                 "controller.lease-duration",
                 "15s",
@@ -60,7 +66,11 @@ impl ControllerConfig {
                 "10s",
                 "how long a leader acts that cannot renew its Lease; shorter than the Lease's duration",
             ),
-            lease_retry: reader.get("controller.lease-retry", "2s", "how often the Lease is renewed, or looked at"),
+            lease_retry: reader.get(
+                "controller.lease-retry",
+                "2s",
+                "how often the Lease is renewed, or looked at",
+            ),
         };
         config.check(reader);
         config

@@ -33,11 +33,12 @@ impl Settings {
     /// Reads all keys. The reader collects mistakes.
     pub fn read(reader: &mut Reader) -> Settings {
         let context = Context {
-            state_dir: reader.get("paths.state-dir", "/var/lib/peerpod", "folder of what a provider keeps"),
+            state_dir: reader.get("paths.state-dir", "/var/lib/peerpod", "folder of a provider's state"),
             cluster_id: reader.get(
                 "node.cluster-id",
                 "peerpod",
-                "name of this cluster in the cloud's account: marks its VMs; the same as the nodes'",
+                "name of this cluster in the cloud's account: marks its VMs; the same as in the nodes' \
+                 settings",
             ),
             // Empty: the VMs of all nodes.
             node_name: String::new(),
@@ -95,7 +96,7 @@ mod tests {
     }
 
     #[test]
-    fn times_that_contradict_each_other_are_mistakes_all_told_at_once() {
+    fn contradictory_times_are_all_reported_at_once() {
         let told = read(&[
             "--controller.lease-duration=1500ms",
             "--controller.lease-renew-deadline=2s",

@@ -94,7 +94,7 @@ async fn run(config: RolloutConfig, context: Context) -> anyhow::Result<()> {
             one = done.next() => one,
             _ = inspect.tick() => {
                 if let Err(error) = work.withdraw_if_none().await {
-                    warn!(%error, "what no PeerPodConfig wants may still be there; trying again");
+                    warn!(%error, "unwanted objects may still exist; trying again");
                 }
                 continue;
             }
@@ -204,7 +204,8 @@ impl Work {
             if let Some(other) = older.iter().find(|one| node_selector(one).iter().all(has)) {
                 let (node, other) = (node.name_any(), other.name_any());
                 return Ok(Some(format!(
-                    "node {node} is PeerPodConfig {other}'s, which is older; change a nodeSelector so that no node has both"
+                    "node {node} belongs to PeerPodConfig {other}, which is older; change a nodeSelector so \
+                     that no node has both"
                 )));
             }
         }
@@ -218,8 +219,9 @@ impl Work {
         let found = within(format!("get ConfigMap {map}"), maps.get_opt(map)).await?;
         if found.as_ref().and_then(|map| map.data.as_ref()).is_some_and(manifest::is_foreign) {
             return Ok(Err(format!(
-                "ConfigMap {map} has the settings of a cloud-api-adaptor, which nobody reads here; `peerpod config convert-caa` \
-                 makes ours of them, as variables PEERPOD_… or as the chart's `config`"
+                "ConfigMap {map} has the settings of a cloud-api-adaptor, which Peerpod does not read; \
+                 `peerpod config convert-caa` converts them to variables PEERPOD_… or to the chart's \
+                 `config`"
             )));
         }
         let secrets: Api<Secret> = self.ours();

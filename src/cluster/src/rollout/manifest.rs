@@ -41,9 +41,7 @@ pub enum Error {
     )]
     Name(String),
     /// The provider has no setting for the instance type.
-    #[error(
-        "instanceType: this provider has no setting of that kind; say what VMs are like in its own settings"
-    )]
+    #[error("instanceType: this provider has no setting of that kind; describe the VMs in its own settings")]
     InstanceType,
 }
 

@@ -134,7 +134,7 @@ impl Work {
             None => found.webhooks.unwrap_or_default(),
         };
         if hooks.is_empty() {
-            let why = format!("MutatingWebhookConfiguration {name} has no webhooks: nobody admits a pod");
+            let why = format!("MutatingWebhookConfiguration {name} has no webhooks: no peer pod is admitted");
             return Ok((false, Some(why)));
         }
         let trusted = |hook: &MutatingWebhook| {

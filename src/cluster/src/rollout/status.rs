@@ -54,7 +54,8 @@ pub fn verdict(facts: &Facts) -> (bool, &'static str, String) {
     let wanted = node.wanted;
     if relay.ready < relay.wanted || node.ready < wanted {
         let text = format!(
-            "of {wanted} nodes peerpod-node is ready on {}, peerpod-relay on {}; their pods' logs say why",
+            "of {wanted} nodes peerpod-node is ready on {}, peerpod-relay on {}; their pods' logs name the \
+             cause",
             node.ready, relay.ready
         );
         return (false, "NodesNotReady", text);
@@ -107,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_thing_that_is_missing_is_said() {
+    fn the_first_missing_object_is_named() {
         let unseen = Progress { seen: false, ..progress(3, 3, 3) };
         let good = progress(3, 3, 3);
         for (facts, ready, reason) in [

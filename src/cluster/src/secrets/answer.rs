@@ -184,7 +184,8 @@ impl Desk {
         let node = self.node(&request).await?;
         if node != certified {
             let said = format!(
-                "the token is node {}'s ({}) and the certificate node {}'s ({}); both must be the same node's",
+                "the token belongs to node {} ({}) and the certificate to node {} ({}); both must belong to \
+                 one node",
                 node.name, node.uid, certified.name, certified.uid
             );
             return Err(no(StatusCode::FORBIDDEN, Outcome::Unknown, said));

@@ -149,7 +149,7 @@ impl Callers {
         let UserInfo { username, extra, .. } = status.user.unwrap_or_default();
         if username.as_deref() != Some(&self.user) {
             return Err(format!(
-                "the token is {}'s, and only {} may ask",
+                "the token belongs to {}, and only {} may ask",
                 username.unwrap_or_default(),
                 self.user
             ));
@@ -160,8 +160,8 @@ impl Callers {
             _ => None,
         };
         let (Some(name), Some(uid), Some(_)) = (one(NODE_NAME), one(NODE_UID), one(POD_NAME)) else {
-            return Err("the token does not say which pod on which node it is for; it must be a pod's projected token, of a \
-                        cluster that knows ServiceAccountTokenPodNodeInfo (Kubernetes 1.30)"
+            return Err("the token names no pod and node; it must be a pod's projected token, of a cluster \
+                 that has ServiceAccountTokenPodNodeInfo (Kubernetes 1.30)"
                 .to_owned());
         };
         Ok(Node { name, uid })

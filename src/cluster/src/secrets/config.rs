@@ -34,25 +34,23 @@ impl SecretsConfig {
         for key in ["address", "server-name", "ca-file", "token-file", "deadline", "refresh"] {
             reader.leave(&format!("secrets.{key}"));
         }
-        let serve: bool = reader.get(
-            "secrets.serve",
-            "true",
-            "whether nodes are given the pull secrets of their peer pods",
-        );
+        let serve: bool =
+            reader.get("secrets.serve", "true", "give nodes the pull secrets of their peer pods");
         let validity: Duration = reader.get(
             "secrets.ca-validity",
             "365d",
-            "how long a CA of ours is good for; the next one is made when a third is left",
+            "validity of a CA; the next one is made when a third is left",
         );
         let settle: Duration = reader.get(
             "secrets.ca-settle",
             "10m",
-            "from when the ConfigMap has the next CA until certificates come from it; a kubelet needs two minutes to show it",
+            "time from the publication of the next CA in the ConfigMap until it signs certificates; a \
+             kubelet needs two minutes to show it",
         );
         let leaf: Duration = reader.get(
             "secrets.certificate-validity",
             "6h",
-            "how long a node's certificate is good for, and so how long a stolen one; renewed after half of it",
+            "validity of a node's certificate, also of a stolen one; renewed after half of it",
         );
         let config = SecretsConfig {
             listen: reader.get("secrets.listen", "[::]:9444", "address and port that nodes ask for pull secrets (TLS)"),
@@ -95,7 +93,7 @@ impl SecretsConfig {
         if self.audience.is_empty() {
             reader.mistake(
                 "secrets.audience",
-                "empty: a token for the API server would do; name one of its own",
+                "empty: a token for the API server would do; name its own audience",
             );
         }
         if self.node_account.as_ref().is_some_and(|account| account.split(':').count() != 2) {

@@ -83,7 +83,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_asks_too_much_waits_and_others_do_not() {
+    fn only_a_too_frequent_caller_waits() {
         let limits = Limits::new(Rate { burst: 3.0, per_second: 1.0, at_once: 2 });
         let now = Instant::now();
         let (one, two) = (limits.enter(&"a", now).unwrap(), limits.enter(&"a", now).unwrap());
@@ -98,7 +98,7 @@ mod tests {
     }
 
     #[test]
-    fn callers_are_bounded_and_those_who_rest_make_room() {
+    fn callers_are_bounded_and_idle_ones_are_dropped() {
         let limits = Limits::new(Rate { burst: 1.0, per_second: 1.0, at_once: 1 });
         let now = Instant::now();
         for caller in 0..MOST {

@@ -67,7 +67,7 @@ impl Metrics {
         };
         registry.register(
             "peerpod_secrets_requests",
-            "What nodes asked the secrets service for, and how it ended",
+            "Requests of nodes to the secrets service, by result",
             metrics.requests.clone(),
         );
         registry.register(
@@ -77,12 +77,12 @@ impl Metrics {
         );
         registry.register(
             "peerpod_secrets_handshakes_failed",
-            "TLS connections of nodes that came to nothing",
+            "TLS handshakes of nodes that failed",
             metrics.handshakes_failed.clone(),
         );
         registry.register(
             "peerpod_secrets_certificates",
-            "Certificates of its own that the service took into use",
+            "The service's own certificates that it took into use",
             metrics.certificates.clone(),
         );
         metrics

@@ -72,7 +72,7 @@ pub(super) async fn of_node(
     let Some(pod) = pod else { return Err(elsewhere("there is no such pod")) };
     let Some(spec) = &pod.spec else { return Err(elsewhere("it has no spec")) };
     if spec.node_name.as_deref() != Some(&node.name) {
-        return Err(elsewhere("it is another node's, or none's"));
+        return Err(elsewhere("it is on another node, or on none"));
     }
     if !wanted.uid.is_empty() && pod.metadata.uid.as_deref() != Some(&wanted.uid) {
         return Err(Refused::Replaced { pod: name, uid: wanted.uid.clone() });

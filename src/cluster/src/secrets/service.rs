@@ -147,7 +147,7 @@ async fn follow(
             Some(Ok(new)) => {
                 tls.send_replace(Arc::new(new));
             }
-            Some(Err(why)) => warn!(error = %why, "the CA's change is not followed"),
+            Some(Err(why)) => warn!(error = %why, "the new CA is not used"),
             None => {}
         }
     }

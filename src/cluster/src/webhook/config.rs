@@ -64,7 +64,7 @@ impl WebhookConfig {
             excluded: reader.get(
                 "webhook.exclude-namespaces",
                 "kube-system",
-                "namespaces whose pods stay as they are, whatever the registration says",
+                "namespaces whose pods stay as they are, independent of the registration",
             ),
             profiles: profiles(reader),
         }
@@ -76,8 +76,8 @@ fn certificates(reader: &mut Reader) -> Certificates {
         "webhook.certificates",
         "mounted",
         &["mounted", "self-managed"],
-        "where the server's certificate comes from: mounted (files, of cert-manager for instance) or self-managed (a CA of \
-         our own, which is put into the registration)",
+        "source of the server's certificate: mounted (files, of cert-manager for instance) or self-managed \
+         (our own CA, which is put into the registration)",
     );
     let certificate_file = reader.get(
         "webhook.certificate-file",
@@ -142,7 +142,7 @@ fn tls(reader: &mut Reader) -> (Vec<&'static SupportedProtocolVersion>, Arc<Cryp
         "webhook.tls-min-version",
         "VersionTLS12",
         &["VersionTLS12", "VersionTLS13"],
-        "the oldest TLS that is spoken",
+        "the oldest accepted version of TLS",
     );
     let suites: Option<Vec<String>> = reader.optional(
         "webhook.tls-cipher-suites",

@@ -35,17 +35,17 @@ impl Managed {
         let validity: Duration = reader.get(
             "webhook.ca-validity",
             "365d",
-            "self-managed: how long a CA of ours is good for; the next one is made when a third is left",
+            "self-managed: validity of a CA; the next one is made when a third is left",
         );
         let leaf = reader.get(
             "webhook.certificate-validity",
             "7d",
-            "self-managed: how long a replica's certificate is good for; made again after two thirds",
+            "self-managed: validity of a replica's certificate; made again after two thirds",
         );
         let settle: Duration = reader.get(
             "webhook.ca-settle",
             "1m",
-            "self-managed: from when the API server was given the next CA until certificates come from it",
+            "self-managed: time from the registration of the next CA until it signs certificates",
         );
         if settle * 6 > validity {
             reader.mistake("webhook.ca-settle", "more than a sixth of webhook.ca-validity; make it shorter");
@@ -57,7 +57,7 @@ impl Managed {
             ),
             namespace: reader.optional(
                 "cluster.namespace",
-                "the namespace of our own Secrets; the service account's when not set",
+                "the namespace of our Secrets; the service account's namespace when not set",
             ),
             secret: reader.get(
                 "webhook.ca-secret",

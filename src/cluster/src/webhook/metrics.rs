@@ -55,7 +55,7 @@ impl Metrics {
         );
         registry.register(
             "peerpod_webhook_handshakes_failed",
-            "TLS connections that came to nothing",
+            "TLS handshakes that failed",
             metrics.handshakes_failed.clone(),
         );
         registry.register(

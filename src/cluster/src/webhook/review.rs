@@ -51,7 +51,7 @@ pub(super) fn answer(
         serde_json::from_slice(body).map_err(|why| format!("not an AdmissionReview: {why}"))?;
     if review.api_version != API_VERSION {
         return Err(format!(
-            "AdmissionReview {} is not spoken; register with admissionReviewVersions [v1]",
+            "AdmissionReview {} is not supported; register with admissionReviewVersions [v1]",
             review.api_version
         ));
     }
@@ -143,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_review_is_told_so() {
+    fn an_invalid_review_is_refused() {
         assert!(ask(&json!({})).unwrap_err().starts_with("not an AdmissionReview"));
         let mut old = review("1");
         old["apiVersion"] = json!("admission.k8s.io/v1beta1");

@@ -149,7 +149,7 @@ impl Bound {
             () = shutdown.wait() => {}
             ended = parts.join_next() => return Err(Error::Ended(format!("{ended:?}"))),
         }
-        self.ready.not_ready("shutdown", "told to stop");
+        self.ready.not_ready("shutdown", "stopping");
         tokio::time::sleep(LEAVE_AFTER).await;
         parts.abort_all();
         if let Err(busy) = drain.drain(DRAIN).await {

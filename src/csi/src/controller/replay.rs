@@ -245,7 +245,7 @@ impl Context {
         let handle = object.spec.volume_id.as_deref().unwrap_or_default();
         if drivers::identity(name, handle, &answer.publish_context).is_none() {
             let keys: Vec<&str> = answer.publish_context.keys().map(String::as_str).collect();
-            warn!(object = object.name_any(), ?keys, "the driver does not say how its disk is recognised");
+            warn!(object = object.name_any(), ?keys, "the driver named no identity of its disk");
         }
         // Keeps only the fields that the node needs: others may be confidential, and an object is not.
         let publish_context = drivers::telling(name, &answer.publish_context);

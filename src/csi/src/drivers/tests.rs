@@ -91,7 +91,7 @@ fn iscsi_portals_have_ports() {
 }
 
 #[test]
-fn an_answer_is_an_identity_or_nothing() {
+fn an_answer_gives_an_identity_or_none() {
     let of = |driver: &str, handle: &str, context: &[(&str, &str)]| {
         let mut context: HashMap<String, String> =
             context.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect();
@@ -99,7 +99,7 @@ fn an_answer_is_an_identity_or_nothing() {
         context.insert("token".to_owned(), "secret".to_owned());
         let kept = telling(driver, &context);
         assert!(!kept.contains_key("token"), "{kept:?}");
-        assert_eq!(identity(driver, handle, &kept), all, "what is kept says the same");
+        assert_eq!(identity(driver, handle, &kept), all, "the kept fields give the same");
         all
     };
     let device = [("devicePath", "/dev/xvdba")];

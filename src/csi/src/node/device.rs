@@ -33,7 +33,8 @@ pub(super) async fn make(file: &Path, marker: &str) -> Result<PathBuf, String> {
         write(file, marker).await?;
     }
     let made = losetup(&["--find", "--show", "--nooverlap"], file).await?;
-    device(&made).ok_or_else(|| format!("make a loop device of {}: losetup said {made:?}", file.display()))
+    device(&made)
+        .ok_or_else(|| format!("make a loop device of {}: losetup returned {made:?}", file.display()))
 }
 
 /// Removes the file and its loop devices. A missing file is no error.
@@ -109,7 +110,7 @@ async fn losetup(words: &[&str], path: &Path) -> Result<String, String> {
     command.args(words).arg(path).stdin(Stdio::null()).kill_on_drop(true);
     let run = timeout(WITHIN, command.output()).await;
     let output = run.map_err(|_| format!("{}: not done within {WITHIN:?}", what()))?.map_err(|why| {
-        format!("{}: {why}; it is util-linux's, and must be there beside peerpod-csi", what())
+        format!("{}: {why}; it belongs to util-linux, and must be there beside peerpod-csi", what())
     })?;
     if output.status.success() {
         return Ok(String::from_utf8_lossy(&output.stdout).into_owned());

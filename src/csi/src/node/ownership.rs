@@ -94,5 +94,5 @@ fn taken_by(name: &str, holder: &str) -> Status {
 }
 
 fn unknown(name: &str, why: &dyn std::fmt::Display) -> Status {
-    Status::new(Code::Unavailable, format!("whose volume {name} is: {why}"))
+    Status::new(Code::Unavailable, format!("find the owner of volume {name}: {why}"))
 }

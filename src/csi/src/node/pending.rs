@@ -172,7 +172,7 @@ impl Node {
                     return;
                 }
                 Err(why) => {
-                    warn!(error = %why, "what was published before is not known yet");
+                    warn!(error = %why, "earlier publications are not known yet");
                     sleep(AFTER_FAILURE).await;
                 }
             }
@@ -182,9 +182,10 @@ impl Node {
     /// Returns this driver's publications. Unreadable ones are reported and block no other.
     async fn left_by_predecessor(&self) -> Result<Vec<Publication>, Status> {
         let driver = self.0.driver.name().await?;
-        let (mut all, bad) = self.on_disk("read what is published", |inner| inner.files.all()).await?;
+        let (mut all, bad) = self.on_disk("read the publications", |inner| inner.files.all()).await?;
         for why in &bad {
-            warn!(error = %why, "what this is of is not given back; remove the file when its pod's VM is gone");
+            warn!(error = %why, "the volume of this file is not given back; remove the file when its pod's \
+                 VM is gone");
         }
         self.0.metrics.unreadable.set(i64::try_from(bad.len()).unwrap_or(i64::MAX));
         all.retain(|publication| publication.driver == driver);
@@ -237,7 +238,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_longer_it_waits_the_less_often_it_is_looked_at() {
+    fn longer_waits_are_polled_less_often() {
         let publication = serde_json::from_value(serde_json::json!({
             "version": 1, "volume": "0123456789abcdef0123456789abcdef", "driver": "d", "handle": "h", "name": "n",
             "pod": {"uid": "u", "namespace": "n", "name": "p"}, "target": "/t", "wanted": {}, "read_only": false,
@@ -264,6 +265,6 @@ mod tests {
         let seen = pending.all().waiting.values().next().unwrap().clone();
         pending.leave(&publication);
         pending.looked(&seen, &Ok(None));
-        assert_eq!(pending.due().len(), 1, "what was put meanwhile stays");
+        assert_eq!(pending.due().len(), 1, "a publication put meanwhile stays");
     }
 }

@@ -102,7 +102,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_pod_is_named_known_by_its_uid_or_nobody() {
+    fn a_pod_is_known_by_name_or_uid_or_unknown() {
         let of = |said: &[(&str, &str)], path: Option<&str>| {
             let said = said.iter().map(|(key, value)| (format!("{POD}{key}"), (*value).to_owned())).collect();
             asker(&said, path.map(str::to_owned))

@@ -365,7 +365,7 @@ mod tests {
     }
 
     #[test]
-    fn a_disk_has_one_owner_and_without_one_nothing_is_kept_of_it() {
+    fn a_disk_has_one_owner_and_no_state_without_one() {
         let root = std::env::temp_dir().join(format!("peerpod-owners-{}", std::process::id()));
         let (files, volume) = (Publications::new(root.clone()), VolumeId::of("driver", "v"));
         assert_eq!(files.take(&volume, "u-1").unwrap(), Ok(()));

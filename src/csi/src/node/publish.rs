@@ -112,8 +112,9 @@ impl Node {
             ),
         };
         let text = format!(
-            "volume {name} is for peer pods (peerpod: \"true\"), and pod {}/{} has {has}: without a VM it would lose what it \
-             writes; give the pod the RuntimeClass of peer pods, or use a volume of a StorageClass without the parameter",
+            "volume {name} is for peer pods (peerpod: \"true\"), and pod {}/{} has {has}: without a VM it \
+             would lose its data; give the pod the RuntimeClass of peer pods, or use a volume of a \
+             StorageClass without the parameter",
             pod.namespace, pod.name
         );
         Err(Status::new(Code::FailedPrecondition, text))
@@ -242,8 +243,8 @@ fn bounded(record: &Record, publication: &Publication) -> Result<(), Status> {
         Some((bytes, limit)) => Err(Status::new(
             Code::InvalidArgument,
             format!(
-                "volume {}: what is kept of it has {bytes} bytes, more than {limit}; it needs fewer mount options or \
-                 shorter attributes",
+                "volume {}: its record has {bytes} bytes, more than {limit}; it needs fewer mount options \
+                 or shorter attributes",
                 publication.name.chars().take(253).collect::<String>()
             ),
         )),

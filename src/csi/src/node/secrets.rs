@@ -48,7 +48,7 @@ impl Node {
         let given = given.filter(|given| given.check(None).is_ok());
         let volume = VolumeId::of(driver, &request.volume_id);
         let path = PathBuf::from(&request.staging_target_path);
-        self.on_disk("keep what a volume is staged with", move |inner| {
+        self.on_disk("keep a volume's staged secret", move |inner| {
             inner.files.put_staged_secret(&volume, &path, given.as_ref())
         })
         .await
@@ -65,7 +65,7 @@ impl Node {
         }
         let volume = VolumeId::of(driver, &request.volume_id);
         let path = PathBuf::from(&request.staging_target_path);
-        self.on_disk("read what the volume was staged with", move |inner| {
+        self.on_disk("read the volume's staged secret", move |inner| {
             inner.files.staged_secret(&volume, &path)
         })
         .await
@@ -125,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn a_share_is_mounted_as_its_secret_says_or_as_nobody() {
+    fn a_share_is_mounted_with_its_secrets_user_or_anonymously() {
         let wanted = Wanted::default();
         for named in [true, false] {
             let found = signs_in(&mut share(named), DRIVER, given(), &wanted, &[]).unwrap().unwrap();

@@ -22,7 +22,7 @@ impl Node {
         credentials: Option<Credentials>,
     ) -> Result<(), Status> {
         let volume = publication.volume.clone();
-        let all = self.on_disk("read what is published", move |inner| inner.files.of(&volume)).await?;
+        let all = self.on_disk("read the publications", move |inner| inner.files.of(&volume)).await?;
         let there = agreed(&all, &publication)?;
         if let Some(there) = there {
             publication.marker.clone_from(&there.marker);
@@ -59,7 +59,7 @@ impl Node {
     /// Writes a publication durably; counts it if it is new or was leaving.
     async fn note(&self, publication: &Publication, counts: bool) -> Result<(), Status> {
         let noted = publication.clone();
-        self.on_disk("note what is published", move |inner| inner.files.put(&noted)).await?;
+        self.on_disk("note the publication", move |inner| inner.files.put(&noted)).await?;
         if counts {
             self.0.metrics.published.inc();
         }
@@ -83,7 +83,10 @@ impl Node {
         if new && taken.as_ref().is_err_and(|why| why.code == Code::FailedPrecondition) {
             let refused = publication.clone();
             // A failure leaves at worst a publication without a target, which the next call finds.
-            drop(self.on_disk("forget what was refused", move |inner| inner.files.remove(&refused)).await);
+            drop(
+                self.on_disk("forget the refused publication", move |inner| inner.files.remove(&refused))
+                    .await,
+            );
             self.0.metrics.published.dec();
         }
         taken.map(|()| Some(FENCE))
@@ -160,14 +163,14 @@ impl Node {
             return Ok(false);
         }
         let over = publication.clone();
-        self.on_disk("forget what was published", move |inner| inner.files.remove(&over)).await?;
+        self.on_disk("forget the publication", move |inner| inner.files.remove(&over)).await?;
         Ok(true)
     }
 
     /// Whether the pod has the volume at another target, too.
     async fn has_another(&self, publication: &Publication) -> Result<bool, Status> {
         let volume = publication.volume.clone();
-        let all = self.on_disk("read what is published", move |inner| inner.files.of(&volume)).await?;
+        let all = self.on_disk("read the publications", move |inner| inner.files.of(&volume)).await?;
         Ok(all.iter().any(|other| {
             other.pod.uid == publication.pod.uid && other.target != publication.target && !other.leaving
         }))

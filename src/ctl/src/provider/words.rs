@@ -11,15 +11,15 @@ use peerpod_provider_api::conformance::Promise;
 pub(crate) const USAGE: &str =
     "usage: peerpod provider check CONFIG [--yes] [--crowd N] [--only WORDS] [--volume ID] [--probe PROGRAM]
                               [--patience TIME] [--section.key VALUE]...
-  Holds the provider of this configuration to every promise, with real VMs that are deleted again; exit code 1 if one
-  is broken.
+  Tests the provider of this configuration against every promise, with real VMs that are deleted again; exit code 1
+  if a promise is broken.
   --yes        makes VMs also where they may cost money
   --crowd N    VMs at once (50)
-  --only WORDS only the promises in whose sentence these words stand
-  --volume ID  a disk that is attached nowhere, to try volumes with
+  --only WORDS only the promises with these words in their sentence
+  --volume ID  an unattached disk, to test volumes with
   --probe PROGRAM
-               a witness beside the provider: `PROGRAM user-data ID` prints what this VM found as its user-data,
-               `PROGRAM machines` how many VMs of this check exist; it fails where it cannot
+               an independent check: `PROGRAM user-data ID` prints the user-data that this VM received,
+               `PROGRAM machines` the number of VMs of this check; it fails where it cannot
   --patience TIME
                longest time for one promise (2m)";
 
@@ -44,7 +44,7 @@ impl Words {
         match action.as_str() {
             "check" => {}
             "help" | "--help" | "-h" => return Ok(None),
-            other => bail!("`{other}` is no subcommand of `peerpod provider`\n{USAGE}"),
+            other => bail!("`{other}` is not a subcommand of `peerpod provider`\n{USAGE}"),
         }
         let mut words = Words {
             config: PathBuf::new(),
@@ -87,13 +87,13 @@ impl Words {
                     let value = value()?;
                     words.settings.extend([name.to_owned(), value]);
                 }
-                name if name.starts_with('-') => bail!("`{name}` is not understood\n{USAGE}"),
+                name if name.starts_with('-') => bail!("unknown flag `{name}`\n{USAGE}"),
                 _ if words.config.as_os_str().is_empty() => words.config = PathBuf::from(word),
-                _ => bail!("`{word}` is one word too many\n{USAGE}"),
+                _ => bail!("unexpected argument `{word}`\n{USAGE}"),
             }
         }
         if words.config.as_os_str().is_empty() {
-            bail!("which configuration?\n{USAGE}");
+            bail!("CONFIG is missing\n{USAGE}");
         }
         Ok(Some(words))
     }
@@ -113,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn words_are_understood_in_any_order_and_settings_go_to_the_configuration() {
+    fn arguments_are_read_in_any_order_and_settings_reach_the_configuration() {
         let words =
             read(&["check", "--crowd=5", "f.yaml", "--yes", "--provider.kind", "fake", "--only", "a_second"]);
         let words = words.unwrap().unwrap();
@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_understood_gets_the_usage() {
+    fn invalid_arguments_get_the_usage() {
         for wrong in [
             &[][..],
             &["chekc"],

@@ -1,7 +1,7 @@
 //! PeerPod: one VM. The object is written as an intent before the VM exists, and deleted after the VM.
 
-#![expect(clippy::duplicated_attributes, reason = "each printed column says its type")]
-#![expect(unreachable_pub, reason = "what KubeSchema derives hides a public type in a block")]
+#![expect(clippy::duplicated_attributes, reason = "each printed column names its type")]
+#![expect(unreachable_pub, reason = "the derive of KubeSchema hides a public type in a block")]
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 use kube::{CustomResource, KubeSchema};
@@ -34,7 +34,7 @@ use sha2::{Digest, Sha256};
 #[serde(rename_all = "camelCase")]
 #[x_kube(
     validation = Rule::new("has(self.instanceID) || has(self.idempotencyKey)")
-        .message("an instanceID or an idempotencyKey must say which VM it is"),
+        .message("an instanceID or an idempotencyKey must name the VM"),
     validation = Rule::new("!has(oldSelf.cloudProvider) || has(self.cloudProvider) && self.cloudProvider == oldSelf.cloudProvider")
         .message("cloudProvider cannot change: the VM would not be found again"),
     validation = Rule::new("!has(oldSelf.instanceID) || has(self.instanceID) && self.instanceID == oldSelf.instanceID")

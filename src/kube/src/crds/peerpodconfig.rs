@@ -1,7 +1,7 @@
 //! PeerPodConfig: selects the nodes that run peer pods, their number per node, and the provider's settings.
 
-#![expect(clippy::duplicated_attributes, reason = "each printed column says its type")]
-#![expect(unreachable_pub, reason = "what KubeSchema derives hides a public type in a block")]
+#![expect(clippy::duplicated_attributes, reason = "each printed column names its type")]
+#![expect(unreachable_pub, reason = "the derive of KubeSchema hides a public type in a block")]
 
 use std::collections::BTreeMap;
 

@@ -1,8 +1,8 @@
 //! PeerpodVolume: one volume of one pod, between the CSI driver and the VM. The `wrapper…` fields hold CSI messages as
 //! JSON, never with secrets.
 
-#![expect(clippy::duplicated_attributes, reason = "each printed column says its type")]
-#![expect(unreachable_pub, reason = "what KubeSchema derives hides a public type in a block")]
+#![expect(clippy::duplicated_attributes, reason = "each printed column names its type")]
+#![expect(unreachable_pub, reason = "the derive of KubeSchema hides a public type in a block")]
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
 use kube::{CustomResource, KubeSchema};

@@ -17,7 +17,7 @@ fn deployed_files_are_those_of_the_types() {
             std::fs::write(&path, &ours).unwrap();
         }
         let deployed = std::fs::read_to_string(&path).unwrap();
-        assert!(deployed == ours, "{} is not what the types say; see this test", path.display());
+        assert!(deployed == ours, "{} differs from the types; see this test", path.display());
     }
     assert_eq!(std::fs::read_dir(folder).unwrap().count(), all().len());
 }

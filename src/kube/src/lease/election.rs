@@ -306,7 +306,7 @@ impl Term {
             match timeout(left.min(retry.max(ONE_TRY)), self.renew()).await {
                 Ok(Ok(())) => {}
                 Ok(Err(error)) if error.is_conflict() || error.is_not_found() => {
-                    why = format!("somebody else has taken the lease: {error}");
+                    why = format!("another holder has taken the lease: {error}");
                     break;
                 }
                 Ok(Err(error)) => why = error.to_string(),

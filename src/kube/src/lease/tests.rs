@@ -16,11 +16,11 @@ fn lease(version: &str, seconds: Option<i32>) -> Lease {
 }
 
 #[test]
-fn a_lease_ends_only_when_it_was_seen_unchanged_for_its_whole_time() {
+fn a_lease_ends_only_after_its_whole_time_without_a_change() {
     let mut watched = Watched::default();
     let began = Instant::now();
     let at = |seconds| began + Duration::from_secs(seconds);
-    assert!(!watched.expired(&lease("1", Some(15)), at(0)), "whatever its renewTime says");
+    assert!(!watched.expired(&lease("1", Some(15)), at(0)), "independent of its renewTime");
     assert!(!watched.expired(&lease("1", Some(15)), at(14)));
     assert!(!watched.expired(&lease("2", Some(15)), at(15)), "renewed");
     assert!(!watched.expired(&lease("2", Some(15)), at(29)));

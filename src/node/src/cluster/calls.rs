@@ -84,13 +84,13 @@ impl Calls {
     pub(super) fn lost(&self, why: &str) {
         let mut away = self.away.lock();
         let since = *away.get_or_insert_with(|| {
-            warn!(error = why, "the API server is away; pods go on, and what it is to show follows");
+            warn!(error = why, "the API server is away; pods go on, and pending updates follow later");
             Instant::now()
         });
         // Counted back from now, by the wall clock.
         let since = Timestamp::now().as_second().saturating_sub_unsigned(since.elapsed().as_secs());
         let since = Timestamp::from_second(since).unwrap_or_default();
-        let text = format!("away since {since}; pods go on, and what it is to show follows: {why}");
+        let text = format!("away since {since}; pods go on, and pending updates follow later: {why}");
         self.ready.warn(WARNING, &text);
     }
 

@@ -72,7 +72,7 @@ impl Capacity {
         let mut said = false;
         while let Err(error) = self.own().await {
             if !std::mem::replace(&mut said, true) {
-                warn!(%error, "the node's capacity for peer pods is not claimed; trying again");
+                warn!(%error, "cannot claim the node's capacity for peer pods; trying again");
             }
             sleep(RETRY).await;
         }
@@ -106,7 +106,7 @@ impl Capacity {
                     // The Node was deleted, and may come back at any time; the watch then reports it.
                     Some(Ok(_)) => continue,
                     Some(Err(error)) => {
-                        debug!(error = explain(&error), "the watch of our own Node");
+                        debug!(error = explain(&error), "the watch of this Node failed");
                         continue;
                     }
                     None => {}
@@ -116,7 +116,7 @@ impl Capacity {
             if let Err(error) = &done
                 && !failed
             {
-                warn!(%error, "the node's capacity for peer pods is not set; trying again");
+                warn!(%error, "cannot set the node's capacity for peer pods; trying again");
             }
             failed = done.is_err();
             next = Instant::now() + if failed { RETRY } else { EVERY };
@@ -132,7 +132,7 @@ impl Capacity {
             if let Err(error) = &done
                 && !failed
             {
-                warn!(%error, "what was advertised as the node's capacity before stays; trying again");
+                warn!(%error, "cannot clear the capacity that an earlier daemon advertised; trying again");
             }
             failed = done.is_err();
             sleep(if failed { RETRY } else { EVERY }).await;
@@ -144,14 +144,16 @@ impl Capacity {
         let Some(steps) = self.leftover(&node) else { return Ok(()) };
         let (what, at) = (self.what("clear the capacity of"), (&self.nodes, self.node.as_str()));
         match self.calls.patch_status("capacity", what, at, &PatchParams::default(), patch(steps)?).await {
-            Ok(_) => info!(resource = self.resource, "a capacity that an earlier daemon left is taken away"),
+            Ok(_) => {
+                info!(resource = self.resource, "cleared the capacity that an earlier daemon advertised")
+            }
             // Another client was first; the next check decides.
             Err(error) if error.status() == Some(422) || error.is_not_found() => return Ok(()),
             Err(error) => return Err(error),
         }
         // Without an owner, a value that a person sets by hand stays.
         let patch = Patch::Merge(json!({"metadata": {"annotations": {OWNER: null}}}));
-        let (what, at) = (self.what("disown the capacity of"), (&self.nodes, self.node.as_str()));
+        let (what, at) = (self.what("remove the capacity's owner from"), (&self.nodes, self.node.as_str()));
         self.calls.patch("own", what, at, &PatchParams::default(), patch).await.map(drop)
     }
 
@@ -226,7 +228,7 @@ impl Capacity {
             json!({"op": "test", "path": owner, "value": self.owner}),
             json!({"op": "remove", "path": self.path()}),
         ];
-        let (what, node) = (self.what("take back the capacity of"), (&self.nodes, self.node.as_str()));
+        let (what, node) = (self.what("remove the capacity of"), (&self.nodes, self.node.as_str()));
         match self.calls.patch_status("capacity", what, node, &PatchParams::default(), patch(steps)?).await {
             Ok(_) => Ok(true),
             // The test failed, or there was nothing to remove.

@@ -35,14 +35,18 @@ impl ClusterConfig {
         );
         let node_name: Option<String> = reader.optional(
             "cluster.node-name",
-            "name of the Kubernetes node that this daemon runs on; when not set, nothing is shown to Kubernetes",
+            "name of the Kubernetes node that this daemon runs on; when not set, the daemon reports nothing \
+             to Kubernetes",
         );
         let pod_uid = reader.optional(
             "cluster.pod-uid",
-            "UID of the pod that this daemon runs in, by which a rolling update tells old from new",
+            "UID of the pod that this daemon runs in; it distinguishes the old from the new daemon in a \
+             rolling update",
         );
-        let namespace: Option<String> = reader
-            .optional("cluster.namespace", "namespace of our own Leases; the service account's when not set");
+        let namespace: Option<String> = reader.optional(
+            "cluster.namespace",
+            "namespace of the daemon's Leases; that of the service account when not set",
+        );
         let resource: String = reader.get(
             "cluster.extended-resource",
             "kata.peerpods.io/vm",
@@ -69,12 +73,14 @@ impl ClusterConfig {
         if usize::try_from(capacity).is_ok_and(|capacity| capacity > max_sandboxes) {
             reader.mistake(
                 "cluster.capacity",
-                "more pods than node.max-sandboxes lets run would be placed here; lower it, or raise the other",
+                "more than node.max-sandboxes; lower this value, or raise node.max-sandboxes",
             );
         }
         let namespace = namespace.or_else(|| own_namespace(Path::new(NAMESPACE_FILE))).unwrap_or_else(|| {
-            reader
-                .mistake("cluster.namespace", "not set, and this is no pod with a service account; name one");
+            reader.mistake(
+                "cluster.namespace",
+                "not set, and the daemon runs in no pod with a service account; set a namespace",
+            );
             String::new()
         });
         Some(ClusterConfig {

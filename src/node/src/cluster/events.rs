@@ -148,9 +148,9 @@ impl Events {
                     self.0.metrics.cluster_events_dropped.inc();
                     let pod = waiting.pod.to_string();
                     if error.is_not_found() || error.status() == Some(403) {
-                        debug!(pod, %error, "an Event has no place any more");
+                        debug!(pod, %error, "Event dropped: its namespace is gone or closed");
                     } else {
-                        warn!(pod, %error, "an Event is not written");
+                        warn!(pod, %error, "Event not written");
                     }
                 }
             }
@@ -243,7 +243,7 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn what_is_said_of_one_pod_is_bounded_and_comes_back() {
+    async fn events_per_pod_are_bounded_and_the_budget_refills() {
         let mut budget = Budget { left: BURST, filled: Instant::now() };
         let said = (0..100).filter(|_| budget.may(Instant::now())).count();
         assert_eq!(said, BURST as usize);
@@ -254,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn long_words_are_cut_between_characters() {
+    fn long_texts_are_cut_between_characters() {
         assert_eq!(clipped("häßlich", 2), "h");
         assert_eq!(clipped("abc", 9), "abc");
     }

@@ -209,7 +209,7 @@ impl Reflector {
                 Ok(Some(event)) => event,
                 Ok(None) => return,
                 Err(_) => {
-                    warn!("the list of this node's pods does not come; asking anew");
+                    warn!("the API server does not answer the list of this node's pods; trying again");
                     return;
                 }
             };
@@ -220,10 +220,7 @@ impl Reflector {
                 }
                 Err(error) => {
                     if !std::mem::replace(&mut said, true) {
-                        warn!(
-                            error = explain(&error),
-                            "the watch of this node's pods is broken; trying again"
-                        );
+                        warn!(error = explain(&error), "the watch of this node's pods failed; trying again");
                     }
                 }
             }
@@ -247,7 +244,7 @@ impl Reflector {
                 watcher::Event::Init => state.list(),
                 watcher::Event::InitDone => {
                     state.listed();
-                    debug!(pods = state.pods.len(), "this node's pods are known");
+                    debug!(pods = state.pods.len(), "listed this node's pods");
                 }
             }
         }
@@ -263,7 +260,7 @@ impl Reflector {
         match listed {
             Ok(listed) => listed.items.first().and_then(read),
             Err(error) => {
-                debug!(%error, "which pod a sandbox is of cannot be asked");
+                debug!(%error, "cannot look up the pod of a sandbox");
                 None
             }
         }
@@ -286,7 +283,7 @@ impl Pods for Reflector {
                 Look::Found(found) => return found,
                 Look::Doubtful => {
                     if let Some(found) = self.ask(namespace, name).await {
-                        info!(%sandbox, pod = format!("{namespace}/{name}"), uid = found.uid, "asked which pod is meant");
+                        info!(%sandbox, pod = format!("{namespace}/{name}"), uid = found.uid, "looked up the pod of the sandbox");
                         self.state().apply(found.clone());
                         return found;
                     }

@@ -118,7 +118,13 @@ fn created(record: &Record, vm: Option<&InstanceId>, now_ms: u64) -> Condition {
     match vm {
         Some(vm) => condition("Created", true, "Made", format!("VM {vm}"), made.unwrap_or(now_ms)),
         None if record.failed => condition("Created", false, "Failed", words(record), now_ms),
-        None => condition("Created", false, "Asked", "the provider is asked".into(), record.created_ms),
+        None => condition(
+            "Created",
+            false,
+            "Asked",
+            "the node has requested a VM from the provider".into(),
+            record.created_ms,
+        ),
     }
 }
 
@@ -126,18 +132,22 @@ fn ready(record: &Record, now_ms: u64) -> Condition {
     let running = record.stage("running").map(|at_ms| record.created_ms.saturating_add(at_ms));
     match record.phase {
         Phase::Running { .. } => {
-            condition("Ready", true, "Running", "its agent answers".into(), running.unwrap_or(now_ms))
+            condition("Ready", true, "Running", "the VM's agent answers".into(), running.unwrap_or(now_ms))
         }
         _ if record.failed => condition("Ready", false, "Failed", words(record), now_ms),
-        _ if record.phase.is_live() => {
-            condition("Ready", false, "Starting", "its agent does not answer yet".into(), record.created_ms)
-        }
+        _ if record.phase.is_live() => condition(
+            "Ready",
+            false,
+            "Starting",
+            "the VM's agent does not answer yet".into(),
+            record.created_ms,
+        ),
         _ => condition("Ready", false, "Stopped", words(record), now_ms),
     }
 }
 
 fn words(record: &Record) -> String {
-    let text = record.cause.as_deref().unwrap_or("it is not wanted any more");
+    let text = record.cause.as_deref().unwrap_or("the sandbox was stopped");
     text.chars().take(MOST_WORDS).collect()
 }
 

@@ -160,7 +160,7 @@ impl Writer {
         if state.queue.len() >= MOST && state.queue.update(&key).is_none() {
             warn!(
                 object = format!("{}/{}", key.0, key.1),
-                "too many PeerPods wait to be written; this one is looked for later"
+                "too many PeerPods wait to be written; this one is retried later"
             );
             return;
         }
@@ -227,9 +227,9 @@ impl Writer {
         let object = format!("{}/{}", key.0, key.1);
         match error {
             Some(error) if done == Done::Failed && failures == 1 => {
-                warn!(object, %error, "a PeerPod cannot be written; trying again");
+                warn!(object, %error, "cannot write a PeerPod; trying again");
             }
-            Some(error) => debug!(object, %error, "a PeerPod cannot be written yet"),
+            Some(error) => debug!(object, %error, "cannot write a PeerPod yet"),
             None => {}
         }
         done == Done::Postponed

@@ -170,7 +170,7 @@ impl Ledger {
             Unread::Io(error) if error.kind() == io::ErrorKind::NotFound => None,
             // A disk error, perhaps a temporary one: the file stays for the next start.
             Unread::Io(error) => {
-                let why = format!("it cannot be read now, and stays: {error}");
+                let why = format!("the node cannot read it and leaves it in place: {error}");
                 Some(Quarantined { id, moved_to: file.clone(), file, why })
             }
             Unread::Content(why) => Some(set_aside_as(&self.quarantine, name, file, id, why)),
@@ -219,10 +219,10 @@ impl From<String> for Unread {
 }
 
 fn read_record(path: &Path, id: Option<&SandboxId>) -> Result<Record, Unread> {
-    let id = id.ok_or_else(|| "the file's name is not a sandbox id with .json behind it".to_owned())?;
+    let id = id.ok_or_else(|| "the file's name is not a sandbox id followed by .json".to_owned())?;
     let record: Record = read_versioned(path, VERSION)?;
     if record.id != *id {
-        return Err(Unread::Content(format!("it is the record of {}", record.id)));
+        return Err(Unread::Content(format!("it contains the record of {}", record.id)));
     }
     Ok(record)
 }
@@ -230,7 +230,7 @@ fn read_record(path: &Path, id: Option<&SandboxId>) -> Result<Record, Unread> {
 fn read_batch(path: &Path, id: &str) -> Result<Batch, Unread> {
     let batch: Batch = read_versioned(path, BATCH_VERSION)?;
     if batch.ticket.id != id {
-        return Err(Unread::Content(format!("it is the record of batch {}", batch.ticket.id)));
+        return Err(Unread::Content(format!("it contains the record of batch {}", batch.ticket.id)));
     }
     if batch.members.is_empty() || batch.made.as_ref().is_some_and(|made| made.len() > batch.members.len()) {
         return Err(Unread::Content("it has no members, or more VMs than members".to_owned()));
@@ -312,7 +312,7 @@ fn set_aside_as(dir: &Path, name: &str, file: PathBuf, id: Option<SandboxId>, wh
     match moved {
         Ok(()) => Quarantined { id, file, moved_to: target, why },
         Err(error) => {
-            let why = format!("{why} (and it could not be moved to {}: {error})", target.display());
+            let why = format!("{why} (and the node could not move it to {}: {error})", target.display());
             Quarantined { id, moved_to: file.clone(), file, why }
         }
     }

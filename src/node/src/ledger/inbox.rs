@@ -110,7 +110,7 @@ fn read_note(file: &Path) -> Result<Written, Unread> {
         return Err(Unread::Content(why));
     }
     if note.op != "stop" {
-        return Err(Unread::Content(format!("{:?} is not something a note can ask for", note.op)));
+        return Err(Unread::Content(format!("a note cannot request {:?}", note.op)));
     }
     Ok(note)
 }

@@ -45,7 +45,7 @@ const SAMPLES: [(&str, &str); 4] = [
 ];
 
 #[test]
-fn what_version_1_wrote_is_read_and_written_back_the_same() {
+fn version_1_records_survive_a_round_trip() {
     let dir = Dir::new();
     let ledger = Ledger::open(&dir.0).unwrap();
     for (name, text) in SAMPLES {
@@ -99,7 +99,7 @@ fn records_are_for_root_alone_and_survive_a_crash_in_mid_write() {
 }
 
 #[test]
-fn a_folder_that_others_could_read_is_narrowed() {
+fn a_folder_readable_by_others_is_restricted() {
     let dir = Dir::new();
     fs::create_dir(dir.0.join("sandboxes")).unwrap();
     fs::set_permissions(dir.0.join("sandboxes"), fs::Permissions::from_mode(0o755)).unwrap();
@@ -108,7 +108,7 @@ fn a_folder_that_others_could_read_is_narrowed() {
 }
 
 #[test]
-fn what_cannot_be_understood_is_set_aside_and_named() {
+fn invalid_files_are_quarantined_and_named() {
     let dir = Dir::new();
     let ledger = Ledger::open(&dir.0).unwrap();
     ledger.save(&Record::tombstone(id("good"), 1)).unwrap();
@@ -118,7 +118,7 @@ fn what_cannot_be_understood_is_set_aside_and_named() {
         ("empty.json", String::new(), "not a versioned record"),
         ("newer.json", whole.replace("\"version\":1", "\"version\":2"), "version 2 is unknown"),
         ("zero.json", whole.replace("\"version\":1", "\"version\":0"), "version 0 is unknown"),
-        ("other.json", whole.clone(), "it is the record of good"),
+        ("other.json", whole.clone(), "it contains the record of good"),
         ("phase.json", whole.replace("\"gone\"", "\"limbo\""), "not a record"),
         ("not a name.json", whole.clone(), "not a sandbox id"),
         ("noise.txt", whole.clone(), "not a sandbox id"),
@@ -151,7 +151,7 @@ fn a_file_too_long_is_not_read_into_memory() {
 }
 
 #[test]
-fn a_disk_that_cannot_be_written_is_said_with_its_place_and_a_remedy() {
+fn a_failed_write_names_the_path_and_a_remedy() {
     // Root writes to read-only folders; a file in place of a folder fails for every user.
     let dir = Dir::new();
     fs::write(dir.0.join("state"), "a file").unwrap();
@@ -212,7 +212,7 @@ const BATCHES: [(&str, &str); 2] = [
 ];
 
 #[test]
-fn what_version_1_wrote_of_a_batch_is_read_and_written_back_the_same() {
+fn version_1_batches_survive_a_round_trip() {
     let dir = Dir::new();
     let ledger = Ledger::open(&dir.0).unwrap();
     let file = |id: &str| dir.0.join(format!("batches/{id}.json"));
@@ -238,7 +238,7 @@ fn what_version_1_wrote_of_a_batch_is_read_and_written_back_the_same() {
 }
 
 #[test]
-fn a_batch_that_cannot_be_understood_is_set_aside_and_its_id_stays_known() {
+fn an_invalid_batch_is_quarantined_and_its_id_stays_known() {
     let dir = Dir::new();
     let ledger = Ledger::open(&dir.0).unwrap();
     let (torn, text) = BATCHES[0];

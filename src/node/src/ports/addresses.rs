@@ -77,7 +77,7 @@ impl GuestAddresses {
             let address = match address {
                 GuestAddress::Whole(address) => address,
                 GuestAddress::Host(_) if port == 0 => {
-                    return Err("the relay's port is not known yet; it is when peerpod-relay runs".into());
+                    return Err("the relay's port is not known yet; start peerpod-relay".into());
                 }
                 GuestAddress::Host(ip) => SocketAddr::new(ip, port),
             };
@@ -88,7 +88,7 @@ impl GuestAddresses {
         addresses.truncate(MOST);
         if addresses.is_empty() {
             return Err(
-                "no address is known by which VMs could reach this node; set node.relay-addresses".into()
+                "no address is known at which VMs can reach this node; set node.relay-addresses".into()
             );
         }
         Ok(addresses)
@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_configured_counts_then_what_the_provider_says_then_the_host() {
+    fn configured_addresses_precede_the_providers_and_the_hosts() {
         let configured =
             vec![GuestAddress::Whole(listen("10.0.0.7:99")), GuestAddress::Host("fd00::7".parse().unwrap())];
         let addresses = GuestAddresses::new(configured, listen("[::]:15151"));
@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn what_the_provider_says_late_is_waited_for_and_not_for_ever() {
+    async fn a_late_provider_is_awaited_for_a_bounded_time() {
         let addresses = GuestAddresses::new(vec![], listen("[::]:15151"));
         let (late, start) = (addresses.clone(), Instant::now());
         tokio::spawn(async move {
@@ -182,7 +182,7 @@ mod tests {
         addresses.settled().await;
         assert_eq!(addresses.now(None).unwrap(), [listen("10.99.0.1:15151")]);
         addresses.settled().await;
-        assert!(start.elapsed() < Duration::from_secs(16), "what was said is not waited for");
+        assert!(start.elapsed() < Duration::from_secs(16), "known addresses are not awaited");
 
         // A provider without addresses has answered, and a provider that fails is not waited for.
         let failing = GuestAddresses::new(vec![], listen("10.1.2.3:15151"));
@@ -191,7 +191,7 @@ mod tests {
         failing.settled().await;
         assert_eq!(since.elapsed(), Duration::ZERO);
         addresses.provider_fails();
-        assert_eq!(addresses.now(None).unwrap(), [listen("10.99.0.1:15151")], "what it said stays");
+        assert_eq!(addresses.now(None).unwrap(), [listen("10.99.0.1:15151")], "its addresses stay");
         let start = Instant::now();
         let addresses = GuestAddresses::new(vec![], listen("10.1.2.3:15151"));
         addresses.provider_says(vec![]);
@@ -208,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn a_port_of_zero_is_the_one_the_relay_bound() {
+    fn port_zero_means_the_port_of_the_relay() {
         let addresses =
             GuestAddresses::new(vec![GuestAddress::Host("10.0.0.7".parse().unwrap())], listen("[::]:0"));
         assert!(addresses.now(None).unwrap_err().contains("peerpod-relay"));

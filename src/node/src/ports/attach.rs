@@ -16,7 +16,7 @@ use crate::{
 /// waits again.
 const DRIVER: Duration = Duration::from_secs(60);
 
-/// See [`crate::sandbox::ports::Ports::expect_vm`].
+/// See [`crate::sandbox::ports::Storage::expect_vm`].
 pub(super) async fn expect(
     records: &Volumes,
     id: &SandboxId,
@@ -26,16 +26,16 @@ pub(super) async fn expect(
     // Read after the note: an unpublish looks for the note after it has removed the record.
     let (records, volumes) = (records.clone(), volumes.clone());
     let missing = tokio::task::spawn_blocking(move || records.unpublished(&volumes)).await;
-    let failed = |why: String| CloudError::transient(format!("look for the pod's volumes again: {why}"));
+    let failed = |why: String| CloudError::transient(format!("check the pod's volumes again: {why}"));
     match missing.map_err(|error| failed(error.to_string()))?.map_err(|error| failed(error.to_string()))? {
         Some(name) => Err(CloudError::invalid(format!(
-            "volume {name} was unpublished before the VM was asked for; the pod is not wanted any more"
+            "volume {name} was unpublished before the VM was requested; the pod is being deleted"
         ))),
         None => Ok(()),
     }
 }
 
-/// See [`crate::sandbox::ports::Ports::attach`].
+/// See [`crate::sandbox::ports::Storage::attach`].
 pub(super) async fn attach(
     records: &Volumes,
     provider: &dyn Provider,
@@ -83,7 +83,7 @@ async fn attach_one(
     attached.map_err(|error| CloudError::transient(format!("volume {name}: {error}")))
 }
 
-/// See [`crate::sandbox::ports::Ports::release`].
+/// See [`crate::sandbox::ports::Storage::release`].
 pub(super) async fn release(
     records: &Volumes,
     provider: &dyn Provider,
@@ -97,9 +97,9 @@ pub(super) async fn release(
         if let Some(there) = there {
             let how = match there.state {
                 OwnedState::Deleting => "is still being deleted",
-                _ => "is still there",
+                _ => "still exists",
             };
-            return Err(CloudError::transient(format!("VM {vm} {how}, and its volumes are not free")));
+            return Err(CloudError::transient(format!("VM {vm} {how}, so its volumes are not free")));
         }
     }
     note(records, uid, id, vm, true).await

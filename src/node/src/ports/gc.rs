@@ -23,11 +23,11 @@ pub async fn collect_garbage(
     let live = records.iter().filter_map(|record| live(record, boot_id)).chain(unread).collect();
     let Reconciled { looked, devices, redirects, elements, sandboxes, errors } = tunnel.reconcile(live).await;
     for error in &errors {
-        warn!(%error, "what a crash left in a pod's network may still be there; trying again at the next start");
+        warn!(%error, "cannot remove all leftovers of a crash from a pod's network; trying again at the next start");
     }
     if devices + redirects + elements > 0 {
         let whose = sandboxes.join(", ");
-        info!(looked, devices, redirects, elements, whose, "removed what sandboxes that are gone had left");
+        info!(looked, devices, redirects, elements, whose, "removed leftovers of deleted sandboxes");
     }
 }
 
@@ -56,7 +56,7 @@ mod tests {
     const OLD: &str = include_str!("../../tests/samples/network-v1.json");
 
     #[test]
-    fn what_version_1_recorded_of_a_pods_network_is_read() {
+    fn version_1_network_records_are_read() {
         let network: Network = serde_json::from_str(OLD).unwrap();
         let old = woven(&network).unwrap();
         assert_eq!((old.reserved.vni(), old.reserved.port), (Some(8_739_214), 4789));
@@ -68,7 +68,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_record_keeps_from_being_tidied_away() {
+    fn records_protect_their_resources_from_gc() {
         let mut record = Record::tombstone(SandboxId::new("web-1").unwrap(), 0);
         assert_eq!(live(&record, "boot"), None);
         let netns = |boot_id: &str| NetnsRef {

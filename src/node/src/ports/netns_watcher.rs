@@ -102,7 +102,7 @@ impl NetnsWatcher {
                     }
                 }
                 Err(error) if error.permanent => return,
-                Err(error) => debug!(error = error.text, "cannot hear the pod's network; trying again"),
+                Err(error) => debug!(error = error.text, "cannot watch the pod's network; trying again"),
             }
             sleep(PAUSE).await;
             self.sender.send_modify(|heard| *heard += 1); // for changes that were missed meanwhile
@@ -119,8 +119,8 @@ impl NetnsWatcher {
         if unrest.is_to_be_said(now) {
             warn!(
                 netns = %self.netns.path.display(),
-                "the pod's network changes again and again; another program may undo what is put right (its tc filters, \
-                 devices or routes there); from now on it is looked at every {EACH:?}"
+                "the pod's network changes again and again; another program may undo the node's repairs (its \
+                 tc filters, devices or routes there); from now on the node inspects it every {EACH:?}"
             );
         }
         sleep(pause).await;
@@ -170,7 +170,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_storm_is_looked_at_seldom_and_forgiven_when_it_was_quiet() {
+    fn frequent_changes_are_rate_limited_until_a_quiet_period() {
         let (mut unrest, began) = (RateLimit::default(), Instant::now());
         let storm = |unrest: &mut RateLimit, from: Instant| {
             let (mut now, mut looks) = (from, 0);

@@ -44,8 +44,7 @@ impl Surroundings {
         let (homes_sender, node_endpoints) = watch::channel(None);
         let host = Netns::current();
         tokio::spawn(async move {
-            let Ok(host) =
-                host.map_err(|error| warn!(%error, "cannot listen in the node's network namespace"))
+            let Ok(host) = host.map_err(|error| warn!(%error, "cannot watch the node's network namespace"))
             else {
                 return;
             };
@@ -90,7 +89,7 @@ async fn hear(host: &Netns, tunnel: &Tunnel, news: &watch::Sender<u64>) {
                     sleep(PAUSE).await;
                 }
             }
-            Err(error) => warn!(%error, "cannot hear the node's network change; trying again"),
+            Err(error) => warn!(%error, "cannot watch the node's network; trying again"),
         }
         sleep(RETRY).await;
         news.send_modify(|count| *count += 1); // for changes that were missed meanwhile
@@ -100,7 +99,7 @@ async fn hear(host: &Netns, tunnel: &Tunnel, news: &watch::Sender<u64>) {
 async fn look_at_own_addresses(tunnel: &Tunnel) -> bool {
     let looked = tunnel.look_at_own_addresses().await;
     looked.unwrap_or_else(|error| {
-        warn!(%error, "cannot look at the node's own addresses; guests keep to the ones before");
+        warn!(%error, "cannot read the node's own addresses; guests keep the previous ones");
         false
     })
 }

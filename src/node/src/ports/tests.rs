@@ -8,7 +8,7 @@ use crate::tunnel::{Owner, TunnelConfig, external::External, tests::net_world::W
 const DEADLINE: Duration = Duration::from_secs(20);
 
 #[tokio::test]
-async fn a_pod_without_a_network_namespace_of_its_own_is_refused_in_words() {
+async fn a_pod_without_its_own_network_namespace_is_refused_with_a_remedy() {
     let mut world = World::new();
     let pod = world.pod("pod", 7);
     assert_eq!(pod_netns(pod.path()).unwrap(), pod.id());
@@ -20,7 +20,7 @@ async fn a_pod_without_a_network_namespace_of_its_own_is_refused_in_words() {
 }
 
 #[tokio::test]
-async fn a_new_address_of_the_node_is_heard_and_is_in_the_next_plan() {
+async fn a_new_node_address_is_detected_and_enters_the_next_plan() {
     let mut world = World::new();
     let external = External { cluster_cidrs: vec!["10.96.0.0/12".into()], ..External::default() };
     let owner = Owner::of(&["heard", &world.name("node")]);
@@ -52,13 +52,13 @@ async fn a_new_address_of_the_node_is_heard_and_is_in_the_next_plan() {
     world.ip("node", "addr add 10.66.0.1/24 dev cni0");
     let mut after = before.clone();
     while after == before {
-        timeout(DEADLINE, netns_watcher.changed()).await.expect("nothing is heard").unwrap();
+        timeout(DEADLINE, netns_watcher.changed()).await.expect("no change is detected").unwrap();
         after = told().await;
     }
     assert!(after.contains(&"10.66.0.1".to_owned()) && after.len() == before.len() + 1, "{after:?}");
     world.ip("node", "addr del 10.66.0.1/24 dev cni0");
     while after != before {
-        timeout(DEADLINE, netns_watcher.changed()).await.expect("nothing is heard").unwrap();
+        timeout(DEADLINE, netns_watcher.changed()).await.expect("no change is detected").unwrap();
         after = told().await;
     }
     tunnel.undo("sandbox", Some(&pod), Some(&reserved), Some(vm)).await.unwrap();

@@ -50,11 +50,11 @@ impl RelayClient {
 
     async fn say(&self, header: Header, descriptors: Vec<OwnedFd>) -> Result<Answer, RelayError> {
         let path = self.0.socket.with_file_name(fd_handoff::SOCKET);
-        let attempt = format!("hand the {} descriptors to peerpod-relay", header.kind);
+        let attempt = format!("pass the {} descriptors to peerpod-relay", header.kind);
         let failed = |why: &dyn std::fmt::Display| RelayError { text: format!("{attempt}: {why}") };
         // A relay that hangs must not take all threads, nor block a stop for ever.
         let turn = timeout(PATIENCE, self.0.turns.clone().acquire_owned()).await;
-        let turn = turn.map_err(|_| failed(&"it does not answer the ones before"))?;
+        let turn = turn.map_err(|_| failed(&"it has not answered earlier ones"))?;
         let work = move || {
             let _turn = turn;
             let borrowed: Vec<BorrowedFd<'_>> = descriptors.iter().map(AsFd::as_fd).collect();

@@ -105,7 +105,7 @@ fn state(id: &str, session: &str) -> SandboxState {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn another_relay_is_configured_and_what_the_last_one_said_is_forgotten() {
+async fn a_new_relay_is_configured_and_the_state_of_the_last_one_is_dropped() {
     let socket = std::env::temp_dir().join(format!("peerpod-relay-client-{}.sock", std::process::id()));
     let said = Arc::new(Said::default());
     let identity: Identity =
@@ -154,7 +154,7 @@ async fn another_relay_is_configured_and_what_the_last_one_said_is_forgotten() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_relay_that_stays_away_is_said_and_no_call_waits_for_ever() {
+async fn an_absent_relay_is_reported_and_calls_time_out() {
     let identity: Identity = Arc::new(|| Ok(ConfigureRequest::default()));
     let client = RelayClient::new("/nonexistent/relay.sock".into(), identity, Metrics::default());
     let running = tokio::spawn(client.clone().run());

@@ -50,7 +50,7 @@ impl Asked {
         limit: Duration,
     ) -> ttrpc::Result<VolumeFill> {
         if uid.len() > 253 || volume.len() > 64 {
-            return Err(status(Code::INVALID_ARGUMENT, "no pod and no volume is called so"));
+            return Err(status(Code::INVALID_ARGUMENT, "the pod's UID or the volume's id is too long"));
         }
         let Some(id) = self.0.of_pod_uid(uid) else {
             return Err(status(Code::NOT_FOUND, format!("no VM of pod {uid} has volumes on this node")));
@@ -59,7 +59,7 @@ impl Asked {
         let reply =
             answer.map_err(|why| status(Code::UNAVAILABLE, format!("ask the VM of pod {uid}: {why}")))?;
         filled(reply)
-            .inspect_err(|error| debug!(sandbox = %id, volume, %error, "a volume's fill is not told"))
+            .inspect_err(|error| debug!(sandbox = %id, volume, %error, "cannot report the fill of a volume"))
     }
 }
 
@@ -69,7 +69,7 @@ impl Asked {
         let (uid, volume, bytes) = (&request.pod_uid, &request.volume_id, request.capacity_bytes);
         let Some(id) = self.0.of_pod_uid(uid) else { return };
         if let Err(error) = self.0.disk_grown(&id, volume, bytes, limit.min(SHOW)).await {
-            warn!(sandbox = %id, volume = %clip(volume), %error, "the VM was not told that its disk has grown");
+            warn!(sandbox = %id, volume = %clip(volume), %error, "cannot announce the grown disk to the VM");
         }
     }
 }
@@ -91,7 +91,7 @@ fn filled(reply: Reply) -> ttrpc::Result<VolumeFill> {
     let said: String = reply.error.chars().map(|c| if c.is_control() { ' ' } else { c }).take(1000).collect();
     Err(status(
         code,
-        if said.is_empty() { "the guest did not say how full the volume is".to_owned() } else { said },
+        if said.is_empty() { "the guest did not report the fill of the volume".to_owned() } else { said },
     ))
 }
 

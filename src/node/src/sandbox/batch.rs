@@ -360,7 +360,7 @@ impl BatchMember {
         Some(made.get(self.number as usize).cloned().ok_or_else(|| match &batch.rest {
             Some(Rest { again: false, text }) => CloudError::invalid(text.clone()),
             Some(Rest { again: true, text }) => CloudError::capacity("a batch of VMs", text.clone()),
-            None => CloudError::capacity("a batch of VMs", "the cloud made fewer VMs than were asked for"),
+            None => CloudError::capacity("a batch of VMs", "the cloud made fewer VMs than requested"),
         }))
     }
 

@@ -102,7 +102,7 @@ impl Task {
                         peer = claim.peer,
                         guest_version = claim.guest_version,
                         reason = refused.reason(),
-                        "a claim was refused: {refused}"
+                        "claim refused: {refused}"
                     );
                     self.metrics.claim_refused(refused.reason());
                 }
@@ -123,7 +123,7 @@ impl Task {
             return refused(ClaimRefused::OtherVm);
         }
         let Ok(key) = self.fx.csr_key(&claim.csr) else { return refused(ClaimRefused::BadRequest) };
-        let key = hex::encode(&key);
+        let key = hex::encode(key);
         if let Some(bound) = &self.record.binding {
             if bound.key_sha256 != key {
                 return refused(ClaimRefused::OtherKey);
@@ -152,7 +152,7 @@ impl Task {
         let mut record = self.record.clone();
         record.binding = Some(Binding {
             key_sha256: key,
-            certificates_sha256: vec![hex::encode(&signed.certificate_sha256)],
+            certificates_sha256: vec![hex::encode(signed.certificate_sha256)],
             chain: signed.chain.iter().map(|der| BASE64.encode(der)).collect(),
             tunnel_key: claim.tunnel_key(),
             from: claim.from(),

@@ -25,14 +25,14 @@ pub(super) struct Left {
     pub(super) network: Option<Undo>,
 }
 
-/// Arguments of [`Ports::release`].
+/// Arguments of `Storage::release`.
 #[derive(Clone, Debug)]
 pub(super) struct Release {
     pub(super) uid: String,
     pub(super) vm: Option<InstanceId>,
 }
 
-/// Arguments of [`Ports::disconnect`].
+/// Arguments of `PodNetwork::disconnect`.
 #[derive(Clone, Debug)]
 pub(super) struct Undo {
     pub(super) netns: NetnsRef,
@@ -66,7 +66,7 @@ pub(super) async fn pass(fx: Arc<dyn Ports>, mut left: Left) -> Pass {
         let flushed = tokio::time::timeout(timeout, fx.call(&left.id, request, timeout)).await;
         match flushed {
             Ok(Ok(reply)) if reply.error.is_empty() => reached.push(("flushed", fx.now_ms())),
-            Ok(Ok(reply)) => errors.push(format!("flush: the guest says: {}", reply.error)),
+            Ok(Ok(reply)) => errors.push(format!("flush: the guest failed: {}", reply.error)),
             Ok(Err(error)) => errors.push(format!("flush: {error}")),
             Err(_) => errors.push(format!("flush: no answer within {timeout:?}")),
         }

@@ -106,10 +106,12 @@ impl Task {
         match result {
             Ok(()) => {}
             Err(Unapplied::Disk(error)) => {
-                warn!(%error, "cannot record what happened; trying again");
+                warn!(%error, "cannot record the result of an operation; trying again");
                 self.in_flight.get(which).again(outcome);
             }
-            Err(Unapplied::Refused(refused)) => error!(%refused, "dropped: this is a bug of ours"),
+            Err(Unapplied::Refused(refused)) => {
+                error!(%refused, "result dropped: this is a bug of peerpod-node")
+            }
         }
     }
 
@@ -235,7 +237,8 @@ impl Task {
                 // The list may lag behind a create with a lost answer; a create with the same key finds its VM.
                 Phase::Unwanted { .. } => self.ask_to_delete(),
                 _ => {
-                    self.not_to_be_had(Event::Refused, "the record has no request to repeat".into()).await?;
+                    self.not_to_be_had(Event::Refused, "the record has no request for a retry".into())
+                        .await?;
                 }
             }
             return Ok(());
@@ -272,7 +275,7 @@ impl Task {
         })
         .await?;
         if was_live {
-            error!(error = text, "the VM was refused");
+            error!(error = text, "the provider refused the VM");
             self.tell("VMRefused", format!("no VM for this pod: {text}"));
             self.metrics.failed("create");
         }
@@ -282,7 +285,7 @@ impl Task {
     /// Handles a failed look-up: it is unknown whether a VM exists. The caller gets the error at once; the node repeats
     /// the look-up until it succeeds.
     async fn not_looked(&mut self, error: CloudError, after: Option<CloudError>) -> Result<(), Unapplied> {
-        self.trouble(Which::Cloud, format!("looking for the VM: {error}"));
+        self.trouble(Which::Cloud, format!("find the VM: {error}"));
         let pause = match error.retry() {
             Retry::After(pause) => pause,
             Retry::NextOffering | Retry::Never => std::time::Duration::ZERO,
@@ -361,8 +364,8 @@ impl Task {
     async fn no_network(&mut self, text: String, permanent: bool) -> Result<(), Unapplied> {
         let running = matches!(self.record.phase, Phase::Running { .. });
         if permanent && running {
-            error!(error = text, "the pod's network cannot be looked after any more");
-            self.tell("NetworkLost", format!("the pod's network cannot be looked after any more: {text}"));
+            error!(error = text, "the node can no longer maintain the pod's network");
+            self.tell("NetworkLost", format!("the node can no longer maintain the pod's network: {text}"));
             self.network.given_up = true;
             return Ok(());
         }
@@ -387,7 +390,7 @@ impl Task {
         if !reply.error.is_empty() {
             let text = clip(&reply.error);
             if joining {
-                return self.fail("personalise", format!("the guest says: {text}")).await;
+                return self.fail("personalise", format!("the guest failed: {text}")).await;
             }
             self.refused_plan(session, digest, secret, &text);
             return Ok(());
@@ -416,14 +419,14 @@ impl Task {
                 if plan_is_new {
                     info!("the guest follows the pod's network");
                 } else {
-                    info!("the guest has the pod's pull secrets as they are now");
+                    info!("the guest has the pod's current pull secrets");
                 }
                 return Ok(());
             }
             let lost: Vec<String> = status.lost.iter().map(|what| clip(what)).collect();
             let lost = lost.join("; ");
             warn!(lost, guest_version = clip(&status.version), "the guest rejoined");
-            self.tell("GuestRestarted", format!("the guest program of the pod's VM is another one: {lost}"));
+            self.tell("GuestRestarted", format!("the guest program in the pod's VM restarted; lost: {lost}"));
         }
         Ok(())
     }
@@ -442,8 +445,9 @@ impl Task {
             ONCE.call_once(|| {
                 warn!(
                     ?waited,
-                    "the VM waited for its address from DHCP, as every VM of this network may: let the DHCP server offer \
-                     addresses without a ping before (dnsmasq: no-ping), or look for what delays its answers"
+                    "the VM waited for its address from DHCP, as every VM of this network may: let the DHCP \
+                     server offer addresses without a ping before (dnsmasq: no-ping), or find the cause of \
+                     its late answers"
                 );
             });
         }
@@ -473,18 +477,18 @@ impl Task {
         self.end.leaving = Some(pass.left.clone());
         self.publish();
         if !pass.left.is_nothing() {
-            warn!(error = failed, "not everything is gone yet; trying again");
+            warn!(error = failed, "cannot remove all resources yet; trying again");
             if self.in_flight.clear.failures() == TELL_AFTER {
                 self.tell(
                     "CleanUpFails",
-                    format!("not everything of this pod is gone yet; trying again: {failed}"),
+                    format!("cannot remove all resources of this pod yet; trying again: {failed}"),
                 );
             }
             self.in_flight.clear.rest(std::time::Duration::ZERO);
             return Ok(());
         }
         if !failed.is_empty() {
-            warn!(error = failed, "gone, though not in peace");
+            warn!(error = failed, "sandbox removed, with errors");
         }
         let now = self.fx.now_ms();
         self.apply(Event::Cleared, |record| {
@@ -499,14 +503,14 @@ impl Task {
     pub(super) fn later(&mut self, which: Which, text: String) {
         let slot = self.in_flight.get(which);
         if slot.failures() == 3 {
-            warn!(error = text, step = ?which, "still does not work");
+            warn!(error = text, step = ?which, "step still fails");
         }
         slot.rest(std::time::Duration::ZERO);
         self.trouble(which, text);
     }
 
     pub(super) fn trouble(&mut self, which: Which, text: String) {
-        tracing::debug!(error = text, step = ?which, "did not work; trying again");
+        tracing::debug!(error = text, step = ?which, "step failed; trying again");
         self.start.trouble.retain(|(other, _)| *other != which);
         self.start.trouble.push((which, text));
     }
@@ -558,8 +562,9 @@ impl Task {
             _ if self.record.binding.is_none() && self.settings.dial.is_some() => (
                 "boot",
                 format!(
-                    "{name} was not reached by this node within {limit:?} and so did not join: it did not boot, its image has no \
-                     peerpod-guest that waits, or a firewall between them is closed (TCP to {}){}",
+                    "this node did not reach {name} within {limit:?}, so it did not join: it did not boot, \
+                     its image has no peerpod-guest that listens, or a firewall between them is closed (TCP \
+                     to {}){}",
                     self.dial().join(", "),
                     after(Which::Relay)
                 ),
@@ -567,8 +572,8 @@ impl Task {
             _ if self.record.binding.is_none() => (
                 "boot",
                 format!(
-                    "{name} did not call this node within {limit:?} and so did not join: it did not boot, its image has no peerpod-guest, or \
-                     a firewall between them is closed (TCP to {}){}{}",
+                    "{name} did not dial this node within {limit:?}, so it did not join: it did not boot, \
+                     its image has no peerpod-guest, or a firewall between them is closed (TCP to {}){}{}",
                     self.settings.guest_addresses,
                     self.stranger(),
                     after(Which::Relay)
@@ -605,8 +610,9 @@ impl Task {
             return String::new();
         };
         format!(
-            "; a VM that was made by the same call came from {from}, which is not the address of any: VMs that are made \
-             together must reach the node from their own addresses (set node.batch to off where they are translated)"
+            "; a VM of the same batch came from {from}, which is not the address of any member: VMs of a \
+             batch must reach the node from their own addresses (set node.batch to off where NAT translates \
+             them)"
         )
     }
 }

@@ -66,7 +66,7 @@ impl Console {
 impl fmt::Display for Console {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if let Some(reason) = &self.reason {
-            write!(f, "; its kernel says: {reason}")?;
+            write!(f, "; its kernel reported: {reason}")?;
         }
         f.write_str(&self.end())
     }
@@ -117,7 +117,7 @@ mod tests {
         let text = console.to_string();
         assert_eq!(
             text,
-            format!("; its kernel says: {reason}; its console ends with: [    1.279] Mem-Info:")
+            format!("; its kernel reported: {reason}; its console ends with: [    1.279] Mem-Info:")
         );
 
         let killed =
@@ -151,7 +151,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn whatever_a_console_holds_its_end_is_one_bounded_line(text in "(?s).{0,3000}") {
+        fn any_console_gives_one_bounded_line(text in "(?s).{0,3000}") {
             let shown = Console::read(&text).to_string();
             prop_assert!(shown.chars().count() <= MOST + MOST_REASON + 100);
             prop_assert!(!shown.chars().any(char::is_control));

@@ -12,7 +12,7 @@ pub enum Error {
     #[error("sandbox {0} is unknown to this node: CreateVM was never called for it, or long ago")]
     Unknown(SandboxId),
     /// The sandbox was stopped.
-    #[error("sandbox {id} is not wanted any more: {cause}")]
+    #[error("sandbox {id} was stopped: {cause}")]
     Stopped {
         /// Id of the sandbox.
         id: SandboxId,
@@ -57,8 +57,8 @@ pub enum Error {
     },
     /// The VM of another sandbox has a volume that only one VM may have.
     #[error(
-        "volume {volume} has one writer at a time, and sandbox {other} of this node has it (or is giving it back); the pod \
-         starts when that one is gone"
+        "volume {volume} has one writer at a time, and sandbox {other} of this node holds it (or is \
+         releasing it); the pod starts when that sandbox is gone"
     )]
     VolumeTaken {
         /// Name and id of the volume.
@@ -87,13 +87,13 @@ pub enum Error {
     #[error("claim refused: {0}")]
     Claim(ClaimRefused),
     /// The pod's VM is not known yet.
-    #[error("the VM of {pod} is still being made")]
+    #[error("the node is still making the VM of {pod}")]
     NoVmYet {
         /// Pod as namespace/name.
         pod: String,
     },
     /// The node has no live sandbox of that pod.
-    #[error("no sandbox of pod {pod} is alive on this node")]
+    #[error("pod {pod} has no live sandbox on this node")]
     NoSuchPod {
         /// Pod as namespace/name.
         pod: String,
@@ -117,13 +117,13 @@ pub enum ClaimRefused {
     NotWanted,
     /// The ticket belongs to a batch, and no single member's VM is known to have the guest's source address. That may
     /// change soon.
-    #[error("whose VM comes from this address is not known (yet)")]
+    #[error("the owner of the VM at this address is not known (yet)")]
     NotYet,
     /// Another key used the ticket: the user-data leaked, or the VM lost its memory.
-    #[error("the ticket was used by another key")]
+    #[error("another key has used the ticket")]
     OtherKey,
     /// The ticket belongs to another sandbox than the VM that was dialled.
-    #[error("the ticket is not that of the sandbox whose VM was dialled")]
+    #[error("the ticket does not belong to the sandbox of the dialled VM")]
     OtherVm,
     /// The ticket has expired.
     #[error("the ticket has expired")]

@@ -38,7 +38,7 @@ impl Told {
     pub(super) fn new(network: NetworkPlan) -> Told {
         // A plan that cannot be encoded fails when it is sent.
         let digest = Sha256::digest(network.write_to_bytes().unwrap_or_default());
-        Told { network, digest: hex::encode(&digest) }
+        Told { network, digest: hex::encode(digest) }
     }
 
     /// Returns the digest that the record stores once the guest has applied the plan.
@@ -46,7 +46,7 @@ impl Told {
         match node_endpoints {
             None => self.digest.clone(),
             Some(node_endpoints) => {
-                format!("{}/{}", self.digest, hex::encode(&Sha256::digest(node_endpoints.join(" "))))
+                format!("{}/{}", self.digest, hex::encode(Sha256::digest(node_endpoints.join(" "))))
             }
         }
     }
@@ -131,7 +131,7 @@ impl Task {
             for what in &followed.left {
                 warn!(
                     what,
-                    "something of the pod's network is not as in its namespace on the node, and stays so"
+                    "the pod's network in the VM differs from its namespace on the node, and stays so"
                 );
             }
             self.network.following.left = followed.left;
@@ -156,7 +156,7 @@ impl Task {
     pub(super) fn not_followed(&mut self, heard: Heard, error: NetworkError) {
         if error.permanent {
             // Only another change can help; the reaper handles a namespace that is gone.
-            warn!(error = error.text, "a change of the pod's network cannot be followed");
+            warn!(error = error.text, "cannot follow a change of the pod's network");
             self.network.following.done = Some(heard);
             self.in_flight.network.worked();
         } else {
@@ -208,7 +208,7 @@ impl Task {
         let cloud = match result {
             Ok(addresses) => addresses,
             Err(error) => {
-                warn!(%error, %from, "the guest comes from a new address, and the cloud does not say whether it is the VM's");
+                warn!(%error, %from, "the guest comes from a new address, and the cloud does not report the VM's addresses");
                 Vec::new()
             }
         };
@@ -217,7 +217,7 @@ impl Task {
         self.in_flight.cloud.worked();
         let is_the_vms = cloud.contains(&from) || (near && own);
         if !is_the_vms {
-            info!(%from, "the guest comes from an address that is not the VM's own: a NAT is between");
+            info!(%from, "the guest comes from an address that is not the VM's own: NAT is in the path");
             return Ok(());
         }
         let mut record = self.record.clone();

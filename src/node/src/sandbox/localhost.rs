@@ -29,7 +29,7 @@ impl Task {
                 self.in_flight.localhost.worked();
             }
             Err(error) if error.permanent => {
-                tracing::warn!(%error, "connections to the pod's localhost are not carried");
+                tracing::warn!(%error, "connections to the pod's localhost do not reach its VM");
                 self.relay.localhost_of = version;
             }
             Err(error) => self.later(Which::Localhost, error.text),

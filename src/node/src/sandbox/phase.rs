@@ -99,7 +99,7 @@ pub enum Step {
 
 /// Event that has no meaning in its phase. The phase does not change.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{event:?} has no meaning for a sandbox that is {phase}")]
+#[error("{event:?} is not valid for a sandbox that is {phase}")]
 pub struct Refused {
     /// Phase at the time of the event.
     pub phase: Phase,
@@ -312,7 +312,7 @@ mod tests {
     ];
 
     #[test]
-    fn every_phase_answers_every_event_as_written() {
+    fn every_phase_handles_every_event_as_the_table_states() {
         for (phase, (name, row)) in phases().iter().zip(EXPECTED) {
             assert_eq!(&written(phase), name);
             for (event, expected) in events().into_iter().zip(row) {
@@ -404,7 +404,7 @@ mod tests {
                 stopped |= event == Event::Stop;
                 let Ok((next, action)) = next(&phase, event) else { continue };
                 if action == Step::Ask {
-                    prop_assert!(!stopped, "asked for a VM after a stop");
+                    prop_assert!(!stopped, "requested a VM after a stop");
                     prop_assert_eq!(&cloud, &Cloud::Nothing);
                     cloud = Cloud::Asked;
                 }

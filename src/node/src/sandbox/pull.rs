@@ -96,7 +96,7 @@ impl Task {
                 self.worked(Which::Secret);
                 self.guest.pull.next = Some(Instant::now() + every);
                 if std::mem::take(&mut self.guest.pull.missed) {
-                    info!("the pod's pull secrets are here now");
+                    info!("the pod's pull secrets arrived");
                 }
                 self.guest.pull.digest = if secret.is_empty() {
                     String::new()
@@ -105,23 +105,23 @@ impl Task {
                     let mut digest = Sha256::new_with_prefix(self.record.id.as_str());
                     digest.update([0]);
                     digest.update(secret.as_bytes());
-                    hex::encode(&digest.finalize())
+                    hex::encode(digest.finalize())
                 };
                 self.guest.pull.secret = Some(secret);
             }
             Err(error) => {
                 if !std::mem::replace(&mut self.guest.pull.missed, true) {
                     let kept = if self.record.told_secret.is_some() {
-                        "keeps those it has"
+                        "keeps its present ones"
                     } else {
-                        "goes on without"
+                        "goes on without them"
                     };
                     warn!(
                         error = clip(&error.text),
-                        "no answer about the pod's pull secrets; it {kept}, and they follow"
+                        "no answer about the pod's pull secrets; the pod {kept}, and they follow later"
                     );
                     self.metrics.pull_secrets_missed.inc();
-                    let text = format!("{}; the pod {kept}, and they follow", error.text);
+                    let text = format!("{}; the pod {kept}, and they follow later", error.text);
                     self.tell("PullSecretsMissing", text);
                 }
                 if error.refused {

@@ -57,9 +57,9 @@ impl Reaper {
             };
             let Some(reason) = reason else { continue };
             let pod = table.pod(&id);
-            info!(sandbox = %id, pod = &*pod, reason = reason.reason(), "nobody stops it; we do");
+            info!(sandbox = %id, pod = &*pod, reason = reason.reason(), "stopping an abandoned sandbox");
             if let Err(error) = table.stop(&id, reason).await {
-                warn!(sandbox = %id, pod = &*pod, %error, "could not be stopped; trying again");
+                warn!(sandbox = %id, pod = &*pod, %error, "cannot stop an abandoned sandbox; trying again");
             }
         }
         self.missing.retain(|id, _| seen.contains(id));
@@ -99,7 +99,7 @@ impl Sandboxes {
                 self.state().entries.remove(id);
                 self.0.metrics.moved(Some(&Phase::Gone), None);
             }
-            Err(error) => warn!(sandbox = %id, pod = &*self.pod(id), %error, "a tombstone stays"),
+            Err(error) => warn!(sandbox = %id, pod = &*self.pod(id), %error, "cannot remove a tombstone"),
         }
     }
 }

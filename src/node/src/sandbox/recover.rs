@@ -50,7 +50,7 @@ pub async fn recover(table: &Sandboxes, kept: Kept) -> Vec<Note> {
             }
             Err(error) => {
                 let pod = record.as_ref().map_or_else(|| "-".to_owned(), Record::pod_name);
-                warn!(sandbox = %note.id, pod, %error, "a stop that was promised cannot be recorded yet; trying again");
+                warn!(sandbox = %note.id, pod, %error, "cannot record an acknowledged stop yet; trying again");
                 by_id.extend(record.map(|record| (note.id.clone(), record)));
             }
         }
@@ -79,7 +79,7 @@ async fn stopped(table: &Sandboxes, id: &SandboxId, record: Option<Record>) -> R
     }
     record.phase = phase;
     fx.save(&record).await?;
-    info!(sandbox = %id, pod = record.pod_name(), phase = %record.phase, "stopped by the inbox");
+    info!(sandbox = %id, pod = record.pod_name(), phase = %record.phase, "stopped by a note in the inbox");
     Ok(record)
 }
 
@@ -147,14 +147,14 @@ impl Orphans {
             if since.elapsed() < self.grace {
                 continue;
             }
-            warn!(vm = %id, "no sandbox claims this VM of ours; deleting it");
+            warn!(vm = %id, "no sandbox owns this VM of the node; deleting it");
             match table.0.fx.delete(&id).await {
                 Ok(()) => {
                     deleted += 1;
                     self.suspects.remove(&id);
                     table.0.metrics.orphans.inc();
                 }
-                Err(error) => warn!(vm = %id, %error, "it could not be deleted; trying again"),
+                Err(error) => warn!(vm = %id, %error, "cannot delete the VM; trying again"),
             }
         }
         Ok(deleted)

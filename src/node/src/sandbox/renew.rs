@@ -59,11 +59,11 @@ impl Task {
     /// Signs the CSR of a guest that trusts the new set.
     pub(super) async fn told(&mut self, trusted: Arc<Trusted>, reply: Reply) -> Result<(), Unapplied> {
         let bound = self.record.binding.clone();
-        let ours = self.fx.csr_key(&reply.csr).ok().map(|key| hex::encode(&key));
+        let ours = self.fx.csr_key(&reply.csr).ok().map(hex::encode);
         let refused = if !reply.error.is_empty() {
             Some(clip(&reply.error))
         } else if bound.is_none() || ours != bound.as_ref().map(|binding| binding.key_sha256.clone()) {
-            Some("its request is not for the key it joined with".to_owned())
+            Some("its certificate request is not for the key of its ticket".to_owned())
         } else {
             None
         };
@@ -73,10 +73,10 @@ impl Task {
             return Ok(());
         }
         let (Some(mut binding), Ok(signed)) = (bound, self.fx.sign(&self.record.id, &reply.csr)) else {
-            self.later(Which::Guest, "its certificate cannot be signed".into());
+            self.later(Which::Guest, "cannot sign the guest's certificate".into());
             return Ok(());
         };
-        binding.certificates_sha256.push(hex::encode(&signed.certificate_sha256));
+        binding.certificates_sha256.push(hex::encode(signed.certificate_sha256));
         let drop = binding.certificates_sha256.len().saturating_sub(KEEP);
         binding.certificates_sha256.drain(..drop);
         binding.chain = signed.chain.iter().map(|der| BASE64.encode(der)).collect();
@@ -94,7 +94,7 @@ impl Task {
         self.guest.renewal = None;
         if !reply.error.is_empty() {
             let why = clip(&reply.error);
-            error!(why, "the guest does not take its new certificate; trying again");
+            error!(why, "the guest refuses its new certificate; trying again");
             self.later(Which::Guest, why);
             return Ok(());
         }

@@ -57,7 +57,7 @@ impl Task {
         if notes != self.guest.reports.notes {
             for note in notes.iter().filter(|note| !self.guest.reports.notes.contains(note)) {
                 if may_say(&mut self.guest.reports.said) {
-                    warn!(note, "the guest says");
+                    warn!(note, "note of the guest");
                 }
             }
             self.guest.reports.notes = notes;
@@ -73,8 +73,8 @@ impl Task {
         if may_say(&mut self.guest.reports.said) {
             match *kind {
                 "narrow" => warn!(path = sentence, "packets of the pod are smaller than planned"),
-                "untried" => warn!(path = sentence, "the way to the VM could not be tried"),
-                _ => info!(path = sentence, "the way to the VM was tried"),
+                "untried" => warn!(path = sentence, "the guest could not probe the path to the node"),
+                _ => info!(path = sentence, "the guest probed the path to the node"),
             }
         }
     }
@@ -83,7 +83,7 @@ impl Task {
 fn may_say(said: &mut u32) -> bool {
     *said = said.saturating_add(1);
     if *said == MOST_SAID {
-        warn!(bound = MOST_SAID, "the guest reports too often; no more of it is said");
+        warn!(bound = MOST_SAID, "the guest reports too often; its further reports are not logged");
     }
     *said < MOST_SAID
 }
@@ -94,8 +94,8 @@ fn judge(plan: &NetworkPlan, status: &Status) -> Option<Path> {
     let planned = plan.interfaces.first().map_or(0, |interface| interface.mtu);
     let overhead = plan.underlay.as_ref().map_or(0, |underlay| underlay.overhead);
     let by = match path.probed {
-        0 => "as the VM's kernel says",
-        _ => "as tried",
+        0 => "as the VM's kernel reports",
+        _ => "as probed",
     };
     let mut sentence = format!(
         "packets of at most {} bytes pass between VM and {}, {by} (its device {}, its route {})",
@@ -149,13 +149,13 @@ mod tests {
     }
 
     #[test]
-    fn a_path_is_said_with_what_it_costs_the_pod_and_why() {
+    fn a_path_report_names_the_pods_mtu_and_the_reason() {
         let plan = plan();
         assert_eq!(judge(&plan, &Status::new()), None);
         assert_eq!(judge(&plan, &status(0, 0, "", 1450)), None, "not tried yet");
         for (status, kind, words) in [
-            (status(1500, 1500, "", 1450), "as_planned", &["1500", "10.0.0.1", "as tried"][..]),
-            (status(1500, 0, "UDP is blocked", 1450), "untried", &["kernel says", "UDP is blocked"]),
+            (status(1500, 1500, "", 1450), "as_planned", &["1500", "10.0.0.1", "as probed"][..]),
+            (status(1500, 0, "UDP is blocked", 1450), "untried", &["kernel reports", "UDP is blocked"]),
             (status(1400, 1400, "", 1350), "narrow", &["1400", "50", "1350 instead of 1450"]),
             (status(1400, 0, "UDP is\nblocked", 1350), "narrow", &["1350 instead of 1450", "UDP is blocked"]),
         ] {

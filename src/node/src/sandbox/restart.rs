@@ -53,7 +53,7 @@ impl Drop for PanicGuard {
         let mut state = self.table.state();
         let (pause, panics) = Panics::after(state.panics.get(&id).copied(), Instant::now());
         state.panics.insert(id.clone(), panics);
-        error!(sandbox = %id, pod = &*pod, again_in = ?pause, "the sandbox's task panicked; this is a bug of ours, and it is picked up from the ledger again");
+        error!(sandbox = %id, pod = &*pod, again_in = ?pause, "the sandbox's task panicked; this is a bug of peerpod-node, and the node restarts the task from the ledger");
         let span = info_span!("sandbox", sandbox = %id, pod = &*pod);
         state.tasks.spawn(self.table.clone().restart(id, pause).instrument(span));
     }
@@ -71,13 +71,13 @@ impl Sandboxes {
                     break;
                 }
                 Ok(None) => {
-                    info!("it was not recorded yet; there is nothing to pick up");
+                    info!("the ledger has no record of the sandbox; its task is not restarted");
                     self.drop_dead(&mut self.state(), &id);
                     break;
                 }
                 Err(error) => {
                     pause = pause.saturating_mul(2).min(LONGEST);
-                    warn!(%error, again_in = ?pause, "its record cannot be read");
+                    warn!(%error, again_in = ?pause, "cannot read the sandbox's record");
                 }
             }
         }

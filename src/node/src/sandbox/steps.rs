@@ -286,7 +286,10 @@ impl Task {
         if self.settings.dial.is_none() || !new || self.vm.moved == addresses {
             return;
         }
-        info!(?addresses, "the cloud names other addresses of the VM; its guest is dialled there, too");
+        info!(
+            ?addresses,
+            "the cloud reports other addresses of the VM; the relay dials its guest there, too"
+        );
         self.vm.moved = addresses;
         self.redial();
     }
@@ -334,7 +337,7 @@ impl Task {
             return; // the answer, or its deadline, comes soon
         }
         if self.record.session.as_ref().is_some_and(|session| *session != guest.session) {
-            warn!(session = guest.session, "the guest program is another one: what it had under way is lost");
+            warn!(session = guest.session, "the guest program restarted; its pending work is lost");
         }
         let node_endpoints = self.network.node_endpoints.borrow().clone();
         let digest = plan.digest(&node_endpoints);

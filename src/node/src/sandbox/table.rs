@@ -152,7 +152,7 @@ impl Sandboxes {
     /// Returns the error of a StartVM that has reached its time limit.
     pub fn late(&self, id: &SandboxId, waited: Duration) -> Error {
         let phase = self.view(id).map_or("unknown", |view| view.borrow().phase.name());
-        let why = "it goes on, and StartVM may be called again".into();
+        let why = "the start goes on; call StartVM again".into();
         Error::Late { id: id.clone(), phase, waited, why }
     }
 
@@ -211,7 +211,10 @@ impl Sandboxes {
             Owner::Unknown => None,
             Owner::NotYet => {
                 // Repeated many times a second until the cloud has reported the VMs' addresses.
-                debug!(peer = claim.peer, "a claim with a batch's ticket waits: whose VM it is is not known");
+                debug!(
+                    peer = claim.peer,
+                    "claim with a batch's ticket deferred: the VM's owner is not known yet"
+                );
                 self.0.metrics.claim_refused(ClaimRefused::NotYet.reason());
                 return Err(Error::Claim(ClaimRefused::NotYet));
             }
@@ -220,7 +223,7 @@ impl Sandboxes {
             // A guest may send any id; only hexadecimal digits go into a log line.
             self.0.metrics.claim_refused(ClaimRefused::UnknownTicket.reason());
             let ticket: String = ticket.chars().filter(char::is_ascii_hexdigit).take(32).collect();
-            warn!(ticket, peer = claim.peer, "a claim with an unknown ticket was refused");
+            warn!(ticket, peer = claim.peer, "claim refused: unknown ticket");
             return Err(Error::Claim(ClaimRefused::UnknownTicket));
         };
         let asked = self.ask(&running, |answer| Command::Claim(claim, answer)).await;
@@ -578,7 +581,7 @@ impl Sandboxes {
         let _mourner = PanicGuard { table: self.clone(), id: id.clone() };
         if task.record.phase == Phase::Created {
             if let Err(error) = Box::pin(task.begin()).await {
-                error!(%error, "could not be created");
+                error!(%error, "cannot create the sandbox");
                 // Removed from the table before the error is published: the caller may create it again at once.
                 self.remove(&id);
                 task.view.send_modify(|view| view.rejected = Some(error));
@@ -586,7 +589,7 @@ impl Sandboxes {
             }
             info!(netns = ?task.record.netns.as_ref().map(|netns| &netns.path), "created");
         } else {
-            info!(phase = %task.record.phase, vm = ?task.record.phase.vm(), "picked up from the ledger");
+            info!(phase = %task.record.phase, vm = ?task.record.phase.vm(), "restored from the ledger");
         }
         task.run().await;
         if task.record.phase == Phase::Gone {
@@ -622,7 +625,7 @@ impl Sandboxes {
             }
         }
         metrics.moved(None, Some(&Phase::Gone));
-        info!(sandbox = %id, pod = "-", "stopped before it was known: a tombstone is all there is of it");
+        info!(sandbox = %id, pod = "-", "stopped before its CreateVM; only its tombstone is kept");
         Some(Ok(()))
     }
 
@@ -670,10 +673,10 @@ async fn accepted(mut view: watch::Receiver<View>) -> Result<(), Error> {
             Some(error) => Err(error.clone()),
             None => Ok(()),
         },
-        Err(_) => Err(Error::Unavailable("the node is closing; the call may be sent again".into())),
+        Err(_) => Err(Error::Unavailable("the node is stopping; send the call again".into())),
     }
 }
 
 fn broken(id: &SandboxId) -> Error {
-    Error::Unavailable(format!("the task of sandbox {id} is gone; the call may be sent again"))
+    Error::Unavailable(format!("the task of sandbox {id} is gone; send the call again"))
 }

@@ -75,7 +75,7 @@ impl Stop {
         match self {
             Stop::Called => "StopVM was called",
             Stop::Inbox => "StopVM was called while the node was away",
-            Stop::NeverStarted => "StartVM never came",
+            Stop::NeverStarted => "StartVM was never called",
             Stop::NetnsGone => "its network namespace is gone",
         }
     }
@@ -198,7 +198,7 @@ impl Task {
             Err(Unapplied::Disk(error)) => {
                 // A failing disk may have kept the record all the same; a restarted node must not find it.
                 if let Err(error) = self.fx.forget(&self.record.id).await {
-                    warn!(%error, "what is left of a record that could not be written stays");
+                    warn!(%error, "cannot remove the rest of a record that could not be written");
                 }
                 Err(error)
             }
@@ -377,7 +377,7 @@ impl Task {
         let cause = match why {
             Some(why) => self.cause_of_end(vm, &why, format!("its VM {vm} has ended: {why}")).await,
             None => {
-                let why = "the provider does not have it any more, and its guest does not answer";
+                let why = "the provider no longer has it, and its guest does not answer";
                 self.cause_of_end(vm, why, format!("its VM {vm} is gone: {why}")).await
             }
         };
@@ -420,8 +420,8 @@ impl Task {
     fn takes_long(&mut self) {
         let Some((at, waited)) = self.start.slow.take() else { return };
         let (stage, text) = self.where_it_hangs(waited);
-        warn!(stage, waited = ?waited, "still not running: {text}");
-        self.tell("SlowStart", format!("{text} ({stage}); waiting on"));
+        warn!(stage, waited = ?waited, "not running yet: {text}");
+        self.tell("SlowStart", format!("{text} ({stage}); still waiting"));
         self.start.slow = Some((at + waited, waited * 2));
     }
 
@@ -440,7 +440,7 @@ impl Task {
         // A new relay process: its state on disk may be older than the last one's.
         self.relay.put_wanted += 1;
         self.in_flight.relay.wake();
-        debug!("the relay is another one");
+        debug!("the relay process was replaced");
     }
 
     /// Applies an event: records the new phase, then adopts it, then publishes it.

@@ -165,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn a_shared_ticket_names_nobody_without_an_address_that_is_one_members_alone() {
+    fn a_shared_ticket_names_a_member_only_by_its_unambiguous_address() {
         let tickets = Tickets::default();
         let ticket = Ticket::new(Duration::from_secs(60)).unwrap();
         let name = ticket.id.as_str();
@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn a_ticket_of_its_own_is_given_up_for_the_batchs() {
+    fn a_batch_ticket_replaces_the_sandboxs_own_ticket() {
         let tickets = Tickets::default();
         let own = Ticket::new(Duration::from_secs(60)).unwrap();
         let shared = Ticket::new(Duration::from_secs(60)).unwrap();

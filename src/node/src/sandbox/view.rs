@@ -69,7 +69,7 @@ impl View {
 
     /// Returns the cause of the stop or failure as an error.
     pub fn ended(&self) -> Error {
-        let cause = self.cause.as_deref().unwrap_or("nobody said why").to_owned();
+        let cause = self.cause.as_deref().unwrap_or("no cause was recorded").to_owned();
         let id = self.id.clone();
         if self.failed { Error::Failed { id, cause } } else { Error::Stopped { id, cause } }
     }

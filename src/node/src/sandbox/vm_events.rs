@@ -13,14 +13,14 @@ impl Sandboxes {
     /// Reports that the cloud will reclaim the VM at the time `at`.
     pub(super) fn interrupted(&self, vm: &InstanceId, at: SystemTime) {
         let Some((id, pod)) = self.of_vm(vm) else {
-            info!(%vm, "the provider takes a VM back that no sandbox has");
+            info!(%vm, "the cloud reclaims a VM that belongs to no sandbox");
             return;
         };
         let left = at.duration_since(SystemTime::now()).unwrap_or_default();
-        warn!(sandbox = %id, pod = &*pod, %vm, ?left, "the cloud takes this pod's VM back; move the pod, or let its controller make another");
+        warn!(sandbox = %id, pod = &*pod, %vm, ?left, "the cloud reclaims this pod's VM; move the pod, or let its controller make another");
         self.0.metrics.noticed("interruption");
         let text =
-            format!("the cloud takes this pod's VM {vm} back in {left:?}; its controller may make another");
+            format!("the cloud reclaims this pod's VM {vm} in {left:?}; its controller may make another");
         self.tell(&id, "VMInterruption", text);
     }
 

@@ -68,7 +68,7 @@ impl VmLiveness {
             EventKind::Interruption { at } => table.interrupted(&vm, at),
             EventKind::Ended { reason } => {
                 if let Some((id, pod)) = table.of_vm(&vm) {
-                    warn!(sandbox = %id, pod = &*pod, %vm, reason, "the provider says that this pod's VM has ended");
+                    warn!(sandbox = %id, pod = &*pod, %vm, reason, "the provider reports that this pod's VM has ended");
                     table.0.metrics.noticed("ended");
                     self.told.push((vm, reason));
                 }
@@ -128,7 +128,7 @@ impl VmLiveness {
                 }
             }
             Err(error) => {
-                warn!(%error, guests = due.len(), "guests are away, and the provider cannot say whether their VMs are there; asking again");
+                warn!(%error, guests = due.len(), "guests are away, and the provider cannot list their VMs; trying again");
                 for (id, _) in due {
                     if let Some(away) = self.away.get_mut(&id) {
                         away.ask = now + grace;
@@ -155,7 +155,7 @@ impl VmLiveness {
         }
         away.ask = now + pause(grace);
         let Some(missing) = away.missing else {
-            warn!(sandbox = %id, pod = &*pod, %vm, away_for = ?away.since.elapsed(), "its guest is away and the provider does not show its VM; looking once more");
+            warn!(sandbox = %id, pod = &*pod, %vm, away_for = ?away.since.elapsed(), "the sandbox's guest is away and the provider does not list its VM; checking again");
             away.missing = Some(now);
             return false;
         };
@@ -179,11 +179,11 @@ async fn hear(table: &Sandboxes, vm: InstanceId, why: String) -> Heard {
         Ok(Ok(_)) => return Heard::Nothing,
         Ok(Err(_)) | Err(_) => return Heard::Later(vm, why),
     }
-    warn!(sandbox = %id, pod = &*pod, %vm, why, "its VM has ended");
+    warn!(sandbox = %id, pod = &*pod, %vm, why, "the sandbox's VM has ended");
     match table.lost(&id, &vm, Some(why.clone())).await {
         Ok(_) => Heard::Dead(id),
         Err(error) => {
-            warn!(sandbox = %id, pod = &*pod, %vm, %error, "its failure cannot be recorded; trying again");
+            warn!(sandbox = %id, pod = &*pod, %vm, %error, "cannot record the sandbox's failure; trying again");
             Heard::Later(vm, why)
         }
     }
@@ -202,7 +202,7 @@ async fn judge(table: &Sandboxes, id: &SandboxId, vm: &InstanceId) -> Judged {
     match timeout(ADDRESSES, table.0.fx.addresses(vm)).await {
         Ok(Err(CloudError::NotFound { .. })) => {}
         Ok(Err(error)) => {
-            warn!(sandbox = %id, pod = &*pod, %vm, %error, "whether its VM is gone cannot be said; asking again");
+            warn!(sandbox = %id, pod = &*pod, %vm, %error, "the provider cannot report the state of the VM; trying again");
             return Judged::Unknown;
         }
         Ok(Ok(_)) | Err(_) => return Judged::Alive,
@@ -210,11 +210,11 @@ async fn judge(table: &Sandboxes, id: &SandboxId, vm: &InstanceId) -> Judged {
     match table.lost(id, vm, None).await {
         Ok(true) => Judged::Dead,
         Ok(false) => {
-            info!(sandbox = %id, pod = &*pod, %vm, "it came back, or is stopped, just now");
+            info!(sandbox = %id, pod = &*pod, %vm, "the guest has reconnected, or the sandbox is being stopped");
             Judged::Unknown
         }
         Err(error) => {
-            warn!(sandbox = %id, pod = &*pod, %vm, %error, "its failure cannot be recorded; trying again");
+            warn!(sandbox = %id, pod = &*pod, %vm, %error, "cannot record the sandbox's failure; trying again");
             Judged::Unknown
         }
     }

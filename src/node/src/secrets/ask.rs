@@ -94,7 +94,7 @@ pub(super) async fn pull_secrets(
     let answered: Answered = post(config, Some(identity), token, "/v1/pull-secrets", body).await?;
     let notes: Vec<String> = answered.notes.iter().take(NOTES).map(|note| words(note)).collect();
     for note in &notes {
-        warn!(%pod, note, "not all of the pod's pull secrets can be used");
+        warn!(%pod, note, "some of the pod's pull secrets cannot be used");
     }
     Ok(Given { config: answered.dockerconfigjson, notes })
 }
@@ -108,7 +108,7 @@ async fn post<T: DeserializeOwned>(
 ) -> Result<T, Error> {
     let tls = TlsConnector::from(Arc::new(configured(config, identity).await?));
     let name = ServerName::try_from(config.server_name.clone())
-        .map_err(|_| Error::away(format!("secrets.server-name {:?} is no name", config.server_name)))?;
+        .map_err(|_| Error::away(format!("secrets.server-name {:?} is not a name", config.server_name)))?;
     let connect = |why: std::io::Error| Error::away(format!("connect: {why}"));
     let stream = TcpStream::connect(&config.address).await.map_err(connect)?;
     stream.set_nodelay(true).map_err(connect)?;
@@ -129,8 +129,7 @@ async fn post<T: DeserializeOwned>(
         .header(AUTHORIZATION, format!("Bearer {token}"))
         .body(Full::new(Bytes::from(body)));
     // For example, a token with a line break.
-    let request =
-        request.map_err(|_| Error::away("the token is none: it does not fit a header".to_owned()))?;
+    let request = request.map_err(|_| Error::away("the token is not valid in an HTTP header".to_owned()))?;
     let response = sender.send_request(request).await.map_err(asked)?;
     let status = response.status();
     let body = Limited::new(response.into_body(), MOST).collect().await;
@@ -141,7 +140,7 @@ async fn post<T: DeserializeOwned>(
     }
     // The error repeats no part of the answer.
     serde_json::from_slice(&body).map_err(|why| {
-        Error::away(format!("the answer is none of ours: {:?} at line {}", why.classify(), why.line()))
+        Error::away(format!("the answer is not valid: {:?} at line {}", why.classify(), why.line()))
     })
 }
 

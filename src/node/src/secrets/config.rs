@@ -50,47 +50,50 @@ impl SecretsConfig {
         }
         let address: Option<String> = reader.optional(
             "secrets.address",
-            "where the cluster's service is asked for pods' pull secrets (host:port); not asked when not set",
+            "address of the cluster's service for pods' pull secrets (host:port); not used when not set",
         );
         let server_name: Option<String> = reader.optional(
             "secrets.server-name",
-            "the name in the service's certificate; the address's host when not set",
+            "the name in the service's certificate; the host of secrets.address when not set",
         );
         let ca_file = reader.get(
             "secrets.ca-file",
             "/etc/peerpod/secrets/ca.crt",
-            "CA certificates (PEM) that the service is trusted by; read again for each question",
+            "CA certificates (PEM) of the service; read again for each request",
         );
         let token_file = reader.get(
             "secrets.token-file",
             "/var/run/secrets/peerpod/token",
-            "projected token of our service account for the audience peerpod-secrets; read again for each question",
+            "projected token of the daemon's service account for the audience peerpod-secrets; read again \
+             for each request",
         );
         let deadline: Duration = reader.get(
             "secrets.deadline",
             "5s",
-            "for one question; so long a pod may wait for its pull secrets, then it goes on and gets them later",
+            "time limit of one request; a pod waits so long for its pull secrets, then it goes on and gets \
+             them later",
         );
         let refresh: Duration = reader.get(
             "secrets.refresh",
             "10m",
-            "how often a running pod's pull secrets are asked for again, for secrets that change",
+            "interval at which the node requests a running pod's pull secrets again, for secrets that change",
         );
         if deadline.is_zero() || deadline > Duration::from_secs(60) {
-            reader.mistake("secrets.deadline", "not above 0 and at most 1m; a pod may wait so long");
+            reader.mistake("secrets.deadline", "not above 0 and at most 1m; a pod may wait that long");
         }
         if refresh < Duration::from_secs(1) {
             reader.mistake("secrets.refresh", "below 1s; make it longer");
         }
         let address = address.filter(|address| !address.is_empty())?;
         let Some((host, port)) = address.rsplit_once(':').filter(|(host, _)| !host.is_empty()) else {
-            reader.mistake("secrets.address", "no host:port; write it like peerpod-secrets.peerpod.svc:9444");
+            reader
+                .mistake("secrets.address", "not host:port; write it like peerpod-secrets.peerpod.svc:9444");
             return None;
         };
         if port.parse::<u16>().is_err() {
             reader.mistake(
                 "secrets.address",
-                "its port is none; write it like peerpod-secrets.peerpod.svc:9444",
+                "its port is not a number; write it like peerpod-secrets.peerpod.svc:9444",
             );
         }
         let host = host.trim_start_matches('[').trim_end_matches(']').to_owned();

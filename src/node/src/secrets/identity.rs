@@ -56,14 +56,17 @@ impl Holder {
         }
         match enrol(config, token, now).await {
             Ok(identity) => {
-                info!(?identity, "the secrets service gave us a certificate");
+                info!(?identity, "the secrets service issued a certificate to this node");
                 let identity = Arc::new(identity);
                 *held = Some(identity.clone());
                 Ok(identity)
             }
             Err(why) => {
                 let good = held.as_ref().filter(|identity| now < identity.not_after).cloned();
-                good.inspect(|_| warn!(error = why.text, "our certificate is not renewed yet")).ok_or(why)
+                good.inspect(|_| {
+                    warn!(error = why.text, "cannot renew the certificate for the secrets service yet")
+                })
+                .ok_or(why)
             }
         }
     }
@@ -90,7 +93,7 @@ async fn enrol(config: &SecretsConfig, token: &str, now: SystemTime) -> Result<I
     let chain: Result<Vec<_>, _> =
         certificates.iter().map(|der| BASE64.decode(der).map(CertificateDer::from)).collect();
     let chain = chain.ok().filter(|chain| !chain.is_empty());
-    let chain = chain.ok_or_else(|| Error::away("the certificate in the answer is no base64".to_owned()))?;
+    let chain = chain.ok_or_else(|| Error::away("the certificate in the answer is not base64".to_owned()))?;
     let life = Duration::from_secs(not_after)
         .saturating_sub(now.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default());
     if life.is_zero() || life > Duration::from_secs(366 * 86_400) {

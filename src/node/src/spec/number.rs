@@ -37,5 +37,5 @@ pub(super) fn rounded_up(text: &str, max: u64) -> Result<u32, String> {
 }
 
 fn too_large(max: u64) -> String {
-    format!("larger than any VM has; write at most {max}")
+    format!("larger than in any VM; write at most {max}")
 }

@@ -48,7 +48,11 @@ pub(super) fn read(name: &str, namespace: &str) -> Result<PodRef, Error> {
             ));
         };
         if uid.is_empty() || attempt.is_empty() || !attempt.bytes().all(|b| b.is_ascii_digit()) {
-            return Err(bad(SANDBOX_NAME, name, "its uid or attempt is none; CRI-O sends both"));
+            return Err(bad(
+                SANDBOX_NAME,
+                name,
+                "its uid or attempt is missing or not valid; CRI-O sends both",
+            ));
         }
         if !namespace.is_empty() && namespace != from_name {
             return Err(bad(

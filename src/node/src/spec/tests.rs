@@ -27,7 +27,7 @@ fn vcpus(text: &str) -> Result<u32, String> {
 }
 
 #[test]
-fn a_go_shim_that_was_asked_for_nothing_wants_nothing() {
+fn a_go_shim_without_annotations_requests_no_options() {
     let wanted = parse(&sent(&[])).unwrap();
     assert_eq!(wanted.pod.to_string(), "default/web-0");
     assert_eq!(wanted.pod.uid, None);
@@ -36,7 +36,7 @@ fn a_go_shim_that_was_asked_for_nothing_wants_nothing() {
 }
 
 #[test]
-fn everything_a_pod_can_ask_for_is_understood() {
+fn every_annotation_of_a_pod_is_parsed() {
     let initdata = "\nalgorithm = \"sha384\"\nversion = \"0.1.0\"\n";
     let wanted = parse(&sent(&[
         (MACHINE_TYPE, "m5.large"),
@@ -79,7 +79,7 @@ fn vcpus_are_decimal_and_rounded_up() {
 }
 
 #[test]
-fn a_number_that_is_none_is_an_error_with_key_and_value() {
+fn an_invalid_number_is_an_error_with_key_and_value() {
     for text in ["1e3", "NaN", "inf", "-1", "+1", "1.", ".5", "1,5", "two", "1.5.2", "0x10", "١"] {
         assert!(vcpus(text).is_err(), "{text}");
     }
@@ -114,7 +114,7 @@ fn huge_numbers_are_refused() {
 }
 
 #[test]
-fn a_name_of_cri_o_is_taken_apart() {
+fn a_name_of_cri_o_is_split() {
     let name = "k8s_web-0.a_default_0b5b1d2e-1111-2222-3333-444455556666_3";
     for namespace in ["default", ""] {
         let pod = parse(&sent(&[(SANDBOX_NAME, name), (SANDBOX_NAMESPACE, namespace)])).unwrap().pod;
@@ -148,7 +148,7 @@ fn a_missing_pod_name_is_an_error() {
 }
 
 #[test]
-fn names_that_are_none_are_refused_and_cut_in_the_error() {
+fn invalid_names_are_refused_and_cut_in_the_error() {
     let long = "x".repeat(300);
     for bad in ["a b", "a\nb", "../x", "a/b", "-a", "é", long.as_str()] {
         let why = parse(&sent(&[(SANDBOX_NAME, bad)])).unwrap_err().to_string();
@@ -191,7 +191,7 @@ proptest! {
     }
 
     #[test]
-    fn what_a_rust_shim_prints_is_never_rounded_down(cpus in 0.01f32..4000.0) {
+    fn vcpus_of_a_rust_shim_are_never_rounded_down(cpus in 0.01f32..4000.0) {
         let asked = vcpus(&cpus.to_string()).unwrap();
         prop_assert!(f64::from(asked) >= f64::from(cpus) - 0.0005, "{cpus} became {asked}");
         prop_assert!(f64::from(asked) < f64::from(cpus) + 1.0);
@@ -208,7 +208,7 @@ proptest! {
 }
 
 #[test]
-fn initdata_that_no_vm_could_use_is_refused_at_once() {
+fn unusable_initdata_is_refused_at_once() {
     for (text, named) in [
         ("H4sIAAAAAAAAA", "is not TOML"),
         ("version = \"0.1.0\"\nalgorithm = \"md5\"", "sha256, sha384 and sha512"),
@@ -221,7 +221,7 @@ fn initdata_that_no_vm_could_use_is_refused_at_once() {
 }
 
 #[test]
-fn a_vm_has_the_pods_memory_and_what_its_guest_and_the_kernels_tables_need() {
+fn a_vm_has_memory_for_the_pod_the_guest_and_the_kernels_tables() {
     assert_eq!(vm_memory(0, 224), 0, "a pod that asks for none asks for none");
     for (pod, guest, vm) in [(32, 224, 264), (64, 224, 297), (256, 224, 495), (8192, 224, 8679)] {
         assert_eq!(vm_memory(pod, guest), vm, "{pod}");

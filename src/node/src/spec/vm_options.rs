@@ -199,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn everything_that_can_be_wished_reaches_the_request() {
+    fn every_option_reaches_the_request() {
         let mut request = CreateRequest::default();
         all().ask(&mut request);
         assert_eq!(request.arch, Some(Arch::Aarch64));
@@ -211,14 +211,14 @@ mod tests {
     }
 
     #[test]
-    fn a_pods_wishes_are_before_the_nodes() {
+    fn a_pods_options_override_the_nodes_options() {
         let node = all();
         let pod = read(&[(MARKET, "spot"), (PUBLIC_IP, "false")]).unwrap().over(&node);
         assert_eq!(pod, Wishes { market: Some(Market::Spot), public_ip: Some(false), ..node });
     }
 
     #[test]
-    fn what_is_no_wish_is_an_error_that_says_what_would_do() {
+    fn an_invalid_option_is_an_error_with_accepted_values() {
         for (key, value, would_do) in [
             (ARCH, "riscv", "write x86_64"),
             (CONFIDENTIAL, "yes", "sev-snp"),
@@ -234,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_wishes_only_what_the_node_lets_it() {
+    fn a_pod_sets_only_options_that_the_node_allows() {
         let names: Vec<String> = Wishes::ALL.iter().map(|(name, _)| (*name).to_owned()).collect();
         all().check(&names).unwrap();
         Wishes::default().check(&[]).unwrap();
@@ -249,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn a_provider_that_cannot_says_which() {
+    fn an_option_that_the_provider_lacks_is_named() {
         for (given, field) in [
             ((ARCH, "s390x"), "arch"),
             ((CONFIDENTIAL, "tdx"), "confidential"),

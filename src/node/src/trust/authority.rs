@@ -137,7 +137,7 @@ pub(super) fn request(csr: &[u8]) -> Result<(PublicKey, [u8; 32]), Error> {
     let request = CertificateSigningRequestParams::from_der(&der).map_err(|why| {
         Error::Request(match why {
             rcgen::Error::InvalidCertificationRequestSignature => "not signed by its own key",
-            rcgen::Error::UnsupportedExtension => "it asks for an extension that is not known",
+            rcgen::Error::UnsupportedExtension => "it requests an unknown extension",
             _ => "not a PKCS#10 request",
         })
     })?;

@@ -70,7 +70,7 @@ pub(super) fn read(path: &Path) -> Result<Option<Authorities>, Error> {
     }
     // serde's text would repeat its input, which may be a key: only the position is reported.
     let not_ours = |why: serde_json::Error| {
-        damaged(format!("not as we write it, at line {}, column {}", why.line(), why.column()))
+        damaged(format!("not in the format of this program, at line {}, column {}", why.line(), why.column()))
     };
     let Version { version } = serde_json::from_slice(&bytes).map_err(not_ours)?;
     if version != VERSION {

@@ -86,7 +86,7 @@ fn shake_with(trust: &Trust, pins: &[[u8; 32]], guest: Option<Identity>) -> Resu
 }
 
 #[test]
-fn a_guest_and_the_relay_know_each_other_by_what_was_signed() {
+fn guest_and_relay_authenticate_by_signed_certificates() {
     let dir = Temp::new();
     let trust = dir.open();
     let guest = Guest::new();
@@ -114,7 +114,7 @@ fn the_same_key_is_signed_again_and_another_one_has_another_hash() {
 }
 
 #[test]
-fn the_names_a_guest_asks_for_are_not_given() {
+fn names_in_a_guests_request_are_ignored() {
     let dir = Temp::new();
     let trust = dir.open();
     let guest = Guest::new();
@@ -141,7 +141,7 @@ fn the_relay_cannot_pass_for_a_guest_and_strangers_are_refused() {
 }
 
 #[test]
-fn requests_that_are_not_a_guests_are_refused() {
+fn invalid_certificate_requests_are_refused() {
     let dir = Temp::new();
     let trust = dir.open();
     let refused = |csr: &[u8]| trust.sign_guest("a", csr).unwrap_err().to_string();
@@ -169,7 +169,7 @@ fn requests_that_are_not_a_guests_are_refused() {
 }
 
 #[test]
-fn a_restarted_node_has_the_same_ca_and_nobody_else_can_read_it() {
+fn a_restarted_node_has_the_same_ca_readable_by_its_owner_only() {
     let dir = Temp::new();
     let pins = dir.open().ca_sha256();
     let file = dir.0.join("ca.json");
@@ -183,7 +183,7 @@ fn a_restarted_node_has_the_same_ca_and_nobody_else_can_read_it() {
 }
 
 #[test]
-fn a_temporary_file_that_a_crash_left_is_no_obstacle() {
+fn a_temporary_file_of_a_crash_is_no_obstacle() {
     let dir = Temp::new();
     std::fs::create_dir_all(&dir.0).unwrap();
     std::fs::write(dir.0.join(".ca.json.new"), "half").unwrap();
@@ -206,8 +206,8 @@ fn a_damaged_or_newer_file_is_an_error_and_stays_as_it_is() {
     let newer = whole.replace("\"version\": 1", "\"version\": 2");
     let huge = " ".repeat(100_000);
     for (text, told) in [
-        (&whole[..whole.len() / 2], "not as we write it"),
-        ("", "not as we write it"),
+        (&whole[..whole.len() / 2], "not in the format"),
+        ("", "not in the format"),
         (&mixed, "are not a CA"),
         (&newer, "it has version 2"),
         (&huge, "larger than"),
@@ -232,7 +232,7 @@ fn a_directory_that_cannot_be_written_is_an_error_that_names_it() {
 }
 
 #[test]
-fn no_guest_is_cut_off_by_a_roll_over_and_it_survives_restarts() {
+fn a_rotation_disconnects_no_guest_and_survives_restarts() {
     let dir = Temp::new();
     let mut trust = dir.open();
     let now = SystemTime::now();
@@ -272,7 +272,7 @@ fn no_guest_is_cut_off_by_a_roll_over_and_it_survives_restarts() {
 }
 
 #[test]
-fn a_roll_over_that_cannot_be_written_is_not_made() {
+fn a_rotation_that_cannot_be_written_is_not_applied() {
     let dir = Temp::new();
     let mut trust = dir.open();
     let pins = trust.ca_sha256();
@@ -284,7 +284,7 @@ fn a_roll_over_that_cannot_be_written_is_not_made() {
 }
 
 #[test]
-fn a_roll_over_is_due_in_the_last_third_and_an_ended_ca_is_replaced() {
+fn a_rotation_is_due_in_the_last_third_and_an_expired_ca_is_replaced() {
     let dir = Temp::new();
     let validity = Validity { ca: DAY * 300, guest: DAY };
     let now = SystemTime::now();
@@ -298,7 +298,7 @@ fn a_roll_over_is_due_in_the_last_third_and_an_ended_ca_is_replaced() {
 }
 
 #[test]
-fn certificates_are_good_for_clocks_a_day_behind_and_no_longer_than_asked() {
+fn certificates_tolerate_clocks_a_day_behind_and_end_as_requested() {
     let dir = Temp::new();
     let trust = Trust::open_with(&dir.0, SystemTime::now(), Validity { ca: DAY * 300, guest: DAY }).unwrap();
     let guest = Guest::new();
@@ -315,7 +315,7 @@ fn certificates_are_good_for_clocks_a_day_behind_and_no_longer_than_asked() {
 }
 
 #[test]
-fn a_ticket_knows_its_secret_and_shows_it_to_nobody() {
+fn a_ticket_verifies_its_secret_and_never_prints_it() {
     let now = SystemTime::now();
     let ticket = Ticket::new_at(now, Duration::from_secs(60)).unwrap();
     let other = Ticket::new_at(now, Duration::from_secs(60)).unwrap();

@@ -40,7 +40,7 @@ impl Ticket {
         let mut secret = [0; 32];
         getrandom::fill(&mut id).map_err(Error::Random)?;
         getrandom::fill(&mut secret).map_err(Error::Random)?;
-        Ok(Ticket { id: hex::encode(&id), secret: TicketSecret::new(secret), expires: now + ttl })
+        Ok(Ticket { id: hex::encode(id), secret: TicketSecret::new(secret), expires: now + ttl })
     }
 
     /// Whether `secret`, as raw bytes, is the ticket's secret. Takes the same time for every wrong one.

@@ -135,7 +135,9 @@ impl Backends {
         match Vxlan::open(config) {
             Ok(vxlan) => rows.push((Kind::Vxlan, Arc::new(vxlan))),
             Err(e) if config.kind == Kind::Vxlan => return Err(e),
-            Err(error) => tracing::info!(%error, "pods of an earlier configuration have no plain tunnel now"),
+            Err(error) => {
+                tracing::info!(%error, "no plain tunnels here: pods of an earlier configuration have none")
+            }
         }
         let wireguard = match &config.wireguard {
             None => None,
@@ -174,7 +176,7 @@ impl Backends {
         let row = self.rows.iter().find(|(of, _)| *of == kind);
         row.map(|(_, backend)| backend.as_ref()).ok_or_else(|| {
             let what = format!(
-                "its tunnel is of the kind {kind:?}, which this node does not have; see `tunnel.kind`"
+                "its tunnel is of the kind {kind:?}, which this node does not support; see `tunnel.kind`"
             );
             Error::CannotCarry(what)
         })

@@ -147,7 +147,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_address_towards_the_vm_is_told_first_and_once() {
+    fn the_address_towards_the_vm_comes_first_and_once() {
         let ip = |text: &str| text.parse::<IpAddr>().unwrap();
         let external = External { cluster_cidrs: vec!["10.0.0.0/8".into()], ..External::default() };
         let wire = external.write(ip("10.9.0.1"), &[ip("10.1.0.1"), ip("10.9.0.1"), ip("fd00::1")]);

@@ -58,7 +58,7 @@ pub fn merge(recorded: &PodNetworkState, now: PodNetworkState, fell: &dyn Fn(u32
     }
     let routes = timeless(&recorded.routes, now.routes, Route::is_same);
     let loopback = timeless(&recorded.loopback, now.loopback, Address::is_same);
-    changes.differ("routes of no single interface", &recorded.routes, &routes);
+    changes.differ("routes without a single interface", &recorded.routes, &routes);
     changes.differ("rules", &recorded.rules, &now.rules);
     changes.differ("sysctls", &recorded.sysctls, &now.sysctls);
     changes.differ("addresses of lo", &recorded.loopback, &loopback);
@@ -137,7 +137,7 @@ fn interface(
         ..interface.clone()
     };
     if bare(&merged) != bare(before) {
-        changes.note(|| format!("{name}: its settings (MTU {} to {})", before.mtu, after.mtu));
+        changes.note(|| format!("{name}: settings changed (MTU {} to {})", before.mtu, after.mtu));
     }
     merged
 }
@@ -223,13 +223,13 @@ mod tests {
     }
 
     #[test]
-    fn the_same_again_is_no_change() {
+    fn an_equal_state_is_no_change() {
         let merged = merge(&seen(), seen(), &stayed);
         assert_eq!(merged, Merged { seen: seen(), changes: vec![], left: vec![], kept: vec![] });
     }
 
     #[test]
-    fn what_the_cni_adds_changes_and_takes_is_followed() {
+    fn changes_by_the_cni_are_followed() {
         let mut now = seen();
         now.interfaces[0].routes = vec![route("10.2.0.0"), route("10.4.0.0")];
         now.interfaces[0].mtu = 1400;
@@ -243,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_link_lost_by_going_down_stays_in_the_vm_also_later() {
+    fn state_lost_by_a_device_going_down_stays_in_the_vm() {
         let mut now = seen();
         now.interfaces[0].routes.clear();
         now.interfaces[0].addresses.clear();
@@ -260,13 +260,13 @@ mod tests {
     }
 
     #[test]
-    fn a_link_that_went_down_and_has_everything_again_is_as_any_other() {
+    fn a_device_with_its_state_restored_is_like_any_other() {
         let merged = merge(&seen(), seen(), &|_| true);
         assert_eq!(merged, Merged { seen: seen(), changes: vec![], left: vec![], kept: vec![] });
     }
 
     #[test]
-    fn time_that_passes_is_no_change_and_what_it_ended_stays() {
+    fn elapsed_lifetime_is_no_change_and_an_expired_address_stays() {
         let mut before = seen();
         before.interfaces[0].addresses[0].valid = Some(100);
         let mut now = before.clone();

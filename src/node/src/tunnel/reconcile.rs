@@ -70,7 +70,7 @@ pub(super) fn reconcile(steps: &Steps, live: &[Live]) -> Reconciled {
             // The namespace was deleted during the inspection.
             Err(errors) if errors.iter().all(|e| e.is_gone() || matches!(e, Error::NotNetns { .. })) => {}
             Err(errors) => {
-                tracing::debug!(netns = %path.display(), "not all of it could be looked at");
+                tracing::debug!(netns = %path.display(), "cannot inspect all of a network namespace");
                 done.errors.extend(errors);
             }
         }

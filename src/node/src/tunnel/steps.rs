@@ -34,7 +34,7 @@ impl Steps {
     pub(super) fn open(config: &TunnelConfig) -> Result<Steps, Error> {
         let by = redirect::choose(config.redirect)?;
         let backends = Backends::open(config)?;
-        tracing::debug!(owner = %config.owner, into = by.into.name(), back = by.back.name(), "pods' tunnels can be made");
+        tracing::debug!(owner = %config.owner, into = by.into.name(), back = by.back.name(), "pods' tunnels are available");
         // In the calling thread's namespace, like the sockets.
         let outside = config.external.clone().map(Outside::open).transpose()?;
         let probe_seconds = u32::try_from(config.probe_interval.as_secs()).unwrap_or(u32::MAX);
@@ -214,7 +214,7 @@ fn warn_of_too_large(carried: &[(Carry, Device)]) {
             interface = name,
             pod_mtu = device_mtu,
             fits = mtu,
-            "larger packets to the pod (UDP) are lost on the IPv6 way to its VM; give pods an MTU that fits"
+            "larger packets to the pod (UDP) are lost on the IPv6 path to its VM; give pods an MTU that fits"
         );
     }
 }

@@ -54,7 +54,7 @@ fn table(world: &World, name: &str) -> bool {
 }
 
 #[tokio::test]
-async fn one_sandbox_from_look_to_undo() {
+async fn one_sandbox_from_inspection_to_undo() {
     for (v6, vm) in [(false, "10.77.0.2"), (true, "fd77::2")] {
         let mut world = World::new();
         let tunnel = open(&world);
@@ -80,7 +80,7 @@ async fn one_sandbox_from_look_to_undo() {
 }
 
 #[tokio::test]
-async fn undo_finds_what_was_never_recorded() {
+async fn undo_finds_unrecorded_state() {
     let mut world = World::new();
     let tunnel = open(&world);
     let pod = world.pod("pod", 7);
@@ -100,7 +100,7 @@ async fn undo_finds_what_was_never_recorded() {
 }
 
 #[tokio::test]
-async fn the_table_goes_with_the_last_sandbox_and_not_before() {
+async fn the_table_is_removed_with_the_last_sandbox() {
     let mut world = World::new();
     let tunnel = open(&world);
     assert!(!table(&world, "node"), "nothing is made before it is needed");
@@ -159,7 +159,7 @@ async fn two_daemons_on_two_nodes_do_not_see_each_other() {
 }
 
 #[tokio::test]
-async fn a_vm_that_cannot_be_reached_is_said_so() {
+async fn an_unreachable_vm_is_reported() {
     let mut world = World::new();
     let tunnel = open(&world);
     let pod = world.pod("pod", 7);
@@ -179,7 +179,7 @@ async fn a_vm_that_cannot_be_reached_is_said_so() {
 
 /// Prints the figures of the benches, and guards their shape: the hundredth pod costs as much as the first.
 #[tokio::test]
-async fn the_hundredth_pod_costs_what_the_first_costs() {
+async fn the_hundredth_pod_costs_as_much_as_the_first() {
     let mut world = World::new();
     let tunnel = open(&world);
     let mut times = Vec::new();

@@ -124,7 +124,7 @@ fn carried(relay: &Path) -> Option<Tun> {
             None
         }
         Err(error) => {
-            tracing::warn!(%error, "peerpod-relay does not tell the encrypted tunnel's namespace; another may be made");
+            tracing::warn!(%error, "peerpod-relay does not report the encrypted tunnel's namespace; the node may make another");
             None
         }
     }
@@ -180,7 +180,7 @@ impl Wireguard {
         let Some(tun) = &state.tun else {
             let why = io::Error::new(
                 io::ErrorKind::ResourceBusy,
-                "another process holds it, and is no relay of ours",
+                "another process, not a relay of this node, holds it",
             );
             return Err(failed(format!("open the TUN device in {}", self.config.netns.display()))(why));
         };
@@ -206,14 +206,14 @@ impl Wireguard {
     fn mend(&self, routed: &HashMap<Ipv4Addr, u32>) -> Result<(), Error> {
         let Mended { name, device, tun } = self.host.with(|client| self.inner.mend(client, routed))?;
         if name {
-            tracing::warn!(path = %self.config.netns.display(), "the encrypted tunnel's namespace had lost its name; it has it again");
+            tracing::warn!(path = %self.config.netns.display(), "the encrypted tunnel's namespace had lost its name; the node restored it");
         }
         if device {
             let device = wireguard::DEVICE;
             tracing::warn!(
                 device,
                 anew = tun.is_some(),
-                "something of the encrypted tunnel's device was deleted; it is there again"
+                "the encrypted tunnel's device, address or routes were deleted; the node restored them"
             );
         }
         if tun.is_some() {
@@ -235,7 +235,7 @@ impl Wireguard {
         if let Some(port) = port
             && let Err(error) = self.key.keep_port(port)
         {
-            tracing::warn!(%error, "the tunnel's port is not written down; guests look for it elsewhere after a restart");
+            tracing::warn!(%error, "cannot record the encrypted tunnel's port; after a restart, guests may use a wrong port");
             // Guests must not receive a port that a restart would forget.
             if self.config.port == 0 {
                 return;
@@ -268,8 +268,8 @@ impl Wireguard {
                 "open a UDP port for the encrypted tunnel; set tunnel.wireguard-port to a free one".into()
             }
             (0, port) => format!(
-                "open UDP port {port} for the encrypted tunnel, which was chosen earlier and which guests know; free it, \
-                 or set tunnel.wireguard-port"
+                "open UDP port {port} for the encrypted tunnel, which the kernel chose earlier and guests \
+                 use; free it, or set tunnel.wireguard-port"
             ),
             (port, _) => format!(
                 "open UDP port {port} for the encrypted tunnel; set tunnel.wireguard-port to a free one"
@@ -403,7 +403,7 @@ impl Backend for Wireguard {
         let state = self.state.lock();
         let port = state.port.ok_or_else(|| Error::Path {
             peer: way.remote,
-            why: "peerpod-relay does not carry the encrypted tunnel yet; it does when it runs".to_owned(),
+            why: "peerpod-relay does not run the encrypted tunnel yet; start peerpod-relay".to_owned(),
         })?;
         let mut addresses = vec![way.node];
         addresses.extend(state.endpoints.iter().filter(|address| **address != way.node));

@@ -114,15 +114,18 @@ fn volume(info: MountInfo, target_path: PathBuf, name: &str) -> Result<PodVolume
     let metadata = info.metadata.unwrap_or_default();
     for key in ["encrypt-type", "encryptionKey"] {
         if metadata.get(key).is_some_and(|value| !value.is_empty()) {
-            return Err(format!("it is to be encrypted ({key}), which this version cannot; leave it out"));
+            return Err(format!(
+                "it is to be encrypted ({key}), which this version does not support; leave it out"
+            ));
         }
     }
     let disk = metadata.get("cloud-volume-path").filter(|path| !path.is_empty()).unwrap_or(&info.device);
     if disk.is_empty() {
         return Err("it names no device".to_owned());
     }
-    let gid =
-        metadata.get("fsGroup").map(|gid| gid.parse().map_err(|_| format!("fsGroup {gid:?} is no number")));
+    let gid = metadata
+        .get("fsGroup")
+        .map(|gid| gid.parse().map_err(|_| format!("fsGroup {gid:?} is not a number")));
     let policy = match metadata.get("fsGroupChangePolicy").map(String::as_str) {
         Some("OnRootMismatch") => FsGroupPolicy::OnRootMismatch,
         _ => FsGroupPolicy::Always,
@@ -206,13 +209,13 @@ mod tests {
     }
 
     #[test]
-    fn one_that_is_not_understood_fails_the_pod_and_no_other() {
+    fn an_invalid_volume_fails_its_pod_only() {
         let folder = Folder::new("bad");
         for (uid, info, said) in [
             ("u-1", "{", "EOF"),
             ("u-2", r#"{"device":"","fstype":"ext4"}"#, "names no device"),
             ("u-3", r#"{"device":"d","metadata":{"encrypt-type":"luks2"}}"#, "encrypted"),
-            ("u-4", r#"{"device":"d","metadata":{"fsGroup":"x"}}"#, "no number"),
+            ("u-4", r#"{"device":"d","metadata":{"fsGroup":"x"}}"#, "not a number"),
         ] {
             folder.publish(uid, "pvc", info);
             let why = of_pod(&folder.0, uid).unwrap_err();

@@ -54,7 +54,7 @@ fn handles(volumes: &Volumes, pod: &PodRef) -> Vec<String> {
 }
 
 #[test]
-fn a_pod_gets_its_own_and_an_unknown_one_gets_none_of_them() {
+fn a_pod_gets_its_own_volumes_and_an_unknown_pod_none() {
     let folder = Folder::new("own");
     let volumes = Volumes::new(&folder.0, None);
     assert_eq!(handles(&volumes, &pod(None)), [""; 0]);
@@ -68,21 +68,21 @@ fn a_pod_gets_its_own_and_an_unknown_one_gets_none_of_them() {
 }
 
 #[test]
-fn two_pods_of_one_name_are_told_apart_or_refused() {
+fn two_pods_of_one_name_are_distinguished_or_refused() {
     let folder = Folder::new("two");
     let volumes = Volumes::new(&folder.0, None);
     volumes.records.put(&record("u-1", "a", Attach::Provider)).unwrap();
     volumes.records.put(&record("u-2", "b", Attach::Provider)).unwrap();
     let error = volumes.of_pod(&pod(None)).unwrap_err();
     assert!(error.contains("u-1, u-2") && error.contains("shop/web-0"), "{error}");
-    assert_eq!(handles(&volumes, &pod(Some("u-2"))), ["b"], "CRI-O says it");
+    assert_eq!(handles(&volumes, &pod(Some("u-2"))), ["b"], "CRI-O sends the UID");
     let known = |uids| Volumes::new(&folder.0, Some(Arc::new(Known(uids))));
     assert!(known(vec!["u-1"]).of_pod(&pod(None)).is_err(), "the watch may not have shown the new one yet");
     volumes.note_vm("u-1", "s", None, false).unwrap();
     assert_eq!(
         handles(&known(vec!["u-2"]), &pod(None)),
         ["b"],
-        "the API server says it, and the other had its VM"
+        "the API server reports the pod, and the other had its VM"
     );
     volumes.note_vm("u-2", "t", None, false).unwrap();
     assert_eq!(handles(&known(vec!["u-3"]), &pod(None)), [""; 0], "a new pod without volumes");
@@ -146,7 +146,7 @@ fn a_network_disk_is_named_by_its_uri_and_must_be_attached() {
 }
 
 #[test]
-fn a_pod_with_a_volume_that_nobody_can_attach_gets_no_vm() {
+fn a_pod_with_an_unattachable_volume_gets_no_vm() {
     let folder = Folder::new("chap");
     let mut chap = record("u", "v", Attach::Provider);
     let secret = peerpod_volume::SecretRef { namespace: "shop".into(), name: "chap".into() };
@@ -158,7 +158,7 @@ fn a_pod_with_a_volume_that_nobody_can_attach_gets_no_vm() {
 }
 
 #[test]
-fn who_a_share_is_mounted_as_goes_to_the_guest_and_nowhere_else() {
+fn credentials_of_a_share_reach_the_guest_only() {
     let folder = Folder::new("share");
     let (records, volumes) = (Records::new(&folder.0), Volumes::new(&folder.0, None));
     let mut share = record("u", "v", Attach::Provider);
@@ -192,7 +192,7 @@ fn who_a_share_is_mounted_as_goes_to_the_guest_and_nowhere_else() {
 }
 
 #[test]
-fn the_end_of_an_earlier_vm_does_not_free_what_a_later_one_has() {
+fn the_end_of_an_earlier_vm_does_not_free_volumes_of_a_later_one() {
     let folder = Folder::new("later");
     let records = Records::new(&folder.0);
     records.put(&record("u", "v", Attach::Driver)).unwrap();

@@ -188,12 +188,12 @@ impl AgentFilter {
         }
         if self.pending.len() >= self.bounds.per_connection {
             let message =
-                format!("{} calls of this connection are unanswered, which is the bound", self.pending.len());
+                format!("{} calls of this connection are unanswered, which is the limit", self.pending.len());
             return Some((code::RESOURCE_EXHAUSTED, message));
         }
         if self.shared.pending.load(Relaxed) >= self.bounds.per_sandbox {
             let message = format!(
-                "{} calls of this sandbox are unanswered, which is the bound",
+                "{} calls of this sandbox are unanswered, which is the limit",
                 self.bounds.per_sandbox
             );
             return Some((code::RESOURCE_EXHAUSTED, message));
@@ -272,7 +272,7 @@ impl AgentFilter {
                 peer.extend_from_slice(&payload);
             }
             Err(why) => {
-                tracing::warn!(why, "a container is refused");
+                tracing::warn!(why, "container refused");
                 self.shared.dropped.fetch_add(1, Relaxed);
                 // A malicious guest may have answered the call before it was whole.
                 if self.settle(head.stream) {
@@ -404,7 +404,7 @@ impl AgentFilter {
         if !matches!(self.request, Fate::None) {
             self.request = Fate::Skip;
         }
-        self.answer_pending(false, "the program in the pod VM that carried this call is gone", local)
+        self.answer_pending(false, "the program in the pod VM that had this call is gone", local)
     }
 }
 
@@ -449,7 +449,7 @@ impl Filter for AgentFilter {
 
     fn finish(&mut self, local: &mut BytesMut) {
         // A connection that cannot carry another answer is closed all the same.
-        let _whole = self.answer_pending(true, "the sandbox is over", local);
+        let _whole = self.answer_pending(true, "the sandbox has ended", local);
     }
 
     fn state(&self) -> Option<serde_json::Value> {

@@ -67,7 +67,7 @@ impl Sockets {
             Ok(echo) => Some(echo),
             Err(error) => {
                 // Without the echo, guests rely on the packet size that their kernel reports.
-                tracing::warn!(%listen, %error, "path probes (UDP) of guests are not answered");
+                tracing::warn!(%listen, %error, "the relay does not answer path probes (UDP) of guests");
                 None
             }
         };

@@ -102,7 +102,7 @@ fn inode(fd: &impl AsRawFd) -> String {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_descriptor_is_taken_named_and_told_of() {
+async fn an_accepted_descriptor_is_named_and_reported() {
     let place = Place::new("taken");
     let ask = Header { ask: true, ..header(&[]) };
     assert!(!place.give::<OwnedFd>(ask.clone(), &[]).await.unwrap().held);
@@ -122,7 +122,7 @@ async fn a_descriptor_is_taken_named_and_told_of() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_is_wrong_is_said_and_no_descriptor_stays_open() {
+async fn errors_are_reported_and_no_descriptor_stays_open() {
     let place = Place::new("wrong");
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let udp = std::net::UdpSocket::bind("127.0.0.1:0").unwrap();
@@ -135,23 +135,27 @@ async fn what_is_wrong_is_said_and_no_descriptor_stays_open() {
             vec![listener.as_fd()],
             "at byte 0",
         ),
-        (header(&["listener"]), vec![], "without descriptors"),
-        (header(&["listener"]), vec![listener.as_fd(), listener.as_fd()], "2 descriptors came, 1 are named"),
-        (header(&["listener", "more"]), vec![listener.as_fd(), listener.as_fd()], "more is not known"),
-        (header(&["listener"]), vec![udp.as_fd()], "wanted is family 2"),
-        (header(&["listener"]), vec![file.as_fd()], "no socket"),
+        (header(&["listener"]), vec![], "has no descriptors"),
+        (
+            header(&["listener"]),
+            vec![listener.as_fd(), listener.as_fd()],
+            "2 descriptors arrived, 1 are named",
+        ),
+        (header(&["listener", "more"]), vec![listener.as_fd(), listener.as_fd()], "more is unknown"),
+        (header(&["listener"]), vec![udp.as_fd()], "required is family 2"),
+        (header(&["listener"]), vec![file.as_fd()], "not a socket"),
     ];
     for (header, descriptors, why) in cases {
         let said = place.give(header, &descriptors).await.unwrap_err();
-        assert!(said.contains(why), "{said} does not say {why}");
+        assert!(said.contains(why), "{said} lacks {why}");
     }
-    assert_eq!(copies_of(&inode(&listener)), 1, "only our own");
-    assert_eq!(copies_of(&inode(&udp)), 1, "only our own");
+    assert_eq!(copies_of(&inode(&listener)), 1, "only the test's own");
+    assert_eq!(copies_of(&inode(&udp)), 1, "only the test's own");
     assert!(place.kind.0.lock().unwrap().is_none());
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn more_descriptors_than_are_taken_are_all_closed() {
+async fn descriptors_over_the_limit_are_all_closed() {
     use rustix::net::{
         SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, connect, sendmsg,
         socket_with,
@@ -176,11 +180,11 @@ async fn more_descriptors_than_are_taken_are_all_closed() {
     });
     let answered = answered.await.unwrap();
     assert!(answered.contains("more descriptors"), "{answered}");
-    assert_eq!(copies_of(&inode(&listener)), 1, "only our own");
+    assert_eq!(copies_of(&inode(&listener)), 1, "only the test's own");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_peer_that_says_nothing_is_sent_away_and_holds_nobody_up() {
+async fn a_silent_peer_is_disconnected_and_delays_no_other() {
     use rustix::net::{SocketAddrUnix, SocketFlags, connect, socket_with};
     let place = Place::new("silent");
     let silent: Vec<OwnedFd> = (0..CONNECTIONS - 1)
@@ -202,7 +206,7 @@ async fn a_peer_that_says_nothing_is_sent_away_and_holds_nobody_up() {
         })
         .await
         .unwrap();
-        assert!(answer.contains("nothing was handed in"), "{answer}");
+        assert!(answer.contains("no descriptors arrived"), "{answer}");
     }
 }
 

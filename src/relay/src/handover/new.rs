@@ -41,13 +41,13 @@ const LAST_WORD: Duration = Duration::from_secs(10);
 #[derive(Debug, Error)]
 pub enum TakeError {
     /// No process answers, or the connection failed.
-    #[error("nobody answers there: {0}; is it from before takeovers?")]
+    #[error("no answer on takeover.sock: {0}; a relay without handovers may be running")]
     Silent(io::Error),
     /// The old process refused, or its messages cannot be read.
     #[error("{0}")]
     No(String),
     /// The old process died before everything was received.
-    #[error("the running process died meanwhile; start this one again")]
+    #[error("the running process died during the handover; start the new process again")]
     Died,
 }
 
@@ -83,18 +83,21 @@ pub(crate) async fn ask(run_dir: &Path) -> Result<Taken, TakeError> {
     let welcome =
         timeout(ANSWER, welcome).await.unwrap_or_else(|_| Err(late())).map_err(TakeError::Silent)?;
     if welcome.what != What::Welcome {
-        let said = welcome.read().map_or_else(|_| "it does not say why".to_owned(), |Reason { why }| why);
+        let said = welcome.read().map_or_else(|_| "it gave no reason".to_owned(), |Reason { why }| why);
         return Err(TakeError::No(said));
     }
     let who: Who = welcome.read().map_err(|error| TakeError::No(error.to_string()))?;
     if !(OLDEST..=VERSION).contains(&who.versions.1) {
-        return Err(TakeError::No(format!("it hands over in version {}, not known here", who.versions.1)));
+        return Err(TakeError::No(format!(
+            "it hands over in version {}, which this program does not support",
+            who.versions.1
+        )));
     }
     match timeout(SHOW, show(&wire)).await {
         Ok(Ok(items)) => read(wire, who, items).map_err(TakeError::No),
         Ok(Err(error)) if error.kind() == io::ErrorKind::UnexpectedEof => Err(TakeError::Died),
         Ok(Err(error)) => Err(TakeError::No(error.to_string())),
-        Err(_) => Err(TakeError::No(format!("it did not show everything within {SHOW:?}"))),
+        Err(_) => Err(TakeError::No(format!("it did not send its state within {SHOW:?}"))),
     }
 }
 
@@ -106,7 +109,7 @@ async fn show(wire: &Wire) -> io::Result<Vec<Item>> {
             What::Item => items.push(wire.hear_item(&message).await?),
             What::End if message.read::<usize>()? == items.len() => return Ok(items),
             What::No => return Err(invalid(message.read::<Reason>()?.why)),
-            other => return Err(invalid(format!("{other:?} where an item was due"))),
+            other => return Err(invalid(format!("{other:?} instead of an item"))),
         }
     }
 }
@@ -126,17 +129,17 @@ fn read(wire: Wire, who: Who, items: Vec<Item>) -> Result<Taken, String> {
             }
             other => {
                 return Err(format!(
-                    "it hands over a {other:?}, which is not known here; use a newer program"
+                    "it hands over a {other:?}, which this program does not support; use a newer program"
                 ));
             }
         }
     }
-    let (process, descriptors) = process.ok_or("it handed over no process")?;
+    let (process, descriptors) = process.ok_or("it did not hand over its process state")?;
     if process.names.len() != descriptors.len() {
         return Err("descriptors are missing".to_owned());
     }
     let named = process.names.iter().cloned().zip(descriptors).collect();
-    let hypervisor = hypervisor.ok_or("it handed over no door")?;
+    let hypervisor = hypervisor.ok_or("it did not hand over its hypervisor API")?;
     Ok(Taken { wire, pid: who.pid, program: who.program, process, named, hypervisor, sandboxes, wireguard })
 }
 
@@ -188,7 +191,7 @@ impl Taken {
             Ok(message) if message.what == What::Yours => Ok(()),
             Ok(message) => {
                 let said =
-                    message.read().map_or_else(|_| "it does not say why".to_owned(), |Reason { why }| why);
+                    message.read().map_or_else(|_| "it gave no reason".to_owned(), |Reason { why }| why);
                 Err(TakeError::No(said))
             }
             // No message, and the connection is closed. If the old process is dead, only this one is left to continue.
@@ -196,7 +199,7 @@ impl Taken {
                 Ok(Ok(_)) => {
                     tracing::warn!(
                         pid = self.pid,
-                        "the old process died before its last word; this one goes on"
+                        "the old relay exited before it confirmed the handover; this one takes over"
                     );
                     Ok(())
                 }

@@ -53,7 +53,7 @@ pub(crate) async fn serve(listener: OwnedFd, giver: Arc<Mutex<Giver>>) {
     let listener = match reactor::register(listener, Interest::READABLE) {
         Ok(listener) => listener,
         Err(error) => {
-            tracing::error!(%error, "an upgrade of the relay will cost its pods: takeover.sock is not served");
+            tracing::error!(%error, "takeover.sock is not served: an upgrade of the relay will end its pods");
             return std::future::pending().await;
         }
     };
@@ -67,7 +67,7 @@ pub(crate) async fn serve(listener: OwnedFd, giver: Arc<Mutex<Giver>>) {
             Ok(connection) if open.len() < CONNECTIONS => {
                 open.spawn(one(connection, giver.clone()));
             }
-            Ok(_) => tracing::warn!("a takeover is refused: too many ask"),
+            Ok(_) => tracing::warn!("handover refused: too many processes request one"),
             Err(error) => {
                 tracing::warn!(%error, "accept on takeover.sock failed");
                 tokio::time::sleep(Duration::from_millis(100)).await;
@@ -78,20 +78,20 @@ pub(crate) async fn serve(listener: OwnedFd, giver: Arc<Mutex<Giver>>) {
 
 async fn one(connection: OwnedFd, giver: Arc<Mutex<Giver>>) {
     if let Err(error) = check_peer(&connection) {
-        tracing::warn!(%error, "a takeover is refused");
+        tracing::warn!(%error, "handover refused");
         return;
     }
     let Ok(wire) = Wire::new(connection) else { return };
     let asked = match timeout(HELLO, hello(&wire)).await {
         Ok(Ok(who)) => match giver.try_lock() {
             Ok(giver) => giver.hand_over(&wire, &who).await,
-            Err(_) => Err(invalid("another process takes over just now")),
+            Err(_) => Err(invalid("another handover is under way")),
         },
         Ok(Err(error)) => Err(error),
         Err(_) => Err(io::ErrorKind::TimedOut.into()),
     };
     if let Err(error) = asked {
-        tracing::warn!(%error, "no takeover; this process goes on");
+        tracing::warn!(%error, "handover failed; this process goes on");
         // The peer may be gone.
         drop(timeout(HELLO, wire.say(What::No, &Reason { why: error.to_string() })).await);
     }
@@ -101,14 +101,14 @@ async fn one(connection: OwnedFd, giver: Arc<Mutex<Giver>>) {
 async fn hello(wire: &Wire) -> io::Result<Who> {
     let message = wire.hear().await?;
     if message.what != What::Hello {
-        return Err(invalid("it did not say hello"));
+        return Err(invalid("its first message is not a Hello"));
     }
     let who: Who = message.read()?;
     let (oldest, newest) = who.versions;
     if newest < OLDEST || oldest > VERSION {
         return Err(invalid(format!(
-            "the running peerpod-relay {} hands over in version {OLDEST} to {VERSION}, the new one ({}) understands {oldest} to {newest}; \
-             upgrade by way of a version between them",
+            "the running peerpod-relay {} hands over in version {OLDEST} to {VERSION}, the new one ({}) \
+             supports {oldest} to {newest}; upgrade by way of a version between them",
             env!("CARGO_PKG_VERSION"),
             who.program
         )));
@@ -122,7 +122,7 @@ struct SaysNo<'a>(&'a Wire);
 impl Drop for SaysNo<'_> {
     fn drop(&mut self) {
         // The peer may be gone. If it misses this message, it sees the connection close and this process still running.
-        drop(self.0.say_now(What::No, br#"{"why":"the new process had not taken over in time, or the running one ends; its log says which"}"#));
+        drop(self.0.say_now(What::No, br#"{"why":"the new process had not taken over in time, or the running one ends; its log gives the reason"}"#));
     }
 }
 
@@ -136,7 +136,7 @@ impl Giver {
             versions: (version, version),
         };
         wire.say(What::Welcome, &us).await?;
-        tracing::info!(to = to.pid, program = to.program, "another process takes over");
+        tracing::info!(to = to.pid, program = to.program, "handover to another process begins");
         let began = Instant::now();
         // Dropped in this order when the function returns, which resumes everything.
         let (_thaw, thawed) = oneshot::channel();
@@ -154,11 +154,10 @@ impl Giver {
             wire.say(What::End, &count).await?;
             let answer = wire.hear().await?;
             if answer.what != What::Taken {
-                let why =
-                    answer.read().map_or_else(|_| "it did not say why".to_owned(), |Reason { why }| why);
+                let why = answer.read().map_or_else(|_| "it gave no reason".to_owned(), |Reason { why }| why);
                 return Err(invalid(format!("the new process does not take over: {why}")));
             }
-            tracing::info!(to = to.pid, items = count, sent_in = ?sent, still_for = ?began.elapsed(), "another process takes over now; this one leaves");
+            tracing::info!(to = to.pid, items = count, sent_in = ?sent, still_for = ?began.elapsed(), "handover to another process complete; this process exits");
             // This message transfers ownership and cannot be undone. Nothing may come between it and the exit, not even
             // a log line, which could block without a reader.
             wire.say_now(What::Yours, b"{}")?;

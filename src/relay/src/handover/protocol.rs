@@ -161,7 +161,7 @@ impl Wire {
             u32::try_from(item.descriptors.len()).map_err(|_| invalid("too many descriptors"))?;
         let announced = Announced { kind: item.kind.clone(), bytes: item.body.len() as u64, descriptors };
         if announced.bytes > ITEM || descriptors > DESCRIPTORS {
-            return Err(invalid(format!("a {} item is larger than what can be handed over", item.kind)));
+            return Err(invalid(format!("a {} item exceeds the size limit of a handover", item.kind)));
         }
         self.say(What::Item, &announced).await?;
         for piece in item.body.chunks(PACKET) {
@@ -190,7 +190,9 @@ impl Wire {
     pub(super) async fn hear_item(&self, announced: &Message) -> io::Result<Item> {
         let Announced { kind, bytes, descriptors } = announced.read()?;
         if bytes > ITEM || descriptors > DESCRIPTORS {
-            return Err(invalid(format!("a {kind} item of {bytes} bytes and {descriptors} descriptors")));
+            return Err(invalid(format!(
+                "a {kind} item of {bytes} bytes and {descriptors} descriptors exceeds the limits of a handover"
+            )));
         }
         let mut item = Item { kind, body: Vec::new(), descriptors: Vec::new() };
         while (item.body.len() as u64) < bytes {
@@ -199,7 +201,7 @@ impl Wire {
                 || piece.body.is_empty()
                 || item.body.len() + piece.body.len() > bytes as usize
             {
-                return Err(invalid(format!("a {} item is not what was announced", item.kind)));
+                return Err(invalid(format!("a {} item differs from its announcement", item.kind)));
             }
             item.body.extend_from_slice(&piece.body);
         }
@@ -218,7 +220,7 @@ fn put(socket: BorrowedFd<'_>, what: What, body: &[u8], descriptors: &[BorrowedF
     let mut room = [MaybeUninit::uninit(); ROOM];
     let mut control = SendAncillaryBuffer::new(&mut room);
     if !descriptors.is_empty() && !control.push(SendAncillaryMessage::ScmRights(descriptors)) {
-        return Err(invalid("the descriptors do not fit"));
+        return Err(invalid("the descriptors do not fit in one message"));
     }
     let kind = [what as u8];
     let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;

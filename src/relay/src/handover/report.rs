@@ -25,7 +25,7 @@ pub(crate) async fn failed(run_dir: &Path, [namespace, name, uid]: [String; 3], 
     };
     match tokio::time::timeout(PATIENCE, told).await {
         Ok(Ok(_)) => {}
-        Ok(Err(error)) => tracing::warn!(socket, %error, "the node is not told why the take-over failed"),
-        Err(_) => tracing::warn!(socket, "the node is not told why the take-over failed: it does not answer"),
+        Ok(Err(error)) => tracing::warn!(socket, %error, "cannot report the failed handover to the node"),
+        Err(_) => tracing::warn!(socket, "cannot report the failed handover to the node: it does not answer"),
     }
 }

@@ -41,7 +41,7 @@ async fn an_item_of_any_size_arrives_with_all_its_descriptors() {
 }
 
 #[tokio::test]
-async fn what_is_not_as_announced_or_too_much_is_refused() {
+async fn wrong_or_oversized_items_are_refused() {
     let announce = |bytes: u64, descriptors: u64| serde_json::json!({ "kind": "sandbox", "bytes": bytes, "descriptors": descriptors });
     for (bytes, descriptors, then) in [
         (1 << 40, 0, None),
@@ -63,10 +63,10 @@ async fn what_is_not_as_announced_or_too_much_is_refused() {
 }
 
 #[tokio::test]
-async fn after_the_last_words_nothing_can_be_said_any_more() {
+async fn no_message_can_follow_a_drain() {
     let (old, new) = pair();
     old.say_now(What::Yours, b"{}").unwrap();
-    assert_eq!(new.drain().unwrap().what, What::Yours, "said in time");
+    assert_eq!(new.drain().unwrap().what, What::Yours, "sent in time");
     let (old, new) = pair();
     new.drain().unwrap_err();
     old.say_now(What::Yours, b"{}").unwrap_err();

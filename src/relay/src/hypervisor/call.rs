@@ -68,7 +68,7 @@ pub(crate) fn read(body: &[u8]) -> Result<Incoming, Refused> {
         message: format!("read {what}: {why}"),
     };
     let request = ttrpc_frame::Request::parse_from_bytes(body)
-        .map_err(|error| invalid("the request's envelope", &error))?;
+        .map_err(|error| invalid("the request's ttrpc header", &error))?;
     let mut pod = None;
     let id = match (request.service.as_str(), request.method.as_str()) {
         ("hypervisor.Hypervisor", "CreateVM") => {

@@ -57,17 +57,17 @@ pub(super) type Shown = io::Result<(ConnState, OwnedFd)>;
 /// Reason why a connection ended, for the log.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum End {
-    #[error("the shim closed it")]
+    #[error("the shim closed the connection")]
     Closed,
     #[error("{0}")]
     Io(#[from] io::Error),
-    #[error("not ttrpc: a frame of type {0}")]
+    #[error("not ttrpc: the shim sent a frame of type {0}")]
     Garbage(u8),
     #[error("a frame was not complete after {FRAME_WITHIN:?}")]
     Stalled,
-    #[error("{ANSWERS} answers were not read")]
+    #[error("the shim left {ANSWERS} answers unread")]
     DoesNotRead,
-    #[error("the relay stops")]
+    #[error("the relay is stopping")]
     Stopping,
 }
 
@@ -160,7 +160,10 @@ impl Conn {
                         Input::Body { header, body: BytesMut::from(body) }
                     }
                     _ => {
-                        return Err(io::Error::new(io::ErrorKind::InvalidData, "a frame longer than itself"));
+                        return Err(io::Error::new(
+                            io::ErrorKind::InvalidData,
+                            "the kept part of a frame is longer than the frame",
+                        ));
                     }
                 }
             }

@@ -19,7 +19,7 @@ const STEP: Duration = Duration::from_secs(1);
 const EVENTS: usize = 4096;
 
 fn late() -> io::Error {
-    io::Error::new(io::ErrorKind::TimedOut, "the connections to hypervisor.sock did not stand still")
+    io::Error::new(io::ErrorKind::TimedOut, "the connections to hypervisor.sock did not pause in time")
 }
 
 impl HypervisorProxy {

@@ -234,7 +234,7 @@ impl Queue {
         }
         if self.calls.len() >= self.limits.calls || self.bytes + size > self.limits.bytes {
             return Some(format!(
-                "{} calls of {} bytes wait for peerpod-node, which is the bound; see that it runs",
+                "{} calls of {} bytes wait for peerpod-node, which is the limit; check that it runs",
                 self.calls.len(),
                 self.bytes
             ));
@@ -405,7 +405,7 @@ impl Queue {
         let why = match (call.sent, &self.node) {
             (Some(_), _) => "peerpod-node did not answer within the caller's deadline",
             (None, Node::Ready) => "an earlier call of this sandbox did not end within the caller's deadline",
-            (None, _) => "peerpod-node was away until the caller's deadline; see that it runs",
+            (None, _) => "peerpod-node was away until the caller's deadline; check that it runs",
         };
         let sandbox = call.kind.id().cloned();
         self.finish(id, call::status(code::DEADLINE_EXCEEDED, why));

@@ -214,7 +214,7 @@ fn exchange(mut stream: Stream, what: &[u8]) {
 }
 
 #[test]
-fn a_hundred_at_once_in_both_families_are_carried_and_the_addresses_are_the_clients_own() {
+fn a_hundred_connections_in_both_families_reach_the_vm_with_the_clients_addresses() {
     let pod = Pod::new();
     let _serving = pod.serve();
     for (host, all) in [("127.0.0.1", "127.0.0.1:8080"), ("::1", "[::1]:8080")] {
@@ -285,7 +285,7 @@ fn the_charts_capabilities_of_the_node_are_enough_to_redirect() {
 }
 
 #[test]
-fn a_listener_in_the_nodes_side_keeps_its_connections() {
+fn a_listener_in_the_pods_netns_on_the_node_keeps_its_connections() {
     let pod = Pod::new();
     let _serving = pod.serve();
     let _inside = [pod.listen("127.0.0.1:7000"), pod.listen("[::1]:7000")];
@@ -309,7 +309,7 @@ fn a_listener_in_the_nodes_side_keeps_its_connections() {
 }
 
 #[test]
-fn another_node_hands_in_again_and_the_kernel_refuses_after_the_relay_is_gone() {
+fn a_new_node_passes_listeners_again_and_the_kernel_refuses_without_the_relay() {
     let pod = Pod::new();
     let first = pod.serve();
     let listener = pod.listen("127.0.0.1:8080");

@@ -46,7 +46,7 @@ pub(crate) enum Gone {
     #[error("the guest of sandbox {0} is not connected")]
     NotConnected(SandboxId),
     /// The guest program was replaced, or its sandbox deleted, before the answer.
-    #[error("the guest program of sandbox {0} is gone; ask the one that comes")]
+    #[error("the guest program of sandbox {0} was replaced; call the new one")]
     Replaced(SandboxId),
     /// The limit is reached.
     #[error("{CALLS} calls wait for the guest of sandbox {0}; wait for their answers")]
@@ -218,7 +218,7 @@ impl Guest {
         match reply {
             Ok(reply) if allowed => self.keep_status(&reply),
             Err(error) if allowed => {
-                tracing::warn!(sandbox = %self.id, pod = self.pod(), %error, bytes = message.len(), "message of the guest not understood");
+                tracing::warn!(sandbox = %self.id, pod = self.pod(), %error, bytes = message.len(), "cannot decode a message of the guest");
             }
             _ => {
                 self.metrics.guest_words_dropped.inc();
@@ -242,7 +242,7 @@ impl Guest {
         match event {
             LinkEvent::Up { resumed, session, peer, version } => {
                 self.set_up(true);
-                let session = hex::encode(&session.0);
+                let session = hex::encode(session.0);
                 self.states.change(&self.id, |state| {
                     state.reconnects = if resumed { state.reconnects + 1 } else { 0 };
                     state.guest_connected = true;
@@ -257,12 +257,12 @@ impl Guest {
             LinkEvent::Down { reason } => {
                 self.set_up(false);
                 self.states.change(&self.id, |state| state.guest_connected = false);
-                tracing::info!(sandbox = %self.id, pod = self.pod(), reason, "guest not connected");
+                tracing::info!(sandbox = %self.id, pod = self.pod(), reason, "guest disconnected");
             }
             LinkEvent::SessionLost => {
                 self.metrics.sessions_lost.inc();
                 self.fail_calls();
-                tracing::warn!(sandbox = %self.id, pod = self.pod(), "the guest program was replaced; its calls are answered unavailable");
+                tracing::warn!(sandbox = %self.id, pod = self.pod(), "the guest program was replaced; its pending calls get UNAVAILABLE");
             }
         }
     }
@@ -367,7 +367,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_guest_that_talks_without_end_is_not_listened_to() {
+    async fn a_flooding_guest_is_ignored() {
         let (states, guest) = guest();
         guest.link(up(1, false));
         let before = states.newer("", 0).await.version;
@@ -378,7 +378,7 @@ mod tests {
         assert!((50..100).contains(&told), "{told}");
         let mut call = guest.call().unwrap();
         guest.reply(&answer(call.id, "asked"));
-        assert!((&mut call.answer).await.unwrap().is_ok(), "an answer is always heard");
+        assert!((&mut call.answer).await.unwrap().is_ok(), "an answer always arrives");
     }
 
     #[test]
@@ -392,7 +392,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn sessions_reconnects_and_connections_are_told() {
+    async fn sessions_reconnects_and_connections_are_reported() {
         let (states, guest) = guest();
         guest.link(up(1, false));
         guest.link(up(1, true));

@@ -76,7 +76,7 @@ impl Sandboxes {
             match self.show(live).await {
                 Ok(Some(handed)) => all.push(handed),
                 Ok(None) => {
-                    tracing::warn!(sandbox = %id, "a sandbox whose endpoint failed is not handed over")
+                    tracing::warn!(sandbox = %id, "the sandbox's endpoint failed, so it is not handed over")
                 }
                 Err(error) => return Err(format!("sandbox {id}: {error}")),
             }
@@ -151,7 +151,7 @@ impl Sandboxes {
         let Prepared { record, state, guest, endpoint, handle, listener, localhost } = prepared;
         let (id, pod) = (record.id.clone(), record.pod.clone());
         if let Err(error) = self.take_certificates(&record, &[]) {
-            tracing::error!(sandbox = %id, pod, %error, "the sandbox's guest is not known again");
+            tracing::error!(sandbox = %id, pod, %error, "cannot register the certificates of the sandbox's guest");
         }
         self.states.put_shown(&id, &pod, guest.traffic.clone(), &state);
         let (path, metrics) = (record.agent_socket.clone(), self.metrics.clone());
@@ -162,6 +162,6 @@ impl Sandboxes {
         });
         let slot = self.table().slots.entry(id.clone()).or_default().clone();
         *slot.lock().await = Some(live);
-        tracing::info!(sandbox = %id, pod, "sandbox is served by this process now");
+        tracing::info!(sandbox = %id, pod, "this process now serves the sandbox");
     }
 }

@@ -267,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn an_answer_has_what_changed_since_and_nothing_else() {
+    fn an_answer_has_only_the_changes_since_the_last_one() {
         let mut core = Core::default();
         for name in ["a", "b", "c"] {
             core.put(&id(name), "", Arc::default());
@@ -296,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn many_words_of_guests_come_in_several_answers() {
+    fn many_guest_messages_come_in_several_answers() {
         let mut core = Core::default();
         for n in 0..40 {
             let id = id(&format!("s{n}"));

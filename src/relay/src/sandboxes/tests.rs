@@ -67,7 +67,7 @@ async fn a_put_sandbox_listens_and_a_deleted_one_leaves_nothing() {
 }
 
 #[tokio::test]
-async fn a_socket_that_somebody_removed_is_there_again_after_the_next_put() {
+async fn a_removed_socket_is_restored_by_the_next_put() {
     let world = World::new("removed");
     let record = world.record("a", 1);
     world.sandboxes.put(record.clone(), ()).await.unwrap();
@@ -115,7 +115,7 @@ async fn a_new_process_serves_the_same_sandboxes() {
 }
 
 #[tokio::test]
-async fn a_put_whose_caller_left_leaves_no_record_behind_a_later_delete() {
+async fn an_abandoned_put_leaves_no_record_after_a_later_delete() {
     let world = World::new("left");
     let record = world.record("a", 1);
     for _ in 0..50 {
@@ -160,7 +160,7 @@ async fn puts_and_deletes_at_once_end_consistent() {
 }
 
 #[tokio::test]
-async fn a_sandbox_whose_endpoint_ends_early_is_served_by_another_one() {
+async fn an_endpoint_that_ends_early_is_replaced() {
     let world = World::new("panic");
     let record = world.record("a", 1);
     world.sandboxes.put(record.clone(), ()).await.unwrap();
@@ -171,7 +171,7 @@ async fn a_sandbox_whose_endpoint_ends_early_is_served_by_another_one() {
         // Ends the task at any point, as a panic does.
         slot.lock().await.as_ref().unwrap().endpoint.abort();
         let closed = tokio::time::timeout(PATIENCE, shim.read(&mut [0])).await.unwrap();
-        assert!(matches!(closed, Ok(0) | Err(_)), "the shim hears of it");
+        assert!(matches!(closed, Ok(0) | Err(_)), "the shim sees the end");
         let anew = async {
             while world.sandboxes.get(&record.id).is_none_or(|now| Arc::ptr_eq(&now.guest, &before.guest)) {
                 tokio::time::sleep(Duration::from_millis(5)).await;
@@ -200,7 +200,7 @@ async fn an_endpoint_that_panics_is_counted_and_served_by_another_one() {
     let (mut shim, adopted) = UnixStream::pair().unwrap();
     before.endpoint.adopt(adopted);
     let closed = tokio::time::timeout(PATIENCE, shim.read(&mut [0])).await.unwrap();
-    assert!(matches!(closed, Ok(0) | Err(_)), "the shim hears of it");
+    assert!(matches!(closed, Ok(0) | Err(_)), "the shim sees the end");
     let anew = async {
         while world.sandboxes.get(&record.id).is_none_or(|now| Arc::ptr_eq(&now.guest, &before.guest)) {
             tokio::time::sleep(Duration::from_millis(5)).await;

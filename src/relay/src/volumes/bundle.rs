@@ -99,7 +99,7 @@ pub(super) fn place(volumes: &[Volume], source: &Path) -> Result<Option<Place>, 
     let mut found = volumes.iter().enumerate().filter(same).map(|(at, _)| at);
     let Some(volume) = found.next() else { return Ok(None) };
     if found.next().is_some() {
-        return Err(format!("{} is of a file system that two volumes are published with", source.display()));
+        return Err(format!("{} is on a file system that two volumes share", source.display()));
     }
     let path = root_of(source)?;
     Ok(Some(Place { volume, path }))
@@ -114,7 +114,7 @@ fn is_mount(target: &Path, device: u64) -> bool {
 /// Returns the part of the file system that is mounted at a path, from the kernel's list of mounts.
 fn root_of(mounted: &Path) -> Result<PathBuf, String> {
     let failed =
-        |why: &str| format!("find out which part of its volume is mounted at {}: {why}", mounted.display());
+        |why: &str| format!("find the part of the volume that is mounted at {}: {why}", mounted.display());
     let list =
         read_file(Path::new("/proc/self/mountinfo"), MAX_MOUNTS).map_err(|e| failed(&e.to_string()))?;
     let list = String::from_utf8_lossy(&list);
@@ -124,12 +124,13 @@ fn root_of(mounted: &Path) -> Result<PathBuf, String> {
         let (root, place) = (fields.next()?, fields.next()?);
         (unescape(place) == mounted.as_os_str().as_encoded_bytes()).then(|| unescape(root))
     });
-    let root = root.and_then(|root| String::from_utf8(root).ok()).ok_or_else(|| failed("it is no mount"))?;
+    let root =
+        root.and_then(|root| String::from_utf8(root).ok()).ok_or_else(|| failed("it is not a mount"))?;
     let path = PathBuf::from(root.trim_start_matches('/'));
     if path.components().all(|part| matches!(part, Component::Normal(_))) {
         Ok(path)
     } else {
-        Err(failed(&format!("{root:?} is none")))
+        Err(failed(&format!("{root:?} is not a path in the volume")))
     }
 }
 
@@ -193,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn a_source_below_a_target_is_that_volumes() {
+    fn a_source_below_a_target_belongs_to_that_volume() {
         let volume = |path: &str| Volume { target_path: path.into(), ..Volume::default() };
         let volumes = [volume("/pods/u/v1/mount"), volume("/pods/u/v10/mount")];
         let of = |path: &str| place(&volumes, Path::new(path)).unwrap();

@@ -44,7 +44,7 @@ pub(crate) fn create_container(
     let bytes = request.write_to_bytes().map_err(unreadable)?;
     if bytes.len() > MAX_PAYLOAD {
         return Err(format!(
-            "with its volumes CreateContainer has {} bytes, more than {MAX_PAYLOAD}",
+            "CreateContainer with its volumes has {} bytes, more than {MAX_PAYLOAD}",
             bytes.len()
         ));
     }
@@ -60,7 +60,7 @@ fn rewrite(
     if container.storages.iter().any(|storage| storage.driver == OURS)
         || container.devices.iter().any(|device| device.type_ == OURS)
     {
-        return Err(format!("the request has a {OURS} already, which only the relay adds"));
+        return Err(format!("the request already has a {OURS}, which only the relay adds"));
     }
     let Some(oci) = container.OCI.as_mut() else { return Ok(()) };
     let spec = match oci.Annotations.get(BUNDLE) {
@@ -70,7 +70,7 @@ fn rewrite(
     let sources: Vec<&str> = oci.Mounts.iter().map(|mount| mount.source.as_str()).collect();
     if let Some(folder) = copies.unused(&container.container_id, &sources) {
         return Err(format!(
-            "a volume was copied to {folder}, and no mount of the container has that for its source"
+            "the shim copied a volume to {folder}, and no mount of the container has that source"
         ));
     }
     let mut used = vec![false; volumes.len()];
@@ -120,7 +120,7 @@ fn place(
         Some(Folder::Volume(id)) => volumes.iter().position(|volume| volume.id == *id),
         Some(Folder::Stranger) => {
             return Err(here(
-                "it has the marker of a volume that is not among those that this pod had when its VM was made; start the pod \
+                "it has the marker of a volume that the pod did not have when its VM was made; start the pod \
                  anew",
             ));
         }
@@ -135,7 +135,7 @@ fn place(
     match (by_bundle, marked) {
         (Some(place), Some(marked)) if place.volume != marked => {
             let (one, other) = (&volumes[place.volume].name, &volumes[marked].name);
-            Err(here(&format!("by its source it is volume {one}, by its marker {other}")))
+            Err(here(&format!("its source names volume {one}, its marker {other}")))
         }
         (Some(place), _) => Ok(Some(place)),
         (None, Some(volume)) => Ok(Some(Place { volume, path: "".into() })),
@@ -147,15 +147,17 @@ fn place(
                     && may_be_files(volumes) =>
             {
                 Err(here(&format!(
-                    "it may be a subPath of a volume, which only the container's bundle can tell: {why}"
+                    "it may be a subPath of a volume, and the container's bundle cannot be read to decide: \
+                     {why}"
                 )))
             }
             Err(_) => Ok(None),
             Ok(spec) => {
                 match spec.source(&mount.destination).and_then(|source| subpath_of(volumes, source)) {
                     Some(name) => Err(here(&format!(
-                        "it is a subPath of volume {name}, and which part of it cannot be seen: kubelet's folder must be mounted in \
-                     the relay's container at the same path, with mountPropagation HostToContainer"
+                        "it is a subPath of volume {name}, and the relay cannot see it: mount kubelet's \
+                         folder in the relay's container at the same path, with mountPropagation \
+                         HostToContainer"
                     ))),
                     None => Ok(None),
                 }
@@ -192,8 +194,8 @@ fn devices(
         let Some((place, id)) = path.rsplit_once('/').filter(|(_, id)| is_volume_id(id)) else { continue };
         let Some(volume) = volumes.iter().find(|volume| volume.block && volume.id == id) else {
             return Err(format!(
-                "device {place}: it is a raw volume that is not among those that this pod had when its VM was made; start the \
-                 pod anew"
+                "device {place}: it is a raw volume that the pod did not have when its VM was made; start \
+                 the pod anew"
             ));
         };
         for device in linux.Devices.iter_mut().filter(|device| device.Path == path) {

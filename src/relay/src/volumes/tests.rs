@@ -119,11 +119,11 @@ fn a_mount_is_a_volume_by_its_marker_where_there_is_no_bundle() {
     assert_eq!(made.OCI.Mounts[1].source, format!("/run/peerpod/volumes/{}", "b".repeat(32)));
     assert_eq!(made.OCI.Mounts[0], request.OCI.Mounts[0]);
     assert_eq!(made.storages.len(), 1);
-    assert_eq!(copies, Copies::default(), "what was copied for it is forgotten");
+    assert_eq!(copies, Copies::default(), "its copies are forgotten");
 }
 
 #[test]
-fn what_cannot_be_matched_fails_the_container() {
+fn an_unmatched_volume_fails_the_container() {
     let volumes = volumes();
     let refused = |noted: &[CopyFileRequest], bundle: Option<&Bundle>, mounts: Vec<Mount>| {
         let mut copies = Copies::default();
@@ -139,11 +139,11 @@ fn what_cannot_be_matched_fails_the_container() {
     let bundle =
         Bundle::new("clash", r#"{"mounts":[{"destination":"/x","source":"/pods/u/volumes/b/mount"}]}"#);
     let why = refused(&known, Some(&bundle), vec![bind("/x", "c1-1-x")]);
-    assert!(why.contains("by its source it is volume pvc-b, by its marker pvc-a"), "{why}");
+    assert!(why.contains("its source names volume pvc-b, its marker pvc-a"), "{why}");
 }
 
 #[test]
-fn a_bundle_that_is_none_is_not_believed_and_not_waited_for() {
+fn an_invalid_bundle_is_refused_without_waiting() {
     let volumes = volumes();
     let mut copies = Copies::default();
     copies.note(&volumes, &folder("c1-1-x"));
@@ -202,7 +202,7 @@ fn a_raw_device_that_is_no_volume_of_the_pod_fails_the_container() {
 }
 
 #[test]
-fn nobody_else_says_our_words() {
+fn a_request_with_the_relays_storage_type_is_refused() {
     let mut request = container(None, Vec::new());
     let storage = peerpod_proto::intercept::Storage { driver: "peerpod-volume".into(), ..Default::default() };
     request.storages.push(storage);

@@ -42,7 +42,7 @@ fn a_peer_waits_for_the_data_plane_and_belongs_to_one_sandbox() {
 }
 
 #[test]
-fn a_peer_that_makes_no_sense_is_refused() {
+fn an_invalid_peer_is_refused() {
     let plane = WireGuard::default();
     for wrong in [
         TunnelPeer { key: vec![1; 31], ..peer(2) },
@@ -83,7 +83,7 @@ fn figures(plane: &WireGuard) -> (bool, u64) {
 }
 
 #[tokio::test]
-async fn a_hand_in_that_fails_leaves_the_data_plane_that_runs() {
+async fn a_failed_handoff_keeps_the_running_data_plane() {
     let (netns, plane, key) = (Netns::scratch().unwrap(), WireGuard::default(), key());
     let tun = device(&netns).unwrap();
     let ours = socket();
@@ -116,7 +116,7 @@ async fn another_device_takes_over_with_the_same_sessions_and_the_same_port() {
 }
 
 #[tokio::test]
-async fn a_node_may_hand_in_the_device_that_is_carried_already() {
+async fn a_node_may_pass_the_running_device_again() {
     let (netns, plane) = (Netns::scratch().unwrap(), WireGuard::default());
     let tun = device(&netns).unwrap();
     let copy = || tun.as_fd().try_clone_to_owned().unwrap();
@@ -128,7 +128,7 @@ async fn a_node_may_hand_in_the_device_that_is_carried_already() {
 }
 
 #[tokio::test]
-async fn a_data_plane_whose_device_is_deleted_is_reported_and_gives_everything_back() {
+async fn a_data_plane_without_its_device_is_reported_and_releases_everything() {
     let (netns, plane, key) = (Netns::scratch().unwrap(), WireGuard::default(), key());
     plane.put(&id("a"), Some(&peer(2))).unwrap();
     let ours = socket();
@@ -138,7 +138,7 @@ async fn a_data_plane_whose_device_is_deleted_is_reported_and_gives_everything_b
     assert!(netns.run(delete).unwrap().unwrap().success());
     let since = Instant::now();
     while plane.held(None).await.is_some() {
-        assert!(since.elapsed() < PATIENCE, "nobody noticed");
+        assert!(since.elapsed() < PATIENCE, "the relay did not notice the deletion");
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
     assert_eq!(figures(&plane), (false, 1));

@@ -129,7 +129,7 @@ async fn a_guest_is_dialled_until_it_is_there_again_when_it_is_cut_and_never_aft
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn who_answers_as_another_sandbox_s_guest_is_dropped() {
+async fn a_guest_of_another_sandbox_is_dropped() {
     let world = World::new("impostor").await;
     world.configure().await;
     let (own, other) = (world.ca.client(), world.ca.client());
@@ -155,7 +155,7 @@ async fn who_answers_as_another_sandbox_s_guest_is_dropped() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_ticket_counts_where_its_own_vm_was_dialled() {
+async fn a_ticket_is_valid_only_from_its_own_dialled_vm() {
     let world = World::new("dialled").await;
     world.configure().await;
     let memory = Arc::new(Memory::default());
@@ -174,7 +174,7 @@ async fn a_ticket_counts_where_its_own_vm_was_dialled() {
     world.put_waiting("a", &[], vec![wrong.local_addr().unwrap().to_string()]).await;
     let mut stream = answer(&wrong, &world.ca, None).await;
     let reply = soon("the end", claim::ask(&mut stream, &claim)).await;
-    assert!(reply.is_err(), "no certificate is handed out: {reply:?}");
+    assert!(reply.is_err(), "the relay issues no certificate: {reply:?}");
     let right = TcpListener::bind("127.0.0.1:0").await.unwrap();
     world.put_waiting("sb", &[], vec![right.local_addr().unwrap().to_string()]).await;
     let mut stream = answer(&right, &world.ca, None).await;

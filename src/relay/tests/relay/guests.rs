@@ -115,7 +115,7 @@ async fn a_session_without_a_certificate_and_garbage_are_refused() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn those_who_stall_are_dropped_and_cannot_take_all_places() {
+async fn stalled_connections_are_dropped_and_cannot_take_all_places() {
     let world = World::new("stall").await;
     world.configure().await;
     let started = Instant::now();
@@ -147,7 +147,7 @@ async fn those_who_stall_are_dropped_and_cannot_take_all_places() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn before_it_is_configured_the_relay_has_nothing_to_say_to_guests() {
+async fn an_unconfigured_relay_refuses_guests() {
     let world = World::new("unconfigured").await;
     assert!(dial(world.listen, world.ca.sha256(), None).await.is_err());
     world.configure().await;

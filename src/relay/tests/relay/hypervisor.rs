@@ -98,7 +98,7 @@ async fn a_stop_with_the_node_dead_is_recorded_within_its_second_and_cancels_the
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_stop_a_hanging_node_does_not_answer_goes_to_the_inbox_and_the_node_is_told() {
+async fn a_stop_unanswered_by_a_hung_node_goes_to_the_inbox_and_the_node_reads_it() {
     let world = World::new("slow").await;
     let memory = Arc::new(Memory::default());
     let _node = Node::start(&world, memory.clone()).await;
@@ -117,7 +117,7 @@ async fn a_stop_a_hanging_node_does_not_answer_goes_to_the_inbox_and_the_node_is
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_stop_whose_shim_left_is_still_a_stop() {
+async fn a_stop_survives_the_disconnect_of_its_shim() {
     let world = World::new("left").await;
     let mut shim = world.shim().await;
     shim.create("a").await;
@@ -131,7 +131,7 @@ async fn a_stop_whose_shim_left_is_still_a_stop() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_stop_that_cannot_be_recorded_is_an_honest_error() {
+async fn a_stop_that_cannot_be_recorded_is_an_error() {
     let world = World::new("disk").await;
     let inbox = world.config.state_dir.join("inbox");
     std::fs::remove_dir(&inbox).unwrap();
@@ -197,7 +197,7 @@ async fn garbage_closes_only_its_own_connection() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_end_of_a_creating_connection_is_told() {
+async fn the_end_of_a_creating_connection_is_reported() {
     let world = World::new("creator").await;
     let _node = Node::start(&world, Arc::default()).await;
     let mut shim = world.shim().await;
@@ -258,7 +258,7 @@ async fn half_open_connections_that_announce_4_mib_cost_nothing_like_it() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_happened_is_counted() {
+async fn calls_and_connections_are_counted() {
     let world = World::new("metrics").await;
     let mut shim = world.shim().await;
     shim.stop("a").await;

@@ -95,7 +95,7 @@ async fn it_serves_without_rights_and_stops_on_sigterm() {
 }
 
 #[tokio::test]
-async fn a_killed_one_is_replaced_at_the_same_names() {
+async fn a_killed_relay_is_replaced_at_the_same_sockets() {
     let base = folder("kill");
     let mut relay = Relay::start(&base);
     stop_is_answered(&base).await;
@@ -110,7 +110,7 @@ async fn a_killed_one_is_replaced_at_the_same_names() {
 }
 
 #[test]
-fn mistakes_in_the_settings_end_it_with_all_of_them() {
+fn it_exits_with_all_mistakes_in_the_settings() {
     let output = Command::new(env!("CARGO_BIN_EXE_peerpod-relay"))
         .args(["--paths.run-dir=x", "--relay.listen=nowhere", "--relay.max-handshakes=0"])
         .output()

@@ -89,7 +89,7 @@ impl Drop for Folder {
 }
 
 #[test]
-fn one_whose_place_was_taken_stays_until_it_is_told_to_end() {
+fn a_replaced_relay_stays_until_it_gets_a_signal() {
     let folder = Folder(std::env::temp_dir().join(format!("peerpod-replaced-{}", std::process::id())));
     let folder = folder.0.as_path();
     fs::create_dir_all(folder).unwrap();
@@ -98,7 +98,7 @@ fn one_whose_place_was_taken_stays_until_it_is_told_to_end() {
     until("the first one serves", || first.said("peerpod-relay serves"));
     let mut second = Kept::start(folder, "second");
     until("the second one has taken over", || second.said("took over from another process"));
-    until("the first one waits", || first.said("waiting to be told to end"));
+    until("the first one waits", || first.said("waiting for a signal to end"));
     assert_eq!(first.child(), None);
     assert!(first.0.try_wait().unwrap().is_none(), "it would be started again");
     first.tell(Signal::SIGTERM);
@@ -108,7 +108,7 @@ fn one_whose_place_was_taken_stays_until_it_is_told_to_end() {
     // The relay of the third supervisor is killed, which is no handover.
     let mut third = Kept::start(folder, "third");
     until("the third one has taken over", || third.said("took over from another process"));
-    until("the second one waits", || second.said("waiting to be told to end"));
+    until("the second one waits", || second.said("waiting for a signal to end"));
     kill(Pid::from_raw(third.child().unwrap()), Signal::SIGKILL).unwrap();
     assert_eq!(third.ended().code(), Some(137));
 

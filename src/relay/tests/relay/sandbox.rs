@@ -185,7 +185,7 @@ async fn a_restarted_relay_serves_again_without_the_node() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_node_calls_the_guest_and_hears_why_not() {
+async fn the_node_calls_the_guest_and_gets_the_errors() {
     let pod = Pod::new("calls").await;
     let client = pod.world.relay_client();
     let call = |id: &str, request: Request, patience: Duration| {

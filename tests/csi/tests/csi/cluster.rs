@@ -213,7 +213,7 @@ async fn without_the_custom_resources_it_names_the_command_and_goes_on_when_they
     let setup = Setup::new("crds", &["--csi.attach=driver", "--csi.node-id={name}"]).await?;
     setup.cluster.kubectl(&["delete", "crd", "peerpodvolumes.confidentialcontainers.org"])?;
     let (controller, node) = (setup.start("controller")?, setup.start("node")?);
-    wait_for("the controller says what to install", LIMIT, async || {
+    wait_for("the controller names the missing kinds", LIMIT, async || {
         let said = controller.process.said();
         let line = said.lines().find(|line| line.contains("the PeerpodVolumes cannot be followed"));
         Ok(line.map(|line| assert!(line.contains(INSTALL), "{line}")))
@@ -336,7 +336,7 @@ async fn the_driver_attaches_to_the_vm_and_detaches_when_it_is_gone() -> Result<
 /// Volumes are published and unpublished while the node role is killed at a different instant of each call. kubelet
 /// repeats unanswered calls.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_volume_that_no_pod_has_leaves_nothing() -> Result<()> {
+async fn a_volume_without_a_pod_leaves_nothing() -> Result<()> {
     const VOLUMES: u64 = 12;
     let setup = Setup::new("leaves", &[]).await?;
     let controller = setup.start("controller")?;

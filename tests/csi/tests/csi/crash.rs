@@ -363,7 +363,7 @@ impl Disk {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn killed_at_random_no_disk_is_lost_formatted_or_left_attached() -> Result<()> {
+async fn random_kills_lose_format_or_leave_no_disk() -> Result<()> {
     let cycles = if long() { 200 } else { 12 };
     let mut parties = Parties::start("ext4", 16).await?;
     let mut disks = Vec::new();
@@ -422,7 +422,7 @@ async fn killed_at_random_no_disk_is_lost_formatted_or_left_attached() -> Result
 /// Uses XFS: online growth of ext4 needs a capability that a containerised machine may lack, and a VM made of
 /// namespaces has its machine's capabilities.
 #[tokio::test(flavor = "multi_thread")]
-async fn kubelet_hears_of_a_volume_from_its_guest_and_has_it_grown_there() -> Result<()> {
+async fn the_guest_reports_and_grows_a_volume_for_kubelet() -> Result<()> {
     const MIB: i64 = 1 << 20;
     let parties = Parties::start("xfs", 320).await?;
     let mut disks = Vec::new();

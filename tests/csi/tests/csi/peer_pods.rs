@@ -235,7 +235,7 @@ async fn csi_sanity_passes_for_volumes_of_peer_pods() -> Result<()> {
     assert!(cases.count("passed") > 60);
     assert_eq!(setup.left()?, Vec::<PathBuf>::new());
     for call in calls::of(&setup.folder, "")? {
-        assert!(!call.to_string().contains("\"peerpod\""), "our word reached the driver: {call}");
+        assert!(!call.to_string().contains("\"peerpod\""), "our parameter reached the driver: {call}");
     }
     Ok(())
 }
@@ -290,7 +290,7 @@ async fn a_peer_pods_volume_is_recorded_and_the_driver_is_not_asked() -> Result<
                 let _: Empty = client.unary(PUBLISH, &request).await?;
             }
             assert_eq!(std::fs::read_link(setup.folder.path("devices/pv"))?, target);
-            assert_eq!(setup.folder.loops()?.len(), 2, "kubelet's own holds ours");
+            assert_eq!(setup.folder.loops()?.len(), 2, "kubelet's loop device backs our device");
             kubelet("unmap", &target)?;
             assert_eq!(setup.folder.mounts()?, std::slice::from_ref(&target));
             assert_eq!(setup.folder.loops()?.len(), 1);
@@ -412,7 +412,7 @@ async fn a_shares_secret_is_kept_for_the_pod_and_goes_with_it() -> Result<()> {
 }
 
 #[tokio::test]
-async fn only_yes_is_yes_and_what_is_not_ours_reaches_the_driver_as_it_was_sent() -> Result<()> {
+async fn only_true_opts_in_and_other_calls_pass_unchanged() -> Result<()> {
     let setup = Setup::new("optin", &["--disable-attach"]).await?;
     for bad in ["", "True", "yes"] {
         let refused = setup.create("bad", Some(bad)).await.unwrap_err().to_string();
@@ -444,7 +444,7 @@ async fn only_yes_is_yes_and_what_is_not_ours_reaches_the_driver_as_it_was_sent(
 }
 
 #[tokio::test]
-async fn a_disk_is_one_pods_until_its_vm_is_gone() -> Result<()> {
+async fn a_disk_belongs_to_one_pod_until_its_vm_is_gone() -> Result<()> {
     let mut setup = Setup::new("owner", &[]).await?;
     let (id, context) = setup.create("one", Some("1")).await?;
     let mut client = setup.node().await?;
@@ -489,7 +489,7 @@ async fn a_disk_is_one_pods_until_its_vm_is_gone() -> Result<()> {
 }
 
 #[tokio::test]
-async fn what_is_in_a_target_is_never_removed() -> Result<()> {
+async fn content_of_a_target_is_never_removed() -> Result<()> {
     let setup = Setup::new("careful", &[]).await?;
     let (id, context) = setup.create("one", Some("true")).await?;
     let mut client = setup.node().await?;
@@ -539,7 +539,7 @@ async fn a_pod_that_comes_back_while_its_vm_goes_has_its_volume_again() -> Resul
 }
 
 #[tokio::test]
-async fn what_could_not_be_read_again_is_refused_and_what_cannot_be_read_holds_up_no_other() -> Result<()> {
+async fn an_unreadable_publication_is_refused_and_blocks_no_other() -> Result<()> {
     let mut setup = Setup::new("bounds", &[]).await?;
     let mut client = setup.node().await?;
     let (large, large_context) = setup.create("large", Some("true")).await?;
@@ -568,7 +568,7 @@ async fn what_could_not_be_read_again_is_refused_and_what_cannot_be_read_holds_u
 
 /// Both roles are killed at random instants; kubelet repeats unanswered calls. In the end the state is exact.
 #[tokio::test(flavor = "multi_thread")]
-async fn killed_at_random_nothing_is_lost_or_left() -> Result<()> {
+async fn random_kills_lose_and_leave_nothing() -> Result<()> {
     let rounds = if long() { 200 } else { 20 };
     let mut setup = Setup::new("killed", &[]).await?;
     let mut volumes = Vec::new();

@@ -32,7 +32,7 @@ fn rows(folder: &Folder) -> Result<Vec<Row>> {
 }
 
 #[test]
-fn csi_sanity_says_the_same_with_and_without_us() -> Result<()> {
+fn csi_sanity_gives_the_same_result_with_and_without_us() -> Result<()> {
     let (mut direct_passed, mut through_passed) = (0, 0);
     let folder = Folder::new("rows")?;
     for (row, driver_flags, flags) in rows(&folder)? {
@@ -66,7 +66,7 @@ fn csi_sanity_says_the_same_with_and_without_us() -> Result<()> {
 /// Checks that unknown services, streams, metadata and a status with details have the same bytes as from the driver
 /// itself.
 #[tokio::test]
-async fn what_no_proto_of_ours_knows_passes_byte_for_byte() -> Result<()> {
+async fn unknown_messages_pass_byte_for_byte() -> Result<()> {
     let folder = Folder::new("bytes")?;
     let driver = Driver::start(&folder, &[])?;
     for role in ["controller", "node"] {
@@ -103,7 +103,7 @@ async fn what_no_proto_of_ours_knows_passes_byte_for_byte() -> Result<()> {
 }
 
 #[tokio::test]
-async fn who_leaves_leaves_the_driver_too() -> Result<()> {
+async fn a_cancelled_call_is_cancelled_at_the_driver() -> Result<()> {
     let folder = Folder::new("cancel")?;
     let _driver = Driver::start(&folder, &[])?;
     let wrapper = Wrapper::start("node", &folder, &[])?;
@@ -119,7 +119,7 @@ async fn who_leaves_leaves_the_driver_too() -> Result<()> {
     }
     hanging.abort();
     while !noted("Hang#cancelled") {
-        assert!(began.elapsed() < Duration::from_secs(30), "the driver was not told");
+        assert!(began.elapsed() < Duration::from_secs(30), "the driver did not notice");
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
     // The wrapper enforces the caller's deadline when the driver does not.
@@ -147,7 +147,7 @@ async fn a_driver_that_is_away_is_unavailable_and_comes_back() -> Result<()> {
         }
         std::fs::remove_file(folder.path("calls.json"))?;
         drop(driver);
-        assert_eq!(hanging.await??.code(), 14, "a call under way when the driver dies");
+        assert_eq!(hanging.await??.code(), 14, "a call under way when the driver ends");
         assert_eq!(client.call(PROBE, &[b""], &[]).await?.code(), 14);
     }
     Ok(())

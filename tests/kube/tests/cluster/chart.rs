@@ -67,7 +67,7 @@ fn pod_templates(all: &[Value]) -> Vec<(String, &Value)> {
 }
 
 #[test]
-fn lints_and_refuses_values_that_mean_nothing() {
+fn the_chart_lints_and_refuses_meaningless_values() {
     let home = Home::new("lint");
     let chart = project("deploy/chart");
     for (_, values) in providers() {
@@ -92,7 +92,7 @@ fn lints_and_refuses_values_that_mean_nothing() {
 
 /// Checks that `make kustomize` would change no file, and that its output is a valid kustomization.
 #[test]
-fn what_is_made_of_the_chart_is_up_to_date() {
+fn generated_manifests_are_up_to_date() {
     let home = Home::new("kustomize");
     let made = Command::new(project("deploy/kustomize/make")).arg(&home.0).output().unwrap();
     assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
@@ -127,7 +127,7 @@ fn what_is_made_of_the_chart_is_up_to_date() {
 
 /// Checks that the programs accept the configuration that the chart renders for them.
 #[test]
-fn every_providers_configuration_is_one_of_the_programs() {
+fn the_programs_accept_every_providers_values() {
     let home = Home::new("config");
     let schema = Command::new(program("peerpod").unwrap()).args(["config", "schema"]).output().unwrap();
     let schema: Value = serde_json::from_slice(&schema.stdout).unwrap();
@@ -288,7 +288,7 @@ fn pods_have_no_more_rights_on_the_node_than_they_need() {
         object["kind"].as_str().unwrap().ends_with("RoleBinding")
             && object["subjects"][0]["name"] == "peerpod-relay"
     };
-    assert!(all.iter().find(no_rights).is_none(), "the relay speaks with no API server");
+    assert!(all.iter().find(no_rights).is_none(), "the relay connects to no API server");
     let mounts = &spec("peerpod-node")["containers"][0]["volumeMounts"];
     let netns = mounts.as_array().unwrap().iter().find(|mount| mount["mountPath"] == "/run/netns").unwrap();
     assert_eq!(netns["mountPropagation"], "HostToContainer");

@@ -439,7 +439,7 @@ async fn one_leader(world: &World) {
     wait_for("the other to wait", LIMIT, async || Ok(b.said("another replica leads").then_some(())))
         .await
         .unwrap();
-    assert_eq!(b.ready().await["ready"], true, "who waits is ready");
+    assert_eq!(b.ready().await["ready"], true, "a waiting replica is ready");
     delete_some(world, &cloud, NS, "one", 12).await;
     wait_for("the leader to begin", LIMIT, async || Ok((!cloud.deletes().is_empty()).then_some(())))
         .await
@@ -466,7 +466,7 @@ async fn one_leader(world: &World) {
     assert_eq!(cloud.deletes().last().unwrap().via, "a");
     assert!(b.said("the lease is given back"));
     let times = a.process.said().matches("another replica leads").count();
-    assert_eq!(times, 1, "it is said once, not with each look");
+    assert_eq!(times, 1, "it is logged once, not with each look");
 }
 
 /// Stops the API server during deletes. A leader that cannot renew stops, and continues when the API server is back.
@@ -481,7 +481,7 @@ async fn api_server_away(world: &World) {
     wait_for("the first to go", LIMIT, async || Ok((cloud.count("away") < 18).then_some(()))).await.unwrap();
     world.cluster.freeze_api_server(true).unwrap();
     let frozen = Instant::now();
-    wait_for("it to say so", LIMIT, async || {
+    wait_for("it to report this", LIMIT, async || {
         let ready = controller.ready().await;
         Ok(ready["waiting"]["lease"].is_string().then_some(()))
     })

@@ -22,7 +22,7 @@ const LIMIT: Duration = Duration::from_secs(60);
 const INSTALL: &str = "peerpod-cluster crds | kubectl apply --server-side -f -";
 
 #[tokio::test(flavor = "multi_thread")]
-async fn are_accepted_and_keep_what_they_must() {
+async fn crds_are_accepted_and_keep_required_fields() {
     let cluster = Cluster::start(Options::default()).await.unwrap();
     let client = cluster.client().unwrap();
     let controller = without_them_the_command_is_named(&cluster).await;
@@ -166,7 +166,7 @@ async fn old_objects_come_back_whole(client: &Client) {
 
 async fn bad_objects_are_refused(client: &Client) {
     let refused = create::<PeerPod>(client, "none", json!({"cloudProvider": "aws"})).await.unwrap_err();
-    assert!(refused.contains("an instanceID or an idempotencyKey must say which VM it is"), "{refused}");
+    assert!(refused.contains("an instanceID or an idempotencyKey must name the VM"), "{refused}");
     let refused = create::<PeerPod>(client, "empty", json!({"instanceID": ""})).await.unwrap_err();
     assert!(refused.contains("instanceID"), "{refused}");
     for limit in ["ten", "1.5", "", "10 "] {

@@ -25,7 +25,7 @@ fn settings() -> Settings {
 
 /// One cluster serves all stages, because its start takes most of the time.
 #[tokio::test(flavor = "multi_thread")]
-async fn shows_what_is_true() {
+async fn status_and_events_show_the_real_state() {
     let mut rig = Rig::start(settings()).await;
     assert_eq!(rig.capacity().await, None, "nothing serves yet");
     rig.daemons().await;
@@ -311,7 +311,7 @@ async fn a_rolling_update_keeps_the_capacity(rig: &mut Rig) {
     let claimed = async || Ok((rig.owner().await.as_deref() == Some("second-daemon")).then_some(()));
     wait_for("the next daemon to claim the capacity", LIMIT, claimed).await.unwrap();
     rig.daemons.terminate_node().unwrap();
-    assert_eq!(rig.capacity().await.as_deref(), Some("50"), "what is another's is left");
+    assert_eq!(rig.capacity().await.as_deref(), Some("50"), "the objects of other owners are left");
     rig.daemons.ready().await.unwrap();
     rig.exactly(&[("lasting", &running)]).await;
     // Back to the first one: the exiting daemon removes its capacity.
@@ -366,7 +366,7 @@ async fn slow_starts_are_said(rig: &mut Rig) {
     let uid = rig.pod("slow");
     let running = rig.run("slow").await;
     let (text, _) = rig.event(&uid, "SlowStart").await;
-    assert!(text.contains("did not call this node within 3s"), "{text}");
+    assert!(text.contains("did not dial this node within 3s"), "{text}");
     rig.show(&["get", "events", "-n", "shop", "--field-selector", "involvedObject.name=slow"]);
     rig.stop(running).await;
     rig.delete_pod("slow");

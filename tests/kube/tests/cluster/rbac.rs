@@ -73,7 +73,7 @@ async fn start(cluster: &Cluster, role: &str, who: &Path, more: &[&str], says: &
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn each_role_does_what_it_does_and_may_no_more() {
+async fn each_role_works_with_its_rights_and_has_no_others() {
     let cluster = Cluster::start(Options::default()).await.unwrap();
     let driver = "csi.drivers[0].namespace=shop,csi.drivers[0].nodeServiceAccount=driver-node,\
                   csi.drivers[0].controllerServiceAccount=driver-controller";

@@ -100,7 +100,7 @@ async fn start(cluster: &Cluster, who: &Path) -> Process {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_peer_pod_config_becomes_what_its_nodes_run() {
+async fn a_peer_pod_config_becomes_daemon_sets_of_its_nodes() {
     let controllers = vec![
         "daemonset-controller",
         "deployment-controller",
@@ -115,7 +115,7 @@ async fn a_peer_pod_config_becomes_what_its_nodes_run() {
     let class = || get(&cluster, "runtimeclass", "kata-remote").unwrap();
     let hooks =
         || get(&cluster, "mutatingwebhookconfiguration", "peerpod-webhook").unwrap()["webhooks"].clone();
-    assert_eq!((class(), hooks()), (Value::Null, Value::Null), "nobody wants peer pods");
+    assert_eq!((class(), hooks()), (Value::Null, Value::Null), "no config wants peer pods");
     let who = cluster.kubeconfig_of(OWN, "peerpod-controller", None).await.unwrap();
     let mut controller = start(&cluster, &who).await;
     let config = |name: &str, spec: Value| {
@@ -167,11 +167,11 @@ async fn a_peer_pod_config_becomes_what_its_nodes_run() {
     println!("{}", cluster.kubectl(&["get", "peerpodconfig,daemonset,runtimeclass", "-n", OWN]).unwrap());
 
     others_fields_survive(&cluster, &config, &has).await;
-    what_cannot_be_is_said(&cluster, &config, &controller).await;
-    assert!(hooks()[0]["clientConfig"]["caBundle"].is_string(), "somebody else's, and it survives");
+    impossible_values_are_reported(&cluster, &config, &controller).await;
+    assert!(hooks()[0]["clientConfig"]["caBundle"].is_string(), "another owner has it, and it survives");
 
     cluster.kubectl(&["delete", "peerpodconfig", "-n", OWN, "gold"]).unwrap();
-    wait_for("what it owned to go", LIMIT, async || {
+    wait_for("its objects to go", LIMIT, async || {
         let left = cluster.kubectl(&["get", "daemonset", "-n", OWN, "-o", "name"])?;
         Ok((!left.contains("gold") && class().is_null() && hooks().as_array().is_none_or(Vec::is_empty))
             .then_some(()))
@@ -244,12 +244,16 @@ async fn others_fields_survive(
     wait_for("the new limit", LIMIT, both).await.unwrap();
     let away = r#"{"spec":{"template":{"spec":{"nodeSelector":{"pool":"silver"}}}}}"#;
     cluster.kubectl(&["patch", "daemonset", "-n", OWN, name, "--type=merge", "-p", away]).unwrap();
-    wait_for("what is ours to come back", LIMIT, both).await.unwrap();
+    wait_for("our fields to come back", LIMIT, both).await.unwrap();
     let now = get(cluster, "daemonset", "peerpod-relay-gold").unwrap()["metadata"]["generation"].clone();
     assert_eq!(now, relay, "no relay changes with a node's settings");
 }
 
-async fn what_cannot_be_is_said(cluster: &Cluster, config: &impl Fn(&str, Value), controller: &Process) {
+async fn impossible_values_are_reported(
+    cluster: &Cluster,
+    config: &impl Fn(&str, Value),
+    controller: &Process,
+) {
     config("second", json!({"nodeSelector": {"pool": "gold"}}));
     let said = until(cluster, "second", "NodesTaken", controller).await;
     assert!(said.contains("worker-1") && said.contains("gold"), "{said}");

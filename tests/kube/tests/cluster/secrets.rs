@@ -34,7 +34,7 @@ async fn a_node_gets_its_own_peer_pods_pull_secrets_and_nothing_else() {
     let asker = Asker::of(&cluster, &service).await;
     given(&cluster, &asker).await;
     large(&cluster, &asker).await;
-    who_asks(&cluster, &asker).await;
+    bad_callers_are_refused(&cluster, &asker).await;
     what_for(&cluster, &asker).await;
     limited(&cluster, &asker).await;
     let said = service.process.said();
@@ -149,7 +149,7 @@ async fn large(cluster: &Cluster, asker: &Asker) {
     assert!(answer["error"].as_str().unwrap().contains("more than 2097152 bytes"), "{answer}");
 }
 
-async fn who_asks(cluster: &Cluster, asker: &Asker) {
+async fn bad_callers_are_refused(cluster: &Cluster, asker: &Asker) {
     let good = node_token(cluster, "n1").await;
     let identity = asker.enrol(&good).await.unwrap();
     let refused = async |token: &str, status: StatusCode, why: &str| {
@@ -172,10 +172,10 @@ async fn who_asks(cluster: &Cluster, asker: &Asker) {
     let token = cluster.token(OURS, "peerpod-node", &[], bound).await.unwrap();
     refused(&token, unauthorized, "not for the audience peerpod-secrets").await;
     let token = cluster.token(OURS, "peerpod-node", &[AUDIENCE], None).await.unwrap();
-    refused(&token, unauthorized, "does not say which pod on which node").await;
+    refused(&token, unauthorized, "the token names no pod and node").await;
     let uid = make_pod(cluster, OURS, "floating", json!({"serviceAccountName": "peerpod-node"})).await;
     let token = cluster.token(OURS, "peerpod-node", &[AUDIENCE], Some(("floating", &uid))).await.unwrap();
-    refused(&token, unauthorized, "does not say which pod on which node").await;
+    refused(&token, unauthorized, "the token names no pod and node").await;
     let uid =
         make_pod(cluster, OURS, "other", json!({"nodeName": "n1", "serviceAccountName": "other"})).await;
     let token = cluster.token(OURS, "other", &[AUDIENCE], Some(("other", &uid))).await.unwrap();
@@ -190,7 +190,7 @@ async fn who_asks(cluster: &Cluster, asker: &Asker) {
     refused(&resigned(cluster, &good, now - 60), unauthorized, "the token has ended").await;
     let short = resigned(cluster, &good, now + 5);
     let (status, _) = asker.pull(Some(&identity), &short, "shop", "web", "").await.unwrap();
-    assert_eq!(status, StatusCode::OK, "our own signing is as good as the API server's");
+    assert_eq!(status, StatusCode::OK, "our own signature counts as that of the API server");
     wait_for("the token to end", LIMIT, async || {
         let (status, _) = asker.pull(Some(&identity), &short, "shop", "web", "").await.unwrap();
         Ok((status == StatusCode::UNAUTHORIZED).then_some(()))
@@ -207,7 +207,7 @@ async fn who_asks(cluster: &Cluster, asker: &Asker) {
     let other = asker.enrol(&node_token(cluster, "n2").await).await.unwrap();
     let (status, answer) = asker.pull(Some(&other), &good, "shop", "web", "").await.unwrap();
     assert!(status == StatusCode::FORBIDDEN, "{answer}");
-    assert!(answer["error"].as_str().unwrap().contains("both must be the same node's"), "{answer}");
+    assert!(answer["error"].as_str().unwrap().contains("both must belong to one node"), "{answer}");
     let own = rcgen::generate_simple_self_signed(["n1".to_owned()]).unwrap();
     let own = (vec![own.cert.der().clone()], own.signing_key.serialize_der());
     asker.pull(Some(&own), &good, "shop", "web", "").await.unwrap_err();
@@ -264,7 +264,7 @@ async fn what_for(cluster: &Cluster, asker: &Asker) {
     let forbidden = StatusCode::FORBIDDEN;
     let elsewhere = refused("shop", "elsewhere", "", forbidden, "no pod shop/elsewhere on node n1").await;
     let nowhere = refused("shop", "elsewhere2", "", forbidden, "no pod shop/elsewhere2 on node n1").await;
-    assert_eq!(elsewhere.replace("elsewhere", "elsewhere2"), nowhere, "nothing is said of other nodes' pods");
+    assert_eq!(elsewhere.replace("elsewhere", "elsewhere2"), nowhere, "no answer tells of other nodes' pods");
     refused("shop", "waiting", "", forbidden, "no pod shop/waiting on node n1").await;
     refused("shop", "other-class", "", forbidden, "no peer pod: its RuntimeClass is \"runc\"").await;
     refused("shop", "no-class", "", forbidden, "no peer pod").await;
@@ -345,5 +345,5 @@ async fn killed(cluster: &Cluster, service: Service) {
     })
     .await
     .unwrap();
-    assert_eq!(before.data, after.data, "those who trust the CA still do");
+    assert_eq!(before.data, after.data, "clients that trust the CA still do");
 }

@@ -29,7 +29,7 @@ fn post() -> PostParams {
 
 /// One server serves all stages, because its start takes most of the time.
 #[tokio::test(flavor = "multi_thread")]
-async fn is_a_real_one() {
+async fn the_api_server_is_a_real_one() {
     let options = Options { controllers: vec!["garbage-collector-controller"], ..Options::default() };
     let cluster = Cluster::start(options).await.unwrap();
     cluster.namespace("shop").await.unwrap();
@@ -193,7 +193,7 @@ async fn owners(cluster: &Cluster) {
     let owned = json!({"metadata": {"name": "owned", "ownerReferences": [reference]}});
     maps.create(&post(), &from_value(owned).unwrap()).await.unwrap();
     maps.delete("owner", &DeleteParams::default()).await.unwrap();
-    wait_for("what it owned to go", LIMIT, async || Ok(maps.get_opt("owned").await?.is_none().then_some(())))
+    wait_for("its objects to go", LIMIT, async || Ok(maps.get_opt("owned").await?.is_none().then_some(())))
         .await
         .unwrap();
 }

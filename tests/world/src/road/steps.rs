@@ -157,7 +157,7 @@ impl Walk {
     pub async fn connect_agent(&mut self) -> anyhow::Result<String> {
         let agent = self.agent.insert(AgentClient::connect(&self.socket).await?);
         let health = agent.check().await?;
-        ensure!(health.status.value() == 1, "the agent says it serves: {health:?}");
+        ensure!(health.status.value() == 1, "the agent reports that it serves: {health:?}");
         let version = agent.version().await?;
         Ok(format!("agent {}", version.agent_version))
     }
@@ -235,7 +235,7 @@ impl Walk {
         ensure!(output.status == 3, "the exit code is 3: {output:?}");
         ensure!(
             output.stdout == b"1\n" && output.stderr == b"to-stderr\n",
-            "it saw the pod's eth0: {output:?}"
+            "it finds the pod's eth0: {output:?}"
         );
         let late = agent.signal_process(container, "exec-1", 9).await;
         ensure!(
@@ -310,7 +310,7 @@ impl Walk {
                 "the page is for {asker}: {output:?}"
             );
         }
-        ensure!(server.peers() == pod.addresses(), "the server saw {:?}", server.peers());
+        ensure!(server.peers() == pod.addresses(), "the server's peers are {:?}", server.peers());
         // Both the tunnel device and eth0 of the pod's netns on the node carried at least one whole connection per
         // family.
         let came = pod.namespace().counters("pp-vx0")?.0 - came_before;
@@ -334,7 +334,7 @@ impl Walk {
         let output =
             tokio::time::timeout(PATIENCE, drain(agent, container)).await.context("the container ends")??;
         ensure!(output.1 == 7, "the exit code is 7, not {}", output.1);
-        ensure!(output.0.ends_with(b"bye\n"), "it said bye: {:?}", String::from_utf8_lossy(&output.0));
+        ensure!(output.0.ends_with(b"bye\n"), "it printed bye: {:?}", String::from_utf8_lossy(&output.0));
         agent.signal_process(container, "", 9).await?;
         agent.remove_container(container).await?;
         let gone = agent.remove_container(container).await;
@@ -353,7 +353,7 @@ impl Walk {
         let entry = entry.context("the ledger has the running sandbox")?;
         self.inside = entry.stages();
         let more = self.running.beyond(&self.before, None);
-        ensure!(more.len() > 5, "the witnesses see a running pod: {more:?}");
+        ensure!(more.len() > 5, "the witnesses find a running pod: {more:?}");
         let shim = self.shim()?;
         let took = stop::promptly(shim, &self.id).await?;
         let seen: Vec<String> = took.iter().map(|it| format!("{:.1} ms", it.as_secs_f64() * 1e3)).collect();

@@ -26,7 +26,7 @@ pub(super) fn lines(namespace: &Namespace) -> anyhow::Result<Vec<String>> {
     traffic_control(name, &mut lines)?;
     // -s leaves out the counters, which grow.
     let rules = namespace.run(|| run("nft", &["-s", "list", "ruleset"], ""))?;
-    let rules = rules.context("nft is a witness: apt-get install nftables")?;
+    let rules = rules.context("this test needs nft: apt-get install nftables")?;
     let rules = rules.lines().map(str::trim).filter(|line| line.len() > 1);
     lines.extend(rules.map(|line| format!("nft {line} in {name}")));
     let mut settings = Vec::new();

@@ -59,7 +59,7 @@ pub(super) fn read_address(message: &AddressMessage, device: &str) -> Option<Res
         return None;
     }
     if flags.contains(AddressFlags::Dadfailed) {
-        return Some(Err(format!("address {} of {device}: somebody else has it", seen.address)));
+        return Some(Err(format!("address {} of {device}: another machine has it", seen.address)));
     }
     Some(Ok(seen))
 }

@@ -361,7 +361,7 @@ impl Drop for World {
         for name in self.names.iter().rev() {
             // The devices in the other namespaces go with their namespaces.
             if let Err(e) = netns::delete_named(format!("/run/netns/{name}")) {
-                eprintln!("left behind: {e}");
+                eprintln!("not removed: {e}");
             }
         }
     }

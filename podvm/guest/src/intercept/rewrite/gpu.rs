@@ -56,7 +56,7 @@ mod tests {
     }
 
     #[test]
-    fn only_who_asks_is_marked() {
+    fn only_a_container_that_requests_gpus_is_marked() {
         let all = Some("nvidia.com/gpu=all".to_owned());
         assert_eq!(marked(&["PATH=/bin"], &[]), None);
         assert_eq!(marked(&["NVIDIA_VISIBLE_DEVICES=all"], &[]), all);
@@ -72,7 +72,7 @@ mod tests {
     }
 
     #[test]
-    fn the_pods_own_container_and_who_names_devices_are_left_alone() {
+    fn the_sandbox_container_and_containers_with_named_devices_stay_unchanged() {
         for key in TYPES {
             assert_eq!(marked(&["NVIDIA_VISIBLE_DEVICES=all"], &[(key, "sandbox")]), None);
             assert!(marked(&["NVIDIA_VISIBLE_DEVICES=all"], &[(key, "container")]).is_some());

@@ -51,7 +51,7 @@ mod tests {
     }
 
     #[test]
-    fn each_container_gets_the_limit_of_its_name_and_keeps_one_that_it_has() {
+    fn each_container_gets_the_limit_of_its_name_and_keeps_an_existing_one() {
         const LISTED: &str = r#"{"web": 268435456, "huge": 18446744073709551615}"#;
         for key in NAMES {
             let of = |name: &str, own| limited((key, name), own, LISTED).unwrap();
@@ -67,7 +67,7 @@ mod tests {
     }
 
     #[test]
-    fn a_container_without_the_annotation_is_left_as_it_is() {
+    fn a_container_without_the_annotation_stays_unchanged() {
         let mut spec = Spec::new();
         limit(&mut spec).unwrap();
         assert_eq!(spec, Spec::new());

@@ -63,7 +63,7 @@ impl Waiting {
         let left = self.container.storages.iter().any(|storage| storage.driver == OURS)
             || self.container.devices.iter().any(|device| device.type_ == OURS);
         if left {
-            return Err(Error::Volumes("not all of its volumes were made ready".into()));
+            return Err(Error::Volumes("some of its volumes were not prepared".into()));
         }
         self.request.payload = self.container.write_to_bytes()?;
         super::encode(&self.request)

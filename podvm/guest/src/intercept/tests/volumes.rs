@@ -117,7 +117,7 @@ fn a_container_waits_for_its_volumes_and_others_do_not() {
 }
 
 #[test]
-fn a_volume_that_cannot_be_had_is_the_containers_error() {
+fn a_failed_volume_is_an_error_of_its_container() {
     let notice = Arc::new(Slow::default());
     let mut filter = Intercept::new(notice.clone(), PODNS.into());
     let (mut to_peer, mut to_agent) = (BytesMut::new(), BytesMut::new());

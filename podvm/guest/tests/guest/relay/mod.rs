@@ -107,7 +107,7 @@ impl Relay {
             let accepted = timeout(PATIENCE, listener.accept()).await;
             let (tcp, _) = accepted.expect("the guest goes on dialling").unwrap();
             let shaken = timeout(PATIENCE, acceptor.accept(tcp)).await.expect("the guest goes on or ends it");
-            let error = shaken.map(drop).expect_err("the guest trusts anybody");
+            let error = shaken.map(drop).expect_err("the guest trusts any certificate");
             println!("impostor: {error}");
             // An attempt that another one overtook ends without an alert.
             turned_away += usize::from(error.to_string().contains("alert"));

@@ -218,7 +218,7 @@ impl<H: Handler> Task<H> {
         }
         let silent = now - link.heard;
         if silent >= self.limits.silence {
-            return self.down(&format!("nothing heard for {silent:.0?}"));
+            return self.down(&format!("nothing received for {silent:.0?}"));
         }
         if !link.sent {
             self.session.ping();

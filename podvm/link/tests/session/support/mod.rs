@@ -500,7 +500,7 @@ async fn connect(to: SocketAddr, connector: Option<&TlsConnector>) -> io::Result
 pub async fn until(what: &str, condition: impl Fn() -> bool) {
     let start = Instant::now();
     while !condition() {
-        assert!(start.elapsed() < DEADLINE, "waited in vain: {what}");
+        assert!(start.elapsed() < DEADLINE, "timeout: {what}");
         tokio::time::sleep(Duration::from_millis(2)).await;
     }
 }

@@ -87,7 +87,7 @@ pub async fn a_create_dropped_at_any_time_and_repeated_makes_one_vm(trial: Arc<T
 /// Checks that a VM is listed, complete or not, after its create was dropped and never repeated.
 pub async fn a_create_dropped_and_forgotten_is_listed(trial: Arc<Trial>) -> Checked {
     if trial.harness.machines().await.is_none() {
-        return not_here("nobody but the provider can count its VMs here");
+        return not_here("only the provider can count its VMs here");
     }
     let request = trial.harness.request();
     let mut keys = HashSet::new();

@@ -80,22 +80,22 @@ pub async fn only_our_vms_are_listed(trial: Arc<Trial>) -> Checked {
     };
     let (ours, our_key) = trial.one().await?;
     let their_key = trial.key();
-    let theirs = said("a stranger's create", stranger.create(&trial.harness.request(), &their_key).await)?;
+    let theirs = said("another owner's create", stranger.create(&trial.harness.request(), &their_key).await)?;
     let checked = async {
-        hold!(theirs.id != ours.id, "we and a stranger have the same VM");
+        hold!(theirs.id != ours.id, "we and another owner have the same VM");
         let seen = said("list_owned", trial.provider().list_owned().await)?;
-        hold!(seen.iter().all(|one| one.id != theirs.id), "we see a stranger's VM");
+        hold!(seen.iter().all(|one| one.id != theirs.id), "we see another owner's VM");
         let mine = seen.iter().find(|one| one.id == ours.id);
         hold!(mine.is_some_and(|one| one.key.as_ref() == Some(&our_key)), "our VM is listed as {mine:?}");
-        let seen = said("a stranger's list", stranger.list_owned().await)?;
-        hold!(seen.iter().any(|one| one.id == theirs.id), "a stranger does not see its own VM");
-        hold!(seen.iter().all(|one| one.id != ours.id), "a stranger sees our VM");
+        let seen = said("another owner's list", stranger.list_owned().await)?;
+        hold!(seen.iter().any(|one| one.id == theirs.id), "another owner does not see its own VM");
+        hold!(seen.iter().all(|one| one.id != ours.id), "another owner sees our VM");
         Ok(())
     }
     .await;
-    said("a stranger's delete", stranger.delete(&theirs.id).await)?;
+    said("another owner's delete", stranger.delete(&theirs.id).await)?;
     until(|| async {
-        let left = said("a stranger's list", stranger.list_owned().await)?;
+        let left = said("another owner's list", stranger.list_owned().await)?;
         Ok(left.iter().all(|one| one.id != theirs.id))
     })
     .await?;

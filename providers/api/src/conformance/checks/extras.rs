@@ -19,7 +19,7 @@ pub async fn the_provider_says_what_it_can_do(trial: Arc<Trial>) -> Checked {
         ("a console", can.console, provider.console().is_some()),
         ("events", can.events, provider.events().is_some()),
     ] {
-        hold!(said == there, "it says {said} to {what}, and that is {there}");
+        hold!(said == there, "its capabilities report {said} for {what}, and it is {there}");
     }
     let name = provider.name();
     let fits = |byte: u8| byte.is_ascii_lowercase() || byte == b'-';
@@ -74,7 +74,7 @@ pub async fn an_attached_disk_keeps_its_identity(trial: Arc<Trial>) -> Checked {
     said("addresses", provider.addresses(&with.id).await)?;
     let found = until_attached(volumes, &with.id, &disk).await?;
     if let Some((_, told)) = with.disks.iter().find(|(volume, _)| *volume == disk.volume) {
-        hold!(*told == found, "create said {told:?}, attach {found:?}");
+        hold!(*told == found, "create returned {told:?}, attach {found:?}");
     }
     hold!(
         with.disks.iter().all(|(volume, _)| *volume == disk.volume),

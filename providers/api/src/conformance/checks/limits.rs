@@ -73,7 +73,7 @@ pub async fn errors_have_their_class_and_show_no_user_data(trial: Arc<Trial>) ->
     }
     for error in errors {
         let text = error.to_string();
-        hold!(!text.trim().is_empty(), "an error of class {} says nothing", error.class());
+        hold!(!text.trim().is_empty(), "an error of class {} has no text", error.class());
         hold!(!text.contains(mark), "an error of class {} shows user-data", error.class());
     }
     Ok(())

@@ -1,4 +1,4 @@
-//! A provider in front of an EC2 of its own.
+//! Provider in front of a simulated EC2 of its own.
 
 #![allow(unreachable_pub, clippy::unwrap_used)] // a module of tests
 
@@ -11,23 +11,23 @@ use peerpod_provider_aws::{AwsConfig, AwsProvider};
 use peerpod_test_ec2::{Proxy, REGION, xml};
 use tokio::time::Instant;
 
-/// The AMI of `tests/ec2/amis.json` that a test boots.
+/// AMI of `tests/ec2/amis.json` that the tests boot.
 pub const IMAGE: &str = "ami-0aaaaaaaaaaaaaaa2";
-/// The same for the other processors.
+/// The same for arm64.
 pub const ARM_IMAGE: &str = "ami-0bbbbbbbbbbbbbbb1";
-/// An AMI with another root device.
+/// AMI with another root device.
 pub const OTHER_IMAGE: &str = "ami-0ccccccccccccccc1";
 
-/// What a test may wait for anything.
+/// Longest wait of a test for any condition.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
-/// An EC2 with a default network: subnets in three zones and a security group.
+/// Simulated EC2 with a default network: subnets in three zones and a security group.
 pub struct Cloud {
-    /// In front of moto.
+    /// Fault proxy in front of moto.
     pub proxy: Proxy,
-    /// One per zone, in the zones' order.
+    /// Subnets, one per zone, in the order of the zones.
     pub subnets: Vec<String>,
-    /// The default one.
+    /// Default security group.
     pub group: String,
 }
 
@@ -36,7 +36,7 @@ impl Cloud {
         Cloud::behind(Proxy::start().await.unwrap()).await
     }
 
-    /// With a proxy that listens somewhere else.
+    /// Sets up the cloud behind a proxy that already listens.
     pub async fn behind(proxy: Proxy) -> Cloud {
         let subnets = proxy.ask("DescribeSubnets", &[]).await.unwrap();
         let mut by_zone: Vec<(&str, &str)> = xml::values(&subnets, "availabilityZone")
@@ -50,12 +50,12 @@ impl Cloud {
         Cloud { proxy, subnets, group }
     }
 
-    /// Settings for this cloud: all subnets, one type, one image, and what the test says.
+    /// Settings for this cloud: all subnets, one type, one image, and the settings of the test.
     pub fn config(&self, settings: &[(&str, &str)]) -> AwsConfig {
         self.read(settings, true)
     }
 
-    /// What stands below `provider.aws`.
+    /// Settings below `provider.aws`, as keys and values.
     pub fn settings(&self) -> Vec<(String, String)> {
         vec![
             ("endpoint".to_owned(), self.proxy.endpoint()),
@@ -86,23 +86,23 @@ impl Cloud {
         config
     }
 
-    /// A provider of node `n`.
+    /// Provider of node `n`.
     pub fn provider(&self, settings: &[(&str, &str)]) -> Arc<AwsProvider> {
         self.provider_of("n", settings)
     }
 
-    /// A provider of another node.
+    /// Provider of the given node.
     pub fn provider_of(&self, node: &str, settings: &[(&str, &str)]) -> Arc<AwsProvider> {
         Arc::new(AwsProvider::new(self.config(settings), "c", node))
     }
 
-    /// What the cluster's controller has: credentials and a region.
+    /// Provider as in the cluster's controller: with credentials and a region only.
     pub fn collector(&self) -> Arc<AwsProvider> {
         let config = self.read(&[("image-id", ""), ("subnet-ids", ""), ("security-group-ids", "")], false);
         Arc::new(AwsProvider::new(config, "c", ""))
     }
 
-    /// The VMs that there are, as moto says.
+    /// Ids of the VMs that moto lists.
     pub async fn machines(&self) -> Vec<String> {
         let mut params = vec![("Filter.1.Name", "instance-state-name")];
         params.extend([
@@ -117,7 +117,7 @@ impl Cloud {
         items.filter_map(|place| xml::value(&answer[place], "instanceId").map(str::to_owned)).collect()
     }
 
-    /// A volume in a zone.
+    /// Creates a volume in a zone.
     pub async fn volume(&self, zone: &str) -> String {
         let answer =
             self.proxy.ask("CreateVolume", &[("AvailabilityZone", zone), ("Size", "1")]).await.unwrap();
@@ -125,7 +125,7 @@ impl Cloud {
     }
 }
 
-/// A request that any of the types meets.
+/// Request that any of the types meets.
 pub fn request(name: &str) -> CreateRequest {
     CreateRequest {
         name: name.to_owned(),
@@ -136,18 +136,18 @@ pub fn request(name: &str) -> CreateRequest {
     }
 }
 
-/// A key of this test.
+/// Idempotency key of this test.
 pub fn key(test: &str, number: u32) -> IdempotencyKey {
     IdempotencyKey::derive("c", test, number)
 }
 
-/// As the node does it: a place first, which is recorded, then the create.
+/// Places a request as the node does: the node records the placement, and then creates.
 pub async fn placed(provider: &dyn Provider, request: &CreateRequest) -> Result<CreateRequest, Error> {
     let placement = provider.place(request).await?;
     Ok(CreateRequest { placement, ..request.clone() })
 }
 
-/// A call whose caller waits so long.
+/// Runs a call with this time as its deadline.
 pub async fn within<F: Future>(time: Duration, call: F) -> F::Output {
     peerpod_provider_api::with_deadline(Instant::now() + time, call).await
 }

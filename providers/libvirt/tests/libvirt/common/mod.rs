@@ -1,4 +1,4 @@
-//! A real libvirtd, and providers that use it. Its VMs boot a disk of 512 bytes that halts the CPU.
+//! Real libvirtd, and providers that use it. Its VMs boot a disk with a boot sector that halts the CPU.
 
 #![allow(unreachable_pub, missing_docs)] // a module of tests
 use std::collections::BTreeMap;
@@ -20,7 +20,7 @@ pub const PATIENCE: Duration = Duration::from_secs(60);
 pub struct Place {
     pub libvirtd: Libvirtd,
     pub image: PathBuf,
-    // Last: it takes away what is left of the others.
+    // Last field: its drop removes the remains of the others.
     pub world: World,
 }
 
@@ -41,7 +41,7 @@ impl Place {
             ("image", self.image.display().to_string()),
             ("firmware", "bios".to_owned()),
             ("memory-mib", "64".to_owned()),
-            // Nothing is to be learnt from trying KVM in every test.
+            // A trial of KVM in every test would show nothing new.
             ("acceleration", "emulated".to_owned()),
             ("hotplug-ports", "2".to_owned()),
         ]
@@ -50,7 +50,7 @@ impl Place {
         .collect()
     }
 
-    /// With these settings beside the usual ones.
+    /// Returns a configuration with these settings beside the usual ones; an empty value removes a setting.
     pub fn config(&self, more: &[(&str, &str)]) -> LibvirtConfig {
         let mut flags = self.settings();
         for (key, value) in more {
@@ -72,7 +72,7 @@ impl Place {
         Arc::new(LibvirtProvider::new(self.config(more), "cluster", "node"))
     }
 
-    /// The QEMU processes of this world's node.
+    /// Ids of the QEMU processes of this world's node.
     pub fn machines(&self) -> Vec<u32> {
         let mut pids = Vec::new();
         for entry in fs::read_dir("/proc").unwrap().flatten() {
@@ -123,7 +123,7 @@ pub fn config(flags: BTreeMap<String, String>) -> Result<LibvirtConfig, String> 
     reader.finish().map(|_| config).map_err(|mistakes| mistakes.to_string())
 }
 
-/// A disk whose boot sector says `cli; hlt; jmp` back.
+/// Returns a disk with the boot sector `cli; hlt; jmp` back.
 pub fn halt() -> Vec<u8> {
     let mut disk = vec![0; 1 << 20];
     disk[..4].copy_from_slice(&[0xfa, 0xf4, 0xeb, 0xfd]);
@@ -153,7 +153,7 @@ pub async fn state(provider: &dyn Provider, id: &InstanceId) -> Option<OwnedStat
     owned.into_iter().find(|one| one.id == *id).map(|one| one.state)
 }
 
-/// The text of an error of this class.
+/// Returns the text of an error, and asserts its class.
 pub fn text_of<T: std::fmt::Debug>(outcome: Result<T, Error>, class: &str) -> String {
     let error = outcome.unwrap_err();
     assert_eq!(error.class(), class, "{error}");

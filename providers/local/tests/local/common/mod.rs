@@ -83,8 +83,16 @@ impl Place {
         assert!(left.is_empty(), "directories: {left:?}");
         let left: Vec<_> = fs::read_dir(self.dir.join("state/disks")).unwrap().collect();
         assert!(left.is_empty(), "disks: {left:?}");
-        let loops = run("losetup", &["--list", "--noheadings", "--output", "BACK-FILE"]);
-        assert!(!loops.contains(&self.dir.display().to_string()), "loop devices: {loops}");
+        // The kernel detaches a loop device with its last close, and `losetup` of another test opens all of them.
+        let deadline = Instant::now() + Duration::from_secs(20);
+        loop {
+            let loops = run("losetup", &["--list", "--noheadings", "--output", "BACK-FILE"]);
+            if !loops.contains(&self.dir.display().to_string()) {
+                return;
+            }
+            assert!(Instant::now() < deadline, "loop devices: {loops}");
+            std::thread::sleep(Duration::from_millis(20));
+        }
     }
 }
 

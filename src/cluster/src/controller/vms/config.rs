@@ -47,7 +47,7 @@ impl VmsConfig {
             "controller.orphans",
             "delete",
             &["delete", "report"],
-            "what is done with VMs of lost nodes that no PeerPod names: delete, or report (Events and metrics only)",
+            "action on VMs of lost nodes that no PeerPod names: delete, or report (Events and metrics only)",
         );
         let also: Option<Vec<String>> = reader.optional(
             "controller.cloud-providers",
@@ -77,7 +77,8 @@ impl VmsConfig {
             orphan_grace: reader.get(
                 "controller.orphan-grace",
                 "15m",
-                "how long a VM must have been nobody's, and its node's daemon away; longer than an API server is ever away",
+                "how long a VM must have had no PeerPod, and its node's daemon been away; longer than any \
+                 outage of an API server",
             ),
             node_gone_grace: reader.get(
                 "controller.node-gone-grace",

@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_waits_for_ever_but_for_a_pod_that_runs_and_for_another_provider() {
+    fn only_a_running_pod_or_another_provider_causes_an_endless_wait() {
         for facts in all().filter(|facts| facts.ours && facts.pod != Pod::Lives) {
             let later = Facts { since: Duration::from_secs(3600), ..facts };
             assert_eq!(decide(&later, FIRST), Decision::Delete, "{facts:?}");

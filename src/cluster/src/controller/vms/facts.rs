@@ -163,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn without_an_owner_a_sandbox_runs_for_as_long_as_its_daemon_lives_and_has_not_stopped_it() {
+    fn a_sandbox_without_owner_runs_until_its_daemon_ends_or_stops_it() {
         let spec = |sandbox: Option<&str>| PeerPodSpec {
             sandbox_id: sandbox.map(str::to_owned),
             ..PeerPodSpec::default()
@@ -171,7 +171,11 @@ mod tests {
         let peerpod = |sandbox| PeerPod::new("p", spec(sandbox));
         assert_eq!(owner_of(&peerpod(Some("s"))), None);
         assert_eq!(pod_unsaid(&peerpod(Some("s")), true), Pod::Lives);
-        assert_eq!(pod_unsaid(&peerpod(Some("s")), false), Pod::Gone, "nobody is left who could stop it");
+        assert_eq!(
+            pod_unsaid(&peerpod(Some("s")), false),
+            Pod::Gone,
+            "no process is left that could stop it"
+        );
         assert_eq!(pod_unsaid(&peerpod(None), true), Pod::Gone, "of the replaced system");
         let facts = |phase| Facts {
             ours: true,

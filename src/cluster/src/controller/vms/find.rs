@@ -128,13 +128,13 @@ pub(super) fn another_ones<'a>(
         && at != said
     {
         return Some(format!(
-            "VM {id} is node {at}'s and this PeerPod is node {said}'s: the VM is left alone; if nobody needs it, delete it at \
-             the provider"
+            "VM {id} belongs to node {at} and this PeerPod to node {said}: the VM is left alone; if no pod \
+             needs it, delete it at the provider"
         ));
     }
     let rival = others.into_iter().find(|other| has_better_claim(cluster, id, vm, other, peerpod))?;
     let name = format!("{}/{}", rival.namespace().unwrap_or_default(), rival.name_any());
-    Some(format!("VM {id} is PeerPod {name}'s, too: it is left to that one, and deleted with it"))
+    Some(format!("VM {id} belongs to PeerPod {name}, too: it stays, and is deleted with that PeerPod"))
 }
 
 /// The better claim has the PeerPod with the sandbox that asked for the VM; else one that is not being deleted; else
@@ -180,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn every_attempt_of_a_sandbox_is_its_own_and_no_other_sandboxes() {
+    fn a_sandbox_owns_all_its_attempts_and_no_others() {
         let spec = PeerPodSpec {
             sandbox_id: Some("s".into()),
             idempotency_key: Some(IdempotencyKey::derive("c", "s", 0).to_string()),
@@ -199,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn of_a_key_that_several_have_only_the_one_that_is_left_is_meant() {
+    fn a_shared_key_names_the_only_unclaimed_vm() {
         let spec = PeerPodSpec {
             sandbox_id: Some("s".into()),
             idempotency_key: Some("batch".into()),
@@ -211,7 +211,11 @@ mod tests {
         assert_eq!(meant(&keys, &owned, || vec![(Some("a"), Some("batch"))]), ids(&["b"]));
         assert_eq!(meant(&keys, &owned, Vec::new), Meant::Several(2));
         let contested = || vec![(Some("a"), Some("batch")), (None, Some("batch"))];
-        assert_eq!(meant(&keys, &owned, contested), Meant::Several(1), "the other one's as well as ours");
+        assert_eq!(
+            meant(&keys, &owned, contested),
+            Meant::Several(1),
+            "the other PeerPod counts as well as this one"
+        );
         assert_eq!(meant(&keys, &[], Vec::new), ids(&[]));
         let both = || vec![(Some("a"), None), (Some("b"), None)];
         assert_eq!(meant(&keys, &owned, both), ids(&[]));
@@ -232,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn a_vm_of_another_node_is_another_ones() {
+    fn a_vm_of_another_node_is_left_alone() {
         let at = |node: Option<&str>| Owned {
             node: node.map(str::to_owned),
             ..vm("i-1", IdempotencyKey::derive("c", "s", 0))
@@ -242,7 +246,7 @@ mod tests {
         };
         let why = |vm: Option<&Owned>, node| another_ones("c", &says(node), vm, []);
         let told = why(Some(&at(Some("a"))), Some("b")).unwrap();
-        assert!(told.contains("node a's") && told.contains("node b's"), "{told}");
+        assert!(told.contains("node a") && told.contains("node b"), "{told}");
         for (vm, node) in [(Some("a"), Some("a")), (None, Some("b")), (Some("a"), None)] {
             assert_eq!(why(Some(&at(vm)), node), None, "{vm:?} {node:?}");
         }
@@ -250,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn of_several_that_name_a_vm_only_one_may_delete_it_and_not_while_another_stays() {
+    fn only_one_peerpod_may_delete_a_shared_vm() {
         let made_for_s = vm("i-1", IdempotencyKey::derive("c", "s", 0));
         let whose = |vm: Option<&Owned>, one: &PeerPod, all: &[PeerPod]| another_ones("c", one, vm, all);
         let (first, second) = (peerpod("first", 1, of_sandbox("s")), peerpod("second", 2, of_sandbox("t")));
@@ -273,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_key_finds_nothing() {
+    fn an_invalid_key_finds_nothing() {
         let spec = PeerPodSpec { idempotency_key: Some("no key!".into()), ..PeerPodSpec::default() };
         assert_eq!(keys("c", &spec), Keys::default());
     }

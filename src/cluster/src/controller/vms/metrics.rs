@@ -65,24 +65,20 @@ impl Metrics {
     pub(super) fn register(registry: &mut Registry) -> Metrics {
         let metrics = Metrics::default();
         let registry = registry.sub_registry_with_prefix("peerpod_controller");
-        registry.register(
-            "peerpods",
-            "Tries to end a deleted PeerPod, by what came of it",
-            metrics.peerpods.clone(),
-        );
+        registry.register("peerpods", "Tries to end a deleted PeerPod, by result", metrics.peerpods.clone());
         registry.register(
             "orphans",
-            "VMs of lost nodes that no PeerPod names, by what was done",
+            "VMs of lost nodes that no PeerPod names, by action",
             metrics.orphans.clone(),
         );
         registry.register(
             "lost_peerpods",
-            "PeerPods of nodes that are gone, by what was done",
+            "PeerPods of nodes that are gone, by action",
             metrics.lost.clone(),
         );
         registry.register(
             "old_heartbeats",
-            "Heartbeats of nodes that are long gone, by what was done",
+            "Heartbeats of nodes that are long gone, by action",
             metrics.heartbeats.clone(),
         );
         registry.register(
@@ -92,13 +88,13 @@ impl Metrics {
         );
         registry.register(
             "peerpods_failing",
-            "Those of them that could not be deleted yet",
+            "PeerPods whose VM could not be deleted yet",
             metrics.failing.clone(),
         );
         registry.register("vms_unclaimed", "VMs that no PeerPod names", metrics.unclaimed.clone());
         registry.register(
             "vms_unattributed",
-            "Those of them of which no node of this cluster is known; they are left alone",
+            "VMs that no PeerPod names and no known node made; they are left alone",
             metrics.unattributed.clone(),
         );
         registry.register(
@@ -106,7 +102,11 @@ impl Metrics {
             "Comparisons of the provider's VMs with the PeerPods",
             metrics.sweeps.clone(),
         );
-        registry.register("sweeps_failed", "Those that came to nothing", metrics.sweeps_failed.clone());
+        registry.register(
+            "sweeps_failed",
+            "Comparisons of the provider's VMs with the PeerPods that failed",
+            metrics.sweeps_failed.clone(),
+        );
         metrics
     }
 

@@ -222,8 +222,8 @@ impl Work {
             Some(count) => Some((
                 "VMUnclear",
                 format!(
-                    "{count} VMs have its idempotency key and nothing says which was its own; those that no PeerPod names are \
-                 collected when their node is gone"
+                    "{count} VMs have its idempotency key and no record names its own VM; those that no \
+                     PeerPod names are collected when their node is gone"
                 ),
             )),
             None => self.doubt(peerpod).await?,
@@ -301,7 +301,7 @@ impl Work {
         let (context, peerpod) = (self.context.clone(), peerpod.clone());
         let names: Vec<&str> = vms.iter().map(InstanceId::as_str).collect();
         let note = if names.is_empty() {
-            "there was no VM of it".to_owned()
+            "it had no VM".to_owned()
         } else {
             format!("deleted VM {}", names.join(", "))
         };
@@ -360,8 +360,9 @@ fn full_name(peerpod: &PeerPod) -> String {
 fn foreign(peerpod: &PeerPod, ours: &str) -> Stays {
     let theirs = peerpod.spec.cloud_provider.as_deref().unwrap_or_default();
     let message = format!(
-        "its VM is {theirs}'s, and this controller has {ours}: it is left alone. Delete the VM there and take the finalizer \
-         {FINALIZER} off; or add {theirs} to controller.cloud-providers if it is another name of {ours}"
+        "its VM belongs to provider {theirs}, and this controller has {ours}: it is left alone. Delete the \
+         VM there and take the finalizer {FINALIZER} off; or add {theirs} to controller.cloud-providers if \
+         it is another name of {ours}"
     );
     Stays { reason: "OtherProvider", message }
 }
@@ -370,8 +371,8 @@ fn pod_lives(peerpod: &PeerPod) -> Stays {
     let message = if owner_of(peerpod).is_some() {
         "its pod still runs in the VM, which is deleted with the pod; delete the pod to end both"
     } else {
-        "it says no pod, and its node's daemon, which lives, has recorded no stop of its sandbox: a pod may still run in the \
-         VM; delete the pod to end both"
+        "it names no pod, and its node's daemon, which lives, has recorded no stop of its sandbox: a pod \
+         may still run in the VM; delete the pod to end both"
     };
     Stays { reason: "PodRuns", message: message.to_owned() }
 }

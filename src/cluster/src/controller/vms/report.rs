@@ -66,7 +66,7 @@ pub(super) async fn deleted(context: &Context, peerpod: &PeerPod) {
             type_: DELETED.to_owned(),
             status: "True".to_owned(),
             reason: "Deleted".to_owned(),
-            message: "the provider says that the VM is gone".to_owned(),
+            message: "the provider reports that the VM is gone".to_owned(),
             last_transition_time: Time(Timestamp::now()),
             observed_generation: peerpod.metadata.generation,
         },
@@ -94,7 +94,7 @@ async fn put(context: &Context, peerpod: &PeerPod, condition: Condition) {
     let params = PatchParams::apply(MANAGER).force();
     let patch = Patch::Apply(&patch);
     let patched = peerpods.patch_status(&name, &params, &patch);
-    match within(format!("say of PeerPod {namespace}/{name} how it ends"), patched).await {
+    match within(format!("set the conditions of PeerPod {namespace}/{name}"), patched).await {
         Err(error) if !error.is_not_found() => debug!(%error, "a condition is not set"),
         _ => {}
     }

@@ -72,7 +72,7 @@ fn each_config_has_its_own_daemon_sets_for_its_own_nodes() {
 }
 
 #[test]
-fn what_the_nodes_settings_change_leaves_the_relay_alone() {
+fn a_change_of_node_settings_leaves_the_relay_unchanged() {
     let of = |spec: Value, settings: &str| {
         let around = Around { settings: settings.to_owned(), instance_type: Some("X".to_owned()) };
         daemon_sets(&manifests(), &config("a", spec), &around).unwrap()
@@ -94,7 +94,7 @@ fn without_a_selector_it_is_all_workers_and_without_a_limit_the_charts() {
 }
 
 #[test]
-fn what_cannot_be_is_said() {
+fn impossible_values_are_reported() {
     let none = Around::default();
     let typed = config("a", json!({"instanceType": "big"}));
     assert_eq!(daemon_sets(&manifests(), &typed, &none).unwrap_err(), Error::InstanceType);

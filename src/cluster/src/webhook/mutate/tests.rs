@@ -227,7 +227,7 @@ fn a_container_that_another_webhook_removes_or_resizes_is_followed() {
 /// The API server runs its LimitRanger again after a webhook has changed a pod. It finds the cleared containers and
 /// fills in the namespace's defaults.
 #[test]
-fn what_the_limit_ranger_fills_in_after_us_does_not_count() {
+fn later_defaults_of_the_limit_ranger_do_not_count() {
     let profiles = profile(Totals::Effective);
     let two = vec![container("a", "cpu=4,memory=1Gi", ""), container("b", "", "")];
     let mut pod = after(&pod(vec![container("i", "cpu=1", "")], two), &profiles);
@@ -280,7 +280,7 @@ fn a_vm_is_sized_by_the_sum_of_limits_and_of_requests_where_there_is_none() {
 }
 
 #[test]
-fn what_the_containers_asked_for_is_kept() {
+fn the_containers_requests_are_kept() {
     let changed = after(
         &pod(vec![], vec![container("c", "cpu=2,ephemeral-storage=1Gi", "cpu=3")]),
         &profile(Totals::Sum),
@@ -315,12 +315,12 @@ fn a_pod_that_is_to_share_a_namespace_of_the_node_is_refused() {
         assert!(said.starts_with(&format!("spec.{key}: true: a peer pod runs in a VM")), "{said}");
         assert!(said.contains(what) && said.ends_with("give the pod another runtimeClassName"), "{said}");
         pod["spec"]["runtimeClassName"] = json!("runc");
-        assert_eq!(mutate(&pod, &profile(Totals::Effective)).unwrap(), Patch(Vec::new()), "not ours");
+        assert_eq!(mutate(&pod, &profile(Totals::Effective)).unwrap(), Patch(Vec::new()), "not our pod");
     }
 }
 
 #[test]
-fn refuses_what_nobody_would_see_after_us() {
+fn refuses_values_that_no_later_check_would_see() {
     let refused = |requests, limits| {
         mutate(&pod(vec![], vec![container("web", requests, limits)]), &profile(Totals::Effective))
             .unwrap_err()

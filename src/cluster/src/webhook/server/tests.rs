@@ -117,7 +117,7 @@ fn review(name: &str) -> Value {
 }
 
 #[tokio::test]
-async fn answers_reviews_and_nothing_else() {
+async fn only_reviews_are_answered() {
     let served = Served::start("answers").await;
     let answer = served.post(&review("p").to_string()).await;
     assert!(answer.starts_with("HTTP/1.1 200") && answer.contains("\"patchType\":\"JSONPatch\""), "{answer}");
@@ -154,7 +154,7 @@ async fn a_body_that_is_too_long_or_too_slow_is_refused() {
 }
 
 #[tokio::test]
-async fn who_asks_nothing_is_let_go_and_who_asks_late_but_often_is_not() {
+async fn idle_connections_are_closed_and_active_ones_stay() {
     let served = Served::start("silent").await;
     let mut used = served.connect().await;
     let body = review("p").to_string();
@@ -192,7 +192,7 @@ async fn leaves_without_a_review_lost() {
         if served.admin("/readyz").await.starts_with("HTTP/1.1 503") {
             break;
         }
-        assert!(began.elapsed() < LIMIT, "not ready is not said");
+        assert!(began.elapsed() < LIMIT, "it still reports ready");
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
     let answer = served.post(&review("p").to_string()).await;

@@ -23,7 +23,7 @@ fn found(inspect: Look) -> String {
 }
 
 #[test]
-fn a_name_is_the_newest_pod_that_is_not_on_its_way_out() {
+fn a_name_resolves_to_the_newest_pod_that_is_not_terminating() {
     let mut state = State::default();
     assert_eq!(state.inspect("shop", "web-0", &id("one-sandbox")), Look::Unknown);
     state.apply(pod("old", 1, false));
@@ -40,7 +40,7 @@ fn a_name_is_the_newest_pod_that_is_not_on_its_way_out() {
 }
 
 #[test]
-fn a_pod_that_another_sandbox_has_is_doubtful() {
+fn a_pod_of_another_sandbox_is_doubtful() {
     let mut state = State::default();
     state.apply(pod("old", 1, false));
     state.taken.insert("old".into(), id("one-sandbox"));
@@ -49,7 +49,7 @@ fn a_pod_that_another_sandbox_has_is_doubtful() {
 }
 
 #[test]
-fn what_a_list_does_not_name_is_gone() {
+fn pods_missing_from_a_list_are_removed() {
     let mut state = State::default();
     state.apply(pod("old", 1, false));
     state.taken.insert("old".into(), id("one-sandbox"));
@@ -63,11 +63,11 @@ fn what_a_list_does_not_name_is_gone() {
     assert!(state.taken.is_empty());
     state.list();
     state.listed();
-    assert!(state.pods.is_empty(), "bounded by what there is");
+    assert!(state.pods.is_empty(), "bounded by the list of pods");
 }
 
 #[test]
-fn of_a_pod_only_what_is_needed_is_kept() {
+fn only_needed_fields_of_a_pod_are_kept() {
     let pod: Pod = serde_json::from_value(serde_json::json!({
         "metadata": {"name": "web-0", "namespace": "shop", "uid": "u", "deletionTimestamp": "2026-01-01T00:00:00Z"},
         "spec": {

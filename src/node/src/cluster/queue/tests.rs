@@ -7,7 +7,7 @@ fn now() -> Instant {
 }
 
 #[tokio::test(start_paused = true)]
-async fn only_the_last_wish_counts_and_each_is_worked_on_by_one() {
+async fn only_the_last_update_counts_and_one_worker_has_each_key() {
     let mut queue = Wishes::new();
     queue.put("a", 1);
     queue.put("a", 2);
@@ -17,14 +17,14 @@ async fn only_the_last_wish_counts_and_each_is_worked_on_by_one() {
     assert_eq!(queue.next(now()), Some(("b", 1, 0)));
     assert_eq!((queue.next(now()), queue.backlog()), (None, 2));
     queue.done(&"a", 7, Done::Held, now());
-    assert_eq!(queue.next(now()), Some(("a", 3, 7)), "another wish came meanwhile");
+    assert_eq!(queue.next(now()), Some(("a", 3, 7)), "another update arrived meanwhile");
     queue.done(&"a", 8, Done::Over, now());
     queue.done(&"b", 1, Done::Held, now());
     assert_eq!((queue.len(), queue.backlog()), (1, 0));
 }
 
 #[tokio::test(start_paused = true)]
-async fn failures_pause_longer_each_time_up_to_a_bound() {
+async fn failures_back_off_up_to_a_bound() {
     let mut queue = Wishes::new();
     queue.put("a", 1);
     let mut pauses = Vec::new();
@@ -34,7 +34,7 @@ async fn failures_pause_longer_each_time_up_to_a_bound() {
         assert_eq!(queue.done(&turn.0, 0, Done::Failed, due), count);
         pauses.push(queue.due().unwrap() - due);
         queue.put("a", count);
-        assert_eq!(queue.next(due), None, "a new wish does not hurry one that fails");
+        assert_eq!(queue.next(due), None, "a new update does not hurry a failing one");
     }
     assert_eq!(pauses[..3], [FIRST_PAUSE, FIRST_PAUSE * 2, FIRST_PAUSE * 4]);
     assert!(pauses.is_sorted() && pauses.last() == Some(&LONGEST_PAUSE));
@@ -42,7 +42,7 @@ async fn failures_pause_longer_each_time_up_to_a_bound() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_look_for_luck_is_no_backlog_and_waits_for_no_wish() {
+async fn a_speculative_check_is_no_backlog_and_delays_no_update() {
     let mut queue = Wishes::new();
     queue.put("a", 1);
     assert!(queue.next(now()).is_some());

@@ -41,7 +41,7 @@ fn an_intent_names_the_key_and_no_vm() {
 }
 
 #[test]
-fn a_vm_comes_with_the_key_that_made_it() {
+fn a_shown_vm_has_the_key_of_its_create() {
     let mut record = record(Phase::Joining { vm: vm() });
     record.attempt = 2;
     let shown = Shown::of(&record, &about(), 5_000).unwrap();
@@ -56,7 +56,7 @@ fn a_vm_comes_with_the_key_that_made_it() {
 }
 
 #[test]
-fn the_same_record_shows_the_same_whenever_it_is_looked_at() {
+fn the_same_record_gives_the_same_status_at_any_time() {
     let mut record = record(Phase::Running { vm: vm() });
     for (stage, at) in [("vm_made", 2_000), ("running", 3_000)] {
         record.reached(stage, at);

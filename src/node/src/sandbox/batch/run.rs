@@ -45,7 +45,8 @@ impl Batches {
                     // The batch's progress is in its status, and the essential part is on disk.
                     self.0.metrics.panics.inc();
                     error!(
-                        "the task of a batch of VMs panicked; this is a bug of ours, and it goes on where it was"
+                        "the task of a batch of VMs panicked; this is a bug of peerpod-node, and the task \
+                         resumes"
                     );
                     pauses.rest(Duration::ZERO).await;
                 }
@@ -59,12 +60,15 @@ impl Batches {
         if let Status::Forming = status {
             let composed = match shape {
                 Some(shape) => self.compose(run, shape).await,
-                None => Err("it ended early".to_owned()),
+                None => Err("the batch's task ended early".to_owned()),
             };
             let batch = match composed {
                 Ok(batch) => Arc::new(batch),
                 Err(why) => {
-                    info!(members = run.members.len(), why, "no batch is made of them; each asks by itself");
+                    info!(
+                        members = run.members.len(),
+                        why, "no batch formed; each sandbox requests its own VM"
+                    );
                     run.status.send_replace(Status::Void);
                     return;
                 }
@@ -89,7 +93,7 @@ impl Batches {
                         size,
                         made = made.len(),
                         error = rest.text,
-                        "the cloud made fewer VMs than were asked for"
+                        "the cloud made fewer VMs than requested"
                     );
                 }
             }
@@ -103,7 +107,7 @@ impl Batches {
         drop(run.needed.subscribe().wait_for(|needed| needed.is_empty()).await);
         let mut pauses = Pauses::new();
         while let Err(error) = self.0.fx.forget_batch(&batch.ticket.id).await {
-            warn!(batch = batch.ticket.id, %error, "a batch's file stays; trying again");
+            warn!(batch = batch.ticket.id, %error, "cannot remove a batch's file; trying again");
             pauses.rest(Duration::ZERO).await;
         }
         self.0.tickets.close(&batch.ticket.id);
@@ -136,7 +140,7 @@ impl Batches {
         let mut pauses = Pauses::new();
         while let Err(error) = self.0.fx.save_batch(batch).await {
             self.0.metrics.ledger_errors.inc();
-            warn!(batch = batch.ticket.id, %error, "a batch cannot be recorded; trying again");
+            warn!(batch = batch.ticket.id, %error, "cannot record a batch; trying again");
             pauses.rest(Duration::ZERO).await;
         }
     }
@@ -155,7 +159,7 @@ impl Batches {
             };
             let id = &batch.ticket.id;
             if let Retry::After(least) = error.retry() {
-                warn!(batch = id, %error, "no answer to a call for several VMs; the same call again");
+                warn!(batch = id, %error, "no answer to a call for several VMs; repeating the call");
                 pauses.rest(least).await;
                 continue;
             }
@@ -170,7 +174,7 @@ impl Batches {
                     return (made, rest);
                 }
                 Err(unseen) => {
-                    warn!(batch = id, %error, %unseen, "whether a call for several VMs made any cannot be seen; trying again");
+                    warn!(batch = id, %error, %unseen, "cannot list the VMs of a call for several VMs; trying again");
                     pauses.rest(Duration::ZERO).await;
                 }
             }

@@ -70,7 +70,7 @@ fn files(dir: &Dir) -> Vec<PathBuf> {
 }
 
 #[tokio::test(start_paused = true)]
-async fn sandboxes_of_one_moment_get_their_vms_by_one_call() {
+async fn simultaneous_sandboxes_get_their_vms_by_one_call() {
     let (world, dir) = (World::new(1), Dir::new());
     world.places.store(true, Ordering::Relaxed);
     let node = start(&world, &dir).await;
@@ -86,7 +86,7 @@ async fn sandboxes_of_one_moment_get_their_vms_by_one_call() {
     let [file]: [PathBuf; 1] = files(&dir).try_into().unwrap();
     assert_eq!(fs::metadata(&file).unwrap().permissions().mode() & 0o777, 0o600);
     for name in THREE {
-        assert_eq!(files(&dir), std::slice::from_ref(&file), "it stays for whom it is still about");
+        assert_eq!(files(&dir), std::slice::from_ref(&file), "it stays for the other members");
         stop(&node, name).await;
     }
     node.until("the file is gone", |_| files(&dir).is_empty()).await;
@@ -95,7 +95,7 @@ async fn sandboxes_of_one_moment_get_their_vms_by_one_call() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn one_that_is_alone_goes_by_itself() {
+async fn a_lone_sandbox_makes_its_own_call() {
     let (world, dir) = (World::new(1), Dir::new());
     let node = start(&world, &dir).await;
     run(&node, &["a"]).await;
@@ -107,7 +107,7 @@ async fn one_that_is_alone_goes_by_itself() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn only_those_that_want_the_same_go_together_and_no_more_than_the_provider_makes() {
+async fn only_equal_requests_form_a_batch_up_to_the_providers_limit() {
     let (world, dir) = (World::new(1), Dir::new());
     world.own_addresses.store(true, Ordering::Relaxed);
     let node = Node::start_with(&world, &dir, Fuse::after(None), batching(2)).await.unwrap();
@@ -141,7 +141,7 @@ async fn a_batch_is_written_once_before_the_call_and_once_after_it() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn who_got_none_tries_again_by_itself() {
+async fn a_member_without_a_vm_retries_alone() {
     let (world, dir) = (World::new(1), Dir::new());
     world.places.store(true, Ordering::Relaxed);
     *world.shortage.lock().unwrap() = Some(2);
@@ -159,7 +159,7 @@ async fn who_got_none_tries_again_by_itself() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_refused_batch_is_each_ones_own_matter_where_one_vm_may_be_had() {
+async fn members_of_a_refused_batch_retry_alone() {
     let (world, dir) = (World::new(1), Dir::new());
     world.scripted_batches.lock().unwrap().push_back(CloudError::capacity("m", "none left"));
     let node = start(&world, &dir).await;
@@ -180,7 +180,7 @@ async fn a_refused_batch_is_each_ones_own_matter_where_one_vm_may_be_had() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_provider_that_finds_no_place_for_all_is_asked_by_each() {
+async fn members_retry_alone_if_no_placement_fits_all() {
     let (world, dir) = (World::new(1), Dir::new());
     world.places.store(true, Ordering::Relaxed);
     world.scripted_places.lock().unwrap().push_back(CloudError::capacity("m", "not so many"));
@@ -193,7 +193,7 @@ async fn a_provider_that_finds_no_place_for_all_is_asked_by_each() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_lost_answer_is_asked_for_again_with_the_same_key() {
+async fn a_lost_answer_repeats_the_call_with_the_same_key() {
     let (world, dir) = (World::new(1), Dir::new());
     for _ in 0..3 {
         world.scripted_batches.lock().unwrap().push_back(transient("no answer"));
@@ -206,7 +206,7 @@ async fn a_lost_answer_is_asked_for_again_with_the_same_key() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_full_disk_makes_a_batch_wait_and_nobody_is_asked() {
+async fn a_full_disk_delays_a_batch_and_its_call() {
     let (world, dir) = (World::new(1), Dir::new());
     let node = start(&world, &dir).await;
     create(&node, &THREE).await;
@@ -222,7 +222,7 @@ async fn a_full_disk_makes_a_batch_wait_and_nobody_is_asked() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn one_that_is_stopped_while_it_waits_for_others_is_not_asked_for() {
+async fn a_member_stopped_while_the_batch_forms_is_left_out() {
     let (world, dir) = (World::new(1), Dir::new());
     let node = start(&world, &dir).await;
     create(&node, &THREE).await;
@@ -244,7 +244,7 @@ async fn one_that_is_stopped_while_it_waits_for_others_is_not_asked_for() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn one_that_is_stopped_while_the_call_is_out_has_its_vm_deleted_and_no_other() {
+async fn a_member_stopped_during_the_call_loses_only_its_own_vm() {
     // Before the cloud has made the VMs, and after that but before its answer; also if the node dies after the stop.
     for (after, dies) in [(2, false), (7, false), (2, true), (7, true)] {
         let (world, dir) = (World::new(1), Dir::new());
@@ -269,7 +269,7 @@ async fn one_that_is_stopped_while_the_call_is_out_has_its_vm_deleted_and_no_oth
 }
 
 #[tokio::test(start_paused = true)]
-async fn one_that_is_stopped_before_its_guest_came_takes_its_own_vm_along() {
+async fn a_member_stopped_before_its_guest_connects_loses_only_its_own_vm() {
     let (world, dir) = (World::new(1), Dir::new());
     world.guests_stay_away.store(true, Ordering::Relaxed);
     let node = start(&world, &dir).await;
@@ -293,7 +293,7 @@ async fn claims(node: &Node, user_data: &UserData, from: &str, key: &[u8]) -> Re
 }
 
 #[tokio::test(start_paused = true)]
-async fn whose_a_guest_is_is_told_by_the_address_that_it_comes_from() {
+async fn a_guest_is_identified_by_its_source_address() {
     let (world, dir) = (World::new(1), Dir::new());
     world.guests_stay_away.store(true, Ordering::Relaxed);
     world.hides_addresses.store(true, Ordering::Relaxed);
@@ -310,7 +310,7 @@ async fn whose_a_guest_is_is_told_by_the_address_that_it_comes_from() {
     assert_eq!(early, not_yet, "its guest is faster than the cloud's answer");
     node.until("made", |node| THREE.iter().all(|name| node.phase(name) == "joining")).await;
     let early = claims(&node, &user_data, &from(&world, &first), b"k").await;
-    assert_eq!(early, not_yet, "the cloud has not told the addresses");
+    assert_eq!(early, not_yet, "the cloud has not reported the addresses");
     world.hides_addresses.store(false, Ordering::Relaxed);
     tokio::time::sleep(Duration::from_secs(1)).await;
     for restarted in [false, true] {
@@ -350,7 +350,7 @@ async fn whose_a_guest_is_is_told_by_the_address_that_it_comes_from() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn vms_behind_one_translated_address_are_never_guessed_and_the_failure_says_what_to_do() {
+async fn vms_behind_one_nat_address_are_not_assigned_and_the_failure_names_the_remedy() {
     let (world, dir) = (World::new(1), Dir::new());
     world.guests_stay_away.store(true, Ordering::Relaxed);
     let node = start(&world, &dir).await;
@@ -368,7 +368,7 @@ async fn vms_behind_one_translated_address_are_never_guessed_and_the_failure_say
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_batch_whose_task_panics_goes_on_where_it_was() {
+async fn a_panicked_batch_task_resumes() {
     let (world, dir) = (World::new(1), Dir::new());
     *world.create_takes.lock().unwrap() = Duration::from_secs(1);
     let node = start(&world, &dir).await;
@@ -385,7 +385,7 @@ async fn a_batch_whose_task_panics_goes_on_where_it_was() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_member_whose_task_panics_finds_its_seat_again() {
+async fn a_panicked_member_task_rejoins_its_batch() {
     let (world, dir) = (World::new(1), Dir::new());
     *world.create_takes.lock().unwrap() = Duration::from_secs(10);
     let node = start(&world, &dir).await;
@@ -402,7 +402,7 @@ async fn a_member_whose_task_panics_finds_its_seat_again() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_recovered_batch_is_asked_for_with_batches_off_by_now() {
+async fn a_recovered_batch_is_created_although_batches_are_off() {
     let (world, dir) = (World::new(1), Dir::new());
     *world.create_takes.lock().unwrap() = Duration::from_secs(10);
     let node = start(&world, &dir).await;
@@ -419,7 +419,7 @@ async fn a_recovered_batch_is_asked_for_with_batches_off_by_now() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_batch_in_quarantine_costs_its_members_no_more_than_another_vm() {
+async fn members_of_a_quarantined_batch_get_new_vms() {
     let (world, dir) = (World::new(1), Dir::new());
     *world.create_takes.lock().unwrap() = Duration::from_secs(10);
     let node = start(&world, &dir).await;
@@ -444,7 +444,7 @@ async fn a_batch_in_quarantine_costs_its_members_no_more_than_another_vm() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_member_in_quarantine_keeps_its_vm_and_the_batch_its_file() {
+async fn a_quarantined_member_keeps_its_vm_and_the_batch_its_file() {
     let (world, dir) = (World::new(1), Dir::new());
     let node = start(&world, &dir).await;
     run(&node, &THREE).await;
@@ -472,7 +472,7 @@ async fn a_member_in_quarantine_keeps_its_vm_and_the_batch_its_file() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_vm_of_an_open_batch_is_no_orphan_and_one_too_many_is() {
+async fn a_vm_of_an_open_batch_is_no_orphan_but_a_surplus_vm_is() {
     let (world, dir) = (World::new(1), Dir::new());
     world.guests_stay_away.store(true, Ordering::Relaxed);
     *world.create_takes.lock().unwrap() = Duration::from_secs(10);
@@ -491,7 +491,7 @@ async fn a_vm_of_an_open_batch_is_no_orphan_and_one_too_many_is() {
 /// Kills the node at each boundary in the life of three sandboxes with one call; afterwards they are stopped, or run
 /// on.
 #[test]
-fn killed_at_each_boundary_of_a_batchs_life() {
+fn the_node_recovers_from_a_kill_at_each_boundary_of_a_batch() {
     for (stays, places) in [(false, true), (true, false)] {
         let mut boundaries = 0;
         loop {

@@ -25,7 +25,7 @@ async fn create_answers_before_the_cloud_does_and_start_waits_for_the_guest() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_second_create_gets_the_same_path_and_makes_nothing_whatever_its_arguments() {
+async fn a_second_create_returns_the_same_path_and_makes_no_vm() {
     let (world, dir) = (World::new(1), Dir::new());
     let node = Node::start(&world, &dir).await;
     let (one, two) = tokio::join!(node.create("a"), node.create("a"));
@@ -40,7 +40,7 @@ async fn a_second_create_gets_the_same_path_and_makes_nothing_whatever_its_argum
 }
 
 #[tokio::test(start_paused = true)]
-async fn starts_at_once_and_again_give_one_vm_and_all_are_answered() {
+async fn concurrent_and_repeated_starts_give_one_vm() {
     let (world, dir) = (World::new(1), Dir::new());
     let node = Node::start(&world, &dir).await;
     node.create("a").await.unwrap();
@@ -53,7 +53,7 @@ async fn starts_at_once_and_again_give_one_vm_and_all_are_answered() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn start_of_the_unknown_says_so() {
+async fn start_of_an_unknown_sandbox_fails() {
     let (world, dir) = (World::new(1), Dir::new());
     let node = Node::start(&world, &dir).await;
     assert_eq!(node.table.start(&id("a")).await, Err(Error::Unknown(id("a"))));
@@ -61,7 +61,7 @@ async fn start_of_the_unknown_says_so() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn stop_answers_at_once_though_the_cloud_takes_a_minute_and_start_is_refused_after() {
+async fn stop_returns_at_once_on_a_slow_cloud_and_start_is_refused_after() {
     let (world, dir) = (World::new(1), Dir::new());
     *world.delete_takes.lock().unwrap() = Duration::from_secs(60);
     let node = Node::start(&world, &dir).await;
@@ -84,7 +84,7 @@ async fn stop_answers_at_once_though_the_cloud_takes_a_minute_and_start_is_refus
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_stop_while_the_cloud_creates_deletes_what_it_makes() {
+async fn a_stop_during_the_create_deletes_the_vm() {
     let (world, dir) = (World::new(1), Dir::new());
     *world.create_takes.lock().unwrap() = Duration::from_secs(40);
     let node = Node::start(&world, &dir).await;
@@ -102,7 +102,7 @@ async fn a_stop_while_the_cloud_creates_deletes_what_it_makes() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_waiting_start_hears_of_the_stop() {
+async fn a_stop_ends_a_waiting_start() {
     let (world, dir) = (World::new(1), Dir::new());
     world.guests_stay_away.store(true, Ordering::Relaxed);
     let node = Node::start(&world, &dir).await;
@@ -118,7 +118,7 @@ async fn a_waiting_start_hears_of_the_stop() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_create_after_the_stop_makes_nothing_even_of_an_id_that_was_never_known() {
+async fn a_create_after_a_stop_makes_no_vm_even_for_an_unknown_id() {
     let (world, dir) = (World::new(1), Dir::new());
     let node = Node::start(&world, &dir).await;
     node.table.stop(&id("a"), Stop::Called).await.unwrap();
@@ -154,7 +154,7 @@ async fn tombstones_are_forgotten_when_their_time_is_over() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn callers_that_go_away_change_nothing() {
+async fn departed_callers_change_nothing() {
     let (world, dir) = (World::new(1), Dir::new());
     let node = Node::start(&world, &dir).await;
     let a = id("a");
@@ -194,7 +194,7 @@ async fn two_live_sandboxes_cannot_have_one_network_namespace_but_a_successor_wa
 }
 
 #[tokio::test(start_paused = true)]
-async fn over_the_limit_is_refused_and_a_stopped_one_makes_room() {
+async fn a_create_over_the_limit_is_refused_until_a_sandbox_stops() {
     let (world, dir) = (World::new(1), Dir::new());
     let few = crate::sandbox::Settings { max_sandboxes: 2, ..settings() };
     let node = Node::start_with(&world, &dir, Fuse::after(None), few).await.unwrap();

@@ -18,7 +18,7 @@ fn world() -> std::sync::Arc<World> {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_intent_is_shown_before_the_cloud_is_asked_and_the_pod_is_known_for_good() {
+async fn the_intent_is_published_before_the_create_and_the_pods_uid_is_recorded() {
     let (world, dir) = (world(), Dir::new());
     *world.announce_takes.lock().unwrap() = Duration::from_millis(300);
     let node = Node::start(&world, &dir).await;
@@ -40,7 +40,7 @@ async fn the_intent_is_shown_before_the_cloud_is_asked_and_the_pod_is_known_for_
 }
 
 #[tokio::test(start_paused = true)]
-async fn one_that_is_stopped_before_the_cloud_was_asked_makes_nothing() {
+async fn a_sandbox_stopped_before_the_create_call_makes_no_vm() {
     let (world, dir) = (world(), Dir::new());
     *world.announce_takes.lock().unwrap() = Duration::from_millis(900);
     let node = Node::start(&world, &dir).await;
@@ -73,7 +73,7 @@ async fn after_a_crash_around_the_intent_there_is_one_vm() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_start_that_takes_long_says_what_it_waits_for_and_again_after_as_long_once_more() {
+async fn a_slow_start_reports_its_step_and_again_after_twice_the_time() {
     let (world, dir) = (world(), Dir::new());
     world.guests_stay_away.store(true, Ordering::Relaxed);
     let slow = Settings { slow_after: Duration::from_secs(30), ..settings() };
@@ -84,7 +84,7 @@ async fn a_start_that_takes_long_says_what_it_waits_for_and_again_after_as_long_
     assert_eq!(said("SlowStart"), 0);
     tokio::time::sleep(Duration::from_secs(2)).await;
     assert_eq!(said("SlowStart"), 1);
-    assert!(world.state().said[0].2.contains("did not call this node"), "{:?}", world.state().said);
+    assert!(world.state().said[0].2.contains("did not dial this node"), "{:?}", world.state().said);
     node.until("it fails", |_| said("StartFailed") == 1).await;
     // After 30, 60, 120 and 240 of 300 seconds.
     assert_eq!(said("SlowStart"), 4);
@@ -93,7 +93,7 @@ async fn a_start_that_takes_long_says_what_it_waits_for_and_again_after_as_long_
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_the_cloud_refuses_is_said_once_with_its_words() {
+async fn a_refusal_of_the_cloud_is_reported_once_with_its_text() {
     let (world, dir) = (world(), Dir::new());
     world.scripted_creates.lock().unwrap().push_back(CloudError::invalid("no such image: ami-1"));
     let node = Node::start(&world, &dir).await;

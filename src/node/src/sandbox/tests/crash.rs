@@ -196,27 +196,27 @@ fn lives(seeds: std::ops::Range<u64>, late: bool) {
 }
 
 #[test]
-fn killed_at_random_boundaries_no_vm_is_leaked_and_none_is_lost() {
+fn kills_at_random_boundaries_leak_and_lose_no_vm() {
     lives(0..seeds(400), false);
 }
 
 /// A create may also arrive at the cloud after its caller died. No record can name such a VM; the comparison of the
 /// cloud's list with the ledger finds it.
 #[test]
-fn creates_that_arrive_after_their_caller_died_are_found_too() {
+fn creates_that_arrive_after_a_crash_are_found() {
     lives(0..seeds(200), true);
 }
 
 /// Kills the node at each boundary of one quiet life: create, run, stop.
 #[test]
-fn killed_at_each_boundary_of_one_life() {
+fn the_node_recovers_from_a_kill_at_each_boundary() {
     killed_at_each_boundary(false);
 }
 
 /// A create that is repeated after a crash goes to its first placement, even if the provider would choose another by
 /// now.
 #[test]
-fn killed_at_each_boundary_of_one_life_whose_provider_chooses_places() {
+fn the_node_recovers_from_a_kill_at_each_boundary_with_placements() {
     killed_at_each_boundary(true);
 }
 

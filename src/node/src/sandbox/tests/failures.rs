@@ -21,7 +21,7 @@ async fn cause(node: &Node, name: &str) -> String {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_refusal_of_the_cloud_is_heard_at_once_and_nothing_is_left() {
+async fn a_refusal_of_the_cloud_fails_at_once_and_leaves_nothing() {
     let (world, dir) = (World::new(1), Dir::new());
     let node = Node::start(&world, &dir).await;
     world
@@ -42,7 +42,7 @@ async fn a_refusal_of_the_cloud_is_heard_at_once_and_nothing_is_left() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn no_capacity_is_another_attempt_with_another_key_and_ends_some_day() {
+async fn no_capacity_retries_with_new_keys_up_to_a_limit() {
     let (world, dir) = (World::new(1), Dir::new());
     let node = Node::start(&world, &dir).await;
     world.scripted_creates.lock().unwrap().extend([capacity(), capacity()]);
@@ -58,7 +58,7 @@ async fn no_capacity_is_another_attempt_with_another_key_and_ends_some_day() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn another_attempt_goes_to_another_place_and_none_left_is_heard_at_once() {
+async fn each_retry_uses_another_placement_and_exhaustion_fails_at_once() {
     let (world, dir) = (World::new(1), Dir::new());
     world.places.store(true, Ordering::Relaxed);
     let node = Node::start(&world, &dir).await;
@@ -76,12 +76,12 @@ async fn another_attempt_goes_to_another_place_and_none_left_is_heard_at_once() 
     assert!(cause(&node, "b").await.contains("m6a.large in eu-1a: no capacity"));
     assert!(begin.elapsed() < Duration::from_secs(1));
     node.until("gone", |node| node.phase("b") == "gone").await;
-    assert_eq!((world.create_calls(), world.vms()), (3, 1), "nothing was asked of the cloud for it");
+    assert_eq!((world.create_calls(), world.vms()), (3, 1), "the cloud got no call for it");
     node.kill().await;
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_sandbox_that_is_stopped_before_its_place_is_chosen_makes_no_vm() {
+async fn a_sandbox_stopped_before_its_placement_makes_no_vm() {
     let (world, dir) = (World::new(1), Dir::new());
     world.places.store(true, Ordering::Relaxed);
     world.scripted_places.lock().unwrap().extend((0..3).map(|_| transient("prices")));
@@ -122,7 +122,7 @@ async fn a_refusal_after_a_lost_answer_does_not_lose_the_vm() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_guest_that_never_calls_is_given_up_with_the_likely_cause_and_its_console() {
+async fn a_guest_that_never_connects_fails_with_the_likely_cause_and_its_console() {
     let (world, dir) = (World::new(1), Dir::new());
     world.guests_stay_away.store(true, Ordering::Relaxed);
     // A busy cloud.
@@ -160,7 +160,7 @@ async fn start_ends_at_its_own_deadline_and_a_repeat_gives_the_answer() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_the_guest_says_reaches_the_caller() {
+async fn an_error_of_the_guest_reaches_the_caller() {
     let (world, dir) = (World::new(1), Dir::new());
     *world.guest_error.lock().unwrap() = "kata-agent did not listen within 30s".into();
     let node = Node::start(&world, &dir).await;
@@ -170,7 +170,7 @@ async fn what_the_guest_says_reaches_the_caller() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_guest_that_does_not_know_the_plan_is_refused_with_its_words_and_its_vm_goes() {
+async fn a_guest_that_rejects_the_plan_fails_the_start_and_its_vm_is_deleted() {
     let (world, dir) = (World::new(1), Dir::new());
     *world.guest_error.lock().unwrap() =
         "making the pod's network: read the network plan: version 2 is unknown, this guest knows 1 to 1"
@@ -184,7 +184,7 @@ async fn a_guest_that_does_not_know_the_plan_is_refused_with_its_words_and_its_v
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_network_that_cannot_be_carried_is_said_and_one_that_is_busy_is_tried_again() {
+async fn an_unsupported_network_fails_and_a_busy_one_is_retried() {
     let (world, dir) = (World::new(1), Dir::new());
     let node = Node::start(&world, &dir).await;
     let error = |permanent| NetworkError { text: "a route of type blackhole".into(), permanent };
@@ -201,7 +201,7 @@ async fn a_network_that_cannot_be_carried_is_said_and_one_that_is_busy_is_tried_
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_network_namespace_that_is_none_is_refused_before_anything_is_done() {
+async fn an_invalid_network_namespace_is_refused_before_any_effect() {
     let (world, dir) = (World::new(1), Dir::new());
     world.state().dead_netns.insert("/run/netns/a".into());
     let node = Node::start(&world, &dir).await;
@@ -247,7 +247,7 @@ async fn a_disk_that_fills_up_while_the_cloud_works_loses_no_vm() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn leaving_goes_on_until_the_cloud_lets_go() {
+async fn cleanup_retries_until_the_cloud_succeeds() {
     let (world, dir) = (World::new(1), Dir::new());
     let node = Node::start(&world, &dir).await;
     node.run("a").await;
@@ -264,7 +264,7 @@ async fn leaving_goes_on_until_the_cloud_lets_go() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_was_created_and_never_started_or_lost_its_namespace_is_taken_away() {
+async fn sandboxes_never_started_or_without_a_namespace_are_removed() {
     let (world, dir) = (World::new(1), Dir::new());
     let node = Node::start(&world, &dir).await;
     node.create("never").await.unwrap();
@@ -295,7 +295,7 @@ async fn waiting(world: &std::sync::Arc<World>, node: &Node, name: &str) -> User
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_first_key_gets_the_certificate_again_and_another_one_nothing() {
+async fn only_the_first_key_gets_the_certificate_again() {
     let (world, dir) = (World::new(1), Dir::new());
     let node = Node::start(&world, &dir).await;
     let user_data = waiting(&world, &node, "a").await;
@@ -350,7 +350,7 @@ async fn wrong_used_up_and_late_tickets_are_refused() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_node_that_dials_tells_the_relay_where_and_takes_the_dialled_vm_s_ticket_alone() {
+async fn a_dialling_node_gives_the_relay_addresses_and_accepts_only_the_dialled_vms_ticket() {
     let (world, dir) = (World::new(1), Dir::new());
     let dials = Settings { dial: Some(15150), ..settings() };
     let node = Node::start_with(&world, &dir, Fuse::after(None), dials).await.unwrap();

@@ -20,7 +20,7 @@ async fn settled(node: &Node, world: &World) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_change_is_told_once_and_noise_is_not() {
+async fn a_change_is_sent_once_and_noise_is_not() {
     let (world, dir) = (World::new(1), Dir::new());
     let node = Node::start(&world, &dir).await;
     node.run("a").await;
@@ -40,7 +40,7 @@ async fn a_change_is_told_once_and_noise_is_not() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_changed_while_the_node_was_dead_is_followed() {
+async fn changes_during_a_node_outage_are_followed() {
     let (world, dir) = (World::new(1), Dir::new());
     let node = Node::start(&world, &dir).await;
     node.run("a").await;
@@ -68,7 +68,7 @@ async fn a_plan_that_the_guest_refuses_is_not_repeated_and_costs_nothing() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_guest_that_comes_from_a_new_address_of_its_vm_gets_its_tunnel_there() {
+async fn a_tunnel_follows_a_new_address_of_its_vm() {
     let (world, dir) = (World::new(1), Dir::new());
     let node = Node::start(&world, &dir).await;
     node.run("a").await;
@@ -90,7 +90,7 @@ async fn a_guest_that_comes_from_a_new_address_of_its_vm_gets_its_tunnel_there()
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_address_that_the_guest_itself_has_needs_no_word_of_the_cloud() {
+async fn an_address_reported_by_the_guest_needs_no_confirmation_by_the_cloud() {
     let (world, dir) = (World::new(1), Dir::new());
     let node = Node::start(&world, &dir).await;
     node.run("a").await;
@@ -108,7 +108,7 @@ async fn an_address_that_the_guest_itself_has_needs_no_word_of_the_cloud() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_node_with_another_address_tells_its_guests() {
+async fn a_new_node_address_is_sent_to_the_guests() {
     let (world, dir) = (World::new(1), Dir::new());
     let node = Node::start(&world, &dir).await;
     node.run("a").await;
@@ -130,9 +130,9 @@ async fn a_node_with_another_address_tells_its_guests() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_is_in_the_traffics_way_is_said_once() {
+async fn traffic_obstacles_are_reported_once() {
     let (world, dir) = (World::new(1), Dir::new());
-    *world.obstacles.lock().unwrap() = vec!["somebody's filter".into()];
+    *world.obstacles.lock().unwrap() = vec!["foreign filter".into()];
     let node = Node::start(&world, &dir).await;
     node.run("a").await;
     settled(&node, &world).await;
@@ -142,7 +142,7 @@ async fn what_is_in_the_traffics_way_is_said_once() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_path_that_is_narrower_than_planned_is_counted_once_and_no_guest_fills_the_log() {
+async fn a_narrow_path_is_counted_once_and_guest_reports_are_bounded() {
     let (world, dir) = (World::new(1), Dir::new());
     let node = Node::start(&world, &dir).await;
     node.run("a").await;

@@ -64,7 +64,7 @@ fn given(text: &str, keeps: bool) -> Option<(String, bool)> {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_guest_has_its_secrets_from_the_first_word_on_and_hears_of_others() {
+async fn a_guest_gets_its_secrets_on_assignment_and_then_changed_ones() {
     let (world, dir) = (World::new(1), Dir::new());
     world.secrets.is(Some("one"));
     let node = Node::start(&world, &dir).await;
@@ -123,7 +123,7 @@ async fn a_pod_goes_on_without_an_answer_after_one_deadline_and_gets_its_secrets
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_refusal_holds_nobody_up_and_is_not_repeated_all_the_time() {
+async fn a_refusal_delays_no_start_and_is_rarely_retried() {
     let (world, dir) = (World::new(1), Dir::new());
     world.secrets.is(None);
     world.secrets.refuses.store(true, Ordering::Relaxed);

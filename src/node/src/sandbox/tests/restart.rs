@@ -21,7 +21,7 @@ fn note(dir: &Dir, name: &str) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn running_sandboxes_are_picked_up_and_left_alone() {
+async fn running_sandboxes_are_restored_unchanged() {
     let (world, dir) = (World::new(1), Dir::new());
     let node = Node::start(&world, &dir).await;
     for name in ["a", "b", "c"] {
@@ -42,7 +42,7 @@ async fn running_sandboxes_are_picked_up_and_left_alone() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_promised_stop_comes_before_everything_else() {
+async fn an_acknowledged_stop_is_applied_first() {
     let (world, dir) = (World::new(1), Dir::new());
     let node = Node::start(&world, &dir).await;
     node.run("running").await;
@@ -67,7 +67,7 @@ async fn a_promised_stop_comes_before_everything_else() {
 
 /// Stops a running sandbox, an unknown one, and, before these two, one with a record that cannot be written.
 #[tokio::test(start_paused = true)]
-async fn a_promised_stop_that_cannot_be_recorded_does_not_keep_the_others_waiting() {
+async fn an_acknowledged_stop_that_cannot_be_recorded_delays_no_other() {
     let (world, dir) = (World::new(1), Dir::new());
     let node = Node::start(&world, &dir).await;
     node.run("stuck").await;
@@ -94,7 +94,7 @@ async fn a_promised_stop_that_cannot_be_recorded_does_not_keep_the_others_waitin
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_create_that_nobody_heard_of_is_found_by_its_key() {
+async fn a_create_with_a_lost_answer_is_found_by_its_key() {
     let (world, dir) = (World::new(1), Dir::new());
     let node = Node::start(&world, &dir).await;
     node.create("a").await.unwrap();
@@ -122,7 +122,7 @@ async fn a_running_sandbox_keeps_neither_request_nor_user_data() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn another_relay_process_is_told_everything_again() {
+async fn a_new_relay_process_gets_the_full_state() {
     let (world, dir) = (World::new(1), Dir::new());
     let node = Node::start(&world, &dir).await;
     node.run("a").await;
@@ -135,7 +135,7 @@ async fn another_relay_process_is_told_everything_again() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn another_guest_program_is_personalised_again() {
+async fn a_restarted_guest_program_is_assigned_again() {
     let (world, dir) = (World::new(1), Dir::new());
     let node = Node::start(&world, &dir).await;
     node.run("a").await;
@@ -151,7 +151,7 @@ async fn another_guest_program_is_personalised_again() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_sandbox_in_quarantine_costs_nobody_else_and_keeps_its_vm() {
+async fn a_quarantined_sandbox_keeps_its_vm_and_affects_no_other() {
     let (world, dir) = (World::new(1), Dir::new());
     let node = Node::start(&world, &dir).await;
     for name in ["a", "b", "c"] {
@@ -192,7 +192,7 @@ async fn a_sandbox_in_quarantine_costs_nobody_else_and_keeps_its_vm() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_vm_that_no_record_claims_is_deleted_after_a_second_look() {
+async fn a_vm_without_a_record_is_deleted_after_a_second_check() {
     let (world, dir) = (World::new(1), Dir::new());
     let node = Node::start(&world, &dir).await;
     node.run("a").await;
@@ -249,7 +249,7 @@ async fn a_running_guest_follows_the_ca_and_its_old_certificate_stays_good_for_a
 /// The ticket is bound to a key on disk; the guest has no answer yet. The boundaries after the write: the binding is
 /// durable; the relay is about to be updated; the relay has the certificate and no answer was sent.
 #[tokio::test(start_paused = true)]
-async fn killed_between_a_ticket_s_binding_and_its_answer_the_same_key_is_answered_and_another_is_not() {
+async fn after_a_kill_between_a_tickets_binding_and_its_answer_only_the_same_key_is_answered() {
     for (boundaries, relay_knows) in [(1, false), (2, false), (3, true)] {
         let (world, dir) = (World::new(1), Dir::new());
         world.guests_stay_away.store(true, Ordering::Relaxed);

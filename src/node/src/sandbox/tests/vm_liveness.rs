@@ -18,7 +18,7 @@ use crate::{
 const SECOND: Duration = Duration::from_secs(1);
 
 #[tokio::test(start_paused = true)]
-async fn a_sandbox_whose_vm_is_gone_fails_and_leaves_nothing() {
+async fn a_sandbox_without_its_vm_fails_and_leaves_nothing() {
     let (world, dir) = (World::new(1), Dir::new());
     let node = Node::start(&world, &dir).await;
     node.run("a").await;
@@ -47,7 +47,7 @@ fn ticket(dir: &Dir, name: &str) -> String {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_provider_that_tells_of_an_end_is_believed_at_once_if_it_has_no_addresses_either() {
+async fn a_reported_end_is_accepted_at_once_if_the_vm_has_no_addresses() {
     let (world, dir) = (World::new(1), Dir::new());
     let node = Node::start(&world, &dir).await;
     node.run("a").await;
@@ -60,7 +60,7 @@ async fn a_provider_that_tells_of_an_end_is_believed_at_once_if_it_has_no_addres
     let tell = |vm: &InstanceId, kind| {
         assert_eq!(world.events.send(ProviderEvent { id: vm.clone(), kind }).unwrap(), 1);
     };
-    let ended = || EventKind::Ended { reason: "somebody's hand".into() };
+    let ended = || EventKind::Ended { reason: "another user's action".into() };
     let taken = || EventKind::Interruption { at: SystemTime::now() + 120 * SECOND };
     // A VM with an interruption notice exists until the cloud reclaims it.
     tell(&InstanceId::new("i-of-nobody").unwrap(), taken());
@@ -75,7 +75,7 @@ async fn a_provider_that_tells_of_an_end_is_believed_at_once_if_it_has_no_addres
     node.until("gone", |node| node.phase("a") == "gone").await;
     assert!(began.elapsed() < 5 * SECOND, "{:?}", began.elapsed());
     let Err(Error::Failed { cause, .. }) = node.table.start(&id("a")).await else { panic!("not failed") };
-    for word in [format!("VM {a} has ended: somebody's hand"), "kernel panic".into()] {
+    for word in [format!("VM {a} has ended: another user's action"), "kernel panic".into()] {
         assert!(cause.contains(&word), "{cause}");
     }
     tokio::time::sleep(60 * SECOND).await;
@@ -85,7 +85,7 @@ async fn a_provider_that_tells_of_an_end_is_believed_at_once_if_it_has_no_addres
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_vm_that_ends_while_it_boots_has_failed_for_its_kernels_reason_and_with_its_memory() {
+async fn a_vm_that_ends_during_boot_fails_with_its_kernels_reason_and_its_memory() {
     let (world, dir) = (World::new(1), Dir::new());
     world.guests_stay_away.store(true, Ordering::Relaxed);
     let reason = "Kernel panic - not syncing: System is deadlocked on memory";
@@ -111,7 +111,7 @@ async fn a_vm_that_ends_while_it_boots_has_failed_for_its_kernels_reason_and_wit
 
 /// Checks for an hour each that weaker evidence does not end a sandbox.
 #[tokio::test(start_paused = true)]
-async fn nothing_less_than_a_sure_provider_and_a_silent_link_ends_a_sandbox() {
+async fn only_a_certain_provider_and_a_silent_link_end_a_sandbox() {
     let (world, dir) = (World::new(1), Dir::new());
     let node = Node::start(&world, &dir).await;
     node.run("a").await;
@@ -149,7 +149,7 @@ async fn nothing_less_than_a_sure_provider_and_a_silent_link_ends_a_sandbox() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_task_that_panics_is_picked_up_from_the_ledger_and_its_callers_do_not_notice() {
+async fn a_panicked_task_restarts_from_the_ledger_unnoticed_by_callers() {
     let (world, dir) = (World::new(1), Dir::new());
     let node = Node::start(&world, &dir).await;
     // During the boot: StartVM waits across the panics.
@@ -172,7 +172,7 @@ async fn a_task_that_panics_is_picked_up_from_the_ledger_and_its_callers_do_not_
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_stop_finds_a_sandbox_whose_task_just_panicked() {
+async fn a_stop_reaches_a_sandbox_after_a_panic_of_its_task() {
     let (world, dir) = (World::new(1), Dir::new());
     let node = Node::start(&world, &dir).await;
     node.run("a").await;
@@ -186,24 +186,24 @@ async fn a_stop_finds_a_sandbox_whose_task_just_panicked() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_guest_that_does_not_follow_the_ca_holds_it_up_for_a_time_and_not_for_ever() {
+async fn a_guest_that_does_not_follow_delays_the_rotation_for_a_bounded_time() {
     let (world, dir) = (World::new(1), Dir::new());
     let node = Node::start(&world, &dir).await;
     let trust = SharedTrust::new(Trust::open(&dir.0.join("trust"), SystemTime::now()).unwrap());
     let (hour, never) = (Duration::from_secs(3600), None);
     let now = Some(Duration::ZERO);
     assert!(!is_due(&trust, &node.table, never, Duration::ZERO), "a young CA stays");
-    assert!(is_due(&trust, &node.table, now, hour), "nobody is behind");
+    assert!(is_due(&trust, &node.table, now, hour), "every guest follows");
     // The guests of this test have another CA set than this one, and never get it.
     node.run("a").await;
-    assert!(!is_due(&trust, &node.table, now, Duration::ZERO), "a step that nobody waits for waits for all");
+    assert!(!is_due(&trust, &node.table, now, Duration::ZERO), "an unrequested step waits for all");
     trust.step().unwrap();
     assert!(!is_due(&trust, &node.table, never, hour), "within its time it is waited for");
     assert_eq!(node.metrics.left_behind.get(), 0);
     assert!(is_due(&trust, &node.table, never, Duration::ZERO), "and then not any more");
     assert_eq!(node.metrics.left_behind.get(), 1, "which is counted");
     node.table.stop(&id("a"), Stop::Called).await.unwrap();
-    assert!(is_due(&trust, &node.table, never, hour), "one that leaves is nobody to wait for");
+    assert!(is_due(&trust, &node.table, never, hour), "a stopping sandbox delays no step");
     node.kill().await;
 }
 

@@ -53,7 +53,8 @@ impl Drop for Place {
 /// Takes the node's descriptors as the relay would; returns the state that it then reports, and the descriptors that it
 /// has.
 fn take(carrier: &WireguardFds, held: Option<&Value>) -> (Value, Vec<std::os::fd::OwnedFd>) {
-    let FdHandoff { detail, descriptors } = carrier.wanted(held).unwrap().expect("something is handed in");
+    let FdHandoff { detail, descriptors } =
+        carrier.wanted(held).unwrap().expect("the node passes descriptors");
     let mut kept = Vec::new();
     let mut port = held.and_then(|held| held["port"].as_u64());
     for (name, descriptor) in descriptors {
@@ -72,7 +73,7 @@ fn take(carrier: &WireguardFds, held: Option<&Value>) -> (Value, Vec<std::os::fd
 }
 
 #[tokio::test]
-async fn what_others_delete_of_the_private_namespace_is_there_again_and_handed_in() {
+async fn deleted_parts_of_the_private_namespace_are_restored_and_passed_to_the_relay() {
     let mut place = Place::new();
     let tunnel = place.open(0);
     let carrier = tunnel.carrier().unwrap();

@@ -6,7 +6,7 @@ use tokio::time::timeout;
 use super::*;
 
 #[tokio::test]
-async fn connecting_again_mends_whatever_is_broken() {
+async fn reconnecting_repairs_every_fault() {
     let mut world = World::new();
     let tunnel = open(&world);
     let (pod, name) = (world.pod("pod", 7), world.name("pod"));
@@ -68,7 +68,7 @@ async fn connecting_again_mends_whatever_is_broken() {
 }
 
 #[tokio::test]
-async fn connecting_again_makes_no_news_in_the_pods_network() {
+async fn reconnecting_causes_no_events_in_the_pods_network() {
     let mut world = World::new();
     let tunnel = open(&world);
     let pod = world.pod("pod", 7);
@@ -88,13 +88,13 @@ async fn connecting_again_makes_no_news_in_the_pods_network() {
             break;
         }
     }
-    assert!(silent, "who follows the pod's network would connect for ever");
+    assert!(silent, "events would make a follower connect for ever");
     world.ip("pod", "link set pp-vx0 down");
     timeout(10 * moment, events.settled(Duration::ZERO, Duration::ZERO)).await.unwrap().unwrap();
 }
 
 #[tokio::test]
-async fn another_address_of_the_vm_or_the_node_is_followed() {
+async fn a_new_address_of_the_vm_or_the_node_is_followed() {
     let mut world = World::new();
     let tunnel = open(&world);
     let pod = world.pod("pod", 7);
@@ -123,7 +123,7 @@ async fn another_address_of_the_vm_or_the_node_is_followed() {
 }
 
 #[test]
-fn a_namespace_that_goes_in_the_middle_is_an_error_and_no_hang() {
+fn a_namespace_deleted_during_the_setup_is_an_error() {
     let mut world = World::new();
     let tunnel = open(&world);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();

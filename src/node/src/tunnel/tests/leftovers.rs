@@ -12,7 +12,7 @@ fn live(pod: &Netns, sandbox: &str, reserved: Option<&Reserved>, vm: &str) -> Li
 }
 
 #[tokio::test]
-async fn what_no_live_sandbox_has_is_removed_at_the_start() {
+async fn state_without_a_live_sandbox_is_removed_at_the_start() {
     let mut world = World::new();
     let tunnel = open(&world);
     let pods: Vec<Netns> = (1..=4).map(|n| world.pod(&format!("pod{n}"), 30 + n)).collect();
@@ -53,7 +53,7 @@ async fn what_no_live_sandbox_has_is_removed_at_the_start() {
 }
 
 #[tokio::test]
-async fn a_sandbox_whose_record_cannot_be_read_keeps_what_it_has() {
+async fn a_sandbox_with_an_unreadable_record_keeps_its_network() {
     let mut world = World::new();
     let tunnel = open(&world);
     let pod = world.pod("pod", 7);
@@ -144,7 +144,7 @@ async fn a_cnis_own_vxlan_on_the_port_works_beside_ours() {
 }
 
 #[tokio::test]
-async fn tunnels_of_an_earlier_port_are_still_let_in_and_then_forgotten() {
+async fn tunnels_of_an_earlier_port_are_accepted_until_they_end() {
     let mut world = World::new();
     let before = open_with(&world, TunnelConfig { port: 4790, ..TunnelConfig::default() });
     let pod = world.pod("pod", 7);

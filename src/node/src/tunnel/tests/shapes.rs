@@ -125,7 +125,7 @@ async fn every_classifier_of_this_kernel_redirects() {
 }
 
 #[tokio::test]
-async fn what_others_have_on_the_ingress_side_stays_and_works() {
+async fn foreign_ingress_filters_stay_and_work() {
     for (by, kind) in [(Classifier::U32, "clsact"), (Classifier::Bpf, "clsact"), (Classifier::U32, "ingress")]
     {
         let mut world = World::new();
@@ -167,8 +167,7 @@ fn add_ending(name: &str, filter: &str) {
 }
 
 #[tokio::test]
-async fn a_foreign_filter_that_ends_classification_comes_behind_ours_where_the_kernel_has_a_place_and_is_named_where_not()
- {
+async fn a_foreign_terminating_filter_comes_after_ours_or_is_reported() {
     for (filter, first, kind) in [
         ("protocol all bpf bytecode", true, "clsact"),
         ("protocol all bpf bytecode", true, "ingress"),
@@ -202,7 +201,7 @@ async fn a_foreign_filter_that_ends_classification_comes_behind_ours_where_the_k
 }
 
 #[tokio::test]
-async fn a_filter_of_the_first_preference_that_comes_after_ours_does_not_stay_before_it() {
+async fn a_later_filter_of_the_first_preference_does_not_stay_before_ours() {
     let mut world = World::new();
     let tunnel = open(&world);
     let (pod, name) = (world.pod("pod", 7), world.name("pod"));
@@ -222,7 +221,7 @@ async fn a_filter_of_the_first_preference_that_comes_after_ours_does_not_stay_be
 }
 
 #[tokio::test]
-async fn what_a_connection_would_wait_for_is_there_before_it_and_one_program_serves_all_pods() {
+async fn qdiscs_exist_before_the_connection_and_one_program_serves_all_pods() {
     let mut world = World::new();
     let tunnel = open(&world);
     let mut programs = Vec::new();
@@ -242,7 +241,7 @@ async fn what_a_connection_would_wait_for_is_there_before_it_and_one_program_ser
 }
 
 #[tokio::test]
-async fn an_empty_qdisc_that_was_there_stays_there() {
+async fn an_existing_empty_qdisc_stays() {
     let mut world = World::new();
     let tunnel = open(&world);
     let (pod, name) = (world.pod("pod", 7), world.name("pod"));
@@ -254,7 +253,7 @@ async fn an_empty_qdisc_that_was_there_stays_there() {
 }
 
 #[tokio::test]
-async fn a_pod_whose_traffic_somebody_else_redirects_is_refused() {
+async fn a_pod_with_a_foreign_redirect_is_refused() {
     let mut world = World::new();
     let tunnel = open(&world);
     let (pod, name) = (world.pod("pod", 7), world.name("pod"));
@@ -272,7 +271,7 @@ async fn a_pod_whose_traffic_somebody_else_redirects_is_refused() {
 }
 
 #[tokio::test]
-async fn vnis_are_of_the_range_and_a_full_range_is_said_to_be_full() {
+async fn vnis_are_in_the_range_and_a_full_range_is_an_error() {
     let mut world = World::new();
     let vnis = Vnis::new(7000, 7002).unwrap();
     let tunnel = open_with(&world, TunnelConfig { vnis, ..TunnelConfig::default() });
@@ -297,7 +296,7 @@ async fn vnis_are_of_the_range_and_a_full_range_is_said_to_be_full() {
 }
 
 #[tokio::test]
-async fn source_ports_are_of_the_range_and_bound_what_is_tracked() {
+async fn source_ports_are_in_the_range_and_bound_the_conntrack_entries() {
     let mut world = World::new();
     let config =
         TunnelConfig { source_ports: Some((40000, 40007)), anti_spoof: false, ..TunnelConfig::default() };
@@ -327,7 +326,7 @@ async fn source_ports_are_of_the_range_and_bound_what_is_tracked() {
 }
 
 #[tokio::test]
-async fn the_mtu_is_what_the_path_leaves() {
+async fn the_mtu_fits_the_path() {
     for (underlay, pods, inside) in [(1460, 1500, 1410), (1500, 1450, 1450), (9001, 9001, 8951)] {
         let mut world = World::new();
         let tunnel = open(&world);

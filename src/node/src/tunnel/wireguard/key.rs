@@ -88,11 +88,11 @@ fn read(path: &Path) -> Result<Option<Kept>, Error> {
     file.take(MAX_FILE).read_to_end(&mut bytes).map_err(failed("read", path))?;
     // serde's text would repeat its input, which may be a key: only the position is reported.
     let kept: Kept = serde_json::from_slice(&bytes).map_err(|e| {
-        let why = format!("not as we write it, at line {}, column {}", e.line(), e.column());
+        let why = format!("not in the format of this program, at line {}, column {}", e.line(), e.column());
         failed("read", path)(io::Error::new(ErrorKind::InvalidData, why))
     })?;
     if kept.version != VERSION {
-        let why = format!("version {}, this program knows {VERSION}", kept.version);
+        let why = format!("version {}, this program supports {VERSION}", kept.version);
         return Err(failed("read", path)(io::Error::new(ErrorKind::InvalidData, why)));
     }
     Ok(Some(kept))

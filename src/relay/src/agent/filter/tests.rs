@@ -71,7 +71,7 @@ impl Seen {
 
 proptest! {
     #[test]
-    fn bytes_pass_unchanged_whatever_the_cuts(
+    fn bytes_pass_unchanged_in_any_pieces(
         sizes in prop::collection::vec(0usize..40_000, 1..4),
         cut in 1usize..5000,
     ) {
@@ -135,7 +135,7 @@ fn a_lost_guest_answers_all_but_the_long_poll_until_the_sandbox_ends() {
 }
 
 #[test]
-fn a_filter_that_makes_no_sense_is_refused() {
+fn an_inconsistent_filter_state_is_refused() {
     let good = filter().state().unwrap();
     assert!(filter().restore(&good));
     for bad in ["null", "{}", r#"{"state":{"Header":{"bytes":[0,0,0,0,0,0,0,0,0,0],"have":10}}}"#] {
@@ -192,7 +192,7 @@ fn more_calls_than_the_bounds_are_refused_one_by_one() {
 }
 
 #[test]
-fn what_nobody_asked_for_does_not_reach_the_shim() {
+fn unrequested_answers_do_not_reach_the_shim() {
     let (mut filter, mut seen) = (filter(), Seen::default());
     seen.shim(&mut filter, &request(1, "Check", 0));
     seen.guest(&mut filter, &answer(99, 10));

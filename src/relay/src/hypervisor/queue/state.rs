@@ -77,7 +77,7 @@ impl Queue {
     /// Returns the reason if the state is inconsistent.
     pub(crate) fn restore(&mut self, state: QueueState, now: Instant) -> Result<(), String> {
         if state.calls.len() > 2 * self.limits.calls {
-            return Err(format!("{} calls are more than the bound", state.calls.len()));
+            return Err(format!("{} calls are more than the limit", state.calls.len()));
         }
         let read = |id: &str| SandboxId::parse(id).map_err(|error| error.to_string());
         for id in state.unread {
@@ -91,7 +91,7 @@ impl Queue {
                 (Which::Start, Some(id)) => Kind::Start(id),
                 (Which::Stop, Some(id)) => Kind::Stop(id),
                 (Which::Other, None) => Kind::Other,
-                _ => return Err("a call without its sandbox".to_owned()),
+                _ => return Err("a call names no sandbox".to_owned()),
             };
             let mut request = Request::parse_from_bytes(&call.request).map_err(|error| error.to_string())?;
             request.timeout_nano = call.left_ms.map_or(0, |ms| {

@@ -119,7 +119,7 @@ impl World {
 }
 
 #[test]
-fn another_process_goes_on_with_calls_in_their_order_and_with_what_is_left_of_their_time() {
+fn a_new_process_continues_calls_in_order_with_their_remaining_time() {
     let mut world = World::ready();
     let create = world.call_within(1, Kind::Create(id("a")), 10_000_000_000);
     let start = world.call(1, Kind::Start(id("a")));
@@ -168,7 +168,7 @@ fn a_stop_is_a_stop_in_the_next_process_too() {
     world.call(3, Kind::Create(id("c")));
     world.pass_on();
     world.queue.keep_connections(|conn| conn != 3, world.now);
-    assert_eq!(world.queue.len(), 1, "who called on a connection that is gone waits no more");
+    assert_eq!(world.queue.len(), 1, "a caller on a closed connection does not wait");
 }
 
 #[test]
@@ -182,7 +182,7 @@ fn unanswered_calls_are_sent_again_after_the_node_was_away() {
     let sent = world.sent();
     assert_eq!(methods(&sent), ["CreateVM"]);
     world.queue.answer(before[0].0 + 1000, call::done(), world.now);
-    assert_eq!(world.answers(), [], "an answer to a stream nobody waits on is dropped");
+    assert_eq!(world.answers(), [], "an answer to a stream without a caller is dropped");
     world.queue.answer(sent[0].0, call::done(), world.now);
     assert_eq!(world.answers(), [(create, 0)]);
     assert_eq!(world.queue.len(), 0);
@@ -197,7 +197,7 @@ fn a_repeated_create_does_not_wait_for_a_running_start() {
 }
 
 #[test]
-fn a_stop_cancels_what_is_queued() {
+fn a_stop_cancels_queued_calls() {
     let mut world = World::new();
     let create = world.call(1, Kind::Create(id("a")));
     let start = world.call(1, Kind::Start(id("a")));
@@ -248,7 +248,7 @@ fn a_slow_node_loses_the_stop_to_the_inbox_after_the_grace() {
     world.queue.inbox_written(&id("a"), Ok(()), world.now);
     let outputs = world.outputs();
     assert!(matches!(&outputs[0], Output::Answer { caller, .. } if *caller == stop));
-    assert!(matches!(&outputs[1], Output::Send { .. }), "the node is told to read its inbox");
+    assert!(matches!(&outputs[1], Output::Send { .. }), "the node gets the request to read its inbox");
 }
 
 #[test]
@@ -269,7 +269,7 @@ fn a_create_after_an_unread_stop_waits_until_the_node_has_read_it() {
 }
 
 #[test]
-fn a_stop_that_could_not_be_written_says_so() {
+fn a_stop_that_cannot_be_written_fails() {
     let mut world = World::new();
     let stop = world.call(1, Kind::Stop(id("a")));
     world.outputs();
@@ -290,7 +290,7 @@ fn a_closed_connection_takes_its_calls_along_but_not_its_stops() {
     world.queue.node_lost();
     assert_eq!(world.outputs(), [Output::WriteInbox(id("b"))]);
     world.queue.inbox_written(&id("b"), Ok(()), world.now);
-    assert_eq!(world.answers(), [], "nobody is there to hear it");
+    assert_eq!(world.answers(), [], "no caller is left for the answer");
     assert_eq!(world.queue.len(), 0);
 }
 
@@ -324,12 +324,12 @@ fn bounds_are_kept_and_never_refuse_a_stop() {
         world.call(connection, Kind::Stop(sandbox.clone()));
         assert!(world.outputs().contains(&Output::WriteInbox(sandbox)));
     }
-    for n in 0..2 * limits.calls_per_connection {
-        world.call(1, Kind::Stop(id(&format!("n{n}"))));
-    }
-    assert_eq!(world.queue.len(), 2 * limits.calls_per_connection + 1, "stops are bounded, too");
     world.queue.connection_closed(1, world.now);
-    assert_eq!(world.queue.len(), 1);
+    assert_eq!(world.queue.len(), 2, "the stops stay");
+    for n in 0..3 * limits.calls_per_connection {
+        world.call(3, Kind::Stop(id(&format!("n{n}"))));
+    }
+    assert_eq!(world.queue.len(), 2 + 2 * limits.calls_per_connection, "stops are bounded, too");
 }
 
 #[test]
@@ -346,18 +346,18 @@ fn bytes_are_bounded() {
 }
 
 #[test]
-fn a_node_that_owes_answers_and_hangs_is_dialled_again() {
+fn a_hung_node_with_pending_calls_is_dialled_again() {
     let mut world = World::ready();
     world.call(1, Kind::Start(id("a")));
     world.sent();
     world.pass(Duration::from_secs(5));
-    assert_eq!(methods(&world.sent()), ["ReadInbox"], "asked for a sign of life");
+    assert_eq!(methods(&world.sent()), ["ReadInbox"], "the relay sent a probe");
     world.pass(Duration::from_secs(10));
     assert!(world.outputs().contains(&Output::Reconnect("the node does not answer")));
 }
 
 #[test]
-fn a_long_start_is_no_hang_while_the_node_gives_signs_of_life() {
+fn a_long_start_is_no_hang_while_the_node_answers_probes() {
     let mut world = World::ready();
     let start = world.call(1, Kind::Start(id("a")));
     let stream = world.sent()[0].0;
@@ -409,7 +409,7 @@ fn a_refused_read_of_the_inbox_means_dialling_again() {
 }
 
 #[test]
-fn a_closed_connection_does_not_let_its_own_waiting_start_go() {
+fn a_closed_connection_drops_its_own_waiting_start() {
     // A hash decides the order of the two calls, so many connections are tried.
     for conn in 0..64 {
         let mut world = World::ready();

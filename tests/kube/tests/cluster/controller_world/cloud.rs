@@ -144,7 +144,7 @@ impl Provider for Side {
     }
 
     async fn preflight(&self) -> Result<Preflight, Error> {
-        Err(Error::invalid("who only lists and deletes calls no preflight"))
+        Err(Error::invalid("a client that only lists and deletes calls no preflight"))
     }
 
     async fn create(&self, _: &CreateRequest, _: &IdempotencyKey) -> Result<Created, Error> {
@@ -152,7 +152,7 @@ impl Provider for Side {
     }
 
     async fn addresses(&self, _: &InstanceId) -> Result<Vec<IpAddr>, Error> {
-        Err(Error::invalid("the controller speaks with no VM"))
+        Err(Error::invalid("the controller connects to no VM"))
     }
 
     async fn delete(&self, id: &InstanceId) -> Result<(), Error> {

@@ -162,7 +162,7 @@ impl World {
     /// Waits until the PeerPod's status has this reason for its continued existence.
     pub async fn stays(&self, namespace: &str, name: &str, reason: &str) {
         let peerpods = self.peerpods(namespace);
-        wait_for(&format!("PeerPod {name} to say {reason}"), LIMIT, async || {
+        wait_for(&format!("PeerPod {name} to report {reason}"), LIMIT, async || {
             let status = peerpods.get(name).await?.status.unwrap_or_default();
             let said = status.conditions.iter().any(|condition| {
                 condition.type_ == "Deleted" && condition.status == "False" && condition.reason == reason

@@ -77,7 +77,7 @@ fn the_grace_begins_anew_with_each_beat() {
 }
 
 #[test]
-fn the_grace_begins_anew_when_somebody_claimed_the_vm_meanwhile() {
+fn the_grace_restarts_after_a_claim() {
     for spec in [
         PeerPodSpec { instance_id: Some("a".into()), ..PeerPodSpec::default() },
         PeerPodSpec {
@@ -99,7 +99,7 @@ fn the_grace_begins_anew_when_somebody_claimed_the_vm_meanwhile() {
 }
 
 #[test]
-fn who_knows_its_vm_claims_no_other_with_its_keys() {
+fn a_peerpod_with_an_instance_claims_no_other_vm() {
     let mut world = World::new();
     world.beat(1);
     let spec =
@@ -109,7 +109,7 @@ fn who_knows_its_vm_claims_no_other_with_its_keys() {
 }
 
 #[test]
-fn another_clusters_vm_and_one_of_nobody_are_left_alone_for_ever() {
+fn vms_of_other_clusters_and_without_owner_are_never_deleted() {
     let mut world = World::new();
     world.owned = vec![vm("a", Some("elsewhere")), vm("b", None)];
     world.beat(1);
@@ -158,7 +158,7 @@ fn a_node_is_gone_when_object_and_heartbeat_are_for_the_grace() {
 }
 
 #[test]
-fn only_what_is_not_going_already_goes_with_its_node() {
+fn only_objects_not_yet_deleted_go_with_their_node() {
     let gone = HashSet::from(["n".to_owned()]);
     let mut peerpod = PeerPod::default();
     assert!(!goes_with(&peerpod, &gone), "of the replaced system: no node is known");

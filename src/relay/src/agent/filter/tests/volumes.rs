@@ -61,7 +61,7 @@ fn with(volumes: &[Volume]) -> AgentFilter {
 }
 
 #[test]
-fn the_shims_markers_and_the_bundle_say_which_mount_is_which() {
+fn markers_and_the_bundle_identify_each_mount() {
     let frames = recorded();
     let volumes = volumes(&frames);
     assert_eq!(volumes.len(), 2);
@@ -92,7 +92,7 @@ fn the_shims_markers_and_the_bundle_say_which_mount_is_which() {
     let mut container = CreateContainerRequest::parse_from_bytes(&request.payload).unwrap();
     let key = "io.katacontainers.pkg.oci.bundle_path".to_owned();
     let annotations = &mut container.OCI.mut_or_insert_default().Annotations;
-    assert!(annotations.insert(key, bundle.to_str().unwrap().into()).is_some(), "shims say it");
+    assert!(annotations.insert(key, bundle.to_str().unwrap().into()).is_some(), "shims send it");
     request.payload = container.write_to_bytes().unwrap();
     let mut sent = frames[..main].to_vec();
     sent.push(frame(frame::REQUEST, stream, &request.write_to_bytes().unwrap()));
@@ -149,7 +149,7 @@ fn another_process_goes_on_between_a_marker_and_its_container() {
 }
 
 #[test]
-fn a_guest_that_is_lost_takes_what_was_gathered_with_it() {
+fn a_lost_guest_drops_the_gathered_request() {
     let frames = recorded();
     let (mut filter, mut seen) = (with(&volumes(&frames)), Seen::default());
     let container = request(21, "CreateContainer", 100);
@@ -157,7 +157,7 @@ fn a_guest_that_is_lost_takes_what_was_gathered_with_it() {
     assert!(filter.lost(&mut seen.local));
     assert_eq!(codes(&seen.local), [(21, code::UNAVAILABLE)]);
     seen.shim(&mut filter, &container[60..]);
-    assert!(seen.peer.is_empty(), "the rest of it goes nowhere");
+    assert!(seen.peer.is_empty(), "the rest of it is dropped");
     let next = request(23, "StartContainer", 10);
     seen.shim(&mut filter, &next);
     assert_eq!(&seen.peer[..], &next[..]);
