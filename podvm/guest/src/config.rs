@@ -40,7 +40,7 @@ pub(crate) struct Settings {
     pub(crate) podns: PathBuf,
     /// Whether the guest configures the VM's NICs.
     #[serde(default)]
-    pub(crate) uplink: UnderlayDevice,
+    pub(crate) uplink: NicSetup,
     /// Seconds of silence after which `serve` is killed and started again, if pid 1 is peerpod-guest.
     #[serde(default = "default_hang_seconds")]
     pub(crate) hang_seconds: u16,
@@ -128,7 +128,7 @@ fn default_initdata_dir() -> PathBuf {
 /// Choice of the program that configures the VM's own NICs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub(crate) enum UnderlayDevice {
+pub(crate) enum NicSetup {
     /// The guest if pid 1 is peerpod-guest, else another program (networkd).
     #[default]
     Auto,
@@ -179,7 +179,7 @@ impl Default for Settings {
             user_data: default_user_data(),
             state_dir: default_state_dir(),
             podns: default_podns(),
-            uplink: UnderlayDevice::default(),
+            uplink: NicSetup::default(),
             hang_seconds: default_hang_seconds(),
             log: default_log(),
             log_over_link: default_log_over_link(),

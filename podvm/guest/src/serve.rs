@@ -14,7 +14,7 @@ use crate::{
     agent::Agent,
     assignment::{self, PodAssignment},
     components::Components,
-    config::{self, Settings, UnderlayDevice},
+    config::{self, NicSetup, Settings},
     control::{self, Control, Notices},
     encrypted::Encrypted,
     entropy,
@@ -89,9 +89,9 @@ async fn live(settings: &Settings, ring: &Ring) -> anyhow::Result<End> {
         );
     }
     let keeps_nics = match settings.uplink {
-        UnderlayDevice::On => true,
-        UnderlayDevice::Off => false,
-        UnderlayDevice::Auto => init::is_ours(),
+        NicSetup::On => true,
+        NicSetup::Off => false,
+        NicSetup::Auto => init::is_ours(),
     };
     let nics_task = keeps_nics.then(|| tokio::spawn(nics::keep(status.clone())));
     if keeps_nics {
