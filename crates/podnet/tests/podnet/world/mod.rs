@@ -122,6 +122,12 @@ impl World {
         run(&format!("ip -n {pod} route add default via fd10:244:1::1"));
         run(&format!("ip -n {pod} route add 10.96.0.0/16 via 10.244.1.1 metric 50"));
         run(&format!("ip -n {pod} route add fd96::/64 via fd10:244:1::1 metric 50"));
+        // The kernel reports the carrier a moment after both ends are up.
+        let deadline = Instant::now() + Duration::from_secs(30);
+        while !run(&format!("ip -n {pod} -o link show eth0")).contains("state UP") {
+            assert!(Instant::now() < deadline, "eth0 of {name} got no carrier");
+            std::thread::sleep(Duration::from_millis(10));
+        }
     }
 
     /// Adds an interface to a pod, towards the node, up and with an address.
