@@ -11,13 +11,11 @@ use std::{
 };
 
 use rcgen::{
-    BasicConstraints, CertificateParams, CertificateSigningRequestParams, DistinguishedName, DnType,
-    ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair, KeyUsagePurpose, PKCS_ECDSA_P256_SHA256, PublicKeyData,
-    SanType, SerialNumber, SignatureAlgorithm, SigningKey,
+    BasicConstraints, CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer,
+    KeyPair, KeyUsagePurpose, PKCS_ECDSA_P256_SHA256, PublicKeyData, SerialNumber, SignatureAlgorithm,
+    SigningKey,
 };
-use rustls_pki_types::{
-    CertificateDer, CertificateSigningRequestDer, PrivateKeyDer, PrivatePkcs8KeyDer, pem::PemObject,
-};
+use rustls_pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer, pem::PemObject};
 use serde::{Deserialize, Serialize};
 use zeroize::{Zeroize, Zeroizing};
 
@@ -30,8 +28,6 @@ mod tests;
 const VERSION: u32 = 1;
 /// Limit of stored CAs. Two are usual: the one that signs, and its predecessor or successor.
 const MOST: usize = 8;
-/// Limit of a certificate request in bytes. A request for a P-256 key has some 200.
-const MAX_REQUEST: usize = 4096;
 /// X.520's limit of a common name.
 const MAX_COMMON_NAME: usize = 64;
 /// Certificates are valid from an hour before they are made, because clocks differ.
@@ -54,11 +50,6 @@ pub enum Error {
     /// The kernel returned no randomness.
     #[error("random numbers: {0}")]
     Random(getrandom::Error),
-    /// The certificate request is not one that the CA signs.
-    #[error(
-        "the certificate request cannot be signed: {0}; send a PKCS#10 request for a P-256 key, signed by that key"
-    )]
-    Request(&'static str),
 }
 
 fn failed(what: &'static str) -> impl FnOnce(rcgen::Error) -> Error {
@@ -290,48 +281,13 @@ impl Signer {
         let mut params = params(names.first().map_or("peerpod", String::as_str), now, not_after)?;
         let named = CertificateParams::new(names).map_err(failed("name a server"))?;
         params.subject_alt_names = named.subject_alt_names;
-        leaf(&mut params, ExtendedKeyUsagePurpose::ServerAuth);
+        params.is_ca = IsCa::ExplicitNoCa;
+        params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
+        params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
+        params.use_authority_key_identifier_extension = true;
         let signed = params.signed_by(&key, &self.issuer).map_err(failed("sign a server's certificate"))?;
         let secret = PrivateKeyDer::from(PrivatePkcs8KeyDer::from(key.0.serialize_der()));
         Ok(Leaf { chain: vec![signed.der().clone(), self.certificate.clone()], key: secret, not_after })
-    }
-
-    /// Signs a certificate for the key of a client's request, with this URI as its name. Takes only the key from the
-    /// request. Returns the chain and its end.
-    ///
-    /// # Errors
-    /// [`Error::Request`].
-    pub fn client(
-        &self,
-        request: &[u8],
-        name: &str,
-        uri: &str,
-        now: SystemTime,
-        validity: Duration,
-    ) -> Result<(Vec<CertificateDer<'static>>, SystemTime), Error> {
-        if request.len() > MAX_REQUEST {
-            return Err(Error::Request("it is larger than any for a P-256 key"));
-        }
-        let der = CertificateSigningRequestDer::from(request);
-        let request = CertificateSigningRequestParams::from_der(&der).map_err(|why| {
-            Error::Request(match why {
-                rcgen::Error::InvalidCertificationRequestSignature => "it is not signed by its own key",
-                rcgen::Error::UnsupportedExtension => "it asks for an extension that is not known",
-                _ => "it is no PKCS#10 request",
-            })
-        })?;
-        let key = request.public_key;
-        // The algorithm is read from the signature. The length of the point identifies the curve of the key itself.
-        if key.algorithm() != &PKCS_ECDSA_P256_SHA256 || key.der_bytes().len() != 65 {
-            return Err(Error::Request("its key is not P-256"));
-        }
-        let not_after = (now + validity).min(self.not_after);
-        let mut params = params(name, now, not_after)?;
-        let uri = uri.try_into().map_err(failed("name a client"))?;
-        params.subject_alt_names = vec![SanType::URI(uri)];
-        leaf(&mut params, ExtendedKeyUsagePurpose::ClientAuth);
-        let signed = params.signed_by(&key, &self.issuer).map_err(failed("sign a client's certificate"))?;
-        Ok((vec![signed.der().clone(), self.certificate.clone()], not_after))
     }
 }
 
@@ -358,13 +314,6 @@ impl SigningKey for Key {
     fn sign(&self, message: &[u8]) -> Result<Vec<u8>, rcgen::Error> {
         self.0.sign(message)
     }
-}
-
-fn leaf(params: &mut CertificateParams, usage: ExtendedKeyUsagePurpose) {
-    params.is_ca = IsCa::ExplicitNoCa;
-    params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
-    params.extended_key_usages = vec![usage];
-    params.use_authority_key_identifier_extension = true;
 }
 
 /// Returns parameters with a common name as the only subject, the dates, and a random serial number.

@@ -29,10 +29,9 @@ use peerpod_base::{
     lifecycle::{Busy, Drain},
 };
 use rustls::ServerConfig;
-use rustls_pki_types::CertificateDer;
 use tokio::{
     net::{TcpListener, TcpStream},
-    sync::{Semaphore, watch},
+    sync::Semaphore,
 };
 use tokio_rustls::TlsAcceptor;
 use tracing::{debug, warn};
@@ -53,19 +52,10 @@ const PER_ADDRESS: usize = 64;
 /// Answer in text or JSON.
 pub type Reply = Response<Full<Bytes>>;
 
-/// Sender of a request.
-#[derive(Clone, Debug)]
-pub struct Peer {
-    /// Source address of the connection.
-    pub address: SocketAddr,
-    /// Certificate of the caller, verified by the TLS configuration; `None`: it sent none.
-    pub certificate: Option<CertificateDer<'static>>,
-}
-
 /// Answers of a role.
 pub trait Answer: Send + Sync + 'static {
-    /// Answers one request.
-    fn answer(&self, request: Request<Incoming>, peer: &Peer) -> impl Future<Output = Reply> + Send;
+    /// Answers one request. `peer` is the source address of its connection.
+    fn answer(&self, request: Request<Incoming>, peer: SocketAddr) -> impl Future<Output = Reply> + Send;
 
     /// Notes a failed TLS handshake.
     fn handshake_failed(&self);
@@ -81,13 +71,9 @@ pub trait Answer: Send + Sync + 'static {
     }
 }
 
-/// Runs the accept loop. Each new connection gets the TLS configuration of that moment.
-pub async fn accept<A: Answer>(
-    listener: TcpListener,
-    tls: watch::Receiver<Arc<ServerConfig>>,
-    role: Arc<A>,
-    drain: Drain,
-) {
+/// Runs the accept loop.
+pub async fn accept<A: Answer>(listener: TcpListener, tls: Arc<ServerConfig>, role: Arc<A>, drain: Drain) {
+    let tls = TlsAcceptor::from(tls);
     let room = Arc::new(Semaphore::new(CONNECTIONS));
     let callers = Callers::default();
     loop {
@@ -99,8 +85,7 @@ pub async fn accept<A: Answer>(
                     debug!(%address, "connection closed: its address reached its limit");
                     continue;
                 };
-                let tls = TlsAcceptor::from(tls.borrow().clone());
-                let (role, busy) = (role.clone(), drain.busy("connection"));
+                let (tls, role, busy) = (tls.clone(), role.clone(), drain.busy("connection"));
                 tokio::spawn(async move {
                     connection(stream, address, &tls, role, &busy).await;
                     drop((busy, place, counted));
@@ -174,15 +159,13 @@ async fn connection<A: Answer>(
             return;
         }
     };
-    let shown = stream.get_ref().1.peer_certificates().and_then(|chain| chain.first());
-    let peer = Arc::new(Peer { address, certificate: shown.map(|shown| shown.clone().into_owned()) });
     let within = role.connection_within();
     let asked = Arc::new(AtomicBool::new(false));
     let first = silent(asked.clone());
     let service = service_fn(move |request| {
         asked.store(true, Ordering::Relaxed);
-        let (role, peer) = (role.clone(), peer.clone());
-        async move { Ok::<_, Infallible>(role.answer(request, &peer).await) }
+        let role = role.clone();
+        async move { Ok::<_, Infallible>(role.answer(request, address).await) }
     });
     let served = hyper::server::conn::http1::Builder::new()
         .timer(TokioTimer::new())

@@ -1,14 +1,12 @@
 //! Fetches the pull secrets of this node's pods from the cluster's service: the node itself has no right to read
 //! secrets.
 //!
-//! The node identifies itself with its service account's bound token, which kubelet rotates in its file. It also shows
-//! a certificate that the service issued for such a token (`identity.rs`). The certificate's key is made here and is in
-//! memory only. Every request has a deadline, and the number of concurrent requests stays below the service's limit for
-//! one node. Secrets are never written to disk and never logged. May touch: the token's and the CA's file, the service.
+//! The node identifies itself with its service account's bound token, which kubelet rotates in its file. Every request
+//! has a deadline, and the number of concurrent requests stays below the service's limit for one node. Secrets are never
+//! written to disk and never logged. May touch: the token's and the CA's file, the service.
 
 mod ask;
 mod config;
-mod identity;
 
 use std::{sync::Arc, time::Duration};
 
@@ -29,14 +27,12 @@ pub struct PullSecrets(Arc<Inner>);
 struct Inner {
     config: SecretsConfig,
     places: Semaphore,
-    identity: identity::Holder,
 }
 
 impl PullSecrets {
     /// Creates a client. It neither reads nor requests anything yet.
     pub fn new(config: SecretsConfig) -> PullSecrets {
-        let identity = identity::Holder::default();
-        PullSecrets(Arc::new(Inner { config, places: Semaphore::new(AT_ONCE), identity }))
+        PullSecrets(Arc::new(Inner { config, places: Semaphore::new(AT_ONCE) }))
     }
 
     /// Returns the interval at which a running pod's secrets are requested again.
@@ -57,27 +53,14 @@ impl PullSecrets {
             ),
             refused: false,
         };
-        tokio::time::timeout(config.deadline, self.0.of(pod)).await.map_err(|_| late())?.map_err(|why| {
+        let asked = async {
+            // Fails only for a closed semaphore, and no code closes it.
+            let _place = self.0.places.acquire().await;
+            ask::pull_secrets(config, pod).await
+        };
+        tokio::time::timeout(config.deadline, asked).await.map_err(|_| late())?.map_err(|why| {
             let text = format!("pull secrets of pod {pod}, from {}: {}", config.address, why.text);
             PullSecretError { text, refused: why.refused }
         })
-    }
-}
-
-impl Inner {
-    async fn of(&self, pod: &PodRef) -> Result<Given, ask::Error> {
-        // Fails only for a closed semaphore, and no code closes it.
-        let _place = self.places.acquire().await;
-        let token = self.config.token().await?;
-        let identity = self.identity.get(&self.config, &token).await?;
-        match ask::pull_secrets(&self.config, &identity, &token, pod).await {
-            // The CA or the node's identity may have changed since: one retry with a new certificate.
-            Err(why) if why.unknown => {
-                self.identity.forget(&identity).await;
-                let identity = self.identity.get(&self.config, &token).await?;
-                ask::pull_secrets(&self.config, &identity, &token, pod).await
-            }
-            other => other,
-        }
     }
 }

@@ -88,31 +88,6 @@ fn an_unpublished_ca_signs_only_as_the_last_resort() {
 }
 
 #[test]
-fn a_request_gives_its_key_and_nothing_else() {
-    let policy = policy();
-    let mut state = State::default();
-    state.advance(&policy, at(0)).unwrap();
-    let signer = state.signer(&policy, at(0)).unwrap();
-    let key = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256).unwrap();
-    let mut asked = CertificateParams::new(vec!["evil.example".to_owned()]).unwrap();
-    asked.distinguished_name.push(DnType::CommonName, "another");
-    let request = asked.serialize_request(&key).unwrap();
-    let (chain, ends) = signer.client(request.der(), "n1", "peerpod:node:n1", at(0), DAY).unwrap();
-    assert_eq!(ends, at(1));
-    let end = webpki::EndEntityCert::try_from(&chain[0]).unwrap();
-    assert_eq!(end.valid_uri_names().collect::<Vec<_>>(), ["peerpod:node:n1"]);
-    assert_eq!(end.valid_dns_names().count(), 0);
-    for (bytes, why) in [(&request.der()[..100], "no PKCS#10"), (&[0; 5000][..], "larger")] {
-        let error = signer.client(bytes, "n1", "peerpod:node:n1", at(0), DAY).unwrap_err().to_string();
-        assert!(error.contains(why), "{error}");
-    }
-    let other = KeyPair::generate_for(&rcgen::PKCS_ED25519).unwrap();
-    let request = CertificateParams::default().serialize_request(&other).unwrap();
-    let error = signer.client(request.der(), "n1", "peerpod:node:n1", at(0), DAY).unwrap_err().to_string();
-    assert!(error.contains("P-256"), "{error}");
-}
-
-#[test]
 fn stored_state_is_checked() {
     let mut state = State::default();
     state.advance(&policy(), at(0)).unwrap();

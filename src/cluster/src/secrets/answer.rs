@@ -1,32 +1,28 @@
 //! Answers the calls: runs the checks in a fixed order before it gives anything, and logs one line per call.
 
 use std::{
-    net::IpAddr,
-    time::{Duration, Instant, SystemTime},
+    net::{IpAddr, SocketAddr},
+    time::{Duration, Instant},
 };
 
-use base64::{Engine, prelude::BASE64_STANDARD};
 use hyper::{Method, Request, StatusCode, body::Incoming, header::AUTHORIZATION};
 use kube::Client;
-use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use serde::{Deserialize, Serialize};
 use tokio::{sync::Semaphore, time::timeout};
 use tracing::{info, warn};
 
 use super::{
-    caller::{Callers, LONGEST_TOKEN, Node, Unknown},
+    caller::{Callers, LONGEST_TOKEN, Unknown},
     limits::{Limits, Rate},
     metrics::{Call, Metrics, Outcome},
     pod::{self, Refused},
 };
-use crate::{
-    authority::{self, keeper::Authority},
-    serve::{self, Answer, Peer, Reply, reply},
-};
+use crate::serve::{self, Answer, Reply, reply};
 
-/// A node asks for a certificate: `{"csr": "<PKCS#10, DER, base64>"}` with its token.
-pub(super) const ENROL: &str = "/v1/enrol";
-/// A node asks for a pod's pull secrets: [`Wanted`] with its token and its certificate.
-pub(super) const PULL_SECRETS: &str = "/v1/pull-secrets";
+/// A node asks for a pod's pull secrets: [`Wanted`] with its token.
+const PULL_SECRETS: &str = "/v1/pull-secrets";
+/// Nodes of older releases ask for a certificate here.
+const ENROL: &str = "/v1/enrol";
 /// Limit of a request's body in bytes.
 const MOST_BODY: usize = 16 * 1024;
 /// Deadline of one answer, including the API server's part.
@@ -35,9 +31,9 @@ const WITHIN: Duration = Duration::from_secs(10);
 const AT_ONCE: usize = 64;
 /// Rate per node. A node asks once per pod, and starts pods in bursts.
 const NODE: Rate = Rate { burst: 250.0, per_second: 25.0, at_once: 16 };
-/// Rate per address, for any caller. A certificate lasts for hours, and each one costs the API server a token review.
+/// Rate per address, for callers that are not known as nodes: each may cost the API server a token review.
 const ADDRESS: Rate = Rate { burst: 100.0, per_second: 10.0, at_once: 16 };
-/// Longest use of a connection. Its certificate is verified only at its start.
+/// Longest use of a connection. A node opens one for each request.
 const CONNECTION: Duration = Duration::from_secs(60);
 
 /// Pod that a node asks about.
@@ -49,20 +45,6 @@ pub(super) struct Wanted {
     /// Empty: any pod of this name on the node.
     #[serde(default)]
     pub(super) uid: String,
-}
-
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct Enrol {
-    csr: String,
-}
-
-#[derive(Serialize)]
-struct Enrolled {
-    /// DER, base64, leaf first.
-    certificates: Vec<String>,
-    /// Seconds since 1970.
-    not_after: u64,
 }
 
 #[derive(Serialize)]
@@ -100,9 +82,6 @@ struct Audit {
 pub(super) struct Desk {
     pub(super) client: Client,
     pub(super) classes: Vec<String>,
-    /// Validity of a node's certificate.
-    pub(super) validity: Duration,
-    pub(super) authority: Authority,
     pub(super) callers: Callers,
     pub(super) metrics: Metrics,
     nodes: Limits<String>,
@@ -111,86 +90,50 @@ pub(super) struct Desk {
 }
 
 impl Desk {
-    pub(super) fn new(
-        client: Client,
-        classes: Vec<String>,
-        validity: Duration,
-        authority: Authority,
-        callers: Callers,
-        metrics: Metrics,
-    ) -> Desk {
+    pub(super) fn new(client: Client, classes: Vec<String>, callers: Callers, metrics: Metrics) -> Desk {
         let (nodes, addresses) = (Limits::new(NODE), Limits::new(ADDRESS));
-        let places = Semaphore::new(AT_ONCE);
-        Desk { client, classes, validity, authority, callers, metrics, nodes, addresses, places }
+        Desk { client, classes, callers, metrics, nodes, addresses, places: Semaphore::new(AT_ONCE) }
     }
 
     async fn call(
         &self,
         call: Call,
         request: Request<Incoming>,
-        peer: &Peer,
+        peer: IpAddr,
         audit: &mut Audit,
     ) -> Result<Vec<u8>, No> {
+        if request.uri().path() == ENROL {
+            let said = "nodes need no certificate any more; upgrade peerpod-node to the controller's release";
+            return Err(no(StatusCode::GONE, Outcome::Malformed, said));
+        }
         if call == Call::Other {
-            let said = format!("post to {ENROL} or {PULL_SECRETS}");
-            return Err(no(StatusCode::NOT_FOUND, Outcome::Malformed, said));
+            return Err(no(StatusCode::NOT_FOUND, Outcome::Malformed, format!("post to {PULL_SECRETS}")));
         }
         let limited =
             || no(StatusCode::TOO_MANY_REQUESTS, Outcome::Limited, "too many requests; ask again later");
         let Ok(_place) = self.places.acquire().await else { return Err(limited()) };
-        match call {
-            Call::Enrol => {
-                let _turn = self.addresses.enter(&peer.address.ip(), Instant::now()).ok_or_else(limited)?;
-                self.enrol(request, audit).await
-            }
+        let header = request.headers().get(AUTHORIZATION).and_then(|value| value.to_str().ok());
+        let token = header.and_then(|value| value.strip_prefix("Bearer "));
+        let token = token.filter(|token| token.len() <= LONGEST_TOKEN);
+        let node = match token.and_then(|token| self.callers.remembered(token)) {
+            Some(Ok(node)) => node,
             _ => {
-                // Comes before the token: only a certificate of this CA is worth a token review.
-                let node = certified(peer)?;
-                audit.node = Some(node.name.clone());
-                let _turn = self.nodes.enter(&node.name, Instant::now()).ok_or_else(limited)?;
-                self.pull_secrets(request, node, audit).await
+                let _turn = self.addresses.enter(&peer, Instant::now()).ok_or_else(limited)?;
+                self.node(token).await?
             }
-        }
-    }
-
-    async fn enrol(&self, request: Request<Incoming>, audit: &mut Audit) -> Result<Vec<u8>, No> {
-        let node = self.node(&request).await?;
-        audit.node = Some(node.name.clone());
-        let Enrol { csr } = read(request).await?;
-        let csr = BASE64_STANDARD
-            .decode(csr)
-            .map_err(|_| no(StatusCode::BAD_REQUEST, Outcome::Malformed, "csr: no base64"))?;
-        let current = self.authority.borrow().clone();
-        let current = current.ok_or_else(|| {
-            no(StatusCode::SERVICE_UNAVAILABLE, Outcome::Failed, "the CA was not read yet; ask again later")
-        })?;
-        let now = SystemTime::now();
-        let signed = current.signer.client(&csr, &node.name, &node.uri(), now, self.validity);
-        let (chain, not_after) = signed.map_err(|why| match why {
-            authority::Error::Request(_) => no(StatusCode::BAD_REQUEST, Outcome::Malformed, why.to_string()),
-            other => no(StatusCode::INTERNAL_SERVER_ERROR, Outcome::Failed, other.to_string()),
-        })?;
-        let not_after = not_after.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs();
-        let certificates = chain.iter().map(|der| BASE64_STANDARD.encode(der)).collect();
-        write(&Enrolled { certificates, not_after })
+        };
+        audit.node = Some(node.clone());
+        let _turn = self.nodes.enter(&node, Instant::now()).ok_or_else(limited)?;
+        self.pull_secrets(request, &node, audit).await
     }
 
     async fn pull_secrets(
         &self,
         request: Request<Incoming>,
-        certified: Node,
+        node: &str,
         audit: &mut Audit,
     ) -> Result<Vec<u8>, No> {
-        let node = self.node(&request).await?;
-        if node != certified {
-            let said = format!(
-                "the token belongs to node {} ({}) and the certificate to node {} ({}); both must belong to \
-                 one node",
-                node.name, node.uid, certified.name, certified.uid
-            );
-            return Err(no(StatusCode::FORBIDDEN, Outcome::Unknown, said));
-        }
-        let wanted: Wanted = read(request).await?;
+        let wanted = read(request).await?;
         for (field, value) in [("namespace", &wanted.namespace), ("name", &wanted.name)] {
             // The values become a part of the API server's path.
             let good = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || "-.".contains(c);
@@ -201,7 +144,7 @@ impl Desk {
         }
         audit.pod = Some(format!("{}/{}", wanted.namespace, wanted.name));
         let looked = async {
-            let pod = pod::of_node(&self.client, &node, &wanted, &self.classes).await?;
+            let pod = pod::of_node(&self.client, node, &wanted, &self.classes).await?;
             pod::secrets(&self.client, pod).await
         };
         let late = || {
@@ -213,12 +156,8 @@ impl Desk {
         write(&Answered { pod_uid: &found.uid, dockerconfigjson: &found.config, notes: &found.notes })
     }
 
-    /// Returns the node of the request's token.
-    async fn node(&self, request: &Request<Incoming>) -> Result<Node, No> {
-        let header = request.headers().get(AUTHORIZATION).and_then(|value| value.to_str().ok());
-        let token = header
-            .and_then(|value| value.strip_prefix("Bearer "))
-            .filter(|token| token.len() <= LONGEST_TOKEN);
+    /// Returns the node of the token.
+    async fn node(&self, token: Option<&str>) -> Result<String, No> {
         let Some(token) = token else {
             return Err(no(StatusCode::UNAUTHORIZED, Outcome::Unknown, "no bearer token in Authorization"));
         };
@@ -237,28 +176,26 @@ impl Desk {
 }
 
 impl Answer for Desk {
-    async fn answer(&self, request: Request<Incoming>, peer: &Peer) -> Reply {
+    async fn answer(&self, request: Request<Incoming>, peer: SocketAddr) -> Reply {
         let began = Instant::now();
         let call = match (request.method(), request.uri().path()) {
-            (&Method::POST, ENROL) => Call::Enrol,
             (&Method::POST, PULL_SECRETS) => Call::PullSecrets,
             _ => Call::Other,
         };
         let mut audit = Audit::default();
-        let result = self.call(call, request, peer, &mut audit).await;
+        let result = self.call(call, request, peer.ip(), &mut audit).await;
         let outcome = result.as_ref().map_or_else(|no| no.outcome, |_| Outcome::Answered);
         let took = began.elapsed();
         self.metrics.ended(call, outcome, took);
         let (node, pod) = (audit.node.as_deref().unwrap_or("-"), audit.pod.as_deref().unwrap_or("-"));
-        let from = peer.address;
         match result {
             Ok(body) => {
-                info!(?call, node, pod, %from, secrets = audit.secrets, notes = audit.notes, ?took, "answered");
+                info!(?call, node, pod, from = %peer, secrets = audit.secrets, notes = audit.notes, ?took, "answered");
                 reply(StatusCode::OK, "application/json", body)
             }
             Err(No { status, said, why, .. }) => {
                 let why = why.unwrap_or(&said);
-                warn!(?call, node, pod, %from, ?outcome, status = status.as_u16(), why, ?took, "not answered");
+                warn!(?call, node, pod, from = %peer, ?outcome, status = status.as_u16(), why, ?took, "not answered");
                 let body = serde_json::json!({"error": said});
                 reply(status, "application/json", body.to_string())
             }
@@ -274,24 +211,14 @@ impl Answer for Desk {
     }
 }
 
-fn certified(peer: &Peer) -> Result<Node, No> {
-    let Some(certificate) = &peer.certificate else {
-        let said = format!("no client certificate; ask for one at {ENROL}");
-        return Err(no(StatusCode::UNAUTHORIZED, Outcome::Unknown, said));
-    };
-    Node::of_certificate(certificate).ok_or_else(|| {
-        no(StatusCode::UNAUTHORIZED, Outcome::Unknown, "the client certificate names no node; enrol again")
-    })
-}
-
-async fn read<T: DeserializeOwned>(request: Request<Incoming>) -> Result<T, No> {
+async fn read(request: Request<Incoming>) -> Result<Wanted, No> {
     let body = serve::body(request, MOST_BODY, "a request").await;
     let body = body.map_err(|(status, said)| no(status, Outcome::Malformed, said))?;
     serde_json::from_slice(&body)
         .map_err(|why| no(StatusCode::BAD_REQUEST, Outcome::Malformed, format!("the request: {why}")))
 }
 
-fn write(answer: &impl Serialize) -> Result<Vec<u8>, No> {
+fn write(answer: &Answered<'_>) -> Result<Vec<u8>, No> {
     serde_json::to_vec(answer)
         .map_err(|why| no(StatusCode::INTERNAL_SERVER_ERROR, Outcome::Failed, format!("the answer: {why}")))
 }

@@ -1,8 +1,7 @@
-//! Identifies the node that asks, by its token and by its certificate.
+//! Identifies the node that asks, by its token.
 
 use std::{
     collections::HashMap,
-    fmt,
     sync::Arc,
     time::{Duration, Instant, SystemTime},
 };
@@ -12,7 +11,6 @@ use k8s_openapi::api::authentication::v1::{TokenReview, TokenReviewSpec, TokenRe
 use kube::{Api, Client, api::PostParams};
 use parking_lot::Mutex;
 use peerpod_kube::client::{self, within};
-use rustls_pki_types::CertificateDer;
 use sha2::{Digest, Sha256};
 use tokio::sync::Semaphore;
 
@@ -20,8 +18,6 @@ use tokio::sync::Semaphore;
 const NODE_NAME: &str = "authentication.kubernetes.io/node-name";
 const NODE_UID: &str = "authentication.kubernetes.io/node-uid";
 const POD_NAME: &str = "authentication.kubernetes.io/pod-name";
-/// Prefix of the node's name in its certificate.
-const URI: &str = "peerpod:node:";
 
 /// Time for which an answer of the API server counts, and so for which a revoked token still works.
 const REMEMBER: Duration = Duration::from_secs(60);
@@ -34,36 +30,6 @@ const AT_ONCE: usize = 32;
 /// Longest token in bytes. A token of the API server has one to two kilobytes.
 pub(super) const LONGEST_TOKEN: usize = 16 * 1024;
 
-/// Node to which a token or a certificate was issued.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Node {
-    pub(super) name: String,
-    /// Distinguishes the node from a later node of the same name.
-    pub(super) uid: String,
-}
-
-impl fmt::Display for Node {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.name)
-    }
-}
-
-impl Node {
-    /// Returns the node as its certificate names it.
-    pub(super) fn uri(&self) -> String {
-        format!("{URI}{}:{}", self.name, self.uid)
-    }
-
-    /// Returns the node of a certificate that the TLS handshake has verified, including its dates.
-    pub(super) fn of_certificate(certificate: &CertificateDer<'_>) -> Option<Node> {
-        let end = webpki::EndEntityCert::try_from(certificate).ok()?;
-        let mut names = end.valid_uri_names().filter_map(|uri| uri.strip_prefix(URI));
-        // Neither a node's name nor a uid has a colon.
-        let (name, uid) = names.next()?.split_once(':')?;
-        names.next().is_none().then(|| Node { name: name.to_owned(), uid: uid.to_owned() })
-    }
-}
-
 /// Reasons why the caller is unknown.
 #[derive(Clone, Debug, thiserror::Error)]
 pub(super) enum Unknown {
@@ -75,7 +41,8 @@ pub(super) enum Unknown {
     Unasked(Arc<client::Error>),
 }
 
-type Known = (Instant, Result<Node, String>);
+/// End of the answer, and the node's name or the reason for a refusal.
+type Known = (Instant, Result<String, String>);
 
 /// Asks the API server about tokens and caches its answers for a short time.
 pub(super) struct Callers {
@@ -99,10 +66,9 @@ impl Callers {
         }
     }
 
-    /// Returns the node that the token was issued to.
-    pub(super) async fn node(&self, token: &str) -> Result<Node, Unknown> {
-        let digest: [u8; 32] = Sha256::digest(token).into();
-        if let Some(known) = self.remembered(&digest) {
+    /// Returns the name of the node that the token was issued to.
+    pub(super) async fn node(&self, token: &str) -> Result<String, Unknown> {
+        if let Some(known) = self.remembered(token) {
             return known.map_err(Unknown::Refused);
         }
         // Text that is no token causes no request to the API server.
@@ -117,7 +83,7 @@ impl Callers {
         let status = self.review(token).await.map_err(|why| Unknown::Unasked(Arc::new(why)))?;
         let found = self.read(status);
         let remember = if found.is_ok() { REMEMBER.min(left) } else { REMEMBER_REFUSED };
-        self.remember(digest, (Instant::now() + remember, found.clone()));
+        self.remember(token, (Instant::now() + remember, found.clone()));
         found.map_err(Unknown::Refused)
     }
 
@@ -132,7 +98,7 @@ impl Callers {
         Ok(answer.status.unwrap_or_default())
     }
 
-    fn read(&self, status: TokenReviewStatus) -> Result<Node, String> {
+    fn read(&self, status: TokenReviewStatus) -> Result<String, String> {
         if status.authenticated != Some(true) {
             // The API server's reason may be long; it is cut.
             let why: String = status.error.unwrap_or_default().chars().take(300).collect();
@@ -159,20 +125,22 @@ impl Callers {
             Some([only]) if !only.is_empty() => Some(only.clone()),
             _ => None,
         };
-        let (Some(name), Some(uid), Some(_)) = (one(NODE_NAME), one(NODE_UID), one(POD_NAME)) else {
+        let (Some(name), Some(_), Some(_)) = (one(NODE_NAME), one(NODE_UID), one(POD_NAME)) else {
             return Err("the token names no pod and node; it must be a pod's projected token, of a cluster \
                  that has ServiceAccountTokenPodNodeInfo (Kubernetes 1.30)"
                 .to_owned());
         };
-        Ok(Node { name, uid })
+        Ok(name)
     }
 
-    fn remembered(&self, digest: &[u8; 32]) -> Option<Result<Node, String>> {
+    /// Returns the remembered answer about the token.
+    pub(super) fn remembered(&self, token: &str) -> Option<Result<String, String>> {
         let known = self.known.lock();
-        known.get(digest).filter(|(until, _)| *until > Instant::now()).map(|(_, found)| found.clone())
+        let found = known.get(&digest(token)).filter(|(until, _)| *until > Instant::now());
+        found.map(|(_, found)| found.clone())
     }
 
-    fn remember(&self, digest: [u8; 32], found: Known) {
+    fn remember(&self, token: &str, found: Known) {
         let mut known = self.known.lock();
         if known.len() >= MOST {
             let now = Instant::now();
@@ -186,8 +154,12 @@ impl Callers {
                 });
             }
         }
-        known.insert(digest, found);
+        known.insert(digest(token), found);
     }
+}
+
+fn digest(token: &str) -> [u8; 32] {
+    Sha256::digest(token).into()
 }
 
 /// Returns the end that the token itself claims; `None`: it is no token. The claim counts only after the API server has

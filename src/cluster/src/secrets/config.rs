@@ -6,6 +6,9 @@ use peerpod_base::config::Reader;
 
 use crate::authority::Policy;
 
+/// Longest validity of a replica's own certificate, whose key never leaves the replica. It is renewed after two thirds.
+const CERTIFICATE_VALIDITY: Duration = Duration::from_secs(6 * 3600);
+
 /// Settings of the service.
 #[derive(Clone, Debug)]
 pub struct SecretsConfig {
@@ -23,7 +26,7 @@ pub struct SecretsConfig {
     pub ca_secret: String,
     /// `secrets.ca-config-map`: ConfigMap in which nodes find the CA's certificate.
     pub ca_config_map: String,
-    /// `secrets.ca-validity`, `secrets.ca-settle`, `secrets.certificate-validity`.
+    /// `secrets.ca-validity`, `secrets.ca-settle`.
     pub policy: Policy,
 }
 
@@ -46,11 +49,6 @@ impl SecretsConfig {
             "10m",
             "time from the publication of the next CA in the ConfigMap until it signs certificates; a \
              kubelet needs two minutes to show it",
-        );
-        let leaf: Duration = reader.get(
-            "secrets.certificate-validity",
-            "6h",
-            "validity of a node's certificate, also of a stolen one; renewed after half of it",
         );
         let config = SecretsConfig {
             listen: reader.get("secrets.listen", "[::]:9444", "address and port that nodes ask for pull secrets (TLS)"),
@@ -83,7 +81,12 @@ impl SecretsConfig {
                 "peerpod-secrets-ca",
                 "the ConfigMap that has the CA's certificate (ca.crt), for the nodes to mount",
             ),
-            policy: Policy { name: "peerpod secrets CA".to_owned(), validity, leaf, settle },
+            policy: Policy {
+                name: "peerpod secrets CA".to_owned(),
+                validity,
+                leaf: CERTIFICATE_VALIDITY,
+                settle,
+            },
         };
         config.check(reader);
         serve.then_some(config)

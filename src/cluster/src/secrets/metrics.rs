@@ -15,8 +15,6 @@ use prometheus_client::{
 /// Kind of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
 pub(super) enum Call {
-    /// Asks for a certificate.
-    Enrol,
     /// Asks for a pod's pull secrets.
     PullSecrets,
     /// Asks for something else.
@@ -30,7 +28,7 @@ pub(super) enum Outcome {
     Answered,
     /// The request is malformed.
     Malformed,
-    /// The request has no acceptable token or certificate.
+    /// The request has no acceptable token.
     Unknown,
     /// The object does not belong to the node.
     Refused,
@@ -104,7 +102,7 @@ mod tests {
     fn documented_metrics_are_up_to_date() {
         let mut registry = Registry::default();
         let metrics = Metrics::register(&mut registry);
-        metrics.ended(Call::Enrol, Outcome::Answered, Duration::ZERO);
+        metrics.ended(Call::PullSecrets, Outcome::Answered, Duration::ZERO);
         let text = reference::metrics(&registry).unwrap();
         reference::section("metrics.md", "secrets", &text).unwrap();
     }

@@ -11,7 +11,7 @@ use peerpod_kube::{
 };
 use zeroize::Zeroizing;
 
-use super::{answer::Wanted, caller::Node};
+use super::answer::Wanted;
 
 /// Limit of pull secrets per pod. A kubelet has no limit, but no real pod has so many.
 const MOST: usize = 64;
@@ -60,7 +60,7 @@ pub(super) struct Found {
 /// Returns the pod, if it is a peer pod of this node.
 pub(super) async fn of_node(
     client: &Client,
-    node: &Node,
+    node: &str,
     wanted: &Wanted,
     classes: &[String],
 ) -> Result<Pod, Refused> {
@@ -71,7 +71,7 @@ pub(super) async fn of_node(
     let elsewhere = |why| Refused::Pod { said: format!("there is no pod {name} on node {node}"), why };
     let Some(pod) = pod else { return Err(elsewhere("there is no such pod")) };
     let Some(spec) = &pod.spec else { return Err(elsewhere("it has no spec")) };
-    if spec.node_name.as_deref() != Some(&node.name) {
+    if spec.node_name.as_deref() != Some(node) {
         return Err(elsewhere("it is on another node, or on none"));
     }
     if !wanted.uid.is_empty() && pod.metadata.uid.as_deref() != Some(&wanted.uid) {

@@ -15,7 +15,7 @@ use peerpod_base::{
 };
 use prometheus_client::registry::Registry;
 use rustls::server::ResolvesServerCert;
-use tokio::{net::TcpListener, sync::watch, task::JoinSet};
+use tokio::{net::TcpListener, task::JoinSet};
 use tracing::{debug, info, warn};
 
 use super::{
@@ -27,7 +27,7 @@ use super::{
 };
 use crate::{
     authority::served::Served,
-    serve::{self, Answer, Peer, Reply, reply, text},
+    serve::{self, Answer, Reply, reply, text},
 };
 
 /// Path that the API server posts to, as in the replaced webhook.
@@ -142,9 +142,7 @@ impl Bound {
         info!(address = %self.address, admin = %self.admin, "webhook answers");
         let drain = Drain::new();
         let mut parts = self.keeping;
-        // The sender is only kept: this configuration never changes.
-        let (_sender, tls) = watch::channel(self.tls);
-        parts.spawn(serve::accept(self.listener, tls, self.shared, drain.clone()));
+        parts.spawn(serve::accept(self.listener, self.tls, self.shared, drain.clone()));
         tokio::select! {
             () = shutdown.wait() => {}
             ended = parts.join_next() => return Err(Error::Ended(format!("{ended:?}"))),
@@ -181,7 +179,7 @@ async fn respond(request: Request<Incoming>, shared: &Shared) -> Reply {
 }
 
 impl Answer for Shared {
-    async fn answer(&self, request: Request<Incoming>, _: &Peer) -> Reply {
+    async fn answer(&self, request: Request<Incoming>, _: SocketAddr) -> Reply {
         respond(request, self).await
     }
 

@@ -2,7 +2,6 @@
 
 use std::{fmt, sync::Arc};
 
-use base64::{Engine as _, engine::general_purpose::STANDARD as BASE64};
 use bytes::Bytes;
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::{
@@ -13,14 +12,14 @@ use hyper_util::rt::TokioIo;
 use peerpod_base::chain::chain;
 use rustls::{ClientConfig, RootCertStore, version::TLS13};
 use rustls_pki_types::{CertificateDer, ServerName, pem::PemObject};
-use serde::{Deserialize, de::DeserializeOwned};
+use serde::Deserialize;
 use serde_json::json;
 use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
 use tracing::warn;
 use zeroize::Zeroizing;
 
-use super::{SecretsConfig, identity::Identity};
+use super::SecretsConfig;
 use crate::spec::PodRef;
 
 /// Size limit of an answer. The service sends at most 2 MiB, in which JSON may write a byte as six.
@@ -29,14 +28,16 @@ const MOST: usize = 16 << 20;
 const WORDS: usize = 600;
 /// Number of notes of one answer.
 const NOTES: usize = 16;
+/// Path of the request.
+const PULL_SECRETS: &str = "/v1/pull-secrets";
+/// Path at which services of older releases issued certificates to nodes.
+const ENROL: &str = "/v1/enrol";
 
 /// Reason that there is no answer.
 pub(super) struct Error {
     pub(super) text: String,
     /// The service refused, and will refuse again.
     pub(super) refused: bool,
-    /// The certificate was not accepted; another one may be.
-    pub(super) unknown: bool,
 }
 
 impl fmt::Debug for Error {
@@ -48,17 +49,8 @@ impl fmt::Debug for Error {
 impl Error {
     /// Makes the error of a request that may succeed later.
     pub(super) fn away(text: String) -> Error {
-        Error { text, refused: false, unknown: false }
+        Error { text, refused: false }
     }
-}
-
-/// Answer to `enrol`.
-#[derive(Deserialize)]
-pub(super) struct Enrolled {
-    /// DER, base64, leaf first.
-    pub(super) certificates: Vec<String>,
-    /// Seconds since 1970.
-    pub(super) not_after: u64,
 }
 
 #[derive(Deserialize)]
@@ -66,12 +58,6 @@ struct Answered {
     dockerconfigjson: Zeroizing<String>,
     #[serde(default)]
     notes: Vec<String>,
-}
-
-/// Requests a certificate.
-pub(super) async fn enrol(config: &SecretsConfig, token: &str, request: &[u8]) -> Result<Enrolled, Error> {
-    let body = json!({"csr": BASE64.encode(request)}).to_string();
-    post(config, None, token, "/v1/enrol", body).await
 }
 
 /// A pod's pull secrets.
@@ -83,15 +69,10 @@ pub struct Given {
 }
 
 /// Requests a pod's pull secrets.
-pub(super) async fn pull_secrets(
-    config: &SecretsConfig,
-    identity: &Identity,
-    token: &str,
-    pod: &PodRef,
-) -> Result<Given, Error> {
+pub(super) async fn pull_secrets(config: &SecretsConfig, pod: &PodRef) -> Result<Given, Error> {
     let uid = pod.uid.as_deref().unwrap_or_default();
     let body = json!({"namespace": pod.namespace, "name": pod.name, "uid": uid}).to_string();
-    let answered: Answered = post(config, Some(identity), token, "/v1/pull-secrets", body).await?;
+    let answered = post(config, body).await?;
     let notes: Vec<String> = answered.notes.iter().take(NOTES).map(|note| words(note)).collect();
     for note in &notes {
         warn!(%pod, note, "some of the pod's pull secrets cannot be used");
@@ -99,34 +80,27 @@ pub(super) async fn pull_secrets(
     Ok(Given { config: answered.dockerconfigjson, notes })
 }
 
-async fn post<T: DeserializeOwned>(
-    config: &SecretsConfig,
-    identity: Option<&Identity>,
-    token: &str,
-    path: &str,
-    body: String,
-) -> Result<T, Error> {
-    let tls = TlsConnector::from(Arc::new(configured(config, identity).await?));
+async fn post(config: &SecretsConfig, body: String) -> Result<Answered, Error> {
+    let token = config.token().await?;
+    let tls = TlsConnector::from(Arc::new(configured(config).await?));
     let name = ServerName::try_from(config.server_name.clone())
         .map_err(|_| Error::away(format!("secrets.server-name {:?} is not a name", config.server_name)))?;
     let connect = |why: std::io::Error| Error::away(format!("connect: {why}"));
     let stream = TcpStream::connect(&config.address).await.map_err(connect)?;
     stream.set_nodelay(true).map_err(connect)?;
-    let handshake =
-        |why: std::io::Error| Error { unknown: identity.is_some(), ..Error::away(format!("TLS: {why}")) };
+    let handshake = |why: std::io::Error| Error::away(format!("TLS: {why}"));
     let stream = tls.connect(name, stream).await.map_err(handshake)?;
-    // With TLS 1.3, a refused certificate shows in the first answer.
-    let asked = |why: hyper::Error| Error { unknown: identity.is_some(), ..Error::away(chain(&why)) };
+    let asked = |why: hyper::Error| Error::away(chain(&why));
     let (mut sender, connection) =
         hyper::client::conn::http1::handshake(TokioIo::new(stream)).await.map_err(asked)?;
     // The task ends with the connection, and the connection ends with this request.
     let connection = AbortOnDrop(tokio::spawn(async move { drop(connection.await) }));
     let request = Request::builder()
         .method(Method::POST)
-        .uri(path)
+        .uri(PULL_SECRETS)
         .header(HOST, &config.server_name)
         .header(CONTENT_TYPE, "application/json")
-        .header(AUTHORIZATION, format!("Bearer {token}"))
+        .header(AUTHORIZATION, format!("Bearer {}", token.as_str()))
         .body(Full::new(Bytes::from(body)));
     // For example, a token with a line break.
     let request = request.map_err(|_| Error::away("the token is not valid in an HTTP header".to_owned()))?;
@@ -136,7 +110,7 @@ async fn post<T: DeserializeOwned>(
     let body = body.map_err(|why| Error::away(format!("the answer: {}", chain(why.as_ref()))))?.to_bytes();
     drop(connection);
     if status != StatusCode::OK {
-        return Err(refused(status, &body, identity.is_some()));
+        return Err(refused(status, &body));
     }
     // The error repeats no part of the answer.
     serde_json::from_slice(&body).map_err(|why| {
@@ -152,13 +126,19 @@ impl Drop for AbortOnDrop {
     }
 }
 
-fn refused(status: StatusCode, body: &[u8], certified: bool) -> Error {
+fn refused(status: StatusCode, body: &[u8]) -> Error {
     #[derive(Deserialize)]
     struct Said {
         error: String,
     }
     let said: Option<Said> = serde_json::from_slice(body).ok();
     let text = said.map_or_else(|| format!("status {status}"), |said| words(&said.error));
+    // A service of an older release refuses a node without a certificate. Its successor does not.
+    if status == StatusCode::UNAUTHORIZED && text.contains(ENROL) {
+        return Error::away(format!(
+            "the controller is older than this node and asks for a certificate; upgrade it ({text})"
+        ));
+    }
     let final_word = matches!(
         status,
         StatusCode::BAD_REQUEST
@@ -167,7 +147,7 @@ fn refused(status: StatusCode, body: &[u8], certified: bool) -> Error {
             | StatusCode::CONFLICT
             | StatusCode::UNPROCESSABLE_ENTITY
     );
-    Error { text, refused: final_word, unknown: certified && status == StatusCode::UNAUTHORIZED }
+    Error { text, refused: final_word }
 }
 
 /// Bounds a foreign text for the log.
@@ -175,7 +155,7 @@ fn words(text: &str) -> String {
     text.chars().map(|c| if c.is_control() { ' ' } else { c }).take(WORDS).collect()
 }
 
-async fn configured(config: &SecretsConfig, identity: Option<&Identity>) -> Result<ClientConfig, Error> {
+async fn configured(config: &SecretsConfig) -> Result<ClientConfig, Error> {
     let file = config.ca_file.display();
     let pem = config.ca().await?;
     let mut roots = RootCertStore::empty();
@@ -188,15 +168,11 @@ async fn configured(config: &SecretsConfig, identity: Option<&Identity>) -> Resu
     }
     let failed = |why: rustls::Error| Error::away(format!("TLS: {why}"));
     let crypto = Arc::new(rustls::crypto::ring::default_provider());
-    let builder =
-        ClientConfig::builder_with_provider(crypto).with_protocol_versions(&[&TLS13]).map_err(failed)?;
-    let builder = builder.with_root_certificates(roots);
-    let mut tls = match identity {
-        None => builder.with_no_client_auth(),
-        Some(identity) => {
-            builder.with_client_auth_cert(identity.chain.clone(), identity.key()).map_err(failed)?
-        }
-    };
+    let mut tls = ClientConfig::builder_with_provider(crypto)
+        .with_protocol_versions(&[&TLS13])
+        .map_err(failed)?
+        .with_root_certificates(roots)
+        .with_no_client_auth();
     tls.alpn_protocols = vec![b"http/1.1".to_vec()];
     Ok(tls)
 }

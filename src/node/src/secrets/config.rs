@@ -28,7 +28,7 @@ pub struct SecretsConfig {
 }
 
 /// Keys of the section that only the service reads.
-const SERVICE: [&str; 11] = [
+const SERVICE: [&str; 10] = [
     "serve",
     "listen",
     "names",
@@ -39,7 +39,6 @@ const SERVICE: [&str; 11] = [
     "ca-config-map",
     "ca-validity",
     "ca-settle",
-    "certificate-validity",
 ];
 
 impl SecretsConfig {

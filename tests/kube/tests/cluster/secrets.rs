@@ -89,8 +89,7 @@ async fn given(cluster: &Cluster, asker: &Asker) {
     });
     let uid = make_pod(cluster, "shop", "web", spec).await;
     let token = node_token(cluster, "n1").await;
-    let identity = asker.enrol(&token).await.unwrap();
-    let (status, answer) = asker.pull(Some(&identity), &token, "shop", "web", &uid).await.unwrap();
+    let (status, answer) = asker.pull(&token, "shop", "web", &uid).await.unwrap();
     assert_eq!(status, StatusCode::OK, "{answer}");
     let config: Value = serde_json::from_str(answer["dockerconfigjson"].as_str().unwrap()).unwrap();
     let expected = json!({"auths": {
@@ -106,18 +105,18 @@ async fn given(cluster: &Cluster, asker: &Asker) {
     assert!(notes[2].contains("shop/broken: .dockercfg is not of its form"), "{notes:?}");
 
     // Without a uid the answer is for the present pod of this name.
-    let (status, answer) = asker.pull(Some(&identity), &token, "shop", "web", "").await.unwrap();
+    let (status, answer) = asker.pull(&token, "shop", "web", "").await.unwrap();
     assert!(status == StatusCode::OK && answer["pod_uid"] == json!(uid));
 
     // The default account, and a pod without any secret.
     make_account(cluster, "default", &["three"]).await;
     make_pod(cluster, "shop", "plain", json!({"nodeName": "n1", "runtimeClassName": "kata-remote"})).await;
-    let (_, answer) = asker.pull(Some(&identity), &token, "shop", "plain", "").await.unwrap();
+    let (_, answer) = asker.pull(&token, "shop", "plain", "").await.unwrap();
     assert!(answer["dockerconfigjson"].as_str().unwrap().contains("c.example"), "{answer}");
     make_account(cluster, "bare", &[]).await;
     let spec = json!({"nodeName": "n1", "runtimeClassName": "kata-remote", "serviceAccountName": "bare"});
     make_pod(cluster, "shop", "public", spec).await;
-    let (status, answer) = asker.pull(Some(&identity), &token, "shop", "public", "").await.unwrap();
+    let (status, answer) = asker.pull(&token, "shop", "public", "").await.unwrap();
     assert_eq!(
         (status, &answer["dockerconfigjson"], &answer["notes"]),
         (StatusCode::OK, &json!(""), &json!([]))
@@ -133,29 +132,25 @@ async fn large(cluster: &Cluster, asker: &Asker) {
         names.push(json!({"name": name}));
     }
     let token = node_token(cluster, "n1").await;
-    let identity = asker.enrol(&token).await.unwrap();
     let spec = |names: &[Value]| {
         json!({
             "nodeName": "n1", "runtimeClassName": "kata-remote", "serviceAccountName": "bare", "imagePullSecrets": names,
         })
     };
     make_pod(cluster, "shop", "large", spec(&names[..2])).await;
-    let (status, answer) = asker.pull(Some(&identity), &token, "shop", "large", "").await.unwrap();
+    let (status, answer) = asker.pull(&token, "shop", "large", "").await.unwrap();
     assert_eq!(status, StatusCode::OK);
     assert!(answer["dockerconfigjson"].as_str().unwrap().len() > 2_000_000);
     make_pod(cluster, "shop", "too-large", spec(&names)).await;
-    let (status, answer) = asker.pull(Some(&identity), &token, "shop", "too-large", "").await.unwrap();
+    let (status, answer) = asker.pull(&token, "shop", "too-large", "").await.unwrap();
     assert_eq!(status, StatusCode::UNPROCESSABLE_ENTITY);
     assert!(answer["error"].as_str().unwrap().contains("more than 2097152 bytes"), "{answer}");
 }
 
 async fn bad_callers_are_refused(cluster: &Cluster, asker: &Asker) {
     let good = node_token(cluster, "n1").await;
-    let identity = asker.enrol(&good).await.unwrap();
     let refused = async |token: &str, status: StatusCode, why: &str| {
-        let (seen, said) = asker.enrol(token).await.unwrap_err();
-        assert!(seen == status && said.contains(why), "{seen} {said}, not {status} {why}");
-        let (seen, answer) = asker.pull(Some(&identity), token, "shop", "web", "").await.unwrap();
+        let (seen, answer) = asker.pull(token, "shop", "web", "").await.unwrap();
         let said = answer["error"].as_str().unwrap();
         assert!(seen == status && said.contains(why), "{seen} {said}, not {status} {why}");
     };
@@ -189,28 +184,14 @@ async fn bad_callers_are_refused(cluster: &Cluster, asker: &Asker) {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs();
     refused(&resigned(cluster, &good, now - 60), unauthorized, "the token has ended").await;
     let short = resigned(cluster, &good, now + 5);
-    let (status, _) = asker.pull(Some(&identity), &short, "shop", "web", "").await.unwrap();
+    let (status, _) = asker.pull(&short, "shop", "web", "").await.unwrap();
     assert_eq!(status, StatusCode::OK, "our own signature counts as that of the API server");
     wait_for("the token to end", LIMIT, async || {
-        let (status, _) = asker.pull(Some(&identity), &short, "shop", "web", "").await.unwrap();
+        let (status, _) = asker.pull(&short, "shop", "web", "").await.unwrap();
         Ok((status == StatusCode::UNAUTHORIZED).then_some(()))
     })
     .await
     .unwrap();
-
-    // The certificate: none, another node's, another CA's.
-    let (status, answer) = asker.pull(None, &good, "shop", "web", "").await.unwrap();
-    assert!(
-        status == unauthorized && answer["error"].as_str().unwrap().contains("no client certificate"),
-        "{answer}"
-    );
-    let other = asker.enrol(&node_token(cluster, "n2").await).await.unwrap();
-    let (status, answer) = asker.pull(Some(&other), &good, "shop", "web", "").await.unwrap();
-    assert!(status == StatusCode::FORBIDDEN, "{answer}");
-    assert!(answer["error"].as_str().unwrap().contains("both must belong to one node"), "{answer}");
-    let own = rcgen::generate_simple_self_signed(["n1".to_owned()]).unwrap();
-    let own = (vec![own.cert.der().clone()], own.signing_key.serialize_der());
-    asker.pull(Some(&own), &good, "shop", "web", "").await.unwrap_err();
 }
 
 /// Returns the token with another expiry, signed with the API server's own key.
@@ -241,9 +222,8 @@ fn resigned(cluster: &Cluster, token: &str, end: u64) -> String {
 
 async fn what_for(cluster: &Cluster, asker: &Asker) {
     let token = node_token(cluster, "n1").await;
-    let identity = asker.enrol(&token).await.unwrap();
     let refused = async |namespace: &str, name: &str, uid: &str, status: StatusCode, why: &str| {
-        let (seen, answer) = asker.pull(Some(&identity), &token, namespace, name, uid).await.unwrap();
+        let (seen, answer) = asker.pull(&token, namespace, name, uid).await.unwrap();
         let said = answer["error"].as_str().unwrap().to_owned();
         assert!(seen == status && said.contains(why), "{name}: {seen} {said}, not {status} {why}");
         said
@@ -278,13 +258,13 @@ async fn what_for(cluster: &Cluster, asker: &Asker) {
     // Another pod of the same name, as a StatefulSet makes it.
     let pods: Api<Pod> = Api::namespaced(cluster.client().unwrap(), "shop");
     let old = pods.get("again").await.unwrap().metadata.uid.unwrap();
-    let (status, _) = asker.pull(Some(&identity), &token, "shop", "again", &old).await.unwrap();
+    let (status, _) = asker.pull(&token, "shop", "again", &old).await.unwrap();
     assert_eq!(status, StatusCode::OK);
     pods.delete("again", &DeleteParams::default().grace_period(0)).await.unwrap();
     let spec = json!({"nodeName": "n1", "runtimeClassName": "kata-remote"});
     let new = make_pod(cluster, "shop", "again", spec).await;
     refused("shop", "again", &old, StatusCode::CONFLICT, "was replaced").await;
-    let (status, answer) = asker.pull(Some(&identity), &token, "shop", "again", &new).await.unwrap();
+    let (status, answer) = asker.pull(&token, "shop", "again", &new).await.unwrap();
     assert!(status == StatusCode::OK && !answer["dockerconfigjson"].as_str().unwrap().contains("r.example"));
 
     for (body, status) in [
@@ -293,20 +273,25 @@ async fn what_for(cluster: &Cluster, asker: &Asker) {
         (r#"{"namespace":"shop","name":"web","secret":"one"}"#, StatusCode::BAD_REQUEST),
         (&"x".repeat(20_000), StatusCode::PAYLOAD_TOO_LARGE),
     ] {
-        let (seen, _) = asker.post(Some(&identity), &token, "/v1/pull-secrets", body).await.unwrap();
+        let (seen, _) = asker.post(&token, "/v1/pull-secrets", body).await.unwrap();
         assert_eq!(seen, status, "{body:.40}");
     }
-    let (seen, _) = asker.post(Some(&identity), &token, "/v1/secrets", "{}").await.unwrap();
+    let (seen, _) = asker.post(&token, "/v1/secrets", "{}").await.unwrap();
     assert_eq!(seen, StatusCode::NOT_FOUND);
+    // A node of an older release asks for a certificate first.
+    let (seen, answer) = asker.post(&token, "/v1/enrol", "{}").await.unwrap();
+    assert!(
+        seen == StatusCode::GONE && answer["error"].as_str().unwrap().contains("upgrade peerpod-node"),
+        "{answer}"
+    );
 }
 
 /// Checks that one node cannot use up the service.
 async fn limited(cluster: &Cluster, asker: &Asker) {
     let token = node_token(cluster, "n2").await;
-    let identity = asker.enrol(&token).await.unwrap();
     let mut seen = BTreeSet::new();
     for _ in 0..40 {
-        let asked = (0..32).map(|_| asker.post(Some(&identity), &token, "/v1/pull-secrets", "{}"));
+        let asked = (0..32).map(|_| asker.post(&token, "/v1/pull-secrets", "{}"));
         for answer in futures_util::future::join_all(asked).await {
             seen.insert(answer.unwrap().0.as_u16());
         }
@@ -316,9 +301,7 @@ async fn limited(cluster: &Cluster, asker: &Asker) {
     }
     assert_eq!(seen, BTreeSet::from([400, 429]));
     let other = node_token(cluster, "n1").await;
-    let identity =
-        wait_for("another enrolment from this address", LIMIT, async || Ok(asker.enrol(&other).await.ok()));
-    let (status, _) = asker.pull(Some(&identity.await.unwrap()), &other, "shop", "web", "").await.unwrap();
+    let (status, _) = asker.pull(&other, "shop", "web", "").await.unwrap();
     assert_eq!(status, StatusCode::OK, "the other node does not notice");
 }
 
@@ -326,14 +309,12 @@ async fn limited(cluster: &Cluster, asker: &Asker) {
 async fn killed(cluster: &Cluster, service: Service) {
     let asker = Asker::of(cluster, &service).await;
     let token = node_token(cluster, "n1").await;
-    let identity =
-        wait_for("a certificate", LIMIT, async || Ok(asker.enrol(&token).await.ok())).await.unwrap();
     drop(service);
-    asker.pull(Some(&identity), &token, "shop", "web", "").await.unwrap_err();
+    asker.pull(&token, "shop", "web", "").await.unwrap_err();
     let (one, two) = tokio::join!(Service::start(cluster, &[]), Service::start(cluster, &[]));
     for service in [&one, &two] {
         let asker = Asker { address: service.address, ca: asker.ca.clone() };
-        let (status, _) = asker.pull(Some(&identity), &token, "shop", "web", "").await.unwrap();
+        let (status, _) = asker.pull(&token, "shop", "web", "").await.unwrap();
         assert_eq!(status, StatusCode::OK);
     }
     let secrets: Api<Secret> = Api::namespaced(cluster.client().unwrap(), OURS);

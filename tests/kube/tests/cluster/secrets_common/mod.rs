@@ -20,8 +20,7 @@ use k8s_openapi::api::{
 };
 use kube::{Api, api::PostParams};
 use peerpod_test_kube::{Cluster, Process, Rule, program, wait_for};
-use rcgen::{CertificateParams, KeyPair};
-use rustls_pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer, ServerName, pem::PemObject};
+use rustls_pki_types::{CertificateDer, ServerName, pem::PemObject};
 use serde_json::{Value, from_value, json};
 
 pub(crate) const LIMIT: Duration = Duration::from_secs(60);
@@ -157,9 +156,6 @@ pub(crate) async fn bundle(cluster: &Cluster, namespace: &str, map: &str) -> Opt
     maps.get_opt(map).await.unwrap()?.data?.remove("ca.crt")
 }
 
-/// A certificate and its key.
-pub(crate) type Identity = (Vec<CertificateDer<'static>>, Vec<u8>);
-
 /// Client that can send any request.
 pub(crate) struct Asker {
     pub(crate) address: SocketAddr,
@@ -177,7 +173,6 @@ impl Asker {
     /// Returns status and body of the answer, or the reason for a missing one.
     pub(crate) async fn post(
         &self,
-        identity: Option<&Identity>,
         token: &str,
         path: &str,
         body: &str,
@@ -190,13 +185,7 @@ impl Asker {
         let tls =
             rustls::ClientConfig::builder_with_provider(ring).with_safe_default_protocol_versions().unwrap();
         let tls = tls.with_root_certificates(roots);
-        let tls = match identity {
-            None => tls.with_no_client_auth(),
-            Some((chain, key)) => {
-                let key = PrivateKeyDer::from(PrivatePkcs8KeyDer::from(key.clone()));
-                tls.with_client_auth_cert(chain.clone(), key).unwrap()
-            }
-        };
+        let tls = tls.with_no_client_auth();
         let text = |why: &dyn std::fmt::Display| why.to_string();
         let stream = tokio::net::TcpStream::connect(self.address).await.map_err(|why| text(&why))?;
         let name = ServerName::try_from("127.0.0.1").unwrap();
@@ -217,28 +206,14 @@ impl Asker {
         Ok((status, serde_json::from_slice(&body).map_err(|why| text(&why))?))
     }
 
-    pub(crate) async fn enrol(&self, token: &str) -> Result<Identity, (StatusCode, String)> {
-        let key = KeyPair::generate().unwrap();
-        let csr = CertificateParams::default().serialize_request(&key).unwrap();
-        let body = json!({"csr": BASE64_STANDARD.encode(csr.der())}).to_string();
-        let (status, answer) = self.post(None, token, "/v1/enrol", &body).await.unwrap();
-        if status != StatusCode::OK {
-            return Err((status, answer["error"].as_str().unwrap().to_owned()));
-        }
-        let chain = answer["certificates"].as_array().unwrap().iter();
-        let chain = chain.map(|der| BASE64_STANDARD.decode(der.as_str().unwrap()).unwrap().into()).collect();
-        Ok((chain, key.serialize_der()))
-    }
-
     pub(crate) async fn pull(
         &self,
-        identity: Option<&Identity>,
         token: &str,
         namespace: &str,
         name: &str,
         uid: &str,
     ) -> Result<(StatusCode, Value), String> {
         let body = json!({"namespace": namespace, "name": name, "uid": uid}).to_string();
-        self.post(identity, token, "/v1/pull-secrets", &body).await
+        self.post(token, "/v1/pull-secrets", &body).await
     }
 }
