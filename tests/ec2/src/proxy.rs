@@ -59,6 +59,8 @@ pub(crate) struct Shared {
     faults: Mutex<Faults>,
     calls: Mutex<Vec<Call>>,
     tokens: Mutex<HashMap<(String, String), Token>>,
+    /// One attachment at a time.
+    attaching: tokio::sync::Mutex<()>,
     /// Time of each VM's creation.
     pub(crate) made: Mutex<HashMap<String, Instant>>,
     /// Calls that took effect and are not answered yet.
@@ -114,6 +116,7 @@ impl Proxy {
             faults: Mutex::default(),
             calls: Mutex::default(),
             tokens: Mutex::default(),
+            attaching: tokio::sync::Mutex::default(),
             made: Mutex::default(),
             late: AtomicUsize::new(0),
             interrupted: Mutex::default(),
@@ -357,7 +360,18 @@ impl Shared {
             Some(Fault::Reset) => anyhow::bail!("reset"),
             Some(Fault::LostAnswer | Fault::Late(_)) | None => {}
         }
-        let answer = self.once(action, params, lag, boot).await?;
+        let answer = match action {
+            // EC2 attaches a volume once, also when the caller repeats the call before the answer; moto may do it twice.
+            "AttachVolume" => {
+                let (shared, action) = (self.clone(), action.to_owned());
+                tokio::spawn(async move {
+                    let _turn = shared.attaching.lock().await;
+                    shared.once(&action, params, lag, boot).await
+                })
+                .await??
+            }
+            _ => self.once(action, params, lag, boot).await?,
+        };
         match fault {
             Some(Fault::LostAnswer) => anyhow::bail!("the answer is lost"),
             Some(Fault::Late(late)) => {
