@@ -34,10 +34,7 @@ use crate::{
     relay_client::RelayClient,
     rotate::{self, SharedTrust},
     rpc::{self, Service},
-    sandbox::{
-        Reaper, Sandboxes, VmLiveness,
-        recover::{Kept, Orphans, recover},
-    },
+    sandbox::{Kept, Orphans, Reaper, Sandboxes, VmLiveness, recover},
     secrets::PullSecrets,
     sweep,
     trust::{self, Trust},

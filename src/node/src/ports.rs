@@ -32,12 +32,10 @@ use crate::{
     registries::Registries,
     relay_client::RelayClient,
     rotate::SharedTrust,
-    sandbox::{
-        follow::{Heard, NodeEndpoints},
-        ports::{
-            Certificate, Clock, Cloud, CloudError, Followed, Guest, Identity, Kubernetes, Made, NetworkError,
-            PodNetwork, PullSecretError, Relay, RelayError, Said, Storage, Store, Trusted,
-        },
+    sandbox::ports::{
+        Certificate, Clock, Cloud, CloudError, Followed, Guest, Heard, Identity, Kubernetes, Made,
+        NetworkError, NodeEndpoints, PodNetwork, PullSecretError, Relay, RelayError, Said, Storage, Store,
+        Trusted,
     },
     secrets::PullSecrets,
     spec::{PodRef, SandboxId},

@@ -1,54 +1,32 @@
 //! Owns the sandboxes of this node: one task per sandbox, a table that maps ids to tasks, and the intent that the
 //! ledger records before every operation.
 //!
-//! * [`phase`]: the phases of a sandbox and their transitions; pure.
-//! * [`ports`]: the port to clock, disk, cloud, pod network, relay and trust.
-//! * `task` (with `steps`, `completions`, `claims`, `clear`, `in_flight`): the owner of one sandbox's state.
-//! * `follow`, `renew`, `pull`, `localhost`: upkeep of a running sandbox.
-//! * `batch`: one create call for the VMs of several sandboxes. `tickets`: maps a ticket to its sandbox.
-//! * `table` ([`Sandboxes`]): maps an id to its task; the hypervisor API's calls end here.
-//! * [`recover`]: recovery of a restarted node, before it answers any call.
-//! * `reports`: the guests' reports on their networks.
-//! * `reaper`: stops sandboxes without a StopVM. `vm_liveness`: finds VMs that are gone; `vm_events`: announces VMs that the
-//!   cloud will reclaim. `restart`: restarts a sandbox's task after a panic.
+//! * [`ports`]: the ports to clock, disk, cloud, pod network, relay and trust.
+//! * `lifecycle`: phases, table and task. `vm`, `guest`, `network`: the parts of a sandbox.
+//! * `recovery`: recovery of a restarted node, and of a task that panicked.
 //!
 //! Independent of ttrpc, sockets and provider names.
 
 use std::{path::PathBuf, time::Duration};
 
-pub mod phase;
-pub mod ports;
-pub mod recover;
-
-mod batch;
-mod claims;
-mod clear;
-mod completions;
-mod console;
 mod error;
-pub mod follow;
-mod in_flight;
-mod localhost;
-mod pull;
-mod reaper;
-mod renew;
-mod reports;
-mod restart;
-mod steps;
-mod table;
-mod task;
-mod tickets;
-mod view;
-mod vm_events;
-mod vm_liveness;
+mod guest;
+mod lifecycle;
+mod network;
+pub mod ports;
+mod recovery;
+mod vm;
 
-pub use claims::{Claim, Secret};
 pub use error::{ClaimRefused, Error, Granted};
-pub use reaper::Reaper;
-pub use table::{CreateVm, Sandboxes};
-pub use task::Stop;
-pub use view::View;
-pub use vm_liveness::VmLiveness;
+pub use guest::claims::{Claim, Secret};
+pub use lifecycle::{
+    phase,
+    table::{CreateVm, Sandboxes},
+    task::Stop,
+    view::View,
+};
+pub use recovery::recover::{Kept, Orphans, recover};
+pub use vm::{liveness::VmLiveness, reaper::Reaper};
 
 use crate::spec::{SandboxId, Wishes};
 

@@ -13,7 +13,7 @@ use tracing::{debug, warn};
 use super::{Surroundings, open};
 use crate::{
     ledger::NetnsRef,
-    sandbox::{follow::Heard, ports::NetworkError},
+    sandbox::ports::{Heard, NetworkError},
     tunnel::{Reserved, Tunnel},
 };
 

@@ -11,7 +11,7 @@ use tokio::{
 use tracing::warn;
 
 use super::GuestAddresses;
-use crate::{sandbox::follow::NodeEndpoints, tunnel::Tunnel};
+use crate::{sandbox::ports::NodeEndpoints, tunnel::Tunnel};
 
 /// Debounce of changes: on a busy node every starting pod changes devices and routes. One inspection is cheap, but each
 /// sandbox makes one.

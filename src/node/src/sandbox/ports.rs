@@ -17,7 +17,6 @@ use peerpod_provider_api::{
 use tokio::sync::watch;
 use zeroize::Zeroizing;
 
-use super::follow::{Heard, NodeEndpoints};
 use crate::{
     ledger::{self, Batch, NetnsRef, Network, Record},
     spec::{PodRef, SandboxId},
@@ -26,6 +25,12 @@ use crate::{
 };
 
 pub use peerpod_provider_api::{Error as CloudError, Retry};
+
+/// Number of changes seen around a sandbox's network.
+pub type Heard = u64;
+
+/// Endpoints at which guests reach the node; `None` until they are known.
+pub type NodeEndpoints = Option<Arc<Vec<String>>>;
 
 /// Failure of an operation on a pod's network.
 #[derive(Clone, Debug, thiserror::Error)]

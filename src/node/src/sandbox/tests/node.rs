@@ -13,10 +13,7 @@ use super::world::*;
 use crate::{
     ledger::{Inbox, Ledger},
     metrics::Metrics,
-    sandbox::{
-        Claim, CreateVm, Reaper, Sandboxes, Secret, Settings, VmLiveness,
-        recover::{Kept, Orphans, recover},
-    },
+    sandbox::{Claim, CreateVm, Kept, Orphans, Reaper, Sandboxes, Secret, Settings, VmLiveness, recover},
     spec::{PodRef, Size, Wanted, Wishes},
 };
 

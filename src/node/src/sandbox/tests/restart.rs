@@ -12,7 +12,7 @@ use super::{node::*, world::*};
 use crate::{
     ledger::{Inbox, Ledger},
     rpc,
-    sandbox::{ClaimRefused, Error, Stop, ports::Trusted, recover::Orphans},
+    sandbox::{ClaimRefused, Error, Orphans, Stop, ports::Trusted},
 };
 
 fn note(dir: &Dir, name: &str) {

@@ -32,10 +32,9 @@ use zeroize::Zeroizing;
 
 use crate::{
     ledger::{Batch, Error as LedgerError, Ledger, NetnsRef, Network, Record},
-    sandbox::follow::NodeEndpoints,
     sandbox::ports::{
         Certificate, Clock, Cloud, CloudError, Followed, Guest, Identity, Kubernetes, Made, NetworkError,
-        PodNetwork, PullSecretError, Relay, RelayError, Said, Storage, Store, Trusted,
+        NodeEndpoints, PodNetwork, PullSecretError, Relay, RelayError, Said, Storage, Store, Trusted,
     },
     spec::{PodRef, SandboxId},
     trust::Ticket,

@@ -6,7 +6,7 @@ use std::{net::IpAddr, sync::Arc, time::Duration};
 use peerpod_proto::guest::{Flush, Request};
 use peerpod_provider_api::InstanceId;
 
-use super::ports::Ports;
+use crate::sandbox::ports::Ports;
 use crate::{
     ledger::{NetnsRef, Network},
     spec::SandboxId,
@@ -14,51 +14,51 @@ use crate::{
 
 /// Parts of a sandbox that are still to be removed.
 #[derive(Clone, Debug)]
-pub(super) struct Left {
-    pub(super) id: SandboxId,
+pub(crate) struct Left {
+    pub(crate) id: SandboxId,
     /// Time limit for the guest to unmount and sync first. Requested once: the VM is deleted in any case.
-    pub(super) flush: Option<Duration>,
-    pub(super) relay: bool,
-    pub(super) vm: Option<InstanceId>,
+    pub(crate) flush: Option<Duration>,
+    pub(crate) relay: bool,
+    pub(crate) vm: Option<InstanceId>,
     /// Volumes to release.
-    pub(super) volumes: Option<Release>,
-    pub(super) network: Option<Undo>,
+    pub(crate) volumes: Option<Release>,
+    pub(crate) network: Option<Undo>,
 }
 
 /// Arguments of `Storage::release`.
 #[derive(Clone, Debug)]
-pub(super) struct Release {
-    pub(super) uid: String,
-    pub(super) vm: Option<InstanceId>,
+pub(crate) struct Release {
+    pub(crate) uid: String,
+    pub(crate) vm: Option<InstanceId>,
 }
 
 /// Arguments of `PodNetwork::disconnect`.
 #[derive(Clone, Debug)]
-pub(super) struct Undo {
-    pub(super) netns: NetnsRef,
-    pub(super) network: Option<Network>,
-    pub(super) address: Option<IpAddr>,
+pub(crate) struct Undo {
+    pub(crate) netns: NetnsRef,
+    pub(crate) network: Option<Network>,
+    pub(crate) address: Option<IpAddr>,
 }
 
 /// Result of one pass.
 #[derive(Clone, Debug)]
-pub(super) struct Pass {
-    pub(super) left: Left,
+pub(crate) struct Pass {
+    pub(crate) left: Left,
     /// Stages reached, in order, with their wall-clock time in ms.
-    pub(super) reached: Vec<(&'static str, u64)>,
+    pub(crate) reached: Vec<(&'static str, u64)>,
     /// Errors, as text.
-    pub(super) errors: Vec<String>,
+    pub(crate) errors: Vec<String>,
 }
 
 impl Left {
-    pub(super) fn is_nothing(&self) -> bool {
+    pub(crate) fn is_nothing(&self) -> bool {
         let outside = self.vm.is_none() && self.volumes.is_none() && self.network.is_none();
         self.flush.is_none() && !self.relay && outside
     }
 }
 
 /// Tries each remaining step once.
-pub(super) async fn pass(fx: Arc<dyn Ports>, mut left: Left) -> Pass {
+pub(crate) async fn pass(fx: Arc<dyn Ports>, mut left: Left) -> Pass {
     let (mut reached, mut errors) = (Vec::new(), Vec::new());
     if let Some(timeout) = left.flush.take() {
         let request = flush_request();

@@ -27,11 +27,11 @@ use tokio::{
     time::{Instant, sleep_until},
 };
 
-use super::{
+use crate::sandbox::{
     Settings,
-    phase::Phase,
+    guest::tickets::Tickets,
+    lifecycle::phase::Phase,
     ports::{CloudError, Ports},
-    tickets::Tickets,
 };
 use crate::{
     ledger::{Batch, Member, Record, Rest, batch_key},
@@ -46,7 +46,7 @@ const LONGEST: Duration = Duration::from_secs(1);
 
 /// Create path of a sandbox's current attempt.
 #[derive(Clone)]
-pub(super) enum CreatePath {
+pub(crate) enum CreatePath {
     /// The sandbox is new and nothing was requested for it; it may join a batch.
     Open,
     /// The sandbox waits in a window, or has just become a member of a batch.
@@ -59,7 +59,7 @@ pub(super) enum CreatePath {
 
 /// Membership of one sandbox in a batch.
 #[derive(Clone)]
-pub(super) struct BatchMember {
+pub(crate) struct BatchMember {
     run: Arc<BatchRun>,
     number: u32,
 }
@@ -86,7 +86,7 @@ enum Status {
 
 /// All batches of the node. Cheap to clone.
 #[derive(Clone)]
-pub(super) struct Batches(Arc<Inner>);
+pub(crate) struct Batches(Arc<Inner>);
 
 struct Inner {
     fx: Arc<dyn Ports>,
@@ -121,7 +121,7 @@ struct Waiting {
 }
 
 /// VMs that are not orphans.
-pub(super) enum Claimed {
+pub(crate) enum Claimed {
     /// All VMs with this key; their ids are not known yet.
     Key(IdempotencyKey),
     /// This VM, until the sandbox is known to be gone.
@@ -129,7 +129,7 @@ pub(super) enum Claimed {
 }
 
 impl Batches {
-    pub(super) fn new(
+    pub(crate) fn new(
         fx: Arc<dyn Ports>,
         settings: Arc<Settings>,
         metrics: Metrics,
@@ -140,7 +140,7 @@ impl Batches {
 
     /// Returns the create path of a sandbox with this record. A sandbox that this process has just accepted may join a
     /// batch. For any other, an earlier process may have made a call, so it keeps its batch or its own key.
-    pub(super) fn way(&self, record: &Record) -> CreatePath {
+    pub(crate) fn way(&self, record: &Record) -> CreatePath {
         if record.phase == Phase::Created {
             let fits = record.request.as_ref().is_some_and(|request| self.takes(request));
             return if fits { CreatePath::Open } else { CreatePath::Alone };
@@ -162,7 +162,7 @@ impl Batches {
 
     /// Adds the sandbox to a window for this request. When the window closes, the receiver yields the batch membership,
     /// or `None` if the sandbox makes its own call.
-    pub(super) fn join(
+    pub(crate) fn join(
         &self,
         member: Member,
         request: &CreateRequest,
@@ -203,7 +203,7 @@ impl Batches {
     }
 
     /// Removes a sandbox from its window. Returns its batch membership if the window has closed already.
-    pub(super) fn withdraw(&self, id: &SandboxId) -> Option<BatchMember> {
+    pub(crate) fn withdraw(&self, id: &SandboxId) -> Option<BatchMember> {
         let mut state = self.state();
         for window in state.windows.values_mut() {
             window.waiting.retain(|waiting| waiting.member.sandbox != *id);
@@ -213,7 +213,7 @@ impl Batches {
 
     /// Resumes the ledger's batches, before any of their sandboxes. `unread`: sandboxes with an unreadable record,
     /// which may still need their batch.
-    pub(super) fn adopt(
+    pub(crate) fn adopt(
         &self,
         batches: Vec<Batch>,
         records: &HashMap<SandboxId, Record>,
@@ -249,7 +249,7 @@ impl Batches {
     }
 
     /// Returns the keys and VMs of batches that no sandbox's view shows yet.
-    pub(super) fn claimed(&self) -> Vec<Claimed> {
+    pub(crate) fn claimed(&self) -> Vec<Claimed> {
         let mut claimed = Vec::new();
         for run in &self.state().runs {
             match &*run.status.borrow() {
@@ -269,12 +269,12 @@ impl Batches {
     }
 
     /// Returns the idempotency key of a batch's call.
-    pub(super) fn key(&self, id: &str) -> IdempotencyKey {
+    pub(crate) fn key(&self, id: &str) -> IdempotencyKey {
         batch_key(&self.0.settings.cluster_id, id)
     }
 
     /// Aborts all tasks. The ledger contains everything they had started.
-    pub(super) async fn close(&self) {
+    pub(crate) async fn close(&self) {
         let mut tasks = std::mem::take(&mut self.state().tasks);
         tasks.shutdown().await;
     }
@@ -351,7 +351,7 @@ impl State {
 impl BatchMember {
     /// Waits for the batch's result, and returns the member's VM or the reason why it has none. `None`: the batch was
     /// given up, and nothing was requested.
-    pub(super) async fn outcome(self) -> Option<Result<InstanceId, CloudError>> {
+    pub(crate) async fn outcome(self) -> Option<Result<InstanceId, CloudError>> {
         let mut status = self.run.status.subscribe();
         let done = status.wait_for(|status| matches!(status, Status::Void | Status::Answered(_))).await;
         // `self` holds the sender, so the wait cannot fail.
@@ -365,7 +365,7 @@ impl BatchMember {
     }
 
     /// Returns the batch as last written; `None` before the first write.
-    pub(super) fn batch(&self) -> Option<Arc<Batch>> {
+    pub(crate) fn batch(&self) -> Option<Arc<Batch>> {
         match &*self.run.status.borrow() {
             Status::Forming | Status::Void => None,
             Status::Asked(batch) | Status::Answered(batch) => Some(batch.clone()),
@@ -373,18 +373,18 @@ impl BatchMember {
     }
 
     /// Returns the member's number in the batch.
-    pub(super) fn number(&self) -> u32 {
+    pub(crate) fn number(&self) -> u32 {
         self.number
     }
 
     /// Whether a sandbox with this record still needs the batch file.
-    pub(super) fn is_needed(&self, record: &Record) -> bool {
+    pub(crate) fn is_needed(&self, record: &Record) -> bool {
         let batch = self.batch();
         is_needed(record, self.member(), self.number, batch.as_ref().map_or("", |batch| &batch.ticket.id))
     }
 
     /// Marks the member as independent of the file: its record is durable and does not need the file any more.
-    pub(super) fn settle(&self) {
+    pub(crate) fn settle(&self) {
         self.run.needed.send_if_modified(|needed| needed.remove(&self.number));
     }
 

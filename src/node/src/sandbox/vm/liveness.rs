@@ -15,7 +15,11 @@ use peerpod_provider_api::{EventKind, InstanceId, Owned, OwnedState, ProviderEve
 use tokio::time::{Instant, sleep_until, timeout};
 use tracing::{info, warn};
 
-use super::{Sandboxes, phase::Phase, ports::CloudError, table::Entry};
+use crate::sandbox::{
+    Sandboxes,
+    lifecycle::{phase::Phase, table::Entry},
+    ports::CloudError,
+};
 use crate::spec::SandboxId;
 
 /// Time limit for the provider to report that it has no addresses for a VM. For a VM that exists, the call may wait

@@ -13,27 +13,31 @@ use tokio::{
 };
 use tracing::{debug, error, info, warn};
 
-use super::{
+use crate::sandbox::{
     Settings,
-    batch::{Batches, CreatePath},
-    claims::{Claim, Claims},
-    clear::Left,
-    completions::console_of,
     error::{Error, Granted},
-    follow::{Following, NodeEndpoints, Told},
-    in_flight::{Completion, Slots, Which},
-    phase::{self, Event, Phase, Step},
-    ports::{Guest, Ports, Said, Trusted},
-    pull::Pull,
-    renew::Renewal,
-    reports::Reports,
-    tickets::Tickets,
-    view::View,
+    guest::{
+        claims::{Claim, Claims},
+        pull::Pull,
+        renew::Renewal,
+        reports::Reports,
+        tickets::Tickets,
+    },
+    lifecycle::{
+        clear::Left,
+        completions::console_of,
+        in_flight::{Completion, Slots, Which},
+        phase::{self, Event, Phase, Step},
+        view::View,
+    },
+    network::follow::{Following, Told},
+    ports::{Guest, NodeEndpoints, Ports, Said, Trusted},
+    vm::batch::{Batches, CreatePath},
 };
 use crate::{ledger::Record, metrics::Metrics};
 
 /// Command to a sandbox's task.
-pub(super) enum Command {
+pub(crate) enum Command {
     /// StartVM came. Answered when that is noted; the [`View`] shows readiness.
     Start(oneshot::Sender<Result<(), Error>>),
     /// The sandbox is not wanted any more. Answered when that is durable.
@@ -82,100 +86,100 @@ impl Stop {
 }
 
 /// Reason why an event could not be applied.
-pub(super) enum Unapplied {
+pub(crate) enum Unapplied {
     /// The event has no meaning in this phase.
     Refused(phase::Refused),
     /// The change could not be recorded; the phase is unchanged.
     Disk(Error),
 }
 
-pub(super) struct Task {
-    pub(super) fx: Arc<dyn Ports>,
-    pub(super) settings: Arc<Settings>,
-    pub(super) metrics: Metrics,
-    pub(super) record: Record,
-    pub(super) view: watch::Sender<View>,
-    pub(super) commands: mpsc::Receiver<Command>,
-    pub(super) in_flight: Slots,
-    pub(super) vm: VmCreation,
-    pub(super) start: Start,
-    pub(super) guest: GuestState,
-    pub(super) relay: RelayState,
-    pub(super) network: NetworkState,
-    pub(super) end: End,
+pub(crate) struct Task {
+    pub(crate) fx: Arc<dyn Ports>,
+    pub(crate) settings: Arc<Settings>,
+    pub(crate) metrics: Metrics,
+    pub(crate) record: Record,
+    pub(crate) view: watch::Sender<View>,
+    pub(crate) commands: mpsc::Receiver<Command>,
+    pub(crate) in_flight: Slots,
+    pub(crate) vm: VmCreation,
+    pub(crate) start: Start,
+    pub(crate) guest: GuestState,
+    pub(crate) relay: RelayState,
+    pub(crate) network: NetworkState,
+    pub(crate) end: End,
 }
 
 /// Creation of the sandbox's VM, and its addresses.
-pub(super) struct VmCreation {
+pub(crate) struct VmCreation {
     /// Create path of the current attempt.
-    pub(super) way: CreatePath,
-    pub(super) batches: Batches,
-    pub(super) tickets: Arc<Tickets>,
+    pub(crate) way: CreatePath,
+    pub(crate) batches: Batches,
+    pub(crate) tickets: Arc<Tickets>,
     /// Whether nothing was ever requested from the cloud, neither by this task nor before it.
-    pub(super) unsent: bool,
+    pub(crate) unsent: bool,
     /// Attempt for which the provider was queried and had no placement to choose.
-    pub(super) placed: Option<u32>,
+    pub(crate) placed: Option<u32>,
     /// Further addresses from the cloud at which the guest is dialled, besides the recorded ones.
-    pub(super) moved: Vec<IpAddr>,
+    pub(crate) moved: Vec<IpAddr>,
 }
 
 /// Progress of the start.
-pub(super) struct Start {
+pub(crate) struct Start {
     /// Whether the announcement in the cluster has ended.
-    pub(super) announced: bool,
+    pub(crate) announced: bool,
     /// Time of the next report on a slow start, and the duration of the start by then.
-    pub(super) slow: Option<(Instant, Duration)>,
+    pub(crate) slow: Option<(Instant, Duration)>,
     /// Deadline of the boot.
-    pub(super) deadline: Option<Instant>,
+    pub(crate) deadline: Option<Instant>,
     /// Last error of each kind of operation; reported when a deadline passes.
-    pub(super) trouble: Vec<(Which, String)>,
+    pub(crate) trouble: Vec<(Which, String)>,
 }
 
 /// The guest as the relay reports it, and everything that it is to receive.
-pub(super) struct GuestState {
-    pub(super) state: watch::Receiver<Guest>,
-    pub(super) claims: Claims,
+pub(crate) struct GuestState {
+    pub(crate) state: watch::Receiver<Guest>,
+    pub(crate) claims: Claims,
     /// Certificate that the relay must have before the guest gets it.
-    pub(super) renewal: Option<Renewal>,
+    pub(crate) renewal: Option<Renewal>,
     /// CA set that guests must trust.
-    pub(super) trusted: watch::Receiver<Arc<Trusted>>,
+    pub(crate) trusted: watch::Receiver<Arc<Trusted>>,
     /// Network plan for the guest, once the tunnel is connected.
-    pub(super) plan: Option<Told>,
+    pub(crate) plan: Option<Told>,
     /// Guest session that refused a plan, with the digests of the plan and of the pull secrets.
-    pub(super) refused: Option<(String, String, Option<String>)>,
+    pub(crate) refused: Option<(String, String, Option<String>)>,
     /// The guest's reports on the pod's network.
-    pub(super) reports: Reports,
+    pub(crate) reports: Reports,
     /// Pull secrets for the pod's images.
-    pub(super) pull: Pull,
+    pub(crate) pull: Pull,
 }
 
 /// State that the relay must have.
-pub(super) struct RelayState {
-    pub(super) epoch: watch::Receiver<u64>,
-    pub(super) epoch_seen: u64,
+pub(crate) struct RelayState {
+    pub(crate) epoch: watch::Receiver<u64>,
+    pub(crate) epoch_seen: u64,
     /// Version of the state that the relay must have, and the version that it has confirmed.
-    pub(super) put_wanted: u64,
-    pub(super) put_done: u64,
+    pub(crate) put_wanted: u64,
+    pub(crate) put_done: u64,
     /// Version of the relay's state at the last redirection of the pod's localhost; 0 before the first.
-    pub(super) localhost_of: u64,
+    pub(crate) localhost_of: u64,
 }
 
 /// The pod's network, and changes around it.
-pub(super) struct NetworkState {
+pub(crate) struct NetworkState {
     /// Endpoints at which guests reach the node.
-    pub(super) node_endpoints: watch::Receiver<NodeEndpoints>,
+    pub(crate) node_endpoints: watch::Receiver<NodeEndpoints>,
     /// State of following changes around the pod's network.
-    pub(super) following: Following,
+    pub(crate) following: Following,
     /// Set if the pod network of a running sandbox cannot be repaired; ends the retries.
-    pub(super) given_up: bool,
+    pub(crate) given_up: bool,
     /// Sandbox that had this network namespace before and has not left it yet.
-    pub(super) predecessor: Option<watch::Receiver<View>>,
+    pub(crate) predecessor: Option<watch::Receiver<View>>,
 }
 
 /// End of the sandbox.
-pub(super) struct End {
-    pub(super) leaving: Option<Left>,
-    pub(super) left_ms: u64,
+pub(crate) struct End {
+    pub(crate) leaving: Option<Left>,
+    pub(crate) left_ms: u64,
 }
 
 enum Woken {
@@ -191,7 +195,7 @@ enum Woken {
 
 impl Task {
     /// Accepts a new sandbox: its intent is durable on return. No other operation was started before.
-    pub(super) async fn begin(&mut self) -> Result<(), Error> {
+    pub(crate) async fn begin(&mut self) -> Result<(), Error> {
         let now = self.fx.now_ms();
         match self.apply(Event::Begin, |record| record.reached("recorded", now)).await {
             Ok(_) => Ok(()),
@@ -207,7 +211,7 @@ impl Task {
     }
 
     /// Runs until the sandbox is gone (with a durable tombstone), or until its table is dropped.
-    pub(super) async fn run(&mut self) {
+    pub(crate) async fn run(&mut self) {
         self.enter();
         self.fx.show(&self.record);
         loop {
@@ -338,7 +342,7 @@ impl Task {
     }
 
     /// Gives up on the sandbox: waiting callers get the cause, and everything that was made is removed.
-    pub(super) async fn fail(&mut self, stage: &str, cause: String) -> Result<(), Unapplied> {
+    pub(crate) async fn fail(&mut self, stage: &str, cause: String) -> Result<(), Unapplied> {
         let was_live = self.record.phase.is_live();
         let ran = matches!(self.record.phase, Phase::Running { .. });
         self.apply(Event::Failed, |record| {
@@ -390,7 +394,7 @@ impl Task {
 
     /// Returns the cause of the VM's end: the kernel's reason, with the provider's `why`; or `otherwise`, if the
     /// console shows no reason.
-    pub(super) async fn cause_of_end(&mut self, vm: &InstanceId, why: &str, otherwise: String) -> String {
+    pub(crate) async fn cause_of_end(&mut self, vm: &InstanceId, why: &str, otherwise: String) -> String {
         let Some(console) = console_of(&*self.fx, vm).await else { return otherwise };
         let mut cause = match &console.reason {
             Some(reason) => format!("its VM {vm} has ended: {reason} ({why})"),
@@ -426,7 +430,7 @@ impl Task {
     }
 
     /// Posts an Event on the pod.
-    pub(super) fn tell(&self, reason: &'static str, text: String) {
+    pub(crate) fn tell(&self, reason: &'static str, text: String) {
         if let Some(pod) = &self.record.pod {
             self.fx.tell(pod, Said { reason, text });
         }
@@ -444,7 +448,7 @@ impl Task {
     }
 
     /// Applies an event: records the new phase, then adopts it, then publishes it.
-    pub(super) async fn apply(
+    pub(crate) async fn apply(
         &mut self,
         event: Event,
         change: impl FnOnce(&mut Record),
@@ -462,7 +466,7 @@ impl Task {
     }
 
     /// Makes a changed record durable, then adopts it.
-    pub(super) async fn save(&mut self, record: Record) -> Result<(), Error> {
+    pub(crate) async fn save(&mut self, record: Record) -> Result<(), Error> {
         if let Err(error) = self.fx.save(&record).await {
             self.metrics.ledger_errors.inc();
             return Err(error.into());
@@ -496,7 +500,7 @@ impl Task {
     }
 
     /// Notes that a stage was reached; the next durable change includes it.
-    pub(super) fn reached(&mut self, stage: &str) {
+    pub(crate) fn reached(&mut self, stage: &str) {
         let before = self.record.stages.len();
         self.record.reached(stage, self.fx.now_ms());
         if let Some(stage) = self.record.stages.get(before) {
@@ -504,7 +508,7 @@ impl Task {
         }
     }
 
-    pub(super) fn publish(&self) {
+    pub(crate) fn publish(&self) {
         let network_gone = self.end.leaving.as_ref().is_some_and(|left| left.network.is_none())
             || self.record.phase == Phase::Gone;
         self.view.send_if_modified(|view| {
@@ -515,7 +519,7 @@ impl Task {
         });
     }
 
-    pub(super) fn key(&self, attempt: u32) -> IdempotencyKey {
+    pub(crate) fn key(&self, attempt: u32) -> IdempotencyKey {
         IdempotencyKey::derive(&self.settings.cluster_id, self.record.id.as_str(), attempt)
     }
 

@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use peerpod_provider_api::InstanceId;
 
-use super::error::Error;
-use crate::{ledger::Record, sandbox::phase::Phase, spec::SandboxId};
+use crate::sandbox::error::Error;
+use crate::{ledger::Record, sandbox::lifecycle::phase::Phase, spec::SandboxId};
 
 /// State of a sandbox, as published by its task.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -33,7 +33,7 @@ pub struct View {
 }
 
 impl View {
-    pub(super) fn of(record: &Record, network_gone: bool) -> View {
+    pub(crate) fn of(record: &Record, network_gone: bool) -> View {
         View {
             id: record.id.clone(),
             pod: record.pod_name().into(),

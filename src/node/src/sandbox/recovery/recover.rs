@@ -10,11 +10,11 @@ use peerpod_provider_api::{IdempotencyKey, InstanceId, Owned, OwnedState};
 use tokio::time::Instant;
 use tracing::{info, warn};
 
-use super::{
+use crate::sandbox::{
     Sandboxes,
-    batch::Claimed,
     error::Error,
-    phase::{Event, MAX_ATTEMPTS, Phase, next},
+    lifecycle::phase::{Event, MAX_ATTEMPTS, Phase, next},
+    vm::batch::Claimed,
 };
 use crate::{
     ledger::{Batch, Note, Record},
@@ -88,7 +88,7 @@ impl Sandboxes {
     ///
     /// # Errors
     /// The provider cannot be queried.
-    pub async fn owned(&self) -> Result<Vec<Owned>, super::ports::CloudError> {
+    pub async fn owned(&self) -> Result<Vec<Owned>, crate::sandbox::ports::CloudError> {
         self.0.fx.owned().await
     }
 }

@@ -6,12 +6,17 @@ use std::{sync::Arc, time::SystemTime};
 use peerpod_provider_api::InstanceId;
 use tracing::{info, warn};
 
-use super::{Sandboxes, completions::clip, error::Error, ports::Said, table::Entry};
+use crate::sandbox::{
+    Sandboxes,
+    error::Error,
+    lifecycle::{completions::clip, table::Entry},
+    ports::Said,
+};
 use crate::spec::{PodRef, SandboxId};
 
 impl Sandboxes {
     /// Reports that the cloud will reclaim the VM at the time `at`.
-    pub(super) fn interrupted(&self, vm: &InstanceId, at: SystemTime) {
+    pub(crate) fn interrupted(&self, vm: &InstanceId, at: SystemTime) {
         let Some((id, pod)) = self.of_vm(vm) else {
             info!(%vm, "the cloud reclaims a VM that belongs to no sandbox");
             return;
@@ -50,7 +55,7 @@ impl Sandboxes {
     }
 
     /// Returns the sandbox that has this VM, and its pod. Scans all entries: provider events are rare.
-    pub(super) fn of_vm(&self, vm: &InstanceId) -> Option<(SandboxId, Arc<str>)> {
+    pub(crate) fn of_vm(&self, vm: &InstanceId) -> Option<(SandboxId, Arc<str>)> {
         let state = self.state();
         state.entries.iter().find_map(|(id, entry)| match entry {
             Entry::Task(running) => {

@@ -15,33 +15,37 @@ use peerpod_volume::VolumeId;
 
 use crate::{
     ledger::{NetnsRef, Record},
-    sandbox::{restart::Panics, task::Command, tickets::Tickets, view::View},
+    sandbox::{
+        guest::tickets::Tickets,
+        lifecycle::{task::Command, view::View},
+        recovery::restart::Panics,
+    },
     spec::SandboxId,
     volumes::PodVolumes,
 };
 
 #[derive(Default)]
-pub(in crate::sandbox) struct State {
-    pub(in crate::sandbox) entries: HashMap<SandboxId, Entry>,
+pub(crate) struct State {
+    pub(crate) entries: HashMap<SandboxId, Entry>,
     tickets: Arc<Tickets>,
     pods: HashMap<(String, String), Vec<SandboxId>>,
-    pub(super) netns: HashMap<(u64, u64), SandboxId>,
+    pub(crate) netns: HashMap<(u64, u64), SandboxId>,
     /// Sandbox that has each single-writer volume, even while it is leaving.
     writers: HashMap<VolumeId, SandboxId>,
     /// The newest sandbox of each pod with volumes, by the pod's UID.
     uids: HashMap<String, SandboxId>,
     /// Tombstones that are not on disk yet.
-    pub(super) unwritten: HashSet<SandboxId>,
+    pub(crate) unwritten: HashSet<SandboxId>,
     /// Number of entries that are tasks.
-    pub(super) count: usize,
-    pub(in crate::sandbox) tasks: JoinSet<()>,
+    pub(crate) count: usize,
+    pub(crate) tasks: JoinSet<()>,
     /// Sandboxes with a task that panicked, and the number of panics.
-    pub(in crate::sandbox) panics: HashMap<SandboxId, Panics>,
+    pub(crate) panics: HashMap<SandboxId, Panics>,
     /// Whether the table is closed: its tasks were aborted, and no call waits for a new task any more.
-    pub(in crate::sandbox) closed: bool,
+    pub(crate) closed: bool,
 }
 
-pub(in crate::sandbox) enum Entry {
+pub(crate) enum Entry {
     Task(Running),
     /// Expiry (ms since 1970), and the last view with the cause of the stop.
     Tombstone {
@@ -51,22 +55,22 @@ pub(in crate::sandbox) enum Entry {
 }
 
 #[derive(Clone)]
-pub(in crate::sandbox) struct Running {
-    pub(in crate::sandbox) commands: mpsc::Sender<Command>,
-    pub(in crate::sandbox) view: watch::Receiver<View>,
-    pub(in crate::sandbox) netns: Option<NetnsRef>,
-    pub(in crate::sandbox) pod: Option<(String, String)>,
-    pub(super) volumes: Option<Arc<Volumes>>,
+pub(crate) struct Running {
+    pub(crate) commands: mpsc::Sender<Command>,
+    pub(crate) view: watch::Receiver<View>,
+    pub(crate) netns: Option<NetnsRef>,
+    pub(crate) pod: Option<(String, String)>,
+    pub(crate) volumes: Option<Arc<Volumes>>,
 }
 
 /// Index keys of a pod's volumes.
-pub(in crate::sandbox) struct Volumes {
+pub(crate) struct Volumes {
     uid: String,
     single_writers: Vec<VolumeId>,
 }
 
 impl Volumes {
-    pub(super) fn of(volumes: &PodVolumes) -> Arc<Volumes> {
+    pub(crate) fn of(volumes: &PodVolumes) -> Arc<Volumes> {
         let single_writers = volumes.single_writers().map(|volume| volume.id.clone()).collect();
         Arc::new(Volumes { uid: volumes.uid.clone(), single_writers })
     }
@@ -74,12 +78,12 @@ impl Volumes {
 
 impl State {
     /// Returns an empty state that indexes tickets in `tickets`.
-    pub(super) fn new(tickets: Arc<Tickets>) -> State {
+    pub(crate) fn new(tickets: Arc<Tickets>) -> State {
         State { tickets, ..State::default() }
     }
 
     /// Adds a task under its id, ticket, pod, network namespace and volumes.
-    pub(super) fn link(&mut self, record: &Record, running: Running) {
+    pub(crate) fn link(&mut self, record: &Record, running: Running) {
         let (id, is_live) = (&record.id, record.phase.is_live());
         self.tickets.enter(record);
         if let Some(pod) = &running.pod {
@@ -103,7 +107,7 @@ impl State {
     }
 
     /// Removes a task from the indexes; its entry stays until it is removed or becomes a tombstone.
-    pub(super) fn unlink(&mut self, id: &SandboxId) {
+    pub(crate) fn unlink(&mut self, id: &SandboxId) {
         let Some(Entry::Task(running)) = self.entries.get(id) else { return };
         let running = running.clone();
         self.count -= 1;
@@ -134,17 +138,17 @@ impl State {
     }
 
     /// Returns the sandbox that has this single-writer volume.
-    pub(super) fn writer_of(&self, volume: &VolumeId) -> Option<&SandboxId> {
+    pub(crate) fn writer_of(&self, volume: &VolumeId) -> Option<&SandboxId> {
         self.writers.get(volume)
     }
 
     /// Returns the sandbox of the pod with this UID, if the pod has volumes.
-    pub(super) fn of_uid(&self, uid: &str) -> Option<&SandboxId> {
+    pub(crate) fn of_uid(&self, uid: &str) -> Option<&SandboxId> {
         self.uids.get(uid)
     }
 
     /// Turns the entry into a tombstone for `ttl` from the time the sandbox was gone.
-    pub(super) fn write_tombstone(&mut self, record: &Record, ttl: Duration) {
+    pub(crate) fn write_tombstone(&mut self, record: &Record, ttl: Duration) {
         let ttl_ms = u64::try_from(ttl.as_millis()).unwrap_or(u64::MAX);
         let until_ms = record.gone_ms.unwrap_or(record.created_ms).saturating_add(ttl_ms);
         let view = Box::new(View::of(record, true));
@@ -153,7 +157,7 @@ impl State {
     }
 
     /// Returns the newest live sandbox of a pod.
-    pub(super) fn newest_of(&self, pod: &(String, String)) -> Option<watch::Receiver<View>> {
+    pub(crate) fn newest_of(&self, pod: &(String, String)) -> Option<watch::Receiver<View>> {
         let live = self.pods.get(pod)?.iter().filter_map(|id| match self.entries.get(id)? {
             Entry::Task(running) if running.view.borrow().phase.is_live() => Some(running.view.clone()),
             Entry::Task(_) | Entry::Tombstone { .. } => None,

@@ -18,16 +18,16 @@ const SECRETS: [&str; 7] = ["passw", "secret", "token", "credential", "authoriza
 
 /// End of a console.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct Console {
+pub(crate) struct Console {
     /// Kernel's message about the panic or kill.
-    pub(super) reason: Option<String>,
+    pub(crate) reason: Option<String>,
     /// Last lines before that message.
     lines: String,
 }
 
 impl Console {
     /// Parses the end of a console's text.
-    pub(super) fn read(text: &str) -> Console {
+    pub(crate) fn read(text: &str) -> Console {
         let lines: Vec<&str> = text.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
         let found = REASONS.iter().find_map(|words| {
             let at = lines.iter().position(|line| line.contains(words))?;
@@ -48,7 +48,7 @@ impl Console {
     }
 
     /// Returns the last lines, to append to a sentence that has the reason already.
-    pub(super) fn end(&self) -> String {
+    pub(crate) fn end(&self) -> String {
         match (self.lines.as_str(), &self.reason) {
             ("", Some(_)) => String::new(),
             ("", None) => "; its console is empty".to_owned(),
@@ -57,7 +57,7 @@ impl Console {
     }
 
     /// Whether the kernel's message indicates too little memory.
-    pub(super) fn lacks_memory(&self) -> bool {
+    pub(crate) fn lacks_memory(&self) -> bool {
         self.reason.as_ref().is_some_and(|reason| NO_MEMORY.iter().any(|words| reason.contains(words)))
     }
 }

@@ -7,9 +7,9 @@ use std::time::Duration;
 use tokio::time::{Instant, sleep, timeout};
 use tracing::{Instrument, error, info, info_span, warn};
 
-use super::{
+use crate::sandbox::{
     Sandboxes,
-    table::{Entry, Running},
+    lifecycle::table::{Entry, Running},
 };
 use crate::spec::SandboxId;
 
@@ -22,7 +22,7 @@ const FORGIVEN: Duration = Duration::from_secs(600);
 
 /// Recent panics of a sandbox's task.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Panics {
+pub(crate) struct Panics {
     count: u32,
     last: Instant,
 }
@@ -38,9 +38,9 @@ impl Panics {
 }
 
 /// Guard that schedules a restart if its task ends by a panic.
-pub(super) struct PanicGuard {
-    pub(super) table: Sandboxes,
-    pub(super) id: SandboxId,
+pub(crate) struct PanicGuard {
+    pub(crate) table: Sandboxes,
+    pub(crate) id: SandboxId,
 }
 
 impl Drop for PanicGuard {
@@ -86,7 +86,7 @@ impl Sandboxes {
 
     /// Waits until a sandbox without a task has a new one, or is known not to exist; `false` if neither happens in
     /// time.
-    pub(super) async fn restarted(&self, id: &SandboxId, dead: &Running, within: Duration) -> bool {
+    pub(crate) async fn restarted(&self, id: &SandboxId, dead: &Running, within: Duration) -> bool {
         let mut inserted = self.0.inserted.subscribe();
         let another = async {
             loop {

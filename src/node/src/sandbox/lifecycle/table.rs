@@ -15,23 +15,27 @@ use tokio::{
 use tracing::{Instrument, debug, error, info, info_span, warn};
 
 use state::State;
-pub(super) use state::{Entry, Running};
+pub(crate) use state::{Entry, Running};
 
-use super::{
+use crate::sandbox::{
     Settings,
-    batch::Batches,
-    claims::{Claim, Claims},
     error::{ClaimRefused, Error, Granted},
-    follow::Following,
-    in_flight::Slots,
-    phase::Phase,
+    guest::{
+        claims::{Claim, Claims},
+        pull::Pull,
+        reports::Reports,
+        tickets::{Owner, Tickets},
+    },
+    lifecycle::{
+        in_flight::Slots,
+        phase::Phase,
+        task::{Command, End, GuestState, NetworkState, RelayState, Start, Stop, Task, VmCreation},
+        view::View,
+    },
+    network::follow::Following,
     ports::Ports,
-    pull::Pull,
-    reports::Reports,
-    restart::PanicGuard,
-    task::{Command, End, GuestState, NetworkState, RelayState, Start, Stop, Task, VmCreation},
-    tickets::{Owner, Tickets},
-    view::View,
+    recovery::restart::PanicGuard,
+    vm::batch::Batches,
 };
 use crate::{
     ledger::{NetnsRef, Record, VERSION},
@@ -53,19 +57,19 @@ pub struct CreateVm {
 
 /// All sandboxes of this node. Cheap to clone.
 #[derive(Clone)]
-pub struct Sandboxes(pub(super) Arc<Inner>);
+pub struct Sandboxes(pub(crate) Arc<Inner>);
 
-pub(super) struct Inner {
-    pub(super) fx: Arc<dyn Ports>,
-    pub(super) settings: Arc<Settings>,
-    pub(super) metrics: Metrics,
-    pub(super) batches: Batches,
+pub(crate) struct Inner {
+    pub(crate) fx: Arc<dyn Ports>,
+    pub(crate) settings: Arc<Settings>,
+    pub(crate) metrics: Metrics,
+    pub(crate) batches: Batches,
     tickets: Arc<Tickets>,
     state: Mutex<State>,
     /// Held while a tombstone of an unknown id is written: one at a time, because they are rare.
     burying: tokio::sync::Mutex<()>,
     /// Counts insertions, for calls that wait for a pod without a sandbox yet.
-    pub(super) inserted: watch::Sender<u64>,
+    pub(crate) inserted: watch::Sender<u64>,
 }
 
 /// Maximum number of queued commands for one sandbox; a shim has one or two in flight.
@@ -235,7 +239,7 @@ impl Sandboxes {
     }
 
     /// Forwards the addresses that the provider reports for a VM, while its guest is away.
-    pub(super) fn moved(&self, id: &SandboxId, addresses: Vec<std::net::IpAddr>) {
+    pub(crate) fn moved(&self, id: &SandboxId, addresses: Vec<std::net::IpAddr>) {
         if let Some(Found::Task(running)) = self.find(id) {
             // A full queue drops the message; it is sent again later.
             drop(running.commands.try_send(Command::Moved(addresses)));
@@ -247,7 +251,7 @@ impl Sandboxes {
     ///
     /// # Errors
     /// The failure could not be made durable.
-    pub(super) async fn lost(
+    pub(crate) async fn lost(
         &self,
         id: &SandboxId,
         vm: &InstanceId,
@@ -476,11 +480,11 @@ impl Sandboxes {
     }
 
     /// Adds a sandbox from the ledger.
-    pub(super) fn adopt(&self, record: Record) {
+    pub(crate) fn adopt(&self, record: Record) {
         self.adopt_in(&mut self.state(), record);
     }
 
-    pub(super) fn adopt_in(&self, state: &mut State, record: Record) {
+    pub(crate) fn adopt_in(&self, state: &mut State, record: Record) {
         if record.phase == Phase::Gone {
             self.0.metrics.moved(None, Some(&record.phase));
             state.write_tombstone(&record, self.0.settings.tombstone_ttl);
@@ -497,7 +501,7 @@ impl Sandboxes {
     }
 
     /// Removes a sandbox from the table after its task panicked.
-    pub(super) fn drop_dead(&self, state: &mut State, id: &SandboxId) {
+    pub(crate) fn drop_dead(&self, state: &mut State, id: &SandboxId) {
         if let Some(Entry::Task(dead)) = state.entries.get(id) {
             let phase = dead.view.borrow().phase.clone();
             // A sandbox in phase `Created` is not counted yet.
@@ -636,7 +640,7 @@ impl Sandboxes {
         state.entries.remove(id);
     }
 
-    pub(super) fn state(&self) -> MutexGuard<'_, State> {
+    pub(crate) fn state(&self) -> MutexGuard<'_, State> {
         // The lock is never held across an await, and no code under it leaves the state half changed.
         self.0.state.lock()
     }

@@ -8,16 +8,20 @@ use peerpod_provider_api::{InstanceId, Placement};
 use protobuf::Message;
 use tracing::{error, info, warn};
 
-use super::{
-    batch::{BatchMember, CreatePath},
-    clear::Pass,
-    console::Console,
+use crate::sandbox::{
     error::Error,
-    follow::Told,
-    in_flight::{Completion, Which},
-    phase::{Event, Phase, next},
+    lifecycle::{
+        clear::Pass,
+        in_flight::{Completion, Which},
+        phase::{Event, Phase, next},
+        task::{Task, Unapplied},
+    },
+    network::follow::Told,
     ports::{CloudError, Ports, Retry},
-    task::{Task, Unapplied},
+    vm::{
+        batch::{BatchMember, CreatePath},
+        console::Console,
+    },
 };
 use crate::{ledger::Record, volumes::PodVolumes};
 
@@ -31,7 +35,7 @@ const SLOW_DHCP: Duration = Duration::from_secs(1);
 const TELL_AFTER: u32 = 5;
 
 impl Task {
-    pub(super) async fn outcome(&mut self, which: Which, outcome: Completion) {
+    pub(crate) async fn outcome(&mut self, which: Which, outcome: Completion) {
         let result = match outcome.clone() {
             Completion::Rested => Ok(()),
             Completion::Seated(member) => self.seated(member).await,
@@ -500,7 +504,7 @@ impl Task {
     }
 
     /// Schedules a retry after a failure.
-    pub(super) fn later(&mut self, which: Which, text: String) {
+    pub(crate) fn later(&mut self, which: Which, text: String) {
         let slot = self.in_flight.get(which);
         if slot.failures() == 3 {
             warn!(error = text, step = ?which, "step still fails");
@@ -509,19 +513,19 @@ impl Task {
         self.trouble(which, text);
     }
 
-    pub(super) fn trouble(&mut self, which: Which, text: String) {
+    pub(crate) fn trouble(&mut self, which: Which, text: String) {
         tracing::debug!(error = text, step = ?which, "step failed; trying again");
         self.start.trouble.retain(|(other, _)| *other != which);
         self.start.trouble.push((which, text));
     }
 
-    pub(super) fn worked(&mut self, which: Which) {
+    pub(crate) fn worked(&mut self, which: Which) {
         self.in_flight.get(which).worked();
         self.start.trouble.retain(|(other, _)| *other != which);
     }
 
     /// Returns the stage in which the boot hangs, its usual cause and the end of the console.
-    pub(super) async fn why_late(&mut self) -> (&'static str, String) {
+    pub(crate) async fn why_late(&mut self) -> (&'static str, String) {
         let (stage, mut text) = self.where_it_hangs(self.settings.boot_timeout);
         if let Some(vm) = self.record.phase.vm() {
             let console = console_of(&*self.fx, vm).await;
@@ -531,7 +535,7 @@ impl Task {
     }
 
     /// Returns the stage that is missing after `limit`, and its usual cause.
-    pub(super) fn where_it_hangs(&self, limit: Duration) -> (&'static str, String) {
+    pub(crate) fn where_it_hangs(&self, limit: Duration) -> (&'static str, String) {
         let after = |which: Which| {
             let last = self.start.trouble.iter().find(|(other, _)| *other == which);
             last.map(|(_, text)| format!("; the last error was: {text}")).unwrap_or_default()
@@ -624,13 +628,13 @@ impl From<Error> for Unapplied {
 }
 
 /// Returns the end of the VM's console, if the provider offers it.
-pub(super) async fn console_of(fx: &dyn Ports, vm: &InstanceId) -> Option<Console> {
+pub(crate) async fn console_of(fx: &dyn Ports, vm: &InstanceId) -> Option<Console> {
     let text = tokio::time::timeout(CONSOLE, fx.console(vm)).await.ok().flatten();
     text.map(|text| Console::read(&text))
 }
 
 /// Shortens a guest's text to one log line: 400 characters, without control characters.
-pub(super) fn clip(text: &str) -> String {
+pub(crate) fn clip(text: &str) -> String {
     text.chars().take(400).map(|c| if c.is_control() { ' ' } else { c }).collect()
 }
 

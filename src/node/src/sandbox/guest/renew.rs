@@ -8,15 +8,17 @@ use base64::{Engine as _, engine::general_purpose::STANDARD as BASE64};
 use peerpod_proto::guest::{Reply, Request, Rotate};
 use tracing::{error, info};
 
-use super::{
-    completions::clip,
-    in_flight::{Completion, Which},
+use crate::sandbox::{
+    lifecycle::{
+        completions::clip,
+        in_flight::{Completion, Which},
+        task::{Task, Unapplied},
+    },
     ports::Trusted,
-    task::{Task, Unapplied},
 };
 
 /// Certificate on its way to the guest.
-pub(super) struct Renewal {
+pub(crate) struct Renewal {
     trusted: Arc<Trusted>,
     chain: Vec<Vec<u8>>,
     /// First version of the relay's state that contains it.
@@ -30,7 +32,7 @@ const WITHIN: Duration = Duration::from_secs(10);
 
 impl Task {
     /// Starts the step that is due, if any.
-    pub(super) fn renew(&mut self) {
+    pub(crate) fn renew(&mut self) {
         let trusted = self.guest.trusted.borrow_and_update().clone();
         let up_to_date = self.record.trust.as_deref() == Some(&trusted.id);
         let (connected, session) = {
@@ -57,7 +59,7 @@ impl Task {
     }
 
     /// Signs the CSR of a guest that trusts the new set.
-    pub(super) async fn told(&mut self, trusted: Arc<Trusted>, reply: Reply) -> Result<(), Unapplied> {
+    pub(crate) async fn told(&mut self, trusted: Arc<Trusted>, reply: Reply) -> Result<(), Unapplied> {
         let bound = self.record.binding.clone();
         let ours = self.fx.csr_key(&reply.csr).ok().map(hex::encode);
         let refused = if !reply.error.is_empty() {
@@ -90,7 +92,7 @@ impl Task {
     }
 
     /// Records that the guest has its new certificate.
-    pub(super) async fn renewed(&mut self, trusted: Arc<Trusted>, reply: Reply) -> Result<(), Unapplied> {
+    pub(crate) async fn renewed(&mut self, trusted: Arc<Trusted>, reply: Reply) -> Result<(), Unapplied> {
         self.guest.renewal = None;
         if !reply.error.is_empty() {
             let why = clip(&reply.error);

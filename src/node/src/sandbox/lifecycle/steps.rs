@@ -14,14 +14,16 @@ use peerpod_provider_api::CreateRequest;
 use tracing::{info, warn};
 use zeroize::Zeroizing;
 
-use super::{
-    batch::{BatchMember, CreatePath},
-    claims::fingerprints,
-    clear::{self, Left, Release, Undo},
-    in_flight::Completion,
-    phase::{Phase, Step, desired},
+use crate::sandbox::{
+    guest::claims::fingerprints,
+    lifecycle::{
+        clear::{self, Left, Release, Undo},
+        in_flight::Completion,
+        phase::{Phase, Step, desired},
+        task::Task,
+    },
     ports::RelayError,
-    task::Task,
+    vm::batch::{BatchMember, CreatePath},
 };
 use crate::{
     ledger::{Member, Network, Record},
@@ -33,7 +35,7 @@ const MOST_DIALLED: usize = 8;
 
 impl Task {
     /// Starts the operations that are due. Cheap and without waiting; runs after every event.
-    pub(super) fn reconcile(&mut self) {
+    pub(crate) fn reconcile(&mut self) {
         match desired(&self.record.phase) {
             Step::Ask => {
                 self.ask_pull_secret();
@@ -168,7 +170,7 @@ impl Task {
     }
 
     /// Looks for the VM by the key of the phase's attempt.
-    pub(super) fn find(&mut self, after: Option<super::ports::CloudError>) {
+    pub(crate) fn find(&mut self, after: Option<crate::sandbox::ports::CloudError>) {
         let (Phase::Booting { attempt } | Phase::Unwanted { attempt }) = self.record.phase else { return };
         let (fx, key) = (self.fx.clone(), self.key(attempt));
         self.in_flight.cloud.start(async move {
@@ -178,7 +180,7 @@ impl Task {
     }
 
     /// Repeats the create with the same key, in order to have a VM to delete.
-    pub(super) fn ask_to_delete(&mut self) {
+    pub(crate) fn ask_to_delete(&mut self) {
         let Phase::Unwanted { attempt } = self.record.phase else { return };
         let Some(request) = self.record.request.clone() else {
             self.in_flight.cloud.rest(Duration::ZERO);
@@ -197,7 +199,7 @@ impl Task {
     }
 
     /// Whether a guest with the batch's ticket connects from an address that the cloud has not named for any VM yet.
-    pub(super) fn is_not_told_apart(&self) -> bool {
+    pub(crate) fn is_not_told_apart(&self) -> bool {
         let ticket = self.record.ticket.as_ref().filter(|_| self.record.seat.is_some());
         self.record.binding.is_none() && ticket.is_some_and(|ticket| self.vm.tickets.is_awaited(&ticket.id))
     }
@@ -267,7 +269,7 @@ impl Task {
     }
 
     /// Returns the addresses that the relay dials: every address ever named for the VM, the likeliest first.
-    pub(super) fn dial(&self) -> Vec<String> {
+    pub(crate) fn dial(&self) -> Vec<String> {
         let Some(port) = self.settings.dial else { return Vec::new() };
         let addresses = self.vm.moved.iter().chain(&self.record.addresses);
         let mut dial: Vec<String> = Vec::new();
@@ -281,7 +283,7 @@ impl Task {
 
     /// Handles other addresses of the VM from the cloud, while its guest is dialled in vain. The tunnel follows once
     /// the guest was reached there.
-    pub(super) fn moved(&mut self, addresses: Vec<IpAddr>) {
+    pub(crate) fn moved(&mut self, addresses: Vec<IpAddr>) {
         let new = addresses.iter().any(|address| !self.record.addresses.contains(address));
         if self.settings.dial.is_none() || !new || self.vm.moved == addresses {
             return;
@@ -295,7 +297,7 @@ impl Task {
     }
 
     /// Sends the relay the guest's new dial addresses.
-    pub(super) fn redial(&mut self) {
+    pub(crate) fn redial(&mut self) {
         if self.settings.dial.is_some() {
             self.relay.put_wanted += 1;
             self.in_flight.relay.wake();
@@ -443,7 +445,7 @@ fn digest_of(initdata: Option<&str>) -> String {
 }
 
 /// Returns the remote of the tunnel: the VM's first address of the family the tunnel was reserved for.
-pub(super) fn address(record: &Record) -> Option<IpAddr> {
+pub(crate) fn address(record: &Record) -> Option<IpAddr> {
     let network = record.network.as_ref()?;
     record.addresses.iter().copied().find(|address| address.is_ipv6() == network.v6)
 }

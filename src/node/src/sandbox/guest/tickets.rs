@@ -10,7 +10,7 @@ use crate::{ledger::Record, spec::SandboxId};
 
 /// Owner of a claim.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Owner {
+pub(crate) enum Owner {
     /// No sandbox has the ticket.
     Unknown,
     /// The ticket belongs to a batch, and no single member's VM is known to have the address.
@@ -21,7 +21,7 @@ pub(super) enum Owner {
 
 /// Index of tickets; updated by the tasks, and by the table when tasks start and end.
 #[derive(Default)]
-pub(super) struct Tickets(Mutex<Inner>);
+pub(crate) struct Tickets(Mutex<Inner>);
 
 #[derive(Default)]
 struct Inner {
@@ -45,7 +45,7 @@ struct Shared {
 
 impl Tickets {
     /// Indexes a sandbox by its present record, in place of its former entry.
-    pub(super) fn enter(&self, record: &Record) {
+    pub(crate) fn enter(&self, record: &Record) {
         let Some(ticket) = &record.ticket else { return };
         let addresses = if record.seat.is_some() { record.addresses.as_slice() } else { &[] };
         let mut inner = self.inner();
@@ -68,17 +68,17 @@ impl Tickets {
     }
 
     /// Removes a sandbox.
-    pub(super) fn leave(&self, id: &SandboxId) {
+    pub(crate) fn leave(&self, id: &SandboxId) {
         self.inner().leave(id);
     }
 
     /// Registers a batch that is requested, or may have been: its VMs may connect before their owners are known.
-    pub(super) fn open(&self, ticket: &str) {
+    pub(crate) fn open(&self, ticket: &str) {
         self.inner().shared.entry(ticket.to_owned()).or_default().open = true;
     }
 
     /// Marks the batch file as removed.
-    pub(super) fn close(&self, ticket: &str) {
+    pub(crate) fn close(&self, ticket: &str) {
         let mut inner = self.inner();
         if let Some(shared) = inner.shared.get_mut(ticket) {
             shared.open = false;
@@ -87,7 +87,7 @@ impl Tickets {
     }
 
     /// Returns the owner of a claim with this ticket and source address.
-    pub(super) fn owner(&self, ticket: &str, from: Option<IpAddr>) -> Owner {
+    pub(crate) fn owner(&self, ticket: &str, from: Option<IpAddr>) -> Owner {
         let mut inner = self.inner();
         let Some(shared) = inner.shared.get_mut(ticket) else {
             return inner.own.get(ticket).map_or(Owner::Unknown, |id| Owner::Sandbox(id.clone()));
@@ -101,12 +101,12 @@ impl Tickets {
     }
 
     /// Returns the last source address with this batch ticket that identified no single member.
-    pub(super) fn stranger(&self, ticket: &str) -> Option<IpAddr> {
+    pub(crate) fn stranger(&self, ticket: &str) -> Option<IpAddr> {
         self.inner().shared.get(ticket)?.stranger
     }
 
     /// Whether that address is still unidentified: another query of the VMs' addresses may identify it.
-    pub(super) fn is_awaited(&self, ticket: &str) -> bool {
+    pub(crate) fn is_awaited(&self, ticket: &str) -> bool {
         let inner = self.inner();
         let stranger = inner.shared.get(ticket).and_then(|shared| Some((shared, shared.stranger?)));
         stranger

@@ -9,7 +9,10 @@ use std::{
 use tokio::time::Instant;
 use tracing::{info, warn};
 
-use super::{Sandboxes, phase::Phase, table::Entry, task::Stop};
+use crate::sandbox::{
+    Sandboxes,
+    lifecycle::{phase::Phase, table::Entry, task::Stop},
+};
 use crate::{ledger::NetnsRef, spec::SandboxId};
 
 /// Times since which sandboxes lack their namespace or a StartVM. Both count from the first pass of this process that

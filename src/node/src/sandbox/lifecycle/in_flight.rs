@@ -11,16 +11,15 @@ use peerpod_proto::guest::{NetworkPlan, Reply};
 use peerpod_provider_api::{InstanceId, Placement};
 use zeroize::Zeroizing;
 
-use super::{
-    batch::BatchMember,
-    follow::Heard,
-    ports::{CloudError, Followed, NetworkError, PullSecretError, RelayError, Trusted},
+use crate::sandbox::{
+    ports::{CloudError, Followed, Heard, NetworkError, PullSecretError, RelayError, Trusted},
+    vm::batch::BatchMember,
 };
 use crate::{ledger::Network, volumes::PodVolumes};
 
 /// Result of a finished operation.
 #[derive(Clone)]
-pub(super) enum Completion {
+pub(crate) enum Completion {
     /// End of a pause.
     Rested,
     /// End of a batch window; `None`: the sandbox goes on alone, and nothing was requested for it yet.
@@ -80,12 +79,12 @@ pub(super) enum Completion {
     },
     /// Answer about the pod's pull secrets.
     PullSecret(Result<Zeroizing<String>, PullSecretError>),
-    Cleared(super::clear::Pass),
+    Cleared(crate::sandbox::lifecycle::clear::Pass),
 }
 
 /// In-flight operation of one kind.
 #[derive(Default)]
-pub(super) struct Slot {
+pub(crate) struct Slot {
     future: Option<BoxFuture<'static, Completion>>,
     resting: bool,
     failures: u32,
@@ -97,19 +96,19 @@ const FIRST_PAUSE: Duration = Duration::from_millis(100);
 const LONGEST_PAUSE: Duration = Duration::from_secs(10);
 
 impl Slot {
-    pub(super) fn is_idle(&self) -> bool {
+    pub(crate) fn is_idle(&self) -> bool {
         self.future.is_none()
     }
 
     /// Starts an operation. The slot must be idle.
-    pub(super) fn start(&mut self, effect: impl Future<Output = Completion> + Send + 'static) {
+    pub(crate) fn start(&mut self, effect: impl Future<Output = Completion> + Send + 'static) {
         debug_assert!(self.is_idle());
         self.resting = false;
         self.future = Some(effect.boxed());
     }
 
     /// Pauses after a failure: the growing backoff, but at least `at_least`.
-    pub(super) fn rest(&mut self, at_least: Duration) {
+    pub(crate) fn rest(&mut self, at_least: Duration) {
         let pause = self.pause().max(at_least);
         self.failures = self.failures.saturating_add(1);
         self.start(async move {
@@ -120,7 +119,7 @@ impl Slot {
     }
 
     /// Delivers a result again after a pause: it was not recorded yet.
-    pub(super) fn again(&mut self, outcome: Completion) {
+    pub(crate) fn again(&mut self, outcome: Completion) {
         let pause = self.pause();
         self.failures = self.failures.saturating_add(1);
         self.start(async move {
@@ -130,24 +129,24 @@ impl Slot {
     }
 
     /// Resets the backoff after a success.
-    pub(super) fn worked(&mut self) {
+    pub(crate) fn worked(&mut self) {
         self.failures = 0;
     }
 
     /// Returns the number of consecutive failures.
-    pub(super) fn failures(&self) -> u32 {
+    pub(crate) fn failures(&self) -> u32 {
         self.failures
     }
 
     /// Ends a pause; a running operation continues.
-    pub(super) fn wake(&mut self) {
+    pub(crate) fn wake(&mut self) {
         if self.resting {
             self.cancel();
         }
     }
 
     /// Drops the running operation. Only for operations that leave nothing behind.
-    pub(super) fn cancel(&mut self) {
+    pub(crate) fn cancel(&mut self) {
         self.future = None;
         self.resting = false;
         self.failures = 0;
@@ -156,7 +155,7 @@ impl Slot {
     /// Waits for the result; pending forever while the slot is idle.
     ///
     /// cancel safety: if this call is dropped, the operation stays in the slot and is polled again later.
-    pub(super) async fn done(&mut self) -> Completion {
+    pub(crate) async fn done(&mut self) -> Completion {
         let Some(future) = &mut self.future else { return pending().await };
         let outcome = future.await;
         self.future = None;
@@ -171,28 +170,28 @@ impl Slot {
 
 /// All slots of a sandbox.
 #[derive(Default)]
-pub(super) struct Slots {
+pub(crate) struct Slots {
     /// Placement, create, look-up and addresses.
-    pub(super) cloud: Slot,
+    pub(crate) cloud: Slot,
     /// Volume attachment.
-    pub(super) volumes: Slot,
+    pub(crate) volumes: Slot,
     /// Tunnel reservation, connection and inspection.
-    pub(super) network: Slot,
+    pub(crate) network: Slot,
     /// PutSandbox.
-    pub(super) relay: Slot,
+    pub(crate) relay: Slot,
     /// Redirection of the pod's localhost.
-    pub(super) localhost: Slot,
+    pub(crate) localhost: Slot,
     /// Pod assignment and CA rotation.
-    pub(super) guest: Slot,
+    pub(crate) guest: Slot,
     /// Pull secrets.
-    pub(super) secret: Slot,
+    pub(crate) secret: Slot,
     /// Removal of everything that was made.
-    pub(super) clear: Slot,
+    pub(crate) clear: Slot,
 }
 
 /// Slot of a result.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Which {
+pub(crate) enum Which {
     Cloud,
     Volumes,
     Network,
@@ -204,7 +203,7 @@ pub(super) enum Which {
 }
 
 impl Slots {
-    pub(super) fn get(&mut self, which: Which) -> &mut Slot {
+    pub(crate) fn get(&mut self, which: Which) -> &mut Slot {
         match which {
             Which::Cloud => &mut self.cloud,
             Which::Volumes => &mut self.volumes,
@@ -220,7 +219,7 @@ impl Slots {
     /// Waits for the next result of any slot; pending forever while all are idle.
     ///
     /// cancel safety: as [`Slot::done`].
-    pub(super) async fn next(&mut self) -> (Which, Completion) {
+    pub(crate) async fn next(&mut self) -> (Which, Completion) {
         tokio::select! {
             outcome = self.cloud.done() => (Which::Cloud, outcome),
             outcome = self.volumes.done() => (Which::Volumes, outcome),

@@ -10,12 +10,14 @@ use tokio::time::{Instant, sleep_until};
 use tracing::{info, warn};
 use zeroize::Zeroizing;
 
-use super::{
-    completions::clip,
-    in_flight::{Completion, Which},
-    phase::Phase,
+use crate::sandbox::{
+    lifecycle::{
+        completions::clip,
+        in_flight::{Completion, Which},
+        phase::Phase,
+        task::Task,
+    },
     ports::PullSecretError,
-    task::Task,
 };
 
 /// Maximum pause after a refusal, which is due to the pod or the cluster's settings.
@@ -23,7 +25,7 @@ const AFTER_REFUSAL: Duration = Duration::from_secs(60);
 
 /// Known pull secrets of a sandbox.
 #[derive(Default)]
-pub(super) struct Pull {
+pub(crate) struct Pull {
     secret: Option<Zeroizing<String>>,
     /// Digest that distinguishes secrets; empty for an empty one.
     digest: String,
@@ -37,33 +39,33 @@ pub(super) struct Pull {
 
 impl Pull {
     /// Returns the secret, if it is known.
-    pub(super) fn secret(&self) -> Option<&str> {
+    pub(crate) fn secret(&self) -> Option<&str> {
         self.secret.as_ref().map(|secret| secret.as_str())
     }
 
     /// Returns the digest of the known secret, for the record.
-    pub(super) fn digest(&self) -> Option<&str> {
+    pub(crate) fn digest(&self) -> Option<&str> {
         self.secret.as_ref().map(|_| self.digest.as_str())
     }
 
     /// Whether the recorded digest is that of the known secret; true while none is known.
-    pub(super) fn is_same(&self, told: Option<&str>) -> bool {
+    pub(crate) fn is_same(&self, told: Option<&str>) -> bool {
         self.digest().is_none_or(|now| told.unwrap_or_default() == now)
     }
 }
 
 impl Task {
     /// Whether the guest need not wait for its pod's pull secrets any longer.
-    pub(super) fn is_pull_secret_asked(&self) -> bool {
+    pub(crate) fn is_pull_secret_asked(&self) -> bool {
         self.guest.pull.asked || !self.asks_for_pull_secret()
     }
 
-    pub(super) fn asks_for_pull_secret(&self) -> bool {
+    pub(crate) fn asks_for_pull_secret(&self) -> bool {
         self.record.pod.is_some() && self.fx.pull_secrets_every().is_some()
     }
 
     /// Starts a query if one is due.
-    pub(super) fn ask_pull_secret(&mut self) {
+    pub(crate) fn ask_pull_secret(&mut self) {
         if !self.in_flight.secret.is_idle() || self.fx.pull_secrets_every().is_none() {
             return;
         }
@@ -88,7 +90,7 @@ impl Task {
     }
 
     /// Handles the answer. A waiting guest goes on in any case.
-    pub(super) fn pull_secret_came(&mut self, answer: Result<Zeroizing<String>, PullSecretError>) {
+    pub(crate) fn pull_secret_came(&mut self, answer: Result<Zeroizing<String>, PullSecretError>) {
         self.guest.pull.asked = true;
         let every = self.fx.pull_secrets_every().unwrap_or(AFTER_REFUSAL);
         match answer {

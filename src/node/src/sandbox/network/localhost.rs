@@ -1,15 +1,17 @@
 //! Redirects the pod's localhost into its VM, once the tunnel is connected and the relay has the sandbox. Repeats that
 //! after each later update of the relay. No pod waits for it: a pod runs without the redirection.
 
-use super::{
-    in_flight::{Completion, Which},
+use crate::sandbox::{
+    lifecycle::{
+        in_flight::{Completion, Which},
+        task::Task,
+    },
     ports::NetworkError,
-    task::Task,
 };
 
 impl Task {
     /// Starts the redirection if it is due.
-    pub(super) fn carry_localhost(&mut self) {
+    pub(crate) fn carry_localhost(&mut self) {
         let ready = self.guest.plan.is_some() && self.relay.put_done >= self.relay.put_wanted;
         if !ready || self.relay.localhost_of == self.relay.put_done || !self.in_flight.localhost.is_idle() {
             return;
@@ -22,7 +24,7 @@ impl Task {
         });
     }
 
-    pub(super) fn localhost_carried(&mut self, version: u64, result: Result<(), NetworkError>) {
+    pub(crate) fn localhost_carried(&mut self, version: u64, result: Result<(), NetworkError>) {
         match result {
             Ok(()) => {
                 self.relay.localhost_of = version;

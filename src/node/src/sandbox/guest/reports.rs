@@ -8,7 +8,7 @@ use peerpod_proto::guest::{NetworkPlan, Status};
 use protobuf::Message;
 use tracing::{info, warn};
 
-use super::{completions::clip, phase::Phase, task::Task};
+use crate::sandbox::lifecycle::{completions::clip, phase::Phase, task::Task};
 
 /// Maximum number of log lines for one sandbox, in one life of its task.
 const MOST_SAID: u32 = 64;
@@ -17,7 +17,7 @@ const MOST_NOTES: usize = 8;
 
 /// Last report of a guest, and the number of log lines so far.
 #[derive(Default)]
-pub(super) struct Reports {
+pub(crate) struct Reports {
     /// Hash of the status that was read last and of the MTU planned at that time.
     seen: u64,
     path: Option<Path>,
@@ -35,7 +35,7 @@ struct Path {
 
 impl Task {
     /// Reads the guest's status if it has changed.
-    pub(super) fn hear_reports(&mut self) {
+    pub(crate) fn hear_reports(&mut self) {
         let Phase::Running { .. } = self.record.phase else { return };
         let Some(plan) = &self.guest.plan else { return };
         let planned = plan.network.interfaces.first().map_or(0, |interface| interface.mtu);

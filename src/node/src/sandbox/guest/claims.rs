@@ -7,11 +7,11 @@ use base64::{Engine as _, engine::general_purpose::STANDARD as BASE64};
 use tokio::sync::oneshot;
 use tracing::{info, warn};
 
-use super::{
-    error::{ClaimRefused, Error, Granted},
-    task::Task,
-};
 use crate::ledger::{Binding, Record};
+use crate::sandbox::{
+    error::{ClaimRefused, Error, Granted},
+    lifecycle::task::Task,
+};
 
 /// Data that a guest presents in order to get a certificate.
 #[derive(Clone, Debug)]
@@ -36,7 +36,7 @@ impl Claim {
         (self.tunnel_key.len() == TUNNEL_KEY).then(|| hex::encode(&self.tunnel_key))
     }
 
-    pub(super) fn from(&self) -> Option<IpAddr> {
+    pub(crate) fn from(&self) -> Option<IpAddr> {
         self.peer.parse().ok()
     }
 }
@@ -56,7 +56,7 @@ impl std::fmt::Debug for Secret {
 
 /// Granted claims that wait until the relay has the certificate.
 #[derive(Default)]
-pub(super) struct Claims(Vec<Waiting>);
+pub(crate) struct Claims(Vec<Waiting>);
 
 /// Version of the relay's state with the certificate, the grant, and the channel for the answer.
 type Waiting = (u64, Granted, oneshot::Sender<Result<Granted, Error>>);
@@ -66,7 +66,7 @@ const MAX_WAITING: usize = 16;
 
 impl Claims {
     /// Answers the claims for which the relay has the certificate by now.
-    pub(super) fn put_done(&mut self, version: u64) {
+    pub(crate) fn put_done(&mut self, version: u64) {
         let (done, waiting) =
             std::mem::take(&mut self.0).into_iter().partition(|(needs, ..)| *needs <= version);
         self.0 = waiting;
@@ -76,7 +76,7 @@ impl Claims {
         }
     }
 
-    pub(super) fn refuse_all(&mut self, record: &Record) {
+    pub(crate) fn refuse_all(&mut self, record: &Record) {
         for (_, _, answer) in self.0.drain(..) {
             let cause = record.cause.clone().unwrap_or_default();
             drop(answer.send(Err(Error::Stopped { id: record.id.clone(), cause })));
@@ -85,7 +85,7 @@ impl Claims {
 }
 
 impl Task {
-    pub(super) async fn claim(&mut self, claim: Claim, answer: oneshot::Sender<Result<Granted, Error>>) {
+    pub(crate) async fn claim(&mut self, claim: Claim, answer: oneshot::Sender<Result<Granted, Error>>) {
         match self.granted(&claim).await {
             Ok(granted) => {
                 info!(peer = claim.peer, guest_version = claim.guest_version, "ticket claimed");
@@ -170,7 +170,7 @@ fn decode(chain: &[String]) -> Option<Vec<Vec<u8>>> {
 }
 
 /// Returns the fingerprints of the certificates by which the relay recognises the sandbox's guest.
-pub(super) fn fingerprints(record: &Record) -> Vec<Vec<u8>> {
+pub(crate) fn fingerprints(record: &Record) -> Vec<Vec<u8>> {
     let Some(binding) = &record.binding else { return Vec::new() };
     binding
         .certificates_sha256

@@ -1,7 +1,7 @@
 //! Follows changes while the pod runs: the pod's network as the CNI configures it, the node's path to the VM, the VM's
 //! address, the node's own addresses. A change notification is only a hint; the inspection that follows decides.
 
-use std::{net::IpAddr, sync::Arc};
+use std::net::IpAddr;
 
 use peerpod_proto::guest::{NetworkPlan, Status};
 use protobuf::Message;
@@ -9,40 +9,36 @@ use sha2::{Digest, Sha256};
 use tokio::sync::watch;
 use tracing::{error, info, warn};
 
-use super::{
-    completions::clip,
-    in_flight::{Completion, Which},
-    phase::Phase,
-    ports::{CloudError, Followed, NetworkError},
-    steps::address,
-    task::{Task, Unapplied},
+use crate::sandbox::{
+    lifecycle::{
+        completions::clip,
+        in_flight::{Completion, Which},
+        phase::Phase,
+        steps::address,
+        task::{Task, Unapplied},
+    },
+    ports::{CloudError, Followed, Heard, NetworkError, NodeEndpoints},
 };
 
 /// Maximum number of addresses kept for one VM.
 const MOST_ADDRESSES: usize = 8;
 
-/// Number of changes seen around a sandbox's network.
-pub type Heard = u64;
-
-/// Endpoints at which guests reach the node; `None` until they are known.
-pub type NodeEndpoints = Option<Arc<Vec<String>>>;
-
 /// Network plan for the guest, with its digest.
 #[derive(Clone, Debug)]
-pub(super) struct Told {
-    pub(super) network: NetworkPlan,
+pub(crate) struct Told {
+    pub(crate) network: NetworkPlan,
     digest: String,
 }
 
 impl Told {
-    pub(super) fn new(network: NetworkPlan) -> Told {
+    pub(crate) fn new(network: NetworkPlan) -> Told {
         // A plan that cannot be encoded fails when it is sent.
         let digest = Sha256::digest(network.write_to_bytes().unwrap_or_default());
         Told { network, digest: hex::encode(digest) }
     }
 
     /// Returns the digest that the record stores once the guest has applied the plan.
-    pub(super) fn digest(&self, node_endpoints: &NodeEndpoints) -> String {
+    pub(crate) fn digest(&self, node_endpoints: &NodeEndpoints) -> String {
         match node_endpoints {
             None => self.digest.clone(),
             Some(node_endpoints) => {
@@ -54,9 +50,9 @@ impl Told {
 
 /// State of following one sandbox's network.
 #[derive(Default)]
-pub(super) struct Following {
+pub(crate) struct Following {
     /// The VM's address and the change counter of the netns watcher; set while the sandbox runs.
-    pub(super) netns_watcher: Option<(IpAddr, watch::Receiver<Heard>)>,
+    pub(crate) netns_watcher: Option<(IpAddr, watch::Receiver<Heard>)>,
     /// Change count at the start of the last successful inspection.
     done: Option<Heard>,
     /// Source address for which the cloud was queried, and whether the guest's status listed it at that time. The link
@@ -70,7 +66,7 @@ pub(super) struct Following {
 
 impl Following {
     /// Waits for the next change; pending forever without a watcher.
-    pub(super) async fn heard(&mut self) {
+    pub(crate) async fn heard(&mut self) {
         if let Some((_, netns_watcher)) = &mut self.netns_watcher
             && netns_watcher.changed().await.is_ok()
         {
@@ -82,7 +78,7 @@ impl Following {
 
 impl Task {
     /// Starts an inspection if one is due. Only a running sandbox is inspected: no start waits for this.
-    pub(super) fn follow(&mut self) {
+    pub(crate) fn follow(&mut self) {
         let (Some(netns), Some(network), Some(vm)) =
             (self.record.netns.clone(), self.record.network.clone(), address(&self.record))
         else {
@@ -111,7 +107,7 @@ impl Task {
     }
 
     /// Applies the result of an inspection.
-    pub(super) async fn followed(&mut self, heard: Heard, followed: Followed) -> Result<(), Unapplied> {
+    pub(crate) async fn followed(&mut self, heard: Heard, followed: Followed) -> Result<(), Unapplied> {
         if !self.record.phase.is_live() {
             return Ok(());
         }
@@ -153,7 +149,7 @@ impl Task {
     }
 
     /// Handles a failed inspection: the pod keeps its network, and the inspection is repeated.
-    pub(super) fn not_followed(&mut self, heard: Heard, error: NetworkError) {
+    pub(crate) fn not_followed(&mut self, heard: Heard, error: NetworkError) {
         if error.permanent {
             // Only another change can help; the reaper handles a namespace that is gone.
             warn!(error = error.text, "cannot follow a change of the pod's network");
@@ -165,7 +161,7 @@ impl Task {
     }
 
     /// Queries the cloud when the guest connects from an address that the record does not list.
-    pub(super) fn trace(&mut self) {
+    pub(crate) fn trace(&mut self) {
         let Phase::Running { vm } = &self.record.phase else { return };
         let (connected, from) = {
             let guest = self.guest.state.borrow();
@@ -199,7 +195,7 @@ impl Task {
     /// It also belongs to the VM if the guest, authenticated by its certificate, has it on its own interface: then no
     /// NAT is between. In that case it must also lie on the same path as the known address: a guest can also connect
     /// through its own pod, and a tunnel to the pod's address would end in itself.
-    pub(super) async fn traced(
+    pub(crate) async fn traced(
         &mut self,
         from: IpAddr,
         near: bool,
@@ -238,7 +234,7 @@ impl Task {
 
     /// Whether this session needs no new message: it has, or refused, the current plan, node endpoints and pull
     /// secrets.
-    pub(super) fn is_told(&self, session: &str) -> bool {
+    pub(crate) fn is_told(&self, session: &str) -> bool {
         let Some(plan) = &self.guest.plan else { return true };
         let digest = plan.digest(&self.network.node_endpoints.borrow());
         // Just after the node's start its endpoints may be unknown; the guest's last ones stay valid.
@@ -254,7 +250,7 @@ impl Task {
     }
 
     /// Records that a guest refused a plan while its pod runs.
-    pub(super) fn refused_plan(
+    pub(crate) fn refused_plan(
         &mut self,
         session: String,
         digest: String,
