@@ -5,7 +5,7 @@ use std::{net::SocketAddr, sync::Arc, time::Duration};
 
 use anyhow::Context;
 use base64::{Engine as _, prelude::BASE64_STANDARD};
-use peerpod_node::tunnel::{FdHandoff, Kind, Netns, Tunnel, TunnelConfig, WireguardConfig};
+use peerpod_node::tunnel::{FdHandoff, Netns, Tunnel, TunnelConfig, TunnelKind, WireguardConfig, inspect};
 use peerpod_podnet::{guest, wireguard::Inner};
 use peerpod_proto::guest::NetworkPlan;
 use peerpod_wireguard::{
@@ -27,7 +27,7 @@ pub(crate) struct Encrypted {
 /// Gives the pod (its namespace on the node) an encrypted tunnel to `podns`. `vm` is the VM's own namespace.
 /// `node` is the node's address as the VM reaches it, `vm_address` the VM's address as the node reaches it. `mtu` is
 /// the path MTU between them.
-pub(crate) async fn connect(
+pub(crate) fn connect(
     world: &World,
     (pod, id): (&Netns, &str),
     (vm, podns): (&Namespace, &Namespace),
@@ -42,21 +42,21 @@ pub(crate) async fn connect(
         relay: folder.join("relay-fds.sock"),
     };
     let config =
-        TunnelConfig { kind: Kind::Wireguard, wireguard: Some(wireguard), ..TunnelConfig::default() };
+        TunnelConfig { kind: TunnelKind::Wireguard, wireguard: Some(wireguard), ..TunnelConfig::default() };
     let tunnel = world.node().run(|| Tunnel::open(config))??;
-    let carrier = tunnel.carrier().context("the encrypted kind is there")?;
-    let seen = tunnel.inspect(pod).await?;
-    let reserved = tunnel.reserve(pod, id, &seen, false, None).await?;
+    let wireguard = tunnel.wireguard().context("the encrypted kind is there")?;
+    let seen = inspect(pod)?;
+    let reserved = tunnel.reserve(pod, id, &seen, false, None)?;
     let vni = reserved.vni().context("a pod has an interface")?;
     let inner = inner_of(vni).context("an inner address")?;
 
     // The relay's part.
-    let FdHandoff { detail, descriptors } = carrier.wanted(None)?.context("nobody carries it yet")?;
+    let FdHandoff { detail, descriptors } = wireguard.wanted(None)?.context("nobody carries it yet")?;
     let mut fds = descriptors.into_iter().map(|(_, fd)| fd);
     let (tun, socket) = (fds.next().context("a TUN device")?, fds.next().context("a socket")?);
     let socket = std::net::UdpSocket::from(socket);
     let port = port_of(&socket)?;
-    carrier.taken(&json!({ "port": port }));
+    wireguard.taken(&json!({ "port": port }));
     let node_key = key_of(&detail.0)?;
     let guest_key = PrivateKey::generate()?;
     let lane = |ours, theirs| {
@@ -81,7 +81,7 @@ pub(crate) async fn connect(
     let endpoint = SocketAddr::from((node, port));
     engine.put_peer(&peer("node", &node_key, lane(inner, NODE_INNER), vec![endpoint]))?;
     let guest_plane = DataPlane::start(engine, opened.tun.context("a new device")?, socket, "bench-guest")?;
-    let plan = tunnel.connect(pod, id, &reserved, &seen, vm_address.into()).await?;
+    let (plan, _) = tunnel.connect(pod, id, &reserved, &seen, vm_address.into())?;
     let mut host = opened.inner.netns().netlink()?;
     guest::apply_from(&mut host, &inside(plan), None, &podns.path())?;
     Ok(Encrypted { _node: node_plane, _guest: guest_plane, _tunnel: tunnel })

@@ -20,24 +20,23 @@ use crate::{
 
 /// Runs all measurements.
 pub(crate) async fn run(report: &mut Report) -> anyhow::Result<()> {
-    set_up::run(report).await?;
+    set_up::run(report)?;
     mtu::run(report).await?;
     choices::run(report)?;
-    throughput(report).await
+    throughput(report)
 }
 
 /// Measures four paths from the node to a VM, in the same rounds: the bare underlay; a plain VXLAN without a redirect;
 /// a pod by bridge, veth, redirect and tunnel; and the same encrypted.
-async fn throughput(report: &mut Report) -> anyhow::Result<()> {
+fn throughput(report: &mut Report) -> anyhow::Result<()> {
     let cloud = Cloud::new(cloud::MTU)?;
     let tunnel = cloud.world.node().run(|| Tunnel::open(TunnelConfig::default()))??;
     let pod = cloud.world.pod()?;
-    cloud.connect(&tunnel, pod.namespace().netns(), "bench").await?;
+    cloud.connect(&tunnel, pod.namespace().netns(), "bench")?;
     let secret = cloud.world.pod()?;
     let podns = cloud.world.namespace("vmsecret")?;
     let ends = (secret.namespace().netns(), "bench-encrypted");
-    let _planes =
-        encrypted::connect(&cloud.world, ends, (&cloud.vm, &podns), (cloud::NODE, VM), cloud::MTU).await?;
+    let _planes = encrypted::connect(&cloud.world, ends, (&cloud.vm, &podns), (cloud::NODE, VM), cloud::MTU)?;
     let roads = [cloud.bare(), cloud.plain_vxlan()?, cloud.to_pod(pod.v4()), cloud.road(&podns, secret.v4())];
     if let [veth, vxlan, ours, encrypted] = &traffic::measure(&roads)?[..] {
         tell(report, veth, vxlan, ours);

@@ -2,7 +2,7 @@
 
 use std::net::{IpAddr, Ipv4Addr};
 
-use peerpod_node::tunnel::{Netns, Tunnel};
+use peerpod_node::tunnel::{Netns, Tunnel, inspect};
 use peerpod_podnet::guest::{self, Applied};
 use peerpod_world::{Namespace, World};
 
@@ -38,10 +38,10 @@ impl Cloud {
     }
 
     /// Sets a pod's network up on both sides, as the node and the guest do.
-    pub(crate) async fn connect(&self, tunnel: &Tunnel, pod: &Netns, id: &str) -> anyhow::Result<Applied> {
-        let seen = tunnel.inspect(pod).await?;
-        let reserved = tunnel.reserve(pod, id, &seen, false, None).await?;
-        let plan = tunnel.connect(pod, id, &reserved, &seen, VM.into()).await?;
+    pub(crate) fn connect(&self, tunnel: &Tunnel, pod: &Netns, id: &str) -> anyhow::Result<Applied> {
+        let seen = inspect(pod)?;
+        let reserved = tunnel.reserve(pod, id, &seen, false, None)?;
+        let (plan, _) = tunnel.connect(pod, id, &reserved, &seen, VM.into())?;
         let podns = self.podns.path();
         Ok(self.vm.run(move || guest::apply(&plan, None, &podns))??)
     }

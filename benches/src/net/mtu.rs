@@ -23,7 +23,7 @@ pub(crate) async fn run(report: &mut Report) -> anyhow::Result<()> {
         let pod = cloud.world.pod_with_mtu(underlay)?;
         let node = cloud.world.node();
         node.ip(&format!("link set cni0 mtu {underlay}\n"))?;
-        let applied = cloud.connect(&tunnel, pod.namespace().netns(), "bench").await?;
+        let applied = cloud.connect(&tunnel, pod.namespace().netns(), "bench")?;
         let key = format!("tunnel_mtu_{underlay}");
         let due = f64::from(underlay - OVERHEAD);
         report.figure(&key, f64::from(applied.mtu), Goal::Exactly(due), "the pod's MTU in the VM");

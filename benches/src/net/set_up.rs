@@ -4,7 +4,7 @@
 use std::time::Instant;
 
 use anyhow::Context;
-use peerpod_node::tunnel::{Netns, Reserved, Tunnel, TunnelConfig};
+use peerpod_node::tunnel::{Netns, Reserved, Tunnel, TunnelConfig, inspect};
 use peerpod_podnet::netlink::messages_sent;
 use peerpod_world::{World, many};
 
@@ -27,9 +27,9 @@ const FOREIGN: usize = 5000;
 const BESIDE: usize = 40;
 
 /// Runs the measurements.
-pub(crate) async fn run(report: &mut Report) -> anyhow::Result<()> {
-    many_pods(report).await?;
-    many_links(report).await
+pub(crate) fn run(report: &mut Report) -> anyhow::Result<()> {
+    many_pods(report)?;
+    many_links(report)
 }
 
 /// A pod with its network set up.
@@ -41,18 +41,18 @@ struct Set {
 
 /// Inspects, reserves and connects, as for one sandbox. Returns the time in milliseconds. The pods share a VM, which
 /// makes no difference to the node.
-async fn set_up(tunnel: &Tunnel, netns: &Netns, name: String) -> anyhow::Result<(Set, f64)> {
+fn set_up(tunnel: &Tunnel, netns: &Netns, name: String) -> anyhow::Result<(Set, f64)> {
     let began = Instant::now();
-    let seen = tunnel.inspect(netns).await?;
-    let reserved = tunnel.reserve(netns, &name, &seen, false, None).await?;
-    tunnel.connect(netns, &name, &reserved, &seen, VM.into()).await?;
+    let seen = inspect(netns)?;
+    let reserved = tunnel.reserve(netns, &name, &seen, false, None)?;
+    tunnel.connect(netns, &name, &reserved, &seen, VM.into())?;
     let took = began.elapsed().as_secs_f64() * 1e3;
     Ok((Set { name, netns: netns.clone(), reserved }, took))
 }
 
-async fn undo(tunnel: &Tunnel, set: &Set) -> anyhow::Result<f64> {
+fn undo(tunnel: &Tunnel, set: &Set) -> anyhow::Result<f64> {
     let began = Instant::now();
-    let undone = tunnel.undo(&set.name, Some(&set.netns), Some(&set.reserved), Some(VM.into())).await;
+    let undone = tunnel.undo(&set.name, Some(&set.netns), Some(&set.reserved), Some(VM.into()));
     let took = began.elapsed().as_secs_f64() * 1e3;
     undone.map_err(|errors| anyhow::anyhow!("undo of {}: {errors:?}", set.name))?;
     Ok(took)
@@ -77,14 +77,14 @@ struct Crowd {
 
 impl Crowd {
     /// Sets the pods up one after another, and returns the time of each.
-    async fn gather(count: usize) -> anyhow::Result<(Crowd, Vec<f64>)> {
+    fn gather(count: usize) -> anyhow::Result<(Crowd, Vec<f64>)> {
         let cloud = Cloud::new(1500)?;
         let tunnel = open(&cloud)?;
         let mut all = namespaces(&cloud.world, count + 1)?;
         let more = all.pop().context("one more pod")?;
         let (mut sets, mut took) = (Vec::new(), Vec::new());
         for (number, netns) in all.iter().enumerate() {
-            let (set, ms) = set_up(&tunnel, netns, format!("bench-{number}")).await?;
+            let (set, ms) = set_up(&tunnel, netns, format!("bench-{number}"))?;
             sets.push(set);
             took.push(ms);
         }
@@ -93,19 +93,19 @@ impl Crowd {
 }
 
 /// Sets up one pod after another, measures one more beside few and many in turn, then undoes all.
-async fn many_pods(report: &mut Report) -> anyhow::Result<()> {
+fn many_pods(report: &mut Report) -> anyhow::Result<()> {
     let sent = messages_sent();
-    let (many, mut took) = Crowd::gather(PODS).await?;
+    let (many, mut took) = Crowd::gather(PODS)?;
     let messages = (messages_sent() - sent) as f64 / PODS as f64;
     report.figure("net_setup_messages", messages, Goal::None, "netlink messages per pod");
     let p50 = median(&mut took).context("no pods")?;
     report.figure("net_setup_p50_ms", p50, Goal::AtMost(1.0), "look + reserve + connect of one pod, of 300");
     report.figure("net_setup_p99_ms", quantile(&mut took, 0.99).context("no pods")?, Goal::None, "");
-    let many = at_places(many, report).await?;
+    let many = at_places(many, report)?;
 
     let (sent, mut took) = (messages_sent(), Vec::new());
     for set in &many.sets {
-        took.push(undo(&many.tunnel, set).await?);
+        took.push(undo(&many.tunnel, set)?);
     }
     let messages = (messages_sent() - sent) as f64 / PODS as f64;
     report.figure("net_undo_messages", messages, Goal::None, "netlink messages per pod");
@@ -117,14 +117,14 @@ async fn many_pods(report: &mut Report) -> anyhow::Result<()> {
 
 /// Sets one more pod up and takes it away, repeatedly, on three nodes with few and many pods. The nodes take turns, so
 /// that other load on the machine affects all of them alike.
-async fn at_places(many: Crowd, report: &mut Report) -> anyhow::Result<Crowd> {
+fn at_places(many: Crowd, report: &mut Report) -> anyhow::Result<Crowd> {
     let [(_, few), (_, more), _] = PLACES;
-    let crowds = [Crowd::gather(few).await?.0, Crowd::gather(more).await?.0, many];
+    let crowds = [Crowd::gather(few)?.0, Crowd::gather(more)?.0, many];
     let mut took = PLACES.map(|_| (Vec::new(), Vec::new()));
     for round in 0..=ROUNDS {
         for (crowd, (up, down)) in crowds.iter().zip(&mut took) {
-            let (set, ms) = set_up(&crowd.tunnel, &crowd.more, "bench-more".to_owned()).await?;
-            let undone = undo(&crowd.tunnel, &set).await?;
+            let (set, ms) = set_up(&crowd.tunnel, &crowd.more, "bench-more".to_owned())?;
+            let undone = undo(&crowd.tunnel, &set)?;
             // The first round only warms this pod's namespace.
             if round > 0 {
                 up.push(ms);
@@ -158,7 +158,7 @@ fn tell_places(report: &mut Report, what: &str, took: Vec<Vec<f64>>, goal: Goal)
 }
 
 /// Measures the same set-up on a node with thousands of foreign devices, in turn with a node without them.
-async fn many_links(report: &mut Report) -> anyhow::Result<()> {
+fn many_links(report: &mut Report) -> anyhow::Result<()> {
     let clouds = [Cloud::new(1500)?, Cloud::new(1500)?];
     // Both ends are in the node's namespace; a listing returns devices whether they are up or down.
     let lines: String = (0..FOREIGN / 2)
@@ -170,7 +170,7 @@ async fn many_links(report: &mut Report) -> anyhow::Result<()> {
     let mut took = [Vec::new(), Vec::new()];
     for (number, pair) in pods[0].iter().zip(&pods[1]).enumerate() {
         for (at, netns) in [pair.0, pair.1].into_iter().enumerate() {
-            let (_, ms) = set_up(&tunnels[at], netns, format!("bench-{number}")).await?;
+            let (_, ms) = set_up(&tunnels[at], netns, format!("bench-{number}"))?;
             took[at].push(ms);
         }
     }

@@ -199,8 +199,8 @@ pub async fn build(
         });
     }
     let surroundings = Surroundings::new(addresses.clone(), relay.listening(), tunnel.clone());
-    if let Some(carrier) = tunnel.carrier() {
-        tasks.spawn(wireguard_fds::run(relay.clone(), carrier, addresses.clone(), surroundings.underlay()));
+    if let Some(wireguard) = tunnel.wireguard().cloned() {
+        tasks.spawn(wireguard_fds::run(relay.clone(), wireguard, addresses.clone(), surroundings.underlay()));
     }
     let Capabilities { max_batch: most, guest_memory_mib, .. } = provider.capabilities();
     let shown = cluster.clone().zip(config.cluster.as_ref()).map(|(cluster, settings)| {

@@ -27,7 +27,7 @@ use crate::{
         vm_options::{self, Wishes},
     },
     tunnel::{
-        Classifier, Kind, NETNS_DIR, Owner, TunnelConfig, Vnis, WireguardConfig,
+        Classifier, NETNS_DIR, Owner, TunnelConfig, TunnelKind, Vnis, WireguardConfig,
         external::{self, External, Way},
         netns_in,
     },
@@ -418,7 +418,7 @@ impl NodeConfig {
     /// Largest batch to request by one call, given the provider's own limit; below 2: one call per VM.
     pub fn max_batch(&self, provider: u32) -> u32 {
         // The node identifies each guest of a batch by its source address, which NAT changes.
-        let translated = self.tunnel.auto || self.tunnel.kind == Kind::Wireguard;
+        let translated = self.tunnel.auto || self.tunnel.kind == TunnelKind::Wireguard;
         if self.batch && !translated { provider.min(MOST_BATCH) } else { 0 }
     }
 
@@ -603,7 +603,7 @@ fn tunnel(reader: &mut Reader) -> TunnelConfig {
             NETNS_DIR,
             "folder in which the container runtime keeps the pods' network namespaces",
         ),
-        kind: if choice == "wireguard" { Kind::Wireguard } else { Kind::Vxlan },
+        kind: if choice == "wireguard" { TunnelKind::Wireguard } else { TunnelKind::Vxlan },
         auto: choice == "auto",
         wireguard,
         port: reader.get("tunnel.port", "4789", "UDP port of the pods' tunnels; the same on all nodes"),

@@ -9,7 +9,7 @@ use peerpod_podnet::{localhost, netns::Netns};
 use tokio::task::spawn_blocking;
 use tracing::warn;
 
-use crate::{relay_client::RelayClient, sandbox::ports::NetworkError, spec::SandboxId};
+use crate::{ports::on_thread, relay_client::RelayClient, sandbox::ports::NetworkError, spec::SandboxId};
 
 /// Kind of these descriptors between node and relay.
 const KIND: &str = "localhost";
@@ -51,7 +51,7 @@ impl Localhost {
             Some(ports) => ports,
             None => {
                 let inside = netns.clone();
-                let (ports, listeners) = blocking(move || localhost::open(&inside)).await?;
+                let (ports, listeners) = on_thread(move || localhost::open(&inside)).await??;
                 let detail = serde_json::to_value(ports).map_err(|error| failed(error.to_string()))?;
                 let named = LOCALHOST_LISTENERS.into_iter().zip(listeners);
                 let listeners =
@@ -65,16 +65,7 @@ impl Localhost {
         };
         // Only after the listeners exist: a rule without a listener refuses connections.
         let inside = netns.clone();
-        blocking(move || localhost::redirect(&inside, ports)).await
-    }
-
-    /// Removes the rules, including those of a node with another configuration.
-    ///
-    /// # Errors
-    /// The kernel's error.
-    pub async fn remove(self, netns: &Netns) -> Result<(), NetworkError> {
-        let inside = netns.clone();
-        blocking(move || localhost::remove(&inside)).await
+        Ok(on_thread(move || localhost::redirect(&inside, ports)).await??)
     }
 }
 
@@ -88,17 +79,5 @@ fn remedy(error: &peerpod_podnet::Error) -> &'static str {
             "give peerpod-node the capabilities NET_ADMIN and SYS_ADMIN, or set tunnel.localhost: false"
         }
         _ => "set tunnel.localhost: false to disable it",
-    }
-}
-
-async fn blocking<T: Send + 'static>(
-    work: impl FnOnce() -> Result<T, peerpod_podnet::Error> + Send + 'static,
-) -> Result<T, NetworkError> {
-    match spawn_blocking(work).await {
-        Ok(done) => done.map_err(NetworkError::from),
-        Err(error) => Err(NetworkError {
-            text: format!("a worker thread's task ended early: {error}"),
-            permanent: false,
-        }),
     }
 }

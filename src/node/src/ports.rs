@@ -12,7 +12,7 @@ use std::{
 
 use async_trait::async_trait;
 use futures_util::stream::{self, BoxStream, StreamExt};
-use peerpod_podnet::{Error as NetError, carrier, underlay};
+use peerpod_podnet::{Error as NetError, carrier, inspect::unlisted, localhost, redirect::tcx, underlay};
 use peerpod_proto::{
     guest::{Images, NetworkPlan, Reply, Request},
     relay::{PutSandboxRequest, TunnelPeer},
@@ -21,7 +21,7 @@ use peerpod_provider_api::{
     CreateRequest, DiskRequest, IdempotencyKey, InstanceId, Owned, Placement, Provider, ProviderEvent,
 };
 use serde::{Deserialize, Serialize};
-use serde_json::value::{RawValue, to_raw_value};
+use serde_json::value::to_raw_value;
 use tokio::{sync::watch, task::spawn_blocking};
 use zeroize::Zeroizing;
 
@@ -41,8 +41,9 @@ use crate::{
     spec::{PodRef, SandboxId},
     trust::{Ticket, Trust},
     tunnel::{
-        Netns, NetnsId, PodNetworkState, Reserved, Tunnel,
+        Netns, NetnsId, PodNetworkState, Reserved, Tunnel, TunnelKind,
         follow::{Merged, merge},
+        inspect,
     },
     user_data,
     volumes::{PodVolumes, Volumes},
@@ -104,6 +105,88 @@ struct NetworkRecord {
     losses: Option<BTreeMap<u32, u32>>,
 }
 
+impl NetworkRecord {
+    fn read(network: &Network) -> Result<NetworkRecord, NetworkError> {
+        serde_json::from_str(network.tunnel.get()).map_err(|error| NetworkError {
+            text: format!("the recorded tunnel cannot be read: {error}"),
+            permanent: true,
+        })
+    }
+
+    fn write(&self, v6: bool) -> Result<Network, NetworkError> {
+        let tunnel = to_raw_value(self).map_err(|error| NetworkError {
+            text: format!("encode the tunnel's record: {error}"),
+            permanent: true,
+        })?;
+        Ok(Network { v6, tunnel })
+    }
+
+    /// Connects the tunnel, and returns obstacles that may keep traffic from it.
+    fn connect(
+        &self,
+        tunnel: &Tunnel,
+        netns: &Netns,
+        id: &str,
+        v6: bool,
+        vm: IpAddr,
+    ) -> Result<(NetworkPlan, Vec<String>), NetworkError> {
+        let NetworkRecord { seen, reserved, .. } = self;
+        match tunnel.connect(netns, id, reserved, seen, vm) {
+            Err(NetError::Gone { .. }) => {}
+            connected => return Ok(connected?),
+        }
+        // Another program deleted the device. The guest knows the VNI, so the new device must have the same one.
+        let again = tunnel.reserve(netns, id, seen, v6, Some(reserved))?;
+        if !again.is_same(reserved) {
+            let vnis: Vec<String> = reserved.devices.iter().map(|d| d.vni.to_string()).collect();
+            let text = format!("the pod's tunnel was deleted and its VNI ({}) is taken", vnis.join(", "));
+            return Err(NetworkError { text, permanent: true });
+        }
+        Ok(tunnel.connect(netns, id, &again, seen, vm)?)
+    }
+
+    /// Inspects the pod's network again, and applies the changes.
+    fn follow(
+        self,
+        tunnel: &Tunnel,
+        netns: &Netns,
+        id: &str,
+        v6: bool,
+        vm: IpAddr,
+    ) -> Result<Followed, NetworkError> {
+        let mut now = inspect(netns)?;
+        // Slow, so it is done once per pod, at a time when no start waits for it.
+        if self.losses.is_none() {
+            now.left_out.extend(unlisted(netns, &now).unwrap_or_default());
+        } else {
+            let before = self.seen.left_out.iter().filter(|what| what.starts_with("sysctl"));
+            now.left_out.extend(before.cloned());
+        }
+        let losses = carrier::losses(netns)?;
+        let before = self.losses.clone().unwrap_or_default();
+        let fell = |index| before.get(&index).is_some_and(|then| Some(then) != losses.get(&index));
+        let Merged { seen, changes, left, kept } = merge(&self.seen, now, &fell);
+        // An interface that lost entries by going down keeps its old count, so that the next inspection does not remove
+        // them either.
+        let old = |index: &u32| before.get(index).filter(|_| kept.contains(index));
+        let losses = losses.iter().map(|(index, count)| (*index, *old(index).unwrap_or(count))).collect();
+        let (record, network) = if changes.is_empty() && self.losses.as_ref() == Some(&losses) {
+            (self, None)
+        } else {
+            let reserved = match self.reserved {
+                same if same.carries(&seen) => same,
+                other => tunnel.reserve(netns, id, &seen, v6, Some(&other))?,
+            };
+            let record = NetworkRecord { seen, reserved, losses: Some(losses) };
+            let network = record.write(v6)?;
+            (record, Some(network))
+        };
+        let (plan, mut obstacles) = record.connect(tunnel, netns, id, v6, vm)?;
+        obstacles.extend(tcx::obstacles(netns, &record.seen.interfaces).unwrap_or_default());
+        Ok(Followed { network, plan, changes, left, obstacles })
+    }
+}
+
 impl NodePorts {
     /// Returns the Kubernetes view of this record, and the client that writes it.
     fn shown(&self, record: &Record) -> Option<(&Cluster, Shown)> {
@@ -111,49 +194,31 @@ impl NodePorts {
         Some((cluster, Shown::of(record, about, self.now_ms())?))
     }
 
-    async fn open(&self, netns: &NetnsRef) -> Result<Netns, NetworkError> {
-        open(&self.boot_id, netns).await
-    }
-
-    /// Connects the tunnel, and returns obstacles that may keep traffic from it.
-    async fn connect_telling(
+    /// Runs `work` in the recorded namespace, on a thread that may block.
+    async fn in_netns<T: Send + 'static>(
         &self,
         netns: &NetnsRef,
-        id: &SandboxId,
-        network: &Network,
-        vm: IpAddr,
-    ) -> Result<(NetworkPlan, Vec<String>), NetworkError> {
-        let netns = self.open(netns).await?;
-        let NetworkRecord { seen, reserved, .. } = woven(network)?;
-        let id = id.as_str();
-        match self.tunnel.connect_telling(&netns, id, &reserved, &seen, vm).await {
-            Err(NetError::Gone { .. }) => {
-                // Another program deleted the device. The guest knows the VNI, so the new device must have the same
-                // one.
-                let again = self.tunnel.reserve(&netns, id, &seen, network.v6, Some(&reserved)).await;
-                let again = again.map_err(within(&netns))?;
-                if !again.is_same(&reserved) {
-                    let vnis: Vec<String> = reserved.devices.iter().map(|d| d.vni.to_string()).collect();
-                    let text =
-                        format!("the pod's tunnel was deleted and its VNI ({}) is taken", vnis.join(", "));
-                    return Err(NetworkError { text, permanent: true });
+        work: impl FnOnce(&Tunnel, &Netns) -> Result<T, NetworkError> + Send + 'static,
+    ) -> Result<T, NetworkError> {
+        let (tunnel, boot_id, netns) = (self.tunnel.clone(), self.boot_id.clone(), netns.clone());
+        on_thread(move || {
+            let opened = open(&boot_id, &netns)?;
+            work(&tunnel, &opened).map_err(|mut error| {
+                // A device name alone does not identify the pod.
+                let path = netns.path.display().to_string();
+                if !error.text.contains(&path) {
+                    error.text = format!("in network namespace {path}: {}", error.text);
                 }
-                self.tunnel.connect_telling(&netns, id, &again, &seen, vm).await.map_err(within(&netns))
-            }
-            other => other.map_err(within(&netns)),
-        }
-    }
-
-    async fn losses(&self, netns: &Netns) -> Result<BTreeMap<u32, u32>, NetworkError> {
-        let open = netns.clone();
-        on_thread(move || carrier::losses(&open)).await?.map_err(within(netns))
+                error
+            })
+        })
+        .await?
     }
 }
 
-/// Opens the recorded namespace; another namespace at the same path is an error.
-async fn open(boot_id: &str, netns: &NetnsRef) -> Result<Netns, NetworkError> {
-    let path = netns.path.clone();
-    let opened = on_thread(move || Netns::open(path)).await??;
+/// Opens the recorded namespace; another namespace at the same path is an error. Blocks.
+fn open(boot_id: &str, netns: &NetnsRef) -> Result<Netns, NetworkError> {
+    let opened = Netns::open(&netns.path)?;
     let NetnsId { dev, inode } = opened.id();
     if (dev, inode) != netns.identity() || boot_id != netns.boot_id {
         let text = format!("the network namespace at {} is not the one of CreateVM", netns.path.display());
@@ -162,7 +227,16 @@ async fn open(boot_id: &str, netns: &NetnsRef) -> Result<Netns, NetworkError> {
     Ok(opened)
 }
 
-async fn on_thread<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T, NetworkError> {
+/// Whether the recorded namespace is still at its path.
+fn lives(boot_id: &str, netns: &NetnsRef) -> bool {
+    let now = NetnsId::of(&netns.path).map(|NetnsId { dev, inode }| (dev, inode));
+    boot_id == netns.boot_id && now == Some(netns.identity())
+}
+
+/// Runs `work` on a thread that may block.
+pub(crate) async fn on_thread<T: Send + 'static>(
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Result<T, NetworkError> {
     spawn_blocking(work).await.map_err(|error| NetworkError {
         text: format!("a worker thread's task ended early: {error}"),
         permanent: false,
@@ -194,32 +268,6 @@ impl From<NetError> for NetworkError {
         };
         NetworkError { text: error.to_string(), permanent }
     }
-}
-
-/// Adds the namespace to an error that does not name it: a device name alone does not identify the pod.
-fn within(netns: &Netns) -> impl Fn(NetError) -> NetworkError {
-    let path = netns.path().display().to_string();
-    move |error| {
-        let mut error = NetworkError::from(error);
-        if !error.text.contains(&path) {
-            error.text = format!("in network namespace {path}: {}", error.text);
-        }
-        error
-    }
-}
-
-fn woven(network: &Network) -> Result<NetworkRecord, NetworkError> {
-    serde_json::from_str(network.tunnel.get()).map_err(|error| NetworkError {
-        text: format!("the recorded tunnel cannot be read: {error}"),
-        permanent: true,
-    })
-}
-
-fn written(woven: &NetworkRecord) -> Result<Box<RawValue>, NetworkError> {
-    to_raw_value(woven).map_err(|error| NetworkError {
-        text: format!("encode the tunnel's record: {error}"),
-        permanent: true,
-    })
 }
 
 impl Clock for NodePorts {
@@ -358,8 +406,7 @@ impl PodNetwork for NodePorts {
     }
 
     fn netns_lives(&self, netns: &NetnsRef) -> bool {
-        let now = NetnsId::of(&netns.path).map(|NetnsId { dev, inode }| (dev, inode));
-        self.boot_id == netns.boot_id && now == Some(netns.identity())
+        lives(&self.boot_id, netns)
     }
 
     async fn reserve(
@@ -367,39 +414,28 @@ impl PodNetwork for NodePorts {
         netns: &NetnsRef,
         id: &SandboxId,
         v6: bool,
-        recorded: Option<&Network>,
+        encrypted: bool,
     ) -> Result<Network, NetworkError> {
-        let netns = self.open(netns).await?;
-        let recorded = recorded.map(woven).transpose()?;
-        let seen = match &recorded {
-            Some(woven) => woven.seen.clone(),
-            None => self.tunnel.inspect(&netns).await.map_err(within(&netns))?,
+        let id = id.clone();
+        let reserve = move |tunnel: &Tunnel, netns: &Netns| {
+            let seen = inspect(netns)?;
+            let reserved = if encrypted {
+                tunnel.reserve_as(TunnelKind::Wireguard, netns, id.as_str(), &seen, v6, None)
+            } else {
+                tunnel.reserve(netns, id.as_str(), &seen, v6, None)
+            };
+            NetworkRecord { seen, reserved: reserved?, losses: None }.write(v6)
         };
-        let recorded = recorded.map(|woven| woven.reserved);
-        let reserved = self.tunnel.reserve(&netns, id.as_str(), &seen, v6, recorded.as_ref()).await;
-        let reserved = reserved.map_err(within(&netns))?;
-        Ok(Network { v6, tunnel: written(&NetworkRecord { seen, reserved, losses: None })? })
-    }
-
-    async fn reserve_encrypted(
-        &self,
-        netns: &NetnsRef,
-        id: &SandboxId,
-        v6: bool,
-    ) -> Result<Network, NetworkError> {
-        let netns = self.open(netns).await?;
-        let seen = self.tunnel.inspect(&netns).await.map_err(within(&netns))?;
-        let reserved = self.tunnel.reserve_encrypted(&netns, id.as_str(), &seen, v6).await;
-        let reserved = reserved.map_err(within(&netns))?;
-        Ok(Network { v6, tunnel: written(&NetworkRecord { seen, reserved, losses: None })? })
+        self.in_netns(netns, reserve).await
     }
 
     fn is_unsuited(&self, network: &Network, vm: IpAddr, addresses: &[IpAddr], from: Option<IpAddr>) -> bool {
-        woven(network).is_ok_and(|woven| self.tunnel.is_unsuited(&woven.reserved, vm, addresses, from))
+        let recorded = NetworkRecord::read(network);
+        recorded.is_ok_and(|recorded| self.tunnel.is_unsuited(&recorded.reserved, vm, addresses, from))
     }
 
     fn tunnel_peer(&self, network: &Network, key: &[u8]) -> Option<TunnelPeer> {
-        self.tunnel.peer(&woven(network).ok()?.reserved, key)
+        self.tunnel.peer(&NetworkRecord::read(network).ok()?.reserved, key)
     }
 
     async fn connect(
@@ -409,7 +445,10 @@ impl PodNetwork for NodePorts {
         network: &Network,
         vm: IpAddr,
     ) -> Result<NetworkPlan, NetworkError> {
-        self.connect_telling(netns, id, network, vm).await.map(|(plan, _)| plan)
+        let (id, v6, recorded) = (id.clone(), network.v6, NetworkRecord::read(network)?);
+        let connected =
+            self.in_netns(netns, move |tunnel, netns| recorded.connect(tunnel, netns, id.as_str(), v6, vm));
+        connected.await.map(|(plan, _)| plan)
     }
 
     async fn follow(
@@ -419,41 +458,8 @@ impl PodNetwork for NodePorts {
         network: &Network,
         vm: IpAddr,
     ) -> Result<Followed, NetworkError> {
-        let open = self.open(netns).await?;
-        let recorded = woven(network)?;
-        let mut now = self.tunnel.inspect(&open).await.map_err(within(&open))?;
-        // Once per pod, at a time when no start waits for it.
-        if recorded.losses.is_none() {
-            now.left_out.extend(self.tunnel.unlisted(&open, &now).await);
-        } else {
-            let before = recorded.seen.left_out.iter().filter(|what| what.starts_with("sysctl"));
-            now.left_out.extend(before.cloned());
-        }
-        let losses = self.losses(&open).await?;
-        let before = recorded.losses.clone().unwrap_or_default();
-        let fell = |index| before.get(&index).is_some_and(|then| Some(then) != losses.get(&index));
-        let Merged { seen, changes, left, kept } = merge(&recorded.seen, now, &fell);
-        // An interface that lost entries by going down keeps its old count, so that the next inspection does not remove
-        // them either.
-        let old = |index: &u32| before.get(index).filter(|_| kept.contains(index));
-        let losses = losses.iter().map(|(index, count)| (*index, *old(index).unwrap_or(count))).collect();
-        let mut followed = None;
-        if !changes.is_empty() || recorded.losses.as_ref() != Some(&losses) {
-            let reserved = match recorded.reserved {
-                same if same.carries(&seen) => same,
-                other => {
-                    let again =
-                        self.tunnel.reserve(&open, id.as_str(), &seen, network.v6, Some(&other)).await;
-                    again.map_err(within(&open))?
-                }
-            };
-            let woven = NetworkRecord { seen: seen.clone(), reserved, losses: Some(losses) };
-            followed = Some(Network { v6: network.v6, tunnel: written(&woven)? });
-        }
-        let network = followed.as_ref().unwrap_or(network);
-        let (plan, mut obstacles) = self.connect_telling(netns, id, network, vm).await?;
-        obstacles.extend(self.tunnel.hooked(&open, &seen).await);
-        Ok(Followed { network: followed, plan, changes, left, obstacles })
+        let (id, v6, recorded) = (id.clone(), network.v6, NetworkRecord::read(network)?);
+        self.in_netns(netns, move |tunnel, netns| recorded.follow(tunnel, netns, id.as_str(), v6, vm)).await
     }
 
     async fn is_one_way(&self, one: IpAddr, other: IpAddr) -> bool {
@@ -465,18 +471,13 @@ impl PodNetwork for NodePorts {
     }
 
     fn netns_watcher(&self, netns: &NetnsRef, network: &Network, vm: IpAddr) -> watch::Receiver<Heard> {
-        let way = woven(network).ok().map(|woven| (woven.reserved, vm));
-        netns_watcher::listen_to(
-            self.boot_id.clone(),
-            netns.clone(),
-            self.tunnel.clone(),
-            way,
-            &self.surroundings,
-        )
+        let to = NetworkRecord::read(network).ok().map(|recorded| (recorded.reserved, vm));
+        let (boot_id, tunnel) = (self.boot_id.clone(), self.tunnel.clone());
+        netns_watcher::listen_to(boot_id, netns.clone(), tunnel, to, &self.surroundings)
     }
 
     async fn carry_localhost(&self, netns: &NetnsRef, id: &SandboxId) -> Result<(), NetworkError> {
-        let netns = self.open(netns).await?;
+        let netns = self.in_netns(netns, |_, netns| Ok(netns.clone())).await?;
         self.localhost.carry(&netns, id, &self.relay).await
     }
 
@@ -487,23 +488,25 @@ impl PodNetwork for NodePorts {
         network: Option<&Network>,
         vm: Option<IpAddr>,
     ) -> Result<(), NetworkError> {
-        // A deleted namespace took its devices with it; only the node's own filter is left.
-        let open = match self.open(netns).await {
-            Ok(open) => Some(open),
-            Err(error) if error.permanent || !self.netns_lives(netns) => None,
-            Err(error) => return Err(error),
+        let reserved = network.map(NetworkRecord::read).transpose()?.map(|recorded| recorded.reserved);
+        let (tunnel, boot_id) = (self.tunnel.clone(), self.boot_id.clone());
+        let (netns, id) = (netns.clone(), id.clone());
+        let undo = move || {
+            let open = match open(&boot_id, &netns) {
+                Ok(open) => Some(open),
+                // A deleted namespace took its devices with it; only the node's own filter is left.
+                Err(error) if error.permanent || !lives(&boot_id, &netns) => None,
+                Err(error) => return Err(error),
+            };
+            // The rules may be those of a node with another configuration.
+            let localhost = open.as_ref().map_or(Ok(()), localhost::remove);
+            tunnel.undo(id.as_str(), open.as_ref(), reserved.as_ref(), vm).map_err(|errors| {
+                let text = errors.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ");
+                NetworkError { text, permanent: false }
+            })?;
+            Ok(localhost?)
         };
-        let localhost = match &open {
-            Some(open) => self.localhost.remove(open).await,
-            None => Ok(()),
-        };
-        let reserved = network.map(woven).transpose()?.map(|woven| woven.reserved);
-        let undone = self.tunnel.undo(id.as_str(), open.as_ref(), reserved.as_ref(), vm).await;
-        undone.map_err(|errors| {
-            let text = errors.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ");
-            NetworkError { text, permanent: false }
-        })?;
-        localhost
+        on_thread(undo).await?
     }
 }
 

@@ -2,8 +2,7 @@
 //! the VM, and undoes all of it.
 //!
 //! Each step is idempotent: called again after a crash, it finds the existing state and completes it. The work is
-//! netlink, done by `peerpod_podnet` on blocking threads; this module orders the steps and owns the node's own
-//! sockets. It touches the pods' network namespaces, the node's VXLAN sockets and this daemon's own nftables tables,
+//! netlink, done by `peerpod_podnet`; this module orders the steps and owns the node's own sockets. Methods block. It touches the pods' network namespaces, the node's VXLAN sockets and this daemon's own nftables tables,
 //! nothing else. Everything that it makes carries an owner mark, so that several daemons can share a machine.
 
 use std::net::IpAddr;
@@ -12,12 +11,16 @@ use std::sync::Arc;
 use std::time::Duration;
 
 pub use peerpod_podnet::Error;
-pub use peerpod_podnet::inspect::PodNetworkState;
+pub use peerpod_podnet::inspect::{PodNetworkState, inspect};
+use peerpod_podnet::mark::Mark;
 pub use peerpod_podnet::mark::Owner;
 pub use peerpod_podnet::netns::{Netns, NetnsId};
+use peerpod_podnet::plan::{self, Carry};
 pub use peerpod_podnet::redirect::Classifier;
+use peerpod_podnet::redirect::{self, Classifiers};
+use peerpod_podnet::tunnel::{self, Connection, Pair, Undo};
 pub use peerpod_podnet::vxlan::Vnis;
-use peerpod_podnet::{inspect, redirect};
+use peerpod_podnet::vxlan::{Held, Slot, Wanted};
 use peerpod_proto::guest::NetworkPlan;
 use peerpod_proto::relay::TunnelPeer;
 use tokio::sync::watch;
@@ -28,16 +31,17 @@ pub mod external;
 pub mod follow;
 mod reconcile;
 mod reserved;
-mod steps;
 #[cfg(test)]
 pub(crate) mod tests;
 mod vxlan;
 mod wireguard;
 
+use backend::{Backend, Backends, Connected};
+use external::Outside;
 pub use reconcile::{Live, Reconciled};
-pub use reserved::{Device, Kind, Reserved};
-use steps::Steps;
-pub use wireguard::{FdHandoff, FdHandoffDetail, WireguardConfig, WireguardFds, netns_in};
+pub use reserved::{Device, Reserved, TunnelKind};
+use reserved::{assign, carried};
+pub use wireguard::{FdHandoff, FdHandoffDetail, KIND as WIREGUARD, Wireguard, WireguardConfig, netns_in};
 
 /// Default folder in which container runtimes keep the pods' network namespaces.
 pub const NETNS_DIR: &str = "/run/netns";
@@ -45,8 +49,8 @@ pub const NETNS_DIR: &str = "/run/netns";
 /// Settings of this node's tunnels; the same on all nodes and fixed for a tunnel's life.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TunnelConfig {
-    /// Kind of new sandboxes' tunnels.
-    pub kind: Kind,
+    /// TunnelKind of new sandboxes' tunnels.
+    pub kind: TunnelKind,
     /// Whether a VM that needs an encrypted tunnel gets one although `kind` is a plain one.
     pub auto: bool,
     /// Settings of the encrypted tunnel; `None`: there is none.
@@ -77,7 +81,7 @@ pub struct TunnelConfig {
 impl Default for TunnelConfig {
     fn default() -> TunnelConfig {
         TunnelConfig {
-            kind: Kind::default(),
+            kind: TunnelKind::default(),
             auto: false,
             wireguard: None,
             port: 4789,
@@ -94,11 +98,22 @@ impl Default for TunnelConfig {
     }
 }
 
-/// The node's tunnels. One per daemon; cheap to clone.
+/// The node's tunnels. One per daemon; cheap to clone. The methods block on the kernel.
 #[derive(Clone, Debug)]
-pub struct Tunnel {
-    steps: Arc<Steps>,
+pub struct Tunnel(Arc<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    owner: Owner,
+    backends: Backends,
     auto: bool,
+    vnis: Vnis,
+    by: Classifiers,
+    /// The pods' egress from the cluster, where it is not the tunnel.
+    outside: Option<Outside>,
+    probe_seconds: u32,
+    /// Folder of the pods' namespaces.
+    netns_dir: PathBuf,
 }
 
 impl Tunnel {
@@ -109,69 +124,100 @@ impl Tunnel {
     /// [`Error::Port`] with the device that uses the port; [`Error::NoRedirect`], [`Error::NoFilter`] and
     /// [`Error::Kernel`] where the kernel lacks a needed function.
     pub fn open(config: TunnelConfig) -> Result<Tunnel, Error> {
-        Ok(Tunnel { auto: config.auto, steps: Arc::new(Steps::open(&config)?) })
+        let by = redirect::choose(config.redirect)?;
+        let backends = Backends::open(&config)?;
+        tracing::debug!(owner = %config.owner, into = by.into.name(), back = by.back.name(), "pods' tunnels are available");
+        let TunnelConfig { owner, auto, vnis, external, netns_dir, probe_interval, .. } = config;
+        // In the calling thread's namespace, like the sockets.
+        let outside = external.map(Outside::open).transpose()?;
+        let probe_seconds = u32::try_from(probe_interval.as_secs()).unwrap_or(u32::MAX);
+        Ok(Tunnel(Arc::new(Inner { owner, backends, auto, vnis, by, outside, probe_seconds, netns_dir })))
     }
 
-    /// Inspects the pod's network.
-    ///
-    /// # Errors
-    /// See [`peerpod_podnet::inspect::inspect`].
-    pub async fn inspect(&self, netns: &Netns) -> Result<PodNetworkState, Error> {
-        let netns = netns.clone();
-        blocking(move || Steps::inspect(&netns)).await
-    }
-
-    /// Returns the pod's sysctls that are not carried into the VM, as text; see [`peerpod_podnet::inspect::unlisted`].
-    /// Slow. Empty where they cannot be read.
-    pub async fn unlisted(&self, netns: &Netns, seen: &PodNetworkState) -> Vec<String> {
-        let (netns, seen) = (netns.clone(), seen.clone());
-        let read = move || inspect::unlisted(&netns, &seen).unwrap_or_default();
-        tokio::task::spawn_blocking(read).await.unwrap_or_default()
-    }
-
-    /// Returns the programs of others that run before the redirects, as text; see [`redirect::tcx`]. Takes a thread in
-    /// the namespace, so no start may wait for it.
-    pub async fn hooked(&self, netns: &Netns, seen: &PodNetworkState) -> Vec<String> {
-        let (netns, interfaces) = (netns.clone(), seen.interfaces.clone());
-        let ask = move || redirect::tcx::obstacles(&netns, &interfaces).unwrap_or_default();
-        tokio::task::spawn_blocking(ask).await.unwrap_or_default()
+    fn mark<'a>(&self, sandbox: &'a str) -> Mark<'a> {
+        Mark { owner: self.0.owner, sandbox }
     }
 
     /// Makes a device for each interface (`pp-vx0`, `pp-vx1`, …) in the pod's namespace, down and without a remote.
-    /// Their VNIs are free on this node. Either all devices are made, or none. The VNIs of a recorded reservation are
-    /// taken (again) if that is possible. Interfaces that are new since get devices, and those that are gone lose them.
-    /// A repeated call for the same sandbox finds the existing devices.
+    /// Their VNIs are free on this node. Either all devices are made, or none. The kind, family, port and VNIs of a
+    /// recorded reservation are taken (again) where they still apply. Interfaces that are new since get devices, and
+    /// those that are gone lose them. A repeated call for the same sandbox finds the existing devices.
     ///
     /// # Errors
     /// [`Error::Claimed`] when another sandbox has its tunnel in this namespace, [`Error::NoVni`], [`Error::Kernel`],
     /// [`Error::Netns`].
-    pub async fn reserve(
+    pub fn reserve(
         &self,
         netns: &Netns,
         sandbox: &str,
         seen: &PodNetworkState,
-        v6_underlay: bool,
+        v6: bool,
         recorded: Option<&Reserved>,
     ) -> Result<Reserved, Error> {
-        let (steps, netns, sandbox) = (self.steps.clone(), netns.clone(), sandbox.to_owned());
-        let (seen, recorded) = (seen.clone(), recorded.cloned());
-        blocking(move || steps.reserve(&netns, &sandbox, &seen, v6_underlay, recorded.as_ref())).await
+        let kind = recorded.map_or_else(|| self.0.backends.chosen(), |recorded| recorded.kind);
+        self.reserve_as(kind, netns, sandbox, seen, v6, recorded)
     }
 
-    /// Reserves as [`Tunnel::reserve`] does, for a VM that a plain tunnel does not suit.
+    /// Reserves as [`Tunnel::reserve`] does, with the given kind, which must be the recorded one where there is a record.
     ///
     /// # Errors
-    /// The errors of [`Tunnel::reserve`], and [`Error::CannotCarry`] where this node has no encrypted tunnel.
-    pub async fn reserve_encrypted(
+    /// The errors of [`Tunnel::reserve`], and [`Error::CannotCarry`] where this node does not have the kind.
+    pub fn reserve_as(
         &self,
+        kind: TunnelKind,
         netns: &Netns,
         sandbox: &str,
         seen: &PodNetworkState,
-        v6_underlay: bool,
+        v6: bool,
+        recorded: Option<&Reserved>,
     ) -> Result<Reserved, Error> {
-        let (steps, netns, sandbox) = (self.steps.clone(), netns.clone(), sandbox.to_owned());
-        let seen = seen.clone();
-        blocking(move || steps.reserve_as(Kind::Wireguard, &netns, &sandbox, &seen, v6_underlay, None)).await
+        let backend = self.0.backends.of(kind)?;
+        let recorded = recorded.filter(|recorded| recorded.v6 == v6);
+        let shape = recorded.map_or_else(|| backend.shape(v6), |recorded| backend.shape_of(recorded));
+        let mark = self.mark(sandbox);
+        let interfaces: Vec<u32> = seen.interfaces.iter().map(|interface| interface.index).collect();
+        let mut devices = assign(&interfaces, recorded);
+        let unknown: Vec<u32> =
+            devices.iter().filter(|device| device.vni == 0).map(|device| device.interface).collect();
+        if !unknown.is_empty() {
+            // Only now is the owner of each qdisc certain; it is recorded with the rest.
+            let shared = tunnel::shared(netns, mark, &unknown)?;
+            for device in &mut devices {
+                device.shared |= shared.contains(&device.interface);
+            }
+        }
+        self.retire(netns, mark, &devices, recorded)?;
+        let slots: Vec<Slot> = devices
+            .iter()
+            .map(|device| Slot { number: device.slot, vni: (device.vni != 0).then_some(device.vni) })
+            .collect();
+        let wanted =
+            Wanted { mark, shape, source_ports: backend.source_ports(), vnis: self.0.vnis, slots: &slots };
+        let held = backend.host().with(|host| peerpod_podnet::vxlan::reserve(host, netns, wanted))?;
+        for (device, Held { vni, ifindex }) in devices.iter_mut().zip(held) {
+            (device.vni, device.ifindex) = (vni, ifindex);
+        }
+        Ok(Reserved { kind, v6, port: shape.port, devices })
+    }
+
+    /// Removes the tunnels of interfaces that the pod no longer has.
+    fn retire(
+        &self,
+        netns: &Netns,
+        mark: Mark<'_>,
+        devices: &[Device],
+        recorded: Option<&Reserved>,
+    ) -> Result<(), Error> {
+        let Some(recorded) = recorded else { return Ok(()) };
+        let gone: Vec<Device> =
+            recorded.devices.iter().filter(|old| devices.iter().all(|d| d.vni != old.vni)).copied().collect();
+        if gone.is_empty() {
+            return Ok(());
+        }
+        let held: Vec<Held> = gone.iter().map(Device::held).collect();
+        tunnel::retire(netns, mark, &held, recorded.port)?;
+        let gone = Reserved { devices: gone, ..recorded.clone() };
+        self.0.backends.of(recorded.kind)?.dismiss(Some(&gone), None)
     }
 
     /// Whether a plain tunnel does not suit a VM with these addresses and a link from `from`: it would cross a public
@@ -183,25 +229,25 @@ impl Tunnel {
         addresses: &[IpAddr],
         from: Option<IpAddr>,
     ) -> bool {
-        self.auto
-            && reserved.kind == Kind::Vxlan
+        self.0.auto
+            && reserved.kind == TunnelKind::Vxlan
             && (is_public(vm) || from.is_some_and(|from| !addresses.contains(&from)))
     }
 
     /// Returns the guest's end of an encrypted tunnel, in the form for the relay; `None` for a plain one.
     pub fn peer(&self, reserved: &Reserved, key: &[u8]) -> Option<TunnelPeer> {
-        (reserved.kind == Kind::Wireguard).then(|| wireguard::Wireguard::peer(reserved, key)).flatten()
+        (reserved.kind == TunnelKind::Wireguard).then(|| Wireguard::peer(reserved, key)).flatten()
     }
 
-    /// Returns the supplier of the encrypted tunnel's descriptors for the relay, where there is such a tunnel.
-    pub fn carrier(&self) -> Option<WireguardFds> {
-        self.steps.backends.wireguard().cloned().map(WireguardFds)
+    /// Returns the encrypted kind, where this node has it.
+    pub fn wireguard(&self) -> Option<&Arc<Wireguard>> {
+        self.0.backends.wireguard()
     }
 
     /// Returns the node's own addresses that its guests keep to the tunnel, as they were last read; `None`: their pods
     /// have no other egress.
     pub fn own_addresses(&self) -> Option<Arc<Vec<IpAddr>>> {
-        self.steps.outside.as_ref().map(|outside| outside.own())
+        self.0.outside.as_ref().map(Outside::own)
     }
 
     /// Reads the node's own addresses again, after a change of its network; returns whether they have changed. The next
@@ -209,18 +255,14 @@ impl Tunnel {
     ///
     /// # Errors
     /// [`Error::Netns`].
-    pub async fn look_at_own_addresses(&self) -> Result<bool, Error> {
-        if self.steps.outside.is_none() {
-            return Ok(false);
-        }
-        let steps = self.steps.clone();
-        blocking(move || steps.outside.as_ref().map_or(Ok(false), external::Outside::inspect)).await
+    pub fn read_own_addresses(&self) -> Result<bool, Error> {
+        self.0.outside.as_ref().map_or(Ok(false), Outside::inspect)
     }
 
     /// Receiver that ticks when guests of tunnels of this kind need the node's new endpoints; `None` for tunnels that
     /// need only the path to the VM.
     pub fn news(&self, reserved: &Reserved) -> Option<watch::Receiver<u64>> {
-        let wireguard = self.steps.backends.wireguard().filter(|_| reserved.kind == Kind::Wireguard);
+        let wireguard = self.wireguard().filter(|_| reserved.kind == TunnelKind::Wireguard);
         wireguard.map(|wireguard| wireguard.news())
     }
 
@@ -228,13 +270,14 @@ impl Tunnel {
     ///
     /// # Errors
     /// [`Error::Path`] where there is no path.
-    pub async fn way(&self, reserved: &Reserved, vm: IpAddr) -> Result<(IpAddr, u32), Error> {
-        let (steps, reserved) = (self.steps.clone(), reserved.clone());
-        blocking(move || steps.way(&reserved, vm)).await
+    pub fn path(&self, reserved: &Reserved, vm: IpAddr) -> Result<(IpAddr, u32), Error> {
+        let path = self.0.backends.of(reserved.kind)?.path(reserved, vm)?;
+        Ok((path.node, path.mtu))
     }
 
     /// Sets the remote of the reserved tunnels, and redirects the pod's traffic into them. Returns the plan for the
-    /// guest.
+    /// guest, and, as text, obstacles that may keep the pod's traffic from the tunnel: filters of other programs, which
+    /// the node must not change.
     ///
     /// A repeated call repairs deviations: a device that is down, has another MTU or another remote, a missing qdisc,
     /// redirect or filter element. It also follows a new address of the VM or of the node. With the same values and
@@ -244,23 +287,7 @@ impl Tunnel {
     /// # Errors
     /// [`Error::Gone`] when a device no longer exists (reserve again), [`Error::Path`], [`Error::Kernel`],
     /// [`Error::Netns`]. Completed steps stay until [`Tunnel::undo`].
-    pub async fn connect(
-        &self,
-        netns: &Netns,
-        sandbox: &str,
-        reserved: &Reserved,
-        seen: &PodNetworkState,
-        vm: IpAddr,
-    ) -> Result<NetworkPlan, Error> {
-        self.connect_telling(netns, sandbox, reserved, seen, vm).await.map(|(plan, _)| plan)
-    }
-
-    /// Connects as [`Tunnel::connect`] does. Also returns, as text, obstacles that may keep the pod's traffic from the
-    /// tunnel: filters of other programs, which the node must not change.
-    ///
-    /// # Errors
-    /// The errors of [`Tunnel::connect`].
-    pub async fn connect_telling(
+    pub fn connect(
         &self,
         netns: &Netns,
         sandbox: &str,
@@ -268,9 +295,44 @@ impl Tunnel {
         seen: &PodNetworkState,
         vm: IpAddr,
     ) -> Result<(NetworkPlan, Vec<String>), Error> {
-        let (steps, netns, sandbox) = (self.steps.clone(), netns.clone(), sandbox.to_owned());
-        let (reserved, seen) = (reserved.clone(), seen.clone());
-        blocking(move || steps.connect(&netns, &sandbox, &reserved, &seen, vm)).await
+        let backend = self.0.backends.of(reserved.kind)?;
+        let path = backend.path(reserved, vm)?;
+        let carried = carried(reserved, plan::node(seen, path.mtu, vm)?);
+        if path.remote.is_ipv6() {
+            warn_of_too_large(&carried);
+        }
+        let connected = Connected { sandbox: sandbox.to_owned(), reserved: reserved.clone(), vm };
+        // The filter first: the devices are never up without it.
+        backend.admit(&connected)?;
+        let pairs: Vec<Pair> = carried
+            .iter()
+            .map(|(carry, device)| Pair {
+                held: device.held(),
+                interface: carry.interface,
+                mtu: carry.device_mtu,
+            })
+            .collect();
+        let connection = Connection {
+            mark: self.mark(sandbox),
+            remote: path.remote,
+            local: path.local,
+            by: self.0.by,
+            pairs: &pairs,
+        };
+        let obstacles = tunnel::connect(netns, &connection)?;
+        let tunnels: Vec<plan::Tunnel> = carried
+            .iter()
+            .map(|(carry, device)| plan::Tunnel {
+                interface: carry.interface,
+                vni: device.vni,
+                mtu: carry.mtu,
+            })
+            .collect();
+        let mut plan = plan::write(seen, &tunnels, &backend.underlay(&connected, &path));
+        plan.external = self.0.outside.as_ref().map(|outside| outside.write(path.node)).into();
+        plan.underlay.mut_or_insert_default().probe_seconds = self.0.probe_seconds;
+        backend.finish(&mut plan, &connected, &path)?;
+        Ok((plan, obstacles))
     }
 
     /// Removes everything that [`Tunnel::reserve`] and [`Tunnel::connect`] made, recorded or not: devices, redirects,
@@ -279,31 +341,28 @@ impl Tunnel {
     ///
     /// # Errors
     /// All errors that occurred.
-    pub async fn undo(
+    pub fn undo(
         &self,
         sandbox: &str,
         netns: Option<&Netns>,
         reserved: Option<&Reserved>,
         vm: Option<IpAddr>,
     ) -> Result<(), Vec<Error>> {
-        let (steps, sandbox) = (self.steps.clone(), sandbox.to_owned());
-        let (netns, reserved) = (netns.cloned(), reserved.cloned());
-        let work = move || steps.undo(&sandbox, netns.as_ref(), reserved.as_ref(), vm);
-        tokio::task::spawn_blocking(work).await.unwrap_or_else(|e| Err(vec![lost(e)]))
-    }
-
-    /// Removes the state of sandboxes that no longer live, and makes the filter contain exactly the tunnels of those
-    /// that do. For the start of a daemon.
-    ///
-    /// Inspects each namespace of [`TunnelConfig::netns_dir`] and those of the live sandboxes once. Only state with
-    /// this owner's mark is touched. A tunnel that is connected during the call must be in `live`: call it before
-    /// sandboxes are served.
-    pub async fn reconcile(&self, live: Vec<Live>) -> Reconciled {
-        let steps = self.steps.clone();
-        let work = move || reconcile::reconcile(&steps, &live);
-        tokio::task::spawn_blocking(work)
-            .await
-            .unwrap_or_else(|e| Reconciled { errors: vec![lost(e)], ..Reconciled::default() })
+        let mut errors = Vec::new();
+        if let Some(netns) = netns {
+            let devices = reserved.map(|reserved| reserved.devices.as_slice()).unwrap_or_default();
+            let held: Vec<Held> = devices.iter().map(Device::held).collect();
+            let shared: Vec<u32> = devices.iter().filter(|d| d.shared).map(|d| d.interface).collect();
+            let port = reserved.map_or(0, |reserved| reserved.port);
+            let undo = Undo { mark: self.mark(sandbox), held: &held, port, shared: &shared };
+            tunnel::undo(netns, undo, &mut errors);
+        }
+        let of = |kind| reserved.is_none_or(|reserved| reserved.kind == kind);
+        for (_, backend) in self.0.backends.all().filter(|(kind, _)| of(*kind)) {
+            errors.extend(backend.dismiss(reserved, vm).err());
+            errors.extend(backend.forget(sandbox).err());
+        }
+        if errors.is_empty() { Ok(()) } else { Err(errors) }
     }
 
     /// Removes the filter's tables if no tunnel is in them. Undoing the last sandbox does that already; this is a
@@ -311,22 +370,23 @@ impl Tunnel {
     ///
     /// # Errors
     /// [`Error::Kernel`].
-    pub async fn close(&self) -> Result<(), Error> {
-        let steps = self.steps.clone();
-        blocking(move || steps.close()).await
+    pub fn close(&self) -> Result<(), Error> {
+        self.0.backends.all().try_for_each(|(_, backend)| Backend::close(backend))
     }
 }
 
-async fn blocking<T: Send + 'static>(
-    f: impl FnOnce() -> Result<T, Error> + Send + 'static,
-) -> Result<T, Error> {
-    tokio::task::spawn_blocking(f).await.unwrap_or_else(|e| Err(lost(e)))
-}
-
-fn lost(e: tokio::task::JoinError) -> Error {
-    Error::Kernel {
-        attempt: "run a task on a pod's network".to_owned(),
-        source: std::io::Error::other(e).into(),
+/// Warns of packets that are larger than the path. Over IPv4 the kernel fragments them; over IPv6 it drops them. The
+/// VM's own packets fit, and so does TCP to the VM, by the MSS that the VM announces.
+fn warn_of_too_large(carried: &[(Carry, Device)]) {
+    for (Carry { name, device_mtu, mtu, .. }, _) in
+        carried.iter().filter(|(carry, _)| carry.device_mtu > carry.mtu)
+    {
+        tracing::warn!(
+            interface = name,
+            pod_mtu = device_mtu,
+            fits = mtu,
+            "larger packets to the pod (UDP) are lost on the IPv6 path to its VM; give pods an MTU that fits"
+        );
     }
 }
 

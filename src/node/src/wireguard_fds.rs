@@ -3,7 +3,7 @@
 //! packets. They are also passed after another program deletes something in the tunnel's private namespace, which this
 //! module watches. Touches `relay-fds.sock` only; the tunnel module defines the descriptors.
 
-use std::{net::SocketAddr, time::Duration};
+use std::{net::SocketAddr, sync::Arc, time::Duration};
 
 use peerpod_podnet::events::Events;
 use tokio::{
@@ -16,7 +16,7 @@ use tracing::{info, warn};
 use crate::{
     ports::GuestAddresses,
     relay_client::RelayClient,
-    tunnel::{FdHandoff, WireguardFds},
+    tunnel::{FdHandoff, WIREGUARD, Wireguard},
 };
 
 /// Interval of polls of the relay: the longest time that a failed data plane carries nothing.
@@ -32,30 +32,30 @@ const ADDRESSES_EVERY: Duration = Duration::from_secs(10);
 /// Runs for ever. `underlay` ticks when the node's own network changed.
 pub(crate) async fn run(
     relay: RelayClient,
-    carrier: WireguardFds,
+    wireguard: Arc<Wireguard>,
     addresses: GuestAddresses,
     underlay: watch::Receiver<u64>,
 ) -> &'static str {
     tokio::select! {
-        () = supply_always(&relay, &carrier) => {}
-        () = find_always(&carrier, &addresses, relay.listening(), underlay) => {}
+        () = supply_always(&relay, &wireguard) => {}
+        () = find_always(&wireguard, &addresses, relay.listening(), underlay) => {}
     }
     "encrypted tunnel"
 }
 
-async fn supply_always(relay: &RelayClient, carrier: &WireguardFds) {
+async fn supply_always(relay: &RelayClient, wireguard: &Arc<Wireguard>) {
     let mut epoch = relay.epoch();
     let mut said = String::new();
     let mut inside: Option<Events> = None;
     loop {
         if inside.is_none() {
             // Without the watch, the next poll finds deletions.
-            inside = Events::of_underlay(carrier.inside()).ok();
+            inside = Events::of_underlay(wireguard.inside()).ok();
         }
         let met = *epoch.borrow_and_update() > 0;
         let mut pause = LOOK_EVERY;
         if met {
-            match supply(relay, carrier).await {
+            match supply(relay, wireguard).await {
                 Ok(()) => said.clear(),
                 Err(why) => {
                     pause = AGAIN;
@@ -87,17 +87,17 @@ async fn heard(events: &mut Option<Events>) -> bool {
     }
 }
 
-async fn supply(relay: &RelayClient, carrier: &WireguardFds) -> Result<(), String> {
-    let held = relay.held(carrier.kind(), None).await.map_err(|error| error.to_string())?;
+async fn supply(relay: &RelayClient, wireguard: &Arc<Wireguard>) -> Result<(), String> {
+    let held = relay.held(WIREGUARD, None).await.map_err(|error| error.to_string())?;
     let wanted = {
-        let carrier = carrier.clone();
-        spawn_blocking(move || carrier.wanted(held.as_ref())).await.map_err(|error| error.to_string())?
+        let wireguard = wireguard.clone();
+        spawn_blocking(move || wireguard.wanted(held.as_ref())).await.map_err(|error| error.to_string())?
     };
     let Some(FdHandoff { detail, descriptors }) = wanted.map_err(|error| error.to_string())? else {
         return Ok(());
     };
-    let taken = relay.hand_off(carrier.kind(), None, detail.0, descriptors).await;
-    carrier.taken(&taken.map_err(|error| error.to_string())?);
+    let taken = relay.hand_off(WIREGUARD, None, detail.0, descriptors).await;
+    wireguard.taken(&taken.map_err(|error| error.to_string())?);
     info!("the relay runs the encrypted tunnel");
     Ok(())
 }
@@ -105,7 +105,7 @@ async fn supply(relay: &RelayClient, carrier: &WireguardFds) -> Result<(), Strin
 /// Publishes the relay's addresses as soon as they change: a sandbox that follows the same change must not send its
 /// guest the old addresses.
 async fn find_always(
-    carrier: &WireguardFds,
+    wireguard: &Wireguard,
     addresses: &GuestAddresses,
     mut listening: watch::Receiver<Option<SocketAddr>>,
     mut underlay: watch::Receiver<u64>,
@@ -114,7 +114,7 @@ async fn find_always(
         let bound = *listening.borrow_and_update();
         underlay.borrow_and_update();
         if let Ok(found) = addresses.now(bound) {
-            carrier.found_at(found.iter().map(SocketAddr::ip).collect());
+            wireguard.found_at(found.iter().map(SocketAddr::ip).collect());
         }
         // A closed channel sends no more changes; the timer still runs.
         let news = async {
@@ -133,13 +133,13 @@ mod tests {
     use peerpod_wireguard::NODE_INNER;
 
     use super::*;
-    use crate::tunnel::{Kind, Netns, Reserved, Tunnel, TunnelConfig, WireguardConfig};
+    use crate::tunnel::{Netns, Reserved, Tunnel, TunnelConfig, TunnelKind, WireguardConfig};
 
     #[tokio::test]
     async fn encrypted_tunnels_get_a_new_node_address_at_once() {
         let folder = std::env::temp_dir().join(format!("peerpod-carry-{}", std::process::id()));
         let config = TunnelConfig {
-            kind: Kind::Wireguard,
+            kind: TunnelKind::Wireguard,
             wireguard: Some(WireguardConfig {
                 port: 0,
                 key_dir: folder.join("key"),
@@ -151,14 +151,14 @@ mod tests {
         let node = Netns::scratch().unwrap();
         let tunnel = node.run(|| Tunnel::open(config)).unwrap().unwrap();
         let of = |kind| tunnel.news(&Reserved { kind, v6: false, port: 4789, devices: vec![] });
-        assert!(of(Kind::Vxlan).is_none());
-        let mut news = of(Kind::Wireguard).unwrap();
+        assert!(of(TunnelKind::Vxlan).is_none());
+        let mut news = of(TunnelKind::Wireguard).unwrap();
         let addresses = GuestAddresses::new(vec![], "[::]:15151".parse().unwrap());
         addresses.provider_says(vec!["192.0.2.1".parse().unwrap()]);
         let (sender, underlay) = watch::channel(0);
-        let (carrier, known) = (tunnel.carrier().unwrap(), addresses.clone());
+        let (wireguard, known) = (tunnel.wireguard().unwrap().clone(), addresses.clone());
         let (_listening, listens) = watch::channel(None);
-        let finding = tokio::spawn(async move { find_always(&carrier, &known, listens, underlay).await });
+        let finding = tokio::spawn(async move { find_always(&wireguard, &known, listens, underlay).await });
         const SOON: Duration = Duration::from_secs(3);
         timeout(SOON, news.changed()).await.expect("the first address").unwrap();
         addresses.provider_says(vec!["192.0.2.2".parse().unwrap(), NODE_INNER.into()]);
@@ -169,7 +169,7 @@ mod tests {
         sender.send_modify(|count| *count += 1);
         timeout(Duration::from_millis(200), news.changed()).await.unwrap_err();
         finding.abort();
-        tunnel.close().await.unwrap();
+        tunnel.close().unwrap();
         std::fs::remove_dir_all(folder).unwrap();
     }
 }

@@ -2,7 +2,7 @@
 
 use tracing::{info, warn};
 
-use super::woven;
+use super::{NetworkRecord, on_thread};
 use crate::{
     ledger::Record,
     sandbox::phase::Phase,
@@ -20,8 +20,14 @@ pub async fn collect_garbage(
     boot_id: &str,
 ) {
     let unread = unread.map(|id| Live { sandbox: id.to_string(), netns: None, reserved: None, vm: None });
-    let live = records.iter().filter_map(|record| live(record, boot_id)).chain(unread).collect();
-    let Reconciled { looked, devices, redirects, elements, sandboxes, errors } = tunnel.reconcile(live).await;
+    let live = records.iter().filter_map(|record| live(record, boot_id)).chain(unread).collect::<Vec<Live>>();
+    let tunnel = tunnel.clone();
+    let reconciled = on_thread(move || tunnel.reconcile(&live)).await;
+    let Reconciled { looked, devices, redirects, elements, sandboxes, errors } =
+        reconciled.unwrap_or_else(|error| {
+            warn!(%error, "cannot remove the leftovers of a crash from the pods' networks");
+            Reconciled::default()
+        });
     for error in &errors {
         warn!(%error, "cannot remove all leftovers of a crash from a pod's network; trying again at the next start");
     }
@@ -38,8 +44,11 @@ fn live(record: &Record, boot_id: &str) -> Option<Live> {
         return None;
     }
     let id = NetnsId { dev: netns.dev, inode: netns.inode };
-    let reserved =
-        record.network.as_ref().and_then(|network| woven(network).ok()).map(|woven| woven.reserved);
+    let reserved = record
+        .network
+        .as_ref()
+        .and_then(|network| NetworkRecord::read(network).ok())
+        .map(|recorded| recorded.reserved);
     let vm = reserved.as_ref().and_then(|reserved| {
         record.addresses.iter().copied().find(|address| address.is_ipv6() == reserved.v6)
     });
@@ -58,12 +67,11 @@ mod tests {
     #[test]
     fn version_1_network_records_are_read() {
         let network: Network = serde_json::from_str(OLD).unwrap();
-        let old = woven(&network).unwrap();
+        let old = NetworkRecord::read(&network).unwrap();
         assert_eq!((old.reserved.vni(), old.reserved.port), (Some(8_739_214), 4789));
         assert_eq!(old.seen.primary().name, "eth0");
         assert!(old.reserved.carries(&old.seen), "its one device is the primary interface's");
-        let again = Network { v6: false, tunnel: super::super::written(&old).unwrap() };
-        let now = woven(&again).unwrap();
+        let now = NetworkRecord::read(&old.write(false).unwrap()).unwrap();
         assert_eq!((now.seen, now.reserved), (old.seen, old.reserved));
     }
 

@@ -10,7 +10,7 @@ use tokio::{
 };
 use tracing::{debug, warn};
 
-use super::{Surroundings, open};
+use super::{Surroundings, on_thread, open};
 use crate::{
     ledger::NetnsRef,
     sandbox::ports::{Heard, NetworkError},
@@ -60,12 +60,12 @@ pub(super) fn listen_to(
     boot_id: String,
     netns: NetnsRef,
     tunnel: Tunnel,
-    way: Option<(Reserved, IpAddr)>,
+    to: Option<(Reserved, IpAddr)>,
     surroundings: &Surroundings,
 ) -> watch::Receiver<Heard> {
     let (sender, receiver) = watch::channel(0);
     let (underlay, own) = (surroundings.underlay(), tunnel.own_addresses());
-    let netns_watcher = NetnsWatcher { boot_id, netns, tunnel, way, turns: surroundings.turns(), sender };
+    let netns_watcher = NetnsWatcher { boot_id, netns, tunnel, to, turns: surroundings.turns(), sender };
     tokio::spawn(async move {
         tokio::select! {
             () = netns_watcher.sender.closed() => {}
@@ -82,7 +82,7 @@ struct NetnsWatcher {
     netns: NetnsRef,
     tunnel: Tunnel,
     /// The tunnel, and the address of its VM.
-    way: Option<(Reserved, IpAddr)>,
+    to: Option<(Reserved, IpAddr)>,
     turns: Arc<Semaphore>,
     sender: watch::Sender<Heard>,
 }
@@ -90,7 +90,7 @@ struct NetnsWatcher {
 impl NetnsWatcher {
     /// Ends when the namespace is gone; the reaper looks for such sandboxes.
     async fn hear_pod(&self) {
-        let mut unrest = RateLimit::default(); // a new socket does not reset the limit
+        let mut rate_limit = RateLimit::default(); // a new socket does not reset the limit
         loop {
             match self.events().await {
                 Ok(mut events) => {
@@ -98,7 +98,7 @@ impl NetnsWatcher {
                     self.sender.send_modify(|heard| *heard += 1);
                     while events.settled(QUIET, AT_MOST).await.is_ok() {
                         self.sender.send_modify(|heard| *heard += 1);
-                        self.calm(&mut unrest).await;
+                        self.calm(&mut rate_limit).await;
                     }
                 }
                 Err(error) if error.permanent => return,
@@ -110,13 +110,13 @@ impl NetnsWatcher {
     }
 
     /// Waits while the rate limit is exceeded. Changes during the wait are signalled afterwards.
-    async fn calm(&self, unrest: &mut RateLimit) {
+    async fn calm(&self, rate_limit: &mut RateLimit) {
         let now = Instant::now();
-        let pause = unrest.heard(now);
+        let pause = rate_limit.heard(now);
         if pause.is_zero() {
             return;
         }
-        if unrest.is_to_be_said(now) {
+        if rate_limit.is_to_be_said(now) {
             warn!(
                 netns = %self.netns.path.display(),
                 "the pod's network changes again and again; another program may undo the node's repairs (its \
@@ -129,11 +129,11 @@ impl NetnsWatcher {
     /// Signals the changes of the node's network that concern this sandbox. These are the path to its VM, and the
     /// node's `own` addresses if its pod must keep those to the tunnel.
     async fn hear_node(&self, mut underlay: watch::Receiver<u64>, mut own: Option<Arc<Vec<IpAddr>>>) {
-        let mut way = self.find_way().await;
+        let mut path = self.find_path().await;
         while underlay.changed().await.is_ok() {
-            let now = (self.find_way().await, self.tunnel.own_addresses());
-            if (&now.0, &now.1) != (&way, &own) {
-                (way, own) = now;
+            let now = (self.find_path().await, self.tunnel.own_addresses());
+            if (&now.0, &now.1) != (&path, &own) {
+                (path, own) = now;
                 self.sender.send_modify(|heard| *heard += 1);
             }
         }
@@ -142,7 +142,7 @@ impl NetnsWatcher {
 
     /// Signals changes of the relay's endpoints, which guests of encrypted tunnels receive besides the path.
     async fn hear_tunnel(&self) {
-        let news = self.way.as_ref().and_then(|(reserved, _)| self.tunnel.news(reserved));
+        let news = self.to.as_ref().and_then(|(reserved, _)| self.tunnel.news(reserved));
         if let Some(mut news) = news {
             while news.changed().await.is_ok() {
                 self.sender.send_modify(|heard| *heard += 1);
@@ -152,16 +152,18 @@ impl NetnsWatcher {
     }
 
     async fn events(&self) -> Result<Events, NetworkError> {
-        let netns = open(&self.boot_id, &self.netns).await?;
+        let (boot_id, netns) = (self.boot_id.clone(), self.netns.clone());
+        let netns = on_thread(move || open(&boot_id, &netns)).await??;
         // Takes one thread for some 20 us; a blocking thread of the pool would cost as much.
         Ok(Events::of_pod(&netns)?)
     }
 
     /// Returns the node's address towards the VM and the largest inner packet; `None` where there is no path.
-    async fn find_way(&self) -> Option<(IpAddr, u32)> {
-        let (reserved, vm) = self.way.as_ref()?;
+    async fn find_path(&self) -> Option<(IpAddr, u32)> {
+        let (reserved, vm) = self.to.clone()?;
         let _turn = self.turns.acquire().await.ok()?;
-        self.tunnel.way(reserved, *vm).await.ok()
+        let tunnel = self.tunnel.clone();
+        on_thread(move || tunnel.path(&reserved, vm)).await.ok()?.ok()
     }
 }
 
@@ -171,19 +173,19 @@ mod tests {
 
     #[test]
     fn frequent_changes_are_rate_limited_until_a_quiet_period() {
-        let (mut unrest, began) = (RateLimit::default(), Instant::now());
-        let storm = |unrest: &mut RateLimit, from: Instant| {
+        let (mut rate_limit, began) = (RateLimit::default(), Instant::now());
+        let storm = |rate_limit: &mut RateLimit, from: Instant| {
             let (mut now, mut looks) = (from, 0);
             while now < from + Duration::from_secs(60) {
                 looks += 1;
-                now += QUIET + unrest.heard(now);
+                now += QUIET + rate_limit.heard(now);
             }
             looks
         };
-        let looks = storm(&mut unrest, began);
+        let looks = storm(&mut rate_limit, began);
         assert!((AT_ONCE..=AT_ONCE + 21).contains(&looks), "{looks} in a minute");
-        assert!(unrest.is_to_be_said(began) && !unrest.is_to_be_said(began + EACH));
+        assert!(rate_limit.is_to_be_said(began) && !rate_limit.is_to_be_said(began + EACH));
         let later = began + Duration::from_secs(300);
-        assert_eq!(unrest.heard(later), Duration::ZERO);
+        assert_eq!(rate_limit.heard(later), Duration::ZERO);
     }
 }

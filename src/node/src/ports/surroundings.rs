@@ -10,8 +10,11 @@ use tokio::{
 };
 use tracing::warn;
 
-use super::GuestAddresses;
-use crate::{sandbox::ports::NodeEndpoints, tunnel::Tunnel};
+use super::{GuestAddresses, on_thread};
+use crate::{
+    sandbox::ports::{NetworkError, NodeEndpoints},
+    tunnel::Tunnel,
+};
 
 /// Debounce of changes: on a busy node every starting pod changes devices and routes. One inspection is cheap, but each
 /// sandbox makes one.
@@ -41,7 +44,7 @@ impl Surroundings {
         tunnel: Tunnel,
     ) -> Surroundings {
         let (news, underlay) = watch::channel(0);
-        let (homes_sender, node_endpoints) = watch::channel(None);
+        let (endpoints_sender, node_endpoints) = watch::channel(None);
         let host = Netns::current();
         tokio::spawn(async move {
             let Ok(host) = host.map_err(|error| warn!(%error, "cannot watch the node's network namespace"))
@@ -53,7 +56,7 @@ impl Surroundings {
                 () = news.closed() => {}
             }
         });
-        tokio::spawn(keep_homes(addresses, listening, underlay.clone(), homes_sender));
+        tokio::spawn(publish_endpoints(addresses, listening, underlay.clone(), endpoints_sender));
         Surroundings { underlay, node_endpoints, turns: Arc::new(Semaphore::new(TURNS)) }
     }
 
@@ -79,12 +82,12 @@ async fn hear(host: &Netns, tunnel: &Tunnel, news: &watch::Sender<u64>) {
         match Events::of_underlay(host) {
             Ok(mut events) => {
                 // Changes from before the watch began.
-                if look_at_own_addresses(tunnel).await {
+                if read_own_addresses(tunnel).await {
                     news.send_modify(|count| *count += 1);
                 }
                 while events.settled(QUIET, AT_MOST).await.is_ok() {
                     // Before the signal, so that its receivers find the new addresses.
-                    look_at_own_addresses(tunnel).await;
+                    read_own_addresses(tunnel).await;
                     news.send_modify(|count| *count += 1);
                     sleep(PAUSE).await;
                 }
@@ -96,15 +99,16 @@ async fn hear(host: &Netns, tunnel: &Tunnel, news: &watch::Sender<u64>) {
     }
 }
 
-async fn look_at_own_addresses(tunnel: &Tunnel) -> bool {
-    let looked = tunnel.look_at_own_addresses().await;
-    looked.unwrap_or_else(|error| {
+async fn read_own_addresses(tunnel: &Tunnel) -> bool {
+    let tunnel = tunnel.clone();
+    let read = on_thread(move || tunnel.read_own_addresses().map_err(NetworkError::from)).await;
+    read.and_then(|read| read).unwrap_or_else(|error| {
         warn!(%error, "cannot read the node's own addresses; guests keep the previous ones");
         false
     })
 }
 
-async fn keep_homes(
+async fn publish_endpoints(
     addresses: GuestAddresses,
     mut listening: watch::Receiver<Option<SocketAddr>>,
     mut underlay: watch::Receiver<u64>,

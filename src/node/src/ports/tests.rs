@@ -7,8 +7,8 @@ use crate::tunnel::{Owner, TunnelConfig, external::External, tests::net_world::W
 
 const DEADLINE: Duration = Duration::from_secs(20);
 
-#[tokio::test]
-async fn a_pod_without_its_own_network_namespace_is_refused_with_a_remedy() {
+#[test]
+fn a_pod_without_its_own_network_namespace_is_refused_with_a_remedy() {
     let mut world = World::new();
     let pod = world.pod("pod", 7);
     assert_eq!(pod_netns(pod.path()).unwrap(), pod.id());
@@ -34,13 +34,13 @@ async fn a_new_node_address_is_detected_and_enters_the_next_plan() {
     });
     let pod = world.pod("pod", 7);
     let vm: IpAddr = "10.77.0.2".parse().unwrap();
-    let seen = tunnel.inspect(&pod).await.unwrap();
-    let reserved = tunnel.reserve(&pod, "sandbox", &seen, false, None).await.unwrap();
-    let told = async || {
-        let plan = tunnel.connect(&pod, "sandbox", &reserved, &seen, vm).await.unwrap();
+    let seen = inspect(&pod).unwrap();
+    let reserved = tunnel.reserve(&pod, "sandbox", &seen, false, None).unwrap();
+    let told = || {
+        let plan = tunnel.connect(&pod, "sandbox", &reserved, &seen, vm).unwrap().0;
         plan.external.node_addresses.clone()
     };
-    let before = told().await;
+    let before = told();
     assert_eq!(before[0], "10.77.0.1");
     let NetnsId { dev, inode } = pod.id();
     let netns = NetnsRef { path: pod.path().to_owned(), dev, inode, boot_id: "this".into() };
@@ -53,13 +53,13 @@ async fn a_new_node_address_is_detected_and_enters_the_next_plan() {
     let mut after = before.clone();
     while after == before {
         timeout(DEADLINE, netns_watcher.changed()).await.expect("no change is detected").unwrap();
-        after = told().await;
+        after = told();
     }
     assert!(after.contains(&"10.66.0.1".to_owned()) && after.len() == before.len() + 1, "{after:?}");
     world.ip("node", "addr del 10.66.0.1/24 dev cni0");
     while after != before {
         timeout(DEADLINE, netns_watcher.changed()).await.expect("no change is detected").unwrap();
-        after = told().await;
+        after = told();
     }
-    tunnel.undo("sandbox", Some(&pod), Some(&reserved), Some(vm)).await.unwrap();
+    tunnel.undo("sandbox", Some(&pod), Some(&reserved), Some(vm)).unwrap();
 }

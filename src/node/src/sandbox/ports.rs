@@ -227,21 +227,13 @@ pub trait PodNetwork: Send + Sync + 'static {
     /// Whether the same namespace is still at its path.
     fn netns_lives(&self, netns: &NetnsRef) -> bool;
 
-    /// Inspects the pod's network and reserves its tunnel; with a recorded reservation, restores that one.
+    /// Inspects the pod's network and reserves its tunnel: an encrypted one, which passes NATs, or one of the node's kind.
     async fn reserve(
         &self,
         netns: &NetnsRef,
         id: &SandboxId,
         v6: bool,
-        recorded: Option<&Network>,
-    ) -> Result<Network, NetworkError>;
-
-    /// Reserves an encrypted tunnel, which passes NATs, after the other kind was undone.
-    async fn reserve_encrypted(
-        &self,
-        netns: &NetnsRef,
-        id: &SandboxId,
-        v6: bool,
+        encrypted: bool,
     ) -> Result<Network, NetworkError>;
 
     /// Whether the reserved tunnel does not suit the VM, given its addresses and the source address of its link.

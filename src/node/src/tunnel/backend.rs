@@ -18,14 +18,14 @@ use peerpod_proto::guest::NetworkPlan;
 
 use super::vxlan::Vxlan;
 use super::wireguard::Wireguard;
-use super::{Kind, Reserved, TunnelConfig};
+use super::{Reserved, TunnelConfig, TunnelKind};
 
 /// Idle sockets that are kept.
 const IDLE_SOCKETS: usize = 8;
 
 /// The ends of a sandbox's tunnels, and the packet size that fits between them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Way {
+pub(super) struct VmPath {
     /// Destination of the VXLAN devices' packets.
     pub(super) remote: IpAddr,
     /// Source of the VXLAN devices' packets.
@@ -33,7 +33,7 @@ pub(super) struct Way {
     /// The node's address as the VM reaches it, below all layers.
     pub(super) node: IpAddr,
     /// The largest inner packet that fits without fragments, in bytes.
-    pub(super) room: u32,
+    pub(super) mtu: u32,
 }
 
 /// A sandbox with connected tunnels.
@@ -67,7 +67,7 @@ pub(super) trait Backend: Debug + Send + Sync {
     ///
     /// # Errors
     /// [`Error::Path`] where there is no path, [`Error::Kernel`].
-    fn way(&self, reserved: &Reserved, vm: IpAddr) -> Result<Way, Error>;
+    fn path(&self, reserved: &Reserved, vm: IpAddr) -> Result<VmPath, Error>;
 
     /// Admits the VM's packets, and no other packets with the sandbox's VNIs. An earlier address of the VM is no longer
     /// admitted. Called before the devices are up.
@@ -105,13 +105,13 @@ pub(super) trait Backend: Debug + Send + Sync {
     fn close(&self) -> Result<(), Error>;
 
     /// Returns the node's end for the guest's plan.
-    fn underlay(&self, connected: &Connected, way: &Way) -> Underlay;
+    fn underlay(&self, connected: &Connected, path: &VmPath) -> Underlay;
 
     /// Adds the fields to the plan that only this kind has.
     ///
     /// # Errors
     /// [`Error::Path`] while the guest could not find the node yet.
-    fn finish(&self, _plan: &mut NetworkPlan, _connected: &Connected, _way: &Way) -> Result<(), Error> {
+    fn finish(&self, _plan: &mut NetworkPlan, _connected: &Connected, _path: &VmPath) -> Result<(), Error> {
         Ok(())
     }
 }
@@ -120,8 +120,8 @@ pub(super) trait Backend: Debug + Send + Sync {
 #[derive(Debug)]
 pub(super) struct Backends {
     /// The kind of new sandboxes.
-    chosen: Kind,
-    rows: Vec<(Kind, Arc<dyn Backend>)>,
+    chosen: TunnelKind,
+    rows: Vec<(TunnelKind, Arc<dyn Backend>)>,
     wireguard: Option<Arc<Wireguard>>,
 }
 
@@ -131,10 +131,10 @@ impl Backends {
     /// # Errors
     /// The chosen kind cannot be used.
     pub(super) fn open(config: &TunnelConfig) -> Result<Backends, Error> {
-        let mut rows: Vec<(Kind, Arc<dyn Backend>)> = Vec::new();
+        let mut rows: Vec<(TunnelKind, Arc<dyn Backend>)> = Vec::new();
         match Vxlan::open(config) {
-            Ok(vxlan) => rows.push((Kind::Vxlan, Arc::new(vxlan))),
-            Err(e) if config.kind == Kind::Vxlan => return Err(e),
+            Ok(vxlan) => rows.push((TunnelKind::Vxlan, Arc::new(vxlan))),
+            Err(e) if config.kind == TunnelKind::Vxlan => return Err(e),
             Err(error) => {
                 tracing::info!(%error, "no plain tunnels here: pods of an earlier configuration have none")
             }
@@ -144,7 +144,7 @@ impl Backends {
             Some(own) => match Wireguard::open(own, config.port) {
                 Ok(wireguard) => Some(Arc::new(wireguard)),
                 // Configured but not available: there is no fallback to a plain tunnel.
-                Err(e) if config.kind == Kind::Wireguard => return Err(e),
+                Err(e) if config.kind == TunnelKind::Wireguard => return Err(e),
                 Err(error) => {
                     tracing::warn!(%error, "no encrypted tunnels here: a VM that needs one will fail to start");
                     None
@@ -152,7 +152,7 @@ impl Backends {
             },
         };
         if let Some(wireguard) = &wireguard {
-            rows.push((Kind::Wireguard, wireguard.clone()));
+            rows.push((TunnelKind::Wireguard, wireguard.clone()));
         }
         Ok(Backends { chosen: config.kind, rows, wireguard })
     }
@@ -163,7 +163,7 @@ impl Backends {
     }
 
     /// Returns the kind of new sandboxes.
-    pub(super) fn chosen(&self) -> Kind {
+    pub(super) fn chosen(&self) -> TunnelKind {
         self.chosen
     }
 
@@ -172,7 +172,7 @@ impl Backends {
     /// # Errors
     /// [`Error::CannotCarry`] where this node does not have the kind (another configuration than when the sandbox was
     /// made).
-    pub(super) fn of(&self, kind: Kind) -> Result<&dyn Backend, Error> {
+    pub(super) fn of(&self, kind: TunnelKind) -> Result<&dyn Backend, Error> {
         let row = self.rows.iter().find(|(of, _)| *of == kind);
         row.map(|(_, backend)| backend.as_ref()).ok_or_else(|| {
             let what = format!(
@@ -183,7 +183,7 @@ impl Backends {
     }
 
     /// Returns all kinds.
-    pub(super) fn all(&self) -> impl Iterator<Item = (Kind, &dyn Backend)> {
+    pub(super) fn all(&self) -> impl Iterator<Item = (TunnelKind, &dyn Backend)> {
         self.rows.iter().map(|(kind, backend)| (*kind, backend.as_ref()))
     }
 }

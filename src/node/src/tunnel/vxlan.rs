@@ -10,7 +10,7 @@ use peerpod_podnet::tunnel;
 use peerpod_podnet::vxlan::{Shape, probe};
 
 use super::anti_spoof::AntiSpoof;
-use super::backend::{Backend, Connected, Host, Way};
+use super::backend::{Backend, Connected, Host, VmPath};
 use super::{Reserved, TunnelConfig};
 
 #[derive(Debug)]
@@ -52,10 +52,10 @@ impl Backend for Vxlan {
         self.source_ports
     }
 
-    fn way(&self, reserved: &Reserved, vm: IpAddr) -> Result<Way, Error> {
+    fn path(&self, reserved: &Reserved, vm: IpAddr) -> Result<VmPath, Error> {
         let shape = self.shape_of(reserved);
         let way = self.host.with(|client| tunnel::way(client, shape, vm))?;
-        Ok(Way { remote: vm, local: way.source, node: way.source, room: way.room })
+        Ok(VmPath { remote: vm, local: way.source, node: way.source, mtu: way.room })
     }
 
     fn admit(&self, connected: &Connected) -> Result<(), Error> {
@@ -89,9 +89,9 @@ impl Backend for Vxlan {
         self.anti_spoof.as_ref().map_or(Ok(()), AntiSpoof::close)
     }
 
-    fn underlay(&self, connected: &Connected, way: &Way) -> Underlay {
+    fn underlay(&self, connected: &Connected, path: &VmPath) -> Underlay {
         Underlay {
-            node: way.node,
+            node: path.node,
             vm: Some(connected.vm),
             port: connected.reserved.port,
             udp_checksum: self.udp_checksum,

@@ -9,7 +9,6 @@ use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket};
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::time::Duration;
 
 use base64::{Engine as _, prelude::BASE64_STANDARD};
@@ -28,13 +27,13 @@ use serde_json::{Value, json};
 use tokio::sync::watch;
 
 use super::Reserved;
-use super::backend::{Backend, Connected, Host, Way};
+use super::backend::{Backend, Connected, Host, VmPath};
 use key::Key;
 
 mod key;
 
-/// Name of the kind in plans and in handoffs.
-pub(super) const KIND: &str = "wireguard";
+/// Name of the encrypted kind in plans and in handoffs.
+pub const KIND: &str = "wireguard";
 /// Overhead of the inner VXLAN, over IPv4.
 const VXLAN_OVERHEAD: u32 = 50;
 /// Path MTU where no route leads to the VM's own address, because it is behind a NAT: the size that every network
@@ -60,8 +59,9 @@ pub struct WireguardConfig {
     pub relay: PathBuf,
 }
 
+/// The encrypted kind, which also supplies the relay with the descriptors that it needs.
 #[derive(Debug)]
-pub(super) struct Wireguard {
+pub struct Wireguard {
     /// The private namespace.
     host: Host,
     /// The node's own namespace, for the path to a VM.
@@ -152,20 +152,28 @@ impl Wireguard {
         self.key.private.public()
     }
 
+    /// Returns the private namespace, to watch for changes by other programs.
+    pub fn inside(&self) -> &Netns {
+        self.inner.netns()
+    }
+
     /// Returns the identity of the private namespace. The relay repeats it, which shows whether it carries this
     /// namespace's packets.
-    fn inside(&self) -> String {
+    fn inside_id(&self) -> String {
         let id = self.inner.netns().id();
         format!("{}:{}", id.dev, id.inode)
     }
 
     /// Repairs the private namespace, and compares it with the state that the relay reports. Returns the descriptors
-    /// that the relay must receive instead, or `None` where its state is right.
-    pub(super) fn hand_off(&self, held: Option<&Value>) -> Result<Option<FdHandoff>, Error> {
+    /// that the relay must receive instead, or `None` where its state is right. Blocks.
+    ///
+    /// # Errors
+    /// [`Error::Kernel`]: another program holds the device or the port.
+    pub fn wanted(&self, held: Option<&Value>) -> Result<Option<FdHandoff>, Error> {
         self.mend(&self.routed.lock())?;
         let text = |field: &str| held.and_then(|held| held.get(field)).and_then(Value::as_str);
         let same =
-            text("key") == Some(&self.public_key().to_string()) && text("inside") == Some(&self.inside());
+            text("key") == Some(&self.public_key().to_string()) && text("inside") == Some(&self.inside_id());
         if same && !self.state.lock().owed {
             self.carried(held.unwrap_or(&Value::Null));
             return Ok(None);
@@ -198,7 +206,7 @@ impl Wireguard {
         }
         let private = self.key.private.expose();
         let detail =
-            json!({ "private_key": BASE64_STANDARD.encode(private.as_slice()), "inside": self.inside() });
+            json!({ "private_key": BASE64_STANDARD.encode(private.as_slice()), "inside": self.inside_id() });
         Ok(Some(FdHandoff { detail: FdHandoffDetail(detail), descriptors }))
     }
 
@@ -224,7 +232,7 @@ impl Wireguard {
     }
 
     /// Records that the relay took the descriptors, and the state that it reported then.
-    fn taken(&self, held: &Value) {
+    pub fn taken(&self, held: &Value) {
         self.state.lock().owed = false;
         self.carried(held);
     }
@@ -279,7 +287,7 @@ impl Wireguard {
 
     /// Sets the node's addresses at which guests find the relay, best first. The same addresses in another order are no
     /// change.
-    fn found_at(&self, addresses: Vec<IpAddr>) {
+    pub fn found_at(&self, addresses: Vec<IpAddr>) {
         let sorted = |addresses: &[IpAddr]| {
             let mut sorted = addresses.to_vec();
             sorted.sort_unstable();
@@ -341,10 +349,10 @@ impl Backend for Wireguard {
         None
     }
 
-    fn way(&self, reserved: &Reserved, vm: IpAddr) -> Result<Way, Error> {
+    fn path(&self, reserved: &Reserved, vm: IpAddr) -> Result<VmPath, Error> {
         let inner = Wireguard::inner_of(reserved, vm)?;
         let shape = Shape { v6: vm.is_ipv6(), ..self.shape(false) };
-        let (node, path) = match self.outside.with(|client| tunnel::way(client, shape, vm)) {
+        let (node, outer) = match self.outside.with(|client| tunnel::way(client, shape, vm)) {
             Ok(way) => (way.source, way.room + shape.overhead()),
             // Behind a NAT: the guest finds the node.
             Err(Error::Path { .. }) => {
@@ -353,16 +361,16 @@ impl Backend for Wireguard {
             }
             Err(e) => return Err(e),
         };
-        let room = path.saturating_sub(outer_overhead(vm) + VXLAN_OVERHEAD);
-        Ok(Way { remote: inner.into(), local: NODE_INNER.into(), node, room })
+        let mtu = outer.saturating_sub(outer_overhead(vm) + VXLAN_OVERHEAD);
+        Ok(VmPath { remote: inner.into(), local: NODE_INNER.into(), node, mtu })
     }
 
     fn admit(&self, connected: &Connected) -> Result<(), Error> {
         let inner = Wireguard::inner_of(&connected.reserved, connected.vm)?;
-        let room = self.way(&connected.reserved, connected.vm)?.room;
+        let mtu = self.path(&connected.reserved, connected.vm)?.mtu + VXLAN_OVERHEAD;
         let mut routed = self.routed.lock();
-        routed.insert(inner, room + VXLAN_OVERHEAD);
-        match self.inner.fit(inner, room + VXLAN_OVERHEAD) {
+        routed.insert(inner, mtu);
+        match self.inner.fit(inner, mtu) {
             // Another program deleted the device just now; the repair restores all routes, including this one.
             Err(e) if e.is_gone() => self.mend(&routed),
             fitted => fitted,
@@ -388,25 +396,24 @@ impl Backend for Wireguard {
         if self.routed.lock().is_empty() { wireguard::remove(&self.config.netns) } else { Ok(()) }
     }
 
-    fn underlay(&self, connected: &Connected, way: &Way) -> Underlay {
-        let ip = |address: IpAddr| address;
+    fn underlay(&self, connected: &Connected, path: &VmPath) -> Underlay {
         Underlay {
-            node: ip(way.local),
-            vm: Some(way.remote),
+            node: path.local,
+            vm: Some(path.remote),
             port: connected.reserved.port,
             udp_checksum: false,
             overhead: outer_overhead(connected.vm) + VXLAN_OVERHEAD,
         }
     }
 
-    fn finish(&self, plan: &mut NetworkPlan, _connected: &Connected, way: &Way) -> Result<(), Error> {
+    fn finish(&self, plan: &mut NetworkPlan, _connected: &Connected, path: &VmPath) -> Result<(), Error> {
         let state = self.state.lock();
         let port = state.port.ok_or_else(|| Error::Path {
-            peer: way.remote,
+            peer: path.remote,
             why: "peerpod-relay does not run the encrypted tunnel yet; start peerpod-relay".to_owned(),
         })?;
-        let mut addresses = vec![way.node];
-        addresses.extend(state.endpoints.iter().filter(|address| **address != way.node));
+        let mut addresses = vec![path.node];
+        addresses.extend(state.endpoints.iter().filter(|address| **address != path.node));
         let endpoints = addresses.into_iter().map(|ip| SocketAddr::new(ip, port).to_string()).collect();
         let underlay = plan.underlay.mut_or_insert_default();
         underlay.kind = KIND.to_owned();
@@ -418,41 +425,6 @@ impl Backend for Wireguard {
         })
         .into();
         Ok(())
-    }
-}
-
-/// Supplier of the relay: passes the descriptors to each relay that does not have them.
-#[derive(Clone, Debug)]
-pub struct WireguardFds(pub(super) Arc<Wireguard>);
-
-impl WireguardFds {
-    /// Returns the descriptors that the relay needs, in view of the state that it reports; `None`: it has all of them.
-    /// Blocks.
-    ///
-    /// # Errors
-    /// [`Error::Kernel`]: another program holds the device or the port.
-    pub fn wanted(&self, held: Option<&Value>) -> Result<Option<FdHandoff>, Error> {
-        self.0.hand_off(held)
-    }
-
-    /// Records the relay's answer to the descriptors.
-    pub fn taken(&self, detail: &Value) {
-        self.0.taken(detail);
-    }
-
-    /// Returns the private namespace, to watch for changes by other programs.
-    pub fn inside(&self) -> &Netns {
-        self.0.inner.netns()
-    }
-
-    /// Returns the name of the kind in handoffs.
-    pub fn kind(&self) -> &'static str {
-        KIND
-    }
-
-    /// Sets the node's addresses at which guests find it, best first.
-    pub fn found_at(&self, addresses: Vec<IpAddr>) {
-        self.0.found_at(addresses);
     }
 }
 

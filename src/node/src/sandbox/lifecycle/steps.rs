@@ -225,14 +225,14 @@ impl Task {
                 let v6 = self.record.addresses.first().is_some_and(IpAddr::is_ipv6);
                 self.in_flight
                     .network
-                    .start(async move { Completion::Reserved(fx.reserve(&netns, &id, v6, None).await) });
+                    .start(async move { Completion::Reserved(fx.reserve(&netns, &id, v6, false).await) });
             }
             (Some(network), None) if !self.record.addresses.is_empty() => {
                 // The tunnel was reserved for the other address family; a VNI is unique per family.
                 self.in_flight.network.start(async move {
                     let undone = fx.disconnect(&netns, &id, Some(&network), None).await;
                     Completion::Reserved(match undone {
-                        Ok(()) => fx.reserve(&netns, &id, !network.v6, None).await,
+                        Ok(()) => fx.reserve(&netns, &id, !network.v6, false).await,
                         Err(error) => Err(error),
                     })
                 });
@@ -243,7 +243,7 @@ impl Task {
                 self.in_flight.network.start(async move {
                     let undone = fx.disconnect(&netns, &id, Some(&network), Some(vm)).await;
                     Completion::Reserved(match undone {
-                        Ok(()) => fx.reserve_encrypted(&netns, &id, network.v6).await,
+                        Ok(()) => fx.reserve(&netns, &id, network.v6, true).await,
                         Err(error) => Err(error),
                     })
                 });

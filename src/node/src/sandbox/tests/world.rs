@@ -851,7 +851,7 @@ impl PodNetwork for Fake {
         netns: &NetnsRef,
         id: &SandboxId,
         v6: bool,
-        _: Option<&Network>,
+        _encrypted: bool,
     ) -> Result<Network, NetworkError> {
         self.fuse.boundary().await;
         if let Some(error) = self.world.reserve_fails.lock().unwrap().clone() {
@@ -870,15 +870,6 @@ impl PodNetwork for Fake {
             return Err(NetworkError { text: "EBUSY, done".into(), permanent: false });
         }
         Ok(Network { v6, tunnel: RawValue::from_string("{}".into()).unwrap() })
-    }
-
-    async fn reserve_encrypted(
-        &self,
-        netns: &NetnsRef,
-        id: &SandboxId,
-        v6: bool,
-    ) -> Result<Network, NetworkError> {
-        self.reserve(netns, id, v6, None).await
     }
 
     fn is_unsuited(

@@ -28,8 +28,11 @@ impl Place {
             netns: self.folder.join("wireguard.netns"),
             relay: self.folder.join("relay-fds.sock"),
         };
-        let config =
-            TunnelConfig { kind: Kind::Wireguard, wireguard: Some(wireguard), ..TunnelConfig::default() };
+        let config = TunnelConfig {
+            kind: TunnelKind::Wireguard,
+            wireguard: Some(wireguard),
+            ..TunnelConfig::default()
+        };
         open_with(&self.world, config)
     }
 
@@ -52,9 +55,9 @@ impl Drop for Place {
 
 /// Takes the node's descriptors as the relay would; returns the state that it then reports, and the descriptors that it
 /// has.
-fn take(carrier: &WireguardFds, held: Option<&Value>) -> (Value, Vec<std::os::fd::OwnedFd>) {
+fn take(wireguard: &Wireguard, held: Option<&Value>) -> (Value, Vec<std::os::fd::OwnedFd>) {
     let FdHandoff { detail, descriptors } =
-        carrier.wanted(held).unwrap().expect("the node passes descriptors");
+        wireguard.wanted(held).unwrap().expect("the node passes descriptors");
     let mut kept = Vec::new();
     let mut port = held.and_then(|held| held["port"].as_u64());
     for (name, descriptor) in descriptors {
@@ -66,21 +69,21 @@ fn take(carrier: &WireguardFds, held: Option<&Value>) -> (Value, Vec<std::os::fd
             kept.push(descriptor);
         }
     }
-    let key = carrier.0.public_key().to_string();
+    let key = wireguard.public_key().to_string();
     let said = json!({ "key": key, "port": port.unwrap(), "inside": detail.0["inside"] });
-    carrier.taken(&said);
+    wireguard.taken(&said);
     (said, kept)
 }
 
-#[tokio::test]
-async fn deleted_parts_of_the_private_namespace_are_restored_and_passed_to_the_relay() {
+#[test]
+fn deleted_parts_of_the_private_namespace_are_restored_and_passed_to_the_relay() {
     let mut place = Place::new();
     let tunnel = place.open(0);
-    let carrier = tunnel.carrier().unwrap();
-    let (held, _relay) = take(&carrier, None);
-    assert!(carrier.wanted(Some(&held)).unwrap().is_none(), "all is well");
+    let wireguard = tunnel.wireguard().unwrap();
+    let (held, _relay) = take(wireguard, None);
+    assert!(wireguard.wanted(Some(&held)).unwrap().is_none(), "all is well");
     let (pod, other) = (place.world.pod("pod", 7), place.world.pod("pod2", 8));
-    let (_, reserved, _) = whole(&tunnel, &pod, "sandbox", ip(VM)).await;
+    let (_, reserved, _) = whole(&tunnel, &pod, "sandbox", ip(VM));
     let vm = peerpod_wireguard::inner_of(reserved.vni().unwrap()).unwrap();
     let sight = || {
         let (addresses, routes) = (place.inside("-4 -br addr show pp-wg0"), place.inside("route show"));
@@ -98,46 +101,46 @@ async fn deleted_parts_of_the_private_namespace_are_restored_and_passed_to_the_r
         place.inside(&change);
         // The relay need not have noticed: it reports another device.
         if anew {
-            let (_, _relay) = take(&carrier, Some(&held));
+            let (_, _relay) = take(wireguard, Some(&held));
         }
-        assert!(carrier.wanted(Some(&held)).unwrap().is_none(), "after {change}");
+        assert!(wireguard.wanted(Some(&held)).unwrap().is_none(), "after {change}");
         assert_eq!(sight(), before, "after {change}");
     }
     // Between two polls, the next pod's connection still works, and the relay gets the device.
     place.inside("link del pp-wg0");
-    whole(&tunnel, &other, "sandbox2", ip("10.77.0.3")).await;
+    whole(&tunnel, &other, "sandbox2", ip("10.77.0.3"));
     let now = sight().1;
     assert!(before.1.lines().all(|line| now.lines().any(|now| now == line)), "{now}");
     assert!(now.lines().count() > before.1.lines().count(), "{now}");
-    take(&carrier, Some(&held));
+    take(wireguard, Some(&held));
 
     // The name alone: the namespace is the same, with the pods' sockets in it.
     let id = NetnsId::of(&place.netns()).unwrap();
     netns::delete_named(place.netns()).unwrap();
-    assert!(carrier.wanted(Some(&held)).unwrap().is_none());
+    assert!(wireguard.wanted(Some(&held)).unwrap().is_none());
     assert_eq!(NetnsId::of(&place.netns()), Some(id));
     // Another program put another namespace in its place.
     netns::delete_named(place.netns()).unwrap();
     drop(netns::create_named(place.netns()).unwrap());
-    assert!(carrier.wanted(Some(&held)).unwrap().is_none());
+    assert!(wireguard.wanted(Some(&held)).unwrap().is_none());
     assert_eq!(NetnsId::of(&place.netns()), Some(id));
 }
 
-#[tokio::test]
-async fn a_port_that_the_kernel_chose_is_kept_or_refused_and_never_another_one() {
+#[test]
+fn a_port_that_the_kernel_chose_is_kept_or_refused_and_never_another_one() {
     let place = Place::new();
     let port = {
         let tunnel = place.open(0);
-        let (held, _) = take(&tunnel.carrier().unwrap(), None);
+        let (held, _) = take(tunnel.wireguard().unwrap(), None);
         u16::try_from(held["port"].as_u64().unwrap()).unwrap()
     };
     // Another process holds the port, and the relay holds nothing.
     let taken = place.world.within("node", || UdpSocket::bind((Ipv6Addr::UNSPECIFIED, port)).unwrap());
     let tunnel = place.open(0);
-    let carrier = tunnel.carrier().unwrap();
-    let error = carrier.wanted(None).unwrap_err().to_string();
+    let wireguard = tunnel.wireguard().unwrap();
+    let error = wireguard.wanted(None).unwrap_err().to_string();
     assert!(error.contains(&port.to_string()) && error.contains("tunnel.wireguard-port"), "{error}");
     drop(taken);
-    let (held, _relay) = take(&carrier, None);
+    let (held, _relay) = take(wireguard, None);
     assert_eq!(held["port"], port);
 }

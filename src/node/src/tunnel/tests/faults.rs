@@ -5,12 +5,12 @@ use tokio::time::timeout;
 
 use super::*;
 
-#[tokio::test]
-async fn reconnecting_repairs_every_fault() {
+#[test]
+fn reconnecting_repairs_every_fault() {
     let mut world = World::new();
     let tunnel = open(&world);
     let (pod, name) = (world.pod("pod", 7), world.name("pod"));
-    let (seen, reserved, plan) = whole(&tunnel, &pod, "sandbox", ip(VM)).await;
+    let (seen, reserved, plan) = whole(&tunnel, &pod, "sandbox", ip(VM));
     world.apply(&plan).unwrap();
     world.ping("other", "10.244.1.7", 56);
     let vni = reserved.vni().unwrap();
@@ -48,7 +48,7 @@ async fn reconnecting_repairs_every_fault() {
     for (ns, line) in in_pod.iter().map(|l| ("pod", l)).chain(in_node.iter().map(|l| ("node", l))) {
         world.within(ns, || run(line));
         assert_ne!(sight(), before, "{line} broke nothing");
-        let again = tunnel.connect(&pod, "sandbox", &reserved, &seen, ip(VM)).await.unwrap();
+        let again = tunnel.connect(&pod, "sandbox", &reserved, &seen, ip(VM)).unwrap().0;
         assert_eq!(again, plan);
         assert_eq!(sight(), before, "after {line}");
         world.ping("other", "10.244.1.7", 56);
@@ -56,12 +56,12 @@ async fn reconnecting_repairs_every_fault() {
     // The pod's interface goes down and comes up again; the kernel keeps its configuration.
     world.ip("pod", "link set eth0 down");
     world.ip("pod", "link set eth0 up");
-    tunnel.connect(&pod, "sandbox", &reserved, &seen, ip(VM)).await.unwrap();
+    tunnel.connect(&pod, "sandbox", &reserved, &seen, ip(VM)).unwrap();
     world.ping("other", "10.244.1.7", 56);
     // Another program's redirect behind the node's own.
     let double = "filter add dev eth0 ingress prio 2 protocol all u32 match u32 0 0 action mirred egress redirect dev pp-vx0";
     run(&format!("tc -n {name} {double}"));
-    tunnel.connect(&pod, "sandbox", &reserved, &seen, ip(VM)).await.unwrap();
+    tunnel.connect(&pod, "sandbox", &reserved, &seen, ip(VM)).unwrap();
     let filters = run(&format!("tc -n {name} filter show dev eth0 ingress"));
     assert!(filters.matches("mirred").count() >= 1, "{filters}");
     world.ping("other", "10.244.1.7", 56);
@@ -72,7 +72,7 @@ async fn reconnecting_causes_no_events_in_the_pods_network() {
     let mut world = World::new();
     let tunnel = open(&world);
     let pod = world.pod("pod", 7);
-    let (seen, reserved, _) = whole(&tunnel, &pod, "sandbox", ip(VM)).await;
+    let (seen, reserved, _) = whole(&tunnel, &pod, "sandbox", ip(VM));
     let mut events = Events::of_pod(&pod).unwrap();
     let moment = Duration::from_millis(500);
     // The kernel's own events (a neighbour that ages, late on a busy machine) may fall into a round; those of the node
@@ -81,7 +81,7 @@ async fn reconnecting_causes_no_events_in_the_pods_network() {
     for _ in 0..10 {
         while timeout(moment, events.settled(Duration::ZERO, Duration::ZERO)).await.is_ok() {}
         for _ in 0..3 {
-            tunnel.connect(&pod, "sandbox", &reserved, &seen, ip(VM)).await.unwrap();
+            tunnel.connect(&pod, "sandbox", &reserved, &seen, ip(VM)).unwrap();
         }
         silent = timeout(moment, events.settled(Duration::ZERO, Duration::ZERO)).await.is_err();
         if silent {
@@ -93,15 +93,15 @@ async fn reconnecting_causes_no_events_in_the_pods_network() {
     timeout(10 * moment, events.settled(Duration::ZERO, Duration::ZERO)).await.unwrap().unwrap();
 }
 
-#[tokio::test]
-async fn a_new_address_of_the_vm_or_the_node_is_followed() {
+#[test]
+fn a_new_address_of_the_vm_or_the_node_is_followed() {
     let mut world = World::new();
     let tunnel = open(&world);
     let pod = world.pod("pod", 7);
-    let (seen, reserved, plan) = whole(&tunnel, &pod, "sandbox", ip(VM)).await;
+    let (seen, reserved, plan) = whole(&tunnel, &pod, "sandbox", ip(VM));
     world.apply(&plan).unwrap();
     world.ip("vm", "addr add 10.77.0.3/24 dev eth0");
-    let plan = tunnel.connect(&pod, "sandbox", &reserved, &seen, ip("10.77.0.3")).await.unwrap();
+    let plan = tunnel.connect(&pod, "sandbox", &reserved, &seen, ip("10.77.0.3")).unwrap().0;
     assert_eq!(plan.underlay.vm_address, "10.77.0.3");
     let only = |address: &str| {
         let all = world.tables("node");
@@ -113,12 +113,12 @@ async fn a_new_address_of_the_vm_or_the_node_is_followed() {
     assert!(vnis.contains("elements"), "the VNI is no longer guarded: {vnis}");
     world.ip("node", "addr del 10.77.0.1/24 dev ul0");
     world.ip("node", "addr add 10.77.0.9/24 dev ul0");
-    let plan = tunnel.connect(&pod, "sandbox", &reserved, &seen, ip("10.77.0.3")).await.unwrap();
+    let plan = tunnel.connect(&pod, "sandbox", &reserved, &seen, ip("10.77.0.3")).unwrap().0;
     assert_eq!(plan.underlay.node_address, "10.77.0.9");
     assert!(world.ip("pod", "-d link show pp-vx0").contains("remote 10.77.0.3 local 10.77.0.9"));
     world.apply(&plan).unwrap();
     world.ping("other", "10.244.1.7", 56);
-    tunnel.undo("sandbox", Some(&pod), Some(&reserved), Some(ip("10.77.0.3"))).await.unwrap();
+    tunnel.undo("sandbox", Some(&pod), Some(&reserved), Some(ip("10.77.0.3"))).unwrap();
     assert!(!table(&world, "node"));
 }
 
@@ -126,18 +126,17 @@ async fn a_new_address_of_the_vm_or_the_node_is_followed() {
 fn a_namespace_deleted_during_the_setup_is_an_error() {
     let mut world = World::new();
     let tunnel = open(&world);
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let mut outcomes = [0, 0];
     for round in 0..times(15, 200) {
         let name = format!("pod{round}");
         world.bare_pod(&name);
         let path = world.path(&name);
         let began = Instant::now();
-        let steps = async {
+        let steps = || {
             // No handle is held across the steps: that alone would keep the namespace.
-            let seen = tunnel.inspect(&Netns::open(&path)?).await?;
-            let reserved = tunnel.reserve(&Netns::open(&path)?, "sandbox", &seen, false, None).await?;
-            tunnel.connect(&Netns::open(&path)?, "sandbox", &reserved, &seen, ip(VM)).await
+            let seen = inspect(&Netns::open(&path)?)?;
+            let reserved = tunnel.reserve(&Netns::open(&path)?, "sandbox", &seen, false, None)?;
+            tunnel.connect(&Netns::open(&path)?, "sandbox", &reserved, &seen, ip(VM))
         };
         let (path, world) = (&path, &world);
         std::thread::scope(|scope| {
@@ -146,7 +145,7 @@ fn a_namespace_deleted_during_the_setup_is_an_error() {
                 std::thread::sleep(Duration::from_micros(100 * round as u64));
                 peerpod_podnet::netns::delete_named(path).unwrap();
             });
-            match runtime.block_on(steps) {
+            match steps() {
                 Ok(_) => outcomes[0] += 1,
                 Err(error) => {
                     assert!(error.is_gone() || matches!(error, Error::NotNetns { .. }), "{error}");
@@ -155,7 +154,7 @@ fn a_namespace_deleted_during_the_setup_is_an_error() {
             }
         });
         assert!(began.elapsed() < Duration::from_secs(5), "round {round}");
-        runtime.block_on(tunnel.undo("sandbox", None, None, Some(ip(VM)))).unwrap();
+        tunnel.undo("sandbox", None, None, Some(ip(VM))).unwrap();
         assert!(!table(world, "node"), "round {round}");
     }
     println!("set up before the end {}, refused {}", outcomes[0], outcomes[1]);
@@ -174,10 +173,10 @@ async fn many_pods_are_set_up_and_torn_down_at_once() {
             .enumerate()
             .map(|(n, pod)| {
                 let (tunnel, pod) = (tunnel.clone(), pod.clone());
-                tokio::spawn(async move {
+                tokio::task::spawn_blocking(move || {
                     let vm = IpAddr::from([10, 77, 0, 10 + (n % 200) as u8]);
                     let sandbox = format!("sandbox-{n}");
-                    let (_, reserved, _) = whole(&tunnel, &pod, &sandbox, vm).await;
+                    let (_, reserved, _) = whole(&tunnel, &pod, &sandbox, vm);
                     (pod, sandbox, reserved, vm)
                 })
             })
@@ -194,8 +193,8 @@ async fn many_pods_are_set_up_and_torn_down_at_once() {
             .into_iter()
             .map(|(pod, sandbox, reserved, vm)| {
                 let tunnel = tunnel.clone();
-                tokio::spawn(async move {
-                    tunnel.undo(&sandbox, Some(&pod), Some(&reserved), Some(vm)).await.unwrap();
+                tokio::task::spawn_blocking(move || {
+                    tunnel.undo(&sandbox, Some(&pod), Some(&reserved), Some(vm)).unwrap();
                 })
             })
             .collect();
@@ -210,8 +209,8 @@ async fn many_pods_are_set_up_and_torn_down_at_once() {
     }
 }
 
-#[tokio::test]
-async fn a_thousand_foreign_links_cost_nothing() {
+#[test]
+fn a_thousand_foreign_links_cost_nothing() {
     let mut world = World::new();
     let tunnel = open(&world);
     let pod = world.bare_pod("pod");
@@ -228,9 +227,9 @@ async fn a_thousand_foreign_links_cost_nothing() {
         let mut took = Vec::new();
         for _ in 0..30 {
             let began = Instant::now();
-            let (_, reserved, _) = whole(&tunnel, &pod, "sandbox", ip(VM)).await;
+            let (_, reserved, _) = whole(&tunnel, &pod, "sandbox", ip(VM));
             took.push(began.elapsed());
-            tunnel.undo("sandbox", Some(&pod), Some(&reserved), Some(ip(VM))).await.unwrap();
+            tunnel.undo("sandbox", Some(&pod), Some(&reserved), Some(ip(VM))).unwrap();
         }
         took.sort();
         medians.push(took[took.len() / 2]);
