@@ -36,15 +36,19 @@ use std::{sync::Arc, time::Duration};
 
 use peerpod_base::admin::Ready;
 use peerpod_kube::client;
-use tokio::{task::JoinSet, time::timeout};
+use tokio::time::timeout;
 use tracing::{info, warn};
 
 pub use config::ClusterConfig;
-pub use pods::{Found, Pods};
 pub use show::Shown;
 pub use writer::Recorded;
 
-use crate::{metrics::Metrics, sandbox::ports::Said, spec::PodRef};
+use crate::{
+    app::{Tasks, spawn},
+    metrics::Metrics,
+    sandbox::ports::Said,
+    spec::PodRef,
+};
 use calls::Calls;
 use capacity::Capacity;
 use events::Events;
@@ -91,26 +95,17 @@ impl Cluster {
     }
 
     /// Runs the tasks of the whole life of the daemon: the watch of the pods, and the writers.
-    pub fn run(&self, tasks: &mut JoinSet<&'static str>) {
+    pub fn run(&self, tasks: &mut Tasks) {
         let (pods, writer, events) = (self.pods.clone(), self.writer.clone(), self.events.clone());
-        tasks.spawn(async move {
-            pods.run().await;
-            "reflector of pods"
-        });
-        tasks.spawn(async move {
-            writer.run().await;
-            "writer of PeerPods"
-        });
-        tasks.spawn(async move {
-            events.run().await;
-            "writer of Events"
-        });
+        spawn(tasks, "reflector of pods", async move { pods.run().await });
+        spawn(tasks, "writer of PeerPods", async move { writer.run().await });
+        spawn(tasks, "writer of Events", async move { events.run().await });
     }
 
     /// Claims the node's capacity for this daemon before it serves: a predecessor that exits then leaves it in place.
-    pub fn claim(&self, tasks: &mut JoinSet<&'static str>) {
+    pub fn claim(&self, tasks: &mut Tasks) {
         let capacity = self.capacity.clone();
-        tasks.spawn(async move {
+        spawn(tasks, "claim of the capacity", async move {
             capacity.claim().await;
             // The end of a task counts as a fault, and this one has completed.
             std::future::pending().await
@@ -118,17 +113,10 @@ impl Cluster {
     }
 
     /// Runs the tasks that show that this daemon serves: capacity and heartbeat.
-    pub fn serve(&self, tasks: &mut JoinSet<&'static str>) {
-        let capacity = self.capacity.clone();
-        tasks.spawn(async move {
-            capacity.run().await;
-            "capacity"
-        });
-        let (calls, config) = (self.calls.clone(), self.config.clone());
-        tasks.spawn(async move {
-            heartbeat::run(calls, &config).await;
-            "heartbeat"
-        });
+    pub fn serve(&self, tasks: &mut Tasks) {
+        let (capacity, calls, config) = (self.capacity.clone(), self.calls.clone(), self.config.clone());
+        spawn(tasks, "capacity", async move { capacity.run().await });
+        spawn(tasks, "heartbeat", async move { heartbeat::run(calls, &config).await });
     }
 
     /// Removes the capacity at exit, if it still belongs to this daemon.

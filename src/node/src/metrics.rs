@@ -4,9 +4,8 @@ use std::{collections::BTreeSet, sync::Arc};
 
 use parking_lot::Mutex;
 use prometheus_client::{
-    encoding::EncodeLabelSet,
     metrics::{counter::Counter, family::Family, gauge::Gauge, histogram::Histogram},
-    registry::Registry,
+    registry::{Metric, Registry},
 };
 
 use crate::sandbox::phase::Phase;
@@ -14,84 +13,71 @@ use crate::sandbox::phase::Phase;
 /// Limit of the names of guests' stages, above the number of any valid guest.
 const MAX_GUEST_STAGES: usize = 32;
 
-/// Labels by phase.
-#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-pub struct ByPhase {
-    /// [`Phase::name`].
-    pub phase: String,
-}
-
-/// Labels by stage of a sandbox's life.
-#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-pub struct ByStage {
-    /// The stage's name, as in the sandbox's final log record.
-    pub stage: String,
-}
-
-/// Labels by reason.
-#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-pub struct ByReason {
-    /// One word.
-    pub reason: String,
-}
-
-/// Labels of a call to the API server.
-#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-pub struct ByCall {
-    /// The kind of call.
-    pub call: &'static str,
-    /// `ok`, `not_found`, `conflict`, `refused`, `away`.
-    pub result: &'static str,
-}
-
-/// Labels by kind.
-#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-pub struct ByKind {
-    /// One word.
-    pub kind: &'static str,
-}
-
-type Histograms = Family<ByStage, Histogram, fn() -> Histogram>;
+/// One label.
+type Label = [(&'static str, String); 1];
+type Counters = Family<Label, Counter>;
+type Histograms = Family<Label, Histogram, fn() -> Histogram>;
 
 /// The node's metrics. Cheap to clone; all clones count together.
 #[derive(Clone, Debug)]
 pub struct Metrics {
-    phases: Family<ByPhase, Gauge>,
+    /// Sandboxes and their VMs.
+    pub sandboxes: SandboxMetrics,
+    /// Guests, and the network between them and their pods.
+    pub guests: GuestMetrics,
+    /// The cluster's side.
+    pub cluster: ClusterMetrics,
+    /// Relay processes that the node has connected to.
+    pub relay_epochs: Counter,
+    /// Tasks that ended by a panic. Anything but 0 is a bug.
+    pub panics: Counter,
+}
+
+/// Metrics of the sandboxes and their VMs.
+#[derive(Clone, Debug)]
+pub struct SandboxMetrics {
+    phases: Family<Label, Gauge>,
     stages: Histograms,
-    guest_stages: Histograms,
-    guest_stage_names: Arc<Mutex<BTreeSet<String>>>,
-    stops: Family<ByReason, Counter>,
-    failures: Family<ByStage, Counter>,
-    claims_refused: Family<ByReason, Counter>,
+    stops: Counters,
+    failures: Counters,
+    recoveries: Counters,
+    notices: Counters,
+    batches: Histogram,
+    /// Files that could not be understood and were set aside.
+    pub quarantined: Counter,
+    /// VMs of this node that had no record and were deleted.
+    pub orphans: Counter,
+    /// Writes of the ledger that failed.
+    pub ledger_errors: Counter,
+}
+
+/// Metrics of the guests.
+#[derive(Clone, Debug)]
+pub struct GuestMetrics {
+    stages: Histograms,
+    stage_names: Arc<Mutex<BTreeSet<String>>>,
+    claims_refused: Counters,
+    paths: Counters,
     /// Pods without pull secrets at the moment they were needed.
     pub pull_secrets_missed: Counter,
     /// Guests that received their certificate.
     pub claims_granted: Counter,
-    /// Files that could not be understood and were set aside.
-    pub quarantined: Counter,
-    recoveries: Family<ByPhase, Counter>,
-    /// VMs of this node that had no record and were deleted.
-    pub orphans: Counter,
     /// Guests that a CA rotation went on without.
     pub left_behind: Counter,
-    /// Writes of the ledger that failed.
-    pub ledger_errors: Counter,
-    /// Relay processes that the node has connected to.
-    pub relay_epochs: Counter,
     /// Changes of running pods' networks that were followed.
     pub network_changes: Counter,
     /// Obstacles to running pods' traffic, above all filters of other programs.
     pub obstacles: Counter,
-    paths: Family<ByKind, Counter>,
-    notices: Family<ByKind, Counter>,
-    cluster_calls: Family<ByCall, Counter>,
+}
+
+/// Metrics of the cluster's side.
+#[derive(Clone, Debug)]
+pub struct ClusterMetrics {
+    calls: Family<[(&'static str, &'static str); 2], Counter>,
     /// PeerPods that differ from their desired state.
-    pub cluster_backlog: Gauge,
+    pub backlog: Gauge,
     /// Events that were never written.
-    pub cluster_events_dropped: Counter,
-    batches: Histogram,
-    /// Tasks that ended by a panic. Anything but 0 is a bug.
-    pub panics: Counter,
+    pub events_dropped: Counter,
 }
 
 fn seconds() -> Histogram {
@@ -102,166 +88,94 @@ fn seconds() -> Histogram {
     ])
 }
 
+fn histograms() -> Histograms {
+    Family::new_with_constructor(seconds)
+}
+
+/// A registry under the node's prefix.
+struct Node<'a>(&'a mut Registry);
+
+impl Node<'_> {
+    fn add<M: Metric + Clone>(&mut self, name: &str, help: &str, metric: M) -> M {
+        self.0.register(name, help, metric.clone());
+        metric
+    }
+
+    /// Adds a metric that is zero at first.
+    fn zero<M: Metric + Clone + Default>(&mut self, name: &str, help: &str) -> M {
+        self.add(name, help, M::default())
+    }
+}
+
 impl Default for Metrics {
     fn default() -> Metrics {
-        Metrics {
-            phases: Family::default(),
-            stages: Family::new_with_constructor(seconds),
-            guest_stages: Family::new_with_constructor(seconds),
-            guest_stage_names: Arc::default(),
-            stops: Family::default(),
-            failures: Family::default(),
-            claims_refused: Family::default(),
-            pull_secrets_missed: Counter::default(),
-            claims_granted: Counter::default(),
-            quarantined: Counter::default(),
-            recoveries: Family::default(),
-            orphans: Counter::default(),
-            left_behind: Counter::default(),
-            ledger_errors: Counter::default(),
-            relay_epochs: Counter::default(),
-            network_changes: Counter::default(),
-            obstacles: Counter::default(),
-            paths: Family::default(),
-            notices: Family::default(),
-            cluster_calls: Family::default(),
-            cluster_backlog: Gauge::default(),
-            cluster_events_dropped: Counter::default(),
-            batches: Histogram::new([2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1000.0]),
-            panics: Counter::default(),
-        }
+        Metrics::new(&mut Registry::default())
     }
 }
 
 impl Metrics {
-    /// Registers the metrics.
-    pub fn register(&self, registry: &mut Registry) {
-        let node = registry.sub_registry_with_prefix("peerpod_node");
-        node.register("sandboxes", "Sandboxes by phase", self.phases.clone());
-        node.register("stage_seconds", "Time from CreateVM (or the stop) to each stage", self.stages.clone());
-        node.register(
-            "guest_stage_seconds",
-            "Duration of each stage in the guest",
-            self.guest_stages.clone(),
-        );
-        node.register("stops", "Sandboxes stopped, by reason", self.stops.clone());
-        node.register(
-            "failures",
-            "Sandboxes that could not be started, by failed stage",
-            self.failures.clone(),
-        );
-        node.register(
-            "pull_secrets_missed",
-            "Times a pod went on without an answer about its pull secrets",
-            self.pull_secrets_missed.clone(),
-        );
-        node.register("claims_refused", "Claims refused", self.claims_refused.clone());
-        node.register("claims_granted", "Claims granted a certificate", self.claims_granted.clone());
-        node.register("quarantined", "Ledger or inbox files set aside", self.quarantined.clone());
-        node.register("recoveries", "Sandboxes picked up from the ledger, by phase", self.recoveries.clone());
-        node.register("orphans", "VMs without a record that were deleted", self.orphans.clone());
-        node.register(
-            "guests_left_behind",
-            "Guests that had not followed when a step of the CA's rotation went on",
-            self.left_behind.clone(),
-        );
-        node.register("ledger_errors", "Ledger writes that failed", self.ledger_errors.clone());
-        node.register(
-            "relay_epochs",
-            "Relay processes that the node connected to",
-            self.relay_epochs.clone(),
-        );
-        node.register(
-            "network_changes",
-            "Changes of running pods' networks that were followed",
-            self.network_changes.clone(),
-        );
-        node.register(
-            "network_obstacles",
-            "Obstacles to running pods' traffic: filters of other programs before Peerpod's redirects",
-            self.obstacles.clone(),
-        );
-        node.register(
-            "paths",
-            "Results of guests' path-MTU probes: as_planned, narrow (the pod's MTU is smaller), untried",
-            self.paths.clone(),
-        );
-        node.register(
-            "vm_notices",
-            "Events of pods' VMs from the provider: interruption (the cloud reclaims the VM), ended",
-            self.notices.clone(),
-        );
-        node.register("batch_size", "VMs requested by one call for several sandboxes", self.batches.clone());
-        node.register(
-            "cluster_calls",
-            "Calls to the API server, by operation and result",
-            self.cluster_calls.clone(),
-        );
-        node.register("cluster_backlog", "PeerPods whose update is pending", self.cluster_backlog.clone());
-        node.register(
-            "cluster_events_dropped",
-            "Events on pods that were dropped: too many of one pod, or the API server was away for too long",
-            self.cluster_events_dropped.clone(),
-        );
-        node.register("panics", "Tasks that panicked", self.panics.clone());
-        for phase in Phase::NAMES {
-            drop(self.phases.get_or_create(&ByPhase { phase: phase.into() }));
+    /// Makes the metrics and registers them.
+    pub fn new(registry: &mut Registry) -> Metrics {
+        let mut node = Node(registry.sub_registry_with_prefix("peerpod_node"));
+        Metrics {
+            sandboxes: SandboxMetrics::new(&mut node),
+            guests: GuestMetrics::new(&mut node),
+            cluster: ClusterMetrics::new(&mut node),
+            relay_epochs: node.zero("relay_epochs", "Relay processes that the node connected to"),
+            panics: node.zero("panics", "Tasks that panicked"),
         }
+    }
+}
+
+impl SandboxMetrics {
+    fn new(node: &mut Node<'_>) -> SandboxMetrics {
+        let sizes = Histogram::new([2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1000.0]);
+        let metrics = SandboxMetrics {
+            phases: node.zero("sandboxes", "Sandboxes by phase"),
+            stages: node.add("stage_seconds", "Time from CreateVM (or the stop) to each stage", histograms()),
+            stops: node.zero("stops", "Sandboxes stopped, by reason"),
+            failures: node.zero("failures", "Sandboxes that could not be started, by failed stage"),
+            recoveries: node.zero("recoveries", "Sandboxes picked up from the ledger, by phase"),
+            notices: node.zero(
+                "vm_notices",
+                "Events of pods' VMs from the provider: interruption (the cloud reclaims the VM), ended",
+            ),
+            batches: node.add("batch_size", "VMs requested by one call for several sandboxes", sizes),
+            quarantined: node.zero("quarantined", "Ledger or inbox files set aside"),
+            orphans: node.zero("orphans", "VMs without a record that were deleted"),
+            ledger_errors: node.zero("ledger_errors", "Ledger writes that failed"),
+        };
+        for phase in Phase::NAMES {
+            drop(metrics.phases.get_or_create(&[("phase", phase.into())]));
+        }
+        metrics
     }
 
     /// Counts a sandbox's change of phase; `None`: outside this process.
     pub fn moved(&self, from: Option<&Phase>, to: Option<&Phase>) {
-        let by = |phase: &Phase| ByPhase { phase: phase.name().into() };
+        let label = |phase: &Phase| [("phase", phase.name().into())];
         if let Some(from) = from {
-            self.phases.get_or_create(&by(from)).dec();
+            self.phases.get_or_create(&label(from)).dec();
         }
         if let Some(to) = to {
-            self.phases.get_or_create(&by(to)).inc();
+            self.phases.get_or_create(&label(to)).inc();
         }
     }
 
     /// Records that a stage was reached, `ms` after its starting point.
     pub fn stage(&self, stage: &str, ms: u64) {
-        self.stages.get_or_create(&ByStage { stage: stage.into() }).observe(ms as f64 / 1000.0);
-    }
-
-    /// Records the duration of a stage in the guest.
-    pub fn guest_stage(&self, stage: &str, us: u64) {
-        // The name comes from a guest, which must not control the number of time series.
-        if self.guest_stage_is_known(stage) {
-            self.guest_stages.get_or_create(&ByStage { stage: stage.into() }).observe(us as f64 / 1e6);
-        }
-    }
-
-    fn guest_stage_is_known(&self, stage: &str) -> bool {
-        let mut names = self.guest_stage_names.lock();
-        names.contains(stage)
-            || (names.len() < MAX_GUEST_STAGES && stage.len() <= 32 && names.insert(stage.to_owned()))
-    }
-
-    /// Counts a guest's path to the node by its kind.
-    pub fn path(&self, kind: &'static str) {
-        self.paths.get_or_create(&ByKind { kind }).inc();
-    }
-
-    /// Returns the count of [`Metrics::path`] for this kind.
-    pub fn paths(&self, kind: &'static str) -> u64 {
-        self.paths.get_or_create(&ByKind { kind }).get()
+        self.stages.get_or_create(&[("stage", stage.into())]).observe(ms as f64 / 1000.0);
     }
 
     /// Counts a provider's event about a pod's VM.
     pub fn noticed(&self, kind: &'static str) {
-        self.notices.get_or_create(&ByKind { kind }).inc();
+        self.notices.get_or_create(&[("kind", kind.into())]).inc();
     }
 
-    /// Counts a call to the API server and its result.
-    pub fn cluster_call(&self, call: &'static str, result: &'static str) {
-        self.cluster_calls.get_or_create(&ByCall { call, result }).inc();
-    }
-
-    /// Returns the count of [`Metrics::noticed`] for this kind.
-    pub fn notices(&self, kind: &'static str) -> u64 {
-        self.notices.get_or_create(&ByKind { kind }).get()
+    /// Returns the count of [`SandboxMetrics::noticed`] for this kind.
+    #[cfg(test)]
+    pub(crate) fn notices(&self, kind: &'static str) -> u64 {
+        self.notices.get_or_create(&[("kind", kind.into())]).get()
     }
 
     /// Records the size of a batch.
@@ -271,22 +185,91 @@ impl Metrics {
 
     /// Counts a sandbox that was stopped.
     pub fn stopped(&self, reason: &str) {
-        self.stops.get_or_create(&ByReason { reason: reason.into() }).inc();
+        self.stops.get_or_create(&[("reason", reason.into())]).inc();
     }
 
     /// Counts a sandbox that could not be started.
     pub fn failed(&self, stage: &str) {
-        self.failures.get_or_create(&ByStage { stage: stage.into() }).inc();
-    }
-
-    /// Counts a claim that was refused.
-    pub fn claim_refused(&self, reason: &str) {
-        self.claims_refused.get_or_create(&ByReason { reason: reason.into() }).inc();
+        self.failures.get_or_create(&[("stage", stage.into())]).inc();
     }
 
     /// Counts a sandbox that was recovered from the ledger.
     pub fn recovered(&self, phase: &Phase) {
-        self.recoveries.get_or_create(&ByPhase { phase: phase.name().into() }).inc();
+        self.recoveries.get_or_create(&[("phase", phase.name().into())]).inc();
+    }
+}
+
+impl GuestMetrics {
+    fn new(node: &mut Node<'_>) -> GuestMetrics {
+        GuestMetrics {
+            stages: node.add("guest_stage_seconds", "Duration of each stage in the guest", histograms()),
+            stage_names: Arc::default(),
+            claims_refused: node.zero("claims_refused", "Claims refused"),
+            paths: node.zero(
+                "paths",
+                "Results of guests' path-MTU probes: as_planned, narrow (the pod's MTU is smaller), untried",
+            ),
+            pull_secrets_missed: node
+                .zero("pull_secrets_missed", "Times a pod went on without an answer about its pull secrets"),
+            claims_granted: node.zero("claims_granted", "Claims granted a certificate"),
+            left_behind: node.zero(
+                "guests_left_behind",
+                "Guests that had not followed when a step of the CA's rotation went on",
+            ),
+            network_changes: node
+                .zero("network_changes", "Changes of running pods' networks that were followed"),
+            obstacles: node.zero(
+                "network_obstacles",
+                "Obstacles to running pods' traffic: filters of other programs before Peerpod's redirects",
+            ),
+        }
+    }
+
+    /// Records the duration of a stage in the guest.
+    pub fn stage(&self, stage: &str, us: u64) {
+        // The name comes from a guest, which must not control the number of time series.
+        let is_known = {
+            let mut names = self.stage_names.lock();
+            names.contains(stage)
+                || (names.len() < MAX_GUEST_STAGES && stage.len() <= 32 && names.insert(stage.to_owned()))
+        };
+        if is_known {
+            self.stages.get_or_create(&[("stage", stage.into())]).observe(us as f64 / 1e6);
+        }
+    }
+
+    /// Counts a guest's path to the node by its kind.
+    pub fn path(&self, kind: &'static str) {
+        self.paths.get_or_create(&[("kind", kind.into())]).inc();
+    }
+
+    /// Returns the count of [`GuestMetrics::path`] for this kind.
+    #[cfg(test)]
+    pub(crate) fn paths(&self, kind: &'static str) -> u64 {
+        self.paths.get_or_create(&[("kind", kind.into())]).get()
+    }
+
+    /// Counts a claim that was refused.
+    pub fn claim_refused(&self, reason: &str) {
+        self.claims_refused.get_or_create(&[("reason", reason.into())]).inc();
+    }
+}
+
+impl ClusterMetrics {
+    fn new(node: &mut Node<'_>) -> ClusterMetrics {
+        ClusterMetrics {
+            calls: node.zero("cluster_calls", "Calls to the API server, by operation and result"),
+            backlog: node.zero("cluster_backlog", "PeerPods whose update is pending"),
+            events_dropped: node.zero(
+                "cluster_events_dropped",
+                "Events on pods that were dropped: too many of one pod, or the API server was away for too long",
+            ),
+        }
+    }
+
+    /// Counts a call to the API server. `result` is `ok`, `not_found`, `conflict`, `refused` or `away`.
+    pub fn call(&self, call: &'static str, result: &'static str) {
+        self.calls.get_or_create(&[("call", call), ("result", result)]).inc();
     }
 }
 
@@ -299,17 +282,16 @@ mod tests {
     #[test]
     fn documented_metrics_are_up_to_date() {
         let mut registry = Registry::default();
-        let metrics = Metrics::default();
-        metrics.register(&mut registry);
-        metrics.stage("x", 0);
-        metrics.guest_stage("x", 0);
-        metrics.stopped("x");
-        metrics.failed("x");
-        metrics.claim_refused("x");
-        metrics.path("x");
-        metrics.noticed("x");
-        metrics.cluster_call("x", "x");
-        metrics.recoveries.get_or_create(&ByPhase { phase: "x".to_owned() }).inc();
+        let Metrics { sandboxes, guests, cluster, .. } = Metrics::new(&mut registry);
+        sandboxes.stage("x", 0);
+        sandboxes.stopped("x");
+        sandboxes.failed("x");
+        sandboxes.noticed("x");
+        sandboxes.recovered(&Phase::Gone);
+        guests.stage("x", 0);
+        guests.claim_refused("x");
+        guests.path("x");
+        cluster.call("x", "x");
         let text = reference::metrics(&registry).unwrap();
         reference::section("metrics.md", "peerpod-node", &text).unwrap();
     }

@@ -43,7 +43,7 @@ const CALL: Duration = Duration::from_secs(10);
 const WATCH: Duration = Duration::from_secs(40);
 
 /// Makes the Configure request: the relay's certificate and key, and the trusted CAs.
-pub type Identity = Arc<dyn Fn() -> Result<ConfigureRequest, String> + Send + Sync>;
+pub type RelayIdentity = Arc<dyn Fn() -> Result<ConfigureRequest, String> + Send + Sync>;
 
 /// Client of the relay. Clones share the connection.
 #[derive(Clone)]
@@ -51,7 +51,7 @@ pub struct RelayClient(Arc<Shared>);
 
 struct Shared {
     socket: PathBuf,
-    identity: Identity,
+    identity: RelayIdentity,
     metrics: Metrics,
     stub: watch::Sender<Option<Stub>>,
     /// Whether a connection exists.
@@ -67,7 +67,7 @@ struct Shared {
 
 impl RelayClient {
     /// Creates a client of the relay at this socket. It does nothing before [`RelayClient::run`].
-    pub fn new(socket: PathBuf, identity: Identity, metrics: Metrics) -> RelayClient {
+    pub fn new(socket: PathBuf, identity: RelayIdentity, metrics: Metrics) -> RelayClient {
         RelayClient(Arc::new(Shared {
             socket,
             identity,
@@ -205,11 +205,6 @@ impl RelayClient {
     /// Receiver of the TCP address that guests dial.
     pub fn listening(&self) -> watch::Receiver<Option<std::net::SocketAddr>> {
         self.0.listen.subscribe()
-    }
-
-    /// Whether a connection exists now.
-    pub fn is_connected(&self) -> bool {
-        self.0.stub.borrow().is_some()
     }
 
     /// Receiver of the relay's state of a sandbox's guest.

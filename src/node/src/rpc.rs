@@ -241,7 +241,7 @@ pub async fn read_inbox(sandboxes: &Sandboxes, inbox: &Inbox, metrics: &Metrics)
     let reader = inbox.clone();
     let (notes, bad) = on_thread(move || reader.read()).await??;
     for bad in bad {
-        metrics.quarantined.inc();
+        metrics.sandboxes.quarantined.inc();
         tracing::error!(file = %bad.file.display(), moved_to = %bad.moved_to.display(), why = bad.why, "a note in the inbox is not valid");
     }
     let mut handled = 0;

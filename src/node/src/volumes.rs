@@ -24,12 +24,9 @@ use zeroize::Zeroizing;
 
 use crate::spec::PodRef;
 
-/// Lookup of this node's pods, as the API server has them.
-pub trait Pods: Send + Sync + 'static {
-    /// Returns the UIDs of the pods of this name on this node that are not terminating; empty where none is known
-    /// (yet).
-    fn uids(&self, namespace: &str, name: &str) -> Vec<String>;
-}
+/// Lookup of this node's pods, as the API server has them. Returns the UIDs of the pods with a namespace and a name that
+/// are not terminating; empty where none is known (yet).
+pub type Pods = Arc<dyn Fn(&str, &str) -> Vec<String> + Send + Sync>;
 
 /// Interval of checks for a driver's attachment, which takes seconds in the cloud.
 const LOOK: Duration = Duration::from_millis(100);
@@ -182,7 +179,7 @@ pub fn identity(told: DiskIdentity) -> Identity {
 #[derive(Clone)]
 pub struct Volumes {
     records: Records,
-    pods: Option<Arc<dyn Pods>>,
+    pods: Option<Pods>,
     /// Folder in which other CSI drivers describe volumes in Kata's format.
     direct: Option<PathBuf>,
     /// Held while a pod's VM is noted: two sandboxes of one pod may do so at once.
@@ -191,7 +188,7 @@ pub struct Volumes {
 
 impl Volumes {
     /// Opens the records in this folder.
-    pub fn new(folder: &Path, pods: Option<Arc<dyn Pods>>) -> Volumes {
+    pub fn new(folder: &Path, pods: Option<Pods>) -> Volumes {
         Volumes { records: Records::new(folder), pods, direct: None, notes: Arc::default() }
     }
 
@@ -266,7 +263,7 @@ impl Volumes {
     /// Returns the UID from the pod watch, if exactly one pod has the name: records of other CSI drivers contain no
     /// name.
     fn uid_of_watch(&self, pod: &PodRef) -> Option<String> {
-        let mut known = self.pods.as_ref()?.uids(&pod.namespace, &pod.name);
+        let mut known = self.pods.as_ref()?(&pod.namespace, &pod.name);
         if known.len() == 1 { known.pop() } else { None }
     }
 
@@ -279,7 +276,7 @@ impl Volumes {
         if recorded.is_empty() {
             return Ok(None);
         }
-        let known = self.pods.as_ref().map(|pods| pods.uids(&pod.namespace, &pod.name)).unwrap_or_default();
+        let known = self.pods.as_ref().map(|pods| pods(&pod.namespace, &pod.name)).unwrap_or_default();
         // A recorded pod that is not known and had no VM yet may be the one that starts: the watch lags behind kubelet.
         let mut unheard = false;
         for uid in recorded.iter().filter(|uid| !known.contains(uid)) {

@@ -35,12 +35,11 @@ pub(crate) async fn run(
     wireguard: Arc<Wireguard>,
     addresses: GuestAddresses,
     underlay: watch::Receiver<u64>,
-) -> &'static str {
+) {
     tokio::select! {
         () = supply_always(&relay, &wireguard) => {}
         () = find_always(&wireguard, &addresses, relay.listening(), underlay) => {}
     }
-    "encrypted tunnel"
 }
 
 async fn supply_always(relay: &RelayClient, wireguard: &Arc<Wireguard>) {

@@ -1,17 +1,12 @@
 //! Makes every call to the API server: applies its deadline, counts it, and tracks whether the API server is reachable.
 
-use std::{fmt::Debug, future::Future, sync::Arc};
+use std::{future::Future, sync::Arc};
 
 use k8s_openapi::jiff::Timestamp;
-use kube::{
-    Api, Client,
-    api::{Patch, PatchParams},
-};
+use kube::Client;
 use parking_lot::Mutex;
 use peerpod_base::admin::Ready;
 use peerpod_kube::client::{Error, within};
-use serde::de::DeserializeOwned;
-use serde_json::Value;
 use tokio::time::Instant;
 use tracing::{info, warn};
 
@@ -43,36 +38,12 @@ impl Calls {
         future: impl Future<Output = Result<T, kube::Error>>,
     ) -> Result<T, Error> {
         let result = within(what, future).await;
-        self.metrics.cluster_call(call, outcome(&result));
+        self.metrics.cluster.call(call, outcome(&result));
         match &result {
             Err(error) if is_away(error) => self.lost(&error.to_string()),
             Ok(_) | Err(_) => self.met(),
         }
         result
-    }
-
-    /// Patches an object.
-    pub(super) async fn patch<K: Clone + DeserializeOwned + Debug>(
-        &self,
-        call: &'static str,
-        what: impl Into<String>,
-        (api, name): (&Api<K>, &str),
-        params: &PatchParams,
-        patch: Patch<Value>,
-    ) -> Result<K, Error> {
-        self.call(call, what, api.patch(name, params, &patch)).await
-    }
-
-    /// Patches an object's status.
-    pub(super) async fn patch_status<K: Clone + DeserializeOwned + Debug>(
-        &self,
-        call: &'static str,
-        what: impl Into<String>,
-        (api, name): (&Api<K>, &str),
-        params: &PatchParams,
-        patch: Patch<Value>,
-    ) -> Result<K, Error> {
-        self.call(call, what, api.patch_status(name, params, &patch)).await
     }
 
     /// Whether the last call found the API server unreachable.

@@ -60,8 +60,21 @@ impl Capacity {
         Capacity { calls, nodes, node, resource, amount: config.capacity, owner, closed: Arc::default() }
     }
 
-    fn what(&self, what: &str) -> String {
-        format!("{what} Node {}", self.node)
+    async fn node(&self) -> Result<Node, Error> {
+        self.calls.call("capacity", format!("look at Node {}", self.node), self.nodes.get(&self.node)).await
+    }
+
+    async fn patch_status(&self, what: &str, steps: Vec<Value>) -> Result<Node, Error> {
+        let (params, patch) = (PatchParams::default(), patch(steps)?);
+        let patched = self.nodes.patch_status(&self.node, &params, &patch);
+        self.calls.call("capacity", format!("{what} Node {}", self.node), patched).await
+    }
+
+    async fn patch_owner(&self, what: &str, owner: Option<&str>) -> Result<(), Error> {
+        let patch = Patch::Merge(json!({"metadata": {"annotations": {OWNER: owner}}}));
+        let params = PatchParams::default();
+        let patched = self.nodes.patch(&self.node, &params, &patch);
+        self.calls.call("own", format!("{what} Node {}", self.node), patched).await.map(drop)
     }
 
     /// Writes this daemon as the owner, until it holds.
@@ -79,9 +92,7 @@ impl Capacity {
     }
 
     async fn own(&self) -> Result<(), Error> {
-        let patch = Patch::Merge(json!({"metadata": {"annotations": {OWNER: self.owner}}}));
-        let (what, node) = (self.what("claim the capacity of"), (&self.nodes, self.node.as_str()));
-        self.calls.patch("own", what, node, &PatchParams::default(), patch).await.map(drop)
+        self.patch_owner("claim the capacity of", Some(&self.owner)).await
     }
 
     /// Maintains the capacity, for ever.
@@ -140,10 +151,9 @@ impl Capacity {
     }
 
     async fn clear_once(&self) -> Result<(), Error> {
-        let node = self.calls.call("capacity", self.what("look at"), self.nodes.get(&self.node)).await?;
+        let node = self.node().await?;
         let Some(steps) = self.leftover(&node) else { return Ok(()) };
-        let (what, at) = (self.what("clear the capacity of"), (&self.nodes, self.node.as_str()));
-        match self.calls.patch_status("capacity", what, at, &PatchParams::default(), patch(steps)?).await {
+        match self.patch_status("clear the capacity of", steps).await {
             Ok(_) => {
                 info!(resource = self.resource, "cleared the capacity that an earlier daemon advertised")
             }
@@ -152,9 +162,7 @@ impl Capacity {
             Err(error) => return Err(error),
         }
         // Without an owner, a value that a person sets by hand stays.
-        let patch = Patch::Merge(json!({"metadata": {"annotations": {OWNER: null}}}));
-        let (what, at) = (self.what("remove the capacity's owner from"), (&self.nodes, self.node.as_str()));
-        self.calls.patch("own", what, at, &PatchParams::default(), patch).await.map(drop)
+        self.patch_owner("remove the capacity's owner from", None).await
     }
 
     /// Returns the patch that removes a daemon's capacity; `None`: there is none, or it belongs to no daemon.
@@ -173,7 +181,7 @@ impl Capacity {
         if *closed {
             return Ok(());
         }
-        let node = self.calls.call("capacity", self.what("look at"), self.nodes.get(&self.node)).await?;
+        let node = self.node().await?;
         let annotations = node.metadata.annotations.as_ref();
         // The claim of another daemon stands: it is newer.
         if annotations.is_none_or(|annotations| !annotations.contains_key(OWNER)) {
@@ -183,8 +191,7 @@ impl Capacity {
         if steps.is_empty() {
             return Ok(());
         }
-        let (what, node) = (self.what("set the capacity of"), (&self.nodes, self.node.as_str()));
-        self.calls.patch_status("capacity", what, node, &PatchParams::default(), patch(steps)?).await?;
+        self.patch_status("set the capacity of", steps).await?;
         info!(resource = self.resource, amount = self.amount, "capacity set");
         Ok(())
     }
@@ -228,8 +235,7 @@ impl Capacity {
             json!({"op": "test", "path": owner, "value": self.owner}),
             json!({"op": "remove", "path": self.path()}),
         ];
-        let (what, node) = (self.what("remove the capacity of"), (&self.nodes, self.node.as_str()));
-        match self.calls.patch_status("capacity", what, node, &PatchParams::default(), patch(steps)?).await {
+        match self.patch_status("remove the capacity of", steps).await {
             Ok(_) => Ok(true),
             // The test failed, or there was nothing to remove.
             Err(error) if error.status() == Some(422) || error.is_not_found() => Ok(false),

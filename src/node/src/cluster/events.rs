@@ -115,13 +115,13 @@ impl Events {
         let key = (pod.namespace.clone(), pod.name.clone());
         let budget = state.budgets.entry(key).or_insert(Budget { left: BURST, filled: now });
         if !budget.may(now) {
-            self.0.metrics.cluster_events_dropped.inc();
+            self.0.metrics.cluster.events_dropped.inc();
             return;
         }
         if state.waiting.len() >= MOST_WAITING {
             // The oldest Event is the least useful.
             state.waiting.pop_front();
-            self.0.metrics.cluster_events_dropped.inc();
+            self.0.metrics.cluster.events_dropped.inc();
         }
         state.waiting.push_back(Waiting { pod: pod.clone(), said, since: now, at: Timestamp::now() });
         drop(state);
@@ -145,7 +145,7 @@ impl Events {
                     pause = (pause * 2).min(LONGEST_PAUSE);
                 }
                 Err(error) => {
-                    self.0.metrics.cluster_events_dropped.inc();
+                    self.0.metrics.cluster.events_dropped.inc();
                     let pod = waiting.pod.to_string();
                     if error.is_not_found() || error.status() == Some(403) {
                         debug!(pod, %error, "Event dropped: its namespace is gone or closed");
@@ -176,7 +176,7 @@ impl Events {
         if let Some((name, count, last)) = written.0.get_mut(&key) {
             let more = json!({"count": *count + 1, "lastTimestamp": at});
             let (params, patch) = (PatchParams::default(), Patch::Merge(more));
-            match self.0.calls.patch("event", what.clone(), (&events, name.as_str()), &params, patch).await {
+            match self.0.calls.call("event", what.clone(), events.patch(name, &params, &patch)).await {
                 Err(error) if error.is_not_found() => {}
                 Err(error) => return Err(error),
                 Ok(_) => {

@@ -11,7 +11,6 @@ use std::{
     time::Duration,
 };
 
-use async_trait::async_trait;
 use futures_util::StreamExt;
 use k8s_openapi::{api::core::v1::Pod, jiff::Timestamp};
 use kube::{
@@ -37,7 +36,7 @@ const WATCH: u32 = 60;
 const LIST: Duration = Duration::from_secs(60);
 /// Pause before the API server is asked again for one pod.
 const RETRY: Duration = Duration::from_secs(1);
-/// Limit of each list of a pod: further entries are ignored.
+/// Limit of a pod's list of pull secrets: further entries are ignored.
 const MOST: usize = 256;
 
 /// The fields of a pod that are kept.
@@ -55,29 +54,6 @@ pub struct Found {
     pub terminating: bool,
     /// Names of its own pull secrets (`spec.imagePullSecrets`).
     pub image_pull_secrets: Vec<String>,
-    /// Its service account.
-    pub service_account: Option<String>,
-    /// Its runtime class.
-    pub runtime_class: Option<String>,
-    /// Its volumes that are PersistentVolumeClaims.
-    pub claims: Vec<Claim>,
-}
-
-/// A volume of a pod that is a PersistentVolumeClaim.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Claim {
-    /// The volume's name in the pod.
-    pub volume: String,
-    /// The claim's name, in the pod's namespace.
-    pub claim: String,
-}
-
-/// Lookup of pods by name.
-#[async_trait]
-pub trait Pods: Send + Sync {
-    /// Returns the pod that this sandbox is made for. Waits until one is known; the caller may drop the future to bound
-    /// the wait, which changes nothing.
-    async fn find(&self, namespace: &str, name: &str, sandbox: &SandboxId) -> Found;
 }
 
 /// The watch and its state. Clones share it.
@@ -166,11 +142,6 @@ impl State {
 impl Reflector {
     pub(super) fn new(calls: Calls, node: &str) -> Reflector {
         Reflector { calls, node: node.to_owned(), state: Arc::default(), news: watch::Sender::new(0) }
-    }
-
-    /// Returns the number of known pods.
-    pub fn count(&self) -> usize {
-        self.state().pods.values().map(Vec::len).sum()
     }
 
     /// Returns the newest pod of this name that is not terminating, or else the newest one.
@@ -272,9 +243,10 @@ impl Reflector {
     }
 }
 
-#[async_trait]
-impl Pods for Reflector {
-    async fn find(&self, namespace: &str, name: &str, sandbox: &SandboxId) -> Found {
+impl Reflector {
+    /// Returns the pod that this sandbox is made for. Waits until one is known; the caller may drop the future to bound
+    /// the wait, which changes nothing.
+    pub(super) async fn find(&self, namespace: &str, name: &str, sandbox: &SandboxId) -> Found {
         let mut news = self.news.subscribe();
         loop {
             news.borrow_and_update();
@@ -303,26 +275,15 @@ impl Pods for Reflector {
 
 /// Reads the fields that are kept; `None`: the pod has no identity.
 fn read(pod: &Pod) -> Option<Found> {
-    let (meta, spec) = (&pod.metadata, pod.spec.as_ref());
-    let name = meta.name.clone()?;
-    let secrets = spec.and_then(|spec| spec.image_pull_secrets.as_deref()).unwrap_or_default();
-    let volumes = spec.and_then(|spec| spec.volumes.as_deref()).unwrap_or_default();
-    let claims = volumes.iter().filter_map(|volume| {
-        let named = volume.persistent_volume_claim.as_ref().map(|claim| claim.claim_name.clone());
-        // Kubernetes makes the claim of an ephemeral volume under this name.
-        let made = volume.ephemeral.as_ref().map(|_| format!("{name}-{}", volume.name));
-        Some(Claim { volume: volume.name.clone(), claim: named.or(made)? })
-    });
+    let meta = &pod.metadata;
+    let secrets = pod.spec.as_ref().and_then(|spec| spec.image_pull_secrets.as_deref()).unwrap_or_default();
     Some(Found {
         uid: meta.uid.clone()?,
         namespace: meta.namespace.clone()?,
+        name: meta.name.clone()?,
         created: meta.creation_timestamp.as_ref().map(|time| time.0),
         terminating: meta.deletion_timestamp.is_some(),
         image_pull_secrets: secrets.iter().take(MOST).map(|secret| secret.name.clone()).collect(),
-        service_account: spec.and_then(|spec| spec.service_account_name.clone()),
-        runtime_class: spec.and_then(|spec| spec.runtime_class_name.clone()),
-        claims: claims.take(MOST).collect(),
-        name,
     })
 }
 

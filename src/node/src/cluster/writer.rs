@@ -33,7 +33,7 @@ use tracing::{debug, warn};
 use super::{
     calls::{Calls, is_away},
     capacity::patch,
-    pods::{Pods, Reflector},
+    pods::Reflector,
     queue::{Done, Queue},
     show::Shown,
 };
@@ -165,7 +165,7 @@ impl Writer {
             return;
         }
         state.queue.put(key, update);
-        self.0.metrics.cluster_backlog.set(i64::try_from(state.queue.backlog()).unwrap_or(i64::MAX));
+        self.0.metrics.cluster.backlog.set(i64::try_from(state.queue.backlog()).unwrap_or(i64::MAX));
         self.0.wake.notify_one();
     }
 
@@ -222,7 +222,7 @@ impl Writer {
             state.announced.remove(&key);
             self.0.written.send_modify(|count| *count += 1);
         }
-        self.0.metrics.cluster_backlog.set(i64::try_from(state.queue.backlog()).unwrap_or(i64::MAX));
+        self.0.metrics.cluster.backlog.set(i64::try_from(state.queue.backlog()).unwrap_or(i64::MAX));
         drop(state);
         let object = format!("{}/{}", key.0, key.1);
         match error {
@@ -258,7 +258,7 @@ impl Writer {
             let force = PatchParams::apply(MANAGER).force();
             let what = format!("write PeerPod {}/{}", shown.namespace, shown.name);
             let api = self.api(&shown.namespace);
-            self.0.calls.patch("apply", what, (&api, &shown.name), &force, Patch::Apply(body)).await?;
+            self.0.calls.call("apply", what, api.patch(&shown.name, &force, &Patch::Apply(body))).await?;
             memory.spec = Some(digest);
         }
         if !self.status(shown, memory).await? {
@@ -285,9 +285,8 @@ impl Writer {
                     PatchParams { field_manager: Some(MANAGER.to_owned()), ..PatchParams::default() };
                 let what = format!("write PeerPod {}/{}", shown.namespace, shown.name);
                 let api = self.api(&shown.namespace);
-                let merged =
-                    self.0.calls.patch("apply", what, (&api, &shown.name), &params, Patch::Merge(spec));
-                match merged.await {
+                let patch = Patch::Merge(spec);
+                match self.0.calls.call("apply", what, api.patch(&shown.name, &params, &patch)).await {
                     Ok(_) => memory.spec = Some(digest),
                     Err(error) if error.is_not_found() => return Ok(Done::Held),
                     Err(error) => return Err(error),
@@ -326,7 +325,7 @@ impl Writer {
         let what = format!("write the status of PeerPod {}/{}", shown.namespace, shown.name);
         let api = self.api(&shown.namespace);
         let patch = Patch::Apply(body);
-        match self.0.calls.patch_status("status", what, (&api, &shown.name), &force, patch).await {
+        match self.0.calls.call("status", what, api.patch_status(&shown.name, &force, &patch)).await {
             Ok(_) => {
                 memory.status = Some(digest);
                 Ok(true)
@@ -350,7 +349,7 @@ impl Writer {
                     json!({"op": "remove", "path": path}),
                 ];
                 let (params, patch) = (PatchParams::default(), patch(steps)?);
-                match self.0.calls.patch("finalizer", what(), (&api, name.as_str()), &params, patch).await {
+                match self.0.calls.call("finalizer", what(), api.patch(name, &params, &patch)).await {
                     Ok(object) => break object,
                     Err(error) if error.is_not_found() => return Ok(()),
                     // It is elsewhere in the list, or not in the list.

@@ -12,7 +12,7 @@ use tokio::{
     time::{Instant, timeout_at},
 };
 
-use crate::config::GuestAddress;
+use crate::{config::GuestAddress, tunnel::external::own_addresses};
 
 /// Time after the node's start for which VM requests wait for the provider's addresses. A VM's user-data cannot be
 /// changed, and on a busy host a preflight is slow. Without the wait, the list of this host's addresses might be cut
@@ -22,7 +22,7 @@ const SETTLES: Duration = Duration::from_secs(45);
 /// Number of addresses in user-data, which is small; more do not make the node easier to find.
 const MOST: usize = 8;
 /// Number of addresses for a running guest, which can try more.
-const MOST_HOMES: usize = 16;
+const MOST_ENDPOINTS: usize = 16;
 
 /// Addresses at which guests reach the relay: the configured ones; else the provider's, which knows the network of its
 /// VMs; else the address of `relay.listen`, or all of this host's addresses.
@@ -99,15 +99,15 @@ impl GuestAddresses {
     pub fn node_endpoints(&self, bound: SocketAddr) -> Vec<String> {
         let mut node_endpoints = self.now(Some(bound)).unwrap_or_default();
         if self.configured.is_empty() && self.listen.ip().is_unspecified() {
-            let mut own = of_this_host();
+            let mut own = own_addresses();
             own.sort_unstable(); // the kernel's order varies
             node_endpoints.extend(own.into_iter().map(|ip| SocketAddr::new(ip, bound.port())));
         }
-        let mut said = Vec::with_capacity(node_endpoints.len().min(MOST_HOMES));
-        for home in node_endpoints {
-            let home = home.to_string();
-            if said.len() < MOST_HOMES && !said.contains(&home) {
-                said.push(home);
+        let mut said = Vec::with_capacity(node_endpoints.len().min(MOST_ENDPOINTS));
+        for endpoint in node_endpoints {
+            let endpoint = endpoint.to_string();
+            if said.len() < MOST_ENDPOINTS && !said.contains(&endpoint) {
+                said.push(endpoint);
             }
         }
         said
@@ -118,33 +118,18 @@ impl GuestAddresses {
         let ips = match (provider.is_empty(), self.listen.ip()) {
             (false, _) => provider,
             (true, ip) if !ip.is_unspecified() => vec![ip],
-            (true, any) => of_this_host().into_iter().filter(|ip| any.is_ipv6() || ip.is_ipv4()).collect(),
+            (true, any) => own_addresses().into_iter().filter(|ip| any.is_ipv6() || ip.is_ipv4()).collect(),
         };
         ips.into_iter().map(GuestAddress::Host).collect()
     }
 
     /// Returns the addresses, or the error, as text for messages.
-    pub fn in_words(&self, bound: Option<SocketAddr>) -> String {
+    pub fn to_text(&self, bound: Option<SocketAddr>) -> String {
         match self.now(bound) {
             Ok(addresses) => addresses.iter().map(ToString::to_string).collect::<Vec<_>>().join(", "),
             Err(why) => why,
         }
     }
-}
-
-/// Addresses of this host that another machine could dial.
-fn of_this_host() -> Vec<IpAddr> {
-    let Ok(interfaces) = nix::ifaddrs::getifaddrs() else { return Vec::new() };
-    let ips = interfaces.filter_map(|interface| {
-        let address = interface.address?;
-        let v4 = address.as_sockaddr_in().map(|v4| IpAddr::V4(v4.ip()));
-        v4.or_else(|| address.as_sockaddr_in6().map(|v6| IpAddr::V6(v6.ip())))
-    });
-    ips.filter(|ip| match ip {
-        IpAddr::V4(ip) => !ip.is_loopback() && !ip.is_link_local(),
-        IpAddr::V6(ip) => !ip.is_loopback() && !ip.is_unicast_link_local(),
-    })
-    .collect()
 }
 
 #[cfg(test)]

@@ -108,7 +108,7 @@ fn state(id: &str, session: &str) -> SandboxState {
 async fn a_new_relay_is_configured_and_the_state_of_the_last_one_is_dropped() {
     let socket = std::env::temp_dir().join(format!("peerpod-relay-client-{}.sock", std::process::id()));
     let said = Arc::new(Said::default());
-    let identity: Identity =
+    let identity: RelayIdentity =
         Arc::new(|| Ok(ConfigureRequest { private_key: b"key".to_vec(), ..Default::default() }));
     let client = RelayClient::new(socket.clone(), identity, Metrics::default());
     let running = tokio::spawn(client.clone().run());
@@ -144,7 +144,7 @@ async fn a_new_relay_is_configured_and_the_state_of_the_last_one_is_dropped() {
     let server = serve(&socket, &said, "two").await;
     until("another epoch", || *client.epoch().borrow() > 1).await;
     until("forgotten", || !guest.borrow().connected).await;
-    until("connected", || client.is_connected()).await;
+    until("connected", || *client.connection().borrow()).await;
     client.configure().await.unwrap();
     assert!(said.configured.load(Ordering::SeqCst) >= 4);
 
@@ -155,7 +155,7 @@ async fn a_new_relay_is_configured_and_the_state_of_the_last_one_is_dropped() {
 
 #[tokio::test(start_paused = true)]
 async fn an_absent_relay_is_reported_and_calls_time_out() {
-    let identity: Identity = Arc::new(|| Ok(ConfigureRequest::default()));
+    let identity: RelayIdentity = Arc::new(|| Ok(ConfigureRequest::default()));
     let client = RelayClient::new("/nonexistent/relay.sock".into(), identity, Metrics::default());
     let running = tokio::spawn(client.clone().run());
     let error = client.remove(&"a".parse().unwrap()).await.unwrap_err();

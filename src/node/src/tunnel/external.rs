@@ -86,6 +86,8 @@ impl Outside {
     pub(super) fn inspect(&self) -> Result<bool, Error> {
         let failed = |source| Error::Netns { attempt: "enter", path: self.host.path().to_owned(), source };
         let mut now = self.host.run(own_addresses).map_err(failed)?;
+        now.sort_unstable();
+        now.dedup();
         // Addresses within the cluster's prefixes keep to the tunnel anyway: a proxy may hold the address of every
         // service.
         let cluster: Vec<_> = self.wanted.cluster_cidrs.iter().filter_map(|text| prefix(text)).collect();
@@ -124,8 +126,9 @@ fn prefix(text: &str) -> Option<(IpAddr, u8)> {
     (bits <= most).then_some((address, bits))
 }
 
-/// Returns this namespace's own addresses that other hosts can send from or to.
-fn own_addresses() -> Vec<IpAddr> {
+/// Returns this namespace's own addresses that other hosts can send from or to, in the kernel's order, which
+/// varies.
+pub(crate) fn own_addresses() -> Vec<IpAddr> {
     let Ok(interfaces) = nix::ifaddrs::getifaddrs() else { return Vec::new() };
     let ips = interfaces.filter_map(|interface| {
         let address = interface.address?;
@@ -136,10 +139,7 @@ fn own_addresses() -> Vec<IpAddr> {
         IpAddr::V4(ip) => !ip.is_loopback() && !ip.is_link_local(),
         IpAddr::V6(ip) => !ip.is_loopback() && !ip.is_unicast_link_local(),
     };
-    let mut all: Vec<IpAddr> = ips.filter(outside).collect();
-    all.sort_unstable();
-    all.dedup();
-    all
+    ips.filter(outside).collect()
 }
 
 #[cfg(test)]

@@ -40,14 +40,6 @@ fn pod(uid: Option<&str>) -> PodRef {
     PodRef { namespace: "shop".into(), name: "web-0".into(), uid: uid.map(str::to_owned) }
 }
 
-struct Known(Vec<&'static str>);
-
-impl Pods for Known {
-    fn uids(&self, _: &str, _: &str) -> Vec<String> {
-        self.0.iter().map(|uid| (*uid).to_owned()).collect()
-    }
-}
-
 fn handles(volumes: &Volumes, pod: &PodRef) -> Vec<String> {
     let found = volumes.of_pod(pod).unwrap();
     found.map(|all| all.volumes.into_iter().map(|one| one.volume.name).collect()).unwrap_or_default()
@@ -76,7 +68,10 @@ fn two_pods_of_one_name_are_distinguished_or_refused() {
     let error = volumes.of_pod(&pod(None)).unwrap_err();
     assert!(error.contains("u-1, u-2") && error.contains("shop/web-0"), "{error}");
     assert_eq!(handles(&volumes, &pod(Some("u-2"))), ["b"], "CRI-O sends the UID");
-    let known = |uids| Volumes::new(&folder.0, Some(Arc::new(Known(uids))));
+    let known = |uids: Vec<&'static str>| {
+        let pods: Pods = Arc::new(move |_, _| uids.iter().map(|uid| (*uid).to_owned()).collect());
+        Volumes::new(&folder.0, Some(pods))
+    };
     assert!(known(vec!["u-1"]).of_pod(&pod(None)).is_err(), "the watch may not have shown the new one yet");
     volumes.note_vm("u-1", "s", None, false).unwrap();
     assert_eq!(

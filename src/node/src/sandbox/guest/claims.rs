@@ -89,7 +89,7 @@ impl Task {
         match self.granted(&claim).await {
             Ok(granted) => {
                 info!(peer = claim.peer, guest_version = claim.guest_version, "ticket claimed");
-                self.metrics.claims_granted.inc();
+                self.metrics.guests.claims_granted.inc();
                 self.guest.claims.0.retain(|(.., waiting)| !waiting.is_closed());
                 if self.guest.claims.0.len() < MAX_WAITING {
                     self.guest.claims.0.push((self.relay.put_wanted, granted, answer));
@@ -104,7 +104,7 @@ impl Task {
                         reason = refused.reason(),
                         "claim refused: {refused}"
                     );
-                    self.metrics.claim_refused(refused.reason());
+                    self.metrics.guests.claim_refused(refused.reason());
                 }
                 drop(answer.send(Err(error)));
             }
@@ -133,13 +133,13 @@ impl Task {
             let now = (claim.tunnel_key(), claim.from());
             if now != (bound.tunnel_key.clone(), bound.from) {
                 // The guest proved its identity by its key and its ticket. It may have lost its tunnel key, or moved.
-                let mut record = self.record.clone();
-                if let Some(bound) = &mut record.binding {
-                    (bound.tunnel_key, bound.from) = now;
-                }
-                self.save(record).await?;
-                self.relay.put_wanted += 1;
-                self.in_flight.relay.wake();
+                self.change(|record| {
+                    if let Some(bound) = &mut record.binding {
+                        (bound.tunnel_key, bound.from) = now;
+                    }
+                })
+                .await?;
+                self.put_again();
             }
             return Ok(Granted { id: self.record.id.clone(), chain });
         }
@@ -149,18 +149,20 @@ impl Task {
         let Ok(signed) = self.fx.sign(&self.record.id, &claim.csr) else {
             return refused(ClaimRefused::BadRequest);
         };
-        let mut record = self.record.clone();
-        record.binding = Some(Binding {
+        let now = self.fx.now_ms();
+        let binding = Binding {
             key_sha256: key,
             certificates_sha256: vec![hex::encode(signed.certificate_sha256)],
             chain: signed.chain.iter().map(|der| BASE64.encode(der)).collect(),
             tunnel_key: claim.tunnel_key(),
             from: claim.from(),
-        });
-        record.reached("claimed", self.fx.now_ms());
-        self.save(record).await?;
-        self.relay.put_wanted += 1;
-        self.in_flight.relay.wake();
+        };
+        self.change(|record| {
+            record.binding = Some(binding);
+            record.reached("claimed", now);
+        })
+        .await?;
+        self.put_again();
         Ok(Granted { id: self.record.id.clone(), chain: signed.chain })
     }
 }

@@ -15,7 +15,7 @@ use crate::sandbox::{
         completions::clip,
         in_flight::{Completion, Which},
         phase::Phase,
-        task::Task,
+        task::{Task, Unapplied},
     },
     ports::PullSecretError,
 };
@@ -90,7 +90,10 @@ impl Task {
     }
 
     /// Handles the answer. A waiting guest goes on in any case.
-    pub(crate) fn pull_secret_came(&mut self, answer: Result<Zeroizing<String>, PullSecretError>) {
+    pub(crate) fn pull_secret_came(
+        &mut self,
+        answer: Result<Zeroizing<String>, PullSecretError>,
+    ) -> Result<(), Unapplied> {
         self.guest.pull.asked = true;
         let every = self.fx.pull_secrets_every().unwrap_or(AFTER_REFUSAL);
         match answer {
@@ -122,7 +125,7 @@ impl Task {
                         error = clip(&error.text),
                         "no answer about the pod's pull secrets; the pod {kept}, and they follow later"
                     );
-                    self.metrics.pull_secrets_missed.inc();
+                    self.metrics.guests.pull_secrets_missed.inc();
                     let text = format!("{}; the pod {kept}, and they follow later", error.text);
                     self.tell("PullSecretsMissing", text);
                 }
@@ -134,5 +137,6 @@ impl Task {
                 }
             }
         }
+        Ok(())
     }
 }

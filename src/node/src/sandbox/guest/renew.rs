@@ -14,7 +14,7 @@ use crate::sandbox::{
         in_flight::{Completion, Which},
         task::{Task, Unapplied},
     },
-    ports::Trusted,
+    ports::{RelayError, Trusted},
 };
 
 /// Certificate on its way to the guest.
@@ -59,7 +59,12 @@ impl Task {
     }
 
     /// Signs the CSR of a guest that trusts the new set.
-    pub(crate) async fn told(&mut self, trusted: Arc<Trusted>, reply: Reply) -> Result<(), Unapplied> {
+    pub(crate) async fn told(
+        &mut self,
+        trusted: Arc<Trusted>,
+        result: Result<Box<Reply>, RelayError>,
+    ) -> Result<(), Unapplied> {
+        let Some(reply) = self.guest_reply(result) else { return Ok(()) };
         let bound = self.record.binding.clone();
         let ours = self.fx.csr_key(&reply.csr).ok().map(hex::encode);
         let refused = if !reply.error.is_empty() {
@@ -82,17 +87,19 @@ impl Task {
         let drop = binding.certificates_sha256.len().saturating_sub(KEEP);
         binding.certificates_sha256.drain(..drop);
         binding.chain = signed.chain.iter().map(|der| BASE64.encode(der)).collect();
-        let mut record = self.record.clone();
-        record.binding = Some(binding);
-        self.save(record).await?;
-        self.relay.put_wanted += 1;
-        self.in_flight.relay.wake();
+        self.change(|record| record.binding = Some(binding)).await?;
+        self.put_again();
         self.guest.renewal = Some(Renewal { trusted, chain: signed.chain, put: self.relay.put_wanted });
         Ok(())
     }
 
     /// Records that the guest has its new certificate.
-    pub(crate) async fn renewed(&mut self, trusted: Arc<Trusted>, reply: Reply) -> Result<(), Unapplied> {
+    pub(crate) async fn renewed(
+        &mut self,
+        trusted: Arc<Trusted>,
+        result: Result<Box<Reply>, RelayError>,
+    ) -> Result<(), Unapplied> {
+        let Some(reply) = self.guest_reply(result) else { return Ok(()) };
         self.guest.renewal = None;
         if !reply.error.is_empty() {
             let why = clip(&reply.error);
@@ -100,10 +107,13 @@ impl Task {
             self.later(Which::Guest, why);
             return Ok(());
         }
-        let mut record = self.record.clone();
-        record.trust = Some(trusted.id.clone());
-        self.save(record).await?;
+        self.change(|record| record.trust = Some(trusted.id.clone())).await?;
         info!(trust = trusted.id, "the guest follows the node's CA");
         Ok(())
+    }
+
+    /// Returns the guest's reply; `None`: there is none, and the call is repeated.
+    pub(crate) fn guest_reply(&mut self, result: Result<Box<Reply>, RelayError>) -> Option<Reply> {
+        result.map(|reply| *reply).map_err(|error| self.later(Which::Guest, error.text)).ok()
     }
 }

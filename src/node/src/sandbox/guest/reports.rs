@@ -68,7 +68,7 @@ impl Task {
         let before = std::mem::replace(&mut self.guest.reports.path, path);
         let Some(Path { kind, sentence }) = &self.guest.reports.path else { return };
         if before.is_none_or(|before| before.kind != *kind) && self.guest.reports.said < MOST_SAID {
-            self.metrics.path(kind);
+            self.metrics.guests.path(kind);
         }
         if may_say(&mut self.guest.reports.said) {
             match *kind {

@@ -3,7 +3,7 @@
 
 use std::{net::IpAddr, time::Duration};
 
-use peerpod_proto::guest::{Reply, Status};
+use peerpod_proto::guest::{NetworkPlan, Reply, Status};
 use peerpod_provider_api::{InstanceId, Placement};
 use protobuf::Message;
 use tracing::{error, info, warn};
@@ -13,17 +13,20 @@ use crate::sandbox::{
     lifecycle::{
         clear::Pass,
         in_flight::{Completion, Which},
-        phase::{Event, Phase, next},
+        phase::{Phase, PhaseEvent, next},
         task::{Task, Unapplied},
     },
-    network::follow::Told,
-    ports::{CloudError, Ports, Retry},
+    network::follow::PlannedNetwork,
+    ports::{CloudError, NetworkError, Ports, RelayError, Retry},
     vm::{
         batch::{BatchMember, CreatePath},
         console::Console,
     },
 };
-use crate::{ledger::Record, volumes::PodVolumes};
+use crate::{
+    ledger::{Network, Record},
+    volumes::PodVolumes,
+};
 
 /// Pause before the next address query, while a guest connects from an address that the cloud has not named.
 const BETWEEN_LOOKS: Duration = Duration::from_secs(1);
@@ -35,83 +38,35 @@ const SLOW_DHCP: Duration = Duration::from_secs(1);
 const TELL_AFTER: u32 = 5;
 
 impl Task {
-    pub(crate) async fn outcome(&mut self, which: Which, outcome: Completion) {
-        let result = match outcome.clone() {
+    pub(crate) async fn on_completion(&mut self, which: Which, completion: Completion) {
+        let result = match completion.clone() {
             Completion::Rested => Ok(()),
-            Completion::Seated(member) => self.seated(member).await,
+            Completion::Batched(member) => self.batched(member).await,
             Completion::Announced(uid) => self.was_announced(uid).await,
-            Completion::Placed(Ok(placement)) => self.placed(placement).await,
-            Completion::Placed(Err(error)) => self.not_placed(error).await,
-            Completion::Created(Ok(vm)) | Completion::Found { result: Ok(Some(vm)), .. } => {
-                self.made(vm).await
-            }
-            Completion::Created(Err(error)) => self.not_made(error).await,
-            Completion::Found { result: Ok(None), after } => self.nothing_found(after).await,
-            Completion::Found { result: Err(error), after } => self.not_looked(error, after).await,
-            Completion::Located(Ok(addresses)) => self.located(addresses).await,
-            Completion::Located(Err(error)) => self.not_located(error).await,
-            Completion::Attached(Ok(volumes)) => self.attached(*volumes).await,
-            Completion::Attached(Err(error)) => self.not_attached(error).await,
-            Completion::Reserved(Ok(network)) => {
-                let mut record = self.record.clone();
-                record.network = Some(network);
-                record.reached("network_reserved", self.fx.now_ms());
-                // The relay may carry this tunnel, and then identifies the guest by its VNIs.
-                self.relay.put_wanted += u64::from(record.binding.is_some());
-                self.save(record).await.map_err(Unapplied::Disk)
-            }
-            Completion::Connected(Ok(plan)) => {
-                self.guest.plan = Some(Told::new(*plan));
-                self.reached("network_connected");
-                Ok(())
-            }
-            Completion::Followed { heard, result: Ok(followed) } => self.followed(heard, *followed).await,
-            Completion::Followed { heard, result: Err(error) } => {
-                self.not_followed(heard, error);
-                Ok(())
-            }
+            Completion::Placed(result) => self.placed(result).await,
+            Completion::Created(result) => self.created(result).await,
+            Completion::Found { result, after } => self.found(result, after).await,
+            Completion::Located(result) => self.located(result).await,
+            Completion::Attached(result) => self.attached(result).await,
+            Completion::Reserved(result) => self.reserved(result).await,
+            Completion::Connected(result) => self.connected(result).await,
+            Completion::Followed { heard, result } => self.followed(heard, result).await,
             Completion::Traced { from, near, result } => self.traced(from, near, result).await,
-            Completion::Reserved(Err(error)) | Completion::Connected(Err(error)) => {
-                self.no_network(error.text, error.permanent).await
+            Completion::Put { version, result } => self.put_done(version, result),
+            Completion::Carried { version, result } => self.localhost_carried(version, result),
+            Completion::Assigned { session, digest, secret, result } => {
+                self.assigned(session, digest, secret, result).await
             }
-            Completion::Put { version, result: Ok(()) } => {
-                self.relay.put_done = version;
-                self.reached("relay_ready");
-                self.guest.claims.put_done(version);
-                Ok(())
-            }
-            Completion::Put { result: Err(error), .. } => {
-                self.later(Which::Relay, error.text);
-                Ok(())
-            }
-            Completion::Carried { version, result } => {
-                self.localhost_carried(version, result);
-                Ok(())
-            }
-            Completion::Greeted { session, digest, secret, result: Ok(reply) } => {
-                self.greeted(session, digest, secret, *reply).await
-            }
-            Completion::PullSecret(answer) => {
-                self.pull_secret_came(answer);
-                Ok(())
-            }
-            Completion::Greeted { result: Err(error), .. } => {
-                self.later(Which::Guest, error.text);
-                Ok(())
-            }
-            Completion::Told { trusted, result: Ok(reply) } => self.told(trusted, *reply).await,
-            Completion::Renewed { trusted, result: Ok(reply) } => self.renewed(trusted, *reply).await,
-            Completion::Told { result: Err(error), .. } | Completion::Renewed { result: Err(error), .. } => {
-                self.later(Which::Guest, error.text);
-                Ok(())
-            }
+            Completion::PullSecret(answer) => self.pull_secret_came(answer),
+            Completion::Told { trusted, result } => self.told(trusted, result).await,
+            Completion::Renewed { trusted, result } => self.renewed(trusted, result).await,
             Completion::Cleared(pass) => self.passed(pass).await,
         };
         match result {
             Ok(()) => {}
             Err(Unapplied::Disk(error)) => {
                 warn!(%error, "cannot record the result of an operation; trying again");
-                self.in_flight.get(which).again(outcome);
+                self.in_flight.get(which).again(completion);
             }
             Err(Unapplied::Refused(refused)) => {
                 error!(%refused, "result dropped: this is a bug of peerpod-node")
@@ -120,16 +75,16 @@ impl Task {
     }
 
     /// Applies the end of the window: the sandbox is a member of a batch, or goes on alone.
-    async fn seated(&mut self, member: Option<BatchMember>) -> Result<(), Unapplied> {
+    async fn batched(&mut self, member: Option<BatchMember>) -> Result<(), Unapplied> {
         if let Some(member) = member {
-            self.vm.way = CreatePath::Seated(member);
+            self.vm.path = CreatePath::Member(member);
             self.reached("batched");
             return Ok(());
         }
         if !self.record.phase.is_live() {
             return self.never_sent().await;
         }
-        self.vm.way = CreatePath::Alone;
+        self.vm.path = CreatePath::Alone;
         Ok(())
     }
 
@@ -139,23 +94,31 @@ impl Task {
         if !self.record.phase.is_live() && self.vm.unsent {
             return self.never_sent().await;
         }
-        let mut record = self.record.clone();
-        if let (Some(uid), Some(pod)) = (uid, &mut record.pod)
-            && pod.uid.is_none()
-        {
-            // By its name alone, the pod could be another one after a restart.
-            pod.uid = Some(uid);
-            record.reached("announced", self.fx.now_ms());
-            return self.save(record).await.map_err(Unapplied::Disk);
-        }
         self.reached("announced");
+        let is_unknown = self.record.pod.as_ref().is_some_and(|pod| pod.uid.is_none());
+        if uid.is_some() && is_unknown {
+            // By its name alone, the pod could be another one after a restart.
+            self.change(|record| {
+                if let Some(pod) = &mut record.pod {
+                    pod.uid = uid;
+                }
+            })
+            .await?;
+        }
         Ok(())
     }
 
-    /// Records the provider's placement before the create call, so that a repeated create names the same place.
-    async fn placed(&mut self, placement: Option<Placement>) -> Result<(), Unapplied> {
+    /// Records the provider's placement before the create call, so that a repeated create names the same place. After a
+    /// failure, this attempt has requested nothing from the cloud.
+    async fn placed(&mut self, result: Result<Option<Placement>, CloudError>) -> Result<(), Unapplied> {
         let (Phase::Booting { attempt } | Phase::Unwanted { attempt }) = self.record.phase else {
             return Ok(());
+        };
+        let placement = match result {
+            Ok(placement) => placement,
+            Err(error) if self.repeats(Which::Cloud, &error) => return Ok(()),
+            Err(_) if !self.record.phase.is_live() => return self.never_sent().await,
+            Err(error) => return self.not_to_be_had(PhaseEvent::Refused, error.to_string()).await,
         };
         let Some(placement) = placement else {
             self.vm.placed = Some(attempt);
@@ -164,43 +127,33 @@ impl Task {
         if !self.record.phase.is_live() {
             return self.never_sent().await;
         }
-        let mut record = self.record.clone();
-        if let Some(request) = &mut record.request {
-            request.placement = Some(placement);
-        }
-        record.reached("placed", self.fx.now_ms());
-        self.save(record).await.map_err(Unapplied::Disk)
-    }
-
-    /// Handles a failed placement: this attempt has requested nothing from the cloud.
-    async fn not_placed(&mut self, error: CloudError) -> Result<(), Unapplied> {
-        if let Retry::After(pause) = error.retry() {
-            self.trouble(Which::Cloud, error.to_string());
-            self.in_flight.cloud.rest(pause);
-            return Ok(());
-        }
-        if !self.record.phase.is_live() {
-            return self.never_sent().await;
-        }
-        self.not_to_be_had(Event::Refused, error.to_string()).await
+        let now = self.fx.now_ms();
+        self.change(|record| {
+            if let Some(request) = &mut record.request {
+                request.placement = Some(placement);
+            }
+            record.reached("placed", now);
+        })
+        .await?;
+        Ok(())
     }
 
     /// Ends a stopped sandbox for which no create was ever sent: it still waited for its placement or its batch.
     async fn never_sent(&mut self) -> Result<(), Unapplied> {
-        self.apply(Event::Refused, |_| {}).await.map(drop)
+        self.apply(PhaseEvent::Refused, |_| {}).await.map(drop)
     }
 
     async fn made(&mut self, vm: InstanceId) -> Result<(), Unapplied> {
         let now = self.fx.now_ms();
-        let member = match &self.vm.way {
-            CreatePath::Seated(member) => member.batch().map(|batch| (member.number(), batch)),
+        let member = match &self.vm.path {
+            CreatePath::Member(member) => member.batch().map(|batch| (member.number(), batch)),
             CreatePath::Open | CreatePath::Joining | CreatePath::Alone => None,
         };
         let attempt = match self.record.phase {
             Phase::Booting { attempt } | Phase::Unwanted { attempt } => attempt,
             _ => self.record.attempt,
         };
-        self.apply(Event::Made(vm), |record| {
+        self.apply(PhaseEvent::Made(vm), |record| {
             if let Some((number, batch)) = member {
                 record.seat = Some(number);
                 record.ticket = Some(batch.ticket.clone());
@@ -215,23 +168,20 @@ impl Task {
         Ok(())
     }
 
-    /// Handles a failed create. Unless the create may be repeated, the node looks for the VM all the same: an earlier
-    /// try may have made it, with a lost answer.
-    async fn not_made(&mut self, error: CloudError) -> Result<(), Unapplied> {
-        match error.retry() {
-            Retry::After(pause) => {
-                self.trouble(Which::Cloud, error.to_string());
-                self.in_flight.cloud.rest(pause);
-            }
-            Retry::NextOffering | Retry::Never => {
-                self.trouble(Which::Cloud, error.to_string());
-                if let CreatePath::Seated(_) = self.vm.way {
-                    // The batch's task has looked already.
-                    return self.nothing_found(Some(error)).await;
-                }
-                self.find(Some(error));
-            }
+    /// Handles the end of a create. After a final failure, the node looks for the VM all the same: an earlier try may
+    /// have made it, with a lost answer.
+    async fn created(&mut self, result: Result<InstanceId, CloudError>) -> Result<(), Unapplied> {
+        let error = match result {
+            Ok(vm) => return self.made(vm).await,
+            Err(error) if self.repeats(Which::Cloud, &error) => return Ok(()),
+            Err(error) => error,
+        };
+        self.trouble(Which::Cloud, error.to_string());
+        if let CreatePath::Member(_) = self.vm.path {
+            // The batch's task has looked already.
+            return self.nothing_found(Some(error)).await;
         }
+        self.find(Some(error));
         Ok(())
     }
 
@@ -241,7 +191,7 @@ impl Task {
                 // The list may lag behind a create with a lost answer; a create with the same key finds its VM.
                 Phase::Unwanted { .. } => self.ask_to_delete(),
                 _ => {
-                    self.not_to_be_had(Event::Refused, "the record has no request for a retry".into())
+                    self.not_to_be_had(PhaseEvent::Refused, "the record has no request for a retry".into())
                         .await?;
                 }
             }
@@ -249,11 +199,12 @@ impl Task {
         };
         if error.retry() == Retry::NextOffering {
             let text = error.to_string();
-            let last = !matches!(next(&self.record.phase, Event::NoCapacity), Ok((Phase::Booting { .. }, _)));
+            let last =
+                !matches!(next(&self.record.phase, PhaseEvent::NoCapacity), Ok((Phase::Booting { .. }, _)));
             if !last {
                 // Another attempt gets another placement. Both are recorded together, or a crash would mix the two
                 // attempts.
-                self.apply(Event::NoCapacity, |record| {
+                self.apply(PhaseEvent::NoCapacity, |record| {
                     if let Some(request) = &mut record.request {
                         request.placement = None;
                     }
@@ -263,13 +214,13 @@ impl Task {
                 self.tell("NoCapacity", format!("{text}; trying the next offering"));
                 return Ok(());
             }
-            return self.not_to_be_had(Event::NoCapacity, text).await;
+            return self.not_to_be_had(PhaseEvent::NoCapacity, text).await;
         }
-        self.not_to_be_had(Event::Refused, error.to_string()).await
+        self.not_to_be_had(PhaseEvent::Refused, error.to_string()).await
     }
 
     /// Handles a final refusal: the cloud made nothing and will not.
-    async fn not_to_be_had(&mut self, event: Event, text: String) -> Result<(), Unapplied> {
+    async fn not_to_be_had(&mut self, event: PhaseEvent, text: String) -> Result<(), Unapplied> {
         let was_live = self.record.phase.is_live();
         self.apply(event, |record| {
             if was_live {
@@ -281,18 +232,27 @@ impl Task {
         if was_live {
             error!(error = text, "the provider refused the VM");
             self.tell("VMRefused", format!("no VM for this pod: {text}"));
-            self.metrics.failed("create");
+            self.metrics.sandboxes.failed("create");
         }
         Ok(())
     }
 
-    /// Handles a failed look-up: it is unknown whether a VM exists. The caller gets the error at once; the node repeats
-    /// the look-up until it succeeds.
-    async fn not_looked(&mut self, error: CloudError, after: Option<CloudError>) -> Result<(), Unapplied> {
+    /// Handles the end of a look-up. After a failed one, it is unknown whether a VM exists: the caller gets the error at
+    /// once, and the node repeats the look-up until it succeeds.
+    async fn found(
+        &mut self,
+        result: Result<Option<InstanceId>, CloudError>,
+        after: Option<CloudError>,
+    ) -> Result<(), Unapplied> {
+        let error = match result {
+            Ok(Some(vm)) => return self.made(vm).await,
+            Ok(None) => return self.nothing_found(after).await,
+            Err(error) => error,
+        };
         self.trouble(Which::Cloud, format!("find the VM: {error}"));
         let pause = match error.retry() {
             Retry::After(pause) => pause,
-            Retry::NextOffering | Retry::Never => std::time::Duration::ZERO,
+            Retry::NextOffering | Retry::Never => Duration::ZERO,
         };
         if let Some(after) = after
             && after.retry() == Retry::Never
@@ -304,7 +264,11 @@ impl Task {
         Ok(())
     }
 
-    async fn located(&mut self, addresses: Vec<IpAddr>) -> Result<(), Unapplied> {
+    async fn located(&mut self, result: Result<Vec<IpAddr>, CloudError>) -> Result<(), Unapplied> {
+        let addresses = match result {
+            Ok(addresses) => addresses,
+            Err(error) => return self.not_located(error).await,
+        };
         let mut record = self.record.clone();
         if record.addresses.is_empty() {
             record.reached("address_known", self.fx.now_ms());
@@ -312,7 +276,7 @@ impl Task {
         // Known addresses stay first: the tunnel uses them.
         record.addresses.extend(addresses.into_iter().filter(|new| !self.record.addresses.contains(new)));
         if record.addresses.len() > self.record.addresses.len() {
-            let saved = self.save(record).await.map_err(Unapplied::Disk);
+            let saved = self.save(record).await;
             self.redial();
             saved?;
         }
@@ -322,73 +286,100 @@ impl Task {
         Ok(())
     }
 
-    async fn attached(&mut self, volumes: PodVolumes) -> Result<(), Unapplied> {
-        if !self.record.phase.is_live() {
-            return Ok(());
-        }
-        let mut record = self.record.clone();
-        record.volumes = Some(volumes);
-        record.reached("volumes_attached", self.fx.now_ms());
-        self.worked(Which::Volumes);
-        self.save(record).await.map_err(Unapplied::Disk)
-    }
-
-    async fn not_attached(&mut self, error: CloudError) -> Result<(), Unapplied> {
-        match error.retry() {
-            Retry::After(pause) => {
-                self.trouble(Which::Volumes, error.to_string());
-                self.in_flight.volumes.rest(pause);
+    async fn attached(&mut self, result: Result<Box<PodVolumes>, CloudError>) -> Result<(), Unapplied> {
+        let is_live = self.record.phase.is_live();
+        match result {
+            Ok(volumes) if is_live => {
+                self.worked(Which::Volumes);
+                let now = self.fx.now_ms();
+                self.change(|record| {
+                    record.volumes = Some(*volumes);
+                    record.reached("volumes_attached", now);
+                })
+                .await?;
                 Ok(())
             }
-            Retry::NextOffering | Retry::Never if self.record.phase.is_live() => {
-                self.fail("volumes", error.to_string()).await
-            }
-            Retry::NextOffering | Retry::Never => Ok(()),
+            Err(error) if self.repeats(Which::Volumes, &error) => Ok(()),
+            Err(error) if is_live => self.fail("volumes", error.to_string()).await,
+            Ok(_) | Err(_) => Ok(()),
         }
     }
 
     async fn not_located(&mut self, error: CloudError) -> Result<(), Unapplied> {
-        match error.retry() {
-            Retry::After(pause) => {
-                self.trouble(Which::Cloud, error.to_string());
-                self.in_flight.cloud.rest(pause);
+        if self.repeats(Which::Cloud, &error) {
+            return Ok(());
+        }
+        let mut cause = error.to_string();
+        let vm = self.record.phase.vm().cloned();
+        if let (CloudError::NotFound { .. }, Some(vm)) = (&error, vm) {
+            cause = self.cause_of_end(&vm, &cause, cause.clone()).await;
+        }
+        self.fail("addresses", cause).await
+    }
+
+    async fn reserved(&mut self, result: Result<Network, NetworkError>) -> Result<(), Unapplied> {
+        let network = match result {
+            Ok(network) => network,
+            Err(error) => return self.no_network(error).await,
+        };
+        let now = self.fx.now_ms();
+        self.change(|record| {
+            record.network = Some(network);
+            record.reached("network_reserved", now);
+        })
+        .await?;
+        if self.record.binding.is_some() {
+            // The relay may carry this tunnel, and then identifies the guest by its VNIs.
+            self.put_again();
+        }
+        Ok(())
+    }
+
+    async fn connected(&mut self, result: Result<Box<NetworkPlan>, NetworkError>) -> Result<(), Unapplied> {
+        match result {
+            Ok(plan) => {
+                self.guest.plan = Some(PlannedNetwork::new(*plan));
+                self.reached("network_connected");
                 Ok(())
             }
-            Retry::NextOffering | Retry::Never => {
-                let mut cause = error.to_string();
-                let vm = self.record.phase.vm().cloned();
-                if let (CloudError::NotFound { .. }, Some(vm)) = (&error, vm) {
-                    cause = self.cause_of_end(&vm, &cause, cause.clone()).await;
-                }
-                self.fail("addresses", cause).await
-            }
+            Err(error) => self.no_network(error).await,
         }
     }
 
-    async fn no_network(&mut self, text: String, permanent: bool) -> Result<(), Unapplied> {
-        let running = matches!(self.record.phase, Phase::Running { .. });
-        if permanent && running {
+    async fn no_network(&mut self, error: NetworkError) -> Result<(), Unapplied> {
+        let NetworkError { text, permanent } = error;
+        if permanent && matches!(self.record.phase, Phase::Running { .. }) {
             error!(error = text, "the node can no longer maintain the pod's network");
             self.tell("NetworkLost", format!("the node can no longer maintain the pod's network: {text}"));
             self.network.given_up = true;
-            return Ok(());
-        }
-        if permanent && self.record.phase.is_live() {
+        } else if permanent && self.record.phase.is_live() {
             return self.fail("network", text).await;
-        }
-        if self.record.phase.is_live() {
+        } else if self.record.phase.is_live() {
             self.later(Which::Network, text);
         }
         Ok(())
     }
 
-    async fn greeted(
+    fn put_done(&mut self, version: u64, result: Result<(), RelayError>) -> Result<(), Unapplied> {
+        match result {
+            Ok(()) => {
+                self.relay.put_done = version;
+                self.reached("relay_ready");
+                self.guest.claims.put_done(version);
+            }
+            Err(error) => self.later(Which::Relay, error.text),
+        }
+        Ok(())
+    }
+
+    async fn assigned(
         &mut self,
         session: String,
         digest: String,
         secret: Option<String>,
-        reply: Reply,
+        result: Result<Box<Reply>, RelayError>,
     ) -> Result<(), Unapplied> {
+        let Some(reply) = self.guest_reply(result) else { return Ok(()) };
         let status = reply.status.unwrap_or_default();
         let joining = matches!(self.record.phase, Phase::Joining { .. });
         if !reply.error.is_empty() {
@@ -396,48 +387,55 @@ impl Task {
             if joining {
                 return self.fail("personalise", format!("the guest failed: {text}")).await;
             }
-            self.refused_plan(session, digest, secret, &text);
+            error!(error = text, "the guest cannot follow the pod's network");
+            self.guest.refused = Some((session, digest, secret));
             return Ok(());
         }
         self.worked(Which::Guest);
-        let now = self.fx.now_ms();
-        self.apply(Event::Joined, |record| {
-            record.session = Some(session.clone());
-            record.told = Some(digest.clone());
-            hand_over(record, &secret);
-            record.reached("running", now);
-            // No create follows, and the request contains the ticket's secret.
-            record.request = None;
-        })
-        .await?;
-        if joining {
-            self.say_joined(&status);
-        } else {
-            let mut record = self.record.clone();
-            let before = record.session.replace(session);
-            let plan_is_new = record.told.as_ref() != Some(&digest);
+        let assign = |record: &mut Record| {
+            record.session = Some(session);
             record.told = Some(digest);
-            hand_over(&mut record, &secret);
-            self.save(record).await.map_err(Unapplied::Disk)?;
-            if before == self.record.session {
-                if plan_is_new {
-                    info!("the guest follows the pod's network");
-                } else {
-                    info!("the guest has the pod's current pull secrets");
-                }
-                return Ok(());
+            // While no pull secrets are known, the guest keeps those it had.
+            if let Some(secret) = secret {
+                record.told_secret = Some(secret).filter(|secret| !secret.is_empty());
             }
-            let lost: Vec<String> = status.lost.iter().map(|what| clip(what)).collect();
-            let lost = lost.join("; ");
-            warn!(lost, guest_version = clip(&status.version), "the guest rejoined");
-            self.tell("GuestRestarted", format!("the guest program in the pod's VM restarted; lost: {lost}"));
+        };
+        if joining {
+            let now = self.fx.now_ms();
+            self.apply(PhaseEvent::Joined, |record| {
+                assign(record);
+                record.reached("running", now);
+                // No create follows, and the request contains the ticket's secret.
+                record.request = None;
+            })
+            .await?;
+            self.log_joined(&status);
+            return Ok(());
         }
+        if !matches!(self.record.phase, Phase::Running { .. }) {
+            self.apply(PhaseEvent::Joined, |_| {}).await?;
+            return Ok(());
+        }
+        let (before, plan_before) = (self.record.session.clone(), self.record.told.clone());
+        self.change(assign).await?;
+        if before == self.record.session {
+            if plan_before != self.record.told {
+                info!("the guest follows the pod's network");
+            } else {
+                info!("the guest has the pod's current pull secrets");
+            }
+            return Ok(());
+        }
+        let lost: Vec<String> = status.lost.iter().map(|what| clip(what)).collect();
+        let lost = lost.join("; ");
+        warn!(lost, guest_version = clip(&status.version), "the guest rejoined");
+        self.tell("GuestRestarted", format!("the guest program in the pod's VM restarted; lost: {lost}"));
         Ok(())
     }
 
-    fn say_joined(&self, status: &Status) {
+    fn log_joined(&self, status: &Status) {
         for stage in &status.stages {
-            self.metrics.guest_stage(&stage.name, stage.took_us);
+            self.metrics.guests.stage(&stage.name, stage.took_us);
         }
         let stages: Vec<String> =
             self.record.stages.iter().map(|stage| format!("{}={}ms", stage.name, stage.at_ms)).collect();
@@ -473,7 +471,7 @@ impl Task {
     async fn passed(&mut self, pass: Pass) -> Result<(), Unapplied> {
         for (stage, at) in &pass.reached {
             if self.record.stage(stage).is_none() {
-                self.metrics.stage(&format!("stop_{stage}"), at.saturating_sub(self.end.left_ms));
+                self.metrics.sandboxes.stage(&format!("stop_{stage}"), at.saturating_sub(self.end.left_ms));
             }
             self.record.reached(stage, *at);
         }
@@ -488,19 +486,27 @@ impl Task {
                     format!("cannot remove all resources of this pod yet; trying again: {failed}"),
                 );
             }
-            self.in_flight.clear.rest(std::time::Duration::ZERO);
+            self.in_flight.clear.rest(Duration::ZERO);
             return Ok(());
         }
         if !failed.is_empty() {
             warn!(error = failed, "sandbox removed, with errors");
         }
         let now = self.fx.now_ms();
-        self.apply(Event::Cleared, |record| {
+        self.apply(PhaseEvent::Cleared, |record| {
             record.reached("gone", now);
             record.write_tombstone(now);
         })
         .await?;
         Ok(())
+    }
+
+    /// Notes the error of an operation that may be repeated, and pauses before the next try; `false` for a final error.
+    fn repeats(&mut self, which: Which, error: &CloudError) -> bool {
+        let Retry::After(pause) = error.retry() else { return false };
+        self.trouble(which, error.to_string());
+        self.in_flight.get(which).rest(pause);
+        true
     }
 
     /// Schedules a retry after a failure.
@@ -509,7 +515,7 @@ impl Task {
         if slot.failures() == 3 {
             warn!(error = text, step = ?which, "step still fails");
         }
-        slot.rest(std::time::Duration::ZERO);
+        slot.rest(Duration::ZERO);
         self.trouble(which, text);
     }
 
@@ -536,77 +542,59 @@ impl Task {
 
     /// Returns the stage that is missing after `limit`, and its usual cause.
     pub(crate) fn where_it_hangs(&self, limit: Duration) -> (&'static str, String) {
-        let after = |which: Which| {
-            let last = self.start.trouble.iter().find(|(other, _)| *other == which);
-            last.map(|(_, text)| format!("; the last error was: {text}")).unwrap_or_default()
-        };
-        let vm = self.record.phase.vm();
-        let name = vm.map_or("the VM", InstanceId::as_str);
-        match &self.record.phase {
+        let name = self.record.phase.vm().map_or("the VM", InstanceId::as_str);
+        let (stage, which, text) = match &self.record.phase {
             Phase::Booting { .. } => {
-                ("create", format!("the cloud did not make a VM within {limit:?}{}", after(Which::Cloud)))
+                ("create", Which::Cloud, format!("the cloud did not make a VM within {limit:?}"))
             }
             _ if self.record.addresses.is_empty() => {
-                ("addresses", format!("{name} got no address within {limit:?}{}", after(Which::Cloud)))
+                ("addresses", Which::Cloud, format!("{name} got no address within {limit:?}"))
             }
-            _ if self.record.volumes.as_ref().is_some_and(|volumes| !volumes.is_ready()) => (
-                "volumes",
-                format!(
-                    "the pod's volumes were not attached to {name} within {limit:?}{}",
-                    after(Which::Volumes)
-                ),
-            ),
-            _ if self.guest.plan.is_none() => (
-                "network",
-                format!(
-                    "the pod's network could not be connected to {name} within {limit:?}{}",
-                    after(Which::Network)
-                ),
-            ),
-            _ if self.record.binding.is_none() && self.settings.dial.is_some() => (
-                "boot",
-                format!(
-                    "this node did not reach {name} within {limit:?}, so it did not join: it did not boot, \
-                     its image has no peerpod-guest that listens, or a firewall between them is closed (TCP \
-                     to {}){}",
-                    self.dial().join(", "),
-                    after(Which::Relay)
-                ),
-            ),
-            _ if self.record.binding.is_none() => (
-                "boot",
-                format!(
-                    "{name} did not dial this node within {limit:?}, so it did not join: it did not boot, \
-                     its image has no peerpod-guest, or a firewall between them is closed (TCP to {}){}{}",
-                    self.settings.guest_addresses,
-                    self.stranger(),
-                    after(Which::Relay)
-                ),
-            ),
-            _ if !self.guest.state.borrow().connected => (
-                "link",
-                format!(
-                    "the guest of {name} got its certificate but did not join by the link within {limit:?}{}",
-                    after(Which::Relay)
-                ),
-            ),
+            _ if self.record.volumes.as_ref().is_some_and(|volumes| !volumes.is_ready()) => {
+                let text = format!("the pod's volumes were not attached to {name} within {limit:?}");
+                ("volumes", Which::Volumes, text)
+            }
+            _ if self.guest.plan.is_none() => {
+                let text = format!("the pod's network could not be connected to {name} within {limit:?}");
+                ("network", Which::Network, text)
+            }
+            _ if self.record.binding.is_none() => ("boot", Which::Relay, self.why_not_joined(name, limit)),
+            _ if !self.guest.state.borrow().connected => {
+                let text = format!(
+                    "the guest of {name} got its certificate but did not join by the link within {limit:?}"
+                );
+                ("link", Which::Relay, text)
+            }
             _ => {
-                let stage = Status::parse_from_bytes(&self.guest.state.borrow().status)
-                    .map(|status| clip(&status.stage))
-                    .unwrap_or_default();
-                (
-                    "personalise",
-                    format!(
-                        "the guest of {name} did not get ready within {limit:?} (it is at {stage:?}){}",
-                        after(Which::Guest)
-                    ),
-                )
+                let status = Status::parse_from_bytes(&self.guest.state.borrow().status).unwrap_or_default();
+                let at = clip(&status.stage);
+                let text =
+                    format!("the guest of {name} did not get ready within {limit:?} (it is at {at:?})");
+                ("personalise", Which::Guest, text)
             }
-        }
+        };
+        let last = self.start.trouble.iter().find(|(other, _)| *other == which);
+        let last = last.map(|(_, text)| format!("; the last error was: {text}")).unwrap_or_default();
+        (stage, text + &last)
     }
-}
 
-impl Task {
+    /// Explains a VM of which the guest did not join.
+    fn why_not_joined(&self, name: &str, limit: Duration) -> String {
+        if self.settings.dial.is_some() {
+            return format!(
+                "this node did not reach {name} within {limit:?}, so it did not join: it did not boot, its image has \
+                 no peerpod-guest that listens, or a firewall between them is closed (TCP to {})",
+                self.dial().join(", ")
+            );
+        }
+        format!(
+            "{name} did not dial this node within {limit:?}, so it did not join: it did not boot, its image has no \
+             peerpod-guest, or a firewall between them is closed (TCP to {}){}",
+            self.settings.guest_addresses,
+            self.stranger()
+        )
+    }
+
     /// Explains a guest of the same batch that came from an unknown address; empty if there is none.
     fn stranger(&self) -> String {
         let ticket = self.record.ticket.as_ref().filter(|_| self.record.seat.is_some());
@@ -636,11 +624,4 @@ pub(crate) async fn console_of(fx: &dyn Ports, vm: &InstanceId) -> Option<Consol
 /// Shortens a guest's text to one log line: 400 characters, without control characters.
 pub(crate) fn clip(text: &str) -> String {
     text.chars().take(400).map(|c| if c.is_control() { ' ' } else { c }).collect()
-}
-
-/// Records the digest of the guest's pull secrets; while none are known, the guest keeps those it had.
-fn hand_over(record: &mut Record, secret: &Option<String>) {
-    if let Some(secret) = secret {
-        record.told_secret = Some(secret.clone()).filter(|secret| !secret.is_empty());
-    }
 }

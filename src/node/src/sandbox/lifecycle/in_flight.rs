@@ -12,6 +12,7 @@ use peerpod_provider_api::{InstanceId, Placement};
 use zeroize::Zeroizing;
 
 use crate::sandbox::{
+    lifecycle::clear::Pass,
     ports::{CloudError, Followed, Heard, NetworkError, PullSecretError, RelayError, Trusted},
     vm::batch::BatchMember,
 };
@@ -23,7 +24,7 @@ pub(crate) enum Completion {
     /// End of a pause.
     Rested,
     /// End of a batch window; `None`: the sandbox goes on alone, and nothing was requested for it yet.
-    Seated(Option<BatchMember>),
+    Batched(Option<BatchMember>),
     /// End of the announcement in the cluster, with the pod's UID if known.
     Announced(Option<String>),
     /// Placement of the attempt.
@@ -61,7 +62,7 @@ pub(crate) enum Completion {
         result: Result<(), NetworkError>,
     },
     /// Pod assignment; `digest` identifies the plan, `secret` the pull secrets where they are known.
-    Greeted {
+    Assigned {
         session: String,
         digest: String,
         secret: Option<String>,
@@ -79,7 +80,7 @@ pub(crate) enum Completion {
     },
     /// Answer about the pod's pull secrets.
     PullSecret(Result<Zeroizing<String>, PullSecretError>),
-    Cleared(crate::sandbox::lifecycle::clear::Pass),
+    Cleared(Pass),
 }
 
 /// In-flight operation of one kind.
@@ -119,12 +120,12 @@ impl Slot {
     }
 
     /// Delivers a result again after a pause: it was not recorded yet.
-    pub(crate) fn again(&mut self, outcome: Completion) {
+    pub(crate) fn again(&mut self, completion: Completion) {
         let pause = self.pause();
         self.failures = self.failures.saturating_add(1);
         self.start(async move {
             tokio::time::sleep(pause).await;
-            outcome
+            completion
         });
     }
 
@@ -157,10 +158,10 @@ impl Slot {
     /// cancel safety: if this call is dropped, the operation stays in the slot and is polled again later.
     pub(crate) async fn done(&mut self) -> Completion {
         let Some(future) = &mut self.future else { return pending().await };
-        let outcome = future.await;
+        let completion = future.await;
         self.future = None;
         self.resting = false;
-        outcome
+        completion
     }
 
     fn pause(&self) -> Duration {
@@ -221,14 +222,14 @@ impl Slots {
     /// cancel safety: as [`Slot::done`].
     pub(crate) async fn next(&mut self) -> (Which, Completion) {
         tokio::select! {
-            outcome = self.cloud.done() => (Which::Cloud, outcome),
-            outcome = self.volumes.done() => (Which::Volumes, outcome),
-            outcome = self.network.done() => (Which::Network, outcome),
-            outcome = self.relay.done() => (Which::Relay, outcome),
-            outcome = self.localhost.done() => (Which::Localhost, outcome),
-            outcome = self.guest.done() => (Which::Guest, outcome),
-            outcome = self.secret.done() => (Which::Secret, outcome),
-            outcome = self.clear.done() => (Which::Clear, outcome),
+            completion = self.cloud.done() => (Which::Cloud, completion),
+            completion = self.volumes.done() => (Which::Volumes, completion),
+            completion = self.network.done() => (Which::Network, completion),
+            completion = self.relay.done() => (Which::Relay, completion),
+            completion = self.localhost.done() => (Which::Localhost, completion),
+            completion = self.guest.done() => (Which::Guest, completion),
+            completion = self.secret.done() => (Which::Secret, completion),
+            completion = self.clear.done() => (Which::Clear, completion),
         }
     }
 }

@@ -53,9 +53,9 @@ pub enum Phase {
     Gone,
 }
 
-/// Event in the life of a sandbox.
+/// PhaseEvent in the life of a sandbox.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Event {
+pub enum PhaseEvent {
     /// CreateVM was accepted: the intent may be written and the cloud called.
     Begin,
     /// The cloud made this VM, or found the one that an earlier call with the same key made.
@@ -97,92 +97,107 @@ pub enum Step {
     Forget,
 }
 
-/// Event that has no meaning in its phase. The phase does not change.
+/// PhaseEvent that has no meaning in its phase. The phase does not change.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{event:?} is not valid for a sandbox that is {phase}")]
 pub struct Refused {
     /// Phase at the time of the event.
     pub phase: Phase,
     /// The refused event.
-    pub event: Event,
+    pub event: PhaseEvent,
 }
 
 /// Returns the next phase and its duty. Total: every phase has a written answer to every event.
-pub fn next(phase: &Phase, event: Event) -> Result<(Phase, Step), Refused> {
+pub fn next(phase: &Phase, event: PhaseEvent) -> Result<(Phase, Step), Refused> {
     use Phase::{Booting, Created, Gone, Joining, Leaving, Running, Unwanted};
 
     let next = match (phase, &event) {
-        (Created, Event::Begin) => Booting { attempt: 0 },
+        (Created, PhaseEvent::Begin) => Booting { attempt: 0 },
         // Nothing was requested, so only a tombstone remains.
-        (Created, Event::Stop | Event::Failed) => Gone,
+        (Created, PhaseEvent::Stop | PhaseEvent::Failed) => Gone,
         (
             Created,
-            Event::Made(_)
-            | Event::NoCapacity
-            | Event::Refused
-            | Event::Joined
-            | Event::Cleared
-            | Event::Expired,
+            PhaseEvent::Made(_)
+            | PhaseEvent::NoCapacity
+            | PhaseEvent::Refused
+            | PhaseEvent::Joined
+            | PhaseEvent::Cleared
+            | PhaseEvent::Expired,
         ) => return refused(phase, event),
 
-        (Booting { .. }, Event::Made(vm)) => Joining { vm: vm.clone() },
-        (Booting { attempt }, Event::NoCapacity) if attempt + 1 < MAX_ATTEMPTS => {
+        (Booting { .. }, PhaseEvent::Made(vm)) => Joining { vm: vm.clone() },
+        (Booting { attempt }, PhaseEvent::NoCapacity) if attempt + 1 < MAX_ATTEMPTS => {
             Booting { attempt: attempt + 1 }
         }
-        (Booting { .. }, Event::NoCapacity | Event::Refused) => Leaving { vm: None },
+        (Booting { .. }, PhaseEvent::NoCapacity | PhaseEvent::Refused) => Leaving { vm: None },
         // The cloud may have made the VM already, or may still make it.
-        (Booting { attempt }, Event::Stop | Event::Failed) => Unwanted { attempt: *attempt },
-        (Booting { .. }, Event::Begin | Event::Joined | Event::Cleared | Event::Expired) => {
+        (Booting { attempt }, PhaseEvent::Stop | PhaseEvent::Failed) => Unwanted { attempt: *attempt },
+        (
+            Booting { .. },
+            PhaseEvent::Begin | PhaseEvent::Joined | PhaseEvent::Cleared | PhaseEvent::Expired,
+        ) => {
             return refused(phase, event);
         }
 
-        (Joining { vm }, Event::Joined) => Running { vm: vm.clone() },
-        (Joining { vm } | Running { vm }, Event::Stop | Event::Failed) => Leaving { vm: Some(vm.clone()) },
+        (Joining { vm }, PhaseEvent::Joined) => Running { vm: vm.clone() },
+        (Joining { vm } | Running { vm }, PhaseEvent::Stop | PhaseEvent::Failed) => {
+            Leaving { vm: Some(vm.clone()) }
+        }
         // A repeated answer names the same VM. Another VM under the same key never belongs to this sandbox.
-        (Joining { vm }, Event::Made(again)) if again == vm => Joining { vm: vm.clone() },
-        (Running { vm }, Event::Made(again)) if again == vm => Running { vm: vm.clone() },
-        (Running { vm }, Event::Joined) => Running { vm: vm.clone() },
+        (Joining { vm }, PhaseEvent::Made(again)) if again == vm => Joining { vm: vm.clone() },
+        (Running { vm }, PhaseEvent::Made(again)) if again == vm => Running { vm: vm.clone() },
+        (Running { vm }, PhaseEvent::Joined) => Running { vm: vm.clone() },
         (
             Joining { .. },
-            Event::Begin
-            | Event::Made(_)
-            | Event::NoCapacity
-            | Event::Refused
-            | Event::Cleared
-            | Event::Expired,
+            PhaseEvent::Begin
+            | PhaseEvent::Made(_)
+            | PhaseEvent::NoCapacity
+            | PhaseEvent::Refused
+            | PhaseEvent::Cleared
+            | PhaseEvent::Expired,
         ) => return refused(phase, event),
         (
             Running { .. },
-            Event::Begin
-            | Event::Made(_)
-            | Event::NoCapacity
-            | Event::Refused
-            | Event::Cleared
-            | Event::Expired,
+            PhaseEvent::Begin
+            | PhaseEvent::Made(_)
+            | PhaseEvent::NoCapacity
+            | PhaseEvent::Refused
+            | PhaseEvent::Cleared
+            | PhaseEvent::Expired,
         ) => return refused(phase, event),
 
-        (Unwanted { .. }, Event::Made(vm)) => Leaving { vm: Some(vm.clone()) },
-        (Unwanted { .. }, Event::NoCapacity | Event::Refused) => Leaving { vm: None },
-        (Unwanted { attempt }, Event::Stop | Event::Failed) => Unwanted { attempt: *attempt },
-        (Unwanted { .. }, Event::Begin | Event::Joined | Event::Cleared | Event::Expired) => {
+        (Unwanted { .. }, PhaseEvent::Made(vm)) => Leaving { vm: Some(vm.clone()) },
+        (Unwanted { .. }, PhaseEvent::NoCapacity | PhaseEvent::Refused) => Leaving { vm: None },
+        (Unwanted { attempt }, PhaseEvent::Stop | PhaseEvent::Failed) => Unwanted { attempt: *attempt },
+        (
+            Unwanted { .. },
+            PhaseEvent::Begin | PhaseEvent::Joined | PhaseEvent::Cleared | PhaseEvent::Expired,
+        ) => {
             return refused(phase, event);
         }
 
-        (Leaving { .. }, Event::Cleared) => Gone,
-        (Leaving { vm }, Event::Stop | Event::Failed) => Leaving { vm: vm.clone() },
+        (Leaving { .. }, PhaseEvent::Cleared) => Gone,
+        (Leaving { vm }, PhaseEvent::Stop | PhaseEvent::Failed) => Leaving { vm: vm.clone() },
         (
             Leaving { .. },
-            Event::Begin
-            | Event::Made(_)
-            | Event::NoCapacity
-            | Event::Refused
-            | Event::Joined
-            | Event::Expired,
+            PhaseEvent::Begin
+            | PhaseEvent::Made(_)
+            | PhaseEvent::NoCapacity
+            | PhaseEvent::Refused
+            | PhaseEvent::Joined
+            | PhaseEvent::Expired,
         ) => return refused(phase, event),
 
-        (Gone, Event::Stop | Event::Failed | Event::Cleared) => Gone,
-        (Gone, Event::Expired) => return Ok((Gone, Step::Forget)),
-        (Gone, Event::Begin | Event::Made(_) | Event::NoCapacity | Event::Refused | Event::Joined) => {
+        (Gone, PhaseEvent::Stop | PhaseEvent::Failed | PhaseEvent::Cleared) => Gone,
+        (Gone, PhaseEvent::Expired) => return Ok((Gone, Step::Forget)),
+        (
+            Gone,
+            PhaseEvent::Begin
+            | PhaseEvent::Made(_)
+            | PhaseEvent::NoCapacity
+            | PhaseEvent::Refused
+            | PhaseEvent::Joined,
+        ) => {
             return refused(phase, event);
         }
     };
@@ -203,7 +218,7 @@ pub fn desired(phase: &Phase) -> Step {
     }
 }
 
-fn refused(phase: &Phase, event: Event) -> Result<(Phase, Step), Refused> {
+fn refused(phase: &Phase, event: PhaseEvent) -> Result<(Phase, Step), Refused> {
     Err(Refused { phase: phase.clone(), event })
 }
 
@@ -272,17 +287,17 @@ mod tests {
         ]
     }
 
-    fn events() -> Vec<Event> {
+    fn events() -> Vec<PhaseEvent> {
         vec![
-            Event::Begin,
-            Event::Made(vm("a")),
-            Event::NoCapacity,
-            Event::Refused,
-            Event::Joined,
-            Event::Failed,
-            Event::Stop,
-            Event::Cleared,
-            Event::Expired,
+            PhaseEvent::Begin,
+            PhaseEvent::Made(vm("a")),
+            PhaseEvent::NoCapacity,
+            PhaseEvent::Refused,
+            PhaseEvent::Joined,
+            PhaseEvent::Failed,
+            PhaseEvent::Stop,
+            PhaseEvent::Cleared,
+            PhaseEvent::Expired,
         ]
     }
 
@@ -340,16 +355,16 @@ mod tests {
     fn attempts_are_bounded() {
         let mut phase = Phase::Booting { attempt: 0 };
         for attempt in 1..MAX_ATTEMPTS {
-            phase = next(&phase, Event::NoCapacity).unwrap().0;
+            phase = next(&phase, PhaseEvent::NoCapacity).unwrap().0;
             assert_eq!(phase, Phase::Booting { attempt });
         }
-        assert_eq!(next(&phase, Event::NoCapacity).unwrap().0, Phase::Leaving { vm: None });
+        assert_eq!(next(&phase, PhaseEvent::NoCapacity).unwrap().0, Phase::Leaving { vm: None });
     }
 
     #[test]
     fn another_vm_under_one_key_is_refused() {
         for phase in [Phase::Joining { vm: vm("a") }, Phase::Running { vm: vm("a") }] {
-            assert!(next(&phase, Event::Made(vm("b"))).is_err());
+            assert!(next(&phase, PhaseEvent::Made(vm("b"))).is_err());
         }
     }
 
@@ -377,17 +392,17 @@ mod tests {
                 let mut event = events()[step].clone();
                 // Events that the world cannot produce at this moment are left out; all others come in any order.
                 match &mut event {
-                    Event::Made(id) if cloud == Cloud::Asked => {
+                    PhaseEvent::Made(id) if cloud == Cloud::Asked => {
                         made += 1;
                         *id = vm(&format!("vm{made}"));
                         cloud = Cloud::Vm(id.clone());
                     }
-                    Event::Made(_) => continue,
-                    Event::NoCapacity | Event::Refused => {
+                    PhaseEvent::Made(_) => continue,
+                    PhaseEvent::NoCapacity | PhaseEvent::Refused => {
                         if cloud != Cloud::Asked { continue }
                         cloud = Cloud::Nothing;
                     }
-                    Event::Cleared => {
+                    PhaseEvent::Cleared => {
                         if !matches!(phase, Phase::Leaving { .. }) {
                             prop_assert!(phase == Phase::Gone || next(&phase, event).is_err());
                             continue;
@@ -399,9 +414,9 @@ mod tests {
                         }
                         cloud = Cloud::Nothing;
                     }
-                    Event::Begin | Event::Joined | Event::Failed | Event::Stop | Event::Expired => {}
+                    PhaseEvent::Begin | PhaseEvent::Joined | PhaseEvent::Failed | PhaseEvent::Stop | PhaseEvent::Expired => {}
                 }
-                stopped |= event == Event::Stop;
+                stopped |= event == PhaseEvent::Stop;
                 let Ok((next, action)) = next(&phase, event) else { continue };
                 if action == Step::Ask {
                     prop_assert!(!stopped, "requested a VM after a stop");

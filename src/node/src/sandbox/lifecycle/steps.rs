@@ -7,7 +7,7 @@ use std::{
 
 use peerpod_link::initdata::Initdata;
 use peerpod_proto::{
-    guest::{Images, Personalise, Request},
+    guest::{Images, NetworkPlan, Personalise, Request},
     relay::{PutSandboxRequest, TunnelPeer},
 };
 use peerpod_provider_api::CreateRequest;
@@ -50,14 +50,14 @@ impl Task {
                 self.setup_network();
                 self.tell_relay();
                 self.carry_localhost();
-                self.greet();
+                self.assign();
             }
             Step::Serve => {
                 self.ask_pull_secret();
                 self.setup_network();
                 self.tell_relay();
                 self.carry_localhost();
-                self.greet();
+                self.assign();
                 self.renew();
                 self.follow();
                 self.trace();
@@ -89,13 +89,13 @@ impl Task {
             });
         }
         self.vm.unsent = false;
-        match self.vm.way.clone() {
+        match self.vm.path.clone() {
             CreatePath::Alone => self.create(request, attempt),
-            CreatePath::Seated(member) => self.sit(member),
+            CreatePath::Member(member) => self.await_batch(member),
             CreatePath::Open | CreatePath::Joining => match self.vm.batches.withdraw(&self.record.id) {
                 Some(member) => {
-                    self.vm.way = CreatePath::Seated(member.clone());
-                    self.sit(member);
+                    self.vm.path = CreatePath::Member(member.clone());
+                    self.await_batch(member);
                 }
                 None => self.join(&request, attempt),
             },
@@ -105,18 +105,18 @@ impl Task {
     /// Joins a window with sandboxes that want the same VM.
     fn join(&mut self, request: &CreateRequest, attempt: u32) {
         let member = Member { sandbox: self.record.id.clone(), attempt };
-        let seated = self.vm.batches.join(member, request);
-        self.vm.way = CreatePath::Joining;
+        let batched = self.vm.batches.join(member, request);
+        self.vm.path = CreatePath::Joining;
         // The sender is dropped only if the node is closing, and this task with it.
-        self.in_flight.cloud.start(async move { Completion::Seated(seated.await.unwrap_or(None)) });
+        self.in_flight.cloud.start(async move { Completion::Batched(batched.await.unwrap_or(None)) });
     }
 
     /// Waits for the batch's result.
-    fn sit(&mut self, member: BatchMember) {
+    fn await_batch(&mut self, member: BatchMember) {
         self.in_flight.cloud.start(async move {
-            match member.outcome().await {
+            match member.result().await {
                 Some(result) => Completion::Created(result),
-                None => Completion::Seated(None),
+                None => Completion::Batched(None),
             }
         });
     }
@@ -159,12 +159,12 @@ impl Task {
         if !self.in_flight.cloud.is_idle() {
             return;
         }
-        match self.vm.way.clone() {
+        match self.vm.path.clone() {
             CreatePath::Alone => self.find(None),
-            CreatePath::Seated(member) => self.sit(member),
+            CreatePath::Member(member) => self.await_batch(member),
             CreatePath::Open | CreatePath::Joining => {
                 let member = self.vm.batches.withdraw(&self.record.id);
-                self.in_flight.cloud.start(async move { Completion::Seated(member) });
+                self.in_flight.cloud.start(async move { Completion::Batched(member) });
             }
         }
     }
@@ -299,8 +299,7 @@ impl Task {
     /// Sends the relay the guest's new dial addresses.
     pub(crate) fn redial(&mut self) {
         if self.settings.dial.is_some() {
-            self.relay.put_wanted += 1;
-            self.in_flight.relay.wake();
+            self.put_again();
         }
     }
 
@@ -325,7 +324,7 @@ impl Task {
 
     /// Assigns the pod to the guest as soon as it is connected, and again if session, plan, endpoints or pull secrets
     /// change.
-    fn greet(&mut self) {
+    fn assign(&mut self) {
         if !self.in_flight.guest.is_idle() || !self.has_volumes() {
             return;
         }
@@ -341,27 +340,8 @@ impl Task {
         if self.record.session.as_ref().is_some_and(|session| *session != guest.session) {
             warn!(session = guest.session, "the guest program restarted; its pending work is lost");
         }
-        let node_endpoints = self.network.node_endpoints.borrow().clone();
-        let digest = plan.digest(&node_endpoints);
-        let mut personalise = Personalise {
-            version: 1,
-            sandbox_id: self.record.id.to_string(),
-            pod_name: self.record.pod.as_ref().map(|pod| pod.name.clone()).unwrap_or_default(),
-            pod_namespace: self.record.pod.as_ref().map(|pod| pod.namespace.clone()).unwrap_or_default(),
-            network: Some(plan.network).into(),
-            node_addresses: node_endpoints
-                .as_ref()
-                .map(|node_endpoints| node_endpoints.to_vec())
-                .unwrap_or_default(),
-            lease_seconds: u32::try_from(self.settings.lease.as_secs()).unwrap_or(u32::MAX),
-            agent_timeout_ms: u32::try_from(self.settings.agent_timeout.as_millis()).unwrap_or(u32::MAX),
-            initdata: self.record.initdata.clone().unwrap_or_default(),
-            initdata_digest: digest_of(self.record.initdata.as_deref()),
-            gpus: self.record.gpus,
-            images: self.images().into(),
-            volumes: self.record.volumes.as_ref().map(PodVolumes::for_guest).unwrap_or_default(),
-            ..Default::default()
-        };
+        let digest = plan.digest(&self.network.node_endpoints.borrow());
+        let mut assignment = self.assignment(plan.network);
         let volumes = self.record.volumes.clone();
         let (fx, id, session) = (self.fx.clone(), self.record.id.clone(), guest.session);
         let secret = self.guest.pull.digest().map(str::to_owned);
@@ -369,24 +349,43 @@ impl Task {
         // call without an answer.
         let timeout = self.settings.agent_timeout + Duration::from_secs(30);
         self.in_flight.guest.start(async move {
-            if let Some(volumes) = &volumes {
-                match fx.credentials(volumes).await {
-                    Ok(told) => with_credentials(&mut personalise, &told),
-                    Err(text) => {
-                        return Completion::Greeted {
-                            session,
-                            digest,
-                            secret,
-                            result: Err(RelayError { text }),
-                        };
-                    }
+            let credentials = match &volumes {
+                Some(volumes) => fx.credentials(volumes).await,
+                None => Ok(Vec::new()),
+            };
+            let result = match credentials {
+                Ok(credentials) => {
+                    add_credentials(&mut assignment, &credentials);
+                    let mut request = Request::new();
+                    request.set_personalise(assignment);
+                    fx.call(&id, request, timeout).await.map(Box::new)
                 }
-            }
-            let mut request = Request::new();
-            request.set_personalise(personalise);
-            let result = fx.call(&id, request, timeout).await.map(Box::new);
-            Completion::Greeted { session, digest, secret, result }
+                Err(text) => Err(RelayError { text }),
+            };
+            Completion::Assigned { session, digest, secret, result }
         });
+    }
+
+    /// Builds the message that assigns the pod to the guest, without the credentials of its shares.
+    fn assignment(&self, network: NetworkPlan) -> Personalise {
+        let Record { pod, volumes, .. } = &self.record;
+        let node_endpoints = self.network.node_endpoints.borrow();
+        Personalise {
+            version: 1,
+            sandbox_id: self.record.id.to_string(),
+            pod_name: pod.as_ref().map(|pod| pod.name.clone()).unwrap_or_default(),
+            pod_namespace: pod.as_ref().map(|pod| pod.namespace.clone()).unwrap_or_default(),
+            network: Some(network).into(),
+            node_addresses: node_endpoints.as_ref().map(|all| all.to_vec()).unwrap_or_default(),
+            lease_seconds: u32::try_from(self.settings.lease.as_secs()).unwrap_or(u32::MAX),
+            agent_timeout_ms: u32::try_from(self.settings.agent_timeout.as_millis()).unwrap_or(u32::MAX),
+            initdata: self.record.initdata.clone().unwrap_or_default(),
+            initdata_digest: digest_of(self.record.initdata.as_deref()),
+            gpus: self.record.gpus,
+            images: self.images().into(),
+            volumes: volumes.as_ref().map(PodVolumes::for_guest).unwrap_or_default(),
+            ..Personalise::default()
+        }
     }
 
     fn images(&self) -> Option<Images> {
@@ -412,10 +411,10 @@ impl Task {
     fn everything(&self) -> Left {
         // Flushed even if the link seems down: after a restart of the node, the relay may not have reported yet that it
         // is up.
-        let greeted = self.record.session.is_some();
+        let was_assigned = self.record.session.is_some();
         Left {
             id: self.record.id.clone(),
-            flush: greeted.then_some(self.settings.flush_timeout),
+            flush: was_assigned.then_some(self.settings.flush_timeout),
             relay: true,
             vm: self.record.phase.vm().cloned(),
             volumes: self
@@ -433,9 +432,9 @@ impl Task {
 }
 
 /// Adds the credentials to the outgoing message alone: neither record nor ledger contains them.
-fn with_credentials(personalise: &mut Personalise, told: &[Option<Zeroizing<Vec<u8>>>]) {
-    for (volume, told) in personalise.volumes.iter_mut().zip(told) {
-        volume.credentials = told.as_ref().map(|told| told.to_vec()).unwrap_or_default();
+fn add_credentials(assignment: &mut Personalise, credentials: &[Option<Zeroizing<Vec<u8>>>]) {
+    for (volume, credentials) in assignment.volumes.iter_mut().zip(credentials) {
+        volume.credentials = credentials.as_ref().map(|bytes| bytes.to_vec()).unwrap_or_default();
     }
 }
 

@@ -21,9 +21,7 @@ use crate::sandbox::{
     Settings,
     error::{ClaimRefused, Error, Granted},
     guest::{
-        claims::{Claim, Claims},
-        pull::Pull,
-        reports::Reports,
+        claims::Claim,
         tickets::{Owner, Tickets},
     },
     lifecycle::{
@@ -67,7 +65,7 @@ pub(crate) struct Inner {
     tickets: Arc<Tickets>,
     state: Mutex<State>,
     /// Held while a tombstone of an unknown id is written: one at a time, because they are rare.
-    burying: tokio::sync::Mutex<()>,
+    tombstones: tokio::sync::Mutex<()>,
     /// Counts insertions, for calls that wait for a pod without a sandbox yet.
     pub(crate) inserted: watch::Sender<u64>,
 }
@@ -88,7 +86,7 @@ impl Sandboxes {
             metrics,
             state: Mutex::new(State::new(tickets.clone())),
             tickets,
-            burying: tokio::sync::Mutex::default(),
+            tombstones: tokio::sync::Mutex::default(),
             inserted: watch::Sender::new(0),
         }))
     }
@@ -173,7 +171,7 @@ impl Sandboxes {
                         return Ok(());
                     }
                     // Another call is writing this tombstone.
-                    drop(self.0.burying.lock().await);
+                    drop(self.0.tombstones.lock().await);
                 }
                 Some(Found::Task(running)) => {
                     // A sandbox that cannot be recorded does not exist, so there is nothing to stop.
@@ -219,13 +217,13 @@ impl Sandboxes {
                     peer = claim.peer,
                     "claim with a batch's ticket deferred: the VM's owner is not known yet"
                 );
-                self.0.metrics.claim_refused(ClaimRefused::NotYet.reason());
+                self.0.metrics.guests.claim_refused(ClaimRefused::NotYet.reason());
                 return Err(Error::Claim(ClaimRefused::NotYet));
             }
         };
         let Some(Found::Task(running)) = found else {
             // A guest may send any id; only hexadecimal digits go into a log line.
-            self.0.metrics.claim_refused(ClaimRefused::UnknownTicket.reason());
+            self.0.metrics.guests.claim_refused(ClaimRefused::UnknownTicket.reason());
             let ticket: String = ticket.chars().filter(char::is_ascii_hexdigit).take(32).collect();
             warn!(ticket, peer = claim.peer, "claim refused: unknown ticket");
             return Err(Error::Claim(ClaimRefused::UnknownTicket));
@@ -373,7 +371,7 @@ impl Sandboxes {
 
     /// Counts a guest that the CA rotation leaves behind.
     pub(crate) fn left_behind(&self) {
-        self.0.metrics.left_behind.inc();
+        self.0.metrics.guests.left_behind.inc();
     }
 
     /// Aborts all tasks. The ledger contains everything they had started.
@@ -486,12 +484,12 @@ impl Sandboxes {
 
     pub(crate) fn adopt_in(&self, state: &mut State, record: Record) {
         if record.phase == Phase::Gone {
-            self.0.metrics.moved(None, Some(&record.phase));
+            self.0.metrics.sandboxes.moved(None, Some(&record.phase));
             state.write_tombstone(&record, self.0.settings.tombstone_ttl);
             return;
         }
-        self.0.metrics.recovered(&record.phase);
-        self.0.metrics.moved(None, Some(&record.phase));
+        self.0.metrics.sandboxes.recovered(&record.phase);
+        self.0.metrics.sandboxes.moved(None, Some(&record.phase));
         let claimed = record.netns.as_ref().and_then(|netns| state.netns.get(&netns.identity()));
         let predecessor = match claimed.and_then(|other| state.entries.get(other)) {
             Some(Entry::Task(other)) if record.phase.is_live() => Some(other.view.clone()),
@@ -506,7 +504,7 @@ impl Sandboxes {
             let phase = dead.view.borrow().phase.clone();
             // A sandbox in phase `Created` is not counted yet.
             if phase != Phase::Created {
-                self.0.metrics.moved(Some(&phase), None);
+                self.0.metrics.sandboxes.moved(Some(&phase), None);
             }
             state.unlink(id);
             state.entries.remove(id);
@@ -519,7 +517,6 @@ impl Sandboxes {
         record: Record,
         predecessor: Option<watch::Receiver<View>>,
     ) -> watch::Receiver<View> {
-        let Inner { fx, settings, metrics, .. } = &*self.0;
         let (commands, receiver) = mpsc::channel(QUEUE);
         let (sender, view) = watch::channel(View::of(&record, false));
         let id = record.id.clone();
@@ -532,44 +529,7 @@ impl Sandboxes {
             volumes: record.volumes.as_ref().map(state::Volumes::of),
         };
         state.link(&record, running);
-        let epoch = fx.relay_epoch();
-        let epoch_seen = *epoch.borrow();
-        let task = Box::new(Task {
-            fx: fx.clone(),
-            settings: settings.clone(),
-            metrics: metrics.clone(),
-            view: sender,
-            commands: receiver,
-            in_flight: Slots::default(),
-            vm: VmCreation {
-                way: self.0.batches.way(&record),
-                batches: self.0.batches.clone(),
-                tickets: self.0.tickets.clone(),
-                unsent: record.phase == Phase::Created,
-                placed: None,
-                moved: Vec::new(),
-            },
-            start: Start { announced: !fx.is_in_cluster(), slow: None, deadline: None, trouble: Vec::new() },
-            guest: GuestState {
-                state: fx.guest(&id),
-                claims: Claims::default(),
-                renewal: None,
-                trusted: fx.trusted(),
-                plan: None,
-                refused: None,
-                reports: Reports::default(),
-                pull: Pull::default(),
-            },
-            relay: RelayState { epoch, epoch_seen, put_wanted: 1, put_done: 0, localhost_of: 0 },
-            network: NetworkState {
-                node_endpoints: fx.node_endpoints(),
-                following: Following::default(),
-                given_up: false,
-                predecessor,
-            },
-            end: End { leaving: None, left_ms: 0 },
-            record,
-        });
+        let task = Box::new(self.task(record, sender, receiver, predecessor));
         let table = self.clone();
         while state.tasks.try_join_next().is_some() {} // finished tasks; `PanicGuard` has handled their panics
         let life = table.live(id, task);
@@ -580,9 +540,47 @@ impl Sandboxes {
         view
     }
 
+    /// Makes the task of a sandbox, which continues from its record.
+    fn task(
+        &self,
+        record: Record,
+        view: watch::Sender<View>,
+        commands: mpsc::Receiver<Command>,
+        predecessor: Option<watch::Receiver<View>>,
+    ) -> Task {
+        let Inner { fx, settings, metrics, batches, tickets, .. } = &*self.0;
+        Task {
+            fx: fx.clone(),
+            settings: settings.clone(),
+            metrics: metrics.clone(),
+            view,
+            commands,
+            in_flight: Slots::default(),
+            vm: VmCreation {
+                path: batches.create_path(&record),
+                batches: batches.clone(),
+                tickets: tickets.clone(),
+                unsent: record.phase == Phase::Created,
+                placed: None,
+                moved: Vec::new(),
+            },
+            start: Start { announced: !fx.is_in_cluster(), ..Start::default() },
+            guest: GuestState::new(fx.guest(&record.id), fx.trusted()),
+            relay: RelayState::new(fx.relay_epoch()),
+            network: NetworkState {
+                node_endpoints: fx.node_endpoints(),
+                following: Following::default(),
+                given_up: false,
+                predecessor,
+            },
+            end: End::default(),
+            record,
+        }
+    }
+
     /// Runs one sandbox from its beginning to its tombstone.
     async fn live(self, id: SandboxId, mut task: Box<Task>) {
-        let _mourner = PanicGuard { table: self.clone(), id: id.clone() };
+        let _guard = PanicGuard { table: self.clone(), id: id.clone() };
         if task.record.phase == Phase::Created {
             if let Err(error) = Box::pin(task.begin()).await {
                 error!(%error, "cannot create the sandbox");
@@ -605,7 +603,7 @@ impl Sandboxes {
 
     /// Writes a tombstone for an unknown id. Returns `None` if the id has become known meanwhile.
     async fn write_tombstone_of_unknown(&self, id: &SandboxId) -> Option<Result<(), Error>> {
-        let _one = self.0.burying.lock().await;
+        let _one = self.0.tombstones.lock().await;
         let Inner { fx, settings, metrics, .. } = &*self.0;
         let mut record = Record::tombstone(id.clone(), fx.now_ms());
         record.cause = Some(Stop::Called.reason().into());
@@ -623,12 +621,12 @@ impl Sandboxes {
             let mut state = self.state();
             state.unwritten.remove(id);
             if let Err(error) = saved {
-                metrics.ledger_errors.inc();
+                metrics.sandboxes.ledger_errors.inc();
                 state.entries.remove(id);
                 return Some(Err(error.into()));
             }
         }
-        metrics.moved(None, Some(&Phase::Gone));
+        metrics.sandboxes.moved(None, Some(&Phase::Gone));
         info!(sandbox = %id, pod = "-", "stopped before its CreateVM; only its tombstone is kept");
         Some(Ok(()))
     }

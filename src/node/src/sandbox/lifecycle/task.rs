@@ -27,10 +27,10 @@ use crate::sandbox::{
         clear::Left,
         completions::console_of,
         in_flight::{Completion, Slots, Which},
-        phase::{self, Event, Phase, Step},
+        phase::{self, Phase, PhaseEvent, Step},
         view::View,
     },
-    network::follow::{Following, Told},
+    network::follow::{Following, PlannedNetwork},
     ports::{Guest, NodeEndpoints, Ports, Said, Trusted},
     vm::batch::{Batches, CreatePath},
 };
@@ -112,7 +112,7 @@ pub(crate) struct Task {
 /// Creation of the sandbox's VM, and its addresses.
 pub(crate) struct VmCreation {
     /// Create path of the current attempt.
-    pub(crate) way: CreatePath,
+    pub(crate) path: CreatePath,
     pub(crate) batches: Batches,
     pub(crate) tickets: Arc<Tickets>,
     /// Whether nothing was ever requested from the cloud, neither by this task nor before it.
@@ -124,6 +124,7 @@ pub(crate) struct VmCreation {
 }
 
 /// Progress of the start.
+#[derive(Default)]
 pub(crate) struct Start {
     /// Whether the announcement in the cluster has ended.
     pub(crate) announced: bool,
@@ -144,13 +145,28 @@ pub(crate) struct GuestState {
     /// CA set that guests must trust.
     pub(crate) trusted: watch::Receiver<Arc<Trusted>>,
     /// Network plan for the guest, once the tunnel is connected.
-    pub(crate) plan: Option<Told>,
+    pub(crate) plan: Option<PlannedNetwork>,
     /// Guest session that refused a plan, with the digests of the plan and of the pull secrets.
     pub(crate) refused: Option<(String, String, Option<String>)>,
     /// The guest's reports on the pod's network.
     pub(crate) reports: Reports,
     /// Pull secrets for the pod's images.
     pub(crate) pull: Pull,
+}
+
+impl GuestState {
+    pub(crate) fn new(state: watch::Receiver<Guest>, trusted: watch::Receiver<Arc<Trusted>>) -> GuestState {
+        GuestState {
+            state,
+            claims: Claims::default(),
+            renewal: None,
+            trusted,
+            plan: None,
+            refused: None,
+            reports: Reports::default(),
+            pull: Pull::default(),
+        }
+    }
 }
 
 /// State that the relay must have.
@@ -162,6 +178,13 @@ pub(crate) struct RelayState {
     pub(crate) put_done: u64,
     /// Version of the relay's state at the last redirection of the pod's localhost; 0 before the first.
     pub(crate) localhost_of: u64,
+}
+
+impl RelayState {
+    pub(crate) fn new(epoch: watch::Receiver<u64>) -> RelayState {
+        let epoch_seen = *epoch.borrow();
+        RelayState { epoch, epoch_seen, put_wanted: 1, put_done: 0, localhost_of: 0 }
+    }
 }
 
 /// The pod's network, and changes around it.
@@ -177,6 +200,7 @@ pub(crate) struct NetworkState {
 }
 
 /// End of the sandbox.
+#[derive(Default)]
 pub(crate) struct End {
     pub(crate) leaving: Option<Left>,
     pub(crate) left_ms: u64,
@@ -197,7 +221,7 @@ impl Task {
     /// Accepts a new sandbox: its intent is durable on return. No other operation was started before.
     pub(crate) async fn begin(&mut self) -> Result<(), Error> {
         let now = self.fx.now_ms();
-        match self.apply(Event::Begin, |record| record.reached("recorded", now)).await {
+        match self.apply(PhaseEvent::Begin, |record| record.reached("recorded", now)).await {
             Ok(_) => Ok(()),
             Err(Unapplied::Disk(error)) => {
                 // A failing disk may have kept the record all the same; a restarted node must not find it.
@@ -219,7 +243,7 @@ impl Task {
             let (deadline, slow) = (self.start.deadline, self.start.slow.map(|(at, _)| at));
             let woken = tokio::select! {
                 command = self.commands.recv() => Woken::Command(command),
-                (which, outcome) = self.in_flight.next() => Woken::Completion(which, outcome),
+                (which, completion) = self.in_flight.next() => Woken::Completion(which, completion),
                 () = changed(&mut self.guest.state) => Woken::Guest,
                 () = changed(&mut self.relay.epoch) => Woken::Epoch,
                 () = changed(&mut self.guest.trusted) => Woken::Trust,
@@ -232,7 +256,7 @@ impl Task {
             match woken {
                 Woken::Command(Some(command)) => Box::pin(self.command(command)).await,
                 Woken::Command(None) => return,
-                Woken::Completion(which, outcome) => Box::pin(self.outcome(which, outcome)).await,
+                Woken::Completion(which, completion) => Box::pin(self.on_completion(which, completion)).await,
                 Woken::Guest | Woken::Trust | Woken::Heard => {} // `reconcile` handles it
                 Woken::Epoch => self.relay_changed(),
                 Woken::Deadline => Box::pin(self.too_late()).await,
@@ -275,7 +299,7 @@ impl Task {
             if matches!(self.record.phase, Phase::Leaving { .. }) {
                 // Only an address query or a pause can be in flight here: creates end in `Unwanted`.
                 self.in_flight.cloud.cancel();
-            } else if matches!(self.vm.way, CreatePath::Joining) {
+            } else if matches!(self.vm.path, CreatePath::Joining) {
                 // Stops waiting for the window; `learn` asks the batches whether it has closed meanwhile.
                 self.in_flight.cloud.cancel();
             } else {
@@ -308,10 +332,12 @@ impl Task {
             return Ok(());
         }
         if matches!(self.record.phase, Phase::Running { .. }) {
-            let mut record = self.record.clone();
-            record.started = true;
-            record.reached("start_called", self.fx.now_ms());
-            self.save(record).await
+            let now = self.fx.now_ms();
+            self.change(|record| {
+                record.started = true;
+                record.reached("start_called", now);
+            })
+            .await
         } else {
             // Recorded with the next stage: a crash before that also loses the call, and the call is sent again.
             self.record.started = true;
@@ -324,7 +350,7 @@ impl Task {
     async fn stop(&mut self, stop: Stop) -> Result<(), Error> {
         let was_live = self.record.phase.is_live();
         let applied = self
-            .apply(Event::Stop, |record| {
+            .apply(PhaseEvent::Stop, |record| {
                 record.cause.get_or_insert_with(|| stop.sentence().into());
             })
             .await;
@@ -332,7 +358,7 @@ impl Task {
             Ok(_) => {
                 if was_live {
                     info!(cause = stop.sentence(), phase = %self.record.phase, "stopping");
-                    self.metrics.stopped(stop.reason());
+                    self.metrics.sandboxes.stopped(stop.reason());
                 }
                 Ok(())
             }
@@ -345,7 +371,7 @@ impl Task {
     pub(crate) async fn fail(&mut self, stage: &str, cause: String) -> Result<(), Unapplied> {
         let was_live = self.record.phase.is_live();
         let ran = matches!(self.record.phase, Phase::Running { .. });
-        self.apply(Event::Failed, |record| {
+        self.apply(PhaseEvent::Failed, |record| {
             if was_live {
                 record.failed = true;
                 record.cause = Some(cause.clone());
@@ -360,7 +386,7 @@ impl Task {
             };
             error!(stage, %cause, "{what}");
             self.tell(reason, format!("the pod's VM {what} ({stage}): {cause}"));
-            self.metrics.failed(stage);
+            self.metrics.sandboxes.failed(stage);
         }
         Ok(())
     }
@@ -442,15 +468,27 @@ impl Task {
             return; // the first relay of this task; no other one has received anything
         }
         // A new relay process: its state on disk may be older than the last one's.
+        self.put_again();
+        debug!("the relay process was replaced");
+    }
+
+    /// Makes the relay receive the sandbox's state again.
+    pub(crate) fn put_again(&mut self) {
         self.relay.put_wanted += 1;
         self.in_flight.relay.wake();
-        debug!("the relay process was replaced");
+    }
+
+    /// Changes the record: durably first, then in memory.
+    pub(crate) async fn change(&mut self, change: impl FnOnce(&mut Record)) -> Result<(), Error> {
+        let mut record = self.record.clone();
+        change(&mut record);
+        self.save(record).await
     }
 
     /// Applies an event: records the new phase, then adopts it, then publishes it.
     pub(crate) async fn apply(
         &mut self,
-        event: Event,
+        event: PhaseEvent,
         change: impl FnOnce(&mut Record),
     ) -> Result<Step, Unapplied> {
         let (phase, action) = phase::next(&self.record.phase, event).map_err(Unapplied::Refused)?;
@@ -468,16 +506,16 @@ impl Task {
     /// Makes a changed record durable, then adopts it.
     pub(crate) async fn save(&mut self, record: Record) -> Result<(), Error> {
         if let Err(error) = self.fx.save(&record).await {
-            self.metrics.ledger_errors.inc();
+            self.metrics.sandboxes.ledger_errors.inc();
             return Err(error.into());
         }
         if record.phase != self.record.phase {
             let from = (self.record.phase != Phase::Created).then_some(&self.record.phase);
-            self.metrics.moved(from, Some(&record.phase));
+            self.metrics.sandboxes.moved(from, Some(&record.phase));
             debug!(from = %self.record.phase, to = %record.phase, vm = ?record.phase.vm(), "phase");
         }
         for stage in &record.stages[self.record.stages.len().min(record.stages.len())..] {
-            self.metrics.stage(&stage.name, stage.at_ms);
+            self.metrics.sandboxes.stage(&stage.name, stage.at_ms);
         }
         let shown =
             |record: &Record| (record.phase.clone(), record.addresses.len(), record.binding.is_some());
@@ -489,11 +527,11 @@ impl Task {
         if self.record.seat.is_some() {
             self.vm.tickets.enter(&self.record);
         }
-        if let CreatePath::Seated(member) = &self.vm.way
+        if let CreatePath::Member(member) = &self.vm.path
             && !member.is_needed(&self.record)
         {
             member.settle();
-            self.vm.way = CreatePath::Alone;
+            self.vm.path = CreatePath::Alone;
         }
         self.publish();
         Ok(())
@@ -504,7 +542,7 @@ impl Task {
         let before = self.record.stages.len();
         self.record.reached(stage, self.fx.now_ms());
         if let Some(stage) = self.record.stages.get(before) {
-            self.metrics.stage(&stage.name, stage.at_ms);
+            self.metrics.sandboxes.stage(&stage.name, stage.at_ms);
         }
     }
 

@@ -11,7 +11,6 @@ use tracing::{error, info, warn};
 
 use crate::sandbox::{
     lifecycle::{
-        completions::clip,
         in_flight::{Completion, Which},
         phase::Phase,
         steps::address,
@@ -25,16 +24,16 @@ const MOST_ADDRESSES: usize = 8;
 
 /// Network plan for the guest, with its digest.
 #[derive(Clone, Debug)]
-pub(crate) struct Told {
+pub(crate) struct PlannedNetwork {
     pub(crate) network: NetworkPlan,
     digest: String,
 }
 
-impl Told {
-    pub(crate) fn new(network: NetworkPlan) -> Told {
+impl PlannedNetwork {
+    pub(crate) fn new(network: NetworkPlan) -> PlannedNetwork {
         // A plan that cannot be encoded fails when it is sent.
         let digest = Sha256::digest(network.write_to_bytes().unwrap_or_default());
-        Told { network, digest: hex::encode(digest) }
+        PlannedNetwork { network, digest: hex::encode(digest) }
     }
 
     /// Returns the digest that the record stores once the guest has applied the plan.
@@ -106,19 +105,34 @@ impl Task {
         });
     }
 
-    /// Applies the result of an inspection.
-    pub(crate) async fn followed(&mut self, heard: Heard, followed: Followed) -> Result<(), Unapplied> {
+    /// Applies the result of an inspection. After a failed one the pod keeps its network, and the inspection is repeated.
+    pub(crate) async fn followed(
+        &mut self,
+        heard: Heard,
+        result: Result<Box<Followed>, NetworkError>,
+    ) -> Result<(), Unapplied> {
+        let followed = match result {
+            Ok(followed) => followed,
+            Err(error) if error.permanent => {
+                // Only another change can help; the reaper handles a namespace that is gone.
+                warn!(error = error.text, "cannot follow a change of the pod's network");
+                self.network.following.done = Some(heard);
+                self.in_flight.network.worked();
+                return Ok(());
+            }
+            Err(error) => {
+                self.later(Which::Network, error.text);
+                return Ok(());
+            }
+        };
         if !self.record.phase.is_live() {
             return Ok(());
         }
         if let Some(network) = followed.network {
-            let mut record = self.record.clone();
-            record.network = Some(network);
-            self.save(record).await.map_err(Unapplied::Disk)?;
+            self.change(|record| record.network = Some(network)).await?;
             // Where the relay carries the tunnels, it admits the VNIs in the record.
             if !followed.changes.is_empty() {
-                self.relay.put_wanted += 1;
-                self.in_flight.relay.wake();
+                self.put_again();
             }
         }
         self.network.following.done = Some(heard);
@@ -135,29 +149,17 @@ impl Task {
         if self.network.following.obstacles != followed.obstacles {
             for what in &followed.obstacles {
                 error!(what, "the pod's traffic may not reach its VM");
-                self.metrics.obstacles.inc();
+                self.metrics.guests.obstacles.inc();
             }
             self.network.following.obstacles = followed.obstacles;
         }
-        let told = Told::new(followed.plan);
-        if self.guest.plan.as_ref().is_none_or(|plan| plan.digest != told.digest) {
+        let plan = PlannedNetwork::new(followed.plan);
+        if self.guest.plan.as_ref().is_none_or(|old| old.digest != plan.digest) {
             info!(changes = followed.changes.join("; "), "the pod's network changed; the guest will follow");
-            self.metrics.network_changes.inc();
-            self.guest.plan = Some(told);
+            self.metrics.guests.network_changes.inc();
+            self.guest.plan = Some(plan);
         }
         Ok(())
-    }
-
-    /// Handles a failed inspection: the pod keeps its network, and the inspection is repeated.
-    pub(crate) fn not_followed(&mut self, heard: Heard, error: NetworkError) {
-        if error.permanent {
-            // Only another change can help; the reaper handles a namespace that is gone.
-            warn!(error = error.text, "cannot follow a change of the pod's network");
-            self.network.following.done = Some(heard);
-            self.in_flight.network.worked();
-        } else {
-            self.later(Which::Network, error.text);
-        }
     }
 
     /// Queries the cloud when the guest connects from an address that the record does not list.
@@ -216,17 +218,15 @@ impl Task {
             info!(%from, "the guest comes from an address that is not the VM's own: NAT is in the path");
             return Ok(());
         }
-        let mut record = self.record.clone();
-        let before = record.addresses.iter().map(IpAddr::to_string).collect::<Vec<_>>().join(" ");
+        let before = self.record.addresses.iter().map(IpAddr::to_string).collect::<Vec<_>>().join(" ");
         // The tunnel uses the first address of its family. Addresses that the cloud no longer lists come last.
         let mut addresses = vec![from];
-        for address in cloud.into_iter().chain(record.addresses) {
-            if !addresses.contains(&address) && addresses.len() < MOST_ADDRESSES {
-                addresses.push(address);
+        for address in cloud.iter().chain(&self.record.addresses) {
+            if !addresses.contains(address) && addresses.len() < MOST_ADDRESSES {
+                addresses.push(*address);
             }
         }
-        record.addresses = addresses;
-        self.save(record).await.map_err(Unapplied::Disk)?;
+        self.change(|record| record.addresses = addresses).await?;
         self.redial();
         info!(before, now = %from, "the VM has another address; its tunnel follows");
         Ok(())
@@ -247,17 +247,5 @@ impl Task {
             who == session && same(what) && self.guest.pull.is_same(secret.as_deref())
         });
         told || refused
-    }
-
-    /// Records that a guest refused a plan while its pod runs.
-    pub(crate) fn refused_plan(
-        &mut self,
-        session: String,
-        digest: String,
-        secret: Option<String>,
-        error: &str,
-    ) {
-        error!(error = clip(error), "the guest cannot follow the pod's network");
-        self.guest.refused = Some((session, digest, secret));
     }
 }

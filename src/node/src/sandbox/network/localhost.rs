@@ -4,7 +4,7 @@
 use crate::sandbox::{
     lifecycle::{
         in_flight::{Completion, Which},
-        task::Task,
+        task::{Task, Unapplied},
     },
     ports::NetworkError,
 };
@@ -24,7 +24,11 @@ impl Task {
         });
     }
 
-    pub(crate) fn localhost_carried(&mut self, version: u64, result: Result<(), NetworkError>) {
+    pub(crate) fn localhost_carried(
+        &mut self,
+        version: u64,
+        result: Result<(), NetworkError>,
+    ) -> Result<(), Unapplied> {
         match result {
             Ok(()) => {
                 self.relay.localhost_of = version;
@@ -36,5 +40,6 @@ impl Task {
             }
             Err(error) => self.later(Which::Localhost, error.text),
         }
+        Ok(())
     }
 }

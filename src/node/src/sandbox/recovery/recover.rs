@@ -13,7 +13,7 @@ use tracing::{info, warn};
 use crate::sandbox::{
     Sandboxes,
     error::Error,
-    lifecycle::phase::{Event, MAX_ATTEMPTS, Phase, next},
+    lifecycle::phase::{MAX_ATTEMPTS, Phase, PhaseEvent, next},
     vm::batch::Claimed,
 };
 use crate::{
@@ -71,11 +71,11 @@ async fn stopped(table: &Sandboxes, id: &SandboxId, record: Option<Record>) -> R
         Some(record) => record,
         None => Record::tombstone(id.clone(), fx.now_ms()),
     };
-    let (phase, _) = next(&record.phase, Event::Stop).map_err(|e| Error::Unavailable(e.to_string()))?;
+    let (phase, _) = next(&record.phase, PhaseEvent::Stop).map_err(|e| Error::Unavailable(e.to_string()))?;
     let known = record.phase != Phase::Gone;
     if known {
         record.cause.get_or_insert_with(|| "StopVM was called while the node was away".into());
-        table.0.metrics.stopped("inbox");
+        table.0.metrics.sandboxes.stopped("inbox");
     }
     record.phase = phase;
     fx.save(&record).await?;
@@ -152,7 +152,7 @@ impl Orphans {
                 Ok(()) => {
                     deleted += 1;
                     self.suspects.remove(&id);
-                    table.0.metrics.orphans.inc();
+                    table.0.metrics.sandboxes.orphans.inc();
                 }
                 Err(error) => warn!(vm = %id, %error, "cannot delete the VM; trying again"),
             }

@@ -30,7 +30,7 @@ async fn a_change_is_sent_once_and_noise_is_not() {
     node.until("told", |_| world.greetings() == 2).await;
     settled(&node, &world).await;
     assert_eq!(world.greetings(), 2);
-    assert_eq!(node.metrics.network_changes.get(), 1);
+    assert_eq!(node.metrics.guests.network_changes.get(), 1);
     // The next node process has the digest of the guest's plan.
     node.kill().await;
     let node = Node::start(&world, &dir).await;
@@ -137,7 +137,7 @@ async fn traffic_obstacles_are_reported_once() {
     node.run("a").await;
     settled(&node, &world).await;
     settled(&node, &world).await;
-    assert_eq!((node.metrics.obstacles.get(), node.phase("a").as_str()), (1, "running"));
+    assert_eq!((node.metrics.guests.obstacles.get(), node.phase("a").as_str()), (1, "running"));
     node.kill().await;
 }
 
@@ -147,16 +147,16 @@ async fn a_narrow_path_is_counted_once_and_guest_reports_are_bounded() {
     let node = Node::start(&world, &dir).await;
     node.run("a").await;
     node.fx.finds_path("a", 1500, 1450);
-    node.until("heard", |node| node.metrics.paths("as_planned") == 1).await;
+    node.until("heard", |node| node.metrics.guests.paths("as_planned") == 1).await;
     node.fx.finds_path("a", 1400, 1350);
-    node.until("heard", |node| node.metrics.paths("narrow") == 1).await;
+    node.until("heard", |node| node.metrics.guests.paths("narrow") == 1).await;
     settled(&node, &world).await;
-    assert_eq!((node.metrics.paths("as_planned"), node.metrics.paths("narrow")), (1, 1));
+    assert_eq!((node.metrics.guests.paths("as_planned"), node.metrics.guests.paths("narrow")), (1, 1));
     for n in 0..1000 {
         node.fx.finds_path("a", 1500 - n % 2, 1450 - n % 2);
         tokio::task::yield_now().await;
     }
     settled(&node, &world).await;
-    assert!(node.metrics.paths("narrow") < 100, "{}", node.metrics.paths("narrow"));
+    assert!(node.metrics.guests.paths("narrow") < 100, "{}", node.metrics.guests.paths("narrow"));
     node.kill().await;
 }

@@ -101,9 +101,9 @@ async fn a_pod_goes_on_without_an_answer_after_one_deadline_and_gets_its_secrets
     node.run("a").await;
     assert!(began.elapsed() < 2 * DEADLINE, "{:?}", began.elapsed());
     assert_eq!(world.secrets.last(), given("", true));
-    assert_eq!(node.metrics.pull_secrets_missed.get(), 1);
+    assert_eq!(node.metrics.guests.pull_secrets_missed.get(), 1);
     tokio::time::sleep(EVERY).await;
-    assert_eq!((world.greetings(), node.metrics.pull_secrets_missed.get()), (1, 1));
+    assert_eq!((world.greetings(), node.metrics.guests.pull_secrets_missed.get()), (1, 1));
     world.secrets.is(Some("one"));
     node.until("told", |_| world.greetings() == 2).await;
     assert_eq!(world.secrets.last(), given("one", false));

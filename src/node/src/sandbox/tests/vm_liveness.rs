@@ -80,7 +80,10 @@ async fn a_reported_end_is_accepted_at_once_if_the_vm_has_no_addresses() {
     }
     tokio::time::sleep(60 * SECOND).await;
     assert_eq!(node.phase("b"), "running");
-    assert_eq!((node.metrics.notices("interruption"), node.metrics.notices("ended")), (1, 2));
+    assert_eq!(
+        (node.metrics.sandboxes.notices("interruption"), node.metrics.sandboxes.notices("ended")),
+        (1, 2)
+    );
     node.kill().await;
 }
 
@@ -199,9 +202,9 @@ async fn a_guest_that_does_not_follow_delays_the_rotation_for_a_bounded_time() {
     assert!(!is_due(&trust, &node.table, now, Duration::ZERO), "an unrequested step waits for all");
     trust.step().unwrap();
     assert!(!is_due(&trust, &node.table, never, hour), "within its time it is waited for");
-    assert_eq!(node.metrics.left_behind.get(), 0);
+    assert_eq!(node.metrics.guests.left_behind.get(), 0);
     assert!(is_due(&trust, &node.table, never, Duration::ZERO), "and then not any more");
-    assert_eq!(node.metrics.left_behind.get(), 1, "which is counted");
+    assert_eq!(node.metrics.guests.left_behind.get(), 1, "which is counted");
     node.table.stop(&id("a"), Stop::Called).await.unwrap();
     assert!(is_due(&trust, &node.table, never, hour), "a stopping sandbox delays no step");
     node.kill().await;

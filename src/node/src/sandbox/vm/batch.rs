@@ -52,7 +52,7 @@ pub(crate) enum CreatePath {
     /// The sandbox waits in a window, or has just become a member of a batch.
     Joining,
     /// The sandbox is a member of a batch.
-    Seated(BatchMember),
+    Member(BatchMember),
     /// The sandbox makes a call of its own, or has its VM.
     Alone,
 }
@@ -140,13 +140,13 @@ impl Batches {
 
     /// Returns the create path of a sandbox with this record. A sandbox that this process has just accepted may join a
     /// batch. For any other, an earlier process may have made a call, so it keeps its batch or its own key.
-    pub(crate) fn way(&self, record: &Record) -> CreatePath {
+    pub(crate) fn create_path(&self, record: &Record) -> CreatePath {
         if record.phase == Phase::Created {
             let fits = record.request.as_ref().is_some_and(|request| self.takes(request));
             return if fits { CreatePath::Open } else { CreatePath::Alone };
         }
         match self.state().member(&record.id) {
-            Some(member) if member.is_needed(record) => CreatePath::Seated(member.clone()),
+            Some(member) if member.is_needed(record) => CreatePath::Member(member.clone()),
             Some(member) => {
                 member.settle();
                 CreatePath::Alone
@@ -324,7 +324,7 @@ impl Batches {
     }
 
     /// Removes a batch and its memberships.
-    fn drop_course(&self, run: &Arc<BatchRun>) {
+    fn drop_batch(&self, run: &Arc<BatchRun>) {
         let mut state = self.state();
         state.members.retain(|_, member| !Arc::ptr_eq(&member.run, run));
         state.runs.retain(|other| !Arc::ptr_eq(other, run));
@@ -351,7 +351,7 @@ impl State {
 impl BatchMember {
     /// Waits for the batch's result, and returns the member's VM or the reason why it has none. `None`: the batch was
     /// given up, and nothing was requested.
-    pub(crate) async fn outcome(self) -> Option<Result<InstanceId, CloudError>> {
+    pub(crate) async fn result(self) -> Option<Result<InstanceId, CloudError>> {
         let mut status = self.run.status.subscribe();
         let done = status.wait_for(|status| matches!(status, Status::Void | Status::Answered(_))).await;
         // `self` holds the sender, so the wait cannot fail.

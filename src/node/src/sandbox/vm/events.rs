@@ -23,7 +23,7 @@ impl Sandboxes {
         };
         let left = at.duration_since(SystemTime::now()).unwrap_or_default();
         warn!(sandbox = %id, pod = &*pod, %vm, ?left, "the cloud reclaims this pod's VM; move the pod, or let its controller make another");
-        self.0.metrics.noticed("interruption");
+        self.0.metrics.sandboxes.noticed("interruption");
         let text =
             format!("the cloud reclaims this pod's VM {vm} in {left:?}; its controller may make another");
         self.tell(&id, "VMInterruption", text);

@@ -73,7 +73,7 @@ impl VmLiveness {
             EventKind::Ended { reason } => {
                 if let Some((id, pod)) = table.of_vm(&vm) {
                     warn!(sandbox = %id, pod = &*pod, %vm, reason, "the provider reports that this pod's VM has ended");
-                    table.0.metrics.noticed("ended");
+                    table.0.metrics.sandboxes.noticed("ended");
                     self.told.push((vm, reason));
                 }
             }

@@ -100,7 +100,7 @@ impl Sandboxes {
         match self.0.fx.forget(id).await {
             Ok(()) => {
                 self.state().entries.remove(id);
-                self.0.metrics.moved(Some(&Phase::Gone), None);
+                self.0.metrics.sandboxes.moved(Some(&Phase::Gone), None);
             }
             Err(error) => warn!(sandbox = %id, pod = &*self.pod(id), %error, "cannot remove a tombstone"),
         }

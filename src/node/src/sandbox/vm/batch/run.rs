@@ -52,7 +52,7 @@ impl Batches {
                 }
             }
         }
-        self.drop_course(&run);
+        self.drop_batch(&run);
     }
 
     async fn step(&self, run: &Arc<BatchRun>, shape: Option<CreateRequest>) {
@@ -139,7 +139,7 @@ impl Batches {
     async fn save(&self, batch: &Batch) {
         let mut pauses = Pauses::new();
         while let Err(error) = self.0.fx.save_batch(batch).await {
-            self.0.metrics.ledger_errors.inc();
+            self.0.metrics.sandboxes.ledger_errors.inc();
             warn!(batch = batch.ticket.id, %error, "cannot record a batch; trying again");
             pauses.rest(Duration::ZERO).await;
         }
@@ -150,7 +150,7 @@ impl Batches {
         let fx = &self.0.fx;
         let size = u32::try_from(batch.members.len()).unwrap_or(u32::MAX);
         let count = NonZeroU32::new(size).unwrap_or(NonZeroU32::MIN);
-        self.0.metrics.batch(size);
+        self.0.metrics.sandboxes.batch(size);
         let mut pauses = Pauses::new();
         loop {
             let error = match fx.create_many(&batch.request, count, &batch.key).await {
