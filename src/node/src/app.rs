@@ -31,11 +31,14 @@ use crate::{
     ledger::{Inbox, Ledger, Loaded},
     localhost::Localhost,
     metrics::Metrics,
-    ports::{self, GuestAddresses, NodePorts, Surroundings},
+    ports::{
+        self, GuestAddresses, NodeCluster, NodeIdentity, NodeNetwork, PodStorage, ProviderCloud,
+        Surroundings, WallClock,
+    },
     relay_client::{RelayClient, RelayIdentity},
     rotate::{self, SharedTrust},
     rpc::{self, Service},
-    sandbox::{Kept, Orphans, Reaper, Sandboxes, Settings, VmLiveness, recover},
+    sandbox::{Kept, Orphans, Reaper, Sandboxes, Settings, VmLiveness, ports::Ports, recover},
     secrets::PullSecrets,
     sweep,
     trust::Trust,
@@ -151,18 +154,16 @@ pub async fn build(
         StateDir::read(&config.state_dir, &metrics, &starting, shutdown).await?;
 
     let provider = open_provider(&config, provider, &mut registry).await?;
-    let ports = open_ports(&config, provider, ledger, &kept, cluster.as_ref(), &metrics).await?;
-    start_ports(&mut tasks, &ports, &ready).await;
-    let ports = Arc::new(ports);
-    let sandboxes = Sandboxes::new(ports.clone(), sandbox_settings(&config, &ports), metrics.clone());
+    let parts = Parts::open(&config, provider, ledger, &kept, cluster.as_ref(), &metrics).await?;
+    parts.start(&mut tasks, &ready).await;
+    let sandboxes = Sandboxes::new(parts.ports.clone(), parts.sandbox_settings(&config), metrics.clone());
     let (records, unread) = (kept.records.len(), kept.unread.clone());
     for note in recover(&sandboxes, kept).await {
         inbox.done(&note)?;
     }
     info!(records, quarantined, "recovered from the ledger");
-    let follow = (config.ca_roll_over, config.ca_follow_timeout);
-    let rotation =
-        rotate::run(ports.trust.clone(), ports.relay.clone(), sandboxes.clone(), follow.0, follow.1);
+    let (every, patience) = (config.ca_roll_over, config.ca_follow_timeout);
+    let rotation = rotate::run(parts.trust.clone(), parts.relay.clone(), sandboxes.clone(), every, patience);
     spawn(&mut tasks, "rotation of the CA", rotation);
     if let Some(cluster) = cluster.clone() {
         let sweep = sweep::run(cluster, sandboxes.clone(), unread.clone(), config.cluster_id.clone());
@@ -188,7 +189,7 @@ pub async fn build(
         node = config.name,
         socket = %socket.0.display(),
         state_dir = %config.state_dir.display(),
-        guests_dial = ports.addresses.to_text(ports.relay.listen()),
+        guests_dial = parts.addresses.to_text(parts.relay.listen()),
         %admin,
         "peerpod-node serves"
     );
@@ -216,71 +217,101 @@ async fn open_provider(
     Ok(decorate(provider, DecoratorConfig::default(), registry))
 }
 
-/// Opens everything that the sandboxes use.
-async fn open_ports(
-    config: &NodeConfig,
+/// Parts of the node that serve the sandboxes' ports, and others beside them.
+struct Parts {
+    ports: Ports,
     provider: Arc<dyn Provider>,
-    ledger: Ledger,
-    kept: &Kept,
-    cluster: Option<&Cluster>,
-    metrics: &Metrics,
-) -> Result<NodePorts> {
-    let trust = SharedTrust::new(Trust::open(&config.state_dir.join("trust"), SystemTime::now())?);
-    let tunnel = Tunnel::open(TunnelConfig { owner: config.owner(), ..config.tunnel.clone() })?;
-    let boot_id =
-        std::fs::read_to_string(BOOT_ID).with_context(|| format!("read {BOOT_ID}"))?.trim().to_owned();
-    ports::collect_garbage(&tunnel, &kept.records, kept.unread.iter().cloned(), &boot_id).await;
-    let relay = RelayClient::new(config.run_dir.join("relay.sock"), identity(trust.clone()), metrics.clone());
-    let addresses = GuestAddresses::new(config.relay_addresses.clone(), config.relay_listen);
-    let about = cluster.cloned().zip(config.cluster.as_ref()).map(|(cluster, settings)| {
-        let about = About {
-            provider: provider.name().into(),
-            node: settings.node_name.as_str().into(),
-            cluster_id: config.cluster_id.as_str().into(),
+    tunnel: Tunnel,
+    relay: RelayClient,
+    trust: SharedTrust,
+    addresses: GuestAddresses,
+    surroundings: Surroundings,
+}
+
+impl Parts {
+    /// Opens everything that the sandboxes use.
+    async fn open(
+        config: &NodeConfig,
+        provider: Arc<dyn Provider>,
+        ledger: Ledger,
+        kept: &Kept,
+        cluster: Option<&Cluster>,
+        metrics: &Metrics,
+    ) -> Result<Parts> {
+        let trust = SharedTrust::new(Trust::open(&config.state_dir.join("trust"), SystemTime::now())?);
+        let tunnel = Tunnel::open(TunnelConfig { owner: config.owner(), ..config.tunnel.clone() })?;
+        let boot_id = std::fs::read_to_string(BOOT_ID).with_context(|| format!("read {BOOT_ID}"))?;
+        let boot_id = boot_id.trim().to_owned();
+        ports::collect_garbage(&tunnel, &kept.records, kept.unread.iter().cloned(), &boot_id).await;
+        let identity = identity(trust.clone());
+        let relay = RelayClient::new(config.run_dir.join("relay.sock"), identity, metrics.clone());
+        let addresses = GuestAddresses::new(config.relay_addresses.clone(), config.relay_listen);
+        let surroundings = Surroundings::new(addresses.clone(), relay.listening(), tunnel.clone());
+        let volumes = Volumes::new(&config.volumes_dir, known_pods(cluster));
+        let shown = cluster.cloned().zip(config.cluster.as_ref()).map(|(cluster, settings)| {
+            let about = About {
+                provider: provider.name().into(),
+                node: settings.node_name.as_str().into(),
+                cluster_id: config.cluster_id.as_str().into(),
+            };
+            (cluster, about)
+        });
+        let ports = Ports {
+            clock: Arc::new(WallClock),
+            store: Arc::new(ledger),
+            cloud: Arc::new(ProviderCloud(provider.clone())),
+            storage: Arc::new(PodStorage {
+                volumes: volumes.and_direct(&config.direct_volumes_dir),
+                provider: provider.clone(),
+            }),
+            network: Arc::new(NodeNetwork {
+                tunnel: tunnel.clone(),
+                localhost: Localhost::new(config.localhost).await,
+                relay: relay.clone(),
+                surroundings: surroundings.clone(),
+                boot_id,
+            }),
+            relay: Arc::new(relay.clone()),
+            identity: Arc::new(NodeIdentity {
+                trust: trust.clone(),
+                addresses: addresses.clone(),
+                relay: relay.clone(),
+                surroundings: surroundings.clone(),
+                dial: config.dial,
+                lease: config.lease,
+            }),
+            kubernetes: Arc::new(NodeCluster {
+                cluster: shown,
+                registries: config.registries.clone(),
+                pull_secrets: config.secrets.clone().map(PullSecrets::new),
+            }),
         };
-        (cluster, about)
-    });
-    Ok(NodePorts {
-        ledger,
-        provider,
-        surroundings: Surroundings::new(addresses.clone(), relay.listening(), tunnel.clone()),
-        tunnel,
-        relay,
-        trust,
-        addresses,
-        dial: config.dial,
-        lease: config.lease,
-        localhost: Localhost::new(config.localhost).await,
-        boot_id,
-        registries: config.registries.clone(),
-        pull_secrets: config.secrets.clone().map(PullSecrets::new),
-        volumes: Volumes::new(&config.volumes_dir, known_pods(cluster))
-            .and_direct(&config.direct_volumes_dir),
-        cluster: about,
-    })
-}
-
-/// Starts the tasks of the ports: the provider's preflight, the client of the relay, and the supply of its descriptors.
-async fn start_ports(tasks: &mut Tasks, ports: &NodePorts, ready: &Ready) {
-    let NodePorts { provider, relay, addresses, tunnel, surroundings, .. } = ports;
-    preflight(tasks, provider.clone(), addresses.clone(), ready).await;
-    spawn(tasks, "relay client", relay.clone().run());
-    spawn(tasks, "readiness of the relay", report_relay(relay.connection(), ready.clone()));
-    if let Some(wireguard) = tunnel.wireguard().cloned() {
-        let supply = wireguard_fds::run(relay.clone(), wireguard, addresses.clone(), surroundings.underlay());
-        spawn(tasks, "encrypted tunnel", supply);
+        Ok(Parts { ports, provider, tunnel, relay, trust, addresses, surroundings })
     }
-}
 
-fn sandbox_settings(config: &NodeConfig, ports: &NodePorts) -> Settings {
-    let Capabilities { max_batch, guest_memory_mib, .. } = ports.provider.capabilities();
-    let guest_memory_mib = config.guest_memory(guest_memory_mib);
-    info!(mib = guest_memory_mib, "memory that each pod's VM has besides the pod's own");
-    Settings {
-        guest_addresses: ports.addresses.to_text(None),
-        max_batch: config.max_batch(max_batch),
-        guest_memory_mib,
-        ..config.sandbox_settings()
+    /// Starts the provider's preflight, the client of the relay, and the supply of its descriptors.
+    async fn start(&self, tasks: &mut Tasks, ready: &Ready) {
+        let Parts { provider, relay, addresses, tunnel, surroundings, .. } = self;
+        preflight(tasks, provider.clone(), addresses.clone(), ready).await;
+        spawn(tasks, "relay client", relay.clone().run());
+        spawn(tasks, "readiness of the relay", report_relay(relay.connection(), ready.clone()));
+        if let Some(wireguard) = tunnel.wireguard().cloned() {
+            let underlay = surroundings.underlay();
+            let supply = wireguard_fds::run(relay.clone(), wireguard, addresses.clone(), underlay);
+            spawn(tasks, "encrypted tunnel", supply);
+        }
+    }
+
+    fn sandbox_settings(&self, config: &NodeConfig) -> Settings {
+        let Capabilities { max_batch, guest_memory_mib, .. } = self.provider.capabilities();
+        let guest_memory_mib = config.guest_memory(guest_memory_mib);
+        info!(mib = guest_memory_mib, "memory that each pod's VM has besides the pod's own");
+        Settings {
+            guest_addresses: self.addresses.to_text(None),
+            max_batch: config.max_batch(max_batch),
+            guest_memory_mib,
+            ..config.sandbox_settings()
+        }
     }
 }
 

@@ -1,5 +1,5 @@
-//! Production implementation of the sandboxes' ports: disk, provider, tunnel, relay, trust and cluster. It forwards and
-//! translates calls; it makes no decisions.
+//! Production implementation of the sandboxes' [ports](crate::sandbox::ports::Ports): disk, provider, tunnel, trust and
+//! cluster. It translates calls; it makes no decisions. The client of the relay implements its port itself.
 
 use std::{
     collections::BTreeMap,
@@ -14,8 +14,8 @@ use async_trait::async_trait;
 use futures_util::stream::{self, BoxStream, StreamExt};
 use peerpod_podnet::{Error as NetError, carrier, inspect::unlisted, localhost, redirect::tcx, underlay};
 use peerpod_proto::{
-    guest::{Images, NetworkPlan, Reply, Request},
-    relay::{PutSandboxRequest, TunnelPeer},
+    guest::{Images, NetworkPlan},
+    relay::TunnelPeer,
 };
 use peerpod_provider_api::{
     CreateRequest, DiskRequest, IdempotencyKey, InstanceId, Owned, Placement, Provider, ProviderEvent,
@@ -33,9 +33,8 @@ use crate::{
     relay_client::RelayClient,
     rotate::SharedTrust,
     sandbox::ports::{
-        Certificate, Clock, Cloud, CloudError, Followed, Guest, Heard, Identity, Kubernetes, Made,
-        NetworkError, NodeEndpoints, PodNetwork, PullSecretError, Relay, RelayError, Said, Storage, Store,
-        Trusted,
+        Certificate, Clock, Cloud, CloudError, Followed, Heard, Identity, Kubernetes, Made, NetworkError,
+        NodeEndpoints, PodNetwork, PullSecretError, Said, Store, Trusted,
     },
     secrets::PullSecrets,
     spec::{PodRef, SandboxId},
@@ -46,10 +45,10 @@ use crate::{
         inspect,
     },
     user_data,
-    volumes::{PodVolumes, Volumes},
 };
 
 pub use addresses::GuestAddresses;
+pub use attach::PodStorage;
 pub use gc::collect_garbage;
 pub use surroundings::Surroundings;
 
@@ -61,38 +60,50 @@ mod surroundings;
 #[cfg(test)]
 mod tests;
 
-/// Production implementation of the sandboxes' [ports](crate::sandbox::ports::Ports).
-pub struct NodePorts {
-    /// The ledger.
-    pub ledger: Ledger,
-    /// The provider, decorated.
-    pub provider: Arc<dyn Provider>,
-    /// The tunnels of the pods' networks.
+/// The wall clock.
+pub struct WallClock;
+
+/// The provider, decorated.
+pub struct ProviderCloud(pub Arc<dyn Provider>);
+
+/// The pods' network on this node.
+pub struct NodeNetwork {
+    /// The tunnels.
     pub tunnel: Tunnel,
+    /// Forwarding of connections to the pods' localhost.
+    pub localhost: Localhost,
     /// The client of the relay.
     pub relay: RelayClient,
+    /// Watcher of the node's own network.
+    pub surroundings: Surroundings,
+    /// The kernel's boot id: after a reboot no recorded namespace exists any more.
+    pub boot_id: String,
+}
+
+/// Tickets and certificates, and the endpoints at which guests reach the node.
+pub struct NodeIdentity {
     /// The node's CA.
     pub trust: SharedTrust,
     /// Addresses at which guests reach the relay.
     pub addresses: GuestAddresses,
+    /// The client of the relay.
+    pub relay: RelayClient,
+    /// Watcher of the node's own network.
+    pub surroundings: Surroundings,
     /// Port on which VMs wait to be dialled; `None`: VMs dial.
     pub dial: Option<u16>,
     /// Silence after which a guest powers off.
     pub lease: Duration,
-    /// Forwarding of connections to the pods' localhost.
-    pub localhost: Localhost,
-    /// The kernel's boot id: after a reboot no recorded namespace exists any more.
-    pub boot_id: String,
+}
+
+/// The cluster, and the access to images that it grants.
+pub struct NodeCluster {
+    /// Client of the cluster, and the facts that all PeerPods of this node share; `None`: this node is in no cluster.
+    pub cluster: Option<(Cluster, About)>,
     /// Registry settings for guests.
     pub registries: Registries,
     /// Client of the pull-secret service; `None`: there is none.
     pub pull_secrets: Option<PullSecrets>,
-    /// Watcher of the node's own network.
-    pub surroundings: Surroundings,
-    /// Client of the cluster, and the facts that all PeerPods of this node share; `None`: this node is in no cluster.
-    pub cluster: Option<(Cluster, About)>,
-    /// The pods' volumes.
-    pub volumes: Volumes,
 }
 
 /// Network state of a pod, as the ledger keeps it.
@@ -187,13 +198,7 @@ impl NetworkRecord {
     }
 }
 
-impl NodePorts {
-    /// Returns the Kubernetes view of this record, and the client that writes it.
-    fn shown(&self, record: &Record) -> Option<(&Cluster, Shown)> {
-        let (cluster, about) = self.cluster.as_ref()?;
-        Some((cluster, Shown::of(record, about, self.now_ms())?))
-    }
-
+impl NodeNetwork {
     /// Runs `work` in the recorded namespace, on a thread that may block.
     async fn in_netns<T: Send + 'static>(
         &self,
@@ -270,49 +275,61 @@ impl From<NetError> for NetworkError {
     }
 }
 
-impl Clock for NodePorts {
+impl Clock for WallClock {
     fn now_ms(&self) -> u64 {
         let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
     }
 }
 
+/// Runs a ledger operation on a thread that may block.
+async fn on_disk<T: Send + 'static>(
+    ledger: &Ledger,
+    work: impl FnOnce(Ledger) -> Result<T, ledger::Error> + Send + 'static,
+) -> Result<T, ledger::Error> {
+    let ledger = ledger.clone();
+    spawn_blocking(move || work(ledger)).await.unwrap_or_else(|error| {
+        let source = std::io::Error::other(error);
+        Err(ledger::Error::Write { path: "the ledger".into(), source })
+    })
+}
+
 #[async_trait]
-impl Store for NodePorts {
+impl Store for Ledger {
     async fn save(&self, record: &Record) -> Result<(), ledger::Error> {
-        let (ledger, record) = (self.ledger.clone(), record.clone());
-        spawn_blocking(move || ledger.save(&record)).await.unwrap_or_else(|error| Err(lost(error)))
+        let record = record.clone();
+        on_disk(self, move |ledger| ledger.save(&record)).await
     }
 
     async fn forget(&self, id: &SandboxId) -> Result<(), ledger::Error> {
-        let (ledger, id) = (self.ledger.clone(), id.clone());
-        spawn_blocking(move || ledger.remove(&id)).await.unwrap_or_else(|error| Err(lost(error)))
+        let id = id.clone();
+        on_disk(self, move |ledger| ledger.remove(&id)).await
     }
 
     async fn recall(&self, id: &SandboxId) -> Result<Option<Record>, ledger::Error> {
-        let (ledger, id) = (self.ledger.clone(), id.clone());
-        spawn_blocking(move || ledger.read(&id)).await.unwrap_or_else(|error| Err(lost(error)))
+        let id = id.clone();
+        on_disk(self, move |ledger| ledger.read(&id)).await
     }
 
     async fn save_batch(&self, batch: &Batch) -> Result<(), ledger::Error> {
-        let (ledger, batch) = (self.ledger.clone(), batch.clone());
-        spawn_blocking(move || ledger.save_batch(&batch)).await.unwrap_or_else(|error| Err(lost(error)))
+        let batch = batch.clone();
+        on_disk(self, move |ledger| ledger.save_batch(&batch)).await
     }
 
     async fn forget_batch(&self, id: &str) -> Result<(), ledger::Error> {
-        let (ledger, id) = (self.ledger.clone(), id.to_owned());
-        spawn_blocking(move || ledger.remove_batch(&id)).await.unwrap_or_else(|error| Err(lost(error)))
+        let id = id.to_owned();
+        on_disk(self, move |ledger| ledger.remove_batch(&id)).await
     }
 }
 
 #[async_trait]
-impl Cloud for NodePorts {
+impl Cloud for ProviderCloud {
     async fn place(&self, request: &CreateRequest) -> Result<Option<Placement>, CloudError> {
-        self.provider.place(request).await
+        self.0.place(request).await
     }
 
     async fn create(&self, request: &CreateRequest, key: &IdempotencyKey) -> Result<InstanceId, CloudError> {
-        self.provider.create(request, key).await.map(|created| created.id)
+        self.0.create(request, key).await.map(|created| created.id)
     }
 
     async fn create_many(
@@ -321,9 +338,9 @@ impl Cloud for NodePorts {
         count: NonZeroU32,
         key: &IdempotencyKey,
     ) -> Result<Made, CloudError> {
-        let Some(batch) = self.provider.batch() else {
+        let Some(batch) = self.0.batch() else {
             // The provider supported batches when this one was recorded.
-            let text = format!("provider {} no longer supports batches", self.provider.name());
+            let text = format!("provider {} no longer supports batches", self.0.name());
             return Err(CloudError::unsupported("batch", text));
         };
         let many = batch.create_many(request, count, key).await?;
@@ -331,34 +348,34 @@ impl Cloud for NodePorts {
     }
 
     async fn find(&self, key: &IdempotencyKey) -> Result<Option<InstanceId>, CloudError> {
-        let owned = self.provider.list_owned().await?;
+        let owned = self.0.list_owned().await?;
         Ok(owned.into_iter().find(|vm| vm.key.as_ref() == Some(key)).map(|vm| vm.id))
     }
 
     async fn owned(&self) -> Result<Vec<Owned>, CloudError> {
-        self.provider.list_owned().await
+        self.0.list_owned().await
     }
 
     fn events(&self) -> BoxStream<'static, ProviderEvent> {
-        self.provider.events().unwrap_or_else(|| stream::pending().boxed())
+        self.0.events().unwrap_or_else(|| stream::pending().boxed())
     }
 
     async fn addresses(&self, vm: &InstanceId) -> Result<Vec<IpAddr>, CloudError> {
-        self.provider.addresses(vm).await
+        self.0.addresses(vm).await
     }
 
     async fn delete(&self, vm: &InstanceId) -> Result<(), CloudError> {
-        self.provider.delete(vm).await
+        self.0.delete(vm).await
     }
 
     async fn console(&self, vm: &InstanceId) -> Option<String> {
         // A kernel that panics writes its stack after the reason.
-        let tail = self.provider.console()?.tail(vm, 16 << 10).await.ok()?;
+        let tail = self.0.console()?.tail(vm, 16 << 10).await.ok()?;
         Some(String::from_utf8_lossy(&tail).into_owned())
     }
 
     async fn disk_grown(&self, vm: &InstanceId, disk: &DiskRequest, bytes: u64) -> Result<(), CloudError> {
-        match self.provider.volumes() {
+        match self.0.volumes() {
             Some(volumes) => volumes.grown(vm, disk, bytes).await,
             None => Ok(()),
         }
@@ -366,39 +383,7 @@ impl Cloud for NodePorts {
 }
 
 #[async_trait]
-impl Storage for NodePorts {
-    async fn volumes(&self, pod: &PodRef) -> Result<Option<PodVolumes>, String> {
-        let (volumes, pod) = (self.volumes.clone(), pod.clone());
-        let read = spawn_blocking(move || volumes.of_pod(&pod)).await;
-        read.unwrap_or_else(|error| Err(format!("read the pod's volumes: {error}")))
-    }
-
-    async fn credentials(&self, volumes: &PodVolumes) -> Result<Vec<Option<Zeroizing<Vec<u8>>>>, String> {
-        let (records, volumes) = (self.volumes.clone(), volumes.clone());
-        let read = spawn_blocking(move || records.credentials(&volumes)).await;
-        read.unwrap_or_else(|error| Err(format!("read the credentials of the pod's shares: {error}")))
-    }
-
-    async fn expect_vm(&self, id: &SandboxId, volumes: &PodVolumes) -> Result<(), CloudError> {
-        attach::expect(&self.volumes, id, volumes).await
-    }
-
-    async fn attach(
-        &self,
-        id: &SandboxId,
-        vm: &InstanceId,
-        volumes: PodVolumes,
-    ) -> Result<PodVolumes, CloudError> {
-        attach::attach(&self.volumes, &*self.provider, id, vm, volumes).await
-    }
-
-    async fn release(&self, id: &SandboxId, vm: Option<&InstanceId>, uid: &str) -> Result<(), CloudError> {
-        attach::release(&self.volumes, &*self.provider, id, vm, uid).await
-    }
-}
-
-#[async_trait]
-impl PodNetwork for NodePorts {
+impl PodNetwork for NodeNetwork {
     async fn netns(&self, path: &Path) -> Result<NetnsRef, NetworkError> {
         let own = path.to_owned();
         let NetnsId { dev, inode } = on_thread(move || pod_netns(&own)).await??;
@@ -511,30 +496,7 @@ impl PodNetwork for NodePorts {
 }
 
 #[async_trait]
-impl Relay for NodePorts {
-    fn relay_epoch(&self) -> watch::Receiver<u64> {
-        self.relay.epoch()
-    }
-
-    async fn put(&self, request: PutSandboxRequest) -> Result<(), RelayError> {
-        self.relay.put(&request).await
-    }
-
-    async fn remove(&self, id: &SandboxId) -> Result<(), RelayError> {
-        self.relay.remove(id).await
-    }
-
-    fn guest(&self, id: &SandboxId) -> watch::Receiver<Guest> {
-        self.relay.guest(id)
-    }
-
-    async fn call(&self, id: &SandboxId, request: Request, timeout: Duration) -> Result<Reply, RelayError> {
-        self.relay.call(id, &request, timeout).await
-    }
-}
-
-#[async_trait]
-impl Identity for NodePorts {
+impl Identity for NodeIdentity {
     fn ticket(&self, ttl: Duration) -> Result<Ticket, String> {
         Ticket::new(ttl).map_err(|error| error.to_string())
     }
@@ -571,8 +533,16 @@ impl Identity for NodePorts {
     }
 }
 
+impl NodeCluster {
+    /// Returns the Kubernetes view of this record, and the client that writes it.
+    fn shown(&self, record: &Record) -> Option<(&Cluster, Shown)> {
+        let (cluster, about) = self.cluster.as_ref()?;
+        Some((cluster, Shown::of(record, about, WallClock.now_ms())?))
+    }
+}
+
 #[async_trait]
-impl Kubernetes for NodePorts {
+impl Kubernetes for NodeCluster {
     fn is_in_cluster(&self) -> bool {
         self.cluster.is_some()
     }
@@ -614,8 +584,4 @@ impl Kubernetes for NodePorts {
         }
         Ok(given.config)
     }
-}
-
-fn lost(error: tokio::task::JoinError) -> ledger::Error {
-    ledger::Error::Write { path: "the ledger".into(), source: std::io::Error::other(error) }
 }

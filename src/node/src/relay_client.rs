@@ -9,6 +9,7 @@ mod hand_off;
 
 use std::{collections::HashMap, path::PathBuf, sync::Arc, time::Duration};
 
+use async_trait::async_trait;
 use parking_lot::{Mutex, MutexGuard};
 use peerpod_proto::{
     guest::{Reply, Request},
@@ -29,7 +30,7 @@ use ttrpc::{asynchronous::transport::Socket, context::with_duration};
 
 use crate::{
     metrics::Metrics,
-    sandbox::ports::{Guest, RelayError},
+    sandbox::ports::{Guest, Relay, RelayError},
     spec::SandboxId,
 };
 
@@ -192,7 +193,7 @@ impl RelayClient {
         self.0.connected.subscribe()
     }
 
-    /// See [`crate::sandbox::ports::Relay::relay_epoch`].
+    /// Counts the relay processes that the node has connected to.
     pub fn epoch(&self) -> watch::Receiver<u64> {
         self.0.epoch.subscribe()
     }
@@ -206,26 +207,21 @@ impl RelayClient {
     pub fn listening(&self) -> watch::Receiver<Option<std::net::SocketAddr>> {
         self.0.listen.subscribe()
     }
+}
 
-    /// Receiver of the relay's state of a sandbox's guest.
-    pub fn guest(&self, id: &SandboxId) -> watch::Receiver<Guest> {
-        self.sender(id.as_str()).subscribe()
+#[async_trait]
+impl Relay for RelayClient {
+    fn relay_epoch(&self) -> watch::Receiver<u64> {
+        self.epoch()
     }
 
-    /// Calls PutSandbox.
-    ///
-    /// # Errors
-    /// The relay is unreachable, or refuses.
-    pub async fn put(&self, request: &PutSandboxRequest) -> Result<(), RelayError> {
+    async fn put(&self, request: PutSandboxRequest) -> Result<(), RelayError> {
         let stub = self.stub().await?;
-        stub.put_sandbox(with_duration(CALL), request).await.map(drop).map_err(away)
+        stub.put_sandbox(with_duration(CALL), &request).await.map(drop).map_err(away)
     }
 
-    /// Calls DeleteSandbox, and drops the state of the sandbox's guest.
-    ///
-    /// # Errors
-    /// The relay is unreachable, or refuses.
-    pub async fn remove(&self, id: &SandboxId) -> Result<(), RelayError> {
+    /// Drops the state of the sandbox's guest, too.
+    async fn remove(&self, id: &SandboxId) -> Result<(), RelayError> {
         let stub = self.stub().await?;
         let request = DeleteSandboxRequest { id: id.to_string(), ..DeleteSandboxRequest::default() };
         stub.delete_sandbox(with_duration(CALL), &request).await.map_err(away)?;
@@ -233,16 +229,11 @@ impl RelayClient {
         Ok(())
     }
 
-    /// Calls GuestCall.
-    ///
-    /// # Errors
-    /// The relay or the guest is unreachable, or does not answer in time.
-    pub async fn call(
-        &self,
-        id: &SandboxId,
-        request: &Request,
-        limit: Duration,
-    ) -> Result<Reply, RelayError> {
+    fn guest(&self, id: &SandboxId) -> watch::Receiver<Guest> {
+        self.sender(id.as_str()).subscribe()
+    }
+
+    async fn call(&self, id: &SandboxId, request: Request, limit: Duration) -> Result<Reply, RelayError> {
         let stub = self.stub().await?;
         let bytes = request.write_to_bytes().map_err(away)?;
         let request = GuestCallRequest { id: id.to_string(), request: bytes, ..GuestCallRequest::default() };

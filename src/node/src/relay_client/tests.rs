@@ -11,6 +11,7 @@ use tokio::{net::UnixListener, time::Instant};
 use ttrpc::r#async::{Server, TtrpcContext, transport::Listener};
 
 use super::*;
+use crate::sandbox::ports::Relay as _;
 
 #[derive(Default)]
 struct Said {
@@ -116,7 +117,7 @@ async fn a_new_relay_is_configured_and_the_state_of_the_last_one_is_dropped() {
 
     // A call waits for a relay that is starting.
     let put = PutSandboxRequest { id: "a".into(), ..Default::default() };
-    let (done, server) = tokio::join!(client.put(&put), async {
+    let (done, server) = tokio::join!(client.put(put), async {
         tokio::time::sleep(Duration::from_millis(200)).await;
         serve(&socket, &said, "one").await
     });
@@ -128,8 +129,8 @@ async fn a_new_relay_is_configured_and_the_state_of_the_last_one_is_dropped() {
     let guest = client.guest(&id);
     said.states.send_replace((1, vec![state("a", "s1"), state("b", "s2")]));
     until("heard", || guest.borrow().connected && guest.borrow().session == "s1").await;
-    assert_eq!(client.call(&id, &Request::new(), Duration::from_secs(5)).await.unwrap().error, "heard");
-    let away = client.call(&"away".parse().unwrap(), &Request::new(), Duration::from_secs(5)).await;
+    assert_eq!(client.call(&id, Request::new(), Duration::from_secs(5)).await.unwrap().error, "heard");
+    let away = client.call(&"away".parse().unwrap(), Request::new(), Duration::from_secs(5)).await;
     assert!(away.unwrap_err().text.contains("not connected"));
 
     // The same relay again: no new epoch.

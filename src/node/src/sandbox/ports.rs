@@ -366,6 +366,22 @@ pub trait Kubernetes: Send + Sync + 'static {
 }
 
 /// All ports of a sandbox to its environment. Every method may be called again after a crash.
-pub trait Ports: Clock + Store + Cloud + Storage + PodNetwork + Relay + Identity + Kubernetes {}
-
-impl<T: Clock + Store + Cloud + Storage + PodNetwork + Relay + Identity + Kubernetes> Ports for T {}
+#[derive(Clone)]
+pub struct Ports {
+    /// Clock of the records.
+    pub clock: Arc<dyn Clock>,
+    /// Durable state.
+    pub store: Arc<dyn Store>,
+    /// The provider.
+    pub cloud: Arc<dyn Cloud>,
+    /// The pods' CSI volumes.
+    pub storage: Arc<dyn Storage>,
+    /// The pods' network on this node.
+    pub network: Arc<dyn PodNetwork>,
+    /// The relay, and through it the guests.
+    pub relay: Arc<dyn Relay>,
+    /// Tickets, certificates and endpoints.
+    pub identity: Arc<dyn Identity>,
+    /// The Kubernetes cluster.
+    pub kubernetes: Arc<dyn Kubernetes>,
+}

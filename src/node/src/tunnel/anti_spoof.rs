@@ -12,16 +12,12 @@ use peerpod_podnet::netlink::Client;
 use peerpod_podnet::netns::Netns;
 use peerpod_podnet::nft::{Filter, Peer};
 
-use super::backend::is_broken;
-
-/// Idle sockets that are kept. The kernel takes one transaction at a time anyway.
-const IDLE_SOCKETS: usize = 4;
+use super::backend::Host;
 
 #[derive(Debug)]
 pub(super) struct AntiSpoof {
-    netns: Netns,
+    host: Host,
     owner: Owner,
-    idle: Mutex<Vec<Client>>,
     /// Elements by port. The lock is never held during a kernel call.
     known: Mutex<HashMap<u16, HashSet<Peer>>>,
     /// Elements that this process admitted, by sandbox. Its lock is never held together with that of `known`.
@@ -31,35 +27,14 @@ pub(super) struct AntiSpoof {
 impl AntiSpoof {
     /// Reads the elements that an earlier run of this daemon left.
     pub(super) fn open(host: &Netns, owner: Owner) -> Result<AntiSpoof, Error> {
-        let missing = |e: Error| Error::NoFilter(e.to_string());
-        let mut client = host.netfilter().map_err(missing)?;
-        let known = read(owner, &mut client).map_err(missing)?;
-        let idle = Mutex::new(vec![client]);
-        Ok(AntiSpoof {
-            netns: host.clone(),
-            owner,
-            idle,
-            known: Mutex::new(known),
-            admitted: Mutex::default(),
-        })
+        let host = Host::netfilter(host.clone());
+        let known = host.with(|client| read(owner, client));
+        let known = Mutex::new(known.map_err(|e| Error::NoFilter(e.to_string()))?);
+        Ok(AntiSpoof { host, owner, known, admitted: Mutex::default() })
     }
 
     fn filter(&self, port: u16) -> Filter {
         Filter::of(self.owner, port)
-    }
-
-    fn with<T>(&self, f: impl FnOnce(&mut Client) -> Result<T, Error>) -> Result<T, Error> {
-        let idle = self.idle.lock().pop();
-        let mut client = match idle {
-            Some(client) => client,
-            None => self.netns.netfilter()?,
-        };
-        let result = f(&mut client);
-        let mut idle = self.idle.lock();
-        if !is_broken(&result) && idle.len() < IDLE_SOCKETS {
-            idle.push(client);
-        }
-        result
     }
 
     /// Accepts the packets of these tunnels of a sandbox from these addresses, and from no others.
@@ -76,7 +51,7 @@ impl AntiSpoof {
         };
         let others = || self.known.lock().get(&port).into_iter().flatten().copied().collect();
         let filter = self.filter(port);
-        self.with(|client| {
+        self.host.with(|client| {
             filter.add(client, peers, &others)?;
             old.iter().try_for_each(|old| filter.retire(client, *old))
         })?;
@@ -129,7 +104,7 @@ impl AntiSpoof {
 
     fn remove(&self, port: u16, gone: &HashSet<Peer>) -> Result<(), Error> {
         let filter = self.filter(port);
-        self.with(|client| gone.iter().try_for_each(|peer| filter.remove(client, *peer)))?;
+        self.host.with(|client| gone.iter().try_for_each(|peer| filter.remove(client, *peer)))?;
         let empty = {
             let mut known = self.known.lock();
             if let Some(peers) = known.get_mut(&port) {
@@ -140,14 +115,14 @@ impl AntiSpoof {
         if empty {
             // Also if nothing was removed: a daemon that died between the two steps left an empty table. If a tunnel is
             // admitted meanwhile, the kernel refuses to remove its table.
-            self.with(|client| filter.remove_if_empty(client))?;
+            self.host.with(|client| filter.remove_if_empty(client))?;
         }
         Ok(())
     }
 
     /// Makes the tables contain exactly these elements. Returns the number of other elements that were removed.
     pub(super) fn reconcile(&self, live: &[(u16, Peer)]) -> Result<usize, Error> {
-        let there = self.with(|client| read(self.owner, client))?;
+        let there = self.host.with(|client| read(self.owner, client))?;
         let mut wanted: HashMap<u16, HashSet<Peer>> = HashMap::new();
         for (port, peer) in live {
             wanted.entry(*port).or_default().insert(*peer);
@@ -161,14 +136,14 @@ impl AntiSpoof {
             let missing: Vec<Peer> = wants.difference(has).copied().collect();
             if !missing.is_empty() {
                 self.known.lock().entry(port).or_default().extend(&missing);
-                self.with(|client| self.filter(port).add(client, &missing, &Vec::new))?;
+                self.host.with(|client| self.filter(port).add(client, &missing, &Vec::new))?;
             }
             let mut gone: HashSet<Peer> = has.difference(wants).copied().collect();
             removed += gone.len();
             // An old address of a live tunnel: its VNI must stay guarded.
             let old: Vec<Peer> =
                 gone.iter().filter(|p| wants.iter().any(|w| w.is_tunnel_of(p))).copied().collect();
-            self.with(|client| old.iter().try_for_each(|old| self.filter(port).retire(client, *old)))?;
+            self.host.with(|client| old.iter().try_for_each(|old| self.filter(port).retire(client, *old)))?;
             if let Some(known) = self.known.lock().get_mut(&port) {
                 known.retain(|peer| !old.contains(peer));
             }
@@ -180,8 +155,9 @@ impl AntiSpoof {
 
     /// Removes the empty tables.
     pub(super) fn close(&self) -> Result<(), Error> {
-        let filters = self.with(|client| Filter::all_of(self.owner, client))?;
-        self.with(|client| filters.iter().try_for_each(|filter| filter.remove_if_empty(client).map(drop)))
+        let filters = self.host.with(|client| Filter::all_of(self.owner, client))?;
+        self.host
+            .with(|client| filters.iter().try_for_each(|filter| filter.remove_if_empty(client).map(drop)))
     }
 }
 

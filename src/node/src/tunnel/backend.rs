@@ -192,12 +192,18 @@ impl Backends {
 #[derive(Debug)]
 pub(super) struct Host {
     netns: Netns,
+    open: fn(&Netns) -> Result<Client, Error>,
     idle: Mutex<Vec<Client>>,
 }
 
 impl Host {
     pub(super) fn new(netns: Netns) -> Host {
-        Host { netns, idle: Mutex::default() }
+        Host { netns, open: Netns::netlink, idle: Mutex::default() }
+    }
+
+    /// Returns a pool of netfilter sockets.
+    pub(super) fn netfilter(netns: Netns) -> Host {
+        Host { open: Netns::netfilter, ..Host::new(netns) }
     }
 
     /// Returns the namespace.
@@ -208,10 +214,7 @@ impl Host {
     /// Lends a socket. A socket with a failed exchange is not used again.
     pub(super) fn with<T>(&self, f: impl FnOnce(&mut Client) -> Result<T, Error>) -> Result<T, Error> {
         let idle = self.idle.lock().pop();
-        let mut client = match idle {
-            Some(client) => client,
-            None => self.netns.netlink()?,
-        };
+        let mut client = idle.map_or_else(|| (self.open)(&self.netns), Ok)?;
         let result = f(&mut client);
         let mut idle = self.idle.lock();
         if !is_broken(&result) && idle.len() < IDLE_SOCKETS {
@@ -222,7 +225,7 @@ impl Host {
 }
 
 /// Whether a socket may have been left in the middle of an exchange.
-pub(super) fn is_broken<T>(result: &Result<T, Error>) -> bool {
+fn is_broken<T>(result: &Result<T, Error>) -> bool {
     matches!(
         result,
         Err(Error::Kernel { source: netlink::Error::Socket(_) | netlink::Error::Garbled(_), .. })

@@ -122,7 +122,9 @@ impl Task {
         if !claim.dialled.is_empty() && claim.dialled != self.record.id.as_str() {
             return refused(ClaimRefused::OtherVm);
         }
-        let Ok(key) = self.fx.csr_key(&claim.csr) else { return refused(ClaimRefused::BadRequest) };
+        let Ok(key) = self.ports.identity.csr_key(&claim.csr) else {
+            return refused(ClaimRefused::BadRequest);
+        };
         let key = hex::encode(key);
         if let Some(bound) = &self.record.binding {
             if bound.key_sha256 != key {
@@ -143,13 +145,15 @@ impl Task {
             }
             return Ok(Granted { id: self.record.id.clone(), chain });
         }
-        if ticket.is_expired(std::time::UNIX_EPOCH + std::time::Duration::from_millis(self.fx.now_ms())) {
+        if ticket
+            .is_expired(std::time::UNIX_EPOCH + std::time::Duration::from_millis(self.ports.clock.now_ms()))
+        {
             return refused(ClaimRefused::Expired);
         }
-        let Ok(signed) = self.fx.sign(&self.record.id, &claim.csr) else {
+        let Ok(signed) = self.ports.identity.sign(&self.record.id, &claim.csr) else {
             return refused(ClaimRefused::BadRequest);
         };
-        let now = self.fx.now_ms();
+        let now = self.ports.clock.now_ms();
         let binding = Binding {
             key_sha256: key,
             certificates_sha256: vec![hex::encode(signed.certificate_sha256)],

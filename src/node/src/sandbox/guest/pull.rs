@@ -61,18 +61,18 @@ impl Task {
     }
 
     pub(crate) fn asks_for_pull_secret(&self) -> bool {
-        self.record.pod.is_some() && self.fx.pull_secrets_every().is_some()
+        self.record.pod.is_some() && self.ports.kubernetes.pull_secrets_every().is_some()
     }
 
     /// Starts a query if one is due.
     pub(crate) fn ask_pull_secret(&mut self) {
-        if !self.in_flight.secret.is_idle() || self.fx.pull_secrets_every().is_none() {
+        if !self.in_flight.secret.is_idle() || self.ports.kubernetes.pull_secrets_every().is_none() {
             return;
         }
         let Some(pod) = self.record.pod.clone() else { return };
         // The query uses the pod's UID, if it is about to be known: the name may belong to another pod by now.
         let booting = matches!(self.record.phase, Phase::Created | Phase::Booting { .. });
-        if booting && pod.uid.is_none() && self.fx.is_in_cluster() && !self.start.announced {
+        if booting && pod.uid.is_none() && self.ports.kubernetes.is_in_cluster() && !self.start.announced {
             return;
         }
         match self.guest.pull.next.filter(|next| *next > Instant::now()) {
@@ -81,10 +81,10 @@ impl Task {
                 Completion::Rested
             }),
             None => {
-                let fx = self.fx.clone();
+                let ports = self.ports.clone();
                 self.in_flight
                     .secret
-                    .start(async move { Completion::PullSecret(fx.pull_secret(&pod).await) });
+                    .start(async move { Completion::PullSecret(ports.kubernetes.pull_secret(&pod).await) });
             }
         }
     }
@@ -95,7 +95,7 @@ impl Task {
         answer: Result<Zeroizing<String>, PullSecretError>,
     ) -> Result<(), Unapplied> {
         self.guest.pull.asked = true;
-        let every = self.fx.pull_secrets_every().unwrap_or(AFTER_REFUSAL);
+        let every = self.ports.kubernetes.pull_secrets_every().unwrap_or(AFTER_REFUSAL);
         match answer {
             Ok(secret) => {
                 self.worked(Which::Secret);

@@ -51,9 +51,9 @@ impl Task {
         let asks = certificates.is_empty();
         let mut request = Request::new();
         request.set_rotate(Rotate { trusted_cas: trusted.cas.clone(), certificates, ..Rotate::default() });
-        let (fx, id) = (self.fx.clone(), self.record.id.clone());
+        let (ports, id) = (self.ports.clone(), self.record.id.clone());
         self.in_flight.guest.start(async move {
-            let result = fx.call(&id, request, WITHIN).await.map(Box::new);
+            let result = ports.relay.call(&id, request, WITHIN).await.map(Box::new);
             if asks { Completion::Told { trusted, result } } else { Completion::Renewed { trusted, result } }
         });
     }
@@ -66,7 +66,7 @@ impl Task {
     ) -> Result<(), Unapplied> {
         let Some(reply) = self.guest_reply(result) else { return Ok(()) };
         let bound = self.record.binding.clone();
-        let ours = self.fx.csr_key(&reply.csr).ok().map(hex::encode);
+        let ours = self.ports.identity.csr_key(&reply.csr).ok().map(hex::encode);
         let refused = if !reply.error.is_empty() {
             Some(clip(&reply.error))
         } else if bound.is_none() || ours != bound.as_ref().map(|binding| binding.key_sha256.clone()) {
@@ -79,7 +79,8 @@ impl Task {
             self.later(Which::Guest, why);
             return Ok(());
         }
-        let (Some(mut binding), Ok(signed)) = (bound, self.fx.sign(&self.record.id, &reply.csr)) else {
+        let (Some(mut binding), Ok(signed)) = (bound, self.ports.identity.sign(&self.record.id, &reply.csr))
+        else {
             self.later(Which::Guest, "cannot sign the guest's certificate".into());
             return Ok(());
         };

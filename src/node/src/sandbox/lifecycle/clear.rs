@@ -58,33 +58,33 @@ impl Left {
 }
 
 /// Tries each remaining step once.
-pub(crate) async fn pass(fx: Arc<dyn Ports>, mut left: Left) -> Pass {
+pub(crate) async fn pass(ports: Arc<Ports>, mut left: Left) -> Pass {
     let (mut reached, mut errors) = (Vec::new(), Vec::new());
     if let Some(timeout) = left.flush.take() {
         let request = flush_request();
         // The node bounds the wait itself, too: a relay that does not answer must not keep a VM alive.
-        let flushed = tokio::time::timeout(timeout, fx.call(&left.id, request, timeout)).await;
+        let flushed = tokio::time::timeout(timeout, ports.relay.call(&left.id, request, timeout)).await;
         match flushed {
-            Ok(Ok(reply)) if reply.error.is_empty() => reached.push(("flushed", fx.now_ms())),
+            Ok(Ok(reply)) if reply.error.is_empty() => reached.push(("flushed", ports.clock.now_ms())),
             Ok(Ok(reply)) => errors.push(format!("flush: the guest failed: {}", reply.error)),
             Ok(Err(error)) => errors.push(format!("flush: {error}")),
             Err(_) => errors.push(format!("flush: no answer within {timeout:?}")),
         }
     }
     if left.relay {
-        match fx.remove(&left.id).await {
+        match ports.relay.remove(&left.id).await {
             Ok(()) => {
                 left.relay = false;
-                reached.push(("relay_removed", fx.now_ms()));
+                reached.push(("relay_removed", ports.clock.now_ms()));
             }
             Err(error) => errors.push(format!("relay: {error}")),
         }
     }
     if let Some(vm) = &left.vm {
-        match fx.delete(vm).await {
+        match ports.cloud.delete(vm).await {
             Ok(()) => {
                 left.vm = None;
-                reached.push(("vm_deleted", fx.now_ms()));
+                reached.push(("vm_deleted", ports.clock.now_ms()));
             }
             Err(error) => errors.push(format!("delete of VM {vm}: {error}")),
         }
@@ -92,19 +92,19 @@ pub(crate) async fn pass(fx: Arc<dyn Ports>, mut left: Left) -> Pass {
     if left.vm.is_none()
         && let Some(Release { uid, vm }) = &left.volumes
     {
-        match fx.release(&left.id, vm.as_ref(), uid).await {
+        match ports.storage.release(&left.id, vm.as_ref(), uid).await {
             Ok(()) => {
                 left.volumes = None;
-                reached.push(("volumes_released", fx.now_ms()));
+                reached.push(("volumes_released", ports.clock.now_ms()));
             }
             Err(error) => errors.push(format!("volumes: {error}")),
         }
     }
     if let Some(Undo { netns, network, address }) = &left.network {
-        match fx.disconnect(netns, &left.id, network.as_ref(), *address).await {
+        match ports.network.disconnect(netns, &left.id, network.as_ref(), *address).await {
             Ok(()) => {
                 left.network = None;
-                reached.push(("network_undone", fx.now_ms()));
+                reached.push(("network_undone", ports.clock.now_ms()));
             }
             Err(error) => errors.push(format!("network: {error}")),
         }

@@ -9,7 +9,6 @@ use protobuf::Message;
 use tracing::{error, info, warn};
 
 use crate::sandbox::{
-    error::Error,
     lifecycle::{
         clear::Pass,
         in_flight::{Completion, Which},
@@ -127,7 +126,7 @@ impl Task {
         if !self.record.phase.is_live() {
             return self.never_sent().await;
         }
-        let now = self.fx.now_ms();
+        let now = self.ports.clock.now_ms();
         self.change(|record| {
             if let Some(request) = &mut record.request {
                 request.placement = Some(placement);
@@ -144,7 +143,7 @@ impl Task {
     }
 
     async fn made(&mut self, vm: InstanceId) -> Result<(), Unapplied> {
-        let now = self.fx.now_ms();
+        let now = self.ports.clock.now_ms();
         let member = match &self.vm.path {
             CreatePath::Member(member) => member.batch().map(|batch| (member.number(), batch)),
             CreatePath::Open | CreatePath::Joining | CreatePath::Alone => None,
@@ -221,18 +220,9 @@ impl Task {
 
     /// Handles a final refusal: the cloud made nothing and will not.
     async fn not_to_be_had(&mut self, event: PhaseEvent, text: String) -> Result<(), Unapplied> {
-        let was_live = self.record.phase.is_live();
-        self.apply(event, |record| {
-            if was_live {
-                record.failed = true;
-                record.cause = Some(text.clone());
-            }
-        })
-        .await?;
-        if was_live {
+        if self.apply_failure(event, "create", &text).await? {
             error!(error = text, "the provider refused the VM");
             self.tell("VMRefused", format!("no VM for this pod: {text}"));
-            self.metrics.sandboxes.failed("create");
         }
         Ok(())
     }
@@ -271,7 +261,7 @@ impl Task {
         };
         let mut record = self.record.clone();
         if record.addresses.is_empty() {
-            record.reached("address_known", self.fx.now_ms());
+            record.reached("address_known", self.ports.clock.now_ms());
         }
         // Known addresses stay first: the tunnel uses them.
         record.addresses.extend(addresses.into_iter().filter(|new| !self.record.addresses.contains(new)));
@@ -291,7 +281,7 @@ impl Task {
         match result {
             Ok(volumes) if is_live => {
                 self.worked(Which::Volumes);
-                let now = self.fx.now_ms();
+                let now = self.ports.clock.now_ms();
                 self.change(|record| {
                     record.volumes = Some(*volumes);
                     record.reached("volumes_attached", now);
@@ -322,7 +312,7 @@ impl Task {
             Ok(network) => network,
             Err(error) => return self.no_network(error).await,
         };
-        let now = self.fx.now_ms();
+        let now = self.ports.clock.now_ms();
         self.change(|record| {
             record.network = Some(network);
             record.reached("network_reserved", now);
@@ -401,7 +391,7 @@ impl Task {
             }
         };
         if joining {
-            let now = self.fx.now_ms();
+            let now = self.ports.clock.now_ms();
             self.apply(PhaseEvent::Joined, |record| {
                 assign(record);
                 record.reached("running", now);
@@ -492,7 +482,7 @@ impl Task {
         if !failed.is_empty() {
             warn!(error = failed, "sandbox removed, with errors");
         }
-        let now = self.fx.now_ms();
+        let now = self.ports.clock.now_ms();
         self.apply(PhaseEvent::Cleared, |record| {
             record.reached("gone", now);
             record.write_tombstone(now);
@@ -534,7 +524,7 @@ impl Task {
     pub(crate) async fn why_late(&mut self) -> (&'static str, String) {
         let (stage, mut text) = self.where_it_hangs(self.settings.boot_timeout);
         if let Some(vm) = self.record.phase.vm() {
-            let console = console_of(&*self.fx, vm).await;
+            let console = console_of(&self.ports, vm).await;
             text.push_str(&console.map(|console| console.to_string()).unwrap_or_default());
         }
         (stage, text)
@@ -609,15 +599,9 @@ impl Task {
     }
 }
 
-impl From<Error> for Unapplied {
-    fn from(error: Error) -> Unapplied {
-        Unapplied::Disk(error)
-    }
-}
-
 /// Returns the end of the VM's console, if the provider offers it.
-pub(crate) async fn console_of(fx: &dyn Ports, vm: &InstanceId) -> Option<Console> {
-    let text = tokio::time::timeout(CONSOLE, fx.console(vm)).await.ok().flatten();
+pub(crate) async fn console_of(ports: &Ports, vm: &InstanceId) -> Option<Console> {
+    let text = tokio::time::timeout(CONSOLE, ports.cloud.console(vm)).await.ok().flatten();
     text.map(|text| Console::read(&text))
 }
 

@@ -88,7 +88,22 @@ pub(crate) enum Completion {
 pub(crate) struct Slot {
     future: Option<BoxFuture<'static, Completion>>,
     resting: bool,
+    backoff: Backoff,
+}
+
+/// Growing pauses between the tries of an operation.
+#[derive(Default)]
+pub(crate) struct Backoff {
     failures: u32,
+}
+
+impl Backoff {
+    /// Counts a failure. Returns the pause before the next try: the growing backoff, but at least `at_least`.
+    pub(crate) fn next(&mut self, at_least: Duration) -> Duration {
+        let pause = FIRST_PAUSE.saturating_mul(1 << self.failures.min(10)).min(LONGEST_PAUSE);
+        self.failures = self.failures.saturating_add(1);
+        pause.max(at_least)
+    }
 }
 
 /// First backoff pause; doubles with each failure.
@@ -110,8 +125,7 @@ impl Slot {
 
     /// Pauses after a failure: the growing backoff, but at least `at_least`.
     pub(crate) fn rest(&mut self, at_least: Duration) {
-        let pause = self.pause().max(at_least);
-        self.failures = self.failures.saturating_add(1);
+        let pause = self.backoff.next(at_least);
         self.start(async move {
             tokio::time::sleep(pause).await;
             Completion::Rested
@@ -121,8 +135,7 @@ impl Slot {
 
     /// Delivers a result again after a pause: it was not recorded yet.
     pub(crate) fn again(&mut self, completion: Completion) {
-        let pause = self.pause();
-        self.failures = self.failures.saturating_add(1);
+        let pause = self.backoff.next(Duration::ZERO);
         self.start(async move {
             tokio::time::sleep(pause).await;
             completion
@@ -131,12 +144,12 @@ impl Slot {
 
     /// Resets the backoff after a success.
     pub(crate) fn worked(&mut self) {
-        self.failures = 0;
+        self.backoff = Backoff::default();
     }
 
     /// Returns the number of consecutive failures.
     pub(crate) fn failures(&self) -> u32 {
-        self.failures
+        self.backoff.failures
     }
 
     /// Ends a pause; a running operation continues.
@@ -150,7 +163,7 @@ impl Slot {
     pub(crate) fn cancel(&mut self) {
         self.future = None;
         self.resting = false;
-        self.failures = 0;
+        self.backoff = Backoff::default();
     }
 
     /// Waits for the result; pending forever while the slot is idle.
@@ -162,10 +175,6 @@ impl Slot {
         self.future = None;
         self.resting = false;
         completion
-    }
-
-    fn pause(&self) -> Duration {
-        FIRST_PAUSE.saturating_mul(1 << self.failures.min(10)).min(LONGEST_PAUSE)
     }
 }
 

@@ -77,15 +77,15 @@ impl Task {
         }
         let Some(request) = self.record.request.clone() else { return self.find(None) };
         if !self.start.announced {
-            let (fx, record) = (self.fx.clone(), self.record.clone());
+            let (ports, record) = (self.ports.clone(), self.record.clone());
             return self.in_flight.cloud.start(async move {
                 // Recorded before any request: the disks must have a known owner as long as a VM may come of it.
                 if let Some(volumes) = &record.volumes
-                    && let Err(error) = fx.expect_vm(&record.id, volumes).await
+                    && let Err(error) = ports.storage.expect_vm(&record.id, volumes).await
                 {
                     return Completion::Placed(Err(error));
                 }
-                Completion::Announced(fx.announce(&record).await)
+                Completion::Announced(ports.kubernetes.announce(&record).await)
             });
         }
         self.vm.unsent = false;
@@ -129,10 +129,11 @@ impl Task {
         if volumes.is_ready() || !self.in_flight.volumes.is_idle() {
             return;
         }
-        let (fx, id, vm, volumes) = (self.fx.clone(), self.record.id.clone(), vm.clone(), volumes.clone());
-        self.in_flight
-            .volumes
-            .start(async move { Completion::Attached(fx.attach(&id, &vm, volumes).await.map(Box::new)) });
+        let (ports, id, vm, volumes) =
+            (self.ports.clone(), self.record.id.clone(), vm.clone(), volumes.clone());
+        self.in_flight.volumes.start(async move {
+            Completion::Attached(ports.storage.attach(&id, &vm, volumes).await.map(Box::new))
+        });
     }
 
     /// Whether the pod's volumes are attached and the relay has their map. The relay must recognise them without the
@@ -144,11 +145,13 @@ impl Task {
     /// Chooses and records the attempt's placement, then creates the VM there. A create that may have been sent before
     /// is repeated with its recorded placement.
     fn create(&mut self, request: CreateRequest, attempt: u32) {
-        let (fx, key) = (self.fx.clone(), self.key(attempt));
+        let (ports, key) = (self.ports.clone(), self.key(attempt));
         if request.placement.is_none() && self.vm.placed != Some(attempt) {
-            self.in_flight.cloud.start(async move { Completion::Placed(fx.place(&request).await) });
+            self.in_flight.cloud.start(async move { Completion::Placed(ports.cloud.place(&request).await) });
         } else {
-            self.in_flight.cloud.start(async move { Completion::Created(fx.create(&request, &key).await) });
+            self.in_flight
+                .cloud
+                .start(async move { Completion::Created(ports.cloud.create(&request, &key).await) });
         }
     }
 
@@ -172,9 +175,9 @@ impl Task {
     /// Looks for the VM by the key of the phase's attempt.
     pub(crate) fn find(&mut self, after: Option<crate::sandbox::ports::CloudError>) {
         let (Phase::Booting { attempt } | Phase::Unwanted { attempt }) = self.record.phase else { return };
-        let (fx, key) = (self.fx.clone(), self.key(attempt));
+        let (ports, key) = (self.ports.clone(), self.key(attempt));
         self.in_flight.cloud.start(async move {
-            let result = fx.find(&key).await;
+            let result = ports.cloud.find(&key).await;
             Completion::Found { result, after }
         });
     }
@@ -193,8 +196,8 @@ impl Task {
     fn locate(&mut self) {
         let Phase::Joining { vm } = &self.record.phase else { return };
         if (self.record.addresses.is_empty() || self.is_not_told_apart()) && self.in_flight.cloud.is_idle() {
-            let (fx, vm) = (self.fx.clone(), vm.clone());
-            self.in_flight.cloud.start(async move { Completion::Located(fx.addresses(&vm).await) });
+            let (ports, vm) = (self.ports.clone(), vm.clone());
+            self.in_flight.cloud.start(async move { Completion::Located(ports.cloud.addresses(&vm).await) });
         }
     }
 
@@ -219,20 +222,20 @@ impl Task {
             });
             return;
         }
-        let (fx, id) = (self.fx.clone(), self.record.id.clone());
+        let (ports, id) = (self.ports.clone(), self.record.id.clone());
         match (self.record.network.clone(), address(&self.record)) {
             (None, _) => {
                 let v6 = self.record.addresses.first().is_some_and(IpAddr::is_ipv6);
-                self.in_flight
-                    .network
-                    .start(async move { Completion::Reserved(fx.reserve(&netns, &id, v6, false).await) });
+                self.in_flight.network.start(async move {
+                    Completion::Reserved(ports.network.reserve(&netns, &id, v6, false).await)
+                });
             }
             (Some(network), None) if !self.record.addresses.is_empty() => {
                 // The tunnel was reserved for the other address family; a VNI is unique per family.
                 self.in_flight.network.start(async move {
-                    let undone = fx.disconnect(&netns, &id, Some(&network), None).await;
+                    let undone = ports.network.disconnect(&netns, &id, Some(&network), None).await;
                     Completion::Reserved(match undone {
-                        Ok(()) => fx.reserve(&netns, &id, !network.v6, false).await,
+                        Ok(()) => ports.network.reserve(&netns, &id, !network.v6, false).await,
                         Err(error) => Err(error),
                     })
                 });
@@ -241,16 +244,18 @@ impl Task {
                 // The tunnel has carried nothing yet: the guest gets its network plan only when the tunnel is complete.
                 self.guest.plan = None;
                 self.in_flight.network.start(async move {
-                    let undone = fx.disconnect(&netns, &id, Some(&network), Some(vm)).await;
+                    let undone = ports.network.disconnect(&netns, &id, Some(&network), Some(vm)).await;
                     Completion::Reserved(match undone {
-                        Ok(()) => fx.reserve(&netns, &id, network.v6, true).await,
+                        Ok(()) => ports.network.reserve(&netns, &id, network.v6, true).await,
                         Err(error) => Err(error),
                     })
                 });
             }
             (Some(network), Some(vm)) if self.guest.plan.is_none() => {
                 self.in_flight.network.start(async move {
-                    Completion::Connected(fx.connect(&netns, &id, &network, vm).await.map(Box::new))
+                    Completion::Connected(
+                        ports.network.connect(&netns, &id, &network, vm).await.map(Box::new),
+                    )
                 });
             }
             (Some(_), _) => {}
@@ -259,13 +264,14 @@ impl Task {
 
     fn is_unsuited(&self, network: &Network, vm: IpAddr) -> bool {
         let from = self.record.binding.as_ref().and_then(|binding| binding.from);
-        self.record.session.is_none() && self.fx.is_unsuited(network, vm, &self.record.addresses, from)
+        self.record.session.is_none()
+            && self.ports.network.is_unsuited(network, vm, &self.record.addresses, from)
     }
 
     fn tunnel_peer(&self) -> Option<TunnelPeer> {
         let network = self.record.network.as_ref()?;
         let key = self.record.binding.as_ref()?.tunnel_key.as_ref()?;
-        self.fx.tunnel_peer(network, &peerpod_link::user_data::from_hex(key)?)
+        self.ports.network.tunnel_peer(network, &peerpod_link::user_data::from_hex(key)?)
     }
 
     /// Returns the addresses that the relay dials: every address ever named for the VM, the likeliest first.
@@ -308,7 +314,7 @@ impl Task {
         if self.relay.put_done >= self.relay.put_wanted || !self.in_flight.relay.is_idle() {
             return;
         }
-        let (fx, version) = (self.fx.clone(), self.relay.put_wanted);
+        let (ports, version) = (self.ports.clone(), self.relay.put_wanted);
         let request = PutSandboxRequest {
             id: self.record.id.to_string(),
             agent_socket: self.settings.agent_socket(&self.record.id).to_string_lossy().into_owned(),
@@ -319,7 +325,9 @@ impl Task {
             volumes: self.record.volumes.as_ref().map(PodVolumes::for_relay).unwrap_or_default(),
             ..Default::default()
         };
-        self.in_flight.relay.start(async move { Completion::Put { version, result: fx.put(request).await } });
+        self.in_flight
+            .relay
+            .start(async move { Completion::Put { version, result: ports.relay.put(request).await } });
     }
 
     /// Assigns the pod to the guest as soon as it is connected, and again if session, plan, endpoints or pull secrets
@@ -343,14 +351,14 @@ impl Task {
         let digest = plan.digest(&self.network.node_endpoints.borrow());
         let mut assignment = self.assignment(plan.network);
         let volumes = self.record.volumes.clone();
-        let (fx, id, session) = (self.fx.clone(), self.record.id.clone(), guest.session);
+        let (ports, id, session) = (self.ports.clone(), self.record.id.clone(), guest.session);
         let secret = self.guest.pull.digest().map(str::to_owned);
         // The guest gives up on its agent, and before that on a path to the node, by itself. This limit only ends a
         // call without an answer.
         let timeout = self.settings.agent_timeout + Duration::from_secs(30);
         self.in_flight.guest.start(async move {
             let credentials = match &volumes {
-                Some(volumes) => fx.credentials(volumes).await,
+                Some(volumes) => ports.storage.credentials(volumes).await,
                 None => Ok(Vec::new()),
             };
             let result = match credentials {
@@ -358,7 +366,7 @@ impl Task {
                     add_credentials(&mut assignment, &credentials);
                     let mut request = Request::new();
                     request.set_personalise(assignment);
-                    fx.call(&id, request, timeout).await.map(Box::new)
+                    ports.relay.call(&id, request, timeout).await.map(Box::new)
                 }
                 Err(text) => Err(RelayError { text }),
             };
@@ -389,7 +397,7 @@ impl Task {
     }
 
     fn images(&self) -> Option<Images> {
-        let mut images = self.fx.images(self.guest.pull.secret().unwrap_or_default())?;
+        let mut images = self.ports.kubernetes.images(self.guest.pull.secret().unwrap_or_default())?;
         images.keep_pull_secret = self.asks_for_pull_secret() && self.guest.pull.secret().is_none();
         Some(images)
     }
@@ -404,8 +412,8 @@ impl Task {
         }
         let left = self.end.leaving.clone().unwrap_or_else(|| self.everything());
         self.end.leaving = Some(left.clone());
-        let fx = self.fx.clone();
-        self.in_flight.clear.start(async move { Completion::Cleared(clear::pass(fx, left).await) });
+        let ports = self.ports.clone();
+        self.in_flight.clear.start(async move { Completion::Cleared(clear::pass(ports, left).await) });
     }
 
     fn everything(&self) -> Left {

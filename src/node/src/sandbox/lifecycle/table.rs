@@ -58,7 +58,7 @@ pub struct CreateVm {
 pub struct Sandboxes(pub(crate) Arc<Inner>);
 
 pub(crate) struct Inner {
-    pub(crate) fx: Arc<dyn Ports>,
+    pub(crate) ports: Arc<Ports>,
     pub(crate) settings: Arc<Settings>,
     pub(crate) metrics: Metrics,
     pub(crate) batches: Batches,
@@ -77,11 +77,11 @@ const ANOTHER: Duration = Duration::from_secs(5);
 
 impl Sandboxes {
     /// Returns an empty table.
-    pub fn new(fx: Arc<dyn Ports>, settings: Settings, metrics: Metrics) -> Sandboxes {
-        let (settings, tickets) = (Arc::new(settings), Arc::<Tickets>::default());
+    pub fn new(ports: Ports, settings: Settings, metrics: Metrics) -> Sandboxes {
+        let (ports, settings, tickets) = (Arc::new(ports), Arc::new(settings), Arc::<Tickets>::default());
         Sandboxes(Arc::new(Inner {
-            batches: Batches::new(fx.clone(), settings.clone(), metrics.clone(), tickets.clone()),
-            fx,
+            batches: Batches::new(ports.clone(), settings.clone(), metrics.clone(), tickets.clone()),
+            ports,
             settings,
             metrics,
             state: Mutex::new(State::new(tickets.clone())),
@@ -104,14 +104,15 @@ impl Sandboxes {
         }
         let wanted = create.wanted.map_err(Error::Invalid)?;
         wanted.wishes.check(&self.0.settings.may_wish).map_err(Error::Invalid)?;
-        self.0.fx.settled().await;
+        self.0.ports.identity.settled().await;
         let netns = self
             .0
-            .fx
+            .ports
+            .network
             .netns(&create.netns)
             .await
             .map_err(|error| Error::Netns { id: create.id.clone(), why: error.text })?;
-        let volumes = self.0.fx.volumes(&wanted.pod).await.map_err(Error::Invalid)?;
+        let volumes = self.0.ports.storage.volumes(&wanted.pod).await.map_err(Error::Invalid)?;
         let record = self.record(create.id, wanted, netns, volumes)?;
         let view = self.admit(record)?;
         accepted(view).await.map(|()| path)
@@ -307,7 +308,7 @@ impl Sandboxes {
         request: Request,
         limit: Duration,
     ) -> Result<Reply, String> {
-        match tokio::time::timeout(limit, self.0.fx.call(id, request, limit)).await {
+        match tokio::time::timeout(limit, self.0.ports.relay.call(id, request, limit)).await {
             Ok(answer) => answer.map_err(|error| error.text),
             Err(_) => Err(format!("the guest of sandbox {id} did not answer within {limit:?}")),
         }
@@ -325,16 +326,18 @@ impl Sandboxes {
         bytes: u64,
         limit: Duration,
     ) -> Result<(), String> {
-        let fx = &self.0.fx;
+        let ports = &self.0.ports;
         let show = async {
-            let record = fx.recall(id).await.map_err(|error| error.to_string())?;
+            let record = ports.store.recall(id).await.map_err(|error| error.to_string())?;
             let known = record.as_ref().and_then(|record| {
                 let volumes = &record.volumes.as_ref()?.volumes;
                 let one = volumes.iter().find(|one| one.volume.id.as_str() == volume)?;
                 record.phase.vm().zip(one.disk())
             });
             match known {
-                Some((vm, disk)) => fx.disk_grown(vm, &disk, bytes).await.map_err(|error| error.to_string()),
+                Some((vm, disk)) => {
+                    ports.cloud.disk_grown(vm, &disk, bytes).await.map_err(|error| error.to_string())
+                }
                 None => Ok(()),
             }
         };
@@ -344,12 +347,7 @@ impl Sandboxes {
 
     /// Returns the present views of all sandboxes that are not tombstones.
     pub fn views(&self) -> Vec<View> {
-        let state = self.state();
-        let tasks = state.entries.values().filter_map(|entry| match entry {
-            Entry::Task(running) => Some(running.view.borrow().clone()),
-            Entry::Tombstone { .. } => None,
-        });
-        tasks.collect()
+        self.state().running().map(|(_, running)| running.view.borrow().clone()).collect()
     }
 
     /// Returns a sandbox's pod for log lines: namespace/name, or `-` if it is not known.
@@ -393,10 +391,10 @@ impl Sandboxes {
         netns: NetnsRef,
         volumes: Option<PodVolumes>,
     ) -> Result<Record, Error> {
-        let Inner { fx, settings, .. } = &*self.0;
-        let now = fx.now_ms();
-        let ticket = fx.ticket(settings.ticket_ttl).map_err(Error::Unavailable)?;
-        let user_data = fx.user_data(&ticket, 1).map_err(Error::Unavailable)?;
+        let Inner { ports, settings, .. } = &*self.0;
+        let now = ports.clock.now_ms();
+        let ticket = ports.identity.ticket(settings.ticket_ttl).map_err(Error::Unavailable)?;
+        let user_data = ports.identity.user_data(&ticket, 1).map_err(Error::Unavailable)?;
         let mut labels = BTreeMap::new();
         for (key, value) in [
             ("peerpod.cluster", settings.cluster_id.as_str()),
@@ -434,7 +432,7 @@ impl Sandboxes {
             gpus,
             volumes,
             ticket: Some(ticket),
-            trust: Some(fx.trusted().borrow().id.clone()),
+            trust: Some(ports.identity.trusted().borrow().id.clone()),
             cause: None,
             gone_ms: None,
             ..Record::tombstone(id, now)
@@ -462,12 +460,11 @@ impl Sandboxes {
         }
         let mut predecessor = None;
         if let Some(netns) = &record.netns
-            && let Some(Entry::Task(other)) =
-                state.netns.get(&netns.identity()).and_then(|other| state.entries.get(other))
+            && let Some(other) = state.netns.get(&netns.identity()).and_then(|other| state.task(other))
         {
             let view = other.view.borrow();
             // After a reboot, or if the kernel reuses an inode, the other sandbox's namespace is a different one.
-            let lives = other.netns.as_ref().is_some_and(|netns| self.0.fx.netns_lives(netns));
+            let lives = other.netns.as_ref().is_some_and(|netns| self.0.ports.network.netns_lives(netns));
             if view.phase.is_live() && lives {
                 let path = netns.path.display().to_string();
                 return Err(Error::NetnsTaken { path, other: view.id.clone() });
@@ -491,16 +488,14 @@ impl Sandboxes {
         self.0.metrics.sandboxes.recovered(&record.phase);
         self.0.metrics.sandboxes.moved(None, Some(&record.phase));
         let claimed = record.netns.as_ref().and_then(|netns| state.netns.get(&netns.identity()));
-        let predecessor = match claimed.and_then(|other| state.entries.get(other)) {
-            Some(Entry::Task(other)) if record.phase.is_live() => Some(other.view.clone()),
-            _ => None,
-        };
+        let other = claimed.and_then(|other| state.task(other)).filter(|_| record.phase.is_live());
+        let predecessor = other.map(|other| other.view.clone());
         self.spawn(state, record, predecessor);
     }
 
     /// Removes a sandbox from the table after its task panicked.
     pub(crate) fn drop_dead(&self, state: &mut State, id: &SandboxId) {
-        if let Some(Entry::Task(dead)) = state.entries.get(id) {
+        if let Some(dead) = state.task(id) {
             let phase = dead.view.borrow().phase.clone();
             // A sandbox in phase `Created` is not counted yet.
             if phase != Phase::Created {
@@ -548,9 +543,9 @@ impl Sandboxes {
         commands: mpsc::Receiver<Command>,
         predecessor: Option<watch::Receiver<View>>,
     ) -> Task {
-        let Inner { fx, settings, metrics, batches, tickets, .. } = &*self.0;
+        let Inner { ports, settings, metrics, batches, tickets, .. } = &*self.0;
         Task {
-            fx: fx.clone(),
+            ports: ports.clone(),
             settings: settings.clone(),
             metrics: metrics.clone(),
             view,
@@ -564,11 +559,11 @@ impl Sandboxes {
                 placed: None,
                 moved: Vec::new(),
             },
-            start: Start { announced: !fx.is_in_cluster(), ..Start::default() },
-            guest: GuestState::new(fx.guest(&record.id), fx.trusted()),
-            relay: RelayState::new(fx.relay_epoch()),
+            start: Start { announced: !ports.kubernetes.is_in_cluster(), ..Start::default() },
+            guest: GuestState::new(ports.relay.guest(&record.id), ports.identity.trusted()),
+            relay: RelayState::new(ports.relay.relay_epoch()),
             network: NetworkState {
-                node_endpoints: fx.node_endpoints(),
+                node_endpoints: ports.identity.node_endpoints(),
                 following: Following::default(),
                 given_up: false,
                 predecessor,
@@ -604,8 +599,8 @@ impl Sandboxes {
     /// Writes a tombstone for an unknown id. Returns `None` if the id has become known meanwhile.
     async fn write_tombstone_of_unknown(&self, id: &SandboxId) -> Option<Result<(), Error>> {
         let _one = self.0.tombstones.lock().await;
-        let Inner { fx, settings, metrics, .. } = &*self.0;
-        let mut record = Record::tombstone(id.clone(), fx.now_ms());
+        let Inner { ports, settings, metrics, .. } = &*self.0;
+        let mut record = Record::tombstone(id.clone(), ports.clock.now_ms());
         record.cause = Some(Stop::Called.reason().into());
         {
             let mut state = self.state();
@@ -616,7 +611,7 @@ impl Sandboxes {
             state.write_tombstone(&record, settings.tombstone_ttl);
             state.unwritten.insert(id.clone());
         }
-        let saved = fx.save(&record).await;
+        let saved = ports.store.save(&record).await;
         {
             let mut state = self.state();
             state.unwritten.remove(id);

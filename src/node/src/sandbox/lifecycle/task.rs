@@ -93,8 +93,23 @@ pub(crate) enum Unapplied {
     Disk(Error),
 }
 
+impl From<Unapplied> for Error {
+    fn from(unapplied: Unapplied) -> Error {
+        match unapplied {
+            Unapplied::Disk(error) => error,
+            Unapplied::Refused(refused) => Error::Unavailable(refused.to_string()),
+        }
+    }
+}
+
+impl From<Error> for Unapplied {
+    fn from(error: Error) -> Unapplied {
+        Unapplied::Disk(error)
+    }
+}
+
 pub(crate) struct Task {
-    pub(crate) fx: Arc<dyn Ports>,
+    pub(crate) ports: Arc<Ports>,
     pub(crate) settings: Arc<Settings>,
     pub(crate) metrics: Metrics,
     pub(crate) record: Record,
@@ -220,24 +235,24 @@ enum Woken {
 impl Task {
     /// Accepts a new sandbox: its intent is durable on return. No other operation was started before.
     pub(crate) async fn begin(&mut self) -> Result<(), Error> {
-        let now = self.fx.now_ms();
+        let now = self.ports.clock.now_ms();
         match self.apply(PhaseEvent::Begin, |record| record.reached("recorded", now)).await {
             Ok(_) => Ok(()),
             Err(Unapplied::Disk(error)) => {
                 // A failing disk may have kept the record all the same; a restarted node must not find it.
-                if let Err(error) = self.fx.forget(&self.record.id).await {
+                if let Err(error) = self.ports.store.forget(&self.record.id).await {
                     warn!(%error, "cannot remove the rest of a record that could not be written");
                 }
                 Err(error)
             }
-            Err(Unapplied::Refused(refused)) => Err(Error::Unavailable(refused.to_string())),
+            Err(refused) => Err(refused.into()),
         }
     }
 
     /// Runs until the sandbox is gone (with a durable tombstone), or until its table is dropped.
     pub(crate) async fn run(&mut self) {
         self.enter();
-        self.fx.show(&self.record);
+        self.ports.kubernetes.show(&self.record);
         loop {
             self.reconcile();
             let (deadline, slow) = (self.start.deadline, self.start.slow.map(|(at, _)| at));
@@ -286,7 +301,7 @@ impl Task {
         self.start.slow =
             self.start.deadline.and_then(|_| self.start.slow.or(Some((Instant::now() + after, after))));
         if !self.record.phase.is_live() {
-            self.end.left_ms = self.fx.now_ms();
+            self.end.left_ms = self.ports.clock.now_ms();
             self.in_flight.guest.cancel();
             self.in_flight.secret.cancel();
             // Attachments go with the VM.
@@ -332,7 +347,7 @@ impl Task {
             return Ok(());
         }
         if matches!(self.record.phase, Phase::Running { .. }) {
-            let now = self.fx.now_ms();
+            let now = self.ports.clock.now_ms();
             self.change(|record| {
                 record.started = true;
                 record.reached("start_called", now);
@@ -349,46 +364,49 @@ impl Task {
 
     async fn stop(&mut self, stop: Stop) -> Result<(), Error> {
         let was_live = self.record.phase.is_live();
-        let applied = self
-            .apply(PhaseEvent::Stop, |record| {
-                record.cause.get_or_insert_with(|| stop.sentence().into());
-            })
-            .await;
-        match applied {
-            Ok(_) => {
-                if was_live {
-                    info!(cause = stop.sentence(), phase = %self.record.phase, "stopping");
-                    self.metrics.sandboxes.stopped(stop.reason());
-                }
-                Ok(())
-            }
-            Err(Unapplied::Disk(error)) => Err(error),
-            Err(Unapplied::Refused(refused)) => Err(Error::Unavailable(refused.to_string())),
+        self.apply(PhaseEvent::Stop, |record| {
+            record.cause.get_or_insert_with(|| stop.sentence().into());
+        })
+        .await?;
+        if was_live {
+            info!(cause = stop.sentence(), phase = %self.record.phase, "stopping");
+            self.metrics.sandboxes.stopped(stop.reason());
         }
+        Ok(())
     }
 
     /// Gives up on the sandbox: waiting callers get the cause, and everything that was made is removed.
     pub(crate) async fn fail(&mut self, stage: &str, cause: String) -> Result<(), Unapplied> {
+        let (reason, what) = match self.record.phase {
+            Phase::Running { .. } => ("VMFailed", "failed while it ran"),
+            _ => ("StartFailed", "could not be started"),
+        };
+        if self.apply_failure(PhaseEvent::Failed, stage, &cause).await? {
+            error!(stage, %cause, "{what}");
+            self.tell(reason, format!("the pod's VM {what} ({stage}): {cause}"));
+        }
+        Ok(())
+    }
+
+    /// Applies the event of a failure. Returns whether the sandbox was live, and so fails by it.
+    pub(crate) async fn apply_failure(
+        &mut self,
+        event: PhaseEvent,
+        stage: &str,
+        cause: &str,
+    ) -> Result<bool, Unapplied> {
         let was_live = self.record.phase.is_live();
-        let ran = matches!(self.record.phase, Phase::Running { .. });
-        self.apply(PhaseEvent::Failed, |record| {
+        self.apply(event, |record| {
             if was_live {
                 record.failed = true;
-                record.cause = Some(cause.clone());
+                record.cause = Some(cause.to_owned());
             }
         })
         .await?;
         if was_live {
-            let (reason, what) = if ran {
-                ("VMFailed", "failed while it ran")
-            } else {
-                ("StartFailed", "could not be started")
-            };
-            error!(stage, %cause, "{what}");
-            self.tell(reason, format!("the pod's VM {what} ({stage}): {cause}"));
             self.metrics.sandboxes.failed(stage);
         }
-        Ok(())
+        Ok(was_live)
     }
 
     /// Fails the sandbox, unless its guest is back or it is being removed. An open link does not disprove a provider
@@ -404,24 +422,17 @@ impl Task {
         if !ours {
             return Ok(false);
         }
-        let cause = match why {
-            Some(why) => self.cause_of_end(vm, &why, format!("its VM {vm} has ended: {why}")).await,
-            None => {
-                let why = "the provider no longer has it, and its guest does not answer";
-                self.cause_of_end(vm, why, format!("its VM {vm} is gone: {why}")).await
-            }
-        };
-        match self.fail("vm", cause).await {
-            Ok(()) => Ok(true),
-            Err(Unapplied::Disk(error)) => Err(error),
-            Err(Unapplied::Refused(refused)) => Err(Error::Unavailable(refused.to_string())),
-        }
+        let how = if why.is_some() { "has ended" } else { "is gone" };
+        let why = why.as_deref().unwrap_or("the provider no longer has it, and its guest does not answer");
+        let cause = self.cause_of_end(vm, why, format!("its VM {vm} {how}: {why}")).await;
+        self.fail("vm", cause).await?;
+        Ok(true)
     }
 
     /// Returns the cause of the VM's end: the kernel's reason, with the provider's `why`; or `otherwise`, if the
     /// console shows no reason.
     pub(crate) async fn cause_of_end(&mut self, vm: &InstanceId, why: &str, otherwise: String) -> String {
-        let Some(console) = console_of(&*self.fx, vm).await else { return otherwise };
+        let Some(console) = console_of(&self.ports, vm).await else { return otherwise };
         let mut cause = match &console.reason {
             Some(reason) => format!("its VM {vm} has ended: {reason} ({why})"),
             None => otherwise,
@@ -458,7 +469,7 @@ impl Task {
     /// Posts an Event on the pod.
     pub(crate) fn tell(&self, reason: &'static str, text: String) {
         if let Some(pod) = &self.record.pod {
-            self.fx.tell(pod, Said { reason, text });
+            self.ports.kubernetes.tell(pod, Said { reason, text });
         }
     }
 
@@ -505,7 +516,7 @@ impl Task {
 
     /// Makes a changed record durable, then adopts it.
     pub(crate) async fn save(&mut self, record: Record) -> Result<(), Error> {
-        if let Err(error) = self.fx.save(&record).await {
+        if let Err(error) = self.ports.store.save(&record).await {
             self.metrics.sandboxes.ledger_errors.inc();
             return Err(error.into());
         }
@@ -522,7 +533,7 @@ impl Task {
         let is_news = shown(&record) != shown(&self.record);
         self.record = record;
         if is_news {
-            self.fx.show(&self.record);
+            self.ports.kubernetes.show(&self.record);
         }
         if self.record.seat.is_some() {
             self.vm.tickets.enter(&self.record);
@@ -540,7 +551,7 @@ impl Task {
     /// Notes that a stage was reached; the next durable change includes it.
     pub(crate) fn reached(&mut self, stage: &str) {
         let before = self.record.stages.len();
-        self.record.reached(stage, self.fx.now_ms());
+        self.record.reached(stage, self.ports.clock.now_ms());
         if let Some(stage) = self.record.stages.get(before) {
             self.metrics.sandboxes.stage(&stage.name, stage.at_ms);
         }
@@ -568,7 +579,7 @@ impl Task {
         info!(
             cause = self.record.cause.as_deref().unwrap_or("-"),
             failed = self.record.failed,
-            lived_ms = self.fx.now_ms().saturating_sub(self.record.created_ms),
+            lived_ms = self.ports.clock.now_ms().saturating_sub(self.record.created_ms),
             stages = stages.join(" "),
             "sandbox gone"
         );

@@ -86,7 +86,7 @@ impl Task {
         let heard = match &mut self.network.following.netns_watcher {
             Some((of, netns_watcher)) if *of == vm => *netns_watcher.borrow_and_update(),
             _ => {
-                let mut netns_watcher = self.fx.netns_watcher(&netns, &network, vm);
+                let mut netns_watcher = self.ports.network.netns_watcher(&netns, &network, vm);
                 let heard = *netns_watcher.borrow_and_update();
                 // The first inspection covers the changes from before the watcher existed.
                 self.network.following.netns_watcher = Some((vm, netns_watcher));
@@ -98,9 +98,9 @@ impl Task {
         if !idle || self.network.following.done == Some(heard) {
             return;
         }
-        let (fx, id) = (self.fx.clone(), self.record.id.clone());
+        let (ports, id) = (self.ports.clone(), self.record.id.clone());
         self.in_flight.network.start(async move {
-            let result = fx.follow(&netns, &id, &network, vm).await;
+            let result = ports.network.follow(&netns, &id, &network, vm).await;
             Completion::Followed { heard, result: result.map(Box::new) }
         });
     }
@@ -177,13 +177,13 @@ impl Task {
         {
             return;
         }
-        let (fx, vm, known) = (self.fx.clone(), vm.clone(), address(&self.record));
+        let (ports, vm, known) = (self.ports.clone(), vm.clone(), address(&self.record));
         self.in_flight.cloud.start(async move {
             let near = match known {
-                Some(known) => fx.is_one_way(known, from).await,
+                Some(known) => ports.network.is_one_way(known, from).await,
                 None => false,
             };
-            Completion::Traced { from, near, result: fx.addresses(&vm).await }
+            Completion::Traced { from, near, result: ports.cloud.addresses(&vm).await }
         });
     }
 

@@ -17,9 +17,9 @@ impl Task {
             return;
         }
         let Some(netns) = self.record.netns.clone() else { return };
-        let (fx, id, version) = (self.fx.clone(), self.record.id.clone(), self.relay.put_done);
+        let (ports, id, version) = (self.ports.clone(), self.record.id.clone(), self.relay.put_done);
         self.in_flight.localhost.start(async move {
-            let result = fx.carry_localhost(&netns, &id).await;
+            let result = ports.network.carry_localhost(&netns, &id).await;
             Completion::Carried { version, result }
         });
     }

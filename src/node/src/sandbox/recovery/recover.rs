@@ -66,10 +66,10 @@ pub async fn recover(table: &Sandboxes, kept: Kept) -> Vec<Note> {
 }
 
 async fn stopped(table: &Sandboxes, id: &SandboxId, record: Option<Record>) -> Result<Record, Error> {
-    let fx = &table.0.fx;
+    let ports = &table.0.ports;
     let mut record = match record {
         Some(record) => record,
-        None => Record::tombstone(id.clone(), fx.now_ms()),
+        None => Record::tombstone(id.clone(), ports.clock.now_ms()),
     };
     let (phase, _) = next(&record.phase, PhaseEvent::Stop).map_err(|e| Error::Unavailable(e.to_string()))?;
     let known = record.phase != Phase::Gone;
@@ -78,7 +78,7 @@ async fn stopped(table: &Sandboxes, id: &SandboxId, record: Option<Record>) -> R
         table.0.metrics.sandboxes.stopped("inbox");
     }
     record.phase = phase;
-    fx.save(&record).await?;
+    ports.store.save(&record).await?;
     info!(sandbox = %id, pod = record.pod_name(), phase = %record.phase, "stopped by a note in the inbox");
     Ok(record)
 }
@@ -89,7 +89,7 @@ impl Sandboxes {
     /// # Errors
     /// The provider cannot be queried.
     pub async fn owned(&self) -> Result<Vec<Owned>, crate::sandbox::ports::CloudError> {
-        self.0.fx.owned().await
+        self.0.ports.cloud.owned().await
     }
 }
 
@@ -138,7 +138,7 @@ impl Orphans {
     /// The cloud cannot be queried.
     pub async fn pass(&mut self, table: &Sandboxes) -> Result<usize, String> {
         // The list is fetched first, so that a VM that is claimed meanwhile counts as claimed.
-        let owned = table.0.fx.owned().await.map_err(|error| error.to_string())?;
+        let owned = table.0.ports.cloud.owned().await.map_err(|error| error.to_string())?;
         let unclaimed = self.unclaimed(&owned, table);
         self.suspects.retain(|id, _| unclaimed.contains(id));
         let mut deleted = 0;
@@ -148,7 +148,7 @@ impl Orphans {
                 continue;
             }
             warn!(vm = %id, "no sandbox owns this VM of the node; deleting it");
-            match table.0.fx.delete(&id).await {
+            match table.0.ports.cloud.delete(&id).await {
                 Ok(()) => {
                     deleted += 1;
                     self.suspects.remove(&id);

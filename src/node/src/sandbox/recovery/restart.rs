@@ -63,7 +63,7 @@ impl Sandboxes {
     async fn restart(self, id: SandboxId, mut pause: Duration) {
         loop {
             sleep(pause).await;
-            match self.0.fx.recall(&id).await {
+            match self.0.ports.store.recall(&id).await {
                 Ok(Some(record)) => {
                     let mut state = self.state();
                     self.drop_dead(&mut state, &id);

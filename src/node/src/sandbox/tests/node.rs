@@ -75,7 +75,7 @@ impl Node {
         let fx = Fake::new(world.clone(), ledger, fuse.clone());
         let metrics = Metrics::default();
         let kept = Kept { records: loaded.records, batches: loaded.batches, unread: ledger_unread, notes };
-        let table = Sandboxes::new(fx.clone(), settings, metrics.clone());
+        let table = Sandboxes::new(fx.ports(), settings, metrics.clone());
         tokio::select! {
             done = recover(&table, kept) => {
                 for note in done { inbox.done(&note).unwrap() }

@@ -34,7 +34,7 @@ use crate::{
     ledger::{Batch, Error as LedgerError, Ledger, NetnsRef, Network, Record},
     sandbox::ports::{
         Certificate, Clock, Cloud, CloudError, Followed, Guest, Identity, Kubernetes, Made, NetworkError,
-        NodeEndpoints, PodNetwork, PullSecretError, Relay, RelayError, Said, Storage, Store, Trusted,
+        NodeEndpoints, PodNetwork, Ports, PullSecretError, Relay, RelayError, Said, Storage, Store, Trusted,
     },
     spec::{PodRef, SandboxId},
     trust::Ticket,
@@ -447,6 +447,20 @@ impl Fake {
         let age = world.state().vms.values().map(|vm| vm.made.elapsed().as_millis() as u64).max();
         let start_ms = 1_700_000_000_000 + age.unwrap_or(0);
         Arc::new(Fake { world, ledger, fuse, guests: Mutex::default(), start: Instant::now(), start_ms })
+    }
+
+    /// Returns this fake behind all ports.
+    pub(super) fn ports(self: &Arc<Fake>) -> Ports {
+        Ports {
+            clock: self.clone(),
+            store: self.clone(),
+            cloud: self.clone(),
+            storage: self.clone(),
+            network: self.clone(),
+            relay: self.clone(),
+            identity: self.clone(),
+            kubernetes: self.clone(),
+        }
     }
 
     pub(super) fn ledger(&self) -> &Ledger {

@@ -89,7 +89,7 @@ enum Status {
 pub(crate) struct Batches(Arc<Inner>);
 
 struct Inner {
-    fx: Arc<dyn Ports>,
+    ports: Arc<Ports>,
     settings: Arc<Settings>,
     metrics: Metrics,
     tickets: Arc<Tickets>,
@@ -130,12 +130,12 @@ pub(crate) enum Claimed {
 
 impl Batches {
     pub(crate) fn new(
-        fx: Arc<dyn Ports>,
+        ports: Arc<Ports>,
         settings: Arc<Settings>,
         metrics: Metrics,
         tickets: Arc<Tickets>,
     ) -> Batches {
-        Batches(Arc::new(Inner { fx, settings, metrics, tickets, state: Mutex::default() }))
+        Batches(Arc::new(Inner { ports, settings, metrics, tickets, state: Mutex::default() }))
     }
 
     /// Returns the create path of a sandbox with this record. A sandbox that this process has just accepted may join a

@@ -15,11 +15,7 @@ use peerpod_provider_api::{EventKind, InstanceId, Owned, OwnedState, ProviderEve
 use tokio::time::{Instant, sleep_until, timeout};
 use tracing::{info, warn};
 
-use crate::sandbox::{
-    Sandboxes,
-    lifecycle::{phase::Phase, table::Entry},
-    ports::CloudError,
-};
+use crate::sandbox::{Sandboxes, lifecycle::phase::Phase, ports::CloudError};
 use crate::spec::SandboxId;
 
 /// Time limit for the provider to report that it has no addresses for a VM. For a VM that exists, the call may wait
@@ -47,7 +43,7 @@ impl VmLiveness {
     /// Handles the provider's events and runs a pass at every interval, forever.
     pub async fn run(mut self, table: Sandboxes) {
         let every = pause(table.0.settings.vm_gone_grace).min(Duration::from_secs(5));
-        let mut events = table.0.fx.events().fuse();
+        let mut events = table.0.ports.cloud.events().fuse();
         let mut next = Instant::now() + every;
         loop {
             tokio::select! {
@@ -83,11 +79,16 @@ impl VmLiveness {
     /// Judges the VMs that the provider reported, concurrently: the cloud may take long to return each console.
     async fn hear(&mut self, table: &Sandboxes) {
         let told = std::mem::take(&mut self.told);
-        for heard in join_all(told.into_iter().map(|(vm, why)| hear(table, vm, why))).await {
-            match heard {
-                Heard::Dead(id) => drop(self.away.remove(&id)),
-                Heard::Later(vm, why) => self.told.push((vm, why)),
-                Heard::Nothing => {}
+        let owned = told.into_iter().filter_map(|(vm, why)| Some((table.of_vm(&vm)?.0, vm, why)));
+        let judged = join_all(
+            owned.map(|(id, vm, why)| async move { (judge(table, &id, &vm, Some(&why)).await, id, vm, why) }),
+        );
+        for (judged, id, vm, why) in judged.await {
+            match judged {
+                Judged::Dead => drop(self.away.remove(&id)),
+                Judged::Unknown => self.told.push((vm, why)),
+                // The VM was started again after the reported end.
+                Judged::Alive => {}
             }
         }
     }
@@ -110,7 +111,7 @@ impl VmLiveness {
         if due.is_empty() {
             return;
         }
-        match table.0.fx.owned().await {
+        match table.0.ports.cloud.owned().await {
             Ok(owned) => {
                 let mut missing = Vec::new();
                 for (id, vm) in due {
@@ -118,7 +119,7 @@ impl VmLiveness {
                         missing.push((id, vm));
                     }
                 }
-                let judged = join_all(missing.iter().map(|(id, vm)| judge(table, id, vm))).await;
+                let judged = join_all(missing.iter().map(|(id, vm)| judge(table, id, vm, None))).await;
                 for (judged, (id, _)) in judged.into_iter().zip(&missing) {
                     match judged {
                         Judged::Dead => drop(self.away.remove(id)),
@@ -167,33 +168,7 @@ impl VmLiveness {
     }
 }
 
-/// Judgement of a VM that the provider reported as ended.
-enum Heard {
-    Dead(SandboxId),
-    /// Not decided yet.
-    Later(InstanceId, String),
-    Nothing,
-}
-
-async fn hear(table: &Sandboxes, vm: InstanceId, why: String) -> Heard {
-    let Some((id, pod)) = table.of_vm(&vm) else { return Heard::Nothing };
-    match timeout(ADDRESSES, table.0.fx.addresses(&vm)).await {
-        Ok(Err(CloudError::NotFound { .. })) => {}
-        // The VM has addresses: it was started again after the reported end.
-        Ok(Ok(_)) => return Heard::Nothing,
-        Ok(Err(_)) | Err(_) => return Heard::Later(vm, why),
-    }
-    warn!(sandbox = %id, pod = &*pod, %vm, why, "the sandbox's VM has ended");
-    match table.lost(&id, &vm, Some(why.clone())).await {
-        Ok(_) => Heard::Dead(id),
-        Err(error) => {
-            warn!(sandbox = %id, pod = &*pod, %vm, %error, "cannot record the sandbox's failure; trying again");
-            Heard::Later(vm, why)
-        }
-    }
-}
-
-/// Judgement of a VM that the provider's list does not show.
+/// Judgement of a VM that the provider reported as ended, or that its list does not show.
 enum Judged {
     Dead,
     /// The VM has addresses, or may have.
@@ -201,18 +176,26 @@ enum Judged {
     Unknown,
 }
 
-async fn judge(table: &Sandboxes, id: &SandboxId, vm: &InstanceId) -> Judged {
+/// Asks for the VM's addresses, and fails its sandbox if it has none. `ended`: the provider reported that the VM ended.
+async fn judge(table: &Sandboxes, id: &SandboxId, vm: &InstanceId, ended: Option<&String>) -> Judged {
     let pod = table.pod(id);
-    match timeout(ADDRESSES, table.0.fx.addresses(vm)).await {
+    match timeout(ADDRESSES, table.0.ports.cloud.addresses(vm)).await {
         Ok(Err(CloudError::NotFound { .. })) => {}
         Ok(Err(error)) => {
-            warn!(sandbox = %id, pod = &*pod, %vm, %error, "the provider cannot report the state of the VM; trying again");
+            if ended.is_none() {
+                warn!(sandbox = %id, pod = &*pod, %vm, %error, "the provider cannot report the state of the VM; trying again");
+            }
             return Judged::Unknown;
         }
+        Err(_) if ended.is_some() => return Judged::Unknown,
         Ok(Ok(_)) | Err(_) => return Judged::Alive,
     }
-    match table.lost(id, vm, None).await {
+    if let Some(why) = ended {
+        warn!(sandbox = %id, pod = &*pod, %vm, why, "the sandbox's VM has ended");
+    }
+    match table.lost(id, vm, ended.cloned()).await {
         Ok(true) => Judged::Dead,
+        Ok(false) if ended.is_some() => Judged::Dead,
         Ok(false) => {
             info!(sandbox = %id, pod = &*pod, %vm, "the guest has reconnected, or the sandbox is being stopped");
             Judged::Unknown
@@ -232,17 +215,13 @@ fn pause(grace: Duration) -> Duration {
 impl Sandboxes {
     /// Returns the running sandboxes with a link that is down, with their VMs.
     fn away(&self) -> HashMap<SandboxId, InstanceId> {
-        let running: Vec<(SandboxId, InstanceId)> = {
-            let state = self.state();
-            let entries = state.entries.iter().filter_map(|(id, entry)| match entry {
-                Entry::Task(running) => match &running.view.borrow().phase {
-                    Phase::Running { vm } => Some((id.clone(), vm.clone())),
-                    _ => None,
-                },
-                Entry::Tombstone { .. } => None,
-            });
-            entries.collect()
-        };
-        running.into_iter().filter(|(id, _)| !self.0.fx.guest(id).borrow().connected).collect()
+        let state = self.state();
+        let running = state.running().filter_map(|(id, running)| match &running.view.borrow().phase {
+            Phase::Running { vm } => Some((id.clone(), vm.clone())),
+            _ => None,
+        });
+        let running: Vec<(SandboxId, InstanceId)> = running.collect();
+        drop(state);
+        running.into_iter().filter(|(id, _)| !self.0.ports.relay.guest(id).borrow().connected).collect()
     }
 }

@@ -37,7 +37,7 @@ impl Reaper {
 
     /// Runs one pass.
     pub async fn pass(&mut self, table: &Sandboxes) {
-        let now = table.0.fx.now_ms();
+        let now = table.0.ports.clock.now_ms();
         for id in table.expired(now) {
             table.forget(&id).await;
         }
@@ -48,7 +48,7 @@ impl Reaper {
             if !started {
                 waiting.insert(id.clone());
             }
-            let reason = if !table.0.fx.netns_lives(&netns) {
+            let reason = if !table.0.ports.network.netns_lives(&netns) {
                 let since = *self.missing.entry(id.clone()).or_insert_with(Instant::now);
                 seen.insert(id.clone());
                 (since.elapsed() >= settings.netns_gone_grace).then_some(Stop::NetnsGone)
@@ -74,15 +74,12 @@ impl Sandboxes {
     /// Returns the live sandboxes with their network namespaces and whether StartVM was called.
     fn live_netns(&self) -> Vec<(SandboxId, NetnsRef, bool)> {
         let state = self.state();
-        let entries = state.entries.iter().filter_map(|(id, entry)| match entry {
-            Entry::Task(running) => {
-                let view = running.view.borrow();
-                let netns = running.netns.clone().filter(|_| view.phase.is_live())?;
-                Some((id.clone(), netns, view.started))
-            }
-            Entry::Tombstone { .. } => None,
+        let live = state.running().filter_map(|(id, running)| {
+            let view = running.view.borrow();
+            let netns = running.netns.clone().filter(|_| view.phase.is_live())?;
+            Some((id.clone(), netns, view.started))
         });
-        entries.collect()
+        live.collect()
     }
 
     /// Returns the expired tombstones.
@@ -97,7 +94,7 @@ impl Sandboxes {
 
     /// Removes a tombstone, on disk first.
     async fn forget(&self, id: &SandboxId) {
-        match self.0.fx.forget(id).await {
+        match self.0.ports.store.forget(id).await {
             Ok(()) => {
                 self.state().entries.remove(id);
                 self.0.metrics.sandboxes.moved(Some(&Phase::Gone), None);

@@ -82,6 +82,22 @@ impl State {
         State { tickets, ..State::default() }
     }
 
+    /// Returns the sandboxes that have a task.
+    pub(crate) fn running(&self) -> impl Iterator<Item = (&SandboxId, &Running)> {
+        self.entries.iter().filter_map(|(id, entry)| match entry {
+            Entry::Task(running) => Some((id, running)),
+            Entry::Tombstone { .. } => None,
+        })
+    }
+
+    /// Returns the task of a sandbox.
+    pub(crate) fn task(&self, id: &SandboxId) -> Option<&Running> {
+        match self.entries.get(id)? {
+            Entry::Task(running) => Some(running),
+            Entry::Tombstone { .. } => None,
+        }
+    }
+
     /// Adds a task under its id, ticket, pod, network namespace and volumes.
     pub(crate) fn link(&mut self, record: &Record, running: Running) {
         let (id, is_live) = (&record.id, record.phase.is_live());
@@ -108,8 +124,7 @@ impl State {
 
     /// Removes a task from the indexes; its entry stays until it is removed or becomes a tombstone.
     pub(crate) fn unlink(&mut self, id: &SandboxId) {
-        let Some(Entry::Task(running)) = self.entries.get(id) else { return };
-        let running = running.clone();
+        let Some(running) = self.task(id).cloned() else { return };
         self.count -= 1;
         self.tickets.leave(id);
         if let Some(pod) = running.pod
@@ -158,10 +173,8 @@ impl State {
 
     /// Returns the newest live sandbox of a pod.
     pub(crate) fn newest_of(&self, pod: &(String, String)) -> Option<watch::Receiver<View>> {
-        let live = self.pods.get(pod)?.iter().filter_map(|id| match self.entries.get(id)? {
-            Entry::Task(running) if running.view.borrow().phase.is_live() => Some(running.view.clone()),
-            Entry::Task(_) | Entry::Tombstone { .. } => None,
-        });
+        let views = self.pods.get(pod)?.iter().filter_map(|id| Some(self.task(id)?.view.clone()));
+        let live = views.filter(|view| view.borrow().phase.is_live());
         live.max_by_key(|view| view.borrow().created_ms)
     }
 }

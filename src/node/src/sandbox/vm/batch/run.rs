@@ -11,32 +11,17 @@ use tracing::{error, info, warn};
 use super::{BatchRun, Batches, Status};
 use crate::{
     ledger::{BATCH_VERSION, Batch, Rest},
-    sandbox::ports::{CloudError, Made},
+    sandbox::{
+        lifecycle::in_flight::Backoff,
+        ports::{CloudError, Made},
+    },
 };
-
-/// First backoff pause; doubles with each failure.
-const FIRST_PAUSE: Duration = Duration::from_millis(100);
-/// Longest backoff pause.
-const LONGEST_PAUSE: Duration = Duration::from_secs(10);
-
-struct Pauses(Duration);
-
-impl Pauses {
-    fn new() -> Pauses {
-        Pauses(FIRST_PAUSE)
-    }
-
-    async fn rest(&mut self, at_least: Duration) {
-        sleep(self.0.max(at_least)).await;
-        self.0 = self.0.saturating_mul(2).min(LONGEST_PAUSE);
-    }
-}
 
 impl Batches {
     /// Runs a batch from its present status to its end. `shape` is the members' common request, if the batch is still
     /// to be composed.
     pub(super) async fn follow(self, run: Arc<BatchRun>, mut shape: Option<CreateRequest>) {
-        let mut pauses = Pauses::new();
+        let mut backoff = Backoff::default();
         loop {
             let step = self.step(&run, shape.take());
             match AssertUnwindSafe(step).catch_unwind().await {
@@ -48,7 +33,7 @@ impl Batches {
                         "the task of a batch of VMs panicked; this is a bug of peerpod-node, and the task \
                          resumes"
                     );
-                    pauses.rest(Duration::ZERO).await;
+                    sleep(backoff.next(Duration::ZERO)).await;
                 }
             }
         }
@@ -105,22 +90,22 @@ impl Batches {
         let (Status::Asked(batch) | Status::Answered(batch)) = status else { return };
         // `run` holds the sender, so the wait cannot fail.
         drop(run.needed.subscribe().wait_for(|needed| needed.is_empty()).await);
-        let mut pauses = Pauses::new();
-        while let Err(error) = self.0.fx.forget_batch(&batch.ticket.id).await {
+        let mut backoff = Backoff::default();
+        while let Err(error) = self.0.ports.store.forget_batch(&batch.ticket.id).await {
             warn!(batch = batch.ticket.id, %error, "cannot remove a batch's file; trying again");
-            pauses.rest(Duration::ZERO).await;
+            sleep(backoff.next(Duration::ZERO)).await;
         }
         self.0.tickets.close(&batch.ticket.id);
     }
 
     /// Builds the batch, with everything that a repeated call must repeat. Nothing is requested yet.
     async fn compose(&self, run: &BatchRun, shape: CreateRequest) -> Result<Batch, String> {
-        let (fx, settings) = (&self.0.fx, &self.0.settings);
+        let (ports, settings) = (&self.0.ports, &self.0.settings);
         let claims = u32::try_from(run.members.len()).map_err(|error| error.to_string())?;
-        fx.settled().await;
-        let ticket = fx.ticket(settings.ticket_ttl)?;
-        let user_data = fx.user_data(&ticket, claims)?;
-        let trust = fx.trusted().borrow().id.clone();
+        ports.identity.settled().await;
+        let ticket = ports.identity.ticket(settings.ticket_ttl)?;
+        let user_data = ports.identity.user_data(&ticket, claims)?;
+        let trust = ports.identity.trusted().borrow().id.clone();
         // Labels of one pod would be wrong on the VMs of the others.
         let labels = [("peerpod.cluster", &settings.cluster_id), ("peerpod.node", &settings.node_name)];
         let short: String = ticket.id.chars().take(12).collect();
@@ -131,40 +116,40 @@ impl Batches {
             ..shape
         };
         // If no place can take all of them, each member requests its own VM and gets its own error.
-        request.placement = fx.place(&request).await.map_err(|error| error.to_string())?;
+        request.placement = ports.cloud.place(&request).await.map_err(|error| error.to_string())?;
         let (key, members) = (self.key(&ticket.id), run.members.clone());
         Ok(Batch { version: BATCH_VERSION, key, request, ticket, trust, members, made: None, rest: None })
     }
 
     async fn save(&self, batch: &Batch) {
-        let mut pauses = Pauses::new();
-        while let Err(error) = self.0.fx.save_batch(batch).await {
+        let mut backoff = Backoff::default();
+        while let Err(error) = self.0.ports.store.save_batch(batch).await {
             self.0.metrics.sandboxes.ledger_errors.inc();
             warn!(batch = batch.ticket.id, %error, "cannot record a batch; trying again");
-            pauses.rest(Duration::ZERO).await;
+            sleep(backoff.next(Duration::ZERO)).await;
         }
     }
 
     /// Repeats the call until its result is certain: VMs, or a refusal that the cloud's list does not contradict.
     async fn ask(&self, batch: &Batch) -> (Vec<InstanceId>, Option<Rest>) {
-        let fx = &self.0.fx;
+        let ports = &self.0.ports;
         let size = u32::try_from(batch.members.len()).unwrap_or(u32::MAX);
         let count = NonZeroU32::new(size).unwrap_or(NonZeroU32::MIN);
         self.0.metrics.sandboxes.batch(size);
-        let mut pauses = Pauses::new();
+        let mut backoff = Backoff::default();
         loop {
-            let error = match fx.create_many(&batch.request, count, &batch.key).await {
+            let error = match ports.cloud.create_many(&batch.request, count, &batch.key).await {
                 Ok(Made { vms, rest }) => return (in_order(vms, size), rest.as_ref().map(why)),
                 Err(error) => error,
             };
             let id = &batch.ticket.id;
             if let Retry::After(least) = error.retry() {
                 warn!(batch = id, %error, "no answer to a call for several VMs; repeating the call");
-                pauses.rest(least).await;
+                sleep(backoff.next(least)).await;
                 continue;
             }
             // An earlier try may have made the VMs, with a lost answer.
-            match fx.owned().await {
+            match ports.cloud.owned().await {
                 Ok(owned) => {
                     let ours = owned
                         .into_iter()
@@ -175,7 +160,7 @@ impl Batches {
                 }
                 Err(unseen) => {
                     warn!(batch = id, %error, %unseen, "cannot list the VMs of a call for several VMs; trying again");
-                    pauses.rest(Duration::ZERO).await;
+                    sleep(backoff.next(Duration::ZERO)).await;
                 }
             }
         }
