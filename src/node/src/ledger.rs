@@ -18,7 +18,10 @@ use std::{io, path::PathBuf};
 pub use batch::{BATCH_VERSION, Batch, Member, Rest};
 pub use disk::{Ledger, Loaded, Quarantined};
 pub use inbox::{Inbox, Note};
-pub use record::{Binding, MAX_FILE, NetnsRef, Network, Record, Stage, VERSION, batch_key};
+pub use record::{
+    Assignment, Binding, Enrolment, MAX_FILE, NetnsRef, Network, Record, RecordEnd, Stage, VERSION, WantedVm,
+    batch_key,
+};
 
 /// Error of a ledger operation. The text names the file and reaches the user of the call.
 #[derive(Debug, thiserror::Error)]

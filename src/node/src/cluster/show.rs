@@ -89,7 +89,7 @@ impl Shown {
 fn phase(record: &Record) -> crds::Phase {
     match record.phase {
         Phase::Created | Phase::Booting { .. } => crds::Phase::Created,
-        Phase::Joining { .. } if record.binding.is_none() => crds::Phase::Booting,
+        Phase::Joining { .. } if record.enrolment.binding.is_none() => crds::Phase::Booting,
         Phase::Joining { .. } => crds::Phase::Joining,
         Phase::Running { .. } => crds::Phase::Running,
         Phase::Unwanted { .. } => crds::Phase::Unwanted,
@@ -117,7 +117,7 @@ fn created(record: &Record, vm: Option<&InstanceId>, now_ms: u64) -> Condition {
     let made = record.stage("vm_made").map(|at_ms| record.created_ms.saturating_add(at_ms));
     match vm {
         Some(vm) => condition("Created", true, "Made", format!("VM {vm}"), made.unwrap_or(now_ms)),
-        None if record.failed => condition("Created", false, "Failed", words(record), now_ms),
+        None if record.end.failed => condition("Created", false, "Failed", words(record), now_ms),
         None => condition(
             "Created",
             false,
@@ -134,7 +134,7 @@ fn ready(record: &Record, now_ms: u64) -> Condition {
         Phase::Running { .. } => {
             condition("Ready", true, "Running", "the VM's agent answers".into(), running.unwrap_or(now_ms))
         }
-        _ if record.failed => condition("Ready", false, "Failed", words(record), now_ms),
+        _ if record.end.failed => condition("Ready", false, "Failed", words(record), now_ms),
         _ if record.phase.is_live() => condition(
             "Ready",
             false,
@@ -147,7 +147,7 @@ fn ready(record: &Record, now_ms: u64) -> Condition {
 }
 
 fn words(record: &Record) -> String {
-    let text = record.cause.as_deref().unwrap_or("the sandbox was stopped");
+    let text = record.end.cause.as_deref().unwrap_or("the sandbox was stopped");
     text.chars().take(MOST_WORDS).collect()
 }
 

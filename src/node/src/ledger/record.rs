@@ -43,6 +43,35 @@ pub struct Record {
     /// The pod's network namespace; `None` in a tombstone of an id that was never created.
     #[serde(default)]
     pub netns: Option<NetnsRef>,
+    /// The VM that is requested.
+    #[serde(flatten)]
+    pub wanted: WantedVm,
+    /// The pod's volumes; `None`: it has none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub volumes: Option<PodVolumes>,
+    /// The guest's proof of identity.
+    #[serde(flatten)]
+    pub enrolment: Enrolment,
+    /// The VM's addresses, as the cloud reports them.
+    #[serde(default)]
+    pub addresses: Vec<IpAddr>,
+    /// State that was made for it in the pod's network namespace.
+    #[serde(default)]
+    pub network: Option<Network>,
+    /// The assignment that the guest received last.
+    #[serde(flatten)]
+    pub assigned: Assignment,
+    /// The end, as far as it is known.
+    #[serde(flatten)]
+    pub end: RecordEnd,
+    /// Stages that were reached, with their times.
+    #[serde(default)]
+    pub stages: Vec<Stage>,
+}
+
+/// The VM that a sandbox requests.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct WantedVm {
     /// Request to the cloud, byte for byte the same at each retry; dropped when the sandbox runs.
     #[serde(default)]
     pub request: Option<CreateRequest>,
@@ -55,9 +84,11 @@ pub struct Record {
     /// Number of the VM's GPUs, from the pod's annotations.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub gpus: u32,
-    /// The pod's volumes; `None`: it has none.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub volumes: Option<PodVolumes>,
+}
+
+/// Data by which the node recognises the sandbox's guest.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct Enrolment {
     /// Ticket that the VM shows in order to join.
     #[serde(default)]
     pub ticket: Option<Ticket>,
@@ -71,12 +102,11 @@ pub struct Record {
     /// Id of the CAs that the guest trusts, from its user-data or received since (see `Trusted` of the ports).
     #[serde(default)]
     pub trust: Option<String>,
-    /// The VM's addresses, as the cloud reports them.
-    #[serde(default)]
-    pub addresses: Vec<IpAddr>,
-    /// State that was made for it in the pod's network namespace.
-    #[serde(default)]
-    pub network: Option<Network>,
+}
+
+/// The pod's assignment, as a guest last received it.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct Assignment {
     /// The guest session that last received the pod's assignment.
     #[serde(default)]
     pub session: Option<String>,
@@ -86,15 +116,17 @@ pub struct Record {
     /// Digest of the pull secrets that this session received; `None`: none, or unknown.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub told_secret: Option<String>,
+}
+
+/// Stop or failure of a sandbox, and its tombstone.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct RecordEnd {
     /// Reason of the stop or failure, in words.
     #[serde(default)]
     pub cause: Option<String>,
     /// Whether `cause` is a failure, which StartVM returns.
     #[serde(default)]
     pub failed: bool,
-    /// Stages that were reached, with their times.
-    #[serde(default)]
-    pub stages: Vec<Stage>,
     /// When it became a tombstone, ms since 1970.
     #[serde(default)]
     pub gone_ms: Option<u64>,
@@ -176,24 +208,18 @@ impl Record {
             created_ms: now_ms,
             started: false,
             netns: None,
-            request: None,
-            attempt: 0,
-            initdata: None,
-            gpus: 0,
+            wanted: WantedVm::default(),
             volumes: None,
-            ticket: None,
-            seat: None,
-            binding: None,
-            trust: None,
+            enrolment: Enrolment::default(),
             addresses: Vec::new(),
             network: None,
-            session: None,
-            told: None,
-            told_secret: None,
-            cause: Some("stopped before it was created".into()),
-            failed: false,
+            assigned: Assignment::default(),
+            end: RecordEnd {
+                cause: Some("stopped before it was created".into()),
+                failed: false,
+                gone_ms: Some(now_ms),
+            },
             stages: Vec::new(),
-            gone_ms: Some(now_ms),
         }
     }
 
@@ -203,8 +229,7 @@ impl Record {
             pod: self.pod.take(),
             created_ms: self.created_ms,
             started: self.started,
-            cause: self.cause.take(),
-            failed: self.failed,
+            end: RecordEnd { gone_ms: Some(now_ms), ..std::mem::take(&mut self.end) },
             stages: std::mem::take(&mut self.stages),
             ..Record::tombstone(self.id.clone(), now_ms)
         };
@@ -219,9 +244,9 @@ impl Record {
 
     /// Returns the key under which the cloud has its VM; without a VM, the key of the first attempt.
     pub fn key(&self, cluster_id: &str) -> IdempotencyKey {
-        match (&self.ticket, self.phase.vm()) {
-            (Some(ticket), Some(_)) if self.seat.is_some() => batch_key(cluster_id, &ticket.id),
-            (_, Some(_)) => IdempotencyKey::derive(cluster_id, self.id.as_str(), self.attempt),
+        match (&self.enrolment.ticket, self.phase.vm()) {
+            (Some(ticket), Some(_)) if self.enrolment.seat.is_some() => batch_key(cluster_id, &ticket.id),
+            (_, Some(_)) => IdempotencyKey::derive(cluster_id, self.id.as_str(), self.wanted.attempt),
             (_, None) => IdempotencyKey::derive(cluster_id, self.id.as_str(), 0),
         }
     }

@@ -45,6 +45,19 @@ const SAMPLES: [(&str, &str); 4] = [
 ];
 
 #[test]
+fn a_record_on_disk_has_all_fields_at_the_top() {
+    for (name, text) in SAMPLES {
+        let record: Record = serde_json::from_str(text).unwrap();
+        let written: serde_json::Value =
+            serde_json::from_str(&serde_json::to_string(&record).unwrap()).unwrap();
+        let sample: serde_json::Value = serde_json::from_str(text).unwrap();
+        for (key, value) in sample.as_object().unwrap() {
+            assert_eq!(&written[key], value, "{name}: {key}");
+        }
+    }
+}
+
+#[test]
 fn version_1_records_survive_a_round_trip() {
     let dir = Dir::new();
     let ledger = Ledger::open(&dir.0).unwrap();
@@ -57,7 +70,7 @@ fn version_1_records_survive_a_round_trip() {
     let get = |name: &str| loaded.records.iter().find(|record| record.id.as_str() == name).unwrap();
     let booting = get(SAMPLES[0].0);
     assert_eq!(booting.phase, Phase::Booting { attempt: 1 });
-    assert_eq!(booting.request.as_ref().unwrap().size.memory_mib, 2048);
+    assert_eq!(booting.wanted.request.as_ref().unwrap().size.memory_mib, 2048);
     assert_eq!(
         booting.network.as_ref().unwrap().tunnel.get(),
         r#"{"seen":{"anything":1},"reserved":{"vni":4711}}"#
@@ -65,10 +78,10 @@ fn version_1_records_survive_a_round_trip() {
     let running = get("web_1.a-b");
     assert_eq!(running.phase.vm().unwrap().as_str(), "i-0abc");
     assert_eq!(running.addresses, ["10.99.0.7".parse::<IpAddr>().unwrap(), "fd99::7".parse().unwrap()]);
-    assert_eq!(running.binding.as_ref().unwrap().certificates_sha256, ["bb", "cc"]);
+    assert_eq!(running.enrolment.binding.as_ref().unwrap().certificates_sha256, ["bb", "cc"]);
     // Fields that were added later have their defaults.
-    assert!(get("web-2").failed && get("web-2").stages.is_empty());
-    assert_eq!(get("web-3").gone_ms, Some(1_763_630_000_000));
+    assert!(get("web-2").end.failed && get("web-2").stages.is_empty());
+    assert_eq!(get("web-3").end.gone_ms, Some(1_763_630_000_000));
     for record in &loaded.records {
         ledger.save(record).unwrap();
     }

@@ -10,7 +10,7 @@ fn about() -> About {
 fn record(phase: Phase) -> Record {
     let pod = PodRef { namespace: "shop".into(), name: "web-0".into(), uid: Some("u".into()) };
     let mut record = Record::tombstone("a-sandbox".parse().unwrap(), 1_000);
-    (record.phase, record.pod, record.cause) = (phase, Some(pod), None);
+    (record.phase, record.pod, record.end.cause) = (phase, Some(pod), None);
     record.reached("recorded", 1_100);
     record
 }
@@ -43,7 +43,7 @@ fn an_intent_names_the_key_and_no_vm() {
 #[test]
 fn a_shown_vm_has_the_key_of_its_create() {
     let mut record = record(Phase::Joining { vm: vm() });
-    record.attempt = 2;
+    record.wanted.attempt = 2;
     let shown = Shown::of(&record, &about(), 5_000).unwrap();
     assert_eq!(shown.spec.instance_id.as_deref(), Some("vm-1"));
     assert_eq!(
@@ -69,7 +69,7 @@ fn the_same_record_gives_the_same_status_at_any_time() {
 #[test]
 fn a_failure_is_shown_with_its_cause_cut_to_size() {
     let mut record = record(Phase::Leaving { vm: None });
-    (record.failed, record.cause) = (true, Some("q".repeat(5_000)));
+    (record.end.failed, record.end.cause) = (true, Some("q".repeat(5_000)));
     let shown = Shown::of(&record, &about(), 5_000).unwrap();
     assert!(!shown.is_live);
     assert!(shown.status.conditions.iter().all(|condition| condition.reason == "Failed"));

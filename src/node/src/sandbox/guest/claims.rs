@@ -78,7 +78,7 @@ impl Claims {
 
     pub(crate) fn refuse_all(&mut self, record: &Record) {
         for (_, _, answer) in self.0.drain(..) {
-            let cause = record.cause.clone().unwrap_or_default();
+            let cause = record.end.cause.clone().unwrap_or_default();
             drop(answer.send(Err(Error::Stopped { id: record.id.clone(), cause })));
         }
     }
@@ -113,7 +113,8 @@ impl Task {
 
     async fn granted(&mut self, claim: &Claim) -> Result<Granted, Error> {
         let refused = |why| Err(Error::Claim(why));
-        let Some(ticket) = self.record.ticket.as_ref().filter(|_| self.record.phase.is_live()) else {
+        let Some(ticket) = self.record.enrolment.ticket.as_ref().filter(|_| self.record.phase.is_live())
+        else {
             return refused(ClaimRefused::NotWanted);
         };
         if !ticket.matches(&claim.secret.0) {
@@ -126,7 +127,7 @@ impl Task {
             return refused(ClaimRefused::BadRequest);
         };
         let key = hex::encode(key);
-        if let Some(bound) = &self.record.binding {
+        if let Some(bound) = &self.record.enrolment.binding {
             if bound.key_sha256 != key {
                 return refused(ClaimRefused::OtherKey);
             }
@@ -136,7 +137,7 @@ impl Task {
             if now != (bound.tunnel_key.clone(), bound.from) {
                 // The guest proved its identity by its key and its ticket. It may have lost its tunnel key, or moved.
                 self.change(|record| {
-                    if let Some(bound) = &mut record.binding {
+                    if let Some(bound) = &mut record.enrolment.binding {
                         (bound.tunnel_key, bound.from) = now;
                     }
                 })
@@ -162,7 +163,7 @@ impl Task {
             from: claim.from(),
         };
         self.change(|record| {
-            record.binding = Some(binding);
+            record.enrolment.binding = Some(binding);
             record.reached("claimed", now);
         })
         .await?;
@@ -177,7 +178,7 @@ fn decode(chain: &[String]) -> Option<Vec<Vec<u8>>> {
 
 /// Returns the fingerprints of the certificates by which the relay recognises the sandbox's guest.
 pub(crate) fn fingerprints(record: &Record) -> Vec<Vec<u8>> {
-    let Some(binding) = &record.binding else { return Vec::new() };
+    let Some(binding) = &record.enrolment.binding else { return Vec::new() };
     binding
         .certificates_sha256
         .iter()

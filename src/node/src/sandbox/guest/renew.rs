@@ -34,12 +34,16 @@ impl Task {
     /// Starts the step that is due, if any.
     pub(crate) fn renew(&mut self) {
         let trusted = self.guest.trusted.borrow_and_update().clone();
-        let up_to_date = self.record.trust.as_deref() == Some(&trusted.id);
+        let up_to_date = self.record.enrolment.trust.as_deref() == Some(&trusted.id);
         let (connected, session) = {
             let guest = self.guest.state.borrow();
             (guest.connected, Some(guest.session.clone()))
         };
-        if up_to_date || !connected || session != self.record.session || !self.in_flight.guest.is_idle() {
+        if up_to_date
+            || !connected
+            || session != self.record.assigned.session
+            || !self.in_flight.guest.is_idle()
+        {
             return;
         }
         let renewal = self.guest.renewal.as_ref().filter(|renewal| renewal.trusted == trusted);
@@ -65,7 +69,7 @@ impl Task {
         result: Result<Box<Reply>, RelayError>,
     ) -> Result<(), Unapplied> {
         let Some(reply) = self.guest_reply(result) else { return Ok(()) };
-        let bound = self.record.binding.clone();
+        let bound = self.record.enrolment.binding.clone();
         let ours = self.ports.identity.csr_key(&reply.csr).ok().map(hex::encode);
         let refused = if !reply.error.is_empty() {
             Some(clip(&reply.error))
@@ -88,7 +92,7 @@ impl Task {
         let drop = binding.certificates_sha256.len().saturating_sub(KEEP);
         binding.certificates_sha256.drain(..drop);
         binding.chain = signed.chain.iter().map(|der| BASE64.encode(der)).collect();
-        self.change(|record| record.binding = Some(binding)).await?;
+        self.change(|record| record.enrolment.binding = Some(binding)).await?;
         self.put_again();
         self.guest.renewal = Some(Renewal { trusted, chain: signed.chain, put: self.relay.put_wanted });
         Ok(())
@@ -108,7 +112,7 @@ impl Task {
             self.later(Which::Guest, why);
             return Ok(());
         }
-        self.change(|record| record.trust = Some(trusted.id.clone())).await?;
+        self.change(|record| record.enrolment.trust = Some(trusted.id.clone())).await?;
         info!(trust = trusted.id, "the guest follows the node's CA");
         Ok(())
     }

@@ -46,8 +46,8 @@ struct Shared {
 impl Tickets {
     /// Indexes a sandbox by its present record, in place of its former entry.
     pub(crate) fn enter(&self, record: &Record) {
-        let Some(ticket) = &record.ticket else { return };
-        let addresses = if record.seat.is_some() { record.addresses.as_slice() } else { &[] };
+        let Some(ticket) = &record.enrolment.ticket else { return };
+        let addresses = if record.enrolment.seat.is_some() { record.addresses.as_slice() } else { &[] };
         let mut inner = self.inner();
         let before = inner.entered.get(&record.id);
         if before.is_some_and(|(known, at)| *known == ticket.id && at.as_slice() == addresses) {
@@ -55,7 +55,7 @@ impl Tickets {
         }
         inner.leave(&record.id);
         let (id, name) = (record.id.clone(), ticket.id.clone());
-        if record.seat.is_some() {
+        if record.enrolment.seat.is_some() {
             let shared = inner.shared.entry(name.clone()).or_default();
             shared.members += 1;
             for address in addresses {
@@ -154,8 +154,8 @@ mod tests {
 
     fn record(name: &str, ticket: &Ticket, member: Option<u32>, addresses: &[&str]) -> Record {
         let mut record = Record::tombstone(name.parse().unwrap(), 0);
-        record.ticket = Some(ticket.clone());
-        record.seat = member;
+        record.enrolment.ticket = Some(ticket.clone());
+        record.enrolment.seat = member;
         record.addresses = addresses.iter().map(|address| address.parse().unwrap()).collect();
         record
     }

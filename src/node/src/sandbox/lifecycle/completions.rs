@@ -128,7 +128,7 @@ impl Task {
         }
         let now = self.ports.clock.now_ms();
         self.change(|record| {
-            if let Some(request) = &mut record.request {
+            if let Some(request) = &mut record.wanted.request {
                 request.placement = Some(placement);
             }
             record.reached("placed", now);
@@ -150,15 +150,15 @@ impl Task {
         };
         let attempt = match self.record.phase {
             Phase::Booting { attempt } | Phase::Unwanted { attempt } => attempt,
-            _ => self.record.attempt,
+            _ => self.record.wanted.attempt,
         };
         self.apply(PhaseEvent::Made(vm), |record| {
             if let Some((number, batch)) = member {
-                record.seat = Some(number);
-                record.ticket = Some(batch.ticket.clone());
-                record.trust = Some(batch.trust.clone());
+                record.enrolment.seat = Some(number);
+                record.enrolment.ticket = Some(batch.ticket.clone());
+                record.enrolment.trust = Some(batch.trust.clone());
             }
-            record.attempt = attempt;
+            record.wanted.attempt = attempt;
             record.reached("vm_made", now);
         })
         .await?;
@@ -204,7 +204,7 @@ impl Task {
                 // Another attempt gets another placement. Both are recorded together, or a crash would mix the two
                 // attempts.
                 self.apply(PhaseEvent::NoCapacity, |record| {
-                    if let Some(request) = &mut record.request {
+                    if let Some(request) = &mut record.wanted.request {
                         request.placement = None;
                     }
                 })
@@ -318,7 +318,7 @@ impl Task {
             record.reached("network_reserved", now);
         })
         .await?;
-        if self.record.binding.is_some() {
+        if self.record.enrolment.binding.is_some() {
             // The relay may carry this tunnel, and then identifies the guest by its VNIs.
             self.put_again();
         }
@@ -383,11 +383,11 @@ impl Task {
         }
         self.worked(Which::Guest);
         let assign = |record: &mut Record| {
-            record.session = Some(session);
-            record.told = Some(digest);
+            record.assigned.session = Some(session);
+            record.assigned.told = Some(digest);
             // While no pull secrets are known, the guest keeps those it had.
             if let Some(secret) = secret {
-                record.told_secret = Some(secret).filter(|secret| !secret.is_empty());
+                record.assigned.told_secret = Some(secret).filter(|secret| !secret.is_empty());
             }
         };
         if joining {
@@ -396,7 +396,7 @@ impl Task {
                 assign(record);
                 record.reached("running", now);
                 // No create follows, and the request contains the ticket's secret.
-                record.request = None;
+                record.wanted.request = None;
             })
             .await?;
             self.log_joined(&status);
@@ -406,10 +406,10 @@ impl Task {
             self.apply(PhaseEvent::Joined, |_| {}).await?;
             return Ok(());
         }
-        let (before, plan_before) = (self.record.session.clone(), self.record.told.clone());
+        let (before, plan_before) = (self.record.assigned.session.clone(), self.record.assigned.told.clone());
         self.change(assign).await?;
-        if before == self.record.session {
-            if plan_before != self.record.told {
+        if before == self.record.assigned.session {
+            if plan_before != self.record.assigned.told {
                 info!("the guest follows the pod's network");
             } else {
                 info!("the guest has the pod's current pull secrets");
@@ -548,7 +548,9 @@ impl Task {
                 let text = format!("the pod's network could not be connected to {name} within {limit:?}");
                 ("network", Which::Network, text)
             }
-            _ if self.record.binding.is_none() => ("boot", Which::Relay, self.why_not_joined(name, limit)),
+            _ if self.record.enrolment.binding.is_none() => {
+                ("boot", Which::Relay, self.why_not_joined(name, limit))
+            }
             _ if !self.guest.state.borrow().connected => {
                 let text = format!(
                     "the guest of {name} got its certificate but did not join by the link within {limit:?}"
@@ -587,7 +589,7 @@ impl Task {
 
     /// Explains a guest of the same batch that came from an unknown address; empty if there is none.
     fn stranger(&self) -> String {
-        let ticket = self.record.ticket.as_ref().filter(|_| self.record.seat.is_some());
+        let ticket = self.record.enrolment.ticket.as_ref().filter(|_| self.record.enrolment.seat.is_some());
         let Some(from) = ticket.and_then(|ticket| self.vm.tickets.stranger(&ticket.id)) else {
             return String::new();
         };

@@ -75,7 +75,7 @@ impl Task {
         if !self.in_flight.cloud.is_idle() {
             return;
         }
-        let Some(request) = self.record.request.clone() else { return self.find(None) };
+        let Some(request) = self.record.wanted.request.clone() else { return self.find(None) };
         if !self.start.announced {
             let (ports, record) = (self.ports.clone(), self.record.clone());
             return self.in_flight.cloud.start(async move {
@@ -185,7 +185,7 @@ impl Task {
     /// Repeats the create with the same key, in order to have a VM to delete.
     pub(crate) fn ask_to_delete(&mut self) {
         let Phase::Unwanted { attempt } = self.record.phase else { return };
-        let Some(request) = self.record.request.clone() else {
+        let Some(request) = self.record.wanted.request.clone() else {
             self.in_flight.cloud.rest(Duration::ZERO);
             return;
         };
@@ -203,8 +203,9 @@ impl Task {
 
     /// Whether a guest with the batch's ticket connects from an address that the cloud has not named for any VM yet.
     pub(crate) fn is_not_told_apart(&self) -> bool {
-        let ticket = self.record.ticket.as_ref().filter(|_| self.record.seat.is_some());
-        self.record.binding.is_none() && ticket.is_some_and(|ticket| self.vm.tickets.is_awaited(&ticket.id))
+        let ticket = self.record.enrolment.ticket.as_ref().filter(|_| self.record.enrolment.seat.is_some());
+        self.record.enrolment.binding.is_none()
+            && ticket.is_some_and(|ticket| self.vm.tickets.is_awaited(&ticket.id))
     }
 
     /// Reserves the pod's tunnel, and connects it once the VM's address is known.
@@ -263,14 +264,14 @@ impl Task {
     }
 
     fn is_unsuited(&self, network: &Network, vm: IpAddr) -> bool {
-        let from = self.record.binding.as_ref().and_then(|binding| binding.from);
-        self.record.session.is_none()
+        let from = self.record.enrolment.binding.as_ref().and_then(|binding| binding.from);
+        self.record.assigned.session.is_none()
             && self.ports.network.is_unsuited(network, vm, &self.record.addresses, from)
     }
 
     fn tunnel_peer(&self) -> Option<TunnelPeer> {
         let network = self.record.network.as_ref()?;
-        let key = self.record.binding.as_ref()?.tunnel_key.as_ref()?;
+        let key = self.record.enrolment.binding.as_ref()?.tunnel_key.as_ref()?;
         self.ports.network.tunnel_peer(network, &peerpod_link::user_data::from_hex(key)?)
     }
 
@@ -345,7 +346,7 @@ impl Task {
         if !self.is_pull_secret_asked() {
             return; // the answer, or its deadline, comes soon
         }
-        if self.record.session.as_ref().is_some_and(|session| *session != guest.session) {
+        if self.record.assigned.session.as_ref().is_some_and(|session| *session != guest.session) {
             warn!(session = guest.session, "the guest program restarted; its pending work is lost");
         }
         let digest = plan.digest(&self.network.node_endpoints.borrow());
@@ -387,9 +388,9 @@ impl Task {
             node_addresses: node_endpoints.as_ref().map(|all| all.to_vec()).unwrap_or_default(),
             lease_seconds: u32::try_from(self.settings.lease.as_secs()).unwrap_or(u32::MAX),
             agent_timeout_ms: u32::try_from(self.settings.agent_timeout.as_millis()).unwrap_or(u32::MAX),
-            initdata: self.record.initdata.clone().unwrap_or_default(),
-            initdata_digest: digest_of(self.record.initdata.as_deref()),
-            gpus: self.record.gpus,
+            initdata: self.record.wanted.initdata.clone().unwrap_or_default(),
+            initdata_digest: digest_of(self.record.wanted.initdata.as_deref()),
+            gpus: self.record.wanted.gpus,
             images: self.images().into(),
             volumes: volumes.as_ref().map(PodVolumes::for_guest).unwrap_or_default(),
             ..Personalise::default()
@@ -419,7 +420,7 @@ impl Task {
     fn everything(&self) -> Left {
         // Flushed even if the link seems down: after a restart of the node, the relay may not have reported yet that it
         // is up.
-        let was_assigned = self.record.session.is_some();
+        let was_assigned = self.record.assigned.session.is_some();
         Left {
             id: self.record.id.clone(),
             flush: was_assigned.then_some(self.settings.flush_timeout),

@@ -36,7 +36,7 @@ use crate::sandbox::{
     vm::batch::Batches,
 };
 use crate::{
-    ledger::{NetnsRef, Record, VERSION},
+    ledger::{Enrolment, NetnsRef, Record, RecordEnd, VERSION, WantedVm},
     metrics::Metrics,
     spec::{SandboxId, Size, Wanted, vm_memory},
     volumes::PodVolumes,
@@ -422,19 +422,16 @@ impl Sandboxes {
             ..CreateRequest::default()
         };
         wanted.wishes.over(&settings.wishes).ask(&mut request);
+        let trust = Some(ports.identity.trusted().borrow().id.clone());
         Ok(Record {
             version: VERSION,
             phase: Phase::Created,
             pod: Some(wanted.pod),
             netns: Some(netns),
-            request: Some(request),
-            initdata: wanted.initdata,
-            gpus,
+            wanted: WantedVm { request: Some(request), attempt: 0, initdata: wanted.initdata, gpus },
             volumes,
-            ticket: Some(ticket),
-            trust: Some(ports.identity.trusted().borrow().id.clone()),
-            cause: None,
-            gone_ms: None,
+            enrolment: Enrolment { ticket: Some(ticket), trust, ..Enrolment::default() },
+            end: RecordEnd::default(),
             ..Record::tombstone(id, now)
         })
     }
@@ -601,7 +598,7 @@ impl Sandboxes {
         let _one = self.0.tombstones.lock().await;
         let Inner { ports, settings, metrics, .. } = &*self.0;
         let mut record = Record::tombstone(id.clone(), ports.clock.now_ms());
-        record.cause = Some(Stop::Called.reason().into());
+        record.end.cause = Some(Stop::Called.reason().into());
         {
             let mut state = self.state();
             if state.entries.contains_key(id) {

@@ -365,7 +365,7 @@ impl Task {
     async fn stop(&mut self, stop: Stop) -> Result<(), Error> {
         let was_live = self.record.phase.is_live();
         self.apply(PhaseEvent::Stop, |record| {
-            record.cause.get_or_insert_with(|| stop.sentence().into());
+            record.end.cause.get_or_insert_with(|| stop.sentence().into());
         })
         .await?;
         if was_live {
@@ -398,8 +398,8 @@ impl Task {
         let was_live = self.record.phase.is_live();
         self.apply(event, |record| {
             if was_live {
-                record.failed = true;
-                record.cause = Some(cause.to_owned());
+                record.end.failed = true;
+                record.end.cause = Some(cause.to_owned());
             }
         })
         .await?;
@@ -439,7 +439,7 @@ impl Task {
         };
         if console.lacks_memory() {
             cause.push_str("; raise the pod's memory limit, or node.guest-memory-mib");
-            let has = self.record.request.as_ref().map_or(0, |request| request.size.memory_mib);
+            let has = self.record.wanted.request.as_ref().map_or(0, |request| request.size.memory_mib);
             if has > 0 {
                 cause.push_str(&format!(" (the VM has {has} MiB)"));
             }
@@ -528,14 +528,15 @@ impl Task {
         for stage in &record.stages[self.record.stages.len().min(record.stages.len())..] {
             self.metrics.sandboxes.stage(&stage.name, stage.at_ms);
         }
-        let shown =
-            |record: &Record| (record.phase.clone(), record.addresses.len(), record.binding.is_some());
+        let shown = |record: &Record| {
+            (record.phase.clone(), record.addresses.len(), record.enrolment.binding.is_some())
+        };
         let is_news = shown(&record) != shown(&self.record);
         self.record = record;
         if is_news {
             self.ports.kubernetes.show(&self.record);
         }
-        if self.record.seat.is_some() {
+        if self.record.enrolment.seat.is_some() {
             self.vm.tickets.enter(&self.record);
         }
         if let CreatePath::Member(member) = &self.vm.path
@@ -577,8 +578,8 @@ impl Task {
         let stages: Vec<String> =
             self.record.stages.iter().map(|stage| format!("{}={}ms", stage.name, stage.at_ms)).collect();
         info!(
-            cause = self.record.cause.as_deref().unwrap_or("-"),
-            failed = self.record.failed,
+            cause = self.record.end.cause.as_deref().unwrap_or("-"),
+            failed = self.record.end.failed,
             lived_ms = self.ports.clock.now_ms().saturating_sub(self.record.created_ms),
             stages = stages.join(" "),
             "sandbox gone"

@@ -40,9 +40,9 @@ impl View {
             phase: record.phase.clone(),
             started: record.started,
             created_ms: record.created_ms,
-            cause: record.cause.as_deref().map(Arc::from),
-            failed: record.failed,
-            trust: record.trust.as_deref().map(Arc::from),
+            cause: record.end.cause.as_deref().map(Arc::from),
+            failed: record.end.failed,
+            trust: record.enrolment.trust.as_deref().map(Arc::from),
             network_gone,
             rejected: None,
         }

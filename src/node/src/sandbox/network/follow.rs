@@ -240,9 +240,9 @@ impl Task {
         // Just after the node's start its endpoints may be unknown; the guest's last ones stay valid.
         let same = |told: &str| told.starts_with(&digest);
         // A record of an earlier version has no digest; its guest has the plan it was given then.
-        let told = self.record.session.as_deref() == Some(session)
-            && self.record.told.as_deref().is_none_or(same)
-            && self.guest.pull.is_same(self.record.told_secret.as_deref());
+        let told = self.record.assigned.session.as_deref() == Some(session)
+            && self.record.assigned.told.as_deref().is_none_or(same)
+            && self.guest.pull.is_same(self.record.assigned.told_secret.as_deref());
         let refused = self.guest.refused.as_ref().is_some_and(|(who, what, secret)| {
             who == session && same(what) && self.guest.pull.is_same(secret.as_deref())
         });

@@ -74,7 +74,7 @@ async fn stopped(table: &Sandboxes, id: &SandboxId, record: Option<Record>) -> R
     let (phase, _) = next(&record.phase, PhaseEvent::Stop).map_err(|e| Error::Unavailable(e.to_string()))?;
     let known = record.phase != Phase::Gone;
     if known {
-        record.cause.get_or_insert_with(|| "StopVM was called while the node was away".into());
+        record.end.cause.get_or_insert_with(|| "StopVM was called while the node was away".into());
         table.0.metrics.sandboxes.stopped("inbox");
     }
     record.phase = phase;

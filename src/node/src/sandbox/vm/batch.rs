@@ -142,7 +142,7 @@ impl Batches {
     /// batch. For any other, an earlier process may have made a call, so it keeps its batch or its own key.
     pub(crate) fn create_path(&self, record: &Record) -> CreatePath {
         if record.phase == Phase::Created {
-            let fits = record.request.as_ref().is_some_and(|request| self.takes(request));
+            let fits = record.wanted.request.as_ref().is_some_and(|request| self.takes(request));
             return if fits { CreatePath::Open } else { CreatePath::Alone };
         }
         match self.state().member(&record.id) {
@@ -401,7 +401,8 @@ fn is_needed(record: &Record, member: &Member, number: u32, ticket: &str) -> boo
     match record.phase {
         Phase::Booting { attempt } | Phase::Unwanted { attempt } => attempt == member.attempt,
         Phase::Joining { .. } | Phase::Running { .. } | Phase::Leaving { .. } => {
-            record.seat == Some(number) && record.ticket.as_ref().is_some_and(|own| own.id == ticket)
+            record.enrolment.seat == Some(number)
+                && record.enrolment.ticket.as_ref().is_some_and(|own| own.id == ticket)
         }
         Phase::Created | Phase::Gone => false,
     }

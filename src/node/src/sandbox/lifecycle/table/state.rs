@@ -165,7 +165,7 @@ impl State {
     /// Turns the entry into a tombstone for `ttl` from the time the sandbox was gone.
     pub(crate) fn write_tombstone(&mut self, record: &Record, ttl: Duration) {
         let ttl_ms = u64::try_from(ttl.as_millis()).unwrap_or(u64::MAX);
-        let until_ms = record.gone_ms.unwrap_or(record.created_ms).saturating_add(ttl_ms);
+        let until_ms = record.end.gone_ms.unwrap_or(record.created_ms).saturating_add(ttl_ms);
         let view = Box::new(View::of(record, true));
         self.panics.remove(&record.id);
         self.entries.insert(record.id.clone(), Entry::Tombstone { until_ms, view });
