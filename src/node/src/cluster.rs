@@ -21,10 +21,10 @@
 //! It needs no right to secrets. May touch: the API server. It reads records, and has no access to the sandboxes'
 //! tasks.
 
-pub mod capacity;
-pub mod config;
-pub mod pods;
-pub mod show;
+pub(crate) mod capacity;
+pub(crate) mod config;
+pub(crate) mod pods;
+pub(crate) mod show;
 
 mod calls;
 mod events;
@@ -39,9 +39,9 @@ use peerpod_kube::client;
 use tokio::time::timeout;
 use tracing::{info, warn};
 
-pub use config::ClusterConfig;
-pub use show::Shown;
-pub use writer::Recorded;
+pub(crate) use config::ClusterConfig;
+pub(crate) use show::Shown;
+pub(crate) use writer::Recorded;
 
 use crate::{
     app::{Tasks, spawn},
@@ -62,7 +62,7 @@ const FAREWELL: Duration = Duration::from_secs(3);
 
 /// Client of the cluster. Clones share one state.
 #[derive(Clone)]
-pub struct Cluster {
+pub(crate) struct Cluster {
     config: Arc<ClusterConfig>,
     calls: Calls,
     pods: Reflector,
@@ -73,10 +73,7 @@ pub struct Cluster {
 
 impl Cluster {
     /// Opens a client of the API server of this configuration. It makes no call yet.
-    ///
-    /// # Errors
-    /// There is no usable address, or there are no usable credentials.
-    pub async fn open(
+    pub(crate) async fn open(
         config: ClusterConfig,
         metrics: Metrics,
         ready: Ready,
@@ -95,7 +92,7 @@ impl Cluster {
     }
 
     /// Runs the tasks of the whole life of the daemon: the watch of the pods, and the writers.
-    pub fn run(&self, tasks: &mut Tasks) {
+    pub(crate) fn run(&self, tasks: &mut Tasks) {
         let (pods, writer, events) = (self.pods.clone(), self.writer.clone(), self.events.clone());
         spawn(tasks, "reflector of pods", async move { pods.run().await });
         spawn(tasks, "writer of PeerPods", async move { writer.run().await });
@@ -103,7 +100,7 @@ impl Cluster {
     }
 
     /// Claims the node's capacity for this daemon before it serves: a predecessor that exits then leaves it in place.
-    pub fn claim(&self, tasks: &mut Tasks) {
+    pub(crate) fn claim(&self, tasks: &mut Tasks) {
         let capacity = self.capacity.clone();
         spawn(tasks, "claim of the capacity", async move {
             capacity.claim().await;
@@ -113,14 +110,14 @@ impl Cluster {
     }
 
     /// Runs the tasks that show that this daemon serves: capacity and heartbeat.
-    pub fn serve(&self, tasks: &mut Tasks) {
+    pub(crate) fn serve(&self, tasks: &mut Tasks) {
         let (capacity, calls, config) = (self.capacity.clone(), self.calls.clone(), self.config.clone());
         spawn(tasks, "capacity", async move { capacity.run().await });
         spawn(tasks, "heartbeat", async move { heartbeat::run(calls, &config).await });
     }
 
     /// Removes the capacity at exit, if it still belongs to this daemon.
-    pub async fn farewell(&self) {
+    pub(crate) async fn farewell(&self) {
         match timeout(FAREWELL, self.capacity.give_back()).await {
             Ok(Ok(true)) => info!("the node's capacity for peer pods is removed"),
             Ok(Ok(false)) => info!("the node's capacity for peer pods belongs to another daemon and stays"),
@@ -130,20 +127,20 @@ impl Cluster {
     }
 
     /// Returns the watch of this node's pods.
-    pub fn pods(&self) -> &Reflector {
+    pub(crate) fn pods(&self) -> &Reflector {
         &self.pods
     }
 
     /// Whether this very pod is known to name no pull secrets. The API server adds the service account's secrets to the
     /// pod when the pod is made; as for a kubelet, only the pod's own list counts.
-    pub fn has_no_pull_secrets(&self, pod: &PodRef) -> bool {
+    pub(crate) fn has_no_pull_secrets(&self, pod: &PodRef) -> bool {
         let found = self.pods.newest(&pod.namespace, &pod.name);
         found.is_some_and(|found| pod.uid.as_ref() == Some(&found.uid) && found.image_pull_secrets.is_empty())
     }
 
     /// Writes the PeerPod before its VM is requested. Returns when it is written, or after 900 ms; the write then
     /// continues in the background. Returns the pod's UID, if it is known by then.
-    pub async fn announce(&self, shown: Shown) -> Option<String> {
+    pub(crate) async fn announce(&self, shown: Shown) -> Option<String> {
         let mut shown = shown;
         let known = async {
             if shown.uid.is_none() {
@@ -169,7 +166,7 @@ impl Cluster {
     }
 
     /// Sets the state to show from now on. Never waits.
-    pub fn show(&self, shown: Shown) {
+    pub(crate) fn show(&self, shown: Shown) {
         if let Some(uid) = &shown.uid {
             self.pods.take(uid, &shown.sandbox);
         }
@@ -178,20 +175,17 @@ impl Cluster {
     }
 
     /// Posts an Event on the pod. Never waits; beyond a pod's rate limit, Events are dropped.
-    pub fn tell(&self, pod: &PodRef, said: Said) {
+    pub(crate) fn tell(&self, pod: &PodRef, said: Said) {
         self.events.tell(pod, said);
     }
 
     /// Lists every PeerPod of this node.
-    ///
-    /// # Errors
-    /// The API server does not answer, or refuses.
-    pub async fn recorded(&self) -> Result<Vec<Recorded>, client::Error> {
+    pub(crate) async fn recorded(&self) -> Result<Vec<Recorded>, client::Error> {
         self.writer.recorded(&self.config.node_name).await
     }
 
     /// Removes a PeerPod after its VM is gone, in the background.
-    pub fn remove(&self, recorded: &Recorded) {
+    pub(crate) fn remove(&self, recorded: &Recorded) {
         self.writer.remove(recorded);
     }
 }

@@ -2,23 +2,23 @@
 //! intent on disk before it carries it out.
 
 pub mod app;
-pub mod cluster;
+mod cluster;
 pub mod config;
 pub mod ledger;
-pub mod localhost;
-pub mod metrics;
-pub mod ports;
+mod localhost;
+mod metrics;
+mod ports;
 pub mod registries;
-pub mod relay_client;
+mod relay_client;
 pub mod rotate;
-pub mod rpc;
+mod rpc;
 pub mod runtime;
-pub mod sandbox;
+mod sandbox;
 pub mod secrets;
-pub mod spec;
+mod spec;
 mod sweep;
 pub mod trust;
 pub mod tunnel;
-pub mod user_data;
-pub mod volumes;
+mod user_data;
+mod volumes;
 mod wireguard_fds;

@@ -16,13 +16,13 @@ const KIND: &str = "localhost";
 
 /// Whether this node carries the pods' localhost connections.
 #[derive(Clone, Copy, Debug)]
-pub struct Localhost {
+pub(crate) struct Localhost {
     works: bool,
 }
 
 impl Localhost {
     /// Probes the kernel; logs one warning if support is missing.
-    pub async fn new(wanted: bool) -> Localhost {
+    pub(crate) async fn new(wanted: bool) -> Localhost {
         if !wanted {
             return Localhost { works: false };
         }
@@ -40,7 +40,12 @@ impl Localhost {
     ///
     /// # Errors
     /// The relay or the namespace is unavailable; a retry may succeed.
-    pub async fn carry(self, netns: &Netns, id: &SandboxId, relay: &RelayClient) -> Result<(), NetworkError> {
+    pub(crate) async fn carry(
+        self,
+        netns: &Netns,
+        id: &SandboxId,
+        relay: &RelayClient,
+    ) -> Result<(), NetworkError> {
         if !self.works {
             return Ok(());
         }

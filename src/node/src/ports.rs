@@ -47,10 +47,10 @@ use crate::{
     user_data,
 };
 
-pub use addresses::GuestAddresses;
-pub use attach::PodStorage;
-pub use gc::collect_garbage;
-pub use surroundings::Surroundings;
+pub(crate) use addresses::GuestAddresses;
+pub(crate) use attach::PodStorage;
+pub(crate) use gc::collect_garbage;
+pub(crate) use surroundings::Surroundings;
 
 mod addresses;
 mod attach;
@@ -61,13 +61,13 @@ mod surroundings;
 mod tests;
 
 /// The wall clock.
-pub struct WallClock;
+pub(crate) struct WallClock;
 
 /// The provider, decorated.
-pub struct ProviderCloud(pub Arc<dyn Provider>);
+pub(crate) struct ProviderCloud(pub Arc<dyn Provider>);
 
 /// The pods' network on this node.
-pub struct NodeNetwork {
+pub(crate) struct NodeNetwork {
     /// The tunnels.
     pub tunnel: Tunnel,
     /// Forwarding of connections to the pods' localhost.
@@ -81,7 +81,7 @@ pub struct NodeNetwork {
 }
 
 /// Tickets and certificates, and the endpoints at which guests reach the node.
-pub struct NodeIdentity {
+pub(crate) struct NodeIdentity {
     /// The node's CA.
     pub trust: SharedTrust,
     /// Addresses at which guests reach the relay.
@@ -97,7 +97,7 @@ pub struct NodeIdentity {
 }
 
 /// The cluster, and the access to images that it grants.
-pub struct NodeCluster {
+pub(crate) struct NodeCluster {
     /// Client of the cluster, and the facts that all PeerPods of this node share; `None`: this node is in no cluster.
     pub cluster: Option<(Cluster, About)>,
     /// Registry settings for guests.

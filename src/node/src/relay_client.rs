@@ -44,7 +44,7 @@ const CALL: Duration = Duration::from_secs(10);
 const WATCH: Duration = Duration::from_secs(40);
 
 /// Makes the Configure request: the relay's certificate and key, and the trusted CAs.
-pub type RelayIdentity = Arc<dyn Fn() -> Result<ConfigureRequest, String> + Send + Sync>;
+pub(crate) type RelayIdentity = Arc<dyn Fn() -> Result<ConfigureRequest, String> + Send + Sync>;
 
 /// Client of the relay. Clones share the connection.
 #[derive(Clone)]

@@ -4,7 +4,7 @@
 //! Handlers check, forward and wait: the library drops them at the caller's deadline and when the connection ends, so
 //! no work runs in them. Errors become ttrpc statuses in one place, the `From` below.
 
-pub mod volumes;
+pub(crate) mod volumes;
 
 use std::{sync::Arc, time::Duration};
 
@@ -44,7 +44,7 @@ const INFO_WITHIN: Duration = Duration::from_secs(600);
 
 /// State that the handlers need.
 #[derive(Clone)]
-pub struct Service {
+pub(crate) struct Service {
     /// All sandboxes.
     pub sandboxes: Sandboxes,
     /// The relay's notes for the node.
@@ -56,10 +56,7 @@ pub struct Service {
 }
 
 /// Serves the services on a bound socket.
-///
-/// # Errors
-/// The ttrpc server could not start.
-pub async fn serve(listener: Listener, service: Service) -> ttrpc::Result<Server> {
+pub(crate) async fn serve(listener: Listener, service: Service) -> ttrpc::Result<Server> {
     let service = Arc::new(service);
     let mut server = Server::new()
         .add_listener(listener)
@@ -237,7 +234,11 @@ impl Node for Service {
 ///
 /// # Errors
 /// The inbox cannot be read; the notes stay and are read again.
-pub async fn read_inbox(sandboxes: &Sandboxes, inbox: &Inbox, metrics: &Metrics) -> Result<u32, Error> {
+pub(crate) async fn read_inbox(
+    sandboxes: &Sandboxes,
+    inbox: &Inbox,
+    metrics: &Metrics,
+) -> Result<u32, Error> {
     let reader = inbox.clone();
     let (notes, bad) = on_thread(move || reader.read()).await??;
     for bad in bad {

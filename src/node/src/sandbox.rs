@@ -13,20 +13,20 @@ mod error;
 mod guest;
 mod lifecycle;
 mod network;
-pub mod ports;
+pub(crate) mod ports;
 mod recovery;
 mod vm;
 
-pub use error::{ClaimRefused, Error, Granted};
-pub use guest::claims::{Claim, Secret};
-pub use lifecycle::{
+pub(crate) use error::{ClaimRefused, Error};
+pub(crate) use guest::claims::{Claim, Secret};
+pub(crate) use lifecycle::{
     phase,
     table::{CreateVm, Sandboxes},
     task::Stop,
     view::View,
 };
-pub use recovery::recover::{Kept, Orphans, recover};
-pub use vm::{liveness::VmLiveness, reaper::Reaper};
+pub(crate) use recovery::recover::{Kept, Orphans, recover};
+pub(crate) use vm::{liveness::VmLiveness, reaper::Reaper};
 
 use crate::spec::{SandboxId, Wishes};
 

@@ -6,35 +6,35 @@
 mod id;
 mod number;
 mod pod;
-pub mod vm_options;
+pub(crate) mod vm_options;
 
 use std::collections::HashMap;
 
-pub use id::{BadId, SandboxId};
+pub(crate) use id::SandboxId;
 use peerpod_link::initdata::Initdata;
-pub use peerpod_provider_api::Size;
-pub use pod::PodRef;
+pub(crate) use peerpod_provider_api::Size;
+pub(crate) use pod::PodRef;
 use serde::{Deserialize, Serialize};
-pub use vm_options::Wishes;
+pub(crate) use vm_options::Wishes;
 
 /// The pod's name; with the Go shim under CRI-O `k8s_<pod>_<namespace>_<uid>_<attempt>`.
-pub const SANDBOX_NAME: &str = "io.kubernetes.cri.sandbox-name";
+pub(crate) const SANDBOX_NAME: &str = "io.kubernetes.cri.sandbox-name";
 /// The pod's namespace.
-pub const SANDBOX_NAMESPACE: &str = "io.kubernetes.cri.sandbox-namespace";
+pub(crate) const SANDBOX_NAMESPACE: &str = "io.kubernetes.cri.sandbox-namespace";
 /// The cloud's instance type.
-pub const MACHINE_TYPE: &str = "io.katacontainers.config.hypervisor.machine_type";
+pub(crate) const MACHINE_TYPE: &str = "io.katacontainers.config.hypervisor.machine_type";
 /// The cloud's image.
-pub const IMAGE: &str = "io.katacontainers.config.hypervisor.image";
+pub(crate) const IMAGE: &str = "io.katacontainers.config.hypervisor.image";
 /// vCPUs: an integer from the Go shim, a decimal from the Rust shim.
-pub const DEFAULT_VCPUS: &str = "io.katacontainers.config.hypervisor.default_vcpus";
+pub(crate) const DEFAULT_VCPUS: &str = "io.katacontainers.config.hypervisor.default_vcpus";
 /// Memory in MiB.
-pub const DEFAULT_MEMORY: &str = "io.katacontainers.config.hypervisor.default_memory";
+pub(crate) const DEFAULT_MEMORY: &str = "io.katacontainers.config.hypervisor.default_memory";
 /// Initdata: TOML that the shim has already decoded.
-pub const INIT_DATA: &str = "io.katacontainers.config.hypervisor.cc_init_data";
+pub(crate) const INIT_DATA: &str = "io.katacontainers.config.hypervisor.cc_init_data";
 /// Number of GPUs.
-pub const DEFAULT_GPUS: &str = "io.katacontainers.config.hypervisor.default_gpus";
+pub(crate) const DEFAULT_GPUS: &str = "io.katacontainers.config.hypervisor.default_gpus";
 /// The GPU's model.
-pub const DEFAULT_GPU_MODEL: &str = "io.katacontainers.config.hypervisor.default_gpu_model";
+pub(crate) const DEFAULT_GPU_MODEL: &str = "io.katacontainers.config.hypervisor.default_gpu_model";
 
 /// More vCPUs than any cloud offers in one VM.
 const MAX_VCPUS: u64 = 4096;
@@ -44,7 +44,7 @@ const MAX_MEMORY: u64 = 64 << 20;
 const MAX_GPUS: u64 = 256;
 
 /// Memory in MiB that a guest needs besides its pod, where neither the configuration nor the provider sets it.
-pub const GUEST_MEMORY: u64 = 256;
+pub(crate) const GUEST_MEMORY: u64 = 256;
 /// Least memory in MiB with which a VM boots.
 const LEAST_MEMORY: u64 = 128;
 /// Divisor for the kernel's share. The kernel describes every page, and keeps a share of them free: a 32nd of the VM
@@ -71,7 +71,7 @@ pub struct Wanted {
 
 /// Reason that the annotations do not describe a VM.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Error {
+pub(crate) enum Error {
     /// A required key is missing or empty.
     #[error(
         "read the annotations: {key} is missing or empty; the pod must be started by containerd or CRI-O"
@@ -97,7 +97,7 @@ const MAX_INITDATA: usize = 3 << 20;
 
 /// Returns the memory in MiB of a VM with a pod that may use `pod` MiB and a guest that needs `guest` MiB besides. For
 /// a pod that asks for none (0), the result is 0.
-pub fn vm_memory(pod: u64, guest: u64) -> u64 {
+pub(crate) fn vm_memory(pod: u64, guest: u64) -> u64 {
     if pod == 0 {
         return 0;
     }
@@ -106,10 +106,7 @@ pub fn vm_memory(pod: u64, guest: u64) -> u64 {
 }
 
 /// Reads the shim's annotations, and Peerpod's own ([`vm_options`]). All others are ignored.
-///
-/// # Errors
-/// The pod's name or namespace is missing, or a value is not one that its key allows.
-pub fn parse(annotations: &HashMap<String, String>) -> Result<Wanted, Error> {
+pub(crate) fn parse(annotations: &HashMap<String, String>) -> Result<Wanted, Error> {
     let given = |key: &'static str| annotations.get(key).map_or("", |value| value.trim());
     let text = |key| Some(given(key)).filter(|value| !value.is_empty()).map(str::to_owned);
     let bad = |key: &'static str, why: String| Error::Bad {
@@ -153,10 +150,7 @@ pub fn parse(annotations: &HashMap<String, String>) -> Result<Wanted, Error> {
 }
 
 /// Returns the sandbox's pod, and ignores all other annotations.
-///
-/// # Errors
-/// The annotations do not name a pod.
-pub fn pod_of(annotations: &HashMap<String, String>) -> Result<PodRef, Error> {
+pub(crate) fn pod_of(annotations: &HashMap<String, String>) -> Result<PodRef, Error> {
     let given = |key: &'static str| annotations.get(key).map_or("", |value| value.trim());
     pod::read(given(SANDBOX_NAME), given(SANDBOX_NAMESPACE))
 }

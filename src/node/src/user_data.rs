@@ -15,7 +15,7 @@ use crate::trust::Ticket;
 ///
 /// The text has some 500 bytes and 30 more per address. It holds the ticket's secret: store it only where the ledger
 /// is, and give it only to the cloud. The same arguments give the same text, byte for byte, as a retried create needs.
-pub fn user_data(
+pub(crate) fn user_data(
     ticket: &Ticket,
     claims: u32,
     node_addresses: &[SocketAddr],

@@ -26,7 +26,7 @@ use crate::spec::PodRef;
 
 /// Lookup of this node's pods, as the API server has them. Returns the UIDs of the pods with a namespace and a name that
 /// are not terminating; empty where none is known (yet).
-pub type Pods = Arc<dyn Fn(&str, &str) -> Vec<String> + Send + Sync>;
+pub(crate) type Pods = Arc<dyn Fn(&str, &str) -> Vec<String> + Send + Sync>;
 
 /// Interval of checks for a driver's attachment, which takes seconds in the cloud.
 const LOOK: Duration = Duration::from_millis(100);
@@ -166,7 +166,7 @@ impl PodVolumes {
 }
 
 /// Converts the provider's disk identity to the descriptor's; the variants are the same.
-pub fn identity(told: DiskIdentity) -> Identity {
+pub(crate) fn identity(told: DiskIdentity) -> Identity {
     match told {
         DiskIdentity::Serial(serial) => Identity::Serial(serial),
         DiskIdentity::ById(name) => Identity::ById(name),
@@ -177,7 +177,7 @@ pub fn identity(told: DiskIdentity) -> Identity {
 
 /// The records, and the lookup of the pods that they belong to.
 #[derive(Clone)]
-pub struct Volumes {
+pub(crate) struct Volumes {
     records: Records,
     pods: Option<Pods>,
     /// Folder in which other CSI drivers describe volumes in Kata's format.
@@ -188,12 +188,12 @@ pub struct Volumes {
 
 impl Volumes {
     /// Opens the records in this folder.
-    pub fn new(folder: &Path, pods: Option<Pods>) -> Volumes {
+    pub(crate) fn new(folder: &Path, pods: Option<Pods>) -> Volumes {
         Volumes { records: Records::new(folder), pods, direct: None, notes: Arc::default() }
     }
 
     /// Adds the volumes that other CSI drivers describe in this folder in Kata's format.
-    pub fn and_direct(mut self, folder: &Path) -> Volumes {
+    pub(crate) fn and_direct(mut self, folder: &Path) -> Volumes {
         self.direct = Some(folder.to_owned());
         self
     }
@@ -202,7 +202,7 @@ impl Volumes {
     ///
     /// # Errors
     /// A text that names the obstacle; no VM may be made then.
-    pub fn of_pod(&self, pod: &PodRef) -> Result<Option<PodVolumes>, String> {
+    pub(crate) fn of_pod(&self, pod: &PodRef) -> Result<Option<PodVolumes>, String> {
         let uid = self.uid(pod).map_err(|why| format!("find the volumes of pod {pod}: {why}"))?;
         let Some(uid) = uid.or_else(|| self.uid_of_watch(pod)) else { return Ok(None) };
         let records = self.records.of_pod(&uid);
@@ -247,7 +247,10 @@ impl Volumes {
     ///
     /// # Errors
     /// A file cannot be read. The text contains nothing of a secret.
-    pub fn credentials(&self, volumes: &PodVolumes) -> Result<Vec<Option<Zeroizing<Vec<u8>>>>, String> {
+    pub(crate) fn credentials(
+        &self,
+        volumes: &PodVolumes,
+    ) -> Result<Vec<Option<Zeroizing<Vec<u8>>>>, String> {
         let of = |one: &PodVolume| -> Result<Option<Zeroizing<Vec<u8>>>, String> {
             if !matches!(one.volume.source, Source::Smb { .. }) {
                 return Ok(None);
@@ -302,10 +305,13 @@ impl Volumes {
     /// Records the pod's VM for the CSI wrapper; without an instance: a VM may be made. Does nothing where the pod has
     /// no files, because no reader waits then. With `gone`, it writes only if no later sandbox of the pod has recorded
     /// its own VM.
-    ///
-    /// # Errors
-    /// The note could not be made durable.
-    pub fn note_vm(&self, uid: &str, sandbox: &str, instance: Option<&str>, gone: bool) -> io::Result<()> {
+    pub(crate) fn note_vm(
+        &self,
+        uid: &str,
+        sandbox: &str,
+        instance: Option<&str>,
+        gone: bool,
+    ) -> io::Result<()> {
         let _turn = self.notes.lock();
         let later = |noted: Vm| noted.sandbox != sandbox;
         if !self.records.pod(uid)?.exists() || gone && self.records.vm(uid)?.is_some_and(later) {
@@ -317,10 +323,7 @@ impl Volumes {
     }
 
     /// Returns the name of a volume that was recorded and no longer is.
-    ///
-    /// # Errors
-    /// The records cannot be read.
-    pub fn unpublished(&self, volumes: &PodVolumes) -> io::Result<Option<String>> {
+    pub(crate) fn unpublished(&self, volumes: &PodVolumes) -> io::Result<Option<String>> {
         let there = self.records.of_pod(&volumes.uid)?;
         // A volume without a marker belongs to another driver and has no record.
         let recorded = volumes.volumes.iter().filter(|one| !one.marker.is_empty());
@@ -332,7 +335,7 @@ impl Volumes {
     ///
     /// # Errors
     /// The driver has not attached it within `limit`, or its note cannot be read.
-    pub async fn attached(
+    pub(crate) async fn attached(
         &self,
         uid: &str,
         id: &VolumeId,

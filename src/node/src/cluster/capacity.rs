@@ -26,7 +26,7 @@ use tracing::{debug, info, warn};
 use super::{calls::Calls, config::ClusterConfig};
 
 /// The Node's annotation that names the owner of the capacity; the key of the replaced system.
-pub const OWNER: &str = "kata.peerpods.io/caa-owner";
+pub(crate) const OWNER: &str = "kata.peerpods.io/caa-owner";
 /// Interval of checks without a change signal.
 const EVERY: Duration = Duration::from_secs(60);
 /// Pause before the next attempt after a failure.

@@ -41,7 +41,7 @@ const MOST: usize = 256;
 
 /// The fields of a pod that are kept.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Found {
+pub(crate) struct Found {
     /// UID, unique among all pods that ever existed.
     pub uid: String,
     /// Its namespace.
@@ -58,7 +58,7 @@ pub struct Found {
 
 /// The watch and its state. Clones share it.
 #[derive(Clone)]
-pub struct Reflector {
+pub(crate) struct Reflector {
     calls: Calls,
     node: String,
     state: Arc<Mutex<State>>,
@@ -145,7 +145,7 @@ impl Reflector {
     }
 
     /// Returns the newest pod of this name that is not terminating, or else the newest one.
-    pub fn newest(&self, namespace: &str, name: &str) -> Option<Found> {
+    pub(crate) fn newest(&self, namespace: &str, name: &str) -> Option<Found> {
         let state = self.state();
         let live = state.newest(namespace, name, false);
         live.or_else(|| state.newest(namespace, name, true)).cloned()

@@ -19,7 +19,7 @@ const MOST_WORDS: usize = 1024;
 
 /// Facts that all PeerPods of a node share.
 #[derive(Clone, Debug)]
-pub struct About {
+pub(crate) struct About {
     /// The provider's name.
     pub provider: Arc<str>,
     /// The Kubernetes node.
@@ -30,7 +30,7 @@ pub struct About {
 
 /// Desired PeerPod of one sandbox.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Shown {
+pub(crate) struct Shown {
     /// The sandbox.
     pub sandbox: SandboxId,
     /// The pod's namespace.
@@ -53,7 +53,7 @@ pub struct Shown {
 
 impl Shown {
     /// Derives the view of this record; `None`: the record names no pod.
-    pub fn of(record: &Record, about: &About, now_ms: u64) -> Option<Shown> {
+    pub(crate) fn of(record: &Record, about: &About, now_ms: u64) -> Option<Shown> {
         let pod = record.pod.as_ref()?;
         let vm = record.phase.vm();
         let spec = PeerPodSpec {

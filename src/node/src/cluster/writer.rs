@@ -59,7 +59,7 @@ type Key = (String, String);
 
 /// A PeerPod as the API server has it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Recorded {
+pub(crate) struct Recorded {
     /// Its namespace.
     pub namespace: String,
     /// Its name.

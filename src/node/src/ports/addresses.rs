@@ -27,7 +27,7 @@ const MOST_ENDPOINTS: usize = 16;
 /// Addresses at which guests reach the relay: the configured ones; else the provider's, which knows the network of its
 /// VMs; else the address of `relay.listen`, or all of this host's addresses.
 #[derive(Clone, Debug)]
-pub struct GuestAddresses {
+pub(crate) struct GuestAddresses {
     configured: Vec<GuestAddress>,
     /// `relay.listen`.
     listen: SocketAddr,
@@ -39,23 +39,23 @@ pub struct GuestAddresses {
 
 impl GuestAddresses {
     /// Builds it from the settings.
-    pub fn new(configured: Vec<GuestAddress>, listen: SocketAddr) -> GuestAddresses {
+    pub(crate) fn new(configured: Vec<GuestAddress>, listen: SocketAddr) -> GuestAddresses {
         let provider = Arc::new(watch::Sender::new(None));
         GuestAddresses { configured, listen, provider, patience: Instant::now() + SETTLES }
     }
 
     /// Sets the addresses that the provider's preflight found.
-    pub fn provider_says(&self, addresses: Vec<IpAddr>) {
+    pub(crate) fn provider_says(&self, addresses: Vec<IpAddr>) {
         self.provider.send_replace(Some(addresses));
     }
 
     /// Records that the provider has no addresses now, so that no caller waits for it.
-    pub fn provider_fails(&self) {
+    pub(crate) fn provider_fails(&self) {
         self.provider.send_if_modified(|said| said.is_none() && said.insert(Vec::new()).is_empty());
     }
 
     /// Waits until the provider has answered, up to a limit. Returns at once where addresses are configured.
-    pub async fn settled(&self) {
+    pub(crate) async fn settled(&self) {
         if self.configured.is_empty() {
             let mut said = self.provider.subscribe();
             drop(timeout_at(self.patience, said.wait_for(Option::is_some)).await);
@@ -63,10 +63,7 @@ impl GuestAddresses {
     }
 
     /// Returns the current addresses. `bound` is the address on which the relay reports that it listens.
-    ///
-    /// # Errors
-    /// No address or no port is known; the text names the remedy.
-    pub fn now(&self, bound: Option<SocketAddr>) -> Result<Vec<SocketAddr>, String> {
+    pub(crate) fn now(&self, bound: Option<SocketAddr>) -> Result<Vec<SocketAddr>, String> {
         let port = match (self.listen.port(), bound) {
             (0, Some(bound)) => bound.port(),
             (port, _) => port,
@@ -96,7 +93,7 @@ impl GuestAddresses {
 
     /// Returns the endpoints for a running guest: the same, and all current addresses of this host unless addresses are
     /// configured.
-    pub fn node_endpoints(&self, bound: SocketAddr) -> Vec<String> {
+    pub(crate) fn node_endpoints(&self, bound: SocketAddr) -> Vec<String> {
         let mut node_endpoints = self.now(Some(bound)).unwrap_or_default();
         if self.configured.is_empty() && self.listen.ip().is_unspecified() {
             let mut own = own_addresses();
@@ -124,7 +121,7 @@ impl GuestAddresses {
     }
 
     /// Returns the addresses, or the error, as text for messages.
-    pub fn to_text(&self, bound: Option<SocketAddr>) -> String {
+    pub(crate) fn to_text(&self, bound: Option<SocketAddr>) -> String {
         match self.now(bound) {
             Ok(addresses) => addresses.iter().map(ToString::to_string).collect::<Vec<_>>().join(", "),
             Err(why) => why,

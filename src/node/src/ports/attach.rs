@@ -21,7 +21,7 @@ use crate::{
 const DRIVER: Duration = Duration::from_secs(60);
 
 /// The records of the pods' volumes, and the provider that attaches disks.
-pub struct PodStorage {
+pub(crate) struct PodStorage {
     /// The records.
     pub volumes: Volumes,
     /// The provider, decorated.

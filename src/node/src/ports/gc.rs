@@ -13,7 +13,7 @@ use crate::{
 /// Compares the pods' networks with the records, and removes the state that belongs to no record. `unread`: sandboxes
 /// with an unreadable record, of which the state stays. Errors are logged and do not keep the node from serving; the
 /// next start tries again.
-pub async fn collect_garbage(
+pub(crate) async fn collect_garbage(
     tunnel: &Tunnel,
     records: &[Record],
     unread: impl Iterator<Item = SandboxId>,

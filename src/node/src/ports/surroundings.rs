@@ -29,7 +29,7 @@ const RETRY: Duration = Duration::from_secs(10);
 
 /// Watcher of the node's network. Clones share it.
 #[derive(Clone, Debug)]
-pub struct Surroundings {
+pub(crate) struct Surroundings {
     underlay: watch::Receiver<u64>,
     node_endpoints: watch::Receiver<NodeEndpoints>,
     turns: Arc<Semaphore>,
@@ -38,7 +38,7 @@ pub struct Surroundings {
 impl Surroundings {
     /// Watches the network namespace of the calling thread for as long as a receiver exists. `listening` is the address
     /// on which the relay reports that it listens. The watcher updates the node's own addresses in `tunnel`.
-    pub fn new(
+    pub(crate) fn new(
         addresses: GuestAddresses,
         listening: watch::Receiver<Option<SocketAddr>>,
         tunnel: Tunnel,

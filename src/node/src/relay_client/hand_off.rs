@@ -21,9 +21,6 @@ pub(super) const AT_A_TIME: usize = 16;
 impl RelayClient {
     /// Passes descriptors, each with its name, to the relay. They replace the earlier ones of this kind and sandbox
     /// (`None`: those of the node itself). The node's copies are closed. Returns the detail of the relay's answer.
-    ///
-    /// # Errors
-    /// The relay is unreachable, or refuses the descriptors.
     pub async fn hand_off(
         &self,
         kind: &str,
@@ -39,9 +36,6 @@ impl RelayClient {
 
     /// Returns the relay's own description of the descriptors that it holds of this kind and sandbox; `None`: it holds
     /// none.
-    ///
-    /// # Errors
-    /// The relay is unreachable, or does not know the kind.
     pub async fn held(&self, kind: &str, sandbox: Option<&SandboxId>) -> Result<Option<Value>, RelayError> {
         let header = Header { ask: true, ..Header::new(kind, sandbox.map(SandboxId::as_str)) };
         let answer = self.say(header, Vec::new()).await?;

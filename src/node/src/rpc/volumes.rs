@@ -31,10 +31,7 @@ const SHOW: Duration = Duration::from_secs(20);
 struct Asked(Sandboxes);
 
 /// Serves the volumes service on a bound socket.
-///
-/// # Errors
-/// The server cannot be started.
-pub async fn serve(listener: Listener, sandboxes: Sandboxes) -> Result<Server, ttrpc::Error> {
+pub(crate) async fn serve(listener: Listener, sandboxes: Sandboxes) -> Result<Server, ttrpc::Error> {
     let mut server =
         Server::new().add_listener(listener).register_service(create_volumes(Arc::new(Asked(sandboxes))));
     server.start().await?;

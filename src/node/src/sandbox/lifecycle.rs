@@ -8,7 +8,7 @@
 pub(crate) mod clear;
 pub(crate) mod completions;
 pub(crate) mod in_flight;
-pub mod phase;
+pub(crate) mod phase;
 pub(crate) mod steps;
 pub(crate) mod table;
 pub(crate) mod task;

@@ -24,13 +24,13 @@ use crate::{
     volumes::PodVolumes,
 };
 
-pub use peerpod_provider_api::{Error as CloudError, Retry};
+pub(crate) use peerpod_provider_api::{Error as CloudError, Retry};
 
 /// Number of changes seen around a sandbox's network.
-pub type Heard = u64;
+pub(crate) type Heard = u64;
 
 /// Endpoints at which guests reach the node; `None` until they are known.
-pub type NodeEndpoints = Option<Arc<Vec<String>>>;
+pub(crate) type NodeEndpoints = Option<Arc<Vec<String>>>;
 
 /// Failure of an operation on a pod's network.
 #[derive(Clone, Debug, thiserror::Error)]
@@ -304,18 +304,12 @@ pub trait Relay: Send + Sync + 'static {
 #[async_trait]
 pub trait Identity: Send + Sync + 'static {
     /// Makes a ticket that is valid for `ttl`.
-    ///
-    /// # Errors
-    /// The kernel provides no randomness.
     fn ticket(&self, ttl: Duration) -> Result<Ticket, String>;
 
     /// Waits, for a bounded time, until the node's endpoints are known: user-data contains them.
     async fn settled(&self);
 
     /// Returns the user-data of `claims` VMs that share the ticket.
-    ///
-    /// # Errors
-    /// The addresses at which guests reach this node are not known.
     fn user_data(&self, ticket: &Ticket, claims: u32) -> Result<String, String>;
 
     /// Watches the endpoints at which guests reach this node, each `address:port`.
@@ -325,15 +319,9 @@ pub trait Identity: Send + Sync + 'static {
     fn trusted(&self) -> watch::Receiver<Arc<Trusted>>;
 
     /// Returns the SHA-256 of a CSR's public key.
-    ///
-    /// # Errors
-    /// The bytes are no CSR, or are not signed by its key.
     fn csr_key(&self, csr: &[u8]) -> Result<[u8; 32], String>;
 
     /// Issues a certificate for the sandbox's guest.
-    ///
-    /// # Errors
-    /// The bytes are no CSR, or are not signed by its key.
     fn sign(&self, id: &SandboxId, csr: &[u8]) -> Result<Certificate, String>;
 }
 

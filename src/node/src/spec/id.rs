@@ -34,9 +34,6 @@ pub enum BadId {
 
 impl SandboxId {
     /// Checks an id.
-    ///
-    /// # Errors
-    /// The mistake in the text.
     pub fn new(text: &str) -> Result<SandboxId, BadId> {
         if text.is_empty() {
             return Err(BadId::Empty);

@@ -10,15 +10,15 @@ use serde::{Deserialize, Serialize};
 use super::Error;
 
 /// Processor architecture: `x86_64` (or `amd64`), `aarch64` (or `arm64`), `s390x`, `ppc64le`.
-pub const ARCH: &str = "io.peerpod/arch";
+pub(crate) const ARCH: &str = "io.peerpod/arch";
 /// Technology of a confidential VM: `sev`, `sev-snp`, `tdx`, `secure-execution`.
-pub const CONFIDENTIAL: &str = "io.peerpod/confidential";
+pub(crate) const CONFIDENTIAL: &str = "io.peerpod/confidential";
 /// Payment model of the VM: `spot`, `on-demand`.
-pub const MARKET: &str = "io.peerpod/market";
+pub(crate) const MARKET: &str = "io.peerpod/market";
 /// The cloud's zones that are allowed, separated by commas.
-pub const ZONES: &str = "io.peerpod/zones";
+pub(crate) const ZONES: &str = "io.peerpod/zones";
 /// Whether the VM gets a public IP address beside the private one: `true`, `false`.
-pub const PUBLIC_IP: &str = "io.peerpod/public-ip";
+pub(crate) const PUBLIC_IP: &str = "io.peerpod/public-ip";
 
 /// More zones than any region has.
 const MOST_ZONES: usize = 32;
@@ -86,9 +86,6 @@ impl Wishes {
     }
 
     /// Checks that a pod may set these options; `allowed` has names of [`Wishes::ALL`].
-    ///
-    /// # Errors
-    /// The first annotation that is not allowed, and the remedy.
     pub fn check(&self, allowed: &[String]) -> Result<(), String> {
         let said = [
             self.arch.is_some(),
@@ -121,10 +118,7 @@ impl Wishes {
 }
 
 /// Reads [`ARCH`].
-///
-/// # Errors
-/// The accepted values.
-pub fn arch(text: &str) -> Result<Arch, String> {
+pub(crate) fn arch(text: &str) -> Result<Arch, String> {
     let word = match text {
         "amd64" => "x86_64",
         "arm64" => "aarch64",
@@ -135,28 +129,19 @@ pub fn arch(text: &str) -> Result<Arch, String> {
 }
 
 /// Reads [`CONFIDENTIAL`].
-///
-/// # Errors
-/// The accepted values.
-pub fn confidential(text: &str) -> Result<Confidential, String> {
+pub(crate) fn confidential(text: &str) -> Result<Confidential, String> {
     Confidential::from_word(&text.replace('-', "_"))
         .ok_or_else(|| "not a technology; write sev, sev-snp, tdx or secure-execution".to_owned())
 }
 
 /// Reads [`MARKET`].
-///
-/// # Errors
-/// The accepted values.
-pub fn market(text: &str) -> Result<Market, String> {
+pub(crate) fn market(text: &str) -> Result<Market, String> {
     Market::from_word(&text.replace('-', "_"))
         .ok_or_else(|| "not a market; write spot or on-demand".to_owned())
 }
 
 /// Reads [`ZONES`].
-///
-/// # Errors
-/// The accepted form.
-pub fn zones(text: &str) -> Result<Vec<String>, String> {
+pub(crate) fn zones(text: &str) -> Result<Vec<String>, String> {
     let mut zones: Vec<String> = Vec::new();
     for zone in text.split(',').map(str::trim).filter(|zone| !zone.is_empty()) {
         let fits = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'_' | b'.');

@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 
 /// Maximum number of attempts before a sandbox fails for lack of capacity. Each attempt has a key of its own. One
 /// attempt may name many offerings, where the cloud takes a list.
-pub const MAX_ATTEMPTS: u32 = 8;
+pub(crate) const MAX_ATTEMPTS: u32 = 8;
 
 /// Phase of one sandbox, with its data. The ledger stores it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -55,7 +55,7 @@ pub enum Phase {
 
 /// PhaseEvent in the life of a sandbox.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum PhaseEvent {
+pub(crate) enum PhaseEvent {
     /// CreateVM was accepted: the intent may be written and the cloud called.
     Begin,
     /// The cloud made this VM, or found the one that an earlier call with the same key made.
@@ -72,13 +72,11 @@ pub enum PhaseEvent {
     Stop,
     /// The sandbox's relay state, VM and network are confirmed gone.
     Cleared,
-    /// The tombstone's time is over.
-    Expired,
 }
 
 /// Duty of a sandbox's owner while the sandbox is in its phase.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Step {
+pub(crate) enum Step {
     /// Nothing new.
     Nothing,
     /// Request the VM with the key of the phase's attempt; meanwhile prepare network and relay.
@@ -92,15 +90,13 @@ pub enum Step {
     /// Remove everything.
     Clear,
     /// Keep the tombstone until it expires.
-    Bury,
-    /// Remove the tombstone.
-    Forget,
+    KeepTombstone,
 }
 
 /// PhaseEvent that has no meaning in its phase. The phase does not change.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{event:?} is not valid for a sandbox that is {phase}")]
-pub struct Refused {
+pub(crate) struct Refused {
     /// Phase at the time of the event.
     pub phase: Phase,
     /// The refused event.
@@ -108,97 +104,42 @@ pub struct Refused {
 }
 
 /// Returns the next phase and its duty. Total: every phase has a written answer to every event.
-pub fn next(phase: &Phase, event: PhaseEvent) -> Result<(Phase, Step), Refused> {
+pub(crate) fn next(phase: &Phase, event: PhaseEvent) -> Result<(Phase, Step), Refused> {
     use Phase::{Booting, Created, Gone, Joining, Leaving, Running, Unwanted};
+    use PhaseEvent::{Begin, Cleared, Failed, Joined, Made, NoCapacity, Refused as NotMade, Stop};
 
     let next = match (phase, &event) {
-        (Created, PhaseEvent::Begin) => Booting { attempt: 0 },
+        (Created, Begin) => Booting { attempt: 0 },
         // Nothing was requested, so only a tombstone remains.
-        (Created, PhaseEvent::Stop | PhaseEvent::Failed) => Gone,
-        (
-            Created,
-            PhaseEvent::Made(_)
-            | PhaseEvent::NoCapacity
-            | PhaseEvent::Refused
-            | PhaseEvent::Joined
-            | PhaseEvent::Cleared
-            | PhaseEvent::Expired,
-        ) => return refused(phase, event),
+        (Created, Stop | Failed) => Gone,
 
-        (Booting { .. }, PhaseEvent::Made(vm)) => Joining { vm: vm.clone() },
-        (Booting { attempt }, PhaseEvent::NoCapacity) if attempt + 1 < MAX_ATTEMPTS => {
-            Booting { attempt: attempt + 1 }
-        }
-        (Booting { .. }, PhaseEvent::NoCapacity | PhaseEvent::Refused) => Leaving { vm: None },
+        (Booting { .. }, Made(vm)) => Joining { vm: vm.clone() },
+        (Booting { attempt }, NoCapacity) if attempt + 1 < MAX_ATTEMPTS => Booting { attempt: attempt + 1 },
+        (Booting { .. }, NoCapacity | NotMade) => Leaving { vm: None },
         // The cloud may have made the VM already, or may still make it.
-        (Booting { attempt }, PhaseEvent::Stop | PhaseEvent::Failed) => Unwanted { attempt: *attempt },
-        (
-            Booting { .. },
-            PhaseEvent::Begin | PhaseEvent::Joined | PhaseEvent::Cleared | PhaseEvent::Expired,
-        ) => {
-            return refused(phase, event);
-        }
+        (Booting { attempt }, Stop | Failed) => Unwanted { attempt: *attempt },
 
-        (Joining { vm }, PhaseEvent::Joined) => Running { vm: vm.clone() },
-        (Joining { vm } | Running { vm }, PhaseEvent::Stop | PhaseEvent::Failed) => {
-            Leaving { vm: Some(vm.clone()) }
-        }
+        (Joining { vm }, Joined) => Running { vm: vm.clone() },
+        (Joining { vm } | Running { vm }, Stop | Failed) => Leaving { vm: Some(vm.clone()) },
         // A repeated answer names the same VM. Another VM under the same key never belongs to this sandbox.
-        (Joining { vm }, PhaseEvent::Made(again)) if again == vm => Joining { vm: vm.clone() },
-        (Running { vm }, PhaseEvent::Made(again)) if again == vm => Running { vm: vm.clone() },
-        (Running { vm }, PhaseEvent::Joined) => Running { vm: vm.clone() },
-        (
-            Joining { .. },
-            PhaseEvent::Begin
-            | PhaseEvent::Made(_)
-            | PhaseEvent::NoCapacity
-            | PhaseEvent::Refused
-            | PhaseEvent::Cleared
-            | PhaseEvent::Expired,
-        ) => return refused(phase, event),
-        (
-            Running { .. },
-            PhaseEvent::Begin
-            | PhaseEvent::Made(_)
-            | PhaseEvent::NoCapacity
-            | PhaseEvent::Refused
-            | PhaseEvent::Cleared
-            | PhaseEvent::Expired,
-        ) => return refused(phase, event),
+        (Joining { vm }, Made(again)) if again == vm => Joining { vm: vm.clone() },
+        (Running { vm }, Made(again)) if again == vm => Running { vm: vm.clone() },
+        (Running { vm }, Joined) => Running { vm: vm.clone() },
 
-        (Unwanted { .. }, PhaseEvent::Made(vm)) => Leaving { vm: Some(vm.clone()) },
-        (Unwanted { .. }, PhaseEvent::NoCapacity | PhaseEvent::Refused) => Leaving { vm: None },
-        (Unwanted { attempt }, PhaseEvent::Stop | PhaseEvent::Failed) => Unwanted { attempt: *attempt },
-        (
-            Unwanted { .. },
-            PhaseEvent::Begin | PhaseEvent::Joined | PhaseEvent::Cleared | PhaseEvent::Expired,
-        ) => {
-            return refused(phase, event);
-        }
+        (Unwanted { .. }, Made(vm)) => Leaving { vm: Some(vm.clone()) },
+        (Unwanted { .. }, NoCapacity | NotMade) => Leaving { vm: None },
+        (Unwanted { attempt }, Stop | Failed) => Unwanted { attempt: *attempt },
 
-        (Leaving { .. }, PhaseEvent::Cleared) => Gone,
-        (Leaving { vm }, PhaseEvent::Stop | PhaseEvent::Failed) => Leaving { vm: vm.clone() },
-        (
-            Leaving { .. },
-            PhaseEvent::Begin
-            | PhaseEvent::Made(_)
-            | PhaseEvent::NoCapacity
-            | PhaseEvent::Refused
-            | PhaseEvent::Joined
-            | PhaseEvent::Expired,
-        ) => return refused(phase, event),
+        (Leaving { .. }, Cleared) => Gone,
+        (Leaving { vm }, Stop | Failed) => Leaving { vm: vm.clone() },
 
-        (Gone, PhaseEvent::Stop | PhaseEvent::Failed | PhaseEvent::Cleared) => Gone,
-        (Gone, PhaseEvent::Expired) => return Ok((Gone, Step::Forget)),
-        (
-            Gone,
-            PhaseEvent::Begin
-            | PhaseEvent::Made(_)
-            | PhaseEvent::NoCapacity
-            | PhaseEvent::Refused
-            | PhaseEvent::Joined,
-        ) => {
-            return refused(phase, event);
+        (Gone, Stop | Failed | Cleared) => Gone,
+
+        (Created, Made(_) | NoCapacity | NotMade | Joined | Cleared)
+        | (Booting { .. } | Unwanted { .. }, Begin | Joined | Cleared)
+        | (Joining { .. } | Running { .. }, Begin | Made(_) | NoCapacity | NotMade | Cleared)
+        | (Leaving { .. } | Gone, Begin | Made(_) | NoCapacity | NotMade | Joined) => {
+            return Err(Refused { phase: phase.clone(), event });
         }
     };
     let action = if next == *phase { Step::Nothing } else { desired(&next) };
@@ -206,7 +147,7 @@ pub fn next(phase: &Phase, event: PhaseEvent) -> Result<(Phase, Step), Refused> 
 }
 
 /// Returns the duty of a phase; recovery resumes a phase with it.
-pub fn desired(phase: &Phase) -> Step {
+pub(crate) fn desired(phase: &Phase) -> Step {
     match phase {
         Phase::Created => Step::Nothing,
         Phase::Booting { .. } => Step::Ask,
@@ -214,12 +155,8 @@ pub fn desired(phase: &Phase) -> Step {
         Phase::Running { .. } => Step::Serve,
         Phase::Unwanted { .. } => Step::Learn,
         Phase::Leaving { .. } => Step::Clear,
-        Phase::Gone => Step::Bury,
+        Phase::Gone => Step::KeepTombstone,
     }
-}
-
-fn refused(phase: &Phase, event: PhaseEvent) -> Result<(Phase, Step), Refused> {
-    Err(Refused { phase: phase.clone(), event })
 }
 
 impl Phase {
@@ -297,7 +234,6 @@ mod tests {
             PhaseEvent::Failed,
             PhaseEvent::Stop,
             PhaseEvent::Cleared,
-            PhaseEvent::Expired,
         ]
     }
 
@@ -314,16 +250,16 @@ mod tests {
 
     /// One row per phase, one column per event, in the order of `events()`. `.`: no change, no duty; `!`: refused.
     #[rustfmt::skip]
-    const EXPECTED: &[(&str, [&str; 9])] = &[
-        //              Begin        Made(a)      NoCapacity   Refused      Joined       Failed       Stop         Cleared Expired
-        ("created",   ["booting#0", "!",         "!",         "!",         "!",         "gone",      "gone",      "!",    "!"]),
-        ("booting#0", ["!",         "joining a", "booting#1", "leaving -", "!",         "unwanted#0","unwanted#0","!",    "!"]),
-        ("joining a", ["!",         ".",         "!",         "!",         "running a", "leaving a", "leaving a", "!",    "!"]),
-        ("running a", ["!",         ".",         "!",         "!",         ".",         "leaving a", "leaving a", "!",    "!"]),
-        ("unwanted#0",["!",         "leaving a", "leaving -", "leaving -", "!",         ".",         ".",         "!",    "!"]),
-        ("leaving a", ["!",         "!",         "!",         "!",         "!",         ".",         ".",         "gone", "!"]),
-        ("leaving -", ["!",         "!",         "!",         "!",         "!",         ".",         ".",         "gone", "!"]),
-        ("gone",      ["!",         "!",         "!",         "!",         "!",         ".",         ".",         ".",    "forget"]),
+    const EXPECTED: &[(&str, [&str; 8])] = &[
+        //              Begin        Made(a)      NoCapacity   Refused      Joined       Failed       Stop         Cleared
+        ("created",   ["booting#0", "!",         "!",         "!",         "!",         "gone",      "gone",      "!"]),
+        ("booting#0", ["!",         "joining a", "booting#1", "leaving -", "!",         "unwanted#0","unwanted#0","!"]),
+        ("joining a", ["!",         ".",         "!",         "!",         "running a", "leaving a", "leaving a", "!"]),
+        ("running a", ["!",         ".",         "!",         "!",         ".",         "leaving a", "leaving a", "!"]),
+        ("unwanted#0",["!",         "leaving a", "leaving -", "leaving -", "!",         ".",         ".",         "!"]),
+        ("leaving a", ["!",         "!",         "!",         "!",         "!",         ".",         ".",         "gone"]),
+        ("leaving -", ["!",         "!",         "!",         "!",         "!",         ".",         ".",         "gone"]),
+        ("gone",      ["!",         "!",         "!",         "!",         "!",         ".",         ".",         "."]),
     ];
 
     #[test]
@@ -336,7 +272,6 @@ mod tests {
                         assert_eq!((&refused.phase, &refused.event), (phase, &event));
                         "!".to_owned()
                     }
-                    Ok((_, Step::Forget)) => "forget".to_owned(),
                     Ok((same, Step::Nothing)) => {
                         assert_eq!(&same, phase);
                         ".".to_owned()
@@ -382,7 +317,7 @@ mod tests {
 
         #[test]
         fn no_sequence_of_events_leaves_a_vm_without_an_owner(
-            steps in prop::collection::vec(0usize..9, 1..60),
+            steps in prop::collection::vec(0usize..8, 1..60),
         ) {
             let mut phase = Phase::Created;
             let mut cloud = Cloud::Nothing;
@@ -414,7 +349,7 @@ mod tests {
                         }
                         cloud = Cloud::Nothing;
                     }
-                    PhaseEvent::Begin | PhaseEvent::Joined | PhaseEvent::Failed | PhaseEvent::Stop | PhaseEvent::Expired => {}
+                    PhaseEvent::Begin | PhaseEvent::Joined | PhaseEvent::Failed | PhaseEvent::Stop => {}
                 }
                 stopped |= event == PhaseEvent::Stop;
                 let Ok((next, action)) = next(&phase, event) else { continue };

@@ -65,7 +65,7 @@ impl Task {
             }
             Step::Learn => self.learn(),
             Step::Clear => self.clear(),
-            Step::Nothing | Step::Bury | Step::Forget => {}
+            Step::Nothing | Step::KeepTombstone => {}
         }
     }
 

@@ -205,9 +205,6 @@ impl Sandboxes {
     }
 
     /// Handles a guest's claim.
-    ///
-    /// # Errors
-    /// The reason of the refusal.
     pub async fn claim(&self, ticket: &str, claim: Claim) -> Result<Granted, Error> {
         let found = match self.0.tickets.owner(ticket, claim.from()) {
             Owner::Sandbox(id) => self.find(&id),
@@ -247,9 +244,6 @@ impl Sandboxes {
 
     /// Fails a sandbox after the provider has confirmed that its VM is gone. Returns `false` if the sandbox does not
     /// use the VM any more, or if its guest is back.
-    ///
-    /// # Errors
-    /// The failure could not be made durable.
     pub(crate) async fn lost(
         &self,
         id: &SandboxId,
@@ -264,9 +258,6 @@ impl Sandboxes {
     /// Returns the VM of a pod: that of its newest live sandbox. With `wait`, waits for it.
     ///
     /// cancel safety: the call changes nothing; its caller bounds the wait by dropping it.
-    ///
-    /// # Errors
-    /// There is none (yet).
     pub async fn vm_of(&self, namespace: &str, name: &str, wait: bool) -> Result<InstanceId, Error> {
         let pod = (namespace.to_owned(), name.to_owned());
         let text = format!("{namespace}/{name}");
@@ -299,9 +290,6 @@ impl Sandboxes {
     }
 
     /// Sends one request to a sandbox's guest.
-    ///
-    /// # Errors
-    /// A message, if the guest gives no answer.
     pub async fn ask_guest(
         &self,
         id: &SandboxId,

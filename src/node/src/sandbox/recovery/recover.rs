@@ -23,7 +23,7 @@ use crate::{
 
 /// Contents of the state directory at the start.
 #[derive(Debug, Default)]
-pub struct Kept {
+pub(crate) struct Kept {
     /// Every readable record.
     pub records: Vec<Record>,
     /// Every readable batch.
@@ -36,7 +36,7 @@ pub struct Kept {
 
 /// Adds every record to the table, after it has applied the inbox's stops: no sandbox makes a further step towards
 /// running after its stop. Returns the notes that are durable now and may be removed.
-pub async fn recover(table: &Sandboxes, kept: Kept) -> Vec<Note> {
+pub(crate) async fn recover(table: &Sandboxes, kept: Kept) -> Vec<Note> {
     let Kept { records, batches, unread, notes } = kept;
     let mut by_id: HashMap<SandboxId, Record> =
         records.into_iter().map(|record| (record.id.clone(), record)).collect();
@@ -85,16 +85,13 @@ async fn stopped(table: &Sandboxes, id: &SandboxId, record: Option<Record>) -> R
 
 impl Sandboxes {
     /// Lists every VM that this node made and that has not vanished, as reported by the provider.
-    ///
-    /// # Errors
-    /// The provider cannot be queried.
     pub async fn owned(&self) -> Result<Vec<Owned>, crate::sandbox::ports::CloudError> {
         self.0.ports.cloud.owned().await
     }
 }
 
 /// Deletes VMs of this node that no record claims, after two passes, some time apart, have found them.
-pub struct Orphans {
+pub(crate) struct Orphans {
     suspects: HashMap<InstanceId, Instant>,
     /// Sandboxes with an unreadable record: their VMs may be in use.
     protected: Vec<SandboxId>,
@@ -106,18 +103,18 @@ pub struct Orphans {
 impl Orphans {
     /// Spares the VMs of the sandboxes in `protected`, which are in quarantine. A VM must have been unclaimed for
     /// `grace`.
-    pub fn new(protected: Vec<SandboxId>, grace: Duration) -> Orphans {
+    pub(crate) fn new(protected: Vec<SandboxId>, grace: Duration) -> Orphans {
         Orphans { suspects: HashMap::new(), protected, batches: Vec::new(), grace }
     }
 
     /// Spares the VMs of these batches too, which are in quarantine.
     #[must_use]
-    pub fn sparing(self, batches: Vec<String>) -> Orphans {
+    pub(crate) fn sparing(self, batches: Vec<String>) -> Orphans {
         Orphans { batches, ..self }
     }
 
     /// Runs a pass at every interval, forever.
-    pub async fn run(mut self, table: Sandboxes, every: Duration) {
+    pub(crate) async fn run(mut self, table: Sandboxes, every: Duration) {
         loop {
             let pause = match self.pass(&table).await {
                 // The second pass follows soon, so that an orphan of the last crash does not exist for long.
@@ -133,10 +130,7 @@ impl Orphans {
     }
 
     /// Runs one pass. Returns the number of deleted VMs.
-    ///
-    /// # Errors
-    /// The cloud cannot be queried.
-    pub async fn pass(&mut self, table: &Sandboxes) -> Result<usize, String> {
+    pub(crate) async fn pass(&mut self, table: &Sandboxes) -> Result<usize, String> {
         // The list is fetched first, so that a VM that is claimed meanwhile counts as claimed.
         let owned = table.0.ports.cloud.owned().await.map_err(|error| error.to_string())?;
         let unclaimed = self.unclaimed(&owned, table);

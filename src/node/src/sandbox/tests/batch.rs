@@ -17,7 +17,7 @@ use peerpod_provider_api::InstanceId;
 use super::{node::*, world::*};
 use crate::{
     ledger::Ledger,
-    sandbox::{Claim, ClaimRefused, Error, Granted, Orphans, Stop, ports::CloudError},
+    sandbox::{Claim, ClaimRefused, Error, Orphans, Stop, error::Granted, ports::CloudError},
 };
 
 const THREE: [&str; 3] = ["a", "b", "c"];

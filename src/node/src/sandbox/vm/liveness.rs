@@ -25,7 +25,7 @@ const ADDRESSES: Duration = Duration::from_secs(20);
 /// Times since which guests are away, and the provider's answers. Counts from the first pass of this process that saw
 /// it.
 #[derive(Default)]
-pub struct VmLiveness {
+pub(crate) struct VmLiveness {
     away: HashMap<SandboxId, Away>,
     /// VMs that the provider reported as ended and that are not judged yet.
     told: Vec<(InstanceId, String)>,
@@ -41,7 +41,7 @@ struct Away {
 
 impl VmLiveness {
     /// Handles the provider's events and runs a pass at every interval, forever.
-    pub async fn run(mut self, table: Sandboxes) {
+    pub(crate) async fn run(mut self, table: Sandboxes) {
         let every = pause(table.0.settings.vm_gone_grace).min(Duration::from_secs(5));
         let mut events = table.0.ports.cloud.events().fuse();
         let mut next = Instant::now() + every;
@@ -94,7 +94,7 @@ impl VmLiveness {
     }
 
     /// Runs one pass. Queries the provider only if a guest was away for long.
-    pub async fn pass(&mut self, table: &Sandboxes) {
+    pub(crate) async fn pass(&mut self, table: &Sandboxes) {
         self.hear(table).await;
         let grace = table.0.settings.vm_gone_grace;
         let away = table.away();

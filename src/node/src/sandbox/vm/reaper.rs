@@ -18,7 +18,7 @@ use crate::{ledger::NetnsRef, spec::SandboxId};
 /// Times since which sandboxes lack their namespace or a StartVM. Both count from the first pass of this process that
 /// saw it: a call that was held while the node was away must have its time.
 #[derive(Default)]
-pub struct Reaper {
+pub(crate) struct Reaper {
     missing: HashMap<SandboxId, Instant>,
     unstarted: HashMap<SandboxId, Instant>,
 }
@@ -28,7 +28,7 @@ const EVERY: Duration = Duration::from_secs(5);
 
 impl Reaper {
     /// Runs a pass at every interval, forever.
-    pub async fn run(mut self, table: Sandboxes) {
+    pub(crate) async fn run(mut self, table: Sandboxes) {
         loop {
             self.pass(&table).await;
             tokio::time::sleep(EVERY).await;
@@ -36,7 +36,7 @@ impl Reaper {
     }
 
     /// Runs one pass.
-    pub async fn pass(&mut self, table: &Sandboxes) {
+    pub(crate) async fn pass(&mut self, table: &Sandboxes) {
         let now = table.0.ports.clock.now_ms();
         for id in table.expired(now) {
             table.forget(&id).await;
