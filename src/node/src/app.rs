@@ -138,15 +138,7 @@ pub async fn build(
     let ready = Ready::new();
     let starting = ready.block("start");
     let mut tasks = Tasks::new();
-    let cluster = match config.cluster.clone() {
-        Some(settings) => Some(Cluster::open(settings, metrics.clone(), ready.clone()).await?),
-        None => None,
-    };
-    if let Some(cluster) = &cluster {
-        // Claim before waiting for a predecessor: at its exit it then leaves the capacity in place.
-        cluster.claim(&mut tasks);
-        cluster.run(&mut tasks);
-    }
+    let cluster = open_cluster(&config, &metrics, &ready, &mut tasks).await?;
     // Sandboxes create and remove their own folders in here; the folder itself stays.
     let pods = config.run_dir.join("pods");
     make_dir(&pods).with_context(|| format!("make {}", pods.display()))?;
@@ -194,6 +186,21 @@ pub async fn build(
         "peerpod-node serves"
     );
     Ok(BoundNode { socket, sandboxes, cluster, server, volumes, drain, ready, tasks })
+}
+
+/// Opens the client of the cluster, if the node is in one, and starts its tasks.
+async fn open_cluster(
+    config: &NodeConfig,
+    metrics: &Metrics,
+    ready: &Ready,
+    tasks: &mut Tasks,
+) -> Result<Option<Cluster>> {
+    let Some(settings) = config.cluster.clone() else { return Ok(None) };
+    let cluster = Cluster::open(settings, metrics.clone(), ready.clone()).await?;
+    // Claim before waiting for a predecessor: at its exit it then leaves the capacity in place.
+    cluster.claim(tasks);
+    cluster.run(tasks);
+    Ok(Some(cluster))
 }
 
 /// Opens the provider, and checks that it supports the VMs of this configuration: otherwise no pod would ever start.

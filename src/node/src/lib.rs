@@ -19,6 +19,5 @@ mod spec;
 mod sweep;
 pub mod trust;
 pub mod tunnel;
-mod user_data;
 mod volumes;
 mod wireguard_fds;

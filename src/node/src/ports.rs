@@ -12,6 +12,7 @@ use std::{
 
 use async_trait::async_trait;
 use futures_util::stream::{self, BoxStream, StreamExt};
+use peerpod_link::user_data::{UserData, UserDataNode, UserDataTicket, VERSION};
 use peerpod_podnet::{Error as NetError, carrier, inspect::unlisted, localhost, redirect::tcx, underlay};
 use peerpod_proto::{
     guest::{Images, NetworkPlan},
@@ -44,7 +45,6 @@ use crate::{
         follow::{Merged, merge},
         inspect,
     },
-    user_data,
 };
 
 pub(crate) use addresses::GuestAddresses;
@@ -508,7 +508,7 @@ impl Identity for NodeIdentity {
     fn user_data(&self, ticket: &Ticket, claims: u32) -> Result<String, String> {
         let addresses: Vec<SocketAddr> = self.addresses.now(self.relay.listen())?;
         let ca = self.trust.read().ca_sha256();
-        Ok(user_data::user_data(ticket, claims, &addresses, self.dial, &ca, self.lease))
+        Ok(user_data(ticket, claims, &addresses, self.dial, &ca, self.lease))
     }
 
     fn node_endpoints(&self) -> watch::Receiver<NodeEndpoints> {
@@ -584,4 +584,26 @@ impl Kubernetes for NodeCluster {
         }
         Ok(given.config)
     }
+}
+
+/// Returns the user-data of each of `claims` VMs that share a ticket.
+///
+/// `node_addresses` are the addresses of the relay. `ca` is the SHA-256 of the DER of each CA to pin. `listen` is the
+/// port on which the VM waits to be dialled, if it does not dial. `lease` is the silence after which the VM powers off
+/// (whole seconds, at least one).
+///
+/// The text has some 500 bytes and 30 more per address. It holds the ticket's secret: store it only where the ledger
+/// is, and give it only to the cloud. The same arguments give the same text, byte for byte, as a retried create needs.
+pub(crate) fn user_data(
+    ticket: &Ticket,
+    claims: u32,
+    node_addresses: &[SocketAddr],
+    listen: Option<u16>,
+    ca: &[[u8; 32]],
+    lease: Duration,
+) -> String {
+    let ticket = UserDataTicket { id: ticket.id.clone(), secret: ticket.secret().clone(), claims };
+    let node = UserDataNode { addresses: node_addresses.to_vec(), ca_sha256: ca.to_vec(), listen };
+    let lease_seconds = u32::try_from(lease.as_secs()).unwrap_or(u32::MAX).max(1);
+    UserData { version: VERSION, ticket, node, lease_seconds }.to_json()
 }

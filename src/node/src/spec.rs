@@ -4,16 +4,13 @@
 //! Rust shim prints vCPUs as a float. Only this module knows the differences between the shims.
 
 mod id;
-mod number;
-mod pod;
 pub(crate) mod vm_options;
 
-use std::collections::HashMap;
+use std::{collections::HashMap, fmt};
 
 pub(crate) use id::SandboxId;
 use peerpod_link::initdata::Initdata;
 pub(crate) use peerpod_provider_api::Size;
-pub(crate) use pod::PodRef;
 use serde::{Deserialize, Serialize};
 pub(crate) use vm_options::Wishes;
 
@@ -50,6 +47,27 @@ const LEAST_MEMORY: u64 = 128;
 /// Divisor for the kernel's share. The kernel describes every page, and keeps a share of them free: a 32nd of the VM
 /// covers that.
 const PAGES_SHARE: u64 = 32;
+
+/// The longest name Kubernetes allows.
+const MAX_POD_NAME: usize = 253;
+
+/// A pod by name. Display is `namespace/name`.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct PodRef {
+    /// The pod's namespace.
+    pub namespace: String,
+    /// The pod's name.
+    pub name: String,
+    /// The UID, known only from the Go shim under CRI-O; a pod of the same name may be another one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub uid: Option<String>,
+}
+
+impl fmt::Display for PodRef {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.namespace, self.name)
+    }
+}
 
 /// The VM that a pod wants. Values that were not asked for are zero or `None`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -114,10 +132,10 @@ pub(crate) fn parse(annotations: &HashMap<String, String>) -> Result<Wanted, Err
         value: given(key).chars().take(64).collect(),
         why,
     };
-    let number = |key, max| number::whole(given(key), max).map_err(|why| bad(key, why));
+    let number = |key, max| whole(given(key), max).map_err(|why| bad(key, why));
     let small = |key, max| number(key, max).map(|n| u32::try_from(n).unwrap_or(u32::MAX));
     let size = Size {
-        vcpus: number::rounded_up(given(DEFAULT_VCPUS), MAX_VCPUS).map_err(|why| bad(DEFAULT_VCPUS, why))?,
+        vcpus: rounded_up(given(DEFAULT_VCPUS), MAX_VCPUS).map_err(|why| bad(DEFAULT_VCPUS, why))?,
         memory_mib: number(DEFAULT_MEMORY, MAX_MEMORY)?,
         gpus: small(DEFAULT_GPUS, MAX_GPUS)?,
         gpu_model: text(DEFAULT_GPU_MODEL),
@@ -152,7 +170,111 @@ pub(crate) fn parse(annotations: &HashMap<String, String>) -> Result<Wanted, Err
 /// Returns the sandbox's pod, and ignores all other annotations.
 pub(crate) fn pod_of(annotations: &HashMap<String, String>) -> Result<PodRef, Error> {
     let given = |key: &'static str| annotations.get(key).map_or("", |value| value.trim());
-    pod::read(given(SANDBOX_NAME), given(SANDBOX_NAMESPACE))
+    read_pod(given(SANDBOX_NAME), given(SANDBOX_NAMESPACE))
+}
+
+/// Reads the two annotations that name the pod.
+fn read_pod(name: &str, namespace: &str) -> Result<PodRef, Error> {
+    if name.is_empty() {
+        return Err(Error::Missing { key: SANDBOX_NAME });
+    }
+    let bad = |key, value: &str, why: &str| Error::Bad {
+        key,
+        value: value.chars().take(64).collect(),
+        why: why.to_owned(),
+    };
+    // A name of Kubernetes has no underscore, so the two forms cannot be confused.
+    let pod = if name.starts_with("k8s_") {
+        let parts: Vec<&str> = name.split('_').collect();
+        let [_, pod, from_name, uid, attempt] = parts[..] else {
+            return Err(bad(
+                SANDBOX_NAME,
+                name,
+                "not k8s_<pod>_<namespace>_<uid>_<attempt>; CRI-O sends that",
+            ));
+        };
+        if uid.is_empty() || attempt.is_empty() || !attempt.bytes().all(|b| b.is_ascii_digit()) {
+            return Err(bad(
+                SANDBOX_NAME,
+                name,
+                "its uid or attempt is missing or not valid; CRI-O sends both",
+            ));
+        }
+        if !namespace.is_empty() && namespace != from_name {
+            return Err(bad(
+                SANDBOX_NAMESPACE,
+                namespace,
+                "not the namespace in the sandbox's name; they must agree",
+            ));
+        }
+        PodRef { namespace: from_name.to_owned(), name: pod.to_owned(), uid: Some(uid.to_owned()) }
+    } else {
+        PodRef { namespace: namespace.to_owned(), name: name.to_owned(), uid: None }
+    };
+    if pod.namespace.is_empty() {
+        return Err(Error::Missing { key: SANDBOX_NAMESPACE });
+    }
+    // Both end up in log lines, labels and file names.
+    let names = [(SANDBOX_NAME, &pod.name), (SANDBOX_NAMESPACE, &pod.namespace)];
+    for (key, value) in names.into_iter().chain(pod.uid.iter().map(|uid| (SANDBOX_NAME, uid))) {
+        if !is_name(value) {
+            return Err(bad(
+                key,
+                value,
+                "not a name of Kubernetes; it has letters, digits, '-' and '.', at most 253",
+            ));
+        }
+    }
+    Ok(pod)
+}
+
+fn is_name(text: &str) -> bool {
+    let edge = |b: Option<&u8>| b.is_some_and(u8::is_ascii_alphanumeric);
+    let bytes = text.as_bytes();
+    bytes.len() <= MAX_POD_NAME
+        && edge(bytes.first())
+        && edge(bytes.last())
+        && bytes.iter().all(|b| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'.'))
+}
+
+/// Parses a whole number up to `max`; 0: not asked for.
+fn whole(text: &str, max: u64) -> Result<u64, String> {
+    if text.is_empty() {
+        return Ok(0);
+    }
+    if !text.bytes().all(|b| b.is_ascii_digit()) {
+        return Err("not a whole number; write digits only, without a unit".to_owned());
+    }
+    text.parse().ok().filter(|n| *n <= max).ok_or_else(|| too_large(max))
+}
+
+/// Parses a decimal number up to `max`, rounded up; 0: not asked for.
+///
+/// The Rust shim adds CPU limits as 32-bit floats, so `2.0000002` stands for 2. The unit is a thousandth, as in
+/// Kubernetes, and a rest of less than half a thousandth is noise. Anything above zero is at least one.
+fn rounded_up(text: &str, max: u64) -> Result<u32, String> {
+    if text.is_empty() {
+        return Ok(0);
+    }
+    let (whole_part, fraction) = text.split_once('.').unwrap_or((text, "0"));
+    let digits = |part: &str| !part.is_empty() && part.bytes().all(|b| b.is_ascii_digit());
+    if !digits(whole_part) || !digits(fraction) {
+        return Err("not a number; write it like 2 or 1.5".to_owned());
+    }
+    let whole_part: u64 = whole_part.parse().map_err(|_| too_large(max))?;
+    let thousandths = fraction.bytes().chain(*b"0000").take(4).fold(0, |n, b| n * 10 + u64::from(b - b'0'));
+    let above_zero = fraction.bytes().any(|b| b != b'0');
+    let rounded = match (whole_part, thousandths) {
+        (0, _) => u64::from(above_zero),
+        // In tenths of thousandths: 5 is half a thousandth.
+        (n, 0..5) => n,
+        (n, _) => n.saturating_add(1),
+    };
+    u32::try_from(rounded).ok().filter(|n| u64::from(*n) <= max).ok_or_else(|| too_large(max))
+}
+
+fn too_large(max: u64) -> String {
+    format!("larger than in any VM; write at most {max}")
 }
 
 #[cfg(test)]

@@ -63,3 +63,19 @@ async fn a_new_node_address_is_detected_and_enters_the_next_plan() {
     }
     tunnel.undo("sandbox", Some(&pod), Some(&reserved), Some(vm)).unwrap();
 }
+
+#[test]
+fn the_guest_decodes_the_user_data_and_it_is_small() {
+    let ticket = Ticket::new(Duration::from_secs(60)).unwrap();
+    let addresses: Vec<SocketAddr> =
+        ["10.99.0.1:15151", "[fd99::1]:15151"].iter().map(|a| a.parse().unwrap()).collect();
+    let text = user_data(&ticket, 3, &addresses, None, &[[1; 32], [2; 32]], Duration::from_secs(900));
+    assert!(text.len() < 2048, "{} bytes", text.len());
+    let read = UserData::parse(text.as_bytes()).unwrap();
+    assert_eq!(read.ticket.id, ticket.id);
+    assert!(ticket.matches(read.ticket.secret.expose()));
+    assert_eq!((read.ticket.claims, read.lease_seconds), (3, 900));
+    assert_eq!(read.node.addresses, addresses);
+    assert_eq!(read.node.ca_sha256, [[1; 32], [2; 32]]);
+    assert_eq!(text, user_data(&ticket, 3, &addresses, None, &[[1; 32], [2; 32]], Duration::from_secs(900)));
+}

@@ -49,28 +49,21 @@ impl Wishes {
     ];
 
     pub(super) fn read(annotations: &HashMap<String, String>) -> Result<Wishes, Error> {
-        let given = |key: &'static str| {
-            annotations.get(key).map(|value| value.trim()).filter(|value| !value.is_empty())
-        };
-        let bad = |key: &'static str, value: &str, why: String| Error::Bad {
-            key,
-            value: value.chars().take(64).collect(),
-            why,
-        };
         fn one<T>(
+            annotations: &HashMap<String, String>,
             key: &'static str,
-            given: Option<&str>,
             read: impl Fn(&str) -> Result<T, String>,
-            bad: impl Fn(&'static str, &str, String) -> Error,
         ) -> Result<Option<T>, Error> {
-            given.map(|value| read(value).map_err(|why| bad(key, value, why))).transpose()
+            let given = annotations.get(key).map(|value| value.trim()).filter(|value| !value.is_empty());
+            let bad = |value: &str, why| Error::Bad { key, value: value.chars().take(64).collect(), why };
+            given.map(|value| read(value).map_err(|why| bad(value, why))).transpose()
         }
         Ok(Wishes {
-            arch: one(ARCH, given(ARCH), arch, bad)?,
-            confidential: one(CONFIDENTIAL, given(CONFIDENTIAL), confidential, bad)?,
-            market: one(MARKET, given(MARKET), market, bad)?,
-            zones: one(ZONES, given(ZONES), zones, bad)?.unwrap_or_default(),
-            public_ip: one(PUBLIC_IP, given(PUBLIC_IP), flag, bad)?,
+            arch: one(annotations, ARCH, arch)?,
+            confidential: one(annotations, CONFIDENTIAL, confidential)?,
+            market: one(annotations, MARKET, market)?,
+            zones: one(annotations, ZONES, zones)?.unwrap_or_default(),
+            public_ip: one(annotations, PUBLIC_IP, flag)?,
         })
     }
 

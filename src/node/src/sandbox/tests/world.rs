@@ -1047,14 +1047,7 @@ impl Identity for Fake {
 
     fn user_data(&self, ticket: &Ticket, claims: u32) -> Result<String, String> {
         let addresses = ["10.99.0.1:15151".parse().unwrap()];
-        Ok(crate::user_data::user_data(
-            ticket,
-            claims,
-            &addresses,
-            None,
-            &[[7; 32]],
-            Duration::from_secs(900),
-        ))
+        Ok(crate::ports::user_data(ticket, claims, &addresses, None, &[[7; 32]], Duration::from_secs(900)))
     }
 
     fn node_endpoints(&self) -> watch::Receiver<NodeEndpoints> {
