@@ -46,7 +46,7 @@ pub(crate) use writer::Recorded;
 use crate::{
     app::{Tasks, spawn},
     metrics::Metrics,
-    sandbox::ports::Said,
+    sandbox::ports::PodEvent,
     spec::PodRef,
 };
 use calls::Calls;
@@ -175,7 +175,7 @@ impl Cluster {
     }
 
     /// Posts an Event on the pod. Never waits; beyond a pod's rate limit, Events are dropped.
-    pub(crate) fn tell(&self, pod: &PodRef, said: Said) {
+    pub(crate) fn tell(&self, pod: &PodRef, said: PodEvent) {
         self.events.tell(pod, said);
     }
 

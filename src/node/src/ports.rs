@@ -34,8 +34,8 @@ use crate::{
     relay_client::RelayClient,
     rotate::SharedTrust,
     sandbox::ports::{
-        Certificate, Clock, Cloud, CloudError, Followed, Heard, Identity, Kubernetes, Made, NetworkError,
-        NodeEndpoints, PodNetwork, PullSecretError, Said, Store, Trusted,
+        Certificate, Changes, Clock, Cloud, CloudError, Followed, Identity, Kubernetes, Made, NetworkError,
+        NodeEndpoints, PodEvent, PodNetwork, PullSecretError, Store, Trusted,
     },
     secrets::PullSecrets,
     spec::{PodRef, SandboxId},
@@ -455,10 +455,10 @@ impl PodNetwork for NodeNetwork {
         matches!(on_thread(ask).await, Ok(Ok(true)))
     }
 
-    fn netns_watcher(&self, netns: &NetnsRef, network: &Network, vm: IpAddr) -> watch::Receiver<Heard> {
+    fn netns_watcher(&self, netns: &NetnsRef, network: &Network, vm: IpAddr) -> watch::Receiver<Changes> {
         let to = NetworkRecord::read(network).ok().map(|recorded| (recorded.reserved, vm));
         let (boot_id, tunnel) = (self.boot_id.clone(), self.tunnel.clone());
-        netns_watcher::listen_to(boot_id, netns.clone(), tunnel, to, &self.surroundings)
+        netns_watcher::watch_netns(boot_id, netns.clone(), tunnel, to, &self.surroundings)
     }
 
     async fn carry_localhost(&self, netns: &NetnsRef, id: &SandboxId) -> Result<(), NetworkError> {
@@ -558,7 +558,7 @@ impl Kubernetes for NodeCluster {
         }
     }
 
-    fn tell(&self, pod: &PodRef, said: Said) {
+    fn tell(&self, pod: &PodRef, said: PodEvent) {
         if let Some((cluster, _)) = &self.cluster {
             cluster.tell(pod, said);
         }
@@ -580,7 +580,7 @@ impl Kubernetes for NodeCluster {
         let given = service.of(pod).await?;
         if !given.notes.is_empty() {
             let text = format!("some of the pod's pull secrets cannot be used: {}", given.notes.join("; "));
-            self.tell(pod, Said { reason: "PullSecretUnusable", text });
+            self.tell(pod, PodEvent { reason: "PullSecretUnusable", text });
         }
         Ok(given.config)
     }

@@ -123,7 +123,7 @@ impl RelayClient {
             }
             since = answer.version;
             for state in answer.changed {
-                self.heard(state);
+                self.on_state(state);
             }
         }
     }
@@ -155,7 +155,7 @@ impl RelayClient {
         self.0.epoch.send_modify(|epoch| *epoch += 1);
     }
 
-    fn heard(&self, state: SandboxState) {
+    fn on_state(&self, state: SandboxState) {
         let new = Guest {
             connected: state.guest_connected,
             session: state.guest_session,

@@ -68,7 +68,7 @@ async fn supply_always(relay: &RelayClient, wireguard: &Arc<Wireguard>) {
         // Wakes for another relay, a change in the namespace, or the timer.
         tokio::select! {
             _ = epoch.changed() => {}
-            deaf = heard(&mut inside) => {
+            deaf = changed(&mut inside) => {
                 if deaf {
                     inside = None;
                 }
@@ -79,7 +79,7 @@ async fn supply_always(relay: &RelayClient, wireguard: &Arc<Wireguard>) {
 }
 
 /// Waits for a change; returns whether the watch has failed.
-async fn heard(events: &mut Option<Events>) -> bool {
+async fn changed(events: &mut Option<Events>) -> bool {
     match events {
         Some(events) => events.settled(QUIET, AT_MOST).await.is_err(),
         None => std::future::pending().await,

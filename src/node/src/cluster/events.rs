@@ -28,7 +28,7 @@ use super::{
     calls::{Calls, is_away},
     pods::Reflector,
 };
-use crate::{metrics::Metrics, sandbox::ports::Said, spec::PodRef};
+use crate::{metrics::Metrics, sandbox::ports::PodEvent, spec::PodRef};
 
 /// Component that reports the Events.
 const COMPONENT: &str = "peerpod-node";
@@ -43,7 +43,7 @@ const MEMORY: Duration = Duration::from_secs(600);
 const BURST: u32 = 20;
 const REFILL: Duration = Duration::from_secs(30);
 /// Size limit of one message, in bytes; newer versions of the Event API refuse more.
-const MOST_WORDS: usize = 1024;
+const MOST_TEXT: usize = 1024;
 /// Time that an Event of an unknown pod waits for the pod.
 const POD: Duration = Duration::from_secs(3);
 /// Pauses between two attempts while the API server is unreachable.
@@ -70,7 +70,7 @@ struct State {
 
 struct Waiting {
     pod: PodRef,
-    said: Said,
+    said: PodEvent,
     since: Instant,
     at: Timestamp,
 }
@@ -106,7 +106,7 @@ impl Events {
         Events(Arc::new(Inner { calls, pods, node, metrics, state: Mutex::default(), wake: Notify::new() }))
     }
 
-    pub(super) fn tell(&self, pod: &PodRef, said: Said) {
+    pub(super) fn tell(&self, pod: &PodRef, said: PodEvent) {
         let now = Instant::now();
         let mut state = self.0.state.lock();
         if state.budgets.len() >= MOST_KNOWN {
@@ -160,7 +160,7 @@ impl Events {
     async fn write(&self, waiting: &Waiting, written: &mut Written) -> Result<(), Error> {
         let Waiting { pod, said, at, .. } = waiting;
         let uid = self.uid(pod, waiting.since).await;
-        let message = clipped(&said.text, MOST_WORDS);
+        let message = clipped(&said.text, MOST_TEXT);
         let key = {
             let mut hasher = DefaultHasher::new();
             (&pod.namespace, &pod.name, &uid, said.reason, &message).hash(&mut hasher);

@@ -186,7 +186,7 @@ impl Reflector {
             };
             match event {
                 Ok(event) => {
-                    self.heard(event);
+                    self.on_event(event);
                     said = false;
                 }
                 Err(error) => {
@@ -198,7 +198,7 @@ impl Reflector {
         }
     }
 
-    fn heard(&self, event: watcher::Event<Pod>) {
+    fn on_event(&self, event: watcher::Event<Pod>) {
         {
             let mut state = self.state();
             match event {

@@ -15,7 +15,7 @@ use crate::{ledger::Record, sandbox::phase::Phase, spec::SandboxId};
 const MOST_ADDRESSES: usize = 16;
 const MOST_STAGES: usize = 32;
 /// Length limit of a condition's message.
-const MOST_WORDS: usize = 1024;
+const MOST_TEXT: usize = 1024;
 
 /// Facts that all PeerPods of a node share.
 #[derive(Clone, Debug)]
@@ -117,7 +117,7 @@ fn created(record: &Record, vm: Option<&InstanceId>, now_ms: u64) -> Condition {
     let made = record.stage("vm_made").map(|at_ms| record.created_ms.saturating_add(at_ms));
     match vm {
         Some(vm) => condition("Created", true, "Made", format!("VM {vm}"), made.unwrap_or(now_ms)),
-        None if record.end.failed => condition("Created", false, "Failed", words(record), now_ms),
+        None if record.end.failed => condition("Created", false, "Failed", cause(record), now_ms),
         None => condition(
             "Created",
             false,
@@ -134,7 +134,7 @@ fn ready(record: &Record, now_ms: u64) -> Condition {
         Phase::Running { .. } => {
             condition("Ready", true, "Running", "the VM's agent answers".into(), running.unwrap_or(now_ms))
         }
-        _ if record.end.failed => condition("Ready", false, "Failed", words(record), now_ms),
+        _ if record.end.failed => condition("Ready", false, "Failed", cause(record), now_ms),
         _ if record.phase.is_live() => condition(
             "Ready",
             false,
@@ -142,13 +142,13 @@ fn ready(record: &Record, now_ms: u64) -> Condition {
             "the VM's agent does not answer yet".into(),
             record.created_ms,
         ),
-        _ => condition("Ready", false, "Stopped", words(record), now_ms),
+        _ => condition("Ready", false, "Stopped", cause(record), now_ms),
     }
 }
 
-fn words(record: &Record) -> String {
+fn cause(record: &Record) -> String {
     let text = record.end.cause.as_deref().unwrap_or("the sandbox was stopped");
-    text.chars().take(MOST_WORDS).collect()
+    text.chars().take(MOST_TEXT).collect()
 }
 
 fn condition(kind: &str, status: bool, reason: &str, message: String, at_ms: u64) -> Condition {

@@ -52,7 +52,7 @@ pub struct Quarantined {
     pub file: PathBuf,
     /// The current path; the original one if the file was not moved.
     pub moved_to: PathBuf,
-    /// The reason, in words.
+    /// The reason, as text.
     pub why: String,
 }
 

@@ -94,8 +94,8 @@ pub struct Enrolment {
     pub ticket: Option<Ticket>,
     /// Member index in the batch that made its VM. The ticket is then the batch's ticket, shared by many VMs, and the
     /// node identifies each VM by its address.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub seat: Option<u32>,
+    #[serde(default, rename = "seat", skip_serializing_if = "Option::is_none")]
+    pub batch_member: Option<u32>,
     /// The key that used the ticket.
     #[serde(default)]
     pub binding: Option<Binding>,
@@ -111,17 +111,17 @@ pub struct Assignment {
     #[serde(default)]
     pub session: Option<String>,
     /// Digest of the network plan that this session applied.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub told: Option<String>,
+    #[serde(default, rename = "told", skip_serializing_if = "Option::is_none")]
+    pub plan: Option<String>,
     /// Digest of the pull secrets that this session received; `None`: none, or unknown.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub told_secret: Option<String>,
+    #[serde(default, rename = "told_secret", skip_serializing_if = "Option::is_none")]
+    pub secret: Option<String>,
 }
 
 /// Stop or failure of a sandbox, and its tombstone.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct RecordEnd {
-    /// Reason of the stop or failure, in words.
+    /// Reason of the stop or failure, as text.
     #[serde(default)]
     pub cause: Option<String>,
     /// Whether `cause` is a failure, which StartVM returns.
@@ -245,7 +245,9 @@ impl Record {
     /// Returns the key under which the cloud has its VM; without a VM, the key of the first attempt.
     pub fn key(&self, cluster_id: &str) -> IdempotencyKey {
         match (&self.enrolment.ticket, self.phase.vm()) {
-            (Some(ticket), Some(_)) if self.enrolment.seat.is_some() => batch_key(cluster_id, &ticket.id),
+            (Some(ticket), Some(_)) if self.enrolment.batch_member.is_some() => {
+                batch_key(cluster_id, &ticket.id)
+            }
             (_, Some(_)) => IdempotencyKey::derive(cluster_id, self.id.as_str(), self.wanted.attempt),
             (_, None) => IdempotencyKey::derive(cluster_id, self.id.as_str(), 0),
         }

@@ -13,7 +13,7 @@ use tracing::{debug, warn};
 use super::{Surroundings, on_thread, open};
 use crate::{
     ledger::NetnsRef,
-    sandbox::ports::{Heard, NetworkError},
+    sandbox::ports::{Changes, NetworkError},
     tunnel::{Reserved, Tunnel},
 };
 
@@ -28,50 +28,50 @@ const PAUSE: Duration = Duration::from_secs(10);
 const AT_ONCE: u32 = 20;
 const EACH: Duration = Duration::from_secs(3);
 /// Time between two warnings about one pod.
-const SAID: Duration = Duration::from_secs(600);
+const BETWEEN_WARNINGS: Duration = Duration::from_secs(600);
 
 /// Rate limit of the inspections of a pod's network.
 #[derive(Default)]
 struct RateLimit {
     /// Time up to which the inspections so far are charged, each with [`EACH`].
     paid: Option<Instant>,
-    said: Option<Instant>,
+    warned: Option<Instant>,
 }
 
 impl RateLimit {
     /// Charges one change. Returns the time for which further changes are not signalled: zero, growing to [`EACH`].
-    fn heard(&mut self, now: Instant) -> Duration {
+    fn charge(&mut self, now: Instant) -> Duration {
         let paid = self.paid.map_or(now, |paid| paid.max(now)) + EACH;
         self.paid = Some(paid);
         paid.saturating_duration_since(now + EACH * AT_ONCE)
     }
 
-    fn is_to_be_said(&mut self, now: Instant) -> bool {
-        let due = self.said.is_none_or(|said| now >= said + SAID);
+    fn may_warn(&mut self, now: Instant) -> bool {
+        let due = self.warned.is_none_or(|warned| now >= warned + BETWEEN_WARNINGS);
         if due {
-            self.said = Some(now);
+            self.warned = Some(now);
         }
         due
     }
 }
 
 /// Watches until the receiver is dropped.
-pub(super) fn listen_to(
+pub(super) fn watch_netns(
     boot_id: String,
     netns: NetnsRef,
     tunnel: Tunnel,
     to: Option<(Reserved, IpAddr)>,
     surroundings: &Surroundings,
-) -> watch::Receiver<Heard> {
+) -> watch::Receiver<Changes> {
     let (sender, receiver) = watch::channel(0);
     let (underlay, own) = (surroundings.underlay(), tunnel.own_addresses());
     let netns_watcher = NetnsWatcher { boot_id, netns, tunnel, to, turns: surroundings.turns(), sender };
     tokio::spawn(async move {
         tokio::select! {
             () = netns_watcher.sender.closed() => {}
-            () = netns_watcher.hear_pod() => {}
-            () = netns_watcher.hear_node(underlay, own) => {}
-            () = netns_watcher.hear_tunnel() => {}
+            () = netns_watcher.watch_pod() => {}
+            () = netns_watcher.watch_node(underlay, own) => {}
+            () = netns_watcher.watch_tunnel() => {}
         }
     });
     receiver
@@ -84,20 +84,20 @@ struct NetnsWatcher {
     /// The tunnel, and the address of its VM.
     to: Option<(Reserved, IpAddr)>,
     turns: Arc<Semaphore>,
-    sender: watch::Sender<Heard>,
+    sender: watch::Sender<Changes>,
 }
 
 impl NetnsWatcher {
     /// Ends when the namespace is gone; the reaper looks for such sandboxes.
-    async fn hear_pod(&self) {
+    async fn watch_pod(&self) {
         let mut rate_limit = RateLimit::default(); // a new socket does not reset the limit
         loop {
             match self.events().await {
                 Ok(mut events) => {
                     // Changes between the first inspection and now.
-                    self.sender.send_modify(|heard| *heard += 1);
+                    self.sender.send_modify(|changes| *changes += 1);
                     while events.settled(QUIET, AT_MOST).await.is_ok() {
-                        self.sender.send_modify(|heard| *heard += 1);
+                        self.sender.send_modify(|changes| *changes += 1);
                         self.calm(&mut rate_limit).await;
                     }
                 }
@@ -105,18 +105,18 @@ impl NetnsWatcher {
                 Err(error) => debug!(error = error.text, "cannot watch the pod's network; trying again"),
             }
             sleep(PAUSE).await;
-            self.sender.send_modify(|heard| *heard += 1); // for changes that were missed meanwhile
+            self.sender.send_modify(|changes| *changes += 1); // for changes that were missed meanwhile
         }
     }
 
     /// Waits while the rate limit is exceeded. Changes during the wait are signalled afterwards.
     async fn calm(&self, rate_limit: &mut RateLimit) {
         let now = Instant::now();
-        let pause = rate_limit.heard(now);
+        let pause = rate_limit.charge(now);
         if pause.is_zero() {
             return;
         }
-        if rate_limit.is_to_be_said(now) {
+        if rate_limit.may_warn(now) {
             warn!(
                 netns = %self.netns.path.display(),
                 "the pod's network changes again and again; another program may undo the node's repairs (its \
@@ -128,24 +128,24 @@ impl NetnsWatcher {
 
     /// Signals the changes of the node's network that concern this sandbox. These are the path to its VM, and the
     /// node's `own` addresses if its pod must keep those to the tunnel.
-    async fn hear_node(&self, mut underlay: watch::Receiver<u64>, mut own: Option<Arc<Vec<IpAddr>>>) {
+    async fn watch_node(&self, mut underlay: watch::Receiver<u64>, mut own: Option<Arc<Vec<IpAddr>>>) {
         let mut path = self.find_path().await;
         while underlay.changed().await.is_ok() {
             let now = (self.find_path().await, self.tunnel.own_addresses());
             if (&now.0, &now.1) != (&path, &own) {
                 (path, own) = now;
-                self.sender.send_modify(|heard| *heard += 1);
+                self.sender.send_modify(|changes| *changes += 1);
             }
         }
         std::future::pending().await
     }
 
     /// Signals changes of the relay's endpoints, which guests of encrypted tunnels receive besides the path.
-    async fn hear_tunnel(&self) {
+    async fn watch_tunnel(&self) {
         let news = self.to.as_ref().and_then(|(reserved, _)| self.tunnel.news(reserved));
         if let Some(mut news) = news {
             while news.changed().await.is_ok() {
-                self.sender.send_modify(|heard| *heard += 1);
+                self.sender.send_modify(|changes| *changes += 1);
             }
         }
         std::future::pending().await
@@ -178,14 +178,14 @@ mod tests {
             let (mut now, mut looks) = (from, 0);
             while now < from + Duration::from_secs(60) {
                 looks += 1;
-                now += QUIET + rate_limit.heard(now);
+                now += QUIET + rate_limit.charge(now);
             }
             looks
         };
         let looks = storm(&mut rate_limit, began);
         assert!((AT_ONCE..=AT_ONCE + 21).contains(&looks), "{looks} in a minute");
-        assert!(rate_limit.is_to_be_said(began) && !rate_limit.is_to_be_said(began + EACH));
+        assert!(rate_limit.may_warn(began) && !rate_limit.may_warn(began + EACH));
         let later = began + Duration::from_secs(300);
-        assert_eq!(rate_limit.heard(later), Duration::ZERO);
+        assert_eq!(rate_limit.charge(later), Duration::ZERO);
     }
 }

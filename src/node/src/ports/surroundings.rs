@@ -52,7 +52,7 @@ impl Surroundings {
                 return;
             };
             tokio::select! {
-                () = hear(&host, &tunnel, &news) => {}
+                () = watch_underlay(&host, &tunnel, &news) => {}
                 () = news.closed() => {}
             }
         });
@@ -77,7 +77,7 @@ impl Surroundings {
     }
 }
 
-async fn hear(host: &Netns, tunnel: &Tunnel, news: &watch::Sender<u64>) {
+async fn watch_underlay(host: &Netns, tunnel: &Tunnel, news: &watch::Sender<u64>) {
     loop {
         match Events::of_underlay(host) {
             Ok(mut events) => {

@@ -46,7 +46,7 @@ async fn a_new_node_address_is_detected_and_enters_the_next_plan() {
     let netns = NetnsRef { path: pod.path().to_owned(), dev, inode, boot_id: "this".into() };
     let way = Some((reserved.clone(), vm));
     let mut netns_watcher =
-        netns_watcher::listen_to("this".into(), netns, tunnel.clone(), way, &surroundings);
+        netns_watcher::watch_netns("this".into(), netns, tunnel.clone(), way, &surroundings);
     // An address within the cluster's prefixes, for example of a proxy, is no change.
     world.ip("node", "addr add 10.96.0.10/32 dev cni0");
     world.ip("node", "addr add 10.66.0.1/24 dev cni0");

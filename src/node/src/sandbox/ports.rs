@@ -27,7 +27,7 @@ use crate::{
 pub(crate) use peerpod_provider_api::{Error as CloudError, Retry};
 
 /// Number of changes seen around a sandbox's network.
-pub(crate) type Heard = u64;
+pub(crate) type Changes = u64;
 
 /// Endpoints at which guests reach the node; `None` until they are known.
 pub(crate) type NodeEndpoints = Option<Arc<Vec<String>>>;
@@ -119,7 +119,7 @@ pub struct Guest {
 
 /// Event for the pod's owner.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Said {
+pub struct PodEvent {
     /// Reason, one word.
     pub reason: &'static str,
     /// Problem, cause and remedy.
@@ -265,7 +265,7 @@ pub trait PodNetwork: Send + Sync + 'static {
     async fn is_one_way(&self, one: IpAddr, other: IpAddr) -> bool;
 
     /// Watches for changes in the pod's network namespace and on the path to the VM, until the receiver is dropped.
-    fn netns_watcher(&self, netns: &NetnsRef, network: &Network, vm: IpAddr) -> watch::Receiver<Heard>;
+    fn netns_watcher(&self, netns: &NetnsRef, network: &Network, vm: IpAddr) -> watch::Receiver<Changes>;
 
     /// Redirects connections to the pod's localhost into its VM. Idempotent; `disconnect` undoes it.
     async fn carry_localhost(&self, netns: &NetnsRef, id: &SandboxId) -> Result<(), NetworkError>;
@@ -339,7 +339,7 @@ pub trait Kubernetes: Send + Sync + 'static {
     fn show(&self, record: &Record);
 
     /// Posts an Event on the pod. Does not wait.
-    fn tell(&self, pod: &PodRef, said: Said);
+    fn tell(&self, pod: &PodRef, said: PodEvent);
 
     /// Returns the guest's access to images: the known registries, with the pod's own pull secrets (a
     /// `.dockerconfigjson`; empty for none).

@@ -75,7 +75,7 @@ pub fn merge(recorded: &PodNetworkState, now: PodNetworkState, fell: &dyn Fn(u32
             left.note(|| what.clone());
         }
     }
-    Merged { seen, changes: changes.words(), left: left.words(), kept }
+    Merged { seen, changes: changes.texts(), left: left.texts(), kept }
 }
 
 /// Whether nothing that was recorded is missing.
@@ -177,7 +177,7 @@ impl Changes {
         }
     }
 
-    fn words(mut self) -> Vec<String> {
+    fn texts(mut self) -> Vec<String> {
         if self.more > 0 {
             self.listed.push(format!("{} more", self.more));
         }
@@ -236,9 +236,9 @@ mod tests {
         let merged = merge(&seen(), now.clone(), &stayed);
         assert_eq!(merged.seen, now);
         assert_eq!(merged.left, [""; 0]);
-        let words = merged.changes.join("; ");
+        let text = merged.changes.join("; ");
         for word in ["10.3.0.0/16 is gone", "10.4.0.0/16 is new", "MTU 1450 to 1400"] {
-            assert!(words.contains(word), "{words}");
+            assert!(text.contains(word), "{text}");
         }
     }
 

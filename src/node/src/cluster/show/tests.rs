@@ -73,7 +73,7 @@ fn a_failure_is_shown_with_its_cause_cut_to_size() {
     let shown = Shown::of(&record, &about(), 5_000).unwrap();
     assert!(!shown.is_live);
     assert!(shown.status.conditions.iter().all(|condition| condition.reason == "Failed"));
-    assert_eq!(shown.status.conditions[0].message.len(), MOST_WORDS);
+    assert_eq!(shown.status.conditions[0].message.len(), MOST_TEXT);
     record.pod = None;
     assert!(Shown::of(&record, &about(), 5_000).is_none());
 }

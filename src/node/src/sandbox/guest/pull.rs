@@ -116,7 +116,7 @@ impl Task {
             }
             Err(error) => {
                 if !std::mem::replace(&mut self.guest.pull.missed, true) {
-                    let kept = if self.record.assigned.told_secret.is_some() {
+                    let kept = if self.record.assigned.secret.is_some() {
                         "keeps its present ones"
                     } else {
                         "goes on without them"

@@ -58,12 +58,12 @@ impl Task {
         let (ports, id) = (self.ports.clone(), self.record.id.clone());
         self.in_flight.guest.start(async move {
             let result = ports.relay.call(&id, request, WITHIN).await.map(Box::new);
-            if asks { Completion::Told { trusted, result } } else { Completion::Renewed { trusted, result } }
+            if asks { Completion::Csr { trusted, result } } else { Completion::Renewed { trusted, result } }
         });
     }
 
     /// Signs the CSR of a guest that trusts the new set.
-    pub(crate) async fn told(
+    pub(crate) async fn csr_came(
         &mut self,
         trusted: Arc<Trusted>,
         result: Result<Box<Reply>, RelayError>,

@@ -11,7 +11,7 @@ use tracing::{info, warn};
 use crate::sandbox::lifecycle::{completions::clip, phase::Phase, task::Task};
 
 /// Maximum number of log lines for one sandbox, in one life of its task.
-const MOST_SAID: u32 = 64;
+const MOST_LOGGED: u32 = 64;
 /// Maximum number of notes read from one status.
 const MOST_NOTES: usize = 8;
 
@@ -22,7 +22,7 @@ pub(crate) struct Reports {
     seen: u64,
     path: Option<Path>,
     notes: Vec<String>,
-    said: u32,
+    logged: u32,
 }
 
 /// State of the path between VM and node.
@@ -35,7 +35,7 @@ struct Path {
 
 impl Task {
     /// Reads the guest's status if it has changed.
-    pub(crate) fn hear_reports(&mut self) {
+    pub(crate) fn read_reports(&mut self) {
         let Phase::Running { .. } = self.record.phase else { return };
         let Some(plan) = &self.guest.plan else { return };
         let planned = plan.network.interfaces.first().map_or(0, |interface| interface.mtu);
@@ -51,12 +51,12 @@ impl Task {
         };
         let path = judge(&plan.network, &status);
         if path.is_some() && path != self.guest.reports.path {
-            self.say_path(path);
+            self.log_path(path);
         }
         let notes: Vec<String> = status.notes.iter().take(MOST_NOTES).map(|note| clip(note)).collect();
         if notes != self.guest.reports.notes {
             for note in notes.iter().filter(|note| !self.guest.reports.notes.contains(note)) {
-                if may_say(&mut self.guest.reports.said) {
+                if may_log(&mut self.guest.reports.logged) {
                     warn!(note, "note of the guest");
                 }
             }
@@ -64,13 +64,13 @@ impl Task {
         }
     }
 
-    fn say_path(&mut self, path: Option<Path>) {
+    fn log_path(&mut self, path: Option<Path>) {
         let before = std::mem::replace(&mut self.guest.reports.path, path);
         let Some(Path { kind, sentence }) = &self.guest.reports.path else { return };
-        if before.is_none_or(|before| before.kind != *kind) && self.guest.reports.said < MOST_SAID {
+        if before.is_none_or(|before| before.kind != *kind) && self.guest.reports.logged < MOST_LOGGED {
             self.metrics.guests.path(kind);
         }
-        if may_say(&mut self.guest.reports.said) {
+        if may_log(&mut self.guest.reports.logged) {
             match *kind {
                 "narrow" => warn!(path = sentence, "packets of the pod are smaller than planned"),
                 "untried" => warn!(path = sentence, "the guest could not probe the path to the node"),
@@ -80,12 +80,12 @@ impl Task {
     }
 }
 
-fn may_say(said: &mut u32) -> bool {
-    *said = said.saturating_add(1);
-    if *said == MOST_SAID {
-        warn!(bound = MOST_SAID, "the guest reports too often; its further reports are not logged");
+fn may_log(logged: &mut u32) -> bool {
+    *logged = logged.saturating_add(1);
+    if *logged == MOST_LOGGED {
+        warn!(bound = MOST_LOGGED, "the guest reports too often; its further reports are not logged");
     }
-    *said < MOST_SAID
+    *logged < MOST_LOGGED
 }
 
 /// Compares the status with the plan; `None` while the guest has not reported a path.
@@ -153,7 +153,7 @@ mod tests {
         let plan = plan();
         assert_eq!(judge(&plan, &Status::new()), None);
         assert_eq!(judge(&plan, &status(0, 0, "", 1450)), None, "not tried yet");
-        for (status, kind, words) in [
+        for (status, kind, texts) in [
             (status(1500, 1500, "", 1450), "as_planned", &["1500", "10.0.0.1", "as probed"][..]),
             (status(1500, 0, "UDP is blocked", 1450), "untried", &["kernel reports", "UDP is blocked"]),
             (status(1400, 1400, "", 1350), "narrow", &["1400", "50", "1350 instead of 1450"]),
@@ -161,7 +161,7 @@ mod tests {
         ] {
             let path = judge(&plan, &status).unwrap();
             assert_eq!(path.kind, kind);
-            for word in words {
+            for word in texts {
                 assert!(path.sentence.contains(word), "{}", path.sentence);
             }
         }

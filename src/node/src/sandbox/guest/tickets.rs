@@ -47,7 +47,8 @@ impl Tickets {
     /// Indexes a sandbox by its present record, in place of its former entry.
     pub(crate) fn enter(&self, record: &Record) {
         let Some(ticket) = &record.enrolment.ticket else { return };
-        let addresses = if record.enrolment.seat.is_some() { record.addresses.as_slice() } else { &[] };
+        let addresses =
+            if record.enrolment.batch_member.is_some() { record.addresses.as_slice() } else { &[] };
         let mut inner = self.inner();
         let before = inner.entered.get(&record.id);
         if before.is_some_and(|(known, at)| *known == ticket.id && at.as_slice() == addresses) {
@@ -55,7 +56,7 @@ impl Tickets {
         }
         inner.leave(&record.id);
         let (id, name) = (record.id.clone(), ticket.id.clone());
-        if record.enrolment.seat.is_some() {
+        if record.enrolment.batch_member.is_some() {
             let shared = inner.shared.entry(name.clone()).or_default();
             shared.members += 1;
             for address in addresses {
@@ -83,7 +84,7 @@ impl Tickets {
         if let Some(shared) = inner.shared.get_mut(ticket) {
             shared.open = false;
         }
-        inner.tidy(ticket);
+        inner.drop_if_unused(ticket);
     }
 
     /// Returns the owner of a claim with this ticket and source address.
@@ -135,10 +136,10 @@ impl Inner {
                 }
             }
         }
-        self.tidy(&ticket);
+        self.drop_if_unused(&ticket);
     }
 
-    fn tidy(&mut self, ticket: &str) {
+    fn drop_if_unused(&mut self, ticket: &str) {
         if self.shared.get(ticket).is_some_and(|shared| !shared.open && shared.members == 0) {
             self.shared.remove(ticket);
         }
@@ -155,7 +156,7 @@ mod tests {
     fn record(name: &str, ticket: &Ticket, member: Option<u32>, addresses: &[&str]) -> Record {
         let mut record = Record::tombstone(name.parse().unwrap(), 0);
         record.enrolment.ticket = Some(ticket.clone());
-        record.enrolment.seat = member;
+        record.enrolment.batch_member = member;
         record.addresses = addresses.iter().map(|address| address.parse().unwrap()).collect();
         record
     }

@@ -49,7 +49,7 @@ impl Task {
             Completion::Attached(result) => self.attached(result).await,
             Completion::Reserved(result) => self.reserved(result).await,
             Completion::Connected(result) => self.connected(result).await,
-            Completion::Followed { heard, result } => self.followed(heard, result).await,
+            Completion::Followed { changes, result } => self.followed(changes, result).await,
             Completion::Traced { from, near, result } => self.traced(from, near, result).await,
             Completion::Put { version, result } => self.put_done(version, result),
             Completion::Carried { version, result } => self.localhost_carried(version, result),
@@ -57,7 +57,7 @@ impl Task {
                 self.assigned(session, digest, secret, result).await
             }
             Completion::PullSecret(answer) => self.pull_secret_came(answer),
-            Completion::Told { trusted, result } => self.told(trusted, result).await,
+            Completion::Csr { trusted, result } => self.csr_came(trusted, result).await,
             Completion::Renewed { trusted, result } => self.renewed(trusted, result).await,
             Completion::Cleared(pass) => self.passed(pass).await,
         };
@@ -154,7 +154,7 @@ impl Task {
         };
         self.apply(PhaseEvent::Made(vm), |record| {
             if let Some((number, batch)) = member {
-                record.enrolment.seat = Some(number);
+                record.enrolment.batch_member = Some(number);
                 record.enrolment.ticket = Some(batch.ticket.clone());
                 record.enrolment.trust = Some(batch.trust.clone());
             }
@@ -384,10 +384,10 @@ impl Task {
         self.worked(Which::Guest);
         let assign = |record: &mut Record| {
             record.assigned.session = Some(session);
-            record.assigned.told = Some(digest);
+            record.assigned.plan = Some(digest);
             // While no pull secrets are known, the guest keeps those it had.
             if let Some(secret) = secret {
-                record.assigned.told_secret = Some(secret).filter(|secret| !secret.is_empty());
+                record.assigned.secret = Some(secret).filter(|secret| !secret.is_empty());
             }
         };
         if joining {
@@ -406,10 +406,10 @@ impl Task {
             self.apply(PhaseEvent::Joined, |_| {}).await?;
             return Ok(());
         }
-        let (before, plan_before) = (self.record.assigned.session.clone(), self.record.assigned.told.clone());
+        let (before, plan_before) = (self.record.assigned.session.clone(), self.record.assigned.plan.clone());
         self.change(assign).await?;
         if before == self.record.assigned.session {
-            if plan_before != self.record.assigned.told {
+            if plan_before != self.record.assigned.plan {
                 info!("the guest follows the pod's network");
             } else {
                 info!("the guest has the pod's current pull secrets");
@@ -589,7 +589,8 @@ impl Task {
 
     /// Explains a guest of the same batch that came from an unknown address; empty if there is none.
     fn stranger(&self) -> String {
-        let ticket = self.record.enrolment.ticket.as_ref().filter(|_| self.record.enrolment.seat.is_some());
+        let ticket =
+            self.record.enrolment.ticket.as_ref().filter(|_| self.record.enrolment.batch_member.is_some());
         let Some(from) = ticket.and_then(|ticket| self.vm.tickets.stranger(&ticket.id)) else {
             return String::new();
         };

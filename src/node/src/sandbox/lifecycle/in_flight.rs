@@ -13,7 +13,7 @@ use zeroize::Zeroizing;
 
 use crate::sandbox::{
     lifecycle::clear::Pass,
-    ports::{CloudError, Followed, Heard, NetworkError, PullSecretError, RelayError, Trusted},
+    ports::{Changes, CloudError, Followed, NetworkError, PullSecretError, RelayError, Trusted},
     vm::batch::BatchMember,
 };
 use crate::{ledger::Network, volumes::PodVolumes};
@@ -40,9 +40,9 @@ pub(crate) enum Completion {
     Attached(Result<Box<PodVolumes>, CloudError>),
     Reserved(Result<Network, NetworkError>),
     Connected(Result<Box<NetworkPlan>, NetworkError>),
-    /// Inspection of the pod's network; `heard` is the change count at its start.
+    /// Inspection of the pod's network; `changes` is the change count at its start.
     Followed {
-        heard: Heard,
+        changes: Changes,
         result: Result<Box<Followed>, NetworkError>,
     },
     /// The VM's addresses in the cloud, queried because the guest connects from `from`.
@@ -69,7 +69,7 @@ pub(crate) enum Completion {
         result: Result<Box<Reply>, RelayError>,
     },
     /// First step of a CA rotation: the guest got the CA set and a request for a CSR.
-    Told {
+    Csr {
         trusted: Arc<Trusted>,
         result: Result<Box<Reply>, RelayError>,
     },

@@ -61,7 +61,7 @@ impl Task {
                 self.renew();
                 self.follow();
                 self.trace();
-                self.hear_reports();
+                self.read_reports();
             }
             Step::Learn => self.learn(),
             Step::Clear => self.clear(),
@@ -203,7 +203,8 @@ impl Task {
 
     /// Whether a guest with the batch's ticket connects from an address that the cloud has not named for any VM yet.
     pub(crate) fn is_not_told_apart(&self) -> bool {
-        let ticket = self.record.enrolment.ticket.as_ref().filter(|_| self.record.enrolment.seat.is_some());
+        let ticket =
+            self.record.enrolment.ticket.as_ref().filter(|_| self.record.enrolment.batch_member.is_some());
         self.record.enrolment.binding.is_none()
             && ticket.is_some_and(|ticket| self.vm.tickets.is_awaited(&ticket.id))
     }
@@ -338,7 +339,8 @@ impl Task {
             return;
         }
         let guest = self.guest.state.borrow_and_update().clone();
-        let Some(plan) = self.guest.plan.clone().filter(|_| guest.connected && !self.is_told(&guest.session))
+        let Some(plan) =
+            self.guest.plan.clone().filter(|_| guest.connected && !self.is_assigned(&guest.session))
         else {
             return;
         };

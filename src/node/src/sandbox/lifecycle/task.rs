@@ -31,7 +31,7 @@ use crate::sandbox::{
         view::View,
     },
     network::follow::{Following, PlannedNetwork},
-    ports::{Guest, NodeEndpoints, Ports, Said, Trusted},
+    ports::{Guest, NodeEndpoints, PodEvent, Ports, Trusted},
     vm::batch::{Batches, CreatePath},
 };
 use crate::{ledger::Record, metrics::Metrics};
@@ -227,7 +227,7 @@ enum Woken {
     Guest,
     Epoch,
     Trust,
-    Heard,
+    Network,
     Deadline,
     Slow,
 }
@@ -262,8 +262,8 @@ impl Task {
                 () = changed(&mut self.guest.state) => Woken::Guest,
                 () = changed(&mut self.relay.epoch) => Woken::Epoch,
                 () = changed(&mut self.guest.trusted) => Woken::Trust,
-                () = self.network.following.heard() => Woken::Heard,
-                () = changed(&mut self.network.node_endpoints) => Woken::Heard,
+                () = self.network.following.changed() => Woken::Network,
+                () = changed(&mut self.network.node_endpoints) => Woken::Network,
                 () = sleep_until(deadline.unwrap_or_else(Instant::now)), if deadline.is_some() => Woken::Deadline,
                 () = sleep_until(slow.unwrap_or_else(Instant::now)), if slow.is_some() => Woken::Slow,
             };
@@ -272,7 +272,7 @@ impl Task {
                 Woken::Command(Some(command)) => Box::pin(self.command(command)).await,
                 Woken::Command(None) => return,
                 Woken::Completion(which, completion) => Box::pin(self.on_completion(which, completion)).await,
-                Woken::Guest | Woken::Trust | Woken::Heard => {} // `reconcile` handles it
+                Woken::Guest | Woken::Trust | Woken::Network => {} // `reconcile` handles it
                 Woken::Epoch => self.relay_changed(),
                 Woken::Deadline => Box::pin(self.too_late()).await,
                 Woken::Slow => self.takes_long(),
@@ -469,7 +469,7 @@ impl Task {
     /// Posts an Event on the pod.
     pub(crate) fn tell(&self, reason: &'static str, text: String) {
         if let Some(pod) = &self.record.pod {
-            self.ports.kubernetes.tell(pod, Said { reason, text });
+            self.ports.kubernetes.tell(pod, PodEvent { reason, text });
         }
     }
 
@@ -536,7 +536,7 @@ impl Task {
         if is_news {
             self.ports.kubernetes.show(&self.record);
         }
-        if self.record.enrolment.seat.is_some() {
+        if self.record.enrolment.batch_member.is_some() {
             self.vm.tickets.enter(&self.record);
         }
         if let CreatePath::Member(member) = &self.vm.path

@@ -16,7 +16,7 @@ use crate::sandbox::{
         steps::address,
         task::{Task, Unapplied},
     },
-    ports::{CloudError, Followed, Heard, NetworkError, NodeEndpoints},
+    ports::{Changes, CloudError, Followed, NetworkError, NodeEndpoints},
 };
 
 /// Maximum number of addresses kept for one VM.
@@ -51,9 +51,9 @@ impl PlannedNetwork {
 #[derive(Default)]
 pub(crate) struct Following {
     /// The VM's address and the change counter of the netns watcher; set while the sandbox runs.
-    pub(crate) netns_watcher: Option<(IpAddr, watch::Receiver<Heard>)>,
+    pub(crate) netns_watcher: Option<(IpAddr, watch::Receiver<Changes>)>,
     /// Change count at the start of the last successful inspection.
-    done: Option<Heard>,
+    done: Option<Changes>,
     /// Source address for which the cloud was queried, and whether the guest's status listed it at that time. The link
     /// may come from an address before the status lists it.
     asked: Option<(IpAddr, bool)>,
@@ -65,7 +65,7 @@ pub(crate) struct Following {
 
 impl Following {
     /// Waits for the next change; pending forever without a watcher.
-    pub(crate) async fn heard(&mut self) {
+    pub(crate) async fn changed(&mut self) {
         if let Some((_, netns_watcher)) = &mut self.netns_watcher
             && netns_watcher.changed().await.is_ok()
         {
@@ -83,32 +83,32 @@ impl Task {
         else {
             return;
         };
-        let heard = match &mut self.network.following.netns_watcher {
+        let changes = match &mut self.network.following.netns_watcher {
             Some((of, netns_watcher)) if *of == vm => *netns_watcher.borrow_and_update(),
             _ => {
                 let mut netns_watcher = self.ports.network.netns_watcher(&netns, &network, vm);
-                let heard = *netns_watcher.borrow_and_update();
+                let changes = *netns_watcher.borrow_and_update();
                 // The first inspection covers the changes from before the watcher existed.
                 self.network.following.netns_watcher = Some((vm, netns_watcher));
                 self.network.following.done = None;
-                heard
+                changes
             }
         };
         let idle = self.in_flight.network.is_idle() && !self.network.given_up && self.guest.plan.is_some();
-        if !idle || self.network.following.done == Some(heard) {
+        if !idle || self.network.following.done == Some(changes) {
             return;
         }
         let (ports, id) = (self.ports.clone(), self.record.id.clone());
         self.in_flight.network.start(async move {
             let result = ports.network.follow(&netns, &id, &network, vm).await;
-            Completion::Followed { heard, result: result.map(Box::new) }
+            Completion::Followed { changes, result: result.map(Box::new) }
         });
     }
 
     /// Applies the result of an inspection. After a failed one the pod keeps its network, and the inspection is repeated.
     pub(crate) async fn followed(
         &mut self,
-        heard: Heard,
+        changes: Changes,
         result: Result<Box<Followed>, NetworkError>,
     ) -> Result<(), Unapplied> {
         let followed = match result {
@@ -116,7 +116,7 @@ impl Task {
             Err(error) if error.permanent => {
                 // Only another change can help; the reaper handles a namespace that is gone.
                 warn!(error = error.text, "cannot follow a change of the pod's network");
-                self.network.following.done = Some(heard);
+                self.network.following.done = Some(changes);
                 self.in_flight.network.worked();
                 return Ok(());
             }
@@ -135,7 +135,7 @@ impl Task {
                 self.put_again();
             }
         }
-        self.network.following.done = Some(heard);
+        self.network.following.done = Some(changes);
         self.in_flight.network.worked();
         if self.network.following.left != followed.left {
             for what in &followed.left {
@@ -234,15 +234,15 @@ impl Task {
 
     /// Whether this session needs no new message: it has, or refused, the current plan, node endpoints and pull
     /// secrets.
-    pub(crate) fn is_told(&self, session: &str) -> bool {
+    pub(crate) fn is_assigned(&self, session: &str) -> bool {
         let Some(plan) = &self.guest.plan else { return true };
         let digest = plan.digest(&self.network.node_endpoints.borrow());
         // Just after the node's start its endpoints may be unknown; the guest's last ones stay valid.
         let same = |told: &str| told.starts_with(&digest);
         // A record of an earlier version has no digest; its guest has the plan it was given then.
         let told = self.record.assigned.session.as_deref() == Some(session)
-            && self.record.assigned.told.as_deref().is_none_or(same)
-            && self.guest.pull.is_same(self.record.assigned.told_secret.as_deref());
+            && self.record.assigned.plan.as_deref().is_none_or(same)
+            && self.guest.pull.is_same(self.record.assigned.secret.as_deref());
         let refused = self.guest.refused.as_ref().is_some_and(|(who, what, secret)| {
             who == session && same(what) && self.guest.pull.is_same(secret.as_deref())
         });

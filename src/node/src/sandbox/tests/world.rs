@@ -34,7 +34,8 @@ use crate::{
     ledger::{Batch, Error as LedgerError, Ledger, NetnsRef, Network, Record},
     sandbox::ports::{
         Certificate, Clock, Cloud, CloudError, Followed, Guest, Identity, Kubernetes, Made, NetworkError,
-        NodeEndpoints, PodNetwork, Ports, PullSecretError, Relay, RelayError, Said, Storage, Store, Trusted,
+        NodeEndpoints, PodEvent, PodNetwork, Ports, PullSecretError, Relay, RelayError, Storage, Store,
+        Trusted,
     },
     spec::{PodRef, SandboxId},
     trust::Ticket,
@@ -1092,7 +1093,7 @@ impl Kubernetes for Fake {
         self.world.state().shown.insert(record.id.to_string(), record.phase.name().to_owned());
     }
 
-    fn tell(&self, pod: &PodRef, said: Said) {
+    fn tell(&self, pod: &PodRef, said: PodEvent) {
         self.world.state().said.push((pod.to_string(), said.reason, said.text));
     }
 

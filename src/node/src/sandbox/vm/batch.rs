@@ -401,7 +401,7 @@ fn is_needed(record: &Record, member: &Member, number: u32, ticket: &str) -> boo
     match record.phase {
         Phase::Booting { attempt } | Phase::Unwanted { attempt } => attempt == member.attempt,
         Phase::Joining { .. } | Phase::Running { .. } | Phase::Leaving { .. } => {
-            record.enrolment.seat == Some(number)
+            record.enrolment.batch_member == Some(number)
                 && record.enrolment.ticket.as_ref().is_some_and(|own| own.id == ticket)
         }
         Phase::Created | Phase::Gone => false,

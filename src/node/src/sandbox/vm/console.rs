@@ -29,9 +29,9 @@ impl Console {
     /// Parses the end of a console's text.
     pub(crate) fn read(text: &str) -> Console {
         let lines: Vec<&str> = text.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
-        let found = REASONS.iter().find_map(|words| {
-            let at = lines.iter().position(|line| line.contains(words))?;
-            Some((at, &lines[at][lines[at].find(words)?..]))
+        let found = REASONS.iter().find_map(|text| {
+            let at = lines.iter().position(|line| line.contains(text))?;
+            Some((at, &lines[at][lines[at].find(text)?..]))
         });
         // The lines after it are only the kernel's stack trace.
         let before = &lines[..found.map_or(lines.len(), |(at, _)| at)];
@@ -42,7 +42,7 @@ impl Console {
         let last = last.join(" | ");
         let skip = last.chars().count().saturating_sub(MOST);
         Console {
-            reason: found.map(|(_, words)| clean(words).chars().take(MOST_REASON).collect()),
+            reason: found.map(|(_, text)| clean(text).chars().take(MOST_REASON).collect()),
             lines: last.chars().skip(skip).collect(),
         }
     }
@@ -58,7 +58,7 @@ impl Console {
 
     /// Whether the kernel's message indicates too little memory.
     pub(crate) fn lacks_memory(&self) -> bool {
-        self.reason.as_ref().is_some_and(|reason| NO_MEMORY.iter().any(|words| reason.contains(words)))
+        self.reason.as_ref().is_some_and(|reason| NO_MEMORY.iter().any(|text| reason.contains(text)))
     }
 }
 

@@ -6,7 +6,7 @@ use std::{sync::Arc, time::SystemTime};
 use peerpod_provider_api::InstanceId;
 use tracing::{info, warn};
 
-use crate::sandbox::{Sandboxes, error::Error, lifecycle::completions::clip, ports::Said};
+use crate::sandbox::{Sandboxes, error::Error, lifecycle::completions::clip, ports::PodEvent};
 use crate::spec::{PodRef, SandboxId};
 
 impl Sandboxes {
@@ -26,7 +26,7 @@ impl Sandboxes {
 
     /// Posts an Event on the pod: its sandbox was refused with this error, and nothing was started.
     pub fn refused(&self, pod: &PodRef, error: &Error) {
-        self.0.ports.kubernetes.tell(pod, Said { reason: "CreateRefused", text: error.to_string() });
+        self.0.ports.kubernetes.tell(pod, PodEvent { reason: "CreateRefused", text: error.to_string() });
     }
 
     /// Posts an Event on the pod of a new relay that could not take over from the running one.
@@ -35,14 +35,14 @@ impl Sandboxes {
         let (namespace, name) = (clip(&namespace), clip(&name));
         let (pod, why) = (PodRef { namespace, name, uid: uid.map(|uid| clip(&uid)) }, clip(why));
         warn!(relay = %pod, why, "a new relay could not take over; the running one goes on");
-        self.0.ports.kubernetes.tell(&pod, Said { reason: "TakeOverFailed", text: why });
+        self.0.ports.kubernetes.tell(&pod, PodEvent { reason: "TakeOverFailed", text: why });
     }
 
     /// Posts an Event on a sandbox's pod.
     fn tell(&self, id: &SandboxId, reason: &'static str, text: String) {
         let pod = self.state().task(id).and_then(|running| running.pod.clone());
         if let Some((namespace, name)) = pod {
-            self.0.ports.kubernetes.tell(&PodRef { namespace, name, uid: None }, Said { reason, text });
+            self.0.ports.kubernetes.tell(&PodRef { namespace, name, uid: None }, PodEvent { reason, text });
         }
     }
 

@@ -28,7 +28,7 @@ const ADDRESSES: Duration = Duration::from_secs(20);
 pub(crate) struct VmLiveness {
     away: HashMap<SandboxId, Away>,
     /// VMs that the provider reported as ended and that are not judged yet.
-    told: Vec<(InstanceId, String)>,
+    ended: Vec<(InstanceId, String)>,
 }
 
 struct Away {
@@ -57,7 +57,7 @@ impl VmLiveness {
                     while let Some(Some(event)) = events.next().now_or_never() {
                         self.event(&table, event);
                     }
-                    self.hear(&table).await;
+                    self.judge_ended(&table).await;
                 }
             }
         }
@@ -70,23 +70,23 @@ impl VmLiveness {
                 if let Some((id, pod)) = table.of_vm(&vm) {
                     warn!(sandbox = %id, pod = &*pod, %vm, reason, "the provider reports that this pod's VM has ended");
                     table.0.metrics.sandboxes.noticed("ended");
-                    self.told.push((vm, reason));
+                    self.ended.push((vm, reason));
                 }
             }
         }
     }
 
     /// Judges the VMs that the provider reported, concurrently: the cloud may take long to return each console.
-    async fn hear(&mut self, table: &Sandboxes) {
-        let told = std::mem::take(&mut self.told);
-        let owned = told.into_iter().filter_map(|(vm, why)| Some((table.of_vm(&vm)?.0, vm, why)));
+    async fn judge_ended(&mut self, table: &Sandboxes) {
+        let ended = std::mem::take(&mut self.ended);
+        let owned = ended.into_iter().filter_map(|(vm, why)| Some((table.of_vm(&vm)?.0, vm, why)));
         let judged = join_all(
             owned.map(|(id, vm, why)| async move { (judge(table, &id, &vm, Some(&why)).await, id, vm, why) }),
         );
         for (judged, id, vm, why) in judged.await {
             match judged {
                 Judged::Dead => drop(self.away.remove(&id)),
-                Judged::Unknown => self.told.push((vm, why)),
+                Judged::Unknown => self.ended.push((vm, why)),
                 // The VM was started again after the reported end.
                 Judged::Alive => {}
             }
@@ -95,7 +95,7 @@ impl VmLiveness {
 
     /// Runs one pass. Queries the provider only if a guest was away for long.
     pub(crate) async fn pass(&mut self, table: &Sandboxes) {
-        self.hear(table).await;
+        self.judge_ended(table).await;
         let grace = table.0.settings.vm_gone_grace;
         let away = table.away();
         self.away.retain(|id, _| away.contains_key(id));
