@@ -1,5 +1,5 @@
 //! Assembles the node: [`build`] recovers the sandboxes, binds every socket and returns the bound addresses;
-//! [`Bound::run`] serves until shutdown. Shutdown stops no pod: running pods continue without the node, and unfinished
+//! [`BoundNode::run`] serves until shutdown. Shutdown stops no pod: running pods continue without the node, and unfinished
 //! work is recorded in the ledger.
 
 use std::{

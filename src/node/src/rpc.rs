@@ -71,15 +71,15 @@ pub(crate) async fn serve(listener: Listener, service: Service) -> ttrpc::Result
 impl From<Error> for ttrpc::Error {
     fn from(error: Error) -> ttrpc::Error {
         let code = match &error {
-            Error::Unknown(_) | Error::NoSuchPod { .. } => Code::NOT_FOUND,
+            Error::Unknown(_) | Error::NoSuchPod(_) => Code::NOT_FOUND,
             Error::Stopped { .. } | Error::VolumeTaken { .. } => Code::FAILED_PRECONDITION,
             Error::Failed { .. } => Code::ABORTED,
             Error::Late { .. } => Code::DEADLINE_EXCEEDED,
             Error::Netns { .. } | Error::Invalid(_) => Code::INVALID_ARGUMENT,
             Error::NetnsTaken { .. } => Code::ALREADY_EXISTS,
-            Error::Full { .. } | Error::Disk { full: true, .. } => Code::RESOURCE_EXHAUSTED,
+            Error::Full(_) | Error::Disk { full: true, .. } => Code::RESOURCE_EXHAUSTED,
             Error::Disk { full: false, .. } => Code::INTERNAL,
-            Error::NoVmYet { .. } | Error::Unavailable(_) | Error::Claim(ClaimRefused::NotYet) => {
+            Error::NoVmYet(_) | Error::Unavailable(_) | Error::Claim(ClaimRefused::NotYet) => {
                 Code::UNAVAILABLE
             }
             Error::Claim(_) => Code::PERMISSION_DENIED,

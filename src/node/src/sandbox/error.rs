@@ -70,11 +70,8 @@ pub enum Error {
     #[error("{0}")]
     Invalid(String),
     /// The node has the maximum number of sandboxes.
-    #[error("this node runs {limit} sandboxes already, which is its limit (node.max-sandboxes)")]
-    Full {
-        /// The maximum.
-        limit: usize,
-    },
+    #[error("this node runs {0} sandboxes already, which is its limit (node.max-sandboxes)")]
+    Full(usize),
     /// The intent could not be made durable, so nothing was begun.
     #[error("{text}")]
     Disk {
@@ -87,17 +84,11 @@ pub enum Error {
     #[error("claim refused: {0}")]
     Claim(ClaimRefused),
     /// The pod's VM is not known yet.
-    #[error("the node is still making the VM of {pod}")]
-    NoVmYet {
-        /// Pod as namespace/name.
-        pod: String,
-    },
+    #[error("the node is still making the VM of {0}")]
+    NoVmYet(String),
     /// The node has no live sandbox of that pod.
-    #[error("pod {pod} has no live sandbox on this node")]
-    NoSuchPod {
-        /// Pod as namespace/name.
-        pod: String,
-    },
+    #[error("pod {0} has no live sandbox on this node")]
+    NoSuchPod(String),
     /// A component of the node is broken or closing; a retry may work.
     #[error("{0}")]
     Unavailable(String),

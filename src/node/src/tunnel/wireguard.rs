@@ -105,7 +105,7 @@ pub struct FdHandoffDetail(pub Value);
 
 impl std::fmt::Debug for FdHandoffDetail {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("HandInDetail")
+        f.write_str("FdHandoffDetail")
     }
 }
 

@@ -127,8 +127,8 @@ impl Sandboxes {
         let deadline = Instant::now() + limit;
         loop {
             let running = match self.find(id) {
-                Some(Found::Task(running)) => running,
-                Some(Found::Tombstone(view)) => return Err(view.ended()),
+                Some(Entry::Task(running)) => running,
+                Some(Entry::Tombstone { view, .. }) => return Err(view.ended()),
                 None => return Err(Error::Unknown(id.clone())),
             };
             let mut view = running.view.clone();
@@ -167,14 +167,14 @@ impl Sandboxes {
     pub async fn stop(&self, id: &SandboxId, stop: Stop) -> Result<(), Error> {
         loop {
             match self.find(id) {
-                Some(Found::Tombstone(_)) => {
+                Some(Entry::Tombstone { .. }) => {
                     if !self.state().unwritten.contains(id) {
                         return Ok(());
                     }
                     // Another call is writing this tombstone.
                     drop(self.0.tombstones.lock().await);
                 }
-                Some(Found::Task(running)) => {
+                Some(Entry::Task(running)) => {
                     // A sandbox that cannot be recorded does not exist, so there is nothing to stop.
                     if accepted(running.view.clone()).await.is_err() {
                         tokio::task::yield_now().await;
@@ -219,7 +219,7 @@ impl Sandboxes {
                 return Err(Error::Claim(ClaimRefused::NotYet));
             }
         };
-        let Some(Found::Task(running)) = found else {
+        let Some(Entry::Task(running)) = found else {
             // A guest may send any id; only hexadecimal digits go into a log line.
             self.0.metrics.guests.claim_refused(ClaimRefused::UnknownTicket.reason());
             let ticket: String = ticket.chars().filter(char::is_ascii_hexdigit).take(32).collect();
@@ -236,7 +236,7 @@ impl Sandboxes {
 
     /// Forwards the addresses that the provider reports for a VM, while its guest is away.
     pub(crate) fn moved(&self, id: &SandboxId, addresses: Vec<std::net::IpAddr>) {
-        if let Some(Found::Task(running)) = self.find(id) {
+        if let Some(Entry::Task(running)) = self.find(id) {
             // A full queue drops the message; it is sent again later.
             drop(running.commands.try_send(Command::Moved(addresses)));
         }
@@ -250,7 +250,7 @@ impl Sandboxes {
         vm: &InstanceId,
         why: Option<String>,
     ) -> Result<bool, Error> {
-        let Some(Found::Task(running)) = self.find(id) else { return Ok(false) };
+        let Some(Entry::Task(running)) = self.find(id) else { return Ok(false) };
         let asked = self.ask(&running, |answer| Command::Lost(vm.clone(), why, answer)).await;
         asked.unwrap_or_else(|| Err(broken(id)))
     }
@@ -266,7 +266,7 @@ impl Sandboxes {
             inserted.borrow_and_update();
             let Some(mut view) = self.state().newest_of(&pod) else {
                 if !wait {
-                    return Err(Error::NoSuchPod { pod: text });
+                    return Err(Error::NoSuchPod(text));
                 }
                 drop(inserted.changed().await);
                 continue;
@@ -275,7 +275,7 @@ impl Sandboxes {
                 return Ok(vm.clone());
             }
             if !wait {
-                return Err(Error::NoVmYet { pod: text });
+                return Err(Error::NoVmYet(text));
             }
             tokio::select! {
                 changed = view.changed() => if changed.is_err() { tokio::task::yield_now().await },
@@ -435,7 +435,7 @@ impl Sandboxes {
             None => {}
         }
         if state.count >= self.0.settings.max_sandboxes {
-            return Err(Error::Full { limit: self.0.settings.max_sandboxes });
+            return Err(Error::Full(self.0.settings.max_sandboxes));
         }
         for volume in record.volumes.iter().flat_map(PodVolumes::single_writers) {
             if let Some(other) = state.writer_of(&volume.id) {
@@ -623,11 +623,8 @@ impl Sandboxes {
         self.0.state.lock()
     }
 
-    fn find(&self, id: &SandboxId) -> Option<Found> {
-        Some(match self.state().entries.get(id)? {
-            Entry::Task(running) => Found::Task(running.clone()),
-            Entry::Tombstone { view, .. } => Found::Tombstone(view.clone()),
-        })
+    fn find(&self, id: &SandboxId) -> Option<Entry> {
+        self.state().entries.get(id).cloned()
     }
 
     /// Sends a command and waits for its answer; `None` if the task is gone.
@@ -640,11 +637,6 @@ impl Sandboxes {
         running.commands.send(command(answer)).await.ok()?;
         answered.await.ok()
     }
-}
-
-enum Found {
-    Task(Running),
-    Tombstone(Box<View>),
 }
 
 /// Waits until a sandbox is accepted or rejected.

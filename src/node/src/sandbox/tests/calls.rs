@@ -200,7 +200,7 @@ async fn a_create_over_the_limit_is_refused_until_a_sandbox_stops() {
     let node = Node::start_with(&world, &dir, Fuse::after(None), few).await.unwrap();
     node.run("a").await;
     node.run("b").await;
-    assert_eq!(node.create("c").await, Err(Error::Full { limit: 2 }));
+    assert_eq!(node.create("c").await, Err(Error::Full(2)));
     node.table.stop(&id("a"), Stop::Called).await.unwrap();
     node.until("gone", |node| node.phase("a") == "gone").await;
     node.run("c").await;
@@ -211,16 +211,16 @@ async fn a_create_over_the_limit_is_refused_until_a_sandbox_stops() {
 async fn the_vm_of_a_pod_is_that_of_its_newest_live_sandbox() {
     let (world, dir) = (World::new(1), Dir::new());
     let node = Node::start(&world, &dir).await;
-    assert!(matches!(node.table.vm_of("default", "pod-a", false).await, Err(Error::NoSuchPod { .. })));
+    assert!(matches!(node.table.vm_of("default", "pod-a", false).await, Err(Error::NoSuchPod(_))));
     // The call waits for a pod that does not exist yet, and for its VM.
     let (found, ()) = tokio::join!(node.table.vm_of("default", "pod-a", true), async {
         tokio::time::sleep(Duration::from_secs(3)).await;
         node.create("a").await.unwrap();
-        assert!(matches!(node.table.vm_of("default", "pod-a", false).await, Err(Error::NoVmYet { .. })));
+        assert!(matches!(node.table.vm_of("default", "pod-a", false).await, Err(Error::NoVmYet(_))));
     });
     assert_eq!(found.unwrap().as_str(), "i-1");
     assert_eq!(node.table.vm_of("default", "pod-a", false).await.unwrap().as_str(), "i-1");
-    assert!(matches!(node.table.vm_of("other", "pod-a", false).await, Err(Error::NoSuchPod { .. })));
+    assert!(matches!(node.table.vm_of("other", "pod-a", false).await, Err(Error::NoSuchPod(_))));
     // A StatefulSet makes a new pod of that name while the old sandbox is still leaving.
     *world.delete_takes.lock().unwrap() = Duration::from_secs(60);
     node.table.stop(&id("a"), Stop::Called).await.unwrap();

@@ -45,6 +45,7 @@ pub(crate) struct State {
     pub(crate) closed: bool,
 }
 
+#[derive(Clone)]
 pub(crate) enum Entry {
     Task(Running),
     /// Expiry (ms since 1970), and the last view with the cause of the stop.
