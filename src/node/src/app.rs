@@ -32,8 +32,7 @@ use crate::{
     localhost::Localhost,
     metrics::Metrics,
     ports::{
-        self, GuestAddresses, NodeCluster, NodeIdentity, NodeNetwork, PodStorage, ProviderCloud,
-        Surroundings, WallClock,
+        self, GuestAddresses, NodeCluster, NodeIdentity, NodeNetwork, ProviderCloud, Surroundings, WallClock,
     },
     relay_client::{RelayClient, RelayIdentity},
     rotate::{self, SharedTrust},
@@ -43,7 +42,7 @@ use crate::{
     sweep,
     trust::Trust,
     tunnel::{Tunnel, TunnelConfig},
-    volumes::{Pods, Volumes},
+    volumes::{PodStorage, Pods, Volumes},
     wireguard_fds,
 };
 

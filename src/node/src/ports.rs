@@ -48,12 +48,10 @@ use crate::{
 };
 
 pub(crate) use addresses::GuestAddresses;
-pub(crate) use attach::PodStorage;
 pub(crate) use gc::collect_garbage;
 pub(crate) use surroundings::Surroundings;
 
 mod addresses;
-mod attach;
 mod gc;
 mod netns_watcher;
 mod surroundings;
