@@ -395,7 +395,6 @@ impl Shared {
             uuid: &words(&identity.uuid),
             marks,
             kind,
-            arch: "x86_64",
             machine: &self.config.machine,
             vcpus,
             memory_mib,

@@ -208,7 +208,7 @@ impl Shared {
         kind: &str,
         sector: &str,
     ) -> Result<Domain, RpcError> {
-        libvirt.run_once(&xml::probe(name, kind, "x86_64", &self.config.machine, sector)).await
+        libvirt.run_once(&xml::probe(name, kind, &self.config.machine, sector)).await
     }
 }
 

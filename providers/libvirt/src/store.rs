@@ -15,8 +15,8 @@ use tokio::time::{Instant, sleep};
 
 use crate::config::File;
 use crate::refusal::refuse;
-use crate::rpc::calls::Named;
-use crate::rpc::{Connection, code};
+use crate::rpc::calls::{Named, Volume};
+use crate::rpc::{Connection, RpcError, code};
 use crate::xml;
 
 /// Time without growth after which an upload of another process counts as interrupted. A host's disk may be busy for a
@@ -133,56 +133,10 @@ impl Images {
         if let Some(path) = uploads.get(&name) {
             return Ok((path.clone(), known));
         }
-        let attempt = format!("upload of {} into pool {}", file.path.display(), pool.name);
-        let fail = |error| refuse(&attempt, error);
         let mark = format!("{name}.complete");
-        let mut seen: Option<(u64, Instant)> = None;
-        let volume = loop {
-            let volume = libvirt.volume(pool, &name).await.map_err(fail)?;
-            match volume {
-                Some(volume) if libvirt.volume(pool, &mark).await.map_err(fail)?.is_some() => break volume,
-                Some(volume) => {
-                    let grown = libvirt.volume_info(&volume).await.map_err(fail)?.allocation;
-                    match seen {
-                        Some((before, since)) if before == grown && since.elapsed() > STALLED => {
-                            tracing::warn!(name, "an unfinished upload starts again");
-                            libvirt.delete_volume(&volume).await.map_err(fail)?;
-                        }
-                        Some((before, _)) if before == grown => sleep(LOOK).await,
-                        _ => {
-                            seen = Some((grown, Instant::now()));
-                            sleep(LOOK).await;
-                        }
-                    }
-                }
-                None => {
-                    let xml = xml::volume(&name, "raw", known.bytes, None);
-                    match libvirt.create_volume(pool, &xml).await {
-                        Ok(volume) => {
-                            let data = tokio::fs::File::open(&file.path).await;
-                            let data = data.map_err(|error| Error::invalid(format!("{attempt}: {error}")))?;
-                            let sent = libvirt.upload(&volume, known.bytes, data).await;
-                            if let Err(error) = sent {
-                                // The volume has no mark; the next create uploads it anew.
-                                drop(libvirt.delete_volume(&volume).await);
-                                return Err(fail(error));
-                            }
-                            let made = libvirt.create_volume(pool, &xml::volume(&mark, "raw", 0, None)).await;
-                            match made {
-                                Err(error) if is_there(&error) => {}
-                                other => drop(other.map_err(fail)?),
-                            }
-                            tracing::info!(name, bytes = known.bytes, "image is in the pool");
-                            break volume;
-                        }
-                        // Another process was faster, or libvirtd has not scanned the folder for long.
-                        Err(error) if is_there(&error) => libvirt.refresh(pool).await.map_err(fail)?,
-                        Err(error) => return Err(fail(error)),
-                    }
-                }
-            }
-        };
-        let path = libvirt.volume_path(&volume).await.map_err(fail)?;
+        let upload = Upload { libvirt, pool, file: &file.path, bytes: known.bytes, name: &name, mark: &mark };
+        let volume = upload.finished().await?;
+        let path = libvirt.volume_path(&volume).await.map_err(|error| upload.failed(error))?;
         uploads.insert(name, path.clone());
         Ok((path, known))
     }
@@ -193,8 +147,89 @@ impl Images {
     }
 }
 
+/// Image that must be in the pool.
+struct Upload<'a> {
+    libvirt: &'a Connection,
+    pool: &'a Named,
+    file: &'a Path,
+    bytes: u64,
+    /// Volume of the data.
+    name: &'a str,
+    /// Volume that exists when the data are complete.
+    mark: &'a str,
+}
+
+impl Upload<'_> {
+    fn failed(&self, error: RpcError) -> Error {
+        refuse(&self.attempt(), error)
+    }
+
+    fn attempt(&self) -> String {
+        format!("upload of {} into pool {}", self.file.display(), self.pool.name)
+    }
+
+    async fn find(&self, name: &str) -> Result<Option<Volume>, Error> {
+        self.libvirt.volume(self.pool, name).await.map_err(|error| self.failed(error))
+    }
+
+    /// Returns the volume with the whole image; uploads the image, or waits for the upload of another process.
+    async fn finished(&self) -> Result<Volume, Error> {
+        let mut growth: Option<(u64, Instant)> = None;
+        loop {
+            let Some(volume) = self.find(self.name).await? else {
+                match self.make().await? {
+                    Some(volume) => return Ok(volume),
+                    None => continue,
+                }
+            };
+            if self.find(self.mark).await?.is_some() {
+                return Ok(volume);
+            }
+            let info = self.libvirt.volume_info(&volume).await.map_err(|error| self.failed(error))?;
+            match growth {
+                Some((before, since)) if before == info.allocation && since.elapsed() > STALLED => {
+                    tracing::warn!(name = self.name, "an unfinished upload starts again");
+                    self.libvirt.delete_volume(&volume).await.map_err(|error| self.failed(error))?;
+                    continue;
+                }
+                Some((before, _)) if before == info.allocation => {}
+                _ => growth = Some((info.allocation, Instant::now())),
+            }
+            sleep(LOOK).await;
+        }
+    }
+
+    /// Makes the volume, uploads the image and sets the mark. `None`: the volume exists, and libvirtd knows it now.
+    async fn make(&self) -> Result<Option<Volume>, Error> {
+        let Upload { libvirt, pool, name, bytes, .. } = *self;
+        let fail = |error| self.failed(error);
+        let volume = match libvirt.create_volume(pool, &xml::volume(name, "raw", bytes, None)).await {
+            Ok(volume) => volume,
+            // Another process was faster, or libvirtd has not scanned the folder for long.
+            Err(error) if is_there(&error) => {
+                libvirt.refresh(pool).await.map_err(fail)?;
+                return Ok(None);
+            }
+            Err(error) => return Err(fail(error)),
+        };
+        let data = tokio::fs::File::open(self.file).await;
+        let data = data.map_err(|error| Error::invalid(format!("{}: {error}", self.attempt())))?;
+        if let Err(error) = libvirt.upload(&volume, bytes, data).await {
+            // The volume has no mark; the next create uploads it anew.
+            drop(libvirt.delete_volume(&volume).await);
+            return Err(fail(error));
+        }
+        match libvirt.create_volume(pool, &xml::volume(self.mark, "raw", 0, None)).await {
+            Err(error) if is_there(&error) => {}
+            made => drop(made.map_err(fail)?),
+        }
+        tracing::info!(name, bytes, "image is in the pool");
+        Ok(Some(volume))
+    }
+}
+
 /// Returns whether a volume could not be made because it exists.
-pub(crate) fn is_there(error: &crate::rpc::RpcError) -> bool {
+pub(crate) fn is_there(error: &RpcError) -> bool {
     error.code() == Some(code::STORAGE_VOL_EXIST) || error.to_string().contains("File exists")
 }
 

@@ -8,6 +8,9 @@ use crate::config::{Firmware, Plug};
 use crate::disks::{Place, Source};
 use crate::marks::Marks;
 
+/// Architecture of all VMs.
+const ARCH: &str = "x86_64";
+
 /// Properties of one domain.
 pub(crate) struct Machine<'a> {
     pub(crate) name: &'a str,
@@ -15,7 +18,6 @@ pub(crate) struct Machine<'a> {
     pub(crate) marks: &'a Marks,
     /// `kvm`, `qemu` or `test`.
     pub(crate) kind: &'a str,
-    pub(crate) arch: &'a str,
     pub(crate) machine: &'a str,
     pub(crate) vcpus: u32,
     pub(crate) memory_mib: u64,
@@ -96,7 +98,7 @@ impl Machine<'_> {
         self.os(&mut xml);
         if self.kind != "test" {
             xml.push_str("<features><acpi/><apic/></features>\n");
-            add!(xml, "{}\n<clock offset='utc'/>\n", cpu(self.kind, self.arch));
+            add!(xml, "{}\n<clock offset='utc'/>\n", cpu(self.kind));
             // The memory of a pod must not get into a core file.
             xml.push_str("<on_poweroff>destroy</on_poweroff><on_reboot>destroy</on_reboot><on_crash>destroy</on_crash>\n");
         }
@@ -111,9 +113,7 @@ impl Machine<'_> {
         add!(xml, "<os{}>", if efi { " firmware='efi'" } else { "" });
         match self.kind {
             "test" => xml.push_str("<type>hvm</type>"),
-            _ => {
-                add!(xml, "<type arch='{}' machine='{}'>hvm</type>", escape(self.arch), escape(self.machine))
-            }
+            _ => add!(xml, "<type arch='{ARCH}' machine='{}'>hvm</type>", escape(self.machine)),
         }
         match &self.start {
             Start::Kernel { kernel, initrd, cmdline } => {
@@ -233,13 +233,12 @@ impl Disk {
 
 /// Returns the CPU: all features of the host's CPU, or all that QEMU emulates. An emulated CPU does not declare
 /// `rep movsb` and `rep stosb` as fast. They are not, and the kernel would clear and copy its pages byte by byte.
-fn cpu(kind: &str, arch: &str) -> &'static str {
-    match (kind, arch) {
-        ("kvm", _) => "<cpu mode='host-passthrough'/>",
-        (_, "x86_64") => {
+fn cpu(kind: &str) -> &'static str {
+    match kind {
+        "kvm" => "<cpu mode='host-passthrough'/>",
+        _ => {
             "<cpu mode='maximum'><feature policy='disable' name='erms'/><feature policy='disable' name='fsrm'/></cpu>"
         }
-        _ => "<cpu mode='maximum'/>",
     }
 }
 
@@ -276,19 +275,18 @@ pub(crate) fn volume(name: &str, format: &str, bytes: u64, backing: Option<(&str
 
 /// Describes a domain that boots the disk `sector`, or finds nothing to boot, and resets, which ends it. It can only do
 /// so where guest code really runs. It has the CPU that VMs get, which may be more than the host can do.
-pub(crate) fn probe(name: &str, kind: &str, arch: &str, machine: &str, sector: &str) -> String {
+pub(crate) fn probe(name: &str, kind: &str, machine: &str, sector: &str) -> String {
     format!(
         "<domain type='{kind}'><name>{}</name><memory unit='MiB'>32</memory><vcpu>1</vcpu>\
-         <os><type arch='{}' machine='{}'>hvm</type><bootmenu enable='no'/><bios rebootTimeout='0'/></os>\
+         <os><type arch='{ARCH}' machine='{}'>hvm</type><bootmenu enable='no'/><bios rebootTimeout='0'/></os>\
          <features><acpi/><apic/></features>{}\
          <on_reboot>destroy</on_reboot><on_crash>destroy</on_crash><devices>\
          <disk type='file' device='disk'><driver name='qemu' type='raw'/><source file='{}'/><target dev='vda' bus='virtio'/><readonly/></disk>\
          <controller type='usb' model='none'/><memballoon model='none'/></devices>\
          </domain>",
         escape(name),
-        escape(arch),
         escape(machine),
-        cpu(kind, arch),
+        cpu(kind),
         escape(sector)
     )
 }

@@ -8,6 +8,8 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use aws_sdk_ec2::operation::create_fleet::{CreateFleetOutput, builders::CreateFleetFluentBuilder};
+use aws_sdk_ec2::types::builders::FleetLaunchTemplateSpecificationRequestBuilder;
 use aws_sdk_ec2::types::{
     CreateFleetError, DefaultTargetCapacityType, FleetLaunchTemplateConfigRequest,
     FleetLaunchTemplateOverridesRequest, FleetLaunchTemplateSpecificationRequest,
@@ -152,84 +154,96 @@ impl Launch<'_> {
     }
 
     async fn fleet(&self, offerings: &[Offering], count: u32, token: &str) -> Result<Answer, Error> {
-        let spot = offerings.first().is_some_and(|one| one.market == Market::Spot);
         let mut is_new_template = false;
         loop {
             let template = self.aws.template(self.ec2, self.shape().as_ref(), self.until).await?;
-            let config = FleetLaunchTemplateConfigRequest::builder()
-                .launch_template_specification(self.specification(&template))
-                .set_overrides(Some(
-                    (0..).zip(offerings).map(|(place, one)| self.entry(place, one)).collect(),
-                ));
-            let market =
-                if spot { DefaultTargetCapacityType::Spot } else { DefaultTargetCapacityType::OnDemand };
-            let capacity = TargetCapacitySpecificationRequest::builder()
-                .total_target_capacity(i32::try_from(count).unwrap_or(i32::MAX))
-                .default_target_capacity_type(market);
-            let mut ask = self
-                .ec2
-                .client
-                .create_fleet()
-                .r#type(FleetType::Instant)
-                .client_token(token)
-                .launch_template_configs(config.build())
-                .target_capacity_specification(capacity.build())
-                .set_tag_specifications(Some(tag_specifications(&self.tags())));
-            ask = if spot {
-                let strategy = SpotAllocationStrategy::PriceCapacityOptimized;
-                ask.spot_options(SpotOptionsRequest::builder().allocation_strategy(strategy).build())
-            } else {
-                // The planner's order follows the administrator's prices; EC2 knows only its list prices.
-                let strategy = match self.aws.config.has_prices(Market::OnDemand) {
-                    true => FleetOnDemandAllocationStrategy::Prioritized,
-                    false => FleetOnDemandAllocationStrategy::LowestPrice,
-                };
-                ask.on_demand_options(OnDemandOptionsRequest::builder().allocation_strategy(strategy).build())
-            };
+            let ask = self.fleet_request(&template, offerings, count, token);
             let answer = self
                 .ec2
                 .call("CreateFleet", self.key.as_str(), &self.what(), self.until, || ask.clone().send())
                 .await;
-            let answer = match answer {
-                Err(failure)
-                    if is_no_template(failure.code()) && self.is_our_template() && !is_new_template =>
-                {
-                    // The template was removed since: it is made again, once.
-                    self.aws.forget_templates().await;
-                    is_new_template = true;
-                    continue;
+            let lacks_template = match &answer {
+                Err(failure) => is_no_template(failure.code()),
+                Ok(answer) => {
+                    let codes = answer.errors().iter().map(|error| error.error_code().unwrap_or_default());
+                    codes.into_iter().any(is_no_template)
                 }
-                Err(failure) => return self.not_done(failure, offerings).await,
-                Ok(answer) => answer,
             };
-            let errors = answer.errors.unwrap_or_default();
-            if errors.iter().any(|error| is_no_template(error.error_code.as_deref().unwrap_or_default()))
-                && self.is_our_template()
-                && !is_new_template
-            {
+            if lacks_template && self.is_our_template() && !is_new_template {
+                // The template was removed since: it is made again, once.
                 self.aws.forget_templates().await;
                 is_new_template = true;
                 continue;
             }
-            let mut outcome = Outcome::default();
-            for one in answer.instances.unwrap_or_default() {
-                let machine = one.instance_type.map(|machine| machine.as_str().to_owned());
-                for id in one.instance_ids.unwrap_or_default() {
-                    if spot {
-                        self.aws.spots.made(&id, machine.as_deref());
-                    }
-                    outcome.made.push(created(id, Vec::new(), machine.clone())?);
-                }
-            }
-            for error in &errors {
-                self.note(error, offerings, &mut outcome)?;
-            }
-            if outcome.made.is_empty() && outcome.refused.is_empty() {
-                // EC2 promises an answer to a repeated call, but not one that lists all VMs.
-                return self.earlier().await.map(Answer::Earlier);
-            }
-            return Ok(Answer::Done(outcome));
+            return match answer {
+                Err(failure) => self.not_done(failure, offerings).await,
+                Ok(answer) => self.fleet_outcome(answer, offerings).await,
+            };
         }
+    }
+
+    /// Builds the call for up to `count` VMs of these offerings, which are all on one market.
+    fn fleet_request(
+        &self,
+        template: &str,
+        offerings: &[Offering],
+        count: u32,
+        token: &str,
+    ) -> CreateFleetFluentBuilder {
+        let entries = (0..).zip(offerings).map(|(place, one)| self.entry(place, one)).collect();
+        let config = FleetLaunchTemplateConfigRequest::builder()
+            .launch_template_specification(self.specification(template))
+            .set_overrides(Some(entries));
+        let spot = is_spot(offerings);
+        let market = if spot { DefaultTargetCapacityType::Spot } else { DefaultTargetCapacityType::OnDemand };
+        let capacity = TargetCapacitySpecificationRequest::builder()
+            .total_target_capacity(i32::try_from(count).unwrap_or(i32::MAX))
+            .default_target_capacity_type(market);
+        let ask = self
+            .ec2
+            .client
+            .create_fleet()
+            .r#type(FleetType::Instant)
+            .client_token(token)
+            .launch_template_configs(config.build())
+            .target_capacity_specification(capacity.build())
+            .set_tag_specifications(Some(tag_specifications(&self.tags())));
+        if spot {
+            let strategy = SpotAllocationStrategy::PriceCapacityOptimized;
+            return ask.spot_options(SpotOptionsRequest::builder().allocation_strategy(strategy).build());
+        }
+        // The planner's order follows the administrator's prices; EC2 knows only its list prices.
+        let strategy = match self.aws.config.has_prices(Market::OnDemand) {
+            true => FleetOnDemandAllocationStrategy::Prioritized,
+            false => FleetOnDemandAllocationStrategy::LowestPrice,
+        };
+        ask.on_demand_options(OnDemandOptionsRequest::builder().allocation_strategy(strategy).build())
+    }
+
+    /// Reads the answer to a fleet call: the VMs that it made, and the offerings that it did not get.
+    async fn fleet_outcome(
+        &self,
+        answer: CreateFleetOutput,
+        offerings: &[Offering],
+    ) -> Result<Answer, Error> {
+        let mut outcome = Outcome::default();
+        for one in answer.instances.unwrap_or_default() {
+            let machine = one.instance_type.map(|machine| machine.as_str().to_owned());
+            for id in one.instance_ids.unwrap_or_default() {
+                if is_spot(offerings) {
+                    self.aws.spots.made(&id, machine.as_deref());
+                }
+                outcome.made.push(created(id, Vec::new(), machine.clone())?);
+            }
+        }
+        for error in answer.errors.unwrap_or_default() {
+            self.note(&error, offerings, &mut outcome)?;
+        }
+        if outcome.made.is_empty() && outcome.refused.is_empty() {
+            // EC2 promises an answer to a repeated call, but not one that lists all VMs.
+            return self.earlier().await.map(Answer::Earlier);
+        }
+        Ok(Answer::Done(outcome))
     }
 
     fn is_our_template(&self) -> bool {
@@ -237,14 +251,10 @@ impl Launch<'_> {
     }
 
     fn specification(&self, template: &str) -> FleetLaunchTemplateSpecificationRequest {
-        let one = FleetLaunchTemplateSpecificationRequest::builder()
-            .launch_template_specification_user_data(STANDARD.encode(&self.request.user_data));
-        let one = if template.starts_with("lt-") {
-            one.launch_template_id(template)
-        } else {
-            one.launch_template_name(template)
-        };
-        one.version(if self.is_our_template() { "1" } else { "$Default" }).build()
+        let user_data = STANDARD.encode(&self.request.user_data);
+        specification(template, self.is_our_template())
+            .launch_template_specification_user_data(user_data)
+            .build()
     }
 
     /// Builds one offering of a fleet, with its deviations from the template.
@@ -460,6 +470,20 @@ fn created(
 ) -> Result<Created, Error> {
     let id = InstanceId::new(id).map_err(|error| Error::transient(format!("EC2's answer: {error}")))?;
     Ok(Created { id, addresses, instance_type, disks: Vec::new() })
+}
+
+fn is_spot(offerings: &[Offering]) -> bool {
+    offerings.first().is_some_and(|one| one.market == Market::Spot)
+}
+
+/// Names a launch template, by id or name, and its version. The provider's own templates have one version.
+pub(crate) fn specification(template: &str, is_ours: bool) -> FleetLaunchTemplateSpecificationRequestBuilder {
+    let one = FleetLaunchTemplateSpecificationRequest::builder();
+    let one = match template.starts_with("lt-") {
+        true => one.launch_template_id(template),
+        false => one.launch_template_name(template),
+    };
+    one.version(if is_ours { "1" } else { "$Default" })
 }
 
 fn is_no_template(code: &str) -> bool {

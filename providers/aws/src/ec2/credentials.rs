@@ -10,68 +10,75 @@ pub(crate) fn missing(
     unreadable: &dyn Fn(&str) -> Option<io::Error>,
 ) -> String {
     let get = |name: &str| env(name).filter(|value| !value.is_empty());
-    let mut found = Vec::new();
-    match (get("AWS_ACCESS_KEY_ID").is_some(), get("AWS_SECRET_ACCESS_KEY").is_some()) {
-        (true, false) => {
-            found.push("AWS_ACCESS_KEY_ID is set and AWS_SECRET_ACCESS_KEY is not; set both".to_owned())
-        }
-        (false, true) => {
-            found.push("AWS_SECRET_ACCESS_KEY is set and AWS_ACCESS_KEY_ID is not; set both".to_owned())
-        }
-        _ => {}
+    let found: Vec<String> =
+        [access_key(&get), web_identity(&get, unreadable), pod_identity(&get, unreadable), profile(&get)]
+            .into_iter()
+            .flatten()
+            .collect();
+    if found.is_empty() {
+        return "there is no access key, profile, web identity (IRSA) or pod identity, and the node's metadata service \
+                gave no role; give provider.aws.access-key-id and secret-key, or give the node or our service account a \
+                role (a pod needs a hop limit of 2 on the node, or the host's network)"
+            .to_owned();
     }
-    let token_file = get("AWS_WEB_IDENTITY_TOKEN_FILE");
-    match (get("AWS_ROLE_ARN"), &token_file) {
-        (Some(_), None) => found.push(
+    found.join("; ")
+}
+
+/// Returns the value of a variable that is not empty.
+type Get<'a> = dyn Fn(&str) -> Option<String> + 'a;
+/// Returns the reason why a file cannot be read.
+type Unreadable<'a> = dyn Fn(&str) -> Option<io::Error> + 'a;
+
+fn access_key(get: &Get<'_>) -> Option<String> {
+    let (id, secret) = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY");
+    let (set, missing) = match (get(id), get(secret)) {
+        (Some(_), None) => (id, secret),
+        (None, Some(_)) => (secret, id),
+        _ => return None,
+    };
+    Some(format!("{set} is set and {missing} is not; set both"))
+}
+
+fn web_identity(get: &Get<'_>, unreadable: &Unreadable<'_>) -> Option<String> {
+    let (role, file) = (get("AWS_ROLE_ARN"), get("AWS_WEB_IDENTITY_TOKEN_FILE"));
+    let Some(role) = role else {
+        return file
+            .map(|_| "AWS_WEB_IDENTITY_TOKEN_FILE is set and AWS_ROLE_ARN is not; set both".to_owned());
+    };
+    let Some(file) = file else {
+        return Some(
             "AWS_ROLE_ARN is set and AWS_WEB_IDENTITY_TOKEN_FILE is not; annotate the service account with \
              eks.amazonaws.com/role-arn and restart the pod"
                 .to_owned(),
-        ),
-        (None, Some(_)) => {
-            found.push("AWS_WEB_IDENTITY_TOKEN_FILE is set and AWS_ROLE_ARN is not; set both".to_owned());
-        }
-        (Some(role), Some(file)) => match unreadable(file) {
-            Some(error) => found.push(format!(
-                "the web identity token {file} cannot be read: {error}; mount the service account's token there"
-            )),
-            None => found.push(format!(
-                "the role {role} could not be assumed with the service account's token; check the role's trust policy \
-                 and that STS can be reached"
-            )),
-        },
-        (None, None) => {}
-    }
-    if let Some(uri) = get("AWS_CONTAINER_CREDENTIALS_FULL_URI") {
-        match get("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE") {
-            Some(file) => {
-                if let Some(error) = unreadable(&file) {
-                    found.push(format!(
-                        "the pod identity token {file} cannot be read: {error}; restart the pod"
-                    ));
-                } else {
-                    found.push(format!(
-                        "the pod identity agent at {uri} gave nothing; check that it runs on the node"
-                    ));
-                }
-            }
-            None => found.push(
-                "AWS_CONTAINER_CREDENTIALS_FULL_URI is set without a token file; restart the pod".to_owned(),
-            ),
-        }
-    }
-    if let Some(profile) = get("AWS_PROFILE") {
-        let file = get("AWS_SHARED_CREDENTIALS_FILE").unwrap_or_else(|| "~/.aws/credentials".to_owned());
-        found.push(format!("the profile {profile} is not in {file} or has no keys"));
-    }
-    if found.is_empty() {
-        found.push(
-            "there is no access key, profile, web identity (IRSA) or pod identity, and the node's metadata service gave \
-             no role; give provider.aws.access-key-id and secret-key, or give the node or our service account a role (a \
-             pod needs a hop limit of 2 on the node, or the host's network)"
-                .to_owned(),
         );
-    }
-    found.join("; ")
+    };
+    Some(match unreadable(&file) {
+        Some(error) => format!(
+            "the web identity token {file} cannot be read: {error}; mount the service account's token there"
+        ),
+        None => format!(
+            "the role {role} could not be assumed with the service account's token; check the role's trust policy and that \
+             STS can be reached"
+        ),
+    })
+}
+
+fn pod_identity(get: &Get<'_>, unreadable: &Unreadable<'_>) -> Option<String> {
+    let uri = get("AWS_CONTAINER_CREDENTIALS_FULL_URI")?;
+    let Some(file) = get("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE") else {
+        let text = "AWS_CONTAINER_CREDENTIALS_FULL_URI is set without a token file; restart the pod";
+        return Some(text.to_owned());
+    };
+    Some(match unreadable(&file) {
+        Some(error) => format!("the pod identity token {file} cannot be read: {error}; restart the pod"),
+        None => format!("the pod identity agent at {uri} gave nothing; check that it runs on the node"),
+    })
+}
+
+fn profile(get: &Get<'_>) -> Option<String> {
+    let profile = get("AWS_PROFILE")?;
+    let file = get("AWS_SHARED_CREDENTIALS_FILE").unwrap_or_else(|| "~/.aws/credentials".to_owned());
+    Some(format!("the profile {profile} is not in {file} or has no keys"))
 }
 
 #[cfg(test)]

@@ -2,13 +2,14 @@
 //! failures in one error.
 
 use aws_sdk_ec2::types::{
-    FleetLaunchTemplateConfigRequest, FleetLaunchTemplateOverridesRequest,
-    FleetLaunchTemplateSpecificationRequest, FleetType, TargetCapacitySpecificationRequest,
+    FleetLaunchTemplateConfigRequest, FleetLaunchTemplateOverridesRequest, FleetType,
+    TargetCapacitySpecificationRequest,
 };
 use peerpod_provider_api::{Error, Preflight};
 
 use crate::config::Launch;
 use crate::ec2::client::until;
+use crate::ec2::create::specification;
 use crate::ec2::facts::{Facts, together};
 use crate::ec2::provider::Connected;
 use crate::ec2::shape::Shape;
@@ -91,13 +92,7 @@ async fn may_launch(aws: &Aws, connected: &Connected, facts: &Facts) -> Result<(
     let subnet = facts.subnets.first().map(|subnet| subnet.id.clone());
     let answer = if config.launch == Launch::Fleet {
         let template = aws.template(ec2, shape.as_ref(), until()).await?;
-        let own = config.launch_template.is_some();
-        let specification = FleetLaunchTemplateSpecificationRequest::builder();
-        let specification = match template.starts_with("lt-") {
-            true => specification.launch_template_id(&template),
-            false => specification.launch_template_name(&template),
-        };
-        let specification = specification.version(if own { "$Default" } else { "1" });
+        let specification = specification(&template, config.launch_template.is_none());
         let entry = FleetLaunchTemplateOverridesRequest::builder()
             .instance_type(config.instance_type.as_str().into())
             .set_subnet_id(subnet);
