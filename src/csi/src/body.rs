@@ -70,7 +70,7 @@ pub const GRACE: Duration = Duration::from_millis(500);
 const EARLY: Duration = Duration::from_millis(100);
 
 fn late() -> Status {
-    Status::new(Code::DeadlineExceeded, "the CSI driver did not end its answer in time")
+    Code::DeadlineExceeded.status("the CSI driver did not end its answer in time")
 }
 
 impl Body {
@@ -148,10 +148,10 @@ impl Answer {
             return Poll::Ready(match next {
                 // The driver was given the same deadline, and may reset the stream first.
                 Some(Err(_)) if self.patience.is_over_within(GRACE + EARLY) => Some(Ok(self.end(late()))),
-                Some(Err(why)) => Some(Ok(self.end(Status::new(
-                    Code::Unavailable,
-                    format!("the CSI driver broke off during its answer: {}; ask again", chain(&why)),
-                )))),
+                Some(Err(why)) => Some(Ok(self.end(Code::Unavailable.status(format!(
+                    "the CSI driver broke off during its answer: {}; ask again",
+                    chain(&why)
+                ))))),
                 next => {
                     if let Patience::Silence(_) = self.patience {
                         self.timer.as_mut().reset(self.patience.end());

@@ -117,7 +117,7 @@ impl NodeCluster {
         }
         let spec = self.spec(pod).await.map_err(|why| {
             let because = "csi.runtime-classes is set, so nothing is published before it is known whether its pod has a VM";
-            Status::new(why.code, format!("{}; {because}", why.message))
+            why.code.status(format!("{}; {because}", why.message))
         })?;
         Ok(spec.and_then(|spec| spec.runtime_class_name))
     }
@@ -130,7 +130,7 @@ impl NodeCluster {
     async fn spec(&self, pod: &Pod) -> Result<Option<PodSpec>, Status> {
         let pods: Api<KubePod> = Api::namespaced(self.client.clone(), &pod.namespace);
         let what = format!("read pod {}/{}", pod.namespace, pod.name);
-        let found = within(what, pods.get_opt(&pod.name)).await.map_err(away)?;
+        let found = within(what, pods.get_opt(&pod.name)).await?;
         let spec =
             found.filter(|found| found.metadata.uid.as_deref() == Some(&pod.uid)).and_then(|pod| pod.spec);
         if let Some(spec) = &spec {
@@ -162,8 +162,7 @@ impl NodeCluster {
 
     async fn applies(&self, driver: &str) -> Result<KubeletApplies, Status> {
         let drivers: Api<CSIDriver> = Api::all(self.client.clone());
-        let found =
-            within(format!("read CSIDriver {driver}"), drivers.get_opt(driver)).await.map_err(away)?;
+        let found = within(format!("read CSIDriver {driver}"), drivers.get_opt(driver)).await?;
         let policy = found.and_then(|driver| driver.spec.fs_group_policy);
         Ok(match policy.as_deref() {
             Some("File") => KubeletApplies::Always,
@@ -178,8 +177,7 @@ impl NodeCluster {
     /// The API server cannot be asked now.
     pub async fn claim(&self, name: &str, handle: &str) -> Result<Option<Claim>, Status> {
         let volumes: Api<PersistentVolume> = Api::all(self.client.clone());
-        let found =
-            within(format!("read PersistentVolume {name}"), volumes.get_opt(name)).await.map_err(away)?;
+        let found = within(format!("read PersistentVolume {name}"), volumes.get_opt(name)).await?;
         let Some(spec) = found.and_then(|volume| volume.spec) else { return Ok(None) };
         let Some(csi) = spec.csi.filter(|csi| csi.volume_handle == handle) else { return Ok(None) };
         let secret = csi.node_stage_secret_ref.or(csi.node_publish_secret_ref);
@@ -218,20 +216,20 @@ impl NodeCluster {
         };
         let by_driver = publication.driver_attached;
         let wanted = objects::new(&publication.volume, &publication.driver, pod, by_driver, spec);
-        let found = objects::make(&api, &wanted).await.map_err(away)?;
+        let found = objects::make(&api, &wanted).await?;
         let ours =
             found.spec.pod_uid.as_deref() == Some(&pod.uid) && found.spec.volume_id == wanted.spec.volume_id;
         if !ours {
             let name = wanted.metadata.name.unwrap_or_default();
             let text = format!("PeerpodVolume {}/{name} belongs to another pod or volume", pod.namespace);
-            return Err(Status::new(Code::AlreadyExists, text));
+            return Err(Code::AlreadyExists.status(text));
         }
         if found.meta().deletion_timestamp.is_some() || objects::holds(&found, RELEASED) {
             let text = format!(
                 "volume {} is still being detached from the pod's earlier VM; this waits",
                 publication.name
             );
-            return Err(Status::new(Code::Unavailable, text));
+            return Err(Code::Unavailable.status(text));
         }
         Ok(())
     }
@@ -244,17 +242,17 @@ impl NodeCluster {
     pub async fn attached(&self, publication: &Publication, vm: &str) -> Result<Option<Identity>, Status> {
         let api = objects::api(&self.client, &publication.pod.namespace);
         let name = objects::name(&publication.volume, &publication.pod.uid);
-        let found = within(format!("read PeerpodVolume {name}"), api.get_opt(&name)).await.map_err(away)?;
+        let found = objects::read(&api, &name).await?;
         let Some(object) = found else { return Ok(None) };
         if object.spec.vm_id.as_deref() != Some(vm) {
-            objects::set_spec(&api, &object, json!({"vmID": vm})).await.map_err(away)?;
+            objects::set_spec(&api, &object, json!({"vmID": vm})).await?;
             return Ok(None);
         }
         let answered = objects::holds(&object, ATTACHED)
             .then_some(object.spec.wrapper_controller_publish_volume_res.as_deref());
         let Some(Some(answer)) = answered else { return Ok(None) };
         let answer: Published = serde_json::from_str(answer).map_err(|why| {
-            Status::new(Code::Internal, format!("PeerpodVolume {name}: the driver's answer: {why}"))
+            Code::Internal.status(format!("PeerpodVolume {name}: the driver's answer: {why}"))
         })?;
         if answer.vm != vm {
             return Ok(None);
@@ -262,13 +260,10 @@ impl NodeCluster {
         let identity = drivers::identity(&publication.driver, &publication.handle, &answer.publish_context);
         let unknown = || {
             let keys: Vec<&str> = answer.publish_context.keys().map(String::as_str).collect();
-            Status::new(
-                Code::FailedPrecondition,
-                format!(
-                    "{} attached volume {} and named no identity of its disk (keys {keys:?})",
-                    publication.driver, publication.name
-                ),
-            )
+            Code::FailedPrecondition.status(format!(
+                "{} attached volume {} and named no identity of its disk (keys {keys:?})",
+                publication.driver, publication.name
+            ))
         };
         identity.map(Some).ok_or_else(unknown)
     }
@@ -284,7 +279,7 @@ impl NodeCluster {
         }
         let api = objects::api(&self.client, &publication.pod.namespace);
         let name = objects::name(&publication.volume, &publication.pod.uid);
-        let found = within(format!("read PeerpodVolume {name}"), api.get_opt(&name)).await.map_err(away)?;
+        let found = objects::read(&api, &name).await?;
         let Some(mut object) =
             found.filter(|found| found.spec.pod_uid.as_deref() == Some(&publication.pod.uid))
         else {
@@ -293,16 +288,16 @@ impl NodeCluster {
         if !objects::holds(&object, RELEASED) {
             let why = ("VMGone", "the volume is unpublished and the pod's VM is gone or never was");
             let state = "nodeUnpublishVolumeApplied";
-            object = objects::set_condition(&api, &object, state, RELEASED, true, why).await.map_err(away)?;
+            object = objects::set_condition(&api, &object, state, RELEASED, true, why).await?;
         }
-        objects::delete(&api, &object).await.map_err(away)?;
+        objects::delete(&api, &object).await?;
         if publication.driver_attached {
             // The controller role detaches the disk and removes the finalizer.
             return Ok(false);
         }
-        let object = within(format!("read PeerpodVolume {name}"), api.get_opt(&name)).await.map_err(away)?;
+        let object = objects::read(&api, &name).await?;
         if let Some(object) = object {
-            objects::let_go(&api, &object).await.map_err(away)?;
+            objects::let_go(&api, &object).await?;
         }
         Ok(true)
     }
@@ -318,7 +313,9 @@ pub struct Published {
     pub publish_context: HashMap<String, String>,
 }
 
-/// Returns UNAVAILABLE for a refusal or silence of the API server, so that the caller repeats the call.
-pub fn away(why: Error) -> Status {
-    Status::new(Code::Unavailable, why.to_string())
+/// UNAVAILABLE for a refusal or silence of the API server, so that the caller repeats the call.
+impl From<Error> for Status {
+    fn from(why: Error) -> Status {
+        Code::Unavailable.status(why.to_string())
+    }
 }

@@ -65,10 +65,7 @@ impl Controller {
         Ok(Controller { driver, lookup, classes: config.runtime_classes.clone() })
     }
 
-    async fn create(&self, call: Call) -> Result<Response<Body>, Status> {
-        let Ok(mut request) = CreateVolumeRequest::parse_from_bytes(&call.message) else {
-            return call.pass(None).await;
-        };
+    async fn create(&self, call: Call, mut request: CreateVolumeRequest) -> Result<Response<Body>, Status> {
         let said = optin::said(&request.parameters)?;
         if said == Said::Nothing {
             return call.pass(None).await;
@@ -94,26 +91,24 @@ impl Controller {
     }
 
     /// Refuses to delete a volume that is still attached to a VM.
-    async fn delete(&self, call: Call) -> Result<Response<Body>, Status> {
-        let (Ok(request), Some(lookup)) =
-            (DeleteVolumeRequest::parse_from_bytes(&call.message), &self.lookup)
-        else {
-            return call.pass(None).await;
-        };
-        if !request.volume_id.is_empty() {
+    async fn delete(&self, call: Call, request: DeleteVolumeRequest) -> Result<Response<Body>, Status> {
+        if let Some(lookup) = &self.lookup
+            && !request.volume_id.is_empty()
+        {
             let volume = VolumeId::of(self.driver.name().await?, &request.volume_id);
             if let Some(user) = lookup.user(&volume).await? {
                 let text = format!("volume {} is still attached to the VM of pod {user}", request.volume_id);
-                return Err(Status::new(Code::FailedPrecondition, text));
+                return Err(Code::FailedPrecondition.status(text));
             }
         }
         call.pass(None).await
     }
 
-    async fn validate(&self, call: Call) -> Result<Response<Body>, Status> {
-        let Ok(mut request) = ValidateVolumeCapabilitiesRequest::parse_from_bytes(&call.message) else {
-            return call.pass(None).await;
-        };
+    async fn validate(
+        &self,
+        call: Call,
+        mut request: ValidateVolumeCapabilitiesRequest,
+    ) -> Result<Response<Body>, Status> {
         let (in_context, in_parameters) =
             (optin::said(&request.volume_context)?, optin::said(&request.parameters)?);
         if (in_context, in_parameters) == (Said::Nothing, Said::Nothing) {
@@ -141,10 +136,11 @@ impl Controller {
         Ok(answer.pass())
     }
 
-    async fn publish(&self, call: Call) -> Result<Response<Body>, Status> {
-        let Ok(mut request) = ControllerPublishVolumeRequest::parse_from_bytes(&call.message) else {
-            return call.pass(None).await;
-        };
+    async fn publish(
+        &self,
+        call: Call,
+        mut request: ControllerPublishVolumeRequest,
+    ) -> Result<Response<Body>, Status> {
         match optin::said(&request.volume_context)? {
             Said::Yes => {}
             Said::No => {
@@ -156,7 +152,7 @@ impl Controller {
         }
         if request.volume_id.is_empty() || request.node_id.is_empty() || request.volume_capability.is_none() {
             let text = "the request needs volume_id, node_id and volume_capability";
-            return Err(Status::new(Code::InvalidArgument, text));
+            return Err(Code::InvalidArgument.status(text));
         }
         request.volume_context.remove(optin::KEY);
         self.must_exist(&request).await?;
@@ -196,7 +192,7 @@ impl Controller {
                 Some(_) => Ok(()),
                 None => {
                     let text = format!("no node has the id {:?} for {driver}", request.node_id);
-                    Err(Status::new(Code::NotFound, text))
+                    Err(Code::NotFound.status(text))
                 }
             };
         }
@@ -223,10 +219,10 @@ impl Intercept for Controller {
 
     async fn handle(&self, call: Call) -> Result<Response<Body>, Status> {
         match call.method {
-            "CreateVolume" => self.create(call).await,
-            "DeleteVolume" => self.delete(call).await,
-            "ControllerPublishVolume" => self.publish(call).await,
-            "ValidateVolumeCapabilities" => self.validate(call).await,
+            "CreateVolume" => call.parsed(|call, request| self.create(call, request)).await,
+            "DeleteVolume" => call.parsed(|call, request| self.delete(call, request)).await,
+            "ControllerPublishVolume" => call.parsed(|call, request| self.publish(call, request)).await,
+            "ValidateVolumeCapabilities" => call.parsed(|call, request| self.validate(call, request)).await,
             _ => call.pass(None).await,
         }
     }
@@ -238,5 +234,5 @@ pub fn role(controller: Controller) -> Arc<dyn Intercept> {
 }
 
 fn unreadable(why: &protobuf::Error) -> Status {
-    Status::new(Code::Internal, format!("the CSI driver's answer: {why}"))
+    Code::Internal.status(format!("the CSI driver's answer: {why}"))
 }

@@ -37,7 +37,7 @@ impl Driver {
             let answer: GetPluginInfoResponse =
                 self.upstream.call(INFO, &GetPluginInfoRequest::new(), ANSWER).await?;
             if answer.name.is_empty() {
-                return Err(Status::new(Code::Internal, "the CSI driver has no name"));
+                return Err(Code::Internal.status("the CSI driver has no name"));
             }
             Ok(answer.name)
         };

@@ -71,12 +71,14 @@ pub struct Status {
     pub details: Option<HeaderValue>,
 }
 
-impl Status {
+impl Code {
     /// Returns a status of this program.
-    pub fn new(code: Code, message: impl Into<String>) -> Status {
-        Status { code, message: message.into(), details: None }
+    pub fn status(self, message: impl Into<String>) -> Status {
+        Status { code: self, message: message.into(), details: None }
     }
+}
 
+impl Status {
     /// Reads the status of an answer's headers or trailers: `Ok` for success, `None` without a status.
     pub fn of(headers: &HeaderMap) -> Option<Result<(), Status>> {
         let number: usize = headers.get(STATUS)?.to_str().ok()?.parse().unwrap_or(2);
@@ -131,14 +133,14 @@ pub fn frame(message: &[u8]) -> Bytes {
 /// # Errors
 /// The message is compressed, or there is not exactly one.
 pub fn unframe(mut body: Bytes) -> Result<Bytes, Status> {
-    let broken = |why: &str| Status::new(Code::Internal, format!("a unary call's message: {why}"));
+    let broken = |why: &str| Code::Internal.status(format!("a unary call's message: {why}"));
     if body.len() < 5 {
         return Err(broken("shorter than its header"));
     }
     let header = body.split_to(5);
     if header[0] != 0 {
         let why = "compressed messages are not understood here; do not compress calls to a CSI driver";
-        return Err(Status::new(Code::Unimplemented, why));
+        return Err(Code::Unimplemented.status(why));
     }
     let length = u32::from_be_bytes([header[1], header[2], header[3], header[4]]);
     if usize::try_from(length).ok() != Some(body.len()) {
@@ -153,7 +155,7 @@ pub fn unframe(mut body: Bytes) -> Result<Bytes, Status> {
 /// The message has two gigabytes or more.
 pub fn encode(message: &impl Message) -> Result<Bytes, Status> {
     let bytes = message.write_to_bytes();
-    bytes.map(Bytes::from).map_err(|why| Status::new(Code::Internal, format!("write a message: {why}")))
+    bytes.map(Bytes::from).map_err(|why| Code::Internal.status(format!("write a message: {why}")))
 }
 
 /// Returns the caller's deadline, counted from now; `None` when there is none or it is invalid.
@@ -222,7 +224,7 @@ mod tests {
     fn a_status_survives_its_headers_whatever_its_text() {
         for text in ["", "plain", "50 % \n of it: ü", "%zz %4", "a%20b"] {
             let mut headers = HeaderMap::new();
-            Status::new(Code::NotFound, text).put(&mut headers);
+            Code::NotFound.status(text).put(&mut headers);
             let back = Status::of(&headers).unwrap().unwrap_err();
             assert_eq!((back.code, back.message.as_str()), (Code::NotFound, text));
         }

@@ -16,7 +16,6 @@ pub mod controller;
 pub mod driver;
 pub mod drivers;
 pub mod grpc;
-pub mod locks;
 pub mod metrics;
 pub mod node;
 pub mod objects;

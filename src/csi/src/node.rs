@@ -17,13 +17,13 @@ use std::{collections::HashMap, io, path::PathBuf, sync::Arc, time::Duration};
 
 use async_trait::async_trait;
 use hyper::Response;
+use peerpod_common::{blocking::blocking, keyed_locks::KeyedLocks};
 use peerpod_proto::csi::{
     Empty, NodeExpandVolumeRequest, NodeExpandVolumeResponse, NodeGetVolumeStatsRequest,
     NodeGetVolumeStatsResponse, NodeStageVolumeRequest, NodeUnpublishVolumeRequest, NodeUnstageVolumeRequest,
     VolumeUsage,
 };
 use peerpod_volume::{VolumeId, descriptor::Attach, records::Records};
-use protobuf::Message;
 use tokio::time::Instant;
 
 use crate::{
@@ -33,7 +33,6 @@ use crate::{
     config::{Attacher, CsiConfig},
     driver::Driver,
     grpc::{self, Code, Status},
-    locks::Locks,
     metrics::Metrics,
     optin::{self, Said},
     proxy::{Call, Intercept},
@@ -60,7 +59,7 @@ struct Inner {
     classes: Vec<String>,
     attach: Attach,
     region: Option<String>,
-    turns: Locks,
+    turns: KeyedLocks<VolumeId>,
     pending: Pending,
     metrics: Metrics,
 }
@@ -114,7 +113,7 @@ impl Node {
                 Attacher::Driver => Attach::Driver,
             },
             region: config.region.clone(),
-            turns: Locks::default(),
+            turns: KeyedLocks::default(),
             pending: Pending::default(),
             metrics: parts.metrics.clone(),
         }));
@@ -129,18 +128,15 @@ impl Node {
         work: impl FnOnce(&Inner) -> io::Result<T> + Send + 'static,
     ) -> Result<T, Status> {
         let inner = self.0.clone();
-        let done = tokio::task::spawn_blocking(move || work(&inner)).await;
-        done.unwrap_or_else(|why| Err(io::Error::other(why))).map_err(|why| disk(what, &why))
+        let done = blocking(move || work(&inner)).await;
+        done.map_err(|why| Code::Internal.status(format!("{what}: {why}")))
     }
 
     async fn volume(&self, handle: &str) -> Result<VolumeId, Status> {
         Ok(VolumeId::of(self.0.driver.name().await?, handle))
     }
 
-    async fn stage(self, call: Call) -> Result<Response<Body>, Status> {
-        let Ok(mut request) = NodeStageVolumeRequest::parse_from_bytes(&call.message) else {
-            return call.pass(None).await;
-        };
+    async fn stage(self, call: Call, mut request: NodeStageVolumeRequest) -> Result<Response<Body>, Status> {
         match whose(&request.volume_context, &request.publish_context)? {
             Whose::Drivers => {
                 self.keep_in_case(&request).await?;
@@ -169,10 +165,7 @@ impl Node {
         empty()
     }
 
-    async fn unstage(self, call: Call) -> Result<Response<Body>, Status> {
-        let Ok(request) = NodeUnstageVolumeRequest::parse_from_bytes(&call.message) else {
-            return call.pass(None).await;
-        };
+    async fn unstage(self, call: Call, request: NodeUnstageVolumeRequest) -> Result<Response<Body>, Status> {
         if request.volume_id.is_empty() || request.staging_target_path.is_empty() {
             return call.pass(None).await;
         }
@@ -187,15 +180,16 @@ impl Node {
         if forgotten.await? { empty() } else { call.pass(None).await }
     }
 
-    async fn unpublish(self, call: Call) -> Result<Response<Body>, Status> {
-        let Ok(request) = NodeUnpublishVolumeRequest::parse_from_bytes(&call.message) else {
-            return call.pass(None).await;
-        };
+    async fn unpublish(
+        self,
+        call: Call,
+        request: NodeUnpublishVolumeRequest,
+    ) -> Result<Response<Body>, Status> {
         if request.volume_id.is_empty() || request.target_path.is_empty() {
             return call.pass(None).await;
         }
         let volume = self.volume(&request.volume_id).await?;
-        let turn = self.0.turns.turn(volume.as_str()).await;
+        let turn = self.0.turns.lock(&volume).await;
         let Some(publication) = self.at(volume.clone(), request.target_path.into()).await? else {
             // An earlier process that was killed may have left its folder.
             self.on_disk("remove old files", move |inner| inner.files.tidy(&volume)).await?;
@@ -207,14 +201,11 @@ impl Node {
             let _turn = turn;
             self.take_down(publication).await
         });
-        work.await.map_err(|why| Status::new(Code::Internal, format!("unpublish: {why}")))??;
+        work.await.map_err(|why| Code::Internal.status(format!("unpublish: {why}")))??;
         empty()
     }
 
-    async fn stats(self, call: Call) -> Result<Response<Body>, Status> {
-        let Ok(request) = NodeGetVolumeStatsRequest::parse_from_bytes(&call.message) else {
-            return call.pass(None).await;
-        };
+    async fn stats(self, call: Call, request: NodeGetVolumeStatsRequest) -> Result<Response<Body>, Status> {
         let (handle, path) = (request.volume_id, request.volume_path);
         let Some(publication) = self.published(&handle, &path).await? else { return call.pass(None).await };
         let within = left(call.until);
@@ -232,10 +223,7 @@ impl Node {
         Ok(grpc::success(&grpc::encode(&answer)?))
     }
 
-    async fn expand(self, call: Call) -> Result<Response<Body>, Status> {
-        let Ok(request) = NodeExpandVolumeRequest::parse_from_bytes(&call.message) else {
-            return call.pass(None).await;
-        };
+    async fn expand(self, call: Call, request: NodeExpandVolumeRequest) -> Result<Response<Body>, Status> {
         let bytes = request.capacity_range.as_ref().map_or(0, |range| range.required_bytes.max(0));
         let (handle, path) = (request.volume_id, request.volume_path);
         if self.is_staged(&handle, &path).await? {
@@ -294,12 +282,12 @@ impl Intercept for Node {
     async fn handle(&self, call: Call) -> Result<Response<Body>, Status> {
         let node = self.clone();
         match call.method {
-            "NodeStageVolume" => node.stage(call).await,
-            "NodeUnstageVolume" => node.unstage(call).await,
-            "NodePublishVolume" => node.publish(call).await,
-            "NodeUnpublishVolume" => node.unpublish(call).await,
-            "NodeGetVolumeStats" => node.stats(call).await,
-            "NodeExpandVolume" => node.expand(call).await,
+            "NodeStageVolume" => call.parsed(|call, request| node.stage(call, request)).await,
+            "NodeUnstageVolume" => call.parsed(|call, request| node.unstage(call, request)).await,
+            "NodePublishVolume" => call.parsed(|call, request| node.publish(call, request)).await,
+            "NodeUnpublishVolume" => call.parsed(|call, request| node.unpublish(call, request)).await,
+            "NodeGetVolumeStats" => call.parsed(|call, request| node.stats(call, request)).await,
+            "NodeExpandVolume" => call.parsed(|call, request| node.expand(call, request)).await,
             _ => call.pass(None).await,
         }
     }
@@ -325,11 +313,7 @@ fn empty() -> Result<Response<Body>, Status> {
 }
 
 fn missing(what: &str) -> Status {
-    Status::new(Code::InvalidArgument, format!("the request needs {what}"))
-}
-
-fn disk(what: &str, why: &io::Error) -> Status {
-    Status::new(Code::Internal, format!("{what}: {why}"))
+    Code::InvalidArgument.status(format!("the request needs {what}"))
 }
 
 /// Returns the rest of the caller's time, less a second for the answer, between 1 s and 120 s.

@@ -72,13 +72,21 @@ pub fn api(client: &Client, namespace: &str) -> Api<PeerpodVolume> {
     Api::namespaced(client.clone(), namespace)
 }
 
+/// Returns an object, if it exists.
+///
+/// # Errors
+/// As [`make`].
+pub async fn read(api: &Api<PeerpodVolume>, name: &str) -> Result<Option<PeerpodVolume>, Error> {
+    within(format!("read PeerpodVolume {name}"), api.get_opt(name)).await
+}
+
 /// Creates the object, or finds it.
 ///
 /// # Errors
 /// The API server refused or did not answer.
 pub async fn make(api: &Api<PeerpodVolume>, object: &PeerpodVolume) -> Result<PeerpodVolume, Error> {
     let name = object.name_any();
-    if let Some(found) = within(format!("read PeerpodVolume {name}"), api.get_opt(&name)).await? {
+    if let Some(found) = read(api, &name).await? {
         return Ok(found);
     }
     match within(format!("make PeerpodVolume {name}"), api.create(&PostParams::default(), object)).await {

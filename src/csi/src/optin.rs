@@ -28,12 +28,9 @@ pub fn said(among: &HashMap<String, String>) -> Result<Said, Status> {
         None => Ok(Said::Nothing),
         Some("true" | "1") => Ok(Said::Yes),
         Some("false" | "0") => Ok(Said::No),
-        Some(other) => Err(Status::new(
-            Code::InvalidArgument,
-            format!(
-                "{KEY}: {other:?} is neither \"true\" nor \"false\"; correct the StorageClass or PersistentVolume"
-            ),
-        )),
+        Some(other) => Err(Code::InvalidArgument.status(format!(
+            "{KEY}: {other:?} is neither \"true\" nor \"false\"; correct the StorageClass or PersistentVolume"
+        ))),
     }
 }
 

@@ -14,6 +14,7 @@ use hyper::{
     body::Incoming,
     http::{request, uri},
 };
+use protobuf::Message;
 use tokio::time::{Instant, timeout_at};
 
 use crate::{
@@ -49,6 +50,21 @@ pub struct Call {
 }
 
 impl Call {
+    /// Parses the message, and answers the call with `work`. A message of another form is forwarded.
+    ///
+    /// # Errors
+    /// Those of `work`; the driver cannot be reached.
+    pub async fn parsed<M, F>(self, work: impl FnOnce(Call, M) -> F) -> Result<Response<Body>, Status>
+    where
+        M: Message,
+        F: Future<Output = Result<Response<Body>, Status>>,
+    {
+        match M::parse_from_bytes(&self.message) {
+            Ok(message) => work(self, message).await,
+            Err(_) => self.pass(None).await,
+        }
+    }
+
     /// Forwards the call as it is, or with another message, and streams the answer back.
     ///
     /// # Errors
@@ -152,10 +168,10 @@ fn complete(head: &mut request::Parts) -> Result<(), Status> {
     parts.scheme.get_or_insert(uri::Scheme::HTTP);
     parts.authority.get_or_insert(uri::Authority::from_static("localhost"));
     head.uri = Uri::from_parts(parts)
-        .map_err(|why| Status::new(Code::Unimplemented, format!("no path of a gRPC method: {why}")))?;
+        .map_err(|why| Code::Unimplemented.status(format!("no path of a gRPC method: {why}")))?;
     Ok(())
 }
 
 fn late() -> Status {
-    Status::new(Code::DeadlineExceeded, "the CSI driver did not answer in time; its log may name the cause")
+    Code::DeadlineExceeded.status("the CSI driver did not answer in time; its log may name the cause")
 }

@@ -114,7 +114,7 @@ impl Upstream {
         let message = grpc::encode(message)?;
         let answer = timeout(within, self.exchange(head, &message)).await.map_err(|_| {
             let driver = self.path.display();
-            Status::new(Code::DeadlineExceeded, format!("{path} of {driver}: no answer in {within:?}"))
+            Code::DeadlineExceeded.status(format!("{path} of {driver}: no answer in {within:?}"))
         })??;
         answer.status()?;
         let bytes = answer.message.unwrap_or_default();
@@ -167,7 +167,7 @@ impl Upstream {
     fn away(&self, what: &str, why: impl std::fmt::Display) -> Status {
         let path = self.path.display();
         let text = format!("the CSI driver at {path}: {what}: {why}; see whether its container runs");
-        Status::new(Code::Unavailable, text)
+        Code::Unavailable.status(text)
     }
 }
 
@@ -178,7 +178,7 @@ impl Answer {
     /// The driver's status.
     pub fn status(&self) -> Result<(), Status> {
         let said = self.trailers.as_ref().and_then(Status::of).or_else(|| Status::of(&self.head.headers));
-        let nothing = || Status::new(Code::Unknown, "the CSI driver's answer has no gRPC status");
+        let nothing = || Code::Unknown.status("the CSI driver's answer has no gRPC status");
         said.unwrap_or_else(|| Err(nothing()))
     }
 
@@ -197,17 +197,16 @@ impl Answer {
 /// # Errors
 /// The body is larger, or broke off.
 pub async fn collect(body: Incoming, most: usize) -> Result<(Bytes, Option<HeaderMap>), Status> {
-    let large = || {
-        Status::new(Code::ResourceExhausted, format!("a message has more than csi.max-message, {most} bytes"))
-    };
+    let large =
+        || Code::ResourceExhausted.status(format!("a message has more than csi.max-message, {most} bytes"));
     let mut body = body;
     if body.size_hint().lower() > most as u64 + 5 {
         return Err(large());
     }
     let (mut first, mut all, mut trailers) = (Bytes::new(), BytesMut::new(), None);
     while let Some(frame) = body.frame().await {
-        let frame = frame
-            .map_err(|why| Status::new(Code::Unavailable, format!("a message broke off: {}", chain(&why))))?;
+        let frame =
+            frame.map_err(|why| Code::Unavailable.status(format!("a message broke off: {}", chain(&why))))?;
         match frame.into_data() {
             Ok(data) => {
                 if first.len() + all.len() + data.len() > most + 5 {
@@ -230,5 +229,5 @@ pub async fn collect(body: Incoming, most: usize) -> Result<(Bytes, Option<Heade
 }
 
 fn internal(why: &dyn std::fmt::Display) -> Status {
-    Status::new(Code::Internal, format!("a call of our own to the CSI driver: {why}"))
+    Code::Internal.status(format!("a call of our own to the CSI driver: {why}"))
 }

@@ -22,7 +22,6 @@ use peerpod_kube::{
 use peerpod_volume::VolumeId;
 
 use crate::{
-    cluster::away,
     grpc::{Code, Status},
     objects,
 };
@@ -66,12 +65,12 @@ impl Lookup {
         let nodes: Api<CSINode> = Api::all(self.client.clone());
         if let Some(name) = self.nodes.get(id) {
             let one = ListParams::default().fields(&format!("metadata.name={name}"));
-            let found = within(format!("read CSINode {name}"), nodes.list(&one)).await.map_err(away)?;
+            let found = within(format!("read CSINode {name}"), nodes.list(&one)).await?;
             if found.items.iter().any(|node| node_id(node, driver) == Some(id)) {
                 return Ok(Some(name));
             }
         }
-        let all = within("list CSINodes", nodes.list(&ListParams::default())).await.map_err(away)?;
+        let all = within("list CSINodes", nodes.list(&ListParams::default())).await?;
         let named = |node: CSINode| Some((node_id(&node, driver)?.to_owned(), node.metadata.name?));
         self.nodes.set(all.items.into_iter().filter_map(named).collect());
         Ok(self.nodes.get(id))
@@ -86,14 +85,13 @@ impl Lookup {
         let volumes: Api<PersistentVolume> = Api::all(self.client.clone());
         if let Some(name) = self.volumes.get(handle) {
             let found = within(format!("read PersistentVolume {name}"), volumes.get_opt(&name));
-            let found = found.await.map_err(away)?;
+            let found = found.await?;
             let same = found.filter(|volume| handle_of(volume, driver) == Some(handle));
             if same.is_some() {
                 return Ok(same);
             }
         }
-        let all =
-            within("list PersistentVolumes", volumes.list(&ListParams::default())).await.map_err(away)?;
+        let all = within("list PersistentVolumes", volumes.list(&ListParams::default())).await?;
         let named = |volume: &PersistentVolume| {
             Some((handle_of(volume, driver)?.to_owned(), volume.metadata.name.clone()?))
         };
@@ -116,8 +114,7 @@ impl Lookup {
         let Some(node) = self.node_of(driver, node).await? else { return Ok(false) };
         let pods: Api<Pod> = Api::namespaced(self.client.clone(), &namespace);
         let here = ListParams::default().fields(&format!("spec.nodeName={node}"));
-        let pods =
-            within(format!("list pods of {namespace} on {node}"), pods.list(&here)).await.map_err(away)?;
+        let pods = within(format!("list pods of {namespace} on {node}"), pods.list(&here)).await?;
         let users = pods.items.iter().filter_map(|pod| pod.spec.as_ref()).filter(|pod| {
             let volumes = pod.volumes.as_deref().unwrap_or_default();
             volumes.iter().any(|volume| {
@@ -130,12 +127,9 @@ impl Lookup {
             if classes.iter().any(|one| one == class) { ours += 1 } else { others += 1 }
         }
         if ours > 0 && others > 0 {
-            return Err(Status::new(
-                Code::FailedPrecondition,
-                format!(
-                    "claim {namespace}/{claim} is used on {node} by pods with and without a VM; keep them apart"
-                ),
-            ));
+            return Err(Code::FailedPrecondition.status(format!(
+                "claim {namespace}/{claim} is used on {node} by pods with and without a VM; keep them apart"
+            )));
         }
         Ok(ours > 0)
     }
@@ -144,7 +138,7 @@ impl Lookup {
     pub(super) async fn user(&self, volume: &VolumeId) -> Result<Option<String>, Status> {
         let all: Api<PeerpodVolume> = Api::all(self.client.clone());
         let one = ListParams::default().labels(&format!("{}={volume}", objects::VOLUME)).limit(1);
-        let found = within("list PeerpodVolumes", all.list(&one)).await.map_err(away)?;
+        let found = within("list PeerpodVolumes", all.list(&one)).await?;
         Ok(found.items.into_iter().next().map(|object| {
             let spec = object.spec;
             format!("{}/{}", spec.pod_namespace.unwrap_or_default(), spec.pod_name.unwrap_or_default())

@@ -35,7 +35,7 @@ use tracing::{info, warn};
 
 use crate::{
     capability::Wanted,
-    cluster::{Published, away},
+    cluster::Published,
     config::CsiConfig,
     driver::Driver,
     drivers,
@@ -165,7 +165,7 @@ async fn follow(driver: &str, context: Context) {
 }
 
 async fn reconcile(object: Arc<PeerpodVolume>, context: Arc<Context>) -> Result<Action, Status> {
-    context.term.check().map_err(|why| Status::new(Code::Aborted, why.to_string()))?;
+    context.term.check().map_err(|why| Code::Aborted.status(why.to_string()))?;
     let namespace = object.namespace().unwrap_or_default();
     let api = objects::api(&context.client, &namespace);
     let next = if object.meta().deletion_timestamp.is_some() || objects::holds(&object, RELEASED) {
@@ -213,14 +213,14 @@ impl Context {
             self.unpublish(object, before).await?;
             let cleared =
                 json!({"nodeID": null, "devicePath": null, "wrapperControllerPublishVolumeRes": null});
-            objects::set_spec(api, object, cleared).await.map_err(away)?;
+            objects::set_spec(api, object, cleared).await?;
             return Ok(Action::requeue(Duration::ZERO));
         }
         if objects::holds(object, ATTACHED) && object.spec.wrapper_controller_publish_volume_res.is_some() {
             return Ok(Action::await_change());
         }
         let object = if object.spec.node_id.is_none() {
-            objects::set_spec(api, object, json!({"nodeID": node_id})).await.map_err(away)?
+            objects::set_spec(api, object, json!({"nodeID": node_id})).await?
         } else {
             object.clone()
         };
@@ -254,12 +254,10 @@ impl Context {
             "devicePath": device,
             "wrapperControllerPublishVolumeRes": serde_json::to_string(&published).unwrap_or_default(),
         });
-        let object = objects::set_spec(api, &object, fields).await.map_err(away)?;
+        let object = objects::set_spec(api, &object, fields).await?;
         let text = format!("attached to {node_id}");
         let state = "controllerPublishVolumeApplied";
-        objects::set_condition(api, &object, state, ATTACHED, true, ("Attached", &text))
-            .await
-            .map_err(away)?;
+        objects::set_condition(api, &object, state, ATTACHED, true, ("Attached", &text)).await?;
         info!(object = object.name_any(), node_id, "attached by the driver");
         Ok(Action::await_change())
     }
@@ -273,9 +271,8 @@ impl Context {
             self.unpublish(object, node_id).await?;
             let why = ("Detached", "the driver detached it");
             let state = "controllerUnpublishVolumeApplied";
-            let object =
-                objects::set_condition(api, object, state, ATTACHED, false, why).await.map_err(away)?;
-            let object = objects::set_spec(api, &object, json!({"nodeID": null})).await.map_err(away)?;
+            let object = objects::set_condition(api, object, state, ATTACHED, false, why).await?;
+            let object = objects::set_spec(api, &object, json!({"nodeID": null})).await?;
             info!(object = object.name_any(), node_id, "detached by the driver");
             return self.leave(api, &object).await;
         }
@@ -285,11 +282,11 @@ impl Context {
     async fn leave(&self, api: &Api<PeerpodVolume>, object: &PeerpodVolume) -> Result<Action, Status> {
         let volume = self.volume_id(object).await?;
         release_lease(&self.leases, &volume, object.spec.pod_uid.as_deref().unwrap_or_default()).await?;
-        objects::delete(api, object).await.map_err(away)?;
+        objects::delete(api, object).await?;
         let name = object.name_any();
-        let found = within(format!("read PeerpodVolume {name}"), api.get_opt(&name)).await.map_err(away)?;
+        let found = objects::read(api, &name).await?;
         if let Some(found) = found {
-            objects::let_go(api, &found).await.map_err(away)?;
+            objects::let_go(api, &found).await?;
         }
         Ok(Action::await_change())
     }
@@ -301,7 +298,7 @@ impl Context {
     ) -> Result<ControllerPublishVolumeResponse, Status> {
         let asked = object.spec.wrapper_node_publish_volume_req.as_deref().unwrap_or("{}");
         let asked: Asked = serde_json::from_str(asked).map_err(|why| {
-            Status::new(Code::Internal, format!("{}: the request in it: {why}", object.name_any()))
+            Code::Internal.status(format!("{}: the request in it: {why}", object.name_any()))
         })?;
         let volume = self.volume(object).await?;
         let mut request = ControllerPublishVolumeRequest {
@@ -314,7 +311,7 @@ impl Context {
         };
         request.volume_capability = Some(asked.capability.capability()).into();
         // A late call could take a disk away from the next pod.
-        self.term.confirm().await.map_err(|why| Status::new(Code::Aborted, why.to_string()))?;
+        self.term.confirm().await.map_err(|why| Code::Aborted.status(why.to_string()))?;
         self.driver.upstream.call("/csi.v1.Controller/ControllerPublishVolume", &request, ATTACH_WITHIN).await
     }
 
@@ -325,7 +322,7 @@ impl Context {
             secrets: self.volume(object).await?.secrets,
             ..Default::default()
         };
-        self.term.confirm().await.map_err(|why| Status::new(Code::Aborted, why.to_string()))?;
+        self.term.confirm().await.map_err(|why| Code::Aborted.status(why.to_string()))?;
         let upstream = &self.driver.upstream;
         let done: Result<Empty, Status> =
             upstream.call("/csi.v1.Controller/ControllerUnpublishVolume", &request, ATTACH_WITHIN).await;
@@ -340,8 +337,7 @@ impl Context {
     async fn volume(&self, object: &PeerpodVolume) -> Result<Volume, Status> {
         let name = object.spec.volume_name.clone().unwrap_or_default();
         let volumes: Api<PersistentVolume> = Api::all(self.client.clone());
-        let found =
-            within(format!("read PersistentVolume {name}"), volumes.get_opt(&name)).await.map_err(away)?;
+        let found = within(format!("read PersistentVolume {name}"), volumes.get_opt(&name)).await?;
         let csi = found.and_then(|volume| volume.spec?.csi);
         let Some(csi) = csi.filter(|csi| Some(&csi.volume_handle) == object.spec.volume_id.as_ref()) else {
             return Ok(Volume::default());
@@ -353,7 +349,7 @@ impl Context {
             csi.controller_publish_secret_ref.and_then(|secret| Some((secret.namespace?, secret.name?)));
         let Some((namespace, name)) = secret else { return Ok(Volume { context, secrets: HashMap::new() }) };
         let api: Api<Secret> = Api::namespaced(self.client.clone(), &namespace);
-        let secret = within(format!("read secret {namespace}/{name}"), api.get(&name)).await.map_err(away)?;
+        let secret = within(format!("read secret {namespace}/{name}"), api.get(&name)).await?;
         let text = |bytes: Vec<u8>| String::from_utf8(bytes).ok();
         let data = secret.data.unwrap_or_default().into_iter();
         let secrets = data.filter_map(|(key, value)| Some((key, text(value.0)?))).collect();

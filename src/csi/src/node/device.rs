@@ -9,8 +9,9 @@ use std::{
     time::Duration,
 };
 
+use peerpod_common::blocking::blocking;
 use peerpod_volume::files;
-use tokio::{process::Command, task::spawn_blocking, time::timeout};
+use tokio::{process::Command, time::timeout};
 
 /// Size of the file, a whole number of sectors.
 const BYTES: usize = 4096;
@@ -43,16 +44,12 @@ pub(super) async fn make(file: &Path, marker: &str) -> Result<PathBuf, String> {
 /// As [`make`].
 pub(super) async fn remove(file: &Path) -> Result<(), String> {
     detach(&of(file).await?).await?;
-    let path = file.to_owned();
-    let removed = spawn_blocking(move || files::gone(fs::remove_file(path)));
-    done("remove", file, removed.await)
+    on_disk("remove", file, |path| files::gone(fs::remove_file(path))).await
 }
 
 /// Returns the loop devices of a file, compared by device and inode and not by name.
 async fn of(file: &Path) -> Result<Vec<PathBuf>, String> {
-    let path = file.to_owned();
-    let there = spawn_blocking(move || path.try_exists());
-    if !done("look for", file, there.await)? {
+    if !on_disk("look for", file, Path::try_exists).await? {
         return Ok(Vec::new());
     }
     let listed = losetup(&["--noheadings", "--output", "NAME", "--associated"], file).await?;
@@ -67,35 +64,35 @@ async fn detach(devices: &[PathBuf]) -> Result<(), String> {
 }
 
 async fn begins_with(file: &Path, marker: &str) -> Result<bool, String> {
-    let (path, marker) = (file.to_owned(), marker.to_owned());
-    let same = spawn_blocking(move || match fs::metadata(&path) {
+    let marker = marker.to_owned();
+    let same = move |path: &Path| match fs::metadata(path) {
         Err(why) if why.kind() == io::ErrorKind::NotFound => Ok(false),
         Err(why) => Err(why),
         Ok(there) if there.len() != BYTES as u64 => Ok(false),
-        Ok(_) => fs::read(&path).map(|bytes| bytes.starts_with(marker.as_bytes())),
-    });
-    done("read", file, same.await)
+        Ok(_) => fs::read(path).map(|bytes| bytes.starts_with(marker.as_bytes())),
+    };
+    on_disk("read", file, same).await
 }
 
 async fn write(file: &Path, marker: &str) -> Result<(), String> {
     let mut bytes = marker.as_bytes().to_vec();
     bytes.resize(BYTES, 0);
-    let path = file.to_owned();
-    let written = spawn_blocking(move || {
+    let written = move |path: &Path| {
         let name = path.file_name().and_then(|name| name.to_str());
         let (folder, name) = path.parent().zip(name).ok_or(io::ErrorKind::InvalidInput)?;
         files::write(folder, name, &bytes)
-    });
-    done("write", file, written.await)
+    };
+    on_disk("write", file, written).await
 }
 
-fn done<T>(
+async fn on_disk<T: Send + 'static>(
     what: &str,
     file: &Path,
-    result: Result<io::Result<T>, tokio::task::JoinError>,
+    work: impl FnOnce(&Path) -> io::Result<T> + Send + 'static,
 ) -> Result<T, String> {
-    let result = result.unwrap_or_else(|why| Err(io::Error::other(why)));
-    result.map_err(|why| format!("{what} {}: {why}", file.display()))
+    let path = file.to_owned();
+    let done = blocking(move || work(&path)).await;
+    done.map_err(|why| format!("{what} {}: {why}", file.display()))
 }
 
 fn device(line: &str) -> Option<PathBuf> {

@@ -82,12 +82,11 @@ impl Guest {
                     ttrpc::Code::UNIMPLEMENTED => Code::Unimplemented,
                     _ => Code::Internal,
                 };
-                Status::new(code, status.message())
+                code.status(status.message())
             }
-            why => Status::new(
-                Code::Unavailable,
-                format!("peerpod-node at {socket}, which asks the pod's VM: {why}; see whether it runs"),
-            ),
+            why => Code::Unavailable.status(format!(
+                "peerpod-node at {socket}, which asks the pod's VM: {why}; see whether it runs"
+            )),
         }
     }
 }

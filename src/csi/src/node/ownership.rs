@@ -3,10 +3,9 @@
 //! ownership is released only when the holder's VM is gone. The Lease or file is deleted with it, so that a volume
 //! without a pod leaves nothing behind. May touch: Leases in one namespace, the records' folder.
 
-use std::io;
-
 use k8s_openapi::api::coordination::v1::Lease;
 use kube::Api;
+use peerpod_common::blocking::blocking;
 use peerpod_kube::lease::{self, Owner, Taken};
 use peerpod_volume::{VolumeId, records::Pod};
 
@@ -44,7 +43,8 @@ impl Ownership {
             }
             Ownership::Node(files) => {
                 let (files, volume, uid) = (files.clone(), volume.clone(), pod.uid.clone());
-                let taken = blocking(name, move || files.take(&volume, &uid)).await?;
+                let taken =
+                    blocking(move || files.take(&volume, &uid)).await.map_err(|why| unknown(name, &why))?;
                 taken.map_err(|holder| taken_by(name, &holder))
             }
         }
@@ -59,19 +59,10 @@ impl Ownership {
             Ownership::Cluster(leases) => release_lease(leases, volume, &pod.uid).await,
             Ownership::Node(files) => {
                 let (files, volume, uid) = (files.clone(), volume.clone(), pod.uid.clone());
-                blocking(name, move || files.give_back(&volume, &uid)).await
+                blocking(move || files.give_back(&volume, &uid)).await.map_err(|why| unknown(name, &why))
             }
         }
     }
-}
-
-/// Runs file operations on a blocking thread, so that no other task waits.
-async fn blocking<T: Send + 'static>(
-    name: &str,
-    work: impl FnOnce() -> io::Result<T> + Send + 'static,
-) -> Result<T, Status> {
-    let done = tokio::task::spawn_blocking(work).await.map_err(|why| unknown(name, &why))?;
-    done.map_err(|why| unknown(name, &why))
 }
 
 /// Releases this holder's ownership of a volume, from any process.
@@ -84,15 +75,12 @@ pub async fn release_lease(leases: &Api<Lease>, volume: &VolumeId, holder: &str)
 }
 
 fn taken_by(name: &str, holder: &str) -> Status {
-    Status::new(
-        Code::FailedPrecondition,
-        format!(
+    Code::FailedPrecondition.status(format!(
             "volume {name} has one user at a time and belongs to the pod with UID {holder} until that pod's VM is gone; \
              this one waits. A volume for several pods needs ReadWriteMany and a driver that can do it"
-        ),
-    )
+        ))
 }
 
 fn unknown(name: &str, why: &dyn std::fmt::Display) -> Status {
-    Status::new(Code::Unavailable, format!("find the owner of volume {name}: {why}"))
+    Code::Unavailable.status(format!("find the owner of volume {name}: {why}"))
 }

@@ -194,7 +194,7 @@ impl Node {
 
     /// Runs one check and returns the next wait; `None` when there is nothing more to wait for.
     async fn step(&self, publication: &Publication) -> Result<Option<Wait>, Status> {
-        let _turn = self.0.turns.turn(publication.volume.as_str()).await;
+        let _turn = self.0.turns.lock(&publication.volume).await;
         // Another call may have been faster.
         let now = self.at(publication.volume.clone(), publication.target.clone()).await?;
         let Some(now) = now else { return Ok(None) };
@@ -254,7 +254,7 @@ mod tests {
             paused.push(pending.all().waiting.values().next().unwrap().pause.as_millis());
         }
         assert_eq!(paused, [50, 100, 200, 400, 500, 500, 50, 100, 500, 50]);
-        let failed = Err(Status::new(crate::grpc::Code::Unavailable, "away"));
+        let failed = Err(crate::grpc::Code::Unavailable.status("away"));
         let mut paused = Vec::new();
         for found in [&failed; 7].into_iter().chain([&Ok(Some(Wait::Disk)), &failed]) {
             let seen = pending.all().waiting.values().next().unwrap().clone();

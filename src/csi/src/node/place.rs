@@ -38,10 +38,8 @@ impl Asker {
     pub(super) fn pod(&self, volume: &VolumeId) -> Result<Pod, Status> {
         match self {
             Asker::Pod(pod) => Ok(pod.clone()),
-            Asker::Unnamed(uid) => Err(Status::new(
-                Code::FailedPrecondition,
-                format!("pod {uid} is not named; set podInfoOnMount: true in the CSIDriver object"),
-            )),
+            Asker::Unnamed(uid) => Err(Code::FailedPrecondition
+                .status(format!("pod {uid} is not named; set podInfoOnMount: true in the CSIDriver object"))),
             Asker::Nobody => {
                 let uid = format!("none-{volume}");
                 Ok(Pod { name: uid.clone(), namespace: publications::NO_NAMESPACE.to_owned(), uid })

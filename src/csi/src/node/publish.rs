@@ -10,7 +10,6 @@ use peerpod_volume::{
     Credentials, FsGroup, GuestVolume, Mode, Source, VolumeId, descriptor,
     records::{Pod, Record},
 };
-use protobuf::Message;
 
 use super::{
     Node, Whose, empty, missing,
@@ -33,10 +32,11 @@ use crate::{
 const EPHEMERAL: &str = "csi.storage.k8s.io/ephemeral";
 
 impl Node {
-    pub(super) async fn publish(self, call: Call) -> Result<Response<Body>, Status> {
-        let Ok(mut request) = NodePublishVolumeRequest::parse_from_bytes(&call.message) else {
-            return call.pass(None).await;
-        };
+    pub(super) async fn publish(
+        self,
+        call: Call,
+        mut request: NodePublishVolumeRequest,
+    ) -> Result<Response<Body>, Status> {
         let place = Place::of(&request);
         let mut decided = whose(&request.volume_context, &request.publish_context)?;
         if decided == Whose::Drivers && self.is_of_class(&place).await? {
@@ -54,7 +54,7 @@ impl Node {
         let name = place.volume.as_deref().unwrap_or(&request.volume_id);
         self.must_have_a_vm(name, place.asker.named(), facts.as_ref())?;
         let wanted = capability::wanted(request.volume_capability.as_ref())
-            .map_err(|why| Status::new(Code::InvalidArgument, why))?;
+            .map_err(|why| Code::InvalidArgument.status(why))?;
         let Some(wanted) =
             wanted.filter(|_| !request.volume_id.is_empty() && !request.target_path.is_empty())
         else {
@@ -68,13 +68,13 @@ impl Node {
         };
         secrets::wipe(&mut request.secrets);
         bounded(&record, &publication)?;
-        let turn = self.0.turns.turn(publication.volume.as_str()).await;
+        let turn = self.0.turns.lock(&publication.volume).await;
         // Runs to its end even if the caller leaves.
         let work = tokio::spawn(async move {
             let _turn = turn;
             self.put_up(record, publication, credentials).await
         });
-        work.await.map_err(|why| Status::new(Code::Internal, format!("publish: {why}")))??;
+        work.await.map_err(|why| Code::Internal.status(format!("publish: {why}")))??;
         empty()
     }
 
@@ -117,7 +117,7 @@ impl Node {
              StorageClass without the parameter",
             pod.namespace, pod.name
         );
-        Err(Status::new(Code::FailedPrecondition, text))
+        Err(Code::FailedPrecondition.status(text))
     }
 
     /// Returns the data to be recorded; `None`: an inline volume that only the driver can make.
@@ -132,6 +132,42 @@ impl Node {
     ) -> Result<Option<(Record, Publication, Option<Credentials>)>, Status> {
         let driver = self.0.driver.name().await?;
         let volume = VolumeId::of(driver, &request.volume_id);
+        let name = place.volume.clone().unwrap_or_else(|| request.volume_id.clone());
+        let (mut source, options) = self.source(request, place, &name).await?;
+        let disk = matches!(source, Source::AttachedBlock { .. });
+        if disk && !is_for_vm(request, decided, driver, &name)? {
+            return Ok(None);
+        }
+        let credentials = signs_in(&mut source, driver, given, wanted, &options)
+            .map_err(|why| Code::InvalidArgument.status(format!("volume {name} of {driver}: {why}")))?;
+        let read_only = request.readonly || wanted.reads_only();
+        let publication = Publication {
+            version: publications::VERSION,
+            pod: place.asker.pod(&volume)?,
+            volume,
+            driver: driver.to_owned(),
+            handle: request.volume_id.clone(),
+            name,
+            target: PathBuf::from(&request.target_path),
+            wanted: wanted.clone(),
+            read_only,
+            marker: marker()?,
+            exclusive: wanted.exclusive(&source, read_only),
+            driver_attached: disk && self.0.attach == descriptor::Attach::Driver,
+            leaving: false,
+        };
+        let record = record(&publication, source, mode(wanted, options, facts.as_ref()));
+        Ok(Some((record, publication, credentials)))
+    }
+
+    /// Returns the volume's source in the guest's terms, and mount options that the driver would add.
+    async fn source(
+        &self,
+        request: &NodePublishVolumeRequest,
+        place: &Place,
+        name: &str,
+    ) -> Result<(Source, Vec<String>), Status> {
+        let driver = self.0.driver.name().await?;
         let claim = match (&self.0.cluster, &place.volume) {
             (Some(cluster), Some(name)) => cluster.claim(name, &request.volume_id).await?,
             _ => None,
@@ -146,66 +182,48 @@ impl Node {
             region: self.0.region.clone(),
             attach: self.0.attach,
         };
-        let name = place.volume.clone().unwrap_or_else(|| request.volume_id.clone());
-        let (mut source, options) = drivers::source(&known).map_err(|why| {
-            Status::new(Code::FailedPrecondition, format!("volume {name} of {driver}: {why}"))
-        })?;
-        let disk = matches!(source, Source::AttachedBlock { .. });
-        let inline = request.volume_context.get(EPHEMERAL).is_some_and(|word| word == "true");
-        if disk && decided == Whose::OursByClass {
-            if inline {
-                return Ok(None);
-            }
-            return Err(Status::new(
-                Code::FailedPrecondition,
-                format!(
-                    "volume {name} is attached to this node although its pod's RuntimeClass sends it to a VM; give the \
-                     controller's role the same csi.runtime-classes, or set peerpod: \"true\" in the StorageClass"
-                ),
-            ));
+        drivers::source(&known)
+            .map_err(|why| Code::FailedPrecondition.status(format!("volume {name} of {driver}: {why}")))
+    }
+}
+
+/// Returns false for an inline disk that the driver makes on the node, where only the pod's class asks for a VM.
+fn is_for_vm(
+    request: &NodePublishVolumeRequest,
+    decided: Whose,
+    driver: &str,
+    name: &str,
+) -> Result<bool, Status> {
+    let inline = request.volume_context.get(EPHEMERAL).is_some_and(|word| word == "true");
+    let why = match (decided == Whose::OursByClass, inline) {
+        (true, true) => return Ok(false),
+        (false, false) => return Ok(true),
+        (true, false) => format!(
+            "volume {name} is attached to this node although its pod's RuntimeClass sends it to a VM; give the controller's \
+             role the same csi.runtime-classes, or set peerpod: \"true\" in the StorageClass"
+        ),
+        (false, true) => {
+            format!(
+                "inline volume {name}: {driver} makes it on the node, so it cannot be in a VM; use a claim"
+            )
         }
-        if disk && inline {
-            return Err(Status::new(
-                Code::FailedPrecondition,
-                format!(
-                    "inline volume {name}: {driver} makes it on the node, so it cannot be in a VM; use a claim"
-                ),
-            ));
-        }
-        let credentials = signs_in(&mut source, driver, given, wanted, &options)
-            .map_err(|why| Status::new(Code::InvalidArgument, format!("volume {name} of {driver}: {why}")))?;
-        let pod = place.asker.pod(&volume)?;
-        let read_only = request.readonly || wanted.reads_only();
-        let driver_attached = disk && self.0.attach == descriptor::Attach::Driver;
-        let exclusive = wanted.exclusive(&source, read_only);
-        let mode = mode(wanted, options, facts.as_ref());
-        let target = PathBuf::from(&request.target_path);
-        let publication = Publication {
-            version: publications::VERSION,
-            volume: volume.clone(),
-            driver: driver.to_owned(),
-            handle: request.volume_id.clone(),
-            name: name.clone(),
-            pod: pod.clone(),
-            target: target.clone(),
-            wanted: wanted.clone(),
-            read_only,
-            marker: marker()?,
-            exclusive,
-            driver_attached,
-            leaving: false,
-        };
-        let record = Record {
-            version: descriptor::VERSION,
-            volume: GuestVolume { version: descriptor::VERSION, id: volume, name, source, mode, read_only },
-            pod,
-            driver: driver.to_owned(),
-            handle: request.volume_id.clone(),
-            target_path: target,
-            marker: publication.marker.clone(),
-            fence: None,
-        };
-        Ok(Some((record, publication, credentials)))
+    };
+    Err(Code::FailedPrecondition.status(why))
+}
+
+/// Returns the record of a publication for the node.
+fn record(publication: &Publication, source: Source, mode: Mode) -> Record {
+    let Publication { volume, name, read_only, pod, driver, handle, target, marker, .. } =
+        publication.clone();
+    Record {
+        version: descriptor::VERSION,
+        volume: GuestVolume { version: descriptor::VERSION, id: volume, name, source, mode, read_only },
+        pod,
+        driver,
+        handle,
+        target_path: target,
+        marker,
+        fence: None,
     }
 }
 
@@ -222,14 +240,14 @@ fn mode(wanted: &Wanted, more: Vec<String>, facts: Option<&PodFacts>) -> Mode {
 
 fn marker() -> Result<String, Status> {
     let mut bytes = [0; 32];
-    getrandom::fill(&mut bytes).map_err(|why| Status::new(Code::Internal, format!("random bytes: {why}")))?;
+    getrandom::fill(&mut bytes).map_err(|why| Code::Internal.status(format!("random bytes: {why}")))?;
     Ok(hex::encode(bytes))
 }
 
 /// Checks the limits of the stored files, which must be readable again.
 fn bounded(record: &Record, publication: &Publication) -> Result<(), Status> {
     let size = |bytes: serde_json::Result<Vec<u8>>| {
-        bytes.map(|bytes| bytes.len()).map_err(|why| Status::new(Code::Internal, format!("as JSON: {why}")))
+        bytes.map(|bytes| bytes.len()).map_err(|why| Code::Internal.status(format!("as JSON: {why}")))
     };
     let limits = [
         (
@@ -240,13 +258,10 @@ fn bounded(record: &Record, publication: &Publication) -> Result<(), Status> {
     ];
     match limits.into_iter().find(|(bytes, limit)| bytes > limit) {
         None => Ok(()),
-        Some((bytes, limit)) => Err(Status::new(
-            Code::InvalidArgument,
-            format!(
-                "volume {}: its record has {bytes} bytes, more than {limit}; it needs fewer mount options \
+        Some((bytes, limit)) => Err(Code::InvalidArgument.status(format!(
+            "volume {}: its record has {bytes} bytes, more than {limit}; it needs fewer mount options \
                  or shorter attributes",
-                publication.name.chars().take(253).collect::<String>()
-            ),
-        )),
+            publication.name.chars().take(253).collect::<String>()
+        ))),
     }
 }

@@ -29,7 +29,7 @@ impl Node {
         let given = Given::take(&mut request.secrets, login);
         if let Some(Err(why)) = given.as_ref().map(|given| given.check(None)) {
             let text = format!("stage volume {}: {why}", request.volume_id);
-            return Err(Status::new(Code::InvalidArgument, text));
+            return Err(Code::InvalidArgument.status(text));
         }
         Ok(given)
     }

@@ -2,8 +2,8 @@
 //! object, the target, the record, the answer; the undo runs in the reverse order. May touch: targets, the records'
 //! folder, the API server.
 
+use peerpod_common::blocking::blocking;
 use peerpod_volume::{Credentials, records::Record};
-use tokio::task::spawn_blocking;
 
 use super::{Node, device, place::map_path, publications::Publication, target};
 use crate::{
@@ -94,8 +94,7 @@ impl Node {
 
     async fn make_target(&self, publication: &Publication) -> Result<(), Status> {
         let (target, marker) = (publication.target.clone(), publication.marker.clone());
-        let internal =
-            |why: String| Status::new(Code::Internal, format!("publish {}: {why}", publication.name));
+        let internal = |why: String| Code::Internal.status(format!("publish {}: {why}", publication.name));
         let mut mapped = None;
         if publication.wanted.block
             && let Some(path) = map_path(&target)
@@ -104,7 +103,7 @@ impl Node {
             mapped = Some((path, device::make(&file, &marker).await.map_err(internal)?));
         }
         let raw = publication.wanted.block.then(|| publication.volume.clone());
-        let made = spawn_blocking(move || {
+        let made = blocking(move || {
             target::publish_directory(&target, &marker)?;
             if let Some(volume) = raw {
                 target::make_placeholder(
@@ -113,9 +112,9 @@ impl Node {
                     mapped.as_ref().map(|(_, device)| device.as_path()),
                 )?;
             }
-            mapped.map_or(Ok(()), |(path, device)| target::publish_device(&path, &device))
+            mapped.map_or(Ok(()), |(path, device)| Ok(target::publish_device(&path, &device)?))
         });
-        made.await.map_err(|why| internal(why.to_string()))?.map_err(|why| internal(why.to_string()))
+        made.await.map_err(|why| internal(why.to_string()))
     }
 
     pub(super) async fn take_down(&self, mut publication: Publication) -> Result<(), Status> {
@@ -141,15 +140,13 @@ impl Node {
     async fn remove_target(&self, publication: &Publication) -> Result<(), Status> {
         let target = publication.target.clone();
         let mapped = map_path(&target).filter(|_| publication.wanted.block);
-        let internal =
-            |why: String| Status::new(Code::Internal, format!("unpublish {}: {why}", publication.name));
-        let gone = spawn_blocking(move || {
+        let internal = |why: String| Code::Internal.status(format!("unpublish {}: {why}", publication.name));
+        let gone = blocking(move || {
             target::unpublish(&target)?;
             // kubelet unmaps before this call, unless it never mapped.
-            mapped.map_or(Ok(()), |path| target::unpublish(&path))
+            mapped.map_or(Ok(()), |path| Ok(target::unpublish(&path)?))
         });
-        let gone = gone.await;
-        gone.map_err(|why| internal(why.to_string()))?.map_err(|why| internal(why.to_string()))?;
+        gone.await.map_err(|why| internal(why.to_string()))?;
         if publication.wanted.block {
             let file = self.0.files.device_file(&publication.volume, &publication.target);
             device::remove(&file).await.map_err(internal)?;
@@ -235,22 +232,19 @@ fn compatible(there: &Publication, wanted: &Publication) -> Result<(), Status> {
     }
     let target = wanted.target.display();
     let text = format!("volume {} is published at {target} for another pod or in another way", wanted.name);
-    Err(Status::new(Code::AlreadyExists, text))
+    Err(Code::AlreadyExists.status(text))
 }
 
 /// Refuses a second target of a volume with a single writer on this node.
 fn elsewhere(there: &Publication, wanted: &Publication) -> Result<(), Status> {
     if [there.wanted.access_mode, wanted.wanted.access_mode].contains(&SINGLE_NODE_SINGLE_WRITER) {
-        return Err(Status::new(
-            Code::FailedPrecondition,
-            format!(
-                "volume {} has one writer (ReadWriteOncePod) and is published at {} for pod {}/{}",
-                wanted.name,
-                there.target.display(),
-                there.pod.namespace,
-                there.pod.name
-            ),
-        ));
+        return Err(Code::FailedPrecondition.status(format!(
+            "volume {} has one writer (ReadWriteOncePod) and is published at {} for pod {}/{}",
+            wanted.name,
+            there.target.display(),
+            there.pod.namespace,
+            there.pod.name
+        )));
     }
     Ok(())
 }

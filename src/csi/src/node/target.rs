@@ -40,6 +40,12 @@ pub struct Error {
     why: io::Error,
 }
 
+impl From<Error> for io::Error {
+    fn from(error: Error) -> io::Error {
+        io::Error::new(error.why.kind(), error)
+    }
+}
+
 fn at<'a, W: Into<io::Error>>(what: &'static str, path: &'a Path) -> impl Fn(W) -> Error + use<'a, W> {
     move |why| Error { what, path: path.to_owned(), why: why.into() }
 }
