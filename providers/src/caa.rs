@@ -3,21 +3,14 @@
 
 use std::collections::BTreeMap;
 
-pub use peerpod_provider_aws::caa::{Converted, Value};
+pub use peerpod_provider_api::caa::{Converted, Value};
 
 /// Converts the variables of one provider.
 type Convert = fn(&BTreeMap<String, String>) -> Converted;
 
 /// `CLOUD_PROVIDER` values, each with its converter.
-const TABLE: &[(&str, Convert)] = &[("aws", peerpod_provider_aws::caa::convert), ("libvirt", libvirt)];
-
-/// Maps the result of the libvirt provider to the types of the AWS provider, which this table uses.
-fn libvirt(variables: &BTreeMap<String, String>) -> Converted {
-    let peerpod_provider_libvirt::caa::Converted { settings, lost, known } =
-        peerpod_provider_libvirt::caa::convert(variables);
-    let value = |text: String| text.parse().map_or(Value::Text(text), Value::Number);
-    Converted { settings: settings.into_iter().map(|(key, text)| (key, value(text))).collect(), lost, known }
-}
+const TABLE: &[(&str, Convert)] =
+    &[("aws", peerpod_provider_aws::caa::convert), ("libvirt", peerpod_provider_libvirt::caa::convert)];
 
 /// Returns the providers with a row in the table.
 pub fn known() -> Vec<&'static str> {

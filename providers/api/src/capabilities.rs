@@ -23,16 +23,16 @@ pub struct Capabilities {
     pub zones: bool,
     /// Whether a VM can get a public IP address.
     pub public_ip: bool,
-    /// Whether the provider attaches disks, in the request and through [`crate::Provider::volumes`].
+    /// Whether the provider attaches disks, in the request and through [`crate::Volumes`].
     pub volumes: bool,
     /// Whether a VM can get a second NIC.
     pub second_nic: bool,
-    /// Most VMs that one call of [`crate::Provider::batch`] makes; 0 without batches.
+    /// Most VMs that one call of [`crate::Batch`] makes; 0 without batches.
     pub max_batch: u32,
     /// Memory in MiB that the guest of the configured image needs in addition to its pod; 0: unknown. The caller adds
     /// it to [`Size::memory_mib`] before the request.
     pub guest_memory_mib: u64,
-    /// Whether [`crate::Provider::console`] is present.
+    /// Whether [`crate::Extensions::console`] is present.
     pub console: bool,
     /// Whether [`crate::Provider::events`] is present.
     pub events: bool,

@@ -20,8 +20,8 @@ use tokio::time::Instant;
 
 use crate::{
     Batch, Capabilities, Console, CreateRequest, Created, CreatedMany, DiskIdentity, DiskRequest, Error,
-    IdempotencyKey, InstanceId, Owned, Placement, Preflight, Provider, ProviderEvent, Retry, Volumes,
-    with_deadline,
+    Extensions, IdempotencyKey, InstanceId, Owned, Placement, Preflight, Provider, ProviderEvent, Retry,
+    Volumes, with_deadline,
 };
 use metrics::{Metrics, Outcome};
 use pace::Pace;
@@ -225,16 +225,13 @@ impl Provider for Decorated {
         self.call(Call::List, "all VMs", || self.inner.list_owned()).await
     }
 
-    fn batch(&self) -> Option<&dyn Batch> {
-        self.inner.batch().map(|_| self as &dyn Batch)
-    }
-
-    fn volumes(&self) -> Option<&dyn Volumes> {
-        self.inner.volumes().map(|_| self as &dyn Volumes)
-    }
-
-    fn console(&self) -> Option<&dyn Console> {
-        self.inner.console().map(|_| self as &dyn Console)
+    fn extensions(&self) -> Extensions<'_> {
+        let inner = self.inner.extensions();
+        Extensions {
+            batch: inner.batch.map(|_| self as &dyn Batch),
+            volumes: inner.volumes.map(|_| self as &dyn Volumes),
+            console: inner.console.map(|_| self as &dyn Console),
+        }
     }
 
     fn events(&self) -> Option<BoxStream<'static, ProviderEvent>> {
@@ -251,7 +248,7 @@ impl Batch for Decorated {
         count: NonZeroU32,
         key: &IdempotencyKey,
     ) -> Result<CreatedMany, Error> {
-        let Some(batch) = self.inner.batch() else { return Err(lost("batches")) };
+        let Some(batch) = self.inner.extensions().batch else { return Err(lost("batches")) };
         let most = self.capabilities().max_batch;
         if count.get() > most {
             let (name, provider) = (&request.name, self.name());
@@ -272,17 +269,17 @@ impl Batch for Decorated {
 #[async_trait]
 impl Volumes for Decorated {
     async fn attach(&self, id: &InstanceId, disk: &DiskRequest) -> Result<DiskIdentity, Error> {
-        let Some(volumes) = self.inner.volumes() else { return Err(lost("volumes")) };
+        let Some(volumes) = self.inner.extensions().volumes else { return Err(lost("volumes")) };
         self.call(Call::Attach, id.as_str(), || volumes.attach(id, disk)).await
     }
 
     async fn detach(&self, id: &InstanceId, volume: &str) -> Result<(), Error> {
-        let Some(volumes) = self.inner.volumes() else { return Err(lost("volumes")) };
+        let Some(volumes) = self.inner.extensions().volumes else { return Err(lost("volumes")) };
         self.call(Call::Detach, id.as_str(), || volumes.detach(id, volume)).await
     }
 
     async fn grown(&self, id: &InstanceId, disk: &DiskRequest, bytes: u64) -> Result<(), Error> {
-        let Some(volumes) = self.inner.volumes() else { return Err(lost("volumes")) };
+        let Some(volumes) = self.inner.extensions().volumes else { return Err(lost("volumes")) };
         self.call(Call::Grown, id.as_str(), || volumes.grown(id, disk, bytes)).await
     }
 }
@@ -291,7 +288,7 @@ impl Volumes for Decorated {
 #[async_trait]
 impl Console for Decorated {
     async fn tail(&self, id: &InstanceId, limit: usize) -> Result<Vec<u8>, Error> {
-        let Some(console) = self.inner.console() else { return Err(lost("console")) };
+        let Some(console) = self.inner.extensions().console else { return Err(lost("console")) };
         self.call(Call::Console, id.as_str(), || console.tail(id, limit)).await
     }
 }

@@ -10,10 +10,12 @@
 //! * [`Error`] is typed. Retry policy depends only on [`Error::retry`].
 //! * [`decorate()`] adds deadline, log, metrics, retry and pacing to any provider, so that no provider implements its
 //!   own.
-//! * [`select`] picks an instance type. [`conformance`] is the test suite that any provider runs in one line.
+//! * [`conformance`] is the test suite that any provider runs in one line.
+//! * [`caa`] converts the settings of a cloud-api-adaptor.
 //!
 //! This crate touches no network and no disk, and depends on no provider.
 
+pub mod caa;
 mod capabilities;
 pub mod conformance;
 mod deadline;
@@ -21,7 +23,6 @@ pub mod decorate;
 mod error;
 mod id;
 mod request;
-pub mod select;
 
 use std::net::IpAddr;
 use std::num::NonZeroU32;
@@ -108,19 +109,9 @@ pub trait Provider: Send + Sync + 'static {
     /// By class. The list is never shortened: an unread page is an error.
     async fn list_owned(&self) -> Result<Vec<Owned>, Error>;
 
-    /// Returns the interface for several identical VMs by one call, when [`Capabilities::max_batch`] is more than 0.
-    fn batch(&self) -> Option<&dyn Batch> {
-        None
-    }
-
-    /// Returns the interface for disks of a running VM, when [`Capabilities::volumes`].
-    fn volumes(&self) -> Option<&dyn Volumes> {
-        None
-    }
-
-    /// Returns the interface for console output, when [`Capabilities::console`].
-    fn console(&self) -> Option<&dyn Console> {
-        None
+    /// Returns the optional parts of the interface that this provider has.
+    fn extensions(&self) -> Extensions<'_> {
+        Extensions::default()
     }
 
     /// Returns a stream of VM events that no call caused, when [`Capabilities::events`].
@@ -131,6 +122,17 @@ pub trait Provider: Send + Sync + 'static {
     /// Registers the provider's own metrics, under its name. The decorator calls it once, and itself provides the
     /// metrics of calls, failures and times.
     fn register_metrics(&self, _registry: &mut Registry) {}
+}
+
+/// Optional parts of a provider's interface.
+#[derive(Clone, Copy, Default)]
+pub struct Extensions<'p> {
+    /// Several identical VMs by one call, when [`Capabilities::max_batch`] is more than 0.
+    pub batch: Option<&'p dyn Batch>,
+    /// Disks of a running VM, when [`Capabilities::volumes`].
+    pub volumes: Option<&'p dyn Volumes>,
+    /// Console output, when [`Capabilities::console`].
+    pub console: Option<&'p dyn Console>,
 }
 
 /// Result of [`Provider::preflight`].

@@ -13,7 +13,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use peerpod_provider_api::conformance::{self, Harness, promise};
 use peerpod_provider_api::{
-    Batch, Capabilities, CreateRequest, Created, CreatedMany, DiskIdentity, DiskRequest, Error,
+    Batch, Capabilities, CreateRequest, Created, CreatedMany, DiskIdentity, DiskRequest, Error, Extensions,
     IdempotencyKey, InstanceId, Owned, OwnedState, Placement, Preflight, Provider, Volumes,
 };
 
@@ -199,12 +199,8 @@ impl Provider for Shelf {
         Ok(owned.filter(|_| !hidden).collect())
     }
 
-    fn batch(&self) -> Option<&dyn Batch> {
-        Some(self)
-    }
-
-    fn volumes(&self) -> Option<&dyn Volumes> {
-        Some(self)
+    fn extensions(&self) -> Extensions<'_> {
+        Extensions { batch: Some(self), volumes: Some(self), console: None }
     }
 }
 

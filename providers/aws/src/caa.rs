@@ -4,55 +4,24 @@
 //! Names and defaults: `aws/manager.go` of cloud-api-adaptor at `fbdde756`. Its flags have other names, which only its
 //! command line reads; a deployment sets the variables.
 
-use std::collections::BTreeMap;
+use peerpod_provider_api::caa::{Converted, Form, Row, Value, Variables, get, is_true};
 
-/// Value of a setting.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Value {
-    /// Text.
-    Text(String),
-    /// List of texts.
-    List(Vec<String>),
-    /// Number.
-    Number(u64),
-    /// Boolean.
-    Flag(bool),
-}
-
-/// Result of a conversion.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Converted {
-    /// Keys below `provider.aws`, with their values.
-    pub settings: BTreeMap<String, Value>,
-    /// Variables that have no counterpart, or have a value without one, each with its remedy.
-    pub lost: Vec<(String, String)>,
-    /// All recognised variables, converted or not.
-    pub known: Vec<String>,
-}
-
-enum Kind {
-    Text,
-    List,
-    Flag,
-    Number,
-}
-
-/// Variable, key of this provider, kind. [`convert`] handles the variables that need more than that.
-const TABLE: &[(&str, &str, Kind)] = &[
-    ("AWS_ACCESS_KEY_ID", "access-key-id", Kind::Text),
-    ("AWS_SECRET_ACCESS_KEY", "secret-key", Kind::Text),
-    ("AWS_SESSION_TOKEN", "session-token", Kind::Text),
-    ("AWS_REGION", "region", Kind::Text),
-    ("AWS_SUBNET_ID", "subnet-ids", Kind::List),
-    ("AWS_SG_IDS", "security-group-ids", Kind::List),
-    ("PODVM_AMI_ID", "image-id", Kind::Text),
-    ("PODVM_INSTANCE_TYPE", "instance-type", Kind::Text),
-    ("PODVM_INSTANCE_TYPES", "instance-types", Kind::List),
-    ("SSH_KP_NAME", "key-name", Kind::Text),
-    ("USE_PUBLIC_IP", "use-public-ip", Kind::Flag),
-    ("ROOT_VOLUME_SIZE", "root-volume-size", Kind::Number),
-    ("DISABLECVM", "disable-cvm", Kind::Flag),
-    ("TAGS", "tags", Kind::List),
+/// [`convert`] handles the variables that need more than that.
+const TABLE: &[Row] = &[
+    ("AWS_ACCESS_KEY_ID", "access-key-id", Form::Text),
+    ("AWS_SECRET_ACCESS_KEY", "secret-key", Form::Text),
+    ("AWS_SESSION_TOKEN", "session-token", Form::Text),
+    ("AWS_REGION", "region", Form::Text),
+    ("AWS_SUBNET_ID", "subnet-ids", Form::List),
+    ("AWS_SG_IDS", "security-group-ids", Form::List),
+    ("PODVM_AMI_ID", "image-id", Form::Text),
+    ("PODVM_INSTANCE_TYPE", "instance-type", Form::Text),
+    ("PODVM_INSTANCE_TYPES", "instance-types", Form::List),
+    ("SSH_KP_NAME", "key-name", Form::Text),
+    ("USE_PUBLIC_IP", "use-public-ip", Form::Flag),
+    ("ROOT_VOLUME_SIZE", "root-volume-size", Form::Number),
+    ("DISABLECVM", "disable-cvm", Form::Flag),
+    ("TAGS", "tags", Form::List),
 ];
 
 /// Variables that the AWS SDK reads itself; they must stay in the environment.
@@ -60,68 +29,19 @@ const OF_THE_SDK: &[&str] =
     &["AWS_ROLE_ARN", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_PROFILE", "AWS_DEFAULT_REGION"];
 
 /// Converts the variables of a cloud-api-adaptor for AWS; ignores all other variables.
-pub fn convert(variables: &BTreeMap<String, String>) -> Converted {
-    let mut converted = Converted::default();
-    let get = |name: &str| variables.get(name).map(|value| value.trim()).filter(|value| !value.is_empty());
-    for (name, key, kind) in TABLE {
-        if variables.contains_key(*name) {
-            converted.known.push((*name).to_owned());
-        }
-        let Some(text) = get(name) else { continue };
-        let value = match kind {
-            Kind::Text => Some(Value::Text(text.to_owned())),
-            Kind::List => Some(Value::List(list(text))),
-            Kind::Flag => Some(Value::Flag(is_true(text))),
-            Kind::Number => number(text, name, key, &mut converted.lost),
-        };
-        if let Some(value) = value {
-            converted.settings.insert((*key).to_owned(), value);
-        }
-    }
+pub fn convert(variables: &Variables) -> Converted {
+    let mut converted = Converted::by_table("provider.aws", TABLE, variables);
     pairs(&mut converted);
-    template(
-        get("USE_PODVM_LAUNCHTEMPLATE").is_some_and(is_true),
-        get("PODVM_LAUNCHTEMPLATE_NAME"),
-        &mut converted,
-    );
     for name in ["USE_PODVM_LAUNCHTEMPLATE", "PODVM_LAUNCHTEMPLATE_NAME"].iter().chain(OF_THE_SDK) {
-        if variables.contains_key(*name) {
-            converted.known.push((*name).to_owned());
-        }
-        if OF_THE_SDK.contains(name) && get(name).is_some() {
-            let why = "the AWS SDK reads it from the environment; set it on our daemon, too".to_owned();
-            converted.lost.push(((*name).to_owned(), why));
-        }
+        converted.recognise(variables, name);
+    }
+    if get(variables, "USE_PODVM_LAUNCHTEMPLATE").is_some_and(is_true) {
+        template(get(variables, "PODVM_LAUNCHTEMPLATE_NAME"), &mut converted);
+    }
+    for name in OF_THE_SDK.iter().filter(|name| get(variables, name).is_some()) {
+        converted.lose(name, "the AWS SDK reads it from the environment; set it on our daemon, too");
     }
     converted
-}
-
-/// Parses a flag as the cloud-api-adaptor does: `1` and `true` are true, all other texts are false.
-fn is_true(text: &str) -> bool {
-    text == "1" || text.eq_ignore_ascii_case("true")
-}
-
-fn list(text: &str) -> Vec<String> {
-    text.split(',').map(str::trim).filter(|part| !part.is_empty()).map(str::to_owned).collect()
-}
-
-/// Parses a number as the cloud-api-adaptor does, and reports the deviations. The cloud-api-adaptor silently reads
-/// `30GiB` as 30 and `lots` as the default.
-fn number(text: &str, name: &str, key: &str, lost: &mut Vec<(String, String)>) -> Option<Value> {
-    let digits: String = text.chars().take_while(char::is_ascii_digit).collect();
-    let value = digits.parse().ok();
-    if value.is_none() {
-        lost.push((
-            name.to_owned(),
-            format!("`{text}` is no number and was ignored; set provider.aws.{key} if you want one"),
-        ));
-    } else if digits != text {
-        lost.push((
-            name.to_owned(),
-            format!("`{text}` was read as {digits}, and is written so; check that this is intended"),
-        ));
-    }
-    value.map(Value::Number)
 }
 
 /// Removes tags that AWS or this provider reserves, and entries that are not key=value; reports them as lost.
@@ -145,10 +65,7 @@ fn pairs(converted: &mut Converted) {
     converted.lost.extend(lost);
 }
 
-fn template(is_used: bool, name: Option<&str>, converted: &mut Converted) {
-    if !is_used {
-        return;
-    }
+fn template(name: Option<&str>, converted: &mut Converted) {
     // `kata` is the default of the cloud-api-adaptor.
     converted.settings.insert("launch-template".to_owned(), Value::Text(name.unwrap_or("kata").to_owned()));
     // The cloud-api-adaptor takes image, type, network and confidentiality from the template, although it requires an
@@ -157,11 +74,11 @@ fn template(is_used: bool, name: Option<&str>, converted: &mut Converted) {
         [("PODVM_AMI_ID", "image-id"), ("AWS_SG_IDS", "security-group-ids"), ("SSH_KP_NAME", "key-name")]
     {
         if converted.settings.remove(key).is_some() {
-            converted.lost.push((name.to_owned(), "the launch template sets it".to_owned()));
+            converted.lose(name, "the launch template sets it");
         }
     }
     let why = "a VM's type and subnet are chosen from instance-types and subnet-ids, not from the template; check both";
-    converted.lost.push(("USE_PODVM_LAUNCHTEMPLATE".to_owned(), why.to_owned()));
+    converted.lose("USE_PODVM_LAUNCHTEMPLATE", why);
 }
 
 #[cfg(test)]
@@ -171,7 +88,7 @@ mod tests {
     use super::*;
     use crate::AwsConfig;
 
-    fn variables(pairs: &[(&str, &str)]) -> BTreeMap<String, String> {
+    fn variables(pairs: &[(&str, &str)]) -> Variables {
         pairs.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect()
     }
 

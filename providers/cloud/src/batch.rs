@@ -18,8 +18,6 @@ use std::time::Duration;
 
 use parking_lot::{Mutex, MutexGuard};
 use peerpod_provider_api::Error;
-use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
-use prometheus_client::registry::Registry;
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 
@@ -35,17 +33,9 @@ pub struct Window {
 }
 
 impl Window {
-    /// For creates: short, because a pod waits for it (karpenter's figures).
-    pub const CREATE: Window =
-        Window { idle: Duration::from_millis(35), longest: Duration::from_secs(1), most: 1000 };
     /// For describes and deletes (karpenter's figures).
     pub const LIST: Window =
         Window { idle: Duration::from_millis(100), longest: Duration::from_secs(1), most: 500 };
-
-    /// Returns the same window for calls that take at most `most` items.
-    pub fn most(self, most: usize) -> Window {
-        Window { most: most.max(1), ..self }
-    }
 }
 
 /// Result of a call for several items: one answer per item, in their order, or one error for all of them.
@@ -63,7 +53,6 @@ struct Inner<K, I, O> {
     execute: Box<Execute<K, I, O>>,
     open: Mutex<HashMap<K, Open<I, O>>>,
     opened: AtomicU64,
-    sizes: Histogram,
 }
 
 /// Open window.
@@ -110,14 +99,7 @@ where
             execute: Box::new(move |key, items, deadline| Box::pin(execute(key, items, deadline))),
             open: Mutex::default(),
             opened: AtomicU64::new(0),
-            sizes: Histogram::new(exponential_buckets(1.0, 2.0, 11)),
         }))
-    }
-
-    /// Registers the size of the batches as `peerpod_cloud_batch_<name>_items`.
-    pub fn register(&self, name: &str, registry: &mut Registry) {
-        let metric = format!("peerpod_cloud_batch_{name}_items");
-        registry.register(metric, "How many callers shared one call", self.0.sizes.clone());
     }
 
     /// Submits the item, to be handled together with others of its key, and waits for its answer. The last argument
@@ -196,7 +178,6 @@ where
         while let Some(mut part) = parts.pop() {
             part.retain(|item| !item.answer.is_closed());
             let Some(deadline) = part.iter().map(|item| item.deadline).max() else { continue };
-            self.0.sizes.observe(part.len() as f64);
             let asked = part.iter().map(|item| item.item.clone()).collect();
             match (self.0.execute)(key.clone(), asked, deadline).await {
                 Ok(answers) => {

@@ -2,7 +2,7 @@
 //!
 //! Clouds count calls per account, region and kind of call, and refuse calls above the rate. A refused call costs time
 //! and still counts. Every call therefore takes a token first. A [`Table`] defines the calls that share a bucket, its
-//! fill rate and its size. It starts with the cloud's published figures; [`Adaptive`] learns the actual rate of the
+//! fill rate and its size. It starts with the cloud's published figures; [`tokens`] learns the actual rate of the
 //! account from its throttle replies.
 //!
 //! * **Fair between pods**: calls queue by owner, and owners take turns. A pod with twenty disks does not delay the
@@ -10,8 +10,6 @@
 //! * **Deadlines**: a call that cannot get a token before its deadline fails at once. The error names the wait and the
 //!   action, and the caller can use the time otherwise. A call that is delayed by a falling rate fails at its deadline.
 //! * **May be dropped** at any await: the place in the queue, the token and the slot are given back.
-//! * [`TokenSource`] is the trait of token sources. A rate shared between nodes (a lease in the cluster, a service that
-//!   alone makes the calls) is another source behind the same queue.
 
 mod line;
 mod metrics;
@@ -27,10 +25,10 @@ use prometheus_client::registry::Registry;
 use tokio::time::Instant;
 
 pub use table::{Limits, Table};
-pub use tokens::{Adaptive, TokenSource};
 
 use line::{Lines, Permit, Refusal};
 use metrics::Metrics;
+use tokens::TokenBuckets;
 
 /// One call, as the scheduler sees it.
 #[derive(Debug, Clone, Copy)]
@@ -57,13 +55,8 @@ pub struct Scheduler {
 impl Scheduler {
     /// Returns a scheduler for an account that, as far as known, no other process uses.
     pub fn new(table: Table) -> Scheduler {
-        let source = Arc::new(Adaptive::new(&table));
-        Scheduler::with_source(table, source)
-    }
-
-    /// Returns a scheduler with another source of tokens.
-    pub fn with_source(table: Table, source: Arc<dyn TokenSource>) -> Scheduler {
-        Scheduler { table: Arc::new(table), lines: Lines::new(source), metrics: Metrics::default() }
+        let lines = Lines::new(TokenBuckets::new(&table));
+        Scheduler { table: Arc::new(table), lines, metrics: Metrics::default() }
     }
 
     /// Registers `peerpod_cloud_*`; called by `Provider::register_metrics`.

@@ -6,7 +6,6 @@
 //! * [`calls`]: the schedule of the API calls of one account, with adaptive token buckets, fairness between pods,
 //!   limits of concurrency, and deadlines.
 //! * [`batch`]: one call for the requests of many callers within a short time.
-//! * [`wait`]: waits for asynchronous operations of a cloud, with few polls.
 //!
 //! Depends on no cloud and opens no connection: the provider makes the calls. May touch the clock and spawn tasks.
 
@@ -16,7 +15,6 @@ pub mod catalogue;
 pub mod marks;
 pub mod plan;
 mod planner;
-pub mod wait;
 mod words;
 
 pub use batch::{Batcher, Window};
@@ -24,4 +22,3 @@ pub use calls::{Call, Scheduler};
 pub use catalogue::{Catalogue, MachineType, Offering, Place, Prices};
 pub use plan::{Need, Plan, Policy, Reason, Rejection, plan};
 pub use planner::{Planner, offerings};
-pub use wait::Wait;

@@ -9,10 +9,7 @@ mod text;
 
 use std::time::Duration;
 
-use peerpod_provider_api::{
-    Arch, Confidential, CreateRequest, Error, Market, Rejected, Size,
-    select::{self, Policy as Types},
-};
+use peerpod_provider_api::{Arch, Confidential, CreateRequest, Error, Market, Rejected, Size};
 use tokio::time::Instant;
 
 use crate::catalogue::{Catalogue, MachineType, Offering, Place};
@@ -89,8 +86,6 @@ pub struct Policy {
     pub arch: Option<Arch>,
     /// Confidential-computing technology for pods that name none.
     pub confidential: Option<Confidential>,
-    /// Zone of the node, which is preferred among equal offerings.
-    pub home: Option<String>,
 }
 
 /// Reason why an offering does not suit.
@@ -195,7 +190,7 @@ pub struct Plan<'c> {
 pub const MARKETS: [Market; 2] = [Market::Spot, Market::OnDemand];
 
 /// Returns the offerings that suit, in order: cheapest first (those without a price last), then fewest GPUs, least
-/// memory, fewest CPUs, the type's name, spot before on-demand, the node's zone, the names of zone and subnet.
+/// memory, fewest CPUs, the type's name, spot before on-demand, the names of zone and subnet.
 ///
 /// # Errors
 /// [`Error::Invalid`] when the named or default type is not in the catalogue, or the named one is not allowed.
@@ -242,8 +237,7 @@ pub fn plan<'c>(
             }
         }
     }
-    let home = policy.home.as_deref();
-    plan.offerings.sort_by(|a, b| rank(a, home).cmp(&rank(b, home)));
+    plan.offerings.sort_by(|a, b| rank(a).cmp(&rank(b)));
     Ok(plan)
 }
 
@@ -271,7 +265,7 @@ impl Plan<'_> {
             matches!(one.reason, Vcpus(_) | Memory(_) | Gpus(_) | GpuModel(_) | HasGpus | NotAllowed)
         });
         if no_type_is_large_enough {
-            return Error::invalid(format!("{} (of {because})", select::nothing_fits(&need.size)));
+            return Error::invalid(format!("{} (of {because})", text::nothing_fits(&need.size)));
         }
         Error::invalid(format!(
             "create of {what}: nothing on offer fits: {because}; change the request, or allow more instance types, \
@@ -282,9 +276,11 @@ impl Plan<'_> {
 
 /// Returns the only allowed type, where it is fixed.
 fn only(catalogue: &Catalogue, need: &Need, policy: &Policy) -> Result<Option<String>, Error> {
-    let types = Types { allowed: &policy.allowed, default: &policy.default };
     let name = match &need.machine {
-        Some(name) => select::verify(name, &types)?,
+        Some(name) => {
+            verify(name, policy)?;
+            name.clone()
+        }
         None if need.size == Size::default() => policy.default.clone(),
         None => return Ok(None),
     };
@@ -294,6 +290,22 @@ fn only(catalogue: &Catalogue, need: &Need, policy: &Policy) -> Result<Option<St
         )));
     }
     Ok(Some(name))
+}
+
+/// Checks whether pods may get a type. The error texts are those of cloud-api-adaptor, which users search for in a pod's
+/// Events.
+fn verify(name: &str, Policy { allowed, default, .. }: &Policy) -> Result<(), Error> {
+    let why = match &allowed[..] {
+        // The administrator chose the default; the list need not contain it.
+        _ if name == default => return Ok(()),
+        [] => format!(
+            "requested instance type (\"{name}\") is not default (\"{default}\") \
+             and supported instance types list is empty"
+        ),
+        list if list.iter().any(|one| one == name) => return Ok(()),
+        _ => format!("requested instance type (\"{name}\") is not part of supported instance types list"),
+    };
+    Err(Error::invalid(format!("failed to verify instance type: {why}")))
 }
 
 /// Returns the reason against the type, independent of the place.
@@ -367,15 +379,12 @@ fn unavailable(
 
 /// Total order: no two candidates of a catalogue are equal in it.
 #[expect(clippy::type_complexity, reason = "it is compared, and never named")]
-fn rank<'a>(
-    one: &'a Candidate<'_>,
-    home: Option<&str>,
-) -> ((bool, u64), (u32, u64, u32, &'a str), (Market, bool, &'a Place)) {
+fn rank<'a>(one: &'a Candidate<'_>) -> ((bool, u64), (u32, u64, u32, &'a str), (Market, &'a Place)) {
     let MachineType { name, gpus, memory_mib, vcpus, .. } = one.machine;
     (
         (one.price.is_none(), one.price.unwrap_or(0)),
         (*gpus, *memory_mib, *vcpus, name),
-        (one.market, home != Some(one.place.zone.as_str()), one.place),
+        (one.market, one.place),
     )
 }
 

@@ -39,11 +39,6 @@ impl Planner {
         Planner { policy, catalogue: RwLock::default(), marks: Mutex::default() }
     }
 
-    /// Returns the settings of the administrator.
-    pub fn policy(&self) -> &Policy {
-        &self.policy
-    }
-
     /// Returns the current catalogue.
     pub fn catalogue(&self) -> Arc<Catalogue> {
         Arc::clone(&self.catalogue.read())

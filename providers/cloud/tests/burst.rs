@@ -16,7 +16,7 @@ use peerpod_provider_api::{
 };
 use peerpod_provider_cloud::batch::Answers;
 use peerpod_provider_cloud::calls::{Limits, Table};
-use peerpod_provider_cloud::{Batcher, Call, Scheduler, Wait, Window};
+use peerpod_provider_cloud::{Batcher, Call, Scheduler, Window};
 use prometheus_client::registry::Registry;
 use tokio::time::Instant;
 
@@ -56,7 +56,6 @@ struct Small {
     scheduler: Scheduler,
     addresses: Batcher<(), InstanceId, Option<IpAddr>>,
     deletes: Batcher<(), InstanceId, ()>,
-    wait: Wait,
 }
 
 async fn api<T>(
@@ -128,7 +127,7 @@ fn small(create: (f64, u32)) -> (Shared, Arc<Small>) {
             done
         }
     });
-    let small = Small { cloud: Arc::clone(&cloud), scheduler, addresses, deletes, wait: Wait::default() };
+    let small = Small { cloud: Arc::clone(&cloud), scheduler, addresses, deletes };
     (cloud, Arc::new(small))
 }
 
@@ -165,8 +164,14 @@ impl Provider for Small {
     }
 
     async fn addresses(&self, id: &InstanceId) -> Result<Vec<IpAddr>, Error> {
-        let found = self.wait.until(|| self.addresses.ask((), id.clone(), until(), "addresses"));
-        Ok(vec![found.await?])
+        let mut pause = ADDRESS_AFTER;
+        loop {
+            tokio::time::sleep(pause).await;
+            if let Some(found) = self.addresses.ask((), id.clone(), until(), "addresses").await? {
+                return Ok(vec![found]);
+            }
+            pause = Duration::from_secs(1);
+        }
     }
 
     async fn delete(&self, id: &InstanceId) -> Result<(), Error> {

@@ -34,7 +34,8 @@ use peerpod_proto::provider as proto;
 use peerpod_proto::provider_ttrpc::ProviderClient;
 use peerpod_provider_api::{
     Batch, Capabilities, Console, CreateRequest, Created, CreatedMany, DiskIdentity, DiskRequest, Error,
-    IdempotencyKey, InstanceId, Owned, Placement, Preflight, Provider, ProviderEvent, Volumes, deadline,
+    Extensions, IdempotencyKey, InstanceId, Owned, Placement, Preflight, Provider, ProviderEvent, Volumes,
+    deadline,
 };
 use protobuf::MessageField;
 use tokio::task::AbortHandle;
@@ -175,6 +176,13 @@ impl Connection {
     }
 }
 
+/// Makes one call of the service: connection, properties, method, request.
+macro_rules! ask {
+    ($connection:expr, $call:expr, $method:ident, $request:ident) => {
+        $connection.ask($call, |stub, context| async move { stub.$method(context, &$request).await }).await
+    };
+}
+
 impl External {
     fn call<'c>(&self, what: &'c str) -> Call<'c> {
         Call { what, limit: self.connection.config.call_timeout, secret: None }
@@ -194,10 +202,7 @@ impl Provider for External {
     async fn preflight(&self) -> Result<Preflight, Error> {
         let request = proto::PreflightRequest { owner: self.connection.owner(), ..Default::default() };
         let call = self.call("preflight");
-        let answer = self
-            .connection
-            .ask(call, |stub, context| async move { stub.preflight(context, &request).await })
-            .await?;
+        let answer = ask!(self.connection, call, preflight, request)?;
         let mut found = wire::preflight_from(&self.connection.who(), &answer)?;
         found.facts.insert(0, self.connection.who());
         Ok(found)
@@ -212,10 +217,7 @@ impl Provider for External {
         let mut asked = wire::request_to(&self.connection.config.owner, request, None);
         // Choosing a placement needs no ticket.
         asked.user_data.clear();
-        let answer: proto::PlaceResponse = self
-            .connection
-            .ask(call, |stub, context| async move { stub.place(context, &asked).await })
-            .await?;
+        let answer: proto::PlaceResponse = ask!(self.connection, call, place, asked)?;
         (!answer.placement.is_empty()).then(|| Placement::new(answer.placement)).transpose()
     }
 
@@ -224,10 +226,7 @@ impl Provider for External {
         let what = format!("create of {}", request.name);
         let call = Call { secret: Some(&request.user_data), ..self.call(&what) };
         let asked = wire::request_to(&self.connection.config.owner, request, Some(key));
-        let answer = self
-            .connection
-            .ask(call, |stub, context| async move { stub.create(context, &asked).await })
-            .await?;
+        let answer = ask!(self.connection, call, create, asked)?;
         wire::created_from(&self.connection.who(), answer, request)
     }
 
@@ -243,10 +242,7 @@ impl Provider for External {
                 ..Default::default()
             };
             let call = Call { limit: HOLD + self.connection.config.call_timeout, ..self.call(&what) };
-            let answer: proto::AddressesResponse = self
-                .connection
-                .ask(call, |stub, context| async move { stub.addresses(context, &request).await })
-                .await?;
+            let answer: proto::AddressesResponse = ask!(self.connection, call, addresses, request)?;
             if !answer.addresses.is_empty() {
                 return wire::addresses_from(&self.connection.who(), &answer.addresses);
             }
@@ -261,10 +257,7 @@ impl Provider for External {
         let request =
             proto::DeleteRequest { owner: self.connection.owner(), id: id.to_string(), ..Default::default() };
         let call = self.call(&what);
-        let answer: Result<proto::DeleteResponse, Error> = self
-            .connection
-            .ask(call, |stub, context| async move { stub.delete(context, &request).await })
-            .await;
+        let answer: Result<proto::DeleteResponse, Error> = ask!(self.connection, call, delete, request);
         gone_is_fine(answer.map(drop))
     }
 
@@ -274,10 +267,7 @@ impl Provider for External {
             let request =
                 proto::ListOwnedRequest { owner: self.connection.owner(), page, ..Default::default() };
             let call = self.call("list of VMs");
-            let answer: proto::ListOwnedResponse = self
-                .connection
-                .ask(call, |stub, context| async move { stub.list_owned(context, &request).await })
-                .await?;
+            let answer: proto::ListOwnedResponse = ask!(self.connection, call, list_owned, request)?;
             owned.extend(wire::owned_from(&self.connection.who(), answer.vms, &mut seen)?);
             if answer.next_page.is_empty() {
                 return Ok(owned);
@@ -290,16 +280,13 @@ impl Provider for External {
         Err(Error::invalid(format!("list of VMs: {} does not come to an end with it", self.connection.who())))
     }
 
-    fn batch(&self) -> Option<&dyn Batch> {
-        (self.capabilities.max_batch > 0).then_some(self as &dyn Batch)
-    }
-
-    fn volumes(&self) -> Option<&dyn Volumes> {
-        self.capabilities.volumes.then_some(self as &dyn Volumes)
-    }
-
-    fn console(&self) -> Option<&dyn Console> {
-        self.capabilities.console.then_some(self as &dyn Console)
+    fn extensions(&self) -> Extensions<'_> {
+        let Capabilities { max_batch, volumes, console, .. } = &self.capabilities;
+        Extensions {
+            batch: (*max_batch > 0).then_some(self as &dyn Batch),
+            volumes: volumes.then_some(self as &dyn Volumes),
+            console: console.then_some(self as &dyn Console),
+        }
     }
 
     fn events(&self) -> Option<BoxStream<'static, ProviderEvent>> {
@@ -337,10 +324,7 @@ impl Batch for External {
             count: count.get(),
             ..Default::default()
         };
-        let answer = self
-            .connection
-            .ask(call, |stub, context| async move { stub.create_many(context, &asked).await })
-            .await?;
+        let answer = ask!(self.connection, call, create_many, asked)?;
         wire::created_many_from(&self.connection.who(), answer, request, count.get())
     }
 }
@@ -357,10 +341,7 @@ impl Volumes for External {
             ..Default::default()
         };
         let call = self.call(&what);
-        let answer: proto::AttachResponse = self
-            .connection
-            .ask(call, |stub, context| async move { stub.attach(context, &request).await })
-            .await?;
+        let answer: proto::AttachResponse = ask!(self.connection, call, attach, request)?;
         wire::identity_from(&self.connection.who(), answer.identity)
     }
 
@@ -373,10 +354,7 @@ impl Volumes for External {
             ..Default::default()
         };
         let call = self.call(&what);
-        let answer: Result<proto::DetachResponse, Error> = self
-            .connection
-            .ask(call, |stub, context| async move { stub.detach(context, &request).await })
-            .await;
+        let answer: Result<proto::DetachResponse, Error> = ask!(self.connection, call, detach, request);
         gone_is_fine(answer.map(drop))
     }
 
@@ -393,10 +371,7 @@ impl Volumes for External {
             ..Default::default()
         };
         let call = self.call(&what);
-        let answer: Result<proto::GrownResponse, Error> = self
-            .connection
-            .ask(call, |stub, context| async move { stub.grown(context, &request).await })
-            .await;
+        let answer: Result<proto::GrownResponse, Error> = ask!(self.connection, call, grown, request);
         gone_is_fine(answer.map(drop))
     }
 }
@@ -414,10 +389,7 @@ impl Console for External {
             ..Default::default()
         };
         let call = self.call(&what);
-        let answer: proto::ConsoleResponse = self
-            .connection
-            .ask(call, |stub, context| async move { stub.console(context, &request).await })
-            .await?;
+        let answer: proto::ConsoleResponse = ask!(self.connection, call, console, request)?;
         // Only the end was requested; a provider may send more.
         let from = answer.tail.len().saturating_sub(limit);
         Ok(answer.tail[from..].to_vec())
@@ -449,9 +421,7 @@ impl Following {
                 };
                 let call =
                     Call { what: "events", limit: HOLD + connection.config.call_timeout, secret: None };
-                connection
-                    .ask(call, |stub, context| async move { stub.events(context, &request).await })
-                    .await
+                ask!(connection, call, events, request)
             };
             let answer: Result<proto::EventsResponse, Error> = answer;
             match answer {

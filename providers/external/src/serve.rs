@@ -130,11 +130,11 @@ refusable!(
 impl Served {
     /// Runs `work` with the owner's provider. Its errors become answers. The library drops it at the caller's deadline,
     /// which the provider can read.
-    async fn answer<R, F>(
-        &self,
+    async fn answer<'s, R, F>(
+        &'s self,
         context: &TtrpcContext,
         owner: MessageField<proto::Owner>,
-        work: impl FnOnce(Arc<dyn Provider>, Owner) -> F,
+        work: impl FnOnce(Caller<'s>) -> F,
     ) -> ttrpc::Result<R>
     where
         R: Refusable,
@@ -145,7 +145,7 @@ impl Served {
             Ok(found) => found,
             Err(error) => return Ok(R::refuse(&error)),
         };
-        let work = work(provider, owner);
+        let work = work(Caller { served: self, provider, owner });
         let answer = match u64::try_from(context.timeout_nano) {
             Ok(nanos @ 1..) => with_deadline(Instant::now() + Duration::from_nanos(nanos), work).await,
             _ => work.await,
@@ -179,220 +179,171 @@ fn without(field: &str) -> Error {
     Error::unsupported(field, format!("this provider has no {field}"))
 }
 
-#[async_trait]
-impl Service for Served {
-    async fn handshake(
-        &self,
-        context: &TtrpcContext,
-        request: proto::HandshakeRequest,
-    ) -> ttrpc::Result<proto::HandshakeResponse> {
+/// Implements the service: a call of a method goes to the [`Caller`]'s method of that name. `=>` precedes the owner of
+/// the request.
+macro_rules! service {
+    ($($method:ident($request:ident: $Request:ident => $owner:expr) -> $Response:ident;)*) => {
+        #[async_trait]
+        impl Service for Served {
+            async fn health(
+                &self,
+                _: &TtrpcContext,
+                _: proto::HealthRequest,
+            ) -> ttrpc::Result<proto::HealthResponse> {
+                Ok(proto::HealthResponse::default())
+            }
+
+            $(async fn $method(
+                &self,
+                context: &TtrpcContext,
+                mut $request: proto::$Request,
+            ) -> ttrpc::Result<proto::$Response> {
+                let owner = std::mem::take(&mut $owner);
+                self.answer(context, owner, |caller| caller.$method($request)).await
+            })*
+        }
+    };
+}
+service! {
+    handshake(request: HandshakeRequest => request.owner) -> HandshakeResponse;
+    preflight(request: PreflightRequest => request.owner) -> PreflightResponse;
+    place(request: CreateRequest => request.owner) -> PlaceResponse;
+    create(request: CreateRequest => request.owner) -> CreateResponse;
+    create_many(request: CreateManyRequest => request.request.mut_or_insert_default().owner) -> CreateManyResponse;
+    addresses(request: AddressesRequest => request.owner) -> AddressesResponse;
+    delete(request: DeleteRequest => request.owner) -> DeleteResponse;
+    list_owned(request: ListOwnedRequest => request.owner) -> ListOwnedResponse;
+    attach(request: AttachRequest => request.owner) -> AttachResponse;
+    detach(request: DetachRequest => request.owner) -> DetachResponse;
+    grown(request: GrownRequest => request.owner) -> GrownResponse;
+    console(request: ConsoleRequest => request.owner) -> ConsoleResponse;
+    events(request: EventsRequest => request.owner) -> EventsResponse;
+}
+
+/// Caller of a method, with its provider.
+struct Caller<'s> {
+    served: &'s Served,
+    provider: Arc<dyn Provider>,
+    owner: Owner,
+}
+
+impl Caller<'_> {
+    async fn handshake(self, request: proto::HandshakeRequest) -> Result<proto::HandshakeResponse, Error> {
         tracing::info!(program = wire::clipped(&request.program, wire::WORD), "a node shakes hands");
-        self.answer(context, request.owner, |provider, _| async move {
-            Ok(proto::HandshakeResponse {
-                // There is only one version. A client that does not support it detects that itself.
-                version: wire::VERSION,
-                name: self.name.clone(),
-                capabilities: MessageField::some(wire::capabilities_to(provider.capabilities())),
-                program: concat!("peerpod-provider-external ", env!("CARGO_PKG_VERSION")).to_owned(),
-                ..Default::default()
-            })
+        Ok(proto::HandshakeResponse {
+            // There is only one version. A client that does not support it detects that itself.
+            version: wire::VERSION,
+            name: self.served.name.clone(),
+            capabilities: MessageField::some(wire::capabilities_to(self.provider.capabilities())),
+            program: concat!("peerpod-provider-external ", env!("CARGO_PKG_VERSION")).to_owned(),
+            ..Default::default()
         })
-        .await
     }
 
-    async fn health(
-        &self,
-        _: &TtrpcContext,
-        _: proto::HealthRequest,
-    ) -> ttrpc::Result<proto::HealthResponse> {
-        Ok(proto::HealthResponse::default())
+    async fn preflight(self, _: proto::PreflightRequest) -> Result<proto::PreflightResponse, Error> {
+        Ok(wire::preflight_to(self.provider.preflight().await?))
     }
 
-    async fn preflight(
-        &self,
-        context: &TtrpcContext,
-        request: proto::PreflightRequest,
-    ) -> ttrpc::Result<proto::PreflightResponse> {
-        self.answer(context, request.owner, |provider, _| async move {
-            Ok(wire::preflight_to(provider.preflight().await?))
+    async fn place(self, request: proto::CreateRequest) -> Result<proto::PlaceResponse, Error> {
+        let placement = self.provider.place(&wire::request_from(request)?).await?;
+        Ok(proto::PlaceResponse {
+            placement: placement.map(String::from).unwrap_or_default(),
+            ..Default::default()
         })
-        .await
     }
 
-    async fn place(
-        &self,
-        context: &TtrpcContext,
-        mut request: proto::CreateRequest,
-    ) -> ttrpc::Result<proto::PlaceResponse> {
-        self.answer(context, request.owner.take().into(), |provider, _| async move {
-            let placement = provider.place(&wire::request_from(request)?).await?;
-            Ok(proto::PlaceResponse {
-                placement: placement.map(String::from).unwrap_or_default(),
-                ..Default::default()
-            })
-        })
-        .await
-    }
-
-    async fn create(
-        &self,
-        context: &TtrpcContext,
-        mut request: proto::CreateRequest,
-    ) -> ttrpc::Result<proto::CreateResponse> {
-        self.answer(context, request.owner.take().into(), |provider, _| async move {
-            let key = wire::key_from(std::mem::take(&mut request.key))?;
-            let request = wire::request_from(request)?;
-            provider.capabilities().check(&request, &self.name)?;
-            Ok(wire::created_to(&provider.create(&request, &key).await?))
-        })
-        .await
+    async fn create(self, mut request: proto::CreateRequest) -> Result<proto::CreateResponse, Error> {
+        let key = wire::key_from(std::mem::take(&mut request.key))?;
+        let request = wire::request_from(request)?;
+        self.provider.capabilities().check(&request, &self.served.name)?;
+        Ok(wire::created_to(&self.provider.create(&request, &key).await?))
     }
 
     async fn create_many(
-        &self,
-        context: &TtrpcContext,
+        self,
         request: proto::CreateManyRequest,
-    ) -> ttrpc::Result<proto::CreateManyResponse> {
+    ) -> Result<proto::CreateManyResponse, Error> {
         let mut one = request.request.into_option().unwrap_or_default();
-        self.answer(context, one.owner.take().into(), |provider, _| async move {
-            let key = wire::key_from(std::mem::take(&mut one.key))?;
-            let one = wire::request_from(one)?;
-            let Capabilities { max_batch, .. } = provider.capabilities();
-            let count = NonZeroU32::new(request.count).filter(|count| count.get() <= max_batch);
-            let count = count.ok_or_else(|| {
-                Error::invalid(format!("create of {} VMs: not from 1 to {max_batch}", request.count))
-            })?;
-            let batch = provider.batch().ok_or_else(|| without("batch"))?;
-            Ok(wire::created_many_to(&batch.create_many(&one, count, &key).await?))
-        })
-        .await
+        let key = wire::key_from(std::mem::take(&mut one.key))?;
+        let one = wire::request_from(one)?;
+        let Capabilities { max_batch, .. } = self.provider.capabilities();
+        let count = NonZeroU32::new(request.count).filter(|count| count.get() <= max_batch);
+        let count = count.ok_or_else(|| {
+            Error::invalid(format!("create of {} VMs: not from 1 to {max_batch}", request.count))
+        })?;
+        let batch = self.provider.extensions().batch.ok_or_else(|| without("batch"))?;
+        Ok(wire::created_many_to(&batch.create_many(&one, count, &key).await?))
     }
 
-    async fn addresses(
-        &self,
-        context: &TtrpcContext,
-        request: proto::AddressesRequest,
-    ) -> ttrpc::Result<proto::AddressesResponse> {
-        self.answer(context, request.owner, |provider, _| async move {
-            let id = id(request.id)?;
-            let found = match timeout(hold(request.wait_ms), provider.addresses(&id)).await {
-                Ok(found) => found?,
-                // Not known yet; the client repeats the request.
-                Err(_) => Vec::new(),
-            };
-            Ok(proto::AddressesResponse {
-                addresses: found.iter().map(ToString::to_string).collect(),
-                ..Default::default()
-            })
+    async fn addresses(self, request: proto::AddressesRequest) -> Result<proto::AddressesResponse, Error> {
+        let id = id(request.id)?;
+        let found = match timeout(hold(request.wait_ms), self.provider.addresses(&id)).await {
+            Ok(found) => found?,
+            // Not known yet; the client repeats the request.
+            Err(_) => Vec::new(),
+        };
+        Ok(proto::AddressesResponse {
+            addresses: found.iter().map(ToString::to_string).collect(),
+            ..Default::default()
         })
-        .await
     }
 
-    async fn delete(
-        &self,
-        context: &TtrpcContext,
-        request: proto::DeleteRequest,
-    ) -> ttrpc::Result<proto::DeleteResponse> {
-        self.answer(context, request.owner, |provider, _| async move {
-            provider.delete(&id(request.id)?).await?;
-            Ok(proto::DeleteResponse::default())
-        })
-        .await
+    async fn delete(self, request: proto::DeleteRequest) -> Result<proto::DeleteResponse, Error> {
+        self.provider.delete(&id(request.id)?).await?;
+        Ok(proto::DeleteResponse::default())
     }
 
-    async fn list_owned(
-        &self,
-        context: &TtrpcContext,
-        request: proto::ListOwnedRequest,
-    ) -> ttrpc::Result<proto::ListOwnedResponse> {
-        self.answer(context, request.owner, |provider, _| async move {
-            let mut owned = provider.list_owned().await?;
-            // A page begins after an id, not at an index, because VMs come and go between two pages.
-            owned.sort_unstable_by(|a, b| a.id.cmp(&b.id));
-            let start = owned.partition_point(|one| one.id.as_str() <= request.page.as_str());
-            let page = owned[start..].get(..PAGE).unwrap_or(&owned[start..]);
-            let more = start + page.len() < owned.len();
-            Ok(proto::ListOwnedResponse {
-                vms: page.iter().map(wire::owned_to).collect(),
-                next_page: page.last().filter(|_| more).map(|last| last.id.to_string()).unwrap_or_default(),
-                ..Default::default()
-            })
+    async fn list_owned(self, request: proto::ListOwnedRequest) -> Result<proto::ListOwnedResponse, Error> {
+        let mut owned = self.provider.list_owned().await?;
+        // A page begins after an id, not at an index, because VMs come and go between two pages.
+        owned.sort_unstable_by(|a, b| a.id.cmp(&b.id));
+        let start = owned.partition_point(|one| one.id.as_str() <= request.page.as_str());
+        let page = owned[start..].get(..PAGE).unwrap_or(&owned[start..]);
+        let more = start + page.len() < owned.len();
+        Ok(proto::ListOwnedResponse {
+            vms: page.iter().map(wire::owned_to).collect(),
+            next_page: page.last().filter(|_| more).map(|last| last.id.to_string()).unwrap_or_default(),
+            ..Default::default()
         })
-        .await
     }
 
-    async fn attach(
-        &self,
-        context: &TtrpcContext,
-        request: proto::AttachRequest,
-    ) -> ttrpc::Result<proto::AttachResponse> {
-        self.answer(context, request.owner, |provider, _| async move {
-            let disk = wire::disk_from(request.disk.into_option().unwrap_or_default())?;
-            let volumes = provider.volumes().ok_or_else(|| without("volumes"))?;
-            let identity = volumes.attach(&id(request.id)?, &disk).await?;
-            Ok(proto::AttachResponse {
-                identity: MessageField::some(wire::identity_to(&identity)),
-                ..Default::default()
-            })
+    async fn attach(self, request: proto::AttachRequest) -> Result<proto::AttachResponse, Error> {
+        let disk = wire::disk_from(request.disk.into_option().unwrap_or_default())?;
+        let volumes = self.provider.extensions().volumes.ok_or_else(|| without("volumes"))?;
+        let identity = volumes.attach(&id(request.id)?, &disk).await?;
+        Ok(proto::AttachResponse {
+            identity: MessageField::some(wire::identity_to(&identity)),
+            ..Default::default()
         })
-        .await
     }
 
-    async fn detach(
-        &self,
-        context: &TtrpcContext,
-        request: proto::DetachRequest,
-    ) -> ttrpc::Result<proto::DetachResponse> {
-        self.answer(context, request.owner, |provider, _| async move {
-            let volumes = provider.volumes().ok_or_else(|| without("volumes"))?;
-            volumes.detach(&id(request.id)?, &request.volume).await?;
-            Ok(proto::DetachResponse::default())
-        })
-        .await
+    async fn detach(self, request: proto::DetachRequest) -> Result<proto::DetachResponse, Error> {
+        let volumes = self.provider.extensions().volumes.ok_or_else(|| without("volumes"))?;
+        volumes.detach(&id(request.id)?, &request.volume).await?;
+        Ok(proto::DetachResponse::default())
     }
 
-    async fn grown(
-        &self,
-        context: &TtrpcContext,
-        request: proto::GrownRequest,
-    ) -> ttrpc::Result<proto::GrownResponse> {
-        self.answer(context, request.owner, |provider, _| async move {
-            let disk = wire::disk_from(request.disk.into_option().unwrap_or_default())?;
-            let volumes = provider.volumes().ok_or_else(|| without("volumes"))?;
-            volumes.grown(&id(request.id)?, &disk, request.bytes).await?;
-            Ok(proto::GrownResponse::default())
-        })
-        .await
+    async fn grown(self, request: proto::GrownRequest) -> Result<proto::GrownResponse, Error> {
+        let disk = wire::disk_from(request.disk.into_option().unwrap_or_default())?;
+        let volumes = self.provider.extensions().volumes.ok_or_else(|| without("volumes"))?;
+        volumes.grown(&id(request.id)?, &disk, request.bytes).await?;
+        Ok(proto::GrownResponse::default())
     }
 
-    async fn console(
-        &self,
-        context: &TtrpcContext,
-        request: proto::ConsoleRequest,
-    ) -> ttrpc::Result<proto::ConsoleResponse> {
-        self.answer(context, request.owner, |provider, _| async move {
-            let limit = usize::try_from(request.limit).unwrap_or(usize::MAX).min(wire::CONSOLE);
-            let console = provider.console().ok_or_else(|| without("console"))?;
-            let tail = console.tail(&id(request.id)?, limit).await?;
-            Ok(proto::ConsoleResponse { tail, ..Default::default() })
-        })
-        .await
+    async fn console(self, request: proto::ConsoleRequest) -> Result<proto::ConsoleResponse, Error> {
+        let limit = usize::try_from(request.limit).unwrap_or(usize::MAX).min(wire::CONSOLE);
+        let console = self.provider.extensions().console.ok_or_else(|| without("console"))?;
+        let tail = console.tail(&id(request.id)?, limit).await?;
+        Ok(proto::ConsoleResponse { tail, ..Default::default() })
     }
 
-    async fn events(
-        &self,
-        context: &TtrpcContext,
-        request: proto::EventsRequest,
-    ) -> ttrpc::Result<proto::EventsResponse> {
-        self.answer(context, request.owner, |provider, owner| async move {
-            let log = self.log_of(owner, &*provider)?;
-            let (cursor, events) = log.since(&request.cursor, hold(request.wait_ms)).await;
-            Ok(proto::EventsResponse {
-                cursor,
-                events: events.iter().map(wire::event_to).collect(),
-                ..Default::default()
-            })
+    async fn events(self, request: proto::EventsRequest) -> Result<proto::EventsResponse, Error> {
+        let log = self.served.log_of(self.owner, &*self.provider)?;
+        let (cursor, events) = log.since(&request.cursor, hold(request.wait_ms)).await;
+        Ok(proto::EventsResponse {
+            cursor,
+            events: events.iter().map(wire::event_to).collect(),
+            ..Default::default()
         })
-        .await
     }
 }

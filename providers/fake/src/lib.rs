@@ -9,17 +9,17 @@ use std::{
     fs, io,
     net::{IpAddr, Ipv4Addr},
     num::NonZeroU32,
-    os::unix::fs::{DirBuilderExt, OpenOptionsExt, symlink},
+    os::unix::fs::symlink,
     path::{Path, PathBuf},
-    sync::atomic::{AtomicU64, Ordering},
     time::Duration,
 };
 
 use async_trait::async_trait;
 use peerpod_base::config::Reader;
+use peerpod_common::files;
 use peerpod_provider_api::{
-    Batch, Capabilities, CreateRequest, Created, CreatedMany, Error, IdempotencyKey, InstanceId, Owned,
-    OwnedState, Preflight, Provider,
+    Batch, Capabilities, CreateRequest, Created, CreatedMany, Error, Extensions, IdempotencyKey, InstanceId,
+    Owned, OwnedState, Preflight, Provider,
 };
 use serde::{Deserialize, Serialize};
 
@@ -218,11 +218,7 @@ impl Provider for Fake {
 
     async fn preflight(&self) -> Result<Preflight, Error> {
         let dir = &self.config.dir;
-        fs::DirBuilder::new()
-            .recursive(true)
-            .mode(0o700)
-            .create(dir)
-            .map_err(|error| transient("making", dir, &error))?;
+        files::make_folder(dir).map_err(|error| transient("making", dir, &error))?;
         Ok(Preflight {
             warnings: vec!["the fake provider makes no VMs; it is for measurements".into()],
             ..Preflight::default()
@@ -273,7 +269,7 @@ impl Provider for Fake {
                 other => other?,
             };
             owned.push(Owned {
-                id: InstanceId::new(id).map_err(|error| Error::Invalid { text: error.to_string() })?,
+                id: InstanceId::new(id).map_err(|error| Error::invalid(error.to_string()))?,
                 key: Some(fake_vm.key),
                 name: None,
                 state: OwnedState::Running,
@@ -285,8 +281,11 @@ impl Provider for Fake {
         Ok(owned)
     }
 
-    fn batch(&self) -> Option<&dyn Batch> {
-        (self.config.max_batch > 0).then_some(self)
+    fn extensions(&self) -> Extensions<'_> {
+        Extensions {
+            batch: (self.config.max_batch > 0).then_some(self as &dyn Batch),
+            ..Extensions::default()
+        }
     }
 }
 
@@ -327,59 +326,19 @@ impl Batch for Fake {
 }
 
 fn created(id: &str, fake_vm: &FakeVm) -> Result<Created, Error> {
-    let id = InstanceId::new(id).map_err(|error| Error::Invalid { text: error.to_string() })?;
+    let id = InstanceId::new(id).map_err(|error| Error::invalid(error.to_string()))?;
     Ok(Created { id, addresses: vec![fake_vm.address.into()], instance_type: None, disks: Vec::new() })
 }
 
 /// Writes atomically: a reader of the folder sees only complete files, even when several writers write the same one.
 fn write(path: &Path, content: &impl Serialize) -> Result<(), Error> {
-    let json = serde_json::to_vec(content).map_err(|error| Error::Invalid { text: error.to_string() })?;
-    static NUMBER: AtomicU64 = AtomicU64::new(0);
-    let number = NUMBER.fetch_add(1, Ordering::Relaxed);
-    let temporary = path.with_extension(format!("{}-{number}.new", std::process::id()));
-    let written = fs::OpenOptions::new()
-        .write(true)
-        .create(true)
-        .truncate(true)
-        .mode(0o600)
-        .open(&temporary)
-        .and_then(|mut file| io::Write::write_all(&mut file, &json))
-        .and_then(|()| fs::rename(&temporary, path));
-    written.map_err(|error| {
-        // The next try uses another name.
-        drop(fs::remove_file(&temporary));
-        transient("writing", path, &error)
-    })
+    let json = serde_json::to_vec(content).map_err(|error| Error::invalid(error.to_string()))?;
+    files::write_volatile(path, &json).map_err(|error| transient("writing", path, &error))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn creates_with_one_key_do_not_truncate_one_file() {
-        let dir = std::env::temp_dir().join(format!("peerpod-fake-writes-{}", std::process::id()));
-        fs::create_dir_all(&dir).unwrap();
-        let path = dir.join("fake-one.json");
-        let content = "x".repeat(4096);
-        write(&path, &content).unwrap();
-        std::thread::scope(|scope| {
-            let writers: Vec<_> =
-                (0..4).map(|_| scope.spawn(|| (0..200).try_for_each(|_| write(&path, &content)))).collect();
-            while writers.iter().any(|writer| !writer.is_finished()) {
-                assert_eq!(serde_json::from_slice::<String>(&fs::read(&path).unwrap()).unwrap(), content);
-            }
-            for writer in writers {
-                writer.join().unwrap().unwrap();
-            }
-        });
-        assert!(write(&dir, &content).is_err(), "a folder is in the way");
-        assert_eq!(fs::read_dir(&dir).unwrap().count(), 1, "nothing else is left");
-        let beside = format!("peerpod-fake-writes-{}.", std::process::id());
-        let mut beside_it = fs::read_dir(std::env::temp_dir()).unwrap().flatten();
-        assert!(!beside_it.any(|entry| entry.file_name().to_string_lossy().starts_with(&beside)));
-        fs::remove_dir_all(dir).unwrap();
-    }
 
     #[test]
     fn each_vm_has_its_own_address_also_after_a_repeated_create() {

@@ -2,89 +2,60 @@
 //!
 //! Names and defaults: `libvirt/manager.go` of cloud-api-adaptor at `fbdde756`. Its `-data-dir` has no variable.
 
-use std::collections::BTreeMap;
+use peerpod_provider_api::caa::{Converted, Form, Row, Value, Variables, get, is_true};
 
-/// Result of a conversion.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Converted {
-    /// Keys below `provider.libvirt`, with their values as text.
-    pub settings: BTreeMap<String, String>,
-    /// Variables that have no counterpart, or have a value without one, each with its remedy.
-    pub lost: Vec<(String, String)>,
-    /// All recognised variables, converted or not.
-    pub known: Vec<String>,
-}
+use crate::rpc::link::Address;
 
-/// Variable, key of this provider, whether it is a number.
-const TABLE: &[(&str, &str, bool)] = &[
-    ("LIBVIRT_URI", "uri", false),
-    ("LIBVIRT_POOL", "pool", false),
-    ("LIBVIRT_NET", "network", false),
-    ("LIBVIRT_VOL_NAME", "volume", false),
-    ("LIBVIRT_EFI_FIRMWARE", "firmware", false),
-    ("LIBVIRT_CPU", "vcpus", true),
-    ("LIBVIRT_MEMORY", "memory-mib", true),
-    ("LIBVIRT_CPUSET", "cpuset", false),
-    ("LIBVIRT_ROOT_DISK_SIZE", "root-disk-gib", true),
+const TABLE: &[Row] = &[
+    ("LIBVIRT_URI", "uri", Form::Text),
+    ("LIBVIRT_POOL", "pool", Form::Text),
+    ("LIBVIRT_NET", "network", Form::Text),
+    ("LIBVIRT_VOL_NAME", "volume", Form::Text),
+    ("LIBVIRT_EFI_FIRMWARE", "firmware", Form::Text),
+    ("LIBVIRT_CPU", "vcpus", Form::Number),
+    ("LIBVIRT_MEMORY", "memory-mib", Form::Number),
+    ("LIBVIRT_CPUSET", "cpuset", Form::Text),
+    ("LIBVIRT_ROOT_DISK_SIZE", "root-disk-gib", Form::Number),
 ];
-/// Defaults of a cloud-api-adaptor that differ from those of this provider.
-const DEFAULTS: &[(&str, &str)] = &[
-    ("volume", "podvm-base.qcow2"),
-    ("memory-mib", "8192"),
-    ("root-disk-gib", "10"),
-    ("user-data", "nocloud"),
-];
+const DISABLED: &str = "DISABLECVM";
+const LAUNCH_SECURITY: &str = "LIBVIRT_LAUNCH_SECURITY";
 
 /// Converts the variables of a cloud-api-adaptor for libvirt; ignores all other variables.
-pub fn convert(variables: &BTreeMap<String, String>) -> Converted {
-    let mut converted = Converted::default();
-    let get = |name: &str| variables.get(name).map(|value| value.trim()).filter(|value| !value.is_empty());
-    for (key, value) in DEFAULTS {
-        converted.settings.insert((*key).to_owned(), (*value).to_owned());
+pub fn convert(variables: &Variables) -> Converted {
+    let mut converted = Converted::by_table("provider.libvirt", TABLE, variables);
+    if let Some(Value::Text(uri)) = converted.settings.get("uri")
+        && let Err(why) = Address::parse(uri)
+    {
+        let why = format!("`{uri}`: {why}");
+        converted.settings.remove("uri");
+        converted.lose("LIBVIRT_URI", why);
     }
-    for (name, key, number) in TABLE {
-        if variables.contains_key(*name) {
-            converted.known.push((*name).to_owned());
-        }
-        let Some(text) = get(name) else { continue };
-        if *number && text.parse::<u64>().is_err() {
-            let why =
-                format!("`{text}` is no number and was ignored; set provider.libvirt.{key} if you want one");
-            converted.lost.push(((*name).to_owned(), why));
-            continue;
-        }
-        // In a cloud-api-adaptor, 0 means the default.
-        if *key == "root-disk-gib" && text == "0" {
-            continue;
-        }
-        if *key == "uri"
-            && let Err(why) = crate::rpc::link::Address::parse(text)
-        {
-            converted.lost.push(((*name).to_owned(), format!("`{text}`: {why}")));
-            continue;
-        }
-        converted.settings.insert((*key).to_owned(), text.to_owned());
-    }
-    security(get("DISABLECVM"), get("LIBVIRT_LAUNCH_SECURITY"), &mut converted);
-    for name in ["DISABLECVM", "LIBVIRT_LAUNCH_SECURITY"] {
-        if variables.contains_key(name) {
-            converted.known.push(name.to_owned());
-        }
+    // In a cloud-api-adaptor, 0 means the default.
+    converted.settings.retain(|key, value| key != "root-disk-gib" || *value != Value::Number(0));
+    security(variables, &mut converted);
+    // Defaults of a cloud-api-adaptor that differ from those of this provider.
+    for (key, value) in [
+        ("volume", Value::Text("podvm-base.qcow2".to_owned())),
+        ("memory-mib", Value::Number(8192)),
+        ("root-disk-gib", Value::Number(10)),
+        ("user-data", Value::Text("nocloud".to_owned())),
+    ] {
+        converted.settings.entry(key.to_owned()).or_insert(value);
     }
     converted
 }
 
 /// Reports the variables for confidential VMs instead of converting them. A cloud-api-adaptor makes an ordinary VM when
 /// a confidential one is not available. Here that is an error, so the setting must be explicit.
-fn security(disabled: Option<&str>, launch: Option<&str>, converted: &mut Converted) {
-    if disabled.is_some_and(|text| text != "1" && !text.eq_ignore_ascii_case("true")) {
-        let why = "on x86 it never made a confidential VM; set provider.libvirt.confidential to sev, sev_snp or tdx";
-        converted.lost.push(("DISABLECVM".to_owned(), why.to_owned()));
+fn security(variables: &Variables, converted: &mut Converted) {
+    const REMEDY: &str = "set provider.libvirt.confidential to sev, sev_snp or tdx";
+    converted.recognise(variables, DISABLED);
+    converted.recognise(variables, LAUNCH_SECURITY);
+    if get(variables, DISABLED).is_some_and(|text| !is_true(text)) {
+        converted.lose(DISABLED, format!("on x86 it never made a confidential VM; {REMEDY}"));
     }
-    if let Some(kind) = launch {
-        let why =
-            format!("`{kind}` is not supported; set provider.libvirt.confidential to sev, sev_snp or tdx");
-        converted.lost.push(("LIBVIRT_LAUNCH_SECURITY".to_owned(), why));
+    if let Some(kind) = get(variables, LAUNCH_SECURITY) {
+        converted.lose(LAUNCH_SECURITY, format!("`{kind}` is not supported; {REMEDY}"));
     }
 }
 
@@ -100,13 +71,13 @@ mod tests {
     fn every_variable_maps_to_a_setting_or_a_hint() {
         let all: Vec<(&str, &str)> = TABLE
             .iter()
-            .map(|(name, _, number)| (*name, if *number { "7" } else { "/x" }))
+            .map(|(name, _, form)| (*name, if *form == Form::Number { "7" } else { "/x" }))
             .chain([("DISABLECVM", "false"), ("LIBVIRT_LAUNCH_SECURITY", "s390-pv"), ("AWS_REGION", "x")])
             .collect();
         let converted = of(&all);
         assert_eq!(converted.known.len(), all.len() - 1);
-        assert_eq!(converted.settings["memory-mib"], "7");
-        assert_eq!(converted.settings["cpuset"], "/x");
+        assert_eq!(converted.settings["memory-mib"], Value::Number(7));
+        assert_eq!(converted.settings["cpuset"], Value::Text("/x".to_owned()));
         let lost: Vec<&str> = converted.lost.iter().map(|(name, _)| name.as_str()).collect();
         assert_eq!(lost, ["LIBVIRT_URI", "DISABLECVM", "LIBVIRT_LAUNCH_SECURITY"]);
     }
@@ -116,7 +87,7 @@ mod tests {
         let converted = of(&[("LIBVIRT_URI", "qemu+ssh://root@192.168.122.1/system?no_verify=1")]);
         assert!(converted.lost[0].1.contains("ssh -L"), "{converted:?}");
         assert!(!converted.settings.contains_key("uri"));
-        assert_eq!(of(&[("LIBVIRT_ROOT_DISK_SIZE", "0")]).settings["root-disk-gib"], "10");
+        assert_eq!(of(&[("LIBVIRT_ROOT_DISK_SIZE", "0")]).settings["root-disk-gib"], Value::Number(10));
         assert_eq!(of(&[("LIBVIRT_CPU", "two")]).lost.len(), 1);
     }
 }

@@ -52,7 +52,7 @@ impl Shared {
         let identity = self.owner.identity(key);
         let attempt = format!("create of {} ({})", request.name, identity.name);
         let fail = |error: RpcError| refuse(&attempt, error);
-        let _turn = self.turn(identity.uuid).await;
+        let _turn = self.turns.lock(&identity.uuid).await;
         let libvirt = self.link.get().await.map_err(fail)?;
         let known = libvirt.domain(&identity.uuid).await.map_err(fail)?;
         if let Some(domain) = &known {
@@ -452,12 +452,7 @@ impl Shared {
                 let meta =
                     format!("instance-id: {}\nlocal-hostname: {}\n", words(&identity.uuid), identity.name);
                 let image = seed::image(data, meta.as_bytes());
-                (
-                    SEED,
-                    image.ok_or_else(|| {
-                        Error::invalid(format!("{attempt}: user-data do not fit a seed disk"))
-                    })?,
-                )
+                (SEED, image.map_err(|why| Error::invalid(format!("{attempt}: make the seed disk: {why}")))?)
             }
         };
         let xml = xml::volume(&(identity.name.clone() + suffix), "raw", bytes.len() as u64, None);

@@ -1,10 +1,9 @@
 //! Reads the memory that the guest of the configured image needs, from the `image.json` beside the image's files.
 
 use std::collections::BTreeMap;
-use std::fs::File;
-use std::io::Read;
 use std::path::Path;
 
+use peerpod_common::files;
 use serde::Deserialize;
 
 use crate::config::{Boot, Image, LibvirtConfig};
@@ -59,18 +58,8 @@ pub(crate) fn of(config: &LibvirtConfig) -> u64 {
 /// Returns `None` without an `image.json`, or if it contains no `guest_memory`.
 fn read(image: &Path) -> Result<Option<GuestMemory>, String> {
     let path = image.with_file_name("image.json");
-    let file = match File::open(&path) {
-        Ok(file) => file,
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-        Err(error) => return Err(format!("open {}: {error}", path.display())),
-    };
-    let mut text = Vec::new();
-    file.take(LARGEST + 1)
-        .read_to_end(&mut text)
-        .map_err(|error| format!("read {}: {error}", path.display()))?;
-    if text.len() as u64 > LARGEST {
-        return Err(format!("{} has more than {LARGEST} bytes", path.display()));
-    }
+    let text = files::read(&path, LARGEST).map_err(|error| format!("read {}: {error}", path.display()))?;
+    let Some(text) = text else { return Ok(None) };
     let about: About =
         serde_json::from_slice(&text).map_err(|error| format!("read {}: {error}", path.display()))?;
     if about.version != VERSION {

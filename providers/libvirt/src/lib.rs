@@ -33,11 +33,12 @@ use std::time::{Duration, Instant};
 use async_trait::async_trait;
 use futures_util::stream::BoxStream;
 use parking_lot::Mutex as Lock;
+use peerpod_common::keyed_locks::KeyedLocks;
 use peerpod_provider_api::{
-    Capabilities, Console, CreateRequest, Created, Error, IdempotencyKey, InstanceId, Owned, Preflight,
-    Provider, ProviderEvent, Volumes,
+    Capabilities, Console, CreateRequest, Created, Error, Extensions, IdempotencyKey, InstanceId, Owned,
+    Preflight, Provider, ProviderEvent,
 };
-use tokio::sync::{Mutex, OwnedMutexGuard, broadcast};
+use tokio::sync::{Mutex, broadcast};
 
 pub use config::LibvirtConfig;
 use marks::Owner;
@@ -65,7 +66,7 @@ struct Shared {
     /// Kind of domain that can be started here, once it is known.
     kind: Mutex<Option<kind::Known>>,
     /// Locks of VMs: one call at a time works on a VM.
-    turns: Lock<HashMap<Uuid, Arc<Mutex<()>>>>,
+    turns: KeyedLocks<Uuid>,
     lives: Lock<Lives>,
     ended: broadcast::Sender<ProviderEvent>,
     /// Result of the last VM's address reservation, with the remedy for a failure; `None`: not tried yet.
@@ -85,7 +86,7 @@ impl LibvirtProvider {
             images: Images::default(),
             guest_memory_mib,
             kind: Mutex::new(None),
-            turns: Lock::default(),
+            turns: KeyedLocks::default(),
             lives: Lock::default(),
             ended: broadcast::channel(1024).0,
             last_reservation: Lock::default(),
@@ -142,12 +143,8 @@ impl Provider for LibvirtProvider {
         self.shared.list().await
     }
 
-    fn volumes(&self) -> Option<&dyn Volumes> {
-        Some(self)
-    }
-
-    fn console(&self) -> Option<&dyn Console> {
-        Some(self)
+    fn extensions(&self) -> Extensions<'_> {
+        Extensions { batch: None, volumes: Some(self), console: Some(self) }
     }
 
     fn events(&self) -> Option<BoxStream<'static, ProviderEvent>> {
@@ -163,12 +160,6 @@ impl Console for LibvirtProvider {
 }
 
 impl Shared {
-    /// Waits until no other call works on this VM.
-    async fn turn(&self, uuid: Uuid) -> Turn<'_> {
-        let mutex = Arc::clone(self.turns.lock().entry(uuid).or_default());
-        Turn { shared: self, uuid, guard: Some(mutex.lock_owned().await) }
-    }
-
     fn lives(&self) -> parking_lot::MutexGuard<'_, Lives> {
         // Each critical section leaves the value consistent.
         self.lives.lock()
@@ -231,23 +222,5 @@ pub fn read_anything(input: &[u8]) {
         reserve::read_anything(text);
         volumes::read_anything(text);
         drop(rpc::link::Address::parse(text));
-    }
-}
-
-/// Turn of one call for a VM. The last user of a VM removes it from the table.
-struct Turn<'a> {
-    shared: &'a Shared,
-    uuid: Uuid,
-    guard: Option<OwnedMutexGuard<()>>,
-}
-
-impl Drop for Turn<'_> {
-    fn drop(&mut self) {
-        self.guard = None;
-        let mut turns = self.shared.turns.lock();
-        // New users come only through the table, which is locked here: a count of 1 is the table's own.
-        if turns.get(&self.uuid).is_some_and(|mutex| Arc::strong_count(mutex) == 1) {
-            turns.remove(&self.uuid);
-        }
     }
 }

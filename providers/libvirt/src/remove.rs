@@ -15,7 +15,7 @@ const OLDER: usize = 3;
 
 impl Shared {
     pub(crate) async fn delete(&self, uuid: &Uuid) -> Result<(), Error> {
-        let _turn = self.turn(*uuid).await;
+        let _turn = self.turns.lock(uuid).await;
         let libvirt = self.link.get().await.map_err(|error| refuse("delete of a VM", error))?;
         self.remove(&libvirt, uuid).await
     }

@@ -20,7 +20,7 @@ use crate::Shared;
 use crate::config::Plug;
 use crate::create::libvirt_is_real;
 use crate::marks::Identity;
-use crate::rpc::calls::{Domain, HostChange, Lease, Named};
+use crate::rpc::calls::{Domain, HostChange, Named, NicAddress};
 use crate::rpc::{Connection, RpcError, code};
 use crate::xml::escape;
 
@@ -289,9 +289,9 @@ impl Dhcp {
 
     /// Returns a free address: the NIC's own lease, or the first free one from a position in the range that the MAC
     /// determines. Processes that choose at the same moment thus seldom choose the same address. `None`: none is free.
-    fn choose(&self, leases: &[Lease], mac: &str) -> Option<Ipv4Addr> {
-        let own = |lease: &&Lease| lease.mac.as_ref().is_some_and(|own| own.eq_ignore_ascii_case(mac));
-        let of = |lease: &Lease| lease.address.parse::<Ipv4Addr>().ok();
+    fn choose(&self, leases: &[NicAddress], mac: &str) -> Option<Ipv4Addr> {
+        let own = |lease: &&NicAddress| lease.mac.as_ref().is_some_and(|own| own.eq_ignore_ascii_case(mac));
+        let of = |lease: &NicAddress| lease.address.parse::<Ipv4Addr>().ok();
         let mut taken: HashSet<Ipv4Addr> = self.hosts.iter().filter_map(|host| host.address).collect();
         taken.extend(self.own);
         taken.extend(leases.iter().filter(|lease| !own(lease)).filter_map(of));
@@ -350,8 +350,8 @@ mod tests {
         )
     }
 
-    fn lease(mac: &str, address: &str) -> Lease {
-        Lease { mac: Some(mac.into()), address: address.into() }
+    fn lease(mac: &str, address: &str) -> NicAddress {
+        NicAddress { mac: Some(mac.into()), address: address.into() }
     }
 
     #[test]

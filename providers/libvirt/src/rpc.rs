@@ -62,12 +62,8 @@ pub mod code {
     pub const INVALID_ARG: i32 = 8;
     /// The hypervisor refused.
     pub const OPERATION_FAILED: i32 = 9;
-    /// The XML is not valid.
-    pub const XML_ERROR: i32 = 27;
     /// Not allowed on this connection.
     pub const OPERATION_DENIED: i32 = 29;
-    /// A system call failed.
-    pub const SYSTEM_ERROR: i32 = 38;
     /// There is no such domain.
     pub const NO_DOMAIN: i32 = 42;
     /// There is no such network.
@@ -80,8 +76,6 @@ pub mod code {
     pub const NO_STORAGE_VOL: i32 = 50;
     /// Not possible in the current state.
     pub const OPERATION_INVALID: i32 = 55;
-    /// The hypervisor does not support the configuration.
-    pub const CONFIG_UNSUPPORTED: i32 = 67;
     /// An operation took too long.
     pub const OPERATION_TIMEOUT: i32 = 68;
     /// The metadata element does not exist.

@@ -12,7 +12,7 @@ use crate::config::{Boot, Image, Plug};
 use crate::create::{CONSOLE, id_of, libvirt_is_real};
 use crate::marks::{Marks, URI, uuid_of};
 use crate::refusal::refuse;
-use crate::rpc::calls::{Domain, Source};
+use crate::rpc::calls::{AddressSource, Domain, NicAddress};
 use crate::rpc::{Connection, RpcError};
 use crate::store::Use;
 
@@ -122,9 +122,9 @@ impl Shared {
     /// Returns the addresses of the first NIC that are known so far, IPv4 first.
     async fn seen(&self, libvirt: &Connection, domain: &Domain) -> Result<Vec<IpAddr>, RpcError> {
         let source = match &self.config.network {
-            Plug::Network(_) => Source::Lease,
+            Plug::Network(_) => AddressSource::Lease,
             // The DHCP server is not libvirt's: only the host's neighbour table knows the addresses.
-            Plug::Bridge(_) => Source::Arp,
+            Plug::Bridge(_) => AddressSource::Arp,
         };
         let found = match libvirt.addresses(domain, source).await {
             // The VM is ending, or its NIC does not exist yet; the next lookup shows it.
@@ -133,7 +133,7 @@ impl Shared {
         };
         let identity = crate::marks::Identity { name: domain.name.clone(), uuid: domain.uuid };
         let mac = identity.mac(0);
-        let of_first = |address: &crate::rpc::calls::Address| {
+        let of_first = |address: &NicAddress| {
             !libvirt_is_real(self.link.driver())
                 || address.mac.as_deref().is_some_and(|other| other.eq_ignore_ascii_case(&mac))
         };

@@ -53,7 +53,7 @@ impl Shared {
         let fail = |error: RpcError| refuse(attempt, error);
         let libvirt = self.link.get().await.map_err(fail)?;
         let domain = self.find(&libvirt, id, attempt).await?;
-        let _turn = self.turn(domain.uuid).await;
+        let _turn = self.turns.lock(&domain.uuid).await;
         let identity = DiskIdentity::Serial(disks::serial(&request.volume));
         let mut disk = self.disk(&libvirt, request, attempt).await?;
         let there = Disks::of(&libvirt, &domain).await.map_err(fail)?;
@@ -79,7 +79,7 @@ impl Shared {
         let fail = |error: RpcError| refuse(attempt, error);
         let libvirt = self.link.get().await.map_err(fail)?;
         let domain = self.find(&libvirt, id, attempt).await?;
-        let _turn = self.turn(domain.uuid).await;
+        let _turn = self.turns.lock(&domain.uuid).await;
         let disk = self.disk(&libvirt, request, attempt).await?;
         let there = Disks::of(&libvirt, &domain).await.map_err(fail)?;
         let Some(target) = there.target_of(&disk.serial) else { return Ok(()) };
@@ -123,7 +123,7 @@ impl Shared {
         let fail = |error: RpcError| refuse(attempt, error);
         let libvirt = self.link.get().await.map_err(fail)?;
         let domain = self.find(&libvirt, id, attempt).await?;
-        let _turn = self.turn(domain.uuid).await;
+        let _turn = self.turns.lock(&domain.uuid).await;
         let serial = disks::serial(volume);
         let mut events = libvirt.events();
         let deadline = Instant::now() + GIVE_BACK;

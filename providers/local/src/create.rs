@@ -80,7 +80,7 @@ impl Shared {
         key: IdempotencyKey,
     ) -> Result<Created, Error> {
         self.check()?;
-        let _turn = self.lock_id(&id).await;
+        let _turn = self.ids.lock(&id).await;
         let record = match self.status(&id)? {
             Status::Absent | Status::Pending(None) => {
                 self.look_for_disks(&request)?;

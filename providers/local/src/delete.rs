@@ -36,7 +36,7 @@ impl Shared {
 
     /// Records that the VM is to be deleted. `false` if there is nothing to delete.
     async fn mark(&self, id: &InstanceId) -> Result<bool, Error> {
-        let _turn = self.lock_id(id).await;
+        let _turn = self.ids.lock(id).await;
         match self.status(id)? {
             Status::Absent => Ok(false),
             // Without a record there is nothing to mark; the lock excludes a late hypervisor process.
@@ -68,7 +68,7 @@ impl Shared {
     }
 
     async fn finish(self: &Arc<Shared>, id: &InstanceId) -> Result<(), Error> {
-        let _turn = self.lock_id(id).await;
+        let _turn = self.ids.lock(id).await;
         match self.status(id)? {
             Status::Deleting(_) | Status::Pending(None) | Status::Unreadable(_) => {}
             // Finished by another call, or made again, in which case it must not be deleted.

@@ -33,12 +33,12 @@ use std::time::{Duration, Instant, SystemTime};
 
 use async_trait::async_trait;
 use nix::fcntl::Flock;
-use parking_lot::Mutex as Lock;
+use peerpod_common::keyed_locks::KeyedLocks;
 use peerpod_provider_api::{
-    Batch, Capabilities, Console, CreateRequest, Created, CreatedMany, Error, IdempotencyKey, InstanceId,
-    Owned, OwnedState, Preflight, Provider, Volumes,
+    Batch, Capabilities, Console, CreateRequest, Created, CreatedMany, Error, Extensions, IdempotencyKey,
+    InstanceId, Owned, OwnedState, Preflight, Provider,
 };
-use tokio::sync::{Mutex, OwnedMutexGuard};
+use tokio::sync::Mutex;
 
 pub use config::LocalConfig;
 use store::{Record, Status, Store, is_ours};
@@ -59,7 +59,7 @@ struct Shared {
     config: LocalConfig,
     store: Store,
     /// Locks that allow one call at a time for each VM.
-    ids: Lock<HashMap<InstanceId, Arc<Mutex<()>>>>,
+    ids: KeyedLocks<InstanceId>,
     /// Indices in use; locked while the bridge is made or removed.
     network: Mutex<HashMap<u32, InstanceId>>,
     /// Lock that allows one change of disks at a time.
@@ -108,12 +108,11 @@ impl LocalProvider {
                 }
             }
         }
-        let ids = Lock::new(HashMap::new());
         Ok(LocalProvider {
             shared: Arc::new(Shared {
                 config,
                 store,
-                ids,
+                ids: KeyedLocks::default(),
                 network: Mutex::new(taken),
                 disks: Mutex::new(()),
                 _lock: lock,
@@ -206,16 +205,12 @@ impl Provider for LocalProvider {
         list.unwrap_or_else(|error| Err(Error::transient(format!("list the local VMs: {error}"))))
     }
 
-    fn batch(&self) -> Option<&dyn Batch> {
-        (self.shared.config.max_batch > 0).then_some(self)
-    }
-
-    fn volumes(&self) -> Option<&dyn Volumes> {
-        Some(self)
-    }
-
-    fn console(&self) -> Option<&dyn Console> {
-        Some(self)
+    fn extensions(&self) -> Extensions<'_> {
+        Extensions {
+            batch: (self.shared.config.max_batch > 0).then_some(self as &dyn Batch),
+            volumes: Some(self),
+            console: Some(self),
+        }
     }
 }
 
@@ -303,15 +298,6 @@ impl Shared {
         executable("agent-binary", &config.agent_binary)
     }
 
-    /// Waits until no other call works on this VM.
-    async fn lock_id(&self, id: &InstanceId) -> IdGuard<'_> {
-        let mutex = {
-            let mut ids = self.ids.lock();
-            Arc::clone(ids.entry(id.clone()).or_default())
-        };
-        IdGuard { shared: self, id: id.clone(), guard: Some(mutex.lock_owned().await) }
-    }
-
     async fn remove_bridges_if_unused(&self) -> Result<(), Error> {
         let taken = self.network.lock().await;
         if taken.is_empty() {
@@ -324,24 +310,6 @@ impl Shared {
         }
         drop(taken);
         Ok(())
-    }
-}
-
-/// Lock of one VM. The last user removes the VM from the table.
-struct IdGuard<'a> {
-    shared: &'a Shared,
-    id: InstanceId,
-    guard: Option<OwnedMutexGuard<()>>,
-}
-
-impl Drop for IdGuard<'_> {
-    fn drop(&mut self) {
-        self.guard = None;
-        let mut ids = self.shared.ids.lock();
-        // New users come only through the table, which is locked here: 1 is the reference of the table itself.
-        if ids.get(&self.id).is_some_and(|mutex| Arc::strong_count(mutex) == 1) {
-            ids.remove(&self.id);
-        }
     }
 }
 

@@ -336,7 +336,7 @@ impl Cloud for ProviderCloud {
         count: NonZeroU32,
         key: &IdempotencyKey,
     ) -> Result<Made, CloudError> {
-        let Some(batch) = self.0.batch() else {
+        let Some(batch) = self.0.extensions().batch else {
             // The provider supported batches when this one was recorded.
             let text = format!("provider {} no longer supports batches", self.0.name());
             return Err(CloudError::unsupported("batch", text));
@@ -368,12 +368,12 @@ impl Cloud for ProviderCloud {
 
     async fn console(&self, vm: &InstanceId) -> Option<String> {
         // A kernel that panics writes its stack after the reason.
-        let tail = self.0.console()?.tail(vm, 16 << 10).await.ok()?;
+        let tail = self.0.extensions().console?.tail(vm, 16 << 10).await.ok()?;
         Some(String::from_utf8_lossy(&tail).into_owned())
     }
 
     async fn disk_grown(&self, vm: &InstanceId, disk: &DiskRequest, bytes: u64) -> Result<(), CloudError> {
-        match self.0.volumes() {
+        match self.0.extensions().volumes {
             Some(volumes) => volumes.grown(vm, disk, bytes).await,
             None => Ok(()),
         }

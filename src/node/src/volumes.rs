@@ -394,7 +394,7 @@ impl PodStorage {
     async fn attach_one(&self, uid: &str, vm: &InstanceId, one: &PodVolume) -> Result<Identity, CloudError> {
         let name = &one.volume.name;
         if let Some(disk) = one.disk() {
-            let Some(attaches) = self.provider.volumes() else {
+            let Some(attaches) = self.provider.extensions().volumes else {
                 let text = format!("volume {name}: provider {} attaches no disks", self.provider.name());
                 return Err(CloudError::unsupported("volumes", text));
             };

@@ -13,8 +13,8 @@ use futures_util::stream::BoxStream;
 use parking_lot::Mutex as Lock;
 use peerpod_provider_api::{
     Arch, Batch, Capabilities, Confidential, Console, CreateRequest, Created, CreatedMany, DiskIdentity,
-    DiskRequest, Error, IdempotencyKey, InstanceId, Market as ApiMarket, Owned, Placement, Preflight,
-    Provider, ProviderEvent, Volumes,
+    DiskRequest, Error, Extensions, IdempotencyKey, InstanceId, Market as ApiMarket, Owned, Placement,
+    Preflight, Provider, ProviderEvent, Volumes,
 };
 use peerpod_provider_cloud::{Need, Offering, Planner, Policy, Scheduler, Window, offerings};
 use prometheus_client::registry::Registry;
@@ -90,7 +90,6 @@ impl AwsProvider {
             markets,
             arch: Some(arch(&config)),
             confidential: config.confidential.then_some(Confidential::SevSnp),
-            home: None,
         };
         AwsProvider(Arc::new(Aws {
             owner: Owner { cluster: cluster.to_owned(), node: node.to_owned() },
@@ -369,16 +368,12 @@ impl Provider for AwsProvider {
         Ok(owned)
     }
 
-    fn batch(&self) -> Option<&dyn Batch> {
-        (self.0.config.batch > 0).then_some(self)
-    }
-
-    fn volumes(&self) -> Option<&dyn Volumes> {
-        Some(self)
-    }
-
-    fn console(&self) -> Option<&dyn Console> {
-        Some(self)
+    fn extensions(&self) -> Extensions<'_> {
+        Extensions {
+            batch: (self.0.config.batch > 0).then_some(self as &dyn Batch),
+            volumes: Some(self),
+            console: Some(self),
+        }
     }
 
     fn events(&self) -> Option<BoxStream<'static, ProviderEvent>> {

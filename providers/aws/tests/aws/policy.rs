@@ -30,9 +30,9 @@ async fn the_policy_allows_exactly_our_calls() {
         let wish = placed(&*provider, &wish).await.unwrap();
         let made = provider.create(&wish, &key(launch, 0)).await.unwrap();
         provider.addresses(&made.id).await.unwrap();
-        let volumes = provider.volumes().unwrap();
+        let volumes = provider.extensions().volumes.unwrap();
         volumes.attach(&made.id, &disk).await.unwrap();
-        provider.console().unwrap().tail(&made.id, 100).await.unwrap();
+        provider.extensions().console.unwrap().tail(&made.id, 100).await.unwrap();
         provider.list_owned().await.unwrap();
         let mut events = provider.events().unwrap();
         cloud.proxy.interrupt(made.id.as_str(), "marked-for-termination");

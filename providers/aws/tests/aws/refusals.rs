@@ -268,7 +268,7 @@ async fn a_disk_in_use_or_in_another_zone_is_refused_before_any_launch() {
     says(&error, "invalid", &["web-0", "eu-central-1b"]);
     let used = cloud.volume("eu-central-1a").await;
     let other = provider.create(&disk(&used), &key("disks", 0)).await.unwrap();
-    let volumes = provider.volumes().unwrap();
+    let volumes = provider.extensions().volumes.unwrap();
     volumes.attach(&other.id, &disk(&used).disks[0]).await.unwrap();
     let error = provider.place(&disk(&used)).await.unwrap_err();
     says(&error, "invalid", &[&used, other.id.as_str(), "one VM only"]);

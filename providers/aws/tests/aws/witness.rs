@@ -164,7 +164,7 @@ async fn disks_are_attached_during_boot_and_found_by_serial() {
         vm(&cloud, "web-0").await["BlockDeviceMappings"].as_array().is_some_and(|all| all.len() == 3)
     })
     .await;
-    let volumes = provider.volumes().unwrap();
+    let volumes = provider.extensions().volumes.unwrap();
     for disk in &disks {
         let identity = volumes.attach(&made.id, disk).await.unwrap();
         assert_eq!(identity, DiskIdentity::Serial(disk.volume.replace("vol-", "vol")));
@@ -227,12 +227,13 @@ async fn a_batch_is_one_call_and_its_key_finds_all_vms() {
     let provider = cloud.provider(&[("instance-types", "m6a.large,c6a.large"), ("market", "spot-first")]);
     cloud.proxy.set_stock("*", "*", "spot", 5);
     let wish = placed(&*provider, &request("batch")).await.unwrap();
-    let (batch, key) = (provider.batch().unwrap(), key("batch", 0));
+    let (batch, key) = (provider.extensions().batch.unwrap(), key("batch", 0));
     let made = batch.create_many(&wish, 20.try_into().unwrap(), &key).await.unwrap();
     assert_eq!((made.made.len(), made.rest), (20, None), "15 of them on demand");
     assert_eq!(cloud.proxy.count(Some("CreateFleet")), 2);
     let again = cloud.provider(&[("instance-types", "m6a.large,c6a.large"), ("market", "spot-first")]);
-    let same = again.batch().unwrap().create_many(&wish, 20.try_into().unwrap(), &key).await.unwrap();
+    let same =
+        again.extensions().batch.unwrap().create_many(&wish, 20.try_into().unwrap(), &key).await.unwrap();
     assert_eq!(same.made, made.made);
     assert_eq!(cloud.machines().await.len(), 20);
     let owned = again.list_owned().await.unwrap();
@@ -246,13 +247,23 @@ async fn a_partial_batch_gives_the_reason() {
     let provider = cloud.provider(&[("subnet-ids", cloud.subnets[0].as_str())]);
     cloud.proxy.set_stock("m6a.large", "*", "*", 7);
     let wish = placed(&*provider, &request("batch")).await.unwrap();
-    let made =
-        provider.batch().unwrap().create_many(&wish, 20.try_into().unwrap(), &key("few", 0)).await.unwrap();
+    let made = provider
+        .extensions()
+        .batch
+        .unwrap()
+        .create_many(&wish, 20.try_into().unwrap(), &key("few", 0))
+        .await
+        .unwrap();
     assert_eq!(made.made.len(), 7);
     let rest = made.rest.unwrap();
     assert!(rest.class() == "capacity" && rest.to_string().contains("m6a.large in eu-central-1a"), "{rest}");
-    let again =
-        provider.batch().unwrap().create_many(&wish, 20.try_into().unwrap(), &key("few", 0)).await.unwrap();
+    let again = provider
+        .extensions()
+        .batch
+        .unwrap()
+        .create_many(&wish, 20.try_into().unwrap(), &key("few", 0))
+        .await
+        .unwrap();
     assert_eq!(again.made, made.made);
 }
 

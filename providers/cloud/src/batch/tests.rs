@@ -55,7 +55,7 @@ async fn concurrent_callers_share_one_call_and_get_their_own_answers() {
 
 #[tokio::test(start_paused = true)]
 async fn keys_do_not_mix_and_a_window_is_no_larger_than_a_call_may_be() {
-    let (batcher, log) = doubler(Window::LIST.most(2), Duration::ZERO);
+    let (batcher, log) = doubler(Window { most: 2, ..Window::LIST }, Duration::ZERO);
     let (a, b) = tokio::join!(ask(&batcher, "a", &[1, 2, 3, 4, 5]), ask(&batcher, "b", &[6]));
     assert!(a.iter().chain(&b).all(Result::is_ok));
     let mut calls = calls(&log);

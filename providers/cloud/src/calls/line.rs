@@ -14,7 +14,7 @@ use tokio::sync::{Notify, oneshot};
 use tokio::time::Instant;
 
 use super::table::Limits;
-use super::tokens::TokenSource;
+use super::tokens::TokenBuckets;
 
 /// Time reserved for the cloud's answer; at most a tenth of the time to the deadline.
 const ANSWER: Duration = Duration::from_secs(2);
@@ -30,7 +30,7 @@ pub(super) enum Refusal {
 
 /// All queues of an account.
 pub(super) struct Lines {
-    source: Arc<dyn TokenSource>,
+    tokens: TokenBuckets,
     lines: Mutex<HashMap<&'static str, Line>>,
 }
 
@@ -118,8 +118,8 @@ impl Line {
 }
 
 impl Lines {
-    pub(super) fn new(source: Arc<dyn TokenSource>) -> Arc<Lines> {
-        Arc::new(Lines { source, lines: Mutex::default() })
+    pub(super) fn new(tokens: TokenBuckets) -> Arc<Lines> {
+        Arc::new(Lines { tokens, lines: Mutex::default() })
     }
 
     /// Waits for a token and a slot, as long as the answer can still come in time.
@@ -136,12 +136,12 @@ impl Lines {
             let mut lines = self.lock();
             let line = lines.entry(bucket).or_default();
             line.at_once = limits.at_once;
-            if line.waiting.is_empty() && !line.is_full() && self.source.take(bucket, now).is_ok() {
+            if line.waiting.is_empty() && !line.is_full() && self.tokens.take(bucket, now).is_ok() {
                 line.running += 1;
                 return Ok(self.permit(bucket));
             }
             let ahead = line.ahead(line.round_of(owner));
-            let at = self.source.forecast(bucket, ahead, now);
+            let at = self.tokens.forecast(bucket, ahead, now);
             if at > latest {
                 return Err(Refusal::TooLong { ahead, wait: at.saturating_duration_since(now) });
             }
@@ -180,7 +180,7 @@ impl Lines {
                     if line.is_full() {
                         break Pause::UntilWoken;
                     }
-                    match self.source.take(bucket, Instant::now()) {
+                    match self.tokens.take(bucket, Instant::now()) {
                         Err(at) => break Pause::Until(at),
                         Ok(()) => {
                             let Some(waiter) = line.next() else { break Pause::Ended };
@@ -297,19 +297,19 @@ impl Permit {
     /// Reports that the cloud throttled the call.
     pub(super) fn throttled(self, after: Option<Duration>) {
         let now = Instant::now();
-        self.lines.source.throttled(self.bucket, self.sent.unwrap_or(now), after, now);
+        self.lines.tokens.throttled(self.bucket, self.sent.unwrap_or(now), after, now);
     }
 
     /// Reports that the cloud answered the call.
     pub(super) fn answered(self) {
-        self.lines.source.answered(self.bucket, Instant::now());
+        self.lines.tokens.answered(self.bucket, Instant::now());
     }
 }
 
 impl Drop for Permit {
     fn drop(&mut self) {
         if self.sent.is_none() {
-            self.lines.source.give_back(self.bucket, Instant::now());
+            self.lines.tokens.give_back(self.bucket, Instant::now());
         }
         if let Some(line) = self.lines.lock().get_mut(self.bucket) {
             line.running = line.running.saturating_sub(1);

@@ -20,11 +20,6 @@ impl Limits {
     pub fn new(per_second: f64, burst: u32) -> Limits {
         Limits { per_second: per_second.max(0.001), burst: burst.max(1), at_once: AT_ONCE }
     }
-
-    /// Returns the same limits with another number of calls in flight, at least one.
-    pub fn at_once(self, at_once: u32) -> Limits {
-        Limits { at_once: at_once.max(1), ..self }
-    }
 }
 
 /// Buckets of an account. An action uses the first bucket that names it, otherwise the bucket for all others.
@@ -57,17 +52,6 @@ impl Table {
         self
     }
 
-    /// Sets the limits of a bucket, for an account with other limits than the published ones. `false`: there is no such
-    /// bucket.
-    pub fn set(&mut self, bucket: &str, limits: Limits) -> bool {
-        if bucket == OTHER {
-            self.other = limits;
-            return true;
-        }
-        let row = self.rows.iter_mut().find(|row| row.bucket == bucket);
-        row.map(|row| row.limits = limits).is_some()
-    }
-
     /// Returns the bucket of this action.
     pub fn bucket(&self, action: &str) -> (&'static str, &Limits) {
         let named = |row: &&Row| {
@@ -91,15 +75,13 @@ mod tests {
 
     #[test]
     fn an_action_goes_to_the_first_bucket_that_names_it() {
-        let mut table = Table::new(Limits::new(5.0, 50))
+        let table = Table::new(Limits::new(5.0, 50))
             .with("run", &["RunInstances"], Limits::new(2.0, 5))
             .with("describe", &["Describe*", "Get*"], Limits::new(20.0, 100));
         assert_eq!(table.bucket("RunInstances").0, "run");
         assert_eq!(table.bucket("DescribeVolumes").0, "describe");
         assert_eq!(table.bucket("GetConsoleOutput").1.burst, 100);
         assert_eq!(table.bucket("CreateFleet").0, "other");
-        assert!(table.set("run", Limits::new(10.0, 20)) && table.set("other", Limits::new(1.0, 1)));
-        assert!(!table.set("unheard-of", Limits::new(1.0, 1)));
-        assert_eq!((table.bucket("RunInstances").1.burst, table.bucket("AttachVolume").1.burst), (20, 1));
+        assert_eq!((table.bucket("RunInstances").1.burst, table.bucket("AttachVolume").1.burst), (5, 50));
     }
 }

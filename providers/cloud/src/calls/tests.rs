@@ -150,7 +150,7 @@ async fn a_dropped_caller_frees_its_place() {
 #[tokio::test(start_paused = true)]
 async fn an_unused_turn_goes_to_the_next_caller() {
     // The turn is granted, and the call is dropped before it reads the grant. Neither token nor slot may be lost.
-    let scheduler = Scheduler::new(Table::new(Limits::new(1.0, 1).at_once(1)));
+    let scheduler = Scheduler::new(Table::new(Limits { at_once: 1, ..Limits::new(1.0, 1) }));
     times(&scheduler, 1).await;
     let start = Instant::now();
     let mut leaves = Box::pin(scheduler.run(call("leaves", FAR), ok));
@@ -168,7 +168,7 @@ async fn an_unused_turn_goes_to_the_next_caller() {
 
 #[tokio::test(start_paused = true)]
 async fn no_more_calls_are_under_way_than_allowed() {
-    let scheduler = Scheduler::new(Table::new(Limits::new(1e6, 1_000_000).at_once(3)));
+    let scheduler = Scheduler::new(Table::new(Limits { at_once: 3, ..Limits::new(1e6, 1_000_000) }));
     let (now, most) = (AtomicU32::new(0), AtomicU32::new(0));
     let start = Instant::now();
     let one = |number: u32| {
@@ -280,7 +280,7 @@ async fn two_nodes_come_to_share_one_account() {
 #[tokio::test(start_paused = true)]
 async fn calls_throttled_together_lower_the_rate_once_and_it_recovers() {
     let table = Table::new(Limits::new(8.0, 100));
-    let source = Adaptive::new(&table);
+    let source = TokenBuckets::new(&table);
     let sent = Instant::now();
     tokio::time::advance(Duration::from_millis(50)).await;
     for _ in 0..40 {
@@ -305,35 +305,6 @@ async fn calls_throttled_together_lower_the_rate_once_and_it_recovers() {
         }
     }
     assert_eq!(source.rate("other"), Some(8.0), "and no more than the seed");
-}
-
-#[tokio::test(start_paused = true)]
-async fn tokens_can_come_from_elsewhere() {
-    // Lease of three calls; the next one comes in a minute.
-    struct Lease(Mutex<u32>, Instant);
-    impl TokenSource for Lease {
-        fn take(&self, _: &'static str, now: Instant) -> Result<(), Instant> {
-            let mut left = self.0.lock().unwrap();
-            if *left == 0 && now < self.1 {
-                return Err(self.1);
-            }
-            *left = left.saturating_sub(1);
-            Ok(())
-        }
-        fn give_back(&self, _: &'static str, _: Instant) {
-            *self.0.lock().unwrap() += 1;
-        }
-        fn forecast(&self, _: &'static str, ahead: u32, now: Instant) -> Instant {
-            if ahead < *self.0.lock().unwrap() { now } else { self.1.max(now) }
-        }
-        fn throttled(&self, _: &'static str, _: Instant, _: Option<Duration>, _: Instant) {}
-        fn answered(&self, _: &'static str, _: Instant) {}
-    }
-    let lease = Arc::new(Lease(Mutex::new(3), Instant::now() + Duration::from_secs(60)));
-    let scheduler = Scheduler::with_source(Table::new(Limits::new(1.0, 1)), lease);
-    let times = times(&scheduler, 5).await;
-    let rounded: Vec<u64> = times.iter().map(|time| time.round() as u64).collect();
-    assert_eq!(rounded, [0, 0, 0, 60, 60]);
 }
 
 #[tokio::test(start_paused = true)]

@@ -17,29 +17,6 @@ use tokio::time::Instant;
 
 use super::table::{Limits, Table};
 
-/// Source of tokens. It is called under the queue's lock, so it answers at once, without waiting. A source that shares
-/// an account's rate between nodes keeps its share in memory and renews it in the background. While it has no token, it
-/// returns the time of the next try.
-pub trait TokenSource: Send + Sync + 'static {
-    /// Takes a token.
-    ///
-    /// # Errors
-    /// The time of the next try, later than `now`.
-    fn take(&self, bucket: &'static str, now: Instant) -> Result<(), Instant>;
-
-    /// Returns a token that was taken and not used.
-    fn give_back(&self, bucket: &'static str, now: Instant);
-
-    /// Forecasts the time at which a caller with `ahead` others before it gets its token.
-    fn forecast(&self, bucket: &'static str, ahead: u32, now: Instant) -> Instant;
-
-    /// Reports that a call sent at `sent` was throttled, and the pause that the cloud asked for.
-    fn throttled(&self, bucket: &'static str, sent: Instant, after: Option<Duration>, now: Instant);
-
-    /// Reports that a call got any other answer.
-    fn answered(&self, bucket: &'static str, now: Instant);
-}
-
 /// Part of the seed that one second of answers restores.
 const GIVEN_BACK: f64 = 0.1;
 /// Smallest part of the seed that remains after many cuts.
@@ -51,7 +28,7 @@ const WHOLE: f64 = 1.0 - 1e-6;
 
 /// Adaptive token buckets of one process; see the module.
 #[derive(Debug)]
-pub struct Adaptive(Mutex<HashMap<&'static str, Bucket>>);
+pub(super) struct TokenBuckets(Mutex<HashMap<&'static str, Bucket>>);
 
 #[derive(Debug)]
 struct Bucket {
@@ -68,19 +45,93 @@ struct Bucket {
     changed: Option<Instant>,
 }
 
-impl Adaptive {
+impl TokenBuckets {
     /// Returns full buckets with the limits of the table.
-    pub fn new(table: &Table) -> Adaptive {
-        Adaptive(Mutex::new(table.buckets().map(|(name, limits)| (name, Bucket::new(limits))).collect()))
+    pub(super) fn new(table: &Table) -> TokenBuckets {
+        TokenBuckets(Mutex::new(table.buckets().map(|(name, limits)| (name, Bucket::new(limits))).collect()))
     }
 
-    /// Returns the current rate of a bucket, in tokens per second; for tests and diagnostics.
-    pub fn rate(&self, bucket: &str) -> Option<f64> {
+    /// Returns the current rate of a bucket, in tokens per second.
+    #[cfg(test)]
+    pub(super) fn rate(&self, bucket: &str) -> Option<f64> {
         self.buckets().get(bucket).map(|bucket| bucket.rate)
     }
 
     fn buckets(&self) -> MutexGuard<'_, HashMap<&'static str, Bucket>> {
         self.0.lock()
+    }
+
+    /// Takes a token. Called under the queue's lock, so it answers at once.
+    ///
+    /// # Errors
+    /// The time of the next try, later than `now`.
+    pub(super) fn take(&self, bucket: &'static str, now: Instant) -> Result<(), Instant> {
+        let mut buckets = self.buckets();
+        let Some(bucket) = buckets.get_mut(bucket) else { return Ok(()) };
+        if let Some(held) = bucket.held_until.filter(|held| now < *held) {
+            return Err(held);
+        }
+        bucket.fill(now);
+        if bucket.level >= WHOLE {
+            bucket.level -= 1.0;
+            return Ok(());
+        }
+        // Timers have a resolution of a millisecond. Never `now`, or the caller would repeat without a pause.
+        Err(bucket.when(1.0, now).max(now + Duration::from_millis(1)))
+    }
+
+    /// Returns a token that was taken and not used.
+    pub(super) fn give_back(&self, bucket: &'static str, now: Instant) {
+        let mut buckets = self.buckets();
+        if let Some(bucket) = buckets.get_mut(bucket) {
+            bucket.fill(now);
+            bucket.level = (bucket.level + 1.0).min(bucket.burst);
+        }
+    }
+
+    /// Forecasts the time at which a caller with `ahead` others before it gets its token.
+    pub(super) fn forecast(&self, bucket: &'static str, ahead: u32, now: Instant) -> Instant {
+        let mut buckets = self.buckets();
+        let Some(bucket) = buckets.get_mut(bucket) else { return now };
+        bucket.fill(now);
+        bucket.when(f64::from(ahead) + 1.0, now)
+    }
+
+    /// Records that a call sent at `sent` was throttled, and the pause that the cloud asked for.
+    pub(super) fn throttled(
+        &self,
+        bucket: &'static str,
+        sent: Instant,
+        after: Option<Duration>,
+        now: Instant,
+    ) {
+        let mut buckets = self.buckets();
+        let Some(bucket) = buckets.get_mut(bucket) else { return };
+        if bucket.cut.is_none_or(|cut| sent > cut) {
+            bucket.rate = (bucket.rate / 2.0).max(bucket.seed * LEAST);
+            (bucket.cut, bucket.changed) = (Some(now), Some(now));
+        }
+        let least = Duration::from_secs_f64(1.0 / bucket.rate);
+        let pause = after.map_or(least, |after| after.max(least)).min(LONGEST_PAUSE);
+        let pause = pause + pause.mul_f64(chance() / 2.0);
+        let held = bucket.held_until.max(Some(now + pause));
+        // One call may try at the end of the pause; the bucket fills from then on.
+        (bucket.held_until, bucket.at, bucket.level) = (held, held, 1.0);
+    }
+
+    /// Records that a call got any other answer.
+    pub(super) fn answered(&self, bucket: &'static str, now: Instant) {
+        let mut buckets = self.buckets();
+        let Some(bucket) = buckets.get_mut(bucket) else { return };
+        if bucket.rate >= bucket.seed {
+            return;
+        }
+        let since = bucket.changed.map_or(Duration::ZERO, |at| now.saturating_duration_since(at));
+        if since >= Duration::from_secs(1) {
+            bucket.fill(now);
+            bucket.rate = (bucket.rate + bucket.seed * GIVEN_BACK).min(bucket.seed);
+            bucket.changed = Some(now);
+        }
     }
 }
 
@@ -117,65 +168,4 @@ impl Bucket {
 /// Returns a random number from 0 to 1. The fresh keys of a hasher are the standard library's source of randomness.
 fn chance() -> f64 {
     (RandomState::new().build_hasher().finish() % 1024) as f64 / 1024.0
-}
-
-impl TokenSource for Adaptive {
-    fn take(&self, bucket: &'static str, now: Instant) -> Result<(), Instant> {
-        let mut buckets = self.buckets();
-        let Some(bucket) = buckets.get_mut(bucket) else { return Ok(()) };
-        if let Some(held) = bucket.held_until.filter(|held| now < *held) {
-            return Err(held);
-        }
-        bucket.fill(now);
-        if bucket.level >= WHOLE {
-            bucket.level -= 1.0;
-            return Ok(());
-        }
-        // Timers have a resolution of a millisecond. Never `now`, or the caller would repeat without a pause.
-        Err(bucket.when(1.0, now).max(now + Duration::from_millis(1)))
-    }
-
-    fn give_back(&self, bucket: &'static str, now: Instant) {
-        let mut buckets = self.buckets();
-        if let Some(bucket) = buckets.get_mut(bucket) {
-            bucket.fill(now);
-            bucket.level = (bucket.level + 1.0).min(bucket.burst);
-        }
-    }
-
-    fn forecast(&self, bucket: &'static str, ahead: u32, now: Instant) -> Instant {
-        let mut buckets = self.buckets();
-        let Some(bucket) = buckets.get_mut(bucket) else { return now };
-        bucket.fill(now);
-        bucket.when(f64::from(ahead) + 1.0, now)
-    }
-
-    fn throttled(&self, bucket: &'static str, sent: Instant, after: Option<Duration>, now: Instant) {
-        let mut buckets = self.buckets();
-        let Some(bucket) = buckets.get_mut(bucket) else { return };
-        if bucket.cut.is_none_or(|cut| sent > cut) {
-            bucket.rate = (bucket.rate / 2.0).max(bucket.seed * LEAST);
-            (bucket.cut, bucket.changed) = (Some(now), Some(now));
-        }
-        let least = Duration::from_secs_f64(1.0 / bucket.rate);
-        let pause = after.map_or(least, |after| after.max(least)).min(LONGEST_PAUSE);
-        let pause = pause + pause.mul_f64(chance() / 2.0);
-        let held = bucket.held_until.max(Some(now + pause));
-        // One call may try at the end of the pause; the bucket fills from then on.
-        (bucket.held_until, bucket.at, bucket.level) = (held, held, 1.0);
-    }
-
-    fn answered(&self, bucket: &'static str, now: Instant) {
-        let mut buckets = self.buckets();
-        let Some(bucket) = buckets.get_mut(bucket) else { return };
-        if bucket.rate >= bucket.seed {
-            return;
-        }
-        let since = bucket.changed.map_or(Duration::ZERO, |at| now.saturating_duration_since(at));
-        if since >= Duration::from_secs(1) {
-            bucket.fill(now);
-            bucket.rate = (bucket.rate + bucket.seed * GIVEN_BACK).min(bucket.seed);
-            bucket.changed = Some(now);
-        }
-    }
 }

@@ -125,14 +125,6 @@ fn prices_order_all_offerings_and_unpriced_ones_come_last() {
 }
 
 #[test]
-fn among_equals_the_nodes_own_zone_comes_first() {
-    let catalogue = small_catalogue();
-    let policy = Policy { home: Some("eu-1b".into()), ..on_demand(&catalogue.types) };
-    let plan = plan(&catalogue, &size(2, 8), &policy, &Marks::default(), Instant::now()).unwrap();
-    assert_eq!(order(&plan)[..2], ["m6a.large eu-1b on_demand", "m6a.large eu-1a on_demand"]);
-}
-
-#[test]
 fn disks_zones_and_the_catalogue_narrow_the_places() {
     let mut catalogue = small_catalogue();
     catalogue.places.push(place("eu-1c"));
@@ -164,6 +156,63 @@ fn a_pod_without_requirements_gets_the_default_and_a_named_type_wins() {
     let missing = Policy { default: "m7a.large".into(), ..policy.clone() };
     let answer = plan(&catalogue, &Need::default(), &missing, &Marks::default(), Instant::now());
     assert!(answer.unwrap_err().to_string().contains("m7a.large is not offered here"));
+}
+
+#[test]
+fn a_named_type_is_verified_with_the_known_texts() {
+    let of = |name, allowed: &[&str]| {
+        let allowed = allowed.iter().map(|name| (*name).to_owned()).collect();
+        let policy = Policy { allowed, default: "t2.medium".into(), ..Policy::default() };
+        verify(name, &policy).map_err(|error| error.to_string())
+    };
+    assert_eq!(of("t2.small", &["t2.small", "t2.medium"]), Ok(()));
+    assert_eq!(of("t2.medium", &["t2.small"]), Ok(()));
+    assert_eq!(of("t2.medium", &[]), Ok(()));
+    assert_eq!(
+        of("t2.small", &["t2.medium"]).unwrap_err(),
+        "failed to verify instance type: requested instance type (\"t2.small\") is not part of supported \
+         instance types list"
+    );
+    assert_eq!(
+        of("t2.small", &[]).unwrap_err(),
+        "failed to verify instance type: requested instance type (\"t2.small\") is not default \
+         (\"t2.medium\") and supported instance types list is empty"
+    );
+}
+
+#[test]
+fn a_size_that_no_type_has_is_refused_with_the_known_texts() {
+    let size = Size { vcpus: 2, memory_mib: 18432, ..Size::default() };
+    assert_eq!(
+        text::nothing_fits(&size),
+        "failed to get instance type based on vCPU and memory annotations: no instance type found for the \
+         given vcpus (2) and memory (18432), the guest's own included"
+    );
+    assert_eq!(
+        text::nothing_fits(&Size { gpus: 9, ..size }),
+        "failed to get instance type based on GPU, vCPU, and memory annotations: no instance type found for \
+         the given GPUs (9), vCPUs (2), and memory (18432), the guest's own included"
+    );
+}
+
+#[test]
+fn a_gpu_model_counts_without_case_and_without_a_number() {
+    let gpu = |name: &str, model: &str| MachineType {
+        gpus: 1,
+        gpu_model: Some(model.into()),
+        ..machine(name, 4, 16)
+    };
+    let types = vec![gpu("g4dn.xlarge", "T4"), gpu("g5.xlarge", "A10G"), machine("m6a.large", 2, 8)];
+    let policy = on_demand(&types);
+    let catalogue = Catalogue { types, places: vec![place("eu-1a")], ..Catalogue::default() };
+    let of = |model: &str| {
+        let size = Size { gpu_model: Some(model.into()), ..Size::default() };
+        let need = Need { size, nics: 1, ..Need::default() };
+        order(&plan(&catalogue, &need, &policy, &Marks::default(), Instant::now()).unwrap())
+    };
+    assert_eq!(of("a10g"), ["g5.xlarge eu-1a on_demand"]);
+    assert_eq!(of("T4"), ["g4dn.xlarge eu-1a on_demand"]);
+    assert_eq!(of("H100"), [""; 0]);
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use peerpod_provider_api::{Error, Market, Rejected};
+use peerpod_provider_api::{Error, Market, Rejected, Size};
 
 use super::{Reason, Rejection};
 use crate::words::{ago, clip};
@@ -47,6 +47,23 @@ pub(super) fn sentence(rejected: &[Rejected]) -> String {
         text.push_str(&clip(&next, SENTENCE));
     }
     if text.is_empty() { "no instance types or places at all".into() } else { text }
+}
+
+/// Returns the text for a size that no type reaches. It is that of cloud-api-adaptor, which users search for.
+pub(super) fn nothing_fits(size: &Size) -> String {
+    let Size { vcpus, memory_mib, gpus, gpu_model } = size;
+    let model = gpu_model.as_ref().map(|model| format!(" of model {model}")).unwrap_or_default();
+    if *gpus > 0 || gpu_model.is_some() {
+        format!(
+            "failed to get instance type based on GPU, vCPU, and memory annotations: no instance type found for \
+             the given GPUs ({gpus}){model}, vCPUs ({vcpus}), and memory ({memory_mib}), the guest's own included"
+        )
+    } else {
+        format!(
+            "failed to get instance type based on vCPU and memory annotations: no instance type found for the \
+             given vcpus ({vcpus}) and memory ({memory_mib}), the guest's own included"
+        )
+    }
 }
 
 fn rounded(reason: &Reason) -> Reason {

@@ -162,7 +162,7 @@ pub struct Room {
 
 /// Host of libvirtd.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Node {
+pub struct Host {
     /// Its architecture (`x86_64`).
     pub arch: String,
     /// Its memory in KiB.
@@ -173,14 +173,14 @@ pub struct Node {
 
 /// State of a domain (`virDomainState`), with its reason.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct State {
+pub struct DomainState {
     /// `virDomainState`.
     pub state: i32,
     /// Reason; its meaning depends on the state.
     pub reason: i32,
 }
 
-impl State {
+impl DomainState {
     /// Returns whether the domain is powered off, crashed, or was never started.
     pub fn is_off(self) -> bool {
         self.state == 5 || self.state == 6
@@ -214,18 +214,9 @@ impl State {
     }
 }
 
-/// One address of a domain.
+/// Address of a NIC.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Address {
-    /// MAC address of the NIC.
-    pub mac: Option<String>,
-    /// Address as text.
-    pub address: String,
-}
-
-/// Address that a network's DHCP server has given to a NIC.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Lease {
+pub struct NicAddress {
     /// MAC address of the NIC.
     pub mac: Option<String>,
     /// Address as text.
@@ -243,7 +234,7 @@ pub enum HostChange {
 
 /// Source of a domain's addresses (`virDomainInterfaceAddressesSource`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Source {
+pub enum AddressSource {
     /// The leases of libvirt's own DHCP server.
     Lease = 0,
     /// The host's neighbour table.
@@ -297,7 +288,7 @@ impl Connection {
     }
 
     /// Returns facts about the host.
-    pub async fn node(&self) -> Result<Node, RpcError> {
+    pub async fn node(&self) -> Result<Host, RpcError> {
         let answer = self.call(NODE_GET_INFO, &[]).await?;
         let mut reader = Reader::new(&answer);
         let mut arch = String::new();
@@ -308,7 +299,7 @@ impl Connection {
                 arch.push(char::from(byte));
             }
         }
-        Ok(Node { arch, memory_kib: reader.u64()?, cpus: reader.i32()? })
+        Ok(Host { arch, memory_kib: reader.u64()?, cpus: reader.i32()? })
     }
 
     /// Returns the hypervisor's capabilities for this machine type and kind of domain, as XML.
@@ -378,10 +369,10 @@ impl Connection {
     }
 
     /// Returns the state of a domain.
-    pub async fn state(&self, domain: &Domain) -> Result<State, RpcError> {
+    pub async fn state(&self, domain: &Domain) -> Result<DomainState, RpcError> {
         let answer = self.call(DOMAIN_GET_STATE, &domain.write(Writer::new()).u32(0).done()).await?;
         let mut reader = Reader::new(&answer);
-        Ok(State { state: reader.i32()?, reason: reader.i32()? })
+        Ok(DomainState { state: reader.i32()?, reason: reader.i32()? })
     }
 
     /// Returns the current description of the domain, as XML.
@@ -444,7 +435,11 @@ impl Connection {
     }
 
     /// Returns the domain's addresses that this source knows.
-    pub async fn addresses(&self, domain: &Domain, source: Source) -> Result<Vec<Address>, RpcError> {
+    pub async fn addresses(
+        &self,
+        domain: &Domain,
+        source: AddressSource,
+    ) -> Result<Vec<NicAddress>, RpcError> {
         let call = domain.write(Writer::new()).u32(source as u32).u32(0).done();
         let answer = self.call(INTERFACE_ADDRESSES, &call).await?;
         let interfaces = Reader::new(&answer).list(INTERFACES, |reader| {
@@ -459,7 +454,7 @@ impl Connection {
             Ok((mac, addresses))
         })?;
         let each = |(mac, addresses): (Option<String>, Vec<String>)| {
-            addresses.into_iter().map(move |address| Address { mac: mac.clone(), address })
+            addresses.into_iter().map(move |address| NicAddress { mac: mac.clone(), address })
         };
         Ok(interfaces.into_iter().flat_map(each).collect())
     }
@@ -482,7 +477,7 @@ impl Connection {
     }
 
     /// Returns the unexpired leases of the network's own DHCP server.
-    pub async fn leases(&self, network: &Named) -> Result<Vec<Lease>, RpcError> {
+    pub async fn leases(&self, network: &Named) -> Result<Vec<NicAddress>, RpcError> {
         let call = network.write(Writer::new()).optional_text(None).i32(1).u32(0).done();
         let answer = self.call(NETWORK_GET_DHCP_LEASES, &call).await?;
         let leases = Reader::new(&answer).list(LEASES, |reader| {
@@ -490,7 +485,7 @@ impl Connection {
             let (mac, _association) = (reader.optional_text()?, reader.optional_text()?);
             let (address, _prefix) = (reader.text()?, reader.u32()?);
             let (_hostname, _client) = (reader.optional_text()?, reader.optional_text()?);
-            Ok(Lease { mac, address })
+            Ok(NicAddress { mac, address })
         })?;
         Ok(leases)
     }

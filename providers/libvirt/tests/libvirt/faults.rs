@@ -286,8 +286,11 @@ async fn disks_of_all_kinds_are_attached_at_creation_and_later_and_one_in_use_is
     let with_disks =
         CreateRequest { disks: vec![disk(file.clone()), disk("volume".into())], ..request("disks") };
     let made = provider.create(&with_disks, &key(1)).await.unwrap();
-    let hot = provider.volumes().unwrap().attach(&made.id, &disk(network.clone())).await.unwrap();
-    assert_eq!(provider.volumes().unwrap().attach(&made.id, &disk(network.clone())).await.unwrap(), hot);
+    let hot = provider.extensions().volumes.unwrap().attach(&made.id, &disk(network.clone())).await.unwrap();
+    assert_eq!(
+        provider.extensions().volumes.unwrap().attach(&made.id, &disk(network.clone())).await.unwrap(),
+        hot
+    );
     // The witness: the serials of QEMU's disks.
     let xml = place.libvirtd.virsh(&["dumpxml", made.id.as_str()]).unwrap();
     let serials: Vec<_> = made.disks.iter().map(|(_, identity)| identity.clone()).chain([hot]).collect();

@@ -169,7 +169,7 @@ pub async fn many_creates_at_once_all_succeed(trial: Arc<Trial>) -> Checked {
 /// Checks that a repeated batch returns the same VMs and that all of them are listed with the key.
 pub async fn a_batch_is_as_many_vms_as_it_says(trial: Arc<Trial>) -> Checked {
     let provider = trial.provider();
-    let Some(batch) = provider.batch() else { return not_here("this provider has no batches") };
+    let Some(batch) = provider.extensions().batch else { return not_here("this provider has no batches") };
     let most = provider.capabilities().max_batch;
     let count =
         NonZeroU32::new(most.min(3)).ok_or_else(|| Stop::Broken("a batch of at most 0".to_owned()))?;

@@ -14,9 +14,9 @@ pub async fn the_provider_says_what_it_can_do(trial: Arc<Trial>) -> Checked {
     hold!(can == provider.capabilities(), "capabilities change");
     hold!(can.max_user_data >= 2048, "birth data needs up to 2 KiB, {} is too little", can.max_user_data);
     for (what, said, there) in [
-        ("volumes", can.volumes, provider.volumes().is_some()),
-        ("batches", can.max_batch > 0, provider.batch().is_some()),
-        ("a console", can.console, provider.console().is_some()),
+        ("volumes", can.volumes, provider.extensions().volumes.is_some()),
+        ("batches", can.max_batch > 0, provider.extensions().batch.is_some()),
+        ("a console", can.console, provider.extensions().console.is_some()),
         ("events", can.events, provider.events().is_some()),
     ] {
         hold!(said == there, "its capabilities report {said} for {what}, and it is {there}");
@@ -41,7 +41,9 @@ pub async fn preflight_finds_everything_and_makes_nothing(trial: Arc<Trial>) -> 
 
 /// Returns the disk that can be attached here, and the interface that attaches it.
 fn disk<'p>(trial: &Trial, provider: &'p dyn Provider) -> Result<(&'p dyn Volumes, DiskRequest), Stop> {
-    let Some(volumes) = provider.volumes() else { return not_here("this provider has no volumes") };
+    let Some(volumes) = provider.extensions().volumes else {
+        return not_here("this provider has no volumes");
+    };
     match trial.harness.volume() {
         Some(disk) => Ok((volumes, disk)),
         None => not_here("no disk was given to try it with"),
@@ -122,7 +124,9 @@ pub async fn a_detach_of_nothing_is_fine(trial: Arc<Trial>) -> Checked {
 /// Checks that the console of a running VM can be read within the limit, and that a VM that never existed has none.
 pub async fn the_console_is_there_if_it_is_promised(trial: Arc<Trial>) -> Checked {
     let provider = trial.provider();
-    let Some(console) = provider.console() else { return not_here("this provider has no console") };
+    let Some(console) = provider.extensions().console else {
+        return not_here("this provider has no console");
+    };
     let nothing = console.tail(&trial.unknown_id().await?, 100).await;
     hold!(matches!(nothing, Err(Error::NotFound { .. })), "the console of nothing: {nothing:?}");
     let (made, _) = trial.one().await?;

@@ -40,7 +40,7 @@ pub async fn errors_have_their_class_and_show_no_user_data(trial: Arc<Trial>) ->
     let other = CreateRequest { name: "another".to_owned(), ..request.clone() };
     failures.push(("a key reused", "key_reused", trial.create_once(&other, &key).await.err()));
     failures.push(("addresses of nothing", "not_found", provider.addresses(&unknown).await.err()));
-    if let Some(console) = provider.console() {
+    if let Some(console) = provider.extensions().console {
         failures.push(("the console of nothing", "not_found", console.tail(&unknown, 10).await.err()));
     }
     let filler = "x".repeat(can.max_user_data.min(64 << 20));
