@@ -1,14 +1,26 @@
-//! Runs blocking work beside the tasks of a runtime.
+//! Runs blocking work beside the tasks of the runtime.
 
 use std::io;
 
-/// Runs work that waits for a disk or the kernel on a thread that may block, so that no other task waits. The work runs
-/// to its end even if the caller leaves.
+/// The work panicked, or the runtime ended before it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the operation was interrupted; the program is stopping, or its log names a panic")]
+pub struct Interrupted;
+
+impl From<Interrupted> for io::Error {
+    fn from(interrupted: Interrupted) -> io::Error {
+        io::Error::other(interrupted)
+    }
+}
+
+/// Runs `work` on a thread for blocking work.
 ///
 /// # Errors
-/// Those of the work, and its panic.
-pub async fn blocking<T: Send + 'static>(
-    work: impl FnOnce() -> io::Result<T> + Send + 'static,
-) -> io::Result<T> {
-    tokio::task::spawn_blocking(work).await.unwrap_or_else(|error| Err(io::Error::other(error)))
+/// The error of the work, or [`Interrupted`]. The work is not stopped if the future is dropped.
+pub async fn blocking<T, E>(work: impl FnOnce() -> Result<T, E> + Send + 'static) -> Result<T, E>
+where
+    T: Send + 'static,
+    E: From<Interrupted> + Send + 'static,
+{
+    tokio::task::spawn_blocking(work).await.unwrap_or_else(|_| Err(Interrupted.into()))
 }

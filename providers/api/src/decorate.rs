@@ -6,6 +6,7 @@
 mod metrics;
 mod pace;
 
+use std::collections::HashMap;
 use std::future::Future;
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::net::IpAddr;
@@ -15,6 +16,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use futures_util::stream::BoxStream;
+use parking_lot::Mutex;
 use prometheus_client::registry::Registry;
 use tokio::time::Instant;
 
@@ -23,11 +25,14 @@ use crate::{
     Extensions, IdempotencyKey, InstanceId, Owned, Placement, Preflight, Provider, ProviderEvent, Retry,
     Volumes, with_deadline,
 };
-use metrics::{Metrics, Outcome};
+use metrics::{CallMetrics, CallOutcome};
 use pace::Pace;
 
 /// Longest pause between two tries of one call, unless the cloud asks for more.
 const LONGEST_PAUSE: Duration = Duration::from_secs(10);
+
+/// Operation that has no deadline here.
+const ADDRESSES: &str = "addresses";
 
 /// Settings of the decorator.
 #[derive(Debug, Clone)]
@@ -50,71 +55,34 @@ pub fn decorate(
     config: DecoratorConfig,
     registry: &mut Registry,
 ) -> Arc<dyn Provider> {
-    let metrics = Metrics::register(provider.name(), registry);
+    let metrics = CallMetrics::register(provider.name(), registry);
     provider.register_metrics(registry);
-    let paces = [(); Call::COUNT].map(|()| Pace::default());
-    Arc::new(Decorated { inner: provider, config, metrics, paces })
-}
-
-/// Kinds of calls. Clouds count each kind in its own bucket, so each has its own pace.
-#[derive(Debug, Clone, Copy)]
-enum Call {
-    Preflight,
-    Place,
-    Create,
-    CreateMany,
-    Addresses,
-    Delete,
-    List,
-    Attach,
-    Detach,
-    Grown,
-    Console,
-}
-
-impl Call {
-    const COUNT: usize = 11;
-
-    fn name(self) -> &'static str {
-        match self {
-            Call::Preflight => "preflight",
-            Call::Place => "place",
-            Call::Create => "create",
-            Call::CreateMany => "create_many",
-            Call::Addresses => "addresses",
-            Call::Delete => "delete",
-            Call::List => "list",
-            Call::Attach => "attach",
-            Call::Detach => "detach",
-            Call::Grown => "grown",
-            Call::Console => "console",
-        }
-    }
+    Arc::new(Decorated { inner: provider, config, metrics, paces: Mutex::default() })
 }
 
 struct Decorated {
     inner: Arc<dyn Provider>,
     config: DecoratorConfig,
-    metrics: Metrics,
-    paces: [Pace; Call::COUNT],
+    metrics: CallMetrics,
+    /// Rate limits by operation, because clouds count each kind of call in its own bucket.
+    paces: Mutex<HashMap<&'static str, Arc<Pace>>>,
 }
 
 impl Decorated {
     /// Repeats the call until it succeeds, fails for good or runs out of time. The second argument is the VM's name or
     /// id, for the log.
-    async fn call<T, F>(&self, call: Call, what: &str, ask: impl Fn() -> F) -> Result<T, Error>
+    async fn call<T, F>(&self, operation: &'static str, what: &str, ask: impl Fn() -> F) -> Result<T, Error>
     where
         F: Future<Output = Result<T, Error>>,
     {
         let provider = self.inner.name();
-        let operation = call.name();
-        let mut outcome = Outcome::start(&self.metrics, operation);
+        let mut outcome = CallOutcome::start(&self.metrics, operation);
         let start = Instant::now();
         let mut first_failure: Option<Instant> = None;
         let mut tries = 0u32;
         let result = loop {
             tries = tries.saturating_add(1);
-            let error = match self.once(call, what, &ask).await {
+            let error = match self.once(operation, what, &ask).await {
                 Ok(answer) => break Ok(answer),
                 Err(error) => error,
             };
@@ -151,19 +119,19 @@ impl Decorated {
     }
 
     /// Makes one try, with its turn and its deadline.
-    async fn once<T, F>(&self, call: Call, what: &str, ask: &impl Fn() -> F) -> Result<T, Error>
+    async fn once<T, F>(&self, operation: &'static str, what: &str, ask: &impl Fn() -> F) -> Result<T, Error>
     where
         F: Future<Output = Result<T, Error>>,
     {
-        let pace = &self.paces[call as usize];
+        let pace = Arc::clone(self.paces.lock().entry(operation).or_default());
         let turn = pace.turn().await;
-        let answer = match call {
-            Call::Addresses => ask().await,
+        let answer = match operation {
+            ADDRESSES => ask().await,
             _ => {
                 let deadline = self.config.call_deadline;
                 let asked = with_deadline(Instant::now() + deadline, ask());
                 tokio::time::timeout(deadline, asked).await.unwrap_or_else(|_| {
-                    let (provider, operation) = (self.inner.name(), call.name());
+                    let provider = self.inner.name();
                     Err(Error::transient(format!(
                         "{operation} of {what}: provider {provider} gave no answer within {deadline:?}; its \
                          effect is unknown, so only the same call may be repeated"
@@ -200,29 +168,29 @@ impl Provider for Decorated {
     }
 
     async fn preflight(&self) -> Result<Preflight, Error> {
-        self.call(Call::Preflight, "provider", || self.inner.preflight()).await
+        self.call("preflight", "provider", || self.inner.preflight()).await
     }
 
     async fn place(&self, request: &CreateRequest) -> Result<Option<Placement>, Error> {
         self.capabilities().check(request, self.name())?;
-        self.call(Call::Place, &request.name, || self.inner.place(request)).await
+        self.call("place", &request.name, || self.inner.place(request)).await
     }
 
     async fn create(&self, request: &CreateRequest, key: &IdempotencyKey) -> Result<Created, Error> {
         self.capabilities().check(request, self.name())?;
-        self.call(Call::Create, &request.name, || self.inner.create(request, key)).await
+        self.call("create", &request.name, || self.inner.create(request, key)).await
     }
 
     async fn addresses(&self, id: &InstanceId) -> Result<Vec<IpAddr>, Error> {
-        self.call(Call::Addresses, id.as_str(), || self.inner.addresses(id)).await
+        self.call(ADDRESSES, id.as_str(), || self.inner.addresses(id)).await
     }
 
     async fn delete(&self, id: &InstanceId) -> Result<(), Error> {
-        self.call(Call::Delete, id.as_str(), || self.inner.delete(id)).await
+        self.call("delete", id.as_str(), || self.inner.delete(id)).await
     }
 
     async fn list_owned(&self) -> Result<Vec<Owned>, Error> {
-        self.call(Call::List, "all VMs", || self.inner.list_owned()).await
+        self.call("list", "all VMs", || self.inner.list_owned()).await
     }
 
     fn extensions(&self) -> Extensions<'_> {
@@ -261,7 +229,7 @@ impl Batch for Decorated {
             let text = format!("create of {count} VMs {}: a disk belongs to one VM", request.name);
             return Err(Error::unsupported("disks", text));
         }
-        self.call(Call::CreateMany, &request.name, || batch.create_many(request, count, key)).await
+        self.call("create_many", &request.name, || batch.create_many(request, count, key)).await
     }
 }
 
@@ -270,17 +238,17 @@ impl Batch for Decorated {
 impl Volumes for Decorated {
     async fn attach(&self, id: &InstanceId, disk: &DiskRequest) -> Result<DiskIdentity, Error> {
         let Some(volumes) = self.inner.extensions().volumes else { return Err(lost("volumes")) };
-        self.call(Call::Attach, id.as_str(), || volumes.attach(id, disk)).await
+        self.call("attach", id.as_str(), || volumes.attach(id, disk)).await
     }
 
     async fn detach(&self, id: &InstanceId, volume: &str) -> Result<(), Error> {
         let Some(volumes) = self.inner.extensions().volumes else { return Err(lost("volumes")) };
-        self.call(Call::Detach, id.as_str(), || volumes.detach(id, volume)).await
+        self.call("detach", id.as_str(), || volumes.detach(id, volume)).await
     }
 
     async fn grown(&self, id: &InstanceId, disk: &DiskRequest, bytes: u64) -> Result<(), Error> {
         let Some(volumes) = self.inner.extensions().volumes else { return Err(lost("volumes")) };
-        self.call(Call::Grown, id.as_str(), || volumes.grown(id, disk, bytes)).await
+        self.call("grown", id.as_str(), || volumes.grown(id, disk, bytes)).await
     }
 }
 
@@ -289,7 +257,7 @@ impl Volumes for Decorated {
 impl Console for Decorated {
     async fn tail(&self, id: &InstanceId, limit: usize) -> Result<Vec<u8>, Error> {
         let Some(console) = self.inner.extensions().console else { return Err(lost("console")) };
-        self.call(Call::Console, id.as_str(), || console.tail(id, limit)).await
+        self.call("console", id.as_str(), || console.tail(id, limit)).await
     }
 }
 

@@ -24,15 +24,15 @@ use peerpod_provider_api::Error;
 use prometheus_client::registry::Registry;
 use tokio::time::Instant;
 
-pub use table::{Limits, Table};
+pub use table::{BucketLimits, Table};
 
-use line::{Lines, Permit, Refusal};
-use metrics::Metrics;
+use line::{Lines, NoTurn, Permit};
+use metrics::ApiCallMetrics;
 use tokens::TokenBuckets;
 
 /// One call, as the scheduler sees it.
 #[derive(Debug, Clone, Copy)]
-pub struct Call<'c> {
+pub struct ApiCall<'c> {
     /// API action, e.g. `RunInstances`; also the label in metrics.
     pub action: &'static str,
     /// Owner of the call: the VM's id or its idempotency key; a batch has its own. Calls of one owner wait behind each
@@ -49,14 +49,14 @@ pub struct Call<'c> {
 pub struct Scheduler {
     table: Arc<Table>,
     lines: Arc<Lines>,
-    metrics: Metrics,
+    metrics: ApiCallMetrics,
 }
 
 impl Scheduler {
     /// Returns a scheduler for an account that, as far as known, no other process uses.
     pub fn new(table: Table) -> Scheduler {
         let lines = Lines::new(TokenBuckets::new(&table));
-        Scheduler { table: Arc::new(table), lines, metrics: Metrics::default() }
+        Scheduler { table: Arc::new(table), lines, metrics: ApiCallMetrics::default() }
     }
 
     /// Registers `peerpod_cloud_*`; called by `Provider::register_metrics`.
@@ -69,7 +69,7 @@ impl Scheduler {
     ///
     /// # Errors
     /// The error of `ask`; [`Error::Transient`] when no turn or no answer comes before the deadline.
-    pub async fn run<T, F>(&self, call: Call<'_>, ask: impl Fn() -> F) -> Result<T, Error>
+    pub async fn run<T, F>(&self, call: ApiCall<'_>, ask: impl Fn() -> F) -> Result<T, Error>
     where
         F: Future<Output = Result<T, Error>>,
     {
@@ -98,7 +98,7 @@ impl Scheduler {
     }
 
     /// Waits for the turn of the call.
-    async fn turn(&self, call: Call<'_>) -> Result<Permit, Error> {
+    async fn turn(&self, call: ApiCall<'_>) -> Result<Permit, Error> {
         let (bucket, limits) = self.table.bucket(call.action);
         let start = Instant::now();
         let turn = self.lines.turn(bucket, limits, call.owner, call.deadline).await;
@@ -111,17 +111,17 @@ impl Scheduler {
 }
 
 /// Error for a call that gets no turn in time: the action, the wait and the remedy.
-fn no_turn(call: Call<'_>, limits: &Limits, start: Instant, refusal: &Refusal) -> Error {
-    let Call { action, what, deadline, .. } = call;
+fn no_turn(call: ApiCall<'_>, limits: &BucketLimits, start: Instant, refusal: &NoTurn) -> Error {
+    let ApiCall { action, what, deadline, .. } = call;
     let (left, rate) = (short(deadline.saturating_duration_since(start)), limits.per_second);
     let text = match refusal {
-        Refusal::TooLong { ahead, wait } => format!(
+        NoTurn::TooLong { ahead, wait } => format!(
             "{what}: {ahead} other calls wait for {action}, which this account may call {rate} times a second at \
              most; the turn comes in {}, and the caller waits {left}, for the answer, too; create fewer pods at once, have the cloud raise \
              the limit, or set a longer deadline",
             short(*wait)
         ),
-        Refusal::TimeIsOver { ahead } => format!(
+        NoTurn::TimeIsOver { ahead } => format!(
             "{what}: the turn of {action} did not come within {left}, {ahead} other calls still wait before it; the \
              cloud throttles this account: create fewer pods at once, or have it raise the limit"
         ),

@@ -30,7 +30,7 @@ pub struct MachineType {
 
 /// Place of a VM: a zone, and a subnet in it where the cloud has subnets.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Place {
+pub struct Location {
     /// Zone, by the name that disks and requests use.
     pub zone: String,
     /// Subnet in the zone.
@@ -73,7 +73,7 @@ pub struct Catalogue {
     /// Types, each name once.
     pub types: Vec<MachineType>,
     /// Places of VMs.
-    pub places: Vec<Place>,
+    pub places: Vec<Location>,
     /// Zones in which each type is sold; a type without an entry is sold in none. `None`: unknown, so that every type
     /// counts as sold in every zone.
     pub sold: Option<HashMap<String, HashSet<String>>>,

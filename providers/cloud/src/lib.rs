@@ -18,7 +18,7 @@ mod planner;
 mod words;
 
 pub use batch::{Batcher, Window};
-pub use calls::{Call, Scheduler};
-pub use catalogue::{Catalogue, MachineType, Offering, Place, Prices};
-pub use plan::{Need, Plan, Policy, Reason, Rejection, plan};
+pub use calls::{ApiCall, Scheduler};
+pub use catalogue::{Catalogue, Location, MachineType, Offering, Prices};
+pub use plan::{Need, Plan, Policy, RejectReason, Rejection, plan};
 pub use planner::{Planner, offerings};

@@ -12,7 +12,7 @@ use std::time::Duration;
 use peerpod_provider_api::{Arch, Confidential, CreateRequest, Error, Market, Rejected, Size};
 use tokio::time::Instant;
 
-use crate::catalogue::{Catalogue, MachineType, Offering, Place};
+use crate::catalogue::{Catalogue, Location, MachineType, Offering};
 use crate::marks::Marks;
 
 /// Requirements of a request.
@@ -90,7 +90,7 @@ pub struct Policy {
 
 /// Reason why an offering does not suit.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Reason {
+pub enum RejectReason {
     /// It would suit, but the cloud recently had no capacity for it.
     Exhausted {
         /// Reason from the cloud.
@@ -136,16 +136,16 @@ pub struct Rejection<'c> {
     /// Name of the type.
     pub machine: &'c str,
     /// Place; `None`: all.
-    pub place: Option<&'c Place>,
+    pub place: Option<&'c Location>,
     /// Market; `None`: all.
     pub market: Option<Market>,
     /// Reason against them.
-    pub reason: Reason,
+    pub reason: RejectReason,
 }
 
 impl Rejection<'_> {
     /// Whether the rejection covers this offering.
-    pub fn covers(&self, machine: &str, place: &Place, market: Market) -> bool {
+    pub fn covers(&self, machine: &str, place: &Location, market: Market) -> bool {
         self.machine == machine
             && self.place.is_none_or(|own| own == place)
             && self.market.is_none_or(|own| own == market)
@@ -158,7 +158,7 @@ pub struct Candidate<'c> {
     /// Type of the VM.
     pub machine: &'c MachineType,
     /// Place of the VM.
-    pub place: &'c Place,
+    pub place: &'c Location,
     /// Market of the VM.
     pub market: Market,
     /// Price in millionths per hour, if known.
@@ -204,7 +204,7 @@ pub fn plan<'c>(
     let only = only(catalogue, need, policy)?;
     let mut types: Vec<&MachineType> = catalogue.types.iter().collect();
     types.sort_by(|a, b| a.name.cmp(&b.name));
-    let mut places: Vec<&Place> = catalogue.places.iter().collect();
+    let mut places: Vec<&Location> = catalogue.places.iter().collect();
     places.sort();
     places.dedup();
     let mut plan = Plan { offerings: Vec::new(), rejections: Vec::new() };
@@ -251,7 +251,8 @@ impl Plan<'_> {
     /// exhausted, otherwise [`Error::Invalid`]. The first argument is the VM's name, for the text.
     pub fn nothing_left(&self, what: &str, need: &Need) -> Error {
         let rejected = self.rejected();
-        let exhausted = self.rejections.iter().any(|one| matches!(one.reason, Reason::Exhausted { .. }));
+        let exhausted =
+            self.rejections.iter().any(|one| matches!(one.reason, RejectReason::Exhausted { .. }));
         let because = text::sentence(&rejected);
         if exhausted {
             let text = format!(
@@ -261,7 +262,7 @@ impl Plan<'_> {
             return Error::Capacity { offering: "everything that fits".into(), rejected, text };
         }
         let no_type_is_large_enough = self.rejections.iter().all(|one| {
-            use Reason::{GpuModel, Gpus, HasGpus, Memory, NotAllowed, Vcpus};
+            use RejectReason::{GpuModel, Gpus, HasGpus, Memory, NotAllowed, Vcpus};
             matches!(one.reason, Vcpus(_) | Memory(_) | Gpus(_) | GpuModel(_) | HasGpus | NotAllowed)
         });
         if no_type_is_large_enough {
@@ -309,21 +310,25 @@ fn verify(name: &str, Policy { allowed, default, .. }: &Policy) -> Result<(), Er
 }
 
 /// Returns the reason against the type, independent of the place.
-fn unfit(machine: &MachineType, need: &Need, policy: &Policy, only: Option<&str>) -> Option<Reason> {
+fn unfit(machine: &MachineType, need: &Need, policy: &Policy, only: Option<&str>) -> Option<RejectReason> {
     let arch = need.arch.or(policy.arch);
     let confidential = need.confidential.or(policy.confidential);
     let by_type = match only {
-        Some(only) => (machine.name != only).then(|| Reason::OtherType(only.to_owned())),
+        Some(only) => (machine.name != only).then(|| RejectReason::OtherType(only.to_owned())),
         None => too_small(machine, &need.size, policy),
     };
     by_type
-        .or_else(|| arch.filter(|arch| !machine.archs.contains(arch)).map(Reason::Arch))
-        .or_else(|| confidential.filter(|one| !machine.confidential.contains(one)).map(Reason::Confidential))
-        .or_else(|| machine.max_disks.filter(|most| *most < need.disks).map(|_| Reason::Disks(need.disks)))
-        .or_else(|| machine.max_nics.filter(|most| *most < need.nics).map(|_| Reason::Nics(need.nics)))
+        .or_else(|| arch.filter(|arch| !machine.archs.contains(arch)).map(RejectReason::Arch))
+        .or_else(|| {
+            confidential.filter(|one| !machine.confidential.contains(one)).map(RejectReason::Confidential)
+        })
+        .or_else(|| {
+            machine.max_disks.filter(|most| *most < need.disks).map(|_| RejectReason::Disks(need.disks))
+        })
+        .or_else(|| machine.max_nics.filter(|most| *most < need.nics).map(|_| RejectReason::Nics(need.nics)))
 }
 
-fn too_small(machine: &MachineType, size: &Size, policy: &Policy) -> Option<Reason> {
+fn too_small(machine: &MachineType, size: &Size, policy: &Policy) -> Option<RejectReason> {
     let Size { vcpus, memory_mib, gpus, gpu_model } = size;
     let allowed = match &policy.allowed[..] {
         [] => machine.name == policy.default,
@@ -334,52 +339,57 @@ fn too_small(machine: &MachineType, size: &Size, policy: &Policy) -> Option<Reas
     let is_model =
         |wanted: &String| machine.gpu_model.as_ref().is_some_and(|model| model.eq_ignore_ascii_case(wanted));
     Some(match () {
-        () if !allowed => Reason::NotAllowed,
-        () if gpus == 0 && machine.gpus > 0 => Reason::HasGpus,
-        () if machine.gpus < gpus => Reason::Gpus(gpus),
-        () if machine.vcpus < *vcpus => Reason::Vcpus(*vcpus),
-        () if machine.memory_mib < *memory_mib => Reason::Memory(*memory_mib),
+        () if !allowed => RejectReason::NotAllowed,
+        () if gpus == 0 && machine.gpus > 0 => RejectReason::HasGpus,
+        () if machine.gpus < gpus => RejectReason::Gpus(gpus),
+        () if machine.vcpus < *vcpus => RejectReason::Vcpus(*vcpus),
+        () if machine.memory_mib < *memory_mib => RejectReason::Memory(*memory_mib),
         () => {
             let other = gpu_model.as_ref().filter(|wanted| !is_model(wanted))?;
-            Reason::GpuModel(other.clone())
+            RejectReason::GpuModel(other.clone())
         }
     })
 }
 
 /// Returns the reason against the place for this type, on any market.
-fn misplaced(catalogue: &Catalogue, machine: &MachineType, place: &Place, need: &Need) -> Option<Reason> {
+fn misplaced(
+    catalogue: &Catalogue,
+    machine: &MachineType,
+    place: &Location,
+    need: &Need,
+) -> Option<RejectReason> {
     if !need.zones.is_empty() && !need.zones.contains(&place.zone) {
-        return Some(Reason::Zone);
+        return Some(RejectReason::Zone);
     }
     if let Some(zone) = need.disk_zone.as_ref().filter(|zone| **zone != place.zone) {
-        return Some(Reason::DisksIn(zone.clone()));
+        return Some(RejectReason::DisksIn(zone.clone()));
     }
-    (!catalogue.is_sold(&machine.name, &place.zone)).then_some(Reason::NotSold)
+    (!catalogue.is_sold(&machine.name, &place.zone)).then_some(RejectReason::NotSold)
 }
 
 fn unavailable(
     machine: &MachineType,
-    place: &Place,
+    place: &Location,
     market: Market,
     need: &Need,
     policy: &Policy,
     marks: &Marks,
     now: Instant,
-) -> Option<Reason> {
+) -> Option<RejectReason> {
     let wanted = match need.market {
         Some(wanted) => wanted == market,
         None => policy.markets.contains(&market),
     };
     if !wanted {
-        return Some(Reason::Market(market));
+        return Some(RejectReason::Market(market));
     }
     let mark = marks.find(&machine.name, &place.zone, place.subnet.as_deref(), market, now)?;
-    Some(Reason::Exhausted { why: mark.why.clone(), ago: now.saturating_duration_since(mark.at) })
+    Some(RejectReason::Exhausted { why: mark.why.clone(), ago: now.saturating_duration_since(mark.at) })
 }
 
 /// Total order: no two candidates of a catalogue are equal in it.
 #[expect(clippy::type_complexity, reason = "it is compared, and never named")]
-fn rank<'a>(one: &'a Candidate<'_>) -> ((bool, u64), (u32, u64, u32, &'a str), (Market, &'a Place)) {
+fn rank<'a>(one: &'a Candidate<'_>) -> ((bool, u64), (u32, u64, u32, &'a str), (Market, &'a Location)) {
     let MachineType { name, gpus, memory_mib, vcpus, .. } = one.machine;
     (
         (one.price.is_none(), one.price.unwrap_or(0)),

@@ -155,7 +155,7 @@ mod tests {
     use peerpod_provider_api::{Arch, Retry, Size};
 
     use super::*;
-    use crate::catalogue::{MachineType, Place};
+    use crate::catalogue::{Location, MachineType};
 
     fn planner(names: &[&str]) -> Planner {
         let policy = Policy {
@@ -173,7 +173,7 @@ mod tests {
             archs: vec![Arch::X86_64],
             ..MachineType::default()
         });
-        let place = |zone: &str| Place { zone: zone.into(), subnet: Some(format!("subnet-{zone}")) };
+        let place = |zone: &str| Location { zone: zone.into(), subnet: Some(format!("subnet-{zone}")) };
         planner.learn(Catalogue {
             types: types.collect(),
             places: vec![place("z1"), place("z2")],

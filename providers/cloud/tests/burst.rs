@@ -15,8 +15,8 @@ use peerpod_provider_api::{
     Preflight, Provider, Retry, deadline, decorate,
 };
 use peerpod_provider_cloud::batch::Answers;
-use peerpod_provider_cloud::calls::{Limits, Table};
-use peerpod_provider_cloud::{Batcher, Call, Scheduler, Window};
+use peerpod_provider_cloud::calls::{BucketLimits, Table};
+use peerpod_provider_cloud::{ApiCall, Batcher, Scheduler, Window};
 use prometheus_client::registry::Registry;
 use tokio::time::Instant;
 
@@ -61,7 +61,7 @@ struct Small {
 async fn api<T>(
     scheduler: &Scheduler,
     cloud: &Shared,
-    call: Call<'_>,
+    call: ApiCall<'_>,
     bucket: &'static str,
     act: impl Fn(&mut Cloud) -> T,
 ) -> Result<T, Error> {
@@ -89,16 +89,16 @@ fn small(create: (f64, u32)) -> (Shared, Arc<Small>) {
         calls: 0,
         throttled: 0,
     }));
-    let table = Table::new(Limits::new(5.0, 50))
-        .with("create", &["Create"], Limits::new(create.0, create.1))
-        .with("terminate", &["Terminate"], Limits::new(5.0, 100))
-        .with("describe", &["Describe*"], Limits::new(20.0, 100));
+    let table = Table::new(BucketLimits::new(5.0, 50))
+        .with("create", &["Create"], BucketLimits::new(create.0, create.1))
+        .with("terminate", &["Terminate"], BucketLimits::new(5.0, 100))
+        .with("describe", &["Describe*"], BucketLimits::new(20.0, 100));
     let scheduler = Scheduler::new(table);
     let (asks, asked) = (scheduler.clone(), Arc::clone(&cloud));
     let addresses = Batcher::new(Window::LIST, move |(), ids: Vec<InstanceId>, deadline| {
         let (scheduler, cloud) = (asks.clone(), Arc::clone(&asked));
         async move {
-            let call = Call { action: "Describe", owner: "describe", what: "addresses", deadline };
+            let call = ApiCall { action: "Describe", owner: "describe", what: "addresses", deadline };
             let inspect = |cloud: &mut Cloud| -> Vec<Result<Option<IpAddr>, Error>> {
                 let address = |id: &InstanceId| match cloud.vms.get(id) {
                     Some(made) if made.elapsed() >= ADDRESS_AFTER => Ok(Some(Ipv4Addr::LOCALHOST.into())),
@@ -114,7 +114,7 @@ fn small(create: (f64, u32)) -> (Shared, Arc<Small>) {
     let deletes = Batcher::new(Window::LIST, move |(), ids: Vec<InstanceId>, deadline| {
         let (scheduler, cloud) = (asks.clone(), Arc::clone(&asked));
         async move {
-            let call = Call { action: "Terminate", owner: "terminate", what: "delete", deadline };
+            let call = ApiCall { action: "Terminate", owner: "terminate", what: "delete", deadline };
             let done: Answers<()> = api(&scheduler, &cloud, call, "terminate", |cloud| {
                 ids.iter()
                     .map(|id| {
@@ -150,7 +150,7 @@ impl Provider for Small {
     }
 
     async fn create(&self, request: &CreateRequest, key: &IdempotencyKey) -> Result<Created, Error> {
-        let call = Call { action: "Create", owner: key.as_str(), what: &request.name, deadline: until() };
+        let call = ApiCall { action: "Create", owner: key.as_str(), what: &request.name, deadline: until() };
         let id = api(&self.scheduler, &self.cloud, call, "create", |cloud| {
             if let Some(id) = cloud.by_key.get(key.as_str()) {
                 return id.clone();

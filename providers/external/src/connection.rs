@@ -9,6 +9,7 @@ use std::path::Path;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
+use peerpod_common::backoff::Backoff;
 use peerpod_proto::provider as wire;
 use peerpod_proto::provider_ttrpc::ProviderClient;
 use peerpod_provider_api::{Capabilities, Error};
@@ -37,7 +38,7 @@ const GOOD: Duration = Duration::from_secs(60);
 
 /// Handshake data of the provider. It never changes, because the trait promises constant capabilities to the caller.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Known {
+pub(crate) struct HandshakeData {
     pub(crate) name: String,
     pub(crate) capabilities: Capabilities,
     pub(crate) places: bool,
@@ -56,7 +57,7 @@ enum State {
 pub(crate) struct Connection {
     pub(crate) config: ExternalConfig,
     state: watch::Sender<State>,
-    known: OnceLock<Known>,
+    known: OnceLock<HandshakeData>,
 }
 
 impl Connection {
@@ -74,7 +75,7 @@ impl Connection {
     }
 
     /// Returns the data of the first handshake; `None` before that.
-    pub(crate) fn known(&self) -> Option<&Known> {
+    pub(crate) fn known(&self) -> Option<&HandshakeData> {
         self.known.get()
     }
 
@@ -114,14 +115,16 @@ impl Connection {
 
     /// Keeps the connection up. Never returns.
     pub(crate) async fn run(self: Arc<Connection>) {
-        let mut pause = FIRST_PAUSE;
+        let mut backoff = Backoff::new(FIRST_PAUSE, LONGEST_PAUSE);
         let mut said = None;
         loop {
             let began = Instant::now();
             let error = self.one_life().await;
             if began.elapsed() >= GOOD {
-                (pause, said) = (FIRST_PAUSE, None);
+                backoff.reset();
+                said = None;
             }
+            let pause = backoff.pause();
             let text = error.to_string();
             // A repeated error is logged only once. The failure of a first start is left to its caller.
             if said.as_ref() == Some(&text) || self.known.get().is_none() {
@@ -132,7 +135,6 @@ impl Connection {
             }
             self.state.send_replace(State::Down(error));
             sleep(pause).await;
-            pause = (pause * 2).min(LONGEST_PAUSE);
         }
     }
 
@@ -235,14 +237,19 @@ impl Connection {
         let capabilities = convert::capabilities_from(&who, &can)?;
         let program = convert::clipped(&answer.program, convert::WORD);
         tracing::info!(provider = answer.name, program, ?capabilities, "external provider answers");
-        self.is_the_same(Known { name: answer.name, capabilities, places: can.places, grows: can.growth })
+        self.is_the_same(HandshakeData {
+            name: answer.name,
+            capabilities,
+            places: can.places,
+            grows: can.growth,
+        })
     }
 
     /// Refuses a provider that has changed since the first handshake, because earlier decisions rely on that data.
-    fn is_the_same(&self, now: Known) -> Result<(), Error> {
+    fn is_the_same(&self, now: HandshakeData) -> Result<(), Error> {
         let known = self.known.get_or_init(|| now.clone());
         // `grows` may change: it is no promise to a caller, and an upgraded provider may begin to need that call.
-        if *known == (Known { grows: known.grows, ..now.clone() }) {
+        if *known == (HandshakeData { grows: known.grows, ..now.clone() }) {
             return Ok(());
         }
         Err(Error::invalid(format!(

@@ -30,6 +30,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use futures_util::StreamExt;
 use futures_util::stream::{self, BoxStream};
+use peerpod_common::backoff::Backoff;
 use peerpod_proto::provider as proto;
 use peerpod_proto::provider_ttrpc::ProviderClient;
 use peerpod_provider_api::{
@@ -232,7 +233,7 @@ impl Provider for External {
 
     async fn addresses(&self, id: &InstanceId) -> Result<Vec<IpAddr>, Error> {
         let what = format!("addresses of {id}");
-        let mut pause = SHORTEST_PAUSE;
+        let mut backoff = Backoff::new(SHORTEST_PAUSE, LONGEST_PAUSE);
         loop {
             let asked = Instant::now();
             let request = proto::AddressesRequest {
@@ -247,8 +248,7 @@ impl Provider for External {
                 return wire::addresses_from(&self.connection.who(), &answer.addresses);
             }
             // A provider that does not hold the request open is asked only after a pause.
-            sleep(pause.saturating_sub(asked.elapsed())).await;
-            pause = (pause * 2).min(LONGEST_PAUSE);
+            sleep(backoff.pause().saturating_sub(asked.elapsed())).await;
         }
     }
 
@@ -405,7 +405,7 @@ struct Following {
 
 impl Following {
     async fn next(mut self) -> Option<(ProviderEvent, Following)> {
-        let mut pause = SHORTEST_PAUSE;
+        let mut backoff = Backoff::new(SHORTEST_PAUSE, LONGEST_PAUSE);
         loop {
             if let Some(event) = self.heard.pop_front() {
                 return Some((event, self));
@@ -428,8 +428,7 @@ impl Following {
                 Ok(answer) if answer.cursor.len() <= wire::MARK => {
                     self.cursor = answer.cursor;
                     self.heard.extend(answer.events.into_iter().filter_map(wire::event_from));
-                    sleep(pause.saturating_sub(asked.elapsed())).await;
-                    pause = (pause * 2).min(LONGEST_PAUSE);
+                    sleep(backoff.pause().saturating_sub(asked.elapsed())).await;
                 }
                 Ok(_) => sleep(EVENTS_PAUSE).await,
                 Err(error) => {

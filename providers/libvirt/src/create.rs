@@ -8,9 +8,9 @@ use peerpod_provider_api::{
     InstanceId,
 };
 
-use crate::config::{Boot, Firmware, Image, UserData};
-use crate::disks::{self, Source};
-use crate::marks::{Identity, Marks, PREFIX, URI, words};
+use crate::config::{Boot, Firmware, Image, LibvirtConfig, UserData};
+use crate::disks::{self, DiskSource};
+use crate::marks::{Marks, PREFIX, URI, VmNames, words};
 use crate::refusal::refuse;
 use crate::rpc::calls::{Domain, Named};
 use crate::rpc::{Connection, RpcError};
@@ -40,7 +40,6 @@ struct Plan {
     /// Path, format, and size in bytes of the disk image.
     base: Option<(String, &'static str, u64)>,
     disks: Vec<Disk>,
-    identities: Vec<(String, DiskIdentity)>,
 }
 
 impl Shared {
@@ -54,9 +53,17 @@ impl Shared {
         let fail = |error: RpcError| refuse(&attempt, error);
         let _turn = self.turns.lock(&identity.uuid).await;
         let libvirt = self.link.get().await.map_err(fail)?;
+        let creation = Creation {
+            shared: self,
+            libvirt: &libvirt,
+            identity: &identity,
+            request,
+            key,
+            attempt: &attempt,
+        };
         let known = libvirt.domain(&identity.uuid).await.map_err(fail)?;
         if let Some(domain) = &known {
-            self.is_same(&libvirt, domain, request, key, &attempt).await?;
+            creation.is_same(domain).await?;
             let (marks, state) =
                 tokio::try_join!(self.marks(&libvirt, domain), libvirt.state(domain)).map_err(fail)?;
             let begun = marks.is_some_and(|marks| marks.started);
@@ -65,7 +72,7 @@ impl Shared {
                 return Ok(made(domain, request));
             }
         }
-        let made = self.make(&libvirt, &identity, request, key, &attempt).await;
+        let made = creation.make().await;
         if let Err(error) = &made
             && error.retry() == peerpod_provider_api::Retry::Never
         {
@@ -76,91 +83,9 @@ impl Shared {
         made
     }
 
-    /// Refuses a key that came with another request before, and a foreign domain with the VM's UUID.
-    async fn is_same(
-        &self,
-        libvirt: &Connection,
-        domain: &Domain,
-        request: &CreateRequest,
-        key: &IdempotencyKey,
-        attempt: &str,
-    ) -> Result<(), Error> {
-        let marks = self.marks(libvirt, domain).await.map_err(|error| refuse(attempt, error))?;
-        match marks {
-            Some(marks)
-                if self.owner.owns(&marks) && marks.key == *key && marks.digest == request.digest() =>
-            {
-                Ok(())
-            }
-            Some(marks) if self.owner.owns(&marks) => {
-                Err(Error::key_reused(format!("{attempt}: its key came with another request before")))
-            }
-            _ => Err(Error::invalid(format!(
-                "{attempt}: domain {} has its UUID and is not ours; find the program that made it",
-                domain.name
-            ))),
-        }
-    }
-
-    async fn make(
-        &self,
-        libvirt: &Connection,
-        identity: &Identity,
-        request: &CreateRequest,
-        key: &IdempotencyKey,
-        attempt: &str,
-    ) -> Result<Created, Error> {
-        let fail = |error: RpcError| refuse(attempt, error);
-        self.fits(libvirt, request, attempt).await?;
-        let kind = self.kind(libvirt).await?;
-        let confidential = request.confidential.or(self.config.confidential);
-        if let Some(wanted) = confidential {
-            self.can_be_confidential(libvirt, wanted, kind, attempt).await?;
-        }
-        let plan = self.plan(libvirt, identity, request, attempt).await?;
-        let mut marks = Marks::new(&self.owner, request, key);
-        let xml = self.xml(identity, request, &plan, &marks, kind, confidential);
-        let domain = libvirt.define(&xml).await.map_err(fail)?;
-        let files = self.files(libvirt, identity, request, &plan, attempt);
-        let (files, ()) = tokio::join!(files, self.reserve(libvirt, identity));
-        files?;
-        self.starting(&domain);
-        let domain = match libvirt.start_domain(&domain).await {
-            Ok(domain) => domain,
-            Err(error) => {
-                let now = libvirt.state(&domain).await.map_err(fail)?;
-                // Another process has started it.
-                if !now.is_on() {
-                    let (_, memory) = self.size(request);
-                    return Err(refuse(&format!("{attempt}: start it with {memory} MiB"), error));
-                }
-                domain
-            }
-        };
-        marks.started = true;
-        if let Err(error) = libvirt.set_metadata(&domain, &marks.plain_xml(), PREFIX, URI).await {
-            // libvirtd itself knows this until it is restarted.
-            tracing::warn!(domain = domain.name, "cannot mark the VM as started: {error}");
-        }
-        self.running(&domain);
-        Ok(Created { id: id_of(&domain), addresses: Vec::new(), instance_type: None, disks: plan.identities })
-    }
-
-    /// Refuses at once a VM that is larger than this host.
-    async fn fits(&self, libvirt: &Connection, request: &CreateRequest, attempt: &str) -> Result<(), Error> {
-        let host = libvirt.node().await.map_err(|error| refuse(attempt, error))?;
-        let (vcpus, memory) = self.size(request);
-        let have = host.memory_kib >> 10;
-        if memory > have && libvirt_is_real(self.link.driver()) {
-            let text = format!(
-                "{attempt}: it asks for {memory} MiB, and the host has {have} MiB; ask for a smaller VM"
-            );
-            return Err(Error::capacity(format!("{memory} MiB of memory"), text));
-        }
-        if vcpus > 255 {
-            return Err(Error::invalid(format!("{attempt}: {vcpus} CPUs are more than a VM can have (255)")));
-        }
-        Ok(())
+    /// Returns whether VMs run; libvirt's test driver only records them.
+    pub(crate) fn is_real(&self) -> bool {
+        !self.link.driver().starts_with("test:")
     }
 
     fn size(&self, request: &CreateRequest) -> (u32, u64) {
@@ -170,143 +95,6 @@ impl Shared {
             u32::try_from(vcpus).unwrap_or(u32::MAX),
             or(request.size.memory_mib, self.config.memory_mib).max(64),
         )
-    }
-
-    /// Checks that the host supports the technology. libvirt's list must be trusted here, because a VM that is not
-    /// confidential would start as well.
-    async fn can_be_confidential(
-        &self,
-        libvirt: &Connection,
-        wanted: Confidential,
-        kind: &str,
-        attempt: &str,
-    ) -> Result<(), Error> {
-        let capabilities = libvirt.domain_capabilities(&self.config.machine, kind).await;
-        let capabilities = capabilities.map_err(|error| refuse(attempt, error))?;
-        if kind == "kvm" && offers(&capabilities, wanted) {
-            return Ok(());
-        }
-        let why = match kind {
-            "kvm" => {
-                "its CPU, firmware, kernel, QEMU or libvirt lacks it (virsh domcapabilities shows \
-                 launchSecurity)"
-            }
-            _ => "there is no KVM, and emulation keeps nothing from the host",
-        };
-        let text = format!("{attempt}: a confidential VM by {wanted} cannot be had from this host: {why}");
-        Err(Error::unsupported("confidential", text))
-    }
-
-    async fn plan(
-        &self,
-        libvirt: &Connection,
-        identity: &Identity,
-        request: &CreateRequest,
-        attempt: &str,
-    ) -> Result<Plan, Error> {
-        let fail = |error: RpcError| refuse(attempt, error);
-        let pool = libvirt.pool(&self.config.pool).await.map_err(fail)?;
-        let folder = folder_of(&libvirt.pool_xml(&pool).await.map_err(fail)?);
-        let folder = folder.ok_or_else(|| {
-            let name = &self.config.pool;
-            Error::invalid(format!(
-                "{attempt}: pool {name} holds no files; set provider.libvirt.pool to a dir pool"
-            ))
-        })?;
-        let (mut kernel, mut base) = (None, None);
-        let images = &self.images;
-        match (&self.config.boot, &request.image) {
-            (_, Some(volume)) | (Boot::Disk { image: Image::Volume(volume), .. }, None) => {
-                base = Some(self.volume_base(libvirt, &pool, volume, attempt).await?);
-            }
-            (Boot::Kernel { kernel: file, initrd, cmdline }, None) if libvirt_is_real(self.link.driver()) => {
-                let (path, _) = images.place(libvirt, &pool, file, Use::Kernel).await?;
-                let initrd = match initrd {
-                    Some(file) => Some(images.place(libvirt, &pool, file, Use::Initrd).await?.0),
-                    None => None,
-                };
-                kernel = Some((path, initrd, cmdline.clone()));
-            }
-            (Boot::Disk { image: Image::File(file), .. }, None) if libvirt_is_real(self.link.driver()) => {
-                let (path, known) = images.place(libvirt, &pool, file, Use::Disk).await?;
-                base = Some((path, known.format, known.disk_bytes));
-            }
-            (Boot::Nothing, None) => {
-                return Err(Error::invalid(format!(
-                    "{attempt}: no image is configured; set provider.libvirt.kernel or image"
-                )));
-            }
-            _ => {}
-        }
-        let disks = self.disks(libvirt, identity, &folder, request, base.is_some(), attempt).await?;
-        let identities = request
-            .disks
-            .iter()
-            .map(|disk| (disk.volume.clone(), DiskIdentity::Serial(disks::serial(&disk.volume))))
-            .collect();
-        Ok(Plan { pool, folder, kernel, base, disks, identities })
-    }
-
-    async fn volume_base(
-        &self,
-        libvirt: &Connection,
-        pool: &Named,
-        name: &str,
-        attempt: &str,
-    ) -> Result<(String, &'static str, u64), Error> {
-        let fail = |error: RpcError| refuse(attempt, error);
-        let volume = self.find_volume(libvirt, pool, name).await.map_err(fail)?;
-        let volume = volume.ok_or_else(|| {
-            Error::invalid(format!(
-                "{attempt}: there is no image {name} in pool {}; upload it (virsh vol-upload), or name another",
-                pool.name
-            ))
-        })?;
-        let format = format_of(&libvirt.volume_xml(&volume).await.map_err(fail)?);
-        let format = format.ok_or_else(|| {
-            Error::invalid(format!("{attempt}: volume {name} of pool {} is neither qcow2 nor raw", pool.name))
-        })?;
-        let bytes = libvirt.volume_info(&volume).await.map_err(fail)?.capacity;
-        Ok((libvirt.volume_path(&volume).await.map_err(fail)?, format, bytes))
-    }
-
-    async fn disks(
-        &self,
-        libvirt: &Connection,
-        identity: &Identity,
-        folder: &str,
-        request: &CreateRequest,
-        boots: bool,
-        attempt: &str,
-    ) -> Result<Vec<Disk>, Error> {
-        let file = |name: &str| Source::File(format!("{folder}/{}{name}", identity.name));
-        let own = |source, format, serial: &str, read_only| Disk {
-            source,
-            format,
-            serial: serial.to_owned(),
-            target: String::new(),
-            read_only,
-        };
-        let mut disks = Vec::new();
-        if boots || self.config.root_disk_gib > 0 {
-            let serial = if boots { ROOT_SERIAL } else { SCRATCH_SERIAL };
-            disks.push(own(file(ROOT), "qcow2", serial, false));
-        }
-        if self.config.user_data == UserData::NoCloud {
-            disks.push(own(file(SEED), "raw", SEED_SERIAL, true));
-        }
-        for disk in &request.disks {
-            disks.push(self.disk(libvirt, disk, attempt).await?);
-        }
-        for (disk, letter) in disks.iter_mut().zip('a'..='z') {
-            disk.target = format!("vd{letter}");
-        }
-        match disks.iter().any(|disk| disk.target.is_empty()) {
-            true => {
-                Err(Error::invalid(format!("{attempt}: {} disks are more than a VM can have", disks.len())))
-            }
-            false => Ok(disks),
-        }
     }
 
     /// Describes a disk of the pod for libvirt; the caller still chooses its target.
@@ -320,10 +108,10 @@ impl Shared {
         let source = disks::parse(volume, &self.config);
         let source = source.map_err(|why| Error::invalid(format!("{attempt}: disk {volume}: {why}")))?;
         let mut format = "raw";
-        if let Source::Volume { pool, name } = &source {
+        if let DiskSource::Volume { pool, name } = &source {
             let fail = |error: RpcError| refuse(&format!("{attempt}: disk {volume}"), error);
             let pool = libvirt.pool(pool).await.map_err(fail)?;
-            let found = self.find_volume(libvirt, &pool, name).await.map_err(fail)?;
+            let found = libvirt.find_volume(&pool, name).await.map_err(fail)?;
             let found = found.ok_or_else(|| {
                 Error::not_found(format!(
                     "{attempt}: there is no disk {name} in pool {}; was it deleted?",
@@ -343,39 +131,218 @@ impl Shared {
             read_only: *read_only,
         })
     }
+}
 
-    /// Returns a volume by its name. libvirtd scans the folder once if it does not know the volume.
-    async fn find_volume(
-        &self,
-        libvirt: &Connection,
-        pool: &Named,
-        name: &str,
-    ) -> Result<Option<crate::rpc::calls::Volume>, RpcError> {
-        if let Some(volume) = libvirt.volume(pool, name).await? {
-            return Ok(Some(volume));
-        }
-        libvirt.refresh(pool).await?;
-        libvirt.volume(pool, name).await
+/// One create, with all that its steps need.
+struct Creation<'a> {
+    shared: &'a Shared,
+    libvirt: &'a Connection,
+    identity: &'a VmNames,
+    request: &'a CreateRequest,
+    key: &'a IdempotencyKey,
+    /// Names the create in errors.
+    attempt: &'a str,
+}
+
+impl Creation<'_> {
+    fn fail(&self, error: RpcError) -> Error {
+        refuse(self.attempt, error)
     }
 
-    fn xml(
-        &self,
-        identity: &Identity,
-        request: &CreateRequest,
-        plan: &Plan,
-        marks: &Marks,
-        kind: &str,
-        confidential: Option<Confidential>,
-    ) -> String {
-        let (vcpus, memory_mib) = self.size(request);
-        let mut nics = vec![(identity.mac(0), self.config.network.clone())];
+    fn config(&self) -> &LibvirtConfig {
+        &self.shared.config
+    }
+
+    /// Refuses a key that came with another request before, and a foreign domain with the VM's UUID.
+    async fn is_same(&self, domain: &Domain) -> Result<(), Error> {
+        let Creation { shared, libvirt, request, key, attempt, .. } = self;
+        let marks = shared.marks(libvirt, domain).await.map_err(|error| self.fail(error))?;
+        match marks.filter(|marks| shared.owner.owns(marks)) {
+            Some(marks) if marks.key == **key && marks.digest == request.digest() => Ok(()),
+            Some(_) => Err(Error::key_reused(format!("{attempt}: its key came with another request before"))),
+            None => Err(Error::invalid(format!(
+                "{attempt}: domain {} has its UUID and is not ours; find the program that made it",
+                domain.name
+            ))),
+        }
+    }
+
+    async fn make(&self) -> Result<Created, Error> {
+        let Creation { shared, libvirt, identity, request, key, attempt } = *self;
+        let fail = |error| self.fail(error);
+        self.fits().await?;
+        let kind = shared.kind(libvirt).await?;
+        let confidential = request.confidential.or(self.config().confidential);
+        if let Some(wanted) = confidential {
+            self.can_be_confidential(wanted, kind).await?;
+        }
+        let plan = self.plan().await?;
+        let mut marks = Marks::new(&shared.owner, request, key);
+        let xml = self.xml(&plan, &marks, kind, confidential);
+        let domain = libvirt.define(&xml).await.map_err(fail)?;
+        let (files, ()) = tokio::join!(self.files(&plan), shared.reserve(libvirt, identity));
+        files?;
+        shared.starting(&domain);
+        let domain = match libvirt.start_domain(&domain).await {
+            Ok(domain) => domain,
+            Err(error) => {
+                let now = libvirt.state(&domain).await.map_err(fail)?;
+                // Another process has started it.
+                if !now.is_on() {
+                    let (_, memory) = shared.size(request);
+                    return Err(refuse(&format!("{attempt}: start it with {memory} MiB"), error));
+                }
+                domain
+            }
+        };
+        marks.started = true;
+        if let Err(error) = libvirt.set_metadata(&domain, &marks.plain_xml(), PREFIX, URI).await {
+            // libvirtd itself knows this until it is restarted.
+            tracing::warn!(domain = domain.name, "cannot mark the VM as started: {error}");
+        }
+        shared.running(&domain);
+        Ok(made(&domain, request))
+    }
+
+    /// Refuses at once a VM that is larger than this host.
+    async fn fits(&self) -> Result<(), Error> {
+        let attempt = self.attempt;
+        let host = self.libvirt.node().await.map_err(|error| self.fail(error))?;
+        let (vcpus, memory) = self.shared.size(self.request);
+        let have = host.memory_kib >> 10;
+        if memory > have && self.shared.is_real() {
+            let text = format!(
+                "{attempt}: it asks for {memory} MiB, and the host has {have} MiB; ask for a smaller VM"
+            );
+            return Err(Error::capacity(format!("{memory} MiB of memory"), text));
+        }
+        if vcpus > 255 {
+            return Err(Error::invalid(format!("{attempt}: {vcpus} CPUs are more than a VM can have (255)")));
+        }
+        Ok(())
+    }
+
+    /// Checks that the host supports the technology. libvirt's list must be trusted here, because a VM that is not
+    /// confidential would start as well.
+    async fn can_be_confidential(&self, wanted: Confidential, kind: &str) -> Result<(), Error> {
+        let capabilities = self.libvirt.domain_capabilities(&self.config().machine, kind).await;
+        let capabilities = capabilities.map_err(|error| self.fail(error))?;
+        if kind == "kvm" && offers(&capabilities, wanted) {
+            return Ok(());
+        }
+        let why = match kind {
+            "kvm" => {
+                "its CPU, firmware, kernel, QEMU or libvirt lacks it (virsh domcapabilities shows \
+                 launchSecurity)"
+            }
+            _ => "there is no KVM, and emulation keeps nothing from the host",
+        };
+        let text =
+            format!("{}: a confidential VM by {wanted} cannot be had from this host: {why}", self.attempt);
+        Err(Error::unsupported("confidential", text))
+    }
+
+    async fn plan(&self) -> Result<Plan, Error> {
+        let Creation { shared, libvirt, request, attempt, .. } = *self;
+        let fail = |error| self.fail(error);
+        let pool = libvirt.pool(&self.config().pool).await.map_err(fail)?;
+        let folder = folder_of(&libvirt.pool_xml(&pool).await.map_err(fail)?);
+        let folder = folder.ok_or_else(|| {
+            let name = &self.config().pool;
+            Error::invalid(format!(
+                "{attempt}: pool {name} holds no files; set provider.libvirt.pool to a dir pool"
+            ))
+        })?;
+        let (mut kernel, mut base) = (None, None);
+        let images = &shared.images;
+        match (&self.config().boot, &request.image) {
+            (_, Some(volume)) | (Boot::Disk { image: Image::Volume(volume), .. }, None) => {
+                base = Some(self.volume_base(&pool, volume).await?);
+            }
+            (Boot::Kernel { kernel: file, initrd, cmdline }, None) if shared.is_real() => {
+                let (path, _) = images.place(libvirt, &pool, file, Use::Kernel).await?;
+                let initrd = match initrd {
+                    Some(file) => Some(images.place(libvirt, &pool, file, Use::Initrd).await?.0),
+                    None => None,
+                };
+                kernel = Some((path, initrd, cmdline.clone()));
+            }
+            (Boot::Disk { image: Image::File(file), .. }, None) if shared.is_real() => {
+                let (path, known) = images.place(libvirt, &pool, file, Use::Disk).await?;
+                base = Some((path, known.format, known.disk_bytes));
+            }
+            (Boot::Nothing, None) => {
+                return Err(Error::invalid(format!(
+                    "{attempt}: no image is configured; set provider.libvirt.kernel or image"
+                )));
+            }
+            _ => {}
+        }
+        let disks = self.disks(&folder, base.is_some()).await?;
+        Ok(Plan { pool, folder, kernel, base, disks })
+    }
+
+    async fn volume_base(&self, pool: &Named, name: &str) -> Result<(String, &'static str, u64), Error> {
+        let Creation { libvirt, attempt, .. } = *self;
+        let fail = |error| self.fail(error);
+        let volume = libvirt.find_volume(pool, name).await.map_err(fail)?;
+        let volume = volume.ok_or_else(|| {
+            Error::invalid(format!(
+                "{attempt}: there is no image {name} in pool {}; upload it (virsh vol-upload), or name another",
+                pool.name
+            ))
+        })?;
+        let format = format_of(&libvirt.volume_xml(&volume).await.map_err(fail)?);
+        let format = format.ok_or_else(|| {
+            Error::invalid(format!("{attempt}: volume {name} of pool {} is neither qcow2 nor raw", pool.name))
+        })?;
+        let bytes = libvirt.volume_info(&volume).await.map_err(fail)?.capacity;
+        Ok((libvirt.volume_path(&volume).await.map_err(fail)?, format, bytes))
+    }
+
+    async fn disks(&self, folder: &str, boots: bool) -> Result<Vec<Disk>, Error> {
+        let Creation { shared, libvirt, identity, request, attempt, .. } = *self;
+        let file = |name: &str| DiskSource::File(format!("{folder}/{}{name}", identity.name));
+        let own = |source, format, serial: &str, read_only| Disk {
+            source,
+            format,
+            serial: serial.to_owned(),
+            target: String::new(),
+            read_only,
+        };
+        let mut disks = Vec::new();
+        if boots || self.config().root_disk_gib > 0 {
+            let serial = if boots { ROOT_SERIAL } else { SCRATCH_SERIAL };
+            disks.push(own(file(ROOT), "qcow2", serial, false));
+        }
+        if self.config().user_data == UserData::NoCloud {
+            disks.push(own(file(SEED), "raw", SEED_SERIAL, true));
+        }
+        for disk in &request.disks {
+            disks.push(shared.disk(libvirt, disk, attempt).await?);
+        }
+        for (disk, letter) in disks.iter_mut().zip('a'..='z') {
+            disk.target = format!("vd{letter}");
+        }
+        match disks.iter().any(|disk| disk.target.is_empty()) {
+            true => {
+                Err(Error::invalid(format!("{attempt}: {} disks are more than a VM can have", disks.len())))
+            }
+            false => Ok(disks),
+        }
+    }
+
+    fn xml(&self, plan: &Plan, marks: &Marks, kind: &str, confidential: Option<Confidential>) -> String {
+        let Creation { identity, request, .. } = *self;
+        let (vcpus, memory_mib) = self.shared.size(request);
+        let mut nics = vec![(identity.mac(0), self.config().network.clone())];
         if request.second_nic
-            && let Some(second) = &self.config.second_network
+            && let Some(second) = &self.config().second_network
         {
             nics.push((identity.mac(1), second.clone()));
         }
         let cmdline = plan.kernel.as_ref().map(|(_, _, cmdline)| self.cmdline(cmdline, kind));
-        let firmware = match &self.config.boot {
+        let firmware = match &self.config().boot {
             Boot::Disk { firmware, .. } => firmware,
             _ => &Firmware::Efi,
         };
@@ -389,22 +356,22 @@ impl Shared {
             (None, None) => Start::Nothing,
         };
         let path = |name: &str| format!("{}/{}{name}", plan.folder, identity.name);
-        let fw_cfg = (self.config.user_data == UserData::FwCfg && kind != "test").then(|| path(USER_DATA));
+        let fw_cfg = (self.config().user_data == UserData::FwCfg && kind != "test").then(|| path(USER_DATA));
         let machine = Machine {
             name: &identity.name,
             uuid: &words(&identity.uuid),
             marks,
             kind,
-            machine: &self.config.machine,
+            machine: &self.config().machine,
             vcpus,
             memory_mib,
-            cpuset: self.config.cpuset.as_deref(),
+            cpuset: self.config().cpuset.as_deref(),
             start,
             fw_cfg: fw_cfg.as_deref(),
             console: &path(CONSOLE),
             disks: &plan.disks,
             nics: &nics,
-            hotplug_ports: self.config.hotplug_ports,
+            hotplug_ports: self.config().hotplug_ports,
             confidential,
         };
         machine.xml()
@@ -416,37 +383,24 @@ impl Shared {
         if kind == "qemu" && !line.contains("no_timer_check") {
             line += " no_timer_check";
         }
-        if self.config.root_disk_gib > 0 {
+        if self.config().root_disk_gib > 0 {
             line = format!("{line} peerpod.scratch={SCRATCH_SERIAL}");
         }
         line
     }
 
     /// Makes the VM's own files. A file of an interrupted attempt is made anew.
-    async fn files(
-        &self,
-        libvirt: &Connection,
-        identity: &Identity,
-        request: &CreateRequest,
-        plan: &Plan,
-        attempt: &str,
-    ) -> Result<(), Error> {
-        let real = libvirt_is_real(self.link.driver());
-        let least = self.config.root_disk_gib << 30;
+    async fn files(&self, plan: &Plan) -> Result<(), Error> {
+        let Creation { identity, request, attempt, .. } = *self;
+        let least = self.config().root_disk_gib << 30;
         if let Some((path, format, bytes)) = &plan.base {
-            let xml = xml::volume(
-                &(identity.name.clone() + ROOT),
-                "qcow2",
-                least.max(*bytes),
-                Some((path, format)),
-            );
-            self.file(libvirt, &plan.pool, ROOT, identity, &xml, None, attempt).await?;
+            let base = Some((path.as_str(), *format));
+            self.file(&plan.pool, ROOT, "qcow2", least.max(*bytes), base, &[]).await?;
         } else if least > 0 {
-            let xml = xml::volume(&(identity.name.clone() + ROOT), "qcow2", least, None);
-            self.file(libvirt, &plan.pool, ROOT, identity, &xml, None, attempt).await?;
+            self.file(&plan.pool, ROOT, "qcow2", least, None, &[]).await?;
         }
         let data = request.user_data.as_bytes();
-        let (suffix, bytes) = match self.config.user_data {
+        let (suffix, bytes) = match self.config().user_data {
             UserData::FwCfg => (USER_DATA, data.to_vec()),
             UserData::NoCloud => {
                 let meta =
@@ -455,44 +409,40 @@ impl Shared {
                 (SEED, image.map_err(|why| Error::invalid(format!("{attempt}: make the seed disk: {why}")))?)
             }
         };
-        let xml = xml::volume(&(identity.name.clone() + suffix), "raw", bytes.len() as u64, None);
-        self.file(libvirt, &plan.pool, suffix, identity, &xml, Some(&bytes).filter(|_| real), attempt)
-            .await?;
-        let xml = xml::volume(&(identity.name.clone() + CONSOLE), "raw", 0, None);
-        self.file(libvirt, &plan.pool, CONSOLE, identity, &xml, None, attempt).await
+        self.file(&plan.pool, suffix, "raw", bytes.len() as u64, None, &bytes).await?;
+        self.file(&plan.pool, CONSOLE, "raw", 0, None, &[]).await
     }
 
-    #[expect(clippy::too_many_arguments, reason = "private, with two callers' worth of context")]
+    /// Makes a file of this format and size, over a base image, and with these first bytes.
     async fn file(
         &self,
-        libvirt: &Connection,
         pool: &Named,
         suffix: &str,
-        identity: &Identity,
-        xml: &str,
-        bytes: Option<&Vec<u8>>,
-        attempt: &str,
+        format: &str,
+        size: u64,
+        base: Option<(&str, &str)>,
+        bytes: &[u8],
     ) -> Result<(), Error> {
-        let name = format!("{}{suffix}", identity.name);
-        let attempt = format!("{attempt}: make {name} in pool {}", pool.name);
+        let libvirt = self.libvirt;
+        let name = format!("{}{suffix}", self.identity.name);
+        let attempt = format!("{}: make {name} in pool {}", self.attempt, pool.name);
         let fail = |error: RpcError| refuse(&attempt, error);
-        let volume = match libvirt.create_volume(pool, xml).await {
+        let xml = xml::volume(&name, format, size, base);
+        let volume = match libvirt.create_volume(pool, &xml).await {
             Ok(volume) => volume,
             // File of an interrupted attempt. The VM has not run, so its content is worthless.
             Err(error) if is_there(&error) => {
-                if let Some(old) = self.find_volume(libvirt, pool, &name).await.map_err(fail)? {
+                if let Some(old) = libvirt.find_volume(pool, &name).await.map_err(fail)? {
                     libvirt.delete_volume(&old).await.map_err(fail)?;
                 }
-                libvirt.create_volume(pool, xml).await.map_err(fail)?
+                libvirt.create_volume(pool, &xml).await.map_err(fail)?
             }
             Err(error) => return Err(fail(error)),
         };
-        match bytes {
-            Some(bytes) if !bytes.is_empty() => {
-                libvirt.upload(&volume, bytes.len() as u64, bytes.as_slice()).await.map_err(fail)
-            }
-            _ => Ok(()),
+        if bytes.is_empty() || !self.shared.is_real() {
+            return Ok(());
         }
+        libvirt.upload(&volume, bytes.len() as u64, bytes).await.map_err(fail)
     }
 }
 
@@ -524,11 +474,6 @@ pub(crate) fn capabilities(max_user_data: usize, second_nic: bool, guest_memory_
 pub(crate) fn id_of(domain: &Domain) -> InstanceId {
     // A UUID consists of hexadecimal digits and dashes.
     InstanceId::new(words(&domain.uuid)).expect("a UUID is printable")
-}
-
-/// Returns whether VMs of this driver run; the test driver only records them.
-pub(crate) fn libvirt_is_real(driver: &str) -> bool {
-    !driver.starts_with("test:")
 }
 
 /// See [`crate::read_anything`].

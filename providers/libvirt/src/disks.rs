@@ -16,15 +16,15 @@ use crate::config::LibvirtConfig;
 
 /// Location of a disk's data.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Source {
+pub(crate) enum DiskSource {
     Volume { pool: String, name: String },
     File(String),
-    Network { protocol: &'static str, name: String, places: Vec<Place>, user: Option<(String, String)> },
+    Network { protocol: &'static str, name: String, places: Vec<DiskServer>, user: Option<(String, String)> },
 }
 
 /// Address of a server.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Place {
+pub(crate) enum DiskServer {
     Host { host: String, port: Option<u16> },
     Socket(String),
 }
@@ -35,7 +35,7 @@ pub(crate) fn serial(volume: &str) -> String {
 }
 
 /// Parses a volume's name. An error names the correct form.
-pub(crate) fn parse(volume: &str, config: &LibvirtConfig) -> Result<Source, String> {
+pub(crate) fn parse(volume: &str, config: &LibvirtConfig) -> Result<DiskSource, String> {
     if volume.is_empty() || volume.len() > 1024 || volume.chars().any(char::is_control) {
         return Err("not a disk's name".to_owned());
     }
@@ -47,7 +47,7 @@ pub(crate) fn parse(volume: &str, config: &LibvirtConfig) -> Result<Source, Stri
         let socket = rest.split_once("?socket=").filter(|(_, socket)| socket.starts_with('/'));
         let (export, socket) = socket.ok_or("write it like nbd+unix:///EXPORT?socket=/PATH")?;
         let socket = below(socket, config)?;
-        return network("nbd", export, &[Place::Socket(socket)], None);
+        return network("nbd", export, &[DiskServer::Socket(socket)], None);
     }
     if let Some(rest) = volume.strip_prefix("iscsi://") {
         let parts: Vec<&str> = rest.split('/').collect();
@@ -67,7 +67,7 @@ pub(crate) fn parse(volume: &str, config: &LibvirtConfig) -> Result<Source, Stri
         return rbd(image, &[], config);
     }
     if volume.starts_with('/') {
-        return Ok(Source::File(below(volume, config)?));
+        return Ok(DiskSource::File(below(volume, config)?));
     }
     let (pool, name) = volume.split_once('/').unwrap_or((&config.pool, volume));
     if pool.is_empty() || name.is_empty() || name.contains(['/', ':']) {
@@ -76,10 +76,10 @@ pub(crate) fn parse(volume: &str, config: &LibvirtConfig) -> Result<Source, Stri
                 .to_owned(),
         );
     }
-    Ok(Source::Volume { pool: pool.to_owned(), name: name.to_owned() })
+    Ok(DiskSource::Volume { pool: pool.to_owned(), name: name.to_owned() })
 }
 
-fn rbd(image: &str, places: &[Place], config: &LibvirtConfig) -> Result<Source, String> {
+fn rbd(image: &str, places: &[DiskServer], config: &LibvirtConfig) -> Result<DiskSource, String> {
     match image.split('/').collect::<Vec<_>>()[..] {
         [pool, name] if !pool.is_empty() && !name.is_empty() => {
             network("rbd", image, places, config.rbd.clone())
@@ -91,14 +91,14 @@ fn rbd(image: &str, places: &[Place], config: &LibvirtConfig) -> Result<Source, 
 fn network(
     protocol: &'static str,
     name: &str,
-    places: &[Place],
+    places: &[DiskServer],
     user: Option<(String, String)>,
-) -> Result<Source, String> {
-    Ok(Source::Network { protocol, name: name.to_owned(), places: places.to_vec(), user })
+) -> Result<DiskSource, String> {
+    Ok(DiskSource::Network { protocol, name: name.to_owned(), places: places.to_vec(), user })
 }
 
 /// Parses `HOST`, `HOST:PORT` or `[V6]:PORT`.
-fn place(text: &str) -> Result<Place, String> {
+fn place(text: &str) -> Result<DiskServer, String> {
     let bad = || format!("`{text}` is no host; write HOST or HOST:PORT");
     let (host, port) = match text.strip_prefix('[') {
         Some(rest) => {
@@ -115,7 +115,7 @@ fn place(text: &str) -> Result<Place, String> {
     if host.is_empty() || !host.chars().all(plain) {
         return Err(bad());
     }
-    Ok(Place::Host { host: host.to_owned(), port })
+    Ok(DiskServer::Host { host: host.to_owned(), port })
 }
 
 /// Checks that a path in a volume's name leads below the folders that the administrator allows.

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use futures_util::StreamExt;
 use futures_util::stream::{self, BoxStream};
+use peerpod_common::backoff::Backoff;
 use peerpod_provider_api::{EventKind, InstanceId, ProviderEvent};
 use tokio::sync::broadcast;
 use tokio::sync::broadcast::error::RecvError;
@@ -16,7 +17,7 @@ use crate::kind::is_trial;
 use crate::marks::words;
 use crate::rpc::calls::Domain;
 use crate::rpc::xdr::Uuid;
-use crate::rpc::{Connection, Event, RpcError};
+use crate::rpc::{Connection, DomainEvent, RpcError};
 
 /// `VIR_DOMAIN_EVENT_STARTED`.
 const STARTED: i32 = 2;
@@ -74,21 +75,20 @@ async fn listen(shared: Weak<Shared>) {
 async fn hear(shared: &Weak<Shared>, libvirt: &Connection) -> Result<(), RpcError> {
     let mut events = libvirt.events();
     compare(shared, libvirt).await?;
-    let mut pause = FIRST_LOOK;
-    let mut next = Instant::now() + pause;
+    let mut looks = Backoff::new(FIRST_LOOK, LAST_LOOK);
+    let mut next = Instant::now() + looks.pause();
     loop {
         let event = tokio::select! {
             event = events.recv() => event,
             () = sleep_until(next) => {
                 compare(shared, libvirt).await?;
-                pause = (pause * 2).min(LAST_LOOK);
-                next = Instant::now() + pause;
+                next = Instant::now() + looks.pause();
                 continue;
             }
             why = libvirt.closed() => return Err(RpcError::Lost(why)),
         };
         match event {
-            Ok(Event::Lifecycle { domain, event, detail }) => {
+            Ok(DomainEvent::Lifecycle { domain, event, detail }) => {
                 let Some(shared) = shared.upgrade() else { return Ok(()) };
                 if !domain.name.starts_with(&shared.owner.prefix()) {
                     continue;

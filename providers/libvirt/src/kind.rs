@@ -8,7 +8,6 @@ use tokio::time::{Instant, sleep};
 
 use crate::Shared;
 use crate::config::Acceleration;
-use crate::create::libvirt_is_real;
 use crate::probe;
 use crate::refusal::refuse;
 use crate::rpc::calls::{Domain, Volume};
@@ -38,15 +37,15 @@ const DOUBT: Duration = Duration::from_secs(300);
 const DOUBT_WITHOUT: Duration = Duration::from_secs(60);
 
 /// Result of a trial, and the end of its validity; `None`: valid for good.
-pub(crate) struct Known {
+pub(crate) struct KnownKind {
     found: Result<&'static str, Error>,
     until: Option<Instant>,
 }
 
-impl Known {
-    fn new(found: Result<&'static str, Error>, is_sure: bool, now: Instant) -> Known {
+impl KnownKind {
+    fn new(found: Result<&'static str, Error>, is_sure: bool, now: Instant) -> KnownKind {
         let doubt = if found.is_ok() { DOUBT } else { DOUBT_WITHOUT };
-        Known { found, until: (!is_sure).then(|| now + doubt) }
+        KnownKind { found, until: (!is_sure).then(|| now + doubt) }
     }
 
     fn at(&self, now: Instant) -> Option<Result<&'static str, Error>> {
@@ -87,7 +86,7 @@ impl Proof {
 impl Shared {
     /// Returns the kind of domain that can be started here, found by starting one.
     pub(crate) async fn kind(&self, libvirt: &Connection) -> Result<&'static str, Error> {
-        if !libvirt_is_real(self.link.driver()) {
+        if !self.is_real() {
             return Ok("test");
         }
         let mut known = self.kind.lock().await;
@@ -110,7 +109,7 @@ impl Shared {
             };
             (judged(wanted, why, is_sure), is_sure)
         };
-        *known = Some(Known::new(found.clone(), is_sure, Instant::now()));
+        *known = Some(KnownKind::new(found.clone(), is_sure, Instant::now()));
         found
     }
 
@@ -305,11 +304,11 @@ mod tests {
     #[test]
     fn an_uncertain_result_is_probed_again() {
         let now = Instant::now();
-        assert_eq!(Known::new(Ok("kvm"), true, now).at(now + DOUBT), Some(Ok("kvm")));
-        let doubtful = Known::new(judged(Acceleration::Auto, Some("busy".into()), false), false, now);
+        assert_eq!(KnownKind::new(Ok("kvm"), true, now).at(now + DOUBT), Some(Ok("kvm")));
+        let doubtful = KnownKind::new(judged(Acceleration::Auto, Some("busy".into()), false), false, now);
         assert_eq!((doubtful.at(now), doubtful.at(now + DOUBT)), (Some(Ok("qemu")), None));
         // A refusal is cached, too, so that creates do not wait for one trial after the other.
-        let refused = Known::new(judged(Acceleration::Kvm, Some("busy".into()), false), false, now);
+        let refused = KnownKind::new(judged(Acceleration::Kvm, Some("busy".into()), false), false, now);
         assert_eq!(refused.at(now).map(|found| found.unwrap_err().class()), Some("transient"));
         assert_eq!(refused.at(now + DOUBT_WITHOUT), None);
         let never = judged(Acceleration::Kvm, Some("it has none".into()), true);

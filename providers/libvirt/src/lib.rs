@@ -41,8 +41,8 @@ use peerpod_provider_api::{
 use tokio::sync::{Mutex, broadcast};
 
 pub use config::LibvirtConfig;
-use marks::Owner;
-use rpc::Link;
+use marks::VmOwner;
+use rpc::Redialer;
 use rpc::calls::Domain;
 use rpc::xdr::Uuid;
 use store::Images;
@@ -58,13 +58,13 @@ pub struct LibvirtProvider {
 /// State that calls share, including calls that their caller has dropped.
 struct Shared {
     config: LibvirtConfig,
-    owner: Owner,
-    link: Link,
+    owner: VmOwner,
+    link: Redialer,
     images: Images,
     /// Value of [`Capabilities::guest_memory_mib`].
     guest_memory_mib: u64,
     /// Kind of domain that can be started here, once it is known.
-    kind: Mutex<Option<kind::Known>>,
+    kind: Mutex<Option<kind::KnownKind>>,
     /// Locks of VMs: one call at a time works on a VM.
     turns: KeyedLocks<Uuid>,
     lives: Lock<Lives>,
@@ -77,11 +77,11 @@ impl LibvirtProvider {
     /// Creates a provider of the VMs of this cluster and node; an empty node stands for all nodes of the cluster. Reads
     /// the image's `image.json`, makes no call.
     pub fn new(config: LibvirtConfig, cluster: &str, node: &str) -> LibvirtProvider {
-        let link = Link::new(config.address.clone(), config.call_timeout);
+        let link = Redialer::new(config.address.clone(), config.call_timeout);
         let guest_memory_mib = guest_memory::of(&config);
         let shared = Shared {
             config,
-            owner: Owner { cluster: cluster.to_owned(), node: node.to_owned() },
+            owner: VmOwner { cluster: cluster.to_owned(), node: node.to_owned() },
             link,
             images: Images::default(),
             guest_memory_mib,

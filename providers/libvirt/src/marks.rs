@@ -19,14 +19,14 @@ const NAMES: &str = "peerpod-";
 
 /// Owner of VMs.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Owner {
+pub(crate) struct VmOwner {
     /// The cluster.
     pub(crate) cluster: String,
     /// The node; empty: all nodes of the cluster.
     pub(crate) node: String,
 }
 
-impl Owner {
+impl VmOwner {
     /// Returns the prefix of the names of this owner's domains and volumes.
     pub(crate) fn prefix(&self) -> String {
         if self.node.is_empty() {
@@ -37,14 +37,14 @@ impl Owner {
     }
 
     /// Returns the name and UUID of the VM that is made with this key.
-    pub(crate) fn identity(&self, key: &IdempotencyKey) -> Identity {
+    pub(crate) fn identity(&self, key: &IdempotencyKey) -> VmNames {
         let hash = digest(&[&self.cluster, &self.node, key.as_str()]);
         let mut uuid: Uuid = [0; 16];
         uuid.copy_from_slice(&hash[..16]);
         // Version 8 (custom), the usual variant.
         uuid[6] = uuid[6] & 0x0f | 0x80;
         uuid[8] = uuid[8] & 0x3f | 0x80;
-        Identity { name: format!("{}{}", self.prefix(), hex::encode(&hash[16..28])), uuid }
+        VmNames { name: format!("{}{}", self.prefix(), hex::encode(&hash[16..28])), uuid }
     }
 
     /// Returns whether these marks are of this owner.
@@ -55,14 +55,14 @@ impl Owner {
 
 /// Names of a VM.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Identity {
+pub(crate) struct VmNames {
     /// Name of the domain, and prefix of its volumes' names.
     pub(crate) name: String,
     /// UUID of the domain, which is the instance id.
     pub(crate) uuid: Uuid,
 }
 
-impl Identity {
+impl VmNames {
     /// Returns the MAC address of the NIC with this number: locally administered, the same for the same VM.
     pub(crate) fn mac(&self, nic: u8) -> String {
         let hash = Sha256::digest([&self.uuid[..], &[nic]].concat());
@@ -125,7 +125,7 @@ pub(crate) struct Marks {
 
 impl Marks {
     /// Creates the marks of a VM that is about to be made.
-    pub(crate) fn new(owner: &Owner, request: &CreateRequest, key: &IdempotencyKey) -> Marks {
+    pub(crate) fn new(owner: &VmOwner, request: &CreateRequest, key: &IdempotencyKey) -> Marks {
         let created = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
         Marks {
             cluster: owner.cluster.clone(),
@@ -200,8 +200,8 @@ impl Marks {
 mod tests {
     use super::*;
 
-    fn owner(node: &str) -> Owner {
-        Owner { cluster: "c".into(), node: node.into() }
+    fn owner(node: &str) -> VmOwner {
+        VmOwner { cluster: "c".into(), node: node.into() }
     }
 
     #[test]

@@ -18,8 +18,7 @@ use sha2::{Digest, Sha256};
 
 use crate::Shared;
 use crate::config::Plug;
-use crate::create::libvirt_is_real;
-use crate::marks::Identity;
+use crate::marks::VmNames;
 use crate::rpc::calls::{Domain, HostChange, Named, NicAddress};
 use crate::rpc::{Connection, RpcError, code};
 use crate::xml::escape;
@@ -54,9 +53,9 @@ impl From<RpcError> for Unreserved {
 
 impl Shared {
     /// Reserves an address for a VM that is defined and not started.
-    pub(crate) async fn reserve(&self, libvirt: &Connection, identity: &Identity) {
+    pub(crate) async fn reserve(&self, libvirt: &Connection, identity: &VmNames) {
         let Plug::Network(network) = &self.config.network else { return };
-        if !libvirt_is_real(self.link.driver()) {
+        if !self.is_real() {
             return;
         }
         let outcome = self.try_reserve(libvirt, network, &identity.name, &identity.mac(0)).await;
@@ -71,7 +70,7 @@ impl Shared {
         if self.last_reservation().is_some_and(|last| last.is_ok()) {
             return None;
         }
-        let mut trial = Identity { name: self.trial(), uuid: [0; 16] };
+        let mut trial = VmNames { name: self.trial(), uuid: [0; 16] };
         trial.uuid.copy_from_slice(&Sha256::digest(&trial.name)[..16]);
         let outcome = self.try_reserve(libvirt, network, &trial.name, &trial.mac(0)).await;
         if outcome.is_ok()
@@ -136,7 +135,7 @@ impl Shared {
     /// # Errors
     /// When libvirtd is down. Its refusals are logged, and left to [`Shared::sweep_reservations`].
     pub(crate) async fn release(&self, libvirt: &Connection, domain: &Domain) -> Result<(), RpcError> {
-        if !libvirt_is_real(self.link.driver()) {
+        if !self.is_real() {
             return Ok(());
         }
         // The networks of the domain, because the settings may name another one by now.
@@ -155,7 +154,7 @@ impl Shared {
     /// Removes entries of this owner in the configured network that have no domain; returns their number.
     pub(crate) async fn sweep_reservations(&self, libvirt: &Connection) -> Result<usize, RpcError> {
         let Plug::Network(network) = &self.config.network else { return Ok(0) };
-        if !libvirt_is_real(self.link.driver()) {
+        if !self.is_real() {
             return Ok(0);
         }
         let Some((network, dhcp)) = inspect(libvirt, network).await? else { return Ok(0) };

@@ -12,8 +12,8 @@ pub mod xdr;
 
 use std::time::Duration;
 
-pub use connection::{Connection, Event};
-pub use link::Link;
+pub use connection::{Connection, DomainEvent};
+pub use link::Redialer;
 
 /// Reason why a call failed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

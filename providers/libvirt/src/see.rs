@@ -9,7 +9,7 @@ use tokio::time::{Instant, sleep};
 
 use crate::Shared;
 use crate::config::{Boot, Image, Plug};
-use crate::create::{CONSOLE, id_of, libvirt_is_real};
+use crate::create::{CONSOLE, id_of};
 use crate::marks::{Marks, URI, uuid_of};
 use crate::refusal::refuse;
 use crate::rpc::calls::{AddressSource, Domain, NicAddress};
@@ -131,11 +131,10 @@ impl Shared {
             Err(RpcError::Failed(_)) => return Ok(Vec::new()),
             other => other?,
         };
-        let identity = crate::marks::Identity { name: domain.name.clone(), uuid: domain.uuid };
+        let identity = crate::marks::VmNames { name: domain.name.clone(), uuid: domain.uuid };
         let mac = identity.mac(0);
         let of_first = |address: &NicAddress| {
-            !libvirt_is_real(self.link.driver())
-                || address.mac.as_deref().is_some_and(|other| other.eq_ignore_ascii_case(&mac))
+            !self.is_real() || address.mac.as_deref().is_some_and(|other| other.eq_ignore_ascii_case(&mac))
         };
         let parsed = found.iter().filter(|one| of_first(one)).filter_map(|one| one.address.parse().ok());
         let mut addresses: Vec<IpAddr> = parsed.filter(is_useful).collect();
@@ -161,7 +160,7 @@ impl Shared {
         let Some(volume) = libvirt.volume(&pool, &name).await.map_err(fail)? else { return Ok(Vec::new()) };
         let written = libvirt.volume_info(&volume).await.map_err(fail)?.capacity;
         let length = written.min(limit as u64);
-        if length == 0 || !libvirt_is_real(self.link.driver()) {
+        if length == 0 || !self.is_real() {
             return Ok(Vec::new());
         }
         // At most `limit`, which is a number of bytes in memory, so the cast is exact.

@@ -30,7 +30,7 @@ const QCOW2: [u8; 4] = *b"QFI\xfb";
 
 /// File of the node, identified by its contents.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Known {
+pub(crate) struct ImageInfo {
     pub(crate) sha256: String,
     pub(crate) bytes: u64,
     pub(crate) format: &'static str,
@@ -41,7 +41,7 @@ pub(crate) struct Known {
 /// Known image files, and their uploads.
 #[derive(Default)]
 pub(crate) struct Images {
-    known: Mutex<HashMap<PathBuf, (Stamp, Known)>>,
+    known: Mutex<HashMap<PathBuf, (Stamp, ImageInfo)>>,
     /// Paths of images in the pool, by name. The lock allows one upload at a time.
     uploads: Mutex<HashMap<String, String>>,
 }
@@ -68,7 +68,7 @@ impl Use {
 
 impl Images {
     /// Reads the file once and caches its properties until it changes.
-    pub(crate) async fn know(&self, file: &File, what: Use) -> Result<Known, Error> {
+    pub(crate) async fn know(&self, file: &File, what: Use) -> Result<ImageInfo, Error> {
         let key = what.key();
         let bad =
             |why: String| Error::invalid(format!("provider.libvirt.{key} = {}: {why}", file.path.display()));
@@ -105,7 +105,7 @@ impl Images {
         pool: &Named,
         file: &File,
         what: Use,
-    ) -> Result<(String, Known), Error> {
+    ) -> Result<(String, ImageInfo), Error> {
         for _ in 0..HIDDEN {
             match self.try_place(libvirt, pool, file, what).await {
                 // Another node refreshed the pool: libvirtd does not know a new volume for a moment.
@@ -122,7 +122,7 @@ impl Images {
         pool: &Named,
         file: &File,
         what: Use,
-    ) -> Result<(String, Known), Error> {
+    ) -> Result<(String, ImageInfo), Error> {
         let known = self.know(file, what).await?;
         let name = format!(
             "peerpod-base-{}.{}",
@@ -233,7 +233,7 @@ pub(crate) fn is_there(error: &RpcError) -> bool {
     error.code() == Some(code::STORAGE_VOL_EXIST) || error.to_string().contains("File exists")
 }
 
-async fn read(path: &Path, what: Use) -> Result<Known, String> {
+async fn read(path: &Path, what: Use) -> Result<ImageInfo, String> {
     let mut file = tokio::fs::File::open(path).await.map_err(|error| error.to_string())?;
     let (mut hash, mut head, mut bytes) = (Sha256::new(), Vec::new(), 0u64);
     let mut piece = vec![0; 1 << 20];
@@ -253,7 +253,7 @@ async fn read(path: &Path, what: Use) -> Result<Known, String> {
         ("qcow2", Some(size)) => u64::from_be_bytes(size),
         _ => bytes,
     };
-    Ok(Known { sha256: hex::encode(hash.finalize()), bytes, format, disk_bytes })
+    Ok(ImageInfo { sha256: hex::encode(hash.finalize()), bytes, format, disk_bytes })
 }
 
 /// Returns the format of a disk image, from its first bytes.

@@ -7,10 +7,10 @@ use peerpod_provider_api::{DiskIdentity, DiskRequest, Error, InstanceId, Volumes
 use tokio::sync::broadcast;
 use tokio::time::{Instant, timeout};
 
-use crate::disks::Source;
+use crate::disks::DiskSource;
 use crate::refusal::refuse;
 use crate::rpc::calls::Domain;
-use crate::rpc::{Connection, Event, RpcError, code};
+use crate::rpc::{Connection, DomainEvent, RpcError, code};
 use crate::xml::Disk;
 use crate::{LibvirtProvider, Shared, disks};
 
@@ -89,7 +89,8 @@ impl Shared {
             Err(error) if error.code() == Some(code::NO_SUPPORT) => return Ok(()),
             sizes => sizes.map_err(fail)?,
         };
-        let is_raw = disk.format == "raw" && matches!(disk.source, Source::File(_) | Source::Volume { .. });
+        let is_raw =
+            disk.format == "raw" && matches!(disk.source, DiskSource::File(_) | DiskSource::Volume { .. });
         let size = if is_raw { size.max(kept_in) } else { size };
         if size <= seen {
             return Ok(());
@@ -102,7 +103,7 @@ impl Shared {
     /// disk knows its size, and QEMU asks the server.
     async fn size_of(&self, libvirt: &Connection, disk: &Disk, bytes: u64) -> Result<u64, RpcError> {
         match &disk.source {
-            Source::Volume { pool, name } if disk.format == "raw" => {
+            DiskSource::Volume { pool, name } if disk.format == "raw" => {
                 let pool = libvirt.pool(pool).await?;
                 match libvirt.volume(&pool, name).await? {
                     Some(volume) => Ok(libvirt.volume_info(&volume).await?.capacity),
@@ -111,7 +112,7 @@ impl Shared {
             }
             // libvirtd is reached by a socket, so this is its host, unless this process is in a container without its
             // folders.
-            Source::File(path) => {
+            DiskSource::File(path) => {
                 let found = tokio::fs::metadata(path).await;
                 Ok(found.ok().filter(std::fs::Metadata::is_file).map_or(bytes, |found| found.len()))
             }
@@ -159,12 +160,13 @@ impl Shared {
 }
 
 /// Waits for an event of this device.
-async fn removed(events: &mut broadcast::Receiver<Event>, domain: &Domain, device: &str) {
+async fn removed(events: &mut broadcast::Receiver<DomainEvent>, domain: &Domain, device: &str) {
     loop {
         match events.recv().await {
-            Ok(Event::DeviceRemoved { domain: of, alias } | Event::DeviceKept { domain: of, alias })
-                if of.uuid == domain.uuid && alias == device =>
-            {
+            Ok(
+                DomainEvent::DeviceRemoved { domain: of, alias }
+                | DomainEvent::DeviceKept { domain: of, alias },
+            ) if of.uuid == domain.uuid && alias == device => {
                 return;
             }
             Err(broadcast::error::RecvError::Closed) => return,

@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 use peerpod_provider_api::Confidential;
 
 use crate::config::{Firmware, Plug};
-use crate::disks::{Place, Source};
+use crate::disks::{DiskServer, DiskSource};
 use crate::marks::Marks;
 
 /// Architecture of all VMs.
@@ -43,7 +43,7 @@ pub(crate) enum Start<'a> {
 /// Disk as it is described to libvirt.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Disk {
-    pub(crate) source: Source,
+    pub(crate) source: DiskSource,
     pub(crate) format: &'static str,
     pub(crate) serial: String,
     /// Target device, like `vda`.
@@ -201,11 +201,11 @@ impl Disk {
     pub(crate) fn xml(&self, boots: bool) -> String {
         let mut xml = String::new();
         let (kind, source) = match &self.source {
-            Source::Volume { pool, name } => {
+            DiskSource::Volume { pool, name } => {
                 ("volume", format!("<source pool='{}' volume='{}'/>", escape(pool), escape(name)))
             }
-            Source::File(path) => ("file", format!("<source file='{}'/>", escape(path))),
-            Source::Network { protocol, name, places, user } => {
+            DiskSource::File(path) => ("file", format!("<source file='{}'/>", escape(path))),
+            DiskSource::Network { protocol, name, places, user } => {
                 ("network", network(protocol, name, places, user))
             }
         };
@@ -242,15 +242,15 @@ fn cpu(kind: &str) -> &'static str {
     }
 }
 
-fn network(protocol: &str, name: &str, places: &[Place], user: &Option<(String, String)>) -> String {
+fn network(protocol: &str, name: &str, places: &[DiskServer], user: &Option<(String, String)>) -> String {
     let mut xml = format!("<source protocol='{protocol}' name='{}'>", escape(name));
     for place in places {
         match place {
-            Place::Host { host, port } => {
+            DiskServer::Host { host, port } => {
                 let port = port.map(|port| format!(" port='{port}'")).unwrap_or_default();
                 add!(xml, "<host name='{}'{port}/>", escape(host));
             }
-            Place::Socket(path) => add!(xml, "<host transport='unix' socket='{}'/>", escape(path)),
+            DiskServer::Socket(path) => add!(xml, "<host transport='unix' socket='{}'/>", escape(path)),
         }
     }
     if let Some((user, secret)) = user {

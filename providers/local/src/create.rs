@@ -13,8 +13,8 @@ use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::process::{Child, Command};
 use tokio::task::JoinSet;
 
-use crate::store::{Record, Status, VERSION};
-use crate::vm::{Answer, Description, Inside};
+use crate::store::{VERSION, VmRecord, VmStatus};
+use crate::vm::{Description, Inside, LaunchAnswer};
 use crate::{Shared, addresses, blocking, disk, network};
 
 /// Longest time to make a VM. It usually takes some 20 ms, so this is for an overloaded machine.
@@ -82,26 +82,26 @@ impl Shared {
         self.check()?;
         let _turn = self.ids.lock(&id).await;
         let record = match self.status(&id)? {
-            Status::Absent | Status::Pending(None) => {
+            VmStatus::Absent | VmStatus::Pending(None) => {
                 self.look_for_disks(&request)?;
                 self.begin(&id, &request, digest, &key).await?
             }
-            Status::Unreadable(why) => {
+            VmStatus::Unreadable(why) => {
                 return Err(Error::invalid(format!("create of {}: {why}; delete VM {id}", request.name)));
             }
-            Status::Deleting(_) => {
+            VmStatus::Deleting(_) => {
                 return Err(Error::transient(format!(
                     "create of {}: VM {id} is being deleted",
                     request.name
                 )));
             }
-            Status::Pending(Some(record)) => same(&record, &digest, &request)?,
+            VmStatus::Pending(Some(record)) => same(&record, &digest, &request)?,
             // `addresses` reports the end of the VM; the answer to this key stays the same.
-            Status::Running(record) => {
+            VmStatus::Running(record) => {
                 let record = same(&record, &digest, &request)?;
                 return self.attached(&id, &record, request.disks).await;
             }
-            Status::Ended(record, _) => return Ok(created(&id, &same(&record, &digest, &request)?)),
+            VmStatus::Ended(record, _) => return Ok(created(&id, &same(&record, &digest, &request)?)),
         };
         self.ensure_networks(request.second_nic).await?;
         let disks = request.disks.clone();
@@ -114,7 +114,7 @@ impl Shared {
     async fn attached(
         self: &Arc<Shared>,
         id: &InstanceId,
-        record: &Record,
+        record: &VmRecord,
         disks: Vec<DiskRequest>,
     ) -> Result<Created, Error> {
         let mut created = created(id, record);
@@ -134,7 +134,7 @@ impl Shared {
         request: &CreateRequest,
         digest: String,
         key: &IdempotencyKey,
-    ) -> Result<Record, Error> {
+    ) -> Result<VmRecord, Error> {
         let index = {
             let mut taken = self.network.lock().await;
             let index = free_index(self.config.room(), &key.sha256(), |index| taken.contains_key(&index));
@@ -148,7 +148,7 @@ impl Shared {
             index
         };
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-        let record = Record {
+        let record = VmRecord {
             version: VERSION,
             key: key.clone(),
             request: digest,
@@ -188,7 +188,7 @@ impl Shared {
     }
 
     /// Starts the hypervisor process and waits for its answer.
-    async fn launch(&self, id: &InstanceId, record: &Record, request: CreateRequest) -> Result<(), Error> {
+    async fn launch(&self, id: &InstanceId, record: &VmRecord, request: CreateRequest) -> Result<(), Error> {
         let deadline = Instant::now() + PATIENCE;
         let description = self.describe(id, record, request);
         let description = serde_json::to_vec(&description).map_err(|error| {
@@ -197,16 +197,16 @@ impl Shared {
         loop {
             let answer = tokio::time::timeout_at(deadline.into(), self.ask(id, &description)).await;
             match answer.unwrap_or_else(|_| Err(late(record)))? {
-                Answer::Running => return Ok(()),
-                Answer::Failed { text, transient: true } => {
+                LaunchAnswer::Running => return Ok(()),
+                LaunchAnswer::Failed { text, transient: true } => {
                     return Err(Error::transient(format!("create of {}: {text}", record.name)));
                 }
-                Answer::Failed { text, transient: false } => {
+                LaunchAnswer::Failed { text, transient: false } => {
                     return Err(Error::invalid(format!("create of {}: {text}", record.name)));
                 }
                 // The hypervisor process of an earlier call or of an earlier node is making the VM.
-                Answer::Busy => {
-                    if !matches!(self.status(id)?, Status::Pending(_)) {
+                LaunchAnswer::Busy => {
+                    if !matches!(self.status(id)?, VmStatus::Pending(_)) {
                         return Ok(());
                     }
                     if Instant::now() > deadline {
@@ -218,7 +218,7 @@ impl Shared {
         }
     }
 
-    async fn ask(&self, id: &InstanceId, description: &[u8]) -> Result<Answer, Error> {
+    async fn ask(&self, id: &InstanceId, description: &[u8]) -> Result<LaunchAnswer, Error> {
         let helper = self.config.helper_binary.display().to_string();
         let failed =
             |error: std::io::Error| Error::transient(format!("create of VM {id}: run {helper}: {error}"));
@@ -255,7 +255,7 @@ impl Shared {
         })
     }
 
-    fn describe(&self, id: &InstanceId, record: &Record, request: CreateRequest) -> Description {
+    fn describe(&self, id: &InstanceId, record: &VmRecord, request: CreateRequest) -> Description {
         let config = &self.config;
         let dir = self.store.dir(id);
         Description {
@@ -301,7 +301,7 @@ fn free_index(room: u32, hash: &[u8; 32], taken: impl Fn(u32) -> bool) -> Option
     (0..usable).map(|step| 2 + (start + step) % usable).find(|index| !taken(*index))
 }
 
-fn same(record: &Record, digest: &str, request: &CreateRequest) -> Result<Record, Error> {
+fn same(record: &VmRecord, digest: &str, request: &CreateRequest) -> Result<VmRecord, Error> {
     if record.request != digest {
         let (name, first) = (&request.name, &record.name);
         return Err(Error::key_reused(format!(
@@ -311,11 +311,11 @@ fn same(record: &Record, digest: &str, request: &CreateRequest) -> Result<Record
     Ok(record.clone())
 }
 
-fn created(id: &InstanceId, record: &Record) -> Created {
+fn created(id: &InstanceId, record: &VmRecord) -> Created {
     Created { id: id.clone(), addresses: addresses(record), instance_type: None, disks: Vec::new() }
 }
 
-fn late(record: &Record) -> Error {
+fn late(record: &VmRecord) -> Error {
     let seconds = PATIENCE.as_secs();
     Error::transient(format!("create of {}: the VM is not made after {seconds} s", record.name))
 }

@@ -4,12 +4,13 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use peerpod_common::backoff::Backoff;
 use peerpod_provider_api::{Error, InstanceId};
 use tokio::task::JoinHandle;
 use tracing::Instrument;
 
 use crate::process::boot_id;
-use crate::store::{Machine, Status};
+use crate::store::{Machine, VmStatus};
 use crate::{Shared, blocking, disk, network};
 
 /// Longest time that `delete` waits for the deletion before it answers. Most deletions take some 50 ms, and the caller
@@ -38,12 +39,12 @@ impl Shared {
     async fn mark(&self, id: &InstanceId) -> Result<bool, Error> {
         let _turn = self.ids.lock(id).await;
         match self.status(id)? {
-            Status::Absent => Ok(false),
+            VmStatus::Absent => Ok(false),
             // Without a record there is nothing to mark; the lock excludes a late hypervisor process.
-            Status::Deleting(_) | Status::Pending(None) | Status::Unreadable(_) => Ok(true),
-            Status::Pending(Some(record)) | Status::Running(record) | Status::Ended(record, _) => {
+            VmStatus::Deleting(_) | VmStatus::Pending(None) | VmStatus::Unreadable(_) => Ok(true),
+            VmStatus::Pending(Some(record)) | VmStatus::Running(record) | VmStatus::Ended(record, _) => {
                 let (store, vm) = (self.store.clone(), id.clone());
-                let record = crate::Record { deleting: true, ..record };
+                let record = crate::VmRecord { deleting: true, ..record };
                 blocking(move || {
                     store.write(&vm, &record).map_err(|error| disk("mark a VM as deleted", &error))
                 })
@@ -56,11 +57,11 @@ impl Shared {
     /// Finishes a deletion in the background.
     pub(crate) fn finish_later(self: Arc<Shared>, id: InstanceId) -> JoinHandle<()> {
         let work = async move {
-            let mut pause = Duration::from_millis(100);
+            let mut backoff = Backoff::new(Duration::from_millis(100), Duration::from_secs(10));
             while let Err(error) = self.finish(&id).await {
+                let pause = backoff.pause();
                 tracing::warn!(instance = %id, "delete of local VM: {error}; tried again in {pause:?}");
                 tokio::time::sleep(pause).await;
-                pause = (pause * 2).min(Duration::from_secs(10));
             }
         };
         // Keeps the log context of the caller.
@@ -70,7 +71,7 @@ impl Shared {
     async fn finish(self: &Arc<Shared>, id: &InstanceId) -> Result<(), Error> {
         let _turn = self.ids.lock(id).await;
         match self.status(id)? {
-            Status::Deleting(_) | Status::Pending(None) | Status::Unreadable(_) => {}
+            VmStatus::Deleting(_) | VmStatus::Pending(None) | VmStatus::Unreadable(_) => {}
             // Finished by another call, or made again, in which case it must not be deleted.
             _ => return Ok(()),
         }
@@ -103,7 +104,7 @@ impl Shared {
         let failed = |error: std::io::Error| disk(&format!("end the processes of VM {id}"), &error);
         let boot = boot_id().map_err(failed)?;
         let start = Instant::now();
-        let mut pause = Duration::from_millis(2);
+        let mut backoff = Backoff::new(Duration::from_millis(2), Duration::from_millis(100));
         let mut said = false;
         loop {
             let machine = self.store.machine(id).map_err(failed)?.filter(|machine| machine.boot == boot);
@@ -122,8 +123,7 @@ impl Shared {
                 said = true;
                 tracing::warn!(instance = %id, "delete of local VM: its processes do not end; still waiting");
             }
-            tokio::time::sleep(pause).await;
-            pause = (pause * 2).min(Duration::from_millis(100));
+            tokio::time::sleep(backoff.pause()).await;
         }
     }
 }

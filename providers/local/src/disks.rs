@@ -19,7 +19,7 @@ use peerpod_provider_api::{CreateRequest, DiskIdentity, DiskRequest, Error, Inst
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-use crate::store::{Status, VERSION, read_json, write_json};
+use crate::store::{VERSION, VmStatus, read_json, write_json};
 use crate::{LocalProvider, Shared, blocking, disk as failed};
 
 /// Major number of loop devices in Linux.
@@ -74,12 +74,12 @@ impl Shared {
     fn attach_now(&self, id: &InstanceId, disk: &DiskRequest) -> Result<DiskIdentity, Error> {
         let what = format!("attach of {} to local VM {id}", disk.volume);
         match self.status(id)? {
-            Status::Running(_) => {}
-            Status::Pending(_) => {
+            VmStatus::Running(_) => {}
+            VmStatus::Pending(_) => {
                 return Err(Error::transient(format!("{what}: the VM is still being made")));
             }
-            Status::Unreadable(why) => return Err(Error::invalid(format!("{what}: {why}"))),
-            Status::Absent | Status::Ended(..) | Status::Deleting(_) => {
+            VmStatus::Unreadable(why) => return Err(Error::invalid(format!("{what}: {why}"))),
+            VmStatus::Absent | VmStatus::Ended(..) | VmStatus::Deleting(_) => {
                 return Err(Error::not_found(format!("{what}: there is no such VM, or it has ended")));
             }
         }

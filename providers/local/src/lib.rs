@@ -33,7 +33,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use async_trait::async_trait;
 use nix::fcntl::Flock;
-use peerpod_common::keyed_locks::KeyedLocks;
+use peerpod_common::{backoff::Backoff, keyed_locks::KeyedLocks};
 use peerpod_provider_api::{
     Batch, Capabilities, Console, CreateRequest, Created, CreatedMany, Error, Extensions, IdempotencyKey,
     InstanceId, Owned, OwnedState, Preflight, Provider,
@@ -41,7 +41,7 @@ use peerpod_provider_api::{
 use tokio::sync::Mutex;
 
 pub use config::LocalConfig;
-use store::{Record, Status, Store, is_ours};
+use store::{VmRecord, VmStatus, VmStore, is_ours};
 
 /// Most bytes of user-data; the guest refuses more than this anyway.
 const MAX_USER_DATA: usize = 64 * 1024;
@@ -57,7 +57,7 @@ pub struct LocalProvider {
 /// State shared by all calls, including those that their callers dropped.
 struct Shared {
     config: LocalConfig,
-    store: Store,
+    store: VmStore,
     /// Locks that allow one call at a time for each VM.
     ids: KeyedLocks<InstanceId>,
     /// Indices in use; locked while the bridge is made or removed.
@@ -84,7 +84,7 @@ impl LocalProvider {
         let deadline = Instant::now() + handover;
         let dir = config.state_dir.display();
         let (store, lock) = loop {
-            let opened = Store::open(&config.state_dir);
+            let opened = VmStore::open(&config.state_dir);
             match opened
                 .map_err(|error| Error::invalid(format!("open the local provider's state {dir}: {error}")))?
             {
@@ -99,7 +99,7 @@ impl LocalProvider {
         let mut taken = HashMap::new();
         for id in store.list().map_err(|error| disk("list the VMs", &error))? {
             match store.status(&id).map_err(|error| disk("look at a VM", &error))? {
-                Status::Unreadable(why) => {
+                VmStatus::Unreadable(why) => {
                     tracing::warn!(instance = %id, "local VM's record cannot be read: {why}")
                 }
                 status => {
@@ -143,7 +143,7 @@ impl Provider for LocalProvider {
         shared.check()?;
         // Deletions that a dead node left unfinished.
         for id in shared.store.list().map_err(|error| disk("list the VMs", &error))? {
-            if let Ok(Status::Deleting(_)) = shared.store.status(&id) {
+            if let Ok(VmStatus::Deleting(_)) = shared.store.status(&id) {
                 drop(Arc::clone(&shared).finish_later(id));
             }
         }
@@ -168,27 +168,26 @@ impl Provider for LocalProvider {
     }
 
     async fn addresses(&self, id: &InstanceId) -> Result<Vec<IpAddr>, Error> {
-        let mut pause = Duration::from_millis(5);
+        let mut backoff = Backoff::new(Duration::from_millis(5), Duration::from_millis(250));
         loop {
             match self.shared.status(id)? {
-                Status::Running(record) => return Ok(addresses(&record)),
+                VmStatus::Running(record) => return Ok(addresses(&record)),
                 // The VM is being made, or its create will be repeated.
-                Status::Pending(_) => {}
-                Status::Ended(_, how) => {
+                VmStatus::Pending(_) => {}
+                VmStatus::Ended(_, how) => {
                     return Err(Error::not_found(format!("addresses of local VM {id}: it has ended: {how}")));
                 }
-                Status::Absent => {
+                VmStatus::Absent => {
                     return Err(Error::not_found(format!("addresses of local VM {id}: there is no such VM")));
                 }
-                Status::Deleting(_) => {
+                VmStatus::Deleting(_) => {
                     return Err(Error::not_found(format!("addresses of local VM {id}: it is being deleted")));
                 }
-                Status::Unreadable(why) => {
+                VmStatus::Unreadable(why) => {
                     return Err(Error::invalid(format!("addresses of local VM {id}: {why}; delete the VM")));
                 }
             }
-            tokio::time::sleep(pause).await;
-            pause = (pause * 2).min(Duration::from_millis(250));
+            tokio::time::sleep(backoff.pause()).await;
         }
     }
 
@@ -237,7 +236,7 @@ impl Batch for LocalProvider {
 #[async_trait]
 impl Console for LocalProvider {
     async fn tail(&self, id: &InstanceId, limit: usize) -> Result<Vec<u8>, Error> {
-        if !is_ours(id) || self.shared.status(id)? == Status::Absent {
+        if !is_ours(id) || self.shared.status(id)? == VmStatus::Absent {
             return Err(Error::not_found(format!("console of local VM {id}: there is no such VM")));
         }
         vm::console_tail(&self.shared.store.dir(id), limit)
@@ -246,9 +245,9 @@ impl Console for LocalProvider {
 }
 
 impl Shared {
-    fn status(&self, id: &InstanceId) -> Result<Status, Error> {
+    fn status(&self, id: &InstanceId) -> Result<VmStatus, Error> {
         if !is_ours(id) {
-            return Ok(Status::Absent);
+            return Ok(VmStatus::Absent);
         }
         self.store.status(id).map_err(|error| disk(&format!("look at local VM {id}"), &error))
     }
@@ -258,12 +257,12 @@ impl Shared {
         for id in self.store.list().map_err(|error| disk("list the VMs", &error))? {
             let status = self.status(&id)?;
             let state = match &status {
-                Status::Absent => continue, // gone in the meantime
-                Status::Pending(_) => OwnedState::Pending,
-                Status::Running(_) => OwnedState::Running,
+                VmStatus::Absent => continue, // gone in the meantime
+                VmStatus::Pending(_) => OwnedState::Pending,
+                VmStatus::Running(_) => OwnedState::Running,
                 // A VM with an unreadable record counts as ended, because it is of no use.
-                Status::Ended(..) | Status::Unreadable(_) => OwnedState::Ended,
-                Status::Deleting(_) => OwnedState::Deleting,
+                VmStatus::Ended(..) | VmStatus::Unreadable(_) => OwnedState::Ended,
+                VmStatus::Deleting(_) => OwnedState::Deleting,
             };
             let record = record_of(&status);
             owned.push(Owned {
@@ -334,15 +333,15 @@ fn executable(key: &str, path: &Path) -> Result<(), Error> {
     }
 }
 
-fn record_of(status: &Status) -> Option<&Record> {
+fn record_of(status: &VmStatus) -> Option<&VmRecord> {
     match status {
-        Status::Pending(record) => record.as_ref(),
-        Status::Running(record) | Status::Ended(record, _) | Status::Deleting(record) => Some(record),
-        Status::Absent | Status::Unreadable(_) => None,
+        VmStatus::Pending(record) => record.as_ref(),
+        VmStatus::Running(record) | VmStatus::Ended(record, _) | VmStatus::Deleting(record) => Some(record),
+        VmStatus::Absent | VmStatus::Unreadable(_) => None,
     }
 }
 
-fn addresses(record: &Record) -> Vec<IpAddr> {
+fn addresses(record: &VmRecord) -> Vec<IpAddr> {
     record.v4.map(IpAddr::from).into_iter().chain(record.v6.map(IpAddr::from)).collect()
 }
 

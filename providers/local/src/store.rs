@@ -36,7 +36,7 @@ const MAX_FILE: u64 = 1 << 20;
 
 /// Request of a VM, and the index and addresses reserved for it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Record {
+pub(crate) struct VmRecord {
     pub(crate) version: u32,
     pub(crate) key: IdempotencyKey,
     /// [`peerpod_provider_api::CreateRequest::digest`], to recognise the key with another request.
@@ -73,32 +73,32 @@ pub(crate) struct Exit {
 
 /// State of a VM, according to its directory and `/proc`.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Status {
+pub(crate) enum VmStatus {
     /// No directory.
     Absent,
     /// Not made yet; possibly no process is making it.
-    Pending(Option<Record>),
+    Pending(Option<VmRecord>),
     /// Its pid 1 is alive.
-    Running(Record),
+    Running(VmRecord),
     /// It ran and has ended.
-    Ended(Record, String),
+    Ended(VmRecord, String),
     /// Deletion was accepted.
-    Deleting(Record),
+    Deleting(VmRecord),
     /// The record is damaged or of a newer version.
     Unreadable(String),
 }
 
 /// Directory of all VMs.
 #[derive(Debug, Clone)]
-pub(crate) struct Store {
+pub(crate) struct VmStore {
     root: PathBuf,
 }
 
-impl Store {
+impl VmStore {
     /// Opens the store, creates missing directories, and locks the store for the life of the returned lock. `None` if
     /// another holder has the lock.
-    pub(crate) fn open(root: &Path) -> io::Result<(Store, Option<Flock<File>>)> {
-        let store = Store { root: root.to_owned() };
+    pub(crate) fn open(root: &Path) -> io::Result<(VmStore, Option<Flock<File>>)> {
+        let store = VmStore { root: root.to_owned() };
         for folder in ["vms", "disks"] {
             DirBuilder::new().recursive(true).mode(0o700).create(root.join(folder))?;
         }
@@ -112,7 +112,7 @@ impl Store {
     }
 
     /// Creates the VM's directory and writes its record there, durably.
-    pub(crate) fn begin(&self, id: &InstanceId, record: &Record) -> io::Result<()> {
+    pub(crate) fn begin(&self, id: &InstanceId, record: &VmRecord) -> io::Result<()> {
         let begun = self.write_first(id, record);
         if begun.is_err() && self.dir(id).exists() {
             // Nothing refers to it. If this fails too, the VM is listed and can be deleted.
@@ -121,7 +121,7 @@ impl Store {
         begun
     }
 
-    fn write_first(&self, id: &InstanceId, record: &Record) -> io::Result<()> {
+    fn write_first(&self, id: &InstanceId, record: &VmRecord) -> io::Result<()> {
         let dir = self.dir(id);
         match DirBuilder::new().mode(0o700).create(&dir) {
             Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
@@ -134,33 +134,33 @@ impl Store {
     }
 
     /// Replaces the record, durably.
-    pub(crate) fn write(&self, id: &InstanceId, record: &Record) -> io::Result<()> {
+    pub(crate) fn write(&self, id: &InstanceId, record: &VmRecord) -> io::Result<()> {
         write_json(&self.dir(id).join("record.json"), record)
     }
 
     /// Returns the state of the VM.
-    pub(crate) fn status(&self, id: &InstanceId) -> io::Result<Status> {
+    pub(crate) fn status(&self, id: &InstanceId) -> io::Result<VmStatus> {
         let dir = self.dir(id);
-        let record = match read_json::<Record>(&dir.join("record.json")) {
+        let record = match read_json::<VmRecord>(&dir.join("record.json")) {
             Ok(Some(record)) => record,
-            Ok(None) if dir.exists() => return Ok(Status::Pending(None)),
-            Ok(None) => return Ok(Status::Absent),
+            Ok(None) if dir.exists() => return Ok(VmStatus::Pending(None)),
+            Ok(None) => return Ok(VmStatus::Absent),
             Err(error) if error.kind() == io::ErrorKind::InvalidData => {
-                return Ok(Status::Unreadable(error.to_string()));
+                return Ok(VmStatus::Unreadable(error.to_string()));
             }
             Err(error) => return Err(error),
         };
         if record.deleting {
-            return Ok(Status::Deleting(record));
+            return Ok(VmStatus::Deleting(record));
         }
-        let Some(machine) = self.machine(id)? else { return Ok(Status::Pending(Some(record))) };
+        let Some(machine) = self.machine(id)? else { return Ok(VmStatus::Pending(Some(record))) };
         match machine.guest {
-            None => Ok(Status::Pending(Some(record))),
-            Some(guest) if machine.boot == boot_id()? && guest.alive()? => Ok(Status::Running(record)),
+            None => Ok(VmStatus::Pending(Some(record))),
+            Some(guest) if machine.boot == boot_id()? && guest.alive()? => Ok(VmStatus::Running(record)),
             Some(_) => {
                 let how = read_json::<Exit>(&dir.join("exit.json")).ok().flatten();
                 let how = how.map_or_else(|| "its processes are gone".to_owned(), |exit| exit.status);
-                Ok(Status::Ended(record, how))
+                Ok(VmStatus::Ended(record, how))
             }
         }
     }
@@ -217,7 +217,7 @@ pub(crate) fn is_ours(id: &InstanceId) -> bool {
     })
 }
 
-/// Implements [`Store::lock`] for a VM's directory.
+/// Implements [`VmStore::lock`] for a VM's directory.
 pub(crate) fn lock_in(dir: &Path, create: bool) -> io::Result<Option<Flock<File>>> {
     let path = dir.join("lock");
     let lock = match try_lock(&path, create) {

@@ -59,7 +59,7 @@ pub(crate) struct Inside {
 /// Answer of the hypervisor process on its standard output, as one line.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub(crate) enum Answer {
+pub(crate) enum LaunchAnswer {
     /// The VM runs.
     Running,
     /// Another process is making or removing this VM.

@@ -10,6 +10,7 @@ pub mod config;
 pub mod fd_handoff;
 pub mod lifecycle;
 pub mod listen;
+pub mod metrics;
 pub mod program;
 pub mod reference;
 pub mod telemetry;

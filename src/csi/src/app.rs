@@ -11,7 +11,7 @@ use tracing::{info, warn};
 
 use crate::{
     config::CsiConfig,
-    metrics::Metrics,
+    metrics::CsiMetrics,
     proxy::{Intercept, Proxy},
     server,
     upstream::Upstream,
@@ -21,11 +21,11 @@ use crate::{
 const DRAIN: Duration = Duration::from_secs(10);
 
 /// Shared parts that a role is made with.
-pub struct Parts {
+pub struct RoleParts {
     /// Connection to the driver.
     pub upstream: Arc<Upstream>,
     /// Counters.
-    pub metrics: Metrics,
+    pub metrics: CsiMetrics,
 }
 
 /// Binds the ports, serves, and drains.
@@ -35,15 +35,15 @@ pub struct Parts {
 pub async fn run(
     config: &CsiConfig,
     shutdown: &Shutdown,
-    role: impl AsyncFnOnce(&Parts) -> anyhow::Result<Arc<dyn Intercept>>,
+    role: impl AsyncFnOnce(&RoleParts) -> anyhow::Result<Arc<dyn Intercept>>,
 ) -> anyhow::Result<()> {
     let mut registry = Registry::default();
-    let metrics = Metrics::register(&mut registry);
+    let metrics = CsiMetrics::register(&mut registry);
     let ready = Ready::new();
     let starting = ready.block("start");
     let admin = admin::serve(config.admin_listen, Arc::new(registry), ready.clone()).await?;
     let upstream = Arc::new(Upstream::new(config.driver_endpoint.clone(), config.max_message));
-    let parts = Parts { upstream: upstream.clone(), metrics: metrics.clone() };
+    let parts = RoleParts { upstream: upstream.clone(), metrics: metrics.clone() };
     let role = role(&parts).await?;
     let proxy = Arc::new(Proxy::new(upstream, role, metrics, config.call_timeout, config.max_message));
     let listener = server::bind(&config.endpoint)?;

@@ -18,7 +18,7 @@ pub const SINGLE_NODE_SINGLE_WRITER: i32 = 6;
 /// A volume capability.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
-pub struct Wanted {
+pub struct Capability {
     /// Whether it asks for a raw device.
     pub block: bool,
     /// Filesystem type, where one is named.
@@ -35,11 +35,13 @@ pub struct Wanted {
 ///
 /// # Errors
 /// The group is no number.
-pub fn wanted(capability: Option<&VolumeCapability>) -> Result<Option<Wanted>, String> {
+pub fn wanted(capability: Option<&VolumeCapability>) -> Result<Option<Capability>, String> {
     let Some(capability) = capability else { return Ok(None) };
     let access_mode = capability.access_mode.as_ref().map_or(0, |mode| mode.mode);
     match &capability.access_type {
-        Some(Access_type::Block(_)) => Ok(Some(Wanted { block: true, access_mode, ..Wanted::default() })),
+        Some(Access_type::Block(_)) => {
+            Ok(Some(Capability { block: true, access_mode, ..Capability::default() }))
+        }
         Some(Access_type::Mount(mount)) => {
             let group = match mount.volume_mount_group.as_str() {
                 "" => None,
@@ -49,13 +51,13 @@ pub fn wanted(capability: Option<&VolumeCapability>) -> Result<Option<Wanted>, S
             };
             let fs_type = Some(mount.fs_type.clone()).filter(|kind| !kind.is_empty());
             let mount_options = mount.mount_flags.clone();
-            Ok(Some(Wanted { block: false, fs_type, mount_options, group, access_mode }))
+            Ok(Some(Capability { block: false, fs_type, mount_options, group, access_mode }))
         }
         _ => Ok(None),
     }
 }
 
-impl Wanted {
+impl Capability {
     /// Returns the capability as a CSI message.
     pub fn capability(&self) -> VolumeCapability {
         let mut capability = VolumeCapability::new();

@@ -19,7 +19,7 @@ use peerpod_volume::{Identity, SecretRef, descriptor::FsGroupPolicy, records::Po
 use serde_json::json;
 
 use crate::{
-    capability::{MULTI_NODE_MULTI_WRITER, MULTI_NODE_READER_ONLY, Wanted},
+    capability::{Capability, MULTI_NODE_MULTI_WRITER, MULTI_NODE_READER_ONLY},
     config::CsiConfig,
     drivers,
     grpc::{Code, Status},
@@ -75,7 +75,7 @@ pub struct Claim {
 
 impl PodFacts {
     /// Returns the group that kubelet would give the files of a volume mounted in this way.
-    pub fn group(&self, wanted: &Wanted) -> Option<u32> {
+    pub fn group(&self, wanted: &Capability) -> Option<u32> {
         let once = ![MULTI_NODE_READER_ONLY, MULTI_NODE_MULTI_WRITER].contains(&wanted.access_mode);
         let applies = match self.kubelet_applies {
             KubeletApplies::Always => true,

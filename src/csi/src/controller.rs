@@ -18,14 +18,14 @@ use peerpod_volume::VolumeId;
 use protobuf::Message;
 
 use crate::{
-    app::Parts,
+    app::RoleParts,
     body::Body,
     config::{Attacher, CsiConfig},
     driver::Driver,
     grpc::{self, Code, Status},
     node::INTERCEPTED,
     optin::{self, Said},
-    proxy::{Call, Intercept},
+    proxy::{Intercept, InterceptedCall},
 };
 use lookup::Lookup;
 
@@ -33,18 +33,18 @@ use lookup::Lookup;
 const ASK: Duration = Duration::from_secs(30);
 
 /// The controller role.
-pub struct Controller {
+pub struct ControllerRole {
     driver: Driver,
     lookup: Option<Lookup>,
     classes: Vec<String>,
 }
 
-impl Controller {
+impl ControllerRole {
     /// Makes the role; with a cluster it also starts to watch the PeerpodVolumes.
     ///
     /// # Errors
     /// The cluster's client cannot be made, or a setting needs a cluster.
-    pub async fn start(config: &CsiConfig, parts: &Parts) -> anyhow::Result<Controller> {
+    pub async fn start(config: &CsiConfig, parts: &RoleParts) -> anyhow::Result<ControllerRole> {
         let driver = Driver::new(parts.upstream.clone());
         let lookup = match &config.cluster {
             None => None,
@@ -62,10 +62,14 @@ impl Controller {
             None => {}
             Some(lookup) => replay::start(config, lookup.client(), driver.clone(), parts.metrics.clone()),
         }
-        Ok(Controller { driver, lookup, classes: config.runtime_classes.clone() })
+        Ok(ControllerRole { driver, lookup, classes: config.runtime_classes.clone() })
     }
 
-    async fn create(&self, call: Call, mut request: CreateVolumeRequest) -> Result<Response<Body>, Status> {
+    async fn create(
+        &self,
+        call: InterceptedCall,
+        mut request: CreateVolumeRequest,
+    ) -> Result<Response<Body>, Status> {
         let said = optin::said(&request.parameters)?;
         if said == Said::Nothing {
             return call.pass(None).await;
@@ -91,7 +95,11 @@ impl Controller {
     }
 
     /// Refuses to delete a volume that is still attached to a VM.
-    async fn delete(&self, call: Call, request: DeleteVolumeRequest) -> Result<Response<Body>, Status> {
+    async fn delete(
+        &self,
+        call: InterceptedCall,
+        request: DeleteVolumeRequest,
+    ) -> Result<Response<Body>, Status> {
         if let Some(lookup) = &self.lookup
             && !request.volume_id.is_empty()
         {
@@ -106,7 +114,7 @@ impl Controller {
 
     async fn validate(
         &self,
-        call: Call,
+        call: InterceptedCall,
         mut request: ValidateVolumeCapabilitiesRequest,
     ) -> Result<Response<Body>, Status> {
         let (in_context, in_parameters) =
@@ -138,7 +146,7 @@ impl Controller {
 
     async fn publish(
         &self,
-        call: Call,
+        call: InterceptedCall,
         mut request: ControllerPublishVolumeRequest,
     ) -> Result<Response<Body>, Status> {
         match optin::said(&request.volume_context)? {
@@ -208,7 +216,7 @@ impl Controller {
 }
 
 #[async_trait]
-impl Intercept for Controller {
+impl Intercept for ControllerRole {
     fn looks_into(&self, path: &str) -> Option<&'static str> {
         // ControllerUnpublishVolume for a worker without the volume goes to the driver, where it is idempotent.
         const METHODS: [&str; 4] =
@@ -217,7 +225,7 @@ impl Intercept for Controller {
         METHODS.into_iter().find(|method| *method == name)
     }
 
-    async fn handle(&self, call: Call) -> Result<Response<Body>, Status> {
+    async fn handle(&self, call: InterceptedCall) -> Result<Response<Body>, Status> {
         match call.method {
             "CreateVolume" => call.parsed(|call, request| self.create(call, request)).await,
             "DeleteVolume" => call.parsed(|call, request| self.delete(call, request)).await,
@@ -229,7 +237,7 @@ impl Intercept for Controller {
 }
 
 /// Returns the role as an interceptor.
-pub fn role(controller: Controller) -> Arc<dyn Intercept> {
+pub fn role(controller: ControllerRole) -> Arc<dyn Intercept> {
     Arc::new(controller)
 }
 

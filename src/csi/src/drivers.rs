@@ -31,7 +31,7 @@ struct Family {
     /// Name of its CSIDriver object.
     name: &'static str,
     /// Source of its volumes; `None`: they are disks.
-    source: Option<fn(&Known<'_>) -> Sourced>,
+    source: Option<fn(&VolumeInfo<'_>) -> Sourced>,
     /// Identity of its disks; `None`: as with most drivers ([`disks::ANY`]).
     disk: Option<Disk>,
     /// Keys of its secrets for mounting; `None`: it needs no usable secret.
@@ -60,7 +60,7 @@ struct Disk {
 
 /// Known properties of a volume.
 #[derive(Clone, Debug)]
-pub struct Known<'a> {
+pub struct VolumeInfo<'a> {
     /// The driver's name.
     pub driver: &'a str,
     /// The volume's handle.
@@ -81,7 +81,7 @@ pub struct Known<'a> {
 ///
 /// # Errors
 /// A setting is missing. The text names it for the author of the StorageClass.
-pub fn source(known: &Known<'_>) -> Result<(Source, Vec<String>), String> {
+pub fn source(known: &VolumeInfo<'_>) -> Result<(Source, Vec<String>), String> {
     if let Some(source) = family(known.driver).and_then(|family| family.source) {
         return source(known);
     }
@@ -141,7 +141,7 @@ fn split(options: &str) -> Vec<String> {
     options.split(',').map(str::trim).filter(|option| !option.is_empty()).map(str::to_owned).collect()
 }
 
-impl<'a> Known<'a> {
+impl<'a> VolumeInfo<'a> {
     /// Returns an attribute by its key in any case, as drivers do.
     fn get(&self, key: &str) -> Option<&'a str> {
         let found = self.context.iter().find(|(name, _)| name.eq_ignore_ascii_case(key));

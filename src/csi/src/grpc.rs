@@ -1,13 +1,14 @@
 //! Implements the small part of gRPC over HTTP/2 that the proxy needs: statuses, messages with their five-byte prefix,
 //! and deadlines. May touch: nothing.
 
-use std::{fmt::Write, time::Duration};
+use std::time::Duration;
 
 use bytes::{BufMut, Bytes, BytesMut};
 use hyper::{
     HeaderMap, Response,
     header::{CONTENT_TYPE, HeaderValue},
 };
+use percent_encoding::{AsciiSet, CONTROLS, percent_decode, utf8_percent_encode};
 use protobuf::Message;
 
 use crate::body::Body;
@@ -54,6 +55,9 @@ const CODES: [Code; 16] = [
     Code::Unauthenticated,
 ];
 
+/// Characters of a message that are escaped, beside those outside of ASCII.
+const ESCAPED: &AsciiSet = &CONTROLS.add(b'%');
+
 const STATUS: &str = "grpc-status";
 const MESSAGE: &str = "grpc-message";
 const DETAILS: &str = "grpc-status-details-bin";
@@ -84,7 +88,8 @@ impl Status {
         let number: usize = headers.get(STATUS)?.to_str().ok()?.parse().unwrap_or(2);
         let Some(index) = number.checked_sub(1) else { return Some(Ok(())) };
         let code = CODES.get(index).copied().unwrap_or(Code::Unknown);
-        let message = headers.get(MESSAGE).map(|text| unescape(text.as_bytes())).unwrap_or_default();
+        let message = headers.get(MESSAGE).map(HeaderValue::as_bytes).unwrap_or_default();
+        let message = percent_decode(message).decode_utf8_lossy().into_owned();
         Some(Err(Status { code, message, details: headers.get(DETAILS).cloned() }))
     }
 
@@ -92,7 +97,7 @@ impl Status {
     pub fn put(&self, headers: &mut HeaderMap) {
         headers.insert(STATUS, HeaderValue::from(u16::from(self.code as u8)));
         // The escaped text is always a valid header value.
-        if let Ok(text) = HeaderValue::from_str(&escape(&self.message)) {
+        if let Ok(text) = HeaderValue::from_str(&utf8_percent_encode(&self.message, ESCAPED).to_string()) {
             headers.insert(MESSAGE, text);
         }
         if let Some(details) = &self.details {
@@ -183,37 +188,6 @@ pub fn put_timeout(headers: &mut HeaderMap, within: Duration) {
     if let Ok(text) = HeaderValue::from_str(&format!("{millis}m")) {
         headers.insert(TIMEOUT, text);
     }
-}
-
-fn escape(text: &str) -> String {
-    let mut escaped = String::with_capacity(text.len());
-    for byte in text.bytes() {
-        match byte {
-            b' '..=b'~' if byte != b'%' => escaped.push(char::from(byte)),
-            // Writing to a String does not fail.
-            _ => drop(write!(escaped, "%{byte:02X}")),
-        }
-    }
-    escaped
-}
-
-fn unescape(text: &[u8]) -> String {
-    let mut bytes = Vec::with_capacity(text.len());
-    let mut rest = text;
-    while let Some((&first, after)) = rest.split_first() {
-        let digits = after.get(..2).and_then(|digits| std::str::from_utf8(digits).ok());
-        match digits.filter(|_| first == b'%').and_then(|digits| u8::from_str_radix(digits, 16).ok()) {
-            Some(byte) => {
-                bytes.push(byte);
-                rest = &after[2..];
-            }
-            None => {
-                bytes.push(first);
-                rest = after;
-            }
-        }
-    }
-    String::from_utf8_lossy(&bytes).into_owned()
 }
 
 #[cfg(test)]

@@ -15,8 +15,8 @@ use peerpod_base::{
 use peerpod_csi::{
     app,
     config::CsiConfig,
-    controller::{self, Controller},
-    node::Node,
+    controller::{self, ControllerRole},
+    node::NodeRole,
     proxy::Intercept,
     schema,
 };
@@ -85,8 +85,8 @@ fn serve(role: &str, config: &CsiConfig, log: &LogConfig) -> anyhow::Result<()> 
         let shutdown = lifecycle::signals()?;
         app::run(config, &shutdown, async |parts| -> anyhow::Result<Arc<dyn Intercept>> {
             Ok(match role {
-                "node" => Arc::new(Node::start(config, parts).await?),
-                _ => controller::role(Controller::start(config, parts).await?),
+                "node" => Arc::new(NodeRole::start(config, parts).await?),
+                _ => controller::role(ControllerRole::start(config, parts).await?),
             })
         })
         .await

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use peerpod_base::metrics::register;
 use prometheus_client::{
     encoding::{EncodeLabelSet, EncodeLabelValue},
     metrics::{
@@ -17,7 +18,7 @@ use crate::grpc::Status;
 
 /// Treatment of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
-pub enum Way {
+pub enum Handling {
     /// The method is not intercepted.
     Passed,
     /// The method is intercepted; the call may still have been forwarded.
@@ -26,14 +27,14 @@ pub enum Way {
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct Labels {
-    way: Way,
+    way: Handling,
     method: String,
     refused: String,
 }
 
 /// Metrics of the program.
 #[derive(Clone, Debug)]
-pub struct Metrics {
+pub struct CsiMetrics {
     calls: Family<Labels, Counter>,
     took: Histogram,
     /// Volumes of peer pods published on this node.
@@ -44,43 +45,45 @@ pub struct Metrics {
     pub unreadable: Gauge,
 }
 
-impl Metrics {
+impl CsiMetrics {
     /// Registers the metrics.
-    pub fn register(registry: &mut Registry) -> Metrics {
-        let metrics = Metrics {
-            calls: Family::default(),
-            // 50 µs to 14 minutes, each four times the last.
-            took: Histogram::new(exponential_buckets(50e-6, 4.0, 13)),
-            published: Gauge::default(),
-            retries: Counter::default(),
-            unreadable: Gauge::default(),
-        };
-        registry.register(
-            "peerpod_csi_calls",
-            "CSI calls; refused: the code, where peerpod-csi refused and not the driver",
-            metrics.calls.clone(),
-        );
-        registry.register("peerpod_csi_call_seconds", "To the headers of the answer", metrics.took.clone());
-        registry.register(
-            "peerpod_csi_published",
-            "Volumes of peer pods published on this node",
-            metrics.published.clone(),
-        );
-        registry.register(
-            "peerpod_csi_retries",
-            "Steps of attaching and detaching that failed and are tried again",
-            metrics.retries.clone(),
-        );
-        registry.register(
-            "peerpod_csi_unreadable",
-            "Notes of published volumes that could not be read at the start; the log names them",
-            metrics.unreadable.clone(),
-        );
-        metrics
+    pub fn register(registry: &mut Registry) -> CsiMetrics {
+        // 50 µs to 14 minutes, each four times the last.
+        let took = Histogram::new(exponential_buckets(50e-6, 4.0, 13));
+        registry.register("peerpod_csi_call_seconds", "To the headers of the answer", took.clone());
+        CsiMetrics {
+            calls: register(
+                registry,
+                "peerpod_csi_calls",
+                "CSI calls; refused: the code, where peerpod-csi refused and not the driver",
+            ),
+            published: register(
+                registry,
+                "peerpod_csi_published",
+                "Volumes of peer pods published on this node",
+            ),
+            retries: register(
+                registry,
+                "peerpod_csi_retries",
+                "Steps of attaching and detaching that failed and are tried again",
+            ),
+            unreadable: register(
+                registry,
+                "peerpod_csi_unreadable",
+                "Notes of published volumes that could not be read at the start; the log names them",
+            ),
+            took,
+        }
     }
 
     /// Counts a call.
-    pub fn answered(&self, way: Way, method: Option<&'static str>, refused: Option<&Status>, took: Duration) {
+    pub fn answered(
+        &self,
+        way: Handling,
+        method: Option<&'static str>,
+        refused: Option<&Status>,
+        took: Duration,
+    ) {
         // Only known method names become labels: callers may invent methods.
         let method = method.unwrap_or("other").to_owned();
         let refused = refused.map_or_else(String::new, |status| format!("{:?}", status.code));
@@ -98,8 +101,8 @@ mod tests {
     #[test]
     fn documented_metrics_are_up_to_date() {
         let mut registry = Registry::default();
-        let metrics = Metrics::register(&mut registry);
-        metrics.answered(Way::Passed, None, None, Duration::ZERO);
+        let metrics = CsiMetrics::register(&mut registry);
+        metrics.answered(Handling::Passed, None, None, Duration::ZERO);
         let text = reference::metrics(&registry).unwrap();
         reference::section("metrics.md", "peerpod-csi", &text).unwrap();
     }

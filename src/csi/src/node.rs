@@ -27,15 +27,15 @@ use peerpod_volume::{VolumeId, descriptor::Attach, records::Records};
 use tokio::time::Instant;
 
 use crate::{
-    app::Parts,
+    app::RoleParts,
     body::Body,
     cluster::NodeCluster,
     config::{Attacher, CsiConfig},
     driver::Driver,
     grpc::{self, Code, Status},
-    metrics::Metrics,
+    metrics::CsiMetrics,
     optin::{self, Said},
-    proxy::{Call, Intercept},
+    proxy::{Intercept, InterceptedCall},
 };
 use guest::Guest;
 use ownership::Ownership;
@@ -47,7 +47,7 @@ pub const INTERCEPTED: &str = "peerpod.io/intercepted";
 
 /// The node role.
 #[derive(Clone)]
-pub struct Node(Arc<Inner>);
+pub struct NodeRole(Arc<Inner>);
 
 struct Inner {
     driver: Driver,
@@ -61,7 +61,7 @@ struct Inner {
     region: Option<String>,
     turns: KeyedLocks<VolumeId>,
     pending: Pending,
-    metrics: Metrics,
+    metrics: CsiMetrics,
 }
 
 /// Assignment of a volume to the driver or to a peer pod.
@@ -77,12 +77,12 @@ enum Whose {
     OursByClass,
 }
 
-impl Node {
+impl NodeRole {
     /// Makes the role, and continues the work that an earlier process left.
     ///
     /// # Errors
     /// The cluster's client cannot be made, or a setting needs a cluster.
-    pub async fn start(config: &CsiConfig, parts: &Parts) -> anyhow::Result<Node> {
+    pub async fn start(config: &CsiConfig, parts: &RoleParts) -> anyhow::Result<NodeRole> {
         let files = Publications::new(config.volumes_dir.clone());
         let cluster = match &config.cluster {
             None => None,
@@ -100,7 +100,7 @@ impl Node {
         if cluster.is_none() && !config.runtime_classes.is_empty() {
             anyhow::bail!("csi.runtime-classes needs a cluster, which knows the pods' classes");
         }
-        let node = Node(Arc::new(Inner {
+        let node = NodeRole(Arc::new(Inner {
             driver: Driver::new(parts.upstream.clone()),
             records: Records::new(&config.volumes_dir),
             files,
@@ -136,7 +136,11 @@ impl Node {
         Ok(VolumeId::of(self.0.driver.name().await?, handle))
     }
 
-    async fn stage(self, call: Call, mut request: NodeStageVolumeRequest) -> Result<Response<Body>, Status> {
+    async fn stage(
+        self,
+        call: InterceptedCall,
+        mut request: NodeStageVolumeRequest,
+    ) -> Result<Response<Body>, Status> {
         match whose(&request.volume_context, &request.publish_context)? {
             Whose::Drivers => {
                 self.keep_in_case(&request).await?;
@@ -165,7 +169,11 @@ impl Node {
         empty()
     }
 
-    async fn unstage(self, call: Call, request: NodeUnstageVolumeRequest) -> Result<Response<Body>, Status> {
+    async fn unstage(
+        self,
+        call: InterceptedCall,
+        request: NodeUnstageVolumeRequest,
+    ) -> Result<Response<Body>, Status> {
         if request.volume_id.is_empty() || request.staging_target_path.is_empty() {
             return call.pass(None).await;
         }
@@ -182,7 +190,7 @@ impl Node {
 
     async fn unpublish(
         self,
-        call: Call,
+        call: InterceptedCall,
         request: NodeUnpublishVolumeRequest,
     ) -> Result<Response<Body>, Status> {
         if request.volume_id.is_empty() || request.target_path.is_empty() {
@@ -205,7 +213,11 @@ impl Node {
         empty()
     }
 
-    async fn stats(self, call: Call, request: NodeGetVolumeStatsRequest) -> Result<Response<Body>, Status> {
+    async fn stats(
+        self,
+        call: InterceptedCall,
+        request: NodeGetVolumeStatsRequest,
+    ) -> Result<Response<Body>, Status> {
         let (handle, path) = (request.volume_id, request.volume_path);
         let Some(publication) = self.published(&handle, &path).await? else { return call.pass(None).await };
         let within = left(call.until);
@@ -223,7 +235,11 @@ impl Node {
         Ok(grpc::success(&grpc::encode(&answer)?))
     }
 
-    async fn expand(self, call: Call, request: NodeExpandVolumeRequest) -> Result<Response<Body>, Status> {
+    async fn expand(
+        self,
+        call: InterceptedCall,
+        request: NodeExpandVolumeRequest,
+    ) -> Result<Response<Body>, Status> {
         let bytes = request.capacity_range.as_ref().map_or(0, |range| range.required_bytes.max(0));
         let (handle, path) = (request.volume_id, request.volume_path);
         if self.is_staged(&handle, &path).await? {
@@ -265,7 +281,7 @@ impl Node {
 }
 
 #[async_trait]
-impl Intercept for Node {
+impl Intercept for NodeRole {
     fn looks_into(&self, path: &str) -> Option<&'static str> {
         const METHODS: [&str; 6] = [
             "NodeStageVolume",
@@ -279,7 +295,7 @@ impl Intercept for Node {
         METHODS.into_iter().find(|method| *method == name)
     }
 
-    async fn handle(&self, call: Call) -> Result<Response<Body>, Status> {
+    async fn handle(&self, call: InterceptedCall) -> Result<Response<Body>, Status> {
         let node = self.clone();
         match call.method {
             "NodeStageVolume" => call.parsed(|call, request| node.stage(call, request)).await,

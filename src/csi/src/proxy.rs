@@ -20,8 +20,8 @@ use tokio::time::{Instant, timeout_at};
 use crate::{
     body::{Body, GRACE, Patience},
     grpc::{self, Code, Status},
-    metrics::{Metrics, Way},
-    upstream::{Answer, Upstream, collect},
+    metrics::{CsiMetrics, Handling},
+    upstream::{DriverAnswer, Upstream, collect},
 };
 
 /// Handling of intercepted calls by a role.
@@ -31,12 +31,12 @@ pub trait Intercept: Send + Sync + 'static {
     fn looks_into(&self, path: &str) -> Option<&'static str>;
 
     /// Answers an intercepted call; may forward it, as it is or changed.
-    async fn handle(&self, call: Call) -> Result<Response<Body>, Status>;
+    async fn handle(&self, call: InterceptedCall) -> Result<Response<Body>, Status>;
 }
 
 /// An intercepted unary call.
 #[derive(Debug)]
-pub struct Call {
+pub struct InterceptedCall {
     /// Short name of the method.
     pub method: &'static str,
     /// Headers of the request.
@@ -49,12 +49,15 @@ pub struct Call {
     upstream: Arc<Upstream>,
 }
 
-impl Call {
+impl InterceptedCall {
     /// Parses the message, and answers the call with `work`. A message of another form is forwarded.
     ///
     /// # Errors
     /// Those of `work`; the driver cannot be reached.
-    pub async fn parsed<M, F>(self, work: impl FnOnce(Call, M) -> F) -> Result<Response<Body>, Status>
+    pub async fn parsed<M, F>(
+        self,
+        work: impl FnOnce(InterceptedCall, M) -> F,
+    ) -> Result<Response<Body>, Status>
     where
         M: Message,
         F: Future<Output = Result<Response<Body>, Status>>,
@@ -80,7 +83,7 @@ impl Call {
     ///
     /// # Errors
     /// The driver cannot be reached, or its answer is too large.
-    pub async fn exchange(self, message: Bytes) -> Result<Answer, Status> {
+    pub async fn exchange(self, message: Bytes) -> Result<DriverAnswer, Status> {
         self.upstream.exchange(self.head, &message).await
     }
 }
@@ -89,7 +92,7 @@ impl Call {
 pub struct Proxy {
     upstream: Arc<Upstream>,
     role: Arc<dyn Intercept>,
-    metrics: Metrics,
+    metrics: CsiMetrics,
     patience: Duration,
     max_message: usize,
 }
@@ -100,7 +103,7 @@ impl Proxy {
     pub fn new(
         upstream: Arc<Upstream>,
         role: Arc<dyn Intercept>,
-        metrics: Metrics,
+        metrics: CsiMetrics,
         patience: Duration,
         max_message: usize,
     ) -> Proxy {
@@ -115,7 +118,7 @@ impl Proxy {
             None => self.pass(request).await,
             Some(method) => self.inspect(method, request).await,
         };
-        let way = if method.is_some() { Way::LookedInto } else { Way::Passed };
+        let way = if method.is_some() { Handling::LookedInto } else { Handling::Passed };
         self.metrics.answered(way, method, answered.as_ref().err(), began.elapsed());
         answered.unwrap_or_else(|status| {
             tracing::debug!(?method, code = ?status.code, why = status.message, "call refused");
@@ -146,7 +149,7 @@ impl Proxy {
             let (message, _) = collect(body, self.max_message).await?;
             let message = grpc::unframe(message)?;
             let upstream = self.upstream.clone();
-            self.role.handle(Call { method, head, message, until, patience, upstream }).await
+            self.role.handle(InterceptedCall { method, head, message, until, patience, upstream }).await
         };
         timeout_at(until, work).await.map_err(|_| late())?
     }

@@ -17,11 +17,12 @@ use peerpod_base::{
     chain::chain,
     lifecycle::{Busy, Drain},
 };
+use peerpod_common::accept;
 use tokio::{
     net::{UnixListener, UnixStream},
     sync::Semaphore,
 };
-use tracing::{debug, warn};
+use tracing::debug;
 
 use crate::proxy::Proxy;
 
@@ -70,20 +71,12 @@ pub async fn serve(listener: UnixListener, proxy: Arc<Proxy>, drain: Drain) {
     loop {
         // Fails only when the semaphore is closed, which never happens.
         let Ok(place) = room.clone().acquire_owned().await else { return };
-        match listener.accept().await {
-            Ok((stream, _)) => {
-                let (proxy, busy) = (proxy.clone(), drain.busy("connection"));
-                tokio::spawn(async move {
-                    connection(stream, proxy, &busy).await;
-                    drop((busy, place));
-                });
-            }
-            Err(why) => {
-                // Most likely the process is out of descriptors: other connections need time to release some.
-                warn!(error = %why, "connection not accepted");
-                tokio::time::sleep(Duration::from_millis(100)).await;
-            }
-        }
+        let (stream, _) = accept::accept("csi.endpoint", || listener.accept()).await;
+        let (proxy, busy) = (proxy.clone(), drain.busy("connection"));
+        tokio::spawn(async move {
+            connection(stream, proxy, &busy).await;
+            drop((busy, place));
+        });
     }
 }
 

@@ -41,7 +41,7 @@ pub struct Upstream {
 
 /// A whole unary answer.
 #[derive(Debug)]
-pub struct Answer {
+pub struct DriverAnswer {
     /// Status line and headers.
     pub head: response::Parts,
     /// The message, where there was one.
@@ -82,13 +82,13 @@ impl Upstream {
     ///
     /// # Errors
     /// As [`Upstream::send`]; RESOURCE_EXHAUSTED for an answer that is too large. The driver's own error is returned as
-    /// an [`Answer`].
-    pub async fn exchange(&self, head: request::Parts, message: &[u8]) -> Result<Answer, Status> {
+    /// an [`DriverAnswer`].
+    pub async fn exchange(&self, head: request::Parts, message: &[u8]) -> Result<DriverAnswer, Status> {
         let request = Request::from_parts(head, Body::whole(grpc::frame(message), None));
         let (head, body) = self.send(request).await?.into_parts();
         let (data, trailers) = collect(body, self.max_message).await?;
         let message = if data.is_empty() { None } else { Some(grpc::unframe(data)?) };
-        Ok(Answer { head, message, trailers })
+        Ok(DriverAnswer { head, message, trailers })
     }
 
     /// Sends a call of this program itself.
@@ -171,7 +171,7 @@ impl Upstream {
     }
 }
 
-impl Answer {
+impl DriverAnswer {
     /// Returns the result of the call.
     ///
     /// # Errors

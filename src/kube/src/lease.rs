@@ -39,17 +39,17 @@ const INCARNATION: &str = "peerpod.io/incarnation";
 
 /// Identity that takes a Lease.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Owner {
+pub struct LeaseOwner {
     /// The Lease's `holderIdentity`.
     pub identity: String,
     /// Distinguishes successive processes of this name; empty where there is only ever one.
     pub incarnation: String,
 }
 
-impl Owner {
+impl LeaseOwner {
     /// Returns an owner of which there is only ever one: a VM, a pod.
-    pub fn only(identity: impl Into<String>) -> Owner {
-        Owner { identity: identity.into(), incarnation: String::new() }
+    pub fn only(identity: impl Into<String>) -> LeaseOwner {
+        LeaseOwner { identity: identity.into(), incarnation: String::new() }
     }
 }
 
@@ -104,7 +104,7 @@ pub fn unchanged(one: &Lease, other: &Lease) -> bool {
 pub async fn take(
     leases: &Api<Lease>,
     name: &str,
-    owner: &Owner,
+    owner: &LeaseOwner,
     duration: Option<Duration>,
 ) -> Result<Taken, Error> {
     loop {
@@ -138,7 +138,7 @@ pub async fn take(
 pub async fn take_over(
     leases: &Api<Lease>,
     seen: &Lease,
-    owner: &Owner,
+    owner: &LeaseOwner,
     duration: Option<Duration>,
 ) -> Result<Held, Error> {
     let mut lease = seen.clone();
@@ -227,7 +227,7 @@ fn same_owner(one: &Lease, other: &Lease) -> bool {
         && spec(one).lease_transitions == spec(other).lease_transitions
 }
 
-fn hand_to(lease: &mut Lease, owner: &Owner, duration: Option<Duration>) {
+fn hand_to(lease: &mut Lease, owner: &LeaseOwner, duration: Option<Duration>) {
     let spec = lease.spec.get_or_insert_default();
     spec.lease_transitions = Some(spec.lease_transitions.map_or(1, |count| count.saturating_add(1)));
     spec.holder_identity = Some(owner.identity.clone());

@@ -20,7 +20,7 @@ struct TimeLabels {
     operation: &'static str,
 }
 
-pub(super) struct Metrics {
+pub(super) struct CallMetrics {
     provider: &'static str,
     calls: Family<CallLabels, Counter>,
     retries: Family<CallLabels, Counter>,
@@ -32,9 +32,9 @@ fn histogram() -> Histogram {
     Histogram::new(exponential_buckets(0.005, 2.0, 15))
 }
 
-impl Metrics {
-    pub(super) fn register(provider: &'static str, registry: &mut Registry) -> Metrics {
-        let metrics = Metrics {
+impl CallMetrics {
+    pub(super) fn register(provider: &'static str, registry: &mut Registry) -> CallMetrics {
+        let metrics = CallMetrics {
             provider,
             calls: Family::default(),
             retries: Family::default(),
@@ -56,16 +56,16 @@ impl Metrics {
 }
 
 /// Counts one call, even one that its caller drops.
-pub(super) struct Outcome<'m> {
-    metrics: &'m Metrics,
+pub(super) struct CallOutcome<'m> {
+    metrics: &'m CallMetrics,
     operation: &'static str,
     start: Instant,
     outcome: &'static str,
 }
 
-impl<'m> Outcome<'m> {
-    pub(super) fn start(metrics: &'m Metrics, operation: &'static str) -> Outcome<'m> {
-        Outcome { metrics, operation, start: Instant::now(), outcome: "dropped" }
+impl<'m> CallOutcome<'m> {
+    pub(super) fn start(metrics: &'m CallMetrics, operation: &'static str) -> CallOutcome<'m> {
+        CallOutcome { metrics, operation, start: Instant::now(), outcome: "dropped" }
     }
 
     pub(super) fn end(&mut self, outcome: &'static str) {
@@ -73,9 +73,9 @@ impl<'m> Outcome<'m> {
     }
 }
 
-impl Drop for Outcome<'_> {
+impl Drop for CallOutcome<'_> {
     fn drop(&mut self) {
-        let Outcome { metrics, operation, outcome, .. } = *self;
+        let CallOutcome { metrics, operation, outcome, .. } = *self;
         let provider = metrics.provider;
         metrics.calls.get_or_create(&CallLabels { provider, operation, outcome }).inc();
         let seconds = self.start.elapsed().as_secs_f64();
@@ -92,9 +92,9 @@ mod tests {
     #[test]
     fn documented_metrics_are_up_to_date() {
         let mut registry = Registry::default();
-        let metrics = Metrics::register("x", &mut registry);
+        let metrics = CallMetrics::register("x", &mut registry);
         metrics.retried("x", "x");
-        drop(Outcome::start(&metrics, "x"));
+        drop(CallOutcome::start(&metrics, "x"));
         let text = reference::metrics(&registry).unwrap();
         reference::section("metrics.md", "provider", &text).unwrap();
     }

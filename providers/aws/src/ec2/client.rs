@@ -15,13 +15,13 @@ use aws_smithy_types::timeout::TimeoutConfig;
 use parking_lot::Mutex;
 use peerpod_base::chain::chain;
 use peerpod_provider_api::{Error, deadline};
-use peerpod_provider_cloud::calls::{Limits, Table};
-use peerpod_provider_cloud::{Call, Scheduler};
+use peerpod_provider_cloud::calls::{BucketLimits, Table};
+use peerpod_provider_cloud::{ApiCall, Scheduler};
 use tokio::time::Instant;
 
 use crate::config::{AwsConfig, Credentials};
 use crate::ec2::credentials;
-use crate::ec2::refusal::{Refusal, Why};
+use crate::ec2::refusal::{Ec2Refusal, Why};
 
 /// Longest time until a TCP connection is established.
 const CONNECT: Duration = Duration::from_secs(5);
@@ -39,13 +39,13 @@ pub(crate) struct Ec2 {
 /// Returns the token buckets of an account, as EC2 publishes them. `RunInstances` apart, each action has its own bucket
 /// in EC2. A bucket that several actions share here is thus narrower than EC2's.
 pub(crate) fn table() -> Table {
-    Table::new(Limits::new(5.0, 50))
-        .with("RunInstances", &["RunInstances"], Limits::new(2.0, 5))
-        .with("CreateFleet", &["CreateFleet"], Limits::new(5.0, 50))
-        .with("TerminateInstances", &["TerminateInstances"], Limits::new(5.0, 100))
-        .with("AttachVolume", &["AttachVolume"], Limits::new(5.0, 50))
-        .with("DescribeInstances", &["DescribeInstances"], Limits::new(20.0, 100))
-        .with("Describe*", &["Describe*", "Get*"], Limits::new(20.0, 100))
+    Table::new(BucketLimits::new(5.0, 50))
+        .with("RunInstances", &["RunInstances"], BucketLimits::new(2.0, 5))
+        .with("CreateFleet", &["CreateFleet"], BucketLimits::new(5.0, 50))
+        .with("TerminateInstances", &["TerminateInstances"], BucketLimits::new(5.0, 100))
+        .with("AttachVolume", &["AttachVolume"], BucketLimits::new(5.0, 50))
+        .with("DescribeInstances", &["DescribeInstances"], BucketLimits::new(20.0, 100))
+        .with("Describe*", &["Describe*", "Get*"], BucketLimits::new(20.0, 100))
 }
 
 /// Returns the deadline of the provider's caller, or `PATIENCE` from now.
@@ -76,7 +76,7 @@ impl Ec2 {
     }
 
     /// Makes a call when it is its turn, and repeats it while EC2 throttles it. Calls of one `owner` wait behind each
-    /// other. See [`Call`] for the arguments.
+    /// other. See [`ApiCall`] for the arguments.
     pub(crate) async fn call<T, E, F>(
         &self,
         action: &'static str,
@@ -89,7 +89,7 @@ impl Ec2 {
         E: ProvideErrorMetadata + std::error::Error + Send + Sync + 'static,
         F: Future<Output = Result<T, SdkError<E, HttpResponse>>>,
     {
-        let call = Call { action, owner, what, deadline: until };
+        let call = ApiCall { action, owner, what, deadline: until };
         // The scheduler knows errors by class only; callers need EC2's code, too.
         let last = Mutex::new(None);
         let refused = &last;
@@ -97,7 +97,7 @@ impl Ec2 {
             let answer = ask();
             async move {
                 answer.await.map_err(|error| {
-                    let refusal = Refusal { action, what: what.to_owned(), why: why(&error) };
+                    let refusal = Ec2Refusal { action, what: what.to_owned(), why: why(&error) };
                     *refused.lock() = Some(refusal.clone());
                     Error::from(refusal)
                 })
@@ -117,13 +117,13 @@ impl Ec2 {
 #[derive(Debug)]
 pub(crate) struct Failure {
     pub error: Error,
-    refusal: Option<Refusal>,
+    refusal: Option<Ec2Refusal>,
 }
 
 impl Failure {
     /// Returns EC2's error code; empty without one.
     pub(crate) fn code(&self) -> &str {
-        self.refusal.as_ref().map_or("", Refusal::code)
+        self.refusal.as_ref().map_or("", Ec2Refusal::code)
     }
 
     /// Returns the ids in EC2's message.

@@ -26,7 +26,7 @@ use tokio::time::Instant;
 use crate::ec2::client::{Ec2, Failure};
 use crate::ec2::facts::Facts;
 use crate::ec2::refusal::{self, Meaning};
-use crate::ec2::see::{self, Seen, State};
+use crate::ec2::see::{self, Seen, VmState};
 use crate::ec2::shape::{ImageFacts, Shape, tag_specifications};
 use crate::ec2::{Aws, tags};
 
@@ -456,7 +456,7 @@ impl Launch<'_> {
     }
 
     fn created(&self, seen: &Seen) -> Option<Created> {
-        if seen.state == State::Terminated {
+        if seen.state == VmState::Terminated {
             return None;
         }
         created(seen.id.clone(), seen.addresses(self.aws.config.use_public_ip), seen.machine.clone()).ok()

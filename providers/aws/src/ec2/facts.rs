@@ -8,7 +8,7 @@ use aws_sdk_ec2::types::{
     ArchitectureType, Filter, InstanceTypeInfo, LocationType, SupportedAdditionalProcessorFeature,
 };
 use peerpod_provider_api::{Arch, Confidential, Error};
-use peerpod_provider_cloud::{Catalogue, MachineType, Place};
+use peerpod_provider_cloud::{Catalogue, Location, MachineType};
 use tokio::time::Instant;
 
 use crate::config::{AwsConfig, Image};
@@ -65,7 +65,7 @@ impl Facts {
         let places = network
             .subnets
             .iter()
-            .map(|subnet| Place { zone: subnet.zone.clone(), subnet: Some(subnet.id.clone()) });
+            .map(|subnet| Location { zone: subnet.zone.clone(), subnet: Some(subnet.id.clone()) });
         let catalogue = Catalogue { types, places: places.collect(), sold: Some(sold), prices };
         Ok(Facts {
             since: Instant::now(),

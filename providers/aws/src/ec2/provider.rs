@@ -28,9 +28,9 @@ use crate::ec2::events;
 use crate::ec2::facts::{Facts, Subnet};
 use crate::ec2::recent::Recent;
 use crate::ec2::remove::{self, Terminate};
-use crate::ec2::see::{self, Seen, State};
+use crate::ec2::see::{self, Seen, VmState};
 use crate::ec2::shape::ImageFacts;
-use crate::ec2::tags::Owner;
+use crate::ec2::tags::VmOwner;
 use crate::ec2::volumes;
 
 /// User-data limit before base64 (EC2 User Guide, "Run commands at launch"); it also holds for a fleet.
@@ -51,7 +51,7 @@ pub struct AwsProvider(Arc<Aws>);
 /// State that the parts of the provider share.
 pub(crate) struct Aws {
     pub(crate) config: AwsConfig,
-    pub(crate) owner: Owner,
+    pub(crate) owner: VmOwner,
     pub(crate) planner: Planner,
     pub(crate) recent: Recent,
     pub(crate) names: volumes::Names,
@@ -70,10 +70,10 @@ pub(crate) struct Aws {
 /// The client, and the batchers that collect calls for it.
 pub(crate) struct Connected {
     pub(crate) ec2: Ec2,
-    pub(crate) inspect: see::Look,
-    pub(crate) look_in_a_burst: see::Look,
+    pub(crate) inspect: see::VmLookup,
+    pub(crate) look_in_a_burst: see::VmLookup,
     pub(crate) terminate: Terminate,
-    pub(crate) volumes: volumes::Look,
+    pub(crate) volumes: volumes::VolumeLookup,
 }
 
 impl AwsProvider {
@@ -92,7 +92,7 @@ impl AwsProvider {
             confidential: config.confidential.then_some(Confidential::SevSnp),
         };
         AwsProvider(Arc::new(Aws {
-            owner: Owner { cluster: cluster.to_owned(), node: node.to_owned() },
+            owner: VmOwner { cluster: cluster.to_owned(), node: node.to_owned() },
             planner: Planner::new(policy),
             recent: Recent::default(),
             names: volumes::Names::default(),
@@ -152,7 +152,9 @@ impl Aws {
                 Ok(Some(seen)) => {
                     self.recent.seen(id.as_str());
                     self.spots.seen(&seen);
-                    if is_as_wanted(&seen) || matches!(seen.state, State::ShuttingDown | State::Terminated) {
+                    if is_as_wanted(&seen)
+                        || matches!(seen.state, VmState::ShuttingDown | VmState::Terminated)
+                    {
                         return Ok(seen);
                     }
                 }
@@ -327,11 +329,11 @@ impl Provider for AwsProvider {
         let aws = &self.0;
         let public = aws.config.use_public_ip;
         let seen = aws
-            .wait_for(id, &what, |vm| vm.state == State::Stopped || !vm.addresses(public).is_empty())
+            .wait_for(id, &what, |vm| vm.state == VmState::Stopped || !vm.addresses(public).is_empty())
             .await?;
         match seen.state {
-            State::Pending | State::Running => Ok(seen.addresses(public)),
-            State::Stopped | State::ShuttingDown | State::Terminated => {
+            VmState::Pending | VmState::Running => Ok(seen.addresses(public)),
+            VmState::Stopped | VmState::ShuttingDown | VmState::Terminated => {
                 let why = seen.reason.map(|why| format!(": {why}")).unwrap_or_default();
                 Err(Error::not_found(format!("{what}: it has ended{why}")))
             }

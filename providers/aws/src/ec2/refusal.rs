@@ -10,7 +10,7 @@ const MAX_MESSAGE: usize = 400;
 
 /// Failed call.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Refusal {
+pub(crate) struct Ec2Refusal {
     /// EC2 action, like `CreateFleet`.
     pub action: &'static str,
     /// Purpose of the call, like `create of web-0`.
@@ -52,7 +52,7 @@ pub(crate) enum Meaning {
     Transient,
 }
 
-impl Refusal {
+impl Ec2Refusal {
     /// Returns the code; empty if EC2 did not answer.
     pub(crate) fn code(&self) -> &str {
         match &self.why {
@@ -189,9 +189,9 @@ pub(crate) fn remedy(code: &str, meaning: Meaning, action: &str) -> String {
     text.to_owned()
 }
 
-impl From<Refusal> for Error {
-    fn from(refusal: Refusal) -> Error {
-        let Refusal { action, what, why } = refusal;
+impl From<Ec2Refusal> for Error {
+    fn from(refusal: Ec2Refusal) -> Error {
+        let Ec2Refusal { action, what, why } = refusal;
         match why {
             Why::Said { code, message, status } => {
                 let meaning = meaning(&code, status);
@@ -255,7 +255,7 @@ mod tests {
 
     fn said(code: &str, status: u16, message: &str) -> Error {
         let why = Why::Said { code: code.to_owned(), message: message.to_owned(), status };
-        Refusal { action: "CreateFleet", what: "create of web-0".to_owned(), why }.into()
+        Ec2Refusal { action: "CreateFleet", what: "create of web-0".to_owned(), why }.into()
     }
 
     #[test]
@@ -305,14 +305,14 @@ mod tests {
     fn the_missing_ids_are_found_in_the_message() {
         let message = "The instance IDs 'i-0123, i-4567' do not exist".to_owned();
         let why = Why::Said { code: "InvalidInstanceID.NotFound".to_owned(), message, status: 400 };
-        let refusal = Refusal { action: "TerminateInstances", what: String::new(), why };
+        let refusal = Ec2Refusal { action: "TerminateInstances", what: String::new(), why };
         assert_eq!(refusal.ids("i-"), ["i-0123", "i-4567"]);
     }
 
     #[test]
     fn a_call_without_an_answer_may_have_had_its_effect() {
         let refusal =
-            |why| Error::from(Refusal { action: "CreateFleet", what: "create of a".to_owned(), why });
+            |why| Error::from(Ec2Refusal { action: "CreateFleet", what: "create of a".to_owned(), why });
         assert_eq!(refusal(Why::NoAnswer("reset".into())).class(), "transient");
         let none = refusal(Why::NoCredentials("no providers".into()));
         assert!(none.class() == "auth" && none.to_string().contains("IRSA"), "{none}");

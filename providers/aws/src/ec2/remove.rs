@@ -12,7 +12,8 @@ use peerpod_provider_cloud::{Batcher, Window};
 use tokio::time::Instant;
 
 use crate::ec2::client::{Ec2, until};
-use crate::ec2::tags::{self, Owner};
+use crate::ec2::looks;
+use crate::ec2::tags::{self, VmOwner};
 
 /// Batcher that terminates VMs, with one call for all concurrent callers. `false`: EC2 does not know the VM.
 pub(crate) type Terminate = Batcher<(), String, bool>;
@@ -31,29 +32,13 @@ pub(crate) fn terminate(ec2: Ec2) -> Terminate {
 async fn by_ids(ec2: &Ec2, mut ids: Vec<String>, until: Instant) -> Result<Vec<String>, Error> {
     ids.sort();
     ids.dedup();
-    let mut unknown = Vec::new();
-    while !ids.is_empty() {
-        let what = match &ids[..] {
-            [one] => format!("delete of VM {one}"),
-            many => format!("delete of {} VMs", many.len()),
-        };
-        let ask = ec2.client.terminate_instances().set_instance_ids(Some(ids.clone()));
-        match ec2.call("TerminateInstances", "terminate", &what, until, || ask.clone().send()).await {
-            Ok(_) => return Ok(unknown),
-            // EC2 refuses the whole call because of one unknown id; the message names it.
-            Err(failure) if failure.code().starts_with("InvalidInstanceID") => {
-                let named = failure.ids("i-");
-                let (gone, rest): (Vec<_>, Vec<_>) = ids.into_iter().partition(|id| named.contains(id));
-                ids = rest;
-                if gone.is_empty() && ids.len() > 1 {
-                    // The message names no id: the batcher repeats the call by halves.
-                    return Err(failure.into());
-                }
-                unknown.extend(if gone.is_empty() { std::mem::take(&mut ids) } else { gone });
-            }
-            Err(failure) => return Err(failure.into()),
-        }
-    }
+    let terminate = |ids: Vec<String>| async move {
+        let what = looks::what("delete of", "VM", &ids);
+        let ask = ec2.client.terminate_instances().set_instance_ids(Some(ids));
+        ec2.call("TerminateInstances", "terminate", &what, until, || ask.clone().send()).await
+    };
+    let is_unknown = |code: &str| code.starts_with("InvalidInstanceID");
+    let (_, unknown) = looks::of_known(ids, "i-", is_unknown, terminate).await?;
     Ok(unknown)
 }
 
@@ -98,7 +83,7 @@ impl Strays {
     ///
     /// # Errors
     /// When EC2 refuses.
-    pub(crate) async fn clean(&self, ec2: &Ec2, owner: &Owner) -> Result<usize, Error> {
+    pub(crate) async fn clean(&self, ec2: &Ec2, owner: &VmOwner) -> Result<usize, Error> {
         let nics = self.again(stray_nics(ec2, owner).await?);
         delete_nics(ec2, nics).await
     }
@@ -108,7 +93,7 @@ impl Strays {
 ///
 /// # Errors
 /// When EC2 refuses.
-pub(crate) async fn clean(ec2: &Ec2, owner: &Owner) -> Result<usize, Error> {
+pub(crate) async fn clean(ec2: &Ec2, owner: &VmOwner) -> Result<usize, Error> {
     delete_nics(ec2, stray_nics(ec2, owner).await?).await
 }
 
@@ -116,7 +101,7 @@ pub(crate) async fn clean(ec2: &Ec2, owner: &Owner) -> Result<usize, Error> {
 const MOST_STRAY: usize = 10_000;
 
 /// Returns the NICs of this owner without a VM. EC2 leaves one when a launch breaks off half-way.
-async fn stray_nics(ec2: &Ec2, owner: &Owner) -> Result<Vec<String>, Error> {
+async fn stray_nics(ec2: &Ec2, owner: &VmOwner) -> Result<Vec<String>, Error> {
     let filter = |name: String, value: &str| Filter::builder().name(name).values(value).build();
     let mut filters = vec![
         filter(format!("tag:{}", tags::CLUSTER), &owner.cluster),

@@ -11,7 +11,7 @@ use tokio::time::Instant;
 
 use crate::ec2::client::Ec2;
 use crate::ec2::looks;
-use crate::ec2::tags::{self, Owner};
+use crate::ec2::tags::{self, VmOwner};
 
 /// Maximum number of VMs in a page.
 const PAGE: i32 = 1000;
@@ -22,7 +22,7 @@ const MAX_PAGES: usize = 1000;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Seen {
     pub id: String,
-    pub state: State,
+    pub state: VmState,
     pub machine: Option<String>,
     pub zone: Option<String>,
     pub private: Vec<IpAddr>,
@@ -38,7 +38,7 @@ pub(crate) struct Seen {
 
 /// Life-cycle state of a VM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum State {
+pub(crate) enum VmState {
     Pending,
     Running,
     /// Stopped or stopping.
@@ -58,13 +58,13 @@ impl Seen {
         let mut private: Vec<IpAddr> = address(vm.private_ip_address.as_ref()).into_iter().collect();
         private.extend(address(vm.ipv6_address.as_ref()));
         let state = match vm.state.and_then(|state| state.name)? {
-            InstanceStateName::Pending => State::Pending,
-            InstanceStateName::Running => State::Running,
-            InstanceStateName::Stopping | InstanceStateName::Stopped => State::Stopped,
-            InstanceStateName::ShuttingDown => State::ShuttingDown,
-            InstanceStateName::Terminated => State::Terminated,
+            InstanceStateName::Pending => VmState::Pending,
+            InstanceStateName::Running => VmState::Running,
+            InstanceStateName::Stopping | InstanceStateName::Stopped => VmState::Stopped,
+            InstanceStateName::ShuttingDown => VmState::ShuttingDown,
+            InstanceStateName::Terminated => VmState::Terminated,
             // State that EC2 may add later. The VM exists, so it must be listed to be deleted.
-            _ => State::Pending,
+            _ => VmState::Pending,
         };
         let devices = vm.block_device_mappings.unwrap_or_default();
         let tags = vm.tags.unwrap_or_default();
@@ -98,11 +98,11 @@ impl Seen {
     /// Returns the VM's entry in a list; `None` if it is terminated.
     pub(crate) fn owned(&self, public: bool) -> Option<Owned> {
         let state = match self.state {
-            State::Pending => OwnedState::Pending,
-            State::Running => OwnedState::Running,
-            State::Stopped => OwnedState::Ended,
-            State::ShuttingDown => OwnedState::Deleting,
-            State::Terminated => return None,
+            VmState::Pending => OwnedState::Pending,
+            VmState::Running => OwnedState::Running,
+            VmState::Stopped => OwnedState::Ended,
+            VmState::ShuttingDown => OwnedState::Deleting,
+            VmState::Terminated => return None,
         };
         Some(Owned {
             id: InstanceId::new(self.id.clone()).ok()?,
@@ -117,48 +117,29 @@ impl Seen {
 }
 
 /// Batcher that looks up single VMs. `None`: EC2 does not know the VM (any more, or yet).
-pub(crate) type Look = looks::Look<Seen>;
+pub(crate) type VmLookup = looks::Lookup<Seen>;
 
 /// Window for a burst. EC2's buckets then let five pods through per second, and a window that closes at the first pause
 /// would contain one VM. This window closes before a guest has booted.
 pub(crate) const IN_A_BURST: Window =
     Window { idle: Duration::from_millis(700), longest: Duration::from_secs(2), most: 500 };
 
-pub(crate) fn inspect(ec2: Ec2, window: Window) -> Look {
+pub(crate) fn inspect(ec2: Ec2, window: Window) -> VmLookup {
     looks::together(ec2, window, by_ids)
 }
 
 /// Returns those of these VMs that exist.
 async fn by_ids(ec2: Ec2, ids: Vec<String>, until: Instant) -> Result<HashMap<String, Seen>, Error> {
-    let mut found = HashMap::new();
-    let mut parts = vec![ids];
-    while let Some(mut ids) = parts.pop() {
-        let what = match &ids[..] {
-            [] => continue,
-            [one] => format!("look at VM {one}"),
-            many => format!("look at {} VMs", many.len()),
-        };
-        let ask = ec2.client.describe_instances().set_instance_ids(Some(ids.clone()));
-        match ec2.call("DescribeInstances", "look", &what, until, || ask.clone().send()).await {
-            Ok(page) => found.extend(of_reservations(page.reservations).map(|seen| (seen.id.clone(), seen))),
-            // EC2 refuses the whole call because of one unknown id; the message names it.
-            Err(failure) if failure.code().starts_with("InvalidInstanceID") => {
-                let unknown = failure.ids("i-");
-                let before = ids.len();
-                ids.retain(|id| !unknown.contains(id));
-                match before {
-                    // The only id is the unknown one.
-                    1 => continue,
-                    // The message names no id: the list is halved until one id is alone.
-                    _ if ids.len() == before => parts.push(ids.split_off(before / 2)),
-                    _ => {}
-                }
-                parts.push(ids);
-            }
-            Err(failure) => return Err(failure.into()),
-        }
-    }
-    Ok(found)
+    let ec2 = &ec2;
+    let inspect = |ids: Vec<String>| async move {
+        let what = looks::what("look at", "VM", &ids);
+        let ask = ec2.client.describe_instances().set_instance_ids(Some(ids));
+        ec2.call("DescribeInstances", "look", &what, until, || ask.clone().send()).await
+    };
+    let (found, _) =
+        looks::of_known(ids, "i-", |code| code.starts_with("InvalidInstanceID"), inspect).await?;
+    let seen = found.into_iter().flat_map(|page| of_reservations(page.reservations));
+    Ok(seen.map(|seen| (seen.id.clone(), seen)).collect())
 }
 
 fn of_reservations(reservations: Option<Vec<Reservation>>) -> impl Iterator<Item = Seen> {
@@ -171,7 +152,7 @@ fn of_reservations(reservations: Option<Vec<Reservation>>) -> impl Iterator<Item
 ///
 /// # Errors
 /// When one page could not be loaded.
-pub(crate) async fn all_of(ec2: &Ec2, owner: &Owner, until: Instant) -> Result<Vec<Seen>, Error> {
+pub(crate) async fn all_of(ec2: &Ec2, owner: &VmOwner, until: Instant) -> Result<Vec<Seen>, Error> {
     let mut filters = vec![tag(tags::CLUSTER, &owner.cluster), not_gone()];
     if !owner.node.is_empty() {
         filters.push(tag(tags::NODE, &owner.node));

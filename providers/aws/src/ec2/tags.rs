@@ -22,7 +22,7 @@ const MAX_TAGS: usize = 50;
 
 /// Owner of the resources.
 #[derive(Debug, Clone)]
-pub(crate) struct Owner {
+pub(crate) struct VmOwner {
     pub cluster: String,
     pub node: String,
 }
@@ -31,7 +31,7 @@ pub(crate) struct Owner {
 pub(crate) fn of(
     request: &CreateRequest,
     key: &IdempotencyKey,
-    owner: &Owner,
+    owner: &VmOwner,
     users: &BTreeMap<String, String>,
 ) -> BTreeMap<String, String> {
     let ours = [
@@ -74,7 +74,7 @@ mod tests {
         labels.insert(CLUSTER.to_owned(), "another cluster".to_owned());
         labels.insert("aws:odd".to_owned(), "a\nb<".repeat(200));
         let request = CreateRequest { name: "web-0".into(), labels, ..CreateRequest::default() };
-        let owner = Owner { cluster: "c".into(), node: "n".into() };
+        let owner = VmOwner { cluster: "c".into(), node: "n".into() };
         let key = IdempotencyKey::derive("c", "s", 0);
         let tags = of(&request, &key, &owner, &BTreeMap::from([("team".to_owned(), "blue".to_owned())]));
         assert!(tags.len() <= MAX_TAGS, "{}", tags.len());

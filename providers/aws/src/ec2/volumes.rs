@@ -17,7 +17,7 @@ use tokio::time::Instant;
 use crate::ec2::Aws;
 use crate::ec2::client::{Ec2, until};
 use crate::ec2::looks;
-use crate::ec2::see::State;
+use crate::ec2::see::VmState;
 
 /// Pauses between two lookups: the first one, then the others. EC2 takes some seconds to run a VM and to attach a disk.
 const FIRST_LOOK: Duration = Duration::from_millis(300);
@@ -35,36 +35,21 @@ pub(crate) struct Seen {
 }
 
 /// Batcher that looks up single volumes. `None`: there is no such volume.
-pub(crate) type Look = looks::Look<Seen>;
+pub(crate) type VolumeLookup = looks::Lookup<Seen>;
 
-pub(crate) fn inspect(ec2: Ec2) -> Look {
+pub(crate) fn inspect(ec2: Ec2) -> VolumeLookup {
     looks::together(ec2, Window::LIST, by_ids)
 }
 
-async fn by_ids(ec2: Ec2, mut ids: Vec<String>, until: Instant) -> Result<HashMap<String, Seen>, Error> {
-    while !ids.is_empty() {
-        let what = match &ids[..] {
-            [one] => format!("look at volume {one}"),
-            many => format!("look at {} volumes", many.len()),
-        };
-        let ask = ec2.client.describe_volumes().set_volume_ids(Some(ids.clone()));
-        match ec2.call("DescribeVolumes", "volumes", &what, until, || ask.clone().send()).await {
-            Ok(found) => return Ok(found.volumes.unwrap_or_default().into_iter().filter_map(seen).collect()),
-            Err(failure) if failure.code() == "InvalidVolume.NotFound" => {
-                let unknown = failure.ids("vol-");
-                let before = ids.len();
-                ids.retain(|id| !unknown.contains(id));
-                if ids.len() == before {
-                    if before > 1 {
-                        return Err(failure.into());
-                    }
-                    ids.clear();
-                }
-            }
-            Err(failure) => return Err(failure.into()),
-        }
-    }
-    Ok(HashMap::new())
+async fn by_ids(ec2: Ec2, ids: Vec<String>, until: Instant) -> Result<HashMap<String, Seen>, Error> {
+    let ec2 = &ec2;
+    let inspect = |ids: Vec<String>| async move {
+        let what = looks::what("look at", "volume", &ids);
+        let ask = ec2.client.describe_volumes().set_volume_ids(Some(ids));
+        ec2.call("DescribeVolumes", "volumes", &what, until, || ask.clone().send()).await
+    };
+    let (found, _) = looks::of_known(ids, "vol-", |code| code == "InvalidVolume.NotFound", inspect).await?;
+    Ok(found.and_then(|found| found.volumes).unwrap_or_default().into_iter().filter_map(seen).collect())
 }
 
 fn seen(volume: Volume) -> Option<(String, Seen)> {
@@ -208,8 +193,8 @@ pub(crate) async fn attach(aws: &Aws, id: &InstanceId, disk: &DiskRequest) -> Re
 /// Requests the attachment as soon as the VM runs. `false`: it must be requested again.
 async fn ask(aws: &Aws, id: &InstanceId, volume: &str, seen: &Seen, what: &str) -> Result<bool, Error> {
     let ec2 = aws.ec2().await?;
-    let vm = aws.wait_for(id, what, |vm| vm.state != State::Pending).await?;
-    if matches!(vm.state, State::ShuttingDown | State::Terminated) {
+    let vm = aws.wait_for(id, what, |vm| vm.state != VmState::Pending).await?;
+    if matches!(vm.state, VmState::ShuttingDown | VmState::Terminated) {
         return Err(Error::not_found(format!("{what}: the VM has ended")));
     }
     if vm.zone.as_ref().is_some_and(|zone| *zone != seen.zone) {

@@ -13,7 +13,7 @@ use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::{Notify, oneshot};
 use tokio::time::Instant;
 
-use super::table::Limits;
+use super::table::BucketLimits;
 use super::tokens::TokenBuckets;
 
 /// Time reserved for the cloud's answer; at most a tenth of the time to the deadline.
@@ -21,7 +21,7 @@ const ANSWER: Duration = Duration::from_secs(2);
 
 /// Reason why a call gets no turn.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Refusal {
+pub(super) enum NoTurn {
     /// According to the forecast, the turn would come too late.
     TooLong { ahead: u32, wait: Duration },
     /// The deadline came first: tokens came more slowly than forecast.
@@ -126,10 +126,10 @@ impl Lines {
     pub(super) async fn turn(
         self: &Arc<Lines>,
         bucket: &'static str,
-        limits: &Limits,
+        limits: &BucketLimits,
         owner: &str,
         deadline: Instant,
-    ) -> Result<Permit, Refusal> {
+    ) -> Result<Permit, NoTurn> {
         let now = Instant::now();
         let latest = latest(now, deadline);
         let (mut granted, waiting) = {
@@ -143,7 +143,7 @@ impl Lines {
             let ahead = line.ahead(line.round_of(owner));
             let at = self.tokens.forecast(bucket, ahead, now);
             if at > latest {
-                return Err(Refusal::TooLong { ahead, wait: at.saturating_duration_since(now) });
+                return Err(NoTurn::TooLong { ahead, wait: at.saturating_duration_since(now) });
             }
             let (grant, granted) = oneshot::channel();
             let place = line.join(owner, grant);
@@ -157,7 +157,7 @@ impl Lines {
             biased;
             // The sender is dropped unsent only together with the whole queue; then no grant can come.
             Ok(permit) = &mut granted => Ok(permit),
-            () = tokio::time::sleep_until(latest) => Err(Refusal::TimeIsOver { ahead: waiting.ahead() }),
+            () = tokio::time::sleep_until(latest) => Err(NoTurn::TimeIsOver { ahead: waiting.ahead() }),
         }
     }
 

@@ -15,18 +15,18 @@ struct Action {
 }
 
 #[derive(Clone)]
-pub(super) struct Metrics {
+pub(super) struct ApiCallMetrics {
     calls: Family<Action, Counter>,
     throttles: Family<Action, Counter>,
     refusals: Family<Action, Counter>,
     waits: Family<Action, Histogram, fn() -> Histogram>,
 }
 
-impl Default for Metrics {
-    fn default() -> Metrics {
+impl Default for ApiCallMetrics {
+    fn default() -> ApiCallMetrics {
         // Buckets from 1 ms (no wait) to 262 s.
         let histogram: fn() -> Histogram = || Histogram::new(exponential_buckets(0.001, 4.0, 10));
-        Metrics {
+        ApiCallMetrics {
             calls: Family::default(),
             throttles: Family::default(),
             refusals: Family::default(),
@@ -35,7 +35,7 @@ impl Default for Metrics {
     }
 }
 
-impl Metrics {
+impl ApiCallMetrics {
     pub(super) fn register(&self, registry: &mut Registry) {
         let help = "API calls sent to the cloud, repeated ones too";
         registry.register("peerpod_cloud_calls", help, self.calls.clone());
@@ -73,7 +73,7 @@ mod tests {
     #[test]
     fn documented_metrics_are_up_to_date() {
         let mut registry = Registry::default();
-        let metrics = Metrics::default();
+        let metrics = ApiCallMetrics::default();
         metrics.register(&mut registry);
         metrics.called("x");
         metrics.throttled("x");

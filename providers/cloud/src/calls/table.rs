@@ -2,7 +2,7 @@
 
 /// Limits of a bucket.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Limits {
+pub struct BucketLimits {
     /// Tokens per second; the cloud's published figure. The learned rate never exceeds it.
     pub per_second: f64,
     /// Most tokens in the bucket.
@@ -14,11 +14,11 @@ pub struct Limits {
 /// Default limit of calls in flight: the number of connections that a client has anyway.
 const AT_ONCE: u32 = 64;
 
-impl Limits {
+impl BucketLimits {
     /// Returns limits of at least 0.001 tokens per second (one per 1000 s) and a burst of at least one, with 64 calls
     /// in flight.
-    pub fn new(per_second: f64, burst: u32) -> Limits {
-        Limits { per_second: per_second.max(0.001), burst: burst.max(1), at_once: AT_ONCE }
+    pub fn new(per_second: f64, burst: u32) -> BucketLimits {
+        BucketLimits { per_second: per_second.max(0.001), burst: burst.max(1), at_once: AT_ONCE }
     }
 }
 
@@ -26,14 +26,14 @@ impl Limits {
 #[derive(Debug, Clone)]
 pub struct Table {
     rows: Vec<Row>,
-    other: Limits,
+    other: BucketLimits,
 }
 
 #[derive(Debug, Clone)]
 struct Row {
     bucket: &'static str,
     actions: Vec<&'static str>,
-    limits: Limits,
+    limits: BucketLimits,
 }
 
 /// Name of the bucket for actions that no row names.
@@ -41,19 +41,19 @@ const OTHER: &str = "other";
 
 impl Table {
     /// Returns a table with one bucket, for all actions.
-    pub fn new(other: Limits) -> Table {
+    pub fn new(other: BucketLimits) -> Table {
         Table { rows: Vec::new(), other }
     }
 
     /// Adds a bucket shared by these actions; `Describe*` means every action with that prefix.
     #[must_use]
-    pub fn with(mut self, bucket: &'static str, actions: &[&'static str], limits: Limits) -> Table {
+    pub fn with(mut self, bucket: &'static str, actions: &[&'static str], limits: BucketLimits) -> Table {
         self.rows.push(Row { bucket, actions: actions.to_vec(), limits });
         self
     }
 
     /// Returns the bucket of this action.
-    pub fn bucket(&self, action: &str) -> (&'static str, &Limits) {
+    pub fn bucket(&self, action: &str) -> (&'static str, &BucketLimits) {
         let named = |row: &&Row| {
             row.actions.iter().any(|one| match one.strip_suffix('*') {
                 Some(start) => action.starts_with(start),
@@ -64,7 +64,7 @@ impl Table {
     }
 
     /// Returns all buckets.
-    pub fn buckets(&self) -> impl Iterator<Item = (&'static str, &Limits)> {
+    pub fn buckets(&self) -> impl Iterator<Item = (&'static str, &BucketLimits)> {
         self.rows.iter().map(|row| (row.bucket, &row.limits)).chain([(OTHER, &self.other)])
     }
 }
@@ -75,9 +75,9 @@ mod tests {
 
     #[test]
     fn an_action_goes_to_the_first_bucket_that_names_it() {
-        let table = Table::new(Limits::new(5.0, 50))
-            .with("run", &["RunInstances"], Limits::new(2.0, 5))
-            .with("describe", &["Describe*", "Get*"], Limits::new(20.0, 100));
+        let table = Table::new(BucketLimits::new(5.0, 50))
+            .with("run", &["RunInstances"], BucketLimits::new(2.0, 5))
+            .with("describe", &["Describe*", "Get*"], BucketLimits::new(20.0, 100));
         assert_eq!(table.bucket("RunInstances").0, "run");
         assert_eq!(table.bucket("DescribeVolumes").0, "describe");
         assert_eq!(table.bucket("GetConsoleOutput").1.burst, 100);

@@ -11,11 +11,11 @@ use super::*;
 const FAR: Duration = Duration::from_secs(3600);
 
 fn scheduler(per_second: f64, burst: u32) -> Scheduler {
-    Scheduler::new(Table::new(Limits::new(per_second, burst)))
+    Scheduler::new(Table::new(BucketLimits::new(per_second, burst)))
 }
 
-fn call<'c>(owner: &'c str, within: Duration) -> Call<'c> {
-    Call { action: "RunInstances", owner, what: "create of pod", deadline: Instant::now() + within }
+fn call<'c>(owner: &'c str, within: Duration) -> ApiCall<'c> {
+    ApiCall { action: "RunInstances", owner, what: "create of pod", deadline: Instant::now() + within }
 }
 
 async fn ok() -> Result<(), Error> {
@@ -150,7 +150,7 @@ async fn a_dropped_caller_frees_its_place() {
 #[tokio::test(start_paused = true)]
 async fn an_unused_turn_goes_to_the_next_caller() {
     // The turn is granted, and the call is dropped before it reads the grant. Neither token nor slot may be lost.
-    let scheduler = Scheduler::new(Table::new(Limits { at_once: 1, ..Limits::new(1.0, 1) }));
+    let scheduler = Scheduler::new(Table::new(BucketLimits { at_once: 1, ..BucketLimits::new(1.0, 1) }));
     times(&scheduler, 1).await;
     let start = Instant::now();
     let mut leaves = Box::pin(scheduler.run(call("leaves", FAR), ok));
@@ -168,7 +168,8 @@ async fn an_unused_turn_goes_to_the_next_caller() {
 
 #[tokio::test(start_paused = true)]
 async fn no_more_calls_are_under_way_than_allowed() {
-    let scheduler = Scheduler::new(Table::new(Limits { at_once: 3, ..Limits::new(1e6, 1_000_000) }));
+    let scheduler =
+        Scheduler::new(Table::new(BucketLimits { at_once: 3, ..BucketLimits::new(1e6, 1_000_000) }));
     let (now, most) = (AtomicU32::new(0), AtomicU32::new(0));
     let start = Instant::now();
     let one = |number: u32| {
@@ -279,7 +280,7 @@ async fn two_nodes_come_to_share_one_account() {
 
 #[tokio::test(start_paused = true)]
 async fn calls_throttled_together_lower_the_rate_once_and_it_recovers() {
-    let table = Table::new(Limits::new(8.0, 100));
+    let table = Table::new(BucketLimits::new(8.0, 100));
     let source = TokenBuckets::new(&table);
     let sent = Instant::now();
     tokio::time::advance(Duration::from_millis(50)).await;
@@ -309,14 +310,18 @@ async fn calls_throttled_together_lower_the_rate_once_and_it_recovers() {
 
 #[tokio::test(start_paused = true)]
 async fn buckets_do_not_wait_for_each_other_and_calls_are_counted() {
-    let table = Table::new(Limits::new(0.001, 1)).with("describe", &["Describe*"], Limits::new(20.0, 100));
+    let table = Table::new(BucketLimits::new(0.001, 1)).with(
+        "describe",
+        &["Describe*"],
+        BucketLimits::new(20.0, 100),
+    );
     let scheduler = Scheduler::new(table);
     let mut registry = Registry::default();
     scheduler.register(&mut registry);
     times(&scheduler, 1).await;
     let blocked = scheduler.run(call("pod", Duration::from_secs(1)), ok).await;
     assert!(blocked.is_err());
-    let describe = Call { action: "DescribeInstances", ..call("pod", Duration::from_secs(1)) };
+    let describe = ApiCall { action: "DescribeInstances", ..call("pod", Duration::from_secs(1)) };
     let start = Instant::now();
     scheduler.run(describe, ok).await.unwrap();
     assert_eq!(start.elapsed(), Duration::ZERO);

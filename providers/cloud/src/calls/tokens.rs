@@ -15,7 +15,7 @@ use std::time::Duration;
 use parking_lot::{Mutex, MutexGuard};
 use tokio::time::Instant;
 
-use super::table::{Limits, Table};
+use super::table::{BucketLimits, Table};
 
 /// Part of the seed that one second of answers restores.
 const GIVEN_BACK: f64 = 0.1;
@@ -136,7 +136,7 @@ impl TokenBuckets {
 }
 
 impl Bucket {
-    fn new(limits: &Limits) -> Bucket {
+    fn new(limits: &BucketLimits) -> Bucket {
         let burst = f64::from(limits.burst);
         Bucket {
             seed: limits.per_second,

@@ -19,8 +19,8 @@ fn machine(name: &str, vcpus: u32, gib: u64) -> MachineType {
     }
 }
 
-fn place(zone: &str) -> Place {
-    Place { zone: zone.into(), subnet: None }
+fn place(zone: &str) -> Location {
+    Location { zone: zone.into(), subnet: None }
 }
 
 fn on_demand(types: &[MachineType]) -> Policy {
@@ -430,7 +430,7 @@ proptest! {
                     let fits = suits(machine, &place.zone, market, &need, &policy, &catalogue);
                     prop_assert_eq!(planned == 1, fits && is_free);
                     // An offering that suits but for its mark has the reason `Exhausted`.
-                    let exhausted = reasons.first().is_some_and(|one| matches!(one.reason, Reason::Exhausted { .. }));
+                    let exhausted = reasons.first().is_some_and(|one| matches!(one.reason, RejectReason::Exhausted { .. }));
                     prop_assert_eq!(exhausted, fits && !is_free);
                 }
             }

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use peerpod_provider_api::{Error, Market, Rejected, Size};
 
-use super::{Reason, Rejection};
+use super::{RejectReason, Rejection};
 use crate::words::{ago, clip};
 
 /// Most names of types or zones in a list; above that, only their number is given.
@@ -18,9 +18,9 @@ const OFFERINGS: usize = 200;
 type Group<'r> = BTreeMap<&'r str, BTreeSet<(Option<&'r str>, Option<Market>)>>;
 
 pub(super) fn groups(rejections: &[Rejection<'_>]) -> Vec<Rejected> {
-    // The order of `Reason` is the order of the text, so that offerings that would have suited come first. Exhausted
+    // The order of `RejectReason` is the order of the text, so that offerings that would have suited come first. Exhausted
     // ones are grouped by the cloud's reason, not by the second.
-    let mut groups: BTreeMap<Reason, Group<'_>> = BTreeMap::new();
+    let mut groups: BTreeMap<RejectReason, Group<'_>> = BTreeMap::new();
     for one in rejections {
         let at = (one.place.map(|place| place.zone.as_str()), one.market);
         groups.entry(rounded(&one.reason)).or_default().entry(one.machine).or_default().insert(at);
@@ -66,12 +66,12 @@ pub(super) fn nothing_fits(size: &Size) -> String {
     }
 }
 
-fn rounded(reason: &Reason) -> Reason {
+fn rounded(reason: &RejectReason) -> RejectReason {
     match reason {
-        Reason::Exhausted { why, ago } => {
+        RejectReason::Exhausted { why, ago } => {
             let step = if ago.as_secs() < 60 { 10 } else { 60 };
             let ago = std::time::Duration::from_secs(ago.as_secs() / step * step);
-            Reason::Exhausted { why: why.clone(), ago }
+            RejectReason::Exhausted { why: why.clone(), ago }
         }
         other => other.clone(),
     }
@@ -104,24 +104,24 @@ fn one_type(machine: &str, at: &BTreeSet<(Option<&str>, Option<Market>)>) -> Str
     text
 }
 
-fn words(reason: &Reason) -> String {
+fn words(reason: &RejectReason) -> String {
     match reason {
-        Reason::Exhausted { why, ago: time } => format!("{why} ({})", ago(*time)),
-        Reason::Market(Market::Spot) => "spot is not wanted".into(),
-        Reason::Market(Market::OnDemand) => "on demand is not wanted".into(),
-        Reason::Zone => "not in a zone that is asked for".into(),
-        Reason::DisksIn(zone) => format!("the pod's disks are in {zone}"),
-        Reason::NotSold => "not sold there".into(),
-        Reason::Arch(arch) => format!("does not boot {arch} images"),
-        Reason::Confidential(what) => format!("has no {what}"),
-        Reason::Disks(wanted) => format!("takes less than {wanted} disks"),
-        Reason::Nics(wanted) => format!("takes less than {wanted} NICs"),
-        Reason::Vcpus(wanted) => format!("less than {wanted} vCPUs"),
-        Reason::Memory(wanted) => format!("less than {wanted} MiB"),
-        Reason::Gpus(wanted) => format!("less than {wanted} GPUs"),
-        Reason::GpuModel(wanted) => format!("no {}", clip(wanted, 80)),
-        Reason::HasGpus => "has GPUs, which were not asked for".into(),
-        Reason::OtherType(only) => format!("it must be {}", clip(only, 80)),
-        Reason::NotAllowed => "not in the list of allowed types".into(),
+        RejectReason::Exhausted { why, ago: time } => format!("{why} ({})", ago(*time)),
+        RejectReason::Market(Market::Spot) => "spot is not wanted".into(),
+        RejectReason::Market(Market::OnDemand) => "on demand is not wanted".into(),
+        RejectReason::Zone => "not in a zone that is asked for".into(),
+        RejectReason::DisksIn(zone) => format!("the pod's disks are in {zone}"),
+        RejectReason::NotSold => "not sold there".into(),
+        RejectReason::Arch(arch) => format!("does not boot {arch} images"),
+        RejectReason::Confidential(what) => format!("has no {what}"),
+        RejectReason::Disks(wanted) => format!("takes less than {wanted} disks"),
+        RejectReason::Nics(wanted) => format!("takes less than {wanted} NICs"),
+        RejectReason::Vcpus(wanted) => format!("less than {wanted} vCPUs"),
+        RejectReason::Memory(wanted) => format!("less than {wanted} MiB"),
+        RejectReason::Gpus(wanted) => format!("less than {wanted} GPUs"),
+        RejectReason::GpuModel(wanted) => format!("no {}", clip(wanted, 80)),
+        RejectReason::HasGpus => "has GPUs, which were not asked for".into(),
+        RejectReason::OtherType(only) => format!("it must be {}", clip(only, 80)),
+        RejectReason::NotAllowed => "not in the list of allowed types".into(),
     }
 }

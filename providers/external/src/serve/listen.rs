@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::stream;
+use peerpod_common::accept;
 use peerpod_provider_api::Error;
 use tokio::net::{TcpListener, UnixListener};
 use tokio::sync::{Semaphore, mpsc, oneshot};
@@ -65,14 +66,14 @@ pub fn listen_on_socket(path: &Path) -> Result<Listener, Error> {
 pub fn listen_with_tls(listener: TcpListener, files: &TlsFiles) -> Result<Listener, Error> {
     tls::server(files)?;
     let (sender, accepted) = mpsc::channel(16);
-    tokio::spawn(accept(listener, files.clone(), sender));
+    tokio::spawn(accept_nodes(listener, files.clone(), sender));
     Ok(Listener::new(stream::unfold(accepted, |mut accepted| async move {
         accepted.recv().await.map(|stream: TlsStream<_>| (io::Result::Ok(stream), accepted))
     })))
 }
 
 /// Accepts connections until the receiver is dropped.
-async fn accept(
+async fn accept_nodes(
     listener: TcpListener,
     files: TlsFiles,
     sender: mpsc::Sender<TlsStream<tokio::net::TcpStream>>,
@@ -80,22 +81,14 @@ async fn accept(
     let turns = Arc::new(Semaphore::new(HANDSHAKES));
     loop {
         let Ok(turn) = Arc::clone(&turns).acquire_owned().await else { return };
-        let accepted = tokio::select! {
+        let (stream, from) = tokio::select! {
             () = sender.closed() => return,
-            accepted = listener.accept() => accepted,
+            accepted = accept::accept("provider's port", || listener.accept()) => accepted,
         };
         let config = match tls::server(&files) {
             Ok(config) => config,
             Err(error) => {
                 tracing::warn!("refused a node: {error}");
-                sleep(Duration::from_millis(100)).await;
-                continue;
-            }
-        };
-        let (stream, from) = match accepted {
-            Ok(accepted) => accepted,
-            Err(error) => {
-                tracing::warn!(%error, "accepting failed");
                 sleep(Duration::from_millis(100)).await;
                 continue;
             }

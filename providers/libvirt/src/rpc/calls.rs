@@ -567,6 +567,16 @@ impl Connection {
         }
     }
 
+    /// Returns the volume with this name, as [`Connection::volume`]. Makes libvirtd scan the pool if it does not know the
+    /// volume.
+    pub async fn find_volume(&self, pool: &Named, name: &str) -> Result<Option<Volume>, RpcError> {
+        if let Some(volume) = self.volume(pool, name).await? {
+            return Ok(Some(volume));
+        }
+        self.refresh(pool).await?;
+        self.volume(pool, name).await
+    }
+
     /// Deletes a volume. Succeeds also if it does not exist.
     pub async fn delete_volume(&self, volume: &Volume) -> Result<(), RpcError> {
         match self.call(VOL_DELETE, &volume.write(Writer::new()).u32(0).done()).await {

@@ -10,7 +10,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, broadcast, mpsc, oneshot, wat
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep, timeout};
 
-use super::message::{self, Header, Kind, Status};
+use super::message::{self, MessageHeader, MessageKind, MessageStatus};
 use super::xdr::{Garbled, Reader};
 use super::{RpcError, calls};
 
@@ -32,7 +32,7 @@ pub(crate) const EVENTS_HEARD: [i32; 3] =
 
 /// Event of a domain.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Event {
+pub enum DomainEvent {
     /// The domain was defined, started, stopped, …
     Lifecycle {
         /// Domain of the event.
@@ -70,7 +70,7 @@ struct Shared {
     outgoing: mpsc::Sender<Vec<u8>>,
     waiting: Mutex<Waiting>,
     slots: Arc<Semaphore>,
-    events: broadcast::Sender<Event>,
+    events: broadcast::Sender<DomainEvent>,
     /// Reason why the connection is closed, once it is.
     closed: watch::Sender<Option<String>>,
     heard: Mutex<Instant>,
@@ -136,31 +136,31 @@ impl Shared {
         let Some((header, payload)) = message::read(body)? else { return Ok(()) };
         if header.program == message::KEEPALIVE {
             if header.procedure == message::PING {
-                let pong = Header { procedure: message::PONG, ..header };
+                let pong = MessageHeader { procedure: message::PONG, ..header };
                 // A full queue means that messages are being written, which proves as much as a pong.
                 drop(self.outgoing.try_send(message::write(&pong, &[])));
             }
             return Ok(());
         }
         match header.kind {
-            Kind::Reply => self.answer(&header, payload),
-            Kind::Stream => self.stream(&header, payload),
-            Kind::Event => {
+            MessageKind::Reply => self.answer(&header, payload),
+            MessageKind::Stream => self.stream(&header, payload),
+            MessageKind::DomainEvent => {
                 if let Some(event) = event(header.procedure, payload)? {
                     // Without a listener the event is not needed.
                     self.events.send(event).ok();
                 }
                 Ok(())
             }
-            Kind::Call => Ok(()),
+            MessageKind::Call => Ok(()),
         }
     }
 
-    fn answer(&self, header: &Header, payload: &[u8]) -> Result<(), Garbled> {
+    fn answer(&self, header: &MessageHeader, payload: &[u8]) -> Result<(), Garbled> {
         let mut waiting = self.waiting();
         let Some(waiter) = waiting.calls.get_mut(&header.serial) else { return Ok(()) };
         let answer = match header.status {
-            Status::Error => Err(RpcError::Failed(message::failure(payload)?)),
+            MessageStatus::Error => Err(RpcError::Failed(message::failure(payload)?)),
             _ => Ok(payload.to_vec()),
         };
         let goes_on = answer.is_ok() && waiter.stream.is_some();
@@ -174,14 +174,14 @@ impl Shared {
         Ok(())
     }
 
-    fn stream(&self, header: &Header, payload: &[u8]) -> Result<(), Garbled> {
+    fn stream(&self, header: &MessageHeader, payload: &[u8]) -> Result<(), Garbled> {
         let mut waiting = self.waiting();
         let found = waiting.calls.get_mut(&header.serial).and_then(|waiter| waiter.stream.as_mut());
         let Some(incoming) = found else { return Ok(()) };
         let piece = match header.status {
-            Status::Ok => Ok(None),
-            Status::Error => Err(RpcError::Failed(message::failure(payload)?)),
-            Status::Continue => {
+            MessageStatus::Ok => Ok(None),
+            MessageStatus::Error => Err(RpcError::Failed(message::failure(payload)?)),
+            MessageStatus::Continue => {
                 let limit = incoming.budget;
                 incoming.budget =
                     limit.checked_sub(payload.len()).ok_or(Garbled::Long { length: payload.len(), limit })?;
@@ -198,22 +198,22 @@ impl Shared {
 }
 
 /// Parses the events that the provider registers for.
-pub(crate) fn event(procedure: i32, payload: &[u8]) -> Result<Option<Event>, Garbled> {
+pub(crate) fn event(procedure: i32, payload: &[u8]) -> Result<Option<DomainEvent>, Garbled> {
     let mut reader = Reader::new(payload);
     let event = match procedure {
         calls::EVENT_LIFECYCLE => {
             let _callback = reader.i32()?;
             let domain = calls::Domain::read(&mut reader)?;
-            Event::Lifecycle { domain, event: reader.i32()?, detail: reader.i32()? }
+            DomainEvent::Lifecycle { domain, event: reader.i32()?, detail: reader.i32()? }
         }
         calls::EVENT_DEVICE_REMOVED | calls::EVENT_DEVICE_KEPT => {
             let _callback = reader.i32()?;
             let domain = calls::Domain::read(&mut reader)?;
             let alias = reader.text()?;
             if procedure == calls::EVENT_DEVICE_REMOVED {
-                Event::DeviceRemoved { domain, alias }
+                DomainEvent::DeviceRemoved { domain, alias }
             } else {
-                Event::DeviceKept { domain, alias }
+                DomainEvent::DeviceKept { domain, alias }
             }
         }
         _ => return Ok(None),
@@ -260,7 +260,7 @@ impl Connection {
     }
 
     /// Returns the events from now on.
-    pub fn events(&self) -> broadcast::Receiver<Event> {
+    pub fn events(&self) -> broadcast::Receiver<DomainEvent> {
         self.shared.events.subscribe()
     }
 
@@ -293,8 +293,13 @@ impl Connection {
             waiting.calls.insert(serial, Waiter { reply: Some(sender), stream, _slot: slot });
             serial
         };
-        let header =
-            Header { program: message::REMOTE, procedure, kind: Kind::Call, serial, status: Status::Ok };
+        let header = MessageHeader {
+            program: message::REMOTE,
+            procedure,
+            kind: MessageKind::Call,
+            serial,
+            status: MessageStatus::Ok,
+        };
         let sent = self.shared.outgoing.send(message::write(&header, payload)).await;
         if sent.is_err() || self.is_closed() {
             self.shared.waiting().calls.remove(&serial);
@@ -335,12 +340,12 @@ impl Connection {
         if let Ok(Err(error)) = stream.pieces.try_recv() {
             return Err(error);
         }
-        self.send_stream(stream, Status::Continue, piece).await
+        self.send_stream(stream, MessageStatus::Continue, piece).await
     }
 
     /// Ends the sent stream, and waits until libvirtd has received it.
     pub(super) async fn finish(&self, stream: &mut Stream) -> Result<(), RpcError> {
-        self.send_stream(stream, Status::Ok, &[]).await?;
+        self.send_stream(stream, MessageStatus::Ok, &[]).await?;
         loop {
             if self.next_piece(stream).await?.is_empty() {
                 return Ok(());
@@ -348,9 +353,15 @@ impl Connection {
         }
     }
 
-    async fn send_stream(&self, stream: &Stream, status: Status, piece: &[u8]) -> Result<(), RpcError> {
+    async fn send_stream(
+        &self,
+        stream: &Stream,
+        status: MessageStatus,
+        piece: &[u8],
+    ) -> Result<(), RpcError> {
         let Stream { serial, procedure, .. } = *stream;
-        let header = Header { program: message::REMOTE, procedure, kind: Kind::Stream, serial, status };
+        let header =
+            MessageHeader { program: message::REMOTE, procedure, kind: MessageKind::Stream, serial, status };
         match timeout(self.patience, self.shared.outgoing.send(message::write(&header, piece))).await {
             Ok(Ok(())) => Ok(()),
             Ok(Err(_)) => Err(self.shared.why_closed()),
@@ -425,12 +436,12 @@ async fn ping(shared: Arc<Shared>) {
             ));
             return;
         }
-        let ping = Header {
+        let ping = MessageHeader {
             program: message::KEEPALIVE,
             procedure: message::PING,
-            kind: Kind::Event,
+            kind: MessageKind::DomainEvent,
             serial: 0,
-            status: Status::Ok,
+            status: MessageStatus::Ok,
         };
         // A full queue means that messages are being written anyway.
         drop(shared.outgoing.try_send(message::write(&ping, &[])));

@@ -77,16 +77,16 @@ impl Address {
 }
 
 /// Connection that is dialled when it is needed.
-pub struct Link {
+pub struct Redialer {
     address: Address,
     patience: Duration,
     current: Mutex<Option<Arc<Connection>>>,
 }
 
-impl Link {
+impl Redialer {
     /// Stores the address; dials at the first call.
-    pub fn new(address: Address, patience: Duration) -> Link {
-        Link { address, patience, current: Mutex::new(None) }
+    pub fn new(address: Address, patience: Duration) -> Redialer {
+        Redialer { address, patience, current: Mutex::new(None) }
     }
 
     /// Returns the driver.

@@ -22,20 +22,20 @@ pub const PONG: i32 = 2;
 
 /// Kind of a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Kind {
+pub enum MessageKind {
     /// Call by the client.
     Call,
     /// Answer of libvirtd.
     Reply,
     /// Event.
-    Event,
+    DomainEvent,
     /// Piece of a stream.
     Stream,
 }
 
 /// Status of a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Status {
+pub enum MessageStatus {
     /// Success; in a stream: its end.
     Ok,
     /// Failure; the payload contains the error.
@@ -46,31 +46,31 @@ pub enum Status {
 
 /// A message's header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Header {
+pub struct MessageHeader {
     /// Program: [`REMOTE`] or [`KEEPALIVE`].
     pub program: u32,
     /// Number of the procedure.
     pub procedure: i32,
     /// Kind of message.
-    pub kind: Kind,
+    pub kind: MessageKind,
     /// Serial of the call that the message belongs to.
     pub serial: u32,
     /// Status.
-    pub status: Status,
+    pub status: MessageStatus,
 }
 
 /// Returns a message as it is sent: length, header, payload.
-pub fn write(header: &Header, payload: &[u8]) -> Vec<u8> {
+pub fn write(header: &MessageHeader, payload: &[u8]) -> Vec<u8> {
     let kind = match header.kind {
-        Kind::Call => 0,
-        Kind::Reply => 1,
-        Kind::Event => 2,
-        Kind::Stream => 3,
+        MessageKind::Call => 0,
+        MessageKind::Reply => 1,
+        MessageKind::DomainEvent => 2,
+        MessageKind::Stream => 3,
     };
     let status = match header.status {
-        Status::Ok => 0,
-        Status::Error => 1,
-        Status::Continue => 2,
+        MessageStatus::Ok => 0,
+        MessageStatus::Error => 1,
+        MessageStatus::Continue => 2,
     };
     let length = u32::try_from(HEADER + payload.len()).unwrap_or(u32::MAX);
     let head = Writer::new().u32(length).u32(header.program).u32(VERSION).i32(header.procedure);
@@ -99,28 +99,28 @@ pub fn length(prefix: [u8; 4]) -> Result<usize, Garbled> {
 ///
 /// # Errors
 /// When it ends too early.
-pub fn read(body: &[u8]) -> Result<Option<(Header, &[u8])>, Garbled> {
+pub fn read(body: &[u8]) -> Result<Option<(MessageHeader, &[u8])>, Garbled> {
     let mut reader = Reader::new(body);
     let (program, version, procedure) = (reader.u32()?, reader.u32()?, reader.i32()?);
     let (kind, serial, status) = (reader.u32()?, reader.u32()?, reader.u32()?);
     let kind = match kind {
-        0 => Kind::Call,
-        1 => Kind::Reply,
-        2 => Kind::Event,
-        3 => Kind::Stream,
+        0 => MessageKind::Call,
+        1 => MessageKind::Reply,
+        2 => MessageKind::DomainEvent,
+        3 => MessageKind::Stream,
         _ => return Ok(None),
     };
     let status = match status {
-        0 => Status::Ok,
-        1 => Status::Error,
-        2 => Status::Continue,
+        0 => MessageStatus::Ok,
+        1 => MessageStatus::Error,
+        2 => MessageStatus::Continue,
         _ => return Ok(None),
     };
     if version != VERSION || (program != REMOTE && program != KEEPALIVE) {
         return Ok(None);
     }
     let payload = body.get(HEADER - 4..).unwrap_or_default();
-    Ok(Some((Header { program, procedure, kind, serial, status }, payload)))
+    Ok(Some((MessageHeader { program, procedure, kind, serial, status }, payload)))
 }
 
 /// Error of libvirt.
@@ -132,7 +132,7 @@ pub struct Failure {
     pub text: String,
 }
 
-/// Parses the payload of a message with [`Status::Error`].
+/// Parses the payload of a message with [`MessageStatus::Error`].
 ///
 /// # Errors
 /// When the payload is not an error.
@@ -150,12 +150,12 @@ mod tests {
 
     #[test]
     fn a_message_is_read_as_it_was_written() {
-        let header = Header {
+        let header = MessageHeader {
             program: REMOTE,
             procedure: 66,
-            kind: Kind::Stream,
+            kind: MessageKind::Stream,
             serial: 3,
-            status: Status::Continue,
+            status: MessageStatus::Continue,
         };
         let message = write(&header, b"data");
         let (prefix, body) = message.split_first_chunk().unwrap();

@@ -133,33 +133,21 @@ impl<'a> Reader<'a> {
     }
 
     /// Reads an `int`.
-    ///
-    /// # Errors
-    /// [`Garbled`].
     pub fn i32(&mut self) -> Result<i32, Garbled> {
         self.array().map(i32::from_be_bytes)
     }
 
     /// Reads an `unsigned hyper`.
-    ///
-    /// # Errors
-    /// [`Garbled`].
     pub fn u64(&mut self) -> Result<u64, Garbled> {
         self.array().map(u64::from_be_bytes)
     }
 
     /// Reads an `opaque[16]`.
-    ///
-    /// # Errors
-    /// [`Garbled`].
     pub fn uuid(&mut self) -> Result<Uuid, Garbled> {
         self.array()
     }
 
     /// Reads a `string<>`.
-    ///
-    /// # Errors
-    /// [`Garbled`].
     pub fn text(&mut self) -> Result<String, Garbled> {
         let length = self.length(MAX_TEXT)?;
         let bytes = self.take(length)?;
@@ -168,17 +156,11 @@ impl<'a> Reader<'a> {
     }
 
     /// Reads a `string *`.
-    ///
-    /// # Errors
-    /// [`Garbled`].
     pub fn optional_text(&mut self) -> Result<Option<String>, Garbled> {
         self.optional(Reader::text)
     }
 
     /// Reads a `T *`.
-    ///
-    /// # Errors
-    /// [`Garbled`].
     pub fn optional<T>(
         &mut self,
         read: impl FnOnce(&mut Self) -> Result<T, Garbled>,
@@ -191,9 +173,6 @@ impl<'a> Reader<'a> {
     }
 
     /// Reads a `T<limit>`.
-    ///
-    /// # Errors
-    /// [`Garbled`].
     pub fn list<T>(
         &mut self,
         limit: usize,

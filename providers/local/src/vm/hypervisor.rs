@@ -19,21 +19,21 @@ use nix::sched::{CloneFlags, unshare};
 use nix::sys::stat::Mode;
 use peerpod_podnet::netlink::Client;
 
-use super::{Answer, Description, console, inside, leave_the_session, read};
+use super::{Description, LaunchAnswer, console, inside, leave_the_session, read};
 use crate::network;
 use crate::process::{ProcessId, boot_id};
-use crate::store::{Exit, Machine, Record, VERSION, lock_in, read_json, write_json};
+use crate::store::{Exit, Machine, VERSION, VmRecord, lock_in, read_json, write_json};
 
 pub(super) fn main() -> ExitCode {
     close_what_we_inherited();
     let made = read(io::stdin()).context("read the VM's description").and_then(make);
     let (answer, machine) = match made {
-        Ok(Some(machine)) => (Answer::Running, Some(machine)),
-        Ok(None) => (Answer::Busy, None),
+        Ok(Some(machine)) => (LaunchAnswer::Running, Some(machine)),
+        Ok(None) => (LaunchAnswer::Busy, None),
         Err(error) => {
             let text = format!("{error:#}");
             eprintln!("{text}");
-            (Answer::Failed { text, transient: is_transient(&error) }, None)
+            (LaunchAnswer::Failed { text, transient: is_transient(&error) }, None)
         }
     };
     // If the node died and no reader is left, the VM runs all the same. It is found by its record.
@@ -62,7 +62,7 @@ fn make(mut description: Description) -> anyhow::Result<Option<Running>> {
     }
     let dir = description.dir.clone();
     let Some(lock) = lock_in(&dir, false).context("take the VM's lock")? else { return Ok(None) };
-    let record: Option<Record> = read_json(&dir.join("record.json")).context("read the VM's record")?;
+    let record: Option<VmRecord> = read_json(&dir.join("record.json")).context("read the VM's record")?;
     match record {
         Some(record) if !record.deleting => {}
         _ => bail!("the VM is not wanted any more"),

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use peerpod_base::metrics::register;
 use prometheus_client::{
     encoding::{EncodeLabelSet, EncodeLabelValue},
     metrics::{
@@ -56,34 +57,31 @@ pub struct Metrics {
 impl Metrics {
     /// Registers the metrics.
     pub fn register(registry: &mut Registry) -> Metrics {
-        let metrics = Metrics {
-            requests: Family::default(),
-            // 0.5 ms to 8 s, doubled each time.
-            took: Histogram::new(exponential_buckets(0.5e-3, 2.0, 15)),
-            handshakes_failed: Counter::default(),
-            certificates: Counter::default(),
-        };
-        registry.register(
-            "peerpod_secrets_requests",
-            "Requests of nodes to the secrets service, by result",
-            metrics.requests.clone(),
-        );
+        // 0.5 ms to 8 s, doubled each time.
+        let took = Histogram::new(exponential_buckets(0.5e-3, 2.0, 15));
         registry.register(
             "peerpod_secrets_request_seconds",
             "From the arrival of a request's headers to its answer",
-            metrics.took.clone(),
+            took.clone(),
         );
-        registry.register(
-            "peerpod_secrets_handshakes_failed",
-            "TLS handshakes of nodes that failed",
-            metrics.handshakes_failed.clone(),
-        );
-        registry.register(
-            "peerpod_secrets_certificates",
-            "The service's own certificates that it took into use",
-            metrics.certificates.clone(),
-        );
-        metrics
+        Metrics {
+            requests: register(
+                registry,
+                "peerpod_secrets_requests",
+                "Requests of nodes to the secrets service, by result",
+            ),
+            handshakes_failed: register(
+                registry,
+                "peerpod_secrets_handshakes_failed",
+                "TLS handshakes of nodes that failed",
+            ),
+            certificates: register(
+                registry,
+                "peerpod_secrets_certificates",
+                "The service's own certificates that it took into use",
+            ),
+            took,
+        }
     }
 
     pub(super) fn ended(&self, call: Call, outcome: Outcome, took: Duration) {

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use peerpod_base::metrics::register;
 use prometheus_client::{
     encoding::{EncodeLabelSet, EncodeLabelValue},
     metrics::{
@@ -40,30 +41,27 @@ pub(super) struct Metrics {
 
 impl Metrics {
     pub(super) fn register(registry: &mut Registry) -> Metrics {
-        let metrics = Metrics {
-            reviews: Family::default(),
-            // 50 µs to 1.3 s, each half more than the last.
-            took: Histogram::new(exponential_buckets(50e-6, 1.5, 26)),
-            handshakes_failed: Counter::default(),
-            reloads: Counter::default(),
-        };
-        registry.register("peerpod_webhook_reviews", "Admission reviews answered", metrics.reviews.clone());
+        // 50 µs to 1.3 s, each half more than the last.
+        let took = Histogram::new(exponential_buckets(50e-6, 1.5, 26));
         registry.register(
             "peerpod_webhook_review_seconds",
             "From the arrival of a request's headers to its answer",
-            metrics.took.clone(),
+            took.clone(),
         );
-        registry.register(
-            "peerpod_webhook_handshakes_failed",
-            "TLS handshakes that failed",
-            metrics.handshakes_failed.clone(),
-        );
-        registry.register(
-            "peerpod_webhook_certificate_reloads",
-            "New certificates taken into use",
-            metrics.reloads.clone(),
-        );
-        metrics
+        Metrics {
+            reviews: register(registry, "peerpod_webhook_reviews", "Admission reviews answered"),
+            handshakes_failed: register(
+                registry,
+                "peerpod_webhook_handshakes_failed",
+                "TLS handshakes that failed",
+            ),
+            reloads: register(
+                registry,
+                "peerpod_webhook_certificate_reloads",
+                "New certificates taken into use",
+            ),
+            took,
+        }
     }
 
     pub(super) fn answered(&self, outcome: Outcome, took: Duration) {

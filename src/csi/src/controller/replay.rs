@@ -34,13 +34,13 @@ use tokio::sync::watch;
 use tracing::{info, warn};
 
 use crate::{
-    capability::Wanted,
+    capability::Capability,
     cluster::Published,
     config::CsiConfig,
     driver::Driver,
     drivers,
     grpc::{Code, Status},
-    metrics::Metrics,
+    metrics::CsiMetrics,
     node::ownership::release_lease,
     objects::{self, ATTACH, ATTACHED, DRIVER, RELEASED},
     optin,
@@ -61,7 +61,7 @@ struct Context {
     driver: Driver,
     node_id: String,
     leases: Api<Lease>,
-    metrics: Metrics,
+    metrics: CsiMetrics,
     term: Term,
     /// Failures in a row, by the object's namespace and name.
     failures: Mutex<HashMap<(String, String), u32>>,
@@ -72,7 +72,7 @@ struct Context {
 #[serde(rename_all = "camelCase", default)]
 struct Asked {
     readonly: bool,
-    capability: Wanted,
+    capability: Capability,
 }
 
 /// Present state of the PersistentVolume.
@@ -83,7 +83,7 @@ struct Volume {
 }
 
 /// Starts the background task.
-pub(super) fn start(config: &CsiConfig, client: Client, driver: Driver, metrics: Metrics) {
+pub(super) fn start(config: &CsiConfig, client: Client, driver: Driver, metrics: CsiMetrics) {
     let (namespace, node_id) = (config.namespace.clone(), config.node_id.clone());
     tokio::spawn(async move {
         let name = loop {

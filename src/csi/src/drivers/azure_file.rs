@@ -4,7 +4,7 @@
 
 use peerpod_volume::{SecretRef, Source};
 
-use super::{Family, Known, Login, Sourced, below};
+use super::{Family, Login, Sourced, VolumeInfo, below};
 
 pub(super) const FAMILY: Family =
     Family { name: "file.csi.azure.com", source: Some(source), disk: None, login: Some(LOGIN) };
@@ -15,7 +15,7 @@ const LOGIN: Login = Login {
     domain: &[],
 };
 
-fn source(known: &Known<'_>) -> Sourced {
+fn source(known: &VolumeInfo<'_>) -> Sourced {
     let part = |index: usize| known.handle.split('#').nth(index).filter(|part| !part.is_empty());
     let account = known.get("storageaccount").or_else(|| part(1));
     let account = account.ok_or("neither its attributes nor its handle name the storage account")?;

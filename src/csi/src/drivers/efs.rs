@@ -2,7 +2,7 @@
 
 use peerpod_volume::Source;
 
-use super::{Family, Known, Sourced, below};
+use super::{Family, Sourced, VolumeInfo, below};
 
 pub(super) const FAMILY: Family =
     Family { name: "efs.csi.aws.com", source: Some(source), disk: None, login: None };
@@ -10,7 +10,7 @@ pub(super) const FAMILY: Family =
 /// Options that AWS recommends for the filesystem.
 const OPTIONS: &str = "nfsvers=4.1,rsize=1048576,wsize=1048576,hard,timeo=600,retrans=2,noresvport";
 
-fn source(known: &Known<'_>) -> Sourced {
+fn source(known: &VolumeInfo<'_>) -> Sourced {
     let mut parts = known.handle.split(':');
     let system = parts.next().unwrap_or_default();
     let path = parts.next().unwrap_or_default();

@@ -2,12 +2,12 @@
 
 use peerpod_volume::Source;
 
-use super::{Family, Known, Sourced};
+use super::{Family, Sourced, VolumeInfo};
 
 pub(super) const FAMILY: Family =
     Family { name: "iscsi.csi.k8s.io", source: Some(source), disk: None, login: None };
 
-fn source(known: &Known<'_>) -> Sourced {
+fn source(known: &VolumeInfo<'_>) -> Sourced {
     let mut portals = vec![portal(known.need("targetportal")?)];
     if let Some(more) = known.get("portals") {
         let more: Vec<String> = serde_json::from_str(more)

@@ -3,14 +3,14 @@
 
 use peerpod_volume::Source;
 
-use super::{Family, Known, Login, Sourced, below};
+use super::{Family, Login, Sourced, VolumeInfo, below};
 
 pub(super) const FAMILY: Family =
     Family { name: "smb.csi.k8s.io", source: Some(source), disk: None, login: Some(LOGIN) };
 
 const LOGIN: Login = Login { username: &["username"], password: &["password"], domain: &["domain"] };
 
-fn source(known: &Known<'_>) -> Sourced {
+fn source(known: &VolumeInfo<'_>) -> Sourced {
     let source = known.need("source")?;
     let plain = source.replace('\\', "/");
     let (server, share) = plain

@@ -3,7 +3,7 @@ use super::*;
 fn of(driver: &str, handle: &str, context: &[(&str, &str)]) -> Result<(Source, Vec<String>), String> {
     let context = context.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect();
     let secret = Some(SecretRef { namespace: "n".into(), name: "s".into() });
-    let known = Known {
+    let known = VolumeInfo {
         driver,
         handle,
         context: &context,

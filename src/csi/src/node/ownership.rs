@@ -6,7 +6,7 @@
 use k8s_openapi::api::coordination::v1::Lease;
 use kube::Api;
 use peerpod_common::blocking::blocking;
-use peerpod_kube::lease::{self, Owner, Taken};
+use peerpod_kube::lease::{self, LeaseOwner, Taken};
 use peerpod_volume::{VolumeId, records::Pod};
 
 use super::publications::Publications;
@@ -34,7 +34,7 @@ impl Ownership {
     pub async fn take(&self, volume: &VolumeId, name: &str, pod: &Pod) -> Result<(), Status> {
         match self {
             Ownership::Cluster(leases) => {
-                let owner = Owner::only(&pod.uid);
+                let owner = LeaseOwner::only(&pod.uid);
                 let taken = lease::take(leases, &lease_name(volume), &owner, None).await;
                 match taken.map_err(|why| unknown(name, &why))? {
                     Taken::Ours(_) => Ok(()),

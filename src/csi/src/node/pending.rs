@@ -12,7 +12,7 @@ use tokio::{
 };
 use tracing::warn;
 
-use super::{Node, publications::Publication};
+use super::{NodeRole, publications::Publication};
 use crate::grpc::Status;
 
 /// First pause, doubled each time: a pod's start waits for the result.
@@ -128,7 +128,7 @@ impl Pending {
     }
 }
 
-impl Node {
+impl NodeRole {
     /// Polls for ever.
     pub(super) async fn follow(self) {
         self.take_up().await;

@@ -50,17 +50,17 @@ impl Asker {
 
 /// Destination of a volume.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Place {
+pub(super) struct Destination {
     /// Its pod.
     pub(super) asker: Asker,
     /// The PersistentVolume, from kubelet's path.
     pub(super) volume: Option<String>,
 }
 
-impl Place {
-    pub(super) fn of(request: &NodePublishVolumeRequest) -> Place {
+impl Destination {
+    pub(super) fn of(request: &NodePublishVolumeRequest) -> Destination {
         let (volume, path_uid) = kubelet_path(&request.target_path);
-        Place { asker: asker(&request.volume_context, path_uid), volume }
+        Destination { asker: asker(&request.volume_context, path_uid), volume }
     }
 }
 

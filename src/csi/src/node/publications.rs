@@ -25,7 +25,7 @@ use peerpod_volume::{
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-use crate::{capability::Wanted, secrets::Given};
+use crate::{capability::Capability, secrets::Given};
 
 /// Version of the files' format.
 pub const VERSION: u32 = 1;
@@ -54,7 +54,7 @@ pub struct Publication {
     /// Path of the target.
     pub target: PathBuf,
     /// Requested capability.
-    pub wanted: Wanted,
+    pub wanted: Capability,
     /// Whether it is read-only.
     pub read_only: bool,
     /// Contents of the marker file.
@@ -306,7 +306,7 @@ mod tests {
             name: handle.into(),
             pod: Pod { uid: "u-1".into(), namespace: "shop".into(), name: "web-0".into() },
             target: target.into(),
-            wanted: Wanted::default(),
+            wanted: Capability::default(),
             read_only: false,
             marker: "m".into(),
             exclusive: true,

@@ -12,32 +12,32 @@ use peerpod_volume::{
 };
 
 use super::{
-    Node, Whose, empty, missing,
-    place::Place,
+    NodeRole, Whose, empty, missing,
+    place::Destination,
     publications::{self, Publication},
     secrets::{self, signs_in},
     whose,
 };
 use crate::{
     body::Body,
-    capability::{self, Wanted},
+    capability::{self, Capability},
     cluster::PodFacts,
-    drivers::{self, Known},
+    drivers::{self, VolumeInfo},
     grpc::{self, Code, Status},
     optin,
-    proxy::Call,
+    proxy::InterceptedCall,
     secrets::Given,
 };
 
 const EPHEMERAL: &str = "csi.storage.k8s.io/ephemeral";
 
-impl Node {
+impl NodeRole {
     pub(super) async fn publish(
         self,
-        call: Call,
+        call: InterceptedCall,
         mut request: NodePublishVolumeRequest,
     ) -> Result<Response<Body>, Status> {
-        let place = Place::of(&request);
+        let place = Destination::of(&request);
         let mut decided = whose(&request.volume_context, &request.publish_context)?;
         if decided == Whose::Drivers && self.is_of_class(&place).await? {
             decided = Whose::OursByClass;
@@ -81,7 +81,7 @@ impl Node {
     /// Whether the pod's RuntimeClass alone sends all its volumes to a VM. Without podInfoOnMount the pod is unknown,
     /// and its volume goes to the driver. While the API server cannot be asked, the call fails and is repeated: on the
     /// node the data would be missing in the pod's VM.
-    async fn is_of_class(&self, place: &Place) -> Result<bool, Status> {
+    async fn is_of_class(&self, place: &Destination) -> Result<bool, Status> {
         match (&self.0.cluster, place.asker.named()) {
             (Some(cluster), Some(pod)) if !self.0.classes.is_empty() => {
                 let class = cluster.class(pod).await?;
@@ -92,7 +92,7 @@ impl Node {
     }
 
     /// Returns the pod's properties, where the cluster has the pod.
-    async fn facts(&self, place: &Place) -> Result<Option<PodFacts>, Status> {
+    async fn facts(&self, place: &Destination) -> Result<Option<PodFacts>, Status> {
         match (&self.0.cluster, place.asker.named()) {
             (Some(cluster), Some(pod)) => cluster.pod(pod, self.0.driver.name().await?).await,
             _ => Ok(None),
@@ -124,8 +124,8 @@ impl Node {
     async fn describe(
         &self,
         request: &NodePublishVolumeRequest,
-        wanted: &Wanted,
-        place: &Place,
+        wanted: &Capability,
+        place: &Destination,
         facts: Option<PodFacts>,
         decided: Whose,
         given: Option<Given>,
@@ -164,7 +164,7 @@ impl Node {
     async fn source(
         &self,
         request: &NodePublishVolumeRequest,
-        place: &Place,
+        place: &Destination,
         name: &str,
     ) -> Result<(Source, Vec<String>), Status> {
         let driver = self.0.driver.name().await?;
@@ -173,7 +173,7 @@ impl Node {
             _ => None,
         }
         .unwrap_or_default();
-        let known = Known {
+        let known = VolumeInfo {
             driver,
             handle: &request.volume_id,
             context: &request.volume_context,
@@ -227,7 +227,7 @@ fn record(publication: &Publication, source: Source, mode: Mode) -> Record {
     }
 }
 
-fn mode(wanted: &Wanted, more: Vec<String>, facts: Option<&PodFacts>) -> Mode {
+fn mode(wanted: &Capability, more: Vec<String>, facts: Option<&PodFacts>) -> Mode {
     if wanted.block {
         return Mode::Block;
     }

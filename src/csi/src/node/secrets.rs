@@ -8,9 +8,9 @@ use peerpod_proto::csi::{NodePublishVolumeRequest, NodeStageVolumeRequest};
 use peerpod_volume::{Credentials, Source, VolumeId};
 use zeroize::Zeroize;
 
-use super::Node;
+use super::NodeRole;
 use crate::{
-    capability::Wanted,
+    capability::Capability,
     drivers,
     grpc::{Code, Status},
     secrets::Given,
@@ -19,7 +19,7 @@ use crate::{
 /// Mount option that mounts a share anonymously, regardless of a secret.
 const GUEST: &str = "guest";
 
-impl Node {
+impl NodeRole {
     /// Returns the part of a staging's secrets to be stored.
     pub(super) async fn staged_with(
         &self,
@@ -87,7 +87,7 @@ pub(super) fn signs_in(
     source: &mut Source,
     driver: &str,
     given: Option<Given>,
-    wanted: &Wanted,
+    wanted: &Capability,
     more: &[String],
 ) -> Result<Option<Credentials>, String> {
     let (Source::Smb { secret, .. }, Some(login)) = (source, drivers::login(driver)) else {
@@ -126,7 +126,7 @@ mod tests {
 
     #[test]
     fn a_share_is_mounted_with_its_secrets_user_or_anonymously() {
-        let wanted = Wanted::default();
+        let wanted = Capability::default();
         for named in [true, false] {
             let found = signs_in(&mut share(named), DRIVER, given(), &wanted, &[]).unwrap().unwrap();
             assert_eq!(found.password.as_str(), "p, q");

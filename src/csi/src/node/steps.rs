@@ -2,10 +2,12 @@
 //! object, the target, the record, the answer; the undo runs in the reverse order. May touch: targets, the records'
 //! folder, the API server.
 
+use std::io;
+
 use peerpod_common::blocking::blocking;
 use peerpod_volume::{Credentials, records::Record};
 
-use super::{Node, device, place::map_path, publications::Publication, target};
+use super::{NodeRole, device, place::map_path, publications::Publication, target};
 use crate::{
     capability::SINGLE_NODE_SINGLE_WRITER,
     grpc::{Code, Status},
@@ -14,7 +16,7 @@ use crate::{
 /// Fence in the record of a volume with one pod at a time. It is never compared: the ownership decides.
 const FENCE: u64 = 1;
 
-impl Node {
+impl NodeRole {
     pub(super) async fn put_up(
         &self,
         mut record: Record,
@@ -103,7 +105,7 @@ impl Node {
             mapped = Some((path, device::make(&file, &marker).await.map_err(internal)?));
         }
         let raw = publication.wanted.block.then(|| publication.volume.clone());
-        let made = blocking(move || {
+        let made = blocking(move || -> io::Result<()> {
             target::publish_directory(&target, &marker)?;
             if let Some(volume) = raw {
                 target::make_placeholder(
@@ -141,7 +143,7 @@ impl Node {
         let target = publication.target.clone();
         let mapped = map_path(&target).filter(|_| publication.wanted.block);
         let internal = |why: String| Code::Internal.status(format!("unpublish {}: {why}", publication.name));
-        let gone = blocking(move || {
+        let gone = blocking(move || -> io::Result<()> {
             target::unpublish(&target)?;
             // kubelet unmaps before this call, unless it never mapped.
             mapped.map_or(Ok(()), |path| Ok(target::unpublish(&path)?))

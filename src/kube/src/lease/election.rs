@@ -16,7 +16,7 @@ use tokio::{
     time::{sleep, timeout},
 };
 
-use super::{Held, Owner, Taken, Watched, release, renew, take, take_over};
+use super::{Held, LeaseOwner, Taken, Watched, release, renew, take, take_over};
 use crate::client::Error;
 
 /// Limit of one renewal. The next renewal uses a new connection.
@@ -73,7 +73,7 @@ pub struct NotHeld {
 pub struct Election {
     leases: Api<Lease>,
     config: ElectionConfig,
-    owner: Owner,
+    owner: LeaseOwner,
     standing: watch::Sender<Standing>,
 }
 
@@ -116,7 +116,7 @@ impl Election {
     pub fn new(client: Client, config: ElectionConfig) -> Election {
         // The standard library has no random source but the fresh keys of a hasher.
         let chance = RandomState::new().build_hasher().finish();
-        let owner = Owner {
+        let owner = LeaseOwner {
             identity: config.identity.clone(),
             incarnation: format!("{}-{chance:016x}", std::process::id()),
         };

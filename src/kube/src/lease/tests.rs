@@ -35,13 +35,13 @@ fn each_owner_has_a_greater_token_and_foreign_marks_stay() {
     lease.metadata.annotations = Some([("x".to_owned(), "y".to_owned())].into());
     let tokens: Vec<i32> = ["a", "b", "a"]
         .map(|identity| {
-            let owner = Owner { identity: identity.into(), incarnation: "1".into() };
+            let owner = LeaseOwner { identity: identity.into(), incarnation: "1".into() };
             hand_to(&mut lease, &owner, Some(Duration::from_secs(15)));
             Held { lease: lease.clone() }.token()
         })
         .into();
     assert_eq!(tokens, [1, 2, 3]);
-    hand_to(&mut lease, &Owner::only("vm"), None);
+    hand_to(&mut lease, &LeaseOwner::only("vm"), None);
     assert_eq!(lasts(&lease), None);
     let notes = lease.metadata.annotations.as_ref().unwrap();
     assert_eq!(
@@ -53,12 +53,12 @@ fn each_owner_has_a_greater_token_and_foreign_marks_stay() {
 #[test]
 fn an_owner_is_known_by_name_incarnation_and_count() {
     let mut mine = lease("1", Some(15));
-    hand_to(&mut mine, &Owner { identity: "a".into(), incarnation: "1".into() }, None);
+    hand_to(&mut mine, &LeaseOwner { identity: "a".into(), incarnation: "1".into() }, None);
     let mut labelled = mine.clone();
     labelled.metadata.resource_version = Some("2".into());
     assert!(same_owner(&mine, &labelled));
     let mut again = mine.clone();
-    hand_to(&mut again, &Owner { identity: "a".into(), incarnation: "2".into() }, None);
+    hand_to(&mut again, &LeaseOwner { identity: "a".into(), incarnation: "2".into() }, None);
     assert!(!same_owner(&mine, &again));
     let mut empty = mine.clone();
     empty.spec.get_or_insert_default().holder_identity = Some(String::new());

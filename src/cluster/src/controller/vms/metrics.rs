@@ -1,5 +1,6 @@
 //! Counts the work of both parts. (The provider's decorator counts its calls.)
 
+use peerpod_base::metrics::register;
 use prometheus_client::{
     encoding::{EncodeLabelSet, EncodeLabelValue},
     metrics::{counter::Counter, family::Family, gauge::Gauge},
@@ -63,51 +64,31 @@ pub(super) struct Metrics {
 
 impl Metrics {
     pub(super) fn register(registry: &mut Registry) -> Metrics {
-        let metrics = Metrics::default();
         let registry = registry.sub_registry_with_prefix("peerpod_controller");
-        registry.register("peerpods", "Tries to end a deleted PeerPod, by result", metrics.peerpods.clone());
-        registry.register(
-            "orphans",
-            "VMs of lost nodes that no PeerPod names, by action",
-            metrics.orphans.clone(),
-        );
-        registry.register(
-            "lost_peerpods",
-            "PeerPods of nodes that are gone, by action",
-            metrics.lost.clone(),
-        );
-        registry.register(
-            "old_heartbeats",
-            "Heartbeats of nodes that are long gone, by action",
-            metrics.heartbeats.clone(),
-        );
-        registry.register(
-            "peerpods_deleting",
-            "PeerPods that wait for their VM's deletion",
-            metrics.deleting.clone(),
-        );
-        registry.register(
-            "peerpods_failing",
-            "PeerPods whose VM could not be deleted yet",
-            metrics.failing.clone(),
-        );
-        registry.register("vms_unclaimed", "VMs that no PeerPod names", metrics.unclaimed.clone());
-        registry.register(
-            "vms_unattributed",
-            "VMs that no PeerPod names and no known node made; they are left alone",
-            metrics.unattributed.clone(),
-        );
-        registry.register(
-            "sweeps",
-            "Comparisons of the provider's VMs with the PeerPods",
-            metrics.sweeps.clone(),
-        );
-        registry.register(
-            "sweeps_failed",
-            "Comparisons of the provider's VMs with the PeerPods that failed",
-            metrics.sweeps_failed.clone(),
-        );
-        metrics
+        Metrics {
+            peerpods: register(registry, "peerpods", "Tries to end a deleted PeerPod, by result"),
+            orphans: register(registry, "orphans", "VMs of lost nodes that no PeerPod names, by action"),
+            lost: register(registry, "lost_peerpods", "PeerPods of nodes that are gone, by action"),
+            heartbeats: register(
+                registry,
+                "old_heartbeats",
+                "Heartbeats of nodes that are long gone, by action",
+            ),
+            deleting: register(registry, "peerpods_deleting", "PeerPods that wait for their VM's deletion"),
+            failing: register(registry, "peerpods_failing", "PeerPods whose VM could not be deleted yet"),
+            unclaimed: register(registry, "vms_unclaimed", "VMs that no PeerPod names"),
+            unattributed: register(
+                registry,
+                "vms_unattributed",
+                "VMs that no PeerPod names and no known node made; they are left alone",
+            ),
+            sweeps: register(registry, "sweeps", "Comparisons of the provider's VMs with the PeerPods"),
+            sweeps_failed: register(
+                registry,
+                "sweeps_failed",
+                "Comparisons of the provider's VMs with the PeerPods that failed",
+            ),
+        }
     }
 
     pub(super) fn ended(&self, outcome: Outcome) {
