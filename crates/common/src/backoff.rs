@@ -18,7 +18,7 @@ impl Backoff {
 
     /// Returns the pause after a failure.
     pub fn pause(&mut self) -> Duration {
-        let pause = self.next;
+        let pause = self.next.min(self.longest);
         self.next = pause.saturating_mul(2).min(self.longest);
         pause
     }

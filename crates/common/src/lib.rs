@@ -3,7 +3,10 @@
 pub mod accept;
 pub mod backoff;
 pub mod blocking;
+pub mod fd_passing;
 pub mod files;
+pub mod id;
 pub mod keyed_locks;
+pub mod limit;
 pub mod reactor;
 pub mod tun;
