@@ -6,11 +6,11 @@ use std::io::IoSlice;
 use bytes::Bytes;
 use peerpod_link::{
     endpoint::Role,
-    record::{self, CloseReason, Kind, Level, Line, MAX_TEXT, SessionId, StreamKind, Target, Welcome},
-    session::{Event, Limits, Session},
+    record::{self, CloseReason, Level, Line, MAX_TEXT, RecordKind, SessionId, StreamKind, Target, Welcome},
+    session::{Received, Session, SessionLimits},
 };
 
-const LIMITS: fn() -> Limits = || Limits { streams: 64, ..Limits::default() };
+const LIMITS: fn() -> SessionLimits = || SessionLimits { streams: 64, ..SessionLimits::default() };
 
 pub(crate) fn run(input: &[u8]) {
     for role in [Role::Relay, Role::Guest] {
@@ -31,12 +31,13 @@ fn feed<'a>(session: &mut Session, mut input: &'a [u8]) -> &'a [u8] {
         assert!(payload.len() <= record::MAX_PAYLOAD);
         match session.receive(&header, payload) {
             Err(_) => return before,
-            Ok(Event::Opened(id, StreamKind::Agent)) => session.send(id, b"the local side's first words"),
-            Ok(Event::Opened(id, StreamKind::Dial(_))) => session.accept(id),
-            Ok(Event::Data(id, data)) => session.consumed(id, data.len()),
-            Ok(Event::Control(message)) => assert!(message.len() <= LIMITS().control_message),
-            Ok(Event::Line(line)) => assert!(line.text.len() <= MAX_TEXT),
-            Ok(Event::Nothing | Event::Closed(..) | Event::Connected(_) | Event::Finished(_)) => {}
+            Ok(Received::Opened(id, StreamKind::Agent)) => session.send(id, b"the local side's first words"),
+            Ok(Received::Opened(id, StreamKind::Dial(_))) => session.accept(id),
+            Ok(Received::Data(id, data)) => session.consumed(id, data.len()),
+            Ok(Received::Control(message)) => assert!(message.len() <= LIMITS().control_message),
+            Ok(Received::Line(line)) => assert!(line.text.len() <= MAX_TEXT),
+            Ok(Received::Nothing | Received::Closed(..) | Received::Connected(_) | Received::Finished(_)) => {
+            }
         }
         drain(session);
         assert!(session.buffered() <= 4 << 20, "{} bytes kept", session.buffered());
@@ -47,7 +48,7 @@ fn feed<'a>(session: &mut Session, mut input: &'a [u8]) -> &'a [u8] {
 fn drain(session: &mut Session) -> Vec<u8> {
     let mut all = Vec::new();
     loop {
-        session.pump();
+        session.schedule();
         let mut slices = [IoSlice::new(&[]); 8];
         let filled = session.output(&mut slices);
         let before = all.len();
@@ -68,7 +69,7 @@ fn joined() -> (Session, Session) {
     relay.answer(&hello, 1, "fuzz").expect("the versions are ours");
     let welcome = drain(&mut relay);
     let (header, payload) = record::split(&mut &welcome[..]).expect("a record").expect("a whole one");
-    assert_eq!(header.kind, Kind::Welcome);
+    assert_eq!(header.kind, RecordKind::Welcome);
     guest.welcomed(&Welcome::decode(payload).expect("a Welcome")).expect("it fits");
     (relay, guest)
 }

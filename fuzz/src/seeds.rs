@@ -9,8 +9,8 @@ use std::{
 use base64::{Engine, prelude::BASE64_STANDARD};
 use peerpod_link::{
     frame::Header,
-    path_mtu::{Datagram, Kind as ProbeKind, Token},
-    record::{self, Hello, Kind, SessionId, StreamKind, Target, Welcome},
+    path_mtu::{Datagram, DatagramKind, Token},
+    record::{self, Hello, RecordKind, SessionId, StreamKind, Target, Welcome},
 };
 use peerpod_proto::guest::{self, Claim, ClaimReply, NetworkPlan};
 use protobuf::Message;
@@ -170,10 +170,10 @@ fn greetings() -> Vec<Seed> {
         "detail": {"port": 1}});
     let seeds = [
         ("hello", hello.encode()),
-        ("hello-record", whole(Kind::Hello, hello.encode())),
+        ("hello-record", whole(RecordKind::Hello, hello.encode())),
         ("welcome", welcome.encode()),
-        ("claim-record", whole(Kind::Claim, bytes(&claim))),
-        ("reply-record", whole(Kind::ClaimReply, bytes(&reply))),
+        ("claim-record", whole(RecordKind::Claim, bytes(&claim))),
+        ("reply-record", whole(RecordKind::ClaimReply, bytes(&reply))),
         ("open", open[..length].to_vec()),
         ("hand-in", hand_off.to_string().into_bytes()),
         ("hand-in-answer", json!({"version": 1, "error": "no", "held": true}).to_string().into_bytes()),
@@ -183,7 +183,7 @@ fn greetings() -> Vec<Seed> {
 
 /// Returns a path MTU probe.
 fn packets() -> Vec<Seed> {
-    let probe = Datagram { kind: ProbeKind::Question, nonce: [1; 8], token: Token::new([2; 16]) };
+    let probe = Datagram { kind: DatagramKind::Question, nonce: [1; 8], token: Token::new([2; 16]) };
     vec![("probe".to_owned(), probe.write(64))]
 }
 

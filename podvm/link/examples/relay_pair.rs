@@ -217,13 +217,14 @@ fn idle(sandboxes: usize) {
     });
 }
 
-fn main() {
-    if let Some(sandboxes) = std::env::args().skip_while(|arg| arg != "idle").nth(1) {
-        return idle(sandboxes.parse().unwrap());
-    }
-    let rounds: usize = std::env::args().nth(1).map_or(8, |text| text.parse().unwrap());
-    let only: Option<String> = std::env::args().nth(2);
-    let dir = Dir::new();
+/// Named chains between a client and the agent, by the path of their socket.
+type Chains = Vec<(&'static str, PathBuf)>;
+/// Name, request frame, and number of calls of a burst.
+type Kind = (&'static str, Vec<u8>, usize);
+/// Time and CPU time of each burst, by kind and chain.
+type Results = BTreeMap<(usize, usize), Vec<(f64, f64)>>;
+
+fn chains(dir: &Dir, only: Option<&str>) -> Chains {
     let agent_path = dir.join("agent.sock");
     let path = agent_path.clone();
     thread(0, move |sender| async move {
@@ -241,27 +242,24 @@ fn main() {
     if let Some(only) = only {
         chains.retain(|(name, _)| *name == "direct" || *name == only);
     }
-    let kinds: [(&str, Vec<u8>, usize); 5] = [
-        ("small", request(1, ECHO, 40), 3000),
-        ("write 64k", request(1, 8, 64 << 10), 1000),
-        ("read 64k", request(1, 64 << 10, 40), 1000),
-        ("write 1m", request(1, 8, 1 << 20), 150),
-        ("read 1m", request(1, 1 << 20, 40), 150),
-    ];
-    let mut results: BTreeMap<(usize, usize), Vec<(f64, f64)>> = BTreeMap::new();
-    let runtime = Builder::new_current_thread().enable_all().build().unwrap();
-    for _ in 0..rounds {
-        for (kind, (_, frame, calls)) in kinds.iter().enumerate() {
-            for (chain, (_, path)) in chains.iter().enumerate() {
-                let result = runtime.block_on(burst(path, frame, *calls));
-                results.entry((kind, chain)).or_default().push(result);
-            }
-        }
+    chains
+}
+
+/// Measures one burst of each kind on each chain, and the calls in flight.
+async fn round(chains: &Chains, kinds: &[Kind], results: &mut Results) {
+    for (kind, (_, frame, calls)) in kinds.iter().enumerate() {
         for (chain, (_, path)) in chains.iter().enumerate() {
-            let result = runtime.block_on(sixteen(path, 40_000));
-            results.entry((kinds.len(), chain)).or_default().push(result);
+            let result = burst(path, frame, *calls).await;
+            results.entry((kind, chain)).or_default().push(result);
         }
     }
+    for (chain, (_, path)) in chains.iter().enumerate() {
+        let result = sixteen(path, 40_000).await;
+        results.entry((kinds.len(), chain)).or_default().push(result);
+    }
+}
+
+fn print(chains: &Chains, kinds: &[Kind], results: &Results) {
     let names = kinds.iter().map(|(name, ..)| *name).chain(["16 in flight"]);
     for (kind, name) in names.enumerate() {
         println!("{name}");
@@ -280,8 +278,30 @@ fn main() {
             );
         }
     }
-    // Checks the answer to an uncounted call, so that the example fails when the pair does.
+}
+
+fn main() {
+    if let Some(sandboxes) = std::env::args().skip_while(|arg| arg != "idle").nth(1) {
+        return idle(sandboxes.parse().unwrap());
+    }
+    let rounds: usize = std::env::args().nth(1).map_or(8, |text| text.parse().unwrap());
+    let dir = Dir::new();
+    let chains = chains(&dir, std::env::args().nth(2).as_deref());
+    let kinds: [Kind; 5] = [
+        ("small", request(1, ECHO, 40), 3000),
+        ("write 64k", request(1, 8, 64 << 10), 1000),
+        ("read 64k", request(1, 64 << 10, 40), 1000),
+        ("write 1m", request(1, 8, 1 << 20), 150),
+        ("read 1m", request(1, 1 << 20, 40), 150),
+    ];
+    let mut results = Results::new();
+    let runtime = Builder::new_current_thread().enable_all().build().unwrap();
     runtime.block_on(async {
+        for _ in 0..rounds {
+            round(&chains, &kinds, &mut results).await;
+        }
+        print(&chains, &kinds, &results);
+        // Checks the answer to an uncounted call, so that the example fails when the pair does.
         let mut socket = client(&chains[chains.len() - 1].1).await;
         socket.write_all(&request(1, ECHO, 40)).await.unwrap();
         assert_eq!(answer(&mut socket).await.unwrap().1.len(), 40);

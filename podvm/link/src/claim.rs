@@ -12,7 +12,7 @@ use peerpod_proto::guest::{Claim, ClaimReply};
 use protobuf::Message;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
-use crate::record::{self, BadRecord, HEADER_LEN, Header, Hello, Kind};
+use crate::record::{self, BadRecord, HEADER_LEN, Hello, RecordHeader, RecordKind};
 
 /// Time limit for a peer's first record.
 pub const FIRST_RECORD_DEADLINE: Duration = Duration::from_secs(15);
@@ -22,7 +22,7 @@ pub const FIRST_RECORD_DEADLINE: Duration = Duration::from_secs(15);
 pub enum First {
     /// A ticket; answer with [`reply`].
     Claim(Box<Claim>),
-    /// A session; pass the connection and this value to [`crate::endpoint::EndpointHandle::attach_after`].
+    /// A session, which only a guest with a certificate may begin.
     Hello(Hello),
 }
 
@@ -37,7 +37,7 @@ pub enum ClaimError {
     Record(#[from] BadRecord),
     /// A record of a kind that is not allowed here.
     #[error("ticket exchange: the peer sent {0:?} where {1} was due")]
-    Unexpected(Kind, &'static str),
+    Unexpected(RecordKind, &'static str),
     /// The message in the record cannot be encoded or decoded.
     #[error("ticket exchange: the {0} cannot be read: {1}")]
     Message(&'static str, protobuf::Error),
@@ -48,9 +48,9 @@ pub async fn ask<S>(stream: &mut S, claim: &Claim) -> Result<ClaimReply, ClaimEr
 where
     S: AsyncRead + AsyncWrite + Unpin,
 {
-    send(stream, Kind::Claim, claim).await?;
+    send(stream, RecordKind::Claim, claim).await?;
     match receive(stream).await? {
-        (Kind::ClaimReply, payload) => {
+        (RecordKind::ClaimReply, payload) => {
             ClaimReply::parse_from_bytes(&payload).map_err(|why| ClaimError::Message("ClaimReply", why))
         }
         (other, _) => Err(ClaimError::Unexpected(other, "ClaimReply")),
@@ -63,11 +63,11 @@ where
     S: AsyncRead + Unpin,
 {
     match receive(stream).await? {
-        (Kind::Claim, payload) => {
+        (RecordKind::Claim, payload) => {
             let claim = Claim::parse_from_bytes(&payload).map_err(|why| ClaimError::Message("Claim", why))?;
             Ok(First::Claim(Box::new(claim)))
         }
-        (Kind::Hello, payload) => Ok(First::Hello(Hello::decode(&payload)?)),
+        (RecordKind::Hello, payload) => Ok(First::Hello(Hello::decode(&payload)?)),
         (other, _) => Err(ClaimError::Unexpected(other, "Claim or Hello")),
     }
 }
@@ -77,12 +77,12 @@ pub async fn reply<S>(stream: &mut S, reply: &ClaimReply) -> Result<(), ClaimErr
 where
     S: AsyncWrite + Unpin,
 {
-    send(stream, Kind::ClaimReply, reply).await
+    send(stream, RecordKind::ClaimReply, reply).await
 }
 
 async fn send<S: AsyncWrite + Unpin>(
     stream: &mut S,
-    kind: Kind,
+    kind: RecordKind,
     message: &impl Message,
 ) -> Result<(), ClaimError> {
     let payload = message.write_to_bytes().map_err(|why| ClaimError::Message("message to send", why))?;
@@ -90,10 +90,10 @@ async fn send<S: AsyncWrite + Unpin>(
     Ok(stream.flush().await?)
 }
 
-async fn receive<S: AsyncRead + Unpin>(stream: &mut S) -> Result<(Kind, Vec<u8>), ClaimError> {
+async fn receive<S: AsyncRead + Unpin>(stream: &mut S) -> Result<(RecordKind, Vec<u8>), ClaimError> {
     let mut header = [0; HEADER_LEN];
     stream.read_exact(&mut header).await?;
-    let header = Header::decode(&header)?;
+    let header = RecordHeader::decode(&header)?;
     // The buffer grows with the bytes that arrive, not with the announced length.
     let mut payload = Vec::new();
     stream.take(u64::from(header.length)).read_to_end(&mut payload).await?;
@@ -136,12 +136,12 @@ mod tests {
             Err(ClaimError::Record(_))
         ));
         assert!(matches!(first(&[0; 5]).await, Err(ClaimError::Io(_))));
-        let data = record::plain(Kind::Data, b"x").unwrap();
-        assert!(matches!(first(&data).await, Err(ClaimError::Unexpected(Kind::Data, _))));
-        let mut short = record::plain(Kind::Claim, &[0; 100]).unwrap();
+        let data = record::plain(RecordKind::Data, b"x").unwrap();
+        assert!(matches!(first(&data).await, Err(ClaimError::Unexpected(RecordKind::Data, _))));
+        let mut short = record::plain(RecordKind::Claim, &[0; 100]).unwrap();
         short.truncate(60);
         assert!(matches!(first(&short).await, Err(ClaimError::Io(_))));
-        let garbage = record::plain(Kind::Claim, &[0xff; 100]).unwrap();
+        let garbage = record::plain(RecordKind::Claim, &[0xff; 100]).unwrap();
         assert!(matches!(first(&garbage).await, Err(ClaimError::Message("Claim", _))));
     }
 
@@ -154,7 +154,7 @@ mod tests {
             recv: 0,
             program: "1".into(),
         };
-        let mut bytes = record::plain(Kind::Hello, &hello.encode()).unwrap();
+        let mut bytes = record::plain(RecordKind::Hello, &hello.encode()).unwrap();
         bytes.extend_from_slice(b"rest");
         let mut input = &bytes[..];
         assert_eq!(first_record(&mut input).await.unwrap(), First::Hello(hello));

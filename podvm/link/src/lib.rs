@@ -2,6 +2,7 @@
 //! frames, and the path MTU. It has no Kubernetes client and no cloud SDK: this crate is part of
 //! the VM's trusted base and of the relay, which faces hostile guests.
 
+pub mod base64_bytes;
 pub mod claim;
 pub mod endpoint;
 pub mod frame;

@@ -56,7 +56,7 @@ impl fmt::Debug for Token {
 
 /// Direction of a datagram.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
+pub enum DatagramKind {
     /// From the guest.
     Question = 1,
     /// From the relay.
@@ -67,7 +67,7 @@ pub enum Kind {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Datagram {
     /// Its direction.
-    pub kind: Kind,
+    pub kind: DatagramKind,
     /// Random number that ties an answer to its question.
     pub nonce: [u8; 8],
     /// Token of the link.
@@ -96,8 +96,8 @@ impl Datagram {
             return None;
         }
         let kind = match kind {
-            1 => Kind::Question,
-            2 => Kind::Answer,
+            1 => DatagramKind::Question,
+            2 => DatagramKind::Answer,
             _ => return None,
         };
         let (nonce, token) = rest.split_first_chunk::<8>()?;
@@ -212,7 +212,7 @@ mod tests {
 
     #[test]
     fn only_a_written_datagram_is_read() {
-        let datagram = Datagram { kind: Kind::Question, nonce: [7; 8], token: Token([9; 16]) };
+        let datagram = Datagram { kind: DatagramKind::Question, nonce: [7; 8], token: Token([9; 16]) };
         let bytes = datagram.write(1472);
         assert_eq!((bytes.len(), Datagram::read(&bytes)), (1472, Some(datagram)));
         assert_eq!(datagram.write(3).len(), HEADER);

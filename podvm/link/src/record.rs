@@ -21,7 +21,7 @@ pub const HEADER_LEN: usize = 28;
 pub const MAX_PAYLOAD: usize = 64 << 10;
 
 /// Newest version of this protocol, offered in Hello and answered in Welcome. Version 2 added dialled streams
-/// ([`StreamKind::Dial`], [`Kind::Finish`]), version 3 the guest's log records ([`Kind::Line`]).
+/// ([`StreamKind::Dial`], [`RecordKind::Finish`]), version 3 the guest's log records ([`RecordKind::Line`]).
 pub const VERSION: u16 = 3;
 
 /// Oldest supported version.
@@ -33,7 +33,7 @@ pub const MORE: u8 = 1;
 /// Kind of a record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
-pub enum Kind {
+pub enum RecordKind {
     /// Ticket of a guest without a certificate (protobuf `Claim`).
     Claim = 1,
     /// Answer to a Claim (protobuf `ClaimReply`).
@@ -64,24 +64,24 @@ pub enum Kind {
     Pong = 22,
 }
 
-impl Kind {
+impl RecordKind {
     /// Returns the kind with this number.
-    pub fn from_u8(number: u8) -> Option<Kind> {
+    pub fn from_u8(number: u8) -> Option<RecordKind> {
         Some(match number {
-            1 => Kind::Claim,
-            2 => Kind::ClaimReply,
-            3 => Kind::Hello,
-            4 => Kind::Welcome,
-            10 => Kind::Open,
-            11 => Kind::Data,
-            12 => Kind::Close,
-            13 => Kind::Credit,
-            14 => Kind::Control,
-            15 => Kind::Finish,
-            16 => Kind::Line,
-            20 => Kind::Ack,
-            21 => Kind::Ping,
-            22 => Kind::Pong,
+            1 => RecordKind::Claim,
+            2 => RecordKind::ClaimReply,
+            3 => RecordKind::Hello,
+            4 => RecordKind::Welcome,
+            10 => RecordKind::Open,
+            11 => RecordKind::Data,
+            12 => RecordKind::Close,
+            13 => RecordKind::Credit,
+            14 => RecordKind::Control,
+            15 => RecordKind::Finish,
+            16 => RecordKind::Line,
+            20 => RecordKind::Ack,
+            21 => RecordKind::Ping,
+            22 => RecordKind::Pong,
             _ => return None,
         })
     }
@@ -161,11 +161,11 @@ pub enum CloseReason {
 
 /// Header of a record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Header {
+pub struct RecordHeader {
     /// Bytes of payload.
     pub length: u32,
     /// Kind of the record.
-    pub kind: Kind,
+    pub kind: RecordKind,
     /// [`MORE`] or 0.
     pub flags: u8,
     /// Stream of the record; 0 = none.
@@ -193,30 +193,35 @@ pub enum BadRecord {
     Payload(&'static str, &'static str),
 }
 
-impl Header {
+impl RecordHeader {
     /// Returns a header without sequence number and acknowledgement.
-    pub fn new(kind: Kind, length: u32) -> Header {
-        Header { length, kind, flags: 0, stream: 0, seq: 0, ack: 0 }
+    pub fn new(kind: RecordKind, length: u32) -> RecordHeader {
+        RecordHeader { length, kind, flags: 0, stream: 0, seq: 0, ack: 0 }
+    }
+
+    /// Returns the header of a record of a stream; the session fills in the length and the numbers.
+    pub(crate) fn of_stream(kind: RecordKind, stream: u32) -> RecordHeader {
+        RecordHeader { stream, ..RecordHeader::new(kind, 0) }
     }
 
     /// Decodes a header and makes the checks that need no session.
-    pub fn decode(b: &[u8; HEADER_LEN]) -> Result<Header, BadRecord> {
+    pub fn decode(b: &[u8; HEADER_LEN]) -> Result<RecordHeader, BadRecord> {
         let u32_at = |at: usize| u32::from_be_bytes([b[at], b[at + 1], b[at + 2], b[at + 3]]);
         let u64_at = |at: usize| u64::from(u32_at(at)) << 32 | u64::from(u32_at(at + 4));
         let length = u32_at(0);
         if length as usize > MAX_PAYLOAD {
             return Err(BadRecord::Length(length));
         }
-        let kind = Kind::from_u8(b[4]).ok_or(BadRecord::Kind(b[4]))?;
+        let kind = RecordKind::from_u8(b[4]).ok_or(BadRecord::Kind(b[4]))?;
         let flags = b[5];
-        let allowed = if kind == Kind::Control { MORE } else { 0 };
+        let allowed = if kind == RecordKind::Control { MORE } else { 0 };
         if flags & !allowed != 0 || b[6] != 0 || b[7] != 0 {
             return Err(BadRecord::Reserved);
         }
-        Ok(Header { length, kind, flags, stream: u32_at(8), seq: u64_at(12), ack: u64_at(20) })
+        Ok(RecordHeader { length, kind, flags, stream: u32_at(8), seq: u64_at(12), ack: u64_at(20) })
     }
 
-    /// Encodes a header; the inverse of [`Header::decode`].
+    /// Encodes a header; the inverse of [`RecordHeader::decode`].
     pub fn encode(&self) -> [u8; HEADER_LEN] {
         let mut b = [0; HEADER_LEN];
         b[0..4].copy_from_slice(&self.length.to_be_bytes());
@@ -231,22 +236,22 @@ impl Header {
 
 /// Takes the first record off the front of `input`; returns `None` if it is incomplete. The header is checked as soon
 /// as it is complete, so that no bytes are collected for an invalid record.
-pub fn split<'a>(input: &mut &'a [u8]) -> Result<Option<(Header, &'a [u8])>, BadRecord> {
+pub fn split<'a>(input: &mut &'a [u8]) -> Result<Option<(RecordHeader, &'a [u8])>, BadRecord> {
     let Some((head, rest)) = input.split_first_chunk() else { return Ok(None) };
-    let header = Header::decode(head)?;
+    let header = RecordHeader::decode(head)?;
     let Some((payload, rest)) = rest.split_at_checked(header.length as usize) else { return Ok(None) };
     *input = rest;
     Ok(Some((header, payload)))
 }
 
 /// Returns a whole record that is not sequenced, for exchanges outside a session.
-pub fn plain(kind: Kind, payload: &[u8]) -> Result<Vec<u8>, BadRecord> {
+pub fn plain(kind: RecordKind, payload: &[u8]) -> Result<Vec<u8>, BadRecord> {
     let length = u32::try_from(payload.len()).unwrap_or(u32::MAX);
     if payload.len() > MAX_PAYLOAD {
         return Err(BadRecord::Length(length));
     }
     let mut bytes = Vec::with_capacity(HEADER_LEN + payload.len());
-    bytes.extend_from_slice(&Header::new(kind, length).encode());
+    bytes.extend_from_slice(&RecordHeader::new(kind, length).encode());
     bytes.extend_from_slice(payload);
     Ok(bytes)
 }
@@ -260,15 +265,15 @@ mod tests {
     proptest! {
         #[test]
         fn a_header_survives_encoding(length in 0..=MAX_PAYLOAD as u32, kind in 0u8..30, stream: u32, seq: u64, ack: u64) {
-            if let Some(kind) = Kind::from_u8(kind) {
-                let header = Header { length, kind, flags: 0, stream, seq, ack };
-                prop_assert_eq!(Header::decode(&header.encode()), Ok(header));
+            if let Some(kind) = RecordKind::from_u8(kind) {
+                let header = RecordHeader { length, kind, flags: 0, stream, seq, ack };
+                prop_assert_eq!(RecordHeader::decode(&header.encode()), Ok(header));
             }
         }
 
         #[test]
         fn any_bytes_are_refused_or_have_one_meaning(bytes: [u8; HEADER_LEN]) {
-            if let Ok(header) = Header::decode(&bytes) {
+            if let Ok(header) = RecordHeader::decode(&bytes) {
                 prop_assert_eq!(header.encode(), bytes);
             }
         }
@@ -276,16 +281,21 @@ mod tests {
 
     #[test]
     fn the_error_names_the_defect_of_a_record() {
-        let good = Header::new(Kind::Data, 5).encode();
+        let good = RecordHeader::new(RecordKind::Data, 5).encode();
         let with = |at: usize, value: u8| {
             let mut bytes = good;
             bytes[at] = value;
-            Header::decode(&bytes)
+            RecordHeader::decode(&bytes)
         };
         assert_eq!(with(4, 99), Err(BadRecord::Kind(99)));
         assert_eq!(with(0, 0xff), Err(BadRecord::Length(0xff00_0005)));
         assert_eq!(with(5, MORE), Err(BadRecord::Reserved), "only Control goes on");
         assert_eq!(with(6, 1), Err(BadRecord::Reserved));
-        assert!(Header::decode(&Header { flags: MORE, ..Header::new(Kind::Control, 1) }.encode()).is_ok());
+        assert!(
+            RecordHeader::decode(
+                &RecordHeader { flags: MORE, ..RecordHeader::new(RecordKind::Control, 1) }.encode()
+            )
+            .is_ok()
+        );
     }
 }

@@ -9,9 +9,9 @@
 //! messages go first, then small records (open, credit), then data, round robin. The guest's log records go out only
 //! when no other data waits.
 //!
-//! Bounds, independent of the peer: unacknowledged records have at most [`Limits::replay`] bytes plus one record. A
-//! stream holds at most the bytes that its local side was allowed to pass. There are at most [`Limits::streams`]
-//! streams, and a control message under assembly has at most [`Limits::control_message`] bytes. A peer that breaks
+//! Bounds, independent of the peer: unacknowledged records have at most [`SessionLimits::replay`] bytes plus one record. A
+//! stream holds at most the bytes that its local side was allowed to pass. There are at most [`SessionLimits::streams`]
+//! streams, and a control message under assembly has at most [`SessionLimits::control_message`] bytes. A peer that breaks
 //! the rules causes a [`Violation`]: the owner closes the transport and calls [`Session::reset`].
 
 mod bind;
@@ -28,17 +28,18 @@ use std::{
 };
 
 use bytes::Bytes;
+use serde::{Deserialize, Serialize};
 
 pub use self::{
     bind::Joined,
-    receive::{Event, Violation},
+    receive::{Received, Violation},
     state::{BadState, SessionState},
 };
 use self::{lines::Lines, log::Log, stream::Stream};
 use crate::{
     endpoint::Role,
     ids::IdMap,
-    record::{CloseReason, HEADER_LEN, Header, Kind, MORE, SessionId, StreamKind},
+    record::{CloseReason, HEADER_LEN, MORE, RecordHeader, RecordKind, SessionId, StreamKind},
 };
 
 /// Most bytes in flight in one direction of a stream before the receiver returns credit.
@@ -63,7 +64,7 @@ pub(crate) const CHUNK: usize = (16 << 10) - HEADER_LEN;
 
 /// Limits of one session.
 #[derive(Clone, Copy, Debug)]
-pub struct Limits {
+pub struct SessionLimits {
     /// Unacknowledged bytes kept; above this, streams have no room. [`Session::new`] raises it to at least twice the
     /// bytes received before an acknowledgement.
     pub replay: usize,
@@ -75,16 +76,16 @@ pub struct Limits {
     pub control_message: usize,
 }
 
-impl Default for Limits {
+impl Default for SessionLimits {
     fn default() -> Self {
-        Limits { replay: 1 << 20, ahead: 128 << 10, streams: 1024, control_message: 1 << 20 }
+        SessionLimits { replay: 1 << 20, ahead: 128 << 10, streams: 1024, control_message: 1 << 20 }
     }
 }
 
 /// One end of a session; see the module documentation.
 pub struct Session {
     role: Role,
-    limits: Limits,
+    limits: SessionLimits,
     /// The guest's own session id, or the one that the relay accepted.
     id: Option<SessionId>,
     /// Epoch of the relay's side of the session; 0 = no handshake has finished.
@@ -92,25 +93,12 @@ pub struct Session {
     /// Protocol version in use; 0 = no handshake has finished.
     version: u16,
     log: Log,
-    /// Unnumbered records (Welcome, Ack, Ping, Pong) under way, and the number of bytes that the transport took of
-    /// them.
-    urgent: Vec<u8>,
-    urgent_taken: usize,
-    want: Want,
-    /// Highest sequence number received in order.
-    recv: u64,
-    /// Bytes received since the last acknowledgement was queued.
-    unacked: usize,
-    control: VecDeque<Bytes>,
-    /// Bytes of finished control messages since the last [`Session::control_done`].
-    control_done: usize,
-    assembly: Vec<u8>,
+    urgent: Urgent,
+    inbound: Inbound,
+    control: ControlQueue,
     lines: Lines,
     streams: IdMap<Stream>,
-    /// Streams with an Open or a Credit to send.
-    signals: VecDeque<u32>,
-    /// Streams with a Finish, a Close, or data that has credit, to send.
-    ready: VecDeque<u32>,
+    turns: Turns,
     /// Next stream that this end opens, and lowest stream that the peer may open.
     next_own: u32,
     next_peer: u32,
@@ -124,8 +112,102 @@ struct Want {
     pong: bool,
 }
 
+/// Unnumbered records (Welcome, Ack, Ping, Pong).
+#[derive(Default)]
+struct Urgent {
+    bytes: Vec<u8>,
+    /// Number of bytes that the transport took.
+    taken: usize,
+    want: Want,
+}
+
+impl Urgent {
+    fn rest(&self) -> &[u8] {
+        &self.bytes[self.taken..]
+    }
+
+    fn wrote(&mut self, bytes: usize) {
+        self.taken += bytes;
+        if self.taken == self.bytes.len() {
+            (self.bytes, self.taken) = (Vec::new(), 0);
+        }
+    }
+
+    /// Encodes the wanted records, each of which acknowledges what was received.
+    fn schedule(&mut self, inbound: &mut Inbound) {
+        // A peer may ping and never read: above the limit, no further answers are queued.
+        if self.rest().len() >= URGENT_MOST {
+            return;
+        }
+        let want = std::mem::take(&mut self.want);
+        let kinds =
+            [(want.ping, RecordKind::Ping), (want.pong, RecordKind::Pong), (want.ack, RecordKind::Ack)];
+        for (_, kind) in kinds.into_iter().filter(|(wanted, _)| *wanted) {
+            // Another record may have carried the acknowledgement.
+            if kind != RecordKind::Ack || inbound.unacked >= ACK_STEP {
+                let header = RecordHeader { ack: inbound.acknowledge(), ..RecordHeader::new(kind, 0) };
+                self.bytes.extend_from_slice(&header.encode());
+            }
+        }
+    }
+}
+
+/// Records from the peer.
+#[derive(Default)]
+struct Inbound {
+    /// Highest sequence number received in order.
+    recv: u64,
+    /// Bytes received since the last acknowledgement was queued.
+    unacked: usize,
+    /// Control message that is not complete.
+    assembly: Vec<u8>,
+}
+
+impl Inbound {
+    /// Returns the number to acknowledge in the next record.
+    fn acknowledge(&mut self) -> u64 {
+        self.unacked = 0;
+        self.recv
+    }
+}
+
+/// Control messages that wait for sending.
+#[derive(Default)]
+struct ControlQueue {
+    messages: VecDeque<Bytes>,
+    /// Bytes of finished messages since the last [`Session::control_done`].
+    done: usize,
+}
+
+impl ControlQueue {
+    /// Returns the next part, and whether it is the last one of its message.
+    fn next_part(&mut self) -> Option<(Bytes, bool)> {
+        let mut message = self.messages.pop_front()?;
+        let part = message.split_to(message.len().min(CHUNK));
+        let last = message.is_empty();
+        self.done += part.len() + if last { CONTROL_COST } else { 0 };
+        if !last {
+            self.messages.push_front(message);
+        }
+        Some((part, last))
+    }
+
+    fn waiting(&self) -> usize {
+        self.messages.iter().map(|message| message.len() + CONTROL_COST).sum()
+    }
+}
+
+/// Streams with records to send, in their order. Ended streams stay listed until their turn.
+#[derive(Default)]
+struct Turns {
+    /// Streams with an Open or a Credit.
+    signals: VecDeque<u32>,
+    /// Streams with a Finish, a Close, or data that has credit.
+    ready: VecDeque<u32>,
+}
+
 /// Records of the session since its creation.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Counts {
     /// Sequenced records sent, each counted once.
     pub sent: u64,
@@ -137,27 +219,21 @@ pub struct Counts {
 
 impl Session {
     /// Returns a fresh session. The guest chooses the id; the relay's session has none until a guest sends Hello.
-    pub fn new(role: Role, id: Option<SessionId>, limits: Limits) -> Session {
+    pub fn new(role: Role, id: Option<SessionId>, limits: SessionLimits) -> Session {
         let (next_own, next_peer) = first_streams(role);
         Session {
             role,
-            limits: Limits { replay: limits.replay.max(2 * ACK_STEP), ..limits },
+            limits: SessionLimits { replay: limits.replay.max(2 * ACK_STEP), ..limits },
             id,
             epoch: 0,
             version: 0,
             log: Log::new(),
-            urgent: Vec::new(),
-            urgent_taken: 0,
-            want: Want::default(),
-            recv: 0,
-            unacked: 0,
-            control: VecDeque::new(),
-            control_done: 0,
-            assembly: Vec::new(),
+            urgent: Urgent::default(),
+            inbound: Inbound::default(),
+            control: ControlQueue::default(),
             lines: Lines::default(),
             streams: IdMap::default(),
-            signals: VecDeque::new(),
-            ready: VecDeque::new(),
+            turns: Turns::default(),
             next_own,
             next_peer,
             counts: Counts::default(),
@@ -166,10 +242,9 @@ impl Session {
 
     /// Drops streams, records and control messages and takes another id: the peer no longer holds the old session.
     pub fn reset(&mut self, id: Option<SessionId>) {
-        let dropped: usize = self.control.iter().map(|message| message.len() + CONTROL_COST).sum();
         let fresh = Session::new(self.role, id, self.limits);
         let old = std::mem::replace(self, fresh);
-        self.control_done = old.control_done + dropped;
+        self.control.done = old.control.done + old.control.waiting();
         self.counts = old.counts;
     }
 
@@ -201,7 +276,7 @@ impl Session {
         let id = self.next_own;
         self.next_own = id.checked_add(2)?;
         self.streams.insert(id, Stream::opened(kind));
-        self.signals.push_back(id);
+        self.turns.signals.push_back(id);
         Some(id)
     }
 
@@ -237,23 +312,23 @@ impl Session {
     /// Sends bytes on a stream. Takes all of them, also beyond [`Session::room`] (a rewritten message is longer than
     /// the original); bytes without credit or room wait in the stream. Ignored after the stream has ended.
     pub fn send(&mut self, id: u32, mut data: &[u8]) {
-        self.pump();
+        self.schedule();
         // Straight to the log if no other data waits; this is the usual case.
-        let straight = self.signals.is_empty() && self.ready.is_empty() && self.control.is_empty();
+        let straight = self.is_idle();
         let Some(stream) = self.streams.get_mut(&id).filter(|stream| stream.may_send()) else { return };
         if straight && stream.waiting() == 0 {
             while !data.is_empty() && stream.credit > 0 && self.log.fits(&self.limits) {
                 let (part, rest) = data.split_at(data.len().min(CHUNK).min(stream.credit as usize));
                 stream.credit -= part.len() as u32; // part is not longer than the credit
-                self.log.push(Header { stream: id, ack: self.recv, ..Header::new(Kind::Data, 0) }, part);
-                self.unacked = 0;
+                let header = RecordHeader::of_stream(RecordKind::Data, id);
+                self.log.push(RecordHeader { ack: self.inbound.acknowledge(), ..header }, part);
                 data = rest;
             }
         }
         if !data.is_empty() {
             stream.append(data);
             if stream.may_queue() {
-                self.ready.push_back(id);
+                self.turns.ready.push_back(id);
             }
         }
     }
@@ -262,23 +337,21 @@ impl Session {
     /// at most `most` bytes, which must not exceed [`Session::room`]. Returns the number of slices filled; 0 = other
     /// data waits, and the caller must use [`Session::send`]. The next call must be [`Session::sent_in_place`].
     pub(crate) fn send_in_place<'a>(&'a mut self, most: usize, out: &mut [IoSliceMut<'a>]) -> usize {
-        self.pump();
-        let straight = self.signals.is_empty() && self.ready.is_empty() && self.control.is_empty();
+        self.schedule();
+        let straight = self.is_idle();
         if straight { self.log.spaces(most, out) } else { 0 }
     }
 
     /// Sends the first `bytes` of the slices from [`Session::send_in_place`] on this stream, which has room for them.
     pub(crate) fn sent_in_place(&mut self, id: u32, bytes: usize) {
-        let ack = self.recv;
         match self.streams.get_mut(&id) {
             Some(stream) => {
                 stream.credit = stream.credit.saturating_sub(bytes as u32);
-                self.log.fill(Header { stream: id, ack, ..Header::new(Kind::Data, 0) }, bytes);
+                let header = RecordHeader::of_stream(RecordKind::Data, id);
+                let ack = if bytes > 0 { self.inbound.acknowledge() } else { self.inbound.recv };
+                self.log.fill(RecordHeader { ack, ..header }, bytes);
             }
-            None => self.log.fill(Header::new(Kind::Data, 0), 0),
-        }
-        if bytes > 0 {
-            self.unacked = 0;
+            None => self.log.fill(RecordHeader::new(RecordKind::Data, 0), 0),
         }
     }
 
@@ -288,7 +361,7 @@ impl Session {
             && stream.close(reason)
             && stream.may_queue()
         {
-            self.ready.push_back(id);
+            self.turns.ready.push_back(id);
         }
     }
 
@@ -298,7 +371,7 @@ impl Session {
             && stream.finish()
             && stream.may_queue()
         {
-            self.ready.push_back(id);
+            self.turns.ready.push_back(id);
         }
     }
 
@@ -312,132 +385,107 @@ impl Session {
         if let Some(stream) = self.streams.get_mut(&id)
             && stream.consumed(bytes)
         {
-            self.signals.push_back(id);
+            self.turns.signals.push_back(id);
         }
     }
 
     /// Queues a control message. The owner bounds the waiting ones with [`Session::control_done`].
     pub fn control(&mut self, message: Bytes) {
-        self.control.push_back(message);
+        self.control.messages.push_back(message);
     }
 
     /// Returns the bytes of control messages, plus 64 for each, that left the queue since the last call.
     pub fn control_done(&mut self) -> usize {
-        std::mem::take(&mut self.control_done)
+        std::mem::take(&mut self.control.done)
     }
 
     /// Queues a Ping to the peer.
     pub fn ping(&mut self) {
-        self.want.ping = true;
+        self.urgent.want.ping = true;
     }
 
     /// Turns waiting data into records, as far as there is room. Call it before [`Session::output`].
-    pub fn pump(&mut self) {
+    pub fn schedule(&mut self) {
         while self.has_room() {
-            if !(self.pump_control() || self.pump_signal() || self.pump_stream()) {
+            if !(self.schedule_control() || self.schedule_signal() || self.schedule_stream()) {
                 break;
             }
         }
-        self.pump_urgent();
+        self.urgent.schedule(&mut self.inbound);
     }
 
     fn has_room(&self) -> bool {
         self.log.fits(&self.limits)
     }
 
-    /// Appends a numbered record, which also carries an acknowledgement.
-    fn push(&mut self, header: Header, payload: &[u8]) {
-        self.log.push(Header { ack: self.recv, ..header }, payload);
-        self.unacked = 0;
+    /// Whether no data but log records waits.
+    fn is_idle(&self) -> bool {
+        self.turns.signals.is_empty() && self.turns.ready.is_empty() && self.control.messages.is_empty()
     }
 
-    fn pump_control(&mut self) -> bool {
-        let Some(mut message) = self.control.pop_front() else { return false };
-        let part = message.split_to(message.len().min(CHUNK));
-        self.control_done += part.len();
-        let mut header = Header::new(Kind::Control, 0);
-        if message.is_empty() {
-            self.control_done += CONTROL_COST;
-        } else {
-            header.flags = MORE;
-            self.control.push_front(message);
-        }
-        self.push(header, &part);
+    /// Appends a numbered record, which also carries an acknowledgement.
+    fn push(&mut self, header: RecordHeader, payload: &[u8]) {
+        self.log.push(RecordHeader { ack: self.inbound.acknowledge(), ..header }, payload);
+    }
+
+    fn schedule_control(&mut self) -> bool {
+        let Some((part, last)) = self.control.next_part() else { return false };
+        let flags = if last { 0 } else { MORE };
+        self.push(RecordHeader { flags, ..RecordHeader::new(RecordKind::Control, 0) }, &part);
         true
     }
 
-    fn pump_signal(&mut self) -> bool {
-        let Some(id) = self.signals.pop_front() else { return false };
+    fn schedule_signal(&mut self) -> bool {
+        let Some(id) = self.turns.signals.pop_front() else { return false };
         let Some(stream) = self.streams.get_mut(&id) else { return true };
         let kind = stream.open.take();
         let credit = stream.take_credit();
         if let Some(kind) = kind {
             let (payload, length) = kind.encode();
-            self.push(Header { stream: id, ..Header::new(Kind::Open, 0) }, &payload[..length]);
+            self.push(RecordHeader::of_stream(RecordKind::Open, id), &payload[..length]);
         }
         if let Some(credit) = credit {
-            self.push(Header { stream: id, ..Header::new(Kind::Credit, 0) }, &credit.to_be_bytes());
+            self.push(RecordHeader::of_stream(RecordKind::Credit, id), &credit.to_be_bytes());
         }
         true
     }
 
-    fn pump_stream(&mut self) -> bool {
-        let Some(id) = self.ready.pop_front() else { return false };
+    fn schedule_stream(&mut self) -> bool {
+        let Some(id) = self.turns.ready.pop_front() else { return false };
         let Some(stream) = self.streams.get_mut(&id) else { return true };
         stream.queued = false;
         // An Open precedes all other records of its stream.
         debug_assert!(stream.open.is_none(), "signals are sent before data");
+        let header = |kind| RecordHeader::of_stream(kind, id);
         let most = CHUNK.min(stream.credit as usize);
         let part = stream.next_part(most);
         if !part.is_empty() {
-            let header = Header { stream: id, ack: self.recv, ..Header::new(Kind::Data, 0) };
-            self.log.push(header, part);
-            self.unacked = 0;
+            let ack = self.inbound.acknowledge();
+            self.log.push(RecordHeader { ack, ..header(RecordKind::Data) }, part);
             let sent = part.len();
             stream.sent(sent);
         } else if stream.finish_due() {
             stream.sent_finish();
-            self.log.push(Header { stream: id, ack: self.recv, ..Header::new(Kind::Finish, 0) }, &[]);
-            self.unacked = 0;
+            let ack = self.inbound.acknowledge();
+            self.log.push(RecordHeader { ack, ..header(RecordKind::Finish) }, &[]);
         } else if let Some(reason) = stream.close_due() {
             let over = stream.sent_close();
-            self.push(Header { stream: id, ..Header::new(Kind::Close, 0) }, &[reason as u8]);
+            self.push(header(RecordKind::Close), &[reason as u8]);
             if over {
                 self.streams.remove(&id);
             }
             return true;
         }
         if stream.may_queue() {
-            self.ready.push_back(id);
+            self.turns.ready.push_back(id);
         }
         true
-    }
-
-    fn pump_urgent(&mut self) {
-        // A peer may ping and never read: above the limit, no further answers are queued.
-        if self.urgent.len() - self.urgent_taken >= URGENT_MOST {
-            return;
-        }
-        let mut put = |kind: Kind, recv: u64, unacked: &mut usize| {
-            self.urgent.extend_from_slice(&Header { ack: recv, ..Header::new(kind, 0) }.encode());
-            *unacked = 0;
-        };
-        let want = std::mem::take(&mut self.want);
-        if want.ping {
-            put(Kind::Ping, self.recv, &mut self.unacked);
-        }
-        if want.pong {
-            put(Kind::Pong, self.recv, &mut self.unacked);
-        }
-        if want.ack && self.unacked >= ACK_STEP {
-            put(Kind::Ack, self.recv, &mut self.unacked);
-        }
     }
 
     /// Fills `out` with the bytes to send now, in order; returns the number of slices filled (0 = none).
     pub fn output<'a>(&'a self, out: &mut [IoSlice<'a>]) -> usize {
         let begun = self.log.begun();
-        let urgent = &self.urgent[self.urgent_taken..];
+        let urgent = self.urgent.rest();
         if urgent.is_empty() {
             return self.log.unsent_slices(0, out);
         }
@@ -454,25 +502,21 @@ impl Session {
 
     /// Counts the first `n` bytes of [`Session::output`] as taken by the transport.
     pub fn wrote(&mut self, mut n: usize) {
-        let urgent = self.urgent.len() - self.urgent_taken;
+        let urgent = self.urgent.rest().len();
         if urgent > 0 {
             let begun = n.min(self.log.begun().len());
             self.counts.sent += self.log.wrote(begun);
             n -= begun;
             let taken = n.min(urgent);
-            self.urgent_taken += taken;
+            self.urgent.wrote(taken);
             n -= taken;
-            if self.urgent_taken == self.urgent.len() {
-                self.urgent = Vec::new();
-                self.urgent_taken = 0;
-            }
         }
         self.counts.sent += self.log.wrote(n);
     }
 }
 
 impl Log {
-    fn fits(&self, limits: &Limits) -> bool {
+    fn fits(&self, limits: &SessionLimits) -> bool {
         self.unsent() < limits.ahead && self.len() < limits.replay
     }
 }

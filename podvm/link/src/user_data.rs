@@ -1,4 +1,4 @@
-//! Reads and writes birth data: the JSON that a VM gets in user-data. It holds only public values and a ticket that
+//! Reads and writes user-data: the JSON that a VM gets from its provider. It holds only public values and a ticket that
 //! expires with its first use; the VM learns its pod over the link.
 //!
 //! The node writes this type and the guest reads it. The reader handles untrusted bytes: it bounds sizes and lists,

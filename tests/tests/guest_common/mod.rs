@@ -71,7 +71,7 @@ pub fn identity(key: &KeyPair, chain: &[Vec<u8>]) -> Identity {
 /// Asserts that the relay closes the connection, at the handshake or right after it.
 pub async fn assert_closed(connected: std::io::Result<TlsStream<TcpStream>>, case: &str) {
     let Ok(mut stream) = connected else { return };
-    drop(stream.write_all(&record::plain(record::Kind::Hello, &[0; 64]).unwrap()).await);
+    drop(stream.write_all(&record::plain(record::RecordKind::Hello, &[0; 64]).unwrap()).await);
     let mut byte = [0];
     let ended = tokio::time::timeout(Duration::from_secs(8), stream.read(&mut byte)).await;
     assert!(matches!(ended, Ok(Ok(0) | Err(_))), "{case}: {ended:?}");

@@ -15,7 +15,7 @@ use peerpod_client::Annotations;
 use peerpod_link::{
     endpoint::{Endpoint, EndpointHandle, Filter, Handler, Limits, LinkEvent, Role},
     frame::{DATA, HEADER_LEN, Header, REQUEST, RESPONSE},
-    record::{self, Hello, Kind, Level, Line, SessionId},
+    record::{self, Hello, Level, Line, RecordKind, SessionId},
     user_data::UserData,
 };
 use peerpod_proto::ttrpc_frame;
@@ -79,11 +79,11 @@ impl Ours {
             recv: 0,
             program: "liar".into(),
         };
-        stream.write_all(&record::plain(Kind::Hello, &hello.encode()).unwrap()).await.unwrap();
+        stream.write_all(&record::plain(RecordKind::Hello, &hello.encode()).unwrap()).await.unwrap();
         let mut head = [0; record::HEADER_LEN];
         timeout(PATIENCE, stream.read_exact(&mut head)).await.unwrap().unwrap();
-        let head = record::Header::decode(&head).unwrap();
-        assert_eq!(head.kind, Kind::Welcome);
+        let head = record::RecordHeader::decode(&head).unwrap();
+        assert_eq!(head.kind, RecordKind::Welcome);
         timeout(PATIENCE, stream.read_exact(&mut vec![0; head.length as usize])).await.unwrap().unwrap();
         stream
     }
@@ -103,33 +103,33 @@ fn line(text: &str) -> Vec<u8> {
 /// Returns records that break one rule each, after a valid handshake.
 fn bad_records() -> Vec<(&'static str, Vec<u8>)> {
     let raw = |length: u32, kind: u8| {
-        let mut bytes = record::Header::new(Kind::Data, 0).encode().to_vec();
+        let mut bytes = record::RecordHeader::new(RecordKind::Data, 0).encode().to_vec();
         bytes[..4].copy_from_slice(&length.to_be_bytes());
         bytes[4] = kind;
         bytes.resize(bytes.len() + 4096, 0xa5);
         bytes
     };
     let made = |kind, stream, seq, ack, payload: &[u8]| {
-        let header = record::Header { length: payload.len() as u32, kind, flags: 0, stream, seq, ack };
+        let header = record::RecordHeader { length: payload.len() as u32, kind, flags: 0, stream, seq, ack };
         [&header.encode()[..], payload].concat()
     };
     vec![
-        ("4 GiB announced", raw(u32::MAX, Kind::Data as u8)),
-        ("a byte too much announced", raw(record::MAX_PAYLOAD as u32 + 1, Kind::Control as u8)),
+        ("4 GiB announced", raw(u32::MAX, RecordKind::Data as u8)),
+        ("a byte too much announced", raw(record::MAX_PAYLOAD as u32 + 1, RecordKind::Control as u8)),
         ("a kind that is none", raw(16, 255)),
-        ("a number left out", made(Kind::Control, 0, 2, 0, b"x")),
-        ("an answer to what was never sent", made(Kind::Control, 0, 1, u64::MAX, b"x")),
-        ("data of a stream that nobody opened", made(Kind::Data, 77, 1, 0, b"x")),
-        ("data without bytes", made(Kind::Data, 1, 1, 0, b"")),
-        ("too much credit", made(Kind::Credit, 1, 1, 0, &[0xff; 4])),
-        ("a stream of the relay's own numbers", made(Kind::Open, 3, 1, 0, &[1])),
-        ("a second handshake", made(Kind::Hello, 0, 0, 0, &[0; 36])),
-        ("a ticket in the middle", made(Kind::Claim, 0, 0, 0, &[0xff; 64])),
-        ("a line of the log that is none", made(Kind::Line, 0, 1, 0, &[9; 30])),
-        ("a line of a stream", made(Kind::Line, 1, 1, 0, &line("x"))),
-        ("half a line", made(Kind::Line, 0, 1, 0, &line("x")[..10])),
-        ("a line of 60 KiB", made(Kind::Line, 0, 1, 0, &[&line("")[..], &[b'x'; 60_000]].concat())),
-        ("a question with a load", made(Kind::Ping, 0, 0, 0, b"load")),
+        ("a number left out", made(RecordKind::Control, 0, 2, 0, b"x")),
+        ("an answer to what was never sent", made(RecordKind::Control, 0, 1, u64::MAX, b"x")),
+        ("data of a stream that nobody opened", made(RecordKind::Data, 77, 1, 0, b"x")),
+        ("data without bytes", made(RecordKind::Data, 1, 1, 0, b"")),
+        ("too much credit", made(RecordKind::Credit, 1, 1, 0, &[0xff; 4])),
+        ("a stream of the relay's own numbers", made(RecordKind::Open, 3, 1, 0, &[1])),
+        ("a second handshake", made(RecordKind::Hello, 0, 0, 0, &[0; 36])),
+        ("a ticket in the middle", made(RecordKind::Claim, 0, 0, 0, &[0xff; 64])),
+        ("a line of the log that is none", made(RecordKind::Line, 0, 1, 0, &[9; 30])),
+        ("a line of a stream", made(RecordKind::Line, 1, 1, 0, &line("x"))),
+        ("half a line", made(RecordKind::Line, 0, 1, 0, &line("x")[..10])),
+        ("a line of 60 KiB", made(RecordKind::Line, 0, 1, 0, &[&line("")[..], &[b'x'; 60_000]].concat())),
+        ("a question with a load", made(RecordKind::Ping, 0, 0, 0, b"load")),
     ]
 }
 
@@ -166,10 +166,10 @@ async fn bad_records_behind_a_good_certificate_end_only_their_own_link() {
     let part = vec![0x5a; record::MAX_PAYLOAD];
     let endless = async {
         for seq in 1.. {
-            let header = record::Header {
+            let header = record::RecordHeader {
                 flags: record::MORE,
                 seq,
-                ..record::Header::new(Kind::Control, part.len() as u32)
+                ..record::RecordHeader::new(RecordKind::Control, part.len() as u32)
             };
             if stream.write_all(&[&header.encode()[..], &part].concat()).await.is_err() {
                 return seq;
@@ -181,15 +181,15 @@ async fn bad_records_behind_a_good_certificate_end_only_their_own_link() {
 
     // A valid record still works at the end.
     let mut stream = ours.linked(&world, 201).await;
-    let ping = record::Header::new(Kind::Ping, 0).encode();
+    let ping = record::RecordHeader::new(RecordKind::Ping, 0).encode();
     stream.write_all(&ping).await.unwrap();
     let mut pong = false;
     while !pong {
         let mut head = [0; record::HEADER_LEN];
         timeout(PATIENCE, stream.read_exact(&mut head)).await.unwrap().unwrap();
-        let head = record::Header::decode(&head).unwrap();
+        let head = record::RecordHeader::decode(&head).unwrap();
         stream.read_exact(&mut vec![0; head.length as usize]).await.unwrap();
-        pong = head.kind == Kind::Pong;
+        pong = head.kind == RecordKind::Pong;
     }
     unharmed(&daemons, relay, idle);
     other.lives().await.unwrap();
@@ -469,7 +469,10 @@ async fn a_guest_that_logs_without_end_delays_no_call_of_any_guest() {
         let mut bytes = Vec::new();
         for _ in 0..100 {
             seq += 1;
-            let header = record::Header { seq, ..record::Header::new(Kind::Line, payload.len() as u32) };
+            let header = record::RecordHeader {
+                seq,
+                ..record::RecordHeader::new(RecordKind::Line, payload.len() as u32)
+            };
             bytes.extend_from_slice(&[&header.encode()[..], &payload].concat());
         }
         timeout(PATIENCE, raw.write_all(&bytes)).await.unwrap().unwrap();

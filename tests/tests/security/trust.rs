@@ -356,7 +356,7 @@ async fn the_identity_of_one_vm_is_not_another_s_and_the_other_goes_on() {
     let session = session_of(&daemons, &other.id);
     let mut stream = secure(&world, &pins, Some(identity())).await.unwrap();
     let hello = record::Hello { versions: (1, 1), session, epoch: 0, recv: 0, program: "thief".into() };
-    stream.write_all(&record::plain(record::Kind::Hello, &hello.encode()).unwrap()).await.unwrap();
+    stream.write_all(&record::plain(record::RecordKind::Hello, &hello.encode()).unwrap()).await.unwrap();
     let mut welcome = [0; 28];
     // The relay accepts it as a guest of `one`. It receives nothing of `other`.
     drop(tokio::time::timeout(Duration::from_secs(2), stream.read_exact(&mut welcome)).await);
@@ -435,7 +435,7 @@ async fn a_node_killed_before_the_certificate_left_gives_it_to_the_same_key_and_
         recv: 0,
         program: "test".into(),
     };
-    stream.write_all(&record::plain(record::Kind::Hello, &hello.encode()).unwrap()).await.unwrap();
+    stream.write_all(&record::plain(record::RecordKind::Hello, &hello.encode()).unwrap()).await.unwrap();
     let mut welcome = [0; 28];
     tokio::time::timeout(PATIENCE, stream.read_exact(&mut welcome)).await.unwrap().unwrap();
     shim.stop_vm(&id).await.unwrap();

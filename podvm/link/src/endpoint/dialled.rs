@@ -33,11 +33,11 @@ use super::{
     transport::poll_read,
 };
 use crate::{
+    base64_bytes,
     record::{CloseReason, StreamKind, Target},
     session::{
         Session,
         pool::{self, Size},
-        state::base64,
     },
 };
 
@@ -149,7 +149,7 @@ pub(super) struct Conn {
 pub(super) struct DialledState {
     stream: u32,
     alive: bool,
-    #[serde(with = "base64")]
+    #[serde(with = "base64_bytes")]
     out: Vec<u8>,
     owed: usize,
     read_done: bool,

@@ -26,10 +26,7 @@ use super::{
     dialled::{Answer, Call, Connected, DialError},
     stats::Counters,
 };
-use crate::{
-    record::{Hello, Target},
-    session::CONTROL_COST,
-};
+use crate::{record::Target, session::CONTROL_COST};
 
 /// Error: the control queue is full because the peer is away or does not read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -58,12 +55,7 @@ impl EndpointHandle {
     /// Attaches a new connection after its TLS handshake. The endpoint exchanges Hello and Welcome itself; then the
     /// connection replaces the earlier one.
     pub fn attach(&self, link: Transport) {
-        self.shared.push(Command::Attach(link, None));
-    }
-
-    /// Relay: as [`EndpointHandle::attach`], after [`crate::claim::first_record`] has read the guest's Hello.
-    pub fn attach_after(&self, link: Transport, hello: Hello) {
-        self.shared.push(Command::Attach(link, Some(hello)));
+        self.shared.push(Command::Attach(link));
     }
 
     /// Relay: adopts a shim's connection; its first byte opens its stream.
@@ -134,7 +126,7 @@ impl Drop for CloseOnDrop {
 }
 
 pub(super) enum Command {
-    Attach(Transport, Option<Hello>),
+    Attach(Transport),
     Adopt(UnixStream),
     Control(Bytes),
     Dial(Target, Answer),

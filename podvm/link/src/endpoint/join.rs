@@ -8,7 +8,7 @@ use std::{
 use tokio::time::Instant;
 
 use super::{Role, Transport};
-use crate::record::{self, BadRecord, Hello, Kind, Welcome};
+use crate::record::{self, BadRecord, Hello, RecordKind, Welcome};
 
 /// Longest first record in bytes: a handshake is short, even if its header announces more.
 const MOST: u32 = 1024;
@@ -35,7 +35,7 @@ impl Joining {
         hello: Option<&Hello>,
         deadline: Instant,
     ) -> Result<Joining, BadRecord> {
-        let out = hello.map_or(Ok(Vec::new()), |hello| record::plain(Kind::Hello, &hello.encode()))?;
+        let out = hello.map_or(Ok(Vec::new()), |hello| record::plain(RecordKind::Hello, &hello.encode()))?;
         Ok(Joining { transport, deadline, out, taken: 0, input: Vec::new() })
     }
 
@@ -83,8 +83,8 @@ impl Joining {
 
 fn first(input: &mut &[u8], role: Role) -> Result<Option<First>, String> {
     if let Some(head) = input.first_chunk() {
-        let header = record::Header::decode(head).map_err(|why| why.to_string())?;
-        let due = if role == Role::Relay { Kind::Hello } else { Kind::Welcome };
+        let header = record::RecordHeader::decode(head).map_err(|why| why.to_string())?;
+        let due = if role == Role::Relay { RecordKind::Hello } else { RecordKind::Welcome };
         if header.kind != due || header.length > MOST {
             return Err(format!(
                 "a {:?} record of {} bytes where {due:?} was due",
@@ -95,7 +95,7 @@ fn first(input: &mut &[u8], role: Role) -> Result<Option<First>, String> {
     let mut read = || -> Result<Option<First>, BadRecord> {
         let Some((header, payload)) = record::split(input)? else { return Ok(None) };
         Ok(Some(match header.kind {
-            Kind::Hello => First::Hello(Hello::decode(payload)?),
+            RecordKind::Hello => First::Hello(Hello::decode(payload)?),
             _ => First::Welcome(Welcome::decode(payload)?),
         }))
     };

@@ -17,7 +17,7 @@ use tokio::{
 };
 
 use super::{Filter, NotFrozen, freeze, transport::poll_read};
-use crate::session::{CHUNK, state::base64};
+use crate::{base64_bytes, session::CHUNK};
 
 /// Undelivered bytes of own answers above which the socket is not read. Bytes of the stream do not count, because the
 /// window bounds them: an agent that writes before it reads on must be read.
@@ -53,7 +53,7 @@ pub(super) struct Local {
 pub(super) struct LocalState {
     filter: serde_json::Value,
     stream: Option<u32>,
-    #[serde(with = "base64")]
+    #[serde(with = "base64_bytes")]
     out: Vec<u8>,
     owed: usize,
     answered: usize,

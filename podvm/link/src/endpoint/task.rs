@@ -13,6 +13,7 @@ use tokio::{
 };
 use tracing::debug;
 
+use self::locals::Locals;
 use super::{
     Frozen, Handler, Limits, LinkEvent, NotFrozen, Role, Transport,
     dialled::{self, Dialled},
@@ -22,9 +23,8 @@ use super::{
     local::Local,
 };
 use crate::{
-    ids::IdMap,
-    record::{Hello, SessionId},
-    session::{self, Session},
+    record::SessionId,
+    session::{Session, SessionLimits},
 };
 
 mod link;
@@ -47,22 +47,40 @@ pub(super) struct Task<H> {
     session: Session,
     link: Option<Link>,
     joining: Option<Joining>,
-    locals: Vec<Option<Local>>,
-    by_stream: IdMap<usize>,
+    locals: Locals,
     dialled: Dialled,
     /// Whether dialled connections go first in this round.
     dialled_first: bool,
-    /// Number of open connections, and the number last reported to the handler.
-    open: usize,
-    told: usize,
-    /// Bytes that wait for local sockets, as of the last round.
-    waiting: usize,
-    /// Time of the next check of connections with a deadline; `None` while there are none.
-    look_at: Option<Instant>,
-    /// Connection that is read first in this round.
-    turn: usize,
-    timer: Pin<Box<Sleep>>,
-    timer_at: Option<Instant>,
+    alarm: Alarm,
+}
+
+/// Timer that is set anew only when its time changes.
+struct Alarm {
+    sleep: Pin<Box<Sleep>>,
+    at: Option<Instant>,
+}
+
+impl Alarm {
+    fn new() -> Alarm {
+        Alarm { sleep: Box::pin(sleep_until(Instant::now())), at: None }
+    }
+
+    /// Returns whether the time has come; if not, the task wakes then. `None` turns the alarm off.
+    fn is_due(&mut self, cx: &mut Context<'_>, next: Option<Instant>) -> bool {
+        let Some(at) = next else {
+            self.at = None;
+            return false;
+        };
+        if self.at != next {
+            self.sleep.as_mut().reset(at);
+            self.at = next;
+        }
+        let due = self.sleep.as_mut().poll(cx).is_ready();
+        if due {
+            self.at = None;
+        }
+        due
+    }
 }
 
 /// The transport in use.
@@ -110,8 +128,8 @@ impl Scratch {
 }
 
 /// Returns the session's limits for these limits of the endpoint.
-pub(super) fn bounds(limits: &Limits) -> session::Limits {
-    session::Limits {
+pub(super) fn bounds(limits: &Limits) -> SessionLimits {
+    SessionLimits {
         replay: limits.replay,
         ahead: limits.ahead,
         streams: limits.connections + limits.dialled,
@@ -137,17 +155,10 @@ impl<H: Handler> Task<H> {
             session: Session::new(role, id, bounds),
             link: None,
             joining: None,
-            locals: Vec::new(),
-            by_stream: IdMap::default(),
+            locals: Locals::default(),
             dialled,
             dialled_first: false,
-            open: 0,
-            told: 0,
-            waiting: 0,
-            look_at: None,
-            turn: 0,
-            timer: Box::pin(sleep_until(Instant::now())),
-            timer_at: None,
+            alarm: Alarm::new(),
         }
     }
 
@@ -156,9 +167,9 @@ impl<H: Handler> Task<H> {
         self.session = session;
         for local in locals {
             let stream = local.stream;
-            let at = self.insert(local);
+            let at = self.locals.insert(local);
             if let Some(stream) = stream {
-                self.by_stream.insert(stream, at);
+                self.locals.by_stream.insert(stream, at);
             }
         }
         self.dialled.resume(dialled);
@@ -167,7 +178,7 @@ impl<H: Handler> Task<H> {
     /// Stops the endpoint and sends its state. If the receiver is gone, the endpoint continues, because no caller
     /// would thaw it.
     fn freeze(&self, asked: oneshot::Sender<Result<Frozen, NotFrozen>>) {
-        let frozen = Frozen::take(&self.session, self.locals.iter().flatten(), self.dialled.conns());
+        let frozen = Frozen::take(&self.session, self.locals.slots.iter().flatten(), self.dialled.conns());
         let stands = frozen.is_ok();
         if stands {
             self.shared.stand_still();
@@ -202,7 +213,7 @@ impl<H: Handler> Task<H> {
         if self.shared.is_frozen() {
             return Poll::Pending;
         }
-        self.tell();
+        self.publish();
         self.poll_timer(cx);
         if moved {
             cx.waker().wake_by_ref();
@@ -254,16 +265,16 @@ impl<H: Handler> Task<H> {
         let mut freezing = None;
         for command in commands {
             match command {
-                Command::Attach(transport, hello) => self.attach(transport, hello),
+                Command::Attach(transport) => self.attach(transport),
                 Command::Control(message) => self.session.control(message),
                 Command::Dial(target, answer) => self.dialled.call(&mut self.session, target, answer),
                 Command::Join(call, socket) => self.dialled.join(call, socket),
                 Command::Freeze(asked) => freezing = Some(asked),
                 Command::Hang(call) => self.dialled.hang(&mut self.session, call),
                 Command::Adopt(socket) => {
-                    if self.open < self.limits.connections {
+                    if self.locals.open < self.limits.connections {
                         let filter = self.handler.filter();
-                        self.insert(Local::accepted(socket, filter));
+                        self.locals.insert(Local::accepted(socket, filter));
                     } else {
                         debug!(
                             limit = self.limits.connections,
@@ -280,18 +291,16 @@ impl<H: Handler> Task<H> {
         any
     }
 
-    fn attach(&mut self, transport: Transport, hello: Option<Hello>) {
+    fn attach(&mut self, transport: Transport) {
         // The guest's Hello carries the number of the last received record, so the old connection must deliver no
         // more.
+        let mut hello = None;
         if self.role == Role::Guest {
             self.down("replaced by a newer connection");
+            hello = self.session.hello(&self.limits.version);
         }
-        if let (Role::Relay, Some(hello)) = (self.role, &hello) {
-            return self.answer(transport, hello, Vec::new());
-        }
-        let own = if self.role == Role::Guest { self.session.hello(&self.limits.version) } else { None };
         let deadline = Instant::now() + self.limits.handshake;
-        match Joining::new(transport, own.as_ref(), deadline) {
+        match Joining::new(transport, hello.as_ref(), deadline) {
             Ok(joining) => self.joining = Some(joining),
             Err(why) => self.refuse(why.to_string()),
         }
@@ -306,35 +315,35 @@ impl<H: Handler> Task<H> {
     }
 
     fn finish(&mut self, cx: &mut Context<'_>, scratch: &mut Scratch) {
-        for local in self.locals.iter_mut().flatten() {
+        for local in self.locals.slots.iter_mut().flatten() {
             scratch.local.clear();
             local.filter.finish(&mut scratch.local);
             local.flush(cx);
             local.write_answer(cx, &scratch.local);
         }
-        self.locals.clear();
+        self.locals.slots.clear();
         self.dialled.end();
-        self.open = 0;
+        self.locals.open = 0;
         self.link = None;
-        self.tell();
+        self.publish();
     }
 
     /// Publishes counters and changes.
-    fn tell(&mut self) {
+    fn publish(&mut self) {
         self.shared.control_left(self.session.control_done());
         let counts = self.session.counts();
         let counters = &self.shared.counters;
         counters.records_to_peer.store(counts.sent, Relaxed);
         counters.records_from_peer.store(counts.received, Relaxed);
         counters.replayed.store(counts.replayed, Relaxed);
-        counters.connections.store(self.open, Relaxed);
+        counters.connections.store(self.locals.open, Relaxed);
         counters.dialled.store(self.dialled.len(), Relaxed);
-        let waiting = self.waiting + self.dialled.waiting();
+        let waiting = self.locals.waiting + self.dialled.waiting();
         counters.buffered.store(self.session.unacknowledged() + waiting, Relaxed);
         counters.up.store(usize::from(self.link.is_some()), Relaxed);
-        if self.told != self.open {
-            self.told = self.open;
-            self.handler.on_connections(self.open);
+        if self.locals.reported != self.locals.open {
+            self.locals.reported = self.locals.open;
+            self.handler.on_connections(self.locals.open);
         }
     }
 
@@ -342,19 +351,10 @@ impl<H: Handler> Task<H> {
         loop {
             let beat = self.link.as_ref().map(|link| link.beat);
             let join = self.joining.as_ref().map(|joining| joining.deadline);
-            let Some(next) = [beat, join, self.look_at, self.dialled.look_at()].into_iter().flatten().min()
-            else {
-                self.timer_at = None;
-                return;
-            };
-            if self.timer_at != Some(next) {
-                self.timer.as_mut().reset(next);
-                self.timer_at = Some(next);
-            }
-            if self.timer.as_mut().poll(cx).is_pending() {
+            let next = [beat, join, self.locals.look_at, self.dialled.look_at()].into_iter().flatten().min();
+            if !self.alarm.is_due(cx, next) {
                 return;
             }
-            self.timer_at = None;
             self.tick(Instant::now());
             // The next poll sends the output of this tick.
             cx.waker().wake_by_ref();
@@ -367,7 +367,7 @@ impl<H: Handler> Task<H> {
             self.joining = None;
             self.refuse(format!("handshake: not finished in {:?}", self.limits.handshake));
         }
-        if self.look_at.is_some_and(|at| at <= now) {
+        if self.locals.look_at.is_some_and(|at| at <= now) {
             self.inspect(now);
         }
         if self.link.as_ref().is_some_and(|link| link.beat <= now) {
@@ -380,7 +380,7 @@ impl<H: Handler> Task<H> {
         self.dialled.lost();
         self.shared.counters.sessions_lost.fetch_add(1, Relaxed);
         self.handler.on_link(LinkEvent::SessionLost);
-        let streams: Vec<usize> = self.by_stream.drain().map(|(_, at)| at).collect();
+        let streams: Vec<usize> = self.locals.by_stream.drain().map(|(_, at)| at).collect();
         for at in streams {
             self.stream_lost(at);
         }

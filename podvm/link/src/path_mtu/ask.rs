@@ -10,7 +10,7 @@ use rustix::net::sockopt::{
 use tokio::net::UdpSocket;
 use tokio::time::{Instant, timeout_at};
 
-use super::{Datagram, HEADER, Kind, LARGEST, Search, Token, around};
+use super::{Datagram, DatagramKind, HEADER, LARGEST, Search, Token, around};
 
 /// Time limit of a whole measurement.
 const BUDGET: Duration = Duration::from_millis(450);
@@ -126,7 +126,7 @@ impl Asking {
 
     async fn send(&self, question: &mut Question) -> io::Result<()> {
         let length = question.size.saturating_sub(around(self.v6)).max(HEADER as u32);
-        let datagram = Datagram { kind: Kind::Question, nonce: question.nonce, token: self.token };
+        let datagram = Datagram { kind: DatagramKind::Question, nonce: question.nonce, token: self.token };
         // At most `LARGEST`, so it fits.
         let bytes = datagram.write(u16::try_from(length).unwrap_or(u16::MAX));
         question.sent = Instant::now();
@@ -151,7 +151,8 @@ impl Asking {
                 Ok(received) => received?,
             };
             let answer = self.buffer.get(..received).and_then(Datagram::read);
-            let Some(answer) = answer.filter(|a| a.kind == Kind::Answer && a.token == self.token) else {
+            let Some(answer) = answer.filter(|a| a.kind == DatagramKind::Answer && a.token == self.token)
+            else {
                 continue;
             };
             let question = questions.iter_mut().find(|question| {

@@ -15,11 +15,12 @@ use nix::sys::socket::{
     ControlMessage, ControlMessageOwned, MsgFlags, SockaddrStorage, recvmsg, sendmsg, setsockopt,
 };
 use parking_lot::{Mutex, MutexGuard};
+use peerpod_common::limit::RateLimit;
 use tokio::io::Interest;
 use tokio::net::UdpSocket;
 
 use super::ask::never_cut;
-use super::{Datagram, Kind, LARGEST, Token};
+use super::{Datagram, DatagramKind, LARGEST, Token};
 
 /// Answers that a guest may get at once; a search has some sixty questions.
 const BURST: f64 = 160.0;
@@ -32,8 +33,7 @@ pub struct Known(Arc<Mutex<HashMap<Token, Allowance>>>);
 
 #[derive(Debug)]
 struct Allowance {
-    left: f64,
-    at: Instant,
+    rate: RateLimit,
     /// Number of the pass. The same token may be admitted twice; the later pass counts.
     pass: u64,
 }
@@ -55,28 +55,23 @@ impl Known {
     pub fn admit(&self, token: Token) -> Pass {
         let mut known = self.lock();
         let number = known.get(&token).map_or(0, |before| before.pass + 1);
-        known.insert(token, Allowance { left: BURST, at: Instant::now(), pass: number });
+        known.insert(
+            token,
+            Allowance { rate: RateLimit::new(BURST, PER_SECOND, Instant::now()), pass: number },
+        );
         Pass { known: self.clone(), token, number }
     }
 
     fn allows(&self, token: &Token, now: Instant) -> bool {
-        let mut known = self.lock();
-        let Some(allowance) = known.get_mut(token) else { return false };
-        let earned = now.saturating_duration_since(allowance.at).as_secs_f64() * PER_SECOND;
-        allowance.left = (allowance.left + earned).min(BURST);
-        allowance.at = now;
-        let allowed = allowance.left >= 1.0;
-        if allowed {
-            allowance.left -= 1.0;
-        }
-        allowed
+        self.lock().get_mut(token).is_some_and(|allowance| allowance.rate.take(now))
     }
 
     /// Returns the answer to a datagram, of the same length; `None` for a datagram that gets none.
     fn answer(&self, question: &[u8], now: Instant) -> Option<Vec<u8>> {
-        let datagram = Datagram::read(question).filter(|d| d.kind == Kind::Question)?;
+        let datagram = Datagram::read(question).filter(|d| d.kind == DatagramKind::Question)?;
         let length = u16::try_from(question.len()).ok()?;
-        self.allows(&datagram.token, now).then(|| Datagram { kind: Kind::Answer, ..datagram }.write(length))
+        self.allows(&datagram.token, now)
+            .then(|| Datagram { kind: DatagramKind::Answer, ..datagram }.write(length))
     }
 }
 
@@ -202,12 +197,12 @@ mod tests {
     fn only_whole_questions_with_a_known_token_are_answered_and_never_with_more() {
         let known = Known::default();
         let now = Instant::now();
-        let question = Datagram { kind: Kind::Question, nonce: [1; 8], token: TOKEN }.write(1400);
+        let question = Datagram { kind: DatagramKind::Question, nonce: [1; 8], token: TOKEN }.write(1400);
         assert_eq!(known.answer(&question, now), None, "an unknown token");
         let pass = known.admit(TOKEN);
         let answer = known.answer(&question, now).unwrap();
         assert_eq!(answer.len(), question.len());
-        assert_eq!(Datagram::read(&answer).unwrap().kind, Kind::Answer);
+        assert_eq!(Datagram::read(&answer).unwrap().kind, DatagramKind::Answer);
         assert_eq!(
             known.answer(&answer, now),
             None,
@@ -227,7 +222,7 @@ mod tests {
         let known = Known::default();
         let _pass = known.admit(TOKEN);
         let now = Instant::now();
-        let question = Datagram { kind: Kind::Question, nonce: [1; 8], token: TOKEN }.write(100);
+        let question = Datagram { kind: DatagramKind::Question, nonce: [1; 8], token: TOKEN }.write(100);
         let answered = |at| (0..1000).filter(|_| known.answer(&question, at).is_some()).count();
         assert_eq!(answered(now), 160);
         assert_eq!(answered(now + Duration::from_secs(2)), 32);

@@ -6,7 +6,7 @@
 //! guest cannot have received any record of this epoch, the relay keeps them and sends them from the beginning.
 
 use super::{Session, Violation};
-use crate::record::{Hello, Kind, OLDEST, SessionId, VERSION, Welcome, plain};
+use crate::record::{Hello, OLDEST, RecordKind, VERSION, Welcome, plain};
 
 /// Result of a handshake.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,7 +24,7 @@ impl Session {
             versions: (OLDEST, VERSION),
             session: self.id?,
             epoch: self.epoch,
-            recv: self.recv,
+            recv: self.inbound.recv,
             program: program.to_owned(),
         })
     }
@@ -39,7 +39,7 @@ impl Session {
         }
         let known = self.id == Some(hello.session);
         let resumed = known && self.epoch == hello.epoch && self.may_resume(hello.recv);
-        let unseen = known && self.epoch != hello.epoch && self.recv == 0 && self.log.acked() == 0;
+        let unseen = known && self.epoch != hello.epoch && self.inbound.recv == 0 && self.log.acked() == 0;
         let lost = self.id.is_some() && !resumed && !unseen;
         if lost {
             self.reset(None);
@@ -50,9 +50,14 @@ impl Session {
         }
         self.resume(if resumed { hello.recv } else { 0 });
         self.version = version;
-        let welcome =
-            Welcome { version, resumed, epoch: self.epoch, recv: self.recv, program: program.to_owned() };
-        self.urgent = plain(Kind::Welcome, &welcome.encode())?;
+        let welcome = Welcome {
+            version,
+            resumed,
+            epoch: self.epoch,
+            recv: self.inbound.recv,
+            program: program.to_owned(),
+        };
+        self.urgent.bytes = plain(RecordKind::Welcome, &welcome.encode())?;
         Ok(Joined { resumed, lost })
     }
 
@@ -91,11 +96,9 @@ impl Session {
     fn resume(&mut self, recv: u64) {
         self.log.ack(recv);
         self.counts.replayed += self.log.rewind();
-        self.urgent = Vec::new();
-        self.urgent_taken = 0;
-        self.want = super::Want::default();
+        self.urgent = super::Urgent::default();
         self.lines.asked = false;
-        self.unacked = 0;
+        self.inbound.unacked = 0;
     }
 
     /// Returns the epoch of the relay's side of the session; 0 before a handshake.
@@ -105,11 +108,6 @@ impl Session {
 
     /// Returns the highest sequence number received in order.
     pub fn received(&self) -> u64 {
-        self.recv
-    }
-
-    /// Takes another id after a violation: the states of both ends may no longer match.
-    pub fn renew(&mut self, id: SessionId) {
-        self.reset(Some(id));
+        self.inbound.recv
     }
 }

@@ -2,7 +2,7 @@
 //! data waits, a few at a time, and with few enough unacknowledged ones to leave the streams their room.
 
 use super::Session;
-use crate::record::{Header, Kind};
+use crate::record::{RecordHeader, RecordKind};
 
 /// Most unacknowledged bytes of log records; above this, they wait at their source.
 const MOST_UNDER_WAY: usize = 64 << 10;
@@ -32,19 +32,18 @@ impl Session {
         if self.log.acked() >= self.lines.last {
             (self.lines.under_way, self.lines.asked) = (0, false);
         }
-        let idle = self.control.is_empty() && self.signals.is_empty() && self.ready.is_empty();
         let room = self.log.unsent() < MOST_AHEAD && self.log.len() < self.limits.replay / 2;
         let few = self.lines.under_way < MOST_UNDER_WAY;
         if !few && !self.lines.asked && self.log.unsent() == 0 {
             // The Pong acknowledges them; otherwise the acknowledgement would wait for the next heartbeat.
-            (self.lines.asked, self.want.ping) = (true, true);
+            (self.lines.asked, self.urgent.want.ping) = (true, true);
         }
-        self.speaks_lines() && idle && room && few
+        self.speaks_lines() && self.is_idle() && room && few
     }
 
     /// Sends a log record; check [`Session::has_room_for_line`] first.
     pub fn line(&mut self, payload: &[u8]) {
-        self.push(Header::new(Kind::Line, 0), payload);
+        self.push(RecordHeader::new(RecordKind::Line, 0), payload);
         self.lines.under_way += payload.len();
         self.lines.last = self.log.last();
     }

@@ -10,7 +10,7 @@ use super::{
     CHUNK,
     pool::{self, Size},
 };
-use crate::record::{self, HEADER_LEN, Header};
+use crate::record::{self, HEADER_LEN, RecordHeader};
 
 /// Buffer of whole records; a record never crosses from one chunk to the next.
 struct Chunk {
@@ -123,7 +123,7 @@ impl Log {
     }
 
     /// Adds a record: fills in its number and the length of `payload`, which is at most 64 KiB less a header.
-    pub(super) fn push(&mut self, mut header: Header, payload: &[u8]) {
+    pub(super) fn push(&mut self, mut header: RecordHeader, payload: &[u8]) {
         let size = HEADER_LEN + payload.len();
         header.length = payload.len() as u32;
         header.seq = self.next;
@@ -177,11 +177,11 @@ impl Log {
     }
 
     /// Turns the first `bytes` of the places, which hold payload now, into records.
-    pub(super) fn fill(&mut self, header: Header, mut bytes: usize) {
+    pub(super) fn fill(&mut self, header: RecordHeader, mut bytes: usize) {
         for chunk in self.chunks.range_mut(self.spaces_at.min(self.chunks.len())..) {
             while bytes > 0 && chunk.records() > 0 {
                 let length = bytes.min(CHUNK);
-                let header = Header { length: length as u32, seq: self.next, ..header };
+                let header = RecordHeader { length: length as u32, seq: self.next, ..header };
                 chunk.buffer[chunk.end..chunk.end + HEADER_LEN].copy_from_slice(&header.encode());
                 chunk.end += HEADER_LEN + length;
                 self.next += 1;
@@ -305,7 +305,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::record::Kind;
+    use crate::record::RecordKind;
 
     /// Sends at most `most` unsent bytes of the log and returns them.
     fn take(log: &mut Log, most: usize) -> Vec<u8> {
@@ -326,8 +326,8 @@ mod tests {
             let (mut wire, mut expected) = (Vec::new(), Vec::new());
             for (size, taken, behind) in steps {
                 let payload = vec![size as u8; size];
-                let header = Header { stream: 3, ..Header::new(Kind::Data, size as u32) };
-                expected.extend_from_slice(&Header { seq: log.next, ..header }.encode());
+                let header = RecordHeader { stream: 3, ..RecordHeader::new(RecordKind::Data, size as u32) };
+                expected.extend_from_slice(&RecordHeader { seq: log.next, ..header }.encode());
                 expected.extend_from_slice(&payload);
                 log.push(header, &payload);
                 wire.extend(take(&mut log, taken));
@@ -352,7 +352,7 @@ mod tests {
             let (mut left, mut right) = (Vec::new(), Vec::new());
             for (most, bytes, push, taken) in steps {
                 let payload: Vec<u8> = (0..bytes.min(most)).map(|at| (at % 251) as u8).collect();
-                let header = Header { stream: 3, ..Header::new(Kind::Data, 0) };
+                let header = RecordHeader { stream: 3, ..RecordHeader::new(RecordKind::Data, 0) };
                 payload.chunks(CHUNK).for_each(|part| copied.push(header, part));
                 if push {
                     payload.chunks(CHUNK).for_each(|part| in_place.push(header, part));
@@ -388,7 +388,7 @@ mod tests {
         let mut log = Log::new();
         let mut slices: [_; 8] = std::array::from_fn(|_| IoSliceMut::new(&mut []));
         assert_eq!(log.spaces(8 * CHUNK, &mut slices), 8);
-        log.fill(Header::new(Kind::Data, 0), 0);
+        log.fill(RecordHeader::new(RecordKind::Data, 0), 0);
         assert_eq!((log.chunks.len(), log.len()), (0, 0));
     }
 
@@ -396,7 +396,7 @@ mod tests {
     fn unacknowledged_records_are_sent_again_after_a_rewind() {
         let mut log = Log::new();
         for at in 0..5u8 {
-            log.push(Header::new(Kind::Data, 0), &[at; 10]);
+            log.push(RecordHeader::new(RecordKind::Data, 0), &[at; 10]);
         }
         let all = take(&mut log, usize::MAX);
         log.ack(2);

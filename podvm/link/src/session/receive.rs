@@ -5,12 +5,12 @@ use bytes::Bytes;
 use super::{ACK_STEP, Session, stream::Stream};
 use crate::{
     endpoint::Role,
-    record::{BadRecord, CloseReason, HEADER_LEN, Header, Kind, Line, MORE, StreamKind},
+    record::{BadRecord, CloseReason, HEADER_LEN, Line, MORE, RecordHeader, RecordKind, StreamKind},
 };
 
 /// Effect of a record on the owner of the session.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Event<'a> {
+pub enum Received<'a> {
     /// None; the session handled the record.
     Nothing,
     /// The peer opened a stream.
@@ -37,7 +37,7 @@ pub enum Violation {
     Record(#[from] BadRecord),
     /// A handshake record inside a session.
     #[error("a {0:?} record inside a session")]
-    Misplaced(Kind),
+    Misplaced(RecordKind),
     /// A sequence number out of order.
     #[error("record number {got} where {due} was due")]
     Sequence {
@@ -56,10 +56,10 @@ pub enum Violation {
     },
     /// A payload that does not fit its kind.
     #[error("a {0:?} record with an invalid payload")]
-    Payload(Kind),
+    Payload(RecordKind),
     /// A stream number that the peer may not use.
     #[error("a {0:?} record for stream {1}, which is not open")]
-    Stream(Kind, u32),
+    Stream(RecordKind, u32),
     /// A stream number that the peer may not open.
     #[error("stream {0} opened: wrong side, or a number that was used before")]
     Open(u32),
@@ -85,7 +85,11 @@ pub enum Violation {
 
 impl Session {
     /// Processes one record from the peer; `payload` is exactly `header.length` bytes long.
-    pub fn receive<'a>(&mut self, header: &Header, payload: &'a [u8]) -> Result<Event<'a>, Violation> {
+    pub fn receive<'a>(
+        &mut self,
+        header: &RecordHeader,
+        payload: &'a [u8],
+    ) -> Result<Received<'a>, Violation> {
         let sent = self.log.sent();
         if header.ack > sent {
             return Err(Violation::Ack { sent, got: header.ack });
@@ -94,26 +98,30 @@ impl Session {
         if !header.kind.is_sequenced() {
             return self.receive_plain(header, payload);
         }
-        let due = self.recv + 1;
+        let due = self.inbound.recv + 1;
         if header.seq != due {
             return Err(Violation::Sequence { due, got: header.seq });
         }
-        self.recv = due;
+        self.inbound.recv = due;
         self.counts.received += 1;
-        self.unacked += HEADER_LEN + payload.len();
-        self.want.ack |= self.unacked >= ACK_STEP;
+        self.inbound.unacked += HEADER_LEN + payload.len();
+        self.urgent.want.ack |= self.inbound.unacked >= ACK_STEP;
         match header.kind {
-            Kind::Open => self.receive_open(header.stream, payload),
-            Kind::Data => self.receive_data(header.stream, payload),
-            Kind::Close => self.receive_close(header.stream, payload),
-            Kind::Credit => self.receive_credit(header.stream, payload),
-            Kind::Finish => self.receive_finish(header.stream, payload),
-            Kind::Line => self.receive_line(header.stream, payload),
+            RecordKind::Open => self.receive_open(header.stream, payload),
+            RecordKind::Data => self.receive_data(header.stream, payload),
+            RecordKind::Close => self.receive_close(header.stream, payload),
+            RecordKind::Credit => self.receive_credit(header.stream, payload),
+            RecordKind::Finish => self.receive_finish(header.stream, payload),
+            RecordKind::Line => self.receive_line(header.stream, payload),
             _ => self.receive_control(header, payload),
         }
     }
 
-    fn receive_plain<'a>(&mut self, header: &Header, payload: &[u8]) -> Result<Event<'a>, Violation> {
+    fn receive_plain<'a>(
+        &mut self,
+        header: &RecordHeader,
+        payload: &[u8],
+    ) -> Result<Received<'a>, Violation> {
         if header.seq != 0 {
             return Err(Violation::Sequence { due: 0, got: header.seq });
         }
@@ -121,15 +129,15 @@ impl Session {
             return Err(Violation::Payload(header.kind));
         }
         match header.kind {
-            Kind::Ping => self.want.pong = true,
-            Kind::Pong | Kind::Ack => {}
+            RecordKind::Ping => self.urgent.want.pong = true,
+            RecordKind::Pong | RecordKind::Ack => {}
             other => return Err(Violation::Misplaced(other)),
         }
-        Ok(Event::Nothing)
+        Ok(Received::Nothing)
     }
 
-    fn receive_open<'a>(&mut self, id: u32, payload: &[u8]) -> Result<Event<'a>, Violation> {
-        let kind = StreamKind::decode(payload).ok_or(Violation::Payload(Kind::Open))?;
+    fn receive_open<'a>(&mut self, id: u32, payload: &[u8]) -> Result<Received<'a>, Violation> {
+        let kind = StreamKind::decode(payload).ok_or(Violation::Payload(RecordKind::Open))?;
         if id < self.next_peer || id % 2 != self.next_peer % 2 {
             return Err(Violation::Open(id));
         }
@@ -139,42 +147,42 @@ impl Session {
         // A number without a successor is refused.
         self.next_peer = id.checked_add(2).ok_or(Violation::Open(id))?;
         self.streams.insert(id, Stream::answered(kind));
-        Ok(Event::Opened(id, kind))
+        Ok(Received::Opened(id, kind))
     }
 
-    fn receive_data<'a>(&mut self, id: u32, payload: &'a [u8]) -> Result<Event<'a>, Violation> {
-        let stream = self.peers_stream(Kind::Data, id)?;
+    fn receive_data<'a>(&mut self, id: u32, payload: &'a [u8]) -> Result<Received<'a>, Violation> {
+        let stream = self.peers_stream(RecordKind::Data, id)?;
         if payload.is_empty() {
-            return Err(Violation::Payload(Kind::Data));
+            return Err(Violation::Payload(RecordKind::Data));
         }
         if !stream.received(payload.len() as u32) {
             return Err(Violation::Window(id));
         }
         // This end has closed the stream, and the peer has not received that yet: the bytes are dropped.
-        Ok(if stream.is_open() { Event::Data(id, payload) } else { Event::Nothing })
+        Ok(if stream.is_open() { Received::Data(id, payload) } else { Received::Nothing })
     }
 
-    fn receive_close<'a>(&mut self, id: u32, payload: &[u8]) -> Result<Event<'a>, Violation> {
+    fn receive_close<'a>(&mut self, id: u32, payload: &[u8]) -> Result<Received<'a>, Violation> {
         let reason = match payload {
             [0] => CloseReason::Closed,
             [1] => CloseReason::Refused,
             [2] => CloseReason::Failed,
-            _ => return Err(Violation::Payload(Kind::Close)),
+            _ => return Err(Violation::Payload(RecordKind::Close)),
         };
-        let stream = self.peers_stream(Kind::Close, id)?;
+        let stream = self.peers_stream(RecordKind::Close, id)?;
         let (over, news) = stream.end();
         if over {
             self.streams.remove(&id);
         } else if stream.may_queue() {
-            self.ready.push_back(id);
+            self.turns.ready.push_back(id);
         }
-        Ok(if news { Event::Closed(id, reason) } else { Event::Nothing })
+        Ok(if news { Received::Closed(id, reason) } else { Received::Nothing })
     }
 
-    fn receive_credit<'a>(&mut self, id: u32, payload: &[u8]) -> Result<Event<'a>, Violation> {
+    fn receive_credit<'a>(&mut self, id: u32, payload: &[u8]) -> Result<Received<'a>, Violation> {
         let credit =
-            payload.try_into().map(u32::from_be_bytes).map_err(|_| Violation::Payload(Kind::Credit))?;
-        let stream = self.peers_stream(Kind::Credit, id)?;
+            payload.try_into().map(u32::from_be_bytes).map_err(|_| Violation::Payload(RecordKind::Credit))?;
+        let stream = self.peers_stream(RecordKind::Credit, id)?;
         if !stream.credited(credit) {
             return Err(Violation::Credit(id));
         }
@@ -182,58 +190,62 @@ impl Session {
         // The answer to a dial that this end has given up is dropped.
         let wanted = answer && stream.is_open();
         if stream.may_queue() {
-            self.ready.push_back(id);
+            self.turns.ready.push_back(id);
         }
-        Ok(if wanted { Event::Connected(id) } else { Event::Nothing })
+        Ok(if wanted { Received::Connected(id) } else { Received::Nothing })
     }
 
-    fn receive_finish<'a>(&mut self, id: u32, payload: &[u8]) -> Result<Event<'a>, Violation> {
+    fn receive_finish<'a>(&mut self, id: u32, payload: &[u8]) -> Result<Received<'a>, Violation> {
         if !payload.is_empty() {
-            return Err(Violation::Payload(Kind::Finish));
+            return Err(Violation::Payload(RecordKind::Finish));
         }
-        let stream = self.peers_stream(Kind::Finish, id)?;
+        let stream = self.peers_stream(RecordKind::Finish, id)?;
         if !stream.peer_finished() {
-            return Err(Violation::Stream(Kind::Finish, id));
+            return Err(Violation::Stream(RecordKind::Finish, id));
         }
-        Ok(if stream.is_open() { Event::Finished(id) } else { Event::Nothing })
+        Ok(if stream.is_open() { Received::Finished(id) } else { Received::Nothing })
     }
 
-    fn receive_line<'a>(&self, stream: u32, payload: &'a [u8]) -> Result<Event<'a>, Violation> {
+    fn receive_line<'a>(&self, stream: u32, payload: &'a [u8]) -> Result<Received<'a>, Violation> {
         if self.role == Role::Guest || !self.speaks_lines() {
-            return Err(Violation::Misplaced(Kind::Line));
+            return Err(Violation::Misplaced(RecordKind::Line));
         }
         if stream != 0 {
-            return Err(Violation::Payload(Kind::Line));
+            return Err(Violation::Payload(RecordKind::Line));
         }
-        Ok(Event::Line(Line::decode(payload)?))
+        Ok(Received::Line(Line::decode(payload)?))
     }
 
-    fn receive_control<'a>(&mut self, header: &Header, payload: &[u8]) -> Result<Event<'a>, Violation> {
+    fn receive_control<'a>(
+        &mut self,
+        header: &RecordHeader,
+        payload: &[u8],
+    ) -> Result<Received<'a>, Violation> {
         let most = self.limits.control_message;
         if header.stream != 0 {
-            return Err(Violation::Payload(Kind::Control));
+            return Err(Violation::Payload(RecordKind::Control));
         }
-        if self.assembly.len() + payload.len() > most {
+        if self.inbound.assembly.len() + payload.len() > most {
             return Err(Violation::Control(most));
         }
         if header.flags & MORE != 0 {
             if payload.is_empty() {
-                return Err(Violation::Payload(Kind::Control));
+                return Err(Violation::Payload(RecordKind::Control));
             }
-            self.assembly.extend_from_slice(payload);
-            return Ok(Event::Nothing);
+            self.inbound.assembly.extend_from_slice(payload);
+            return Ok(Received::Nothing);
         }
-        let message = if self.assembly.is_empty() {
+        let message = if self.inbound.assembly.is_empty() {
             Bytes::copy_from_slice(payload)
         } else {
-            self.assembly.extend_from_slice(payload);
-            Bytes::from(std::mem::take(&mut self.assembly))
+            self.inbound.assembly.extend_from_slice(payload);
+            Bytes::from(std::mem::take(&mut self.inbound.assembly))
         };
-        Ok(Event::Control(message))
+        Ok(Received::Control(message))
     }
 
     /// Returns a stream for which the peer may still send records.
-    fn peers_stream(&mut self, kind: Kind, id: u32) -> Result<&mut Stream, Violation> {
+    fn peers_stream(&mut self, kind: RecordKind, id: u32) -> Result<&mut Stream, Violation> {
         self.streams.get_mut(&id).filter(|stream| !stream.has_ended()).ok_or(Violation::Stream(kind, id))
     }
 }

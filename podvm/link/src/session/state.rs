@@ -7,31 +7,17 @@ use std::collections::VecDeque;
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
-use super::{Counts, Limits, Session, WINDOW, log::Log, stream::Stream};
+use super::{Counts, Session, SessionLimits, WINDOW, log::Log, stream::Stream};
 use crate::{
+    base64_bytes,
     endpoint::Role,
     record::{CloseReason, SessionId, StreamKind, VERSION},
 };
 
-/// Serialises bytes as base64 text.
-pub(crate) mod base64 {
-    use base64::{Engine, prelude::BASE64_STANDARD};
-    use serde::{Deserialize, Deserializer, Serializer, de::Error};
-
-    pub(crate) fn serialize<S: Serializer>(bytes: &[u8], to: S) -> Result<S::Ok, S::Error> {
-        to.serialize_str(&BASE64_STANDARD.encode(bytes))
-    }
-
-    pub(crate) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<u8>, D::Error> {
-        let text = std::borrow::Cow::<'de, str>::deserialize(from)?;
-        BASE64_STANDARD.decode(&*text).map_err(D::Error::custom)
-    }
-}
-
 /// Bytes as an element of a list.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
-struct Blob(#[serde(with = "base64")] Vec<u8>);
+struct Blob(#[serde(with = "base64_bytes")] Vec<u8>);
 
 /// Serialised session: the result of [`Session::state`] and the input of [`Session::restore`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -42,19 +28,18 @@ pub struct SessionState {
     recv: u64,
     first: u64,
     high_sent: u64,
-    #[serde(with = "base64")]
+    #[serde(with = "base64_bytes")]
     records: Vec<u8>,
     control: Vec<Blob>,
-    #[serde(with = "base64")]
+    #[serde(with = "base64_bytes")]
     assembly: Vec<u8>,
     streams: Vec<StreamState>,
     signals: Vec<u32>,
     ready: Vec<u32>,
     next_own: u32,
     next_peer: u32,
-    sent: u64,
-    received: u64,
-    replayed: u64,
+    #[serde(flatten)]
+    counts: Counts,
 }
 
 /// Serialised stream of a session.
@@ -66,7 +51,7 @@ pub(super) struct StreamState {
     pub(super) credit: u32,
     pub(super) window: u32,
     pub(super) owed: u32,
-    #[serde(with = "base64")]
+    #[serde(with = "base64_bytes")]
     pub(super) waiting: Vec<u8>,
     pub(super) close: Option<u8>,
     pub(super) close_sent: bool,
@@ -92,20 +77,18 @@ impl Session {
             id: self.id.map(|id| id.0),
             epoch: self.epoch,
             version: self.version,
-            recv: self.recv,
+            recv: self.inbound.recv,
             first: self.log.acked() + 1,
             high_sent: self.log.high_sent(),
             records: self.log.records(),
-            control: self.control.iter().map(|message| Blob(message.to_vec())).collect(),
-            assembly: self.assembly.clone(),
+            control: self.control.messages.iter().map(|message| Blob(message.to_vec())).collect(),
+            assembly: self.inbound.assembly.clone(),
             streams,
-            signals: self.those_that_are(&self.signals),
-            ready: self.those_that_are(&self.ready),
+            signals: self.those_that_are(&self.turns.signals),
+            ready: self.those_that_are(&self.turns.ready),
             next_own: self.next_own,
             next_peer: self.next_peer,
-            sent: self.counts.sent,
-            received: self.counts.received,
-            replayed: self.counts.replayed,
+            counts: self.counts,
         }
     }
 
@@ -118,7 +101,7 @@ impl Session {
     ///
     /// # Errors
     /// [`BadState`] if the state is invalid.
-    pub fn restore(role: Role, limits: Limits, state: SessionState) -> Result<Session, BadState> {
+    pub fn restore(role: Role, limits: SessionLimits, state: SessionState) -> Result<Session, BadState> {
         let mut session = Session::new(role, state.id.map(SessionId), limits);
         if state.version > VERSION {
             return Err(BadState("its link protocol is newer than this program"));
@@ -135,22 +118,22 @@ impl Session {
             let id = stream.id;
             session.streams.insert(id, Stream::restore(stream)?);
         }
-        (session.epoch, session.version, session.recv) = (state.epoch, state.version, state.recv);
+        (session.epoch, session.version, session.inbound.recv) = (state.epoch, state.version, state.recv);
         (session.next_own, session.next_peer) = (state.next_own, state.next_peer);
-        session.control = state.control.into_iter().map(|Blob(bytes)| Bytes::from(bytes)).collect();
-        session.assembly = state.assembly;
-        session.counts = Counts { sent: state.sent, received: state.received, replayed: state.replayed };
+        session.control.messages = state.control.into_iter().map(|Blob(bytes)| Bytes::from(bytes)).collect();
+        session.inbound.assembly = state.assembly;
+        session.counts = state.counts;
         for id in state.ready {
             if let Some(stream) = session.streams.get_mut(&id)
                 && !std::mem::replace(&mut stream.queued, true)
             {
-                session.ready.push_back(id);
+                session.turns.ready.push_back(id);
             }
         }
         for id in state.signals {
             if let Some(stream) = session.streams.get_mut(&id) {
                 stream.signalled();
-                session.signals.push_back(id);
+                session.turns.signals.push_back(id);
             }
         }
         Ok(session)
@@ -158,7 +141,7 @@ impl Session {
 
     /// Returns the bytes of waiting control messages, as [`Session::control_done`] will count them.
     pub(crate) fn control_waiting(&self) -> usize {
-        self.control.iter().map(|message| message.len() + super::CONTROL_COST).sum()
+        self.control.waiting()
     }
 
     /// Closes the open streams for which `owned` returns false: they have no owner any more.

@@ -53,7 +53,7 @@ struct Pair {
     epochs: u64,
 }
 
-fn end(role: Role, id: Option<SessionId>, limits: Limits) -> End {
+fn end(role: Role, id: Option<SessionId>, limits: SessionLimits) -> End {
     End {
         session: Session::new(role, id, limits),
         carry: Vec::new(),
@@ -69,7 +69,7 @@ fn end(role: Role, id: Option<SessionId>, limits: Limits) -> End {
 
 impl Pair {
     fn new() -> Pair {
-        let limits = Limits { streams: 40, ..Limits::default() };
+        let limits = SessionLimits { streams: 40, ..SessionLimits::default() };
         let ends = [end(Role::Relay, None, limits), end(Role::Guest, Some(GUEST), limits)];
         Pair { ends, wire: [Vec::new(), Vec::new()], linked: false, welcomed: false, epochs: 0 }
     }
@@ -108,7 +108,7 @@ impl Pair {
             return 0;
         }
         let session = &mut self.ends[from].session;
-        session.pump();
+        session.schedule();
         let mut slices = [IoSlice::new(&[]); 5];
         let filled = session.output(&mut slices);
         let mut bytes = slices[..filled].iter().flat_map(|slice| slice.to_vec()).collect::<Vec<u8>>();
@@ -126,19 +126,19 @@ impl Pair {
         let carry = std::mem::take(&mut end.carry);
         let mut input = &carry[..];
         while let Some((header, payload)) = record::split(&mut input).unwrap() {
-            if header.kind == Kind::Welcome {
+            if header.kind == RecordKind::Welcome {
                 let welcome = record::Welcome::decode(payload).unwrap();
                 assert!(!end.session.welcomed(&welcome).unwrap().lost);
                 self.welcomed = true;
                 continue;
             }
             match end.session.receive(&header, payload).unwrap() {
-                Event::Nothing => {}
-                Event::Opened(id, StreamKind::Agent) => {
+                Received::Nothing => {}
+                Received::Opened(id, StreamKind::Agent) => {
                     assert!(end.seen.insert(id, Seen::default()).is_none(), "opened twice");
                     end.sent.entry(id).or_default();
                 }
-                Event::Data(id, data) => {
+                Received::Data(id, data) => {
                     let seen = end.seen.entry(id).or_default();
                     for (at, value) in data.iter().enumerate() {
                         assert_eq!(*value, byte(from, id, seen.bytes + at), "lost, doubled or out of order");
@@ -147,10 +147,10 @@ impl Pair {
                     seen.held += data.len();
                     assert!(seen.held <= WINDOW as usize, "beyond the window");
                 }
-                Event::Closed(id, _) => end.seen.entry(id).or_default().closed += 1,
-                Event::Control(message) => end.control_seen.push(message.len()),
-                Event::Line(line) => end.lines_seen.push(line.uptime_ms),
-                Event::Opened(_, StreamKind::Dial(_)) | Event::Connected(_) | Event::Finished(_) => {
+                Received::Closed(id, _) => end.seen.entry(id).or_default().closed += 1,
+                Received::Control(message) => end.control_seen.push(message.len()),
+                Received::Line(line) => end.lines_seen.push(line.uptime_ms),
+                Received::Opened(_, StreamKind::Dial(_)) | Received::Connected(_) | Received::Finished(_) => {
                     panic!("this test does not dial")
                 }
             }
@@ -291,7 +291,7 @@ fn step(pair: &mut Pair, (what, which, size): (u8, u16, u32)) {
     for end in &pair.ends {
         let bound = end.session.limits.replay + CHUNK + HEADER_LEN;
         assert!(end.session.log.len() <= bound, "{} kept", end.session.log.len());
-        assert!(end.session.urgent.len() <= 2 * URGENT_MOST);
+        assert!(end.session.urgent.bytes.len() <= 2 * URGENT_MOST);
         assert!(end.session.lines.under_way <= (64 << 10) + MAX_TEXT + 100);
     }
 }
@@ -326,15 +326,15 @@ proptest! {
         let mut session = opened();
         let mut seq = 0;
         for (kind, flags, stream, ahead, ack, length) in records {
-            let Some(kind) = Kind::from_u8(kind) else { continue };
-            let flags = if kind == Kind::Control { flags } else { 0 };
+            let Some(kind) = RecordKind::from_u8(kind) else { continue };
+            let flags = if kind == RecordKind::Control { flags } else { 0 };
             let seq = if kind.is_sequenced() { seq += 1; seq + ahead / 2 } else { 0 };
-            let header = Header { length: length as u32, kind, flags, stream, seq, ack };
+            let header = RecordHeader { length: length as u32, kind, flags, stream, seq, ack };
             let payload = [1, 0, 0, 0, 0, 0];
             if feed(&mut session, &[&header.encode()[..], &payload[..length]].concat()).is_err() {
                 break;
             }
-            session.pump();
+            session.schedule();
         }
     }
 }
@@ -346,7 +346,7 @@ fn an_invalid_state_is_refused() {
         let mut state = state.clone();
         state[key] = value;
         let state = serde_json::from_value::<SessionState>(state).unwrap();
-        Session::restore(Role::Relay, Limits::default(), state).map(|_| ())
+        Session::restore(Role::Relay, SessionLimits::default(), state).map(|_| ())
     };
     assert_eq!(with("recv", 0.into()), Ok(()));
     for (key, value) in [
@@ -363,12 +363,12 @@ fn an_invalid_state_is_refused() {
     let mut odd = state.clone();
     odd["streams"][0]["window"] = u32::MAX.into();
     let odd = serde_json::from_value::<SessionState>(odd).unwrap();
-    assert!(Session::restore(Role::Relay, Limits::default(), odd).is_err());
+    assert!(Session::restore(Role::Relay, SessionLimits::default(), odd).is_err());
 }
 
 /// Returns a relay's session with stream 1 open and all records sent.
 fn opened() -> Session {
-    let mut session = Session::new(Role::Relay, None, Limits::default());
+    let mut session = Session::new(Role::Relay, None, SessionLimits::default());
     let hello = Hello { versions: (1, 9), session: GUEST, epoch: 0, recv: 0, program: String::new() };
     session.answer(&hello, 5, "").unwrap();
     assert_eq!(session.open(StreamKind::Agent), Some(1));
@@ -379,7 +379,7 @@ fn opened() -> Session {
 fn drain(session: &mut Session) -> usize {
     let mut total = 0;
     loop {
-        session.pump();
+        session.schedule();
         let mut slices = [IoSlice::new(&[]); 4];
         let filled = session.output(&mut slices);
         let bytes: usize = slices[..filled].iter().map(|slice| slice.len()).sum();
@@ -398,33 +398,33 @@ fn feed(session: &mut Session, mut bytes: &[u8]) -> Result<(), Violation> {
     Ok(())
 }
 
-fn one(kind: Kind, stream: u32, seq: u64, payload: &[u8]) -> Vec<u8> {
-    let header = Header { stream, seq, ..Header::new(kind, payload.len() as u32) };
+fn one(kind: RecordKind, stream: u32, seq: u64, payload: &[u8]) -> Vec<u8> {
+    let header = RecordHeader { stream, seq, ..RecordHeader::new(kind, payload.len() as u32) };
     [&header.encode()[..], payload].concat()
 }
 
 #[test]
 fn every_violation_has_its_error() {
     let after = |bytes: &[u8]| feed(&mut opened(), bytes).unwrap_err();
-    assert_eq!(after(&one(Kind::Data, 1, 2, b"x")), Violation::Sequence { due: 1, got: 2 });
-    assert_eq!(after(&one(Kind::Data, 1, 0, b"x")), Violation::Sequence { due: 1, got: 0 });
-    assert_eq!(after(&one(Kind::Ping, 0, 1, b"")), Violation::Sequence { due: 0, got: 1 });
-    assert_eq!(after(&one(Kind::Data, 3, 1, b"x")), Violation::Stream(Kind::Data, 3));
-    assert_eq!(after(&one(Kind::Data, 1, 1, b"")), Violation::Payload(Kind::Data));
-    assert_eq!(after(&one(Kind::Credit, 1, 1, b"123")), Violation::Payload(Kind::Credit));
-    assert_eq!(after(&one(Kind::Credit, 1, 1, &[0xff; 4])), Violation::Credit(1));
-    assert_eq!(after(&one(Kind::Close, 1, 1, b"")), Violation::Payload(Kind::Close));
-    assert_eq!(after(&one(Kind::Open, 2, 1, &[9])), Violation::Payload(Kind::Open));
-    assert_eq!(after(&one(Kind::Open, 1, 1, &[1])), Violation::Open(1));
-    assert_eq!(after(&one(Kind::Hello, 0, 0, b"")), Violation::Misplaced(Kind::Hello));
-    assert_eq!(after(&one(Kind::Claim, 0, 0, b"")), Violation::Misplaced(Kind::Claim));
-    let ack = Header { ack: 99, ..Header::new(Kind::Ack, 0) };
+    assert_eq!(after(&one(RecordKind::Data, 1, 2, b"x")), Violation::Sequence { due: 1, got: 2 });
+    assert_eq!(after(&one(RecordKind::Data, 1, 0, b"x")), Violation::Sequence { due: 1, got: 0 });
+    assert_eq!(after(&one(RecordKind::Ping, 0, 1, b"")), Violation::Sequence { due: 0, got: 1 });
+    assert_eq!(after(&one(RecordKind::Data, 3, 1, b"x")), Violation::Stream(RecordKind::Data, 3));
+    assert_eq!(after(&one(RecordKind::Data, 1, 1, b"")), Violation::Payload(RecordKind::Data));
+    assert_eq!(after(&one(RecordKind::Credit, 1, 1, b"123")), Violation::Payload(RecordKind::Credit));
+    assert_eq!(after(&one(RecordKind::Credit, 1, 1, &[0xff; 4])), Violation::Credit(1));
+    assert_eq!(after(&one(RecordKind::Close, 1, 1, b"")), Violation::Payload(RecordKind::Close));
+    assert_eq!(after(&one(RecordKind::Open, 2, 1, &[9])), Violation::Payload(RecordKind::Open));
+    assert_eq!(after(&one(RecordKind::Open, 1, 1, &[1])), Violation::Open(1));
+    assert_eq!(after(&one(RecordKind::Hello, 0, 0, b"")), Violation::Misplaced(RecordKind::Hello));
+    assert_eq!(after(&one(RecordKind::Claim, 0, 0, b"")), Violation::Misplaced(RecordKind::Claim));
+    let ack = RecordHeader { ack: 99, ..RecordHeader::new(RecordKind::Ack, 0) };
     assert_eq!(after(&ack.encode()), Violation::Ack { sent: 1, got: 99 });
-    let closed_twice = [one(Kind::Close, 1, 1, &[0]), one(Kind::Data, 1, 2, b"x")].concat();
-    assert_eq!(after(&closed_twice), Violation::Stream(Kind::Data, 1));
+    let closed_twice = [one(RecordKind::Close, 1, 1, &[0]), one(RecordKind::Data, 1, 2, b"x")].concat();
+    assert_eq!(after(&closed_twice), Violation::Stream(RecordKind::Data, 1));
     assert!(matches!(after(&[0xff; 28]), Violation::Record(BadRecord::Length(_))));
     let version = Hello { versions: (4, 5), session: GUEST, epoch: 0, recv: 0, program: String::new() };
-    let mut fresh = Session::new(Role::Relay, None, Limits::default());
+    let mut fresh = Session::new(Role::Relay, None, SessionLimits::default());
     assert_eq!(fresh.answer(&version, 1, "").unwrap_err(), Violation::Version(4, 5));
 }
 
@@ -436,33 +436,33 @@ fn a_dialled_stream_has_no_credit_before_its_answer_and_each_side_ends_once() {
     let call = session.open(StreamKind::Dial(target)).unwrap();
     assert_eq!(session.room(call), 0, "the stream is not connected yet");
     drain(&mut session);
-    let answer = one(Kind::Credit, call, 1, &WINDOW.to_be_bytes());
+    let answer = one(RecordKind::Credit, call, 1, &WINDOW.to_be_bytes());
     let (header, payload) = record::split(&mut &answer[..]).unwrap().unwrap();
-    assert_eq!(session.receive(&header, payload).unwrap(), Event::Connected(call));
+    assert_eq!(session.receive(&header, payload).unwrap(), Received::Connected(call));
     assert!(session.room(call) > 0);
     session.finish(call);
     assert_eq!(session.room(call), 0, "the stream is finished");
     assert!(drain(&mut session) > 0);
     session.finish(call);
     assert_eq!(drain(&mut session), 0, "once");
-    let finish = one(Kind::Finish, call, 2, b"");
+    let finish = one(RecordKind::Finish, call, 2, b"");
     let (header, payload) = record::split(&mut &finish[..]).unwrap().unwrap();
-    assert_eq!(session.receive(&header, payload).unwrap(), Event::Finished(call));
-    let again = feed(&mut session, &one(Kind::Finish, call, 3, b""));
-    assert_eq!(again, Err(Violation::Stream(Kind::Finish, call)));
+    assert_eq!(session.receive(&header, payload).unwrap(), Received::Finished(call));
+    let again = feed(&mut session, &one(RecordKind::Finish, call, 3, b""));
+    assert_eq!(again, Err(Violation::Stream(RecordKind::Finish, call)));
 
-    let data_after_finish = [one(Kind::Finish, 1, 1, b""), one(Kind::Data, 1, 2, b"x")].concat();
+    let data_after_finish = [one(RecordKind::Finish, 1, 1, b""), one(RecordKind::Data, 1, 2, b"x")].concat();
     assert_eq!(feed(&mut opened(), &data_after_finish), Err(Violation::Window(1)));
-    let finish_with_words = one(Kind::Finish, 1, 1, b"x");
-    assert_eq!(feed(&mut opened(), &finish_with_words), Err(Violation::Payload(Kind::Finish)));
+    let finish_with_words = one(RecordKind::Finish, 1, 1, b"x");
+    assert_eq!(feed(&mut opened(), &finish_with_words), Err(Violation::Payload(RecordKind::Finish)));
     // The dialled side gives no credit before it has answered.
     let (payload, length) = StreamKind::Dial(target).encode();
     let mut called = opened();
-    feed(&mut called, &one(Kind::Open, 2, 1, &payload[..length])).unwrap();
-    assert_eq!(feed(&mut called, &one(Kind::Data, 2, 2, b"x")), Err(Violation::Window(2)));
+    feed(&mut called, &one(RecordKind::Open, 2, 1, &payload[..length])).unwrap();
+    assert_eq!(feed(&mut called, &one(RecordKind::Data, 2, 2, b"x")), Err(Violation::Window(2)));
     for payload in [&[2, 4, 0, 0][..], &[2, 5, 0, 80], &[2, 4, 0], &[2]] {
-        let opened = feed(&mut opened(), &one(Kind::Open, 2, 1, payload));
-        assert_eq!(opened, Err(Violation::Payload(Kind::Open)), "{payload:?}");
+        let opened = feed(&mut opened(), &one(RecordKind::Open, 2, 1, payload));
+        assert_eq!(opened, Err(Violation::Payload(RecordKind::Open)), "{payload:?}");
     }
 }
 
@@ -474,7 +474,7 @@ fn window_control_message_and_number_of_streams_are_limited() {
     let mut records = 0;
     while result.is_ok() {
         records += 1;
-        result = feed(&mut session, &one(Kind::Data, 1, records, &part));
+        result = feed(&mut session, &one(RecordKind::Data, 1, records, &part));
     }
     assert_eq!((records, result), (5, Err(Violation::Window(1))));
 
@@ -483,7 +483,8 @@ fn window_control_message_and_number_of_streams_are_limited() {
     let mut seq = 0;
     while result.is_ok() {
         seq += 1;
-        let header = Header { flags: MORE, seq, ..Header::new(Kind::Control, part.len() as u32) };
+        let header =
+            RecordHeader { flags: MORE, seq, ..RecordHeader::new(RecordKind::Control, part.len() as u32) };
         result = feed(&mut session, &[&header.encode()[..], &part].concat());
     }
     assert_eq!((seq, result), (17, Err(Violation::Control(1 << 20))));
@@ -493,7 +494,7 @@ fn window_control_message_and_number_of_streams_are_limited() {
     let mut opened = 0;
     while result.is_ok() {
         opened += 1;
-        result = feed(&mut session, &one(Kind::Open, 2 * opened as u32, opened, &[1]));
+        result = feed(&mut session, &one(RecordKind::Open, 2 * opened as u32, opened, &[1]));
     }
     assert_eq!((opened, result), (1024, Err(Violation::Streams(1024))));
     assert_eq!(session.open(StreamKind::Agent), None);
@@ -503,10 +504,10 @@ fn window_control_message_and_number_of_streams_are_limited() {
 fn a_peer_that_pings_without_reading_fills_no_queue() {
     let mut session = opened();
     for _ in 0..100_000 {
-        feed(&mut session, &one(Kind::Ping, 0, 0, b"")).unwrap();
-        session.pump();
+        feed(&mut session, &one(RecordKind::Ping, 0, 0, b"")).unwrap();
+        session.schedule();
     }
-    assert!(session.urgent.len() <= 2 * URGENT_MOST);
+    assert!(session.urgent.bytes.len() <= 2 * URGENT_MOST);
 }
 
 #[test]
@@ -532,7 +533,7 @@ fn control_goes_before_data_that_waits() {
     session.control(Bytes::from_static(b"now"));
     let mut wire = Vec::new();
     while wire.len() < 200_000 {
-        session.pump();
+        session.schedule();
         let mut slices = [IoSlice::new(&[]); 16];
         let filled = session.output(&mut slices);
         let bytes = slices[..filled].iter().flat_map(|slice| slice.to_vec()).collect::<Vec<u8>>();
@@ -541,7 +542,7 @@ fn control_goes_before_data_that_waits() {
     }
     let (mut input, mut before) = (&wire[..], 0);
     while let Some((header, _)) = record::split(&mut input).unwrap() {
-        if header.kind == Kind::Control {
+        if header.kind == RecordKind::Control {
             break;
         }
         before += HEADER_LEN + header.length as usize;
@@ -558,7 +559,7 @@ fn a_relay_without_the_session_starts_a_new_one() {
     let epoch = pair.ends[1].session.epoch();
     assert_eq!(epoch, 1);
 
-    let mut relay = Session::new(Role::Relay, None, Limits::default());
+    let mut relay = Session::new(Role::Relay, None, SessionLimits::default());
     let hello = pair.ends[1].session.hello("").unwrap();
     let joined = relay.answer(&hello, 9, "").unwrap();
     assert_eq!(joined, Joined { resumed: false, lost: false }, "the relay had nothing to lose");
@@ -580,7 +581,7 @@ fn a_new_guest_program_gets_nothing_of_the_previous_one() {
 
 #[test]
 fn a_guest_refuses_to_resume_an_unknown_session() {
-    let mut guest = Session::new(Role::Guest, Some(GUEST), Limits::default());
+    let mut guest = Session::new(Role::Guest, Some(GUEST), SessionLimits::default());
     for (resumed, epoch, recv) in [(true, 1, 0), (true, 0, 0), (false, 0, 0), (false, 3, 7)] {
         let welcome = record::Welcome { version: 1, resumed, epoch, recv, program: String::new() };
         assert!(matches!(guest.welcomed(&welcome), Err(Violation::Handshake(_))), "{welcome:?}");
@@ -604,7 +605,7 @@ fn lines_of_the_log_go_behind_everything_else_and_leave_room_for_it() {
     while guest(&mut pair) {
         pair.ends[1].session.line(&line(lines, &"x".repeat(MAX_TEXT)));
         lines += 1;
-        pair.ends[1].session.pump();
+        pair.ends[1].session.schedule();
         drain(&mut pair.ends[1].session);
     }
     assert!((16..=17).contains(&lines), "{lines}");
@@ -622,7 +623,7 @@ fn lines_of_the_log_go_behind_everything_else_and_leave_room_for_it() {
 
 #[test]
 fn an_older_peer_is_sent_no_lines_and_a_relay_sends_none() {
-    let mut old = Session::new(Role::Guest, Some(GUEST), Limits::default());
+    let mut old = Session::new(Role::Guest, Some(GUEST), SessionLimits::default());
     let welcome =
         |version| record::Welcome { version, resumed: false, epoch: 3, recv: 0, program: String::new() };
     old.welcomed(&welcome(2)).unwrap();
@@ -632,13 +633,13 @@ fn an_older_peer_is_sent_no_lines_and_a_relay_sends_none() {
     assert!(old.has_room_for_line());
     let record = |seq| {
         let payload = line(1, "x");
-        let header = Header { seq, ..Header::new(Kind::Line, payload.len() as u32) };
+        let header = RecordHeader { seq, ..RecordHeader::new(RecordKind::Line, payload.len() as u32) };
         [&header.encode()[..], &payload].concat()
     };
-    assert!(matches!(feed(&mut old, &record(1)), Err(Violation::Misplaced(Kind::Line))));
+    assert!(matches!(feed(&mut old, &record(1)), Err(Violation::Misplaced(RecordKind::Line))));
 
-    let mut relay = Session::new(Role::Relay, None, Limits::default());
+    let mut relay = Session::new(Role::Relay, None, SessionLimits::default());
     let hello = Hello { versions: (1, 2), session: GUEST, epoch: 0, recv: 0, program: String::new() };
     relay.answer(&hello, 5, "").unwrap();
-    assert!(matches!(feed(&mut relay, &record(1)), Err(Violation::Misplaced(Kind::Line))));
+    assert!(matches!(feed(&mut relay, &record(1)), Err(Violation::Misplaced(RecordKind::Line))));
 }

@@ -9,7 +9,7 @@ use std::{
 
 use peerpod_link::{
     endpoint::{DialError, Limits, Role, Target},
-    record::{Hello, Kind, SessionId, Welcome, plain},
+    record::{Hello, RecordKind, SessionId, Welcome, plain},
 };
 use support::{DEADLINE, ECHO, Options, Pair, call, end, request, until};
 use tokio::{
@@ -235,7 +235,7 @@ async fn an_older_guest_is_never_dialled() {
     relay.handle.attach(link.into());
     let hello =
         Hello { versions: (1, 1), session: SessionId([7; 16]), epoch: 0, recv: 0, program: "old".into() };
-    guest.write_all(&plain(Kind::Hello, &hello.encode()).unwrap()).await.unwrap();
+    guest.write_all(&plain(RecordKind::Hello, &hello.encode()).unwrap()).await.unwrap();
     let mut welcome = vec![0; 28];
     guest.read_exact(&mut welcome).await.unwrap();
     let mut payload = vec![0; u32::from_be_bytes([welcome[0], welcome[1], welcome[2], welcome[3]]) as usize];

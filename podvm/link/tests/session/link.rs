@@ -9,7 +9,7 @@ use std::{
 use bytes::Bytes;
 use peerpod_link::{
     endpoint::{Limits, LinkEvent, Role},
-    record::{self, Hello, Kind, SessionId},
+    record::{self, Hello, RecordKind, SessionId},
 };
 use support::{DEADLINE, ECHO, LOST, OVER, Options, Pair, answer, call, end, request, until};
 use tokio::{
@@ -371,10 +371,11 @@ async fn a_hostile_guest_loses_only_its_own_session() {
     let hello = |recv: u64| {
         let session = SessionId([9; 16]);
         let hello = Hello { versions: (1, 1), session, epoch: 0, recv, program: "x".into() };
-        record::plain(Kind::Hello, &hello.encode()).unwrap()
+        record::plain(RecordKind::Hello, &hello.encode()).unwrap()
     };
     let garbage = vec![0xff; 5000];
-    let data = record::Header { seq: 1, stream: 1, ..record::Header::new(Kind::Data, 3) }.encode();
+    let data =
+        record::RecordHeader { seq: 1, stream: 1, ..record::RecordHeader::new(RecordKind::Data, 3) }.encode();
     let cases: [Vec<u8>; 6] = [
         garbage.clone(),
         vec![],

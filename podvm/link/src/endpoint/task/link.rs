@@ -14,7 +14,7 @@ use crate::{
     endpoint::{Handler, LinkEvent, Role, Transport, join::First},
     record::{self, CloseReason, Hello, StreamKind},
     session::{
-        Event, Joined, Violation,
+        Joined, Received, Violation,
         pool::{self, Size},
     },
 };
@@ -42,7 +42,7 @@ impl<H: Handler> Task<H> {
     }
 
     /// Relay: answers a guest's Hello on this transport, which then replaces the earlier one.
-    pub(super) fn answer(&mut self, transport: Transport, hello: &Hello, rest: Vec<u8>) {
+    fn answer(&mut self, transport: Transport, hello: &Hello, rest: Vec<u8>) {
         // An unsupported version must not cost the working link.
         match self.session.answer(hello, random_epoch(), &self.limits.version) {
             Ok(joined) => self.up(transport, rest, joined, hello.program.clone()),
@@ -132,31 +132,31 @@ impl<H: Handler> Task<H> {
                 Err(why) => break Err(why.into()),
             };
             match self.session.receive(&header, payload) {
-                Ok(Event::Nothing) => {}
-                Ok(Event::Data(stream, data)) if self.dialled.has(stream) => {
+                Ok(Received::Nothing) => {}
+                Ok(Received::Data(stream, data)) if self.dialled.has(stream) => {
                     self.shared.counters.bytes_from_peer.fetch_add(data.len() as u64, Relaxed);
                     self.dialled.data(cx, &mut self.session, stream, data);
                 }
-                Ok(Event::Data(stream, data)) => self.data(cx, scratch, &mut batch, stream, data),
-                Ok(Event::Control(message)) => self.handler.on_control(message),
-                Ok(Event::Line(line)) => self.handler.on_line(line),
-                Ok(Event::Opened(stream, StreamKind::Agent)) => self.opened(stream),
-                Ok(Event::Opened(stream, StreamKind::Dial(_))) if self.role == Role::Relay => {
+                Ok(Received::Data(stream, data)) => self.data(cx, scratch, &mut batch, stream, data),
+                Ok(Received::Control(message)) => self.handler.on_control(message),
+                Ok(Received::Line(line)) => self.handler.on_line(line),
+                Ok(Received::Opened(stream, StreamKind::Agent)) => self.opened(stream),
+                Ok(Received::Opened(stream, StreamKind::Dial(_))) if self.role == Role::Relay => {
                     self.session.close(stream, CloseReason::Refused);
                 }
-                Ok(Event::Opened(stream, StreamKind::Dial(target))) => {
+                Ok(Received::Opened(stream, StreamKind::Dial(target))) => {
                     let handler = &mut self.handler;
                     self.dialled.called(&mut self.session, stream, || handler.dial_pod(target));
                 }
-                Ok(Event::Connected(stream)) => self.dialled.connected(self.shared.shared(), stream),
+                Ok(Received::Connected(stream)) => self.dialled.connected(self.shared.shared(), stream),
                 // Only dialled streams end one direction at a time.
-                Ok(Event::Finished(stream)) => self.dialled.finished(stream),
-                Ok(Event::Closed(stream, reason)) if self.dialled.has(stream) => {
+                Ok(Received::Finished(stream)) => self.dialled.finished(stream),
+                Ok(Received::Closed(stream, reason)) if self.dialled.has(stream) => {
                     self.dialled.closed(stream, reason);
                 }
-                Ok(Event::Closed(stream, _)) => {
+                Ok(Received::Closed(stream, _)) => {
                     self.deliver(cx, scratch, &mut batch);
-                    if let Some(at) = self.by_stream.remove(&stream) {
+                    if let Some(at) = self.locals.by_stream.remove(&stream) {
                         self.stream_lost(at);
                     }
                 }
@@ -178,7 +178,7 @@ impl<H: Handler> Task<H> {
     pub(super) fn poll_send(&mut self, cx: &mut Context<'_>) -> bool {
         let mut moved = false;
         for _ in 0..WRITES {
-            self.session.pump();
+            self.session.schedule();
             let Some(link) = &mut self.link else { return moved };
             let mut slices = [IoSlice::new(&[]); 8];
             let filled = self.session.output(&mut slices);

@@ -15,6 +15,7 @@ use crate::{
         Handler, Role,
         local::{Local, READ, SLICES},
     },
+    ids::IdMap,
     record::{CloseReason, StreamKind},
     session::{
         CHUNK,
@@ -75,20 +76,36 @@ impl<'a> Batch<'a> {
     }
 }
 
-impl<H: Handler> Task<H> {
+/// Local connections.
+#[derive(Default)]
+pub(super) struct Locals {
+    pub(super) slots: Vec<Option<Local>>,
+    pub(super) by_stream: IdMap<usize>,
+    /// Number of open connections, and the number last reported to the handler.
+    pub(super) open: usize,
+    pub(super) reported: usize,
+    /// Bytes that wait for local sockets, as of the last round.
+    pub(super) waiting: usize,
+    /// Time of the next check of connections with a deadline; `None` while there are none.
+    pub(super) look_at: Option<Instant>,
+    /// Connection that is read first in this round.
+    turn: usize,
+}
+
+impl Locals {
     pub(super) fn insert(&mut self, local: Local) -> usize {
         if local.is_timed() {
             self.look_soon();
         }
         self.open += 1;
-        match self.locals.iter().position(Option::is_none) {
-            Some(free) if self.open <= self.locals.len() => {
-                self.locals[free] = Some(local);
+        match self.slots.iter().position(Option::is_none) {
+            Some(free) if self.open <= self.slots.len() => {
+                self.slots[free] = Some(local);
                 free
             }
             _ => {
-                self.locals.push(Some(local));
-                self.locals.len() - 1
+                self.slots.push(Some(local));
+                self.slots.len() - 1
             }
         }
     }
@@ -97,39 +114,51 @@ impl<H: Handler> Task<H> {
         self.look_at.get_or_insert_with(|| Instant::now() + LOOK);
     }
 
-    /// Closes a connection; its stream, if any, ends after the bytes already read.
-    fn remove(&mut self, at: usize, reason: CloseReason) {
-        let Some(local) = self.locals.get_mut(at).and_then(Option::take) else { return };
+    fn get_mut(&mut self, at: usize) -> Option<&mut Local> {
+        self.slots.get_mut(at).and_then(Option::as_mut)
+    }
+
+    fn remove(&mut self, at: usize) -> Option<Local> {
+        let local = self.slots.get_mut(at).and_then(Option::take)?;
         self.open -= 1;
         if let Some(stream) = local.stream {
             self.by_stream.remove(&stream);
+        }
+        Some(local)
+    }
+}
+
+impl<H: Handler> Task<H> {
+    /// Closes a connection; its stream, if any, ends after the bytes already read.
+    fn remove(&mut self, at: usize, reason: CloseReason) {
+        if let Some(stream) = self.locals.remove(at).and_then(|local| local.stream) {
             self.session.close(stream, reason);
         }
     }
 
     /// Handles a stream that the peer opened.
     pub(super) fn opened(&mut self, stream: u32) {
-        if self.role == Role::Relay || self.open >= self.limits.connections {
+        if self.role == Role::Relay || self.locals.open >= self.limits.connections {
             debug!(stream, "stream refused");
             return self.session.close(stream, CloseReason::Refused);
         }
         let (filter, dial) = (self.handler.filter(), self.handler.dial());
         let deadline = Instant::now() + self.limits.dial;
-        let at = self.insert(Local::dialling(dial, deadline, filter, stream));
-        self.by_stream.insert(stream, at);
+        let at = self.locals.insert(Local::dialling(dial, deadline, filter, stream));
+        self.locals.by_stream.insert(stream, at);
     }
 
     /// Handles the loss of a connection's stream, already removed from `by_stream`. The filter decides whether the
     /// local socket stays open.
     pub(super) fn stream_lost(&mut self, at: usize) {
-        let Some(local) = self.locals.get_mut(at).and_then(Option::as_mut) else { return };
+        let Some(local) = self.locals.get_mut(at) else { return };
         local.lose_stream();
         let mut answers = bytes::BytesMut::new();
         let stays = local.filter.stream_lost(&mut answers);
         local.queue(&answers);
         if !stays {
             local.leaving = Some(Instant::now() + LINGER);
-            self.look_soon();
+            self.locals.look_soon();
         }
     }
 
@@ -143,12 +172,12 @@ impl<H: Handler> Task<H> {
         data: &'a [u8],
     ) {
         self.shared.counters.bytes_from_peer.fetch_add(data.len() as u64, Relaxed);
-        let Some(at) = self.by_stream.get(&stream).copied() else { return };
+        let Some(at) = self.locals.by_stream.get(&stream).copied() else { return };
         if batch.at != Some(at) || batch.filled == SLICES {
             self.deliver(cx, scratch, batch);
             batch.at = Some(at);
         }
-        let Some(local) = &mut self.locals[at] else { return };
+        let Some(local) = self.locals.get_mut(at) else { return };
         batch.received += data.len();
         if data.len() >= STRAIGHT && local.filter.passes_from_peer(data) {
             return batch.add(Piece::Straight(data));
@@ -163,7 +192,7 @@ impl<H: Handler> Task<H> {
         let Some(at) = batch.at.take() else { return };
         let received = std::mem::take(&mut batch.received);
         let filled = std::mem::take(&mut batch.filled);
-        if let Some(local) = &mut self.locals[at] {
+        if let Some(local) = self.locals.get_mut(at) {
             let mut slices: [&[u8]; SLICES] = [&[]; SLICES];
             for (slice, piece) in slices.iter_mut().zip(&batch.pieces[..filled]) {
                 *slice = match *piece {
@@ -184,18 +213,18 @@ impl<H: Handler> Task<H> {
     }
 
     pub(super) fn poll_locals(&mut self, cx: &mut Context<'_>, scratch: &mut Scratch) -> bool {
-        let (mut moved, many) = (false, self.locals.len());
-        self.waiting = 0;
-        self.turn = if self.turn + 1 < many { self.turn + 1 } else { 0 };
-        for at in (self.turn..many).chain(0..self.turn) {
+        let (mut moved, many) = (false, self.locals.slots.len());
+        self.locals.waiting = 0;
+        self.locals.turn = if self.locals.turn + 1 < many { self.locals.turn + 1 } else { 0 };
+        for at in (self.locals.turn..many).chain(0..self.locals.turn) {
             moved |= self.poll_local(at, cx, scratch);
-            self.waiting += self.locals[at].as_ref().map_or(0, Local::waiting);
+            self.locals.waiting += self.locals.slots[at].as_ref().map_or(0, Local::waiting);
         }
         moved
     }
 
     fn poll_local(&mut self, at: usize, cx: &mut Context<'_>, scratch: &mut Scratch) -> bool {
-        let Some(local) = &mut self.locals[at] else { return false };
+        let Some(local) = self.locals.get_mut(at) else { return false };
         let mut moved = match local.poll_dial(cx) {
             Ok(opened) => opened,
             Err(error) => {
@@ -223,7 +252,7 @@ impl<H: Handler> Task<H> {
     }
 
     fn poll_local_read(&mut self, at: usize, cx: &mut Context<'_>, scratch: &mut Scratch) -> bool {
-        let Some(local) = self.locals[at].as_mut().filter(|local| local.wants_read()) else { return false };
+        let Some(local) = self.locals.get_mut(at).filter(|local| local.wants_read()) else { return false };
         let room = match local.stream {
             Some(stream) => self.session.room(stream),
             None => self.session.room_for_new(),
@@ -236,7 +265,7 @@ impl<H: Handler> Task<H> {
         {
             return moved;
         }
-        let Some(local) = self.locals[at].as_mut() else { return false };
+        let Some(local) = self.locals.get_mut(at) else { return false };
         if local.poll_readable(cx).is_pending() {
             return false;
         }
@@ -246,7 +275,7 @@ impl<H: Handler> Task<H> {
             Poll::Pending => false,
             Poll::Ready(Ok(n @ 1..)) => {
                 let passed = self.take_local(at, &buffer[..n], cx, scratch);
-                if let Some(local) = &mut self.locals[at] {
+                if let Some(local) = self.locals.get_mut(at) {
                     local.bulk = passed && n >= BULK;
                 }
                 true
@@ -271,7 +300,7 @@ impl<H: Handler> Task<H> {
         cx: &mut Context<'_>,
         scratch: &mut Scratch,
     ) -> Option<bool> {
-        let local = self.locals[at].as_mut()?;
+        let local = self.locals.get_mut(at)?;
         let mut slices: [_; IN_PLACE] = std::array::from_fn(|_| IoSliceMut::new(&mut []));
         let filled = self.session.send_in_place(most, &mut slices);
         if filled == 0 {
@@ -318,7 +347,7 @@ impl<H: Handler> Task<H> {
         let mut passed = false;
         // Piece by piece, so that the middle of a frame passes unchanged although its head does not.
         for piece in data.chunks(CHUNK) {
-            let Some(local) = &mut self.locals[at] else { return false };
+            let Some(local) = self.locals.get_mut(at) else { return false };
             passed = local.filter.passes_from_local(piece);
             if passed {
                 self.give_filtered(at, cx, scratch);
@@ -334,7 +363,7 @@ impl<H: Handler> Task<H> {
     /// Sends the filter's output for bytes from the local socket.
     fn give_filtered(&mut self, at: usize, cx: &mut Context<'_>, scratch: &mut Scratch) {
         if !scratch.local.is_empty() {
-            if let Some(local) = &mut self.locals[at] {
+            if let Some(local) = self.locals.get_mut(at) {
                 local.write_answer(cx, &scratch.local);
             }
             scratch.local.clear();
@@ -346,16 +375,17 @@ impl<H: Handler> Task<H> {
     }
 
     fn give_peer(&mut self, at: usize, data: &[u8]) {
-        let Some(local) = &mut self.locals[at] else { return };
+        let Some(local) = self.locals.get_mut(at) else { return };
         // The stream opens with the first byte to send, so that the agent sees no connections that stay silent.
-        if local.stream.is_none() {
+        let opens = local.stream.is_none();
+        if opens {
             local.stream = self.session.open(StreamKind::Agent);
-            if let Some(stream) = local.stream {
-                self.by_stream.insert(stream, at);
-            }
         }
         match local.stream {
             Some(stream) => {
+                if opens {
+                    self.locals.by_stream.insert(stream, at);
+                }
                 self.shared.counters.bytes_to_peer.fetch_add(data.len() as u64, Relaxed);
                 self.session.send(stream, data);
             }
@@ -367,8 +397,8 @@ impl<H: Handler> Task<H> {
     /// Closes connections past their deadline.
     pub(super) fn inspect(&mut self, now: Instant) {
         let mut timed = false;
-        for at in 0..self.locals.len() {
-            let Some(local) = &self.locals[at] else { continue };
+        for at in 0..self.locals.slots.len() {
+            let Some(local) = &self.locals.slots[at] else { continue };
             if local.is_late(now) {
                 debug!(
                     "local connection closed: it could not be opened, or did not take its last bytes, in time"
@@ -379,6 +409,6 @@ impl<H: Handler> Task<H> {
                 timed |= local.is_timed();
             }
         }
-        self.look_at = timed.then(|| now + LOOK);
+        self.locals.look_at = timed.then(|| now + LOOK);
     }
 }
