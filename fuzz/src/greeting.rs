@@ -5,7 +5,7 @@ use std::os::fd::AsRawFd;
 
 use futures_util::FutureExt;
 use nix::sys::socket::{AddressFamily, MsgFlags, SockFlag, SockType, send, socketpair};
-use peerpod_base::fd_handoff::{self, Answer, Header};
+use peerpod_base::fd_handoff::{self, HandoffAnswer, HandoffHeader};
 use peerpod_link::{
     claim::{First, first_record},
     record::{HEADER_LEN, Hello, StreamKind, Welcome},
@@ -49,11 +49,13 @@ fn handed_in(input: &[u8]) {
     for answer in [false, true] {
         send(ours.as_raw_fd(), input, MsgFlags::MSG_NOSIGNAL).expect("it fits the socket");
         let version = if answer {
-            fd_handoff::receive::<Answer>(&theirs).map(|(answer, _)| answer.version)
+            fd_handoff::receive::<HandoffAnswer>(&theirs).map(|(answer, _)| answer.version)
         } else {
-            fd_handoff::receive::<Header>(&theirs).map(|(header, _)| header.version)
+            fd_handoff::receive::<HandoffHeader>(&theirs).map(|(header, _)| header.version)
         };
         assert!(version.is_err() || version.is_ok_and(|version| version == fd_handoff::VERSION));
-        assert!(input.len() <= fd_handoff::MAX_MESSAGE || fd_handoff::receive::<Header>(&theirs).is_err());
+        assert!(
+            input.len() <= fd_handoff::MAX_MESSAGE || fd_handoff::receive::<HandoffHeader>(&theirs).is_err()
+        );
     }
 }

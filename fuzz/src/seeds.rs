@@ -287,6 +287,6 @@ mod tests {
         assert!(Hello::decode(&named("hello")).is_ok() && Welcome::decode(&named("welcome")).is_ok());
         assert!(StreamKind::decode(&named("open")).is_some());
         assert!(record::split(&mut &named("claim-record")[..]).unwrap().is_some());
-        serde_json::from_slice::<peerpod_base::fd_handoff::Header>(&named("hand-in")).unwrap();
+        serde_json::from_slice::<peerpod_base::fd_handoff::HandoffHeader>(&named("hand-in")).unwrap();
     }
 }

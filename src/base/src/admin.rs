@@ -15,6 +15,7 @@ use hyper::header::{CONTENT_TYPE, HeaderValue};
 use hyper::{Method, Request, Response, StatusCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use parking_lot::Mutex;
+use peerpod_common::accept;
 use prometheus_client::registry::Registry;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
@@ -138,24 +139,16 @@ pub fn refused(address: SocketAddr, why: std::io::Error) -> Error {
 }
 
 async fn accept(listener: TcpListener, registry: Arc<Registry>, ready: Ready) {
-    let room = Arc::new(Semaphore::new(CONNECTIONS));
+    let places = Arc::new(Semaphore::new(CONNECTIONS));
     loop {
         // Fails only for a closed semaphore, and this one is never closed.
-        let Ok(place) = room.clone().acquire_owned().await else { return };
-        match listener.accept().await {
-            Ok((stream, _)) => {
-                let (registry, ready) = (registry.clone(), ready.clone());
-                tokio::spawn(async move {
-                    connection(stream, registry, ready).await;
-                    drop(place);
-                });
-            }
-            Err(why) => {
-                // The likely cause is a lack of descriptors, which others need time to free.
-                tracing::warn!(error = %why, "admin connection not accepted");
-                tokio::time::sleep(Duration::from_millis(100)).await;
-            }
-        }
+        let Ok(place) = places.clone().acquire_owned().await else { return };
+        let (stream, _) = accept::accept("admin port", || listener.accept()).await;
+        let (registry, ready) = (registry.clone(), ready.clone());
+        tokio::spawn(async move {
+            connection(stream, registry, ready).await;
+            drop(place);
+        });
     }
 }
 

@@ -5,21 +5,18 @@
 //! process. The header names each descriptor; its kind defines its meaning.
 
 use std::{
-    io::{self, IoSlice, IoSliceMut},
-    mem::MaybeUninit,
+    io::{self, ErrorKind, IoSlice, IoSliceMut},
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     path::Path,
     time::{Duration, Instant},
 };
 
 use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
+use peerpod_common::fd_passing;
 use rustix::{
     event::{PollFd, PollFlags, poll},
     io::Errno,
-    net::{
-        self, AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags,
-        SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
-    },
+    net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType},
     time::Timespec,
 };
 use serde::{Deserialize, Serialize};
@@ -36,12 +33,9 @@ pub const MAX_DESCRIPTORS: usize = 32;
 /// Names of the descriptors of a pod's localhost listeners: IPv4, IPv6.
 pub const LOCALHOST_LISTENERS: [&str; 2] = ["listen4", "listen6"];
 
-/// Space for [`MAX_DESCRIPTORS`]; the kernel drops further ones and reports that.
-const ROOM: usize = rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS));
-
 /// Header of a message.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Header {
+pub struct HandoffHeader {
     /// [`VERSION`].
     pub version: u32,
     /// Kind of the descriptors, a word that both sides know.
@@ -65,10 +59,10 @@ fn is_false(value: &bool) -> bool {
     !value
 }
 
-impl Header {
+impl HandoffHeader {
     /// Makes a header without descriptors.
-    pub fn new(kind: &str, sandbox: Option<&str>) -> Header {
-        Header {
+    pub fn new(kind: &str, sandbox: Option<&str>) -> HandoffHeader {
+        HandoffHeader {
             version: VERSION,
             kind: kind.to_owned(),
             sandbox: sandbox.map(str::to_owned),
@@ -81,7 +75,7 @@ impl Header {
 
 /// Answer of the relay.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Answer {
+pub struct HandoffAnswer {
     /// [`VERSION`].
     pub version: u32,
     /// Reason of a refusal; empty on success.
@@ -130,7 +124,7 @@ pub enum Error {
     },
 }
 
-fn failed(attempt: &str) -> impl FnOnce(Errno) -> Error {
+fn failed<E: Into<io::Error>>(attempt: &str) -> impl FnOnce(E) -> Error {
     let attempt = attempt.to_owned();
     move |why| Error::Io { attempt, why: why.into() }
 }
@@ -143,10 +137,8 @@ fn failed(attempt: &str) -> impl FnOnce(Errno) -> Error {
 /// # Errors
 /// Returns [`Error::Stranger`], or the error of the kernel.
 pub fn check_peer(socket: impl AsFd) -> Result<(), Error> {
-    let peer = getsockopt(&socket, PeerCredentials).map_err(|why| Error::Io {
-        attempt: "read the credentials of the peer process".to_owned(),
-        why: why.into(),
-    })?;
+    let peer =
+        getsockopt(&socket, PeerCredentials).map_err(failed("read the credentials of the peer process"))?;
     let (uid, own) = (peer.uid(), rustix::process::geteuid().as_raw());
     if uid == own { Ok(()) } else { Err(Error::Stranger { uid, own }) }
 }
@@ -202,14 +194,7 @@ pub fn send(
              {MAX_DESCRIPTORS} are allowed"
         )));
     }
-    let mut room = [MaybeUninit::uninit(); ROOM];
-    let mut control = SendAncillaryBuffer::new(&mut room);
-    if !descriptors.is_empty() && !control.push(SendAncillaryMessage::ScmRights(descriptors)) {
-        return Err(Error::Message("the descriptors do not fit in one message".to_owned()));
-    }
-    net::sendmsg(socket, &[IoSlice::new(&bytes)], &mut control, SendFlags::NOSIGNAL)
-        .map(drop)
-        .map_err(failed("send"))
+    fd_passing::send(socket, &[IoSlice::new(&bytes)], descriptors).map_err(failed("send"))
 }
 
 /// Receives a waiting message. Its descriptors are closed on drop and on every error.
@@ -218,26 +203,13 @@ pub fn send(
 /// Returns `WouldBlock` as [`Error::Io`] if none is there, and [`Error::Message`] for a truncated or invalid one.
 pub fn receive<T: for<'a> Deserialize<'a>>(socket: impl AsFd) -> Result<(T, Vec<OwnedFd>), Error> {
     let mut bytes = vec![0; MAX_MESSAGE];
-    let mut room = [MaybeUninit::uninit(); ROOM];
-    let mut control = RecvAncillaryBuffer::new(&mut room);
-    let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;
-    let got = net::recvmsg(socket, &mut [IoSliceMut::new(&mut bytes)], &mut control, flags)
-        .map_err(failed("receive"))?;
-    let mut descriptors = Vec::new();
-    for message in control.drain() {
-        if let RecvAncillaryMessage::ScmRights(rights) = message {
-            descriptors.extend(rights);
-        }
-    }
-    let bad = |why: &str| Err(Error::Message(why.to_owned()));
-    if got.flags.contains(ReturnFlags::CTRUNC) {
-        return bad("the message has more descriptors than allowed, or than this process may open");
-    }
-    if got.flags.contains(ReturnFlags::TRUNC) {
-        return bad("the message is too long");
-    }
-    if got.bytes == 0 {
-        return bad("the peer closed the connection");
+    let got = fd_passing::receive(socket, &mut [IoSliceMut::new(&mut bytes)]);
+    let (length, descriptors) = got.map_err(|why| match why.kind() {
+        ErrorKind::InvalidData | ErrorKind::UnexpectedEof => Error::Message(why.to_string()),
+        _ => failed("receive")(why),
+    })?;
+    if descriptors.len() > MAX_DESCRIPTORS {
+        return Err(Error::Message(format!("the message has more descriptors than {MAX_DESCRIPTORS}")));
     }
     // The version is read first: the rest may have another format.
     #[derive(Deserialize)]
@@ -245,13 +217,13 @@ pub fn receive<T: for<'a> Deserialize<'a>>(socket: impl AsFd) -> Result<(T, Vec<
         version: u32,
     }
     let unreadable = |error: serde_json::Error| Error::Message(format!("read the message: {error}"));
-    let Versioned { version } = serde_json::from_slice(&bytes[..got.bytes]).map_err(unreadable)?;
+    let Versioned { version } = serde_json::from_slice(&bytes[..length]).map_err(unreadable)?;
     if version != VERSION {
         return Err(Error::Message(format!(
             "the message has version {version}, this program supports {VERSION}; upgrade the older program"
         )));
     }
-    let message = serde_json::from_slice(&bytes[..got.bytes]).map_err(unreadable)?;
+    let message = serde_json::from_slice(&bytes[..length]).map_err(unreadable)?;
     Ok((message, descriptors))
 }
 
@@ -261,10 +233,10 @@ pub fn receive<T: for<'a> Deserialize<'a>>(socket: impl AsFd) -> Result<(T, Vec<
 /// See [`Error`]. The relay then holds nothing, except after a late answer.
 pub fn hand_off(
     path: &Path,
-    header: &Header,
+    header: &HandoffHeader,
     descriptors: &[BorrowedFd<'_>],
     patience: Duration,
-) -> Result<Answer, Error> {
+) -> Result<HandoffAnswer, Error> {
     exchange(path, header, descriptors, patience).map(|(answer, _none)| answer)
 }
 
@@ -273,7 +245,8 @@ pub fn hand_off(
 /// # Errors
 /// See [`Error`].
 pub fn copy_of(path: &Path, kind: &str, name: &str, patience: Duration) -> Result<Option<OwnedFd>, Error> {
-    let header = Header { ask: true, descriptors: vec![name.to_owned()], ..Header::new(kind, None) };
+    let header =
+        HandoffHeader { ask: true, descriptors: vec![name.to_owned()], ..HandoffHeader::new(kind, None) };
     let (answer, descriptors) = exchange(path, &header, &[], patience)?;
     let mut named = answer.descriptors.iter().zip(descriptors);
     Ok(named.find(|(given, _)| *given == name).map(|(_, descriptor)| descriptor))
@@ -281,14 +254,13 @@ pub fn copy_of(path: &Path, kind: &str, name: &str, patience: Duration) -> Resul
 
 fn exchange(
     path: &Path,
-    header: &Header,
+    header: &HandoffHeader,
     descriptors: &[BorrowedFd<'_>],
     patience: Duration,
-) -> Result<(Answer, Vec<OwnedFd>), Error> {
+) -> Result<(HandoffAnswer, Vec<OwnedFd>), Error> {
     let deadline = Instant::now() + patience;
     let connect = format!("connect to {}", path.display());
-    let io = |why: io::Error| Error::Io { attempt: connect.clone(), why };
-    let socket = new_socket(SocketFlags::NONBLOCK).map_err(io)?;
+    let socket = new_socket(SocketFlags::NONBLOCK).map_err(failed(&connect))?;
     let address = SocketAddrUnix::new(path).map_err(failed(&connect))?;
     // Only a full queue makes this connect wait; the relay empties it as long as it lives.
     while let Err(why) = net::connect(&socket, &address) {
@@ -300,7 +272,7 @@ fn exchange(
     check_peer(&socket)?;
     send(&socket, header, descriptors)?;
     wait(&socket, deadline)?;
-    let (answer, brought) = receive::<Answer>(&socket)?;
+    let (answer, brought) = receive::<HandoffAnswer>(&socket)?;
     if answer.error.is_empty() {
         Ok((answer, brought))
     } else {

@@ -1,12 +1,11 @@
 //! Serves HTTP/1.1 over TLS on a role's own port, with limits on connections, time and body size. The role computes the
-//! answers ([`Answer`]). May touch: its socket.
+//! answers ([`Responder`]). May touch: its socket.
 
 use std::{
-    collections::HashMap,
     convert::Infallible,
     future::Future,
     io,
-    net::{IpAddr, SocketAddr},
+    net::SocketAddr,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
@@ -23,18 +22,18 @@ use hyper::{
     service::service_fn,
 };
 use hyper_util::rt::{TokioIo, TokioTimer};
-use parking_lot::Mutex;
 use peerpod_base::{
     chain::chain,
     lifecycle::{Busy, Drain},
 };
+use peerpod_common::{accept, limit::ConnectionLimit};
 use rustls::ServerConfig;
 use tokio::{
     net::{TcpListener, TcpStream},
     sync::Semaphore,
 };
 use tokio_rustls::TlsAcceptor;
-use tracing::{debug, warn};
+use tracing::debug;
 
 /// Limit for the TLS handshake.
 const HANDSHAKE_WITHIN: Duration = Duration::from_secs(5);
@@ -53,8 +52,8 @@ const PER_ADDRESS: usize = 64;
 pub type Reply = Response<Full<Bytes>>;
 
 /// Answers of a role.
-pub trait Answer: Send + Sync + 'static {
-    /// Answers one request. `peer` is the source address of its connection.
+pub trait Responder: Send + Sync + 'static {
+    /// Responders one request. `peer` is the source address of its connection.
     fn answer(&self, request: Request<Incoming>, peer: SocketAddr) -> impl Future<Output = Reply> + Send;
 
     /// Notes a failed TLS handshake.
@@ -72,74 +71,27 @@ pub trait Answer: Send + Sync + 'static {
 }
 
 /// Runs the accept loop.
-pub async fn accept<A: Answer>(listener: TcpListener, tls: Arc<ServerConfig>, role: Arc<A>, drain: Drain) {
+pub async fn accept<A: Responder>(listener: TcpListener, tls: Arc<ServerConfig>, role: Arc<A>, drain: Drain) {
     let tls = TlsAcceptor::from(tls);
-    let room = Arc::new(Semaphore::new(CONNECTIONS));
-    let callers = Callers::default();
+    let places = Arc::new(Semaphore::new(CONNECTIONS));
+    let callers = ConnectionLimit::new(CONNECTIONS, role.connections_per_address());
     loop {
         // Fails only when the semaphore is closed, which never happens.
-        let Ok(place) = room.clone().acquire_owned().await else { return };
-        match listener.accept().await {
-            Ok((stream, address)) => {
-                let Some(counted) = callers.enter(address.ip(), role.connections_per_address()) else {
-                    debug!(%address, "connection closed: its address reached its limit");
-                    continue;
-                };
-                let (tls, role, busy) = (tls.clone(), role.clone(), drain.busy("connection"));
-                tokio::spawn(async move {
-                    connection(stream, address, &tls, role, &busy).await;
-                    drop((busy, place, counted));
-                });
-            }
-            Err(why) => {
-                // Most likely the process is out of descriptors: other connections need time to release some.
-                warn!(error = %why, "connection not accepted");
-                tokio::time::sleep(Duration::from_millis(100)).await;
-            }
-        }
-    }
-}
-
-/// Number of connections by address. Clones share the counts.
-#[derive(Clone, Debug, Default)]
-struct Callers(Arc<Mutex<HashMap<IpAddr, usize>>>);
-
-/// One counted connection; dropping it ends the count.
-#[derive(Debug)]
-struct Counted {
-    callers: Callers,
-    address: IpAddr,
-}
-
-impl Callers {
-    /// Counts one connection; `None`: the address has reached its limit.
-    fn enter(&self, address: IpAddr, most: usize) -> Option<Counted> {
-        // An IPv4 caller of a dual-stack socket has a mapped address.
-        let address = address.to_canonical();
-        let mut all = self.0.lock();
-        let count = all.entry(address).or_default();
-        if *count >= most {
-            return None;
-        }
-        *count += 1;
-        Some(Counted { callers: self.clone(), address })
-    }
-}
-
-impl Drop for Counted {
-    fn drop(&mut self) {
-        let mut all = self.callers.0.lock();
-        let left = all.get_mut(&self.address).map_or(0, |count| {
-            *count = count.saturating_sub(1);
-            *count
+        let Ok(place) = places.clone().acquire_owned().await else { return };
+        let (stream, address) = accept::accept("HTTPS port", || listener.accept()).await;
+        let Some(counted) = callers.enter(address.ip()) else {
+            debug!(%address, "connection closed: its address reached its limit");
+            continue;
+        };
+        let (tls, role, busy) = (tls.clone(), role.clone(), drain.busy("connection"));
+        tokio::spawn(async move {
+            connection(stream, address, &tls, role, &busy).await;
+            drop((busy, place, counted));
         });
-        if left == 0 {
-            all.remove(&self.address);
-        }
     }
 }
 
-async fn connection<A: Answer>(
+async fn connection<A: Responder>(
     stream: TcpStream,
     address: SocketAddr,
     tls: &TlsAcceptor,
@@ -237,25 +189,4 @@ pub fn reply(status: StatusCode, kind: &'static str, body: impl Into<Bytes>) -> 
     *response.status_mut() = status;
     response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(kind));
     response
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn connections_per_address_are_limited() {
-        let callers = Callers::default();
-        let (first, second): (IpAddr, IpAddr) = ("10.0.0.7".parse().unwrap(), "fd00::7".parse().unwrap());
-        let mut held: Vec<Counted> =
-            (0..PER_ADDRESS).map(|_| callers.enter(first, PER_ADDRESS).unwrap()).collect();
-        assert!(callers.enter(first, PER_ADDRESS).is_none());
-        assert!(callers.enter("::ffff:10.0.0.7".parse().unwrap(), PER_ADDRESS).is_none(), "the same caller");
-        let other = callers.enter(second, PER_ADDRESS).unwrap();
-        held.pop();
-        held.push(callers.enter(first, PER_ADDRESS).unwrap());
-        assert!(callers.enter(first, PER_ADDRESS).is_none());
-        drop((held, other));
-        assert!(callers.0.lock().is_empty(), "nothing is kept of those that have gone");
-    }
 }

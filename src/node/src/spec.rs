@@ -3,12 +3,11 @@
 //! Both of Kata's shims always send exactly nine keys, and fill values that were not asked for with `""` or `"0"`; the
 //! Rust shim prints vCPUs as a float. Only this module knows the differences between the shims.
 
-mod id;
 pub(crate) mod vm_options;
 
 use std::{collections::HashMap, fmt};
 
-pub(crate) use id::SandboxId;
+pub(crate) use peerpod_common::id::{BadId, SandboxId};
 use peerpod_link::initdata::Initdata;
 pub(crate) use peerpod_provider_api::Size;
 use serde::{Deserialize, Serialize};

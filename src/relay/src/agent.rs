@@ -8,10 +8,9 @@ use std::{
     os::fd::{AsFd, OwnedFd},
     path::{Path, PathBuf},
     sync::{Arc, atomic::Ordering::Relaxed},
-    time::Duration,
 };
 
-use peerpod_common::files;
+use peerpod_common::{accept, files};
 use peerpod_link::endpoint::EndpointHandle;
 use tokio::{net::UnixListener, task::JoinHandle};
 
@@ -122,20 +121,11 @@ impl Drop for AgentSocket {
 async fn accept(listener: Arc<UnixListener>, serves: Serves) {
     let Serves { endpoint, guest, metrics } = serves;
     loop {
-        match listener.accept().await {
-            Ok((stream, _)) if guest.connections.load(Relaxed) < CONNECTIONS => endpoint.adopt(stream),
-            Ok(_) => {
-                metrics.agent_connections_refused.inc();
-            }
-            Err(error) => {
-                tracing::warn!(%error, socket = %listener_name(&listener), "accept failed");
-                // The likely cause is a lack of descriptors, which others need time to free.
-                tokio::time::sleep(Duration::from_millis(100)).await;
-            }
+        let (stream, _) = accept::accept("agent.ttrpc", || listener.accept()).await;
+        if guest.connections.load(Relaxed) < CONNECTIONS {
+            endpoint.adopt(stream);
+        } else {
+            metrics.sandboxes.agent_connections_refused.inc();
         }
     }
-}
-
-fn listener_name(listener: &UnixListener) -> String {
-    listener.local_addr().ok().map(|address| format!("{address:?}")).unwrap_or_default()
 }

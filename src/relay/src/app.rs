@@ -21,26 +21,27 @@ use peerpod_base::{
     admin::{self, Ready},
     lifecycle::Shutdown,
 };
+use peerpod_common::{
+    accept,
+    blocking::{Interrupted, blocking},
+    limit::ConnectionLimit,
+};
 use peerpod_proto::relay_ttrpc;
 use prometheus_client::registry::Registry;
 use thiserror::Error;
-use tokio::{
-    net::{UnixListener, UnixStream},
-    sync::Mutex,
-    task::JoinSet,
-};
+use tokio::{net::UnixListener, sync::Mutex, task::JoinSet};
 
-use self::sockets::{Lock, Sockets};
+use self::sockets::{GuestSockets, Lock, Sockets};
 use crate::{
     config::RelayConfig,
     control::Control,
     fd_handoff, guest_dialer, guests,
     handover::{
         self,
-        new::{self, TakeError, Taken},
+        new::{self, HandoverError, Taken},
         old,
     },
-    hypervisor,
+    hypervisor::{self, HypervisorHandle},
     id::SandboxId,
     inbox::Inbox,
     localhost::Localhost,
@@ -73,7 +74,7 @@ pub enum AppError {
         "take over from the peerpod-relay that serves {0}: {1}; that relay goes on and no pod is affected; remove the cause, \
          or undo the rollout (kubectl rollout undo daemonset); stopping the running relay would end its pods"
     )]
-    Running(String, TakeError),
+    Running(String, HandoverError),
     /// The guests' port cannot be bound.
     #[error("listen for guests on {address}: {why}; choose another relay.listen or free this one")]
     Listen {
@@ -94,6 +95,9 @@ pub enum AppError {
     /// `relay.sock` cannot be served.
     #[error("serve relay.sock: {0}")]
     Control(ttrpc::Error),
+    /// The records were not read.
+    #[error(transparent)]
+    Interrupted(#[from] Interrupted),
     /// A task that must never end has ended.
     #[error("a part of the relay ended: {0}; see the log lines above, and restart the relay")]
     Ended(String),
@@ -105,7 +109,7 @@ fn path_error(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> AppE
 }
 
 /// Relay with bound sockets, while it serves.
-pub struct Bound {
+pub struct BoundRelay {
     /// Bound address of the guests' port.
     pub listen: SocketAddr,
     /// Bound address of the admin port.
@@ -114,7 +118,7 @@ pub struct Bound {
     control: ttrpc::r#async::Server,
     sandboxes: Arc<Sandboxes>,
     /// Locked during a handover to another process.
-    giving: Arc<Mutex<old::Giver>>,
+    source: Arc<Mutex<old::HandoverSource>>,
     // Each socket is unlinked on drop, if the file is still this relay's; the lock is released last.
     _sockets: Vec<Socket>,
     _lock: Lock,
@@ -124,7 +128,7 @@ pub struct Bound {
 ///
 /// # Errors
 /// See [`AppError`]; on an error nothing stays bound.
-pub async fn build(config: RelayConfig) -> Result<Bound, AppError> {
+pub async fn build(config: RelayConfig) -> Result<BoundRelay, AppError> {
     let run_dir = &config.run_dir;
     make_run_dir(run_dir).map_err(path_error("make", run_dir))?;
     let store = Store::open(&config.state_dir)?;
@@ -153,9 +157,9 @@ pub async fn build(config: RelayConfig) -> Result<Bound, AppError> {
 }
 
 /// Takes over from the process that serves this run-dir. If this fails, that process continues.
-async fn take_over(config: RelayConfig, store: Store, inbox: Inbox) -> Result<Bound, AppError> {
+async fn take_over(config: RelayConfig, store: Store, inbox: Inbox) -> Result<BoundRelay, AppError> {
     let run_dir = &config.run_dir;
-    let running = |why: TakeError| AppError::Running(run_dir.display().to_string(), why);
+    let running = |why: HandoverError| AppError::Running(run_dir.display().to_string(), why);
     let mut taken = new::ask(run_dir).await.map_err(running)?;
     let states = States::go_on(taken.process.epoch.clone(), taken.process.version);
     let core = Core::new(states, store, inbox);
@@ -164,7 +168,7 @@ async fn take_over(config: RelayConfig, store: Store, inbox: Inbox) -> Result<Bo
         Ok(prepared) => prepared,
         Err(why) => {
             taken.refuse(&why).await;
-            return Err(running(TakeError::No(why)));
+            return Err(running(HandoverError::No(why)));
         }
     };
     taken.commit().await.map_err(running)?;
@@ -187,8 +191,8 @@ async fn take_over(config: RelayConfig, store: Store, inbox: Inbox) -> Result<Bo
     }
     core.sandboxes.restore(records.into_iter().filter(|record| !known.contains(&record.id)).collect()).await;
     let sockets = sockets.own(run_dir);
-    if config.listen.port() != 0 && config.listen.port() != sockets.listen.port() {
-        tracing::warn!(listen = %sockets.listen, configured = %config.listen, "the relay keeps the port of the previous process, because guests dial it");
+    if config.listen.port() != 0 && config.listen.port() != sockets.guests.address.port() {
+        tracing::warn!(listen = %sockets.guests.address, configured = %config.listen, "the relay keeps the port of the previous process, because guests dial it");
     }
     core.serve(&config, sockets, named, taken.hypervisor).await
 }
@@ -243,11 +247,8 @@ impl Core {
 
     /// Reads the TLS identity and the sandbox records from disk.
     async fn read(&self) -> Result<(Option<Identity>, Vec<Record>), AppError> {
-        let reader = self.store.clone();
-        let (identity, records) = tokio::task::spawn_blocking(move || (reader.identity(), reader.records()))
-            .await
-            .map_err(|error| AppError::Ended(error.to_string()))?;
-        Ok((identity, records?))
+        let store = self.store.clone();
+        blocking(move || Ok((store.identity(), store.records()?))).await
     }
 
     fn know(&self, identity: Option<Identity>, records: &[Record]) {
@@ -267,77 +268,46 @@ impl Core {
     }
 
     async fn serve(
-        self,
+        mut self,
         config: &RelayConfig,
         sockets: Sockets,
         named: handover::Named,
         restored: hypervisor::Restored,
-    ) -> Result<Bound, AppError> {
-        let Core { registry, metrics, wireguard, states, sandboxes, trust, store, inbox } = self;
-        let run_dir = &config.run_dir;
-        let Sockets {
-            guests,
-            listen,
-            probes,
-            paths,
-            admin,
-            hypervisor,
-            control,
-            hand_off,
-            takeover,
-            lock,
-            names,
-        } = sockets;
-        let bound = |why| admin::refused(config.admin_listen, why);
-        let admin_address = admin.local_addr().map_err(bound)?;
-        admin::serve_on(admin, Arc::new(registry), Ready::new());
+    ) -> Result<BoundRelay, AppError> {
+        let Sockets { guests, admin, hypervisor, control, fd_handoff, handover, lock, names } = sockets;
+        let (listen, run_dir) = (guests.address, &config.run_dir);
+        let admin_address = admin.local_addr().map_err(|why| admin::refused(config.admin_listen, why))?;
+        admin::serve_on(admin, Arc::new(std::mem::take(&mut self.registry)), Ready::new());
 
         let mut tasks = JoinSet::new();
         let parts = hypervisor::Parts {
             listener: hypervisor,
             restored,
             node_socket: run_dir.join("node.sock"),
-            inbox,
-            states: states.clone(),
-            metrics: metrics.clone(),
+            inbox: self.inbox.clone(),
+            states: self.states.clone(),
+            metrics: self.metrics.clone(),
         };
         let hypervisor = hypervisor::open(parts, &mut tasks);
-        if let Some(echo) = probes {
-            tasks.spawn(echo.run());
-        }
-        let parts = guests::Parts {
-            trust: trust.clone(),
-            sandboxes: sandboxes.clone(),
-            hypervisor: hypervisor.clone(),
-            metrics: metrics.clone(),
-            paths,
-        };
-        let bounds = guests::Bounds {
-            total: config.max_handshakes as usize,
-            per_address: config.max_handshakes_per_address as usize,
-        };
-        if let Some(orders) = sandboxes.orders() {
-            tasks.spawn(guest_dialer::run(orders, parts.clone()));
-        }
-        tasks.spawn(guests::accept(guests, parts, bounds));
+        self.serve_guests(&mut tasks, guests, hypervisor.clone(), config);
         let pause = Pause::default();
         // Kinds of descriptors that the node may pass, one line each.
-        let localhost = Localhost { sandboxes: Arc::downgrade(&sandboxes), metrics: metrics.clone() };
-        let kinds: fd_handoff::Kinds = vec![Arc::new(localhost), wireguard.clone()];
-        tasks.spawn(fd_handoff::serve(hand_off, kinds, pause.clone()));
-        let giver = old::Giver {
+        let localhost =
+            Localhost { sandboxes: Arc::downgrade(&self.sandboxes), metrics: self.metrics.clone() };
+        let kinds: fd_handoff::Kinds = vec![Arc::new(localhost), self.wireguard.clone()];
+        tasks.spawn(fd_handoff::serve(fd_handoff, kinds, pause.clone()));
+        let source = old::HandoverSource {
             hypervisor,
-            sandboxes: sandboxes.clone(),
-            states: states.clone(),
-            wireguard: wireguard.clone(),
+            sandboxes: self.sandboxes.clone(),
+            states: self.states.clone(),
+            wireguard: self.wireguard.clone(),
             pause: pause.clone(),
             named,
         };
-        let giving = Arc::new(Mutex::new(giver));
-        tasks.spawn(old::serve(takeover, giving.clone()));
-        let served =
-            Control { sandboxes: sandboxes.clone(), states, store, trust, metrics, wireguard, listen, pause };
-        let control = serve_control(control, served).await?;
+        let source = Arc::new(Mutex::new(source));
+        tasks.spawn(old::serve(handover, source.clone()));
+        let sandboxes = self.sandboxes.clone();
+        let control = serve_control(control, self.control(listen, pause)).await?;
         tracing::info!(
             version = env!("CARGO_PKG_VERSION"),
             run_dir = %run_dir.display(),
@@ -347,21 +317,44 @@ impl Core {
             pid = std::process::id(),
             "peerpod-relay serves"
         );
-        let sockets = names;
-        Ok(Bound {
-            listen,
-            admin: admin_address,
-            tasks,
-            control,
-            sandboxes,
-            giving,
-            _sockets: sockets,
-            _lock: lock,
-        })
+        let (_sockets, _lock) = (names, lock);
+        Ok(BoundRelay { listen, admin: admin_address, tasks, control, sandboxes, source, _sockets, _lock })
+    }
+
+    /// Serves the guests' port, dials the guests that cannot dial, and answers path probes.
+    fn serve_guests(
+        &self,
+        tasks: &mut JoinSet<()>,
+        sockets: GuestSockets,
+        hypervisor: HypervisorHandle,
+        config: &RelayConfig,
+    ) {
+        let GuestSockets { listener, probes, paths, .. } = sockets;
+        if let Some(echo) = probes {
+            tasks.spawn(echo.run());
+        }
+        let parts = guests::Parts {
+            trust: self.trust.clone(),
+            sandboxes: self.sandboxes.clone(),
+            hypervisor,
+            metrics: self.metrics.clone(),
+            paths,
+        };
+        if let Some(orders) = self.sandboxes.orders() {
+            tasks.spawn(guest_dialer::run(orders, parts.clone()));
+        }
+        let (total, per_address) = (config.max_handshakes, config.max_handshakes_per_address);
+        let unassigned = ConnectionLimit::new(total as usize, per_address as usize);
+        tasks.spawn(guests::accept(listener, parts, unassigned));
+    }
+
+    fn control(self, listen: SocketAddr, pause: Pause) -> Control {
+        let Core { metrics, wireguard, states, sandboxes, trust, store, .. } = self;
+        Control { sandboxes, states, store, trust, metrics, wireguard, listen, pause }
     }
 }
 
-impl Bound {
+impl BoundRelay {
     /// Serves until `shutdown`, then stops.
     ///
     /// # Errors
@@ -376,7 +369,7 @@ impl Bound {
         };
         if ended.is_ok() {
             // A handover under way may finish: its commit ends this process, and the pods live on.
-            drop(tokio::time::timeout(old::STILL, self.giving.lock()).await);
+            drop(tokio::time::timeout(old::STILL, self.source.lock()).await);
         }
         self.stop().await;
         ended
@@ -423,20 +416,12 @@ fn epoch() -> Result<String, AppError> {
 
 async fn serve_control(listener: UnixListener, control: Control) -> Result<ttrpc::r#async::Server, AppError> {
     let connections = futures_util::stream::unfold(listener, |listener| async move {
-        Some((accept(&listener).await, listener))
+        let (stream, _) = accept::accept("relay.sock", || listener.accept()).await;
+        Some((Ok(stream), listener))
     });
     let mut server = ttrpc::r#async::Server::new()
         .add_listener(ttrpc::r#async::transport::Listener::new(connections))
         .register_service(relay_ttrpc::create_relay(Arc::new(control)));
     server.start().await.map_err(AppError::Control)?;
     Ok(server)
-}
-
-async fn accept(listener: &UnixListener) -> io::Result<UnixStream> {
-    let accepted = listener.accept().await.map(|(stream, _)| stream);
-    if accepted.is_err() {
-        // Without this pause the server would retry at once for as long as descriptors are short.
-        tokio::time::sleep(Duration::from_millis(100)).await;
-    }
-    accepted
 }

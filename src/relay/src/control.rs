@@ -5,6 +5,7 @@ use std::{net::SocketAddr, sync::Arc, time::Duration};
 
 use async_trait::async_trait;
 use bytes::Bytes;
+use peerpod_common::blocking::blocking;
 use peerpod_proto::{
     guest::Request,
     relay::{
@@ -64,7 +65,7 @@ impl From<SandboxError> for ttrpc::Error {
             SandboxError::Path(..) => Code::INVALID_ARGUMENT,
             SandboxError::Certificate(..) => Code::ALREADY_EXISTS,
             SandboxError::Listen { .. } | SandboxError::Store(_) => Code::INTERNAL,
-            SandboxError::Stopping(_) => Code::UNAVAILABLE,
+            SandboxError::Interrupted(_) => Code::UNAVAILABLE,
         };
         status(code, error)
     }
@@ -92,7 +93,7 @@ fn patience(context: &TtrpcContext, without: Duration) -> Duration {
 }
 
 fn id_of(text: &str) -> ttrpc::Result<SandboxId> {
-    SandboxId::parse(text).map_err(|error| status(Code::INVALID_ARGUMENT, error))
+    SandboxId::new(text).map_err(|error| status(Code::INVALID_ARGUMENT, error))
 }
 
 fn record_of(request: PutSandboxRequest) -> ttrpc::Result<Record> {
@@ -176,10 +177,7 @@ impl Relay for Control {
         };
         let config = identity.server_config().map_err(|error| status(Code::INVALID_ARGUMENT, error))?;
         let store = self.store.clone();
-        tokio::task::spawn_blocking(move || store.put_identity(&identity))
-            .await
-            .map_err(|_| status(Code::UNAVAILABLE, "the relay is stopping"))?
-            .map_err(|error| status(Code::INTERNAL, error))?;
+        blocking(move || store.put_identity(&identity).map_err(SandboxError::from)).await?;
         self.trust.set(config);
         tracing::info!("configured by peerpod-node");
         Ok(ConfigureResponse {
@@ -249,7 +247,7 @@ impl Relay for Control {
             .control(Bytes::from(bytes))
             .map_err(|full| status(Code::RESOURCE_EXHAUSTED, full))?;
         drop(open);
-        self.metrics.guest_calls.inc();
+        self.metrics.guests.calls.inc();
         let patience = patience(context, CALL).min(CALL_AT_MOST);
         tracing::debug!(sandbox = %id, pod = attached.guest.pod(), call = waiting.id, bytes = size, "call to the guest");
         match tokio::time::timeout(patience, &mut waiting.answer).await {

@@ -5,30 +5,23 @@
 //! peers, the time for a message, and the number of connections. A descriptor that no kind takes is closed.
 
 use std::{
-    future::Future,
     io,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
-    path::Path,
     sync::Arc,
     time::Duration,
 };
 
 use async_trait::async_trait;
-use peerpod_base::fd_handoff::{Answer, Error, Header, VERSION, accept, check_peer, listen, receive, send};
+use peerpod_base::fd_handoff::{Error, HandoffAnswer, HandoffHeader, SOCKET, VERSION, receive, send};
 use peerpod_common::reactor;
 use rustix::net::{AddressFamily, SocketType, sockopt};
 use serde_json::Value;
 use tokio::{
     io::{Interest, unix::AsyncFd},
-    task::JoinSet,
     time::timeout,
 };
 
-use crate::{
-    id::SandboxId,
-    pause::Pause,
-    socket::{self, Bound},
-};
+use crate::{id::SandboxId, pause::Pause, socket};
 
 /// Time limit for a connected peer's message.
 const MESSAGE: Duration = Duration::from_secs(5);
@@ -56,20 +49,20 @@ pub(crate) trait Kind: Send + Sync {
     }
 
     /// Takes descriptors in place of the held ones. On an error, with a text for people, the held ones stay.
-    async fn take(&self, sandbox: Option<&SandboxId>, handed: Handed) -> Result<Value, String>;
+    async fn take(&self, sandbox: Option<&SandboxId>, handed: Passed) -> Result<Value, String>;
 }
 
 /// Content of one message.
 #[derive(Debug)]
-pub(crate) struct Handed {
+pub(crate) struct Passed {
     /// The header's detail field.
     pub(crate) detail: Value,
     descriptors: Vec<(String, OwnedFd)>,
 }
 
-impl Handed {
-    pub(crate) fn new(detail: Value, descriptors: Vec<(String, OwnedFd)>) -> Handed {
-        Handed { detail, descriptors }
+impl Passed {
+    pub(crate) fn new(detail: Value, descriptors: Vec<(String, OwnedFd)>) -> Passed {
+        Passed { detail, descriptors }
     }
 
     /// Splits the message into detail, names and descriptors.
@@ -137,56 +130,19 @@ impl Wanted {
     }
 }
 
-/// Binds the socket for the owner alone.
-///
-/// # Errors
-/// See [`socket::bind`].
-pub(crate) fn bind(path: &Path) -> io::Result<(OwnedFd, Bound)> {
-    socket::place(path, listen)
-}
-
 /// Serves until the future is dropped; takes no descriptors during a pause of `pause`.
-pub(crate) fn serve(listener: OwnedFd, kinds: Kinds, pause: Pause) -> impl Future<Output = ()> + Send {
-    serve_within(listener, kinds, pause, MESSAGE)
+pub(crate) async fn serve(listener: OwnedFd, kinds: Kinds, pause: Pause) {
+    serve_within(listener, kinds, pause, MESSAGE).await;
 }
 
 async fn serve_within(listener: OwnedFd, kinds: Kinds, pause: Pause, patience: Duration) {
-    let listener = match reactor::register(listener, Interest::READABLE) {
-        Ok(listener) => listener,
-        Err(error) => {
-            tracing::error!(%error, "cannot receive descriptors on relay-fds.sock");
-            return;
-        }
-    };
     let kinds = Arc::new(kinds);
-    let mut open = JoinSet::new();
-    loop {
-        let accepted = tokio::select! {
-            accepted = listener.async_io(Interest::READABLE, |listener| accept(listener)) => accepted,
-            Some(_) = open.join_next() => continue,
-        };
-        match accepted {
-            Ok(connection) if open.len() < CONNECTIONS => {
-                open.spawn(one(connection, kinds.clone(), pause.clone(), patience));
-            }
-            Ok(_) => tracing::warn!(
-                bound = CONNECTIONS,
-                "descriptors refused: too many connections pass descriptors"
-            ),
-            Err(error) => {
-                tracing::warn!(%error, "accept on relay-fds.sock failed");
-                tokio::time::sleep(Duration::from_millis(100)).await;
-            }
-        }
-    }
+    let serve = |connection| one(connection, kinds.clone(), pause.clone(), patience);
+    socket::serve_packets(listener, SOCKET, CONNECTIONS, serve).await;
 }
 
 /// Serves one connection: one message, one answer.
 async fn one(connection: OwnedFd, kinds: Arc<Kinds>, pause: Pause, patience: Duration) {
-    if let Err(error) = check_peer(&connection) {
-        tracing::warn!(%error, "descriptors refused");
-        return;
-    }
     let Ok(connection) = reactor::register(connection, Interest::READABLE) else { return };
     let answer = match timeout(patience, message(&connection)).await {
         Ok(Ok((header, descriptors))) => {
@@ -198,7 +154,7 @@ async fn one(connection: OwnedFd, kinds: Arc<Kinds>, pause: Pause, patience: Dur
     };
     let (mut answer, copies) = answer.unwrap_or_else(|error| {
         tracing::warn!(error, "descriptors refused");
-        (Answer { error, ..Answer::default() }, Vec::new())
+        (HandoffAnswer { error, ..HandoffAnswer::default() }, Vec::new())
     });
     answer.version = VERSION;
     let copies: Vec<BorrowedFd<'_>> = copies.iter().map(AsFd::as_fd).collect();
@@ -207,7 +163,7 @@ async fn one(connection: OwnedFd, kinds: Arc<Kinds>, pause: Pause, patience: Dur
     }
 }
 
-async fn message(connection: &AsyncFd<OwnedFd>) -> Result<(Header, Vec<OwnedFd>), Error> {
+async fn message(connection: &AsyncFd<OwnedFd>) -> Result<(HandoffHeader, Vec<OwnedFd>), Error> {
     let failed = |why| Error::Io { attempt: "wait for descriptors".to_owned(), why };
     loop {
         let mut ready = connection.readable().await.map_err(failed)?;
@@ -221,22 +177,22 @@ async fn message(connection: &AsyncFd<OwnedFd>) -> Result<(Header, Vec<OwnedFd>)
 /// Returns the answer and the descriptors to send with it.
 async fn judge(
     kinds: &Kinds,
-    header: Header,
+    header: HandoffHeader,
     descriptors: Vec<OwnedFd>,
-) -> Result<(Answer, Vec<OwnedFd>), String> {
-    let Header { kind: name, sandbox, ask, descriptors: names, detail, .. } = header;
+) -> Result<(HandoffAnswer, Vec<OwnedFd>), String> {
+    let HandoffHeader { kind: name, sandbox, ask, descriptors: names, detail, .. } = header;
     let kind = kinds
         .iter()
         .find(|kind| kind.name() == name)
         .ok_or_else(|| format!("kind {name:?} is unknown to this relay; upgrade peerpod-relay"))?;
-    let sandbox = sandbox.as_deref().map(SandboxId::parse).transpose().map_err(|error| error.to_string())?;
+    let sandbox = sandbox.as_deref().map(SandboxId::new).transpose().map_err(|error| error.to_string())?;
     if ask {
         let held = kind.held(sandbox.as_ref()).await;
         let copies = if sandbox.is_none() { kind.copies(&names) } else { Ok(Vec::new()) };
         let copies = copies.map_err(|why| format!("copy the {name} descriptors: {why}"))?;
         let (descriptors, copies) = copies.into_iter().unzip();
         let (held, detail) = (held.is_some(), held.unwrap_or_default());
-        return Ok((Answer { held, detail, descriptors, ..Answer::default() }, copies));
+        return Ok((HandoffAnswer { held, detail, descriptors, ..HandoffAnswer::default() }, copies));
     }
     if descriptors.is_empty() {
         return Err(format!("a message of kind {name} has no descriptors"));
@@ -245,12 +201,12 @@ async fn judge(
         let (came, named) = (descriptors.len(), names.len());
         return Err(format!("{came} descriptors arrived, {named} are named"));
     }
-    let handed = Handed::new(detail, names.into_iter().zip(descriptors).collect());
+    let handed = Passed::new(detail, names.into_iter().zip(descriptors).collect());
     let taken = timeout(TAKE, kind.take(sandbox.as_ref(), handed)).await;
     let detail = taken.map_err(|_| format!("the relay did not accept the descriptors within {TAKE:?}"))??;
     // The kind logs the pod, which is not known here.
     tracing::debug!(kind = name, "descriptors accepted");
-    Ok((Answer { held: true, detail, ..Answer::default() }, Vec::new()))
+    Ok((HandoffAnswer { held: true, detail, ..HandoffAnswer::default() }, Vec::new()))
 }
 
 #[cfg(test)]

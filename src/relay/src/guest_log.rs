@@ -10,6 +10,7 @@ use std::{
 };
 
 use parking_lot::Mutex;
+use peerpod_common::limit::RateLimit;
 use peerpod_link::endpoint::{Level, Line};
 
 use crate::{id::SandboxId, metrics::Metrics};
@@ -19,7 +20,7 @@ const MOST: f64 = 500.0;
 /// Lines per second after the burst.
 const PER_SECOND: f64 = 10.0;
 /// Interval between reports of left-out lines.
-const SAID_EVERY: Duration = Duration::from_secs(10);
+const REPORT_EVERY: Duration = Duration::from_secs(10);
 /// Most lost lines counted from one report of a guest; a larger number is false.
 const LOST_AT_MOST: u32 = 1 << 20;
 
@@ -27,15 +28,15 @@ const LOST_AT_MOST: u32 = 1 << 20;
 #[derive(Debug)]
 pub(crate) struct GuestLog {
     metrics: Arc<Metrics>,
-    bound: Mutex<Bound>,
+    limit: Mutex<LineLimit>,
 }
 
+/// Rate limit that counts the left-out lines.
 #[derive(Debug)]
-struct Bound {
-    left: f64,
-    at: Instant,
+struct LineLimit {
+    rate: RateLimit,
     left_out: u64,
-    said: Option<Instant>,
+    reported: Option<Instant>,
 }
 
 /// Decision about one line.
@@ -43,46 +44,44 @@ struct Bound {
 struct Verdict {
     write: bool,
     /// Number of left-out lines to report now.
-    say_left_out: Option<u64>,
+    report_left_out: Option<u64>,
 }
 
-impl Bound {
+impl LineLimit {
+    fn new(now: Instant) -> LineLimit {
+        LineLimit { rate: RateLimit::new(MOST, PER_SECOND, now), left_out: 0, reported: None }
+    }
+
     fn judge(&mut self, now: Instant) -> Verdict {
-        let earned = now.saturating_duration_since(self.at).as_secs_f64() * PER_SECOND;
-        self.left = (self.left + earned).min(MOST);
-        self.at = now;
-        let write = self.left >= 1.0;
-        if write {
-            self.left -= 1.0;
-        } else {
+        let write = self.rate.take(now);
+        if !write {
             self.left_out += 1;
         }
-        let due = self.said.is_none_or(|said| now.saturating_duration_since(said) >= SAID_EVERY);
-        let say = self.left_out > 0 && due;
-        if say {
-            self.said = Some(now);
+        let due = self.reported.is_none_or(|last| now.saturating_duration_since(last) >= REPORT_EVERY);
+        let report = self.left_out > 0 && due;
+        if report {
+            self.reported = Some(now);
         }
-        Verdict { write, say_left_out: say.then(|| std::mem::take(&mut self.left_out)) }
+        Verdict { write, report_left_out: report.then(|| std::mem::take(&mut self.left_out)) }
     }
 }
 
 impl GuestLog {
     pub(crate) fn new(metrics: Arc<Metrics>) -> GuestLog {
-        let bound = Bound { left: MOST, at: Instant::now(), left_out: 0, said: None };
-        GuestLog { metrics, bound: Mutex::new(bound) }
+        GuestLog { metrics, limit: Mutex::new(LineLimit::new(Instant::now())) }
     }
 
     /// Writes a line of this sandbox's guest into the log, unless the limit is reached.
     pub(crate) fn line(&self, sandbox: &SandboxId, pod: impl FnOnce() -> String, line: &Line<'_>) {
-        let verdict = self.bound.lock().judge(Instant::now());
+        let verdict = self.limit.lock().judge(Instant::now());
         let lost = line.lost.min(LOST_AT_MOST);
-        self.metrics.guest_log("lost_in_guest", u64::from(lost));
-        self.metrics.guest_log(if verdict.write { "written" } else { "left_out" }, 1);
-        if !verdict.write && verdict.say_left_out.is_none() {
+        self.metrics.guests.log("lost_in_guest", u64::from(lost));
+        self.metrics.guests.log(if verdict.write { "written" } else { "left_out" }, 1);
+        if !verdict.write && verdict.report_left_out.is_none() {
             return;
         }
         let pod = pod();
-        if let Some(lines) = verdict.say_left_out {
+        if let Some(lines) = verdict.report_left_out {
             tracing::warn!(target: "guest", %sandbox, pod, lines, "the guest logs too much; lines were left out");
         }
         if !verdict.write {
@@ -129,21 +128,21 @@ mod tests {
     #[test]
     fn a_flood_is_rate_limited_and_dropped_lines_are_reported_periodically() {
         let began = Instant::now();
-        let mut bound = Bound { left: MOST, at: began, left_out: 0, said: None };
+        let mut limit = LineLimit::new(began);
         let (mut written, mut said, mut left_out) = (0, 0, 0);
         // A hundred thousand lines in a hundred seconds.
         for n in 0..100_000u64 {
-            let verdict = bound.judge(began + Duration::from_millis(n));
+            let verdict = limit.judge(began + Duration::from_millis(n));
             written += u32::from(verdict.write);
-            said += u32::from(verdict.say_left_out.is_some());
-            left_out += verdict.say_left_out.unwrap_or(0);
+            said += u32::from(verdict.report_left_out.is_some());
+            left_out += verdict.report_left_out.unwrap_or(0);
         }
         assert!((1495..=1500).contains(&written), "{written}");
         assert_eq!(said, 10);
         // The rest is reported with the next line, however late.
-        let verdict = bound.judge(began + Duration::from_secs(1000));
+        let verdict = limit.judge(began + Duration::from_secs(1000));
         assert!(verdict.write);
-        assert_eq!(left_out + verdict.say_left_out.unwrap(), 100_000 - u64::from(written));
+        assert_eq!(left_out + verdict.report_left_out.unwrap(), 100_000 - u64::from(written));
     }
 
     #[test]

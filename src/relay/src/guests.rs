@@ -3,14 +3,9 @@
 //! selects its sandbox. Before that, the relay limits connections, connections per address, and the time for the
 //! handshake and the first record.
 
-use std::{
-    collections::HashMap,
-    net::{IpAddr, SocketAddr},
-    sync::Arc,
-    time::Duration,
-};
+use std::{net::SocketAddr, sync::Arc, time::Duration};
 
-use parking_lot::Mutex;
+use peerpod_common::{accept, limit::ConnectionLimit};
 use peerpod_link::{
     claim::{self, FIRST_RECORD_DEADLINE, First},
     endpoint,
@@ -44,13 +39,6 @@ const HANDSHAKE: Duration = Duration::from_secs(15);
 const REPLY: Duration = Duration::from_secs(5);
 /// The only known version of a claim.
 const CLAIM_VERSION: u32 = 1;
-
-/// Limits of connections that are not assigned to a sandbox yet.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Bounds {
-    pub(crate) total: usize,
-    pub(crate) per_address: usize,
-}
 
 /// TLS configuration in force; a new one applies to new connections.
 #[derive(Debug)]
@@ -138,78 +126,30 @@ impl Refused {
     }
 }
 
-/// Connections in progress, by address.
-#[derive(Debug, Default)]
-struct Under {
-    total: usize,
-    by_address: HashMap<IpAddr, usize>,
-}
-
-/// Place of one connection in [`Under`]; dropping it frees the place.
-struct Place {
-    under: Arc<Mutex<Under>>,
-    address: IpAddr,
-}
-
-impl Place {
-    fn take(under: &Arc<Mutex<Under>>, address: IpAddr, bounds: Bounds) -> Option<Place> {
-        let mut now = under.lock();
-        let here = now.by_address.get(&address).copied().unwrap_or(0);
-        if now.total >= bounds.total || here >= bounds.per_address {
-            return None;
-        }
-        now.total += 1;
-        now.by_address.insert(address, here + 1);
-        Some(Place { under: under.clone(), address })
-    }
-}
-
-impl Drop for Place {
-    fn drop(&mut self) {
-        let mut now = self.under.lock();
-        now.total -= 1;
-        if let Some(here) = now.by_address.get_mut(&self.address) {
-            *here -= 1;
-            if *here == 0 {
-                now.by_address.remove(&self.address);
-            }
-        }
-    }
-}
-
-/// Accepts guests until the future is dropped.
-pub(crate) async fn accept(listener: TcpListener, parts: Parts, bounds: Bounds) {
-    let under = Arc::default();
+/// Accepts guests until the future is dropped. `unassigned` limits the connections that have no sandbox yet.
+pub(crate) async fn accept(listener: TcpListener, parts: Parts, unassigned: ConnectionLimit) {
     let mut open = JoinSet::new();
     loop {
-        let accepted = tokio::select! {
-            accepted = listener.accept() => accepted,
+        let (stream, peer) = tokio::select! {
+            accepted = accept::accept("guests' port", || listener.accept()) => accepted,
             Some(_) = open.join_next() => continue,
         };
-        let (stream, peer) = match accepted {
-            Ok(accepted) => accepted,
-            Err(error) => {
-                tracing::warn!(%error, "accept of a guest connection failed");
-                tokio::time::sleep(Duration::from_millis(100)).await;
-                continue;
-            }
-        };
-        parts.metrics.guest_connections.inc();
+        parts.metrics.guests.connections.inc();
         let Some(config) = parts.trust.get() else {
-            parts.metrics.refused("not_configured");
+            parts.metrics.guests.refused("not_configured");
             continue;
         };
-        let Some(place) = Place::take(&under, peer.ip().to_canonical(), bounds) else {
-            parts.metrics.refused("too_many");
+        let Some(counted) = unassigned.enter(peer.ip()) else {
+            parts.metrics.guests.refused("too_many");
             continue;
         };
         let parts = parts.clone();
         open.spawn(async move {
             if let Err(refused) = serve(stream, peer, config, None, &parts).await {
-                parts.metrics.refused(refused.label());
+                parts.metrics.guests.refused(refused.label());
                 tracing::debug!(%peer, reason = refused.label(), error = %refused, "connection of a guest refused");
             }
-            drop(place);
+            drop(counted);
         });
     }
 }
@@ -226,7 +166,7 @@ pub(crate) async fn meet(
         None => Err(Refused::NotConfigured),
     };
     if let Err(refused) = &met {
-        parts.metrics.refused(refused.label());
+        parts.metrics.guests.refused(refused.label());
     }
     met
 }
@@ -279,12 +219,12 @@ async fn answer_claim(
 ) -> Result<Met, Refused> {
     let ticket: String = claim.ticket_id.chars().filter(char::is_ascii_hexdigit).take(32).collect();
     let (outcome, reply) = judge(claim, peer, dialled, &parts.hypervisor).await;
-    parts.metrics.claim(outcome);
+    parts.metrics.guests.claim(outcome);
     // The ticket's id is no secret, the ticket's secret is. A guest that must wait asks again many times a second.
     if reply.retry {
         tracing::debug!(%peer, ticket, error = reply.error, "ticket shown; the guest must retry");
     } else {
-        let sandbox = SandboxId::parse(&reply.sandbox_id).ok().and_then(|id| parts.sandboxes.get(&id));
+        let sandbox = SandboxId::new(&reply.sandbox_id).ok().and_then(|id| parts.sandboxes.get(&id));
         let pod = sandbox.map(|sandbox| sandbox.guest.pod());
         tracing::info!(%peer, ticket, outcome, sandbox = reply.sandbox_id, pod, error = reply.error, "ticket shown");
     }

@@ -40,10 +40,10 @@ pub(crate) type Named = Vec<(String, OwnedFd)>;
 /// Names of [`Named`].
 pub(crate) mod name {
     pub(crate) const LOCK: &str = "lock";
-    pub(crate) const TAKEOVER: &str = "takeover";
+    pub(crate) const HANDOVER: &str = "takeover";
     pub(crate) const HYPERVISOR: &str = "hypervisor";
     pub(crate) const CONTROL: &str = "control";
-    pub(crate) const HAND_IN: &str = "hand-in";
+    pub(crate) const FD_HANDOFF: &str = "hand-in";
     pub(crate) const GUESTS: &str = "guests";
     pub(crate) const PROBES: &str = "probes";
     pub(crate) const ADMIN: &str = "admin";

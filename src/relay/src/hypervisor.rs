@@ -20,6 +20,7 @@ use std::{
 };
 
 use bytes::{Bytes, BytesMut};
+use peerpod_common::accept;
 use peerpod_link::frame::{self, Header};
 use peerpod_proto::{
     node::{ClaimRequest, ClaimResponse},
@@ -56,7 +57,7 @@ const CLAIMS: usize = 256;
 /// Input of the proxy's task.
 enum Event {
     Opened { conn: ConnId, peer: Peer },
-    Freeze { shown: oneshot::Sender<FrozenDoor>, thaw: oneshot::Receiver<()> },
+    Freeze { shown: oneshot::Sender<FrozenHypervisor>, thaw: oneshot::Receiver<()> },
     Request { conn: ConnId, stream: u32, incoming: Incoming },
     Closed { conn: ConnId },
     NodeUp { requests: mpsc::UnboundedSender<(u32, Bytes)> },
@@ -68,7 +69,7 @@ enum Event {
 
 /// State of the proxy as data. The sockets of its connections are sent with it, in the same order.
 #[derive(Debug, Default, Serialize, Deserialize)]
-pub(crate) struct DoorState {
+pub(crate) struct HypervisorState {
     queue: QueueState,
     conns: Vec<(ConnId, ConnState)>,
     /// Connection that created a sandbox, the sandbox's id, and its pod.
@@ -76,7 +77,7 @@ pub(crate) struct DoorState {
 }
 
 /// State of a frozen proxy; the proxy resumes when the other end of `thaw` is used or dropped.
-pub(crate) type FrozenDoor = io::Result<(DoorState, Vec<OwnedFd>)>;
+pub(crate) type FrozenHypervisor = io::Result<(HypervisorState, Vec<OwnedFd>)>;
 
 /// State of another process's proxy, read but not served yet.
 #[derive(Default)]
@@ -91,7 +92,7 @@ impl Restored {
     ///
     /// # Errors
     /// Returns the reason if the state is inconsistent.
-    pub(crate) fn read(state: DoorState, sockets: Vec<OwnedFd>) -> Result<Restored, String> {
+    pub(crate) fn read(state: HypervisorState, sockets: Vec<OwnedFd>) -> Result<Restored, String> {
         if sockets.len() != state.conns.len() || sockets.len() > CONNECTIONS {
             return Err("the numbers of hypervisor API sockets and connections differ".to_owned());
         }
@@ -105,7 +106,7 @@ impl Restored {
         }
         queue.keep_connections(|id| conns.iter().any(|(known, ..)| *known == id), now);
         let read = |(conn, id, pod): (ConnId, String, String)| {
-            Ok((conn, SandboxId::parse(&id).map_err(|error| error.to_string())?, pod))
+            Ok((conn, SandboxId::new(&id).map_err(|error| error.to_string())?, pod))
         };
         // A connection that ended during the freeze sends no event here.
         let lives = |(conn, ..): &(ConnId, String, String)| conns.iter().any(|(known, ..)| known == conn);
@@ -145,7 +146,7 @@ pub(crate) enum ClaimError {
 
 impl HypervisorHandle {
     /// Freezes the proxy and returns its state; the proxy resumes when `thaw`'s other end is used or dropped.
-    pub(crate) async fn freeze(&self, thaw: oneshot::Receiver<()>) -> FrozenDoor {
+    pub(crate) async fn freeze(&self, thaw: oneshot::Receiver<()>) -> FrozenHypervisor {
         let (shown, answered) = oneshot::channel();
         let stops = || io::Error::other("the hypervisor API is closed");
         self.events.send(Event::Freeze { shown, thaw }).await.map_err(|_| stops())?;
@@ -243,7 +244,7 @@ impl Accept {
         }
         let mut held = false;
         loop {
-            let accepted = tokio::select! {
+            let (stream, _) = tokio::select! {
                 biased;
                 order = self.orders.recv() => {
                     match order {
@@ -257,16 +258,8 @@ impl Accept {
                     }
                     continue;
                 }
-                accepted = listener.accept(), if !held => accepted,
+                accepted = accept::accept("hypervisor.sock", || listener.accept()), if !held => accepted,
                 Some(_) = open.join_next() => continue,
-            };
-            let stream = match accepted {
-                Ok((stream, _)) => stream,
-                Err(error) => {
-                    tracing::warn!(%error, "accept on hypervisor.sock failed");
-                    tokio::time::sleep(Duration::from_millis(100)).await;
-                    continue;
-                }
             };
             if open.len() >= CONNECTIONS {
                 tracing::warn!(
@@ -287,10 +280,10 @@ impl Accept {
 
     fn serve(&self, open: &mut JoinSet<()>, id: ConnId, conn: Conn, budget: &Arc<Semaphore>) {
         let (events, budget, metrics) = (self.events.clone(), budget.clone(), self.metrics.clone());
-        metrics.hypervisor_connections.inc();
+        metrics.hypervisor.connections.inc();
         open.spawn(async move {
             let end = conn.serve(id, events, budget).await;
-            metrics.hypervisor_connections.dec();
+            metrics.hypervisor.connections.dec();
             tracing::debug!(conn = id, %end, "connection to hypervisor.sock ended");
         });
     }
@@ -364,7 +357,7 @@ impl HypervisorProxy {
             }
             Event::NodeDown => {
                 self.node = None;
-                self.metrics.node_losses.inc();
+                self.metrics.hypervisor.node_losses.inc();
                 self.queue.node_lost();
             }
             Event::NodeAnswer { stream, body } => {
@@ -401,7 +394,7 @@ impl HypervisorProxy {
         if let Kind::Create(id) = &incoming.kind {
             self.remember(conn, id, incoming.pod.as_deref().unwrap_or("-"));
         }
-        self.metrics.call(method);
+        self.metrics.hypervisor.call(method);
         self.queue.accept(Caller::Shim { conn, stream }, incoming.kind, incoming.request, now);
     }
 
@@ -444,8 +437,8 @@ impl HypervisorProxy {
                 }
             }
         }
-        self.metrics.queued_calls.set(self.queue.len() as i64);
-        self.metrics.node_connected.set(i64::from(self.queue.node_is_ready()));
+        self.metrics.hypervisor.queued_calls.set(self.queue.len() as i64);
+        self.metrics.hypervisor.node_connected.set(i64::from(self.queue.node_is_ready()));
     }
 
     fn answer(&mut self, conn: ConnId, stream: u32, body: &Bytes) {
@@ -460,7 +453,7 @@ impl HypervisorProxy {
     }
 
     fn write_inbox(&self, id: SandboxId) {
-        self.metrics.inbox_writes.inc();
+        self.metrics.hypervisor.inbox_writes.inc();
         let (inbox, events) = (self.inbox.clone(), self.events.clone());
         tokio::task::spawn_blocking(move || {
             let result = inbox.stop(&id, SystemTime::now()).map_err(|error| error.to_string());

@@ -22,7 +22,6 @@ mod guests;
 mod handover;
 pub mod harden;
 mod hypervisor;
-mod id;
 mod inbox;
 mod localhost;
 mod metrics;
@@ -33,3 +32,5 @@ mod store;
 pub mod supervisor;
 mod volumes;
 mod wireguard;
+
+use peerpod_common::id;

@@ -7,7 +7,6 @@
 
 use std::{
     io,
-    net::TcpListener as StdListener,
     os::fd::{AsFd, OwnedFd},
     sync::{Arc, Weak},
     time::Duration,
@@ -15,6 +14,7 @@ use std::{
 
 use async_trait::async_trait;
 use peerpod_base::fd_handoff::LOCALHOST_LISTENERS as LISTEN;
+use peerpod_common::accept;
 use peerpod_link::endpoint::{Connected, DialError, EndpointHandle, Target};
 use rustix::net::{AddressFamily, SocketType, sockopt::set_socket_linger};
 use serde_json::Value;
@@ -25,10 +25,11 @@ use tokio::{
 use tracing::{Instrument, Span};
 
 use crate::{
-    fd_handoff::{Handed, Kind, Wanted},
+    fd_handoff::{Kind, Passed, Wanted},
     id::SandboxId,
     metrics::Metrics,
     sandboxes::Sandboxes,
+    socket,
 };
 
 /// Ports of the listeners, IPv4 and IPv6, as the node's redirect rules have them. The relay keeps them for the next node.
@@ -39,8 +40,6 @@ const KIND: &str = "localhost";
 const IPPROTO_TCP: u32 = 6;
 /// Limit of connections of one sandbox that the guest is dialling; further ones wait in the listener's queue.
 const PENDING: usize = 512;
-/// Pause after a failed `accept`, which fails while the process has no free descriptor.
-const ACCEPT_AGAIN: Duration = Duration::from_millis(20);
 
 /// Takes the listeners of a sandbox that is served here.
 pub(crate) struct Localhost {
@@ -60,7 +59,7 @@ impl Kind for Localhost {
         serde_json::to_value(ports).ok()
     }
 
-    async fn take(&self, sandbox: Option<&SandboxId>, mut handed: Handed) -> Result<Value, String> {
+    async fn take(&self, sandbox: Option<&SandboxId>, mut handed: Passed) -> Result<Value, String> {
         let stops = || "the relay is stopping".to_owned();
         let sandbox = sandbox.ok_or("the localhost descriptors name no sandbox")?;
         let ports: Ports = serde_json::from_value(handed.detail.clone())
@@ -92,19 +91,15 @@ impl Listeners {
     }
 
     /// Removes the listeners from the passed descriptors.
-    pub(crate) fn take(handed: &mut Handed) -> Result<Listeners, String> {
+    pub(crate) fn take(handed: &mut Passed) -> Result<Listeners, String> {
         let mut listeners = [None, None];
         for (at, family) in [AddressFamily::INET, AddressFamily::INET6].into_iter().enumerate() {
             if !handed.has(LISTEN[at]) {
                 continue;
             }
             let wanted = Wanted { family, kind: SocketType::STREAM, protocol: IPPROTO_TCP, listens: true };
-            let listener = StdListener::from(handed.socket(LISTEN[at], wanted)?);
-            let listener = listener
-                .set_nonblocking(true)
-                .and_then(|()| TcpListener::from_std(listener))
-                .map_err(|error| format!("descriptor {}: {error}", LISTEN[at]))?;
-            listeners[at] = Some(listener);
+            let listener = socket::tcp_listener(handed.socket(LISTEN[at], wanted)?);
+            listeners[at] = Some(listener.map_err(|error| format!("descriptor {}: {error}", LISTEN[at]))?);
         }
         Ok(Listeners(listeners))
     }
@@ -176,27 +171,19 @@ async fn serve(
     let [v4, v6] = &listeners.0;
     let mut pending = JoinSet::new();
     loop {
-        let accepted = tokio::select! {
-            accepted = accept(v4.as_ref()), if pending.len() < PENDING => accepted,
-            accepted = accept(v6.as_ref()), if pending.len() < PENDING => accepted,
+        let client = tokio::select! {
+            client = accept::accept("localhost", || accept(v4.as_ref())), if pending.len() < PENDING => client,
+            client = accept::accept("localhost", || accept(v6.as_ref())), if pending.len() < PENDING => client,
             Some(ended) = pending.join_next() => {
                 // A panic is a bug of the relay and costs this one connection.
                 if ended.is_err() {
-                    metrics.panics.inc();
+                    metrics.sandboxes.panics.inc();
                 }
                 continue;
             }
         };
-        match accepted {
-            Ok(client) => {
-                let (id, endpoint, metrics) = (id.clone(), endpoint(), metrics.clone());
-                pending.spawn(carry(id, client, endpoint, metrics).in_current_span());
-            }
-            Err(error) => {
-                tracing::warn!(sandbox = %id, %error, "accept of a connection to the pod's localhost failed");
-                tokio::time::sleep(ACCEPT_AGAIN).await;
-            }
-        }
+        let (id, endpoint, metrics) = (id.clone(), endpoint(), metrics.clone());
+        pending.spawn(carry(id, client, endpoint, metrics).in_current_span());
     }
 }
 
@@ -215,13 +202,13 @@ async fn carry(id: SandboxId, client: TcpStream, endpoint: Option<EndpointHandle
     };
     match dialled {
         Ok(connected) => {
-            metrics.localhost("carried");
+            metrics.sandboxes.localhost("carried");
             connected.join(client);
         }
         Err(error) => {
             let local = client.local_addr().ok();
             tracing::debug!(sandbox = %id, ?local, %error, "connection to the pod's localhost reset");
-            metrics.localhost(if error == DialError::Refused { "refused" } else { "failed" });
+            metrics.sandboxes.localhost(if error == DialError::Refused { "refused" } else { "failed" });
             // With no time to linger, closing the socket resets the connection.
             if let Err(error) = set_socket_linger(&client, Some(Duration::ZERO)) {
                 tracing::debug!(%error, "connection to the pod's localhost closed instead of reset");

@@ -13,6 +13,10 @@ use std::{
 };
 
 use parking_lot::{Mutex, MutexGuard};
+use peerpod_common::{
+    backoff::Backoff,
+    blocking::{Interrupted, blocking},
+};
 use peerpod_link::endpoint::{self, Endpoint, EndpointHandle, Role};
 use thiserror::Error;
 use tokio::{
@@ -36,9 +40,8 @@ use crate::{
 
 /// Time limit for a deleted sandbox's connections to receive their last answers.
 const CLOSE_WITHIN: Duration = Duration::from_secs(2);
-/// Pause before a panicked endpoint is made anew; doubled each time up to [`ANEW_AT_MOST`].
-const ANEW_AFTER: Duration = Duration::from_millis(50);
-const ANEW_AT_MOST: Duration = Duration::from_secs(10);
+/// Pause before a panicked endpoint is made again.
+const RESTART: Backoff = Backoff::new(Duration::from_millis(50), Duration::from_secs(10));
 
 /// Reason why a sandbox could not be put or deleted.
 #[derive(Debug, Error)]
@@ -55,8 +58,8 @@ pub(crate) enum SandboxError {
     Listen { path: String, why: std::io::Error },
     #[error(transparent)]
     Store(#[from] StoreError),
-    #[error("a disk operation for sandbox {0} was interrupted; the relay is stopping")]
-    Stopping(SandboxId),
+    #[error(transparent)]
+    Interrupted(#[from] Interrupted),
 }
 
 /// A sandbox's endpoint and the state of its guest.
@@ -75,8 +78,8 @@ struct Live {
     endpoint: AbortHandle,
     localhost: Option<Serving>,
     running: JoinHandle<()>,
-    /// Number of panics of this sandbox's endpoints.
-    panics: u32,
+    /// Pauses before this sandbox's endpoints are made again after panics.
+    restart: Backoff,
 }
 
 type Slot = Arc<tokio::sync::Mutex<Option<Live>>>;
@@ -168,13 +171,12 @@ impl Sandboxes {
     /// Cancel safety: the work continues in a task of its own, under the sandbox's lock. A record that is being written
     /// when the caller leaves must not appear after a later delete. The task holds `open` until it ends.
     pub(crate) async fn put(&self, record: Record, open: impl Send + 'static) -> Result<(), SandboxError> {
-        let stopping = SandboxError::Stopping(record.id.clone());
-        let Some(me) = self.me.upgrade() else { return Err(stopping) };
+        let Some(me) = self.me.upgrade() else { return Err(Interrupted.into()) };
         let put = async move {
             let _open = open;
             me.put_in_slot(record, true).await
         };
-        tokio::spawn(put).await.unwrap_or(Err(stopping))
+        tokio::spawn(put).await.unwrap_or(Err(Interrupted.into()))
     }
 
     async fn put_in_slot(&self, record: Record, write: bool) -> Result<(), SandboxError> {
@@ -206,7 +208,7 @@ impl Sandboxes {
         self.check_certificates(&record)?;
         if write {
             let (store, kept) = (self.store.clone(), record.clone());
-            self.blocking(&record.id, move || store.put(&kept)).await??;
+            blocking(move || store.put(&kept).map_err(SandboxError::from)).await?;
         }
         let path = record.agent_socket.as_path();
         let listen = |why| SandboxError::Listen { path: path.display().to_string(), why };
@@ -225,12 +227,12 @@ impl Sandboxes {
                 }
                 live.record = record;
             }
-            None => *slot = Some(self.start(record, 0)?),
+            None => *slot = Some(self.start(record, RESTART)?),
         }
         Ok(())
     }
 
-    fn start(&self, record: Record, panics: u32) -> Result<Live, SandboxError> {
+    fn start(&self, record: Record, restart: Backoff) -> Result<Live, SandboxError> {
         let guest = Arc::new(Guest::new(record.id.clone(), self.states.clone(), self.metrics.clone()));
         guest.set_pod(&record.pod);
         guest.traffic.set_volumes(&record.volumes);
@@ -240,7 +242,7 @@ impl Sandboxes {
             .map_err(|why| SandboxError::Listen { path: path.display().to_string(), why })?;
         self.take_certificates(&record, &[])?;
         self.states.put(&record.id, &record.pod, guest.traffic.clone());
-        Ok(self.run(record, guest, endpoint, handle, socket, panics))
+        Ok(self.run(record, guest, endpoint, handle, socket, restart))
     }
 
     fn run(
@@ -250,16 +252,18 @@ impl Sandboxes {
         endpoint: Endpoint<GuestHandler>,
         handle: EndpointHandle,
         socket: AgentSocket,
-        panics: u32,
+        restart: Backoff,
     ) -> Live {
         self.dial(&record);
         let attached = Attached { id: record.id.clone(), endpoint: handle, guest };
         self.table().attached.insert(record.id.clone(), attached.clone());
-        self.metrics.sandboxes.inc();
+        self.metrics.sandboxes.served.inc();
         let task = tokio::spawn(endpoint.run());
         let endpoint = task.abort_handle();
-        let running = tokio::spawn(hear_the_end(task, self.me.clone(), attached.clone(), panics));
-        Live { record, attached, socket, localhost: None, endpoint, running, panics }
+        let mut next = restart;
+        let restart_in = next.pause();
+        let running = tokio::spawn(restart_after_panic(task, self.me.clone(), attached.clone(), restart_in));
+        Live { record, attached, socket, localhost: None, endpoint, running, restart: next }
     }
 
     /// Makes a sandbox's endpoint anew, if the ended one is still the current one.
@@ -273,9 +277,9 @@ impl Sandboxes {
         let Some(mut dead) = live.take_if(same) else { return };
         // The sockets of the localhost serve the next endpoint, too.
         let localhost = dead.localhost.take();
-        let (record, panics, pod) = (dead.record.clone(), dead.panics.saturating_add(1), ended.guest.pod());
+        let (record, restart, pod) = (dead.record.clone(), dead.restart, ended.guest.pod());
         drop(self.take_out(&ended.id, dead));
-        match self.start(record, panics) {
+        match self.start(record, restart) {
             Ok(anew) => {
                 *live = Some(Live { localhost, ..anew });
                 tracing::info!(sandbox = %ended.id, pod, "sandbox is served again");
@@ -295,7 +299,7 @@ impl Sandboxes {
         drop(self.dials.send(Order::Stop(id.clone())));
         drop(live.socket);
         self.states.delete(id);
-        self.metrics.sandboxes.dec();
+        self.metrics.sandboxes.served.dec();
         live.attached.guest.fail_calls();
         live.running
     }
@@ -364,8 +368,7 @@ impl Sandboxes {
 
     async fn forget(&self, id: &SandboxId) -> Result<(), SandboxError> {
         let (store, gone) = (self.store.clone(), id.clone());
-        self.blocking(id, move || store.delete(&gone)).await??;
-        Ok(())
+        blocking(move || Ok(store.delete(&gone)?)).await
     }
 
     async fn end(&self, id: &SandboxId, mut live: Live) {
@@ -385,14 +388,6 @@ impl Sandboxes {
         }
     }
 
-    async fn blocking<T: Send + 'static>(
-        &self,
-        id: &SandboxId,
-        work: impl FnOnce() -> T + Send + 'static,
-    ) -> Result<T, SandboxError> {
-        tokio::task::spawn_blocking(work).await.map_err(|_| SandboxError::Stopping(id.clone()))
-    }
-
     /// Stops serving but keeps the records: sockets are unlinked, records stay.
     pub(crate) async fn stop(&self) {
         let slots: Vec<(SandboxId, Slot)> = self.table().slots.drain().collect();
@@ -409,16 +404,15 @@ impl Sandboxes {
 
 /// Waits for the end of an endpoint's task; an orderly end needs no action. A panic is a bug of the relay and closes
 /// the shim's connections. A new endpoint is then made for the next connections and the guest's link.
-async fn hear_the_end(
+async fn restart_after_panic(
     task: JoinHandle<GuestHandler>,
     sandboxes: Weak<Sandboxes>,
     attached: Attached,
-    panics: u32,
+    pause: Duration,
 ) {
     let Err(error) = task.await else { return };
     let Some(sandboxes) = sandboxes.upgrade() else { return };
-    sandboxes.metrics.panics.inc();
-    let pause = ANEW_AFTER.saturating_mul(1 << panics.min(10)).min(ANEW_AT_MOST);
+    sandboxes.metrics.sandboxes.panics.inc();
     tracing::error!(sandbox = %attached.id, pod = attached.guest.pod(), %error, again_in = ?pause, "the sandbox's endpoint ended early; this is a bug of peerpod-relay, and the connections are closed");
     // Runs in its own task: a delete that waits for this task must not wait for itself.
     tokio::spawn(async move {

@@ -4,9 +4,10 @@
 
 use std::{
     fs::File,
+    future::Future,
     io,
     os::{
-        fd::AsRawFd,
+        fd::{AsRawFd, OwnedFd},
         unix::{
             ffi::OsStrExt,
             fs::{FileTypeExt, MetadataExt, PermissionsExt},
@@ -16,7 +17,13 @@ use std::{
     sync::atomic::{AtomicU64, Ordering},
 };
 
-use tokio::net::UnixListener;
+use peerpod_base::fd_handoff::{self, check_peer};
+use peerpod_common::{accept::accept, reactor};
+use tokio::{
+    io::Interest,
+    net::{TcpListener, UnixListener},
+    task::JoinSet,
+};
 
 /// Longest path that a client can connect to, in bytes (`sun_path` less its terminator).
 const MAX_PATH: usize = 107;
@@ -67,7 +74,7 @@ pub(crate) fn bind(path: &Path) -> io::Result<(UnixListener, Bound)> {
 ///
 /// # Errors
 /// As [`bind`].
-pub(crate) fn place<L>(path: &Path, listen: impl FnOnce(&Path) -> io::Result<L>) -> io::Result<(L, Bound)> {
+fn place<L>(path: &Path, listen: impl FnOnce(&Path) -> io::Result<L>) -> io::Result<(L, Bound)> {
     if path.as_os_str().as_bytes().len() > MAX_PATH {
         let what = format!("the path has more than {MAX_PATH} bytes; choose a shorter run-dir");
         return Err(io::Error::new(io::ErrorKind::InvalidInput, what));
@@ -101,6 +108,59 @@ pub(crate) fn place<L>(path: &Path, listen: impl FnOnce(&Path) -> io::Result<L>)
         drop(std::fs::remove_file(&short)); // Best effort; the first error is the one to report.
     }
     Ok((listener, placed?))
+}
+
+/// Binds a listener for packets as [`bind`] does.
+///
+/// # Errors
+/// As [`bind`].
+pub(crate) fn bind_packets(path: &Path) -> io::Result<(OwnedFd, Bound)> {
+    place(path, fd_handoff::listen)
+}
+
+/// Continues with a listener of another process.
+pub(crate) fn unix_listener(listener: OwnedFd) -> io::Result<UnixListener> {
+    let listener = std::os::unix::net::UnixListener::from(listener);
+    listener.set_nonblocking(true)?;
+    UnixListener::from_std(listener)
+}
+
+/// Continues with a listener of another process.
+pub(crate) fn tcp_listener(listener: OwnedFd) -> io::Result<TcpListener> {
+    let listener = std::net::TcpListener::from(listener);
+    listener.set_nonblocking(true)?;
+    TcpListener::from_std(listener)
+}
+
+/// Serves connections of this process's user, at most `limit` at once, until the future is dropped.
+pub(crate) async fn serve_packets<F>(
+    listener: OwnedFd,
+    name: &str,
+    limit: usize,
+    serve: impl Fn(OwnedFd) -> F,
+) where
+    F: Future<Output = ()> + Send + 'static,
+{
+    let listener = match reactor::register(listener, Interest::READABLE) {
+        Ok(listener) => listener,
+        Err(error) => {
+            tracing::error!(socket = name, %error, "the socket is not served; restart the relay");
+            return std::future::pending().await;
+        }
+    };
+    let accept_one = || listener.async_io(Interest::READABLE, |listener| fd_handoff::accept(listener));
+    let mut open = JoinSet::new();
+    loop {
+        let connection = tokio::select! {
+            connection = accept(name, accept_one) => connection,
+            Some(_) = open.join_next() => continue,
+        };
+        match check_peer(&connection) {
+            Ok(()) if open.len() < limit => drop(open.spawn(serve(connection))),
+            Ok(()) => tracing::warn!(socket = name, limit, "connection refused: too many are open"),
+            Err(error) => tracing::warn!(socket = name, %error, "connection refused"),
+        }
+    }
 }
 
 #[cfg(test)]

@@ -11,6 +11,7 @@ use std::{
 
 use base64::{Engine, prelude::BASE64_STANDARD};
 use peerpod_common::files;
+use peerpod_link::base64_bytes;
 use rustls_pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use thiserror::Error;
@@ -61,20 +62,6 @@ pub(crate) struct TunnelPeer {
     pub(crate) inner: Ipv4Addr,
     pub(crate) vnis: Vec<u32>,
     pub(crate) vxlan_port: u16,
-}
-
-/// Serialises bytes as base64 text.
-pub(crate) mod base64_bytes {
-    use base64::{Engine, prelude::BASE64_STANDARD};
-    use serde::{Deserialize, Deserializer, Serializer, de::Error};
-
-    pub(crate) fn serialize<S: Serializer>(bytes: &[u8], to: S) -> Result<S::Ok, S::Error> {
-        to.serialize_str(&BASE64_STANDARD.encode(bytes))
-    }
-
-    pub(crate) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<u8>, D::Error> {
-        BASE64_STANDARD.decode(String::deserialize(from)?).map_err(D::Error::custom)
-    }
 }
 
 /// The relay's certificate and key towards guests, and the CAs that it trusts.
@@ -267,7 +254,7 @@ impl Store {
 }
 
 fn record(path: &Path, file: RecordFile) -> Result<Record, String> {
-    let id = SandboxId::parse(&file.id).map_err(|error| error.to_string())?;
+    let id = SandboxId::new(&file.id).map_err(|error| error.to_string())?;
     if path.file_name().and_then(|name| name.to_str()) != Some(&format!("{id}.json")) {
         return Err(format!("it describes sandbox {id}, unlike its file name"));
     }
@@ -294,7 +281,7 @@ mod tests {
 
     fn sample(id: &str) -> Record {
         Record {
-            id: SandboxId::parse(id).unwrap(),
+            id: SandboxId::new(id).unwrap(),
             agent_socket: "/run/peerpod/pods/x/agent.ttrpc".into(),
             guest_certificates: vec![[0xab; 32], [1; 32]],
             pod: "shop/web".into(),

@@ -25,7 +25,7 @@ use serde_json::{Value, json};
 use zeroize::Zeroizing;
 
 use crate::{
-    fd_handoff::{Handed, Kind},
+    fd_handoff::{Kind, Passed},
     id::SandboxId,
     store::TunnelPeer,
 };
@@ -115,7 +115,7 @@ impl WireGuard {
         if state.peers.remove(id).is_some()
             && let Some(engine) = &state.engine
         {
-            engine.remove_peer(&id.to_string());
+            engine.remove_peer(id.as_str());
         }
     }
 
@@ -164,13 +164,13 @@ impl WireGuard {
 
     /// Returns the state for another relay process: the node's descriptors, and the guests' present addresses. Sessions
     /// are not handed over; both ends begin new ones.
-    pub(crate) fn show(&self) -> io::Result<Option<Handed>> {
+    pub(crate) fn show(&self) -> io::Result<Option<Passed>> {
         let state = self.lock();
         let Some(plane) = state.plane.as_ref().filter(|plane| plane.threads.is_running()) else {
             return Ok(None);
         };
         let place = |id: &SandboxId| {
-            let path = plane.threads.engine().path_of(&id.to_string())?;
+            let path = plane.threads.engine().path_of(id.as_str())?;
             Some((id.to_string(), path.peer.to_string()))
         };
         let places: HashMap<String, String> = state.peers.keys().filter_map(place).collect();
@@ -178,11 +178,11 @@ impl WireGuard {
         let detail = json!({ "private_key": &*key, "inside": plane.inside, "places": places });
         let socket = plane.socket.as_fd().try_clone_to_owned()?;
         let tun = plane.tun.try_clone()?;
-        Ok(Some(Handed::new(detail, vec![("tun".to_owned(), tun), ("udp".to_owned(), socket)])))
+        Ok(Some(Passed::new(detail, vec![("tun".to_owned(), tun), ("udp".to_owned(), socket)])))
     }
 
     /// Continues the data plane of another process.
-    pub(crate) fn go_on(&self, mut handed: Handed) -> Result<(), String> {
+    pub(crate) fn go_on(&self, mut handed: Passed) -> Result<(), String> {
         let detail = handed.detail.clone();
         self.take_handed(&mut handed)?;
         let state = self.lock();
@@ -195,7 +195,7 @@ impl WireGuard {
         Ok(())
     }
 
-    fn take_handed(&self, handed: &mut Handed) -> Result<Value, String> {
+    fn take_handed(&self, handed: &mut Passed) -> Result<Value, String> {
         let text = handed.detail.get("private_key").and_then(Value::as_str).unwrap_or_default();
         let bytes = BASE64_STANDARD.decode(text).map(Zeroizing::new);
         let bytes = bytes.map_err(|_| "the private key is not base64".to_owned())?;
@@ -275,7 +275,7 @@ impl Kind for WireGuard {
         }
     }
 
-    async fn take(&self, sandbox: Option<&SandboxId>, mut handed: Handed) -> Result<Value, String> {
+    async fn take(&self, sandbox: Option<&SandboxId>, mut handed: Passed) -> Result<Value, String> {
         if sandbox.is_some() {
             return Err("the encrypted tunnel belongs to the node, not to a sandbox".to_owned());
         }

@@ -24,7 +24,7 @@ const DRAIN: Duration = Duration::from_secs(10);
 const RESIGN: Duration = Duration::from_secs(3);
 
 /// A controller with a bound port.
-pub struct Bound {
+pub struct BoundController {
     /// Bound address of the admin port.
     pub admin: SocketAddr,
     context: Context,
@@ -38,7 +38,7 @@ pub struct Bound {
 ///
 /// # Errors
 /// Something is missing. The error names it and a remedy.
-pub async fn build(settings: Settings, shutdown: &Shutdown) -> anyhow::Result<Bound> {
+pub async fn build(settings: Settings, shutdown: &Shutdown) -> anyhow::Result<BoundController> {
     let mut registry = Registry::default();
     let leading = leading(&mut registry);
     let config = settings.controller.clone();
@@ -60,7 +60,7 @@ pub async fn build(settings: Settings, shutdown: &Shutdown) -> anyhow::Result<Bo
         term: None,
     };
     let parts = parts.into_iter().partition(|part| part.leader_only);
-    Ok(Bound { admin, context, election, leading, parts })
+    Ok(BoundController { admin, context, election, leading, parts })
 }
 
 /// Registers the metric of the leader election.
@@ -81,13 +81,13 @@ fn election_of(config: &ControllerConfig, namespace: &str) -> ElectionConfig {
     }
 }
 
-impl Bound {
+impl BoundController {
     /// Runs until a shutdown. A lost Lease ends only the term; the process then takes part in the election again.
     ///
     /// # Errors
     /// A part ended that never should.
     pub async fn run(self) -> anyhow::Result<()> {
-        let Bound { admin, context, election, leading, parts: (led, always) } = self;
+        let BoundController { admin, context, election, leading, parts: (led, always) } = self;
         info!(%admin, identity = context.identity, namespace = context.namespace, "controller runs");
         let mut tasks = start(&always, &context);
         tasks.spawn(tell(election.standing(), context.ready.clone()));

@@ -17,7 +17,7 @@ use super::{
     metrics::{Call, Metrics, Outcome},
     pod::{self, Refused},
 };
-use crate::serve::{self, Answer, Reply, reply};
+use crate::serve::{self, Reply, Responder, reply};
 
 /// A node asks for a pod's pull secrets: [`Wanted`] with its token.
 const PULL_SECRETS: &str = "/v1/pull-secrets";
@@ -175,7 +175,7 @@ impl Desk {
     }
 }
 
-impl Answer for Desk {
+impl Responder for Desk {
     async fn answer(&self, request: Request<Incoming>, peer: SocketAddr) -> Reply {
         let began = Instant::now();
         let call = match (request.method(), request.uri().path()) {

@@ -27,7 +27,7 @@ use super::{
 };
 use crate::{
     authority::served::Served,
-    serve::{self, Answer, Reply, reply, text},
+    serve::{self, Reply, Responder, reply, text},
 };
 
 /// Path that the API server posts to, as in the replaced webhook.
@@ -69,7 +69,7 @@ pub enum Error {
 }
 
 /// A webhook with bound ports.
-pub struct Bound {
+pub struct BoundWebhook {
     /// Bound address for reviews.
     pub address: SocketAddr,
     /// Bound address of the admin port.
@@ -92,7 +92,7 @@ struct Shared {
 ///
 /// # Errors
 /// See [`Error`]; nothing stays bound then.
-pub async fn build(config: WebhookConfig) -> Result<Bound, Error> {
+pub async fn build(config: WebhookConfig) -> Result<BoundWebhook, Error> {
     let mut registry = Registry::default();
     let metrics = Metrics::register(&mut registry);
     let ready = Ready::new();
@@ -130,10 +130,18 @@ pub async fn build(config: WebhookConfig) -> Result<Bound, Error> {
     let address = listener.local_addr().map_err(failed)?;
     let admin = admin::serve(config.admin_listen, Arc::new(registry), ready.clone()).await?;
     let shared = Shared { profiles: config.profiles, excluded: config.excluded, metrics };
-    Ok(Bound { address, admin, listener, tls: Arc::new(tls), keeping, shared: Arc::new(shared), ready })
+    Ok(BoundWebhook {
+        address,
+        admin,
+        listener,
+        tls: Arc::new(tls),
+        keeping,
+        shared: Arc::new(shared),
+        ready,
+    })
 }
 
-impl Bound {
+impl BoundWebhook {
     /// Answers until 3 s after a shutdown, then finishes the requests in flight.
     ///
     /// # Errors
@@ -178,7 +186,7 @@ async fn respond(request: Request<Incoming>, shared: &Shared) -> Reply {
     }
 }
 
-impl Answer for Shared {
+impl Responder for Shared {
     async fn answer(&self, request: Request<Incoming>, _: SocketAddr) -> Reply {
         respond(request, self).await
     }

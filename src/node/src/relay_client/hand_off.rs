@@ -6,7 +6,7 @@ use std::{
     time::Duration,
 };
 
-use peerpod_base::fd_handoff::{self, Answer, Header};
+use peerpod_base::fd_handoff::{self, HandoffAnswer, HandoffHeader};
 use serde_json::Value;
 use tokio::{task::spawn_blocking, time::timeout};
 
@@ -28,7 +28,7 @@ impl RelayClient {
         detail: Value,
         descriptors: Vec<(String, OwnedFd)>,
     ) -> Result<Value, RelayError> {
-        let mut header = Header { detail, ..Header::new(kind, sandbox.map(SandboxId::as_str)) };
+        let mut header = HandoffHeader { detail, ..HandoffHeader::new(kind, sandbox.map(SandboxId::as_str)) };
         let (names, descriptors) = descriptors.into_iter().unzip();
         header.descriptors = names;
         self.say(header, descriptors).await.map(|answer| answer.detail)
@@ -37,12 +37,16 @@ impl RelayClient {
     /// Returns the relay's own description of the descriptors that it holds of this kind and sandbox; `None`: it holds
     /// none.
     pub async fn held(&self, kind: &str, sandbox: Option<&SandboxId>) -> Result<Option<Value>, RelayError> {
-        let header = Header { ask: true, ..Header::new(kind, sandbox.map(SandboxId::as_str)) };
+        let header = HandoffHeader { ask: true, ..HandoffHeader::new(kind, sandbox.map(SandboxId::as_str)) };
         let answer = self.say(header, Vec::new()).await?;
         Ok(answer.held.then_some(answer.detail))
     }
 
-    async fn say(&self, header: Header, descriptors: Vec<OwnedFd>) -> Result<Answer, RelayError> {
+    async fn say(
+        &self,
+        header: HandoffHeader,
+        descriptors: Vec<OwnedFd>,
+    ) -> Result<HandoffAnswer, RelayError> {
         let path = self.0.socket.with_file_name(fd_handoff::SOCKET);
         let attempt = format!("pass the {} descriptors to peerpod-relay", header.kind);
         let failed = |why: &dyn std::fmt::Display| RelayError { text: format!("{attempt}: {why}") };

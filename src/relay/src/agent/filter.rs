@@ -25,7 +25,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     hypervisor::code,
-    metrics::Totals,
+    metrics::Traffic,
     volumes::{self, Copies, Volume},
 };
 
@@ -46,7 +46,7 @@ pub struct Shared {
     pub(crate) frames_from_guest: AtomicU64,
     /// Dropped frames: unrequested ones of the guest, and refused ones of the shim.
     pub(crate) dropped: AtomicU64,
-    pub(crate) totals: Totals,
+    pub(crate) totals: Traffic,
     /// Volumes of the pod.
     volumes: RwLock<Arc<[Volume]>>,
 }
@@ -61,7 +61,7 @@ impl Shared {
         self.volumes.read().clone()
     }
 
-    pub(crate) fn new(totals: Totals) -> Shared {
+    pub(crate) fn new(totals: Traffic) -> Shared {
         Shared { totals, ..Shared::default() }
     }
 

@@ -9,31 +9,63 @@ use std::{
 };
 
 use nix::fcntl::Flock;
-use peerpod_base::{admin, listen::listen};
+use peerpod_base::{self as base, admin};
 use peerpod_link::path_mtu::echo::{Echo, Known};
 use tokio::net::{TcpListener, UnixListener};
 
 use super::{AppError, path_error};
 use crate::{
     config::RelayConfig,
-    fd_handoff,
     handover::{self, name, new::Taken},
     socket::{self, Bound as Socket},
 };
 
 /// Listening sockets, bound by this process or taken over from another one.
 pub(super) struct Sockets {
-    pub(super) guests: TcpListener,
-    pub(super) listen: SocketAddr,
-    pub(super) probes: Option<Echo>,
-    pub(super) paths: Known,
+    pub(super) guests: GuestSockets,
     pub(super) admin: TcpListener,
     pub(super) hypervisor: UnixListener,
     pub(super) control: UnixListener,
-    pub(super) hand_off: OwnedFd,
-    pub(super) takeover: OwnedFd,
+    pub(super) fd_handoff: OwnedFd,
+    pub(super) handover: OwnedFd,
     pub(super) lock: Lock,
     pub(super) names: Vec<Socket>,
+}
+
+/// Sockets that guests reach over the network.
+pub(super) struct GuestSockets {
+    pub(super) listener: TcpListener,
+    pub(super) address: SocketAddr,
+    pub(super) probes: Option<Echo>,
+    /// Guests that may send path probes.
+    pub(super) paths: Known,
+}
+
+impl GuestSockets {
+    async fn bind(listen: SocketAddr) -> Result<GuestSockets, AppError> {
+        let failed = |why| AppError::Listen { address: listen, why };
+        let listener = base::listen::listen(listen).await.map_err(failed)?;
+        let address = listener.local_addr().map_err(failed)?;
+        let paths = Known::default();
+        let probes = match Echo::bind(address, paths.clone()).await {
+            Ok(echo) => Some(echo),
+            Err(error) => {
+                // Without the echo, guests rely on the packet size that their kernel reports.
+                tracing::warn!(listen = %address, %error, "the relay does not answer path probes (UDP) of guests");
+                None
+            }
+        };
+        Ok(GuestSockets { listener, address, probes, paths })
+    }
+
+    fn taken(taken: &mut Taken) -> io::Result<GuestSockets> {
+        let listener = taken.tcp(name::GUESTS)?;
+        let address = listener.local_addr()?;
+        let paths = Known::default();
+        let probes = taken.descriptor(name::PROBES).ok();
+        let probes = probes.map(|socket| Echo::go_on(socket, paths.clone())).transpose()?;
+        Ok(GuestSockets { listener, address, probes, paths })
+    }
 }
 
 /// Lock on the run-dir. It holds as long as one of its descriptors is open, in any process.
@@ -51,74 +83,36 @@ impl AsFd for Lock {
     }
 }
 
-const NAMES: [&str; 4] =
-    ["relay.sock", "hypervisor.sock", peerpod_base::fd_handoff::SOCKET, handover::SOCKET];
+const NAMES: [&str; 4] = ["relay.sock", "hypervisor.sock", base::fd_handoff::SOCKET, handover::SOCKET];
 
 impl Sockets {
     pub(super) async fn bind(config: &RelayConfig, lock: Flock<File>) -> Result<Sockets, AppError> {
-        let run_dir = &config.run_dir;
-        let guests =
-            listen(config.listen).await.map_err(|why| AppError::Listen { address: config.listen, why })?;
-        let admin =
-            listen(config.admin_listen).await.map_err(|why| admin::refused(config.admin_listen, why))?;
-        let listen = guests.local_addr().map_err(|why| AppError::Listen { address: config.listen, why })?;
-        let paths = Known::default();
-        let probes = match Echo::bind(listen, paths.clone()).await {
-            Ok(echo) => Some(echo),
-            Err(error) => {
-                // Without the echo, guests rely on the packet size that their kernel reports.
-                tracing::warn!(%listen, %error, "the relay does not answer path probes (UDP) of guests");
-                None
-            }
-        };
-        let bind = |name: &str| {
-            let path = run_dir.join(name);
-            socket::bind(&path).map_err(path_error("listen on", &path))
-        };
-        let bind_packets = |name: &str| {
-            let path = run_dir.join(name);
-            fd_handoff::bind(&path).map_err(path_error("listen on", &path))
-        };
-        let (control, control_name) = bind(NAMES[0])?;
-        let (hypervisor, hypervisor_name) = bind(NAMES[1])?;
-        let (hand_off, hand_in_name) = bind_packets(NAMES[2])?;
-        let (takeover, takeover_name) = bind_packets(NAMES[3])?;
-        let names = vec![control_name, hypervisor_name, hand_in_name, takeover_name];
+        let guests = GuestSockets::bind(config.listen).await?;
+        let admin = base::listen::listen(config.admin_listen)
+            .await
+            .map_err(|why| admin::refused(config.admin_listen, why))?;
+        let [control, hypervisor, fd_handoff, handover] = NAMES.map(|name| config.run_dir.join(name));
+        let (control, control_name) = socket::bind(&control).map_err(path_error("listen on", &control))?;
+        let (hypervisor, hypervisor_name) =
+            socket::bind(&hypervisor).map_err(path_error("listen on", &hypervisor))?;
+        let (fd_handoff, fd_handoff_name) =
+            socket::bind_packets(&fd_handoff).map_err(path_error("listen on", &fd_handoff))?;
+        let (handover, handover_name) =
+            socket::bind_packets(&handover).map_err(path_error("listen on", &handover))?;
+        let names = vec![control_name, hypervisor_name, fd_handoff_name, handover_name];
         let lock = Lock::Own(lock);
-        Ok(Sockets {
-            guests,
-            listen,
-            probes,
-            paths,
-            admin,
-            hypervisor,
-            control,
-            hand_off,
-            takeover,
-            lock,
-            names,
-        })
+        Ok(Sockets { guests, admin, hypervisor, control, fd_handoff, handover, lock, names })
     }
 
     /// Reads the sockets of another process. Their names belong to that process until [`Sockets::own`].
     pub(super) fn taken(taken: &mut Taken) -> io::Result<Sockets> {
-        let (guests, listen) = taken.tcp(name::GUESTS)?;
-        let paths = Known::default();
-        let probes = taken
-            .descriptor(name::PROBES)
-            .ok()
-            .map(|socket| Echo::go_on(socket, paths.clone()))
-            .transpose()?;
         Ok(Sockets {
-            guests,
-            listen,
-            probes,
-            paths,
-            admin: taken.tcp(name::ADMIN)?.0,
+            guests: GuestSockets::taken(taken)?,
+            admin: taken.tcp(name::ADMIN)?,
             hypervisor: taken.unix(name::HYPERVISOR)?,
             control: taken.unix(name::CONTROL)?,
-            hand_off: taken.descriptor(name::HAND_IN)?,
-            takeover: taken.descriptor(name::TAKEOVER)?,
+            fd_handoff: taken.descriptor(name::FD_HANDOFF)?,
+            handover: taken.descriptor(name::HANDOVER)?,
             lock: Lock::Taken(taken.descriptor(name::LOCK)?),
             names: Vec::new(),
         })
@@ -138,13 +132,13 @@ impl Sockets {
             Ok::<_, io::Error>(())
         };
         copy(name::LOCK, self.lock.as_fd())?;
-        copy(name::GUESTS, self.guests.as_fd())?;
+        copy(name::GUESTS, self.guests.listener.as_fd())?;
         copy(name::ADMIN, self.admin.as_fd())?;
         copy(name::HYPERVISOR, self.hypervisor.as_fd())?;
         copy(name::CONTROL, self.control.as_fd())?;
-        copy(name::HAND_IN, self.hand_off.as_fd())?;
-        copy(name::TAKEOVER, self.takeover.as_fd())?;
-        if let Some(probes) = &self.probes {
+        copy(name::FD_HANDOFF, self.fd_handoff.as_fd())?;
+        copy(name::HANDOVER, self.handover.as_fd())?;
+        if let Some(probes) = &self.guests.probes {
             copy(name::PROBES, probes.copy()?.as_fd())?;
         }
         Ok(copies)

@@ -8,7 +8,7 @@ use std::{
     time::Instant,
 };
 
-use peerpod_base::fd_handoff::{MAX_DESCRIPTORS, hand_off};
+use peerpod_base::fd_handoff::{MAX_DESCRIPTORS, hand_off, listen};
 use tokio::{net::UnixListener, task::spawn_blocking};
 
 use super::*;
@@ -29,7 +29,7 @@ impl Kind for Listening {
         self.0.lock().unwrap().as_ref().map(|_| Value::from("one"))
     }
 
-    async fn take(&self, sandbox: Option<&SandboxId>, mut handed: Handed) -> Result<Value, String> {
+    async fn take(&self, sandbox: Option<&SandboxId>, mut handed: Passed) -> Result<Value, String> {
         let wanted =
             Wanted { family: AddressFamily::INET, kind: SocketType::STREAM, protocol: 6, listens: true };
         let listener = handed.socket("listener", wanted)?;
@@ -42,16 +42,16 @@ impl Kind for Listening {
 struct Place {
     path: PathBuf,
     kind: Arc<Listening>,
-    _bound: Bound,
+    _bound: socket::Bound,
     serving: tokio::task::JoinHandle<()>,
 }
 
 impl Place {
     fn new(name: &str) -> Place {
-        let folder = std::env::temp_dir().join(format!("peerpod-handin-{}-{name}", std::process::id()));
+        let folder = std::env::temp_dir().join(format!("peerpod-fd-handoff-{}-{name}", std::process::id()));
         std::fs::create_dir_all(&folder).unwrap();
         let path = folder.join("relay-fds.sock");
-        let (listener, bound) = bind(&path).unwrap();
+        let (listener, bound) = socket::bind_packets(&path).unwrap();
         let kind = Arc::new(Listening::default());
         let serving = tokio::spawn(serve_within(
             listener,
@@ -63,7 +63,7 @@ impl Place {
     }
 
     /// Passes the descriptors and returns the relay's answer.
-    async fn give<F: AsFd>(&self, header: Header, descriptors: &[F]) -> Result<Answer, String> {
+    async fn give<F: AsFd>(&self, header: HandoffHeader, descriptors: &[F]) -> Result<HandoffAnswer, String> {
         let path = self.path.clone();
         let owned: Vec<OwnedFd> =
             descriptors.iter().map(|fd| fd.as_fd().try_clone_to_owned().unwrap()).collect();
@@ -82,9 +82,9 @@ impl Drop for Place {
     }
 }
 
-fn header(names: &[&str]) -> Header {
+fn header(names: &[&str]) -> HandoffHeader {
     let descriptors = names.iter().map(|name| (*name).to_owned()).collect();
-    Header { descriptors, ..Header::new("listening", Some("a")) }
+    HandoffHeader { descriptors, ..HandoffHeader::new("listening", Some("a")) }
 }
 
 /// Counts the descriptors of this process that refer to the file with this inode.
@@ -104,7 +104,7 @@ fn inode(fd: &impl AsRawFd) -> String {
 #[tokio::test(flavor = "multi_thread")]
 async fn an_accepted_descriptor_is_named_and_reported() {
     let place = Place::new("taken");
-    let ask = Header { ask: true, ..header(&[]) };
+    let ask = HandoffHeader { ask: true, ..header(&[]) };
     assert!(!place.give::<OwnedFd>(ask.clone(), &[]).await.unwrap().held);
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let answer = place.give(header(&["listener"]), &[&listener]).await.unwrap();
@@ -127,13 +127,13 @@ async fn errors_are_reported_and_no_descriptor_stays_open() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let udp = std::net::UdpSocket::bind("127.0.0.1:0").unwrap();
     let file = std::fs::File::open("/dev/null").unwrap();
-    let cases: [(Header, Vec<BorrowedFd<'_>>, &str); 8] = [
-        (Header { version: 2, ..header(&["listener"]) }, vec![listener.as_fd()], "version 2"),
-        (Header { kind: "x".into(), ..header(&["listener"]) }, vec![listener.as_fd()], "kind \"x\""),
+    let cases: [(HandoffHeader, Vec<BorrowedFd<'_>>, &str); 8] = [
+        (HandoffHeader { version: 2, ..header(&["listener"]) }, vec![listener.as_fd()], "version 2"),
+        (HandoffHeader { kind: "x".into(), ..header(&["listener"]) }, vec![listener.as_fd()], "kind \"x\""),
         (
-            Header { sandbox: Some("../x".into()), ..header(&["listener"]) },
+            HandoffHeader { sandbox: Some("../x".into()), ..header(&["listener"]) },
             vec![listener.as_fd()],
-            "at byte 0",
+            "sandbox id",
         ),
         (header(&["listener"]), vec![], "has no descriptors"),
         (
@@ -212,7 +212,7 @@ async fn a_silent_peer_is_disconnected_and_delays_no_other() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_relay_that_does_not_answer_is_given_up() {
-    let folder = std::env::temp_dir().join(format!("peerpod-handin-{}-mute", std::process::id()));
+    let folder = std::env::temp_dir().join(format!("peerpod-fd-handoff-{}-mute", std::process::id()));
     std::fs::create_dir_all(&folder).unwrap();
     let path = folder.join("relay-fds.sock");
     let nobody = hand_off(&path, &header(&[]), &[], SHORT).unwrap_err().to_string();
@@ -223,7 +223,7 @@ async fn a_relay_that_does_not_answer_is_given_up() {
     drop(other);
     std::fs::remove_file(&path).unwrap();
     let _mute = listen(&path).unwrap();
-    let (ask, to) = (Header { ask: true, ..header(&[]) }, path.clone());
+    let (ask, to) = (HandoffHeader { ask: true, ..header(&[]) }, path.clone());
     let started = Instant::now();
     let late = spawn_blocking(move || hand_off(&to, &ask, &[], SHORT)).await.unwrap().unwrap_err();
     assert!(started.elapsed() >= SHORT && started.elapsed() < LONG, "{late}");

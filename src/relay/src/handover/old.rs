@@ -8,25 +8,22 @@ use std::{
     time::{Duration, Instant},
 };
 
-use peerpod_base::fd_handoff::{accept, check_peer};
-use peerpod_common::reactor;
 use rustix::process::{PidfdFlags, getpid, pidfd_open};
 use tokio::{
-    io::Interest,
     sync::{Mutex, oneshot},
-    task::JoinSet,
     time::timeout,
 };
 
 use super::{
-    Named, OLDEST, Process, VERSION,
-    new::{DOOR, ENDED, PROCESS, SANDBOX, WIREGUARD},
-    protocol::{Item, Reason, What, Who, Wire, invalid},
+    Named, OLDEST, Process, SOCKET, VERSION,
+    new::{ENDED, HYPERVISOR, PROCESS, SANDBOX, WIREGUARD},
+    protocol::{Item, MessageKind, ProcessInfo, Reason, Wire, invalid},
 };
 use crate::{
     hypervisor::HypervisorHandle,
     pause::Pause,
     sandboxes::{Sandboxes, states::States},
+    socket,
     wireguard::WireGuard,
 };
 
@@ -38,7 +35,7 @@ pub(crate) const STILL: Duration = Duration::from_secs(5);
 const CONNECTIONS: usize = 8;
 
 /// State and descriptors to hand over.
-pub(crate) struct Giver {
+pub(crate) struct HandoverSource {
     pub(crate) hypervisor: HypervisorHandle,
     pub(crate) sandboxes: Arc<Sandboxes>,
     pub(crate) states: Arc<States>,
@@ -49,42 +46,15 @@ pub(crate) struct Giver {
 }
 
 /// Serves until the future is dropped; ends the process when another one has taken over.
-pub(crate) async fn serve(listener: OwnedFd, giver: Arc<Mutex<Giver>>) {
-    let listener = match reactor::register(listener, Interest::READABLE) {
-        Ok(listener) => listener,
-        Err(error) => {
-            tracing::error!(%error, "takeover.sock is not served: an upgrade of the relay will end its pods");
-            return std::future::pending().await;
-        }
-    };
-    let mut open = JoinSet::new();
-    loop {
-        let accepted = tokio::select! {
-            accepted = listener.async_io(Interest::READABLE, |listener| accept(listener)) => accepted,
-            Some(_) = open.join_next() => continue,
-        };
-        match accepted {
-            Ok(connection) if open.len() < CONNECTIONS => {
-                open.spawn(one(connection, giver.clone()));
-            }
-            Ok(_) => tracing::warn!("handover refused: too many processes request one"),
-            Err(error) => {
-                tracing::warn!(%error, "accept on takeover.sock failed");
-                tokio::time::sleep(Duration::from_millis(100)).await;
-            }
-        }
-    }
+pub(crate) async fn serve(listener: OwnedFd, source: Arc<Mutex<HandoverSource>>) {
+    socket::serve_packets(listener, SOCKET, CONNECTIONS, |connection| one(connection, source.clone())).await;
 }
 
-async fn one(connection: OwnedFd, giver: Arc<Mutex<Giver>>) {
-    if let Err(error) = check_peer(&connection) {
-        tracing::warn!(%error, "handover refused");
-        return;
-    }
+async fn one(connection: OwnedFd, source: Arc<Mutex<HandoverSource>>) {
     let Ok(wire) = Wire::new(connection) else { return };
     let asked = match timeout(HELLO, hello(&wire)).await {
-        Ok(Ok(who)) => match giver.try_lock() {
-            Ok(giver) => giver.hand_over(&wire, &who).await,
+        Ok(Ok(who)) => match source.try_lock() {
+            Ok(source) => source.hand_over(&wire, &who).await,
             Err(_) => Err(invalid("another handover is under way")),
         },
         Ok(Err(error)) => Err(error),
@@ -93,17 +63,17 @@ async fn one(connection: OwnedFd, giver: Arc<Mutex<Giver>>) {
     if let Err(error) = asked {
         tracing::warn!(%error, "handover failed; this process goes on");
         // The peer may be gone.
-        drop(timeout(HELLO, wire.say(What::No, &Reason { why: error.to_string() })).await);
+        drop(timeout(HELLO, wire.send(MessageKind::No, &Reason { why: error.to_string() })).await);
     }
 }
 
 /// Reads the peer's Hello; fails if no version is common to both.
-async fn hello(wire: &Wire) -> io::Result<Who> {
-    let message = wire.hear().await?;
-    if message.what != What::Hello {
+async fn hello(wire: &Wire) -> io::Result<ProcessInfo> {
+    let message = wire.receive().await?;
+    if message.kind != MessageKind::Hello {
         return Err(invalid("its first message is not a Hello"));
     }
-    let who: Who = message.read()?;
+    let who: ProcessInfo = message.read()?;
     let (oldest, newest) = who.versions;
     if newest < OLDEST || oldest > VERSION {
         return Err(invalid(format!(
@@ -117,25 +87,20 @@ async fn hello(wire: &Wire) -> io::Result<Who> {
 }
 
 /// Sends `No` to the new relay when dropped.
-struct SaysNo<'a>(&'a Wire);
+struct SendNo<'a>(&'a Wire);
 
-impl Drop for SaysNo<'_> {
+impl Drop for SendNo<'_> {
     fn drop(&mut self) {
         // The peer may be gone. If it misses this message, it sees the connection close and this process still running.
-        drop(self.0.say_now(What::No, br#"{"why":"the new process had not taken over in time, or the running one ends; its log gives the reason"}"#));
+        drop(self.0.send_now(MessageKind::No, br#"{"why":"the new process had not taken over in time, or the running one ends; its log gives the reason"}"#));
     }
 }
 
-impl Giver {
+impl HandoverSource {
     /// Hands over to the new relay. It returns only on failure; everything then resumes.
-    async fn hand_over(&self, wire: &Wire, to: &Who) -> io::Result<()> {
+    async fn hand_over(&self, wire: &Wire, to: &ProcessInfo) -> io::Result<()> {
         let version = to.versions.1.min(VERSION);
-        let us = Who {
-            pid: std::process::id(),
-            program: env!("CARGO_PKG_VERSION").to_owned(),
-            versions: (version, version),
-        };
-        wire.say(What::Welcome, &us).await?;
+        wire.send(MessageKind::Welcome, &ProcessInfo::this(version, version)).await?;
         tracing::info!(to = to.pid, program = to.program, "handover to another process begins");
         let began = Instant::now();
         // Dropped in this order when the function returns, which resumes everything.
@@ -144,23 +109,23 @@ impl Giver {
             let _closed = self.pause.close().await;
             let (_still, sandboxes) = self.sandboxes.freeze().await.map_err(invalid)?;
             // In every case, also when this process ends, `No` is sent before anything here resumes.
-            let _no = SaysNo(wire);
+            let _no = SendNo(wire);
             let items = self.items(sandboxes, thawed).await?;
             for item in &items {
                 wire.send_item(item).await?;
             }
             let (count, sent) = (items.len(), began.elapsed());
             drop(items);
-            wire.say(What::End, &count).await?;
-            let answer = wire.hear().await?;
-            if answer.what != What::Taken {
-                let why = answer.read().map_or_else(|_| "it gave no reason".to_owned(), |Reason { why }| why);
+            wire.send(MessageKind::End, &count).await?;
+            let answer = wire.receive().await?;
+            if answer.kind != MessageKind::Taken {
+                let why = answer.reason();
                 return Err(invalid(format!("the new process does not take over: {why}")));
             }
             tracing::info!(to = to.pid, items = count, sent_in = ?sent, still_for = ?began.elapsed(), "handover to another process complete; this process exits");
             // This message transfers ownership and cannot be undone. Nothing may come between it and the exit, not even
             // a log line, which could block without a reader.
-            wire.say_now(What::Yours, b"{}")?;
+            wire.send_now(MessageKind::Yours, b"{}")?;
             std::process::exit(0)
         };
         match timeout(STILL, shown).await {
@@ -190,7 +155,7 @@ impl Giver {
         let (epoch, version) = (self.states.epoch().to_owned(), self.states.version());
         let mut items = vec![
             Item::new(PROCESS, &Process { epoch, version, names }, descriptors)?,
-            Item::new(DOOR, &hypervisor, conns)?,
+            Item::new(HYPERVISOR, &hypervisor, conns)?,
         ];
         if let Some(handed) = self.wireguard.show()? {
             let (detail, names, descriptors) = handed.into_parts();

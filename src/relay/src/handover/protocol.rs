@@ -3,19 +3,12 @@
 
 use std::{
     io::{self, IoSlice, IoSliceMut},
-    mem::MaybeUninit,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     time::Duration,
 };
 
-use peerpod_common::reactor;
-use rustix::{
-    io::Errno,
-    net::{
-        self, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
-        SendAncillaryMessage, SendFlags,
-    },
-};
+use peerpod_common::{fd_passing, reactor};
+use rustix::{io::Errno, net};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use tokio::io::{Interest, unix::AsyncFd};
 
@@ -28,12 +21,10 @@ const ITEM: u64 = 512 << 20;
 /// Most descriptors of one item.
 const DESCRIPTORS: u32 = 16 << 10;
 
-const ROOM: usize = rustix::cmsg_space!(ScmRights(BATCH));
-
 /// Type of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
-pub(super) enum What {
+pub(super) enum MessageKind {
     /// New to old: the sender and the versions that it supports.
     Hello = 1,
     /// Old to new: accepted, in this version.
@@ -52,23 +43,31 @@ pub(super) enum What {
     Yours = 9,
 }
 
-impl What {
-    fn of(byte: u8) -> Option<What> {
-        use What::{Descriptors, End, Hello, Item, No, Piece, Taken, Welcome, Yours};
+impl MessageKind {
+    fn of(byte: u8) -> Option<MessageKind> {
+        use MessageKind::{Descriptors, End, Hello, Item, No, Piece, Taken, Welcome, Yours};
         [Hello, Welcome, No, Item, Piece, Descriptors, End, Taken, Yours]
             .into_iter()
-            .find(|w| *w as u8 == byte)
+            .find(|kind| *kind as u8 == byte)
     }
 }
 
 /// Sender of a Hello or Welcome.
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) struct Who {
+pub(super) struct ProcessInfo {
     pub(super) pid: u32,
     /// Version of the program, for people.
     pub(super) program: String,
     /// In Hello the oldest and newest supported version, in Welcome the chosen one, twice.
     pub(super) versions: (u32, u32),
+}
+
+impl ProcessInfo {
+    /// Describes this process.
+    pub(super) fn this(oldest: u32, newest: u32) -> ProcessInfo {
+        let program = env!("CARGO_PKG_VERSION").to_owned();
+        ProcessInfo { pid: std::process::id(), program, versions: (oldest, newest) }
+    }
 }
 
 /// Reason of a refusal.
@@ -105,7 +104,7 @@ impl Item {
 /// Received message.
 #[derive(Debug)]
 pub(super) struct Message {
-    pub(super) what: What,
+    pub(super) kind: MessageKind,
     body: Vec<u8>,
     descriptors: Vec<OwnedFd>,
 }
@@ -113,6 +112,11 @@ pub(super) struct Message {
 impl Message {
     pub(super) fn read<T: DeserializeOwned>(&self) -> io::Result<T> {
         Ok(serde_json::from_slice(&self.body)?)
+    }
+
+    /// Returns the reason in a refusal.
+    pub(super) fn reason(&self) -> String {
+        self.read().map_or_else(|_| "it gave no reason".to_owned(), |Reason { why }| why)
     }
 }
 
@@ -131,15 +135,20 @@ impl Wire {
         Ok(Wire { socket: reactor::register(socket, Interest::READABLE | Interest::WRITABLE)? })
     }
 
-    pub(super) async fn say(&self, what: What, body: &impl Serialize) -> io::Result<()> {
-        self.send(what, &serde_json::to_vec(body)?, &[]).await
+    pub(super) async fn send(&self, kind: MessageKind, body: &impl Serialize) -> io::Result<()> {
+        self.send_bytes(kind, &serde_json::to_vec(body)?, &[]).await
     }
 
-    async fn send(&self, what: What, body: &[u8], descriptors: &[BorrowedFd<'_>]) -> io::Result<()> {
+    async fn send_bytes(
+        &self,
+        kind: MessageKind,
+        body: &[u8],
+        descriptors: &[BorrowedFd<'_>],
+    ) -> io::Result<()> {
         loop {
             let sent = self
                 .socket
-                .async_io(Interest::WRITABLE, |socket| put(socket.as_fd(), what, body, descriptors))
+                .async_io(Interest::WRITABLE, |socket| put(socket.as_fd(), kind, body, descriptors))
                 .await;
             match sent {
                 // Too many descriptors are in flight; the other end must read some first.
@@ -152,8 +161,8 @@ impl Wire {
     }
 
     /// Sends a message without waiting, or fails.
-    pub(super) fn say_now(&self, what: What, body: &[u8]) -> io::Result<()> {
-        put(self.socket.get_ref().as_fd(), what, body, &[])
+    pub(super) fn send_now(&self, kind: MessageKind, body: &[u8]) -> io::Result<()> {
+        put(self.socket.get_ref().as_fd(), kind, body, &[])
     }
 
     pub(super) async fn send_item(&self, item: &Item) -> io::Result<()> {
@@ -163,19 +172,19 @@ impl Wire {
         if announced.bytes > ITEM || descriptors > DESCRIPTORS {
             return Err(invalid(format!("a {} item exceeds the size limit of a handover", item.kind)));
         }
-        self.say(What::Item, &announced).await?;
+        self.send(MessageKind::Item, &announced).await?;
         for piece in item.body.chunks(PACKET) {
-            self.send(What::Piece, piece, &[]).await?;
+            self.send_bytes(MessageKind::Piece, piece, &[]).await?;
         }
         for batch in item.descriptors.chunks(BATCH) {
             let batch: Vec<BorrowedFd<'_>> = batch.iter().map(AsFd::as_fd).collect();
-            self.send(What::Descriptors, b"", &batch).await?;
+            self.send_bytes(MessageKind::Descriptors, b"", &batch).await?;
         }
         Ok(())
     }
 
     /// Receives the next message; an unexpected end is an error of kind `UnexpectedEof`.
-    pub(super) async fn hear(&self) -> io::Result<Message> {
+    pub(super) async fn receive(&self) -> io::Result<Message> {
         self.socket.async_io(Interest::READABLE, |socket| get(socket.as_fd())).await
     }
 
@@ -187,7 +196,7 @@ impl Wire {
     }
 
     /// Receives the rest of an announced item.
-    pub(super) async fn hear_item(&self, announced: &Message) -> io::Result<Item> {
+    pub(super) async fn receive_item(&self, announced: &Message) -> io::Result<Item> {
         let Announced { kind, bytes, descriptors } = announced.read()?;
         if bytes > ITEM || descriptors > DESCRIPTORS {
             return Err(invalid(format!(
@@ -196,8 +205,8 @@ impl Wire {
         }
         let mut item = Item { kind, body: Vec::new(), descriptors: Vec::new() };
         while (item.body.len() as u64) < bytes {
-            let piece = self.hear().await?;
-            if piece.what != What::Piece
+            let piece = self.receive().await?;
+            if piece.kind != MessageKind::Piece
                 || piece.body.is_empty()
                 || item.body.len() + piece.body.len() > bytes as usize
             {
@@ -206,8 +215,8 @@ impl Wire {
             item.body.extend_from_slice(&piece.body);
         }
         while item.descriptors.len() < descriptors as usize {
-            let batch = self.hear().await?;
-            if batch.what != What::Descriptors || batch.descriptors.is_empty() {
+            let batch = self.receive().await?;
+            if batch.kind != MessageKind::Descriptors || batch.descriptors.is_empty() {
                 return Err(invalid(format!("a {} item lacks descriptors", item.kind)));
             }
             item.descriptors.extend(batch.descriptors);
@@ -216,42 +225,21 @@ impl Wire {
     }
 }
 
-fn put(socket: BorrowedFd<'_>, what: What, body: &[u8], descriptors: &[BorrowedFd<'_>]) -> io::Result<()> {
-    let mut room = [MaybeUninit::uninit(); ROOM];
-    let mut control = SendAncillaryBuffer::new(&mut room);
-    if !descriptors.is_empty() && !control.push(SendAncillaryMessage::ScmRights(descriptors)) {
-        return Err(invalid("the descriptors do not fit in one message"));
-    }
-    let kind = [what as u8];
-    let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
-    net::sendmsg(socket, &[IoSlice::new(&kind), IoSlice::new(body)], &mut control, flags)?;
-    Ok(())
+fn put(
+    socket: BorrowedFd<'_>,
+    kind: MessageKind,
+    body: &[u8],
+    descriptors: &[BorrowedFd<'_>],
+) -> io::Result<()> {
+    fd_passing::send(socket, &[IoSlice::new(&[kind as u8]), IoSlice::new(body)], descriptors)
 }
 
 fn get(socket: BorrowedFd<'_>) -> io::Result<Message> {
-    let mut kind = [0];
-    let mut body = vec![0; PACKET + 1];
-    let mut room = [MaybeUninit::uninit(); ROOM];
-    let mut control = RecvAncillaryBuffer::new(&mut room);
-    let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;
-    let slices = &mut [IoSliceMut::new(&mut kind), IoSliceMut::new(&mut body)];
-    let got = net::recvmsg(socket, slices, &mut control, flags)?;
-    let mut descriptors = Vec::new();
-    for message in control.drain() {
-        if let RecvAncillaryMessage::ScmRights(rights) = message {
-            descriptors.extend(rights);
-        }
-    }
-    if got.flags.contains(ReturnFlags::CTRUNC) {
-        return Err(invalid("more descriptors than this process may open; raise its limit of open files"));
-    }
-    if got.bytes == 0 {
-        return Err(io::ErrorKind::UnexpectedEof.into());
-    }
-    if got.flags.contains(ReturnFlags::TRUNC) || got.bytes > PACKET + 1 {
-        return Err(invalid("a message is too long"));
-    }
-    let what = What::of(kind[0]).ok_or_else(|| invalid(format!("a message of kind {}", kind[0])))?;
-    body.truncate(got.bytes - 1);
-    Ok(Message { what, body, descriptors })
+    let (mut first, mut body) = ([0], vec![0; PACKET]);
+    let parts = &mut [IoSliceMut::new(&mut first), IoSliceMut::new(&mut body)];
+    let (bytes, descriptors) = fd_passing::receive(socket, parts)?;
+    let [first] = first;
+    let kind = MessageKind::of(first).ok_or_else(|| invalid(format!("a message of kind {first}")))?;
+    body.truncate(bytes - 1);
+    Ok(Message { kind, body, descriptors })
 }

@@ -10,7 +10,7 @@ use std::{
 
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 
-use super::protocol::{Item, Message, What, Wire};
+use super::protocol::{Item, Message, MessageKind, Wire};
 
 fn pair() -> (Wire, Wire) {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
@@ -19,9 +19,9 @@ fn pair() -> (Wire, Wire) {
 }
 
 async fn next(wire: &Wire) -> io::Result<Item> {
-    let announced: Message = wire.hear().await?;
-    assert_eq!(announced.what, What::Item);
-    wire.hear_item(&announced).await
+    let announced: Message = wire.receive().await?;
+    assert_eq!(announced.kind, MessageKind::Item);
+    wire.receive_item(&announced).await
 }
 
 #[tokio::test]
@@ -46,28 +46,28 @@ async fn wrong_or_oversized_items_are_refused() {
     for (bytes, descriptors, then) in [
         (1 << 40, 0, None),
         (5, 1 << 20, None),
-        (5, 0, Some(What::End)),
-        (5, 0, Some(What::Piece)),
-        (0, 3, Some(What::Descriptors)),
+        (5, 0, Some(MessageKind::End)),
+        (5, 0, Some(MessageKind::Piece)),
+        (0, 3, Some(MessageKind::Descriptors)),
     ] {
         let (old, new) = pair();
-        old.say(What::Item, &announce(bytes, descriptors)).await.unwrap();
-        if let Some(what) = then {
-            old.say(what, &"longer than that").await.unwrap();
+        old.send(MessageKind::Item, &announce(bytes, descriptors)).await.unwrap();
+        if let Some(kind) = then {
+            old.send(kind, &"longer than that").await.unwrap();
         }
         assert_eq!(next(&new).await.err().unwrap().kind(), io::ErrorKind::InvalidData, "{bytes} {then:?}");
     }
     let (old, new) = pair();
     drop(old);
-    assert_eq!(new.hear().await.unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
+    assert_eq!(new.receive().await.unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
 }
 
 #[tokio::test]
 async fn no_message_can_follow_a_drain() {
     let (old, new) = pair();
-    old.say_now(What::Yours, b"{}").unwrap();
-    assert_eq!(new.drain().unwrap().what, What::Yours, "sent in time");
+    old.send_now(MessageKind::Yours, b"{}").unwrap();
+    assert_eq!(new.drain().unwrap().kind, MessageKind::Yours, "sent in time");
     let (old, new) = pair();
     new.drain().unwrap_err();
-    old.say_now(What::Yours, b"{}").unwrap_err();
+    old.send_now(MessageKind::Yours, b"{}").unwrap_err();
 }

@@ -99,7 +99,7 @@ pub(crate) fn read(body: &[u8]) -> Result<Incoming, Refused> {
         }
     };
     let kind = match id {
-        Some((id, kind)) => kind(SandboxId::parse(&id).map_err(|error| invalid(&request.method, &error))?),
+        Some((id, kind)) => kind(SandboxId::new(&id).map_err(|error| invalid(&request.method, &error))?),
         None => Kind::Other,
     };
     Ok(Incoming { kind, request, pod })
@@ -152,7 +152,7 @@ mod tests {
         create.annotations.insert("io.kubernetes.cri.sandbox-namespace".into(), "shop".into());
         let body = request("hypervisor.Hypervisor", "CreateVM", create.write_to_bytes().unwrap());
         let incoming = read(&body).unwrap();
-        assert_eq!(incoming.kind, Kind::Create(SandboxId::parse("sb1").unwrap()));
+        assert_eq!(incoming.kind, Kind::Create(SandboxId::new("sb1").unwrap()));
         assert_eq!(incoming.pod.as_deref(), Some("shop/web"));
     }
 

@@ -8,7 +8,10 @@
 use std::{io, os::fd::OwnedFd, sync::Arc, time::Duration};
 
 use bytes::{Buf, BufMut, Bytes, BytesMut};
-use peerpod_link::frame::{self, HEADER_LEN, Header, MAX_PAYLOAD};
+use peerpod_link::{
+    base64_bytes,
+    frame::{self, HEADER_LEN, Header, MAX_PAYLOAD},
+};
 use serde::{Deserialize, Serialize};
 use tokio::{
     net::UnixStream,
@@ -21,7 +24,6 @@ use super::{
     call::{self, Refused, code},
     queue::ConnId,
 };
-use crate::store::base64_bytes as base64;
 
 /// Time limit from the first byte of a frame to its last.
 const FRAME_WITHIN: Duration = Duration::from_secs(60);
@@ -75,12 +77,12 @@ pub(super) enum End {
 #[derive(Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct ConnState {
     /// Bytes already read of the present frame, header first.
-    #[serde(with = "base64")]
+    #[serde(with = "base64_bytes")]
     input: Vec<u8>,
     /// Bytes still to come of a skipped frame; its header is in `input`.
     skip: Option<usize>,
     /// Answers not written yet.
-    #[serde(with = "base64")]
+    #[serde(with = "base64_bytes")]
     out: Vec<u8>,
 }
 

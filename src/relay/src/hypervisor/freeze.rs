@@ -11,7 +11,7 @@ use std::{
 use futures_util::future::join_all;
 use tokio::sync::{mpsc, oneshot};
 
-use super::{DoorState, Event, FrozenDoor, HypervisorProxy, Pause, conn::Order};
+use super::{Event, FrozenHypervisor, HypervisorProxy, HypervisorState, Pause, conn::Order};
 
 /// Time limit of each step.
 const STEP: Duration = Duration::from_secs(1);
@@ -27,7 +27,7 @@ impl HypervisorProxy {
     pub(super) async fn freeze(
         &mut self,
         incoming: &mut mpsc::Receiver<Event>,
-        shown: oneshot::Sender<FrozenDoor>,
+        shown: oneshot::Sender<FrozenHypervisor>,
         thaw: oneshot::Receiver<()>,
     ) {
         let frozen = self.hold(incoming).await;
@@ -42,7 +42,10 @@ impl HypervisorProxy {
         }
     }
 
-    async fn hold(&mut self, incoming: &mut mpsc::Receiver<Event>) -> io::Result<(DoorState, Vec<OwnedFd>)> {
+    async fn hold(
+        &mut self,
+        incoming: &mut mpsc::Receiver<Event>,
+    ) -> io::Result<(HypervisorState, Vec<OwnedFd>)> {
         let (done, held) = oneshot::channel();
         drop(self.accepting.send(Pause::Hold(done)));
         self.meanwhile(incoming, held).await?.map_err(|_| late())?;
@@ -65,7 +68,8 @@ impl HypervisorProxy {
             asked.push(async { (*conn, shown.await) });
         }
         let all = tokio::time::timeout(STEP, join_all(asked)).await.map_err(|_| late())?;
-        let mut state = DoorState { queue: self.queue.state(Instant::now()), ..DoorState::default() };
+        let mut state =
+            HypervisorState { queue: self.queue.state(Instant::now()), ..HypervisorState::default() };
         let mut sockets = Vec::new();
         for (conn, shown) in all {
             // A connection that has ended meanwhile is left out.

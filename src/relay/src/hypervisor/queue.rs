@@ -104,36 +104,140 @@ enum Timer {
     Hang,
 }
 
+/// Waiting and running calls, with their indexes.
+#[derive(Debug, Default)]
+struct Calls {
+    all: BTreeMap<CallId, Call>,
+    next: CallId,
+    by_sandbox: HashMap<SandboxId, VecDeque<CallId>>,
+    by_connection: HashMap<ConnId, HashSet<CallId>>,
+    bytes: usize,
+}
+
+impl Calls {
+    fn insert(&mut self, call: Call) -> CallId {
+        let id = self.next;
+        self.next += 1;
+        if let Some(sandbox) = call.kind.id() {
+            self.by_sandbox.entry(sandbox.clone()).or_default().push_back(id);
+        }
+        if let Some(Caller::Shim { conn, .. }) = call.caller {
+            self.by_connection.entry(conn).or_default().insert(id);
+        }
+        self.bytes += call.size;
+        self.all.insert(id, call);
+        id
+    }
+
+    fn remove(&mut self, id: CallId) -> Option<Call> {
+        let call = self.all.remove(&id)?;
+        self.bytes = self.bytes.saturating_sub(call.size);
+        if let Some(sandbox) = call.kind.id()
+            && let Some(calls) = self.by_sandbox.get_mut(sandbox)
+        {
+            calls.retain(|&other| other != id);
+            if calls.is_empty() {
+                self.by_sandbox.remove(sandbox);
+            }
+        }
+        if let Some(Caller::Shim { conn, .. }) = call.caller
+            && let Some(calls) = self.by_connection.get_mut(&conn)
+        {
+            calls.remove(&id);
+            if calls.is_empty() {
+                self.by_connection.remove(&conn);
+            }
+        }
+        Some(call)
+    }
+
+    /// Returns the calls of a sandbox, oldest first.
+    fn of_sandbox(&self, sandbox: &SandboxId) -> impl Iterator<Item = (CallId, &Call)> {
+        let ids = self.by_sandbox.get(sandbox).into_iter().flatten();
+        ids.filter_map(|id| Some((*id, self.all.get(id)?)))
+    }
+
+    /// Returns the reason to refuse another call.
+    fn full(&self, limits: &Limits, caller: &Caller, kind: &Kind, size: usize) -> Option<String> {
+        let of_connection = match caller {
+            Caller::Shim { conn, .. } => self.by_connection.get(conn).map_or(0, HashSet::len),
+            Caller::Internal(_) => 0,
+        };
+        // A refused stop would leak a VM: stops have places of their own.
+        let stop = matches!(kind, Kind::Stop(_));
+        if of_connection >= limits.calls_per_connection * if stop { 2 } else { 1 } {
+            return Some(format!(
+                "{of_connection} calls of this connection wait for the node; wait for their answers"
+            ));
+        }
+        if stop {
+            return None;
+        }
+        let of_sandbox = kind.id().and_then(|id| self.by_sandbox.get(id)).map_or(0, VecDeque::len);
+        if of_sandbox >= limits.calls_per_sandbox {
+            return Some(format!(
+                "{of_sandbox} calls of this sandbox wait for the node; wait for their answers"
+            ));
+        }
+        if self.all.len() >= limits.calls || self.bytes + size > limits.bytes {
+            return Some(format!(
+                "{} calls of {} bytes wait for peerpod-node, which is the limit; check that it runs",
+                self.all.len(),
+                self.bytes
+            ));
+        }
+        None
+    }
+}
+
 #[derive(Debug, PartialEq, Eq)]
-enum Node {
+enum NodeState {
     Away,
     /// Connected, but the first ReadInbox is not answered yet.
     Greeting,
     Ready,
 }
 
+/// Connection to the node.
+#[derive(Debug)]
+struct Node {
+    state: NodeState,
+    /// Unanswered calls by their stream.
+    sent: HashMap<u32, CallId>,
+    next_stream: u32,
+    last_received: Instant,
+    /// A timer checks the liveness.
+    probing: bool,
+}
+
+/// Stops in the inbox, and on the way there.
+#[derive(Debug, Default)]
+struct Inbox {
+    /// Stops that no ReadInbox has covered yet, with the number of their write.
+    unread: HashMap<SandboxId, u64>,
+    /// Stops that are being written.
+    writing: HashSet<SandboxId>,
+    /// Number of finished writes.
+    writes: u64,
+    /// ReadInbox in flight: its stream, and the number of the last write that it covers.
+    reading: Option<(u32, u64)>,
+}
+
+impl Inbox {
+    fn written(&mut self, id: SandboxId) {
+        self.writes += 1;
+        self.unread.insert(id, self.writes);
+    }
+}
+
 /// The queue. Each method may produce outputs, which [`Queue::take`] returns.
 #[derive(Debug)]
 pub(crate) struct Queue {
     limits: Limits,
+    calls: Calls,
     node: Node,
-    calls: BTreeMap<CallId, Call>,
-    next_call: CallId,
-    lanes: HashMap<SandboxId, VecDeque<CallId>>,
-    by_connection: HashMap<ConnId, HashSet<CallId>>,
-    sent: HashMap<u32, CallId>,
-    next_stream: u32,
-    bytes: usize,
+    inbox: Inbox,
     timers: BTreeSet<(Instant, Timer)>,
-    /// Stops in the inbox that no ReadInbox has covered yet, with the number of their write.
-    unread: HashMap<SandboxId, u64>,
-    /// Stops that are being written to the inbox.
-    writing: HashSet<SandboxId>,
-    writings: u64,
-    /// ReadInbox in flight: its stream, and the number of the last write that it covers.
-    reading: Option<(u32, u64)>,
-    last_heard: Instant,
-    probing: bool,
     outputs: VecDeque<Output>,
 }
 
@@ -141,21 +245,16 @@ impl Queue {
     pub(crate) fn new(limits: Limits, now: Instant) -> Queue {
         Queue {
             limits,
-            node: Node::Away,
-            calls: BTreeMap::new(),
-            next_call: 0,
-            lanes: HashMap::new(),
-            by_connection: HashMap::new(),
-            sent: HashMap::new(),
-            next_stream: 1,
-            bytes: 0,
+            calls: Calls::default(),
+            node: Node {
+                state: NodeState::Away,
+                sent: HashMap::new(),
+                next_stream: 1,
+                last_received: now,
+                probing: false,
+            },
+            inbox: Inbox::default(),
             timers: BTreeSet::new(),
-            unread: HashMap::new(),
-            writing: HashSet::new(),
-            writings: 0,
-            reading: None,
-            last_heard: now,
-            probing: false,
             outputs: VecDeque::new(),
         }
     }
@@ -172,12 +271,12 @@ impl Queue {
 
     /// Number of waiting and running calls.
     pub(crate) fn len(&self) -> usize {
-        self.calls.len()
+        self.calls.all.len()
     }
 
     /// Whether the node is connected and has read the inbox.
     pub(crate) fn node_is_ready(&self) -> bool {
-        self.node == Node::Ready
+        self.node.state == NodeState::Ready
     }
 
     /// Adds a call.
@@ -185,25 +284,25 @@ impl Queue {
         if let Kind::Stop(id) = &kind {
             let id = id.clone();
             self.cancel_before(&id, CallId::MAX, false);
-            if self.unread.contains_key(&id) {
+            if self.inbox.unread.contains_key(&id) {
                 // The same stop is durable already, and no later call has reached the node.
                 self.answer_to(Some(caller), call::done());
                 return;
             }
         }
-        if matches!(caller, Caller::Internal(_)) && self.node != Node::Ready {
+        if matches!(caller, Caller::Internal(_)) && self.node.state != NodeState::Ready {
             self.answer_to(Some(caller), call::status(code::UNAVAILABLE, "peerpod-node is away"));
             return;
         }
-        if let Some(full) = self.full(&caller, &kind, request.payload.len()) {
+        if let Some(full) = self.calls.full(&self.limits, &caller, &kind, request.payload.len()) {
             self.answer_to(Some(caller), call::status(code::RESOURCE_EXHAUSTED, &full));
             return;
         }
         let call = self.insert(Some(caller), kind, request, now);
-        let Some(entry) = self.calls.get(&call) else { return };
+        let Some(entry) = self.calls.all.get(&call) else { return };
         if matches!(entry.kind, Kind::Stop(_)) {
             self.timers.insert((now + self.limits.stop_grace, Timer::StopGrace(call)));
-            if self.node != Node::Ready {
+            if self.node.state != NodeState::Ready {
                 self.fall_back(call);
                 return;
             }
@@ -211,85 +310,28 @@ impl Queue {
         self.send_if_due(call, now);
     }
 
-    fn full(&self, caller: &Caller, kind: &Kind, size: usize) -> Option<String> {
-        let of_connection = match caller {
-            Caller::Shim { conn, .. } => self.by_connection.get(conn).map_or(0, HashSet::len),
-            Caller::Internal(_) => 0,
-        };
-        // A refused stop would leak a VM: stops have places of their own.
-        let stop = matches!(kind, Kind::Stop(_));
-        if of_connection >= self.limits.calls_per_connection * if stop { 2 } else { 1 } {
-            return Some(format!(
-                "{of_connection} calls of this connection wait for the node; wait for their answers"
-            ));
-        }
-        if stop {
-            return None;
-        }
-        let of_sandbox = kind.id().and_then(|id| self.lanes.get(id)).map_or(0, VecDeque::len);
-        if of_sandbox >= self.limits.calls_per_sandbox {
-            return Some(format!(
-                "{of_sandbox} calls of this sandbox wait for the node; wait for their answers"
-            ));
-        }
-        if self.calls.len() >= self.limits.calls || self.bytes + size > self.limits.bytes {
-            return Some(format!(
-                "{} calls of {} bytes wait for peerpod-node, which is the limit; check that it runs",
-                self.calls.len(),
-                self.bytes
-            ));
-        }
-        None
-    }
-
     fn insert(&mut self, caller: Option<Caller>, kind: Kind, request: Request, now: Instant) -> CallId {
-        let id = self.next_call;
-        self.next_call += 1;
         let deadline = u64::try_from(request.timeout_nano)
             .ok()
             .filter(|&nanos| nanos > 0)
             .and_then(|nanos| now.checked_add(Duration::from_nanos(nanos)));
+        let size = request.payload.len();
+        let call = Call { kind, request, size, caller, deadline, sent: None, in_inbox: false };
+        let id = self.calls.insert(call);
         if let Some(at) = deadline {
             self.timers.insert((at, Timer::Deadline(id)));
         }
-        if let Some(sandbox) = kind.id() {
-            self.lanes.entry(sandbox.clone()).or_default().push_back(id);
-        }
-        if let Some(Caller::Shim { conn, .. }) = caller {
-            self.by_connection.entry(conn).or_default().insert(id);
-        }
-        let size = request.payload.len();
-        self.bytes += size;
-        let call = Call { kind, request, size, caller, deadline, sent: None, in_inbox: false };
-        self.calls.insert(id, call);
         id
     }
 
     /// Removes a call; a later answer to it is dropped.
     fn remove(&mut self, id: CallId) -> Option<Call> {
-        let call = self.calls.remove(&id)?;
-        self.bytes = self.bytes.saturating_sub(call.size);
+        let call = self.calls.remove(id)?;
         if let Some(stream) = call.sent {
-            self.sent.remove(&stream);
+            self.node.sent.remove(&stream);
         }
         if let Some(at) = call.deadline {
             self.timers.remove(&(at, Timer::Deadline(id)));
-        }
-        if let Some(sandbox) = call.kind.id()
-            && let Some(lane) = self.lanes.get_mut(sandbox)
-        {
-            lane.retain(|&other| other != id);
-            if lane.is_empty() {
-                self.lanes.remove(sandbox);
-            }
-        }
-        if let Some(Caller::Shim { conn, .. }) = call.caller
-            && let Some(of_connection) = self.by_connection.get_mut(&conn)
-        {
-            of_connection.remove(&id);
-            if of_connection.is_empty() {
-                self.by_connection.remove(&conn);
-            }
         }
         Some(call)
     }
@@ -307,10 +349,10 @@ impl Queue {
     }
 
     fn send_if_due(&mut self, id: CallId, now: Instant) {
-        if self.node != Node::Ready {
+        if self.node.state != NodeState::Ready {
             return;
         }
-        let Some(call) = self.calls.get(&id) else { return };
+        let Some(call) = self.calls.all.get(&id) else { return };
         if call.sent.is_some() || call.in_inbox || self.must_wait(id, &call.kind) {
             return;
         }
@@ -320,15 +362,15 @@ impl Queue {
             request.timeout_nano = i64::try_from(left).unwrap_or(i64::MAX).max(1);
         }
         let Some(stream) = self.send(&request) else { return };
-        if let Some(call) = self.calls.get_mut(&id) {
+        if let Some(call) = self.calls.all.get_mut(&id) {
             call.sent = Some(stream);
         }
-        if self.sent.is_empty() {
-            self.last_heard = now;
+        if self.node.sent.is_empty() {
+            self.node.last_received = now;
         }
-        self.sent.insert(stream, id);
-        if !self.probing {
-            self.probing = true;
+        self.node.sent.insert(stream, id);
+        if !self.node.probing {
+            self.node.probing = true;
             self.timers.insert((now + self.limits.probe_after, Timer::Probe));
         }
     }
@@ -339,20 +381,20 @@ impl Queue {
             Kind::Start(sandbox) => (sandbox, true),
             Kind::Stop(_) | Kind::Other => return false,
         };
-        self.unread.contains_key(sandbox)
-            || self.writing.contains(sandbox)
-            || self.lanes.get(sandbox).into_iter().flatten().take_while(|other| **other < id).any(|other| {
-                self.calls.get(other).is_some_and(|call| match call.kind {
-                    Kind::Stop(_) => true,
-                    Kind::Create(_) => for_creates,
-                    _ => false,
-                })
+        self.inbox.unread.contains_key(sandbox)
+            || self.inbox.writing.contains(sandbox)
+            || self.calls.of_sandbox(sandbox).take_while(|(other, _)| *other < id).any(|(_, call)| match call
+                .kind
+            {
+                Kind::Stop(_) => true,
+                Kind::Create(_) => for_creates,
+                _ => false,
             })
     }
 
     /// Sends the calls of this sandbox that the end of another call releases.
     fn advance(&mut self, id: &SandboxId, now: Instant) {
-        let waiting: Vec<CallId> = self.lanes.get(id).into_iter().flatten().copied().collect();
+        let waiting: Vec<CallId> = self.calls.of_sandbox(id).map(|(call, _)| call).collect();
         for call in waiting {
             self.send_if_due(call, now);
         }
@@ -363,8 +405,8 @@ impl Queue {
         // All calls are removed before others advance: else the end of a CreateVM would release this shim's own
         // StartVM.
         let mut touched = Vec::new();
-        for id in self.by_connection.remove(&conn).unwrap_or_default() {
-            let Some(call) = self.calls.get_mut(&id) else { continue };
+        for id in self.calls.by_connection.remove(&conn).unwrap_or_default() {
+            let Some(call) = self.calls.all.get_mut(&id) else { continue };
             if matches!(call.kind, Kind::Stop(_)) {
                 call.caller = None;
                 continue;
@@ -389,7 +431,7 @@ impl Queue {
                 Timer::StopGrace(id) => self.fall_back(id),
                 Timer::Probe => self.probe(now),
                 Timer::Hang => {
-                    self.reading = None;
+                    self.inbox.reading = None;
                     self.outputs.push_back(Output::Reconnect("the node does not answer"));
                 }
             }
@@ -397,14 +439,16 @@ impl Queue {
     }
 
     fn expire(&mut self, id: CallId, now: Instant) {
-        let Some(call) = self.calls.get_mut(&id) else { return };
+        let Some(call) = self.calls.all.get_mut(&id) else { return };
         call.deadline = None;
         if matches!(call.kind, Kind::Stop(_)) {
             return; // The caller has left; the stop stays.
         }
-        let why = match (call.sent, &self.node) {
+        let why = match (call.sent, &self.node.state) {
             (Some(_), _) => "peerpod-node did not answer within the caller's deadline",
-            (None, Node::Ready) => "an earlier call of this sandbox did not end within the caller's deadline",
+            (None, NodeState::Ready) => {
+                "an earlier call of this sandbox did not end within the caller's deadline"
+            }
             (None, _) => "peerpod-node was away until the caller's deadline; check that it runs",
         };
         let sandbox = call.kind.id().cloned();

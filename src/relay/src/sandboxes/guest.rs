@@ -14,6 +14,7 @@ use std::{
 use bytes::Bytes;
 use futures_util::future::BoxFuture;
 use parking_lot::{Mutex, MutexGuard};
+use peerpod_common::limit::RateLimit;
 use peerpod_link::{
     endpoint::{Filter, Handler, Line, LinkEvent},
     path_mtu::echo::Pass,
@@ -36,6 +37,9 @@ use crate::{
 
 /// Limit of the node's calls that wait for one guest.
 const CALLS: usize = 64;
+/// Unrequested reports of a guest: a burst, then a rate. It can neither keep the node busy nor fill the log.
+const REPORTS: f64 = 50.0;
+const REPORTS_PER_SECOND: f64 = 10.0;
 /// Largest status of a guest that is stored, in bytes.
 const STATUS_BYTES: usize = 64 << 10;
 
@@ -51,29 +55,6 @@ pub(crate) enum Gone {
     /// The limit is reached.
     #[error("{CALLS} calls wait for the guest of sandbox {0}; wait for their answers")]
     TooMany(SandboxId),
-}
-
-/// Rate limit of a guest's unrequested reports, so that it can neither keep the node busy nor fill the log.
-#[derive(Debug)]
-struct Allowance {
-    left: f64,
-    at: Instant,
-}
-
-impl Allowance {
-    const MOST: f64 = 50.0;
-    const PER_SECOND: f64 = 10.0;
-
-    fn take(&mut self, now: Instant) -> bool {
-        let earned = now.saturating_duration_since(self.at).as_secs_f64() * Self::PER_SECOND;
-        self.left = (self.left + earned).min(Self::MOST);
-        self.at = now;
-        let allowed = self.left >= 1.0;
-        if allowed {
-            self.left -= 1.0;
-        }
-        allowed
-    }
 }
 
 #[derive(Debug, Default)]
@@ -101,7 +82,7 @@ pub(crate) struct Guest {
     pub(crate) connections: AtomicUsize,
     link: watch::Sender<Link>,
     calls: Mutex<Calls>,
-    unasked: Mutex<Allowance>,
+    unrequested: Mutex<RateLimit>,
     log: GuestLog,
     /// Right of the last connection to have its path probes answered.
     probes: Mutex<Option<Pass>>,
@@ -122,7 +103,7 @@ impl Drop for Waiting<'_> {
 
 impl Guest {
     pub(crate) fn new(id: SandboxId, states: Arc<States>, metrics: Arc<Metrics>) -> Guest {
-        let traffic = Arc::new(Shared::new(metrics.totals()));
+        let traffic = Arc::new(Shared::new(metrics.sandboxes.traffic.clone()));
         Guest {
             id,
             states,
@@ -133,7 +114,7 @@ impl Guest {
             connections: AtomicUsize::new(0),
             link: watch::Sender::default(),
             calls: Mutex::default(),
-            unasked: Mutex::new(Allowance { left: Allowance::MOST, at: Instant::now() }),
+            unrequested: Mutex::new(RateLimit::new(REPORTS, REPORTS_PER_SECOND, Instant::now())),
             probes: Mutex::default(),
         }
     }
@@ -202,9 +183,9 @@ impl Guest {
         });
         if before != up {
             if up {
-                self.metrics.guests_connected.inc()
+                self.metrics.sandboxes.guests_connected.inc()
             } else {
-                self.metrics.guests_connected.dec()
+                self.metrics.sandboxes.guests_connected.dec()
             };
         }
     }
@@ -214,14 +195,14 @@ impl Guest {
         // A reply without a number is a report that was not requested.
         let id = reply.as_ref().map_or(0, |reply| reply.id);
         let asked = if id == 0 { None } else { self.calls().waiting.remove(&id) };
-        let allowed = asked.is_some() || self.unasked.lock().take(Instant::now());
+        let allowed = asked.is_some() || self.unrequested.lock().take(Instant::now());
         match reply {
             Ok(reply) if allowed => self.keep_status(&reply),
             Err(error) if allowed => {
                 tracing::warn!(sandbox = %self.id, pod = self.pod(), %error, bytes = message.len(), "cannot decode a message of the guest");
             }
             _ => {
-                self.metrics.guest_words_dropped.inc();
+                self.metrics.guests.reports_dropped.inc();
             }
         }
         if let Some(sender) = asked {
@@ -250,7 +231,7 @@ impl Guest {
                     state.guest_address = peer.ip().to_canonical().to_string();
                 });
                 if resumed {
-                    self.metrics.reconnects.inc();
+                    self.metrics.sandboxes.reconnects.inc();
                 }
                 tracing::info!(sandbox = %self.id, pod = self.pod(), %peer, resumed, session, version, "guest connected");
             }
@@ -260,7 +241,7 @@ impl Guest {
                 tracing::info!(sandbox = %self.id, pod = self.pod(), reason, "guest disconnected");
             }
             LinkEvent::SessionLost => {
-                self.metrics.sessions_lost.inc();
+                self.metrics.sandboxes.sessions_lost.inc();
                 self.fail_calls();
                 tracing::warn!(sandbox = %self.id, pod = self.pod(), "the guest program was replaced; its pending calls get UNAVAILABLE");
             }
@@ -269,7 +250,7 @@ impl Guest {
 
     fn connections(&self, open: usize) {
         let before = self.connections.swap(open, Relaxed);
-        self.metrics.agent_connections.inc_by(open as i64 - before as i64);
+        self.metrics.sandboxes.agent_connections.inc_by(open as i64 - before as i64);
         self.states.change(&self.id, |state| {
             state.shim_connections = u32::try_from(open).unwrap_or(u32::MAX);
             state.shim_seen |= open > 0;
@@ -280,7 +261,7 @@ impl Guest {
 impl Drop for Guest {
     fn drop(&mut self) {
         self.set_up(false);
-        self.metrics.agent_connections.dec_by(self.connections.load(Relaxed) as i64);
+        self.metrics.sandboxes.agent_connections.dec_by(self.connections.load(Relaxed) as i64);
     }
 }
 
@@ -328,7 +309,7 @@ mod tests {
     fn guest() -> (Arc<States>, Guest) {
         let states = Arc::new(States::new("e".into()));
         let metrics = Arc::new(Metrics::new(&mut Registry::default()));
-        let id = SandboxId::parse("a").unwrap();
+        let id = SandboxId::new("a").unwrap();
         let guest = Guest::new(id.clone(), states.clone(), metrics);
         states.put(&id, "", guest.traffic.clone());
         (states, guest)

@@ -1,7 +1,7 @@
 //! Handover of sandboxes from one relay process to another: freezing them here, and restoring them there. Records are
 //! not sent, because both processes have them on disk.
 
-use std::{io, os::fd::OwnedFd, sync::Arc};
+use std::{os::fd::OwnedFd, sync::Arc};
 
 use peerpod_link::endpoint::{Endpoint, EndpointHandle, EndpointState, Frozen, NotFrozen};
 use serde::{Deserialize, Serialize};
@@ -9,11 +9,11 @@ use serde_json::Value;
 use tokio::{net::UnixListener, sync::OwnedMutexGuard};
 
 use super::{
-    Live, Sandboxes,
+    Live, RESTART, Sandboxes,
     guest::{Guest, GuestHandler},
     states::StateState,
 };
-use crate::{agent::AgentSocket, fd_handoff, id::SandboxId, localhost, store::Record};
+use crate::{agent::AgentSocket, fd_handoff, id::SandboxId, localhost, socket, store::Record};
 
 /// State of one sandbox as data.
 #[derive(Debug, Serialize, Deserialize)]
@@ -124,15 +124,12 @@ impl Sandboxes {
         let connections = descriptors.split_off(1 + names.len());
         let of_localhost = descriptors.split_off(1);
         let listener = descriptors.pop().ok_or("the agent socket's listener is missing")?;
-        let listener = std::os::unix::net::UnixListener::from(listener);
-        let io = |error: io::Error| error.to_string();
-        listener.set_nonblocking(true).map_err(io)?;
-        let listener = UnixListener::from_std(listener).map_err(io)?;
+        let listener = socket::unix_listener(listener).map_err(|error| error.to_string())?;
         let localhost = match localhost_ports {
             None => None,
             Some(ports) => {
                 let named = names.into_iter().zip(of_localhost).collect();
-                let mut listeners = fd_handoff::Handed::new(Value::Null, named);
+                let mut listeners = fd_handoff::Passed::new(Value::Null, named);
                 Some((ports, localhost::Listeners::take(&mut listeners)?))
             }
         };
@@ -156,7 +153,7 @@ impl Sandboxes {
         self.states.put_shown(&id, &pod, guest.traffic.clone(), &state);
         let (path, metrics) = (record.agent_socket.clone(), self.metrics.clone());
         let socket = AgentSocket::go_on(&path, listener, handle.clone(), guest.clone(), metrics);
-        let mut live = self.run(record, guest, endpoint, handle, socket, 0);
+        let mut live = self.run(record, guest, endpoint, handle, socket, RESTART);
         live.localhost = localhost.map(|(ports, listeners)| {
             localhost::Serving::of(&self.me, &id, &pod, ports, listeners, self.metrics.clone())
         });

@@ -8,12 +8,13 @@ use std::{
 };
 
 use parking_lot::{Mutex, MutexGuard};
+use peerpod_link::base64_bytes;
 use peerpod_proto::relay::{SandboxState, WatchResponse};
 use protobuf::Message;
 use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 
-use crate::{agent::filter::Shared, id::SandboxId, store::base64_bytes};
+use crate::{agent::filter::Shared, id::SandboxId};
 
 /// An answer ends when it has this many bytes of guest statuses; the rest comes with the next one.
 const ANSWER_BYTES: usize = 1 << 20;
@@ -259,7 +260,7 @@ mod tests {
     use super::*;
 
     fn id(text: &str) -> SandboxId {
-        SandboxId::parse(text).unwrap()
+        SandboxId::new(text).unwrap()
     }
 
     fn ids(states: &[SandboxState]) -> Vec<&str> {

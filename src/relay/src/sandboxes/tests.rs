@@ -30,7 +30,7 @@ impl World {
 
     fn record(&self, id: &str, certificate: u8) -> Record {
         Record {
-            id: SandboxId::parse(id).unwrap(),
+            id: SandboxId::new(id).unwrap(),
             agent_socket: self.base.join("pods").join(id).join("agent.ttrpc"),
             guest_certificates: vec![[certificate; 32]],
             pod: "shop/web".into(),
@@ -85,7 +85,7 @@ async fn a_certificate_has_one_sandbox_and_the_later_put_wins() {
     world.sandboxes.put(world.record("a", 1), ()).await.unwrap();
     let stolen = world.sandboxes.put(world.record("b", 1), ()).await;
     assert!(matches!(stolen, Err(SandboxError::Certificate(..))));
-    assert!(world.sandboxes.get(&SandboxId::parse("b").unwrap()).is_none());
+    assert!(world.sandboxes.get(&SandboxId::new("b").unwrap()).is_none());
     world.sandboxes.put(world.record("a", 2), ()).await.unwrap();
     assert!(world.sandboxes.of_certificate(&[1; 32]).is_none());
     assert_eq!(world.sandboxes.of_certificate(&[2; 32]).unwrap().id.as_str(), "a");
@@ -178,9 +178,9 @@ async fn an_endpoint_that_ends_early_is_replaced() {
             }
         };
         tokio::time::timeout(PATIENCE, anew).await.unwrap();
-        assert_eq!(world.sandboxes.metrics.panics.get(), round);
+        assert_eq!(world.sandboxes.metrics.sandboxes.panics.get(), round);
         assert!(world.sandboxes.of_certificate(&[1; 32]).is_some(), "its guest finds it");
-        assert_eq!(world.sandboxes.metrics.sandboxes.get(), 1);
+        assert_eq!(world.sandboxes.metrics.sandboxes.served.get(), 1);
         let mut shim = UnixStream::connect(&record.agent_socket).await.unwrap();
         let open = tokio::time::timeout(Duration::from_millis(50), shim.read(&mut [0])).await;
         assert!(open.is_err(), "the next connection is kept: {open:?}");
@@ -207,7 +207,7 @@ async fn an_endpoint_that_panics_is_counted_and_served_by_another_one() {
         }
     };
     tokio::time::timeout(PATIENCE, anew).await.unwrap();
-    assert_eq!(world.sandboxes.metrics.panics.get(), 1);
+    assert_eq!(world.sandboxes.metrics.sandboxes.panics.get(), 1);
     assert!(world.sandboxes.of_certificate(&[1; 32]).is_some(), "its guest finds it");
     let mut shim = UnixStream::connect(&record.agent_socket).await.unwrap();
     let open = tokio::time::timeout(Duration::from_millis(50), shim.read(&mut [0])).await;

@@ -14,7 +14,7 @@ use prometheus_client::registry::Registry;
 use super::*;
 
 fn id(text: &str) -> SandboxId {
-    SandboxId::parse(text).unwrap()
+    SandboxId::new(text).unwrap()
 }
 
 fn peer(last: u8) -> TunnelPeer {
@@ -63,11 +63,11 @@ fn key() -> PrivateKey {
 }
 
 /// Returns the message of a node: the device of a private namespace, and a socket unless the relay has one.
-fn handed(key: &PrivateKey, tun: impl Into<OwnedFd>, socket: Option<UdpSocket>) -> Handed {
+fn handed(key: &PrivateKey, tun: impl Into<OwnedFd>, socket: Option<UdpSocket>) -> Passed {
     let text = BASE64_STANDARD.encode(key.expose().as_slice());
     let mut descriptors = vec![("tun".to_owned(), tun.into())];
     descriptors.extend(socket.map(|socket| ("udp".to_owned(), socket.into())));
-    Handed::new(json!({ "private_key": text, "inside": "here" }), descriptors)
+    Passed::new(json!({ "private_key": text, "inside": "here" }), descriptors)
 }
 
 fn device(netns: &Netns) -> std::io::Result<Tun> {

@@ -6,13 +6,13 @@ use std::{
 };
 
 use parking_lot::{Mutex, MutexGuard};
+use peerpod_common::backoff;
 
 /// Pause after the first failure.
 const FIRST: Duration = Duration::from_secs(1);
 
-#[derive(Clone, Copy)]
 struct Failed {
-    times: u32,
+    pauses: backoff::Backoff,
     again: Instant,
 }
 
@@ -29,17 +29,16 @@ impl Backoff {
 
     /// Returns the rest of this object's pause.
     pub(super) fn waits(&self, uid: &str, now: Instant) -> Option<Duration> {
-        let failed = *self.lock().get(uid)?;
-        let left = failed.again.saturating_duration_since(now);
+        let left = self.lock().get(uid)?.again.saturating_duration_since(now);
         (!left.is_zero()).then_some(left)
     }
 
     /// Records a failure and returns the pause, which is at least `least`, as the provider asks for.
     pub(super) fn failed(&self, uid: &str, now: Instant, least: Duration) -> Duration {
         let mut all = self.lock();
-        let failed = all.entry(uid.to_owned()).or_insert(Failed { times: 0, again: now });
-        let pause = FIRST.saturating_mul(1 << failed.times.min(16)).min(self.longest).max(least);
-        failed.times = failed.times.saturating_add(1);
+        let first = || Failed { pauses: backoff::Backoff::new(FIRST, self.longest), again: now };
+        let failed = all.entry(uid.to_owned()).or_insert_with(first);
+        let pause = failed.pauses.pause().max(least);
         failed.again = now + pause;
         pause
     }

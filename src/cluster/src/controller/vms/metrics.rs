@@ -48,7 +48,7 @@ struct Removed {
 }
 
 /// The registration describes each metric.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub(super) struct Metrics {
     peerpods: Family<Ended, Counter>,
     orphans: Family<Removed, Counter>,

@@ -6,28 +6,28 @@ use bytes::Bytes;
 use peerpod_proto::ttrpc_frame::Request;
 use protobuf::Message;
 
-use super::{Caller, Node, Output, Queue, Timer};
+use super::{Caller, NodeState, Output, Queue, Timer};
 use crate::hypervisor::call::{self, Kind, code};
 
 impl Queue {
     /// Handles a new connection to the node. Only ReadInbox is sent until that call is answered.
     pub(crate) fn node_connected(&mut self, now: Instant) {
-        self.node = Node::Greeting;
-        self.next_stream = 1;
-        self.last_heard = now;
+        self.node.state = NodeState::Greeting;
+        self.node.next_stream = 1;
+        self.node.last_received = now;
         self.read_inbox(now);
     }
 
     /// Handles the loss of the node's connection: its unanswered calls will be sent again.
     pub(crate) fn node_lost(&mut self) {
-        self.node = Node::Away;
-        self.reading = None;
-        self.sent.clear();
-        self.probing = false;
+        self.node.state = NodeState::Away;
+        self.inbox.reading = None;
+        self.node.sent.clear();
+        self.node.probing = false;
         self.timers.retain(|(_, timer)| !matches!(timer, Timer::Probe | Timer::Hang));
         let mut stops = Vec::new();
         let mut internal = Vec::new();
-        for (id, call) in &mut self.calls {
+        for (id, call) in &mut self.calls.all {
             call.sent = None;
             match call.caller {
                 Some(Caller::Internal(_)) => internal.push(*id),
@@ -44,29 +44,29 @@ impl Queue {
     }
 
     pub(super) fn send(&mut self, request: &Request) -> Option<u32> {
-        let stream = self.next_stream;
+        let stream = self.node.next_stream;
         if stream >= u32::MAX - 2 {
             // Stream ids only grow on one connection; a new connection begins at 1.
             self.outputs.push_back(Output::Reconnect("the connection has no stream ids left"));
             return None;
         }
         let body = request.write_to_bytes().ok()?;
-        self.next_stream += 2;
+        self.node.next_stream += 2;
         self.outputs.push_back(Output::Send { stream, body: body.into() });
         Some(stream)
     }
 
     /// Handles the node's response envelope on `stream`.
     pub(crate) fn answer(&mut self, stream: u32, body: Bytes, now: Instant) {
-        self.last_heard = now;
-        if let Some((reading, covers)) = self.reading
+        self.node.last_received = now;
+        if let Some((reading, covers)) = self.inbox.reading
             && reading == stream
         {
             self.inbox_read(covers, &body, now);
             return;
         }
-        let Some(id) = self.sent.remove(&stream) else { return };
-        let Some(call) = self.calls.get_mut(&id) else { return };
+        let Some(id) = self.node.sent.remove(&stream) else { return };
+        let Some(call) = self.calls.all.get_mut(&id) else { return };
         call.sent = None;
         let sandbox = call.kind.id().cloned();
         self.finish(id, body);
@@ -77,11 +77,11 @@ impl Queue {
 
     /// Sends ReadInbox, as a liveness check, to a node that owes answers and is silent.
     pub(super) fn probe(&mut self, now: Instant) {
-        if self.node != Node::Ready || self.sent.is_empty() {
-            self.probing = false;
+        if self.node.state != NodeState::Ready || self.node.sent.is_empty() {
+            self.node.probing = false;
             return;
         }
-        let silent_until = self.last_heard + self.limits.probe_after;
+        let silent_until = self.node.last_received + self.limits.probe_after;
         if silent_until <= now {
             self.read_inbox(now);
         }

@@ -3,12 +3,13 @@
 
 use std::time::{Duration, Instant};
 
+use peerpod_link::base64_bytes;
 use peerpod_proto::ttrpc_frame::Request;
 use protobuf::Message;
 use serde::{Deserialize, Serialize};
 
 use super::{Caller, ConnId, Queue, Timer};
-use crate::{hypervisor::call::Kind, id::SandboxId, store::base64_bytes as base64};
+use crate::{hypervisor::call::Kind, id::SandboxId};
 
 /// Time before a stop that was handed over goes to the inbox. It is less than the caller's second, and long enough for
 /// the node to connect to the new process.
@@ -28,7 +29,7 @@ struct CallState {
     kind: Which,
     sandbox: Option<String>,
     /// Encoded request envelope.
-    #[serde(with = "base64")]
+    #[serde(with = "base64_bytes")]
     request: Vec<u8>,
     /// Connection and stream.
     caller: Option<(ConnId, u32)>,
@@ -47,7 +48,7 @@ enum Which {
 impl Queue {
     /// Returns the state at `now`. Internal calls are left out: their callers end with this process.
     pub(crate) fn state(&self, now: Instant) -> QueueState {
-        let calls = self.calls.values().filter_map(|call| {
+        let calls = self.calls.all.values().filter_map(|call| {
             let caller = match call.caller {
                 Some(Caller::Internal(_)) => return None,
                 Some(Caller::Shim { conn, stream }) => Some((conn, stream)),
@@ -68,7 +69,10 @@ impl Queue {
                 left_ms: call.deadline.and_then(left),
             })
         });
-        QueueState { calls: calls.collect(), unread: self.unread.keys().map(ToString::to_string).collect() }
+        QueueState {
+            calls: calls.collect(),
+            unread: self.inbox.unread.keys().map(ToString::to_string).collect(),
+        }
     }
 
     /// Restores another process's calls; must be called before any other method.
@@ -79,10 +83,9 @@ impl Queue {
         if state.calls.len() > 2 * self.limits.calls {
             return Err(format!("{} calls are more than the limit", state.calls.len()));
         }
-        let read = |id: &str| SandboxId::parse(id).map_err(|error| error.to_string());
+        let read = |id: &str| SandboxId::new(id).map_err(|error| error.to_string());
         for id in state.unread {
-            self.writings += 1;
-            self.unread.insert(read(&id)?, self.writings);
+            self.inbox.written(read(&id)?);
         }
         for call in state.calls {
             let id = call.sandbox.as_deref().map(read).transpose()?;
@@ -109,7 +112,8 @@ impl Queue {
 
     /// Ends the calls of connections that no longer exist.
     pub(crate) fn keep_connections(&mut self, there: impl Fn(ConnId) -> bool, now: Instant) {
-        let gone: Vec<ConnId> = self.by_connection.keys().copied().filter(|conn| !there(*conn)).collect();
+        let gone: Vec<ConnId> =
+            self.calls.by_connection.keys().copied().filter(|conn| !there(*conn)).collect();
         for conn in gone {
             self.connection_closed(conn, now);
         }

@@ -5,7 +5,7 @@ use std::time::Instant;
 use peerpod_proto::ttrpc_frame::{Request, Response};
 use protobuf::Message;
 
-use super::{CallId, Node, Output, Queue, Timer};
+use super::{Call, CallId, NodeState, Output, Queue, Timer};
 use crate::{
     hypervisor::call::{self, Kind, code},
     id::SandboxId,
@@ -14,17 +14,11 @@ use crate::{
 impl Queue {
     /// Cancels the CreateVM and StartVM of a sandbox that came before `stop`; calls already sent only if `all` is set.
     pub(super) fn cancel_before(&mut self, id: &SandboxId, stop: CallId, all: bool) {
-        let Some(lane) = self.lanes.get(id) else { return };
-        let doomed: Vec<CallId> = lane
-            .iter()
-            .copied()
-            .filter(|&other| other < stop)
-            .filter(|other| {
-                self.calls
-                    .get(other)
-                    .is_some_and(|call| !matches!(call.kind, Kind::Stop(_)) && (all || call.sent.is_none()))
-            })
-            .collect();
+        let cancelled = |(other, call): &(CallId, &Call)| {
+            *other < stop && !matches!(call.kind, Kind::Stop(_)) && (all || call.sent.is_none())
+        };
+        let doomed: Vec<CallId> =
+            self.calls.of_sandbox(id).filter(cancelled).map(|(other, _)| other).collect();
         for call in doomed {
             self.finish(call, call::status(code::CANCELLED, "cancelled by a StopVM of the same sandbox"));
         }
@@ -32,33 +26,26 @@ impl Queue {
 
     /// Moves a StopVM to the inbox.
     pub(super) fn fall_back(&mut self, stop: CallId) {
-        let Some(call) = self.calls.get_mut(&stop) else { return };
+        let Some(call) = self.calls.all.get_mut(&stop) else { return };
         if call.in_inbox {
             return;
         }
         call.in_inbox = true;
         let Kind::Stop(id) = call.kind.clone() else { return };
         self.cancel_before(&id, stop, true);
-        if self.writing.insert(id.clone()) {
+        if self.inbox.writing.insert(id.clone()) {
             self.outputs.push_back(Output::WriteInbox(id));
         }
     }
 
     /// Handles the end of an inbox write: the stop of `id` is durable, or failed with the given reason.
     pub(crate) fn inbox_written(&mut self, id: &SandboxId, result: Result<(), String>, now: Instant) {
-        let stops: Vec<CallId> = self
-            .lanes
-            .get(id)
-            .into_iter()
-            .flatten()
-            .copied()
-            .filter(|call| self.calls.get(call).is_some_and(|call| call.in_inbox))
-            .collect();
-        self.writing.remove(id);
+        let in_inbox = self.calls.of_sandbox(id).filter(|(_, call)| call.in_inbox);
+        let stops: Vec<CallId> = in_inbox.map(|(stop, _)| stop).collect();
+        self.inbox.writing.remove(id);
         match result {
             Ok(()) => {
-                self.writings += 1;
-                self.unread.insert(id.clone(), self.writings);
+                self.inbox.written(id.clone());
                 for stop in stops {
                     self.finish(stop, call::done());
                 }
@@ -76,7 +63,7 @@ impl Queue {
 
     /// Asks the node to read the inbox, if it is connected and no ReadInbox is in flight.
     pub(super) fn read_inbox(&mut self, now: Instant) {
-        if self.node == Node::Away || self.reading.is_some() {
+        if self.node.state == NodeState::Away || self.inbox.reading.is_some() {
             return;
         }
         let request = Request {
@@ -85,26 +72,26 @@ impl Queue {
             ..Default::default()
         };
         if let Some(stream) = self.send(&request) {
-            self.reading = Some((stream, self.writings));
+            self.inbox.reading = Some((stream, self.inbox.writes));
             self.timers.insert((now + self.limits.hang, Timer::Hang));
         }
     }
 
     pub(super) fn inbox_read(&mut self, covers: u64, body: &[u8], now: Instant) {
-        self.reading = None;
+        self.inbox.reading = None;
         self.timers.retain(|(_, timer)| !matches!(timer, Timer::Hang));
         let ok = Response::parse_from_bytes(body).is_ok_and(|response| response.status.code == 0);
         if !ok {
             self.outputs.push_back(Output::Reconnect("the node could not read the inbox"));
             return;
         }
-        self.unread.retain(|_, writing| *writing > covers);
-        self.node = Node::Ready;
-        if !self.unread.is_empty() {
+        self.inbox.unread.retain(|_, writing| *writing > covers);
+        self.node.state = NodeState::Ready;
+        if !self.inbox.unread.is_empty() {
             self.read_inbox(now);
         }
         let waiting: Vec<CallId> =
-            self.calls.iter().filter(|(_, call)| call.sent.is_none()).map(|(id, _)| *id).collect();
+            self.calls.all.iter().filter(|(_, call)| call.sent.is_none()).map(|(id, _)| *id).collect();
         for call in waiting {
             self.send_if_due(call, now);
         }

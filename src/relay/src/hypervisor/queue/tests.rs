@@ -12,7 +12,7 @@ struct World {
 }
 
 fn id(text: &str) -> SandboxId {
-    SandboxId::parse(text).unwrap()
+    SandboxId::new(text).unwrap()
 }
 
 impl World {

@@ -20,7 +20,7 @@ use peerpod_proto::{
     ttrpc_frame::{Request, Response},
 };
 use peerpod_relay::{
-    app::{self, Bound},
+    app::{self, BoundRelay},
     config::RelayConfig,
 };
 use protobuf::Message;
@@ -97,7 +97,7 @@ pub struct World {
     pub base: PathBuf,
     pub ca: Ca,
     pub config: RelayConfig,
-    pub relay: Option<Bound>,
+    pub relay: Option<BoundRelay>,
     pub listen: SocketAddr,
 }
 
