@@ -1,4 +1,4 @@
-# Two commands matter: `make demo` runs one pod through the whole road; `make test` passes the tests.
+# Two commands matter: `make demo` runs one pod through all its stages; `make test` passes the tests.
 # Both need root (network namespaces) and install what is missing (scripts/setup says what, before it does).
 
 CARGO ?= cargo

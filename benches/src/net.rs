@@ -37,8 +37,8 @@ fn throughput(report: &mut Report) -> anyhow::Result<()> {
     let podns = cloud.world.namespace("vmsecret")?;
     let ends = (secret.namespace().netns(), "bench-encrypted");
     let _planes = encrypted::connect(&cloud.world, ends, (&cloud.vm, &podns), (cloud::NODE, VM), cloud::MTU)?;
-    let roads = [cloud.bare(), cloud.plain_vxlan()?, cloud.to_pod(pod.v4()), cloud.road(&podns, secret.v4())];
-    if let [veth, vxlan, ours, encrypted] = &traffic::measure(&roads)?[..] {
+    let paths = [cloud.bare(), cloud.plain_vxlan()?, cloud.to_pod(pod.v4()), cloud.path(&podns, secret.v4())];
+    if let [veth, vxlan, ours, encrypted] = &traffic::measure(&paths)?[..] {
         tell(report, veth, vxlan, ours);
         tell_encrypted(report, vxlan, encrypted);
     }

@@ -65,7 +65,7 @@ impl Notice for Told {
 }
 
 /// Both filters, and counts of their output.
-struct Road {
+struct Conversation {
     relay: AgentFilter,
     guest: Intercept,
     told: Arc<Told>,
@@ -88,10 +88,10 @@ struct Asked {
     answers: usize,
 }
 
-impl Road {
-    fn new() -> Road {
+impl Conversation {
+    fn new() -> Conversation {
         let told = Arc::new(Told::default());
-        Road {
+        Conversation {
             relay: AgentFilter::new(Arc::<Shared>::default(), BOUNDS),
             guest: Intercept::new(told.clone(), PODNS.to_owned()),
             told,
@@ -294,18 +294,18 @@ pub(crate) fn run(input: &[u8]) {
     drop(walk(input));
 }
 
-fn walk(mut input: &[u8]) -> Road {
-    let mut road = Road::new();
+fn walk(mut input: &[u8]) -> Conversation {
+    let mut conversation = Conversation::new();
     while let Some(([who, high, low], rest)) = input.split_first_chunk() {
         let length = usize::from(u16::from_be_bytes([*high, *low])).min(rest.len());
         let (bytes, rest) = rest.split_at(length);
         input = rest;
-        if !road.say(*who, bytes) {
+        if !conversation.say(*who, bytes) {
             break;
         }
     }
-    road.finish();
-    road
+    conversation.finish();
+    conversation
 }
 
 #[cfg(test)]
@@ -317,22 +317,22 @@ mod tests {
     fn the_recorded_conversations_go_the_whole_road() {
         let (mut answers, mut containers) = (0, 0);
         for (name, seed) in seeds::of("agent") {
-            let road = walk(&seed);
-            println!("{name}: {} answers, {} containers", road.answers, road.containers);
-            (answers, containers) = (answers + road.answers, containers + road.containers);
+            let conversation = walk(&seed);
+            println!("{name}: {} answers, {} containers", conversation.answers, conversation.containers);
+            (answers, containers) = (answers + conversation.answers, containers + conversation.containers);
         }
         assert!(answers > 100 && containers >= 4, "{answers} answers, {containers} containers");
     }
 
     #[test]
     fn a_lying_guest_reaches_no_shim() {
-        let mut road = Road::new();
+        let mut conversation = Conversation::new();
         let lie = [&Header { length: 4, stream: 9, kind: RESPONSE, flags: 0 }.encode()[..], b"lies"].concat();
-        assert!(road.say(GUEST, &lie));
-        assert_eq!(road.answers, 0);
+        assert!(conversation.say(GUEST, &lie));
+        assert_eq!(conversation.answers, 0);
         // The guest's filter answers a question that it cannot parse; the answer count is then complete.
         let question = Header { length: 0, stream: 9, kind: REQUEST, flags: 0 }.encode();
-        assert!(road.say(SHIM, &question) && road.say(GUEST, &lie));
-        assert_eq!(road.answers, 1);
+        assert!(conversation.say(SHIM, &question) && conversation.say(GUEST, &lie));
+        assert_eq!(conversation.answers, 1);
     }
 }

@@ -21,7 +21,7 @@ pub type Target = fn(&[u8]);
 /// All targets: name and function.
 pub const TARGETS: [(&str, Target); 12] = [
     ("agent", agent::run),
-    ("birth", user_data::run),
+    ("user_data", user_data::run),
     ("frames", frames::run),
     ("greeting", greeting::run),
     ("initdata", initdata::run),

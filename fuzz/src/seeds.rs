@@ -28,7 +28,7 @@ pub type Seed = (String, Vec<u8>);
 pub fn of(target: &str) -> Vec<Seed> {
     match target {
         "agent" => conversations(),
-        "birth" => files("fuzz/seeds/birth"),
+        "user_data" => files("fuzz/seeds/user_data"),
         "frames" => frames(),
         "greeting" => greetings(),
         "initdata" => files("fuzz/seeds/initdata"),

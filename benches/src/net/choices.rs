@@ -6,7 +6,7 @@ use std::net::Ipv4Addr;
 
 use super::{
     cloud::{self, Cloud},
-    traffic::{self, Road},
+    traffic::{self, Path},
 };
 use crate::report::{Goal, Report};
 
@@ -23,18 +23,18 @@ const CHOICES: [(&str, &str, &str, &str); 5] = [
 /// Runs the comparison.
 pub(crate) fn run(report: &mut Report) -> anyhow::Result<()> {
     let cloud = Cloud::new(cloud::MTU)?;
-    let roads = (1..)
+    let paths = (1..)
         .zip(CHOICES)
-        .map(|(number, choice)| road(&cloud, number, choice))
+        .map(|(number, choice)| path(&cloud, number, choice))
         .collect::<Result<Vec<_>, _>>()?;
-    let rates = traffic::measure_one_stream(&roads)?;
+    let rates = traffic::measure_one_stream(&paths)?;
     for ((key, _, _, about), rate) in CHOICES.iter().zip(&rates).skip(1) {
         report.figure(&format!("choice_{key}_tcp1_vs_ours"), rate / rates[0], Goal::None, about);
     }
     Ok(())
 }
 
-fn road(cloud: &Cloud, number: u8, (_, options, sizes, _): (&str, &str, &str, &str)) -> anyhow::Result<Road> {
+fn path(cloud: &Cloud, number: u8, (_, options, sizes, _): (&str, &str, &str, &str)) -> anyhow::Result<Path> {
     for (namespace, local, remote) in
         [(cloud.world.node(), cloud::NODE, cloud::VM), (&cloud.vm, cloud::VM, cloud::NODE)]
     {
@@ -46,5 +46,5 @@ fn road(cloud: &Cloud, number: u8, (_, options, sizes, _): (&str, &str, &str, &s
              link set choice{number} up\n"
         ))?;
     }
-    Ok(cloud.road(&cloud.vm, Ipv4Addr::new(10, 78, number, cloud::VM.octets()[3]).into()))
+    Ok(cloud.path(&cloud.vm, Ipv4Addr::new(10, 78, number, cloud::VM.octets()[3]).into()))
 }

@@ -6,7 +6,7 @@ use peerpod_node::tunnel::{Netns, Tunnel, inspect};
 use peerpod_podnet::guest::{self, Applied};
 use peerpod_world::{Namespace, World};
 
-use super::traffic::Road;
+use super::traffic::Path;
 
 /// MTU of most clouds, in bytes.
 pub(crate) const MTU: u32 = 1500;
@@ -47,18 +47,18 @@ impl Cloud {
     }
 
     /// Returns the path from the node to an address in another namespace.
-    pub(crate) fn road(&self, to: &Namespace, address: IpAddr) -> Road {
-        Road { from: self.world.node().netns().clone(), to: to.netns().clone(), address }
+    pub(crate) fn path(&self, to: &Namespace, address: IpAddr) -> Path {
+        Path { from: self.world.node().netns().clone(), to: to.netns().clone(), address }
     }
 
     /// Returns the path from the node straight to the VM.
-    pub(crate) fn bare(&self) -> Road {
-        self.road(&self.vm, VM.into())
+    pub(crate) fn bare(&self) -> Path {
+        self.path(&self.vm, VM.into())
     }
 
     /// Makes a VXLAN with the tunnel's settings and without a redirect, and returns the path over it from the node to
     /// the VM.
-    pub(crate) fn plain_vxlan(&self) -> anyhow::Result<Road> {
+    pub(crate) fn plain_vxlan(&self) -> anyhow::Result<Path> {
         let ends = [
             (self.world.node(), "192.168.100.1", "192.168.100.2", 1),
             (&self.vm, "192.168.100.2", "192.168.100.1", 2),
@@ -70,11 +70,11 @@ impl Cloud {
                  link set plain0 mtu 1450 up\n"
             ))?;
         }
-        Ok(self.road(&self.vm, Ipv4Addr::new(10, 77, 0, 2).into()))
+        Ok(self.path(&self.vm, Ipv4Addr::new(10, 77, 0, 2).into()))
     }
 
     /// Returns the path from the node to the pod, which is in the VM.
-    pub(crate) fn to_pod(&self, address: IpAddr) -> Road {
-        self.road(&self.podns, address)
+    pub(crate) fn to_pod(&self, address: IpAddr) -> Path {
+        self.path(&self.podns, address)
     }
 }

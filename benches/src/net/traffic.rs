@@ -25,7 +25,7 @@ const PACKET: [u8; 64] = [0x5a; 64];
 
 /// Two namespaces, and the address by which the first reaches the second.
 #[derive(Clone)]
-pub(crate) struct Road {
+pub(crate) struct Path {
     pub(crate) from: Netns,
     pub(crate) to: Netns,
     pub(crate) address: IpAddr,
@@ -54,24 +54,24 @@ impl Rates {
 }
 
 /// Measures all paths, burst by burst in turn. The results are medians over the better half of the rounds.
-pub(crate) fn measure(roads: &[Road]) -> anyhow::Result<Vec<Rates>> {
-    let mut tcp1 = rounds(roads, |road| road.tcp(1))?.into_iter();
-    let mut tcp64 = rounds(roads, |road| road.tcp(STREAMS))?.into_iter();
-    let mut pps = rounds(roads, Road::packets)?.into_iter();
+pub(crate) fn measure(paths: &[Path]) -> anyhow::Result<Vec<Rates>> {
+    let mut tcp1 = rounds(paths, |path| path.tcp(1))?.into_iter();
+    let mut tcp64 = rounds(paths, |path| path.tcp(STREAMS))?.into_iter();
+    let mut pps = rounds(paths, Path::packets)?.into_iter();
     let mut next = || Some(Rates { tcp1: tcp1.next()?, tcp64: tcp64.next()?, pps: pps.next()? });
     Ok(std::iter::from_fn(&mut next).collect())
 }
 
 /// Measures one TCP stream over each path in the same way, in bits per second.
-pub(crate) fn measure_one_stream(roads: &[Road]) -> anyhow::Result<Vec<f64>> {
-    rounds(roads, |road| road.tcp(1))
+pub(crate) fn measure_one_stream(paths: &[Path]) -> anyhow::Result<Vec<f64>> {
+    rounds(paths, |path| path.tcp(1))
 }
 
-fn rounds(roads: &[Road], burst: impl Fn(&Road) -> anyhow::Result<f64>) -> anyhow::Result<Vec<f64>> {
-    let mut rates = vec![Vec::new(); roads.len()];
+fn rounds(paths: &[Path], burst: impl Fn(&Path) -> anyhow::Result<f64>) -> anyhow::Result<Vec<f64>> {
+    let mut rates = vec![Vec::new(); paths.len()];
     for _ in 0..ROUNDS {
-        for (road, rates) in roads.iter().zip(&mut rates) {
-            rates.push(burst(road).with_context(|| format!("traffic to {}", road.address))?);
+        for (path, rates) in paths.iter().zip(&mut rates) {
+            rates.push(burst(path).with_context(|| format!("traffic to {}", path.address))?);
         }
     }
     let better = |mut rates: Vec<f64>| {
@@ -135,7 +135,7 @@ impl Meter {
     }
 }
 
-impl Road {
+impl Path {
     /// Returns the bits per second that arrive over this many streams.
     pub(crate) fn tcp(&self, streams: usize) -> anyhow::Result<f64> {
         let listener = self.to.run(|| TcpListener::bind((self.address, 0)))??;

@@ -1,5 +1,5 @@
 //! Runs `make demo`: one pod's whole path, with a line for each stage as it happens and a table at the end. The stages
-//! are those of `peerpod_world::road`, which the tests run too. The demo makes everything it needs under its own names
+//! are those of `peerpod_world::stages`, which the tests run too. The demo makes everything it needs under its own names
 //! and removes all of it, even when a check fails and at Ctrl-C.
 
 use std::{
@@ -10,7 +10,7 @@ use std::{
 
 use peerpod_world::{
     Settings,
-    road::{self, Progress, Report},
+    stages::{self, Progress, Report},
 };
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
@@ -30,7 +30,7 @@ const NAME_WIDTH: usize = 46;
 async fn main() -> anyhow::Result<ExitCode> {
     // The handlers are installed first and kept until the clean-up is done: a second Ctrl-C does not interrupt it.
     let mut signals = Signals::new()?;
-    say!("One pod's road: a VM beside its node, all in namespaces of this machine.\n");
+    say!("The stages of one pod: a VM beside its node, all in namespaces of this machine.\n");
     let began = Instant::now();
     let mut lines = Lines { live: std::io::stdout().is_terminal() };
     let outcome = tokio::select! {
@@ -39,7 +39,7 @@ async fn main() -> anyhow::Result<ExitCode> {
             // Dropping the walk cleans up.
             return Ok(interrupted(name));
         }
-        outcome = road::walk(Settings::privileged(), &mut lines) => outcome,
+        outcome = stages::walk(Settings::privileged(), &mut lines) => outcome,
     };
     let report = match outcome {
         Ok(report) => report,

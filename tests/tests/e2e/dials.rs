@@ -166,7 +166,7 @@ async fn a_guest_that_waits_believes_the_node_s_next_ca_and_not_the_last_one() {
     let guest = Sight::of(&world, &[], &daemons).unwrap().pids("peerpod-guest")[0];
     let born = fs::read(format!("/proc/{guest}/root/media/cidata/user-data")).unwrap();
     let pins = UserData::parse(&born).unwrap().node.ca_sha256;
-    eventually("the CA of the guest's birth is no longer shown", Duration::from_secs(60), async || {
+    eventually("the first CA is no longer shown", Duration::from_secs(60), async || {
         sandbox.lives().await.unwrap();
         cut(&world, &daemons).await;
         secure(&world, &pins, None).await.is_err().then_some(())

@@ -10,7 +10,7 @@ use std::{
 };
 
 use peerpod_tests::{CONTAINER, PATIENCE, Sandbox, sample, stop_in_time};
-use peerpod_world::{Daemons, Settings, Sight, World, eventually, proxy::Proxy, road};
+use peerpod_world::{Daemons, Settings, Sight, World, eventually, proxy::Proxy, stages};
 use ttrpc::Code;
 
 /// Starts daemons with guests that connect through a proxy.
@@ -45,7 +45,7 @@ async fn a_link_cut_a_hundred_times_loses_and_doubles_nothing() {
             }
         }
     });
-    let transfer = road::transfer(&sandbox.agent, CONTAINER, "transfer", TOTAL);
+    let transfer = stages::transfer(&sandbox.agent, CONTAINER, "transfer", TOTAL);
     let outcome = tokio::time::timeout(Duration::from_secs(600), transfer).await;
     let stands = || format!("{} cuts, {} bytes", cuts.load(Ordering::Relaxed), proxy.bytes());
     outcome.unwrap_or_else(|_| panic!("{}\n{}", stands(), daemons.log_tails())).unwrap();

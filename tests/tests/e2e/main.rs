@@ -15,5 +15,5 @@ mod images_common;
 mod link;
 mod provider_external;
 mod replay;
-mod road;
+mod stages;
 mod volumes;

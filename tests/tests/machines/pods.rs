@@ -17,7 +17,7 @@ use peerpod_world::{
     Daemons, World, eventually,
     page::{PageServer, page_for},
     ping::ping,
-    road,
+    stages,
 };
 
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -68,7 +68,7 @@ async fn page_of_the_pod(machine: &Sandbox, address: &str, port: u16) -> Result<
 #[tokio::test(flavor = "multi_thread")]
 async fn one_pod_in_a_real_machine_from_create_to_exec_and_removal() {
     let place = Place::new();
-    let walked = road::walk_in(&place.world, place.settings.clone(), &mut road::Silent).await;
+    let walked = stages::walk_in(&place.world, place.settings.clone(), &mut stages::Silent).await;
     let report = walked.unwrap_or_else(|error| panic!("{error:#}\n{}", place.consoles()));
     for stage in &report.passed {
         println!("{:>8.1?} {}: {}", stage.took, stage.name, stage.seen);

@@ -12,7 +12,7 @@ use std::{
 use peerpod_client::Annotations;
 use peerpod_podnet::netns::{Netns, NetnsId};
 use peerpod_tests::{PATIENCE, Sandbox, fresh_id, long, stop_in_time, vm};
-use peerpod_world::{Daemons, Namespace, Settings, World, eventually, ping::ping, road, spy::Spy};
+use peerpod_world::{Daemons, Namespace, Settings, World, eventually, ping::ping, spy::Spy, stages};
 
 fn encrypted() -> Settings {
     Settings::none().set("tunnel.kind", "wireguard")
@@ -46,7 +46,7 @@ fn reachable(from: &Namespace, sandbox: &Sandbox, patience: Duration) {
 async fn the_encrypted_tunnel_passes_the_end_to_end_run() {
     let world = World::new().unwrap();
     let spy = spy(&world);
-    road::walk_in(&world, encrypted(), &mut road::Silent).await.unwrap();
+    stages::walk_in(&world, encrypted(), &mut stages::Silent).await.unwrap();
     // Two pages in each direction, and the pings.
     assert!(spy.packets(WIREGUARD).unwrap() > 40);
     assert_eq!(spy.packets(VXLAN).unwrap(), 0, "VXLAN in clear");

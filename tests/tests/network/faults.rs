@@ -168,7 +168,7 @@ async fn loses_packets(kind: &str) {
             traffic::streams(from, at(to), 16, 20_000).await.unwrap();
         }
         // Nor does it break the agent's link, which takes the same path.
-        peerpod_world::road::transfer(&scene.vm.agent, peerpod_tests::CONTAINER, "lossy", 256 << 10)
+        peerpod_world::stages::transfer(&scene.vm.agent, peerpod_tests::CONTAINER, "lossy", 256 << 10)
             .await
             .unwrap();
         let rules = scene.world.node().shell("nft list table inet lossy; nft delete table inet lossy", &[]);

@@ -2,5 +2,5 @@
 
 #![allow(clippy::unwrap_used)] // test code outside of test functions
 
+mod handover;
 mod survive;
-mod takeover;

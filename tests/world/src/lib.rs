@@ -7,7 +7,7 @@
 //! * [`ping`], [`page`], [`proxy`], [`traffic`]: traffic and its disturbance; [`spy`]: the path that traffic took.
 //! * [`stop`]: StopVM as shims call it, with a check of its duration.
 //! * [`Sight`]: the state that `ip`, `tc`, `nft` and `/proc` show, as independent witnesses of the clean-up.
-//! * [`road`]: one pod from CreateVM to a running exec and StopVM, for `make demo` and for the tests.
+//! * [`stages`]: one pod from CreateVM to a running exec and StopVM, for `make demo` and for the tests.
 //!
 //! Needs root. All names contain the pid and a counter, so any number of worlds can exist side by side. A world is
 //! removed when it is dropped, and also when the process dies without dropping it.
@@ -24,10 +24,10 @@ pub mod picture;
 pub mod ping;
 pub mod proxy;
 pub mod qemu;
-pub mod road;
 mod sight;
 mod spawner;
 pub mod spy;
+pub mod stages;
 pub mod stop;
 pub mod traffic;
 mod wait;

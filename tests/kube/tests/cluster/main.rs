@@ -14,7 +14,7 @@ mod rbac;
 mod rollout;
 mod secrets;
 mod secrets_common;
-mod secrets_road;
+mod secrets_e2e;
 mod server;
 mod webhook;
 mod webhook_managed;

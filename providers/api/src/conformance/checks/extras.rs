@@ -12,7 +12,7 @@ pub async fn the_provider_says_what_it_can_do(trial: Arc<Trial>) -> Checked {
     let provider = trial.provider();
     let can = provider.capabilities();
     hold!(can == provider.capabilities(), "capabilities change");
-    hold!(can.max_user_data >= 2048, "birth data needs up to 2 KiB, {} is too little", can.max_user_data);
+    hold!(can.max_user_data >= 2048, "user-data needs up to 2 KiB, {} is too little", can.max_user_data);
     for (what, said, there) in [
         ("volumes", can.volumes, provider.extensions().volumes.is_some()),
         ("batches", can.max_batch > 0, provider.extensions().batch.is_some()),

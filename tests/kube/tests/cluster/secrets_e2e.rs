@@ -21,7 +21,7 @@ const PORT: u16 = 19_444;
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_vm_pulls_a_private_image_with_a_secret_of_the_cluster() {
-    let folder = std::env::temp_dir().join(format!("peerpod-road-{}", std::process::id()));
+    let folder = std::env::temp_dir().join(format!("peerpod-secrets-e2e-{}", std::process::id()));
     fs::create_dir_all(&folder).unwrap();
     let (token_file, ca_file) = (folder.join("token"), folder.join("ca.crt"));
     let registry: SocketAddr = format!("10.99.0.1:{}", free_port().port()).parse().unwrap();

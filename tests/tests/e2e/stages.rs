@@ -16,18 +16,18 @@ use nix::{
 };
 use peerpod_client::{AgentClient, Annotations};
 use peerpod_tests::{Dice, PATIENCE, Sandbox, fresh_id, processor_time, sample, stop_in_time};
-use peerpod_world::{Daemons, Settings, World, binary, eventually_blocking, road};
+use peerpod_world::{Daemons, Settings, World, binary, eventually_blocking, stages};
 use ttrpc::Code;
 
 #[tokio::test]
 async fn one_pod_from_create_to_exec_and_removal() {
-    road::walk(Settings::none(), &mut road::Silent).await.unwrap();
+    stages::walk(Settings::none(), &mut stages::Silent).await.unwrap();
 }
 
 #[tokio::test]
 async fn two_runs_at_once_are_separate() {
-    let (mut one, mut other) = (road::Silent, road::Silent);
-    tokio::try_join!(road::walk(Settings::none(), &mut one), road::walk(Settings::none(), &mut other))
+    let (mut one, mut other) = (stages::Silent, stages::Silent);
+    tokio::try_join!(stages::walk(Settings::none(), &mut one), stages::walk(Settings::none(), &mut other))
         .unwrap();
 }
 

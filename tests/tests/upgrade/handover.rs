@@ -17,7 +17,7 @@ use peerpod_client::{AgentClient, Annotations, exec_request};
 use peerpod_tests::{
     CONTAINER, Dice, PATIENCE, Sandbox, fresh_id, long, nothing_beyond, sample, stop_in_time, stop_promptly,
 };
-use peerpod_world::{Daemons, Settings, Sight, World, eventually, ping::ping, road};
+use peerpod_world::{Daemons, Settings, Sight, World, eventually, ping::ping, stages};
 use rustix::net;
 
 /// Runs health checks one after another until `ending` is set, and returns the longest duration.
@@ -74,7 +74,7 @@ async fn twenty_replacements_of_a_relay_do_not_disturb_a_transfer_and_execs() {
     for round in 0..if long() { 5 } else { 1 } {
         let transfer = tokio::spawn({
             let agent = sandbox.agent.clone();
-            async move { road::transfer(&agent, CONTAINER, &format!("transfer-{round}"), TOTAL).await }
+            async move { stages::transfer(&agent, CONTAINER, &format!("transfer-{round}"), TOTAL).await }
         });
         for nth in 0..20 {
             assert!(nth > 10 || !transfer.is_finished(), "the transfer is too short to be interrupted");
@@ -98,7 +98,7 @@ async fn twenty_replacements_of_a_relay_do_not_disturb_a_transfer_and_execs() {
     ending.store(true, Ordering::Relaxed);
     let longest = pulse.await.unwrap();
     println!(
-        "{counted} takeovers; the longest health check of a shim took {longest:?}, start to leave at most {most:?}"
+        "{counted} handovers; the longest health check of a shim took {longest:?}, start to leave at most {most:?}"
     );
     assert!(longest < Duration::from_secs(5), "{longest:?}");
     sandbox.lives().await.unwrap();
@@ -404,7 +404,7 @@ async fn a_relay_goes_on_whenever_the_next_one_dies_or_falls_silent() {
         async move {
             let mut round = 0;
             while !ending.load(Ordering::Relaxed) {
-                road::transfer(&agent, CONTAINER, &format!("t{round}"), 8 << 20).await?;
+                stages::transfer(&agent, CONTAINER, &format!("t{round}"), 8 << 20).await?;
                 round += 1;
             }
             anyhow::Ok(round)

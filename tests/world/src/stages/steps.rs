@@ -28,7 +28,7 @@ const PAGE_PORT: u16 = 8080;
 /// FIN) with Ethernet, IP and TCP headers.
 const TWO_CONNECTIONS: u64 = 4 * (14 + 20 + 20) + 4 * (14 + 40 + 20);
 const NAMESPACE: &str = "default";
-const POD: &str = "road";
+const POD: &str = "stages";
 
 /// State of a walk. The stages fill the fields, which are dropped in this order.
 pub struct Walk {
@@ -192,14 +192,15 @@ impl Walk {
     /// Copies the container's files, starts the container, and starts a page server in it.
     pub async fn run_container(&mut self) -> anyhow::Result<String> {
         let (agent, container) = (self.agent()?, &self.container);
-        for (name, text) in [("hostname", "road\n"), ("hosts", "127.0.0.1 localhost\n"), ("resolv.conf", "")]
+        for (name, text) in
+            [("hostname", "stages\n"), ("hosts", "127.0.0.1 localhost\n"), ("resolv.conf", "")]
         {
             let file = copy_file(&format!("{container}-0123456789abcdef-{name}"), 0o644, text.as_bytes());
             agent.copy_file(&file).await?;
         }
         let script = "echo hello; echo oops >&2; trap 'echo bye; exit 7' TERM; while :; do sleep 0.05; done";
         let request = ContainerSpec::new(container, &["/bin/sh", "-c", script])
-            .env("POD=road")
+            .env("POD=stages")
             .bind(
                 &format!("{}/{container}-0123456789abcdef-hosts", peerpod_client::SHARED_CONTAINERS),
                 "/etc/hosts",
