@@ -1,5 +1,5 @@
-# Two commands matter: `make demo` runs one pod through all its stages; `make test` passes the tests.
-# Both need root (network namespaces) and install what is missing (scripts/setup says what, before it does).
+# Two commands matter: `make demo` runs one pod from end to end; `make test` runs the tests.
+# Both need root (network namespaces). `scripts/setup` names missing packages and installs them.
 
 CARGO ?= cargo
 TARGET := $(or $(CARGO_TARGET_DIR),target)
@@ -7,8 +7,6 @@ TARGET := $(or $(CARGO_TARGET_DIR),target)
 # build of everything: a second build beside it would have other features, and compile tokio, serde and all of ours again.
 AWS := --features peerpod-providers/aws,peerpod-provider-aws/sdk,peerpod-test-ec2/moto
 WITH := $(if $(CLOUDS),$(AWS))
-# The features of the tests with a real API server.
-KUBE := --features peerpod-test-kube/server
 DEMO := -p peerpod-demo -p peerpod-node -p peerpod-relay -p peerpod-guest -p peerpod-provider-local -p peerpod-test-agent
 BINS := -p peerpod -p peerpod-node -p peerpod-relay -p peerpod-guest -p peerpod-images -p peerpod-provider-local -p peerpod-test-agent
 
@@ -67,10 +65,10 @@ DIST_WITH := $(if $(CLOUDS),--features peerpod-providers/aws)
 DIST_FLAGS = --remap-path-prefix=$(CURDIR)=/src --remap-path-prefix=$(or $(CARGO_HOME),$(HOME)/.cargo)=/cargo
 dist: setup-dist
 ifeq ($(PROFILE),dev)
-	$(CARGO) build --locked --workspace --bins $(KUBE) $(WITH)
+	$(CARGO) build --locked --workspace --bins $(WITH)
 	$(TARGET)/debug/peerpod-dist --from $(TARGET)/debug --out $(TARGET)/dist $(DIST_PACKAGES:%=--program %)
 else
-	$(CARGO) build --locked --workspace --bin peerpod-dist $(KUBE) $(WITH)
+	$(CARGO) build --locked --workspace --bin peerpod-dist $(WITH)
 	RUSTFLAGS="$(DIST_FLAGS)" $(CARGO) build --locked --profile dist --target $(DIST_TARGET) --bins \
 		$(DIST_PACKAGES:%=-p %) $(DIST_WITH)
 	$(TARGET)/debug/peerpod-dist --from $(TARGET)/$(DIST_TARGET)/dist --out $(TARGET)/dist --target $(DIST_TARGET) \
@@ -100,24 +98,23 @@ test-bins: setup image
 # modules (tests/kube/build); that is why it is not part of `make test`.
 test-kube: setup
 	tests/kube/build
-	$(CARGO) build --locked --workspace --all-targets $(KUBE) $(WITH)
-	$(CARGO) test --locked --workspace --no-fail-fast $(KUBE) $(WITH) --test cluster
+	$(CARGO) build --locked --workspace --all-targets $(WITH)
+	$(CARGO) test --locked --workspace --no-fail-fast $(WITH) --test cluster
 
 # The CSI wrapper before a real driver (Kubernetes' mock CSI driver), by csi-sanity. Both are compiled once (tests/csi/build).
-CSI := --features peerpod-test-csi/driver
 test-csi: setup
 	tests/csi/build
 	tests/kube/build
-	$(CARGO) build --locked --workspace --all-targets $(KUBE) $(CSI) $(WITH)
-	$(CARGO) test --locked --workspace --no-fail-fast $(KUBE) $(CSI) $(WITH) --test csi
+	$(CARGO) build --locked --workspace --all-targets $(WITH)
+	$(CARGO) test --locked --workspace --no-fail-fast $(WITH) --test csi
 
 # Figures of the cluster's side, with the counts that are promised: 500 deletes and 20 kills (controller_500_deletes_vs_ideal,
 # controller_leaks), 2,000 admissions (webhook_p99_ms, webhook_p99_vs_noop).
 bench-kube: setup
 	tests/kube/build
-	$(CARGO) build --locked --workspace --all-targets $(KUBE) $(WITH)
+	$(CARGO) build --locked --workspace --all-targets $(WITH)
 	mkdir -p $(TARGET)/bench
-	PEERPOD_BENCH=$(abspath $(TARGET))/bench/summary.json $(CARGO) test --locked --workspace $(KUBE) $(WITH) --test cluster -- --nocapture controller webhook
+	PEERPOD_BENCH=$(abspath $(TARGET))/bench/summary.json $(CARGO) test --locked --workspace $(WITH) --test cluster -- --nocapture controller webhook
 
 # What takes longer than a coffee: soaks, many kills, large counts; also of the cluster's side and of the CSI wrapper; then
 # each fuzz target, FUZZ_SECONDS long, and the documented commands of at most 20 minutes. Not an optimised build: what it
@@ -126,9 +123,10 @@ test-long: FUZZ_SECONDS = 600
 test-long: setup image
 	tests/csi/build
 	tests/kube/build
-	$(CARGO) build --locked --workspace --all-targets $(KUBE) $(CSI) $(WITH)
-	PEERPOD_TEST_LONG=1 $(CARGO) test --locked --workspace --no-fail-fast $(KUBE) $(CSI) $(WITH)
-	FUZZ_WITH="$(KUBE) $(CSI) $(WITH)" fuzz/run $(FUZZ_SECONDS)
+	$(CARGO) build --locked --workspace --all-targets $(WITH)
+	PEERPOD_TEST_LONG=1 $(CARGO) test --locked --workspace --no-fail-fast $(WITH)
+	PEERPOD_TEST_LONG=1 $(CARGO) test --locked --workspace --no-fail-fast $(WITH) --test cluster --test csi
+	FUZZ_WITH="$(WITH)" fuzz/run $(FUZZ_SECONDS)
 	scripts/documented-commands --at-most 20
 
 # The AWS provider, and the real node with it, against a simulated EC2 (moto, from PyPI) behind a proxy that refuses as
@@ -153,9 +151,10 @@ bench: image
 
 lint: setup
 	$(CARGO) fmt --all --check
-	$(CARGO) clippy --locked --workspace --all-targets $(KUBE) $(CSI) $(WITH) -- -D warnings
+	$(CARGO) clippy --locked --workspace --all-targets $(WITH) -- -D warnings
+	$(CARGO) clippy --locked --workspace --test cluster --test csi $(WITH) -- -D warnings
 	$(if $(CLOUDS),$(CARGO) check --locked -p peerpod-providers -p peerpod-provider-aws)
-	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --locked --workspace $(KUBE) $(WITH) --no-deps --document-private-items
+	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --locked --workspace $(WITH) --no-deps --document-private-items
 	scripts/deny
 	scripts/check-trees
 	scripts/check-errors

@@ -176,7 +176,7 @@ impl Conversation {
             assert!(matches!(header.kind, RESPONSE | DATA), "{header:?}");
             assert!(header.length as usize <= MAX_PAYLOAD, "{header:?}");
             let asked = self.asked.get_mut(&header.stream);
-            let asked = asked.unwrap_or_else(|| panic!("nobody asked for {header:?}"));
+            let asked = asked.unwrap_or_else(|| panic!("no request had the stream of {header:?}"));
             asked.answers += usize::from(!whole && header.kind == RESPONSE);
             assert!(asked.answers <= asked.frames, "answered twice: {header:?}");
             self.answers += usize::from(whole);

@@ -7,7 +7,7 @@ pub(crate) mod vm_options;
 
 use std::{collections::HashMap, fmt};
 
-pub(crate) use peerpod_common::id::{BadId, SandboxId};
+pub(crate) use peerpod_common::id::SandboxId;
 use peerpod_link::initdata::Initdata;
 pub(crate) use peerpod_provider_api::Size;
 use serde::{Deserialize, Serialize};

@@ -56,7 +56,7 @@ struct Disk {
 
 /// State of a cycle, without the processes that are killed.
 #[derive(Clone)]
-struct Road {
+struct Cycle {
     world: World,
     hypervisor: PathBuf,
     records: Records,
@@ -73,7 +73,7 @@ fn capability(filesystem: &str) -> VolumeCapability {
     capability
 }
 
-impl Road {
+impl Cycle {
     /// Repeats a call until it succeeds.
     async fn persist<A: Message>(&self, socket: &Path, method: &str, request: &impl Message) -> Result<A> {
         let mut last = None;
@@ -290,8 +290,8 @@ impl Parties {
         Ok(false)
     }
 
-    fn road(&self) -> Road {
-        Road {
+    fn cycle(&self) -> Cycle {
+        Cycle {
             world: self.node.world.clone(),
             hypervisor: self.node.daemons.hypervisor_socket(),
             records: Records::new(self.folder.path("state/volumes")),
@@ -310,7 +310,7 @@ impl Parties {
             .mut_unknown_fields()
             .add_length_delimited(3, capability(self.filesystem).write_to_bytes()?);
         let answer: CreateVolumeResponse = self
-            .road()
+            .cycle()
             .persist(&self.folder.socket("controller"), "Controller/CreateVolume", &request)
             .await?;
         let volume = answer.volume.into_option().context("no volume")?;
@@ -320,7 +320,7 @@ impl Parties {
 
     /// Checks that no attachment, record or mount of the pod is left.
     async fn nothing_is_left(&self, uid: &str) -> Result<()> {
-        let records = self.road().records;
+        let records = self.cycle().records;
         eventually("no disk is attached, and no record is left", PERSEVERANCE, async || {
             let free = self.node.loops().is_empty() && records.of_pod(uid).ok()?.is_empty();
             (free && self.folder.mounts().ok()?.is_empty()).then_some(())
@@ -372,9 +372,9 @@ async fn random_kills_lose_format_or_leave_no_disk() -> Result<()> {
     }
     let (mut dice, mut kills, mut pods, mut bad) = (Dice(2026), [0; 4], 0, Vec::new());
     for number in 0..cycles {
-        let road = parties.road();
+        let cycle = parties.cycle();
         let asked = disks.iter().map(|disk| (disk.id.clone(), disk.context.clone())).collect();
-        let life = tokio::spawn(async move { road.cycle(number, asked).await });
+        let life = tokio::spawn(async move { cycle.cycle(number, asked).await });
         let mut vm_killed = false;
         for _ in 0..1 + dice.roll(3) {
             tokio::time::sleep(Duration::from_millis(dice.roll(900))).await;
@@ -429,19 +429,19 @@ async fn the_guest_reports_and_grows_a_volume_for_kubelet() -> Result<()> {
     for number in 0..VOLUMES {
         disks.push(parties.disk(number).await?);
     }
-    let road = parties.road();
+    let cycle = parties.cycle();
     let asked: Vec<_> = disks.iter().map(|disk| (disk.id.clone(), disk.context.clone())).collect();
     let (uid, name) = ("uid-0", "web-0");
-    let requests: Vec<_> = asked.iter().map(|disk| road.request(disk, uid, name)).collect();
-    road.publish(&asked, &requests).await?;
-    let running = road.boot(uid, name).await?;
-    road.write(0, &running).await?;
+    let requests: Vec<_> = asked.iter().map(|disk| cycle.request(disk, uid, name)).collect();
+    cycle.publish(&asked, &requests).await?;
+    let running = cycle.boot(uid, name).await?;
+    cycle.write(0, &running).await?;
     let [one, other, _] = requests.as_slice() else { anyhow::bail!("{requests:?}") };
-    let (total, used) = road.bytes(one).await?;
+    let (total, used) = cycle.bytes(one).await?;
     ensure!((200 * MIB..=320 * MIB).contains(&total) && (1..total).contains(&used), "{used} of {total}");
 
-    road.fill(&running, "/v0/big", 4).await?;
-    let (_, more) = road.bytes(one).await?;
+    cycle.fill(&running, "/v0/big", 4).await?;
+    let (_, more) = cycle.bytes(one).await?;
     ensure!(more >= used + 4 * MIB, "{used}, then {more}");
 
     // As the driver's ControllerExpandVolume does.
@@ -454,15 +454,15 @@ async fn the_guest_reports_and_grows_a_volume_for_kubelet() -> Result<()> {
     grow.capacity_range.mut_or_insert_default().required_bytes = 640 * MIB;
     for _ in 0..2 {
         let grown: NodeExpandVolumeResponse =
-            road.persist(&road.node, "Node/NodeExpandVolume", &grow).await?;
+            cycle.persist(&cycle.node, "Node/NodeExpandVolume", &grow).await?;
         ensure!(grown.capacity_bytes == 640 * MIB, "{grown:?}");
     }
-    let (total, used) = road.bytes(one).await?;
+    let (total, used) = cycle.bytes(one).await?;
     ensure!((500 * MIB..=640 * MIB).contains(&total) && used >= more, "{used} of {total}");
-    ensure!(road.bytes(other).await?.0 <= 320 * MIB, "another one grew");
-    road.run(&running, "test $(cat /v0/lines) = 0").await?;
+    ensure!(cycle.bytes(other).await?.0 <= 320 * MIB, "another one grew");
+    cycle.run(&running, "test $(cat /v0/lines) = 0").await?;
 
     running.shim.stop_vm(&running.id).await?;
-    road.give_back(&requests).await?;
+    cycle.give_back(&requests).await?;
     parties.nothing_is_left(uid).await
 }
