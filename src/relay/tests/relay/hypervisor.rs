@@ -212,6 +212,8 @@ async fn the_end_of_a_creating_connection_is_reported() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_second_relay_does_not_take_the_sockets_of_a_running_one() {
     let world = World::new("second").await;
+    // A handover would end the running relay, and with it this test process.
+    std::fs::remove_file(world.run("takeover.sock")).unwrap();
     let Err(error) = peerpod_relay::app::build(world.config.clone()).await else { panic!("it started") };
     assert!(error.to_string().contains("take over from the peerpod-relay that serves"), "{error}");
     let mut shim = world.shim().await;
