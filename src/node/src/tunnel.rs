@@ -2,8 +2,9 @@
 //! the VM, and undoes all of it.
 //!
 //! Each step is idempotent: called again after a crash, it finds the existing state and completes it. The work is
-//! netlink, done by `peerpod_podnet`; this module orders the steps and owns the node's own sockets. Methods block. It touches the pods' network namespaces, the node's VXLAN sockets and this daemon's own nftables tables,
-//! nothing else. Everything that it makes carries an owner mark, so that several daemons can share a machine.
+//! netlink, done by `peerpod_podnet`; this module orders the steps and owns the node's own sockets. Its methods block.
+//! It touches the pods' network namespaces, the node's VXLAN sockets and this daemon's own nftables tables, nothing
+//! else. Everything that it makes carries an owner mark, so that several daemons can share a machine.
 
 use std::net::IpAddr;
 use std::path::PathBuf;
