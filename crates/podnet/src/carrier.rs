@@ -5,9 +5,11 @@
 use std::collections::BTreeMap;
 
 use netlink_packet_route::RouteNetlinkMessage;
-use netlink_packet_route::link::{LinkAttribute, LinkExtentMask, LinkMessage};
+use netlink_packet_route::link::LinkAttribute;
+use rtnetlink::LinkMessageBuilder;
 
 use super::Error;
+use super::link;
 use super::netns::Netns;
 
 /// Maximum number of devices in a pod.
@@ -19,8 +21,6 @@ const MAX_LINKS: usize = 256;
 /// [`Error::Kernel`], [`Error::Netns`].
 pub fn losses(netns: &Netns) -> Result<BTreeMap<u32, u32>, Error> {
     let mut client = netns.netlink()?;
-    let mut message = LinkMessage::default();
-    message.attributes.push(LinkAttribute::ExtMask(vec![LinkExtentMask::SkipStats]));
     let count = |answer| match answer {
         RouteNetlinkMessage::NewLink(link) => {
             let downs = link.attributes.iter().find_map(|attribute| match attribute {
@@ -32,7 +32,7 @@ pub fn losses(netns: &Netns) -> Result<BTreeMap<u32, u32>, Error> {
         _ => None,
     };
     let counted = client
-        .dump(&RouteNetlinkMessage::GetLink(message), MAX_LINKS, count)
+        .dump(&link::request(LinkMessageBuilder::default()), MAX_LINKS, count)
         .map_err(Error::kernel("count the losses of carrier of the pod's links"))?;
     // The socket is not kept: this request comes last and is rare.
     Ok(counted.into_iter().collect())

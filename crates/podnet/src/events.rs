@@ -12,6 +12,7 @@ use netlink_sys::Socket;
 use netlink_sys::protocols::NETLINK_ROUTE;
 use nix::errno::Errno;
 use nix::sys::socket::{MsgFlags, recv};
+use rtnetlink::MulticastGroup as Group;
 use tokio::io::{Interest, unix::AsyncFd};
 use tokio::time::{Instant, timeout_at};
 
@@ -19,23 +20,21 @@ use super::Error;
 use super::netns::Netns;
 use peerpod_common::reactor;
 
-// rtnetlink's multicast groups (linux/rtnetlink.h).
-const LINK: u32 = 1;
-const NEIGHBOUR: u32 = 3;
-const TRAFFIC: u32 = 4;
-const V4_ADDRESS: u32 = 5;
-const V4_ROUTE: u32 = 7;
-const V4_RULE: u32 = 8;
-const V6_ADDRESS: u32 = 9;
-const V6_ROUTE: u32 = 11;
-/// A device's IPv6 settings, which router advertisements change.
-const V6_LINK: u32 = 12;
-const V6_RULE: u32 = 19;
-
-/// All groups that decide how packets of a namespace travel.
-const ALL: &[u32] = &[LINK, NEIGHBOUR, TRAFFIC, V4_ADDRESS, V4_ROUTE, V4_RULE, V6_ADDRESS, V6_ROUTE, V6_RULE];
-/// Groups of an underlay; without neighbours, which change with every connection.
-const UNDERLAY: &[u32] = &[LINK, V4_ADDRESS, V4_ROUTE, V4_RULE, V6_ADDRESS, V6_ROUTE, V6_LINK, V6_RULE];
+/// Groups that decide how packets of any namespace travel.
+const COMMON: [Group; 7] = [
+    Group::Link,
+    Group::Ipv4Ifaddr,
+    Group::Ipv4Route,
+    Group::Ipv4Rule,
+    Group::Ipv6Ifaddr,
+    Group::Ipv6Route,
+    Group::Ipv6Rule,
+];
+/// Further groups of a pod.
+const POD: &[Group] = &[Group::Neigh, Group::Tc];
+/// Further groups of an underlay: a device's IPv6 settings, which router advertisements change. Neighbours would change
+/// with every connection.
+const UNDERLAY: &[Group] = &[Group::Ipv6Ifinfo];
 
 /// Size of the buffer. A longer message is truncated, which does no harm because the content is not used.
 const ROOM: usize = 64;
@@ -56,7 +55,7 @@ impl Events {
     /// # Errors
     /// [`Error::Netns`] where the namespace cannot be entered or has no room for a socket.
     pub fn of_pod(netns: &Netns) -> Result<Events, Error> {
-        Events::open(netns, ALL)
+        Events::open(netns, POD)
     }
 
     /// Watches everything that decides the path between node and VMs. Must be called inside a tokio runtime.
@@ -67,10 +66,10 @@ impl Events {
         Events::open(netns, UNDERLAY)
     }
 
-    fn open(netns: &Netns, groups: &[u32]) -> Result<Events, Error> {
+    fn open(netns: &Netns, further: &[Group]) -> Result<Events, Error> {
         let failed =
             |source: io::Error| Error::Netns { attempt: "listen in", path: netns.path().to_owned(), source };
-        let socket = netns.run(|| socket(groups)).and_then(|made| made).map_err(failed)?;
+        let socket = netns.run(|| socket(further)).and_then(|made| made).map_err(failed)?;
         Ok(Events { socket: reactor::register(socket, Interest::READABLE).map_err(failed)?, heard: None })
     }
 
@@ -114,13 +113,13 @@ impl Events {
     }
 }
 
-fn socket(groups: &[u32]) -> io::Result<OwnedFd> {
+fn socket(further: &[Group]) -> io::Result<OwnedFd> {
     let mut socket = Socket::new(NETLINK_ROUTE)?;
     socket.bind_auto()?;
-    for group in groups {
+    for group in COMMON.iter().chain(further) {
         // A kernel without IPv6 or policy routing has no such group, and no events for it.
-        match socket.add_membership(*group) {
-            Err(e) if *group == LINK => return Err(e),
+        match socket.add_membership(*group as u32) {
+            Err(e) if *group == Group::Link => return Err(e),
             _ => {}
         }
     }

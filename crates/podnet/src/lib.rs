@@ -8,6 +8,7 @@
 //! output are plain data. The module starts no `ip`, `tc`, `nft` or `iptables` process: it uses netlink sockets, sysctl
 //! files and, for redirects, bpf(2). Only the threads of [`netns`] enter a network namespace.
 
+use std::fmt::Display;
 use std::io;
 use std::path::PathBuf;
 
@@ -149,6 +150,11 @@ pub enum Error {
 }
 
 impl Error {
+    /// Refuses a value of the plan that fits no netlink message.
+    pub(crate) fn plan(why: impl Display) -> Error {
+        Error::Plan(why.to_string())
+    }
+
     /// Wraps a netlink error with the attempted operation.
     pub(crate) fn kernel(attempt: impl Into<String>) -> impl FnOnce(netlink::Error) -> Error {
         let attempt = attempt.into();

@@ -7,11 +7,13 @@ use netlink_packet_route::link::{
     AfSpecInet, AfSpecInet6, AfSpecUnspec, Inet6DevConf, InetDevConf, InfoData, InfoKind, InfoVxlan,
     LinkAttribute, LinkExtentMask, LinkFlags, LinkInfo, LinkLayerType, LinkMessage,
 };
+use netlink_packet_route::neighbour::{NeighbourAttribute, NeighbourMessage, NeighbourState};
 use netlink_packet_route::route::{
     RouteAddress, RouteAttribute, RouteFlags, RouteMessage, RouteMetric, RouteType,
 };
 use netlink_packet_route::{AddressFamily, RouteNetlinkMessage};
 use nix::errno::Errno;
+use rtnetlink::{LinkMessageBuilder, LinkUnspec, LinkVxlan, RouteMessageBuilder};
 
 use super::Error;
 use super::netlink::{self, Client};
@@ -62,21 +64,22 @@ impl Vxlan {
 
 /// Returns the device of this name, or `None`.
 pub(crate) fn by_name(client: &mut Client, name: &str) -> Result<Option<Link>, netlink::Error> {
-    let mut message = LinkMessage::default();
-    message.attributes.push(LinkAttribute::IfName(name.to_owned()));
-    one(client, message)
+    one(client, LinkUnspec::new_with_name(name))
 }
 
 /// Returns the device of this index, or `None`.
 pub(crate) fn by_index(client: &mut Client, index: u32) -> Result<Option<Link>, netlink::Error> {
-    let mut message = LinkMessage::default();
-    message.header.index = index;
-    one(client, message)
+    one(client, LinkUnspec::new_with_index(index))
 }
 
-fn one(client: &mut Client, mut message: LinkMessage) -> Result<Option<Link>, netlink::Error> {
-    message.attributes.push(LinkAttribute::ExtMask(vec![LinkExtentMask::SkipStats]));
-    match client.ask(RouteNetlinkMessage::GetLink(message)) {
+/// Builds the request for a device, or for all of them, without counters.
+pub(crate) fn request(which: LinkMessageBuilder<LinkUnspec>) -> RouteNetlinkMessage {
+    let lean = which.append_extra_attribute(LinkAttribute::ExtMask(vec![LinkExtentMask::SkipStats]));
+    RouteNetlinkMessage::GetLink(lean.build())
+}
+
+fn one(client: &mut Client, which: LinkMessageBuilder<LinkUnspec>) -> Result<Option<Link>, netlink::Error> {
+    match client.ask(request(which)) {
         Ok(RouteNetlinkMessage::NewLink(link)) => Ok(Some(read(link))),
         Ok(_) => Err(netlink::Error::Garbled("another answer than a link".to_owned())),
         Err(e) if e.is_gone() => Ok(None),
@@ -95,9 +98,7 @@ pub(crate) fn all_that(
     limit: usize,
     are: impl Fn(&Link) -> bool,
 ) -> Result<Vec<Link>, netlink::Error> {
-    let mut message = LinkMessage::default();
-    message.attributes.push(LinkAttribute::ExtMask(vec![LinkExtentMask::SkipStats]));
-    client.dump(&RouteNetlinkMessage::GetLink(message), limit, |answer| match answer {
+    client.dump(&request(LinkMessageBuilder::default()), limit, |answer| match answer {
         RouteNetlinkMessage::NewLink(link) => Some(read(link)).filter(&are),
         _ => None,
     })
@@ -191,29 +192,50 @@ fn vxlan(info: LinkInfo) -> Option<Vxlan> {
     Some(vxlan)
 }
 
-/// Returns the `LinkInfo` of a VXLAN device with these settings.
-pub(crate) fn vxlan_info(settings: Vec<InfoVxlan>) -> LinkAttribute {
-    LinkAttribute::LinkInfo(vec![LinkInfo::Kind(InfoKind::Vxlan), LinkInfo::Data(InfoData::Vxlan(settings))])
+/// Sets a tunnel's remote and local address.
+pub(crate) fn endpoints(
+    tunnel: LinkMessageBuilder<LinkVxlan>,
+    remote: IpAddr,
+    local: Option<IpAddr>,
+) -> LinkMessageBuilder<LinkVxlan> {
+    let tunnel = match remote {
+        IpAddr::V4(a) => tunnel.remote(a),
+        IpAddr::V6(a) => tunnel.remote6(a),
+    };
+    match local {
+        Some(IpAddr::V4(a)) => tunnel.local(a),
+        Some(IpAddr::V6(a)) => tunnel.local6(a),
+        None => tunnel,
+    }
 }
 
-/// Returns the settings of a tunnel's remote and local address.
-pub(crate) fn endpoints(remote: IpAddr, local: Option<IpAddr>) -> Vec<InfoVxlan> {
-    let mut settings = vec![match remote {
-        IpAddr::V4(a) => InfoVxlan::Group(a),
-        IpAddr::V6(a) => InfoVxlan::Group6(a),
-    }];
-    settings.extend(local.map(|local| match local {
-        IpAddr::V4(a) => InfoVxlan::Local(a),
-        IpAddr::V6(a) => InfoVxlan::Local6(a),
-    }));
-    settings
+/// Builds the message that changes a device.
+pub(crate) fn set(device: LinkMessageBuilder<LinkUnspec>) -> RouteNetlinkMessage {
+    RouteNetlinkMessage::SetLink(device.build())
 }
 
-/// Returns the message that deletes a device.
+/// Builds the message that deletes a device.
 pub(crate) fn delete(index: u32) -> RouteNetlinkMessage {
-    let mut message = LinkMessage::default();
-    message.header.index = index;
-    RouteNetlinkMessage::DelLink(message)
+    RouteNetlinkMessage::DelLink(LinkUnspec::new_with_index(index).build())
+}
+
+/// Builds the entry that resolves an address of a device for ever.
+pub(crate) fn neighbour(index: u32, address: IpAddr, mac: Option<[u8; 6]>) -> NeighbourMessage {
+    let mut message = NeighbourMessage::default();
+    message.header.family = family(address);
+    message.header.ifindex = index;
+    message.header.state = NeighbourState::Permanent;
+    message.attributes.push(NeighbourAttribute::Destination(address.into()));
+    message.attributes.extend(mac.map(|mac| NeighbourAttribute::LinkLayerAddress(mac.to_vec())));
+    message
+}
+
+/// Starts the route of a family's every address by this gateway.
+pub(crate) fn default_route(gateway: IpAddr) -> Result<RouteMessageBuilder<IpAddr>, Error> {
+    RouteMessageBuilder::<IpAddr>::new()
+        .destination_prefix(unspecified(gateway.is_ipv6()), 0)
+        .and_then(|route| route.gateway(gateway))
+        .map_err(Error::plan)
 }
 
 /// Path to another machine.
@@ -238,6 +260,7 @@ pub(crate) fn is_own(client: &mut Client, address: IpAddr) -> bool {
 }
 
 fn route_to(client: &mut Client, peer: IpAddr, how: RouteFlags) -> Result<RouteMessage, netlink::Error> {
+    // Not by the builder: it presets table, protocol and type, which the kernel refuses in this request.
     let mut message = RouteMessage::default();
     message.header.flags = how;
     message.header.address_family = family(peer);

@@ -9,7 +9,10 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use netlink_packet_core::{NLM_F_ACK, NLM_F_DUMP, NLM_F_DUMP_INTR, NLM_F_REQUEST, NetlinkSerializable};
+use netlink_packet_core::{
+    Emitable, NLM_F_ACK, NLM_F_DUMP, NLM_F_DUMP_INTR, NLM_F_REQUEST, NLMSG_DONE, NLMSG_ERROR, NetlinkHeader,
+    NetlinkSerializable,
+};
 use netlink_packet_route::RouteNetlinkMessage;
 use netlink_sys::Socket;
 use netlink_sys::protocols::{NETLINK_NETFILTER, NETLINK_ROUTE};
@@ -25,10 +28,8 @@ mod parse;
 pub(crate) use parse::parse_route;
 use parse::{has_end, next_message, parse_answer, refusal};
 
-/// The header of every netlink message: length u32, type u16, flags u16, sequence u32, port u32, host order.
+/// Length of the header of a netlink message.
 const HEADER: usize = 16;
-const NLMSG_ERROR: u16 = 2;
-const NLMSG_DONE: u16 = 3;
 /// Messages per datagram: the kernel queues an answer to each before the first is read, and the queue is finite.
 const BATCH: usize = 64;
 /// Receive buffer. The kernel never sends more than 32 KiB at once; a longer datagram is refused as truncated.
@@ -262,11 +263,11 @@ impl Client {
             let length = self.receive()?;
             let mut rest = self.buffer.get(..length).unwrap_or_default();
             while let Some((header, payload)) = next_message(&mut rest)? {
-                if header.sequence != sequence {
+                if header.sequence_number != sequence {
                     continue;
                 }
                 consistent &= header.flags & NLM_F_DUMP_INTR == 0;
-                match header.kind {
+                match header.message_type {
                     NLMSG_ERROR => {
                         parse_answer(header.flags, payload)??;
                         return Ok(consistent);
@@ -299,14 +300,15 @@ impl Client {
         SENT.fetch_add(1, Ordering::Relaxed);
         let start = datagram.len();
         let length = HEADER + message.buffer_len();
-        // This program's messages are a few hundred bytes long.
-        datagram.extend_from_slice(&(length as u32).to_ne_bytes());
-        datagram.extend_from_slice(&message.message_type().to_ne_bytes());
-        datagram.extend_from_slice(&flags.to_ne_bytes());
-        datagram.extend_from_slice(&self.sequence.to_ne_bytes());
-        datagram.extend_from_slice(&[0; 4]);
+        let mut header = NetlinkHeader::default();
+        header.length = length as u32; // a few hundred bytes
+        header.message_type = message.message_type();
+        header.flags = flags;
+        header.sequence_number = self.sequence;
         datagram.resize(start + length, 0);
-        if let Some(body) = datagram.get_mut(start + HEADER..) {
+        if let Some((head, body)) = datagram.get_mut(start..).and_then(|new| new.split_at_mut_checked(HEADER))
+        {
+            header.emit(head);
             message.serialize(body);
         }
         datagram.resize(start + length.next_multiple_of(4), 0);
@@ -368,8 +370,8 @@ impl Client {
             let length = self.receive()?;
             let mut rest = self.buffer.get(..length).unwrap_or_default();
             while let Some((header, payload)) = next_message(&mut rest)? {
-                let index = header.sequence.wrapping_sub(first) as usize;
-                if let (NLMSG_ERROR, Some(slot @ None)) = (header.kind, answers.get_mut(index)) {
+                let index = header.sequence_number.wrapping_sub(first) as usize;
+                if let (NLMSG_ERROR, Some(slot @ None)) = (header.message_type, answers.get_mut(index)) {
                     *slot = Some(parse_answer(header.flags, payload)?);
                     missing -= 1;
                 }
@@ -403,8 +405,8 @@ impl Client {
         while let Some(length) = self.receive_queued()? {
             let mut rest = self.buffer.get(..length).unwrap_or_default();
             while let Some((header, payload)) = next_message(&mut rest)? {
-                let index = header.sequence.wrapping_sub(frame) as usize;
-                if header.kind == NLMSG_ERROR && index <= messages.len() + 1 {
+                let index = header.sequence_number.wrapping_sub(frame) as usize;
+                if header.message_type == NLMSG_ERROR && index <= messages.len() + 1 {
                     answered += usize::from((1..=messages.len()).contains(&index));
                     refused = refused.or(parse_answer(header.flags, payload)?.err());
                 }

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use netlink_packet_route::RouteNetlinkMessage;
 use nix::errno::Errno;
+use rtnetlink::LinkUnspec;
 
 use super::Error;
 use super::link::{self, Link};
@@ -101,11 +102,13 @@ pub fn connect(netns: &Netns, connection: &Connection<'_>) -> Result<Vec<String>
     }
     let mut messages = Vec::with_capacity(6 * connection.pairs.len());
     for pair in &due {
-        messages.push((0, vxlan::with_mtu(pair.held.ifindex, pair.mtu)));
+        // The kernel refuses the MTU together with VXLAN settings.
+        messages.push((0, link::set(LinkUnspec::new_with_index(pair.held.ifindex).mtu(pair.mtu))));
         // Set at the reservation already, but an MTU that was too small for IPv6 made the kernel drop it. Refused where
         // there is no IPv6.
-        messages.push((0, RouteNetlinkMessage::SetLink(vxlan::no_v6_address(pair.held.ifindex))));
-        messages.push((0, vxlan::connection(pair.held, connection.remote, connection.local)));
+        messages.push((0, vxlan::no_v6_address(pair.held.ifindex)));
+        let ends = vxlan::connection(pair.held, connection.remote, Some(connection.local));
+        messages.push((0, RouteNetlinkMessage::NewLink(ends.up().build())));
     }
     let own = messages.len();
     // The programs in the messages must stay open until the kernel has accepted the filters.

@@ -4,13 +4,12 @@
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use netlink_packet_route::address::{AddressAttribute, AddressFlags, AddressMessage};
-use netlink_packet_route::link::{
-    InfoKind, LinkAttribute, LinkExtentMask, LinkFlags, LinkInfo, LinkLayerType, LinkMessage,
-};
+use netlink_packet_route::link::{InfoKind, LinkAttribute, LinkFlags, LinkInfo, LinkLayerType, LinkMessage};
 use netlink_packet_route::route::{
     RouteAddress, RouteAttribute, RouteHeader, RouteMessage, RouteNextHop, RouteType, RouteVia,
 };
 use netlink_packet_route::{AddressFamily, RouteNetlinkMessage};
+use rtnetlink::LinkMessageBuilder;
 
 use super::netlink::{self, Client};
 use super::{Error, link};
@@ -134,13 +133,11 @@ fn asking(what: &'static str) -> impl FnOnce(netlink::Error) -> Error {
 }
 
 fn links(client: &mut Client) -> Result<Vec<UnderlayDevice>, Error> {
-    let mut message = LinkMessage::default();
-    message.attributes.push(LinkAttribute::ExtMask(vec![LinkExtentMask::SkipStats]));
     let read = |answer| match answer {
         RouteNetlinkMessage::NewLink(link) => read_link(link),
         _ => None,
     };
-    client.dump(&RouteNetlinkMessage::GetLink(message), MAX_LINKS, read).map_err(asking("devices"))
+    client.dump(&link::request(LinkMessageBuilder::default()), MAX_LINKS, read).map_err(asking("devices"))
 }
 
 /// Parses a device that the cloud provides: Ethernet, and no virtual device of this kernel (bridge, tunnel, ...). A

@@ -15,9 +15,8 @@ use std::net::{IpAddr, Ipv6Addr};
 use std::os::fd::{AsFd, AsRawFd};
 
 use netlink_packet_route::RouteNetlinkMessage;
-use netlink_packet_route::link::{
-    AfSpecInet6, AfSpecUnspec, In6AddrGenMode, InfoVxlan, LinkAttribute, LinkFlags, LinkMessage,
-};
+use netlink_packet_route::link::{AfSpecInet6, AfSpecUnspec, In6AddrGenMode, InfoKind, LinkAttribute};
+use rtnetlink::{LinkMessageBuilder, LinkUnspec, LinkVxlan};
 
 mod probe;
 mod reserve;
@@ -28,7 +27,7 @@ pub use reserve::{Slot, Wanted, reserve};
 pub use vnis::Vnis;
 
 use super::Error;
-use super::link::{self, endpoints, vxlan_info};
+use super::link::{self, endpoints};
 use super::netlink::Client;
 use super::netns::Netns;
 
@@ -82,12 +81,10 @@ pub struct Held {
 }
 
 /// Builds the message that keeps the kernel from giving a device a link-local address.
-pub(crate) fn no_v6_address(index: u32) -> LinkMessage {
-    let mut message = LinkMessage::default();
-    message.header.index = index;
-    let mode = AfSpecInet6::AddrGenMode(In6AddrGenMode::None);
-    message.attributes.push(LinkAttribute::AfSpecUnspec(vec![AfSpecUnspec::Inet6(vec![mode])]));
-    message
+pub(crate) fn no_v6_address(index: u32) -> RouteNetlinkMessage {
+    let mode = AfSpecUnspec::Inet6(vec![AfSpecInet6::AddrGenMode(In6AddrGenMode::None)]);
+    let device = LinkUnspec::new_with_index(index);
+    link::set(device.append_extra_attribute(LinkAttribute::AfSpecUnspec(vec![mode])))
 }
 
 /// Builds the message that makes a device of this name and index (0 = the kernel chooses).
@@ -98,51 +95,34 @@ fn creation(
     mac: [u8; 6],
     (shape, source_ports): (Shape, Option<(u16, u16)>),
 ) -> RouteNetlinkMessage {
-    let mut settings = settings(vni, shape);
-    settings.extend(source_ports.map(InfoVxlan::PortRange));
+    let mut tunnel = tunnel(netns, &name, vni, mac, shape).index(index);
+    if let Some((first, last)) = source_ports {
+        tunnel = tunnel.port_range(first, last);
+    }
     if shape.v6 {
         // A device without any address stays an IPv4 one; this placeholder makes it IPv6 until the remote is known.
-        settings.append(&mut endpoints(IpAddr::V6(Ipv6Addr::LOCALHOST), None));
+        tunnel = tunnel.remote6(Ipv6Addr::LOCALHOST);
     }
-    let mut message = LinkMessage::default();
-    message.header.index = index;
-    message.attributes = vec![
-        LinkAttribute::IfName(name),
-        LinkAttribute::Address(mac.to_vec()),
-        LinkAttribute::NetNsFd(netns.as_fd().as_raw_fd()),
-        vxlan_info(settings),
-    ];
-    RouteNetlinkMessage::NewLink(message)
+    RouteNetlinkMessage::NewLink(tunnel.build())
 }
 
-/// Returns the settings of every VXLAN device of this program.
-pub(crate) fn settings(vni: u32, shape: Shape) -> Vec<InfoVxlan> {
-    let mut settings = vec![InfoVxlan::Id(vni), InfoVxlan::Port(shape.port), InfoVxlan::Learning(false)];
-    if !shape.v6 {
-        settings.push(InfoVxlan::UDPCsum(shape.udp_checksum));
-    }
-    settings
+/// Starts the message that makes a tunnel device, with the settings of every device of this program.
+pub(crate) fn tunnel(
+    netns: &Netns,
+    name: &str,
+    vni: u32,
+    mac: [u8; 6],
+    shape: Shape,
+) -> LinkMessageBuilder<LinkVxlan> {
+    let tunnel = LinkVxlan::new(name, vni).address(mac.to_vec()).setns_by_fd(netns.as_fd().as_raw_fd());
+    let tunnel = tunnel.port(shape.port).learning(false);
+    if shape.v6 { tunnel } else { tunnel.udp_csum(shape.udp_checksum) }
 }
 
-/// Builds the message that sets a reserved device's endpoints and sets it up. The kernel refuses it unless the device
-/// has this VNI.
-pub(crate) fn connection(held: Held, remote: IpAddr, local: IpAddr) -> RouteNetlinkMessage {
-    let mut settings = vec![InfoVxlan::Id(held.vni)];
-    settings.append(&mut endpoints(remote, Some(local)));
-    let mut message = LinkMessage::default();
-    message.header.index = held.ifindex;
-    message.header.flags = LinkFlags::Up;
-    message.header.change_mask = LinkFlags::Up;
-    message.attributes = vec![vxlan_info(settings)];
-    RouteNetlinkMessage::NewLink(message)
-}
-
-/// Builds the message that sets a device's MTU; the kernel refuses the MTU together with VXLAN settings.
-pub(crate) fn with_mtu(index: u32, mtu: u32) -> RouteNetlinkMessage {
-    let mut message = LinkMessage::default();
-    message.header.index = index;
-    message.attributes.push(LinkAttribute::Mtu(mtu));
-    RouteNetlinkMessage::SetLink(message)
+/// Starts the message that sets a device's endpoints. The kernel refuses it unless the device has this VNI.
+pub(crate) fn connection(held: Held, remote: IpAddr, local: Option<IpAddr>) -> LinkMessageBuilder<LinkVxlan> {
+    let device = LinkMessageBuilder::<LinkVxlan>::new_with_info_kind(InfoKind::Vxlan).index(held.ifindex);
+    endpoints(device.id(held.vni), remote, local)
 }
 
 /// Deletes a device; takes some 20 ms. A missing device is no error.

@@ -16,18 +16,15 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use netlink_packet_core::{NLM_F_CREATE, NLM_F_REPLACE};
 use netlink_packet_route::address::{AddressAttribute, AddressMessage};
-use netlink_packet_route::link::{
-    AfSpecInet6, AfSpecUnspec, In6AddrGenMode, LinkAttribute, LinkFlags, LinkMessage,
-};
-use netlink_packet_route::route::{
-    RouteAddress, RouteAttribute, RouteMessage, RouteMetric, RouteProtocol, RouteScope, RouteType,
-};
+use netlink_packet_route::route::{RouteAddress, RouteAttribute, RouteMessage, RouteMetric, RouteScope};
 use netlink_packet_route::{AddressFamily, RouteNetlinkMessage};
 use peerpod_common::tun::{Tun, open_tun};
+use rtnetlink::{AddressMessageBuilder, LinkUnspec, RouteMessageBuilder};
 
-use crate::Error;
+use crate::link::{self, Link};
 use crate::netlink::{Client, Error as Netlink};
 use crate::netns::{Netns, NetnsId, create_named, delete_named, name_again};
+use crate::{Error, vxlan};
 
 /// Name of the TUN device.
 pub const DEVICE: &str = "pp-wg0";
@@ -107,12 +104,14 @@ impl Inner {
         let index = index.map_err(|e| failed(e.into()))?;
         let attempt = |what: &str| format!("{what} {DEVICE} in {}", self.netns.path().display());
         // Optional: a kernel without IPv6 has no such setting.
-        drop(client.tell(0, RouteNetlinkMessage::SetLink(quiet(index))));
+        drop(client.tell(0, vxlan::no_v6_address(index)));
+        let up = link::set(LinkUnspec::new_with_index(index).up().mtu(self.mtu));
+        client.tell(0, up).map_err(kernel(attempt("set up")))?;
+        let address =
+            AddressMessageBuilder::<Ipv4Addr>::new().index(index).address(self.address, INNER_PREFIX);
         client
-            .tell(0, RouteNetlinkMessage::SetLink(up(index, Some(self.mtu))))
-            .map_err(kernel(attempt("set up")))?;
-        let address = RouteNetlinkMessage::NewAddress(address_of(index, self.address));
-        client.tell(NLM_F_CREATE | NLM_F_REPLACE, address).map_err(kernel(attempt("give an address to")))?;
+            .tell(NLM_F_CREATE | NLM_F_REPLACE, RouteNetlinkMessage::NewAddress(address.build()))
+            .map_err(kernel(attempt("give an address to")))?;
         self.index.store(index, Ordering::Release);
         Ok(tun)
     }
@@ -140,18 +139,9 @@ impl Inner {
 
     fn is_whole(&self, client: &mut Client, routes: &HashMap<Ipv4Addr, u32>) -> Result<bool, Netlink> {
         let index = self.index.load(Ordering::Acquire);
-        let mut message = LinkMessage::default();
-        message.header.index = index;
-        match client.ask(RouteNetlinkMessage::GetLink(message)) {
-            Ok(RouteNetlinkMessage::NewLink(link)) => {
-                let named = link.attributes.contains(&LinkAttribute::IfName(DEVICE.to_owned()));
-                if !named || !link.header.flags.contains(LinkFlags::Up) {
-                    return Ok(false);
-                }
-            }
-            Ok(other) => return Err(Netlink::Garbled(format!("no link: {other:?}"))),
-            Err(e) if e.is_gone() => return Ok(false),
-            Err(e) => return Err(e),
+        let ready = |link: Link| link.name == DEVICE && link.up;
+        if !link::by_index(client, index)?.is_some_and(ready) {
+            return Ok(false);
         }
         let ours = AddressAttribute::Local(IpAddr::V4(self.address));
         let all = RouteNetlinkMessage::GetAddress(AddressMessage::default());
@@ -213,20 +203,13 @@ impl Inner {
     }
 
     fn route(&self, peer: Ipv4Addr, mtu: Option<u32>) -> RouteMessage {
-        let mut message = RouteMessage::default();
-        message.header.address_family = AddressFamily::Inet;
-        message.header.destination_prefix_length = 32;
-        message.header.table = 254;
-        message.header.protocol = RouteProtocol::Static;
-        message.header.scope = RouteScope::Link;
-        message.header.kind = RouteType::Unicast;
-        let index = self.index.load(Ordering::Acquire);
-        message.attributes =
-            vec![RouteAttribute::Destination(RouteAddress::Inet(peer)), RouteAttribute::Oif(index)];
-        if let Some(mtu) = mtu {
-            message.attributes.push(RouteAttribute::Metrics(vec![RouteMetric::Mtu(mtu)]));
-        }
-        message
+        let mut route = RouteMessageBuilder::<Ipv4Addr>::new()
+            .destination_prefix(peer, 32)
+            .output_interface(self.index.load(Ordering::Acquire))
+            .scope(RouteScope::Link)
+            .build();
+        route.attributes.extend(mtu.map(|mtu| RouteAttribute::Metrics(vec![RouteMetric::Mtu(mtu)])));
+        route
     }
 }
 
@@ -255,34 +238,6 @@ fn read_route(route: &RouteMessage, device: u32) -> Option<(Ipv4Addr, u32)> {
         }
     }
     (route.header.destination_prefix_length == 32 && by == Some(device)).then_some((to?, fits?))
-}
-
-fn up(index: u32, mtu: Option<u32>) -> LinkMessage {
-    let mut message = LinkMessage::default();
-    message.header.index = index;
-    message.header.flags = LinkFlags::Up;
-    message.header.change_mask = LinkFlags::Up;
-    message.attributes.extend(mtu.map(LinkAttribute::Mtu));
-    message
-}
-
-/// Disables the device's own IPv6 address: otherwise the kernel would send packets of its own through the tunnel.
-fn quiet(index: u32) -> LinkMessage {
-    let mut message = LinkMessage::default();
-    message.header.index = index;
-    let mode = AfSpecInet6::AddrGenMode(In6AddrGenMode::None);
-    message.attributes.push(LinkAttribute::AfSpecUnspec(vec![AfSpecUnspec::Inet6(vec![mode])]));
-    message
-}
-
-fn address_of(index: u32, address: Ipv4Addr) -> AddressMessage {
-    let mut message = AddressMessage::default();
-    message.header.family = AddressFamily::Inet;
-    message.header.prefix_len = INNER_PREFIX;
-    message.header.index = index;
-    let address = IpAddr::V4(address);
-    message.attributes = vec![AddressAttribute::Local(address), AddressAttribute::Address(address)];
-    message
 }
 
 fn kernel(attempt: String) -> impl FnOnce(Netlink) -> Error {

@@ -16,10 +16,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use netlink_packet_route::{
-    RouteNetlinkMessage,
-    link::{LinkFlags, LinkHeader, LinkMessage},
-};
+use netlink_packet_route::RouteNetlinkMessage;
 use nix::{
     errno::Errno,
     poll::{PollFd, PollFlags, PollTimeout, poll},
@@ -403,10 +400,9 @@ fn flush() {
 }
 
 fn loopback_up() -> Result<(), String> {
-    let mut link = LinkMessage::default();
-    link.header = LinkHeader { index: 1, flags: LinkFlags::Up, change_mask: LinkFlags::Up, ..link.header };
+    let link = rtnetlink::LinkUnspec::new_with_index(1).up();
     let mut netlink = peerpod_podnet::netlink::Client::route().map_err(|error| error.to_string())?;
-    netlink.tell(0, RouteNetlinkMessage::SetLink(link)).map_err(|error| error.to_string())
+    netlink.tell(0, RouteNetlinkMessage::SetLink(link.build())).map_err(|error| error.to_string())
 }
 
 #[cfg(test)]

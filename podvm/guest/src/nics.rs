@@ -28,6 +28,7 @@ use netlink_packet_route::{
 };
 use parking_lot::Mutex;
 use peerpod_podnet::{events::Events, netlink::Client, netns::Netns, underlay};
+use rtnetlink::LinkUnspec;
 use tokio::{
     task::{AbortHandle, JoinSet},
     time::{sleep, timeout},
@@ -438,9 +439,8 @@ async fn blocking<T: Send + 'static>(
 fn inspect(client: &mut Client) -> Result<Vec<Nic>, String> {
     let mut nics = Vec::new();
     for known in underlay::nics(client).map_err(|error| error.to_string())? {
-        let mut ask = LinkMessage::default();
-        ask.header.index = known.index;
-        let Ok(RouteNetlinkMessage::NewLink(link)) = client.ask(RouteNetlinkMessage::GetLink(ask)) else {
+        let ask = RouteNetlinkMessage::GetLink(LinkUnspec::new_with_index(known.index).build());
+        let Ok(RouteNetlinkMessage::NewLink(link)) = client.ask(ask) else {
             continue; // gone meanwhile
         };
         let mut nic = Nic {

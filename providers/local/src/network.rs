@@ -6,16 +6,13 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::os::fd::{AsRawFd, BorrowedFd};
 
 use netlink_packet_core::{NLM_F_CREATE, NLM_F_EXCL};
-use netlink_packet_route::address::{AddressAttribute, AddressHeaderFlags, AddressMessage};
-use netlink_packet_route::link::{
-    InfoData, InfoKind, InfoVeth, LinkAttribute, LinkFlags, LinkInfo, LinkMessage,
-};
-use netlink_packet_route::route::{
-    RouteAddress, RouteAttribute, RouteHeader, RouteMessage, RouteProtocol, RouteScope, RouteType,
-};
-use netlink_packet_route::{AddressFamily, RouteNetlinkMessage};
+use netlink_packet_route::RouteNetlinkMessage;
+use netlink_packet_route::address::AddressHeaderFlags;
+use netlink_packet_route::link::{InfoData, InfoVeth, LinkAttribute};
+use netlink_packet_route::route::RouteProtocol;
 use nix::errno::Errno;
 use peerpod_podnet::netlink::{Client, Error as NetlinkError};
+use rtnetlink::{AddressMessageBuilder, LinkBridge, LinkUnspec, LinkVeth, RouteMessageBuilder};
 use sha2::{Digest, Sha256};
 
 use crate::config::{Family, LocalConfig, Network, Subnet};
@@ -53,18 +50,10 @@ pub(crate) fn ensure_bridge(config: &LocalConfig, network: &Network) -> Result<(
     let name = &network.bridge;
     let mut client = client()?;
     let mac = bridge_mac(name);
-    let mut message = LinkMessage::default();
-    message.header.flags = LinkFlags::Up;
-    message.header.change_mask = LinkFlags::Up;
-    message.attributes = vec![
-        LinkAttribute::IfName(name.clone()),
-        LinkAttribute::Mtu(config.mtu),
-        // A fixed address. Otherwise it would change when a port with a lower one is added, and break the VMs'
-        // neighbour entries.
-        LinkAttribute::Address(mac.to_vec()),
-        LinkAttribute::LinkInfo(vec![LinkInfo::Kind(InfoKind::Bridge)]),
-    ];
-    let made = client.tell(NLM_F_CREATE | NLM_F_EXCL, RouteNetlinkMessage::NewLink(message));
+    // A fixed address. Otherwise it would change when a port with a lower one is added, and break the VMs' neighbour
+    // entries.
+    let bridge = LinkBridge::new(name).mtu(config.mtu).address(mac.to_vec()).up();
+    let made = client.tell(NLM_F_CREATE | NLM_F_EXCL, RouteNetlinkMessage::NewLink(bridge.build()));
     at(|| format!("make bridge {name}"), found(made, Errno::EEXIST))?;
     let Some(bridge) = inspect(&mut client, name)? else {
         let source = NetlinkError::Garbled("it is not there".to_owned());
@@ -74,7 +63,8 @@ pub(crate) fn ensure_bridge(config: &LocalConfig, network: &Network) -> Result<(
         return Err(Error::Foreign(name.clone()));
     }
     if bridge.mtu != config.mtu {
-        let told = client.tell(0, set_mtu(bridge.index, config.mtu));
+        let device = LinkUnspec::new_with_index(bridge.index).mtu(config.mtu);
+        let told = client.tell(0, RouteNetlinkMessage::SetLink(device.build()));
         at(|| format!("give bridge {name} the MTU {}", config.mtu), told)?;
     }
     for (ip, prefix) in node_addresses(config, network) {
@@ -102,9 +92,7 @@ pub(crate) fn remove_bridge(name: &str) -> Result<(), Error> {
 
 /// Removes a network device by name. A device that is gone is fine.
 pub(crate) fn remove(client: &mut Client, name: &str) -> Result<(), Error> {
-    let mut message = LinkMessage::default();
-    message.attributes = vec![LinkAttribute::IfName(name.to_owned())];
-    let told = client.tell(0, RouteNetlinkMessage::DelLink(message));
+    let told = client.tell(0, RouteNetlinkMessage::DelLink(LinkUnspec::new_with_name(name).build()));
     at(|| format!("remove link {name}"), found(told, Errno::ENODEV))
 }
 
@@ -136,25 +124,13 @@ pub(crate) fn plug(
     let Some(bridge_link) = inspect(node, bridge)? else { return Err(Error::Foreign(bridge.clone())) };
     // Left by an earlier attempt with a namespace that is not torn down yet.
     remove(node, name)?;
-    let mut peer = LinkMessage::default();
-    peer.attributes = vec![
-        LinkAttribute::IfName(inside.to_owned()),
-        LinkAttribute::NetNsFd(vm.as_raw_fd()),
-        LinkAttribute::Mtu(*mtu),
-    ];
-    let mut message = LinkMessage::default();
-    message.header.flags = LinkFlags::Up;
-    message.header.change_mask = LinkFlags::Up;
-    message.attributes = vec![
-        LinkAttribute::IfName(name.to_owned()),
-        LinkAttribute::Controller(bridge_link.index),
-        LinkAttribute::Mtu(*mtu),
-        LinkAttribute::LinkInfo(vec![
-            LinkInfo::Kind(InfoKind::Veth),
-            LinkInfo::Data(InfoData::Veth(InfoVeth::Peer(peer))),
-        ]),
-    ];
-    let told = node.tell(NLM_F_CREATE | NLM_F_EXCL, RouteNetlinkMessage::NewLink(message));
+    let peer = LinkUnspec::new_with_name(inside).setns_by_fd(vm.as_raw_fd()).mtu(*mtu);
+    let pair = LinkVeth::new(name, inside)
+        .set_info_data(InfoData::Veth(InfoVeth::Peer(peer.build())))
+        .controller(bridge_link.index)
+        .mtu(*mtu)
+        .up();
+    let told = node.tell(NLM_F_CREATE | NLM_F_EXCL, RouteNetlinkMessage::NewLink(pair.build()));
     at(|| format!("make veth {name} on bridge {bridge}"), told)
 }
 
@@ -194,9 +170,7 @@ struct Link {
 }
 
 fn inspect(client: &mut Client, name: &str) -> Result<Option<Link>, Error> {
-    let mut message = LinkMessage::default();
-    message.attributes = vec![LinkAttribute::IfName(name.to_owned())];
-    let answer = match client.ask(RouteNetlinkMessage::GetLink(message)) {
+    let answer = match client.ask(RouteNetlinkMessage::GetLink(LinkUnspec::new_with_name(name).build())) {
         Err(error) if error.is_gone() => return Ok(None),
         other => at(|| format!("look for link {name}"), other)?,
     };
@@ -220,49 +194,32 @@ fn bridge_mac(name: &str) -> [u8; 6] {
 }
 
 fn up(index: u32) -> RouteNetlinkMessage {
-    let mut message = LinkMessage::default();
-    message.header.index = index;
-    message.header.flags = LinkFlags::Up;
-    message.header.change_mask = LinkFlags::Up;
-    RouteNetlinkMessage::SetLink(message)
-}
-
-fn set_mtu(index: u32, mtu: u32) -> RouteNetlinkMessage {
-    let mut message = LinkMessage::default();
-    message.header.index = index;
-    message.attributes = vec![LinkAttribute::Mtu(mtu)];
-    RouteNetlinkMessage::SetLink(message)
+    RouteNetlinkMessage::SetLink(LinkUnspec::new_with_index(index).up().build())
 }
 
 fn address(index: u32, ip: IpAddr, prefix: u8) -> RouteNetlinkMessage {
-    let mut message = AddressMessage::default();
-    message.header.index = index;
-    message.header.prefix_len = prefix;
-    message.header.family = if ip.is_ipv4() { AddressFamily::Inet } else { AddressFamily::Inet6 };
-    if ip.is_ipv6() {
-        // This provider assigned the address; duplicate address detection would add a second to the boot.
-        message.header.flags = AddressHeaderFlags::Nodad;
-    }
-    message.attributes = vec![AddressAttribute::Local(ip), AddressAttribute::Address(ip)];
-    RouteNetlinkMessage::NewAddress(message)
+    RouteNetlinkMessage::NewAddress(match ip {
+        IpAddr::V4(ip) => AddressMessageBuilder::<Ipv4Addr>::new().index(index).address(ip, prefix).build(),
+        IpAddr::V6(ip) => {
+            let mut message =
+                AddressMessageBuilder::<Ipv6Addr>::new().index(index).address(ip, prefix).build();
+            // This provider assigned the address; duplicate address detection would add a second to the boot.
+            message.header.flags = AddressHeaderFlags::Nodad;
+            message
+        }
+    })
 }
 
 fn default_route(index: u32, gateway: IpAddr, metric: u32) -> RouteNetlinkMessage {
-    let (address_family, gateway) = match gateway {
-        IpAddr::V4(ip) => (AddressFamily::Inet, RouteAddress::Inet(ip)),
-        IpAddr::V6(ip) => (AddressFamily::Inet6, RouteAddress::Inet6(ip)),
-    };
-    let mut message = RouteMessage::default();
-    message.header.address_family = address_family;
-    message.header.table = RouteHeader::RT_TABLE_MAIN;
-    message.header.protocol = RouteProtocol::Dhcp;
-    message.header.scope = RouteScope::Universe;
-    message.header.kind = RouteType::Unicast;
-    message.attributes = vec![RouteAttribute::Gateway(gateway), RouteAttribute::Oif(index)];
-    if metric > 0 {
-        message.attributes.push(RouteAttribute::Priority(metric));
+    match gateway {
+        IpAddr::V4(ip) => by_dhcp(RouteMessageBuilder::<Ipv4Addr>::new().gateway(ip), index, metric),
+        IpAddr::V6(ip) => by_dhcp(RouteMessageBuilder::<Ipv6Addr>::new().gateway(ip), index, metric),
     }
-    RouteNetlinkMessage::NewRoute(message)
+}
+
+fn by_dhcp<T>(route: RouteMessageBuilder<T>, index: u32, metric: u32) -> RouteNetlinkMessage {
+    let route = route.protocol(RouteProtocol::Dhcp).output_interface(index).priority(metric);
+    RouteNetlinkMessage::NewRoute(route.build())
 }
 
 /// Treats one errno as success, because the state is already as requested.

@@ -7,13 +7,13 @@
 use std::net::IpAddr;
 
 use netlink_packet_core::{NLM_F_CREATE, NLM_F_EXCL, NLM_F_REPLACE};
-use netlink_packet_route::route::{RouteAttribute, RouteFlags, RouteMessage, RouteProtocol, RouteType};
+use netlink_packet_route::route::{RouteAttribute, RouteMessage, RouteProtocol};
 use netlink_packet_route::rule::{RuleAction, RuleAttribute, RuleMessage};
 use netlink_packet_route::{AddressFamily, RouteNetlinkMessage};
 use nix::errno::Errno;
 
 use crate::Error;
-use crate::link::family;
+use crate::link;
 use crate::netlink::{self, Client};
 use crate::underlay::UnderlayDevice;
 
@@ -36,7 +36,7 @@ pub(super) fn make(host: &mut Client, door: &str, nic: &UnderlayDevice) -> Resul
             continue;
         };
         let attempt = || Error::kernel(format!("route the pod out through {} and {gateway}", nic.name));
-        host.tell(NLM_F_CREATE | NLM_F_REPLACE, route(nic.index, *gateway)).map_err(attempt())?;
+        host.tell(NLM_F_CREATE | NLM_F_REPLACE, route(nic.index, *gateway)?).map_err(attempt())?;
         match host.tell(NLM_F_CREATE | NLM_F_EXCL, RouteNetlinkMessage::NewRule(rule(door, v6))) {
             Err(e) if e.errno() != Some(Errno::EEXIST) => return Err(attempt()(e)),
             _ => {}
@@ -76,17 +76,10 @@ fn of(v6: bool) -> AddressFamily {
     if v6 { AddressFamily::Inet6 } else { AddressFamily::Inet }
 }
 
-fn route(nic: u32, gateway: IpAddr) -> RouteNetlinkMessage {
-    let mut message = RouteMessage::default();
-    message.header.address_family = family(gateway);
-    message.header.table = ELSEWHERE;
-    message.header.protocol = RouteProtocol::Static;
-    message.header.kind = RouteType::Unicast;
+fn route(nic: u32, gateway: IpAddr) -> Result<RouteNetlinkMessage, Error> {
     // On-link: this table has no route to the gateway's network.
-    message.header.flags = RouteFlags::Onlink;
-    message.attributes =
-        vec![RouteAttribute::Table(TABLE), RouteAttribute::Oif(nic), RouteAttribute::Gateway(gateway.into())];
-    RouteNetlinkMessage::NewRoute(message)
+    let route = link::default_route(gateway)?.onlink();
+    Ok(RouteNetlinkMessage::NewRoute(route.table_id(TABLE).output_interface(nic).build()))
 }
 
 fn rule(door: &str, v6: bool) -> RuleMessage {

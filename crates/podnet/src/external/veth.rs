@@ -9,19 +9,13 @@ use std::path::Path;
 
 use netlink_packet_core::{NLM_F_CREATE, NLM_F_EXCL, NLM_F_REPLACE};
 use netlink_packet_route::RouteNetlinkMessage;
-use netlink_packet_route::link::{
-    InfoData, InfoKind, InfoVeth, LinkAttribute, LinkFlags, LinkInfo, LinkMessage,
-};
-use netlink_packet_route::neighbour::{
-    NeighbourAddress, NeighbourAttribute, NeighbourMessage, NeighbourState,
-};
-use netlink_packet_route::route::{
-    RouteAttribute, RouteFlags, RouteHeader, RouteMessage, RouteProtocol, RouteScope, RouteType,
-};
+use netlink_packet_route::link::{InfoData, InfoVeth};
+use netlink_packet_route::route::RouteScope;
 use nix::errno::Errno;
+use rtnetlink::{LinkUnspec, LinkVeth, RouteMessageBuilder};
 
 use super::{External, nic, policy_route};
-use crate::link::{self, bits, family};
+use crate::link::{self, bits};
 use crate::netlink::{self, Client};
 use crate::netns::Netns;
 use crate::nft::egress_firewall::{self, EgressFirewall};
@@ -170,33 +164,20 @@ fn make(host: &mut Client, inside: &mut Client, netns: &Netns, ours: (bool, bool
             }
         }
     }
-    let mut peer = LinkMessage::default();
-    peer.attributes = vec![
-        LinkAttribute::IfName(INSIDE.to_owned()),
-        LinkAttribute::Address(INSIDE_MAC.to_vec()),
-        LinkAttribute::NetNsFd(netns.as_fd().as_raw_fd()),
-    ];
-    let mut message = LinkMessage::default();
-    message.attributes = vec![
-        LinkAttribute::IfName(DOOR.to_owned()),
-        LinkAttribute::Address(DOOR_MAC.to_vec()),
-        LinkAttribute::LinkInfo(vec![
-            LinkInfo::Kind(InfoKind::Veth),
-            LinkInfo::Data(InfoData::Veth(InfoVeth::Peer(peer))),
-        ]),
-    ];
-    host.tell(NLM_F_CREATE | NLM_F_EXCL, RouteNetlinkMessage::NewLink(message)).map_err(attempt())?;
+    let peer =
+        LinkUnspec::new_with_name(INSIDE).address(INSIDE_MAC.to_vec()).setns_by_fd(netns.as_fd().as_raw_fd());
+    let pair = LinkVeth::new(DOOR, INSIDE)
+        .address(DOOR_MAC.to_vec())
+        .set_info_data(InfoData::Veth(InfoVeth::Peer(peer.build())));
+    host.tell(NLM_F_CREATE | NLM_F_EXCL, RouteNetlinkMessage::NewLink(pair.build())).map_err(attempt())?;
     let (door, own) = (index(host, DOOR)?, index(inside, INSIDE)?);
     for (client, index) in [(&mut *host, door), (&mut *inside, own)] {
         // A kernel without IPv6 has nothing to switch off.
-        drop(client.tell(0, RouteNetlinkMessage::SetLink(no_v6_address(index))));
+        drop(client.tell(0, no_v6_address(index)));
     }
     let mut alias = ALIAS.to_owned();
     alias.extend([(ours.0, '4'), (ours.1, '6')].iter().filter(|(on, _)| *on).map(|(_, mark)| mark));
-    let mut message = LinkMessage::default();
-    message.header.index = door;
-    message.attributes = vec![LinkAttribute::IfAlias(alias)];
-    host.tell(0, RouteNetlinkMessage::SetLink(message)).map_err(attempt())
+    host.tell(0, link::set(LinkUnspec::new_with_index(door).alias(alias))).map_err(attempt())
 }
 
 fn index(client: &mut Client, name: &str) -> Result<u32, Error> {
@@ -208,18 +189,19 @@ fn index(client: &mut Client, name: &str) -> Result<u32, Error> {
 /// Sets both ends up, with their neighbours and routes.
 fn furnish(host: &mut Client, inside: &mut Client, pod: &[IpAddr], mtu: u32) -> Result<(), Error> {
     let (door, own) = (index(host, DOOR)?, index(inside, INSIDE)?);
-    let mut out = vec![(0, up(door, mtu))];
+    let up = |index| link::set(LinkUnspec::new_with_index(index).up().mtu(mtu));
+    let mut out = vec![(0, up(door))];
     for address in pod {
         out.push((NLM_F_CREATE | NLM_F_REPLACE, neighbour(door, *address, INSIDE_MAC)));
-        out.push((NLM_F_CREATE | NLM_F_REPLACE, route_to_pod(door, *address)));
+        out.push((NLM_F_CREATE | NLM_F_REPLACE, route_to_pod(door, *address)?));
     }
-    let mut back = vec![(0, up(own, mtu))];
+    let mut back = vec![(0, up(own))];
     for (gateway, v6) in [(GATEWAY, false), (GATEWAY_V6, true)] {
         // The pod's first address of the family is its source address.
         let Some(source) = pod.iter().find(|address| address.is_ipv6() == v6) else { continue };
         back.push((NLM_F_CREATE | NLM_F_REPLACE, neighbour(own, gateway, DOOR_MAC)));
         // Replaces the tunnel's default route, which a running pod may already have.
-        back.push((NLM_F_CREATE | NLM_F_REPLACE, default_route(own, gateway, *source)));
+        back.push((NLM_F_CREATE | NLM_F_REPLACE, default_route(own, gateway, *source)?));
     }
     for (client, messages, what) in [(host, out, DOOR), (inside, back, INSIDE)] {
         let answers = client.batch(&messages).map_err(Error::kernel(format!("set {what} up")))?;
@@ -235,56 +217,25 @@ fn furnish(host: &mut Client, inside: &mut Client, pod: &[IpAddr], mtu: u32) -> 
     Ok(())
 }
 
-fn up(index: u32, mtu: u32) -> RouteNetlinkMessage {
-    let mut message = LinkMessage::default();
-    message.header.index = index;
-    message.header.flags = LinkFlags::Up;
-    message.header.change_mask = LinkFlags::Up;
-    message.attributes.push(LinkAttribute::Mtu(mtu));
-    RouteNetlinkMessage::SetLink(message)
-}
-
 fn neighbour(index: u32, address: IpAddr, mac: [u8; 6]) -> RouteNetlinkMessage {
-    let mut message = NeighbourMessage::default();
-    message.header.family = family(address);
-    message.header.ifindex = index;
-    message.header.state = NeighbourState::Permanent;
-    message.attributes = vec![
-        NeighbourAttribute::Destination(match address {
-            IpAddr::V4(a) => NeighbourAddress::Inet(a),
-            IpAddr::V6(a) => NeighbourAddress::Inet6(a),
-        }),
-        NeighbourAttribute::LinkLayerAddress(mac.to_vec()),
-    ];
-    RouteNetlinkMessage::NewNeighbour(message)
+    RouteNetlinkMessage::NewNeighbour(link::neighbour(index, address, Some(mac)))
 }
 
-fn route(index: u32, of: IpAddr) -> RouteMessage {
-    let mut message = RouteMessage::default();
-    message.header.address_family = family(of);
-    message.header.table = RouteHeader::RT_TABLE_MAIN;
-    message.header.protocol = RouteProtocol::Static;
-    message.header.kind = RouteType::Unicast;
-    message.attributes.push(RouteAttribute::Oif(index));
-    message
+fn route_to_pod(index: u32, address: IpAddr) -> Result<RouteNetlinkMessage, Error> {
+    let scope = if address.is_ipv4() { RouteScope::Link } else { RouteScope::Universe };
+    let route = RouteMessageBuilder::<IpAddr>::new()
+        .output_interface(index)
+        .scope(scope)
+        .destination_prefix(address, bits(address))
+        .map_err(Error::plan)?;
+    Ok(RouteNetlinkMessage::NewRoute(route.build()))
 }
 
-fn route_to_pod(index: u32, address: IpAddr) -> RouteNetlinkMessage {
-    let mut message = route(index, address);
-    message.header.destination_prefix_length = bits(address);
-    message.header.scope = if address.is_ipv4() { RouteScope::Link } else { RouteScope::Universe };
-    message.attributes.push(RouteAttribute::Destination(address.into()));
-    RouteNetlinkMessage::NewRoute(message)
-}
-
-fn default_route(index: u32, gateway: IpAddr, source: IpAddr) -> RouteNetlinkMessage {
-    let mut message = route(index, gateway);
-    if gateway.is_ipv4() {
-        message.header.flags = RouteFlags::Onlink;
-    }
-    message.attributes.push(RouteAttribute::Gateway(gateway.into()));
-    message.attributes.push(RouteAttribute::PrefSource(source.into()));
-    RouteNetlinkMessage::NewRoute(message)
+fn default_route(index: u32, gateway: IpAddr, source: IpAddr) -> Result<RouteNetlinkMessage, Error> {
+    let route =
+        link::default_route(gateway)?.pref_source(source).map_err(Error::plan)?.output_interface(index);
+    let route = if gateway.is_ipv4() { route.onlink() } else { route };
+    Ok(RouteNetlinkMessage::NewRoute(route.build()))
 }
 
 /// Enables forwarding: for IPv4 on the pair and on the devices `out` alone, for IPv6 on all devices (it has no other

@@ -1,21 +1,21 @@
 //! Makes and changes the tunnel devices in the pod's namespace.
 
 use std::net::IpAddr;
-use std::os::fd::{AsFd, AsRawFd};
 
 use netlink_packet_core::{NLM_F_CREATE, NLM_F_EXCL};
 use netlink_packet_route::RouteNetlinkMessage;
-use netlink_packet_route::link::{InfoVxlan, LinkAttribute, LinkFlags, LinkMessage};
+use netlink_packet_route::link::LinkMessage;
 use nix::errno::Errno;
+use rtnetlink::{LinkMessageBuilder, LinkUnspec};
 
 use super::transaction::{Step, Transaction};
 use crate::Error;
 use crate::inspect::Picture;
-use crate::link::{self, Link, endpoints, vxlan_info};
+use crate::link::{self, Link, endpoints};
 use crate::netlink::Client;
 use crate::netns::Netns;
 use crate::plan::{Interface, Underlay};
-use crate::vxlan::{self, Shape, no_v6_address};
+use crate::vxlan::{self, Held, Shape, no_v6_address};
 
 pub(super) struct Devices<'a> {
     netns: &'a Netns,
@@ -41,7 +41,7 @@ impl<'a> Devices<'a> {
         ordered.sort_by_key(|interface| interface.index);
         let mut steps = Vec::new();
         let mut loopback = picture.links.iter().filter(|link| link.loopback && !link.up);
-        steps.extend(loopback.next().map(|lo| flags_step("set lo up", lo, LinkFlags::Up, LinkFlags::Up)));
+        steps.extend(loopback.next().map(|lo| state_step("set lo up".to_owned(), lo, true)));
         for wanted in ordered {
             let there = picture.links.iter().find(|link| link.name == wanted.name).cloned();
             let kept = match there {
@@ -87,11 +87,9 @@ impl<'a> Devices<'a> {
         let mut steps = Vec::new();
         for wanted in interfaces {
             let link = picture.links.iter().find(|link| link.name == wanted.name && link.up == wanted.down);
-            let (way, flags) = if wanted.down { ("down", LinkFlags::empty()) } else { ("up", LinkFlags::Up) };
+            let way = if wanted.down { "down" } else { "up" };
             steps.extend(
-                link.map(|link| {
-                    flags_step(&format!("take {} {way}", wanted.name), link, flags, LinkFlags::Up)
-                }),
+                link.map(|link| state_step(format!("take {} {way}", wanted.name), link, !wanted.down)),
             );
         }
         transaction.run(steps, &[])
@@ -116,14 +114,9 @@ impl<'a> Devices<'a> {
         if vxlan.remote == Some(remote) && vxlan.local == Some(local) {
             return None;
         }
-        let change = |remote, local| {
-            let mut settings = vec![InfoVxlan::Id(wanted.vni)];
-            settings.append(&mut endpoints(remote, local));
-            let mut message = LinkMessage::default();
-            message.header.index = link.index;
-            message.attributes.push(vxlan_info(settings));
-            RouteNetlinkMessage::NewLink(message)
-        };
+        let held = Held { ifindex: link.index, vni: wanted.vni };
+        let change =
+            |remote, local| RouteNetlinkMessage::NewLink(vxlan::connection(held, remote, local).build());
         Some(Step {
             flags: 0,
             back: vxlan.remote.map(|old| (0, change(old, vxlan.local))),
@@ -162,17 +155,9 @@ impl<'a> Devices<'a> {
         let shape =
             Shape { port: underlay.port, v6: underlay.node.is_ipv6(), udp_checksum: underlay.udp_checksum };
         let name = temporary_name(wanted.vni);
-        let mut settings = vxlan::settings(wanted.vni, shape);
-        settings.append(&mut endpoints(underlay.node, Some(self.source)));
-        let mut message = LinkMessage::default();
-        message.header.index = wanted.index;
-        message.attributes = vec![
-            LinkAttribute::IfName(name.clone()),
-            LinkAttribute::Address(wanted.mac.to_vec()),
-            LinkAttribute::Mtu(wanted.mtu),
-            LinkAttribute::NetNsFd(self.netns.as_fd().as_raw_fd()),
-            vxlan_info(settings),
-        ];
+        let tunnel = vxlan::tunnel(self.netns, &name, wanted.vni, wanted.mac, shape);
+        let tunnel = endpoints(tunnel, underlay.node, Some(self.source));
+        let mut message = tunnel.mtu(wanted.mtu).index(wanted.index).build();
         let attempt = || format!("make the tunnel device for {} (VNI {})", wanted.name, wanted.vni);
         let mut tell = |message: &LinkMessage| {
             host.tell(NLM_F_CREATE | NLM_F_EXCL, RouteNetlinkMessage::NewLink(message.clone()))
@@ -215,51 +200,49 @@ pub(super) fn remove(pod: &mut Client, name: &str, vni: u32) -> Result<bool, Err
 /// Returns the steps for name, MTU, queue and flags, and against an automatic IPv6 address.
 fn settled(link: &Link, wanted: &Interface) -> Vec<Step> {
     let mut steps = Vec::new();
-    let (mut new, mut old) = (Vec::new(), Vec::new());
+    let device = || LinkUnspec::new_with_index(link.index);
+    let (mut new, mut old) = (device(), device());
     let is_new = link.name != wanted.name;
     if is_new {
-        new.push(LinkAttribute::IfName(wanted.name.clone()));
+        new = new.name(&wanted.name);
     }
-    if link.mtu != wanted.mtu {
-        new.push(LinkAttribute::Mtu(wanted.mtu));
-        old.push(LinkAttribute::Mtu(link.mtu));
+    let other_mtu = link.mtu != wanted.mtu;
+    if other_mtu {
+        (new, old) = (new.mtu(wanted.mtu), old.mtu(link.mtu));
     }
-    if let Some(length) = wanted.tx_queue_len.filter(|length| Some(*length) != link.tx_queue_len) {
-        new.push(LinkAttribute::TxQueueLen(length));
-        old.extend(link.tx_queue_len.map(LinkAttribute::TxQueueLen));
+    let queue = wanted.tx_queue_len.filter(|length| Some(*length) != link.tx_queue_len);
+    if let Some(length) = queue {
+        new = new.txqueuelen(length);
+        old = link.tx_queue_len.into_iter().fold(old, LinkMessageBuilder::txqueuelen);
     }
-    let set = |attributes| {
-        let mut message = LinkMessage::default();
-        message.header.index = link.index;
-        message.attributes = attributes;
-        RouteNetlinkMessage::SetLink(message)
-    };
-    if !new.is_empty() {
+    if is_new || other_mtu || queue.is_some() {
         steps.push(Step {
             flags: 0,
-            back: Some((0, set(old))).filter(|_| !is_new),
-            message: set(new),
+            back: Some((0, link::set(old))).filter(|_| !is_new),
+            message: link::set(new),
             what: format!("give the tunnel device the name {} and the MTU {}", wanted.name, wanted.mtu),
             optional: false,
         });
     }
-    let mut flags = LinkFlags::empty();
-    flags.set(LinkFlags::Noarp, wanted.no_arp);
-    flags.set(LinkFlags::Promisc, wanted.promiscuous);
-    flags.set(LinkFlags::Allmulti, wanted.all_multicast);
-    let mut has = LinkFlags::empty();
-    has.set(LinkFlags::Noarp, link.no_arp);
-    has.set(LinkFlags::Promisc, link.promiscuous);
-    has.set(LinkFlags::Allmulti, link.all_multicast);
+    let flags = (wanted.no_arp, wanted.promiscuous, wanted.all_multicast);
+    let has = (link.no_arp, link.promiscuous, link.all_multicast);
     if flags != has {
-        let what = format!("set the flags of {}", wanted.name);
-        steps.push(flags_step(&what, link, flags, flags.symmetric_difference(has)));
+        let set = |(no_arp, promiscuous, all_multicast): (bool, bool, bool)| {
+            link::set(device().arp(!no_arp).promiscuous(promiscuous).allmulticast(all_multicast))
+        };
+        steps.push(Step {
+            flags: 0,
+            back: Some((0, set(has))),
+            message: set(flags),
+            what: format!("set the flags of {}", wanted.name),
+            optional: false,
+        });
     }
     if is_new {
         steps.push(Step {
             flags: 0,
             back: None,
-            message: RouteNetlinkMessage::SetLink(no_v6_address(link.index)),
+            message: no_v6_address(link.index),
             what: String::new(),
             optional: true, // a kernel without IPv6 has nothing to switch off
         });
@@ -267,19 +250,11 @@ fn settled(link: &Link, wanted: &Interface) -> Vec<Step> {
     steps
 }
 
-fn flags_step(what: &str, link: &Link, flags: LinkFlags, mask: LinkFlags) -> Step {
-    let set = |flags| {
-        let mut message = LinkMessage::default();
-        message.header.index = link.index;
-        message.header.flags = flags;
-        message.header.change_mask = mask;
-        RouteNetlinkMessage::SetLink(message)
+/// Returns the step that sets a device up or down.
+fn state_step(what: String, link: &Link, up: bool) -> Step {
+    let set = |up: bool| {
+        let device = LinkUnspec::new_with_index(link.index);
+        link::set(if up { device.up() } else { device.down() })
     };
-    Step {
-        flags: 0,
-        back: Some((0, set(mask.difference(flags)))),
-        message: set(flags),
-        what: what.to_owned(),
-        optional: false,
-    }
+    Step { flags: 0, back: Some((0, set(!up))), message: set(up), what, optional: false }
 }

@@ -5,20 +5,17 @@ use std::net::IpAddr;
 
 use netlink_packet_core::DefaultNla;
 use netlink_packet_route::address::{AddressAttribute, AddressFlags, AddressMessage, CacheInfo};
-use netlink_packet_route::neighbour::{
-    NeighbourAddress, NeighbourAttribute, NeighbourFlags, NeighbourMessage, NeighbourState,
-};
-use netlink_packet_route::route::{
-    RouteAttribute, RouteFlags, RouteMessage, RouteMetric, RouteNextHop, RouteNextHopFlags, RouteVia,
-};
+use netlink_packet_route::neighbour::{NeighbourAttribute, NeighbourFlags, NeighbourMessage, NeighbourState};
+use netlink_packet_route::route::{RouteAttribute, RouteMessage, RouteMetric, RouteNextHop};
 use netlink_packet_route::rule::{RuleAttribute, RuleFlags, RuleMessage, RulePortRange, RuleUidRange};
 use netlink_packet_route::{AddressFamily, IpProtocol};
+use rtnetlink::{RouteMessageBuilder, RouteNextHopBuilder};
 
 use crate::Error;
 use crate::inspect::{Address, Hop, Neighbour, Picture, Route, Rule};
-use crate::link::{family, mac_of};
+use crate::link::{self, family, mac_of};
 
-/// Table byte in a header for a larger table number.
+/// Table byte in a rule's header for a larger table number.
 const TABLE_ELSEWHERE: u8 = 252;
 
 /// Indexes of a namespace's devices by name.
@@ -65,52 +62,46 @@ pub(super) fn address(index: u32, from: &Address) -> AddressMessage {
 }
 
 pub(super) fn route(names: &Names<'_>, device: Option<&str>, from: &Route) -> Result<RouteMessage, Error> {
-    let mut message = RouteMessage::default();
-    let header = &mut message.header;
-    header.address_family = family(from.destination);
-    header.destination_prefix_length = from.prefix;
-    header.table = u8::try_from(from.table).unwrap_or(TABLE_ELSEWHERE);
-    header.protocol = from.protocol.into();
-    header.scope = from.scope.into();
-    header.kind = from.kind.into();
-    header.tos = from.tos;
-    if from.onlink {
-        header.flags = RouteFlags::Onlink;
+    let (only, several) = match (device, from.hops.as_slice()) {
+        (Some(device), _) => (Some((device, from.gateway, false)), &[][..]),
+        (None, [only]) => (Some((only.interface.as_str(), only.gateway, only.onlink)), &[][..]),
+        (None, several) => (None, several),
+    };
+    let mut builder = RouteMessageBuilder::<IpAddr>::new()
+        .destination_prefix(from.destination, from.prefix)
+        .map_err(Error::plan)?
+        .table_id(from.table)
+        .protocol(from.protocol.into())
+        .scope(from.scope.into())
+        .kind(from.kind.into())
+        .tos(from.tos);
+    if from.onlink || only.is_some_and(|(_, _, onlink)| onlink) {
+        builder = builder.onlink();
     }
-    let attributes = &mut message.attributes;
-    if from.prefix > 0 {
-        attributes.push(RouteAttribute::Destination(from.destination.into()));
-    }
-    attributes.push(RouteAttribute::Table(from.table));
-    match (device, from.hops.as_slice()) {
-        (Some(device), _) => {
-            attributes.push(RouteAttribute::Oif(names.index(device)?));
-            attributes.extend(gateway(from.destination, from.gateway));
-        }
-        (None, []) => {}
-        (None, [only]) => {
-            attributes.push(RouteAttribute::Oif(names.index(&only.interface)?));
-            attributes.extend(gateway(from.destination, only.gateway));
-            if only.onlink {
-                header.flags = RouteFlags::Onlink;
-            }
-        }
-        (None, several) => {
-            let hops = several.iter().map(|hop| next_hop(names, from.destination, hop));
-            attributes.push(RouteAttribute::MultiPath(hops.collect::<Result<_, _>>()?));
+    if let Some((device, gateway, _)) = only {
+        builder = builder.output_interface(names.index(device)?);
+        if let Some(gateway) = gateway {
+            builder = builder.gateway(gateway).map_err(Error::plan)?;
         }
     }
-    attributes.extend(from.source.map(|source| RouteAttribute::PrefSource(source.into())));
+    if !several.is_empty() {
+        let hops = several.iter().map(|hop| next_hop(names, from.destination, hop));
+        builder = builder.multipath(hops.collect::<Result<_, _>>()?);
+    }
+    if let Some(source) = from.source {
+        builder = builder.pref_source(source).map_err(Error::plan)?;
+    }
     if from.metric > 0 {
-        attributes.push(RouteAttribute::Priority(from.metric));
+        builder = builder.priority(from.metric);
     }
+    builder = from.expires.into_iter().fold(builder, RouteMessageBuilder::expires);
+    let mut message = builder.build();
     if from.preference > 0 {
-        attributes.push(RouteAttribute::Preference(from.preference.into()));
+        message.attributes.push(RouteAttribute::Preference(from.preference.into()));
     }
-    attributes.extend(from.expires.map(RouteAttribute::Expires));
     let metrics = metrics(from);
     if !metrics.is_empty() {
-        attributes.push(RouteAttribute::Metrics(metrics));
+        message.attributes.push(RouteAttribute::Metrics(metrics));
     }
     Ok(message)
 }
@@ -129,42 +120,29 @@ fn metrics(from: &Route) -> Vec<RouteMetric> {
     metrics
 }
 
-fn gateway(destination: IpAddr, gateway: Option<IpAddr>) -> Option<RouteAttribute> {
-    Some(match (destination, gateway?) {
-        (IpAddr::V4(_), IpAddr::V6(gateway)) => RouteAttribute::Via(RouteVia::Inet6(gateway)),
-        (_, gateway) => RouteAttribute::Gateway(gateway.into()),
-    })
-}
-
 fn next_hop(names: &Names<'_>, destination: IpAddr, from: &Hop) -> Result<RouteNextHop, Error> {
-    let mut hop = RouteNextHop::default();
-    hop.interface_index = names.index(&from.interface)?;
-    hop.hops = u8::try_from(from.weight.saturating_sub(1)).unwrap_or(u8::MAX);
+    let mut hop = RouteNextHopBuilder::new(family(destination))
+        .interface(names.index(&from.interface)?)
+        .weight(u8::try_from(from.weight.saturating_sub(1)).unwrap_or(u8::MAX));
     if from.onlink {
-        hop.flags = RouteNextHopFlags::Onlink;
+        hop = hop.onlink();
     }
-    hop.attributes.extend(gateway(destination, from.gateway));
-    Ok(hop)
+    if let Some(gateway) = from.gateway {
+        hop = hop.via(gateway).map_err(Error::plan)?;
+    }
+    Ok(hop.build())
 }
 
 pub(super) fn neighbour(index: u32, from: &Neighbour) -> NeighbourMessage {
-    let mut message = NeighbourMessage::default();
-    message.header.family = family(from.address);
-    message.header.ifindex = index;
-    message.header.state = if from.no_arp { NeighbourState::Noarp } else { NeighbourState::Permanent };
+    // The plan's reader accepts only a MAC, or none for a proxy.
+    let mut message = link::neighbour(index, from.address, mac_of(&from.mac));
+    if from.no_arp {
+        message.header.state = NeighbourState::Noarp;
+    }
     message.header.flags = NeighbourFlags::from_bits_retain(from.flags);
     if from.proxy {
         message.header.flags |= NeighbourFlags::Proxy;
     }
-    let address = match from.address {
-        IpAddr::V4(address) => NeighbourAddress::Inet(address),
-        IpAddr::V6(address) => NeighbourAddress::Inet6(address),
-    };
-    message.attributes.push(NeighbourAttribute::Destination(address));
-    // The plan's reader accepts only a MAC, or none for a proxy.
-    message
-        .attributes
-        .extend(mac_of(&from.mac).map(|mac| NeighbourAttribute::LinkLayerAddress(mac.to_vec())));
     if from.protocol != 0 {
         message.attributes.push(NeighbourAttribute::Protocol(from.protocol.into()));
     }

@@ -1,23 +1,20 @@
 //! Parses the framing of netlink messages, and the kernel's answers.
 
-use netlink_packet_core::{NLM_F_ACK_TLVS, NLM_F_CAPPED, ParseableParametrized};
+use netlink_packet_core::{
+    DecodeError, NLM_F_ACK_TLVS, NLM_F_CAPPED, NLMSG_DONE, NLMSG_ERROR, NetlinkBuffer, NetlinkHeader,
+    NlasIterator, Parseable, ParseableParametrized,
+};
 use netlink_packet_route::RouteNetlinkMessage;
 use nix::errno::Errno;
 
-use super::{Answer, Error, HEADER, NLMSG_DONE, NLMSG_ERROR, Refusal};
+use super::{Answer, Error, HEADER, Refusal};
 
 const NLMSGERR_ATTR_MSG: u16 = 1;
-
-pub(super) struct Header {
-    pub(super) kind: u16,
-    pub(super) flags: u16,
-    pub(super) sequence: u32,
-}
 
 /// Returns whether these messages contain the end of the dump with this sequence number.
 pub(super) fn has_end(mut messages: &[u8], dump: u32) -> Result<bool, Error> {
     while let Some((header, _)) = next_message(&mut messages)? {
-        if header.sequence == dump && matches!(header.kind, NLMSG_ERROR | NLMSG_DONE) {
+        if header.sequence_number == dump && matches!(header.message_type, NLMSG_ERROR | NLMSG_DONE) {
             return Ok(true);
         }
     }
@@ -25,22 +22,15 @@ pub(super) fn has_end(mut messages: &[u8], dump: u32) -> Result<bool, Error> {
 }
 
 /// Takes the next message off `rest`.
-pub(super) fn next_message<'a>(rest: &mut &'a [u8]) -> Result<Option<(Header, &'a [u8])>, Error> {
+pub(super) fn next_message<'a>(rest: &mut &'a [u8]) -> Result<Option<(NetlinkHeader, &'a [u8])>, Error> {
     if rest.is_empty() {
         return Ok(None);
     }
-    let garbled = || Error::Garbled("a message with a wrong length".to_owned());
-    let (header, _) = rest.split_first_chunk::<HEADER>().ok_or_else(garbled)?;
-    let [l0, l1, l2, l3, k0, k1, f0, f1, s0, s1, s2, s3, ..] = *header;
-    let length = u32::from_ne_bytes([l0, l1, l2, l3]) as usize;
-    let payload = rest.get(HEADER..length).ok_or_else(garbled)?;
-    *rest = rest.get(length.next_multiple_of(4)..).unwrap_or_default();
-    let header = Header {
-        kind: u16::from_ne_bytes([k0, k1]),
-        flags: u16::from_ne_bytes([f0, f1]),
-        sequence: u32::from_ne_bytes([s0, s1, s2, s3]),
-    };
-    Ok(Some((header, payload)))
+    let garbled = |e: DecodeError| Error::Garbled(e.to_string());
+    let message = NetlinkBuffer::new_checked(*rest).map_err(garbled)?;
+    let header = NetlinkHeader::parse(&message).map_err(garbled)?;
+    *rest = rest.get((header.length as usize).next_multiple_of(4)..).unwrap_or_default();
+    Ok(Some((header, message.payload())))
 }
 
 pub(crate) fn parse_route(kind: u16, payload: &[u8]) -> Result<RouteNetlinkMessage, Error> {
@@ -60,7 +50,10 @@ pub(super) fn parse_answer(flags: u16, payload: &[u8]) -> Result<Answer, Error> 
             let (length, _) = rest.split_first_chunk::<4>().ok_or_else(garbled)?;
             (u32::from_ne_bytes(*length) as usize).next_multiple_of(4)
         };
-        text = kernels_words(rest.get(request..).unwrap_or_default());
+        text = NlasIterator::new(rest.get(request..).unwrap_or_default())
+            .map_while(Result::ok)
+            .find(|attribute| attribute.kind() == NLMSGERR_ATTR_MSG)
+            .map(|attribute| String::from_utf8_lossy(attribute.value()).trim_end_matches('\0').to_owned());
     }
     Ok(refusal(code, text))
 }
@@ -70,20 +63,6 @@ pub(super) fn refusal(code: i32, text: Option<String>) -> Answer {
         0 => Ok(()),
         code => Err(Refusal { errno: Errno::from_raw(code.wrapping_neg()), text }),
     }
-}
-
-/// Returns the text attribute of an extended ACK.
-fn kernels_words(mut attributes: &[u8]) -> Option<String> {
-    while let Some(([l0, l1, k0, k1], _)) = attributes.split_first_chunk::<4>() {
-        let length = usize::from(u16::from_ne_bytes([*l0, *l1]));
-        let value = attributes.get(4..length)?;
-        if u16::from_ne_bytes([*k0, *k1]) == NLMSGERR_ATTR_MSG {
-            let text = value.split(|b| *b == 0).next().unwrap_or_default();
-            return Some(String::from_utf8_lossy(text).into_owned());
-        }
-        attributes = attributes.get(length.next_multiple_of(4)..)?;
-    }
-    None
 }
 
 #[cfg(test)]
@@ -114,7 +93,7 @@ mod tests {
             drop(parse_answer(flags, &bytes));
             let mut rest = bytes.as_slice();
             while let Ok(Some((header, payload))) = next_message(&mut rest) {
-                drop(parse_route(header.kind, payload));
+                drop(parse_route(header.message_type, payload));
             }
         }
     }

@@ -1,9 +1,8 @@
 //! Tests whether tunnels on a port work on this node, by trial.
 
 use netlink_packet_core::{NLM_F_CREATE, NLM_F_EXCL};
-use netlink_packet_route::RouteNetlinkMessage;
-use netlink_packet_route::link::{LinkFlags, LinkMessage};
 use nix::errno::Errno;
+use rtnetlink::LinkUnspec;
 
 use super::{Shape, Vnis, creation, device, remove};
 use crate::Error;
@@ -38,11 +37,7 @@ pub fn probe(host: &mut Client, shape: Shape, source_ports: Option<(u16, u16)>) 
         let link =
             link::by_name(&mut inside, &device(SLOT)).map_err(Error::kernel("look at a tunnel device"))?;
         let Some(link) = link else { continue };
-        let mut up = LinkMessage::default();
-        up.header.index = link.index;
-        up.header.flags = LinkFlags::Up;
-        up.header.change_mask = LinkFlags::Up;
-        let answer = inside.tell(0, RouteNetlinkMessage::SetLink(up));
+        let answer = inside.tell(0, link::set(LinkUnspec::new_with_index(link.index).up()));
         remove(&mut inside, link.index)?;
         match answer {
             Err(e) if e.errno() == Some(Errno::EADDRINUSE) => {

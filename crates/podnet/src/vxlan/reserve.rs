@@ -2,8 +2,8 @@
 
 use netlink_packet_core::{NLM_F_CREATE, NLM_F_EXCL};
 use netlink_packet_route::RouteNetlinkMessage;
-use netlink_packet_route::link::{LinkAttribute, LinkMessage};
 use nix::errno::Errno;
+use rtnetlink::LinkUnspec;
 
 use super::vnis::Draw;
 use super::{Held, Shape, Vnis, creation, device, no_v6_address, remove};
@@ -147,11 +147,9 @@ impl Reserving<'_> {
         let held: Vec<Held> = self.slots.iter().filter_map(|state| state.held).collect();
         let mut messages = Vec::with_capacity(PER_DEVICE * held.len());
         for held in &held {
-            let mut alias = LinkMessage::default();
-            alias.header.index = held.ifindex;
-            alias.attributes.push(LinkAttribute::IfAlias(self.wanted.mark.alias()));
-            messages.push((0, RouteNetlinkMessage::SetLink(alias)));
-            messages.push((0, RouteNetlinkMessage::SetLink(no_v6_address(held.ifindex))));
+            let device = LinkUnspec::new_with_index(held.ifindex);
+            messages.push((0, link::set(device.alias(self.wanted.mark.alias()))));
+            messages.push((0, no_v6_address(held.ifindex)));
             let new = NLM_F_CREATE | NLM_F_EXCL;
             messages.push((new, RouteNetlinkMessage::NewQueueDiscipline(qdisc(held.ifindex))));
         }

@@ -9,13 +9,10 @@ use netlink_packet_core::{NLM_F_CREATE, NLM_F_REPLACE};
 use netlink_packet_route::{
     AddressFamily, RouteNetlinkMessage,
     address::{AddressAttribute, AddressFlags, AddressMessage, CacheInfo},
-    link::{LinkAttribute, LinkFlags, LinkHeader, LinkMessage},
-    route::{
-        RouteAddress, RouteAttribute, RouteFlags, RouteHeader, RouteMessage, RouteProtocol, RouteScope,
-        RouteType,
-    },
+    route::{RouteAddress, RouteAttribute, RouteHeader, RouteMessage, RouteProtocol, RouteScope},
 };
 use peerpod_podnet::netlink::{Client, Error};
+use rtnetlink::{LinkUnspec, RouteMessageBuilder};
 
 /// Longest lifetime in seconds. The kernel marks an endless address as permanent, and the guest treats a permanent
 /// address as one of another program.
@@ -105,11 +102,9 @@ impl Wanted {
     /// The kernel's error, with the failed step.
     pub(crate) fn apply(&self, client: &mut Client, index: u32, rank: u32) -> Result<(), String> {
         if let Some(mtu) = self.mtu {
-            let mut link = LinkMessage::default();
-            link.header = LinkHeader { index, ..link.header };
-            link.attributes.push(LinkAttribute::Mtu(mtu));
+            let link = LinkUnspec::new_with_index(index).mtu(mtu);
             // A NIC may carry less than its network does.
-            if let Err(error) = client.tell(0, RouteNetlinkMessage::SetLink(link)) {
+            if let Err(error) = client.tell(0, RouteNetlinkMessage::SetLink(link.build())) {
                 tracing::warn!(mtu, %error, "the NIC does not take the MTU that the network announces");
             }
         }
@@ -137,12 +132,14 @@ impl Wanted {
         let (direct, by_gateway): (Vec<_>, Vec<_>) = self.ways.iter().partition(|way| way.gateway.is_none());
         for way in direct.into_iter().chain(by_gateway) {
             let (to, bits) = way.destination;
-            let message = RouteNetlinkMessage::NewRoute(self.route_message(way, index, rank));
-            client.tell(replace, message).map_err(failed(format!("make the route to {to}/{bits}")))?;
+            let attempt = format!("make the route to {to}/{bits}");
+            let route = self.route(way, index, rank).map_err(|why| format!("{attempt}: {why}"))?;
+            client.tell(replace, RouteNetlinkMessage::NewRoute(route)).map_err(failed(attempt))?;
         }
         Ok(())
     }
 
+    /// Not by rtnetlink's builder: it adds a broadcast address of its own choice, and has no lifetimes.
     fn address_message(&self, index: u32) -> AddressMessage {
         let mut message = AddressMessage::default();
         message.header.family = family(self.address);
@@ -159,36 +156,24 @@ impl Wanted {
         message
     }
 
-    fn route_message(&self, way: &Way, index: u32, rank: u32) -> RouteMessage {
-        let mut message = RouteMessage::default();
+    fn route(&self, way: &Way, index: u32, rank: u32) -> Result<RouteMessage, String> {
         let (to, bits) = way.destination;
-        let header = &mut message.header;
-        header.address_family = family(to);
-        header.destination_prefix_length = bits;
-        header.table = RouteHeader::RT_TABLE_MAIN;
-        header.protocol = RouteProtocol::Dhcp;
-        header.kind = RouteType::Unicast;
-        header.scope = if way.gateway.is_some() { RouteScope::Universe } else { RouteScope::Link };
-        let attributes = &mut message.attributes;
-        if bits > 0 {
-            attributes.push(RouteAttribute::Destination(to.into()));
-        }
-        if let Some(gateway) = way.gateway {
-            attributes.push(RouteAttribute::Gateway(gateway.into()));
-            // Clouds assign addresses without a network, and no route leads to their gateway.
-            let is_near = masked(gateway, self.prefix) == masked(self.address, self.prefix);
-            let is_routed = self.ways.iter().any(|other| {
-                let (network, bits) = other.destination;
-                other.gateway.is_none() && masked(gateway, bits).0 == network
-            });
-            if !is_near && !is_routed {
-                header.flags = RouteFlags::Onlink;
-            }
-        }
-        attributes.push(RouteAttribute::Oif(index));
-        attributes.push(RouteAttribute::PrefSource(self.address.into()));
-        attributes.push(RouteAttribute::Priority(METRIC + rank));
-        message
+        let route = RouteMessageBuilder::<IpAddr>::new()
+            .protocol(RouteProtocol::Dhcp)
+            .output_interface(index)
+            .priority(METRIC + rank)
+            .destination_prefix(to, bits)
+            .and_then(|route| route.pref_source(self.address))
+            .map_err(|e| e.to_string())?;
+        let Some(gateway) = way.gateway else { return Ok(route.scope(RouteScope::Link).build()) };
+        // Clouds assign addresses without a network, and no route leads to their gateway.
+        let is_near = masked(gateway, self.prefix) == masked(self.address, self.prefix);
+        let is_routed = self.ways.iter().any(|other| {
+            let (network, bits) = other.destination;
+            other.gateway.is_none() && masked(gateway, bits).0 == network
+        });
+        let route = route.gateway(gateway).map_err(|e| e.to_string())?;
+        Ok(if is_near || is_routed { route.build() } else { route.onlink().build() })
     }
 
     /// Returns the messages that remove unwanted addresses and routes of earlier leases.
@@ -234,9 +219,7 @@ pub(crate) fn remove(client: &mut Client, index: u32, gone: IpAddr) -> Result<()
 
 /// Brings a NIC up.
 pub(crate) fn bring_up(client: &mut Client, index: u32) -> Result<(), Error> {
-    let mut link = LinkMessage::default();
-    link.header = LinkHeader { index, flags: LinkFlags::Up, change_mask: LinkFlags::Up, ..link.header };
-    client.tell(0, RouteNetlinkMessage::SetLink(link))
+    client.tell(0, RouteNetlinkMessage::SetLink(LinkUnspec::new_with_index(index).up().build()))
 }
 
 /// Returns all addresses of a NIC.
