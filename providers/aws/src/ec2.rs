@@ -1,21 +1,21 @@
 //! Implementation of the provider; present with the feature `sdk`.
 
+mod cache;
 mod client;
 mod create;
 mod credentials;
 mod events;
 mod facts;
-mod kept;
-mod looks;
+mod lookup;
 mod preflight;
 mod prices;
 mod provider;
 mod recent;
 mod refusal;
 mod remove;
-mod see;
 mod shape;
 mod tags;
+mod vms;
 mod volumes;
 
 use provider::Aws;

@@ -16,7 +16,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use peerpod_provider_api::Error;
 use tokio::sync::oneshot;
 use tokio::time::Instant;
@@ -123,7 +123,7 @@ where
 
     fn put(&self, key: K, item: Item<I, O>) {
         let now = Instant::now();
-        let mut windows = self.windows();
+        let mut windows = self.0.open.lock();
         let new = || Open {
             number: self.0.opened.fetch_add(1, Ordering::Relaxed),
             since: now,
@@ -160,7 +160,7 @@ where
     /// Takes the items out of the window when it is due.
     fn inspect(&self, key: &K, number: u64) -> Look<I, O> {
         let Window { idle, longest, .. } = self.0.window;
-        let mut windows = self.windows();
+        let mut windows = self.0.open.lock();
         // The window is gone or has another number: it was full, and its call was already made.
         let Some(open) = windows.get(key).filter(|open| open.number == number) else {
             return Look::Closed(Vec::new());
@@ -197,10 +197,6 @@ where
                 }
             }
         }
-    }
-
-    fn windows(&self) -> MutexGuard<'_, HashMap<K, Open<I, O>>> {
-        self.0.open.lock()
     }
 }
 

@@ -11,8 +11,8 @@
 //!   action, and the caller can use the time otherwise. A call that is delayed by a falling rate fails at its deadline.
 //! * **May be dropped** at any await: the place in the queue, the token and the slot are given back.
 
-mod line;
 mod metrics;
+mod queue;
 mod table;
 mod tokens;
 
@@ -26,8 +26,8 @@ use tokio::time::Instant;
 
 pub use table::{BucketLimits, Table};
 
-use line::{Lines, NoTurn, Permit};
 use metrics::ApiCallMetrics;
+use queue::{NoTurn, Permit, Queues};
 use tokens::TokenBuckets;
 
 /// One call, as the scheduler sees it.
@@ -48,15 +48,15 @@ pub struct ApiCall<'c> {
 #[derive(Clone)]
 pub struct Scheduler {
     table: Arc<Table>,
-    lines: Arc<Lines>,
+    queues: Arc<Queues>,
     metrics: ApiCallMetrics,
 }
 
 impl Scheduler {
     /// Returns a scheduler for an account that, as far as known, no other process uses.
     pub fn new(table: Table) -> Scheduler {
-        let lines = Lines::new(TokenBuckets::new(&table));
-        Scheduler { table: Arc::new(table), lines, metrics: ApiCallMetrics::default() }
+        let queues = Queues::new(TokenBuckets::new(&table));
+        Scheduler { table: Arc::new(table), queues, metrics: ApiCallMetrics::default() }
     }
 
     /// Registers `peerpod_cloud_*`; called by `Provider::register_metrics`.
@@ -101,7 +101,7 @@ impl Scheduler {
     async fn turn(&self, call: ApiCall<'_>) -> Result<Permit, Error> {
         let (bucket, limits) = self.table.bucket(call.action);
         let start = Instant::now();
-        let turn = self.lines.turn(bucket, limits, call.owner, call.deadline).await;
+        let turn = self.queues.turn(bucket, limits, call.owner, call.deadline).await;
         self.metrics.waited(call.action, start.elapsed());
         turn.map_err(|refusal| {
             self.metrics.refused(call.action);

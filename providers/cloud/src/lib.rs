@@ -15,7 +15,7 @@ pub mod catalogue;
 pub mod marks;
 pub mod plan;
 mod planner;
-mod words;
+mod text;
 
 pub use batch::{Batcher, Window};
 pub use calls::{ApiCall, Scheduler};

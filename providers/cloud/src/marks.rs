@@ -8,7 +8,7 @@ use peerpod_provider_api::Market;
 use tokio::time::Instant;
 
 use crate::catalogue::Offering;
-use crate::words;
+use crate::text;
 
 /// Lifetime of a mark.
 pub const STANDS: Duration = Duration::from_secs(180);
@@ -118,7 +118,7 @@ impl Marks {
                 self.marks.remove(&oldest);
             }
         }
-        self.marks.insert(key, Mark { at: now, why: words::clip(why, MAX_WHY) });
+        self.marks.insert(key, Mark { at: now, why: text::clip(why, MAX_WHY) });
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use parking_lot::{Mutex, MutexGuard, RwLock};
+use parking_lot::{Mutex, RwLock};
 use peerpod_provider_api::{CreateRequest, Error, Market, Placement, Rejected};
 use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
@@ -10,7 +10,7 @@ use tokio::time::Instant;
 use crate::catalogue::{Catalogue, Offering};
 use crate::marks::Marks;
 use crate::plan::{Need, Policy, plan};
-use crate::words::clip;
+use crate::text::clip;
 
 /// Chooses offerings and remembers refused ones. One per account; shared by reference.
 ///
@@ -57,7 +57,7 @@ impl Planner {
     /// the reason against every offering.
     pub fn place(&self, what: &str, need: &Need, at_most: usize) -> Result<Placement, Error> {
         let catalogue = self.catalogue();
-        let plan = plan(&catalogue, need, &self.policy, &self.marks(), Instant::now())?;
+        let plan = plan(&catalogue, need, &self.policy, &self.marks.lock(), Instant::now())?;
         if plan.offerings.is_empty() {
             return Err(plan.nothing_left(what, need));
         }
@@ -75,17 +75,17 @@ impl Planner {
 
     /// Marks this offering as exhausted. `why` is the cloud's code or text, without secrets.
     pub fn exhausted(&self, offering: &Offering, why: &str) {
-        self.marks().offering(offering, why, Instant::now());
+        self.marks.lock().offering(offering, why, Instant::now());
     }
 
     /// Marks the subnet as having no free address.
     pub fn subnet_full(&self, subnet: &str, why: &str) {
-        self.marks().subnet(subnet, why, Instant::now());
+        self.marks.lock().subnet(subnet, why, Instant::now());
     }
 
     /// Marks the market as closed to the account.
     pub fn market_closed(&self, market: Market, why: &str) {
-        self.marks().market(market, why, Instant::now());
+        self.marks.lock().market(market, why, Instant::now());
     }
 
     /// Returns the error for a create that made nothing because all tried offerings are exhausted, with the cloud's
@@ -114,10 +114,6 @@ impl Planner {
             format!("create of {what}: the cloud has none of the tried offerings: {}", each.join("; "));
         let offering = tried.first().map_or_else(String::new, |(offering, _)| offering.to_string());
         Error::Capacity { offering, rejected, text }
-    }
-
-    fn marks(&self) -> MutexGuard<'_, Marks> {
-        self.marks.lock()
     }
 }
 

@@ -22,8 +22,8 @@ use ttrpc::asynchronous::transport::Socket;
 use ttrpc::context::with_duration;
 
 use crate::config::{Endpoint, ExternalConfig, TlsFiles};
-use crate::line::{Line, watched};
 use crate::plugin::Plugin;
+use crate::watched::{StreamHandle, watched};
 use crate::{tls, wire as convert};
 
 /// Interval between attempts to connect to a provider that is not there yet.
@@ -171,11 +171,11 @@ impl Connection {
 
     /// Runs one connection from its beginning to its end.
     async fn connected(&self, deadline: Instant) -> Result<Infallible, Error> {
-        let (socket, mut line) = self.dial(deadline).await?;
+        let (socket, mut handle) = self.dial(deadline).await?;
         let stub = ProviderClient::new(ttrpc::r#async::Client::new(socket));
         let greeted = self.greet(&stub, deadline).await;
         if let Err(error) = greeted {
-            return Err(match line.end() {
+            return Err(match handle.end() {
                 Some(end) if matches!(error, Error::Transient { .. }) => self.broken(&end),
                 _ => error,
             });
@@ -183,7 +183,7 @@ impl Connection {
         self.state.send_replace(State::Up(stub.clone()));
         loop {
             tokio::select! {
-                end = line.ended() => return Err(self.broken(&end)),
+                end = handle.ended() => return Err(self.broken(&end)),
                 () = sleep(self.config.health_every) => {}
             }
             let limit = self.config.health_timeout;
@@ -194,7 +194,7 @@ impl Connection {
         }
     }
 
-    fn broken(&self, end: &crate::line::End) -> Error {
+    fn broken(&self, end: &crate::watched::StreamEnd) -> Error {
         let (who, why) = (self.who(), &end.why);
         if end.refused {
             let text = format!("connect to {who}: {why}; look at the certificates on both sides");
@@ -263,14 +263,14 @@ impl Connection {
         )))
     }
 
-    async fn dial(&self, deadline: Instant) -> Result<(Socket, Line), Error> {
+    async fn dial(&self, deadline: Instant) -> Result<(Socket, StreamHandle), Error> {
         match &self.config.endpoint {
             Endpoint::Unix { socket, peer_uid, .. } => {
                 let stream =
                     until(deadline, &socket.display().to_string(), || UnixStream::connect(socket)).await?;
                 trusted(&stream, socket, *peer_uid)?;
-                let (stream, line) = watched(stream);
-                Ok((Socket::new(stream), line))
+                let (stream, handle) = watched(stream);
+                Ok((Socket::new(stream), handle))
             }
             Endpoint::Tls { address, server_name, files } => {
                 over_tls(deadline, address, server_name, files).await
@@ -324,7 +324,7 @@ async fn over_tls(
     address: &str,
     server_name: &ServerName<'static>,
     files: &TlsFiles,
-) -> Result<(Socket, Line), Error> {
+) -> Result<(Socket, StreamHandle), Error> {
     let config = tls::client(files)?;
     let stream = until(deadline, address, || TcpStream::connect(address)).await?;
     // The frames are small, and each one is awaited.
@@ -342,6 +342,6 @@ async fn over_tls(
             return Err(Error::transient(format!("TLS with the provider at {address}: no answer in time")));
         }
     };
-    let (stream, line) = watched(stream);
-    Ok((Socket::new(stream), line))
+    let (stream, handle) = watched(stream);
+    Ok((Socket::new(stream), handle))
 }

@@ -15,10 +15,10 @@
 
 pub mod config;
 mod connection;
-mod line;
 mod plugin;
 pub mod serve;
 mod tls;
+mod watched;
 mod wire;
 
 use std::collections::{HashSet, VecDeque};

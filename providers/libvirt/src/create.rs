@@ -10,7 +10,7 @@ use peerpod_provider_api::{
 
 use crate::config::{Boot, Firmware, Image, LibvirtConfig, UserData};
 use crate::disks::{self, DiskSource};
-use crate::marks::{Marks, PREFIX, URI, VmNames, words};
+use crate::marks::{Marks, PREFIX, URI, VmNames, uuid_text};
 use crate::refusal::refuse;
 use crate::rpc::calls::{Domain, Named};
 use crate::rpc::{Connection, RpcError};
@@ -359,7 +359,7 @@ impl Creation<'_> {
         let fw_cfg = (self.config().user_data == UserData::FwCfg && kind != "test").then(|| path(USER_DATA));
         let machine = Machine {
             name: &identity.name,
-            uuid: &words(&identity.uuid),
+            uuid: &uuid_text(&identity.uuid),
             marks,
             kind,
             machine: &self.config().machine,
@@ -403,8 +403,11 @@ impl Creation<'_> {
         let (suffix, bytes) = match self.config().user_data {
             UserData::FwCfg => (USER_DATA, data.to_vec()),
             UserData::NoCloud => {
-                let meta =
-                    format!("instance-id: {}\nlocal-hostname: {}\n", words(&identity.uuid), identity.name);
+                let meta = format!(
+                    "instance-id: {}\nlocal-hostname: {}\n",
+                    uuid_text(&identity.uuid),
+                    identity.name
+                );
                 let image = seed::image(data, meta.as_bytes());
                 (SEED, image.map_err(|why| Error::invalid(format!("{attempt}: make the seed disk: {why}")))?)
             }
@@ -473,7 +476,7 @@ pub(crate) fn capabilities(max_user_data: usize, second_nic: bool, guest_memory_
 
 pub(crate) fn id_of(domain: &Domain) -> InstanceId {
     // A UUID consists of hexadecimal digits and dashes.
-    InstanceId::new(words(&domain.uuid)).expect("a UUID is printable")
+    InstanceId::new(uuid_text(&domain.uuid)).expect("a UUID is printable")
 }
 
 /// See [`crate::read_anything`].

@@ -14,7 +14,7 @@ use tokio::time::{Instant, sleep, sleep_until};
 
 use crate::Shared;
 use crate::kind::is_trial;
-use crate::marks::words;
+use crate::marks::uuid_text;
 use crate::rpc::calls::Domain;
 use crate::rpc::xdr::Uuid;
 use crate::rpc::{Connection, DomainEvent, RpcError};
@@ -113,7 +113,7 @@ async fn hear(shared: &Weak<Shared>, libvirt: &Connection) -> Result<(), RpcErro
 async fn compare(shared: &Weak<Shared>, libvirt: &Connection) -> Result<(), RpcError> {
     let Some(shared) = shared.upgrade() else { return Ok(()) };
     let prefix = shared.owner.prefix();
-    let before: Vec<Uuid> = shared.lives().running.iter().copied().collect();
+    let before: Vec<Uuid> = shared.lives.lock().running.iter().copied().collect();
     let domains: Vec<Domain> =
         libvirt.domains().await?.into_iter().filter(|domain| domain.name.starts_with(&prefix)).collect();
     for domain in &domains {
@@ -124,7 +124,7 @@ async fn compare(shared: &Weak<Shared>, libvirt: &Connection) -> Result<(), RpcE
         if state.is_on() && !is_trial(domain) {
             shared.running(domain);
         } else if before.contains(&domain.uuid) {
-            shared.has_ended(&domain.uuid, state.words());
+            shared.has_ended(&domain.uuid, state.describe());
         }
     }
     for uuid in before.iter().filter(|uuid| !domains.iter().any(|domain| domain.uuid == **uuid)) {
@@ -136,10 +136,10 @@ async fn compare(shared: &Weak<Shared>, libvirt: &Connection) -> Result<(), RpcE
 impl Shared {
     /// Reports the end of a VM once, unless the provider caused it.
     fn has_ended(&self, uuid: &Uuid, why: &str) {
-        if !self.lives().running.remove(uuid) {
+        if !self.lives.lock().running.remove(uuid) {
             return;
         }
-        let Ok(id) = InstanceId::new(words(uuid)) else { return };
+        let Ok(id) = InstanceId::new(uuid_text(uuid)) else { return };
         tracing::info!(instance = %id, "VM has ended: {why}");
         let reason = why.to_owned();
         // Without a listener the event is not needed.

@@ -64,7 +64,7 @@ enum Proof {
 }
 
 impl Proof {
-    fn words(self) -> &'static str {
+    fn describe(self) -> &'static str {
         match self {
             Proof::Runs => "it works",
             Proof::Never => "a VM starts with it, and executes nothing, or far slower than emulation",
@@ -99,7 +99,7 @@ impl Shared {
         } else {
             let (why, is_sure) = match self.runs(libvirt).await? {
                 Ok(Proof::Runs) => (None, true),
-                Ok(proof) => (Some(proof.words().to_owned()), proof == Proof::Never),
+                Ok(proof) => (Some(proof.describe().to_owned()), proof == Proof::Never),
                 Err(error) if error.code().is_none() => return Err(refuse(ATTEMPT, error)),
                 // A host that is short of a resource at the moment is no proof, either.
                 Err(error) => {

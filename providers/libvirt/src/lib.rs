@@ -12,6 +12,7 @@ mod create;
 mod disks;
 mod events;
 mod guest_memory;
+mod inspect;
 mod kind;
 mod marks;
 mod probe;
@@ -19,7 +20,6 @@ mod refusal;
 mod remove;
 mod reserve;
 pub mod rpc;
-mod see;
 mod seed;
 mod store;
 mod volumes;
@@ -160,19 +160,14 @@ impl Console for LibvirtProvider {
 }
 
 impl Shared {
-    fn lives(&self) -> parking_lot::MutexGuard<'_, Lives> {
-        // Each critical section leaves the value consistent.
-        self.lives.lock()
-    }
-
     /// Records that the VM is about to be started, for the first time or again.
     fn starting(&self, domain: &Domain) {
-        self.lives().leaving.remove(&domain.uuid);
+        self.lives.lock().leaving.remove(&domain.uuid);
     }
 
     /// Records that the VM runs, so that its end is reported unless the provider causes it.
     fn running(&self, domain: &Domain) {
-        let mut lives = self.lives();
+        let mut lives = self.lives.lock();
         if !lives.leaving.contains_key(&domain.uuid) {
             lives.running.insert(domain.uuid);
         }
@@ -180,7 +175,7 @@ impl Shared {
 
     /// Records that the provider ends the VM, so that its end is not reported.
     fn leaving(&self, domain: &Domain) {
-        let mut lives = self.lives();
+        let mut lives = self.lives.lock();
         lives.running.remove(&domain.uuid);
         // Events may be late: libvirtd may report the start of a VM after its end was requested.
         lives.leaving.retain(|_, since| since.elapsed() < LATEST);

@@ -81,7 +81,7 @@ fn digest(parts: &[&str]) -> [u8; 32] {
 }
 
 /// Returns a UUID in libvirt's notation.
-pub(crate) fn words(uuid: &Uuid) -> String {
+pub(crate) fn uuid_text(uuid: &Uuid) -> String {
     let text = hex::encode(uuid);
     [&text[..8], &text[8..12], &text[12..16], &text[16..20], &text[20..]].join("-")
 }
@@ -211,7 +211,7 @@ mod tests {
         assert_eq!(one, owner("n").identity(&key));
         assert_ne!(one, owner("m").identity(&key));
         assert!(one.name.starts_with(&owner("n").prefix()) && one.name.starts_with(&owner("").prefix()));
-        let id = InstanceId::new(words(&one.uuid)).unwrap();
+        let id = InstanceId::new(uuid_text(&one.uuid)).unwrap();
         assert_eq!(uuid_of(&id), Some(one.uuid));
         assert_ne!(one.mac(0), one.mac(1));
         for foreign in

@@ -22,7 +22,7 @@ impl Shared {
 
     /// Deletes a VM. The caller must hold the VM's turn.
     pub(crate) async fn remove(&self, libvirt: &Connection, uuid: &Uuid) -> Result<(), Error> {
-        let attempt = format!("delete of VM {}", crate::marks::words(uuid));
+        let attempt = format!("delete of VM {}", crate::marks::uuid_text(uuid));
         let fail = |error: RpcError| refuse(&attempt, error);
         let Some(domain) = libvirt.domain(uuid).await.map_err(fail)? else { return Ok(()) };
         let marks = match self.marks(libvirt, &domain).await {

@@ -112,7 +112,7 @@ impl NodeCluster {
     /// # Errors
     /// The API server cannot be asked now.
     pub async fn class(&self, pod: &Pod) -> Result<Option<String>, Status> {
-        if let Some(known) = self.classes().get(&pod.uid) {
+        if let Some(known) = self.classes.lock().get(&pod.uid) {
             return Ok(known.clone());
         }
         let spec = self.spec(pod).await.map_err(|why| {
@@ -122,11 +122,6 @@ impl NodeCluster {
         Ok(spec.and_then(|spec| spec.runtime_class_name))
     }
 
-    fn classes(&self) -> parking_lot::MutexGuard<'_, HashMap<String, Option<String>>> {
-        // Each step leaves the map consistent.
-        self.classes.lock()
-    }
-
     async fn spec(&self, pod: &Pod) -> Result<Option<PodSpec>, Status> {
         let pods: Api<KubePod> = Api::namespaced(self.client.clone(), &pod.namespace);
         let what = format!("read pod {}/{}", pod.namespace, pod.name);
@@ -134,7 +129,7 @@ impl NodeCluster {
         let spec =
             found.filter(|found| found.metadata.uid.as_deref() == Some(&pod.uid)).and_then(|pod| pod.spec);
         if let Some(spec) = &spec {
-            let mut classes = self.classes();
+            let mut classes = self.classes.lock();
             if classes.len() >= MAX_CLASSES {
                 classes.clear();
             }

@@ -24,7 +24,7 @@ use crate::{
     driver::Driver,
     grpc::{self, Code, Status},
     node::INTERCEPTED,
-    optin::{self, Said},
+    optin::{self, OptIn},
     proxy::{Intercept, InterceptedCall},
 };
 use lookup::Lookup;
@@ -70,13 +70,13 @@ impl ControllerRole {
         call: InterceptedCall,
         mut request: CreateVolumeRequest,
     ) -> Result<Response<Body>, Status> {
-        let said = optin::said(&request.parameters)?;
-        if said == Said::Nothing {
+        let said = optin::read(&request.parameters)?;
+        if said == OptIn::Unset {
             return call.pass(None).await;
         }
         request.parameters.remove(optin::KEY);
         let message = grpc::encode(&request)?;
-        if said == Said::No {
+        if said == OptIn::No {
             return call.pass(Some(message)).await;
         }
         let mut answer = call.exchange(message).await?;
@@ -118,8 +118,8 @@ impl ControllerRole {
         mut request: ValidateVolumeCapabilitiesRequest,
     ) -> Result<Response<Body>, Status> {
         let (in_context, in_parameters) =
-            (optin::said(&request.volume_context)?, optin::said(&request.parameters)?);
-        if (in_context, in_parameters) == (Said::Nothing, Said::Nothing) {
+            (optin::read(&request.volume_context)?, optin::read(&request.parameters)?);
+        if (in_context, in_parameters) == (OptIn::Unset, OptIn::Unset) {
             return call.pass(None).await;
         }
         let context = request.volume_context.remove(optin::KEY);
@@ -149,14 +149,14 @@ impl ControllerRole {
         call: InterceptedCall,
         mut request: ControllerPublishVolumeRequest,
     ) -> Result<Response<Body>, Status> {
-        match optin::said(&request.volume_context)? {
-            Said::Yes => {}
-            Said::No => {
+        match optin::read(&request.volume_context)? {
+            OptIn::Yes => {}
+            OptIn::No => {
                 request.volume_context.remove(optin::KEY);
                 return call.pass(Some(grpc::encode(&request)?)).await;
             }
-            Said::Nothing if self.by_class(&request).await? => {}
-            Said::Nothing => return call.pass(None).await,
+            OptIn::Unset if self.by_class(&request).await? => {}
+            OptIn::Unset => return call.pass(None).await,
         }
         if request.volume_id.is_empty() || request.node_id.is_empty() || request.volume_capability.is_none() {
             let text = "the request needs volume_id, node_id and volume_capability";

@@ -34,7 +34,7 @@ use crate::{
     driver::Driver,
     grpc::{self, Code, Status},
     metrics::CsiMetrics,
-    optin::{self, Said},
+    optin::{self, OptIn},
     proxy::{Intercept, InterceptedCall},
 };
 use guest::Guest;
@@ -66,15 +66,15 @@ struct Inner {
 
 /// Assignment of a volume to the driver or to a peer pod.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Whose {
+enum VolumeOwner {
     /// Ordinary volume without the parameter.
-    Drivers,
+    Driver,
     /// Ordinary volume; the parameter says so, and must not reach the driver.
-    DriversSaidSo,
+    DriverByOptOut,
     /// Peer pod's volume, by its StorageClass, its PersistentVolume or the controller role.
-    Ours,
+    Vm,
     /// Peer pod's volume, by the pod's RuntimeClass alone.
-    OursByClass,
+    VmByClass,
 }
 
 impl NodeRole {
@@ -141,16 +141,16 @@ impl NodeRole {
         call: InterceptedCall,
         mut request: NodeStageVolumeRequest,
     ) -> Result<Response<Body>, Status> {
-        match whose(&request.volume_context, &request.publish_context)? {
-            Whose::Drivers => {
+        match volume_owner(&request.volume_context, &request.publish_context)? {
+            VolumeOwner::Driver => {
                 self.keep_in_case(&request).await?;
                 return call.pass(None).await;
             }
-            Whose::DriversSaidSo => {
+            VolumeOwner::DriverByOptOut => {
                 request.volume_context.remove(optin::KEY);
                 return call.pass(Some(grpc::encode(&request)?)).await;
             }
-            Whose::Ours | Whose::OursByClass => {}
+            VolumeOwner::Vm | VolumeOwner::VmByClass => {}
         }
         if request.volume_id.is_empty()
             || request.staging_target_path.is_empty()
@@ -310,12 +310,15 @@ impl Intercept for NodeRole {
 }
 
 /// Returns the assignment that the request itself carries.
-fn whose(context: &HashMap<String, String>, published: &HashMap<String, String>) -> Result<Whose, Status> {
-    Ok(match optin::said(context)? {
-        Said::Yes => Whose::Ours,
-        Said::No => Whose::DriversSaidSo,
-        Said::Nothing if published.contains_key(INTERCEPTED) => Whose::Ours,
-        Said::Nothing => Whose::Drivers,
+fn volume_owner(
+    context: &HashMap<String, String>,
+    published: &HashMap<String, String>,
+) -> Result<VolumeOwner, Status> {
+    Ok(match optin::read(context)? {
+        OptIn::Yes => VolumeOwner::Vm,
+        OptIn::No => VolumeOwner::DriverByOptOut,
+        OptIn::Unset if published.contains_key(INTERCEPTED) => VolumeOwner::Vm,
+        OptIn::Unset => VolumeOwner::Driver,
     })
 }
 

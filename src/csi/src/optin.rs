@@ -10,24 +10,24 @@ pub const KEY: &str = "peerpod";
 
 /// Value of the parameter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Said {
+pub enum OptIn {
     /// For peer pods.
     Yes,
     /// Not for peer pods.
     No,
     /// The parameter is missing.
-    Nothing,
+    Unset,
 }
 
 /// Returns the value in these parameters or attributes.
 ///
 /// # Errors
 /// INVALID_ARGUMENT for any other value: if "False" counted as yes, a pod would lose its volume.
-pub fn said(among: &HashMap<String, String>) -> Result<Said, Status> {
+pub fn read(among: &HashMap<String, String>) -> Result<OptIn, Status> {
     match among.get(KEY).map(String::as_str) {
-        None => Ok(Said::Nothing),
-        Some("true" | "1") => Ok(Said::Yes),
-        Some("false" | "0") => Ok(Said::No),
+        None => Ok(OptIn::Unset),
+        Some("true" | "1") => Ok(OptIn::Yes),
+        Some("false" | "0") => Ok(OptIn::No),
         Some(other) => Err(Code::InvalidArgument.status(format!(
             "{KEY}: {other:?} is neither \"true\" nor \"false\"; correct the StorageClass or PersistentVolume"
         ))),
@@ -40,8 +40,10 @@ mod tests {
 
     #[test]
     fn only_true_and_false_are_accepted() {
-        let of = |value: &str| said(&HashMap::from([(KEY.to_owned(), value.to_owned())]));
-        for (value, meant) in [("true", Said::Yes), ("1", Said::Yes), ("false", Said::No), ("0", Said::No)] {
+        let of = |value: &str| read(&HashMap::from([(KEY.to_owned(), value.to_owned())]));
+        for (value, meant) in
+            [("true", OptIn::Yes), ("1", OptIn::Yes), ("false", OptIn::No), ("0", OptIn::No)]
+        {
             assert_eq!(of(value).unwrap(), meant);
         }
         for value in ["", "True", "yes", " true", "2", "TRUE", "on"] {
@@ -49,6 +51,6 @@ mod tests {
             assert_eq!(status.code, Code::InvalidArgument, "{value:?}");
             assert!(status.message.contains(&format!("{value:?}")));
         }
-        assert_eq!(said(&HashMap::new()).unwrap(), Said::Nothing);
+        assert_eq!(read(&HashMap::new()).unwrap(), OptIn::Unset);
     }
 }

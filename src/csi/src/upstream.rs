@@ -147,21 +147,16 @@ impl Upstream {
                 tracing::debug!(driver = %path.display(), error = chain(&why), "connection to the driver ended");
             }
         });
-        *self.slot() = Some(sender.clone());
+        *self.ready.lock() = Some(sender.clone());
         Ok(sender)
     }
 
     fn usable(&self) -> Option<SendRequest<Body>> {
-        self.slot().as_ref().filter(|sender| !sender.is_closed()).cloned()
+        self.ready.lock().as_ref().filter(|sender| !sender.is_closed()).cloned()
     }
 
     fn forget(&self) {
-        *self.slot() = None;
-    }
-
-    fn slot(&self) -> parking_lot::MutexGuard<'_, Option<SendRequest<Body>>> {
-        // The only step is one assignment, so the value is consistent even after a panic.
-        self.ready.lock()
+        *self.ready.lock() = None;
     }
 
     fn away(&self, what: &str, why: impl std::fmt::Display) -> Status {

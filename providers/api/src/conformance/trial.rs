@@ -80,8 +80,8 @@ impl Trial {
         let outcome = timeout(patience, self.delete_all(&mut last)).await;
         match outcome {
             Ok(()) => {
-                self.keys().clear();
-                self.ids().clear();
+                self.keys.lock().clear();
+                self.ids.lock().clear();
                 self.cut.store(false, Ordering::Relaxed);
                 self.open.store(false, Ordering::Relaxed);
                 Ok(())
@@ -94,7 +94,7 @@ impl Trial {
         let provider = self.provider();
         // VMs that are not listed are deleted by the id from their create; once is enough, because a VM that is gone is
         // `Ok`.
-        let mut unlisted = self.ids().clone();
+        let mut unlisted = self.ids.lock().clone();
         let mut quiet: Option<Instant> = None;
         loop {
             let ours = match provider.list_owned().await {
@@ -134,19 +134,10 @@ impl Trial {
 
     /// Keeps the VMs of this run from a list.
     pub(super) fn ours(&self, owned: Vec<Owned>) -> Vec<Owned> {
-        let (keys, ids) = (self.keys(), self.ids());
+        let (keys, ids) = (self.keys.lock(), self.ids.lock());
         let ours =
             |one: &Owned| ids.contains(&one.id) || one.key.as_ref().is_some_and(|key| keys.contains(key));
         owned.into_iter().filter(ours).collect()
-    }
-
-    fn keys(&self) -> parking_lot::MutexGuard<'_, HashSet<IdempotencyKey>> {
-        // No step leaves the set inconsistent, so a poisoned lock is safe to use.
-        self.keys.lock()
-    }
-
-    fn ids(&self) -> parking_lot::MutexGuard<'_, BTreeSet<InstanceId>> {
-        self.ids.lock()
     }
 
     pub(super) fn provider(&self) -> Arc<dyn Provider> {
@@ -158,7 +149,7 @@ impl Trial {
         let number = self.number.fetch_add(1, Ordering::Relaxed);
         let run = format!("{}-{}", std::process::id(), chance());
         let key = IdempotencyKey::derive("conformance", &run, number);
-        self.keys().insert(key.clone());
+        self.keys.lock().insert(key.clone());
         key
     }
 
@@ -170,7 +161,7 @@ impl Trial {
     ) -> Result<Created, Error> {
         let start = Instant::now();
         let made = self.provider().create(request, key).await?;
-        self.ids().insert(made.id.clone());
+        self.ids.lock().insert(made.id.clone());
         let mut slowest = self.slowest.lock();
         *slowest = start.elapsed().max(*slowest);
         drop(slowest);

@@ -26,8 +26,8 @@ use tokio::time::Instant;
 use crate::ec2::client::{Ec2, Failure};
 use crate::ec2::facts::Facts;
 use crate::ec2::refusal::{self, Meaning};
-use crate::ec2::see::{self, Seen, VmState};
 use crate::ec2::shape::{ImageFacts, Shape, tag_specifications};
+use crate::ec2::vms::{self, Vm, VmState};
 use crate::ec2::{Aws, tags};
 
 /// Longest time that a new VM may stay invisible. EC2 is eventually consistent; in practice this takes seconds.
@@ -63,7 +63,7 @@ enum Answer {
     Done(Outcome),
     /// VMs of an earlier call with this key, found by their tag. EC2 refused the token because of other parameters, or
     /// answered without VMs.
-    Earlier(Vec<Seen>),
+    Earlier(Vec<Vm>),
 }
 
 impl Launch<'_> {
@@ -362,12 +362,12 @@ impl Launch<'_> {
     }
 
     /// Returns the VMs that an earlier call with this key made.
-    async fn earlier(&self) -> Result<Vec<Seen>, Error> {
+    async fn earlier(&self) -> Result<Vec<Vm>, Error> {
         let what = self.what();
         let digest = self.request.digest();
         let end = (Instant::now() + UNSEEN).min(self.until);
         loop {
-            let seen = see::by_key(self.ec2, self.key, &what, self.until).await?;
+            let seen = vms::by_key(self.ec2, self.key, &what, self.until).await?;
             if let Some(other) = seen.iter().find(|seen| seen.tags.get(tags::DIGEST) != Some(&digest)) {
                 return Err(Error::key_reused(format!(
                     "{what}: its key was used before with another request, which made {}; this is a bug in \
@@ -455,7 +455,7 @@ impl Launch<'_> {
         })
     }
 
-    fn created(&self, seen: &Seen) -> Option<Created> {
+    fn created(&self, seen: &Vm) -> Option<Created> {
         if seen.state == VmState::Terminated {
             return None;
         }

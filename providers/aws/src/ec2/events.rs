@@ -9,13 +9,13 @@ use std::time::{Duration, SystemTime};
 use aws_sdk_ec2::types::{Filter, SpotInstanceRequest};
 use futures_util::StreamExt;
 use futures_util::stream::{self, BoxStream};
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use peerpod_provider_api::{Error, EventKind, InstanceId, Market, ProviderEvent};
 use peerpod_provider_cloud::Offering;
 
 use crate::ec2::Aws;
 use crate::ec2::client::until;
-use crate::ec2::see::Seen;
+use crate::ec2::vms::Vm;
 
 /// Time between the notice and the end of the VM (EC2 User Guide, "Spot Instance interruption notices").
 const NOTICE: Duration = Duration::from_secs(120);
@@ -38,7 +38,7 @@ struct Spot {
 impl Spots {
     /// Records a VM that was made on the spot market.
     pub(crate) fn made(&self, id: &str, machine: Option<&str>) {
-        let mut all = self.lock();
+        let mut all = self.0.lock();
         if all.len() < MOST_VMS {
             let spot = all.entry(id.to_owned()).or_default();
             spot.machine = spot.machine.take().or_else(|| machine.map(str::to_owned));
@@ -46,23 +46,23 @@ impl Spots {
     }
 
     /// Records a VM that EC2 lists. VMs of an earlier process are watched from then on.
-    pub(crate) fn seen(&self, vm: &Seen) {
+    pub(crate) fn seen(&self, vm: &Vm) {
         if !vm.is_spot {
             return;
         }
         self.made(&vm.id, vm.machine.as_deref());
-        if let Some(spot) = self.lock().get_mut(&vm.id) {
+        if let Some(spot) = self.0.lock().get_mut(&vm.id) {
             spot.zone = vm.zone.clone();
         }
     }
 
     /// Removes a VM that is being deleted or is gone.
     pub(crate) fn forget(&self, id: &str) {
-        self.lock().remove(id);
+        self.0.lock().remove(id);
     }
 
     fn ids(&self) -> Vec<String> {
-        self.lock().keys().cloned().collect()
+        self.0.lock().keys().cloned().collect()
     }
 
     /// Returns the event for a status that was not reported before, and the offering that EC2 has no capacity for.
@@ -73,7 +73,7 @@ impl Spots {
         message: &str,
         since: SystemTime,
     ) -> Option<(EventKind, Option<Offering>)> {
-        let mut all = self.lock();
+        let mut all = self.0.lock();
         let spot = all.get_mut(id)?;
         let kind = match code {
             "marked-for-termination" | "marked-for-stop" if !spot.is_noticed => {
@@ -98,10 +98,6 @@ impl Spots {
             all.remove(id);
         }
         Some((kind, offering))
-    }
-
-    fn lock(&self) -> MutexGuard<'_, HashMap<String, Spot>> {
-        self.0.lock()
     }
 }
 

@@ -13,7 +13,7 @@ use crate::ec2::create::specification;
 use crate::ec2::facts::{Facts, together};
 use crate::ec2::provider::Connected;
 use crate::ec2::shape::Shape;
-use crate::ec2::{Aws, remove, see};
+use crate::ec2::{Aws, remove, vms};
 
 /// Subnets with fewer free addresses cause a warning.
 const FEW: i32 = 16;
@@ -21,7 +21,7 @@ const FEW: i32 = 16;
 pub(crate) async fn run(aws: &Aws) -> Result<Preflight, Error> {
     let connected = aws.ec2().await?;
     let facts = aws.facts(true).await;
-    let listed = see::all_of(&connected.ec2, &aws.owner, until()).await;
+    let listed = vms::all_of(&connected.ec2, &aws.owner, until()).await;
     let launch = match &facts {
         Ok(facts) => may_launch(aws, connected, facts).await,
         Err(_) => Ok(()),

@@ -28,9 +28,9 @@ use crate::ec2::events;
 use crate::ec2::facts::{Facts, Subnet};
 use crate::ec2::recent::Recent;
 use crate::ec2::remove::{self, Terminate};
-use crate::ec2::see::{self, Seen, VmState};
 use crate::ec2::shape::ImageFacts;
 use crate::ec2::tags::VmOwner;
+use crate::ec2::vms::{self, Vm, VmState};
 use crate::ec2::volumes;
 
 /// User-data limit before base64 (EC2 User Guide, "Run commands at launch"); it also holds for a fleet.
@@ -70,8 +70,8 @@ pub(crate) struct Aws {
 /// The client, and the batchers that collect calls for it.
 pub(crate) struct Connected {
     pub(crate) ec2: Ec2,
-    pub(crate) inspect: see::VmLookup,
-    pub(crate) look_in_a_burst: see::VmLookup,
+    pub(crate) inspect: vms::VmLookup,
+    pub(crate) look_in_a_burst: vms::VmLookup,
     pub(crate) terminate: Terminate,
     pub(crate) volumes: volumes::VolumeLookup,
 }
@@ -119,8 +119,8 @@ impl Aws {
         let connect = || async {
             let ec2 = Ec2::connect(&self.config, self.scheduler.clone()).await?;
             Ok(Connected {
-                inspect: see::inspect(ec2.clone(), Window::LIST),
-                look_in_a_burst: see::inspect(ec2.clone(), see::IN_A_BURST),
+                inspect: vms::inspect(ec2.clone(), Window::LIST),
+                look_in_a_burst: vms::inspect(ec2.clone(), vms::IN_A_BURST),
                 terminate: remove::terminate(ec2.clone()),
                 volumes: volumes::inspect(ec2.clone()),
                 ec2,
@@ -137,8 +137,8 @@ impl Aws {
         &self,
         id: &InstanceId,
         what: &str,
-        is_as_wanted: impl Fn(&Seen) -> bool,
-    ) -> Result<Seen, Error> {
+        is_as_wanted: impl Fn(&Vm) -> bool,
+    ) -> Result<Vm, Error> {
         let connected = self.ec2().await?;
         let since = Instant::now();
         let mut pause = FIRST_LOOK;
@@ -360,7 +360,7 @@ impl Provider for AwsProvider {
 
     async fn list_owned(&self) -> Result<Vec<Owned>, Error> {
         let aws = &self.0;
-        let seen = see::all_of(&aws.ec2().await?.ec2, &aws.owner, until()).await?;
+        let seen = vms::all_of(&aws.ec2().await?.ec2, &aws.owner, until()).await?;
         seen.iter().for_each(|vm| aws.spots.seen(vm));
         if aws.strays.is_due(Instant::now()) {
             clean(Arc::clone(aws));

@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use peerpod_provider_api::{IdempotencyKey, InstanceId, Owned, OwnedState};
 use tokio::time::Instant;
 
@@ -29,7 +29,7 @@ struct Made {
 
 impl Recent {
     pub(crate) fn made(&self, id: &InstanceId, key: &IdempotencyKey, name: &str, now: Instant) {
-        let mut all = self.lock();
+        let mut all = self.0.lock();
         if all.len() >= MOST {
             all.retain(|_, made| now.saturating_duration_since(made.at) < RECENT);
         }
@@ -49,12 +49,12 @@ impl Recent {
     /// Returns whether more than two VMs were made within [`BURST`].
     pub(crate) fn is_burst(&self, now: Instant) -> bool {
         let young = |made: &&Made| now.saturating_duration_since(made.at) < BURST;
-        self.lock().values().filter(young).count() > 2
+        self.0.lock().values().filter(young).count() > 2
     }
 
     /// Returns whether EC2 may not know the VM although it exists.
     pub(crate) fn may_be_denied(&self, id: &str, now: Instant) -> bool {
-        let all = self.lock();
+        let all = self.0.lock();
         all.iter().any(|(one, made)| {
             one.as_str() == id && !made.seen && now.saturating_duration_since(made.at) < RECENT
         })
@@ -62,14 +62,14 @@ impl Recent {
 
     /// Records that EC2 has shown the VM, or has deleted it.
     pub(crate) fn seen(&self, id: &str) {
-        if let Some((_, made)) = self.lock().iter_mut().find(|(one, _)| one.as_str() == id) {
+        if let Some((_, made)) = self.0.lock().iter_mut().find(|(one, _)| one.as_str() == id) {
             made.seen = true;
         }
     }
 
     /// Returns the recent VMs that EC2's list does not have yet.
     pub(crate) fn missing_from(&self, listed: &[Owned], now: Instant) -> Vec<Owned> {
-        let mut all = self.lock();
+        let mut all = self.0.lock();
         all.retain(|_, made| now.saturating_duration_since(made.at) < RECENT);
         for one in listed {
             if let Some(made) = all.get_mut(&one.id) {
@@ -87,10 +87,6 @@ impl Recent {
             node: None,
         });
         owned.collect()
-    }
-
-    fn lock(&self) -> MutexGuard<'_, HashMap<InstanceId, Made>> {
-        self.0.lock()
     }
 }
 

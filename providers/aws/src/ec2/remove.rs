@@ -12,7 +12,7 @@ use peerpod_provider_cloud::{Batcher, Window};
 use tokio::time::Instant;
 
 use crate::ec2::client::{Ec2, until};
-use crate::ec2::looks;
+use crate::ec2::lookup;
 use crate::ec2::tags::{self, VmOwner};
 
 /// Batcher that terminates VMs, with one call for all concurrent callers. `false`: EC2 does not know the VM.
@@ -33,12 +33,12 @@ async fn by_ids(ec2: &Ec2, mut ids: Vec<String>, until: Instant) -> Result<Vec<S
     ids.sort();
     ids.dedup();
     let terminate = |ids: Vec<String>| async move {
-        let what = looks::what("delete of", "VM", &ids);
+        let what = lookup::what("delete of", "VM", &ids);
         let ask = ec2.client.terminate_instances().set_instance_ids(Some(ids));
         ec2.call("TerminateInstances", "terminate", &what, until, || ask.clone().send()).await
     };
     let is_unknown = |code: &str| code.starts_with("InvalidInstanceID");
-    let (_, unknown) = looks::of_known(ids, "i-", is_unknown, terminate).await?;
+    let (_, unknown) = lookup::of_known(ids, "i-", is_unknown, terminate).await?;
     Ok(unknown)
 }
 

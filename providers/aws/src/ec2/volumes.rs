@@ -16,8 +16,8 @@ use tokio::time::Instant;
 
 use crate::ec2::Aws;
 use crate::ec2::client::{Ec2, until};
-use crate::ec2::looks;
-use crate::ec2::see::VmState;
+use crate::ec2::lookup;
+use crate::ec2::vms::VmState;
 
 /// Pauses between two lookups: the first one, then the others. EC2 takes some seconds to run a VM and to attach a disk.
 const FIRST_LOOK: Duration = Duration::from_millis(300);
@@ -25,7 +25,7 @@ const LOOK_AGAIN: Duration = Duration::from_secs(1);
 
 /// A volume as EC2 shows it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Seen {
+pub(crate) struct EbsVolume {
     pub zone: String,
     pub is_available: bool,
     /// VMs that have the volume, each with whether its guest can already use it.
@@ -35,30 +35,30 @@ pub(crate) struct Seen {
 }
 
 /// Batcher that looks up single volumes. `None`: there is no such volume.
-pub(crate) type VolumeLookup = looks::Lookup<Seen>;
+pub(crate) type VolumeLookup = lookup::Lookup<EbsVolume>;
 
 pub(crate) fn inspect(ec2: Ec2) -> VolumeLookup {
-    looks::together(ec2, Window::LIST, by_ids)
+    lookup::together(ec2, Window::LIST, by_ids)
 }
 
-async fn by_ids(ec2: Ec2, ids: Vec<String>, until: Instant) -> Result<HashMap<String, Seen>, Error> {
+async fn by_ids(ec2: Ec2, ids: Vec<String>, until: Instant) -> Result<HashMap<String, EbsVolume>, Error> {
     let ec2 = &ec2;
     let inspect = |ids: Vec<String>| async move {
-        let what = looks::what("look at", "volume", &ids);
+        let what = lookup::what("look at", "volume", &ids);
         let ask = ec2.client.describe_volumes().set_volume_ids(Some(ids));
         ec2.call("DescribeVolumes", "volumes", &what, until, || ask.clone().send()).await
     };
-    let (found, _) = looks::of_known(ids, "vol-", |code| code == "InvalidVolume.NotFound", inspect).await?;
+    let (found, _) = lookup::of_known(ids, "vol-", |code| code == "InvalidVolume.NotFound", inspect).await?;
     Ok(found.and_then(|found| found.volumes).unwrap_or_default().into_iter().filter_map(seen).collect())
 }
 
-fn seen(volume: Volume) -> Option<(String, Seen)> {
+fn seen(volume: Volume) -> Option<(String, EbsVolume)> {
     let attachments = volume.attachments.unwrap_or_default().into_iter();
     let on = attachments
         .filter(|one| one.state != Some(VolumeAttachmentState::Detached))
         .filter_map(|one| Some((one.instance_id?, one.state == Some(VolumeAttachmentState::Attached))));
     let state = volume.state.unwrap_or(VolumeState::Error);
-    let seen = Seen {
+    let seen = EbsVolume {
         zone: volume.availability_zone.unwrap_or_default(),
         is_available: state == VolumeState::Available,
         on: on.collect(),
@@ -191,7 +191,7 @@ pub(crate) async fn attach(aws: &Aws, id: &InstanceId, disk: &DiskRequest) -> Re
 }
 
 /// Requests the attachment as soon as the VM runs. `false`: it must be requested again.
-async fn ask(aws: &Aws, id: &InstanceId, volume: &str, seen: &Seen, what: &str) -> Result<bool, Error> {
+async fn ask(aws: &Aws, id: &InstanceId, volume: &str, seen: &EbsVolume, what: &str) -> Result<bool, Error> {
     let ec2 = aws.ec2().await?;
     let vm = aws.wait_for(id, what, |vm| vm.state != VmState::Pending).await?;
     if matches!(vm.state, VmState::ShuttingDown | VmState::Terminated) {

@@ -341,5 +341,5 @@ async fn buckets_do_not_wait_for_each_other_and_calls_are_counted() {
 async fn state_of_gone_owners_is_dropped() {
     let scheduler = scheduler(1000.0, 1);
     times(&scheduler, 500).await;
-    assert_eq!(scheduler.lines.kept(), HashMap::from([("other", 0)]));
+    assert_eq!(scheduler.queues.kept(), HashMap::from([("other", 0)]));
 }

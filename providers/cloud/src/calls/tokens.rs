@@ -12,7 +12,7 @@ use std::collections::HashMap;
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::time::Duration;
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use tokio::time::Instant;
 
 use super::table::{BucketLimits, Table};
@@ -54,11 +54,7 @@ impl TokenBuckets {
     /// Returns the current rate of a bucket, in tokens per second.
     #[cfg(test)]
     pub(super) fn rate(&self, bucket: &str) -> Option<f64> {
-        self.buckets().get(bucket).map(|bucket| bucket.rate)
-    }
-
-    fn buckets(&self) -> MutexGuard<'_, HashMap<&'static str, Bucket>> {
-        self.0.lock()
+        self.0.lock().get(bucket).map(|bucket| bucket.rate)
     }
 
     /// Takes a token. Called under the queue's lock, so it answers at once.
@@ -66,7 +62,7 @@ impl TokenBuckets {
     /// # Errors
     /// The time of the next try, later than `now`.
     pub(super) fn take(&self, bucket: &'static str, now: Instant) -> Result<(), Instant> {
-        let mut buckets = self.buckets();
+        let mut buckets = self.0.lock();
         let Some(bucket) = buckets.get_mut(bucket) else { return Ok(()) };
         if let Some(held) = bucket.held_until.filter(|held| now < *held) {
             return Err(held);
@@ -82,7 +78,7 @@ impl TokenBuckets {
 
     /// Returns a token that was taken and not used.
     pub(super) fn give_back(&self, bucket: &'static str, now: Instant) {
-        let mut buckets = self.buckets();
+        let mut buckets = self.0.lock();
         if let Some(bucket) = buckets.get_mut(bucket) {
             bucket.fill(now);
             bucket.level = (bucket.level + 1.0).min(bucket.burst);
@@ -91,7 +87,7 @@ impl TokenBuckets {
 
     /// Forecasts the time at which a caller with `ahead` others before it gets its token.
     pub(super) fn forecast(&self, bucket: &'static str, ahead: u32, now: Instant) -> Instant {
-        let mut buckets = self.buckets();
+        let mut buckets = self.0.lock();
         let Some(bucket) = buckets.get_mut(bucket) else { return now };
         bucket.fill(now);
         bucket.when(f64::from(ahead) + 1.0, now)
@@ -105,7 +101,7 @@ impl TokenBuckets {
         after: Option<Duration>,
         now: Instant,
     ) {
-        let mut buckets = self.buckets();
+        let mut buckets = self.0.lock();
         let Some(bucket) = buckets.get_mut(bucket) else { return };
         if bucket.cut.is_none_or(|cut| sent > cut) {
             bucket.rate = (bucket.rate / 2.0).max(bucket.seed * LEAST);
@@ -121,7 +117,7 @@ impl TokenBuckets {
 
     /// Records that a call got any other answer.
     pub(super) fn answered(&self, bucket: &'static str, now: Instant) {
-        let mut buckets = self.buckets();
+        let mut buckets = self.0.lock();
         let Some(bucket) = buckets.get_mut(bucket) else { return };
         if bucket.rate >= bucket.seed {
             return;

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use peerpod_provider_api::{Error, Market, Rejected, Size};
 
 use super::{RejectReason, Rejection};
-use crate::words::{ago, clip};
+use crate::text::{ago, clip};
 
 /// Most names of types or zones in a list; above that, only their number is given.
 const LISTED: usize = 3;

@@ -192,7 +192,7 @@ impl DomainState {
     }
 
     /// Describes the state.
-    pub fn words(self) -> &'static str {
+    pub fn describe(self) -> &'static str {
         match (self.state, self.reason) {
             (1, _) => "running",
             (3, _) => "paused",

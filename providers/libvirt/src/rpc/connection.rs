@@ -106,16 +106,11 @@ pub(super) struct Stream {
 impl Drop for Stream {
     fn drop(&mut self) {
         // libvirtd ends the stream with the connection, or when it has sent the requested data.
-        self.shared.waiting().calls.remove(&self.serial);
+        self.shared.waiting.lock().calls.remove(&self.serial);
     }
 }
 
 impl Shared {
-    fn waiting(&self) -> parking_lot::MutexGuard<'_, Waiting> {
-        // Each critical section leaves the value consistent.
-        self.waiting.lock()
-    }
-
     fn close(&self, why: &str) {
         self.closed.send_if_modified(|closed| {
             let first = closed.is_none();
@@ -123,7 +118,7 @@ impl Shared {
             first
         });
         // This ends the receivers of the calls.
-        self.waiting().calls.clear();
+        self.waiting.lock().calls.clear();
     }
 
     fn why_closed(&self) -> RpcError {
@@ -157,7 +152,7 @@ impl Shared {
     }
 
     fn answer(&self, header: &MessageHeader, payload: &[u8]) -> Result<(), Garbled> {
-        let mut waiting = self.waiting();
+        let mut waiting = self.waiting.lock();
         let Some(waiter) = waiting.calls.get_mut(&header.serial) else { return Ok(()) };
         let answer = match header.status {
             MessageStatus::Error => Err(RpcError::Failed(message::failure(payload)?)),
@@ -175,7 +170,7 @@ impl Shared {
     }
 
     fn stream(&self, header: &MessageHeader, payload: &[u8]) -> Result<(), Garbled> {
-        let mut waiting = self.waiting();
+        let mut waiting = self.waiting.lock();
         let found = waiting.calls.get_mut(&header.serial).and_then(|waiter| waiter.stream.as_mut());
         let Some(incoming) = found else { return Ok(()) };
         let piece = match header.status {
@@ -287,7 +282,7 @@ impl Connection {
         let slot = slot.map_err(|_| self.shared.why_closed())?;
         let (sender, reply) = oneshot::channel();
         let serial = {
-            let mut waiting = self.shared.waiting();
+            let mut waiting = self.shared.waiting.lock();
             waiting.serial = waiting.serial.wrapping_add(1);
             let serial = waiting.serial;
             waiting.calls.insert(serial, Waiter { reply: Some(sender), stream, _slot: slot });
@@ -302,7 +297,7 @@ impl Connection {
         };
         let sent = self.shared.outgoing.send(message::write(&header, payload)).await;
         if sent.is_err() || self.is_closed() {
-            self.shared.waiting().calls.remove(&serial);
+            self.shared.waiting.lock().calls.remove(&serial);
             return Err(self.shared.why_closed());
         }
         Ok((serial, reply))

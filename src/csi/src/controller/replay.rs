@@ -18,7 +18,7 @@ use kube::{
         watcher,
     },
 };
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use peerpod_kube::{
     client::{explain, within},
     crds::PeerpodVolume,
@@ -151,7 +151,7 @@ async fn follow(driver: &str, context: Context) {
                 // A deleted object is not tried again.
                 Err(controller::Error::ObjectNotFound(object)) => {
                     let object = *object;
-                    context.failures().remove(&(object.namespace.unwrap_or_default(), object.name));
+                    context.failures.lock().remove(&(object.namespace.unwrap_or_default(), object.name));
                 }
                 // The runtime's backoff limits this to once per 30 s.
                 Err(controller::Error::QueueError(error)) => {
@@ -173,7 +173,7 @@ async fn reconcile(object: Arc<PeerpodVolume>, context: Arc<Context>) -> Result<
     } else {
         context.attach(&api, &object).await
     }?;
-    context.failures().remove(&key(&object));
+    context.failures.lock().remove(&key(&object));
     Ok(next)
 }
 
@@ -182,7 +182,7 @@ fn again(object: Arc<PeerpodVolume>, why: &Status, context: Arc<Context>) -> Act
     let name = object.name_any();
     context.metrics.retries.inc();
     let count = {
-        let mut failures = context.failures();
+        let mut failures = context.failures.lock();
         let count = failures.entry(key(&object)).or_default();
         *count = (*count + 1).min(10);
         *count
@@ -198,11 +198,6 @@ fn key(object: &PeerpodVolume) -> (String, String) {
 }
 
 impl Context {
-    fn failures(&self) -> MutexGuard<'_, HashMap<(String, String), u32>> {
-        // Each step leaves the map consistent.
-        self.failures.lock()
-    }
-
     async fn attach(&self, api: &Api<PeerpodVolume>, object: &PeerpodVolume) -> Result<Action, Status> {
         let Some(vm) = object.spec.vm_id.as_deref().filter(|vm| !vm.is_empty()) else {
             return Ok(Action::await_change());

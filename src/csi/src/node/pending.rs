@@ -4,7 +4,7 @@
 use std::{collections::BTreeMap, path::PathBuf, time::Duration};
 
 use futures_util::{StreamExt, stream};
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use peerpod_volume::{descriptor, records::Attached};
 use tokio::{
     sync::Notify,
@@ -78,7 +78,7 @@ impl Pending {
         if publication.driver_attached {
             self.put(publication);
         } else {
-            self.all().waiting.remove(&publication.target);
+            self.all.lock().waiting.remove(&publication.target);
         }
     }
 
@@ -88,7 +88,7 @@ impl Pending {
     }
 
     fn put(&self, publication: &Publication) {
-        let mut all = self.all();
+        let mut all = self.all.lock();
         all.turns += 1;
         let (turn, due) = (all.turns, Instant::now());
         let waiting = Waiting { publication: publication.clone(), turn, wait: None, pause: SOON, due };
@@ -100,17 +100,17 @@ impl Pending {
     /// Returns the entries that are due.
     fn due(&self) -> Vec<Waiting> {
         let now = Instant::now();
-        self.all().waiting.values().filter(|waiting| waiting.due <= now).cloned().collect()
+        self.all.lock().waiting.values().filter(|waiting| waiting.due <= now).cloned().collect()
     }
 
     /// Returns the next due time; `None` when nothing waits.
     fn next(&self) -> Option<Instant> {
-        self.all().waiting.values().map(|waiting| waiting.due).min()
+        self.all.lock().waiting.values().map(|waiting| waiting.due).min()
     }
 
     /// Applies the result of a check: nothing more to wait for, a wait, or a failure.
     fn looked(&self, seen: &Waiting, found: &Result<Option<Wait>, Status>) {
-        let mut all = self.all();
+        let mut all = self.all.lock();
         let target = &seen.publication.target;
         let Some(waiting) = all.waiting.get_mut(target).filter(|waiting| waiting.turn == seen.turn) else {
             return;
@@ -120,11 +120,6 @@ impl Pending {
             Ok(wait) => waiting.put_off(*wait),
             Err(_) => waiting.put_off(None),
         }
-    }
-
-    fn all(&self) -> MutexGuard<'_, All> {
-        // Each step leaves the map consistent.
-        self.all.lock()
     }
 }
 
@@ -249,20 +244,20 @@ mod tests {
         pending.watch(&publication);
         let mut paused = Vec::new();
         for found in [Wait::Vm; 6].into_iter().chain([Wait::Disk; 2]).chain([Wait::Change, Wait::Disk]) {
-            let seen = pending.all().waiting.values().next().unwrap().clone();
+            let seen = pending.all.lock().waiting.values().next().unwrap().clone();
             pending.looked(&seen, &Ok(Some(found)));
-            paused.push(pending.all().waiting.values().next().unwrap().pause.as_millis());
+            paused.push(pending.all.lock().waiting.values().next().unwrap().pause.as_millis());
         }
         assert_eq!(paused, [50, 100, 200, 400, 500, 500, 50, 100, 500, 50]);
         let failed = Err(crate::grpc::Code::Unavailable.status("away"));
         let mut paused = Vec::new();
         for found in [&failed; 7].into_iter().chain([&Ok(Some(Wait::Disk)), &failed]) {
-            let seen = pending.all().waiting.values().next().unwrap().clone();
+            let seen = pending.all.lock().waiting.values().next().unwrap().clone();
             pending.looked(&seen, found);
-            paused.push(pending.all().waiting.values().next().unwrap().pause.as_millis());
+            paused.push(pending.all.lock().waiting.values().next().unwrap().pause.as_millis());
         }
         assert_eq!(paused, [2000, 4000, 8000, 16000, 30000, 30000, 30000, 50, 2000]);
-        let seen = pending.all().waiting.values().next().unwrap().clone();
+        let seen = pending.all.lock().waiting.values().next().unwrap().clone();
         pending.leave(&publication);
         pending.looked(&seen, &Ok(None));
         assert_eq!(pending.due().len(), 1, "a publication put meanwhile stays");

@@ -12,11 +12,11 @@ use peerpod_volume::{
 };
 
 use super::{
-    NodeRole, Whose, empty, missing,
+    NodeRole, VolumeOwner, empty, missing,
     place::Destination,
     publications::{self, Publication},
     secrets::{self, signs_in},
-    whose,
+    volume_owner,
 };
 use crate::{
     body::Body,
@@ -38,17 +38,17 @@ impl NodeRole {
         mut request: NodePublishVolumeRequest,
     ) -> Result<Response<Body>, Status> {
         let place = Destination::of(&request);
-        let mut decided = whose(&request.volume_context, &request.publish_context)?;
-        if decided == Whose::Drivers && self.is_of_class(&place).await? {
-            decided = Whose::OursByClass;
+        let mut decided = volume_owner(&request.volume_context, &request.publish_context)?;
+        if decided == VolumeOwner::Driver && self.is_of_class(&place).await? {
+            decided = VolumeOwner::VmByClass;
         }
         match decided {
-            Whose::Drivers => return call.pass(None).await,
-            Whose::DriversSaidSo => {
+            VolumeOwner::Driver => return call.pass(None).await,
+            VolumeOwner::DriverByOptOut => {
                 request.volume_context.remove(optin::KEY);
                 return call.pass(Some(grpc::encode(&request)?)).await;
             }
-            Whose::Ours | Whose::OursByClass => {}
+            VolumeOwner::Vm | VolumeOwner::VmByClass => {}
         }
         let facts = self.facts(&place).await?;
         let name = place.volume.as_deref().unwrap_or(&request.volume_id);
@@ -127,7 +127,7 @@ impl NodeRole {
         wanted: &Capability,
         place: &Destination,
         facts: Option<PodFacts>,
-        decided: Whose,
+        decided: VolumeOwner,
         given: Option<Given>,
     ) -> Result<Option<(Record, Publication, Option<Credentials>)>, Status> {
         let driver = self.0.driver.name().await?;
@@ -190,12 +190,12 @@ impl NodeRole {
 /// Returns false for an inline disk that the driver makes on the node, where only the pod's class asks for a VM.
 fn is_for_vm(
     request: &NodePublishVolumeRequest,
-    decided: Whose,
+    decided: VolumeOwner,
     driver: &str,
     name: &str,
 ) -> Result<bool, Status> {
     let inline = request.volume_context.get(EPHEMERAL).is_some_and(|word| word == "true");
-    let why = match (decided == Whose::OursByClass, inline) {
+    let why = match (decided == VolumeOwner::VmByClass, inline) {
         (true, true) => return Ok(false),
         (false, false) => return Ok(true),
         (true, false) => format!(

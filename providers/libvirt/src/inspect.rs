@@ -97,7 +97,7 @@ impl Shared {
                 tokio::try_join!(libvirt.state(&domain), self.marks(&libvirt, &domain)).map_err(fail)?;
             let begun = marks.is_some_and(|marks| marks.started);
             if state.is_off() && (begun || !state.is_fresh()) {
-                return Err(Error::not_found(format!("{attempt}: it has ended: {}", state.words())));
+                return Err(Error::not_found(format!("{attempt}: it has ended: {}", state.describe())));
             }
             if state.is_on() {
                 let found = self.seen(&libvirt, &domain).await.map_err(fail)?;

@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::time::Duration;
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use tokio::sync::{Notify, oneshot};
 use tokio::time::Instant;
 
@@ -29,16 +29,16 @@ pub(super) enum NoTurn {
 }
 
 /// All queues of an account.
-pub(super) struct Lines {
+pub(super) struct Queues {
     tokens: TokenBuckets,
-    lines: Mutex<HashMap<&'static str, Line>>,
+    by_bucket: Mutex<HashMap<&'static str, Queue>>,
 }
 
 /// Position in a queue: the round, and the order of arrival.
 type Place = (u64, u64);
 
 #[derive(Default)]
-struct Line {
+struct Queue {
     waiting: BTreeMap<Place, Waiter>,
     owners: HashMap<Arc<str>, Owner>,
     /// Number of waiting calls in each round.
@@ -63,7 +63,7 @@ struct Owner {
     waiting: u32,
 }
 
-impl Line {
+impl Queue {
     fn join(&mut self, owner: &str, grant: oneshot::Sender<Permit>) -> Place {
         let round = self.round_of(owner);
         let owner: Arc<str> = match self.owners.get_key_value(owner) {
@@ -117,14 +117,14 @@ impl Line {
     }
 }
 
-impl Lines {
-    pub(super) fn new(tokens: TokenBuckets) -> Arc<Lines> {
-        Arc::new(Lines { tokens, lines: Mutex::default() })
+impl Queues {
+    pub(super) fn new(tokens: TokenBuckets) -> Arc<Queues> {
+        Arc::new(Queues { tokens, by_bucket: Mutex::default() })
     }
 
     /// Waits for a token and a slot, as long as the answer can still come in time.
     pub(super) async fn turn(
-        self: &Arc<Lines>,
+        self: &Arc<Queues>,
         bucket: &'static str,
         limits: &BucketLimits,
         owner: &str,
@@ -133,25 +133,25 @@ impl Lines {
         let now = Instant::now();
         let latest = latest(now, deadline);
         let (mut granted, waiting) = {
-            let mut lines = self.lock();
-            let line = lines.entry(bucket).or_default();
-            line.at_once = limits.at_once;
-            if line.waiting.is_empty() && !line.is_full() && self.tokens.take(bucket, now).is_ok() {
-                line.running += 1;
+            let mut queues = self.by_bucket.lock();
+            let queue = queues.entry(bucket).or_default();
+            queue.at_once = limits.at_once;
+            if queue.waiting.is_empty() && !queue.is_full() && self.tokens.take(bucket, now).is_ok() {
+                queue.running += 1;
                 return Ok(self.permit(bucket));
             }
-            let ahead = line.ahead(line.round_of(owner));
+            let ahead = queue.ahead(queue.round_of(owner));
             let at = self.tokens.forecast(bucket, ahead, now);
             if at > latest {
                 return Err(NoTurn::TooLong { ahead, wait: at.saturating_duration_since(now) });
             }
             let (grant, granted) = oneshot::channel();
-            let place = line.join(owner, grant);
-            if !line.served {
-                line.served = true;
-                tokio::spawn(Arc::clone(self).serve(bucket, Arc::clone(&line.wake)));
+            let place = queue.join(owner, grant);
+            if !queue.served {
+                queue.served = true;
+                tokio::spawn(Arc::clone(self).serve(bucket, Arc::clone(&queue.wake)));
             }
-            (granted, Waiting { lines: self, bucket, place })
+            (granted, Waiting { queues: self, bucket, place })
         };
         tokio::select! {
             biased;
@@ -161,37 +161,37 @@ impl Lines {
         }
     }
 
-    fn permit(self: &Arc<Lines>, bucket: &'static str) -> Permit {
-        Permit { lines: Arc::clone(self), bucket, sent: None }
+    fn permit(self: &Arc<Queues>, bucket: &'static str) -> Permit {
+        Permit { queues: Arc::clone(self), bucket, sent: None }
     }
 
     /// Hands out tokens of one bucket as long as calls wait.
-    async fn serve(self: Arc<Lines>, bucket: &'static str, wake: Arc<Notify>) {
-        let mut served = Served { lines: &self, bucket, ended: false };
+    async fn serve(self: Arc<Queues>, bucket: &'static str, wake: Arc<Notify>) {
+        let mut served = Served { queues: &self, bucket, ended: false };
         loop {
             let (grants, pause) = {
-                let mut lines = self.lock();
-                let Some(line) = lines.get_mut(bucket) else { return };
+                let mut queues = self.by_bucket.lock();
+                let Some(queue) = queues.get_mut(bucket) else { return };
                 let mut grants = Vec::new();
                 let pause = loop {
-                    if line.waiting.is_empty() {
+                    if queue.waiting.is_empty() {
                         break Pause::Ended;
                     }
-                    if line.is_full() {
+                    if queue.is_full() {
                         break Pause::UntilWoken;
                     }
                     match self.tokens.take(bucket, Instant::now()) {
                         Err(at) => break Pause::Until(at),
                         Ok(()) => {
-                            let Some(waiter) = line.next() else { break Pause::Ended };
-                            line.running += 1;
+                            let Some(waiter) = queue.next() else { break Pause::Ended };
+                            queue.running += 1;
                             grants.push(waiter.grant);
                         }
                     }
                 };
                 if matches!(pause, Pause::Ended) {
                     // Under the same lock as the check of the queue, so that a new call starts another task.
-                    line.served = false;
+                    queue.served = false;
                 }
                 (grants, pause)
             };
@@ -218,12 +218,8 @@ impl Lines {
     /// Number of entries in each queue: waiters, owners and rounds.
     #[cfg(test)]
     pub(super) fn kept(&self) -> HashMap<&'static str, usize> {
-        let kept = |line: &Line| line.waiting.len() + line.owners.len() + line.rounds.len();
-        self.lock().iter().map(|(bucket, line)| (*bucket, kept(line))).collect()
-    }
-
-    fn lock(&self) -> MutexGuard<'_, HashMap<&'static str, Line>> {
-        self.lines.lock()
+        let kept = |queue: &Queue| queue.waiting.len() + queue.owners.len() + queue.rounds.len();
+        self.by_bucket.lock().iter().map(|(bucket, queue)| (*bucket, kept(queue))).collect()
     }
 }
 
@@ -242,7 +238,7 @@ enum Pause {
 
 /// Clears `served` if the serving task is dropped with its runtime, so that the next call starts another task.
 struct Served<'l> {
-    lines: &'l Lines,
+    queues: &'l Queues,
     bucket: &'static str,
     ended: bool,
 }
@@ -250,31 +246,32 @@ struct Served<'l> {
 impl Drop for Served<'_> {
     fn drop(&mut self) {
         if !self.ended
-            && let Some(line) = self.lines.lock().get_mut(self.bucket)
+            && let Some(queue) = self.queues.by_bucket.lock().get_mut(self.bucket)
         {
-            line.served = false;
+            queue.served = false;
         }
     }
 }
 
 /// Position in a queue. It is released when its waiter is dropped.
 struct Waiting<'l> {
-    lines: &'l Lines,
+    queues: &'l Queues,
     bucket: &'static str,
     place: Place,
 }
 
 impl Waiting<'_> {
     fn ahead(&self) -> u32 {
-        let lines = self.lines.lock();
-        let before = |line: &Line| line.waiting.range(..self.place).count();
-        u32::try_from(lines.get(self.bucket).map_or(0, before)).unwrap_or(u32::MAX)
+        let queues = self.queues.by_bucket.lock();
+        let before = |queue: &Queue| queue.waiting.range(..self.place).count();
+        u32::try_from(queues.get(self.bucket).map_or(0, before)).unwrap_or(u32::MAX)
     }
 }
 
 impl Drop for Waiting<'_> {
     fn drop(&mut self) {
-        let left = self.lines.lock().get_mut(self.bucket).and_then(|line| line.leave(self.place));
+        let left =
+            self.queues.by_bucket.lock().get_mut(self.bucket).and_then(|queue| queue.leave(self.place));
         // Dropped outside the lock, as a precaution.
         drop(left);
     }
@@ -282,7 +279,7 @@ impl Drop for Waiting<'_> {
 
 /// Right to make one call. If it is dropped before the call was sent, its token goes back. Its slot always goes back.
 pub(super) struct Permit {
-    lines: Arc<Lines>,
+    queues: Arc<Queues>,
     bucket: &'static str,
     sent: Option<Instant>,
 }
@@ -297,23 +294,23 @@ impl Permit {
     /// Reports that the cloud throttled the call.
     pub(super) fn throttled(self, after: Option<Duration>) {
         let now = Instant::now();
-        self.lines.tokens.throttled(self.bucket, self.sent.unwrap_or(now), after, now);
+        self.queues.tokens.throttled(self.bucket, self.sent.unwrap_or(now), after, now);
     }
 
     /// Reports that the cloud answered the call.
     pub(super) fn answered(self) {
-        self.lines.tokens.answered(self.bucket, Instant::now());
+        self.queues.tokens.answered(self.bucket, Instant::now());
     }
 }
 
 impl Drop for Permit {
     fn drop(&mut self) {
         if self.sent.is_none() {
-            self.lines.tokens.give_back(self.bucket, Instant::now());
+            self.queues.tokens.give_back(self.bucket, Instant::now());
         }
-        if let Some(line) = self.lines.lock().get_mut(self.bucket) {
-            line.running = line.running.saturating_sub(1);
-            line.wake.notify_one();
+        if let Some(queue) = self.queues.by_bucket.lock().get_mut(self.bucket) {
+            queue.running = queue.running.saturating_sub(1);
+            queue.wake.notify_one();
         }
     }
 }

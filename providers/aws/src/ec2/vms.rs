@@ -10,7 +10,7 @@ use peerpod_provider_cloud::Window;
 use tokio::time::Instant;
 
 use crate::ec2::client::Ec2;
-use crate::ec2::looks;
+use crate::ec2::lookup;
 use crate::ec2::tags::{self, VmOwner};
 
 /// Maximum number of VMs in a page.
@@ -20,7 +20,7 @@ const MAX_PAGES: usize = 1000;
 
 /// A VM as EC2 shows it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Seen {
+pub(crate) struct Vm {
     pub id: String,
     pub state: VmState,
     pub machine: Option<String>,
@@ -47,8 +47,8 @@ pub(crate) enum VmState {
     Terminated,
 }
 
-impl Seen {
-    fn of(vm: Instance) -> Option<Seen> {
+impl Vm {
+    fn of(vm: Instance) -> Option<Vm> {
         let address = |text: Option<&String>| text.and_then(|text| text.parse::<IpAddr>().ok());
         let nics = vm.network_interfaces.unwrap_or_default();
         let public = address(vm.public_ip_address.as_ref()).or_else(|| {
@@ -68,7 +68,7 @@ impl Seen {
         };
         let devices = vm.block_device_mappings.unwrap_or_default();
         let tags = vm.tags.unwrap_or_default();
-        Some(Seen {
+        Some(Vm {
             id: vm.instance_id?,
             state,
             machine: vm.instance_type.map(|machine| machine.as_str().to_owned()),
@@ -117,7 +117,7 @@ impl Seen {
 }
 
 /// Batcher that looks up single VMs. `None`: EC2 does not know the VM (any more, or yet).
-pub(crate) type VmLookup = looks::Lookup<Seen>;
+pub(crate) type VmLookup = lookup::Lookup<Vm>;
 
 /// Window for a burst. EC2's buckets then let five pods through per second, and a window that closes at the first pause
 /// would contain one VM. This window closes before a guest has booted.
@@ -125,26 +125,26 @@ pub(crate) const IN_A_BURST: Window =
     Window { idle: Duration::from_millis(700), longest: Duration::from_secs(2), most: 500 };
 
 pub(crate) fn inspect(ec2: Ec2, window: Window) -> VmLookup {
-    looks::together(ec2, window, by_ids)
+    lookup::together(ec2, window, by_ids)
 }
 
 /// Returns those of these VMs that exist.
-async fn by_ids(ec2: Ec2, ids: Vec<String>, until: Instant) -> Result<HashMap<String, Seen>, Error> {
+async fn by_ids(ec2: Ec2, ids: Vec<String>, until: Instant) -> Result<HashMap<String, Vm>, Error> {
     let ec2 = &ec2;
     let inspect = |ids: Vec<String>| async move {
-        let what = looks::what("look at", "VM", &ids);
+        let what = lookup::what("look at", "VM", &ids);
         let ask = ec2.client.describe_instances().set_instance_ids(Some(ids));
         ec2.call("DescribeInstances", "look", &what, until, || ask.clone().send()).await
     };
     let (found, _) =
-        looks::of_known(ids, "i-", |code| code.starts_with("InvalidInstanceID"), inspect).await?;
+        lookup::of_known(ids, "i-", |code| code.starts_with("InvalidInstanceID"), inspect).await?;
     let seen = found.into_iter().flat_map(|page| of_reservations(page.reservations));
     Ok(seen.map(|seen| (seen.id.clone(), seen)).collect())
 }
 
-fn of_reservations(reservations: Option<Vec<Reservation>>) -> impl Iterator<Item = Seen> {
+fn of_reservations(reservations: Option<Vec<Reservation>>) -> impl Iterator<Item = Vm> {
     let vms = reservations.unwrap_or_default().into_iter().flat_map(|one| one.instances.unwrap_or_default());
-    vms.filter_map(Seen::of)
+    vms.filter_map(Vm::of)
 }
 
 /// Returns every VM of this cluster and node that is not terminated, from all pages. An empty node name stands for all
@@ -152,7 +152,7 @@ fn of_reservations(reservations: Option<Vec<Reservation>>) -> impl Iterator<Item
 ///
 /// # Errors
 /// When one page could not be loaded.
-pub(crate) async fn all_of(ec2: &Ec2, owner: &VmOwner, until: Instant) -> Result<Vec<Seen>, Error> {
+pub(crate) async fn all_of(ec2: &Ec2, owner: &VmOwner, until: Instant) -> Result<Vec<Vm>, Error> {
     let mut filters = vec![tag(tags::CLUSTER, &owner.cluster), not_gone()];
     if !owner.node.is_empty() {
         filters.push(tag(tags::NODE, &owner.node));
@@ -169,13 +169,13 @@ pub(crate) async fn by_key(
     key: &IdempotencyKey,
     what: &str,
     until: Instant,
-) -> Result<Vec<Seen>, Error> {
+) -> Result<Vec<Vm>, Error> {
     let mut found = list(ec2, vec![tag(tags::KEY, key.as_str()), not_gone()], what, until).await?;
     found.sort_by(|a, b| a.id.cmp(&b.id));
     Ok(found)
 }
 
-async fn list(ec2: &Ec2, filters: Vec<Filter>, what: &str, until: Instant) -> Result<Vec<Seen>, Error> {
+async fn list(ec2: &Ec2, filters: Vec<Filter>, what: &str, until: Instant) -> Result<Vec<Vm>, Error> {
     let mut seen = Vec::new();
     let mut next: Option<String> = None;
     for _ in 0..MAX_PAGES {

@@ -15,7 +15,7 @@ use tokio::sync::watch;
 
 /// End of a stream.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct End {
+pub(crate) struct StreamEnd {
     /// Human-readable cause.
     pub(crate) why: String,
     /// Whether TLS caused the end, so that dialling again cannot help.
@@ -23,9 +23,9 @@ pub(crate) struct End {
 }
 
 /// Second handle of the stream. Dropping it cuts the stream.
-pub(crate) struct Line {
+pub(crate) struct StreamHandle {
     shared: Arc<Shared>,
-    ended: watch::Receiver<Option<End>>,
+    ended: watch::Receiver<Option<StreamEnd>>,
 }
 
 struct Shared {
@@ -37,32 +37,32 @@ struct Shared {
 pub(crate) struct Stream<S> {
     inner: S,
     shared: Arc<Shared>,
-    ended: watch::Sender<Option<End>>,
+    ended: watch::Sender<Option<StreamEnd>>,
 }
 
 /// Wraps a connected stream.
-pub(crate) fn watched<S>(inner: S) -> (Stream<S>, Line) {
+pub(crate) fn watched<S>(inner: S) -> (Stream<S>, StreamHandle) {
     let (sender, ended) = watch::channel(None);
     let shared = Arc::new(Shared { cut: AtomicBool::new(false), reader: AtomicWaker::new() });
-    (Stream { inner, shared: shared.clone(), ended: sender }, Line { shared, ended })
+    (Stream { inner, shared: shared.clone(), ended: sender }, StreamHandle { shared, ended })
 }
 
-impl Line {
+impl StreamHandle {
     /// Waits until the stream has ended.
-    pub(crate) async fn ended(&mut self) -> End {
+    pub(crate) async fn ended(&mut self) -> StreamEnd {
         match self.ended.wait_for(Option::is_some).await.map(|end| end.clone()) {
             Ok(Some(end)) => end,
-            _ => End { why: "the connection is gone".to_owned(), refused: false },
+            _ => StreamEnd { why: "the connection is gone".to_owned(), refused: false },
         }
     }
 
     /// Returns the end of the stream, if it has ended.
-    pub(crate) fn end(&self) -> Option<End> {
+    pub(crate) fn end(&self) -> Option<StreamEnd> {
         self.ended.borrow().clone()
     }
 }
 
-impl Drop for Line {
+impl Drop for StreamHandle {
     fn drop(&mut self) {
         self.shared.cut.store(true, Ordering::Release);
         self.shared.reader.wake();
@@ -74,7 +74,7 @@ impl<S> Stream<S> {
         self.ended.send_if_modified(|end| {
             let first = end.is_none();
             if first {
-                *end = Some(End { why, refused });
+                *end = Some(StreamEnd { why, refused });
             }
             first
         });
@@ -164,22 +164,22 @@ mod tests {
     #[tokio::test]
     async fn the_end_of_the_peer_is_reported() {
         let (near, mut far) = tokio::io::duplex(64);
-        let (mut stream, mut line) = watched(near);
+        let (mut stream, mut handle) = watched(near);
         far.write_all(b"x").await.unwrap();
         assert_eq!(stream.read_u8().await.unwrap(), b'x');
-        assert_eq!(line.end(), None);
+        assert_eq!(handle.end(), None);
         drop(far);
         assert!(stream.read_u8().await.is_err());
-        assert_eq!(line.ended().await.why, "it closed the connection");
+        assert_eq!(handle.ended().await.why, "it closed the connection");
     }
 
     #[tokio::test]
     async fn a_reader_of_a_broken_stream_ends() {
         let (near, _far) = tokio::io::duplex(64);
-        let (mut stream, line) = watched(near);
+        let (mut stream, handle) = watched(near);
         let reader = tokio::spawn(async move { stream.read_u8().await });
         tokio::task::yield_now().await;
-        drop(line);
+        drop(handle);
         let error = reader.await.unwrap().unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::ConnectionAborted);
     }
