@@ -175,7 +175,7 @@ impl Wanted {
         }
         let port = u16::try_from(underlay.port).map_err(|_| wrong("the VXLAN port is no port number"))?;
         let vnis = plan.interfaces.iter().map(|interface| interface.vni).collect();
-        let mtu = endpoints.iter().map(|endpoint| room(*endpoint)).min().unwrap_or(LEAST_PATH);
+        let mtu = endpoints.iter().map(|endpoint| inner_mtu(*endpoint)).min().unwrap_or(LEAST_PATH);
         let peer = PeerConfig {
             name: "node".to_owned(),
             key: PublicKey::from_bytes(&outside.node_key)?,
@@ -196,7 +196,7 @@ fn endpoints(outside: &WireGuard) -> Vec<SocketAddr> {
 }
 
 /// Returns the MTU inside the tunnel that the kernel expects on the path to the node.
-fn room(endpoint: SocketAddr) -> u32 {
+fn inner_mtu(endpoint: SocketAddr) -> u32 {
     let overhead = match endpoint.ip().to_canonical() {
         IpAddr::V4(_) => OVERHEAD_V4,
         IpAddr::V6(_) => OVERHEAD_V6,

@@ -99,7 +99,7 @@ pub(crate) fn run(settings: &Settings) -> anyhow::Result<ExitCode> {
     let patience = Duration::from_secs(settings.hang_seconds.into());
     let pulse = Pulse::new(settings.state_dir.join(power::FILE), patience);
     let now = Instant::now();
-    let keeper = Keeper {
+    let supervisor = Supervisor {
         signals,
         serve: None,
         begun: now,
@@ -110,7 +110,7 @@ pub(crate) fn run(settings: &Settings) -> anyhow::Result<ExitCode> {
         started: now,
         goes_on: false,
     };
-    keeper.keep(&settings.state_dir)
+    supervisor.run(&settings.state_dir)
 }
 
 /// Returns whether this process is `serve` below peerpod-guest as pid 1, which then handles the tasks of pid 1.
@@ -224,7 +224,7 @@ fn nice(level: i32) {
     }
 }
 
-struct Keeper {
+struct Supervisor {
     signals: SignalFd,
     serve: Option<Pid>,
     begun: Instant,
@@ -242,8 +242,8 @@ enum Turn {
     Off,
 }
 
-impl Keeper {
-    fn keep(mut self, state_dir: &Path) -> anyhow::Result<ExitCode> {
+impl Supervisor {
+    fn run(mut self, state_dir: &Path) -> anyhow::Result<ExitCode> {
         loop {
             if self.serve.is_none() {
                 if power::is_overdue(state_dir) {
@@ -414,7 +414,7 @@ mod tests {
         let signals = SignalFd::with_flags(&SigSet::empty(), SfdFlags::SFD_CLOEXEC).unwrap();
         let now = Instant::now();
         let pulse = Pulse::new("/nonexistent".into(), STABLE);
-        let mut keeper = Keeper {
+        let mut supervisor = Supervisor {
             signals,
             serve: None,
             begun: now,
@@ -426,11 +426,11 @@ mod tests {
             goes_on: false,
         };
         for expected in [100, 200, 400, 800, 1600, 3200, 5000, 5000] {
-            assert_eq!(keeper.pause.as_millis(), expected);
-            keeper.back_off();
+            assert_eq!(supervisor.pause.as_millis(), expected);
+            supervisor.back_off();
         }
-        keeper.begun = now.checked_sub(STABLE * 2).unwrap();
-        keeper.back_off();
-        assert_eq!(keeper.pause, PAUSE * 2);
+        supervisor.begun = now.checked_sub(STABLE * 2).unwrap();
+        supervisor.back_off();
+        assert_eq!(supervisor.pause, PAUSE * 2);
     }
 }

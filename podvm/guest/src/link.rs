@@ -52,7 +52,7 @@ const CLAIM_AGAIN: u32 = 20;
 const CONTROL_QUEUE: usize = 64;
 
 /// Handler of the guest's endpoint.
-pub(crate) struct Home {
+pub(crate) struct GuestHandler {
     agent: Arc<Agent>,
     notice: Arc<dyn Notice>,
     podns: String,
@@ -62,25 +62,25 @@ pub(crate) struct Home {
     controls: mpsc::Sender<Bytes>,
 }
 
-/// Events that [`Home`] passes on.
+/// Events that [`GuestHandler`] passes on.
 pub(crate) struct Events {
     pub(crate) links: mpsc::UnboundedReceiver<LinkEvent>,
     pub(crate) controls: mpsc::Receiver<Bytes>,
 }
 
-impl Home {
+impl GuestHandler {
     /// Makes the handler. `podns` is the path of the network namespace that containers join.
     pub(crate) fn new(
         agent: Arc<Agent>,
         notice: Arc<dyn Notice>,
         podns: String,
         log: Ring,
-    ) -> (Home, Events) {
+    ) -> (GuestHandler, Events) {
         // Unbounded, but one connection causes three events, and connections come at the pace of `keep`.
         let (links, link_events) = mpsc::unbounded_channel();
         let (controls, control_messages) = mpsc::channel(CONTROL_QUEUE);
         (
-            Home {
+            GuestHandler {
                 localhost: Arc::new(Localhost::new(podns.clone().into())),
                 agent,
                 notice,
@@ -94,7 +94,7 @@ impl Home {
     }
 }
 
-impl Handler for Home {
+impl Handler for GuestHandler {
     fn filter(&mut self) -> Box<dyn Filter> {
         Box::new(Intercept::new(self.notice.clone(), self.podns.clone()))
     }
@@ -129,7 +129,7 @@ impl Handler for Home {
 }
 
 /// Supervisor of the link, with all that a dial needs.
-pub(crate) struct Keeper {
+pub(crate) struct LinkSupervisor {
     pub(crate) user_data: UserData,
     pub(crate) identity: Arc<Mutex<Identity>>,
     /// Key of this VM in an encrypted tunnel.
@@ -167,9 +167,9 @@ enum ClaimError {
     Identity(#[from] identity::Error),
 }
 
-impl Keeper {
+impl LinkSupervisor {
     /// Keeps the link until the endpoint of `handle` ends.
-    pub(crate) async fn keep(&self, handle: &EndpointHandle, links: mpsc::UnboundedReceiver<LinkEvent>) {
+    pub(crate) async fn run(&self, handle: &EndpointHandle, links: mpsc::UnboundedReceiver<LinkEvent>) {
         match self.user_data.node.listen {
             Some(port) => self.keep_waiting(port, handle, links).await,
             None => self.keep_dialling(handle, links).await,
@@ -201,7 +201,7 @@ impl Keeper {
         let mut stage = Some(self.status.begin("link"));
         let (mut fruitless, mut linked) = (0, None);
         // Port on which the relay answers probes.
-        let home = self.user_data.node.addresses.first().map(SocketAddr::port);
+        let relay_port = self.user_data.node.addresses.first().map(SocketAddr::port);
         loop {
             let Way::Wait(waiter) = &way else { return };
             tokio::select! {
@@ -217,7 +217,7 @@ impl Keeper {
                 stream = waiter.next(true) => {
                     fruitless += 1;
                     linked = underlay::Linked::of(&stream);
-                    if let Some(port) = home {
+                    if let Some(port) = relay_port {
                         linked = linked.map(|linked| linked.at_port(port));
                     }
                     handle.attach(Transport::from(stream));

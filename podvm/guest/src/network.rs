@@ -54,23 +54,23 @@ pub(crate) enum Error {
 
 /// Part of a plan that concerns the path to the node.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Told {
+pub(crate) struct Planned {
     /// The node's end of the tunnel on the VM's own network; `None` within WireGuard, where it is elsewhere.
     pub(crate) node: Option<IpAddr>,
     /// MTU of each of the pod's interfaces by the node's knowledge, in bytes. Another figure may mean that the node's
     /// side of the path changed.
-    pub(crate) room: Vec<u32>,
+    pub(crate) mtus: Vec<u32>,
     /// Seconds between probes without a cause.
     interval: u32,
 }
 
-impl Told {
-    fn of(plan: &NetworkPlan) -> Told {
+impl Planned {
+    fn of(plan: &NetworkPlan) -> Planned {
         let underlay = plan.underlay.as_ref();
         let outside = underlay.filter(|underlay| underlay.kind == "vxlan");
-        Told {
+        Planned {
             node: outside.and_then(|underlay| underlay.node_address.parse().ok()),
-            room: plan.interfaces.iter().map(|interface| interface.mtu).collect(),
+            mtus: plan.interfaces.iter().map(|interface| interface.mtu).collect(),
             interval: underlay.map_or(0, |underlay| underlay.probe_seconds),
         }
     }
@@ -88,7 +88,7 @@ pub(crate) struct Network {
     /// Seconds between probes without a cause; 0 = not in the plan.
     probe_seconds: AtomicU32,
     /// Path settings of the last plan, once one came.
-    told: watch::Sender<Option<Told>>,
+    planned: watch::Sender<Option<Planned>>,
     /// File that keeps [`Network::previous`] over a restart of the program.
     file: PathBuf,
     /// Plan that was made last: parts that a new plan does not have are removed.
@@ -111,15 +111,15 @@ impl Network {
             status,
             path: AtomicU32::new(0),
             probe_seconds: AtomicU32::new(previous.as_ref().map_or(0, |plan| plan.underlay.probe_seconds)),
-            told: watch::Sender::new(None),
+            planned: watch::Sender::new(None),
             previous: tokio::sync::Mutex::new(previous),
             left: Default::default(),
         }
     }
 
     /// Returns the path settings of the plans; changes when they change.
-    pub(crate) fn told(&self) -> watch::Receiver<Option<Told>> {
-        self.told.subscribe()
+    pub(crate) fn planned(&self) -> watch::Receiver<Option<Planned>> {
+        self.planned.subscribe()
     }
 
     /// Returns the number of encrypted tunnels that ended by themselves.
@@ -196,7 +196,7 @@ impl Network {
     /// Acts as [`Network::make`], but before the first network waits for NICs that may still be getting addresses.
     pub(crate) async fn make_soon(&self, plan: &NetworkPlan) -> Result<Applied, Error> {
         let is_first = self.previous.lock().await.is_none();
-        if let Some(node) = Told::of(plan).node.filter(|_| is_first) {
+        if let Some(node) = Planned::of(plan).node.filter(|_| is_first) {
             // If no route comes, the attempt reports the fault.
             drop(
                 timeout(WAY, async {
@@ -213,10 +213,10 @@ impl Network {
     /// Makes the pod's network as planned, fitted to the current state of the VM's own network.
     pub(crate) async fn make(&self, plan: &NetworkPlan) -> Result<Applied, Error> {
         self.probe_seconds.store(plan.underlay.probe_seconds, Relaxed);
-        let told = Some(Told::of(plan));
-        self.told.send_if_modified(|before| {
-            let differs = *before != told;
-            *before = told;
+        let planned = Some(Planned::of(plan));
+        self.planned.send_if_modified(|before| {
+            let differs = *before != planned;
+            *before = planned;
             differs
         });
         let path = self.path.load(Relaxed);

@@ -122,7 +122,8 @@ pub(crate) async fn keep(status: Arc<Status>) {
     shared.names.tell(0, false, &line.dns, &[]);
     let events = Netns::current().and_then(|netns| Events::of_underlay(&netns));
     let mut events = events.inspect_err(|error| tracing::error!(%error, "cannot watch the NICs")).ok();
-    let mut keeper = Keeper { shared, tasks: JoinSet::new(), of: BTreeMap::new(), seen: BTreeMap::new() };
+    let mut manager =
+        NicManager { shared, tasks: JoinSet::new(), of: BTreeMap::new(), seen: BTreeMap::new() };
     let mut silence = Silence::new(Instant::now());
     loop {
         match blocking(inspect).await {
@@ -130,11 +131,11 @@ pub(crate) async fn keep(status: Arc<Status>) {
                 if let Some(why) = silence.inspect(&nics, Instant::now()) {
                     tracing::error!("{why}");
                 }
-                keeper.follow(&nics, &mut line).await;
+                manager.follow(&nics, &mut line).await;
             }
             Err(error) => tracing::error!(error, "cannot look at the NICs"),
         }
-        let quiet = if keeper.shared.addressed.load(Relaxed) { QUIET } else { FIRST_QUIET };
+        let quiet = if manager.shared.addressed.load(Relaxed) { QUIET } else { FIRST_QUIET };
         let heard = async {
             match &mut events {
                 Some(events) => events.settled(quiet, AT_MOST).await,
@@ -148,7 +149,7 @@ pub(crate) async fn keep(status: Arc<Status>) {
     }
 }
 
-struct Keeper {
+struct NicManager {
     shared: Arc<Shared>,
     tasks: JoinSet<()>,
     /// Task by NIC and family (true: IPv6).
@@ -157,7 +158,7 @@ struct Keeper {
     seen: BTreeMap<u32, u32>,
 }
 
-impl Keeper {
+impl NicManager {
     async fn follow(&mut self, nics: &[Nic], line: &mut Line) {
         self.of.retain(|(index, _), task| {
             let stays = nics.iter().any(|nic| nic.index == *index && nic.carrier);

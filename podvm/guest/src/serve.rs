@@ -3,12 +3,20 @@
 //! Independent parts run concurrently: the kata-agent starts while the node answers. When this program dies,
 //! kata-agent, containers and network stay. Its next run reads its identity back, finds them and dials again.
 
-use std::{path::Path, process::ExitCode, sync::Arc, time::Duration};
+use std::{
+    path::{Path, PathBuf},
+    process::ExitCode,
+    sync::Arc,
+    time::Duration,
+};
 
 use nix::sys::signal::SigSet;
 use parking_lot::Mutex;
-use peerpod_link::endpoint::{Endpoint, Limits, Role};
-use tokio::signal::unix::{SignalKind, signal};
+use peerpod_link::endpoint::{Endpoint, EndpointHandle, Limits, Role};
+use tokio::{
+    signal::unix::{SignalKind, signal},
+    sync::watch,
+};
 
 use crate::{
     agent::Agent,
@@ -21,7 +29,7 @@ use crate::{
     identity::Identity,
     images::Images,
     init,
-    link::{Home, Keeper},
+    link::{GuestHandler, LinkSupervisor},
     log::Ring,
     nics,
     power::{self, Lease},
@@ -77,6 +85,45 @@ enum End {
     Button,
 }
 
+/// Parts of the guest that live until its end.
+#[derive(Clone)]
+struct Parts {
+    identity: Arc<Mutex<Identity>>,
+    status: Arc<Status>,
+    lease: Arc<Lease>,
+    agent: Arc<Agent>,
+    encrypted: Arc<Encrypted>,
+    images: Images,
+    components: Arc<Components>,
+    control: Arc<Control>,
+}
+
+impl Parts {
+    fn new(
+        settings: &Settings,
+        ring: &Ring,
+        status: Arc<Status>,
+        identity: Identity,
+    ) -> anyhow::Result<Parts> {
+        let identity = Arc::new(Mutex::new(identity));
+        let lease = Arc::new(Lease::load(&settings.state_dir));
+        let agent = Arc::new(Agent::new(settings, status.clone(), ring.clone()));
+        let encrypted = Arc::new(Encrypted::load_or_make(&settings.state_dir)?);
+        let images = Images::new(&config::Images {
+            store: scratch::store(&settings.images.store),
+            ..settings.images.clone()
+        });
+        let components = Components::new(settings, status.clone());
+        let person =
+            PodAssignment::load(settings, status.clone(), agent.clone(), lease.clone(), encrypted.clone())
+                .with_images(images.clone(), components.clone());
+        let flushing = tokio::sync::Mutex::new(());
+        let control =
+            Arc::new(Control { identity: identity.clone(), status: status.clone(), person, flushing });
+        Ok(Parts { identity, status, lease, agent, encrypted, images, components, control })
+    }
+}
+
 async fn live(settings: &Settings, ring: &Ring) -> anyhow::Result<End> {
     entropy::wait()?;
     let identity = Identity::load(&settings.state_dir)?;
@@ -88,86 +135,28 @@ async fn live(settings: &Settings, ring: &Ring) -> anyhow::Result<End> {
             "the guest program was restarted: connections to the agent that were open ended".to_owned(),
         );
     }
-    let keeps_nics = match settings.uplink {
+    let configures_nics = match settings.uplink {
         NicSetup::On => true,
         NicSetup::Off => false,
         NicSetup::Auto => init::is_ours(),
     };
-    let nics_task = keeps_nics.then(|| tokio::spawn(nics::keep(status.clone())));
-    if keeps_nics {
+    let nics_task = configures_nics.then(|| tokio::spawn(nics::keep(status.clone())));
+    if configures_nics {
         status.asked(ASKED).await;
     }
-    let identity = Arc::new(Mutex::new(identity));
-    let lease = Arc::new(Lease::load(&settings.state_dir));
-    let agent = Arc::new(Agent::new(settings, status.clone(), ring.clone()));
-    let encrypted = Arc::new(Encrypted::load_or_make(&settings.state_dir)?);
-    let images = Images::new(&config::Images {
-        store: scratch::store(&settings.images.store),
-        ..settings.images.clone()
-    });
-    let components = Components::new(settings, status.clone());
-    let person =
-        PodAssignment::load(settings, status.clone(), agent.clone(), lease.clone(), encrypted.clone())
-            .with_images(images.clone(), components.clone());
-    let flushing = tokio::sync::Mutex::new(());
-    let control = Arc::new(Control { identity: identity.clone(), status: status.clone(), person, flushing });
-
-    let agent_task = tokio::spawn({
-        let (agent, status, identity) = (agent.clone(), status.clone(), identity.clone());
-        let state_dir = settings.state_dir.clone();
-        async move {
-            if !restarted {
-                status.called(FIRST_WORD).await;
-                // While the node works on its answer. A later request for the key returns the error.
-                drop(identity.lock().prepare());
-                init::go_on();
-                complete().await;
-            }
-            // Beside the kata-agent: only pulls wait for it.
-            tokio::spawn({
-                let (images, status) = (images.clone(), status.clone());
-                async move {
-                    let ours = init::is_ours() && status::in_first_pid_namespace();
-                    let mounted = match ours && scratch::is_wanted(images.store()) {
-                        true => scratch::mount(&state_dir).await,
-                        false => Ok(None),
-                    };
-                    if let Ok(Some(text)) | Err(text) = &mounted {
-                        status.say("disk", Some(text.clone()));
-                    }
-                    images.open(mounted.map(drop));
-                }
-            });
-            // Before the kata-agent, which looks for the socket once, at its start.
-            let _images = images.serve().await.unwrap_or_else(|error| {
-                // Pods with images from elsewhere must run.
-                let text = format!("images cannot be pulled in this VM: {error:#}");
-                status.note("images", Some(text));
-                None
-            });
-            components.wait().await;
-            agent.run().await;
-        }
-    });
+    let parts = Parts::new(settings, ring, status, identity)?;
+    let agent_task = tokio::spawn(run_agent(parts.clone(), restarted, settings.state_dir.clone()));
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
     let mut end = tokio::select! {
-        () = lease.expired() => End::LeaseOver,
+        () = parts.lease.expired() => End::LeaseOver,
         () = init::button::pressed(), if status::in_first_pid_namespace() && !init::is_ours() => End::Button,
         _ = terminate.recv() => End::Stopped,
         _ = interrupt.recv() => End::Stopped,
-        () = home((settings, ring), (identity, encrypted), &status, &agent, &lease, &control) => End::Stopped,
+        () = keep_link(settings, ring, &parts) => End::Stopped,
     };
     if let End::LeaseOver | End::Button = end {
-        match end {
-            End::Button => tracing::warn!("the power button was pressed: powering off"),
-            _ => tracing::error!("the link was silent for the whole lease: powering off"),
-        }
-        match tokio::time::timeout(power::LAST_FLUSH, control.flush()).await {
-            Ok(Ok(())) => {}
-            Ok(Err(problems)) => tracing::error!(problems, "the last flush is not complete"),
-            Err(_) => tracing::error!("the last flush takes too long"),
-        }
+        flush(&end, &parts.control).await;
         if power::is_ended_by_systemd()
             && tokio::time::timeout(power::ORDERLY, terminate.recv()).await.is_ok()
         {
@@ -182,24 +171,58 @@ async fn live(settings: &Settings, ring: &Ring) -> anyhow::Result<End> {
     Ok(end)
 }
 
-/// Reads user-data and makes the link, which is then kept for ever.
-async fn home(
-    (settings, ring): (&Settings, &Ring),
-    (identity, encrypted): (Arc<Mutex<Identity>>, Arc<Encrypted>),
-    status: &Arc<Status>,
-    agent: &Arc<Agent>,
-    lease: &Arc<Lease>,
-    control: &Arc<Control>,
-) {
-    let restore = tokio::spawn({
-        let (control, status) = (control.clone(), status.clone());
-        async move {
-            if let Err(error) = control.person.restore().await {
-                tracing::error!(%error, "cannot restore the state of the previous run");
-                status.error(&error.to_string());
-            }
-        }
+/// Writes the volumes' data out before the power goes off.
+async fn flush(end: &End, control: &Control) {
+    match end {
+        End::Button => tracing::warn!("the power button was pressed: powering off"),
+        _ => tracing::error!("the link was silent for the whole lease: powering off"),
+    }
+    match tokio::time::timeout(power::LAST_FLUSH, control.flush()).await {
+        Ok(Ok(())) => {}
+        Ok(Err(problems)) => tracing::error!(problems, "the last flush is not complete"),
+        Err(_) => tracing::error!("the last flush takes too long"),
+    }
+}
+
+/// Opens the image store, then runs the kata-agent.
+async fn run_agent(parts: Parts, restarted: bool, state_dir: PathBuf) {
+    if !restarted {
+        parts.status.called(FIRST_WORD).await;
+        // While the node works on its answer. A later request for the key returns the error.
+        drop(parts.identity.lock().prepare());
+        init::go_on();
+        complete().await;
+    }
+    // Beside the kata-agent: only pulls wait for it.
+    tokio::spawn(open_images(parts.images.clone(), parts.status.clone(), state_dir));
+    // Before the kata-agent, which looks for the socket once, at its start.
+    let _images = parts.images.serve().await.unwrap_or_else(|error| {
+        // Pods with images from elsewhere must run.
+        let text = format!("images cannot be pulled in this VM: {error:#}");
+        parts.status.note("images", Some(text));
+        None
     });
+    parts.components.wait().await;
+    parts.agent.run().await;
+}
+
+/// Mounts the image store's disk, if one is wanted, and opens the store.
+async fn open_images(images: Images, status: Arc<Status>, state_dir: PathBuf) {
+    let ours = init::is_ours() && status::in_first_pid_namespace();
+    let mounted = match ours && scratch::is_wanted(images.store()) {
+        true => scratch::mount(&state_dir).await,
+        false => Ok(None),
+    };
+    if let Ok(Some(text)) | Err(text) = &mounted {
+        status.say("disk", Some(text.clone()));
+    }
+    images.open(mounted.map(drop));
+}
+
+/// Reads user-data, makes the link to the node, and keeps it for ever.
+async fn keep_link(settings: &Settings, ring: &Ring, parts: &Parts) {
+    let Parts { status, control, .. } = parts;
+    let restore = tokio::spawn(restore(control.clone(), status.clone()));
     let stage = status.begin("user-data");
     let (sources, wrong) = sources::load(Path::new(sources::FOLDER));
     for error in wrong {
@@ -208,17 +231,17 @@ async fn home(
     let user_data = user_data::wait(&settings.user_data, &sources).await;
     status.done(stage);
     if control.person.is_new() {
-        lease.set_length(Duration::from_secs(u64::from(user_data.lease_seconds)));
+        parts.lease.set_length(Duration::from_secs(u64::from(user_data.lease_seconds)));
     }
 
     let notice = Arc::new(Notices {
-        agent: agent.clone(),
+        agent: parts.agent.clone(),
         network: control.person.network(),
         gpus: control.person.gpus(),
         volumes: control.person.volumes(),
     });
     let podns = settings.podns.display().to_string();
-    let (handler, events) = Home::new(agent.clone(), notice, podns, ring.clone());
+    let (handler, events) = GuestHandler::new(parts.agent.clone(), notice, podns, ring.clone());
     let limits = Limits {
         version: env!("CARGO_PKG_VERSION").to_owned(),
         control_message: assignment::MAX_LEN as usize,
@@ -227,35 +250,40 @@ async fn home(
     let (endpoint, handle) = Endpoint::new(Role::Guest, handler, limits);
     let endpoint = tokio::spawn(endpoint.run());
     let answering = tokio::spawn(control.clone().serve(handle.clone(), events.controls));
-    let reporting = tokio::spawn(control::report(agent.clone(), status.clone(), handle.clone()));
+    let reporting = tokio::spawn(control::report(parts.agent.clone(), status.clone(), handle.clone()));
 
-    let node_endpoints = control.person.node_endpoints();
     let link = underlay::Link::new(None);
-    let watcher = Watcher {
-        network: control.person.network(),
-        control: control.clone(),
-        status: status.clone(),
-        handle: handle.clone(),
-    };
-    let watching = tokio::spawn({
-        let (status, links) = (status.clone(), link.subscribe());
-        async move {
-            status.called(FIRST_WORD).await;
-            watcher.run(links).await;
-        }
-    });
-    let keeper = Keeper {
+    let watching = tokio::spawn(watch_underlay(parts.clone(), handle.clone(), link.subscribe()));
+    let supervisor = LinkSupervisor {
         user_data,
-        identity,
-        encrypted,
+        identity: parts.identity.clone(),
+        encrypted: parts.encrypted.clone(),
         status: status.clone(),
-        lease: lease.clone(),
+        lease: parts.lease.clone(),
         uplink: link,
-        node_endpoints,
+        node_endpoints: control.person.node_endpoints(),
     };
-    keeper.keep(&handle, events.links).await;
+    supervisor.run(&handle, events.links).await;
     for task in [restore, answering, reporting, watching] {
         task.abort();
     }
     drop(endpoint.await);
+}
+
+/// Restores the state of the previous run.
+async fn restore(control: Arc<Control>, status: Arc<Status>) {
+    if let Err(error) = control.person.restore().await {
+        tracing::error!(%error, "cannot restore the state of the previous run");
+        status.error(&error.to_string());
+    }
+}
+
+async fn watch_underlay(
+    Parts { control, status, .. }: Parts,
+    handle: EndpointHandle,
+    links: watch::Receiver<Option<underlay::Linked>>,
+) {
+    status.called(FIRST_WORD).await;
+    let network = control.person.network();
+    Watcher { network, control, status, handle }.run(links).await;
 }

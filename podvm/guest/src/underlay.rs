@@ -31,7 +31,7 @@ use tokio_rustls::client::TlsStream;
 
 use crate::{
     control::{self, Control},
-    network::Network,
+    network::{Network, Planned},
     retries::Retries,
     status::Status,
 };
@@ -105,144 +105,221 @@ pub(crate) struct Watcher {
     pub(crate) handle: EndpointHandle,
 }
 
-impl Watcher {
-    /// Watches until the link's supervisor is gone.
-    pub(crate) async fn run(self, mut linked: watch::Receiver<Option<Linked>>) {
-        let (mut told, mut ended) = (self.network.told(), self.network.ended());
-        let mut room: Option<Vec<u32>> = None;
-        let mut tunnel = Retries::default();
-        let mut events = listen();
-        let mut seen = inspect().await.unwrap_or_default();
-        self.status.uplinks(addresses(&seen));
-        let mut tried: Option<Tried> = None;
-        let mut silence = Silence::default();
-        let mut next = Instant::now() + self.network.probe_interval();
-        let mut pod: Option<Events> = None;
-        let (mut restorations, mut counted_from) = (0, Instant::now());
-        // A failed correction is repeated, whether or not anything changes again.
-        let mut pending = false;
+/// Reasons to look at the networks and at the path.
+#[derive(Clone, Copy, Debug, Default)]
+struct Causes {
+    /// The path to the node is to be probed.
+    probe: bool,
+    /// The VM's own network may have changed.
+    underlay: bool,
+    /// The pod's network may have changed.
+    pod: bool,
+    /// The time for a look without a change has come.
+    timer: bool,
+}
+
+/// State of a watch.
+struct Watch {
+    watcher: Watcher,
+    linked: watch::Receiver<Option<Linked>>,
+    planned: watch::Receiver<Option<Planned>>,
+    ended: watch::Receiver<u64>,
+    /// Attempts to make the encrypted tunnel again.
+    tunnel: Retries,
+    underlay_events: Option<Events>,
+    pod_events: Option<Events>,
+    seen: Vec<UnderlayDevice>,
+    /// MTUs of the node's last plan.
+    mtus: Option<Vec<u32>>,
+    tried: Option<Tried>,
+    silence: Silence,
+    /// Number of corrections to the pod's network since `counted_from`.
+    restorations: u32,
+    counted_from: Instant,
+    /// The last correction failed. It is repeated, whether or not anything changes again.
+    pending: bool,
+    /// Time of the next look without a change.
+    next: Instant,
+}
+
+impl Watch {
+    async fn new(watcher: Watcher, linked: watch::Receiver<Option<Linked>>) -> Watch {
+        let now = Instant::now();
+        let underlay_events = listen();
+        let seen = inspect().await.unwrap_or_default();
+        watcher.status.uplinks(addresses(&seen));
+        Watch {
+            planned: watcher.network.planned(),
+            ended: watcher.network.ended(),
+            next: now + watcher.network.probe_interval(),
+            watcher,
+            linked,
+            tunnel: Retries::default(),
+            underlay_events,
+            pod_events: None,
+            seen,
+            mtus: None,
+            tried: None,
+            silence: Silence::default(),
+            restorations: 0,
+            counted_from: now,
+            pending: false,
+        }
+    }
+
+    /// Waits for the next cause to look; `None`: the link's supervisor is gone.
+    async fn cause(&mut self) -> Option<Causes> {
         loop {
-            let (mut probe, mut looked, mut pod_changed) = (false, false, false);
-            let mut is_timer = false;
             tokio::select! {
-                changed = linked.changed() => match changed {
-                    Ok(()) => {
-                        self.network.linked();
-                        probe = true;
-                    }
-                    Err(_) => return,
-                },
-                changed = told.changed() => match changed {
-                    Ok(()) => {
-                        next = next.min(Instant::now() + self.network.probe_interval());
-                        let now = told.borrow_and_update().as_ref().map(|told| told.room.clone());
-                        // A new MTU from the node means that its side of the path changed. The ends of link and tunnel
-                        // are mostly the same, and the path was probed when the link was made.
-                        let other = self.target(&linked) != tried.map(|tried| tried.target);
-                        probe = other || (room.is_some() && room != now);
-                        room = now;
-                    }
-                    Err(_) => return,
-                },
-                changed = ended.changed() => match changed {
-                    Ok(()) => {
-                        ended.borrow_and_update();
-                        let times = tunnel.failed(Instant::now());
-                        tracing::warn!(times, "the encrypted tunnel ended by itself; it is made anew");
-                        continue;
-                    }
-                    Err(_) => return,
-                },
-                () = when(tunnel.due()) => {
-                    self.mend(&mut tunnel).await;
-                    continue;
+                changed = self.linked.changed() => {
+                    changed.ok()?;
+                    self.watcher.network.linked();
+                    return Some(Causes { probe: true, ..Causes::default() });
                 }
-                heard = heard(&mut pod) => {
-                    pod_changed = true;
-                    if !heard {
-                        pod = None;
-                    }
+                changed = self.planned.changed() => {
+                    changed.ok()?;
+                    return Some(Causes { probe: self.is_path_other(), ..Causes::default() });
                 }
-                heard = heard(&mut events) => {
-                    looked = true;
-                    if !heard {
-                        events = None;
-                        next = next.min(Instant::now() + AGAIN);
-                    }
+                changed = self.ended.changed() => {
+                    changed.ok()?;
+                    self.ended.borrow_and_update();
+                    let times = self.tunnel.failed(Instant::now());
+                    tracing::warn!(times, "the encrypted tunnel ended by itself; it is made anew");
                 }
-                () = sleep_until(next) => {
-                    next = Instant::now() + self.network.probe_interval();
-                    (probe, looked, pod_changed, is_timer) = (true, true, true, true);
-                    if counted_from.elapsed() >= RESTORATIONS_IN {
-                        (restorations, counted_from) = (0, Instant::now());
+                () = when(self.tunnel.due()) => self.watcher.mend(&mut self.tunnel).await,
+                more = changed(&mut self.pod_events) => {
+                    if !more {
+                        self.pod_events = None;
                     }
-                    if events.is_none() {
-                        events = listen();
-                    }
+                    return Some(Causes { pod: true, ..Causes::default() });
                 }
-            }
-            let (mut again, mut tell) = (false, false);
-            if pod.is_none() {
-                pod = self.network.listen();
-                pod_changed = pod.is_some();
-            }
-            if pod_changed {
-                let lacks = self.network.drift().await;
-                again = !lacks.is_empty() && !self.network.is_pods_own() && restorations < RESTORATIONS;
-                restorations += u32::from(again);
-                tell = !lacks.is_empty();
-                self.note_pod(&lacks, again);
-            }
-            if looked
-                && let Some(now) = inspect().await
-                && now != seen
-            {
-                tracing::info!(uplinks = ?now, "the VM's own network changed");
-                seen = now;
-                self.status.uplinks(addresses(&seen));
-                (probe, again) = (true, true);
-            }
-            // The node's plan may have been carried out between two inspections, with a NIC that was down for a moment.
-            if looked && !again && self.network.leaves_otherwise().await {
-                again = true;
-            }
-            let (link, target) = (linked.borrow().clone(), self.target(&linked));
-            if let (Some(link), Some(target)) = (link, target)
-                && (probe || looked)
-                && let Some(figures) = figures(target).await
-            {
-                let now = Tried { target, device: figures.device, route: figures.route };
-                // A route has an MTU, too.
-                let other = looked && tried.is_some_and(|tried| tried != now);
-                (probe, again) = (probe || other, again || other);
-                if probe {
-                    let is_other = tried != Some(now);
-                    tried = Some(now);
-                    if !is_timer || is_other {
-                        silence = Silence::default();
+                more = changed(&mut self.underlay_events) => {
+                    if !more {
+                        self.underlay_events = None;
+                        self.look_within(AGAIN);
                     }
-                    let (changed, silent) = self.probe(&link, target, figures).await;
-                    again |= changed;
-                    if let Some(pause) = silence.after(silent) {
-                        next = next.min(Instant::now() + pause);
-                    }
+                    return Some(Causes { underlay: true, ..Causes::default() });
                 }
-            }
-            again |= pending;
-            pending = again && !self.follow().await;
-            if pending {
-                next = next.min(Instant::now() + AGAIN);
-            }
-            if again || probe || tell {
-                control::tell(&self.status, &self.handle);
+                () = sleep_until(self.next) => {
+                    self.timer();
+                    return Some(Causes { probe: true, underlay: true, pod: true, timer: true });
+                }
             }
         }
     }
 
+    /// Takes the node's new plan. Returns whether the path may be another one.
+    fn is_path_other(&mut self) -> bool {
+        self.look_within(self.watcher.network.probe_interval());
+        let mtus = self.planned.borrow_and_update().as_ref().map(|planned| planned.mtus.clone());
+        // A new MTU from the node means that its side of the path changed. The ends of link and tunnel are mostly the
+        // same, and the path was probed when the link was made.
+        let other_end = self.target() != self.tried.map(|tried| tried.target);
+        let other_mtu = self.mtus.is_some() && self.mtus != mtus;
+        self.mtus = mtus;
+        other_end || other_mtu
+    }
+
+    fn timer(&mut self) {
+        self.next = Instant::now() + self.watcher.network.probe_interval();
+        if self.counted_from.elapsed() >= RESTORATIONS_IN {
+            (self.restorations, self.counted_from) = (0, Instant::now());
+        }
+        if self.underlay_events.is_none() {
+            self.underlay_events = listen();
+        }
+    }
+
+    fn look_within(&mut self, time: Duration) {
+        self.next = self.next.min(Instant::now() + time);
+    }
+
+    /// Looks at the networks and the path, and corrects the pod's network where that is due.
+    async fn look(&mut self, causes: Causes) {
+        let opened = self.pod_events.is_none() && {
+            self.pod_events = self.watcher.network.listen();
+            self.pod_events.is_some()
+        };
+        let (mut again, damaged) = match causes.pod || opened {
+            true => self.look_at_pod().await,
+            false => (false, false),
+        };
+        let moved = causes.underlay && self.look_at_underlay().await;
+        again |= moved;
+        // The node's plan may have been carried out between two inspections, with a NIC that was down for a moment.
+        if causes.underlay && !again {
+            again = self.watcher.network.leaves_otherwise().await;
+        }
+        let probe = causes.probe || moved;
+        let (other_path, other_mtu) = self.look_at_path(Causes { probe, ..causes }).await;
+        again |= other_path || other_mtu || self.pending;
+        self.pending = again && !self.watcher.follow().await;
+        if self.pending {
+            self.look_within(AGAIN);
+        }
+        if again || probe || damaged {
+            control::tell(&self.watcher.status, &self.watcher.handle);
+        }
+    }
+
+    /// Compares the pod's network with its plan. Returns whether it is to be corrected, and whether it is damaged.
+    async fn look_at_pod(&mut self) -> (bool, bool) {
+        let network = &self.watcher.network;
+        let lacks = network.drift().await;
+        let again = !lacks.is_empty() && !network.is_pods_own() && self.restorations < RESTORATIONS;
+        self.restorations += u32::from(again);
+        self.watcher.note_pod(&lacks, again);
+        (again, !lacks.is_empty())
+    }
+
+    /// Returns whether the VM's own network changed.
+    async fn look_at_underlay(&mut self) -> bool {
+        let Some(now) = inspect().await.filter(|now| *now != self.seen) else { return false };
+        tracing::info!(uplinks = ?now, "the VM's own network changed");
+        self.watcher.status.uplinks(addresses(&now));
+        self.seen = now;
+        true
+    }
+
+    /// Probes the path where that is due. Returns whether the path is another one, and whether its MTU changed.
+    async fn look_at_path(&mut self, causes: Causes) -> (bool, bool) {
+        let link = self.linked.borrow().clone();
+        let (Some(link), Some(target)) = (link, self.target()) else { return (false, false) };
+        if !causes.probe && !causes.underlay {
+            return (false, false);
+        }
+        let Some(figures) = figures(target).await else { return (false, false) };
+        let now = Tried { target, device: figures.device, route: figures.route };
+        // A route has an MTU, too.
+        let other = causes.underlay && self.tried.is_some_and(|tried| tried != now);
+        if !causes.probe && !other {
+            return (false, false);
+        }
+        if !causes.timer || self.tried != Some(now) {
+            self.silence = Silence::default();
+        }
+        self.tried = Some(now);
+        let (changed, silent) = self.watcher.probe(&link, target, figures).await;
+        if let Some(pause) = self.silence.after(silent) {
+            self.look_within(pause);
+        }
+        (other, changed)
+    }
+
     /// Returns the end of the path: the tunnel's end or, if that is inside another tunnel, the link's end.
-    fn target(&self, linked: &watch::Receiver<Option<Linked>>) -> Option<IpAddr> {
-        let peer = linked.borrow().as_ref().map(|link| link.peer.ip().to_canonical());
-        self.network.told().borrow().as_ref().and_then(|told| told.node).or(peer)
+    fn target(&self) -> Option<IpAddr> {
+        let peer = self.linked.borrow().as_ref().map(|link| link.peer.ip().to_canonical());
+        self.planned.borrow().as_ref().and_then(|planned| planned.node).or(peer)
+    }
+}
+
+impl Watcher {
+    /// Watches until the link's supervisor is gone.
+    pub(crate) async fn run(self, linked: watch::Receiver<Option<Linked>>) {
+        let mut watch = Watch::new(self, linked).await;
+        while let Some(causes) = watch.cause().await {
+            watch.look(causes).await;
+        }
     }
 
     /// Makes the encrypted tunnel again, and reports it.
@@ -352,7 +429,7 @@ async fn figures(target: IpAddr) -> Option<Mtus> {
 }
 
 /// Waits for the next change; returns false when no further events come.
-async fn heard(events: &mut Option<Events>) -> bool {
+async fn changed(events: &mut Option<Events>) -> bool {
     match events {
         Some(events) => match events.settled(QUIET, AT_MOST).await {
             Ok(_) => true,
