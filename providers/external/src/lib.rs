@@ -73,7 +73,7 @@ pub struct External {
     capabilities: Capabilities,
     places: bool,
     grows: bool,
-    keeper: AbortHandle,
+    task: AbortHandle,
 }
 
 impl External {
@@ -84,14 +84,14 @@ impl External {
     /// or the handshake data.
     pub async fn open(config: ExternalConfig) -> Result<External, Error> {
         let connection = Connection::new(config);
-        let keeper = tokio::spawn(Arc::clone(&connection).run()).abort_handle();
+        let task = tokio::spawn(Arc::clone(&connection).run()).abort_handle();
         // From here on, dropping `external` also ends the connection task.
         let mut external = External {
             connection: Arc::clone(&connection),
             capabilities: Capabilities::minimal(0),
             places: false,
             grows: false,
-            keeper,
+            task,
         };
         connection.first().await?;
         let Some(known) = connection.known() else {
@@ -106,7 +106,7 @@ impl External {
 
 impl Drop for External {
     fn drop(&mut self) {
-        self.keeper.abort();
+        self.task.abort();
     }
 }
 

@@ -1,7 +1,7 @@
 //! Implements a CA that is kept in a Secret: made once, rotated before it ends, with old and new CA trusted side by
 //! side.
 //!
-//! [`State`] is the stored state and its changes over time, pure; [`keeper`] stores it in the API server. The webhook's
+//! [`State`] is the stored state and its changes over time, pure; [`maintainer`] stores it in the API server. The webhook's
 //! certificates and the secrets service use it. Private keys are wiped from memory on drop, as far as the libraries
 //! allow. May touch: nothing but random numbers.
 
@@ -19,7 +19,7 @@ use rustls_pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer, pem::P
 use serde::{Deserialize, Serialize};
 use zeroize::{Zeroize, Zeroizing};
 
-pub mod keeper;
+pub mod maintainer;
 pub mod served;
 #[cfg(test)]
 mod tests;

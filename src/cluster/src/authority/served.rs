@@ -15,7 +15,7 @@ use rustls::{
 use tokio::time::{sleep, timeout};
 use tracing::{info, warn};
 
-use super::keeper::{Authority, Current};
+use super::maintainer::{Authority, Current};
 
 /// Delay after a failure.
 const AGAIN: Duration = Duration::from_secs(5);

@@ -10,7 +10,7 @@ use tracing::info;
 use super::{answer::Desk, caller::Callers, config::SecretsConfig, metrics::Metrics};
 use crate::{
     authority::{
-        keeper::{Keeper, Published},
+        maintainer::{CaMaintainer, Published},
         served::Served,
     },
     controller::{Context, Part},
@@ -59,7 +59,7 @@ async fn run(config: SecretsConfig, metrics: Metrics, context: Context) -> Resul
     let listener = listen(config.listen).await.map_err(failed)?;
     let address = listener.local_addr().map_err(failed)?;
     let crypto = Arc::new(rustls::crypto::ring::default_provider());
-    let keeper = Keeper {
+    let maintainer = CaMaintainer {
         client: client.clone(),
         namespace: namespace.clone(),
         secret: config.ca_secret,
@@ -80,7 +80,7 @@ async fn run(config: SecretsConfig, metrics: Metrics, context: Context) -> Resul
     tls.session_storage = Arc::new(NoServerSessionStorage {});
     tls.send_tls13_tickets = 0;
     let mut parts = JoinSet::new();
-    parts.spawn(keeper.run(sender));
+    parts.spawn(maintainer.run(sender));
     let made = metrics.certificates.clone();
     parts.spawn(served.follow(authority.clone(), move || {
         made.inc();
@@ -88,7 +88,7 @@ async fn run(config: SecretsConfig, metrics: Metrics, context: Context) -> Resul
     ready.not_ready(NAME, "the CA was not read yet");
     tokio::select! {
         first = authority.wait_for(Option::is_some) => {
-            first.map_err(|_| Error::Ended("the CA's keeper".to_owned()))?;
+            first.map_err(|_| Error::Ended("the CA's maintainer".to_owned()))?;
         }
         () = shutdown.wait() => return Ok(()),
     }

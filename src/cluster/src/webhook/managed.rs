@@ -9,7 +9,7 @@ use tokio::sync::watch;
 
 use crate::authority::{
     Policy,
-    keeper::{Authority, Keeper, Published},
+    maintainer::{Authority, CaMaintainer, Published},
 };
 
 /// Settings of `webhook.certificates: self-managed`.
@@ -94,7 +94,8 @@ impl Managed {
         }
         let published = Published::Webhook(self.registration);
         let (sender, authority) = watch::channel(None);
-        let keeper = Keeper { client, namespace, secret: self.secret, published, policy: self.policy };
-        Ok((keeper.run(sender), authority, names))
+        let maintainer =
+            CaMaintainer { client, namespace, secret: self.secret, published, policy: self.policy };
+        Ok((maintainer.run(sender), authority, names))
     }
 }

@@ -77,7 +77,7 @@ pub struct BoundWebhook {
     listener: TcpListener,
     tls: Arc<rustls::ServerConfig>,
     /// Tasks that keep the certificate up to date.
-    keeping: JoinSet<()>,
+    parts: JoinSet<()>,
     shared: Arc<Shared>,
     ready: Ready,
 }
@@ -96,23 +96,23 @@ pub async fn build(config: WebhookConfig) -> Result<BoundWebhook, Error> {
     let mut registry = Registry::default();
     let metrics = Metrics::register(&mut registry);
     let ready = Ready::new();
-    let mut keeping = JoinSet::new();
+    let mut parts = JoinSet::new();
     let reloads = metrics.reloads.clone();
     let resolver: Arc<dyn ResolvesServerCert> = match config.certificates {
         Certificates::Mounted { certificate_file, key_file } => {
             let certificate = Certificate::load(&certificate_file, &key_file, config.crypto.clone())?;
-            keeping.spawn(certificate.clone().follow(move || {
+            parts.spawn(certificate.clone().follow(move || {
                 reloads.inc();
             }));
             Arc::new(certificate)
         }
         Certificates::SelfManaged(managed) => {
             let leaf = managed.policy.leaf;
-            let (keeper, authority, names) = managed.open().await?;
+            let (maintainer, authority, names) = managed.open().await?;
             let served = Served::new(names, leaf, config.crypto.clone());
             let none_yet = std::sync::Mutex::new(Some(ready.block("certificate")));
-            keeping.spawn(keeper);
-            keeping.spawn(served.clone().follow(authority, move || {
+            parts.spawn(maintainer);
+            parts.spawn(served.clone().follow(authority, move || {
                 reloads.inc();
                 drop(none_yet.lock().map(|mut blocked| blocked.take()));
             }));
@@ -130,15 +130,7 @@ pub async fn build(config: WebhookConfig) -> Result<BoundWebhook, Error> {
     let address = listener.local_addr().map_err(failed)?;
     let admin = admin::serve(config.admin_listen, Arc::new(registry), ready.clone()).await?;
     let shared = Shared { profiles: config.profiles, excluded: config.excluded, metrics };
-    Ok(BoundWebhook {
-        address,
-        admin,
-        listener,
-        tls: Arc::new(tls),
-        keeping,
-        shared: Arc::new(shared),
-        ready,
-    })
+    Ok(BoundWebhook { address, admin, listener, tls: Arc::new(tls), parts, shared: Arc::new(shared), ready })
 }
 
 impl BoundWebhook {
@@ -149,7 +141,7 @@ impl BoundWebhook {
     pub async fn run(self, shutdown: &Shutdown) -> Result<(), Error> {
         info!(address = %self.address, admin = %self.admin, "webhook answers");
         let drain = Drain::new();
-        let mut parts = self.keeping;
+        let mut parts = self.parts;
         parts.spawn(serve::accept(self.listener, self.tls, self.shared, drain.clone()));
         tokio::select! {
             () = shutdown.wait() => {}

@@ -76,7 +76,7 @@ impl fmt::Display for Published {
 }
 
 /// Maintains one CA.
-pub struct Keeper {
+pub struct CaMaintainer {
     /// Client of the API server.
     pub client: Client,
     /// Namespace of the Secret and the ConfigMap.
@@ -107,7 +107,7 @@ impl fmt::Debug for Current {
 /// Receiver of the CA; `None` until its first read.
 pub type Authority = watch::Receiver<Option<Arc<Current>>>;
 
-impl Keeper {
+impl CaMaintainer {
     /// Maintains the CA for ever. Logs an error when it begins; the last CA read stays in use meanwhile.
     pub async fn run(self, current: watch::Sender<Option<Arc<Current>>>) {
         let every = EVERY.min(self.policy.settle / 4).max(Duration::from_millis(100));
