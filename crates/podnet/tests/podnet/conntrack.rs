@@ -19,7 +19,7 @@ use world::{SHAPE4, World};
 fn entries(world: &World) -> BTreeSet<String> {
     let all = world.within("node", || std::fs::read_to_string("/proc/thread-self/net/nf_conntrack").unwrap());
     let flow = |line: &str| line.split_whitespace().filter(|word| word.contains("port=")).collect::<String>();
-    all.lines().filter(|line| line.contains("dport=4789")).map(flow).collect()
+    all.lines().filter(|line| line.contains("dport=4789 ")).map(flow).collect()
 }
 
 /// Sends one UDP flow from each of fifty ports through the whole tunnel.
