@@ -74,7 +74,7 @@ pub(crate) fn spawn(tasks: &mut Tasks, name: &'static str, task: impl Future<Out
 /// A recovered node with bound sockets.
 pub struct BoundNode {
     /// Path of `node.sock`, and the identity of this process's socket there.
-    socket: (PathBuf, (u64, u64)),
+    socket: BoundSocket,
     sandboxes: Sandboxes,
     cluster: Option<Cluster>,
     server: ttrpc::r#async::Server,
@@ -497,9 +497,12 @@ async fn lock(state_dir: &Path, starting: &BlockReady, shutdown: &Shutdown) -> R
     }
 }
 
+/// Path of a bound socket, with its device and inode numbers.
+type BoundSocket = (PathBuf, (u64, u64));
+
 /// Binds a socket for root alone. This process holds the lock, so an existing socket is left over from a dead node. The
 /// rename is atomic, so that a client finds either the old socket or the new one.
-fn bind(path: PathBuf) -> Result<(Listener, (PathBuf, (u64, u64)))> {
+fn bind(path: PathBuf) -> Result<(Listener, BoundSocket)> {
     let bound = || -> io::Result<(UnixListener, (u64, u64))> {
         let temporary = path.with_extension("new");
         match std::fs::remove_file(&temporary) {
