@@ -1,6 +1,6 @@
 //! Reads the node's settings: sections `paths`, `node`, `tunnel`, `provider`, `secrets`, `cluster`, `kubernetes` and
 //! `log` of the file that all binaries of a node share. Keys, defaults and meanings are defined here, in
-//! [`crate::registries`] and in the `config` modules of [`crate::cluster`] and [`crate::secrets`]; a provider's own
+//! `registries` and in the `config` modules of `cluster` and `secrets`; a provider's own
 //! keys with the provider.
 
 use std::{

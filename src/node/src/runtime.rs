@@ -6,7 +6,7 @@ use tokio::runtime::{Builder, Runtime};
 
 /// Threads for steps that wait for disk or kernel. Tokio's default is 512, and each thread that a burst needs keeps its
 /// stack and its heap. No step waits for another one, so a full queue slows the steps but never deadlocks them. Steps
-/// that wait for another process are bounded where they begin ([`crate::relay_client::RelayClient::hand_off`]).
+/// that wait for another process are bounded where they begin (`RelayClient::hand_off`).
 pub const BLOCKING_THREADS: usize = 64;
 
 /// Builds the runtime.
