@@ -2,7 +2,7 @@
 //!
 //! Clouds count calls per account, region and kind of call, and refuse calls above the rate. A refused call costs time
 //! and still counts. Every call therefore takes a token first. A [`Table`] defines the calls that share a bucket, its
-//! fill rate and its size. It starts with the cloud's published figures; [`tokens`] learns the actual rate of the
+//! fill rate and its size. It starts with the cloud's published figures; `tokens` learns the actual rate of the
 //! account from its throttle replies.
 //!
 //! * **Fair between pods**: calls queue by owner, and owners take turns. A pod with twenty disks does not delay the

@@ -1,4 +1,4 @@
-//! Assembles the relay: [`build`] binds all sockets and returns their real addresses, [`Bound::run`] serves until
+//! Assembles the relay: [`build`] binds all sockets and returns their real addresses, [`BoundRelay::run`] serves until
 //! shutdown. Shutdown drains nothing, by design: connections live as long as the process. A new relay that starts
 //! beside a running one takes over its connections. A relay that starts later serves the same sandboxes from their
 //! records.
