@@ -145,12 +145,14 @@ struct Watch {
 impl Watch {
     async fn new(watcher: Watcher, linked: watch::Receiver<Option<Linked>>) -> Watch {
         let now = Instant::now();
+        // Before the first wait, so that no change is missed.
+        let (planned, ended) = (watcher.network.planned(), watcher.network.ended());
         let underlay_events = listen();
         let seen = inspect().await.unwrap_or_default();
         watcher.status.uplinks(addresses(&seen));
         Watch {
-            planned: watcher.network.planned(),
-            ended: watcher.network.ended(),
+            planned,
+            ended,
             next: now + watcher.network.probe_interval(),
             watcher,
             linked,
@@ -236,11 +238,15 @@ impl Watch {
 
     /// Looks at the networks and the path, and corrects the pod's network where that is due.
     async fn look(&mut self, causes: Causes) {
-        let opened = self.pod_events.is_none() && {
-            self.pod_events = self.watcher.network.listen();
-            self.pod_events.is_some()
+        let pod = match self.pod_events {
+            Some(_) => causes.pod,
+            // A namespace that cannot be watched is not there yet.
+            None => {
+                self.pod_events = self.watcher.network.listen();
+                self.pod_events.is_some()
+            }
         };
-        let (mut again, damaged) = match causes.pod || opened {
+        let (mut again, damaged) = match pod {
             true => self.look_at_pod().await,
             false => (false, false),
         };
