@@ -31,7 +31,8 @@ const WITHIN: Duration = Duration::from_secs(10);
 const AT_ONCE: usize = 64;
 /// Rate per node. A node asks once per pod, and starts pods in bursts.
 const NODE: Rate = Rate { burst: 250.0, per_second: 25.0, at_once: 16 };
-/// Rate per address, for callers that are not known as nodes: each may cost the API server a token review.
+/// Rate of token reviews per address. A call that the service can answer alone does not count, because other programs
+/// may share a node's address.
 const ADDRESS: Rate = Rate { burst: 100.0, per_second: 10.0, at_once: 16 };
 /// Longest use of a connection. A node opens one for each request.
 const CONNECTION: Duration = Duration::from_secs(60);
@@ -115,10 +116,17 @@ impl Desk {
         let header = request.headers().get(AUTHORIZATION).and_then(|value| value.to_str().ok());
         let token = header.and_then(|value| value.strip_prefix("Bearer "));
         let token = token.filter(|token| token.len() <= LONGEST_TOKEN);
-        let node = match token.and_then(|token| self.callers.remembered(token)) {
-            Some(Ok(node)) => node,
-            _ => {
-                let _turn = self.addresses.enter(&peer, Instant::now()).ok_or_else(limited)?;
+        let unknown = |why: &str| no(StatusCode::UNAUTHORIZED, Outcome::Unknown, why);
+        let token = token.ok_or_else(|| unknown("no bearer token in Authorization"))?;
+        let node = match self.callers.known(token) {
+            Some(known) => known.map_err(|why| unknown(&why))?,
+            None => {
+                // Other programs at its address cannot hold off a node whose token was verified before.
+                let _turn = if self.callers.verified_before(token) {
+                    None
+                } else {
+                    Some(self.addresses.enter(&peer, Instant::now()).ok_or_else(limited)?)
+                };
                 self.node(token).await?
             }
         };
@@ -156,12 +164,9 @@ impl Desk {
         write(&Answered { pod_uid: &found.uid, dockerconfigjson: &found.config, notes: &found.notes })
     }
 
-    /// Returns the node of the token.
-    async fn node(&self, token: Option<&str>) -> Result<String, No> {
-        let Some(token) = token else {
-            return Err(no(StatusCode::UNAUTHORIZED, Outcome::Unknown, "no bearer token in Authorization"));
-        };
-        match timeout(WITHIN, self.callers.node(token)).await {
+    /// Returns the node of the token as the API server knows it.
+    async fn node(&self, token: &str) -> Result<String, No> {
+        match timeout(WITHIN, self.callers.ask(token)).await {
             Ok(Ok(node)) => Ok(node),
             Ok(Err(Unknown::Refused(why))) => Err(no(StatusCode::UNAUTHORIZED, Outcome::Unknown, why)),
             Ok(Err(Unknown::Unasked(why))) => {

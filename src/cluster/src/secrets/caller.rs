@@ -66,20 +66,15 @@ impl Callers {
         }
     }
 
-    /// Returns the name of the node that the token was issued to.
-    pub(super) async fn node(&self, token: &str) -> Result<String, Unknown> {
-        if let Some(known) = self.remembered(token) {
-            return known.map_err(Unknown::Refused);
-        }
-        // Text that is no token causes no request to the API server.
-        let Some(ends) = ends(token) else {
-            return Err(Unknown::Refused("no token of a service account".to_owned()));
-        };
-        // The API server would accept the token for a minute longer, because clocks differ.
-        let left = ends.duration_since(SystemTime::now()).unwrap_or_default();
-        if left.is_zero() {
-            return Err(Unknown::Refused("the token has ended".to_owned()));
-        }
+    /// Returns the name of the node that the token was issued to, or the reason for a refusal; `None`: only the API
+    /// server knows.
+    pub(super) fn known(&self, token: &str) -> Option<Result<String, String>> {
+        self.remembered(token).or_else(|| left(token).err().map(|why| Err(why.to_owned())))
+    }
+
+    /// Asks the API server for the name of the node that the token was issued to.
+    pub(super) async fn ask(&self, token: &str) -> Result<String, Unknown> {
+        let left = left(token).map_err(|why| Unknown::Refused(why.to_owned()))?;
         let status = self.review(token).await.map_err(|why| Unknown::Unasked(Arc::new(why)))?;
         let found = self.read(status);
         let remember = if found.is_ok() { REMEMBER.min(left) } else { REMEMBER_REFUSED };
@@ -134,10 +129,15 @@ impl Callers {
     }
 
     /// Returns the remembered answer about the token.
-    pub(super) fn remembered(&self, token: &str) -> Option<Result<String, String>> {
+    fn remembered(&self, token: &str) -> Option<Result<String, String>> {
         let known = self.known.lock();
         let found = known.get(&digest(token)).filter(|(until, _)| *until > Instant::now());
         found.map(|(_, found)| found.clone())
+    }
+
+    /// Whether the last answer of the API server named a node; it may have ended.
+    pub(super) fn verified_before(&self, token: &str) -> bool {
+        self.known.lock().get(&digest(token)).is_some_and(|(_, found)| found.is_ok())
     }
 
     fn remember(&self, token: &str, found: Known) {
@@ -160,6 +160,13 @@ impl Callers {
 
 fn digest(token: &str) -> [u8; 32] {
     Sha256::digest(token).into()
+}
+
+/// Returns the time until the end of the token, or the reason why no request to the API server is needed.
+fn left(token: &str) -> Result<Duration, &'static str> {
+    let ends = ends(token).ok_or("no token of a service account")?;
+    // The API server would accept the token for a minute longer, because clocks differ.
+    ends.duration_since(SystemTime::now()).ok().filter(|left| !left.is_zero()).ok_or("the token has ended")
 }
 
 /// Returns the end that the token itself claims; `None`: it is no token. The claim counts only after the API server has

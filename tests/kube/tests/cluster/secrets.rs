@@ -300,6 +300,15 @@ async fn limited(cluster: &Cluster, asker: &Asker) {
         }
     }
     assert_eq!(seen, BTreeSet::from([400, 429]));
+    // Calls without a token of the cluster come from the same address and cost the API server nothing.
+    for token in ["", "none.of.ours"] {
+        for _ in 0..8 {
+            let asked = (0..32).map(|_| asker.post(token, "/v1/pull-secrets", "{}"));
+            for answer in futures_util::future::join_all(asked).await {
+                assert_eq!(answer.unwrap().0, StatusCode::UNAUTHORIZED);
+            }
+        }
+    }
     let other = node_token(cluster, "n1").await;
     let (status, _) = asker.pull(&other, "shop", "web", "").await.unwrap();
     assert_eq!(status, StatusCode::OK, "the other node does not notice");

@@ -10,10 +10,10 @@ use images_common::{Image, Registry, Serving, free_port, ordinary};
 use node_common::{LIMIT, NODE, OWN, Rig, Running};
 use peerpod_client::AgentClient;
 use peerpod_proto::agent::{CreateContainerRequest, CreateSandboxRequest};
-use peerpod_test_kube::{Rule, wait_for};
+use peerpod_test_kube::wait_for;
 use peerpod_tests::of_image;
 use peerpod_world::{Settings, proxy::Proxy};
-use secrets_common::{AUDIENCE, Service, bundle, make_pod};
+use secrets_common::{AUDIENCE, Service, bundle, controller_account, make_pod};
 use serde_json::json;
 
 /// Port of the service in the node's namespace.
@@ -33,7 +33,7 @@ async fn a_vm_pulls_a_private_image_with_a_secret_of_the_cluster() {
         .set("secrets.ca-file", ca_file.to_str().unwrap())
         .set("secrets.deadline", "2s");
     let mut rig = Rig::start(settings).await;
-    rights(&rig).await;
+    controller_account(&rig.cluster, OWN).await;
     let of_node = json!({"nodeName": NODE, "serviceAccountName": "peerpod-node"});
     let uid = make_pod(&rig.cluster, OWN, "node-daemon", of_node).await;
     let token =
@@ -104,24 +104,6 @@ async fn a_vm_pulls_a_private_image_with_a_secret_of_the_cluster() {
     rig.stop(early).await;
     rig.stop(late).await;
     fs::remove_dir_all(&folder).unwrap();
-}
-
-async fn rights(rig: &Rig) {
-    let rule = |group: &str, resource: &str, verbs: &[&str]| Rule {
-        api_groups: Some(vec![group.to_owned()]),
-        resources: Some(vec![resource.to_owned()]),
-        verbs: verbs.iter().map(|verb| (*verb).to_owned()).collect(),
-        ..Rule::default()
-    };
-    let rules = vec![
-        rule("authentication.k8s.io", "tokenreviews", &["create"]),
-        rule("", "pods", &["get"]),
-        rule("", "serviceaccounts", &["get"]),
-        rule("", "secrets", &["get", "create", "update"]),
-        rule("", "configmaps", &["get", "create", "patch"]),
-        rule("coordination.k8s.io", "leases", &["get", "create", "update", "patch"]),
-    ];
-    rig.cluster.service_account(OWN, "controller", rules).await.unwrap();
 }
 
 fn pod(rig: &Rig, name: &str) -> String {

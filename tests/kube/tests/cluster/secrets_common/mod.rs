@@ -47,6 +47,17 @@ pub(crate) async fn furnish(cluster: &Cluster) {
         let node: Node = from_value(json!({"metadata": {"name": node}})).unwrap();
         Api::all(client.clone()).create(&post(), &node).await.unwrap();
     }
+    controller_account(cluster, OURS).await;
+    cluster.service_account(OURS, "peerpod-node", Vec::new()).await.unwrap();
+    cluster.service_account(OURS, "other", Vec::new()).await.unwrap();
+    for (name, node) in [("node-n1", "n1"), ("node-n2", "n2")] {
+        let pod = json!({"nodeName": node, "serviceAccountName": "peerpod-node"});
+        make_pod(cluster, OURS, name, pod).await;
+    }
+}
+
+/// Makes the account `controller` with exactly the rights of the service.
+pub(crate) async fn controller_account(cluster: &Cluster, namespace: &str) {
     let rule = |group: &str, resource: &str, verbs: &[&str]| Rule {
         api_groups: Some(vec![group.to_owned()]),
         resources: Some(vec![resource.to_owned()]),
@@ -61,13 +72,7 @@ pub(crate) async fn furnish(cluster: &Cluster) {
         rule("", "configmaps", &["get", "create", "patch"]),
         rule("coordination.k8s.io", "leases", &["get", "create", "update", "patch"]),
     ];
-    cluster.service_account(OURS, "controller", rules).await.unwrap();
-    cluster.service_account(OURS, "peerpod-node", Vec::new()).await.unwrap();
-    cluster.service_account(OURS, "other", Vec::new()).await.unwrap();
-    for (name, node) in [("node-n1", "n1"), ("node-n2", "n2")] {
-        let pod = json!({"nodeName": node, "serviceAccountName": "peerpod-node"});
-        make_pod(cluster, OURS, name, pod).await;
-    }
+    cluster.service_account(namespace, "controller", rules).await.unwrap();
 }
 
 /// Makes a pod of one container and returns its uid.
