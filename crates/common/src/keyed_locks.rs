@@ -29,7 +29,7 @@ impl<K: Clone + Eq + Hash> KeyedLocks<K> {
     /// Waits for the lock of this key. Waiters get it in the order in which they came.
     pub async fn lock(&self, key: &K) -> KeyGuard<K> {
         let turn = Arc::clone(self.0.lock().entry(key.clone()).or_default());
-        // Made before the wait: a caller that is dropped while it waits also removes a key that nobody uses.
+        // Made before the wait: a caller that is dropped while it waits also removes an unused key.
         let mut guard = KeyGuard { turns: Arc::clone(&self.0), key: key.clone(), guard: None };
         guard.guard = Some(turn.lock_owned().await);
         guard

@@ -15,7 +15,7 @@ use hyper::header::{CONTENT_TYPE, HeaderValue};
 use hyper::{Method, Request, Response, StatusCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use parking_lot::Mutex;
-use peerpod_common::accept;
+use peerpod_common::accept::Acceptor;
 use prometheus_client::registry::Registry;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
@@ -140,10 +140,11 @@ pub fn refused(address: SocketAddr, why: std::io::Error) -> Error {
 
 async fn accept(listener: TcpListener, registry: Arc<Registry>, ready: Ready) {
     let places = Arc::new(Semaphore::new(CONNECTIONS));
+    let mut acceptor = Acceptor::new("admin port");
     loop {
         // Fails only for a closed semaphore, and this one is never closed.
         let Ok(place) = places.clone().acquire_owned().await else { return };
-        let (stream, _) = accept::accept("admin port", || listener.accept()).await;
+        let (stream, _) = acceptor.next(|| listener.accept()).await;
         let (registry, ready) = (registry.clone(), ready.clone());
         tokio::spawn(async move {
             connection(stream, registry, ready).await;

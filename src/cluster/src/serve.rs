@@ -26,7 +26,7 @@ use peerpod_base::{
     chain::chain,
     lifecycle::{Busy, Drain},
 };
-use peerpod_common::{accept, limit::ConnectionLimit};
+use peerpod_common::{accept::Acceptor, limit::ConnectionLimit};
 use rustls::ServerConfig;
 use tokio::{
     net::{TcpListener, TcpStream},
@@ -75,10 +75,11 @@ pub async fn accept<A: Responder>(listener: TcpListener, tls: Arc<ServerConfig>,
     let tls = TlsAcceptor::from(tls);
     let places = Arc::new(Semaphore::new(CONNECTIONS));
     let callers = ConnectionLimit::new(CONNECTIONS, role.connections_per_address());
+    let mut acceptor = Acceptor::new("HTTPS port");
     loop {
         // Fails only when the semaphore is closed, which never happens.
         let Ok(place) = places.clone().acquire_owned().await else { return };
-        let (stream, address) = accept::accept("HTTPS port", || listener.accept()).await;
+        let (stream, address) = acceptor.next(|| listener.accept()).await;
         let Some(counted) = callers.enter(address.ip()) else {
             debug!(%address, "connection closed: its address reached its limit");
             continue;
@@ -86,7 +87,8 @@ pub async fn accept<A: Responder>(listener: TcpListener, tls: Arc<ServerConfig>,
         let (tls, role, busy) = (tls.clone(), role.clone(), drain.busy("connection"));
         tokio::spawn(async move {
             connection(stream, address, &tls, role, &busy).await;
-            drop((busy, place, counted));
+            // The count ends before the next connection is admitted, which it could refuse otherwise.
+            drop((busy, counted, place));
         });
     }
 }

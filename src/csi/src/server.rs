@@ -17,7 +17,7 @@ use peerpod_base::{
     chain::chain,
     lifecycle::{Busy, Drain},
 };
-use peerpod_common::accept;
+use peerpod_common::accept::Acceptor;
 use tokio::{
     net::{UnixListener, UnixStream},
     sync::Semaphore,
@@ -68,10 +68,11 @@ pub fn bind(path: &Path) -> Result<UnixListener, Error> {
 /// Runs the accept loop until the task is aborted.
 pub async fn serve(listener: UnixListener, proxy: Arc<Proxy>, drain: Drain) {
     let room = Arc::new(Semaphore::new(CONNECTIONS));
+    let mut acceptor = Acceptor::new("csi.endpoint");
     loop {
         // Fails only when the semaphore is closed, which never happens.
         let Ok(place) = room.clone().acquire_owned().await else { return };
-        let (stream, _) = accept::accept("csi.endpoint", || listener.accept()).await;
+        let (stream, _) = acceptor.next(|| listener.accept()).await;
         let (proxy, busy) = (proxy.clone(), drain.busy("connection"));
         tokio::spawn(async move {
             connection(stream, proxy, &busy).await;

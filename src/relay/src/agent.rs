@@ -10,7 +10,7 @@ use std::{
     sync::{Arc, atomic::Ordering::Relaxed},
 };
 
-use peerpod_common::{accept, files};
+use peerpod_common::{accept::Acceptor, files};
 use peerpod_link::endpoint::EndpointHandle;
 use tokio::{net::UnixListener, task::JoinHandle};
 
@@ -80,7 +80,7 @@ impl AgentSocket {
         metrics: Arc<Metrics>,
     ) -> AgentSocket {
         let (listener, serves) = (Arc::new(listener), Serves { endpoint, guest, metrics });
-        let accepting = tokio::spawn(accept(listener.clone(), serves.clone()));
+        let accepting = tokio::spawn(accept(path, listener.clone(), serves.clone()));
         AgentSocket { path: path.to_owned(), listener, serves, accepting, held: false, bound }
     }
 
@@ -97,7 +97,7 @@ impl AgentSocket {
     /// Restarts the accept loop.
     pub(crate) fn accept_again(&mut self) {
         if std::mem::take(&mut self.held) {
-            self.accepting = tokio::spawn(accept(self.listener.clone(), self.serves.clone()));
+            self.accepting = tokio::spawn(accept(&self.path, self.listener.clone(), self.serves.clone()));
         }
     }
 
@@ -118,14 +118,17 @@ impl Drop for AgentSocket {
     }
 }
 
-async fn accept(listener: Arc<UnixListener>, serves: Serves) {
+fn accept(path: &Path, listener: Arc<UnixListener>, serves: Serves) -> impl Future<Output = ()> + use<> {
     let Serves { endpoint, guest, metrics } = serves;
-    loop {
-        let (stream, _) = accept::accept("agent.ttrpc", || listener.accept()).await;
-        if guest.connections.load(Relaxed) < CONNECTIONS {
-            endpoint.adopt(stream);
-        } else {
-            metrics.sandboxes.agent_connections_refused.inc();
+    let mut acceptor = Acceptor::new(path.display().to_string());
+    async move {
+        loop {
+            let (stream, _) = acceptor.next(|| listener.accept()).await;
+            if guest.connections.load(Relaxed) < CONNECTIONS {
+                endpoint.adopt(stream);
+            } else {
+                metrics.sandboxes.agent_connections_refused.inc();
+            }
         }
     }
 }

@@ -22,7 +22,7 @@ use peerpod_base::{
     lifecycle::Shutdown,
 };
 use peerpod_common::{
-    accept,
+    accept::Acceptor,
     blocking::{Interrupted, blocking},
     limit::ConnectionLimit,
 };
@@ -415,10 +415,12 @@ fn epoch() -> Result<String, AppError> {
 }
 
 async fn serve_control(listener: UnixListener, control: Control) -> Result<ttrpc::r#async::Server, AppError> {
-    let connections = futures_util::stream::unfold(listener, |listener| async move {
-        let (stream, _) = accept::accept("relay.sock", || listener.accept()).await;
-        Some((Ok(stream), listener))
-    });
+    let acceptor = Acceptor::new("relay.sock");
+    let connections =
+        futures_util::stream::unfold((listener, acceptor), |(listener, mut acceptor)| async move {
+            let (stream, _) = acceptor.next(|| listener.accept()).await;
+            Some((Ok(stream), (listener, acceptor)))
+        });
     let mut server = ttrpc::r#async::Server::new()
         .add_listener(ttrpc::r#async::transport::Listener::new(connections))
         .register_service(relay_ttrpc::create_relay(Arc::new(control)));

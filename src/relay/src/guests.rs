@@ -5,7 +5,7 @@
 
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 
-use peerpod_common::{accept, limit::ConnectionLimit};
+use peerpod_common::{accept::Acceptor, limit::ConnectionLimit};
 use peerpod_link::{
     claim::{self, FIRST_RECORD_DEADLINE, First},
     endpoint,
@@ -129,9 +129,10 @@ impl Refused {
 /// Accepts guests until the future is dropped. `unassigned` limits the connections that have no sandbox yet.
 pub(crate) async fn accept(listener: TcpListener, parts: Parts, unassigned: ConnectionLimit) {
     let mut open = JoinSet::new();
+    let mut acceptor = Acceptor::new("guests' port");
     loop {
         let (stream, peer) = tokio::select! {
-            accepted = accept::accept("guests' port", || listener.accept()) => accepted,
+            accepted = acceptor.next(|| listener.accept()) => accepted,
             Some(_) = open.join_next() => continue,
         };
         parts.metrics.guests.connections.inc();

@@ -20,7 +20,7 @@ use std::{
 };
 
 use bytes::{Bytes, BytesMut};
-use peerpod_common::accept;
+use peerpod_common::accept::Acceptor;
 use peerpod_link::frame::{self, Header};
 use peerpod_proto::{
     node::{ClaimRequest, ClaimResponse},
@@ -243,6 +243,7 @@ impl Accept {
             self.serve(&mut open, id, conn, &budget);
         }
         let mut held = false;
+        let mut acceptor = Acceptor::new("hypervisor.sock");
         loop {
             let (stream, _) = tokio::select! {
                 biased;
@@ -258,7 +259,7 @@ impl Accept {
                     }
                     continue;
                 }
-                accepted = accept::accept("hypervisor.sock", || listener.accept()), if !held => accepted,
+                accepted = acceptor.next(|| listener.accept()), if !held => accepted,
                 Some(_) = open.join_next() => continue,
             };
             if open.len() >= CONNECTIONS {

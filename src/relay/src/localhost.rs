@@ -14,7 +14,7 @@ use std::{
 
 use async_trait::async_trait;
 use peerpod_base::fd_handoff::LOCALHOST_LISTENERS as LISTEN;
-use peerpod_common::accept;
+use peerpod_common::accept::Acceptor;
 use peerpod_link::endpoint::{Connected, DialError, EndpointHandle, Target};
 use rustix::net::{AddressFamily, SocketType, sockopt::set_socket_linger};
 use serde_json::Value;
@@ -170,10 +170,12 @@ async fn serve(
 ) {
     let [v4, v6] = &listeners.0;
     let mut pending = JoinSet::new();
+    let [mut accept_v4, mut accept_v6] =
+        ["IPv4", "IPv6"].map(|family| Acceptor::new(format!("localhost of {id}, {family}")));
     loop {
         let client = tokio::select! {
-            client = accept::accept("localhost", || accept(v4.as_ref())), if pending.len() < PENDING => client,
-            client = accept::accept("localhost", || accept(v6.as_ref())), if pending.len() < PENDING => client,
+            client = accept_v4.next(|| accept(v4.as_ref())), if pending.len() < PENDING => client,
+            client = accept_v6.next(|| accept(v6.as_ref())), if pending.len() < PENDING => client,
             Some(ended) = pending.join_next() => {
                 // A panic is a bug of the relay and costs this one connection.
                 if ended.is_err() {

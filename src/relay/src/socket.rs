@@ -18,7 +18,7 @@ use std::{
 };
 
 use peerpod_base::fd_handoff::{self, check_peer};
-use peerpod_common::{accept::accept, reactor};
+use peerpod_common::{accept::Acceptor, reactor};
 use tokio::{
     io::Interest,
     net::{TcpListener, UnixListener},
@@ -132,10 +132,11 @@ pub(crate) fn tcp_listener(listener: OwnedFd) -> io::Result<TcpListener> {
     TcpListener::from_std(listener)
 }
 
-/// Serves connections of this process's user, at most `limit` at once, until the future is dropped.
+/// Serves connections of this process's user, at most `limit` at once, until the future is dropped. Returns when the
+/// listener cannot be used.
 pub(crate) async fn serve_packets<F>(
     listener: OwnedFd,
-    name: &str,
+    name: &'static str,
     limit: usize,
     serve: impl Fn(OwnedFd) -> F,
 ) where
@@ -144,15 +145,15 @@ pub(crate) async fn serve_packets<F>(
     let listener = match reactor::register(listener, Interest::READABLE) {
         Ok(listener) => listener,
         Err(error) => {
-            tracing::error!(socket = name, %error, "the socket is not served; restart the relay");
-            return std::future::pending().await;
+            return tracing::error!(socket = name, %error, "the socket cannot be served");
         }
     };
     let accept_one = || listener.async_io(Interest::READABLE, |listener| fd_handoff::accept(listener));
     let mut open = JoinSet::new();
+    let mut acceptor = Acceptor::new(name);
     loop {
         let connection = tokio::select! {
-            connection = accept(name, accept_one) => connection,
+            connection = acceptor.next(accept_one) => connection,
             Some(_) = open.join_next() => continue,
         };
         match check_peer(&connection) {

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::stream;
-use peerpod_common::accept;
+use peerpod_common::accept::Acceptor;
 use peerpod_provider_api::Error;
 use tokio::net::{TcpListener, UnixListener};
 use tokio::sync::{Semaphore, mpsc, oneshot};
@@ -79,11 +79,12 @@ async fn accept_nodes(
     sender: mpsc::Sender<TlsStream<tokio::net::TcpStream>>,
 ) {
     let turns = Arc::new(Semaphore::new(HANDSHAKES));
+    let mut acceptor = Acceptor::new("provider's port");
     loop {
         let Ok(turn) = Arc::clone(&turns).acquire_owned().await else { return };
         let (stream, from) = tokio::select! {
             () = sender.closed() => return,
-            accepted = accept::accept("provider's port", || listener.accept()) => accepted,
+            accepted = acceptor.next(|| listener.accept()) => accepted,
         };
         let config = match tls::server(&files) {
             Ok(config) => config,

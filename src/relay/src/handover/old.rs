@@ -48,6 +48,8 @@ pub(crate) struct HandoverSource {
 /// Serves until the future is dropped; ends the process when another one has taken over.
 pub(crate) async fn serve(listener: OwnedFd, source: Arc<Mutex<HandoverSource>>) {
     socket::serve_packets(listener, SOCKET, CONNECTIONS, |connection| one(connection, source.clone())).await;
+    // Without handover the pods still run, and a new relay takes over only from an ended one.
+    std::future::pending().await
 }
 
 async fn one(connection: OwnedFd, source: Arc<Mutex<HandoverSource>>) {
