@@ -471,9 +471,8 @@ impl PodNetwork for NodeNetwork {
         network: Option<&Network>,
         vm: Option<IpAddr>,
     ) -> Result<(), NetworkError> {
-        let reserved = network.map(NetworkRecord::read).transpose()?.map(|recorded| recorded.reserved);
         let (tunnel, boot_id) = (self.tunnel.clone(), self.boot_id.clone());
-        let (netns, id) = (netns.clone(), id.clone());
+        let (netns, id, network) = (netns.clone(), id.clone(), network.cloned());
         let undo = move || {
             let open = match open(&boot_id, &netns) {
                 Ok(open) => Some(open),
@@ -483,6 +482,8 @@ impl PodNetwork for NodeNetwork {
             };
             // The rules may be those of a node with another configuration.
             let localhost = open.as_ref().map_or(Ok(()), localhost::remove);
+            let network = network.as_ref().map(NetworkRecord::read).transpose()?;
+            let reserved = network.map(|recorded| recorded.reserved);
             tunnel.undo(id.as_str(), open.as_ref(), reserved.as_ref(), vm).map_err(|errors| {
                 let text = errors.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ");
                 NetworkError { text, permanent: false }
