@@ -51,7 +51,7 @@ pub(crate) fn connect(
     let inner = inner_of(vni).context("an inner address")?;
 
     // The relay's part.
-    let FdHandoff { detail, descriptors } = wireguard.wanted(None)?.context("nobody carries it yet")?;
+    let FdHandoff { detail, descriptors } = wireguard.wanted(None)?.context("no program carries it yet")?;
     let mut fds = descriptors.into_iter().map(|(_, fd)| fd);
     let (tun, socket) = (fds.next().context("a TUN device")?, fds.next().context("a socket")?);
     let socket = std::net::UdpSocket::from(socket);

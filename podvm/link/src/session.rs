@@ -133,7 +133,7 @@ impl Urgent {
         }
     }
 
-    /// Encodes the wanted records, each of which acknowledges what was received.
+    /// Encodes the wanted records, each of which acknowledges the received ones.
     fn schedule(&mut self, inbound: &mut Inbound) {
         // A peer may ping and never read: above the limit, no further answers are queued.
         if self.rest().len() >= URGENT_MOST {

@@ -90,4 +90,11 @@ mod tests {
         assert_eq!(of(&[("LIBVIRT_ROOT_DISK_SIZE", "0")]).settings["root-disk-gib"], Value::Number(10));
         assert_eq!(of(&[("LIBVIRT_CPU", "two")]).lost.len(), 1);
     }
+
+    #[test]
+    fn a_number_with_a_unit_has_the_value_that_caa_read_and_is_reported() {
+        let converted = of(&[("LIBVIRT_MEMORY", "8Gi")]);
+        assert_eq!(converted.settings["memory-mib"], Value::Number(8));
+        assert!(converted.lost.iter().any(|(name, _)| name == "LIBVIRT_MEMORY"), "{converted:?}");
+    }
 }
