@@ -111,8 +111,8 @@ pub enum Error {
     },
     /// Every VNI that tunnels may have is in use.
     #[error(
-        "find a free VNI on UDP port {port}: {what} of {min} to {max} are in use on this node; widen the range with \
-         `tunnel.vni-min` and `tunnel.vni-max`"
+        "find a free VNI on UDP port {port}: {what} of {min} to {max} are in use on this node; widen \
+         `tunnel.vnis`"
     )]
     NoVni {
         /// The tunnels' port.

@@ -31,16 +31,14 @@ app.kubernetes.io/component: {{ .component }}
 {{- $paths := dict "run-dir" $v.paths.run "state-dir" $v.paths.state -}}
 {{- $webhook := dict "runtime-classes" $classes "exclude-namespaces" (include "peerpod.excluded" . | fromJsonArray) -}}
 {{- if eq $v.webhook.certificate.source "self-managed" -}}
-{{- $host := printf "%s-webhook.%s.svc" $v.name .Release.Namespace -}}
 {{- $_ := set $webhook "certificates" "self-managed" -}}
 {{- $_ := set $webhook "ca-secret" (printf "%s-webhook-ca" $v.name) -}}
 {{- $_ := set $webhook "registration" (printf "%s-webhook" $v.name) -}}
-{{- $_ := set $webhook "names" (list $host) -}}
 {{- end -}}
 {{- $secrets := dict "serve" false -}}
 {{- if and $v.pullSecrets.enabled $v.controller.enabled -}}
 {{- $host := printf "%s-secrets.%s.svc" $v.name .Release.Namespace -}}
-{{- $secrets = dict "serve" true "names" (list $host) "address" (printf "%s:9444" $host) "runtime-classes" $classes -}}
+{{- $secrets = dict "serve" true "address" (printf "%s:9444" $host) -}}
 {{- $_ := set $secrets "node-service-account" (printf "%s:%s-node" .Release.Namespace $v.name) -}}
 {{- $_ := set $secrets "ca-secret" (printf "%s-secrets-ca" $v.name) -}}
 {{- $_ := set $secrets "ca-config-map" (printf "%s-secrets-ca" $v.name) -}}

@@ -10,6 +10,13 @@ pub const TAG_PREFIX: &str = "peerpod.";
 /// Maximum number of user tags. EC2 accepts 50 tags; provider tags and pod labels need some of them.
 const MAX_USER_TAGS: usize = 35;
 
+/// Interval of checks whether EC2 takes spot VMs back, while there are any. EC2 gives two minutes.
+const SPOT_WATCH: Duration = Duration::from_secs(20);
+/// Largest number of VMs that one call makes. They share a ticket. EC2's limit for a fleet is 1000.
+const BATCH: u32 = 500;
+/// Longest wait for one answer of the API.
+const CALL_TIMEOUT: Duration = Duration::from_secs(30);
+
 /// Settings of the AWS provider.
 #[derive(Debug, Clone)]
 pub struct AwsConfig {
@@ -69,10 +76,7 @@ pub struct AwsConfig {
 #[derive(Debug, Clone)]
 pub enum Credentials {
     /// The SDK's chain: environment, profile, web identity (IRSA), pod identity, the node's instance profile.
-    Chain {
-        /// A profile of the shared configuration files.
-        profile: Option<String>,
-    },
+    Chain,
     /// An access key.
     Key {
         /// Id of the key.
@@ -137,12 +141,6 @@ pub enum Launch {
 pub struct RootDisk {
     /// Minimum size in GiB; an image may need more. 0: the size of the image.
     pub size_gib: u32,
-    /// EBS type: `gp3`, `gp2`, `io1`, `io2`, `st1`, `sc1` or `standard`.
-    pub kind: Option<String>,
-    /// I/O operations per second.
-    pub iops: Option<u32>,
-    /// MiB per second.
-    pub throughput: Option<u32>,
     /// Whether the disk is encrypted even if the account's default is not to encrypt.
     pub encrypted: bool,
     /// KMS key; `None`: the account's key for EBS.
@@ -201,61 +199,25 @@ impl AwsConfig {
             _ => Market::OnDemand,
         };
         let prices = prices(&mut section, &instance_types);
-        let spot_watch: Duration = section.get(
-            "spot-watch",
-            "20s",
-            "interval of checks whether EC2 takes spot VMs back, while there are any; 0s: never",
-        );
-        if !spot_watch.is_zero() && spot_watch < Duration::from_secs(1) {
-            section.mistake(
-                "spot-watch",
-                "the calls would use up the account's limit; write at least 1s, or 0s",
-            );
-        }
+        let spot_watch = section.constant("spot-watch", "SPOT_WATCH", SPOT_WATCH);
         let tenancy: Option<String> =
             section.optional("tenancy", "dedicated (your own hardware) or host (dedicated hosts)");
         if tenancy.as_ref().is_some_and(|tenancy| !["dedicated", "host"].contains(&tenancy.as_str())) {
             section.mistake("tenancy", "not known; write dedicated or host, or remove it");
         }
         let default_launch = if tenancy.as_deref() == Some("host") { "run" } else { "fleet" };
-        let launch = match section
-            .choice(
-                "launch",
-                default_launch,
-                &["fleet", "run"],
-                "fleet: one CreateFleet goes over all offerings; run: RunInstances for one after the other",
-            )
-            .as_str()
-        {
+        let launch = match section.constant("launch", "of the tenancy", default_launch.to_owned()).as_str() {
             "run" => Launch::Run,
             _ => Launch::Fleet,
         };
-        if launch == Launch::Fleet && tenancy.as_deref() == Some("host") {
-            section.mistake("launch", "a fleet cannot use dedicated hosts; write run");
-        }
         if launch == Launch::Run && launch_template.is_some() {
-            section.mistake(
-                "launch",
-                "your own launch template needs a fleet; write fleet, or remove launch-template",
-            );
+            section.mistake("launch-template", "needs a fleet, which cannot use dedicated hosts; remove it");
         }
         let root = RootDisk::read(&mut section);
         let tags = tags(&mut section);
-        let batch = match section.get(
-            "batch",
-            "500",
-            "most VMs that one call makes, which then share a ticket; 0: a call and a ticket for each",
-        ) {
-            1 => 0,
-            most @ 0..=1000 => most,
-            _ => {
-                section
-                    .mistake("batch", "a fleet of type instant makes no more than 1000; write at most that");
-                0
-            }
-        };
+        let batch = section.constant("batch", "BATCH", BATCH);
         let batch = if launch == Launch::Fleet { batch } else { 0 };
-        let call_timeout = section.get("call-timeout", "30s", "longest wait for one answer of the API");
+        let call_timeout = section.constant("call-timeout", "CALL_TIMEOUT", CALL_TIMEOUT);
         AwsConfig {
             creates,
             region,
@@ -304,10 +266,7 @@ fn credentials(section: &mut Section<'_>) -> Credentials {
     );
     let secret: Option<Secret> = section.optional("secret-key", "the access key's secret");
     let token: Option<Secret> = section.optional("session-token", "session token of a temporary access key");
-    let profile = section.optional("profile", "profile of the shared AWS configuration files");
-    if id.is_some() && profile.is_some() {
-        section.mistake("profile", "given together with access-key-id; keep one of them");
-    }
+    section.removed("profile", "set AWS_PROFILE in the environment");
     match (id, secret) {
         (Some(id), Some(secret)) => return Credentials::Key { id, secret, token },
         (Some(_), None) => section.mistake("access-key-id", "secret-key is missing; give both or none"),
@@ -318,7 +277,7 @@ fn credentials(section: &mut Section<'_>) -> Credentials {
         }
         (None, None) => {}
     }
-    Credentials::Chain { profile }
+    Credentials::Chain
 }
 
 fn types(section: &mut Section<'_>) -> (String, Vec<String>) {
@@ -492,25 +451,8 @@ impl RootDisk {
         if size_gib > 65_536 {
             section.mistake("root-volume-size", "larger than EBS makes them; write at most 65536 (GiB)");
         }
-        let kinds = ["gp3", "gp2", "io1", "io2", "st1", "sc1", "standard"];
-        let kind: Option<String> =
-            section.optional("root-volume-type", "EBS type of the root disk; default: the image's type");
-        if kind.as_ref().is_some_and(|kind| !kinds.contains(&kind.as_str())) {
-            section.mistake("root-volume-type", format!("not known; write one of {}", kinds.join(", ")));
-        }
-        let iops: Option<u32> =
-            section.optional("root-volume-iops", "I/O operations per second of the root disk");
-        let takes_iops = kind.as_deref().is_some_and(|kind| ["gp3", "io1", "io2"].contains(&kind));
-        if iops.is_some() && !takes_iops {
-            section.mistake(
-                "root-volume-iops",
-                "only gp3, io1 and io2 take it; set root-volume-type to one of them",
-            );
-        }
-        let throughput: Option<u32> =
-            section.optional("root-volume-throughput", "MiB per second of the root disk");
-        if throughput.is_some() && kind.as_deref() != Some("gp3") {
-            section.mistake("root-volume-throughput", "only gp3 takes it; set root-volume-type to gp3");
+        for key in ["root-volume-type", "root-volume-iops", "root-volume-throughput"] {
+            section.removed(key, "the image gives the disk's type");
         }
         let encrypted: bool = section.get(
             "root-volume-encrypted",
@@ -527,7 +469,7 @@ impl RootDisk {
                 "the disk is not encrypted; set root-volume-encrypted to true",
             );
         }
-        RootDisk { size_gib, kind, iops, throughput, encrypted, kms_key_id }
+        RootDisk { size_gib, encrypted, kms_key_id }
     }
 }
 
@@ -613,7 +555,6 @@ mod tests {
             ("root-volume-iops", "3000"),
             ("root-volume-kms-key-id", "k"),
             ("tags", "a,Name=x,peerpod.node=y"),
-            ("profile", "p"),
             ("image-ownes", "self"),
         ])
         .unwrap_err();
@@ -625,7 +566,7 @@ mod tests {
             "default is not an id",
             "write one of on-demand, spot, spot-first",
             "write dedicated or host",
-            "only gp3, io1 and io2 take it",
+            "the image gives the disk's type",
             "set root-volume-encrypted to true",
             "`a` is not key=value",
             "Name is taken",

@@ -3,7 +3,7 @@
 //! against this provider therefore cover only the node. A batch call leaves an additional file that records the number
 //! of VMs; it is never removed.
 //!
-//! Touches its own folder, `provider.fake.dir`.
+//! Touches its own folder, `fake` in `paths.state-dir`.
 
 use std::{
     fs, io,
@@ -40,27 +40,25 @@ impl FakeConfig {
     /// Reads `provider.fake.*`; mistakes stay with the reader.
     pub fn read(reader: &mut Reader, state_dir: &Path) -> FakeConfig {
         let mut section = reader.section("provider.fake");
-        let dir = section.optional("dir", "directory of the requests; default: fake in the state directory");
-        let first: IpAddr = section.get(
-            "first-address",
-            "10.200.0.1",
-            "address of the first \"VM\"; the node needs a route to it and the next ones",
-        );
+        let first = section.constant("first-address", "FIRST_ADDRESS", IpAddr::V4(FIRST_ADDRESS));
         let first_address = match first {
             IpAddr::V4(address) => address,
             IpAddr::V6(_) => {
                 section.mistake("first-address", "an IPv4 address is needed");
-                Ipv4Addr::new(10, 200, 0, 1)
+                FIRST_ADDRESS
             }
         };
         FakeConfig {
-            dir: dir.unwrap_or_else(|| state_dir.join("fake")),
+            dir: section.constant("dir", "`fake` in paths.state-dir", state_dir.join("fake")),
             first_address,
-            max_batch: section.get("max-batch", "0", "most \"VMs\" by one call; 0: one by one"),
-            takes: section.get("takes", "0ms", "pretend that a create takes this long"),
+            max_batch: section.constant("max-batch", "one by one", 0),
+            takes: section.constant("takes", "ZERO", Duration::ZERO),
         }
     }
 }
+
+/// Address of the first fake VM; the node needs a route to it and the next ones.
+const FIRST_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 200, 0, 1);
 
 /// Content of the file of one fake VM.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -300,8 +298,7 @@ impl Batch for Fake {
         self.capabilities().check(request, self.name())?;
         let (count, most) = (count.get(), self.config.max_batch);
         if count > most {
-            let text =
-                format!("create of {count} fake VMs: provider.fake.max-batch allows {most} by one call");
+            let text = format!("create of {count} fake VMs: the limit of one call is {most}");
             return Err(Error::Invalid { text });
         }
         tokio::time::sleep(self.config.takes / 2).await;

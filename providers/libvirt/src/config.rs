@@ -132,6 +132,16 @@ pub enum UserData {
     NoCloud,
 }
 
+/// QEMU's machine type.
+const MACHINE: &str = "q35";
+/// Number of disks that can be attached to a running VM. A machine has room for 24.
+const HOTPLUG_PORTS: u32 = 8;
+/// Longest wait for one answer of libvirtd.
+const CALL_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// KVM if a VM can really be started with it, otherwise emulation.
+const ACCELERATION: &str = "auto";
+/// Command line of the kernel that QEMU boots itself.
 const KERNEL_CMDLINE: &str = "console=ttyS0 panic=1 quiet";
 
 impl LibvirtConfig {
@@ -176,7 +186,7 @@ impl LibvirtConfig {
             section.mistake("cpuset", "not a list of CPUs; write it like 0-3,8,10-12");
         }
         let acceleration = acceleration(&mut section);
-        let machine: String = section.get("machine", "q35", "QEMU's machine type");
+        let machine = section.constant("machine", "MACHINE", MACHINE.to_owned());
         let user_data = match section
             .choice(
                 "user-data",
@@ -204,12 +214,8 @@ impl LibvirtConfig {
         if rbd_user.is_some() != rbd_secret.is_some() {
             section.mistake("rbd-secret", "rbd-user and rbd-secret go together");
         }
-        let hotplug_ports: u32 =
-            section.get("hotplug-ports", "8", "how many disks can be attached to a VM that runs");
-        if hotplug_ports > 24 {
-            section.mistake("hotplug-ports", "a machine has room for 24");
-        }
-        let call_timeout = section.get("call-timeout", "30s", "longest wait for one answer of libvirtd");
+        let hotplug_ports = section.constant("hotplug-ports", "HOTPLUG_PORTS", HOTPLUG_PORTS);
+        let call_timeout = section.constant("call-timeout", "CALL_TIMEOUT", CALL_TIMEOUT);
         LibvirtConfig {
             creates,
             address,
@@ -236,7 +242,7 @@ impl LibvirtConfig {
 fn boot(section: &mut Section<'_>, creates: bool) -> Boot {
     let kernel = file(section, "kernel", "kernel file on the node that QEMU boots directly; uploaded once");
     let initrd = file(section, "initrd", "initial RAM disk of that kernel");
-    let cmdline = section.get("cmdline", KERNEL_CMDLINE, "command line of that kernel");
+    let cmdline = section.constant("cmdline", "KERNEL_CMDLINE", KERNEL_CMDLINE.to_owned());
     let image =
         file(section, "image", "disk image on the node (qcow2 or raw), instead of a kernel; uploaded once");
     let volume: Option<String> =
@@ -287,8 +293,7 @@ fn file(section: &mut Section<'_>, key: &'static str, help: &'static str) -> Opt
 }
 
 fn acceleration(section: &mut Section<'_>) -> Acceleration {
-    let help = "kvm, emulated, or auto: kvm if a VM can really be started with it";
-    match section.choice("acceleration", "auto", &["auto", "kvm", "emulated"], help).as_str() {
+    match section.constant("acceleration", "ACCELERATION", ACCELERATION.to_owned()).as_str() {
         "kvm" => Acceleration::Kvm,
         "emulated" => Acceleration::Emulated,
         _ => Acceleration::Auto,

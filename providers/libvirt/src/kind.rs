@@ -240,10 +240,8 @@ pub(crate) fn is_young_trial(name: &str, now: Duration) -> bool {
 fn judged(wanted: Acceleration, why: Option<String>, is_sure: bool) -> Result<&'static str, Error> {
     let Some(why) = why else { return Ok("kvm") };
     if wanted == Acceleration::Kvm {
-        let text = format!(
-            "libvirt: no VM can be started with KVM: {why}; enable virtualisation on the host, or set \
-             provider.libvirt.acceleration to emulated (slow)"
-        );
+        let text =
+            format!("libvirt: no VM can be started with KVM: {why}; enable virtualisation on the host");
         return Err(if is_sure { Error::invalid(text) } else { Error::transient(text) });
     }
     if is_sure {

@@ -25,7 +25,11 @@ const WORDS: &[(&str, Class, &str)] = &[
     ),
     ("Cannot allocate memory", Class::Memory, "stop VMs, or ask for smaller ones"),
     ("cannot set up guest memory", Class::Memory, "stop VMs, or ask for smaller ones"),
-    ("Could not access KVM kernel module", Class::Never, "set provider.libvirt.acceleration to emulated"),
+    (
+        "Could not access KVM kernel module",
+        Class::Never,
+        "load the kernel module of KVM, or run the node where KVM is",
+    ),
     ("network '*' is not active", Class::Never, "start it: virsh net-start NAME"),
     (
         "Network not found",
@@ -42,7 +46,7 @@ const WORDS: &[(&str, Class, &str)] = &[
     ("Could not open", Class::Never, "is the file there, and may QEMU's user read it?"),
     ("Cannot access storage file", Class::Never, "is the file there, and may QEMU's user read it?"),
     ("Connection refused", Class::Wait, "is its server running?"),
-    ("No more available PCI slots", Class::Full, "set provider.libvirt.hotplug-ports higher"),
+    ("No more available PCI slots", Class::Full, "attach fewer disks to the VM"),
     ("monitor socket did not show up", Class::Wait, SLOW),
     ("failed to connect to monitor socket", Class::Wait, SLOW),
     ("guest unexpectedly quit", Class::Wait, KILLED),

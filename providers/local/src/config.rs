@@ -7,8 +7,14 @@ use std::time::Duration;
 
 use peerpod_base::config::{Reader, Section};
 
-/// MTUs, in bytes, that clouds have and that the path MTU probe tries; the minimum is that of IPv6.
-const MTUS: std::ops::RangeInclusive<u32> = 1280..=peerpod_link::path_mtu::LARGEST;
+/// Largest packet of the VMs' networks, in bytes.
+const MTU: u32 = 1500;
+/// Whether VMs have IPv4 addresses.
+const IPV4: bool = true;
+/// Simulated boot time.
+const BOOT_DELAY: Duration = Duration::ZERO;
+/// VMs are made one by one.
+const MAX_BATCH: u32 = 0;
 
 /// Segment of the simulated cloud network: a bridge in the node's network namespace, and its subnets.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -52,38 +58,24 @@ impl LocalConfig {
     /// Reads `provider.local.*`; mistakes stay with the reader.
     pub fn read(reader: &mut Reader, state_dir: &Path) -> LocalConfig {
         let mut section = reader.section("provider.local");
-        let helper = "the helper that makes one VM's namespaces; default: beside our own program";
-        let guest = "program that runs as pid 1 of a VM; default: peerpod-guest beside our own program";
-        let agent = "the kata-agent of a VM; default: peerpod-test-agent beside our own program";
-        let helper_binary = section.optional("helper-binary", helper);
-        let guest_binary = section.optional("guest-binary", guest);
-        let agent_binary = section.optional("agent-binary", agent);
+        let mut program =
+            |key, name| section.constant(key, &format!("{name} beside this program"), beside_us(name));
+        let helper_binary = program("helper-binary", "peerpod-local-vm");
+        let guest_binary = program("guest-binary", "peerpod-guest");
+        let agent_binary = program("agent-binary", "peerpod-test-agent");
         let network = Network::read(&mut section, &FIRST);
         let second = Network::read(&mut section, &SECOND);
-        if network.bridge == second.bridge {
-            section.mistake(
-                "second-bridge",
-                "the same as provider.local.bridge; a second NIC needs its own network",
-            );
-        }
-        let mtu: u32 = section.get("mtu", "1500", "the largest packet of the VMs' networks, in bytes");
-        if !MTUS.contains(&mtu) {
-            let (least, most) = (MTUS.start(), MTUS.end());
-            section.mistake("mtu", format!("not an MTU that a cloud has; {least} to {most} would do"));
-        }
-        let ipv4 = section.get("ipv4", "true", "give VMs IPv4 addresses; false: node and VMs use IPv6 alone");
-        let boot_delay = section.get("boot-delay", "0ms", "pretend that a VM takes this long to boot");
-        let max_batch = section.get("max-batch", "0", "most VMs by one call; 0: one by one");
-        let volumes_dir = section.optional(
-            "volumes-dir",
-            "files here are disks, called by their names; <paths.state-dir>/local/volumes when not set",
-        );
+        let mtu = section.constant("mtu", "MTU", MTU);
+        let ipv4 = section.constant("ipv4", "IPV4", IPV4);
+        let boot_delay = section.constant("boot-delay", "BOOT_DELAY", BOOT_DELAY);
+        let max_batch = section.constant("max-batch", "MAX_BATCH", MAX_BATCH);
+        let volumes_dir = section.constant("volumes-dir", "VOLUMES_DIR", state_dir.join("local/volumes"));
         LocalConfig {
-            volumes_dir: volumes_dir.unwrap_or_else(|| state_dir.join("local/volumes")),
+            volumes_dir,
             state_dir: state_dir.join("local"),
-            helper_binary: helper_binary.unwrap_or_else(|| beside_us("peerpod-local-vm")),
-            guest_binary: guest_binary.unwrap_or_else(|| beside_us("peerpod-guest")),
-            agent_binary: agent_binary.unwrap_or_else(|| beside_us("peerpod-test-agent")),
+            helper_binary,
+            guest_binary,
+            agent_binary,
             network,
             second,
             mtu,
@@ -101,36 +93,36 @@ impl LocalConfig {
     }
 }
 
-/// Keys of a network, with their defaults and help texts.
-struct Keys {
-    bridge: (&'static str, &'static str, &'static str),
-    subnet4: (&'static str, &'static str, &'static str),
-    subnet6: (&'static str, &'static str, &'static str),
+/// Constants of a network, each with its key and its name.
+struct Constants {
+    bridge: Constant,
+    subnet4: Constant,
+    subnet6: Constant,
 }
 
-const FIRST: Keys = Keys {
-    bridge: ("bridge", "pplocal0", "name of the VMs' bridge"),
-    subnet4: ("subnet4", "10.99.0.0/16", "the VMs' IPv4 addresses"),
-    subnet6: ("subnet6", "fd99::/64", "the VMs' IPv6 addresses"),
+/// Key, name and value.
+type Constant = (&'static str, &'static str, &'static str);
+
+const FIRST: Constants = Constants {
+    bridge: ("bridge", "FIRST.bridge", "pplocal0"),
+    subnet4: ("subnet4", "FIRST.subnet4", "10.99.0.0/16"),
+    subnet6: ("subnet6", "FIRST.subnet6", "fd99::/64"),
 };
 
-const SECOND: Keys = Keys {
-    bridge: ("second-bridge", "pplocal1", "name of the second NICs' bridge"),
-    subnet4: ("second-subnet4", "10.98.0.0/16", "the IPv4 addresses of second NICs"),
-    subnet6: ("second-subnet6", "fd98::/64", "the IPv6 addresses of second NICs"),
+const SECOND: Constants = Constants {
+    bridge: ("second-bridge", "SECOND.bridge", "pplocal1"),
+    subnet4: ("second-subnet4", "SECOND.subnet4", "10.98.0.0/16"),
+    subnet6: ("second-subnet6", "SECOND.subnet6", "fd98::/64"),
 };
 
 impl Network {
-    fn read(section: &mut Section<'_>, keys: &Keys) -> Network {
-        let (key, default, help) = keys.bridge;
-        let bridge: String = section.get(key, default, help);
-        if bridge.is_empty() || bridge.len() > 15 || bridge.contains(['/', ' ', ':']) {
-            section.mistake(key, "not a name for a network device; use 1 to 15 letters and digits");
-        }
+    fn read(section: &mut Section<'_>, constants: &Constants) -> Network {
+        let (key, name, value) = constants.bridge;
+        let bridge = section.constant(key, name, value.to_owned());
         Network {
             bridge,
-            subnet4: Subnet::read(section, keys.subnet4),
-            subnet6: Subnet::read(section, keys.subnet6),
+            subnet4: Subnet::read(section, constants.subnet4),
+            subnet6: Subnet::read(section, constants.subnet6),
         }
     }
 
@@ -156,8 +148,8 @@ pub struct Subnet<A> {
 }
 
 impl<A: Family> Subnet<A> {
-    fn read(section: &mut Section<'_>, (key, default, help): (&str, &str, &str)) -> Subnet<A> {
-        let text: String = section.get(key, default, help);
+    fn read(section: &mut Section<'_>, (key, name, value): Constant) -> Subnet<A> {
+        let text = section.constant(key, name, value.to_owned());
         Subnet::parse(&text).unwrap_or_else(|why| {
             section.mistake(key, why);
             // Nothing is started with a mistake, so any value works.

@@ -1,5 +1,5 @@
 //! Attaches files on the node to VMs as loop devices. The id of a disk is the path of the file, or its name in
-//! `provider.local.volumes-dir`. In the VM, a disk has a name below `/dev/disk/by-id` that is derived from the id,
+//! `local/volumes` in `paths.state-dir`. In the VM, a disk has a name below `/dev/disk/by-id` that is derived from the id,
 //! independent of the kernel's device number.
 //!
 //! The owner of a disk is recorded before any effect (`<state-dir>/disks/<hash>.json`), and the record is removed after
@@ -254,7 +254,7 @@ impl Shared {
         let path = match Path::new(volume) {
             path if path.is_absolute() => path.to_owned(),
             _ if volume.is_empty() || volume.starts_with('.') || volume.contains('/') => {
-                return Err("neither a path nor a name in provider.local.volumes-dir".to_owned());
+                return Err("neither a path nor a name in local/volumes of paths.state-dir".to_owned());
             }
             name => self.config.volumes_dir.join(name),
         };

@@ -224,7 +224,7 @@ impl Batch for LocalProvider {
         self.capabilities().check(request, self.name())?;
         let most = self.shared.config.max_batch;
         if count.get() > most {
-            let text = format!("create of {count} VMs {}: provider.local.max-batch is {most}", request.name);
+            let text = format!("create of {count} VMs {}: the limit of one call is {most}", request.name);
             return Err(Error::invalid(text));
         }
         // In a separate task, as in `create`.
@@ -289,7 +289,7 @@ impl Shared {
         let config = &self.config;
         if !config.ipv4 && !network::has_v6() {
             let text =
-                "local provider: VMs would have no address: there is no IPv6 here; set provider.local.ipv4";
+                "local provider: VMs would have no address: there is no IPv6 here; enable it in the kernel";
             return Err(Error::invalid(text.to_owned()));
         }
         executable("helper-binary", &config.helper_binary)?;

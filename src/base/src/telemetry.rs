@@ -31,10 +31,12 @@ pub struct LogConfig {
     pub format: Format,
     /// `log.level`: filter of the records.
     pub level: Level,
+    /// Constants that a test overrides, for a warning.
+    overridden: Vec<String>,
 }
 
 impl LogConfig {
-    /// Reads the section `log`.
+    /// Reads the section `log`, after all other sections.
     pub fn read(reader: &mut Reader) -> LogConfig {
         LogConfig {
             format: match reader
@@ -50,6 +52,7 @@ impl LogConfig {
                 "level of the logged lines: error, warn, info, debug or trace, also per module, like \
                  info,peerpod_link=debug",
             ),
+            overridden: reader.overridden().to_owned(),
         }
     }
 }
@@ -106,7 +109,11 @@ pub fn init(config: &LogConfig) -> Result<(), Error> {
         Format::Text => lines.with_ansi(std::io::stderr().is_terminal()).try_init(),
         Format::Json => lines.json().flatten_event(true).with_current_span(false).try_init(),
     };
-    done.map_err(|why| Error(why.to_string()))
+    done.map_err(|why| Error(why.to_string()))?;
+    if !config.overridden.is_empty() {
+        tracing::warn!(keys = config.overridden.join(","), "a test overrides constants");
+    }
+    Ok(())
 }
 
 #[cfg(test)]

@@ -94,7 +94,7 @@ impl NodeCluster {
     pub async fn connect(config: &CsiConfig, kubeconfig: Option<&Path>) -> anyhow::Result<NodeCluster> {
         if config.node_name.is_empty() {
             anyhow::bail!(
-                "csi.node-name is missing; set PEERPOD_CSI_NODE_NAME from the downward API (spec.nodeName)"
+                "cluster.node-name is missing; set PEERPOD_CLUSTER_NODE_NAME from the downward API (spec.nodeName)"
             );
         }
         let client = client::connect(kubeconfig).await?;

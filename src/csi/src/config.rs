@@ -12,13 +12,18 @@ use peerpod_base::{
 };
 
 /// Sections of the shared file that other programs read.
-const OTHERS: [&str; 9] =
-    ["node", "relay", "tunnel", "provider", "cluster", "controller", "secrets", "webhook", "volumes"];
+const OTHERS: [&str; 8] =
+    ["node", "relay", "tunnel", "provider", "controller", "secrets", "webhook", "volumes"];
 
 /// File in a pod with the namespace of its service account.
 const NAMESPACE_FILE: &str = "/var/run/secrets/kubernetes.io/serviceaccount/namespace";
 /// Default namespace outside a pod.
 const NAMESPACE: &str = "peerpod-system";
+
+/// Time for which a call without a deadline may be silent.
+const CALL_TIMEOUT: Duration = Duration::from_secs(15 * 60);
+/// Limit of a message that is decoded, in bytes: the drivers' own. Others pass in pieces.
+const MAX_MESSAGE: u32 = 4 << 20;
 
 /// Component that attaches the driver's disks to VMs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,9 +43,9 @@ pub struct CsiConfig {
     pub driver_endpoint: PathBuf,
     /// `csi.admin-listen`: address of metrics and health.
     pub admin_listen: SocketAddr,
-    /// `csi.call-timeout`: limit of calls without a deadline.
+    /// Limit of calls without a deadline.
     pub call_timeout: Duration,
-    /// `csi.max-message`: limit of intercepted messages in bytes.
+    /// Limit of intercepted messages in bytes.
     pub max_message: usize,
     /// `csi.runtime-classes`: every volume of a pod with one of these counts as a peer pod's volume.
     pub runtime_classes: Vec<String>,
@@ -48,13 +53,13 @@ pub struct CsiConfig {
     pub attach: Attacher,
     /// `csi.node-id`: template of the driver's name for a VM.
     pub node_id: String,
-    /// `csi.node-name`: the Kubernetes node (role node).
+    /// `cluster.node-name`: the Kubernetes node (role node).
     pub node_name: String,
-    /// `csi.volumes-dir`: folder of the records that peerpod-node reads.
+    /// Folder of the records that peerpod-node reads.
     pub volumes_dir: PathBuf,
     /// `csi.region`: region of this node.
     pub region: Option<String>,
-    /// `csi.namespace`: namespace of the Leases that record the owners of disks.
+    /// `cluster.namespace`: namespace of the Leases that record the owners of disks.
     pub namespace: String,
     /// Kubeconfig of the API server; `None`: there is no API server; inner `None`: the pod's service account.
     pub cluster: Option<Option<PathBuf>>,
@@ -68,7 +73,7 @@ impl CsiConfig {
     /// # Errors
     /// Every mistake of all layers.
     pub fn load(sources: Sources) -> Result<(CsiConfig, LogConfig, Printed), Mistakes> {
-        let mut reader = Reader::load(sources, &["csi", "paths", "kubernetes", "log"], &OTHERS)?;
+        let mut reader = Reader::load(sources, &["csi", "paths", "cluster", "kubernetes", "log"], &OTHERS)?;
         let config = CsiConfig::read(&mut reader);
         let log = LogConfig::read(&mut reader);
         Ok((config, log, reader.finish()?))
@@ -78,10 +83,11 @@ impl CsiConfig {
         let run_dir: PathBuf = reader.get("paths.run-dir", "/run/peerpod", "folder of the sockets");
         let state_dir: PathBuf =
             reader.get("paths.state-dir", "/var/lib/peerpod", "folder of the state that survives a restart");
-        let volumes_dir: Option<PathBuf> = reader.optional(
-            "csi.volumes-dir",
-            "folder in which pods' volumes are handed to peerpod-node; volumes in paths.state-dir when not set",
-        );
+        for key in ["pod-uid", "extended-resource", "capacity"] {
+            reader.leave(&format!("cluster.{key}"));
+        }
+        reader.removed("csi.node-name", "use cluster.node-name");
+        reader.removed("csi.namespace", "use cluster.namespace");
         let config = CsiConfig {
             endpoint: reader.get(
                 "csi.endpoint",
@@ -94,25 +100,17 @@ impl CsiConfig {
                 "127.0.0.1:15156",
                 "address and port of /metrics, /healthz and /readyz",
             ),
-            call_timeout: reader.get(
-                "csi.call-timeout",
-                "15m",
-                "how long a call without a deadline may be silent",
-            ),
-            max_message: reader.get::<u32>(
-                "csi.max-message",
-                "4194304",
-                "the most bytes of a message that is looked into; others pass in pieces",
-            ) as usize,
+            call_timeout: reader.constant("csi.call-timeout", "CALL_TIMEOUT", CALL_TIMEOUT),
+            max_message: reader.constant::<u32>("csi.max-message", "MAX_MESSAGE", MAX_MESSAGE) as usize,
             runtime_classes: classes(reader),
             attach: attacher(reader),
             node_id: node_id(reader),
             node_name: reader.get(
-                "csi.node-name",
+                "cluster.node-name",
                 "",
                 "the Kubernetes node's name, by the downward API (role node, with a cluster)",
             ),
-            volumes_dir: volumes_dir.unwrap_or_else(|| state_dir.join("volumes")),
+            volumes_dir: reader.derived("csi.volumes-dir", "paths.state-dir", state_dir.join("volumes")),
             region: reader
                 .optional("csi.region", "this node's region, where a driver's volumes are named by it (EFS)"),
             namespace: namespace(reader, Path::new(NAMESPACE_FILE)),
@@ -122,12 +120,6 @@ impl CsiConfig {
         if config.endpoint == config.driver_endpoint {
             reader.mistake("csi.endpoint", "also csi.driver-endpoint; give each a path of its own");
         }
-        if !(1024..=64 << 20).contains(&config.max_message) {
-            reader.mistake(
-                "csi.max-message",
-                "not between 1024 and 67108864; the drivers' own limit is 4194304",
-            );
-        }
         config
     }
 }
@@ -135,7 +127,7 @@ impl CsiConfig {
 /// Both roles of a driver need the same namespace: they run in the driver's namespace and have rights on Leases there.
 fn namespace(reader: &mut Reader, file: &Path) -> String {
     let said: Option<String> = reader.optional(
-        "csi.namespace",
+        "cluster.namespace",
         "namespace of the Leases that name the pod of each disk; the service account's namespace when not \
          set, or else peerpod-system",
     );
@@ -180,18 +172,9 @@ fn node_id(reader: &mut Reader) -> String {
 fn cluster(reader: &mut Reader) -> Option<Option<PathBuf>> {
     let kubeconfig: Option<PathBuf> =
         reader.optional("kubernetes.kubeconfig", "file; the pod's service account when not set");
-    let word = reader.choice(
-        "csi.cluster",
-        "auto",
-        &["auto", "yes", "no"],
-        "whether there is an API server: auto is yes with a kubeconfig or in a pod",
-    );
+    reader.removed("csi.cluster", "there is an API server in a pod, or with kubernetes.kubeconfig");
     let pod = std::env::var_os("KUBERNETES_SERVICE_HOST").is_some();
-    match word.as_str() {
-        "no" => None,
-        "auto" if kubeconfig.is_none() && !pod => None,
-        _ => Some(kubeconfig),
-    }
+    (kubeconfig.is_some() || pod).then_some(kubeconfig)
 }
 
 #[cfg(test)]
@@ -210,13 +193,14 @@ mod tests {
         let file = std::env::temp_dir().join(format!("peerpod-csi-namespace-{}", std::process::id()));
         let read = |flags: &[&str]| {
             let words = flags.iter().map(|flag| (*flag).to_owned());
-            let mut reader = Reader::load(Sources::from_process(words, []), &["csi"], &[]).unwrap();
+            let mut reader =
+                Reader::load(Sources::from_process(words, []), &["csi", "cluster"], &[]).unwrap();
             namespace(&mut reader, &file)
         };
         assert_eq!(read(&[]), "peerpod-system");
         std::fs::write(&file, "shop\n").unwrap();
         assert_eq!(read(&[]), "shop");
-        assert_eq!(read(&["--csi.namespace=other"]), "other");
+        assert_eq!(read(&["--cluster.namespace=other"]), "other");
         std::fs::remove_file(&file).unwrap();
     }
 

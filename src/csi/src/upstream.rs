@@ -192,8 +192,7 @@ impl DriverAnswer {
 /// # Errors
 /// The body is larger, or broke off.
 pub async fn collect(body: Incoming, most: usize) -> Result<(Bytes, Option<HeaderMap>), Status> {
-    let large =
-        || Code::ResourceExhausted.status(format!("a message has more than csi.max-message, {most} bytes"));
+    let large = || Code::ResourceExhausted.status(format!("a message has more than {most} bytes"));
     let mut body = body;
     if body.size_hint().lower() > most as u64 + 5 {
         return Err(large());

@@ -130,9 +130,9 @@ mod tests {
     fn mistakes_in_any_section_are_reported_together() {
         let flags = [
             ("log.level", "loud"),
-            ("node.ticket-ttl", "5"),
+            ("node.boot-timeout", "5"),
             ("relay.listen", "here"),
-            ("provider.local.bridge", "a name that is too long"),
+            ("provider.local.bridge", "br0"),
             ("tunnel.prot", "4789"),
         ];
         let told = check(sources(&flags)).unwrap_err().to_string();

@@ -19,7 +19,7 @@ use peerpod_base::{
     lifecycle::{Drain, Shutdown},
 };
 use peerpod_proto::relay::ConfigureRequest;
-use peerpod_provider_api::{Capabilities, CreateRequest, DecoratorConfig, Provider, decorate};
+use peerpod_provider_api::{Capabilities, DecoratorConfig, Provider, decorate};
 use prometheus_client::registry::Registry;
 use tokio::{net::UnixListener, sync::watch, task::JoinSet};
 use tracing::{error, info, warn};
@@ -216,10 +216,6 @@ async fn open_provider(
             provider.name()
         );
     }
-    let mut request = CreateRequest { name: "every pod".to_owned(), ..CreateRequest::default() };
-    config.wishes.ask(&mut request);
-    let checked = provider.capabilities().check(&request, provider.name());
-    checked.context("node.vm-arch, -confidential, -market, -zones, -public-ip")?;
     Ok(decorate(provider, DecoratorConfig::default(), registry))
 }
 

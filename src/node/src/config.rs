@@ -5,8 +5,8 @@
 
 use std::{
     net::{IpAddr, SocketAddr},
-    ops::RangeInclusive,
     path::PathBuf,
+    str::FromStr,
     time::Duration,
 };
 
@@ -22,10 +22,7 @@ use crate::{
     registries::Registries,
     sandbox,
     secrets::SecretsConfig,
-    spec::{
-        GUEST_MEMORY,
-        vm_options::{self, Wishes},
-    },
+    spec::{GUEST_MEMORY, vm_options::Wishes},
     tunnel::{
         Classifier, NETNS_DIR, Owner, TunnelConfig, TunnelKind, Vnis, WireguardConfig,
         external::{self, External, Way},
@@ -41,6 +38,48 @@ const MOST_BATCH: u32 = 1000;
 const MOST_GUEST_MEMORY: u64 = 1 << 20;
 /// Upper bound of each list of networks; the guest accepts no more.
 const MOST_PREFIXES: usize = 64;
+
+/// Time after which the log and an Event name the step that a start waits for: longer than a usual boot.
+const SLOW_AFTER: Duration = Duration::from_secs(60);
+/// Limit of one `StartVM`: shorter than the shim's `create_container_timeout`.
+const START_TIMEOUT: Duration = Duration::from_secs(9 * 60);
+/// Time for the kata-agent to listen in a VM that is connected. It starts within a second.
+const AGENT_TIMEOUT: Duration = Duration::from_secs(60);
+/// Lifetime of a ticket: longer than the slowest boot of a bare-metal instance.
+const TICKET_TTL: Duration = Duration::from_secs(30 * 60);
+/// Age at which a sandbox without `StartVM` is removed: longer than a shim waits between the two calls.
+const NEVER_STARTED_GRACE: Duration = Duration::from_secs(15 * 60);
+/// Time after which a sandbox without its network namespace is removed: longer than a restart of the runtime.
+const NETNS_GONE_GRACE: Duration = Duration::from_secs(30);
+/// Time without a guest's link before the node asks the provider for the VM: two lost keep-alives of the link.
+const VM_GONE_GRACE: Duration = Duration::from_secs(24);
+/// Interval of the rotation of the node's CA, with which guests get new certificates: half of the validity of these.
+const CA_ROLL_OVER: Duration = Duration::from_secs(180 * 86_400);
+/// Time that a step of the CA's rotation waits for guests that do not follow.
+const CA_FOLLOW_TIMEOUT: Duration = Duration::from_secs(7 * 86_400);
+/// Lifetime of a tombstone: longer than a container runtime repeats a call.
+const TOMBSTONE_TTL: Duration = Duration::from_secs(6 * 3600);
+/// Time for a stopped VM to write its data out: within the seconds that a shim waits for `StopVM`.
+const FLUSH_TIMEOUT: Duration = Duration::from_secs(3);
+/// Age at which a VM of this node without a record is deleted: longer than clouds hide a new VM from their lists.
+const ORPHAN_GRACE: Duration = Duration::from_secs(60);
+/// Limit of sandboxes at once. `cluster.capacity` limits the pods of Kubernetes.
+const MAX_SANDBOXES: u32 = 1000;
+/// Folder in which CSI drivers that support Kata describe the pods' volumes; the path is Kata's own.
+const DIRECT_VOLUMES_DIR: &str = "/run/kata-containers/shared/direct-volumes";
+/// Classifier that redirects a pod's traffic: the first of u32, matchall and bpf that the kernel has.
+const REDIRECT: &str = "auto";
+/// Interval of a guest's path-MTU probe towards the node: routes change without notice.
+const PROBE_INTERVAL: Duration = Duration::from_secs(600);
+/// UDP checksums in IPv4 tunnels cost much on most NICs of clouds; the inner packets have their own.
+const UDP_CHECKSUM: bool = false;
+
+/// TCP port on which VMs listen for the node, with `node.link-dial: node`.
+const GUEST_PORT: u16 = 15150;
+/// VMs that are wanted at the same moment come from one call, with one ticket, where the provider can.
+const BATCH: &str = "auto";
+/// UDP source ports of tunnels: the kernel's range for programs.
+const SOURCE_PORTS: &str = "";
 
 /// Settings of the node.
 #[derive(Clone, Debug)]
@@ -59,44 +98,42 @@ pub struct NodeConfig {
     pub admin_listen: SocketAddr,
     /// `node.relay-addresses`: addresses that guests dial; empty: the node determines them.
     pub relay_addresses: Vec<GuestAddress>,
-    /// `node.link-dial` and `node.guest-port`: port on which VMs wait for the relay to dial; `None`: VMs dial.
+    /// `node.link-dial`: port on which VMs wait for the relay to dial; `None`: VMs dial.
     pub dial: Option<u16>,
-    /// `node.ticket-ttl`.
+    /// [`TICKET_TTL`].
     pub ticket_ttl: Duration,
     /// `node.boot-timeout`.
     pub boot_timeout: Duration,
-    /// `node.slow-after`: time after which the log and an Event name the step that a start waits for.
+    /// [`SLOW_AFTER`].
     pub slow_after: Duration,
-    /// `node.start-timeout`.
+    /// [`START_TIMEOUT`].
     pub start_timeout: Duration,
-    /// `node.agent-timeout`.
+    /// [`AGENT_TIMEOUT`].
     pub agent_timeout: Duration,
-    /// `node.never-started-grace`.
+    /// [`NEVER_STARTED_GRACE`].
     pub never_started_grace: Duration,
-    /// `node.netns-gone-grace`.
+    /// [`NETNS_GONE_GRACE`].
     pub netns_gone_grace: Duration,
-    /// `node.vm-gone-grace`.
+    /// [`VM_GONE_GRACE`].
     pub vm_gone_grace: Duration,
-    /// `node.ca-follow-timeout`: time that a step of the CA rotation waits for guests that do not follow.
+    /// [`CA_FOLLOW_TIMEOUT`].
     pub ca_follow_timeout: Duration,
-    /// `node.tombstone-ttl`.
+    /// [`TOMBSTONE_TTL`].
     pub tombstone_ttl: Duration,
     /// `node.lease`.
     pub lease: Duration,
-    /// `node.flush-timeout`.
+    /// [`FLUSH_TIMEOUT`].
     pub flush_timeout: Duration,
-    /// `node.orphan-grace`.
+    /// [`ORPHAN_GRACE`].
     pub orphan_grace: Duration,
-    /// `node.ca-roll-over`: interval of the CA rotation; `None`: when a third of the CA's validity is left.
-    pub ca_roll_over: Option<Duration>,
-    /// `node.max-sandboxes`.
+    /// [`CA_ROLL_OVER`].
+    pub ca_roll_over: Duration,
+    /// [`MAX_SANDBOXES`].
     pub max_sandboxes: usize,
     /// `node.guest-memory-mib`; `None`: the provider's figure.
     pub guest_memory_mib: Option<u64>,
     /// `node.batch`: whether one call may create the VMs of sandboxes that want the same VM at the same moment.
     pub batch: bool,
-    /// `node.vm-…`: VM options of pods that do not set them.
-    pub wishes: Wishes,
     /// `node.vm-annotations`: VM options that a pod may set.
     pub may_wish: Vec<String>,
     /// Section `tunnel`.
@@ -110,9 +147,9 @@ pub struct NodeConfig {
     pub secrets: Option<SecretsConfig>,
     /// Sections `cluster` and `kubernetes`; `None`: this node is in no cluster.
     pub cluster: Option<ClusterConfig>,
-    /// `csi.volumes-dir`: folder in which the CSI wrapper records the pods' volumes.
+    /// Folder in which the CSI wrapper records the pods' volumes.
     pub volumes_dir: PathBuf,
-    /// `csi.direct-volumes-dir`: folder in which CSI drivers that support Kata describe the pods' volumes.
+    /// Folder in which CSI drivers that support Kata describe the pods' volumes.
     pub direct_volumes_dir: PathBuf,
 }
 
@@ -151,10 +188,6 @@ impl NodeConfig {
                 "not all are addresses; write them like 10.0.0.7 or [fd00::7]:15151",
             );
         }
-        let ca_roll_over: Option<Duration> = reader.optional(
-            "node.ca-roll-over",
-            "interval of the rotation of the node's CA; when not set, in the last third of its ten years",
-        );
         let dials = reader.choice(
             "node.link-dial",
             "guest",
@@ -162,11 +195,7 @@ impl NodeConfig {
             "side that dials the TCP connection between VM and node: the guest, or the node, where the \
              network blocks connections from VMs to the node",
         ) == "node";
-        let guest_port: u16 = reader.get(
-            "node.guest-port",
-            "15150",
-            "TCP port on which VMs listen for the node, with node.link-dial: node",
-        );
+        let guest_port = reader.constant("node.guest-port", "GUEST_PORT", GUEST_PORT);
         let mut config = NodeConfig {
             run_dir: reader.get("paths.run-dir", "/run/peerpod", "folder of the sockets"),
             state_dir: reader.get(
@@ -199,79 +228,41 @@ impl NodeConfig {
             ),
             relay_addresses,
             dial: dials.then_some(guest_port),
-            ticket_ttl: reader.get(
-                "node.ticket-ttl",
-                "30m",
-                "time limit for a new VM to show its ticket; longer than the slowest boot",
-            ),
+            ticket_ttl: reader.constant("node.ticket-ttl", "TICKET_TTL", TICKET_TTL),
             boot_timeout: reader.get(
                 "node.boot-timeout",
                 "5m",
                 "time limit from CreateVM until the VM is ready",
             ),
-            slow_after: reader.get(
-                "node.slow-after",
-                "1m",
-                "after this time, the log and an Event on the pod name the step that a start is waiting for",
-            ),
-            start_timeout: reader.get(
-                "node.start-timeout",
-                "9m",
-                "time limit of one StartVM; the sandbox goes on after it",
-            ),
-            agent_timeout: reader.get(
-                "node.agent-timeout",
-                "1m",
-                "time limit for kata-agent to listen in the VM",
-            ),
-            never_started_grace: reader.get(
+            slow_after: reader.constant("node.slow-after", "SLOW_AFTER", SLOW_AFTER),
+            start_timeout: reader.constant("node.start-timeout", "START_TIMEOUT", START_TIMEOUT),
+            agent_timeout: reader.constant("node.agent-timeout", "AGENT_TIMEOUT", AGENT_TIMEOUT),
+            never_started_grace: reader.constant(
                 "node.never-started-grace",
-                "15m",
-                "time after which a sandbox that was created and never started is removed",
+                "NEVER_STARTED_GRACE",
+                NEVER_STARTED_GRACE,
             ),
-            netns_gone_grace: reader.get(
-                "node.netns-gone-grace",
-                "30s",
-                "time after which a sandbox without its network namespace is removed",
-            ),
-            vm_gone_grace: reader.get(
-                "node.vm-gone-grace",
-                "24s",
-                "time without a guest's link after which the node asks the provider for the VM; if the VM is \
-                 gone, the pod has failed",
-            ),
-            ca_follow_timeout: reader.get(
+            netns_gone_grace: reader.constant("node.netns-gone-grace", "NETNS_GONE_GRACE", NETNS_GONE_GRACE),
+            vm_gone_grace: reader.constant("node.vm-gone-grace", "VM_GONE_GRACE", VM_GONE_GRACE),
+            ca_follow_timeout: reader.constant(
                 "node.ca-follow-timeout",
-                "7d",
-                "time that a step of the CA's rotation waits for guests that do not follow; then it goes on \
-                 without them",
+                "CA_FOLLOW_TIMEOUT",
+                CA_FOLLOW_TIMEOUT,
             ),
-            tombstone_ttl: reader.get(
-                "node.tombstone-ttl",
-                "6h",
-                "time for which the node keeps the tombstone of a stopped sandbox",
-            ),
+            tombstone_ttl: reader.constant("node.tombstone-ttl", "TOMBSTONE_TTL", TOMBSTONE_TTL),
             lease: reader.get(
                 "node.lease",
                 "15m",
                 "time without contact to this node after which a VM powers off; longer than an upgrade or a \
                  partition",
             ),
-            flush_timeout: reader.get(
-                "node.flush-timeout",
-                "3s",
-                "time limit for a stopped VM to write its data out",
-            ),
-            orphan_grace: reader.get(
-                "node.orphan-grace",
-                "1m",
-                "time after which a VM of this node without a record is deleted",
-            ),
-            ca_roll_over,
-            max_sandboxes: usize::try_from(reader.get::<u32>(
+            flush_timeout: reader.constant("node.flush-timeout", "FLUSH_TIMEOUT", FLUSH_TIMEOUT),
+            orphan_grace: reader.constant("node.orphan-grace", "ORPHAN_GRACE", ORPHAN_GRACE),
+            ca_roll_over: reader.constant("node.ca-roll-over", "CA_ROLL_OVER", CA_ROLL_OVER),
+            max_sandboxes: usize::try_from(reader.constant::<u32>(
                 "node.max-sandboxes",
-                "1000",
-                "limit of sandboxes at once; the node refuses more",
+                "MAX_SANDBOXES",
+                MAX_SANDBOXES,
             ))
             .unwrap_or(usize::MAX),
             guest_memory_mib: reader.optional(
@@ -279,15 +270,7 @@ impl NodeConfig {
                 "memory in MiB that a pod's VM has besides the pod's own, for the guest; when not set, the \
                  provider's figure for the image, or else 256",
             ),
-            batch: reader.choice(
-                "node.batch",
-                "auto",
-                &["auto", "off"],
-                "create VMs that are requested at the same moment by one call, with one ticket, where the \
-                 provider can; auto: unless NAT may translate the VMs' addresses (tunnel.kind wireguard and \
-                 auto)",
-            ) == "auto",
-            wishes: node_wishes(reader),
+            batch: reader.constant("node.batch", "BATCH", BATCH.to_owned()) == "auto",
             may_wish: may_wish(reader),
             tunnel: tunnel(reader),
             localhost: reader.get(
@@ -299,10 +282,10 @@ impl NodeConfig {
             secrets: SecretsConfig::read(reader),
             cluster: None,
             volumes_dir: PathBuf::new(),
-            direct_volumes_dir: reader.get(
+            direct_volumes_dir: reader.constant(
                 "csi.direct-volumes-dir",
-                "/run/kata-containers/shared/direct-volumes",
-                "folder in which CSI drivers that support Kata describe pods' volumes; only read",
+                "DIRECT_VOLUMES_DIR",
+                PathBuf::from(DIRECT_VOLUMES_DIR),
             ),
         };
         config.cluster = ClusterConfig::read(reader, config.max_sandboxes);
@@ -311,13 +294,7 @@ impl NodeConfig {
             config.name = cluster.node_name.clone();
         }
         let volumes_dir = config.state_dir.join("volumes");
-        config.volumes_dir = reader
-            .optional(
-                "csi.volumes-dir",
-                "folder in which peerpod-csi node records pods' volumes; volumes in paths.state-dir when not \
-                 set",
-            )
-            .unwrap_or(volumes_dir);
+        config.volumes_dir = reader.derived("csi.volumes-dir", "paths.state-dir", volumes_dir);
         if let Some(wireguard) = &mut config.tunnel.wireguard {
             wireguard.key_dir = config.state_dir.join("trust");
             wireguard.netns = netns_in(&config.run_dir);
@@ -331,8 +308,6 @@ impl NodeConfig {
         for (key, path) in [
             ("paths.run-dir", &self.run_dir),
             ("paths.state-dir", &self.state_dir),
-            ("csi.volumes-dir", &self.volumes_dir),
-            ("csi.direct-volumes-dir", &self.direct_volumes_dir),
             ("node.netns-dir", &self.tunnel.netns_dir),
         ] {
             if !path.is_absolute() {
@@ -352,24 +327,14 @@ impl NodeConfig {
                 reader.mistake(key, "not a name; write at most 128 letters, digits, '-', '_' and '.'");
             }
         }
-        for (key, value) in [
-            ("node.ticket-ttl", self.ticket_ttl),
-            ("node.boot-timeout", self.boot_timeout),
-            ("node.start-timeout", self.start_timeout),
-            ("node.slow-after", self.slow_after),
-            ("node.agent-timeout", self.agent_timeout),
-            ("node.lease", self.lease),
-            ("node.tombstone-ttl", self.tombstone_ttl),
-        ] {
+        for (key, value) in [("node.boot-timeout", self.boot_timeout), ("node.lease", self.lease)] {
             if value < Duration::from_secs(1) {
                 reader.mistake(key, "too short for any start to succeed; set 1s or more");
             }
         }
         if self.ticket_ttl < self.boot_timeout {
-            reader.mistake("node.ticket-ttl", "shorter than node.boot-timeout; a slow VM could not join");
-        }
-        if self.dial == Some(0) {
-            reader.mistake("node.guest-port", "guests must listen on a known port; 15150 is the usual one");
+            let why = format!("longer than a ticket, {:?}; a slow VM could not join", self.ticket_ttl);
+            reader.mistake("node.boot-timeout", why);
         }
         if self.dial.is_some() && self.tunnel.wireguard.is_some() {
             let why = "the guest begins the encrypted tunnel, and this network blocks connections from guests; set \
@@ -378,9 +343,6 @@ impl NodeConfig {
         }
         if self.guest_memory_mib.is_some_and(|mib| mib > MOST_GUEST_MEMORY) {
             reader.mistake("node.guest-memory-mib", "more than 1 TiB; write it in MiB");
-        }
-        if self.max_sandboxes == 0 {
-            reader.mistake("node.max-sandboxes", "no pod could ever run; set 1 or more");
         }
         if self.tunnel.port == 0 {
             reader.mistake("tunnel.port", "guests need a known port; 4789 is the usual one");
@@ -459,7 +421,6 @@ impl NodeConfig {
             max_sandboxes: self.max_sandboxes,
             guest_memory_mib: self.guest_memory(0),
             second_nic: self.wants_second_nic(),
-            wishes: self.wishes.clone(),
             may_wish: self.may_wish.clone(),
             dial: self.dial,
             max_batch: 0,
@@ -467,58 +428,14 @@ impl NodeConfig {
     }
 }
 
-/// Reads the VM options of pods that set none themselves.
-fn node_wishes(reader: &mut Reader) -> Wishes {
-    fn one<T>(
-        reader: &mut Reader,
-        key: &'static str,
-        help: &'static str,
-        read: impl Fn(&str) -> Result<T, String>,
-    ) -> Option<T> {
-        let text: String = reader.optional(key, help)?;
-        read(&text).map_err(|why| reader.mistake(key, why)).ok()
-    }
-    Wishes {
-        arch: one(
-            reader,
-            "node.vm-arch",
-            "architecture of pods' VMs: x86_64, aarch64, s390x, ppc64le; default: that of the provider's \
-             image",
-            vm_options::arch,
-        ),
-        confidential: one(
-            reader,
-            "node.vm-confidential",
-            "technology that encrypts the memory of pods' VMs: sev, sev-snp, tdx, secure-execution; default: \
-             the provider's setting",
-            vm_options::confidential,
-        ),
-        market: one(
-            reader,
-            "node.vm-market",
-            "market of pods' VMs: spot, on-demand; default: the provider's setting",
-            vm_options::market,
-        ),
-        zones: zones(reader),
-        public_ip: reader.optional(
-            "node.vm-public-ip",
-            "give pods' VMs a public IP address beside the private one; default: false",
-        ),
-    }
-}
-
-fn zones(reader: &mut Reader) -> Vec<String> {
-    let key = "node.vm-zones";
-    let names: Vec<String> =
-        reader.get(key, "", "the cloud's zones that may hold pods' VMs; default: all zones of the provider");
-    vm_options::zones(&names.join(",")).unwrap_or_else(|why| {
-        reader.mistake(key, why);
-        Vec::new()
-    })
-}
-
 /// Reads the list of VM options that a pod may set.
 fn may_wish(reader: &mut Reader) -> Vec<String> {
+    for key in ["arch", "confidential", "market", "public-ip", "zones"] {
+        reader.removed(
+            &format!("node.vm-{key}"),
+            "use the provider's settings, or the pod's annotation io.peerpod/…",
+        );
+    }
     let key = "node.vm-annotations";
     let names: Vec<String> = reader.get(
         key,
@@ -532,9 +449,6 @@ fn may_wish(reader: &mut Reader) -> Vec<String> {
     }
     names
 }
-
-/// Allowed intervals of a guest's path-MTU probe. Each probe is a dozen packets.
-const PROBE_INTERVALS: RangeInclusive<Duration> = Duration::from_secs(1)..=Duration::from_secs(86_400);
 
 /// Reads section `tunnel`.
 fn tunnel(reader: &mut Reader) -> TunnelConfig {
@@ -558,45 +472,26 @@ fn tunnel(reader: &mut Reader) -> TunnelConfig {
         netns: PathBuf::new(),
         relay: PathBuf::new(),
     });
-    let by = reader.choice(
-        "tunnel.redirect",
-        "auto",
-        &["auto", "u32", "matchall", "bpf"],
-        "the kernel's classifier that redirects a pod's traffic; auto: the first that the kernel has",
+    let by: String = reader.constant("tunnel.redirect", "REDIRECT", REDIRECT.to_owned());
+    let vnis: String = reader.get(
+        "tunnel.vnis",
+        "1-16777215",
+        "VNIs of the pods' tunnels, first-last, of which the node takes any; another VXLAN of the network needs VNIs of \
+         its own",
     );
-    let min: u32 = reader.get(
-        "tunnel.vni-min",
-        "1",
-        "the smallest VNI of a pod's tunnel; VNIs are chosen at random from here",
-    );
-    let max: u32 = reader.get(
-        "tunnel.vni-max",
-        "16777215",
-        "the largest VNI; set both where another VXLAN of the network needs VNIs of its own",
-    );
+    for key in ["tunnel.vni-min", "tunnel.vni-max"] {
+        reader.removed(key, "use tunnel.vnis, first-last");
+    }
+    let (min, max): (u32, u32) = range(&vnis).unwrap_or_default();
     // The encrypted tunnel derives inner addresses from VNIs; the addresses of 0, 1 and 0xffffff are not usable.
     let (min, max) = if wireguard.is_some() { (min.max(2), max.min(0xff_fffe)) } else { (min, max) };
     let vnis = Vnis::new(min, max);
     if vnis.is_none() {
-        reader.mistake("tunnel.vni-max", "no range with tunnel.vni-min; 1 to 16777215, the smaller first");
+        reader.mistake("tunnel.vnis", "no range of VNIs; write 1-16777215 or a part of it");
     }
-    let ports: Option<String> = reader.optional(
-        "tunnel.source-ports",
-        "UDP source ports of tunnels, first-last; not set: the kernel's range for programs. Many ports \
-         spread the load over a NIC's queues, few ports use fewer entries of a firewall's table",
-    );
-    let source_ports = ports.as_deref().and_then(port_range);
-    if ports.is_some() != source_ports.is_some() {
-        reader.mistake("tunnel.source-ports", "not a range of ports; write it like 40000-40063");
-    }
-    let probe_interval: Duration = reader.get(
-        "tunnel.probe-interval",
-        "10m",
-        "interval of a guest's path-MTU probe towards the node; routes change without notice",
-    );
-    if !PROBE_INTERVALS.contains(&probe_interval) {
-        reader.mistake("tunnel.probe-interval", "from 1s to 1d");
-    }
+    let ports = reader.constant("tunnel.source-ports", "SOURCE_PORTS", SOURCE_PORTS.to_owned());
+    let source_ports = range(&ports);
+    let probe_interval: Duration = reader.constant("tunnel.probe-interval", "PROBE_INTERVAL", PROBE_INTERVAL);
     TunnelConfig {
         netns_dir: reader.get(
             "node.netns-dir",
@@ -607,11 +502,7 @@ fn tunnel(reader: &mut Reader) -> TunnelConfig {
         auto: choice == "auto",
         wireguard,
         port: reader.get("tunnel.port", "4789", "UDP port of the pods' tunnels; the same on all nodes"),
-        udp_checksum: reader.get(
-            "tunnel.udp-checksum",
-            "false",
-            "UDP checksums in IPv4 tunnels; costs much on most cloud NICs",
-        ),
+        udp_checksum: reader.constant("tunnel.udp-checksum", "UDP_CHECKSUM", UDP_CHECKSUM),
         anti_spoof: reader.get(
             "tunnel.anti-spoof",
             "true",
@@ -675,10 +566,11 @@ fn external(reader: &mut Reader) -> Option<External> {
     way.map(|way| External { way, cluster_cidrs, allow })
 }
 
-fn port_range(text: &str) -> Option<(u16, u16)> {
+/// Parses `first-last`.
+fn range<T: FromStr + PartialOrd>(text: &str) -> Option<(T, T)> {
     let (first, last) = text.split_once('-')?;
     let range = (first.trim().parse().ok()?, last.trim().parse().ok()?);
-    (0 < range.0 && range.0 <= range.1).then_some(range)
+    (range.0 <= range.1).then_some(range)
 }
 
 fn hostname() -> String {
@@ -688,20 +580,18 @@ fn hostname() -> String {
 
 #[cfg(test)]
 mod tests {
-    use peerpod_provider_api::{Arch, Market};
-
     use super::*;
 
     fn load(args: &[&str]) -> Result<NodeConfig, Mistakes> {
         let args = args.iter().map(|arg| (*arg).to_owned());
-        NodeConfig::load(Sources::from_process(args, [])).map(|(config, ..)| config)
+        NodeConfig::load(Sources::from_process(args, []).for_tests()).map(|(config, ..)| config)
     }
 
     #[test]
     fn defaults_are_applied() {
         let config = load(&[]).unwrap();
         assert_eq!((config.lease, config.tunnel.port), (Duration::from_secs(900), 4789));
-        assert!(config.relay_addresses.is_empty() && config.ca_roll_over.is_none());
+        assert!(config.relay_addresses.is_empty());
     }
 
     #[test]
@@ -709,7 +599,6 @@ mod tests {
         assert_eq!(load(&[]).unwrap().dial, None);
         assert_eq!(load(&["--node.link-dial=node"]).unwrap().dial, Some(15150));
         assert_eq!(load(&["--node.link-dial=node", "--node.guest-port=7"]).unwrap().dial, Some(7));
-        assert!(load(&["--node.link-dial=node", "--node.guest-port=0"]).is_err());
         for kind in ["wireguard", "auto"] {
             let mistakes = load(&["--node.link-dial=node", &format!("--tunnel.kind={kind}")]).unwrap_err();
             assert!(
@@ -734,7 +623,7 @@ mod tests {
     fn tunnel_settings_reach_the_tunnel_config() {
         let tunnel = load(&[]).unwrap().tunnel;
         assert_eq!(TunnelConfig::default(), tunnel);
-        let args = ["--tunnel.vni-min=100", "--tunnel.vni-max=200", "--tunnel.source-ports=40000-40063"];
+        let args = ["--tunnel.vnis=100-200", "--tunnel.source-ports=40000-40063"];
         let tunnel = load(&[args.as_slice(), &["--tunnel.redirect=bpf"]].concat()).unwrap().tunnel;
         assert!(!tunnel.vnis.contains(99) && tunnel.vnis.contains(200) && !tunnel.vnis.contains(201));
         assert_eq!((tunnel.source_ports, tunnel.redirect), (Some((40000, 40063)), Some(Classifier::Bpf)));
@@ -780,24 +669,26 @@ mod tests {
     }
 
     #[test]
-    fn vm_options_are_read_and_mistakes_name_accepted_values() {
-        let config = load(&[
-            "--node.vm-arch=arm64",
-            "--node.vm-market=spot",
-            "--node.vm-zones=north-1a,north-1b",
-            "--node.vm-annotations=zones,public-ip",
-        ]);
-        let config = config.unwrap();
-        let Wishes { arch, confidential, market, zones, public_ip } = config.wishes;
-        assert_eq!((arch, market), (Some(Arch::Aarch64), Some(Market::Spot)));
-        assert_eq!((confidential, public_ip), (None, None));
-        assert_eq!(zones, ["north-1a", "north-1b"]);
-        assert_eq!(config.may_wish, ["zones", "public-ip"]);
-        let told =
-            load(&["--node.vm-market=cheap", "--node.vm-confidential=yes", "--node.vm-annotations=zone"])
-                .unwrap_err()
-                .to_string();
-        for part in ["write spot or on-demand", "write sev, sev-snp", "zone is not one of them"] {
+    fn the_options_that_pods_may_set_are_known_ones() {
+        assert_eq!(
+            load(&["--node.vm-annotations=zones,public-ip"]).unwrap().may_wish,
+            ["zones", "public-ip"]
+        );
+        let told = load(&["--node.vm-annotations=zone"]).unwrap_err().to_string();
+        assert!(told.contains("zone is not one of them"), "{told}");
+    }
+
+    #[test]
+    fn a_removed_key_is_named_with_its_constant() {
+        let args = ["--node.ticket-ttl=1h", "--tunnel.vni-min=7", "--node.vm-market=spot"].map(str::to_owned);
+        let env = [("PEERPOD_NODE_FLUSH_TIMEOUT".to_owned(), "9s".to_owned())];
+        let told = NodeConfig::load(Sources::from_process(args, env)).err().unwrap().to_string();
+        for part in [
+            "--node.ticket-ttl: no longer a setting; the constant TICKET_TTL is 30m; remove the key",
+            "PEERPOD_NODE_FLUSH_TIMEOUT: no longer a setting; the constant FLUSH_TIMEOUT is 3s",
+            "--tunnel.vni-min: no longer a setting; use tunnel.vnis",
+            "--node.vm-market: no longer a setting; use the provider's settings",
+        ] {
             assert!(told.contains(part), "{part} in {told}");
         }
     }
@@ -806,26 +697,17 @@ mod tests {
     fn every_mistake_is_reported_at_once() {
         let long = format!("--paths.state-dir=here --paths.run-dir=/{}", "x".repeat(60));
         let mut args: Vec<&str> = long.split(' ').collect();
-        args.extend(["--node.relay-addresses=nowhere", "--node.ticket-ttl=1m", "--node.max-sandboxes=0"]);
-        args.extend([
-            "--tunnel.vni-min=9",
-            "--tunnel.vni-max=8",
-            "--tunnel.source-ports=9-8",
-            "--tunnel.redirect=xdp",
-        ]);
+        args.extend(["--node.relay-addresses=nowhere", "--node.boot-timeout=1h", "--tunnel.vnis=9-8"]);
         args.extend(["--node.cluster-id=a/b", "--tunnel.port=0", "--node.leese=5m", "--provider.kind=clowd"]);
         let text = load(&args).unwrap_err().to_string();
         for part in [
             "paths.state-dir",
             "paths.run-dir",
             "node.relay-addresses",
-            "node.ticket-ttl",
-            "node.max-sandboxes",
+            "node.boot-timeout",
             "node.cluster-id",
             "tunnel.port",
-            "tunnel.vni-max",
-            "tunnel.source-ports",
-            "tunnel.redirect",
+            "tunnel.vnis",
             "node.leese",
             "provider.kind",
         ] {

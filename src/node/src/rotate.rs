@@ -4,7 +4,7 @@
 //! Each further step is taken when the relay has its new configuration and every sandbox's guest has received the CAs
 //! of the last step. An unreachable guest therefore delays the rotation, so that the rotation does not cut it off. The
 //! delay has a limit, because a CA that cannot be replaced is worse for all other guests. After
-//! `node.ca-follow-timeout` a started rotation continues without the guests that do not follow.
+//! a limit, a started rotation continues without the guests that do not follow.
 
 use std::{
     sync::Arc,
@@ -67,13 +67,12 @@ fn trusted(trust: &Trust) -> Trusted {
     Trusted { id, cas: trust.trusted_cas().iter().map(|der| der.to_vec()).collect() }
 }
 
-/// Takes due steps, for ever. `every`: interval of the rotation; `None`: when the CA's remaining validity requires it.
-/// `patience`: time that a step waits for guests that do not follow.
+/// Takes due steps, for ever. `every`: interval of the rotation. `patience`: time that a step waits for guests that do not follow.
 pub async fn run(
     trust: SharedTrust,
     relay: RelayClient,
     sandboxes: Sandboxes,
-    every: Option<Duration>,
+    every: Duration,
     patience: Duration,
 ) {
     // A node that died during a rotation may not have configured the relay for the last step.
@@ -108,7 +107,7 @@ pub async fn run(
 pub(crate) fn is_due(
     trust: &SharedTrust,
     sandboxes: &Sandboxes,
-    every: Option<Duration>,
+    every: Duration,
     patience: Duration,
 ) -> bool {
     let now = SystemTime::now();
@@ -118,7 +117,7 @@ pub(crate) fn is_due(
     };
     let age = now.duration_since(since).unwrap_or_default();
     let wanted = match stage {
-        Stage::Stable => due || every.is_some_and(|every| age >= every),
+        Stage::Stable => due || age >= every,
         Stage::Announced | Stage::Overlap => true,
     };
     if !wanted {

@@ -28,7 +28,7 @@ pub(crate) use lifecycle::{
 pub(crate) use recovery::recover::{Kept, Orphans, recover};
 pub(crate) use vm::{liveness::VmLiveness, reaper::Reaper};
 
-use crate::spec::{SandboxId, Wishes};
+use crate::spec::SandboxId;
 
 /// Settings shared by all sandboxes of this node.
 #[derive(Clone, Debug)]
@@ -69,9 +69,7 @@ pub struct Settings {
     pub guest_memory_mib: u64,
     /// Whether VMs get a second NIC.
     pub second_nic: bool,
-    /// VM options for pods that set none.
-    pub wishes: Wishes,
-    /// VM options that a pod may set itself, by their names in [`Wishes::ALL`].
+    /// VM options that a pod may set itself, by their names in [`crate::spec::Wishes::ALL`].
     pub may_wish: Vec<String>,
     /// Port on which VMs wait for the relay to dial; `None` if the guests dial.
     pub dial: Option<u16>,

@@ -43,7 +43,7 @@ impl PullSecrets {
     /// Returns the secrets with which the pod's images are pulled, and notes about unusable ones.
     ///
     /// # Errors
-    /// The service refused, or did not answer before `secrets.deadline`.
+    /// The service refused, or did not answer in time.
     pub async fn of(&self, pod: &PodRef) -> Result<Given, PullSecretError> {
         let config = &self.0.config;
         let late = || PullSecretError {

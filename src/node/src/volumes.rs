@@ -1,6 +1,6 @@
 //! Reads a pod's volumes from the CSI wrapper's records, and describes each volume to the provider, the relay and the
-//! guest. Reads and writes the folder of the records (`csi.volumes-dir`), reads the folder of Kata's direct volumes
-//! (`csi.direct-volumes-dir`), and touches nothing else. The sandbox decides when volumes are attached. The provider
+//! guest. Reads and writes the folder of the records (`volumes` in `paths.state-dir`), reads the folder of Kata's direct volumes
+//! and touches nothing else. The sandbox decides when volumes are attached. The provider
 //! attaches its own disks; for the disks of a CSI driver, the node records the VM and waits for the driver.
 
 use std::{

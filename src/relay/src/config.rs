@@ -21,6 +21,13 @@ const OTHERS: [&str; 10] = [
     "webhook",
 ];
 
+/// Threads that serve the links; 0: a quarter of the processors, at least one.
+const THREADS: u32 = 0;
+/// Limit of unauthenticated connections of VMs at once.
+const MAX_HANDSHAKES: u32 = 512;
+/// Limit of unauthenticated connections from one address at once.
+const MAX_HANDSHAKES_PER_ADDRESS: u32 = 32;
+
 /// Settings of the relay.
 #[derive(Clone, Debug)]
 pub struct RelayConfig {
@@ -32,11 +39,11 @@ pub struct RelayConfig {
     pub listen: SocketAddr,
     /// `relay.admin-listen`: address of metrics and health.
     pub admin_listen: SocketAddr,
-    /// `relay.threads`: threads that serve the links.
+    /// Threads that serve the links.
     pub threads: usize,
-    /// `relay.max-handshakes`: limit of guest connections that are not assigned to a sandbox yet.
+    /// Limit of guest connections that are not assigned to a sandbox yet.
     pub max_handshakes: u32,
-    /// `relay.max-handshakes-per-address`: the same limit for one address.
+    /// The same limit for one address.
     pub max_handshakes_per_address: u32,
     /// `relay.replaced`: whether to run the supervisor, [`crate::supervisor`], which waits for the container's end.
     pub waits_when_replaced: bool,
@@ -64,20 +71,12 @@ impl RelayConfig {
                 "127.0.0.1:15152",
                 "address and port of /metrics, /healthz and /readyz",
             ),
-            threads: threads(reader.get(
-                "relay.threads",
-                "0",
-                "threads that serve the links; 0 means a quarter of the processors, at least one",
-            )),
-            max_handshakes: reader.get(
-                "relay.max-handshakes",
-                "512",
-                "limit of unauthenticated connections of pod VMs at once",
-            ),
-            max_handshakes_per_address: reader.get(
+            threads: threads(reader.constant("relay.threads", "THREADS", THREADS)),
+            max_handshakes: reader.constant("relay.max-handshakes", "MAX_HANDSHAKES", MAX_HANDSHAKES),
+            max_handshakes_per_address: reader.constant(
                 "relay.max-handshakes-per-address",
-                "32",
-                "limit of unauthenticated connections from one address at once",
+                "MAX_HANDSHAKES_PER_ADDRESS",
+                MAX_HANDSHAKES_PER_ADDRESS,
             ),
             waits_when_replaced: reader.choice(
                 "relay.replaced",
@@ -103,14 +102,6 @@ impl RelayConfig {
         for (key, path) in [("paths.run-dir", &config.run_dir), ("paths.state-dir", &config.state_dir)] {
             if !path.is_absolute() {
                 reader.mistake(key, "not an absolute path; begin it with '/'");
-            }
-        }
-        for (key, value) in [
-            ("relay.max-handshakes", config.max_handshakes),
-            ("relay.max-handshakes-per-address", config.max_handshakes_per_address),
-        ] {
-            if value == 0 {
-                reader.mistake(key, "no guest could ever connect; set 1 or more");
             }
         }
         config
@@ -151,7 +142,7 @@ mod tests {
     fn defaults_are_applied_and_all_mistakes_are_reported() {
         let config = load(&[]).unwrap();
         assert_eq!(config.listen.port(), 15151);
-        let mistakes = load(&["--paths.run-dir", "here", "--relay.max-handshakes=0", "--relay.listn", "x"]);
+        let mistakes = load(&["--paths.run-dir", "here", "--relay.max-handshakes=512", "--relay.listn", "x"]);
         let text = mistakes.unwrap_err().to_string();
         for part in ["paths.run-dir", "relay.max-handshakes", "relay.listn"] {
             assert!(text.contains(part), "{part} in {text}");

@@ -21,7 +21,7 @@ async fn main() -> anyhow::Result<()> {
         }
         _ => None,
     };
-    let sources = Sources::from_process(arguments, []);
+    let sources = Sources::from_process(arguments, []).for_tests();
     let mut reader = Reader::load(sources, &["paths", "provider"], &[])?;
     let state_dir: PathBuf = reader.required("paths.state-dir", "folder of its VMs").unwrap_or_default();
     let config = LocalConfig::read(&mut reader, &state_dir);

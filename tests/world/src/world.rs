@@ -216,6 +216,7 @@ impl World {
             .args(["--pdeathsig", "KILL", "--"])
             .arg(program)
             .args(arguments)
+            .env("PEERPOD_TESTING", "1")
             .current_dir("/")
             .process_group(0);
         command.stdin(Stdio::null()).stdout(output.try_clone()?).stderr(output);

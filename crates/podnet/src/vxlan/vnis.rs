@@ -124,7 +124,7 @@ mod tests {
         assert!(tried.iter().all(|vni| vnis.contains(*vni)));
         assert_eq!(tried.iter().collect::<HashSet<_>>().len(), 100);
         let text = draw.exhausted(4789).to_string();
-        assert!(text.contains("1000") && text.contains("1099") && text.contains("tunnel.vni-max"), "{text}");
+        assert!(text.contains("1000") && text.contains("1099") && text.contains("tunnel.vnis"), "{text}");
         let mut draw = Vnis::default().draw();
         let count = std::iter::from_fn(|| draw.next()).count();
         assert_eq!(count, (RANDOM + WALK) as usize);

@@ -170,8 +170,7 @@ fn loader(config: &AwsConfig) -> ConfigLoader {
             );
             loader.credentials_provider(key)
         }
-        Credentials::Chain { profile: Some(profile) } => loader.profile_name(profile),
-        Credentials::Chain { profile: None } => loader,
+        Credentials::Chain => loader,
     }
 }
 

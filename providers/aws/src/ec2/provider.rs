@@ -398,7 +398,7 @@ impl Batch for AwsProvider {
         let most = self.0.config.batch;
         if count.get() > most {
             return Err(Error::invalid(format!(
-                "create of {count} VMs like {}: provider.aws.batch allows {most} by one call",
+                "create of {count} VMs like {}: the limit of one call is {most}",
                 request.name
             )));
         }

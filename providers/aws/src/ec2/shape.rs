@@ -13,7 +13,7 @@ use aws_sdk_ec2::types::{
     LaunchTemplateIamInstanceProfileSpecificationRequest, LaunchTemplateInstanceMetadataEndpointState,
     LaunchTemplateInstanceMetadataOptionsRequest, LaunchTemplateInstanceMetadataTagsState,
     LaunchTemplateInstanceNetworkInterfaceSpecificationRequest, LaunchTemplatePlacementRequest, Placement,
-    RequestLaunchTemplateData, ResourceType, ShutdownBehavior, Tag, TagSpecification, Tenancy, VolumeType,
+    RequestLaunchTemplateData, ResourceType, ShutdownBehavior, Tag, TagSpecification, Tenancy,
 };
 use sha2::{Digest, Sha256};
 
@@ -41,9 +41,6 @@ macro_rules! said {
         $builder
             .delete_on_termination(true)
             .set_volume_size($root.size)
-            .set_volume_type($root.kind)
-            .set_iops($root.iops)
-            .set_throughput($root.throughput)
             .set_encrypted($root.encrypted)
             .set_kms_key_id($root.kms)
     };
@@ -200,15 +197,12 @@ impl Shape {
 
     /// Returns the parameters of the root disk; `None` if the image has no root device.
     fn root_of(&self, image: &ImageFacts) -> Option<Root> {
-        let RootDisk { size_gib, kind, iops, throughput, encrypted, kms_key_id } = &self.root;
+        let RootDisk { size_gib, encrypted, kms_key_id } = &self.root;
         let number = |value: u32| i32::try_from(value).unwrap_or(i32::MAX);
         Some(Root {
             device: image.root_device.clone()?,
             // A root disk must not be smaller than its image.
             size: (*size_gib > 0).then(|| number((*size_gib).max(image.root_gib))),
-            kind: kind.as_deref().map(VolumeType::from),
-            iops: iops.map(number),
-            throughput: throughput.map(number),
             // Set only if wanted: EC2 refuses `false` for an encrypted snapshot.
             encrypted: encrypted.then_some(true),
             kms: kms_key_id.clone(),
@@ -219,9 +213,6 @@ impl Shape {
 struct Root {
     device: String,
     size: Option<i32>,
-    kind: Option<VolumeType>,
-    iops: Option<i32>,
-    throughput: Option<i32>,
     encrypted: Option<bool>,
     kms: Option<String>,
 }
@@ -261,14 +252,7 @@ pub(crate) mod tests {
             public_ip: false,
             sev_snp: true,
             tenancy: None,
-            root: RootDisk {
-                size_gib: 30,
-                kind: None,
-                iops: None,
-                throughput: None,
-                encrypted: false,
-                kms_key_id: None,
-            },
+            root: RootDisk { size_gib: 30, encrypted: false, kms_key_id: None },
         }
     }
 

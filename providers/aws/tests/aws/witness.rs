@@ -29,8 +29,6 @@ async fn a_fleet_makes_the_requested_vm() {
         ("key-name", "me"),
         ("instance-profile", "pods"),
         ("root-volume-size", "40"),
-        ("root-volume-type", "gp3"),
-        ("root-volume-iops", "4000"),
         ("root-volume-encrypted", "true"),
     ]);
     let wish = CreateRequest {
@@ -80,7 +78,7 @@ async fn a_fleet_makes_the_requested_vm() {
     assert_eq!(data["IamInstanceProfile"]["Name"], "pods");
     let root = &data["BlockDeviceMappings"][0];
     assert_eq!(root["DeviceName"], "/dev/xvda");
-    let ebs = json!({"DeleteOnTermination": true, "Encrypted": true, "Iops": 4000, "VolumeSize": 40, "VolumeType": "gp3"});
+    let ebs = json!({"DeleteOnTermination": true, "Encrypted": true, "VolumeSize": 40});
     assert_eq!(root["Ebs"], ebs);
 }
 

@@ -11,7 +11,7 @@ use super::lines::Lines;
 use super::mistake::{Mistake, Mistakes, shown};
 use super::node::{self, Node};
 use super::section::Section;
-use super::sources::{Sources, env_name};
+use super::sources::{Sources, TESTING_VARIABLE, env_name};
 use super::unknown;
 use super::value::{Bad, Value};
 
@@ -45,7 +45,7 @@ impl fmt::Display for Origin {
 /// A requested setting.
 #[derive(Clone, Debug)]
 pub struct Setting {
-    /// Dotted key, like `node.ticket-ttl`.
+    /// Dotted key, like `node.boot-timeout`.
     pub key: String,
     /// Purpose, in one sentence.
     pub help: String,
@@ -85,6 +85,10 @@ pub struct Reader {
     pub(super) others: Vec<String>,
     pub(super) asked: BTreeMap<String, Setting>,
     pub(super) left: Vec<String>,
+    /// Keys that are settings no more, with the reason and advice.
+    pub(super) removed: BTreeMap<String, String>,
+    /// Keys of constants that a test overrides.
+    pub(super) overridden: Vec<String>,
     pub(super) mistakes: Vec<Mistake>,
     /// The file is not YAML. Its content is unknown, so no key is reported as missing.
     broken: bool,
@@ -114,6 +118,8 @@ impl Reader {
             others: owned(others),
             asked: BTreeMap::new(),
             left: Vec::new(),
+            removed: BTreeMap::new(),
+            overridden: Vec::new(),
             mistakes: Vec::new(),
             broken: false,
         };
@@ -188,6 +194,41 @@ impl Reader {
         default.to_owned()
     }
 
+    /// Records that the key is a setting no more. `instead` is advice, like `use cluster.node-name`.
+    pub fn removed(&mut self, key: &str, instead: &str) {
+        self.removed.insert(key.to_owned(), format!("no longer a setting; {instead}"));
+    }
+
+    /// Returns the constant `name`, which was the setting `key`. Peerpod's own tests override it by that key; they set
+    /// the variable `PEERPOD_TESTING=1`.
+    pub fn constant<T: Value>(&mut self, key: &str, name: &str, value: T) -> T {
+        let shown = match value.show() {
+            serde_json::Value::String(text) => text,
+            other => other.to_string(),
+        };
+        self.overridable(key, &format!("the constant {name} is {shown}; remove the key"), value)
+    }
+
+    /// Returns a value that was the setting `key` and now comes from `source`. Tests override it as a constant.
+    pub fn derived<T: Value>(&mut self, key: &str, source: &str, value: T) -> T {
+        self.overridable(key, &format!("it comes from {source}; remove the key"), value)
+    }
+
+    fn overridable<T: Value>(&mut self, key: &str, instead: &str, value: T) -> T {
+        self.removed(key, instead);
+        if self.sources.env.get(TESTING_VARIABLE).is_none_or(|text| text != "1") {
+            return value;
+        }
+        let Some((found, _)) = self.read(key) else { return value };
+        self.overridden.push(key.to_owned());
+        found
+    }
+
+    /// Returns the constants that a test overrides, by their keys.
+    pub fn overridden(&self) -> &[String] {
+        &self.overridden
+    }
+
     /// Returns a view of the reader on one section.
     pub fn section(&mut self, prefix: &str) -> Section<'_> {
         Section { reader: self, prefix: prefix.to_owned() }
@@ -238,26 +279,9 @@ impl Reader {
         Err(Mistakes(self.mistakes))
     }
 
-    /// Reads the key in every layer, so that a mistake in a lower layer is reported although a higher one counts.
     fn ask<T: Value>(&mut self, key: &str, default: Option<&str>, required: bool, help: &str) -> Option<T> {
-        let mut value = None;
-        let mut origin = Origin::Default;
-        for (node, from) in self.layers(key) {
-            let found = match &from {
-                Origin::Flag(_) if T::SECRET => Err(Bad::new(
-                    "a secret in a flag, which every user of the machine can read",
-                    &format!("use {} or the file", env_name(key)),
-                )),
-                _ => T::read(&node),
-            };
-            match found {
-                Ok(found) => (value, origin) = (Some(found), from),
-                Err(bad) => {
-                    let seen = (!T::SECRET).then(|| shown(&node.line()));
-                    self.note(order(&from), place(&from, key), seen, bad.to_string());
-                }
-            }
-        }
+        let (value, origin) =
+            self.read::<T>(key).map_or((None, Origin::Default), |(v, from)| (Some(v), from));
         let default_shown = default.map_or(serde_json::Value::Null, default_shown::<T>);
         let setting = Setting {
             key: key.to_owned(),
@@ -271,6 +295,28 @@ impl Reader {
             default_shown,
         };
         self.asked.insert(key.to_owned(), setting);
+        value
+    }
+
+    /// Reads the key in every layer, so that a mistake in a lower layer is reported although a higher one counts.
+    fn read<T: Value>(&mut self, key: &str) -> Option<(T, Origin)> {
+        let mut value = None;
+        for (node, from) in self.layers(key) {
+            let found = match &from {
+                Origin::Flag(_) if T::SECRET => Err(Bad::new(
+                    "a secret in a flag, which every user of the machine can read",
+                    &format!("use {} or the file", env_name(key)),
+                )),
+                _ => T::read(&node),
+            };
+            match found {
+                Ok(found) => value = Some((found, from)),
+                Err(bad) => {
+                    let seen = (!T::SECRET).then(|| shown(&node.line()));
+                    self.note(order(&from), place(&from, key), seen, bad.to_string());
+                }
+            }
+        }
         value
     }
 

@@ -35,6 +35,24 @@ impl Section<'_> {
         self.reader.choice(&key, default, allowed, help)
     }
 
+    /// See [`Reader::constant`].
+    pub fn constant<T: Value>(&mut self, key: &str, name: &str, value: T) -> T {
+        let key = self.key(key);
+        self.reader.constant(&key, name, value)
+    }
+
+    /// See [`Reader::derived`].
+    pub fn derived<T: Value>(&mut self, key: &str, source: &str, value: T) -> T {
+        let key = self.key(key);
+        self.reader.derived(&key, source, value)
+    }
+
+    /// See [`Reader::removed`].
+    pub fn removed(&mut self, key: &str, instead: &str) {
+        let key = self.key(key);
+        self.reader.removed(&key, instead);
+    }
+
     /// See [`Reader::mistake`].
     pub fn mistake(&mut self, key: &str, why: impl Into<String>) {
         let key = self.key(key);

@@ -9,6 +9,9 @@ pub const DEFAULT_FILE: &str = "/etc/peerpod/peerpod.yaml";
 /// Variable that names the file, like `--config`.
 pub(super) const FILE_VARIABLE: &str = "PEERPOD_CONFIG";
 
+/// Variable that lets Peerpod's own tests override constants by the keys that these once had, if it is `1`.
+pub(super) const TESTING_VARIABLE: &str = "PEERPOD_TESTING";
+
 /// Prefix of every variable.
 pub(super) const PREFIX: &str = "PEERPOD_";
 
@@ -43,6 +46,12 @@ impl Sources {
         Sources { file, env, flags }
     }
 
+    /// Lets a test override constants by the keys that these once had.
+    pub fn for_tests(mut self) -> Sources {
+        self.env.insert(TESTING_VARIABLE.to_owned(), "1".to_owned());
+        self
+    }
+
     /// Reads this process's own arguments and environment in the same way.
     pub fn of_this_process() -> Sources {
         let args = std::env::args_os().skip(1).map(|arg| arg.to_string_lossy().into_owned());
@@ -72,7 +81,7 @@ fn split_flags(args: impl IntoIterator<Item = String>) -> Vec<(String, String)> 
     flags
 }
 
-/// Returns the variable of a key: `node.ticket-ttl` is `PEERPOD_NODE_TICKET_TTL`.
+/// Returns the variable of a key: `node.boot-timeout` is `PEERPOD_NODE_BOOT_TIMEOUT`.
 pub fn env_name(key: &str) -> String {
     format!("{PREFIX}{}", key.to_ascii_uppercase().replace(['.', '-'], "_"))
 }

@@ -4,7 +4,7 @@
 
 use super::node::{Node, join};
 use super::reader::Reader;
-use super::sources::{FILE_VARIABLE, PREFIX, env_name};
+use super::sources::{FILE_VARIABLE, PREFIX, TESTING_VARIABLE, env_name};
 use super::suggest::nearest;
 
 /// Variables with the project's prefix that are no settings: tests and benches use them.
@@ -25,12 +25,12 @@ pub(super) fn find(reader: &mut Reader) {
 }
 
 fn in_file(reader: &mut Reader, path: &str, node: &Node) {
-    if reader.asked.contains_key(path) || is_left(reader, path) {
+    if is_known(reader, path) || is_left(reader, path) {
         return;
     }
     let below = format!("{path}.");
-    let is_section = reader.asked.keys().any(|key| key.starts_with(&below))
-        || reader.left.iter().any(|left| left.starts_with(&below));
+    let mut keys = reader.asked.keys().chain(reader.removed.keys()).chain(&reader.left);
+    let is_section = keys.any(|key| key.starts_with(&below));
     match node {
         Node::Map(entries) if is_section => {
             for (key, child) in entries {
@@ -52,7 +52,7 @@ fn in_file(reader: &mut Reader, path: &str, node: &Node) {
 }
 
 fn in_environment(reader: &mut Reader) {
-    let known: Vec<String> = reader.asked.keys().map(|key| env_name(key)).collect();
+    let known: Vec<String> = reader.asked.keys().chain(&reader.overridden).map(|key| env_name(key)).collect();
     let elsewhere: Vec<String> =
         reader.others.iter().chain(&reader.left).map(|prefix| format!("{}_", env_name(prefix))).collect();
     let unknown: Vec<String> = reader
@@ -62,7 +62,7 @@ fn in_environment(reader: &mut Reader) {
         .filter(|(name, value)| {
             name.starts_with(PREFIX)
                 && !value.is_empty()
-                && name.as_str() != FILE_VARIABLE
+                && ![FILE_VARIABLE, TESTING_VARIABLE].contains(&name.as_str())
                 && !known.contains(name)
                 && !elsewhere.iter().chain(&NOT_SETTINGS.map(str::to_owned)).any(|p| name.starts_with(p))
                 && !is_service_link(name, value)
@@ -70,8 +70,12 @@ fn in_environment(reader: &mut Reader) {
         .map(|(name, _)| name.clone())
         .collect();
     for name in unknown {
-        let meant = nearest(&name, known.iter().map(String::as_str));
-        let why = advice("unknown variable", meant, "unset it, or see `peerpod config schema`");
+        let removed =
+            reader.removed.iter().find(|(key, _)| env_name(key) == name).map(|(_, why)| why.clone());
+        let why = removed.unwrap_or_else(|| {
+            let meant = nearest(&name, known.iter().map(String::as_str));
+            advice("unknown variable", meant, "unset it, or see `peerpod config schema`")
+        });
         reader.note((1, 0), name, None, why);
     }
 }
@@ -79,8 +83,7 @@ fn in_environment(reader: &mut Reader) {
 fn in_flags(reader: &mut Reader) {
     for (key, _) in reader.sources.flags.clone() {
         let top = key.split('.').next().unwrap_or_default();
-        if reader.asked.contains_key(&key) || is_left(reader, &key) || reader.others.iter().any(|o| o == top)
-        {
+        if is_known(reader, &key) || is_left(reader, &key) || reader.others.iter().any(|o| o == top) {
             continue;
         }
         let (place, why) = match key.strip_prefix("--") {
@@ -95,6 +98,10 @@ fn in_flags(reader: &mut Reader) {
     }
 }
 
+fn is_known(reader: &Reader, key: &str) -> bool {
+    reader.asked.contains_key(key) || reader.overridden.iter().any(|overridden| overridden == key)
+}
+
 fn is_left(reader: &Reader, path: &str) -> bool {
     reader
         .left
@@ -104,6 +111,9 @@ fn is_left(reader: &Reader, path: &str) -> bool {
 
 /// Returns the reason why a key is unknown, with the known key that was probably meant.
 fn unknown_key(reader: &Reader, path: &str) -> String {
+    if let Some(why) = reader.removed.get(path) {
+        return why.clone();
+    }
     if !path.contains('.') {
         let sections = reader.mine.iter().chain(&reader.others).map(String::as_str);
         return advice("unknown section", nearest(path, sections), "remove it");

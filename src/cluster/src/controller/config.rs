@@ -1,9 +1,25 @@
 //! Reads the controller's settings: section `controller`, and the shared keys of `kubernetes`, `cluster.namespace` and
 //! `node.cluster-id`.
 
-use std::{net::SocketAddr, path::PathBuf, time::Duration};
+use std::{
+    net::{IpAddr, Ipv6Addr, SocketAddr},
+    path::PathBuf,
+    time::Duration,
+};
 
 use peerpod_base::config::Reader;
+
+/// Lease that names the leading replica.
+const LEASE_NAME: &str = "peerpod-controller";
+/// Time that other replicas wait for a leader that does not renew its Lease: whole seconds, as a Lease has them.
+const LEASE_DURATION: Duration = Duration::from_secs(15);
+/// Time for which a leader acts that cannot renew its Lease: shorter than [`LEASE_DURATION`].
+const LEASE_RENEW_DEADLINE: Duration = Duration::from_secs(10);
+/// Interval at which a replica renews the Lease, or reads it: several times within [`LEASE_RENEW_DEADLINE`].
+const LEASE_RETRY: Duration = Duration::from_secs(2);
+
+/// Address of /metrics, /healthz and /readyz.
+const ADMIN_LISTEN: SocketAddr = SocketAddr::new(IpAddr::V6(Ipv6Addr::UNSPECIFIED), 8081);
 
 /// Settings of the whole process; each part reads its own.
 #[derive(Clone, Debug)]
@@ -12,17 +28,17 @@ pub struct ControllerConfig {
     pub kubeconfig: Option<PathBuf>,
     /// `cluster.namespace`; `None`: the service account's namespace.
     pub namespace: Option<String>,
-    /// `controller.admin-listen`: address of metrics and health.
+    /// Address of metrics and health.
     pub admin_listen: SocketAddr,
-    /// `controller.identity`: name of this replica.
+    /// Name of this replica: the host's name, which is the pod's.
     pub identity: String,
-    /// `controller.lease-name`.
+    /// [`LEASE_NAME`].
     pub lease_name: String,
-    /// `controller.lease-duration`.
+    /// [`LEASE_DURATION`].
     pub lease_duration: Duration,
-    /// `controller.lease-renew-deadline`.
+    /// [`LEASE_RENEW_DEADLINE`].
     pub lease_renew_deadline: Duration,
-    /// `controller.lease-retry`.
+    /// [`LEASE_RETRY`].
     pub lease_retry: Duration,
 }
 
@@ -39,62 +55,27 @@ impl ControllerConfig {
                 "namespace of the Leases, our own and those of the nodes; the service account's namespace \
                  when not set",
             ),
-            admin_listen: reader.get(
-                "controller.admin-listen",
-                "[::]:8081",
-                "address and port of /metrics, /healthz and /readyz",
-            ),
-            identity: reader
-                .optional(
-                    "controller.identity",
-                    "this replica's name in the Lease: its pod's name; the host's name when not set, which \
-                     is the same in a pod",
-                )
-                .unwrap_or_else(hostname),
-            lease_name: reader.get(
-                "controller.lease-name",
-                "peerpod-controller",
-                "the Lease that names the leading replica",
-            ),
-            lease_duration: reader.get(
-                "controller.lease-duration",
-                "15s",
-                "how long the other replicas wait for a leader that does not renew its Lease; whole seconds",
-            ),
-            lease_renew_deadline: reader.get(
+            admin_listen: reader.constant("controller.admin-listen", "ADMIN_LISTEN", ADMIN_LISTEN),
+            identity: reader.constant("controller.identity", "of the pod", hostname()),
+            lease_name: reader.constant("controller.lease-name", "LEASE_NAME", LEASE_NAME.to_owned()),
+            lease_duration: reader.constant("controller.lease-duration", "LEASE_DURATION", LEASE_DURATION),
+            lease_renew_deadline: reader.constant(
                 "controller.lease-renew-deadline",
-                "10s",
-                "how long a leader acts that cannot renew its Lease; shorter than the Lease's duration",
+                "LEASE_RENEW_DEADLINE",
+                LEASE_RENEW_DEADLINE,
             ),
-            lease_retry: reader.get(
-                "controller.lease-retry",
-                "2s",
-                "how often the Lease is renewed, or looked at",
-            ),
+            lease_retry: reader.constant("controller.lease-retry", "LEASE_RETRY", LEASE_RETRY),
         };
         config.check(reader);
         config
     }
 
     fn check(&self, reader: &mut Reader) {
-        let (duration, deadline, retry) = (self.lease_duration, self.lease_renew_deadline, self.lease_retry);
-        if duration < Duration::from_secs(1) || duration.subsec_nanos() != 0 {
-            reader.mistake("controller.lease-duration", "not whole seconds; a Lease has no fractions");
-        }
-        if deadline >= duration {
-            reader.mistake(
-                "controller.lease-renew-deadline",
-                "not shorter than controller.lease-duration: another would begin while this one acts; make it shorter",
-            );
-        }
-        if retry.is_zero() || retry * 2 > deadline {
-            reader.mistake(
-                "controller.lease-retry",
-                "a Lease needs at least two tries within controller.lease-renew-deadline; make it shorter, above 0",
-            );
-        }
         if self.identity.is_empty() {
-            reader.mistake("controller.identity", "empty, and the host has no name; write one");
+            reader.mistake(
+                "controller.identity",
+                "the host has no name, which separates the replicas; give it one",
+            );
         }
     }
 }

@@ -8,7 +8,7 @@
 //!
 //! *A PeerPod with a deletionTimestamp and the finalizer* (`decide`, in this order):
 //! 1. Its `spec.cloudProvider` names another provider: the VM is left alone, and a condition reports it.
-//! 2. Its node is alive, and the deletion is younger than `controller.node-first`: the VM is left to the node. (Both
+//! 2. Its node is alive, and the deletion is younger than `NODE_FIRST`: the VM is left to the node. (Both
 //!    may delete: a second delete of the same VM has no effect.)
 //! 3. Its pod is alive: the VM stays, even if a user deleted the object by hand, and a condition reports it. A pod is
 //!    alive when the object of its uid exists, has not succeeded or failed, and is not past its deletion's grace period
@@ -19,18 +19,18 @@
 //!    another PeerPod that names it has the better claim. The VM stays, the finalizer is removed, and a condition and
 //!    an Event report it.
 //! 5. Otherwise the VM is deleted: by `spec.instanceID`, or without one by all keys that this sandbox may have asked
-//!    with. A VM that is not found counts as gone; without an id only after `controller.settle`, as a create may still
+//!    with. A VM that is not found counts as gone; without an id only after `SETTLE`, as a create may still
 //!    be in flight.
 //!
 //! *A VM of the provider's list that no PeerPod names*, by id or by key (`orphan`). It is deleted when all of these
-//! have held for `controller.orphan-grace`, as one leader saw them by its own clock:
+//! have held for `ORPHAN_GRACE`, as one leader saw them by its own clock:
 //! 1. Its node is known, and once ran in this cluster (its heartbeat's Lease exists). A VM of another cluster with the
 //!    same cluster-id has no such Lease, and is never touched.
 //! 2. That heartbeat was not renewed. A node that is alive compares the provider's list with its ledger itself. A node
 //!    that cannot reach the API server may have made VMs before their records are written.
 //! 3. The Node object is gone, or no pod with a RuntimeClass is bound to it: no pod is left that could run in the VM.
 //!
-//! *A PeerPod of a node that is gone*, Node object and heartbeat, for `controller.node-gone-grace`. It is deleted,
+//! *A PeerPod of a node that is gone*, Node object and heartbeat, for `NODE_GONE_GRACE`. It is deleted,
 //! which leads to the finalizer; its pod is no longer a reason to wait.
 //!
 //! Rights: peerpods (get, list, watch, delete, patch), peerpods/status (patch), pods (get, list), nodes (get, list),

@@ -1,6 +1,9 @@
 //! Reads the service's settings: section `secrets`, shared with the nodes that ask.
 
-use std::{net::SocketAddr, time::Duration};
+use std::{
+    net::{IpAddr, Ipv6Addr, SocketAddr},
+    time::Duration,
+};
 
 use peerpod_base::config::Reader;
 
@@ -9,24 +12,34 @@ use crate::authority::Policy;
 /// Longest validity of a replica's own certificate, whose key never leaves the replica. It is renewed after two thirds.
 const CERTIFICATE_VALIDITY: Duration = Duration::from_secs(6 * 3600);
 
+/// Audience of the nodes' tokens, as the chart projects them. A token for the API server is refused.
+const AUDIENCE: &str = "peerpod-secrets";
+/// Validity of a CA. The next one is made when a third is left.
+const CA_VALIDITY: Duration = Duration::from_secs(365 * 86_400);
+/// Time from the publication of the next CA in the ConfigMap until it signs. A kubelet needs two minutes to show it.
+const CA_SETTLE: Duration = Duration::from_secs(600);
+
+/// Address that nodes ask for pull secrets (TLS).
+const LISTEN: SocketAddr = SocketAddr::new(IpAddr::V6(Ipv6Addr::UNSPECIFIED), 9444);
+
 /// Settings of the service.
 #[derive(Clone, Debug)]
 pub struct SecretsConfig {
-    /// `secrets.listen`: address that nodes connect to (TLS).
+    /// Address that nodes connect to (TLS).
     pub listen: SocketAddr,
-    /// `secrets.names`: names in the service's own certificate; empty: `peerpod-secrets.<namespace>.svc`.
+    /// Host of `secrets.address`: name in the service's own certificate; empty: `peerpod-secrets.<namespace>.svc`.
     pub names: Vec<String>,
-    /// `secrets.audience`: audience of the nodes' tokens.
+    /// [`AUDIENCE`].
     pub audience: String,
     /// `secrets.node-service-account`, as `namespace:name`; `None`: `peerpod-node` of the service's own namespace.
     pub node_account: Option<String>,
-    /// `secrets.runtime-classes`: RuntimeClasses of peer pods.
+    /// `webhook.runtime-classes`: RuntimeClasses of peer pods.
     pub runtime_classes: Vec<String>,
     /// `secrets.ca-secret`: Secret that holds the CA.
     pub ca_secret: String,
     /// `secrets.ca-config-map`: ConfigMap in which nodes find the CA's certificate.
     pub ca_config_map: String,
-    /// `secrets.ca-validity`, `secrets.ca-settle`.
+    /// [`CA_VALIDITY`], [`CA_SETTLE`].
     pub policy: Policy,
 }
 
@@ -34,40 +47,29 @@ impl SecretsConfig {
     /// Reads the keys; `None` when `secrets.serve` is off.
     pub fn read(reader: &mut Reader) -> Option<SecretsConfig> {
         // Keys that only the nodes use.
-        for key in ["address", "server-name", "ca-file", "token-file", "deadline", "refresh"] {
+        for key in ["server-name", "ca-file", "token-file", "deadline", "refresh"] {
             reader.leave(&format!("secrets.{key}"));
         }
         let serve: bool =
             reader.get("secrets.serve", "true", "give nodes the pull secrets of their peer pods");
-        let validity: Duration = reader.get(
-            "secrets.ca-validity",
-            "365d",
-            "validity of a CA; the next one is made when a third is left",
+        let address: Option<String> = reader.optional(
+            "secrets.address",
+            "address of the cluster's service for pods' pull secrets (host:port); its host is in the certificate",
         );
-        let settle: Duration = reader.get(
-            "secrets.ca-settle",
-            "10m",
-            "time from the publication of the next CA in the ConfigMap until it signs certificates; a \
-             kubelet needs two minutes to show it",
-        );
+        let host =
+            address.as_deref().and_then(|address| address.rsplit_once(':')).map(|(host, _)| host.to_owned());
+        let validity = reader.constant("secrets.ca-validity", "CA_VALIDITY", CA_VALIDITY);
+        let settle = reader.constant("secrets.ca-settle", "CA_SETTLE", CA_SETTLE);
         let config = SecretsConfig {
-            listen: reader.get("secrets.listen", "[::]:9444", "address and port that nodes ask for pull secrets (TLS)"),
-            names: reader.get(
-                "secrets.names",
-                "",
-                "names and addresses by which nodes reach the service; peerpod-secrets.<namespace>.svc when not set",
-            ),
-            audience: reader.get(
-                "secrets.audience",
-                "peerpod-secrets",
-                "the audience of the nodes' tokens; no token for anything else is taken",
-            ),
+            listen: reader.constant("secrets.listen", "LISTEN", LISTEN),
+            names: reader.derived("secrets.names", "secrets.address", host.into_iter().collect()),
+            audience: reader.constant("secrets.audience", "AUDIENCE", AUDIENCE.to_owned()),
             node_account: reader.optional(
                 "secrets.node-service-account",
                 "the nodes' service account, as namespace:name; peerpod-node in our own namespace when not set",
             ),
             runtime_classes: reader.get(
-                "secrets.runtime-classes",
+                "webhook.runtime-classes",
                 "kata-remote",
                 "the RuntimeClasses whose pods are peer pods; no other pod's secrets are given",
             ),
@@ -88,17 +90,12 @@ impl SecretsConfig {
                 settle,
             },
         };
+        reader.removed("secrets.runtime-classes", "use webhook.runtime-classes");
         config.check(reader);
         serve.then_some(config)
     }
 
     fn check(&self, reader: &mut Reader) {
-        if self.audience.is_empty() {
-            reader.mistake(
-                "secrets.audience",
-                "empty: a token for the API server would do; name its own audience",
-            );
-        }
         if self.node_account.as_ref().is_some_and(|account| account.split(':').count() != 2) {
             reader.mistake(
                 "secrets.node-service-account",
@@ -107,10 +104,7 @@ impl SecretsConfig {
         }
         if self.runtime_classes.is_empty() {
             reader
-                .mistake("secrets.runtime-classes", "none; name at least one, or set secrets.serve to false");
-        }
-        if self.policy.settle * 6 > self.policy.validity {
-            reader.mistake("secrets.ca-settle", "more than a sixth of secrets.ca-validity; make it shorter");
+                .mistake("webhook.runtime-classes", "none; name at least one, or set secrets.serve to false");
         }
     }
 }

@@ -79,7 +79,7 @@ pub(super) async fn of_node(
     }
     if spec.runtime_class_name.as_ref().is_none_or(|class| !classes.contains(class)) {
         let said = format!(
-            "pod {name} is no peer pod: its RuntimeClass is {:?}, and secrets.runtime-classes has {}",
+            "pod {name} is no peer pod: its RuntimeClass is {:?}, and webhook.runtime-classes has {}",
             spec.runtime_class_name.as_deref().unwrap_or(""),
             classes.join(", ")
         );

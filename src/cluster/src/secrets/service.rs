@@ -26,11 +26,9 @@ const LEAVE_AFTER: Duration = Duration::from_secs(1);
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The port cannot be bound.
-    #[error(
-        "listen for nodes that ask for pull secrets on {address}: {why}; choose another secrets.listen or free this one"
-    )]
+    #[error("listen for nodes that ask for pull secrets on {address}: {why}; free the port")]
     Listen {
-        /// `secrets.listen`.
+        /// Address of the port.
         address: SocketAddr,
         /// The cause.
         why: io::Error,

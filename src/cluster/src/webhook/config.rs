@@ -1,6 +1,10 @@
 //! Reads the webhook's settings: section `webhook`.
 
-use std::{net::SocketAddr, path::PathBuf, sync::Arc};
+use std::{
+    net::{IpAddr, Ipv6Addr, SocketAddr},
+    path::PathBuf,
+    sync::Arc,
+};
 
 use peerpod_base::config::Reader;
 use rustls::{SupportedProtocolVersion, crypto::CryptoProvider, version};
@@ -10,14 +14,25 @@ use super::{
     mutate::{Profile, Totals},
 };
 
+/// The server's certificate (PEM, with its chain), as the chart mounts it; read again when it changes.
+const CERTIFICATE_FILE: &str = "/etc/peerpod/webhook/tls.crt";
+/// The certificate's key (PEM).
+const KEY_FILE: &str = "/etc/peerpod/webhook/tls.key";
+
+/// Address that the API server calls (TLS).
+const LISTEN: SocketAddr = SocketAddr::new(IpAddr::V6(Ipv6Addr::UNSPECIFIED), 9443);
+
+/// Address of /metrics, /healthz and /readyz.
+const ADMIN_LISTEN: SocketAddr = SocketAddr::new(IpAddr::V6(Ipv6Addr::UNSPECIFIED), 8081);
+
 /// Source of the server's certificate.
 #[derive(Clone, Debug)]
 pub enum Certificates {
     /// Two files that another system keeps up to date.
     Mounted {
-        /// `webhook.certificate-file`.
+        /// [`CERTIFICATE_FILE`].
         certificate_file: PathBuf,
-        /// `webhook.key-file`.
+        /// [`KEY_FILE`].
         key_file: PathBuf,
     },
     /// The webhook's own CA.
@@ -27,9 +42,9 @@ pub enum Certificates {
 /// Settings of the webhook.
 #[derive(Clone, Debug)]
 pub struct WebhookConfig {
-    /// `webhook.listen`: address that the API server calls (TLS).
+    /// Address that the API server calls (TLS).
     pub listen: SocketAddr,
-    /// `webhook.admin-listen`: address of metrics and health.
+    /// Address of metrics and health.
     pub admin_listen: SocketAddr,
     /// `webhook.certificates`: source of its certificate.
     pub certificates: Certificates,
@@ -39,7 +54,7 @@ pub struct WebhookConfig {
     pub crypto: Arc<CryptoProvider>,
     /// `webhook.exclude-namespaces`.
     pub excluded: Vec<String>,
-    /// `webhook.runtime-classes` and the settings of each class.
+    /// `webhook.runtime-classes`, each with the settings of its pods.
     pub profiles: Vec<Profile>,
 }
 
@@ -48,16 +63,8 @@ impl WebhookConfig {
     pub fn read(reader: &mut Reader) -> WebhookConfig {
         let (versions, crypto) = tls(reader);
         WebhookConfig {
-            listen: reader.get(
-                "webhook.listen",
-                "[::]:9443",
-                "address and port that the API server calls (TLS)",
-            ),
-            admin_listen: reader.get(
-                "webhook.admin-listen",
-                "[::]:8081",
-                "address and port of /metrics, /healthz, /readyz",
-            ),
+            listen: reader.constant("webhook.listen", "LISTEN", LISTEN),
+            admin_listen: reader.constant("webhook.admin-listen", "ADMIN_LISTEN", ADMIN_LISTEN),
             certificates: certificates(reader),
             versions,
             crypto,
@@ -79,16 +86,9 @@ fn certificates(reader: &mut Reader) -> Certificates {
         "source of the server's certificate: mounted (files, of cert-manager for instance) or self-managed \
          (our own CA, which is put into the registration)",
     );
-    let certificate_file = reader.get(
-        "webhook.certificate-file",
-        "/etc/peerpod/webhook/tls.crt",
-        "mounted: the server's certificate (PEM, with its chain); read again when it changes",
-    );
-    let key_file = reader.get(
-        "webhook.key-file",
-        "/etc/peerpod/webhook/tls.key",
-        "mounted: the certificate's key (PEM)",
-    );
+    let certificate_file =
+        reader.constant("webhook.certificate-file", "CERTIFICATE_FILE", PathBuf::from(CERTIFICATE_FILE));
+    let key_file = reader.constant("webhook.key-file", "KEY_FILE", PathBuf::from(KEY_FILE));
     let managed = Managed::read(reader);
     if from == "self-managed" {
         Certificates::SelfManaged(managed)
@@ -101,10 +101,11 @@ fn profiles(reader: &mut Reader) -> Vec<Profile> {
     let classes: Vec<String> =
         reader.get("webhook.runtime-classes", "kata-remote", "the RuntimeClasses whose pods are peer pods");
     let resource: String = reader.get(
-        "webhook.resource",
+        "cluster.extended-resource",
         "kata.peerpods.io/vm",
-        "the extended resource of which a pod takes one",
+        "extended resource by which Kubernetes counts peer pods; a pod takes one",
     );
+    reader.removed("webhook.resource", "use cluster.extended-resource");
     let totals = reader.choice(
         "webhook.totals",
         "effective",
@@ -116,24 +117,11 @@ fn profiles(reader: &mut Reader) -> Vec<Profile> {
     if classes.is_empty() {
         reader.mistake("webhook.runtime-classes", "none; name at least one");
     }
-    let mut profiles = Vec::new();
-    for class in classes {
-        if class.contains('.') {
-            reader.mistake(
-                "webhook.runtime-classes",
-                "a class with a dot in its name has no section; rename it",
-            );
-            continue;
-        }
-        let mut section = reader.section(&format!("webhook.profile.{class}"));
-        let resource = section.get("resource", &resource, "as webhook.resource, for this class");
-        let totals =
-            section.choice("totals", &totals, &["effective", "sum"], "as webhook.totals, for this class");
-        let gpus = section.get("gpu-resources", &gpus.join(","), "as webhook.gpu-resources, for this class");
-        let totals = if totals == "sum" { Totals::Sum } else { Totals::Effective };
-        profiles.push(Profile { runtime_class: class, resource, totals, gpus });
-    }
-    profiles
+    reader.removed("webhook.profile", "all classes have the settings of section webhook");
+    let totals = if totals == "sum" { Totals::Sum } else { Totals::Effective };
+    let profile =
+        |runtime_class| Profile { runtime_class, resource: resource.clone(), totals, gpus: gpus.clone() };
+    classes.into_iter().map(profile).collect()
 }
 
 /// Uses the names of the replaced webhook: `VersionTLS12`, IANA's names of suites.

@@ -12,6 +12,13 @@ use crate::authority::{
     maintainer::{Authority, CaMaintainer, Published},
 };
 
+/// Validity of a CA. The next one is made when a third is left.
+const CA_VALIDITY: Duration = Duration::from_secs(365 * 86_400);
+/// Validity of a replica's certificate, which is made again after two thirds.
+const CERTIFICATE_VALIDITY: Duration = Duration::from_secs(7 * 86_400);
+/// Time from the registration of the next CA until it signs certificates.
+const CA_SETTLE: Duration = Duration::from_secs(60);
+
 /// Settings of `webhook.certificates: self-managed`.
 #[derive(Clone, Debug)]
 pub struct Managed {
@@ -25,31 +32,17 @@ pub struct Managed {
     pub registration: String,
     /// `webhook.names`.
     pub names: Vec<String>,
-    /// `webhook.ca-validity`, `webhook.certificate-validity`, `webhook.ca-settle`.
+    /// [`CA_VALIDITY`], [`CERTIFICATE_VALIDITY`], [`CA_SETTLE`].
     pub policy: Policy,
 }
 
 impl Managed {
     /// Reads the keys.
     pub fn read(reader: &mut Reader) -> Managed {
-        let validity: Duration = reader.get(
-            "webhook.ca-validity",
-            "365d",
-            "self-managed: validity of a CA; the next one is made when a third is left",
-        );
-        let leaf = reader.get(
-            "webhook.certificate-validity",
-            "7d",
-            "self-managed: validity of a replica's certificate; made again after two thirds",
-        );
-        let settle: Duration = reader.get(
-            "webhook.ca-settle",
-            "1m",
-            "self-managed: time from the registration of the next CA until it signs certificates",
-        );
-        if settle * 6 > validity {
-            reader.mistake("webhook.ca-settle", "more than a sixth of webhook.ca-validity; make it shorter");
-        }
+        let validity = reader.constant("webhook.ca-validity", "CA_VALIDITY", CA_VALIDITY);
+        let leaf =
+            reader.constant("webhook.certificate-validity", "CERTIFICATE_VALIDITY", CERTIFICATE_VALIDITY);
+        let settle = reader.constant("webhook.ca-settle", "CA_SETTLE", CA_SETTLE);
         Managed {
             kubeconfig: reader.optional(
                 "kubernetes.kubeconfig",
@@ -69,12 +62,7 @@ impl Managed {
                 "peerpod-webhook",
                 "self-managed: the MutatingWebhookConfiguration whose caBundle is kept up to date",
             ),
-            names: reader.get(
-                "webhook.names",
-                "",
-                "self-managed: names and addresses by which the API server calls the webhook; \
-                 peerpod-webhook.<namespace>.svc when not set",
-            ),
+            names: reader.derived("webhook.names", "webhook.registration", Vec::new()),
             policy: Policy { name: "peerpod webhook CA".to_owned(), validity, leaf, settle },
         }
     }

@@ -55,7 +55,7 @@ pub enum Error {
     /// The port cannot be bound.
     #[error("listen for admission reviews on {address}: {why}; choose another address or free this one")]
     Listen {
-        /// `webhook.listen`.
+        /// Address of the port.
         address: SocketAddr,
         /// The cause.
         why: io::Error,

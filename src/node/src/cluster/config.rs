@@ -73,7 +73,7 @@ impl ClusterConfig {
         if usize::try_from(capacity).is_ok_and(|capacity| capacity > max_sandboxes) {
             reader.mistake(
                 "cluster.capacity",
-                "more than node.max-sandboxes; lower this value, or raise node.max-sandboxes",
+                format!("more than {max_sandboxes}, the limit of a node's sandboxes; lower it"),
             );
         }
         let namespace = namespace.or_else(|| own_namespace(Path::new(NAMESPACE_FILE))).unwrap_or_else(|| {

@@ -70,7 +70,7 @@ pub enum Error {
     #[error("{0}")]
     Invalid(String),
     /// The node has the maximum number of sandboxes.
-    #[error("this node runs {0} sandboxes already, which is its limit (node.max-sandboxes)")]
+    #[error("this node runs {0} sandboxes already, which is its limit")]
     Full(usize),
     /// The intent could not be made durable, so nothing was begun.
     #[error("{text}")]

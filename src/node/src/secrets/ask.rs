@@ -84,7 +84,7 @@ async fn post(config: &SecretsConfig, body: String) -> Result<Answered, Error> {
     let token = config.token().await?;
     let tls = TlsConnector::from(Arc::new(configured(config).await?));
     let name = ServerName::try_from(config.server_name.clone())
-        .map_err(|_| Error::away(format!("secrets.server-name {:?} is not a name", config.server_name)))?;
+        .map_err(|_| Error::away(format!("secrets.address: {:?} is not a name", config.server_name)))?;
     let connect = |why: std::io::Error| Error::away(format!("connect: {why}"));
     let stream = TcpStream::connect(&config.address).await.map_err(connect)?;
     stream.set_nodelay(true).map_err(connect)?;

@@ -10,20 +10,29 @@ use super::ask::Error;
 /// Size limit of the files: a token has one to two kilobytes, a bundle of CAs a few.
 const MOST: u64 = 64 * 1024;
 
+/// CA certificates (PEM) of the service, as the chart mounts them; read again for each request.
+const CA_FILE: &str = "/etc/peerpod/secrets/ca.crt";
+/// Projected token of the daemon, as the chart mounts it; read again for each request.
+const TOKEN_FILE: &str = "/var/run/secrets/peerpod/token";
+/// Limit of one request. A pod waits so long for its pull secrets, then it goes on and gets them later.
+const DEADLINE: Duration = Duration::from_secs(5);
+/// Interval at which the node requests a running pod's pull secrets again, for secrets that change.
+const REFRESH: Duration = Duration::from_secs(600);
+
 /// Settings of the client of the pull-secret service.
 #[derive(Clone, Debug)]
 pub struct SecretsConfig {
     /// `secrets.address`, `host:port`.
     pub address: String,
-    /// `secrets.server-name`, or the host of the address.
+    /// Name in its certificate: the host of the address.
     pub server_name: String,
-    /// `secrets.ca-file`.
+    /// [`CA_FILE`].
     pub ca_file: PathBuf,
-    /// `secrets.token-file`.
+    /// [`TOKEN_FILE`].
     pub token_file: PathBuf,
-    /// `secrets.deadline`.
+    /// [`DEADLINE`].
     pub deadline: Duration,
-    /// `secrets.refresh`.
+    /// [`REFRESH`].
     pub refresh: Duration,
 }
 
@@ -51,38 +60,10 @@ impl SecretsConfig {
             "secrets.address",
             "address of the cluster's service for pods' pull secrets (host:port); not used when not set",
         );
-        let server_name: Option<String> = reader.optional(
-            "secrets.server-name",
-            "the name in the service's certificate; the host of secrets.address when not set",
-        );
-        let ca_file = reader.get(
-            "secrets.ca-file",
-            "/etc/peerpod/secrets/ca.crt",
-            "CA certificates (PEM) of the service; read again for each request",
-        );
-        let token_file = reader.get(
-            "secrets.token-file",
-            "/var/run/secrets/peerpod/token",
-            "projected token of the daemon's service account for the audience peerpod-secrets; read again \
-             for each request",
-        );
-        let deadline: Duration = reader.get(
-            "secrets.deadline",
-            "5s",
-            "time limit of one request; a pod waits so long for its pull secrets, then it goes on and gets \
-             them later",
-        );
-        let refresh: Duration = reader.get(
-            "secrets.refresh",
-            "10m",
-            "interval at which the node requests a running pod's pull secrets again, for secrets that change",
-        );
-        if deadline.is_zero() || deadline > Duration::from_secs(60) {
-            reader.mistake("secrets.deadline", "not above 0 and at most 1m; a pod may wait that long");
-        }
-        if refresh < Duration::from_secs(1) {
-            reader.mistake("secrets.refresh", "below 1s; make it longer");
-        }
+        let ca_file = reader.constant("secrets.ca-file", "CA_FILE", PathBuf::from(CA_FILE));
+        let token_file = reader.constant("secrets.token-file", "TOKEN_FILE", PathBuf::from(TOKEN_FILE));
+        let deadline = reader.constant("secrets.deadline", "DEADLINE", DEADLINE);
+        let refresh = reader.constant("secrets.refresh", "REFRESH", REFRESH);
         let address = address.filter(|address| !address.is_empty())?;
         let Some((host, port)) = address.rsplit_once(':').filter(|(host, _)| !host.is_empty()) else {
             reader
@@ -96,7 +77,7 @@ impl SecretsConfig {
             );
         }
         let host = host.trim_start_matches('[').trim_end_matches(']').to_owned();
-        let server_name = server_name.unwrap_or(host);
+        let server_name = reader.derived("secrets.server-name", "secrets.address", host);
         Some(SecretsConfig { server_name, ca_file, token_file, deadline, refresh, address })
     }
 

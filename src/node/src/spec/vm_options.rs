@@ -67,17 +67,6 @@ impl Wishes {
         })
     }
 
-    /// Returns these options, and the node's where these are not set.
-    pub fn over(self, node: &Wishes) -> Wishes {
-        Wishes {
-            arch: self.arch.or(node.arch),
-            confidential: self.confidential.or(node.confidential),
-            market: self.market.or(node.market),
-            zones: if self.zones.is_empty() { node.zones.clone() } else { self.zones },
-            public_ip: self.public_ip.or(node.public_ip),
-        }
-    }
-
     /// Checks that a pod may set these options; `allowed` has names of [`Wishes::ALL`].
     pub fn check(&self, allowed: &[String]) -> Result<(), String> {
         let said = [
@@ -186,13 +175,6 @@ mod tests {
         assert_eq!(request.zones, ["north-1a", "north-1b"]);
         assert!(request.public_ip);
         assert_eq!(read(&[(MARKET, ""), ("io.peerpod/other", "x")]).unwrap(), Wishes::default());
-    }
-
-    #[test]
-    fn a_pods_options_override_the_nodes_options() {
-        let node = all();
-        let pod = read(&[(MARKET, "spot"), (PUBLIC_IP, "false")]).unwrap().over(&node);
-        assert_eq!(pod, Wishes { market: Some(Market::Spot), public_ip: Some(false), ..node });
     }
 
     #[test]

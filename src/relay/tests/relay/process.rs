@@ -112,12 +112,12 @@ async fn a_killed_relay_is_replaced_at_the_same_sockets() {
 #[test]
 fn it_exits_with_all_mistakes_in_the_settings() {
     let output = Command::new(env!("CARGO_BIN_EXE_peerpod-relay"))
-        .args(["--paths.run-dir=x", "--relay.listen=nowhere", "--relay.max-handshakes=0"])
+        .args(["--paths.run-dir=x", "--relay.listen=nowhere", "--relay.pod=x"])
         .output()
         .unwrap();
     assert_eq!(output.status.code(), Some(1));
     let text = String::from_utf8(output.stderr).unwrap();
-    for part in ["paths.run-dir", "relay.listen", "relay.max-handshakes"] {
+    for part in ["paths.run-dir", "relay.listen", "relay.pod"] {
         assert!(text.contains(part), "{part} in {text}");
     }
 }

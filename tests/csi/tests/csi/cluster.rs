@@ -54,7 +54,7 @@ impl Setup {
         let kubeconfig = cluster.folder().join("admin.kubeconfig");
         let mut flags = vec![
             format!("--kubernetes.kubeconfig={}", kubeconfig.display()),
-            "--csi.node-name=worker-1".to_owned(),
+            "--cluster.node-name=worker-1".to_owned(),
         ];
         flags.extend(more.iter().map(|flag| (*flag).to_owned()));
         let setup = Setup { cluster, folder, _driver: driver, flags };

@@ -445,7 +445,7 @@ async fn peerpod_csi_before_a_driver(cluster: &Cluster, client: &Client) {
         assert!(volumes.iter().any(|volume| volume["name"] == mount["name"]), "{path}");
     }
     let name = &ours["env"].as_array().unwrap()[0];
-    assert_eq!(name["name"], "PEERPOD_CSI_NODE_NAME");
+    assert_eq!(name["name"], "PEERPOD_CLUSTER_NODE_NAME");
     assert_eq!(name["valueFrom"]["fieldRef"]["fieldPath"], "spec.nodeName");
     let registrar = of(&spec, "registrar")["args"].to_string();
     assert_eq!(registrar.matches("peerpod.sock").count(), 2, "{registrar}");

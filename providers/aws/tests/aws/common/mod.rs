@@ -80,7 +80,8 @@ impl Cloud {
         }
         let name = |key: &str| format!("PEERPOD_PROVIDER_AWS_{}", key.to_ascii_uppercase().replace('-', "_"));
         let env = all.into_iter().map(|(key, value)| (name(&key), value)).collect();
-        let mut reader = Reader::load(Sources { env, ..Sources::default() }, &["provider"], &[]).unwrap();
+        let mut reader =
+            Reader::load(Sources { env, ..Sources::default() }.for_tests(), &["provider"], &[]).unwrap();
         let config = AwsConfig::read(&mut reader, creates);
         reader.finish().map_err(|mistakes| mistakes.to_string()).unwrap();
         config

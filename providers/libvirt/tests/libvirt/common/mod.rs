@@ -118,7 +118,8 @@ impl Place {
 
 pub fn config(flags: BTreeMap<String, String>) -> Result<LibvirtConfig, String> {
     let flags = flags.into_iter().collect();
-    let mut reader = Reader::load(Sources { flags, ..Sources::default() }, &["provider"], &[]).unwrap();
+    let mut reader =
+        Reader::load(Sources { flags, ..Sources::default() }.for_tests(), &["provider"], &[]).unwrap();
     let config = LibvirtConfig::read(&mut reader, true);
     reader.finish().map(|_| config).map_err(|mistakes| mistakes.to_string())
 }

@@ -13,30 +13,47 @@ pub enum Orphans {
     Report,
 }
 
+/// Number of VMs that are deleted at once.
+const CONCURRENCY: u16 = 50;
+/// Limit of one answer of the provider.
+const CALL_TIMEOUT: Duration = Duration::from_secs(60);
+/// Longest pause between two tries to delete the same VM.
+const LONGEST_PAUSE: Duration = Duration::from_secs(300);
+/// Time for which a deleted PeerPod is left to its own node's daemon, while that one lives.
+const NODE_FIRST: Duration = Duration::from_secs(30);
+/// Time for which a deleted PeerPod without instanceID is looked for in the provider's list.
+const SETTLE: Duration = Duration::from_secs(120);
+/// Time for which a VM must have had no PeerPod, and its node's daemon been away: longer than an outage of an API server.
+const ORPHAN_GRACE: Duration = Duration::from_secs(15 * 60);
+/// Time for which a node must be gone, Node object and daemon, before its PeerPods are deleted.
+const NODE_GONE_GRACE: Duration = Duration::from_secs(300);
+/// Interval at which the provider's VMs are compared with the PeerPods.
+const SWEEP_EVERY: Duration = Duration::from_secs(60);
+
 /// Settings of both parts.
 #[derive(Clone, Debug)]
 pub struct VmsConfig {
     /// `node.cluster-id`: part of the idempotency keys.
     pub cluster_id: String,
-    /// `controller.concurrency`.
+    /// [`CONCURRENCY`].
     pub concurrency: u16,
-    /// `controller.call-timeout`.
+    /// [`CALL_TIMEOUT`].
     pub call_timeout: Duration,
-    /// `controller.longest-pause`.
+    /// [`LONGEST_PAUSE`].
     pub longest_pause: Duration,
-    /// `controller.node-first`.
+    /// [`NODE_FIRST`].
     pub node_first: Duration,
-    /// `controller.settle`.
+    /// [`SETTLE`].
     pub settle: Duration,
     /// `controller.cloud-providers`.
     pub also: Vec<String>,
     /// `controller.orphans`.
     pub orphans: Orphans,
-    /// `controller.orphan-grace`.
+    /// [`ORPHAN_GRACE`].
     pub orphan_grace: Duration,
-    /// `controller.node-gone-grace`.
+    /// [`NODE_GONE_GRACE`].
     pub node_gone_grace: Duration,
-    /// `controller.sweep-every`.
+    /// [`SWEEP_EVERY`].
     pub sweep_every: Duration,
 }
 
@@ -53,60 +70,22 @@ impl VmsConfig {
             "controller.cloud-providers",
             "other names in PeerPods' spec.cloudProvider that mean this provider, for objects of an earlier installation",
         );
-        let config = VmsConfig {
+        VmsConfig {
             cluster_id: cluster_id.to_owned(),
-            concurrency: reader.get("controller.concurrency", "50", "how many VMs are deleted at once"),
-            call_timeout: reader.get("controller.call-timeout", "1m", "how long one answer of the provider may take"),
-            longest_pause: reader.get(
-                "controller.longest-pause",
-                "5m",
-                "the longest pause between two tries to delete the same VM",
-            ),
-            node_first: reader.get(
-                "controller.node-first",
-                "30s",
-                "how long a deleted PeerPod is left to its own node's daemon, while that one lives",
-            ),
-            settle: reader.get(
-                "controller.settle",
-                "2m",
-                "how long after its deletion a PeerPod without instanceID is looked for in the provider's list",
-            ),
+            concurrency: reader.constant("controller.concurrency", "CONCURRENCY", CONCURRENCY),
+            call_timeout: reader.constant("controller.call-timeout", "CALL_TIMEOUT", CALL_TIMEOUT),
+            longest_pause: reader.constant("controller.longest-pause", "LONGEST_PAUSE", LONGEST_PAUSE),
+            node_first: reader.constant("controller.node-first", "NODE_FIRST", NODE_FIRST),
+            settle: reader.constant("controller.settle", "SETTLE", SETTLE),
             also: also.unwrap_or_default(),
             orphans: if orphans == "report" { Orphans::Report } else { Orphans::Delete },
-            orphan_grace: reader.get(
-                "controller.orphan-grace",
-                "15m",
-                "how long a VM must have had no PeerPod, and its node's daemon been away; longer than any \
-                 outage of an API server",
-            ),
-            node_gone_grace: reader.get(
+            orphan_grace: reader.constant("controller.orphan-grace", "ORPHAN_GRACE", ORPHAN_GRACE),
+            node_gone_grace: reader.constant(
                 "controller.node-gone-grace",
-                "5m",
-                "how long a node must be gone, Node object and daemon, before its PeerPods are deleted",
+                "NODE_GONE_GRACE",
+                NODE_GONE_GRACE,
             ),
-            sweep_every: reader.get(
-                "controller.sweep-every",
-                "1m",
-                "how often the provider's VMs are compared with the PeerPods",
-            ),
-        };
-        config.check(reader);
-        config
-    }
-
-    fn check(&self, reader: &mut Reader) {
-        if self.concurrency == 0 || self.concurrency > 1000 {
-            reader.mistake("controller.concurrency", "write a number from 1 to 1000");
-        }
-        for (key, time) in [
-            ("call-timeout", self.call_timeout),
-            ("longest-pause", self.longest_pause),
-            ("sweep-every", self.sweep_every),
-        ] {
-            if time < Duration::from_millis(100) {
-                reader.mistake(&format!("controller.{key}"), "too short; write at least 100ms");
-            }
+            sweep_every: reader.constant("controller.sweep-every", "SWEEP_EVERY", SWEEP_EVERY),
         }
     }
 }

@@ -1,5 +1,5 @@
 //! Watches all PeerPods, and deletes the VM of each one with a deletionTimestamp and the finalizer. Up to
-//! `controller.concurrency` deletions run at once, one task each.
+//! 50 deletions run at once, one task each.
 
 use std::{
     collections::HashSet,

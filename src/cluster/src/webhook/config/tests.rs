@@ -4,7 +4,8 @@ use super::*;
 
 fn read(words: &[&str]) -> Result<WebhookConfig, String> {
     let sources = Sources::from_process(words.iter().map(ToString::to_string), []);
-    let mut reader = Reader::load(sources, &["webhook"], &[]).map_err(|mistakes| mistakes.to_string())?;
+    let mut reader =
+        Reader::load(sources, &["webhook", "cluster"], &[]).map_err(|mistakes| mistakes.to_string())?;
     let config = WebhookConfig::read(&mut reader);
     reader.finish().map_err(|mistakes| mistakes.to_string())?;
     Ok(config)
@@ -23,20 +24,18 @@ fn the_defaults_serve_one_class() {
 }
 
 #[test]
-fn a_class_takes_the_common_settings_unless_it_has_its_own() {
+fn all_classes_have_the_same_settings() {
     let config = read(&[
         "--webhook.runtime-classes",
         "kata-remote,kata-gpu",
         "--webhook.totals",
         "sum",
-        "--webhook.profile.kata-gpu.totals",
-        "effective",
-        "--webhook.profile.kata-gpu.resource",
+        "--cluster.extended-resource",
         "example.org/vm",
     ])
     .unwrap();
     let seen: Vec<_> = config.profiles.iter().map(|p| (p.totals, p.resource.as_str())).collect();
-    assert_eq!(seen, [(Totals::Sum, "kata.peerpods.io/vm"), (Totals::Effective, "example.org/vm")]);
+    assert_eq!(seen, [(Totals::Sum, "example.org/vm"); 2]);
 }
 
 /// Test table of the replaced webhook.

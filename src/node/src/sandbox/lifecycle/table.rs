@@ -409,7 +409,7 @@ impl Sandboxes {
             labels,
             ..CreateRequest::default()
         };
-        wanted.wishes.over(&settings.wishes).ask(&mut request);
+        wanted.wishes.ask(&mut request);
         let trust = Some(ports.identity.trusted().borrow().id.clone());
         Ok(Record {
             version: VERSION,

@@ -37,7 +37,6 @@ pub(super) fn settings() -> Settings {
         max_sandboxes: 1000,
         guest_memory_mib: 100,
         second_nic: false,
-        wishes: Wishes::default(),
         may_wish: Vec::new(),
         dial: None,
         max_batch: 0,

@@ -193,8 +193,8 @@ async fn a_guest_that_does_not_follow_delays_the_rotation_for_a_bounded_time() {
     let (world, dir) = (World::new(1), Dir::new());
     let node = Node::start(&world, &dir).await;
     let trust = SharedTrust::new(Trust::open(&dir.0.join("trust"), SystemTime::now()).unwrap());
-    let (hour, never) = (Duration::from_secs(3600), None);
-    let now = Some(Duration::ZERO);
+    let (hour, never) = (Duration::from_secs(3600), Duration::MAX);
+    let now = Duration::ZERO;
     assert!(!is_due(&trust, &node.table, never, Duration::ZERO), "a young CA stays");
     assert!(is_due(&trust, &node.table, now, hour), "every guest follows");
     // The guests of this test have another CA set than this one, and never get it.
