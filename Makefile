@@ -149,10 +149,11 @@ bench: image
 	$(CARGO) build --locked --release $(BINS) -p peerpod-benches
 	$(TARGET)/release/peerpod-benches
 
+# LINTED=1: the build ran clippy already, as in CI.
 lint: setup
 	$(CARGO) fmt --all --check
-	$(CARGO) clippy --locked --workspace --all-targets $(WITH) -- -D warnings
-	$(CARGO) clippy --locked --workspace --test cluster --test csi $(WITH) -- -D warnings
+	$(if $(LINTED),,$(CARGO) clippy --locked --workspace --all-targets $(WITH) -- -D warnings)
+	$(if $(LINTED),,$(CARGO) clippy --locked --workspace --test cluster --test csi $(WITH) -- -D warnings)
 	$(if $(CLOUDS),$(CARGO) check --locked -p peerpod-providers -p peerpod-provider-aws)
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --locked --workspace $(WITH) --no-deps --document-private-items
 	scripts/deny
