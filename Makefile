@@ -12,7 +12,7 @@ BINS := -p peerpod -p peerpod-node -p peerpod-relay -p peerpod-guest -p peerpod-
 
 # VM images. The programs in them are static builds of their own profile; the builder runs as any user.
 # KATA_AGENT=PATH (of a Kata release), PAUSE_BUNDLE=DIR, GUEST_COMPONENTS=DIR: what the image gets of others.
-# FORMATS=raw,qcow2,vhd,vmdk, VERITY=off: of the disk. LOCKED=1, MIRROR=, SECURITY_MIRROR=, SNAPSHOTS=: podvm/image/README.md.
+# FORMATS=raw,qcow2,vhd,vmdk, VERITY=off: of the disk. LOCKED=1, MIRROR=, SECURITY_MIRROR=, SNAPSHOTS=: podvm/vm-image/README.md.
 IMAGE_TARGET := x86_64-unknown-linux-musl
 IMAGE_BINS := $(TARGET)/$(IMAGE_TARGET)/image
 IMAGE := $(TARGET)/debug/peerpod-image
@@ -37,7 +37,7 @@ setup-dist:
 bins: setup
 	$(CARGO) build --locked $(BINS)
 
-# target/image/minimal: kernel and initramfs. target/image/disk: a disk for clouds. See podvm/image/README.md.
+# target/image/minimal: kernel and initramfs. target/image/disk: a disk for clouds. See podvm/vm-image/README.md.
 image: image-minimal image-disk
 
 image-minimal: image-bins
@@ -52,7 +52,7 @@ image-bins: setup-image
 	$(CARGO) build --locked --profile image --target $(IMAGE_TARGET) -p peerpod-guest -p peerpod-images -p peerpod-initrd \
 		$(if $(KATA_AGENT),,-p peerpod-test-agent)
 
-# Writes podvm/image/packages.lock anew, with the newest versions.
+# Writes podvm/vm-image/packages.lock anew, with the newest versions.
 image-lock:
 	$(CARGO) run --locked -p peerpod-image -- lock --cache $(TARGET)/image/cache
 

@@ -2,7 +2,7 @@
 //! finds the partition with the root. It sets dm-verity up with the hash on the kernel's command line, and executes
 //! systemd.
 //!
-//! It supports only the layout of the builder (podvm/image) and takes no other input. A failure ends the VM with a
+//! It supports only the layout of the builder (podvm/vm-image) and takes no other input. A failure ends the VM with a
 //! line on the console. The host or a pod may have written any data on the disks: only the hash makes data trusted.
 
 mod disks;

@@ -38,7 +38,7 @@ const DEFAULT_SOCKET: &str = "/run/peerpod/agent.sock";
 /// The tree that CreateSandbox empties.
 const DEFAULT_ROOT: &str = "/run/kata-containers";
 
-/// Notice in images that have this agent (podvm/image).
+/// Notice in images that have this agent (podvm/vm-image).
 const IMAGE_NOTICE: &str = "/etc/peerpod/test-agent";
 
 /// Program name of a container that stands for this program's tools.

@@ -42,7 +42,7 @@ pub(crate) struct Options {
     #[arg(long, value_name = "PATH")]
     initrd: PathBuf,
     /// Configuration files of the image's root
-    #[arg(long, value_name = "DIR", default_value = "podvm/image/rootfs")]
+    #[arg(long, value_name = "DIR", default_value = "podvm/vm-image/rootfs")]
     rootfs: PathBuf,
     /// Leave the root unverified: no dm-verity
     #[arg(long)]

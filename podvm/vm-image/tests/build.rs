@@ -78,7 +78,7 @@ impl Folder {
             .args([kind, "--newest-if-gone", "--guest", program, "--pull", program, "--cache"])
             .arg(self.path("cache"))
             .arg("--lock")
-            .arg(repository.join("podvm/image/packages.lock"))
+            .arg(repository.join("podvm/vm-image/packages.lock"))
             .arg("--providers")
             .arg(repository.join("providers"))
             .arg("--out")
@@ -87,7 +87,7 @@ impl Folder {
             command.args(["--test-agent", program]);
         }
         if kind == "disk" {
-            command.args(["--initrd", program]).arg("--rootfs").arg(repository.join("podvm/image/rootfs"));
+            command.args(["--initrd", program]).arg("--rootfs").arg(repository.join("podvm/vm-image/rootfs"));
         }
         command.args(more).current_dir(&here).output().unwrap()
     }

@@ -83,7 +83,7 @@ enum Command {
 #[derive(Args)]
 struct Source {
     /// File of the exact package versions
-    #[arg(long, value_name = "FILE", default_value = "podvm/image/packages.lock")]
+    #[arg(long, value_name = "FILE", default_value = "podvm/vm-image/packages.lock")]
     lock: PathBuf,
     /// Folder of the package cache
     #[arg(long, value_name = "DIR", default_value = "target/image/cache")]

@@ -187,7 +187,7 @@ impl Catalogue {
                 self.visit(&name, &mut seen, &mut order)?;
             } else if !self.builtin.contains(&name) {
                 bail!(
-                    "podvm/image/data: this kernel has no module {name}, and does not have it built in either"
+                    "podvm/vm-image/data: this kernel has no module {name}, and does not have it built in either"
                 );
             }
         }
