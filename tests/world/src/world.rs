@@ -13,6 +13,7 @@ use std::{
         Arc,
         atomic::{AtomicU32, Ordering},
     },
+    time::Duration,
 };
 
 use anyhow::{Context, ensure};
@@ -23,6 +24,7 @@ use crate::{
     command::{ip, run},
     janitor::Janitor,
     spawner::Spawner,
+    wait::eventually_blocking,
 };
 
 /// MTU of the CNI's pods, smaller than that of Ethernet as with any overlay.
@@ -254,6 +256,11 @@ impl World {
              route add default via fd10:244:1::1 dev eth0\n\
              route add fd10:96::/64 via fd10:244:1::1 dev eth0\n"
         ))?;
+        // The kernel reports the carrier later, and only then routes to the IPv6 address.
+        eventually_blocking("the pod's carrier", Duration::from_secs(30), || {
+            let shown = namespace.ip("address show dev eth0\n").ok()?;
+            (shown.contains("LOWER_UP") && !shown.contains("tentative")).then_some(())
+        })?;
         Ok(Pod { world: self.clone(), namespace, link, v4, v6 })
     }
 }
