@@ -12,6 +12,7 @@ use std::{
     collections::BTreeMap,
     net::{IpAddr, Ipv6Addr},
     path::Path,
+    pin::Pin,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering::Relaxed},
@@ -39,13 +40,11 @@ use crate::status::{self, Stage, Status};
 mod line;
 mod names;
 mod silence;
-mod soonest;
 mod wanted;
 
 use line::Line;
 use names::Names;
 use silence::Silence;
-use soonest::{Attempt, soonest};
 use wanted::{Wanted, addresses, bring_up, is_permanent, is_tentative, local};
 
 const RESOLV_CONF: &str = "/etc/resolv.conf";
@@ -68,8 +67,6 @@ const REQUEST: Duration = Duration::from_secs(4);
 /// earlier requests queued, and a client that restarts each time would never get further.
 const LONGEST_REQUEST: Duration = Duration::from_secs(32);
 const AGAIN: Duration = Duration::from_secs(1);
-/// Number of DHCPv4 clients, of which the one with the shortest wait is kept.
-const DRAWN: usize = 8;
 
 /// NIC as the kernel reports it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -256,17 +253,7 @@ async fn run(mut client: DhcpV4Client) -> Run {
 
 /// Runs a new client for the first time: it asks the server of its last lease, else any server.
 async fn first_run(config: DhcpV4Config, lease: Option<DhcpV4Lease>) -> Run {
-    if lease.is_some() {
-        return run(DhcpV4Client::init(config, lease).await?).await;
-    }
-    let mut drawn: Vec<Attempt<Run>> = Vec::with_capacity(DRAWN);
-    for _ in 0..DRAWN {
-        drawn.push(Box::pin(run(DhcpV4Client::init(config.clone(), None).await?)));
-    }
-    match soonest(drawn).await {
-        Some(run) => run,
-        None => std::future::pending().await, // the list is not empty
-    }
+    run(DhcpV4Client::init(config, lease).await?).await
 }
 
 /// Time limits of the next client.
@@ -348,7 +335,8 @@ impl Shared {
         patience: &mut Patience,
     ) -> Result<std::convert::Infallible, Option<String>> {
         let failed = |error: mozim::DhcpError| Some(error.to_string());
-        let mut running: Attempt<Run> = Box::pin(first_run(config.clone(), lease.take()));
+        let mut running: Pin<Box<dyn Future<Output = Run> + Send>> =
+            Box::pin(first_run(config.clone(), lease.take()));
         let (mut limit, mut offered) = (patience.first.next(), false);
         loop {
             let asking = self.asking(running.as_mut());
