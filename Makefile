@@ -85,14 +85,20 @@ demo:
 	$(CARGO) build --locked $(DEMO) --bins
 	$(TARGET)/debug/peerpod-demo
 
+# Tests that boot VMs or build their images. They mostly wait, so `make test` runs them beside the others.
+MACHINES := --test build --test guest --test libvirt --test machines
+
 # The binaries first: the tests under tests/ drive them from outside. In one build with the tests, because a build of
 # some packages has other features than one of all, and would compile tokio, rustls and all of ours a second time.
 # The images before the tests that boot them.
 test: test-bins
-	$(CARGO) test --locked --workspace --no-fail-fast $(WITH)
+	@$(CARGO) test --locked --workspace --no-fail-fast $(WITH) $(MACHINES) >$(TARGET)/test-machines.log 2>&1 & machines=$$!; \
+	$(CARGO) test --locked --workspace --no-fail-fast $(WITH); others=$$?; \
+	wait $$machines || others=1; cat $(TARGET)/test-machines.log; exit $$others
 
 test-bins: setup image
 	$(CARGO) build --locked --workspace --all-targets $(WITH)
+	$(CARGO) build --locked --workspace $(WITH) $(MACHINES)
 
 # The cluster's side against a real kube-apiserver with etcd. The servers are compiled once, from Kubernetes' own Go
 # modules (tests/kube/build); that is why it is not part of `make test`.
@@ -125,7 +131,7 @@ test-long: setup image
 	tests/kube/build
 	$(CARGO) build --locked --workspace --all-targets $(WITH)
 	PEERPOD_TEST_LONG=1 $(CARGO) test --locked --workspace --no-fail-fast $(WITH)
-	PEERPOD_TEST_LONG=1 $(CARGO) test --locked --workspace --no-fail-fast $(WITH) --test cluster --test csi
+	PEERPOD_TEST_LONG=1 $(CARGO) test --locked --workspace --no-fail-fast $(WITH) $(MACHINES) --test cluster --test csi
 	FUZZ_WITH="$(WITH)" fuzz/run $(FUZZ_SECONDS)
 	scripts/documented-commands --at-most 20
 
@@ -153,7 +159,7 @@ bench: image
 lint: setup
 	$(CARGO) fmt --all --check
 	$(if $(LINTED),,$(CARGO) clippy --locked --workspace --all-targets $(WITH) -- -D warnings)
-	$(if $(LINTED),,$(CARGO) clippy --locked --workspace --test cluster --test csi $(WITH) -- -D warnings)
+	$(if $(LINTED),,$(CARGO) clippy --locked --workspace $(MACHINES) --test cluster --test csi $(WITH) -- -D warnings)
 	$(if $(CLOUDS),$(CARGO) check --locked -p peerpod-providers -p peerpod-provider-aws)
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --locked --workspace $(WITH) --no-deps --document-private-items
 	scripts/deny
