@@ -159,7 +159,7 @@ mod tests {
             assert_eq!(schema["properties"][section]["additionalProperties"], false, "{section}");
         }
         assert_eq!(schema["additionalProperties"], false);
-        assert!(!schema["properties"]["provider"]["properties"]["local"].is_null());
+        assert!(!schema["properties"]["provider"]["properties"]["libvirt"].is_null());
     }
 
     #[test]

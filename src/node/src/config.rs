@@ -76,8 +76,6 @@ const UDP_CHECKSUM: bool = false;
 
 /// TCP port on which VMs listen for the node, with `node.link-dial: node`.
 const GUEST_PORT: u16 = 15150;
-/// VMs that are wanted at the same moment come from one call, with one ticket, where the provider can.
-const BATCH: &str = "auto";
 /// UDP source ports of tunnels: the kernel's range for programs.
 const SOURCE_PORTS: &str = "";
 
@@ -270,7 +268,14 @@ impl NodeConfig {
                 "memory in MiB that a pod's VM has besides the pod's own, for the guest; when not set, the \
                  provider's figure for the image, or else 256",
             ),
-            batch: reader.constant("node.batch", "BATCH", BATCH.to_owned()) == "auto",
+            batch: reader.choice(
+                "node.batch",
+                "auto",
+                &["auto", "off"],
+                "create VMs that are requested at the same moment by one call, with one ticket, where the \
+                 provider can; auto: unless NAT may translate the VMs' addresses (tunnel.kind wireguard and \
+                 auto)",
+            ) == "auto",
             may_wish: may_wish(reader),
             tunnel: tunnel(reader),
             localhost: reader.get(
