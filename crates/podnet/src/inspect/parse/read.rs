@@ -9,8 +9,8 @@ use netlink_packet_route::neighbour::{
     NeighbourAddress, NeighbourAttribute, NeighbourFlags, NeighbourMessage, NeighbourState,
 };
 use netlink_packet_route::route::{
-    RouteAddress, RouteAttribute, RouteFlags, RouteMessage, RouteMetric, RouteNextHop, RouteNextHopFlags,
-    RouteType, RouteVia,
+    RouteAddress, RouteAttribute, RouteFlags, RouteHeader, RouteMessage, RouteMetric, RouteNextHop,
+    RouteNextHopFlags, RouteType, RouteVia,
 };
 use netlink_packet_route::rule::{RuleAttribute, RuleFlags, RuleMessage};
 
@@ -103,29 +103,14 @@ pub(super) fn read_route(message: &RouteMessage) -> Option<Result<Found, Strange
             RouteAttribute::Preference(preference) => route.preference = (*preference).into(),
             RouteAttribute::CacheInfo(times) => route.expires = expiry(times.expires),
             RouteAttribute::Metrics(all) => {
-                for metric in all {
-                    match metric {
-                        RouteMetric::Mtu(mtu) => route.mtu = *mtu,
-                        RouteMetric::Advmss(bytes) => route.advmss = *bytes,
-                        RouteMetric::CcAlgo(_) => detail = Some("its congestion control"),
-                        other => route.metrics.extend(number(other)),
-                    }
-                }
+                let unknown: Vec<_> =
+                    all.iter().filter_map(|metric| read_metric(metric, &mut route)).collect();
+                detail = unknown.first().copied().or(detail);
             }
             _ => {}
         }
     }
-    // For an IPv4 address of lo the kernel makes the whole prefix local. Its other local routes are for single
-    // addresses.
-    let of_prefix = header.kind == RouteType::Local
-        && route.prefix < link::bits(route.destination)
-        && (route.destination, route.prefix) != LOCALHOST;
-    let kernels_own = route.table == TABLE_LOCAL && route.protocol <= RTPROT_KERNEL && !of_prefix
-        || header.flags.contains(RouteFlags::Cloned)
-        // Old kernels have this route in every namespace, in no table.
-        || route.table == 0
-        || matches!(header.kind, RouteType::Broadcast | RouteType::Anycast | RouteType::Multicast);
-    if kernels_own {
+    if is_kernels_own(header, &route) {
         return None;
     }
     let name = || format!("the route to {}/{} (table {})", route.destination, route.prefix, route.table);
@@ -151,6 +136,31 @@ pub(super) fn read_route(message: &RouteMessage) -> Option<Result<Found, Strange
         Some(note) => Err(Strange::Detail(Box::new(found), note)),
         None => Ok(found),
     })
+}
+
+/// Returns the name of a metric that cannot be described.
+fn read_metric(metric: &RouteMetric, route: &mut Route) -> Option<&'static str> {
+    match metric {
+        RouteMetric::Mtu(mtu) => route.mtu = *mtu,
+        RouteMetric::Advmss(bytes) => route.advmss = *bytes,
+        RouteMetric::CcAlgo(_) => return Some("its congestion control"),
+        other => route.metrics.extend(number(other)),
+    }
+    None
+}
+
+/// Whether the kernel makes the route itself, wherever its address is.
+fn is_kernels_own(header: &RouteHeader, route: &Route) -> bool {
+    // For an IPv4 address of lo the kernel makes the whole prefix local. Its other local routes are for single
+    // addresses.
+    let of_prefix = header.kind == RouteType::Local
+        && route.prefix < link::bits(route.destination)
+        && (route.destination, route.prefix) != LOCALHOST;
+    route.table == TABLE_LOCAL && route.protocol <= RTPROT_KERNEL && !of_prefix
+        || header.flags.contains(RouteFlags::Cloned)
+        // Old kernels have this route in every namespace, in no table.
+        || route.table == 0
+        || matches!(header.kind, RouteType::Broadcast | RouteType::Anycast | RouteType::Multicast)
 }
 
 fn read_hop(from: &RouteNextHop, whole: &mut Option<&'static str>) -> (u32, Hop) {
