@@ -145,7 +145,7 @@ fn read(
     RelayConfig::read(&mut reader);
     let context = Context {
         state_dir: folder.to_owned(),
-        cluster_id: node.cluster_id,
+        cluster_id: node.sandbox.cluster_id,
         node_name: node_name.to_owned(),
         purpose,
     };

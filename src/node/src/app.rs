@@ -157,7 +157,7 @@ pub async fn build(
     let rotation = rotate::run(parts.trust.clone(), parts.relay.clone(), sandboxes.clone(), every, patience);
     spawn(&mut tasks, "rotation of the CA", rotation);
     if let Some(cluster) = cluster.clone() {
-        let sweep = sweep::run(cluster, sandboxes.clone(), unread.clone(), config.cluster_id.clone());
+        let sweep = sweep::run(cluster, sandboxes.clone(), unread.clone(), config.sandbox.cluster_id.clone());
         spawn(&mut tasks, "garbage collection of PeerPods", sweep);
     }
     let orphans = Orphans::new(unread, config.orphan_grace).sparing(unread_batches);
@@ -176,8 +176,8 @@ pub async fn build(
     }
     info!(
         version = env!("CARGO_PKG_VERSION"),
-        cluster = config.cluster_id,
-        node = config.name,
+        cluster = config.sandbox.cluster_id,
+        node = config.sandbox.node_name,
         socket = %socket.0.display(),
         state_dir = %config.state_dir.display(),
         guests_dial = parts.addresses.to_text(parts.relay.listen()),
@@ -209,7 +209,7 @@ async fn open_provider(
     registry: &mut Registry,
 ) -> Result<Arc<dyn Provider>> {
     let provider = settings.open().await.context("open the provider")?;
-    if config.wants_second_nic() && !provider.capabilities().second_nic {
+    if config.sandbox.second_nic && !provider.capabilities().second_nic {
         bail!(
             "tunnel.external = second-nic: provider {} gives VMs no second NIC; set it to vm or tunnel, or use \
              another provider",
@@ -254,7 +254,7 @@ impl Parts {
             let about = About {
                 provider: provider.name().into(),
                 node: settings.node_name.as_str().into(),
-                cluster_id: config.cluster_id.as_str().into(),
+                cluster_id: config.sandbox.cluster_id.as_str().into(),
             };
             (cluster, about)
         });
@@ -279,8 +279,8 @@ impl Parts {
                 addresses: addresses.clone(),
                 relay: relay.clone(),
                 surroundings: surroundings.clone(),
-                dial: config.dial,
-                lease: config.lease,
+                dial: config.sandbox.dial,
+                lease: config.sandbox.lease,
             }),
             kubernetes: Arc::new(NodeCluster {
                 cluster: shown,
@@ -312,7 +312,7 @@ impl Parts {
             guest_addresses: self.addresses.to_text(None),
             max_batch: config.max_batch(max_batch),
             guest_memory_mib,
-            ..config.sandbox_settings()
+            ..config.sandbox.clone()
         }
     }
 }

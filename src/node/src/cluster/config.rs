@@ -28,7 +28,7 @@ pub struct ClusterConfig {
 
 impl ClusterConfig {
     /// Reads the keys. `None`: this node is in no cluster.
-    pub fn read(reader: &mut Reader, max_sandboxes: usize) -> Option<ClusterConfig> {
+    pub fn read(reader: &mut Reader) -> Option<ClusterConfig> {
         let kubeconfig: Option<PathBuf> = reader.optional(
             "kubernetes.kubeconfig",
             "kubeconfig file for the API server; when not set, the pod's service account",
@@ -68,12 +68,6 @@ impl ClusterConfig {
             reader.mistake(
                 "cluster.extended-resource",
                 "not an extended resource; it is written like kata.peerpods.io/vm",
-            );
-        }
-        if usize::try_from(capacity).is_ok_and(|capacity| capacity > max_sandboxes) {
-            reader.mistake(
-                "cluster.capacity",
-                format!("more than {max_sandboxes}, the limit of a node's sandboxes; lower it"),
             );
         }
         let namespace = namespace.or_else(|| own_namespace(Path::new(NAMESPACE_FILE))).unwrap_or_else(|| {
