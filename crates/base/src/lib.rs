@@ -1,5 +1,5 @@
 //! Code shared by all binaries on a node: program start, configuration, lifecycle, the admin port, telemetry, and the
-//! passing of descriptors between processes; for tests, the generated reference pages.
+//! passing of descriptors between processes.
 //!
 //! This crate has no notion of a pod, a VM or a cloud, and no global state: `main` makes the values and passes them
 //! down.
@@ -12,5 +12,4 @@ pub mod lifecycle;
 pub mod listen;
 pub mod metrics;
 pub mod program;
-pub mod reference;
 pub mod telemetry;

@@ -503,7 +503,8 @@ fn tags(section: &mut Section<'_>) -> BTreeMap<String, String> {
 
 #[cfg(test)]
 mod tests {
-    use peerpod_base::{config::Sources, reference};
+    use peerpod_base::config::Sources;
+    use peerpod_test_reference as reference;
 
     use super::*;
 

@@ -111,7 +111,7 @@ fn every_setting() -> Result<Vec<Setting>, Mistakes> {
 
 #[cfg(test)]
 mod tests {
-    use peerpod_base::reference;
+    use peerpod_test_reference as reference;
 
     use super::*;
 

@@ -37,7 +37,7 @@ fn main() -> ExitCode {
 
 #[cfg(test)]
 mod tests {
-    use peerpod_base::reference;
+    use peerpod_test_reference as reference;
 
     use super::*;
 

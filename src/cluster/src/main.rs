@@ -179,7 +179,7 @@ fn run(
 
 #[cfg(test)]
 mod tests {
-    use peerpod_base::reference;
+    use peerpod_test_reference as reference;
 
     use super::*;
 

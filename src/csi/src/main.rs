@@ -98,7 +98,7 @@ fn serve(role: &str, config: &CsiConfig, log: &LogConfig) -> anyhow::Result<()> 
 
 #[cfg(test)]
 mod tests {
-    use peerpod_base::reference;
+    use peerpod_test_reference as reference;
 
     use super::*;
 

@@ -62,7 +62,7 @@ fn start() -> anyhow::Result<ExitCode> {
 
 #[cfg(test)]
 mod tests {
-    use peerpod_base::reference;
+    use peerpod_test_reference as reference;
 
     use super::*;
 

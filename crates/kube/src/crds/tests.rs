@@ -1,6 +1,6 @@
 use std::path::Path;
 
-use peerpod_base::reference;
+use peerpod_test_reference as reference;
 use serde_json::{Value, json};
 
 use super::*;

@@ -85,7 +85,7 @@ impl Drop for CallOutcome<'_> {
 
 #[cfg(test)]
 mod tests {
-    use peerpod_base::reference;
+    use peerpod_test_reference as reference;
 
     use super::*;
 

@@ -66,7 +66,7 @@ impl ApiCallMetrics {
 
 #[cfg(test)]
 mod tests {
-    use peerpod_base::reference;
+    use peerpod_test_reference as reference;
 
     use super::*;
 

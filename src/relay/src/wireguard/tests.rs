@@ -6,8 +6,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-use peerpod_base::reference;
 use peerpod_podnet::netns::Netns;
+use peerpod_test_reference as reference;
 use peerpod_wireguard::open_tun;
 use prometheus_client::registry::Registry;
 

@@ -1,7 +1,7 @@
 //! Renders the reference pages of `docs/` from the code. Unit tests of each program compare the generated sections with
 //! the pages; `PEERPOD_UPDATE=1 cargo test documented` writes them.
 //!
-//! Only tests call this module. May touch: the pages of `docs/`, if `PEERPOD_UPDATE` is set.
+//! May touch: the pages of `docs/`, if `PEERPOD_UPDATE` is set.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -12,7 +12,7 @@ use prometheus_client::encoding::text::encode;
 use prometheus_client::registry::Registry;
 use serde_json::Value;
 
-use crate::config::Setting;
+use peerpod_base::config::Setting;
 
 /// Compares the section `name` of `docs/<page>` with the generated text, or writes the text if `PEERPOD_UPDATE` is set.
 /// In the page, the section is between the lines `<!-- generated: NAME -->` and `<!-- end: NAME -->`.
