@@ -210,31 +210,18 @@ async fn many_pods_are_set_up_and_torn_down_at_once() {
 }
 
 #[test]
-fn a_thousand_foreign_links_cost_nothing() {
+fn a_tunnel_is_made_beside_a_thousand_foreign_links() {
     let mut world = World::new();
     let tunnel = open(&world);
     let pod = world.bare_pod("pod");
-    let mut medians = Vec::new();
-    for crowded in [false, true] {
-        if crowded {
-            let batch: String =
-                (0..times(500, 2500)).map(|n| format!("link add f{n} type veth peer name g{n}\n")).collect();
-            let file = std::env::temp_dir().join(world.name("links"));
-            std::fs::write(&file, batch).unwrap();
-            run(&format!("ip -n {} -batch {}", world.name("node"), file.display()));
-            std::fs::remove_file(&file).unwrap();
-        }
-        let mut took = Vec::new();
-        for _ in 0..30 {
-            let began = Instant::now();
-            let (_, reserved, _) = whole(&tunnel, &pod, "sandbox", ip(VM));
-            took.push(began.elapsed());
-            tunnel.undo("sandbox", Some(&pod), Some(&reserved), Some(ip(VM))).unwrap();
-        }
-        took.sort();
-        medians.push(took[took.len() / 2]);
+    let batch: String =
+        (0..times(500, 2500)).map(|n| format!("link add f{n} type veth peer name g{n}\n")).collect();
+    let file = std::env::temp_dir().join(world.name("links"));
+    std::fs::write(&file, batch).unwrap();
+    run(&format!("ip -n {} -batch {}", world.name("node"), file.display()));
+    std::fs::remove_file(&file).unwrap();
+    for _ in 0..5 {
+        let (_, reserved, _) = whole(&tunnel, &pod, "sandbox", ip(VM));
+        tunnel.undo("sandbox", Some(&pod), Some(&reserved), Some(ip(VM))).unwrap();
     }
-    println!("set-up p50 without and with foreign links: {medians:?}");
-    // The bench has the ratio; other tests run beside this one.
-    assert!(medians[1] < medians[0] * 3 + Duration::from_millis(2), "{medians:?}");
 }
