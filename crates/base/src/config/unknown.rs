@@ -111,7 +111,9 @@ fn is_left(reader: &Reader, path: &str) -> bool {
 
 /// Returns the reason why a key is unknown, with the known key that was probably meant.
 fn unknown_key(reader: &Reader, path: &str) -> String {
-    if let Some(why) = reader.removed.get(path) {
+    let is_below =
+        |key: &str| path.strip_prefix(key).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'));
+    if let Some((_, why)) = reader.removed.iter().find(|(key, _)| is_below(key)) {
         return why.clone();
     }
     if !path.contains('.') {

@@ -54,8 +54,7 @@ impl Webhook {
             ("admin-listen", "127.0.0.1:0"),
             ("certificate-file", files.0.to_str().unwrap()),
             ("key-file", files.1.to_str().unwrap()),
-            ("runtime-classes", "kata-remote,kata-sum"),
-            ("profile.kata-sum.totals", "sum"),
+            ("runtime-classes", "kata-remote,kata-second"),
         ] {
             words.push(format!("--webhook.{key}={value}"));
         }
@@ -78,7 +77,7 @@ impl Webhook {
     fn registration(&self, authority: &Authority) -> MutatingWebhookConfiguration {
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../deploy/webhook/registration.yaml");
         let text =
-            fs::read_to_string(path).unwrap().replace("['kata-remote']", "['kata-remote', 'kata-sum']");
+            fs::read_to_string(path).unwrap().replace("['kata-remote']", "['kata-remote', 'kata-second']");
         let mut deployed: Value = serde_yaml::from_str(&text).unwrap();
         let path = deployed["webhooks"][0]["clientConfig"]["service"]["path"].as_str().unwrap().to_owned();
         let ours = registration("x", self.address, &path, &authority.pem(), json!({}));
@@ -157,7 +156,7 @@ async fn keeps_its_promises_behind_a_real_api_server() {
     for namespace in ["shop", "limited"] {
         cluster.namespace(namespace).await.unwrap();
     }
-    for class in ["kata-remote", "kata-sum", "noop", "runc"] {
+    for class in ["kata-remote", "kata-second", "noop", "runc"] {
         let overhead = json!({"podFixed": {"cpu": "250m", "memory": "120Mi"}});
         let class = json!({"metadata": {"name": class}, "handler": class, "overhead": overhead});
         Api::<RuntimeClass>::all(client.clone())
@@ -187,16 +186,16 @@ async fn keeps_its_promises_behind_a_real_api_server() {
     gone(webhook, &pods).await;
 }
 
-/// Requests and limits of init containers, and of containers; expected sizes by the sum, and by Kubernetes' rule.
-type Row = (&'static [[&'static str; 2]], &'static [[&'static str; 2]], [&'static str; 3], [&'static str; 3]);
+/// Requests and limits of init containers, and of containers; expected sizes by Kubernetes' rule.
+type Row = (&'static [[&'static str; 2]], &'static [[&'static str; 2]], [&'static str; 3]);
 
 const ROWS: [Row; 10] = [
-    (&[], &[["cpu=2,memory=4Gi", "cpu=3,memory=5Gi"]], ["3", "5120", ""], ["3", "5120", ""]),
-    (&[], &[["cpu=2", ""]], ["2", "", ""], ["2", "", ""]),
-    (&[], &[["memory=4Gi", ""]], ["", "4096", ""], ["", "4096", ""]),
-    (&[], &[["nvidia.com/gpu=1", "nvidia.com/gpu=1"]], ["", "", "1"], ["", "", "1"]),
-    (&[], &[["", ""]], ["", "", ""], ["", "", ""]),
-    (&[], &[["cpu=2,memory=4Gi", "cpu=2,memory=4Gi"]], ["2", "4096", ""], ["2", "4096", ""]),
+    (&[], &[["cpu=2,memory=4Gi", "cpu=3,memory=5Gi"]], ["3", "5120", ""]),
+    (&[], &[["cpu=2", ""]], ["2", "", ""]),
+    (&[], &[["memory=4Gi", ""]], ["", "4096", ""]),
+    (&[], &[["nvidia.com/gpu=1", "nvidia.com/gpu=1"]], ["", "", "1"]),
+    (&[], &[["", ""]], ["", "", ""]),
+    (&[], &[["cpu=2,memory=4Gi", "cpu=2,memory=4Gi"]], ["2", "4096", ""]),
     (
         &[["cpu=1,memory=2Gi", "cpu=1,memory=2Gi"]],
         &[
@@ -204,15 +203,13 @@ const ROWS: [Row; 10] = [
             ["cpu=1,memory=1Gi", "cpu=1,memory=1Gi"],
             ["cpu=1,nvidia.com/gpu=1", "cpu=1,nvidia.com/gpu=1"],
         ],
-        ["6", "8192", "1"],
         ["5", "6144", "1"],
     ),
-    (&[], &[["cpu=200m,memory=4Gi", "cpu=500m,memory=4Gi"]], ["1", "4096", ""], ["1", "4096", ""]),
-    (&[], &[["cpu=200m,memory=4Gi", "cpu=1500m,memory=4Gi"]], ["2", "4096", ""], ["2", "4096", ""]),
+    (&[], &[["cpu=200m,memory=4Gi", "cpu=500m,memory=4Gi"]], ["1", "4096", ""]),
+    (&[], &[["cpu=200m,memory=4Gi", "cpu=1500m,memory=4Gi"]], ["2", "4096", ""]),
     (
         &[["cpu=200m,memory=4Gi", "cpu=0.7,memory=4Gi"]],
         &[["cpu=200m,memory=4Gi", "cpu=0.5,memory=4Gi"]],
-        ["2", "8192", ""],
         ["1", "4096", ""],
     ),
 ];
@@ -223,8 +220,8 @@ async fn rows(pods: &Api<Pod>) {
         each.map(|(i, [requests, limits])| container(&format!("{prefix}{i}"), requests, limits))
             .collect::<Vec<_>>()
     };
-    for (init, containers, sum, effective) in ROWS {
-        for (class, sizes_wanted) in [("kata-sum", sum), ("kata-remote", effective)] {
+    for (init, containers, sizes_wanted) in ROWS {
+        for class in ["kata-remote", "kata-second"] {
             let made =
                 pods.create(&dry(), &pod(class, named("i", init), named("c", containers))).await.unwrap();
             assert_eq!(sizes(&made), expected(sizes_wanted), "{class} {init:?} {containers:?}");
