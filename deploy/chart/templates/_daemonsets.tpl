@@ -162,7 +162,7 @@ spec:
             defaultMode: 256 # 0400
             sources:
               - serviceAccountToken:
-                  audience: {{ dig "secrets" "audience" "peerpod-secrets" $v.config }}
+                  audience: peerpod-secrets
                   expirationSeconds: 3600
                   path: token
         # The controller makes it.

@@ -41,7 +41,6 @@ app.kubernetes.io/component: {{ .component }}
 {{- $secrets = dict "serve" true "address" (printf "%s:9444" $host) -}}
 {{- $_ := set $secrets "node-service-account" (printf "%s:%s-node" .Release.Namespace $v.name) -}}
 {{- $_ := set $secrets "ca-secret" (printf "%s-secrets-ca" $v.name) -}}
-{{- $_ := set $secrets "ca-config-map" (printf "%s-secrets-ca" $v.name) -}}
 {{- end -}}
 {{- $controller := dict -}}
 {{- if eq $v.rollout.mode "config" -}}

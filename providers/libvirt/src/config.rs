@@ -141,7 +141,6 @@ const CALL_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// KVM if a VM can really be started with it, otherwise emulation.
 const ACCELERATION: &str = "auto";
-/// Command line of the kernel that QEMU boots itself.
 const KERNEL_CMDLINE: &str = "console=ttyS0 panic=1 quiet";
 
 impl LibvirtConfig {
@@ -242,7 +241,7 @@ impl LibvirtConfig {
 fn boot(section: &mut Section<'_>, creates: bool) -> Boot {
     let kernel = file(section, "kernel", "kernel file on the node that QEMU boots directly; uploaded once");
     let initrd = file(section, "initrd", "initial RAM disk of that kernel");
-    let cmdline = section.constant("cmdline", "KERNEL_CMDLINE", KERNEL_CMDLINE.to_owned());
+    let cmdline = section.get("cmdline", KERNEL_CMDLINE, "command line of that kernel");
     let image =
         file(section, "image", "disk image on the node (qcow2 or raw), instead of a kernel; uploaded once");
     let volume: Option<String> =

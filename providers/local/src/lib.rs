@@ -292,9 +292,9 @@ impl Shared {
                 "local provider: VMs would have no address: there is no IPv6 here; enable it in the kernel";
             return Err(Error::invalid(text.to_owned()));
         }
-        executable("helper-binary", &config.helper_binary)?;
-        executable("guest-binary", &config.guest_binary)?;
-        executable("agent-binary", &config.agent_binary)
+        executable("the helper", &config.helper_binary)?;
+        executable("the guest program", &config.guest_binary)?;
+        executable("the agent", &config.agent_binary)
     }
 
     async fn remove_bridges_if_unused(&self) -> Result<(), Error> {
@@ -320,10 +320,10 @@ async fn blocking<T: Send + 'static>(
     done.unwrap_or_else(|error| Err(Error::transient(format!("local provider: {error}"))))
 }
 
-fn executable(key: &str, path: &Path) -> Result<(), Error> {
+fn executable(name: &str, path: &Path) -> Result<(), Error> {
     let bad = |why: &str| {
         let path = path.display();
-        Err(Error::invalid(format!("provider.local.{key} = {path}: {why}; build it or set the key")))
+        Err(Error::invalid(format!("{path}: {why}; {name} belongs beside this program")))
     };
     match std::fs::metadata(path) {
         Err(error) => bad(&error.to_string()),

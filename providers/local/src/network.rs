@@ -27,7 +27,7 @@ const SECOND_METRIC: u32 = 4000;
 pub(crate) enum Error {
     #[error("{attempt}: {source}")]
     Netlink { attempt: String, source: NetlinkError },
-    #[error("bridge {0} exists and is not ours; give it another name below provider.local")]
+    #[error("bridge {0} exists and is not ours; delete it")]
     Foreign(String),
 }
 

@@ -59,7 +59,7 @@ pub struct CsiConfig {
     pub volumes_dir: PathBuf,
     /// `csi.region`: region of this node.
     pub region: Option<String>,
-    /// `cluster.namespace`: namespace of the Leases that record the owners of disks.
+    /// Namespace of the Leases that record the owners of disks.
     pub namespace: String,
     /// Kubeconfig of the API server; `None`: there is no API server; inner `None`: the pod's service account.
     pub cluster: Option<Option<PathBuf>>,
@@ -83,11 +83,10 @@ impl CsiConfig {
         let run_dir: PathBuf = reader.get("paths.run-dir", "/run/peerpod", "folder of the sockets");
         let state_dir: PathBuf =
             reader.get("paths.state-dir", "/var/lib/peerpod", "folder of the state that survives a restart");
-        for key in ["pod-uid", "extended-resource", "capacity"] {
+        for key in ["namespace", "pod-uid", "extended-resource", "capacity"] {
             reader.leave(&format!("cluster.{key}"));
         }
         reader.removed("csi.node-name", "use cluster.node-name");
-        reader.removed("csi.namespace", "use cluster.namespace");
         let config = CsiConfig {
             endpoint: reader.get(
                 "csi.endpoint",
@@ -126,13 +125,9 @@ impl CsiConfig {
 
 /// Both roles of a driver need the same namespace: they run in the driver's namespace and have rights on Leases there.
 fn namespace(reader: &mut Reader, file: &Path) -> String {
-    let said: Option<String> = reader.optional(
-        "cluster.namespace",
-        "namespace of the Leases that name the pod of each disk; the service account's namespace when not \
-         set, or else peerpod-system",
-    );
-    let own = || std::fs::read_to_string(file).ok().map(|text| text.trim().to_owned());
-    said.or_else(own).filter(|name| !name.is_empty()).unwrap_or_else(|| NAMESPACE.to_owned())
+    let own = std::fs::read_to_string(file).ok().map(|text| text.trim().to_owned());
+    let own = own.filter(|name| !name.is_empty()).unwrap_or_else(|| NAMESPACE.to_owned());
+    reader.derived("csi.namespace", "the service account", own)
 }
 
 fn classes(reader: &mut Reader) -> Vec<String> {
@@ -194,13 +189,13 @@ mod tests {
         let read = |flags: &[&str]| {
             let words = flags.iter().map(|flag| (*flag).to_owned());
             let mut reader =
-                Reader::load(Sources::from_process(words, []), &["csi", "cluster"], &[]).unwrap();
+                Reader::load(Sources::from_process(words, []).for_tests(), &["csi"], &[]).unwrap();
             namespace(&mut reader, &file)
         };
         assert_eq!(read(&[]), "peerpod-system");
         std::fs::write(&file, "shop\n").unwrap();
         assert_eq!(read(&[]), "shop");
-        assert_eq!(read(&["--cluster.namespace=other"]), "other");
+        assert_eq!(read(&["--csi.namespace=other"]), "other");
         std::fs::remove_file(&file).unwrap();
     }
 

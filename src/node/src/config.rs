@@ -29,7 +29,7 @@ use crate::{
     tunnel::{Owner, TunnelConfig, TunnelKind, external::Way, netns_in},
 };
 
-/// Sections of the shared file that other binaries read; the node reads one key of `relay` and two of `csi`.
+/// Sections of the shared file that other binaries read; the node reads one key of `relay`.
 const OTHERS: [&str; 5] = ["relay", "controller", "webhook", "csi", "volumes"];
 /// Largest batch. More sandboxes do not arrive within one window; each is an entry of the batch's file.
 const MOST_BATCH: u32 = 1000;
@@ -208,7 +208,10 @@ impl NodeConfig {
             }
         }
         if sandbox.ticket_ttl < sandbox.boot_timeout {
-            let why = format!("longer than a ticket, {:?}; a slow VM could not join", sandbox.ticket_ttl);
+            let why = format!(
+                "longer than a ticket, so a slow VM could not join; set at most {:?}",
+                sandbox.ticket_ttl
+            );
             reader.mistake("node.boot-timeout", why);
         }
         if sandbox.dial.is_some() && self.tunnel.wireguard.is_some() {

@@ -118,7 +118,7 @@ fn the_error_of_a_provider_that_cannot_be_loaded_names_the_cause() {
 #[test]
 fn all_mistakes_of_the_configuration_are_reported() {
     let place = Place::new(&["provider.py"]);
-    let words = ["--yes", "--provider.external.health-every", "0", "--provider.external.adress", "x:1"];
+    let words = ["--yes", "--provider.external.peer-uid", "x", "--provider.external.adress", "x:1"];
     let output = place.check(&words).output().unwrap();
     let text = text(&output);
     assert_eq!(output.status.code(), Some(1), "{text}");

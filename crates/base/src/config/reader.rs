@@ -1,6 +1,6 @@
 //! Reads settings from the layers and records the requested keys.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -85,8 +85,8 @@ pub struct Reader {
     pub(super) others: Vec<String>,
     pub(super) asked: BTreeMap<String, Setting>,
     pub(super) left: Vec<String>,
-    /// Keys that are settings no more, with the reason and advice.
-    pub(super) removed: BTreeMap<String, String>,
+    /// Keys that are settings no more.
+    pub(super) removed: BTreeSet<String>,
     /// Keys of constants that a test overrides.
     pub(super) overridden: Vec<String>,
     pub(super) mistakes: Vec<Mistake>,
@@ -118,7 +118,7 @@ impl Reader {
             others: owned(others),
             asked: BTreeMap::new(),
             left: Vec::new(),
-            removed: BTreeMap::new(),
+            removed: BTreeSet::new(),
             overridden: Vec::new(),
             mistakes: Vec::new(),
             broken: false,
@@ -194,9 +194,12 @@ impl Reader {
         default.to_owned()
     }
 
-    /// Records that the key is a setting no more. `instead` is advice, like `use cluster.node-name`.
+    /// Makes a mistake of a key that is a setting no more. `instead` is advice, like `use cluster.node-name`.
     pub fn removed(&mut self, key: &str, instead: &str) {
-        self.removed.insert(key.to_owned(), format!("no longer a setting; {instead}"));
+        if self.is_set(key) {
+            self.mistake(key, format!("no longer a setting; {instead}"));
+        }
+        self.removed.insert(key.to_owned());
     }
 
     /// Returns the constant `name`, which was the setting `key`. Peerpod's own tests override it by that key; they set
@@ -215,13 +218,14 @@ impl Reader {
     }
 
     fn overridable<T: Value>(&mut self, key: &str, instead: &str, value: T) -> T {
-        self.removed(key, instead);
-        if self.sources.env.get(TESTING_VARIABLE).is_none_or(|text| text != "1") {
-            return value;
+        if self.sources.env.get(TESTING_VARIABLE).is_some_and(|text| text == "1")
+            && let Some((found, _)) = self.read(key)
+        {
+            self.overridden.push(key.to_owned());
+            return found;
         }
-        let Some((found, _)) = self.read(key) else { return value };
-        self.overridden.push(key.to_owned());
-        found
+        self.removed(key, instead);
+        value
     }
 
     /// Returns the constants that a test overrides, by their keys.

@@ -29,7 +29,7 @@ fn in_file(reader: &mut Reader, path: &str, node: &Node) {
         return;
     }
     let below = format!("{path}.");
-    let mut keys = reader.asked.keys().chain(reader.removed.keys()).chain(&reader.left);
+    let mut keys = reader.asked.keys().chain(&reader.removed).chain(&reader.left);
     let is_section = keys.any(|key| key.starts_with(&below));
     match node {
         Node::Map(entries) if is_section => {
@@ -52,7 +52,14 @@ fn in_file(reader: &mut Reader, path: &str, node: &Node) {
 }
 
 fn in_environment(reader: &mut Reader) {
-    let known: Vec<String> = reader.asked.keys().chain(&reader.overridden).map(|key| env_name(key)).collect();
+    let known: Vec<String> = reader.asked.keys().map(|key| env_name(key)).collect();
+    let settled: Vec<String> = reader
+        .removed
+        .iter()
+        .chain(&reader.overridden)
+        .chain(&reader.left)
+        .map(|key| env_name(key))
+        .collect();
     let elsewhere: Vec<String> =
         reader.others.iter().chain(&reader.left).map(|prefix| format!("{}_", env_name(prefix))).collect();
     let unknown: Vec<String> = reader
@@ -64,18 +71,15 @@ fn in_environment(reader: &mut Reader) {
                 && !value.is_empty()
                 && ![FILE_VARIABLE, TESTING_VARIABLE].contains(&name.as_str())
                 && !known.contains(name)
+                && !settled.contains(name)
                 && !elsewhere.iter().chain(&NOT_SETTINGS.map(str::to_owned)).any(|p| name.starts_with(p))
                 && !is_service_link(name, value)
         })
         .map(|(name, _)| name.clone())
         .collect();
     for name in unknown {
-        let removed =
-            reader.removed.iter().find(|(key, _)| env_name(key) == name).map(|(_, why)| why.clone());
-        let why = removed.unwrap_or_else(|| {
-            let meant = nearest(&name, known.iter().map(String::as_str));
-            advice("unknown variable", meant, "unset it, or see `peerpod config schema`")
-        });
+        let meant = nearest(&name, known.iter().map(String::as_str));
+        let why = advice("unknown variable", meant, "unset it, or see `peerpod config schema`");
         reader.note((1, 0), name, None, why);
     }
 }
@@ -99,7 +103,9 @@ fn in_flags(reader: &mut Reader) {
 }
 
 fn is_known(reader: &Reader, key: &str) -> bool {
-    reader.asked.contains_key(key) || reader.overridden.iter().any(|overridden| overridden == key)
+    reader.asked.contains_key(key)
+        || reader.removed.contains(key)
+        || reader.overridden.iter().any(|overridden| overridden == key)
 }
 
 fn is_left(reader: &Reader, path: &str) -> bool {
@@ -111,11 +117,6 @@ fn is_left(reader: &Reader, path: &str) -> bool {
 
 /// Returns the reason why a key is unknown, with the known key that was probably meant.
 fn unknown_key(reader: &Reader, path: &str) -> String {
-    let is_below =
-        |key: &str| path.strip_prefix(key).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'));
-    if let Some((_, why)) = reader.removed.iter().find(|(key, _)| is_below(key)) {
-        return why.clone();
-    }
     if !path.contains('.') {
         let sections = reader.mine.iter().chain(&reader.others).map(String::as_str);
         return advice("unknown section", nearest(path, sections), "remove it");

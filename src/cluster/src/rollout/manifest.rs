@@ -14,6 +14,8 @@ const SETTINGS: &str = "peerpod.io/settings";
 const WORKERS: &str = "node.kubernetes.io/worker";
 /// Longest value of a label, and so of a name that becomes a label, in characters.
 const MOST: usize = 63;
+/// Limit of a node's sandboxes, `MAX_SANDBOXES` of peerpod-node, which refuses to advertise more.
+const MOST_SANDBOXES: u32 = 1000;
 
 /// The chart's manifests from the ConfigMap.
 #[derive(Clone, Debug)]
@@ -40,6 +42,9 @@ pub enum Error {
         "{0:?} is too long for the name of a PeerPodConfig: with the DaemonSets' it has at most 63 characters"
     )]
     Name(String),
+    /// More sandboxes than a node runs.
+    #[error("spec.limit {0}: a node runs at most {MOST_SANDBOXES} peer pods; lower it")]
+    Limit(String),
     /// The provider has no setting for the instance type.
     #[error("instanceType: this provider has no setting of that kind; describe the VMs in its own settings")]
     InstanceType,
@@ -134,11 +139,10 @@ pub fn daemon_sets(
     let mut node = of(&manifests.node, config);
     let mut more = BTreeMap::new();
     if let Some(limit) = &config.spec.limit {
-        more.insert("PEERPOD_CLUSTER_CAPACITY".to_owned(), limit.clone());
-        // A node refuses to advertise more than its limit of sandboxes, which is 1000 by default.
-        if limit.parse::<u32>().is_ok_and(|limit| limit > 1000) {
-            more.insert("PEERPOD_NODE_MAX_SANDBOXES".to_owned(), limit.clone());
+        if limit.parse::<u32>().is_ok_and(|limit| limit > MOST_SANDBOXES) {
+            return Err(Error::Limit(limit.clone()));
         }
+        more.insert("PEERPOD_CLUSTER_CAPACITY".to_owned(), limit.clone());
     }
     if let Some(wanted) = &config.spec.instance_type {
         let variable = around.instance_type.clone().ok_or(Error::InstanceType)?;

@@ -37,7 +37,7 @@ pub struct SecretsConfig {
     pub runtime_classes: Vec<String>,
     /// `secrets.ca-secret`: Secret that holds the CA.
     pub ca_secret: String,
-    /// `secrets.ca-config-map`: ConfigMap in which nodes find the CA's certificate.
+    /// ConfigMap of the same name in which nodes find the CA's certificate.
     pub ca_config_map: String,
     /// [`CA_VALIDITY`], [`CA_SETTLE`].
     pub policy: Policy,
@@ -56,8 +56,15 @@ impl SecretsConfig {
             "secrets.address",
             "address of the cluster's service for pods' pull secrets (host:port); its host is in the certificate",
         );
-        let host =
-            address.as_deref().and_then(|address| address.rsplit_once(':')).map(|(host, _)| host.to_owned());
+        let host = address
+            .as_deref()
+            .and_then(|address| address.rsplit_once(':'))
+            .map(|(host, _)| host.trim_matches(['[', ']']).to_owned());
+        let ca_secret: String = reader.get(
+                "secrets.ca-secret",
+                "peerpod-secrets-ca",
+                "the Secret in which the CA is kept, and the ConfigMap with its certificate (ca.crt); made when they are not there",
+            );
         let validity = reader.constant("secrets.ca-validity", "CA_VALIDITY", CA_VALIDITY);
         let settle = reader.constant("secrets.ca-settle", "CA_SETTLE", CA_SETTLE);
         let config = SecretsConfig {
@@ -73,16 +80,8 @@ impl SecretsConfig {
                 "kata-remote",
                 "the RuntimeClasses whose pods are peer pods; no other pod's secrets are given",
             ),
-            ca_secret: reader.get(
-                "secrets.ca-secret",
-                "peerpod-secrets-ca",
-                "the Secret in which the CA is kept; made when it is not there",
-            ),
-            ca_config_map: reader.get(
-                "secrets.ca-config-map",
-                "peerpod-secrets-ca",
-                "the ConfigMap that has the CA's certificate (ca.crt), for the nodes to mount",
-            ),
+            ca_config_map: reader.derived("secrets.ca-config-map", "secrets.ca-secret", ca_secret.clone()),
+            ca_secret,
             policy: Policy {
                 name: "peerpod secrets CA".to_owned(),
                 validity,

@@ -30,7 +30,7 @@ pub struct Managed {
     pub secret: String,
     /// `webhook.registration`.
     pub registration: String,
-    /// `webhook.names`.
+    /// Names of the Service; empty: the registration's name.
     pub names: Vec<String>,
     /// [`CA_VALIDITY`], [`CERTIFICATE_VALIDITY`], [`CA_SETTLE`].
     pub policy: Policy,
@@ -78,7 +78,7 @@ impl Managed {
         let namespace = self.namespace.unwrap_or_else(|| client.default_namespace().to_owned());
         let mut names = self.names;
         if names.is_empty() {
-            names = vec![format!("peerpod-webhook.{namespace}.svc")];
+            names = vec![format!("{}.{namespace}.svc", self.registration)];
         }
         let published = Published::Webhook(self.registration);
         let (sender, authority) = watch::channel(None);

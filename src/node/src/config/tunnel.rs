@@ -53,11 +53,17 @@ pub(super) fn read(reader: &mut Reader) -> TunnelConfig {
         reader.removed(key, "use tunnel.vnis, first-last");
     }
     let (min, max): (u32, u32) = range(&vnis).unwrap_or_default();
+    let written = Vnis::new(min, max);
     // The encrypted tunnel derives inner addresses from VNIs; the addresses of 0, 1 and 0xffffff are not usable.
     let (min, max) = if wireguard.is_some() { (min.max(2), max.min(0xff_fffe)) } else { (min, max) };
     let vnis = Vnis::new(min, max);
-    if vnis.is_none() {
+    if written.is_none() {
         reader.mistake("tunnel.vnis", "no range of VNIs; write 1-16777215 or a part of it");
+    } else if vnis.is_none() {
+        reader.mistake(
+            "tunnel.vnis",
+            "no VNI of the encrypted tunnel, which has 2 to 16777214; widen the range",
+        );
     }
     let ports = reader.constant("tunnel.source-ports", "SOURCE_PORTS", SOURCE_PORTS.to_owned());
     let source_ports = range(&ports);

@@ -11,7 +11,7 @@ use crate::{
 
 /// Time after which the log and an Event name the step that a start waits for: longer than a usual boot.
 const SLOW_AFTER: Duration = Duration::from_secs(60);
-/// Limit of one `StartVM`: shorter than the shim's `create_container_timeout`.
+/// Limit of one `StartVM`: shorter than the shim's `remote_hypervisor_timeout`.
 const START_TIMEOUT: Duration = Duration::from_secs(9 * 60);
 /// Time for the kata-agent to listen in a VM that is connected. It starts within a second.
 const AGENT_TIMEOUT: Duration = Duration::from_secs(60);

@@ -64,7 +64,7 @@ async fn run(vms: Arc<Vms>, context: Context) -> anyhow::Result<()> {
             }
         }
         tokio::time::sleep(sweep.vms.config.sweep_every.saturating_sub(began.elapsed())).await;
-        // A pass that takes longer than `controller.sweep-every` leaves no time to sleep; this keeps a short pause.
+        // A pass that takes longer than `SWEEP_EVERY` leaves no time to sleep; this keeps a short pause.
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
 }
