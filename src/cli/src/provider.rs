@@ -140,7 +140,6 @@ fn read(
     purpose: Purpose,
 ) -> Result<(Settings, LogConfig), peerpod_base::config::Mistakes> {
     let mut reader = Reader::load(sources, &crate::config::SECTIONS, &crate::config::OTHERS)?;
-    let log = LogConfig::read(&mut reader);
     let node = NodeConfig::read(&mut reader);
     RelayConfig::read(&mut reader);
     let context = Context {
@@ -150,6 +149,7 @@ fn read(
         purpose,
     };
     let settings = peerpod_providers::read(&mut reader, &context);
+    let log = LogConfig::read(&mut reader);
     reader.finish()?;
     Ok((settings, log))
 }
