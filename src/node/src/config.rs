@@ -58,11 +58,11 @@ pub struct NodeConfig {
     pub admin_listen: SocketAddr,
     /// `node.relay-addresses`: addresses that guests dial; empty: the node determines them.
     pub relay_addresses: Vec<GuestAddress>,
-    /// [`CA_FOLLOW_TIMEOUT`].
+    /// `CA_FOLLOW_TIMEOUT`.
     pub ca_follow_timeout: Duration,
-    /// [`ORPHAN_GRACE`].
+    /// `ORPHAN_GRACE`.
     pub orphan_grace: Duration,
-    /// [`CA_ROLL_OVER`].
+    /// `CA_ROLL_OVER`.
     pub ca_roll_over: Duration,
     /// `node.guest-memory-mib`; `None`: the provider's figure.
     pub guest_memory_mib: Option<u64>,

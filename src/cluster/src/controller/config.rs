@@ -13,9 +13,9 @@ use peerpod_base::config::Reader;
 const LEASE_NAME: &str = "peerpod-controller";
 /// Time that other replicas wait for a leader that does not renew its Lease: whole seconds, as a Lease has them.
 const LEASE_DURATION: Duration = Duration::from_secs(15);
-/// Time for which a leader acts that cannot renew its Lease: shorter than [`LEASE_DURATION`].
+/// Time for which a leader acts that cannot renew its Lease: shorter than `LEASE_DURATION`.
 const LEASE_RENEW_DEADLINE: Duration = Duration::from_secs(10);
-/// Interval at which a replica renews the Lease, or reads it: several times within [`LEASE_RENEW_DEADLINE`].
+/// Interval at which a replica renews the Lease, or reads it: several times within `LEASE_RENEW_DEADLINE`.
 const LEASE_RETRY: Duration = Duration::from_secs(2);
 
 /// Address of /metrics, /healthz and /readyz.
@@ -32,13 +32,13 @@ pub struct ControllerConfig {
     pub admin_listen: SocketAddr,
     /// Name of this replica: the host's name, which is the pod's.
     pub identity: String,
-    /// [`LEASE_NAME`].
+    /// `LEASE_NAME`.
     pub lease_name: String,
-    /// [`LEASE_DURATION`].
+    /// `LEASE_DURATION`.
     pub lease_duration: Duration,
-    /// [`LEASE_RENEW_DEADLINE`].
+    /// `LEASE_RENEW_DEADLINE`.
     pub lease_renew_deadline: Duration,
-    /// [`LEASE_RETRY`].
+    /// `LEASE_RETRY`.
     pub lease_retry: Duration,
 }
 

@@ -29,7 +29,7 @@ pub struct SecretsConfig {
     pub listen: SocketAddr,
     /// Host of `secrets.address`: name in the service's own certificate; empty: `peerpod-secrets.<namespace>.svc`.
     pub names: Vec<String>,
-    /// [`AUDIENCE`].
+    /// `AUDIENCE`.
     pub audience: String,
     /// `secrets.node-service-account`, as `namespace:name`; `None`: `peerpod-node` of the service's own namespace.
     pub node_account: Option<String>,
@@ -39,7 +39,7 @@ pub struct SecretsConfig {
     pub ca_secret: String,
     /// ConfigMap of the same name in which nodes find the CA's certificate.
     pub ca_config_map: String,
-    /// [`CA_VALIDITY`], [`CA_SETTLE`].
+    /// `CA_VALIDITY`, `CA_SETTLE`.
     pub policy: Policy,
 }
 

@@ -30,9 +30,9 @@ const ADMIN_LISTEN: SocketAddr = SocketAddr::new(IpAddr::V6(Ipv6Addr::UNSPECIFIE
 pub enum Certificates {
     /// Two files that another system keeps up to date.
     Mounted {
-        /// [`CERTIFICATE_FILE`].
+        /// `CERTIFICATE_FILE`.
         certificate_file: PathBuf,
-        /// [`KEY_FILE`].
+        /// `KEY_FILE`.
         key_file: PathBuf,
     },
     /// The webhook's own CA.

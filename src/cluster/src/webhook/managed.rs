@@ -32,7 +32,7 @@ pub struct Managed {
     pub registration: String,
     /// Names of the Service; empty: the registration's name.
     pub names: Vec<String>,
-    /// [`CA_VALIDITY`], [`CERTIFICATE_VALIDITY`], [`CA_SETTLE`].
+    /// `CA_VALIDITY`, `CERTIFICATE_VALIDITY`, `CA_SETTLE`.
     pub policy: Policy,
 }
 

@@ -26,13 +26,13 @@ pub struct SecretsConfig {
     pub address: String,
     /// Name in its certificate: the host of the address.
     pub server_name: String,
-    /// [`CA_FILE`].
+    /// `CA_FILE`.
     pub ca_file: PathBuf,
-    /// [`TOKEN_FILE`].
+    /// `TOKEN_FILE`.
     pub token_file: PathBuf,
-    /// [`DEADLINE`].
+    /// `DEADLINE`.
     pub deadline: Duration,
-    /// [`REFRESH`].
+    /// `REFRESH`.
     pub refresh: Duration,
 }
 

@@ -35,25 +35,25 @@ const SWEEP_EVERY: Duration = Duration::from_secs(60);
 pub struct VmsConfig {
     /// `node.cluster-id`: part of the idempotency keys.
     pub cluster_id: String,
-    /// [`CONCURRENCY`].
+    /// `CONCURRENCY`.
     pub concurrency: u16,
-    /// [`CALL_TIMEOUT`].
+    /// `CALL_TIMEOUT`.
     pub call_timeout: Duration,
-    /// [`LONGEST_PAUSE`].
+    /// `LONGEST_PAUSE`.
     pub longest_pause: Duration,
-    /// [`NODE_FIRST`].
+    /// `NODE_FIRST`.
     pub node_first: Duration,
-    /// [`SETTLE`].
+    /// `SETTLE`.
     pub settle: Duration,
     /// `controller.cloud-providers`.
     pub also: Vec<String>,
     /// `controller.orphans`.
     pub orphans: Orphans,
-    /// [`ORPHAN_GRACE`].
+    /// `ORPHAN_GRACE`.
     pub orphan_grace: Duration,
-    /// [`NODE_GONE_GRACE`].
+    /// `NODE_GONE_GRACE`.
     pub node_gone_grace: Duration,
-    /// [`SWEEP_EVERY`].
+    /// `SWEEP_EVERY`.
     pub sweep_every: Duration,
 }
 
