@@ -206,10 +206,11 @@ impl AwsConfig {
             section.mistake("tenancy", "not known; write dedicated or host, or remove it");
         }
         let default_launch = if tenancy.as_deref() == Some("host") { "run" } else { "fleet" };
-        let launch = match section.constant("launch", "of the tenancy", default_launch.to_owned()).as_str() {
-            "run" => Launch::Run,
-            _ => Launch::Fleet,
-        };
+        let launch =
+            match section.derived("launch", "provider.aws.tenancy", default_launch.to_owned()).as_str() {
+                "run" => Launch::Run,
+                _ => Launch::Fleet,
+            };
         if launch == Launch::Run && launch_template.is_some() {
             section.mistake("launch-template", "needs a fleet, which cannot use dedicated hosts; remove it");
         }

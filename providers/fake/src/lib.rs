@@ -49,16 +49,20 @@ impl FakeConfig {
             }
         };
         FakeConfig {
-            dir: section.constant("dir", "`fake` in paths.state-dir", state_dir.join("fake")),
+            dir: section.derived("dir", "paths.state-dir", state_dir.join("fake")),
             first_address,
-            max_batch: section.constant("max-batch", "one by one", 0),
-            takes: section.constant("takes", "ZERO", Duration::ZERO),
+            max_batch: section.constant("max-batch", "MAX_BATCH", MAX_BATCH),
+            takes: section.constant("takes", "TAKES", TAKES),
         }
     }
 }
 
 /// Address of the first fake VM; the node needs a route to it and the next ones.
 const FIRST_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 200, 0, 1);
+/// Fake VMs are made one by one.
+const MAX_BATCH: u32 = 0;
+/// A create takes no time.
+const TAKES: Duration = Duration::ZERO;
 
 /// Content of the file of one fake VM.
 #[derive(Clone, Debug, Serialize, Deserialize)]

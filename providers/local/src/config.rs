@@ -58,8 +58,7 @@ impl LocalConfig {
     /// Reads `provider.local.*`; mistakes stay with the reader.
     pub fn read(reader: &mut Reader, state_dir: &Path) -> LocalConfig {
         let mut section = reader.section("provider.local");
-        let mut program =
-            |key, name| section.constant(key, &format!("{name} beside this program"), beside_us(name));
+        let mut program = |key, name| section.derived(key, "this program's folder", beside_us(name));
         let helper_binary = program("helper-binary", "peerpod-local-vm");
         let guest_binary = program("guest-binary", "peerpod-guest");
         let agent_binary = program("agent-binary", "peerpod-test-agent");
@@ -69,7 +68,7 @@ impl LocalConfig {
         let ipv4 = section.constant("ipv4", "IPV4", IPV4);
         let boot_delay = section.constant("boot-delay", "BOOT_DELAY", BOOT_DELAY);
         let max_batch = section.constant("max-batch", "MAX_BATCH", MAX_BATCH);
-        let volumes_dir = section.constant("volumes-dir", "VOLUMES_DIR", state_dir.join("local/volumes"));
+        let volumes_dir = section.derived("volumes-dir", "paths.state-dir", state_dir.join("local/volumes"));
         LocalConfig {
             volumes_dir,
             state_dir: state_dir.join("local"),

@@ -423,3 +423,44 @@ proptest! {
         prop_assert!(mistakes(reader(None, &[(&name, &value)], &[(&flag, &value)])).iter().all(|told| !told.contains('\n')));
     }
 }
+
+fn settle(reader: &mut Reader) -> (Duration, String) {
+    reader.removed("node.old", "use node.lease");
+    let grace = reader.constant("node.grace", "GRACE", Duration::from_secs(30));
+    // Of a section that another program owns.
+    (grace, reader.derived("relay.folder", "paths.run-dir", "/run".to_owned()))
+}
+
+#[test]
+fn removed_keys_are_mistakes_in_every_source_and_section() {
+    let file = Temp::new("node:\n  old:\n    a: 1\nrelay:\n  folder: /x\n  listen: y\n");
+    let mut reader = reader(Some(&file), &[("PEERPOD_NODE_GRACE", "5s")], &[]);
+    assert_eq!(settle(&mut reader), (Duration::from_secs(30), "/run".to_owned()));
+    let path = file.0.display();
+    assert_eq!(
+        mistakes(reader),
+        [
+            format!("{path}:2: node.old: no longer a setting; use node.lease"),
+            format!(
+                "{path}:5: relay.folder: no longer a setting; it comes from paths.run-dir; remove the key"
+            ),
+            "PEERPOD_NODE_GRACE: no longer a setting; the constant GRACE is 30s; remove the key".to_owned(),
+        ]
+    );
+}
+
+#[test]
+fn tests_override_constants_by_the_old_keys() {
+    let env = [("PEERPOD_TESTING", "1"), ("PEERPOD_RELAY_FOLDER", "/x")];
+    let mut reader = reader(None, &env, &[("node.grace", "5s")]);
+    assert_eq!(settle(&mut reader), (Duration::from_secs(5), "/x".to_owned()));
+    assert_eq!(reader.overridden(), ["node.grace", "relay.folder"]);
+    assert_eq!(mistakes(reader), Vec::<String>::new());
+}
+
+#[test]
+fn variables_of_keys_that_another_part_reads_are_left_alone() {
+    let mut reader = reader(None, &[("PEERPOD_NODE_OTHERS", "1")], &[]);
+    reader.leave("node.others");
+    assert_eq!(mistakes(reader), Vec::<String>::new());
+}

@@ -56,7 +56,7 @@ impl ControllerConfig {
                  when not set",
             ),
             admin_listen: reader.constant("controller.admin-listen", "ADMIN_LISTEN", ADMIN_LISTEN),
-            identity: reader.constant("controller.identity", "of the pod", hostname()),
+            identity: reader.derived("controller.identity", "the host's name", hostname()),
             lease_name: reader.constant("controller.lease-name", "LEASE_NAME", LEASE_NAME.to_owned()),
             lease_duration: reader.constant("controller.lease-duration", "LEASE_DURATION", LEASE_DURATION),
             lease_renew_deadline: reader.constant(
