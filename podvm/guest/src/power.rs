@@ -318,8 +318,8 @@ mod tests {
         lease.set_length(MS(150));
         lease.up();
         assert!(timeout(MS(400), lease.expired()).await.is_err(), "the link is up");
-        lease.down();
         let since = Instant::now();
+        lease.down();
         timeout(MS(20_000), lease.expired()).await.unwrap();
         assert!(since.elapsed() >= MS(100), "{:?}", since.elapsed());
     }

@@ -95,7 +95,7 @@ pub trait Harness: Send + Sync + 'static {
 
     /// Longest time for one promise, and longest time for its clean-up.
     fn patience(&self) -> Duration {
-        Duration::from_secs(120)
+        Duration::from_secs(300)
     }
 }
 

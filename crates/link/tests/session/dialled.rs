@@ -173,7 +173,7 @@ async fn a_reader_that_stands_still_holds_back_its_own_stream_only() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn an_abandoned_dial_is_closed() {
-    let limits = Limits { park: Duration::from_millis(300), dialled: 4, ..Limits::default() };
+    let limits = Limits { park: Duration::from_millis(300), ..Limits::default() };
     let pair = up(Options { limits, ..Options::tls(false) }).await;
     let (listener, target) = server(false).await;
     let is_reset = async |mut served: TcpStream| {
@@ -196,7 +196,13 @@ async fn an_abandoned_dial_is_closed() {
         is_reset(served).await;
     }
     until("nothing is left", || pair.relay.stats().dialled + pair.guest.stats().dialled == 0).await;
-    // Above the limit.
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_dial_above_the_limit_is_refused() {
+    let limits = Limits { dialled: 4, ..Limits::default() };
+    let pair = up(Options { limits, ..Options::tls(false) }).await;
+    let (listener, target) = server(false).await;
     let mut held = Vec::new();
     for _ in 0..4 {
         held.push(carried(&pair, &listener, target).await);
@@ -209,7 +215,7 @@ async fn an_abandoned_dial_is_closed() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_missing_or_new_guest_fails_the_call_quickly() {
-    let limits = Limits { call: Duration::from_millis(400), ..Limits::default() };
+    let limits = Limits { call: Duration::from_secs(3), ..Limits::default() };
     let lonely = end(Role::Relay, None, limits.clone());
     let target = Target { v6: false, port: 1 };
     assert_eq!(lonely.handle.dial(target).await.unwrap_err(), DialError::Away);
@@ -218,9 +224,8 @@ async fn a_missing_or_new_guest_fails_the_call_quickly() {
     let (listener, target) = server(false).await;
     let (mut client, _served) = carried(&pair, &listener, target).await;
     pair.proxy.as_ref().unwrap().stall(true);
-    let start = Instant::now();
-    assert_eq!(pair.relay.dial(target).await.unwrap_err(), DialError::Late);
-    assert!(start.elapsed() < Duration::from_secs(3));
+    let late = timeout(DEADLINE, pair.relay.dial(target)).await.unwrap();
+    assert_eq!(late.unwrap_err(), DialError::Late);
     // The relay ends: a stream that was not sent to its end is reset.
     pair.relay.close();
     let error = timeout(DEADLINE, client.read(&mut [0; 8])).await.unwrap().unwrap_err();

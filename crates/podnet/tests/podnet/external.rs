@@ -276,6 +276,7 @@ fn egress_by_the_second_nic_is_undone_and_can_move_to_the_first() {
     let (_pod, _seen, _held, plan) = world.whole(SHAPE4);
     second_nic(&world);
     let state = |world: &World| {
+        world.settle("vm");
         let routes = world.ip("vm", "route show table all") + &world.ip("vm", "-6 route show table all");
         routes
             + &world.ip("vm", "rule show")

@@ -40,6 +40,7 @@ fn sysctl(world: &World, name: &str, file: &str) -> String {
 }
 
 fn all(world: &World, name: &str) -> String {
+    world.settle(name);
     ["addr", "route show table all", "-6 route show table all", "rule", "-6 rule", "neigh show nud permanent"]
         .map(|what| world.ip(name, what))
         .concat()

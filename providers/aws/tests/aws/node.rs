@@ -11,6 +11,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use common::Cloud;
+use futures_util::future::join_all;
 use peerpod_client::{Annotations, Error, ShimClient};
 use peerpod_test_ec2::{Fault, Proxy, ec2_bucket};
 use peerpod_tests::{Dice, fresh_id, report, sample};
@@ -127,11 +128,11 @@ impl Node {
         .await
     }
 
-    /// Calls StopVM for all pods, and waits until the cloud has none of their VMs.
+    /// Calls StopVM for all pods at once, and waits until the cloud has none of their VMs.
     async fn stop(&self, pods: &[(String, PathBuf)]) {
         let shim = self.daemons.shim().await.unwrap();
-        for (id, _) in pods {
-            shim.stop_vm(id).await.unwrap();
+        for stopped in join_all(pods.iter().map(|(id, _)| shim.stop_vm(id))).await {
+            stopped.unwrap();
         }
         self.until("no VM is left", || async { self.cloud.machines().await.is_empty().then_some(()) }).await;
         for (id, _) in pods {

@@ -5,11 +5,12 @@ use super::common;
 use std::fs;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::process::{Command, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use common::{Folder, config, key, request, until};
+use common::{Folder, LIMIT, config, key, request, until};
 use peerpod_provider_api::{Error, IdempotencyKey, Provider, Retry};
 use peerpod_provider_external::{Endpoint, External, ExternalConfig, SOCKET_VARIABLE};
+use tokio::time::timeout;
 
 async fn refused(config: ExternalConfig) -> Error {
     match External::open(config).await {
@@ -54,8 +55,7 @@ async fn a_plugin_that_dies_after_the_effect_is_started_again_and_finds_what_it_
 #[tokio::test(flavor = "multi_thread")]
 async fn calls_without_the_plugin_report_its_exit_and_last_output() {
     let folder = Folder::new();
-    let mut config = folder.faulty("becomes-another");
-    config.handshake_timeout = Duration::from_secs(5);
+    let config = folder.faulty("becomes-another");
     let provider = External::open(config).await.unwrap();
     drop(provider.create(&request(), &key(0)).await);
     // Its successor is another provider, so it is refused, and every call fails at once.
@@ -96,12 +96,10 @@ async fn an_unresponsive_plugin_is_killed_and_started_again() {
 async fn a_call_without_an_answer_ends_at_its_deadline_and_harms_no_other() {
     let folder = Folder::new();
     let mut config = folder.faulty("slow");
-    config.call_timeout = Duration::from_millis(500);
+    config.call_timeout = Duration::from_secs(5);
     let provider = External::open(config).await.unwrap();
-    let start = Instant::now();
-    let error = provider.create(&request(), &key(0)).await.unwrap_err();
+    let error = timeout(LIMIT, provider.create(&request(), &key(0))).await.unwrap().unwrap_err();
     assert!(matches!(error, Error::Transient { .. }), "{error:?}");
-    assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
     assert_eq!(provider.list_owned().await.unwrap().len(), 1);
 }
 
@@ -123,7 +121,8 @@ async fn a_failed_start_of_a_plugin_names_the_cause() {
     );
 
     let mut silent = folder.faulty("silent");
-    silent.handshake_timeout = Duration::from_secs(2);
+    // Until then Python has started, also on a busy machine.
+    silent.handshake_timeout = Duration::from_secs(10);
     let error = refused(silent).await.to_string();
     assert!(error.contains("handshake"), "{error}");
 
@@ -154,9 +153,7 @@ async fn garbage_instead_of_frames_is_an_error_in_time() {
         let folder = Folder::new();
         let mut config = folder.faulty(fault);
         config.handshake_timeout = Duration::from_secs(4);
-        let start = Instant::now();
-        let error = refused(config).await;
-        assert!(start.elapsed() < Duration::from_secs(15), "{fault}: {:?}", start.elapsed());
+        let error = timeout(LIMIT, refused(config)).await.expect(fault);
         assert!(!error.to_string().is_empty(), "{fault}");
     }
 }

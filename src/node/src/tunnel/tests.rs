@@ -4,7 +4,6 @@
 pub(crate) mod net_world;
 
 use std::net::IpAddr;
-use std::time::{Duration, Instant};
 
 use net_world::{World, run};
 use peerpod_podnet::nft::Filter;
@@ -177,41 +176,19 @@ fn an_unreachable_vm_is_reported() {
     assert!(!table(&world, "node"));
 }
 
-/// Prints the figures of the benches, and guards their shape: the hundredth pod costs as much as the first.
 #[test]
-fn the_hundredth_pod_costs_as_much_as_the_first() {
+fn a_hundred_pods_leave_nothing() {
     let mut world = World::new();
     let tunnel = open(&world);
-    let mut times = Vec::new();
     let mut all = Vec::new();
     for number in 1..=100_u8 {
         let pod = world.pod(&format!("p{number}"), 30 + number);
         let sandbox = format!("sandbox-{number}");
-        let start = Instant::now();
         let seen = inspect(&pod).unwrap();
-        let looked = start.elapsed();
         let reserved = tunnel.reserve(&pod, &sandbox, &seen, false, None).unwrap();
-        let held = start.elapsed();
         tunnel.connect(&pod, &sandbox, &reserved, &seen, IpAddr::from([10, 77, 0, 100 + number])).unwrap();
-        times.push((start.elapsed(), looked, held - looked, start.elapsed() - held));
         all.push((pod, sandbox, reserved));
     }
-    let p50 = |part: &[(Duration, Duration, Duration, Duration)],
-               pick: fn(&(Duration, Duration, Duration, Duration)) -> Duration| {
-        let mut part: Vec<Duration> = part.iter().map(pick).collect();
-        part.sort();
-        part[part.len() / 2]
-    };
-    let (first, last) = (p50(&times[..30], |t| t.0), p50(&times[70..], |t| t.0));
-    println!(
-        "set-up p50 {:?}: look {:?}, reserve {:?}, connect {:?}; first 30 {first:?}, last 30 {last:?}",
-        p50(&times, |t| t.0),
-        p50(&times, |t| t.1),
-        p50(&times, |t| t.2),
-        p50(&times, |t| t.3),
-    );
-    // Generous: other tests run beside it.
-    assert!(last < first * 4 + Duration::from_millis(2), "{first:?} → {last:?}");
     for (pod, sandbox, reserved) in &all {
         tunnel.undo(sandbox, Some(pod), Some(reserved), None).unwrap();
     }

@@ -247,6 +247,22 @@ impl World {
         run(&format!("ip -n {} {rest}", self.name(name)))
     }
 
+    /// Waits until every IPv6 address of a namespace has its local route. The kernel makes that a moment after the
+    /// address, without duplicate address detection, too.
+    pub fn settle(&self, name: &str) {
+        let deadline = Instant::now() + Duration::from_secs(30);
+        loop {
+            let (addresses, routes) =
+                (self.ip(name, "-6 -o address show"), self.ip(name, "-6 route show table local"));
+            let own = addresses.lines().filter_map(|line| line.split_whitespace().nth(3)?.split('/').next());
+            if own.into_iter().all(|own| routes.contains(&format!("local {own} dev"))) {
+                return;
+            }
+            assert!(Instant::now() < deadline, "{name}: an address has no route: {addresses}\n{routes}");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+
     pub fn reserve(
         &self,
         pod: &Netns,

@@ -66,7 +66,7 @@ impl Cloud {
             ("security-group-ids".to_owned(), self.group.clone()),
             ("image-id".to_owned(), IMAGE.to_owned()),
             ("arch".to_owned(), "x86_64".to_owned()),
-            ("call-timeout".to_owned(), "20s".to_owned()),
+            ("call-timeout".to_owned(), "60s".to_owned()),
         ]
     }
 

@@ -65,15 +65,18 @@ pub fn owner(node: &str) -> Owner {
     Owner { cluster_id: "test".into(), node_name: node.into() }
 }
 
+/// Longest wait of a test for a condition.
+pub const LIMIT: Duration = Duration::from_secs(60);
+
 /// Returns settings with timeouts for a busy machine. Tests that cause a hang set shorter ones.
 pub fn config(endpoint: Endpoint) -> ExternalConfig {
     ExternalConfig {
         endpoint,
         owner: owner("node"),
-        handshake_timeout: Duration::from_secs(20),
-        call_timeout: Duration::from_secs(20),
+        handshake_timeout: Duration::from_secs(60),
+        call_timeout: Duration::from_secs(60),
         health_every: Duration::from_secs(10),
-        health_timeout: Duration::from_secs(10),
+        health_timeout: Duration::from_secs(60),
     }
 }
 
@@ -90,7 +93,7 @@ pub async fn until<T, F>(what: &str, ask: impl Fn() -> F) -> T
 where
     F: Future<Output = Option<T>>,
 {
-    let deadline = Instant::now() + Duration::from_secs(60);
+    let deadline = Instant::now() + LIMIT;
     loop {
         if let Some(answer) = ask().await {
             return answer;

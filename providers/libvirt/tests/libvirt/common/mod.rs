@@ -44,6 +44,8 @@ impl Place {
             // A trial of KVM in every test would show nothing new.
             ("acceleration", "emulated".to_owned()),
             ("hotplug-ports", "2".to_owned()),
+            // libvirtd changes a network for one caller after the other: on a busy machine the twelfth waits long.
+            ("call-timeout", "120s".to_owned()),
         ]
         .into_iter()
         .map(|(key, value)| (format!("provider.libvirt.{key}"), value))

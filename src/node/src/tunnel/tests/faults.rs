@@ -1,5 +1,7 @@
 //! Tests of failures while pods are set up, run and are torn down.
 
+use std::time::Duration;
+
 use peerpod_podnet::events::Events;
 use tokio::time::timeout;
 
@@ -131,7 +133,6 @@ fn a_namespace_deleted_during_the_setup_is_an_error() {
         let name = format!("pod{round}");
         world.bare_pod(&name);
         let path = world.path(&name);
-        let began = Instant::now();
         let steps = || {
             // No handle is held across the steps: that alone would keep the namespace.
             let seen = inspect(&Netns::open(&path)?)?;
@@ -153,7 +154,6 @@ fn a_namespace_deleted_during_the_setup_is_an_error() {
                 }
             }
         });
-        assert!(began.elapsed() < Duration::from_secs(5), "round {round}");
         tunnel.undo("sandbox", None, None, Some(ip(VM))).unwrap();
         assert!(!table(world, "node"), "round {round}");
     }
