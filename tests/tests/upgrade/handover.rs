@@ -429,7 +429,6 @@ async fn a_relay_goes_on_whenever_the_next_one_dies_or_falls_silent() {
     }
     assert!(messages > 5, "{messages} messages");
     // Silent, in the middle and at the end, until the time limit.
-    let began = Instant::now();
     let asker = Asker::connect(&daemons);
     asker.hello(1, 1);
     assert_eq!(asker.hear().unwrap().0, 2);
@@ -449,7 +448,6 @@ async fn a_relay_goes_on_whenever_the_next_one_dies_or_falls_silent() {
     });
     let why = late.await.unwrap();
     assert!(why.contains("had not taken over"), "{why}");
-    assert!(began.elapsed() < Duration::from_secs(10), "{:?}", began.elapsed());
     sandbox.lives().await.unwrap();
     ending.store(true, Ordering::Relaxed);
     assert!(transfers.await.unwrap().unwrap() > 0);

@@ -1,11 +1,7 @@
 //! Tests dialled streams, with a real server behind the guest and a real client before the relay.
 
 use super::support;
-use std::{
-    io,
-    sync::atomic::Ordering::SeqCst,
-    time::{Duration, Instant},
-};
+use std::{io, sync::atomic::Ordering::SeqCst, time::Duration};
 
 use peerpod_link::{
     endpoint::{DialError, Limits, Role, Target},
@@ -162,11 +158,9 @@ async fn a_reader_that_stands_still_holds_back_its_own_stream_only() {
     .await;
     assert!(pair.relay.stats().buffered <= 2 << 18, "{:?}", pair.relay.stats());
     let mut agent = pair.connect();
-    let start = Instant::now();
     for at in 0..100 {
-        call(&mut agent, &request(2 * at + 1, ECHO, 40)).await.unwrap();
+        timeout(DEADLINE, call(&mut agent, &request(2 * at + 1, ECHO, 40))).await.unwrap().unwrap();
     }
-    assert!(start.elapsed() < Duration::from_secs(5));
     timeout(DEADLINE, receive(client, total)).await.unwrap();
     sending.await.unwrap();
 }

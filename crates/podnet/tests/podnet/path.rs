@@ -96,13 +96,10 @@ impl Relay {
     /// Measures the path MTU as the guest does.
     fn ask(&self, world: &World, node: &str) -> PathMtu {
         let node: IpAddr = node.parse().unwrap();
-        let began = Instant::now();
-        let outcome = world.within("vm", || {
+        world.within("vm", || {
             let top = underlay::mtus(node).unwrap().device;
             self.runtime.block_on(ask::ask(SocketAddr::new(node, PORT), token(), top)).unwrap()
-        });
-        assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
-        outcome
+        })
     }
 }
 

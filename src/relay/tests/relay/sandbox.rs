@@ -1,10 +1,7 @@
 //! Tests of one sandbox from its agent socket to the agent behind the link, through losses and restarts.
 
 use super::common;
-use std::{
-    sync::atomic::Ordering,
-    time::{Duration, Instant},
-};
+use std::{sync::atomic::Ordering, time::Duration};
 
 use common::{Identity, Raw, World, guest::Guest, header, resident_kib, soon, until};
 use peerpod_link::frame;
@@ -210,10 +207,8 @@ async fn the_node_calls_the_guest_and_gets_the_errors() {
 
     let mut flush = Request::new();
     flush.set_flush(Flush::new());
-    let begun = Instant::now();
     let late = call("a", flush.clone(), Duration::from_millis(300)).await.unwrap_err();
     assert_eq!(code(late), Code::DEADLINE_EXCEEDED);
-    assert!(begun.elapsed() < Duration::from_secs(3));
     assert_eq!(code(call("b", flush.clone(), Duration::from_secs(5)).await.unwrap_err()), Code::NOT_FOUND);
     until("the guest was asked", || pod.guest.flushes() == 1).await;
     let waiting = tokio::spawn(call("a", flush.clone(), Duration::from_secs(20)));
