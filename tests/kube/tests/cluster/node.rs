@@ -457,11 +457,16 @@ async fn away_in_the_middle(rig: &mut Rig, kill: bool) {
         let object = rig.peerpod(name, &running.id).await.unwrap();
         assert_eq!(object.metadata.owner_references.unwrap()[0].uid, *uid, "{name}");
     }
-    let mut there = vms(&rig.daemons);
     let mut known: Vec<String> = new.iter().filter_map(|running| vm_in(&rig.daemons, &running.id)).collect();
-    there.sort();
     known.sort();
-    assert_eq!(there, known, "no VM too many, none too few");
+    // The local provider answers a delete after a second at the latest, and finishes it later.
+    wait_for("no VM too many, none too few", LIMIT, async || {
+        let mut there = vms(&rig.daemons);
+        there.sort();
+        Ok((there == known).then_some(()))
+    })
+    .await
+    .unwrap_or_else(|error| panic!("{error}: {:?} instead of {known:?}", vms(&rig.daemons)));
     let warned = || rig.readyz()["warnings"]["api-server"].clone();
     wait_for("no warning of the API server any more", LIMIT, async || Ok(warned().is_null().then_some(())))
         .await
