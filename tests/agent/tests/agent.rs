@@ -72,7 +72,7 @@ async fn a_container_lives_as_in_the_transcripts() {
         async move { client.oom_event().await }
     });
     client.copy_file(&copy_file("c1-0123456789abcdef-hosts", 0o644, b"127.0.0.1 localhost\n")).await.unwrap();
-    let script = "echo hello; echo oops >&2; trap 'echo bye; exit 7' TERM; while :; do sleep 0.05; done";
+    let script = "trap 'echo bye; exit 7' TERM; echo hello; echo oops >&2; while :; do sleep 0.05; done";
     client.create_container(&ContainerSpec::new("c1", &["/bin/sh", "-c", script]).request()).await.unwrap();
     client.start_container("c1").await.unwrap();
     assert_eq!(client.read_stdout("c1", "", 8192).await.unwrap(), b"hello\n");

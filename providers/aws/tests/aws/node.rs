@@ -174,7 +174,8 @@ async fn burst(count: usize, batch: &str) -> Burst {
     assert_eq!(
         (each.len(), node.witnessed().await),
         (count, each.clone()),
-        "each has its own, and there are no others"
+        "each has its own, and there are no others\n{}",
+        node.daemons.log_tails()
     );
     let failures =
         node.daemons.ledger().unwrap().iter().filter(|entry| !entry.record["cause"].is_null()).count();
