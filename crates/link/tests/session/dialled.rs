@@ -209,7 +209,8 @@ async fn a_dial_above_the_limit_is_refused() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_missing_or_new_guest_fails_the_call_quickly() {
-    let limits = Limits { call: Duration::from_secs(3), ..Limits::default() };
+    let calls_end_after = |seconds| Limits { call: Duration::from_secs(seconds), ..Limits::default() };
+    let limits = calls_end_after(3);
     let lonely = end(Role::Relay, None, limits.clone());
     let target = Target { v6: false, port: 1 };
     assert_eq!(lonely.handle.dial(target).await.unwrap_err(), DialError::Away);
@@ -218,8 +219,15 @@ async fn a_missing_or_new_guest_fails_the_call_quickly() {
     let (listener, target) = server(false).await;
     let (mut client, _served) = carried(&pair, &listener, target).await;
     pair.proxy.as_ref().unwrap().stall(true);
+    // The limit decides: a call that began earlier with a longer one still waits.
+    let patient =
+        up(Options { limits: calls_end_after(3600), ..Options::tls(false).cut(|| usize::MAX) }).await;
+    patient.proxy.as_ref().unwrap().stall(true);
+    let handle = patient.relay.clone();
+    let waiting = tokio::spawn(async move { handle.dial(target).await.map(drop) });
     let late = timeout(DEADLINE, pair.relay.dial(target)).await.unwrap();
     assert_eq!(late.unwrap_err(), DialError::Late);
+    assert!(!waiting.is_finished());
     // The relay ends: a stream that was not sent to its end is reset.
     pair.relay.close();
     let error = timeout(DEADLINE, client.read(&mut [0; 8])).await.unwrap().unwrap_err();

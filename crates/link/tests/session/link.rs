@@ -273,7 +273,7 @@ async fn a_link_that_drops_everything_is_noticed_and_replaced() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn an_idle_link_is_kept_by_heartbeats() {
-    // A processor that other tests use delays a heartbeat by hundreds of milliseconds: the bound is far longer.
+    // Far longer than other processes delay a heartbeat.
     let silence = Duration::from_secs(5);
     let limits = Limits { heartbeat: Duration::from_millis(50), silence, ..Limits::default() };
     let pair = Pair::start(Options { limits, ..Options::tls(true) }).await;

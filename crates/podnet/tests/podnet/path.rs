@@ -11,6 +11,7 @@ use peerpod_link::path_mtu::ask::{self, PathMtu};
 use peerpod_link::path_mtu::echo::{Echo, Known, Pass};
 use peerpod_podnet::{mtu, underlay};
 use tokio::runtime::Runtime;
+use tokio::time::timeout;
 use world::{SHAPE4, SHAPE6, World, run};
 
 const DEADLINE: Duration = Duration::from_secs(20);
@@ -98,7 +99,9 @@ impl Relay {
         let node: IpAddr = node.parse().unwrap();
         world.within("vm", || {
             let top = underlay::mtus(node).unwrap().device;
-            self.runtime.block_on(ask::ask(SocketAddr::new(node, PORT), token(), top)).unwrap()
+            let asking =
+                async { timeout(DEADLINE, ask::ask(SocketAddr::new(node, PORT), token(), top)).await };
+            self.runtime.block_on(asking).expect("the measurement ends by itself").unwrap()
         })
     }
 }

@@ -242,14 +242,14 @@ async fn a_caller_without_a_turn_in_time_gets_the_reason() {
     let mut refused = Vec::new();
     for create in creates.collect::<Vec<_>>() {
         let made = tokio::time::timeout(PATIENCE, create).await.unwrap().unwrap();
-        // A call that had its turn, and whose answer was late on a busy machine, is another matter.
+        // On a busy machine the answer of a call with a turn may come late. This test is not about that error.
         refused.extend(made.err().filter(|error| !error.to_string().contains("its effect is unknown")));
     }
     assert!(!refused.is_empty());
     for error in &refused {
         says(error, "transient", &["create of web-", "RunInstances", "create fewer pods at once"]);
     }
-    // Without turns seven of twelve would be. On a busy machine calls with a turn arrive together.
+    // Without turns EC2 would throttle seven of the twelve. On a busy machine calls with a turn arrive together.
     let in_vain = cloud.proxy.calls().iter().filter(|call| call.status == 503).count();
     assert!(in_vain <= 4, "{in_vain} calls in vain");
 }

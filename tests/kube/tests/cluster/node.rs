@@ -459,7 +459,7 @@ async fn away_in_the_middle(rig: &mut Rig, kill: bool) {
     }
     let mut known: Vec<String> = new.iter().filter_map(|running| vm_in(&rig.daemons, &running.id)).collect();
     known.sort();
-    // The local provider answers a delete after a second at the latest, and finishes it later.
+    // The local provider finishes a delete in the background when it takes more than a second.
     wait_for("no VM too many, none too few", LIMIT, async || {
         let mut there = vms(&rig.daemons);
         there.sort();

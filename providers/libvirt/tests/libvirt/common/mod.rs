@@ -44,7 +44,7 @@ impl Place {
             // A trial of KVM in every test would show nothing new.
             ("acceleration", "emulated".to_owned()),
             ("hotplug-ports", "2".to_owned()),
-            // libvirtd changes a network for one caller after the other: on a busy machine the twelfth waits long.
+            // libvirtd changes a network for one caller after the other. The last one waits long on a busy machine.
             ("call-timeout", "120s".to_owned()),
         ]
         .into_iter()
