@@ -11,6 +11,8 @@ use std::io::{self, Read};
 use std::path::Path;
 use std::sync::OnceLock;
 
+use netlink_packet_route::link::{Inet6DevConf, InetDevConf};
+
 use super::seen::Sysctl;
 use crate::link::Link;
 use crate::netns::Netns;
@@ -106,65 +108,67 @@ const SPREADING: &[(&str, &str)] = &[
 /// Returns the settings of an interface with their present values: `ipv4/rp_filter` stands for
 /// `ipv4/conf/<interface>/rp_filter`.
 pub(crate) fn of_interface(link: &Link) -> Vec<(&'static str, i32)> {
-    let mut all = Vec::with_capacity(48);
-    if let Some(v4) = &link.v4 {
-        all.extend([
-            ("ipv4/accept_local", v4.accept_local),
-            ("ipv4/accept_redirects", v4.accept_redirects),
-            ("ipv4/accept_source_route", v4.accept_source_route),
-            ("ipv4/arp_accept", v4.arp_accept),
-            ("ipv4/arp_announce", v4.arp_announce),
-            ("ipv4/arp_filter", v4.arpfilter),
-            ("ipv4/arp_ignore", v4.arp_ignore),
-            ("ipv4/arp_notify", v4.arp_notify),
-            ("ipv4/bc_forwarding", v4.bc_forwarding),
-            ("ipv4/disable_policy", v4.nopolicy),
-            ("ipv4/disable_xfrm", v4.noxfrm),
-            ("ipv4/drop_gratuitous_arp", v4.drop_gratuitous_arp),
-            ("ipv4/drop_unicast_in_l2_multicast", v4.drop_unicast_in_l2_multicast),
-            ("ipv4/force_igmp_version", v4.force_igmp_version),
-            ("ipv4/forwarding", v4.forwarding),
-            ("ipv4/ignore_routes_with_linkdown", v4.ignore_routes_with_linkdown),
-            ("ipv4/log_martians", v4.log_martians),
-            ("ipv4/promote_secondaries", v4.promote_secondaries),
-            ("ipv4/proxy_arp", v4.proxy_arp),
-            ("ipv4/proxy_arp_pvlan", v4.proxy_arp_pvlan),
-            ("ipv4/route_localnet", v4.route_localnet),
-            ("ipv4/rp_filter", v4.rp_filter),
-            ("ipv4/secure_redirects", v4.secure_redirects),
-            ("ipv4/send_redirects", v4.send_redirects),
-            ("ipv4/shared_media", v4.shared_media),
-            ("ipv4/src_valid_mark", v4.src_vmark),
-        ]);
-    }
-    if let Some(v6) = &link.v6 {
-        all.extend([
-            ("ipv6/accept_dad", v6.accept_dad),
-            ("ipv6/accept_ra", v6.accept_ra),
-            ("ipv6/accept_ra_defrtr", v6.accept_ra_defrtr),
-            ("ipv6/accept_ra_from_local", v6.accept_ra_from_local),
-            ("ipv6/accept_ra_mtu", v6.accept_ra_mtu),
-            ("ipv6/accept_ra_pinfo", v6.accept_ra_pinfo),
-            ("ipv6/accept_redirects", v6.accept_redirects),
-            ("ipv6/accept_source_route", v6.accept_source_route),
-            ("ipv6/autoconf", v6.autoconf),
-            ("ipv6/dad_transmits", v6.dad_transmits),
-            ("ipv6/disable_ipv6", v6.disable_ipv6),
-            ("ipv6/disable_policy", v6.disable_policy),
-            ("ipv6/drop_unicast_in_l2_multicast", v6.drop_unicast_in_l2_multicast),
-            ("ipv6/force_mld_version", v6.force_mld_version),
-            ("ipv6/forwarding", v6.forwarding),
-            ("ipv6/hop_limit", v6.hoplimit),
-            ("ipv6/ignore_routes_with_linkdown", v6.ignore_routes_with_linkdown),
-            ("ipv6/keep_addr_on_down", v6.keep_addr_on_down),
-            ("ipv6/ndisc_notify", v6.ndisc_notify),
-            ("ipv6/proxy_ndp", v6.proxy_ndp),
-            ("ipv6/router_solicitations", v6.rtr_solicits),
-            ("ipv6/use_oif_addrs_only", v6.use_oif_addrs_only),
-            ("ipv6/use_tempaddr", v6.use_tempaddr),
-        ]);
-    }
-    all
+    let v4 = link.v4.iter().flat_map(|v4| of_v4(v4));
+    v4.chain(link.v6.iter().flat_map(|v6| of_v6(v6))).collect()
+}
+
+fn of_v4(v4: &InetDevConf) -> [(&'static str, i32); 26] {
+    [
+        ("ipv4/accept_local", v4.accept_local),
+        ("ipv4/accept_redirects", v4.accept_redirects),
+        ("ipv4/accept_source_route", v4.accept_source_route),
+        ("ipv4/arp_accept", v4.arp_accept),
+        ("ipv4/arp_announce", v4.arp_announce),
+        ("ipv4/arp_filter", v4.arpfilter),
+        ("ipv4/arp_ignore", v4.arp_ignore),
+        ("ipv4/arp_notify", v4.arp_notify),
+        ("ipv4/bc_forwarding", v4.bc_forwarding),
+        ("ipv4/disable_policy", v4.nopolicy),
+        ("ipv4/disable_xfrm", v4.noxfrm),
+        ("ipv4/drop_gratuitous_arp", v4.drop_gratuitous_arp),
+        ("ipv4/drop_unicast_in_l2_multicast", v4.drop_unicast_in_l2_multicast),
+        ("ipv4/force_igmp_version", v4.force_igmp_version),
+        ("ipv4/forwarding", v4.forwarding),
+        ("ipv4/ignore_routes_with_linkdown", v4.ignore_routes_with_linkdown),
+        ("ipv4/log_martians", v4.log_martians),
+        ("ipv4/promote_secondaries", v4.promote_secondaries),
+        ("ipv4/proxy_arp", v4.proxy_arp),
+        ("ipv4/proxy_arp_pvlan", v4.proxy_arp_pvlan),
+        ("ipv4/route_localnet", v4.route_localnet),
+        ("ipv4/rp_filter", v4.rp_filter),
+        ("ipv4/secure_redirects", v4.secure_redirects),
+        ("ipv4/send_redirects", v4.send_redirects),
+        ("ipv4/shared_media", v4.shared_media),
+        ("ipv4/src_valid_mark", v4.src_vmark),
+    ]
+}
+
+fn of_v6(v6: &Inet6DevConf) -> [(&'static str, i32); 23] {
+    [
+        ("ipv6/accept_dad", v6.accept_dad),
+        ("ipv6/accept_ra", v6.accept_ra),
+        ("ipv6/accept_ra_defrtr", v6.accept_ra_defrtr),
+        ("ipv6/accept_ra_from_local", v6.accept_ra_from_local),
+        ("ipv6/accept_ra_mtu", v6.accept_ra_mtu),
+        ("ipv6/accept_ra_pinfo", v6.accept_ra_pinfo),
+        ("ipv6/accept_redirects", v6.accept_redirects),
+        ("ipv6/accept_source_route", v6.accept_source_route),
+        ("ipv6/autoconf", v6.autoconf),
+        ("ipv6/dad_transmits", v6.dad_transmits),
+        ("ipv6/disable_ipv6", v6.disable_ipv6),
+        ("ipv6/disable_policy", v6.disable_policy),
+        ("ipv6/drop_unicast_in_l2_multicast", v6.drop_unicast_in_l2_multicast),
+        ("ipv6/force_mld_version", v6.force_mld_version),
+        ("ipv6/forwarding", v6.forwarding),
+        ("ipv6/hop_limit", v6.hoplimit),
+        ("ipv6/ignore_routes_with_linkdown", v6.ignore_routes_with_linkdown),
+        ("ipv6/keep_addr_on_down", v6.keep_addr_on_down),
+        ("ipv6/ndisc_notify", v6.ndisc_notify),
+        ("ipv6/proxy_ndp", v6.proxy_ndp),
+        ("ipv6/router_solicitations", v6.rtr_solicits),
+        ("ipv6/use_oif_addrs_only", v6.use_oif_addrs_only),
+        ("ipv6/use_tempaddr", v6.use_tempaddr),
+    ]
 }
 
 /// Returns the path of a setting such as `ipv4/rp_filter` for one interface, below [`ROOT`]; `None` for a setting

@@ -72,11 +72,21 @@ pub(super) enum Strange {
     Whole(String),
 }
 
-/// Returns a route, or `None` for one that the kernel makes by itself everywhere.
-pub(super) fn read_route(message: &RouteMessage) -> Option<Result<Found, Strange>> {
+/// Attributes of a route, before it is judged.
+struct Parts {
+    route: Route,
+    device: Option<u32>,
+    hops: Vec<(u32, Hop)>,
+    /// Reason why the whole route cannot be described.
+    whole: Option<&'static str>,
+    /// Detail that cannot be described.
+    detail: Option<&'static str>,
+}
+
+fn read_parts(message: &RouteMessage) -> Option<Parts> {
     let header = &message.header;
     let nowhere = unspecified(header.address_family == AddressFamily::Inet6);
-    let mut route = Route {
+    let route = Route {
         protocol: header.protocol.into(),
         scope: header.scope.into(),
         onlink: header.flags.contains(RouteFlags::Onlink),
@@ -85,31 +95,36 @@ pub(super) fn read_route(message: &RouteMessage) -> Option<Result<Found, Strange
         tos: header.tos,
         ..Route::new(nowhere, header.destination_prefix_length)
     };
-    let (mut device, mut hops, mut whole, mut detail) = (None, Vec::new(), None, None);
+    let mut parts = Parts { route, device: None, hops: Vec::new(), whole: None, detail: None };
+    let Parts { route, device, hops, whole, detail } = &mut parts;
     for attribute in &message.attributes {
         match attribute {
             RouteAttribute::Destination(a) => route.destination = ip(a)?,
             RouteAttribute::Gateway(_) | RouteAttribute::Via(_) => route.gateway = gateway(attribute),
             RouteAttribute::PrefSource(a) => route.source = ip(a),
             RouteAttribute::Priority(metric) => route.metric = *metric,
-            RouteAttribute::Oif(index) => device = Some(*index),
+            RouteAttribute::Oif(index) => *device = Some(*index),
             RouteAttribute::Table(number) => route.table = *number,
-            RouteAttribute::MultiPath(all) => {
-                hops = all.iter().map(|hop| read_hop(hop, &mut whole)).collect()
-            }
-            RouteAttribute::Encap(_) | RouteAttribute::EncapType(_) => whole = Some("encapsulates"),
-            RouteAttribute::Source(_) => whole = Some("is for some sources only"),
-            RouteAttribute::Realm(_) => detail = Some("its realm"),
+            RouteAttribute::MultiPath(all) => *hops = all.iter().map(|hop| read_hop(hop, whole)).collect(),
+            RouteAttribute::Encap(_) | RouteAttribute::EncapType(_) => *whole = Some("encapsulates"),
+            RouteAttribute::Source(_) => *whole = Some("is for some sources only"),
+            RouteAttribute::Realm(_) => *detail = Some("its realm"),
             RouteAttribute::Preference(preference) => route.preference = (*preference).into(),
             RouteAttribute::CacheInfo(times) => route.expires = expiry(times.expires),
             RouteAttribute::Metrics(all) => {
-                let unknown: Vec<_> =
-                    all.iter().filter_map(|metric| read_metric(metric, &mut route)).collect();
-                detail = unknown.first().copied().or(detail);
+                let unknown: Vec<_> = all.iter().filter_map(|metric| read_metric(metric, route)).collect();
+                *detail = unknown.first().copied().or(*detail);
             }
             _ => {}
         }
     }
+    Some(parts)
+}
+
+/// Returns a route, or `None` for one that the kernel makes by itself everywhere.
+pub(super) fn read_route(message: &RouteMessage) -> Option<Result<Found, Strange>> {
+    let header = &message.header;
+    let Parts { mut route, mut device, hops, mut whole, detail } = read_parts(message)?;
     if is_kernels_own(header, &route) {
         return None;
     }
