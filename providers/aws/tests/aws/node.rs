@@ -11,15 +11,17 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use common::Cloud;
-use futures_util::future::join_all;
+use futures_util::{StreamExt, stream};
 use peerpod_client::{Annotations, Error, ShimClient};
 use peerpod_test_ec2::{Fault, Proxy, ec2_bucket};
-use peerpod_tests::{Dice, fresh_id, report, sample};
+use peerpod_tests::{Dice, fresh_id, report, sample, stop_in_time};
 use peerpod_world::{Daemons, Settings, World, eventually, many};
 use serde_json::json;
 
 /// Longest wait for anything that EC2's buckets do not delay.
 const PATIENCE: Duration = Duration::from_secs(60);
+/// Concurrent calls of StopVM. One by one they would come too slowly on a busy machine to be deleted together.
+const AT_ONCE: usize = 32;
 
 fn is_long() -> bool {
     peerpod_tests::long() || std::env::var_os("PEERPOD_TEST_BENCH").is_some()
@@ -128,12 +130,11 @@ impl Node {
         .await
     }
 
-    /// Calls StopVM for all pods at once, and waits until the cloud has none of their VMs.
+    /// Calls StopVM for all pods, many at once, and waits until the cloud has none of their VMs.
     async fn stop(&self, pods: &[(String, PathBuf)]) {
         let shim = self.daemons.shim().await.unwrap();
-        for stopped in join_all(pods.iter().map(|(id, _)| shim.stop_vm(id))).await {
-            stopped.unwrap();
-        }
+        let stop = async |id| stop_in_time(&shim, id).await.unwrap();
+        stream::iter(pods).for_each_concurrent(AT_ONCE, |(id, _)| stop(id)).await;
         self.until("no VM is left", || async { self.cloud.machines().await.is_empty().then_some(()) }).await;
         for (id, _) in pods {
             self.daemons.gone(id, PATIENCE).await.unwrap();
