@@ -14,9 +14,9 @@ use std::{
 
 use base64::{Engine, prelude::BASE64_STANDARD};
 use images_common::{
-    Folder, Image, Layer, LayerBuilder, Packing, Registry, Serving, begin, free_port, hostile,
+    Folder, Image, Layer, LayerBuilder, PORT, Packing, Registry, Serving, begin, hostile,
     hostile::{Hostile, answer, for_ever, head},
-    inspect, job, layers_in, ordinary, pull,
+    inspect, job, layers_in, ordinary, own_address, pull,
 };
 use peerpod_client::{AgentClient, Annotations};
 use peerpod_proto::agent::CreateSandboxRequest;
@@ -178,10 +178,12 @@ fn the_vm_accepts_only_registries_with_trusted_certificates() {
     let ca = params.self_signed(&ca_key).unwrap();
     let issuer = rcgen::Issuer::new(params, &ca_key);
     let key = rcgen::KeyPair::generate().unwrap();
-    let leaf = rcgen::CertificateParams::new(vec!["127.0.0.1".to_owned()]).unwrap();
+    let address = own_address();
+    let leaf = rcgen::CertificateParams::new(vec![address.ip().to_string()]).unwrap();
     let leaf = leaf.signed_by(&key, &issuer).unwrap();
     let tls = Some((pem("CERTIFICATE", leaf.der()), pem("PRIVATE KEY", &key.serialize_der())));
-    let registry = Registry::start(&[("app:v1", &image)], &Serving { tls, ..Serving::default() });
+    let registry =
+        Registry::start(&[("app:v1", &image)], &Serving { tls, at: Some(address), ..Serving::default() });
     let mut job = job(&store.0, &format!("{}/app:v1", registry.address));
     job["plain_http"] = json!([]);
     job["ca_files"] = json!(["/etc/ssl/certs/ca-certificates.crt", "/nonexistent"]);
@@ -418,7 +420,7 @@ async fn a_container_runs_from_an_image_that_its_vm_pulled_with_a_secret() {
     let world = World::new().unwrap();
     let secret = world.folder().join("secret.json");
     // The node's own address in the VMs' network.
-    let address: SocketAddr = format!("10.99.0.1:{}", free_port().port()).parse().unwrap();
+    let address = SocketAddr::from(([10, 99, 0, 1], PORT));
     let auths = json!({ "auths": { address.to_string(): { "username": "pod", "password": "geheim" } } });
     fs::write(&secret, auths.to_string()).unwrap();
     let name = format!("{address}/team/app:v1");
@@ -432,8 +434,8 @@ async fn a_container_runs_from_an_image_that_its_vm_pulled_with_a_secret() {
     let id = fresh_id("image");
     // The VM's network appears with the first VM; the address must exist before.
     world.node().ip("address add 10.99.0.1/32 dev lo\n").unwrap();
-    let at = Some((world.node().name(), address));
-    let serving = Serving { secret: Some(("pod", "geheim")), at, ..Serving::default() };
+    let netns = Some(world.node().name());
+    let serving = Serving { secret: Some(("pod", "geheim")), at: Some(address), netns, ..Serving::default() };
     let image = ordinary();
     let registry = tokio::task::block_in_place(|| Registry::start(&[("team/app:v1", &image)], &serving));
     let socket =

@@ -10,7 +10,7 @@ use std::{
     net::{SocketAddr, TcpStream},
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
-    sync::atomic::{AtomicU32, Ordering},
+    sync::atomic::{AtomicU8, AtomicU32, Ordering},
 };
 
 use peerpod_tests::PATIENCE;
@@ -19,6 +19,9 @@ use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
 pub mod hostile;
+
+/// The registries' port. Each registry has an address or a network namespace of its own.
+pub const PORT: u16 = 5000;
 
 /// Temporary folder of a test on a disk, removed when dropped.
 pub struct Folder(pub PathBuf);
@@ -251,8 +254,10 @@ pub struct Serving<'a> {
     pub secret: Option<(&'a str, &'a str)>,
     /// Certificate chain and key, PEM.
     pub tls: Option<(String, String)>,
-    /// Network namespace and address to listen on.
-    pub at: Option<(&'a str, SocketAddr)>,
+    /// Address to listen on; a loopback address of its own by default.
+    pub at: Option<SocketAddr>,
+    /// Network namespace to listen in, with `at`; the test's own by default.
+    pub netns: Option<&'a str>,
 }
 
 impl Registry {
@@ -261,7 +266,7 @@ impl Registry {
         for (name, image) in images {
             store(&folder.join("data"), name, image);
         }
-        let address = serving.at.map_or_else(free_port, |(_, address)| address);
+        let address = serving.at.unwrap_or_else(own_address);
         let mut config = json!({
             "version": "0.1",
             "log": { "level": "warn" },
@@ -282,8 +287,8 @@ impl Registry {
         }
         // JSON is YAML.
         fs::write(folder.join("config.yml"), config.to_string()).unwrap();
-        let mut command = match serving.at {
-            Some((netns, _)) => {
+        let mut command = match serving.netns {
+            Some(netns) => {
                 let mut command = Command::new("ip");
                 command.args(["netns", "exec", netns, "docker-registry"]);
                 command
@@ -300,7 +305,7 @@ impl Registry {
             .spawn()
             .expect("docker-registry is installed by scripts/setup");
         let registry = Registry { folder, child: Some(child), address };
-        let netns = serving.at.map(|(netns, _)| netns.to_owned());
+        let netns = serving.netns.map(str::to_owned);
         eventually_blocking("the registry listens", PATIENCE, || match &netns {
             None => TcpStream::connect(address).ok().map(drop),
             Some(netns) => {
@@ -316,8 +321,8 @@ impl Registry {
 
     /// Starts a registry on the node's address in the VMs' network, for machines that boot.
     pub fn for_machines(world: &World, images: &[(&str, &Image)]) -> Registry {
-        let address = SocketAddr::from(([10, 97, 0, 1], free_port().port()));
-        let serving = Serving { at: Some((world.node().name(), address)), ..Serving::default() };
+        let at = Some(SocketAddr::from(([10, 97, 0, 1], PORT)));
+        let serving = Serving { at, netns: Some(world.node().name()), ..Serving::default() };
         tokio::task::block_in_place(|| Registry::start(images, &serving))
     }
 
@@ -347,8 +352,12 @@ impl Drop for Registry {
     }
 }
 
-pub fn free_port() -> SocketAddr {
-    std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap()
+/// Returns a loopback address that no other registry of a test has. A port alone would be given to another test's
+/// registry as soon as this one stops.
+pub fn own_address() -> SocketAddr {
+    static NEXT: AtomicU8 = AtomicU8::new(1);
+    let [_, _, high, low] = std::process::id().to_be_bytes();
+    SocketAddr::from(([127, NEXT.fetch_add(1, Ordering::Relaxed), high, low], PORT))
 }
 
 /// Stores an image in the registry's own format.

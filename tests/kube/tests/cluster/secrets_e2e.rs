@@ -6,7 +6,7 @@ use super::node_common;
 use super::secrets_common;
 use std::{fs, net::SocketAddr};
 
-use images_common::{Image, Registry, Serving, free_port, ordinary};
+use images_common::{Image, PORT as REGISTRY_PORT, Registry, Serving, ordinary};
 use node_common::{LIMIT, NODE, OWN, Rig, Running};
 use peerpod_client::AgentClient;
 use peerpod_proto::agent::{CreateContainerRequest, CreateSandboxRequest};
@@ -24,7 +24,7 @@ async fn a_vm_pulls_a_private_image_with_a_secret_of_the_cluster() {
     let folder = std::env::temp_dir().join(format!("peerpod-secrets-e2e-{}", std::process::id()));
     fs::create_dir_all(&folder).unwrap();
     let (token_file, ca_file) = (folder.join("token"), folder.join("ca.crt"));
-    let registry: SocketAddr = format!("10.99.0.1:{}", free_port().port()).parse().unwrap();
+    let registry = SocketAddr::from(([10, 99, 0, 1], REGISTRY_PORT));
     let settings = Settings::none()
         .with_volume(&folder)
         .set("node.plain-http-registries", registry.to_string())
@@ -48,8 +48,8 @@ async fn a_vm_pulls_a_private_image_with_a_secret_of_the_cluster() {
     rig.daemons().await;
     // The first VM makes the VMs' network; the registry needs its address earlier.
     rig.world.node().ip("address add 10.99.0.1/32 dev lo\n").unwrap();
-    let at = Some((rig.world.node().name(), registry));
-    let serving = Serving { secret: Some(("pod", "geheim")), at, ..Serving::default() };
+    let (at, netns) = (Some(registry), Some(rig.world.node().name()));
+    let serving = Serving { secret: Some(("pod", "geheim")), at, netns, ..Serving::default() };
     let image: Image = ordinary();
     let _registry = tokio::task::block_in_place(|| Registry::start(&[("team/app:v1", &image)], &serving));
     let name = format!("{registry}/team/app:v1");
