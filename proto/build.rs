@@ -1,6 +1,7 @@
 //! Generates messages and ttrpc services from `protos/`; pure Rust, no protoc needed.
 
-use std::{env, fmt::Write, fs};
+use std::fmt::Write;
+use std::{env, fs};
 
 use ttrpc_codegen::{Codegen, Customize};
 

@@ -1,19 +1,16 @@
 //! Serves a minimal agent: the fastest agent that a relay can be measured against. It runs on tokio like the real one,
 //! implements `Check` and `ReadStdout`, reads many frames per system call and sends prepared answers.
 
-use std::{
-    collections::{HashMap, hash_map::Entry},
-    io,
-    path::Path,
-};
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::io;
+use std::path::Path;
 
 use peerpod_link::frame::{HEADER_LEN, Header, RESPONSE};
 use peerpod_proto::{agent, ttrpc_frame};
 use protobuf::Message;
-use tokio::{
-    io::{AsyncReadExt, AsyncWriteExt},
-    net::{UnixListener, UnixStream},
-};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{UnixListener, UnixStream};
 
 /// Serves until the process ends.
 pub(crate) fn serve(path: &Path) -> io::Result<()> {

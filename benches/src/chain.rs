@@ -2,30 +2,24 @@
 //! endpoints; the last two plain and with TLS. Each process is this program in another role, so that their CPU times
 //! are separate.
 
-use std::{
-    fs,
-    io::{BufRead, BufReader},
-    net::{Ipv4Addr, SocketAddr},
-    path::{Path, PathBuf},
-    process::{Child, Command, Stdio},
-    sync::Arc,
-    time::Duration,
-};
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::net::{Ipv4Addr, SocketAddr};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::{Context, bail};
 use bytes::Bytes;
 use futures_util::future::BoxFuture;
 use peerpod_guest::intercept::{Intercept, Notice};
-use peerpod_link::{
-    endpoint::{Endpoint, Filter, Handler, Limits, LinkEvent, Role, Transport, tune},
-    tls,
-};
+use peerpod_link::endpoint::{Endpoint, Filter, Handler, Limits, LinkEvent, Role, Transport, tune};
+use peerpod_link::tls;
 use peerpod_relay::agent::filter::{AgentFilter, Bounds, Shared};
 use rustls_pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer, ServerName};
-use tokio::{
-    io::{AsyncRead, AsyncWrite, copy_bidirectional_with_sizes},
-    net::{TcpListener, TcpStream, UnixListener, UnixStream},
-};
+use tokio::io::{AsyncRead, AsyncWrite, copy_bidirectional_with_sizes};
+use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
 use tokio_rustls::{TlsAcceptor, TlsConnector};
 
 /// Processes between the client and the agent.

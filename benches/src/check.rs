@@ -1,12 +1,10 @@
 //! Checks that the Python provider, a separate program in another language, keeps every promise. Runs
 //! `peerpod provider check` with all optional parts and reports the number of broken promises.
 
-use std::{
-    fs,
-    os::unix::fs::PermissionsExt,
-    path::Path,
-    process::{Command, Stdio},
-};
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::process::{Command, Stdio};
 
 use anyhow::Context;
 use peerpod_world::binary;

@@ -1,12 +1,16 @@
 //! Sets up the encrypted tunnel for the network's figures. It uses the node's real steps, and runs both data planes in
 //! this process as the relay and the guest run them.
 
-use std::{net::SocketAddr, sync::Arc, time::Duration};
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::Context;
-use base64::{Engine as _, prelude::BASE64_STANDARD};
+use base64::Engine as _;
+use base64::prelude::BASE64_STANDARD;
 use peerpod_node::tunnel::{FdHandoff, Netns, Tunnel, TunnelConfig, TunnelKind, WireguardConfig, inspect};
-use peerpod_podnet::{guest, wireguard::Inner};
+use peerpod_podnet::guest;
+use peerpod_podnet::wireguard::Inner;
 use peerpod_proto::guest::NetworkPlan;
 use peerpod_wireguard::{
     DataPlane, Engine, Lane, NODE_INNER, OVERHEAD_V4, PeerConfig, PrivateKey, bind, inner_of, port_of,

@@ -1,34 +1,32 @@
 //! Plays the guests of the fake provider's VMs. Each reads its request's user-data, dials the node from the "VM's"
 //! address, claims, and answers its plan at once. The remaining time is that of the node and the relay.
 
-use std::{
-    collections::HashSet,
-    fs,
-    io::Read,
-    net::SocketAddr,
-    path::{Path, PathBuf},
-    sync::{Arc, OnceLock},
-    time::{Duration, SystemTime},
-};
+use std::collections::HashSet;
+use std::fs;
+use std::io::Read;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, SystemTime};
 
 use anyhow::{Context, ensure};
 use bytes::Bytes;
 use futures_util::future::BoxFuture;
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, SockaddrIn, bind, connect, socket};
 use peerpod_guest::intercept::{Intercept, Notice};
-use peerpod_link::{
-    claim,
-    endpoint::{Endpoint, EndpointHandle, Filter, Handler, Limits, LinkEvent, Role, Transport, tune},
-    tls,
-    user_data::UserData,
+use peerpod_link::endpoint::{
+    Endpoint, EndpointHandle, Filter, Handler, Limits, LinkEvent, Role, Transport, tune,
 };
+use peerpod_link::user_data::UserData;
+use peerpod_link::{claim, tls};
 use peerpod_podnet::netns::Netns;
 use peerpod_proto::guest::{Claim, Reply, Request, Status};
 use peerpod_provider_fake::FakeVm;
 use protobuf::Message;
 use rustls_pki_types::{CertificateDer, PrivatePkcs8KeyDer};
 use tokio::net::{TcpStream, UnixStream};
-use tokio_rustls::{TlsConnector, client::TlsStream};
+use tokio_rustls::TlsConnector;
+use tokio_rustls::client::TlsStream;
 
 /// Watches the fake provider's folder for new VMs until it is dropped.
 pub(crate) struct Guests(tokio::task::JoinHandle<()>);

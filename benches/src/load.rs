@@ -1,12 +1,10 @@
 //! Makes calls with raw ttrpc frames over a blocking unix socket, one write per request. So the path dominates the
 //! measurement, not the client. The calls are Kata's (`Check`, `ReadStdout`).
 
-use std::{
-    io::{self, Read, Write},
-    os::unix::net::UnixStream,
-    path::Path,
-    time::{Duration, Instant},
-};
+use std::io::{self, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::{Duration, Instant};
 
 use peerpod_link::frame::{HEADER_LEN, Header, REQUEST};
 use peerpod_proto::{agent, ttrpc_frame};

@@ -2,28 +2,22 @@
 //! boot time runs from power-on to the guest's first byte to the node. Boots of the bare kernel with a one-line init
 //! take turns with it.
 
-use std::{
-    fs,
-    io::Read,
-    net::{Ipv4Addr, TcpListener},
-    path::{Path, PathBuf},
-    process::{Command, Stdio},
-    time::{Duration, Instant},
-};
+use std::fs;
+use std::io::Read;
+use std::net::{Ipv4Addr, TcpListener};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 use peerpod_client::Annotations;
 use peerpod_link::user_data::{TicketSecret, UserData, UserDataNode, UserDataTicket, VERSION};
-use peerpod_world::{
-    Daemons, Settings, Sight, World,
-    qemu::{Machine, Running},
-};
+use peerpod_world::qemu::{Machine, Running};
+use peerpod_world::{Daemons, Settings, Sight, World};
 
-use crate::{
-    load::quantile,
-    report::{Goal, Report},
-    stages,
-};
+use crate::load::quantile;
+use crate::report::{Goal, Report};
+use crate::stages;
 
 const ROUNDS: usize = 7;
 const PATIENCE: Duration = Duration::from_secs(60);

@@ -20,10 +20,8 @@ mod thousand;
 use std::path::{Path, PathBuf};
 
 use anyhow::Context;
-use nix::{
-    sched::{CpuSet, sched_getaffinity, sched_setaffinity},
-    unistd::Pid,
-};
+use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
+use nix::unistd::Pid;
 
 /// File of the figures.
 const SUMMARY: &str = "target/bench/summary.json";

@@ -9,14 +9,10 @@ pub(crate) mod traffic;
 
 use peerpod_node::tunnel::{Tunnel, TunnelConfig};
 
-use self::{
-    cloud::{Cloud, VM},
-    traffic::Rates,
-};
-use crate::{
-    encrypted,
-    report::{Goal, Report},
-};
+use self::cloud::{Cloud, VM};
+use self::traffic::Rates;
+use crate::encrypted;
+use crate::report::{Goal, Report};
 
 /// Runs all measurements.
 pub(crate) async fn run(report: &mut Report) -> anyhow::Result<()> {

@@ -2,20 +2,16 @@
 //! answer of StartVM. The VMs are real ones of the local provider. Their boots take odd times, so that no polling
 //! interval matches by chance.
 
-use std::{
-    fs,
-    path::{Path, PathBuf},
-    time::{Duration, SystemTime},
-};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
 
 use anyhow::Context;
 use peerpod_client::Annotations;
 use peerpod_world::{Daemons, Settings, World};
 
-use crate::{
-    load::quantile,
-    report::{Goal, Report},
-};
+use crate::load::quantile;
+use crate::report::{Goal, Report};
 
 const STARTS: usize = 24;
 

@@ -2,15 +2,14 @@
 //! short and interleaved, so that other load on the machine affects all of them alike. All run on one processor (see
 //! `on_one_processor`).
 
-use std::{path::Path, time::Duration};
+use std::path::Path;
+use std::time::Duration;
 
 use anyhow::Context;
 
-use crate::{
-    chain::{Kind, Pair, make_certificates, role},
-    load::{Call, Client, median},
-    report::{Goal, Report},
-};
+use crate::chain::{Kind, Pair, make_certificates, role};
+use crate::load::{Call, Client, median};
+use crate::report::{Goal, Report};
 
 const ROUNDS: usize = 8;
 const BURST: Duration = Duration::from_millis(200);

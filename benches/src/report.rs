@@ -1,6 +1,8 @@
 //! Collects the figures of a run: a table for people, a flat JSON file for programs, and the verdict on goals.
 
-use std::{collections::BTreeMap, fs, io, path::Path};
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::{fs, io};
 
 use anyhow::ensure;
 

@@ -2,21 +2,17 @@
 //! come from its ledger, the guest's from its first message. Starts with and without the provider's reserved address
 //! for each VM take turns.
 
-use std::{
-    fs,
-    path::Path,
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::fs;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use peerpod_client::Annotations;
 use peerpod_world::{Daemons, Libvirtd, Settings, World, eventually, eventually_blocking};
 
-use crate::{
-    load::quantile,
-    report::{Goal, Report},
-};
+use crate::load::quantile;
+use crate::report::{Goal, Report};
 
 const ROUNDS: usize = 3;
 const BOOT: Duration = Duration::from_secs(180);

@@ -1,24 +1,20 @@
 //! Measures a thousand sandboxes on one node with a provider that takes no time: the memory of one sandbox, and the
 //! five hundredth start against the first.
 
-use std::{
-    collections::BTreeMap,
-    ops::Range,
-    path::Path,
-    time::{Duration, Instant},
-};
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::path::Path;
+use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use peerpod_client::{Annotations, ShimClient};
 use peerpod_podnet::netns::{self, Netns};
 use peerpod_world::{Daemons, Settings, World, many};
 
-use crate::{
-    chain::role,
-    guests::{Guests, rss_mib},
-    load::{Call, Client, median},
-    report::{Goal, Report},
-};
+use crate::chain::role;
+use crate::guests::{Guests, rss_mib};
+use crate::load::{Call, Client, median};
+use crate::report::{Goal, Report};
 
 const MANY: usize = 1000;
 

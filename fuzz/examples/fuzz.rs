@@ -2,7 +2,8 @@
 //! `FUZZ_SEEDS` it writes the target's seeds into that folder and exits.
 #![no_main]
 
-use std::{path::Path, sync::LazyLock};
+use std::path::Path;
+use std::sync::LazyLock;
 
 use peerpod_fuzz::Target;
 

@@ -7,24 +7,16 @@
 //!
 //! An input is a list of messages: sender (u8), length (u16 BE), bytes.
 
-use std::{
-    collections::{HashMap, VecDeque},
-    sync::{
-        Arc,
-        atomic::{AtomicUsize, Ordering},
-    },
-};
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use bytes::BytesMut;
 use peerpod_guest::intercept::{Intercept, Notice};
-use peerpod_link::{
-    endpoint::Filter,
-    frame::{DATA, FrameReader, Header, MAX_PAYLOAD, Piece, REQUEST, RESPONSE, method_of},
-};
-use peerpod_proto::{
-    agent::CreateContainerRequest,
-    ttrpc_frame::{Request, Response},
-};
+use peerpod_link::endpoint::Filter;
+use peerpod_link::frame::{DATA, FrameReader, Header, MAX_PAYLOAD, Piece, REQUEST, RESPONSE, method_of};
+use peerpod_proto::agent::CreateContainerRequest;
+use peerpod_proto::ttrpc_frame::{Request, Response};
 use peerpod_relay::agent::filter::{AgentFilter, Bounds, Shared};
 use protobuf::Message;
 

@@ -6,10 +6,8 @@ use std::os::fd::AsRawFd;
 use futures_util::FutureExt;
 use nix::sys::socket::{AddressFamily, MsgFlags, SockFlag, SockType, send, socketpair};
 use peerpod_base::fd_handoff::{self, HandoffAnswer, HandoffHeader};
-use peerpod_link::{
-    claim::{First, first_record},
-    record::{HEADER_LEN, Hello, StreamKind, Welcome},
-};
+use peerpod_link::claim::{First, first_record};
+use peerpod_link::record::{HEADER_LEN, Hello, StreamKind, Welcome};
 
 pub(crate) fn run(input: &[u8]) {
     let mut rest = input;

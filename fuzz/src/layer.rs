@@ -1,7 +1,10 @@
 //! Fuzzes the archive of an image layer, which any user with push access to a registry controls. No file appears
 //! outside the folder that it is unpacked to; a link there leads outside on purpose.
 
-use std::{fs, io::Read, os::unix::fs::symlink, path::PathBuf};
+use std::fs;
+use std::io::Read;
+use std::os::unix::fs::symlink;
+use std::path::PathBuf;
 
 /// Largest input in bytes that is unpacked.
 const MOST: u64 = 1 << 20;

@@ -4,11 +4,11 @@
 use std::io::IoSlice;
 
 use bytes::Bytes;
-use peerpod_link::{
-    endpoint::Role,
-    record::{self, CloseReason, Level, Line, MAX_TEXT, RecordKind, SessionId, StreamKind, Target, Welcome},
-    session::{Received, Session, SessionLimits},
+use peerpod_link::endpoint::Role;
+use peerpod_link::record::{
+    self, CloseReason, Level, Line, MAX_TEXT, RecordKind, SessionId, StreamKind, Target, Welcome,
 };
+use peerpod_link::session::{Received, Session, SessionLimits};
 
 const LIMITS: fn() -> SessionLimits = || SessionLimits { streams: 64, ..SessionLimits::default() };
 

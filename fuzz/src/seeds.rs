@@ -1,17 +1,14 @@
 //! Makes the targets' seeds: frames and conversations of the real shim and agent, a session's records, plans. They come
 //! from recordings and from the code itself, so that they always match the code's version.
 
-use std::{
-    fs, io,
-    path::{Path, PathBuf},
-};
+use std::path::{Path, PathBuf};
+use std::{fs, io};
 
-use base64::{Engine, prelude::BASE64_STANDARD};
-use peerpod_link::{
-    frame::Header,
-    path_mtu::{Datagram, DatagramKind, Token},
-    record::{self, Hello, RecordKind, SessionId, StreamKind, Target, Welcome},
-};
+use base64::Engine;
+use base64::prelude::BASE64_STANDARD;
+use peerpod_link::frame::Header;
+use peerpod_link::path_mtu::{Datagram, DatagramKind, Token};
+use peerpod_link::record::{self, Hello, RecordKind, SessionId, StreamKind, Target, Welcome};
 use peerpod_proto::guest::{self, Claim, ClaimReply, NetworkPlan};
 use protobuf::Message;
 use serde_json::{Value, json};

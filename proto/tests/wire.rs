@@ -3,14 +3,17 @@
 
 #![allow(clippy::unwrap_used)] // test code outside of test functions
 
-use std::{collections::BTreeMap, fs, path::Path, sync::Arc};
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+use std::sync::Arc;
 
-use base64::{Engine, prelude::BASE64_STANDARD};
+use base64::Engine;
+use base64::prelude::BASE64_STANDARD;
 use peerpod_proto::{agent, hypervisor, ttrpc_frame};
 use proptest::prelude::*;
-use protobuf::{
-    Message, MessageDyn, MessageFull, UnknownValueRef, reflect::ReflectFieldRef, reflect::ReflectValueRef,
-};
+use protobuf::reflect::{ReflectFieldRef, ReflectValueRef};
+use protobuf::{Message, MessageDyn, MessageFull, UnknownValueRef};
 
 /// One frame of a transcript.
 struct Frame {

@@ -1,10 +1,8 @@
 //! Finds the images that `make image` built, and makes a copy of the minimal one with tools in it: the image itself has
 //! no shell for tests to look around.
 
-use std::{
-    fs,
-    path::{Path, PathBuf},
-};
+use std::fs;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, ensure};
 use peerpod_world::binary;

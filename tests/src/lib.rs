@@ -8,11 +8,9 @@ pub mod servers;
 pub mod vm;
 pub mod volumes;
 
-use std::{
-    path::PathBuf,
-    sync::atomic::{AtomicU32, Ordering},
-    time::Duration,
-};
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
 
 use anyhow::{Context, ensure};
 use peerpod_client::{AgentClient, Annotations, ContainerSpec, Output, ShimClient, exec_request};

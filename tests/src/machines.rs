@@ -4,13 +4,12 @@
 
 #![allow(clippy::unwrap_used)] // test code outside of test functions
 
-use std::{fs, time::Duration};
+use std::fs;
+use std::time::Duration;
 
 use peerpod_client::Annotations;
-use peerpod_world::{
-    Daemons, Libvirtd, Pod, Settings, World,
-    libvirtd::{POOL, Shape},
-};
+use peerpod_world::libvirtd::{POOL, Shape};
+use peerpod_world::{Daemons, Libvirtd, Pod, Settings, World};
 
 use crate::{CONTAINER, Sandbox, image};
 

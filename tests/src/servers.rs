@@ -3,15 +3,13 @@
 
 #![allow(clippy::unwrap_used)] // test code outside of test functions
 
-use std::{
-    ffi::{OsStr, OsString},
-    fs,
-    io::Write,
-    net::SocketAddr,
-    path::{Path, PathBuf},
-    process::{Child, Command, Stdio},
-    time::Duration,
-};
+use std::ffi::{OsStr, OsString};
+use std::fs;
+use std::io::Write;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
 
 use peerpod_world::{World, eventually_blocking};
 

@@ -1,6 +1,8 @@
 //! Inspects the VM of a sandbox from outside: its own network namespace, which holds its NICs, and its console.
 
-use std::{fs, path::Path, process::Command};
+use std::fs;
+use std::path::Path;
+use std::process::Command;
 
 use anyhow::{Context, ensure};
 use peerpod_podnet::netns::Netns;

@@ -3,26 +3,23 @@
 
 #![allow(clippy::unwrap_used)] // test code outside of test functions
 
-use std::{
-    fs,
-    os::unix::fs::FileExt,
-    path::{Path, PathBuf},
-    process::Command,
-    time::Duration,
-};
+use std::fs;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
 
 use anyhow::Context;
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use peerpod_client::{AgentClient, Annotations, ContainerSpec, Output, ShimClient, copy_file, exec_request};
 use peerpod_proto::agent::{CopyFileRequest, CreateContainerRequest, CreateSandboxRequest};
-use peerpod_volume::{
-    Credentials, FsGroup, FsGroupPolicy, GuestVolume, Mode, Source, VolumeId,
-    descriptor::{Attach, VERSION},
-    records::{self, Record, Records},
-};
+use peerpod_volume::descriptor::{Attach, VERSION};
+use peerpod_volume::records::{self, Record, Records};
+use peerpod_volume::{Credentials, FsGroup, FsGroupPolicy, GuestVolume, Mode, Source, VolumeId};
 use peerpod_world::{Daemons, Pod, Settings, World};
 
-use crate::{PATIENCE, fresh_id, machines::Place, stop_in_time};
+use crate::machines::Place;
+use crate::{PATIENCE, fresh_id, stop_in_time};
 
 /// Time limit of the boot of an emulated machine, on a busy host.
 const BOOT: Duration = Duration::from_secs(180);

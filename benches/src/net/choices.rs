@@ -4,10 +4,8 @@
 
 use std::net::Ipv4Addr;
 
-use super::{
-    cloud::{self, Cloud},
-    traffic::{self, Path},
-};
+use super::cloud::{self, Cloud};
+use super::traffic::{self, Path};
 use crate::report::{Goal, Report};
 
 /// The tunnel's own settings are first: the kernel's sizes (64 KiB), no checksum over IPv4. Each row has a key, options

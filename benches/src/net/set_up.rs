@@ -9,10 +9,8 @@ use peerpod_podnet::netlink::messages_sent;
 use peerpod_world::{World, many};
 
 use super::cloud::{Cloud, VM};
-use crate::{
-    load::{median, quantile},
-    report::{Goal, Report},
-};
+use crate::load::{median, quantile};
+use crate::report::{Goal, Report};
 
 const PODS: usize = 300;
 /// Number of pods that exist when one more is measured: the cases of the 1st, the 100th and the 300th pod.

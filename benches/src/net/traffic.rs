@@ -1,13 +1,12 @@
 //! Measures traffic between two namespaces: one TCP stream, 64 of them, UDP packets of 64 bytes. Several paths are
 //! measured in interleaved bursts, so that other load on the machine affects all of them alike.
 
-use std::{
-    io::{self, Read, Write},
-    net::{IpAddr, SocketAddr, TcpListener, TcpStream, UdpSocket},
-    sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
-    thread,
-    time::{Duration, Instant},
-};
+use std::io::{self, Read, Write};
+use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, UdpSocket};
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::thread;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 use nix::sys::socket::{setsockopt, sockopt};

@@ -4,21 +4,18 @@
 //! descriptors (`SCM_RIGHTS`); one answer follows, then the connection ends. Both sides check the user of the other
 //! process. The header names each descriptor; its kind defines its meaning.
 
-use std::{
-    io::{self, ErrorKind, IoSlice, IoSliceMut},
-    os::fd::{AsFd, BorrowedFd, OwnedFd},
-    path::Path,
-    time::{Duration, Instant},
-};
+use std::io::{self, ErrorKind, IoSlice, IoSliceMut};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::Path;
+use std::time::{Duration, Instant};
 
-use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
+use nix::sys::socket::getsockopt;
+use nix::sys::socket::sockopt::PeerCredentials;
 use peerpod_common::fd_passing;
-use rustix::{
-    event::{PollFd, PollFlags, poll},
-    io::Errno,
-    net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType},
-    time::Timespec,
-};
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::Errno;
+use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+use rustix::time::Timespec;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 

@@ -1,9 +1,7 @@
 //! Opens a TCP port; on a kernel without IPv6, `[::]` falls back to IPv4. May touch: the port.
 
-use std::{
-    io,
-    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
-};
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use nix::errno::Errno;
 use tokio::net::TcpListener;

@@ -1,9 +1,8 @@
 //! Makes metrics and registers them in one step.
 
-use prometheus_client::{
-    metrics::{counter::Counter, family::Family},
-    registry::{Metric, Registry},
-};
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::registry::{Metric, Registry};
 
 /// Counters that differ in one label, which has values from a fixed list.
 pub type Labelled = Family<[(&'static str, &'static str); 1], Counter>;

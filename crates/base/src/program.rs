@@ -1,13 +1,9 @@
 //! Common start of a daemon: prints its version or its settings on request, and sets the umask and limits that all
 //! daemons need. May touch: the process's own umask and limits.
 
-use nix::{
-    errno::Errno,
-    sys::{
-        resource::{Resource, getrlimit, setrlimit},
-        stat::{Mode, umask},
-    },
-};
+use nix::errno::Errno;
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
+use nix::sys::stat::{Mode, umask};
 
 use crate::config::{self, Setting};
 

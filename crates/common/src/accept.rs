@@ -1,6 +1,9 @@
 //! Accepts connections for as long as a program runs.
 
-use std::{borrow::Cow, future::Future, io, time::Duration};
+use std::borrow::Cow;
+use std::future::Future;
+use std::io;
+use std::time::Duration;
 
 use tokio::time::{Instant, sleep_until};
 
@@ -45,7 +48,8 @@ impl Acceptor {
 
 #[cfg(test)]
 mod tests {
-    use std::{cell::Cell, future::ready};
+    use std::cell::Cell;
+    use std::future::ready;
 
     use tokio::time::timeout;
 

@@ -1,10 +1,8 @@
 //! Passes open descriptors with a message over a Unix socket (`SCM_RIGHTS`). No call waits.
 
-use std::{
-    io::{self, ErrorKind, IoSlice, IoSliceMut},
-    mem::MaybeUninit,
-    os::fd::{AsFd, BorrowedFd, OwnedFd},
-};
+use std::io::{self, ErrorKind, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,

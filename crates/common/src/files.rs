@@ -1,13 +1,11 @@
 //! Small private files, each written whole: a reader sees the old content or the new content, never a part. Files have mode
 //! 0600 from the first byte on, folders 0700. Blocking: async callers use a blocking thread.
 
-use std::{
-    ffi::OsString,
-    fs::{self, DirBuilder, File, OpenOptions, Permissions},
-    io::{self, ErrorKind, Read, Write},
-    os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt},
-    path::{Path, PathBuf},
-};
+use std::ffi::OsString;
+use std::fs::{self, DirBuilder, File, OpenOptions, Permissions};
+use std::io::{self, ErrorKind, Read, Write};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::path::{Path, PathBuf};
 
 /// Makes a folder and its missing parents, with mode 0700, and their entries durable. An existing folder is no error.
 ///

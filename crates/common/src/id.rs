@@ -1,6 +1,9 @@
 //! Validates sandbox ids, which all programs use as a segment of paths.
 
-use std::{borrow::Borrow, fmt, str::FromStr, sync::Arc};
+use std::borrow::Borrow;
+use std::fmt;
+use std::str::FromStr;
+use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 

@@ -1,6 +1,8 @@
 //! Locks by key: one piece of work at a time for each key. A key without users takes no memory.
 
-use std::{collections::HashMap, hash::Hash, sync::Arc};
+use std::collections::HashMap;
+use std::hash::Hash;
+use std::sync::Arc;
 
 use parking_lot::Mutex;
 use tokio::sync::{Mutex as Turn, OwnedMutexGuard};
@@ -49,7 +51,9 @@ impl<K: Eq + Hash> Drop for KeyGuard<K> {
 
 #[cfg(test)]
 mod tests {
-    use std::{future::Future, pin::pin, task};
+    use std::future::Future;
+    use std::pin::pin;
+    use std::task;
 
     use super::*;
 

@@ -1,6 +1,9 @@
 //! Limits that hold off a peer: open connections and a rate.
 
-use std::{collections::HashMap, net::IpAddr, sync::Arc, time::Instant};
+use std::collections::HashMap;
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::time::Instant;
 
 use parking_lot::Mutex;
 

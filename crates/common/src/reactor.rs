@@ -3,7 +3,8 @@
 use std::io;
 use std::os::fd::OwnedFd;
 
-use tokio::io::{Interest, unix::AsyncFd};
+use tokio::io::Interest;
+use tokio::io::unix::AsyncFd;
 
 /// Registers a descriptor with the runtime of the calling task. The descriptor should be non-blocking.
 ///

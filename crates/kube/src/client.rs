@@ -1,17 +1,18 @@
 //! Builds a client for the API server and gives each call a deadline. A server that accepts a request and never answers
 //! therefore delays no caller for ever. Errors name the server's address and every cause ([`explain`]).
 
-use std::{future::Future, path::Path, time::Duration};
+use std::future::Future;
+use std::path::Path;
+use std::time::Duration;
 
-use kube::{
-    Client, Config,
-    client::ClientBuilder,
-    config::{KubeConfigOptions, Kubeconfig},
-    core::Status,
-};
+use kube::client::ClientBuilder;
+use kube::config::{KubeConfigOptions, Kubeconfig};
+use kube::core::Status;
+use kube::{Client, Config};
 use peerpod_base::chain::chain;
 use tokio::time::timeout;
-use tower::{BoxError, util::MapErrLayer};
+use tower::BoxError;
+use tower::util::MapErrLayer;
 
 /// Limit for the TCP connection to the API server.
 const CONNECT: Duration = Duration::from_secs(5);

@@ -20,15 +20,11 @@ mod election;
 
 use std::time::{Duration, Instant};
 
-use k8s_openapi::{
-    api::coordination::v1::{Lease, LeaseSpec},
-    apimachinery::pkg::apis::meta::v1::MicroTime,
-    jiff::Timestamp,
-};
-use kube::{
-    Api,
-    api::{DeleteParams, ObjectMeta, PostParams, Preconditions},
-};
+use k8s_openapi::api::coordination::v1::{Lease, LeaseSpec};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::MicroTime;
+use k8s_openapi::jiff::Timestamp;
+use kube::Api;
+use kube::api::{DeleteParams, ObjectMeta, PostParams, Preconditions};
 
 use crate::client::{Error, within};
 

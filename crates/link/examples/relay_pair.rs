@@ -9,24 +9,18 @@
 #[path = "../tests/session/support/mod.rs"]
 mod support;
 
-use std::{
-    collections::BTreeMap,
-    path::{Path, PathBuf},
-    sync::{Arc, mpsc},
-    time::{Duration, Instant},
-};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, mpsc};
+use std::time::{Duration, Instant};
 
 use nix::sys::resource::{UsageWho, getrusage};
-use peerpod_link::{
-    endpoint::{Limits, Role, tune},
-    frame::HEADER_LEN,
-};
+use peerpod_link::endpoint::{Limits, Role, tune};
+use peerpod_link::frame::HEADER_LEN;
 use support::{Dir, ECHO, Identities, accept, agent, answer, call, dial, end_with, request};
-use tokio::{
-    io::{AsyncWriteExt, copy_bidirectional_with_sizes},
-    net::{TcpListener, TcpStream, UnixListener, UnixStream},
-    runtime::Builder,
-};
+use tokio::io::{AsyncWriteExt, copy_bidirectional_with_sizes};
+use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
+use tokio::runtime::Builder;
 
 /// Runs a future on its own thread; returns the value that the future sends through the channel.
 fn thread<T: Send + 'static, F: Future<Output = ()>>(

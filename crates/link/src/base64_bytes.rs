@@ -1,7 +1,9 @@
 //! Serialises bytes as base64 text: `#[serde(with = "base64_bytes")]`.
 
-use base64::{Engine, prelude::BASE64_STANDARD};
-use serde::{Deserialize, Deserializer, Serializer, de::Error};
+use base64::Engine;
+use base64::prelude::BASE64_STANDARD;
+use serde::de::Error;
+use serde::{Deserialize, Deserializer, Serializer};
 
 /// Writes bytes as text.
 ///

@@ -6,7 +6,8 @@
 //! This module holds no policy: the node decides which claims it accepts. Callers bound the time
 //! ([`FIRST_RECORD_DEADLINE`] fits); the functions bound the memory.
 
-use std::{io, time::Duration};
+use std::io;
+use std::time::Duration;
 
 use peerpod_proto::guest::{Claim, ClaimReply};
 use protobuf::Message;

@@ -20,24 +20,20 @@ mod task;
 mod tls;
 mod transport;
 
-use std::{
-    fmt, io,
-    net::SocketAddr,
-    task::{Context, Poll},
-    time::Duration,
-};
+use std::net::SocketAddr;
+use std::task::{Context, Poll};
+use std::time::Duration;
+use std::{fmt, io};
 
 use bytes::{Bytes, BytesMut};
 use futures_util::future::BoxFuture;
 use tokio::net::{TcpStream, UnixStream};
 
-pub use self::{
-    dialled::{Connected, DialError},
-    freeze::{EndpointState, Frozen, NotFrozen},
-    handle::{ControlFull, EndpointHandle},
-    stats::Stats,
-    transport::{Transport, tune},
-};
+pub use self::dialled::{Connected, DialError};
+pub use self::freeze::{EndpointState, Frozen, NotFrozen};
+pub use self::handle::{ControlFull, EndpointHandle};
+pub use self::stats::Stats;
+pub use self::transport::{Transport, tune};
 pub use crate::record::{Level, Line, SessionId, Target};
 
 /// Role of an endpoint. The guest sends Hello and dials local ends; the relay answers and opens streams.

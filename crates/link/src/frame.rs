@@ -11,11 +11,9 @@ mod peek;
 mod reader;
 mod writer;
 
-pub use self::{
-    peek::{PEEK_LIMIT, Peek, error_response, method_of, peek},
-    reader::{FrameReader, Piece},
-    writer::FrameWriter,
-};
+pub use self::peek::{PEEK_LIMIT, Peek, error_response, method_of, peek};
+pub use self::reader::{FrameReader, Piece};
+pub use self::writer::FrameWriter;
 
 /// Length of a frame's header in bytes.
 pub const HEADER_LEN: usize = 10;

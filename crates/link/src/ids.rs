@@ -1,9 +1,7 @@
 //! Maps keyed by stream number. Each message needs several look-ups, and SipHash would dominate their cost.
 
-use std::{
-    collections::HashMap,
-    hash::{BuildHasherDefault, Hasher},
-};
+use std::collections::HashMap;
+use std::hash::{BuildHasherDefault, Hasher};
 
 /// Map keyed by stream number.
 ///

@@ -9,10 +9,8 @@
 mod hello;
 mod line;
 
-pub use self::{
-    hello::{Hello, SessionId, Welcome},
-    line::{Level, Line, MAX_TARGET, MAX_TEXT, cut},
-};
+pub use self::hello::{Hello, SessionId, Welcome};
+pub use self::line::{Level, Line, MAX_TARGET, MAX_TEXT, cut};
 
 /// Length of a record's header in bytes.
 pub const HEADER_LEN: usize = 28;

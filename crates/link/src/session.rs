@@ -22,25 +22,21 @@ mod receive;
 pub(crate) mod state;
 mod stream;
 
-use std::{
-    collections::VecDeque,
-    io::{IoSlice, IoSliceMut},
-};
+use std::collections::VecDeque;
+use std::io::{IoSlice, IoSliceMut};
 
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
-pub use self::{
-    bind::Joined,
-    receive::{Received, Violation},
-    state::{BadState, SessionState},
-};
-use self::{lines::Lines, log::Log, stream::Stream};
-use crate::{
-    endpoint::Role,
-    ids::IdMap,
-    record::{CloseReason, HEADER_LEN, MORE, RecordHeader, RecordKind, SessionId, StreamKind},
-};
+pub use self::bind::Joined;
+use self::lines::Lines;
+use self::log::Log;
+pub use self::receive::{Received, Violation};
+pub use self::state::{BadState, SessionState};
+use self::stream::Stream;
+use crate::endpoint::Role;
+use crate::ids::IdMap;
+use crate::record::{CloseReason, HEADER_LEN, MORE, RecordHeader, RecordKind, SessionId, StreamKind};
 
 /// Most bytes in flight in one direction of a stream before the receiver returns credit.
 pub const WINDOW: u32 = 256 << 10;

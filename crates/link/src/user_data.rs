@@ -4,9 +4,11 @@
 //! The node writes this type and the guest reads it. The reader handles untrusted bytes: it bounds sizes and lists,
 //! and errors never repeat the input, which could contain the ticket's secret.
 
-use std::{fmt, net::SocketAddr};
+use std::fmt;
+use std::net::SocketAddr;
 
-use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error as _};
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 /// Version of the format that this program writes and reads.
 pub const VERSION: u32 = 1;

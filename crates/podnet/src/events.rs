@@ -13,7 +13,8 @@ use netlink_sys::protocols::NETLINK_ROUTE;
 use nix::errno::Errno;
 use nix::sys::socket::{MsgFlags, recv};
 use rtnetlink::MulticastGroup as Group;
-use tokio::io::{Interest, unix::AsyncFd};
+use tokio::io::Interest;
+use tokio::io::unix::AsyncFd;
 use tokio::time::{Instant, timeout_at};
 
 use super::Error;

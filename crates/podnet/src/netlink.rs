@@ -17,10 +17,8 @@ use netlink_packet_route::RouteNetlinkMessage;
 use netlink_sys::Socket;
 use netlink_sys::protocols::{NETLINK_NETFILTER, NETLINK_ROUTE};
 use nix::errno::Errno;
-use nix::sys::socket::{
-    MsgFlags, recv, send, setsockopt,
-    sockopt::{ReceiveTimeout, SndBufForce},
-};
+use nix::sys::socket::sockopt::{ReceiveTimeout, SndBufForce};
+use nix::sys::socket::{MsgFlags, recv, send, setsockopt};
 use nix::sys::time::TimeVal;
 
 mod parse;

@@ -3,7 +3,8 @@
 //! A descriptor never holds a secret, only a reference to one. Fields may be added with `#[serde(default)]`. An
 //! unknown kind is refused by name, because a volume that is not understood must fail the pod, not lose its data.
 
-use std::{fmt, str::FromStr};
+use std::fmt;
+use std::str::FromStr;
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};

@@ -2,14 +2,13 @@
 //! of the folder. Files are 0600 in folders of 0700; reads and writes are bounded. May touch: the paths that the
 //! caller passes.
 
-use std::{
-    fs::{self, File},
-    io,
-    path::Path,
-};
+use std::fs::{self, File};
+use std::io;
+use std::path::Path;
 
 use peerpod_common::files;
-use serde::{Serialize, de::DeserializeOwned};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
 
 /// Creates a folder and its parents. An existing folder is no error.
 ///

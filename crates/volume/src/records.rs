@@ -13,21 +13,17 @@
 //! `….secret.json` holds a secret; it is removed with the record. The cost of a request for one pod does not depend
 //! on the number of pods.
 
-use std::{
-    fs::{self, File, OpenOptions},
-    io::{self, Read},
-    os::unix::fs::OpenOptionsExt,
-    path::PathBuf,
-};
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Read};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 use zeroize::Zeroizing;
 
-use crate::{
-    credentials::{self, Credentials},
-    descriptor::{GuestVolume, Identity, VERSION, VolumeId},
-    files::{gone, make_dir, names, read_json, remove_emptied, sync_dir, unusable, write, write_json},
-};
+use crate::credentials::{self, Credentials};
+use crate::descriptor::{GuestVolume, Identity, VERSION, VolumeId};
+use crate::files::{gone, make_dir, names, read_json, remove_emptied, sync_dir, unusable, write, write_json};
 
 /// Largest file written or read, in bytes.
 const MAX_FILE: u64 = 1 << 20;

@@ -2,11 +2,9 @@
 //! licence, checksum and dependencies. Build and test dependencies are left out. It also lists the programs with the
 //! checksums of their files.
 
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    path::Path,
-    process::Command,
-};
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};

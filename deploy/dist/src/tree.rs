@@ -2,13 +2,11 @@
 //! libraries (a static program needs none). It also has a user that is not root, CA certificates, and folders for
 //! mounts.
 
-use std::{
-    collections::BTreeSet,
-    fs::{self, Permissions},
-    os::unix::fs::{PermissionsExt, symlink},
-    path::{Path, PathBuf},
-    process::Command,
-};
+use std::collections::BTreeSet;
+use std::fs::{self, Permissions};
+use std::os::unix::fs::{PermissionsExt, symlink};
+use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 

@@ -3,13 +3,11 @@
 
 #![expect(clippy::unwrap_used, reason = "a test's helpers fail as the test does")]
 
-use std::{
-    collections::BTreeMap,
-    fs,
-    os::unix::fs::PermissionsExt,
-    path::{Path, PathBuf},
-    process::Command,
-};
+use std::collections::BTreeMap;
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
 
 const PROGRAMS: [&str; 5] = ["peerpod-node", "peerpod-relay", "peerpod-cluster", "peerpod-csi", "peerpod"];
 

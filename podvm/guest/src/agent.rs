@@ -5,34 +5,28 @@
 //! before the first container is started again, and the pod loses nothing. Later, its containers are lost with it, and
 //! a new kata-agent would not know them: it stays dead, and the guest reports that to the node.
 
-use std::{
-    io,
-    os::unix::{fs::FileTypeExt, process::CommandExt},
-    path::{Path, PathBuf},
-    process::{Child, Command, Stdio},
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering::Relaxed},
-    },
-    time::{Duration, Instant},
-};
+use std::io;
+use std::os::unix::fs::FileTypeExt;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
 use serde::{Deserialize, Serialize};
-use tokio::{
-    net::UnixStream,
-    sync::watch,
-    time::{sleep, timeout},
-};
+use tokio::net::UnixStream;
+use tokio::sync::watch;
+use tokio::time::{sleep, timeout};
 
 use self::output::Output;
-use crate::{
-    config::Settings,
-    files,
-    log::Ring,
-    proc::{Exit, ProcessId},
-    status::Status,
-};
+use crate::config::Settings;
+use crate::files;
+use crate::log::Ring;
+use crate::proc::{Exit, ProcessId};
+use crate::status::Status;
 
 mod output;
 

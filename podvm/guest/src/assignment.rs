@@ -1,40 +1,33 @@
 //! Assigns a booted VM to a pod: network, lease, kata-agent. The plan is stored before it is applied, so that a
 //! restarted guest restores it. The same plan again changes nothing; another sandbox is refused.
 
-use std::{
-    io,
-    net::SocketAddr,
-    os::fd::AsFd,
-    path::{Path, PathBuf},
-    sync::{
-        Arc,
-        atomic::{AtomicU32, Ordering::Relaxed},
-    },
-    time::Duration,
-};
+use std::io;
+use std::net::SocketAddr;
+use std::os::fd::AsFd;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::AtomicU32;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::Duration;
 
-use nix::{
-    errno::Errno,
-    fcntl::{OFlag, OpenHow, ResolveFlag, open, openat2},
-    sys::stat::{Mode, mkdirat},
-};
+use nix::errno::Errno;
+use nix::fcntl::{OFlag, OpenHow, ResolveFlag, open, openat2};
+use nix::sys::stat::{Mode, mkdirat};
 use peerpod_link::initdata::{Initdata, InitdataError};
 use peerpod_proto::guest::Personalise;
 use protobuf::Message;
 use tokio::sync::{Mutex, watch};
 
-use crate::{
-    agent::{self, Agent},
-    components::Components,
-    config::Settings,
-    encrypted::Encrypted,
-    files,
-    images::Images,
-    network::{self, Network},
-    power::Lease,
-    status::Status,
-    volumes::Volumes,
-};
+use crate::agent::{self, Agent};
+use crate::components::Components;
+use crate::config::Settings;
+use crate::encrypted::Encrypted;
+use crate::files;
+use crate::images::Images;
+use crate::network::{self, Network};
+use crate::power::Lease;
+use crate::status::Status;
+use crate::volumes::Volumes;
 
 const VERSION: u32 = 1;
 const FILE: &str = "plan.pb";

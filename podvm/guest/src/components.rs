@@ -4,28 +4,22 @@
 //! when it ends; the kata-agent starts after them. Like the kata-agent they survive this program and are found again by
 //! their sockets.
 
-use std::{
-    collections::HashSet,
-    fs,
-    os::unix::process::CommandExt,
-    path::{Path, PathBuf},
-    process::{Command, Stdio},
-    sync::Arc,
-    time::Duration,
-};
+use std::collections::HashSet;
+use std::fs;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::time::Duration;
 
 use parking_lot::Mutex;
-use tokio::{
-    net::UnixStream,
-    sync::watch,
-    time::{sleep, timeout},
-};
+use tokio::net::UnixStream;
+use tokio::sync::watch;
+use tokio::time::{sleep, timeout};
 
-use crate::{
-    config::{self, Component},
-    files,
-    status::Status,
-};
+use crate::config::{self, Component};
+use crate::files;
+use crate::status::Status;
 
 /// Time that a component may take to listen. The kata-agent asks it for secrets, and so does not start without it.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -182,7 +176,8 @@ fn remove_socket(path: &Path) -> std::io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{config::Settings, files::testing::TempDir};
+    use crate::config::Settings;
+    use crate::files::testing::TempDir;
 
     /// Component as a shell script: records its start and its inputs; listens with Python.
     fn component(dir: &Path, name: &str) -> Component {

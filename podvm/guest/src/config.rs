@@ -3,10 +3,8 @@
 //! Unknown keys and other versions are refused: VM image and guest are built together, so a difference is a mistake of
 //! the build and not a matter of compatibility. A missing file means the defaults.
 
-use std::{
-    io::Read,
-    path::{Path, PathBuf},
-};
+use std::io::Read;
+use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 

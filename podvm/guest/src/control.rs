@@ -3,28 +3,25 @@
 //! Each request is handled in a task of its own, so that a Flush never waits behind a kata-agent that does not start.
 //! Work that must not run twice at a time holds its own lock.
 
-use std::sync::{
-    Arc,
-    atomic::{AtomicU32, Ordering::Relaxed},
-};
+use std::sync::Arc;
+use std::sync::atomic::AtomicU32;
+use std::sync::atomic::Ordering::Relaxed;
 
 use bytes::Bytes;
 use parking_lot::Mutex;
 use peerpod_link::endpoint::EndpointHandle;
-use peerpod_proto::guest::{Reply, Request, Rotate, VolumeFill, request::Body};
+use peerpod_proto::guest::request::Body;
+use peerpod_proto::guest::{Reply, Request, Rotate, VolumeFill};
 use protobuf::Message;
 use tokio::sync::{Semaphore, mpsc, oneshot};
 
-use crate::{
-    agent::Agent,
-    assignment,
-    identity::Identity,
-    intercept::{Notice, Preparing, Use},
-    network::Network,
-    power,
-    status::Status,
-    volumes::{Fault, Volumes},
-};
+use crate::agent::Agent;
+use crate::identity::Identity;
+use crate::intercept::{Notice, Preparing, Use};
+use crate::network::Network;
+use crate::status::Status;
+use crate::volumes::{Fault, Volumes};
+use crate::{assignment, power};
 
 /// Limit of requests in flight; the node sends one at a time, and repeats unanswered ones.
 const AT_ONCE: usize = 16;

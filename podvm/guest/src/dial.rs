@@ -4,23 +4,20 @@
 //! retransmissions loses seconds. So a new attempt starts at every beat, and the old ones may still succeed. The time
 //! lost after the network works is a fraction of one beat.
 
-use std::{
-    future::pending,
-    io,
-    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
-    sync::Arc,
-    time::Duration,
-};
+use std::future::pending;
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::sync::Arc;
+use std::time::Duration;
 
 use peerpod_link::{endpoint, tls};
 use peerpod_podnet::underlay::reaches_far;
-use tokio::{
-    net::TcpStream,
-    sync::Notify,
-    task::JoinSet,
-    time::{sleep, timeout},
-};
-use tokio_rustls::{TlsConnector, client::TlsStream};
+use tokio::net::TcpStream;
+use tokio::sync::Notify;
+use tokio::task::JoinSet;
+use tokio::time::{sleep, timeout};
+use tokio_rustls::TlsConnector;
+use tokio_rustls::client::TlsStream;
 
 /// Time limit of an attempt.
 const ATTEMPT: Duration = Duration::from_secs(1);
@@ -178,10 +175,9 @@ pub(crate) struct Error {
 
 #[cfg(test)]
 mod tests {
-    use std::{
-        sync::atomic::{AtomicUsize, Ordering::SeqCst},
-        time::Instant,
-    };
+    use std::sync::atomic::AtomicUsize;
+    use std::sync::atomic::Ordering::SeqCst;
+    use std::time::Instant;
 
     use tokio::net::{TcpListener, TcpSocket};
 

@@ -4,16 +4,16 @@
 //! The key is made here at the first start and stored beside the link's key, and only its public half is ever sent.
 //! Namespace and device outlive this program: its next run takes them over, and the pod's interfaces stay untouched.
 
-use std::{
-    io,
-    net::{IpAddr, Ipv4Addr, SocketAddr},
-    path::{Path, PathBuf},
-    sync::Arc,
-    time::Duration,
-};
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
 
 use parking_lot::Mutex;
-use peerpod_podnet::{netns::Netns, underlay::mtus, wireguard::Inner};
+use peerpod_podnet::netns::Netns;
+use peerpod_podnet::underlay::mtus;
+use peerpod_podnet::wireguard::Inner;
 use peerpod_proto::guest::{NetworkPlan, WireGuard};
 use peerpod_wireguard::{
     BadKey, DataPlane, Engine, Lane, OVERHEAD_V4, OVERHEAD_V6, PeerConfig, PrivateKey, PublicKey, bind,

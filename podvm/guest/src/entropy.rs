@@ -2,10 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-use rustix::{
-    io::Errno,
-    rand::{GetRandomFlags, getrandom},
-};
+use rustix::io::Errno;
+use rustix::rand::{GetRandomFlags, getrandom};
 
 const STEP: Duration = Duration::from_millis(20);
 /// Time limit, after which this program ends, and pid 1 checks the lease.

@@ -6,10 +6,8 @@ pub(crate) use peerpod_common::files::{make_folder, read, write_volatile as writ
 
 #[cfg(test)]
 pub(crate) mod testing {
-    use std::{
-        path::{Path, PathBuf},
-        sync::atomic::{AtomicU32, Ordering},
-    };
+    use std::path::{Path, PathBuf};
+    use std::sync::atomic::{AtomicU32, Ordering};
 
     /// Directory of one test, removed with it.
     pub(crate) struct TempDir(PathBuf);

@@ -4,27 +4,23 @@
 //! Any host of the network may connect. Unproven connections therefore have little time and few places, and the newest
 //! evicts the oldest: a peer that only stalls cannot keep the node out.
 
-use std::{
-    collections::VecDeque,
-    future::Future,
-    io,
-    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering::Relaxed},
-    },
-    time::{Duration, Instant},
-};
+use std::collections::VecDeque;
+use std::future::Future;
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use peerpod_link::{endpoint, tls};
-use tokio::{
-    net::{TcpListener, TcpStream},
-    sync::Notify,
-    task::{AbortHandle, Id, JoinSet},
-    time::{sleep, timeout},
-};
-use tokio_rustls::{TlsConnector, client::TlsStream};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::Notify;
+use tokio::task::{AbortHandle, Id, JoinSet};
+use tokio::time::{sleep, timeout};
+use tokio_rustls::TlsConnector;
+use tokio_rustls::client::TlsStream;
 
 /// Time limit to prove the node's identity.
 const HANDSHAKE: Duration = Duration::from_secs(15);

@@ -4,11 +4,9 @@
 //! All of it lies on a tmpfs, 0600, so that a restarted guest program is the same guest. Only fingerprints are ever
 //! logged.
 
-use std::{
-    io,
-    path::{Path, PathBuf},
-    sync::{Arc, OnceLock},
-};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, OnceLock};
 
 use peerpod_link::{tls, user_data};
 use rcgen::{CertificateParams, KeyPair};

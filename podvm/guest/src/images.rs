@@ -4,30 +4,23 @@
 //! A pull outlives its caller: the kata-agent asks again, and joins it. Prefetching of the images that the node names
 //! begins as soon as the VM is assigned to a pod.
 
-use std::{
-    collections::HashMap,
-    path::{Path, PathBuf},
-    sync::Arc,
-    time::Duration,
-};
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
 
 use async_trait::async_trait;
 use parking_lot::{Mutex, MutexGuard};
 use peerpod_image_job::{Cause, Error, Job, Outcome};
-use peerpod_proto::{
-    guest,
-    hub::{ImagePullRequest, ImagePullResponse},
-    hub_ttrpc::{ImagePullService, create_image_pull_service},
-};
-use tokio::{
-    net::UnixListener,
-    sync::{Semaphore, watch},
-    time::timeout,
-};
-use ttrpc::{
-    Code,
-    asynchronous::{Server, TtrpcContext, transport::Listener},
-};
+use peerpod_proto::guest;
+use peerpod_proto::hub::{ImagePullRequest, ImagePullResponse};
+use peerpod_proto::hub_ttrpc::{ImagePullService, create_image_pull_service};
+use tokio::net::UnixListener;
+use tokio::sync::{Semaphore, watch};
+use tokio::time::timeout;
+use ttrpc::Code;
+use ttrpc::asynchronous::transport::Listener;
+use ttrpc::asynchronous::{Server, TtrpcContext};
 
 use crate::config;
 

@@ -5,34 +5,24 @@
 //! `serve` is a process of its own so that kata-agent and containers survive its death: pid 1 adopts them. In a "VM" of
 //! namespaces the same program handles only its own processes, and leaves the machine alone.
 
-use std::{
-    fs,
-    os::{
-        fd::{AsFd, OwnedFd},
-        unix::process::CommandExt,
-    },
-    path::Path,
-    process::{Command, ExitCode, Stdio},
-    time::{Duration, Instant},
-};
+use std::fs;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Command, ExitCode, Stdio};
+use std::time::{Duration, Instant};
 
 use netlink_packet_route::RouteNetlinkMessage;
-use nix::{
-    errno::Errno,
-    poll::{PollFd, PollFlags, PollTimeout, poll},
-    sys::{
-        signal::{SigSet, Signal, kill},
-        signalfd::{SfdFlags, SignalFd},
-        wait::{WaitPidFlag, WaitStatus, waitpid},
-    },
-    unistd::Pid,
-};
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::signal::{SigSet, Signal, kill};
+use nix::sys::signalfd::{SfdFlags, SignalFd};
+use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
+use nix::unistd::Pid;
 
-use crate::{
-    config::Settings,
-    entropy, files, power,
-    status::{self, Past},
-};
+use crate::config::Settings;
+use crate::status::{self, Past};
+use crate::{entropy, files, power};
 
 pub(crate) mod button;
 mod lockdown;

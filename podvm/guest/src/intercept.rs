@@ -16,19 +16,15 @@
 
 mod rewrite;
 
-use std::{
-    path::PathBuf,
-    pin::Pin,
-    sync::Arc,
-    task::{Context, Poll},
-};
+use std::path::PathBuf;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
 
 use bytes::BytesMut;
-use peerpod_link::{
-    endpoint::Filter,
-    frame::{
-        FrameReader, FrameWriter, Header, MAX_PAYLOAD, PEEK_LIMIT, Peek, Piece, REQUEST, error_response, peek,
-    },
+use peerpod_link::endpoint::Filter;
+use peerpod_link::frame::{
+    FrameReader, FrameWriter, Header, MAX_PAYLOAD, PEEK_LIMIT, Peek, Piece, REQUEST, error_response, peek,
 };
 use tokio::sync::oneshot;
 

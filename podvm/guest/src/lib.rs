@@ -7,7 +7,8 @@
 //! service itself, with `KillMode=process`: the kata-agent is a child of it, and survives it. No code here depends on a
 //! cloud, and nothing listens on the network unless the node is to dial (`guest_listener`).
 
-use std::{path::Path, process::ExitCode};
+use std::path::Path;
+use std::process::ExitCode;
 
 use tracing_subscriber::filter::Targets;
 

@@ -1,43 +1,35 @@
 //! Keeps the link to the node: claims an identity, dials, attaches each new connection to the endpoint, and lets a beat
 //! pass after each lost one.
 
-use std::{
-    io,
-    net::SocketAddr,
-    sync::Arc,
-    task::{Context, Poll},
-    time::Duration,
-};
+use std::io;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Duration;
 
 use bytes::Bytes;
 use futures_util::future::BoxFuture;
 use parking_lot::{Mutex, MutexGuard};
-use peerpod_link::{
-    claim,
-    endpoint::{EndpointHandle, Filter, Handler, LinkEvent, Target, Transport},
-    user_data::UserData,
-};
+use peerpod_link::claim;
+use peerpod_link::endpoint::{EndpointHandle, Filter, Handler, LinkEvent, Target, Transport};
+use peerpod_link::user_data::UserData;
 use peerpod_proto::guest::Claim;
-use tokio::{
-    net::{TcpStream, UnixStream},
-    sync::{mpsc, watch},
-    time::{sleep, timeout},
-};
+use tokio::net::{TcpStream, UnixStream};
+use tokio::sync::{mpsc, watch};
+use tokio::time::{sleep, timeout};
 use tokio_rustls::client::TlsStream;
 
-use crate::{
-    agent::Agent,
-    dial::{self, Dialler},
-    encrypted::Encrypted,
-    guest_listener::Waiter,
-    identity::{self, Identity},
-    intercept::{Intercept, Notice},
-    localhost::Localhost,
-    log::Ring,
-    power::Lease,
-    status::Status,
-    underlay,
-};
+use crate::agent::Agent;
+use crate::dial::{self, Dialler};
+use crate::encrypted::Encrypted;
+use crate::guest_listener::Waiter;
+use crate::identity::{self, Identity};
+use crate::intercept::{Intercept, Notice};
+use crate::localhost::Localhost;
+use crate::log::Ring;
+use crate::power::Lease;
+use crate::status::Status;
+use crate::underlay;
 
 /// Time limit of the node's answer to a claim.
 const CLAIM: Duration = Duration::from_secs(15);

@@ -1,16 +1,18 @@
 //! Connects to ports of the pod's localhost, for streams that the relay dialled. The kubelet and probes connect in the
 //! node's side of the pod's namespace; the ports listen here, in the namespace that containers join.
 
-use std::{io, net::TcpStream as Unconnected, os::fd::OwnedFd, path::PathBuf, sync::Arc};
+use std::io;
+use std::net::TcpStream as Unconnected;
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
+use std::sync::Arc;
 
 use nix::sys::socket::{AddressFamily, SockFlag, SockProtocol, SockType, socket};
 use parking_lot::Mutex;
 use peerpod_link::endpoint::Target;
 use peerpod_podnet::netns::Netns;
-use tokio::{
-    net::{TcpSocket, TcpStream},
-    task::spawn_blocking,
-};
+use tokio::net::{TcpSocket, TcpStream};
+use tokio::task::spawn_blocking;
 
 /// The pod's namespace, kept open while its path refers to it.
 #[derive(Debug)]
@@ -53,7 +55,8 @@ impl Localhost {
 
 #[cfg(test)]
 mod tests {
-    use std::{io::ErrorKind, net::TcpListener};
+    use std::io::ErrorKind;
+    use std::net::TcpListener;
 
     use peerpod_podnet::netns::{create_named, delete_named};
 

@@ -5,23 +5,20 @@
 //! sends the number of dropped lines with the next one. The link never delays a log call: the ring's lock is held only
 //! while a line is copied. Log records of the link's own code stay on the console, or each line would cause the next.
 
-use std::{
-    collections::VecDeque,
-    fmt::{self, Write},
-    sync::Arc,
-    task::{Context, Poll, Waker},
-    time::Duration,
-};
+use std::collections::VecDeque;
+use std::fmt::{self, Write};
+use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
+use std::time::Duration;
 
 use parking_lot::{Mutex, MutexGuard};
 use peerpod_link::record::{Level, Line, MAX_TARGET, MAX_TEXT, cut};
-use tracing::{Event, Metadata, Subscriber, field::Field};
-use tracing_subscriber::{
-    Layer,
-    filter::Targets,
-    layer::{self, SubscriberExt},
-    util::SubscriberInitExt,
-};
+use tracing::field::Field;
+use tracing::{Event, Metadata, Subscriber};
+use tracing_subscriber::Layer;
+use tracing_subscriber::filter::Targets;
+use tracing_subscriber::layer::{self, SubscriberExt};
+use tracing_subscriber::util::SubscriberInitExt;
 
 use crate::status;
 

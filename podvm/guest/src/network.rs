@@ -1,30 +1,27 @@
 //! Makes the pod's network in this VM from the node's plan, fitted to the VM's own network. Can be repeated at any
 //! time; correct parts stay untouched.
 
-use std::{
-    net::IpAddr,
-    path::{Path, PathBuf},
-    sync::{
-        Arc,
-        atomic::{AtomicBool, AtomicU32, Ordering::Relaxed},
-    },
-    time::Duration,
-};
+use std::net::IpAddr;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::{AtomicBool, AtomicU32};
+use std::time::Duration;
 
-use peerpod_podnet::{events::Events, external, guest::Applied, mtu, netlink::Client, netns::Netns};
+use peerpod_podnet::events::Events;
+use peerpod_podnet::guest::Applied;
+use peerpod_podnet::netlink::Client;
+use peerpod_podnet::netns::Netns;
+use peerpod_podnet::{external, mtu};
 use peerpod_proto::guest::NetworkPlan;
 use protobuf::Message;
-use tokio::{
-    sync::watch,
-    time::{sleep, timeout},
-};
+use tokio::sync::watch;
+use tokio::time::{sleep, timeout};
 
-use crate::{
-    config::Settings,
-    encrypted::{self, Encrypted},
-    files, sources,
-    status::Status,
-};
+use crate::config::Settings;
+use crate::encrypted::{self, Encrypted};
+use crate::status::Status;
+use crate::{files, sources};
 
 const FILE: &str = "network.pb";
 /// Size limit of a stored plan in bytes.

@@ -8,32 +8,30 @@
 //! guest leaves such a NIC alone; leases always end. So the guest stores nothing across its restart, and when it is
 //! dead for too long the kernel removes the address.
 
-use std::{
-    collections::BTreeMap,
-    net::{IpAddr, Ipv6Addr},
-    path::Path,
-    pin::Pin,
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering::Relaxed},
-    },
-    time::{Duration, Instant},
-};
+use std::collections::BTreeMap;
+use std::net::{IpAddr, Ipv6Addr};
+use std::path::Path;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::{Duration, Instant};
 
 use mozim::{
     DhcpV4Client, DhcpV4Config, DhcpV4Lease, DhcpV4State, DhcpV6Client, DhcpV6Config, DhcpV6Mode, DhcpV6State,
 };
-use netlink_packet_route::{
-    AddressFamily, RouteNetlinkMessage,
-    link::{AfSpecInet6, AfSpecUnspec, Inet6IfaceFlags, LinkAttribute, LinkFlags, LinkMessage},
+use netlink_packet_route::link::{
+    AfSpecInet6, AfSpecUnspec, Inet6IfaceFlags, LinkAttribute, LinkFlags, LinkMessage,
 };
+use netlink_packet_route::{AddressFamily, RouteNetlinkMessage};
 use parking_lot::Mutex;
-use peerpod_podnet::{events::Events, netlink::Client, netns::Netns, underlay};
+use peerpod_podnet::events::Events;
+use peerpod_podnet::netlink::Client;
+use peerpod_podnet::netns::Netns;
+use peerpod_podnet::underlay;
 use rtnetlink::LinkUnspec;
-use tokio::{
-    task::{AbortHandle, JoinSet},
-    time::{sleep, timeout},
-};
+use tokio::task::{AbortHandle, JoinSet};
+use tokio::time::{sleep, timeout};
 
 use crate::status::{self, Stage, Status};
 

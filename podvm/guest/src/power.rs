@@ -1,23 +1,18 @@
 //! Ends the VM: the lease that expires when the VM is not wanted any more, the flush before, the power-off.
 
-use std::{
-    fs::File,
-    path::{Path, PathBuf},
-    time::Duration,
-};
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
 
-use nix::{
-    errno::Errno,
-    mount::{MntFlags, umount2},
-    sys::{
-        reboot::{RebootMode, reboot},
-        signal::{Signal, kill},
-    },
-    unistd::{Pid, sync, syncfs},
-};
+use nix::errno::Errno;
+use nix::mount::{MntFlags, umount2};
+use nix::sys::reboot::{RebootMode, reboot};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::{Pid, sync, syncfs};
 use parking_lot::{Mutex, MutexGuard};
 use serde::{Deserialize, Serialize};
-use tokio::{sync::Notify, time::timeout};
+use tokio::sync::Notify;
+use tokio::time::timeout;
 
 use crate::{files, proc, status};
 

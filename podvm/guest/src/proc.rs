@@ -1,14 +1,15 @@
 //! Reads processes in `/proc`, and opens handles that cannot come to mean another process.
 
-use std::{io, os::fd::OwnedFd, time::Duration};
+use std::io;
+use std::os::fd::OwnedFd;
+use std::time::Duration;
 
 use nix::unistd::{SysconfVar, sysconf};
 use peerpod_common::reactor;
-use rustix::{
-    io::Errno,
-    process::{Pid, PidfdFlags, pidfd_open},
-};
-use tokio::io::{Interest, unix::AsyncFd};
+use rustix::io::Errno;
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
+use tokio::io::Interest;
+use tokio::io::unix::AsyncFd;
 
 /// Process by number and start: the pair is unique for as long as the machine runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]

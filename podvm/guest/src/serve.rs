@@ -3,42 +3,32 @@
 //! Independent parts run concurrently: the kata-agent starts while the node answers. When this program dies,
 //! kata-agent, containers and network stay. Its next run reads its identity back, finds them and dials again.
 
-use std::{
-    path::{Path, PathBuf},
-    process::ExitCode,
-    sync::Arc,
-    time::Duration,
-};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::Duration;
 
 use nix::sys::signal::SigSet;
 use parking_lot::Mutex;
 use peerpod_link::endpoint::{Endpoint, EndpointHandle, Limits, Role};
-use tokio::{
-    signal::unix::{SignalKind, signal},
-    sync::watch,
-};
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::watch;
 
-use crate::{
-    agent::Agent,
-    assignment::{self, PodAssignment},
-    components::Components,
-    config::{self, NicSetup, Settings},
-    control::{self, Control, Notices},
-    encrypted::Encrypted,
-    entropy,
-    identity::Identity,
-    images::Images,
-    init,
-    link::{GuestHandler, LinkSupervisor},
-    log::Ring,
-    nics,
-    power::{self, Lease},
-    sources,
-    status::{self, Status},
-    underlay::{self, Watcher},
-    user_data,
-    volumes::scratch,
-};
+use crate::agent::Agent;
+use crate::assignment::{self, PodAssignment};
+use crate::components::Components;
+use crate::config::{self, NicSetup, Settings};
+use crate::control::{self, Control, Notices};
+use crate::encrypted::Encrypted;
+use crate::identity::Identity;
+use crate::images::Images;
+use crate::link::{GuestHandler, LinkSupervisor};
+use crate::log::Ring;
+use crate::power::{self, Lease};
+use crate::status::{self, Status};
+use crate::underlay::{self, Watcher};
+use crate::volumes::scratch;
+use crate::{entropy, init, nics, sources, user_data};
 
 /// Longest wait of the kata-agent, and of all deferrable work, for the node to be dialled: with one processor they
 /// would run before it.

@@ -6,14 +6,13 @@
 //! a file of the kernel, a disk's label. No name is looked up, and no request goes to a network before the machine has
 //! identified its cloud.
 
-use std::{
-    collections::BTreeMap,
-    net::{IpAddr, SocketAddr},
-    path::{Path, PathBuf},
-    time::Duration,
-};
+use std::collections::BTreeMap;
+use std::net::{IpAddr, SocketAddr};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
 
-use base64::{Engine, prelude::BASE64_STANDARD};
+use base64::Engine;
+use base64::prelude::BASE64_STANDARD;
 use peerpod_link::user_data::MAX_LEN;
 use serde::Deserialize;
 use tokio::time::timeout;

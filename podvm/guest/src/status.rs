@@ -3,17 +3,18 @@
 //! Times count from the start of the VM's kernel, or, if the "VM" is a set of namespaces, from the start of its pid 1.
 //! Both kinds can then be compared with the node's clock.
 
-use std::{collections::BTreeMap, path::Path, sync::Arc, time::Duration};
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
 
 use nix::time::{ClockId, clock_gettime};
 use parking_lot::{Mutex, MutexGuard};
 use peerpod_proto::guest;
 
 use serde::{Deserialize, Serialize};
-use tokio::{
-    sync::{Notify, watch},
-    time::timeout,
-};
+use tokio::sync::{Notify, watch};
+use tokio::time::timeout;
 
 use crate::{files, proc};
 

@@ -2,39 +2,27 @@
 //! network is made again, and the node receives the new status. StartVM waits for none of it: the pod's network is made
 //! with the values known so far, and corrected later.
 
-use std::{
-    net::{IpAddr, SocketAddr},
-    sync::Arc,
-    time::Duration,
-};
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
+use std::time::Duration;
 
-use peerpod_link::{
-    endpoint::EndpointHandle,
-    path_mtu::{
-        Token,
-        ask::{self, PathMtu},
-    },
-};
-use peerpod_podnet::{
-    events::Events,
-    netlink,
-    netns::Netns,
-    underlay::{self, Mtus, UnderlayDevice},
-};
+use peerpod_link::endpoint::EndpointHandle;
+use peerpod_link::path_mtu::Token;
+use peerpod_link::path_mtu::ask::{self, PathMtu};
+use peerpod_podnet::events::Events;
+use peerpod_podnet::netlink;
+use peerpod_podnet::netns::Netns;
+use peerpod_podnet::underlay::{self, Mtus, UnderlayDevice};
 use peerpod_proto::guest;
-use tokio::{
-    net::TcpStream,
-    sync::watch,
-    time::{Instant, sleep_until},
-};
+use tokio::net::TcpStream;
+use tokio::sync::watch;
+use tokio::time::{Instant, sleep_until};
 use tokio_rustls::client::TlsStream;
 
-use crate::{
-    control::{self, Control},
-    network::{Network, Planned},
-    retries::Retries,
-    status::Status,
-};
+use crate::control::{self, Control};
+use crate::network::{Network, Planned};
+use crate::retries::Retries;
+use crate::status::Status;
 
 /// Quiet time that ends a burst: DHCP and router advertisements come in several messages.
 const QUIET: Duration = Duration::from_millis(250);

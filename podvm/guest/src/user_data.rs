@@ -6,11 +6,13 @@
 //! The file stays in place: it is read-only in most clouds, and the ticket in it is worthless after its first use. The
 //! ticket stays valid for the same key, so a guest that lost its certificate can claim it again.
 
-use std::{path::PathBuf, time::Duration};
+use std::path::PathBuf;
+use std::time::Duration;
 
 use peerpod_link::user_data::{MAX_LEN, UserData, UserDataError};
 
-use crate::{files, sources::Source};
+use crate::files;
+use crate::sources::Source;
 
 const POLL: Duration = Duration::from_millis(50);
 

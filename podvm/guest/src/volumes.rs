@@ -8,17 +8,17 @@
 //! May inspect disks, and run the makers of file systems on a disk that is provably empty. May mount a volume for a
 //! moment below [`MOMENT`], and such shares below [`SHARES`]. [`scratch`] handles the disk that the VM has for itself.
 
-use std::{
-    collections::BTreeMap,
-    path::{Path, PathBuf},
-    sync::{Arc, atomic::AtomicBool},
-    time::Duration,
-};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::Duration;
 
 use parking_lot::Mutex;
 use peerpod_proto::guest::{Volume, VolumeFault};
 use peerpod_volume::{Credentials, FsGroup, GuestVolume, Identity, Mode, Source, VolumeId};
-use tokio::{task::spawn_blocking, time::timeout};
+use tokio::task::spawn_blocking;
+use tokio::time::timeout;
 
 use self::find::{Disk, Places};
 use crate::intercept::{Ready, Use, VOLUMES};

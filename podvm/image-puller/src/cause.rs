@@ -1,6 +1,8 @@
 //! Classifies the errors of the disk and of the registry's client.
 
-use std::{error::Error as StdError, io, path::Path};
+use std::error::Error as StdError;
+use std::io;
+use std::path::Path;
 
 use oci_client::errors::{OciDistributionError, OciErrorCode};
 pub(crate) use peerpod_image_job::cause::{Cause, Error, quote};

@@ -3,9 +3,11 @@
 //! Keys have the usual forms: `registry.example`, with a port, a path, a scheme or a star for one label of the host's
 //! name. The most exact key that matches is tried first. Nothing here is ever printed.
 
-use std::{collections::BTreeMap, fmt};
+use std::collections::BTreeMap;
+use std::fmt;
 
-use base64::{Engine, engine::general_purpose::STANDARD};
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
 use serde::Deserialize;
 
 /// Size limit in bytes; larger texts are refused.

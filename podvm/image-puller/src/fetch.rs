@@ -1,11 +1,12 @@
 //! Fetches a layer's bytes into a file, again after transient failures.
 
-use std::{fs::File, io::Write, path::Path, time::Duration};
+use std::fs::File;
+use std::io::Write;
+use std::path::Path;
+use std::time::Duration;
 
-use crate::{
-    cause::Error,
-    registry::{Layer, Registry},
-};
+use crate::cause::Error;
+use crate::registry::{Layer, Registry};
 
 /// Limit of attempts for one layer, and for the requests before.
 pub(crate) const TRIES: u32 = 4;

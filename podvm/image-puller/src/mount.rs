@@ -1,13 +1,12 @@
 //! Mounts overlays. Paths of layers are relative to the store, so that many fit into the one page that mount(2) takes.
 //! The calling thread's working directory must be the store.
 
-use std::{io, path::Path};
+use std::io;
+use std::path::Path;
 
-use nix::{
-    errno::Errno,
-    mount::{MntFlags, MsFlags, mount, umount2},
-    sched::{CloneFlags, unshare},
-};
+use nix::errno::Errno;
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
+use nix::sched::{CloneFlags, unshare};
 
 /// Size limit of mount(2)'s options in bytes, with the terminator.
 const PAGE: usize = 4096;

@@ -1,23 +1,17 @@
 //! Runs one job in a process: `peerpod-pull`.
 
-use std::{
-    io::{self, Read, Write},
-    process::ExitCode,
-    sync::Arc,
-    time::Duration,
-};
+use std::io::{self, Read, Write};
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::Duration;
 
-use nix::sys::{
-    prctl,
-    resource::{Resource, setrlimit},
-    signal::Signal,
-};
+use nix::sys::prctl;
+use nix::sys::resource::{Resource, setrlimit};
+use nix::sys::signal::Signal;
 
-use crate::{
-    Event, Job,
-    cause::{Cause, Error},
-    pull::{Say, pull},
-};
+use crate::cause::{Cause, Error};
+use crate::pull::{Say, pull};
+use crate::{Event, Job};
 
 /// Size limit of a job in bytes: a pull secret, CA certificates and some names.
 const MAX_JOB: u64 = 32 << 20;

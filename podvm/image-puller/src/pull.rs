@@ -1,23 +1,18 @@
 //! Carries out one job, from the name to the mount.
 
-use std::{
-    fs, io,
-    path::{Component, Path, PathBuf},
-    sync::Arc,
-    time::Instant,
-};
+use std::path::{Component, Path, PathBuf};
+use std::sync::Arc;
+use std::time::Instant;
+use std::{fs, io};
 
 use futures_util::stream::{self, StreamExt};
 use tokio::sync::{mpsc, oneshot};
 
-use crate::{
-    cause::{Cause, Error},
-    fetch, mount,
-    registry::{self, Image, Layer, Process, Registry},
-    store::{Lock, Record, Store, chain},
-    stream::{Counted, open},
-    unpack, {Event, Job, Outcome},
-};
+use crate::cause::{Cause, Error};
+use crate::registry::{self, Image, Layer, Process, Registry};
+use crate::store::{Lock, Record, Store, chain};
+use crate::stream::{Counted, open};
+use crate::{Event, Job, Outcome, fetch, mount, unpack};
 
 /// Limit of layers that are fetched at the same time.
 const AT_ONCE: usize = 3;

@@ -3,25 +3,24 @@
 //! The client checks digests of manifests and of streams; sizes, types, counts and the choice among platforms are
 //! checked here. The client reads small answers whole, so the memory limit of the process is the bound there.
 
-use std::{fs, path::PathBuf, time::Duration};
+use std::fs;
+use std::path::PathBuf;
+use std::time::Duration;
 
 use futures_util::StreamExt;
-use oci_client::{
-    Client, Reference, RegistryOperation,
-    client::{Certificate, CertificateEncoding, ClientConfig, ClientProtocol},
-    errors::OciDistributionError,
-    manifest::{ImageIndexEntry, OciDescriptor, OciManifest},
-    secrets::RegistryAuth,
-};
-use rustls::pki_types::{CertificateDer, pem::PemObject};
+use oci_client::client::{Certificate, CertificateEncoding, ClientConfig, ClientProtocol};
+use oci_client::errors::OciDistributionError;
+use oci_client::manifest::{ImageIndexEntry, OciDescriptor, OciManifest};
+use oci_client::secrets::RegistryAuth;
+use oci_client::{Client, Reference, RegistryOperation};
+use rustls::pki_types::CertificateDer;
+use rustls::pki_types::pem::PemObject;
 use serde::Deserialize;
 
-use crate::{
-    Job,
-    cause::{Cause, Error, quote},
-    credentials::{self, Credential},
-    stream::Packing,
-};
+use crate::Job;
+use crate::cause::{Cause, Error, quote};
+use crate::credentials::{self, Credential};
+use crate::stream::Packing;
 
 /// Limit of layers per image; an overlay has no more.
 const MAX_LAYERS: usize = 128;

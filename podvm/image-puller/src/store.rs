@@ -8,22 +8,18 @@
 //! k/<id>      locks: the maker of a layer holds its lock, and a killed process holds none
 //! ```
 
-use std::{
-    fs::{self, File, OpenOptions},
-    io,
-    os::unix::fs::{DirBuilderExt, OpenOptionsExt},
-    path::{Path, PathBuf},
-};
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
 
 use nix::fcntl::{Flock, FlockArg};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-use crate::{
-    cause::Error,
-    registry::{Image, Process},
-    unpack::remove_tree,
-};
+use crate::cause::Error;
+use crate::registry::{Image, Process};
+use crate::unpack::remove_tree;
 
 const VERSION: u32 = 1;
 const MAX_RECORD: u64 = 1 << 20;

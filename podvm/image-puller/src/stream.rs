@@ -1,15 +1,11 @@
 //! Decompresses, counts and hashes a layer's bytes, bounded by the caller's budget and not by any size that they claim.
 
-use std::{
-    io::{self, BufRead, BufReader, Read},
-    path::Path,
-};
+use std::io::{self, BufRead, BufReader, Read};
+use std::path::Path;
 
 use flate2::bufread::MultiGzDecoder;
-use ruzstd::decoding::{
-    StreamingDecoder,
-    errors::{FrameDecoderError, ReadFrameHeaderError},
-};
+use ruzstd::decoding::StreamingDecoder;
+use ruzstd::decoding::errors::{FrameDecoderError, ReadFrameHeaderError};
 use sha2::{Digest, Sha256};
 
 use crate::cause::{Cause, Error};

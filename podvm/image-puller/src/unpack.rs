@@ -5,16 +5,12 @@
 //! even absolute ones, lead nowhere else. No image needs `..` in a name, a device node that would stand for a removal,
 //! or attributes that steer overlayfs. The first is refused; the others are left out and reported.
 
-use std::{
-    collections::BTreeSet,
-    ffi::{CString, OsStr, OsString},
-    io::{self, Read},
-    os::{
-        fd::{AsFd, OwnedFd},
-        unix::ffi::{OsStrExt, OsStringExt},
-    },
-    path::Path,
-};
+use std::collections::BTreeSet;
+use std::ffi::{CString, OsStr, OsString};
+use std::io::{self, Read};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::Path;
 
 use rustix::fs::{
     AtFlags, CWD, FileType, Gid, Mode, OFlags, ResolveFlags, Timespec, Timestamps, Uid, XattrFlags, chownat,

@@ -1,7 +1,9 @@
 //! Lists the partitions that may hold the root: those with the labels of the image. A pod's own disk may carry such
 //! labels too; only the root hash decides.
 
-use std::{collections::BTreeMap, fs, io, path::Path};
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::{fs, io};
 
 const ROOT: &str = "peerpod-root";
 const HASHES: &str = "peerpod-verity";

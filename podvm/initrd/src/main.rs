@@ -10,20 +10,16 @@ mod mapper;
 mod modules;
 mod verity;
 
-use std::{
-    fs, io,
-    os::unix::{fs::MetadataExt, process::CommandExt},
-    path::Path,
-    process::{Command, ExitCode},
-    thread,
-    time::{Duration, Instant},
-};
+use std::os::unix::fs::MetadataExt;
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Command, ExitCode};
+use std::time::{Duration, Instant};
+use std::{fs, io, thread};
 
-use nix::{
-    mount::{MsFlags, mount},
-    sys::reboot::{RebootMode, reboot},
-    unistd::{chdir, chroot},
-};
+use nix::mount::{MsFlags, mount};
+use nix::sys::reboot::{RebootMode, reboot};
+use nix::unistd::{chdir, chroot};
 
 /// Time limit for a cloud's disk to appear.
 const PATIENCE: Duration = Duration::from_secs(60);

@@ -1,6 +1,7 @@
 //! Creates and removes one device-mapper device with one target, by ioctls (linux/dm-ioctl.h).
 
-use std::{fs::File, os::fd::AsRawFd};
+use std::fs::File;
+use std::os::fd::AsRawFd;
 
 const CONTROL: &str = "/dev/mapper/control";
 /// Sizes of `struct dm_ioctl`, and of `struct dm_target_spec` behind it.

@@ -3,10 +3,8 @@
 
 use std::fs::{self, File};
 
-use nix::{
-    errno::Errno,
-    kmod::{ModuleInitFlags, finit_module},
-};
+use nix::errno::Errno;
+use nix::kmod::{ModuleInitFlags, finit_module};
 
 /// Paths of modules, one per line.
 const LIST: &str = "/etc/modules.list";

@@ -2,7 +2,9 @@
 //! (Documentation/admin-guide/device-mapper/verity.rst). The header is not trusted: with a wrong header no block has
 //! the right hash.
 
-use std::{fs::File, io::Read, path::Path};
+use std::fs::File;
+use std::io::Read;
+use std::path::Path;
 
 /// Length of the header in bytes; the hashes follow it.
 const HEADER_LEN: usize = 512;

@@ -4,20 +4,16 @@
 //! apt verifies each package against the archive's signature. [`Store`] then verifies it against `packages.lock` and
 //! keeps it under its digest.
 
-use std::{
-    fs::{self, File},
-    path::{Path, PathBuf},
-    process::Command,
-};
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use anyhow::{Context, bail, ensure};
 use nix::fcntl::{Flock, FlockArg};
 
-use crate::{
-    lock::{Lock, Package},
-    report::sha256,
-    run,
-};
+use crate::lock::{Lock, Package};
+use crate::report::sha256;
+use crate::run;
 
 const KEYRING: &str = "/usr/share/keyrings/debian-archive-keyring.gpg";
 const RELEASE: &str = "bookworm";

@@ -3,10 +3,8 @@
 
 use anyhow::bail;
 
-use crate::{
-    program::{Program, is_program},
-    tree::{Node, Tree},
-};
+use crate::program::{Program, is_program};
+use crate::tree::{Node, Tree};
 
 /// Programs that let a user log in, and the shells that a login would start.
 const PROGRAMS: [&str; 24] = [

@@ -4,11 +4,9 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail, ensure};
 
-use crate::{
-    program,
-    report::{Report, sha256},
-    tree::Tree,
-};
+use crate::program;
+use crate::report::{Report, sha256};
+use crate::tree::Tree;
 
 /// Path of the agent, a kata-agent or the test agent.
 const AGENT: &str = "usr/local/bin/kata-agent";

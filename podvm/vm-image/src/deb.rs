@@ -1,14 +1,13 @@
 //! Reads Debian packages without unpacking them to disk: `dpkg-deb` writes the archive inside to a pipe. Owners, times
 //! and set-id bits are dropped.
 
-use std::{io::Read, path::Path};
+use std::io::Read;
+use std::path::Path;
 
 use anyhow::{Context, bail};
 
-use crate::{
-    run,
-    tree::{Node, Tree},
-};
+use crate::run;
+use crate::tree::{Node, Tree};
 
 /// Folders that a VM does not need.
 const LEFT_OUT: [&str; 9] = [

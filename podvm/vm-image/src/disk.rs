@@ -4,27 +4,19 @@
 //! erofs is read-only by design and small, and mkfs.erofs gives every file to root without root rights. The initramfs
 //! (podvm/initrd) replaces systemd's: it is one static program of a few hundred KiB with one task.
 
-use std::{
-    fs,
-    path::{Path, PathBuf},
-};
+use std::fs;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, ensure};
 
-use crate::{
-    audit, cmdline,
-    content::{self, Parts},
-    cpio, formats, gpt,
-    inputs::Inputs,
-    lock::words,
-    memory::GuestMemory,
-    minimal::compress,
-    modules, program,
-    report::{Report, sha256},
-    run,
-    tree::{Node, Tree},
-    uki, verity,
-};
+use crate::content::{self, Parts};
+use crate::inputs::Inputs;
+use crate::lock::words;
+use crate::memory::GuestMemory;
+use crate::minimal::compress;
+use crate::report::{Report, sha256};
+use crate::tree::{Node, Tree};
+use crate::{audit, cmdline, cpio, formats, gpt, modules, program, run, uki, verity};
 
 const FILES: &str = include_str!("../data/disk.files");
 const INITRD_MODULES: &str = include_str!("../data/initrd.txt");

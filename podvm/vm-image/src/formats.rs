@@ -1,11 +1,13 @@
 //! Writes one disk in the formats of hypervisors and clouds. The same disk gives the same bytes: identifiers and times
 //! that a converter would invent are set to fixed values.
 
-use std::{fs, path::Path};
+use std::fs;
+use std::path::Path;
 
 use anyhow::{Context, ensure};
 
-use crate::{gpt, report::Report, run};
+use crate::report::Report;
+use crate::{gpt, run};
 
 /// Format of a disk image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]

@@ -1,15 +1,14 @@
 //! Writes the disk: a partition table by sfdisk, and the partitions at their places. The root's partitions have the
 //! types and UUIDs of the Discoverable Partitions Specification: their UUIDs are the halves of the root hash.
 
-use std::{
-    fs::{self, File},
-    os::unix::fs::FileExt,
-    path::{Path, PathBuf},
-};
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 
-use crate::{report::sha256, run};
+use crate::report::sha256;
+use crate::run;
 
 const SECTOR: usize = 512;
 const MIB: usize = 1 << 20;

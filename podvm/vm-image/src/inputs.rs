@@ -1,18 +1,14 @@
 //! Reads the locked packages into one tree.
 
-use std::{
-    fs,
-    path::{Path, PathBuf},
-};
+use std::fs;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail};
 
-use crate::{
-    apt::Store,
-    deb,
-    lock::Lock,
-    tree::{Node, Tree},
-};
+use crate::apt::Store;
+use crate::deb;
+use crate::lock::Lock;
+use crate::tree::{Node, Tree};
 
 /// Locked packages, and a folder to work in.
 pub(crate) struct Inputs {

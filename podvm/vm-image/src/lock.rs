@@ -1,7 +1,9 @@
 //! Reads and writes `packages.lock`, which fixes the version of every package that images are built from. With it, one
 //! revision of the project always gives the same image. The file is text, one package a line.
 
-use std::{fmt::Write, fs, path::Path};
+use std::fmt::Write;
+use std::fs;
+use std::path::Path;
 
 use anyhow::{Context, bail, ensure};
 

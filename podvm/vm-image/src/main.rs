@@ -24,20 +24,16 @@ mod tree;
 mod uki;
 mod verity;
 
-use std::{
-    path::{Path, PathBuf},
-    process::ExitCode,
-};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
 
 use anyhow::Context;
 use clap::{Args, Parser, Subcommand};
 
-use crate::{
-    apt::{Archive, Store},
-    content::Parts,
-    inputs::Inputs,
-    lock::Lock,
-};
+use crate::apt::{Archive, Store};
+use crate::content::Parts;
+use crate::inputs::Inputs;
+use crate::lock::Lock;
 
 const PACKAGES: &str = include_str!("../data/packages.txt");
 

@@ -5,22 +5,18 @@
 //! the guest program, the configuration, and everything below /usr (modules, agent, tools) as one squashfs file. The
 //! guest program mounts it; files that are not read stay compressed.
 
-use std::{fs, path::Path};
+use std::fs;
+use std::path::Path;
 
 use anyhow::Context;
 
-use crate::{
-    audit, cmdline,
-    content::{self, Parts},
-    cpio,
-    inputs::Inputs,
-    lock::words,
-    memory::GuestMemory,
-    modules, program,
-    report::Report,
-    run,
-    tree::Tree,
-};
+use crate::content::{self, Parts};
+use crate::inputs::Inputs;
+use crate::lock::words;
+use crate::memory::GuestMemory;
+use crate::report::Report;
+use crate::tree::Tree;
+use crate::{audit, cmdline, cpio, modules, program, run};
 
 const FILES: &str = include_str!("../data/minimal.files");
 const KERNEL: &str = "vmlinuz";

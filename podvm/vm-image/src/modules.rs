@@ -1,19 +1,16 @@
 //! Selects an image's kernel modules: those of `data/modules.txt` and their dependencies, with depmod's tables of them.
 
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    fs,
-    path::Path,
-};
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::Path;
 
 use anyhow::{Context, bail};
-use elf::{ElfBytes, endian::LittleEndian};
+use elf::ElfBytes;
+use elf::endian::LittleEndian;
 
-use crate::{
-    lock::words,
-    run,
-    tree::{Node, Tree},
-};
+use crate::lock::words;
+use crate::run;
+use crate::tree::{Node, Tree};
 
 /// The images' modules, with reasons.
 const LIST: &str = include_str!("../data/modules.txt");

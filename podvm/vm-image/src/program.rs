@@ -3,7 +3,8 @@
 use std::collections::BTreeSet;
 
 use anyhow::{Context, bail, ensure};
-use elf::{ElfBytes, abi, endian::LittleEndian};
+use elf::endian::LittleEndian;
+use elf::{ElfBytes, abi};
 
 use crate::tree::{Node, Tree};
 

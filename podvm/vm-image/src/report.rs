@@ -1,16 +1,17 @@
 //! Reports the built image: `image.json` beside it, and a short text on standard output.
 
-use std::{collections::BTreeMap, fs, io::Write, path::Path};
+use std::collections::BTreeMap;
+use std::fs;
+use std::io::Write;
+use std::path::Path;
 
 use anyhow::Context;
 use serde::Serialize;
 use sha2::{Digest, Sha256};
 
-use crate::{
-    lock::Package,
-    memory::GuestMemory,
-    tree::{Node, Tree},
-};
+use crate::lock::Package;
+use crate::memory::GuestMemory;
+use crate::tree::{Node, Tree};
 
 /// Version of `image.json`; readers refuse any other.
 const VERSION: u32 = 1;

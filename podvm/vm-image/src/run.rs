@@ -1,12 +1,10 @@
 //! Runs other programs to their end, within a time limit, without a shell. A program's error output is in the error.
 
-use std::{
-    io::{Read, Write},
-    path::{Path, PathBuf},
-    process::{Command, Stdio},
-    thread,
-    time::{Duration, Instant},
-};
+use std::io::{Read, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 

@@ -1,13 +1,11 @@
 //! Holds an image's files in memory. Root owns all of them, because nodes have no owner field; no node has a time.
 
-use std::{
-    collections::BTreeMap,
-    fs,
-    io::ErrorKind,
-    os::unix::fs::{PermissionsExt, symlink},
-    path::Path,
-    sync::Arc,
-};
+use std::collections::BTreeMap;
+use std::fs;
+use std::io::ErrorKind;
+use std::os::unix::fs::{PermissionsExt, symlink};
+use std::path::Path;
+use std::sync::Arc;
 
 use anyhow::{Context, bail};
 

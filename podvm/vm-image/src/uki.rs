@@ -1,15 +1,14 @@
 //! Builds the unified kernel image and its partition: kernel, initramfs and command line as sections of systemd's stub,
 //! in one program that UEFI starts.
 
-use std::{
-    fs,
-    io::{Cursor, Write},
-    path::Path,
-};
+use std::fs;
+use std::io::{Cursor, Write};
+use std::path::Path;
 
 use anyhow::{Context, ensure};
 
-use crate::{inputs::Inputs, run};
+use crate::inputs::Inputs;
+use crate::run;
 
 const STUB: &str = "usr/lib/systemd/boot/efi/linuxx64.efi.stub";
 /// Path that UEFI starts on a disk without a boot entry.

@@ -1,10 +1,12 @@
 //! Computes the dm-verity hashes of a root with veritysetup.
 
-use std::{fs, path::Path};
+use std::fs;
+use std::path::Path;
 
 use anyhow::{Context, ensure};
 
-use crate::{gpt, report::sha256, run};
+use crate::report::sha256;
+use crate::{gpt, run};
 
 /// Block size of dm-verity, for data and hashes.
 pub(crate) const BLOCK: usize = 4096;

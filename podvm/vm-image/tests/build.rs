@@ -3,13 +3,11 @@
 
 #![allow(clippy::unwrap_used)] // test code outside of test functions
 
-use std::{
-    collections::BTreeMap,
-    fs,
-    os::unix::fs::{PermissionsExt, chown},
-    path::{Path, PathBuf},
-    process::{Command, Output},
-};
+use std::collections::BTreeMap;
+use std::fs;
+use std::os::unix::fs::{PermissionsExt, chown};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
 
 const NOBODY: u32 = 65534;
 const REPOSITORY: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../..");

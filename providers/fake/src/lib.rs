@@ -5,14 +5,12 @@
 //!
 //! Touches its own folder, `fake` in `paths.state-dir`.
 
-use std::{
-    fs, io,
-    net::{IpAddr, Ipv4Addr},
-    num::NonZeroU32,
-    os::unix::fs::symlink,
-    path::{Path, PathBuf},
-    time::Duration,
-};
+use std::net::{IpAddr, Ipv4Addr};
+use std::num::NonZeroU32;
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+use std::{fs, io};
 
 use async_trait::async_trait;
 use peerpod_base::config::Reader;

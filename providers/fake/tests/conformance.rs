@@ -2,18 +2,15 @@
 
 #![allow(clippy::unwrap_used)]
 
-use std::{
-    fs,
-    path::PathBuf,
-    sync::{
-        Arc,
-        atomic::{AtomicU32, Ordering},
-    },
-    time::Duration,
-};
+use std::fs;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
 
 use async_trait::async_trait;
-use peerpod_provider_api::{InstanceId, Provider, conformance::Harness};
+use peerpod_provider_api::conformance::Harness;
+use peerpod_provider_api::{InstanceId, Provider};
 use peerpod_provider_fake::{Fake, FakeConfig, FakeVm};
 
 struct Files {

@@ -33,7 +33,8 @@ use std::time::{Duration, Instant, SystemTime};
 
 use async_trait::async_trait;
 use nix::fcntl::Flock;
-use peerpod_common::{backoff::Backoff, keyed_locks::KeyedLocks};
+use peerpod_common::backoff::Backoff;
+use peerpod_common::keyed_locks::KeyedLocks;
 use peerpod_provider_api::{
     Batch, Capabilities, Console, CreateRequest, Created, CreatedMany, Error, Extensions, IdempotencyKey,
     InstanceId, Owned, OwnedState, Preflight, Provider,

@@ -3,11 +3,9 @@
 
 #![allow(clippy::unwrap_used)] // test code outside of test functions
 
-use std::{
-    fs,
-    path::{Path, PathBuf},
-    process::{Command, Output},
-};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
 
 /// Runs the program without the environment of this process.
 fn peerpod(arguments: &[&str], variables: &[(&str, &str)]) -> Output {

@@ -5,17 +5,16 @@
 //! certificates and the secrets service use it. Private keys are wiped from memory on drop, as far as the libraries
 //! allow. May touch: nothing but random numbers.
 
-use std::{
-    fmt,
-    time::{Duration, SystemTime},
-};
+use std::fmt;
+use std::time::{Duration, SystemTime};
 
 use rcgen::{
     BasicConstraints, CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer,
     KeyPair, KeyUsagePurpose, PKCS_ECDSA_P256_SHA256, PublicKeyData, SerialNumber, SignatureAlgorithm,
     SigningKey,
 };
-use rustls_pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer, pem::PemObject};
+use rustls_pki_types::pem::PemObject;
+use rustls_pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
 use serde::{Deserialize, Serialize};
 use zeroize::{Zeroize, Zeroizing};
 
@@ -337,7 +336,8 @@ fn seconds(time: SystemTime) -> u64 {
 
 /// Returns PEM text, which common tools can read.
 fn pem(label: &str, der: &[u8]) -> String {
-    use base64::{Engine, prelude::BASE64_STANDARD};
+    use base64::Engine;
+    use base64::prelude::BASE64_STANDARD;
     let text = Zeroizing::new(BASE64_STANDARD.encode(der));
     let mut pem = String::with_capacity(text.len() + text.len() / 64 + 2 * label.len() + 40);
     pem.push_str(&format!("-----BEGIN {label}-----\n"));

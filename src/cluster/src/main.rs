@@ -5,18 +5,16 @@
 //! Exit codes: 0 stopped on request; 1 it could not start, or a part of it ended; 2 the command or the configuration
 //! has mistakes.
 
-use std::{collections::BTreeMap, process::ExitCode};
+use std::collections::BTreeMap;
+use std::process::ExitCode;
 
-use peerpod_base::{
-    config::{Mistakes, Printed, Reader, Setting, Sources},
-    lifecycle,
-    program::{self, Program},
-    telemetry::{self, LogConfig},
-};
-use peerpod_cluster::{
-    controller::{self, parts::Settings},
-    webhook::{self, WebhookConfig},
-};
+use peerpod_base::config::{Mistakes, Printed, Reader, Setting, Sources};
+use peerpod_base::lifecycle;
+use peerpod_base::program::{self, Program};
+use peerpod_base::telemetry::{self, LogConfig};
+use peerpod_cluster::controller;
+use peerpod_cluster::controller::parts::Settings;
+use peerpod_cluster::webhook::{self, WebhookConfig};
 use peerpod_kube::crds;
 
 const ABOUT: &str = "the cluster's side of peer pods; roles, as the first argument: crds (print the custom \

@@ -1,37 +1,28 @@
 //! Serves HTTP/1.1 over TLS on a role's own port, with limits on connections, time and body size. The role computes the
 //! answers ([`Responder`]). May touch: its socket.
 
-use std::{
-    convert::Infallible,
-    future::Future,
-    io,
-    net::SocketAddr,
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
-    time::Duration,
-};
+use std::convert::Infallible;
+use std::future::Future;
+use std::io;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use bytes::Bytes;
 use http_body_util::{BodyExt, Full, Limited};
-use hyper::{
-    Request, Response, StatusCode,
-    body::{Body, Incoming},
-    header::{CONTENT_TYPE, HeaderValue},
-    service::service_fn,
-};
+use hyper::body::{Body, Incoming};
+use hyper::header::{CONTENT_TYPE, HeaderValue};
+use hyper::service::service_fn;
+use hyper::{Request, Response, StatusCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
-use peerpod_base::{
-    chain::chain,
-    lifecycle::{Busy, Drain},
-};
-use peerpod_common::{accept::Acceptor, limit::ConnectionLimit};
+use peerpod_base::chain::chain;
+use peerpod_base::lifecycle::{Busy, Drain};
+use peerpod_common::accept::Acceptor;
+use peerpod_common::limit::ConnectionLimit;
 use rustls::ServerConfig;
-use tokio::{
-    net::{TcpListener, TcpStream},
-    sync::Semaphore,
-};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::Semaphore;
 use tokio_rustls::TlsAcceptor;
 use tracing::debug;
 

@@ -1,21 +1,18 @@
 //! Starts a role: binds its ports, then answers calls until a shutdown.
 
-use std::{sync::Arc, time::Duration};
+use std::sync::Arc;
+use std::time::Duration;
 
-use peerpod_base::{
-    admin::{self, Ready},
-    lifecycle::{Drain, Shutdown},
-};
+use peerpod_base::admin::{self, Ready};
+use peerpod_base::lifecycle::{Drain, Shutdown};
 use prometheus_client::registry::Registry;
 use tracing::{info, warn};
 
-use crate::{
-    config::CsiConfig,
-    metrics::CsiMetrics,
-    proxy::{Intercept, Proxy},
-    server,
-    upstream::Upstream,
-};
+use crate::config::CsiConfig;
+use crate::metrics::CsiMetrics;
+use crate::proxy::{Intercept, Proxy};
+use crate::server;
+use crate::upstream::Upstream;
 
 /// Limit for the calls in flight at the end.
 const DRAIN: Duration = Duration::from_secs(10);

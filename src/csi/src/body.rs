@@ -1,18 +1,14 @@
 //! Implements the bodies of requests and answers: forwarded streams, or whole bodies of this program. May touch:
 //! nothing.
 
-use std::{
-    future::Future,
-    pin::Pin,
-    task::{Context, Poll, ready},
-    time::Duration,
-};
+use std::future::Future;
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
 
 use bytes::Bytes;
-use hyper::{
-    HeaderMap,
-    body::{Body as _, Frame, Incoming, SizeHint},
-};
+use hyper::HeaderMap;
+use hyper::body::{Body as _, Frame, Incoming, SizeHint};
 use peerpod_base::chain::chain;
 use tokio::time::{Instant, Sleep, sleep_until};
 

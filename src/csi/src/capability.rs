@@ -1,6 +1,7 @@
 //! Reads CSI volume capabilities. May touch: nothing.
 
-use peerpod_proto::csi::{VolumeCapability, volume_capability::Access_type};
+use peerpod_proto::csi::VolumeCapability;
+use peerpod_proto::csi::volume_capability::Access_type;
 use peerpod_volume::Source;
 use serde::{Deserialize, Serialize};
 

@@ -2,30 +2,28 @@
 //! PeerpodVolume of each published volume. Every call has a deadline, and no unneeded call is made. May touch: those
 //! objects.
 
-use std::{collections::HashMap, path::Path, sync::Arc};
+use std::collections::HashMap;
+use std::path::Path;
+use std::sync::Arc;
 
-use k8s_openapi::api::{
-    coordination::v1::Lease,
-    core::v1::{PersistentVolume, Pod as KubePod, PodSpec},
-    storage::v1::CSIDriver,
-};
+use k8s_openapi::api::coordination::v1::Lease;
+use k8s_openapi::api::core::v1::{PersistentVolume, Pod as KubePod, PodSpec};
+use k8s_openapi::api::storage::v1::CSIDriver;
 use kube::{Api, Client, Resource};
 use parking_lot::Mutex;
-use peerpod_kube::{
-    client::{self, Error, within},
-    crds::PeerpodVolumeSpec,
-};
-use peerpod_volume::{Identity, SecretRef, descriptor::FsGroupPolicy, records::Pod};
+use peerpod_kube::client::{self, Error, within};
+use peerpod_kube::crds::PeerpodVolumeSpec;
+use peerpod_volume::descriptor::FsGroupPolicy;
+use peerpod_volume::records::Pod;
+use peerpod_volume::{Identity, SecretRef};
 use serde_json::json;
 
-use crate::{
-    capability::{Capability, MULTI_NODE_MULTI_WRITER, MULTI_NODE_READER_ONLY},
-    config::CsiConfig,
-    drivers,
-    grpc::{Code, Status},
-    node::publications::Publication,
-    objects::{self, ATTACHED, RELEASED},
-};
+use crate::capability::{Capability, MULTI_NODE_MULTI_WRITER, MULTI_NODE_READER_ONLY};
+use crate::config::CsiConfig;
+use crate::drivers;
+use crate::grpc::{Code, Status};
+use crate::node::publications::Publication;
+use crate::objects::{self, ATTACHED, RELEASED};
 
 /// Client of the API server, for one node.
 #[derive(Clone)]

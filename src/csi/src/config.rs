@@ -1,15 +1,11 @@
 //! Reads the settings: sections `csi`, `paths`, `kubernetes` and `log` of the file that all programs share.
 
-use std::{
-    net::SocketAddr,
-    path::{Path, PathBuf},
-    time::Duration,
-};
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
 
-use peerpod_base::{
-    config::{Mistakes, Printed, Reader, Sources},
-    telemetry::LogConfig,
-};
+use peerpod_base::config::{Mistakes, Printed, Reader, Sources};
+use peerpod_base::telemetry::LogConfig;
 
 /// Sections of the shared file that other programs read.
 const OTHERS: [&str; 8] =

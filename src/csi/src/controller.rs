@@ -5,7 +5,9 @@
 mod lookup;
 mod replay;
 
-use std::{path::Path, sync::Arc, time::Duration};
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
 
 use async_trait::async_trait;
 use hyper::Response;
@@ -17,16 +19,14 @@ use peerpod_proto::csi::{
 use peerpod_volume::VolumeId;
 use protobuf::Message;
 
-use crate::{
-    app::RoleParts,
-    body::Body,
-    config::{Attacher, CsiConfig},
-    driver::Driver,
-    grpc::{self, Code, Status},
-    node::INTERCEPTED,
-    optin::{self, OptIn},
-    proxy::{Intercept, InterceptedCall},
-};
+use crate::app::RoleParts;
+use crate::body::Body;
+use crate::config::{Attacher, CsiConfig};
+use crate::driver::Driver;
+use crate::grpc::{self, Code, Status};
+use crate::node::INTERCEPTED;
+use crate::optin::{self, OptIn};
+use crate::proxy::{Intercept, InterceptedCall};
 use lookup::Lookup;
 
 /// Deadline of this program's own requests to the driver, which may call its cloud.

@@ -1,14 +1,13 @@
 //! Sends this program's own requests to the driver. May touch: its socket.
 
-use std::{sync::Arc, time::Duration};
+use std::sync::Arc;
+use std::time::Duration;
 
 use peerpod_proto::csi::{GetPluginInfoRequest, GetPluginInfoResponse};
 use tokio::sync::OnceCell;
 
-use crate::{
-    grpc::{Code, Status},
-    upstream::Upstream,
-};
+use crate::grpc::{Code, Status};
+use crate::upstream::Upstream;
 
 /// Deadline of requests that a driver answers by itself.
 const ANSWER: Duration = Duration::from_secs(10);

@@ -11,7 +11,8 @@ mod smb;
 
 use std::collections::HashMap;
 
-use peerpod_volume::{Identity, SecretRef, Source, descriptor::Attach};
+use peerpod_volume::descriptor::Attach;
+use peerpod_volume::{Identity, SecretRef, Source};
 
 /// All known drivers.
 static FAMILIES: [&[Family]; 6] = [

@@ -4,10 +4,8 @@
 use std::time::Duration;
 
 use bytes::{BufMut, Bytes, BytesMut};
-use hyper::{
-    HeaderMap, Response,
-    header::{CONTENT_TYPE, HeaderValue},
-};
+use hyper::header::{CONTENT_TYPE, HeaderValue};
+use hyper::{HeaderMap, Response};
 use percent_encoding::{AsciiSet, CONTROLS, percent_decode, utf8_percent_encode};
 use protobuf::Message;
 

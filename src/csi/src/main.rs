@@ -4,22 +4,18 @@
 //! Exit codes: 0 stopped on request; 1 it could not start, or a part of it ended; 2 the command or the configuration
 //! has mistakes.
 
-use std::{process::ExitCode, sync::Arc};
+use std::process::ExitCode;
+use std::sync::Arc;
 
-use peerpod_base::{
-    config::{Setting, Sources},
-    lifecycle,
-    program::{self, Program},
-    telemetry::{self, LogConfig},
-};
-use peerpod_csi::{
-    app,
-    config::CsiConfig,
-    controller::{self, ControllerRole},
-    node::NodeRole,
-    proxy::Intercept,
-    schema,
-};
+use peerpod_base::config::{Setting, Sources};
+use peerpod_base::lifecycle;
+use peerpod_base::program::{self, Program};
+use peerpod_base::telemetry::{self, LogConfig};
+use peerpod_csi::config::CsiConfig;
+use peerpod_csi::controller::{self, ControllerRole};
+use peerpod_csi::node::NodeRole;
+use peerpod_csi::proxy::Intercept;
+use peerpod_csi::{app, schema};
 
 const PROGRAM: Program = Program {
     name: "peerpod-csi",

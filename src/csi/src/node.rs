@@ -13,30 +13,35 @@ mod secrets;
 mod steps;
 pub mod target;
 
-use std::{collections::HashMap, io, path::PathBuf, sync::Arc, time::Duration};
+use std::collections::HashMap;
+use std::io;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
 
 use async_trait::async_trait;
 use hyper::Response;
-use peerpod_common::{blocking::blocking, keyed_locks::KeyedLocks};
+use peerpod_common::blocking::blocking;
+use peerpod_common::keyed_locks::KeyedLocks;
 use peerpod_proto::csi::{
     Empty, NodeExpandVolumeRequest, NodeExpandVolumeResponse, NodeGetVolumeStatsRequest,
     NodeGetVolumeStatsResponse, NodeStageVolumeRequest, NodeUnpublishVolumeRequest, NodeUnstageVolumeRequest,
     VolumeUsage,
 };
-use peerpod_volume::{VolumeId, descriptor::Attach, records::Records};
+use peerpod_volume::VolumeId;
+use peerpod_volume::descriptor::Attach;
+use peerpod_volume::records::Records;
 use tokio::time::Instant;
 
-use crate::{
-    app::RoleParts,
-    body::Body,
-    cluster::NodeCluster,
-    config::{Attacher, CsiConfig},
-    driver::Driver,
-    grpc::{self, Code, Status},
-    metrics::CsiMetrics,
-    optin::{self, OptIn},
-    proxy::{Intercept, InterceptedCall},
-};
+use crate::app::RoleParts;
+use crate::body::Body;
+use crate::cluster::NodeCluster;
+use crate::config::{Attacher, CsiConfig};
+use crate::driver::Driver;
+use crate::grpc::{self, Code, Status};
+use crate::metrics::CsiMetrics;
+use crate::optin::{self, OptIn};
+use crate::proxy::{Intercept, InterceptedCall};
 use guest::Guest;
 use ownership::Ownership;
 use pending::Pending;

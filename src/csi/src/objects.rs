@@ -2,19 +2,14 @@
 
 use std::collections::BTreeMap;
 
-use k8s_openapi::{
-    apimachinery::pkg::apis::meta::v1::{Condition, OwnerReference, Time},
-    jiff::Timestamp,
-};
-use kube::{
-    Api, Client, Resource, ResourceExt,
-    api::{ObjectMeta, Patch, PatchParams, PostParams},
-};
-use peerpod_kube::{
-    client::{Error, within},
-    crds::{PeerpodVolume, PeerpodVolumeSpec, PeerpodVolumeStatus},
-};
-use peerpod_volume::{VolumeId, records::Pod};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, OwnerReference, Time};
+use k8s_openapi::jiff::Timestamp;
+use kube::api::{ObjectMeta, Patch, PatchParams, PostParams};
+use kube::{Api, Client, Resource, ResourceExt};
+use peerpod_kube::client::{Error, within};
+use peerpod_kube::crds::{PeerpodVolume, PeerpodVolumeSpec, PeerpodVolumeStatus};
+use peerpod_volume::VolumeId;
+use peerpod_volume::records::Pod;
 use serde_json::json;
 
 /// Finalizer of each object, removed when the disk is detached and the VM is gone.

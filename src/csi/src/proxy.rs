@@ -2,27 +2,21 @@
 //! status, for any method. Only the few methods that a role intercepts ([`Intercept`]) are handled. May touch: the
 //! driver's socket.
 
-use std::{
-    sync::Arc,
-    time::{Duration, Instant as Clock},
-};
+use std::sync::Arc;
+use std::time::{Duration, Instant as Clock};
 
 use async_trait::async_trait;
 use bytes::Bytes;
-use hyper::{
-    Request, Response, Uri,
-    body::Incoming,
-    http::{request, uri},
-};
+use hyper::body::Incoming;
+use hyper::http::{request, uri};
+use hyper::{Request, Response, Uri};
 use protobuf::Message;
 use tokio::time::{Instant, timeout_at};
 
-use crate::{
-    body::{Body, GRACE, Patience},
-    grpc::{self, Code, Status},
-    metrics::{CsiMetrics, Handling},
-    upstream::{DriverAnswer, Upstream, collect},
-};
+use crate::body::{Body, GRACE, Patience};
+use crate::grpc::{self, Code, Status};
+use crate::metrics::{CsiMetrics, Handling};
+use crate::upstream::{DriverAnswer, Upstream, collect};
 
 /// Handling of intercepted calls by a role.
 #[async_trait]

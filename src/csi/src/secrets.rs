@@ -2,18 +2,14 @@
 //! the keys of the driver's login are kept, and no value appears in any text. May touch: the file that the caller
 //! names.
 
-use std::{
-    collections::{BTreeMap, HashMap},
-    fmt,
-    fs::File,
-    io::{self, Read},
-    path::Path,
-};
+use std::collections::{BTreeMap, HashMap};
+use std::fmt;
+use std::fs::File;
+use std::io::{self, Read};
+use std::path::Path;
 
-use peerpod_volume::{
-    Credentials, SecretRef,
-    credentials::{MAX_FIELD, VERSION, fits},
-};
+use peerpod_volume::credentials::{MAX_FIELD, VERSION, fits};
+use peerpod_volume::{Credentials, SecretRef};
 use serde::{Deserialize, Serialize};
 use zeroize::{Zeroize, Zeroizing};
 

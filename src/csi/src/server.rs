@@ -1,27 +1,22 @@
 //! Serves HTTP/2 on the socket that sidecars and kubelet dial, with limits on connections, streams and headers. May
 //! touch: that socket.
 
-use std::{
-    convert::Infallible,
-    fs::{self, Permissions},
-    io,
-    os::unix::fs::{FileTypeExt, PermissionsExt},
-    path::{Path, PathBuf},
-    sync::Arc,
-    time::Duration,
-};
+use std::convert::Infallible;
+use std::fs::{self, Permissions};
+use std::io;
+use std::os::unix::fs::{FileTypeExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
 
-use hyper::{server::conn::http2, service::service_fn};
+use hyper::server::conn::http2;
+use hyper::service::service_fn;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
-use peerpod_base::{
-    chain::chain,
-    lifecycle::{Busy, Drain},
-};
+use peerpod_base::chain::chain;
+use peerpod_base::lifecycle::{Busy, Drain};
 use peerpod_common::accept::Acceptor;
-use tokio::{
-    net::{UnixListener, UnixStream},
-    sync::Semaphore,
-};
+use tokio::net::{UnixListener, UnixStream};
+use tokio::sync::Semaphore;
 use tracing::debug;
 
 use crate::proxy::Proxy;

@@ -1,26 +1,24 @@
 //! Holds one HTTP/2 connection to the driver's socket, and opens a new one when it ends. May touch: that socket.
 
-use std::{path::PathBuf, time::Duration};
+use std::path::PathBuf;
+use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
 use http_body_util::BodyExt;
-use hyper::{
-    HeaderMap, Request, Response,
-    body::{Body as _, Incoming},
-    client::conn::http2::{self, SendRequest},
-    header::{CONTENT_TYPE, HeaderValue, TE},
-    http::{request, response},
-};
+use hyper::body::{Body as _, Incoming};
+use hyper::client::conn::http2::{self, SendRequest};
+use hyper::header::{CONTENT_TYPE, HeaderValue, TE};
+use hyper::http::{request, response};
+use hyper::{HeaderMap, Request, Response};
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use parking_lot::Mutex;
 use peerpod_base::chain::chain;
 use protobuf::Message;
-use tokio::{net::UnixStream, time::timeout};
+use tokio::net::UnixStream;
+use tokio::time::timeout;
 
-use crate::{
-    body::Body,
-    grpc::{self, Code, Status},
-};
+use crate::body::Body;
+use crate::grpc::{self, Code, Status};
 
 /// Limit for connecting: a local socket answers at once or never.
 const CONNECT_WITHIN: Duration = Duration::from_secs(5);

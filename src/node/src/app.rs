@@ -2,49 +2,46 @@
 //! [`BoundNode::run`] serves until shutdown. Shutdown stops no pod: running pods continue without the node, and unfinished
 //! work is recorded in the ledger.
 
-use std::{
-    fs::{DirBuilder, File},
-    future::Future,
-    io,
-    os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt},
-    path::{Path, PathBuf},
-    sync::Arc,
-    time::{Duration, SystemTime},
-};
+use std::fs::{DirBuilder, File};
+use std::future::Future;
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
 
 use anyhow::{Context, Result, anyhow, bail};
 use nix::fcntl::{Flock, FlockArg};
-use peerpod_base::{
-    admin::{self, BlockReady, Ready},
-    lifecycle::{Drain, Shutdown},
-};
+use peerpod_base::admin::{self, BlockReady, Ready};
+use peerpod_base::lifecycle::{Drain, Shutdown};
 use peerpod_proto::relay::ConfigureRequest;
 use peerpod_provider_api::{Capabilities, DecoratorConfig, Provider, decorate};
 use prometheus_client::registry::Registry;
-use tokio::{net::UnixListener, sync::watch, task::JoinSet};
+use tokio::net::UnixListener;
+use tokio::sync::watch;
+use tokio::task::JoinSet;
 use tracing::{error, info, warn};
 use ttrpc::asynchronous::transport::Listener;
 
-use crate::{
-    cluster::{Cluster, show::About},
-    config::NodeConfig,
-    ledger::{Inbox, Ledger, Loaded},
-    localhost::Localhost,
-    metrics::Metrics,
-    ports::{
-        self, GuestAddresses, NodeCluster, NodeIdentity, NodeNetwork, ProviderCloud, Surroundings, WallClock,
-    },
-    relay_client::{RelayClient, RelayIdentity},
-    rotate::{self, SharedTrust},
-    rpc::{self, Service},
-    sandbox::{Kept, Orphans, Reaper, Sandboxes, Settings, VmLiveness, ports::Ports, recover},
-    secrets::PullSecrets,
-    sweep,
-    trust::Trust,
-    tunnel::{Tunnel, TunnelConfig},
-    volumes::{PodStorage, Pods, Volumes},
-    wireguard_fds,
+use crate::cluster::Cluster;
+use crate::cluster::show::About;
+use crate::config::NodeConfig;
+use crate::ledger::{Inbox, Ledger, Loaded};
+use crate::localhost::Localhost;
+use crate::metrics::Metrics;
+use crate::ports::{
+    self, GuestAddresses, NodeCluster, NodeIdentity, NodeNetwork, ProviderCloud, Surroundings, WallClock,
 };
+use crate::relay_client::{RelayClient, RelayIdentity};
+use crate::rotate::{self, SharedTrust};
+use crate::rpc::{self, Service};
+use crate::sandbox::ports::Ports;
+use crate::sandbox::{Kept, Orphans, Reaper, Sandboxes, Settings, VmLiveness, recover};
+use crate::secrets::PullSecrets;
+use crate::trust::Trust;
+use crate::tunnel::{Tunnel, TunnelConfig};
+use crate::volumes::{PodStorage, Pods, Volumes};
+use crate::{sweep, wireguard_fds};
 
 /// Time that calls in progress get to complete at shutdown.
 const DRAIN: Duration = Duration::from_secs(5);

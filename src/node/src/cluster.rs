@@ -32,7 +32,8 @@ mod heartbeat;
 mod queue;
 mod writer;
 
-use std::{sync::Arc, time::Duration};
+use std::sync::Arc;
+use std::time::Duration;
 
 use peerpod_base::admin::Ready;
 use peerpod_kube::client;
@@ -43,12 +44,10 @@ pub(crate) use config::ClusterConfig;
 pub(crate) use show::Shown;
 pub(crate) use writer::Recorded;
 
-use crate::{
-    app::{Tasks, spawn},
-    metrics::Metrics,
-    sandbox::ports::PodEvent,
-    spec::PodRef,
-};
+use crate::app::{Tasks, spawn};
+use crate::metrics::Metrics;
+use crate::sandbox::ports::PodEvent;
+use crate::spec::PodRef;
 use calls::Calls;
 use capacity::Capacity;
 use events::Events;

@@ -6,28 +6,23 @@
 mod tunnel;
 mod vm;
 
-use std::{
-    net::{IpAddr, SocketAddr},
-    path::PathBuf,
-    time::Duration,
-};
+use std::net::{IpAddr, SocketAddr};
+use std::path::PathBuf;
+use std::time::Duration;
 
-use peerpod_base::{
-    config::{Mistakes, Printed, Reader, Sources},
-    fd_handoff,
-    telemetry::LogConfig,
-};
+use peerpod_base::config::{Mistakes, Printed, Reader, Sources};
+use peerpod_base::fd_handoff;
+use peerpod_base::telemetry::LogConfig;
 use peerpod_providers::{Context, Purpose};
 use vm::sandbox_settings;
 
-use crate::{
-    cluster::ClusterConfig,
-    registries::Registries,
-    sandbox,
-    secrets::SecretsConfig,
-    spec::GUEST_MEMORY,
-    tunnel::{Owner, TunnelConfig, TunnelKind, external::Way, netns_in},
-};
+use crate::cluster::ClusterConfig;
+use crate::registries::Registries;
+use crate::sandbox;
+use crate::secrets::SecretsConfig;
+use crate::spec::GUEST_MEMORY;
+use crate::tunnel::external::Way;
+use crate::tunnel::{Owner, TunnelConfig, TunnelKind, netns_in};
 
 /// Sections of the shared file that other binaries read; the node reads one key of `relay`.
 const OTHERS: [&str; 5] = ["relay", "controller", "webhook", "csi", "volumes"];

@@ -13,7 +13,8 @@ mod disk;
 mod inbox;
 mod record;
 
-use std::{io, path::PathBuf};
+use std::io;
+use std::path::PathBuf;
 
 pub use batch::{BATCH_VERSION, Batch, Member, Rest};
 pub use disk::{Ledger, Loaded, Quarantined};

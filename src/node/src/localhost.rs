@@ -5,11 +5,15 @@
 
 use nix::errno::Errno;
 use peerpod_base::fd_handoff::LOCALHOST_LISTENERS;
-use peerpod_podnet::{localhost, netns::Netns};
+use peerpod_podnet::localhost;
+use peerpod_podnet::netns::Netns;
 use tokio::task::spawn_blocking;
 use tracing::warn;
 
-use crate::{ports::on_thread, relay_client::RelayClient, sandbox::ports::NetworkError, spec::SandboxId};
+use crate::ports::on_thread;
+use crate::relay_client::RelayClient;
+use crate::sandbox::ports::NetworkError;
+use crate::spec::SandboxId;
 
 /// Kind of these descriptors between node and relay.
 const KIND: &str = "localhost";

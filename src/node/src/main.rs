@@ -5,14 +5,12 @@
 
 use std::process::ExitCode;
 
-use peerpod_base::{
-    chain::chain,
-    config::{self, Setting, Sources},
-    lifecycle,
-    program::{self, Program},
-    telemetry,
-};
-use peerpod_node::{app, config::NodeConfig, runtime};
+use peerpod_base::chain::chain;
+use peerpod_base::config::{self, Setting, Sources};
+use peerpod_base::program::{self, Program};
+use peerpod_base::{lifecycle, telemetry};
+use peerpod_node::config::NodeConfig;
+use peerpod_node::{app, runtime};
 
 const PROGRAM: Program = Program {
     name: "peerpod-node",

@@ -1,12 +1,14 @@
 //! Defines the node's metrics. Names begin with `peerpod_node_` once registered under that prefix.
 
-use std::{collections::BTreeSet, sync::Arc};
+use std::collections::BTreeSet;
+use std::sync::Arc;
 
 use parking_lot::Mutex;
-use prometheus_client::{
-    metrics::{counter::Counter, family::Family, gauge::Gauge, histogram::Histogram},
-    registry::{Metric, Registry},
-};
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::histogram::Histogram;
+use prometheus_client::registry::{Metric, Registry};
 
 use crate::sandbox::phase::Phase;
 

@@ -1,51 +1,46 @@
 //! Production implementation of the sandboxes' [ports](crate::sandbox::ports::Ports): disk, provider, tunnel, trust and
 //! cluster. It translates calls; it makes no decisions. The client of the relay implements its port itself.
 
-use std::{
-    collections::BTreeMap,
-    net::{IpAddr, SocketAddr},
-    num::NonZeroU32,
-    path::Path,
-    sync::Arc,
-    time::{Duration, SystemTime, UNIX_EPOCH},
-};
+use std::collections::BTreeMap;
+use std::net::{IpAddr, SocketAddr};
+use std::num::NonZeroU32;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use async_trait::async_trait;
 use futures_util::stream::{self, BoxStream, StreamExt};
 use peerpod_link::user_data::{UserData, UserDataNode, UserDataTicket, VERSION};
-use peerpod_podnet::{Error as NetError, carrier, inspect::unlisted, localhost, redirect::tcx, underlay};
-use peerpod_proto::{
-    guest::{Images, NetworkPlan},
-    relay::TunnelPeer,
-};
+use peerpod_podnet::inspect::unlisted;
+use peerpod_podnet::redirect::tcx;
+use peerpod_podnet::{Error as NetError, carrier, localhost, underlay};
+use peerpod_proto::guest::{Images, NetworkPlan};
+use peerpod_proto::relay::TunnelPeer;
 use peerpod_provider_api::{
     CreateRequest, DiskRequest, IdempotencyKey, InstanceId, Owned, Placement, Provider, ProviderEvent,
 };
 use serde::{Deserialize, Serialize};
 use serde_json::value::to_raw_value;
-use tokio::{sync::watch, task::spawn_blocking};
+use tokio::sync::watch;
+use tokio::task::spawn_blocking;
 use zeroize::Zeroizing;
 
-use crate::{
-    cluster::{Cluster, Shown, show::About},
-    ledger::{self, Batch, Ledger, NetnsRef, Network, Record},
-    localhost::Localhost,
-    registries::Registries,
-    relay_client::RelayClient,
-    rotate::SharedTrust,
-    sandbox::ports::{
-        Certificate, Changes, Clock, Cloud, CloudError, Followed, Identity, Kubernetes, Made, NetworkError,
-        NodeEndpoints, PodEvent, PodNetwork, PullSecretError, Store, Trusted,
-    },
-    secrets::PullSecrets,
-    spec::{PodRef, SandboxId},
-    trust::{Ticket, Trust},
-    tunnel::{
-        Netns, NetnsId, PodNetworkState, Reserved, Tunnel, TunnelKind,
-        follow::{Merged, merge},
-        inspect,
-    },
+use crate::cluster::show::About;
+use crate::cluster::{Cluster, Shown};
+use crate::ledger::{self, Batch, Ledger, NetnsRef, Network, Record};
+use crate::localhost::Localhost;
+use crate::registries::Registries;
+use crate::relay_client::RelayClient;
+use crate::rotate::SharedTrust;
+use crate::sandbox::ports::{
+    Certificate, Changes, Clock, Cloud, CloudError, Followed, Identity, Kubernetes, Made, NetworkError,
+    NodeEndpoints, PodEvent, PodNetwork, PullSecretError, Store, Trusted,
 };
+use crate::secrets::PullSecrets;
+use crate::spec::{PodRef, SandboxId};
+use crate::trust::{Ticket, Trust};
+use crate::tunnel::follow::{Merged, merge};
+use crate::tunnel::{Netns, NetnsId, PodNetworkState, Reserved, Tunnel, TunnelKind, inspect};
 
 pub(crate) use addresses::GuestAddresses;
 pub(crate) use gc::collect_garbage;

@@ -3,11 +3,9 @@
 //! applies to the next pod without a restart. Secrets of single pods come from the cluster, if there is one
 //! ([`crate::secrets`]).
 
-use std::{
-    fs,
-    io::Read,
-    path::{Path, PathBuf},
-};
+use std::fs;
+use std::io::Read;
+use std::path::{Path, PathBuf};
 
 use peerpod_base::config::Reader;
 use peerpod_kube::docker_config::{Form, Merged};

@@ -7,32 +7,29 @@
 
 mod hand_off;
 
-use std::{collections::HashMap, path::PathBuf, sync::Arc, time::Duration};
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
 
 use async_trait::async_trait;
 use parking_lot::{Mutex, MutexGuard};
-use peerpod_proto::{
-    guest::{Reply, Request},
-    relay::{
-        ConfigureRequest, DeleteSandboxRequest, GuestCallRequest, PutSandboxRequest, SandboxState,
-        WatchRequest,
-    },
-    relay_ttrpc::RelayClient as Stub,
+use peerpod_proto::guest::{Reply, Request};
+use peerpod_proto::relay::{
+    ConfigureRequest, DeleteSandboxRequest, GuestCallRequest, PutSandboxRequest, SandboxState, WatchRequest,
 };
+use peerpod_proto::relay_ttrpc::RelayClient as Stub;
 use protobuf::Message;
-use tokio::{
-    net::UnixStream,
-    sync::{Semaphore, watch},
-    time::timeout,
-};
+use tokio::net::UnixStream;
+use tokio::sync::{Semaphore, watch};
+use tokio::time::timeout;
 use tracing::{debug, info, warn};
-use ttrpc::{asynchronous::transport::Socket, context::with_duration};
+use ttrpc::asynchronous::transport::Socket;
+use ttrpc::context::with_duration;
 
-use crate::{
-    metrics::Metrics,
-    sandbox::ports::{Guest, Relay, RelayError},
-    spec::SandboxId,
-};
+use crate::metrics::Metrics;
+use crate::sandbox::ports::{Guest, Relay, RelayError};
+use crate::spec::SandboxId;
 
 /// Interval of attempts to connect to the relay.
 const DIAL_EVERY: Duration = Duration::from_millis(50);

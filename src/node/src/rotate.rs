@@ -6,20 +6,17 @@
 //! delay has a limit, because a CA that cannot be replaced is worse for all other guests. After
 //! a limit, a started rotation continues without the guests that do not follow.
 
-use std::{
-    sync::Arc,
-    time::{Duration, SystemTime},
-};
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
 
 use parking_lot::{RwLock, RwLockReadGuard};
 use tokio::sync::watch;
 use tracing::{error, info, warn};
 
-use crate::{
-    relay_client::RelayClient,
-    sandbox::{Sandboxes, View, ports::Trusted},
-    trust::{Error, Stage, Trust},
-};
+use crate::relay_client::RelayClient;
+use crate::sandbox::ports::Trusted;
+use crate::sandbox::{Sandboxes, View};
+use crate::trust::{Error, Stage, Trust};
 
 /// Interval of checks for a due step.
 const EVERY: Duration = Duration::from_millis(500);

@@ -6,36 +6,32 @@
 
 pub(crate) mod volumes;
 
-use std::{sync::Arc, time::Duration};
+use std::sync::Arc;
+use std::time::Duration;
 
 use async_trait::async_trait;
 use peerpod_base::lifecycle::Drain;
-use peerpod_proto::{
-    hypervisor::{
-        CreateVMRequest, CreateVMResponse, StartVMRequest, StartVMResponse, StopVMRequest, StopVMResponse,
-        VersionRequest, VersionResponse,
-    },
-    hypervisor_ttrpc::{Hypervisor, create_hypervisor},
-    node::{
-        ClaimRequest, ClaimResponse, ReadInboxRequest, ReadInboxResponse, TakeOverFailedRequest,
-        TakeOverFailedResponse,
-    },
-    node_ttrpc::{Node, create_node},
-    podvminfo::{GetInfoRequest, GetInfoResponse},
-    podvminfo_ttrpc::{PodVmInfo, create_pod_vm_info},
+use peerpod_proto::hypervisor::{
+    CreateVMRequest, CreateVMResponse, StartVMRequest, StartVMResponse, StopVMRequest, StopVMResponse,
+    VersionRequest, VersionResponse,
 };
+use peerpod_proto::hypervisor_ttrpc::{Hypervisor, create_hypervisor};
+use peerpod_proto::node::{
+    ClaimRequest, ClaimResponse, ReadInboxRequest, ReadInboxResponse, TakeOverFailedRequest,
+    TakeOverFailedResponse,
+};
+use peerpod_proto::node_ttrpc::{Node, create_node};
+use peerpod_proto::podvminfo::{GetInfoRequest, GetInfoResponse};
+use peerpod_proto::podvminfo_ttrpc::{PodVmInfo, create_pod_vm_info};
 use tracing::{debug, warn};
-use ttrpc::{
-    Code,
-    r#async::{Server, TtrpcContext, transport::Listener},
-};
+use ttrpc::Code;
+use ttrpc::r#async::transport::Listener;
+use ttrpc::r#async::{Server, TtrpcContext};
 
-use crate::{
-    ledger::Inbox,
-    metrics::Metrics,
-    sandbox::{Claim, ClaimRefused, CreateVm, Error, Sandboxes, Secret, Stop},
-    spec::{self, SandboxId},
-};
+use crate::ledger::Inbox;
+use crate::metrics::Metrics;
+use crate::sandbox::{Claim, ClaimRefused, CreateVm, Error, Sandboxes, Secret, Stop};
+use crate::spec::{self, SandboxId};
 
 /// Size limit of a CSR, larger than every valid one; a hostile guest's data beyond it is not parsed.
 const MAX_CSR: usize = 8 << 10;

@@ -19,19 +19,17 @@ pub fn new() -> io::Result<Runtime> {
 
 #[cfg(test)]
 mod tests {
-    use std::{
-        sync::{
-            Arc,
-            atomic::{AtomicUsize, Ordering::SeqCst},
-        },
-        time::Duration,
-    };
+    use std::sync::Arc;
+    use std::sync::atomic::AtomicUsize;
+    use std::sync::atomic::Ordering::SeqCst;
+    use std::time::Duration;
 
     use peerpod_proto::relay::ConfigureRequest;
     use tokio::task::{JoinSet, spawn_blocking};
 
     use super::*;
-    use crate::{metrics::Metrics, relay_client::RelayClient};
+    use crate::metrics::Metrics;
+    use crate::relay_client::RelayClient;
 
     #[test]
     fn a_burst_of_a_thousand_steps_completes_on_few_threads() {

@@ -7,7 +7,8 @@
 //!
 //! Independent of ttrpc, sockets and provider names.
 
-use std::{path::PathBuf, time::Duration};
+use std::path::PathBuf;
+use std::time::Duration;
 
 mod error;
 mod guest;
@@ -19,14 +20,13 @@ mod vm;
 
 pub(crate) use error::{ClaimRefused, Error};
 pub(crate) use guest::claims::{Claim, Secret};
-pub(crate) use lifecycle::{
-    phase,
-    table::{CreateVm, Sandboxes},
-    task::Stop,
-    view::View,
-};
+pub(crate) use lifecycle::phase;
+pub(crate) use lifecycle::table::{CreateVm, Sandboxes};
+pub(crate) use lifecycle::task::Stop;
+pub(crate) use lifecycle::view::View;
 pub(crate) use recovery::recover::{Kept, Orphans, recover};
-pub(crate) use vm::{liveness::VmLiveness, reaper::Reaper};
+pub(crate) use vm::liveness::VmLiveness;
+pub(crate) use vm::reaper::Reaper;
 
 use crate::spec::SandboxId;
 

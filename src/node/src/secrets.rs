@@ -8,14 +8,16 @@
 mod ask;
 mod config;
 
-use std::{sync::Arc, time::Duration};
+use std::sync::Arc;
+use std::time::Duration;
 
 use tokio::sync::Semaphore;
 
 pub use ask::Given;
 pub use config::SecretsConfig;
 
-use crate::{sandbox::ports::PullSecretError, spec::PodRef};
+use crate::sandbox::ports::PullSecretError;
+use crate::spec::PodRef;
 
 /// Concurrent requests. The service allows a node more; the rest is for a second node process during an upgrade.
 const AT_ONCE: usize = 8;

@@ -5,7 +5,8 @@
 
 pub(crate) mod vm_options;
 
-use std::{collections::HashMap, fmt};
+use std::collections::HashMap;
+use std::fmt;
 
 pub(crate) use peerpod_common::id::SandboxId;
 use peerpod_link::initdata::Initdata;

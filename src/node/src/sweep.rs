@@ -2,19 +2,16 @@
 //! had given up. An API server that was unreachable for longer than a tombstone is kept leaves them too. The ledger
 //! decides; where it has no record, the provider's list of VMs decides.
 
-use std::{collections::HashSet, time::Duration};
+use std::collections::HashSet;
+use std::time::Duration;
 
 use peerpod_provider_api::{IdempotencyKey, Owned};
 use tracing::{info, warn};
 
-use crate::{
-    cluster::{Cluster, Recorded},
-    sandbox::{
-        Sandboxes,
-        phase::{MAX_ATTEMPTS, Phase},
-    },
-    spec::SandboxId,
-};
+use crate::cluster::{Cluster, Recorded};
+use crate::sandbox::Sandboxes;
+use crate::sandbox::phase::{MAX_ATTEMPTS, Phase};
+use crate::spec::SandboxId;
 
 /// Interval between two passes.
 const EVERY: Duration = Duration::from_secs(600);

@@ -3,12 +3,10 @@
 //! and touches nothing else. The sandbox decides when volumes are attached. The provider
 //! attaches its own disks; for the disks of a CSI driver, the node records the VM and waits for the driver.
 
-use std::{
-    io,
-    path::{Path, PathBuf},
-    sync::Arc,
-    time::Duration,
-};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
 
 use async_trait::async_trait;
 use futures_util::future::join_all;
@@ -17,22 +15,16 @@ use peerpod_proto::{guest, relay};
 use peerpod_provider_api::{
     DiskIdentity, DiskRequest, Error as CloudError, InstanceId, OwnedState, Provider, Retry,
 };
-use peerpod_volume::{
-    GuestVolume, Identity, Mode, SecretRef, Source, VolumeId,
-    descriptor::{Attach, VERSION},
-    records::{Record, Records, Vm},
-};
+use peerpod_volume::descriptor::{Attach, VERSION};
+use peerpod_volume::records::{Record, Records, Vm};
+use peerpod_volume::{GuestVolume, Identity, Mode, SecretRef, Source, VolumeId};
 use serde::{Deserialize, Serialize};
-use tokio::{
-    task::spawn_blocking,
-    time::{Instant, sleep},
-};
+use tokio::task::spawn_blocking;
+use tokio::time::{Instant, sleep};
 use zeroize::Zeroizing;
 
-use crate::{
-    sandbox::ports::Storage,
-    spec::{PodRef, SandboxId},
-};
+use crate::sandbox::ports::Storage;
+use crate::spec::{PodRef, SandboxId};
 
 /// Lookup of this node's pods, as the API server has them. Returns the UIDs of the pods with a namespace and a name that
 /// are not terminating; empty where none is known (yet).

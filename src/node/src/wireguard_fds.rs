@@ -3,21 +3,19 @@
 //! packets. They are also passed after another program deletes something in the tunnel's private namespace, which this
 //! module watches. Touches `relay-fds.sock` only; the tunnel module defines the descriptors.
 
-use std::{net::SocketAddr, sync::Arc, time::Duration};
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
 
 use peerpod_podnet::events::Events;
-use tokio::{
-    sync::watch,
-    task::spawn_blocking,
-    time::{sleep, timeout},
-};
+use tokio::sync::watch;
+use tokio::task::spawn_blocking;
+use tokio::time::{sleep, timeout};
 use tracing::{info, warn};
 
-use crate::{
-    ports::GuestAddresses,
-    relay_client::RelayClient,
-    tunnel::{FdHandoff, WIREGUARD, Wireguard},
-};
+use crate::ports::GuestAddresses;
+use crate::relay_client::RelayClient;
+use crate::tunnel::{FdHandoff, WIREGUARD, Wireguard};
 
 /// Interval of polls of the relay: the longest time that a failed data plane carries nothing.
 const LOOK_EVERY: Duration = Duration::from_secs(1);

@@ -3,22 +3,21 @@
 
 pub mod filter;
 
-use std::{
-    io,
-    os::fd::{AsFd, OwnedFd},
-    path::{Path, PathBuf},
-    sync::{Arc, atomic::Ordering::Relaxed},
-};
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 
-use peerpod_common::{accept::Acceptor, files};
+use peerpod_common::accept::Acceptor;
+use peerpod_common::files;
 use peerpod_link::endpoint::EndpointHandle;
-use tokio::{net::UnixListener, task::JoinHandle};
+use tokio::net::UnixListener;
+use tokio::task::JoinHandle;
 
-use crate::{
-    metrics::Metrics,
-    sandboxes::guest::Guest,
-    socket::{self, Bound},
-};
+use crate::metrics::Metrics;
+use crate::sandboxes::guest::Guest;
+use crate::socket::{self, Bound};
 
 /// Limit of shim connections to one sandbox.
 pub(crate) const CONNECTIONS: usize = 1024;

@@ -5,53 +5,45 @@
 
 mod sockets;
 
-use std::{
-    collections::HashSet,
-    fs::{DirBuilder, File, OpenOptions},
-    io,
-    net::SocketAddr,
-    os::unix::fs::{DirBuilderExt, OpenOptionsExt},
-    path::Path,
-    sync::Arc,
-    time::Duration,
-};
+use std::collections::HashSet;
+use std::fs::{DirBuilder, File, OpenOptions};
+use std::io;
+use std::net::SocketAddr;
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
 
 use nix::fcntl::{Flock, FlockArg};
-use peerpod_base::{
-    admin::{self, Ready},
-    lifecycle::Shutdown,
-};
-use peerpod_common::{
-    accept::Acceptor,
-    blocking::{Interrupted, blocking},
-    limit::ConnectionLimit,
-};
+use peerpod_base::admin::{self, Ready};
+use peerpod_base::lifecycle::Shutdown;
+use peerpod_common::accept::Acceptor;
+use peerpod_common::blocking::{Interrupted, blocking};
+use peerpod_common::limit::ConnectionLimit;
 use peerpod_proto::relay_ttrpc;
 use prometheus_client::registry::Registry;
 use thiserror::Error;
-use tokio::{net::UnixListener, sync::Mutex, task::JoinSet};
+use tokio::net::UnixListener;
+use tokio::sync::Mutex;
+use tokio::task::JoinSet;
 
 use self::sockets::{GuestSockets, Lock, Sockets};
-use crate::{
-    config::RelayConfig,
-    control::Control,
-    fd_handoff, guest_dialer, guests,
-    handover::{
-        self,
-        new::{self, HandoverError, Taken},
-        old,
-    },
-    hypervisor::{self, HypervisorHandle},
-    id::SandboxId,
-    inbox::Inbox,
-    localhost::Localhost,
-    metrics::Metrics,
-    pause::Pause,
-    sandboxes::{Prepared, Sandboxes, states::States},
-    socket::Bound as Socket,
-    store::{Identity, Record, Store, StoreError},
-    wireguard::{self, WireGuard},
-};
+use crate::config::RelayConfig;
+use crate::control::Control;
+use crate::handover::new::{self, HandoverError, Taken};
+use crate::handover::{self, old};
+use crate::hypervisor::{self, HypervisorHandle};
+use crate::id::SandboxId;
+use crate::inbox::Inbox;
+use crate::localhost::Localhost;
+use crate::metrics::Metrics;
+use crate::pause::Pause;
+use crate::sandboxes::states::States;
+use crate::sandboxes::{Prepared, Sandboxes};
+use crate::socket::Bound as Socket;
+use crate::store::{Identity, Record, Store, StoreError};
+use crate::wireguard::{self, WireGuard};
+use crate::{fd_handoff, guest_dialer, guests};
 
 /// Time limit for the node's calls to end when the relay stops.
 const STOP_WITHIN: Duration = Duration::from_secs(2);

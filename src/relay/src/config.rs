@@ -1,11 +1,10 @@
 //! The relay's settings: sections `paths`, `relay` and `log` of the file that all binaries of a node share.
 
-use std::{net::SocketAddr, path::PathBuf};
+use std::net::SocketAddr;
+use std::path::PathBuf;
 
-use peerpod_base::{
-    config::{Mistakes, Printed, Reader, Sources},
-    telemetry::LogConfig,
-};
+use peerpod_base::config::{Mistakes, Printed, Reader, Sources};
+use peerpod_base::telemetry::LogConfig;
 
 /// Sections of the shared file that other binaries read.
 const OTHERS: [&str; 10] = [

@@ -1,34 +1,34 @@
 //! Serves `relay.sock`, the API that the node calls. Handlers only check, pass on and map errors. Each call may be
 //! dropped at any moment and repeated.
 
-use std::{net::SocketAddr, sync::Arc, time::Duration};
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::Bytes;
 use peerpod_common::blocking::blocking;
-use peerpod_proto::{
-    guest::Request,
-    relay::{
-        self, ConfigureRequest, ConfigureResponse, DeleteSandboxRequest, DeleteSandboxResponse,
-        GuestCallRequest, GuestCallResponse, PutSandboxRequest, PutSandboxResponse, WatchRequest,
-        WatchResponse,
-    },
-    relay_ttrpc::Relay,
+use peerpod_proto::guest::Request;
+use peerpod_proto::relay::{
+    self, ConfigureRequest, ConfigureResponse, DeleteSandboxRequest, DeleteSandboxResponse, GuestCallRequest,
+    GuestCallResponse, PutSandboxRequest, PutSandboxResponse, WatchRequest, WatchResponse,
 };
+use peerpod_proto::relay_ttrpc::Relay;
 use protobuf::Message;
-use ttrpc::{Code, r#async::TtrpcContext};
+use ttrpc::Code;
+use ttrpc::r#async::TtrpcContext;
 
-use crate::{
-    guest_dialer,
-    guests::Trust,
-    id::SandboxId,
-    metrics::Metrics,
-    pause::Pause,
-    sandboxes::{SandboxError, Sandboxes, guest::Gone, states::States},
-    store::{Identity, Record, Store, TunnelPeer},
-    volumes::{self, Volume},
-    wireguard::WireGuard,
-};
+use crate::guest_dialer;
+use crate::guests::Trust;
+use crate::id::SandboxId;
+use crate::metrics::Metrics;
+use crate::pause::Pause;
+use crate::sandboxes::guest::Gone;
+use crate::sandboxes::states::States;
+use crate::sandboxes::{SandboxError, Sandboxes};
+use crate::store::{Identity, Record, Store, TunnelPeer};
+use crate::volumes::{self, Volume};
+use crate::wireguard::WireGuard;
 
 /// Time after which a Watch returns an empty answer.
 const WATCH: Duration = Duration::from_secs(30);

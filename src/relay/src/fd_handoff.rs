@@ -4,24 +4,23 @@
 //! Each kind of descriptors is one [`Kind`]; `app` lists the kinds. This module enforces only limits: the permitted
 //! peers, the time for a message, and the number of connections. A descriptor that no kind takes is closed.
 
-use std::{
-    io,
-    os::fd::{AsFd, BorrowedFd, OwnedFd},
-    sync::Arc,
-    time::Duration,
-};
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::time::Duration;
 
 use async_trait::async_trait;
 use peerpod_base::fd_handoff::{Error, HandoffAnswer, HandoffHeader, SOCKET, VERSION, receive, send};
 use peerpod_common::reactor;
 use rustix::net::{AddressFamily, SocketType, sockopt};
 use serde_json::Value;
-use tokio::{
-    io::{Interest, unix::AsyncFd},
-    time::timeout,
-};
+use tokio::io::Interest;
+use tokio::io::unix::AsyncFd;
+use tokio::time::timeout;
 
-use crate::{id::SandboxId, pause::Pause, socket};
+use crate::id::SandboxId;
+use crate::pause::Pause;
+use crate::socket;
 
 /// Time limit for a connected peer's message.
 const MESSAGE: Duration = Duration::from_secs(5);

@@ -3,26 +3,20 @@
 //! dialled in; the peer must be the guest of the dialled sandbox. The addresses are in the sandbox's record, so
 //! dialling continues without the node.
 
-use std::{
-    collections::HashMap,
-    io,
-    net::SocketAddr,
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::collections::HashMap;
+use std::io;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
-use tokio::{
-    net::TcpStream,
-    sync::{OwnedSemaphorePermit, Semaphore, mpsc, watch},
-    task::JoinSet,
-    time::{sleep, timeout},
-};
+use tokio::net::TcpStream;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, watch};
+use tokio::task::JoinSet;
+use tokio::time::{sleep, timeout};
 
-use crate::{
-    guests::{self, Met, Parts},
-    id::SandboxId,
-    sandboxes::guest::Link,
-};
+use crate::guests::{self, Met, Parts};
+use crate::id::SandboxId;
+use crate::sandboxes::guest::Link;
 
 /// Time limit of one attempt; further attempts start beside it.
 const ATTEMPT: Duration = Duration::from_secs(1);

@@ -4,16 +4,15 @@
 //!
 //! The records have the target `guest` and the guest's level: `log.level: info,guest=warn` leaves out lower levels.
 
-use std::{
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use peerpod_common::limit::RateLimit;
 use peerpod_link::endpoint::{Level, Line};
 
-use crate::{id::SandboxId, metrics::Metrics};
+use crate::id::SandboxId;
+use crate::metrics::Metrics;
 
 /// Burst of lines: enough for a boot and for lines that waited during a lost connection.
 const MOST: f64 = 500.0;

@@ -3,35 +3,31 @@
 //! selects its sandbox. Before that, the relay limits connections, connections per address, and the time for the
 //! handshake and the first record.
 
-use std::{net::SocketAddr, sync::Arc, time::Duration};
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
 
-use peerpod_common::{accept::Acceptor, limit::ConnectionLimit};
-use peerpod_link::{
-    claim::{self, FIRST_RECORD_DEADLINE, First},
-    endpoint,
-    path_mtu::{Token, echo::Known},
-    tls,
-};
-use peerpod_proto::{
-    guest::{Claim, ClaimReply},
-    node::ClaimRequest,
-};
+use peerpod_common::accept::Acceptor;
+use peerpod_common::limit::ConnectionLimit;
+use peerpod_link::claim::{self, FIRST_RECORD_DEADLINE, First};
+use peerpod_link::path_mtu::Token;
+use peerpod_link::path_mtu::echo::Known;
+use peerpod_link::{endpoint, tls};
+use peerpod_proto::guest::{Claim, ClaimReply};
+use peerpod_proto::node::ClaimRequest;
 use thiserror::Error;
-use tokio::{
-    io::{AsyncReadExt, AsyncWriteExt},
-    net::{TcpListener, TcpStream},
-    sync::watch,
-    task::JoinSet,
-    time::timeout,
-};
-use tokio_rustls::{TlsAcceptor, server::TlsStream};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::watch;
+use tokio::task::JoinSet;
+use tokio::time::timeout;
+use tokio_rustls::TlsAcceptor;
+use tokio_rustls::server::TlsStream;
 
-use crate::{
-    hypervisor::{ClaimError, HypervisorHandle},
-    id::SandboxId,
-    metrics::Metrics,
-    sandboxes::Sandboxes,
-};
+use crate::hypervisor::{ClaimError, HypervisorHandle};
+use crate::id::SandboxId;
+use crate::metrics::Metrics;
+use crate::sandboxes::Sandboxes;
 
 /// Time limit of a guest's TLS handshake, also on busy machines.
 const HANDSHAKE: Duration = Duration::from_secs(15);

@@ -10,38 +10,33 @@ mod freeze;
 mod node;
 mod queue;
 
-use std::{
-    collections::HashMap,
-    io,
-    os::fd::OwnedFd,
-    path::PathBuf,
-    sync::Arc,
-    time::{Duration, Instant, SystemTime},
-};
+use std::collections::HashMap;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime};
 
 use bytes::{Bytes, BytesMut};
 use peerpod_common::accept::Acceptor;
 use peerpod_link::frame::{self, Header};
-use peerpod_proto::{
-    node::{ClaimRequest, ClaimResponse},
-    ttrpc_frame,
-};
+use peerpod_proto::node::{ClaimRequest, ClaimResponse};
+use peerpod_proto::ttrpc_frame;
 use protobuf::Message;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
-use tokio::{
-    net::UnixListener,
-    sync::{Semaphore, mpsc, oneshot},
-    task::JoinSet,
-};
+use tokio::net::UnixListener;
+use tokio::sync::{Semaphore, mpsc, oneshot};
+use tokio::task::JoinSet;
 
 pub(crate) use self::call::code;
-use self::{
-    call::{Incoming, Kind},
-    conn::{Conn, ConnState, Peer},
-    queue::{Caller, ConnId, Limits, Output, Queue, QueueState},
-};
-use crate::{id::SandboxId, inbox::Inbox, metrics::Metrics, sandboxes::states::States};
+use self::call::{Incoming, Kind};
+use self::conn::{Conn, ConnState, Peer};
+use self::queue::{Caller, ConnId, Limits, Output, Queue, QueueState};
+use crate::id::SandboxId;
+use crate::inbox::Inbox;
+use crate::metrics::Metrics;
+use crate::sandboxes::states::States;
 
 /// Limit of open connections to `hypervisor.sock`.
 const CONNECTIONS: usize = 8192;

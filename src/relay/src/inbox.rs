@@ -1,11 +1,9 @@
 //! Writes the inbox: stops that the node did not accept in time, on disk, one file per sandbox. The node reads and
 //! unlinks the files before anything else at its start, and on ReadInbox.
 
-use std::{
-    io,
-    path::{Path, PathBuf},
-    time::{SystemTime, UNIX_EPOCH},
-};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use peerpod_common::files;
 use serde::Serialize;

@@ -5,32 +5,27 @@
 //! `peerpod_podnet::localhost` has the rules that redirect connections to these listeners. The node passes the
 //! listeners over `fd_handoff`; they close with the sandbox. May touch: these listeners, and the sandbox's link.
 
-use std::{
-    io,
-    os::fd::{AsFd, OwnedFd},
-    sync::{Arc, Weak},
-    time::Duration,
-};
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::{Arc, Weak};
+use std::time::Duration;
 
 use async_trait::async_trait;
 use peerpod_base::fd_handoff::LOCALHOST_LISTENERS as LISTEN;
 use peerpod_common::accept::Acceptor;
 use peerpod_link::endpoint::{Connected, DialError, EndpointHandle, Target};
-use rustix::net::{AddressFamily, SocketType, sockopt::set_socket_linger};
+use rustix::net::sockopt::set_socket_linger;
+use rustix::net::{AddressFamily, SocketType};
 use serde_json::Value;
-use tokio::{
-    net::{TcpListener, TcpStream},
-    task::{JoinHandle, JoinSet},
-};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::task::{JoinHandle, JoinSet};
 use tracing::{Instrument, Span};
 
-use crate::{
-    fd_handoff::{Kind, Passed, Wanted},
-    id::SandboxId,
-    metrics::Metrics,
-    sandboxes::Sandboxes,
-    socket,
-};
+use crate::fd_handoff::{Kind, Passed, Wanted};
+use crate::id::SandboxId;
+use crate::metrics::Metrics;
+use crate::sandboxes::Sandboxes;
+use crate::socket;
 
 /// Ports of the listeners, IPv4 and IPv6, as the node's redirect rules have them. The relay keeps them for the next node.
 pub(crate) type Ports = [Option<u16>; 2];

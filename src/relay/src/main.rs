@@ -2,13 +2,11 @@
 
 use std::process::ExitCode;
 
-use peerpod_base::{
-    config::{Setting, Sources},
-    lifecycle,
-    program::{self, Program},
-    telemetry,
-};
-use peerpod_relay::{app, config::RelayConfig, harden, supervisor};
+use peerpod_base::config::{Setting, Sources};
+use peerpod_base::program::{self, Program};
+use peerpod_base::{lifecycle, telemetry};
+use peerpod_relay::config::RelayConfig;
+use peerpod_relay::{app, harden, supervisor};
 
 const PROGRAM: Program = Program {
     name: "peerpod-relay",

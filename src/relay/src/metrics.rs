@@ -1,10 +1,9 @@
 //! Metrics of the relay, under `peerpod_relay_`.
 
 use peerpod_base::metrics::{Labelled, register};
-use prometheus_client::{
-    metrics::{counter::Counter, gauge::Gauge},
-    registry::Registry,
-};
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::registry::Registry;
 
 /// Counters and gauges of the relay.
 #[derive(Debug)]

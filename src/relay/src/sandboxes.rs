@@ -5,38 +5,28 @@
 pub(crate) mod guest;
 pub(crate) mod states;
 
-use std::{
-    collections::HashMap,
-    path::{Component, Path},
-    sync::{Arc, Weak},
-    time::Duration,
-};
+use std::collections::HashMap;
+use std::path::{Component, Path};
+use std::sync::{Arc, Weak};
+use std::time::Duration;
 
 use parking_lot::{Mutex, MutexGuard};
-use peerpod_common::{
-    backoff::Backoff,
-    blocking::{Interrupted, blocking},
-};
+use peerpod_common::backoff::Backoff;
+use peerpod_common::blocking::{Interrupted, blocking};
 use peerpod_link::endpoint::{self, Endpoint, EndpointHandle, Role};
 use thiserror::Error;
-use tokio::{
-    sync::mpsc,
-    task::{AbortHandle, JoinHandle},
-};
+use tokio::sync::mpsc;
+use tokio::task::{AbortHandle, JoinHandle};
 
+use self::guest::{Guest, GuestHandler};
 pub(crate) use self::handed::{Handed, Prepared};
-use self::{
-    guest::{Guest, GuestHandler},
-    states::States,
-};
-use crate::{
-    agent::{AgentSocket, CONNECTIONS},
-    guest_dialer::Order,
-    id::SandboxId,
-    localhost::{Ports, Serving},
-    metrics::Metrics,
-    store::{Record, Store, StoreError},
-};
+use self::states::States;
+use crate::agent::{AgentSocket, CONNECTIONS};
+use crate::guest_dialer::Order;
+use crate::id::SandboxId;
+use crate::localhost::{Ports, Serving};
+use crate::metrics::Metrics;
+use crate::store::{Record, Store, StoreError};
 
 /// Time limit for a deleted sandbox's connections to receive their last answers.
 const CLOSE_WITHIN: Duration = Duration::from_secs(2);

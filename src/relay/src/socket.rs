@@ -2,28 +2,21 @@
 //! name always accepts connections. Its file is unlinked only while it is still that listener's: a new relay may have
 //! replaced it.
 
-use std::{
-    fs::File,
-    future::Future,
-    io,
-    os::{
-        fd::{AsRawFd, OwnedFd},
-        unix::{
-            ffi::OsStrExt,
-            fs::{FileTypeExt, MetadataExt, PermissionsExt},
-        },
-    },
-    path::{Path, PathBuf},
-    sync::atomic::{AtomicU64, Ordering},
-};
+use std::fs::File;
+use std::future::Future;
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use peerpod_base::fd_handoff::{self, check_peer};
-use peerpod_common::{accept::Acceptor, reactor};
-use tokio::{
-    io::Interest,
-    net::{TcpListener, UnixListener},
-    task::JoinSet,
-};
+use peerpod_common::accept::Acceptor;
+use peerpod_common::reactor;
+use tokio::io::Interest;
+use tokio::net::{TcpListener, UnixListener};
+use tokio::task::JoinSet;
 
 /// Longest path that a client can connect to, in bytes (`sun_path` less its terminator).
 const MAX_PATH: usize = 107;

@@ -2,21 +2,22 @@
 //! sandbox, under `<state-dir>/relay`. The files are versioned JSON, written whole. An unreadable file is moved to
 //! `<state-dir>/quarantine` and reported; the others are served.
 
-use std::{
-    fmt, io,
-    net::{Ipv4Addr, SocketAddr},
-    path::{Path, PathBuf},
-    time::{SystemTime, UNIX_EPOCH},
-};
+use std::net::{Ipv4Addr, SocketAddr};
+use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
+use std::{fmt, io};
 
-use base64::{Engine, prelude::BASE64_STANDARD};
+use base64::Engine;
+use base64::prelude::BASE64_STANDARD;
 use peerpod_common::files;
 use peerpod_link::base64_bytes;
 use rustls_pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
-use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-use crate::{id::SandboxId, volumes::Volume};
+use crate::id::SandboxId;
+use crate::volumes::Volume;
 
 /// Version of both file formats.
 const VERSION: u32 = 1;

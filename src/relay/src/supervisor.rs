@@ -4,20 +4,14 @@
 //!
 //! May touch: its child.
 
-use std::{
-    io,
-    os::unix::process::ExitStatusExt,
-    process::{ExitCode, ExitStatus},
-};
+use std::io;
+use std::os::unix::process::ExitStatusExt;
+use std::process::{ExitCode, ExitStatus};
 
-use nix::{
-    sys::signal::{Signal, kill},
-    unistd::Pid,
-};
-use tokio::{
-    process::Command,
-    signal::unix::{SignalKind, signal},
-};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use tokio::process::Command;
+use tokio::signal::unix::{SignalKind, signal};
 
 /// Flag that makes the child a relay; the last flag of a name counts.
 const CHILD: &str = "--relay.replaced=end";

@@ -2,33 +2,29 @@
 //! peers in the sandboxes' records. Threads of its own carry the packets, never those of the links. The node's private
 //! key is held in memory only; a new relay process gets it with the descriptors.
 
-use std::{
-    collections::HashMap,
-    io,
-    net::{SocketAddr, UdpSocket},
-    os::fd::{AsFd, OwnedFd},
-    sync::Arc,
-};
+use std::collections::HashMap;
+use std::io;
+use std::net::{SocketAddr, UdpSocket};
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
 
 use async_trait::async_trait;
-use base64::{Engine as _, prelude::BASE64_STANDARD};
+use base64::Engine as _;
+use base64::prelude::BASE64_STANDARD;
 use parking_lot::{Mutex, MutexGuard};
 use peerpod_wireguard::{
     DataPlane, Engine, Lane, NODE_INNER, PeerConfig, PrivateKey, PublicKey, Reason, Tun,
 };
-use prometheus_client::{
-    collector::Collector,
-    encoding::{DescriptorEncoder, EncodeMetric},
-    metrics::{counter::ConstCounter, gauge::ConstGauge},
-};
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric};
+use prometheus_client::metrics::counter::ConstCounter;
+use prometheus_client::metrics::gauge::ConstGauge;
 use serde_json::{Value, json};
 use zeroize::Zeroizing;
 
-use crate::{
-    fd_handoff::{Kind, Passed},
-    id::SandboxId,
-    store::TunnelPeer,
-};
+use crate::fd_handoff::{Kind, Passed};
+use crate::id::SandboxId;
+use crate::store::TunnelPeer;
 
 /// Name of the kind in the header.
 const KIND: &str = "wireguard";

@@ -1,10 +1,8 @@
 //! Limits a container's memory with a cgroup (version 2) of its own.
 
-use std::{
-    fs, io,
-    path::{Path, PathBuf},
-    sync::atomic::{AtomicU64, Ordering},
-};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::{fs, io};
 
 /// Root of the VM's cgroups.
 const ROOT: &str = "/sys/fs/cgroup";

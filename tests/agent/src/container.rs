@@ -1,19 +1,15 @@
 //! Holds the sandbox's containers and their processes.
 
-use std::{
-    collections::HashMap,
-    path::{Path, PathBuf},
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
-};
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use nix::errno::Errno;
 use peerpod_proto::agent::{CreateContainerRequest, Process as Specification};
 
-use crate::{
-    cgroup::Cgroup,
-    error,
-    process::{Bind, Inside, Process},
-};
+use crate::cgroup::Cgroup;
+use crate::error;
+use crate::process::{Bind, Inside, Process};
 
 /// All containers of the sandbox. The lock covers look-ups only and is never held across a wait.
 #[derive(Default)]

@@ -1,19 +1,17 @@
 //! Implements CopyFile, which writes below one folder of the VM and nowhere else.
 
-use std::{
-    ffi::OsStr,
-    fs::{self, File},
-    io,
-    os::{fd::OwnedFd, unix::ffi::OsStrExt, unix::fs::FileExt},
-    path::{Component, Path},
-};
+use std::ffi::OsStr;
+use std::fs::{self, File};
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::FileExt;
+use std::path::{Component, Path};
 
-use nix::{
-    errno::Errno,
-    fcntl::{AtFlags, OFlag, openat},
-    sys::stat::{FchmodatFlags, Mode, SFlag, fchmod, fchmodat, mkdirat},
-    unistd::{Gid, Uid, UnlinkatFlags, fchown, fchownat, symlinkat, unlinkat},
-};
+use nix::errno::Errno;
+use nix::fcntl::{AtFlags, OFlag, openat};
+use nix::sys::stat::{FchmodatFlags, Mode, SFlag, fchmod, fchmodat, mkdirat};
+use nix::unistd::{Gid, Uid, UnlinkatFlags, fchown, fchownat, symlinkat, unlinkat};
 use peerpod_proto::agent::CopyFileRequest;
 
 use crate::error;

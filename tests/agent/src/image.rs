@@ -1,16 +1,15 @@
 //! Pulls a container's image like the real agent. For a Storage of driver `image_guest_pull` it calls the confidential
 //! data hub's socket. The pod's own container is an exception: its program comes with the VM image.
 
-use std::{
-    path::{Path, PathBuf},
-    time::Duration,
-};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use nix::mount::{MntFlags, umount2};
-use peerpod_proto::{
-    agent::CreateContainerRequest, hub::ImagePullRequest, hub_ttrpc::ImagePullServiceClient,
-};
-use ttrpc::{Code, asynchronous::Client, context};
+use peerpod_proto::agent::CreateContainerRequest;
+use peerpod_proto::hub::ImagePullRequest;
+use peerpod_proto::hub_ttrpc::ImagePullServiceClient;
+use ttrpc::asynchronous::Client;
+use ttrpc::{Code, context};
 
 use crate::error;
 

@@ -19,18 +19,17 @@ mod stats;
 mod storage;
 mod tool;
 
-use std::{
-    fs,
-    path::{Path, PathBuf},
-    process::ExitCode,
-    sync::Arc,
-};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::Arc;
 
 use anyhow::{Context, bail};
 use peerpod_proto::agent_ttrpc::{create_agent_service, create_health};
 use service::Agent;
 use tokio::net::UnixListener;
-use ttrpc::asynchronous::{Server, transport::Listener};
+use ttrpc::asynchronous::Server;
+use ttrpc::asynchronous::transport::Listener;
 
 /// Socket of an agent without a configured one. It lies outside the tree that CreateSandbox empties.
 const DEFAULT_SOCKET: &str = "/run/peerpod/agent.sock";

@@ -1,26 +1,20 @@
 //! Runs one real process: its start in a network namespace, its streams, its exit.
 
-use std::{
-    os::unix::process::ExitStatusExt,
-    path::Path,
-    process::{ExitStatus, Stdio},
-    sync::Arc,
-};
+use std::os::unix::process::ExitStatusExt;
+use std::path::Path;
+use std::process::{ExitStatus, Stdio};
+use std::sync::Arc;
 
-use nix::{
-    errno::Errno,
-    pty::openpty,
-    sys::signal::{Signal, killpg},
-    unistd::Pid,
-};
+use nix::errno::Errno;
+use nix::pty::openpty;
+use nix::sys::signal::{Signal, killpg};
+use nix::unistd::Pid;
 use peerpod_podnet::netns::Netns;
 use peerpod_proto::agent::{Mount, Process as Specification};
-use tokio::{
-    fs::File,
-    io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt},
-    process::Command,
-    sync::{Mutex, watch},
-};
+use tokio::fs::File;
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+use tokio::process::Command;
+use tokio::sync::{Mutex, watch};
 
 use crate::{TOOL, error};
 

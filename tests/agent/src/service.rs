@@ -1,24 +1,29 @@
 //! Implements the ttrpc services. A handler's future is dropped when its caller goes away, so no handler holds state
 //! that would be lost with it.
 
-use std::{fs, path::PathBuf, time::Duration};
+use std::fs;
+use std::path::PathBuf;
+use std::time::Duration;
 
 use async_trait::async_trait;
-use peerpod_proto::{
-    agent::{
-        CheckRequest, CloseStdinRequest, CopyFileRequest, CreateContainerRequest, CreateSandboxRequest,
-        DestroySandboxRequest, Empty, ExecProcessRequest, GetOOMEventRequest, GuestDetailsRequest,
-        GuestDetailsResponse, HealthCheckResponse, OOMEvent, ReadStreamRequest, ReadStreamResponse,
-        RemoveContainerRequest, SignalProcessRequest, StartContainerRequest, StatsContainerRequest,
-        StatsContainerResponse, VersionCheckResponse, WaitProcessRequest, WaitProcessResponse,
-        WriteStreamRequest, WriteStreamResponse, health_check_response::ServingStatus,
-    },
-    agent_ttrpc::{AgentService, Health},
+use peerpod_proto::agent::health_check_response::ServingStatus;
+use peerpod_proto::agent::{
+    CheckRequest, CloseStdinRequest, CopyFileRequest, CreateContainerRequest, CreateSandboxRequest,
+    DestroySandboxRequest, Empty, ExecProcessRequest, GetOOMEventRequest, GuestDetailsRequest,
+    GuestDetailsResponse, HealthCheckResponse, OOMEvent, ReadStreamRequest, ReadStreamResponse,
+    RemoveContainerRequest, SignalProcessRequest, StartContainerRequest, StatsContainerRequest,
+    StatsContainerResponse, VersionCheckResponse, WaitProcessRequest, WaitProcessResponse,
+    WriteStreamRequest, WriteStreamResponse,
 };
+use peerpod_proto::agent_ttrpc::{AgentService, Health};
 use tokio::sync::watch;
-use ttrpc::{Code, Result, asynchronous::TtrpcContext};
+use ttrpc::asynchronous::TtrpcContext;
+use ttrpc::{Code, Result};
 
-use crate::{container::Containers, error, files, image, process::Output, stats, storage::Storages};
+use crate::container::Containers;
+use crate::process::Output;
+use crate::storage::Storages;
+use crate::{error, files, image, stats};
 
 /// Methods of the service; all others answer UNIMPLEMENTED.
 pub(crate) const METHODS: &[&str] = &[

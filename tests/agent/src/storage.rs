@@ -1,19 +1,15 @@
 //! Handles a container's Storages and Devices like the real agent. It mounts each mount point once, counts its
 //! containers, and unmounts with the last one. Mounts for a container that could not be made stay.
 
-use std::{
-    collections::HashMap,
-    fs,
-    os::unix::fs::{MetadataExt, PermissionsExt, lchown},
-    path::{Path, PathBuf},
-    sync::{Mutex, PoisonError},
-};
+use std::collections::HashMap;
+use std::fs;
+use std::os::unix::fs::{MetadataExt, PermissionsExt, lchown};
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 
-use nix::{
-    errno::Errno,
-    mount::{MntFlags, MsFlags, mount, umount2},
-    sys::stat::{Mode, SFlag, mknod},
-};
+use nix::errno::Errno;
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
+use nix::sys::stat::{Mode, SFlag, mknod};
 use peerpod_proto::agent::{CreateContainerRequest, Device, FSGroup, Storage};
 
 use crate::error;

@@ -2,16 +2,13 @@
 //! programs that enter a cgroup or a root. They need no file of the VM's root directory, so the demo needs nothing
 //! installed.
 
-use std::{
-    fs,
-    io::{Read, Write},
-    net::{Ipv6Addr, SocketAddr, TcpListener, TcpStream},
-    os::unix::process::CommandExt,
-    path::Path,
-    process::Command,
-    thread,
-    time::Duration,
-};
+use std::io::{Read, Write};
+use std::net::{Ipv6Addr, SocketAddr, TcpListener, TcpStream};
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+use std::{fs, thread};
 
 use anyhow::{Context, bail};
 

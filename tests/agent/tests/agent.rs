@@ -2,11 +2,9 @@
 
 #![allow(clippy::unwrap_used)] // test code outside of test functions
 
-use std::{
-    path::PathBuf,
-    process::{Child, Command, Stdio},
-    time::{Duration, Instant},
-};
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
 
 use peerpod_client::{AgentClient, ContainerSpec, copy_file, exec_request};
 use peerpod_podnet::netns;

@@ -1,27 +1,22 @@
 //! Client of `agent.ttrpc`, as in the shim.
 
-use std::{
-    path::Path,
-    time::{Duration, Instant},
-};
+use std::path::Path;
+use std::time::{Duration, Instant};
 
-use peerpod_proto::{
-    agent::{
-        CheckRequest, CloseStdinRequest, CopyFileRequest, CreateContainerRequest, CreateSandboxRequest,
-        DestroySandboxRequest, ExecProcessRequest, GetOOMEventRequest, GuestDetailsRequest,
-        GuestDetailsResponse, HealthCheckResponse, ReadStreamRequest, RemoveContainerRequest,
-        SignalProcessRequest, StartContainerRequest, StatsContainerRequest, StatsContainerResponse,
-        VersionCheckResponse, WaitProcessRequest, WriteStreamRequest,
-    },
-    agent_ttrpc::{AgentServiceClient, HealthClient},
+use peerpod_proto::agent::{
+    CheckRequest, CloseStdinRequest, CopyFileRequest, CreateContainerRequest, CreateSandboxRequest,
+    DestroySandboxRequest, ExecProcessRequest, GetOOMEventRequest, GuestDetailsRequest, GuestDetailsResponse,
+    HealthCheckResponse, ReadStreamRequest, RemoveContainerRequest, SignalProcessRequest,
+    StartContainerRequest, StatsContainerRequest, StatsContainerResponse, VersionCheckResponse,
+    WaitProcessRequest, WriteStreamRequest,
 };
-use tokio::{io::AsyncReadExt, net::UnixStream};
+use peerpod_proto::agent_ttrpc::{AgentServiceClient, HealthClient};
+use tokio::io::AsyncReadExt;
+use tokio::net::UnixStream;
 use ttrpc::context::{self, Context};
 
-use crate::{
-    Error,
-    shim::{client, failed, try_connect},
-};
+use crate::Error;
+use crate::shim::{client, failed, try_connect};
 
 /// Time limit of the Rust shim's attempts to connect.
 const CONNECT_PATIENCE: Duration = Duration::from_secs(30);

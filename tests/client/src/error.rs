@@ -1,6 +1,8 @@
 //! Errors of the calls to a socket.
 
-use std::{io, path::PathBuf, time::Duration};
+use std::io;
+use std::path::PathBuf;
+use std::time::Duration;
 
 /// Error of a call, with its method and subject.
 #[derive(Debug, thiserror::Error)]

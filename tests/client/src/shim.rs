@@ -1,19 +1,16 @@
 //! Client of `hypervisor.sock`, as in the shim.
 
-use std::{
-    io,
-    path::{Path, PathBuf},
-    time::Duration,
-};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
 
-use peerpod_proto::{
-    hypervisor, hypervisor_ttrpc::HypervisorClient, podvminfo, podvminfo_ttrpc::PodVmInfoClient,
-};
+use peerpod_proto::hypervisor_ttrpc::HypervisorClient;
+use peerpod_proto::podvminfo_ttrpc::PodVmInfoClient;
+use peerpod_proto::{hypervisor, podvminfo};
 use tokio::net::UnixStream;
-use ttrpc::{
-    asynchronous::{Client, transport::Socket},
-    context::{self, Context},
-};
+use ttrpc::asynchronous::Client;
+use ttrpc::asynchronous::transport::Socket;
+use ttrpc::context::{self, Context};
 
 use crate::{Annotations, Error};
 

@@ -1,16 +1,17 @@
 //! Makes gRPC calls without generated code: any method, any bytes, and the complete answer.
 
-use std::{convert::Infallible, path::Path, pin::Pin, task::Poll};
+use std::convert::Infallible;
+use std::path::Path;
+use std::pin::Pin;
+use std::task::Poll;
 
 use anyhow::{Context, Result};
 use bytes::Bytes;
 use http_body_util::BodyExt;
-use hyper::{
-    HeaderMap, Request,
-    body::{Body, Frame},
-    client::conn::http2::{self, SendRequest},
-    header::HeaderValue,
-};
+use hyper::body::{Body, Frame};
+use hyper::client::conn::http2::{self, SendRequest};
+use hyper::header::HeaderValue;
+use hyper::{HeaderMap, Request};
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use protobuf::Message;
 use tokio::net::UnixStream;

@@ -6,13 +6,11 @@ pub mod grpc;
 pub mod process;
 pub mod sanity;
 
-use std::{
-    os::unix::net::UnixStream,
-    path::{Path, PathBuf},
-    process::Command,
-    sync::atomic::{AtomicU32, Ordering},
-    time::{Duration, Instant},
-};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail, ensure};
 use peerpod_world::{Container, share};

@@ -1,10 +1,14 @@
 //! Runs csi-sanity and reads its result of each case.
 
-use std::{collections::BTreeMap, fs::File, path::Path, process::Command};
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::path::Path;
+use std::process::Command;
 
 use anyhow::{Context, Result};
 
-use crate::{Folder, process::tool};
+use crate::Folder;
+use crate::process::tool;
 
 /// Result of each case: `passed`, `failed`, `skipped`, `pending`.
 #[derive(Clone, Debug, PartialEq, Eq)]

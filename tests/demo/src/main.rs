@@ -2,16 +2,12 @@
 //! are those of `peerpod_world::stages`, which the tests run too. The demo makes everything it needs under its own names
 //! and removes all of it, even when a check fails and at Ctrl-C.
 
-use std::{
-    io::{IsTerminal, Write},
-    process::ExitCode,
-    time::{Duration, Instant},
-};
+use std::io::{IsTerminal, Write};
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
 
-use peerpod_world::{
-    Settings,
-    stages::{self, Progress, Report},
-};
+use peerpod_world::Settings;
+use peerpod_world::stages::{self, Progress, Report};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 /// Prints a line. A closed output, as with `peerpod-demo | head`, does not stop the demo.

@@ -1,9 +1,7 @@
 //! Holds the proxy's faults: which call fails, and how. Pure but for the clock.
 
-use std::{
-    collections::{BTreeSet, HashMap},
-    time::{Duration, Instant},
-};
+use std::collections::{BTreeSet, HashMap};
+use std::time::{Duration, Instant};
 
 /// One of EC2's token buckets: it allows `burst` calls at once, then `rate` calls per second.
 #[derive(Clone, Copy, Debug)]

@@ -1,13 +1,11 @@
 //! Runs one moto server for the test process, and sends it calls.
 
-use std::{
-    io::{BufRead, BufReader, Read, Write},
-    net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream},
-    path::{Path, PathBuf},
-    process::{Command, Stdio},
-    sync::OnceLock,
-    time::{Duration, Instant},
-};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
 

@@ -1,29 +1,27 @@
 //! Serves EC2's API between the provider and moto. The proxy adds EC2's behaviour and refusals that moto lacks, injects
 //! faults, and records every call.
 
-use std::{
-    collections::{BTreeMap, BTreeSet, HashMap},
-    net::{Ipv4Addr, SocketAddr},
-    sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicU64, AtomicUsize, Ordering},
-    },
-    time::{Duration, Instant},
-};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::net::{Ipv4Addr, SocketAddr};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 use bytes::Bytes;
 use http_body_util::{BodyExt, Full};
-use hyper::{Request, Response, body::Incoming, server::conn::http1, service::service_fn};
+use hyper::body::Incoming;
+use hyper::server::conn::http1;
+use hyper::service::service_fn;
+use hyper::{Request, Response};
 use hyper_util::rt::TokioIo;
-use tokio::{net::TcpListener, task::JoinHandle};
+use tokio::net::TcpListener;
+use tokio::task::JoinHandle;
 
-use crate::{
-    faults::{Fault, Faults},
-    form::{self, Params},
-    moto::Moto,
-    rules, xml,
-};
+use crate::faults::{Fault, Faults};
+use crate::form::{self, Params};
+use crate::moto::Moto;
+use crate::{rules, xml};
 
 /// Largest accepted request; EC2's own limit for queries is far below.
 const MAX_BODY: usize = 4 << 20;

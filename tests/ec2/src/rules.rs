@@ -1,15 +1,15 @@
 //! Adds EC2's rules that moto lacks: sizes, names, zones, states, capacity.
 
-use std::{sync::Arc, time::Duration};
+use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::Context;
-use base64::{Engine, engine::general_purpose::STANDARD};
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
 
-use crate::{
-    form::{self, Params},
-    proxy::{Answer, Shared, lock},
-    xml,
-};
+use crate::form::{self, Params};
+use crate::proxy::{Answer, Shared, lock};
+use crate::xml;
 
 /// Largest raw user-data in bytes, before base64.
 const MAX_USER_DATA: usize = 16 << 10;

@@ -4,7 +4,8 @@
 
 use std::time::Duration;
 
-use base64::{Engine, engine::general_purpose::STANDARD};
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
 use peerpod_test_ec2::{Fault, Proxy, xml};
 
 const IMAGE: &str = "ami-0aaaaaaaaaaaaaaa2";

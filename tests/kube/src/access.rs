@@ -1,15 +1,11 @@
 //! Makes namespaces, service accounts with rights, and their tokens.
 
 use anyhow::{Context, Result};
-use k8s_openapi::api::{
-    authentication::v1::{BoundObjectReference, TokenRequest, TokenRequestSpec},
-    core::v1::{Namespace, ServiceAccount},
-    rbac::v1::{ClusterRole, ClusterRoleBinding, PolicyRule},
-};
-use kube::{
-    Api, Client,
-    api::{ObjectMeta, PostParams},
-};
+use k8s_openapi::api::authentication::v1::{BoundObjectReference, TokenRequest, TokenRequestSpec};
+use k8s_openapi::api::core::v1::{Namespace, ServiceAccount};
+use k8s_openapi::api::rbac::v1::{ClusterRole, ClusterRoleBinding, PolicyRule};
+use kube::api::{ObjectMeta, PostParams};
+use kube::{Api, Client};
 use serde_json::{from_value, json};
 
 use crate::Cluster;

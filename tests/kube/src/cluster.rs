@@ -1,17 +1,16 @@
 //! Runs one etcd and one API server, and makes clients for tests.
 
-use std::{
-    fs::{self, OpenOptions, Permissions},
-    io::Write,
-    os::unix::fs::{OpenOptionsExt, PermissionsExt},
-    path::{Path, PathBuf},
-    process::Command,
-    time::{Duration, Instant},
-};
+use std::fs::{self, OpenOptions, Permissions};
+use std::io::Write;
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use hyper::Request;
-use kube::{Client, Config, config::AuthInfo};
+use kube::config::AuthInfo;
+use kube::{Client, Config};
 use rcgen::{
     BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair, PKCS_ECDSA_P256_SHA256,
     PublicKeyData,

@@ -1,14 +1,13 @@
 //! Runs Helm and kubectl like a user, and reads the rendered objects.
 
-use std::{
-    path::{Path, PathBuf},
-    process::Command,
-};
+use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use anyhow::{Result, bail};
 use serde_json::Value;
 
-use crate::{Cluster, process::servers};
+use crate::Cluster;
+use crate::process::servers;
 
 /// Returns the path of a project's file or folder, given relative to the repository.
 pub fn project(path: &str) -> PathBuf {

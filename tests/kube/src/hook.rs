@@ -1,25 +1,26 @@
 //! Runs a foreign mutating webhook and registers webhooks. Tests use it for reinvocation, and, because it does nothing
 //! over the same libraries, as the measure of Peerpod's webhook.
 
-use std::{
-    convert::Infallible,
-    net::SocketAddr,
-    sync::{
-        Arc,
-        atomic::{AtomicUsize, Ordering},
-    },
-};
+use std::convert::Infallible;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use anyhow::Result;
-use base64::{Engine, prelude::BASE64_STANDARD};
+use base64::Engine;
+use base64::prelude::BASE64_STANDARD;
 use bytes::Bytes;
 use http_body_util::{BodyExt, Full};
-use hyper::{Request, Response, body::Incoming, service::service_fn};
+use hyper::body::Incoming;
+use hyper::service::service_fn;
+use hyper::{Request, Response};
 use hyper_util::rt::TokioIo;
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
-use rustls_pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject};
+use rustls_pki_types::pem::PemObject;
+use rustls_pki_types::{CertificateDer, PrivateKeyDer};
 use serde_json::{Value, json};
-use tokio::{net::TcpListener, task::AbortHandle};
+use tokio::net::TcpListener;
+use tokio::task::AbortHandle;
 use tokio_rustls::TlsAcceptor;
 
 pub(crate) fn pem(label: &str, der: &[u8]) -> String {

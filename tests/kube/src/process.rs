@@ -1,13 +1,11 @@
 //! Finds the servers' programs, starts them so that they end with the test's process, and reads the end of their logs.
 
-use std::{
-    ffi::OsStr,
-    fs::File,
-    net::TcpListener,
-    path::{Path, PathBuf},
-    process::{Child, Command, Stdio},
-    sync::LazyLock,
-};
+use std::ffi::OsStr;
+use std::fs::File;
+use std::net::TcpListener;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::LazyLock;
 
 use anyhow::{Context, Result, bail};
 use peerpod_world::{Container, Spawner};

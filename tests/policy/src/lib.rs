@@ -2,10 +2,8 @@
 //! the agent's own types.
 
 use anyhow::Context;
-use protobuf::{
-    MessageDyn,
-    reflect::{ReflectFieldRef, ReflectValueRef, RuntimeFieldType, RuntimeType},
-};
+use protobuf::MessageDyn;
+use protobuf::reflect::{ReflectFieldRef, ReflectValueRef, RuntimeFieldType, RuntimeType};
 use serde_json::Value;
 
 /// Returns the value of `data.agent_policy.RULE` for a request. `policy` is one text in Rego.

@@ -4,23 +4,20 @@
 
 #![allow(clippy::unwrap_used)] // test code outside of test functions
 
-use std::{
-    path::{Path, PathBuf},
-    sync::Arc,
-    task::{Context, Waker},
-};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::task::{Context, Waker};
 
-use base64::{Engine, prelude::BASE64_STANDARD};
+use base64::Engine;
+use base64::prelude::BASE64_STANDARD;
 use bytes::BytesMut;
 use peerpod_guest::intercept::{Intercept, Notice, Preparing, Ready, Use};
-use peerpod_link::{
-    endpoint::Filter,
-    frame::{HEADER_LEN, Header, REQUEST},
+use peerpod_link::endpoint::Filter;
+use peerpod_link::frame::{HEADER_LEN, Header, REQUEST};
+use peerpod_proto::agent::{
+    CreateContainerRequest, CreateSandboxRequest, Device, LinuxNamespace, Mount, Storage,
 };
-use peerpod_proto::{
-    agent::{CreateContainerRequest, CreateSandboxRequest, Device, LinuxNamespace, Mount, Storage},
-    ttrpc_frame::Request,
-};
+use peerpod_proto::ttrpc_frame::Request;
 use peerpod_test_policy::{allows, json};
 use protobuf::{Message, MessageDyn};
 use tokio::sync::oneshot;

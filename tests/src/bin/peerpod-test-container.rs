@@ -11,22 +11,19 @@
 //!
 //! The caller provides a new PID namespace and the network namespace. The program keeps this process's pid.
 
-use std::{
-    collections::BTreeMap,
-    ffi::{CString, OsString},
-    fs,
-    os::unix::{ffi::OsStrExt, fs::symlink},
-    path::{Path, PathBuf},
-    sync::LazyLock,
-};
+use std::collections::BTreeMap;
+use std::ffi::{CString, OsString};
+use std::fs;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+use std::sync::LazyLock;
 
 use anyhow::{Context, bail, ensure};
-use nix::{
-    libc,
-    mount::{MntFlags, MsFlags, mount, umount2},
-    sched::{CloneFlags, unshare},
-    unistd::{chdir, execv, fchdir, pivot_root},
-};
+use nix::libc;
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
+use nix::sched::{CloneFlags, unshare};
+use nix::unistd::{chdir, execv, fchdir, pivot_root};
 use rustix::thread::{
     CapabilitySet, CapabilitySets, remove_capability_from_bounding_set, set_capabilities, set_no_new_privs,
 };

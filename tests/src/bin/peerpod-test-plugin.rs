@@ -4,7 +4,8 @@
 //! `PEERPOD_PROVIDER_SOCKET` names. With `--socket PATH` as the first argument it serves on PATH until it is killed,
 //! for a node that does not start it.
 
-use std::{path::PathBuf, sync::Arc};
+use std::path::PathBuf;
+use std::sync::Arc;
 
 use anyhow::Context;
 use peerpod_base::config::{Reader, Sources};

@@ -1,10 +1,8 @@
 //! Tests batches: pods that start together get their VMs by few calls, and each its own VM, whenever the node dies.
 
-use std::{
-    collections::BTreeSet,
-    path::PathBuf,
-    time::{Duration, Instant},
-};
+use std::collections::BTreeSet;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
 
 use futures_util::future::join_all;
 use peerpod_client::{AgentClient, Annotations, ShimClient};

@@ -2,21 +2,19 @@
 //! works.
 
 use super::guest_common;
-use std::{
-    collections::VecDeque,
-    fs,
-    net::{IpAddr, SocketAddr, TcpStream},
-    sync::{
-        Arc,
-        atomic::{AtomicBool, AtomicU32, Ordering::Relaxed},
-    },
-    thread::JoinHandle,
-    time::Duration,
-};
+use std::collections::VecDeque;
+use std::fs;
+use std::net::{IpAddr, SocketAddr, TcpStream};
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::{AtomicBool, AtomicU32};
+use std::thread::JoinHandle;
+use std::time::Duration;
 
 use guest_common::secure;
 use peerpod_client::{AgentClient, Annotations, exec_request};
-use peerpod_link::{tls, user_data::UserData};
+use peerpod_link::tls;
+use peerpod_link::user_data::UserData;
 use peerpod_tests::{CONTAINER, PATIENCE, Sandbox, fresh_id, sample};
 use peerpod_world::{Daemons, Settings, Sight, World, eventually};
 use rcgen::{BasicConstraints, CertificateParams, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair};

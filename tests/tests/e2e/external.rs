@@ -1,17 +1,16 @@
 //! Tests a pod's traffic out of the cluster, with the real binaries and the local provider: by the node, or by the VM's
 //! own network (`tunnel.external`).
 
-use std::{
-    io::{Read, Write},
-    net::{IpAddr, SocketAddr, TcpListener, TcpStream},
-    path::Path,
-    process::Command,
-    time::Duration,
-};
+use std::io::{Read, Write};
+use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
 
 use peerpod_podnet::netns::Netns;
 use peerpod_tests::{PATIENCE, Sandbox, vm};
-use peerpod_world::{Daemons, Settings, Sight, World, eventually, ip, picture::Picture};
+use peerpod_world::picture::Picture;
+use peerpod_world::{Daemons, Settings, Sight, World, eventually, ip};
 
 /// Makes a machine outside the cluster, behind the cloud's gateway (which is the node here). It has routes to VMs and
 /// to pods. It is removed with the world, because its name has the world's prefix.

@@ -1,7 +1,8 @@
 //! Tests that the log of a VM appears in the relay's log on its node, with the id of its sandbox.
 
 use super::guest_common;
-use std::{fs, time::Duration};
+use std::fs;
+use std::time::Duration;
 
 use guest_common::user_data_of;
 use peerpod_client::Annotations;

@@ -1,13 +1,11 @@
 //! Boots the images that `make image` built, in software emulation as on a host without KVM. A boot succeeds when the
 //! guest waits for its user-data.
 
-use std::{
-    fs::{self, File},
-    os::unix::fs::FileExt,
-    path::{Path, PathBuf},
-    process::Command,
-    time::Duration,
-};
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
 
 use peerpod_world::qemu::Machine;
 

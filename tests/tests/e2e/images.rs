@@ -2,21 +2,21 @@
 //! container that runs from an image.
 
 use super::images_common;
-use std::{
-    fs,
-    io::Write,
-    net::SocketAddr,
-    path::Path,
-    process::Command,
-    sync::{Arc, OnceLock, atomic::Ordering},
-    time::Duration,
-};
+use std::fs;
+use std::io::Write;
+use std::net::SocketAddr;
+use std::path::Path;
+use std::process::Command;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 
-use base64::{Engine, prelude::BASE64_STANDARD};
+use base64::Engine;
+use base64::prelude::BASE64_STANDARD;
+use images_common::hostile::{self, Hostile, answer, for_ever, head};
 use images_common::{
-    Folder, Image, Layer, LayerBuilder, PORT, Packing, Registry, Serving, begin, hostile,
-    hostile::{Hostile, answer, for_ever, head},
-    inspect, job, layers_in, ordinary, own_address, pull,
+    Folder, Image, Layer, LayerBuilder, PORT, Packing, Registry, Serving, begin, inspect, job, layers_in,
+    ordinary, own_address, pull,
 };
 use peerpod_client::{AgentClient, Annotations};
 use peerpod_proto::agent::CreateSandboxRequest;

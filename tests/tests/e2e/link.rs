@@ -1,16 +1,13 @@
 //! Tests failures of the link between relay and guest.
 
-use std::{
-    net::SocketAddr,
-    sync::{
-        Arc,
-        atomic::{AtomicU32, Ordering},
-    },
-    time::Duration,
-};
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
 
 use peerpod_tests::{CONTAINER, PATIENCE, Sandbox, sample, stop_in_time};
-use peerpod_world::{Daemons, Settings, Sight, World, eventually, proxy::Proxy, stages};
+use peerpod_world::proxy::Proxy;
+use peerpod_world::{Daemons, Settings, Sight, World, eventually, stages};
 use ttrpc::Code;
 
 /// Starts daemons with guests that connect through a proxy.

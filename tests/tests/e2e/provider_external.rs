@@ -1,18 +1,14 @@
 //! Tests providers outside the tree with the real binaries: the Python provider under `peerpod provider check`, and a
 //! pod with a VM that a separate program makes.
 
-use std::{
-    fs,
-    os::unix::fs::PermissionsExt,
-    path::{Path, PathBuf},
-    process::{Child, Command, Output, Stdio},
-    time::Duration,
-};
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::Duration;
 
-use nix::{
-    sys::signal::{Signal, kill},
-    unistd::Pid,
-};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use peerpod_tests::{PATIENCE, Sandbox, fresh_id};
 use peerpod_world::{Daemons, Settings, World, binary, eventually};
 

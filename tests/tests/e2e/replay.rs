@@ -1,23 +1,23 @@
 //! Replays the recorded frames of a real shim (`tests/transcripts/`) byte for byte, end to end. The responses must be
 //! those of the real hypervisor service and the real agent.
 
-use std::{collections::BTreeMap, path::Path, sync::Arc};
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
 
-use base64::{Engine, prelude::BASE64_STANDARD};
-use peerpod_proto::{
-    agent::{ReadStreamRequest, ReadStreamResponse, SignalProcessRequest},
-    hypervisor::{CreateVMRequest, CreateVMResponse},
-    ttrpc_frame::{Request, Response},
-};
+use base64::Engine;
+use base64::prelude::BASE64_STANDARD;
+use peerpod_proto::agent::{ReadStreamRequest, ReadStreamResponse, SignalProcessRequest};
+use peerpod_proto::hypervisor::{CreateVMRequest, CreateVMResponse};
+use peerpod_proto::ttrpc_frame::{Request, Response};
 use peerpod_tests::PATIENCE;
 use peerpod_world::{Daemons, Pod, Settings, Sight, World, eventually};
 use protobuf::Message;
 use serde_json::Value;
-use tokio::{
-    io::{AsyncReadExt, AsyncWriteExt},
-    net::{UnixStream, unix::OwnedWriteHalf},
-    sync::{Mutex, watch},
-};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::UnixStream;
+use tokio::net::unix::OwnedWriteHalf;
+use tokio::sync::{Mutex, watch};
 
 type Answers = BTreeMap<u32, Response>;
 

@@ -1,19 +1,14 @@
 //! Tests the stages that `make demo` shows, and related behaviour of the real daemons.
 
-use std::{
-    fs,
-    io::{BufRead, BufReader, Lines},
-    os::unix::process::CommandExt,
-    path::Path,
-    process::{Child, ChildStdout, Command, Stdio},
-    thread,
-    time::{Duration, Instant, UNIX_EPOCH},
-};
+use std::io::{BufRead, BufReader, Lines};
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Child, ChildStdout, Command, Stdio};
+use std::time::{Duration, Instant, UNIX_EPOCH};
+use std::{fs, thread};
 
-use nix::{
-    sys::signal::{Signal, killpg},
-    unistd::Pid,
-};
+use nix::sys::signal::{Signal, killpg};
+use nix::unistd::Pid;
 use peerpod_client::{AgentClient, Annotations};
 use peerpod_tests::{Dice, PATIENCE, Sandbox, fresh_id, processor_time, sample, stop_in_time};
 use peerpod_world::{Daemons, Settings, World, binary, eventually_blocking, stages};

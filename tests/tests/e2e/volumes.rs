@@ -7,24 +7,20 @@ use futures_util::future::join_all;
 use nix::mount::{MntFlags, umount2};
 use peerpod_client::exec_request;
 use peerpod_link::frame::{self, HEADER_LEN, Header, MAX_PAYLOAD};
-use peerpod_proto::{
-    agent::{ReadStreamRequest, ReadStreamResponse, StatsContainerRequest},
-    ttrpc_frame,
-    volumes::{ExpandRequest, StatsRequest},
-    volumes_ttrpc::VolumesClient,
-};
-use peerpod_tests::{
-    PATIENCE, long, stop_in_time,
-    volumes::{At, By, Disk, Node, at, lives_once, run},
-};
-use peerpod_volume::{FsGroupPolicy, Identity, Source, descriptor::Attach, records::Attached};
+use peerpod_proto::agent::{ReadStreamRequest, ReadStreamResponse, StatsContainerRequest};
+use peerpod_proto::ttrpc_frame;
+use peerpod_proto::volumes::{ExpandRequest, StatsRequest};
+use peerpod_proto::volumes_ttrpc::VolumesClient;
+use peerpod_tests::volumes::{At, By, Disk, Node, at, lives_once, run};
+use peerpod_tests::{PATIENCE, long, stop_in_time};
+use peerpod_volume::descriptor::Attach;
+use peerpod_volume::records::Attached;
+use peerpod_volume::{FsGroupPolicy, Identity, Source};
 use peerpod_world::{Sight, eventually};
 use protobuf::Message;
-use tokio::{
-    io::{AsyncReadExt, AsyncWriteExt},
-    net::UnixStream,
-    time::timeout,
-};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::UnixStream;
+use tokio::time::timeout;
 
 #[tokio::test(flavor = "multi_thread")]
 async fn the_next_pod_reads_the_data_of_the_first() {

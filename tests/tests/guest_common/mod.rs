@@ -3,19 +3,20 @@
 #![allow(dead_code, unreachable_pub)] // each test file uses its part
 #![allow(clippy::unwrap_used)] // test code outside of test functions
 
-use std::{net::SocketAddr, time::Duration};
+use std::net::SocketAddr;
+use std::time::Duration;
 
-use peerpod_link::{claim, record, tls, user_data::UserData};
+use peerpod_link::user_data::UserData;
+use peerpod_link::{claim, record, tls};
 use peerpod_proto::guest::{Claim, ClaimReply};
 use peerpod_tests::PATIENCE;
 use peerpod_world::{Daemons, LedgerEntry, World, eventually};
 use rcgen::{CertificateParams, KeyPair};
 use rustls_pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
-use tokio::{
-    io::{AsyncReadExt, AsyncWriteExt},
-    net::TcpStream,
-};
-use tokio_rustls::{TlsConnector, client::TlsStream};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+use tokio_rustls::TlsConnector;
+use tokio_rustls::client::TlsStream;
 
 /// Address of the relay's listener in the node's namespace.
 pub const RELAY: &str = "127.0.0.1:15151";

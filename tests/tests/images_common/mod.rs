@@ -4,14 +4,12 @@
 #![allow(dead_code, unreachable_pub)] // each test file uses its part
 #![allow(clippy::unwrap_used)] // test code outside of test functions
 
-use std::{
-    fs,
-    io::Write,
-    net::{SocketAddr, TcpStream},
-    path::{Path, PathBuf},
-    process::{Child, Command, Stdio},
-    sync::atomic::{AtomicU8, AtomicU32, Ordering},
-};
+use std::fs;
+use std::io::Write;
+use std::net::{SocketAddr, TcpStream};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicU8, AtomicU32, Ordering};
 
 use peerpod_tests::PATIENCE;
 use peerpod_world::{Settings, World, binary, eventually_blocking};

@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use images_common::{Image, LayerBuilder, Packing, Registry, ordinary};
 use peerpod_client::exec_request;
-use peerpod_tests::{CONTAINER, Sandbox, machines::Place, of_image, stop_in_time};
+use peerpod_tests::machines::Place;
+use peerpod_tests::{CONTAINER, Sandbox, of_image, stop_in_time};
 use peerpod_world::{Daemons, World, eventually};
 
 const PATIENCE: Duration = Duration::from_secs(60);

@@ -1,14 +1,12 @@
 //! Tests the memory of a pod's VM in real machines. The pod's share is there in addition to the guest's share, and each
 //! container ends at its own limit. A VM with too little memory is reported. Needs root and `make image`.
 
-use std::{fs, time::Duration};
+use std::fs;
+use std::time::Duration;
 
 use peerpod_client::{Annotations, ContainerSpec, exec_request};
-use peerpod_tests::{
-    CONTAINER, Sandbox, fresh_id, image,
-    machines::{BOOT, Place},
-    stop_in_time,
-};
+use peerpod_tests::machines::{BOOT, Place};
+use peerpod_tests::{CONTAINER, Sandbox, fresh_id, image, stop_in_time};
 use peerpod_world::Daemons;
 use serde_json::Value;
 

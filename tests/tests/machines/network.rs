@@ -2,28 +2,25 @@
 //! offloads of its virtio NIC, and an address that DHCP takes away. The machines boot in libvirtd and QEMU. Needs root
 //! and `make image`.
 
-use std::{
-    io::{Read, Write},
-    net::{IpAddr, SocketAddr, TcpStream},
-    sync::{
-        Arc,
-        atomic::{AtomicBool, AtomicU64, Ordering::SeqCst},
-    },
-    thread::JoinHandle,
-    time::Duration,
-};
+use std::io::{Read, Write};
+use std::net::{IpAddr, SocketAddr, TcpStream};
+use std::sync::Arc;
+use std::sync::atomic::Ordering::SeqCst;
+use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::thread::JoinHandle;
+use std::time::Duration;
 
 use anyhow::{Context, ensure};
 use peerpod_client::{AgentClient, ContainerSpec, exec_request};
-use peerpod_tests::{Sandbox, fresh_id, machines::Place, stop_promptly, vm};
-use peerpod_world::{
-    Daemons, Namespace, Pod, Settings, World, eventually,
-    libvirtd::{NETWORK, Shape},
-    page::{PageServer, page_for},
-    ping::ping,
-    traffic::{self, ECHO_PORT, Echo},
-};
-use tokio::{task::spawn_blocking, time::timeout};
+use peerpod_tests::machines::Place;
+use peerpod_tests::{Sandbox, fresh_id, stop_promptly, vm};
+use peerpod_world::libvirtd::{NETWORK, Shape};
+use peerpod_world::page::{PageServer, page_for};
+use peerpod_world::ping::ping;
+use peerpod_world::traffic::{self, ECHO_PORT, Echo};
+use peerpod_world::{Daemons, Namespace, Pod, Settings, World, eventually};
+use tokio::task::spawn_blocking;
+use tokio::time::timeout;
 
 const PATIENCE: Duration = Duration::from_secs(60);
 /// Larger than the MTU of any VM's underlay, so that the underlay limits the pod's packets.

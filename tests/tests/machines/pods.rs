@@ -1,24 +1,16 @@
 //! Walks the e2e stages with real machines: libvirtd, QEMU, a kernel and the minimal image, beside the usual relay,
 //! node and pod network. Uses KVM where it works, and emulation elsewhere. Needs root and `make image`.
 
-use std::{
-    fs,
-    path::Path,
-    time::{Duration, Instant},
-};
+use std::fs;
+use std::path::Path;
+use std::time::{Duration, Instant};
 
 use peerpod_client::{Annotations, exec_request};
-use peerpod_tests::{
-    Sandbox, fresh_id,
-    machines::{BOOT, Place},
-    report, stop_in_time,
-};
-use peerpod_world::{
-    Daemons, World, eventually,
-    page::{PageServer, page_for},
-    ping::ping,
-    stages,
-};
+use peerpod_tests::machines::{BOOT, Place};
+use peerpod_tests::{Sandbox, fresh_id, report, stop_in_time};
+use peerpod_world::page::{PageServer, page_for};
+use peerpod_world::ping::ping;
+use peerpod_world::{Daemons, World, eventually, stages};
 
 const PATIENCE: Duration = Duration::from_secs(60);
 

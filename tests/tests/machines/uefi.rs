@@ -3,16 +3,18 @@
 //! `make image`.
 
 use super::images_common;
-use std::{ffi::OsStr, fs, net::SocketAddr, time::Duration};
+use std::ffi::OsStr;
+use std::fs;
+use std::net::SocketAddr;
+use std::time::Duration;
 
 use images_common::{Registry, ordinary};
 use peerpod_client::{SHARED_CONTAINERS, copy_file, exec_request};
-use peerpod_tests::{
-    CONTAINER, Sandbox,
-    machines::{BOOT, Place},
-    of_image, stop_promptly,
-};
-use peerpod_world::{Daemons, binary, eventually, page::PageServer, ping::ping};
+use peerpod_tests::machines::{BOOT, Place};
+use peerpod_tests::{CONTAINER, Sandbox, of_image, stop_promptly};
+use peerpod_world::page::PageServer;
+use peerpod_world::ping::ping;
+use peerpod_world::{Daemons, binary, eventually};
 
 const PATIENCE: Duration = Duration::from_secs(60);
 /// Bytes of a file in one request.

@@ -1,22 +1,16 @@
 //! Tests persistent volumes in machines that boot: virtio disks from files, iSCSI and NBD, and NFS and SMB over the
 //! VM's own uplink. Needs root and `make image`.
 
-use std::{
-    fs,
-    os::unix::fs::MetadataExt,
-    path::{Path, PathBuf},
-};
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
 
 use futures_util::future::join_all;
-use peerpod_proto::{
-    volumes::{ExpandRequest, StatsRequest},
-    volumes_ttrpc::VolumesClient,
-};
-use peerpod_tests::{
-    PATIENCE, long,
-    servers::{Iscsi, Nbd, Nfs, Smb},
-    volumes::{By, Disk, Node, Running, Volume, at, lives_once, run},
-};
+use peerpod_proto::volumes::{ExpandRequest, StatsRequest};
+use peerpod_proto::volumes_ttrpc::VolumesClient;
+use peerpod_tests::servers::{Iscsi, Nbd, Nfs, Smb};
+use peerpod_tests::volumes::{By, Disk, Node, Running, Volume, at, lives_once, run};
+use peerpod_tests::{PATIENCE, long};
 use peerpod_volume::{Credentials, Mode, SecretRef, Source, credentials};
 
 /// The node's address in the VMs' network.

@@ -1,18 +1,16 @@
 //! Tests the encrypted tunnel: WireGuard below VXLAN.
 
-use std::{
-    path::PathBuf,
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
-    time::{Duration, Instant},
-};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 use peerpod_client::Annotations;
 use peerpod_podnet::netns::{Netns, NetnsId};
 use peerpod_tests::{PATIENCE, Sandbox, fresh_id, long, stop_in_time, vm};
-use peerpod_world::{Daemons, Namespace, Settings, World, eventually, ping::ping, spy::Spy, stages};
+use peerpod_world::ping::ping;
+use peerpod_world::spy::Spy;
+use peerpod_world::{Daemons, Namespace, Settings, World, eventually, stages};
 
 fn encrypted() -> Settings {
     Settings::none().set("tunnel.kind", "wireguard")

@@ -2,26 +2,21 @@
 //! that is killed at any point. Running pods continue, and ended ones leave nothing.
 
 use super::network_common;
-use std::{
-    collections::BTreeSet,
-    net::{IpAddr, SocketAddr},
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
-    time::{Duration, Instant},
-};
+use std::collections::BTreeSet;
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 use network_common::Vm;
 use peerpod_client::{Annotations, ShimClient};
 use peerpod_podnet::netns::Netns;
 use peerpod_tests::{Dice, PATIENCE, fresh_id, long, nothing_beyond, stop_in_time};
-use peerpod_world::{
-    Daemons, Namespace, Pod, Settings, Sight, World, eventually,
-    traffic::{self, ECHO_PORT, Echo},
-};
+use peerpod_world::traffic::{self, ECHO_PORT, Echo};
+use peerpod_world::{Daemons, Namespace, Pod, Settings, Sight, World, eventually};
 use serde_json::Value;
-use tokio::{task::JoinSet, time::timeout};
+use tokio::task::JoinSet;
+use tokio::time::timeout;
 
 /// One sandbox, and a pod beside it.
 struct Scene {

@@ -1,15 +1,14 @@
 //! Tests changes while the pod runs: by the CNI in the pod's namespace, around the node, and in the VM.
 
-use std::{net::SocketAddr, time::Duration};
+use std::net::SocketAddr;
+use std::time::Duration;
 
 use peerpod_client::Annotations;
 use peerpod_podnet::netns::Netns;
 use peerpod_tests::{PATIENCE, Sandbox, fresh_id, sample, stop_in_time, vm};
-use peerpod_world::{
-    Daemons, Pod, Settings, World, eventually,
-    ping::ping,
-    traffic::{self, ECHO_PORT, Echo},
-};
+use peerpod_world::ping::ping;
+use peerpod_world::traffic::{self, ECHO_PORT, Echo};
+use peerpod_world::{Daemons, Pod, Settings, World, eventually};
 use tokio::task::spawn_blocking;
 
 /// Runs a script in the pod and returns its output.

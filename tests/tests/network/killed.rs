@@ -1,19 +1,16 @@
 //! Kills the guest while it changes the pod's network from one plan to another.
 
 use super::network_common;
-use std::{
-    collections::BTreeSet,
-    time::{Duration, Instant},
-};
+use std::collections::BTreeSet;
+use std::time::{Duration, Instant};
 
 use network_common::Vm;
-use nix::{
-    errno::Errno,
-    sys::signal::{Signal, kill},
-    unistd::Pid,
-};
+use nix::errno::Errno;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use peerpod_tests::{Dice, PATIENCE, beyond_wall};
-use peerpod_world::{Daemons, Settings, Sight, World, eventually, picture::Picture};
+use peerpod_world::picture::Picture;
+use peerpod_world::{Daemons, Settings, Sight, World, eventually};
 
 /// Enough routes to make a plan take a while; a pod may have 4,096.
 const ROUTES: u32 = 1500;

@@ -3,22 +3,16 @@
 //! the end.
 
 use super::network_common;
-use std::{
-    io::ErrorKind,
-    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
-};
+use std::io::ErrorKind;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use network_common::Vm;
 use peerpod_podnet::netns::Netns;
 use peerpod_tests::{PATIENCE, nothing_beyond, sample, stop_in_time};
-use peerpod_world::{
-    Daemons, Settings, Sight, World, eventually,
-    traffic::{self, ECHO_PORT, Echo},
-};
-use tokio::{
-    io::{AsyncReadExt, AsyncWriteExt},
-    net::{TcpSocket, TcpStream},
-};
+use peerpod_world::traffic::{self, ECHO_PORT, Echo};
+use peerpod_world::{Daemons, Settings, Sight, World, eventually};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpSocket, TcpStream};
 
 const LOCALHOST: [IpAddr; 2] = [IpAddr::V4(Ipv4Addr::LOCALHOST), IpAddr::V6(Ipv6Addr::LOCALHOST)];
 

@@ -6,13 +6,11 @@ use std::net::SocketAddr;
 
 use network_common::{Company, Place, Places, ROOM, Vm};
 use peerpod_tests::{beyond_wall, long, nothing_beyond};
-use peerpod_world::{
-    Daemons, Settings, Sight, World,
-    cni::{self, Attached, Cluster},
-    picture::Picture,
-    spy::Spy,
-    traffic::{self, ECHO_PORT, Echo},
-};
+use peerpod_world::cni::{self, Attached, Cluster};
+use peerpod_world::picture::Picture;
+use peerpod_world::spy::Spy;
+use peerpod_world::traffic::{self, ECHO_PORT, Echo};
+use peerpod_world::{Daemons, Settings, Sight, World};
 
 /// Difference between the overhead of a VXLAN packet over IPv6 and over IPv4, in bytes.
 const MORE_OF_V6: u64 = 20;

@@ -1,30 +1,22 @@
 //! Tests faulty and hostile callers of a node: every call fails with a reason and has no other effect.
 
-use std::{
-    fs,
-    path::{Path, PathBuf},
-    process::Command,
-    sync::{
-        Arc,
-        atomic::{AtomicUsize, Ordering},
-    },
-    time::{Duration, Instant},
-};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
 
 use peerpod_client::{AgentClient, Annotations, Error, ShimClient, exec_request};
-use peerpod_proto::{
-    agent::{ReadStreamRequest, WaitProcessRequest},
-    ttrpc_frame,
-};
+use peerpod_proto::agent::{ReadStreamRequest, WaitProcessRequest};
+use peerpod_proto::ttrpc_frame;
 use peerpod_tests::{
     CONTAINER, Dice, PATIENCE, Sandbox, fresh_id, nothing_beyond, resident, sample, stop_in_time,
 };
 use peerpod_world::{Daemons, Pod, Settings, Sight, World, binary, eventually};
 use protobuf::Message;
-use tokio::{
-    io::{AsyncReadExt, AsyncWriteExt},
-    net::UnixStream,
-};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::UnixStream;
 use ttrpc::Code;
 
 /// Encodes a ttrpc frame; `announced` may differ from the payload's length.

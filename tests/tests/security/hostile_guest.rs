@@ -2,31 +2,25 @@
 //! own sandbox and affects no other.
 
 use super::guest_common;
-use std::{
-    fs, io,
-    path::Path,
-    sync::{Arc, OnceLock},
-    task::{Context, Poll},
-    time::{Duration, Instant},
-};
+use std::path::Path;
+use std::sync::{Arc, OnceLock};
+use std::task::{Context, Poll};
+use std::time::{Duration, Instant};
+use std::{fs, io};
 
 use guest_common::{Identity, claims, csr, identity, secure, user_data_of};
 use peerpod_client::Annotations;
-use peerpod_link::{
-    endpoint::{Endpoint, EndpointHandle, Filter, Handler, Limits, LinkEvent, Role},
-    frame::{DATA, HEADER_LEN, Header, REQUEST, RESPONSE},
-    record::{self, Hello, Level, Line, RecordKind, SessionId},
-    user_data::UserData,
-};
+use peerpod_link::endpoint::{Endpoint, EndpointHandle, Filter, Handler, Limits, LinkEvent, Role};
+use peerpod_link::frame::{DATA, HEADER_LEN, Header, REQUEST, RESPONSE};
+use peerpod_link::record::{self, Hello, Level, Line, RecordKind, SessionId};
+use peerpod_link::user_data::UserData;
 use peerpod_proto::ttrpc_frame;
 use peerpod_tests::{CONTAINER, PATIENCE, Sandbox, fresh_id, resident, sample};
 use peerpod_world::{Daemons, Settings, World, eventually};
 use protobuf::Message;
-use tokio::{
-    io::{AsyncReadExt, AsyncWriteExt},
-    net::{TcpStream, UnixStream},
-    time::timeout,
-};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpStream, UnixStream};
+use tokio::time::timeout;
 use tokio_rustls::client::TlsStream;
 use ttrpc::Code;
 

@@ -2,19 +2,21 @@
 //! then.
 
 use super::guest_common;
-use std::{
-    collections::BTreeMap, fs, os::unix::fs::PermissionsExt, path::PathBuf, sync::Arc, time::Duration,
-};
+use std::collections::BTreeMap;
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
 
 use guest_common::{RELAY, assert_closed, claims, csr, dial, entry, identity, secure, user_data_of};
 use peerpod_client::Annotations;
-use peerpod_link::{
-    claim, record,
-    user_data::{UserData, from_hex},
-};
+use peerpod_link::user_data::{UserData, from_hex};
+use peerpod_link::{claim, record};
 use peerpod_proto::guest::Claim;
 use peerpod_tests::{PATIENCE, Sandbox, fresh_id, nothing_beyond, resident, sample};
-use peerpod_world::{Daemons, Settings, Sight, World, eventually, proxy::Proxy};
+use peerpod_world::proxy::Proxy;
+use peerpod_world::{Daemons, Settings, Sight, World, eventually};
 use rcgen::{CertificateParams, KeyPair};
 use rustls_pki_types::{PrivateKeyDer, PrivatePkcs8KeyDer};
 use serde_json::Value;

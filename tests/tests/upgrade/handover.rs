@@ -1,23 +1,20 @@
 //! Tests the handover from an old relay to a new one. It disturbs no pod, in any state of its shim and its guest, and
 //! even if one of the processes dies meanwhile.
 
-use std::{
-    io::{IoSlice, IoSliceMut},
-    mem::MaybeUninit,
-    os::fd::{AsFd, OwnedFd},
-    process::Child,
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
-    time::{Duration, Instant},
-};
+use std::io::{IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, OwnedFd};
+use std::process::Child;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 use peerpod_client::{AgentClient, Annotations, exec_request};
 use peerpod_tests::{
     CONTAINER, Dice, PATIENCE, Sandbox, fresh_id, long, nothing_beyond, sample, stop_in_time, stop_promptly,
 };
-use peerpod_world::{Daemons, Settings, Sight, World, eventually, ping::ping, stages};
+use peerpod_world::ping::ping;
+use peerpod_world::{Daemons, Settings, Sight, World, eventually, stages};
 use rustix::net;
 
 /// Runs health checks one after another until `ending` is set, and returns the longest duration.

@@ -1,13 +1,9 @@
 //! Tests a node that may die at any time: nothing is lost, and running pods are not disturbed.
 
-use std::{
-    path::PathBuf,
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
-    time::{Duration, Instant},
-};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 use peerpod_client::{AgentClient, Annotations, ShimClient, exec_request};
 use peerpod_tests::{

@@ -9,14 +9,14 @@ mod bridged;
 mod clouds;
 mod routed;
 
-use std::{
-    net::{IpAddr, SocketAddr},
-    sync::atomic::{AtomicU32, Ordering},
-};
+use std::net::{IpAddr, SocketAddr};
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use anyhow::{Context, ensure};
 
-use crate::{Namespace, World, picture::Picture, traffic::ECHO_PORT};
+use crate::picture::Picture;
+use crate::traffic::ECHO_PORT;
+use crate::{Namespace, World};
 
 /// State that a CNI leaves in a pod and around it.
 pub struct Shape {

@@ -1,11 +1,9 @@
 //! Runs iproute2 and similar tools, as witnesses and in the place of a CNI. Test code only: the product starts no
 //! processes.
 
-use std::{
-    io::Write,
-    os::unix::process::CommandExt,
-    process::{Command, Stdio},
-};
+use std::io::Write;
+use std::os::unix::process::CommandExt;
+use std::process::{Command, Stdio};
 
 use anyhow::{Context, bail};
 

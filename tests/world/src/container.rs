@@ -1,11 +1,9 @@
 //! Describes a container of the chart and starts a program with its rights.
 
-use std::{
-    ffi::{OsStr, OsString},
-    fs,
-    os::unix::fs::DirBuilderExt,
-    path::{Path, PathBuf},
-};
+use std::ffi::{OsStr, OsString};
+use std::fs;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 use nix::mount::{MsFlags, mount};

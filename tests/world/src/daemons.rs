@@ -1,30 +1,23 @@
 //! Configures, starts, kills, restarts and inspects the real daemons of a world.
 
-use std::{
-    ffi::{OsStr, OsString},
-    fs,
-    io::{Read, Write},
-    net::TcpStream,
-    os::unix::process::ExitStatusExt,
-    path::{Path, PathBuf},
-    process::{Child, ExitStatus},
-    time::Duration,
-};
+use std::ffi::{OsStr, OsString};
+use std::fs;
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, ExitStatus};
+use std::time::Duration;
 
 use anyhow::{Context, bail, ensure};
-use nix::{
-    sys::signal::{Signal, kill},
-    unistd::Pid,
-};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use peerpod_client::ShimClient;
 use serde_json::{Map, Value, json};
 
-use crate::{
-    World,
-    container::{Container, share},
-    wait::eventually,
-    wait::eventually_blocking,
-};
+use crate::World;
+use crate::container::{Container, share};
+use crate::wait::{eventually, eventually_blocking};
 
 /// Time limit for the first answer of a started daemon, on a machine that is busy with tests.
 const START_PATIENCE: Duration = Duration::from_secs(30);

@@ -1,12 +1,10 @@
 //! Removes a world, even if the process that made it was killed: a shell in a separate process group waits for the end
 //! of its standard input and then cleans up.
 
-use std::{
-    io::{self, Read},
-    os::unix::process::CommandExt,
-    path::Path,
-    process::{Child, ChildStdin, Command, Stdio},
-};
+use std::io::{self, Read};
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Child, ChildStdin, Command, Stdio};
 
 /// Script of the janitor. It kills every process in the world's network namespaces. It also kills every Peerpod program
 /// with an open file in the world's folder; each VM of the local provider depends on one. It then removes the

@@ -3,19 +3,18 @@
 //! A separate mount namespace replaces the distribution's folders in `/etc`, `/run` and `/var`. QEMU runs as root,
 //! without cgroups and security labels, which a container lacks. The witness is `virsh`.
 
-use std::{
-    ffi::OsStr,
-    fs,
-    os::unix::fs::DirBuilderExt,
-    path::{Path, PathBuf},
-    process::Child,
-    thread,
-    time::{Duration, Instant},
-};
+use std::ffi::OsStr;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+use std::process::Child;
+use std::time::{Duration, Instant};
+use std::{fs, thread};
 
 use anyhow::{Context, ensure};
 
-use crate::{Settings, World, command::run, wait::eventually_blocking};
+use crate::command::run;
+use crate::wait::eventually_blocking;
+use crate::{Settings, World};
 
 /// Time limit of a start. libvirtd first probes QEMU's capabilities unless they are cached, which is slow on a busy
 /// machine.

@@ -1,15 +1,11 @@
 //! Serves a page in a namespace and fetches one, to check the source address that the server sees.
 
-use std::{
-    io::{Read, Write},
-    net::{IpAddr, Ipv6Addr, SocketAddr, TcpListener, TcpStream},
-    sync::{
-        Arc, Mutex, PoisonError,
-        atomic::{AtomicBool, Ordering},
-    },
-    thread::{self, JoinHandle},
-    time::Duration,
-};
+use std::io::{Read, Write};
+use std::net::{IpAddr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
 
 use anyhow::{Context, ensure};
 

@@ -1,6 +1,7 @@
 //! Reads the network state of a namespace from `ip -j`, and renders it so that the two sides of a pod can be compared.
 
-use std::{collections::BTreeSet, fs, io};
+use std::collections::BTreeSet;
+use std::{fs, io};
 
 use anyhow::Context;
 use peerpod_podnet::netns::Netns;

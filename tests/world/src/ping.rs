@@ -1,10 +1,8 @@
 //! Sends echo requests without the `ping` tool, and checks the source of each reply.
 
-use std::{
-    io,
-    net::{IpAddr, SocketAddr, UdpSocket},
-    time::{Duration, Instant},
-};
+use std::io;
+use std::net::{IpAddr, SocketAddr, UdpSocket};
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 use socket2::{Domain, Protocol, Socket, Type};

@@ -3,19 +3,15 @@
 
 mod network;
 
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    fmt, fs,
-    os::unix::fs::MetadataExt,
-    path::Path,
-};
+use std::collections::{BTreeMap, BTreeSet};
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+use std::{fmt, fs};
 
 use anyhow::Context;
-use nix::{
-    errno::Errno,
-    sys::signal::{Signal, kill},
-    unistd::Pid,
-};
+use nix::errno::Errno;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 
 use crate::{Daemons, Namespace, World};
 

@@ -1,12 +1,10 @@
 //! Starts processes from one long-lived thread.
 
-use std::{
-    fs::File,
-    io,
-    process::{Child, Command},
-    sync::mpsc,
-    thread::{self, JoinHandle},
-};
+use std::fs::File;
+use std::io;
+use std::process::{Child, Command};
+use std::sync::mpsc;
+use std::thread::{self, JoinHandle};
 
 use anyhow::Context;
 use nix::sched::{CloneFlags, setns, unshare};

@@ -3,11 +3,9 @@
 
 mod steps;
 
-use std::{
-    future::Future,
-    pin::Pin,
-    time::{Duration, Instant},
-};
+use std::future::Future;
+use std::pin::Pin;
+use std::time::{Duration, Instant};
 
 use anyhow::Context;
 

@@ -4,17 +4,13 @@
 //! A machine that is busy with other tests may take that second away from any process. Beside each late StopVM this
 //! module therefore does work like that of the relay for a stop. If that work is late too, the test accepts the delay.
 
-use std::{
-    fs,
-    io::Write,
-    time::{Duration, Instant},
-};
+use std::fs;
+use std::io::Write;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
-use nix::sys::{
-    resource::{UsageWho, getrusage},
-    time::{TimeVal, TimeValLike},
-};
+use nix::sys::resource::{UsageWho, getrusage};
+use nix::sys::time::{TimeVal, TimeValLike};
 use peerpod_client::ShimClient;
 use tokio::task::spawn_blocking;
 

@@ -1,21 +1,17 @@
 //! Sends traffic between namespaces with known ends: an echo server that returns the client's address, and clients that
 //! compare the echo.
 
-use std::{
-    io,
-    net::{IpAddr, SocketAddr},
-    sync::atomic::{AtomicBool, Ordering},
-    time::Duration,
-};
+use std::io;
+use std::net::{IpAddr, SocketAddr};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use anyhow::{Context, ensure};
 use peerpod_podnet::netns::Netns;
-use tokio::{
-    io::{AsyncReadExt, AsyncWriteExt, BufReader},
-    net::{TcpListener, TcpSocket, TcpStream, UdpSocket},
-    task::{JoinSet, spawn_blocking},
-    time::{Instant, timeout},
-};
+use tokio::io::{AsyncReadExt, AsyncWriteExt, BufReader};
+use tokio::net::{TcpListener, TcpSocket, TcpStream, UdpSocket};
+use tokio::task::{JoinSet, spawn_blocking};
+use tokio::time::{Instant, timeout};
 
 use crate::command::run;
 

@@ -1,31 +1,24 @@
 //! Makes the node's network namespace and pods of a CNI on it.
 
-use std::{
-    ffi::OsStr,
-    fmt,
-    fs::{self, File, OpenOptions},
-    io,
-    net::{IpAddr, Ipv4Addr, Ipv6Addr},
-    os::unix::process::CommandExt,
-    path::{Path, PathBuf},
-    process::{Child, Command, Stdio},
-    sync::{
-        Arc,
-        atomic::{AtomicU32, Ordering},
-    },
-    time::Duration,
-};
+use std::ffi::OsStr;
+use std::fs::{self, File, OpenOptions};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+use std::{fmt, io};
 
 use anyhow::{Context, ensure};
 use nix::unistd::Uid;
 use peerpod_podnet::netns::Netns;
 
-use crate::{
-    command::{ip, run},
-    janitor::Janitor,
-    spawner::Spawner,
-    wait::eventually_blocking,
-};
+use crate::command::{ip, run};
+use crate::janitor::Janitor;
+use crate::spawner::Spawner;
+use crate::wait::eventually_blocking;
 
 /// MTU of the CNI's pods, smaller than that of Ethernet as with any overlay.
 const POD_MTU: u32 = 1450;

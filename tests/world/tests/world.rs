@@ -2,16 +2,15 @@
 
 #![allow(clippy::unwrap_used)] // test code outside of test functions
 
-use std::{
-    ffi::OsStr,
-    io::{BufRead, BufReader},
-    net::SocketAddr,
-    path::Path,
-    process::{Command, Stdio},
-    time::Duration,
-};
+use std::ffi::OsStr;
+use std::io::{BufRead, BufReader};
+use std::net::SocketAddr;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::Duration;
 
-use peerpod_world::{World, eventually_blocking, page, ping::ping};
+use peerpod_world::ping::ping;
+use peerpod_world::{World, eventually_blocking, page};
 
 const PATIENCE: Duration = Duration::from_secs(5);
 

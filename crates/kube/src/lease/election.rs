@@ -1,20 +1,16 @@
 //! Takes part in the election for one Lease and renews it for as long as it can.
 
-use std::{
-    collections::hash_map::RandomState,
-    fmt,
-    hash::{BuildHasher, Hasher},
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::collections::hash_map::RandomState;
+use std::fmt;
+use std::hash::{BuildHasher, Hasher};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use k8s_openapi::api::coordination::v1::Lease;
 use kube::{Api, Client};
-use tokio::{
-    sync::{Mutex, watch},
-    task::AbortHandle,
-    time::{sleep, timeout},
-};
+use tokio::sync::{Mutex, watch};
+use tokio::task::AbortHandle;
+use tokio::time::{sleep, timeout};
 
 use super::{Held, LeaseOwner, Taken, Watched, release, renew, take, take_over};
 use crate::client::Error;

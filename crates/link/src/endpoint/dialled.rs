@@ -5,41 +5,32 @@
 //! end of one direction is a Finish, the end of both a Close. A connection that ends in any other way is reset at
 //! both ends, so that neither peer takes a truncated transfer for a complete one.
 
-use std::{
-    fmt, io,
-    os::fd::OwnedFd,
-    pin::Pin,
-    sync::Arc,
-    task::{Context, Poll},
-    time::Duration,
-};
+use std::os::fd::OwnedFd;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+use std::{fmt, io};
 
 use bytes::{Buf, BytesMut};
 use futures_util::future::BoxFuture;
 use serde::{Deserialize, Serialize};
 use socket2::SockRef;
-use tokio::{
-    io::AsyncWrite,
-    net::TcpStream,
-    sync::oneshot,
-    time::{Instant, error::Elapsed},
-};
+use tokio::io::AsyncWrite;
+use tokio::net::TcpStream;
+use tokio::sync::oneshot;
+use tokio::time::Instant;
+use tokio::time::error::Elapsed;
 
-use super::{
-    freeze,
-    handle::{Command, Shared},
-    local::READ,
-    task::LOOK,
-    transport::poll_read,
-};
-use crate::{
-    base64_bytes,
-    record::{CloseReason, StreamKind, Target},
-    session::{
-        Session,
-        pool::{self, Size},
-    },
-};
+use super::freeze;
+use super::handle::{Command, Shared};
+use super::local::READ;
+use super::task::LOOK;
+use super::transport::poll_read;
+use crate::base64_bytes;
+use crate::record::{CloseReason, StreamKind, Target};
+use crate::session::Session;
+use crate::session::pool::{self, Size};
 
 /// Reason why a call returned no connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]

@@ -7,19 +7,16 @@
 //! The transport is not handed over. The session keeps sent records until they are acknowledged, and the peer sends
 //! incompletely received records again.
 
-use std::{
-    io,
-    os::fd::{AsFd, OwnedFd},
-};
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
 
 use serde::{Deserialize, Serialize};
-use tokio::{net::UnixStream, time::Instant};
+use tokio::net::UnixStream;
+use tokio::time::Instant;
 
-use super::{
-    Handler, Limits, Role,
-    dialled::{Conn, DialledState},
-    local::{Local, LocalState},
-};
+use super::dialled::{Conn, DialledState};
+use super::local::{Local, LocalState};
+use super::{Handler, Limits, Role};
 use crate::session::{BadState, Session, SessionState};
 
 /// State of an endpoint without its sockets.

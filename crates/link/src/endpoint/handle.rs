@@ -1,32 +1,23 @@
 //! Controls a running endpoint through a command queue that its task empties, and reads its counters.
 
-use std::{
-    collections::VecDeque,
-    fmt,
-    sync::{
-        Arc,
-        atomic::{
-            AtomicBool, AtomicUsize,
-            Ordering::{AcqRel, Acquire, Relaxed, Release},
-        },
-    },
-    task::Context,
-};
+use std::collections::VecDeque;
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
+use std::sync::atomic::{AtomicBool, AtomicUsize};
+use std::task::Context;
 
 use bytes::Bytes;
 use futures_util::task::AtomicWaker;
 use parking_lot::{Mutex, MutexGuard};
-use tokio::{
-    net::{TcpStream, UnixStream},
-    sync::oneshot,
-};
+use tokio::net::{TcpStream, UnixStream};
+use tokio::sync::oneshot;
 
-use super::{
-    Frozen, NotFrozen, Stats, Transport,
-    dialled::{Answer, Call, Connected, DialError},
-    stats::Counters,
-};
-use crate::{record::Target, session::CONTROL_COST};
+use super::dialled::{Answer, Call, Connected, DialError};
+use super::stats::Counters;
+use super::{Frozen, NotFrozen, Stats, Transport};
+use crate::record::Target;
+use crate::session::CONTROL_COST;
 
 /// Error: the control queue is full because the peer is away or does not read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]

@@ -1,9 +1,7 @@
 //! Exchanges Hello and Welcome on a new transport.
 
-use std::{
-    io::IoSlice,
-    task::{Context, Poll},
-};
+use std::io::IoSlice;
+use std::task::{Context, Poll};
 
 use tokio::time::Instant;
 

@@ -1,23 +1,21 @@
 //! Manages one local connection: its socket, its filter, and the bytes that the socket has not taken yet.
 
-use std::{
-    io::{self, IoSlice, IoSliceMut},
-    os::fd::OwnedFd,
-    pin::Pin,
-    task::{Context, Poll, ready},
-};
+use std::io::{self, IoSlice, IoSliceMut};
+use std::os::fd::OwnedFd;
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
 
 use bytes::BytesMut;
 use futures_util::future::BoxFuture;
 use serde::{Deserialize, Serialize};
-use tokio::{
-    io::AsyncWrite,
-    net::UnixStream,
-    time::{Duration, Instant},
-};
+use tokio::io::AsyncWrite;
+use tokio::net::UnixStream;
+use tokio::time::{Duration, Instant};
 
-use super::{Filter, NotFrozen, freeze, transport::poll_read};
-use crate::{base64_bytes, session::CHUNK};
+use super::transport::poll_read;
+use super::{Filter, NotFrozen, freeze};
+use crate::base64_bytes;
+use crate::session::CHUNK;
 
 /// Undelivered bytes of own answers above which the socket is not read. Bytes of the stream do not count, because the
 /// window bounds them: an agent that writes before it reads on must be read.

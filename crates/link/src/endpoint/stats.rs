@@ -1,6 +1,7 @@
 //! Counts the activity of one endpoint; other tasks may read the counters while it runs.
 
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::{AtomicU64, AtomicUsize};
 
 /// Counters of an endpoint since its creation, not read together atomically.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -1,31 +1,23 @@
 //! Runs an endpoint: each poll moves bytes in all directions until none move or the poll's rounds are used up.
 
-use std::{
-    pin::Pin,
-    sync::atomic::Ordering::Relaxed,
-    task::{Context, Poll},
-};
+use std::pin::Pin;
+use std::sync::atomic::Ordering::Relaxed;
+use std::task::{Context, Poll};
 
 use bytes::BytesMut;
-use tokio::{
-    sync::oneshot,
-    time::{Duration, Instant, Sleep, sleep_until},
-};
+use tokio::sync::oneshot;
+use tokio::time::{Duration, Instant, Sleep, sleep_until};
 use tracing::debug;
 
 use self::locals::Locals;
-use super::{
-    Frozen, Handler, Limits, LinkEvent, NotFrozen, Role, Transport,
-    dialled::{self, Dialled},
-    freeze::Restored,
-    handle::{Command, Ended},
-    join::Joining,
-    local::Local,
-};
-use crate::{
-    record::SessionId,
-    session::{Session, SessionLimits},
-};
+use super::dialled::{self, Dialled};
+use super::freeze::Restored;
+use super::handle::{Command, Ended};
+use super::join::Joining;
+use super::local::Local;
+use super::{Frozen, Handler, Limits, LinkEvent, NotFrozen, Role, Transport};
+use crate::record::SessionId;
+use crate::session::{Session, SessionLimits};
 
 mod link;
 mod locals;

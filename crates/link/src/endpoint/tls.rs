@@ -1,14 +1,13 @@
 //! Runs TLS over TCP after the handshake, without an adapter in between: a read takes all bytes that the socket has
 //! (the usual adapter takes 4 KiB). An idle connection holds only the memory that rustls itself needs.
 
-use std::{
-    io::{self, IoSlice, Read, Write},
-    pin::Pin,
-    task::{Context, Poll, ready},
-};
+use std::io::{self, IoSlice, Read, Write};
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
 
 use rustls::Connection;
-use tokio::{io::AsyncWrite, net::TcpStream};
+use tokio::io::AsyncWrite;
+use tokio::net::TcpStream;
 
 use super::transport::poll_read;
 use crate::session::pool::{self, Size};

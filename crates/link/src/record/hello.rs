@@ -3,7 +3,8 @@
 
 use std::fmt;
 
-use super::{BadRecord, line::cut};
+use super::BadRecord;
+use super::line::cut;
 
 /// Longest version text accepted from a peer, in bytes.
 const MAX_VERSION_TEXT: usize = 128;

@@ -1,15 +1,11 @@
 //! Holds the sequenced records that the peer has not acknowledged, encoded for the wire, oldest first. A cursor
 //! separates the bytes that the current transport has taken from the rest; a new transport resets it.
 
-use std::{
-    collections::VecDeque,
-    io::{IoSlice, IoSliceMut},
-};
+use std::collections::VecDeque;
+use std::io::{IoSlice, IoSliceMut};
 
-use super::{
-    CHUNK,
-    pool::{self, Size},
-};
+use super::CHUNK;
+use super::pool::{self, Size};
 use crate::record::{self, HEADER_LEN, RecordHeader};
 
 /// Buffer of whole records; a record never crosses from one chunk to the next.

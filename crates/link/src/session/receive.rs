@@ -2,11 +2,10 @@
 
 use bytes::Bytes;
 
-use super::{ACK_STEP, Session, stream::Stream};
-use crate::{
-    endpoint::Role,
-    record::{BadRecord, CloseReason, HEADER_LEN, Line, MORE, RecordHeader, RecordKind, StreamKind},
-};
+use super::stream::Stream;
+use super::{ACK_STEP, Session};
+use crate::endpoint::Role;
+use crate::record::{BadRecord, CloseReason, HEADER_LEN, Line, MORE, RecordHeader, RecordKind, StreamKind};
 
 /// Effect of a record on the owner of the session.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -7,12 +7,12 @@ use std::collections::VecDeque;
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
-use super::{Counts, Session, SessionLimits, WINDOW, log::Log, stream::Stream};
-use crate::{
-    base64_bytes,
-    endpoint::Role,
-    record::{CloseReason, SessionId, StreamKind, VERSION},
-};
+use super::log::Log;
+use super::stream::Stream;
+use super::{Counts, Session, SessionLimits, WINDOW};
+use crate::base64_bytes;
+use crate::endpoint::Role;
+use crate::record::{CloseReason, SessionId, StreamKind, VERSION};
 
 /// Bytes as an element of a list.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -1,9 +1,7 @@
 //! Tracks one stream of a session at this end.
 
-use super::{
-    CREDIT_STEP, WINDOW,
-    state::{BadState, StreamState},
-};
+use super::state::{BadState, StreamState};
+use super::{CREDIT_STEP, WINDOW};
 use crate::record::{CloseReason, StreamKind};
 
 /// Number of sent bytes in front of the waiting ones at which the buffer is compacted.

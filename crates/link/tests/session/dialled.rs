@@ -1,18 +1,16 @@
 //! Tests dialled streams, with a real server behind the guest and a real client before the relay.
 
 use super::support;
-use std::{io, sync::atomic::Ordering::SeqCst, time::Duration};
+use std::io;
+use std::sync::atomic::Ordering::SeqCst;
+use std::time::Duration;
 
-use peerpod_link::{
-    endpoint::{DialError, Limits, Role, Target},
-    record::{Hello, RecordKind, SessionId, Welcome, plain},
-};
+use peerpod_link::endpoint::{DialError, Limits, Role, Target};
+use peerpod_link::record::{Hello, RecordKind, SessionId, Welcome, plain};
 use support::{DEADLINE, ECHO, Options, Pair, call, end, request, until};
-use tokio::{
-    io::{AsyncReadExt, AsyncWriteExt},
-    net::{TcpListener, TcpSocket, TcpStream},
-    time::timeout,
-};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpSocket, TcpStream};
+use tokio::time::timeout;
 
 fn pattern(at: usize, length: usize) -> Vec<u8> {
     (at..at + length).map(|at| (at as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15).to_be_bytes()[0]).collect()

@@ -1,22 +1,16 @@
 //! Tests the relay's and the guest's endpoint together, over real sockets, as a shim and an agent see the link.
 
 use super::support;
-use std::{
-    sync::atomic::Ordering::SeqCst,
-    time::{Duration, Instant},
-};
+use std::sync::atomic::Ordering::SeqCst;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use peerpod_link::{
-    endpoint::{Limits, LinkEvent, Role},
-    record::{self, Hello, RecordKind, SessionId},
-};
+use peerpod_link::endpoint::{Limits, LinkEvent, Role};
+use peerpod_link::record::{self, Hello, RecordKind, SessionId};
 use support::{DEADLINE, ECHO, LOST, OVER, Options, Pair, answer, call, end, request, until};
-use tokio::{
-    io::{AsyncReadExt, AsyncWriteExt},
-    net::{TcpListener, TcpStream, UnixListener, UnixStream},
-    time::timeout,
-};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
+use tokio::time::timeout;
 
 /// Returns the bytes of a long transfer at a position.
 fn pattern(at: usize, length: usize) -> Vec<u8> {

@@ -1,7 +1,8 @@
 //! Tests that tunnel packets do not fill the node's conntrack table.
 
 use super::world;
-use std::{collections::BTreeSet, os::fd::AsRawFd};
+use std::collections::BTreeSet;
+use std::os::fd::AsRawFd;
 
 use netlink_packet_core::{DefaultNla, NLM_F_APPEND, NLM_F_CREATE, NetlinkMessage};
 use netlink_packet_netfilter::nftables::{

@@ -7,24 +7,19 @@
 //! broken pipe for the kata-agent, and the next run of the guest reads the output written meanwhile. A thread does the
 //! reading: the console may be a slow serial line, and the link must not wait for it.
 
-use std::{
-    fs::{File, OpenOptions},
-    io::{self, Read, Write},
-    os::{
-        fd::AsFd,
-        unix::fs::{FileTypeExt, OpenOptionsExt},
-    },
-    path::{Path, PathBuf},
-    process::Stdio,
-    sync::atomic::{AtomicBool, Ordering::Relaxed},
-    time::Duration,
-};
+use std::fs::{File, OpenOptions};
+use std::io::{self, Read, Write};
+use std::os::fd::AsFd;
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::Duration;
 
-use nix::{
-    fcntl::{FcntlArg, fcntl},
-    sys::stat::Mode,
-    unistd::mkfifo,
-};
+use nix::fcntl::{FcntlArg, fcntl};
+use nix::sys::stat::Mode;
+use nix::unistd::mkfifo;
 use peerpod_link::record::{Level, MAX_TEXT};
 
 use crate::log::Ring;

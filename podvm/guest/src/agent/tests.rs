@@ -2,13 +2,9 @@
 
 use std::os::unix::net::UnixListener;
 
-use nix::{
-    sys::{
-        resource::{Resource, getrlimit, setrlimit},
-        signal::{Signal, kill},
-    },
-    unistd::Pid,
-};
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 
 use super::*;
 use crate::files::testing::TempDir;

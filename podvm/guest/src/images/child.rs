@@ -1,13 +1,14 @@
 //! Runs the image puller, `peerpod-pull`, as a child process.
 
-use std::{os::unix::process::ExitStatusExt, path::PathBuf, process::Stdio, time::Duration};
+use std::os::unix::process::ExitStatusExt;
+use std::path::PathBuf;
+use std::process::Stdio;
+use std::time::Duration;
 
 use peerpod_image_job::{Cause, Error, Event, Job, Outcome};
-use tokio::{
-    io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader},
-    process::{Child, Command},
-    time::timeout,
-};
+use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
+use tokio::process::{Child, Command};
+use tokio::time::timeout;
 
 /// Time beyond the job's own limit, after which the process is killed.
 const GRACE: Duration = Duration::from_secs(10);

@@ -1,22 +1,17 @@
 //! Watches the power button, with which a hypervisor asks a machine to switch itself off (ACPI).
 
-use std::{
-    fs::{self, File},
-    io::{self, Read},
-    os::{
-        fd::{AsFd, BorrowedFd, OwnedFd},
-        unix::fs::OpenOptionsExt,
-    },
-    path::PathBuf,
-    time::Duration,
-};
+use std::fs::{self, File};
+use std::io::{self, Read};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::PathBuf;
+use std::time::Duration;
 
 use peerpod_common::reactor;
-use tokio::{
-    io::{Interest, unix::AsyncFd},
-    task::JoinSet,
-    time::sleep,
-};
+use tokio::io::Interest;
+use tokio::io::unix::AsyncFd;
+use tokio::task::JoinSet;
+use tokio::time::sleep;
 
 /// `struct input_event`: a time of 16 bytes, type, code, value.
 const EVENT: usize = 24;

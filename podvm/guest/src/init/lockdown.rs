@@ -5,7 +5,8 @@
 //! drivers needed to reach the node are loaded before and have no signature, because the check takes longer than the
 //! load. Nothing else runs in the machine until then.
 
-use std::{fs, io, path::Path};
+use std::path::Path;
+use std::{fs, io};
 
 const FILE: &str = "/sys/kernel/security/lockdown";
 const WORD: &str = "peerpod.lockdown=";

@@ -3,17 +3,13 @@
 //!
 //! Reads `/lib/modules/<release>`, made when the VM image is built, and calls the kernel. [`Index`] is pure.
 
-use std::{
-    ffi::CString,
-    fs::{self, File},
-    io,
-    path::{Path, PathBuf},
-};
+use std::ffi::CString;
+use std::fs::{self, File};
+use std::io;
+use std::path::{Path, PathBuf};
 
-use nix::{
-    errno::Errno,
-    kmod::{ModuleInitFlags, finit_module},
-};
+use nix::errno::Errno;
+use nix::kmod::{ModuleInitFlags, finit_module};
 
 /// Size limit of an index; the largest one of a distribution has some 2 MiB.
 const MAX_INDEX: u64 = 16 << 20;

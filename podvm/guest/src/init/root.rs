@@ -5,16 +5,13 @@
 //! nothing is copied, and the root is a mount like any other. The kernel's own helpers still use the first root, which
 //! has the same files.
 
-use std::{
-    fs::{self, File},
-    io,
-    os::{fd::OwnedFd, unix::fs::symlink},
-};
+use std::fs::{self, File};
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::symlink;
 
-use nix::{
-    mount::{MsFlags, mount},
-    unistd::{chdir, chroot, dup2_stderr, dup2_stdin, dup2_stdout},
-};
+use nix::mount::{MsFlags, mount};
+use nix::unistd::{chdir, chroot, dup2_stderr, dup2_stdin, dup2_stdout};
 
 use crate::status;
 

@@ -1,11 +1,10 @@
 //! Applies the one-time settings of a machine before anything runs in it: name, limits, kernel settings.
 
-use std::{fs, path::Path};
+use std::fs;
+use std::path::Path;
 
-use nix::{
-    sys::resource::{Resource, setrlimit},
-    unistd::{gethostname, sethostname},
-};
+use nix::sys::resource::{Resource, setrlimit};
+use nix::unistd::{gethostname, sethostname};
 
 use crate::status;
 

@@ -4,15 +4,11 @@
 
 use std::time::{Duration, Instant};
 
-use nix::{
-    errno::Errno,
-    mount::{MntFlags, MsFlags, mount, umount2},
-    sys::{
-        signal::{Signal, kill},
-        wait::{WaitPidFlag, WaitStatus, waitpid},
-    },
-    unistd::Pid,
-};
+use nix::errno::Errno;
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
+use nix::sys::signal::{Signal, kill};
+use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
+use nix::unistd::Pid;
 
 use super::watchdog::Watchdog;
 use crate::power;

@@ -1,11 +1,10 @@
 //! Receives the kernel's events of new devices from a netlink socket, with the module alias of each device.
 
-use std::{
-    io,
-    os::fd::{AsFd, BorrowedFd},
-};
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
 
-use netlink_sys::{Socket, SocketAddr, protocols::NETLINK_KOBJECT_UEVENT};
+use netlink_sys::protocols::NETLINK_KOBJECT_UEVENT;
+use netlink_sys::{Socket, SocketAddr};
 
 /// Multicast group of the kernel.
 const KERNEL: u32 = 1;

@@ -4,19 +4,16 @@
 //! The mount comes after the first contact with the node: the few drivers needed for that are in the archive itself. A
 //! disk image has a /usr of its own, and no such file.
 
-use std::{
-    fs::File,
-    io,
-    os::fd::{AsRawFd, OwnedFd, RawFd},
-    path::Path,
-};
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::path::Path;
 
-use nix::{
-    mount::{MsFlags, mount},
-    unistd::{chdir, fchdir},
-};
+use nix::mount::{MsFlags, mount};
+use nix::unistd::{chdir, fchdir};
 
-use super::{modules::Modules, root};
+use super::modules::Modules;
+use super::root;
 
 const FILE: &str = "/usr.squashfs";
 /// One of the devices that the module makes at once: nothing else runs yet that could have taken it.

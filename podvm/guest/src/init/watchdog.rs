@@ -5,13 +5,11 @@
 //! stops feeding. In a boot in which `serve` never came up at all, feeding continues. The first lease ends such a VM
 //! for good, while resets would keep it alive for ever.
 
-use std::{
-    fs::{self, File, OpenOptions},
-    io::Write,
-    os::unix::fs::MetadataExt,
-    path::{Path, PathBuf},
-    time::{Duration, Instant},
-};
+use std::fs::{self, File, OpenOptions};
+use std::io::Write;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 /// Device of the first watchdog.
 pub(crate) const FIRST: &str = "/dev/watchdog0";
@@ -113,7 +111,8 @@ impl Pulse {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::files::{self, testing::TempDir};
+    use crate::files;
+    use crate::files::testing::TempDir;
 
     const PATIENCE: Duration = Duration::from_millis(200);
 

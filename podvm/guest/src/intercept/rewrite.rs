@@ -2,10 +2,8 @@
 //! others are unknown fields and survive.
 
 use peerpod_link::frame::MAX_PAYLOAD;
-use peerpod_proto::{
-    intercept::{CreateContainerRequest, CreateSandboxRequest, LinuxNamespace},
-    ttrpc_frame::Request,
-};
+use peerpod_proto::intercept::{CreateContainerRequest, CreateSandboxRequest, LinuxNamespace};
+use peerpod_proto::ttrpc_frame::Request;
 use protobuf::Message;
 
 use super::Notice;

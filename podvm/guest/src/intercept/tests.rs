@@ -1,8 +1,10 @@
 //! Tests with the recorded conversation of a real shim and a real kata-agent, and with input that neither would send.
 
-use std::{path::Path, sync::Mutex};
+use std::path::Path;
+use std::sync::Mutex;
 
-use base64::{Engine, prelude::BASE64_STANDARD};
+use base64::Engine;
+use base64::prelude::BASE64_STANDARD;
 use peerpod_link::frame::{DATA, HEADER_LEN, RESPONSE, method_of};
 use peerpod_proto::{agent, ttrpc_frame};
 use proptest::prelude::*;

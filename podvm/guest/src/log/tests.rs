@@ -1,4 +1,5 @@
-use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::Ordering::Relaxed;
 
 use futures_util::task::{ArcWake, noop_waker, waker};
 

@@ -1,12 +1,10 @@
 //! Writes `/etc/resolv.conf` from the DNS settings of all NICs; does not touch it without any.
 
-use std::{
-    collections::BTreeMap,
-    fmt::Write as _,
-    fs, io,
-    net::IpAddr,
-    path::{Path, PathBuf},
-};
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::net::IpAddr;
+use std::path::{Path, PathBuf};
+use std::{fs, io};
 
 use parking_lot::Mutex;
 

@@ -6,11 +6,11 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use mozim::{DhcpV4Lease, DhcpV6Lease};
 use netlink_packet_core::{NLM_F_CREATE, NLM_F_REPLACE};
-use netlink_packet_route::{
-    AddressFamily, RouteNetlinkMessage,
-    address::{AddressAttribute, AddressFlags, AddressMessage, CacheInfo},
-    route::{RouteAddress, RouteAttribute, RouteHeader, RouteMessage, RouteProtocol, RouteScope},
+use netlink_packet_route::address::{AddressAttribute, AddressFlags, AddressMessage, CacheInfo};
+use netlink_packet_route::route::{
+    RouteAddress, RouteAttribute, RouteHeader, RouteMessage, RouteProtocol, RouteScope,
 };
+use netlink_packet_route::{AddressFamily, RouteNetlinkMessage};
 use peerpod_podnet::netlink::{Client, Error};
 use rtnetlink::{LinkUnspec, RouteMessageBuilder};
 

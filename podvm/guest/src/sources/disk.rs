@@ -1,19 +1,15 @@
 //! Reads user-data from a small disk, found by its file system's label and nothing else: NoCloud's `cidata`,
 //! OpenStack's `config-2`. The disk is mounted read-only while one file is read.
 
-use std::{
-    fs::{self, File},
-    io::{self, Read},
-    os::unix::fs::FileExt,
-    path::{Path, PathBuf},
-};
+use std::fs::{self, File};
+use std::io::{self, Read};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
 
-use nix::{
-    errno::Errno,
-    fcntl::{OFlag, OpenHow, ResolveFlag, open, openat2},
-    mount::{MntFlags, MsFlags, mount, umount2},
-    sys::stat::Mode,
-};
+use nix::errno::Errno;
+use nix::fcntl::{OFlag, OpenHow, ResolveFlag, open, openat2};
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
+use nix::sys::stat::Mode;
 
 use super::LIMIT;
 

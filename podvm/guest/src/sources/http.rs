@@ -1,12 +1,12 @@
 //! Sends one request to a metadata service in minimal HTTP/1.1: an address that is a number, one answer, then the
 //! connection ends. `httparse` parses the head. The caller bounds the time; the size is bounded here.
 
-use std::{collections::BTreeMap, fmt, net::SocketAddr};
+use std::collections::BTreeMap;
+use std::fmt;
+use std::net::SocketAddr;
 
-use tokio::{
-    io::{AsyncReadExt, AsyncWriteExt},
-    net::TcpStream,
-};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
 
 use super::LIMIT;
 
@@ -180,7 +180,8 @@ mod tests {
     use std::time::Duration;
 
     use proptest::prelude::*;
-    use tokio::{net::TcpListener, time::timeout};
+    use tokio::net::TcpListener;
+    use tokio::time::timeout;
 
     use super::*;
 

@@ -1,7 +1,10 @@
 //! Identifies the content of a disk. A disk counts as empty only when its first and its last MiB are all zeros. The
 //! signatures of all file systems, partition tables, RAIDs and encryption lie there. Reads, never writes.
 
-use std::{fs::File, io, os::unix::fs::FileExt, path::Path};
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
 
 /// Bytes inspected at either end.
 const END: u64 = 1 << 20;

@@ -7,11 +7,8 @@ use peerpod_proto::guest::VolumeFill;
 use peerpod_volume::Mode;
 use tokio::time::{Instant, sleep, timeout};
 
-use super::{
-    Fault, Known, LOOK, Volumes, content,
-    find::{self, Disk},
-    make, moment, mount_point,
-};
+use super::find::{self, Disk};
+use super::{Fault, Known, LOOK, Volumes, content, make, moment, mount_point};
 use crate::intercept::Ready;
 
 /// Time for a disk to show the size to which the cloud enlarged it.

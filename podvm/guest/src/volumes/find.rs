@@ -2,19 +2,16 @@
 //! removal, so each use searches anew. Inspects sysfs first, then waits for the kernel's events, with a deadline. May
 //! read `/sys/class/block` and `/dev/disk/by-id`.
 
-use std::{
-    fs, io,
-    os::fd::OwnedFd,
-    path::{Path, PathBuf},
-    time::Duration,
-};
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+use std::{fs, io};
 
 use peerpod_common::reactor;
 use peerpod_volume::Identity;
-use tokio::{
-    io::{Interest, unix::AsyncFd},
-    time::{Instant, sleep_until, timeout_at},
-};
+use tokio::io::Interest;
+use tokio::io::unix::AsyncFd;
+use tokio::time::{Instant, sleep_until, timeout_at};
 
 use super::Fault;
 use crate::init::uevents::Uevents;

@@ -12,23 +12,21 @@
 //!
 //! The MiB is not lost: growing the file system takes it.
 
-use std::{
-    fs::{File, OpenOptions},
-    io,
-    os::unix::fs::FileExt,
-    path::Path,
-    process::Stdio,
-    time::Duration,
-};
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::process::Stdio;
+use std::time::Duration;
 
 use peerpod_volume::VolumeId;
-use tokio::{process::Command, task::spawn_blocking, time::timeout};
+use tokio::process::Command;
+use tokio::task::spawn_blocking;
+use tokio::time::timeout;
 
-use super::{
-    Fault,
-    content::{self, Content},
-    find::Disk,
-};
+use super::Fault;
+use super::content::{self, Content};
+use super::find::Disk;
 
 /// Bytes that the file system leaves free at the end.
 const TAIL: u64 = 1 << 20;

@@ -2,21 +2,15 @@
 //! container is used if there is one; else the volume is mounted below a folder of the guest, and unmounted again.
 //! Blocks. No path leads out of the volume, even by symbolic links that a container made.
 
-use std::{
-    fs::{self, DirBuilder},
-    os::{
-        fd::{AsFd, AsRawFd, OwnedFd},
-        unix::fs::{DirBuilderExt, MetadataExt},
-    },
-    path::{Component, Path, PathBuf},
-};
+use std::fs::{self, DirBuilder};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::path::{Component, Path, PathBuf};
 
-use nix::{
-    errno::Errno,
-    fcntl::{OFlag, OpenHow, ResolveFlag, open, openat2},
-    mount::{MntFlags, MsFlags, mount, umount2},
-    sys::stat::{Mode, fchmod, fstat, mkdirat},
-};
+use nix::errno::Errno;
+use nix::fcntl::{OFlag, OpenHow, ResolveFlag, open, openat2};
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
+use nix::sys::stat::{Mode, fchmod, fstat, mkdirat};
 use peerpod_volume::VolumeId;
 
 use super::{Fault, MOMENT, mount_point};

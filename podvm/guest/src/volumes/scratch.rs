@@ -5,27 +5,20 @@
 //!
 //! May inspect disks, run mke2fs on one that is provably empty, and mount on [`PATH`].
 
-use std::{
-    fs,
-    path::{Path, PathBuf},
-    time::Duration,
-};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use nix::mount::{MsFlags, mount as mount_at};
 use peerpod_proto::guest::VolumeFault;
 use peerpod_volume::{Identity, VolumeId};
-use tokio::{
-    task::spawn_blocking,
-    time::{Instant, sleep, timeout_at},
-};
+use tokio::task::spawn_blocking;
+use tokio::time::{Instant, sleep, timeout_at};
 
-use super::{
-    Fault,
-    content::{self, Content},
-    find::{Disk, Places},
-    make,
-    moment::is_mounted,
-};
+use super::content::{self, Content};
+use super::find::{Disk, Places};
+use super::moment::is_mounted;
+use super::{Fault, make};
 use crate::{confidential, config, files};
 
 /// Mount point; the VM image's settings have their store below it.
@@ -156,7 +149,8 @@ fn mounted(source: &str, target: &Path, kind: &str, options: &str) -> Result<(),
 
 #[cfg(test)]
 mod tests {
-    use super::{super::tests::zeros, *};
+    use super::super::tests::zeros;
+    use super::*;
     use crate::files::testing::TempDir;
 
     #[test]

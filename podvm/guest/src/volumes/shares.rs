@@ -1,10 +1,12 @@
 //! Describes mounts of NFS and SMB shares for the kernel's own clients, in the VM's own network (the kata-agent is not
 //! in the pod's network). No mount program runs, so names are resolved here.
 
-use std::{net::IpAddr, time::Duration};
+use std::net::IpAddr;
+use std::time::Duration;
 
 use peerpod_volume::SecretRef;
-use tokio::{net::lookup_host, time::timeout};
+use tokio::net::lookup_host;
+use tokio::time::timeout;
 
 use super::Fault;
 use crate::intercept::Ready;

@@ -3,28 +3,24 @@
 //! password has a meaning, and none of it is on a command line, in a file or in /proc/mounts. The kata-agent gets the
 //! folder.
 
-use std::{
-    fs::{self, DirBuilder, File},
-    io::Read,
-    os::{fd::OwnedFd, unix::fs::DirBuilderExt},
-    path::Path,
-    sync::atomic::Ordering::Relaxed,
-};
+use std::fs::{self, DirBuilder, File};
+use std::io::Read;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::Path;
+use std::sync::atomic::Ordering::Relaxed;
 
 use nix::mount::{MntFlags, MsFlags, umount2};
-use peerpod_volume::{Credentials, SecretRef, credentials::MAX_FIELD};
-use rustix::{
-    io::Errno,
-    mount::{
-        FsMountFlags, FsOpenFlags, MountAttrFlags, MoveMountFlags, fsconfig_create, fsconfig_set_flag,
-        fsconfig_set_string, fsmount, fsopen, move_mount,
-    },
+use peerpod_volume::credentials::MAX_FIELD;
+use peerpod_volume::{Credentials, SecretRef};
+use rustix::io::Errno;
+use rustix::mount::{
+    FsMountFlags, FsOpenFlags, MountAttrFlags, MoveMountFlags, fsconfig_create, fsconfig_set_flag,
+    fsconfig_set_string, fsmount, fsopen, move_mount,
 };
 
-use super::{
-    Fault, Known, LOOK, SHARES,
-    moment::{self, BIND},
-};
+use super::moment::{self, BIND};
+use super::{Fault, Known, LOOK, SHARES};
 use crate::intercept::Ready;
 
 /// The kata-agent's handler that mounts any file system by its name.

@@ -6,26 +6,21 @@
 //! that process ends the kernel ends all others. Needs root.
 
 use super::relay;
-use std::{
-    io::{Read, Write},
-    os::fd::AsRawFd,
-    os::unix::net::{UnixListener, UnixStream},
-    path::{Path, PathBuf},
-    process::{Child, Command, Stdio},
-    time::{Duration, Instant},
-};
+use std::io::{Read, Write};
+use std::os::fd::AsRawFd;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
 
-use peerpod_link::{
-    endpoint::LinkEvent,
-    frame::{HEADER_LEN, Header, REQUEST, RESPONSE},
-    user_data::{TicketSecret, UserData, UserDataNode, UserDataTicket},
-};
-use peerpod_podnet::{inspect, netns::Netns};
-use peerpod_proto::{
-    agent,
-    guest::{self, Flush, Personalise, request::Body},
-    ttrpc_frame,
-};
+use peerpod_link::endpoint::LinkEvent;
+use peerpod_link::frame::{HEADER_LEN, Header, REQUEST, RESPONSE};
+use peerpod_link::user_data::{TicketSecret, UserData, UserDataNode, UserDataTicket};
+use peerpod_podnet::inspect;
+use peerpod_podnet::netns::Netns;
+use peerpod_proto::guest::request::Body;
+use peerpod_proto::guest::{self, Flush, Personalise};
+use peerpod_proto::{agent, ttrpc_frame};
 use protobuf::Message;
 use relay::Relay;
 

@@ -3,12 +3,10 @@
 //!
 //! Each test starts itself again in fresh namespaces (`inner`), so that nothing of it can stay behind. Needs root.
 
-use std::{
-    fs,
-    net::UdpSocket,
-    process::{Child, Command, Stdio},
-    time::{Duration, Instant},
-};
+use std::fs;
+use std::net::UdpSocket;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
 
 const INNER: &str = "PEERPOD_CARDS_TEST_INNER";
 const PATIENCE: Duration = Duration::from_secs(60);

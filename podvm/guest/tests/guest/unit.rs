@@ -1,10 +1,8 @@
 //! Tests the unit file for images that boot with systemd: systemd's own verdict, and settings that must never be lost.
 
-use std::{
-    fs,
-    path::{Path, PathBuf},
-    process::Command,
-};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
 
 fn unit() -> String {
     fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("peerpod-guest.service")).unwrap()

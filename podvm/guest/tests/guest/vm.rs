@@ -3,16 +3,15 @@
 
 use super::machine;
 use super::relay;
-use std::{
-    fs,
-    io::{BufRead, BufReader, Write},
-    net::TcpListener,
-    sync::{Arc, Mutex},
-};
+use std::fs;
+use std::io::{BufRead, BufReader, Write};
+use std::net::TcpListener;
+use std::sync::{Arc, Mutex};
 
 use machine::{Folder, Vm, Wanted, run};
 use peerpod_link::user_data::{TicketSecret, UserData, UserDataNode, UserDataTicket};
-use peerpod_proto::guest::{self, Flush, Personalise, request::Body};
+use peerpod_proto::guest::request::Body;
+use peerpod_proto::guest::{self, Flush, Personalise};
 use relay::Relay;
 use tokio::runtime::Runtime;
 

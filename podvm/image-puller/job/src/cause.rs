@@ -1,6 +1,7 @@
 //! Classifies failures of image pulls: kinds that a caller can act on, and text for the pod's user.
 
-use std::{error::Error as StdError, fmt};
+use std::error::Error as StdError;
+use std::fmt;
 
 use serde::{Deserialize, Serialize};
 

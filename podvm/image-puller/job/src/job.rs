@@ -1,6 +1,7 @@
 //! Messages of an image pull, as JSON: one [`Job`] in, [`Event`]s out.
 
-use std::{fmt, path::PathBuf};
+use std::fmt;
+use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 

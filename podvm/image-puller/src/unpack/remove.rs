@@ -1,18 +1,12 @@
 //! Removes entries of the layers below. Links are never followed, and depth costs no stack.
 
-use std::{
-    collections::BTreeSet,
-    ffi::{OsStr, OsString},
-    os::{
-        fd::{AsFd, BorrowedFd, OwnedFd},
-        unix::ffi::OsStrExt,
-    },
-};
+use std::collections::BTreeSet;
+use std::ffi::{OsStr, OsString};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
 
-use rustix::{
-    fs::{AtFlags, FileType, Mode, OFlags, openat, statat, unlinkat},
-    io::{Errno, Result},
-};
+use rustix::fs::{AtFlags, FileType, Mode, OFlags, openat, statat, unlinkat};
+use rustix::io::{Errno, Result};
 
 use super::names;
 

@@ -1,7 +1,5 @@
-use std::{
-    os::unix::fs::{MetadataExt, PermissionsExt},
-    path::PathBuf,
-};
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::PathBuf;
 
 use super::*;
 

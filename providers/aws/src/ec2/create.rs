@@ -8,7 +8,8 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use aws_sdk_ec2::operation::create_fleet::{CreateFleetOutput, builders::CreateFleetFluentBuilder};
+use aws_sdk_ec2::operation::create_fleet::CreateFleetOutput;
+use aws_sdk_ec2::operation::create_fleet::builders::CreateFleetFluentBuilder;
 use aws_sdk_ec2::types::builders::FleetLaunchTemplateSpecificationRequestBuilder;
 use aws_sdk_ec2::types::{
     CreateFleetError, DefaultTargetCapacityType, FleetLaunchTemplateConfigRequest,

@@ -4,9 +4,11 @@ use super::common;
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use base64::{Engine, engine::general_purpose::STANDARD};
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
 use common::Cloud;
-use peerpod_provider_api::{DiskRequest, InstanceId, Provider, conformance::Harness};
+use peerpod_provider_api::conformance::Harness;
+use peerpod_provider_api::{DiskRequest, InstanceId, Provider};
 use peerpod_test_ec2::xml;
 
 struct Ec2 {

@@ -1,7 +1,8 @@
 //! Checks with boto3 that a create made the requested VM.
 
 use super::common;
-use base64::{Engine, engine::general_purpose::STANDARD};
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
 use common::{ARM_IMAGE, Cloud, IMAGE, OTHER_IMAGE, key, placed, request, until};
 use peerpod_provider_api::{Arch, CreateRequest, DiskIdentity, DiskRequest, Provider, Size};
 use serde_json::{Value, json};

@@ -2,10 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-use tokio::{
-    io::{AsyncRead, AsyncReadExt},
-    time::sleep,
-};
+use tokio::io::{AsyncRead, AsyncReadExt};
+use tokio::time::sleep;
 
 use super::message::STREAM_PIECE;
 use super::xdr::{Garbled, Reader, Uuid, Writer};

@@ -12,7 +12,8 @@ use peerpod_provider_api::{
     Confidential, CreateRequest, DiskIdentity, DiskRequest, Error, EventKind, OwnedState, Provider, Size,
 };
 use peerpod_provider_libvirt::LibvirtProvider;
-use peerpod_world::{eventually, libvirtd::POOL};
+use peerpod_world::eventually;
+use peerpod_world::libvirtd::POOL;
 
 async fn gone_wrong(place: &Place, settings: &[(&str, &str)], class: &str) -> String {
     let provider = place.provider_with(settings);

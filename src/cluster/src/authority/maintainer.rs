@@ -4,27 +4,20 @@
 //! Secret's newest version. A process that was second reads again. May touch: that Secret, and the object named by
 //! [`Published`].
 
-use std::{
-    collections::BTreeMap,
-    fmt,
-    sync::Arc,
-    time::{Duration, SystemTime},
-};
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
 
-use k8s_openapi::{
-    ByteString,
-    api::{
-        admissionregistration::v1::MutatingWebhookConfiguration,
-        core::v1::{ConfigMap, Secret},
-    },
-};
-use kube::{
-    Api, Client,
-    api::{ObjectMeta, Patch, PatchParams, PostParams},
-};
+use k8s_openapi::ByteString;
+use k8s_openapi::api::admissionregistration::v1::MutatingWebhookConfiguration;
+use k8s_openapi::api::core::v1::{ConfigMap, Secret};
+use kube::api::{ObjectMeta, Patch, PatchParams, PostParams};
+use kube::{Api, Client};
 use peerpod_kube::client::{self, within};
 use serde_json::json;
-use tokio::{sync::watch, time::sleep};
+use tokio::sync::watch;
+use tokio::time::sleep;
 use tracing::{info, warn};
 
 use super::{Policy, Signer, State};

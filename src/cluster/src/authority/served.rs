@@ -1,17 +1,13 @@
 //! Serves a certificate of the project's own CA ([`crate::authority`]): makes a key that only this process has, in
 //! memory alone, and renews the certificate in time.
 
-use std::{
-    sync::Arc,
-    time::{Duration, SystemTime},
-};
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
 
 use parking_lot::RwLock;
-use rustls::{
-    crypto::CryptoProvider,
-    server::{ClientHello, ResolvesServerCert},
-    sign::CertifiedKey,
-};
+use rustls::crypto::CryptoProvider;
+use rustls::server::{ClientHello, ResolvesServerCert};
+use rustls::sign::CertifiedKey;
 use tokio::time::{sleep, timeout};
 use tracing::{info, warn};
 

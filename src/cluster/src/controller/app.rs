@@ -1,22 +1,24 @@
 //! Runs the controller process: builds the parts, takes part in the leader election, stops in order.
 
-use std::{net::SocketAddr, sync::Arc, time::Duration};
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::Context as _;
 use kube::runtime::events::Recorder;
-use peerpod_base::{
-    admin::{self, Ready},
-    lifecycle::{Drain, Shutdown},
-};
-use peerpod_kube::{
-    client,
-    lease::{Election, ElectionConfig, Leader, Standing},
-};
-use prometheus_client::{metrics::gauge::Gauge, registry::Registry};
-use tokio::{sync::watch, task::JoinSet};
+use peerpod_base::admin::{self, Ready};
+use peerpod_base::lifecycle::{Drain, Shutdown};
+use peerpod_kube::client;
+use peerpod_kube::lease::{Election, ElectionConfig, Leader, Standing};
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::registry::Registry;
+use tokio::sync::watch;
+use tokio::task::JoinSet;
 use tracing::{info, warn};
 
-use super::{Context, Part, config::ControllerConfig, parts::Settings};
+use super::config::ControllerConfig;
+use super::parts::Settings;
+use super::{Context, Part};
 
 /// Limit for the operations in flight at the end.
 const DRAIN: Duration = Duration::from_secs(10);

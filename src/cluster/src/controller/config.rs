@@ -1,11 +1,9 @@
 //! Reads the controller's settings: section `controller`, and the shared keys of `kubernetes`, `cluster.namespace` and
 //! `node.cluster-id`.
 
-use std::{
-    net::{IpAddr, Ipv6Addr, SocketAddr},
-    path::PathBuf,
-    time::Duration,
-};
+use std::net::{IpAddr, Ipv6Addr, SocketAddr};
+use std::path::PathBuf;
+use std::time::Duration;
 
 use peerpod_base::config::Reader;
 

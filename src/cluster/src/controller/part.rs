@@ -1,15 +1,12 @@
 //! Defines the parts of the controller process and their context.
 
-use std::{future::Future, pin::Pin};
+use std::future::Future;
+use std::pin::Pin;
 
-use kube::{
-    Client,
-    runtime::events::{Recorder, Reporter},
-};
-use peerpod_base::{
-    admin::Ready,
-    lifecycle::{Drain, Shutdown},
-};
+use kube::Client;
+use kube::runtime::events::{Recorder, Reporter};
+use peerpod_base::admin::Ready;
+use peerpod_base::lifecycle::{Drain, Shutdown};
 use peerpod_kube::lease::{NotHeld, Term};
 
 /// Context of a running part. Clones share everything.

@@ -5,15 +5,11 @@ use peerpod_base::config::Reader;
 use peerpod_providers::{Context, Purpose};
 use prometheus_client::registry::Registry;
 
-use super::{
-    Part,
-    config::ControllerConfig,
-    vms::{Vms, VmsConfig, peerpods, sweep},
-};
-use crate::{
-    rollout::{self, RolloutConfig},
-    secrets::{self, SecretsConfig},
-};
+use super::Part;
+use super::config::ControllerConfig;
+use super::vms::{Vms, VmsConfig, peerpods, sweep};
+use crate::rollout::{self, RolloutConfig};
+use crate::secrets::{self, SecretsConfig};
 
 /// Settings of all parts.
 pub struct Settings {

@@ -1,47 +1,32 @@
 //! Watches PeerPodConfigs and their DaemonSets, applies the wanted objects and writes the status.
 
-use std::{
-    collections::BTreeMap,
-    sync::{Arc, atomic::AtomicBool},
-    time::Duration,
-};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::Duration;
 
 use futures_util::StreamExt;
-use k8s_openapi::{
-    api::{
-        apps::v1::DaemonSet,
-        core::v1::{ConfigMap, Node, Secret},
-    },
-    jiff::Timestamp,
-};
-use kube::{
-    Api, Client, Resource, ResourceExt,
-    api::{ListParams, Patch, PatchParams},
-    core::DynamicObject,
-    discovery::ApiResource,
-    runtime::{
-        controller::{self, Action, Controller},
-        watcher,
-    },
-};
-use peerpod_kube::{
-    client::{self, within},
-    crds::PeerPodConfig,
-    lease::NotHeld,
-};
+use k8s_openapi::api::apps::v1::DaemonSet;
+use k8s_openapi::api::core::v1::{ConfigMap, Node, Secret};
+use k8s_openapi::jiff::Timestamp;
+use kube::api::{ListParams, Patch, PatchParams};
+use kube::core::DynamicObject;
+use kube::discovery::ApiResource;
+use kube::runtime::controller::{self, Action, Controller};
+use kube::runtime::watcher;
+use kube::{Api, Client, Resource, ResourceExt};
+use peerpod_kube::client::{self, within};
+use peerpod_kube::crds::PeerPodConfig;
+use peerpod_kube::lease::NotHeld;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
-use tokio::{
-    select,
-    time::{MissedTickBehavior, interval},
-};
+use tokio::select;
+use tokio::time::{MissedTickBehavior, interval};
 use tracing::{info, warn};
 
-use super::{
-    MANAGER, RolloutConfig,
-    manifest::{self, Around, Manifests, daemon_sets, node_selector},
-    status::{Facts, Progress, status},
-};
+use super::manifest::{self, Around, Manifests, daemon_sets, node_selector};
+use super::status::{Facts, Progress, status};
+use super::{MANAGER, RolloutConfig};
 use crate::controller::{Context, Part};
 
 /// Interval at which manifests and settings are read again, even without an event.

@@ -9,25 +9,20 @@
 
 use std::sync::atomic::Ordering::Relaxed;
 
-use k8s_openapi::api::{
-    admissionregistration::v1::{MutatingWebhook, MutatingWebhookConfiguration},
-    apps::v1::Deployment,
-    node::v1::RuntimeClass,
-};
-use kube::{
-    Api, ResourceExt,
-    api::{DeleteParams, ListParams, Patch, PatchParams, Preconditions},
-    core::PartialObjectMeta,
-};
-use peerpod_kube::{client::within, crds::PeerPodConfig};
+use k8s_openapi::api::admissionregistration::v1::{MutatingWebhook, MutatingWebhookConfiguration};
+use k8s_openapi::api::apps::v1::Deployment;
+use k8s_openapi::api::node::v1::RuntimeClass;
+use kube::api::{DeleteParams, ListParams, Patch, PatchParams, Preconditions};
+use kube::core::PartialObjectMeta;
+use kube::{Api, ResourceExt};
+use peerpod_kube::client::within;
+use peerpod_kube::crds::PeerPodConfig;
 use serde_json::json;
 use tracing::info;
 
-use super::{
-    MANAGER,
-    apply::{Error, Work},
-    manifest::Manifests,
-};
+use super::MANAGER;
+use super::apply::{Error, Work};
+use super::manifest::Manifests;
 
 /// Annotation of a RuntimeClass that names its release, by namespace.
 const OF: &str = "peerpod.io/namespace";

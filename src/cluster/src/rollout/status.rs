@@ -1,9 +1,7 @@
 //! Computes the status of a PeerPodConfig: one condition, `Ready`, with the first missing prerequisite. Pure.
 
-use k8s_openapi::{
-    apimachinery::pkg::apis::meta::v1::{Condition, Time},
-    jiff::Timestamp,
-};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
+use k8s_openapi::jiff::Timestamp;
 use peerpod_kube::crds::{PeerPodConfig, PeerPodConfigStatus};
 
 /// Progress of one DaemonSet.

@@ -1,22 +1,21 @@
 //! Answers the calls: runs the checks in a fixed order before it gives anything, and logs one line per call.
 
-use std::{
-    net::{IpAddr, SocketAddr},
-    time::{Duration, Instant},
-};
+use std::net::{IpAddr, SocketAddr};
+use std::time::{Duration, Instant};
 
-use hyper::{Method, Request, StatusCode, body::Incoming, header::AUTHORIZATION};
+use hyper::body::Incoming;
+use hyper::header::AUTHORIZATION;
+use hyper::{Method, Request, StatusCode};
 use kube::Client;
 use serde::{Deserialize, Serialize};
-use tokio::{sync::Semaphore, time::timeout};
+use tokio::sync::Semaphore;
+use tokio::time::timeout;
 use tracing::{info, warn};
 
-use super::{
-    caller::{Callers, LONGEST_TOKEN, Unknown},
-    limits::{Limits, Rate},
-    metrics::{Call, Metrics, Outcome},
-    pod::{self, Refused},
-};
+use super::caller::{Callers, LONGEST_TOKEN, Unknown};
+use super::limits::{Limits, Rate};
+use super::metrics::{Call, Metrics, Outcome};
+use super::pod::{self, Refused};
 use crate::serve::{self, Reply, Responder, reply};
 
 /// A node asks for a pod's pull secrets: [`Wanted`] with its token.

@@ -1,14 +1,14 @@
 //! Identifies the node that asks, by its token.
 
-use std::{
-    collections::HashMap,
-    sync::Arc,
-    time::{Duration, Instant, SystemTime},
-};
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime};
 
-use base64::{Engine, prelude::BASE64_URL_SAFE_NO_PAD};
+use base64::Engine;
+use base64::prelude::BASE64_URL_SAFE_NO_PAD;
 use k8s_openapi::api::authentication::v1::{TokenReview, TokenReviewSpec, TokenReviewStatus, UserInfo};
-use kube::{Api, Client, api::PostParams};
+use kube::api::PostParams;
+use kube::{Api, Client};
 use parking_lot::Mutex;
 use peerpod_kube::client::{self, within};
 use sha2::{Digest, Sha256};

@@ -1,9 +1,7 @@
 //! Reads the service's settings: section `secrets`, shared with the nodes that ask.
 
-use std::{
-    net::{IpAddr, Ipv6Addr, SocketAddr},
-    time::Duration,
-};
+use std::net::{IpAddr, Ipv6Addr, SocketAddr};
+use std::time::Duration;
 
 use peerpod_base::config::Reader;
 

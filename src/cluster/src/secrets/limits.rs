@@ -1,7 +1,10 @@
 //! Limits each caller's requests with a token bucket and a number of requests at once. The number of callers is
 //! bounded.
 
-use std::{collections::HashMap, hash::Hash, sync::Arc, time::Instant};
+use std::collections::HashMap;
+use std::hash::Hash;
+use std::sync::Arc;
+use std::time::Instant;
 
 use parking_lot::Mutex;
 

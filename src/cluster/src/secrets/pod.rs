@@ -5,10 +5,8 @@ use std::collections::BTreeSet;
 use futures_util::{StreamExt, stream};
 use k8s_openapi::api::core::v1::{LocalObjectReference, Pod, Secret, ServiceAccount};
 use kube::{Api, Client};
-use peerpod_kube::{
-    client::{self, within},
-    docker_config::{Bad, Form, Merged},
-};
+use peerpod_kube::client::{self, within};
+use peerpod_kube::docker_config::{Bad, Form, Merged};
 use zeroize::Zeroizing;
 
 use super::answer::Wanted;

@@ -1,21 +1,26 @@
 //! Runs the service: its port, its CA and its own certificate.
 
-use std::{io, net::SocketAddr, sync::Arc, time::Duration};
+use std::io;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
 
 use peerpod_base::listen::listen;
-use rustls::{ServerConfig, server::NoServerSessionStorage, version::TLS13};
-use tokio::{sync::watch, task::JoinSet};
+use rustls::ServerConfig;
+use rustls::server::NoServerSessionStorage;
+use rustls::version::TLS13;
+use tokio::sync::watch;
+use tokio::task::JoinSet;
 use tracing::info;
 
-use super::{answer::Desk, caller::Callers, config::SecretsConfig, metrics::Metrics};
-use crate::{
-    authority::{
-        maintainer::{CaMaintainer, Published},
-        served::Served,
-    },
-    controller::{Context, Part},
-    serve,
-};
+use super::answer::Desk;
+use super::caller::Callers;
+use super::config::SecretsConfig;
+use super::metrics::Metrics;
+use crate::authority::maintainer::{CaMaintainer, Published};
+use crate::authority::served::Served;
+use crate::controller::{Context, Part};
+use crate::serve;
 
 /// Name of the service in `/readyz`.
 const NAME: &str = "secrets";

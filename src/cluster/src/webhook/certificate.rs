@@ -3,20 +3,17 @@
 //! A new pair is used only when certificate and key match: a mount that is being replaced, or a half-written file,
 //! leaves the old pair in use. May touch: the two files.
 
-use std::{
-    io,
-    path::{Path, PathBuf},
-    sync::Arc,
-    time::Duration,
-};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
 
 use parking_lot::RwLock;
-use rustls::{
-    crypto::CryptoProvider,
-    server::{ClientHello, ResolvesServerCert},
-    sign::CertifiedKey,
-};
-use rustls_pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject};
+use rustls::crypto::CryptoProvider;
+use rustls::server::{ClientHello, ResolvesServerCert};
+use rustls::sign::CertifiedKey;
+use rustls_pki_types::pem::PemObject;
+use rustls_pki_types::{CertificateDer, PrivateKeyDer};
 
 /// Interval at which the files are read. Two small reads are cheap; watching would miss changes on a network mount.
 const EVERY: Duration = Duration::from_secs(1);
@@ -153,7 +150,8 @@ fn pair(
 
 #[cfg(test)]
 mod tests {
-    use base64::{Engine, prelude::BASE64_STANDARD};
+    use base64::Engine;
+    use base64::prelude::BASE64_STANDARD;
 
     use super::*;
 

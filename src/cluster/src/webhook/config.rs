@@ -1,18 +1,15 @@
 //! Reads the webhook's settings: section `webhook`.
 
-use std::{
-    net::{IpAddr, Ipv6Addr, SocketAddr},
-    path::PathBuf,
-    sync::Arc,
-};
+use std::net::{IpAddr, Ipv6Addr, SocketAddr};
+use std::path::PathBuf;
+use std::sync::Arc;
 
 use peerpod_base::config::Reader;
-use rustls::{SupportedProtocolVersion, crypto::CryptoProvider, version};
+use rustls::crypto::CryptoProvider;
+use rustls::{SupportedProtocolVersion, version};
 
-use super::{
-    managed::Managed,
-    mutate::{Profile, Totals},
-};
+use super::managed::Managed;
+use super::mutate::{Profile, Totals};
 
 /// The server's certificate (PEM, with its chain), as the chart mounts it; read again when it changes.
 const CERTIFICATE_FILE: &str = "/etc/peerpod/webhook/tls.crt";

@@ -1,16 +1,15 @@
 //! Makes certificates without any other system: a CA in a Secret, its certificate in the registration's `caBundle`, and
 //! each replica's own key in memory. May touch: that Secret and that registration.
 
-use std::{path::PathBuf, time::Duration};
+use std::path::PathBuf;
+use std::time::Duration;
 
 use peerpod_base::config::Reader;
 use peerpod_kube::client;
 use tokio::sync::watch;
 
-use crate::authority::{
-    Policy,
-    maintainer::{Authority, CaMaintainer, Published},
-};
+use crate::authority::Policy;
+use crate::authority::maintainer::{Authority, CaMaintainer, Published};
 
 /// Validity of a CA. The next one is made when a third is left.
 const CA_VALIDITY: Duration = Duration::from_secs(365 * 86_400);

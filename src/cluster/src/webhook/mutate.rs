@@ -13,10 +13,8 @@ use json_patch::Patch;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
-use super::{
-    quantity::{Quantity, QuantityError},
-    totals::{self, Life},
-};
+use super::quantity::{Quantity, QuantityError};
+use super::totals::{self, Life};
 
 /// Annotation with the original requests and limits of the pod's containers: JSON,
 /// `{"version": 1, "containers": {name: {"requests": {…}, "limits": {…}}}, "pod": {…}}`.

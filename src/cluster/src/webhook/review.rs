@@ -1,14 +1,13 @@
 //! Reads AdmissionReviews, `admission.k8s.io/v1`, and writes the answers. The pod stays JSON.
 
-use base64::{Engine, prelude::BASE64_STANDARD};
+use base64::Engine;
+use base64::prelude::BASE64_STANDARD;
 use json_patch::Patch;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use super::{
-    metrics::Outcome,
-    mutate::{Profile, mutate},
-};
+use super::metrics::Outcome;
+use super::mutate::{Profile, mutate};
 
 const API_VERSION: &str = "admission.k8s.io/v1";
 
@@ -81,7 +80,8 @@ pub(super) fn answer(
 
 #[cfg(test)]
 mod tests {
-    use super::{super::mutate::Totals, *};
+    use super::super::mutate::Totals;
+    use super::*;
 
     fn ask(review: &Value) -> Result<(Value, Outcome), String> {
         let profile = Profile {

@@ -1,34 +1,28 @@
 //! Runs the webhook's server: one path behind [`crate::serve`].
 
-use std::{
-    io,
-    net::SocketAddr,
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::io;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
-use hyper::{Method, Request, StatusCode, body::Incoming};
-use peerpod_base::{
-    admin::{self, Ready},
-    lifecycle::{Drain, Shutdown},
-    listen::listen,
-};
+use hyper::body::Incoming;
+use hyper::{Method, Request, StatusCode};
+use peerpod_base::admin::{self, Ready};
+use peerpod_base::lifecycle::{Drain, Shutdown};
+use peerpod_base::listen::listen;
 use prometheus_client::registry::Registry;
 use rustls::server::ResolvesServerCert;
-use tokio::{net::TcpListener, task::JoinSet};
+use tokio::net::TcpListener;
+use tokio::task::JoinSet;
 use tracing::{debug, info, warn};
 
-use super::{
-    certificate::{Certificate, CertificateError},
-    config::{Certificates, WebhookConfig},
-    metrics::{Metrics, Outcome},
-    mutate::Profile,
-    review,
-};
-use crate::{
-    authority::served::Served,
-    serve::{self, Reply, Responder, reply, text},
-};
+use super::certificate::{Certificate, CertificateError};
+use super::config::{Certificates, WebhookConfig};
+use super::metrics::{Metrics, Outcome};
+use super::mutate::Profile;
+use super::review;
+use crate::authority::served::Served;
+use crate::serve::{self, Reply, Responder, reply, text};
 
 /// Path that the API server posts to, as in the replaced webhook.
 pub const PATH: &str = "/mutate-v1-pod";

@@ -42,7 +42,8 @@ pub(super) fn effective(needs: &[(Life, Quantity)]) -> Quantity {
 
 #[cfg(test)]
 mod tests {
-    use super::{Life::*, *};
+    use super::Life::*;
+    use super::*;
 
     fn q(whole: u32) -> Quantity {
         whole.to_string().parse().unwrap()

@@ -7,24 +7,21 @@
 //! If it were attached to the node, a peer pod's disk would be missing in its VM. The attacher gets its work from the
 //! same API server and repeats the call. May touch: nothing; it reads.
 
-use std::{collections::HashMap, path::Path, sync::Arc};
+use std::collections::HashMap;
+use std::path::Path;
+use std::sync::Arc;
 
-use k8s_openapi::api::{
-    core::v1::{PersistentVolume, Pod},
-    storage::v1::CSINode,
-};
-use kube::{Api, Client, api::ListParams};
+use k8s_openapi::api::core::v1::{PersistentVolume, Pod};
+use k8s_openapi::api::storage::v1::CSINode;
+use kube::api::ListParams;
+use kube::{Api, Client};
 use parking_lot::Mutex;
-use peerpod_kube::{
-    client::{self, within},
-    crds::PeerpodVolume,
-};
+use peerpod_kube::client::{self, within};
+use peerpod_kube::crds::PeerpodVolume;
 use peerpod_volume::VolumeId;
 
-use crate::{
-    grpc::{Code, Status},
-    objects,
-};
+use crate::grpc::{Code, Status};
+use crate::objects;
 
 /// Client of the API server.
 #[derive(Clone)]

@@ -3,27 +3,20 @@
 //! The intent is written to the object before the driver is asked. A failed step is repeated until it succeeds, and the
 //! finalizer stays until then.
 
-use std::{collections::HashMap, sync::Arc, time::Duration};
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Duration;
 
 use futures_util::StreamExt;
-use k8s_openapi::api::{
-    coordination::v1::Lease,
-    core::v1::{PersistentVolume, Secret},
-};
-use kube::{
-    Api, Client, Resource, ResourceExt,
-    runtime::{
-        Controller as Runtime,
-        controller::{self, Action, Config},
-        watcher,
-    },
-};
+use k8s_openapi::api::coordination::v1::Lease;
+use k8s_openapi::api::core::v1::{PersistentVolume, Secret};
+use kube::runtime::controller::{self, Action, Config};
+use kube::runtime::{Controller as Runtime, watcher};
+use kube::{Api, Client, Resource, ResourceExt};
 use parking_lot::Mutex;
-use peerpod_kube::{
-    client::{explain, within},
-    crds::PeerpodVolume,
-    lease::{Election, ElectionConfig, Standing, Term},
-};
+use peerpod_kube::client::{explain, within};
+use peerpod_kube::crds::PeerpodVolume;
+use peerpod_kube::lease::{Election, ElectionConfig, Standing, Term};
 use peerpod_proto::csi::{
     ControllerPublishVolumeRequest, ControllerPublishVolumeResponse, ControllerUnpublishVolumeRequest, Empty,
 };
@@ -33,18 +26,15 @@ use serde_json::json;
 use tokio::sync::watch;
 use tracing::{info, warn};
 
-use crate::{
-    capability::Capability,
-    cluster::Published,
-    config::CsiConfig,
-    driver::Driver,
-    drivers,
-    grpc::{Code, Status},
-    metrics::CsiMetrics,
-    node::ownership::release_lease,
-    objects::{self, ATTACH, ATTACHED, DRIVER, RELEASED},
-    optin,
-};
+use crate::capability::Capability;
+use crate::cluster::Published;
+use crate::config::CsiConfig;
+use crate::driver::Driver;
+use crate::grpc::{Code, Status};
+use crate::metrics::CsiMetrics;
+use crate::node::ownership::release_lease;
+use crate::objects::{self, ATTACH, ATTACHED, DRIVER, RELEASED};
+use crate::{drivers, optin};
 
 /// Deadline of the driver, which calls its cloud. The sidecars use the same.
 const ATTACH_WITHIN: Duration = Duration::from_secs(180);

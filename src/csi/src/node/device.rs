@@ -2,16 +2,15 @@
 //! the marker. It is found by its file, so every crash can be repaired; the file is removed last. Runs util-linux's
 //! losetup, because the kernel's ioctls would be unsafe code here. May touch: the file, loop devices.
 
-use std::{
-    fs, io,
-    path::{Path, PathBuf},
-    process::Stdio,
-    time::Duration,
-};
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::time::Duration;
+use std::{fs, io};
 
 use peerpod_common::blocking::blocking;
 use peerpod_volume::files;
-use tokio::{process::Command, time::timeout};
+use tokio::process::Command;
+use tokio::time::timeout;
 
 /// Size of the file, a whole number of sectors.
 const BYTES: usize = 4096;

@@ -1,16 +1,13 @@
 //! Asks peerpod-node about a volume that is mounted in a VM. May touch: its socket.
 
-use std::{path::PathBuf, time::Duration};
+use std::path::PathBuf;
+use std::time::Duration;
 
-use peerpod_proto::{
-    volumes::{ExpandRequest, ExpandResponse, StatsRequest, StatsResponse},
-    volumes_ttrpc::VolumesClient,
-};
+use peerpod_proto::volumes::{ExpandRequest, ExpandResponse, StatsRequest, StatsResponse};
+use peerpod_proto::volumes_ttrpc::VolumesClient;
 use peerpod_volume::VolumeId;
-use ttrpc::{
-    asynchronous::Client,
-    context::{self, Context},
-};
+use ttrpc::asynchronous::Client;
+use ttrpc::context::{self, Context};
 
 use crate::grpc::{Code, Status};
 

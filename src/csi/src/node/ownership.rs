@@ -7,7 +7,8 @@ use k8s_openapi::api::coordination::v1::Lease;
 use kube::Api;
 use peerpod_common::blocking::blocking;
 use peerpod_kube::lease::{self, LeaseOwner, Taken};
-use peerpod_volume::{VolumeId, records::Pod};
+use peerpod_volume::VolumeId;
+use peerpod_volume::records::Pod;
 
 use super::publications::Publications;
 use crate::grpc::{Code, Status};

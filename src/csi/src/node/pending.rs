@@ -1,18 +1,20 @@
 //! Polls for VMs. A volume that the driver attaches waits until the VM is known, and then until it is attached. A
 //! volume without a target waits until its VM is gone. Polling is frequent only while a volume waits.
 
-use std::{collections::BTreeMap, path::PathBuf, time::Duration};
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::time::Duration;
 
 use futures_util::{StreamExt, stream};
 use parking_lot::Mutex;
-use peerpod_volume::{descriptor, records::Attached};
-use tokio::{
-    sync::Notify,
-    time::{Instant, sleep, sleep_until},
-};
+use peerpod_volume::descriptor;
+use peerpod_volume::records::Attached;
+use tokio::sync::Notify;
+use tokio::time::{Instant, sleep, sleep_until};
 use tracing::warn;
 
-use super::{NodeRole, publications::Publication};
+use super::NodeRole;
+use super::publications::Publication;
 use crate::grpc::Status;
 
 /// First pause, doubled each time: a pod's start waits for the result.

@@ -1,13 +1,12 @@
 //! Reads pod and PersistentVolume of a NodePublishVolume from the driver's pod information and from kubelet's own
 //! paths. May touch: nothing.
 
-use std::{
-    collections::HashMap,
-    path::{Path, PathBuf},
-};
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
 
 use peerpod_proto::csi::NodePublishVolumeRequest;
-use peerpod_volume::{VolumeId, records::Pod};
+use peerpod_volume::VolumeId;
+use peerpod_volume::records::Pod;
 
 use super::publications;
 use crate::grpc::{Code, Status};

@@ -12,20 +12,17 @@
 //! All files are 0600 in folders of 0700, and only the one named `.secret.json` holds a secret. May touch: those
 //! folders.
 
-use std::{
-    fs, io,
-    path::{Path, PathBuf},
-};
+use std::path::{Path, PathBuf};
+use std::{fs, io};
 
-use peerpod_volume::{
-    VolumeId,
-    files::{gone, names, read_json, remove_emptied, sync_dir, write, write_json},
-    records::Pod,
-};
+use peerpod_volume::VolumeId;
+use peerpod_volume::files::{gone, names, read_json, remove_emptied, sync_dir, write, write_json};
+use peerpod_volume::records::Pod;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-use crate::{capability::Capability, secrets::Given};
+use crate::capability::Capability;
+use crate::secrets::Given;
 
 /// Version of the files' format.
 pub const VERSION: u32 = 1;

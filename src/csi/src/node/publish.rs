@@ -6,28 +6,21 @@ use std::path::PathBuf;
 
 use hyper::Response;
 use peerpod_proto::csi::NodePublishVolumeRequest;
-use peerpod_volume::{
-    Credentials, FsGroup, GuestVolume, Mode, Source, VolumeId, descriptor,
-    records::{Pod, Record},
-};
+use peerpod_volume::records::{Pod, Record};
+use peerpod_volume::{Credentials, FsGroup, GuestVolume, Mode, Source, VolumeId, descriptor};
 
-use super::{
-    NodeRole, VolumeOwner, empty, missing,
-    place::Destination,
-    publications::{self, Publication},
-    secrets::{self, signs_in},
-    volume_owner,
-};
-use crate::{
-    body::Body,
-    capability::{self, Capability},
-    cluster::PodFacts,
-    drivers::{self, VolumeInfo},
-    grpc::{self, Code, Status},
-    optin,
-    proxy::InterceptedCall,
-    secrets::Given,
-};
+use super::place::Destination;
+use super::publications::{self, Publication};
+use super::secrets::{self, signs_in};
+use super::{NodeRole, VolumeOwner, empty, missing, volume_owner};
+use crate::body::Body;
+use crate::capability::{self, Capability};
+use crate::cluster::PodFacts;
+use crate::drivers::{self, VolumeInfo};
+use crate::grpc::{self, Code, Status};
+use crate::optin;
+use crate::proxy::InterceptedCall;
+use crate::secrets::Given;
 
 const EPHEMERAL: &str = "csi.storage.k8s.io/ephemeral";
 

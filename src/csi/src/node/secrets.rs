@@ -2,19 +2,18 @@
 //! without any, the secrets of the staging count. A changed secret takes effect with the next publish. May touch:
 //! stored secrets of staged volumes.
 
-use std::{collections::HashMap, path::PathBuf};
+use std::collections::HashMap;
+use std::path::PathBuf;
 
 use peerpod_proto::csi::{NodePublishVolumeRequest, NodeStageVolumeRequest};
 use peerpod_volume::{Credentials, Source, VolumeId};
 use zeroize::Zeroize;
 
 use super::NodeRole;
-use crate::{
-    capability::Capability,
-    drivers,
-    grpc::{Code, Status},
-    secrets::Given,
-};
+use crate::capability::Capability;
+use crate::drivers;
+use crate::grpc::{Code, Status};
+use crate::secrets::Given;
 
 /// Mount option that mounts a share anonymously, regardless of a secret.
 const GUEST: &str = "guest";

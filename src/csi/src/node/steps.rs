@@ -5,13 +5,14 @@
 use std::io;
 
 use peerpod_common::blocking::blocking;
-use peerpod_volume::{Credentials, records::Record};
+use peerpod_volume::Credentials;
+use peerpod_volume::records::Record;
 
-use super::{NodeRole, device, place::map_path, publications::Publication, target};
-use crate::{
-    capability::SINGLE_NODE_SINGLE_WRITER,
-    grpc::{Code, Status},
-};
+use super::place::map_path;
+use super::publications::Publication;
+use super::{NodeRole, device, target};
+use crate::capability::SINGLE_NODE_SINGLE_WRITER;
+use crate::grpc::{Code, Status};
 
 /// Fence in the record of a volume with one pod at a time. It is never compared: the ownership decides.
 const FENCE: u64 = 1;

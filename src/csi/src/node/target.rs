@@ -12,19 +12,17 @@
 //! Every step can be repeated any number of times; nothing is ever removed recursively. May touch: the target,
 //! kubelet's map path.
 
-use std::{
-    fs::{self, DirBuilder, OpenOptions},
-    io::{self, Write},
-    os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt, chown},
-    path::Path,
-};
+use std::fs::{self, DirBuilder, OpenOptions};
+use std::io::{self, Write};
+use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt, chown};
+use std::path::Path;
 
-use nix::{
-    errno::Errno,
-    mount::{MntFlags, MsFlags, mount, umount2},
-    sys::stat::{Mode, SFlag, makedev, mknod},
-};
-use peerpod_volume::{VolumeId, files::gone, records::MARKER};
+use nix::errno::Errno;
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
+use nix::sys::stat::{Mode, SFlag, makedev, mknod};
+use peerpod_volume::VolumeId;
+use peerpod_volume::files::gone;
+use peerpod_volume::records::MARKER;
 
 /// Options of the tmpfs, with room for the marker and the folders that kubelet makes for subPaths.
 const TMPFS: &str = "size=128k,nr_inodes=512,mode=0755";

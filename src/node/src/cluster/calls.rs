@@ -1,6 +1,7 @@
 //! Makes every call to the API server: applies its deadline, counts it, and tracks whether the API server is reachable.
 
-use std::{future::Future, sync::Arc};
+use std::future::Future;
+use std::sync::Arc;
 
 use k8s_openapi::jiff::Timestamp;
 use kube::Client;

@@ -6,24 +6,22 @@
 //! An exiting daemon removes the resource only together with a test of that annotation, in one patch. A daemon that
 //! advertises nothing removes a resource that a killed daemon left there.
 
-use std::{sync::Arc, time::Duration};
+use std::sync::Arc;
+use std::time::Duration;
 
 use futures_util::StreamExt;
 use k8s_openapi::api::core::v1::Node;
-use kube::{
-    Api,
-    api::{Patch, PatchParams},
-    runtime::{WatchStreamExt, watcher},
-};
+use kube::Api;
+use kube::api::{Patch, PatchParams};
+use kube::runtime::{WatchStreamExt, watcher};
 use peerpod_kube::client::{Error, explain};
 use serde_json::{Value, json};
-use tokio::{
-    sync::Mutex,
-    time::{Instant, sleep, sleep_until},
-};
+use tokio::sync::Mutex;
+use tokio::time::{Instant, sleep, sleep_until};
 use tracing::{debug, info, warn};
 
-use super::{calls::Calls, config::ClusterConfig};
+use super::calls::Calls;
+use super::config::ClusterConfig;
 
 /// The Node's annotation that names the owner of the capacity; the key of the replaced system.
 pub(crate) const OWNER: &str = "kata.peerpods.io/caa-owner";

@@ -3,32 +3,27 @@
 //! A repeated Event increases the count of the first one; Events beyond a pod's rate limit are dropped. While the API
 //! server is unreachable, Events wait, up to a limit in number and in time.
 
-use std::{
-    collections::{HashMap, VecDeque},
-    hash::{DefaultHasher, Hash, Hasher},
-    sync::Arc,
-    time::Duration,
-};
+use std::collections::{HashMap, VecDeque};
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::sync::Arc;
+use std::time::Duration;
 
-use k8s_openapi::{api::core::v1::Event, jiff::Timestamp};
-use kube::{
-    Api,
-    api::{Patch, PatchParams, PostParams},
-};
+use k8s_openapi::api::core::v1::Event;
+use k8s_openapi::jiff::Timestamp;
+use kube::Api;
+use kube::api::{Patch, PatchParams, PostParams};
 use parking_lot::Mutex;
 use peerpod_kube::client::Error;
 use serde_json::json;
-use tokio::{
-    sync::Notify,
-    time::{Instant, sleep},
-};
+use tokio::sync::Notify;
+use tokio::time::{Instant, sleep};
 use tracing::{debug, warn};
 
-use super::{
-    calls::{Calls, is_away},
-    pods::Reflector,
-};
-use crate::{metrics::Metrics, sandbox::ports::PodEvent, spec::PodRef};
+use super::calls::{Calls, is_away};
+use super::pods::Reflector;
+use crate::metrics::Metrics;
+use crate::sandbox::ports::PodEvent;
+use crate::spec::PodRef;
 
 /// Component that reports the Events.
 const COMPONENT: &str = "peerpod-node";

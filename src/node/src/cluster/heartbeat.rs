@@ -3,20 +3,18 @@
 
 use std::time::Duration;
 
-use k8s_openapi::{
-    api::coordination::v1::{Lease, LeaseSpec},
-    apimachinery::pkg::apis::meta::v1::MicroTime,
-    jiff::Timestamp,
-};
-use kube::{
-    Api,
-    api::{ObjectMeta, PostParams},
-};
-use peerpod_kube::{client::Error, heartbeat::name_of};
+use k8s_openapi::api::coordination::v1::{Lease, LeaseSpec};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::MicroTime;
+use k8s_openapi::jiff::Timestamp;
+use kube::Api;
+use kube::api::{ObjectMeta, PostParams};
+use peerpod_kube::client::Error;
+use peerpod_kube::heartbeat::name_of;
 use tokio::time::sleep;
 use tracing::warn;
 
-use super::{calls::Calls, config::ClusterConfig};
+use super::calls::Calls;
+use super::config::ClusterConfig;
 
 /// Interval of renewals.
 const EVERY: Duration = Duration::from_secs(10);

@@ -5,25 +5,20 @@
 //! and made again). A sandbox may be ahead of the watch if it asks for a terminating pod, or for one that another
 //! sandbox has taken. Then, and only then, the API server is asked for that one pod.
 
-use std::{
-    collections::{HashMap, HashSet},
-    sync::Arc,
-    time::Duration,
-};
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
+use std::time::Duration;
 
 use futures_util::StreamExt;
-use k8s_openapi::{api::core::v1::Pod, jiff::Timestamp};
-use kube::{
-    Api,
-    api::ListParams,
-    runtime::{WatchStreamExt, watcher},
-};
+use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::jiff::Timestamp;
+use kube::Api;
+use kube::api::ListParams;
+use kube::runtime::{WatchStreamExt, watcher};
 use parking_lot::{Mutex, MutexGuard};
 use peerpod_kube::client::explain;
-use tokio::{
-    sync::watch,
-    time::{sleep, timeout},
-};
+use tokio::sync::watch;
+use tokio::time::{sleep, timeout};
 use tracing::{debug, info, warn};
 
 use super::calls::Calls;

@@ -1,11 +1,9 @@
 //! Schedules desired states by key. Only the last state of a key counts. One worker at a time works on a key: soon, or
 //! later after a failure. Pure: the time is a parameter, and nothing waits.
 
-use std::{
-    collections::{BTreeSet, HashMap, VecDeque},
-    hash::Hash,
-    time::Duration,
-};
+use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::hash::Hash;
+use std::time::Duration;
 
 use tokio::time::Instant;
 

@@ -2,14 +2,14 @@
 
 use std::sync::Arc;
 
-use k8s_openapi::{
-    apimachinery::pkg::apis::meta::v1::{Condition, Time},
-    jiff::Timestamp,
-};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
+use k8s_openapi::jiff::Timestamp;
 use peerpod_kube::crds::{self, PeerPod, PeerPodSpec, PeerPodStatus};
 use peerpod_provider_api::InstanceId;
 
-use crate::{ledger::Record, sandbox::phase::Phase, spec::SandboxId};
+use crate::ledger::Record;
+use crate::sandbox::phase::Phase;
+use crate::spec::SandboxId;
 
 /// Limits of the resource.
 const MOST_ADDRESSES: usize = 16;

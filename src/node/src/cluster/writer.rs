@@ -5,38 +5,29 @@
 //! An object is made only for a live sandbox: a stopping sandbox gets no object that would have to be removed again.
 //! Data of other writers (the controller's status, other finalizers) stays.
 
-use std::{
-    collections::HashMap,
-    future::Future,
-    hash::{DefaultHasher, Hash, Hasher},
-    sync::Arc,
-    time::Duration,
-};
+use std::collections::HashMap;
+use std::future::Future;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::sync::Arc;
+use std::time::Duration;
 
-use futures_util::{StreamExt, stream::FuturesUnordered};
-use kube::{
-    Api,
-    api::{DeleteParams, ListParams, Patch, PatchParams, Preconditions},
-};
+use futures_util::StreamExt;
+use futures_util::stream::FuturesUnordered;
+use kube::Api;
+use kube::api::{DeleteParams, ListParams, Patch, PatchParams, Preconditions};
 use parking_lot::{Mutex, MutexGuard};
-use peerpod_kube::{
-    client::Error,
-    crds::{FINALIZER, PeerPod, PeerPodStatus},
-};
+use peerpod_kube::client::Error;
+use peerpod_kube::crds::{FINALIZER, PeerPod, PeerPodStatus};
 use serde_json::{Value, json};
-use tokio::{
-    sync::{Notify, watch},
-    time::{Instant, sleep_until, timeout},
-};
+use tokio::sync::{Notify, watch};
+use tokio::time::{Instant, sleep_until, timeout};
 use tracing::{debug, warn};
 
-use super::{
-    calls::{Calls, is_away},
-    capacity::patch,
-    pods::Reflector,
-    queue::{Done, Queue},
-    show::Shown,
-};
+use super::calls::{Calls, is_away};
+use super::capacity::patch;
+use super::pods::Reflector;
+use super::queue::{Done, Queue};
+use super::show::Shown;
 use crate::metrics::Metrics;
 
 /// Field manager name of this program's fields.

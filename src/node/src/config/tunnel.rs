@@ -1,13 +1,13 @@
 //! Reads section `tunnel`.
 
-use std::{path::PathBuf, str::FromStr, time::Duration};
+use std::path::PathBuf;
+use std::str::FromStr;
+use std::time::Duration;
 
 use peerpod_base::config::Reader;
 
-use crate::tunnel::{
-    Classifier, NETNS_DIR, TunnelConfig, TunnelKind, Vnis, WireguardConfig,
-    external::{self, External, Way},
-};
+use crate::tunnel::external::{self, External, Way};
+use crate::tunnel::{Classifier, NETNS_DIR, TunnelConfig, TunnelKind, Vnis, WireguardConfig};
 
 /// Classifier that redirects a pod's traffic: the first of u32, matchall and bpf that the kernel has.
 const REDIRECT: &str = "auto";

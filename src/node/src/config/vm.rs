@@ -1,13 +1,12 @@
 //! Reads the settings of sandboxes and their VMs.
 
-use std::{path::PathBuf, time::Duration};
+use std::path::PathBuf;
+use std::time::Duration;
 
 use peerpod_base::config::Reader;
 
-use crate::{
-    sandbox::Settings,
-    spec::{GUEST_MEMORY, Wishes},
-};
+use crate::sandbox::Settings;
+use crate::spec::{GUEST_MEMORY, Wishes};
 
 /// Time after which the log and an Event name the step that a start waits for: longer than a usual boot.
 const SLOW_AFTER: Duration = Duration::from_secs(60);

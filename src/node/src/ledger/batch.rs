@@ -7,7 +7,8 @@
 use peerpod_provider_api::{CreateRequest, IdempotencyKey, InstanceId};
 use serde::{Deserialize, Serialize};
 
-use crate::{spec::SandboxId, trust::Ticket};
+use crate::spec::SandboxId;
+use crate::trust::Ticket;
 
 /// Version of the batch file that this program writes. It reads all versions up to it.
 pub const BATCH_VERSION: u32 = 1;

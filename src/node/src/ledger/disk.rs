@@ -1,18 +1,17 @@
 //! Reads and writes the folder of records. A crash during a write leaves the old record or the new one, never half; a
 //! bad file affects one sandbox only.
 
-use std::{
-    ffi::OsStr,
-    fs::{self, File},
-    io::{self, Read},
-    path::{Path, PathBuf},
-    sync::Arc,
-    time::{SystemTime, UNIX_EPOCH},
-};
+use std::ffi::OsStr;
+use std::fs::{self, File};
+use std::io::{self, Read};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use nix::fcntl::Flock;
 use peerpod_common::files;
-use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
 
 use super::{BATCH_VERSION, Batch, Error, MAX_FILE, Record, VERSION};
 use crate::spec::SandboxId;

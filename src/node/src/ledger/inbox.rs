@@ -3,18 +3,14 @@
 //! The relay writes a note (`{"version":1,"op":"stop","id":…,"at_ms":…}`, temporary file and rename) when a StopVM
 //! cannot wait for the node. The node carries it out durably and only then removes it.
 
-use std::{
-    ffi::OsStr,
-    fs, io,
-    path::{Path, PathBuf},
-};
+use std::ffi::OsStr;
+use std::path::{Path, PathBuf};
+use std::{fs, io};
 
 use serde::Deserialize;
 
-use super::{
-    Error, Quarantined,
-    disk::{Unread, make_dir, read_bounded, set_aside, sync_dir},
-};
+use super::disk::{Unread, make_dir, read_bounded, set_aside, sync_dir};
+use super::{Error, Quarantined};
 use crate::spec::SandboxId;
 
 /// Size limit of a note; a note is a hundred bytes.

@@ -3,18 +3,17 @@
 //! Fields may be added with `#[serde(default)]`; a changed meaning needs a new version and a reader for the old one.
 //! A sample of every released version is kept in `src/node/tests/samples/`.
 
-use std::{net::IpAddr, path::PathBuf};
+use std::net::IpAddr;
+use std::path::PathBuf;
 
 use peerpod_provider_api::{CreateRequest, IdempotencyKey};
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
-use crate::{
-    sandbox::phase::Phase,
-    spec::{PodRef, SandboxId},
-    trust::Ticket,
-    volumes::PodVolumes,
-};
+use crate::sandbox::phase::Phase;
+use crate::spec::{PodRef, SandboxId};
+use crate::trust::Ticket;
+use crate::volumes::PodVolumes;
 
 /// Version that this program writes. It reads all versions up to it.
 pub const VERSION: u32 = 1;

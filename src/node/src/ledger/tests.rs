@@ -1,15 +1,14 @@
-use std::{
-    fs,
-    net::IpAddr,
-    os::unix::fs::PermissionsExt,
-    path::{Path, PathBuf},
-    sync::atomic::{AtomicU64, Ordering},
-};
+use std::fs;
+use std::net::IpAddr;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use proptest::prelude::*;
 
 use super::*;
-use crate::{sandbox::phase::Phase, spec::SandboxId};
+use crate::sandbox::phase::Phase;
+use crate::spec::SandboxId;
 
 struct Dir(PathBuf);
 

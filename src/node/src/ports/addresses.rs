@@ -1,18 +1,15 @@
 //! Determines the addresses at which a new VM finds this node's relay. They are fixed when the VM is requested, and
 //! written into its user-data.
 
-use std::{
-    net::{IpAddr, SocketAddr},
-    sync::Arc,
-    time::Duration,
-};
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
+use std::time::Duration;
 
-use tokio::{
-    sync::watch,
-    time::{Instant, timeout_at},
-};
+use tokio::sync::watch;
+use tokio::time::{Instant, timeout_at};
 
-use crate::{config::GuestAddress, tunnel::external::own_addresses};
+use crate::config::GuestAddress;
+use crate::tunnel::external::own_addresses;
 
 /// Time after the node's start for which VM requests wait for the provider's addresses. A VM's user-data cannot be
 /// changed, and on a busy host a preflight is slow. Without the wait, the list of this host's addresses might be cut

@@ -3,12 +3,10 @@
 use tracing::{info, warn};
 
 use super::{NetworkRecord, on_thread};
-use crate::{
-    ledger::Record,
-    sandbox::phase::Phase,
-    spec::SandboxId,
-    tunnel::{Live, NetnsId, Reconciled, Tunnel},
-};
+use crate::ledger::Record;
+use crate::sandbox::phase::Phase;
+use crate::spec::SandboxId;
+use crate::tunnel::{Live, NetnsId, Reconciled, Tunnel};
 
 /// Compares the pods' networks with the records, and removes the state that belongs to no record. `unread`: sandboxes
 /// with an unreadable record, of which the state stays. Errors are logged and do not keep the node from serving; the

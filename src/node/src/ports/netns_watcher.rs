@@ -1,21 +1,19 @@
 //! Watches the network around one running pod: its network namespace, the path to its VM, and the endpoints at which
 //! its guest finds an encrypted tunnel. It only signals that something changed; the sandbox inspects the state.
 
-use std::{net::IpAddr, sync::Arc, time::Duration};
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::time::Duration;
 
 use peerpod_podnet::events::Events;
-use tokio::{
-    sync::{Semaphore, watch},
-    time::{Instant, sleep},
-};
+use tokio::sync::{Semaphore, watch};
+use tokio::time::{Instant, sleep};
 use tracing::{debug, warn};
 
 use super::{Surroundings, on_thread, open};
-use crate::{
-    ledger::NetnsRef,
-    sandbox::ports::{Changes, NetworkError},
-    tunnel::{Reserved, Tunnel},
-};
+use crate::ledger::NetnsRef;
+use crate::sandbox::ports::{Changes, NetworkError};
+use crate::tunnel::{Reserved, Tunnel};
 
 /// Debounce of changes: a CNI writes routes one by one. `AT_MOST` bounds the delay.
 const QUIET: Duration = Duration::from_millis(100);

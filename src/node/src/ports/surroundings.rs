@@ -1,20 +1,19 @@
 //! Watches the node's own network (addresses, devices and routes) once for all sandboxes, and keeps the node's
 //! endpoints for guests up to date.
 
-use std::{net::SocketAddr, sync::Arc, time::Duration};
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
 
-use peerpod_podnet::{events::Events, netns::Netns};
-use tokio::{
-    sync::{Semaphore, watch},
-    time::sleep,
-};
+use peerpod_podnet::events::Events;
+use peerpod_podnet::netns::Netns;
+use tokio::sync::{Semaphore, watch};
+use tokio::time::sleep;
 use tracing::warn;
 
 use super::{GuestAddresses, on_thread};
-use crate::{
-    sandbox::ports::{NetworkError, NodeEndpoints},
-    tunnel::Tunnel,
-};
+use crate::sandbox::ports::{NetworkError, NodeEndpoints};
+use crate::tunnel::Tunnel;
 
 /// Debounce of changes: on a busy node every starting pod changes devices and routes. One inspection is cheap, but each
 /// sandbox makes one.

@@ -3,7 +3,9 @@
 use tokio::time::timeout;
 
 use super::*;
-use crate::tunnel::{Owner, TunnelConfig, external::External, tests::net_world::World};
+use crate::tunnel::external::External;
+use crate::tunnel::tests::net_world::World;
+use crate::tunnel::{Owner, TunnelConfig};
 
 const DEADLINE: Duration = Duration::from_secs(20);
 

@@ -1,17 +1,17 @@
 //! Passes descriptors to the relay that only the node has the right to open ([`peerpod_base::fd_handoff`]). The relay keeps
 //! them until it exits. The caller watches [`RelayClient::epoch`], and passes them again to a new relay.
 
-use std::{
-    os::fd::{AsFd, BorrowedFd, OwnedFd},
-    time::Duration,
-};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::Duration;
 
 use peerpod_base::fd_handoff::{self, HandoffAnswer, HandoffHeader};
 use serde_json::Value;
-use tokio::{task::spawn_blocking, time::timeout};
+use tokio::task::spawn_blocking;
+use tokio::time::timeout;
 
 use super::RelayClient;
-use crate::{sandbox::ports::RelayError, spec::SandboxId};
+use crate::sandbox::ports::RelayError;
+use crate::spec::SandboxId;
 
 /// Timeout of the relay's answer; the relay answers at once unless it is stuck.
 const PATIENCE: Duration = Duration::from_secs(10);

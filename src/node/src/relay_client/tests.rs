@@ -3,12 +3,14 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use async_trait::async_trait;
-use peerpod_proto::{
-    relay::{ConfigureResponse, DeleteSandboxResponse, GuestCallResponse, PutSandboxResponse, WatchResponse},
-    relay_ttrpc::{Relay, create_relay},
+use peerpod_proto::relay::{
+    ConfigureResponse, DeleteSandboxResponse, GuestCallResponse, PutSandboxResponse, WatchResponse,
 };
-use tokio::{net::UnixListener, time::Instant};
-use ttrpc::r#async::{Server, TtrpcContext, transport::Listener};
+use peerpod_proto::relay_ttrpc::{Relay, create_relay};
+use tokio::net::UnixListener;
+use tokio::time::Instant;
+use ttrpc::r#async::transport::Listener;
+use ttrpc::r#async::{Server, TtrpcContext};
 
 use super::*;
 use crate::sandbox::ports::Relay as _;

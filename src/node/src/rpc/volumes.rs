@@ -1,22 +1,17 @@
 //! Serves `peerpod-csi node`: usage and expansion of volumes that are mounted in VMs. It forwards each call to the
 //! guest of the pod's VM, after the provider has shown the VM its larger disk, and stores nothing.
 
-use std::{
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
-use peerpod_proto::{
-    guest::{ExpandVolume, Reply, Request, VolumeFault, VolumeFill, VolumeStats},
-    volumes::{ExpandRequest, ExpandResponse, StatsRequest, StatsResponse},
-    volumes_ttrpc::{Volumes, create_volumes},
-};
+use peerpod_proto::guest::{ExpandVolume, Reply, Request, VolumeFault, VolumeFill, VolumeStats};
+use peerpod_proto::volumes::{ExpandRequest, ExpandResponse, StatsRequest, StatsResponse};
+use peerpod_proto::volumes_ttrpc::{Volumes, create_volumes};
 use tracing::{debug, warn};
-use ttrpc::{
-    Code,
-    asynchronous::{Server, TtrpcContext, transport::Listener},
-};
+use ttrpc::Code;
+use ttrpc::asynchronous::transport::Listener;
+use ttrpc::asynchronous::{Server, TtrpcContext};
 
 use super::{patience, status};
 use crate::sandbox::Sandboxes;

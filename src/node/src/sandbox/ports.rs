@@ -3,26 +3,26 @@
 //! Tests implement them with a fake world, stop time, and fail or kill at every call. The production implementation is
 //! [`crate::ports`]. No method retries: the task decides whether and when to retry.
 
-use std::{net::IpAddr, num::NonZeroU32, path::Path, sync::Arc, time::Duration};
+use std::net::IpAddr;
+use std::num::NonZeroU32;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
 
 use async_trait::async_trait;
 use futures_util::stream::BoxStream;
-use peerpod_proto::{
-    guest::{Images, NetworkPlan, Reply, Request},
-    relay::{PutSandboxRequest, TunnelPeer},
-};
+use peerpod_proto::guest::{Images, NetworkPlan, Reply, Request};
+use peerpod_proto::relay::{PutSandboxRequest, TunnelPeer};
 use peerpod_provider_api::{
     CreateRequest, DiskRequest, IdempotencyKey, InstanceId, Owned, Placement, ProviderEvent,
 };
 use tokio::sync::watch;
 use zeroize::Zeroizing;
 
-use crate::{
-    ledger::{self, Batch, NetnsRef, Network, Record},
-    spec::{PodRef, SandboxId},
-    trust::Ticket,
-    volumes::PodVolumes,
-};
+use crate::ledger::{self, Batch, NetnsRef, Network, Record};
+use crate::spec::{PodRef, SandboxId};
+use crate::trust::Ticket;
+use crate::volumes::PodVolumes;
 
 pub(crate) use peerpod_provider_api::{Error as CloudError, Retry};
 

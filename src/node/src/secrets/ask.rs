@@ -1,17 +1,18 @@
 //! Sends one request to the service: TLS 1.3, HTTP/1.1, JSON. The caller's deadline bounds it.
 
-use std::{fmt, sync::Arc};
+use std::fmt;
+use std::sync::Arc;
 
 use bytes::Bytes;
 use http_body_util::{BodyExt, Full, Limited};
-use hyper::{
-    Method, Request, StatusCode,
-    header::{AUTHORIZATION, CONTENT_TYPE, HOST},
-};
+use hyper::header::{AUTHORIZATION, CONTENT_TYPE, HOST};
+use hyper::{Method, Request, StatusCode};
 use hyper_util::rt::TokioIo;
 use peerpod_base::chain::chain;
-use rustls::{ClientConfig, RootCertStore, version::TLS13};
-use rustls_pki_types::{CertificateDer, ServerName, pem::PemObject};
+use rustls::version::TLS13;
+use rustls::{ClientConfig, RootCertStore};
+use rustls_pki_types::pem::PemObject;
+use rustls_pki_types::{CertificateDer, ServerName};
 use serde::Deserialize;
 use serde_json::json;
 use tokio::net::TcpStream;

@@ -1,6 +1,9 @@
 //! Reads the nodes' half of section `secrets`.
 
-use std::{fs::File, io::Read, path::PathBuf, time::Duration};
+use std::fs::File;
+use std::io::Read;
+use std::path::PathBuf;
+use std::time::Duration;
 
 use peerpod_base::config::Reader;
 use zeroize::Zeroizing;

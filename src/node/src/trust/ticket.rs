@@ -68,7 +68,8 @@ mod millis {
 
     use std::time::{Duration, SystemTime};
 
-    use serde::{Deserialize, Deserializer, Serializer, de::Error as _};
+    use serde::de::Error as _;
+    use serde::{Deserialize, Deserializer, Serializer};
 
     pub(super) fn serialize<S: Serializer>(time: &SystemTime, serializer: S) -> Result<S::Ok, S::Error> {
         let since = time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();

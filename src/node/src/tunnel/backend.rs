@@ -9,11 +9,12 @@ use std::net::IpAddr;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
+use peerpod_podnet::Error;
 use peerpod_podnet::netlink::{self, Client};
 use peerpod_podnet::netns::Netns;
+use peerpod_podnet::nft::Peer;
 use peerpod_podnet::plan::Underlay;
 use peerpod_podnet::vxlan::Shape;
-use peerpod_podnet::{Error, nft::Peer};
 use peerpod_proto::guest::NetworkPlan;
 
 use super::vxlan::Vxlan;

@@ -11,7 +11,8 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use base64::{Engine as _, prelude::BASE64_STANDARD};
+use base64::Engine as _;
+use base64::prelude::BASE64_STANDARD;
 use parking_lot::Mutex;
 use peerpod_base::fd_handoff;
 use peerpod_podnet::netns::Netns;

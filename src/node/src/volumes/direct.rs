@@ -2,20 +2,17 @@
 //! same). There is one folder for each published volume, named by the path in base64 (URL-safe, padded), with a
 //! `mountInfo.json` in it. Read only. The path names the pod; folders of other pods are not read.
 
-use std::{
-    collections::BTreeMap,
-    fs::{self, File, OpenOptions},
-    io::{self, Read},
-    os::unix::fs::OpenOptionsExt,
-    path::{Component, Path, PathBuf},
-};
+use std::collections::BTreeMap;
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Read};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Component, Path, PathBuf};
 
-use base64::{Engine, prelude::BASE64_URL_SAFE};
+use base64::Engine;
+use base64::prelude::BASE64_URL_SAFE;
 use nix::libc::{O_NOFOLLOW, O_NONBLOCK};
-use peerpod_volume::{
-    FsGroup, FsGroupPolicy, GuestVolume, Mode, Source, VolumeId,
-    descriptor::{Attach, VERSION},
-};
+use peerpod_volume::descriptor::{Attach, VERSION};
+use peerpod_volume::{FsGroup, FsGroupPolicy, GuestVolume, Mode, Source, VolumeId};
 use serde::Deserialize;
 
 use super::PodVolume;

@@ -7,27 +7,25 @@
 //! an error. If it is lost during a larger one, the connection is closed, because the missing bytes cannot be replaced.
 //! The relay's own answers wait for the end of the present answer (`FrameWriter`).
 
-use std::sync::{
-    Arc,
-    atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed},
-};
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::{AtomicU64, AtomicUsize};
 
 use bytes::BytesMut;
 use parking_lot::RwLock;
-use peerpod_link::{
-    endpoint::Filter,
-    frame::{self, FrameReader, FrameWriter, HEADER_LEN, Header, MAX_PAYLOAD, PEEK_LIMIT, Peek, Piece},
-    ids::IdMap,
+use peerpod_link::endpoint::Filter;
+use peerpod_link::frame::{
+    self, FrameReader, FrameWriter, HEADER_LEN, Header, MAX_PAYLOAD, PEEK_LIMIT, Peek, Piece,
 };
-use peerpod_proto::{intercept::CopyFileRequest, ttrpc_frame::Request};
+use peerpod_link::ids::IdMap;
+use peerpod_proto::intercept::CopyFileRequest;
+use peerpod_proto::ttrpc_frame::Request;
 use protobuf::Message;
 use serde::{Deserialize, Serialize};
 
-use crate::{
-    hypervisor::code,
-    metrics::Traffic,
-    volumes::{self, Copies, Volume},
-};
+use crate::hypervisor::code;
+use crate::metrics::Traffic;
+use crate::volumes::{self, Copies, Volume};
 
 /// Largest answer that is held until it is whole, in bytes.
 const HOLD: usize = 16 << 10;

@@ -1,24 +1,22 @@
 //! Binds the listening sockets of the relay, or takes them over from the old relay.
 
-use std::{
-    fs::File,
-    io,
-    net::SocketAddr,
-    os::fd::{AsFd, BorrowedFd, OwnedFd},
-    path::Path,
-};
+use std::fs::File;
+use std::io;
+use std::net::SocketAddr;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::Path;
 
 use nix::fcntl::Flock;
-use peerpod_base::{self as base, admin};
+use peerpod_base as base;
+use peerpod_base::admin;
 use peerpod_link::path_mtu::echo::{Echo, Known};
 use tokio::net::{TcpListener, UnixListener};
 
 use super::{AppError, path_error};
-use crate::{
-    config::RelayConfig,
-    handover::{self, name, new::Taken},
-    socket::{self, Bound as Socket},
-};
+use crate::config::RelayConfig;
+use crate::handover::new::Taken;
+use crate::handover::{self, name};
+use crate::socket::{self, Bound as Socket};
 
 /// Listening sockets, bound by this process or taken over from another one.
 pub(super) struct Sockets {

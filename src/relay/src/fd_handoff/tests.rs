@@ -1,15 +1,14 @@
 //! Tests over a real socket with real descriptors; the kind under test takes one TCP listener.
 
-use std::{
-    net::TcpListener,
-    os::fd::{AsFd, AsRawFd, BorrowedFd},
-    path::PathBuf,
-    sync::Mutex,
-    time::Instant,
-};
+use std::net::TcpListener;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::path::PathBuf;
+use std::sync::Mutex;
+use std::time::Instant;
 
 use peerpod_base::fd_handoff::{MAX_DESCRIPTORS, hand_off, listen};
-use tokio::{net::UnixListener, task::spawn_blocking};
+use tokio::net::UnixListener;
+use tokio::task::spawn_blocking;
 
 use super::*;
 

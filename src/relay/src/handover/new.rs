@@ -1,27 +1,23 @@
 //! The new relay's side of a handover: asks, reads everything, and confirms that it can serve it. It changes nothing of
 //! it before the old relay has sent `Yours` or is dead.
 
-use std::{io, os::fd::OwnedFd, path::Path, time::Duration};
+use std::io;
+use std::os::fd::OwnedFd;
+use std::path::Path;
+use std::time::Duration;
 
 use peerpod_base::fd_handoff::{check_peer, connect};
 use peerpod_common::reactor;
 use thiserror::Error;
-use tokio::{
-    io::Interest,
-    net::{TcpListener, UnixListener},
-    time::timeout,
-};
+use tokio::io::Interest;
+use tokio::net::{TcpListener, UnixListener};
+use tokio::time::timeout;
 
-use super::{
-    OLDEST, Process, SOCKET, VERSION,
-    protocol::{Item, MessageKind, ProcessInfo, Reason, Wire, invalid},
-};
-use crate::{
-    fd_handoff,
-    hypervisor::{self, HypervisorState},
-    sandboxes::Handed,
-    socket,
-};
+use super::protocol::{Item, MessageKind, ProcessInfo, Reason, Wire, invalid};
+use super::{OLDEST, Process, SOCKET, VERSION};
+use crate::hypervisor::{self, HypervisorState};
+use crate::sandboxes::Handed;
+use crate::{fd_handoff, socket};
 
 /// Kinds of items.
 pub(super) const PROCESS: &str = "process";

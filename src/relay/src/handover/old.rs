@@ -1,31 +1,24 @@
 //! The old relay's side of a handover: freezes, sends everything, and exits when the new relay has taken it. In every
 //! other case it resumes.
 
-use std::{
-    io,
-    os::fd::{AsFd, OwnedFd},
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use rustix::process::{PidfdFlags, getpid, pidfd_open};
-use tokio::{
-    sync::{Mutex, oneshot},
-    time::timeout,
-};
+use tokio::sync::{Mutex, oneshot};
+use tokio::time::timeout;
 
-use super::{
-    Named, OLDEST, Process, SOCKET, VERSION,
-    new::{ENDED, HYPERVISOR, PROCESS, SANDBOX, WIREGUARD},
-    protocol::{Item, MessageKind, ProcessInfo, Reason, Wire, invalid},
-};
-use crate::{
-    hypervisor::HypervisorHandle,
-    pause::Pause,
-    sandboxes::{Sandboxes, states::States},
-    socket,
-    wireguard::WireGuard,
-};
+use super::new::{ENDED, HYPERVISOR, PROCESS, SANDBOX, WIREGUARD};
+use super::protocol::{Item, MessageKind, ProcessInfo, Reason, Wire, invalid};
+use super::{Named, OLDEST, Process, SOCKET, VERSION};
+use crate::hypervisor::HypervisorHandle;
+use crate::pause::Pause;
+use crate::sandboxes::Sandboxes;
+use crate::sandboxes::states::States;
+use crate::socket;
+use crate::wireguard::WireGuard;
 
 /// Time limit for the Hello of a connected peer.
 const HELLO: Duration = Duration::from_secs(5);

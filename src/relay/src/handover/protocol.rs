@@ -1,16 +1,17 @@
 //! Messages between the two processes, over a `SOCK_SEQPACKET` socket: one byte for the type, then JSON or a piece of
 //! an item. An item is announced with its size, and follows in pieces, then its descriptors in batches.
 
-use std::{
-    io::{self, IoSlice, IoSliceMut},
-    os::fd::{AsFd, BorrowedFd, OwnedFd},
-    time::Duration,
-};
+use std::io::{self, IoSlice, IoSliceMut};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::Duration;
 
 use peerpod_common::{fd_passing, reactor};
-use rustix::{io::Errno, net};
-use serde::{Deserialize, Serialize, de::DeserializeOwned};
-use tokio::io::{Interest, unix::AsyncFd};
+use rustix::io::Errno;
+use rustix::net;
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use tokio::io::Interest;
+use tokio::io::unix::AsyncFd;
 
 /// Longest packet, in bytes.
 const PACKET: usize = 48 << 10;

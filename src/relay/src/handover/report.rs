@@ -1,10 +1,13 @@
 //! Reports a failed handover to the node, which posts an Event on this relay's pod. The relay itself has no access to
 //! the API server.
 
-use std::{path::Path, time::Duration};
+use std::path::Path;
+use std::time::Duration;
 
-use peerpod_proto::{node::TakeOverFailedRequest, node_ttrpc::NodeClient};
-use ttrpc::{r#async::Client, context::with_duration};
+use peerpod_proto::node::TakeOverFailedRequest;
+use peerpod_proto::node_ttrpc::NodeClient;
+use ttrpc::r#async::Client;
+use ttrpc::context::with_duration;
 
 /// Time limit of the report. If the node is away, only the log has the reason.
 const PATIENCE: Duration = Duration::from_secs(2);

@@ -1,12 +1,8 @@
 //! Tests with both ends of the connection in one process.
 
-use std::{
-    io,
-    os::{
-        fd::{AsFd, OwnedFd},
-        unix::net::UnixStream,
-    },
-};
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
 
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 

@@ -5,25 +5,22 @@
 //! Partly read or written data is in [`Conn`], never in a future. So the connection can be frozen at any point, and
 //! another process can continue there.
 
-use std::{io, os::fd::OwnedFd, sync::Arc, time::Duration};
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::{Buf, BufMut, Bytes, BytesMut};
-use peerpod_link::{
-    base64_bytes,
-    frame::{self, HEADER_LEN, Header, MAX_PAYLOAD},
-};
+use peerpod_link::base64_bytes;
+use peerpod_link::frame::{self, HEADER_LEN, Header, MAX_PAYLOAD};
 use serde::{Deserialize, Serialize};
-use tokio::{
-    net::UnixStream,
-    sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc, oneshot},
-    time::Instant,
-};
+use tokio::net::UnixStream;
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
+use tokio::time::Instant;
 
-use super::{
-    Event,
-    call::{self, Refused, code},
-    queue::ConnId,
-};
+use super::Event;
+use super::call::{self, Refused, code};
+use super::queue::ConnId;
 
 /// Time limit from the first byte of a frame to its last.
 const FRAME_WITHIN: Duration = Duration::from_secs(60);

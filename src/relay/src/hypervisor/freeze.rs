@@ -1,17 +1,16 @@
 //! Freezes the hypervisor proxy in four steps: accept no connections, read no more, handle everything that was read,
 //! write no more. After that each connection holds the rest of its data, and the queue holds the waiting calls.
 
-use std::{
-    future::Future,
-    io,
-    os::fd::OwnedFd,
-    time::{Duration, Instant},
-};
+use std::future::Future;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::time::{Duration, Instant};
 
 use futures_util::future::join_all;
 use tokio::sync::{mpsc, oneshot};
 
-use super::{Event, FrozenHypervisor, HypervisorProxy, HypervisorState, Pause, conn::Order};
+use super::conn::Order;
+use super::{Event, FrozenHypervisor, HypervisorProxy, HypervisorState, Pause};
 
 /// Time limit of each step.
 const STEP: Duration = Duration::from_secs(1);

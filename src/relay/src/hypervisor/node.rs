@@ -1,18 +1,16 @@
 //! Dials `peerpod-node` until the connection is established, and again after every loss. It moves frames out and
 //! answers in; the queue interprets them.
 
-use std::{io, path::PathBuf, time::Duration};
+use std::io;
+use std::path::PathBuf;
+use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
 use peerpod_link::frame::{self, HEADER_LEN, Header, MAX_PAYLOAD};
-use tokio::{
-    io::{AsyncReadExt, AsyncWriteExt},
-    net::{
-        UnixStream,
-        unix::{OwnedReadHalf, OwnedWriteHalf},
-    },
-    sync::mpsc,
-};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::UnixStream;
+use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
+use tokio::sync::mpsc;
 
 use super::Event;
 

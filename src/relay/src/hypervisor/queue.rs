@@ -11,10 +11,8 @@
 //! * A StopVM that the node does not answer in time goes to the inbox. Until the node has read it there, later CreateVM
 //!   and StartVM of that sandbox wait.
 
-use std::{
-    collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque},
-    time::{Duration, Instant},
-};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use peerpod_proto::ttrpc_frame::Request;

@@ -2,18 +2,18 @@
 //! runs on a thread without any capability, as in the relay. The node's part has the capabilities that the chart
 //! grants.
 
-use std::{
-    io::{ErrorKind, Read, Write},
-    net::{TcpListener as Listener, TcpStream as Stream},
-    process::Command,
-    sync::atomic::{AtomicBool, Ordering::SeqCst},
-    time::Instant,
-};
+use std::io::{ErrorKind, Read, Write};
+use std::net::{TcpListener as Listener, TcpStream as Stream};
+use std::process::Command;
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::SeqCst;
+use std::time::Instant;
 
 use bytes::Bytes;
 use futures_util::future::BoxFuture;
 use peerpod_link::endpoint::{Endpoint, Filter, Handler, Limits, LinkEvent, Role, Target, Transport};
-use peerpod_podnet::{localhost, netns::Netns};
+use peerpod_podnet::localhost;
+use peerpod_podnet::netns::Netns;
 use prometheus_client::registry::Registry;
 use tokio::net::{TcpSocket, UnixStream};
 

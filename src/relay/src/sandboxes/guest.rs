@@ -1,39 +1,30 @@
 //! The relay's side of one sandbox's guest: the events of its endpoint, and the node's calls that wait for its answers.
 //! The endpoint's task calls these methods and must not be delayed: locks are short and nothing waits.
 
-use std::{
-    collections::HashMap,
-    io,
-    sync::{
-        Arc,
-        atomic::{AtomicUsize, Ordering::Relaxed},
-    },
-    time::Instant,
-};
+use std::collections::HashMap;
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::Instant;
 
 use bytes::Bytes;
 use futures_util::future::BoxFuture;
 use parking_lot::{Mutex, MutexGuard};
 use peerpod_common::limit::RateLimit;
-use peerpod_link::{
-    endpoint::{Filter, Handler, Line, LinkEvent},
-    path_mtu::echo::Pass,
-};
+use peerpod_link::endpoint::{Filter, Handler, Line, LinkEvent};
+use peerpod_link::path_mtu::echo::Pass;
 use peerpod_proto::guest::Reply;
 use protobuf::Message;
 use thiserror::Error;
-use tokio::{
-    net::UnixStream,
-    sync::{oneshot, watch},
-};
+use tokio::net::UnixStream;
+use tokio::sync::{oneshot, watch};
 
 use super::states::States;
-use crate::{
-    agent::filter::{AgentFilter, Bounds, Shared},
-    guest_log::GuestLog,
-    id::SandboxId,
-    metrics::Metrics,
-};
+use crate::agent::filter::{AgentFilter, Bounds, Shared};
+use crate::guest_log::GuestLog;
+use crate::id::SandboxId;
+use crate::metrics::Metrics;
 
 /// Limit of the node's calls that wait for one guest.
 const CALLS: usize = 64;

@@ -1,19 +1,22 @@
 //! Handover of sandboxes from one relay process to another: freezing them here, and restoring them there. Records are
 //! not sent, because both processes have them on disk.
 
-use std::{os::fd::OwnedFd, sync::Arc};
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
 
 use peerpod_link::endpoint::{Endpoint, EndpointHandle, EndpointState, Frozen, NotFrozen};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use tokio::{net::UnixListener, sync::OwnedMutexGuard};
+use tokio::net::UnixListener;
+use tokio::sync::OwnedMutexGuard;
 
-use super::{
-    Live, RESTART, Sandboxes,
-    guest::{Guest, GuestHandler},
-    states::StateState,
-};
-use crate::{agent::AgentSocket, fd_handoff, id::SandboxId, localhost, socket, store::Record};
+use super::guest::{Guest, GuestHandler};
+use super::states::StateState;
+use super::{Live, RESTART, Sandboxes};
+use crate::agent::AgentSocket;
+use crate::id::SandboxId;
+use crate::store::Record;
+use crate::{fd_handoff, localhost, socket};
 
 /// State of one sandbox as data.
 #[derive(Debug, Serialize, Deserialize)]

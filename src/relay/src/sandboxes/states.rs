@@ -2,10 +2,9 @@
 //! events: a node that was away sends the last version it saw and gets the present differences. The cost of a change
 //! and of an answer depends on the number of changes, not on the number of sandboxes.
 
-use std::{
-    collections::{BTreeMap, HashMap},
-    sync::{Arc, atomic::Ordering::Relaxed},
-};
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 
 use parking_lot::{Mutex, MutexGuard};
 use peerpod_link::base64_bytes;
@@ -14,7 +13,8 @@ use protobuf::Message;
 use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 
-use crate::{agent::filter::Shared, id::SandboxId};
+use crate::agent::filter::Shared;
+use crate::id::SandboxId;
 
 /// An answer ends when it has this many bytes of guest statuses; the rest comes with the next one.
 const ANSWER_BYTES: usize = 1 << 20;

@@ -1,9 +1,11 @@
 //! Tests of putting, repeating, replacing and deleting sandboxes, with real sockets and files.
 
-use std::{os::unix::fs::PermissionsExt, path::PathBuf};
+use std::os::unix::fs::PermissionsExt;
+use std::path::PathBuf;
 
 use prometheus_client::registry::Registry;
-use tokio::{io::AsyncReadExt, net::UnixStream};
+use tokio::io::AsyncReadExt;
+use tokio::net::UnixStream;
 
 use super::*;
 

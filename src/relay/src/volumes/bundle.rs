@@ -1,12 +1,10 @@
 //! Reads a container's bundle on this node: the specification as the container runtime wrote it, with the original host
 //! sources of its mounts. The size is limited, and only plain files are read.
 
-use std::{
-    fs::{self, File, OpenOptions},
-    io::{self, Read},
-    os::unix::fs::{MetadataExt, OpenOptionsExt},
-    path::{Component, Path, PathBuf},
-};
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Read};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Component, Path, PathBuf};
 
 use nix::libc::{O_NOFOLLOW, O_NONBLOCK};
 use serde::Deserialize;

@@ -4,17 +4,12 @@
 use std::path::Path;
 
 use peerpod_link::frame::MAX_PAYLOAD;
-use peerpod_proto::{
-    intercept::{CreateContainerRequest, Device, Mount, Storage},
-    ttrpc_frame::Request,
-};
+use peerpod_proto::intercept::{CreateContainerRequest, Device, Mount, Storage};
+use peerpod_proto::ttrpc_frame::Request;
 use protobuf::Message;
 
-use super::{
-    COPIES, Copies, Folder, Volume,
-    bundle::{self, Place, Spec},
-    is_volume_id,
-};
+use super::bundle::{self, Place, Spec};
+use super::{COPIES, Copies, Folder, Volume, is_volume_id};
 
 /// Folder in the VM in which the volumes of containers are mounted.
 const VOLUMES: &str = "/run/peerpod/volumes";

@@ -1,9 +1,8 @@
-use std::{fs, path::PathBuf};
+use std::fs;
+use std::path::PathBuf;
 
-use peerpod_proto::{
-    intercept::{CreateContainerRequest, LinuxDevice, Mount},
-    ttrpc_frame::Request,
-};
+use peerpod_proto::intercept::{CreateContainerRequest, LinuxDevice, Mount};
+use peerpod_proto::ttrpc_frame::Request;
 use protobuf::Message;
 
 use super::*;

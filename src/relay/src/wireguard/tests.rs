@@ -1,10 +1,8 @@
 //! Tests of peers without a data plane, and of failing data planes on real devices. The latter need root.
 
-use std::{
-    os::fd::{AsFd, OwnedFd},
-    process::Command,
-    time::{Duration, Instant},
-};
+use std::os::fd::{AsFd, OwnedFd};
+use std::process::Command;
+use std::time::{Duration, Instant};
 
 use peerpod_podnet::netns::Netns;
 use peerpod_test_reference as reference;

@@ -1,25 +1,21 @@
 //! Tests of dialling: the peer at a VM's address must be the guest of the dialled sandbox.
 
 use super::common;
-use std::{net::SocketAddr, sync::Arc, time::Duration};
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
 
-use common::{
-    Ca, Identity, World,
-    guest::Guest,
-    node::{Memory, Node},
-    soon, until,
-};
+use common::guest::Guest;
+use common::node::{Memory, Node};
+use common::{Ca, Identity, World, soon, until};
 use peerpod_link::{claim, tls};
-use peerpod_proto::{
-    guest::Claim,
-    relay::{DeleteSandboxRequest, PutSandboxRequest},
-};
-use tokio::{
-    io::AsyncReadExt,
-    net::{TcpListener, TcpSocket, TcpStream},
-    time::timeout,
-};
-use tokio_rustls::{TlsConnector, client::TlsStream};
+use peerpod_proto::guest::Claim;
+use peerpod_proto::relay::{DeleteSandboxRequest, PutSandboxRequest};
+use tokio::io::AsyncReadExt;
+use tokio::net::{TcpListener, TcpSocket, TcpStream};
+use tokio::time::timeout;
+use tokio_rustls::TlsConnector;
+use tokio_rustls::client::TlsStream;
 
 /// Long enough for several attempts.
 const A_WHILE: Duration = Duration::from_millis(700);

@@ -1,23 +1,16 @@
 //! Tests of the TCP port that guests dial: tickets, certificates, and connections with neither.
 
 use super::common;
-use std::{
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
-use common::{
-    Ca, World,
-    guest::{Guest, dial},
-    node::{Memory, Node},
-    soon, until,
-};
+use common::guest::{Guest, dial};
+use common::node::{Memory, Node};
+use common::{Ca, World, soon, until};
 use peerpod_link::claim;
 use peerpod_proto::guest::{Claim, ClaimReply};
-use tokio::{
-    io::{AsyncReadExt, AsyncWriteExt},
-    net::TcpStream,
-};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
 
 fn ticket(secret: &[u8]) -> Claim {
     Claim {

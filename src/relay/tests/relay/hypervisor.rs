@@ -1,23 +1,16 @@
 //! Tests of `hypervisor.sock` with the node present, absent, slow and restarted, and with misbehaving shims.
 
 use super::common;
-use std::{
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
-use common::{
-    Raw, World, header,
-    node::{Memory, Node},
-    resident_kib, until,
-};
+use common::node::{Memory, Node};
+use common::{Raw, World, header, resident_kib, until};
 use peerpod_link::frame;
 use peerpod_proto::hypervisor::CreateVMResponse;
 use protobuf::Message;
-use tokio::{
-    io::{AsyncReadExt, AsyncWriteExt},
-    net::TcpStream,
-};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
 
 const CANCELLED: i32 = 1;
 const INVALID_ARGUMENT: i32 = 3;

@@ -1,17 +1,13 @@
 //! Tests of the program itself: start from its settings, dropped privileges, stop on a signal, restart after a kill.
 
 use super::common;
-use std::{
-    path::{Path, PathBuf},
-    process::{Child, Command, Stdio},
-    time::{Duration, Instant},
-};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
 
 use common::Raw;
-use nix::{
-    sys::signal::{Signal, kill},
-    unistd::Pid,
-};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use peerpod_proto::relay::PutSandboxRequest;
 use sha2::{Digest, Sha256};
 

@@ -1,18 +1,14 @@
 //! Tests of the supervisor in a container's place: after a handover it stays until a signal ends it, and it passes on
 //! every other exit status.
 
-use std::{
-    fs::{self, File},
-    os::unix::net::UnixStream,
-    path::{Path, PathBuf},
-    process::{Child, Command, ExitStatus},
-    time::{Duration, Instant},
-};
+use std::fs::{self, File};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus};
+use std::time::{Duration, Instant};
 
-use nix::{
-    sys::signal::{Signal, kill},
-    unistd::Pid,
-};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 
 const PATIENCE: Duration = Duration::from_secs(60);
 

@@ -1,14 +1,14 @@
 //! Tests of one sandbox from its agent socket to the agent behind the link, through losses and restarts.
 
 use super::common;
-use std::{sync::atomic::Ordering, time::Duration};
+use std::sync::atomic::Ordering;
+use std::time::Duration;
 
-use common::{Identity, Raw, World, guest::Guest, header, resident_kib, soon, until};
+use common::guest::Guest;
+use common::{Identity, Raw, World, header, resident_kib, soon, until};
 use peerpod_link::frame;
-use peerpod_proto::{
-    guest::{Flush, Personalise, Reply, Request},
-    relay::{DeleteSandboxRequest, GuestCallRequest},
-};
+use peerpod_proto::guest::{Flush, Personalise, Reply, Request};
+use peerpod_proto::relay::{DeleteSandboxRequest, GuestCallRequest};
 use protobuf::Message;
 use tokio::io::AsyncWriteExt;
 use ttrpc::{Code, Error, context};

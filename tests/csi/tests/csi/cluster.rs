@@ -3,19 +3,20 @@
 
 #![cfg(test)]
 
-use std::{collections::HashMap, path::PathBuf, time::Duration};
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use peerpod_proto::csi::{
     ControllerPublishVolumeRequest, ControllerPublishVolumeResponse, CreateVolumeRequest,
     CreateVolumeResponse, Empty, NodePublishVolumeRequest, NodeUnpublishVolumeRequest, VolumeCapability,
 };
-use peerpod_test_csi::{Driver, Folder, Wrapper, calls, grpc::Client};
+use peerpod_test_csi::grpc::Client;
+use peerpod_test_csi::{Driver, Folder, Wrapper, calls};
 use peerpod_test_kube::{Cluster, Options, wait_for};
-use peerpod_volume::{
-    Identity, VolumeId,
-    records::{Records, Vm},
-};
+use peerpod_volume::records::{Records, Vm};
+use peerpod_volume::{Identity, VolumeId};
 use serde_json::{Value, json};
 
 const LIMIT: Duration = Duration::from_secs(60);

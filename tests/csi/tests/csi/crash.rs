@@ -6,30 +6,25 @@
 
 #![cfg(test)]
 
-use std::{
-    collections::HashMap,
-    fs,
-    os::unix::fs::{FileExt, symlink},
-    path::{Path, PathBuf},
-    time::Duration,
-};
+use std::collections::HashMap;
+use std::fs;
+use std::os::unix::fs::{FileExt, symlink};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use nix::{
-    sys::signal::{Signal, kill},
-    unistd::Pid,
-};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use peerpod_proto::csi::{
     ControllerPublishVolumeRequest, ControllerPublishVolumeResponse, ControllerUnpublishVolumeRequest,
     CreateVolumeRequest, CreateVolumeResponse, Empty, NodeExpandVolumeRequest, NodeExpandVolumeResponse,
     NodeGetVolumeStatsRequest, NodeGetVolumeStatsResponse, NodePublishVolumeRequest,
     NodeUnpublishVolumeRequest, VolumeCapability,
 };
-use peerpod_test_csi::{Driver, Folder, Wrapper, grpc::Client, long, report};
-use peerpod_tests::{
-    Dice, PATIENCE,
-    volumes::{At, By, Node, PodToBe, Running, boot},
-};
+use peerpod_test_csi::grpc::Client;
+use peerpod_test_csi::{Driver, Folder, Wrapper, long, report};
+use peerpod_tests::volumes::{At, By, Node, PodToBe, Running, boot};
+use peerpod_tests::{Dice, PATIENCE};
 use peerpod_volume::records::Records;
 use peerpod_world::{Sight, World, eventually};
 use protobuf::Message;

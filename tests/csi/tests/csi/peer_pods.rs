@@ -2,30 +2,25 @@
 
 #![cfg(test)]
 
-use std::{
-    collections::HashMap,
-    os::unix::fs::{FileTypeExt, MetadataExt},
-    path::{Path, PathBuf},
-    sync::Arc,
-};
+use std::collections::HashMap;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use anyhow::{Context, Result, ensure};
 use async_trait::async_trait;
-use peerpod_proto::{
-    csi::{
-        ControllerPublishVolumeRequest, ControllerPublishVolumeResponse, CreateVolumeRequest,
-        CreateVolumeResponse, Empty, NodeExpandVolumeRequest, NodeExpandVolumeResponse,
-        NodeGetVolumeStatsRequest, NodeGetVolumeStatsResponse, NodePublishVolumeRequest,
-        NodeStageVolumeRequest, NodeUnpublishVolumeRequest, NodeUnstageVolumeRequest, VolumeCapability,
-    },
-    volumes::{ExpandRequest, ExpandResponse, StatsRequest, StatsResponse},
-    volumes_ttrpc::{Volumes, create_volumes},
+use peerpod_proto::csi::{
+    ControllerPublishVolumeRequest, ControllerPublishVolumeResponse, CreateVolumeRequest,
+    CreateVolumeResponse, Empty, NodeExpandVolumeRequest, NodeExpandVolumeResponse,
+    NodeGetVolumeStatsRequest, NodeGetVolumeStatsResponse, NodePublishVolumeRequest, NodeStageVolumeRequest,
+    NodeUnpublishVolumeRequest, NodeUnstageVolumeRequest, VolumeCapability,
 };
-use peerpod_test_csi::{Driver, Folder, Wrapper, calls, eventually, grpc::Client, long, report, sanity};
-use peerpod_volume::{
-    Mode, Source, VolumeId,
-    records::{MARKER, Records, Vm},
-};
+use peerpod_proto::volumes::{ExpandRequest, ExpandResponse, StatsRequest, StatsResponse};
+use peerpod_proto::volumes_ttrpc::{Volumes, create_volumes};
+use peerpod_test_csi::grpc::Client;
+use peerpod_test_csi::{Driver, Folder, Wrapper, calls, eventually, long, report, sanity};
+use peerpod_volume::records::{MARKER, Records, Vm};
+use peerpod_volume::{Mode, Source, VolumeId};
 
 const DRIVER: &str = "mock.csi.test";
 

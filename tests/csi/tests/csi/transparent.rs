@@ -5,7 +5,8 @@
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
-use peerpod_test_csi::{Driver, Folder, Wrapper, calls, grpc::Client, long, report, sanity};
+use peerpod_test_csi::grpc::Client;
+use peerpod_test_csi::{Driver, Folder, Wrapper, calls, long, report, sanity};
 
 /// Name, flags of the driver, flags of csi-sanity.
 type Row = (&'static str, Vec<&'static str>, Vec<String>);

@@ -1,22 +1,16 @@
 //! Tests the chart: its rendered objects for every provider, and their installation on a real API server.
 
-use std::{
-    collections::BTreeSet,
-    fs,
-    io::Write,
-    path::{Path, PathBuf},
-    process::Command,
-    time::Duration,
-};
+use std::collections::BTreeSet;
+use std::fs;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
 
-use k8s_openapi::api::{
-    apps::v1::{DaemonSet, Deployment},
-    core::v1::{Binding, Node, Pod},
-};
-use kube::{
-    Api, Client,
-    api::{ListParams, ObjectMeta, Patch, PatchParams, PostParams},
-};
+use k8s_openapi::api::apps::v1::{DaemonSet, Deployment};
+use k8s_openapi::api::core::v1::{Binding, Node, Pod};
+use kube::api::{ListParams, ObjectMeta, Patch, PatchParams, PostParams};
+use kube::{Api, Client};
 use peerpod_test_kube::{Cluster, Options, helm, kubectl, object, objects, program, project, wait_for};
 use serde_json::{Value, from_value, json};
 

@@ -5,23 +5,18 @@
 //! those that the project promises.
 
 use super::controller_world;
-use std::{
-    collections::BTreeMap,
-    fs,
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
-    time::{Duration, Instant},
-};
+use std::collections::BTreeMap;
+use std::fs;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
-use controller_world::{LIMIT, World, cloud::Cloud, key};
+use controller_world::cloud::Cloud;
+use controller_world::{LIMIT, World, key};
 use futures_util::{StreamExt, stream};
 use k8s_openapi::api::node::v1::RuntimeClass;
-use kube::{
-    Api,
-    api::{DeleteParams, ListParams, PostParams},
-};
+use kube::Api;
+use kube::api::{DeleteParams, ListParams, PostParams};
 use peerpod_kube::crds::{FINALIZER, PeerPod};
 use peerpod_provider_api::Error;
 use peerpod_test_kube::wait_for;

@@ -1,19 +1,15 @@
 //! Tests the deployed definitions of the custom resources on a real API server.
 
-use std::{
-    io::{Read, Write},
-    net::TcpStream,
-    process::Command,
-    time::Duration,
-};
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::process::Command;
+use std::time::Duration;
 
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
-use kube::{
-    Api, Client, Resource,
-    api::{Patch, PatchParams, PostParams},
-    core::{DynamicObject, NamespaceResourceScope},
-    discovery::ApiResource,
-};
+use kube::api::{Patch, PatchParams, PostParams};
+use kube::core::{DynamicObject, NamespaceResourceScope};
+use kube::discovery::ApiResource;
+use kube::{Api, Client, Resource};
 use peerpod_kube::crds::{PeerPod, PeerPodConfig, PeerpodVolume};
 use peerpod_test_kube::{Cluster, Options, Process, program, wait_for};
 use serde_json::{Value, json};

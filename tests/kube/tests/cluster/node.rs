@@ -2,10 +2,8 @@
 //! applies a pod; the test plays its kubelet and its shim.
 
 use super::node_common;
-use std::{
-    path::Path,
-    time::{Duration, Instant},
-};
+use std::path::Path;
+use std::time::{Duration, Instant};
 
 use k8s_openapi::api::coordination::v1::Lease;
 use kube::Api;

@@ -1,22 +1,19 @@
 //! Tests the chart's rights. Each role runs as the real program with its own service account and a token like a
 //! kubelet's. It can do all its work, and nothing more.
 
-use std::{
-    net::SocketAddr,
-    path::{Path, PathBuf},
-    time::Duration,
-};
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use k8s_openapi::api::core::v1::Node;
-use kube::{
-    Api,
-    api::{Patch, PatchParams},
-};
+use kube::Api;
+use kube::api::{Patch, PatchParams};
 use peerpod_client::Annotations;
 use peerpod_kube::crds::{PeerPod, Phase};
 use peerpod_test_kube::{Cluster, Options, Process, program, wait_for};
 use peerpod_tests::{fresh_id, stop_in_time};
-use peerpod_world::{Daemons, Settings, World, proxy::Proxy};
+use peerpod_world::proxy::Proxy;
+use peerpod_world::{Daemons, Settings, World};
 use serde_json::{Value, json};
 
 const LIMIT: Duration = Duration::from_secs(120);

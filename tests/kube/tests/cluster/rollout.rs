@@ -1,13 +1,12 @@
 //! Tests PeerPodConfig: the real controller, with the chart's own account and manifests, on a real API server with the
 //! real controllers of DaemonSets and Deployments. The test plays the kubelet.
 
-use std::{path::Path, time::Duration};
+use std::path::Path;
+use std::time::Duration;
 
 use k8s_openapi::api::core::v1::{Binding, Pod};
-use kube::{
-    Api,
-    api::{ListParams, Patch, PatchParams, PostParams},
-};
+use kube::Api;
+use kube::api::{ListParams, Patch, PatchParams, PostParams};
 use peerpod_test_kube::{Cluster, Options, Process, program, wait_for};
 use serde_json::{Value, from_value, json};
 

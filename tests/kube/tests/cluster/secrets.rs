@@ -2,18 +2,19 @@
 //! permitted answers, and every refusal.
 
 use super::secrets_common;
-use std::{
-    collections::BTreeSet,
-    time::{SystemTime, UNIX_EPOCH},
-};
+use std::collections::BTreeSet;
+use std::time::{SystemTime, UNIX_EPOCH};
 
-use base64::{Engine, prelude::BASE64_URL_SAFE_NO_PAD};
+use base64::Engine;
+use base64::prelude::BASE64_URL_SAFE_NO_PAD;
 use hyper::StatusCode;
 use k8s_openapi::api::core::v1::{Pod, Secret};
-use kube::{Api, api::DeleteParams};
+use kube::Api;
+use kube::api::DeleteParams;
 use peerpod_test_kube::{Cluster, Options, wait_for};
 use rcgen::{KeyPair, PKCS_ECDSA_P256_SHA256, SigningKey};
-use rustls_pki_types::{PrivatePkcs8KeyDer, pem::PemObject};
+use rustls_pki_types::PrivatePkcs8KeyDer;
+use rustls_pki_types::pem::PemObject;
 use secrets_common::*;
 use serde_json::{Value, json};
 

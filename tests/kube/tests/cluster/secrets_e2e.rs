@@ -4,7 +4,8 @@
 use super::images_common;
 use super::node_common;
 use super::secrets_common;
-use std::{fs, net::SocketAddr};
+use std::fs;
+use std::net::SocketAddr;
 
 use images_common::{Image, PORT as REGISTRY_PORT, Registry, Serving, ordinary};
 use node_common::{LIMIT, NODE, OWN, Rig, Running};
@@ -12,7 +13,8 @@ use peerpod_client::AgentClient;
 use peerpod_proto::agent::{CreateContainerRequest, CreateSandboxRequest};
 use peerpod_test_kube::wait_for;
 use peerpod_tests::of_image;
-use peerpod_world::{Settings, proxy::Proxy};
+use peerpod_world::Settings;
+use peerpod_world::proxy::Proxy;
 use secrets_common::{AUDIENCE, Service, bundle, controller_account, make_pod};
 use serde_json::json;
 

@@ -3,21 +3,15 @@
 
 use std::time::Duration;
 
-use k8s_openapi::{
-    api::{
-        admissionregistration::v1::MutatingWebhookConfiguration,
-        authentication::v1::{TokenReview, TokenReviewSpec},
-        coordination::v1::Lease,
-        core::v1::{ConfigMap, Node, Pod, Secret},
-    },
-    apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition,
-};
-use kube::{
-    Api,
-    api::{DeleteParams, ListParams, Patch, PatchParams, PostParams},
-    core::{DynamicObject, GroupVersionKind},
-    discovery::ApiResource,
-};
+use k8s_openapi::api::admissionregistration::v1::MutatingWebhookConfiguration;
+use k8s_openapi::api::authentication::v1::{TokenReview, TokenReviewSpec};
+use k8s_openapi::api::coordination::v1::Lease;
+use k8s_openapi::api::core::v1::{ConfigMap, Node, Pod, Secret};
+use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
+use kube::Api;
+use kube::api::{DeleteParams, ListParams, Patch, PatchParams, PostParams};
+use kube::core::{DynamicObject, GroupVersionKind};
+use kube::discovery::ApiResource;
 use peerpod_test_kube::{Cluster, Hook, Options, Rule, wait_for};
 use serde_json::{Value, from_value, json};
 

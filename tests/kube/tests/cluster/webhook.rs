@@ -2,29 +2,22 @@
 //!
 //! With `PEERPOD_BENCH=<file>` the figures are added to that file.
 
-use std::{
-    collections::BTreeMap,
-    fs,
-    net::SocketAddr,
-    path::{Path, PathBuf},
-    sync::{
-        Arc,
-        atomic::{AtomicBool, AtomicUsize, Ordering},
-    },
-    time::{Duration, Instant},
-};
+use std::collections::BTreeMap;
+use std::fs;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
 
-use k8s_openapi::api::{
-    admissionregistration::v1::MutatingWebhookConfiguration,
-    core::v1::{LimitRange, Pod},
-    node::v1::RuntimeClass,
-};
-use kube::{
-    Api,
-    api::{DeleteParams, PostParams},
-};
+use k8s_openapi::api::admissionregistration::v1::MutatingWebhookConfiguration;
+use k8s_openapi::api::core::v1::{LimitRange, Pod};
+use k8s_openapi::api::node::v1::RuntimeClass;
+use kube::Api;
+use kube::api::{DeleteParams, PostParams};
 use peerpod_test_kube::{Authority, Cluster, Hook, Options, Process, program, registration, wait_for};
-use rustls_pki_types::{CertificateDer, ServerName, pem::PemObject};
+use rustls_pki_types::pem::PemObject;
+use rustls_pki_types::{CertificateDer, ServerName};
 use serde_json::{Value, from_value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 

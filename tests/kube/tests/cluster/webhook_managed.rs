@@ -1,22 +1,17 @@
 //! Tests `webhook.certificates: self-managed` behind a real API server. Two replicas that start at once share one CA,
 //! and the registration gets it. CAs and certificates change under load without a failed admission.
 
-use std::{
-    collections::BTreeSet,
-    net::SocketAddr,
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
-    time::Duration,
-};
+use std::collections::BTreeSet;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
-use k8s_openapi::api::{
-    admissionregistration::v1::MutatingWebhookConfiguration,
-    core::v1::{Pod, Secret},
-    node::v1::RuntimeClass,
-};
-use kube::{Api, api::PostParams};
+use k8s_openapi::api::admissionregistration::v1::MutatingWebhookConfiguration;
+use k8s_openapi::api::core::v1::{Pod, Secret};
+use k8s_openapi::api::node::v1::RuntimeClass;
+use kube::Api;
+use kube::api::PostParams;
 use peerpod_test_kube::{Cluster, Options, Process, Rule, program, registration, wait_for};
 use serde_json::{Value, from_value, json};
 
@@ -212,7 +207,8 @@ async fn its_own_certificates_change_under_load_and_no_admission_fails() {
 
 /// Opens a new connection that trusts the bundle, and returns the server's certificate.
 async fn handshake(address: SocketAddr, bundle: &[u8]) -> Vec<u8> {
-    use rustls_pki_types::{CertificateDer, ServerName, pem::PemObject};
+    use rustls_pki_types::pem::PemObject;
+    use rustls_pki_types::{CertificateDer, ServerName};
     let mut roots = rustls::RootCertStore::empty();
     for root in CertificateDer::pem_slice_iter(bundle) {
         roots.add(root.unwrap()).unwrap();

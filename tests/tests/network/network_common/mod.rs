@@ -2,23 +2,19 @@
 //! exchange, with or without a VM.
 
 #![allow(unreachable_pub)] // a module of tests
-use std::{
-    fs,
-    net::{IpAddr, SocketAddr},
-    os::unix::fs::MetadataExt,
-    path::{Path, PathBuf},
-};
+use std::fs;
+use std::net::{IpAddr, SocketAddr};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, ensure};
 use peerpod_client::{AgentClient, Annotations, ContainerSpec, ShimClient, exec_request};
 use peerpod_podnet::netns::Netns;
 use peerpod_proto::agent::CreateSandboxRequest;
 use peerpod_tests::{CONTAINER, PATIENCE, fresh_id, long, stop_in_time};
-use peerpod_world::{
-    Daemons,
-    cni::{Attached, Cluster},
-    traffic::{self, ECHO_PORT, Echo, LARGE_DATAGRAM},
-};
+use peerpod_world::Daemons;
+use peerpod_world::cni::{Attached, Cluster};
+use peerpod_world::traffic::{self, ECHO_PORT, Echo, LARGE_DATAGRAM};
 use tokio::task::JoinSet;
 
 /// MTU of the pod that the tunnel leaves of the cloud network's 1500 bytes.

@@ -1,13 +1,12 @@
 //! Lists the network state of a namespace, as `ip`, `tc`, `nft` and `/proc/sys` report it: one line per thing.
 
-use std::{
-    fs,
-    path::{Path, PathBuf},
-};
+use std::fs;
+use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 
-use crate::{Namespace, command::run};
+use crate::Namespace;
+use crate::command::run;
 
 /// Folder of the kernel's settings.
 const SYSCTLS: &str = "/proc/sys/net";

@@ -1,22 +1,17 @@
 //! The stages, each a method that acts and checks.
 
-use std::{
-    net::SocketAddr,
-    path::PathBuf,
-    time::{Duration, Instant},
-};
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
 use peerpod_client::{AgentClient, Annotations, ContainerSpec, ShimClient, copy_file, exec_request};
 use peerpod_proto::agent::CreateSandboxRequest;
 use tokio::task::{JoinHandle, spawn_blocking};
 
-use crate::{
-    Daemons, Pod, Settings, Sight, World, eventually,
-    page::{self, PageServer},
-    ping::ping,
-    stop,
-};
+use crate::page::{self, PageServer};
+use crate::ping::ping;
+use crate::{Daemons, Pod, Settings, Sight, World, eventually, stop};
 
 /// Time limit of one step, on a machine that is busy with other tests and with a VM that may be emulated.
 const PATIENCE: Duration = Duration::from_secs(60);

@@ -1,23 +1,19 @@
 //! Handles the peer's side of the task: handshake, received records, sent records, heartbeat.
 
-use std::{
-    io::IoSlice,
-    sync::atomic::Ordering::Relaxed,
-    task::{Context, Poll},
-};
+use std::io::IoSlice;
+use std::sync::atomic::Ordering::Relaxed;
+use std::task::{Context, Poll};
 
 use tokio::time::Instant;
 use tracing::{debug, warn};
 
-use super::{Link, Scratch, Task, locals::Batch, random_epoch, random_id};
-use crate::{
-    endpoint::{Handler, LinkEvent, Role, Transport, join::First},
-    record::{self, CloseReason, Hello, StreamKind},
-    session::{
-        Joined, Received, Violation,
-        pool::{self, Size},
-    },
-};
+use super::locals::Batch;
+use super::{Link, Scratch, Task, random_epoch, random_id};
+use crate::endpoint::join::First;
+use crate::endpoint::{Handler, LinkEvent, Role, Transport};
+use crate::record::{self, CloseReason, Hello, StreamKind};
+use crate::session::pool::{self, Size};
+use crate::session::{Joined, Received, Violation};
 
 /// Writes of one round; each writes at most as much as TLS buffers.
 const WRITES: usize = 2;

@@ -1,27 +1,19 @@
 //! Handles the local sockets of the task.
 
-use std::{
-    io::IoSliceMut,
-    sync::atomic::Ordering::Relaxed,
-    task::{Context, Poll},
-};
+use std::io::IoSliceMut;
+use std::sync::atomic::Ordering::Relaxed;
+use std::task::{Context, Poll};
 
 use tokio::time::Instant;
 use tracing::debug;
 
 use super::{LINGER, LOOK, Scratch, Task};
-use crate::{
-    endpoint::{
-        Handler, Role,
-        local::{Local, READ, SLICES},
-    },
-    ids::IdMap,
-    record::{CloseReason, StreamKind},
-    session::{
-        CHUNK,
-        pool::{self, Size},
-    },
-};
+use crate::endpoint::local::{Local, READ, SLICES};
+use crate::endpoint::{Handler, Role};
+use crate::ids::IdMap;
+use crate::record::{CloseReason, StreamKind};
+use crate::session::CHUNK;
+use crate::session::pool::{self, Size};
 
 /// Records of at least this size get a slice of their own.
 const STRAIGHT: usize = 2 << 10;

@@ -3,30 +3,25 @@
 // Every user needs only a part of it, and all of it is test code.
 #![allow(dead_code, missing_docs, unreachable_pub, clippy::unwrap_used)]
 
-use std::{
-    io,
-    net::SocketAddr,
-    path::{Path, PathBuf},
-    sync::{
-        Arc, Mutex,
-        atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst},
-    },
-    time::{Duration, Instant},
-};
+use std::io;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::Ordering::SeqCst;
+use std::sync::atomic::{AtomicBool, AtomicUsize};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 use bytes::{Bytes, BytesMut};
 use futures_util::future::BoxFuture;
-use peerpod_link::{
-    endpoint::{Endpoint, EndpointHandle, Filter, Handler, Limits, LinkEvent, Role, Target, Transport, tune},
-    frame::{self, HEADER_LEN, Header},
-    tls,
+use peerpod_link::endpoint::{
+    Endpoint, EndpointHandle, Filter, Handler, Limits, LinkEvent, Role, Target, Transport, tune,
 };
+use peerpod_link::frame::{self, HEADER_LEN, Header};
+use peerpod_link::tls;
 use rustls_pki_types::{CertificateDer, PrivateKeyDer};
-use tokio::{
-    io::{AsyncReadExt, AsyncWriteExt},
-    net::{TcpListener, TcpStream, UnixListener, UnixStream},
-    sync::{Notify, mpsc},
-};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
+use tokio::sync::{Notify, mpsc};
 use tokio_rustls::{TlsAcceptor, TlsConnector};
 
 pub const DEADLINE: Duration = Duration::from_secs(60);

@@ -3,10 +3,10 @@
 
 use std::path::{Path, PathBuf};
 
-use peerpod_proto::{
-    intercept::{CreateContainerRequest, Device, FSGroup, LinuxDevice, LinuxDeviceCgroup, Storage},
-    ttrpc_frame::Request,
+use peerpod_proto::intercept::{
+    CreateContainerRequest, Device, FSGroup, LinuxDevice, LinuxDeviceCgroup, Storage,
 };
+use peerpod_proto::ttrpc_frame::Request;
 use protobuf::{Message, MessageField};
 
 use super::Error;

@@ -1,6 +1,7 @@
 //! Tests of containers that wait for their volumes.
 
-use std::{collections::VecDeque, task::Waker};
+use std::collections::VecDeque;
+use std::task::Waker;
 
 use peerpod_proto::intercept::{
     CreateContainerRequest, Device, LinuxDevice, LinuxDeviceCgroup, Mount, Storage,

@@ -1,13 +1,11 @@
 //! Runs a real VM in QEMU: the minimal image's kernel and initramfs, and on top of it the additions of a test.
 
-use std::{
-    fs,
-    io::{Read, Write},
-    path::{Path, PathBuf},
-    process::{Child, Command, Stdio},
-    sync::{Arc, Mutex},
-    time::{Duration, Instant},
-};
+use std::fs;
+use std::io::{Read, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 /// Time limit for software emulation, on a machine that does other things as well.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(150);

@@ -1,15 +1,13 @@
 //! Program in the kata-agent's place in a test's VM: prints its observations on the console, and treats the machine as
 //! the kernel command line demands. Compiled by the test itself, with the standard library alone.
 
-use std::{
-    ffi::{CString, c_char, c_int, c_ulong, c_void},
-    fs::{self, File, OpenOptions},
-    io::Write,
-    os::unix::net::UnixListener,
-    process::Command,
-    thread,
-    time::Duration,
-};
+use std::ffi::{CString, c_char, c_int, c_ulong, c_void};
+use std::thread;
+use std::fs::{self, File, OpenOptions};
+use std::io::Write;
+use std::os::unix::net::UnixListener;
+use std::process::Command;
+use std::time::Duration;
 
 // SAFETY: the C library's own declarations.
 unsafe extern "C" {

@@ -1,38 +1,31 @@
 //! Relay and node in one, as small as they can be: grants the second claim, keeps one session, sends requests and
 //! receives replies.
 
-use std::{
-    collections::HashMap,
-    io,
-    net::SocketAddr,
-    os::unix::net::UnixStream as StdUnixStream,
-    sync::{
-        Arc, Mutex,
-        atomic::{AtomicU32, AtomicU64, Ordering},
-    },
-    time::Duration,
-};
+use std::collections::HashMap;
+use std::io;
+use std::net::SocketAddr;
+use std::os::unix::net::UnixStream as StdUnixStream;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
 use futures_util::future::BoxFuture;
-use peerpod_link::{
-    claim::{self, First},
-    endpoint::{Endpoint, EndpointHandle, Filter, Handler, Limits, LinkEvent, Role, Transport},
-    tls,
-};
-use peerpod_proto::guest::{ClaimReply, Reply, Request, Status, request::Body};
+use peerpod_link::claim::{self, First};
+use peerpod_link::endpoint::{Endpoint, EndpointHandle, Filter, Handler, Limits, LinkEvent, Role, Transport};
+use peerpod_link::tls;
+use peerpod_proto::guest::request::Body;
+use peerpod_proto::guest::{ClaimReply, Reply, Request, Status};
 use protobuf::Message;
 use rcgen::{
     BasicConstraints, CertificateParams, CertificateSigningRequestParams, ExtendedKeyUsagePurpose, IsCa,
     Issuer, KeyPair,
 };
 use rustls_pki_types::{CertificateDer, PrivateKeyDer};
-use tokio::{
-    net::{TcpListener, TcpStream, UnixStream},
-    runtime::Runtime,
-    sync::mpsc,
-    time::timeout,
-};
+use tokio::net::{TcpListener, TcpStream, UnixStream};
+use tokio::runtime::Runtime;
+use tokio::sync::mpsc;
+use tokio::time::timeout;
 use tokio_rustls::TlsAcceptor;
 
 pub(crate) const SECRET: [u8; 32] = [9; 32];

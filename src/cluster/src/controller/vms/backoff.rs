@@ -1,9 +1,7 @@
 //! Computes the backoff of failed objects. A change of the object does not shorten it.
 
-use std::{
-    collections::{HashMap, HashSet},
-    time::{Duration, Instant},
-};
+use std::collections::{HashMap, HashSet};
+use std::time::{Duration, Instant};
 
 use parking_lot::{Mutex, MutexGuard};
 use peerpod_common::backoff;

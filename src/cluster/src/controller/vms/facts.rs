@@ -2,19 +2,13 @@
 
 use std::time::Duration;
 
-use k8s_openapi::{
-    api::{
-        coordination::v1::Lease,
-        core::v1::{Node, Pod as KubePod},
-    },
-    jiff::{SignedDuration, Timestamp},
-};
+use k8s_openapi::api::coordination::v1::Lease;
+use k8s_openapi::api::core::v1::{Node, Pod as KubePod};
+use k8s_openapi::jiff::{SignedDuration, Timestamp};
 use kube::{Api, ResourceExt};
-use peerpod_kube::{
-    client::{self, within},
-    crds::PeerPod,
-    heartbeat, lease,
-};
+use peerpod_kube::client::{self, within};
+use peerpod_kube::crds::PeerPod;
+use peerpod_kube::{heartbeat, lease};
 
 use super::decide::{Facts, Pod, stopped};
 use crate::controller::Context;
@@ -119,10 +113,9 @@ fn pod_state(found: Option<&KubePod>, uid: &str, now: Timestamp) -> Pod {
 
 #[cfg(test)]
 mod tests {
-    use k8s_openapi::{
-        api::{coordination::v1::LeaseSpec, core::v1::PodStatus},
-        apimachinery::pkg::apis::meta::v1::{MicroTime, ObjectMeta, Time},
-    };
+    use k8s_openapi::api::coordination::v1::LeaseSpec;
+    use k8s_openapi::api::core::v1::PodStatus;
+    use k8s_openapi::apimachinery::pkg::apis::meta::v1::{MicroTime, ObjectMeta, Time};
     use peerpod_kube::crds::{PeerPodSpec, Phase};
 
     use super::*;

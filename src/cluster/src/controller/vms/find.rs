@@ -1,10 +1,8 @@
 //! Finds the VMs of a PeerPod without an instance id, and shares one list of the provider among concurrent callers.
 
-use std::{
-    collections::HashSet,
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::collections::HashSet;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use kube::ResourceExt;
 use peerpod_kube::crds::{PeerPod, PeerPodSpec};
@@ -155,7 +153,8 @@ fn has_better_claim(cluster: &str, id: &str, vm: Option<&Owned>, other: &PeerPod
 
 #[cfg(test)]
 mod tests {
-    use k8s_openapi::{apimachinery::pkg::apis::meta::v1::Time, jiff::Timestamp};
+    use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+    use k8s_openapi::jiff::Timestamp;
 
     use super::*;
 

@@ -1,10 +1,8 @@
 //! Finds orphaned VMs and lost nodes, and how long they have been so by the local clock. Pure; the documentation of
 //! `controller::vms` has the rules.
 
-use std::{
-    collections::{HashMap, HashSet},
-    time::{Duration, Instant},
-};
+use std::collections::{HashMap, HashSet};
+use std::time::{Duration, Instant};
 
 use peerpod_kube::crds::{PeerPod, PeerPodSpec};
 use peerpod_provider_api::{IdempotencyKey, InstanceId, Owned, OwnedState};

@@ -1,41 +1,31 @@
 //! Watches all PeerPods, and deletes the VM of each one with a deletionTimestamp and the finalizer. Up to
 //! 50 deletions run at once, one task each.
 
-use std::{
-    collections::HashSet,
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::collections::HashSet;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use futures_util::StreamExt;
-use kube::{
-    Api, ResourceExt,
-    api::{Patch, PatchParams},
-    runtime::{
-        controller::{self, Action, Controller},
-        events::EventType,
-        reflector::Store,
-        watcher,
-    },
-};
-use peerpod_kube::{
-    client::{self, within},
-    crds::{FINALIZER, PeerPod, PeerPodSpec},
-    lease::NotHeld,
-};
+use kube::api::{Patch, PatchParams};
+use kube::runtime::controller::{self, Action, Controller};
+use kube::runtime::events::EventType;
+use kube::runtime::reflector::Store;
+use kube::runtime::watcher;
+use kube::{Api, ResourceExt};
+use peerpod_kube::client::{self, within};
+use peerpod_kube::crds::{FINALIZER, PeerPod, PeerPodSpec};
+use peerpod_kube::lease::NotHeld;
 use peerpod_provider_api::{Error as ProviderError, InstanceId, Retry};
 use serde_json::json;
 use tracing::{debug, info, warn};
 
-use super::{
-    Vms,
-    backoff::Backoff,
-    decide::{Decision, decide},
-    facts::{gather, owner_of},
-    find::{Meant, another_ones, keys, meant},
-    metrics::Outcome,
-    report::{self, Stays},
-};
+use super::Vms;
+use super::backoff::Backoff;
+use super::decide::{Decision, decide};
+use super::facts::{gather, owner_of};
+use super::find::{Meant, another_ones, keys, meant};
+use super::metrics::Outcome;
+use super::report::{self, Stays};
 use crate::controller::{Context, Part};
 
 /// Interval for another check of a running pod. Its end causes no event here.

@@ -1,17 +1,14 @@
 //! Reports the end of a PeerPod to its users: the condition `Deleted`, and Events. A failure is logged and delays
 //! nothing.
 
-use k8s_openapi::{
-    api::core::v1::ObjectReference,
-    apimachinery::pkg::apis::meta::v1::{Condition, Time},
-    jiff::Timestamp,
-};
-use kube::{
-    Api, Resource, ResourceExt,
-    api::{Patch, PatchParams},
-    runtime::events::{Event, EventType},
-};
-use peerpod_kube::{client::within, crds::PeerPod};
+use k8s_openapi::api::core::v1::ObjectReference;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
+use k8s_openapi::jiff::Timestamp;
+use kube::api::{Patch, PatchParams};
+use kube::runtime::events::{Event, EventType};
+use kube::{Api, Resource, ResourceExt};
+use peerpod_kube::client::within;
+use peerpod_kube::crds::PeerPod;
 use serde_json::json;
 use tracing::debug;
 

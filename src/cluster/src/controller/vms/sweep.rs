@@ -1,38 +1,25 @@
 //! Compares the provider's VMs with the PeerPods, and the nodes with their heartbeats.
 
-use std::{
-    collections::{HashMap, HashSet},
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use futures_util::{StreamExt, stream};
-use k8s_openapi::{
-    api::{
-        coordination::v1::Lease,
-        core::v1::{Node, ObjectReference, Pod},
-    },
-    jiff::Timestamp,
-};
-use kube::{
-    Api, Resource, ResourceExt,
-    api::{DeleteParams, ListParams, Preconditions},
-    runtime::events::EventType,
-};
-use peerpod_kube::{
-    client::{self, within},
-    crds::PeerPod,
-    heartbeat, lease,
-};
+use k8s_openapi::api::coordination::v1::Lease;
+use k8s_openapi::api::core::v1::{Node, ObjectReference, Pod};
+use k8s_openapi::jiff::Timestamp;
+use kube::api::{DeleteParams, ListParams, Preconditions};
+use kube::runtime::events::EventType;
+use kube::{Api, Resource, ResourceExt};
+use peerpod_kube::client::{self, within};
+use peerpod_kube::crds::PeerPod;
+use peerpod_kube::{heartbeat, lease};
 use tracing::{info, warn};
 
-use super::{
-    Vms,
-    config::Orphans,
-    metrics::Removal,
-    orphan::{Beat, Claims, Found, Look, Seen, Suspect, goes_with},
-    report,
-};
+use super::config::Orphans;
+use super::metrics::Removal;
+use super::orphan::{Beat, Claims, Found, Look, Seen, Suspect, goes_with};
+use super::{Vms, report};
 use crate::controller::{Context, Part};
 
 /// Objects per page.

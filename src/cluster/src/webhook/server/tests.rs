@@ -1,14 +1,14 @@
 use std::path::PathBuf;
 
-use base64::{Engine, prelude::BASE64_STANDARD};
+use base64::Engine;
+use base64::prelude::BASE64_STANDARD;
 use rustls_pki_types::{CertificateDer, ServerName};
 use serde_json::{Value, json};
-use tokio::{
-    io::{AsyncReadExt, AsyncWriteExt},
-    net::TcpStream,
-};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
 
-use super::{super::mutate::Totals, *};
+use super::super::mutate::Totals;
+use super::*;
 
 const LIMIT: Duration = Duration::from_secs(30);
 

@@ -3,15 +3,14 @@
 
 use std::net::IpAddr;
 
-use base64::{Engine as _, engine::general_purpose::STANDARD as BASE64};
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD as BASE64;
 use tokio::sync::oneshot;
 use tracing::{info, warn};
 
 use crate::ledger::{Binding, Record};
-use crate::sandbox::{
-    error::{ClaimRefused, Error, Granted},
-    lifecycle::task::Task,
-};
+use crate::sandbox::error::{ClaimRefused, Error, Granted};
+use crate::sandbox::lifecycle::task::Task;
 
 /// Data that a guest presents in order to get a certificate.
 #[derive(Clone, Debug)]

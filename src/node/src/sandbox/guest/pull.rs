@@ -10,15 +10,11 @@ use tokio::time::{Instant, sleep_until};
 use tracing::{info, warn};
 use zeroize::Zeroizing;
 
-use crate::sandbox::{
-    lifecycle::{
-        completions::clip,
-        in_flight::{Completion, Which},
-        phase::Phase,
-        task::{Task, Unapplied},
-    },
-    ports::PullSecretError,
-};
+use crate::sandbox::lifecycle::completions::clip;
+use crate::sandbox::lifecycle::in_flight::{Completion, Which};
+use crate::sandbox::lifecycle::phase::Phase;
+use crate::sandbox::lifecycle::task::{Task, Unapplied};
+use crate::sandbox::ports::PullSecretError;
 
 /// Maximum pause after a refusal, which is due to the pod or the cluster's settings.
 const AFTER_REFUSAL: Duration = Duration::from_secs(60);

@@ -2,20 +2,18 @@
 //! for its key, and gets a new certificate once the relay has it. Each step may be repeated; after a crash the first
 //! step runs again.
 
-use std::{sync::Arc, time::Duration};
+use std::sync::Arc;
+use std::time::Duration;
 
-use base64::{Engine as _, engine::general_purpose::STANDARD as BASE64};
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD as BASE64;
 use peerpod_proto::guest::{Reply, Request, Rotate};
 use tracing::{error, info};
 
-use crate::sandbox::{
-    lifecycle::{
-        completions::clip,
-        in_flight::{Completion, Which},
-        task::{Task, Unapplied},
-    },
-    ports::{RelayError, Trusted},
-};
+use crate::sandbox::lifecycle::completions::clip;
+use crate::sandbox::lifecycle::in_flight::{Completion, Which};
+use crate::sandbox::lifecycle::task::{Task, Unapplied};
+use crate::sandbox::ports::{RelayError, Trusted};
 
 /// Certificate on its way to the guest.
 pub(crate) struct Renewal {

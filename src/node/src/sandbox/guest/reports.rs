@@ -8,7 +8,9 @@ use peerpod_proto::guest::{NetworkPlan, Status};
 use protobuf::Message;
 use tracing::{info, warn};
 
-use crate::sandbox::lifecycle::{completions::clip, phase::Phase, task::Task};
+use crate::sandbox::lifecycle::completions::clip;
+use crate::sandbox::lifecycle::phase::Phase;
+use crate::sandbox::lifecycle::task::Task;
 
 /// Maximum number of log lines for one sandbox, in one life of its task.
 const MOST_LOGGED: u32 = 64;

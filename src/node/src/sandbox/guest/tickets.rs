@@ -2,11 +2,13 @@
 //! only together with the source address of the VM, which the cloud has reported. The index never guesses: an address
 //! of no member, or of two, gives no answer (yet).
 
-use std::{collections::HashMap, net::IpAddr};
+use std::collections::HashMap;
+use std::net::IpAddr;
 
 use parking_lot::{Mutex, MutexGuard};
 
-use crate::{ledger::Record, spec::SandboxId};
+use crate::ledger::Record;
+use crate::spec::SandboxId;
 
 /// Owner of a claim.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -1,16 +1,16 @@
 //! Removes everything that was made for a sandbox: flush → relay → VM → volumes → network. Each step is retried until
 //! it succeeds. A failed step does not hold up the others; only the volumes wait for the VM.
 
-use std::{net::IpAddr, sync::Arc, time::Duration};
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::time::Duration;
 
 use peerpod_proto::guest::{Flush, Request};
 use peerpod_provider_api::InstanceId;
 
+use crate::ledger::{NetnsRef, Network};
 use crate::sandbox::ports::Ports;
-use crate::{
-    ledger::{NetnsRef, Network},
-    spec::SandboxId,
-};
+use crate::spec::SandboxId;
 
 /// Parts of a sandbox that are still to be removed.
 #[derive(Clone, Debug)]

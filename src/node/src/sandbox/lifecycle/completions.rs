@@ -1,31 +1,24 @@
 //! Applies the results of finished operations. A change is recorded before it takes effect. A result that cannot be
 //! recorded is delivered again later, so that a full disk loses no VM.
 
-use std::{net::IpAddr, time::Duration};
+use std::net::IpAddr;
+use std::time::Duration;
 
 use peerpod_proto::guest::{NetworkPlan, Reply, Status};
 use peerpod_provider_api::{InstanceId, Placement};
 use protobuf::Message;
 use tracing::{error, info, warn};
 
-use crate::sandbox::{
-    lifecycle::{
-        clear::Pass,
-        in_flight::{Completion, Which},
-        phase::{Phase, PhaseEvent, next},
-        task::{Task, Unapplied},
-    },
-    network::follow::PlannedNetwork,
-    ports::{CloudError, NetworkError, Ports, RelayError, Retry},
-    vm::{
-        batch::{BatchMember, CreatePath},
-        console::Console,
-    },
-};
-use crate::{
-    ledger::{Network, Record},
-    volumes::PodVolumes,
-};
+use crate::ledger::{Network, Record};
+use crate::sandbox::lifecycle::clear::Pass;
+use crate::sandbox::lifecycle::in_flight::{Completion, Which};
+use crate::sandbox::lifecycle::phase::{Phase, PhaseEvent, next};
+use crate::sandbox::lifecycle::task::{Task, Unapplied};
+use crate::sandbox::network::follow::PlannedNetwork;
+use crate::sandbox::ports::{CloudError, NetworkError, Ports, RelayError, Retry};
+use crate::sandbox::vm::batch::{BatchMember, CreatePath};
+use crate::sandbox::vm::console::Console;
+use crate::volumes::PodVolumes;
 
 /// Pause before the next address query, while a guest connects from an address that the cloud has not named.
 const BETWEEN_LOOKS: Duration = Duration::from_secs(1);

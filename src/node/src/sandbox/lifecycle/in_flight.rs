@@ -4,19 +4,23 @@
 //! An operation runs inside its sandbox's task. A slot can also hold a backoff pause, or a result that could not be
 //! recorded and is delivered again.
 
-use std::{future::Future, net::IpAddr, sync::Arc, time::Duration};
+use std::future::Future;
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::time::Duration;
 
 use futures_util::future::{BoxFuture, FutureExt, pending};
 use peerpod_proto::guest::{NetworkPlan, Reply};
 use peerpod_provider_api::{InstanceId, Placement};
 use zeroize::Zeroizing;
 
-use crate::sandbox::{
-    lifecycle::clear::Pass,
-    ports::{Changes, CloudError, Followed, NetworkError, PullSecretError, RelayError, Trusted},
-    vm::batch::BatchMember,
+use crate::ledger::Network;
+use crate::sandbox::lifecycle::clear::Pass;
+use crate::sandbox::ports::{
+    Changes, CloudError, Followed, NetworkError, PullSecretError, RelayError, Trusted,
 };
-use crate::{ledger::Network, volumes::PodVolumes};
+use crate::sandbox::vm::batch::BatchMember;
+use crate::volumes::PodVolumes;
 
 /// Result of a finished operation.
 #[derive(Clone)]

@@ -1,34 +1,24 @@
 //! Performs a phase's duty: starts every operation that is due and not in flight.
 
-use std::{
-    net::{IpAddr, SocketAddr},
-    time::Duration,
-};
+use std::net::{IpAddr, SocketAddr};
+use std::time::Duration;
 
 use peerpod_link::initdata::Initdata;
-use peerpod_proto::{
-    guest::{Images, NetworkPlan, Personalise, Request},
-    relay::{PutSandboxRequest, TunnelPeer},
-};
+use peerpod_proto::guest::{Images, NetworkPlan, Personalise, Request};
+use peerpod_proto::relay::{PutSandboxRequest, TunnelPeer};
 use peerpod_provider_api::CreateRequest;
 use tracing::{info, warn};
 use zeroize::Zeroizing;
 
-use crate::sandbox::{
-    guest::claims::fingerprints,
-    lifecycle::{
-        clear::{self, Left, Release, Undo},
-        in_flight::Completion,
-        phase::{Phase, Step, desired},
-        task::Task,
-    },
-    ports::RelayError,
-    vm::batch::{BatchMember, CreatePath},
-};
-use crate::{
-    ledger::{Member, Network, Record},
-    volumes::PodVolumes,
-};
+use crate::ledger::{Member, Network, Record};
+use crate::sandbox::guest::claims::fingerprints;
+use crate::sandbox::lifecycle::clear::{self, Left, Release, Undo};
+use crate::sandbox::lifecycle::in_flight::Completion;
+use crate::sandbox::lifecycle::phase::{Phase, Step, desired};
+use crate::sandbox::lifecycle::task::Task;
+use crate::sandbox::ports::RelayError;
+use crate::sandbox::vm::batch::{BatchMember, CreatePath};
+use crate::volumes::PodVolumes;
 
 /// Maximum number of addresses at which a guest is dialled.
 const MOST_DIALLED: usize = 8;

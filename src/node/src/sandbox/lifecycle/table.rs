@@ -3,44 +3,39 @@
 
 mod state;
 
-use std::{collections::BTreeMap, path::PathBuf, sync::Arc, time::Duration};
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
 
 use parking_lot::{Mutex, MutexGuard};
 use peerpod_proto::guest::{Reply, Request};
 use peerpod_provider_api::{CreateRequest, InstanceId};
-use tokio::{
-    sync::{mpsc, oneshot, watch},
-    time::{Instant, timeout_at},
-};
+use tokio::sync::{mpsc, oneshot, watch};
+use tokio::time::{Instant, timeout_at};
 use tracing::{Instrument, debug, error, info, info_span, warn};
 
 use state::State;
 pub(crate) use state::{Entry, Running};
 
-use crate::sandbox::{
-    Settings,
-    error::{ClaimRefused, Error, Granted},
-    guest::{
-        claims::Claim,
-        tickets::{Owner, Tickets},
-    },
-    lifecycle::{
-        in_flight::Slots,
-        phase::Phase,
-        task::{Command, End, GuestState, NetworkState, RelayState, Start, Stop, Task, VmCreation},
-        view::View,
-    },
-    network::follow::Following,
-    ports::Ports,
-    recovery::restart::PanicGuard,
-    vm::batch::Batches,
+use crate::ledger::{Enrolment, NetnsRef, Record, RecordEnd, VERSION, WantedVm};
+use crate::metrics::Metrics;
+use crate::sandbox::Settings;
+use crate::sandbox::error::{ClaimRefused, Error, Granted};
+use crate::sandbox::guest::claims::Claim;
+use crate::sandbox::guest::tickets::{Owner, Tickets};
+use crate::sandbox::lifecycle::in_flight::Slots;
+use crate::sandbox::lifecycle::phase::Phase;
+use crate::sandbox::lifecycle::task::{
+    Command, End, GuestState, NetworkState, RelayState, Start, Stop, Task, VmCreation,
 };
-use crate::{
-    ledger::{Enrolment, NetnsRef, Record, RecordEnd, VERSION, WantedVm},
-    metrics::Metrics,
-    spec::{SandboxId, Size, Wanted, vm_memory},
-    volumes::PodVolumes,
-};
+use crate::sandbox::lifecycle::view::View;
+use crate::sandbox::network::follow::Following;
+use crate::sandbox::ports::Ports;
+use crate::sandbox::recovery::restart::PanicGuard;
+use crate::sandbox::vm::batch::Batches;
+use crate::spec::{SandboxId, Size, Wanted, vm_memory};
+use crate::volumes::PodVolumes;
 
 /// Request of a CreateVM.
 #[derive(Clone, Debug)]

@@ -4,37 +4,32 @@
 //! level-triggered: after every event, `reconcile` starts the operations that the phase requires and that are not in flight.
 //! A task that recovers from the ledger therefore does the same as one that never stopped.
 
-use std::{net::IpAddr, sync::Arc, time::Duration};
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::time::Duration;
 
 use peerpod_provider_api::{IdempotencyKey, InstanceId};
-use tokio::{
-    sync::{mpsc, oneshot, watch},
-    time::{Instant, sleep_until},
-};
+use tokio::sync::{mpsc, oneshot, watch};
+use tokio::time::{Instant, sleep_until};
 use tracing::{debug, error, info, warn};
 
-use crate::sandbox::{
-    Settings,
-    error::{Error, Granted},
-    guest::{
-        claims::{Claim, Claims},
-        pull::Pull,
-        renew::Renewal,
-        reports::Reports,
-        tickets::Tickets,
-    },
-    lifecycle::{
-        clear::Left,
-        completions::console_of,
-        in_flight::{Completion, Slots, Which},
-        phase::{self, Phase, PhaseEvent, Step},
-        view::View,
-    },
-    network::follow::{Following, PlannedNetwork},
-    ports::{Guest, NodeEndpoints, PodEvent, Ports, Trusted},
-    vm::batch::{Batches, CreatePath},
-};
-use crate::{ledger::Record, metrics::Metrics};
+use crate::ledger::Record;
+use crate::metrics::Metrics;
+use crate::sandbox::Settings;
+use crate::sandbox::error::{Error, Granted};
+use crate::sandbox::guest::claims::{Claim, Claims};
+use crate::sandbox::guest::pull::Pull;
+use crate::sandbox::guest::renew::Renewal;
+use crate::sandbox::guest::reports::Reports;
+use crate::sandbox::guest::tickets::Tickets;
+use crate::sandbox::lifecycle::clear::Left;
+use crate::sandbox::lifecycle::completions::console_of;
+use crate::sandbox::lifecycle::in_flight::{Completion, Slots, Which};
+use crate::sandbox::lifecycle::phase::{self, Phase, PhaseEvent, Step};
+use crate::sandbox::lifecycle::view::View;
+use crate::sandbox::network::follow::{Following, PlannedNetwork};
+use crate::sandbox::ports::{Guest, NodeEndpoints, PodEvent, Ports, Trusted};
+use crate::sandbox::vm::batch::{Batches, CreatePath};
 
 /// Command to a sandbox's task.
 pub(crate) enum Command {

@@ -4,8 +4,10 @@ use std::sync::Arc;
 
 use peerpod_provider_api::InstanceId;
 
+use crate::ledger::Record;
 use crate::sandbox::error::Error;
-use crate::{ledger::Record, sandbox::lifecycle::phase::Phase, spec::SandboxId};
+use crate::sandbox::lifecycle::phase::Phase;
+use crate::spec::SandboxId;
 
 /// State of a sandbox, as published by its task.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -9,15 +9,11 @@ use sha2::{Digest, Sha256};
 use tokio::sync::watch;
 use tracing::{error, info, warn};
 
-use crate::sandbox::{
-    lifecycle::{
-        in_flight::{Completion, Which},
-        phase::Phase,
-        steps::address,
-        task::{Task, Unapplied},
-    },
-    ports::{Changes, CloudError, Followed, NetworkError, NodeEndpoints},
-};
+use crate::sandbox::lifecycle::in_flight::{Completion, Which};
+use crate::sandbox::lifecycle::phase::Phase;
+use crate::sandbox::lifecycle::steps::address;
+use crate::sandbox::lifecycle::task::{Task, Unapplied};
+use crate::sandbox::ports::{Changes, CloudError, Followed, NetworkError, NodeEndpoints};
 
 /// Maximum number of addresses kept for one VM.
 const MOST_ADDRESSES: usize = 8;

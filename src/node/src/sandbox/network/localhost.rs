@@ -1,13 +1,9 @@
 //! Redirects the pod's localhost into its VM, once the tunnel is connected and the relay has the sandbox. Repeats that
 //! after each later update of the relay. No pod waits for it: a pod runs without the redirection.
 
-use crate::sandbox::{
-    lifecycle::{
-        in_flight::{Completion, Which},
-        task::{Task, Unapplied},
-    },
-    ports::NetworkError,
-};
+use crate::sandbox::lifecycle::in_flight::{Completion, Which};
+use crate::sandbox::lifecycle::task::{Task, Unapplied};
+use crate::sandbox::ports::NetworkError;
 
 impl Task {
     /// Starts the redirection if it is due.

@@ -1,25 +1,19 @@
 //! Restores the state of a restarted node before it answers any call: first the stops that the relay promised, then
 //! every record of the ledger. When the cloud is reachable, it also deletes the VMs that no record claims.
 
-use std::{
-    collections::{HashMap, HashSet},
-    time::Duration,
-};
+use std::collections::{HashMap, HashSet};
+use std::time::Duration;
 
 use peerpod_provider_api::{IdempotencyKey, InstanceId, Owned, OwnedState};
 use tokio::time::Instant;
 use tracing::{info, warn};
 
-use crate::sandbox::{
-    Sandboxes,
-    error::Error,
-    lifecycle::phase::{MAX_ATTEMPTS, Phase, PhaseEvent, next},
-    vm::batch::Claimed,
-};
-use crate::{
-    ledger::{Batch, Note, Record},
-    spec::SandboxId,
-};
+use crate::ledger::{Batch, Note, Record};
+use crate::sandbox::Sandboxes;
+use crate::sandbox::error::Error;
+use crate::sandbox::lifecycle::phase::{MAX_ATTEMPTS, Phase, PhaseEvent, next};
+use crate::sandbox::vm::batch::Claimed;
+use crate::spec::SandboxId;
 
 /// Contents of the state directory at the start.
 #[derive(Debug, Default)]

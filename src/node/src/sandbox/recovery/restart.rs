@@ -7,10 +7,8 @@ use std::time::Duration;
 use tokio::time::{Instant, sleep, timeout};
 use tracing::{Instrument, error, info, info_span, warn};
 
-use crate::sandbox::{
-    Sandboxes,
-    lifecycle::table::{Entry, Running},
-};
+use crate::sandbox::Sandboxes;
+use crate::sandbox::lifecycle::table::{Entry, Running};
 use crate::spec::SandboxId;
 
 /// Pause after the first panic; doubles with each further one.

@@ -1,24 +1,24 @@
 //! Tests batches: each sandbox gets a VM of its own, even if the node dies, a sandbox stops or the cloud refuses in
 //! between.
 
-use std::{
-    collections::BTreeSet,
-    fs,
-    os::unix::fs::PermissionsExt,
-    path::PathBuf,
-    sync::{Arc, atomic::Ordering},
-    time::Duration,
-};
+use std::collections::BTreeSet;
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use futures_util::future::join_all;
 use peerpod_link::user_data::UserData;
 use peerpod_provider_api::InstanceId;
 
-use super::{node::*, world::*};
-use crate::{
-    ledger::Ledger,
-    sandbox::{Claim, ClaimRefused, Error, Orphans, Stop, error::Granted, ports::CloudError},
-};
+use super::node::*;
+use super::world::*;
+use crate::ledger::Ledger;
+use crate::sandbox::error::Granted;
+use crate::sandbox::ports::CloudError;
+use crate::sandbox::{Claim, ClaimRefused, Error, Orphans, Stop};
 
 const THREE: [&str; 3] = ["a", "b", "c"];
 

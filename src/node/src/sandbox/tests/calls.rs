@@ -1,10 +1,12 @@
 //! Tests the answers of the hypervisor API's calls, and their timing.
 
-use std::{sync::atomic::Ordering, time::Duration};
+use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::{node::*, world::*};
+use super::node::*;
+use super::world::*;
 use crate::sandbox::{Error, Stop};
 
 #[tokio::test(start_paused = true)]

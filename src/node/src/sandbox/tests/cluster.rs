@@ -1,14 +1,14 @@
 //! Tests the publication of sandboxes in the cluster, and that it does not hold up a pod.
 
-use std::{sync::atomic::Ordering, time::Duration};
+use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::{node::*, world::*};
-use crate::sandbox::{
-    Settings, Stop,
-    ports::{CloudError, Store},
-};
+use super::node::*;
+use super::world::*;
+use crate::sandbox::ports::{CloudError, Store};
+use crate::sandbox::{Settings, Stop};
 
 /// Returns a world with a cluster.
 fn world() -> std::sync::Arc<World> {

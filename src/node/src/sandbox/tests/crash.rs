@@ -1,13 +1,15 @@
 //! Tests that in the end exactly the VMs of live sandboxes exist: after `kill -9` at any boundary, with a cloud, a
 //! relay and a kernel that fail at random.
 
-use std::{collections::BTreeSet, sync::atomic::Ordering, time::Duration};
+use std::collections::BTreeSet;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
 
-use super::{node::*, world::*};
-use crate::{
-    ledger::Batch,
-    sandbox::{Stop, phase::Phase},
-};
+use super::node::*;
+use super::world::*;
+use crate::ledger::Batch;
+use crate::sandbox::Stop;
+use crate::sandbox::phase::Phase;
 
 /// Next step of one sandbox's shim. The shim repeats a call without an answer, as the relay does for it.
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -1,13 +1,17 @@
 //! Tests failures and their error messages.
 
-use std::{sync::atomic::Ordering, time::Duration};
+use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use peerpod_link::user_data::UserData;
 use peerpod_provider_api::Error as CloudError;
 use tokio::time::Instant;
 
-use super::{node::*, world::*};
-use crate::sandbox::{ClaimRefused, Error, Settings, Stop, phase::MAX_ATTEMPTS, ports::NetworkError};
+use super::node::*;
+use super::world::*;
+use crate::sandbox::phase::MAX_ATTEMPTS;
+use crate::sandbox::ports::NetworkError;
+use crate::sandbox::{ClaimRefused, Error, Settings, Stop};
 
 fn capacity() -> CloudError {
     CloudError::capacity("m6a.large", "no m6a.large left in eu-north-1a")

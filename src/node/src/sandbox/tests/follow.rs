@@ -2,7 +2,8 @@
 
 use std::net::{IpAddr, Ipv4Addr};
 
-use super::{node::*, world::*};
+use super::node::*;
+use super::world::*;
 
 const MOVED: IpAddr = IpAddr::V4(Ipv4Addr::new(10, 99, 0, 8));
 

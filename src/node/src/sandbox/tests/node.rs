@@ -1,21 +1,20 @@
 //! Runs one life of the node process in the fake world, and the guests that dial it.
 
-use std::{
-    sync::{Arc, atomic::Ordering},
-    time::Duration,
-};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use peerpod_link::user_data::UserData;
 use peerpod_provider_api::InstanceId;
 use sha2::{Digest, Sha256};
 
 use super::world::*;
-use crate::{
-    ledger::{Inbox, Ledger},
-    metrics::Metrics,
-    sandbox::{Claim, CreateVm, Kept, Orphans, Reaper, Sandboxes, Secret, Settings, VmLiveness, recover},
-    spec::{PodRef, Size, Wanted, Wishes},
+use crate::ledger::{Inbox, Ledger};
+use crate::metrics::Metrics;
+use crate::sandbox::{
+    Claim, CreateVm, Kept, Orphans, Reaper, Sandboxes, Secret, Settings, VmLiveness, recover,
 };
+use crate::spec::{PodRef, Size, Wanted, Wishes};
 
 pub(super) fn settings() -> Settings {
     Settings {

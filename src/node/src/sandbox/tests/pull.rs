@@ -1,14 +1,14 @@
 //! Tests pull secrets: fetched in the background, waited for only for a bounded time, kept up to date while the pod
 //! runs, and held in memory only.
 
-use std::{
-    sync::{Mutex, atomic::Ordering},
-    time::Duration,
-};
+use std::sync::Mutex;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use zeroize::Zeroizing;
 
-use super::{node::*, world::*};
+use super::node::*;
+use super::world::*;
 use crate::sandbox::ports::PullSecretError;
 
 const EVERY: Duration = Duration::from_secs(600);

@@ -1,19 +1,18 @@
 //! Tests the recovery of a restarted node, and the calls of relay and guest meanwhile.
 
-use std::{
-    fs,
-    sync::{Arc, atomic::Ordering},
-    time::Duration,
-};
+use std::fs;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use sha2::{Digest, Sha256};
 
-use super::{node::*, world::*};
-use crate::{
-    ledger::{Inbox, Ledger},
-    rpc,
-    sandbox::{ClaimRefused, Error, Orphans, Stop, ports::Trusted},
-};
+use super::node::*;
+use super::world::*;
+use crate::ledger::{Inbox, Ledger};
+use crate::rpc;
+use crate::sandbox::ports::Trusted;
+use crate::sandbox::{ClaimRefused, Error, Orphans, Stop};
 
 fn note(dir: &Dir, name: &str) {
     let text = format!(r#"{{"version":1,"op":"stop","id":"{name}","at_ms":1}}"#);

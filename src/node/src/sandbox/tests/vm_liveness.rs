@@ -1,19 +1,16 @@
 //! Tests VMs that vanish under running sandboxes, and tasks that panic.
 
-use std::{
-    sync::atomic::Ordering,
-    time::{Duration, SystemTime},
-};
+use std::sync::atomic::Ordering;
+use std::time::{Duration, SystemTime};
 
 use peerpod_provider_api::{EventKind, InstanceId, ProviderEvent};
 
-use super::{node::*, world::*};
-use crate::{
-    ledger::Ledger,
-    rotate::{SharedTrust, is_due},
-    sandbox::{Error, Stop},
-    trust::Trust,
-};
+use super::node::*;
+use super::world::*;
+use crate::ledger::Ledger;
+use crate::rotate::{SharedTrust, is_due};
+use crate::sandbox::{Error, Stop};
+use crate::trust::Trust;
 
 const SECOND: Duration = Duration::from_secs(1);
 

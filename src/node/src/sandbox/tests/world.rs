@@ -1,46 +1,35 @@
 //! Fake world behind the port. It outlives the node: a cloud with VMs, a relay, pod networks, guests.
 
-use std::{
-    collections::{BTreeMap, BTreeSet, HashMap, VecDeque},
-    net::{IpAddr, Ipv4Addr},
-    num::NonZeroU32,
-    path::{Path, PathBuf},
-    sync::{
-        Arc, Mutex, MutexGuard,
-        atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering},
-    },
-    time::{Duration, UNIX_EPOCH},
-};
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::net::{IpAddr, Ipv4Addr};
+use std::num::NonZeroU32;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::{Duration, UNIX_EPOCH};
 
 use async_trait::async_trait;
 use futures_util::stream::{self, BoxStream, StreamExt};
 use peerpod_link::user_data::UserData;
-use peerpod_proto::{
-    guest::{Images, NetworkPlan, Reply, Request},
-    relay::{PutSandboxRequest, TunnelPeer},
-};
+use peerpod_proto::guest::{Images, NetworkPlan, Reply, Request};
+use peerpod_proto::relay::{PutSandboxRequest, TunnelPeer};
 use peerpod_provider_api::{
     CreateRequest, DiskRequest, IdempotencyKey, InstanceId, Owned, OwnedState, Placement, ProviderEvent,
 };
 use serde_json::value::RawValue;
 use sha2::{Digest, Sha256};
-use tokio::{
-    sync::{broadcast, watch},
-    time::Instant,
-};
+use tokio::sync::{broadcast, watch};
+use tokio::time::Instant;
 use zeroize::Zeroizing;
 
-use crate::{
-    ledger::{Batch, Error as LedgerError, Ledger, NetnsRef, Network, Record},
-    sandbox::ports::{
-        Certificate, Clock, Cloud, CloudError, Followed, Guest, Identity, Kubernetes, Made, NetworkError,
-        NodeEndpoints, PodEvent, PodNetwork, Ports, PullSecretError, Relay, RelayError, Storage, Store,
-        Trusted,
-    },
-    spec::{PodRef, SandboxId},
-    trust::Ticket,
-    volumes::PodVolumes,
+use crate::ledger::{Batch, Error as LedgerError, Ledger, NetnsRef, Network, Record};
+use crate::sandbox::ports::{
+    Certificate, Clock, Cloud, CloudError, Followed, Guest, Identity, Kubernetes, Made, NetworkError,
+    NodeEndpoints, PodEvent, PodNetwork, Ports, PullSecretError, Relay, RelayError, Storage, Store, Trusted,
 };
+use crate::spec::{PodRef, SandboxId};
+use crate::trust::Ticket;
+use crate::volumes::PodVolumes;
 
 /// Directory that is removed at the end of the test.
 pub(super) struct Dir(pub PathBuf);

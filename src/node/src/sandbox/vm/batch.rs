@@ -13,31 +13,23 @@
 
 mod run;
 
-use std::{
-    collections::{HashMap, HashSet},
-    sync::Arc,
-    time::Duration,
-};
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
+use std::time::Duration;
 
 use parking_lot::{Mutex, MutexGuard};
 use peerpod_provider_api::{CreateRequest, IdempotencyKey, InstanceId};
-use tokio::{
-    sync::{oneshot, watch},
-    task::JoinSet,
-    time::{Instant, sleep_until},
-};
+use tokio::sync::{oneshot, watch};
+use tokio::task::JoinSet;
+use tokio::time::{Instant, sleep_until};
 
-use crate::sandbox::{
-    Settings,
-    guest::tickets::Tickets,
-    lifecycle::phase::Phase,
-    ports::{CloudError, Ports},
-};
-use crate::{
-    ledger::{Batch, Member, Record, Rest, batch_key},
-    metrics::Metrics,
-    spec::SandboxId,
-};
+use crate::ledger::{Batch, Member, Record, Rest, batch_key};
+use crate::metrics::Metrics;
+use crate::sandbox::Settings;
+use crate::sandbox::guest::tickets::Tickets;
+use crate::sandbox::lifecycle::phase::Phase;
+use crate::sandbox::ports::{CloudError, Ports};
+use crate::spec::SandboxId;
 
 /// Time without a new member after which a window closes.
 const IDLE: Duration = Duration::from_millis(35);

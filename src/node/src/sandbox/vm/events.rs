@@ -1,12 +1,16 @@
 //! Posts Events for VMs that the cloud will reclaim (with a log line and a metric), for refused creates and for failed
 //! handovers. `vm_liveness` handles VMs that have ended.
 
-use std::{sync::Arc, time::SystemTime};
+use std::sync::Arc;
+use std::time::SystemTime;
 
 use peerpod_provider_api::InstanceId;
 use tracing::{info, warn};
 
-use crate::sandbox::{Sandboxes, error::Error, lifecycle::completions::clip, ports::PodEvent};
+use crate::sandbox::Sandboxes;
+use crate::sandbox::error::Error;
+use crate::sandbox::lifecycle::completions::clip;
+use crate::sandbox::ports::PodEvent;
 use crate::spec::{PodRef, SandboxId};
 
 impl Sandboxes {

@@ -8,14 +8,18 @@
 //! If the provider itself reports that a VM has ended, the node only checks that it has no addresses either. That takes
 //! moments, and detects VMs that end while they boot.
 
-use std::{collections::HashMap, time::Duration};
+use std::collections::HashMap;
+use std::time::Duration;
 
-use futures_util::{FutureExt, StreamExt, future::join_all};
+use futures_util::future::join_all;
+use futures_util::{FutureExt, StreamExt};
 use peerpod_provider_api::{EventKind, InstanceId, Owned, OwnedState, ProviderEvent};
 use tokio::time::{Instant, sleep_until, timeout};
 use tracing::{info, warn};
 
-use crate::sandbox::{Sandboxes, lifecycle::phase::Phase, ports::CloudError};
+use crate::sandbox::Sandboxes;
+use crate::sandbox::lifecycle::phase::Phase;
+use crate::sandbox::ports::CloudError;
 use crate::spec::SandboxId;
 
 /// Time limit for the provider to report that it has no addresses for a VM. For a VM that exists, the call may wait

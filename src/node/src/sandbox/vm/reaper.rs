@@ -1,19 +1,18 @@
 //! Stops sandboxes for which no StopVM comes: those that were never started, and those without their network namespace.
 //! Removes expired tombstones.
 
-use std::{
-    collections::{HashMap, HashSet},
-    time::Duration,
-};
+use std::collections::{HashMap, HashSet};
+use std::time::Duration;
 
 use tokio::time::Instant;
 use tracing::{info, warn};
 
-use crate::sandbox::{
-    Sandboxes,
-    lifecycle::{phase::Phase, table::Entry, task::Stop},
-};
-use crate::{ledger::NetnsRef, spec::SandboxId};
+use crate::ledger::NetnsRef;
+use crate::sandbox::Sandboxes;
+use crate::sandbox::lifecycle::phase::Phase;
+use crate::sandbox::lifecycle::table::Entry;
+use crate::sandbox::lifecycle::task::Stop;
+use crate::spec::SandboxId;
 
 /// Times since which sandboxes lack their namespace or a StartVM. Both count from the first pass of this process that
 /// saw it: a call that was held while the node was away must have its time.

@@ -4,7 +4,8 @@ use std::fs::File;
 use std::io::{self, ErrorKind, Read};
 use std::path::{Path, PathBuf};
 
-use base64::{Engine as _, prelude::BASE64_STANDARD};
+use base64::Engine as _;
+use base64::prelude::BASE64_STANDARD;
 use parking_lot::Mutex;
 use peerpod_common::files;
 use peerpod_podnet::{Error, netlink};
@@ -100,7 +101,8 @@ fn read(path: &Path) -> Result<Option<Kept>, Error> {
 
 #[cfg(test)]
 mod tests {
-    use std::{fs, os::unix::fs::PermissionsExt};
+    use std::fs;
+    use std::os::unix::fs::PermissionsExt;
 
     use super::*;
 

@@ -9,7 +9,8 @@ use protobuf::Message;
 use serde::{Deserialize, Serialize};
 
 use super::{Caller, ConnId, Queue, Timer};
-use crate::{hypervisor::call::Kind, id::SandboxId};
+use crate::hypervisor::call::Kind;
+use crate::id::SandboxId;
 
 /// Time before a stop that was handed over goes to the inbox. It is less than the caller's second, and long enough for
 /// the node to connect to the new process.

@@ -6,10 +6,8 @@ use peerpod_proto::ttrpc_frame::{Request, Response};
 use protobuf::Message;
 
 use super::{Call, CallId, NodeState, Output, Queue, Timer};
-use crate::{
-    hypervisor::call::{self, Kind, code},
-    id::SandboxId,
-};
+use crate::hypervisor::call::{self, Kind, code};
+use crate::id::SandboxId;
 
 impl Queue {
     /// Cancels the CreateVM and StartVM of a sandbox that came before `stop`; calls already sent only if `all` is set.

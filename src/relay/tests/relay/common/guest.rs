@@ -1,31 +1,22 @@
 //! A guest: dials the relay with TLS, runs the other end of the link, and has an agent that answers by fixed rules.
 
-use std::{
-    io,
-    net::SocketAddr,
-    sync::{
-        Arc, Mutex, OnceLock,
-        atomic::{AtomicUsize, Ordering},
-    },
-};
+use std::io;
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use bytes::{Bytes, BytesMut};
 use futures_util::future::BoxFuture;
-use peerpod_link::{
-    endpoint::{Endpoint, EndpointHandle, Filter, Handler, Limits, LinkEvent, Role},
-    frame::{self, Header},
-    tls,
-};
-use peerpod_proto::{
-    guest::{Reply, Request, Status},
-    ttrpc_frame,
-};
+use peerpod_link::endpoint::{Endpoint, EndpointHandle, Filter, Handler, Limits, LinkEvent, Role};
+use peerpod_link::frame::{self, Header};
+use peerpod_link::tls;
+use peerpod_proto::guest::{Reply, Request, Status};
+use peerpod_proto::ttrpc_frame;
 use protobuf::Message;
-use tokio::{
-    io::{AsyncReadExt, AsyncWriteExt},
-    net::{TcpStream, UnixStream},
-};
-use tokio_rustls::{TlsConnector, client::TlsStream};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpStream, UnixStream};
+use tokio_rustls::TlsConnector;
+use tokio_rustls::client::TlsStream;
 
 use super::{Identity, soon};
 

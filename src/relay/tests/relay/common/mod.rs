@@ -5,34 +5,26 @@
 pub mod guest;
 pub mod node;
 
-use std::{
-    net::SocketAddr,
-    os::unix::net::UnixStream as UnixSocket,
-    path::{Path, PathBuf},
-    time::Duration,
-};
+use std::net::SocketAddr;
+use std::os::unix::net::UnixStream as UnixSocket;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use peerpod_link::frame::{self, Header};
-use peerpod_proto::{
-    hypervisor::{CreateVMRequest, StartVMRequest, StopVMRequest},
-    relay::{ConfigureRequest, PutSandboxRequest, SandboxState, WatchRequest},
-    relay_ttrpc::RelayClient,
-    ttrpc_frame::{Request, Response},
-};
-use peerpod_relay::{
-    app::{self, BoundRelay},
-    config::RelayConfig,
-};
+use peerpod_proto::hypervisor::{CreateVMRequest, StartVMRequest, StopVMRequest};
+use peerpod_proto::relay::{ConfigureRequest, PutSandboxRequest, SandboxState, WatchRequest};
+use peerpod_proto::relay_ttrpc::RelayClient;
+use peerpod_proto::ttrpc_frame::{Request, Response};
+use peerpod_relay::app::{self, BoundRelay};
+use peerpod_relay::config::RelayConfig;
 use protobuf::Message;
 use rcgen::{
     BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
     KeyUsagePurpose,
 };
 use rustls_pki_types::{CertificateDer, PrivateKeyDer};
-use tokio::{
-    io::{AsyncReadExt, AsyncWriteExt},
-    net::UnixStream,
-};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::UnixStream;
 
 /// Longest wait of a test, on a slow machine.
 pub const PATIENCE: Duration = Duration::from_secs(40);

@@ -1,27 +1,21 @@
 //! A node that answers the calls from the relay, records them, and can hang or go away.
 
-use std::{
-    collections::HashSet,
-    path::{Path, PathBuf},
-    sync::{Arc, Mutex},
-};
+use std::collections::HashSet;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
 
 use async_trait::async_trait;
-use peerpod_proto::{
-    hypervisor::{
-        CreateVMRequest, CreateVMResponse, StartVMRequest, StartVMResponse, StopVMRequest, StopVMResponse,
-        VersionRequest, VersionResponse,
-    },
-    hypervisor_ttrpc::{Hypervisor, create_hypervisor},
-    node::{ClaimRequest, ClaimResponse, ReadInboxRequest, ReadInboxResponse},
-    node_ttrpc::{Node as NodeService, create_node},
-    podvminfo::{GetInfoRequest, GetInfoResponse},
-    podvminfo_ttrpc::{PodVmInfo, create_pod_vm_info},
+use peerpod_proto::hypervisor::{
+    CreateVMRequest, CreateVMResponse, StartVMRequest, StartVMResponse, StopVMRequest, StopVMResponse,
+    VersionRequest, VersionResponse,
 };
-use ttrpc::{
-    Code,
-    r#async::{Server, TtrpcContext},
-};
+use peerpod_proto::hypervisor_ttrpc::{Hypervisor, create_hypervisor};
+use peerpod_proto::node::{ClaimRequest, ClaimResponse, ReadInboxRequest, ReadInboxResponse};
+use peerpod_proto::node_ttrpc::{Node as NodeService, create_node};
+use peerpod_proto::podvminfo::{GetInfoRequest, GetInfoResponse};
+use peerpod_proto::podvminfo_ttrpc::{PodVmInfo, create_pod_vm_info};
+use ttrpc::Code;
+use ttrpc::r#async::{Server, TtrpcContext};
 
 #[derive(Default)]
 pub struct Memory {

@@ -1,23 +1,19 @@
 //! Plays a cloud in the test's own process. The controller reaches it as an external provider over unix sockets, one
 //! per replica. The cloud outlives the replicas and records the replica of each call.
 
-use std::{
-    collections::{BTreeMap, HashMap},
-    net::IpAddr,
-    path::Path,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
-    time::{Duration, Instant},
-};
+use std::collections::{BTreeMap, HashMap};
+use std::net::IpAddr;
+use std::path::Path;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use peerpod_provider_api::{
     Capabilities, CreateRequest, Created, Error, IdempotencyKey, InstanceId, Owned, OwnedState, Preflight,
     Provider,
 };
-use peerpod_provider_external::{
-    Owner,
-    serve::{Serving, listen_on_socket},
-};
+use peerpod_provider_external::Owner;
+use peerpod_provider_external::serve::{Serving, listen_on_socket};
 use tokio::sync::watch;
 
 /// A `delete` call.

@@ -4,28 +4,22 @@
 #![allow(unreachable_pub, missing_docs)] // a module of tests
 pub mod cloud;
 
-use std::{
-    io::Write as _, net::SocketAddr, os::unix::fs::OpenOptionsExt as _, path::PathBuf, sync::Arc,
-    time::Duration,
-};
+use std::io::Write as _;
+use std::net::SocketAddr;
+use std::os::unix::fs::OpenOptionsExt as _;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
 
-use k8s_openapi::{
-    api::{
-        coordination::v1::{Lease, LeaseSpec},
-        core::v1::{Node, Pod},
-        events::v1::Event,
-    },
-    apimachinery::pkg::apis::meta::v1::{MicroTime, ObjectMeta},
-    jiff::{SignedDuration, Timestamp},
-};
-use kube::{
-    Api, Client, ResourceExt,
-    api::{DeleteParams, Patch, PatchParams, PostParams},
-};
-use peerpod_kube::{
-    crds::{FINALIZER, PeerPod},
-    heartbeat,
-};
+use k8s_openapi::api::coordination::v1::{Lease, LeaseSpec};
+use k8s_openapi::api::core::v1::{Node, Pod};
+use k8s_openapi::api::events::v1::Event;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{MicroTime, ObjectMeta};
+use k8s_openapi::jiff::{SignedDuration, Timestamp};
+use kube::api::{DeleteParams, Patch, PatchParams, PostParams};
+use kube::{Api, Client, ResourceExt};
+use peerpod_kube::crds::{FINALIZER, PeerPod};
+use peerpod_kube::heartbeat;
 use peerpod_provider_api::IdempotencyKey;
 use peerpod_provider_external::serve::Serving;
 use peerpod_test_kube::{Cluster, Options, Process, Rule, program, wait_for};

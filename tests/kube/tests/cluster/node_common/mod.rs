@@ -1,26 +1,23 @@
 //! Provides a cluster with one node that runs the real daemons, and plays its kubelet and shims.
 
-use std::{
-    ffi::OsStr,
-    net::SocketAddr,
-    path::{Path, PathBuf},
-    process::Child,
-    sync::{Arc, Mutex},
-    time::{Duration, Instant},
-};
+use std::ffi::OsStr;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::process::Child;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 use futures_util::StreamExt;
 use k8s_openapi::api::core::v1::Node;
-use kube::{
-    Api, Client,
-    api::ListParams,
-    runtime::{WatchStreamExt, watcher},
-};
+use kube::api::ListParams;
+use kube::runtime::{WatchStreamExt, watcher};
+use kube::{Api, Client};
 use peerpod_client::{Annotations, ShimClient};
 use peerpod_kube::crds::PeerPod;
 use peerpod_test_kube::{Cluster, Options, Rule, wait_for};
 use peerpod_tests::{fresh_id, stop_in_time};
-use peerpod_world::{Daemons, Pod, Settings, World, binary, proxy::Proxy};
+use peerpod_world::proxy::Proxy;
+use peerpod_world::{Daemons, Pod, Settings, World, binary};
 use serde_json::{Value, json};
 
 pub(crate) const LIMIT: Duration = Duration::from_secs(90);

@@ -1,26 +1,23 @@
 //! Runs the secrets service as a process in a cluster, and a client that can send any request to it.
 
-use std::{
-    net::SocketAddr,
-    sync::{
-        Arc,
-        atomic::{AtomicUsize, Ordering},
-    },
-    time::Duration,
-};
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
-use base64::{Engine, prelude::BASE64_STANDARD};
+use base64::Engine;
+use base64::prelude::BASE64_STANDARD;
 use bytes::Bytes;
 use http_body_util::{BodyExt, Full};
 use hyper::{Request, StatusCode};
 use hyper_util::rt::TokioIo;
-use k8s_openapi::api::{
-    core::v1::{ConfigMap, Node, Pod, Secret, ServiceAccount},
-    node::v1::RuntimeClass,
-};
-use kube::{Api, api::PostParams};
+use k8s_openapi::api::core::v1::{ConfigMap, Node, Pod, Secret, ServiceAccount};
+use k8s_openapi::api::node::v1::RuntimeClass;
+use kube::Api;
+use kube::api::PostParams;
 use peerpod_test_kube::{Cluster, Process, Rule, program, wait_for};
-use rustls_pki_types::{CertificateDer, ServerName, pem::PemObject};
+use rustls_pki_types::pem::PemObject;
+use rustls_pki_types::{CertificateDer, ServerName};
 use serde_json::{Value, from_value, json};
 
 pub(crate) const LIMIT: Duration = Duration::from_secs(60);

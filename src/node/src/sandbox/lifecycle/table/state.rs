@@ -1,28 +1,21 @@
 //! Holds the table's entries and the indexes into them, which always change together.
 
-use std::{
-    collections::{HashMap, HashSet, hash_map},
-    sync::Arc,
-    time::Duration,
-};
+use std::collections::{HashMap, HashSet, hash_map};
+use std::sync::Arc;
+use std::time::Duration;
 
-use tokio::{
-    sync::{mpsc, watch},
-    task::JoinSet,
-};
+use tokio::sync::{mpsc, watch};
+use tokio::task::JoinSet;
 
 use peerpod_volume::VolumeId;
 
-use crate::{
-    ledger::{NetnsRef, Record},
-    sandbox::{
-        guest::tickets::Tickets,
-        lifecycle::{task::Command, view::View},
-        recovery::restart::Panics,
-    },
-    spec::SandboxId,
-    volumes::PodVolumes,
-};
+use crate::ledger::{NetnsRef, Record};
+use crate::sandbox::guest::tickets::Tickets;
+use crate::sandbox::lifecycle::task::Command;
+use crate::sandbox::lifecycle::view::View;
+use crate::sandbox::recovery::restart::Panics;
+use crate::spec::SandboxId;
+use crate::volumes::PodVolumes;
 
 #[derive(Default)]
 pub(crate) struct State {

@@ -1,7 +1,10 @@
 //! Runs one batch, from its members to the removal of its file. Every step is retried until it succeeds: the members
 //! wait, and each has its own deadline.
 
-use std::{num::NonZeroU32, panic::AssertUnwindSafe, sync::Arc, time::Duration};
+use std::num::NonZeroU32;
+use std::panic::AssertUnwindSafe;
+use std::sync::Arc;
+use std::time::Duration;
 
 use futures_util::FutureExt;
 use peerpod_provider_api::{CreateRequest, InstanceId, OwnedState, Retry};
@@ -9,13 +12,9 @@ use tokio::time::sleep;
 use tracing::{error, info, warn};
 
 use super::{BatchRun, Batches, Status};
-use crate::{
-    ledger::{BATCH_VERSION, Batch, Rest},
-    sandbox::{
-        lifecycle::in_flight::Backoff,
-        ports::{CloudError, Made},
-    },
-};
+use crate::ledger::{BATCH_VERSION, Batch, Rest};
+use crate::sandbox::lifecycle::in_flight::Backoff;
+use crate::sandbox::ports::{CloudError, Made};
 
 impl Batches {
     /// Runs a batch from its present status to its end. `shape` is the members' common request, if the batch is still

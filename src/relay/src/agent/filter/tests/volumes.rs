@@ -3,7 +3,8 @@
 
 use std::path::Path;
 
-use base64::{Engine, prelude::BASE64_STANDARD};
+use base64::Engine;
+use base64::prelude::BASE64_STANDARD;
 use peerpod_proto::intercept::{CopyFileRequest, CreateContainerRequest};
 
 use super::*;
