@@ -22,7 +22,7 @@ IMAGE_PARTS = $(IMAGE_SOURCE) --guest $(IMAGE_BINS)/peerpod-guest --pull $(IMAGE
 	$(if $(KATA_AGENT),--kata-agent $(KATA_AGENT),--test-agent $(IMAGE_BINS)/peerpod-test-agent) \
 	$(if $(PAUSE_BUNDLE),--pause-bundle $(PAUSE_BUNDLE)) $(if $(GUEST_COMPONENTS),--guest-components $(GUEST_COMPONENTS))
 
-.PHONY: demo setup-image setup-dist test test-bins test-csi test-kube test-long test-aws bench bench-aws bench-kube lint fuzz setup bins docs image image-minimal image-disk \
+.PHONY: demo setup-image setup-dist test test-bins test-csi test-kube test-long test-aws bench bench-aws bench-kube lint fuzz setup bins image image-minimal image-disk \
 	image-bins image-lock dist kustomize
 
 setup:
