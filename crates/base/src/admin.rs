@@ -52,8 +52,7 @@ impl Ready {
         Ready::default()
     }
 
-    /// Keeps the process from being ready until the result is dropped. A start makes it first, so that no moment looks
-    /// ready too early.
+    /// Keeps the process from being ready until the result is dropped. A start makes it first.
     pub fn block(&self, name: &str) -> BlockReady {
         self.not_ready(name, "starting");
         BlockReady { ready: self.clone(), name: name.to_owned() }
@@ -117,9 +116,6 @@ pub struct Error {
 }
 
 /// Binds the port and serves it until the runtime ends. Returns the bound address (port 0 becomes a real one).
-///
-/// # Errors
-/// Fails if the address cannot be bound.
 pub async fn serve(address: SocketAddr, registry: Arc<Registry>, ready: Ready) -> Result<SocketAddr, Error> {
     let failed = |why| Error { address, why };
     let listener = listen(address).await.map_err(failed)?;

@@ -1,9 +1,7 @@
-//! Reads the configuration: one YAML file, overridden by the environment (`PEERPOD_…`), overridden by flags
-//! (`--section.key value`).
+//! Reads the configuration: one YAML file, then the environment (`PEERPOD_…`), then flags (`--section.key value`).
 //!
-//! Each component asks a [`Reader`] for its keys, with a default and a sentence of help. The requested keys define the
-//! known ones, so unknown keys, the schema, the printed configuration and the help text have one source and cannot
-//! drift from the code. Every mistake of all layers is reported at once, as `where = value: why; advice`.
+//! Each component asks a [`Reader`] for its keys, with a default and a sentence of help. Unknown keys, schema, printed
+//! configuration and help follow from these. All mistakes are reported at once, as `where = value: why; advice`.
 //!
 //! May touch: the one configuration file. Callers pass the environment and the flags in, so that tests need neither.
 

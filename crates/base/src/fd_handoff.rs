@@ -1,8 +1,7 @@
 //! Descriptor passing: peerpod-node passes open descriptors to peerpod-relay, which has no right to open them itself.
 //!
-//! It uses a `SOCK_SEQPACKET` socket ([`SOCKET`] in the run-dir). One message has a small JSON header and the
-//! descriptors (`SCM_RIGHTS`); one answer follows, then the connection ends. Both sides check the user of the other
-//! process. The header names each descriptor; its kind defines its meaning.
+//! It uses a `SOCK_SEQPACKET` socket ([`SOCKET`] in the run-dir) for one message, a small JSON header with the
+//! descriptors (`SCM_RIGHTS`), and one answer. Both sides check the user of the other process.
 
 use std::io::{self, ErrorKind, IoSlice, IoSliceMut};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -41,7 +40,7 @@ pub struct HandoffHeader {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sandbox: Option<String>,
     /// Passes nothing, but asks for the held descriptors of this kind and sandbox.
-    #[serde(default, skip_serializing_if = "is_false")]
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub ask: bool,
     /// Name of each descriptor, in order. With `ask`: names of the descriptors to return duplicates of.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -49,11 +48,6 @@ pub struct HandoffHeader {
     /// Further data of the kind.
     #[serde(default, skip_serializing_if = "Value::is_null")]
     pub detail: Value,
-}
-
-#[allow(clippy::trivially_copy_pass_by_ref)] // serde wants it so
-fn is_false(value: &bool) -> bool {
-    !value
 }
 
 impl HandoffHeader {
@@ -104,21 +98,11 @@ pub enum Error {
     #[error("{0}")]
     Message(String),
     /// The other process runs as another user.
-    #[error("the peer process runs as user {uid}, not as {own}; no descriptor is passed to it")]
-    Stranger {
-        /// User of the other process.
-        uid: u32,
-        /// User of this process.
-        own: u32,
-    },
-    /// The relay refused.
-    #[error("peerpod-relay refuses the {kind} descriptors: {why}")]
-    Refused {
-        /// Kind of the descriptors.
-        kind: String,
-        /// Reason from the relay.
-        why: String,
-    },
+    #[error("the peer process runs as user {0}, not as {1}; no descriptor is passed to it")]
+    Stranger(u32, u32),
+    /// The relay refused descriptors of this kind, for this reason.
+    #[error("peerpod-relay refuses the {0} descriptors: {1}")]
+    Refused(String, String),
 }
 
 fn failed<E: Into<io::Error>>(attempt: &str) -> impl FnOnce(E) -> Error {
@@ -130,20 +114,14 @@ fn failed<E: Into<io::Error>>(attempt: &str) -> impl FnOnce(E) -> Error {
 ///
 /// Its process id is not checked: it is 0 if the process is in a PID namespace that this one does not see, as in
 /// another container. (`rustix::net::sockopt::socket_peercred` fails then.)
-///
-/// # Errors
-/// Returns [`Error::Stranger`], or the error of the kernel.
 pub fn check_peer(socket: impl AsFd) -> Result<(), Error> {
     let peer =
         getsockopt(&socket, PeerCredentials).map_err(failed("read the credentials of the peer process"))?;
     let (uid, own) = (peer.uid(), rustix::process::geteuid().as_raw());
-    if uid == own { Ok(()) } else { Err(Error::Stranger { uid, own }) }
+    if uid == own { Ok(()) } else { Err(Error::Stranger(uid, own)) }
 }
 
 /// Binds a non-blocking listener at `path`. The caller sets the permissions.
-///
-/// # Errors
-/// Returns the error of the kernel.
 pub fn listen(path: &Path) -> io::Result<OwnedFd> {
     let socket = new_socket(SocketFlags::NONBLOCK)?;
     net::bind(&socket, &SocketAddrUnix::new(path)?)?;
@@ -151,10 +129,7 @@ pub fn listen(path: &Path) -> io::Result<OwnedFd> {
     Ok(socket)
 }
 
-/// Accepts a waiting connection; the socket does not block.
-///
-/// # Errors
-/// Returns `WouldBlock` if there is none.
+/// Accepts a waiting connection; `WouldBlock` if there is none. The socket does not block.
 pub fn accept(listener: impl AsFd) -> io::Result<OwnedFd> {
     Ok(net::accept_with(listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK)?)
 }
@@ -163,10 +138,7 @@ fn new_socket(flags: SocketFlags) -> io::Result<OwnedFd> {
     Ok(net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC | flags, None)?)
 }
 
-/// Connects to the listener at `path`; the socket does not block.
-///
-/// # Errors
-/// Returns the error of the kernel: no listener, or its queue is full.
+/// Connects to the listener at `path`; fails if its queue is full. The socket does not block.
 pub fn connect(path: &Path) -> io::Result<OwnedFd> {
     let socket = new_socket(SocketFlags::NONBLOCK)?;
     net::connect(&socket, &SocketAddrUnix::new(path)?)?;
@@ -238,9 +210,6 @@ pub fn hand_off(
 }
 
 /// Asks for a duplicate of the node's descriptor `name` of this kind, held by the relay. Blocks for at most `patience`.
-///
-/// # Errors
-/// See [`Error`].
 pub fn copy_of(path: &Path, kind: &str, name: &str, patience: Duration) -> Result<Option<OwnedFd>, Error> {
     let header =
         HandoffHeader { ask: true, descriptors: vec![name.to_owned()], ..HandoffHeader::new(kind, None) };
@@ -273,7 +242,7 @@ fn exchange(
     if answer.error.is_empty() {
         Ok((answer, brought))
     } else {
-        Err(Error::Refused { kind: header.kind.clone(), why: answer.error })
+        Err(Error::Refused(header.kind.clone(), answer.error))
     }
 }
 

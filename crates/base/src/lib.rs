@@ -1,8 +1,6 @@
-//! Code shared by all binaries on a node: program start, configuration, lifecycle, the admin port, telemetry, and the
-//! passing of descriptors between processes.
+//! Code shared by all binaries on a node: start, configuration, lifecycle, admin port, logs, descriptor passing.
 //!
-//! This crate has no notion of a pod, a VM or a cloud, and no global state: `main` makes the values and passes them
-//! down.
+//! This crate knows no pod, VM or cloud, and has no global state: `main` makes the values and passes them down.
 
 pub mod admin;
 pub mod chain;

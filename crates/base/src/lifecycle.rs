@@ -1,5 +1,4 @@
-//! Ends a process: a [`Shutdown`] that every task can wait for, signals that trigger it, and a [`Drain`] that waits for
-//! work in progress, up to a deadline.
+//! Ends a process: a [`Shutdown`] for all tasks, signals that trigger it, a [`Drain`] that waits for work.
 //!
 //! Must be used inside a tokio runtime. Only the second signal ends the process directly.
 
@@ -13,21 +12,15 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 
 /// Notifies all tasks that the process is to end. Clones share one shutdown.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Shutdown {
     sender: Arc<watch::Sender<Option<String>>>,
-}
-
-impl Default for Shutdown {
-    fn default() -> Shutdown {
-        Shutdown::new()
-    }
 }
 
 impl Shutdown {
     /// Makes a shutdown that is not triggered.
     pub fn new() -> Shutdown {
-        Shutdown { sender: Arc::new(watch::Sender::new(None)) }
+        Shutdown::default()
     }
 
     /// Triggers the shutdown. The first reason stays.
@@ -63,9 +56,6 @@ impl Shutdown {
 
 /// Makes a shutdown that SIGTERM and SIGINT trigger. A second signal ends the process at once, with the exit code that
 /// a shell gives for it (128 + number): a second Ctrl-C means an immediate end.
-///
-/// # Errors
-/// Fails if the handlers cannot be installed.
 pub fn signals() -> std::io::Result<Shutdown> {
     let shutdown = Shutdown::new();
     let mut terminate = signal(SignalKind::terminate())?;
@@ -89,12 +79,12 @@ pub fn signals() -> std::io::Result<Shutdown> {
 }
 
 /// Waits for work in progress. Each task that must not be cut off holds a [`Busy`].
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Drain {
     shared: Arc<Shared>,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct Shared {
     busy: Mutex<BTreeMap<&'static str, usize>>,
     count: watch::Sender<usize>,
@@ -124,21 +114,10 @@ impl fmt::Display for StillBusy {
 
 impl std::error::Error for StillBusy {}
 
-impl Default for Drain {
-    fn default() -> Drain {
-        Drain::new()
-    }
-}
-
 impl Drain {
     /// Makes a drain without work.
     pub fn new() -> Drain {
-        let shared = Shared {
-            busy: Mutex::new(BTreeMap::new()),
-            count: watch::Sender::new(0),
-            begun: watch::Sender::new(false),
-        };
-        Drain { shared: Arc::new(shared) }
+        Drain::default()
     }
 
     /// Counts one piece of work of this name as in progress until the result is dropped.
@@ -148,10 +127,7 @@ impl Drain {
         Busy { shared: self.shared.clone(), name }
     }
 
-    /// Signals all tasks to finish and waits until no work is in progress.
-    ///
-    /// # Errors
-    /// Returns the work that is not finished at the deadline.
+    /// Signals all tasks to finish and waits until no work is in progress. The error is the work left at the deadline.
     pub async fn drain(&self, deadline: Duration) -> Result<(), StillBusy> {
         self.shared.begun.send_replace(true);
         let mut count = self.shared.count.subscribe();

@@ -7,9 +7,6 @@ use nix::errno::Errno;
 use tokio::net::TcpListener;
 
 /// Binds a port. `[::]` means both families, and IPv4 alone on a kernel without IPv6.
-///
-/// # Errors
-/// See [`TcpListener::bind`].
 pub async fn listen(address: SocketAddr) -> io::Result<TcpListener> {
     match TcpListener::bind(address).await {
         Err(why) if has_no_ipv6(&why) => match instead(address) {

@@ -1,5 +1,4 @@
-//! Common start of a daemon: prints its version or its settings on request, and sets the umask and limits that all
-//! daemons need. May touch: the process's own umask and limits.
+//! Common start of a daemon: prints its version or its settings on request, and sets its umask and limits.
 
 use nix::errno::Errno;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
@@ -19,8 +18,7 @@ pub struct Program {
 }
 
 impl Program {
-    /// Returns the text to print instead of running, if the first argument requests the version or help. `settings` is
-    /// called only for help.
+    /// Returns the text to print instead of running, if the first argument requests it. Only help calls `settings`.
     pub fn answer(
         &self,
         mut arguments: impl Iterator<Item = String>,
@@ -40,8 +38,7 @@ impl Program {
 }
 
 /// Makes new files and sockets accessible to the owner alone, also before their permissions are set, and raises the
-/// limit of open files to its maximum. Returns the error of raising the limit, because the caller's log is set up by
-/// then.
+/// limit of open files to its maximum. Returns the error of raising the limit.
 pub fn own_rights_and_limits() -> Result<(), Errno> {
     umask(Mode::S_IRWXG | Mode::S_IRWXO);
     let (_, most) = getrlimit(Resource::RLIMIT_NOFILE)?;

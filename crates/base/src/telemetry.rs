@@ -1,5 +1,4 @@
-//! Writes log records to stderr, as text for people or as JSON for collectors. Each component makes its own metrics;
-//! [`crate::admin`] serves them.
+//! Writes log records to stderr, as text for people or as JSON for collectors. Each component makes its own metrics.
 //!
 //! Log style: messages are constant and in lower case. Every variable part is a field (`sandbox`, `pod`, `instance`,
 //! `provider`, `phase`, `took`, `error`). A span holds the fields common to all records of a request.
@@ -11,24 +10,14 @@ use tracing_subscriber::EnvFilter;
 
 use crate::config::{Bad, Node, Reader, Value};
 
-/// The client of the `kube` crate logs each failed request, without its cause and without a limit. Its callers log it
-/// with both. `log.level` can name the module again.
+/// The client of the `kube` crate logs each failed request without cause and limit. Callers log it with both.
 const QUIET: &str = "kube_client::client::builder=off";
-
-/// Format of log records.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Format {
-    /// Text for people.
-    Text,
-    /// One JSON object per line.
-    Json,
-}
 
 /// Settings of the section `log`.
 #[derive(Clone, Debug)]
 pub struct LogConfig {
-    /// `log.format`: format of the records.
-    pub format: Format,
+    /// `log.format`: whether a record is one JSON object per line, else text for people.
+    pub json: bool,
     /// `log.level`: filter of the records.
     pub level: Level,
     /// Constants that a test overrides, for a warning.
@@ -39,13 +28,7 @@ impl LogConfig {
     /// Reads the section `log`, after all other sections.
     pub fn read(reader: &mut Reader) -> LogConfig {
         LogConfig {
-            format: match reader
-                .choice("log.format", "text", &["text", "json"], "format of log lines")
-                .as_str()
-            {
-                "json" => Format::Json,
-                _ => Format::Text,
-            },
+            json: reader.choice("log.format", "text", &["text", "json"], "format of log lines") == "json",
             level: reader.get(
                 "log.level",
                 "info",
@@ -97,17 +80,15 @@ impl Value for Level {
 #[error("set up logging: {0}; it can be done only once in a process")]
 pub struct Error(String);
 
-/// Sends log records to stderr from now on. Called once per process, first in `main`.
-///
-/// # Errors
-/// Fails if it was called before.
+/// Sends log records to stderr from now on. Called once per process, first in `main`; fails after that.
 pub fn init(config: &LogConfig) -> Result<(), Error> {
     let level = format!("{QUIET},{}", config.level.0);
     let filter = EnvFilter::try_new(level).map_err(|why| Error(why.to_string()))?;
     let lines = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
-    let done = match config.format {
-        Format::Text => lines.with_ansi(std::io::stderr().is_terminal()).try_init(),
-        Format::Json => lines.json().flatten_event(true).with_current_span(false).try_init(),
+    let done = if config.json {
+        lines.json().flatten_event(true).with_current_span(false).try_init()
+    } else {
+        lines.with_ansi(std::io::stderr().is_terminal()).try_init()
     };
     done.map_err(|why| Error(why.to_string()))?;
     if !config.overridden.is_empty() {

@@ -13,10 +13,8 @@ impl From<Interrupted> for io::Error {
     }
 }
 
-/// Runs `work` on a thread for blocking work.
-///
-/// # Errors
-/// The error of the work, or [`Interrupted`]. The work is not stopped if the future is dropped.
+/// Runs `work` on a thread for blocking work. It does not stop if the future is dropped. Fails as the work, or with
+/// [`Interrupted`].
 pub async fn blocking<T, E>(work: impl FnOnce() -> Result<T, E> + Send + 'static) -> Result<T, E>
 where
     T: Send + 'static,

@@ -1,5 +1,5 @@
-//! Small private files, each written whole: a reader sees the old content or the new content, never a part. Files have mode
-//! 0600 from the first byte on, folders 0700. Blocking: async callers use a blocking thread.
+//! Small private files, each written whole: a reader sees the old or the new content. Files have mode 0600 from the
+//! first byte on, folders 0700. All functions block, and return the errors of the system calls.
 
 use std::ffi::OsString;
 use std::fs::{self, DirBuilder, File, OpenOptions, Permissions};
@@ -8,9 +8,6 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsE
 use std::path::{Path, PathBuf};
 
 /// Makes a folder and its missing parents, with mode 0700, and their entries durable. An existing folder is no error.
-///
-/// # Errors
-/// Errors of the system calls.
 pub fn make_folders(folder: &Path) -> io::Result<()> {
     let missing: Vec<&Path> = folder.ancestors().take_while(|path| !path.exists()).collect();
     DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
@@ -21,9 +18,6 @@ pub fn make_folders(folder: &Path) -> io::Result<()> {
 }
 
 /// Makes a folder as [`make_folders`] does, and narrows the mode of an existing one to 0700.
-///
-/// # Errors
-/// Errors of the system calls.
 pub fn make_folder(folder: &Path) -> io::Result<()> {
     make_folders(folder)?;
     if fs::metadata(folder)?.permissions().mode() & 0o077 == 0 {
@@ -32,19 +26,14 @@ pub fn make_folder(folder: &Path) -> io::Result<()> {
     fs::set_permissions(folder, Permissions::from_mode(0o700))
 }
 
-/// Writes a file that survives a power cut: temporary file, fsync, rename, fsync of the folder.
-///
-/// # Errors
-/// Errors of the system calls. The old content is unchanged then, except where only the last fsync failed.
+/// Writes a file that survives a power cut: temporary file, fsync, rename, fsync of the folder. After an error the old
+/// content is unchanged, except where only the last fsync failed.
 pub fn write(path: &Path, content: &[u8]) -> io::Result<()> {
     replace(path, content, File::sync_all)?;
     sync_folder(folder_of(path))
 }
 
-/// Writes a file that need not survive a power cut, as on a tmpfs: no fsync.
-///
-/// # Errors
-/// Errors of the system calls. The old content is unchanged then.
+/// Writes a file that need not survive a power cut, as on a tmpfs: no fsync. An error leaves the old content.
 pub fn write_volatile(path: &Path, content: &[u8]) -> io::Result<()> {
     replace(path, content, |_| Ok(()))
 }
@@ -97,7 +86,7 @@ fn folder_of(path: &Path) -> &Path {
 /// Reads a file of at most `limit` bytes; `None` without such a file.
 ///
 /// # Errors
-/// `FileTooLarge` beyond `limit`, and errors of the system calls.
+/// `FileTooLarge` beyond `limit`.
 pub fn read(path: &Path, limit: u64) -> io::Result<Option<Vec<u8>>> {
     let file = match File::open(path) {
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
@@ -112,9 +101,6 @@ pub fn read(path: &Path, limit: u64) -> io::Result<Option<Vec<u8>>> {
 }
 
 /// Removes a file durably. A missing file is no error.
-///
-/// # Errors
-/// Errors of the system calls.
 pub fn remove(path: &Path) -> io::Result<()> {
     match fs::remove_file(path) {
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
@@ -123,9 +109,6 @@ pub fn remove(path: &Path) -> io::Result<()> {
 }
 
 /// Removes the temporary files that killed writers left in a folder. No writer may be active there.
-///
-/// # Errors
-/// Errors of the system calls.
 pub fn sweep(folder: &Path) -> io::Result<()> {
     for entry in fs::read_dir(folder)? {
         let entry = entry?;
@@ -143,9 +126,6 @@ pub fn is_temporary(name: &str) -> bool {
 }
 
 /// Makes the entries of a folder durable.
-///
-/// # Errors
-/// Errors of the system calls.
 pub fn sync_folder(folder: &Path) -> io::Result<()> {
     File::open(folder)?.sync_all()
 }

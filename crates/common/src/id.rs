@@ -34,9 +34,6 @@ pub enum BadId {
 
 impl SandboxId {
     /// Checks an id.
-    ///
-    /// # Errors
-    /// The mistake in the text.
     pub fn new(text: &str) -> Result<SandboxId, BadId> {
         if text.is_empty() {
             return Err(BadId::Empty);
@@ -97,7 +94,6 @@ impl AsRef<std::path::Path> for SandboxId {
     }
 }
 
-/// Lets maps be queried with a `&str`.
 impl Borrow<str> for SandboxId {
     fn borrow(&self) -> &str {
         self.as_str()

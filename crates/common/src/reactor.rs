@@ -6,10 +6,7 @@ use std::os::fd::OwnedFd;
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
-/// Registers a descriptor with the runtime of the calling task. The descriptor should be non-blocking.
-///
-/// # Errors
-/// When the kernel or the runtime has no room for it, or its kind cannot be polled (a plain file).
+/// Registers a descriptor, which should not block, with the calling task's runtime. Fails for a plain file.
 #[allow(unsafe_code)]
 pub fn register(fd: OwnedFd, interest: Interest) -> io::Result<AsyncFd<OwnedFd>> {
     // SAFETY: an `OwnedFd` returns the same open descriptor for as long as it lives, and it lives in the `AsyncFd`.

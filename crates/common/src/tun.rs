@@ -20,13 +20,11 @@ mod requests {
     nix::ioctl_none!(tun_get_dev_netns, b'T', 227);
 }
 
-/// Opens the TUN device `name` in the network namespace of the calling thread, or creates it: layer 3, with a header
-/// that describes the segmentation of packets (`Tun::has_prefix`). The device persists after all descriptors are
-/// closed, until its namespace ends.
+/// Opens the TUN device `name` in the calling thread's network namespace, or creates it: layer 3, with a header that
+/// describes the segmentation of packets (`Tun::has_prefix`). The device persists until its namespace ends.
 ///
 /// # Errors
-/// `ResourceBusy` if another descriptor has it open; `NotFound` without `/dev/net/tun` (kernel module tun);
-/// `PermissionDenied` without CAP_NET_ADMIN.
+/// `ResourceBusy` if it is open already; `NotFound` without the module tun; `PermissionDenied` without CAP_NET_ADMIN.
 pub fn open_tun(name: &str) -> io::Result<Tun> {
     let file: File =
         OpenOptions::new().read(true).write(true).custom_flags(libc::O_NONBLOCK).open("/dev/net/tun")?;
@@ -70,9 +68,6 @@ impl Tun {
     }
 
     /// Returns whether a `virtio_net_hdr` precedes each packet, which depends on the opener of the device.
-    ///
-    /// # Errors
-    /// The descriptor is of no TUN device.
     pub fn has_prefix(&self) -> io::Result<bool> {
         let mut request = [0u8; size_of::<libc::ifreq>()];
         // SAFETY: the descriptor is open, and the kernel writes one `ifreq`, of which `request` has the size.

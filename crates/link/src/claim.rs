@@ -1,7 +1,7 @@
 //! Exchanges a ticket for a certificate on a fresh TLS connection.
 //!
-//! The first record decides how a connection is used. Without a client certificate it carries one Claim and one
-//! ClaimReply, nothing else; with one it begins with Hello.
+//! The first record decides how a connection is used. Without a certificate it carries one Claim, else it begins with
+//! Hello.
 //!
 //! This module holds no policy: the node decides which claims it accepts. Callers bound the time
 //! ([`FIRST_RECORD_DEADLINE`] fits); the functions bound the memory.
@@ -45,10 +45,10 @@ pub enum ClaimError {
 }
 
 /// Guest: sends a claim and waits for the reply. A refusal is a reply (`ClaimReply.error`), not an error.
-pub async fn ask<S>(stream: &mut S, claim: &Claim) -> Result<ClaimReply, ClaimError>
-where
-    S: AsyncRead + AsyncWrite + Unpin,
-{
+pub async fn ask<S: AsyncRead + AsyncWrite + Unpin>(
+    stream: &mut S,
+    claim: &Claim,
+) -> Result<ClaimReply, ClaimError> {
     send(stream, RecordKind::Claim, claim).await?;
     match receive(stream).await? {
         (RecordKind::ClaimReply, payload) => {
@@ -59,10 +59,7 @@ where
 }
 
 /// Relay: reads the first record of a fresh connection, and not one byte beyond it.
-pub async fn first_record<S>(stream: &mut S) -> Result<First, ClaimError>
-where
-    S: AsyncRead + Unpin,
-{
+pub async fn first_record<S: AsyncRead + Unpin>(stream: &mut S) -> Result<First, ClaimError> {
     match receive(stream).await? {
         (RecordKind::Claim, payload) => {
             let claim = Claim::parse_from_bytes(&payload).map_err(|why| ClaimError::Message("Claim", why))?;
@@ -74,10 +71,7 @@ where
 }
 
 /// Relay: sends the reply to a claim.
-pub async fn reply<S>(stream: &mut S, reply: &ClaimReply) -> Result<(), ClaimError>
-where
-    S: AsyncWrite + Unpin,
-{
+pub async fn reply<S: AsyncWrite + Unpin>(stream: &mut S, reply: &ClaimReply) -> Result<(), ClaimError> {
     send(stream, RecordKind::ClaimReply, reply).await
 }
 

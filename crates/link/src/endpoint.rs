@@ -1,21 +1,17 @@
 //! Implements one end of a link: drives the session of one sandbox between its transport (a TLS connection that may
-//! break and be replaced) and its local connections (unix sockets: those of shims at the relay, those of the agent in
-//! the guest).
+//! break and be replaced) and its local connections (unix sockets of shims at the relay, of the agent in the guest).
 //!
-//! One task per sandbox, [`Endpoint::run`], does all work: it polls the transport, the local sockets, the command
-//! queue and the clock, and passes bytes on without a queue between tasks. Code specific to the relay or the guest
-//! comes in through [`Handler`] (one per endpoint) and [`Filter`] (one per connection).
+//! One task per sandbox, [`Endpoint::run`], polls the transport, the local sockets, the command queue and the clock.
+//! Code of the relay or the guest comes in through [`Handler`] (one per endpoint) and [`Filter`] (one per connection).
 //!
 //! Bounds: a local connection holds at most the stream's window of undelivered bytes, the session at most
-//! [`Limits::replay`] unacknowledged bytes; above either limit, reading stops. Without a transport, local sockets
-//! stay open and are not read. Idle connections hold no buffer.
+//! [`Limits::replay`] unacknowledged bytes; then reading stops. Without a transport, local sockets are not read.
 
 mod dialled;
 mod freeze;
 mod handle;
 mod join;
 mod local;
-mod stats;
 mod task;
 mod tls;
 mod transport;
@@ -31,8 +27,7 @@ use tokio::net::{TcpStream, UnixStream};
 
 pub use self::dialled::{Connected, DialError};
 pub use self::freeze::{EndpointState, Frozen, NotFrozen};
-pub use self::handle::{ControlFull, EndpointHandle};
-pub use self::stats::Stats;
+pub use self::handle::{ControlFull, EndpointHandle, Stats};
 pub use self::transport::{Transport, tune};
 pub use crate::record::{Level, Line, SessionId, Target};
 
@@ -64,12 +59,13 @@ pub enum LinkEvent {
         /// Reason, as text.
         reason: String,
     },
-    /// The peer no longer holds the session (its program restarted): all streams and all control messages under way
-    /// are lost. Precedes the `Up` of the new session.
+    /// The peer no longer holds the session (its program restarted): all streams and control messages are lost.
+    /// Precedes the `Up`.
     SessionLost,
 }
 
 /// Callbacks of an endpoint to its owner. They run in the endpoint's task and must not block.
+#[allow(unused_variables)] // of the default bodies
 pub trait Handler: Send + 'static {
     /// Returns a filter for a new local connection (relay: accepted from a shim; guest: dialled to the agent).
     fn filter(&mut self) -> Box<dyn Filter>;
@@ -81,20 +77,15 @@ pub trait Handler: Send + 'static {
             io::Error::new(io::ErrorKind::ConnectionRefused, format!("nothing dials {target:?} here"));
         Box::pin(std::future::ready(Err(refused)))
     }
-    /// Receives a control message from the peer. Control messages have no credit: a handler that keeps them must
-    /// bound their number.
+    /// Receives a control message from the peer. They have no credit: a handler that keeps them must bound them.
     fn on_control(&mut self, message: Bytes);
     /// Guest: returns the next log record, encoded by [`Line::encode`]. Polled only when no other data waits for the
     /// link. The session keeps the returned record and sends it again if the connection breaks.
     fn poll_line(&mut self, cx: &mut Context<'_>) -> Poll<Vec<u8>> {
-        let _ = cx;
         Poll::Pending
     }
-    /// Relay: receives a record of the guest's log. Their number is unbounded: a handler that keeps or writes them
-    /// must bound it.
-    fn on_line(&mut self, line: Line<'_>) {
-        let _ = line;
-    }
+    /// Relay: receives a record of the guest's log. A handler that keeps or writes records must bound their number.
+    fn on_line(&mut self, line: Line<'_>) {}
     /// Called when the link comes up, goes down or loses its session.
     fn on_link(&mut self, event: LinkEvent);
     /// Called when the number of local connections changes.
@@ -104,52 +95,42 @@ pub trait Handler: Send + 'static {
 /// Filter between a local socket and its stream. It must hold O(1) memory, except for frames that it rewrites (at
 /// most 4 MiB). It only appends to the given buffers, which may hold bytes already.
 // `from_` names the source of the bytes, not a conversion.
-#[allow(clippy::wrong_self_convention)]
+#[allow(clippy::wrong_self_convention, unused_variables)] // variables of the default bodies
 pub trait Filter: Send {
     /// Processes bytes from the local socket: appends bytes for the peer to `peer` and local answers to `local`.
     fn from_local(&mut self, input: &[u8], peer: &mut BytesMut, local: &mut BytesMut);
-    /// Processes bytes from the peer: appends bytes for the local socket to `local` and answers for the peer to
-    /// `peer`.
+    /// Processes bytes from the peer: appends bytes for the local socket to `local`, answers to `peer`.
     fn from_peer(&mut self, input: &[u8], peer: &mut BytesMut, local: &mut BytesMut);
     /// Returns whether `input` from the local socket goes to the peer unchanged and without an answer, which saves a
     /// copy. On true the filter has processed `input`; on false it has not, and `from_local` follows.
     fn passes_from_local(&mut self, input: &[u8]) -> bool {
-        let _ = input;
         false
     }
     /// As `passes_from_local`, for bytes from the peer to the local socket; on false `from_peer` follows.
     fn passes_from_peer(&mut self, input: &[u8]) -> bool {
-        let _ = input;
         false
     }
-    /// Appends output that no input caused, as in the other calls, and returns whether it appended any. Called
-    /// whenever the endpoint's task runs; `cx` wakes that task.
+    /// Appends output that no input caused, and returns whether it appended any. `cx` wakes the endpoint's task.
     fn poll(&mut self, cx: &mut Context<'_>, peer: &mut BytesMut, local: &mut BytesMut) -> bool {
-        let _ = (cx, peer, local);
         false
     }
-    /// Number of bytes of own answers to the local socket that wait for the end of a frame. Many of them stop the
-    /// reading of the socket, as unwritten answers do.
+    /// Number of bytes of own answers to the local socket that wait for the end of a frame. Many stop its reading.
     fn answers_waiting(&self) -> usize {
         0
     }
-    /// Handles the loss of the stream (the guest program was replaced, or the peer closed the stream). Appends
-    /// answers for pending calls to `local` and returns whether the local socket stays open. If so, the next byte to
-    /// the peer opens a new stream: the rest of a frame that the loss cut must not become the beginning of the new
-    /// stream.
+    /// Handles the loss of the stream (the guest program was replaced, or the peer closed the stream). Appends answers
+    /// for pending calls to `local` and returns whether the local socket stays open. If so, the next byte to the peer
+    /// opens a new stream, which must not begin with the rest of a cut frame.
     fn stream_lost(&mut self, local: &mut BytesMut) -> bool;
     /// Appends final answers to pending calls: the endpoint ends (the sandbox is over) and the local socket is about
     /// to close. The endpoint writes as much of them as the socket takes at once.
-    fn finish(&mut self, local: &mut BytesMut) {
-        let _ = local;
-    }
+    fn finish(&mut self, local: &mut BytesMut) {}
     /// Returns the state from which a filter of another process can continue; `None` if that is impossible.
     fn state(&self) -> Option<serde_json::Value> {
         None
     }
     /// Restores the state of another filter; returns false if the state is invalid here.
     fn restore(&mut self, state: &serde_json::Value) -> bool {
-        let _ = state;
         false
     }
 }
@@ -224,8 +205,7 @@ impl<H> fmt::Debug for Endpoint<H> {
 }
 
 impl<H: Handler> Endpoint<H> {
-    /// Returns an endpoint without transport and connections, and the handle to attach them. The endpoint closes when
-    /// the last clone of the handle is dropped.
+    /// Returns an endpoint without transport and connections, and its handle. It closes with the last clone of that.
     pub fn new(role: Role, handler: H, limits: Limits) -> (Endpoint<H>, EndpointHandle) {
         let (shared, handle) = handle::pair(limits.control_queue);
         (Endpoint { role, handler, limits, shared, restored: None }, handle)
@@ -233,9 +213,6 @@ impl<H: Handler> Endpoint<H> {
 
     /// Returns the relay's endpoint of another process with its connections, from the result of
     /// [`EndpointHandle::freeze`] there. It reads and writes nothing before it runs.
-    ///
-    /// # Errors
-    /// [`NotFrozen`] if the state is invalid.
     pub fn restore(
         mut handler: H,
         limits: Limits,
@@ -243,19 +220,18 @@ impl<H: Handler> Endpoint<H> {
     ) -> Result<(Endpoint<H>, EndpointHandle), NotFrozen> {
         let restored = freeze::Restored::read(&mut handler, &limits, frozen)?;
         let (mut endpoint, handle) = Endpoint::new(Role::Relay, handler, limits);
-        endpoint.shared.control_waits(restored.control_waiting());
+        endpoint.shared.control_waits(restored.session.control_waiting());
         endpoint.restored = Some(restored);
         Ok((endpoint, handle))
     }
 
-    /// Drives the link until [`EndpointHandle::close`] and returns the handler. Dropping the future closes all
-    /// sockets at once.
+    /// Drives the link until [`EndpointHandle::close`] and returns the handler. Dropping the future closes all sockets.
     pub async fn run(self) -> H {
         let mut task = task::Task::new(self.role, self.handler, self.limits, self.shared);
         if let Some(restored) = self.restored {
             task.resume(restored);
         }
         std::future::poll_fn(|cx| task.poll(cx)).await;
-        task.into_handler()
+        task.handler
     }
 }

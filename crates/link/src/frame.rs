@@ -2,8 +2,7 @@
 //! sources into one stream, and the two or three protobuf fields that a relay needs.
 //!
 //! A frame is `length u32 BE | stream u32 BE | kind u8 | flags u8` and `length` bytes of payload, at most 4 MiB
-//! (`ttrpc` protocol, PROTOCOL.md). This module buffers no forwarded payload: the splitter passes slices on. Frames
-//! are therefore forwarded before they are complete, and a header that announces 4 GiB costs ten bytes.
+//! (`ttrpc` protocol, PROTOCOL.md). No forwarded payload is buffered: a header that announces 4 GiB costs ten bytes.
 //!
 //! Pure: bytes in, values out. No sockets, no clock.
 

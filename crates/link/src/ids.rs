@@ -5,8 +5,7 @@ use std::hash::{BuildHasherDefault, Hasher};
 
 /// Map keyed by stream number.
 ///
-/// The peer that chooses the numbers can make them collide, so this type suits only maps with a small bound: a
-/// look-up among a thousand colliding numbers takes microseconds.
+/// The peer that chooses the numbers can make them collide, so this type suits maps with a small bound.
 pub type IdMap<V> = HashMap<u32, V, BuildHasherDefault<IdHasher>>;
 
 /// Hasher that spreads a number over all bits with one multiplication.

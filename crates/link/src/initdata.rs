@@ -1,5 +1,4 @@
-//! Parses and checks initdata: the TOML document that the owner of a confidential pod passes to its VM. Its digest is
-//! measured.
+//! Parses and checks initdata: the measured TOML document that the owner of a confidential pod passes to its VM.
 //!
 //! Both ends use this code. The node parses initdata when it creates the pod, so that CreateVM returns any mistake;
 //! the guest parses it on receipt. Pure; the caller bounds the length of the text.
@@ -27,40 +26,10 @@ pub struct Initdata {
     pub files: BTreeMap<String, String>,
 }
 
-/// Reason to refuse a text as initdata.
+/// Reason to refuse a text as initdata. It repeats no value of the table `data`.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum InitdataError {
-    /// Not TOML, or a field is missing or of the wrong kind.
-    #[error("initdata is not TOML with algorithm, version and a table data of texts: {what} (line {line})")]
-    Malformed {
-        /// The mistake; repeats no value.
-        what: String,
-        /// Line number from 1; 0 if unknown.
-        line: usize,
-    },
-    /// Hash algorithm that cannot be measured.
-    #[error("initdata: algorithm = {0:?}; sha256, sha384 and sha512 are possible")]
-    Algorithm(String),
-    /// Unsupported version of the format.
-    #[error("initdata: version = {0:?}; 0.1.0 is understood")]
-    Version(String),
-    /// File name that is invalid or reserved for the guest.
-    #[error("initdata: data has a file {name:?}: {why}")]
-    Name {
-        /// The name, truncated.
-        name: String,
-        /// Rule that the name breaks.
-        why: &'static str,
-    },
-    /// The digest differs from the announced one.
-    #[error("initdata has the digest {found}, and {wanted} was announced: it was changed on its way")]
-    Digest {
-        /// Digest of the received text.
-        found: String,
-        /// Announced digest.
-        wanted: String,
-    },
-}
+#[error("initdata{0}")]
+pub struct InitdataError(String);
 
 #[derive(Deserialize)]
 struct Text {
@@ -72,30 +41,31 @@ struct Text {
 
 impl Initdata {
     /// Parses the text as decoded by the shim.
-    ///
-    /// # Errors
-    /// See [`InitdataError`].
     pub fn parse(text: &str) -> Result<Initdata, InitdataError> {
         let parsed: Text = toml::from_str(text).map_err(|error| {
             let before = error.span().map(|span| text.as_bytes().iter().take(span.start));
             let line = before.map_or(0, |bytes| 1 + bytes.filter(|byte| **byte == b'\n').count());
-            InitdataError::Malformed { what: error.message().chars().take(120).collect(), line }
+            malformed(&beginning(error.message(), 120), line)
         })?;
+        let refused = |field, value: &str, known| {
+            Err(InitdataError(format!(": {field} = {:?}; {known}", beginning(value, MAX_NAME))))
+        };
         let digest = match parsed.algorithm.as_str() {
             "sha256" => hex::encode(Sha256::digest(text)),
             "sha384" => hex::encode(Sha384::digest(text)),
             "sha512" => hex::encode(Sha512::digest(text)),
-            other => return Err(InitdataError::Algorithm(other.chars().take(MAX_NAME).collect())),
+            other => return refused("algorithm", other, "sha256, sha384 and sha512 are possible"),
         };
         if !parsed.version.starts_with("0.1.") {
-            return Err(InitdataError::Version(parsed.version.chars().take(MAX_NAME).collect()));
+            return refused("version", &parsed.version, "0.1.0 is understood");
         }
         for name in parsed.data.keys() {
-            check_name(name)
-                .map_err(|why| InitdataError::Name { name: name.chars().take(MAX_NAME).collect(), why })?;
+            check_name(name).map_err(|why| {
+                InitdataError(format!(": data has a file {:?}: {why}", beginning(name, MAX_NAME)))
+            })?;
         }
         if parsed.data.len() > MAX_FILES {
-            return Err(InitdataError::Malformed { what: "more than 64 files".to_owned(), line: 0 });
+            return Err(malformed("more than 64 files", 0));
         }
         Ok(Initdata {
             digest: format!("{}:{digest}", parsed.algorithm),
@@ -105,16 +75,25 @@ impl Initdata {
     }
 
     /// Compares the digest with the announced one; an empty `wanted` announces none.
-    ///
-    /// # Errors
-    /// [`InitdataError::Digest`] if the two differ.
     pub fn is(&self, wanted: &str) -> Result<(), InitdataError> {
         if wanted.is_empty() || wanted == self.digest {
             return Ok(());
         }
-        let wanted = wanted.chars().take(160).collect();
-        Err(InitdataError::Digest { found: self.digest.clone(), wanted })
+        let (found, wanted) = (&self.digest, beginning(wanted, 160));
+        Err(InitdataError(format!(
+            " has the digest {found}, and {wanted} was announced: it was changed on its way"
+        )))
     }
+}
+
+fn malformed(what: &str, line: usize) -> InitdataError {
+    InitdataError(format!(
+        " is not TOML with algorithm, version and a table data of texts: {what} (line {line})"
+    ))
+}
+
+fn beginning(text: &str, characters: usize) -> String {
+    text.chars().take(characters).collect()
 }
 
 fn check_name(name: &str) -> Result<(), &'static str> {

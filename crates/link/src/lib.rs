@@ -1,6 +1,5 @@
-//! Code that both ends of the link share: the secure channel, the session that survives a lost connection, ttrpc
-//! frames, and the path MTU. It has no Kubernetes client and no cloud SDK: this crate is part of
-//! the VM's trusted base and of the relay, which faces hostile guests.
+//! Code that both ends of the link share. This crate is part of the VM's trusted base and of the relay, which faces
+//! hostile guests: it has no Kubernetes client and no cloud SDK.
 
 pub mod base64_bytes;
 pub mod claim;

@@ -1,21 +1,18 @@
-//! Finds the path MTU between a VM and its node by trial. A router that silently drops packets that are too large (a
-//! "black hole") appears in no routing table.
+//! Finds the path MTU between a VM and its node by trial. A router that drops large packets silently is in no table.
 //!
 //! The guest sends datagrams of several sizes that must not be fragmented (DF) to the relay. Their UDP port has the
-//! number of the link's port. The relay answers each one with a datagram of the same size, so an answered size passes
-//! both ways.
+//! number of the link's port. The relay answers with a datagram of the same size, so it passes both ways.
 //!
 //! ```text
 //! "ppmt" | version u8 = 1 | kind u8: 1 question, 2 answer | length of the datagram u16 BE
 //!        | nonce 8 bytes, random for each question | token 16 bytes | zeros up to the length
 //! ```
 //!
-//! *Authentication.* The token is derived from the TLS connection of the link that is up (an exporter, RFC 8446 7.5).
-//! Node and guest derive it without exchanging it, it ends with that connection, and only an observer of these
-//! datagrams can learn it. The relay does not answer a datagram without a valid token: a scan does not find it, and a
-//! sender with a forged address cannot use it. An observer could as well drop or forge the tunnel's packets. With a
-//! copied token it can make the relay send as many bytes as it sent itself, at most at the rate of one guest.
-//! *Answers.* A guest accepts an answer only from the address it asked, with its own token and nonce.
+//! *Authentication.* The token is derived from the TLS connection of the link that is up (an exporter, RFC 8446 7.5),
+//! at both ends, and ends with it. The relay answers no datagram without a valid token: no scan finds it, and no sender
+//! with a forged address can use it. An observer could as well drop or forge the tunnel's packets; with a copied token
+//! it makes the relay send as many bytes as it sent itself, at the rate of one guest. *Answers.* A guest accepts an
+//! answer only from the address it asked, with its own token and nonce.
 //!
 //! [`Search`] is pure; [`ask`] is the guest's side and [`echo`] the relay's.
 
@@ -115,9 +112,8 @@ const COMMON: [u32; 10] = [9001, 8951, 1500, 1460, 1454, 1440, 1400, 1350, 1280,
 /// Sizes tried at a time between two known ones.
 const BETWEEN: u32 = 8;
 
-/// Searches for the largest size that passes, in rounds. Each round tries several sizes at once, because a round costs
-/// a time-out and a datagram costs nothing. The first round tries the common sizes. Later rounds divide the range
-/// between the largest size that passed and the smallest that did not.
+/// Searches for the largest size that passes, in rounds of several sizes: a round costs a time-out, a datagram nothing.
+/// The first round tries the common sizes, the others the range between passed and failed ones.
 #[derive(Clone, Debug)]
 pub struct Search {
     top: u32,

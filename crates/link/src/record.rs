@@ -3,8 +3,7 @@
 //! A record is a 28-byte header and a payload of at most 64 KiB:
 //! `len u32 BE | kind u8 | flags u8 | reserved u16 = 0 | stream u32 BE | seq u64 BE | ack u64 BE`.
 //!
-//! This module covers the bytes of a header and of the two handshake payloads; the session checks the order of
-//! records. Pure.
+//! This module covers headers and the two handshake payloads; the session checks the order of records. Pure.
 
 mod hello;
 mod line;
@@ -155,6 +154,14 @@ pub enum CloseReason {
     Refused = 1,
     /// Broken off: not every byte of either side was delivered. Only for dialled streams.
     Failed = 2,
+}
+
+impl CloseReason {
+    /// Returns the reason with this number.
+    pub fn from_u8(number: u8) -> Option<CloseReason> {
+        use CloseReason::{Closed, Failed, Refused};
+        [Closed, Refused, Failed].into_iter().find(|reason| *reason as u8 == number)
+    }
 }
 
 /// Header of a record.

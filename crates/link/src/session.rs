@@ -1,18 +1,14 @@
-//! Implements the session: the state that survives a lost connection. It is a state machine without sockets and
-//! without a clock.
+//! Implements the session: the state that survives a lost connection. A state machine without sockets and clock.
 //!
-//! Both ends number the records that they send, keep them until they are acknowledged, and send them again over the
-//! next transport ([`Session::hello`], [`Session::answer`], [`Session::welcomed`]). A cut at any byte therefore
-//! neither loses nor duplicates a record.
+//! Both ends number their records, keep them until acknowledged, and send them again over the next transport
+//! ([`Session::hello`], [`Session::answer`], [`Session::welcomed`]). No cut loses or duplicates a record.
 //!
 //! Streams share the session. Each has a credit window, so that a stalled reader stops only its own stream. Control
-//! messages go first, then small records (open, credit), then data, round robin. The guest's log records go out only
-//! when no other data waits.
+//! messages go first, then small records, then data, round robin, then log records.
 //!
-//! Bounds, independent of the peer: unacknowledged records have at most [`SessionLimits::replay`] bytes plus one record. A
-//! stream holds at most the bytes that its local side was allowed to pass. There are at most [`SessionLimits::streams`]
-//! streams, and a control message under assembly has at most [`SessionLimits::control_message`] bytes. A peer that breaks
-//! the rules causes a [`Violation`]: the owner closes the transport and calls [`Session::reset`].
+//! Bounds, independent of the peer: [`SessionLimits::replay`] plus one record of unacknowledged bytes, the bytes that
+//! the local side may pass per stream, [`SessionLimits::streams`], and [`SessionLimits::control_message`]. A peer that
+//! breaks the rules causes a [`Violation`]: the owner closes the transport and calls [`Session::reset`].
 
 mod bind;
 mod lines;
@@ -44,8 +40,7 @@ pub const WINDOW: u32 = 256 << 10;
 /// Step in which the receiver returns credit: each return costs a record, a write and a wake-up at the other end.
 const CREDIT_STEP: u32 = WINDOW / 4 * 3;
 
-/// Received bytes after which an acknowledgement is sent if no other record carries it; in bulk transfers a Credit
-/// does.
+/// Received bytes after which an acknowledgement is sent if no other record (as Credit in bulk transfers) carries it.
 const ACK_STEP: usize = CREDIT_STEP as usize + (32 << 10);
 
 /// Cost in bytes of a waiting control message besides its contents, so that empty ones are bounded too.
@@ -54,15 +49,13 @@ pub(crate) const CONTROL_COST: usize = 64;
 /// Most bytes of unnumbered records that wait for the transport; at this limit no more are made.
 const URGENT_MOST: usize = 512;
 
-/// Longest payload that this program sends. Header and payload fill one TLS record, so that the receiver can use the
-/// record as soon as it is decrypted.
+/// Longest payload that this program sends. With its header it fills one TLS record, and needs no other to be used.
 pub(crate) const CHUNK: usize = (16 << 10) - HEADER_LEN;
 
 /// Limits of one session.
 #[derive(Clone, Copy, Debug)]
 pub struct SessionLimits {
-    /// Unacknowledged bytes kept; above this, streams have no room. [`Session::new`] raises it to at least twice the
-    /// bytes received before an acknowledgement.
+    /// Unacknowledged bytes kept; above this, streams have no room. At least twice the bytes before an acknowledgement.
     pub replay: usize,
     /// Most bytes ready for the transport that it has not taken.
     pub ahead: usize,
@@ -148,7 +141,6 @@ impl Urgent {
     }
 }
 
-/// Records from the peer.
 #[derive(Default)]
 struct Inbound {
     /// Highest sequence number received in order.
@@ -167,7 +159,6 @@ impl Inbound {
     }
 }
 
-/// Control messages that wait for sending.
 #[derive(Default)]
 struct ControlQueue {
     messages: VecDeque<Bytes>,
@@ -216,7 +207,8 @@ pub struct Counts {
 impl Session {
     /// Returns a fresh session. The guest chooses the id; the relay's session has none until a guest sends Hello.
     pub fn new(role: Role, id: Option<SessionId>, limits: SessionLimits) -> Session {
-        let (next_own, next_peer) = first_streams(role);
+        // The relay opens odd streams, the guest even ones.
+        let (next_own, next_peer) = if role == Role::Relay { (1, 2) } else { (2, 1) };
         Session {
             role,
             limits: SessionLimits { replay: limits.replay.max(2 * ACK_STEP), ..limits },
@@ -281,12 +273,11 @@ impl Session {
         self.version >= 2
     }
 
-    /// Returns the number of bytes that a stream takes now. 0 = wait for an acknowledgement or for credit, or the
-    /// stream has ended.
+    /// Returns the number of bytes that a stream takes now. 0 = it waits, or has ended.
     pub fn room(&self, stream: u32) -> usize {
         match self.streams.get(&stream) {
             Some(stream) if stream.may_send() && stream.waiting() == 0 => {
-                self.log_room().min(stream.credit as usize)
+                self.log_room().min(stream.kept.credit as usize)
             }
             _ => 0,
         }
@@ -297,8 +288,7 @@ impl Session {
         if self.streams.len() < self.limits.streams { self.log_room().min(WINDOW as usize) } else { 0 }
     }
 
-    /// Returns the number of bytes that the log takes. The last record may exceed the remaining room, so that no
-    /// record is cut to a few bytes.
+    /// Returns the number of bytes that the log takes. The last record may exceed the room, so that none is tiny.
     fn log_room(&self) -> usize {
         let ahead = self.limits.ahead.saturating_sub(self.log.unsent());
         let replay = self.limits.replay.saturating_sub(self.log.len());
@@ -313,9 +303,9 @@ impl Session {
         let straight = self.is_idle();
         let Some(stream) = self.streams.get_mut(&id).filter(|stream| stream.may_send()) else { return };
         if straight && stream.waiting() == 0 {
-            while !data.is_empty() && stream.credit > 0 && self.log.fits(&self.limits) {
-                let (part, rest) = data.split_at(data.len().min(CHUNK).min(stream.credit as usize));
-                stream.credit -= part.len() as u32; // part is not longer than the credit
+            while !data.is_empty() && stream.kept.credit > 0 && self.log.fits(&self.limits) {
+                let (part, rest) = data.split_at(data.len().min(CHUNK).min(stream.kept.credit as usize));
+                stream.kept.credit -= part.len() as u32; // part is not longer than the credit
                 let header = RecordHeader::of_stream(RecordKind::Data, id);
                 self.log.push(RecordHeader { ack: self.inbound.acknowledge(), ..header }, part);
                 data = rest;
@@ -334,15 +324,14 @@ impl Session {
     /// data waits, and the caller must use [`Session::send`]. The next call must be [`Session::sent_in_place`].
     pub(crate) fn send_in_place<'a>(&'a mut self, most: usize, out: &mut [IoSliceMut<'a>]) -> usize {
         self.schedule();
-        let straight = self.is_idle();
-        if straight { self.log.spaces(most, out) } else { 0 }
+        if self.is_idle() { self.log.spaces(most, out) } else { 0 }
     }
 
     /// Sends the first `bytes` of the slices from [`Session::send_in_place`] on this stream, which has room for them.
     pub(crate) fn sent_in_place(&mut self, id: u32, bytes: usize) {
         match self.streams.get_mut(&id) {
             Some(stream) => {
-                stream.credit = stream.credit.saturating_sub(bytes as u32);
+                stream.kept.credit = stream.kept.credit.saturating_sub(bytes as u32);
                 let header = RecordHeader::of_stream(RecordKind::Data, id);
                 let ack = if bytes > 0 { self.inbound.acknowledge() } else { self.inbound.recv };
                 self.log.fill(RecordHeader { ack, ..header }, bytes);
@@ -353,20 +342,16 @@ impl Session {
 
     /// Ends a stream after the bytes sent on it. Ignored after the stream has ended.
     pub fn close(&mut self, id: u32, reason: CloseReason) {
-        if let Some(stream) = self.streams.get_mut(&id)
-            && stream.close(reason)
-            && stream.may_queue()
-        {
-            self.turns.ready.push_back(id);
-        }
+        self.end_with(id, |stream| stream.close(reason));
     }
 
     /// Ends this end's direction of a stream; the peer may still send. Ignored after the stream has ended.
     pub fn finish(&mut self, id: u32) {
-        if let Some(stream) = self.streams.get_mut(&id)
-            && stream.finish()
-            && stream.may_queue()
-        {
+        self.end_with(id, Stream::finish);
+    }
+
+    fn end_with(&mut self, id: u32, request: impl FnOnce(&mut Stream) -> bool) {
+        if self.streams.get_mut(&id).is_some_and(|stream| request(stream) && stream.may_queue()) {
             self.turns.ready.push_back(id);
         }
     }
@@ -378,9 +363,7 @@ impl Session {
 
     /// Counts bytes that the local side took off the stream: the peer may send as many more.
     pub fn consumed(&mut self, id: u32, bytes: usize) {
-        if let Some(stream) = self.streams.get_mut(&id)
-            && stream.consumed(bytes)
-        {
+        if self.streams.get_mut(&id).is_some_and(|stream| stream.consumed(bytes)) {
             self.turns.signals.push_back(id);
         }
     }
@@ -453,7 +436,7 @@ impl Session {
         // An Open precedes all other records of its stream.
         debug_assert!(stream.open.is_none(), "signals are sent before data");
         let header = |kind| RecordHeader::of_stream(kind, id);
-        let most = CHUNK.min(stream.credit as usize);
+        let most = CHUNK.min(stream.kept.credit as usize);
         let part = stream.next_part(most);
         if !part.is_empty() {
             let ack = self.inbound.acknowledge();
@@ -461,11 +444,12 @@ impl Session {
             let sent = part.len();
             stream.sent(sent);
         } else if stream.finish_due() {
-            stream.sent_finish();
+            stream.kept.finish_sent = true;
             let ack = self.inbound.acknowledge();
             self.log.push(RecordHeader { ack, ..header(RecordKind::Finish) }, &[]);
         } else if let Some(reason) = stream.close_due() {
-            let over = stream.sent_close();
+            stream.kept.close_sent = true;
+            let over = stream.kept.ended;
             self.push(header(RecordKind::Close), &[reason as u8]);
             if over {
                 self.streams.remove(&id);
@@ -514,14 +498,6 @@ impl Session {
 impl Log {
     fn fits(&self, limits: &SessionLimits) -> bool {
         self.unsent() < limits.ahead && self.len() < limits.replay
-    }
-}
-
-/// Returns the first stream of this end and of the peer: the relay opens odd streams, the guest even ones.
-fn first_streams(role: Role) -> (u32, u32) {
-    match role {
-        Role::Relay => (1, 2),
-        Role::Guest => (2, 1),
     }
 }
 

@@ -1,5 +1,4 @@
-//! Builds the TLS 1.3 configurations of the link; older versions are refused. The guest is always the TLS client, the
-//! relay the TLS server.
+//! Builds the TLS 1.3 configurations of the link; older versions are refused. The guest is always the client.
 //!
 //! * The guest pins a fingerprint (SHA-256 of the node CA's DER, from user-data). The server sends its leaf and that
 //!   CA; the leaf must chain to the CA and carry [`SERVER_NAME`], independent of the dialled address.
@@ -18,12 +17,11 @@ use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, Server
 use rustls::client::{Resumption, WebPkiServerVerifier};
 use rustls::crypto::{CryptoProvider, ring};
 use rustls::server::{NoServerSessionStorage, WebPkiClientVerifier};
-use rustls::{CertificateError, DigitallySignedStruct, DistinguishedName, RootCertStore, SignatureScheme};
+use rustls::{CertificateError, DigitallySignedStruct, RootCertStore, SignatureScheme};
 use rustls_pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
 use sha2::{Digest, Sha256};
 
-/// Name in every relay certificate. It never resolves: the CA is the identity, and the name only keeps a guest
-/// certificate from passing as a server certificate.
+/// Name in every relay certificate. The CA is the identity; the name only bars guest certificates from a server.
 pub const SERVER_NAME: &str = "node.peerpod.internal";
 
 /// ALPN name of the protocol inside TLS; an incompatible successor would be `peerpod/2`.
@@ -41,29 +39,18 @@ pub enum TlsError {
     /// Guests know only the fingerprint of the CA, so the server must send the CA itself.
     #[error("tls server: the chain has {0} certificate(s); guests need the leaf and the CA that issued it")]
     ShortChain(usize),
-    /// A trusted CA cannot serve as a trust anchor.
-    #[error("trusted CA number {index}: {source}")]
-    BadCa {
-        /// Position in the given list, from 0.
-        index: usize,
-        /// Error of rustls.
-        source: rustls::Error,
-    },
+    /// A trusted CA, at this position from 0, cannot serve as a trust anchor.
+    #[error("trusted CA number {0}: {1}")]
+    BadCa(usize, rustls::Error),
     /// rustls refused the client verifier.
     #[error("tls server: client verifier: {0}")]
     Verifier(#[from] rustls::server::VerifierBuilderError),
     /// The certificate and the key do not match, or are of an unsupported kind.
-    #[error("{role}: certificate or key: {source}")]
-    Identity {
-        /// `tls server` or `tls client`.
-        role: &'static str,
-        /// Error of rustls.
-        source: rustls::Error,
-    },
+    #[error("{0}: certificate or key: {1}")]
+    Identity(&'static str, rustls::Error),
 }
 
-/// Crypto provider of both ends. AES-128 comes first: both ends have AES instructions, which make it the fastest
-/// suite. 256-bit keys add no strength beside P-256 and X25519.
+/// Crypto provider of both ends. AES-128 comes first, as the fastest suite. 256-bit keys add nothing to P-256.
 static PROVIDER: LazyLock<Arc<CryptoProvider>> = LazyLock::new(|| {
     use ring::cipher_suite::{
         TLS13_AES_128_GCM_SHA256, TLS13_AES_256_GCM_SHA384, TLS13_CHACHA20_POLY1305_SHA256,
@@ -78,7 +65,6 @@ static PROVIDER: LazyLock<Arc<CryptoProvider>> = LazyLock::new(|| {
     })
 });
 
-/// Protocol versions that this module offers.
 const VERSIONS: &[&rustls::SupportedProtocolVersion] = &[&rustls::version::TLS13];
 
 /// Returns the SHA-256 of a certificate's DER. User-data, the ledger and the relay identify certificates by it.
@@ -91,9 +77,8 @@ pub fn server_name() -> ServerName<'static> {
     ServerName::try_from(SERVER_NAME).expect("a constant, valid DNS name")
 }
 
-/// Returns the relay's configuration. `chain` is the leaf followed by the CA that issued it; `trusted_cas` are the
-/// CAs that may have issued guest certificates (two during a rotation). A client certificate is optional and verified
-/// if sent.
+/// Returns the relay's configuration. `chain` is the leaf followed by the CA that issued it; `trusted_cas` are the CAs
+/// that may have issued guest certificates (two during a rotation). A client certificate is optional.
 pub fn server_config(
     chain: Vec<CertificateDer<'static>>,
     key: PrivateKeyDer<'static>,
@@ -107,12 +92,12 @@ pub fn server_config(
     }
     let mut roots = RootCertStore::empty();
     for (index, ca) in trusted_cas.iter().enumerate() {
-        roots.add(ca.clone()).map_err(|source| TlsError::BadCa { index, source })?;
+        roots.add(ca.clone()).map_err(|source| TlsError::BadCa(index, source))?;
     }
     let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), PROVIDER.clone())
         .allow_unauthenticated()
         .build()?;
-    let failed = |source| TlsError::Identity { role: "tls server", source };
+    let failed = |source| TlsError::Identity("tls server", source);
     let mut config = rustls::ServerConfig::builder_with_provider(PROVIDER.clone())
         .with_protocol_versions(VERSIONS)
         .map_err(failed)?
@@ -126,9 +111,8 @@ pub fn server_config(
     Ok(Arc::new(config))
 }
 
-/// Returns the guest's configuration. The server's chain must contain a CA with one of these fingerprints, and that
-/// CA must have issued the leaf for [`SERVER_NAME`]. `identity` is the guest's own certificate chain and key, once it
-/// has them.
+/// Returns the guest's configuration. The server's chain must contain a CA with one of these fingerprints, and that CA
+/// must have issued the leaf for [`SERVER_NAME`]. `identity` is the guest's own chain and key.
 pub fn client_config(
     ca_sha256: &[[u8; 32]],
     identity: Option<(Vec<CertificateDer<'static>>, PrivateKeyDer<'static>)>,
@@ -136,7 +120,7 @@ pub fn client_config(
     if ca_sha256.is_empty() {
         return Err(TlsError::NoPin);
     }
-    let failed = |source| TlsError::Identity { role: "tls client", source };
+    let failed = |source| TlsError::Identity("tls client", source);
     let builder = rustls::ClientConfig::builder_with_provider(PROVIDER.clone())
         .with_protocol_versions(VERSIONS)
         .map_err(failed)?
@@ -152,8 +136,7 @@ pub fn client_config(
     Ok(Arc::new(config))
 }
 
-/// Server verifier that trusts a CA of the server's chain if its fingerprint is pinned, and leaves all other checks
-/// to webpki.
+/// Server verifier that trusts a CA of the server's chain if its fingerprint is pinned, and leaves the rest to webpki.
 #[derive(Debug)]
 struct PinnedCa {
     pins: Vec<[u8; 32]>,
@@ -169,8 +152,7 @@ impl ServerCertVerifier for PinnedCa {
         now: UnixTime,
     ) -> Result<ServerCertVerified, rustls::Error> {
         let mut roots = RootCertStore::empty();
-        // Never the leaf itself: a leaf as anchor would skip the checks of its own dates and name. rustls bounds
-        // handshake messages, and thereby this list.
+        // Never the leaf itself: an anchor skips the checks of its dates and name. rustls bounds this list.
         for ca in intermediates.iter().filter(|cert| self.pins.contains(&fingerprint(cert))) {
             roots.add(ca.clone().into_owned())?;
         }
@@ -198,20 +180,12 @@ impl ServerCertVerifier for PinnedCa {
         cert: &CertificateDer<'_>,
         dss: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        rustls::crypto::verify_tls13_signature(
-            message,
-            cert,
-            dss,
-            &PROVIDER.signature_verification_algorithms,
-        )
+        let supported = &PROVIDER.signature_verification_algorithms;
+        rustls::crypto::verify_tls13_signature(message, cert, dss, supported)
     }
 
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
         PROVIDER.signature_verification_algorithms.supported_schemes()
-    }
-
-    fn root_hint_subjects(&self) -> Option<&[DistinguishedName]> {
-        None
     }
 }
 
@@ -449,12 +423,12 @@ mod tests {
         let junk = CertificateDer::from(vec![1, 2, 3]);
         assert!(matches!(
             server_config(chain.clone(), key, &[ca.der.clone(), junk]),
-            Err(TlsError::BadCa { index: 1, .. })
+            Err(TlsError::BadCa(1, _))
         ));
         let (_, other_key) = ca.server();
         assert!(matches!(
             server_config(chain, other_key, std::slice::from_ref(&ca.der)),
-            Err(TlsError::Identity { role: "tls server", .. })
+            Err(TlsError::Identity("tls server", _))
         ));
     }
 }

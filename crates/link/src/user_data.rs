@@ -1,5 +1,4 @@
-//! Reads and writes user-data: the JSON that a VM gets from its provider. It holds only public values and a ticket that
-//! expires with its first use; the VM learns its pod over the link.
+//! Reads and writes user-data: the JSON that a VM gets from its provider. It holds a ticket for one use.
 //!
 //! The node writes this type and the guest reads it. The reader handles untrusted bytes: it bounds sizes and lists,
 //! and errors never repeat the input, which could contain the ticket's secret.
@@ -27,8 +26,7 @@ pub struct UserData {
     pub ticket: UserDataTicket,
     /// Addresses of the node and fingerprints of its CAs.
     pub node: UserDataNode,
-    /// Seconds of silence on the link after which the VM powers itself off, until a Personalise message sets another
-    /// value.
+    /// Seconds of silence on the link after which the VM powers itself off, until Personalise sets another.
     pub lease_seconds: u32,
 }
 
@@ -101,28 +99,16 @@ pub enum UserDataError {
     #[error("user-data has {0} bytes, more than the limit of {MAX_LEN}; is this image meant for it?")]
     TooLarge(usize),
     /// Not JSON, or of another shape.
-    #[error("user-data is not in the format of version {VERSION}: {what} at line {line}, column {column}")]
-    Malformed {
-        /// Kind of mistake.
-        what: &'static str,
-        /// Line from 1; 0 if unknown.
-        line: usize,
-        /// Column from 1; 0 if unknown.
-        column: usize,
-    },
+    #[error("user-data is not in the format of version {VERSION}: {0} at line {1}, column {2}")]
+    Malformed(&'static str, usize, usize),
     /// Written by a node with another format version than this image.
     #[error(
         "user-data has version {0}, this guest reads {VERSION}; the VM image and the node must be upgraded together"
     )]
     Version(u32),
-    /// A field has an unusable value.
-    #[error("user-data: {field}: {why}")]
-    Field {
-        /// Path of the field.
-        field: &'static str,
-        /// Rule that the value breaks.
-        why: &'static str,
-    },
+    /// The value of a field breaks a rule.
+    #[error("user-data: {0}: {1}")]
+    Field(&'static str, &'static str),
 }
 
 impl UserData {
@@ -154,7 +140,7 @@ impl UserData {
     }
 
     fn check(&self) -> Result<(), UserDataError> {
-        let wrong = |field, why| Err(UserDataError::Field { field, why });
+        let wrong = |field, why| Err(UserDataError::Field(field, why));
         if self.ticket.id.len() != 32
             || !self.ticket.id.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'))
         {
@@ -190,7 +176,7 @@ fn malformed(error: serde_json::Error) -> UserDataError {
         serde_json::error::Category::Data => "a field is missing or of the wrong kind",
         serde_json::error::Category::Eof => "it ends early",
     };
-    UserDataError::Malformed { what, line: error.line(), column: error.column() }
+    UserDataError::Malformed(what, error.line(), error.column())
 }
 
 /// Parses 64 hex digits of either case; returns `None` for any other text.
@@ -264,7 +250,7 @@ mod tests {
         assert_eq!(UserData::parse(b" \n\0"), Err(UserDataError::Empty));
         assert_eq!(UserData::parse(&vec![b' '; MAX_LEN + 1]), Err(UserDataError::TooLarge(MAX_LEN + 1)));
         for bytes in [&b"#cloud-config\n"[..], b"[1]", b"{", b"\xff\xfe", br#"{"peerpod":"1"}"#] {
-            assert!(matches!(UserData::parse(bytes), Err(UserDataError::Malformed { .. })), "{bytes:?}");
+            assert!(matches!(UserData::parse(bytes), Err(UserDataError::Malformed(..))), "{bytes:?}");
         }
     }
 
@@ -274,7 +260,7 @@ mod tests {
             let mut data = sample();
             change(&mut data);
             match UserData::parse(data.to_json().as_bytes()) {
-                Err(UserDataError::Field { field, .. }) => field,
+                Err(UserDataError::Field(field, _)) => field,
                 other => panic!("{other:?}"),
             }
         };

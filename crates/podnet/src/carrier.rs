@@ -1,41 +1,20 @@
 //! Counts the carrier losses of each device of a namespace since the device was made. The kernel drops routes and
-//! addresses of a device that goes down; the count distinguishes that case from a removal by another program. Only
-//! reads.
+//! addresses of a device that goes down; the count tells that from a removal by another program. Only reads.
 
 use std::collections::BTreeMap;
-
-use netlink_packet_route::RouteNetlinkMessage;
-use netlink_packet_route::link::LinkAttribute;
-use rtnetlink::LinkMessageBuilder;
 
 use super::Error;
 use super::link;
 use super::netns::Netns;
 
-/// Maximum number of devices in a pod.
 const MAX_LINKS: usize = 256;
 
 /// Returns the index of each device and its number of carrier losses.
-///
-/// # Errors
-/// [`Error::Kernel`], [`Error::Netns`].
 pub fn losses(netns: &Netns) -> Result<BTreeMap<u32, u32>, Error> {
-    let mut client = netns.netlink()?;
-    let count = |answer| match answer {
-        RouteNetlinkMessage::NewLink(link) => {
-            let downs = link.attributes.iter().find_map(|attribute| match attribute {
-                LinkAttribute::CarrierDownCount(count) => Some(*count),
-                _ => None,
-            });
-            Some((link.header.index, downs.unwrap_or(0)))
-        }
-        _ => None,
-    };
-    let counted = client
-        .dump(&link::request(LinkMessageBuilder::default()), MAX_LINKS, count)
-        .map_err(Error::kernel("count the losses of carrier of the pod's links"))?;
     // The socket is not kept: this request comes last and is rare.
-    Ok(counted.into_iter().collect())
+    let links = link::all(&mut netns.netlink()?, MAX_LINKS)
+        .map_err(Error::kernel("count the losses of carrier of the pod's links"))?;
+    Ok(links.into_iter().map(|link| (link.index, link.losses)).collect())
 }
 
 #[cfg(test)]

@@ -9,16 +9,11 @@ use super::inspect::{Address, Route, inspect};
 use super::netns::Netns;
 use super::{Error, plan};
 
-/// Maximum number of listed entries.
 const MOST: usize = 16;
 
-/// Returns the planned interfaces, addresses and routes that are missing. Additional ones belong to the pod and are
-/// ignored.
-///
-/// # Errors
-/// [`Error::Plan`], [`Error::Netns`], [`Error::Kernel`].
+/// Returns the planned interfaces, addresses and routes that are missing. Additional ones belong to the pod.
 pub fn drift(wire: &NetworkPlan, podns: &Path) -> Result<Vec<String>, Error> {
-    let planned = plan::read(wire)?.as_seen();
+    let planned = plan::read(wire)?.network;
     let seen = match inspect(&Netns::open(podns)?) {
         Ok(seen) => seen,
         // The namespace has no usable interface left.
@@ -49,7 +44,6 @@ pub fn drift(wire: &NetworkPlan, podns: &Path) -> Result<Vec<String>, Error> {
     Ok(lacks)
 }
 
-/// Returns the fields that identify a route.
 fn key(route: &Route) -> impl PartialEq {
     (route.destination, route.prefix, route.gateway, route.metric, route.table, route.kind, route.tos)
 }

@@ -1,8 +1,6 @@
-//! Watches a network namespace for changes: devices, addresses, routes, rules and neighbours of both families, and in a
-//! pod's namespace qdiscs and filters.
+//! Watches a network namespace for changes: devices, addresses, routes, rules; in a pod also neighbours and filters.
 //!
-//! A notification carries no details. The caller inspects the namespace again (`inspect`), so a lost or merged event does
-//! no harm. Reads one multicast netlink socket, changes nothing.
+//! A notification has no details: the caller inspects the namespace again, so a lost event does no harm.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -31,11 +29,6 @@ const COMMON: [Group; 7] = [
     Group::Ipv6Route,
     Group::Ipv6Rule,
 ];
-/// Further groups of a pod.
-const POD: &[Group] = &[Group::Neigh, Group::Tc];
-/// Further groups of an underlay: a device's IPv6 settings, which router advertisements change. Neighbours would change
-/// with every connection.
-const UNDERLAY: &[Group] = &[Group::Ipv6Ifinfo];
 
 /// Size of the buffer. A longer message is truncated, which does no harm because the content is not used.
 const ROOM: usize = 64;
@@ -52,30 +45,23 @@ pub struct Events {
 
 impl Events {
     /// Watches everything in a pod's namespace. Must be called inside a tokio runtime.
-    ///
-    /// # Errors
-    /// [`Error::Netns`] where the namespace cannot be entered or has no room for a socket.
     pub fn of_pod(netns: &Netns) -> Result<Events, Error> {
-        Events::open(netns, POD)
+        Events::open(netns, &[Group::Neigh, Group::Tc])
     }
 
     /// Watches everything that decides the path between node and VMs. Must be called inside a tokio runtime.
-    ///
-    /// # Errors
-    /// As [`Events::of_pod`].
     pub fn of_underlay(netns: &Netns) -> Result<Events, Error> {
-        Events::open(netns, UNDERLAY)
+        // A device's IPv6 settings, which router advertisements change. Neighbours are no part.
+        Events::open(netns, &[Group::Ipv6Ifinfo])
     }
 
     fn open(netns: &Netns, further: &[Group]) -> Result<Events, Error> {
-        let failed =
-            |source: io::Error| Error::Netns { attempt: "listen in", path: netns.path().to_owned(), source };
-        let socket = netns.run(|| socket(further)).and_then(|made| made).map_err(failed)?;
+        let failed = Error::netns("listen in", netns.path());
+        let socket = netns.run(|| socket(further)).and_then(|made| made).map_err(&failed)?;
         Ok(Events { socket: reactor::register(socket, Interest::READABLE).map_err(failed)?, heard: None })
     }
 
-    /// Waits for a change, then takes further changes until none comes for `quiet`, or `at_most` has passed: a CNI
-    /// writes its routes one by one.
+    /// Waits for a change, then takes further ones until none comes for `quiet`, or `at_most` has passed.
     ///
     /// cancel safety: no change is lost; the next call returns those already taken.
     ///

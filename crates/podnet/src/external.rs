@@ -1,5 +1,4 @@
-//! Routes the pod's external traffic out by the VM's own network ("external network through the VM"). The pod's default
-//! routes leave the tunnel; cluster traffic stays in it.
+//! Routes the pod's external traffic out by the VM's own network. Cluster traffic stays in the tunnel.
 //!
 //! ```text
 //!   podns                                      the VM's own namespace
@@ -10,14 +9,12 @@
 //! ```
 //!
 //! Neither end of the veth pair has an address, so none can collide with the cluster's addresses. No program in the VM
-//! is reachable through the pair. The egress firewall is in the VM's namespace: a pod that may change its own network
-//! cannot remove it.
+//! is reachable through the pair. The egress firewall is in the VM's namespace, out of the pod's reach.
 //!
-//! Where the VM has a second NIC for this purpose (way "second-nic"), the pod leaves by that NIC alone (`nic`).
-//! Packets from the veth pair have a routing table of their own (`policy_route`), and the egress firewall drops those that
-//! would leave by the first NIC. The second NIC stays in the VM's namespace. In `podns`, every container with
-//! CAP_NET_ADMIN could use it freely to reach the cloud's network, the metadata service included (clouds serve it on
-//! every NIC). The program in the VM that assigns the NIC's address would also lose access to the NIC.
+//! Where the VM has a second NIC for this purpose (way "second-nic"), the pod leaves by that NIC alone (`nic`). Packets
+//! from the veth pair have a routing table of their own (`policy_route`), and the egress firewall drops those that
+//! would leave by the first NIC. The NIC stays in the VM's namespace: in `podns`, containers with CAP_NET_ADMIN could
+//! use it to reach the cloud's metadata service, and the program that assigns the NIC's address would lose it.
 //!
 //! [`read`] and [`split`] are pure. [`apply`] and [`undo`] may be repeated and must be called from a thread in the VM's
 //! namespace. They touch the veth pair, the egress firewall, the policy route and the forwarding sysctls there.
@@ -33,6 +30,7 @@ mod nic;
 mod policy_route;
 mod veth;
 
+pub(crate) use veth::INSIDE;
 pub use veth::{Applied, apply, leaves, undo};
 
 /// Maximum number of entries of each list; a cluster has a handful.
@@ -40,8 +38,7 @@ const MOST: usize = 64;
 const MAIN_TABLE: u32 = 254;
 const UNICAST: u32 = 1;
 
-/// Networks that clouds offer to their VMs alone, above all for metadata and credentials. In order: IPv4 link-local as
-/// a whole, Azure's host, Alibaba, AWS over IPv6, GCP over IPv6.
+/// Networks that clouds offer to their VMs alone: IPv4 link-local, Azure's host, Alibaba, AWS and GCP over IPv6.
 const CLOUDS_OWN: [Prefix; 5] = [
     (IpAddr::V4(Ipv4Addr::new(169, 254, 0, 0)), 16),
     (IpAddr::V4(Ipv4Addr::new(168, 63, 129, 16)), 32),
@@ -63,8 +60,7 @@ pub struct External {
     pub allow: Vec<Prefix>,
     /// The pod's addresses; the source address of external traffic comes first.
     pub pod: Vec<IpAddr>,
-    /// Networks of the pod's addresses and non-default routes. Packets to them never leave by the VM, even if a program
-    /// deletes the routes.
+    /// Networks of the pod's addresses and non-default routes. Packets to them never leave by the VM.
     pub inside: Vec<Prefix>,
 }
 
@@ -92,9 +88,6 @@ impl External {
 }
 
 /// Reads the external network from the plan; `None` = all traffic takes the tunnel.
-///
-/// # Errors
-/// [`Error::Plan`], which names the invalid value.
 pub fn read(plan: &NetworkPlan) -> Result<Option<External>, Error> {
     let Some(wire) = plan.external.as_ref() else { return Ok(None) };
     let second = match wire.way.as_str() {
@@ -147,8 +140,7 @@ pub fn read(plan: &NetworkPlan) -> Result<Option<External>, Error> {
 }
 
 /// Removes the default routes of the families that leave by the VM from the plan. Routes to the cluster's prefixes and
-/// the node's addresses take their place, each with the same gateway. A prefix that another route of the pod covers
-/// gets no new route.
+/// the node's addresses take their place, each with the same gateway. A covered prefix gets no new route.
 pub fn split(plan: &mut NetworkPlan, external: &External, leaves: impl Fn(bool) -> bool) {
     let known: Vec<Prefix> = plan
         .interfaces
@@ -190,13 +182,12 @@ fn is_default(route: &Route) -> bool {
     route.destination.ends_with("/0")
 }
 
-/// Returns whether it is a unicast route of the main table. Other tables belong to the CNI's policy routing and stay
-/// unchanged.
+/// Returns whether it is a unicast route of the main table. Other tables are the CNI's.
 fn is_main(route: &Route) -> bool {
     route.table == MAIN_TABLE && matches!(route.kind, 0 | UNICAST)
 }
 
-fn covers(outer: Prefix, inner: Prefix) -> bool {
+pub(crate) fn covers(outer: Prefix, inner: Prefix) -> bool {
     outer.0.is_ipv6() == inner.0.is_ipv6()
         && outer.1 <= inner.1
         && super::underlay::network(inner.0, outer.1) == super::underlay::network(outer.0, outer.1)
@@ -204,15 +195,10 @@ fn covers(outer: Prefix, inner: Prefix) -> bool {
 
 /// Parses a prefix, or an address alone.
 fn prefix(what: &str, text: &str) -> Result<Prefix, Error> {
-    let wrong = || Error::Plan(format!("{what} {text:?} is no prefix"));
-    let (address, bits) = match text.split_once('/') {
-        Some((address, bits)) => (address, Some(bits.parse::<u8>().map_err(|_| wrong())?)),
-        None => (text, None),
-    };
-    let address: IpAddr = address.parse().map_err(|_| wrong())?;
-    let most = super::link::bits(address);
-    let bits = bits.unwrap_or(most);
-    if bits > most { Err(wrong()) } else { Ok((address, bits)) }
+    match text.parse::<IpAddr>() {
+        Ok(address) => Ok((address, super::link::bits(address))),
+        Err(_) => super::plan::prefix(what, text),
+    }
 }
 
 #[cfg(test)]

@@ -1,12 +1,10 @@
-//! Removes remains of a crash: devices and redirects with an owner's mark in a namespace where none of its sandboxes
-//! lives. The daemon inspects the namespaces once, at its start.
+//! Removes remains of a crash: devices and redirects with an owner's mark in a namespace without its sandboxes.
 
 use std::collections::HashSet;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 
 use super::Error;
-use super::link::Link;
 use super::mark::{Mark, Owner, sandbox_on};
 use super::netns::{Netns, NetnsId};
 use super::redirect::{self, Taken};
@@ -63,11 +61,10 @@ pub fn sweep(netns: &Netns, owner: Owner, live: &[&str]) -> Result<Swept, Vec<Er
     let attempt = || Error::kernel(format!("look for stale devices in {}", netns.path().display()));
     let devices = ours_by_name(&mut pod).map_err(attempt()).map_err(one)?;
     let marks: Vec<Mark<'_>> = live.iter().map(|sandbox| Mark { owner, sandbox }).collect();
-    let lives = |link: &Link| marks.iter().any(|mark| mark.is_on(link));
     let (mut swept, mut doomed) = (Swept::default(), Vec::new());
     for link in devices {
         let Some(vxlan) = &link.vxlan else { continue };
-        let kept = lives(&link);
+        let kept = marks.iter().any(|mark| mark.is_on(&link));
         let named = sandbox_on(owner, &link);
         if !kept && named.is_none() {
             continue; // of another daemon
@@ -76,10 +73,10 @@ pub fn sweep(netns: &Netns, owner: Owner, live: &[&str]) -> Result<Swept, Vec<Er
         let found = Found { sandbox, vni: vxlan.vni, port: vxlan.port, remote: vxlan.remote };
         if kept {
             swept.kept.push(found);
-        } else {
-            swept.removed.push(found);
-            doomed.push(link.index);
+            continue;
         }
+        swept.removed.push(found);
+        doomed.push(link.index);
     }
     let mut errors = Vec::new();
     let tags = redirect::tagged(&mut pod, owner).map_err(one)?;
@@ -89,7 +86,7 @@ pub fn sweep(netns: &Netns, owner: Owner, live: &[&str]) -> Result<Swept, Vec<Er
         .collect();
     swept.freed = stale.len();
     for tag in stale.iter().map(|(_, tag)| *tag).collect::<HashSet<_>>() {
-        let taken = Taken { tag: Some(tag), only: None, unmarked: None, doomed: &doomed, shared: &[] };
+        let taken = Taken { tag, only: None, doomed: &doomed, shared: &[] };
         redirect::take_back(&mut pod, &taken, &mut errors);
     }
     remove_all(&mut pod, &doomed, &mut errors);

@@ -1,10 +1,8 @@
-//! Makes the pod's network in the VM: the tunnel devices in the pod's namespace, with the pod's names, MACs, addresses,
-//! routes, rules, neighbours and settings.
+//! Makes the pod's network in the VM: tunnel devices with the pod's names, addresses, routes and settings.
 //!
-//! A plan is applied as a whole or not at all, and may be applied again: correct parts stay, missing parts are added,
-//! and parts that only an older plan had are removed. Additions by other programs (the pod, a mesh's sidecar) stay.
-//! Touches the pod's namespace, the tunnel's socket, and (where the VM's kernel has nftables) one table that accepts
-//! tunnel packets only from the node.
+//! A plan is applied as a whole or not at all, and may be applied again: missing parts are added, and parts that only
+//! an older plan had are removed. Additions by other programs stay. Touches the pod's namespace, the tunnel's socket,
+//! and one nftables table that accepts tunnel packets only from the node.
 
 use std::net::IpAddr;
 use std::path::Path;
@@ -12,12 +10,12 @@ use std::path::Path;
 use peerpod_proto::guest::NetworkPlan;
 
 use super::Error;
-use super::inspect::Picture;
+use super::inspect::{Picture, PodNetworkState};
 use super::link;
-use super::netlink::{self, Client};
+use super::netlink::Client;
 use super::netns::Netns;
 use super::nft::{Filter, Peer};
-use super::plan::{self, Interface, Planned};
+use super::plan::{self, Planned};
 use super::underlay;
 use contents::Contents;
 use device::Devices;
@@ -45,17 +43,16 @@ pub struct Applied {
     pub left_out: Vec<String>,
 }
 
-/// Makes the pod's network in the namespace at `podns` according to the plan, as a whole or not at all. A repeated call
-/// with the same plan verifies it, adds missing parts and leaves the rest alone. Must be called from a thread in the
-/// VM's own network namespace, by which the tunnel's packets leave.
+/// Makes the pod's network in the namespace at `podns` according to the plan, as a whole or not at all. Must be called
+/// from a thread in the VM's own network namespace, by which the tunnel's packets leave.
 ///
 /// `previous` is the plan applied before, if any: parts that only it had are removed.
 ///
 /// # Errors
-/// [`Error::Plan`] for an invalid plan, [`Error::Path`] where the node cannot be reached, [`Error::Kernel`].
+/// [`Error::Plan`] for an invalid plan, [`Error::Path`] where the node cannot be reached.
 pub fn apply(plan: &NetworkPlan, previous: Option<&NetworkPlan>, podns: &Path) -> Result<Applied, Error> {
     let planned = plan::read(plan)?;
-    let mut host = Client::route().map_err(socket)?;
+    let mut host = Client::route().map_err(Error::socket)?;
     let unfiltered = filter(&planned).err().map(|e| e.to_string());
     let applied = make(&mut host, &planned, previous, podns)?;
     if let Some(Ok(before)) = previous.map(plan::read) {
@@ -67,9 +64,6 @@ pub fn apply(plan: &NetworkPlan, previous: Option<&NetworkPlan>, podns: &Path) -
 
 /// Like [`apply`], for a tunnel with packets that do not leave by the VM's own namespace. `host` is a socket of the
 /// namespace by which they leave. The caller restricts the senders there (an inner network that only the node is in).
-///
-/// # Errors
-/// As [`apply`].
 pub fn apply_from(
     host: &mut Client,
     plan: &NetworkPlan,
@@ -87,7 +81,7 @@ fn make(
 ) -> Result<Applied, Error> {
     let node = planned.underlay.node;
     let way = link::way_to(host, node)?;
-    let room = way.mtu.saturating_sub(planned.underlay.overhead);
+    let room = way.mtus.route.saturating_sub(planned.underlay.overhead);
     let source = match planned.underlay.vm {
         Some(vm) if vm.is_ipv6() == node.is_ipv6() && is_source(host, vm, way.source, node) => vm,
         _ => way.source,
@@ -101,7 +95,7 @@ fn make(
     let made = follow(&mut transaction, host, &netns, source, &wanted, previous.as_ref());
     match made {
         Ok(left_out) => {
-            let mtu = wanted.interfaces.first().map_or(0, |interface| interface.mtu);
+            let mtu = wanted.network.interfaces.first().map_or(0, |interface| interface.mtu);
             Ok(Applied { mtu, changed: transaction.changed(), unfiltered: None, left_out })
         }
         Err(e) => {
@@ -112,8 +106,7 @@ fn make(
 }
 
 /// Returns whether the tunnel's source address is the VM's address as the node knows it, instead of the kernel's
-/// choice. A VM may have several addresses, and the node accepts packets from one. Behind a NAT the VM does not have
-/// that address.
+/// choice. The node accepts packets from one of the VM's addresses. Behind a NAT the VM lacks it.
 fn is_source(host: &mut Client, vm: IpAddr, kernels: IpAddr, node: IpAddr) -> bool {
     // The cloud may know the VM's address before the VM does, or duplicate address detection may still run. Then no
     // address can reach the node yet, and this one will once it is there.
@@ -132,12 +125,12 @@ fn follow(
 ) -> Result<Vec<String>, Error> {
     let mut picture = Picture::take(transaction.pod())?;
     let devices = Devices::new(netns, &wanted.underlay, source);
-    devices.make(transaction, host, &mut picture, &wanted.interfaces)?;
-    let left_out = settings::write(transaction, netns, wanted, previous)?;
-    devices.take_up(transaction, &picture, &wanted.interfaces)?;
+    devices.make(transaction, host, &mut picture, wanted)?;
+    let left_out = settings::write(transaction, netns, &wanted.network, previous.map(|plan| &plan.network))?;
+    devices.take_up(transaction, &picture, &wanted.network.interfaces)?;
 
-    let target = Contents::planned(wanted);
-    let before = previous.map(Contents::planned).unwrap_or_default();
+    let target = Contents::planned(&wanted.network);
+    let before = previous.map(|plan| Contents::planned(&plan.network)).unwrap_or_default();
     for round in 1.. {
         let has = Contents::found(&picture);
         let change = target.change(&has, &before);
@@ -155,18 +148,15 @@ fn follow(
         picture = Picture::take(transaction.pod())?;
     }
     // Last, because it cannot be undone.
-    for interface in previous.map(|p| p.interfaces.as_slice()).unwrap_or_default() {
-        if !wanted.interfaces.iter().any(|i| i.vni == interface.vni) {
-            transaction.remove_device(&interface.name, interface.vni)?;
+    for (vni, interface) in previous.into_iter().flat_map(Planned::tunnels) {
+        if !wanted.vnis.contains(&vni) {
+            transaction.remove_device(&interface.name, vni)?;
         }
     }
     Ok(left_out)
 }
 
 /// Removes everything that [`apply`] made. A missing part is no error, and every step is tried.
-///
-/// # Errors
-/// All failures.
 pub fn remove(plan: &NetworkPlan, podns: &Path) -> Result<(), Vec<Error>> {
     let planned = plan::read(plan).map_err(|e| vec![e])?;
     let mut errors = Vec::new();
@@ -175,45 +165,38 @@ pub fn remove(plan: &NetworkPlan, podns: &Path) -> Result<(), Vec<Error>> {
         Err(e) if e.is_gone() => {}
         Err(e) => errors.push(e),
     }
-    if let Err(e) = unfilter(&planned, &[]) {
-        errors.push(e);
-    }
+    errors.extend(unfilter(&planned, &[]).err());
     if errors.is_empty() { Ok(()) } else { Err(errors) }
 }
 
 /// Removes the devices, with their addresses and routes, and the entries without a device.
 fn clear(pod: &mut Client, planned: &Planned, errors: &mut Vec<Error>) {
-    for interface in &planned.interfaces {
-        for name in [interface.name.clone(), device::temporary_name(interface.vni)] {
-            if let Err(e) = device::remove(pod, &name, interface.vni) {
-                errors.push(e);
-            }
+    for (vni, interface) in planned.tunnels() {
+        for name in [interface.name.clone(), device::temporary_name(vni)] {
+            errors.extend(device::remove(pod, &name, vni).err());
         }
     }
     let rest = Picture::take(pod).and_then(|picture| {
-        let change = Contents::default().change(&Contents::found(&picture), &Contents::planned(planned));
+        let change =
+            Contents::default().change(&Contents::found(&picture), &Contents::planned(&planned.network));
         Transaction::new(pod).apply(&picture, change)
     });
     errors.extend(rest.err());
 }
 
-fn socket(source: std::io::Error) -> Error {
-    Error::kernel("open a netlink socket")(netlink::Error::Socket(source))
-}
-
 /// Returns the plan with MTUs that fit into `room`, or an error where that leaves too little.
 fn fitted(planned: &Planned, room: u32) -> Result<Planned, Error> {
     let mut wanted = planned.clone();
-    for interface in &mut wanted.interfaces {
-        let v6 = interface.addresses.iter().any(|a| a.address.is_ipv6());
-        interface.mtu = plan::fit(interface.mtu, room, v6, planned.underlay.node)?;
+    for interface in &mut wanted.network.interfaces {
+        interface.mtu = plan::fit(interface.mtu, room, interface.has_v6(), planned.underlay.node)?;
         for route in &mut interface.routes {
             narrow(route, interface.mtu);
         }
     }
-    let mtu_of = |name: &str| wanted.interfaces.iter().find(|i: &&Interface| i.name == name).map(|i| i.mtu);
-    for route in &mut wanted.routes {
-        if let Some(mtu) = route.hops.iter().filter_map(|hop| mtu_of(&hop.interface)).min() {
+    let PodNetworkState { interfaces, routes, .. } = &mut wanted.network;
+    for route in routes {
+        let through = |name: &String| interfaces.iter().find(|i| i.name == *name).map(|i| i.mtu);
+        if let Some(mtu) = route.hops.iter().filter_map(|hop| through(&hop.interface)).min() {
             narrow(route, mtu);
         }
     }
@@ -230,7 +213,7 @@ fn narrow(route: &mut super::inspect::Route, mtu: u32) {
 
 /// Restricts tunnel packets to those from the node.
 fn filter(planned: &Planned) -> Result<(), Error> {
-    let mut client = Client::netfilter().map_err(socket)?;
+    let mut client = Client::netfilter().map_err(Error::socket)?;
     Filter::new(planned.underlay.port).add(&mut client, &peers(planned), &Vec::new)
 }
 
@@ -249,5 +232,5 @@ fn unfilter(planned: &Planned, keep: &[Peer]) -> Result<(), Error> {
 }
 
 fn peers(planned: &Planned) -> Vec<Peer> {
-    planned.interfaces.iter().map(|i| Peer { address: planned.underlay.node, vni: i.vni }).collect()
+    planned.vnis.iter().map(|vni| Peer { address: planned.underlay.node, vni: *vni }).collect()
 }

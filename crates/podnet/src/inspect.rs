@@ -1,10 +1,8 @@
-//! Inspects a pod's network namespace once and returns it as plain data: every interface with its addresses, routes,
-//! neighbours and settings, the policy rules, and the namespace's own settings. Only reads, with one request per kind
-//! of object, regardless of their number.
+//! Inspects a pod's network namespace once and returns it as plain data: interfaces, addresses, routes, neighbours,
+//! policy rules and settings. Only reads, with one request per kind of object, regardless of their number.
 //!
-//! An object that cannot be carried into the VM is an error that names it, if the pod would reach other networks
-//! without it. Other omitted objects (an interface without an Ethernet address, a rule of an unknown kind) are listed
-//! in [`PodNetworkState::left_out`], for a log line or an Event.
+//! An object that cannot be carried is an error if the pod would reach other networks without it. Other omitted objects
+//! (an interface without an Ethernet address, an unknown rule) are in [`PodNetworkState::left_out`], as text.
 
 use super::Error;
 use super::netns::Netns;
@@ -27,7 +25,7 @@ pub use unlisted::unlisted;
 /// Reads the pod's network.
 ///
 /// # Errors
-/// [`Error::CannotCarry`], which names the object, [`Error::TooMany`], [`Error::Kernel`], [`Error::Netns`].
+/// [`Error::CannotCarry`], which names the object, [`Error::TooMany`].
 pub fn inspect(netns: &Netns) -> Result<PodNetworkState, Error> {
     let mut client = netns.netlink()?;
     // In parallel: only a thread in the namespace can read the files, and that takes most of the time.

@@ -1,16 +1,17 @@
 //! Inspects, sets up and removes the pod's network over netlink, on the node and in the VM.
 //!
-//! On the node the module reads the pod's network namespace and makes the VXLAN tunnel and the redirects. In the VM it
-//! makes the pod's interfaces. Each of these can be undone.
+//! On the node it reads the pod's namespace and makes the VXLAN tunnel and the redirects, in the VM the interfaces.
 //!
 //! Netlink calls are synchronous on purpose: the kernel answers a request inside `send`, in microseconds. Only deleting
-//! a device blocks, for some 20 ms (a grace period of the kernel); async callers run it on a blocking thread. Input and
-//! output are plain data. The module starts no `ip`, `tc`, `nft` or `iptables` process: it uses netlink sockets, sysctl
-//! files and, for redirects, bpf(2). Only the threads of [`netns`] enter a network namespace.
+//! a device blocks, for some 20 ms (a grace period of the kernel). The module starts no process: it uses netlink
+//! sockets, sysctl files and, for redirects, bpf(2). Only the threads of [`netns`] enter a network namespace.
+//!
+//! Each function that returns a `Result` may return [`Error::Kernel`] and [`Error::Netns`], and a function that reads a
+//! plan also [`Error::Plan`]. Its documentation names the further errors.
 
 use std::fmt::Display;
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use nix::errno::Errno;
 
@@ -25,7 +26,6 @@ pub(crate) mod link;
 pub mod localhost;
 pub mod mark;
 pub mod metadata;
-pub mod mtu;
 pub mod netlink;
 pub mod netns;
 pub mod nft;
@@ -36,8 +36,7 @@ pub mod underlay;
 pub mod vxlan;
 pub mod wireguard;
 
-/// Error of this module. Each text names the failed operation, its object and the cause, and the remedy where there is
-/// one.
+/// Error of this module. Each text names the failed operation, its object, the cause, and the remedy if there is one.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -52,13 +51,8 @@ pub enum Error {
         source: io::Error,
     },
     /// A path leads to a file that is not a network namespace.
-    #[error("open network namespace {path}: it is {what}, not a network namespace")]
-    NotNetns {
-        /// The path as it was given.
-        path: PathBuf,
-        /// Kind of file found there.
-        what: String,
-    },
+    #[error("open network namespace {0}: it is {1}, not a network namespace")]
+    NotNetns(PathBuf, &'static str),
     /// The kernel refused a request, or the request could not be sent.
     #[error("{attempt}: {source}")]
     Kernel {
@@ -70,14 +64,9 @@ pub enum Error {
     /// Part of the pod's network cannot be carried into the VM.
     #[error("look at the pod's network: {0}")]
     CannotCarry(String),
-    /// The pod has more entries than the limit; reading stopped there.
-    #[error("look at the pod's network: more than {limit} {what}; no pod has so many")]
-    TooMany {
-        /// Kind of the entries.
-        what: &'static str,
-        /// Maximum number of entries that are read.
-        limit: usize,
-    },
+    /// The pod has more entries of a kind than the limit; reading stopped there.
+    #[error("look at the pod's network: more than {1} {0}; no pod has so many")]
+    TooMany(&'static str, usize),
     /// Another sandbox already has its tunnel in this network namespace.
     #[error(
         "reserve a tunnel in {netns}: it already carries the tunnel of {other}; two sandboxes cannot share one network namespace"
@@ -90,40 +79,18 @@ pub enum Error {
     },
     /// The reserved device no longer exists.
     #[error(
-        "connect the tunnel in {netns}: the reserved device (VNI {vni}) is gone; the network namespace was \
-         made anew, or the device was deleted"
+        "connect the tunnel in {0}: the reserved device (VNI {1}) is gone; the network namespace was made anew, or the \
+         device was deleted"
     )]
-    Gone {
-        /// The namespace's path.
-        netns: PathBuf,
-        /// The reserved VNI.
-        vni: u32,
-    },
-    /// The tunnel's UDP port cannot be used.
+    Gone(PathBuf, u32),
+    /// The tunnel's UDP port cannot be used. The cause names the conflicting device where it is known.
     #[error(
-        "use UDP port {port} for the pods' tunnels: {why}; set `tunnel.port` to a free one (4790, 8472 and 6789 are common, and the same on every node)"
+        "use UDP port {0} for the pods' tunnels: {1}; set `tunnel.port` to a free one (4790, 8472 and 6789 are common, and the same on every node)"
     )]
-    Port {
-        /// The requested port.
-        port: u16,
-        /// The cause; names the conflicting device where it is known.
-        why: String,
-    },
-    /// Every VNI that tunnels may have is in use.
-    #[error(
-        "find a free VNI on UDP port {port}: {what} of {min} to {max} are in use on this node; widen \
-         `tunnel.vnis`"
-    )]
-    NoVni {
-        /// The tunnels' port.
-        port: u16,
-        /// The first VNI of the range.
-        min: u32,
-        /// The last VNI of the range.
-        max: u32,
-        /// The number of VNIs tried, in words.
-        what: &'static str,
-    },
+    Port(u16, String),
+    /// Every VNI that tunnels on a port may have is in use.
+    #[error("find a free VNI on UDP port {0}: {1} are in use on this node; widen `tunnel.vnis`")]
+    NoVni(u16, String),
     /// The kernel cannot redirect the pods' traffic.
     #[error(
         "redirect pods' traffic with tc: {0}; load the kernel's modules sch_ingress, act_mirred and one of cls_u32, \
@@ -155,10 +122,19 @@ impl Error {
         Error::Plan(why.to_string())
     }
 
-    /// Wraps a netlink error with the attempted operation.
     pub(crate) fn kernel(attempt: impl Into<String>) -> impl FnOnce(netlink::Error) -> Error {
         let attempt = attempt.into();
         move |source| Error::Kernel { attempt, source }
+    }
+
+    /// Wraps an error of the operating system with the attempt at a network namespace.
+    pub(crate) fn netns(attempt: &'static str, path: &Path) -> impl Fn(io::Error) -> Error {
+        move |source| Error::Netns { attempt, path: path.to_owned(), source }
+    }
+
+    /// Wraps the error of [`netlink::Client::route`] and [`netlink::Client::netfilter`].
+    pub(crate) fn socket(source: io::Error) -> Error {
+        Error::kernel("open a netlink socket")(source.into())
     }
 
     /// Returns the kernel's error number, where the kernel refused a request or a system call failed.

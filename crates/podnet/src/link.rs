@@ -1,5 +1,4 @@
-//! Reads one network device, or the path to another machine, from the kernel. The other files of this module use it
-//! before and after a change.
+//! Reads network devices, and the path to another machine, from the kernel.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
@@ -9,7 +8,7 @@ use netlink_packet_route::link::{
 };
 use netlink_packet_route::neighbour::{NeighbourAttribute, NeighbourMessage, NeighbourState};
 use netlink_packet_route::route::{
-    RouteAddress, RouteAttribute, RouteFlags, RouteMessage, RouteMetric, RouteType,
+    RouteAddress, RouteAttribute, RouteFlags, RouteMessage, RouteMetric, RouteType, RouteVia,
 };
 use netlink_packet_route::{AddressFamily, RouteNetlinkMessage};
 use nix::errno::Errno;
@@ -18,7 +17,6 @@ use rtnetlink::{LinkMessageBuilder, LinkUnspec, LinkVxlan, RouteMessageBuilder};
 use super::Error;
 use super::netlink::{self, Client};
 
-/// Network device.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Link {
     pub(crate) index: u32,
@@ -33,6 +31,12 @@ pub(crate) struct Link {
     pub(crate) promiscuous: bool,
     pub(crate) all_multicast: bool,
     pub(crate) alias: Option<String>,
+    /// Kind of a device of this kernel's own; `None` for hardware.
+    pub(crate) kind: Option<InfoKind>,
+    /// Whether the device below it, or its other end, is in another namespace.
+    pub(crate) elsewhere: bool,
+    /// Number of its losses of carrier since it was made.
+    pub(crate) losses: u32,
     /// Index of the device of which it is a port: a bridge, a bond.
     pub(crate) controller: Option<u32>,
     /// Index of the device below it in the same namespace, as a VLAN has one.
@@ -40,11 +44,9 @@ pub(crate) struct Link {
     /// IPv4 and IPv6 settings, where the kernel reports them.
     pub(crate) v4: Option<Box<InetDevConf>>,
     pub(crate) v6: Option<Box<Inet6DevConf>>,
-    /// Settings as a VXLAN device, where it is one.
     pub(crate) vxlan: Option<Vxlan>,
 }
 
-/// Settings of a VXLAN device.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Vxlan {
     pub(crate) vni: u32,
@@ -62,18 +64,16 @@ impl Vxlan {
     }
 }
 
-/// Returns the device of this name, or `None`.
 pub(crate) fn by_name(client: &mut Client, name: &str) -> Result<Option<Link>, netlink::Error> {
     one(client, LinkUnspec::new_with_name(name))
 }
 
-/// Returns the device of this index, or `None`.
 pub(crate) fn by_index(client: &mut Client, index: u32) -> Result<Option<Link>, netlink::Error> {
     one(client, LinkUnspec::new_with_index(index))
 }
 
 /// Builds the request for a device, or for all of them, without counters.
-pub(crate) fn request(which: LinkMessageBuilder<LinkUnspec>) -> RouteNetlinkMessage {
+fn request(which: LinkMessageBuilder<LinkUnspec>) -> RouteNetlinkMessage {
     let lean = which.append_extra_attribute(LinkAttribute::ExtMask(vec![LinkExtentMask::SkipStats]));
     RouteNetlinkMessage::GetLink(lean.build())
 }
@@ -107,24 +107,15 @@ pub(crate) fn all_that(
 fn read(message: LinkMessage) -> Link {
     let header = &message.header;
     // The other end of a veth pair is reported as a link as well, and may be in the same namespace.
-    let (mut lower, mut elsewhere, mut pair) = (None, false, false);
+    let mut lower = None;
     let mut link = Link {
         index: header.index,
-        name: String::new(),
-        mac: None,
-        mtu: 0,
-        tx_queue_len: None,
         up: header.flags.contains(LinkFlags::Up),
         loopback: header.flags.contains(LinkFlags::Loopback),
         no_arp: header.flags.contains(LinkFlags::Noarp),
         promiscuous: header.flags.contains(LinkFlags::Promisc),
         all_multicast: header.flags.contains(LinkFlags::Allmulti),
-        alias: None,
-        controller: None,
-        lower: None,
-        v4: None,
-        v6: None,
-        vxlan: None,
+        ..Link::default()
     };
     let ethernet = header.link_layer_type == LinkLayerType::Ether;
     for attribute in message.attributes {
@@ -138,20 +129,25 @@ fn read(message: LinkMessage) -> Link {
             LinkAttribute::Link(index) => {
                 lower = Some(index).filter(|lower| *lower != 0 && *lower != link.index)
             }
-            LinkAttribute::LinkNetNsId(_) => elsewhere = true,
+            LinkAttribute::LinkNetNsId(_) => link.elsewhere = true,
+            LinkAttribute::CarrierDownCount(count) => link.losses = count,
             LinkAttribute::AfSpecUnspec(families) => {
                 families.into_iter().for_each(|f| settings_of(&mut link, f))
             }
             LinkAttribute::LinkInfo(infos) => {
-                pair = infos
-                    .iter()
-                    .any(|info| matches!(info, LinkInfo::Kind(InfoKind::Veth | InfoKind::Netkit)));
-                link.vxlan = infos.into_iter().find_map(vxlan);
+                for info in infos {
+                    match info {
+                        LinkInfo::Kind(kind) => link.kind = Some(kind),
+                        LinkInfo::Data(InfoData::Vxlan(settings)) => link.vxlan = Some(vxlan(settings)),
+                        _ => {}
+                    }
+                }
             }
             _ => {}
         }
     }
-    link.lower = lower.filter(|_| !elsewhere && !pair);
+    let pair = matches!(link.kind, Some(InfoKind::Veth | InfoKind::Netkit));
+    link.lower = lower.filter(|_| !link.elsewhere && !pair);
     link
 }
 
@@ -173,8 +169,7 @@ fn settings_of(link: &mut Link, family: AfSpecUnspec) {
     }
 }
 
-fn vxlan(info: LinkInfo) -> Option<Vxlan> {
-    let LinkInfo::Data(InfoData::Vxlan(settings)) = info else { return None };
+fn vxlan(settings: Vec<InfoVxlan>) -> Vxlan {
     let mut vxlan = Vxlan::default();
     for setting in settings {
         match setting {
@@ -189,10 +184,9 @@ fn vxlan(info: LinkInfo) -> Option<Vxlan> {
             _ => {}
         }
     }
-    Some(vxlan)
+    vxlan
 }
 
-/// Sets a tunnel's remote and local address.
 pub(crate) fn endpoints(
     tunnel: LinkMessageBuilder<LinkVxlan>,
     remote: IpAddr,
@@ -209,12 +203,10 @@ pub(crate) fn endpoints(
     }
 }
 
-/// Builds the message that changes a device.
 pub(crate) fn set(device: LinkMessageBuilder<LinkUnspec>) -> RouteNetlinkMessage {
     RouteNetlinkMessage::SetLink(device.build())
 }
 
-/// Builds the message that deletes a device.
 pub(crate) fn delete(index: u32) -> RouteNetlinkMessage {
     RouteNetlinkMessage::DelLink(LinkUnspec::new_with_index(index).build())
 }
@@ -238,20 +230,22 @@ pub(crate) fn default_route(gateway: IpAddr) -> Result<RouteMessageBuilder<IpAdd
         .map_err(Error::plan)
 }
 
-/// Path to another machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Way {
-    /// The source address the kernel would use.
     pub(crate) source: IpAddr,
-    /// The MTU by this machine's configuration: that of the route or of the device, in bytes.
-    pub(crate) mtu: u32,
-    /// The MTU that also includes reports of routers on the path, in bytes. The kernel drops that value after ten
-    /// minutes without a notification, and does not detect earlier that the path is wide again.
-    pub(crate) learnt: u32,
-    /// The device's name.
     pub(crate) device: String,
-    /// The device's MTU, an upper limit of the path MTU.
-    pub(crate) device_mtu: u32,
+    pub(crate) mtus: Mtus,
+}
+
+/// MTUs of the path to another machine as this machine's kernel knows them, in bytes of a whole IP packet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Mtus {
+    /// MTU of the outgoing device: the upper bound of a search.
+    pub device: u32,
+    /// MTU by configuration, that of the route included.
+    pub route: u32,
+    /// MTU learnt from routers (path MTU discovery). The kernel drops it after ten minutes, without notice.
+    pub learnt: u32,
 }
 
 /// Returns whether an address is this namespace's own and ready. It is not ready during duplicate address detection.
@@ -272,8 +266,7 @@ fn route_to(client: &mut Client, peer: IpAddr, how: RouteFlags) -> Result<RouteM
     }
 }
 
-/// Returns the MTU in a route, where it has one.
-fn mtu_of(route: &RouteMessage) -> Option<u32> {
+pub(crate) fn mtu_of(route: &RouteMessage) -> Option<u32> {
     let of_metrics = |attribute: &RouteAttribute| match attribute {
         RouteAttribute::Metrics(metrics) => metrics.iter().find_map(|metric| match metric {
             RouteMetric::Mtu(mtu) => Some(*mtu).filter(|mtu| *mtu > 0),
@@ -282,6 +275,24 @@ fn mtu_of(route: &RouteMessage) -> Option<u32> {
         _ => None,
     };
     route.attributes.iter().find_map(of_metrics)
+}
+
+pub(crate) fn ip(address: &RouteAddress) -> Option<IpAddr> {
+    match address {
+        RouteAddress::Inet(a) => Some((*a).into()),
+        RouteAddress::Inet6(a) => Some((*a).into()),
+        _ => None,
+    }
+}
+
+/// Returns the gateway in an attribute of a route or a next hop, where it is one.
+pub(crate) fn gateway(attribute: &RouteAttribute) -> Option<IpAddr> {
+    match attribute {
+        RouteAttribute::Gateway(a) => ip(a),
+        RouteAttribute::Via(RouteVia::Inet(a)) => Some((*a).into()),
+        RouteAttribute::Via(RouteVia::Inet6(a)) => Some((*a).into()),
+        _ => None,
+    }
 }
 
 /// Queries the kernel for the path to `peer`. Source address and MTU come from the kernel, never from a guess.
@@ -302,8 +313,7 @@ pub(crate) fn way_to(client: &mut Client, peer: IpAddr) -> Result<Way, Error> {
     let (mut source, mut device) = (None, None);
     for attribute in &route.attributes {
         match attribute {
-            RouteAttribute::PrefSource(RouteAddress::Inet(a)) => source = Some(IpAddr::V4(*a)),
-            RouteAttribute::PrefSource(RouteAddress::Inet6(a)) => source = Some(IpAddr::V6(*a)),
+            RouteAttribute::PrefSource(address) => source = ip(address),
             RouteAttribute::Oif(index) => device = Some(*index),
             _ => {}
         }
@@ -313,38 +323,30 @@ pub(crate) fn way_to(client: &mut Client, peer: IpAddr) -> Result<Way, Error> {
     let link = by_index(client, device)
         .map_err(Error::kernel(format!("look at the device towards {peer}")))?
         .ok_or_else(|| broken("the device towards it vanished"))?;
-    let (mut mtu, mut learnt) = (link.mtu, link.mtu);
+    let mut mtus = Mtus { device: link.mtu, route: link.mtu, learnt: link.mtu };
     if let Some(said) = mtu_of(&route) {
-        learnt = said.min(link.mtu);
+        mtus.learnt = said.min(link.mtu);
         // This MTU is the route's own, or that of the exception that the kernel keeps for this address.
         let own = route_to(client, peer, RouteFlags::FibMatch)
             .map_err(Error::kernel(format!("ask for the route to {peer} as it is configured")))?;
-        mtu = mtu_of(&own).map_or(link.mtu, |mtu| mtu.min(link.mtu));
+        mtus.route = mtu_of(&own).map_or(link.mtu, |mtu| mtu.min(link.mtu));
     }
-    Ok(Way { source, mtu, learnt, device: link.name, device_mtu: link.mtu })
+    Ok(Way { source, device: link.name, mtus })
 }
 
 pub(crate) fn family(address: IpAddr) -> AddressFamily {
-    match address {
-        IpAddr::V4(_) => AddressFamily::Inet,
-        IpAddr::V6(_) => AddressFamily::Inet6,
-    }
+    if address.is_ipv6() { AddressFamily::Inet6 } else { AddressFamily::Inet }
 }
 
 /// Returns the number of bits of an address.
 pub(crate) fn bits(address: IpAddr) -> u8 {
-    match address {
-        IpAddr::V4(_) => 32,
-        IpAddr::V6(_) => 128,
-    }
+    if address.is_ipv6() { 128 } else { 32 }
 }
 
-/// Returns the unspecified address of a family.
 pub(crate) fn unspecified(v6: bool) -> IpAddr {
     if v6 { Ipv6Addr::UNSPECIFIED.into() } else { Ipv4Addr::UNSPECIFIED.into() }
 }
 
-/// Formats a MAC address.
 pub(crate) fn mac_text(mac: [u8; 6]) -> String {
     let [a, b, c, d, e, f] = mac;
     format!("{a:02x}:{b:02x}:{c:02x}:{d:02x}:{e:02x}:{f:02x}")

@@ -1,8 +1,7 @@
 //! Marks devices and redirects in a pod's namespace with their owner: the daemon and its sandbox. Pure.
 //!
 //! Several daemons may run on one machine, each with its own ledger; none may remove an object of another one. So every
-//! device, every redirect and the node's table carry the owner's tag. Devices and redirects carry the sandbox's tag as
-//! well:
+//! device, every redirect and the node's table carry the owner's tag. Devices and redirects also carry the sandbox's:
 //!
 //! | thing | carries | since |
 //! |---|---|---|
@@ -17,11 +16,8 @@ use sha2::{Digest, Sha256};
 
 use super::link::Link;
 
-/// Prefix of the devices' aliases.
 const ALIAS: &str = "peerpod:";
-/// Prefix of the redirects' cookies.
 const COOKIE: [u8; 4] = *b"ppod";
-/// Prefix of the redirecting programs' names.
 const PROGRAM: &str = "peerpod:";
 
 /// Identity of a daemon, distinct from every other daemon on the machine and the same after a restart.
@@ -48,12 +44,8 @@ impl fmt::Display for Owner {
     }
 }
 
-fn first<const N: usize>(digest: &[u8]) -> [u8; N] {
-    let mut out = [0; N];
-    for (to, from) in out.iter_mut().zip(digest) {
-        *to = *from;
-    }
-    out
+fn first(digest: &[u8]) -> [u8; 6] {
+    digest.first_chunk().copied().unwrap_or_default()
 }
 
 /// One sandbox of one owner.
@@ -76,26 +68,15 @@ impl Mark<'_> {
         [a, b, c, d, e, f]
     }
 
-    /// Returns the MAC address of versions before 0.2, which did not include the owner.
-    fn mac_before(&self) -> [u8; 6] {
-        let mut mac = self.sandbox_hash();
-        mac[0] = (mac[0] & 0xfc) | 0x02;
-        mac
-    }
-
     /// Returns the alias of the sandbox's devices, for people.
     pub(crate) fn alias(&self) -> String {
         format!("{ALIAS}{}@{}", self.sandbox, self.owner)
     }
 
-    /// Returns whether a device belongs to this sandbox.
     pub(crate) fn is_on(&self, link: &Link) -> bool {
         link.mac == Some(self.mac())
-            || (link.mac == Some(self.mac_before())
-                && link.alias.as_deref().and_then(|alias| alias.strip_prefix(ALIAS)) == Some(self.sandbox))
     }
 
-    /// Returns the tag of the sandbox's redirects.
     pub(crate) fn tag(&self) -> Tag {
         Tag { owner: self.owner, sandbox: self.sandbox_hash() }
     }
@@ -113,14 +94,12 @@ pub(crate) fn sandbox_on(owner: Owner, link: &Link) -> Option<Option<String>> {
     if mac.first_chunk() != Some(&owner_part(owner)) {
         return None;
     }
-    match link.alias.as_deref().and_then(|alias| alias.strip_prefix(ALIAS)) {
-        // The MAC holds only 22 bits of the owner; the alias holds all of them.
-        Some(named) => {
-            let (sandbox, of) = named.rsplit_once('@')?;
-            (of == owner.to_string()).then(|| Some(sandbox.to_owned()))
-        }
-        None => Some(None),
-    }
+    let Some(named) = link.alias.as_deref().and_then(|alias| alias.strip_prefix(ALIAS)) else {
+        return Some(None);
+    };
+    // The MAC holds only 22 bits of the owner; the alias holds all of them.
+    let (sandbox, of) = named.rsplit_once('@')?;
+    (of == owner.to_string()).then(|| Some(sandbox.to_owned()))
 }
 
 /// Returns the holder of a device, for messages.
@@ -201,16 +180,6 @@ mod tests {
         assert_eq!(sandbox_on(owner, &device), None);
         device.alias = None;
         assert_eq!(sandbox_on(owner, &device), Some(None));
-    }
-
-    #[test]
-    fn a_device_of_an_earlier_version_belongs_to_its_sandbox() {
-        let mark = Mark { owner: Owner::of(&["a"]), sandbox: "web-1" };
-        let mut device = link(mark);
-        device.mac = Some(mark.mac_before());
-        device.alias = Some("peerpod:web-1".to_owned());
-        assert!(mark.is_on(&device) && !Mark { sandbox: "web-2", ..mark }.is_on(&device));
-        assert_eq!(sandbox_on(mark.owner, &device), None, "a device of an older format names no sandbox");
     }
 
     #[test]

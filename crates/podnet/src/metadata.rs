@@ -1,10 +1,8 @@
-//! Blocks the clouds' metadata services for the pod. Policy rules in the pod's namespace, before all others, refuse
-//! their addresses at once (`Permission denied`), regardless of the pod's routes. Without them a pod would reach the
-//! service of its worker node through the tunnel, and with it the node's credentials.
+//! Blocks the clouds' metadata services for the pod, by policy rules before all others in its namespace (`Permission
+//! denied`). Else a pod would reach its worker node's service and credentials by the tunnel.
 //!
 //! The module uses rules, not routes: a CNI's plan and a program in the pod add routes, and a better one would win. A
-//! container with CAP_NET_ADMIN can remove the rules, but not the egress firewall around the VM's own network
-//! ([`super::external`]).
+//! container with CAP_NET_ADMIN can remove the rules, but not the egress firewall ([`super::external`]).
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::path::Path;
@@ -14,6 +12,7 @@ use netlink_packet_route::rule::{RuleAction, RuleAttribute, RuleMessage};
 use netlink_packet_route::{AddressFamily, RouteNetlinkMessage};
 use nix::errno::Errno;
 
+use super::external::covers;
 use super::netlink::Client;
 use super::netns::Netns;
 use super::nft::egress_firewall::Prefix;
@@ -35,12 +34,8 @@ pub const KNOWN: [IpAddr; 5] = [
 
 /// Returns the services that stay closed: all except those opened by an address or by a network around it.
 pub fn closed(more: &[IpAddr], open: &[Prefix]) -> Vec<IpAddr> {
-    let is_open = |address: &IpAddr| {
-        open.iter().any(|(network, bits)| {
-            network.is_ipv6() == address.is_ipv6()
-                && super::underlay::network(*address, *bits) == super::underlay::network(*network, *bits)
-        })
-    };
+    let is_open =
+        |address: &IpAddr| open.iter().any(|network| covers(*network, (*address, link::bits(*address))));
     let mut all: Vec<IpAddr> =
         KNOWN.iter().chain(more).copied().filter(|address| !is_open(address)).collect();
     all.sort_unstable();
@@ -48,10 +43,8 @@ pub fn closed(more: &[IpAddr], open: &[Prefix]) -> Vec<IpAddr> {
     all
 }
 
-/// Blocks exactly these addresses for the pod. May be repeated; opens addresses that are no longer named.
-///
-/// # Errors
-/// [`Error::Netns`], [`Error::Kernel`]; a family that the kernel lacks is no error.
+/// Blocks exactly these addresses for the pod. May be repeated; opens others. A family that the kernel lacks is no
+/// error.
 pub fn close(podns: &Path, addresses: &[IpAddr]) -> Result<(), Error> {
     let mut client = Netns::open(podns)?.netlink()?;
     for family in [AddressFamily::Inet, AddressFamily::Inet6] {

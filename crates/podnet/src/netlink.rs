@@ -1,5 +1,4 @@
-//! Sends netlink requests synchronously: a batch of messages in one datagram. Every message gets its own answer, with
-//! the kernel's text where it refused.
+//! Sends netlink requests synchronously: a batch of messages in one datagram. Each gets the kernel's answer.
 //!
 //! May touch: one socket, made in the namespace of the thread that made it. The kernel is trusted to send valid
 //! netlink, yet none of its answers makes this code panic, grow without bound, or wait for ever.
@@ -26,7 +25,6 @@ mod parse;
 pub(crate) use parse::parse_route;
 use parse::{has_end, next_message, parse_answer, refusal};
 
-/// Length of the header of a netlink message.
 const HEADER: usize = 16;
 /// Messages per datagram: the kernel queues an answer to each before the first is read, and the queue is finite.
 const BATCH: usize = 64;
@@ -68,12 +66,8 @@ impl Error {
 
     /// Returns whether the kernel reported that the object does not exist.
     pub fn is_gone(&self) -> bool {
-        self.errno().is_some_and(is_gone)
+        matches!(self, Error::Refused(refusal) if refusal.is_gone())
     }
-}
-
-fn is_gone(errno: Errno) -> bool {
-    matches!(errno, Errno::ENOENT | Errno::ENODEV | Errno::ESRCH | Errno::EADDRNOTAVAIL)
 }
 
 /// The kernel's refusal of one message.
@@ -88,7 +82,7 @@ pub struct Refusal {
 impl Refusal {
     /// Returns whether it means that the object does not exist.
     pub fn is_gone(&self) -> bool {
-        is_gone(self.errno)
+        matches!(self.errno, Errno::ENOENT | Errno::ENODEV | Errno::ESRCH | Errno::EADDRNOTAVAIL)
     }
 }
 
@@ -116,20 +110,15 @@ pub struct Client {
     unfinished: Option<u32>,
 }
 
-/// Number of messages this process has sent.
 static SENT: AtomicU64 = AtomicU64::new(0);
 
-/// Returns the number of netlink messages this process has sent to the kernel so far, on all its sockets. Benches use
-/// it to measure the cost of one step.
+/// Returns the number of netlink messages that this process has sent so far, for benches.
 pub fn messages_sent() -> u64 {
     SENT.load(Ordering::Relaxed)
 }
 
 impl Client {
     /// Opens a socket for devices, addresses, routes, neighbours and tc, in the namespace of the calling thread.
-    ///
-    /// # Errors
-    /// When the kernel cannot open such a socket.
     pub fn route() -> io::Result<Client> {
         let client = Client::new(NETLINK_ROUTE)?;
         // The kernel then filters dumps, and an unknown filter is an error instead of being ignored.
@@ -142,10 +131,7 @@ impl Client {
         self.buffer = Vec::new();
     }
 
-    /// Opens a socket for nftables, in the namespace of the calling thread.
-    ///
-    /// # Errors
-    /// When the kernel has no netfilter.
+    /// Opens a socket for nftables, in the namespace of the calling thread. Fails where the kernel has no netfilter.
     pub fn netfilter() -> io::Result<Client> {
         let client = Client::new(NETLINK_NETFILTER)?;
         // A whole table is one datagram. Needs CAP_NET_ADMIN, as every change of nftables does.
@@ -163,8 +149,7 @@ impl Client {
     }
 
     /// Sends the messages (flags without REQUEST and ACK, message) in order, in as few datagrams as the kernel's queue
-    /// allows. Returns the kernel's answer to each. The kernel executes a later message even if it refused an earlier
-    /// one.
+    /// allows. Returns the kernel's answer to each. A refusal does not stop later messages.
     ///
     /// # Errors
     /// [`Error::Socket`] and [`Error::Garbled`]; some messages may have been executed then.
@@ -182,10 +167,7 @@ impl Client {
         Ok(answers)
     }
 
-    /// Sends one message that only has to succeed.
-    ///
-    /// # Errors
-    /// As [`Client::batch`], and [`Error::Refused`].
+    /// Sends one message that only has to succeed; a refusal is an error.
     pub fn tell<M: NetlinkSerializable>(&mut self, flags: u16, message: M) -> Result<(), Error> {
         match self.batch(&[(flags, message)])?.pop() {
             Some(answer) => Ok(answer?),
@@ -336,28 +318,26 @@ impl Client {
         }
     }
 
-    /// Waits for one datagram and reads it into the buffer.
     fn receive(&mut self) -> Result<usize, Error> {
-        self.receive_with(MsgFlags::empty()).map_err(|errno| match errno {
-            Errno::EAGAIN => {
-                let why = format!("no answer for {PATIENCE} s");
-                Error::Socket(io::Error::new(io::ErrorKind::TimedOut, why))
-            }
-            errno => Error::Socket(errno.into()),
-        })
+        let late = || io::Error::new(io::ErrorKind::TimedOut, format!("no answer for {PATIENCE} s"));
+        self.receive_with(MsgFlags::empty())?.ok_or_else(|| late().into())
     }
 
-    fn receive_with(&mut self, flags: MsgFlags) -> Result<usize, Errno> {
+    /// Reads one datagram into the buffer; `None` if there is none.
+    fn receive_with(&mut self, flags: MsgFlags) -> Result<Option<usize>, Error> {
         self.buffer.resize(ROOM, 0);
-        loop {
+        let errno = loop {
             match recv(self.socket.as_raw_fd(), &mut self.buffer, flags | MsgFlags::MSG_TRUNC) {
                 // With MSG_TRUNC the length is that of the datagram, even if only a part fitted.
-                Ok(length) if length > ROOM => return Err(Errno::EMSGSIZE),
-                Ok(0) => return Err(Errno::EPROTO),
+                Ok(length) if length > ROOM => break Errno::EMSGSIZE,
+                Ok(0) => break Errno::EPROTO,
+                Ok(length) => return Ok(Some(length)),
                 Err(Errno::EINTR) => {}
-                other => return other,
+                Err(Errno::EAGAIN) => return Ok(None),
+                Err(errno) => break errno,
             }
-        }
+        };
+        Err(Error::Socket(errno.into()))
     }
 
     /// Waits for the answers to `count` messages; the first message has the sequence number `first`.
@@ -379,10 +359,8 @@ impl Client {
     }
 
     /// Sends an nftables transaction: the messages between a begin and an end, all or nothing. Unlike with
-    /// [`Client::batch`], the kernel may answer the frame only; then it refused the whole.
-    ///
-    /// # Errors
-    /// [`Error::Refused`] with the first refusal, [`Error::Socket`], [`Error::Garbled`].
+    /// [`Client::batch`], the kernel may answer the frame only; then it refused the whole. Fails with the first
+    /// refusal.
     pub(crate) fn transaction<M: NetlinkSerializable>(
         &mut self,
         begin: &M,
@@ -400,7 +378,7 @@ impl Client {
         let mut refused = None;
         // Every answer is in the queue when `send` returns. Only some kernels answer the frame, and a failed commit is
         // reported after the answers to all messages. So the queue is read until it is empty.
-        while let Some(length) = self.receive_queued()? {
+        while let Some(length) = self.receive_with(MsgFlags::MSG_DONTWAIT)? {
             let mut rest = self.buffer.get(..length).unwrap_or_default();
             while let Some((header, payload)) = next_message(&mut rest)? {
                 let index = header.sequence_number.wrapping_sub(frame) as usize;
@@ -414,15 +392,6 @@ impl Client {
             Some(refusal) => Err(Error::Refused(refusal)),
             None if answered == messages.len() => Ok(()),
             None => Err(Error::Garbled(format!("{answered} of {} answers", messages.len()))),
-        }
-    }
-
-    /// Reads one datagram that is already queued.
-    fn receive_queued(&mut self) -> Result<Option<usize>, Error> {
-        match self.receive_with(MsgFlags::MSG_DONTWAIT) {
-            Ok(length) => Ok(Some(length)),
-            Err(Errno::EAGAIN) => Ok(None),
-            Err(e) => Err(Error::Socket(e.into())),
         }
     }
 }

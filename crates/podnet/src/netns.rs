@@ -1,8 +1,7 @@
 //! Opens, checks and enters network namespaces, and makes and removes named ones.
 //!
-//! Node and guest call `setns` and `unshare` for a network namespace only here, and only on a thread that ends right
-//! after: no thread can stay in the wrong namespace. A netlink socket belongs for its whole life to the namespace in
-//! which it was made, so such a thread only has to make the socket.
+//! Node and guest call `setns` and `unshare` for a network namespace only here, on a thread that ends right after. A
+//! netlink socket stays in the namespace in which it was made, so such a thread only has to make the socket.
 
 use std::fs::{self, File};
 use std::io;
@@ -22,8 +21,7 @@ use super::Error;
 use super::netlink::Client;
 
 /// Identity of a network namespace, regardless of the path: device and inode of the namespace file. Two open namespaces
-/// are the same exactly if their identities are equal. The kernel may reuse an inode after a namespace is gone and no
-/// descriptor to it is open.
+/// are the same exactly if their identities are equal. The kernel may reuse the inode of a closed namespace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct NetnsId {
     /// Device number of the kernel's nsfs.
@@ -67,8 +65,8 @@ impl Netns {
     /// or a device at the path is not opened, so the call does not block on one.
     pub fn open(path: impl AsRef<Path>) -> Result<Netns, Error> {
         let path = path.as_ref();
-        let failed = |source: io::Error| Error::Netns { attempt: "open", path: path.to_owned(), source };
-        let not = |what: &str| Error::NotNetns { path: path.to_owned(), what: what.to_owned() };
+        let failed = Error::netns("open", path);
+        let not = |what| Error::NotNetns(path.to_owned(), what);
         // O_PATH first: it has none of the side effects of opening a FIFO or a device.
         let handle = nix::fcntl::open(
             path,
@@ -79,40 +77,32 @@ impl Netns {
         if fstatfs(handle.as_fd()).map_err(|e| failed(e.into()))?.filesystem_type() != NSFS_MAGIC {
             return Err(not("an ordinary file or folder"));
         }
-        let file = File::open(format!("/proc/self/fd/{}", handle.as_raw_fd())).map_err(failed)?;
-        let meta = file.metadata().map_err(failed)?;
+        let file = File::open(format!("/proc/self/fd/{}", handle.as_raw_fd())).map_err(&failed)?;
+        let meta = file.metadata().map_err(&failed)?;
         let id = NetnsId { dev: meta.dev(), inode: meta.ino() };
         let idle = match run_in(file.as_fd(), Client::route).and_then(|made| made) {
             Ok(client) => client,
             // setns returns EINVAL for a namespace of another kind.
-            Err(e) if e.raw_os_error() == Some(libc_einval()) => {
+            Err(e) if e.raw_os_error() == Some(Errno::EINVAL as i32) => {
                 return Err(not("a namespace of another kind"));
             }
-            Err(source) => return Err(Error::Netns { attempt: "enter", path: path.to_owned(), source }),
+            Err(e) => return Err(Error::netns("enter", path)(e)),
         };
         Ok(Netns(Arc::new(Inner { file, id, path: path.to_owned(), idle: Mutex::new(Some(idle)) })))
     }
 
-    /// Opens the namespace of the calling thread.
-    ///
-    /// # Errors
-    /// As [`Netns::open`]; `/proc` must be mounted.
+    /// Opens the namespace of the calling thread; `/proc` must be mounted.
     pub fn current() -> Result<Netns, Error> {
         Netns::open("/proc/thread-self/ns/net")
     }
 
-    /// Makes a namespace without a name; it ends when the last copy is dropped.
-    ///
-    /// # Errors
-    /// [`Error::Netns`] where the kernel refuses (needs CAP_SYS_ADMIN).
+    /// Makes a namespace without a name; it ends when the last copy is dropped. Needs CAP_SYS_ADMIN.
     pub fn scratch() -> Result<Netns, Error> {
-        let failed =
-            |source| Error::Netns { attempt: "make", path: PathBuf::from("(without a name)"), source };
         on_own_thread(|| {
             nix::sched::unshare(CloneFlags::CLONE_NEWNET)?;
             Ok(Netns::current())
         })
-        .map_err(failed)?
+        .map_err(Error::netns("make", Path::new("(without a name)")))?
     }
 
     /// Returns the identity of the namespace.
@@ -130,16 +120,12 @@ impl Netns {
         NetnsId::of(&self.0.path) == Some(self.0.id)
     }
 
-    /// Runs `f` on a new thread in this namespace and waits for it. A panic of `f` becomes an error.
-    ///
-    /// # Errors
-    /// When the thread cannot be started, the namespace cannot be entered (needs CAP_SYS_ADMIN), or `f` panicked.
+    /// Runs `f` on a new thread in this namespace and waits for it. Needs CAP_SYS_ADMIN. A panic of `f` is an error.
     pub fn run<T: Send>(&self, f: impl FnOnce() -> T + Send) -> io::Result<T> {
         run_in(self.0.file.as_fd(), f)
     }
 
-    /// Runs `inside` on a new thread in this namespace and `meanwhile` on this one, and waits for both. A panic of
-    /// `inside` becomes an error.
+    /// Runs `inside` on a new thread in this namespace and `meanwhile` on this one, and waits, as [`Netns::run`].
     pub(crate) fn run_beside<T: Send, U>(
         &self,
         inside: impl FnOnce() -> T + Send,
@@ -150,15 +136,9 @@ impl Netns {
     }
 
     /// Returns a netlink socket for routes, devices and tc in this namespace.
-    ///
-    /// # Errors
-    /// [`Error::Netns`] where the namespace cannot be entered or has no room for a socket.
     pub fn netlink(&self) -> Result<Client, Error> {
         let idle = self.0.idle.lock().take();
-        match idle {
-            Some(client) => Ok(client),
-            None => self.socket(Client::route),
-        }
+        idle.map_or_else(|| self.socket(Client::route), Ok)
     }
 
     /// Keeps a socket of [`Netns::netlink`] for its next call: one socket, and only after a success. The last step of a
@@ -168,20 +148,13 @@ impl Netns {
         *self.0.idle.lock() = Some(client);
     }
 
-    /// Returns a netlink socket for nftables in this namespace.
-    ///
-    /// # Errors
-    /// As [`Netns::netlink`]; also where the kernel has no netfilter.
+    /// Returns a netlink socket for nftables in this namespace. Fails where the kernel has no netfilter.
     pub fn netfilter(&self) -> Result<Client, Error> {
         self.socket(Client::netfilter)
     }
 
     fn socket(&self, make: fn() -> io::Result<Client>) -> Result<Client, Error> {
-        self.run(make).and_then(|made| made).map_err(|source| Error::Netns {
-            attempt: "enter",
-            path: self.0.path.clone(),
-            source,
-        })
+        self.run(make).and_then(|made| made).map_err(Error::netns("enter", self.path()))
     }
 }
 
@@ -189,10 +162,6 @@ impl AsFd for Netns {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.0.file.as_fd()
     }
-}
-
-fn libc_einval() -> i32 {
-    Errno::EINVAL as i32
 }
 
 fn run_in<T: Send>(netns: BorrowedFd<'_>, f: impl FnOnce() -> T + Send) -> io::Result<T> {
@@ -222,24 +191,17 @@ fn beside<T: Send, U>(
     })
 }
 
-/// Makes a network namespace with a name, as `ip netns add` does: a new namespace, bound to the file `path`. It
-/// contains only the loopback interface, down. An existing namespace is kept and returned; a plain file that a crash
-/// left at the path is used.
-///
-/// # Errors
-/// [`Error::Netns`] when the file or the mount cannot be made (needs CAP_SYS_ADMIN).
+/// Makes a network namespace with a name, as `ip netns add` does: a new namespace, bound to the file `path`. It has
+/// only `lo`, down. An existing namespace is kept, and a plain file of a crash is used. Needs CAP_SYS_ADMIN.
 pub fn create_named(path: impl AsRef<Path>) -> Result<Netns, Error> {
     let path = path.as_ref();
     if NetnsId::of(path).is_some() {
         return Netns::open(path);
     }
-    let failed = |source: io::Error| Error::Netns { attempt: "make", path: path.to_owned(), source };
-    if let Some(parent) = path.parent() {
-        fs::create_dir_all(parent).map_err(failed)?;
-    }
+    let failed = Error::netns("make", path);
     let existed = path.symlink_metadata().is_ok();
     if !existed {
-        File::create_new(path).map_err(failed)?;
+        new_file(path).map_err(&failed)?;
     }
     let made = on_own_thread(|| {
         nix::sched::unshare(CloneFlags::CLONE_NEWNET)?;
@@ -256,26 +218,24 @@ pub fn create_named(path: impl AsRef<Path>) -> Result<Netns, Error> {
     Netns::open(path)
 }
 
-/// Binds an open namespace of [`create_named`] to its name `path` again. Other mounts there are unmounted in this mount
-/// namespace. A plain file is used and not replaced: another container's mount namespace may have the name mounted on
-/// it, and would lose it with the file.
-///
-/// # Errors
-/// [`Error::Netns`] when the path cannot be freed, or the file or the mount cannot be made.
+/// Binds an open namespace of [`create_named`] to its name `path` again, in place of other mounts there. A plain file
+/// is used and not replaced: another container's mount namespace would lose the name with the file.
 pub fn name_again(netns: BorrowedFd<'_>, path: &Path) -> Result<(), Error> {
-    let failed =
-        |source: io::Error| Error::Netns { attempt: "restore the name of", path: path.to_owned(), source };
-    unmount_all(path).map_err(failed)?;
+    let failed = Error::netns("restore the name of", path);
+    unmount_all(path).map_err(&failed)?;
     if !path.symlink_metadata().is_ok_and(|found| found.is_file()) {
         delete_named(path)?;
-        if let Some(parent) = path.parent() {
-            fs::create_dir_all(parent).map_err(failed)?;
-        }
-        File::create_new(path).map_err(failed)?;
+        new_file(path).map_err(&failed)?;
     }
     let open = format!("/proc/self/fd/{}", netns.as_raw_fd());
     mount(Some(open.as_str()), path, None::<&str>, MsFlags::MS_BIND, None::<&str>)
         .map_err(|e| failed(e.into()))
+}
+
+/// Makes an empty file, and the missing folders above it.
+fn new_file(path: &Path) -> io::Result<File> {
+    path.parent().map_or(Ok(()), fs::create_dir_all)?;
+    File::create_new(path)
 }
 
 /// Unmounts every mount at the path. A missing mount or path is no error.
@@ -291,16 +251,12 @@ fn unmount_all(path: &Path) -> io::Result<()> {
 
 /// Removes a named network namespace: the mounts at the path, then the file. A missing name is no error. The
 /// namespace's devices go when its last holder (a process, an open descriptor) is gone.
-///
-/// # Errors
-/// [`Error::Netns`] when the mount or the file stays.
 pub fn delete_named(path: impl AsRef<Path>) -> Result<(), Error> {
     let path = path.as_ref();
-    let failed = |source: io::Error| Error::Netns { attempt: "remove", path: path.to_owned(), source };
-    unmount_all(path).map_err(failed)?;
+    let failed = Error::netns("remove", path);
+    unmount_all(path).map_err(&failed)?;
     match fs::remove_file(path) {
-        Ok(()) => Ok(()),
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
-        Err(e) => Err(failed(e)),
+        removed => removed.map_err(failed),
     }
 }

@@ -15,18 +15,15 @@
 //! Packets with a VNI outside the sets pass: the cluster's own VXLAN may share the port. The drop is at `input`, where
 //! fragments are reassembled: at `prerouting` a fragment without the VNI would slip through. The VNI is the three bytes
 //! at offset 12 from the UDP header's start. The table is made with its first element and removed with its last one.
-//! Each daemon of a machine has its own table, so it may flush forgotten elements without regard to the others.
 //!
 //! Touches only its own table, in the namespace of the given socket. Starts no nft process.
 
 use std::net::IpAddr;
 
-use netlink_packet_core::{NLM_F_APPEND, NLM_F_CREATE, NLM_F_EXCL};
-use netlink_packet_netfilter::NetfilterMessage;
+use netlink_packet_core::{NLM_F_CREATE, NLM_F_EXCL};
 use netlink_packet_netfilter::nftables::{
-    ChainAttribute, ChainMessage, DataAttribute, Expressions, Hook, InetHookNumber, ListAttribute, Lookup,
-    Meta, MetaKey, NfTablesMessage, Register, RuleAttribute, RuleMessage, SetAttribute, SetElementAttribute,
-    SetElementList, SetElementMessage, SetFlags, SetMessage, TableAttribute, TableMessage,
+    DataAttribute, Expressions, InetHookNumber, ListAttribute, Lookup, MetaKey, NfTablesMessage, Register,
+    SetAttribute, SetElementAttribute, SetElementList, SetElementMessage, SetFlags, SetMessage, TableMessage,
 };
 use nix::errno::Errno;
 
@@ -38,8 +35,8 @@ pub mod egress_firewall;
 pub(super) mod parts;
 
 use parts::{
-    Family, begin, end, equals, generation, inet, key_of_peer, keys_in, load, peer_of_key, table_in, verdict,
-    vni_key,
+    BASE_TRANSPORT, Family, Message, NF_ACCEPT, NF_DROP, Table, commit, equals, generation, inet,
+    key_of_peer, keys_in, load, meta, or_gone, other, peer_of_key, table_in, verdict, vni_key,
 };
 
 /// Maximum number of elements that are read back: no node has so many tunnels.
@@ -49,10 +46,7 @@ const PER_MESSAGE: usize = 1000;
 /// Attempts at a change that collides with another program's change.
 const TRIES: u32 = 16;
 const RAW: i32 = -300;
-const NF_DROP: u32 = 0;
-const NF_ACCEPT: u32 = 1;
-const BASE_NETWORK: u32 = 1;
-const BASE_TRANSPORT: u32 = 2;
+const UDP: u8 = 17;
 // nft's numbers of its types, so that `nft list` can print the sets; a concatenation shifts by 6 bits.
 const TYPE_IPV4: u32 = 7;
 const TYPE_IPV6: u32 = 8;
@@ -74,10 +68,8 @@ impl Peer {
     }
 }
 
-/// Prefix of the tables' names.
 const TABLE: &str = "peerpod";
 const USUAL_PORT: u16 = 4789;
-/// Maximum number of tables that are read.
 const MAX_TABLES: usize = 4096;
 
 /// The table for tunnels on one UDP port.
@@ -99,9 +91,6 @@ impl Filter {
     }
 
     /// Returns the existing filters of one daemon, on any port.
-    ///
-    /// # Errors
-    /// [`Error::Kernel`].
     pub fn all_of(owner: Owner, client: &mut Client) -> Result<Vec<Filter>, Error> {
         let question = inet(NfTablesMessage::GetTable(TableMessage { attributes: Vec::new() }));
         let mine = |name: &str| {
@@ -130,8 +119,7 @@ impl Filter {
     }
 
     /// Accepts packets of these tunnels, and no others with their VNIs. Existing elements stay. A missing table (at the
-    /// first tunnel, or after a flush of the rules) is made, with the tunnels from `others` as well; `others` is called
-    /// only then.
+    /// first tunnel, or after a flush of the rules) is made, also with the tunnels that `others` returns.
     ///
     /// # Errors
     /// [`Error::Kernel`], also where the kernel has no nftables.
@@ -143,7 +131,7 @@ impl Filter {
     ) -> Result<(), Error> {
         let mut result = Ok(());
         for _ in 0..TRIES {
-            result = client.transaction(&begin(None), &self.elements(peers, true), &end());
+            result = commit(client, None, &self.elements(peers, true));
             match result.as_ref().map_err(netlink::Error::errno) {
                 Err(Some(Errno::ENOENT)) => {}
                 Err(Some(Errno::EAGAIN | Errno::EINTR)) => continue,
@@ -152,7 +140,7 @@ impl Filter {
             let mut all = self.skeleton();
             all.append(&mut self.elements(peers, true));
             all.append(&mut self.elements(&others(), true));
-            result = client.transaction(&begin(None), &all, &end());
+            result = commit(client, None, &all);
             match result.as_ref().map_err(netlink::Error::errno) {
                 // Another program made it meanwhile, or removed a part of it.
                 Err(Some(Errno::EEXIST)) => self.repair(client)?,
@@ -164,43 +152,27 @@ impl Filter {
     }
 
     /// Removes one tunnel. A missing one is no error. The table stays; see [`Filter::remove_if_empty`].
-    ///
-    /// # Errors
-    /// [`Error::Kernel`].
     pub fn remove(&self, client: &mut Client, peer: Peer) -> Result<(), Error> {
         let messages = self.elements(&[peer], false);
-        match client.transaction(&begin(None), &messages, &end()) {
+        match commit(client, None, &messages) {
             Err(e) if e.errno() == Some(Errno::ENOENT) => {}
             other => return other.map_err(self.removing()),
         }
         // One of the two elements was missing, so the whole was refused: each is removed separately.
         for message in messages {
-            match client.transaction(&begin(None), &[message], &end()) {
-                Err(e) if e.errno() == Some(Errno::ENOENT) => {}
-                other => other.map_err(self.removing())?,
-            }
+            or_gone(commit(client, None, &[message])).map_err(self.removing())?;
         }
         Ok(())
     }
 
-    /// Stops accepting a tunnel's packets from an address that its VM no longer has; the VNI stays guarded. A missing
-    /// element is no error.
-    ///
-    /// # Errors
-    /// [`Error::Kernel`].
+    /// Stops accepting a tunnel's packets from an address that its VM no longer has; the VNI stays guarded.
     pub fn retire(&self, client: &mut Client, old: Peer) -> Result<(), Error> {
-        let family = if old.address.is_ipv6() { Family::V6 } else { Family::V4 };
-        let message = self.element_message(family.named("peers"), vec![key_of_peer(old)], false);
-        match client.transaction(&begin(None), &[message], &end()) {
-            Err(e) if e.errno() == Some(Errno::ENOENT) => Ok(()),
-            other => other.map_err(self.removing()),
-        }
+        let set = Family::of(old.address).named("peers");
+        let message = self.element_message(set, vec![key_of_peer(old)], false);
+        or_gone(commit(client, None, &[message])).map_err(self.removing())
     }
 
     /// Returns the tunnels in the filter; none where the table is missing.
-    ///
-    /// # Errors
-    /// [`Error::Kernel`].
     pub fn list(&self, client: &mut Client) -> Result<Vec<Peer>, Error> {
         let mut peers = Vec::new();
         for set in ["peers4", "peers6"] {
@@ -211,17 +183,13 @@ impl Filter {
 
     /// Removes the table if it holds no tunnel; returns whether it did. A concurrent addition by another program wins:
     /// the kernel refuses the removal if the rules changed after they were read.
-    ///
-    /// # Errors
-    /// [`Error::Kernel`].
     pub fn remove_if_empty(&self, client: &mut Client) -> Result<bool, Error> {
         for _ in 0..TRIES {
             let generation = generation(client).map_err(self.removing())?;
             if !self.list(client)?.is_empty() {
                 return Ok(false);
             }
-            let message = (0, self.delete_table());
-            match client.transaction(&begin(Some(generation)), &[message], &end()) {
+            match commit(client, Some(generation), &[Table(&self.table).delete()]) {
                 Ok(()) => return Ok(true),
                 Err(e) if e.errno() == Some(Errno::ENOENT) => return Ok(false),
                 Err(e) if matches!(e.errno(), Some(Errno::ERESTART | Errno::EAGAIN | Errno::EINTR)) => {}
@@ -232,22 +200,15 @@ impl Filter {
     }
 
     /// Removes the table with all its contents. A missing table is no error.
-    ///
-    /// # Errors
-    /// [`Error::Kernel`].
     pub fn delete(&self, client: &mut Client) -> Result<(), Error> {
-        match client.transaction(&begin(None), &[(0, self.delete_table())], &end()) {
-            Err(e) if e.errno() == Some(Errno::ENOENT) => Ok(()),
-            other => other.map_err(self.removing()),
-        }
+        Table(&self.table).remove(client).map_err(self.removing())
     }
 
     fn removing(&self) -> impl FnOnce(netlink::Error) -> Error + use<> {
         Error::kernel(format!("remove from the nftables table {}", self.table))
     }
 
-    /// Makes the table anew with its present tunnels, if another program removed a set. Does nothing when the rules
-    /// change meanwhile; the caller tries again.
+    /// Makes the table anew with its present tunnels, if another program removed a set. The caller tries again.
     fn repair(&self, client: &mut Client) -> Result<(), Error> {
         let attempt = || Error::kernel(format!("make the nftables table {} anew", self.table));
         let generation = generation(client).map_err(attempt())?;
@@ -255,19 +216,13 @@ impl Filter {
             return Ok(());
         }
         let peers = self.list(client)?;
-        let mut all = vec![(0, self.delete_table())];
+        let mut all = vec![Table(&self.table).delete()];
         all.append(&mut self.skeleton());
         all.append(&mut self.elements(&peers, true));
-        match client.transaction(&begin(Some(generation)), &all, &end()) {
-            Err(e)
-                if matches!(
-                    e.errno(),
-                    Some(Errno::ERESTART | Errno::EAGAIN | Errno::EINTR | Errno::ENOENT)
-                ) =>
-            {
-                Ok(())
-            }
-            other => other.map_err(attempt()),
+        let done = commit(client, Some(generation), &all);
+        match done.as_ref().map_err(netlink::Error::errno) {
+            Err(Some(Errno::ERESTART | Errno::EAGAIN | Errno::EINTR | Errno::ENOENT)) => Ok(()),
+            _ => done.map_err(attempt()),
         }
     }
 
@@ -286,9 +241,9 @@ impl Filter {
     }
 
     /// Returns the messages for the table without its elements.
-    fn skeleton(&self) -> Vec<(u16, NetfilterMessage)> {
-        let table = TableMessage { attributes: vec![TableAttribute::Name(self.table.clone())] };
-        let mut all = vec![(NLM_F_CREATE | NLM_F_EXCL, inet(NfTablesMessage::NewTable(table)))];
+    fn skeleton(&self) -> Vec<Message> {
+        let table = Table(&self.table);
+        let mut all = vec![table.make(NLM_F_EXCL)];
         let sets = [
             ("peers4", (TYPE_IPV4 << 6) | TYPE_MARK, 8),
             ("peers6", (TYPE_IPV6 << 6) | TYPE_MARK, 20),
@@ -313,25 +268,14 @@ impl Filter {
             ("in", InetHookNumber::LocalIn),
             ("out", InetHookNumber::LocalOut),
         ];
-        for (name, hook) in hooks {
-            let chain = ChainMessage {
-                attributes: vec![
-                    ChainAttribute::Table(self.table.clone()),
-                    ChainAttribute::Name(name.to_owned()),
-                    ChainAttribute::Type("filter".to_owned()),
-                    ChainAttribute::Hook(vec![Hook::Number(hook.into()), Hook::Priority(RAW as _)]),
-                    ChainAttribute::Policy(NF_ACCEPT),
-                ],
-            };
-            all.push((NLM_F_CREATE | NLM_F_EXCL, inet(NfTablesMessage::NewChain(chain))));
-        }
-        let notrack = || Expressions::Other { expression_type: "notrack".to_owned(), attributes: Vec::new() };
+        all.extend(hooks.map(|(name, hook)| table.chain(name, Some(("filter", hook, RAW)))));
+        let notrack = || other("notrack", Vec::new());
         for family in [Family::V4, Family::V6] {
             let peers = family.named("peers");
-            all.push(self.rule("pre", family, Some(family.source()), &peers, notrack()));
-            all.push(self.rule("in", family, Some(family.source()), &peers, verdict(NF_ACCEPT)));
+            all.push(self.rule("pre", family, Some(Family::source), &peers, notrack()));
+            all.push(self.rule("in", family, Some(Family::source), &peers, verdict(NF_ACCEPT)));
             all.push(self.rule("in", family, None, &family.named("vnis"), verdict(NF_DROP)));
-            all.push(self.rule("out", family, Some(family.destination()), &peers, notrack()));
+            all.push(self.rule("out", family, Some(Family::destination), &peers, notrack()));
         }
         all
     }
@@ -341,50 +285,29 @@ impl Filter {
         &self,
         chain: &str,
         family: Family,
-        address: Option<(u32, u32)>,
+        address: Option<fn(Family) -> (u32, u32)>,
         set: &str,
         then: Expressions,
-    ) -> (u16, NetfilterMessage) {
-        let mut what = vec![
-            Expressions::Meta(vec![Meta::Key(MetaKey::Nfproto), Meta::DestinationRegister(Register::Reg1)]),
-            equals(vec![family.number()]),
-            Expressions::Meta(vec![Meta::Key(MetaKey::L4Proto), Meta::DestinationRegister(Register::Reg1)]),
-            equals(vec![17]),
+    ) -> Message {
+        let mut what = family.expressions();
+        what.extend([
+            meta(MetaKey::L4Proto),
+            equals(vec![UDP]),
             load(BASE_TRANSPORT, 2, 2, Register::Reg1),
             equals(self.port.to_be_bytes().to_vec()),
-        ];
-        let vni_register = match address {
-            Some((offset, length)) => {
-                what.push(load(BASE_NETWORK, offset, length, Register::Reg1));
-                family.behind_address()
-            }
-            None => Register::Reg1,
-        };
-        what.push(load(BASE_TRANSPORT, 12, 3, vni_register));
-        what.push(Expressions::Lookup(vec![
-            Lookup::Set(set.to_owned()),
-            Lookup::SourceRegister(Register::Reg1),
-        ]));
-        what.push(then);
-        let rule = RuleMessage {
-            attributes: vec![
-                RuleAttribute::Table(self.table.clone()),
-                RuleAttribute::Chain(chain.to_owned()),
-                RuleAttribute::Expressions(what.into_iter().map(Into::into).collect()),
-            ],
-        };
-        (NLM_F_CREATE | NLM_F_APPEND, inet(NfTablesMessage::NewRule(rule)))
+        ]);
+        what.extend(address.map(|place| family.load(place)));
+        let vni_register = address.map_or(Register::Reg1, |_| family.behind_address());
+        let set = vec![Lookup::Set(set.to_owned()), Lookup::SourceRegister(Register::Reg1)];
+        what.extend([load(BASE_TRANSPORT, 12, 3, vni_register), Expressions::Lookup(set), then]);
+        Table(&self.table).rule(chain, what)
     }
 
-    /// Returns the messages that add or remove the elements of these tunnels.
-    fn elements(&self, peers: &[Peer], add: bool) -> Vec<(u16, NetfilterMessage)> {
+    fn elements(&self, peers: &[Peer], add: bool) -> Vec<Message> {
         let mut messages = Vec::new();
         for family in [Family::V4, Family::V6] {
-            let of_family: Vec<Peer> = peers
-                .iter()
-                .copied()
-                .filter(|p| p.address.is_ipv6() == matches!(family, Family::V6))
-                .collect();
+            let of_family: Vec<Peer> =
+                peers.iter().copied().filter(|p| Family::of(p.address) == family).collect();
             for part in of_family.chunks(PER_MESSAGE) {
                 let pairs = part.iter().map(|peer| key_of_peer(*peer)).collect();
                 let vnis = part.iter().map(|peer| vni_key(peer.vni).to_vec()).collect();
@@ -395,7 +318,7 @@ impl Filter {
         messages
     }
 
-    fn element_message(&self, set: String, keys: Vec<Vec<u8>>, add: bool) -> (u16, NetfilterMessage) {
+    fn element_message(&self, set: String, keys: Vec<Vec<u8>>, add: bool) -> Message {
         let elements = keys
             .into_iter()
             .map(|key| ListAttribute::Element(vec![SetElementAttribute::Key(DataAttribute::Value(key))]));
@@ -411,11 +334,6 @@ impl Filter {
         } else {
             (0, inet(NfTablesMessage::DeleteSetElement(message)))
         }
-    }
-
-    fn delete_table(&self) -> NetfilterMessage {
-        let table = TableMessage { attributes: vec![TableAttribute::Name(self.table.clone())] };
-        inet(NfTablesMessage::DeleteTable(table))
     }
 
     /// Returns the keys of one of the sets; none where the set is missing.

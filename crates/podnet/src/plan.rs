@@ -1,18 +1,18 @@
-//! Converts the pod's network to the node's steps and to the message for the guest, and parses that message with every
-//! field checked. Pure.
+//! Converts the pod's network to the node's steps and the guest's message, and parses that message. Pure.
 
 use std::net::IpAddr;
 
 use peerpod_proto::guest as wire;
 
 use super::Error;
-use super::inspect::{self, Address, Neighbour, PodNetworkState, Route, Rule, Sysctl};
+use super::inspect::{self, PodNetworkState};
 
 mod read;
 #[cfg(test)]
 mod tests;
 mod write;
 
+pub(crate) use read::prefix;
 pub use read::read;
 pub use write::write;
 
@@ -22,9 +22,10 @@ const OLD_VERSION: u32 = 1;
 const KIND: &str = "vxlan";
 /// Maximum number of the pod's interfaces that are carried.
 pub const MAX_INTERFACES: usize = 16;
-/// Minimum MTU of IPv4 and of IPv6, in bytes.
-const LEAST_MTU: u32 = 576;
-const LEAST_MTU_V6: u32 = 1280;
+/// Returns the minimum MTU of IPv4 or of IPv6, in bytes.
+pub(crate) const fn least_mtu(v6: bool) -> u32 {
+    if v6 { 1280 } else { 576 }
+}
 
 /// One tunnel and the pod interface it carries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -74,14 +75,12 @@ pub fn node(seen: &PodNetworkState, room: u32, vm: IpAddr) -> Result<Vec<Carry>,
 
 /// Returns the smaller of an interface's MTU and `room`, or an error where that is below the families' minimum.
 pub(crate) fn fit(mtu: u32, room: u32, v6: bool, peer: IpAddr) -> Result<u32, Error> {
-    let least = if v6 { LEAST_MTU_V6 } else { LEAST_MTU };
-    match mtu.min(room) {
-        mtu if mtu >= least => Ok(mtu),
-        mtu => {
-            let why = format!("only {mtu} bytes of a packet are left for the pod, it needs {least}");
-            Err(Error::Path { peer, why })
-        }
+    let (mtu, least) = (mtu.min(room), least_mtu(v6));
+    if mtu >= least {
+        return Ok(mtu);
     }
+    let why = format!("only {mtu} bytes of a packet are left for the pod, it needs {least}");
+    Err(Error::Path { peer, why })
 }
 
 /// The node's end of the tunnel, as the guest needs it.
@@ -104,77 +103,36 @@ pub struct Underlay {
 pub struct Planned {
     /// The node's end of the tunnel.
     pub underlay: Underlay,
-    /// The pod's interfaces, at least one.
-    pub interfaces: Vec<Interface>,
-    /// Routes that do not belong to one interface.
-    pub routes: Vec<Route>,
-    /// Policy rules.
-    pub rules: Vec<Rule>,
-    /// The namespace's sysctls.
-    pub sysctls: Vec<Sysctl>,
-    /// `lo`'s own addresses.
-    pub loopback: Vec<Address>,
+    /// The pod's network as [`inspect::inspect`] would report it, without omitted objects. The MTU of an interface is
+    /// an upper limit.
+    pub network: PodNetworkState,
+    /// VNI of each interface's tunnel, in the order of the interfaces.
+    pub vnis: Vec<u32>,
 }
 
-/// Interface to be made.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Interface {
-    /// Its name in the pod.
-    pub name: String,
-    /// Its index in the pod, 0 = any.
-    pub index: u32,
-    /// Its MAC address.
-    pub mac: [u8; 6],
-    /// Upper limit of its MTU, in bytes.
-    pub mtu: u32,
-    /// The tunnel's VNI.
-    pub vni: u32,
-    /// Its transmit queue's length, in packets.
-    pub tx_queue_len: Option<u32>,
-    /// Whether it does no ARP.
-    pub no_arp: bool,
-    /// Whether it receives every frame.
-    pub promiscuous: bool,
-    /// Whether it receives every multicast frame.
-    pub all_multicast: bool,
-    /// Whether it is to be down.
-    pub down: bool,
-    /// Addresses.
-    pub addresses: Vec<Address>,
-    /// Routes through it.
-    pub routes: Vec<Route>,
-    /// Its static neighbour entries.
-    pub neighbours: Vec<Neighbour>,
-    /// Its sysctls.
-    pub sysctls: Vec<Sysctl>,
-}
+/// Interface to be made, and the VNI of its tunnel.
+pub(crate) type Tunnelled<'a> = (u32, &'a inspect::Interface);
 
 impl Planned {
-    /// Returns the plan as the state that [`inspect::inspect`] would report, without omitted objects. Objects that were
-    /// planned for other interfaces are not included.
-    pub fn as_seen(&self) -> PodNetworkState {
-        let interface = |i: &Interface| inspect::Interface {
-            name: i.name.clone(),
-            index: i.index,
-            mac: super::link::mac_text(i.mac),
-            mtu: i.mtu,
-            tx_queue_len: i.tx_queue_len,
-            no_arp: i.no_arp,
-            promiscuous: i.promiscuous,
-            all_multicast: i.all_multicast,
-            down: i.down,
-            addresses: i.addresses.clone(),
-            routes: i.routes.clone(),
-            neighbours: i.neighbours.clone(),
-            sysctls: i.sysctls.clone(),
-        };
-        PodNetworkState {
-            interfaces: self.interfaces.iter().map(interface).collect(),
-            routes: self.routes.clone(),
-            rules: self.rules.clone(),
-            sysctls: self.sysctls.clone(),
-            loopback: self.loopback.clone(),
-            left_out: Vec::new(),
-        }
+    pub(crate) fn tunnels(&self) -> impl Iterator<Item = Tunnelled<'_>> {
+        self.vnis.iter().copied().zip(&self.network.interfaces)
     }
+}
+
+/// Lowers the MTUs of a plan so that the tunnel's packets fit into `path` bytes, but never below the minimum of the
+/// pod's families. The returned note reports that the minimum does not fit: the tunnel's packets are fragmented.
+pub fn fit_to_path(plan: &mut wire::NetworkPlan, path: u32) -> Option<String> {
+    let room = path.saturating_sub(plan.underlay.as_ref().map_or(0, |underlay| underlay.overhead));
+    let mut note = None;
+    for interface in &mut plan.interfaces {
+        let least = least_mtu(interface.addresses.iter().any(|address| address.prefix.contains(':')));
+        if room < least && interface.mtu > room {
+            note = Some(format!(
+                "packets of at most {path} bytes pass between VM and node, which leaves {room} for the pod and it needs \
+                 {least}: the tunnel's packets are cut into fragments"
+            ));
+        }
+        interface.mtu = interface.mtu.min(room.max(least));
+    }
+    note
 }

@@ -2,10 +2,9 @@
 //! and the other way round, before the namespace's own network stack sees it.
 //!
 //! It uses tc: an `ingress` qdisc on each device, and one filter that matches every packet. An existing `ingress` or
-//! `clsact` qdisc is used together with its filters, and stays when the redirect is removed. Each of the module's
-//! filters names its owner ([`super::mark`]); the module changes and deletes no other filter. Its filters come first
-//! where the kernel has a place there. The kernel has none before a filter of another kind or protocol in the first
-//! preference; the module then reports the obstacle.
+//! `clsact` qdisc is used and stays, with its filters. Each filter of the module names its owner ([`super::mark`]); it
+//! touches no other. Its filters come first where the kernel has a place there: it has none before a filter of another
+//! kind or protocol in the first preference. The module then reports the obstacle.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -38,7 +37,6 @@ const MAX_ENTRIES: usize = 1024;
 /// Attempts while the qdisc is busy for a moment (another program's rtnetlink request without the lock).
 const BUSY_TRIES: u32 = 5;
 const BUSY_PAUSE: Duration = Duration::from_millis(10);
-/// Index of every namespace's loopback device.
 const LOOPBACK: u32 = 1;
 
 /// Determines the kernel's classifiers by trying them in a scratch namespace. The result is `wanted` for both
@@ -60,14 +58,9 @@ pub fn choose(wanted: Option<Classifier>) -> Result<Classifiers, Error> {
         if wanted.is_some_and(|wanted| wanted != by) {
             continue;
         }
-        let made = match make(by, tag, way, preference, by.first_handle()) {
-            Ok(made) => made,
-            Err(no) => {
-                refused.push(format!("{}: {no}", by.name()));
-                continue;
-            }
-        };
-        match client.tell(new, RouteNetlinkMessage::NewTrafficFilter(made.message)) {
+        // The program must stay open until the message is sent.
+        let made = make(by, tag, way, preference, by.first_handle()).map_err(netlink::Error::from);
+        match made.and_then(|(message, _program)| client.tell(new, message)) {
             Ok(()) => there.push(by),
             Err(no) => refused.push(format!("{}: {no}", by.name())),
         }
@@ -95,7 +88,6 @@ fn ways((interface, tunnel): (u32, u32)) -> [Way; 2] {
     [Way { from: interface, to: tunnel, into: true }, Way { from: tunnel, to: interface, into: false }]
 }
 
-/// Number of messages per pair of devices.
 const PER_PAIR: usize = 3;
 
 impl Maker {
@@ -108,9 +100,10 @@ impl Maker {
             messages.push((new, RouteNetlinkMessage::NewQueueDiscipline(qdisc(one))));
             for way in ways((one, other)) {
                 let by = self.by(way);
-                let made = make(by, self.tag, way, FIRST, by.first_handle()).map_err(program(way))?;
-                messages.push((new, RouteNetlinkMessage::NewTrafficFilter(made.message)));
-                programs.extend(made.program);
+                let made = make(by, self.tag, way, FIRST, by.first_handle());
+                let (message, loaded) = made.map_err(program(way))?;
+                messages.push((new, message));
+                programs.extend(loaded);
             }
         }
         Ok(Prepared { messages, _programs: programs })
@@ -127,17 +120,15 @@ impl Maker {
         let mut obstacles = Vec::new();
         for (&pair, answers) in pairs.iter().zip(answers.chunks(PER_PAIR)) {
             let [qdisc, into, back] = answers else {
-                return Err(Error::kernel("redirect a pod's interface")(netlink::Error::Garbled(
-                    "answers are missing".to_owned(),
-                )));
+                let missing = netlink::Error::Garbled("answers are missing".to_owned());
+                return Err(Error::kernel("redirect a pod's interface")(missing));
             };
             let ways = ways(pair);
             match (qdisc, into) {
                 (Ok(()), Ok(())) => {}
                 (Err(no), _) if !matches!(no.errno, Errno::EEXIST | Errno::EBUSY) => {
-                    return Err(Error::kernel(format!("add the ingress qdisc of device {}", ways[0].from))(
-                        no.clone().into(),
-                    ));
+                    let attempt = format!("add the ingress qdisc of device {}", ways[0].from);
+                    return Err(Error::kernel(attempt)(no.clone().into()));
                 }
                 (qdisc, _) => {
                     let none = matches!(qdisc, Err(no) if no.errno == Errno::EBUSY);
@@ -175,15 +166,12 @@ impl Maker {
         }
         let all = filters(client, from)?;
         let (mut ours, others): (Vec<Filter>, Vec<Filter>) =
-            all.iter().cloned().partition(|filter| self.is_ours(filter, to));
-        // Another owner's redirect of everything must not come first: it leaves no packet, and without its device
-        // (target 0) it drops them all.
+            all.iter().cloned().partition(|filter| self.is_ours(filter));
+        // Another owner's redirect of everything must not come first: it leaves no packet. Target 0 drops all.
         for other in &others {
-            let Some(target) = other.target else { continue };
             let before = ours.iter().map(Filter::preference).min().unwrap_or(FIRST);
-            if other.preference() <= before
-                && (target == 0 || link::by_index(client, target).map_err(attempt())?.is_some())
-            {
+            let Some(target) = other.target.filter(|_| other.preference() <= before) else { continue };
+            if target == 0 || link::by_index(client, target).map_err(attempt())?.is_some() {
                 return Err(Error::CannotCarry(format!(
                     "device {from} already redirects all its traffic to device {target}"
                 )));
@@ -199,7 +187,7 @@ impl Maker {
         match kept {
             Some(right) if right.target == Some(to) => {
                 // The kernel evaluates filters in the order in which it lists them.
-                let first = all.iter().position(|filter| self.is_ours(filter, to)).unwrap_or_default();
+                let first = all.iter().position(|filter| self.is_ours(filter)).unwrap_or_default();
                 let place = place(&others, by);
                 if first > 0 && place.is_first && self.put(client, way, place, new).is_ok() {
                     // For a moment there are two redirects, rather than none.
@@ -217,18 +205,14 @@ impl Maker {
             let message = RouteNetlinkMessage::DelTrafficFilter(more.deletion(from));
             patient(client, 0, &message, &[Errno::ENOENT]).map_err(attempt())?;
         }
-        if others.is_empty() { Ok(None) } else { self.obstacle(client, way) }
+        if others.is_empty() { Ok(None) } else { self.obstacle(client, from) }
     }
 
     /// Returns the filters that come before the redirect, as text.
-    fn obstacle(&self, client: &mut Client, Way { from, to, .. }: Way) -> Result<Option<String>, Error> {
+    fn obstacle(&self, client: &mut Client, from: u32) -> Result<Option<String>, Error> {
         let now = filters(client, from)?;
-        let before: Vec<String> = now
-            .iter()
-            .take_while(|filter| !self.is_ours(filter, to))
-            .take(4)
-            .map(ToString::to_string)
-            .collect();
+        let before: Vec<String> =
+            now.iter().take_while(|filter| !self.is_ours(filter)).take(4).map(ToString::to_string).collect();
         if before.is_empty() {
             return Ok(None);
         }
@@ -243,8 +227,8 @@ impl Maker {
     }
 
     fn put(&self, client: &mut Client, way: Way, place: Place, flags: u16) -> Result<(), Error> {
-        let made = make(place.by, self.tag, way, place.preference, place.handle).map_err(program(way))?;
-        let message = RouteNetlinkMessage::NewTrafficFilter(made.message);
+        let made = make(place.by, self.tag, way, place.preference, place.handle);
+        let (message, _program) = made.map_err(program(way))?;
         patient(client, flags, &message, &[])
             .map_err(Error::kernel(format!("redirect device {} to device {}", way.from, way.to)))
     }
@@ -253,27 +237,11 @@ impl Maker {
         if way.into { self.by.into } else { self.by.back }
     }
 
-    /// Returns whether the filter belongs to this daemon by its mark. A filter of a version without marks is identified
-    /// by its effect: its target is `to`, or gone.
-    fn is_ours(&self, filter: &Filter, to: u32) -> bool {
-        match filter.tag {
-            Some(tag) => tag == self.tag,
-            None => filter.is_unmarked_ours(|target| target == 0 || target == to),
-        }
+    fn is_ours(&self, filter: &Filter) -> bool {
+        filter.tag == Some(self.tag)
     }
 }
 
-impl Filter {
-    /// Returns whether an earlier version, which set no mark, made the filter, with a target that `fits`.
-    fn is_unmarked_ours(&self, fits: impl FnOnce(u32) -> bool) -> bool {
-        self.tag.is_none()
-            && self.kind == "u32"
-            && self.preference() == FIRST
-            && self.target.is_some_and(fits)
-    }
-}
-
-/// Place of a new filter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Place {
     by: Classifier,
@@ -327,7 +295,6 @@ fn patient(
     Ok(())
 }
 
-/// Returns the ingress qdisc of a device.
 pub(crate) fn qdisc(device: u32) -> TcMessage {
     let mut message = TcMessage::with_index(device.cast_signed());
     message.header.parent = TcHandle::INGRESS;

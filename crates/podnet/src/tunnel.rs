@@ -20,7 +20,6 @@ use super::vxlan::{self, Held, Shape};
 /// Attempts while a namespace under removal, or a qdisc in use, is busy for a moment.
 const BUSY_TRIES: u32 = 5;
 const BUSY_PAUSE: Duration = Duration::from_millis(10);
-/// Maximum number of this program's devices in a namespace.
 const MAX_DEVICES: usize = 256;
 
 /// Path from the node to a VM, and the packet size that it leaves for the pod.
@@ -32,9 +31,8 @@ pub struct TunnelWay {
     pub room: u32,
 }
 
-/// Queries the kernel for the path to the VM: its route, and the MTU of the route or of the device. The guest measures
-/// the rest of the path MTU, because this kernel sends no notification when it drops a learnt value. `host` is a socket
-/// of the node's namespace.
+/// Queries the kernel for the path to the VM and its configured MTU. The guest measures the rest of the path MTU,
+/// because this kernel sends no notification when it drops a learnt value. `host` is a socket of the node's namespace.
 ///
 /// # Errors
 /// [`Error::Path`] where there is no path, or the VM's address is of another family than the reservation.
@@ -44,7 +42,7 @@ pub fn way(host: &mut Client, shape: Shape, vm: IpAddr) -> Result<TunnelWay, Err
         return Err(Error::Path { peer: vm, why: format!("the tunnel was reserved for {family}") });
     }
     let way = link::way_to(host, vm)?;
-    Ok(TunnelWay { source: way.source, room: way.mtu.saturating_sub(shape.overhead()) })
+    Ok(TunnelWay { source: way.source, room: way.mtus.route.saturating_sub(shape.overhead()) })
 }
 
 /// One of the pod's interfaces and its tunnel device.
@@ -78,10 +76,8 @@ const PER_PAIR: usize = 3;
 const OPTIONAL: usize = 1;
 
 /// Sets the devices' endpoints, sets the devices up, and redirects each interface of the pod into its tunnel and back:
-/// one datagram with six messages per pair. A repeated call repairs differences: a device that is down or has another
-/// MTU, remote or local address, and a missing or duplicate qdisc or filter. With the same values and no difference it
-/// changes nothing. Returns, as text, obstacles that may keep the pod's traffic from the tunnel and that this program
-/// may not change: filters of other owners before the redirect.
+/// one datagram with six messages per pair. A repeated call repairs differences of devices, qdiscs and filters, and
+/// changes nothing else. Returns, as text, filters of other owners before the redirect.
 ///
 /// # Errors
 /// [`Error::Gone`] when a device does not exist (any more), [`Error::Kernel`], [`Error::CannotCarry`] where another
@@ -91,9 +87,8 @@ pub fn connect(netns: &Netns, connection: &Connection<'_>) -> Result<Vec<String>
     let maker = Maker { by: connection.by, tag: connection.mark.tag() };
     let ways: Vec<(u32, u32)> = connection.pairs.iter().map(|p| (p.interface, p.held.ifindex)).collect();
     let attempt = || Error::kernel(format!("connect the tunnel in {}", netns.path().display()));
-    // Setting a device to its present values causes a notification all the same. A watcher of the pod's network would
-    // then repeat this call for ever.
-    let mut due = Vec::with_capacity(connection.pairs.len());
+    // Setting a device to its present values causes a notification: a watcher would repeat this call for ever.
+    let mut due = Vec::new();
     for pair in connection.pairs {
         let there = link::by_index(&mut pod, pair.held.ifindex).map_err(attempt())?;
         if !there.is_some_and(|link| is_connected(&link, pair, connection)) {
@@ -104,8 +99,7 @@ pub fn connect(netns: &Netns, connection: &Connection<'_>) -> Result<Vec<String>
     for pair in &due {
         // The kernel refuses the MTU together with VXLAN settings.
         messages.push((0, link::set(LinkUnspec::new_with_index(pair.held.ifindex).mtu(pair.mtu))));
-        // Set at the reservation already, but an MTU that was too small for IPv6 made the kernel drop it. Refused where
-        // there is no IPv6.
+        // Set at the reservation; an MTU that was too small for IPv6 made the kernel drop it. Refused without IPv6.
         messages.push((0, vxlan::no_v6_address(pair.held.ifindex)));
         let ends = vxlan::connection(pair.held, connection.remote, Some(connection.local));
         messages.push((0, RouteNetlinkMessage::NewLink(ends.up().build())));
@@ -126,7 +120,7 @@ pub fn connect(netns: &Netns, connection: &Connection<'_>) -> Result<Vec<String>
                 if let Some(pair) = due.get(at / PER_PAIR) {
                     let there = link::by_index(&mut pod, pair.held.ifindex).map_err(attempt())?;
                     if there.is_none_or(|l| l.vxlan.is_none_or(|v| v.vni != pair.held.vni)) {
-                        return Err(Error::Gone { netns: netns.path().to_owned(), vni: pair.held.vni });
+                        return Err(Error::Gone(netns.path().to_owned(), pair.held.vni));
                     }
                 }
                 return Err(attempt()(no.clone().into()));
@@ -150,11 +144,8 @@ fn first_refusal(answers: &[Answer]) -> Option<(usize, &netlink::Refusal)> {
     answers.find_map(|(at, answer)| answer.as_ref().err().map(|no| (at, no)))
 }
 
-/// Returns the pod's interfaces that have an ingress-side qdisc of another owner. Such a qdisc must stay, even if it is
-/// empty. The result is certain only before the first [`connect`].
-///
-/// # Errors
-/// [`Error::Kernel`], [`Error::Netns`].
+/// Returns the pod's interfaces that have an ingress-side qdisc of another owner. It must stay, even if empty. Certain
+/// only before [`connect`].
 pub fn shared(netns: &Netns, mark: Mark<'_>, interfaces: &[u32]) -> Result<Vec<u32>, Error> {
     let mut pod = netns.netlink()?;
     let mut there: Vec<u32> = redirect::qdiscs(&mut pod)?.into_iter().map(|(device, _)| device).collect();
@@ -168,68 +159,46 @@ pub fn shared(netns: &Netns, mark: Mark<'_>, interfaces: &[u32]) -> Result<Vec<u
     Ok(there)
 }
 
-/// Parameters of [`undo`].
-#[derive(Clone, Copy, Debug)]
-pub struct Undo<'a> {
-    /// Owner and sandbox: devices and redirects with this mark are removed.
-    pub mark: Mark<'a>,
-    /// Recorded devices: devices with these VNIs on this port are removed as well, regardless of their mark.
-    pub held: &'a [Held],
-    /// The UDP port of the recorded devices.
-    pub port: u16,
-    /// Interfaces with an ingress qdisc from before the redirect ([`shared`]).
-    pub shared: &'a [u32],
-}
-
-/// Removes the redirects and the devices in the pod's namespace; those of another sandbox stay. Every step is tried,
-/// and failures are added to `errors`. A missing object is no error. Takes some 20 ms per device.
-pub fn undo(netns: &Netns, undo: Undo<'_>, errors: &mut Vec<Error>) {
+/// Removes the redirects and the devices with this mark in the pod's namespace, and the recorded devices: those with the
+/// VNIs of `held` on this UDP port. `shared` are interfaces with an ingress qdisc from before the redirect ([`shared`]).
+/// Every step is tried, and failures are added to `errors`. A missing object is no error. Takes some 20 ms per device.
+pub fn undo(
+    netns: &Netns,
+    mark: Mark<'_>,
+    (held, port): (&[Held], u16),
+    shared: &[u32],
+    errors: &mut Vec<Error>,
+) {
     let mut pod = match netns.netlink() {
         Ok(pod) => pod,
         Err(e) => return errors.push(e),
     };
-    let is_ours = |link: &Link| {
-        let recorded = |v: &link::Vxlan| v.port == undo.port && undo.held.iter().any(|h| h.vni == v.vni);
-        undo.mark.is_on(link) || link.vxlan.as_ref().is_some_and(recorded)
+    let is_ours = |link: &&Link| {
+        let recorded = |v: &link::Vxlan| v.port == port && held.iter().any(|h| h.vni == v.vni);
+        mark.is_on(link) || link.vxlan.as_ref().is_some_and(recorded)
     };
     let devices = ours_by_name(&mut pod).unwrap_or_else(|e| {
         errors.push(Error::kernel(format!("look for the tunnel in {}", netns.path().display()))(e));
         Vec::new()
     });
-    let (ours, others): (Vec<Link>, Vec<Link>) = devices.into_iter().partition(is_ours);
-    let doomed: Vec<u32> = ours.iter().map(|link| link.index).collect();
-    // A recorded device that is gone left a redirect to nowhere. If another sandbox has a tunnel now, a redirect
-    // without a mark may belong to it.
-    let alone = others.is_empty();
-    let mut targets = doomed.clone();
-    targets.extend(undo.held.iter().map(|held| held.ifindex));
-    let taken = Taken {
-        tag: Some(undo.mark.tag()),
-        only: None,
-        unmarked: alone.then_some(targets.as_slice()),
-        doomed: &doomed,
-        shared: undo.shared,
-    };
+    let doomed: Vec<u32> = devices.iter().filter(is_ours).map(|link| link.index).collect();
+    let taken = Taken { tag: mark.tag(), only: None, doomed: &doomed, shared };
     redirect::take_back(&mut pod, &taken, errors);
     remove_all(&mut pod, &doomed, errors);
 }
 
-/// Removes some of a sandbox's tunnels: these devices, and the redirects to them. The others stay unchanged.
-///
-/// # Errors
-/// The first failure; every step is tried.
+/// Removes some of a sandbox's tunnels: these devices, and the redirects to them. Every step is tried; fails with the
+/// first failure.
 pub fn retire(netns: &Netns, mark: Mark<'_>, held: &[Held], port: u16) -> Result<(), Error> {
     let mut pod = netns.netlink()?;
     let devices = ours_by_name(&mut pod)
         .map_err(Error::kernel(format!("look for the tunnel in {}", netns.path().display())))?;
-    let is_it = |link: &Link| {
-        let vxlan = link.vxlan.as_ref();
-        vxlan
-            .is_some_and(|v| v.port == port && held.iter().any(|h| h.vni == v.vni && h.ifindex == link.index))
+    let is_it = |link: &&Link| {
+        let held = |vni| held.iter().any(|h| h.vni == vni && h.ifindex == link.index);
+        link.vxlan.as_ref().is_some_and(|v| v.port == port && held(v.vni))
     };
-    let doomed: Vec<u32> = devices.iter().filter(|link| is_it(link)).map(|link| link.index).collect();
-    let taken =
-        Taken { tag: Some(mark.tag()), only: Some(&doomed), unmarked: None, doomed: &doomed, shared: &[] };
+    let doomed: Vec<u32> = devices.iter().filter(is_it).map(|link| link.index).collect();
+    let taken = Taken { tag: mark.tag(), only: Some(&doomed), doomed: &doomed, shared: &[] };
     let mut errors = Vec::new();
     redirect::take_back(&mut pod, &taken, &mut errors);
     remove_all(&mut pod, &doomed, &mut errors);

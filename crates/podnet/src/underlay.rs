@@ -4,15 +4,14 @@
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use netlink_packet_route::address::{AddressAttribute, AddressFlags, AddressMessage};
-use netlink_packet_route::link::{InfoKind, LinkAttribute, LinkFlags, LinkInfo, LinkLayerType, LinkMessage};
-use netlink_packet_route::route::{
-    RouteAddress, RouteAttribute, RouteHeader, RouteMessage, RouteNextHop, RouteType, RouteVia,
-};
+use netlink_packet_route::link::InfoKind;
+use netlink_packet_route::route::{RouteAttribute, RouteHeader, RouteMessage, RouteNextHop, RouteType};
 use netlink_packet_route::{AddressFamily, RouteNetlinkMessage};
-use rtnetlink::LinkMessageBuilder;
 
+use super::Error;
+pub use super::link::Mtus;
+use super::link::{self, Link, gateway, ip};
 use super::netlink::{self, Client};
-use super::{Error, link};
 
 /// Maximum number of devices. A VM has one or two; containers of its image may add some.
 const MAX_LINKS: usize = 256;
@@ -24,7 +23,7 @@ const SCOPE_LINK: u8 = 253;
 const MAIN: u32 = RouteHeader::RT_TABLE_MAIN as u32;
 
 /// Network device of the VM.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct UnderlayDevice {
     /// Its name.
     pub name: String,
@@ -54,21 +53,23 @@ impl UnderlayDevice {
     }
 }
 
-/// Returns all Ethernet devices that could lead out, with or without an address; their addresses and routes are not
-/// read.
-///
-/// # Errors
-/// [`Error::Kernel`].
+/// Returns all Ethernet devices that could lead out, without their addresses and routes.
 pub fn nics(client: &mut Client) -> Result<Vec<UnderlayDevice>, Error> {
-    links(client)
+    let all = link::all_that(client, MAX_LINKS, is_nic).map_err(asking("devices"))?;
+    let of = |link: Link| UnderlayDevice {
+        name: link.name,
+        index: link.index,
+        mac: link.mac.unwrap_or_default(),
+        mtu: link.mtu,
+        up: link.up,
+        ..UnderlayDevice::default()
+    };
+    Ok(all.into_iter().map(of).collect())
 }
 
 /// Returns all Ethernet devices that have an address or a default route, by index.
-///
-/// # Errors
-/// [`Error::Kernel`].
 pub fn inspect(client: &mut Client) -> Result<Vec<UnderlayDevice>, Error> {
-    let mut uplinks = links(client)?;
+    let mut uplinks = nics(client)?;
     for (index, address, prefix) in addresses(client)? {
         if let Some(uplink) = uplinks.iter_mut().find(|uplink| uplink.index == index) {
             uplink.addresses.push((address, prefix));
@@ -96,9 +97,6 @@ pub fn inspect(client: &mut Client) -> Result<Vec<UnderlayDevice>, Error> {
 
 /// Returns the gateways of default routes through the device of this index, in any table but `without`. Those of the
 /// main table come first. Clouds' own tools give each further NIC a table of its own.
-///
-/// # Errors
-/// [`Error::Kernel`].
 pub(super) fn gateways(client: &mut Client, index: u32, without: u32) -> Result<Vec<IpAddr>, Error> {
     let mut all = hops(client, true)?;
     all.retain(|hop| hop.is_default() && hop.index == index && hop.table != without);
@@ -115,7 +113,7 @@ pub(super) fn gateways(client: &mut Client, index: u32, without: u32) -> Result<
 /// Returns the name of the device that leads to `peer`.
 ///
 /// # Errors
-/// [`Error::Path`] where there is no path to it, [`Error::Kernel`].
+/// [`Error::Path`] where there is no path to it.
 pub fn towards(client: &mut Client, peer: IpAddr) -> Result<String, Error> {
     Ok(link::way_to(client, peer)?.device)
 }
@@ -132,54 +130,16 @@ fn asking(what: &'static str) -> impl FnOnce(netlink::Error) -> Error {
     Error::kernel(format!("read the VM's {what}"))
 }
 
-fn links(client: &mut Client) -> Result<Vec<UnderlayDevice>, Error> {
-    let read = |answer| match answer {
-        RouteNetlinkMessage::NewLink(link) => read_link(link),
-        _ => None,
-    };
-    client.dump(&link::request(LinkMessageBuilder::default()), MAX_LINKS, read).map_err(asking("devices"))
-}
-
-/// Parses a device that the cloud provides: Ethernet, and no virtual device of this kernel (bridge, tunnel, ...). A
-/// veth counts only if its other end is in another namespace, as in a VM made of namespaces.
-fn read_link(message: LinkMessage) -> Option<UnderlayDevice> {
-    let header = &message.header;
-    let mut uplink = UnderlayDevice {
-        name: String::new(),
-        index: header.index,
-        mac: [0; 6],
-        mtu: 0,
-        up: header.flags.contains(LinkFlags::Up),
-        addresses: Vec::new(),
-        gateways: Vec::new(),
-        is_default: false,
-        near: Vec::new(),
-    };
-    let wrong = header.link_layer_type != LinkLayerType::Ether || header.flags.contains(LinkFlags::Loopback);
-    let (mut kind, mut elsewhere) = (None, false);
-    for attribute in message.attributes {
-        match attribute {
-            LinkAttribute::IfName(name) => uplink.name = name,
-            LinkAttribute::Mtu(mtu) => uplink.mtu = mtu,
-            LinkAttribute::Address(bytes) => uplink.mac = bytes.try_into().unwrap_or_default(),
-            LinkAttribute::LinkNetNsId(_) => elsewhere = true,
-            LinkAttribute::LinkInfo(infos) => {
-                kind = infos.into_iter().find_map(|info| match info {
-                    LinkInfo::Kind(kind) => Some(kind),
-                    _ => None,
-                });
-            }
-            _ => {}
-        }
-    }
-    let fit = match kind {
-        None => true,
+/// Returns whether it is a device that the cloud provides: Ethernet, and no virtual device of this kernel (bridge,
+/// tunnel, ...). A veth counts only if its other end is in another namespace, as in a VM made of namespaces.
+fn is_nic(link: &Link) -> bool {
+    let fit = match link.kind {
         // A bond or a VLAN may lead to the cloud's network.
-        Some(InfoKind::Bond | InfoKind::Vlan) => true,
-        Some(InfoKind::Veth) => elsewhere,
+        None | Some(InfoKind::Bond | InfoKind::Vlan) => true,
+        Some(InfoKind::Veth) => link.elsewhere,
         Some(_) => false,
     };
-    (!wrong && fit && !uplink.name.starts_with(OURS)).then_some(uplink)
+    fit && link.mac.is_some() && !link.loopback && !link.name.starts_with(OURS)
 }
 
 /// Returns whether an address is ready. It is not ready during duplicate address detection, or if that failed. Its
@@ -213,7 +173,6 @@ fn addresses(client: &mut Client) -> Result<Vec<(u32, IpAddr, u8)>, Error> {
         .map_err(asking("addresses"))
 }
 
-/// One next hop of a unicast route.
 #[derive(Clone, Debug)]
 struct Hop {
     v6: bool,
@@ -278,10 +237,7 @@ fn read_hops(route: &RouteMessage) -> Vec<Hop> {
     let mut several = Vec::new();
     for attribute in &route.attributes {
         match attribute {
-            RouteAttribute::Destination(RouteAddress::Inet(a)) => hop.destination = Some(((*a).into(), bits)),
-            RouteAttribute::Destination(RouteAddress::Inet6(a)) => {
-                hop.destination = Some(((*a).into(), bits));
-            }
+            RouteAttribute::Destination(a) => hop.destination = ip(a).map(|ip| (ip, bits)),
             RouteAttribute::Oif(oif) => hop.index = *oif,
             RouteAttribute::Table(number) => hop.table = *number,
             RouteAttribute::Priority(priority) => hop.metric = *priority,
@@ -300,16 +256,6 @@ fn read_hops(route: &RouteMessage) -> Vec<Hop> {
     several.iter().map(one).collect()
 }
 
-fn gateway(attribute: &RouteAttribute) -> Option<IpAddr> {
-    match attribute {
-        RouteAttribute::Gateway(RouteAddress::Inet(a)) => Some(IpAddr::V4(*a)),
-        RouteAttribute::Gateway(RouteAddress::Inet6(a)) | RouteAttribute::Via(RouteVia::Inet6(a)) => {
-            Some(IpAddr::V6(*a))
-        }
-        _ => None,
-    }
-}
-
 /// Returns the network of an address.
 pub fn network(address: IpAddr, prefix: u8) -> (IpAddr, u8) {
     match address {
@@ -324,26 +270,13 @@ pub fn network(address: IpAddr, prefix: u8) -> (IpAddr, u8) {
     }
 }
 
-/// MTUs of the path to another machine as this machine's kernel knows them, in bytes of a whole IP packet.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Mtus {
-    /// MTU of the outgoing device: the upper bound of a search.
-    pub device: u32,
-    /// MTU by configuration, that of the route included.
-    pub route: u32,
-    /// MTU learnt from routers (path MTU discovery); up to ten minutes old.
-    pub learnt: u32,
-}
-
 /// Reads the MTUs of the path to `peer` from the kernel, in the calling thread's namespace.
 ///
 /// # Errors
-/// [`Error::Path`] without a route to `peer`, [`Error::Kernel`].
+/// [`Error::Path`] without a route to `peer`.
 pub fn mtus(peer: IpAddr) -> Result<Mtus, Error> {
-    let attempt = "open a netlink socket";
-    let mut client = Client::route().map_err(|e| Error::kernel(attempt)(netlink::Error::Socket(e)))?;
-    let way = link::way_to(&mut client, peer.to_canonical())?;
-    Ok(Mtus { device: way.device_mtu, route: way.mtu, learnt: way.learnt })
+    let mut client = Client::route().map_err(Error::socket)?;
+    Ok(link::way_to(&mut client, peer.to_canonical())?.mtus)
 }
 
 #[cfg(test)]

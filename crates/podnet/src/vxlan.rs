@@ -1,9 +1,8 @@
 //! Makes the node's end of a tunnel: a VXLAN device in the pod's namespace with its UDP socket in the node's namespace.
 //!
-//! A reservation makes the device down and without a remote. From then on the kernel guards the VNI: on this node it
-//! refuses a second device with the same VNI, port and family, in any namespace. The guard survives a crash of the node
-//! and ends with the device or its namespace. The device's MAC address identifies its sandbox ([`super::mark`]),
-//! because the message that makes the device also sets the MAC; the alias comes a message later.
+//! A reservation makes the device down and without a remote. From then on the kernel refuses a second device with the
+//! same VNI, port and family on this node, in any namespace, until the device or its namespace ends. The device's MAC
+//! address identifies its sandbox ([`super::mark`]): unlike the alias, it is set in the message that makes the device.
 //!
 //! Settings that are left at the default, and why:
 //! * IPv6 tunnels keep their UDP checksum. Without it both ends need `udp6zerocsumrx`, one of the settings in which all
@@ -34,9 +33,6 @@ use super::netns::Netns;
 /// Name prefix of this program's devices in a pod's namespace.
 pub const PREFIX: &str = "pp-vx";
 
-/// Name of the first device.
-pub const DEVICE: &str = "pp-vx0";
-
 /// Returns the name of a device in a pod's namespace.
 pub fn device(slot: u32) -> String {
     format!("{PREFIX}{slot}")
@@ -64,7 +60,7 @@ impl Shape {
         if self.v6 { 70 } else { 50 }
     }
 
-    fn fits(&self, vxlan: &link::Vxlan) -> bool {
+    pub(crate) fn fits(&self, vxlan: &link::Vxlan) -> bool {
         self.port == vxlan.port
             && self.v6 == vxlan.is_v6()
             && (self.v6 || self.udp_checksum == vxlan.udp_checksum)

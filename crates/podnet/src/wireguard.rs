@@ -1,10 +1,8 @@
 //! Manages the network namespace in which the encrypted tunnel ends. It is private, has one TUN device and one
 //! address, and holds the UDP sockets of the pods' VXLAN devices. It has no other routes, no rules and no conntrack.
 //!
-//! Its name is a file in a private folder, and its device is persistent: the pods' tunnels in it survive every
-//! process of this project. The process that holds the device's descriptor carries its packets. [`Inner::mend`]
-//! restores the parts that other programs delete: the pods' VXLAN devices find the device again by addresses and
-//! routes.
+//! Its name is a file in a private folder, and its device is persistent: the pods' tunnels in it survive every process.
+//! The process that holds the device's descriptor carries its packets. [`Inner::mend`] repairs it.
 
 use std::collections::HashMap;
 use std::io;
@@ -23,7 +21,7 @@ use rtnetlink::{AddressMessageBuilder, LinkUnspec, RouteMessageBuilder};
 
 use crate::link::{self, Link};
 use crate::netlink::{Client, Error as Netlink};
-use crate::netns::{Netns, NetnsId, create_named, delete_named, name_again};
+use crate::netns::{Netns, NetnsId, create_named, name_again};
 use crate::{Error, vxlan};
 
 /// Name of the TUN device.
@@ -64,13 +62,10 @@ pub struct Mended {
 }
 
 impl Inner {
-    /// Creates or finds the namespace at `path` and its device. `address` is the own inner address, `mtu` the MTU of
-    /// the device. `carried` is the device of the process that carries its packets. If the name leads to no
-    /// namespace, as in another container's mount namespace, the namespace of `carried` gets the name. If the kernel
-    /// does not report that namespace (before 5.7, or the device was deleted), another one is created.
-    ///
-    /// # Errors
-    /// [`Error::Netns`], [`Error::Kernel`]: missing privileges, or a kernel without TUN devices.
+    /// Creates or finds the namespace at `path` and its device, with this own inner address and MTU. `carried` is the
+    /// device of the process that carries its packets: its namespace gets the name if that leads to none, as in another
+    /// container. If the kernel does not report it (before 5.7, or the device was deleted), another one is created.
+    /// Fails on a kernel without TUN devices.
     pub fn open(path: &Path, carried: Option<&Tun>, address: Ipv4Addr, mtu: u32) -> Result<Opened, Error> {
         if let Some(carried) = carried.filter(|_| NetnsId::of(path).is_none()) {
             match carried.netns() {
@@ -87,9 +82,10 @@ impl Inner {
     }
 
     fn prepare(&self, client: &mut Client) -> Result<Option<Tun>, Error> {
-        let failed = |e: io::Error| Error::Kernel {
-            attempt: format!("open the TUN device {DEVICE} for the encrypted tunnel (kernel module tun)"),
-            source: e.into(),
+        let failed = |e: io::Error| {
+            let attempt =
+                format!("open the TUN device {DEVICE} for the encrypted tunnel (kernel module tun)");
+            Error::kernel(attempt)(e.into())
         };
         let opened = self.netns.run(|| {
             let opened = open_tun(DEVICE);
@@ -106,28 +102,25 @@ impl Inner {
         // Optional: a kernel without IPv6 has no such setting.
         drop(client.tell(0, vxlan::no_v6_address(index)));
         let up = link::set(LinkUnspec::new_with_index(index).up().mtu(self.mtu));
-        client.tell(0, up).map_err(kernel(attempt("set up")))?;
+        client.tell(0, up).map_err(Error::kernel(attempt("set up")))?;
         let address =
             AddressMessageBuilder::<Ipv4Addr>::new().index(index).address(self.address, INNER_PREFIX);
         client
             .tell(NLM_F_CREATE | NLM_F_REPLACE, RouteNetlinkMessage::NewAddress(address.build()))
-            .map_err(kernel(attempt("give an address to")))?;
+            .map_err(Error::kernel(attempt("give an address to")))?;
         self.index.store(index, Ordering::Release);
         Ok(tun)
     }
 
     /// Checks that the namespace has its name, the device its address, and each peer of `routes` its route
-    /// ([`Inner::fit`]) with this MTU. Restores missing parts; changes nothing if all are present. `client` is a
-    /// socket of the namespace.
-    ///
-    /// # Errors
-    /// [`Error::Netns`], [`Error::Kernel`]; parts restored before the error stay.
+    /// ([`Inner::fit`]) with this MTU. Restores missing parts alone; those restored before an error stay. `client` is
+    /// of the namespace.
     pub fn mend(&self, client: &mut Client, routes: &HashMap<Ipv4Addr, u32>) -> Result<Mended, Error> {
         let mut mended = Mended { name: !self.netns.is_still_there(), ..Mended::default() };
         if mended.name {
             name_again(self.netns.as_fd(), self.netns.path())?;
         }
-        mended.device = !self.is_whole(client, routes).map_err(kernel(format!("check {DEVICE}")))?;
+        mended.device = !self.is_whole(client, routes).map_err(Error::kernel(format!("check {DEVICE}")))?;
         if mended.device {
             mended.tun = self.prepare(client)?;
             for (peer, mtu) in routes {
@@ -149,11 +142,9 @@ impl Inner {
             RouteNetlinkMessage::NewAddress(of) if of.header.index == index => Some(of),
             _ => None,
         })?;
-        if !addresses.iter().any(|address| address.attributes.contains(&ours)) {
-            return Ok(false);
-        }
-        if routes.is_empty() {
-            return Ok(true);
+        let has_address = addresses.iter().any(|address| address.attributes.contains(&ours));
+        if !has_address || routes.is_empty() {
+            return Ok(has_address);
         }
         let mut main = RouteMessage::default();
         main.header.address_family = AddressFamily::Inet;
@@ -171,35 +162,24 @@ impl Inner {
         &self.netns
     }
 
-    /// Sets the largest packet size to this peer: larger packets are fragmented at this end inside the tunnel, not on
-    /// the path.
-    ///
-    /// # Errors
-    /// [`Error::Kernel`].
+    /// Sets the largest packet size to this peer: larger ones are fragmented here, not on the path.
     pub fn fit(&self, peer: Ipv4Addr, mtu: u32) -> Result<(), Error> {
-        self.route_to(&mut self.client()?, peer, mtu)
+        self.route_to(&mut self.netns.netlink()?, peer, mtu)
     }
 
     fn route_to(&self, client: &mut Client, peer: Ipv4Addr, mtu: u32) -> Result<(), Error> {
         let message = RouteNetlinkMessage::NewRoute(self.route(peer, Some(mtu)));
         client
             .tell(NLM_F_CREATE | NLM_F_REPLACE, message)
-            .map_err(kernel(format!("route the inner address {peer} into {DEVICE}")))
+            .map_err(Error::kernel(format!("route the inner address {peer} into {DEVICE}")))
     }
 
     /// Removes the route of [`Inner::fit`]. A missing route is no error.
-    ///
-    /// # Errors
-    /// [`Error::Kernel`].
     pub fn unfit(&self, peer: Ipv4Addr) -> Result<(), Error> {
-        match self.client()?.tell(0, RouteNetlinkMessage::DelRoute(self.route(peer, None))) {
-            Err(e) if !e.is_gone() => Err(kernel(format!("remove the route to {peer}"))(e)),
+        match self.netns.netlink()?.tell(0, RouteNetlinkMessage::DelRoute(self.route(peer, None))) {
+            Err(e) if !e.is_gone() => Err(Error::kernel(format!("remove the route to {peer}"))(e)),
             _ => Ok(()),
         }
-    }
-
-    fn client(&self) -> Result<Client, Error> {
-        self.netns.netlink()
     }
 
     fn route(&self, peer: Ipv4Addr, mtu: Option<u32>) -> RouteMessage {
@@ -213,33 +193,13 @@ impl Inner {
     }
 }
 
-/// Removes the name; the namespace ends when no process holds its device. A missing name is no error.
-///
-/// # Errors
-/// [`Error::Netns`].
-pub fn remove(path: &Path) -> Result<(), Error> {
-    delete_named(path)
-}
-
 /// Returns peer and MTU of a route that [`Inner::fit`] made.
 fn read_route(route: &RouteMessage, device: u32) -> Option<(Ipv4Addr, u32)> {
-    let (mut to, mut by, mut fits) = (None, None, None);
-    for attribute in &route.attributes {
-        match attribute {
-            RouteAttribute::Destination(RouteAddress::Inet(peer)) => to = Some(*peer),
-            RouteAttribute::Oif(index) => by = Some(*index),
-            RouteAttribute::Metrics(metrics) => {
-                fits = metrics.iter().find_map(|metric| match metric {
-                    RouteMetric::Mtu(mtu) => Some(*mtu),
-                    _ => None,
-                });
-            }
-            _ => {}
-        }
-    }
-    (route.header.destination_prefix_length == 32 && by == Some(device)).then_some((to?, fits?))
-}
-
-fn kernel(attempt: String) -> impl FnOnce(Netlink) -> Error {
-    move |source| Error::Kernel { attempt, source }
+    let to = route.attributes.iter().find_map(|attribute| match attribute {
+        RouteAttribute::Destination(RouteAddress::Inet(peer)) => Some(*peer),
+        _ => None,
+    })?;
+    let is_ours = route.header.destination_prefix_length == 32
+        && route.attributes.contains(&RouteAttribute::Oif(device));
+    link::mtu_of(route).filter(|_| is_ours).map(|mtu| (to, mtu))
 }

@@ -12,7 +12,7 @@ use peerpod_podnet::events::Events;
 use peerpod_podnet::guest::Applied;
 use peerpod_podnet::netlink::Client;
 use peerpod_podnet::netns::Netns;
-use peerpod_podnet::{external, mtu};
+use peerpod_podnet::{external, plan};
 use peerpod_proto::guest::NetworkPlan;
 use protobuf::Message;
 use tokio::sync::watch;
@@ -307,7 +307,7 @@ fn make(
             }
         }
     }
-    let path_note = if path > 0 { mtu::fit(&mut plan, path) } else { None };
+    let path_note = if path > 0 { plan::fit_to_path(&mut plan, path) } else { None };
     let applied = tunnel(&plan, previous, podns, encrypted)?;
     match &external {
         Some(external) if external::leaves(external)? != (false, false) => {

@@ -134,7 +134,7 @@ impl World {
 impl Drop for World {
     fn drop(&mut self) {
         for side in ["node", "vm"] {
-            drop(peerpod_podnet::wireguard::remove(&self.inner_path(side)));
+            drop(peerpod_podnet::netns::delete_named(self.inner_path(side)));
         }
         for name in &self.names {
             drop(Command::new("ip").args(["netns", "del", name]).output());
@@ -373,7 +373,7 @@ fn the_namespace_of_a_passed_device_gets_its_name_in_another_container() {
     let made = Inner::open(&third, Some(&other), NODE_INNER, 9000).unwrap();
     assert_ne!(made.inner.netns().id(), opened.inner.netns().id());
     for path in [&first, &second, &third] {
-        peerpod_podnet::wireguard::remove(path).unwrap();
+        peerpod_podnet::netns::delete_named(path).unwrap();
     }
     fs::remove_dir_all(folder).unwrap();
 }

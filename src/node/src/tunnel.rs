@@ -19,7 +19,7 @@ pub use peerpod_podnet::netns::{Netns, NetnsId};
 use peerpod_podnet::plan::{self, Carry};
 pub use peerpod_podnet::redirect::Classifier;
 use peerpod_podnet::redirect::{self, Classifiers};
-use peerpod_podnet::tunnel::{self, Connection, Pair, Undo};
+use peerpod_podnet::tunnel::{self, Connection, Pair};
 pub use peerpod_podnet::vxlan::Vnis;
 use peerpod_podnet::vxlan::{Held, Slot, Wanted};
 use peerpod_proto::guest::NetworkPlan;
@@ -355,8 +355,7 @@ impl Tunnel {
             let held: Vec<Held> = devices.iter().map(Device::held).collect();
             let shared: Vec<u32> = devices.iter().filter(|d| d.shared).map(|d| d.interface).collect();
             let port = reserved.map_or(0, |reserved| reserved.port);
-            let undo = Undo { mark: self.mark(sandbox), held: &held, port, shared: &shared };
-            tunnel::undo(netns, undo, &mut errors);
+            tunnel::undo(netns, self.mark(sandbox), (&held, port), &shared, &mut errors);
         }
         let of = |kind| reserved.is_none_or(|reserved| reserved.kind == kind);
         for (_, backend) in self.0.backends.all().filter(|(kind, _)| of(*kind)) {

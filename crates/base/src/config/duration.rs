@@ -1,5 +1,4 @@
-//! Parses and formats durations: `250ms`, `5s`, `2m`, `1h30m`. A number without a unit is refused: its confusion of
-//! seconds and minutes has caused outages elsewhere.
+//! Parses and formats durations: `250ms`, `5s`, `2m`, `1h30m`. A number without a unit is refused: it is ambiguous.
 
 use std::time::Duration;
 
@@ -12,9 +11,6 @@ const UNITS: [(&str, u64); 5] = [("d", 86_400_000), ("h", 3_600_000), ("m", 60_0
 const LONGEST: Duration = Duration::from_secs(10 * 365 * 86_400);
 
 /// Parses a duration: whole numbers with units `d h m s ms`, in any order. `0` alone is allowed.
-///
-/// # Errors
-/// Returns the reason and advice.
 pub fn parse_duration(text: &str) -> Result<Duration, Bad> {
     let text = text.trim();
     if text == "0" {

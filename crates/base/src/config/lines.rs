@@ -1,17 +1,14 @@
-//! Finds the line of a dotted key in YAML text. The parser in use keeps no positions, and a mistake without a line
-//! takes time to find.
+//! Finds the line of a dotted key in YAML text, for messages. The parser in use keeps no positions.
 //!
 //! It knows block sections, which is how people write settings. A key in braces on one line gets the line of the
 //! section around it. The result is a hint: only the number in a message depends on it.
 
-/// Line of each key, in the order of the file.
 #[derive(Debug, Default)]
 pub(super) struct Lines {
     keys: Vec<(String, usize)>,
 }
 
 impl Lines {
-    /// Scans the text once.
     pub(super) fn scan(text: &str) -> Lines {
         let mut keys = Vec::new();
         // Sections around the current line: their indentation and path.
@@ -62,7 +59,6 @@ impl Lines {
     }
 }
 
-/// Splits `key: value` at the colon that ends the key.
 fn split_key(line: &str) -> Option<(&str, &str)> {
     if let Some(quote @ ('"' | '\'')) = line.chars().next() {
         let end = line[1..].find(quote)? + 1;

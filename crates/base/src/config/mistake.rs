@@ -32,18 +32,6 @@ impl fmt::Display for Mistake {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Mistakes(pub Vec<Mistake>);
 
-impl Mistakes {
-    /// Returns the number of mistakes.
-    pub fn len(&self) -> usize {
-        self.0.len()
-    }
-
-    /// Whether there is no mistake.
-    pub fn is_empty(&self) -> bool {
-        self.0.is_empty()
-    }
-}
-
 impl fmt::Display for Mistakes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.0.len() {
@@ -62,16 +50,11 @@ impl std::error::Error for Mistakes {}
 /// Formats a value for a mistake: one line, limited, control characters escaped.
 pub(super) fn shown(value: &str) -> String {
     let mut out = String::new();
-    for (n, c) in value.chars().enumerate() {
-        if n == SHOWN {
-            out.push('…');
-            break;
-        }
-        if c.is_control() {
-            out.extend(c.escape_default());
-        } else {
-            out.push(c);
-        }
+    for c in value.chars().take(SHOWN) {
+        if c.is_control() { out.extend(c.escape_default()) } else { out.push(c) }
+    }
+    if value.chars().nth(SHOWN).is_some() {
+        out.push('…');
     }
     if out.is_empty() {
         out.push_str("\"\"");

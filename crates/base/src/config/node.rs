@@ -91,7 +91,6 @@ pub(super) fn take_repeated(node: &mut Node, path: &str, found: &mut Vec<String>
     }
 }
 
-/// Joins a path and a key.
 pub(super) fn join(path: &str, key: &str) -> String {
     if path.is_empty() { key.to_owned() } else { format!("{path}.{key}") }
 }
@@ -104,6 +103,14 @@ impl<'de> Deserialize<'de> for Node {
 
 struct NodeVisitor;
 
+macro_rules! visit_numbers {
+    ($($visit:ident: $kind:ty),*) => {$(
+        fn $visit<E: de::Error>(self, v: $kind) -> Result<Node, E> {
+            Ok(Node::Number(v.to_string()))
+        }
+    )*};
+}
+
 impl<'de> Visitor<'de> for NodeVisitor {
     type Value = Node;
 
@@ -113,30 +120,10 @@ impl<'de> Visitor<'de> for NodeVisitor {
     fn visit_unit<E: de::Error>(self) -> Result<Node, E> {
         Ok(Node::Null)
     }
-    fn visit_none<E: de::Error>(self) -> Result<Node, E> {
-        Ok(Node::Null)
-    }
-    fn visit_some<D: Deserializer<'de>>(self, deserializer: D) -> Result<Node, D::Error> {
-        deserializer.deserialize_any(NodeVisitor)
-    }
     fn visit_bool<E: de::Error>(self, v: bool) -> Result<Node, E> {
         Ok(Node::Bool(v))
     }
-    fn visit_u64<E: de::Error>(self, v: u64) -> Result<Node, E> {
-        Ok(Node::Number(v.to_string()))
-    }
-    fn visit_i64<E: de::Error>(self, v: i64) -> Result<Node, E> {
-        Ok(Node::Number(v.to_string()))
-    }
-    fn visit_u128<E: de::Error>(self, v: u128) -> Result<Node, E> {
-        Ok(Node::Number(v.to_string()))
-    }
-    fn visit_i128<E: de::Error>(self, v: i128) -> Result<Node, E> {
-        Ok(Node::Number(v.to_string()))
-    }
-    fn visit_f64<E: de::Error>(self, v: f64) -> Result<Node, E> {
-        Ok(Node::Number(v.to_string()))
-    }
+    visit_numbers!(visit_u64: u64, visit_i64: i64, visit_u128: u128, visit_i128: i128, visit_f64: f64);
     fn visit_str<E: de::Error>(self, v: &str) -> Result<Node, E> {
         Ok(Node::Text(v.to_owned()))
     }

@@ -1,7 +1,5 @@
 //! Prints the requested settings as a JSON Schema, as a configuration, and as help.
 
-use std::fmt::Write;
-
 use serde_json::{Map, Value, json};
 
 use super::reader::{Origin, Setting};
@@ -53,8 +51,7 @@ fn leaf(setting: &Setting) -> Value {
     Value::Object(leaf)
 }
 
-/// Prints the effective values as a configuration file, each with its origin. Unset and secret values are comments, so
-/// that the text can be read again.
+/// Prints the effective values as a configuration file, each with its origin. Unset and secret values are comments.
 pub fn print(settings: &[Setting]) -> String {
     let mut out = String::new();
     let mut around: Vec<&str> = Vec::new();
@@ -63,17 +60,15 @@ pub fn print(settings: &[Setting]) -> String {
         let name = steps.pop().unwrap_or_default();
         let same = around.iter().zip(&steps).take_while(|(a, b)| a == b).count();
         for (depth, step) in steps.iter().enumerate().skip(same) {
-            line(&mut out, format_args!("{:1$}{step}:", "", depth * 2));
+            out.push_str(&format!("{:1$}{step}:\n", "", depth * 2));
         }
         let (sign, value) = match &setting.value {
             Value::Null => ("# ", "(not set)".to_owned()),
             _ if setting.secret => ("# ", "(set)".to_owned()),
             value => ("", value.to_string()),
         };
-        line(
-            &mut out,
-            format_args!("{:1$}{sign}{name}: {value}  # {2}", "", steps.len() * 2, setting.origin),
-        );
+        let indent = steps.len() * 2;
+        out.push_str(&format!("{:indent$}{sign}{name}: {value}  # {}\n", "", setting.origin));
         around = steps;
     }
     out
@@ -83,17 +78,14 @@ pub fn print(settings: &[Setting]) -> String {
 pub fn help(settings: &[Setting]) -> String {
     let mut out = String::new();
     for setting in settings {
-        let default = match (&setting.default, setting.required) {
-            (Some(default), _) if default.is_empty() => "none".to_owned(),
-            (Some(default), _) => default.clone(),
-            (None, true) => "must be given".to_owned(),
-            (None, false) => "none".to_owned(),
+        let Setting { key, help, default, required, .. } = setting;
+        let default = match default.as_deref() {
+            None if *required => "must be given",
+            None | Some("") => "none",
+            Some(default) => default,
         };
-        line(&mut out, format_args!("  --{} <value>", setting.key));
-        line(
-            &mut out,
-            format_args!("      {} [default: {default}] [env: {}]", setting.help, env_name(&setting.key)),
-        );
+        let variable = env_name(key);
+        out.push_str(&format!("  --{key} <value>\n      {help} [default: {default}] [env: {variable}]\n"));
     }
     out
 }
@@ -102,12 +94,5 @@ impl Setting {
     /// Whether a layer gave the value, as opposed to the default.
     pub fn is_given(&self) -> bool {
         self.origin != Origin::Default
-    }
-}
-
-/// Writing into a String cannot fail.
-fn line(out: &mut String, text: std::fmt::Arguments<'_>) {
-    if writeln!(out, "{text}").is_err() {
-        debug_assert!(false, "a String took no text");
     }
 }

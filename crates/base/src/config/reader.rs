@@ -74,8 +74,8 @@ impl fmt::Display for Printed {
     }
 }
 
-/// Returns the values of settings. On a mistake it records the mistake and returns the default; [`Reader::finish`]
-/// reports all mistakes. Nothing may be started before that.
+/// Returns the values of settings. Instead of a mistake it returns the default; nothing may start before
+/// [`Reader::finish`].
 #[derive(Debug)]
 pub struct Reader {
     pub(super) sources: Sources,
@@ -85,9 +85,7 @@ pub struct Reader {
     pub(super) others: Vec<String>,
     pub(super) asked: BTreeMap<String, Setting>,
     pub(super) left: Vec<String>,
-    /// Keys that are settings no more.
     pub(super) removed: BTreeSet<String>,
-    /// Keys of constants that a test overrides.
     pub(super) overridden: Vec<String>,
     pub(super) mistakes: Vec<Mistake>,
     /// The file is not YAML. Its content is unknown, so no key is reported as missing.
@@ -95,12 +93,10 @@ pub struct Reader {
 }
 
 impl Reader {
-    /// Reads the layers. `mine` are the top-level sections read here. `others` are those of other binaries that share
-    /// the file; their keys are not checked.
+    /// Reads the layers. `mine` are the top-level sections read here. `others`, of other binaries, are not checked.
     ///
     /// # Errors
-    /// Fails if the file cannot be read at all. [`Reader::finish`] reports a readable file that is not YAML, with
-    /// everything else.
+    /// The file cannot be read at all. [`Reader::finish`] reports a file that is not YAML.
     pub fn load(sources: Sources, mine: &[&str], others: &[&str]) -> Result<Reader, Mistakes> {
         let text = match &sources.file {
             Some(path) => read_file(path).map_err(|why| {
@@ -202,8 +198,7 @@ impl Reader {
         self.removed.insert(key.to_owned());
     }
 
-    /// Returns the constant `name`, which was the setting `key`. Peerpod's own tests override it by that key; they set
-    /// the variable `PEERPOD_TESTING=1`.
+    /// Returns the constant `name`, which was the setting `key`. Peerpod's tests override it by that key.
     pub fn constant<T: Value>(&mut self, key: &str, name: &str, value: T) -> T {
         let shown = match value.show() {
             serde_json::Value::String(text) => text,
@@ -271,9 +266,6 @@ impl Reader {
     }
 
     /// Checks the whole configuration. Unknown keys are found here, so every key must have been requested before.
-    ///
-    /// # Errors
-    /// Returns every mistake of all layers.
     pub fn finish(mut self) -> Result<Printed, Mistakes> {
         unknown::find(&mut self);
         if self.mistakes.is_empty() {
@@ -364,7 +356,6 @@ fn default_shown<T: Value>(text: &str) -> serde_json::Value {
     T::read(&Node::Text(text.to_owned())).map_or(serde_json::Value::Null, |value| value.show())
 }
 
-/// Returns the place of a value, as a mistake shows it.
 fn place(origin: &Origin, key: &str) -> String {
     match origin {
         Origin::File(..) if key.is_empty() => origin.to_string(),

@@ -12,7 +12,6 @@ pub(super) const FILE_VARIABLE: &str = "PEERPOD_CONFIG";
 /// Variable that lets Peerpod's own tests override constants by the keys that these once had, if it is `1`.
 pub(super) const TESTING_VARIABLE: &str = "PEERPOD_TESTING";
 
-/// Prefix of every variable.
 pub(super) const PREFIX: &str = "PEERPOD_";
 
 /// The layers, lowest first.
@@ -22,8 +21,7 @@ pub struct Sources {
     pub file: Option<PathBuf>,
     /// The environment. Only names that begin with `PEERPOD_` count; an empty value is no value.
     pub env: BTreeMap<String, String>,
-    /// Flags as key and value, `("node.lease", "5m")`; the last of one name counts. A key that still has its dashes was
-    /// given without a value.
+    /// Flags as key and value, `("node.lease", "5m")`; the last of one name counts. A key with its dashes had no value.
     pub flags: Vec<(String, String)>,
 }
 

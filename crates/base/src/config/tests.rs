@@ -156,7 +156,7 @@ fn a_secret_is_shown_nowhere() {
     assert!(!help(&r.asked()).contains(secret));
     assert!(!schema(&r.asked()).to_string().contains(secret));
     let told = r.finish().unwrap_err();
-    assert_eq!(told.len(), 6, "{told}");
+    assert_eq!(told.0.len(), 6, "{told}");
     assert!(!told.to_string().contains(secret), "{told}");
     assert!(told.to_string().contains("--provider.fake.token: a secret in a flag"), "{told}");
 
@@ -389,7 +389,7 @@ fn a_key_of_two_components_is_listed_once() {
     let mut r = reader(None, &[("PEERPOD_NODE_LEASE", "5"), ("PEERPOD_TUNNEL_PORT", "x")], &[]);
     ask(&mut r);
     ask(&mut r);
-    assert_eq!(r.finish().unwrap_err().len(), 2);
+    assert_eq!(r.finish().unwrap_err().0.len(), 2);
 }
 
 #[test]

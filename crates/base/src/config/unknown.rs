@@ -10,7 +10,6 @@ use super::suggest::nearest;
 /// Variables with the project's prefix that are no settings: tests and benches use them.
 const NOT_SETTINGS: [&str; 3] = ["PEERPOD_TEST_", "PEERPOD_BENCH_", "PEERPOD_DEMO_"];
 
-/// Records a mistake for every unknown key of any layer.
 pub(super) fn find(reader: &mut Reader) {
     let tree = std::mem::replace(&mut reader.tree, Node::Null);
     if let Node::Map(sections) = &tree {
@@ -31,21 +30,18 @@ fn in_file(reader: &mut Reader, path: &str, node: &Node) {
     let below = format!("{path}.");
     let mut keys = reader.asked.keys().chain(&reader.removed).chain(&reader.left);
     let is_section = keys.any(|key| key.starts_with(&below));
+    let is_mine = reader.mine.iter().any(|name| name == path);
     match node {
         Node::Map(entries) if is_section => {
             for (key, child) in entries {
                 in_file(reader, &join(path, key), child);
             }
         }
-        Node::Null if is_section => {}
-        Node::Map(entries) if entries.is_empty() && reader.mine.iter().any(|name| name == path) => {}
-        Node::Null if reader.mine.iter().any(|name| name == path) => {}
-        _ if is_section => {
-            let why = "one value where a section is expected; indent its keys below it".to_owned();
-            reader.note_file(path, None, why);
-        }
+        Node::Null if is_section || is_mine => {}
+        Node::Map(entries) if entries.is_empty() && is_mine => {}
         _ => {
-            let why = unknown_key(reader, path);
+            let one_value = "one value where a section is expected; indent its keys below it";
+            let why = if is_section { one_value.to_owned() } else { unknown_key(reader, path) };
             reader.note_file(path, None, why);
         }
     }

@@ -3,6 +3,7 @@
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
+use std::str::FromStr;
 use std::time::Duration;
 
 use serde_json::json;
@@ -36,10 +37,7 @@ pub trait Value: Sized {
     /// Whether the value must never be shown.
     const SECRET: bool = false;
 
-    /// Reads the value of one layer.
-    ///
-    /// # Errors
-    /// Returns the reason why the value is invalid and advice, without repeating it.
+    /// Reads the value of one layer. The error names the reason and gives advice, without repeating the value.
     fn read(node: &Node) -> Result<Self, Bad>;
 
     /// Returns the value as `config print` shows it, in a form that [`Value::read`] accepts.
@@ -47,18 +45,6 @@ pub trait Value: Sized {
 
     /// Returns the JSON Schema of the value.
     fn schema() -> serde_json::Value;
-}
-
-impl Value for String {
-    fn read(node: &Node) -> Result<String, Bad> {
-        node.text()
-    }
-    fn show(&self) -> serde_json::Value {
-        json!(self)
-    }
-    fn schema() -> serde_json::Value {
-        json!({"type": "string"})
-    }
 }
 
 impl Value for Secret {
@@ -91,58 +77,58 @@ impl Value for PathBuf {
     }
 }
 
-impl Value for bool {
-    fn read(node: &Node) -> Result<bool, Bad> {
-        match node.scalar()?.as_str() {
-            "true" => Ok(true),
-            "false" => Ok(false),
-            _ => Err(Bad::new("neither true nor false", "write true or false")),
-        }
-    }
-    fn show(&self) -> serde_json::Value {
-        json!(self)
-    }
-    fn schema() -> serde_json::Value {
-        json!({"type": "boolean"})
-    }
-}
-
-macro_rules! whole_number {
-    ($($kind:ty),*) => {$(
+/// Implements [`Value`] for types that are shown in serde's form.
+macro_rules! values {
+    ($($kind:ty: $schema:expr, |$node:ident| $read:expr;)*) => {$(
         impl Value for $kind {
-            fn read(node: &Node) -> Result<$kind, Bad> {
-                let text = node.scalar()?;
-                let digits = !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());
-                digits.then(|| text.parse().ok()).flatten().ok_or_else(|| Bad::new(
-                    if digits { "too large" } else { "not a whole number" },
-                    &format!("write one from 0 to {}", <$kind>::MAX),
-                ))
+            fn read($node: &Node) -> Result<$kind, Bad> {
+                $read
             }
             fn show(&self) -> serde_json::Value {
                 json!(self)
             }
             fn schema() -> serde_json::Value {
-                json!({"type": "integer", "minimum": 0, "maximum": <$kind>::MAX})
+                $schema
             }
         }
     )*};
 }
-whole_number!(u16, u32, u64);
 
-impl Value for i32 {
-    fn read(node: &Node) -> Result<i32, Bad> {
+values! {
+    String: json!({"type": "string"}), |node| node.text();
+    bool: json!({"type": "boolean"}), |node| match node.scalar()?.as_str() {
+        "true" => Ok(true),
+        "false" => Ok(false),
+        _ => Err(Bad::new("neither true nor false", "write true or false")),
+    };
+    u16: json!({"type": "integer", "minimum": 0, "maximum": u16::MAX}), |node| whole_number(node, u16::MAX);
+    u32: json!({"type": "integer", "minimum": 0, "maximum": u32::MAX}), |node| whole_number(node, u32::MAX);
+    u64: json!({"type": "integer", "minimum": 0, "maximum": u64::MAX}), |node| whole_number(node, u64::MAX);
+    i32: json!({"type": "integer", "minimum": i32::MIN, "maximum": i32::MAX}), |node| {
         let text = node.scalar()?;
         let digits = text.strip_prefix('-').unwrap_or(&text);
-        let is_number = !digits.is_empty() && digits.bytes().all(|b| b.is_ascii_digit());
         let bad = || Bad::new("not a whole number of this size", &format!("write one up to {}", i32::MAX));
-        text.parse().ok().filter(|_| is_number).ok_or_else(bad)
-    }
-    fn show(&self) -> serde_json::Value {
-        json!(self)
-    }
-    fn schema() -> serde_json::Value {
-        json!({"type": "integer", "minimum": i32::MIN, "maximum": i32::MAX})
-    }
+        text.parse().ok().filter(|_| is_digits(digits)).ok_or_else(bad)
+    };
+    SocketAddr: json!({"type": "string", "description": "address:port"}), |node| {
+        let bad = || Bad::new("not an address with a port", "write it like 10.0.0.1:15151 or [fd00::1]:15151");
+        node.scalar()?.trim().parse().map_err(|_| bad())
+    };
+    IpAddr: json!({"anyOf": [{"type": "string", "format": "ipv4"}, {"type": "string", "format": "ipv6"}]}), |node| {
+        let bad = || Bad::new("not an IP address", "write it like 10.0.0.1 or fd00::1");
+        node.scalar()?.trim().parse().map_err(|_| bad())
+    };
+}
+
+fn is_digits(text: &str) -> bool {
+    !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit())
+}
+
+fn whole_number<T: FromStr + fmt::Display>(node: &Node, most: T) -> Result<T, Bad> {
+    let text = node.scalar()?;
+    let why = if is_digits(&text) { "too large" } else { "not a whole number" };
+    let bad = || Bad::new(why, &format!("write one from 0 to {most}"));
+    text.parse().ok().filter(|_| is_digits(&text)).ok_or_else(bad)
 }
 
 impl Value for Duration {
@@ -154,35 +140,6 @@ impl Value for Duration {
     }
     fn schema() -> serde_json::Value {
         json!({"type": ["string", "integer"], "pattern": "^(0|([0-9]+(d|h|m|s|ms))+)$", "maximum": 0})
-    }
-}
-
-impl Value for SocketAddr {
-    fn read(node: &Node) -> Result<SocketAddr, Bad> {
-        node.scalar()?.trim().parse().map_err(|_| {
-            Bad::new("not an address with a port", "write it like 10.0.0.1:15151 or [fd00::1]:15151")
-        })
-    }
-    fn show(&self) -> serde_json::Value {
-        json!(self.to_string())
-    }
-    fn schema() -> serde_json::Value {
-        json!({"type": "string", "description": "address:port"})
-    }
-}
-
-impl Value for IpAddr {
-    fn read(node: &Node) -> Result<IpAddr, Bad> {
-        node.scalar()?
-            .trim()
-            .parse()
-            .map_err(|_| Bad::new("not an IP address", "write it like 10.0.0.1 or fd00::1"))
-    }
-    fn show(&self) -> serde_json::Value {
-        json!(self.to_string())
-    }
-    fn schema() -> serde_json::Value {
-        json!({"anyOf": [{"type": "string", "format": "ipv4"}, {"type": "string", "format": "ipv6"}]})
     }
 }
 

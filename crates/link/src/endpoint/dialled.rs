@@ -1,9 +1,8 @@
 //! Carries dialled streams: TCP connections from the pod's netns on the node to the pod's localhost in the VM.
 //!
-//! The relay first asks the guest to connect ([`Dialled::call`]). It joins a local socket to the stream only after
-//! the guest has connected. A refusal in the VM can therefore become a refusal on the node. Bytes pass unchanged. The
-//! end of one direction is a Finish, the end of both a Close. A connection that ends in any other way is reset at
-//! both ends, so that neither peer takes a truncated transfer for a complete one.
+//! The relay asks the guest to connect ([`Dialled::call`]) before it joins a local socket, so a refusal in the VM
+//! becomes one on the node. The end of one direction is a Finish, the end of both a Close. Any other end resets both
+//! ends, so that no peer takes a truncated transfer for a complete one.
 
 use std::os::fd::OwnedFd;
 use std::pin::Pin;
@@ -22,11 +21,11 @@ use tokio::sync::oneshot;
 use tokio::time::Instant;
 use tokio::time::error::Elapsed;
 
-use super::freeze;
 use super::handle::{Command, Shared};
 use super::local::READ;
 use super::task::LOOK;
 use super::transport::poll_read;
+use super::{Limits, freeze};
 use crate::base64_bytes;
 use crate::record::{CloseReason, StreamKind, Target};
 use crate::session::Session;
@@ -97,53 +96,42 @@ impl Drop for Connected {
     }
 }
 
+/// Time to linger of a socket that is reset when it is closed.
+const RESET: Option<Duration> = Some(Duration::ZERO);
+
 pub(super) type Answer = oneshot::Sender<Result<Connected, DialError>>;
 
-/// Subset of [`super::Limits`] for dialled connections.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Bounds {
-    pub(super) connections: usize,
-    pub(super) call: Duration,
-    pub(super) park: Duration,
-    pub(super) connect: Duration,
-}
-
-/// All dialled connections of one endpoint.
+#[derive(Default)]
 pub(super) struct Dialled {
-    bounds: Bounds,
     /// Connections in ascending order of their stream.
-    conns: Vec<Conn>,
+    pub(super) conns: Vec<Conn>,
     /// Number of the session: stream numbers begin anew with each session.
     generation: u64,
     /// Connection that is polled first.
     turn: usize,
-    look_at: Option<Instant>,
+    /// Time of the next check of deadlines; `None` if there are none.
+    pub(super) look_at: Option<Instant>,
 }
 
 pub(super) struct Conn {
-    stream: u32,
     state: State,
+    kept: DialledState,
+}
+
+/// State of a connection without its socket, from which another process continues.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub(super) struct DialledState {
+    /// 0 = the stream's session is lost.
+    stream: u32,
     /// The session still has the stream.
     alive: bool,
     /// Bytes that the socket has not taken yet, and the number of bytes with unreturned credit.
+    #[serde(with = "base64_bytes")]
     out: BytesMut,
     owed: usize,
     /// The socket was read to its end.
     read_done: bool,
     /// The peer sent Finish; `shut`: the socket's write side was shut down.
-    finished: bool,
-    shut: bool,
-}
-
-/// Serialised state of a connection without its socket.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub(super) struct DialledState {
-    stream: u32,
-    alive: bool,
-    #[serde(with = "base64_bytes")]
-    out: Vec<u8>,
-    owed: usize,
-    read_done: bool,
     finished: bool,
     shut: bool,
 }
@@ -155,7 +143,6 @@ enum State {
     Open(TcpStream),
 }
 
-/// Outcome of one poll of a connection.
 #[derive(PartialEq, Eq)]
 enum Next {
     Goes,
@@ -165,53 +152,27 @@ enum Next {
 }
 
 impl Dialled {
-    pub(super) fn new(bounds: Bounds) -> Dialled {
-        Dialled { bounds, conns: Vec::new(), generation: 0, turn: 0, look_at: None }
-    }
-
-    /// Returns all connections.
-    pub(super) fn conns(&self) -> impl Iterator<Item = &Conn> {
-        self.conns.iter()
-    }
-
-    /// Continues with the connections of another process, ordered by stream.
-    pub(super) fn resume(&mut self, conns: Vec<Conn>) {
-        self.conns = conns;
-    }
-
-    /// Returns the number of connections.
-    pub(super) fn len(&self) -> usize {
-        self.conns.len()
-    }
-
     pub(super) fn waiting(&self) -> usize {
-        self.conns.iter().map(|conn| conn.out.len()).sum()
+        self.conns.iter().map(|conn| conn.kept.out.len()).sum()
     }
 
-    /// Returns whether the stream is a dialled one.
     pub(super) fn has(&self, stream: u32) -> bool {
         !self.conns.is_empty() && self.at(stream).is_some()
     }
 
     fn at(&self, stream: u32) -> Option<usize> {
-        self.conns.binary_search_by_key(&stream, |conn| conn.stream).ok()
-    }
-
-    /// Returns the time of the next check of deadlines; `None` if there are none.
-    pub(super) fn look_at(&self) -> Option<Instant> {
-        self.look_at
+        self.conns.binary_search_by_key(&stream, |conn| conn.kept.stream).ok()
     }
 
     fn add(&mut self, stream: u32, state: State) {
-        // Numbers ascend within a session. A connection left over from an earlier session has number 0, which no
-        // look-up uses.
-        let at = self.conns.partition_point(|conn| conn.stream < stream);
-        self.conns.insert(at, Conn::new(stream, state));
+        // Numbers ascend within a session. Number 0, of an earlier session, is never looked up.
+        let at = self.conns.partition_point(|conn| conn.kept.stream < stream);
+        let kept = DialledState { stream, alive: true, ..DialledState::default() };
+        self.conns.insert(at, Conn { state, kept });
         self.look_at.get_or_insert_with(|| Instant::now() + LOOK);
     }
 
-    /// Relay: asks the guest to connect.
-    pub(super) fn call(&mut self, session: &mut Session, target: Target, answer: Answer) {
+    pub(super) fn call(&mut self, session: &mut Session, limits: &Limits, target: Target, answer: Answer) {
         // If the caller is gone, the result is dropped.
         let refuse = |answer: Answer, why| drop(answer.send(Err(why)));
         if session.epoch() == 0 {
@@ -220,12 +181,12 @@ impl Dialled {
         if !session.speaks_dial() {
             return refuse(answer, DialError::Unknown);
         }
-        if self.conns.len() >= self.bounds.connections {
+        if self.conns.len() >= limits.dialled {
             return refuse(answer, DialError::TooMany);
         }
         match session.open(StreamKind::Dial(target)) {
             Some(stream) => {
-                self.add(stream, State::Calling(Some(answer), Instant::now() + self.bounds.call));
+                self.add(stream, State::Calling(Some(answer), Instant::now() + limits.call));
             }
             None => refuse(answer, DialError::TooMany),
         }
@@ -235,22 +196,23 @@ impl Dialled {
     pub(super) fn called(
         &mut self,
         session: &mut Session,
+        limits: &Limits,
         stream: u32,
         dial: impl FnOnce() -> BoxFuture<'static, io::Result<TcpStream>>,
     ) {
-        if self.conns.len() >= self.bounds.connections {
+        if self.conns.len() >= limits.dialled {
             return session.close(stream, CloseReason::Refused);
         }
-        self.add(stream, State::Dialling(dial(), Instant::now() + self.bounds.connect));
+        self.add(stream, State::Dialling(dial(), Instant::now() + limits.connect));
     }
 
     /// Relay: handles the guest's report that it has connected.
-    pub(super) fn connected(&mut self, shared: &Arc<Shared>, stream: u32) {
+    pub(super) fn connected(&mut self, shared: &Arc<Shared>, limits: &Limits, stream: u32) {
         let Some(at) = self.at(stream) else { return };
         let conn = &mut self.conns[at];
         let State::Calling(answer, _) = &mut conn.state else { return };
         let answer = answer.take();
-        conn.state = State::Parked(Instant::now() + self.bounds.park);
+        conn.state = State::Parked(Instant::now() + limits.park);
         let call = Some(Call { generation: self.generation, stream });
         if let Some(answer) = answer {
             // If the caller is gone, the dropped `Connected` closes the connection.
@@ -258,7 +220,6 @@ impl Dialled {
         }
     }
 
-    /// Relay: joins the local socket to a call.
     pub(super) fn join(&mut self, call: Call, socket: TcpStream) {
         let at = self.at(call.stream).filter(|_| call.generation == self.generation);
         match at.map(|at| &mut self.conns[at]) {
@@ -266,7 +227,7 @@ impl Dialled {
                 prepare(&socket);
                 conn.state = State::Open(socket);
             }
-            _ => reset(socket),
+            _ => linger(&socket, RESET),
         }
     }
 
@@ -281,53 +242,49 @@ impl Dialled {
         }
     }
 
-    /// Writes received bytes of a stream to its socket.
     pub(super) fn data(&mut self, cx: &mut Context<'_>, session: &mut Session, stream: u32, data: &[u8]) {
         let Some(at) = self.at(stream) else { return };
         let conn = &mut self.conns[at];
-        conn.owed += data.len();
+        conn.kept.owed += data.len();
         let mut written = 0;
-        if let (State::Open(socket), true) = (&mut conn.state, conn.out.is_empty()) {
+        if let (State::Open(socket), true) = (&mut conn.state, conn.kept.out.is_empty()) {
             // An error recurs when the rest is written.
             if let Poll::Ready(Ok(n)) = Pin::new(socket).poll_write(cx, data) {
                 written = n;
             }
         }
-        conn.out.extend_from_slice(&data[written..]);
-        session.consumed(stream, conn.take_credit());
+        conn.kept.out.extend_from_slice(&data[written..]);
+        session.consumed(stream, conn.kept.take_credit());
     }
 
     /// Handles a Finish of the peer: it sends no more bytes on this stream.
     pub(super) fn finished(&mut self, stream: u32) {
         if let Some(at) = self.at(stream) {
-            self.conns[at].finished = true;
+            self.conns[at].kept.finished = true;
         }
     }
 
-    /// Handles a Close of the peer.
     pub(super) fn closed(&mut self, stream: u32, reason: CloseReason) {
         let Some(at) = self.at(stream) else { return };
         let why = if reason == CloseReason::Refused { DialError::Refused } else { DialError::Failed };
         if self.conns[at].ended(why) {
-            self.conns.remove(at).reset();
+            self.conns.remove(at).end(RESET);
         }
     }
 
-    /// Handles the loss of the session and of all its streams.
     pub(super) fn lost(&mut self) {
         self.generation += 1;
         for mut conn in std::mem::take(&mut self.conns) {
             if conn.ended(DialError::Away) {
-                conn.reset();
+                conn.end(RESET);
             } else {
                 // The remaining bytes are still written; number 0 keeps look-ups from finding the connection.
-                conn.stream = 0;
+                conn.kept.stream = 0;
                 self.conns.push(conn);
             }
         }
     }
 
-    /// Moves bytes between the sockets and the session.
     pub(super) fn poll(&mut self, cx: &mut Context<'_>, session: &mut Session) -> Moved {
         let (mut moved, many) = (Moved::default(), self.conns.len());
         if many == 0 {
@@ -346,14 +303,14 @@ impl Dialled {
             moved.any = true;
             let conn = self.conns.remove(at);
             match next {
-                Next::Broken => conn.reset(),
-                _ => conn.let_go(),
+                Next::Broken => conn.end(RESET),
+                // The kernel may still send bytes that the socket has taken.
+                _ => conn.end(None),
             }
         }
         moved
     }
 
-    /// Ends calls and connections past their deadline.
     pub(super) fn inspect(&mut self, session: &mut Session, now: Instant) {
         if self.look_at.is_none_or(|at| at > now) {
             return;
@@ -376,19 +333,17 @@ impl Dialled {
             {
                 drop(answer.send(Err(DialError::Late))); // The caller may be gone.
             }
-            session.close(conn.stream, CloseReason::Failed);
+            session.close(conn.kept.stream, CloseReason::Failed);
             false
         });
         self.look_at = timed.then(|| now + LOOK);
     }
 
-    /// Resets all connections when the endpoint ends.
     pub(super) fn end(&mut self) {
-        std::mem::take(&mut self.conns).into_iter().for_each(Conn::reset);
+        std::mem::take(&mut self.conns).into_iter().for_each(|conn| conn.end(RESET));
     }
 }
 
-/// Result of one poll.
 #[derive(Default)]
 pub(super) struct Moved {
     pub(super) any: bool,
@@ -396,65 +351,34 @@ pub(super) struct Moved {
     pub(super) to_peer: u64,
 }
 
-impl Conn {
-    fn new(stream: u32, state: State) -> Conn {
-        Conn {
-            stream,
-            state,
-            alive: true,
-            out: BytesMut::new(),
-            owed: 0,
-            read_done: false,
-            finished: false,
-            shut: false,
-        }
-    }
-
-    /// Stream number; 0 = the stream's session is lost.
-    pub(super) fn stream(&self) -> u32 {
-        self.stream
-    }
-
-    /// Returns the serialised state and appends the socket to `sockets`. Returns `None` if there is no connection
-    /// yet; its caller gets an error then.
-    pub(super) fn state(&self, sockets: &mut Vec<OwnedFd>) -> io::Result<Option<DialledState>> {
-        let State::Open(socket) = &self.state else { return Ok(None) };
-        sockets.push(freeze::copy(socket)?);
-        Ok(Some(DialledState {
-            stream: self.stream,
-            alive: self.alive,
-            out: self.out.to_vec(),
-            owed: self.owed,
-            read_done: self.read_done,
-            finished: self.finished,
-            shut: self.shut,
-        }))
-    }
-
-    /// The inverse of [`Conn::state`].
-    pub(super) fn restore(socket: TcpStream, state: DialledState) -> Conn {
-        Conn {
-            stream: state.stream,
-            state: State::Open(socket),
-            alive: state.alive,
-            out: BytesMut::from(&state.out[..]),
-            owed: state.owed,
-            read_done: state.read_done,
-            finished: state.finished,
-            shut: state.shut,
-        }
-    }
-
+impl DialledState {
     fn take_credit(&mut self) -> usize {
         let credit = self.owed.saturating_sub(self.out.len());
         self.owed -= credit;
         credit
     }
+}
 
-    /// Handles the end of the stream; returns whether to reset the connection now. If the peer has sent Finish, the
-    /// connection waits until its socket has taken all bytes.
+impl Conn {
+    /// Returns the number of the stream; 0 = its session is lost.
+    pub(super) fn stream(&self) -> u32 {
+        self.kept.stream
+    }
+
+    /// Returns the state and appends the socket to `sockets`. `None` if there is no connection yet.
+    pub(super) fn state(&self, sockets: &mut Vec<OwnedFd>) -> io::Result<Option<DialledState>> {
+        let State::Open(socket) = &self.state else { return Ok(None) };
+        sockets.push(freeze::copy(socket)?);
+        Ok(Some(self.kept.clone()))
+    }
+
+    pub(super) fn restore(socket: TcpStream, kept: DialledState) -> Conn {
+        Conn { state: State::Open(socket), kept }
+    }
+
+    /// Handles the stream's end; returns whether to reset now. After a Finish the socket takes all bytes first.
     fn ended(&mut self, why: DialError) -> bool {
-        self.alive = false;
+        self.kept.alive = false;
         match &mut self.state {
             State::Calling(answer, _) => {
                 if let Some(answer) = answer.take() {
@@ -463,10 +387,10 @@ impl Conn {
                 true
             }
             State::Parked(_) | State::Dialling(..) => true,
-            State::Open(_) if self.finished => false,
+            State::Open(_) if self.kept.finished => false,
             State::Open(socket) => {
                 // The reader still gets the bytes before the end, as far as the socket takes them at once.
-                drop(socket.try_write(&self.out));
+                drop(socket.try_write(&self.kept.out));
                 true
             }
         }
@@ -479,24 +403,24 @@ impl Conn {
                 Poll::Ready(Ok(socket)) => {
                     prepare(&socket);
                     self.state = State::Open(socket);
-                    session.accept(self.stream);
+                    session.accept(self.kept.stream);
                     moved.any = true;
                 }
                 Poll::Ready(Err(error)) => {
                     let refused = error.kind() == io::ErrorKind::ConnectionRefused;
                     let reason = if refused { CloseReason::Refused } else { CloseReason::Failed };
                     tracing::debug!(%error, "cannot dial the pod's localhost");
-                    session.close(self.stream, reason);
+                    session.close(self.kept.stream, reason);
                     return Next::Done;
                 }
             }
         }
         let next = self.exchange(cx, session, moved);
-        if self.alive {
+        if self.kept.alive {
             match next {
                 Next::Goes => {}
-                Next::Done => session.close(self.stream, CloseReason::Closed),
-                Next::Broken => session.close(self.stream, CloseReason::Failed),
+                Next::Done => session.close(self.kept.stream, CloseReason::Closed),
+                Next::Broken => session.close(self.kept.stream, CloseReason::Failed),
             }
         }
         next
@@ -508,30 +432,32 @@ impl Conn {
             Err(_) => return Next::Broken,
         }
         let State::Open(socket) = &mut self.state else { return Next::Goes };
-        if self.alive {
-            let credit = self.owed.saturating_sub(self.out.len());
-            self.owed -= credit;
-            session.consumed(self.stream, credit);
+        if self.kept.alive {
+            session.consumed(self.kept.stream, self.kept.take_credit());
         }
-        if self.finished && self.out.is_empty() && !self.shut {
+        if self.kept.finished && self.kept.out.is_empty() && !self.kept.shut {
             match Pin::new(&mut *socket).poll_shutdown(cx) {
-                Poll::Ready(Ok(())) => self.shut = true,
+                Poll::Ready(Ok(())) => self.kept.shut = true,
                 Poll::Ready(Err(_)) => return Next::Broken,
                 Poll::Pending => {}
             }
         }
-        let room = if self.alive && !self.read_done { session.room(self.stream).min(READ) } else { 0 };
+        let room = if self.kept.alive && !self.kept.read_done {
+            session.room(self.kept.stream).min(READ)
+        } else {
+            0
+        };
         if room > 0 {
             let mut buffer = pool::take(Size::Read);
             let read = poll_read(socket, cx, &mut buffer[..room]);
             match read {
                 Poll::Ready(Ok(0)) => {
-                    self.read_done = true;
-                    session.finish(self.stream);
+                    self.kept.read_done = true;
+                    session.finish(self.kept.stream);
                     moved.any = true;
                 }
                 Poll::Ready(Ok(n)) => {
-                    session.send(self.stream, &buffer[..n]);
+                    session.send(self.kept.stream, &buffer[..n]);
                     moved.any = true;
                     moved.to_peer += n as u64;
                 }
@@ -542,55 +468,43 @@ impl Conn {
                 return Next::Broken;
             }
         }
-        if self.shut && (self.read_done || !self.alive) { Next::Done } else { Next::Goes }
+        if self.kept.shut && (self.kept.read_done || !self.kept.alive) { Next::Done } else { Next::Goes }
     }
 
     /// Writes the waiting bytes; returns whether any were written.
     fn write(&mut self, cx: &mut Context<'_>) -> io::Result<bool> {
         let State::Open(socket) = &mut self.state else { return Ok(false) };
         let mut wrote = false;
-        while !self.out.is_empty() {
-            match Pin::new(&mut *socket).poll_write(cx, &self.out) {
+        while !self.kept.out.is_empty() {
+            match Pin::new(&mut *socket).poll_write(cx, &self.kept.out) {
                 Poll::Ready(Ok(0)) => return Err(io::ErrorKind::WriteZero.into()),
                 Poll::Ready(Ok(n)) => {
-                    self.out.advance(n);
+                    self.kept.out.advance(n);
                     wrote = true;
                 }
                 Poll::Ready(Err(error)) => return Err(error),
                 Poll::Pending => break,
             }
         }
-        if wrote && self.out.is_empty() {
-            self.out = BytesMut::new(); // an empty buffer is not kept
+        if wrote && self.kept.out.is_empty() {
+            self.kept.out = BytesMut::new(); // an empty buffer is not kept
         }
         Ok(wrote)
     }
 
-    /// Ends a connection after its socket has taken all bytes; the kernel may still be sending them.
-    fn let_go(self) {
+    fn end(self, time: Option<Duration>) {
         if let State::Open(socket) = self.state {
-            linger(&socket, None);
-        }
-    }
-
-    fn reset(self) {
-        if let State::Open(socket) = self.state {
-            reset(socket);
+            linger(&socket, time);
         }
     }
 }
 
-/// Disables the Nagle delay. Sets linger 0, so that a crash of this program resets the connection instead of ending
-/// it like a complete transfer.
+/// Disables the Nagle delay. Linger 0 makes a crash a reset, not the end of a complete transfer.
 fn prepare(socket: &TcpStream) {
-    linger(socket, Some(Duration::ZERO));
+    linger(socket, RESET);
     if let Err(error) = socket.set_nodelay(true) {
         tracing::debug!(%error, "a dialled connection keeps its delay");
     }
-}
-
-fn reset(socket: TcpStream) {
-    linger(&socket, Some(Duration::ZERO));
 }
 
 fn linger(socket: &TcpStream, time: Option<Duration>) {

@@ -1,11 +1,9 @@
 //! Hands an endpoint over to another process.
 //!
 //! The endpoint stops between two polls, returns its state, and continues unchanged after
-//! [`super::EndpointHandle::thaw`]. Until then it touches none of its sockets, so a process with copies of them may
-//! continue in its place.
+//! [`super::EndpointHandle::thaw`]. Until then it touches none of its sockets, so a process with copies may continue.
 //!
-//! The transport is not handed over. The session keeps sent records until they are acknowledged, and the peer sends
-//! incompletely received records again.
+//! The transport is not handed over: both ends send unacknowledged records again.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -53,7 +51,6 @@ pub enum NotFrozen {
     State(&'static str),
 }
 
-/// Parts of a task that come from another process.
 pub(super) struct Restored {
     pub(super) session: Session,
     pub(super) locals: Vec<Local>,
@@ -95,27 +92,22 @@ impl Restored {
         let mut session = Session::restore(Role::Relay, super::task::bounds(limits), session)?;
         let mut sockets = sockets.into_iter();
         let mut next = || sockets.next().ok_or(NotFrozen::State("a socket is missing"));
-        let mut made = Vec::with_capacity(locals.len());
-        for local in locals {
+        let local = |state| {
             let socket = std::os::unix::net::UnixStream::from(next()?);
             socket.set_nonblocking(true)?;
-            made.push(Local::restore(UnixStream::from_std(socket)?, handler.filter(), local)?);
-        }
-        let locals = made;
-        let mut made: Vec<Conn> = Vec::with_capacity(dialled.len());
-        for conn in dialled {
+            Local::restore(UnixStream::from_std(socket)?, handler.filter(), state)
+        };
+        let locals = locals.into_iter().map(local).collect::<Result<Vec<Local>, NotFrozen>>()?;
+        let conn = |state| {
             let socket = std::net::TcpStream::from(next()?);
             socket.set_nonblocking(true)?;
-            made.push(Conn::restore(tokio::net::TcpStream::from_std(socket)?, conn));
-        }
-        made.sort_by_key(Conn::stream);
+            Ok(Conn::restore(tokio::net::TcpStream::from_std(socket)?, state))
+        };
+        let mut dialled = dialled.into_iter().map(conn).collect::<Result<Vec<Conn>, NotFrozen>>()?;
+        dialled.sort_by_key(Conn::stream);
         let owned: Vec<u32> =
-            locals.iter().filter_map(|local| local.stream).chain(made.iter().map(Conn::stream)).collect();
+            locals.iter().filter_map(|local| local.stream).chain(dialled.iter().map(Conn::stream)).collect();
         session.close_others(|stream| owned.contains(&stream));
-        Ok(Restored { session, locals, dialled: made })
-    }
-
-    pub(super) fn control_waiting(&self) -> usize {
-        self.session.control_waiting()
+        Ok(Restored { session, locals, dialled })
     }
 }

@@ -9,13 +9,12 @@ use std::task::Context;
 
 use bytes::Bytes;
 use futures_util::task::AtomicWaker;
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use tokio::net::{TcpStream, UnixStream};
 use tokio::sync::oneshot;
 
 use super::dialled::{Answer, Call, Connected, DialError};
-use super::stats::Counters;
-use super::{Frozen, NotFrozen, Stats, Transport};
+use super::{Frozen, NotFrozen, Transport};
 use crate::record::Target;
 use crate::session::CONTROL_COST;
 
@@ -27,6 +26,33 @@ use crate::session::CONTROL_COST;
 pub struct ControlFull {
     /// Bytes in the queue.
     pub waiting: usize,
+}
+
+/// Counters of an endpoint since its creation, not read together atomically.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Stats {
+    /// Stream bytes read from local sockets and passed to the session.
+    pub bytes_to_peer: u64,
+    /// Stream bytes received from the peer.
+    pub bytes_from_peer: u64,
+    /// Sequenced records sent for the first time.
+    pub records_to_peer: u64,
+    /// Sequenced records received.
+    pub records_from_peer: u64,
+    /// Finished handshakes; reconnects are one fewer.
+    pub links: u64,
+    /// Sessions lost with their streams.
+    pub sessions_lost: u64,
+    /// Records sent again after a reconnect.
+    pub replayed: u64,
+    /// Open local connections.
+    pub connections: usize,
+    /// Dialled connections that are open or being opened.
+    pub dialled: usize,
+    /// Buffered bytes: unacknowledged, waiting for credit, or waiting for a local socket.
+    pub buffered: usize,
+    /// Whether a transport is up.
+    pub up: bool,
 }
 
 /// Handle to a running [`super::Endpoint`]. Cheap to clone; the endpoint closes when the last clone is dropped.
@@ -43,8 +69,7 @@ impl fmt::Debug for EndpointHandle {
 }
 
 impl EndpointHandle {
-    /// Attaches a new connection after its TLS handshake. The endpoint exchanges Hello and Welcome itself; then the
-    /// connection replaces the earlier one.
+    /// Attaches a new connection after its TLS handshake. After Hello and Welcome it replaces the earlier one.
     pub fn attach(&self, link: Transport) {
         self.shared.push(Command::Attach(link));
     }
@@ -54,19 +79,14 @@ impl EndpointHandle {
         self.shared.push(Command::Adopt(local));
     }
 
-    /// Relay: makes the guest connect to a port on the pod's localhost. The returned connection waits for its local
-    /// socket.
-    ///
-    /// # Errors
-    /// [`DialError`] if there is no connection, always within [`super::Limits::call`].
+    /// Relay: makes the guest connect to a port on the pod's localhost, within [`super::Limits::call`].
     pub async fn dial(&self, target: Target) -> Result<Connected, DialError> {
         let (answer, answered) = oneshot::channel();
         self.shared.push(Command::Dial(target, answer));
         answered.await.unwrap_or(Err(DialError::Away))
     }
 
-    /// Queues a control message for the peer. Messages keep their order. They survive a reconnect but not the loss of
-    /// the session.
+    /// Queues a control message for the peer. They survive a reconnect, but no loss of the session.
     pub fn control(&self, message: Bytes) -> Result<(), ControlFull> {
         let shared = &self.shared;
         let room = |waiting: usize| {
@@ -82,10 +102,7 @@ impl EndpointHandle {
     }
 
     /// Stops the endpoint and returns its state. It stays stopped until [`EndpointHandle::thaw`], even if the caller
-    /// drops the returned future, unless that happens before the endpoint stops.
-    ///
-    /// # Errors
-    /// [`NotFrozen`]; the endpoint continues then.
+    /// drops the returned future, unless that happens before the endpoint stops. After an error it continues.
     pub async fn freeze(&self) -> Result<Frozen, NotFrozen> {
         let (answer, answered) = oneshot::channel();
         self.shared.push(Command::Freeze(answer));
@@ -104,7 +121,7 @@ impl EndpointHandle {
 
     /// Returns the counters so far.
     pub fn stats(&self) -> Stats {
-        self.shared.counters.read()
+        *self.shared.stats.lock()
     }
 }
 
@@ -135,21 +152,17 @@ pub(super) struct Shared {
     waker: AtomicWaker,
     control_waiting: AtomicUsize,
     control_limit: usize,
-    pub(super) counters: Counters,
+    pub(super) stats: Mutex<Stats>,
 }
 
-/// The endpoint's own reference: closes the command queue when the endpoint ends in any way.
-pub(super) struct Ended(Arc<Shared>);
+/// The endpoint's own reference: stops the queue and drops its commands when the endpoint ends in any way.
+pub(super) struct Ended(pub(super) Arc<Shared>);
 
 impl Drop for Ended {
     fn drop(&mut self) {
-        self.0.end();
-    }
-}
-
-impl Ended {
-    pub(super) fn shared(&self) -> &Arc<Shared> {
-        &self.0
+        self.0.close();
+        let queue = std::mem::take(&mut *self.0.queue.lock());
+        drop(queue);
     }
 }
 
@@ -170,19 +183,15 @@ pub(super) fn pair(control_limit: usize) -> (Ended, EndpointHandle) {
         waker: AtomicWaker::new(),
         control_waiting: AtomicUsize::new(0),
         control_limit,
-        counters: Counters::default(),
+        stats: Mutex::default(),
     });
     let handle = EndpointHandle { shared: shared.clone(), _last: Arc::new(CloseOnDrop(shared.clone())) };
     (Ended(shared), handle)
 }
 
 impl Shared {
-    fn lock(&self) -> MutexGuard<'_, VecDeque<Command>> {
-        self.queue.lock()
-    }
-
     pub(super) fn push(&self, command: Command) {
-        let mut queue = self.lock();
+        let mut queue = self.queue.lock();
         // The endpoint has ended: the queue would keep the socket open and unread while another handle exists.
         if self.is_closed() {
             return;
@@ -212,17 +221,9 @@ impl Shared {
         self.waker.register(cx.waker());
     }
 
-    /// Stops the queue and drops its commands.
-    pub(super) fn end(&self) {
-        self.close();
-        let queue = std::mem::take(&mut *self.lock());
-        drop(queue);
-    }
-
-    /// Returns the commands queued since the last call.
     pub(super) fn take(&self) -> VecDeque<Command> {
         if self.queued.load(Acquire) && self.queued.swap(false, AcqRel) {
-            std::mem::take(&mut *self.lock())
+            std::mem::take(&mut *self.queue.lock())
         } else {
             VecDeque::new()
         }

@@ -1,7 +1,7 @@
 //! Exchanges Hello and Welcome on a new transport.
 
 use std::io::IoSlice;
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
 
 use tokio::time::Instant;
 
@@ -20,7 +20,6 @@ pub(super) struct Joining {
     input: Vec<u8>,
 }
 
-/// First record of the peer.
 pub(super) enum First {
     Hello(Hello),
     Welcome(Welcome),
@@ -43,24 +42,17 @@ impl Joining {
         cx: &mut Context<'_>,
         role: Role,
     ) -> Poll<Result<(First, Vec<u8>), String>> {
-        if let Err(error) = self.poll_out(cx) {
-            return Poll::Ready(Err(format!("handshake: {error}")));
-        }
+        self.poll_out(cx).map_err(|error| error.to_string())?;
         loop {
             let mut input = &self.input[..];
-            match first(&mut input, role) {
-                Ok(Some(first)) => return Poll::Ready(Ok((first, input.to_vec()))),
-                Ok(None) => {}
-                Err(why) => return Poll::Ready(Err(format!("handshake: {why}"))),
+            if let Some(first) = first(&mut input, role)? {
+                return Poll::Ready(Ok((first, input.to_vec())));
             }
             let mut buffer = [0; 2048];
-            match self.transport.poll_read(cx, &mut buffer) {
-                Poll::Pending => return Poll::Pending,
-                Poll::Ready(Ok(0)) => {
-                    return Poll::Ready(Err("handshake: the peer closed the connection".into()));
-                }
-                Poll::Ready(Ok(n)) => self.input.extend_from_slice(&buffer[..n]),
-                Poll::Ready(Err(error)) => return Poll::Ready(Err(format!("handshake: {error}"))),
+            match ready!(self.transport.poll_read(cx, &mut buffer)) {
+                Ok(0) => return Poll::Ready(Err("the peer closed the connection".into())),
+                Ok(n) => self.input.extend_from_slice(&buffer[..n]),
+                Err(error) => return Poll::Ready(Err(error.to_string())),
             }
         }
     }

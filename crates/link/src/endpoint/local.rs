@@ -35,7 +35,7 @@ pub(super) struct Local {
     /// Bytes that the socket has not taken yet.
     out: BytesMut,
     /// Bytes received on the stream with unreturned credit.
-    owed: usize,
+    pub(super) owed: usize,
     /// Bytes of the filter's answers that went behind `out` since it was last empty.
     answered: usize,
     /// Deadline for closing, even with unwritten bytes. Once set, the socket is not read.
@@ -46,13 +46,12 @@ pub(super) struct Local {
     pub(super) bulk: bool,
 }
 
-/// Serialised state of a connection without its socket.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct LocalState {
     filter: serde_json::Value,
     stream: Option<u32>,
     #[serde(with = "base64_bytes")]
-    out: Vec<u8>,
+    out: BytesMut,
     owed: usize,
     answered: usize,
     /// Milliseconds left until the connection is closed.
@@ -105,17 +104,14 @@ impl Local {
         Ok(Some(LocalState {
             filter,
             stream: self.stream,
-            out: self.out.to_vec(),
+            out: self.out.clone(),
             owed: self.owed,
             answered: self.answered,
-            leaving_ms: self
-                .leaving
-                .map(|at| u64::try_from(at.saturating_duration_since(now).as_millis()).unwrap_or(u64::MAX)),
+            leaving_ms: self.leaving.map(|at| at.saturating_duration_since(now).as_millis() as u64), // a second
             deaf: self.deaf,
         }))
     }
 
-    /// Restores a connection; the inverse of [`Local::state`].
     pub(super) fn restore(
         socket: UnixStream,
         mut filter: Box<dyn Filter>,
@@ -126,7 +122,7 @@ impl Local {
         }
         Ok(Local {
             stream: state.stream,
-            out: BytesMut::from(&state.out[..]),
+            out: state.out,
             owed: state.owed,
             answered: state.answered,
             leaving: state.leaving_ms.map(|ms| Instant::now() + Duration::from_millis(ms.min(10_000))),
@@ -135,12 +131,10 @@ impl Local {
         })
     }
 
-    /// Returns the number of bytes that wait for the socket.
     pub(super) fn waiting(&self) -> usize {
         self.out.len()
     }
 
-    /// Returns whether the connection has a deadline.
     pub(super) fn is_timed(&self) -> bool {
         self.leaving.is_some() || matches!(self.socket, Socket::Dialling(..))
     }
@@ -200,7 +194,6 @@ impl Local {
         }
     }
 
-    /// Writes an answer of the filter.
     pub(super) fn write_answer(&mut self, cx: &mut Context<'_>, data: &[u8]) {
         self.write(cx, data);
         self.answered = if self.out.is_empty() { 0 } else { self.answered + data.len() };
@@ -217,13 +210,6 @@ impl Local {
         }
     }
 
-    /// Drops the stream and the credit owed on it.
-    pub(super) fn lose_stream(&mut self) {
-        self.stream = None;
-        self.owed = 0;
-    }
-
-    /// Adds to the waiting bytes.
     pub(super) fn queue(&mut self, data: &[u8]) {
         if !self.deaf {
             self.out.extend_from_slice(data);
@@ -266,7 +252,6 @@ impl Local {
         credit
     }
 
-    /// Returns whether the socket is to be read.
     pub(super) fn wants_read(&self) -> bool {
         let answers = self.answered + self.filter.answers_waiting();
         self.leaving.is_none() && answers < BACKLOG && matches!(self.socket, Socket::Open(_))

@@ -1,7 +1,6 @@
 //! Runs an endpoint: each poll moves bytes in all directions until none move or the poll's rounds are used up.
 
 use std::pin::Pin;
-use std::sync::atomic::Ordering::Relaxed;
 use std::task::{Context, Poll};
 
 use bytes::BytesMut;
@@ -10,12 +9,12 @@ use tokio::time::{Duration, Instant, Sleep, sleep_until};
 use tracing::debug;
 
 use self::locals::Locals;
-use super::dialled::{self, Dialled};
+use super::dialled::Dialled;
 use super::freeze::Restored;
 use super::handle::{Command, Ended};
 use super::join::Joining;
 use super::local::Local;
-use super::{Frozen, Handler, Limits, LinkEvent, NotFrozen, Role, Transport};
+use super::{Frozen, Handler, Limits, LinkEvent, NotFrozen, Role, Stats, Transport};
 use crate::record::SessionId;
 use crate::session::{Session, SessionLimits};
 
@@ -33,7 +32,7 @@ pub(super) const LOOK: Duration = Duration::from_millis(100);
 
 pub(super) struct Task<H> {
     role: Role,
-    handler: H,
+    pub(super) handler: H,
     limits: Limits,
     shared: Ended,
     session: Session,
@@ -44,6 +43,7 @@ pub(super) struct Task<H> {
     /// Whether dialled connections go first in this round.
     dialled_first: bool,
     alarm: Alarm,
+    stats: Stats,
 }
 
 /// Timer that is set anew only when its time changes.
@@ -75,7 +75,6 @@ impl Alarm {
     }
 }
 
-/// The transport in use.
 struct Link {
     transport: Transport,
     /// Received bytes that are not a whole record yet.
@@ -119,7 +118,6 @@ impl Scratch {
     }
 }
 
-/// Returns the session's limits for these limits of the endpoint.
 pub(super) fn bounds(limits: &Limits) -> SessionLimits {
     SessionLimits {
         replay: limits.replay,
@@ -133,12 +131,6 @@ impl<H: Handler> Task<H> {
     pub(super) fn new(role: Role, handler: H, limits: Limits, shared: Ended) -> Task<H> {
         let id = (role == Role::Guest).then(random_id);
         let bounds = bounds(&limits);
-        let dialled = Dialled::new(dialled::Bounds {
-            connections: limits.dialled,
-            call: limits.call,
-            park: limits.park,
-            connect: limits.connect,
-        });
         Task {
             role,
             handler,
@@ -148,13 +140,13 @@ impl<H: Handler> Task<H> {
             link: None,
             joining: None,
             locals: Locals::default(),
-            dialled,
+            dialled: Dialled::default(),
             dialled_first: false,
             alarm: Alarm::new(),
+            stats: Stats::default(),
         }
     }
 
-    /// Continues in the place of another process.
     pub(super) fn resume(&mut self, Restored { session, locals, dialled }: Restored) {
         self.session = session;
         for local in locals {
@@ -164,13 +156,13 @@ impl<H: Handler> Task<H> {
                 self.locals.by_stream.insert(stream, at);
             }
         }
-        self.dialled.resume(dialled);
+        self.dialled.conns = dialled;
     }
 
-    /// Stops the endpoint and sends its state. If the receiver is gone, the endpoint continues, because no caller
-    /// would thaw it.
+    /// Stops the endpoint and sends its state. If the receiver is gone, the endpoint continues: nothing would thaw it.
     fn freeze(&self, asked: oneshot::Sender<Result<Frozen, NotFrozen>>) {
-        let frozen = Frozen::take(&self.session, self.locals.slots.iter().flatten(), self.dialled.conns());
+        let frozen =
+            Frozen::take(&self.session, self.locals.slots.iter().flatten(), self.dialled.conns.iter());
         let stands = frozen.is_ok();
         if stands {
             self.shared.stand_still();
@@ -178,10 +170,6 @@ impl<H: Handler> Task<H> {
         if asked.send(frozen).is_err() && stands {
             self.shared.go_on();
         }
-    }
-
-    pub(super) fn into_handler(self) -> H {
-        self.handler
     }
 
     pub(super) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<()> {
@@ -247,7 +235,7 @@ impl<H: Handler> Task<H> {
 
     fn poll_dialled(&mut self, cx: &mut Context<'_>) -> bool {
         let moved = self.dialled.poll(cx, &mut self.session);
-        self.shared.counters.bytes_to_peer.fetch_add(moved.to_peer, Relaxed);
+        self.stats.bytes_to_peer += moved.to_peer;
         moved.any
     }
 
@@ -259,7 +247,9 @@ impl<H: Handler> Task<H> {
             match command {
                 Command::Attach(transport) => self.attach(transport),
                 Command::Control(message) => self.session.control(message),
-                Command::Dial(target, answer) => self.dialled.call(&mut self.session, target, answer),
+                Command::Dial(target, answer) => {
+                    self.dialled.call(&mut self.session, &self.limits, target, answer)
+                }
                 Command::Join(call, socket) => self.dialled.join(call, socket),
                 Command::Freeze(asked) => freezing = Some(asked),
                 Command::Hang(call) => self.dialled.hang(&mut self.session, call),
@@ -284,8 +274,7 @@ impl<H: Handler> Task<H> {
     }
 
     fn attach(&mut self, transport: Transport) {
-        // The guest's Hello carries the number of the last received record, so the old connection must deliver no
-        // more.
+        // The guest's Hello carries the last received number, so the old connection must deliver no more.
         let mut hello = None;
         if self.role == Role::Guest {
             self.down("replaced by a newer connection");
@@ -320,30 +309,36 @@ impl<H: Handler> Task<H> {
         self.publish();
     }
 
-    /// Publishes counters and changes.
     fn publish(&mut self) {
         self.shared.control_left(self.session.control_done());
-        let counts = self.session.counts();
-        let counters = &self.shared.counters;
-        counters.records_to_peer.store(counts.sent, Relaxed);
-        counters.records_from_peer.store(counts.received, Relaxed);
-        counters.replayed.store(counts.replayed, Relaxed);
-        counters.connections.store(self.locals.open, Relaxed);
-        counters.dialled.store(self.dialled.len(), Relaxed);
-        let waiting = self.locals.waiting + self.dialled.waiting();
-        counters.buffered.store(self.session.unacknowledged() + waiting, Relaxed);
-        counters.up.store(usize::from(self.link.is_some()), Relaxed);
+        self.publish_stats();
         if self.locals.reported != self.locals.open {
             self.locals.reported = self.locals.open;
             self.handler.on_connections(self.locals.open);
         }
     }
 
+    fn publish_stats(&mut self) {
+        let counts = self.session.counts();
+        let waiting = self.locals.waiting + self.dialled.waiting();
+        self.stats = Stats {
+            records_to_peer: counts.sent,
+            records_from_peer: counts.received,
+            replayed: counts.replayed,
+            connections: self.locals.open,
+            dialled: self.dialled.conns.len(),
+            buffered: self.session.unacknowledged() + waiting,
+            up: self.link.is_some(),
+            ..self.stats
+        };
+        *self.shared.stats.lock() = self.stats;
+    }
+
     fn poll_timer(&mut self, cx: &mut Context<'_>) {
         loop {
             let beat = self.link.as_ref().map(|link| link.beat);
             let join = self.joining.as_ref().map(|joining| joining.deadline);
-            let next = [beat, join, self.locals.look_at, self.dialled.look_at()].into_iter().flatten().min();
+            let next = [beat, join, self.locals.look_at, self.dialled.look_at].into_iter().flatten().min();
             if !self.alarm.is_due(cx, next) {
                 return;
             }
@@ -367,10 +362,10 @@ impl<H: Handler> Task<H> {
         }
     }
 
-    /// Handles the loss of the session and of all its streams.
     fn lost(&mut self) {
         self.dialled.lost();
-        self.shared.counters.sessions_lost.fetch_add(1, Relaxed);
+        self.stats.sessions_lost += 1;
+        self.publish_stats();
         self.handler.on_link(LinkEvent::SessionLost);
         let streams: Vec<usize> = self.locals.by_stream.drain().map(|(_, at)| at).collect();
         for at in streams {
@@ -380,20 +375,12 @@ impl<H: Handler> Task<H> {
 }
 
 fn random_id() -> SessionId {
-    let mut id = [0; 16];
-    fill(&mut id);
-    SessionId(id)
+    SessionId(random())
 }
 
-/// Returns a random number, never 0.
-fn random_epoch() -> u64 {
-    let mut epoch = [0; 8];
-    fill(&mut epoch);
-    u64::from_be_bytes(epoch) | 1
-}
-
-fn fill(bytes: &mut [u8]) {
-    if let Err(error) = getrandom::fill(bytes) {
+fn random<const N: usize>() -> [u8; N] {
+    let mut bytes = [0; N];
+    if let Err(error) = getrandom::fill(&mut bytes) {
         // No supported kernel refuses. Ids that are merely distinct still suffice, because the link is authenticated.
         debug!(%error, "no random numbers from the kernel");
         let now =
@@ -401,4 +388,5 @@ fn fill(bytes: &mut [u8]) {
         let seed = now ^ u128::from(std::process::id()) << 64;
         bytes.iter_mut().zip(seed.to_be_bytes()).for_each(|(byte, value)| *byte = value);
     }
+    bytes
 }

@@ -67,8 +67,7 @@ impl Tls {
         }
     }
 
-    /// Decrypts from `cipher` into `buffer` until one of them is used up. `None` = no byte yet; 0 = the peer
-    /// announced its close.
+    /// Decrypts from `cipher` into `buffer` until one of them is used up. `None` = no byte yet; 0 = the peer closes.
     fn decrypt(&mut self, cipher: &mut &[u8], buffer: &mut [u8]) -> io::Result<Option<usize>> {
         let mut filled = 0;
         self.drained = false;

@@ -40,7 +40,6 @@ pub struct Transport {
 
 enum Kind {
     Tls(Box<Tls>),
-    Tcp(TcpStream),
     Any(Box<dyn Io>),
 }
 
@@ -66,7 +65,6 @@ impl Transport {
         // An error is reported by the read.
         match &self.io {
             Kind::Tls(tls) => tls.poll_readable(cx),
-            Kind::Tcp(tcp) => tcp.poll_read_ready(cx).map(drop),
             Kind::Any(_) => Poll::Ready(()),
         }
     }
@@ -75,7 +73,6 @@ impl Transport {
     pub(super) fn poll_read(&mut self, cx: &mut Context<'_>, buffer: &mut [u8]) -> Poll<io::Result<usize>> {
         match &mut self.io {
             Kind::Tls(tls) => tls.poll_read(cx, buffer),
-            Kind::Tcp(tcp) => poll_read(tcp, cx, buffer),
             Kind::Any(io) => poll_read(io, cx, buffer),
         }
     }
@@ -87,10 +84,6 @@ impl Transport {
     ) -> Poll<io::Result<usize>> {
         match &mut self.io {
             Kind::Tls(tls) => tls.poll_write(cx, slices),
-            Kind::Tcp(tcp) => match slices {
-                [one] => Pin::new(tcp).poll_write(cx, one),
-                many => Pin::new(tcp).poll_write_vectored(cx, many),
-            },
             Kind::Any(io) => Pin::new(io).poll_write_vectored(cx, slices),
         }
     }
@@ -99,7 +92,6 @@ impl Transport {
     pub(super) fn poll_flush(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         match &mut self.io {
             Kind::Tls(tls) => tls.poll_flush(cx),
-            Kind::Tcp(_) => Poll::Ready(Ok(())),
             Kind::Any(io) => Pin::new(io).poll_flush(cx),
         }
     }
@@ -135,6 +127,7 @@ impl From<client::TlsStream<TcpStream>> for Transport {
 
 impl From<TcpStream> for Transport {
     fn from(tcp: TcpStream) -> Self {
-        Transport { peer: peer_of(&tcp), io: Kind::Tcp(tcp) }
+        let peer = peer_of(&tcp);
+        Transport::new(tcp, peer)
     }
 }

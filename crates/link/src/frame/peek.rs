@@ -2,9 +2,9 @@
 //! (`Request{1 service, 2 method, 3 payload, …}`, `Response{1 Status{1 code, 2 message}, 2 payload}`).
 
 use super::{HEADER_LEN, Header, RESPONSE};
+use crate::record::cut;
 
-/// Number of request bytes that suffice to find its method. If [`peek`] still returns [`Peek::More`] for this many,
-/// the caller may treat the method as unknown.
+/// Number of request bytes that suffice to find its method. [`Peek::More`] for this many means an unknown method.
 pub const PEEK_LIMIT: usize = 512;
 
 /// Longest text that [`error_response`] sends, in bytes; longer text is truncated.
@@ -26,8 +26,7 @@ pub enum Peek<'a> {
     Unknown,
 }
 
-/// Returns service and method of a request if both are among the first bytes of its payload, else `None`. See
-/// [`peek`] for whether more bytes could help.
+/// Returns service and method of a request if both are among the first bytes of its payload ([`peek`]).
 pub fn method_of(payload_start: &[u8]) -> Option<(&str, &str)> {
     match peek(payload_start) {
         Peek::Method { service, method } => Some((service, method)),
@@ -35,9 +34,8 @@ pub fn method_of(payload_start: &[u8]) -> Option<(&str, &str)> {
     }
 }
 
-/// Reads service and method from the beginning of a request's payload, in either order and with unknown fields
-/// between them. Stops at the first occurrence of both. In protobuf a later repetition wins, so code that guards
-/// something by the method must decode the whole request.
+/// Reads service and method from the beginning of a request's payload, in either order. Stops at both. In protobuf a
+/// later repetition wins: code that guards by the method must decode the whole request.
 pub fn peek(bytes: &[u8]) -> Peek<'_> {
     match scan(bytes) {
         Ok((service, method)) => Peek::Method { service, method },
@@ -46,7 +44,6 @@ pub fn peek(bytes: &[u8]) -> Peek<'_> {
     }
 }
 
-/// Reason why scanning stopped.
 enum Stop {
     Short,
     Wrong,
@@ -67,19 +64,13 @@ fn scan(mut bytes: &[u8]) -> Result<(&str, &str), Stop> {
             (2, 1) => service = Some(text(&mut bytes)?),
             (2, 2) => method = Some(text(&mut bytes)?),
             (_, 1 | 2) => return Err(Stop::Wrong),
-            (0, _) => {
-                varint(&mut bytes)?;
-            }
-            (1, _) => {
-                take(&mut bytes, 8)?;
-            }
+            (0, _) => varint(&mut bytes).map(|_| ())?,
+            (1, _) => take(&mut bytes, 8).map(|_| ())?,
             (2, _) => {
                 let length = varint(&mut bytes)?;
                 take(&mut bytes, length)?;
             }
-            (5, _) => {
-                take(&mut bytes, 4)?;
-            }
+            (5, _) => take(&mut bytes, 4).map(|_| ())?,
             _ => return Err(Stop::Wrong), // groups: no ttrpc peer writes them
         }
     }
@@ -119,8 +110,7 @@ fn varint(bytes: &mut &[u8]) -> Result<u64, Stop> {
 
 /// Returns a whole response frame that ends call `stream` with the gRPC `code` and this text, truncated to 16 KiB.
 pub fn error_response(stream: u32, code: i32, message: &str) -> Vec<u8> {
-    let message = &message
-        [..(0..=message.len().min(MAX_MESSAGE)).rfind(|at| message.is_char_boundary(*at)).unwrap_or(0)];
+    let message = cut(message, MAX_MESSAGE);
     let mut status = Vec::with_capacity(message.len() + 32);
     status.push(1 << 3); // code, varint; protobuf writes negative numbers as 64 bits
     put_varint(&mut status, i64::from(code) as u64);

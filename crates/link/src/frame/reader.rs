@@ -15,8 +15,7 @@ pub enum Piece<'a> {
     End,
 }
 
-/// Splits a byte stream into frames, however the bytes are cut. Its size is constant: it keeps at most an incomplete
-/// header.
+/// Splits a byte stream into frames, however the bytes are cut. It keeps at most an incomplete header.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FrameReader {
     state: State,
@@ -42,8 +41,7 @@ impl FrameReader {
         FrameReader { state: START }
     }
 
-    /// Takes the next piece off the front of `input`; returns `None` if more bytes are needed (`input` is empty
-    /// then).
+    /// Takes the next piece off the front of `input`; returns `None` at the end of `input`.
     ///
     /// ```
     /// use peerpod_link::frame::{FrameReader, Header, Piece, REQUEST};

@@ -10,8 +10,7 @@ const MAX_WAITING: usize = MAX_PAYLOAD;
 /// Decides when frames go to one side of a connection. The frames of the other side go out as their bytes arrive. Own
 /// frames (frames that this process makes) go out whole between two of them, and keep their order.
 ///
-/// At most 4 MiB of own frames wait; more are dropped. A caller that reads external input stops before that, see
-/// [`FrameWriter::waiting`].
+/// At most 4 MiB of own frames wait; more are dropped. A caller with external input stops before that.
 ///
 /// ```
 /// use bytes::BytesMut;

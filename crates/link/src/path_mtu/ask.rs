@@ -12,7 +12,6 @@ use tokio::time::{Instant, timeout_at};
 
 use super::{Datagram, DatagramKind, HEADER, LARGEST, Search, Token, around};
 
-/// Time limit of a whole measurement.
 const BUDGET: Duration = Duration::from_millis(450);
 /// Time limit of the first answer, after which all questions are sent again.
 const FIRST_WAIT: Duration = Duration::from_millis(60);
@@ -32,12 +31,9 @@ pub enum PathMtu {
     Refused,
 }
 
-/// Measures the path to `relay` with packets of up to `top` bytes. Takes at most half a second.
+/// Measures the path to `relay` with packets of up to `top` bytes. Takes at most half a second. Fails without a route.
 ///
 /// cancel safety: may be dropped at any time.
-///
-/// # Errors
-/// When no socket can be made or the kernel has no route to `relay`.
 pub async fn ask(relay: SocketAddr, token: Token, top: u32) -> io::Result<PathMtu> {
     let relay = SocketAddr::new(relay.ip().to_canonical(), relay.port());
     let socket = socket(relay).await?;

@@ -1,5 +1,4 @@
-//! Answers questions in the relay, only those of guests with a link that is up, each with a datagram of the same
-//! length.
+//! Answers the questions of guests with a link that is up, in the relay, with datagrams of the same length.
 
 use std::collections::HashMap;
 use std::io::{self, IoSlice, IoSliceMut};
@@ -14,7 +13,7 @@ use nix::sys::socket::sockopt::{Ipv4PacketInfo, Ipv6RecvPacketInfo};
 use nix::sys::socket::{
     ControlMessage, ControlMessageOwned, MsgFlags, SockaddrStorage, recvmsg, sendmsg, setsockopt,
 };
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use peerpod_common::limit::RateLimit;
 use tokio::io::Interest;
 use tokio::net::UdpSocket;
@@ -47,37 +46,27 @@ pub struct Pass {
 }
 
 impl Known {
-    fn lock(&self) -> MutexGuard<'_, HashMap<Token, Allowance>> {
-        self.0.lock()
-    }
-
     /// Answers questions with this token until the pass is dropped.
     pub fn admit(&self, token: Token) -> Pass {
-        let mut known = self.lock();
+        let mut known = self.0.lock();
         let number = known.get(&token).map_or(0, |before| before.pass + 1);
-        known.insert(
-            token,
-            Allowance { rate: RateLimit::new(BURST, PER_SECOND, Instant::now()), pass: number },
-        );
+        let rate = RateLimit::new(BURST, PER_SECOND, Instant::now());
+        known.insert(token, Allowance { rate, pass: number });
         Pass { known: self.clone(), token, number }
-    }
-
-    fn allows(&self, token: &Token, now: Instant) -> bool {
-        self.lock().get_mut(token).is_some_and(|allowance| allowance.rate.take(now))
     }
 
     /// Returns the answer to a datagram, of the same length; `None` for a datagram that gets none.
     fn answer(&self, question: &[u8], now: Instant) -> Option<Vec<u8>> {
         let datagram = Datagram::read(question).filter(|d| d.kind == DatagramKind::Question)?;
         let length = u16::try_from(question.len()).ok()?;
-        self.allows(&datagram.token, now)
-            .then(|| Datagram { kind: DatagramKind::Answer, ..datagram }.write(length))
+        let allowed = self.0.lock().get_mut(&datagram.token)?.rate.take(now);
+        allowed.then(|| Datagram { kind: DatagramKind::Answer, ..datagram }.write(length))
     }
 }
 
 impl Drop for Pass {
     fn drop(&mut self) {
-        let mut known = self.known.lock();
+        let mut known = self.known.0.lock();
         if known.get(&self.token).is_some_and(|allowance| allowance.pass == self.number) {
             known.remove(&self.token);
         }
@@ -93,9 +82,6 @@ pub struct Echo {
 
 impl Echo {
     /// Binds to the address of the link's listener.
-    ///
-    /// # Errors
-    /// When the port is taken or the kernel refuses an option.
     pub async fn bind(address: SocketAddr, known: Known) -> io::Result<Echo> {
         let socket = UdpSocket::bind(address).await?;
         never_cut(&socket, address.is_ipv6())?;
@@ -109,9 +95,6 @@ impl Echo {
     }
 
     /// Continues on a socket that another process bound with [`Echo::bind`].
-    ///
-    /// # Errors
-    /// An error of the kernel.
     pub fn go_on(socket: OwnedFd, known: Known) -> io::Result<Echo> {
         let socket = std::net::UdpSocket::from(socket);
         socket.set_nonblocking(true)?;
@@ -119,9 +102,6 @@ impl Echo {
     }
 
     /// Returns a copy of the socket, for [`Echo::go_on`].
-    ///
-    /// # Errors
-    /// An error of the kernel.
     pub fn copy(&self) -> io::Result<OwnedFd> {
         self.socket.as_fd().try_clone_to_owned()
     }
@@ -214,7 +194,7 @@ mod tests {
         assert!(known.answer(&question, now).is_some(), "the later pass counts");
         drop(again);
         assert_eq!(known.answer(&question, now), None, "its link is down");
-        assert!(known.lock().is_empty());
+        assert!(known.0.lock().is_empty());
     }
 
     #[test]

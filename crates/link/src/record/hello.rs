@@ -1,5 +1,4 @@
-//! Encodes and decodes the handshake payloads: Hello carries the guest's session, Welcome whether the relay still
-//! holds it.
+//! Encodes and decodes the handshake: Hello carries the guest's session, Welcome whether the relay still holds it.
 
 use std::fmt;
 
@@ -9,8 +8,7 @@ use super::line::cut;
 /// Longest version text accepted from a peer, in bytes.
 const MAX_VERSION_TEXT: usize = 128;
 
-/// Session of one run of the guest program: random at its start, so that another or a restarted program never matches
-/// it.
+/// Session of one run of the guest program: random, so that no other or restarted program matches it.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct SessionId(pub [u8; 16]);
 
@@ -60,14 +58,10 @@ pub struct Welcome {
 impl Hello {
     /// Encodes the payload of a Hello record.
     pub fn encode(&self) -> Vec<u8> {
-        let mut out = Vec::with_capacity(64);
-        out.extend_from_slice(&self.versions.0.to_be_bytes());
-        out.extend_from_slice(&self.versions.1.to_be_bytes());
-        out.extend_from_slice(&self.session.0);
-        out.extend_from_slice(&self.epoch.to_be_bytes());
-        out.extend_from_slice(&self.recv.to_be_bytes());
-        out.extend_from_slice(cut(&self.program, MAX_VERSION_TEXT).as_bytes());
-        out
+        let ((min, max), program) = (self.versions, cut(&self.program, MAX_VERSION_TEXT));
+        let (epoch, recv) = (self.epoch.to_be_bytes(), self.recv.to_be_bytes());
+        [&min.to_be_bytes()[..], &max.to_be_bytes(), &self.session.0, &epoch, &recv, program.as_bytes()]
+            .concat()
     }
 
     /// Decodes the payload of a Hello record.
@@ -86,13 +80,9 @@ impl Hello {
 impl Welcome {
     /// Encodes the payload of a Welcome record.
     pub fn encode(&self) -> Vec<u8> {
-        let mut out = Vec::with_capacity(64);
-        out.extend_from_slice(&self.version.to_be_bytes());
-        out.push(u8::from(self.resumed));
-        out.extend_from_slice(&self.epoch.to_be_bytes());
-        out.extend_from_slice(&self.recv.to_be_bytes());
-        out.extend_from_slice(cut(&self.program, MAX_VERSION_TEXT).as_bytes());
-        out
+        let (resumed, program) = ([u8::from(self.resumed)], cut(&self.program, MAX_VERSION_TEXT));
+        let (epoch, recv) = (self.epoch.to_be_bytes(), self.recv.to_be_bytes());
+        [&self.version.to_be_bytes()[..], &resumed, &epoch, &recv, program.as_bytes()].concat()
     }
 
     /// Decodes the payload of a Welcome record.
@@ -127,8 +117,7 @@ impl Rest<'_> {
         Ok(*head)
     }
 
-    /// Returns the remaining bytes as text for logs. Control characters are refused, so that a peer cannot forge log
-    /// lines.
+    /// Returns the remaining bytes as text for logs. Control characters could forge log lines.
     fn text(&mut self) -> Result<String, BadRecord> {
         match std::str::from_utf8(self.bytes) {
             Ok(text) if text.len() <= MAX_VERSION_TEXT && !text.contains(char::is_control) => {

@@ -63,14 +63,9 @@ impl<'a> Line<'a> {
     /// Encodes the payload of a Line record; truncates a target or text that is too long.
     pub fn encode(&self) -> Vec<u8> {
         let (target, text) = (cut(self.target, MAX_TARGET), cut(self.text, MAX_TEXT));
-        let mut out = Vec::with_capacity(14 + target.len() + text.len());
-        out.push(self.level as u8);
-        out.extend_from_slice(&self.lost.to_be_bytes());
-        out.extend_from_slice(&self.uptime_ms.to_be_bytes());
-        out.push(target.len() as u8); // at most MAX_TARGET
-        out.extend_from_slice(target.as_bytes());
-        out.extend_from_slice(text.as_bytes());
-        out
+        let (level, length) = ([self.level as u8], [target.len() as u8]); // at most MAX_TARGET
+        let (lost, uptime) = (self.lost.to_be_bytes(), self.uptime_ms.to_be_bytes());
+        [&level[..], &lost, &uptime, &length, target.as_bytes(), text.as_bytes()].concat()
     }
 
     /// Decodes the payload of a Line record.

@@ -1,9 +1,8 @@
 //! Performs the handshake: decides whether the session continues, and from which record.
 //!
-//! A session resumes when the relay holds the guest's session id **and** the guest holds the relay's epoch. A
-//! restarted guest or a restarted relay therefore never resumes an earlier session. A connection that breaks between
-//! the sending and the arrival of Welcome must not cost the streams that the relay opened meanwhile. As long as the
-//! guest cannot have received any record of this epoch, the relay keeps them and sends them from the beginning.
+//! A session resumes when the relay holds the guest's session id **and** the guest holds the relay's epoch: a restarted
+//! guest or relay resumes none. A connection that breaks before Welcome arrives must not cost the streams that the
+//! relay opened meanwhile. The relay keeps them as long as the guest cannot have received any record of this epoch.
 
 use super::{Session, Violation};
 use crate::record::{Hello, OLDEST, RecordKind, VERSION, Welcome, plain};
@@ -29,8 +28,8 @@ impl Session {
         })
     }
 
-    /// Relay: processes a guest's Hello. The Welcome precedes all other records on this transport. `epoch` is a fresh
-    /// random number (not 0), used if the session begins anew.
+    /// Relay: processes a guest's Hello. The Welcome precedes all other records. A new session takes the random
+    /// `epoch`.
     pub fn answer(&mut self, hello: &Hello, epoch: u64, program: &str) -> Result<Joined, Violation> {
         let (oldest, newest) = hello.versions;
         let version = newest.min(VERSION);
@@ -104,10 +103,5 @@ impl Session {
     /// Returns the epoch of the relay's side of the session; 0 before a handshake.
     pub fn epoch(&self) -> u64 {
         self.epoch
-    }
-
-    /// Returns the highest sequence number received in order.
-    pub fn received(&self) -> u64 {
-        self.inbound.recv
     }
 }

@@ -10,7 +10,6 @@ const MOST_UNDER_WAY: usize = 64 << 10;
 /// Most unsent bytes in front of a log record, so that data after it does not wait long.
 const MOST_AHEAD: usize = 8 << 10;
 
-/// Log records that the peer has not acknowledged.
 #[derive(Default)]
 pub(super) struct Lines {
     /// Upper bound of their bytes; all count until the last one is acknowledged.

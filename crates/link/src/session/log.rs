@@ -28,7 +28,6 @@ pub(super) struct Log {
     chunks: VecDeque<Chunk>,
     /// Number of the record at the front, or of the next one if there is none. Counts from 1.
     first: u64,
-    /// Number of the next record.
     next: u64,
     bytes: usize,
     cursor: Cursor,
@@ -93,12 +92,10 @@ impl Log {
         })
     }
 
-    /// Returns the number of kept bytes.
     pub(super) fn len(&self) -> usize {
         self.bytes
     }
 
-    /// Returns the number of bytes that the transport has not taken yet.
     pub(super) fn unsent(&self) -> usize {
         self.cursor.unsent
     }
@@ -113,7 +110,6 @@ impl Log {
         self.next - 1
     }
 
-    /// Returns the highest acknowledged number.
     pub(super) fn acked(&self) -> u64 {
         self.first - 1
     }
@@ -137,7 +133,7 @@ impl Log {
         let fits = self.chunks.back().is_some_and(|chunk| chunk.buffer.len() - chunk.end >= size);
         if !fits {
             // A few small calls at a time should not hold 64 KiB until they are acknowledged.
-            let small = self.bytes == 0 && size <= Size::Small.bytes();
+            let small = self.bytes == 0 && size <= Size::Small as usize;
             let buffer = pool::take(if small { Size::Small } else { Size::Large });
             self.chunks.push_back(Chunk { buffer, start: 0, end: 0 });
         }
@@ -238,8 +234,7 @@ impl Log {
         }
     }
 
-    /// Fills `out` with the unsent bytes from `skip` bytes behind the cursor on; returns the number of slices filled.
-    /// `skip` is 0 or the length of the begun record.
+    /// Fills `out` with the unsent bytes after `skip`, which ends a record; returns the number of slices filled.
     pub(super) fn unsent_slices<'a>(&'a self, skip: usize, out: &mut [IoSlice<'a>]) -> usize {
         let mut filled = 0;
         let mut offset = self.cursor.offset + skip;
@@ -257,8 +252,7 @@ impl Log {
         filled
     }
 
-    /// Counts `n` bytes behind the cursor as taken by the transport. Returns the number of records sent for the first
-    /// time.
+    /// Counts `n` bytes behind the cursor as taken by the transport. Returns the number of records sent first.
     pub(super) fn wrote(&mut self, mut n: usize) -> u64 {
         let before = self.high_sent;
         self.cursor.unsent -= n;
@@ -291,7 +285,6 @@ impl Drop for Log {
     }
 }
 
-/// Returns the size of the record that begins here, header included; the length is its first field.
 fn record_size(bytes: &[u8]) -> usize {
     HEADER_LEN + u32::from_be_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]) as usize
 }

@@ -1,87 +1,45 @@
-//! Lends buffers: each thread keeps a few, and code that holds bytes takes one and gives it back when it is empty. An
-//! idle session therefore holds none. A busy one uses the same warm pages again; a fresh 64 KiB from the allocator
-//! costs page faults each time. The kept memory is bounded per thread.
+//! Lends buffers: each thread keeps a bounded number. An idle session holds none, and a busy one uses the same warm
+//! pages again; a fresh 64 KiB from the allocator costs page faults each time.
 
 use std::cell::RefCell;
 
-/// Size of a buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Size {
-    /// For a few small calls: 4 KiB.
-    Small,
-    /// For a part of a bulk transfer: 64 KiB.
-    Large,
-    /// For one read from a socket, behind a carried-over record: 160 KiB.
-    Read,
+    /// For a few small calls.
+    Small = 4 << 10,
+    /// For a part of a bulk transfer.
+    Large = 64 << 10,
+    /// For one read from a socket, behind a carried-over record.
+    Read = 160 << 10,
 }
 
-impl Size {
-    pub(crate) const fn bytes(self) -> usize {
-        match self {
-            Size::Small => 4 << 10,
-            Size::Large => 64 << 10,
-            Size::Read => 160 << 10,
-        }
-    }
-
-    const fn of(bytes: usize) -> Option<Size> {
-        const SMALL: usize = Size::Small.bytes();
-        const LARGE: usize = Size::Large.bytes();
-        const READ: usize = Size::Read.bytes();
-        match bytes {
-            SMALL => Some(Size::Small),
-            LARGE => Some(Size::Large),
-            READ => Some(Size::Read),
-            _ => None,
-        }
-    }
-
-    /// Number of unused buffers that a thread keeps.
-    const fn kept(self) -> usize {
-        match self {
-            Size::Small => 64,
-            Size::Large => 24,
-            Size::Read => 2,
-        }
-    }
-}
-
-#[derive(Default)]
-struct Pool {
-    small: Vec<Box<[u8]>>,
-    large: Vec<Box<[u8]>>,
-    read: Vec<Box<[u8]>>,
-}
-
-impl Pool {
-    fn shelf(&mut self, size: Size) -> &mut Vec<Box<[u8]>> {
-        match size {
-            Size::Small => &mut self.small,
-            Size::Large => &mut self.large,
-            Size::Read => &mut self.read,
-        }
-    }
-}
+/// The sizes, and the number of unused buffers of each that a thread keeps.
+const KEPT: [(Size, usize); 3] = [(Size::Small, 64), (Size::Large, 24), (Size::Read, 2)];
 
 thread_local! {
-    static POOL: RefCell<Pool> = RefCell::default();
+    /// Unused buffers, in the order of `KEPT`.
+    static POOL: RefCell<[Vec<Box<[u8]>>; 3]> = RefCell::default();
+}
+
+fn place(bytes: usize) -> Option<usize> {
+    KEPT.iter().position(|(size, _)| *size as usize == bytes)
 }
 
 /// Takes a buffer of exactly this size. It holds arbitrary earlier contents of this process.
 pub(crate) fn take(size: Size) -> Box<[u8]> {
-    POOL.with_borrow_mut(|pool| pool.shelf(size).pop())
-        .unwrap_or_else(|| vec![0; size.bytes()].into_boxed_slice())
+    let bytes = size as usize;
+    let kept = place(bytes).and_then(|at| POOL.with_borrow_mut(|pool| pool[at].pop()));
+    kept.unwrap_or_else(|| vec![0; bytes].into_boxed_slice())
 }
 
 /// Gives a buffer back. A buffer of no pooled size is dropped.
 pub(crate) fn give(buffer: Box<[u8]>) {
-    let Some(size) = Size::of(buffer.len()) else { return };
+    let Some(at) = place(buffer.len()) else { return };
     // An ending thread has no pool any more; the buffer is freed then.
     let _ended = POOL.try_with(|pool| {
-        let mut pool = pool.borrow_mut();
-        let shelf = pool.shelf(size);
-        if shelf.len() < size.kept() {
-            shelf.push(buffer);
+        let unused = &mut pool.borrow_mut()[at];
+        if unused.len() < KEPT[at].1 {
+            unused.push(buffer);
         }
     });
 }
@@ -101,7 +59,7 @@ mod tests {
             let many: Vec<_> = (0..100).map(|_| take(Size::Large)).collect();
             many.into_iter().for_each(give);
         }
-        assert_eq!(POOL.with_borrow(|pool| pool.large.len()), Size::Large.kept());
+        assert_eq!(POOL.with_borrow(|pool| pool[1].len()), KEPT[1].1);
         give(vec![0; 5].into_boxed_slice());
     }
 }

@@ -38,21 +38,11 @@ pub enum Violation {
     #[error("a {0:?} record inside a session")]
     Misplaced(RecordKind),
     /// A sequence number out of order.
-    #[error("record number {got} where {due} was due")]
-    Sequence {
-        /// Expected number.
-        due: u64,
-        /// Received number.
-        got: u64,
-    },
+    #[error("record number {got} where {due} was due", due = .0, got = .1)]
+    Sequence(u64, u64),
     /// An acknowledgement of a record that was never sent.
-    #[error("number {got} acknowledged, {sent} was the last one sent")]
-    Ack {
-        /// Highest number given to the transport.
-        sent: u64,
-        /// Received number.
-        got: u64,
-    },
+    #[error("number {got} acknowledged, {sent} was the last one sent", sent = .0, got = .1)]
+    Ack(u64, u64),
     /// A payload that does not fit its kind.
     #[error("a {0:?} record with an invalid payload")]
     Payload(RecordKind),
@@ -91,7 +81,7 @@ impl Session {
     ) -> Result<Received<'a>, Violation> {
         let sent = self.log.sent();
         if header.ack > sent {
-            return Err(Violation::Ack { sent, got: header.ack });
+            return Err(Violation::Ack(sent, header.ack));
         }
         self.log.ack(header.ack);
         if !header.kind.is_sequenced() {
@@ -99,7 +89,7 @@ impl Session {
         }
         let due = self.inbound.recv + 1;
         if header.seq != due {
-            return Err(Violation::Sequence { due, got: header.seq });
+            return Err(Violation::Sequence(due, header.seq));
         }
         self.inbound.recv = due;
         self.counts.received += 1;
@@ -122,7 +112,7 @@ impl Session {
         payload: &[u8],
     ) -> Result<Received<'a>, Violation> {
         if header.seq != 0 {
-            return Err(Violation::Sequence { due: 0, got: header.seq });
+            return Err(Violation::Sequence(0, header.seq));
         }
         if !payload.is_empty() || header.stream != 0 {
             return Err(Violation::Payload(header.kind));
@@ -163,11 +153,10 @@ impl Session {
 
     fn receive_close<'a>(&mut self, id: u32, payload: &[u8]) -> Result<Received<'a>, Violation> {
         let reason = match payload {
-            [0] => CloseReason::Closed,
-            [1] => CloseReason::Refused,
-            [2] => CloseReason::Failed,
-            _ => return Err(Violation::Payload(RecordKind::Close)),
+            [number] => CloseReason::from_u8(*number),
+            _ => None,
         };
+        let reason = reason.ok_or(Violation::Payload(RecordKind::Close))?;
         let stream = self.peers_stream(RecordKind::Close, id)?;
         let (over, news) = stream.end();
         if over {
@@ -185,7 +174,7 @@ impl Session {
         if !stream.credited(credit) {
             return Err(Violation::Credit(id));
         }
-        let answer = stream.is_answer();
+        let answer = std::mem::take(&mut stream.kept.calling);
         // The answer to a dial that this end has given up is dropped.
         let wanted = answer && stream.is_open();
         if stream.may_queue() {
@@ -199,7 +188,7 @@ impl Session {
             return Err(Violation::Payload(RecordKind::Finish));
         }
         let stream = self.peers_stream(RecordKind::Finish, id)?;
-        if !stream.peer_finished() {
+        if std::mem::replace(&mut stream.kept.finished, true) {
             return Err(Violation::Stream(RecordKind::Finish, id));
         }
         Ok(if stream.is_open() { Received::Finished(id) } else { Received::Nothing })
@@ -245,6 +234,6 @@ impl Session {
 
     /// Returns a stream for which the peer may still send records.
     fn peers_stream(&mut self, kind: RecordKind, id: u32) -> Result<&mut Stream, Violation> {
-        self.streams.get_mut(&id).filter(|stream| !stream.has_ended()).ok_or(Violation::Stream(kind, id))
+        self.streams.get_mut(&id).filter(|stream| !stream.kept.ended).ok_or(Violation::Stream(kind, id))
     }
 }

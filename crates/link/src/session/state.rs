@@ -1,6 +1,5 @@
-//! Converts the session to and from data, so that another process can continue it. The data hold everything except
-//! the state of a transport, because transports are not handed over. The peer treats the other process like a new
-//! transport, and both ends replay.
+//! Converts the session to and from data, so that another process can continue it. Transports are not handed over: the
+//! peer treats the other process like a new transport, and both ends replay.
 
 use std::collections::VecDeque;
 
@@ -8,11 +7,11 @@ use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
 use super::log::Log;
-use super::stream::Stream;
-use super::{Counts, Session, SessionLimits, WINDOW};
+use super::stream::{Kept, Stream};
+use super::{Counts, Session, SessionLimits};
 use crate::base64_bytes;
 use crate::endpoint::Role;
-use crate::record::{CloseReason, SessionId, StreamKind, VERSION};
+use crate::record::{CloseReason, SessionId, VERSION};
 
 /// Bytes as an element of a list.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -42,24 +41,14 @@ pub struct SessionState {
     counts: Counts,
 }
 
-/// Serialised stream of a session.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct StreamState {
     pub(super) id: u32,
     /// Unsent Open, encoded as its payload.
     pub(super) open: Option<Vec<u8>>,
-    pub(super) credit: u32,
-    pub(super) window: u32,
-    pub(super) owed: u32,
-    #[serde(with = "base64_bytes")]
-    pub(super) waiting: Vec<u8>,
     pub(super) close: Option<u8>,
-    pub(super) close_sent: bool,
-    pub(super) ended: bool,
-    pub(super) finish: bool,
-    pub(super) finish_sent: bool,
-    pub(super) finished: bool,
-    pub(super) calling: bool,
+    #[serde(flatten)]
+    pub(super) kept: Kept,
 }
 
 /// Reason to refuse a state.
@@ -98,9 +87,6 @@ impl Session {
     }
 
     /// Returns the session of another process, without a transport.
-    ///
-    /// # Errors
-    /// [`BadState`] if the state is invalid.
     pub fn restore(role: Role, limits: SessionLimits, state: SessionState) -> Result<Session, BadState> {
         let mut session = Session::new(role, state.id.map(SessionId), limits);
         if state.version > VERSION {
@@ -150,26 +136,6 @@ impl Session {
             self.streams.iter().filter(|(id, s)| s.is_open() && !owned(**id)).map(|(id, _)| *id).collect();
         for id in others {
             self.close(id, CloseReason::Failed);
-        }
-    }
-}
-
-impl Stream {
-    pub(super) fn read_kind(payload: &[u8]) -> Result<StreamKind, BadState> {
-        StreamKind::decode(payload).ok_or(BadState("a stream's target is unreadable"))
-    }
-
-    pub(super) fn read_close(number: u8) -> Result<CloseReason, BadState> {
-        [CloseReason::Closed, CloseReason::Refused, CloseReason::Failed]
-            .into_iter()
-            .find(|reason| *reason as u8 == number)
-            .ok_or(BadState("a closed stream's reason is unknown"))
-    }
-
-    pub(super) fn check(state: &StreamState) -> Result<(), BadState> {
-        match state.owed.checked_add(state.window) {
-            Some(sum) if sum <= WINDOW => Ok(()),
-            _ => Err(BadState("a stream's window is larger than the limit")),
         }
     }
 }

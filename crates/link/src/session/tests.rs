@@ -406,9 +406,9 @@ fn one(kind: RecordKind, stream: u32, seq: u64, payload: &[u8]) -> Vec<u8> {
 #[test]
 fn every_violation_has_its_error() {
     let after = |bytes: &[u8]| feed(&mut opened(), bytes).unwrap_err();
-    assert_eq!(after(&one(RecordKind::Data, 1, 2, b"x")), Violation::Sequence { due: 1, got: 2 });
-    assert_eq!(after(&one(RecordKind::Data, 1, 0, b"x")), Violation::Sequence { due: 1, got: 0 });
-    assert_eq!(after(&one(RecordKind::Ping, 0, 1, b"")), Violation::Sequence { due: 0, got: 1 });
+    assert_eq!(after(&one(RecordKind::Data, 1, 2, b"x")), Violation::Sequence(1, 2));
+    assert_eq!(after(&one(RecordKind::Data, 1, 0, b"x")), Violation::Sequence(1, 0));
+    assert_eq!(after(&one(RecordKind::Ping, 0, 1, b"")), Violation::Sequence(0, 1));
     assert_eq!(after(&one(RecordKind::Data, 3, 1, b"x")), Violation::Stream(RecordKind::Data, 3));
     assert_eq!(after(&one(RecordKind::Data, 1, 1, b"")), Violation::Payload(RecordKind::Data));
     assert_eq!(after(&one(RecordKind::Credit, 1, 1, b"123")), Violation::Payload(RecordKind::Credit));
@@ -419,7 +419,7 @@ fn every_violation_has_its_error() {
     assert_eq!(after(&one(RecordKind::Hello, 0, 0, b"")), Violation::Misplaced(RecordKind::Hello));
     assert_eq!(after(&one(RecordKind::Claim, 0, 0, b"")), Violation::Misplaced(RecordKind::Claim));
     let ack = RecordHeader { ack: 99, ..RecordHeader::new(RecordKind::Ack, 0) };
-    assert_eq!(after(&ack.encode()), Violation::Ack { sent: 1, got: 99 });
+    assert_eq!(after(&ack.encode()), Violation::Ack(1, 99));
     let closed_twice = [one(RecordKind::Close, 1, 1, &[0]), one(RecordKind::Data, 1, 2, b"x")].concat();
     assert_eq!(after(&closed_twice), Violation::Stream(RecordKind::Data, 1));
     assert!(matches!(after(&[0xff; 28]), Violation::Record(BadRecord::Length(_))));

@@ -9,9 +9,6 @@ use crate::netlink::Client;
 use crate::underlay::{self, UnderlayDevice};
 
 /// Returns all present uplinks of the VM, and those by which the pod leaves: none where there is no way out.
-///
-/// # Errors
-/// [`Error::Kernel`].
 pub(super) fn inspect(
     client: &mut Client,
     external: &External,
@@ -35,9 +32,8 @@ pub(super) fn inspect(
     // A gateway found only in the NIC's own table is as near to the VM as one of the main table.
     for uplink in &mut all {
         let same = out.iter().filter(|nic| nic.index == uplink.index);
-        uplink
-            .near
-            .extend(same.flat_map(|nic| &nic.gateways).map(|gateway| (*gateway, link::bits(*gateway))));
+        let gateways = same.flat_map(|nic| &nic.gateways);
+        uplink.near.extend(gateways.map(|gateway| (*gateway, link::bits(*gateway))));
     }
     Ok((all, out))
 }

@@ -25,9 +25,6 @@ const PRIORITY: u32 = 0x70;
 const ELSEWHERE: u8 = 252;
 
 /// Routes packets that arrive by `door` out by `nic`, in the families for which it has a gateway. May be repeated.
-///
-/// # Errors
-/// [`Error::Kernel`].
 pub(super) fn make(host: &mut Client, door: &str, nic: &UnderlayDevice) -> Result<(), Error> {
     for v6 in [false, true] {
         let gateway = nic.gateways.iter().find(|gateway| gateway.is_ipv6() == v6 && nic.has(v6));
@@ -46,9 +43,6 @@ pub(super) fn make(host: &mut Client, door: &str, nic: &UnderlayDevice) -> Resul
 }
 
 /// Undoes [`make`]. A missing rule or route is no error.
-///
-/// # Errors
-/// [`Error::Kernel`].
 pub(super) fn remove(host: &mut Client, door: &str) -> Result<(), Error> {
     remove_family(host, door, false).and(remove_family(host, door, true))
 }

@@ -1,8 +1,5 @@
-//! Makes the veth pair between the pod's namespace and the VM's own, with the egress firewall at the VM's end, and sets
-//! the forwarding sysctls.
+//! Makes the veth pair between the pod's and the VM's namespace, the egress firewall at its end, and forwarding.
 
-use std::fs;
-use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::os::fd::{AsFd, AsRawFd};
 use std::path::Path;
@@ -15,6 +12,7 @@ use nix::errno::Errno;
 use rtnetlink::{LinkUnspec, LinkVeth, RouteMessageBuilder};
 
 use super::{External, nic, policy_route};
+use crate::inspect::sysctl;
 use crate::link::{self, bits};
 use crate::netlink::{self, Client};
 use crate::netns::Netns;
@@ -23,10 +21,8 @@ use crate::underlay::{self, UnderlayDevice};
 use crate::vxlan::no_v6_address;
 use crate::{Error, vxlan};
 
-/// Name of the VM's end.
 const DOOR: &str = "pp-ext";
-/// Name of the pod's end.
-const INSIDE: &str = "pp-ext0";
+pub(crate) const INSIDE: &str = "pp-ext0";
 const DOOR_MAC: [u8; 6] = [0x02, b'p', b'p', b'e', b'x', 0];
 const INSIDE_MAC: [u8; 6] = [0x02, b'p', b'p', b'e', b'x', 1];
 /// Gateways that exist only in the pair's own neighbour entries; no program ever resolves them.
@@ -47,11 +43,8 @@ pub struct Applied {
 }
 
 /// Returns the families (IPv4, IPv6) that can leave by the VM with its present network.
-///
-/// # Errors
-/// [`Error::Kernel`].
 pub fn leaves(external: &External) -> Result<(bool, bool), Error> {
-    let (_, out) = nic::inspect(&mut Client::route().map_err(socket)?, external)?;
+    let (_, out) = nic::inspect(&mut Client::route().map_err(Error::socket)?, external)?;
     Ok((leaves_by(external, &out, false), leaves_by(external, &out, true)))
 }
 
@@ -63,11 +56,10 @@ fn leaves_by(external: &External, out: &[UnderlayDevice], v6: bool) -> bool {
 /// Makes the egress path as the VM's present network requires, the egress firewall first. Correct parts stay unchanged.
 /// It serves the families with a default route and an address at the VM; the caller passes them to [`super::split`].
 ///
-/// # Errors
-/// [`Error::Kernel`], also where the VM's kernel has no nftables or NAT; [`Error::Path`] where the VM has no way out.
-/// Parts that were made stay; [`undo`] removes them.
+/// # Errors [`Error::Kernel`], also without nftables or NAT; [`Error::Path`] without a way out. [`undo`] removes made
+/// parts.
 pub fn apply(external: &External, podns: &Path) -> Result<Applied, Error> {
-    let host = &mut Client::route().map_err(socket)?;
+    let host = &mut Client::route().map_err(Error::socket)?;
     let (uplinks, out) = nic::inspect(host, external)?;
     let (v4, v6) = (leaves_by(external, &out, false), leaves_by(external, &out, true));
     if !v4 && !v6 {
@@ -81,12 +73,10 @@ pub fn apply(external: &External, podns: &Path) -> Result<Applied, Error> {
     let there = link::by_name(host, DOOR).map_err(Error::kernel(format!("look for {DOOR}")))?;
     let ours = match there.as_ref().and_then(|link| link.alias.as_deref()?.strip_prefix(ALIAS)) {
         Some(switched) => (switched.contains('4'), switched.contains('6')),
-        // Only this module uses that name. A half-made pair from before a crash has no alias, and no sysctl was changed
-        // for it.
+        // Only this module uses that name. A half-made pair has no alias, and changed no sysctl.
         None => (!is_on("ipv4/ip_forward"), !is_on("ipv6/conf/all/forwarding")),
     };
-    // The VM's own networks, and destinations that it reaches without a router though its address names no network (a
-    // /32).
+    // The VM's own networks, and destinations that it reaches without a router from an address without a network.
     let own = uplinks.iter().flat_map(|uplink| uplink.addresses.iter().chain(&uplink.near));
     let wall = EgressFirewall {
         door: DOOR.to_owned(),
@@ -96,7 +86,7 @@ pub fn apply(external: &External, podns: &Path) -> Result<Applied, Error> {
         deny: external.denied(own.map(|(address, prefix)| underlay::network(*address, *prefix))),
         alone: ours,
     };
-    wall.raise(&mut Client::netfilter().map_err(socket)?)?;
+    wall.raise(&mut Client::netfilter().map_err(Error::socket)?)?;
 
     let netns = Netns::open(podns)?;
     let inside = &mut netns.netlink()?;
@@ -113,13 +103,12 @@ pub fn apply(external: &External, podns: &Path) -> Result<Applied, Error> {
     Ok(Applied { v4, v6, uplinks: names })
 }
 
-/// Removes the egress path: the policy route, the veth pair (its routes go with it), the forwarding sysctls, then the
-/// egress firewall. A missing part is no error.
+/// Removes the egress path: policy route, veth pair, forwarding, firewall. A missing part is no error.
 ///
 /// # Errors
 /// The first failure. The remaining steps are still tried, unless the VM's devices cannot be read.
 pub fn undo() -> Result<(), Error> {
-    let host = &mut Client::route().map_err(socket)?;
+    let host = &mut Client::route().map_err(Error::socket)?;
     let Some(door) = link::by_name(host, DOOR).map_err(Error::kernel(format!("look for {DOOR}")))? else {
         return raze(); // a crash may leave the firewall without the pair
     };
@@ -143,10 +132,6 @@ fn raze() -> Result<(), Error> {
         Ok(mut client) => egress_firewall::raze(&mut client),
         Err(_) => Ok(()), // no netfilter, no table
     }
-}
-
-fn socket(source: io::Error) -> Error {
-    Error::kernel("open a netlink socket")(netlink::Error::Socket(source))
 }
 
 fn is_there(inside: &mut Client) -> Result<bool, Error> {
@@ -186,7 +171,6 @@ fn index(client: &mut Client, name: &str) -> Result<u32, Error> {
     link.map(|link| link.index).ok_or_else(|| Error::kernel(format!("look for {name}"))(gone()))
 }
 
-/// Sets both ends up, with their neighbours and routes.
 fn furnish(host: &mut Client, inside: &mut Client, pod: &[IpAddr], mtu: u32) -> Result<(), Error> {
     let (door, own) = (index(host, DOOR)?, index(inside, INSIDE)?);
     let up = |index| link::set(LinkUnspec::new_with_index(index).up().mtu(mtu));
@@ -238,9 +222,8 @@ fn default_route(index: u32, gateway: IpAddr, source: IpAddr) -> Result<RouteNet
     Ok(RouteNetlinkMessage::NewRoute(route.build()))
 }
 
-/// Enables forwarding: for IPv4 on the pair and on the devices `out` alone, for IPv6 on all devices (it has no other
-/// switch; the egress firewall drops packets that are not the pod's). A forwarding host ignores router advertisements
-/// unless `accept_ra` is 2, which is set per device.
+/// Enables forwarding: for IPv4 on the pair and on the devices `out`, for IPv6 on all devices (it has no other switch;
+/// the firewall drops foreign packets). A forwarding host ignores router advertisements unless `accept_ra` is 2.
 fn forward(v4: bool, v6: bool, out: &[String], uplinks: &[UnderlayDevice]) -> Result<(), Error> {
     if v4 {
         for name in out.iter().map(String::as_str).chain([DOOR]) {
@@ -250,7 +233,7 @@ fn forward(v4: bool, v6: bool, out: &[String], uplinks: &[UnderlayDevice]) -> Re
     if v6 {
         for UnderlayDevice { name, .. } in uplinks {
             let accepts = format!("ipv6/conf/{name}/accept_ra");
-            if fs::read_to_string(sysctl(&accepts)).is_ok_and(|value| value.trim() == "1") {
+            if is_on(&accepts) {
                 switch(&accepts, "2")?;
             }
         }
@@ -259,18 +242,11 @@ fn forward(v4: bool, v6: bool, out: &[String], uplinks: &[UnderlayDevice]) -> Re
     Ok(())
 }
 
-fn sysctl(path: &str) -> String {
-    format!("/proc/sys/net/{path}")
-}
-
 fn is_on(path: &str) -> bool {
-    fs::read_to_string(sysctl(path)).is_ok_and(|value| value.trim() == "1")
+    sysctl::read(Path::new(sysctl::ROOT), path).is_ok_and(|value| value == "1")
 }
 
 fn switch(path: &str, value: &str) -> Result<(), Error> {
-    let path = sysctl(path);
-    if fs::read_to_string(&path).is_ok_and(|now| now.trim() == value) {
-        return Ok(());
-    }
-    fs::write(&path, value).map_err(|e| Error::kernel(format!("write {value} to {path}"))(e.into()))
+    let attempt = format!("write {value} to {}/{path}", sysctl::ROOT);
+    sysctl::ensure(path, value).map(drop).map_err(|e| Error::kernel(attempt)(e.into()))
 }

@@ -5,8 +5,7 @@ use std::collections::HashSet;
 use std::hash::Hash;
 use std::net::IpAddr;
 
-use crate::inspect::{Address, Neighbour, Picture, Route, Rule};
-use crate::plan::Planned;
+use crate::inspect::{Address, Neighbour, Picture, PodNetworkState, Route, Rule};
 
 /// Metric and protocol that the kernel gives to an IPv6 route without them.
 const USUAL_METRIC_V6: u32 = 1024;
@@ -32,7 +31,7 @@ pub(super) struct Change {
 
 impl Contents {
     /// Returns the contents that a plan wants.
-    pub(super) fn planned(plan: &Planned) -> Contents {
+    pub(super) fn planned(plan: &PodNetworkState) -> Contents {
         let mut all = Contents { rules: plan.rules.clone(), ..Contents::default() };
         let lo = || "lo".to_owned();
         all.addresses.extend(plan.loopback.iter().map(|address| (lo(), address.clone())));
@@ -63,40 +62,30 @@ impl Contents {
         }
     }
 
-    /// Returns the change from `has` to `self`. Entries in neither `self` nor `before` belong to other programs and
-    /// stay.
+    /// Returns the change from `has` to `self`. Entries in neither `self` nor `before` stay.
     pub(super) fn change(&self, has: &Contents, before: &Contents) -> Change {
         let mut change = Change::default();
+        let Change { swap, add, remove } = &mut change;
         // An entry that the kernel let expire is not restored by the plan that brought it.
-        let expired = |(_, a): &&(String, Address)| a.valid.is_some();
-        difference(&self.addresses, &has.addresses, &before.addresses, address_exact, address_kind, expired)
-            .split(&mut change, |contents| &mut contents.addresses, address_kind);
-        let expired = |(_, r): &&(Option<String>, Route)| r.expires.is_some();
-        difference(&self.routes, &has.routes, &before.routes, route_exact, route_kind, expired).split(
-            &mut change,
-            |contents| &mut contents.routes,
-            route_kind,
-        );
+        let expires = |(_, a): &(String, Address)| a.valid.is_some();
+        let all = [&self.addresses, &has.addresses, &before.addresses];
+        (swap.addresses, add.addresses, remove.addresses) =
+            difference(all, address_exact, address_kind, expires);
+        let expires = |(_, r): &(Option<String>, Route)| r.expires.is_some();
+        let all = [&self.routes, &has.routes, &before.routes];
+        (swap.routes, add.routes, remove.routes) = difference(all, route_exact, route_kind, expires);
         // The kernel replaces a neighbour in one step, and a rule is identified by its whole content.
         let key = |(of, n): &(String, Neighbour)| (of.clone(), n.address, n.proxy);
         let exact = |(of, n): &(String, Neighbour)| (of.clone(), Neighbour { protocol: 0, ..n.clone() });
-        let of_neighbours =
-            difference(&self.neighbours, &has.neighbours, &before.neighbours, exact, key, |_| false);
-        let added: HashSet<_> = of_neighbours.add.iter().map(key).collect();
-        change.remove.neighbours =
-            of_neighbours.remove.into_iter().filter(|n| !added.contains(&key(n))).collect();
-        change.add.neighbours = of_neighbours.add;
-        let of_rules =
-            difference(&self.rules, &has.rules, &before.rules, Rule::clone, Rule::clone, |_| false);
-        (change.add.rules, change.remove.rules) = (of_rules.add, of_rules.remove);
+        let all = [&self.neighbours, &has.neighbours, &before.neighbours];
+        (_, add.neighbours, remove.neighbours) = difference(all, exact, key, |_| false);
+        let all = [&self.rules, &has.rules, &before.rules];
+        (_, add.rules, remove.rules) = difference(all, Rule::clone, Rule::clone, |_| false);
         change
     }
 
     fn is_empty(&self) -> bool {
-        self.addresses.is_empty()
-            && self.routes.is_empty()
-            && self.neighbours.is_empty()
-            && self.rules.is_empty()
+        *self == Contents::default()
     }
 }
 
@@ -164,44 +153,23 @@ fn route_kind(of: &(Option<String>, Route)) -> (Option<String>, Route) {
     (device, kind)
 }
 
-struct Difference<T> {
-    add: Vec<T>,
-    remove: Vec<T>,
-}
-
+/// Returns the entries to remove before an addition in another form, the ones to add, and the others to remove.
 fn difference<T: Clone, K: Hash + Eq, L: Hash + Eq>(
-    target: &[T],
-    has: &[T],
-    before: &[T],
+    [target, has, before]: [&Vec<T>; 3],
     exact: impl Fn(&T) -> K,
     kind: impl Fn(&T) -> L,
-    expires: impl Fn(&&T) -> bool,
-) -> Difference<T> {
-    let (wanted, there): (HashSet<K>, HashSet<K>) =
-        (target.iter().map(&exact).collect(), has.iter().map(&exact).collect());
-    let old: HashSet<K> = before.iter().map(&exact).collect();
+    expires: impl Fn(&T) -> bool,
+) -> (Vec<T>, Vec<T>, Vec<T>) {
+    let all = |entries: &[T]| entries.iter().map(&exact).collect::<HashSet<K>>();
+    let (wanted, there, old) = (all(target), all(has), all(before));
     let ours: HashSet<L> = target.iter().chain(before).map(&kind).collect();
-    let gone_by_itself = |t: &&T| expires(t) && old.contains(&exact(t));
+    let gone_by_itself = |t: &T| expires(t) && old.contains(&exact(t));
     let missing = target.iter().filter(|t| !there.contains(&exact(t)) && !gone_by_itself(t));
+    let add: Vec<T> = missing.cloned().collect();
+    let added: HashSet<L> = add.iter().map(&kind).collect();
     let surplus = has.iter().filter(|h| !wanted.contains(&exact(h)) && ours.contains(&kind(h)));
-    Difference { add: missing.cloned().collect(), remove: surplus.cloned().collect() }
-}
-
-impl<T: Clone> Difference<T> {
-    /// Splits the difference: entries that are removed and added again in another form are removed first.
-    fn split<L: Hash + Eq>(
-        self,
-        change: &mut Change,
-        of: impl Fn(&mut Contents) -> &mut Vec<T>,
-        kind: impl Fn(&T) -> L,
-    ) {
-        let added: HashSet<L> = self.add.iter().map(&kind).collect();
-        let (swap, remove): (Vec<T>, Vec<T>) =
-            self.remove.into_iter().partition(|t| added.contains(&kind(t)));
-        *of(&mut change.swap) = swap;
-        *of(&mut change.add) = self.add;
-        *of(&mut change.remove) = remove;
-    }
+    let (swap, remove) = surplus.cloned().partition(|t| added.contains(&kind(t)));
+    (swap, add, remove)
 }
 
 #[cfg(test)]

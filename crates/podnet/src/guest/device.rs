@@ -10,11 +10,11 @@ use rtnetlink::{LinkMessageBuilder, LinkUnspec};
 
 use super::transaction::{Step, Transaction};
 use crate::Error;
-use crate::inspect::Picture;
-use crate::link::{self, Link, endpoints};
+use crate::inspect::{Interface, Picture};
+use crate::link::{self, Link, endpoints, mac_of};
 use crate::netlink::Client;
 use crate::netns::Netns;
-use crate::plan::{Interface, Underlay};
+use crate::plan::{Planned, Tunnelled, Underlay};
 use crate::vxlan::{self, Held, Shape, no_v6_address};
 
 pub(super) struct Devices<'a> {
@@ -28,49 +28,44 @@ impl<'a> Devices<'a> {
         Devices { netns, underlay, source }
     }
 
-    /// Makes sure that the devices exist, in the order of the pod's indexes, with their names and settings. Sets none
-    /// of them up. `picture` contains them afterwards.
+    /// Makes or corrects the devices, in the order of the pod's indexes, not up. `picture` has them then.
     pub(super) fn make(
         &self,
         transaction: &mut Transaction<'_>,
         host: &mut Client,
         picture: &mut Picture,
-        interfaces: &[Interface],
+        planned: &Planned,
     ) -> Result<(), Error> {
-        let mut ordered: Vec<&Interface> = interfaces.iter().collect();
-        ordered.sort_by_key(|interface| interface.index);
+        let mut ordered: Vec<Tunnelled<'_>> = planned.tunnels().collect();
+        ordered.sort_by_key(|(_, interface)| interface.index);
         let mut steps = Vec::new();
         let mut loopback = picture.links.iter().filter(|link| link.loopback && !link.up);
         steps.extend(loopback.next().map(|lo| state_step("set lo up".to_owned(), lo, true)));
         for wanted in ordered {
-            let there = picture.links.iter().find(|link| link.name == wanted.name).cloned();
-            let kept = match there {
-                Some(link) if self.is_same_device(&link, wanted) => Some(link),
-                Some(link) if link.vxlan.is_none() => {
-                    return Err(Error::Plan(format!(
-                        "the pod's namespace already has an interface {} that is no tunnel",
-                        wanted.name
-                    )));
-                }
-                _ => None,
-            };
-            let link = match kept {
-                Some(link) => {
+            let name = &wanted.1.name;
+            let there = picture.links.iter().find(|link| link.name == *name).cloned();
+            let link = match there {
+                Some(link) if self.is_same_device(&link, wanted) => {
                     steps.extend(self.ends(&link, wanted));
                     link
                 }
-                None => {
+                Some(link) if link.vxlan.is_none() => {
+                    return Err(Error::Plan(format!(
+                        "the pod's namespace already has an interface {name} that is no tunnel"
+                    )));
+                }
+                _ => {
                     self.clear(transaction, picture, wanted)?;
                     let made = self.create(transaction, host, wanted)?;
                     picture.links.push(made.clone());
                     made
                 }
             };
-            steps.extend(settled(&link, wanted));
+            steps.extend(settled(&link, wanted.1));
         }
         transaction.run(steps, &[])?;
         for link in &mut picture.links {
-            if let Some(wanted) = interfaces.iter().find(|i| link.name == temporary_name(i.vni)) {
+            if let Some((_, wanted)) = planned.tunnels().find(|(vni, _)| link.name == temporary_name(*vni)) {
                 link.name.clone_from(&wanted.name);
             }
         }
@@ -96,34 +91,29 @@ impl<'a> Devices<'a> {
     }
 
     /// Returns whether it is the wanted tunnel, regardless of its endpoints, which can be changed.
-    fn is_same_device(&self, link: &Link, wanted: &Interface) -> bool {
-        let underlay = self.underlay;
-        link.mac == Some(wanted.mac)
-            && link.vxlan.as_ref().is_some_and(|vxlan| {
-                vxlan.vni == wanted.vni
-                    && vxlan.port == underlay.port
-                    && vxlan.is_v6() == underlay.node.is_ipv6()
-                    && (underlay.node.is_ipv6() || vxlan.udp_checksum == underlay.udp_checksum)
-            })
+    fn is_same_device(&self, link: &Link, (vni, wanted): Tunnelled<'_>) -> bool {
+        let fits = |vxlan: &link::Vxlan| vxlan.vni == vni && self.shape().fits(vxlan);
+        link.mac.is_some() && link.mac == mac_of(&wanted.mac) && link.vxlan.as_ref().is_some_and(fits)
+    }
+
+    fn shape(&self) -> Shape {
+        let Underlay { node, port, udp_checksum, .. } = *self.underlay;
+        Shape { port, v6: node.is_ipv6(), udp_checksum }
     }
 
     /// Returns the step that sets the tunnel's endpoints to the node's present address.
-    fn ends(&self, link: &Link, wanted: &Interface) -> Option<Step> {
+    fn ends(&self, link: &Link, (vni, wanted): Tunnelled<'_>) -> Option<Step> {
         let vxlan = link.vxlan.as_ref()?;
         let (remote, local) = (self.underlay.node, self.source);
         if vxlan.remote == Some(remote) && vxlan.local == Some(local) {
             return None;
         }
-        let held = Held { ifindex: link.index, vni: wanted.vni };
+        let held = Held { ifindex: link.index, vni };
         let change =
             |remote, local| RouteNetlinkMessage::NewLink(vxlan::connection(held, remote, local).build());
-        Some(Step {
-            flags: 0,
-            back: vxlan.remote.map(|old| (0, change(old, vxlan.local))),
-            message: change(remote, Some(local)),
-            what: format!("set the ends of {} to {local} and {remote}", wanted.name),
-            optional: false,
-        })
+        let back = vxlan.remote.map(|old| change(old, vxlan.local));
+        let what = format!("set the ends of {} to {local} and {remote}", wanted.name);
+        Some(Step::change(change(remote, Some(local)), back, what))
     }
 
     /// Removes devices that conflict with a new one: those of an older plan, or half-made ones from before a crash.
@@ -131,11 +121,11 @@ impl<'a> Devices<'a> {
         &self,
         transaction: &mut Transaction<'_>,
         picture: &mut Picture,
-        wanted: &Interface,
+        (vni, wanted): Tunnelled<'_>,
     ) -> Result<(), Error> {
         let in_the_way = |link: &Link| {
             link.name == wanted.name
-                || link.vxlan.as_ref().is_some_and(|v| v.vni == wanted.vni && v.port == self.underlay.port)
+                || link.vxlan.as_ref().is_some_and(|v| v.vni == vni && v.port == self.underlay.port)
         };
         for link in picture.links.iter().filter(|link| in_the_way(link)) {
             vxlan::remove(transaction.pod(), link.index)?;
@@ -149,16 +139,15 @@ impl<'a> Devices<'a> {
         &self,
         transaction: &mut Transaction<'_>,
         host: &mut Client,
-        wanted: &Interface,
+        (vni, wanted): Tunnelled<'_>,
     ) -> Result<Link, Error> {
-        let underlay = self.underlay;
-        let shape =
-            Shape { port: underlay.port, v6: underlay.node.is_ipv6(), udp_checksum: underlay.udp_checksum };
-        let name = temporary_name(wanted.vni);
-        let tunnel = vxlan::tunnel(self.netns, &name, wanted.vni, wanted.mac, shape);
-        let tunnel = endpoints(tunnel, underlay.node, Some(self.source));
+        let name = temporary_name(vni);
+        // The plan's reader accepts only a MAC.
+        let mac = mac_of(&wanted.mac).unwrap_or_default();
+        let tunnel = vxlan::tunnel(self.netns, &name, vni, mac, self.shape());
+        let tunnel = endpoints(tunnel, self.underlay.node, Some(self.source));
         let mut message = tunnel.mtu(wanted.mtu).index(wanted.index).build();
-        let attempt = || format!("make the tunnel device for {} (VNI {})", wanted.name, wanted.vni);
+        let attempt = || format!("make the tunnel device for {} (VNI {vni})", wanted.name);
         let mut tell = |message: &LinkMessage| {
             host.tell(NLM_F_CREATE | NLM_F_EXCL, RouteNetlinkMessage::NewLink(message.clone()))
         };
@@ -172,8 +161,7 @@ impl<'a> Devices<'a> {
         };
         made.map_err(Error::kernel(attempt()))?;
         let link = link::by_name(transaction.pod(), &name).map_err(Error::kernel(attempt()))?;
-        let vni = wanted.vni;
-        let link = link.ok_or_else(|| Error::Gone { netns: self.netns.path().to_owned(), vni })?;
+        let link = link.ok_or_else(|| Error::Gone(self.netns.path().to_owned(), vni))?;
         transaction.note(Some((0, link::delete(link.index))));
         Ok(link)
     }
@@ -216,13 +204,8 @@ fn settled(link: &Link, wanted: &Interface) -> Vec<Step> {
         old = link.tx_queue_len.into_iter().fold(old, LinkMessageBuilder::txqueuelen);
     }
     if is_new || other_mtu || queue.is_some() {
-        steps.push(Step {
-            flags: 0,
-            back: Some((0, link::set(old))).filter(|_| !is_new),
-            message: link::set(new),
-            what: format!("give the tunnel device the name {} and the MTU {}", wanted.name, wanted.mtu),
-            optional: false,
-        });
+        let what = format!("give the tunnel device the name {} and the MTU {}", wanted.name, wanted.mtu);
+        steps.push(Step::change(link::set(new), (!is_new).then(|| link::set(old)), what));
     }
     let flags = (wanted.no_arp, wanted.promiscuous, wanted.all_multicast);
     let has = (link.no_arp, link.promiscuous, link.all_multicast);
@@ -230,31 +213,22 @@ fn settled(link: &Link, wanted: &Interface) -> Vec<Step> {
         let set = |(no_arp, promiscuous, all_multicast): (bool, bool, bool)| {
             link::set(device().arp(!no_arp).promiscuous(promiscuous).allmulticast(all_multicast))
         };
-        steps.push(Step {
-            flags: 0,
-            back: Some((0, set(has))),
-            message: set(flags),
-            what: format!("set the flags of {}", wanted.name),
-            optional: false,
-        });
+        let what = format!("set the flags of {}", wanted.name);
+        steps.push(Step::change(set(flags), Some(set(has)), what));
     }
     if is_new {
-        steps.push(Step {
-            flags: 0,
-            back: None,
-            message: no_v6_address(link.index),
-            what: String::new(),
-            optional: true, // a kernel without IPv6 has nothing to switch off
-        });
+        // A kernel without IPv6 has nothing to switch off.
+        let mut step = Step::change(no_v6_address(link.index), None, String::new());
+        step.optional = true;
+        steps.push(step);
     }
     steps
 }
 
-/// Returns the step that sets a device up or down.
 fn state_step(what: String, link: &Link, up: bool) -> Step {
     let set = |up: bool| {
         let device = LinkUnspec::new_with_index(link.index);
         link::set(if up { device.up() } else { device.down() })
     };
-    Step { flags: 0, back: Some((0, set(!up))), message: set(up), what, optional: false }
+    Step::change(set(up), Some(set(!up)), what)
 }

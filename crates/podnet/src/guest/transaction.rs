@@ -11,22 +11,34 @@ use super::contents::{Change, Contents};
 use super::device;
 use super::message::{self, Names};
 use crate::Error;
-use crate::inspect::{Picture, Route};
+use crate::inspect::{Address, Neighbour, Picture, Route, Rule};
 use crate::netlink::{Answer, Client, Refusal};
+
+type Message = (u16, RouteNetlinkMessage);
 
 /// One message with its purpose and the message that undoes it.
 pub(super) struct Step {
-    pub(super) flags: u16,
-    pub(super) message: RouteNetlinkMessage,
-    pub(super) back: Option<(u16, RouteNetlinkMessage)>,
-    pub(super) what: String,
+    message: Message,
+    back: Option<Message>,
+    what: String,
     /// Whether a refusal is ignored.
     pub(super) optional: bool,
 }
 
+impl Step {
+    /// Returns the step that changes a device.
+    pub(super) fn change(
+        message: RouteNetlinkMessage,
+        back: Option<RouteNetlinkMessage>,
+        what: String,
+    ) -> Step {
+        Step { message: (0, message), back: back.map(|back| (0, back)), what, optional: false }
+    }
+}
+
 pub(super) struct Transaction<'a> {
     pod: &'a mut Client,
-    back: Vec<(u16, RouteNetlinkMessage)>,
+    back: Vec<Message>,
     changed: bool,
 }
 
@@ -46,15 +58,14 @@ impl<'a> Transaction<'a> {
     }
 
     /// Records a change that was made elsewhere.
-    pub(super) fn note(&mut self, back: Option<(u16, RouteNetlinkMessage)>) {
+    pub(super) fn note(&mut self, back: Option<Message>) {
         self.changed = true;
         self.back.extend(back);
     }
 
     /// Sends all steps and returns the refused ones, except optional steps and tolerated errors.
     fn send(&mut self, steps: Vec<Step>, tolerated: &[Errno]) -> Result<Vec<(Step, Refusal)>, Error> {
-        let messages: Vec<(u16, RouteNetlinkMessage)> =
-            steps.iter().map(|step| (step.flags, step.message.clone())).collect();
+        let messages: Vec<Message> = steps.iter().map(|step| step.message.clone()).collect();
         let answers = self.pod.batch(&messages).map_err(Error::kernel("set up the pod's network"))?;
         let mut refused = Vec::new();
         for (step, answer) in steps.into_iter().zip(answers) {
@@ -83,20 +94,18 @@ impl<'a> Transaction<'a> {
         let names = Names::of(picture);
         let removes = change.removes();
         let mut steps = removals(&names, &change.swap)?;
-        let mut added = additions(&names, &change.add)?;
-        steps.append(&mut added.addresses);
+        let [mut addresses, routes, mut rest] = additions(&names, &change.add)?;
+        steps.append(&mut addresses);
         self.run(steps, TOLERATED)?;
-        if !added.routes.is_empty() {
-            self.routes(added.routes)?;
+        if !routes.is_empty() {
+            self.routes(routes)?;
         }
-        let mut steps = added.rest;
-        steps.append(&mut removals(&names, &change.remove)?);
-        self.run(steps, TOLERATED)?;
+        rest.append(&mut removals(&names, &change.remove)?);
+        self.run(rest, TOLERATED)?;
         Ok(removes)
     }
 
-    /// Adds routes. A route may be sent before one that it needs (a gateway's network), and may have outlived that one
-    /// in the pod.
+    /// Adds routes. A route may be sent before one that it needs, and may have outlived that one in the pod.
     fn routes(&mut self, steps: Vec<Step>) -> Result<(), Error> {
         let mut left = self.send(steps, TOLERATED)?;
         let mut before = usize::MAX;
@@ -104,8 +113,7 @@ impl<'a> Transaction<'a> {
             before = left.len();
             left = self.send(left.into_iter().map(|(step, _)| step).collect(), TOLERATED)?;
         }
-        // The pod has this route although no route leads to its gateway any more: the route is added with the on-link
-        // flag.
+        // The pod has this route without a route to its gateway: the on-link flag permits that.
         let lost = |(step, no): &(Step, Refusal)| {
             has_gateway(step) && matches!(no.errno, Errno::ENETUNREACH | Errno::EHOSTUNREACH | Errno::EINVAL)
         };
@@ -122,10 +130,9 @@ impl<'a> Transaction<'a> {
         Ok(())
     }
 
-    /// Undoes all changes, the last first. Failures are left to the next attempt; the error that counts is the one that
-    /// led here.
+    /// Undoes all changes, the last first. Failures are left to the next attempt.
     pub(super) fn undo(self) {
-        let messages: Vec<(u16, RouteNetlinkMessage)> = self.back.into_iter().rev().collect();
+        let messages: Vec<Message> = self.back.into_iter().rev().collect();
         let answers: Vec<Answer> = self.pod.batch(&messages).unwrap_or_default();
         drop(answers);
     }
@@ -134,28 +141,13 @@ impl<'a> Transaction<'a> {
 /// Errors of an object that already exists, or no longer exists.
 const TOLERATED: &[Errno] = &[Errno::EEXIST, Errno::ENOENT, Errno::ESRCH, Errno::EADDRNOTAVAIL];
 
-/// Steps in the order of their dependencies.
-struct Additions {
-    addresses: Vec<Step>,
-    routes: Vec<Step>,
-    /// Neighbours and rules.
-    rest: Vec<Step>,
-}
-
-fn additions(names: &Names<'_>, add: &Contents) -> Result<Additions, Error> {
-    let mut addresses = Vec::with_capacity(add.addresses.len());
+/// Returns the steps in the order of their dependencies: for addresses, for routes, for neighbours and rules.
+fn additions(names: &Names<'_>, add: &Contents) -> Result<[Vec<Step>; 3], Error> {
     // The kernel inserts a new IPv6 address before its equals and prefers the first, so the last one is added first.
     let (v4, v6): (Vec<_>, Vec<_>) = add.addresses.iter().partition(|(_, address)| address.address.is_ipv4());
-    for (device, address) in v4.into_iter().chain(v6.into_iter().rev()) {
-        let message = message::address(names.index(device)?, address);
-        addresses.push(Step {
-            flags: NLM_F_CREATE | NLM_F_EXCL,
-            back: Some((0, RouteNetlinkMessage::DelAddress(message.clone()))),
-            message: RouteNetlinkMessage::NewAddress(message),
-            what: format!("add address {}/{} to {device}", address.address, address.prefix),
-            optional: false,
-        });
-    }
+    let addresses = v4.into_iter().chain(v6.into_iter().rev());
+    let addresses =
+        addresses.map(|of| Ok(Object::address(names, of)?.add())).collect::<Result<_, Error>>()?;
     // The kernel accepts an on-link gateway only while no other route covers it, so routes with one come first. Then
     // come routes to an interface's own networks, routes through gateways in them, and routes through several devices.
     // Routes that differ only in their target keep their order: the first one counts.
@@ -168,48 +160,81 @@ fn additions(names: &Names<'_>, add: &Contents) -> Result<Additions, Error> {
     }
     let mut sorted: Vec<&(Option<String>, Route)> = add.routes.iter().collect();
     sorted.sort_by_key(|(_, route)| ranks.get(&same(route)).copied());
-    let mut routes = Vec::with_capacity(sorted.len());
-    for (device, route) in sorted {
-        routes.push(route_step(names, device.as_deref(), route)?);
-    }
-    let mut rest = Vec::with_capacity(add.neighbours.len() + add.rules.len());
-    for (device, neighbour) in &add.neighbours {
-        let message = message::neighbour(names.index(device)?, neighbour);
-        rest.push(Step {
-            flags: NLM_F_CREATE | NLM_F_REPLACE,
-            back: Some((0, RouteNetlinkMessage::DelNeighbour(message.clone()))),
-            message: RouteNetlinkMessage::NewNeighbour(message),
-            what: format!("add neighbour {} of {device}", neighbour.address),
-            optional: false,
-        });
-    }
-    for rule in &add.rules {
-        let message = message::rule(rule);
-        rest.push(Step {
-            flags: NLM_F_CREATE | NLM_F_EXCL,
-            back: Some((0, RouteNetlinkMessage::DelRule(message.clone()))),
-            message: RouteNetlinkMessage::NewRule(message),
-            what: format!("add the policy rule of priority {}", rule.priority),
-            optional: false,
-        });
-    }
-    Ok(Additions { addresses, routes, rest })
+    let routes =
+        sorted.into_iter().map(|of| Ok(Object::route(names, of)?.add())).collect::<Result<_, Error>>()?;
+    let neighbours = add.neighbours.iter().map(|of| Object::neighbour(names, of));
+    let rest = neighbours.chain(add.rules.iter().map(|rule| Ok(Object::rule(rule))));
+    let rest = rest.map(|object| Ok(object?.add())).collect::<Result<_, Error>>()?;
+    Ok([addresses, routes, rest])
 }
 
-fn route_step(names: &Names<'_>, device: Option<&str>, route: &Route) -> Result<Step, Error> {
-    let message = message::route(names, device, route)?;
-    Ok(Step {
-        // Several routes may share destination and metric, and their order counts.
-        flags: NLM_F_CREATE | NLM_F_APPEND,
-        back: Some((0, RouteNetlinkMessage::DelRoute(message.clone()))),
-        message: RouteNetlinkMessage::NewRoute(message),
-        what: format!("add the route to {}/{} (table {})", route.destination, route.prefix, route.table),
-        optional: false,
-    })
+fn removals(names: &Names<'_>, remove: &Contents) -> Result<Vec<Step>, Error> {
+    let rules = remove.rules.iter().map(|rule| Ok(Object::rule(rule)));
+    let routes = remove.routes.iter().map(|of| Object::route(names, of));
+    let neighbours = remove.neighbours.iter().map(|of| Object::neighbour(names, of));
+    let addresses = remove.addresses.iter().map(|of| Object::address(names, of));
+    let all = rules.chain(routes).chain(neighbours).chain(addresses);
+    all.map(|object| Ok(object?.remove())).collect()
+}
+
+/// Messages that make and remove an object, and its name.
+struct Object {
+    new: Message,
+    old: Message,
+    name: String,
+}
+
+impl Object {
+    fn address(names: &Names<'_>, (device, address): &(String, Address)) -> Result<Object, Error> {
+        let message = message::address(names.index(device)?, address);
+        Ok(Object {
+            new: (NLM_F_CREATE | NLM_F_EXCL, RouteNetlinkMessage::NewAddress(message.clone())),
+            old: (0, RouteNetlinkMessage::DelAddress(message)),
+            name: format!("address {}/{} of {device}", address.address, address.prefix),
+        })
+    }
+
+    fn route(names: &Names<'_>, (device, route): &(Option<String>, Route)) -> Result<Object, Error> {
+        let message = message::route(names, device.as_deref(), route)?;
+        Ok(Object {
+            // Several routes may share destination and metric, and their order counts.
+            new: (NLM_F_CREATE | NLM_F_APPEND, RouteNetlinkMessage::NewRoute(message.clone())),
+            old: (0, RouteNetlinkMessage::DelRoute(message)),
+            name: format!("the route to {}/{} (table {})", route.destination, route.prefix, route.table),
+        })
+    }
+
+    fn neighbour(names: &Names<'_>, (device, neighbour): &(String, Neighbour)) -> Result<Object, Error> {
+        let message = message::neighbour(names.index(device)?, neighbour);
+        Ok(Object {
+            new: (NLM_F_CREATE | NLM_F_REPLACE, RouteNetlinkMessage::NewNeighbour(message.clone())),
+            old: (0, RouteNetlinkMessage::DelNeighbour(message)),
+            name: format!("neighbour {} of {device}", neighbour.address),
+        })
+    }
+
+    fn rule(rule: &Rule) -> Object {
+        let message = message::rule(rule);
+        Object {
+            new: (NLM_F_CREATE | NLM_F_EXCL, RouteNetlinkMessage::NewRule(message.clone())),
+            old: (0, RouteNetlinkMessage::DelRule(message)),
+            name: format!("the policy rule of priority {}", rule.priority),
+        }
+    }
+
+    fn add(self) -> Step {
+        let what = format!("add {}", self.name);
+        Step { message: self.new, back: Some(self.old), what, optional: false }
+    }
+
+    fn remove(self) -> Step {
+        let what = format!("remove {}", self.name);
+        Step { message: self.old, back: Some(self.new), what, optional: false }
+    }
 }
 
 fn has_gateway(step: &Step) -> bool {
-    let RouteNetlinkMessage::NewRoute(message) = &step.message else { return false };
+    let RouteNetlinkMessage::NewRoute(message) = &step.message.1 else { return false };
     let leads = |attribute: &RouteAttribute| {
         matches!(
             attribute,
@@ -221,7 +246,7 @@ fn has_gateway(step: &Step) -> bool {
 
 /// Returns the same route with a gateway that need not be in a connected network.
 fn onlink(mut step: Step) -> Step {
-    if let RouteNetlinkMessage::NewRoute(message) = &mut step.message {
+    if let RouteNetlinkMessage::NewRoute(message) = &mut step.message.1 {
         message.header.flags |= RouteFlags::Onlink;
         for attribute in &mut message.attributes {
             if let RouteAttribute::MultiPath(hops) = attribute {
@@ -231,50 +256,4 @@ fn onlink(mut step: Step) -> Step {
         step.back = Some((0, RouteNetlinkMessage::DelRoute(message.clone())));
     }
     step
-}
-
-fn removals(names: &Names<'_>, remove: &Contents) -> Result<Vec<Step>, Error> {
-    let mut steps = Vec::new();
-    let create = NLM_F_CREATE | NLM_F_REPLACE;
-    for rule in &remove.rules {
-        let message = message::rule(rule);
-        steps.push(Step {
-            flags: 0,
-            back: Some((NLM_F_CREATE | NLM_F_EXCL, RouteNetlinkMessage::NewRule(message.clone()))),
-            message: RouteNetlinkMessage::DelRule(message),
-            what: format!("remove the policy rule of priority {}", rule.priority),
-            optional: false,
-        });
-    }
-    for (device, route) in &remove.routes {
-        let message = message::route(names, device.as_deref(), route)?;
-        steps.push(Step {
-            flags: 0,
-            back: Some((NLM_F_CREATE | NLM_F_APPEND, RouteNetlinkMessage::NewRoute(message.clone()))),
-            message: RouteNetlinkMessage::DelRoute(message),
-            what: format!("remove the route to {}/{}", route.destination, route.prefix),
-            optional: false,
-        });
-    }
-    for (device, neighbour) in &remove.neighbours {
-        let message = message::neighbour(names.index(device)?, neighbour);
-        steps.push(Step {
-            flags: 0,
-            back: Some((create, RouteNetlinkMessage::NewNeighbour(message.clone()))),
-            message: RouteNetlinkMessage::DelNeighbour(message),
-            what: format!("remove neighbour {} of {device}", neighbour.address),
-            optional: false,
-        });
-    }
-    for (device, address) in &remove.addresses {
-        let message = message::address(names.index(device)?, address);
-        steps.push(Step {
-            flags: 0,
-            back: Some((create, RouteNetlinkMessage::NewAddress(message.clone()))),
-            message: RouteNetlinkMessage::DelAddress(message),
-            what: format!("remove address {}/{} from {device}", address.address, address.prefix),
-            optional: false,
-        });
-    }
-    Ok(steps)
 }

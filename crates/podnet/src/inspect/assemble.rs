@@ -5,21 +5,17 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use super::parse::{Found, Picture};
 use super::seen::{Interface, PodNetworkState, Route};
 use super::sysctl::{self, Defaults, Files};
-use crate::Error;
 use crate::link::{Link, mac_text};
 use crate::plan::MAX_INTERFACES;
+use crate::{Error, external, vxlan};
 
 /// Maximum number of notes on omitted objects; one more note counts the rest.
 const MAX_LEFT_OUT: usize = 32;
-/// Name prefix of this program's own devices in a pod's namespace.
-const OURS: &str = "pp-vx";
-/// The pod's end of the external network's veth pair (`external`), which is not part of the pod either.
-const WAY_OUT: &str = "pp-ext0";
 const RTPROT_KERNEL: u8 = 2;
 
 /// Returns whether it is one of this program's own devices, which are not part of a pod's network.
 fn is_ours(link: &Link) -> bool {
-    link.name.starts_with(OURS) || link.name == WAY_OUT
+    link.name.starts_with(vxlan::PREFIX) || link.name == external::INSIDE
 }
 
 /// Returns the pod's network. `files` are the namespace's sysctls, `None` where they could not be read.
@@ -72,8 +68,7 @@ pub(super) fn assemble(
     Ok(seen)
 }
 
-/// Returns the interface with the best default route of the main table (IPv4 before IPv6), else the first with an
-/// address.
+/// Returns the interface with the best default route of the main table (IPv4 first), else the first with an address.
 fn primary(picture: &Picture) -> Result<&Link, Error> {
     let of_route = |found: &Found| found.device.or(found.hops.first().copied());
     let defaults =
@@ -119,8 +114,7 @@ fn order<'a>(
 ) -> Result<Vec<&'a Link>, Error> {
     let mut others = Vec::new();
     for link in &picture.links {
-        // sit0, tunl0 and the like exist in every namespace where their module is loaded; they are down and have no
-        // address.
+        // sit0, tunl0 and the like exist in every namespace where their module is loaded; down, without address.
         let used = link.up || picture.addresses.iter().any(|(of, _)| *of == link.index);
         if !used || link.loopback || is_ours(link) || link.index == primary.index {
             continue;
@@ -132,7 +126,7 @@ fn order<'a>(
     }
     others.sort_by_key(|link| link.index);
     if others.len() >= MAX_INTERFACES {
-        return Err(Error::TooMany { what: "interfaces", limit: MAX_INTERFACES });
+        return Err(Error::TooMany("interfaces", MAX_INTERFACES));
     }
     Ok(std::iter::once(primary).chain(others).collect())
 }
@@ -160,9 +154,8 @@ fn interface(link: &Link, picture: &Picture) -> Interface {
     }
 }
 
-/// Returns the queue length to record. Some plugins write 0 for "no queue". The kernel replaces it with the default as
-/// soon as a program attaches a qdisc, as the redirect does. The default is recorded from the start, or the pod would
-/// seem to have changed.
+/// Returns the queue length to record. Some plugins write 0 for "no queue". The kernel replaces it with the default
+/// when a program attaches a qdisc. The record must not seem to change then.
 fn queue(length: u32) -> u32 {
     const DEFAULT: u32 = 1000;
     if length == 0 { DEFAULT } else { length }
@@ -206,8 +199,7 @@ fn place(
             let of = seen.interfaces.iter_mut().find(|interface| interface.index == device.index);
             of.into_iter().for_each(|interface| interface.routes.push(route.clone()));
         }
-        // The kernel makes the route of ::1 itself. It does not make those of lo's other addresses where the address is
-        // copied.
+        // The kernel makes the route of ::1 itself. For lo's other addresses a copy needs it.
         Ok((None, route)) if route.protocol == RTPROT_KERNEL && route.destination == Ipv6Addr::LOCALHOST => {}
         Ok((None, route)) => seen.routes.push(route),
         Err(index) => left_out.push(format!("a route through interface number {index}, which is gone")),

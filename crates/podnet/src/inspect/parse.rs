@@ -62,22 +62,15 @@ impl Picture {
         Ok(picture)
     }
 
-    /// Returns the device of this index.
     pub(crate) fn link(&self, index: u32) -> Option<&Link> {
         self.links.iter().find(|link| link.index == index)
     }
 
-    /// Returns a route with the names of its devices: the device it goes through alone (not `lo`), and those of its
-    /// hops.
-    ///
-    /// # Errors
-    /// The index of a missing device.
+    /// Returns a route with the names of its only device (not `lo`) and of its hops'. Fails with the index of a missing
+    /// one.
     pub(crate) fn named(&self, found: &Found) -> Result<(Option<&Link>, Route), u32> {
         let mut route = found.route.clone();
-        let device = match found.device {
-            Some(index) => Some(self.link(index).ok_or(index)?),
-            None => None,
-        };
+        let device = found.device.map(|index| self.link(index).ok_or(index)).transpose()?;
         for (hop, index) in route.hops.iter_mut().zip(&found.hops) {
             hop.interface.clone_from(&self.link(*index).ok_or(*index)?.name);
         }
@@ -93,10 +86,8 @@ impl Picture {
 
     /// Removes devices with their addresses, neighbours and routes.
     pub(crate) fn forget(&mut self, gone: impl Fn(&Link) -> bool) {
-        let (gone, left) = std::mem::take(&mut self.links).into_iter().partition(|link| gone(link));
-        let gone: Vec<Link> = gone;
-        self.links = left;
-        let is_gone = |index: &u32| gone.iter().any(|link| link.index == *index);
+        let gone: Vec<u32> = self.links.extract_if(.., |link| gone(link)).map(|link| link.index).collect();
+        let is_gone = |index: &u32| gone.contains(index);
         self.addresses.retain(|(of, _)| !is_gone(of));
         self.neighbours.retain(|(of, _)| !is_gone(of));
         self.routes.retain(|found| !found.device.iter().chain(&found.hops).any(is_gone));
@@ -104,10 +95,9 @@ impl Picture {
 
     fn addresses(&mut self, client: &mut Client) -> Result<(), Error> {
         let request = RouteNetlinkMessage::GetAddress(AddressMessage::default());
-        let all = dump(client, &request, "addresses", MAX_ADDRESSES, |answer| match answer {
-            Ok(RouteNetlinkMessage::NewAddress(message)) => Ok(Some(message)),
-            Ok(_) => Ok(None),
-            Err(e) => Err(e),
+        let all = dump(client, &request, "addresses", MAX_ADDRESSES, |answer| match answer? {
+            RouteNetlinkMessage::NewAddress(message) => Ok(Some(message)),
+            _ => Ok(None),
         })?;
         for message in all {
             let index = message.header.index;
@@ -123,10 +113,9 @@ impl Picture {
 
     fn routes(&mut self, client: &mut Client) -> Result<(), Error> {
         let request = RouteNetlinkMessage::GetRoute(RouteMessage::default());
-        let all = dump(client, &request, "routes", MAX_ROUTES, |answer| match answer {
-            Ok(RouteNetlinkMessage::NewRoute(message)) => Ok(read_route(&message)),
-            Ok(_) => Ok(None),
-            Err(e) => Err(e),
+        let all = dump(client, &request, "routes", MAX_ROUTES, |answer| match answer? {
+            RouteNetlinkMessage::NewRoute(message) => Ok(read_route(&message)),
+            _ => Ok(None),
         })?;
         for found in all {
             match found {
@@ -169,10 +158,9 @@ impl Picture {
             message.header.flags = NeighbourFlags::Proxy;
         }
         let request = RouteNetlinkMessage::GetNeighbour(message);
-        let mut all = dump(client, &request, "neighbours", MAX_NEIGHBOURS, |answer| match answer {
-            Ok(RouteNetlinkMessage::NewNeighbour(message)) => Ok(read_neighbour(&message)),
-            Ok(_) => Ok(None),
-            Err(e) => Err(e),
+        let mut all = dump(client, &request, "neighbours", MAX_NEIGHBOURS, |answer| match answer? {
+            RouteNetlinkMessage::NewNeighbour(message) => Ok(read_neighbour(&message)),
+            _ => Ok(None),
         })?;
         self.neighbours.append(&mut all);
         Ok(())
@@ -181,13 +169,12 @@ impl Picture {
 
 fn asking(what: &'static str, limit: usize) -> impl FnOnce(netlink::Error) -> Error {
     move |e| match e {
-        netlink::Error::TooMany(_) => Error::TooMany { what, limit },
+        netlink::Error::TooMany(_) => Error::TooMany(what, limit),
         e => Error::kernel(format!("read the pod's {what}"))(e),
     }
 }
 
-/// Dumps one kind of object for both families. Further families (MPLS, multicast routing, CAN) answer a request for all
-/// families as well; their messages are skipped unread.
+/// Dumps one kind of object for both families. Messages of further families (MPLS, CAN) are skipped.
 fn dump<T>(
     client: &mut Client,
     request: &RouteNetlinkMessage,

@@ -1,6 +1,7 @@
 //! State of a pod's network as plain data. The ledger stores it, so records of older versions are still read.
 
 use std::net::{IpAddr, Ipv4Addr};
+use std::sync::LazyLock;
 
 use serde::{Deserialize, Serialize};
 
@@ -15,8 +16,7 @@ pub const UNICAST: u8 = 1;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "Stored")]
 pub struct PodNetworkState {
-    /// The pod's interfaces: the one with the best default route first (else the first with an address), the others in
-    /// the order of their indexes. At least one.
+    /// The pod's interfaces: the one with the best default route (or an address) first, then by index. At least one.
     pub interfaces: Vec<Interface>,
     /// Routes that do not belong to one interface: blackhole and the like, several next hops, through `lo`.
     pub routes: Vec<Route>,
@@ -33,27 +33,22 @@ pub struct PodNetworkState {
 impl PodNetworkState {
     /// Returns the pod's primary interface.
     pub fn primary(&self) -> &Interface {
-        static NONE: Interface = Interface::none();
+        static NONE: LazyLock<Interface> = LazyLock::new(Interface::default);
         // Neither `inspect` nor the ledger returns a state without interfaces.
         self.interfaces.first().unwrap_or(&NONE)
     }
 }
 
 /// Form in the ledger: version 1 had one `interface`.
-#[derive(Deserialize)]
+#[derive(Default, Deserialize)]
+#[serde(default)]
 struct Stored {
     interface: Option<Interface>,
-    #[serde(default)]
     interfaces: Vec<Interface>,
-    #[serde(default)]
     routes: Vec<Route>,
-    #[serde(default)]
     rules: Vec<Rule>,
-    #[serde(default)]
     sysctls: Vec<Sysctl>,
-    #[serde(default)]
     loopback: Vec<Address>,
-    #[serde(default)]
     left_out: Vec<String>,
 }
 
@@ -76,7 +71,7 @@ impl TryFrom<Stored> for PodNetworkState {
 }
 
 /// One interface of the pod.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Interface {
     /// Its name, `eth0` as a rule.
     pub name: String,
@@ -87,7 +82,6 @@ pub struct Interface {
     /// Its MTU in bytes, or the smallest of its default routes' where that is less.
     pub mtu: u32,
     /// Its transmit queue's length, in packets; `None` = not known (an old record).
-    #[serde(default)]
     pub tx_queue_len: Option<u32>,
     /// Whether it does no ARP.
     #[serde(default)]
@@ -113,33 +107,9 @@ pub struct Interface {
 }
 
 impl Interface {
-    const fn none() -> Interface {
-        Interface {
-            name: String::new(),
-            index: 0,
-            mac: String::new(),
-            mtu: 0,
-            tx_queue_len: None,
-            no_arp: false,
-            promiscuous: false,
-            all_multicast: false,
-            down: false,
-            addresses: Vec::new(),
-            routes: Vec::new(),
-            neighbours: Vec::new(),
-            sysctls: Vec::new(),
-        }
-    }
-
     /// Returns whether it has an IPv6 address.
     pub fn has_v6(&self) -> bool {
         self.addresses.iter().any(|a| a.address.is_ipv6())
-    }
-}
-
-impl Default for Interface {
-    fn default() -> Interface {
-        Interface::none()
     }
 }
 
@@ -153,19 +123,14 @@ pub struct Address {
     /// rtnetlink's scope: 0 universe, 200 site, 253 link, 254 host.
     pub scope: u8,
     /// The peer's address, on a point-to-point interface.
-    #[serde(default)]
     pub peer: Option<IpAddr>,
     /// Its broadcast address.
-    #[serde(default)]
     pub broadcast: Option<Ipv4Addr>,
     /// Its label, where it differs from the interface's name.
-    #[serde(default)]
     pub label: Option<String>,
     /// Valid lifetime that was left at inspection, in seconds; `None` = for ever.
-    #[serde(default)]
     pub valid: Option<u32>,
     /// Preferred lifetime that was left, in seconds; `None` = for ever, 0 = deprecated.
-    #[serde(default)]
     pub preferred: Option<u32>,
     /// Origin of the address: `IFAPROT_*`, 0 = not given.
     #[serde(default)]
@@ -257,7 +222,6 @@ pub struct Route {
     #[serde(default)]
     pub preference: u8,
     /// Lifetime that was left at inspection, in seconds; `None` = for ever.
-    #[serde(default)]
     pub expires: Option<u32>,
 }
 

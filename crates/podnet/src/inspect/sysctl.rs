@@ -1,9 +1,8 @@
 //! Reads the kernel settings of a namespace and selects those that differ from a new namespace.
 //!
-//! The dump of the devices includes the settings of an interface at no cost. The settings of the namespace are files
-//! that only a thread in that namespace can read, some three microseconds each. The module therefore reads a fixed list
-//! of the settings that pods, CNI plugins and kubelets use, and walks no directory tree. A guest writes no setting
-//! outside this list, regardless of its plan.
+//! The dump of the devices includes the settings of an interface. The settings of the namespace are files that only a
+//! thread in it can read, some three microseconds each, so the module reads a fixed list of the settings that pods, CNI
+//! plugins and kubelets use. A guest writes no setting outside this list, regardless of its plan.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -21,8 +20,7 @@ use crate::plan::MAX_INTERFACES;
 /// Root of the files, for a thread in the namespace.
 pub(crate) const ROOT: &str = "/proc/sys/net";
 
-/// Settings of the namespace: Kubernetes' safe sysctls, further ones that are often allowed, and those that CNI plugins
-/// (`tuning`, `bridge`, `ptp`) and meshes set.
+/// Settings of the namespace: Kubernetes' safe sysctls, further usual ones, and those that CNI plugins and meshes set.
 pub(crate) const OF_NAMESPACE: &[&str] = &[
     "core/somaxconn",
     "ipv4/conf/all/accept_local",
@@ -97,16 +95,14 @@ pub(crate) const OF_NEIGHBOURS: &[&str] = &[
     "ipv6/neigh/unres_qlen_bytes",
 ];
 
-/// Namespace settings that overwrite a setting of every interface, with that setting. After such a change an
-/// interface's default value must be recorded as well.
+/// Namespace settings that overwrite a setting of every interface, which is then recorded even at its default.
 const SPREADING: &[(&str, &str)] = &[
     ("ipv4/conf/all/forwarding", "ipv4/forwarding"),
     ("ipv6/conf/all/forwarding", "ipv6/forwarding"),
     ("ipv6/conf/all/disable_ipv6", "ipv6/disable_ipv6"),
 ];
 
-/// Returns the settings of an interface with their present values: `ipv4/rp_filter` stands for
-/// `ipv4/conf/<interface>/rp_filter`.
+/// Returns the settings of an interface: `ipv4/rp_filter` stands for `ipv4/conf/<interface>/rp_filter`.
 pub(crate) fn of_interface(link: &Link) -> Vec<(&'static str, i32)> {
     let v4 = link.v4.iter().flat_map(|v4| of_v4(v4));
     v4.chain(link.v6.iter().flat_map(|v6| of_v6(v6))).collect()
@@ -171,8 +167,7 @@ fn of_v6(v6: &Inet6DevConf) -> [(&'static str, i32); 23] {
     ]
 }
 
-/// Returns the path of a setting such as `ipv4/rp_filter` for one interface, below [`ROOT`]; `None` for a setting
-/// outside the lists.
+/// Returns the path of a setting such as `ipv4/rp_filter` for one interface, below [`ROOT`]; `None` outside the lists.
 pub(crate) fn path_of(name: &str, interface: &str) -> Option<String> {
     let (family, setting) =
         name.split_once('/').filter(|_| names_of_interface().any(|known| known == name))?;
@@ -187,27 +182,15 @@ fn names_of_interface() -> impl Iterator<Item = &'static str> {
     of_interface(&any).into_iter().map(|(name, _)| name).chain(OF_NEIGHBOURS.iter().copied())
 }
 
-/// Returns a setting's value in a new namespace.
-pub(crate) fn namespace_default(name: &str) -> Option<String> {
-    defaults().namespace.get(name).cloned()
-}
-
-/// Returns a setting's value on a new interface.
-pub(crate) fn interface_default(name: &str) -> Option<String> {
-    defaults().interface.get(name).cloned()
-}
-
 /// Values of the files that exist.
 pub(crate) type Values = BTreeMap<&'static str, String>;
 
-/// Values in a new namespace.
 #[derive(Debug, Default)]
 pub(crate) struct Defaults {
     pub(crate) namespace: Values,
     pub(crate) interface: Values,
 }
 
-/// Values of the files of a namespace.
 #[derive(Debug, Default)]
 pub(crate) struct Files {
     pub(crate) namespace: Values,
@@ -227,8 +210,7 @@ fn read_namespace() -> Values {
 fn read_neighbours() -> BTreeMap<String, Values> {
     let listing = fs::read_dir(Path::new(ROOT).join("ipv4/neigh")).into_iter().flatten().flatten();
     let names = listing.map(|entry| entry.file_name().to_string_lossy().into_owned());
-    // More interfaces than a pod may have are an error elsewhere. The program's own and the kernel's devices count
-    // here, too.
+    // More interfaces than a pod may have are an error elsewhere. All devices count here.
     let names = names.filter(|name| name != "lo" && name != "default").take(2 * MAX_INTERFACES);
     names.map(|name| (name.clone(), read_of_neighbours(&name))).collect()
 }
@@ -249,8 +231,17 @@ pub(crate) fn read(root: &Path, name: &str) -> io::Result<String> {
     Ok(text.split_ascii_whitespace().collect::<Vec<_>>().join(" "))
 }
 
-/// Returns the values of a new namespace, which is made once per process for this purpose. Empty where none can be
-/// made: then every setting counts as unset, and none is carried.
+/// Writes one file if its value differs; returns whether it did.
+pub(crate) fn ensure(path: &str, value: &str) -> io::Result<bool> {
+    let root = Path::new(ROOT);
+    if read(root, path)? == value {
+        return Ok(false);
+    }
+    fs::write(root.join(path), value)?;
+    Ok(true)
+}
+
+/// Returns the values of a new namespace, made once. Empty where none can be made: then no setting is carried.
 pub(crate) fn defaults() -> &'static Defaults {
     static DEFAULTS: OnceLock<Defaults> = OnceLock::new();
     DEFAULTS.get_or_init(|| {
@@ -273,12 +264,11 @@ fn read_new_interface() -> Values {
 
 /// Returns the settings of the namespace that differ from a new one's.
 pub(crate) fn changed(values: &Values, defaults: &Defaults) -> Vec<Sysctl> {
-    let differs = |(name, value): &(&&'static str, &String)| {
-        defaults.namespace.get(**name).is_some_and(|default| default != *value)
-    };
-    let owned =
-        |(name, value): (&&'static str, &String)| Sysctl { name: (*name).to_owned(), value: value.clone() };
-    values.iter().filter(differs).map(owned).collect()
+    let differing = values.iter().filter_map(|(name, value)| {
+        let default = defaults.namespace.get(name)?;
+        (default != value).then(|| Sysctl { name: (*name).to_owned(), value: value.clone() })
+    });
+    differing.collect()
 }
 
 /// Returns the settings of an interface that differ from a new one's, after the namespace's `changed` ones were

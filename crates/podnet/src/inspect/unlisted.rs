@@ -1,6 +1,5 @@
 //! Lists the changed kernel settings of a pod that are not carried into the VM, as an explanation of a pod that behaves
-//! differently there. It reads every file, some five hundred, which takes a millisecond or two, and therefore never
-//! runs during a start.
+//! differently there. It reads all of some five hundred files, in a millisecond or two, and never during a start.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -30,9 +29,6 @@ type All = BTreeMap<String, String>;
 
 /// Returns texts that begin with "sysctl": the settings that differ from a new namespace's and are on none of the lists
 /// by which [`super::inspect()`] carries them. Settings of an interface are included only if `seen` has the interface.
-///
-/// # Errors
-/// The namespace cannot be entered.
 pub fn unlisted(netns: &Netns, seen: &PodNetworkState) -> io::Result<Vec<String>> {
     let all = netns.run(read_all)?;
     let mut found: Vec<String> = all
@@ -48,8 +44,7 @@ pub fn unlisted(netns: &Netns, seen: &PodNetworkState) -> io::Result<Vec<String>
     Ok(found)
 }
 
-/// Returns a setting's value in a new namespace; `None` for a setting that is carried, and for a file that is no
-/// setting.
+/// Returns a setting's value in a new namespace; `None` for a carried one, and for other files.
 fn default_of(name: &str, seen: &PodNetworkState) -> Option<&'static str> {
     if OF_NAMESPACE.contains(&name) || name.rsplit('/').next().is_some_and(|last| NO_SETTINGS.contains(&last))
     {

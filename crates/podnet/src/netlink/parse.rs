@@ -21,7 +21,6 @@ pub(super) fn has_end(mut messages: &[u8], dump: u32) -> Result<bool, Error> {
     Ok(false)
 }
 
-/// Takes the next message off `rest`.
 pub(super) fn next_message<'a>(rest: &mut &'a [u8]) -> Result<Option<(NetlinkHeader, &'a [u8])>, Error> {
     if rest.is_empty() {
         return Ok(None);

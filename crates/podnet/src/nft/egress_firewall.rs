@@ -1,6 +1,5 @@
-//! Builds the egress firewall around the pod's way out by the VM's own network: one nftables table in the VM's own
-//! namespace. It lets the pod's packets out and their answers in, rewrites their source to the VM's address, and drops
-//! the rest.
+//! Builds the egress firewall around the pod's way out by the VM's own network: one nftables table in the VM's
+//! namespace. It passes the pod's packets under the VM's address, and their answers, and drops the rest.
 //!
 //! ```text
 //! table inet peerpod-external {
@@ -14,26 +13,23 @@
 //! }
 //! ```
 //!
-//! One transaction makes the whole table and replaces an existing one. Touches only its own table, in the namespace of
-//! the given socket. Starts no nft process.
+//! One transaction makes the whole table and replaces an existing one. Touches only its own table.
 
 use std::net::IpAddr;
 
-use netlink_packet_core::{DefaultNla, NLM_F_APPEND, NLM_F_CREATE};
-use netlink_packet_netfilter::NetfilterMessage;
 use netlink_packet_netfilter::nftables::{
-    Bitwise, ChainAttribute, ChainMessage, Cmp, DataAttribute, Expressions, Hook, Immediate, InetHookNumber,
-    Meta, MetaKey, NfTablesMessage, Operator, Register, RuleAttribute, RuleMessage, TableAttribute,
-    TableMessage, Verdict, VerdictAttribute,
+    Cmp, DataAttribute, Expressions, Immediate, InetHookNumber, MetaKey, Operator, Register, Verdict,
+    VerdictAttribute,
 };
-use nix::errno::Errno;
 
-use super::parts::{Family, begin, end, equals, inet, load, verdict};
-use super::{BASE_NETWORK, NF_ACCEPT, NF_DROP};
+use super::parts::{
+    Family, Message, NF_ACCEPT, NF_DROP, Table, address_is, commit, equals, masked, meta, number, octets,
+    other, then, verdict,
+};
 use crate::Error;
 use crate::netlink::Client;
 
-const TABLE: &str = "peerpod-external";
+const TABLE: Table<'_> = Table("peerpod-external");
 const PRIORITY_FILTER: i32 = 0;
 const PRIORITY_SOURCE_NAT: i32 = 100;
 const NFTA_CT_DREG: u16 = 1;
@@ -64,133 +60,73 @@ pub struct EgressFirewall {
     pub alone: (bool, bool),
 }
 
-type Rule = (u16, NetfilterMessage);
-
 impl EgressFirewall {
     /// Makes the table and replaces an existing one.
     ///
     /// # Errors
     /// [`Error::Kernel`], also where the kernel has no nftables or no NAT.
     pub fn raise(&self, client: &mut Client) -> Result<(), Error> {
-        // Deleting requires an existing table.
-        let mut all = vec![(NLM_F_CREATE, table()), (0, delete()), (NLM_F_CREATE, table())];
-        all.push(hooked("in", "filter", InetHookNumber::LocalIn, PRIORITY_FILTER));
-        all.push(hooked("forward", "filter", InetHookNumber::Forward, PRIORITY_FILTER));
-        all.push(hooked("nat", "nat", InetHookNumber::PostRouting, PRIORITY_SOURCE_NAT));
-        all.push(chain(vec![ChainAttribute::Name("from".to_owned())]));
-        all.push(rule("in", self.comes(vec![verdict(NF_DROP)])));
-        all.extend(self.forward());
-        all.extend(self.from());
-        all.extend(self.nat());
-        client
-            .transaction(&begin(None), &all, &end())
-            .map_err(Error::kernel(format!("make the nftables table {TABLE} for the pod's external network")))
+        let mut all = TABLE.replace();
+        all.push(TABLE.chain("in", Some(("filter", InetHookNumber::LocalIn, PRIORITY_FILTER))));
+        all.push(TABLE.chain("forward", Some(("filter", InetHookNumber::Forward, PRIORITY_FILTER))));
+        all.push(TABLE.chain("nat", Some(("nat", InetHookNumber::PostRouting, PRIORITY_SOURCE_NAT))));
+        all.push(TABLE.chain("from", None));
+        all.push(TABLE.rule("in", self.at_door(MetaKey::Iifname, vec![verdict(NF_DROP)])));
+        self.forward(&mut all);
+        self.from(&mut all);
+        self.nat(&mut all);
+        let attempt = format!("make the nftables table {} for the pod's external network", TABLE.0);
+        commit(client, None, &all).map_err(Error::kernel(attempt))
     }
 
-    fn forward(&self) -> Vec<Rule> {
-        let mut all = Vec::new();
+    fn forward(&self, all: &mut Vec<Message>) {
+        let mut add = |what| all.push(TABLE.rule("forward", what));
         for address in &self.pod {
-            let mut what = source(*address);
-            what.push(go_to("from"));
-            all.push(rule("forward", self.comes(what)));
+            add(self.at_door(MetaKey::Iifname, then(address_is(Family::source, *address), go_to("from"))));
         }
-        all.push(rule("forward", self.comes(vec![verdict(NF_DROP)])));
-        let mut known = known_connection();
-        known.push(verdict(NF_ACCEPT));
-        all.push(rule("forward", self.leaves(known)));
-        all.push(rule("forward", self.leaves(vec![verdict(NF_DROP)])));
+        add(self.at_door(MetaKey::Iifname, vec![verdict(NF_DROP)]));
+        add(self.at_door(MetaKey::Oifname, then(known_connection(), verdict(NF_ACCEPT))));
+        add(self.at_door(MetaKey::Oifname, vec![verdict(NF_DROP)]));
         for (alone, family) in [(self.alone.0, Family::V4), (self.alone.1, Family::V6)] {
             if alone {
-                let mut what = of_family(family);
-                what.push(verdict(NF_DROP));
-                all.push(rule("forward", what));
+                add(then(family.expressions(), verdict(NF_DROP)));
             }
         }
-        all
     }
 
-    fn from(&self) -> Vec<Rule> {
-        let mut all = Vec::new();
+    fn from(&self, all: &mut Vec<Message>) {
+        let mut add = |what| all.push(TABLE.rule("from", what));
         for (prefixes, code) in [(&self.allow, NF_ACCEPT), (&self.deny, NF_DROP)] {
             for prefix in prefixes {
-                let mut what = destination(*prefix);
-                what.push(verdict(code));
-                all.push(rule("from", what));
+                add(then(destination(*prefix), verdict(code)));
             }
         }
         for uplink in &self.uplinks {
-            let mut what = named(MetaKey::Oifname, uplink);
-            what.push(verdict(NF_ACCEPT));
-            all.push(rule("from", what));
+            add(then(named(MetaKey::Oifname, uplink), verdict(NF_ACCEPT)));
         }
-        all.push(rule("from", vec![verdict(NF_DROP)]));
-        all
+        add(vec![verdict(NF_DROP)]);
     }
 
-    fn nat(&self) -> Vec<Rule> {
-        let mut all = Vec::new();
+    fn nat(&self, all: &mut Vec<Message>) {
         for address in &self.pod {
             for uplink in &self.uplinks {
-                let mut what = source(*address);
+                let mut what = address_is(Family::source, *address);
                 what.extend(named(MetaKey::Oifname, uplink));
-                what.push(Expressions::Other { expression_type: "masq".to_owned(), attributes: Vec::new() });
-                all.push(rule("nat", what));
+                what.push(other("masq", Vec::new()));
+                all.push(TABLE.rule("nat", what));
             }
         }
-        all
     }
 
-    fn comes(&self, then: Vec<Expressions>) -> Vec<Expressions> {
-        named(MetaKey::Iifname, &self.door).into_iter().chain(then).collect()
-    }
-
-    fn leaves(&self, then: Vec<Expressions>) -> Vec<Expressions> {
-        named(MetaKey::Oifname, &self.door).into_iter().chain(then).collect()
+    /// Conditions of packets that come by the door (`Iifname`) or leave by it (`Oifname`).
+    fn at_door(&self, key: MetaKey, then: Vec<Expressions>) -> Vec<Expressions> {
+        named(key, &self.door).into_iter().chain(then).collect()
     }
 }
 
 /// Removes the table. A missing table is no error.
-///
-/// # Errors
-/// [`Error::Kernel`].
 pub fn raze(client: &mut Client) -> Result<(), Error> {
-    match client.transaction(&begin(None), &[(0, delete())], &end()) {
-        Err(e) if e.errno() == Some(Errno::ENOENT) => Ok(()),
-        other => other.map_err(Error::kernel(format!("remove the nftables table {TABLE}"))),
-    }
-}
-
-fn table() -> NetfilterMessage {
-    inet(NfTablesMessage::NewTable(TableMessage { attributes: vec![TableAttribute::Name(TABLE.to_owned())] }))
-}
-
-fn delete() -> NetfilterMessage {
-    inet(NfTablesMessage::DeleteTable(TableMessage {
-        attributes: vec![TableAttribute::Name(TABLE.to_owned())],
-    }))
-}
-
-fn hooked(name: &str, kind: &str, hook: InetHookNumber, priority: i32) -> Rule {
-    chain(vec![
-        ChainAttribute::Name(name.to_owned()),
-        ChainAttribute::Type(kind.to_owned()),
-        ChainAttribute::Hook(vec![Hook::Number(hook.into()), Hook::Priority(priority as _)]),
-        ChainAttribute::Policy(NF_ACCEPT),
-    ])
-}
-
-fn chain(mut attributes: Vec<ChainAttribute>) -> Rule {
-    attributes.insert(0, ChainAttribute::Table(TABLE.to_owned()));
-    (NLM_F_CREATE, inet(NfTablesMessage::NewChain(ChainMessage { attributes })))
-}
-
-fn rule(chain: &str, what: Vec<Expressions>) -> Rule {
-    let attributes = vec![
-        RuleAttribute::Table(TABLE.to_owned()),
-        RuleAttribute::Chain(chain.to_owned()),
-        RuleAttribute::Expressions(what.into_iter().map(Into::into).collect()),
-    ];
-    (NLM_F_CREATE | NLM_F_APPEND, inet(NfTablesMessage::NewRule(RuleMessage { attributes })))
+    TABLE.remove(client).map_err(Error::kernel(format!("remove the nftables table {}", TABLE.0)))
 }
 
 /// `iifname NAME` or `oifname NAME`
@@ -200,27 +136,10 @@ fn named(key: MetaKey, name: &str) -> Vec<Expressions> {
     vec![meta(key), equals(padded)]
 }
 
-fn meta(key: MetaKey) -> Expressions {
-    Expressions::Meta(vec![Meta::Key(key), Meta::DestinationRegister(Register::Reg1)])
-}
-
-fn of_family(family: Family) -> Vec<Expressions> {
-    vec![meta(MetaKey::Nfproto), equals(vec![family.number()])]
-}
-
-fn source(address: IpAddr) -> Vec<Expressions> {
-    let family = family_of(address);
-    let (offset, length) = family.source();
-    let mut what = of_family(family);
-    what.push(load(BASE_NETWORK, offset, length, Register::Reg1));
-    what.push(equals(octets(address)));
-    what
-}
-
 /// `daddr PREFIX`
 fn destination((address, prefix): Prefix) -> Vec<Expressions> {
-    let family = family_of(address);
-    let (offset, length) = family.destination();
+    let family = Family::of(address);
+    let (_, length) = family.destination();
     let mask: Vec<u8> = (0..length)
         .map(|byte| {
             let bits = u32::from(prefix).saturating_sub(byte * 8).min(8);
@@ -229,39 +148,21 @@ fn destination((address, prefix): Prefix) -> Vec<Expressions> {
         })
         .collect();
     let wanted = octets(address).iter().zip(&mask).map(|(a, m)| a & m).collect();
-    let mut what = of_family(family);
-    what.push(load(BASE_NETWORK, offset, length, Register::Reg1));
-    what.push(masked(length, mask));
-    what.push(equals(wanted));
+    let mut what = family.expressions();
+    what.extend([family.load(Family::destination), masked(mask), equals(wanted)]);
     what
-}
-
-fn masked(length: u32, mask: Vec<u8>) -> Expressions {
-    let nothing = vec![0; mask.len()];
-    Expressions::Bitwise(vec![
-        Bitwise::SourceRegister(Register::Reg1),
-        Bitwise::DestinationRegister(Register::Reg1),
-        Bitwise::Length(length),
-        Bitwise::Mask(DataAttribute::Value(mask)),
-        Bitwise::Xor(DataAttribute::Value(nothing)),
-    ])
 }
 
 /// `ct state established,related`
 fn known_connection() -> Vec<Expressions> {
-    let state = Expressions::Other {
-        expression_type: "ct".to_owned(),
-        attributes: vec![
-            DefaultNla::new(NFTA_CT_KEY, NFT_CT_STATE.to_be_bytes().to_vec()),
-            DefaultNla::new(NFTA_CT_DREG, u32::from(Register::Reg1).to_be_bytes().to_vec()),
-        ],
-    };
+    let register = number(NFTA_CT_DREG, Register::Reg1.into());
+    let state = other("ct", vec![number(NFTA_CT_KEY, NFT_CT_STATE), register]);
     let is_known = Expressions::Cmp(vec![
         Cmp::SourceRegister(Register::Reg1),
         Cmp::Op(Operator::NotEqual),
         Cmp::Data(DataAttribute::Value(vec![0; 4])),
     ]);
-    vec![state, masked(4, KNOWN_STATES.to_ne_bytes().to_vec()), is_known]
+    vec![state, masked(KNOWN_STATES.to_ne_bytes().to_vec()), is_known]
 }
 
 fn go_to(chain: &str) -> Expressions {
@@ -272,17 +173,6 @@ fn go_to(chain: &str) -> Expressions {
             VerdictAttribute::Chain(chain.to_owned()),
         ])),
     ])
-}
-
-fn family_of(address: IpAddr) -> Family {
-    if address.is_ipv6() { Family::V6 } else { Family::V4 }
-}
-
-fn octets(address: IpAddr) -> Vec<u8> {
-    match address {
-        IpAddr::V4(a) => a.octets().to_vec(),
-        IpAddr::V6(a) => a.octets().to_vec(),
-    }
 }
 
 #[cfg(test)]

@@ -1,12 +1,12 @@
-//! Parses the message into a valid plan. An invalid message is refused as a whole, and the error names the invalid
-//! field.
+//! Parses the message into a valid plan. An invalid message is refused as a whole, by the name of the field.
 
 use std::net::IpAddr;
 
-use super::{Interface, KIND, MAX_INTERFACES, OLD_VERSION, Planned, Underlay, VERSION, wire};
+use super::{KIND, MAX_INTERFACES, OLD_VERSION, Planned, Underlay, VERSION, wire};
 use crate::Error;
 use crate::inspect::{
-    Address, Hop, Neighbour, Prefix, Route, Rule, Sysctl, TABLE_MAIN, UNICAST, usual_broadcast,
+    Address, Hop, Interface, Neighbour, PodNetworkState, Prefix, Route, Rule, Sysctl, TABLE_MAIN, UNICAST,
+    usual_broadcast,
 };
 use crate::link::{bits, mac_of, mac_text};
 
@@ -19,14 +19,10 @@ const MAX_OVERHEAD: u32 = 256;
 const ROUTE_KINDS: [u8; 6] = [UNICAST, 2, 6, 7, 8, 9];
 /// rtnetlink's rule actions: table, goto, nop, blackhole, unreachable, prohibit.
 const RULE_ACTIONS: [u8; 6] = [1, 2, 3, 6, 7, 8];
-/// Length limit of a sysctl's name and value. A value is a few numbers, or a name of at most 15 bytes (the kernel's
-/// limit).
+/// Length limit of a sysctl's name and value. A value is a few numbers, or a name of at most 15 bytes.
 const MAX_SYSCTL: usize = 128;
 
 /// Parses a plan; refuses an invalid one and names the cause.
-///
-/// # Errors
-/// [`Error::Plan`].
 pub fn read(plan: &wire::NetworkPlan) -> Result<Planned, Error> {
     known(plan.version, VERSION)?;
     let underlay = read_underlay(plan)?;
@@ -44,32 +40,30 @@ pub fn read(plan: &wire::NetworkPlan) -> Result<Planned, Error> {
     }
     let old = plan.version == OLD_VERSION;
     let interfaces = all(&plan.interfaces, |from| read_interface(from, old))?;
-    let twice = |(n, i): (usize, &Interface)| {
-        let before = interfaces.get(..n).unwrap_or_default();
-        before.iter().any(|b| b.name == i.name || b.vni == i.vni || (i.index != 0 && b.index == i.index))
+    let twice = |(n, i): &(usize, &wire::Interface)| {
+        let mut before = plan.interfaces.iter().take(*n);
+        before.any(|b| b.name == i.name || b.vni == i.vni || (i.index != 0 && b.index == i.index))
     };
-    if let Some(interface) = interfaces.iter().enumerate().find(|i| twice(*i)) {
-        let name = &interface.1.name;
+    if let Some((_, wire::Interface { name, .. })) = plan.interfaces.iter().enumerate().find(twice) {
         return Err(wrong(format!("interface {name} has the name, the index or the VNI of another one")));
     }
-    let planned = Planned {
-        underlay,
+    let network = PodNetworkState {
         routes: all(&plan.routes, read_route)?,
         rules: all(&plan.rules, read_rule)?,
         sysctls: all(&plan.sysctls, read_sysctl)?,
         loopback: all(&plan.loopback, |from| read_address(from, old))?,
         interfaces,
+        left_out: Vec::new(),
     };
-    let known = |name: &str| name == "lo" || planned.interfaces.iter().any(|i| i.name == name);
-    let mut hops = planned.routes.iter().flat_map(|route| &route.hops);
+    let known = |name: &str| name == "lo" || network.interfaces.iter().any(|i| i.name == name);
+    let mut hops = network.routes.iter().flat_map(|route| &route.hops);
     if let Some(hop) = hops.find(|hop| !known(&hop.interface)) {
         return Err(wrong(format!("a route leads through {:?}, which is no interface of it", hop.interface)));
     }
-    Ok(planned)
+    Ok(Planned { underlay, network, vnis: plan.interfaces.iter().map(|i| i.vni).collect() })
 }
 
-/// Refuses a version that a guest with the newest version `newest` does not support: half a network would be worse than
-/// none.
+/// Refuses a version that a guest with the newest version `newest` does not support.
 pub(super) fn known(version: u32, newest: u32) -> Result<(), Error> {
     if (OLD_VERSION..=newest).contains(&version) {
         return Ok(());
@@ -122,9 +116,8 @@ fn read_interface(from: &wire::Interface, old: bool) -> Result<Interface, Error>
     Ok(Interface {
         name: from.name.clone(),
         index: from.index,
-        mac,
+        mac: mac_text(mac),
         mtu: from.mtu,
-        vni: from.vni,
         tx_queue_len: from.tx_queue_len,
         no_arp: from.no_arp,
         promiscuous: from.promiscuous,
@@ -329,7 +322,7 @@ fn optional(what: &str, text: &str) -> Result<Option<IpAddr>, Error> {
     if text.is_empty() { Ok(None) } else { address(what, text).map(Some) }
 }
 
-fn prefix(what: &str, text: &str) -> Result<(IpAddr, u8), Error> {
+pub(crate) fn prefix(what: &str, text: &str) -> Result<(IpAddr, u8), Error> {
     let parsed = text.split_once('/').and_then(|(address, length)| {
         let address: IpAddr = address.parse().ok()?;
         let length: u8 = length.parse().ok()?;

@@ -8,7 +8,7 @@ use proptest::prelude::*;
 use protobuf::Message;
 
 use super::*;
-use crate::inspect::{Hop, Prefix};
+use crate::inspect::{Address, Hop, Neighbour, Prefix, Route, Rule, Sysctl};
 use crate::link::mac_text;
 
 fn underlay() -> Underlay {
@@ -256,7 +256,7 @@ proptest! {
     fn a_written_plan_reads_as_the_inspected_network(seen in seen()) {
         let bytes = write(&seen, &tunnels(&seen), &underlay()).write_to_bytes().unwrap();
         let planned = read(&wire::NetworkPlan::parse_from_bytes(&bytes).unwrap()).unwrap();
-        prop_assert_eq!(planned.as_seen(), seen);
+        prop_assert_eq!(planned.network, seen);
         prop_assert_eq!(planned.underlay, underlay());
     }
 
@@ -292,21 +292,21 @@ fn a_plan_of_the_first_version_is_read() {
     plan.rules.clear();
     plan.sysctls.clear();
     let planned = read(&plan).unwrap();
-    let broadcast = planned.interfaces[0].addresses[0].broadcast;
+    let broadcast = planned.network.interfaces[0].addresses[0].broadcast;
     assert_eq!(
         broadcast,
         Some([10, 244, 1, 255].into()),
         "an older plan means the default broadcast address"
     );
-    assert_eq!(planned.interfaces[0].addresses[1].broadcast, None);
+    assert_eq!(planned.network.interfaces[0].addresses[1].broadcast, None);
 }
 
 #[test]
 fn routes_through_an_interface_without_a_tunnel_are_left_out() {
     let planned = read(&write(&example(), &tunnels(&example())[..1], &underlay())).unwrap();
-    assert_eq!(planned.interfaces.len(), 1);
-    assert_eq!(planned.routes, []);
-    assert_eq!(planned.rules.len(), 1);
+    assert_eq!(planned.network.interfaces.len(), 1);
+    assert_eq!(planned.network.routes, []);
+    assert_eq!(planned.network.rules.len(), 1);
 }
 
 #[test]
@@ -370,5 +370,27 @@ fn the_error_of_a_wrong_field_names_the_field() {
         change(&mut plan);
         let text = read(&plan).unwrap_err().to_string();
         assert!(text.contains(named), "{text:?} does not name {named:?}");
+    }
+}
+
+#[test]
+fn a_path_only_lowers_the_mtu_and_never_below_the_minimum() {
+    for (mtu, prefix, path, expected, noted) in [
+        (1450, "10.0.0.1/24", 1500, 1450, false),
+        (1450, "10.0.0.1/24", 1460, 1410, false),
+        (8951, "fd00::1/64", 1500, 1450, false),
+        (1450, "fd00::1/64", 1300, 1280, true),
+        (1450, "10.0.0.1/24", 1300, 1250, false),
+        (1450, "10.0.0.1/24", 20, 576, true),
+        (500, "10.0.0.1/24", 576, 500, false),
+    ] {
+        let address = wire::Address { prefix: prefix.into(), ..Default::default() };
+        let interface = wire::Interface { mtu, addresses: vec![address], ..Default::default() };
+        let underlay = wire::Underlay { overhead: 50, ..Default::default() };
+        let mut plan = wire::NetworkPlan::new();
+        (plan.interfaces, plan.underlay) = (vec![interface], Some(underlay).into());
+        let note = fit_to_path(&mut plan, path);
+        assert_eq!(plan.interfaces[0].mtu, expected, "{prefix} {path}");
+        assert_eq!(note.is_some(), noted, "{prefix} {path}: {note:?}");
     }
 }

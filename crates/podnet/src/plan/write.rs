@@ -3,7 +3,7 @@
 use std::net::IpAddr;
 
 use super::{KIND, Tunnel, Underlay, VERSION, wire};
-use crate::inspect::{Address, Interface, Neighbour, PodNetworkState, Prefix, Route, Rule, Sysctl};
+use crate::inspect::{Address, Hop, Interface, Neighbour, PodNetworkState, Prefix, Route, Rule, Sysctl};
 
 /// Returns the message for the guest, without interfaces that have no tunnel and without routes through them.
 pub fn write(seen: &PodNetworkState, tunnels: &[Tunnel], underlay: &Underlay) -> wire::NetworkPlan {
@@ -26,14 +26,15 @@ pub fn write(seen: &PodNetworkState, tunnels: &[Tunnel], underlay: &Underlay) ->
 }
 
 fn written_underlay(underlay: &Underlay) -> wire::Underlay {
-    let mut end = wire::Underlay::new();
-    end.kind = KIND.to_owned();
-    end.node_address = underlay.node.to_string();
-    end.vm_address = text(underlay.vm);
-    end.port = underlay.port.into();
-    end.udp_checksum = underlay.udp_checksum;
-    end.overhead = underlay.overhead;
-    end
+    wire::Underlay {
+        kind: KIND.to_owned(),
+        node_address: underlay.node.to_string(),
+        vm_address: text(underlay.vm),
+        port: underlay.port.into(),
+        udp_checksum: underlay.udp_checksum,
+        overhead: underlay.overhead,
+        ..Default::default()
+    }
 }
 
 fn written_interface(from: &Interface, tunnel: &Tunnel) -> wire::Interface {
@@ -93,20 +94,20 @@ fn written_route(from: &Route) -> wire::Route {
     to.advmss = from.advmss;
     to.preference = from.preference.into();
     to.expires = from.expires;
-    for hop in &from.hops {
-        let mut next = wire::Hop::new();
-        next.gateway = text(hop.gateway);
-        next.interface.clone_from(&hop.interface);
-        next.weight = hop.weight.into();
-        next.onlink = hop.onlink;
-        to.hops.push(next);
-    }
-    for (kind, value) in &from.metrics {
-        let mut metric = wire::Metric::new();
-        metric.kind = u32::from(*kind);
-        metric.value = *value;
-        to.metrics.push(metric);
-    }
+    let hop = |hop: &Hop| wire::Hop {
+        gateway: text(hop.gateway),
+        interface: hop.interface.clone(),
+        weight: hop.weight.into(),
+        onlink: hop.onlink,
+        ..Default::default()
+    };
+    to.hops = from.hops.iter().map(hop).collect();
+    let metric = |(kind, value): &(u16, u32)| wire::Metric {
+        kind: u32::from(*kind),
+        value: *value,
+        ..Default::default()
+    };
+    to.metrics = from.metrics.iter().map(metric).collect();
     to
 }
 
@@ -122,7 +123,8 @@ fn written_neighbour(from: &Neighbour) -> wire::Neighbour {
 }
 
 fn written_rule(from: &Rule) -> wire::Rule {
-    let side = |side: Option<Prefix>| side.map(|p| prefix(p.address, p.length)).unwrap_or_default();
+    let side = |side: Option<Prefix>| text(side.map(|p| prefix(p.address, p.length)));
+    let ports = |(first, last): (u16, u16)| range(first.into(), last.into());
     let mut to = wire::Rule::new();
     to.v6 = from.v6;
     to.priority = from.priority;
@@ -142,22 +144,15 @@ fn written_rule(from: &Rule) -> wire::Rule {
     to.suppress_group = from.suppress_group;
     to.uids = from.uids.map(|(first, last)| range(first, last)).into();
     to.ip_protocol = from.ip_protocol.into();
-    to.source_ports = from.source_ports.map(|(first, last)| range(first.into(), last.into())).into();
-    to.destination_ports =
-        from.destination_ports.map(|(first, last)| range(first.into(), last.into())).into();
+    to.source_ports = from.source_ports.map(ports).into();
+    to.destination_ports = from.destination_ports.map(ports).into();
     to
 }
 
 fn range(first: u32, last: u32) -> wire::Range {
-    let mut range = wire::Range::new();
-    range.first = first;
-    range.last = last;
-    range
+    wire::Range { first, last, ..Default::default() }
 }
 
 fn written_sysctl(from: &Sysctl) -> wire::Sysctl {
-    let mut to = wire::Sysctl::new();
-    to.name.clone_from(&from.name);
-    to.value.clone_from(&from.value);
-    to
+    wire::Sysctl { name: from.name.clone(), value: from.value.clone(), ..Default::default() }
 }

@@ -42,14 +42,12 @@ static LOADED: Mutex<Vec<(Kind, Arc<OwnedFd>)>> = Mutex::new(Vec::new());
 /// Key of a program: the target device and the additional work.
 type Kind = (u32, Also);
 
-/// Additional work of a program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Also {
     /// Nothing.
     Nothing,
     /// Gives a frame from the pod to itself another source address. A bridge reflects such frames (hairpin: the pod
-    /// called a service and was selected as its endpoint). A VXLAN device drops frames that seem to come from its own
-    /// address.
+    /// called a service and was selected as its endpoint). A VXLAN device drops frames from its own address.
     TellsReflectedApart,
 }
 
@@ -110,10 +108,8 @@ fn program(target: u32, also: Also) -> Vec<Instruction> {
     }
 }
 
-/// Returns the program, and loads it if necessary. A filter keeps a reference to its program.
-///
-/// # Errors
-/// An error of the kernel: EPERM without CAP_BPF (or CAP_SYS_ADMIN), ENOSYS or EINVAL without BPF.
+/// Returns the program, and loads it if necessary. A filter keeps a reference to its program. Fails with EPERM without
+/// CAP_BPF (or CAP_SYS_ADMIN), with ENOSYS or EINVAL without BPF.
 pub(super) fn loaded(target: u32, also: Also) -> io::Result<Arc<OwnedFd>> {
     let kept = || LOADED.lock();
     let known = kept().iter().find(|(kind, _)| *kind == (target, also)).map(|(_, program)| program.clone());
@@ -142,8 +138,7 @@ fn load(target: u32, also: Also) -> io::Result<OwnedFd> {
         log: 0,
     };
     // SAFETY: the kernel reads `size_of::<Load>()` bytes at `load`, and `count` instructions and the licence's text at
-    // the addresses in it. It reads nothing of that after the call, and all three outlive the call. It writes nothing,
-    // as there is no log.
+    // the addresses in it. All three outlive the call. It writes nothing, as there is no log.
     let fd =
         unsafe { libc::syscall(libc::SYS_bpf, BPF_PROG_LOAD, std::ptr::from_ref(&load), size_of::<Load>()) };
     let fd = i32::try_from(fd).ok().filter(|fd| *fd >= 0).ok_or_else(io::Error::last_os_error)?;

@@ -1,5 +1,4 @@
-//! Builds and parses a tc filter that redirects everything, in the three forms that kernels support. Pure except for
-//! loading the program.
+//! Builds and parses a tc filter that redirects everything, in three forms. Pure except for loading the program.
 
 use std::fmt;
 use std::io;
@@ -83,20 +82,14 @@ impl Classifier {
     }
 }
 
-/// Filter to be made. Its program, if any, must stay open until the message is sent.
-pub(super) struct Made {
-    pub(super) message: TcMessage,
-    pub(super) program: Option<Arc<OwnedFd>>,
-}
-
-/// Builds the filter that redirects everything received on `from` to `to`.
+/// Builds the filter that redirects everything received on `from` to `to`. Its program must stay open until then.
 pub(super) fn make(
     by: Classifier,
     tag: Tag,
     Way { from, to, into }: Way,
     preference: u32,
     handle: u32,
-) -> io::Result<Made> {
+) -> io::Result<(RouteNetlinkMessage, Option<Arc<OwnedFd>>)> {
     let mut program = None;
     let options = match by {
         Classifier::U32 => {
@@ -130,7 +123,7 @@ pub(super) fn make(
     // The protocol half is in network order. In host order the kernel accepts the filter, but it never matches.
     message.header.info = (preference << 16) | every_protocol();
     message.attributes = vec![TcAttribute::Kind(by.name().to_owned()), TcAttribute::Options(options)];
-    Ok(Made { message, program })
+    Ok((RouteNetlinkMessage::NewTrafficFilter(message), program))
 }
 
 /// Returns the protocol half of a filter's `info` that matches all protocols.
@@ -153,7 +146,6 @@ fn redirect_to(target: u32, tag: Tag) -> TcAction {
     action
 }
 
-/// Formats the filter with the terms of `tc`.
 impl fmt::Display for Filter {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let protocol = u16::from_be(self.info as u16); // the lower half
@@ -163,7 +155,7 @@ impl fmt::Display for Filter {
 }
 
 /// Filter on a device's ingress side.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Filter {
     pub(super) info: u32,
     pub(super) handle: u32,
@@ -183,8 +175,7 @@ impl Filter {
         Classifier::ALL.into_iter().find(|by| by.name() == self.kind)
     }
 
-    /// Returns whether a redirect by `by` could be another filter of the same preference: the kernel keeps one kind and
-    /// one protocol in each.
+    /// Returns whether a redirect by `by` could be another filter of the same preference (one kind and protocol).
     pub(super) fn goes_with(&self, by: Classifier) -> bool {
         self.kind == by.name() && self.info & 0xffff == every_protocol() && by != Classifier::Matchall
     }
@@ -192,8 +183,7 @@ impl Filter {
     /// The part of a u32 filter's handle that is its position in the table; the rest identifies the table.
     const NODE: u32 = 0xfff;
 
-    /// Returns a handle with which a redirect comes before this filter in the same preference, where the kernel has
-    /// such a place: it evaluates a u32 table in the order of handles.
+    /// Returns a handle with which a redirect comes before this filter in the same preference, if it has a place.
     pub(super) fn handle_before(&self) -> Option<u32> {
         let node = self.handle & Filter::NODE;
         (self.goes_with(Classifier::U32) && node > 1).then(|| self.handle - 1)
@@ -227,28 +217,19 @@ impl Filter {
     }
 
     fn of(message: TcMessage) -> Filter {
-        let mut filter = Filter {
-            info: message.header.info,
-            handle: message.header.handle.into(),
-            kind: String::new(),
-            target: None,
-            tag: None,
-        };
+        let TcMessage { header, attributes, .. } = message;
+        let mut filter = Filter { info: header.info, handle: header.handle.into(), ..Filter::default() };
         let mut selective = false;
-        for attribute in message.attributes {
+        for attribute in attributes {
             match attribute {
                 TcAttribute::Kind(kind) => filter.kind = kind,
                 TcAttribute::Options(options) => {
-                    for option in &options {
-                        selective |= filter.take(option);
-                    }
+                    options.iter().for_each(|option| selective |= filter.take(option));
                 }
                 _ => {}
             }
         }
-        if selective {
-            filter.target = None;
-        }
+        filter.target = filter.target.filter(|_| !selective);
         filter
     }
 
@@ -280,8 +261,8 @@ impl Filter {
             .map_while(Result::ok)
             .find(|nla| nla.kind() == TCA_KIND)
             .and_then(|nla| parse_string(nla.value()).ok());
-        let kind = kind.unwrap_or_default();
-        Some(Filter { info: number(16)?, handle: number(8)?, kind, target: None, tag: None })
+        let (info, handle, kind) = (number(16)?, number(8)?, kind.unwrap_or_default());
+        Some(Filter { info, handle, kind, ..Filter::default() })
     }
 }
 
@@ -319,9 +300,10 @@ mod tests {
     fn a_filter_is_parsed_as_it_is_made() {
         let tag = Mark { owner: Owner::of(&["a"]), sandbox: "web-1" }.tag();
         for by in [Classifier::U32, Classifier::Matchall] {
-            let made = make(by, tag, Way { from: 2, to: 1 << 20, into: true }, 1, by.first_handle()).unwrap();
-            let mut bytes = vec![0; made.message.buffer_len()];
-            made.message.emit(&mut bytes);
+            let way = Way { from: 2, to: 1 << 20, into: true };
+            let (message, _) = make(by, tag, way, 1, by.first_handle()).unwrap();
+            let mut bytes = vec![0; message.buffer_len()];
+            message.emit(&mut bytes);
             let read = Filter::read(NEW_FILTER, &bytes).unwrap();
             assert_eq!((read.target, read.tag, read.preference()), (Some(1 << 20), Some(tag), 1), "{by:?}");
             assert_eq!((read.classifier(), read.goes_with(by)), (Some(by), by == Classifier::U32));

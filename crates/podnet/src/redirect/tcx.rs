@@ -29,11 +29,7 @@ struct Query {
     revision: u64,
 }
 
-/// Returns, as text, the programs that come before the redirects of these interfaces of a pod. Empty where the kernel
-/// has no such hook or does not report it.
-///
-/// # Errors
-/// When the namespace cannot be entered.
+/// Returns, as text, the programs before the redirects of these interfaces of a pod. Empty without the hook.
 pub fn obstacles(netns: &Netns, interfaces: &[Interface]) -> io::Result<Vec<String>> {
     netns.run(|| interfaces.iter().filter_map(obstacle).collect())
 }

@@ -9,14 +9,10 @@ use crate::Error;
 use crate::mark::{Owner, Tag};
 use crate::netlink::Client;
 
-/// Selects the redirects to be removed.
 pub(crate) struct Taken<'a> {
-    /// Those with this tag.
-    pub(crate) tag: Option<Tag>,
+    pub(crate) tag: Tag,
     /// If given, restricts them to redirects to these devices.
     pub(crate) only: Option<&'a [u32]>,
-    /// Those without a mark, from earlier versions, that lead to one of these devices or to a deleted one.
-    pub(crate) unmarked: Option<&'a [u32]>,
     /// Devices that will be deleted, with everything on them.
     pub(crate) doomed: &'a [u32],
     /// Devices with an ingress qdisc from before the redirect; the qdisc stays, even if it is empty.
@@ -25,19 +21,9 @@ pub(crate) struct Taken<'a> {
 
 impl Taken<'_> {
     fn is(&self, filter: &Filter) -> bool {
+        let leads_to = |devices: &[u32]| filter.target.is_some_and(|target| devices.contains(&target));
         // A redirect to a device that will be deleted is of no use, regardless of its owner.
-        if filter.target.is_some_and(|target| self.doomed.contains(&target)) {
-            return true;
-        }
-        match filter.tag {
-            Some(tag) => {
-                let fits = |only: &[u32]| filter.target.is_some_and(|target| only.contains(&target));
-                self.tag == Some(tag) && self.only.is_none_or(fits)
-            }
-            None => self.unmarked.is_some_and(|targets| {
-                filter.is_unmarked_ours(|target| target == 0 || targets.contains(&target))
-            }),
-        }
+        leads_to(self.doomed) || (filter.tag == Some(self.tag) && self.only.is_none_or(leads_to))
     }
 }
 

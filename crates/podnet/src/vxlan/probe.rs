@@ -12,7 +12,7 @@ use crate::netlink::{self, Client};
 use crate::netns::Netns;
 
 /// Maximum number of VNIs to try: a VNI that is taken shows nothing about the port.
-const TRIES: u32 = 16;
+const TRIES: usize = 16;
 /// Number in the device's name. The kernel checks the name only in the device's own namespace, so any will do.
 const SLOT: u32 = 0;
 
@@ -26,11 +26,11 @@ pub fn probe(host: &mut Client, shape: Shape, source_ports: Option<(u16, u16)>) 
     let mut inside = scratch.netlink()?;
     for v6 in [false, true] {
         let shape = Shape { v6, ..shape };
-        match make(host, &scratch, shape, source_ports) {
+        match make(host, &scratch, shape, source_ports, Vnis::default().draw()?) {
             Err(e) if v6 && e.errno() == Some(Errno::EAFNOSUPPORT) => continue, // a kernel without IPv6
             Err(e) if e.errno() == Some(Errno::EOPNOTSUPP) => {
                 let why = "the kernel has no VXLAN; load the module `vxlan`".to_owned();
-                return Err(Error::Port { port: shape.port, why });
+                return Err(Error::Port(shape.port, why));
             }
             made => made.map_err(Error::kernel("make a tunnel device to try the port"))?,
         }
@@ -41,7 +41,7 @@ pub fn probe(host: &mut Client, shape: Shape, source_ports: Option<(u16, u16)>) 
         remove(&mut inside, link.index)?;
         match answer {
             Err(e) if e.errno() == Some(Errno::EADDRINUSE) => {
-                return Err(Error::Port { port: shape.port, why: culprit(host, shape.port) });
+                return Err(Error::Port(shape.port, culprit(host, shape.port)));
             }
             Err(e) if v6 && e.errno() == Some(Errno::EAFNOSUPPORT) => {}
             answer => answer.map_err(Error::kernel(format!("open UDP port {} for tunnels", shape.port)))?,
@@ -55,12 +55,11 @@ fn make(
     scratch: &Netns,
     shape: Shape,
     source_ports: Option<(u16, u16)>,
+    vnis: impl Iterator<Item = u32>,
 ) -> Result<(), netlink::Error> {
     let mac = Mark { owner: Owner::of(&["probe"]), sandbox: "probe" }.mac();
-    let mut vnis = Vnis::default().draw();
     let mut result = Ok(());
-    for _ in 0..TRIES {
-        let vni = vnis.next().unwrap_or(1);
+    for vni in vnis.take(TRIES) {
         let message = creation(scratch, (device(SLOT), 0), vni, mac, (shape, source_ports));
         result = host.tell(NLM_F_CREATE | NLM_F_EXCL, message);
         if !matches!(&result, Err(e) if e.errno() == Some(Errno::EEXIST)) {

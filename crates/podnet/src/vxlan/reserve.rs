@@ -5,12 +5,11 @@ use netlink_packet_route::RouteNetlinkMessage;
 use nix::errno::Errno;
 use rtnetlink::LinkUnspec;
 
-use super::vnis::Draw;
 use super::{Held, Shape, Vnis, creation, device, no_v6_address, remove};
 use crate::Error;
 use crate::link::{self, Link};
 use crate::mark::{Mark, holder};
-use crate::netlink::{self, Client, Refusal};
+use crate::netlink::{Client, Refusal};
 use crate::netns::Netns;
 use crate::redirect::qdisc;
 
@@ -19,7 +18,6 @@ const FIRST_INDEX: u32 = 0x10_0000;
 /// Maximum number of rounds; a namespace without concurrent changes never needs so many.
 const ROUNDS: u32 = 8192;
 
-/// Number of messages that name a device.
 const PER_DEVICE: usize = 3;
 
 /// Parameters of [`reserve`].
@@ -47,20 +45,25 @@ pub struct Slot {
     pub vni: Option<u32>,
 }
 
-/// Makes sure that the pod's namespace has this sandbox's devices; new ones are down and without a remote. `host` is a
-/// socket of the namespace through which the tunnels' packets go. In the common case this is one exchange with the
-/// kernel for all devices and one for their names. When a device cannot be made, the devices made here are removed
-/// again.
+/// Makes sure that the pod's namespace has this sandbox's devices; new ones are down and without a remote, and go again
+/// after a failure. `host` is a socket of the namespace through which the tunnels' packets go.
 ///
 /// # Errors
 /// [`Error::Claimed`] when another sandbox's device is there, [`Error::NoVni`], [`Error::Kernel`], [`Error::Netns`].
 pub fn reserve(host: &mut Client, netns: &Netns, wanted: Wanted<'_>) -> Result<Vec<Held>, Error> {
     let mut pod = netns.netlink()?;
+    let state = |slot: &Slot| State {
+        slot: *slot,
+        trying: 0,
+        index: FIRST_INDEX + slot.number,
+        held: None,
+        made: false,
+    };
     let mut reserving = Reserving {
         netns,
         wanted,
-        draw: wanted.vnis.draw(),
-        slots: wanted.slots.iter().map(|slot| State::new(*slot)).collect(),
+        draw: Box::new(wanted.vnis.draw()?),
+        slots: wanted.slots.iter().map(state).collect(),
     };
     let done = reserving.make_all(host, &mut pod).and_then(|()| reserving.name_all(&mut pod));
     match done {
@@ -71,8 +74,7 @@ pub fn reserve(host: &mut Client, netns: &Netns, wanted: Wanted<'_>) -> Result<V
         Err(e) => {
             for state in reserving.slots {
                 if let State { made: true, held: Some(held), .. } = state {
-                    // The first error is the one that counts. A device that stays has this sandbox's mark and is found
-                    // by it.
+                    // The first error is the one that counts. A device that stays has this sandbox's mark.
                     drop(remove(&mut pod, held.ifindex));
                 }
             }
@@ -90,31 +92,25 @@ struct State {
     made: bool,
 }
 
-impl State {
-    fn new(slot: Slot) -> State {
-        let index = FIRST_INDEX + slot.number;
-        State { slot, trying: 0, index, held: None, made: false }
-    }
-}
-
 struct Reserving<'a> {
     netns: &'a Netns,
     wanted: Wanted<'a>,
-    draw: Draw,
+    draw: Box<dyn Iterator<Item = u32>>,
     slots: Vec<State>,
 }
 
 impl Reserving<'_> {
     fn make_all(&mut self, host: &mut Client, pod: &mut Client) -> Result<(), Error> {
         let (mac, shape) = (self.wanted.mark.mac(), (self.wanted.shape, self.wanted.source_ports));
-        let netns = self.netns;
+        let (netns, Wanted { vnis, shape: Shape { port, .. }, .. }) = (self.netns, self.wanted);
+        let exhausted = || vnis.exhausted(port);
         let attempt = || format!("make the tunnel device in {}", netns.path().display());
         for _ in 0..ROUNDS {
             let mut messages = Vec::new();
             for state in self.slots.iter_mut().filter(|state| state.held.is_none()) {
                 state.trying = match state.slot.vni {
                     Some(vni) => vni,
-                    None => self.draw.next().ok_or_else(|| self.draw.exhausted(self.wanted.shape.port))?,
+                    None => self.draw.next().ok_or_else(exhausted)?,
                 };
                 let name = (device(state.slot.number), state.index);
                 messages.push((NLM_F_CREATE | NLM_F_EXCL, creation(netns, name, state.trying, mac, shape)));
@@ -137,12 +133,11 @@ impl Reserving<'_> {
                 return Err(e);
             }
         }
-        Err(self.draw.exhausted(self.wanted.shape.port))
+        Err(exhausted())
     }
 
     /// Sets the alias, prevents an automatic IPv6 address (the device's own packets would only disturb the VM), and
-    /// adds the qdisc for the redirect. On a device that is up, the kernel would wait for all processors before it adds
-    /// a qdisc.
+    /// adds the qdisc for the redirect. On a device that is up, a qdisc waits for all processors.
     fn name_all(&self, pod: &mut Client) -> Result<Vec<Held>, Error> {
         let held: Vec<Held> = self.slots.iter().filter_map(|state| state.held).collect();
         let mut messages = Vec::with_capacity(PER_DEVICE * held.len());
@@ -165,15 +160,13 @@ impl Reserving<'_> {
 }
 
 impl State {
-    /// Records a device that was made.
     fn found(&mut self, pod: &mut Client, netns: &Netns) -> Result<(), Error> {
         self.made = true;
         let ifindex = match self.index {
             0 => find(pod, netns, self.slot.number)?.map(|link| link.index),
             chosen => Some(chosen),
         };
-        let ifindex =
-            ifindex.ok_or_else(|| Error::Gone { netns: netns.path().to_owned(), vni: self.trying })?;
+        let ifindex = ifindex.ok_or_else(|| Error::Gone(netns.path().to_owned(), self.trying))?;
         self.held = Some(Held { vni: self.trying, ifindex });
         Ok(())
     }
@@ -221,6 +214,6 @@ impl State {
 
 fn find(pod: &mut Client, netns: &Netns, number: u32) -> Result<Option<Link>, Error> {
     let name = device(number);
-    let found: Result<_, netlink::Error> = link::by_name(pod, &name);
-    found.map_err(Error::kernel(format!("look for {name} in {}", netns.path().display())))
+    let attempt = format!("look for {name} in {}", netns.path().display());
+    link::by_name(pod, &name).map_err(Error::kernel(attempt))
 }

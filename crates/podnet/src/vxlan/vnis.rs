@@ -1,7 +1,8 @@
 //! Draws the VNIs that tunnels may use, in the order of the attempts. Only the kernel knows whether one is free.
 
+use std::io;
+
 use crate::Error;
-use crate::netlink;
 
 const MAX: u32 = 0xff_ffff;
 /// Number of random VNIs that are tried first; with 10 000 tunnels on a node one in 1 700 collides.
@@ -17,7 +18,6 @@ pub struct Vnis {
 }
 
 impl Default for Vnis {
-    /// Returns the range of all VNIs.
     fn default() -> Vnis {
         Vnis { min: 1, max: MAX }
     }
@@ -39,62 +39,20 @@ impl Vnis {
     }
 
     /// Returns VNIs to try one after the other: random ones, then (a part of) the range in order from a random place.
-    pub(super) fn draw(self) -> Draw {
-        Draw { range: self, drawn: 0, start: None, failed: None }
-    }
-}
-
-pub(super) struct Draw {
-    range: Vnis,
-    drawn: u32,
-    start: Option<u32>,
-    failed: Option<getrandom::Error>,
-}
-
-impl Draw {
-    /// Returns the next VNI to try; `None` after the last attempt.
-    pub(super) fn next(&mut self) -> Option<u32> {
-        let length = self.range.len();
-        let offset = if self.drawn < RANDOM {
-            self.random()?
-        } else {
-            let walked = self.drawn - RANDOM;
-            if walked >= length.min(WALK) {
-                return None;
-            }
-            let start = match self.start {
-                Some(start) => start,
-                None => {
-                    let start = self.random()?;
-                    self.start = Some(start);
-                    start
-                }
-            };
-            (start + walked) % length
-        };
-        self.drawn += 1;
-        Some(self.range.min + offset)
+    pub(super) fn draw(self) -> Result<impl Iterator<Item = u32>, Error> {
+        let random: Result<Vec<u32>, _> = (0..=RANDOM).map(|_| getrandom::u32()).collect();
+        let mut random =
+            random.map_err(|e| Error::kernel("draw a random VNI")(io::Error::other(e).into()))?;
+        let (length, start) = (self.len(), random.pop().unwrap_or_default());
+        // The bias is below one in 250, which has no consequence here.
+        let walk = (0..length.min(WALK)).map(move |step| start % length + step);
+        Ok(random.into_iter().chain(walk).map(move |offset| self.min + offset % length))
     }
 
-    fn random(&mut self) -> Option<u32> {
-        match getrandom::u32() {
-            // The bias is below one in 250, which has no consequence here.
-            Ok(random) => Some(random % self.range.len()),
-            Err(e) => {
-                self.failed = Some(e);
-                None
-            }
-        }
-    }
-
-    /// Returns the error for a draw without a next VNI.
-    pub(super) fn exhausted(&self, port: u16) -> Error {
-        if let Some(e) = self.failed {
-            return Error::kernel("draw a random VNI")(netlink::Error::Socket(std::io::Error::other(e)));
-        }
-        let Vnis { min, max } = self.range;
-        let what = if self.range.len() <= WALK { "all" } else { "thousands of them" };
-        Error::NoVni { port, min, max, what }
+    pub(super) fn exhausted(self, port: u16) -> Error {
+        let Vnis { min, max } = self;
+        let what = if self.len() <= WALK { "all" } else { "thousands of them" };
+        Error::NoVni(port, format!("{what} of {min} to {max}"))
     }
 }
 
@@ -116,17 +74,12 @@ mod tests {
     #[test]
     fn a_narrow_range_is_tried_completely_and_a_wide_one_in_part() {
         let vnis = Vnis::new(1000, 1099).unwrap();
-        let mut draw = vnis.draw();
-        let mut tried = Vec::new();
-        while let Some(vni) = draw.next() {
-            tried.push(vni);
-        }
+        let tried: Vec<u32> = vnis.draw().unwrap().collect();
         assert!(tried.iter().all(|vni| vnis.contains(*vni)));
         assert_eq!(tried.iter().collect::<HashSet<_>>().len(), 100);
-        let text = draw.exhausted(4789).to_string();
+        let text = vnis.exhausted(4789).to_string();
         assert!(text.contains("1000") && text.contains("1099") && text.contains("tunnel.vnis"), "{text}");
-        let mut draw = Vnis::default().draw();
-        let count = std::iter::from_fn(|| draw.next()).count();
+        let count = Vnis::default().draw().unwrap().count();
         assert_eq!(count, (RANDOM + WALK) as usize);
     }
 }

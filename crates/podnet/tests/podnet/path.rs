@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use peerpod_link::path_mtu::Token;
 use peerpod_link::path_mtu::ask::{self, PathMtu};
 use peerpod_link::path_mtu::echo::{Echo, Known, Pass};
-use peerpod_podnet::{mtu, underlay};
+use peerpod_podnet::{plan, underlay};
 use tokio::runtime::Runtime;
 use tokio::time::timeout;
 use world::{SHAPE4, SHAPE6, World, run};
@@ -158,7 +158,7 @@ fn the_pods_mtu_follows_the_path_and_not_the_devices() {
         let seen = peerpod_podnet::inspect::inspect(&netns).unwrap();
         let held = world.reserve(&netns, "sandbox", SHAPE4, None).unwrap();
         let mut plan = world.connect(&netns, held, SHAPE4, &seen).unwrap();
-        assert_eq!(mtu::fit(&mut plan, middle), None);
+        assert_eq!(plan::fit_to_path(&mut plan, middle), None);
         let applied = world.apply(&plan).unwrap();
         assert_eq!(applied.mtu, pod, "{ends} {middle}");
         let before = fragments(&world);
@@ -190,7 +190,7 @@ fn an_ipv6_path_that_drops_large_packets_passes_a_full_transfer() {
     let seen = peerpod_podnet::inspect::inspect(&netns).unwrap();
     let held = world.reserve(&netns, "sandbox", SHAPE6, None).unwrap();
     let mut plan = world.connect(&netns, held, SHAPE6, &seen).unwrap();
-    mtu::fit(&mut plan, path);
+    plan::fit_to_path(&mut plan, path);
     assert_eq!(world.apply(&plan).unwrap().mtu, 1330);
     transfer(&world, "other", "podns", "10.244.1.7:9000", 1 << 20);
     transfer(&world, "podns", "other", "[fd10:244:1::20]:9000", 1 << 20);
@@ -251,7 +251,7 @@ fn an_old_router_message_does_not_narrow_a_pod_on_a_wide_path() {
     assert_eq!(relay.ask(&world, "fd77::1"), PathMtu::Passes(1500));
     let (_pod, _seen, _held, mut plan) = world.whole(SHAPE4);
     assert_eq!(plan.interfaces[0].mtu, 1450, "the node plans with the MTU that it learnt long ago");
-    mtu::fit(&mut plan, 1500);
+    plan::fit_to_path(&mut plan, 1500);
     assert_eq!(world.apply(&plan).unwrap().mtu, 1450);
     // A configured MTU of a route stays in force, unlike a learnt one.
     run(&format!("ip -n {} route add 10.77.0.1 via 10.77.1.2 dev eth0 onlink mtu 1420", world.name("vm")));

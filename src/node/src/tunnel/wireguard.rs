@@ -15,7 +15,7 @@ use base64::Engine as _;
 use base64::prelude::BASE64_STANDARD;
 use parking_lot::Mutex;
 use peerpod_base::fd_handoff;
-use peerpod_podnet::netns::Netns;
+use peerpod_podnet::netns::{Netns, delete_named};
 use peerpod_podnet::nft::Peer;
 use peerpod_podnet::plan::Underlay;
 use peerpod_podnet::vxlan::Shape;
@@ -394,7 +394,7 @@ impl Backend for Wireguard {
     }
 
     fn close(&self) -> Result<(), Error> {
-        if self.routed.lock().is_empty() { wireguard::remove(&self.config.netns) } else { Ok(()) }
+        if self.routed.lock().is_empty() { delete_named(&self.config.netns) } else { Ok(()) }
     }
 
     fn underlay(&self, connected: &Connected, path: &VmPath) -> Underlay {

@@ -1,14 +1,13 @@
 //! Handles the peer's side of the task: handshake, received records, sent records, heartbeat.
 
 use std::io::IoSlice;
-use std::sync::atomic::Ordering::Relaxed;
 use std::task::{Context, Poll};
 
 use tokio::time::Instant;
 use tracing::{debug, warn};
 
 use super::locals::Batch;
-use super::{Link, Scratch, Task, random_epoch, random_id};
+use super::{Link, Scratch, Task, random, random_id};
 use crate::endpoint::join::First;
 use crate::endpoint::{Handler, LinkEvent, Role, Transport};
 use crate::record::{self, CloseReason, Hello, StreamKind};
@@ -32,15 +31,16 @@ impl<H: Handler> Task<H> {
                     self.renew();
                 }
             },
-            Err(why) => self.refuse(why),
+            Err(why) => self.refuse(format!("handshake: {why}")),
         }
         true
     }
 
     /// Relay: answers a guest's Hello on this transport, which then replaces the earlier one.
     fn answer(&mut self, transport: Transport, hello: &Hello, rest: Vec<u8>) {
+        let epoch = u64::from_be_bytes(random()) | 1; // never 0
         // An unsupported version must not cost the working link.
-        match self.session.answer(hello, random_epoch(), &self.limits.version) {
+        match self.session.answer(hello, epoch, &self.limits.version) {
             Ok(joined) => self.up(transport, rest, joined, hello.program.clone()),
             Err(why) => self.refuse(why.to_string()),
         }
@@ -63,7 +63,8 @@ impl<H: Handler> Task<H> {
             heard: now,
             beat: now + self.limits.heartbeat,
         });
-        self.shared.counters.links.fetch_add(1, Relaxed);
+        self.stats.links += 1;
+        self.publish_stats();
         if let Some(session) = self.session.id() {
             self.handler.on_link(LinkEvent::Up { resumed: joined.resumed, session, peer, version });
         }
@@ -130,7 +131,7 @@ impl<H: Handler> Task<H> {
             match self.session.receive(&header, payload) {
                 Ok(Received::Nothing) => {}
                 Ok(Received::Data(stream, data)) if self.dialled.has(stream) => {
-                    self.shared.counters.bytes_from_peer.fetch_add(data.len() as u64, Relaxed);
+                    self.stats.bytes_from_peer += data.len() as u64;
                     self.dialled.data(cx, &mut self.session, stream, data);
                 }
                 Ok(Received::Data(stream, data)) => self.data(cx, scratch, &mut batch, stream, data),
@@ -142,9 +143,11 @@ impl<H: Handler> Task<H> {
                 }
                 Ok(Received::Opened(stream, StreamKind::Dial(target))) => {
                     let handler = &mut self.handler;
-                    self.dialled.called(&mut self.session, stream, || handler.dial_pod(target));
+                    self.dialled.called(&mut self.session, &self.limits, stream, || handler.dial_pod(target));
                 }
-                Ok(Received::Connected(stream)) => self.dialled.connected(self.shared.shared(), stream),
+                Ok(Received::Connected(stream)) => {
+                    self.dialled.connected(&self.shared.0, &self.limits, stream)
+                }
                 // Only dialled streams end one direction at a time.
                 Ok(Received::Finished(stream)) => self.dialled.finished(stream),
                 Ok(Received::Closed(stream, reason)) if self.dialled.has(stream) => {

@@ -1,7 +1,6 @@
 //! Handles the local sockets of the task.
 
 use std::io::IoSliceMut;
-use std::sync::atomic::Ordering::Relaxed;
 use std::task::{Context, Poll};
 
 use tokio::time::Instant;
@@ -34,7 +33,6 @@ pub(super) struct Batch<'a> {
     filled: usize,
 }
 
-/// Piece of data for a local socket.
 #[derive(Clone, Copy)]
 enum Piece<'a> {
     /// Unchanged bytes in the transport's buffer.
@@ -68,7 +66,6 @@ impl<'a> Batch<'a> {
     }
 }
 
-/// Local connections.
 #[derive(Default)]
 pub(super) struct Locals {
     pub(super) slots: Vec<Option<Local>>,
@@ -128,7 +125,6 @@ impl<H: Handler> Task<H> {
         }
     }
 
-    /// Handles a stream that the peer opened.
     pub(super) fn opened(&mut self, stream: u32) {
         if self.role == Role::Relay || self.locals.open >= self.limits.connections {
             debug!(stream, "stream refused");
@@ -140,11 +136,10 @@ impl<H: Handler> Task<H> {
         self.locals.by_stream.insert(stream, at);
     }
 
-    /// Handles the loss of a connection's stream, already removed from `by_stream`. The filter decides whether the
-    /// local socket stays open.
+    /// Handles the loss of a connection's stream, which `by_stream` has no more. The filter decides about the socket.
     pub(super) fn stream_lost(&mut self, at: usize) {
         let Some(local) = self.locals.get_mut(at) else { return };
-        local.lose_stream();
+        (local.stream, local.owed) = (None, 0); // no peer waits for the credit
         let mut answers = bytes::BytesMut::new();
         let stays = local.filter.stream_lost(&mut answers);
         local.queue(&answers);
@@ -163,7 +158,7 @@ impl<H: Handler> Task<H> {
         stream: u32,
         data: &'a [u8],
     ) {
-        self.shared.counters.bytes_from_peer.fetch_add(data.len() as u64, Relaxed);
+        self.stats.bytes_from_peer += data.len() as u64;
         let Some(at) = self.locals.by_stream.get(&stream).copied() else { return };
         if batch.at != Some(at) || batch.filled == SLICES {
             self.deliver(cx, scratch, batch);
@@ -179,7 +174,6 @@ impl<H: Handler> Task<H> {
         batch.made(from, scratch.local.len());
     }
 
-    /// Writes the gathered pieces.
     pub(super) fn deliver(&mut self, cx: &mut Context<'_>, scratch: &mut Scratch, batch: &mut Batch<'_>) {
         let Some(at) = batch.at.take() else { return };
         let received = std::mem::take(&mut batch.received);
@@ -282,8 +276,7 @@ impl<H: Handler> Task<H> {
         moved
     }
 
-    /// Reads the middle of a large frame directly to its place in the session's log, which saves a copy. `None` = not
-    /// possible at the moment.
+    /// Reads the middle of a large frame into the session's log, which saves a copy. `None` = not possible now.
     fn read_in_place(
         &mut self,
         at: usize,
@@ -300,8 +293,7 @@ impl<H: Handler> Task<H> {
         }
         let read = local.poll_read_vectored(cx, &mut slices[..filled]);
         let n = if let Poll::Ready(Ok(n)) = read { n } else { 0 };
-        // Bytes that the filter must see take the other way. They are the end of the frame, so only that end is
-        // copied.
+        // Bytes that the filter must see take the other way. They are the end of the frame.
         let (mut passed, mut kept) = (0, 0);
         let mut rest = None;
         for slice in &slices[..filled] {
@@ -319,7 +311,7 @@ impl<H: Handler> Task<H> {
         }
         local.bulk = rest.is_none() && n >= BULK;
         self.session.sent_in_place(stream, passed);
-        self.shared.counters.bytes_to_peer.fetch_add(passed as u64, Relaxed);
+        self.stats.bytes_to_peer += passed as u64;
         if let Some(rest) = rest {
             self.take_local(at, &rest[..kept], cx, scratch);
             pool::give(rest);
@@ -333,8 +325,7 @@ impl<H: Handler> Task<H> {
         Some(true)
     }
 
-    /// Passes bytes from the local socket to the filter; returns whether the last piece passed unchanged (the middle
-    /// of a frame).
+    /// Passes bytes from the local socket to the filter; returns whether the last piece passed unchanged.
     fn take_local(&mut self, at: usize, data: &[u8], cx: &mut Context<'_>, scratch: &mut Scratch) -> bool {
         let mut passed = false;
         // Piece by piece, so that the middle of a frame passes unchanged although its head does not.
@@ -378,7 +369,7 @@ impl<H: Handler> Task<H> {
                 if opens {
                     self.locals.by_stream.insert(stream, at);
                 }
-                self.shared.counters.bytes_to_peer.fetch_add(data.len() as u64, Relaxed);
+                self.stats.bytes_to_peer += data.len() as u64;
                 self.session.send(stream, data);
             }
             // Unreachable below 2^31 streams, because `room_for_new()` was checked.
@@ -386,7 +377,6 @@ impl<H: Handler> Task<H> {
         }
     }
 
-    /// Closes connections past their deadline.
     pub(super) fn inspect(&mut self, now: Instant) {
         let mut timed = false;
         for at in 0..self.locals.slots.len() {

@@ -9,17 +9,18 @@ use netlink_packet_route::neighbour::{
     NeighbourAddress, NeighbourAttribute, NeighbourFlags, NeighbourMessage, NeighbourState,
 };
 use netlink_packet_route::route::{
-    RouteAddress, RouteAttribute, RouteFlags, RouteHeader, RouteMessage, RouteMetric, RouteNextHop,
-    RouteNextHopFlags, RouteType, RouteVia,
+    RouteAttribute, RouteFlags, RouteHeader, RouteMessage, RouteMetric, RouteNextHop, RouteNextHopFlags,
+    RouteType,
 };
 use netlink_packet_route::rule::{RuleAttribute, RuleFlags, RuleMessage};
 
 use super::Found;
 use crate::inspect::seen::{Address, Hop, Neighbour, Prefix, Route, Rule, TABLE_LOCAL, UNICAST};
-use crate::link::{self, mac_text, unspecified};
+use crate::link::{self, gateway, ip, mac_text, unspecified};
 
-/// Lifetime without an end.
 const FOR_EVER: u32 = u32::MAX;
+/// Largest RTAX_* number of a metric.
+const MAX_METRIC: u16 = 17;
 /// Ticks of the kernel's clock in a second, as programs see it.
 const TICKS: u32 = 100;
 const RTPROT_KERNEL: u8 = 2;
@@ -79,7 +80,6 @@ struct Parts {
     hops: Vec<(u32, Hop)>,
     /// Reason why the whole route cannot be described.
     whole: Option<&'static str>,
-    /// Detail that cannot be described.
     detail: Option<&'static str>,
 }
 
@@ -159,15 +159,19 @@ fn read_metric(metric: &RouteMetric, route: &mut Route) -> Option<&'static str> 
         RouteMetric::Mtu(mtu) => route.mtu = *mtu,
         RouteMetric::Advmss(bytes) => route.advmss = *bytes,
         RouteMetric::CcAlgo(_) => return Some("its congestion control"),
-        other => route.metrics.extend(number(other)),
+        other if other.value_len() == size_of::<u32>() && (1..=MAX_METRIC).contains(&other.kind()) => {
+            let mut value = [0; size_of::<u32>()];
+            other.emit_value(&mut value);
+            route.metrics.push((other.kind(), u32::from_ne_bytes(value)));
+        }
+        _ => {}
     }
     None
 }
 
 /// Whether the kernel makes the route itself, wherever its address is.
 fn is_kernels_own(header: &RouteHeader, route: &Route) -> bool {
-    // For an IPv4 address of lo the kernel makes the whole prefix local. Its other local routes are for single
-    // addresses.
+    // For an IPv4 address of lo the kernel makes the whole prefix local. Its other ones are for single addresses.
     let of_prefix = header.kind == RouteType::Local
         && route.prefix < link::bits(route.destination)
         && (route.destination, route.prefix) != LOCALHOST;
@@ -195,23 +199,6 @@ fn read_hop(from: &RouteNextHop, whole: &mut Option<&'static str>) -> (u32, Hop)
     (from.interface_index, hop)
 }
 
-fn gateway(attribute: &RouteAttribute) -> Option<IpAddr> {
-    match attribute {
-        RouteAttribute::Gateway(a) => ip(a),
-        RouteAttribute::Via(RouteVia::Inet(a)) => Some((*a).into()),
-        RouteAttribute::Via(RouteVia::Inet6(a)) => Some((*a).into()),
-        _ => None,
-    }
-}
-
-fn ip(address: &RouteAddress) -> Option<IpAddr> {
-    match address {
-        RouteAddress::Inet(a) => Some((*a).into()),
-        RouteAddress::Inet6(a) => Some((*a).into()),
-        _ => None,
-    }
-}
-
 /// Converts ticks (a signed number; 0 = never) to seconds, at least one.
 fn expiry(ticks: u32) -> Option<u32> {
     match ticks {
@@ -219,27 +206,6 @@ fn expiry(ticks: u32) -> Option<u32> {
         ticks if ticks > i32::MAX as u32 => Some(1),
         ticks => Some((ticks / TICKS).max(1)),
     }
-}
-
-/// Returns the RTAX_* number and the value of a numeric metric.
-fn number(metric: &RouteMetric) -> Option<(u16, u32)> {
-    Some(match metric {
-        RouteMetric::Lock(v) => (1, *v),
-        RouteMetric::Window(v) => (3, *v),
-        RouteMetric::Rtt(v) => (4, *v),
-        RouteMetric::RttVar(v) => (5, *v),
-        RouteMetric::SsThresh(v) => (6, *v),
-        RouteMetric::Cwnd(v) => (7, *v),
-        RouteMetric::Reordering(v) => (9, *v),
-        RouteMetric::Hoplimit(v) => (10, *v),
-        RouteMetric::InitCwnd(v) => (11, *v),
-        RouteMetric::Features(v) => (12, *v),
-        RouteMetric::RtoMin(v) => (13, *v),
-        RouteMetric::InitRwnd(v) => (14, *v),
-        RouteMetric::QuickAck(v) => (15, *v),
-        RouteMetric::FastopenNoCookie(v) => (17, *v),
-        _ => return None,
-    })
 }
 
 pub(super) fn read_rule(message: &RuleMessage) -> Option<Result<Rule, String>> {
@@ -306,17 +272,10 @@ fn is_whole_port(mask: &DefaultNla) -> bool {
 
 /// Returns whether it is one of the three rules of every namespace.
 fn is_kernels(rule: &Rule) -> bool {
-    let bare = |priority, table| Rule {
-        v6: rule.v6,
-        priority,
-        table,
-        action: 1,
-        protocol: rule.protocol,
-        ..Rule::default()
-    };
-    [(0, 255), (32_766, 254), (32_767, 253)]
-        .into_iter()
-        .any(|(priority, table)| *rule == bare(priority, table))
+    let Rule { v6, protocol, .. } = *rule;
+    [(0, 255), (32_766, 254), (32_767, 253)].into_iter().any(|(priority, table)| {
+        *rule == Rule { v6, priority, table, action: 1, protocol, ..Rule::default() }
+    })
 }
 
 pub(super) fn read_neighbour(message: &NeighbourMessage) -> Option<(u32, Neighbour)> {
@@ -339,8 +298,6 @@ pub(super) fn read_neighbour(message: &NeighbourMessage) -> Option<(u32, Neighbo
     }
     let mac = if proxy { String::new() } else { mac_text(mac?) };
     let flags = (header.flags & (NeighbourFlags::Router | NeighbourFlags::ExtLearned)).bits();
-    Some((
-        header.ifindex,
-        Neighbour { address: address?, mac, no_arp: no_arp && !proxy, proxy, flags, protocol },
-    ))
+    let no_arp = no_arp && !proxy;
+    Some((header.ifindex, Neighbour { address: address?, mac, no_arp, proxy, flags, protocol }))
 }

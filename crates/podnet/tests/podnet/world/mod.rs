@@ -23,7 +23,7 @@ use peerpod_podnet::netns::{self, Netns};
 use peerpod_podnet::nft::{Filter, Peer};
 use peerpod_podnet::plan::{self, Underlay};
 use peerpod_podnet::redirect::{Classifier, Classifiers};
-use peerpod_podnet::tunnel::{self, Connection, Pair, Undo};
+use peerpod_podnet::tunnel::{self, Connection, Pair};
 use peerpod_podnet::vxlan::{self, Held, Shape, Slot, Vnis, Wanted};
 use peerpod_podnet::{Error, guest};
 use peerpod_proto::guest::NetworkPlan;
@@ -286,8 +286,7 @@ impl World {
     pub fn undo(&self, pod: &Netns, sandbox: &str, held: Option<Held>) -> Vec<Error> {
         let held: Vec<Held> = held.into_iter().collect();
         let mut errors = Vec::new();
-        let undo = Undo { mark: self.mark(sandbox), held: &held, port: 4789, shared: &[] };
-        tunnel::undo(pod, undo, &mut errors);
+        tunnel::undo(pod, self.mark(sandbox), (&held, 4789), &[], &mut errors);
         errors
     }
 
