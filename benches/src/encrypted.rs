@@ -61,7 +61,7 @@ pub(crate) fn connect(
     let socket = std::net::UdpSocket::from(socket);
     let port = port_of(&socket)?;
     wireguard.taken(&json!({ "port": port }));
-    let node_key = key_of(&detail.0)?;
+    let node_key = key_of(&detail)?;
     let guest_key = PrivateKey::generate()?;
     let lane = |ours, theirs| {
         let fragments = ours != NODE_INNER;

@@ -1,11 +1,10 @@
-//! Assembles the node: [`build`] recovers the sandboxes, binds every socket and returns the bound addresses;
-//! [`BoundNode::run`] serves until shutdown. Shutdown stops no pod: running pods continue without the node, and unfinished
-//! work is recorded in the ledger.
+//! Assembles the node. Shutdown stops no pod: running pods continue without the node, and unfinished work is in the
+//! ledger.
 
-use std::fs::{DirBuilder, File};
+use std::fs::File;
 use std::future::Future;
 use std::io;
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -14,6 +13,7 @@ use anyhow::{Context, Result, anyhow, bail};
 use nix::fcntl::{Flock, FlockArg};
 use peerpod_base::admin::{self, BlockReady, Ready};
 use peerpod_base::lifecycle::{Drain, Shutdown};
+use peerpod_common::files;
 use peerpod_proto::relay::ConfigureRequest;
 use peerpod_provider_api::{Capabilities, DecoratorConfig, Provider, decorate};
 use prometheus_client::registry::Registry;
@@ -38,7 +38,7 @@ use crate::rpc::{self, Service};
 use crate::sandbox::ports::Ports;
 use crate::sandbox::{Kept, Orphans, Reaper, Sandboxes, Settings, VmLiveness, recover};
 use crate::secrets::PullSecrets;
-use crate::trust::Trust;
+use crate::trust::{Trust, Validity};
 use crate::tunnel::{Tunnel, TunnelConfig};
 use crate::volumes::{PodStorage, Pods, Volumes};
 use crate::{sweep, wireguard_fds};
@@ -47,12 +47,10 @@ use crate::{sweep, wireguard_fds};
 const DRAIN: Duration = Duration::from_secs(5);
 /// Time that open connections get to close after that.
 const CLOSE: Duration = Duration::from_secs(1);
-/// Time that a start waits for the provider. After it the node starts without the provider: it is not ready, and new
-/// VMs wait longer.
+/// Time that a start waits for the provider. After it the node starts, but is not ready, and new VMs wait longer.
 const PREFLIGHT: Duration = Duration::from_secs(5);
 /// Interval at which the inbox is read without a request from the relay.
 const INBOX_EVERY: Duration = Duration::from_secs(5);
-/// The kernel's boot id.
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 /// Interval of the search for VMs without a record.
 const ORPHANS_EVERY: Duration = Duration::from_secs(600);
@@ -60,7 +58,6 @@ const ORPHANS_EVERY: Duration = Duration::from_secs(600);
 /// The node's background tasks, each with its name. None ends before the shutdown.
 pub(crate) type Tasks = JoinSet<&'static str>;
 
-/// Starts a background task.
 pub(crate) fn spawn(tasks: &mut Tasks, name: &'static str, task: impl Future<Output = ()> + Send + 'static) {
     tasks.spawn(async move {
         task.await;
@@ -75,55 +72,39 @@ pub struct BoundNode {
     sandboxes: Sandboxes,
     cluster: Option<Cluster>,
     server: ttrpc::r#async::Server,
-    /// Server of `volumes.sock`.
     volumes: ttrpc::r#async::Server,
     drain: Drain,
     ready: Ready,
     tasks: Tasks,
 }
 
-/// Contents of the state directory, which is locked for this process.
-struct StateDir {
-    ledger: Ledger,
-    inbox: Inbox,
-    kept: Kept,
-    unread_batches: Vec<String>,
-    /// Number of files that were set aside.
-    quarantined: usize,
-}
-
-impl StateDir {
-    /// Reads the state directory, after it has waited for another node to leave it.
-    async fn read(
-        state_dir: &Path,
-        metrics: &Metrics,
-        starting: &BlockReady,
-        shutdown: &Shutdown,
-    ) -> Result<StateDir> {
-        let ledger = Ledger::open(state_dir)?;
-        // The ledger holds the lock: a write in progress at exit keeps the successor out until it completes.
-        let ledger = ledger.guarded_by(lock(state_dir, starting, shutdown).await?);
-        // The inbox comes first: the relay has already answered the stops in it.
-        let inbox = Inbox::open(state_dir)?;
-        let (notes, bad_notes) = inbox.read()?;
-        let Loaded { records, batches, unread_batches, mut quarantined } = ledger.load()?;
-        let mut unread = ledger.in_quarantine()?;
-        quarantined.extend(bad_notes);
-        unread.extend(quarantined.iter().filter_map(|bad| bad.id.clone()));
-        for bad in &quarantined {
-            metrics.sandboxes.quarantined.inc();
-            error!(file = %bad.file.display(), moved_to = %bad.moved_to.display(), why = bad.why, sandbox = bad.id.as_ref().map(tracing::field::display), "file set aside: the node does not manage its sandbox");
-        }
-        let kept = Kept { records, batches, unread, notes };
-        Ok(StateDir { ledger, inbox, kept, unread_batches, quarantined: quarantined.len() })
+/// Locks and reads the state directory, after it has waited for another node to leave it.
+async fn read_state(
+    state_dir: &Path,
+    metrics: &Metrics,
+    starting: &BlockReady,
+    shutdown: &Shutdown,
+) -> Result<(Ledger, Inbox, Kept)> {
+    let ledger = Ledger::open(state_dir)?;
+    // The ledger holds the lock: a write in progress at exit keeps the successor out until it completes.
+    let ledger = ledger.guarded_by(lock(state_dir, starting, shutdown).await?);
+    // The inbox comes first: the relay has already answered the stops in it.
+    let inbox = Inbox::open(state_dir)?;
+    let (notes, bad_notes) = inbox.read()?;
+    let Loaded { records, batches, unread_batches, mut quarantined } = ledger.load()?;
+    let mut unread = ledger.in_quarantine()?;
+    quarantined.extend(bad_notes);
+    unread.extend(quarantined.iter().filter_map(|bad| bad.id.clone()));
+    for bad in &quarantined {
+        metrics.sandboxes.quarantined.inc();
+        error!(file = %bad.file.display(), moved_to = %bad.moved_to.display(), why = bad.why, sandbox = bad.id.as_ref().map(tracing::field::display), "file set aside: the node does not manage its sandbox");
     }
+    let quarantined = quarantined.len();
+    Ok((ledger, inbox, Kept { records, batches, unread, unread_batches, notes, quarantined }))
 }
 
 /// Recovers the sandboxes, binds the sockets and serves. Waits for another node of the same state directory to exit, as
-/// in an upgrade.
-///
-/// # Errors
-/// Something that the node needs is not usable. No socket stays bound, and the ledger records everything that was begun.
+/// in an upgrade. After an error, no socket stays bound, and the ledger records everything that was begun.
 pub async fn build(
     config: NodeConfig,
     provider: peerpod_providers::Settings,
@@ -137,15 +118,15 @@ pub async fn build(
     let cluster = open_cluster(&config, &metrics, &ready, &mut tasks).await?;
     // Sandboxes create and remove their own folders in here; the folder itself stays.
     let pods = config.run_dir.join("pods");
-    make_dir(&pods).with_context(|| format!("make {}", pods.display()))?;
-    let StateDir { ledger, inbox, kept, unread_batches, quarantined } =
-        StateDir::read(&config.state_dir, &metrics, &starting, shutdown).await?;
+    files::make_folders(&pods).with_context(|| format!("make {}", pods.display()))?;
+    let (ledger, inbox, kept) = read_state(&config.state_dir, &metrics, &starting, shutdown).await?;
 
     let provider = open_provider(&config, provider, &mut registry).await?;
     let parts = Parts::open(&config, provider, ledger, &kept, cluster.as_ref(), &metrics).await?;
     parts.start(&mut tasks, &ready).await;
     let sandboxes = Sandboxes::new(parts.ports.clone(), parts.sandbox_settings(&config), metrics.clone());
-    let (records, unread) = (kept.records.len(), kept.unread.clone());
+    let (records, quarantined, unread) = (kept.records.len(), kept.quarantined, kept.unread.clone());
+    let orphans = Orphans::new(unread.clone(), kept.unread_batches.clone(), config.orphan_grace);
     for note in recover(&sandboxes, kept).await {
         inbox.done(&note)?;
     }
@@ -154,10 +135,9 @@ pub async fn build(
     let rotation = rotate::run(parts.trust.clone(), parts.relay.clone(), sandboxes.clone(), every, patience);
     spawn(&mut tasks, "rotation of the CA", rotation);
     if let Some(cluster) = cluster.clone() {
-        let sweep = sweep::run(cluster, sandboxes.clone(), unread.clone(), config.sandbox.cluster_id.clone());
+        let sweep = sweep::run(cluster, sandboxes.clone(), unread, config.sandbox.cluster_id.clone());
         spawn(&mut tasks, "garbage collection of PeerPods", sweep);
     }
-    let orphans = Orphans::new(unread, config.orphan_grace).sparing(unread_batches);
     look_after(&mut tasks, &sandboxes, &inbox, &metrics, orphans);
 
     let admin = admin::serve(config.admin_listen, Arc::new(registry), ready.clone()).await?;
@@ -224,11 +204,9 @@ struct Parts {
     relay: RelayClient,
     trust: SharedTrust,
     addresses: GuestAddresses,
-    surroundings: Surroundings,
 }
 
 impl Parts {
-    /// Opens everything that the sandboxes use.
     async fn open(
         config: &NodeConfig,
         provider: Arc<dyn Provider>,
@@ -237,7 +215,8 @@ impl Parts {
         cluster: Option<&Cluster>,
         metrics: &Metrics,
     ) -> Result<Parts> {
-        let trust = SharedTrust::new(Trust::open(&config.state_dir.join("trust"), SystemTime::now())?);
+        let trust = Trust::open(&config.state_dir.join("trust"), SystemTime::now(), Validity::default())?;
+        let trust = SharedTrust::new(trust);
         let tunnel = Tunnel::open(TunnelConfig { owner: config.owner(), ..config.tunnel.clone() })?;
         let boot_id = std::fs::read_to_string(BOOT_ID).with_context(|| format!("read {BOOT_ID}"))?;
         let boot_id = boot_id.trim().to_owned();
@@ -246,12 +225,13 @@ impl Parts {
         let relay = RelayClient::new(config.run_dir.join("relay.sock"), identity, metrics.clone());
         let addresses = GuestAddresses::new(config.relay_addresses.clone(), config.relay_listen);
         let surroundings = Surroundings::new(addresses.clone(), relay.listening(), tunnel.clone());
-        let volumes = Volumes::new(&config.volumes_dir, known_pods(cluster));
+        let volumes =
+            Volumes::new(&config.volumes_dir, Some(&config.direct_volumes_dir), known_pods(cluster));
         let shown = cluster.cloned().zip(config.cluster.as_ref()).map(|(cluster, settings)| {
             let about = About {
-                provider: provider.name().into(),
-                node: settings.node_name.as_str().into(),
-                cluster_id: config.sandbox.cluster_id.as_str().into(),
+                provider: provider.name().to_owned(),
+                node: settings.node_name.clone(),
+                cluster_id: config.sandbox.cluster_id.clone(),
             };
             (cluster, about)
         });
@@ -259,10 +239,7 @@ impl Parts {
             clock: Arc::new(WallClock),
             store: Arc::new(ledger),
             cloud: Arc::new(ProviderCloud(provider.clone())),
-            storage: Arc::new(PodStorage {
-                volumes: volumes.and_direct(&config.direct_volumes_dir),
-                provider: provider.clone(),
-            }),
+            storage: Arc::new(PodStorage { volumes, provider: provider.clone() }),
             network: Arc::new(NodeNetwork {
                 tunnel: tunnel.clone(),
                 localhost: Localhost::new(config.localhost).await,
@@ -275,7 +252,7 @@ impl Parts {
                 trust: trust.clone(),
                 addresses: addresses.clone(),
                 relay: relay.clone(),
-                surroundings: surroundings.clone(),
+                surroundings,
                 dial: config.sandbox.dial,
                 lease: config.sandbox.lease,
             }),
@@ -285,19 +262,17 @@ impl Parts {
                 pull_secrets: config.secrets.clone().map(PullSecrets::new),
             }),
         };
-        Ok(Parts { ports, provider, tunnel, relay, trust, addresses, surroundings })
+        Ok(Parts { ports, provider, tunnel, relay, trust, addresses })
     }
 
     /// Starts the provider's preflight, the client of the relay, and the supply of its descriptors.
     async fn start(&self, tasks: &mut Tasks, ready: &Ready) {
-        let Parts { provider, relay, addresses, tunnel, surroundings, .. } = self;
+        let Parts { provider, relay, addresses, tunnel, .. } = self;
         preflight(tasks, provider.clone(), addresses.clone(), ready).await;
         spawn(tasks, "relay client", relay.clone().run());
         spawn(tasks, "readiness of the relay", report_relay(relay.connection(), ready.clone()));
         if let Some(wireguard) = tunnel.wireguard().cloned() {
-            let underlay = surroundings.underlay();
-            let supply = wireguard_fds::run(relay.clone(), wireguard, addresses.clone(), underlay);
-            spawn(tasks, "encrypted tunnel", supply);
+            spawn(tasks, "encrypted tunnel", wireguard_fds::run(relay.clone(), wireguard));
         }
     }
 
@@ -315,10 +290,7 @@ impl Parts {
 }
 
 impl BoundNode {
-    /// Serves until `shutdown`, then drains and closes. Running pods are not touched.
-    ///
-    /// # Errors
-    /// A background task ended: the process must not continue without it.
+    /// Serves until `shutdown`, then drains and closes; running pods go on. Fails if a background task ends.
     pub async fn run(mut self, shutdown: &Shutdown) -> Result<()> {
         let ended = tokio::select! {
             () = shutdown.wait() => Ok(()),
@@ -369,7 +341,7 @@ impl BoundNode {
 
 /// Lookup of pod UIDs for the volumes; `None` outside a cluster.
 fn known_pods(cluster: Option<&Cluster>) -> Option<Pods> {
-    let pods = cluster?.pods().clone();
+    let pods = cluster?.pods.clone();
     Some(Arc::new(move |namespace, name| {
         let newest = pods.newest(namespace, name).filter(|pod| !pod.terminating);
         newest.into_iter().map(|pod| pod.uid).collect()
@@ -391,21 +363,20 @@ fn identity(trust: SharedTrust) -> RelayIdentity {
 }
 
 /// Marks the node as not ready while the relay is disconnected: no pod could start.
-async fn report_relay(mut connected: watch::Receiver<bool>, ready: Ready) {
+async fn report_relay<T>(mut connection: watch::Receiver<Option<T>>, ready: Ready) {
     loop {
-        if *connected.borrow_and_update() {
+        if connection.borrow_and_update().is_some() {
             ready.ready("relay");
         } else {
             ready.not_ready("relay", "peerpod-relay is away: no pod can start; running pods go on");
         }
-        if connected.changed().await.is_err() {
+        if connection.changed().await.is_err() {
             return;
         }
     }
 }
 
-/// Asks the provider whether the node may make all later calls. Without a quick answer, it continues in the background,
-/// and the node is not ready.
+/// Asks the provider whether the node may make all later calls. The node is not ready until it has answered.
 async fn preflight(tasks: &mut Tasks, provider: Arc<dyn Provider>, addresses: GuestAddresses, ready: &Ready) {
     let (blocked, ready) = (ready.block("provider"), ready.clone());
     blocked.because("the provider's preflight is running");
@@ -464,8 +435,7 @@ fn look_after(tasks: &mut Tasks, sandboxes: &Sandboxes, inbox: &Inbox, metrics: 
 
 /// Locks the state directory for one node. Waits for an older node that is exiting.
 async fn lock(state_dir: &Path, starting: &BlockReady, shutdown: &Shutdown) -> Result<Flock<File>> {
-    // Locks the folder of records itself: that needs no file open for writing, and the lock goes with the folder it
-    // guards.
+    // Locks the folder of records itself: no file is open for writing, and the lock goes with the folder.
     let path = state_dir.join("sandboxes");
     let mut said = false;
     loop {
@@ -493,15 +463,11 @@ async fn lock(state_dir: &Path, starting: &BlockReady, shutdown: &Shutdown) -> R
 /// Path of a bound socket, with its device and inode numbers.
 type BoundSocket = (PathBuf, (u64, u64));
 
-/// Binds a socket for root alone. This process holds the lock, so an existing socket is left over from a dead node. The
-/// rename is atomic, so that a client finds either the old socket or the new one.
+/// Binds a socket for root alone, in place of a dead node's. The rename is atomic: clients find the old or the new one.
 fn bind(path: PathBuf) -> Result<(Listener, BoundSocket)> {
     let bound = || -> io::Result<(UnixListener, (u64, u64))> {
         let temporary = path.with_extension("new");
-        match std::fs::remove_file(&temporary) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
-            _ => {}
-        }
+        files::remove(&temporary)?;
         let listener = UnixListener::bind(&temporary)?;
         std::fs::set_permissions(&temporary, std::fs::Permissions::from_mode(0o600))?;
         let there = std::fs::symlink_metadata(&temporary)?;
@@ -510,9 +476,4 @@ fn bind(path: PathBuf) -> Result<(Listener, BoundSocket)> {
     };
     let (listener, id) = bound().with_context(|| format!("listen on {}", path.display()))?;
     Ok((Listener::from(listener), (path, id)))
-}
-
-fn make_dir(dir: &Path) -> io::Result<()> {
-    // An existing folder keeps its mode: other programs may have sockets in it.
-    DirBuilder::new().recursive(true).mode(0o700).create(dir)
 }

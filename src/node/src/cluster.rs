@@ -1,25 +1,7 @@
-//! Connects the node to Kubernetes: watches its pods ([`pods`]), and shows their VMs to users. `writer` keeps one
-//! PeerPod for each VM, `events` posts failures, `capacity` advertises the number that fits, and `heartbeat` shows that
-//! this daemon lives.
-//!
-//! A pod waits at most 900 ms for this module. The state to show is one desired PeerPod per sandbox; one task writes it
-//! in the background and retries until it holds. An API server that is unreachable for hours delays records and nothing
-//! else. A node without a name in a cluster (`cluster.node-name`) does not use this module.
-//!
-//! Rights that it needs, of its service account:
-//!
-//! | group | resource | verbs | on |
-//! |---|---|---|---|
-//! | core | nodes | get, list, watch, patch | its own node (`metadata.name`; annotation [`capacity::OWNER`]) |
-//! | core | nodes/status | patch | its own node |
-//! | core | pods | list, watch | all namespaces, filtered by `spec.nodeName`; RBAC cannot restrict that |
-//! | core | events | create, patch | all namespaces |
-//! | confidentialcontainers.org | peerpods | get, list, create, patch, delete | all namespaces |
-//! | confidentialcontainers.org | peerpods/status | patch | all namespaces |
-//! | coordination.k8s.io | leases | get, create, update | `cluster.namespace` |
-//!
-//! It needs no right to secrets. May touch: the API server. It reads records, and has no access to the sandboxes'
-//! tasks.
+//! Connects the node to Kubernetes: watches its pods ([`pods`]), and shows their VMs to users. A pod waits at most
+//! 900 ms for this module: one task writes the desired PeerPods in the background, so an API server that is unreachable
+//! for hours delays records and nothing else. A node without `cluster.node-name` does not use this module. It needs the
+//! rights in `deploy/chart/files/rbac/node.yaml`, and none to secrets.
 
 pub(crate) mod capacity;
 pub(crate) mod config;
@@ -46,7 +28,6 @@ pub(crate) use writer::Recorded;
 
 use crate::app::{Tasks, spawn};
 use crate::metrics::Metrics;
-use crate::sandbox::ports::PodEvent;
 use crate::spec::PodRef;
 use calls::Calls;
 use capacity::Capacity;
@@ -64,9 +45,9 @@ const FAREWELL: Duration = Duration::from_secs(3);
 pub(crate) struct Cluster {
     config: Arc<ClusterConfig>,
     calls: Calls,
-    pods: Reflector,
+    pub pods: Reflector,
     writer: Writer,
-    events: Events,
+    pub events: Events,
     capacity: Capacity,
 }
 
@@ -125,13 +106,7 @@ impl Cluster {
         }
     }
 
-    /// Returns the watch of this node's pods.
-    pub(crate) fn pods(&self) -> &Reflector {
-        &self.pods
-    }
-
-    /// Whether this very pod is known to name no pull secrets. The API server adds the service account's secrets to the
-    /// pod when the pod is made; as for a kubelet, only the pod's own list counts.
+    /// Whether this very pod is known to name no pull secrets; those of its service account are in the pod's own list.
     pub(crate) fn has_no_pull_secrets(&self, pod: &PodRef) -> bool {
         let found = self.pods.newest(&pod.namespace, &pod.name);
         found.is_some_and(|found| pod.uid.as_ref() == Some(&found.uid) && found.image_pull_secrets.is_empty())
@@ -139,46 +114,31 @@ impl Cluster {
 
     /// Writes the PeerPod before its VM is requested. Returns when it is written, or after 900 ms; the write then
     /// continues in the background. Returns the pod's UID, if it is known by then.
-    pub(crate) async fn announce(&self, shown: Shown) -> Option<String> {
-        let mut shown = shown;
-        let known = async {
-            if shown.uid.is_none() {
-                let pod = (shown.namespace.clone(), shown.pod.clone());
-                let found = self.pods.find(&pod.0, &pod.1, &shown.sandbox).await;
-                shown.uid = Some(found.uid);
-            }
-        };
+    pub(crate) async fn announce(&self, mut shown: Shown) -> Option<String> {
         let began = tokio::time::Instant::now();
-        // Without a UID the record is written without an owner, which is added when it is known. The watch's lookup
-        // also works while the API server is unreachable, so it needs no wait then.
-        let patience = if self.calls.is_away() { Duration::ZERO } else { ANNOUNCE * 2 / 3 };
-        drop(timeout(patience, known).await);
-        let uid = shown.uid.clone();
-        let (sandbox, written) = (shown.sandbox.clone(), self.writer.want(shown));
-        if let Some(uid) = &uid {
-            self.pods.take(uid, &sandbox);
+        if shown.uid.is_none() {
+            // Without a UID the record is written without an owner, which is added when it is known. The watch's lookup
+            // also works while the API server is unreachable, so it needs no wait then.
+            let patience = if self.calls.is_away() { Duration::ZERO } else { ANNOUNCE * 2 / 3 };
+            let found = self.pods.find(&shown.namespace, &shown.pod, &shown.sandbox);
+            shown.uid = timeout(patience, found).await.ok().map(|found| found.uid);
         }
+        let uid = shown.uid.clone();
+        let written = self.show(shown);
         if !self.calls.is_away() {
             drop(timeout(ANNOUNCE.saturating_sub(began.elapsed()), written).await);
         }
         uid
     }
 
-    /// Sets the state to show from now on. Never waits.
-    pub(crate) fn show(&self, shown: Shown) {
+    /// Sets the state to show from now on. The returned future completes when it is written, and may be dropped.
+    pub(crate) fn show(&self, shown: Shown) -> impl Future<Output = ()> + Send + use<> {
         if let Some(uid) = &shown.uid {
             self.pods.take(uid, &shown.sandbox);
         }
-        // No caller waits for the write.
-        drop(self.writer.want(shown));
+        self.writer.want(shown)
     }
 
-    /// Posts an Event on the pod. Never waits; beyond a pod's rate limit, Events are dropped.
-    pub(crate) fn tell(&self, pod: &PodRef, said: PodEvent) {
-        self.events.tell(pod, said);
-    }
-
-    /// Lists every PeerPod of this node.
     pub(crate) async fn recorded(&self) -> Result<Vec<Recorded>, client::Error> {
         self.writer.recorded(&self.config.node_name).await
     }

@@ -1,7 +1,6 @@
-//! Reads the node's settings: sections `paths`, `node`, `tunnel`, `provider`, `secrets`, `cluster`, `kubernetes` and
-//! `log` of the file that all binaries of a node share. Keys, defaults and meanings are defined here, in
-//! `registries` and in the `config` modules of `cluster` and `secrets`; a provider's own
-//! keys with the provider.
+//! Reads the node's settings from the file that all binaries of a node share. Keys, defaults and meanings are defined
+//! here, in `registries` and in the `config` modules of `cluster` and `secrets`; a provider's own keys with the
+//! provider.
 
 mod tunnel;
 mod vm;
@@ -13,6 +12,7 @@ use std::time::Duration;
 use peerpod_base::config::{Mistakes, Printed, Reader, Sources};
 use peerpod_base::fd_handoff;
 use peerpod_base::telemetry::LogConfig;
+use peerpod_podnet::mark::Owner;
 use peerpod_providers::{Context, Purpose};
 use vm::sandbox_settings;
 
@@ -22,7 +22,7 @@ use crate::sandbox;
 use crate::secrets::SecretsConfig;
 use crate::spec::GUEST_MEMORY;
 use crate::tunnel::external::Way;
-use crate::tunnel::{Owner, TunnelConfig, TunnelKind, netns_in};
+use crate::tunnel::{TunnelConfig, TunnelKind, netns_in};
 
 /// Sections of the shared file that other binaries read; the node reads one key of `relay`.
 const OTHERS: [&str; 5] = ["relay", "controller", "webhook", "csi", "volumes"];
@@ -44,48 +44,38 @@ const DIRECT_VOLUMES_DIR: &str = "/run/kata-containers/shared/direct-volumes";
 #[derive(Clone, Debug)]
 pub struct NodeConfig {
     /// `paths.run-dir`: folder of the sockets.
-    pub run_dir: PathBuf,
+    pub(crate) run_dir: PathBuf,
     /// `paths.state-dir`: folder of the ledger, the CA and the inbox.
-    pub state_dir: PathBuf,
-    /// `relay.listen`: address on which the relay accepts guests.
-    pub relay_listen: SocketAddr,
-    /// `node.admin-listen`: metrics and health.
-    pub admin_listen: SocketAddr,
+    pub(crate) state_dir: PathBuf,
+    pub(crate) relay_listen: SocketAddr,
+    pub(crate) admin_listen: SocketAddr,
     /// `node.relay-addresses`: addresses that guests dial; empty: the node determines them.
-    pub relay_addresses: Vec<GuestAddress>,
-    /// `CA_FOLLOW_TIMEOUT`.
-    pub ca_follow_timeout: Duration,
-    /// `ORPHAN_GRACE`.
-    pub orphan_grace: Duration,
-    /// `CA_ROLL_OVER`.
-    pub ca_roll_over: Duration,
+    pub(crate) relay_addresses: Vec<GuestAddress>,
+    pub(crate) ca_follow_timeout: Duration,
+    pub(crate) orphan_grace: Duration,
+    pub(crate) ca_roll_over: Duration,
     /// `node.guest-memory-mib`; `None`: the provider's figure.
-    pub guest_memory_mib: Option<u64>,
+    pub(crate) guest_memory_mib: Option<u64>,
     /// `node.batch`: whether one call may create the VMs of sandboxes that want the same VM at the same moment.
-    pub batch: bool,
+    pub(crate) batch: bool,
     /// Settings of every sandbox. `guest_addresses`, `max_batch` and `guest_memory_mib` are known later.
     pub sandbox: sandbox::Settings,
-    /// Section `tunnel`.
-    pub tunnel: TunnelConfig,
-    /// `tunnel.localhost`: whether connections to a pod's localhost in its namespace on the node are carried into the
-    /// VM.
-    pub localhost: bool,
-    /// Registry settings for guests.
-    pub registries: Registries,
+    pub(crate) tunnel: TunnelConfig,
+    /// `tunnel.localhost`: whether connections to a pod's localhost on the node are carried into the VM.
+    pub(crate) localhost: bool,
+    pub(crate) registries: Registries,
     /// Section `secrets`: the service for pods' pull secrets; `None`: no service is asked.
-    pub secrets: Option<SecretsConfig>,
+    pub(crate) secrets: Option<SecretsConfig>,
     /// Sections `cluster` and `kubernetes`; `None`: this node is in no cluster.
-    pub cluster: Option<ClusterConfig>,
+    pub(crate) cluster: Option<ClusterConfig>,
     /// Folder in which the CSI wrapper records the pods' volumes.
-    pub volumes_dir: PathBuf,
-    /// Folder in which CSI drivers that support Kata describe the pods' volumes.
-    pub direct_volumes_dir: PathBuf,
+    pub(crate) volumes_dir: PathBuf,
+    pub(crate) direct_volumes_dir: PathBuf,
 }
 
 /// Address that guests dial, with its own port or with the relay's port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum GuestAddress {
-    /// Address with its own port.
+pub(crate) enum GuestAddress {
     Whole(SocketAddr),
     /// Address that takes the port on which the relay listens.
     Host(IpAddr),
@@ -203,10 +193,8 @@ impl NodeConfig {
             }
         }
         if sandbox.ticket_ttl < sandbox.boot_timeout {
-            let why = format!(
-                "longer than a ticket, so a slow VM could not join; set at most {:?}",
-                sandbox.ticket_ttl
-            );
+            let most = sandbox.ticket_ttl;
+            let why = format!("longer than a ticket, so a slow VM could not join; set at most {most:?}");
             reader.mistake("node.boot-timeout", why);
         }
         if sandbox.dial.is_some() && self.tunnel.wireguard.is_some() {
@@ -218,9 +206,9 @@ impl NodeConfig {
             reader.mistake("node.guest-memory-mib", "more than 1 TiB; write it in MiB");
         }
         let capacity = self.cluster.as_ref().and_then(|cluster| cluster.capacity).unwrap_or_default();
-        if usize::try_from(capacity).is_ok_and(|capacity| capacity > sandbox.max_sandboxes) {
-            let why =
-                format!("more than {}, the limit of a node's sandboxes; lower it", sandbox.max_sandboxes);
+        let most = sandbox.max_sandboxes;
+        if usize::try_from(capacity).is_ok_and(|capacity| capacity > most) {
+            let why = format!("more than {most}, the limit of a node's sandboxes; lower it");
             reader.mistake("cluster.capacity", why);
         }
         if self.tunnel.port == 0 {
@@ -228,54 +216,46 @@ impl NodeConfig {
         }
     }
 
-    /// Reads all settings of this binary. Opens nothing.
-    ///
-    /// # Errors
-    /// All mistakes of all sources together.
+    /// Reads all settings of this binary. Opens nothing. Fails with all mistakes of all sources together.
     pub fn load(
         sources: Sources,
     ) -> Result<(NodeConfig, peerpod_providers::Settings, LogConfig, Printed), Mistakes> {
         let mine = ["paths", "node", "tunnel", "provider", "secrets", "log", "cluster", "kubernetes"];
         let mut reader = Reader::load(sources, &mine, &OTHERS)?;
         let config = NodeConfig::read(&mut reader);
-        let provider = peerpod_providers::read(&mut reader, &config.provider_context());
+        let context = Context {
+            state_dir: config.state_dir.clone(),
+            cluster_id: config.sandbox.cluster_id.clone(),
+            node_name: config.sandbox.node_name.clone(),
+            purpose: Purpose::Create,
+        };
+        let provider = peerpod_providers::read(&mut reader, &context);
         let log = LogConfig::read(&mut reader);
         let printed = reader.finish()?;
         Ok((config, provider, log, printed))
     }
 
     /// Owner mark of this node's tunnels, which separates them from those of other daemons on the machine.
-    pub fn owner(&self) -> Owner {
+    pub(crate) fn owner(&self) -> Owner {
         // The canonical path, so that another path to the same folder gives the same owner.
         let dir = self.state_dir.canonicalize().unwrap_or_else(|_| self.state_dir.clone());
         Owner::of(&[&self.sandbox.cluster_id, &self.sandbox.node_name, &dir.to_string_lossy()])
     }
 
     /// Largest batch to request by one call, given the provider's own limit; below 2: one call per VM.
-    pub fn max_batch(&self, provider: u32) -> u32 {
+    pub(crate) fn max_batch(&self, provider: u32) -> u32 {
         // The node identifies each guest of a batch by its source address, which NAT changes.
         let translated = self.tunnel.auto || self.tunnel.kind == TunnelKind::Wireguard;
         if self.batch && !translated { provider.min(MOST_BATCH) } else { 0 }
     }
 
     /// Memory in MiB that a guest needs besides its pod. `provider` is the provider's figure for its image, or 0.
-    pub fn guest_memory(&self, provider: u64) -> u64 {
+    pub(crate) fn guest_memory(&self, provider: u64) -> u64 {
         let of_image = if provider == 0 { GUEST_MEMORY } else { provider };
         self.guest_memory_mib.unwrap_or(of_image)
     }
-
-    /// Facts about this node for the provider.
-    pub fn provider_context(&self) -> Context {
-        Context {
-            state_dir: self.state_dir.clone(),
-            cluster_id: self.sandbox.cluster_id.clone(),
-            node_name: self.sandbox.node_name.clone(),
-            purpose: Purpose::Create,
-        }
-    }
 }
 
-/// Reads the addresses that guests dial.
 fn relay_addresses(reader: &mut Reader) -> Vec<GuestAddress> {
     let key = "node.relay-addresses";
     let texts: Vec<String> = reader
@@ -341,7 +321,7 @@ mod tests {
         assert!(!tunnel.vnis.contains(99) && tunnel.vnis.contains(200) && !tunnel.vnis.contains(201));
         assert_eq!(
             (tunnel.source_ports, tunnel.redirect),
-            (Some((40000, 40063)), Some(crate::tunnel::Classifier::Bpf))
+            (Some((40000, 40063)), Some(peerpod_podnet::redirect::Classifier::Bpf))
         );
     }
 

@@ -8,16 +8,21 @@ pub mod ledger;
 mod localhost;
 mod metrics;
 mod ports;
-pub mod registries;
+mod registries;
 mod relay_client;
-pub mod rotate;
+mod rotate;
 mod rpc;
 pub mod runtime;
 mod sandbox;
-pub mod secrets;
+mod secrets;
 mod spec;
 mod sweep;
-pub mod trust;
+mod trust;
 pub mod tunnel;
 mod volumes;
 mod wireguard_fds;
+
+/// Shortens a foreign text to one log line: at most `most` characters, without control characters.
+fn one_line(text: &str, most: usize) -> String {
+    text.chars().take(most).map(|c| if c.is_control() { ' ' } else { c }).collect()
+}

@@ -5,17 +5,16 @@
 
 use nix::errno::Errno;
 use peerpod_base::fd_handoff::LOCALHOST_LISTENERS;
+use peerpod_common::blocking::blocking;
 use peerpod_podnet::localhost;
 use peerpod_podnet::netns::Netns;
 use tokio::task::spawn_blocking;
 use tracing::warn;
 
-use crate::ports::on_thread;
 use crate::relay_client::RelayClient;
 use crate::sandbox::ports::NetworkError;
 use crate::spec::SandboxId;
 
-/// Kind of these descriptors between node and relay.
 const KIND: &str = "localhost";
 
 /// Whether this node carries the pods' localhost connections.
@@ -39,11 +38,7 @@ impl Localhost {
         Localhost { works: false }
     }
 
-    /// Carries connections to the pod's localhost into its VM. The relay must have the sandbox already (PutSandbox).
-    /// The call is repeated after a restart of node or relay; open connections continue.
-    ///
-    /// # Errors
-    /// The relay or the namespace is unavailable; a retry may succeed.
+    /// Carries connections to the pod's localhost into its VM. The relay must have the sandbox. Repeatable.
     pub(crate) async fn carry(
         self,
         netns: &Netns,
@@ -53,28 +48,26 @@ impl Localhost {
         if !self.works {
             return Ok(());
         }
-        let failed = |text: String| NetworkError { text, permanent: false };
-        let held = relay.held(KIND, Some(id)).await.map_err(|error| failed(error.text))?;
+        let held = relay.held(KIND, Some(id)).await.map_err(NetworkError::transient)?;
         let held = held.and_then(|ports| serde_json::from_value(ports).ok());
         let ports = match held {
             Some(ports) => ports,
             None => {
                 let inside = netns.clone();
-                let (ports, listeners) = on_thread(move || localhost::open(&inside)).await??;
-                let detail = serde_json::to_value(ports).map_err(|error| failed(error.to_string()))?;
+                let open = move || localhost::open(&inside).map_err(NetworkError::from);
+                let (ports, listeners) = blocking(open).await?;
+                let detail = serde_json::to_value(ports).map_err(NetworkError::transient)?;
                 let named = LOCALHOST_LISTENERS.into_iter().zip(listeners);
                 let listeners =
                     named.filter_map(|(name, listener)| Some((name.to_owned(), listener?))).collect();
-                relay
-                    .hand_off(KIND, Some(id), detail, listeners)
-                    .await
-                    .map_err(|error| failed(error.text))?;
+                let passed = relay.hand_off(KIND, Some(id), detail, listeners).await;
+                passed.map_err(NetworkError::transient)?;
                 ports
             }
         };
         // Only after the listeners exist: a rule without a listener refuses connections.
         let inside = netns.clone();
-        Ok(on_thread(move || localhost::redirect(&inside, ports)).await??)
+        blocking(move || Ok(localhost::redirect(&inside, ports)?)).await
     }
 }
 

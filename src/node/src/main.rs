@@ -1,16 +1,16 @@
-//! Runs `peerpod-node`: reads settings, sets up log and limits, then runs [`peerpod_node::app`].
-//!
-//! Exit codes: 0 regular shutdown; 1 failed start, or an unexpected end of a background task; 2 mistakes in the
-//! configuration.
+//! Runs `peerpod-node`. Exit codes: 0 regular shutdown; 1 failed start, or an unexpected end of a background task;
+//! 2 mistakes in the configuration.
 
 use std::process::ExitCode;
 
 use peerpod_base::chain::chain;
-use peerpod_base::config::{self, Setting, Sources};
+use peerpod_base::config::{Setting, Sources};
+use peerpod_base::lifecycle;
 use peerpod_base::program::{self, Program};
-use peerpod_base::{lifecycle, telemetry};
+use peerpod_base::telemetry::{self, LogConfig};
 use peerpod_node::config::NodeConfig;
 use peerpod_node::{app, runtime};
+use peerpod_providers::Settings;
 
 const PROGRAM: Program = Program {
     name: "peerpod-node",
@@ -23,14 +23,14 @@ fn main() -> ExitCode {
         print!("{answer}");
         return ExitCode::SUCCESS;
     }
-    let loaded = match NodeConfig::load(Sources::of_this_process()) {
+    let (config, provider, log, _) = match NodeConfig::load(Sources::of_this_process()) {
         Ok(loaded) => loaded,
         Err(mistakes) => {
             eprintln!("peerpod-node: {mistakes}");
             return ExitCode::from(2);
         }
     };
-    match start(loaded) {
+    match start(config, provider, &log) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             tracing::error!(error = chain(error.as_ref()), "peerpod-node ends");
@@ -46,15 +46,8 @@ fn settings() -> Vec<Setting> {
     loaded.map(|(.., printed)| printed.0).unwrap_or_default()
 }
 
-fn start(
-    (config, provider, log, _): (
-        NodeConfig,
-        peerpod_providers::Settings,
-        telemetry::LogConfig,
-        config::Printed,
-    ),
-) -> anyhow::Result<()> {
-    telemetry::init(&log)?;
+fn start(config: NodeConfig, provider: Settings, log: &LogConfig) -> anyhow::Result<()> {
+    telemetry::init(log)?;
     if let Err(error) = program::own_rights_and_limits() {
         tracing::warn!(%error, "cannot raise the limit of open files");
     }

@@ -10,6 +10,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use async_trait::async_trait;
 use futures_util::stream::{self, BoxStream, StreamExt};
+use peerpod_common::blocking::blocking;
 use peerpod_link::user_data::{UserData, UserDataNode, UserDataTicket, VERSION};
 use peerpod_podnet::inspect::unlisted;
 use peerpod_podnet::redirect::tcx;
@@ -22,7 +23,6 @@ use peerpod_provider_api::{
 use serde::{Deserialize, Serialize};
 use serde_json::value::to_raw_value;
 use tokio::sync::watch;
-use tokio::task::spawn_blocking;
 use zeroize::Zeroizing;
 
 use crate::cluster::show::About;
@@ -33,12 +33,12 @@ use crate::registries::Registries;
 use crate::relay_client::RelayClient;
 use crate::rotate::SharedTrust;
 use crate::sandbox::ports::{
-    Certificate, Changes, Clock, Cloud, CloudError, Followed, Identity, Kubernetes, Made, NetworkError,
-    NodeEndpoints, PodEvent, PodNetwork, PullSecretError, Store, Trusted,
+    Changes, Clock, Cloud, CloudError, Followed, Identity, Kubernetes, Made, NetworkError, NodeEndpoints,
+    PodEvent, PodNetwork, PullSecretError, Store, Trusted,
 };
 use crate::secrets::PullSecrets;
 use crate::spec::{PodRef, SandboxId};
-use crate::trust::{Ticket, Trust};
+use crate::trust::{Signed, Ticket, Trust};
 use crate::tunnel::follow::{Merged, merge};
 use crate::tunnel::{Netns, NetnsId, PodNetworkState, Reserved, Tunnel, TunnelKind, inspect};
 
@@ -61,13 +61,9 @@ pub(crate) struct ProviderCloud(pub Arc<dyn Provider>);
 
 /// The pods' network on this node.
 pub(crate) struct NodeNetwork {
-    /// The tunnels.
     pub tunnel: Tunnel,
-    /// Forwarding of connections to the pods' localhost.
     pub localhost: Localhost,
-    /// The client of the relay.
     pub relay: RelayClient,
-    /// Watcher of the node's own network.
     pub surroundings: Surroundings,
     /// The kernel's boot id: after a reboot no recorded namespace exists any more.
     pub boot_id: String,
@@ -75,13 +71,9 @@ pub(crate) struct NodeNetwork {
 
 /// Tickets and certificates, and the endpoints at which guests reach the node.
 pub(crate) struct NodeIdentity {
-    /// The node's CA.
     pub trust: SharedTrust,
-    /// Addresses at which guests reach the relay.
     pub addresses: GuestAddresses,
-    /// The client of the relay.
     pub relay: RelayClient,
-    /// Watcher of the node's own network.
     pub surroundings: Surroundings,
     /// Port on which VMs wait to be dialled; `None`: VMs dial.
     pub dial: Option<u16>,
@@ -93,9 +85,7 @@ pub(crate) struct NodeIdentity {
 pub(crate) struct NodeCluster {
     /// Client of the cluster, and the facts that all PeerPods of this node share; `None`: this node is in no cluster.
     pub cluster: Option<(Cluster, About)>,
-    /// Registry settings for guests.
     pub registries: Registries,
-    /// Client of the pull-secret service; `None`: there is none.
     pub pull_secrets: Option<PullSecrets>,
 }
 
@@ -105,24 +95,18 @@ struct NetworkRecord {
     seen: PodNetworkState,
     reserved: Reserved,
     /// Carrier losses by interface index, as last recorded; `None` before the first inspection of the running pod.
-    #[serde(default)]
     losses: Option<BTreeMap<u32, u32>>,
 }
 
 impl NetworkRecord {
     fn read(network: &Network) -> Result<NetworkRecord, NetworkError> {
-        serde_json::from_str(network.tunnel.get()).map_err(|error| NetworkError {
-            text: format!("the recorded tunnel cannot be read: {error}"),
-            permanent: true,
-        })
+        serde_json::from_str(network.tunnel.get())
+            .map_err(|error| NetworkError::permanent(format!("the recorded tunnel cannot be read: {error}")))
     }
 
     fn write(&self, v6: bool) -> Result<Network, NetworkError> {
-        let tunnel = to_raw_value(self).map_err(|error| NetworkError {
-            text: format!("encode the tunnel's record: {error}"),
-            permanent: true,
-        })?;
-        Ok(Network { v6, tunnel })
+        let failed = |error| NetworkError::permanent(format!("encode the tunnel's record: {error}"));
+        Ok(Network { v6, tunnel: to_raw_value(self).map_err(failed)? })
     }
 
     /// Connects the tunnel, and returns obstacles that may keep traffic from it.
@@ -144,7 +128,7 @@ impl NetworkRecord {
         if !again.is_same(reserved) {
             let vnis: Vec<String> = reserved.devices.iter().map(|d| d.vni.to_string()).collect();
             let text = format!("the pod's tunnel was deleted and its VNI ({}) is taken", vnis.join(", "));
-            return Err(NetworkError { text, permanent: true });
+            return Err(NetworkError::permanent(text));
         }
         Ok(tunnel.connect(netns, id, &again, seen, vm)?)
     }
@@ -199,7 +183,7 @@ impl NodeNetwork {
         work: impl FnOnce(&Tunnel, &Netns) -> Result<T, NetworkError> + Send + 'static,
     ) -> Result<T, NetworkError> {
         let (tunnel, boot_id, netns) = (self.tunnel.clone(), self.boot_id.clone(), netns.clone());
-        on_thread(move || {
+        blocking(move || {
             let opened = open(&boot_id, &netns)?;
             work(&tunnel, &opened).map_err(|mut error| {
                 // A device name alone does not identify the pod.
@@ -210,35 +194,23 @@ impl NodeNetwork {
                 error
             })
         })
-        .await?
+        .await
     }
 }
 
 /// Opens the recorded namespace; another namespace at the same path is an error. Blocks.
 fn open(boot_id: &str, netns: &NetnsRef) -> Result<Netns, NetworkError> {
     let opened = Netns::open(&netns.path)?;
-    let NetnsId { dev, inode } = opened.id();
-    if (dev, inode) != netns.identity() || boot_id != netns.boot_id {
+    if opened.id() != netns.identity() || boot_id != netns.boot_id {
         let text = format!("the network namespace at {} is not the one of CreateVM", netns.path.display());
-        return Err(NetworkError { text, permanent: true });
+        return Err(NetworkError::permanent(text));
     }
     Ok(opened)
 }
 
 /// Whether the recorded namespace is still at its path.
 fn lives(boot_id: &str, netns: &NetnsRef) -> bool {
-    let now = NetnsId::of(&netns.path).map(|NetnsId { dev, inode }| (dev, inode));
-    boot_id == netns.boot_id && now == Some(netns.identity())
-}
-
-/// Runs `work` on a thread that may block.
-pub(crate) async fn on_thread<T: Send + 'static>(
-    work: impl FnOnce() -> T + Send + 'static,
-) -> Result<T, NetworkError> {
-    spawn_blocking(work).await.map_err(|error| NetworkError {
-        text: format!("a worker thread's task ended early: {error}"),
-        permanent: false,
-    })
+    boot_id == netns.boot_id && NetnsId::of(&netns.path) == Some(netns.identity())
 }
 
 /// Returns the identity of a pod's namespace at a path. The node's own namespace is an error. For a pod with
@@ -246,12 +218,14 @@ pub(crate) async fn on_thread<T: Send + 'static>(
 fn pod_netns(path: &Path) -> Result<NetnsId, NetworkError> {
     const SHARED: &str = "the pod has hostNetwork: true, and a peer pod cannot share the node's network, because it \
                           runs in a VM; remove hostNetwork, or give the pod another runtimeClassName";
-    let own = || NetworkError { text: SHARED.to_owned(), permanent: true };
     if path.as_os_str().is_empty() {
-        return Err(own());
+        return Err(NetworkError::permanent(SHARED));
     }
     let id = Netns::open(path)?.id();
-    if NetnsId::of(Path::new("/proc/thread-self/ns/net")) == Some(id) { Err(own()) } else { Ok(id) }
+    if NetnsId::of(Path::new("/proc/thread-self/ns/net")) == Some(id) {
+        return Err(NetworkError::permanent(SHARED));
+    }
+    Ok(id)
 }
 
 impl From<NetError> for NetworkError {
@@ -275,43 +249,31 @@ impl Clock for WallClock {
     }
 }
 
-/// Runs a ledger operation on a thread that may block.
-async fn on_disk<T: Send + 'static>(
-    ledger: &Ledger,
-    work: impl FnOnce(Ledger) -> Result<T, ledger::Error> + Send + 'static,
-) -> Result<T, ledger::Error> {
-    let ledger = ledger.clone();
-    spawn_blocking(move || work(ledger)).await.unwrap_or_else(|error| {
-        let source = std::io::Error::other(error);
-        Err(ledger::Error::Write { path: "the ledger".into(), source })
-    })
-}
-
 #[async_trait]
 impl Store for Ledger {
     async fn save(&self, record: &Record) -> Result<(), ledger::Error> {
-        let record = record.clone();
-        on_disk(self, move |ledger| ledger.save(&record)).await
+        let (ledger, record) = (self.clone(), record.clone());
+        blocking(move || ledger.save(&record)).await
     }
 
     async fn forget(&self, id: &SandboxId) -> Result<(), ledger::Error> {
-        let id = id.clone();
-        on_disk(self, move |ledger| ledger.remove(&id)).await
+        let (ledger, id) = (self.clone(), id.clone());
+        blocking(move || ledger.remove(&id)).await
     }
 
     async fn recall(&self, id: &SandboxId) -> Result<Option<Record>, ledger::Error> {
-        let id = id.clone();
-        on_disk(self, move |ledger| ledger.read(&id)).await
+        let (ledger, id) = (self.clone(), id.clone());
+        blocking(move || ledger.read(&id)).await
     }
 
     async fn save_batch(&self, batch: &Batch) -> Result<(), ledger::Error> {
-        let batch = batch.clone();
-        on_disk(self, move |ledger| ledger.save_batch(&batch)).await
+        let (ledger, batch) = (self.clone(), batch.clone());
+        blocking(move || ledger.save_batch(&batch)).await
     }
 
     async fn forget_batch(&self, id: &str) -> Result<(), ledger::Error> {
-        let id = id.to_owned();
-        on_disk(self, move |ledger| ledger.remove_batch(&id)).await
+        let (ledger, id) = (self.clone(), id.to_owned());
+        blocking(move || ledger.remove_batch(&id)).await
     }
 }
 
@@ -379,7 +341,7 @@ impl Cloud for ProviderCloud {
 impl PodNetwork for NodeNetwork {
     async fn netns(&self, path: &Path) -> Result<NetnsRef, NetworkError> {
         let own = path.to_owned();
-        let NetnsId { dev, inode } = on_thread(move || pod_netns(&own)).await??;
+        let NetnsId { dev, inode } = blocking(move || pod_netns(&own)).await?;
         Ok(NetnsRef { path: path.into(), dev, inode, boot_id: self.boot_id.clone() })
     }
 
@@ -441,11 +403,11 @@ impl PodNetwork for NodeNetwork {
     }
 
     async fn is_one_way(&self, one: IpAddr, other: IpAddr) -> bool {
-        let ask = move || -> Result<bool, NetError> {
+        let ask = move || -> Result<bool, NetworkError> {
             let mut node = Netns::current()?.netlink()?;
             Ok(underlay::towards(&mut node, one)? == underlay::towards(&mut node, other)?)
         };
-        matches!(on_thread(ask).await, Ok(Ok(true)))
+        blocking(ask).await.unwrap_or(false)
     }
 
     fn netns_watcher(&self, netns: &NetnsRef, network: &Network, vm: IpAddr) -> watch::Receiver<Changes> {
@@ -468,7 +430,7 @@ impl PodNetwork for NodeNetwork {
     ) -> Result<(), NetworkError> {
         let (tunnel, boot_id) = (self.tunnel.clone(), self.boot_id.clone());
         let (netns, id, network) = (netns.clone(), id.clone(), network.cloned());
-        let undo = move || {
+        blocking(move || {
             let open = match open(&boot_id, &netns) {
                 Ok(open) => Some(open),
                 // A deleted namespace took its devices with it; only the node's own filter is left.
@@ -480,19 +442,19 @@ impl PodNetwork for NodeNetwork {
             let network = network.as_ref().map(NetworkRecord::read).transpose()?;
             let reserved = network.map(|recorded| recorded.reserved);
             tunnel.undo(id.as_str(), open.as_ref(), reserved.as_ref(), vm).map_err(|errors| {
-                let text = errors.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ");
-                NetworkError { text, permanent: false }
+                let texts: Vec<String> = errors.iter().map(ToString::to_string).collect();
+                NetworkError::transient(texts.join("; "))
             })?;
             Ok(localhost?)
-        };
-        on_thread(undo).await?
+        })
+        .await
     }
 }
 
 #[async_trait]
 impl Identity for NodeIdentity {
     fn ticket(&self, ttl: Duration) -> Result<Ticket, String> {
-        Ticket::new(ttl).map_err(|error| error.to_string())
+        Ticket::new(SystemTime::now(), ttl).map_err(|error| error.to_string())
     }
 
     async fn settled(&self) {
@@ -506,7 +468,7 @@ impl Identity for NodeIdentity {
     }
 
     fn node_endpoints(&self) -> watch::Receiver<NodeEndpoints> {
-        self.surroundings.node_endpoints()
+        self.surroundings.node_endpoints.clone()
     }
 
     fn trusted(&self) -> watch::Receiver<Arc<Trusted>> {
@@ -517,13 +479,9 @@ impl Identity for NodeIdentity {
         Trust::csr_key_sha256(csr).map_err(|error| error.to_string())
     }
 
-    fn sign(&self, id: &SandboxId, csr: &[u8]) -> Result<Certificate, String> {
-        let signed = self.trust.read().sign_guest(id.as_str(), csr).map_err(|error| error.to_string())?;
-        Ok(Certificate {
-            key_sha256: signed.key_sha256,
-            certificate_sha256: signed.certificate_sha256,
-            chain: signed.chain,
-        })
+    fn sign(&self, id: &SandboxId, csr: &[u8]) -> Result<Signed, String> {
+        let trust = self.trust.read();
+        trust.sign_guest(id.as_str(), csr, SystemTime::now()).map_err(|error| error.to_string())
     }
 }
 
@@ -548,13 +506,13 @@ impl Kubernetes for NodeCluster {
 
     fn show(&self, record: &Record) {
         if let Some((cluster, shown)) = self.shown(record) {
-            cluster.show(shown);
+            drop(cluster.show(shown)); // no caller waits for the write
         }
     }
 
     fn tell(&self, pod: &PodRef, said: PodEvent) {
         if let Some((cluster, _)) = &self.cluster {
-            cluster.tell(pod, said);
+            cluster.events.tell(pod, said);
         }
     }
 
@@ -580,14 +538,11 @@ impl Kubernetes for NodeCluster {
     }
 }
 
-/// Returns the user-data of each of `claims` VMs that share a ticket.
+/// Returns the user-data of each of `claims` VMs that share a ticket. `ca` is the SHA-256 of the DER of each CA to pin.
+/// `listen` is the port on which the VM waits to be dialled, if it does not dial.
 ///
-/// `node_addresses` are the addresses of the relay. `ca` is the SHA-256 of the DER of each CA to pin. `listen` is the
-/// port on which the VM waits to be dialled, if it does not dial. `lease` is the silence after which the VM powers off
-/// (whole seconds, at least one).
-///
-/// The text has some 500 bytes and 30 more per address. It holds the ticket's secret: store it only where the ledger
-/// is, and give it only to the cloud. The same arguments give the same text, byte for byte, as a retried create needs.
+/// The text holds the ticket's secret: store it only where the ledger is, and give it only to the cloud. The same
+/// arguments give the same text, byte for byte, as a retried create needs.
 pub(crate) fn user_data(
     ticket: &Ticket,
     claims: u32,

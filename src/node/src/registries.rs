@@ -3,11 +3,11 @@
 //! applies to the next pod without a restart. Secrets of single pods come from the cluster, if there is one
 //! ([`crate::secrets`]).
 
-use std::fs;
-use std::io::Read;
+use std::io;
 use std::path::{Path, PathBuf};
 
 use peerpod_base::config::Reader;
+use peerpod_common::files;
 use peerpod_kube::docker_config::{Form, Merged};
 use peerpod_proto::guest::Images;
 
@@ -18,7 +18,7 @@ const MOST: usize = 64;
 
 /// Settings `node.pull-secret`, `node.registry-ca`, `node.plain-http-registries` and `node.prefetch-images`.
 #[derive(Clone, Debug, Default)]
-pub struct Registries {
+pub(crate) struct Registries {
     pull_secret: Option<PathBuf>,
     ca: Option<PathBuf>,
     plain_http: Vec<String>,
@@ -26,8 +26,7 @@ pub struct Registries {
 }
 
 impl Registries {
-    /// Reads the keys.
-    pub fn read(reader: &mut Reader) -> Registries {
+    pub(crate) fn read(reader: &mut Reader) -> Registries {
         let registries = Registries {
             pull_secret: reader.optional(
                 "node.pull-secret",
@@ -53,26 +52,24 @@ impl Registries {
                 .unwrap_or_default(),
         };
         if registries.plain_http.len() > MOST || registries.prefetch.len() > MOST {
-            reader.mistake(
-                "node.prefetch-images",
-                "more than 64, or more than 64 plain HTTP registries; list fewer",
-            );
+            let why = "more than 64, or more than 64 plain HTTP registries; list fewer";
+            reader.mistake("node.prefetch-images", why);
         }
         registries
     }
 
-    /// Returns the settings for a guest. `of_pod` holds the pod's own pull secrets (a `.dockerconfigjson`, empty:
-    /// none), which take precedence over the node's secret. An unreadable file is logged and left out: pods that do not
-    /// need it must run.
-    pub fn images(&self, of_pod: &str) -> Images {
-        let mut images = Images::new();
-        images.version = VERSION;
+    /// Returns the settings for a guest. `of_pod` holds the pod's own pull secrets (a `.dockerconfigjson`; empty:
+    /// none), which take precedence. An unreadable file is logged and left out: other pods must run.
+    pub(crate) fn images(&self, of_pod: &str) -> Images {
         let of_node = text("node.pull-secret", self.pull_secret.as_deref());
-        images.pull_secret = if of_pod.is_empty() { of_node } else { both(of_pod, &of_node) };
-        images.ca_pem = text("node.registry-ca", self.ca.as_deref());
-        images.plain_http.clone_from(&self.plain_http);
-        images.prefetch.clone_from(&self.prefetch);
-        images
+        Images {
+            version: VERSION,
+            pull_secret: if of_pod.is_empty() { of_node } else { both(of_pod, &of_node) },
+            ca_pem: text("node.registry-ca", self.ca.as_deref()),
+            plain_http: self.plain_http.clone(),
+            prefetch: self.prefetch.clone(),
+            ..Images::default()
+        }
     }
 }
 
@@ -97,13 +94,9 @@ fn both(of_pod: &str, of_node: &str) -> String {
 
 fn text(key: &str, path: Option<&Path>) -> String {
     let Some(path) = path else { return String::new() };
-    let read = || -> std::io::Result<String> {
-        let mut text = String::new();
-        fs::File::open(path)?.take(MAX_FILE + 1).read_to_string(&mut text)?;
-        if text.len() as u64 > MAX_FILE {
-            return Err(std::io::Error::new(std::io::ErrorKind::FileTooLarge, "more than 1 MiB"));
-        }
-        Ok(text)
+    let read = || {
+        let bytes = files::read(path, MAX_FILE)?.ok_or(io::ErrorKind::NotFound)?;
+        String::from_utf8(bytes).map_err(io::Error::other)
     };
     read().unwrap_or_else(|error| {
         tracing::error!(key, path = %path.display(), %error, "cannot read the file; guests do not get it");
@@ -113,6 +106,8 @@ fn text(key: &str, path: Option<&Path>) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
 
     #[test]

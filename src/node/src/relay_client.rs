@@ -1,9 +1,5 @@
-//! Client of `relay.sock`: connects to each relay process, configures it, and keeps its reports about the guests.
-//!
-//! Descriptors are passed over another socket: `hand_off`.
-//!
-//! There is one connection. A task dials it (every 50 ms until it succeeds), configures the relay, and then long-polls
-//! Watch; calls share the connection and wait a moment for one. This module retries no call: the sandbox decides that.
+//! Client of `relay.sock`: one task dials each relay process, configures it, and long-polls its reports about the
+//! guests. Calls share the connection and wait a moment for one. This module retries no call: the sandbox decides that.
 
 mod hand_off;
 
@@ -13,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use peerpod_proto::guest::{Reply, Request};
 use peerpod_proto::relay::{
     ConfigureRequest, DeleteSandboxRequest, GuestCallRequest, PutSandboxRequest, SandboxState, WatchRequest,
@@ -28,10 +24,9 @@ use ttrpc::asynchronous::transport::Socket;
 use ttrpc::context::with_duration;
 
 use crate::metrics::Metrics;
-use crate::sandbox::ports::{Guest, Relay, RelayError};
+use crate::sandbox::ports::{Guest, Relay};
 use crate::spec::SandboxId;
 
-/// Interval of attempts to connect to the relay.
 const DIAL_EVERY: Duration = Duration::from_millis(50);
 /// Time that a call waits for a connection before it fails.
 const AWAY: Duration = Duration::from_secs(5);
@@ -45,33 +40,30 @@ pub(crate) type RelayIdentity = Arc<dyn Fn() -> Result<ConfigureRequest, String>
 
 /// Client of the relay. Clones share the connection.
 #[derive(Clone)]
-pub struct RelayClient(Arc<Shared>);
+pub(crate) struct RelayClient(Arc<Shared>);
 
 struct Shared {
     socket: PathBuf,
     identity: RelayIdentity,
     metrics: Metrics,
+    /// `None` while the relay is disconnected.
     stub: watch::Sender<Option<Stub>>,
-    /// Whether a connection exists.
-    connected: watch::Sender<bool>,
     /// Counts the relay processes that the node has connected to.
     epoch: watch::Sender<u64>,
     /// The TCP address that guests dial, as the relay bound it.
     listen: watch::Sender<Option<std::net::SocketAddr>>,
     guests: Mutex<HashMap<String, watch::Sender<Guest>>>,
-    /// Limits concurrent handoffs of descriptors.
     turns: Arc<Semaphore>,
 }
 
 impl RelayClient {
     /// Creates a client of the relay at this socket. It does nothing before [`RelayClient::run`].
-    pub fn new(socket: PathBuf, identity: RelayIdentity, metrics: Metrics) -> RelayClient {
+    pub(crate) fn new(socket: PathBuf, identity: RelayIdentity, metrics: Metrics) -> RelayClient {
         RelayClient(Arc::new(Shared {
             socket,
             identity,
             metrics,
             stub: watch::Sender::new(None),
-            connected: watch::Sender::new(false),
             epoch: watch::Sender::new(0),
             listen: watch::Sender::new(None),
             guests: Mutex::default(),
@@ -79,20 +71,18 @@ impl RelayClient {
         }))
     }
 
-    /// Maintains the connection, for ever.
-    pub async fn run(self) {
+    pub(crate) async fn run(self) {
         let mut said = false;
         loop {
             match self.connected().await {
                 Ok(()) => {}
                 Err(error) if !said => {
-                    warn!(error = error.text, "peerpod-relay is away; dialling it again");
+                    warn!(error, "peerpod-relay is away; dialling it again");
                     said = true;
                 }
-                Err(error) => debug!(error = error.text, "peerpod-relay is still away"),
+                Err(error) => debug!(error, "peerpod-relay is still away"),
             }
             if self.0.stub.send_replace(None).is_some() {
-                self.0.connected.send_replace(false);
                 said = false;
                 info!("the connection to peerpod-relay ended");
             }
@@ -100,8 +90,7 @@ impl RelayClient {
         }
     }
 
-    /// Runs one connection, from its beginning to its end.
-    async fn connected(&self) -> Result<(), RelayError> {
+    async fn connected(&self) -> Result<(), String> {
         // Dialled by tokio: the ttrpc library's own connect blocks a thread when the relay's queue is full.
         let dialled = timeout(CALL, UnixStream::connect(&self.0.socket)).await;
         let stream = dialled.map_err(|_| away("it accepts no connection"))?.map_err(away)?;
@@ -109,7 +98,6 @@ impl RelayClient {
         let epoch = self.configure_at(&stub).await?;
         info!(epoch, "connected to peerpod-relay");
         self.0.stub.send_replace(Some(stub.clone()));
-        self.0.connected.send_replace(true);
         let (mut since, mut watched) = (0, String::new());
         loop {
             let request = WatchRequest { epoch: watched.clone(), since, ..WatchRequest::default() };
@@ -125,18 +113,15 @@ impl RelayClient {
         }
     }
 
-    async fn configure_at(&self, stub: &Stub) -> Result<String, RelayError> {
-        let request = (self.0.identity)().map_err(|text| RelayError { text })?;
+    async fn configure_at(&self, stub: &Stub) -> Result<String, String> {
+        let request = (self.0.identity)()?;
         let answer = stub.configure(with_duration(CALL), &request).await.map_err(away)?;
         self.0.listen.send_replace(answer.listen_address.parse().ok());
         Ok(answer.epoch)
     }
 
-    /// Configures the relay again, after the CA changed.
-    ///
-    /// # Errors
-    /// The relay could not be configured; the next connection configures it.
-    pub async fn configure(&self) -> Result<(), RelayError> {
+    /// Configures the relay again, after the CA changed. After a failure, the next connection configures it.
+    pub(crate) async fn configure(&self) -> Result<(), String> {
         let stub = self.stub().await?;
         self.configure_at(&stub).await.map(drop)
     }
@@ -144,7 +129,7 @@ impl RelayClient {
     /// Marks the guests that a new relay does not report as disconnected: their state came from another process.
     fn another_relay(&self, states: &[SandboxState]) {
         self.0.metrics.relay_epochs.inc();
-        for (id, guest) in self.guests().iter() {
+        for (id, guest) in self.0.guests.lock().iter() {
             if !states.iter().any(|state| state.id == *id) {
                 guest.send_modify(|guest| guest.connected = false);
             }
@@ -159,70 +144,51 @@ impl RelayClient {
             status: state.guest_status,
             address: state.guest_address.parse().ok(),
         };
-        let sender = self.sender(&state.id);
-        sender.send_if_modified(|guest| {
-            let changed = *guest != new;
-            *guest = new;
-            changed
-        });
+        self.sender(&state.id).send_if_modified(|guest| std::mem::replace(guest, new) != *guest);
     }
 
     fn sender(&self, id: &str) -> watch::Sender<Guest> {
-        self.guests().entry(id.to_owned()).or_default().clone()
+        self.0.guests.lock().entry(id.to_owned()).or_default().clone()
     }
 
-    fn guests(&self) -> MutexGuard<'_, HashMap<String, watch::Sender<Guest>>> {
-        // Every step leaves the map consistent.
-        self.0.guests.lock()
-    }
-
-    async fn stub(&self) -> Result<Stub, RelayError> {
+    async fn stub(&self) -> Result<Stub, String> {
         let mut stub = self.0.stub.subscribe();
         let found = timeout(AWAY, stub.wait_for(Option::is_some)).await;
-        match found {
-            Ok(Ok(stub)) => stub.clone().ok_or_else(|| away("no connection")),
-            _ => Err(away("no connection")),
-        }
+        found.ok().and_then(|stub| stub.ok()?.clone()).ok_or_else(|| away("no connection"))
     }
 
-    /// Receiver of whether the relay is connected.
-    pub fn connection(&self) -> watch::Receiver<bool> {
-        self.0.connected.subscribe()
-    }
-
-    /// Counts the relay processes that the node has connected to.
-    pub fn epoch(&self) -> watch::Receiver<u64> {
-        self.0.epoch.subscribe()
+    /// Receiver of the connection; `None` while the relay is disconnected.
+    pub(crate) fn connection(&self) -> watch::Receiver<Option<Stub>> {
+        self.0.stub.subscribe()
     }
 
     /// Returns the TCP address that guests dial, once the relay has reported it.
-    pub fn listen(&self) -> Option<std::net::SocketAddr> {
+    pub(crate) fn listen(&self) -> Option<std::net::SocketAddr> {
         *self.0.listen.borrow()
     }
 
-    /// Receiver of the TCP address that guests dial.
-    pub fn listening(&self) -> watch::Receiver<Option<std::net::SocketAddr>> {
+    pub(crate) fn listening(&self) -> watch::Receiver<Option<std::net::SocketAddr>> {
         self.0.listen.subscribe()
     }
 }
 
 #[async_trait]
 impl Relay for RelayClient {
-    fn relay_epoch(&self) -> watch::Receiver<u64> {
-        self.epoch()
+    fn epoch(&self) -> watch::Receiver<u64> {
+        self.0.epoch.subscribe()
     }
 
-    async fn put(&self, request: PutSandboxRequest) -> Result<(), RelayError> {
+    async fn put(&self, request: PutSandboxRequest) -> Result<(), String> {
         let stub = self.stub().await?;
         stub.put_sandbox(with_duration(CALL), &request).await.map(drop).map_err(away)
     }
 
     /// Drops the state of the sandbox's guest, too.
-    async fn remove(&self, id: &SandboxId) -> Result<(), RelayError> {
+    async fn remove(&self, id: &SandboxId) -> Result<(), String> {
         let stub = self.stub().await?;
         let request = DeleteSandboxRequest { id: id.to_string(), ..DeleteSandboxRequest::default() };
         stub.delete_sandbox(with_duration(CALL), &request).await.map_err(away)?;
-        self.guests().remove(id.as_str());
+        self.0.guests.lock().remove(id.as_str());
         Ok(())
     }
 
@@ -230,7 +196,7 @@ impl Relay for RelayClient {
         self.sender(id.as_str()).subscribe()
     }
 
-    async fn call(&self, id: &SandboxId, request: Request, limit: Duration) -> Result<Reply, RelayError> {
+    async fn call(&self, id: &SandboxId, request: Request, limit: Duration) -> Result<Reply, String> {
         let stub = self.stub().await?;
         let bytes = request.write_to_bytes().map_err(away)?;
         let request = GuestCallRequest { id: id.to_string(), request: bytes, ..GuestCallRequest::default() };
@@ -239,8 +205,8 @@ impl Relay for RelayClient {
     }
 }
 
-fn away(error: impl std::fmt::Display) -> RelayError {
-    RelayError { text: format!("call peerpod-relay: {error}") }
+fn away(error: impl std::fmt::Display) -> String {
+    format!("call peerpod-relay: {error}")
 }
 
 #[cfg(test)]

@@ -1,10 +1,6 @@
-//! Rotates the node's CA one step at a time, each after all guests have followed the one before.
-//!
-//! [`crate::trust`] defines the steps; this module decides when to take them. The first step is taken when it is due.
-//! Each further step is taken when the relay has its new configuration and every sandbox's guest has received the CAs
-//! of the last step. An unreachable guest therefore delays the rotation, so that the rotation does not cut it off. The
-//! delay has a limit, because a CA that cannot be replaced is worse for all other guests. After
-//! a limit, a started rotation continues without the guests that do not follow.
+//! Rotates the node's CA ([`crate::trust`]) one step at a time: the first when it is due, each further one when the
+//! relay has its new configuration and every sandbox's guest has followed the last one. An unreachable guest delays the
+//! rotation, so that it is not cut off, but not for ever: a CA that cannot be replaced is worse for all other guests.
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -18,31 +14,27 @@ use crate::sandbox::ports::Trusted;
 use crate::sandbox::{Sandboxes, View};
 use crate::trust::{Error, Stage, Trust};
 
-/// Interval of checks for a due step.
 const EVERY: Duration = Duration::from_millis(500);
 
 /// The CA, and the list of CAs that guests must trust. Clones share one CA.
 #[derive(Clone)]
-pub struct SharedTrust {
+pub(crate) struct SharedTrust {
     trust: Arc<RwLock<Trust>>,
     told: Arc<watch::Sender<Arc<Trusted>>>,
 }
 
 impl SharedTrust {
-    /// Wraps the CA.
-    pub fn new(trust: Trust) -> SharedTrust {
+    pub(crate) fn new(trust: Trust) -> SharedTrust {
         let told = Arc::new(watch::Sender::new(Arc::new(trusted(&trust))));
         SharedTrust { trust: Arc::new(RwLock::new(trust)), told }
     }
 
     /// Read access to the CA; must not be held across an await.
-    pub fn read(&self) -> RwLockReadGuard<'_, Trust> {
-        // A step that panicked left the old CA or the new one, both whole.
+    pub(crate) fn read(&self) -> RwLockReadGuard<'_, Trust> {
         self.trust.read()
     }
 
-    /// Receiver of the CAs that guests must trust.
-    pub fn trusted(&self) -> watch::Receiver<Arc<Trusted>> {
+    pub(crate) fn trusted(&self) -> watch::Receiver<Arc<Trusted>> {
         self.told.subscribe()
     }
 
@@ -56,16 +48,15 @@ impl SharedTrust {
 }
 
 fn trusted(trust: &Trust) -> Trusted {
-    // The id covers the CAs and the stage, which decides the signing CA: both change within a rotation, and a guest
-    // must follow each change.
+    // The id covers the stage too, which decides the signing CA: a guest must follow each change.
     let prints = trust.ca_sha256();
     let short = prints.iter().map(|print| hex::encode(&print[..6])).collect::<Vec<_>>();
     let id = format!("{:?}:{}", trust.stage(), short.join("+")).to_lowercase();
     Trusted { id, cas: trust.trusted_cas().iter().map(|der| der.to_vec()).collect() }
 }
 
-/// Takes due steps, for ever. `every`: interval of the rotation. `patience`: time that a step waits for guests that do not follow.
-pub async fn run(
+/// Takes due steps, `every` so often, for ever. A step waits at most `patience` for guests that do not follow.
+pub(crate) async fn run(
     trust: SharedTrust,
     relay: RelayClient,
     sandboxes: Sandboxes,
@@ -80,7 +71,7 @@ pub async fn run(
             match relay.configure().await {
                 Ok(()) => relay_knows = true,
                 Err(error) => {
-                    warn!(error = error.text, "cannot give the relay its new identity yet");
+                    warn!(error, "cannot give the relay its new identity yet");
                     continue;
                 }
             }
@@ -100,13 +91,7 @@ pub async fn run(
     }
 }
 
-/// Whether the next step is due.
-pub(crate) fn is_due(
-    trust: &SharedTrust,
-    sandboxes: &Sandboxes,
-    every: Duration,
-    patience: Duration,
-) -> bool {
+pub(crate) fn is_due(trust: &SharedTrust, table: &Sandboxes, every: Duration, patience: Duration) -> bool {
     let now = SystemTime::now();
     let (stage, since, due) = {
         let trust = trust.read();
@@ -120,7 +105,7 @@ pub(crate) fn is_due(
     if !wanted {
         return false;
     }
-    let behind = behind(trust, sandboxes);
+    let behind = behind(trust, table);
     if behind.is_empty() {
         return true;
     }
@@ -129,7 +114,7 @@ pub(crate) fn is_due(
         return false;
     }
     for view in &behind {
-        sandboxes.left_behind();
+        table.0.metrics.guests.left_behind.inc();
         error!(sandbox = %view.id, pod = &*view.pod, ?stage, waited = ?age, "the sandbox's guest does not follow the node's CA; the rotation goes on without it, and the guest may not reconnect after a cut link");
     }
     true

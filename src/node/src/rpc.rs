@@ -1,8 +1,6 @@
 //! Serves ttrpc on `node.sock`, which only the relay dials. Services `hypervisor.Hypervisor` and `podvminfo.PodVMInfo`
-//! (the relay forwards the shims' frames unchanged) and `peerpod.node.v1.Node`.
-//!
-//! Handlers check, forward and wait: the library drops them at the caller's deadline and when the connection ends, so
-//! no work runs in them. Errors become ttrpc statuses in one place, the `From` below.
+//! (the relay forwards the shims' frames unchanged) and `peerpod.node.v1.Node`. Handlers check, forward and wait: the
+//! library drops them at the caller's deadline and when the connection ends, so no work runs in them.
 
 pub(crate) mod volumes;
 
@@ -11,6 +9,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use peerpod_base::lifecycle::Drain;
+use peerpod_common::blocking::blocking;
 use peerpod_proto::hypervisor::{
     CreateVMRequest, CreateVMResponse, StartVMRequest, StartVMResponse, StopVMRequest, StopVMResponse,
     VersionRequest, VersionResponse,
@@ -30,7 +29,8 @@ use ttrpc::r#async::{Server, TtrpcContext};
 
 use crate::ledger::Inbox;
 use crate::metrics::Metrics;
-use crate::sandbox::{Claim, ClaimRefused, CreateVm, Error, Sandboxes, Secret, Stop};
+use crate::one_line;
+use crate::sandbox::{Claim, ClaimRefused, CreateVm, Error, Sandboxes, Stop};
 use crate::spec::{self, SandboxId};
 
 /// Size limit of a CSR, larger than every valid one; a hostile guest's data beyond it is not parsed.
@@ -38,20 +38,13 @@ const MAX_CSR: usize = 8 << 10;
 /// Time that GetInfo waits when its caller sets no deadline.
 const INFO_WITHIN: Duration = Duration::from_secs(600);
 
-/// State that the handlers need.
-#[derive(Clone)]
 pub(crate) struct Service {
-    /// All sandboxes.
     pub sandboxes: Sandboxes,
-    /// The relay's notes for the node.
     pub inbox: Inbox,
-    /// Counts the files that are set aside.
     pub metrics: Metrics,
-    /// Counts the calls that must complete before exit.
     pub drain: Drain,
 }
 
-/// Serves the services on a bound socket.
 pub(crate) async fn serve(listener: Listener, service: Service) -> ttrpc::Result<Server> {
     let service = Arc::new(service);
     let mut server = Server::new()
@@ -107,53 +100,39 @@ impl Hypervisor for Service {
         let wanted = spec::parse(&request.annotations).map_err(|error| error.to_string());
         let pod = wanted.as_ref().map_or_else(|_| "-".to_owned(), |wanted| wanted.pod.to_string());
         let create = CreateVm { id: id.clone(), wanted, netns: request.networkNamespacePath.into() };
-        match self.sandboxes.create(create).await {
-            Ok(agent_socket) => {
-                Ok(CreateVMResponse { agentSocketPath: agent_socket, ..CreateVMResponse::default() })
+        let created = self.sandboxes.create(create).await.inspect_err(|error| {
+            warn!(sandbox = %id, pod, %error, "CreateVM refused");
+            if let Ok(pod) = spec::pod_of(&request.annotations) {
+                self.sandboxes.refused(&pod, error);
             }
-            Err(error) => {
-                warn!(sandbox = %id, pod, %error, "CreateVM refused");
-                if let Ok(pod) = spec::pod_of(&request.annotations) {
-                    self.sandboxes.refused(&pod, &error);
-                }
-                Err(error.into())
-            }
-        }
+        });
+        Ok(CreateVMResponse { agentSocketPath: created?, ..CreateVMResponse::default() })
     }
 
-    async fn start_vm(
-        &self,
-        context: &TtrpcContext,
-        request: StartVMRequest,
-    ) -> ttrpc::Result<StartVMResponse> {
+    async fn start_vm(&self, call: &TtrpcContext, request: StartVMRequest) -> ttrpc::Result<StartVMResponse> {
         let id = sandbox_id(&request.id)?;
         let started = self.sandboxes.start(&id);
-        let result = match patience(context) {
+        let result = match patience(call) {
             None => started.await,
             Some(limit) => match tokio::time::timeout(limit, started).await {
                 Ok(result) => result,
                 Err(_) => Err(self.sandboxes.late(&id, limit)),
             },
         };
-        match result {
-            Ok(()) => Ok(StartVMResponse::default()),
-            Err(error) => {
-                debug!(sandbox = %id, pod = &*self.sandboxes.pod(&id), %error, "StartVM failed");
-                Err(error.into())
-            }
-        }
+        result.inspect_err(
+            |error| debug!(sandbox = %id, pod = &*self.sandboxes.pod(&id), %error, "StartVM failed"),
+        )?;
+        Ok(StartVMResponse::default())
     }
 
     async fn stop_vm(&self, _: &TtrpcContext, request: StopVMRequest) -> ttrpc::Result<StopVMResponse> {
         let _busy = self.drain.busy("StopVM");
         let id = sandbox_id(&request.id)?;
-        match self.sandboxes.stop(&id, Stop::Called).await {
-            Ok(()) => Ok(StopVMResponse::default()),
-            Err(error) => {
-                warn!(sandbox = %id, pod = &*self.sandboxes.pod(&id), %error, "StopVM failed");
-                Err(error.into())
-            }
-        }
+        let stopped = self.sandboxes.stop(&id, Stop::Called).await;
+        stopped.inspect_err(
+            |error| warn!(sandbox = %id, pod = &*self.sandboxes.pod(&id), %error, "StopVM failed"),
+        )?;
+        Ok(StopVMResponse::default())
     }
 
     async fn version(&self, _: &TtrpcContext, _: VersionRequest) -> ttrpc::Result<VersionResponse> {
@@ -163,25 +142,18 @@ impl Hypervisor for Service {
 
 #[async_trait]
 impl PodVmInfo for Service {
-    async fn get_info(
-        &self,
-        context: &TtrpcContext,
-        request: GetInfoRequest,
-    ) -> ttrpc::Result<GetInfoResponse> {
+    async fn get_info(&self, call: &TtrpcContext, request: GetInfoRequest) -> ttrpc::Result<GetInfoResponse> {
         let (namespace, name) = (&request.PodNamespace, &request.PodName);
         if namespace.is_empty() || name.is_empty() {
             return Err(status(Code::INVALID_ARGUMENT, "GetInfo needs the pod's namespace and name"));
         }
-        let limit = patience(context).unwrap_or(INFO_WITHIN);
+        let limit = patience(call).unwrap_or(INFO_WITHIN);
         let found = tokio::time::timeout(limit, self.sandboxes.vm_of(namespace, name, request.Wait)).await;
-        match found {
-            Ok(Ok(vm)) => Ok(GetInfoResponse { VMID: vm.to_string(), ..GetInfoResponse::default() }),
-            Ok(Err(error)) => Err(error.into()),
-            Err(_) => {
-                let text = format!("pod {namespace}/{name} has no VM on this node after {limit:?}");
-                Err(status(Code::DEADLINE_EXCEEDED, text))
-            }
-        }
+        let vm = found.map_err(|_| {
+            let text = format!("pod {namespace}/{name} has no VM on this node after {limit:?}");
+            status(Code::DEADLINE_EXCEEDED, text)
+        })??;
+        Ok(GetInfoResponse { VMID: vm.to_string(), ..GetInfoResponse::default() })
     }
 }
 
@@ -193,10 +165,10 @@ impl Node for Service {
             return Err(status(Code::INVALID_ARGUMENT, "the certificate request is too long"));
         }
         let claim = Claim {
-            secret: Secret(request.ticket_secret),
+            secret: request.ticket_secret,
             csr: request.csr,
-            peer: request.peer_address.chars().filter(|c| !c.is_control()).take(64).collect(),
-            guest_version: request.guest_version.chars().filter(|c| !c.is_control()).take(64).collect(),
+            peer: one_line(&request.peer_address, 64),
+            guest_version: one_line(&request.guest_version, 64),
             tunnel_key: request.tunnel_key,
             dialled: request.dialled,
         };
@@ -227,37 +199,23 @@ impl Node for Service {
 }
 
 /// Carries out the stops that the relay has confirmed. Returns the number of notes handled.
-///
-/// # Errors
-/// The inbox cannot be read; the notes stay and are read again.
-pub(crate) async fn read_inbox(
-    sandboxes: &Sandboxes,
-    inbox: &Inbox,
-    metrics: &Metrics,
-) -> Result<u32, Error> {
+pub(crate) async fn read_inbox(table: &Sandboxes, inbox: &Inbox, metrics: &Metrics) -> Result<u32, Error> {
     let reader = inbox.clone();
-    let (notes, bad) = on_thread(move || reader.read()).await??;
+    let (notes, bad) = blocking(move || reader.read()).await?;
     for bad in bad {
         metrics.sandboxes.quarantined.inc();
         tracing::error!(file = %bad.file.display(), moved_to = %bad.moved_to.display(), why = bad.why, "a note in the inbox is not valid");
     }
     let mut handled = 0;
     for note in notes {
-        // A stop that cannot be recorded now must not delay the others, or every call of the node: its note stays, and
-        // is read again soon.
-        if let Err(error) = sandboxes.stop(&note.id, Stop::Inbox).await {
-            warn!(sandbox = %note.id, pod = &*sandboxes.pod(&note.id), %error, "cannot record an acknowledged stop yet; trying again");
+        // A stop that cannot be recorded now must not delay the others: its note stays, and is read again soon.
+        if let Err(error) = table.stop(&note.id, Stop::Inbox).await {
+            warn!(sandbox = %note.id, pod = &*table.pod(&note.id), %error, "cannot record an acknowledged stop yet; trying again");
             continue;
         }
         let inbox = inbox.clone();
-        on_thread(move || inbox.done(&note)).await??;
+        blocking(move || inbox.done(&note)).await?;
         handled += 1;
     }
     Ok(handled)
-}
-
-async fn on_thread<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T, Error> {
-    tokio::task::spawn_blocking(work)
-        .await
-        .map_err(|error| Error::Unavailable(format!("a worker thread's task ended early: {error}")))
 }

@@ -9,10 +9,7 @@ use tokio::runtime::{Builder, Runtime};
 /// that wait for another process are bounded where they begin (`RelayClient::hand_off`).
 pub const BLOCKING_THREADS: usize = 64;
 
-/// Builds the runtime.
-///
-/// # Errors
-/// The kernel refuses threads or epoll.
+/// Builds the runtime. Fails if the kernel refuses threads or epoll.
 pub fn new() -> io::Result<Runtime> {
     Builder::new_multi_thread().max_blocking_threads(BLOCKING_THREADS).enable_all().build()
 }

@@ -1,11 +1,5 @@
 //! Owns the sandboxes of this node: one task per sandbox, a table that maps ids to tasks, and the intent that the
-//! ledger records before every operation.
-//!
-//! * [`ports`]: the ports to clock, disk, cloud, pod network, relay and trust.
-//! * `lifecycle`: phases, table and task. `vm`, `guest`, `network`: the parts of a sandbox.
-//! * `recovery`: recovery of a restarted node, and of a task that panicked.
-//!
-//! Independent of ttrpc, sockets and provider names.
+//! ledger records before every operation. Independent of ttrpc, sockets and provider names.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -19,11 +13,8 @@ mod recovery;
 mod vm;
 
 pub(crate) use error::{ClaimRefused, Error};
-pub(crate) use guest::claims::{Claim, Secret};
-pub(crate) use lifecycle::phase;
-pub(crate) use lifecycle::table::{CreateVm, Sandboxes};
-pub(crate) use lifecycle::task::Stop;
-pub(crate) use lifecycle::view::View;
+pub(crate) use guest::claims::Claim;
+pub(crate) use lifecycle::{CreateVm, Sandboxes, Stop, View, phase};
 pub(crate) use recovery::recover::{Kept, Orphans, recover};
 pub(crate) use vm::liveness::VmLiveness;
 pub(crate) use vm::reaper::Reaper;
@@ -45,11 +36,9 @@ pub struct Settings {
     pub boot_timeout: Duration,
     /// Time after which the node logs and posts the missing step of a start.
     pub slow_after: Duration,
-    /// Maximum wait of one StartVM call.
     pub start_timeout: Duration,
     /// Time within which kata-agent in the VM must listen.
     pub agent_timeout: Duration,
-    /// Time limit of the guest's flush.
     pub flush_timeout: Duration,
     /// Lifetime of a ticket, from CreateVM.
     pub ticket_ttl: Duration,
@@ -63,11 +52,9 @@ pub struct Settings {
     pub netns_gone_grace: Duration,
     /// Time for which the guest of a running sandbox must be away before the node asks the provider about its VM.
     pub vm_gone_grace: Duration,
-    /// Maximum number of live sandboxes.
     pub max_sandboxes: usize,
     /// Memory in MiB that a guest needs in addition to its pod.
     pub guest_memory_mib: u64,
-    /// Whether VMs get a second NIC.
     pub second_nic: bool,
     /// VM options that a pod may set itself, by their names in [`crate::spec::Wishes::ALL`].
     pub may_wish: Vec<String>,
@@ -86,13 +73,9 @@ impl Settings {
         self.pods_dir.join(id.as_str()).join("agent.ttrpc")
     }
 
-    /// Returns the agent socket's path as text for the shim, which makes a URL of it.
-    ///
-    /// # Errors
-    /// The path does not fit a socket address, or contains a character with a meaning in a URL.
-    pub fn agent_socket_text(&self, id: &SandboxId) -> Result<String, Error> {
-        let path = self.agent_socket(id);
-        let text = path.to_string_lossy();
+    /// Returns the agent socket's path as text for the shim. Fails where it does not fit a socket address.
+    pub(crate) fn agent_socket_text(&self, id: &SandboxId) -> Result<String, Error> {
+        let text = self.agent_socket(id).to_string_lossy().into_owned();
         if text.len() >= SUN_PATH {
             return Err(Error::Invalid(format!(
                 "agent socket {text}: {} bytes, and a socket's path has at most {}; shorten paths.run-dir",
@@ -100,12 +83,7 @@ impl Settings {
                 SUN_PATH - 1
             )));
         }
-        if text.contains([':', '%', '?', '#']) {
-            return Err(Error::Invalid(format!(
-                "agent socket {text}: the shim cannot parse it; choose another paths.run-dir"
-            )));
-        }
-        Ok(text.into_owned())
+        Ok(text)
     }
 }
 

@@ -1,7 +1,6 @@
-//! Derives the wanted VM from the shim's annotations and the sandbox id, and checks both. Pure.
-//!
-//! Both of Kata's shims always send exactly nine keys, and fill values that were not asked for with `""` or `"0"`; the
-//! Rust shim prints vCPUs as a float. Only this module knows the differences between the shims.
+//! Derives the wanted VM from the shim's annotations and the sandbox id, and checks both. Pure. Both of Kata's shims
+//! always send exactly nine keys, and fill values that were not asked for with `""` or `"0"`; the Rust shim prints
+//! vCPUs as a float. Only this module knows the differences between the shims.
 
 pub(crate) mod vm_options;
 
@@ -16,21 +15,15 @@ pub(crate) use vm_options::Wishes;
 
 /// The pod's name; with the Go shim under CRI-O `k8s_<pod>_<namespace>_<uid>_<attempt>`.
 pub(crate) const SANDBOX_NAME: &str = "io.kubernetes.cri.sandbox-name";
-/// The pod's namespace.
 pub(crate) const SANDBOX_NAMESPACE: &str = "io.kubernetes.cri.sandbox-namespace";
-/// The cloud's instance type.
 pub(crate) const MACHINE_TYPE: &str = "io.katacontainers.config.hypervisor.machine_type";
-/// The cloud's image.
 pub(crate) const IMAGE: &str = "io.katacontainers.config.hypervisor.image";
 /// vCPUs: an integer from the Go shim, a decimal from the Rust shim.
 pub(crate) const DEFAULT_VCPUS: &str = "io.katacontainers.config.hypervisor.default_vcpus";
-/// Memory in MiB.
 pub(crate) const DEFAULT_MEMORY: &str = "io.katacontainers.config.hypervisor.default_memory";
 /// Initdata: TOML that the shim has already decoded.
 pub(crate) const INIT_DATA: &str = "io.katacontainers.config.hypervisor.cc_init_data";
-/// Number of GPUs.
 pub(crate) const DEFAULT_GPUS: &str = "io.katacontainers.config.hypervisor.default_gpus";
-/// The GPU's model.
 pub(crate) const DEFAULT_GPU_MODEL: &str = "io.katacontainers.config.hypervisor.default_gpu_model";
 
 /// More vCPUs than any cloud offers in one VM.
@@ -44,19 +37,15 @@ const MAX_GPUS: u64 = 256;
 pub(crate) const GUEST_MEMORY: u64 = 256;
 /// Least memory in MiB with which a VM boots.
 const LEAST_MEMORY: u64 = 128;
-/// Divisor for the kernel's share. The kernel describes every page, and keeps a share of them free: a 32nd of the VM
-/// covers that.
+/// Divisor for the kernel's share: the description of every page, and the pages that it keeps free.
 const PAGES_SHARE: u64 = 32;
 
-/// The longest name Kubernetes allows.
 const MAX_POD_NAME: usize = 253;
 
 /// A pod by name. Display is `namespace/name`.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct PodRef {
-    /// The pod's namespace.
     pub namespace: String,
-    /// The pod's name.
     pub name: String,
     /// The UID, known only from the Go shim under CRI-O; a pod of the same name may be another one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -70,51 +59,38 @@ impl fmt::Display for PodRef {
 }
 
 /// The VM that a pod wants. Values that were not asked for are zero or `None`.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Wanted {
-    /// The pod that the VM is for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Wanted {
     pub pod: PodRef,
-    /// vCPUs (rounded up), memory in MiB, GPUs and their model; zero: not asked for.
+    /// vCPUs are rounded up, memory is in MiB.
     pub size: Size,
-    /// The cloud's name of the instance type.
     pub instance_type: Option<String>,
-    /// The cloud's name of the image.
     pub image: Option<String>,
     /// Initdata, as the shim sent it.
     pub initdata: Option<String>,
-    /// VM options from Peerpod's own annotations.
-    #[serde(default)]
     pub wishes: Wishes,
 }
 
 /// Reason that the annotations do not describe a VM.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum Error {
-    /// A required key is missing or empty.
-    #[error(
-        "read the annotations: {key} is missing or empty; the pod must be started by containerd or CRI-O"
-    )]
-    Missing {
-        /// The annotation.
-        key: &'static str,
-    },
-    /// A value that its key does not allow.
+    #[error("read the annotations: {0} is missing or empty; the pod must be started by containerd or CRI-O")]
+    Missing(&'static str),
+    /// A value that its key does not allow, cut to 64 characters; `why` names the mistake and an accepted form.
     #[error("read the annotations: {key} = {value:?}: {why}")]
-    Bad {
-        /// The annotation.
-        key: &'static str,
-        /// Its value, cut to 64 characters.
-        value: String,
-        /// The mistake, and an accepted form.
-        why: String,
-    },
+    Bad { key: &'static str, value: String, why: String },
+}
+
+impl Error {
+    fn bad(key: &'static str, value: &str, why: impl Into<String>) -> Error {
+        Error::Bad { key, value: value.chars().take(64).collect(), why: why.into() }
+    }
 }
 
 /// Limit of initdata. One call to the guest carries it beside a pod's network; such a call is a ttrpc frame of 4 MiB.
 const MAX_INITDATA: usize = 3 << 20;
 
-/// Returns the memory in MiB of a VM with a pod that may use `pod` MiB and a guest that needs `guest` MiB besides. For
-/// a pod that asks for none (0), the result is 0.
+/// Returns the MiB of a VM for a pod of `pod` MiB (0: not said, nor is the result) and a guest that needs `guest`.
 pub(crate) fn vm_memory(pod: u64, guest: u64) -> u64 {
     if pod == 0 {
         return 0;
@@ -125,104 +101,75 @@ pub(crate) fn vm_memory(pod: u64, guest: u64) -> u64 {
 
 /// Reads the shim's annotations, and Peerpod's own ([`vm_options`]). All others are ignored.
 pub(crate) fn parse(annotations: &HashMap<String, String>) -> Result<Wanted, Error> {
-    let given = |key: &'static str| annotations.get(key).map_or("", |value| value.trim());
+    let given = |key: &'static str| given(annotations, key);
     let text = |key| Some(given(key)).filter(|value| !value.is_empty()).map(str::to_owned);
-    let bad = |key: &'static str, why: String| Error::Bad {
-        key,
-        value: given(key).chars().take(64).collect(),
-        why,
-    };
-    let number = |key, max| whole(given(key), max).map_err(|why| bad(key, why));
-    let small = |key, max| number(key, max).map(|n| u32::try_from(n).unwrap_or(u32::MAX));
+    let number = |key, max| whole(given(key), max).map_err(|why| Error::bad(key, given(key), why));
+    let vcpus = given(DEFAULT_VCPUS);
     let size = Size {
-        vcpus: rounded_up(given(DEFAULT_VCPUS), MAX_VCPUS).map_err(|why| bad(DEFAULT_VCPUS, why))?,
+        vcpus: rounded_up(vcpus, MAX_VCPUS).map_err(|why| Error::bad(DEFAULT_VCPUS, vcpus, why))?,
         memory_mib: number(DEFAULT_MEMORY, MAX_MEMORY)?,
-        gpus: small(DEFAULT_GPUS, MAX_GPUS)?,
+        gpus: u32::try_from(number(DEFAULT_GPUS, MAX_GPUS)?).unwrap_or(u32::MAX),
         gpu_model: text(DEFAULT_GPU_MODEL),
     };
-    Ok(Wanted {
+    // Kept unchanged, white space included: it may be measured.
+    let initdata = annotations.get(INIT_DATA).filter(|value| !value.is_empty());
+    let wanted = Wanted {
         pod: pod_of(annotations)?,
         size,
         instance_type: text(MACHINE_TYPE),
         image: text(IMAGE),
-        // Kept unchanged, white space included: it may be measured.
-        initdata: match annotations.get(INIT_DATA).filter(|value| !value.is_empty()) {
-            Some(long) if long.len() > MAX_INITDATA => {
-                let why = format!("{} bytes, and {MAX_INITDATA} are the most that reach the VM", long.len());
-                return Err(bad(INIT_DATA, why));
-            }
-            other => other.cloned(),
-        },
+        initdata: initdata.cloned(),
         wishes: Wishes::read(annotations)?,
-    })
-    .and_then(|wanted| {
-        if let Some(text) = &wanted.initdata {
-            Initdata::parse(text).map_err(|why| Error::Bad {
-                key: INIT_DATA,
-                value: "…".to_owned(),
-                why: why.to_string(),
-            })?;
+    };
+    if let Some(text) = initdata {
+        if text.len() > MAX_INITDATA {
+            let why = format!("{} bytes, and {MAX_INITDATA} are the most that reach the VM", text.len());
+            return Err(Error::bad(INIT_DATA, text, why));
         }
-        Ok(wanted)
-    })
+        Initdata::parse(text).map_err(|why| Error::bad(INIT_DATA, "…", why.to_string()))?;
+    }
+    Ok(wanted)
+}
+
+/// Returns the value of an annotation without white space around it; empty if it is missing.
+fn given<'a>(annotations: &'a HashMap<String, String>, key: &str) -> &'a str {
+    annotations.get(key).map_or("", |value| value.trim())
 }
 
 /// Returns the sandbox's pod, and ignores all other annotations.
 pub(crate) fn pod_of(annotations: &HashMap<String, String>) -> Result<PodRef, Error> {
-    let given = |key: &'static str| annotations.get(key).map_or("", |value| value.trim());
-    read_pod(given(SANDBOX_NAME), given(SANDBOX_NAMESPACE))
-}
-
-/// Reads the two annotations that name the pod.
-fn read_pod(name: &str, namespace: &str) -> Result<PodRef, Error> {
+    let (name, namespace) = (given(annotations, SANDBOX_NAME), given(annotations, SANDBOX_NAMESPACE));
     if name.is_empty() {
-        return Err(Error::Missing { key: SANDBOX_NAME });
+        return Err(Error::Missing(SANDBOX_NAME));
     }
-    let bad = |key, value: &str, why: &str| Error::Bad {
-        key,
-        value: value.chars().take(64).collect(),
-        why: why.to_owned(),
-    };
     // A name of Kubernetes has no underscore, so the two forms cannot be confused.
     let pod = if name.starts_with("k8s_") {
         let parts: Vec<&str> = name.split('_').collect();
         let [_, pod, from_name, uid, attempt] = parts[..] else {
-            return Err(bad(
-                SANDBOX_NAME,
-                name,
-                "not k8s_<pod>_<namespace>_<uid>_<attempt>; CRI-O sends that",
-            ));
+            let why = "not k8s_<pod>_<namespace>_<uid>_<attempt>; CRI-O sends that";
+            return Err(Error::bad(SANDBOX_NAME, name, why));
         };
         if uid.is_empty() || attempt.is_empty() || !attempt.bytes().all(|b| b.is_ascii_digit()) {
-            return Err(bad(
-                SANDBOX_NAME,
-                name,
-                "its uid or attempt is missing or not valid; CRI-O sends both",
-            ));
+            let why = "its uid or attempt is missing or not valid; CRI-O sends both";
+            return Err(Error::bad(SANDBOX_NAME, name, why));
         }
         if !namespace.is_empty() && namespace != from_name {
-            return Err(bad(
-                SANDBOX_NAMESPACE,
-                namespace,
-                "not the namespace in the sandbox's name; they must agree",
-            ));
+            let why = "not the namespace in the sandbox's name; they must agree";
+            return Err(Error::bad(SANDBOX_NAMESPACE, namespace, why));
         }
         PodRef { namespace: from_name.to_owned(), name: pod.to_owned(), uid: Some(uid.to_owned()) }
     } else {
         PodRef { namespace: namespace.to_owned(), name: name.to_owned(), uid: None }
     };
     if pod.namespace.is_empty() {
-        return Err(Error::Missing { key: SANDBOX_NAMESPACE });
+        return Err(Error::Missing(SANDBOX_NAMESPACE));
     }
     // Both end up in log lines, labels and file names.
     let names = [(SANDBOX_NAME, &pod.name), (SANDBOX_NAMESPACE, &pod.namespace)];
     for (key, value) in names.into_iter().chain(pod.uid.iter().map(|uid| (SANDBOX_NAME, uid))) {
         if !is_name(value) {
-            return Err(bad(
-                key,
-                value,
-                "not a name of Kubernetes; it has letters, digits, '-' and '.', at most 253",
-            ));
+            let why = "not a name of Kubernetes; it has letters, digits, '-' and '.', at most 253";
+            return Err(Error::bad(key, value, why));
         }
     }
     Ok(pod)

@@ -13,9 +13,7 @@ use crate::sandbox::Sandboxes;
 use crate::sandbox::phase::{MAX_ATTEMPTS, Phase};
 use crate::spec::SandboxId;
 
-/// Interval between two passes.
 const EVERY: Duration = Duration::from_secs(600);
-/// Pause after a failed pass.
 const RETRY: Duration = Duration::from_secs(15);
 
 /// Runs passes for ever. `unread`: sandboxes with an unreadable record, of which the resources are unknown.
@@ -58,7 +56,7 @@ async fn pass(
     if strange.is_empty() {
         return Ok(());
     }
-    let owned = table.owned().await.map_err(|error| error.to_string())?;
+    let owned = table.0.ports.cloud.owned().await.map_err(|error| error.to_string())?;
     for object in strange {
         // A sandbox created meanwhile is in the table now. The orphan search deletes a VM without a record first.
         if phase(table, &object.sandbox).is_none()
@@ -86,11 +84,7 @@ fn may_be_its(vm: &Owned, object: &Recorded, cluster_id: &str) -> bool {
 }
 
 fn remove(cluster: &Cluster, object: &Recorded, why: &str) {
-    info!(
-        sandbox = object.sandbox,
-        object = format!("{}/{}", object.namespace, object.name),
-        why,
-        "removing a PeerPod"
-    );
+    let name = format!("{}/{}", object.namespace, object.name);
+    info!(sandbox = object.sandbox, object = name, why, "removing a PeerPod");
     cluster.remove(object);
 }

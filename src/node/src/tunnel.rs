@@ -1,35 +1,29 @@
 //! Connects a pod's network namespace to the pod's VM: inspects the namespace, reserves the tunnels, connects them to
-//! the VM, and undoes all of it.
-//!
-//! Each step is idempotent: called again after a crash, it finds the existing state and completes it. The work is
-//! netlink, done by `peerpod_podnet`; this module orders the steps and owns the node's own sockets. Its methods block.
-//! It touches the pods' network namespaces, the node's VXLAN sockets and this daemon's own nftables tables, nothing
-//! else. Everything that it makes carries an owner mark, so that several daemons can share a machine.
+//! the VM, and undoes all of it. Each step is idempotent: called again after a crash, it completes the existing state.
+//! `peerpod_podnet` does the netlink work; this module orders the steps and owns the node's own sockets. Its methods
+//! block. Everything that it makes carries an owner mark, so that several daemons can share a machine.
 
 use std::net::IpAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-pub use peerpod_podnet::Error;
+use peerpod_podnet::Error;
 pub use peerpod_podnet::inspect::{PodNetworkState, inspect};
-use peerpod_podnet::mark::Mark;
-pub use peerpod_podnet::mark::Owner;
+use peerpod_podnet::mark::{Mark, Owner};
 pub use peerpod_podnet::netns::{Netns, NetnsId};
 use peerpod_podnet::plan::{self, Carry};
-pub use peerpod_podnet::redirect::Classifier;
-use peerpod_podnet::redirect::{self, Classifiers};
+use peerpod_podnet::redirect::{self, Classifier, Classifiers};
 use peerpod_podnet::tunnel::{self, Connection, Pair};
-pub use peerpod_podnet::vxlan::Vnis;
-use peerpod_podnet::vxlan::{Held, Slot, Wanted};
+use peerpod_podnet::vxlan::{Held, Slot, Vnis, Wanted};
 use peerpod_proto::guest::NetworkPlan;
 use peerpod_proto::relay::TunnelPeer;
 use tokio::sync::watch;
 
 mod anti_spoof;
 mod backend;
-pub mod external;
-pub mod follow;
+pub(crate) mod external;
+pub(crate) mod follow;
 mod reconcile;
 mod reserved;
 #[cfg(test)]
@@ -37,15 +31,16 @@ pub(crate) mod tests;
 mod vxlan;
 mod wireguard;
 
-use backend::{Backend, Backends, Connected};
+use backend::{Backends, Connected, VmPath};
 use external::Outside;
-pub use reconcile::{Live, Reconciled};
-pub use reserved::{Device, Reserved, TunnelKind};
-use reserved::{assign, carried};
-pub use wireguard::{FdHandoff, FdHandoffDetail, KIND as WIREGUARD, Wireguard, WireguardConfig, netns_in};
+pub(crate) use reconcile::{Live, Reconciled};
+use reserved::{Device, assign, carried};
+pub use reserved::{Reserved, TunnelKind};
+pub use wireguard::{FdHandoff, Wireguard, WireguardConfig};
+pub(crate) use wireguard::{KIND as WIREGUARD, netns_in};
 
 /// Default folder in which container runtimes keep the pods' network namespaces.
-pub const NETNS_DIR: &str = "/run/netns";
+pub(crate) const NETNS_DIR: &str = "/run/netns";
 
 /// Settings of this node's tunnels; the same on all nodes and fixed for a tunnel's life.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -119,11 +114,8 @@ struct Inner {
 
 impl Tunnel {
     /// Opens the node's sockets in the network namespace of the calling thread. Chooses the classifier of this kernel's
-    /// redirects, and checks that the port is usable (some 40 ms). Makes nothing that stays.
-    ///
-    /// # Errors
-    /// [`Error::Port`] with the device that uses the port; [`Error::NoRedirect`], [`Error::NoFilter`] and
-    /// [`Error::Kernel`] where the kernel lacks a needed function.
+    /// redirects, and checks that the port is usable (some 40 ms). Makes nothing that stays. Fails if another device
+    /// uses the port, or the kernel lacks a needed function.
     pub fn open(config: TunnelConfig) -> Result<Tunnel, Error> {
         let by = redirect::choose(config.redirect)?;
         let backends = Backends::open(&config)?;
@@ -142,11 +134,8 @@ impl Tunnel {
     /// Makes a device for each interface (`pp-vx0`, `pp-vx1`, …) in the pod's namespace, down and without a remote.
     /// Their VNIs are free on this node. Either all devices are made, or none. The kind, family, port and VNIs of a
     /// recorded reservation are taken (again) where they still apply. Interfaces that are new since get devices, and
-    /// those that are gone lose them. A repeated call for the same sandbox finds the existing devices.
-    ///
-    /// # Errors
-    /// [`Error::Claimed`] when another sandbox has its tunnel in this namespace, [`Error::NoVni`], [`Error::Kernel`],
-    /// [`Error::Netns`].
+    /// those that are gone lose them. A repeated call for the same sandbox finds the existing devices. Fails with
+    /// [`Error::Claimed`] if another sandbox has its tunnel in this namespace.
     pub fn reserve(
         &self,
         netns: &Netns,
@@ -155,15 +144,12 @@ impl Tunnel {
         v6: bool,
         recorded: Option<&Reserved>,
     ) -> Result<Reserved, Error> {
-        let kind = recorded.map_or_else(|| self.0.backends.chosen(), |recorded| recorded.kind);
+        let kind = recorded.map_or(self.0.backends.chosen, |recorded| recorded.kind);
         self.reserve_as(kind, netns, sandbox, seen, v6, recorded)
     }
 
     /// Reserves as [`Tunnel::reserve`] does, with the given kind, which must be the recorded one where there is a record.
-    ///
-    /// # Errors
-    /// The errors of [`Tunnel::reserve`], and [`Error::CannotCarry`] where this node does not have the kind.
-    pub fn reserve_as(
+    pub(crate) fn reserve_as(
         &self,
         kind: TunnelKind,
         netns: &Netns,
@@ -223,7 +209,7 @@ impl Tunnel {
 
     /// Whether a plain tunnel does not suit a VM with these addresses and a link from `from`: it would cross a public
     /// network, or a NAT. Always false unless `tunnel.kind` is `auto`.
-    pub fn is_unsuited(
+    pub(crate) fn is_unsuited(
         &self,
         reserved: &Reserved,
         vm: IpAddr,
@@ -236,42 +222,36 @@ impl Tunnel {
     }
 
     /// Returns the guest's end of an encrypted tunnel, in the form for the relay; `None` for a plain one.
-    pub fn peer(&self, reserved: &Reserved, key: &[u8]) -> Option<TunnelPeer> {
+    pub(crate) fn peer(&self, reserved: &Reserved, key: &[u8]) -> Option<TunnelPeer> {
         (reserved.kind == TunnelKind::Wireguard).then(|| Wireguard::peer(reserved, key)).flatten()
     }
 
     /// Returns the encrypted kind, where this node has it.
     pub fn wireguard(&self) -> Option<&Arc<Wireguard>> {
-        self.0.backends.wireguard()
+        self.0.backends.wireguard.as_ref()
     }
 
     /// Returns the node's own addresses that its guests keep to the tunnel, as they were last read; `None`: their pods
     /// have no other egress.
-    pub fn own_addresses(&self) -> Option<Arc<Vec<IpAddr>>> {
+    pub(crate) fn own_addresses(&self) -> Option<Arc<Vec<IpAddr>>> {
         self.0.outside.as_ref().map(Outside::own)
     }
 
     /// Reads the node's own addresses again, after a change of its network; returns whether they have changed. The next
     /// [`Tunnel::connect`] of each sandbox writes them into its plan.
-    ///
-    /// # Errors
-    /// [`Error::Netns`].
-    pub fn read_own_addresses(&self) -> Result<bool, Error> {
+    pub(crate) fn read_own_addresses(&self) -> Result<bool, Error> {
         self.0.outside.as_ref().map_or(Ok(false), Outside::inspect)
     }
 
     /// Receiver that ticks when guests of tunnels of this kind need the node's new endpoints; `None` for tunnels that
     /// need only the path to the VM.
-    pub fn news(&self, reserved: &Reserved) -> Option<watch::Receiver<u64>> {
+    pub(crate) fn news(&self, reserved: &Reserved) -> Option<watch::Receiver<u64>> {
         let wireguard = self.wireguard().filter(|_| reserved.kind == TunnelKind::Wireguard);
         wireguard.map(|wireguard| wireguard.news())
     }
 
     /// Returns the node's address towards the VM, and the largest packet of a pod that fits on the path.
-    ///
-    /// # Errors
-    /// [`Error::Path`] where there is no path.
-    pub fn path(&self, reserved: &Reserved, vm: IpAddr) -> Result<(IpAddr, u32), Error> {
+    pub(crate) fn path(&self, reserved: &Reserved, vm: IpAddr) -> Result<(IpAddr, u32), Error> {
         let path = self.0.backends.of(reserved.kind)?.path(reserved, vm)?;
         Ok((path.node, path.mtu))
     }
@@ -283,11 +263,8 @@ impl Tunnel {
     /// A repeated call repairs deviations: a device that is down, has another MTU or another remote, a missing qdisc,
     /// redirect or filter element. It also follows a new address of the VM or of the node. With the same values and
     /// nothing to repair, it changes nothing and returns the same plan. An interface without a tunnel (new since
-    /// [`Tunnel::reserve`]) is left out.
-    ///
-    /// # Errors
-    /// [`Error::Gone`] when a device no longer exists (reserve again), [`Error::Path`], [`Error::Kernel`],
-    /// [`Error::Netns`]. Completed steps stay until [`Tunnel::undo`].
+    /// [`Tunnel::reserve`]) is left out. Fails with [`Error::Gone`] if a device no longer exists (reserve again).
+    /// Completed steps stay until [`Tunnel::undo`].
     pub fn connect(
         &self,
         netns: &Netns,
@@ -313,13 +290,8 @@ impl Tunnel {
                 mtu: carry.device_mtu,
             })
             .collect();
-        let connection = Connection {
-            mark: self.mark(sandbox),
-            remote: path.remote,
-            local: path.local,
-            by: self.0.by,
-            pairs: &pairs,
-        };
+        let (mark, by, VmPath { remote, local, .. }) = (self.mark(sandbox), self.0.by, path);
+        let connection = Connection { mark, remote, local, by, pairs: &pairs };
         let obstacles = tunnel::connect(netns, &connection)?;
         let tunnels: Vec<plan::Tunnel> = carried
             .iter()
@@ -330,18 +302,16 @@ impl Tunnel {
             })
             .collect();
         let mut plan = plan::write(seen, &tunnels, &backend.underlay(&connected, &path));
-        plan.external = self.0.outside.as_ref().map(|outside| outside.write(path.node)).into();
+        plan.external =
+            self.0.outside.as_ref().map(|outside| outside.wanted.write(path.node, &outside.own())).into();
         plan.underlay.mut_or_insert_default().probe_seconds = self.0.probe_seconds;
-        backend.finish(&mut plan, &connected, &path)?;
+        backend.finish(&mut plan, &path)?;
         Ok((plan, obstacles))
     }
 
     /// Removes everything that [`Tunnel::reserve`] and [`Tunnel::connect`] made, recorded or not: devices, redirects,
-    /// filter elements. All steps are tried. Missing state is no error, and the state of another sandbox is never
-    /// touched.
-    ///
-    /// # Errors
-    /// All errors that occurred.
+    /// filter elements. All steps are tried, and all errors returned. Missing state is no error, and the state of
+    /// another sandbox is never touched.
     pub fn undo(
         &self,
         sandbox: &str,
@@ -364,27 +334,16 @@ impl Tunnel {
         }
         if errors.is_empty() { Ok(()) } else { Err(errors) }
     }
-
-    /// Removes the filter's tables if no tunnel is in them. Undoing the last sandbox does that already; this is a
-    /// safeguard for the end of a daemon.
-    ///
-    /// # Errors
-    /// [`Error::Kernel`].
-    pub fn close(&self) -> Result<(), Error> {
-        self.0.backends.all().try_for_each(|(_, backend)| Backend::close(backend))
-    }
 }
 
 /// Warns of packets that are larger than the path. Over IPv4 the kernel fragments them; over IPv6 it drops them. The
 /// VM's own packets fit, and so does TCP to the VM, by the MSS that the VM announces.
 fn warn_of_too_large(carried: &[(Carry, Device)]) {
-    for (Carry { name, device_mtu, mtu, .. }, _) in
-        carried.iter().filter(|(carry, _)| carry.device_mtu > carry.mtu)
-    {
+    for (carry, _) in carried.iter().filter(|(carry, _)| carry.device_mtu > carry.mtu) {
         tracing::warn!(
-            interface = name,
-            pod_mtu = device_mtu,
-            fits = mtu,
+            interface = carry.name,
+            pod_mtu = carry.device_mtu,
+            fits = carry.mtu,
             "larger packets to the pod (UDP) are lost on the IPv6 path to its VM; give pods an MTU that fits"
         );
     }

@@ -1,7 +1,6 @@
-//! Reads a pod's volumes from the CSI wrapper's records, and describes each volume to the provider, the relay and the
-//! guest. Reads and writes the folder of the records (`volumes` in `paths.state-dir`), reads the folder of Kata's direct volumes
-//! and touches nothing else. The sandbox decides when volumes are attached. The provider
-//! attaches its own disks; for the disks of a CSI driver, the node records the VM and waits for the driver.
+//! Reads a pod's volumes from the CSI wrapper's records and from the folder of Kata's direct volumes, and describes
+//! them to the provider, the relay and the guest. The provider attaches its own disks; for those of a CSI driver, the
+//! node records the VM and waits for the driver.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -11,6 +10,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use futures_util::future::join_all;
 use parking_lot::Mutex;
+use peerpod_common::blocking::blocking;
 use peerpod_proto::{guest, relay};
 use peerpod_provider_api::{
     DiskIdentity, DiskRequest, Error as CloudError, InstanceId, OwnedState, Provider, Retry,
@@ -26,8 +26,7 @@ use zeroize::Zeroizing;
 use crate::sandbox::ports::Storage;
 use crate::spec::{PodRef, SandboxId};
 
-/// Lookup of this node's pods, as the API server has them. Returns the UIDs of the pods with a namespace and a name that
-/// are not terminating; empty where none is known (yet).
+/// Returns the UIDs of this node's pods with a namespace and a name that are not terminating, as far as they are known.
 pub(crate) type Pods = Arc<dyn Fn(&str, &str) -> Vec<String> + Send + Sync>;
 
 /// Interval of checks for a driver's attachment, which takes seconds in the cloud.
@@ -36,16 +35,14 @@ const LOOK: Duration = Duration::from_millis(100);
 /// All volumes of one pod.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PodVolumes {
-    /// The pod's UID.
     pub uid: String,
-    /// The volumes, in the order of their ids.
+    /// In the order of their ids.
     pub volumes: Vec<PodVolume>,
 }
 
 /// A volume of a pod, as it was when the pod's VM was requested.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PodVolume {
-    /// Descriptor for the guest.
     pub volume: GuestVolume,
     /// Path at which it is published on this node.
     pub target_path: PathBuf,
@@ -61,13 +58,8 @@ pub struct PodVolume {
 
 impl PodVolume {
     fn of(record: Record) -> PodVolume {
-        PodVolume {
-            volume: record.volume,
-            target_path: record.target_path,
-            marker: record.marker,
-            fence: record.fence,
-            identity: None,
-        }
+        let Record { volume, target_path, marker, fence, .. } = record;
+        PodVolume { volume, target_path, marker, fence, identity: None }
     }
 
     /// Returns the disk that the provider attaches; `None`: the provider does not attach this volume. A network disk is
@@ -105,34 +97,17 @@ impl PodVolume {
         }
     }
 
-    /// Returns the reference to the secret with user and password, if it is a share that has one. Their values are in
-    /// no field of this type.
-    fn share_secret(&self) -> Option<&SecretRef> {
-        match &self.volume.source {
-            Source::Smb { secret, .. } => secret.as_ref(),
-            _ => None,
-        }
-    }
-
-    /// Whether the CSI driver attaches it.
-    pub fn is_drivers(&self) -> bool {
-        matches!(self.volume.source, Source::AttachedBlock { attach: Attach::Driver, .. })
-    }
-
-    /// Whether its disk is not attached yet.
-    pub fn is_missing(&self) -> bool {
+    pub(crate) fn is_missing(&self) -> bool {
         self.identity.is_none() && !matches!(self.volume.source, Source::Nfs { .. } | Source::Smb { .. })
     }
 }
 
 impl PodVolumes {
-    /// Whether all disks are attached.
-    pub fn is_ready(&self) -> bool {
+    pub(crate) fn is_ready(&self) -> bool {
         !self.volumes.iter().any(PodVolume::is_missing)
     }
 
-    /// Returns the disks to request with the VM.
-    pub fn disks(&self) -> Vec<DiskRequest> {
+    pub(crate) fn disks(&self) -> Vec<DiskRequest> {
         self.volumes.iter().filter_map(PodVolume::disk).collect()
     }
 
@@ -189,84 +164,63 @@ pub(crate) struct Volumes {
 }
 
 impl Volumes {
-    /// Opens the records in this folder.
-    pub(crate) fn new(folder: &Path, pods: Option<Pods>) -> Volumes {
-        Volumes { records: Records::new(folder), pods, direct: None, notes: Arc::default() }
+    /// Opens the records in `folder`. `direct`: folder in which other CSI drivers describe volumes in Kata's format.
+    pub(crate) fn new(folder: &Path, direct: Option<&Path>, pods: Option<Pods>) -> Volumes {
+        let direct = direct.map(Path::to_owned);
+        Volumes { records: Records::new(folder), pods, direct, notes: Arc::default() }
     }
 
-    /// Adds the volumes that other CSI drivers describe in this folder in Kata's format.
-    pub(crate) fn and_direct(mut self, folder: &Path) -> Volumes {
-        self.direct = Some(folder.to_owned());
-        self
-    }
-
-    /// Returns a pod's volumes, and no other pod's; `None`: it has none. Blocks for some file reads.
-    ///
-    /// # Errors
-    /// A text that names the obstacle; no VM may be made then.
+    /// Returns a pod's volumes, and no other pod's. After an error, no VM may be made. Blocks for some file reads.
     pub(crate) fn of_pod(&self, pod: &PodRef) -> Result<Option<PodVolumes>, String> {
         let uid = self.uid(pod).map_err(|why| format!("find the volumes of pod {pod}: {why}"))?;
         let Some(uid) = uid.or_else(|| self.uid_of_watch(pod)) else { return Ok(None) };
-        let records = self.records.of_pod(&uid);
-        let records = records.map_err(|error| format!("read the volumes of pod {pod}: {error}"))?;
-        if let Some(record) =
-            records.iter().find(|r| r.pod.namespace != pod.namespace || r.pod.name != pod.name)
-        {
-            let other = &record.pod;
-            return Err(format!(
-                "read the volumes of pod {pod}: the record of volume {} belongs to pod {}/{}",
-                record.volume.name, other.namespace, other.name
-            ));
+        let failed = |why: String| format!("read the volumes of pod {pod}: {why}");
+        let records = self.records.of_pod(&uid).map_err(|error| failed(error.to_string()))?;
+        let is_other =
+            |record: &&Record| record.pod.namespace != pod.namespace || record.pod.name != pod.name;
+        if let Some(Record { volume, pod: other, .. }) = records.iter().find(is_other) {
+            let (volume, namespace, name) = (&volume.name, &other.namespace, &other.name);
+            return Err(failed(format!("the record of volume {volume} belongs to pod {namespace}/{name}")));
         }
         let mut volumes: Vec<PodVolume> = records.into_iter().map(PodVolume::of).collect();
         if let Some(folder) = &self.direct {
-            let others = direct::of_pod(folder, &uid)
-                .map_err(|why| format!("read the volumes of pod {pod}: {why}"))?;
+            let others = direct::of_pod(folder, &uid).map_err(failed)?;
             let known: Vec<PathBuf> = volumes.iter().map(|one| one.target_path.clone()).collect();
             volumes.extend(others.into_iter().filter(|one| !known.contains(&one.target_path)));
         }
         if let Some(why) = volumes.iter().find_map(PodVolume::unusable) {
             return Err(why);
         }
-        for (one, secret) in volumes.iter().filter_map(|one| one.share_secret().map(|secret| (one, secret))) {
-            let SecretRef { namespace, name } = secret;
-            let (volume, failed) = (&one.volume.name, "read the volumes of pod");
-            let there = self.records.credentials(&uid, &one.volume.id);
-            if there.map_err(|error| format!("{failed} {pod}: volume {volume}: {error}"))?.is_none() {
-                return Err(format!(
-                    "{failed} {pod}: volume {volume} is mounted with secret {namespace}/{name}, which \
-                     kubelet did not pass when it published the volume; name the secret as \
-                     nodeStageSecretRef or nodePublishSecretRef of the PersistentVolume, and recreate the pod"
-                ));
+        for GuestVolume { id, name: volume, source, .. } in volumes.iter().map(|one| &one.volume) {
+            let Source::Smb { secret: Some(SecretRef { namespace, name }), .. } = source else { continue };
+            let there = self.records.credentials(&uid, id);
+            if there.map_err(|error| failed(format!("volume {volume}: {error}")))?.is_none() {
+                return Err(failed(format!(
+                    "volume {volume} is mounted with secret {namespace}/{name}, which kubelet did not pass \
+                     when it published the volume; name the secret as nodeStageSecretRef or \
+                     nodePublishSecretRef of the PersistentVolume, and recreate the pod"
+                )));
             }
         }
         Ok((!volumes.is_empty()).then_some(PodVolumes { uid, volumes }))
     }
 
-    /// Returns the credentials of the pod's shares, in the volumes' order and in the guest's format; `None` for volumes
-    /// without credentials. They are read from the records each time, so that they are nowhere else on this node.
-    /// Blocks for some file reads.
-    ///
-    /// # Errors
-    /// A file cannot be read. The text contains nothing of a secret.
-    pub(crate) fn credentials(
-        &self,
-        volumes: &PodVolumes,
-    ) -> Result<Vec<Option<Zeroizing<Vec<u8>>>>, String> {
+    /// Returns the credentials of the pod's shares, as [`Storage::credentials`] says. They are read from the records
+    /// each time, so that they are nowhere else on this node. Blocks for some file reads.
+    fn credentials(&self, volumes: &PodVolumes) -> Result<Vec<Option<Zeroizing<Vec<u8>>>>, String> {
         let of = |one: &PodVolume| -> Result<Option<Zeroizing<Vec<u8>>>, String> {
             if !matches!(one.volume.source, Source::Smb { .. }) {
                 return Ok(None);
             }
-            let read = self.records.credentials(&volumes.uid, &one.volume.id);
-            let read =
-                read.map_err(|error| format!("read the credentials of volume {}: {error}", one.volume.name));
+            let GuestVolume { id, name, .. } = &one.volume;
+            let read = self.records.credentials(&volumes.uid, id);
+            let read = read.map_err(|error| format!("read the credentials of volume {name}: {error}"));
             Ok(read?.map(|credentials| credentials.to_bytes()))
         };
         volumes.volumes.iter().map(of).collect()
     }
 
-    /// Returns the UID from the pod watch, if exactly one pod has the name: records of other CSI drivers contain no
-    /// name.
+    /// Returns the UID from the pod watch, if exactly one pod has the name: other drivers' records contain none.
     fn uid_of_watch(&self, pod: &PodRef) -> Option<String> {
         let mut known = self.pods.as_ref()?(&pod.namespace, &pod.name);
         if known.len() == 1 { known.pop() } else { None }
@@ -304,24 +258,16 @@ impl Volumes {
         }
     }
 
-    /// Records the pod's VM for the CSI wrapper; without an instance: a VM may be made. Does nothing where the pod has
-    /// no files, because no reader waits then. With `gone`, it writes only if no later sandbox of the pod has recorded
-    /// its own VM.
-    pub(crate) fn note_vm(
-        &self,
-        uid: &str,
-        sandbox: &str,
-        instance: Option<&str>,
-        gone: bool,
-    ) -> io::Result<()> {
+    /// Records the pod's VM for the CSI wrapper; without an instance: a VM may be made. No reader waits where the pod
+    /// has no files. With `gone`, it writes only if no later sandbox of the pod has recorded its own VM.
+    fn note_vm(&self, uid: &str, sandbox: &str, instance: Option<&str>, gone: bool) -> io::Result<()> {
         let _turn = self.notes.lock();
         let later = |noted: Vm| noted.sandbox != sandbox;
         if !self.records.pod(uid)?.exists() || gone && self.records.vm(uid)?.is_some_and(later) {
             return Ok(());
         }
-        let vm =
-            Vm { version: VERSION, sandbox: sandbox.into(), instance: instance.map(str::to_owned), gone };
-        self.records.put_vm(uid, &vm)
+        let instance = instance.map(str::to_owned);
+        self.records.put_vm(uid, &Vm { version: VERSION, sandbox: sandbox.into(), instance, gone })
     }
 
     /// Returns the name of a volume that was recorded and no longer is.
@@ -333,10 +279,7 @@ impl Volumes {
         Ok(recorded.into_iter().find(gone).map(|one| one.volume.name.clone()))
     }
 
-    /// Waits until the driver has attached a volume to this VM.
-    ///
-    /// # Errors
-    /// The driver has not attached it within `limit`, or its note cannot be read.
+    /// Waits until the driver has attached a volume to this VM, for at most `limit`.
     pub(crate) async fn attached(
         &self,
         uid: &str,
@@ -347,8 +290,7 @@ impl Volumes {
         let deadline = Instant::now() + limit;
         loop {
             let (records, pod, volume) = (self.records.clone(), uid.to_owned(), id.clone());
-            let read = tokio::task::spawn_blocking(move || records.attached(&pod, &volume));
-            let found = read.await.map_err(io::Error::other)??;
+            let found = blocking(move || records.attached(&pod, &volume)).await?;
             match found.filter(|found| found.version == VERSION && found.instance == instance) {
                 Some(found) => return Ok(found.identity),
                 None if Instant::now() > deadline => {
@@ -362,27 +304,16 @@ impl Volumes {
     }
 }
 
-/// Time that one wait for a driver's attachment takes: a call to its cloud, of seconds to a minute. The caller then
-/// waits again.
+/// Limit of one wait for a driver's attachment, which takes its cloud up to a minute. The caller then waits again.
 const DRIVER: Duration = Duration::from_secs(60);
 
 /// The records of the pods' volumes, and the provider that attaches disks.
 pub(crate) struct PodStorage {
-    /// The records.
     pub volumes: Volumes,
-    /// The provider, decorated.
     pub provider: Arc<dyn Provider>,
 }
 
 impl PodStorage {
-    async fn on_thread<T: Send + 'static>(
-        &self,
-        work: impl FnOnce(Volumes) -> io::Result<T> + Send + 'static,
-    ) -> io::Result<T> {
-        let volumes = self.volumes.clone();
-        spawn_blocking(move || work(volumes)).await.unwrap_or_else(|error| Err(error.into()))
-    }
-
     async fn attach_one(&self, uid: &str, vm: &InstanceId, one: &PodVolume) -> Result<Identity, CloudError> {
         let name = &one.volume.name;
         if let Some(disk) = one.disk() {
@@ -403,8 +334,9 @@ impl PodStorage {
         vm: Option<&InstanceId>,
         gone: bool,
     ) -> Result<(), CloudError> {
-        let (pod, id, vm) = (uid.to_owned(), id.to_string(), vm.map(InstanceId::to_string));
-        let noted = self.on_thread(move |records| records.note_vm(&pod, &id, vm.as_deref(), gone)).await;
+        let (volumes, pod) = (self.volumes.clone(), uid.to_owned());
+        let (id, vm) = (id.to_string(), vm.map(InstanceId::to_string));
+        let noted = blocking(move || volumes.note_vm(&pod, &id, vm.as_deref(), gone)).await;
         noted.map_err(|why| CloudError::transient(format!("note the VM of pod {uid} for its volumes: {why}")))
     }
 }
@@ -426,9 +358,8 @@ impl Storage for PodStorage {
     async fn expect_vm(&self, id: &SandboxId, volumes: &PodVolumes) -> Result<(), CloudError> {
         self.note(&volumes.uid, id, None, false).await?;
         // Read after the note: an unpublish looks for the note after it has removed the record.
-        let volumes = volumes.clone();
-        let missing = self.on_thread(move |records| records.unpublished(&volumes)).await;
-        match missing {
+        let (records, volumes) = (self.volumes.clone(), volumes.clone());
+        match blocking(move || records.unpublished(&volumes)).await {
             Ok(None) => Ok(()),
             Ok(Some(name)) => Err(CloudError::invalid(format!(
                 "volume {name} was unpublished before the VM was requested; the pod is being deleted"
@@ -459,12 +390,10 @@ impl Storage for PodStorage {
     async fn release(&self, id: &SandboxId, vm: Option<&InstanceId>, uid: &str) -> Result<(), CloudError> {
         if let Some(vm) = vm {
             // An accepted deletion does not prove that the machine no longer writes.
-            let there = self.provider.list_owned().await?.into_iter().find(|owned| owned.id == *vm);
-            if let Some(there) = there {
-                let how = match there.state {
-                    OwnedState::Deleting => "is still being deleted",
-                    _ => "still exists",
-                };
+            let owned = self.provider.list_owned().await?;
+            if let Some(there) = owned.iter().find(|owned| owned.id == *vm) {
+                let is_deleting = there.state == OwnedState::Deleting;
+                let how = if is_deleting { "is still being deleted" } else { "still exists" };
                 return Err(CloudError::transient(format!("VM {vm} {how}, so its volumes are not free")));
             }
         }

@@ -2,11 +2,13 @@
 
 use std::future::Future;
 use std::sync::Arc;
+use std::time::Duration;
 
 use k8s_openapi::jiff::Timestamp;
 use kube::Client;
 use parking_lot::Mutex;
 use peerpod_base::admin::Ready;
+use peerpod_common::backoff::Backoff;
 use peerpod_kube::client::{Error, within};
 use tokio::time::Instant;
 use tracing::{info, warn};
@@ -15,6 +17,8 @@ use crate::metrics::Metrics;
 
 /// Name of the API server in the warnings of `/readyz`.
 const WARNING: &str = "api-server";
+/// Pauses between two attempts while the API server is unreachable.
+pub(super) const AWAY: Backoff = Backoff::new(Duration::from_millis(500), Duration::from_secs(10));
 
 /// Client of the API server. Clones share one state.
 #[derive(Clone)]
@@ -66,10 +70,8 @@ impl Calls {
         self.ready.warn(WARNING, &text);
     }
 
-    /// Records that the API server answered.
     pub(super) fn met(&self) {
-        let before = self.away.lock().take();
-        if let Some(since) = before {
+        if let Some(since) = self.away.lock().take() {
             info!(away_for = ?since.elapsed(), "the API server is back");
             self.ready.settled(WARNING);
         }
@@ -89,6 +91,11 @@ pub(super) fn is_away(error: &Error) -> bool {
             kube::Error::SerdeError(_) | kube::Error::BuildRequest(_) | kube::Error::FromUtf8(_)
         ),
     }
+}
+
+/// Makes the error of a value that cannot be encoded for the API server.
+pub(super) fn unencodable(what: &str, error: serde_json::Error) -> Error {
+    Error::Api { what: what.to_owned(), error: kube::Error::SerdeError(error) }
 }
 
 fn outcome<T>(result: &Result<T, Error>) -> &'static str {

@@ -1,10 +1,7 @@
-//! Advertises the number of peer pods that fit, as an extended resource of the Node. The daemon sets it as soon as it
-//! serves, and again whenever it is lost: a kubelet that registers anew drops it. At exit the daemon removes it, unless
-//! another daemon has claimed it.
-//!
-//! An annotation of the Node names the owner ([`OWNER`]): the newest daemon writes its pod's UID there when it starts.
-//! An exiting daemon removes the resource only together with a test of that annotation, in one patch. A daemon that
-//! advertises nothing removes a resource that a killed daemon left there.
+//! Advertises the number of peer pods that fit, as an extended resource of the Node, again whenever it is lost (a
+//! kubelet that registers anew drops it), and removes it at exit, unless another daemon has claimed it. An annotation
+//! of the Node ([`OWNER`]) names the owner, the newest daemon: an exiting one removes the resource only together with a
+//! test of it, in one patch. A daemon that advertises nothing removes a resource that a killed daemon left there.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -20,14 +17,13 @@ use tokio::sync::Mutex;
 use tokio::time::{Instant, sleep, sleep_until};
 use tracing::{debug, info, warn};
 
-use super::calls::Calls;
+use super::calls::{Calls, unencodable};
 use super::config::ClusterConfig;
 
 /// The Node's annotation that names the owner of the capacity; the key of the replaced system.
 pub(crate) const OWNER: &str = "kata.peerpods.io/caa-owner";
 /// Interval of checks without a change signal.
 const EVERY: Duration = Duration::from_secs(60);
-/// Pause before the next attempt after a failure.
 const RETRY: Duration = Duration::from_secs(2);
 
 #[derive(Clone)]
@@ -93,11 +89,9 @@ impl Capacity {
         self.patch_owner("claim the capacity of", Some(&self.owner)).await
     }
 
-    /// Maintains the capacity, for ever.
+    /// Maintains the capacity, for ever. A daemon without one clears that of daemons that were killed, for ever too:
+    /// during an update, an exiting daemon may set it again until it ends.
     pub(super) async fn run(&self) {
-        if self.amount.is_none() {
-            return self.clear().await;
-        }
         let only = watcher::Config::default().fields(&format!("metadata.name={}", self.node)).timeout(120);
         let mut news = watcher(self.nodes.clone(), only).default_backoff().boxed();
         let mut next = Instant::now();
@@ -105,7 +99,7 @@ impl Capacity {
         loop {
             tokio::select! {
                 () = sleep_until(next) => {}
-                seen = news.next() => match seen {
+                seen = news.next(), if self.amount.is_some() => match seen {
                     Some(Ok(watcher::Event::Apply(node) | watcher::Event::InitApply(node))) => {
                         if self.steps(&node).is_empty() || failed {
                             continue;
@@ -121,34 +115,18 @@ impl Capacity {
                     None => {}
                 },
             }
-            let done = self.assert().await;
+            let done = if self.amount.is_some() { self.assert().await } else { self.clear().await };
             if let Err(error) = &done
                 && !failed
             {
-                warn!(%error, "cannot set the node's capacity for peer pods; trying again");
+                warn!(%error, "cannot set or clear the node's capacity for peer pods; trying again");
             }
             failed = done.is_err();
             next = Instant::now() + if failed { RETRY } else { EVERY };
         }
     }
 
-    /// Removes the capacity of daemons that were killed, for ever. During an update, an exiting daemon may set it again
-    /// until it ends.
-    async fn clear(&self) {
-        let mut failed = false;
-        loop {
-            let done = self.clear_once().await;
-            if let Err(error) = &done
-                && !failed
-            {
-                warn!(%error, "cannot clear the capacity that an earlier daemon advertised; trying again");
-            }
-            failed = done.is_err();
-            sleep(if failed { RETRY } else { EVERY }).await;
-        }
-    }
-
-    async fn clear_once(&self) -> Result<(), Error> {
+    async fn clear(&self) -> Result<(), Error> {
         let node = self.node().await?;
         let Some(steps) = self.leftover(&node) else { return Ok(()) };
         match self.patch_status("clear the capacity of", steps).await {
@@ -167,10 +145,16 @@ impl Capacity {
     fn leftover(&self, node: &Node) -> Option<Vec<Value>> {
         let owner = node.metadata.annotations.as_ref()?.get(OWNER)?;
         node.status.as_ref()?.capacity.as_ref()?.get(&self.resource)?;
-        Some(vec![
-            json!({"op": "test", "path": format!("/metadata/annotations/{}", escaped(OWNER)), "value": owner}),
+        Some(self.removal(owner))
+    }
+
+    /// Returns the patch that removes the capacity if this daemon is its owner.
+    fn removal(&self, owner: &str) -> Vec<Value> {
+        let annotation = format!("/metadata/annotations/{}", escaped(OWNER));
+        vec![
+            json!({"op": "test", "path": annotation, "value": owner}),
             json!({"op": "remove", "path": self.path()}),
-        ])
+        ]
     }
 
     /// Reads the Node, and corrects its capacity.
@@ -200,15 +184,14 @@ impl Capacity {
         let capacity = node.status.as_ref().and_then(|status| status.capacity.as_ref());
         let Some(capacity) = capacity else {
             // The parent is made together with it, unless another client was first.
-            let version = node.metadata.resource_version.clone();
+            let version = &node.metadata.resource_version;
             let mut steps =
                 vec![json!({"op": "test", "path": "/metadata/resourceVersion", "value": version})];
             if node.status.is_none() {
                 steps.push(json!({"op": "add", "path": "/status", "value": {}}));
             }
-            steps.push(
-                json!({"op": "add", "path": "/status/capacity", "value": {self.resource.as_str(): amount}}),
-            );
+            let value = json!({self.resource.as_str(): amount});
+            steps.push(json!({"op": "add", "path": "/status/capacity", "value": value}));
             return steps;
         };
         match capacity.get(&self.resource) {
@@ -228,12 +211,7 @@ impl Capacity {
         }
         let mut closed = self.closed.lock().await;
         *closed = true;
-        let owner = format!("/metadata/annotations/{}", escaped(OWNER));
-        let steps = vec![
-            json!({"op": "test", "path": owner, "value": self.owner}),
-            json!({"op": "remove", "path": self.path()}),
-        ];
-        match self.patch_status("remove the capacity of", steps).await {
+        match self.patch_status("remove the capacity of", self.removal(&self.owner)).await {
             Ok(_) => Ok(true),
             // The test failed, or there was nothing to remove.
             Err(error) if error.status() == Some(422) || error.is_not_found() => Ok(false),
@@ -251,10 +229,7 @@ fn escaped(key: &str) -> String {
     key.replace('~', "~0").replace('/', "~1")
 }
 
-/// Makes a JSON patch of these operations.
 pub(super) fn patch(steps: Vec<Value>) -> Result<Patch<Value>, Error> {
     let read = serde_json::from_value(Value::Array(steps));
-    let unreadable =
-        |error| Error::Api { what: "make a patch".into(), error: kube::Error::SerdeError(error) };
-    read.map(Patch::Json).map_err(unreadable)
+    read.map(Patch::Json).map_err(|error| unencodable("make a patch", error))
 }

@@ -11,24 +11,20 @@ const MOST_NAME: usize = 253 - peerpod_kube::heartbeat::PREFIX.len();
 
 /// Settings of the client of the cluster.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ClusterConfig {
-    /// `cluster.node-name`.
+pub(crate) struct ClusterConfig {
     pub node_name: String,
-    /// `cluster.pod-uid`.
     pub pod_uid: Option<String>,
     /// `cluster.namespace`, or the namespace of the service account.
     pub namespace: String,
-    /// `cluster.extended-resource`.
     pub resource: String,
     /// `cluster.capacity`; `None`: nothing is advertised.
     pub capacity: Option<u32>,
-    /// `kubernetes.kubeconfig`.
     pub kubeconfig: Option<PathBuf>,
 }
 
 impl ClusterConfig {
     /// Reads the keys. `None`: this node is in no cluster.
-    pub fn read(reader: &mut Reader) -> Option<ClusterConfig> {
+    pub(crate) fn read(reader: &mut Reader) -> Option<ClusterConfig> {
         let kubeconfig: Option<PathBuf> = reader.optional(
             "kubernetes.kubeconfig",
             "kubeconfig file for the API server; when not set, the pod's service account",
@@ -59,32 +55,20 @@ impl ClusterConfig {
         );
         let node_name = node_name?;
         if node_name.is_empty() || node_name.len() > MOST_NAME {
-            reader.mistake(
-                "cluster.node-name",
-                format!("not a node's name; it has 1 to {MOST_NAME} characters"),
-            );
+            let why = format!("not a node's name; it has 1 to {MOST_NAME} characters");
+            reader.mistake("cluster.node-name", why);
         }
         if !is_resource(&resource) {
-            reader.mistake(
-                "cluster.extended-resource",
-                "not an extended resource; it is written like kata.peerpods.io/vm",
-            );
+            let why = "not an extended resource; it is written like kata.peerpods.io/vm";
+            reader.mistake("cluster.extended-resource", why);
         }
         let namespace = namespace.or_else(|| own_namespace(Path::new(NAMESPACE_FILE))).unwrap_or_else(|| {
-            reader.mistake(
-                "cluster.namespace",
-                "not set, and the daemon runs in no pod with a service account; set a namespace",
-            );
+            let why = "not set, and the daemon runs in no pod with a service account; set a namespace";
+            reader.mistake("cluster.namespace", why);
             String::new()
         });
-        Some(ClusterConfig {
-            node_name,
-            pod_uid,
-            namespace,
-            resource,
-            capacity: u32::try_from(capacity).ok(),
-            kubeconfig,
-        })
+        let capacity = u32::try_from(capacity).ok();
+        Some(ClusterConfig { node_name, pod_uid, namespace, resource, capacity, kubeconfig })
     }
 }
 

@@ -1,7 +1,5 @@
-//! Posts failures of a pod's VM as Events on the pod, where its owner looks.
-//!
-//! A repeated Event increases the count of the first one; Events beyond a pod's rate limit are dropped. While the API
-//! server is unreachable, Events wait, up to a limit in number and in time.
+//! Posts failures of a pod's VM as Events on the pod. A repeated Event increases the count of the first one; Events
+//! beyond a pod's rate limit are dropped. While the API server is unreachable, Events wait, limited in number and time.
 
 use std::collections::{HashMap, VecDeque};
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -13,40 +11,36 @@ use k8s_openapi::jiff::Timestamp;
 use kube::Api;
 use kube::api::{Patch, PatchParams, PostParams};
 use parking_lot::Mutex;
+use peerpod_common::limit::RateLimit;
 use peerpod_kube::client::Error;
 use serde_json::json;
 use tokio::sync::Notify;
 use tokio::time::{Instant, sleep};
 use tracing::{debug, warn};
 
-use super::calls::{Calls, is_away};
+use super::calls::{AWAY, Calls, is_away, unencodable};
 use super::pods::Reflector;
 use crate::metrics::Metrics;
 use crate::sandbox::ports::PodEvent;
 use crate::spec::PodRef;
 
-/// Component that reports the Events.
 const COMPONENT: &str = "peerpod-node";
 /// Events that may wait to be written.
 const MOST_WAITING: usize = 512;
-/// Time that an Event may wait.
 const PATIENCE: Duration = Duration::from_secs(1800);
 /// Pods and Events that are remembered, and the time that they are remembered after their last use.
 const MOST_KNOWN: usize = 4096;
 const MEMORY: Duration = Duration::from_secs(600);
 /// Events of one pod that are allowed at once, and the interval at which one more is allowed.
-const BURST: u32 = 20;
+const BURST: f64 = 20.0;
 const REFILL: Duration = Duration::from_secs(30);
 /// Size limit of one message, in bytes; newer versions of the Event API refuse more.
 const MOST_TEXT: usize = 1024;
 /// Time that an Event of an unknown pod waits for the pod.
 const POD: Duration = Duration::from_secs(3);
-/// Pauses between two attempts while the API server is unreachable.
-const FIRST_PAUSE: Duration = Duration::from_millis(500);
-const LONGEST_PAUSE: Duration = Duration::from_secs(10);
 
 #[derive(Clone)]
-pub(super) struct Events(Arc<Inner>);
+pub(crate) struct Events(Arc<Inner>);
 
 struct Inner {
     calls: Calls,
@@ -60,7 +54,8 @@ struct Inner {
 #[derive(Default)]
 struct State {
     waiting: VecDeque<Waiting>,
-    budgets: HashMap<(String, String), Budget>,
+    /// Rate limit of each pod, and the time of its last Event.
+    budgets: HashMap<(String, String), (RateLimit, Instant)>,
 }
 
 struct Waiting {
@@ -68,27 +63,6 @@ struct Waiting {
     said: PodEvent,
     since: Instant,
     at: Timestamp,
-}
-
-/// Rate limit of the Events of one pod.
-struct Budget {
-    left: u32,
-    filled: Instant,
-}
-
-impl Budget {
-    /// Takes one Event from the budget; returns whether there was one.
-    fn may(&mut self, now: Instant) -> bool {
-        let refills = now.duration_since(self.filled).as_millis() / REFILL.as_millis();
-        let refills = u32::try_from(refills).unwrap_or(u32::MAX);
-        if refills > 0 {
-            self.left = self.left.saturating_add(refills).min(BURST);
-            self.filled += REFILL.saturating_mul(refills);
-        }
-        let may = self.left > 0;
-        self.left = self.left.saturating_sub(1);
-        may
-    }
 }
 
 /// Written Events, of which repetitions are counted.
@@ -101,15 +75,17 @@ impl Events {
         Events(Arc::new(Inner { calls, pods, node, metrics, state: Mutex::default(), wake: Notify::new() }))
     }
 
-    pub(super) fn tell(&self, pod: &PodRef, said: PodEvent) {
+    /// Posts an Event on the pod. Never waits; beyond a pod's rate limit, Events are dropped.
+    pub(crate) fn tell(&self, pod: &PodRef, said: PodEvent) {
         let now = Instant::now();
         let mut state = self.0.state.lock();
         if state.budgets.len() >= MOST_KNOWN {
-            state.budgets.retain(|_, budget| now.duration_since(budget.filled) < MEMORY);
+            state.budgets.retain(|_, (_, last)| now.duration_since(*last) < MEMORY);
         }
         let key = (pod.namespace.clone(), pod.name.clone());
-        let budget = state.budgets.entry(key).or_insert(Budget { left: BURST, filled: now });
-        if !budget.may(now) {
+        let (budget, last) = state.budgets.entry(key).or_insert_with(|| (budget(now), now));
+        *last = now;
+        if !budget.take(now.into_std()) {
             self.0.metrics.cluster.events_dropped.inc();
             return;
         }
@@ -123,9 +99,8 @@ impl Events {
         self.0.wake.notify_one();
     }
 
-    /// Writes Events for ever.
     pub(super) async fn run(&self) {
-        let (mut written, mut pause) = (Written::default(), FIRST_PAUSE);
+        let (mut written, mut backoff) = (Written::default(), AWAY);
         loop {
             let next = self.0.state.lock().waiting.pop_front();
             let Some(waiting) = next else {
@@ -133,11 +108,10 @@ impl Events {
                 continue;
             };
             match self.write(&waiting, &mut written).await {
-                Ok(()) => pause = FIRST_PAUSE,
+                Ok(()) => backoff.reset(),
                 Err(error) if is_away(&error) && waiting.since.elapsed() < PATIENCE => {
                     self.0.state.lock().waiting.push_front(waiting);
-                    sleep(pause).await;
-                    pause = (pause * 2).min(LONGEST_PAUSE);
+                    sleep(backoff.pause()).await;
                 }
                 Err(error) => {
                     self.0.metrics.cluster.events_dropped.inc();
@@ -200,8 +174,7 @@ impl Events {
             "reportingComponent": COMPONENT,
             "reportingInstance": self.0.node,
         }));
-        let event: Event = event
-            .map_err(|error| Error::Api { what: what.clone(), error: kube::Error::SerdeError(error) })?;
+        let event: Event = event.map_err(|error| unencodable(&what, error))?;
         match self.0.calls.call("event", what, events.create(&PostParams::default(), &event)).await {
             Err(error) if !error.is_conflict() => Err(error),
             _ => {
@@ -224,6 +197,10 @@ impl Events {
     }
 }
 
+fn budget(now: Instant) -> RateLimit {
+    RateLimit::new(BURST, 1.0 / REFILL.as_secs_f64(), now.into_std())
+}
+
 /// Cuts a text to at most `most` bytes, at a character boundary.
 fn clipped(text: &str, most: usize) -> &str {
     let mut end = text.len().min(most);
@@ -239,13 +216,13 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn events_per_pod_are_bounded_and_the_budget_refills() {
-        let mut budget = Budget { left: BURST, filled: Instant::now() };
-        let said = (0..100).filter(|_| budget.may(Instant::now())).count();
+        let mut budget = budget(Instant::now());
+        let said = (0..100).filter(|_| budget.take(Instant::now().into_std())).count();
         assert_eq!(said, BURST as usize);
         sleep(REFILL * 2).await;
-        assert_eq!((0..100).filter(|_| budget.may(Instant::now())).count(), 2);
+        assert_eq!((0..100).filter(|_| budget.take(Instant::now().into_std())).count(), 2);
         sleep(MEMORY * 10).await;
-        assert_eq!((0..100).filter(|_| budget.may(Instant::now())).count(), BURST as usize);
+        assert_eq!((0..100).filter(|_| budget.take(Instant::now().into_std())).count(), BURST as usize);
     }
 
     #[test]

@@ -1,5 +1,4 @@
-//! Renews a Lease for as long as this daemon serves. From its age the controller concludes whether this node will still
-//! clean up after its sandboxes.
+//! Renews a Lease while this daemon serves. By its age the controller knows whether the node still cleans up.
 
 use std::time::Duration;
 
@@ -16,12 +15,10 @@ use tracing::warn;
 use super::calls::Calls;
 use super::config::ClusterConfig;
 
-/// Interval of renewals.
 const EVERY: Duration = Duration::from_secs(10);
 /// Validity that the Lease declares, in seconds.
 const HOLDS: i32 = 40;
 
-/// Renews the Lease for ever.
 pub(super) async fn run(calls: Calls, config: &ClusterConfig) {
     let leases: Api<Lease> = Api::namespaced(calls.client.clone(), &config.namespace);
     let name = name_of(&config.node_name);

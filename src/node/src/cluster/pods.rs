@@ -1,9 +1,6 @@
-//! Watches this node's pods, so that lookups for sandboxes need no call to the API server. It keeps only the fields of
-//! a pod that are used.
-//!
-//! A shim names its pod, and a moment ago the name may have belonged to another pod (of a StatefulSet, deleted by force
-//! and made again). A sandbox may be ahead of the watch if it asks for a terminating pod, or for one that another
-//! sandbox has taken. Then, and only then, the API server is asked for that one pod.
+//! Watches this node's pods, so that lookups for sandboxes need no call to the API server. A pod's name may have
+//! belonged to another pod a moment ago. Only if a sandbox asks for a terminating pod, or for one that another sandbox
+//! has taken, it may be ahead of the watch, and the API server is asked for that one pod.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -15,7 +12,7 @@ use k8s_openapi::jiff::Timestamp;
 use kube::Api;
 use kube::api::ListParams;
 use kube::runtime::{WatchStreamExt, watcher};
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use peerpod_kube::client::explain;
 use tokio::sync::watch;
 use tokio::time::{sleep, timeout};
@@ -24,28 +21,21 @@ use tracing::{debug, info, warn};
 use super::calls::Calls;
 use crate::spec::SandboxId;
 
-/// Seconds after which the API server ends a watch, which is then restarted: the longest time that a dead connection
-/// goes unnoticed.
+/// Seconds after which the API server ends a watch: the longest time that a dead connection goes unnoticed.
 const WATCH: u32 = 60;
-/// Timeout of the first list.
 const LIST: Duration = Duration::from_secs(60);
 /// Pause before the API server is asked again for one pod.
 const RETRY: Duration = Duration::from_secs(1);
 /// Limit of a pod's list of pull secrets: further entries are ignored.
 const MOST: usize = 256;
 
-/// The fields of a pod that are kept.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Found {
-    /// UID, unique among all pods that ever existed.
     pub uid: String,
-    /// Its namespace.
     pub namespace: String,
-    /// Its name.
     pub name: String,
-    /// Creation time, with a resolution of one second.
+    /// With a resolution of one second.
     pub created: Option<Timestamp>,
-    /// Whether it is being deleted.
     pub terminating: bool,
     /// Names of its own pull secrets (`spec.imagePullSecrets`).
     pub image_pull_secrets: Vec<String>,
@@ -70,7 +60,6 @@ struct State {
     listed: Option<HashSet<String>>,
 }
 
-/// Result of a lookup by name.
 #[derive(Debug, PartialEq, Eq)]
 enum Look {
     Found(Found),
@@ -141,21 +130,19 @@ impl Reflector {
 
     /// Returns the newest pod of this name that is not terminating, or else the newest one.
     pub(crate) fn newest(&self, namespace: &str, name: &str) -> Option<Found> {
-        let state = self.state();
+        let state = self.state.lock();
         let live = state.newest(namespace, name, false);
         live.or_else(|| state.newest(namespace, name, true)).cloned()
     }
 
-    /// Records the sandbox that has taken a pod.
     pub(super) fn take(&self, uid: &str, sandbox: &SandboxId) {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         // A pod that the watch does not know is never looked up.
         if state.pods.values().flatten().any(|pod| pod.uid == uid) {
             state.taken.insert(uid.to_owned(), sandbox.clone());
         }
     }
 
-    /// Watches for ever.
     pub(super) async fn run(&self) {
         loop {
             self.watch().await;
@@ -169,7 +156,7 @@ impl Reflector {
         let mut events = watcher(pods, config).default_backoff().boxed();
         let mut said = false;
         loop {
-            let listing = self.state().listed.is_some();
+            let listing = self.state.lock().listed.is_some();
             let next = events.next();
             let event = match if listing { timeout(LIST, next).await } else { Ok(next.await) } {
                 Ok(Some(event)) => event,
@@ -194,26 +181,25 @@ impl Reflector {
     }
 
     fn on_event(&self, event: watcher::Event<Pod>) {
-        {
-            let mut state = self.state();
-            match event {
-                watcher::Event::Apply(pod) | watcher::Event::InitApply(pod) => {
-                    if let Some(found) = read(&pod) {
-                        state.apply(found);
-                    }
-                }
-                watcher::Event::Delete(pod) => {
-                    if let Some(found) = read(&pod) {
-                        state.remove(&found.namespace, &found.name, &found.uid);
-                    }
-                }
-                watcher::Event::Init => state.list(),
-                watcher::Event::InitDone => {
-                    state.listed();
-                    debug!(pods = state.pods.len(), "listed this node's pods");
+        let mut state = self.state.lock();
+        match event {
+            watcher::Event::Apply(pod) | watcher::Event::InitApply(pod) => {
+                if let Some(found) = read(&pod) {
+                    state.apply(found);
                 }
             }
+            watcher::Event::Delete(pod) => {
+                if let Some(found) = read(&pod) {
+                    state.remove(&found.namespace, &found.name, &found.uid);
+                }
+            }
+            watcher::Event::Init => state.list(),
+            watcher::Event::InitDone => {
+                state.listed();
+                debug!(pods = state.pods.len(), "listed this node's pods");
+            }
         }
+        drop(state);
         self.news.send_modify(|count| *count += 1);
     }
 
@@ -232,30 +218,21 @@ impl Reflector {
         }
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
-        // Never held across an await, and no step leaves the state inconsistent.
-        self.state.lock()
-    }
-}
-
-impl Reflector {
-    /// Returns the pod that this sandbox is made for. Waits until one is known; the caller may drop the future to bound
-    /// the wait, which changes nothing.
+    /// Returns the pod that this sandbox is made for, once it is known. The wait may be dropped.
     pub(super) async fn find(&self, namespace: &str, name: &str, sandbox: &SandboxId) -> Found {
         let mut news = self.news.subscribe();
         loop {
             news.borrow_and_update();
-            let inspect = self.state().inspect(namespace, name, sandbox);
+            let inspect = self.state.lock().inspect(namespace, name, sandbox);
             match inspect {
                 Look::Found(found) => return found,
                 Look::Doubtful => {
                     if let Some(found) = self.ask(namespace, name).await {
                         info!(%sandbox, pod = format!("{namespace}/{name}"), uid = found.uid, "looked up the pod of the sandbox");
-                        self.state().apply(found.clone());
+                        self.state.lock().apply(found.clone());
                         return found;
                     }
-                    // The old pod no longer exists and the new one does not exist yet, or the API server did not
-                    // answer.
+                    // The old pod no longer exists, and the new one does not yet or the API server did not answer.
                     drop(timeout(RETRY, news.changed()).await);
                 }
                 Look::Unknown => {

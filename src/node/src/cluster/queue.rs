@@ -9,7 +9,6 @@ use tokio::time::Instant;
 
 /// Pause after the first failure of a key; doubled each time.
 const FIRST_PAUSE: Duration = Duration::from_millis(500);
-/// The longest pause.
 const LONGEST_PAUSE: Duration = Duration::from_secs(60);
 
 pub(super) struct Queue<K, W, M> {
@@ -37,10 +36,8 @@ enum Turn {
     Busy(bool),
 }
 
-/// Result of a turn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Done {
-    /// The desired state holds.
     Held,
     /// The desired state holds, and the entry is no longer needed.
     Over,
@@ -69,38 +66,28 @@ impl<K: Clone + Eq + Hash + Ord, W: Clone, M: Clone + Default> Queue<K, W, M> {
         self.entries.get(key).map(|entry| &entry.wish)
     }
 
-    /// Sets the desired state of a key.
     pub(super) fn put(&mut self, key: K, wish: W) {
-        match self.entries.get_mut(&key) {
-            Some(entry) => {
-                entry.wish = wish;
-                match entry.turn {
-                    Turn::Idle => {
-                        entry.turn = Turn::Ready;
-                        self.backlog += 1;
-                        self.ready.push_back(key);
-                    }
-                    Turn::Busy(_) => entry.turn = Turn::Busy(true),
-                    // A new state does not wait for a pending check, but it does wait for the pause of a failure.
-                    Turn::Later(at) if entry.failures == 0 => {
-                        entry.turn = Turn::Ready;
-                        self.later.remove(&(at, key.clone()));
-                        self.backlog += 1;
-                        self.ready.push_back(key);
-                    }
-                    Turn::Ready | Turn::Later(_) => {}
-                }
+        let fresh = || Entry { wish: wish.clone(), memory: M::default(), turn: Turn::Idle, failures: 0 };
+        let entry = self.entries.entry(key.clone()).or_insert_with(fresh);
+        entry.wish = wish;
+        match entry.turn {
+            Turn::Ready => return,
+            Turn::Busy(_) => {
+                entry.turn = Turn::Busy(true);
+                return;
             }
-            None => {
-                let entry = Entry { wish, memory: M::default(), turn: Turn::Ready, failures: 0 };
-                self.entries.insert(key.clone(), entry);
-                self.backlog += 1;
-                self.ready.push_back(key);
+            // A new state does not wait for a pending check, but it does wait for the pause of a failure.
+            Turn::Later(_) if entry.failures > 0 => return,
+            Turn::Later(at) => {
+                self.later.remove(&(at, key.clone()));
             }
+            Turn::Idle => {}
         }
+        entry.turn = Turn::Ready;
+        self.backlog += 1;
+        self.ready.push_back(key);
     }
 
-    /// Returns the next key to work on.
     pub(super) fn next(&mut self, now: Instant) -> Option<(K, W, M)> {
         while let Some((at, key)) = self.later.first().cloned() {
             if at > now {

@@ -1,7 +1,5 @@
 //! Derives the Kubernetes view of a sandbox: a pure function of its record.
 
-use std::sync::Arc;
-
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 use k8s_openapi::jiff::Timestamp;
 use peerpod_kube::crds::{self, PeerPod, PeerPodSpec, PeerPodStatus};
@@ -20,34 +18,25 @@ const MOST_TEXT: usize = 1024;
 /// Facts that all PeerPods of a node share.
 #[derive(Clone, Debug)]
 pub(crate) struct About {
-    /// The provider's name.
-    pub provider: Arc<str>,
-    /// The Kubernetes node.
-    pub node: Arc<str>,
+    pub provider: String,
+    pub node: String,
     /// Part of every idempotency key.
-    pub cluster_id: Arc<str>,
+    pub cluster_id: String,
 }
 
 /// Desired PeerPod of one sandbox.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Shown {
-    /// The sandbox.
     pub sandbox: SandboxId,
-    /// The pod's namespace.
     pub namespace: String,
-    /// The pod's name.
+    /// Name and UID of the pod.
     pub pod: String,
-    /// The pod's UID, where it is known.
     pub uid: Option<String>,
-    /// The object's name.
     pub name: String,
-    /// Whether its pod should run.
     pub is_live: bool,
     /// Whether nothing of the sandbox is left; then there is nothing to show.
     pub is_gone: bool,
-    /// The object's spec.
     pub spec: PeerPodSpec,
-    /// The object's status.
     pub status: PeerPodStatus,
 }
 
@@ -57,10 +46,10 @@ impl Shown {
         let pod = record.pod.as_ref()?;
         let vm = record.phase.vm();
         let spec = PeerPodSpec {
-            cloud_provider: Some(about.provider.to_string()),
+            cloud_provider: Some(about.provider.clone()),
             instance_id: vm.map(|vm| vm.as_str().to_owned()),
             sandbox_id: Some(record.id.to_string()),
-            node_name: Some(about.node.to_string()),
+            node_name: Some(about.node.clone()),
             idempotency_key: Some(record.key(&about.cluster_id).as_str().to_owned()),
         };
         let addresses = record.addresses.iter().take(MOST_ADDRESSES).map(ToString::to_string).collect();
@@ -118,13 +107,10 @@ fn created(record: &Record, vm: Option<&InstanceId>, now_ms: u64) -> Condition {
     match vm {
         Some(vm) => condition("Created", true, "Made", format!("VM {vm}"), made.unwrap_or(now_ms)),
         None if record.end.failed => condition("Created", false, "Failed", cause(record), now_ms),
-        None => condition(
-            "Created",
-            false,
-            "Asked",
-            "the node has requested a VM from the provider".into(),
-            record.created_ms,
-        ),
+        None => {
+            let text = "the node has requested a VM from the provider".into();
+            condition("Created", false, "Asked", text, record.created_ms)
+        }
     }
 }
 
@@ -135,13 +121,10 @@ fn ready(record: &Record, now_ms: u64) -> Condition {
             condition("Ready", true, "Running", "the VM's agent answers".into(), running.unwrap_or(now_ms))
         }
         _ if record.end.failed => condition("Ready", false, "Failed", cause(record), now_ms),
-        _ if record.phase.is_live() => condition(
-            "Ready",
-            false,
-            "Starting",
-            "the VM's agent does not answer yet".into(),
-            record.created_ms,
-        ),
+        _ if record.phase.is_live() => {
+            let text = "the VM's agent does not answer yet".into();
+            condition("Ready", false, "Starting", text, record.created_ms)
+        }
         _ => condition("Ready", false, "Stopped", cause(record), now_ms),
     }
 }

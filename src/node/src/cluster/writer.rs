@@ -1,11 +1,9 @@
 //! Keeps one PeerPod per sandbox in its desired state: made before its VM, changed with new facts, removed when the VM
-//! is gone. One task makes a few calls at a time. Only the last desired state of a sandbox counts, and each is retried
-//! until it holds. While the API server is unreachable, only one call at a time is made.
-//!
-//! An object is made only for a live sandbox: a stopping sandbox gets no object that would have to be removed again.
+//! is gone. One task makes a few calls at a time, and only one while the API server is unreachable. Only the last
+//! desired state of a sandbox counts, and each is retried until it holds. An object is made only for a live sandbox.
 //! Data of other writers (the controller's status, other finalizers) stays.
 
-use std::collections::HashMap;
+use std::collections::HashSet;
 use std::future::Future;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
@@ -15,7 +13,7 @@ use futures_util::StreamExt;
 use futures_util::stream::FuturesUnordered;
 use kube::Api;
 use kube::api::{DeleteParams, ListParams, Patch, PatchParams, Preconditions};
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use peerpod_kube::client::Error;
 use peerpod_kube::crds::{FINALIZER, PeerPod, PeerPodStatus};
 use serde_json::{Value, json};
@@ -23,7 +21,7 @@ use tokio::sync::{Notify, watch};
 use tokio::time::{Instant, sleep_until, timeout};
 use tracing::{debug, warn};
 
-use super::calls::{Calls, is_away};
+use super::calls::{AWAY, Calls, is_away};
 use super::capacity::patch;
 use super::pods::Reflector;
 use super::queue::{Done, Queue};
@@ -32,11 +30,7 @@ use crate::metrics::Metrics;
 
 /// Field manager name of this program's fields.
 const MANAGER: &str = "peerpod-node";
-/// Objects that are written at a time.
 const AT_A_TIME: usize = 8;
-/// Pauses between two attempts while the API server is unreachable.
-const FIRST_PAUSE: Duration = Duration::from_millis(500);
-const LONGEST_PAUSE: Duration = Duration::from_secs(10);
 /// Time that a record waits for its pod to become known; then it is written without an owner.
 const POD: Duration = Duration::from_secs(2);
 /// Interval and number of lookups of the owner of such a record.
@@ -45,30 +39,20 @@ const OWNER_TRIES: u32 = 20;
 /// Desired states that are kept. More are dropped; the pass over all PeerPods of the node finds their objects again.
 const MOST: usize = 16 << 10;
 
-/// A PeerPod's namespace and name.
 type Key = (String, String);
 
 /// A PeerPod as the API server has it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Recorded {
-    /// Its namespace.
     pub namespace: String,
-    /// Its name.
     pub name: String,
-    /// `spec.sandboxID`.
     pub sandbox: String,
-    /// `spec.instanceID`.
     pub instance: Option<String>,
-    /// `spec.idempotencyKey`.
     pub key: Option<String>,
 }
 
-#[derive(Clone)]
-enum Update {
-    Shown(Arc<Shown>),
-    /// The VM is gone, so the object must go.
-    Nothing,
-}
+/// Desired object; `None`: the VM is gone, so the object must go.
+type Update = Option<Arc<Shown>>;
 
 /// Progress of an object towards its desired state, as far as this process knows.
 #[derive(Clone, Default)]
@@ -88,7 +72,6 @@ struct Inner {
     pods: Reflector,
     metrics: Metrics,
     state: Mutex<State>,
-    /// Wakes the task for a new desired state.
     wake: Notify,
     /// Counts objects that were written, for callers that wait for one.
     written: watch::Sender<u64>,
@@ -97,62 +80,51 @@ struct Inner {
 struct State {
     queue: Queue<Key, Update, Memory>,
     /// Objects that a caller waits for; an entry is removed when its object is written.
-    announced: HashMap<Key, bool>,
+    announced: HashSet<Key>,
 }
 
 impl Writer {
     pub(super) fn new(calls: Calls, pods: Reflector, metrics: Metrics) -> Writer {
-        let state = Mutex::new(State { queue: Queue::new(), announced: HashMap::new() });
+        let state = Mutex::new(State { queue: Queue::new(), announced: HashSet::new() });
         let (wake, written) = (Notify::new(), watch::Sender::new(0));
         Writer(Arc::new(Inner { calls, pods, metrics, state, wake, written }))
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
-        // Never held across an await, and no step leaves the state inconsistent.
-        self.0.state.lock()
-    }
-
-    /// Sets the state to show from now on. The returned future completes when the object is written; dropping it
-    /// changes nothing.
+    /// Sets the state to show from now on. The returned future completes when it is written, and may be dropped.
     pub(super) fn want(&self, shown: Shown) -> impl Future<Output = ()> + Send + use<> {
         let key = (shown.namespace.clone(), shown.name.clone());
-        let update = if shown.is_gone { Update::Nothing } else { Update::Shown(Arc::new(shown)) };
+        let update = (!shown.is_gone).then(|| Arc::new(shown));
         let wait = Announced { writer: self.clone(), key: key.clone() };
         {
-            let mut state = self.state();
-            state.announced.insert(key.clone(), false);
+            let mut state = self.0.state.lock();
+            state.announced.insert(key.clone());
             self.put(&mut state, key, update);
         }
         async move {
             let mut written = wait.writer.0.written.subscribe();
             loop {
                 written.borrow_and_update();
-                if wait.writer.state().announced.get(&wait.key).copied().unwrap_or(true) {
-                    return;
-                }
-                if written.changed().await.is_err() {
+                let is_written = !wait.writer.0.state.lock().announced.contains(&wait.key);
+                if is_written || written.changed().await.is_err() {
                     return;
                 }
             }
         }
     }
 
-    /// Requests the removal of this object.
     pub(super) fn remove(&self, recorded: &Recorded) {
         let key = (recorded.namespace.clone(), recorded.name.clone());
-        let mut state = self.state();
+        let mut state = self.0.state.lock();
         // An object that already has a desired state is left to it.
         if state.queue.update(&key).is_none() {
-            self.put(&mut state, key, Update::Nothing);
+            self.put(&mut state, key, None);
         }
     }
 
     fn put(&self, state: &mut State, key: Key, update: Update) {
         if state.queue.len() >= MOST && state.queue.update(&key).is_none() {
-            warn!(
-                object = format!("{}/{}", key.0, key.1),
-                "too many PeerPods wait to be written; this one is retried later"
-            );
+            let object = format!("{}/{}", key.0, key.1);
+            warn!(object, "too many PeerPods wait to be written; this one is retried later");
             return;
         }
         state.queue.put(key, update);
@@ -160,17 +132,16 @@ impl Writer {
         self.0.wake.notify_one();
     }
 
-    /// Writes objects for ever.
     pub(super) async fn run(&self) {
         let mut under_way = FuturesUnordered::new();
-        let mut pause = FIRST_PAUSE;
+        let mut backoff = AWAY;
         let mut closed_until: Option<Instant> = None;
         loop {
             let now = Instant::now();
             // While the API server is unreachable, one call at a time probes it.
             let most = if self.0.calls.is_away() { 1 } else { AT_A_TIME };
             while under_way.len() < most && closed_until.is_none_or(|until| until <= now) {
-                let Some((key, update, memory)) = self.state().queue.next(now) else { break };
+                let Some((key, update, memory)) = self.0.state.lock().queue.next(now) else { break };
                 under_way.push(async move {
                     let (memory, result) = self.write(&key, &update, memory).await;
                     (key, memory, result)
@@ -178,7 +149,7 @@ impl Writer {
             }
             let due = match closed_until.filter(|until| *until > now) {
                 Some(until) => Some(until),
-                None => self.state().queue.due(),
+                None => self.0.state.lock().queue.due(),
             };
             tokio::select! {
                 Some((key, memory, result)) = under_way.next() => {
@@ -186,11 +157,11 @@ impl Writer {
                     if self.finish(key, memory, result) {
                         // Other calls in progress fail alike, and must not lengthen the pause.
                         if closed_until.is_none_or(|until| until <= now) {
-                            closed_until = Some(now + pause);
-                            pause = (pause * 2).min(LONGEST_PAUSE);
+                            closed_until = Some(now + backoff.pause());
                         }
                     } else {
-                        (closed_until, pause) = (None, FIRST_PAUSE);
+                        closed_until = None;
+                        backoff.reset();
                     }
                 }
                 () = self.0.wake.notified() => {}
@@ -206,7 +177,7 @@ impl Writer {
             Err(error) if is_away(&error) => (Done::Postponed, Some(error)),
             Err(error) => (Done::Failed, Some(error)),
         };
-        let mut state = self.state();
+        let mut state = self.0.state.lock();
         let there = memory.spec.is_some();
         let failures = state.queue.done(&key, memory, done, Instant::now());
         if there || matches!(done, Done::Over) {
@@ -229,9 +200,9 @@ impl Writer {
     /// Makes the calls that are still missing, and records the progress.
     async fn write(&self, key: &Key, update: &Update, mut memory: Memory) -> (Memory, Result<Done, Error>) {
         let result = match update {
-            Update::Nothing => self.erase(key).await.map(|()| Done::Over),
-            Update::Shown(shown) if shown.is_live => self.keep(shown, &mut memory).await,
-            Update::Shown(shown) => self.follow(shown, &mut memory).await,
+            None => self.erase(key).await.map(|()| Done::Over),
+            Some(shown) if shown.is_live => self.keep(shown, &mut memory).await,
+            Some(shown) => self.follow(shown, &mut memory).await,
         };
         (memory, result)
     }
@@ -240,16 +211,19 @@ impl Writer {
         Api::namespaced(self.0.calls.client.clone(), namespace)
     }
 
+    async fn patch(&self, shown: &Shown, how: &PatchParams, patch: Patch<Value>) -> Result<PeerPod, Error> {
+        let (api, what) =
+            (self.api(&shown.namespace), format!("write PeerPod {}/{}", shown.namespace, shown.name));
+        self.0.calls.call("apply", what, api.patch(&shown.name, how, &patch)).await
+    }
+
     /// Writes the object of a live sandbox; makes it if it is missing.
     async fn keep(&self, shown: &Shown, memory: &mut Memory) -> Result<Done, Error> {
         let uid = self.owner(shown, memory).await;
         let body = object(shown, uid.as_deref());
         let digest = digest(&body.to_string());
         if memory.spec != Some(digest) {
-            let force = PatchParams::apply(MANAGER).force();
-            let what = format!("write PeerPod {}/{}", shown.namespace, shown.name);
-            let api = self.api(&shown.namespace);
-            self.0.calls.call("apply", what, api.patch(&shown.name, &force, &Patch::Apply(body))).await?;
+            self.patch(shown, &PatchParams::apply(MANAGER).force(), Patch::Apply(body)).await?;
             memory.spec = Some(digest);
         }
         if !self.status(shown, memory).await? {
@@ -272,12 +246,7 @@ impl Writer {
             if memory.spec != Some(digest) {
                 let spec =
                     json!({"spec": {"instanceID": instance, "idempotencyKey": shown.spec.idempotency_key}});
-                let params =
-                    PatchParams { field_manager: Some(MANAGER.to_owned()), ..PatchParams::default() };
-                let what = format!("write PeerPod {}/{}", shown.namespace, shown.name);
-                let api = self.api(&shown.namespace);
-                let patch = Patch::Merge(spec);
-                match self.0.calls.call("apply", what, api.patch(&shown.name, &params, &patch)).await {
+                match self.patch(shown, &PatchParams::apply(MANAGER), Patch::Merge(spec)).await {
                     Ok(_) => memory.spec = Some(digest),
                     Err(error) if error.is_not_found() => return Ok(Done::Held),
                     Err(error) => return Err(error),
@@ -371,7 +340,6 @@ impl Writer {
         }
     }
 
-    /// Lists every PeerPod of this node.
     pub(super) async fn recorded(&self, node: &str) -> Result<Vec<Recorded>, Error> {
         let api: Api<PeerPod> = Api::all(self.0.calls.client.clone());
         let what = format!("list the PeerPods of node {node}");
@@ -405,20 +373,15 @@ struct Announced {
 
 impl Drop for Announced {
     fn drop(&mut self) {
-        self.writer.state().announced.remove(&self.key);
+        self.writer.0.state.lock().announced.remove(&self.key);
     }
 }
 
 /// Returns the object's fields that this program owns, without the status.
 fn object(shown: &Shown, uid: Option<&str>) -> Value {
-    let owners: Vec<Value> = uid
-        .map(|uid| {
-            // The object does not delay the deletion of its pod: the node removes the VM, or the finalizer makes the
-            // controller do it.
-            json!({"apiVersion": "v1", "kind": "Pod", "name": shown.pod, "uid": uid, "controller": true, "blockOwnerDeletion": false})
-        })
-        .into_iter()
-        .collect();
+    // It does not delay its pod's deletion: the node removes the VM, or the finalizer makes the controller do it.
+    let owner = |uid| json!({"apiVersion": "v1", "kind": "Pod", "name": shown.pod, "uid": uid, "controller": true, "blockOwnerDeletion": false});
+    let owners: Vec<Value> = uid.map(owner).into_iter().collect();
     json!({
         "apiVersion": "confidentialcontainers.org/v1alpha1",
         "kind": "PeerPod",
@@ -434,13 +397,9 @@ fn object(shown: &Shown, uid: Option<&str>) -> Value {
 
 /// Returns the parts of a status that are worth a call. Stages and times are sent along with them.
 fn gist(status: &PeerPodStatus) -> String {
-    let conditions: Vec<String> = status
-        .conditions
-        .iter()
-        .map(|condition| {
-            format!("{}={} {} {}", condition.type_, condition.status, condition.reason, condition.message)
-        })
-        .collect();
+    let conditions = status.conditions.iter();
+    let conditions: Vec<_> =
+        conditions.map(|one| (&one.type_, &one.status, &one.reason, &one.message)).collect();
     format!("{:?} {:?} {conditions:?}", status.phase, status.addresses)
 }
 

@@ -5,9 +5,11 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use peerpod_base::config::Reader;
+use peerpod_podnet::redirect::Classifier;
+use peerpod_podnet::vxlan::Vnis;
 
 use crate::tunnel::external::{self, External, Way};
-use crate::tunnel::{Classifier, NETNS_DIR, TunnelConfig, TunnelKind, Vnis, WireguardConfig};
+use crate::tunnel::{NETNS_DIR, TunnelConfig, TunnelKind, WireguardConfig};
 
 /// Classifier that redirects a pod's traffic: the first of u32, matchall and bpf that the kernel has.
 const REDIRECT: &str = "auto";
@@ -123,7 +125,7 @@ fn external(reader: &mut Reader) -> Option<External> {
         _ => None,
     };
     for (key, texts) in [("tunnel.cluster-cidrs", &cluster_cidrs), ("tunnel.external-allow", &allow)] {
-        if let Some(wrong) = texts.iter().find(|text| !external::is_prefix(text)) {
+        if let Some(wrong) = texts.iter().find(|text| external::prefix(text).is_none()) {
             reader.mistake(key, format!("{wrong:?} is not a network; write it like 10.244.0.0/16"));
         }
         if texts.len() > MOST_PREFIXES {
@@ -142,7 +144,6 @@ fn external(reader: &mut Reader) -> Option<External> {
     way.map(|way| External { way, cluster_cidrs, allow })
 }
 
-/// Parses `first-last`.
 fn range<T: FromStr + PartialOrd>(text: &str) -> Option<(T, T)> {
     let (first, last) = text.split_once('-')?;
     let range = (first.trim().parse().ok()?, last.trim().parse().ok()?);

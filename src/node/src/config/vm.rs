@@ -47,48 +47,39 @@ pub(super) fn sandbox_settings(reader: &mut Reader, cluster_name: Option<String>
     ) == "node";
     let guest_port = reader.constant("node.guest-port", "GUEST_PORT", GUEST_PORT);
     let max_sandboxes = reader.constant("node.max-sandboxes", "MAX_SANDBOXES", MAX_SANDBOXES);
-    let mut constant = |key, name, time| reader.constant(key, name, time);
-    let settings = Settings {
-        cluster_id: String::new(),
-        node_name: name.or(cluster_name).unwrap_or_else(hostname),
-        pods_dir: PathBuf::new(),
-        guest_addresses: String::new(),
-        boot_timeout: Duration::ZERO,
-        slow_after: constant("node.slow-after", "SLOW_AFTER", SLOW_AFTER),
-        start_timeout: constant("node.start-timeout", "START_TIMEOUT", START_TIMEOUT),
-        agent_timeout: constant("node.agent-timeout", "AGENT_TIMEOUT", AGENT_TIMEOUT),
-        flush_timeout: constant("node.flush-timeout", "FLUSH_TIMEOUT", FLUSH_TIMEOUT),
-        ticket_ttl: constant("node.ticket-ttl", "TICKET_TTL", TICKET_TTL),
-        lease: Duration::ZERO,
-        tombstone_ttl: constant("node.tombstone-ttl", "TOMBSTONE_TTL", TOMBSTONE_TTL),
-        never_started_grace: constant("node.never-started-grace", "NEVER_STARTED_GRACE", NEVER_STARTED_GRACE),
-        netns_gone_grace: constant("node.netns-gone-grace", "NETNS_GONE_GRACE", NETNS_GONE_GRACE),
-        vm_gone_grace: constant("node.vm-gone-grace", "VM_GONE_GRACE", VM_GONE_GRACE),
-        max_sandboxes: usize::try_from(max_sandboxes).unwrap_or(usize::MAX),
-        guest_memory_mib: GUEST_MEMORY,
-        second_nic: false,
-        may_wish: Vec::new(),
-        dial: dials.then_some(guest_port),
-        max_batch: 0,
-    };
     Settings {
         cluster_id: reader.get(
             "node.cluster-id",
             "peerpod",
             "name of this cluster in the cloud account; it marks the cluster's VMs: never change it while any exist",
         ),
+        node_name: name.or(cluster_name).unwrap_or_else(hostname),
+        pods_dir: PathBuf::new(),
+        guest_addresses: String::new(),
         boot_timeout: reader.get("node.boot-timeout", "5m", "time limit from CreateVM until the VM is ready"),
+        slow_after: reader.constant("node.slow-after", "SLOW_AFTER", SLOW_AFTER),
+        start_timeout: reader.constant("node.start-timeout", "START_TIMEOUT", START_TIMEOUT),
+        agent_timeout: reader.constant("node.agent-timeout", "AGENT_TIMEOUT", AGENT_TIMEOUT),
+        flush_timeout: reader.constant("node.flush-timeout", "FLUSH_TIMEOUT", FLUSH_TIMEOUT),
+        ticket_ttl: reader.constant("node.ticket-ttl", "TICKET_TTL", TICKET_TTL),
         lease: reader.get(
             "node.lease",
             "15m",
             "time without contact to this node after which a VM powers off; longer than an upgrade or a partition",
         ),
+        tombstone_ttl: reader.constant("node.tombstone-ttl", "TOMBSTONE_TTL", TOMBSTONE_TTL),
+        never_started_grace: reader.constant("node.never-started-grace", "NEVER_STARTED_GRACE", NEVER_STARTED_GRACE),
+        netns_gone_grace: reader.constant("node.netns-gone-grace", "NETNS_GONE_GRACE", NETNS_GONE_GRACE),
+        vm_gone_grace: reader.constant("node.vm-gone-grace", "VM_GONE_GRACE", VM_GONE_GRACE),
+        max_sandboxes: usize::try_from(max_sandboxes).unwrap_or(usize::MAX),
+        guest_memory_mib: GUEST_MEMORY,
+        second_nic: false,
         may_wish: may_wish(reader),
-        ..settings
+        dial: dials.then_some(guest_port),
+        max_batch: 0,
     }
 }
 
-/// Reads the list of VM options that a pod may set.
 fn may_wish(reader: &mut Reader) -> Vec<String> {
     for key in ["arch", "confidential", "market", "public-ip", "zones"] {
         reader.removed(

@@ -1,8 +1,5 @@
-//! Defines the record of one batch: several VMs that one call requests. Format version 1. Plain data.
-//!
-//! The file is written before the call and holds everything that the call depends on: the members, the request, and the
-//! ticket that all VMs show. The created VMs are recorded before any member learns of them. The file is removed when no
-//! member needs it.
+//! Defines the record of one batch (format version 1): everything that the call depends on, written before it, and
+//! then the created VMs, before any member learns of them.
 
 use peerpod_provider_api::{CreateRequest, IdempotencyKey, InstanceId};
 use serde::{Deserialize, Serialize};
@@ -11,12 +8,11 @@ use crate::spec::SandboxId;
 use crate::trust::Ticket;
 
 /// Version of the batch file that this program writes. It reads all versions up to it.
-pub const BATCH_VERSION: u32 = 1;
+pub(crate) const BATCH_VERSION: u32 = 1;
 
 /// State of a batch that a restarted node needs.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Batch {
-    /// The format's version.
+pub(crate) struct Batch {
     pub version: u32,
     /// Idempotency key of the call; each of its VMs carries it.
     pub key: IdempotencyKey,
@@ -29,27 +25,21 @@ pub struct Batch {
     /// Sandboxes that get a VM; the position in the list is the member index. The call requests as many VMs.
     pub members: Vec<Member>,
     /// Created VMs, by member index. `None`: the cloud may not have been called yet, or has not answered.
-    #[serde(default)]
     pub made: Option<Vec<InstanceId>>,
-    /// Reason that there are fewer VMs than members.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rest: Option<Rest>,
 }
 
-/// Sandbox that gets a VM of the batch.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Member {
-    /// The sandbox.
+pub(crate) struct Member {
     pub sandbox: SandboxId,
-    /// Number of the sandbox's attempt.
     pub attempt: u32,
 }
 
 /// Reason that a batch has fewer VMs than requested.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Rest {
+pub(crate) struct Rest {
     /// Whether each member without a VM may request one by itself; otherwise a person must act first.
     pub again: bool,
-    /// Explanation for people.
     pub text: String,
 }

@@ -1,5 +1,4 @@
-//! Reads and writes the folder of records. A crash during a write leaves the old record or the new one, never half; a
-//! bad file affects one sandbox only.
+//! Reads and writes the folder of records. A crash leaves the old record or the new one; a bad file costs one sandbox.
 
 use std::ffi::OsStr;
 use std::fs::{self, File};
@@ -16,9 +15,8 @@ use serde::{Deserialize, Serialize};
 use super::{BATCH_VERSION, Batch, Error, MAX_FILE, Record, VERSION};
 use crate::spec::SandboxId;
 
-/// The records of this node's sandboxes.
 #[derive(Clone, Debug)]
-pub struct Ledger {
+pub(crate) struct Ledger {
     records: PathBuf,
     batches: PathBuf,
     quarantine: PathBuf,
@@ -29,12 +27,10 @@ pub struct Ledger {
 /// Suffix of a batch's id in its quarantined file name; no sandbox's record has such a name there.
 const ASIDE: &str = ".batch";
 
-/// Result of reading the folders at the start.
 #[derive(Debug, Default)]
-pub struct Loaded {
+pub(crate) struct Loaded {
     /// Every readable record, tombstones included.
     pub records: Vec<Record>,
-    /// Every readable batch.
     pub batches: Vec<Batch>,
     /// Ids of batches that cannot be read, now or since an earlier start: their VMs may belong to sandboxes.
     pub unread_batches: Vec<String>,
@@ -44,23 +40,18 @@ pub struct Loaded {
 
 /// A file that could not be understood.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Quarantined {
+pub(crate) struct Quarantined {
     /// The sandbox, if the file's name contains its id.
     pub id: Option<SandboxId>,
-    /// The original path.
     pub file: PathBuf,
     /// The current path; the original one if the file was not moved.
     pub moved_to: PathBuf,
-    /// The reason, as text.
     pub why: String,
 }
 
 impl Ledger {
     /// Makes the folders (0700) and proves that they can be written to.
-    ///
-    /// # Errors
-    /// A folder cannot be made or written to.
-    pub fn open(state_dir: &Path) -> Result<Ledger, Error> {
+    pub(crate) fn open(state_dir: &Path) -> Result<Ledger, Error> {
         let ledger = Ledger {
             records: state_dir.join("sandboxes"),
             batches: state_dir.join("batches"),
@@ -78,42 +69,29 @@ impl Ledger {
 
     /// Holds the lock of the state directory until the last clone of this ledger is gone and no write is in progress.
     #[must_use]
-    pub fn guarded_by(self, lock: Flock<File>) -> Ledger {
+    pub(crate) fn guarded_by(self, lock: Flock<File>) -> Ledger {
         Ledger { _guard: Some(Arc::new(lock)), ..self }
     }
 
-    /// Makes the record durable: after this returns, no crash loses it.
-    ///
-    /// # Errors
-    /// The record could not be made durable. The old record (or none) stands, except that a failing disk may have kept
-    /// the new one.
-    pub fn save(&self, record: &Record) -> Result<(), Error> {
+    /// Makes the record durable. After an error, the old record stands, or the new one that a failing disk kept.
+    pub(crate) fn save(&self, record: &Record) -> Result<(), Error> {
         // No id begins with a dot, so no record's name is another one's temporary name.
         write(&self.records, record.id.as_str(), record)
     }
 
     /// Makes the batch durable, as [`Ledger::save`] does a record.
-    ///
-    /// # Errors
-    /// The batch could not be made durable.
-    pub fn save_batch(&self, batch: &Batch) -> Result<(), Error> {
+    pub(crate) fn save_batch(&self, batch: &Batch) -> Result<(), Error> {
         write(&self.batches, &batch.ticket.id, batch)
     }
 
     /// Removes the batch durably. A missing batch is no error.
-    ///
-    /// # Errors
-    /// The batch is still there.
-    pub fn remove_batch(&self, id: &str) -> Result<(), Error> {
+    pub(crate) fn remove_batch(&self, id: &str) -> Result<(), Error> {
         remove(&self.batches, id)
     }
 
-    /// Returns the current record; `None`: there is none.
-    ///
-    /// # Errors
-    /// The record cannot be read or understood; the file stays in place.
-    pub fn read(&self, id: &SandboxId) -> Result<Option<Record>, Error> {
-        let path = self.path(id);
+    /// Returns the current record; `None`: there is none. A record that cannot be understood stays in place.
+    pub(crate) fn read(&self, id: &SandboxId) -> Result<Option<Record>, Error> {
+        let path = self.records.join(format!("{id}.json"));
         let source = match read_record(&path, Some(id)) {
             Ok(record) => return Ok(Some(record)),
             Err(Unread::Io(error)) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
@@ -124,18 +102,12 @@ impl Ledger {
     }
 
     /// Removes the record durably. A missing record is no error.
-    ///
-    /// # Errors
-    /// The record is still there.
-    pub fn remove(&self, id: &SandboxId) -> Result<(), Error> {
+    pub(crate) fn remove(&self, id: &SandboxId) -> Result<(), Error> {
         remove(&self.records, id.as_str())
     }
 
     /// Reads every record and batch, moves files with bad content to quarantine, and removes temporary files.
-    ///
-    /// # Errors
-    /// A folder cannot be read.
-    pub fn load(&self) -> Result<Loaded, Error> {
+    pub(crate) fn load(&self) -> Result<Loaded, Error> {
         let mut loaded = Loaded::default();
         for (path, name) in files(&self.records)? {
             let id = name.strip_suffix(".json").and_then(|id| id.parse::<SandboxId>().ok());
@@ -172,7 +144,7 @@ impl Ledger {
                 let why = format!("the node cannot read it and leaves it in place: {error}");
                 Some(Quarantined { id, moved_to: file.clone(), file, why })
             }
-            Unread::Content(why) => Some(set_aside_as(&self.quarantine, name, file, id, why)),
+            Unread::Content(why) => Some(set_aside(&self.quarantine, name, file, id, why)),
         }
     }
 
@@ -185,23 +157,11 @@ impl Ledger {
         Ok(names)
     }
 
-    /// Returns the sandboxes with a record in quarantine, by the names of the files. Until a person removes the files,
-    /// the VMs of these sandboxes may be in use.
-    ///
-    /// # Errors
-    /// The folder cannot be read.
-    pub fn in_quarantine(&self) -> Result<Vec<SandboxId>, Error> {
-        let mut ids = Vec::new();
-        for name in self.set_aside_names()? {
-            // `<id>.json.<when>`; an id may have dots of its own.
-            let id = name.rsplit_once(".json.").map(|(id, _)| id);
-            ids.extend(id.and_then(|id| id.parse::<SandboxId>().ok()));
-        }
-        Ok(ids)
-    }
-
-    fn path(&self, id: &SandboxId) -> PathBuf {
-        self.records.join(format!("{id}.json"))
+    /// Returns the sandboxes whose records are in quarantine: until a person removes the files, VMs may be in use.
+    pub(crate) fn in_quarantine(&self) -> Result<Vec<SandboxId>, Error> {
+        // `<id>.json.<when>`; an id may have dots of its own.
+        let id = |name: &String| name.rsplit_once(".json.")?.0.parse().ok();
+        Ok(self.set_aside_names()?.iter().filter_map(id).collect())
     }
 }
 
@@ -252,8 +212,7 @@ fn read_versioned<T: DeserializeOwned>(path: &Path, newest: u32) -> Result<T, Un
     Ok(serde_json::from_slice(&bytes).map_err(|error| format!("not a record: {error}"))?)
 }
 
-/// Lists the files of a folder by name and removes the temporary ones. A temporary file is left by a write that a crash
-/// cut short; the record that it would have replaced stands.
+/// Lists a folder's files by name. Removes temporary ones, which a crash left; the records that they replace stand.
 fn files(dir: &Path) -> Result<Vec<(PathBuf, String)>, Error> {
     let unreadable = |source| Error::Directory { path: dir.to_owned(), source };
     let mut files = Vec::new();
@@ -299,16 +258,17 @@ pub(super) fn read_bounded(path: &Path, limit: u64) -> Result<Vec<u8>, Unread> {
     Ok(bytes)
 }
 
-pub(super) fn set_aside(dir: &Path, file: PathBuf, id: Option<SandboxId>, why: String) -> Quarantined {
-    let name = file.file_name().and_then(OsStr::to_str).unwrap_or("unnamed").to_owned();
-    set_aside_as(dir, &name, file, id, why)
-}
-
-fn set_aside_as(dir: &Path, name: &str, file: PathBuf, id: Option<SandboxId>, why: String) -> Quarantined {
+/// Moves a file to quarantine under this name and the present time.
+pub(super) fn set_aside(
+    dir: &Path,
+    name: &str,
+    file: PathBuf,
+    id: Option<SandboxId>,
+    why: String,
+) -> Quarantined {
     let stamp = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_millis();
     let target = dir.join(format!("{name}.{stamp}"));
-    let moved = fs::rename(&file, &target).and_then(|()| sync_dir(dir));
-    match moved {
+    match fs::rename(&file, &target).and_then(|()| files::sync_folder(dir)) {
         Ok(()) => Quarantined { id, file, moved_to: target, why },
         Err(error) => {
             let why = format!("{why} (and the node could not move it to {}: {error})", target.display());
@@ -320,8 +280,4 @@ fn set_aside_as(dir: &Path, name: &str, file: PathBuf, id: Option<SandboxId>, wh
 /// Makes a folder with its parents, 0700. An existing folder keeps its contents; a wider mode is narrowed.
 pub(super) fn make_dir(path: &Path) -> Result<(), Error> {
     files::make_folder(path).map_err(|source| Error::Directory { path: path.into(), source })
-}
-
-pub(super) fn sync_dir(path: &Path) -> io::Result<()> {
-    File::open(path)?.sync_all()
 }

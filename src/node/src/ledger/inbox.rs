@@ -1,36 +1,32 @@
-//! Reads the StopVM calls that the relay answered for the node: one note per stopped sandbox in `<state-dir>/inbox`.
-//!
-//! The relay writes a note (`{"version":1,"op":"stop","id":…,"at_ms":…}`, temporary file and rename) when a StopVM
-//! cannot wait for the node. The node carries it out durably and only then removes it.
+//! Reads the StopVM calls that the relay answered for the node: one note per stopped sandbox in `<state-dir>/inbox`
+//! (`{"version":1,"op":"stop","id":…,"at_ms":…}`). The node carries it out durably and only then removes it.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::{fs, io};
 
+use peerpod_common::files;
 use serde::Deserialize;
 
-use super::disk::{Unread, make_dir, read_bounded, set_aside, sync_dir};
+use super::disk::{Unread, make_dir, read_bounded, set_aside};
 use super::{Error, Quarantined};
 use crate::spec::SandboxId;
 
 /// Size limit of a note; a note is a hundred bytes.
 const MAX_NOTE: u64 = 64 << 10;
 
-/// The folder to which the relay writes.
 #[derive(Clone, Debug)]
-pub struct Inbox {
+pub(crate) struct Inbox {
     dir: PathBuf,
     quarantine: PathBuf,
 }
 
 /// A stop that the relay has confirmed to a shim.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Note {
-    /// The sandbox to stop.
+pub(crate) struct Note {
     pub id: SandboxId,
     /// Time of the StopVM call, ms since 1970.
     pub at_ms: u64,
-    /// The file, for [`Inbox::done`].
     pub file: PathBuf,
 }
 
@@ -45,10 +41,7 @@ struct Written {
 
 impl Inbox {
     /// Makes the folder (0700) if the relay has not.
-    ///
-    /// # Errors
-    /// The folder cannot be made.
-    pub fn open(state_dir: &Path) -> Result<Inbox, Error> {
+    pub(crate) fn open(state_dir: &Path) -> Result<Inbox, Error> {
         let inbox = Inbox { dir: state_dir.join("inbox"), quarantine: state_dir.join("quarantine") };
         make_dir(&inbox.dir)?;
         make_dir(&inbox.quarantine)?;
@@ -56,15 +49,12 @@ impl Inbox {
     }
 
     /// Returns all notes, oldest first, and the files that are no notes, which are in quarantine now.
-    ///
-    /// # Errors
-    /// The folder cannot be read.
-    pub fn read(&self) -> Result<(Vec<Note>, Vec<Quarantined>), Error> {
+    pub(crate) fn read(&self) -> Result<(Vec<Note>, Vec<Quarantined>), Error> {
         let unreadable = |source| Error::Directory { path: self.dir.clone(), source };
         let (mut notes, mut bad) = (Vec::new(), Vec::new());
         for entry in fs::read_dir(&self.dir).map_err(unreadable)? {
             let file = entry.map_err(unreadable)?.path();
-            let name = file.file_name().and_then(OsStr::to_str).unwrap_or_default();
+            let name = file.file_name().and_then(OsStr::to_str).unwrap_or_default().to_owned();
             // Other names are notes in progress; the relay renames them when they are complete.
             let Some(stem) = name.strip_suffix(".json").filter(|stem| !stem.starts_with('.')) else {
                 continue;
@@ -76,25 +66,16 @@ impl Inbox {
                 Err(Unread::Io(error)) if error.kind() == io::ErrorKind::NotFound => {}
                 // A confirmed stop is not discarded because of a temporary disk error.
                 Err(Unread::Io(source)) => return Err(Error::Directory { path: file, source }),
-                Err(Unread::Content(why)) => bad.push(set_aside(&self.quarantine, file, id, why)),
+                Err(Unread::Content(why)) => bad.push(set_aside(&self.quarantine, &name, file, id, why)),
             }
         }
         notes.sort_by_key(|note| note.at_ms);
         Ok((notes, bad))
     }
 
-    /// Removes a note that was carried out.
-    ///
-    /// # Errors
-    /// The note is still there; carrying it out again does no harm.
-    pub fn done(&self, note: &Note) -> Result<(), Error> {
-        let removed = match fs::remove_file(&note.file) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-            other => other,
-        };
-        removed
-            .and_then(|()| sync_dir(&self.dir))
-            .map_err(|source| Error::Remove { path: note.file.clone(), source })
+    /// Removes a note that was carried out. If that fails, carrying it out again does no harm.
+    pub(crate) fn done(&self, note: &Note) -> Result<(), Error> {
+        files::remove(&note.file).map_err(|source| Error::Remove { path: note.file.clone(), source })
     }
 }
 

@@ -6,6 +6,7 @@
 use std::net::IpAddr;
 use std::path::PathBuf;
 
+use peerpod_podnet::netns::NetnsId;
 use peerpod_provider_api::{CreateRequest, IdempotencyKey};
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
@@ -16,11 +17,10 @@ use crate::trust::Ticket;
 use crate::volumes::PodVolumes;
 
 /// Version that this program writes. It reads all versions up to it.
-pub const VERSION: u32 = 1;
+pub(crate) const VERSION: u32 = 1;
 
-/// Size limit of a record file. A record has a few kilobytes and the pod's initdata, each byte of which JSON may write
-/// as six; a larger file is no record.
-pub const MAX_FILE: u64 = 32 << 20;
+/// Size limit of a record file: a few kilobytes, and the pod's initdata, of which JSON may write a byte as six.
+pub(crate) const MAX_FILE: u64 = 32 << 20;
 
 /// State of a sandbox that a restarted node needs.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -32,7 +32,6 @@ pub struct Record {
     /// The phase, with its data.
     pub phase: Phase,
     /// The sandbox's pod; `None` in a tombstone of an id that was never created.
-    #[serde(default)]
     pub pod: Option<PodRef>,
     /// When CreateVM was accepted, ms since 1970.
     pub created_ms: u64,
@@ -40,7 +39,6 @@ pub struct Record {
     #[serde(default)]
     pub started: bool,
     /// The pod's network namespace; `None` in a tombstone of an id that was never created.
-    #[serde(default)]
     pub netns: Option<NetnsRef>,
     /// The VM that is requested.
     #[serde(flatten)]
@@ -55,7 +53,6 @@ pub struct Record {
     #[serde(default)]
     pub addresses: Vec<IpAddr>,
     /// State that was made for it in the pod's network namespace.
-    #[serde(default)]
     pub network: Option<Network>,
     /// The assignment that the guest received last.
     #[serde(flatten)]
@@ -72,7 +69,6 @@ pub struct Record {
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct WantedVm {
     /// Request to the cloud, byte for byte the same at each retry; dropped when the sandbox runs.
-    #[serde(default)]
     pub request: Option<CreateRequest>,
     /// Number of the attempt that made its VM; part of the key by which the cloud identifies it.
     #[serde(default, skip_serializing_if = "is_zero")]
@@ -80,7 +76,6 @@ pub struct WantedVm {
     /// The raw TOML of `cc_init_data`, for the guest; it is sent over the link, never in user-data.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub initdata: Option<String>,
-    /// Number of the VM's GPUs, from the pod's annotations.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub gpus: u32,
 }
@@ -88,26 +83,26 @@ pub struct WantedVm {
 /// Data by which the node recognises the sandbox's guest.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Enrolment {
-    /// Ticket that the VM shows in order to join.
-    #[serde(default)]
     pub ticket: Option<Ticket>,
-    /// Member index in the batch that made its VM. The ticket is then the batch's ticket, shared by many VMs, and the
-    /// node identifies each VM by its address.
+    /// Member index in the batch that made its VM. The ticket is then the batch's, and the address identifies the VM.
     #[serde(default, rename = "seat", skip_serializing_if = "Option::is_none")]
     pub batch_member: Option<u32>,
     /// The key that used the ticket.
-    #[serde(default)]
     pub binding: Option<Binding>,
     /// Id of the CAs that the guest trusts, from its user-data or received since (see `Trusted` of the ports).
-    #[serde(default)]
     pub trust: Option<String>,
+}
+
+impl Enrolment {
+    /// Returns the ticket of the batch, if a batch made the VM.
+    pub(crate) fn shared_ticket(&self) -> Option<&Ticket> {
+        self.ticket.as_ref().filter(|_| self.batch_member.is_some())
+    }
 }
 
 /// The pod's assignment, as a guest last received it.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Assignment {
-    /// The guest session that last received the pod's assignment.
-    #[serde(default)]
     pub session: Option<String>,
     /// Digest of the network plan that this session applied.
     #[serde(default, rename = "told", skip_serializing_if = "Option::is_none")]
@@ -121,34 +116,28 @@ pub struct Assignment {
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct RecordEnd {
     /// Reason of the stop or failure, as text.
-    #[serde(default)]
     pub cause: Option<String>,
     /// Whether `cause` is a failure, which StartVM returns.
     #[serde(default)]
     pub failed: bool,
     /// When it became a tombstone, ms since 1970.
-    #[serde(default)]
     pub gone_ms: Option<u64>,
 }
 
-/// A network namespace by path and identity: a path may later name another namespace, and so may the inode after a
-/// reboot.
+/// A network namespace: a path may later name another one, and so may the inode after a reboot.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NetnsRef {
     /// The path that CreateVM sent.
     pub path: PathBuf,
-    /// Device of the namespace file.
     pub dev: u64,
-    /// Inode of the namespace file.
     pub inode: u64,
-    /// The kernel's boot id.
     pub boot_id: String,
 }
 
 impl NetnsRef {
     /// Identity that separates it from every other namespace of this boot.
-    pub fn identity(&self) -> (u64, u64) {
-        (self.dev, self.inode)
+    pub(crate) fn identity(&self) -> NetnsId {
+        NetnsId { dev: self.dev, inode: self.inode }
     }
 }
 
@@ -157,7 +146,6 @@ impl NetnsRef {
 pub struct Network {
     /// Whether it was reserved for VMs that are reached over IPv6.
     pub v6: bool,
-    /// The tunnel's own record.
     pub tunnel: Box<RawValue>,
 }
 
@@ -173,7 +161,6 @@ pub struct Binding {
     /// The public half of the guest's tunnel key, hex; `None` for guests that make none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tunnel_key: Option<String>,
-    /// Source address of the guest's connection.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub from: Option<IpAddr>,
 }
@@ -181,7 +168,7 @@ pub struct Binding {
 /// Stage that a sandbox reached.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Stage {
-    /// Its name, also the metric's label.
+    /// Also the metric's label.
     pub name: String,
     /// Time at which it was reached, ms after CreateVM was accepted.
     pub at_ms: u64,
@@ -192,13 +179,13 @@ fn is_zero(number: &u32) -> bool {
 }
 
 /// Returns the key of the call that makes the VMs of the batch with this ticket.
-pub fn batch_key(cluster_id: &str, ticket: &str) -> IdempotencyKey {
+pub(crate) fn batch_key(cluster_id: &str, ticket: &str) -> IdempotencyKey {
     IdempotencyKey::derive(cluster_id, &format!("batch/{ticket}"), 0)
 }
 
 impl Record {
     /// Makes a tombstone for an id that was stopped before it was created.
-    pub fn tombstone(id: SandboxId, now_ms: u64) -> Record {
+    pub(crate) fn tombstone(id: SandboxId, now_ms: u64) -> Record {
         Record {
             version: VERSION,
             id,
@@ -223,7 +210,7 @@ impl Record {
     }
 
     /// Turns the record into a tombstone and drops all data that a tombstone does not need.
-    pub fn write_tombstone(&mut self, now_ms: u64) {
+    pub(crate) fn write_tombstone(&mut self, now_ms: u64) {
         *self = Record {
             pod: self.pod.take(),
             created_ms: self.created_ms,
@@ -235,30 +222,35 @@ impl Record {
     }
 
     /// Records that a stage was reached; the first time counts.
-    pub fn reached(&mut self, name: &str, now_ms: u64) {
+    pub(crate) fn reached(&mut self, name: &str, now_ms: u64) {
         if !self.stages.iter().any(|stage| stage.name == name) {
             self.stages.push(Stage { name: name.into(), at_ms: now_ms.saturating_sub(self.created_ms) });
         }
     }
 
     /// Returns the key under which the cloud has its VM; without a VM, the key of the first attempt.
-    pub fn key(&self, cluster_id: &str) -> IdempotencyKey {
-        match (&self.enrolment.ticket, self.phase.vm()) {
-            (Some(ticket), Some(_)) if self.enrolment.batch_member.is_some() => {
-                batch_key(cluster_id, &ticket.id)
-            }
-            (_, Some(_)) => IdempotencyKey::derive(cluster_id, self.id.as_str(), self.wanted.attempt),
-            (_, None) => IdempotencyKey::derive(cluster_id, self.id.as_str(), 0),
+    pub(crate) fn key(&self, cluster_id: &str) -> IdempotencyKey {
+        match (self.phase.vm(), self.enrolment.shared_ticket()) {
+            (Some(_), Some(ticket)) => batch_key(cluster_id, &ticket.id),
+            (Some(_), None) => IdempotencyKey::derive(cluster_id, self.id.as_str(), self.wanted.attempt),
+            (None, _) => IdempotencyKey::derive(cluster_id, self.id.as_str(), 0),
         }
     }
 
     /// Returns the pod for log lines: namespace/name.
-    pub fn pod_name(&self) -> String {
+    pub(crate) fn pod_name(&self) -> String {
         self.pod.as_ref().map_or_else(|| "-".to_owned(), PodRef::to_string)
     }
 
+    /// Returns all stages with their times, for a log line.
+    pub(crate) fn stages_text(&self) -> String {
+        let texts: Vec<String> =
+            self.stages.iter().map(|stage| format!("{}={}ms", stage.name, stage.at_ms)).collect();
+        texts.join(" ")
+    }
+
     /// Returns the time at which a stage was reached, ms after CreateVM.
-    pub fn stage(&self, name: &str) -> Option<u64> {
+    pub(crate) fn stage(&self, name: &str) -> Option<u64> {
         self.stages.iter().find(|stage| stage.name == name).map(|stage| stage.at_ms)
     }
 }

@@ -1,5 +1,4 @@
-//! Determines the addresses at which a new VM finds this node's relay. They are fixed when the VM is requested, and
-//! written into its user-data.
+//! Determines the addresses at which VMs find this node's relay; a new VM's user-data fixes them.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
@@ -11,9 +10,8 @@ use tokio::time::{Instant, timeout_at};
 use crate::config::GuestAddress;
 use crate::tunnel::external::own_addresses;
 
-/// Time after the node's start for which VM requests wait for the provider's addresses. A VM's user-data cannot be
-/// changed, and on a busy host a preflight is slow. Without the wait, the list of this host's addresses might be cut
-/// before the one address that works.
+/// Time after the node's start for which VM requests wait for the provider's addresses. User-data cannot be changed,
+/// and this host's list might be cut before the one address that works.
 const SETTLES: Duration = Duration::from_secs(45);
 
 /// Number of addresses in user-data, which is small; more do not make the node easier to find.
@@ -26,16 +24,13 @@ const MOST_ENDPOINTS: usize = 16;
 #[derive(Clone, Debug)]
 pub(crate) struct GuestAddresses {
     configured: Vec<GuestAddress>,
-    /// `relay.listen`.
     listen: SocketAddr,
     /// Addresses from the provider's preflight; `None`: it has not answered yet.
     provider: Arc<watch::Sender<Option<Vec<IpAddr>>>>,
-    /// End of the wait for the provider.
     patience: Instant,
 }
 
 impl GuestAddresses {
-    /// Builds it from the settings.
     pub(crate) fn new(configured: Vec<GuestAddress>, listen: SocketAddr) -> GuestAddresses {
         let provider = Arc::new(watch::Sender::new(None));
         GuestAddresses { configured, listen, provider, patience: Instant::now() + SETTLES }
@@ -88,8 +83,7 @@ impl GuestAddresses {
         Ok(addresses)
     }
 
-    /// Returns the endpoints for a running guest: the same, and all current addresses of this host unless addresses are
-    /// configured.
+    /// Returns the endpoints for a running guest: the same, and this host's addresses unless some are configured.
     pub(crate) fn node_endpoints(&self, bound: SocketAddr) -> Vec<String> {
         let mut node_endpoints = self.now(Some(bound)).unwrap_or_default();
         if self.configured.is_empty() && self.listen.ip().is_unspecified() {

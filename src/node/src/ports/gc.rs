@@ -1,15 +1,16 @@
 //! Removes the network state that crashed sandboxes left in the pods' namespaces, before the node serves.
 
+use peerpod_common::blocking::blocking;
 use tracing::{info, warn};
 
-use super::{NetworkRecord, on_thread};
+use super::NetworkRecord;
 use crate::ledger::Record;
 use crate::sandbox::phase::Phase;
+use crate::sandbox::ports::NetworkError;
 use crate::spec::SandboxId;
-use crate::tunnel::{Live, NetnsId, Reconciled, Tunnel};
+use crate::tunnel::{Live, Reconciled, Tunnel};
 
-/// Compares the pods' networks with the records, and removes the state that belongs to no record. `unread`: sandboxes
-/// with an unreadable record, of which the state stays. Errors are logged and do not keep the node from serving; the
+/// Removes the network state that belongs to no record, except that of the `unread` sandboxes. Errors are logged; the
 /// next start tries again.
 pub(crate) async fn collect_garbage(
     tunnel: &Tunnel,
@@ -20,7 +21,7 @@ pub(crate) async fn collect_garbage(
     let unread = unread.map(|id| Live { sandbox: id.to_string(), netns: None, reserved: None, vm: None });
     let live = records.iter().filter_map(|record| live(record, boot_id)).chain(unread).collect::<Vec<Live>>();
     let tunnel = tunnel.clone();
-    let reconciled = on_thread(move || tunnel.reconcile(&live)).await;
+    let reconciled = blocking(move || Ok::<_, NetworkError>(tunnel.reconcile(&live))).await;
     let Reconciled { looked, devices, redirects, elements, sandboxes, errors } =
         reconciled.unwrap_or_else(|error| {
             warn!(%error, "cannot remove the leftovers of a crash from the pods' networks");
@@ -41,16 +42,13 @@ fn live(record: &Record, boot_id: &str) -> Option<Live> {
     if record.phase == Phase::Gone {
         return None;
     }
-    let id = NetnsId { dev: netns.dev, inode: netns.inode };
-    let reserved = record
-        .network
-        .as_ref()
-        .and_then(|network| NetworkRecord::read(network).ok())
-        .map(|recorded| recorded.reserved);
+    let recorded = record.network.as_ref().and_then(|network| NetworkRecord::read(network).ok());
+    let reserved = recorded.map(|recorded| recorded.reserved);
     let vm = reserved.as_ref().and_then(|reserved| {
         record.addresses.iter().copied().find(|address| address.is_ipv6() == reserved.v6)
     });
-    Some(Live { sandbox: record.id.to_string(), netns: Some((netns.path.clone(), id)), reserved, vm })
+    let netns = Some((netns.path.clone(), netns.identity()));
+    Some(Live { sandbox: record.id.to_string(), netns, reserved, vm })
 }
 
 #[cfg(test)]

@@ -5,12 +5,13 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use peerpod_common::blocking::blocking;
 use peerpod_podnet::events::Events;
 use tokio::sync::{Semaphore, watch};
 use tokio::time::{Instant, sleep};
 use tracing::{debug, warn};
 
-use super::{Surroundings, on_thread, open};
+use super::{Surroundings, open};
 use crate::ledger::NetnsRef;
 use crate::sandbox::ports::{Changes, NetworkError};
 use crate::tunnel::{Reserved, Tunnel};
@@ -21,14 +22,11 @@ const AT_MOST: Duration = Duration::from_secs(1);
 /// Pause before the next attempt when a namespace cannot be watched.
 const PAUSE: Duration = Duration::from_secs(10);
 
-/// Number of inspections without a pause; after them, one in each [`EACH`]. A program that changes the pod's network
-/// after every repair must not keep the node busy.
+/// Inspections without a pause; then one in each [`EACH`], for a program that undoes every repair.
 const AT_ONCE: u32 = 20;
 const EACH: Duration = Duration::from_secs(3);
-/// Time between two warnings about one pod.
 const BETWEEN_WARNINGS: Duration = Duration::from_secs(600);
 
-/// Rate limit of the inspections of a pod's network.
 #[derive(Default)]
 struct RateLimit {
     /// Time up to which the inspections so far are charged, each with [`EACH`].
@@ -62,8 +60,9 @@ pub(super) fn watch_netns(
     surroundings: &Surroundings,
 ) -> watch::Receiver<Changes> {
     let (sender, receiver) = watch::channel(0);
-    let (underlay, own) = (surroundings.underlay(), tunnel.own_addresses());
-    let netns_watcher = NetnsWatcher { boot_id, netns, tunnel, to, turns: surroundings.turns(), sender };
+    let (underlay, own) = (surroundings.underlay.clone(), tunnel.own_addresses());
+    let netns_watcher =
+        NetnsWatcher { boot_id, netns, tunnel, to, turns: surroundings.turns.clone(), sender };
     tokio::spawn(async move {
         tokio::select! {
             () = netns_watcher.sender.closed() => {}
@@ -124,8 +123,7 @@ impl NetnsWatcher {
         sleep(pause).await;
     }
 
-    /// Signals the changes of the node's network that concern this sandbox. These are the path to its VM, and the
-    /// node's `own` addresses if its pod must keep those to the tunnel.
+    /// Signals changes of the path to the VM, and of the node's `own` addresses if the tunnel must keep them.
     async fn watch_node(&self, mut underlay: watch::Receiver<u64>, mut own: Option<Arc<Vec<IpAddr>>>) {
         let mut path = self.find_path().await;
         while underlay.changed().await.is_ok() {
@@ -151,7 +149,7 @@ impl NetnsWatcher {
 
     async fn events(&self) -> Result<Events, NetworkError> {
         let (boot_id, netns) = (self.boot_id.clone(), self.netns.clone());
-        let netns = on_thread(move || open(&boot_id, &netns)).await??;
+        let netns = blocking(move || open(&boot_id, &netns)).await?;
         // Takes one thread for some 20 us; a blocking thread of the pool would cost as much.
         Ok(Events::of_pod(&netns)?)
     }
@@ -161,7 +159,7 @@ impl NetnsWatcher {
         let (reserved, vm) = self.to.clone()?;
         let _turn = self.turns.acquire().await.ok()?;
         let tunnel = self.tunnel.clone();
-        on_thread(move || tunnel.path(&reserved, vm)).await.ok()?.ok()
+        blocking(move || tunnel.path(&reserved, vm).map_err(NetworkError::from)).await.ok()
     }
 }
 

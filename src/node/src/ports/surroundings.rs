@@ -1,37 +1,41 @@
 //! Watches the node's own network (addresses, devices and routes) once for all sandboxes, and keeps the node's
-//! endpoints for guests up to date.
+//! endpoints for guests up to date, those of the encrypted tunnel too.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use peerpod_common::blocking::blocking;
 use peerpod_podnet::events::Events;
 use peerpod_podnet::netns::Netns;
 use tokio::sync::{Semaphore, watch};
 use tokio::time::sleep;
 use tracing::warn;
 
-use super::{GuestAddresses, on_thread};
+use super::GuestAddresses;
 use crate::sandbox::ports::{NetworkError, NodeEndpoints};
 use crate::tunnel::Tunnel;
 
-/// Debounce of changes: on a busy node every starting pod changes devices and routes. One inspection is cheap, but each
-/// sandbox makes one.
+/// Debounce of changes, which every starting pod makes: one inspection is cheap, but each sandbox makes one.
 const QUIET: Duration = Duration::from_millis(300);
 const AT_MOST: Duration = Duration::from_secs(3);
 /// Pause after a change before the next one is signalled.
 const PAUSE: Duration = Duration::from_secs(1);
 /// Number of sandboxes that inspect at a time; an inspection takes some microseconds.
 const TURNS: usize = 2;
+/// Interval of checks of the addresses without a change signal: the provider may have reported others.
+const ADDRESSES_EVERY: Duration = Duration::from_secs(10);
 /// Pause before the next attempt when the node's network cannot be watched.
 const RETRY: Duration = Duration::from_secs(10);
 
 /// Watcher of the node's network. Clones share it.
 #[derive(Clone, Debug)]
 pub(crate) struct Surroundings {
-    underlay: watch::Receiver<u64>,
-    node_endpoints: watch::Receiver<NodeEndpoints>,
-    turns: Arc<Semaphore>,
+    /// Ticks when something changed.
+    pub underlay: watch::Receiver<u64>,
+    pub node_endpoints: watch::Receiver<NodeEndpoints>,
+    /// Held during an inspection: a thousand sandboxes that get the same change would be a thousand threads.
+    pub turns: Arc<Semaphore>,
 }
 
 impl Surroundings {
@@ -45,6 +49,8 @@ impl Surroundings {
         let (news, underlay) = watch::channel(0);
         let (endpoints_sender, node_endpoints) = watch::channel(None);
         let host = Netns::current();
+        let publish = publish(addresses, tunnel.clone(), listening, underlay.clone(), endpoints_sender);
+        tokio::spawn(publish);
         tokio::spawn(async move {
             let Ok(host) = host.map_err(|error| warn!(%error, "cannot watch the node's network namespace"))
             else {
@@ -55,24 +61,7 @@ impl Surroundings {
                 () = news.closed() => {}
             }
         });
-        tokio::spawn(publish_endpoints(addresses, listening, underlay.clone(), endpoints_sender));
         Surroundings { underlay, node_endpoints, turns: Arc::new(Semaphore::new(TURNS)) }
-    }
-
-    /// Receiver that ticks when something changed.
-    pub(crate) fn underlay(&self) -> watch::Receiver<u64> {
-        self.underlay.clone()
-    }
-
-    /// Semaphore to hold during an inspection: all sandboxes get the same change at once, and a thousand inspections at
-    /// a time would be a thousand threads.
-    pub(super) fn turns(&self) -> Arc<Semaphore> {
-        self.turns.clone()
-    }
-
-    /// Receiver of the endpoints at which guests find the node.
-    pub(super) fn node_endpoints(&self) -> watch::Receiver<NodeEndpoints> {
-        self.node_endpoints.clone()
     }
 }
 
@@ -100,15 +89,17 @@ async fn watch_underlay(host: &Netns, tunnel: &Tunnel, news: &watch::Sender<u64>
 
 async fn read_own_addresses(tunnel: &Tunnel) -> bool {
     let tunnel = tunnel.clone();
-    let read = on_thread(move || tunnel.read_own_addresses().map_err(NetworkError::from)).await;
-    read.and_then(|read| read).unwrap_or_else(|error| {
+    let read = blocking(move || tunnel.read_own_addresses().map_err(NetworkError::from)).await;
+    read.unwrap_or_else(|error| {
         warn!(%error, "cannot read the node's own addresses; guests keep the previous ones");
         false
     })
 }
 
-async fn publish_endpoints(
+/// Publishes the addresses at once: a sandbox that follows the same change must not send its guest the old ones.
+async fn publish(
     addresses: GuestAddresses,
+    tunnel: Tunnel,
     mut listening: watch::Receiver<Option<SocketAddr>>,
     mut underlay: watch::Receiver<u64>,
     node_endpoints: watch::Sender<NodeEndpoints>,
@@ -116,19 +107,66 @@ async fn publish_endpoints(
     loop {
         let bound = *listening.borrow_and_update();
         underlay.borrow_and_update();
+        if let (Some(wireguard), Ok(found)) = (tunnel.wireguard(), addresses.now(bound)) {
+            wireguard.found_at(found.iter().map(SocketAddr::ip).collect());
+        }
         if let Some(bound) = bound {
             let now = Some(Arc::new(addresses.node_endpoints(bound)));
-            node_endpoints.send_if_modified(|node_endpoints| {
-                let changed = *node_endpoints != now;
-                *node_endpoints = now;
-                changed
-            });
+            node_endpoints.send_if_modified(|endpoints| std::mem::replace(endpoints, now) != *endpoints);
         }
         tokio::select! {
             Ok(()) = listening.changed() => {}
             Ok(()) = underlay.changed() => {}
+            () = sleep(ADDRESSES_EVERY) => {}
             () = node_endpoints.closed() => return,
-            else => return,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use peerpod_podnet::netns;
+    use peerpod_wireguard::NODE_INNER;
+    use tokio::time::timeout;
+
+    use super::*;
+    use crate::tunnel::{Reserved, TunnelConfig, TunnelKind, WireguardConfig};
+
+    #[tokio::test]
+    async fn encrypted_tunnels_get_a_new_node_address_at_once() {
+        let folder = std::env::temp_dir().join(format!("peerpod-carry-{}", std::process::id()));
+        let config = TunnelConfig {
+            kind: TunnelKind::Wireguard,
+            wireguard: Some(WireguardConfig {
+                port: 0,
+                key_dir: folder.join("key"),
+                netns: folder.join("wireguard.netns"),
+                relay: folder.join("relay-fds.sock"),
+            }),
+            ..TunnelConfig::default()
+        };
+        let node = Netns::scratch().unwrap();
+        let tunnel = node.run(|| Tunnel::open(config)).unwrap().unwrap();
+        let of = |kind| tunnel.news(&Reserved { kind, v6: false, port: 4789, devices: vec![] });
+        assert!(of(TunnelKind::Vxlan).is_none());
+        let mut news = of(TunnelKind::Wireguard).unwrap();
+        let addresses = GuestAddresses::new(vec![], "[::]:15151".parse().unwrap());
+        addresses.provider_says(vec!["192.0.2.1".parse().unwrap()]);
+        let (sender, underlay) = watch::channel(0);
+        let (_listening, listens) = watch::channel(None);
+        let (endpoints, _followed) = watch::channel(None);
+        let finding = tokio::spawn(publish(addresses.clone(), tunnel.clone(), listens, underlay, endpoints));
+        const SOON: Duration = Duration::from_secs(3);
+        timeout(SOON, news.changed()).await.expect("the first address").unwrap();
+        addresses.provider_says(vec!["192.0.2.2".parse().unwrap(), NODE_INNER.into()]);
+        sender.send_modify(|count| *count += 1);
+        timeout(SOON, news.changed()).await.expect("the other address, long before the next look").unwrap();
+        // The same addresses in the kernel's other order are no change.
+        addresses.provider_says(vec![NODE_INNER.into(), "192.0.2.2".parse().unwrap()]);
+        sender.send_modify(|count| *count += 1);
+        timeout(Duration::from_millis(200), news.changed()).await.unwrap_err();
+        finding.abort();
+        netns::delete_named(folder.join("wireguard.netns")).unwrap();
+        std::fs::remove_dir_all(folder).unwrap();
     }
 }

@@ -14,6 +14,7 @@ use ttrpc::asynchronous::transport::Listener;
 use ttrpc::asynchronous::{Server, TtrpcContext};
 
 use super::{patience, status};
+use crate::one_line;
 use crate::sandbox::Sandboxes;
 
 /// Limits for callers without a deadline. Kubelet waits two minutes for its CSI calls.
@@ -25,7 +26,6 @@ const SHOW: Duration = Duration::from_secs(20);
 /// The service, on its own socket: its caller must not reach the hypervisor API.
 struct Asked(Sandboxes);
 
-/// Serves the volumes service on a bound socket.
 pub(crate) async fn serve(listener: Listener, sandboxes: Sandboxes) -> Result<Server, ttrpc::Error> {
     let mut server =
         Server::new().add_listener(listener).register_service(create_volumes(Arc::new(Asked(sandboxes))));
@@ -34,41 +34,29 @@ pub(crate) async fn serve(listener: Listener, sandboxes: Sandboxes) -> Result<Se
 }
 
 impl Asked {
-    async fn ask(
-        &self,
-        uid: &str,
-        volume: &str,
-        request: Request,
-        limit: Duration,
-    ) -> ttrpc::Result<VolumeFill> {
+    async fn ask(&self, uid: &str, volume: &str, ask: Request, limit: Duration) -> ttrpc::Result<VolumeFill> {
         if uid.len() > 253 || volume.len() > 64 {
             return Err(status(Code::INVALID_ARGUMENT, "the pod's UID or the volume's id is too long"));
         }
         let Some(id) = self.0.of_pod_uid(uid) else {
             return Err(status(Code::NOT_FOUND, format!("no VM of pod {uid} has volumes on this node")));
         };
-        let answer = self.0.ask_guest(&id, request, limit).await;
+        let answer = self.0.ask_guest(&id, ask, limit).await;
         let reply =
             answer.map_err(|why| status(Code::UNAVAILABLE, format!("ask the VM of pod {uid}: {why}")))?;
         filled(reply)
             .inspect_err(|error| debug!(sandbox = %id, volume, %error, "cannot report the fill of a volume"))
     }
-}
 
-impl Asked {
     /// Announces the larger disk to the VM. A failure is only logged: the answer of the VM's guest decides.
     async fn show(&self, request: &ExpandRequest, limit: Duration) {
         let (uid, volume, bytes) = (&request.pod_uid, &request.volume_id, request.capacity_bytes);
         let Some(id) = self.0.of_pod_uid(uid) else { return };
         if let Err(error) = self.0.disk_grown(&id, volume, bytes, limit.min(SHOW)).await {
-            warn!(sandbox = %id, volume = %clip(volume), %error, "cannot announce the grown disk to the VM");
+            let volume = one_line(volume, 64);
+            warn!(sandbox = %id, volume, %error, "cannot announce the grown disk to the VM");
         }
     }
-}
-
-/// Bounds a caller's text for a log line.
-fn clip(word: &str) -> String {
-    word.chars().take(64).filter(|c| !c.is_control()).collect()
 }
 
 fn filled(reply: Reply) -> ttrpc::Result<VolumeFill> {
@@ -80,11 +68,10 @@ fn filled(reply: Reply) -> ttrpc::Result<VolumeFill> {
         VolumeFault::VOLUME_FAULT_NEVER => Code::FAILED_PRECONDITION,
         VolumeFault::VOLUME_FAULT_NOT_NOW | VolumeFault::VOLUME_FAULT_NONE => Code::UNAVAILABLE,
     };
-    let said: String = reply.error.chars().map(|c| if c.is_control() { ' ' } else { c }).take(1000).collect();
-    Err(status(
-        code,
-        if said.is_empty() { "the guest did not report the fill of the volume".to_owned() } else { said },
-    ))
+    if reply.error.is_empty() {
+        return Err(status(code, "the guest did not report the fill of the volume"));
+    }
+    Err(status(code, one_line(&reply.error, 1000)))
 }
 
 #[async_trait]

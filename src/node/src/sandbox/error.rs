@@ -4,89 +4,39 @@ use std::time::Duration;
 
 use crate::spec::SandboxId;
 
-/// Reason why a call about a sandbox failed. The text reaches the pod's author: first the failure, then its cause and
-/// the remedy.
+/// Reason why a call about a sandbox failed, for the pod's author: first the failure, then its cause and the remedy.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Error {
-    /// The id is unknown.
+pub(crate) enum Error {
     #[error("sandbox {0} is unknown to this node: CreateVM was never called for it, or long ago")]
     Unknown(SandboxId),
-    /// The sandbox was stopped.
     #[error("sandbox {id} was stopped: {cause}")]
-    Stopped {
-        /// Id of the sandbox.
-        id: SandboxId,
-        /// Reason of the stop.
-        cause: String,
-    },
+    Stopped { id: SandboxId, cause: String },
     /// The sandbox could not be started; it is being removed.
     #[error("sandbox {id} could not be started: {cause}")]
-    Failed {
-        /// Id of the sandbox.
-        id: SandboxId,
-        /// The failed step and its error.
-        cause: String,
-    },
+    Failed { id: SandboxId, cause: String },
     /// The start takes longer than a caller may wait. It goes on.
     #[error("sandbox {id} is still {phase} after {waited:?}: {why}")]
-    Late {
-        /// Id of the sandbox.
-        id: SandboxId,
-        /// Current phase.
-        phase: &'static str,
-        /// Wait of this call.
-        waited: Duration,
-        /// Advice for the caller.
-        why: String,
-    },
-    /// The network namespace cannot be used.
+    Late { id: SandboxId, phase: &'static str, waited: Duration, why: String },
     #[error("network namespace of sandbox {id}: {why}")]
-    Netns {
-        /// Id of the sandbox.
-        id: SandboxId,
-        /// Reason.
-        why: String,
-    },
-    /// Another sandbox has that network namespace.
+    Netns { id: SandboxId, why: String },
     #[error("network namespace {path} belongs to sandbox {other}; each sandbox needs one of its own")]
-    NetnsTaken {
-        /// Path as given in CreateVM.
-        path: String,
-        /// The other sandbox.
-        other: SandboxId,
-    },
-    /// The VM of another sandbox has a volume that only one VM may have.
+    NetnsTaken { path: String, other: SandboxId },
     #[error(
         "volume {volume} has one writer at a time, and sandbox {other} of this node holds it (or is \
          releasing it); the pod starts when that sandbox is gone"
     )]
-    VolumeTaken {
-        /// Name and id of the volume.
-        volume: String,
-        /// The other sandbox.
-        other: SandboxId,
-    },
-    /// The request is invalid.
+    VolumeTaken { volume: String, other: SandboxId },
     #[error("{0}")]
     Invalid(String),
-    /// The node has the maximum number of sandboxes.
     #[error("this node runs {0} sandboxes already, which is its limit")]
     Full(usize),
-    /// The intent could not be made durable, so nothing was begun.
+    /// The intent could not be made durable, so nothing was begun. A full disk may pass.
     #[error("{text}")]
-    Disk {
-        /// Message with the file and the remedy.
-        text: String,
-        /// Whether the disk is full, which may pass.
-        full: bool,
-    },
-    /// A guest's claim was refused.
+    Disk { text: String, full: bool },
     #[error("claim refused: {0}")]
     Claim(ClaimRefused),
-    /// The pod's VM is not known yet.
     #[error("the node is still making the VM of {0}")]
     NoVmYet(String),
-    /// The node has no live sandbox of that pod.
     #[error("pod {0} has no live sandbox on this node")]
     NoSuchPod(String),
     /// A component of the node is broken or closing; a retry may work.
@@ -96,27 +46,21 @@ pub enum Error {
 
 /// Reason why a guest gets no certificate. The first three have the same text, so that a guest cannot distinguish them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum ClaimRefused {
-    /// No sandbox has that ticket.
+pub(crate) enum ClaimRefused {
     #[error("unknown ticket")]
     UnknownTicket,
-    /// The secret does not match the ticket.
     #[error("unknown ticket")]
     WrongSecret,
-    /// The sandbox is being removed.
     #[error("unknown ticket")]
     NotWanted,
-    /// The ticket belongs to a batch, and no single member's VM is known to have the guest's source address. That may
-    /// change soon.
+    /// The ticket belongs to a batch, and no single member's VM is known to have the guest's source address yet.
     #[error("the owner of the VM at this address is not known (yet)")]
     NotYet,
     /// Another key used the ticket: the user-data leaked, or the VM lost its memory.
     #[error("another key has used the ticket")]
     OtherKey,
-    /// The ticket belongs to another sandbox than the VM that was dialled.
     #[error("the ticket does not belong to the sandbox of the dialled VM")]
     OtherVm,
-    /// The ticket has expired.
     #[error("the ticket has expired")]
     Expired,
     /// The CSR is malformed, or not signed by its own key.
@@ -126,7 +70,7 @@ pub enum ClaimRefused {
 
 impl ClaimRefused {
     /// Returns the label of the metric, one word.
-    pub fn reason(self) -> &'static str {
+    pub(crate) fn reason(self) -> &'static str {
         match self {
             ClaimRefused::UnknownTicket => "unknown_ticket",
             ClaimRefused::WrongSecret => "wrong_secret",
@@ -148,8 +92,7 @@ impl From<crate::ledger::Error> for Error {
 
 /// Certificate that a guest gets for its ticket.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Granted {
-    /// Sandbox of the guest.
+pub(crate) struct Granted {
     pub id: SandboxId,
     /// Chain in DER, leaf first.
     pub chain: Vec<Vec<u8>>,

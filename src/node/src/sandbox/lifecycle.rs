@@ -1,15 +1,19 @@
-//! Runs a sandbox from CreateVM to its tombstone.
-//!
-//! * [`phase`]: the phases and their transitions; pure.
-//! * `table` (`Sandboxes`): maps an id to its task; the hypervisor API's calls end here.
-//! * `task`, with `steps`, `completions`, `in_flight` and `clear`: the owner of one sandbox's state.
-//! * `view`: the state that the task publishes.
+//! Runs a sandbox from CreateVM to its tombstone: the table maps its id to the task that owns its state, and whose
+//! duty in each phase is one of its steps.
 
-pub(crate) mod clear;
-pub(crate) mod completions;
-pub(crate) mod in_flight;
+mod clear;
+mod completions;
+mod in_flight;
 pub(crate) mod phase;
-pub(crate) mod steps;
-pub(crate) mod table;
-pub(crate) mod task;
-pub(crate) mod view;
+mod steps;
+mod table;
+mod task;
+mod view;
+
+pub(crate) use completions::clip;
+pub(crate) use in_flight::{Backoff, Completion, Slots, Which};
+pub(crate) use phase::{MAX_ATTEMPTS, Phase, PhaseEvent, next};
+pub(crate) use steps::address;
+pub(crate) use table::{CreateVm, Entry, Running, Sandboxes};
+pub(crate) use task::{Command, Stop, Task, Unapplied};
+pub(crate) use view::View;

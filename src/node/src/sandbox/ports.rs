@@ -1,7 +1,5 @@
-//! Defines the ports between a sandbox and its environment, one trait each.
-//!
-//! Tests implement them with a fake world, stop time, and fail or kill at every call. The production implementation is
-//! [`crate::ports`]. No method retries: the task decides whether and when to retry.
+//! Defines the ports between a sandbox and its environment, one trait each. Tests implement them with a fake world,
+//! stop time, and fail or kill at every call. No method retries: the task decides whether and when to retry.
 
 use std::net::IpAddr;
 use std::num::NonZeroU32;
@@ -11,6 +9,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use futures_util::stream::BoxStream;
+use peerpod_common::blocking::Interrupted;
 use peerpod_proto::guest::{Images, NetworkPlan, Reply, Request};
 use peerpod_proto::relay::{PutSandboxRequest, TunnelPeer};
 use peerpod_provider_api::{
@@ -21,7 +20,7 @@ use zeroize::Zeroizing;
 
 use crate::ledger::{self, Batch, NetnsRef, Network, Record};
 use crate::spec::{PodRef, SandboxId};
-use crate::trust::Ticket;
+use crate::trust::{Signed, Ticket};
 use crate::volumes::PodVolumes;
 
 pub(crate) use peerpod_provider_api::{Error as CloudError, Retry};
@@ -35,21 +34,34 @@ pub(crate) type NodeEndpoints = Option<Arc<Vec<String>>>;
 /// Failure of an operation on a pod's network.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error("{text}")]
-pub struct NetworkError {
-    /// Message for people.
+pub(crate) struct NetworkError {
     pub text: String,
     /// Whether a retry is useless: the namespace is gone, or contains something that cannot be carried.
     pub permanent: bool,
 }
 
+impl NetworkError {
+    pub(crate) fn permanent(text: impl Into<String>) -> NetworkError {
+        NetworkError { text: text.into(), permanent: true }
+    }
+
+    pub(crate) fn transient(text: impl ToString) -> NetworkError {
+        NetworkError { text: text.to_string(), permanent: false }
+    }
+}
+
+impl From<Interrupted> for NetworkError {
+    fn from(interrupted: Interrupted) -> NetworkError {
+        NetworkError::transient(interrupted)
+    }
+}
+
 /// Result of an inspection of a running pod's network.
 #[derive(Clone, Debug)]
-pub struct Followed {
+pub(crate) struct Followed {
     /// Network for the record, if it differs from the recorded one.
     pub network: Option<Network>,
-    /// Plan for the guest, whether or not it differs.
     pub plan: NetworkPlan,
-    /// Additions and removals, as text.
     pub changes: Vec<String>,
     /// New differences that cannot be followed, as text.
     pub left: Vec<String>,
@@ -59,55 +71,40 @@ pub struct Followed {
 
 /// Result of one create call for several VMs.
 #[derive(Clone, Debug)]
-pub struct Made {
-    /// The VMs that were made.
+pub(crate) struct Made {
     pub vms: Vec<InstanceId>,
     /// Reason why there are fewer than requested.
     pub rest: Option<CloudError>,
 }
 
-/// Failure between the node and the relay, or behind the relay.
-#[derive(Clone, Debug, thiserror::Error)]
-#[error("{text}")]
-pub struct RelayError {
-    /// Message for people.
-    pub text: String,
-}
-
 /// Reason why a pod's pull secrets are not known.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error("{text}")]
-pub struct PullSecretError {
-    /// Message for people, without any part of a secret.
+pub(crate) struct PullSecretError {
+    /// Message without any part of a secret.
     pub text: String,
     /// Whether the service refused, and will refuse again for a while.
     pub refused: bool,
 }
 
-/// Certificate for a guest.
-#[derive(Clone, Debug)]
-pub struct Certificate {
-    /// SHA-256 of the certified public key.
-    pub key_sha256: [u8; 32],
-    /// SHA-256 of the leaf's DER.
-    pub certificate_sha256: [u8; 32],
-    /// Chain in DER, leaf first.
-    pub chain: Vec<Vec<u8>>,
+impl PullSecretError {
+    /// Makes the error of a request that may succeed later.
+    pub(crate) fn away(text: String) -> PullSecretError {
+        PullSecretError { text, refused: false }
+    }
 }
 
 /// CA set that guests must trust at present.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Trusted {
+pub(crate) struct Trusted {
     /// Changes with the CAs and with the signing CA; a guest with another id needs the new set.
     pub id: String,
-    /// The CAs, DER.
     pub cas: Vec<Vec<u8>>,
 }
 
 /// Last state of a sandbox's guest, as reported by the relay.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Guest {
-    /// Whether its link is up.
+pub(crate) struct Guest {
     pub connected: bool,
     /// Changes with the process of the guest program or of the relay; empty before the first link.
     pub session: String,
@@ -119,41 +116,35 @@ pub struct Guest {
 
 /// Event for the pod's owner.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct PodEvent {
-    /// Reason, one word.
+pub(crate) struct PodEvent {
     pub reason: &'static str,
     /// Problem, cause and remedy.
     pub text: String,
 }
 
-/// Port to the clock of the records.
-pub trait Clock: Send + Sync + 'static {
+pub(crate) trait Clock: Send + Sync + 'static {
     /// Returns the milliseconds since 1970, for records. (Waits use tokio's clock, which tests stop.)
     fn now_ms(&self) -> u64;
 }
 
 /// Port to the durable state of the sandboxes.
 #[async_trait]
-pub trait Store: Send + Sync + 'static {
-    /// Makes the record durable.
+pub(crate) trait Store: Send + Sync + 'static {
     async fn save(&self, record: &Record) -> Result<(), ledger::Error>;
 
-    /// Removes the record.
     async fn forget(&self, id: &SandboxId) -> Result<(), ledger::Error>;
 
     /// Reads the record from disk; `None` if there is none.
     async fn recall(&self, id: &SandboxId) -> Result<Option<Record>, ledger::Error>;
 
-    /// Makes the batch durable.
     async fn save_batch(&self, batch: &Batch) -> Result<(), ledger::Error>;
 
-    /// Removes the batch's file.
     async fn forget_batch(&self, id: &str) -> Result<(), ledger::Error>;
 }
 
 /// Port to the provider.
 #[async_trait]
-pub trait Cloud: Send + Sync + 'static {
+pub(crate) trait Cloud: Send + Sync + 'static {
     /// Lets the provider choose the placement of the next attempt; `None` if it has no choice. Makes nothing.
     async fn place(&self, request: &CreateRequest) -> Result<Option<Placement>, CloudError>;
 
@@ -192,21 +183,18 @@ pub trait Cloud: Send + Sync + 'static {
 
 /// Port to the pods' CSI volumes.
 #[async_trait]
-pub trait Storage: Send + Sync + 'static {
-    /// Reads the pod's volumes as recorded by its CSI wrapper; `None` if it has none. Never returns volumes of another
-    /// pod.
+pub(crate) trait Storage: Send + Sync + 'static {
+    /// Reads the pod's volumes as recorded by its CSI wrapper; `None` if it has none. Never those of another pod.
     async fn volumes(&self, pod: &PodRef) -> Result<Option<PodVolumes>, String>;
 
     /// Reads the mount credentials of the pod's shares, in the volumes' order and in the guest's format. `None` for
     /// volumes without credentials, and while they are being unpublished. An error contains no part of them.
     async fn credentials(&self, volumes: &PodVolumes) -> Result<Vec<Option<Zeroizing<Vec<u8>>>>, String>;
 
-    /// Records durably that a VM with these volumes may be made from now on. Fails if the volumes no longer belong to
-    /// the pod, or if the record cannot be written.
+    /// Records durably that a VM may be made with these volumes. Fails if they no longer belong to the pod.
     async fn expect_vm(&self, id: &SandboxId, volumes: &PodVolumes) -> Result<(), CloudError>;
 
-    /// Attaches every volume that is not attached to the VM yet. Returns them with the identity by which the guest
-    /// recognises each.
+    /// Attaches the volumes that are not attached yet. Returns all, with the identities that the guest looks for.
     async fn attach(
         &self,
         id: &SandboxId,
@@ -220,7 +208,7 @@ pub trait Storage: Send + Sync + 'static {
 
 /// Port to the pods' network on this node.
 #[async_trait]
-pub trait PodNetwork: Send + Sync + 'static {
+pub(crate) trait PodNetwork: Send + Sync + 'static {
     /// Opens the path and identifies the network namespace there.
     async fn netns(&self, path: &Path) -> Result<NetnsRef, NetworkError>;
 
@@ -251,8 +239,7 @@ pub trait PodNetwork: Send + Sync + 'static {
         vm: IpAddr,
     ) -> Result<NetworkPlan, NetworkError>;
 
-    /// Inspects the pod's network again and applies the changes: the network in the record if it differs, the
-    /// redirects, the remote.
+    /// Inspects the pod's network again, and applies the changes to the redirects and the remote.
     async fn follow(
         &self,
         netns: &NetnsRef,
@@ -282,27 +269,25 @@ pub trait PodNetwork: Send + Sync + 'static {
 
 /// Port to the relay, and through it to the guests.
 #[async_trait]
-pub trait Relay: Send + Sync + 'static {
-    /// Counts relay processes. A new value means that the relay needs the state of all sandboxes again; 0 before the
-    /// first relay.
-    fn relay_epoch(&self) -> watch::Receiver<u64>;
+pub(crate) trait Relay: Send + Sync + 'static {
+    /// Counts relay processes; each needs the state of all sandboxes anew. 0 before the first one.
+    fn epoch(&self) -> watch::Receiver<u64>;
 
     /// Makes the relay serve the sandbox; the latest call wins.
-    async fn put(&self, request: PutSandboxRequest) -> Result<(), RelayError>;
+    async fn put(&self, request: PutSandboxRequest) -> Result<(), String>;
 
     /// Removes the sandbox from the relay; unknown is no error.
-    async fn remove(&self, id: &SandboxId) -> Result<(), RelayError>;
+    async fn remove(&self, id: &SandboxId) -> Result<(), String>;
 
     /// Watches the guest's state as the relay reports it.
     fn guest(&self, id: &SandboxId) -> watch::Receiver<Guest>;
 
-    /// Sends one request to the guest and returns its reply.
-    async fn call(&self, id: &SandboxId, request: Request, timeout: Duration) -> Result<Reply, RelayError>;
+    async fn call(&self, id: &SandboxId, request: Request, timeout: Duration) -> Result<Reply, String>;
 }
 
 /// Port to tickets, certificates, and the endpoints that user-data names.
 #[async_trait]
-pub trait Identity: Send + Sync + 'static {
+pub(crate) trait Identity: Send + Sync + 'static {
     /// Makes a ticket that is valid for `ttl`.
     fn ticket(&self, ttl: Duration) -> Result<Ticket, String>;
 
@@ -318,21 +303,18 @@ pub trait Identity: Send + Sync + 'static {
     /// Watches the CA set that guests must trust; it changes during a CA rotation.
     fn trusted(&self) -> watch::Receiver<Arc<Trusted>>;
 
-    /// Returns the SHA-256 of a CSR's public key.
     fn csr_key(&self, csr: &[u8]) -> Result<[u8; 32], String>;
 
-    /// Issues a certificate for the sandbox's guest.
-    fn sign(&self, id: &SandboxId, csr: &[u8]) -> Result<Certificate, String>;
+    fn sign(&self, id: &SandboxId, csr: &[u8]) -> Result<Signed, String>;
 }
 
 /// Port to the Kubernetes cluster, and to the access to images that it grants.
 #[async_trait]
-pub trait Kubernetes: Send + Sync + 'static {
+pub(crate) trait Kubernetes: Send + Sync + 'static {
     /// Whether the node is in a cluster that shows sandboxes.
     fn is_in_cluster(&self) -> bool;
 
-    /// Publishes the sandbox in the cluster before its VM is requested, and waits for that, but only briefly. Returns
-    /// the pod's UID, if known by then.
+    /// Publishes the sandbox in the cluster, and waits for that, but only briefly. Returns the pod's UID, if known.
     async fn announce(&self, record: &Record) -> Option<String>;
 
     /// Publishes the sandbox's present state in the cluster, or removes it once the sandbox is gone. Does not wait.
@@ -341,8 +323,7 @@ pub trait Kubernetes: Send + Sync + 'static {
     /// Posts an Event on the pod. Does not wait.
     fn tell(&self, pod: &PodRef, said: PodEvent);
 
-    /// Returns the guest's access to images: the known registries, with the pod's own pull secrets (a
-    /// `.dockerconfigjson`; empty for none).
+    /// Returns the guest's registries, with the pod's own pull secrets (a `.dockerconfigjson`; empty for none).
     fn images(&self, pull_secret: &str) -> Option<Images>;
 
     /// Interval between queries for pods' pull secrets; `None` if there is no service to query.
@@ -355,21 +336,13 @@ pub trait Kubernetes: Send + Sync + 'static {
 
 /// All ports of a sandbox to its environment. Every method may be called again after a crash.
 #[derive(Clone)]
-pub struct Ports {
-    /// Clock of the records.
+pub(crate) struct Ports {
     pub clock: Arc<dyn Clock>,
-    /// Durable state.
     pub store: Arc<dyn Store>,
-    /// The provider.
     pub cloud: Arc<dyn Cloud>,
-    /// The pods' CSI volumes.
     pub storage: Arc<dyn Storage>,
-    /// The pods' network on this node.
     pub network: Arc<dyn PodNetwork>,
-    /// The relay, and through it the guests.
     pub relay: Arc<dyn Relay>,
-    /// Tickets, certificates and endpoints.
     pub identity: Arc<dyn Identity>,
-    /// The Kubernetes cluster.
     pub kubernetes: Arc<dyn Kubernetes>,
 }

@@ -1,5 +1,4 @@
-//! Continues after a crash: `recover` restores the sandboxes of a restarted node, `restart` those of a task that
-//! panicked.
+//! Continues after a crash of the node (`recover`), and after a panic of one task (`restart`).
 
 pub(crate) mod recover;
 pub(crate) mod restart;

@@ -1,6 +1,5 @@
 //! Sends one request to the service: TLS 1.3, HTTP/1.1, JSON. The caller's deadline bounds it.
 
-use std::fmt;
 use std::sync::Arc;
 
 use bytes::Bytes;
@@ -16,43 +15,24 @@ use rustls_pki_types::{CertificateDer, ServerName};
 use serde::Deserialize;
 use serde_json::json;
 use tokio::net::TcpStream;
+use tokio::task::JoinSet;
 use tokio_rustls::TlsConnector;
 use tracing::warn;
 use zeroize::Zeroizing;
 
 use super::SecretsConfig;
+use crate::one_line;
+use crate::sandbox::ports::PullSecretError as Error;
 use crate::spec::PodRef;
 
 /// Size limit of an answer. The service sends at most 2 MiB, in which JSON may write a byte as six.
 const MOST: usize = 16 << 20;
 /// Length limit of the service's text in an error or a note.
 const WORDS: usize = 600;
-/// Number of notes of one answer.
 const NOTES: usize = 16;
-/// Path of the request.
 const PULL_SECRETS: &str = "/v1/pull-secrets";
 /// Path at which services of older releases issued certificates to nodes.
 const ENROL: &str = "/v1/enrol";
-
-/// Reason that there is no answer.
-pub(super) struct Error {
-    pub(super) text: String,
-    /// The service refused, and will refuse again.
-    pub(super) refused: bool,
-}
-
-impl fmt::Debug for Error {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.text)
-    }
-}
-
-impl Error {
-    /// Makes the error of a request that may succeed later.
-    pub(super) fn away(text: String) -> Error {
-        Error { text, refused: false }
-    }
-}
 
 #[derive(Deserialize)]
 struct Answered {
@@ -62,19 +42,18 @@ struct Answered {
 }
 
 /// A pod's pull secrets.
-pub struct Given {
+pub(crate) struct Given {
     /// A `.dockerconfigjson`; empty: the pod has none.
     pub config: Zeroizing<String>,
     /// The pod's secrets that cannot be used, with the reasons.
     pub notes: Vec<String>,
 }
 
-/// Requests a pod's pull secrets.
 pub(super) async fn pull_secrets(config: &SecretsConfig, pod: &PodRef) -> Result<Given, Error> {
     let uid = pod.uid.as_deref().unwrap_or_default();
     let body = json!({"namespace": pod.namespace, "name": pod.name, "uid": uid}).to_string();
     let answered = post(config, body).await?;
-    let notes: Vec<String> = answered.notes.iter().take(NOTES).map(|note| words(note)).collect();
+    let notes: Vec<String> = answered.notes.iter().take(NOTES).map(|note| one_line(note, WORDS)).collect();
     for note in &notes {
         warn!(%pod, note, "some of the pod's pull secrets cannot be used");
     }
@@ -94,8 +73,8 @@ async fn post(config: &SecretsConfig, body: String) -> Result<Answered, Error> {
     let asked = |why: hyper::Error| Error::away(chain(&why));
     let (mut sender, connection) =
         hyper::client::conn::http1::handshake(TokioIo::new(stream)).await.map_err(asked)?;
-    // The task ends with the connection, and the connection ends with this request.
-    let connection = AbortOnDrop(tokio::spawn(async move { drop(connection.await) }));
+    // The task ends with the connection, and the connection ends with this request: a dropped set aborts its task.
+    let connection = JoinSet::from_iter([async move { drop(connection.await) }]);
     let request = Request::builder()
         .method(Method::POST)
         .uri(PULL_SECRETS)
@@ -119,41 +98,21 @@ async fn post(config: &SecretsConfig, body: String) -> Result<Answered, Error> {
     })
 }
 
-struct AbortOnDrop(tokio::task::JoinHandle<()>);
-
-impl Drop for AbortOnDrop {
-    fn drop(&mut self) {
-        self.0.abort();
-    }
-}
-
 fn refused(status: StatusCode, body: &[u8]) -> Error {
     #[derive(Deserialize)]
     struct Said {
         error: String,
     }
     let said: Option<Said> = serde_json::from_slice(body).ok();
-    let text = said.map_or_else(|| format!("status {status}"), |said| words(&said.error));
+    let text = said.map_or_else(|| format!("status {status}"), |said| one_line(&said.error, WORDS));
     // A service of an older release refuses a node without a certificate. Its successor does not.
     if status == StatusCode::UNAUTHORIZED && text.contains(ENROL) {
         return Error::away(format!(
             "the controller is older than this node and asks for a certificate; upgrade it ({text})"
         ));
     }
-    let final_word = matches!(
-        status,
-        StatusCode::BAD_REQUEST
-            | StatusCode::UNAUTHORIZED
-            | StatusCode::FORBIDDEN
-            | StatusCode::CONFLICT
-            | StatusCode::UNPROCESSABLE_ENTITY
-    );
-    Error { text, refused: final_word }
-}
-
-/// Bounds a foreign text for the log.
-fn words(text: &str) -> String {
-    text.chars().map(|c| if c.is_control() { ' ' } else { c }).take(WORDS).collect()
+    let refused = [400, 401, 403, 409, 422].contains(&status.as_u16());
+    Error { text, refused }
 }
 
 async fn configured(config: &SecretsConfig) -> Result<ClientConfig, Error> {

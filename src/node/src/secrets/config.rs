@@ -2,13 +2,14 @@
 
 use std::fs::File;
 use std::io::Read;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use peerpod_base::config::Reader;
+use peerpod_common::blocking::blocking;
 use zeroize::Zeroizing;
 
-use super::ask::Error;
+use crate::sandbox::ports::PullSecretError;
 
 /// Size limit of the files: a token has one to two kilobytes, a bundle of CAs a few.
 const MOST: u64 = 64 * 1024;
@@ -24,18 +25,13 @@ const REFRESH: Duration = Duration::from_secs(600);
 
 /// Settings of the client of the pull-secret service.
 #[derive(Clone, Debug)]
-pub struct SecretsConfig {
-    /// `secrets.address`, `host:port`.
+pub(crate) struct SecretsConfig {
     pub address: String,
     /// Name in its certificate: the host of the address.
     pub server_name: String,
-    /// `CA_FILE`.
     pub ca_file: PathBuf,
-    /// `TOKEN_FILE`.
     pub token_file: PathBuf,
-    /// `DEADLINE`.
     pub deadline: Duration,
-    /// `REFRESH`.
     pub refresh: Duration,
 }
 
@@ -55,7 +51,7 @@ const SERVICE: [&str; 10] = [
 
 impl SecretsConfig {
     /// Reads the keys; `None` without an address: pods then use the secret of `node.pull-secret`.
-    pub fn read(reader: &mut Reader) -> Option<SecretsConfig> {
+    pub(crate) fn read(reader: &mut Reader) -> Option<SecretsConfig> {
         for key in SERVICE {
             reader.leave(&format!("secrets.{key}"));
         }
@@ -69,15 +65,13 @@ impl SecretsConfig {
         let refresh = reader.constant("secrets.refresh", "REFRESH", REFRESH);
         let address = address.filter(|address| !address.is_empty())?;
         let Some((host, port)) = address.rsplit_once(':').filter(|(host, _)| !host.is_empty()) else {
-            reader
-                .mistake("secrets.address", "not host:port; write it like peerpod-secrets.peerpod.svc:9444");
+            let why = "not host:port; write it like peerpod-secrets.peerpod.svc:9444";
+            reader.mistake("secrets.address", why);
             return None;
         };
         if port.parse::<u16>().is_err() {
-            reader.mistake(
-                "secrets.address",
-                "its port is not a number; write it like peerpod-secrets.peerpod.svc:9444",
-            );
+            let why = "its port is not a number; write it like peerpod-secrets.peerpod.svc:9444";
+            reader.mistake("secrets.address", why);
         }
         let host = host.trim_start_matches('[').trim_end_matches(']').to_owned();
         let server_name = reader.derived("secrets.server-name", "secrets.address", host);
@@ -85,25 +79,24 @@ impl SecretsConfig {
     }
 
     /// Reads the current token, which kubelet replaces in time.
-    pub(super) async fn token(&self) -> Result<Zeroizing<String>, Error> {
-        let path = self.token_file.clone();
-        let text = read(path, "the projected token of the node's service account").await?;
+    pub(super) async fn token(&self) -> Result<Zeroizing<String>, PullSecretError> {
+        let text = read(&self.token_file, "the projected token of the node's service account").await?;
         Ok(Zeroizing::new(text.trim().to_owned()))
     }
 
-    pub(super) async fn ca(&self) -> Result<Zeroizing<String>, Error> {
-        read(self.ca_file.clone(), "the ConfigMap that the controller fills in").await
+    pub(super) async fn ca(&self) -> Result<Zeroizing<String>, PullSecretError> {
+        read(&self.ca_file, "the ConfigMap that the controller fills in").await
     }
 }
 
 /// Reads a file on another thread: a mount may hang.
-async fn read(path: PathBuf, what: &'static str) -> Result<Zeroizing<String>, Error> {
-    let shown = path.display().to_string();
-    let read = tokio::task::spawn_blocking(move || {
+async fn read(path: &Path, what: &str) -> Result<Zeroizing<String>, PullSecretError> {
+    let file = path.to_owned();
+    let read = blocking(move || {
         let mut text = Zeroizing::new(String::new());
-        File::open(path)?.take(MOST).read_to_string(&mut text)?;
+        File::open(file)?.take(MOST).read_to_string(&mut text)?;
         Ok::<_, std::io::Error>(text)
     });
-    let read = read.await.map_err(|why| Error::away(format!("read {shown}: {why}")))?;
-    read.map_err(|why| Error::away(format!("read {shown}: {why}; mount {what} there")))
+    let failed = |why| PullSecretError::away(format!("read {}: {why}; mount {what} there", path.display()));
+    read.await.map_err(failed)
 }

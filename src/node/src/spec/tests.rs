@@ -139,12 +139,12 @@ fn a_name_of_cri_o_is_split() {
 fn a_missing_pod_name_is_an_error() {
     for value in ["", "  "] {
         let error = parse(&sent(&[(SANDBOX_NAME, value)])).unwrap_err();
-        assert_eq!(error, Error::Missing { key: SANDBOX_NAME });
+        assert_eq!(error, Error::Missing(SANDBOX_NAME));
     }
     let mut none = sent(&[]);
     none.remove(SANDBOX_NAMESPACE);
-    assert_eq!(parse(&none).unwrap_err(), Error::Missing { key: SANDBOX_NAMESPACE });
-    assert_eq!(parse(&HashMap::new()).unwrap_err(), Error::Missing { key: SANDBOX_NAME });
+    assert_eq!(parse(&none).unwrap_err(), Error::Missing(SANDBOX_NAMESPACE));
+    assert_eq!(parse(&HashMap::new()).unwrap_err(), Error::Missing(SANDBOX_NAME));
 }
 
 #[test]

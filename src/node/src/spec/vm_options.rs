@@ -5,9 +5,8 @@
 use std::collections::HashMap;
 
 use peerpod_provider_api::{Arch, Confidential, CreateRequest, Market};
-use serde::{Deserialize, Serialize};
 
-use super::Error;
+use super::{Error, given};
 
 /// Processor architecture: `x86_64` (or `amd64`), `aarch64` (or `arm64`), `s390x`, `ppc64le`.
 pub(crate) const ARCH: &str = "io.peerpod/arch";
@@ -24,23 +23,18 @@ pub(crate) const PUBLIC_IP: &str = "io.peerpod/public-ip";
 const MOST_ZONES: usize = 32;
 
 /// The VM options; an option that was not set is `None` or empty.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Wishes {
-    /// [`ARCH`].
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Wishes {
     pub arch: Option<Arch>,
-    /// [`CONFIDENTIAL`].
     pub confidential: Option<Confidential>,
-    /// [`MARKET`].
     pub market: Option<Market>,
-    /// [`ZONES`].
     pub zones: Vec<String>,
-    /// [`PUBLIC_IP`].
     pub public_ip: Option<bool>,
 }
 
 impl Wishes {
     /// The name of each option in `node.vm-annotations`, and its annotation.
-    pub const ALL: [(&str, &str); 5] = [
+    pub(crate) const ALL: [(&str, &str); 5] = [
         ("arch", ARCH),
         ("confidential", CONFIDENTIAL),
         ("market", MARKET),
@@ -54,9 +48,8 @@ impl Wishes {
             key: &'static str,
             read: impl Fn(&str) -> Result<T, String>,
         ) -> Result<Option<T>, Error> {
-            let given = annotations.get(key).map(|value| value.trim()).filter(|value| !value.is_empty());
-            let bad = |value: &str, why| Error::Bad { key, value: value.chars().take(64).collect(), why };
-            given.map(|value| read(value).map_err(|why| bad(value, why))).transpose()
+            let value = Some(given(annotations, key)).filter(|value| !value.is_empty());
+            value.map(|value| read(value).map_err(|why| Error::bad(key, value, why))).transpose()
         }
         Ok(Wishes {
             arch: one(annotations, ARCH, arch)?,
@@ -68,7 +61,7 @@ impl Wishes {
     }
 
     /// Checks that a pod may set these options; `allowed` has names of [`Wishes::ALL`].
-    pub fn check(&self, allowed: &[String]) -> Result<(), String> {
+    pub(crate) fn check(&self, allowed: &[String]) -> Result<(), String> {
         let said = [
             self.arch.is_some(),
             self.confidential.is_some(),
@@ -76,11 +69,8 @@ impl Wishes {
             !self.zones.is_empty(),
             self.public_ip.is_some(),
         ];
-        match Wishes::ALL
-            .iter()
-            .zip(said)
-            .find(|((name, _), said)| *said && !allowed.iter().any(|one| one == name))
-        {
+        let is_refused = |name: &str, said| said && !allowed.iter().any(|one| one == name);
+        match Wishes::ALL.iter().zip(said).find(|((name, _), said)| is_refused(name, *said)) {
             None => Ok(()),
             Some(((name, key), _)) => Err(format!(
                 "annotation {key}: this node does not let pods choose that; remove it from the pod, or add {name} to \
@@ -89,8 +79,7 @@ impl Wishes {
         }
     }
 
-    /// Writes the options into a request.
-    pub fn ask(&self, request: &mut CreateRequest) {
+    pub(crate) fn ask(&self, request: &mut CreateRequest) {
         request.arch = self.arch;
         request.confidential = self.confidential;
         request.market = self.market;
@@ -99,7 +88,6 @@ impl Wishes {
     }
 }
 
-/// Reads [`ARCH`].
 pub(crate) fn arch(text: &str) -> Result<Arch, String> {
     let word = match text {
         "amd64" => "x86_64",
@@ -110,19 +98,16 @@ pub(crate) fn arch(text: &str) -> Result<Arch, String> {
         .ok_or_else(|| "not an architecture; write x86_64, aarch64, s390x or ppc64le".to_owned())
 }
 
-/// Reads [`CONFIDENTIAL`].
 pub(crate) fn confidential(text: &str) -> Result<Confidential, String> {
     Confidential::from_word(&text.replace('-', "_"))
         .ok_or_else(|| "not a technology; write sev, sev-snp, tdx or secure-execution".to_owned())
 }
 
-/// Reads [`MARKET`].
 pub(crate) fn market(text: &str) -> Result<Market, String> {
     Market::from_word(&text.replace('-', "_"))
         .ok_or_else(|| "not a market; write spot or on-demand".to_owned())
 }
 
-/// Reads [`ZONES`].
 pub(crate) fn zones(text: &str) -> Result<Vec<String>, String> {
     let mut zones: Vec<String> = Vec::new();
     for zone in text.split(',').map(str::trim).filter(|zone| !zone.is_empty()) {

@@ -24,7 +24,6 @@ const MAX_REQUEST: usize = 4096;
 /// Length limit of a common name (X.520).
 const MAX_COMMON_NAME: usize = 64;
 
-/// A CA's certificate and key.
 #[derive(Clone)]
 pub(super) struct Authority {
     pub(super) certificate: CertificateDer<'static>,
@@ -43,7 +42,6 @@ fn failed(what: &'static str) -> impl FnOnce(rcgen::Error) -> Error {
 }
 
 impl Authority {
-    /// Makes a new CA.
     pub(super) fn make(now: SystemTime, validity: Duration) -> Result<Authority, Error> {
         let key = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256).map_err(failed("make the CA's key"))?;
         let mut tag = [0; 4];
@@ -59,7 +57,6 @@ impl Authority {
         Ok(Authority { certificate, not_after, issuer: Arc::new(Issuer::new(params, key)) })
     }
 
-    /// Restores a CA from its stored parts.
     pub(super) fn restore(
         certificate: Vec<u8>,
         key: Vec<u8>,
@@ -101,7 +98,7 @@ impl Authority {
         now: SystemTime,
         validity: Duration,
     ) -> Result<Signed, Error> {
-        let (public_key, key_sha256) = request(csr)?;
+        let (public_key, _) = request(csr)?;
         let name: String = sandbox.chars().take(MAX_COMMON_NAME).collect();
         let mut params = self.leaf(&name, now, now + validity)?;
         let uri = format!("peerpod:sandbox:{sandbox}");
@@ -113,7 +110,6 @@ impl Authority {
         Ok(Signed {
             certificate_sha256: tls::fingerprint(leaf.der()),
             chain: vec![leaf.der().to_vec(), self.certificate.to_vec()],
-            key_sha256,
         })
     }
 
@@ -127,8 +123,7 @@ impl Authority {
     }
 }
 
-/// Returns the key in a guest's request, and its SHA-256. The request's own signature is verified, so the guest has the
-/// key.
+/// Returns the key in a guest's request, which its signature proves, and the key's SHA-256.
 pub(super) fn request(csr: &[u8]) -> Result<(PublicKey, [u8; 32]), Error> {
     if csr.len() > MAX_REQUEST {
         return Err(Error::Request("larger than any request for a P-256 key"));
@@ -170,7 +165,6 @@ fn whole_seconds(time: SystemTime) -> SystemTime {
     SystemTime::UNIX_EPOCH + Duration::from_secs(since.as_secs())
 }
 
-/// Whether the certificate holds this public key.
 fn contains(certificate: &[u8], key: &[u8]) -> bool {
     certificate.windows(key.len()).any(|window| window == key)
 }

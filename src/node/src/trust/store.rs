@@ -1,7 +1,7 @@
 //! Keeps the CA on disk: one versioned JSON file, 0600, written whole or not at all.
 
-use std::fs::{self, File};
-use std::io::{ErrorKind, Read};
+use std::fs;
+use std::io::{self, ErrorKind};
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::time::{Duration, SystemTime};
@@ -14,7 +14,6 @@ use serde::{Deserialize, Serialize};
 use super::authority::Authority;
 use super::{Authorities, Error};
 
-/// The version of the file's format.
 const VERSION: u64 = 1;
 
 /// Size limit of the file; three CAs have some 3 KiB.
@@ -43,7 +42,7 @@ struct KeptAuthority {
     not_after_ms: u64,
 }
 
-fn disk<'p>(what: &'static str, path: &'p Path) -> impl FnOnce(std::io::Error) -> Error + 'p {
+fn disk<'p>(what: &'static str, path: &'p Path) -> impl FnOnce(io::Error) -> Error + 'p {
     move |why| Error::Disk { what, path: path.to_owned(), why }
 }
 
@@ -55,19 +54,17 @@ pub(super) fn prepare(dir: &Path) -> Result<(), Error> {
 
 /// Reads the CA; `None`: it was never made.
 pub(super) fn read(path: &Path) -> Result<Option<Authorities>, Error> {
-    let file = match File::open(path) {
-        Ok(file) => file,
-        Err(why) if why.kind() == ErrorKind::NotFound => return Ok(None),
-        Err(why) => return Err(disk("open", path)(why)),
+    let damaged = |why: String| Error::Damaged { path: path.to_owned(), why };
+    let bytes = match files::read(path, MAX_FILE) {
+        Ok(Some(bytes)) => bytes,
+        Ok(None) => return Ok(None),
+        Err(why) if why.kind() == ErrorKind::FileTooLarge => {
+            return Err(damaged(format!("larger than {MAX_FILE} bytes")));
+        }
+        Err(why) => return Err(disk("read", path)(why)),
     };
     // A restored backup may have lost the mode.
-    file.set_permissions(fs::Permissions::from_mode(0o600)).map_err(disk("protect", path))?;
-    let damaged = |why: String| Error::Damaged { path: path.to_owned(), why };
-    let mut bytes = Vec::new();
-    file.take(MAX_FILE + 1).read_to_end(&mut bytes).map_err(disk("read", path))?;
-    if bytes.len() as u64 > MAX_FILE {
-        return Err(damaged(format!("larger than {MAX_FILE} bytes")));
-    }
+    fs::set_permissions(path, fs::Permissions::from_mode(0o600)).map_err(disk("protect", path))?;
     // serde's text would repeat its input, which may be a key: only the position is reported.
     let not_ours = |why: serde_json::Error| {
         damaged(format!("not in the format of this program, at line {}, column {}", why.line(), why.column()))
@@ -115,11 +112,12 @@ fn restore(kept: KeptAuthority) -> Result<Authority, &'static str> {
     Authority::restore(certificate, key, not_after).map_err(|_| "a certificate and its key are not a CA")
 }
 
-fn to_ms(time: SystemTime) -> u64 {
+/// Returns a time as milliseconds since 1970.
+pub(super) fn to_ms(time: SystemTime) -> u64 {
     let since = time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
     u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
 }
 
-fn from_ms(ms: u64) -> Option<SystemTime> {
+pub(super) fn from_ms(ms: u64) -> Option<SystemTime> {
     SystemTime::UNIX_EPOCH.checked_add(Duration::from_millis(ms))
 }

@@ -22,7 +22,7 @@ impl Temp {
     }
 
     fn open(&self) -> Trust {
-        Trust::open(&self.0, SystemTime::now()).unwrap()
+        Trust::open(&self.0, SystemTime::now(), Validity::default()).unwrap()
     }
 }
 
@@ -90,12 +90,11 @@ fn guest_and_relay_authenticate_by_signed_certificates() {
     let dir = Temp::new();
     let trust = dir.open();
     let guest = Guest::new();
-    let signed = trust.sign_guest("sandbox-1", &guest.csr).unwrap();
+    let signed = trust.sign_guest("sandbox-1", &guest.csr, SystemTime::now()).unwrap();
     assert_eq!(shake_with(&trust, &trust.ca_sha256(), None), Ok(None));
     let seen = shake_with(&trust, &trust.ca_sha256(), Some(guest.identity(&signed)));
     assert_eq!(seen, Ok(Some(signed.certificate_sha256)));
     assert_eq!(signed.chain.len(), 2);
-    assert_eq!(signed.key_sha256, Trust::csr_key_sha256(&guest.csr).unwrap());
 }
 
 #[test]
@@ -103,14 +102,14 @@ fn the_same_key_is_signed_again_and_another_one_has_another_hash() {
     let dir = Temp::new();
     let trust = dir.open();
     let (guest, other) = (Guest::new(), Guest::new());
-    let first = trust.sign_guest("a", &guest.csr).unwrap();
-    let second = trust.sign_guest("a", &guest.csr).unwrap();
-    assert_eq!(first.key_sha256, second.key_sha256);
+    let first = trust.sign_guest("a", &guest.csr, SystemTime::now()).unwrap();
+    let second = trust.sign_guest("a", &guest.csr, SystemTime::now()).unwrap();
+    let key = Trust::csr_key_sha256(&guest.csr).unwrap();
     assert_ne!(first.certificate_sha256, second.certificate_sha256);
-    assert_ne!(first.key_sha256, trust.sign_guest("a", &other.csr).unwrap().key_sha256);
+    assert_ne!(key, Trust::csr_key_sha256(&other.csr).unwrap());
     // The same key in a request with other names is the same key.
     let again = CertificateParams::new(vec!["x".to_owned()]).unwrap().serialize_request(&guest.key).unwrap();
-    assert_eq!(Trust::csr_key_sha256(again.der()).unwrap(), first.key_sha256);
+    assert_eq!(Trust::csr_key_sha256(again.der()).unwrap(), key);
 }
 
 #[test]
@@ -119,7 +118,7 @@ fn names_in_a_guests_request_are_ignored() {
     let trust = dir.open();
     let guest = Guest::new();
     let id = "s".repeat(128);
-    let signed = trust.sign_guest(&id, &guest.csr).unwrap();
+    let signed = trust.sign_guest(&id, &guest.csr, SystemTime::now()).unwrap();
     let leaf = String::from_utf8_lossy(&signed.chain[0]).into_owned();
     assert!(!leaf.contains(tls::SERVER_NAME));
     assert!(leaf.contains(&format!("peerpod:sandbox:{id}")));
@@ -135,7 +134,7 @@ fn the_relay_cannot_pass_for_a_guest_and_strangers_are_refused() {
     let relay = trust.relay_identity().unwrap();
     assert!(shake_with(&trust, &trust.ca_sha256(), Some(relay)).is_err());
     let guest = Guest::new();
-    let signed = stranger.sign_guest("a", &guest.csr).unwrap();
+    let signed = stranger.sign_guest("a", &guest.csr, SystemTime::now()).unwrap();
     assert!(shake_with(&trust, &trust.ca_sha256(), Some(guest.identity(&signed))).is_err());
     assert!(shake_with(&stranger, &trust.ca_sha256(), None).is_err());
 }
@@ -144,7 +143,7 @@ fn the_relay_cannot_pass_for_a_guest_and_strangers_are_refused() {
 fn invalid_certificate_requests_are_refused() {
     let dir = Temp::new();
     let trust = dir.open();
-    let refused = |csr: &[u8]| trust.sign_guest("a", csr).unwrap_err().to_string();
+    let refused = |csr: &[u8]| trust.sign_guest("a", csr, SystemTime::now()).unwrap_err().to_string();
     let guest = Guest::new();
     let mut forged = guest.csr.clone();
     *forged.last_mut().unwrap() ^= 1;
@@ -164,7 +163,7 @@ fn invalid_certificate_requests_are_refused() {
     assert!(refused(&[0x30; 4000]).contains("not a PKCS#10 request"));
     assert!(refused(&[0x30; 5000]).contains("larger than"));
     for cut in 0..guest.csr.len() {
-        assert!(trust.sign_guest("a", &guest.csr[..cut]).is_err(), "cut at {cut}");
+        assert!(trust.sign_guest("a", &guest.csr[..cut], SystemTime::now()).is_err(), "cut at {cut}");
     }
 }
 
@@ -213,7 +212,7 @@ fn a_damaged_or_newer_file_is_an_error_and_stays_as_it_is() {
         (&huge, "larger than"),
     ] {
         std::fs::write(&file, text).unwrap();
-        let error = Trust::open(&dir.0, SystemTime::now()).unwrap_err().to_string();
+        let error = Trust::open(&dir.0, SystemTime::now(), Validity::default()).unwrap_err().to_string();
         assert!(error.contains(told) && error.contains("ca.json"), "{error}");
         assert!(!error.contains(&key_of(&whole)), "{error}");
         assert_eq!(std::fs::read_to_string(&file).unwrap(), text);
@@ -226,7 +225,8 @@ fn a_damaged_or_newer_file_is_an_error_and_stays_as_it_is() {
 fn a_directory_that_cannot_be_written_is_an_error_that_names_it() {
     let dir = Temp::new();
     std::fs::write(&dir.0, "a file").unwrap();
-    let error = Trust::open(&dir.0.join("trust"), SystemTime::now()).unwrap_err().to_string();
+    let error =
+        Trust::open(&dir.0.join("trust"), SystemTime::now(), Validity::default()).unwrap_err().to_string();
     assert!(error.contains("/trust") && error.contains("state directory"), "{error}");
     std::fs::remove_file(&dir.0).unwrap();
 }
@@ -245,7 +245,7 @@ fn a_rotation_disconnects_no_guest_and_survives_restarts() {
     // A VM with user-data from before the rotation, and one that runs already.
     let born_before = trust.ca_sha256();
     let running = Guest::new();
-    let old = running.identity(&trust.sign_guest("a", &running.csr).unwrap());
+    let old = running.identity(&trust.sign_guest("a", &running.csr, SystemTime::now()).unwrap());
     let copy = |identity: &Identity| (identity.0.clone(), identity.1.clone_key());
     let whole =
         |trust: &Trust, pins: &[[u8; 32]], identity: &Identity| shake_with(trust, pins, Some(copy(identity)));
@@ -260,7 +260,7 @@ fn a_rotation_disconnects_no_guest_and_survives_restarts() {
     assert_eq!(trust.ca_sha256(), told);
     shake_with(&trust, &born_before, None).unwrap();
     whole(&trust, &told, &old).unwrap();
-    let new = running.identity(&trust.sign_guest("a", &running.csr).unwrap());
+    let new = running.identity(&trust.sign_guest("a", &running.csr, SystemTime::now()).unwrap());
     whole(&trust, &told, &new).unwrap();
     whole(&trust, &born_before, &new).unwrap();
 
@@ -288,22 +288,22 @@ fn a_rotation_is_due_in_the_last_third_and_an_expired_ca_is_replaced() {
     let dir = Temp::new();
     let validity = Validity { ca: DAY * 300, guest: DAY };
     let now = SystemTime::now();
-    let trust = Trust::open_with(&dir.0, now, validity).unwrap();
+    let trust = Trust::open(&dir.0, now, validity).unwrap();
     assert!(!trust.is_rotation_due(now + DAY * 199));
     assert!(trust.is_rotation_due(now + DAY * 201));
-    let again = Trust::open_with(&dir.0, now + DAY * 299, validity).unwrap();
+    let again = Trust::open(&dir.0, now + DAY * 299, validity).unwrap();
     assert_eq!(again.ca_sha256(), trust.ca_sha256());
-    let replaced = Trust::open_with(&dir.0, now + DAY * 301, validity).unwrap();
+    let replaced = Trust::open(&dir.0, now + DAY * 301, validity).unwrap();
     assert_ne!(replaced.ca_sha256(), trust.ca_sha256());
 }
 
 #[test]
 fn certificates_tolerate_clocks_a_day_behind_and_end_as_requested() {
     let dir = Temp::new();
-    let trust = Trust::open_with(&dir.0, SystemTime::now(), Validity { ca: DAY * 300, guest: DAY }).unwrap();
+    let trust = Trust::open(&dir.0, SystemTime::now(), Validity { ca: DAY * 300, guest: DAY }).unwrap();
     let guest = Guest::new();
     let at = |when: SystemTime| {
-        let signed = trust.sign_guest_at("a", &guest.csr, when).unwrap();
+        let signed = trust.sign_guest("a", &guest.csr, when).unwrap();
         shake_with(&trust, &trust.ca_sha256(), Some(guest.identity(&signed))).is_ok()
     };
     let (now, hour) = (SystemTime::now(), DAY / 24);
@@ -317,8 +317,8 @@ fn certificates_tolerate_clocks_a_day_behind_and_end_as_requested() {
 #[test]
 fn a_ticket_verifies_its_secret_and_never_prints_it() {
     let now = SystemTime::now();
-    let ticket = Ticket::new_at(now, Duration::from_secs(60)).unwrap();
-    let other = Ticket::new_at(now, Duration::from_secs(60)).unwrap();
+    let ticket = Ticket::new(now, Duration::from_secs(60)).unwrap();
+    let other = Ticket::new(now, Duration::from_secs(60)).unwrap();
     assert_ne!(ticket.id, other.id);
     assert_eq!(ticket.id.len(), 32);
     assert!(ticket.matches(ticket.secret().expose()));

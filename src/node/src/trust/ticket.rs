@@ -1,5 +1,4 @@
-//! One-time tickets with which newly booted VMs request their certificates. Pure except for random numbers; the ledger
-//! records their use.
+//! One-time tickets with which new VMs request their certificates. Pure except for random numbers.
 
 use std::time::{Duration, SystemTime};
 
@@ -9,13 +8,11 @@ use sha2::{Digest, Sha256};
 
 use super::Error;
 
-/// A one-time ticket. It goes into user-data and, before the cloud is called, into the ledger: serialising it writes
-/// the secret, Debug does not.
+/// A one-time ticket, for user-data and the ledger: serialising it writes the secret, Debug does not.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Ticket {
     /// 32 hex digits; not secret, it identifies the ticket in logs.
     pub id: String,
-    /// The secret that the VM must show.
     pub(crate) secret: TicketSecret,
     /// Expiry by the node's wall clock; in JSON milliseconds since 1970.
     #[serde(rename = "expires_ms", with = "millis")]
@@ -23,21 +20,9 @@ pub struct Ticket {
 }
 
 impl Ticket {
-    /// A new ticket that expires `ttl` from now by the system's clock.
-    ///
-    /// # Errors
-    /// The kernel gave no random bytes.
-    pub fn new(ttl: Duration) -> Result<Ticket, Error> {
-        Ticket::new_at(SystemTime::now(), ttl)
-    }
-
-    /// A new ticket that expires `ttl` after `now`.
-    ///
-    /// # Errors
-    /// The kernel gave no random bytes.
-    pub fn new_at(now: SystemTime, ttl: Duration) -> Result<Ticket, Error> {
-        let mut id = [0; 16];
-        let mut secret = [0; 32];
+    /// Makes a ticket that expires `ttl` after `now`.
+    pub(crate) fn new(now: SystemTime, ttl: Duration) -> Result<Ticket, Error> {
+        let (mut id, mut secret) = ([0; 16], [0; 32]);
         getrandom::fill(&mut id).map_err(Error::Random)?;
         getrandom::fill(&mut secret).map_err(Error::Random)?;
         Ok(Ticket { id: hex::encode(id), secret: TicketSecret::new(secret), expires: now + ttl })
@@ -66,20 +51,18 @@ impl Ticket {
 mod millis {
     //! Times as milliseconds since 1970.
 
-    use std::time::{Duration, SystemTime};
+    use std::time::SystemTime;
 
     use serde::de::Error as _;
     use serde::{Deserialize, Deserializer, Serializer};
 
+    use crate::trust::store::{from_ms, to_ms};
+
     pub(super) fn serialize<S: Serializer>(time: &SystemTime, serializer: S) -> Result<S::Ok, S::Error> {
-        let since = time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-        serializer.serialize_u64(u64::try_from(since.as_millis()).unwrap_or(u64::MAX))
+        serializer.serialize_u64(to_ms(*time))
     }
 
     pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<SystemTime, D::Error> {
-        let ms = u64::deserialize(deserializer)?;
-        SystemTime::UNIX_EPOCH
-            .checked_add(Duration::from_millis(ms))
-            .ok_or_else(|| D::Error::custom("an impossible time"))
+        from_ms(u64::deserialize(deserializer)?).ok_or_else(|| D::Error::custom("an impossible time"))
     }
 }

@@ -37,7 +37,6 @@ pub(super) struct VmPath {
     pub(super) mtu: u32,
 }
 
-/// A sandbox with connected tunnels.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Connected {
     pub(super) sandbox: String,
@@ -45,11 +44,9 @@ pub(super) struct Connected {
     pub(super) vm: IpAddr,
 }
 
-/// One kind of tunnel. All methods block and may be called for many sandboxes at once. A repeated call finds the
-/// existing state and completes it.
+/// One kind of tunnel. All methods block, and a repeated call completes the existing state.
 pub(super) trait Backend: Debug + Send + Sync {
-    /// Returns the namespace with the sockets that make the devices: a VXLAN device sends in the namespace of its
-    /// maker's socket.
+    /// Returns the namespace in which the devices are made: a VXLAN device sends where its maker's socket is.
     fn host(&self) -> &Host;
 
     /// Returns the properties that are fixed when a device is made. `v6`: whether node and VM use IPv6.
@@ -60,59 +57,31 @@ pub(super) trait Backend: Debug + Send + Sync {
         Shape { port: reserved.port, ..self.shape(reserved.v6) }
     }
 
-    /// Returns the range of UDP source ports, ends included, over which a sandbox's flows are spread; `None`: the
-    /// kernel's own.
+    /// Returns the UDP source ports of a sandbox's flows, ends included; `None`: the kernel's own.
     fn source_ports(&self) -> Option<(u16, u16)>;
 
-    /// Returns the present path to the VM.
-    ///
-    /// # Errors
-    /// [`Error::Path`] where there is no path, [`Error::Kernel`].
+    /// Returns the present path to the VM. Fails with [`Error::Path`] if there is no path.
     fn path(&self, reserved: &Reserved, vm: IpAddr) -> Result<VmPath, Error>;
 
-    /// Admits the VM's packets, and no other packets with the sandbox's VNIs. An earlier address of the VM is no longer
-    /// admitted. Called before the devices are up.
-    ///
-    /// # Errors
-    /// [`Error::Kernel`].
+    /// Admits only the VM's packets with the sandbox's VNIs, before the devices are up. Its earlier address is out.
     fn admit(&self, connected: &Connected) -> Result<(), Error>;
 
     /// Reverts [`Backend::admit`]: by the reservation or, where that was never recorded, by the VM's address.
-    ///
-    /// # Errors
-    /// [`Error::Kernel`].
     fn dismiss(&self, reserved: Option<&Reserved>, vm: Option<IpAddr>) -> Result<(), Error>;
 
-    /// Reverts everything that this process admitted for the sandbox: a stop during a change finds an incomplete
-    /// record.
-    ///
-    /// # Errors
-    /// [`Error::Kernel`].
+    /// Dismisses all that this process admitted for the sandbox: a stop during a change finds an incomplete record.
     fn forget(&self, _sandbox: &str) -> Result<(), Error> {
         Ok(())
     }
 
-    /// Admits exactly these sandboxes, at the start of a daemon. It also admits `stay`, the peers that are known only
-    /// by their devices. Returns the number of others that were dismissed.
-    ///
-    /// # Errors
-    /// [`Error::Kernel`].
+    /// Admits exactly these sandboxes and `stay`, at a daemon's start. Returns the number of others dismissed.
     fn reconcile(&self, connected: &[Connected], stay: &[Peer]) -> Result<usize, Error>;
-
-    /// Removes the state that the node has once for all sandboxes, if no sandbox needs it.
-    ///
-    /// # Errors
-    /// [`Error::Kernel`].
-    fn close(&self) -> Result<(), Error>;
 
     /// Returns the node's end for the guest's plan.
     fn underlay(&self, connected: &Connected, path: &VmPath) -> Underlay;
 
-    /// Adds the fields to the plan that only this kind has.
-    ///
-    /// # Errors
-    /// [`Error::Path`] while the guest could not find the node yet.
-    fn finish(&self, _plan: &mut NetworkPlan, _connected: &Connected, _path: &VmPath) -> Result<(), Error> {
+    /// Adds this kind's fields to the plan. Fails with [`Error::Path`] while the guest could not find the node yet.
+    fn finish(&self, _plan: &mut NetworkPlan, _path: &VmPath) -> Result<(), Error> {
         Ok(())
     }
 }
@@ -120,17 +89,13 @@ pub(super) trait Backend: Debug + Send + Sync {
 /// The kinds that this node has.
 #[derive(Debug)]
 pub(super) struct Backends {
-    /// The kind of new sandboxes.
-    chosen: TunnelKind,
+    pub chosen: TunnelKind,
     rows: Vec<(TunnelKind, Arc<dyn Backend>)>,
-    wireguard: Option<Arc<Wireguard>>,
+    pub wireguard: Option<Arc<Wireguard>>,
 }
 
 impl Backends {
-    /// Opens the kinds in the network namespace of the calling thread.
-    ///
-    /// # Errors
-    /// The chosen kind cannot be used.
+    /// Opens the kinds in the network namespace of the calling thread. Fails if the chosen kind cannot be used.
     pub(super) fn open(config: &TunnelConfig) -> Result<Backends, Error> {
         let mut rows: Vec<(TunnelKind, Arc<dyn Backend>)> = Vec::new();
         match Vxlan::open(config) {
@@ -158,24 +123,10 @@ impl Backends {
         Ok(Backends { chosen: config.kind, rows, wireguard })
     }
 
-    /// Returns the encrypted kind, where there is one.
-    pub(super) fn wireguard(&self) -> Option<&Arc<Wireguard>> {
-        self.wireguard.as_ref()
-    }
-
-    /// Returns the kind of new sandboxes.
-    pub(super) fn chosen(&self) -> TunnelKind {
-        self.chosen
-    }
-
-    /// Returns the backend of a kind.
-    ///
-    /// # Errors
-    /// [`Error::CannotCarry`] where this node does not have the kind (another configuration than when the sandbox was
-    /// made).
+    /// Returns the backend of a kind, which a node with another configuration may lack.
     pub(super) fn of(&self, kind: TunnelKind) -> Result<&dyn Backend, Error> {
-        let row = self.rows.iter().find(|(of, _)| *of == kind);
-        row.map(|(_, backend)| backend.as_ref()).ok_or_else(|| {
+        let backend = self.all().find(|(of, _)| *of == kind).map(|(_, backend)| backend);
+        backend.ok_or_else(|| {
             let what = format!(
                 "its tunnel is of the kind {kind:?}, which this node does not support; see `tunnel.kind`"
             );
@@ -183,7 +134,6 @@ impl Backends {
         })
     }
 
-    /// Returns all kinds.
     pub(super) fn all(&self) -> impl Iterator<Item = (TunnelKind, &dyn Backend)> {
         self.rows.iter().map(|(kind, backend)| (*kind, backend.as_ref()))
     }
@@ -207,7 +157,6 @@ impl Host {
         Host { open: Netns::netfilter, ..Host::new(netns) }
     }
 
-    /// Returns the namespace.
     pub(super) fn netns(&self) -> &Netns {
         &self.netns
     }

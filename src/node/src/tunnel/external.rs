@@ -32,11 +32,9 @@ impl Way {
     }
 }
 
-/// Egress of the pods' default routes by their VMs' own network instead of the tunnel. NetworkPolicy does not see that
-/// traffic: it never passes the node.
+/// Egress of the pods' default routes by their VMs' own network, past the node and its NetworkPolicy.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct External {
-    /// The NIC of the VM.
     pub way: Way,
     /// Prefixes that stay in the tunnel besides the pod's own routes: pods, services, nodes.
     pub cluster_cidrs: Vec<String>,
@@ -47,32 +45,28 @@ pub struct External {
 impl External {
     /// Writes it for a plan; `node` is the node's address towards the VM.
     pub(super) fn write(&self, node: IpAddr, own: &[IpAddr]) -> guest::External {
-        let mut wire = guest::External::new();
-        wire.way = self.way.name().to_owned();
-        wire.cluster_cidrs.clone_from(&self.cluster_cidrs);
-        wire.allow.clone_from(&self.allow);
         let others = own.iter().filter(|address| **address != node);
-        wire.node_addresses =
-            std::iter::once(&node).chain(others).take(MOST_ADDRESSES).map(ToString::to_string).collect();
-        wire
+        let node_addresses = [&node].into_iter().chain(others).take(MOST_ADDRESSES);
+        guest::External {
+            way: self.way.name().to_owned(),
+            cluster_cidrs: self.cluster_cidrs.clone(),
+            allow: self.allow.clone(),
+            node_addresses: node_addresses.map(ToString::to_string).collect(),
+            ..guest::External::default()
+        }
     }
 }
 
-/// The configured egress, and the node's own addresses as of the last change of its network. They are read at each
-/// change and not per pod, because a node has hundreds of devices.
+/// The configured egress, and the node's own addresses, read at each change of its network and not per pod.
 #[derive(Debug)]
 pub(super) struct Outside {
-    wanted: External,
-    /// The node's namespace.
+    pub(super) wanted: External,
     host: Netns,
     own: Mutex<Arc<Vec<IpAddr>>>,
 }
 
 impl Outside {
     /// Opens it in the network namespace of the calling thread.
-    ///
-    /// # Errors
-    /// [`Error::Netns`].
     pub(super) fn open(wanted: External) -> Result<Outside, Error> {
         let outside = Outside { wanted, host: Netns::current()?, own: Mutex::default() };
         outside.inspect()?;
@@ -80,16 +74,12 @@ impl Outside {
     }
 
     /// Reads the node's addresses; returns whether they have changed.
-    ///
-    /// # Errors
-    /// [`Error::Netns`].
     pub(super) fn inspect(&self) -> Result<bool, Error> {
         let failed = |source| Error::Netns { attempt: "enter", path: self.host.path().to_owned(), source };
         let mut now = self.host.run(own_addresses).map_err(failed)?;
         now.sort_unstable();
         now.dedup();
-        // Addresses within the cluster's prefixes keep to the tunnel anyway: a proxy may hold the address of every
-        // service.
+        // Addresses within the cluster's prefixes keep to the tunnel anyway: a proxy may hold every service's.
         let cluster: Vec<_> = self.wanted.cluster_cidrs.iter().filter_map(|text| prefix(text)).collect();
         let covers = |of: &(IpAddr, u8), address: IpAddr| {
             of.0.is_ipv6() == address.is_ipv6() && network(of.0, of.1) == network(address, of.1)
@@ -107,27 +97,17 @@ impl Outside {
     pub(super) fn own(&self) -> Arc<Vec<IpAddr>> {
         self.own.lock().clone()
     }
-
-    /// Writes it for a plan; `node` is the node's address towards the VM.
-    pub(super) fn write(&self, node: IpAddr) -> guest::External {
-        self.wanted.write(node, &self.own())
-    }
 }
 
-/// Whether a text is a prefix in the form of `tunnel.cluster-cidrs`: an address and the bits of its network.
-pub fn is_prefix(text: &str) -> bool {
-    prefix(text).is_some()
-}
-
-fn prefix(text: &str) -> Option<(IpAddr, u8)> {
+/// Parses a prefix in the form of `tunnel.cluster-cidrs`: an address and the bits of its network.
+pub(crate) fn prefix(text: &str) -> Option<(IpAddr, u8)> {
     let (address, bits) = text.split_once('/')?;
     let (address, bits) = (address.parse::<IpAddr>().ok()?, bits.parse().ok()?);
     let most = if address.is_ipv6() { 128 } else { 32 };
     (bits <= most).then_some((address, bits))
 }
 
-/// Returns this namespace's own addresses that other hosts can send from or to, in the kernel's order, which
-/// varies.
+/// Returns this namespace's own addresses that other hosts can reach, in the kernel's order, which varies.
 pub(crate) fn own_addresses() -> Vec<IpAddr> {
     let Ok(interfaces) = nix::ifaddrs::getifaddrs() else { return Vec::new() };
     let ips = interfaces.filter_map(|interface| {
@@ -168,7 +148,7 @@ mod tests {
             ("x/8", false),
             ("", false),
         ] {
-            assert_eq!(is_prefix(text), is, "{text}");
+            assert_eq!(prefix(text).is_some(), is, "{text}");
         }
     }
 }

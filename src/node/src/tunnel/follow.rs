@@ -1,11 +1,7 @@
 //! Decides which changes of a running pod's network its VM follows. Pure: compares the recorded state with the present
-//! one.
-//!
-//! Additions, changes and removals by the CNI are followed. Entries that are missing because an interface was down are
-//! not. The kernel drops routes and addresses then, although the CNI did not remove them, and the VM still has them.
-//! The kernel counts how often an interface lost its carrier. As long as that count is unchanged, missing entries were
-//! removed on purpose. An address with a lifetime may expire here although the VM, which receives the routers'
-//! advertisements, keeps it alive: it stays.
+//! one. Changes by the CNI are followed. Entries that are missing because an interface was down are not: the kernel
+//! drops them then, and the VM still has them. As long as the kernel counts no lost carrier, missing entries were
+//! removed on purpose. An address with a lifetime may expire here although the VM keeps it alive: it stays.
 
 use std::fmt;
 
@@ -14,9 +10,8 @@ use peerpod_podnet::inspect::{Address, Interface, Neighbour, PodNetworkState, Ro
 /// Number of changes that are listed; more are counted.
 const LISTED: usize = 8;
 
-/// Result of another inspection.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Merged {
+pub(crate) struct Merged {
     /// The network that the VM must have now.
     pub seen: PodNetworkState,
     /// The differences from the record, as text; empty: none.
@@ -28,7 +23,7 @@ pub struct Merged {
 }
 
 /// Merges `now` into `recorded`. `fell` returns whether the interface of this index lost its carrier meanwhile.
-pub fn merge(recorded: &PodNetworkState, now: PodNetworkState, fell: &dyn Fn(u32) -> bool) -> Merged {
+pub(crate) fn merge(recorded: &PodNetworkState, now: PodNetworkState, fell: &dyn Fn(u32) -> bool) -> Merged {
     let mut changes = Changes::default();
     let mut left = Changes::default();
     let (mut interfaces, mut kept) = (Vec::with_capacity(now.interfaces.len()), Vec::new());
@@ -159,7 +154,6 @@ fn keep<T: Clone>(
     after.extend(gone.into_iter().filter(|gone| stays(gone)).cloned());
 }
 
-/// A bounded list of texts.
 #[derive(Default)]
 struct Changes {
     listed: Vec<String>,

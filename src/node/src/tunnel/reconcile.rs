@@ -19,28 +19,21 @@ const THREADS: usize = 4;
 
 /// A sandbox that has, or may have, state in a pod's namespace.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Live {
-    /// Its id.
+pub(crate) struct Live {
     pub sandbox: String,
-    /// Its namespace, by path and identity. `None`: not known (a record that cannot be read); then its state stays in
-    /// every namespace.
+    /// Its namespace; `None`: a record that cannot be read. Its state then stays in every namespace.
     pub netns: Option<(PathBuf, NetnsId)>,
-    /// The tunnels that were reserved for it.
     pub reserved: Option<Reserved>,
     /// Address of the VM at the other end of its tunnels.
     pub vm: Option<IpAddr>,
 }
 
-/// Result of [`super::Tunnel::reconcile`].
+/// Numbers of namespaces inspected, and of tunnel devices, redirects and filter elements removed.
 #[derive(Debug, Default)]
-pub struct Reconciled {
-    /// Number of namespaces that were inspected.
+pub(crate) struct Reconciled {
     pub looked: usize,
-    /// Number of tunnel devices that were removed.
     pub devices: usize,
-    /// Number of redirects that were removed from a pod's interface.
     pub redirects: usize,
-    /// Number of elements that were removed from the filter.
     pub elements: usize,
     /// Sandboxes of the removed devices, where the devices name them.
     pub sandboxes: Vec<String>,
@@ -55,7 +48,7 @@ impl Tunnel {
     /// Inspects each namespace of [`super::TunnelConfig::netns_dir`] and those of the live sandboxes once. Only state
     /// with this owner's mark is touched. A tunnel that is connected during the call must be in `live`: call it before
     /// sandboxes are served.
-    pub fn reconcile(&self, live: &[Live]) -> Reconciled {
+    pub(crate) fn reconcile(&self, live: &[Live]) -> Reconciled {
         let mut done = Reconciled::default();
         let paths: Vec<PathBuf> =
             live.iter().filter_map(|l| l.netns.as_ref().map(|(path, _)| path.clone())).collect();
@@ -101,9 +94,7 @@ fn connected(live: &Live, kind: TunnelKind) -> Option<Connected> {
     Some(Connected { sandbox: live.sandbox.clone(), reserved, vm: live.vm? })
 }
 
-type Result<T> = std::result::Result<T, Vec<Error>>;
-
-fn sweep_all(owner: Owner, live: &[Live], paths: &[PathBuf]) -> Vec<(PathBuf, Result<Swept>)> {
+fn sweep_all(owner: Owner, live: &[Live], paths: &[PathBuf]) -> Vec<(PathBuf, Result<Swept, Vec<Error>>)> {
     let next = AtomicUsize::new(0);
     let all = Mutex::new(Vec::with_capacity(paths.len()));
     std::thread::scope(|scope| {
@@ -119,7 +110,7 @@ fn sweep_all(owner: Owner, live: &[Live], paths: &[PathBuf]) -> Vec<(PathBuf, Re
     all.into_inner()
 }
 
-fn sweep_one(owner: Owner, live: &[Live], path: &Path) -> Result<Swept> {
+fn sweep_one(owner: Owner, live: &[Live], path: &Path) -> Result<Swept, Vec<Error>> {
     let netns = Netns::open(path).map_err(|e| vec![e])?;
     // A sandbox that lives in another namespace keeps nothing in this one.
     let here: Vec<&str> = live

@@ -1,5 +1,4 @@
-//! Defines a reservation of tunnels, as the ledger keeps it: version 2, one entry per carried interface. Version 1, of
-//! one device, is still read; it had neither the kind nor the interface.
+//! Defines a reservation of tunnels, as the ledger keeps it: version 2. Version 1, of one device, is still read.
 
 use peerpod_podnet::inspect::PodNetworkState;
 use peerpod_podnet::plan::Carry;
@@ -49,21 +48,20 @@ pub struct Device {
 }
 
 impl Device {
-    /// Returns the part that the kernel holds.
-    pub fn held(&self) -> Held {
+    pub(super) fn held(&self) -> Held {
         Held { vni: self.vni, ifindex: self.ifindex }
     }
 }
 
 impl Reserved {
     /// Returns the tunnel of one of the pod's interfaces.
-    pub fn device_of(&self, interface: u32, is_primary: bool) -> Option<&Device> {
+    pub(super) fn device_of(&self, interface: u32, is_primary: bool) -> Option<&Device> {
         let exact = self.devices.iter().find(|device| device.interface == interface);
         exact.or_else(|| self.devices.iter().find(|device| is_primary && device.interface == 0))
     }
 
     /// Whether each interface in `seen` has its tunnel, and no other interface has one.
-    pub fn carries(&self, seen: &PodNetworkState) -> bool {
+    pub(crate) fn carries(&self, seen: &PodNetworkState) -> bool {
         let has = |(at, index): (usize, u32)| self.device_of(index, at == 0).is_some();
         self.devices.len() == seen.interfaces.len()
             && seen.interfaces.iter().map(|interface| interface.index).enumerate().all(has)
@@ -75,14 +73,13 @@ impl Reserved {
     }
 
     /// Whether both hold the same VNIs, so that a guest's plan for one is true for the other.
-    pub fn is_same(&self, other: &Reserved) -> bool {
+    pub(crate) fn is_same(&self, other: &Reserved) -> bool {
         let vnis = |reserved: &Reserved| reserved.devices.iter().map(|d| d.vni).collect::<Vec<_>>();
         (self.kind, self.v6, self.port) == (other.kind, other.v6, other.port) && vnis(self) == vnis(other)
     }
 }
 
-/// Assigns one device to each interface: the recorded one, or else the first free number. VNI 0 means that the VNI is
-/// not known yet.
+/// Assigns one device to each interface: the recorded one, or else the first free number, without a VNI (0).
 pub(super) fn assign(interfaces: &[u32], recorded: Option<&Reserved>) -> Vec<Device> {
     let known = |at: usize, interface: u32| {
         let device = recorded.and_then(|recorded| recorded.device_of(interface, at == 0))?;

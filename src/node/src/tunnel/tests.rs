@@ -137,7 +137,6 @@ fn the_table_is_removed_with_the_last_sandbox() {
     assert_eq!(world.tables("node").len(), 1);
     assert_eq!(tunnel.reconcile(&[]).elements, 1);
     assert!(!table(&world, "node"));
-    tunnel.close().unwrap();
 }
 
 #[test]

@@ -85,10 +85,6 @@ impl Backend for Vxlan {
         anti_spoof.reconcile(&all)
     }
 
-    fn close(&self) -> Result<(), Error> {
-        self.anti_spoof.as_ref().map_or(Ok(()), AntiSpoof::close)
-    }
-
     fn underlay(&self, connected: &Connected, path: &VmPath) -> Underlay {
         Underlay {
             node: path.node,

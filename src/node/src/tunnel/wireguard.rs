@@ -1,10 +1,9 @@
 //! Implements the encrypted kind: VXLAN inside WireGuard, which works where the VM is behind a NAT or reached over a
 //! public network. The sockets of the VXLAN devices are in a private namespace with a TUN device as the only exit. The
 //! relay, which survives this daemon, carries the packets of the TUN device. This module holds the key, the namespace,
-//! the relay's descriptors, and the inner address of each VM. State that other programs delete is made anew (`mend`),
-//! with the same routes, and passed to the relay again.
+//! the relay's descriptors, and the inner address of each VM. It makes anew what other programs delete (`mend`).
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket};
 use std::os::fd::{AsFd, OwnedFd};
@@ -15,7 +14,7 @@ use base64::Engine as _;
 use base64::prelude::BASE64_STANDARD;
 use parking_lot::Mutex;
 use peerpod_base::fd_handoff;
-use peerpod_podnet::netns::{Netns, delete_named};
+use peerpod_podnet::netns::Netns;
 use peerpod_podnet::nft::Peer;
 use peerpod_podnet::plan::Underlay;
 use peerpod_podnet::vxlan::Shape;
@@ -34,11 +33,10 @@ use key::Key;
 mod key;
 
 /// Name of the encrypted kind in plans and in handoffs.
-pub const KIND: &str = "wireguard";
+pub(crate) const KIND: &str = "wireguard";
 /// Overhead of the inner VXLAN, over IPv4.
 const VXLAN_OVERHEAD: u32 = 50;
-/// Path MTU where no route leads to the VM's own address, because it is behind a NAT: the size that every network
-/// carries.
+/// Path MTU to a VM behind a NAT, to which no route leads: the size that every network carries.
 const UNKNOWN_PATH: u32 = 1280;
 /// MTU of the TUN device: each VM has a route with the size that fits on its own path.
 const DEVICE_MTU: u32 = 65_000;
@@ -63,7 +61,6 @@ pub struct WireguardConfig {
 /// The encrypted kind, which also supplies the relay with the descriptors that it needs.
 #[derive(Debug)]
 pub struct Wireguard {
-    /// The private namespace.
     host: Host,
     /// The node's own namespace, for the path to a VM.
     outside: Host,
@@ -71,8 +68,7 @@ pub struct Wireguard {
     config: WireguardConfig,
     vxlan_port: u16,
     key: Key,
-    /// Size that fits on each VM's path, by inner address: the existing routes. Held while they are changed. Lock
-    /// order: `routed` before `state`.
+    /// Size that fits on each VM's path, by inner address: the existing routes. Locked before `state`.
     routed: Mutex<HashMap<Ipv4Addr, u32>>,
     state: Mutex<State>,
     /// Ticks when guests must use another endpoint of the relay.
@@ -86,28 +82,16 @@ struct State {
     /// The relay must receive `tun` even if it reports that it holds a device: this one was made anew.
     owed: bool,
     socket: Option<UdpSocket>,
-    /// The port on which the relay carries packets.
     port: Option<u16>,
-    /// Addresses at which guests find the relay.
     endpoints: Vec<IpAddr>,
 }
 
-/// Descriptors and data that the relay must receive.
-#[derive(Debug)]
+/// Descriptors and data that the relay must receive. Without Debug, so that no log shows the key.
 pub struct FdHandoff {
     /// Data that accompany the descriptors, with the private key.
-    pub detail: FdHandoffDetail,
+    pub detail: Value,
     /// The descriptors with their names.
     pub descriptors: Vec<(String, OwnedFd)>,
-}
-
-/// Data that accompany the descriptors. They hold a private key, which Debug does not show.
-pub struct FdHandoffDetail(pub Value);
-
-impl std::fmt::Debug for FdHandoffDetail {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("FdHandoffDetail")
-    }
 }
 
 fn failed(attempt: impl Into<String>) -> impl FnOnce(io::Error) -> Error {
@@ -154,22 +138,19 @@ impl Wireguard {
     }
 
     /// Returns the private namespace, to watch for changes by other programs.
-    pub fn inside(&self) -> &Netns {
+    pub(crate) fn inside(&self) -> &Netns {
         self.inner.netns()
     }
 
-    /// Returns the identity of the private namespace. The relay repeats it, which shows whether it carries this
-    /// namespace's packets.
+    /// Returns the private namespace's identity, which the relay repeats while it carries the packets of this one.
     fn inside_id(&self) -> String {
         let id = self.inner.netns().id();
         format!("{}:{}", id.dev, id.inode)
     }
 
     /// Repairs the private namespace, and compares it with the state that the relay reports. Returns the descriptors
-    /// that the relay must receive instead, or `None` where its state is right. Blocks.
-    ///
-    /// # Errors
-    /// [`Error::Kernel`]: another program holds the device or the port.
+    /// that the relay must receive instead, or `None` where its state is right. Fails if another program holds the
+    /// device or the port. Blocks.
     pub fn wanted(&self, held: Option<&Value>) -> Result<Option<FdHandoff>, Error> {
         self.mend(&self.routed.lock())?;
         let text = |field: &str| held.and_then(|held| held.get(field)).and_then(Value::as_str);
@@ -187,11 +168,9 @@ impl Wireguard {
             fd.try_clone_to_owned().map_err(failed("copy a descriptor of the encrypted tunnel"))
         };
         let Some(tun) = &state.tun else {
-            let why = io::Error::new(
-                io::ErrorKind::ResourceBusy,
-                "another process, not a relay of this node, holds it",
-            );
-            return Err(failed(format!("open the TUN device in {}", self.config.netns.display()))(why));
+            let why = "another process, not a relay of this node, holds it";
+            let attempt = format!("open the TUN device in {}", self.config.netns.display());
+            return Err(failed(attempt)(io::Error::new(io::ErrorKind::ResourceBusy, why)));
         };
         let mut descriptors = vec![("tun".to_owned(), copy(tun.as_fd())?)];
         if state.socket.is_none() {
@@ -208,7 +187,7 @@ impl Wireguard {
         let private = self.key.private.expose();
         let detail =
             json!({ "private_key": BASE64_STANDARD.encode(private.as_slice()), "inside": self.inside_id() });
-        Ok(Some(FdHandoff { detail: FdHandoffDetail(detail), descriptors }))
+        Ok(Some(FdHandoff { detail, descriptors }))
     }
 
     /// Restores state that other programs deleted: the namespace's name, the device, its address, routes to VMs.
@@ -218,10 +197,10 @@ impl Wireguard {
             tracing::warn!(path = %self.config.netns.display(), "the encrypted tunnel's namespace had lost its name; the node restored it");
         }
         if device {
-            let device = wireguard::DEVICE;
+            let (device, anew) = (wireguard::DEVICE, tun.is_some());
             tracing::warn!(
                 device,
-                anew = tun.is_some(),
+                anew,
                 "the encrypted tunnel's device, address or routes were deleted; the node restored them"
             );
         }
@@ -286,16 +265,11 @@ impl Wireguard {
         }
     }
 
-    /// Sets the node's addresses at which guests find the relay, best first. The same addresses in another order are no
-    /// change.
-    pub fn found_at(&self, addresses: Vec<IpAddr>) {
-        let sorted = |addresses: &[IpAddr]| {
-            let mut sorted = addresses.to_vec();
-            sorted.sort_unstable();
-            sorted
-        };
+    /// Sets the node's addresses at which guests find the relay, best first. Another order is no change.
+    pub(crate) fn found_at(&self, addresses: Vec<IpAddr>) {
+        let set = |addresses: &[IpAddr]| addresses.iter().copied().collect::<BTreeSet<_>>();
         let mut state = self.state.lock();
-        if sorted(&state.endpoints) != sorted(&addresses) {
+        if set(&state.endpoints) != set(&addresses) {
             state.endpoints = addresses;
             drop(state);
             self.news.send_modify(|count| *count += 1);
@@ -340,10 +314,6 @@ impl Backend for Wireguard {
     fn shape(&self, _v6: bool) -> Shape {
         // The inner network is always IPv4, independent of the outer one.
         Shape { port: self.vxlan_port, v6: false, udp_checksum: false }
-    }
-
-    fn shape_of(&self, reserved: &Reserved) -> Shape {
-        Shape { port: reserved.port, ..self.shape(false) }
     }
 
     fn source_ports(&self) -> Option<(u16, u16)> {
@@ -393,10 +363,6 @@ impl Backend for Wireguard {
         Ok(0)
     }
 
-    fn close(&self) -> Result<(), Error> {
-        if self.routed.lock().is_empty() { delete_named(&self.config.netns) } else { Ok(()) }
-    }
-
     fn underlay(&self, connected: &Connected, path: &VmPath) -> Underlay {
         Underlay {
             node: path.local,
@@ -407,7 +373,7 @@ impl Backend for Wireguard {
         }
     }
 
-    fn finish(&self, plan: &mut NetworkPlan, _connected: &Connected, path: &VmPath) -> Result<(), Error> {
+    fn finish(&self, plan: &mut NetworkPlan, path: &VmPath) -> Result<(), Error> {
         let state = self.state.lock();
         let port = state.port.ok_or_else(|| Error::Path {
             peer: path.remote,
@@ -430,6 +396,6 @@ impl Backend for Wireguard {
 }
 
 /// Returns the path that names the private namespace.
-pub fn netns_in(run_dir: &Path) -> PathBuf {
+pub(crate) fn netns_in(run_dir: &Path) -> PathBuf {
     run_dir.join("wireguard.netns")
 }

@@ -17,7 +17,6 @@ use serde::Deserialize;
 
 use super::PodVolume;
 
-/// Name of the description file.
 const FILE: &str = "mountInfo.json";
 /// Size limit of a description, which has some hundred bytes.
 const MAX_FILE: u64 = 64 << 10;
@@ -32,16 +31,11 @@ struct MountInfo {
     device: String,
     #[serde(default)]
     fstype: String,
-    #[serde(default)]
     metadata: Option<BTreeMap<String, String>>,
-    #[serde(default)]
     options: Option<Vec<String>>,
 }
 
-/// Returns the direct volumes of the pod with this UID.
-///
-/// # Errors
-/// A text. A volume that cannot be understood is an error: a pod must not start with fewer volumes than it asked for.
+/// Returns the pod's direct volumes. One that cannot be understood is an error: no pod starts with fewer volumes.
 pub(super) fn of_pod(folder: &Path, uid: &str) -> Result<Vec<PodVolume>, String> {
     let failed = |error: io::Error| format!("read direct volumes in {}: {error}", folder.display());
     let entries = match fs::read_dir(folder) {
@@ -61,9 +55,8 @@ pub(super) fn of_pod(folder: &Path, uid: &str) -> Result<Vec<PodVolume>, String>
         match read(&path).and_then(|info| volume(info, target, &name)) {
             // A folder that was made for another purpose, or that is being removed.
             Err(why) if why == GONE => {}
-            volume => {
-                found.push(volume.map_err(|why| format!("direct volume {name} ({}): {why}", path.display()))?)
-            }
+            Err(why) => return Err(format!("direct volume {name} ({}): {why}", path.display())),
+            Ok(volume) => found.push(volume),
         }
     }
     found.sort_by(|one, other| one.volume.id.cmp(&other.volume.id));
@@ -111,9 +104,8 @@ fn volume(info: MountInfo, target_path: PathBuf, name: &str) -> Result<PodVolume
     let metadata = info.metadata.unwrap_or_default();
     for key in ["encrypt-type", "encryptionKey"] {
         if metadata.get(key).is_some_and(|value| !value.is_empty()) {
-            return Err(format!(
-                "it is to be encrypted ({key}), which this version does not support; leave it out"
-            ));
+            let why = "which this version does not support; leave it out";
+            return Err(format!("it is to be encrypted ({key}), {why}"));
         }
     }
     let disk = metadata.get("cloud-volume-path").filter(|path| !path.is_empty()).unwrap_or(&info.device);

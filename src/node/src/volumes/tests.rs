@@ -48,7 +48,7 @@ fn handles(volumes: &Volumes, pod: &PodRef) -> Vec<String> {
 #[test]
 fn a_pod_gets_its_own_volumes_and_an_unknown_pod_none() {
     let folder = Folder::new("own");
-    let volumes = Volumes::new(&folder.0, None);
+    let volumes = Volumes::new(&folder.0, None, None);
     assert_eq!(handles(&volumes, &pod(None)), [""; 0]);
     volumes.records.put(&record("u-1", "a", Attach::Provider)).unwrap();
     assert_eq!(handles(&volumes, &pod(None)), ["a"], "one pod of that name");
@@ -62,7 +62,7 @@ fn a_pod_gets_its_own_volumes_and_an_unknown_pod_none() {
 #[test]
 fn two_pods_of_one_name_are_distinguished_or_refused() {
     let folder = Folder::new("two");
-    let volumes = Volumes::new(&folder.0, None);
+    let volumes = Volumes::new(&folder.0, None, None);
     volumes.records.put(&record("u-1", "a", Attach::Provider)).unwrap();
     volumes.records.put(&record("u-2", "b", Attach::Provider)).unwrap();
     let error = volumes.of_pod(&pod(None)).unwrap_err();
@@ -70,7 +70,7 @@ fn two_pods_of_one_name_are_distinguished_or_refused() {
     assert_eq!(handles(&volumes, &pod(Some("u-2"))), ["b"], "CRI-O sends the UID");
     let known = |uids: Vec<&'static str>| {
         let pods: Pods = Arc::new(move |_, _| uids.iter().map(|uid| (*uid).to_owned()).collect());
-        Volumes::new(&folder.0, Some(pods))
+        Volumes::new(&folder.0, None, Some(pods))
     };
     assert!(known(vec!["u-1"]).of_pod(&pod(None)).is_err(), "the watch may not have shown the new one yet");
     volumes.note_vm("u-1", "s", None, false).unwrap();
@@ -88,11 +88,11 @@ fn two_pods_of_one_name_are_distinguished_or_refused() {
 #[tokio::test]
 async fn a_drivers_attachment_counts_for_its_vm_alone() {
     let folder = Folder::new("driver");
-    let volumes = Volumes::new(&folder.0, None);
+    let volumes = Volumes::new(&folder.0, None, None);
     let record = record("u-1", "a", Attach::Driver);
     volumes.records.put(&record).unwrap();
     let found = volumes.of_pod(&pod(None)).unwrap().unwrap();
-    assert!(found.disks().is_empty() && !found.is_ready() && found.volumes[0].is_drivers());
+    assert!(found.disks().is_empty() && !found.is_ready());
     volumes.note_vm("u-1", "s", Some("i-2"), false).unwrap();
     let attached = |instance: &str| peerpod_volume::records::Attached {
         version: VERSION,
@@ -148,14 +148,14 @@ fn a_pod_with_an_unattachable_volume_gets_no_vm() {
     chap.volume.source =
         Source::Iscsi { portals: vec!["p:1".into()], iqn: "iqn".into(), lun: 0, secret: Some(secret) };
     Records::new(&folder.0).put(&chap).unwrap();
-    let why = Volumes::new(&folder.0, None).of_pod(&pod(None)).unwrap_err();
+    let why = Volumes::new(&folder.0, None, None).of_pod(&pod(None)).unwrap_err();
     assert!(why.contains("secret shop/chap") && why.contains("volume v"), "{why}");
 }
 
 #[test]
 fn credentials_of_a_share_reach_the_guest_only() {
     let folder = Folder::new("share");
-    let (records, volumes) = (Records::new(&folder.0), Volumes::new(&folder.0, None));
+    let (records, volumes) = (Records::new(&folder.0), Volumes::new(&folder.0, None, None));
     let mut share = record("u", "v", Attach::Provider);
     let secret = Some(SecretRef { namespace: "shop".into(), name: "files".into() });
     share.volume.source = Source::Smb { server: "s".into(), share: "x".into(), secret };
@@ -191,7 +191,7 @@ fn the_end_of_an_earlier_vm_does_not_free_volumes_of_a_later_one() {
     let folder = Folder::new("later");
     let records = Records::new(&folder.0);
     records.put(&record("u", "v", Attach::Driver)).unwrap();
-    let volumes = Volumes::new(&folder.0, None);
+    let volumes = Volumes::new(&folder.0, None, None);
     volumes.note_vm("u", "first", Some("vm-1"), false).unwrap();
     volumes.note_vm("u", "second", None, false).unwrap();
     volumes.note_vm("u", "first", Some("vm-1"), true).unwrap();

@@ -2,26 +2,26 @@
 //! before the node answers. The same key gets the same certificate again; another key is refused and logged.
 
 use std::net::IpAddr;
+use std::time::{Duration, UNIX_EPOCH};
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD as BASE64;
+use peerpod_link::user_data::from_hex;
 use tokio::sync::oneshot;
 use tracing::{info, warn};
 
 use crate::ledger::{Binding, Record};
 use crate::sandbox::error::{ClaimRefused, Error, Granted};
-use crate::sandbox::lifecycle::task::Task;
+use crate::sandbox::lifecycle::Task;
 
-/// Data that a guest presents in order to get a certificate.
-#[derive(Clone, Debug)]
-pub struct Claim {
+/// Data that a guest presents in order to get a certificate. Without Debug, so that no log shows the secret.
+#[derive(Clone)]
+pub(crate) struct Claim {
     /// The ticket's secret, raw.
-    pub secret: Secret,
+    pub secret: Vec<u8>,
     /// CSR: PKCS#10, DER.
     pub csr: Vec<u8>,
-    /// Source address of the guest's connection.
     pub peer: String,
-    /// Version of the guest program.
     pub guest_version: String,
     /// Public half of the guest's tunnel key; empty if it has none.
     pub tunnel_key: Vec<u8>,
@@ -40,18 +40,7 @@ impl Claim {
     }
 }
 
-/// Length of a tunnel key in bytes.
 const TUNNEL_KEY: usize = 32;
-
-/// Bytes that are never logged.
-#[derive(Clone)]
-pub struct Secret(pub Vec<u8>);
-
-impl std::fmt::Debug for Secret {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("Secret")
-    }
-}
 
 /// Granted claims that wait until the relay has the certificate.
 #[derive(Default)]
@@ -66,11 +55,7 @@ const MAX_WAITING: usize = 16;
 impl Claims {
     /// Answers the claims for which the relay has the certificate by now.
     pub(crate) fn put_done(&mut self, version: u64) {
-        let (done, waiting) =
-            std::mem::take(&mut self.0).into_iter().partition(|(needs, ..)| *needs <= version);
-        self.0 = waiting;
-        let done: Vec<_> = done;
-        for (_, granted, answer) in done {
+        for (_, granted, answer) in self.0.extract_if(.., |(needs, ..)| *needs <= version) {
             drop(answer.send(Ok(granted))); // a guest that went away asks again
         }
     }
@@ -103,7 +88,7 @@ impl Task {
                         reason = refused.reason(),
                         "claim refused: {refused}"
                     );
-                    self.metrics.guests.claim_refused(refused.reason());
+                    self.metrics.guests.claims_refused.count(refused.reason());
                 }
                 drop(answer.send(Err(error)));
             }
@@ -116,7 +101,7 @@ impl Task {
         else {
             return refused(ClaimRefused::NotWanted);
         };
-        if !ticket.matches(&claim.secret.0) {
+        if !ticket.matches(&claim.secret) {
             return refused(ClaimRefused::WrongSecret);
         }
         if !claim.dialled.is_empty() && claim.dialled != self.record.id.as_str() {
@@ -130,8 +115,9 @@ impl Task {
             if bound.key_sha256 != key {
                 return refused(ClaimRefused::OtherKey);
             }
-            let chain = decode(&bound.chain)
-                .ok_or_else(|| Error::Unavailable("the recorded certificate cannot be read".into()))?;
+            let chain = bound.chain.iter().map(|der| BASE64.decode(der)).collect::<Result<_, _>>();
+            let chain =
+                chain.map_err(|_| Error::Unavailable("the recorded certificate cannot be read".into()))?;
             let now = (claim.tunnel_key(), claim.from());
             if now != (bound.tunnel_key.clone(), bound.from) {
                 // The guest proved its identity by its key and its ticket. It may have lost its tunnel key, or moved.
@@ -145,15 +131,12 @@ impl Task {
             }
             return Ok(Granted { id: self.record.id.clone(), chain });
         }
-        if ticket
-            .is_expired(std::time::UNIX_EPOCH + std::time::Duration::from_millis(self.ports.clock.now_ms()))
-        {
+        if ticket.is_expired(UNIX_EPOCH + Duration::from_millis(self.ports.clock.now_ms())) {
             return refused(ClaimRefused::Expired);
         }
         let Ok(signed) = self.ports.identity.sign(&self.record.id, &claim.csr) else {
             return refused(ClaimRefused::BadRequest);
         };
-        let now = self.ports.clock.now_ms();
         let binding = Binding {
             key_sha256: key,
             certificates_sha256: vec![hex::encode(signed.certificate_sha256)],
@@ -161,27 +144,16 @@ impl Task {
             tunnel_key: claim.tunnel_key(),
             from: claim.from(),
         };
-        self.change(|record| {
-            record.enrolment.binding = Some(binding);
-            record.reached("claimed", now);
-        })
-        .await?;
+        self.reached("claimed");
+        self.change(|record| record.enrolment.binding = Some(binding)).await?;
         self.put_again();
         Ok(Granted { id: self.record.id.clone(), chain: signed.chain })
     }
 }
 
-fn decode(chain: &[String]) -> Option<Vec<Vec<u8>>> {
-    chain.iter().map(|der| BASE64.decode(der).ok()).collect()
-}
-
 /// Returns the fingerprints of the certificates by which the relay recognises the sandbox's guest.
 pub(crate) fn fingerprints(record: &Record) -> Vec<Vec<u8>> {
     let Some(binding) = &record.enrolment.binding else { return Vec::new() };
-    binding
-        .certificates_sha256
-        .iter()
-        .filter_map(|hex| peerpod_link::user_data::from_hex(hex))
-        .map(|digest| digest.to_vec())
-        .collect()
+    let digests = binding.certificates_sha256.iter();
+    digests.filter_map(|digest| Some(from_hex(digest)?.to_vec())).collect()
 }

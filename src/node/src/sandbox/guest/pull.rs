@@ -10,16 +10,12 @@ use tokio::time::{Instant, sleep_until};
 use tracing::{info, warn};
 use zeroize::Zeroizing;
 
-use crate::sandbox::lifecycle::completions::clip;
-use crate::sandbox::lifecycle::in_flight::{Completion, Which};
-use crate::sandbox::lifecycle::phase::Phase;
-use crate::sandbox::lifecycle::task::{Task, Unapplied};
+use crate::sandbox::lifecycle::{Completion, Phase, Task, Unapplied, Which, clip};
 use crate::sandbox::ports::PullSecretError;
 
 /// Maximum pause after a refusal, which is due to the pod or the cluster's settings.
 const AFTER_REFUSAL: Duration = Duration::from_secs(60);
 
-/// Known pull secrets of a sandbox.
 #[derive(Default)]
 pub(crate) struct Pull {
     secret: Option<Zeroizing<String>>,
@@ -27,14 +23,12 @@ pub(crate) struct Pull {
     digest: String,
     /// Whether the first query has ended, with any result.
     asked: bool,
-    /// Earliest time of the next query.
     next: Option<Instant>,
     /// Whether the pod's owner got an Event about missing secrets.
     missed: bool,
 }
 
 impl Pull {
-    /// Returns the secret, if it is known.
     pub(crate) fn secret(&self) -> Option<&str> {
         self.secret.as_ref().map(|secret| secret.as_str())
     }
@@ -60,7 +54,6 @@ impl Task {
         self.record.pod.is_some() && self.ports.kubernetes.pull_secrets_every().is_some()
     }
 
-    /// Starts a query if one is due.
     pub(crate) fn ask_pull_secret(&mut self) {
         if !self.in_flight.secret.is_idle() || self.ports.kubernetes.pull_secrets_every().is_none() {
             return;
@@ -78,9 +71,8 @@ impl Task {
             }),
             None => {
                 let ports = self.ports.clone();
-                self.in_flight
-                    .secret
-                    .start(async move { Completion::PullSecret(ports.kubernetes.pull_secret(&pod).await) });
+                let ask = async move { Completion::PullSecret(ports.kubernetes.pull_secret(&pod).await) };
+                self.in_flight.secret.start(ask);
             }
         }
     }
@@ -99,23 +91,20 @@ impl Task {
                 if std::mem::take(&mut self.guest.pull.missed) {
                     info!("the pod's pull secrets arrived");
                 }
-                self.guest.pull.digest = if secret.is_empty() {
-                    String::new()
-                } else {
+                self.guest.pull.digest.clear();
+                if !secret.is_empty() {
                     // Includes the sandbox's id, so that the digest does not reveal that two pods have the same secret.
-                    let mut digest = Sha256::new_with_prefix(self.record.id.as_str());
-                    digest.update([0]);
-                    digest.update(secret.as_bytes());
-                    hex::encode(digest.finalize())
-                };
+                    let digest = Sha256::new_with_prefix(self.record.id.as_str());
+                    self.guest.pull.digest =
+                        hex::encode(digest.chain_update([0]).chain_update(secret.as_bytes()).finalize());
+                }
                 self.guest.pull.secret = Some(secret);
             }
             Err(error) => {
                 if !std::mem::replace(&mut self.guest.pull.missed, true) {
-                    let kept = if self.record.assigned.secret.is_some() {
-                        "keeps its present ones"
-                    } else {
-                        "goes on without them"
+                    let kept = match self.record.assigned.secret {
+                        Some(_) => "keeps its present ones",
+                        None => "goes on without them",
                     };
                     warn!(
                         error = clip(&error.text),

@@ -10,10 +10,8 @@ use base64::engine::general_purpose::STANDARD as BASE64;
 use peerpod_proto::guest::{Reply, Request, Rotate};
 use tracing::{error, info};
 
-use crate::sandbox::lifecycle::completions::clip;
-use crate::sandbox::lifecycle::in_flight::{Completion, Which};
-use crate::sandbox::lifecycle::task::{Task, Unapplied};
-use crate::sandbox::ports::{RelayError, Trusted};
+use crate::sandbox::lifecycle::{Completion, Task, Unapplied, Which, clip};
+use crate::sandbox::ports::Trusted;
 
 /// Certificate on its way to the guest.
 pub(crate) struct Renewal {
@@ -29,19 +27,14 @@ const KEEP: usize = 3;
 const WITHIN: Duration = Duration::from_secs(10);
 
 impl Task {
-    /// Starts the step that is due, if any.
     pub(crate) fn renew(&mut self) {
         let trusted = self.guest.trusted.borrow_and_update().clone();
         let up_to_date = self.record.enrolment.trust.as_deref() == Some(&trusted.id);
-        let (connected, session) = {
+        let is_assigned = {
             let guest = self.guest.state.borrow();
-            (guest.connected, Some(guest.session.clone()))
+            guest.connected && self.record.assigned.session.as_deref() == Some(&guest.session)
         };
-        if up_to_date
-            || !connected
-            || session != self.record.assigned.session
-            || !self.in_flight.guest.is_idle()
-        {
+        if up_to_date || !is_assigned || !self.in_flight.guest.is_idle() {
             return;
         }
         let renewal = self.guest.renewal.as_ref().filter(|renewal| renewal.trusted == trusted);
@@ -64,25 +57,23 @@ impl Task {
     pub(crate) async fn csr_came(
         &mut self,
         trusted: Arc<Trusted>,
-        result: Result<Box<Reply>, RelayError>,
+        result: Result<Box<Reply>, String>,
     ) -> Result<(), Unapplied> {
         let Some(reply) = self.guest_reply(result) else { return Ok(()) };
-        let bound = self.record.enrolment.binding.clone();
         let ours = self.ports.identity.csr_key(&reply.csr).ok().map(hex::encode);
-        let refused = if !reply.error.is_empty() {
-            Some(clip(&reply.error))
-        } else if bound.is_none() || ours != bound.as_ref().map(|binding| binding.key_sha256.clone()) {
-            Some("its certificate request is not for the key of its ticket".to_owned())
-        } else {
-            None
-        };
-        if let Some(why) = refused {
+        let bound = self.record.enrolment.binding.clone();
+        let bound =
+            bound.filter(|binding| reply.error.is_empty() && ours.as_ref() == Some(&binding.key_sha256));
+        let Some(mut binding) = bound else {
+            let why = match reply.error.as_str() {
+                "" => "its certificate request is not for the key of its ticket".to_owned(),
+                error => clip(error),
+            };
             error!(why, "the guest cannot follow the node's CA; trying again");
             self.later(Which::Guest, why);
             return Ok(());
-        }
-        let (Some(mut binding), Ok(signed)) = (bound, self.ports.identity.sign(&self.record.id, &reply.csr))
-        else {
+        };
+        let Ok(signed) = self.ports.identity.sign(&self.record.id, &reply.csr) else {
             self.later(Which::Guest, "cannot sign the guest's certificate".into());
             return Ok(());
         };
@@ -100,7 +91,7 @@ impl Task {
     pub(crate) async fn renewed(
         &mut self,
         trusted: Arc<Trusted>,
-        result: Result<Box<Reply>, RelayError>,
+        result: Result<Box<Reply>, String>,
     ) -> Result<(), Unapplied> {
         let Some(reply) = self.guest_reply(result) else { return Ok(()) };
         self.guest.renewal = None;
@@ -116,7 +107,7 @@ impl Task {
     }
 
     /// Returns the guest's reply; `None`: there is none, and the call is repeated.
-    pub(crate) fn guest_reply(&mut self, result: Result<Box<Reply>, RelayError>) -> Option<Reply> {
-        result.map(|reply| *reply).map_err(|error| self.later(Which::Guest, error.text)).ok()
+    pub(crate) fn guest_reply(&mut self, result: Result<Box<Reply>, String>) -> Option<Reply> {
+        result.map(|reply| *reply).map_err(|error| self.later(Which::Guest, error)).ok()
     }
 }

@@ -8,13 +8,10 @@ use peerpod_proto::guest::{NetworkPlan, Status};
 use protobuf::Message;
 use tracing::{info, warn};
 
-use crate::sandbox::lifecycle::completions::clip;
-use crate::sandbox::lifecycle::phase::Phase;
-use crate::sandbox::lifecycle::task::Task;
+use crate::sandbox::lifecycle::{Phase, Task, clip};
 
 /// Maximum number of log lines for one sandbox, in one life of its task.
 const MOST_LOGGED: u32 = 64;
-/// Maximum number of notes read from one status.
 const MOST_NOTES: usize = 8;
 
 /// Last report of a guest, and the number of log lines so far.
@@ -27,16 +24,13 @@ pub(crate) struct Reports {
     logged: u32,
 }
 
-/// State of the path between VM and node.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Path {
-    /// Label of the metric.
     kind: &'static str,
     sentence: String,
 }
 
 impl Task {
-    /// Reads the guest's status if it has changed.
     pub(crate) fn read_reports(&mut self) {
         let Phase::Running { .. } = self.record.phase else { return };
         let Some(plan) = &self.guest.plan else { return };
@@ -70,7 +64,7 @@ impl Task {
         let before = std::mem::replace(&mut self.guest.reports.path, path);
         let Some(Path { kind, sentence }) = &self.guest.reports.path else { return };
         if before.is_none_or(|before| before.kind != *kind) && self.guest.reports.logged < MOST_LOGGED {
-            self.metrics.guests.path(kind);
+            self.metrics.guests.paths.count(kind);
         }
         if may_log(&mut self.guest.reports.logged) {
             match *kind {
@@ -95,10 +89,7 @@ fn judge(plan: &NetworkPlan, status: &Status) -> Option<Path> {
     let path = status.path.as_ref().filter(|path| path.mtu > 0)?;
     let planned = plan.interfaces.first().map_or(0, |interface| interface.mtu);
     let overhead = plan.underlay.as_ref().map_or(0, |underlay| underlay.overhead);
-    let by = match path.probed {
-        0 => "as the VM's kernel reports",
-        _ => "as probed",
-    };
+    let by = if path.probed == 0 { "as the VM's kernel reports" } else { "as probed" };
     let mut sentence = format!(
         "packets of at most {} bytes pass between VM and {}, {by} (its device {}, its route {})",
         path.mtu,
@@ -108,14 +99,12 @@ fn judge(plan: &NetworkPlan, status: &Status) -> Option<Path> {
     );
     let narrow = status.pod_mtu > 0 && status.pod_mtu < planned;
     if narrow {
-        sentence.push_str(&format!(
-            "; with {overhead} for the tunnel the pod has an MTU of {} instead of {planned}",
-            status.pod_mtu
-        ));
+        let mtu = status.pod_mtu;
+        sentence +=
+            &format!("; with {overhead} for the tunnel the pod has an MTU of {mtu} instead of {planned}");
     }
     if !path.why.is_empty() {
-        sentence.push_str("; ");
-        sentence.push_str(&clip(&path.why));
+        sentence += &format!("; {}", clip(&path.why));
     }
     let kind = match (narrow, path.why.is_empty()) {
         (true, _) => "narrow",

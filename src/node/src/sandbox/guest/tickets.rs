@@ -5,19 +5,16 @@
 use std::collections::HashMap;
 use std::net::IpAddr;
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 
 use crate::ledger::Record;
 use crate::spec::SandboxId;
 
-/// Owner of a claim.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Owner {
-    /// No sandbox has the ticket.
     Unknown,
     /// The ticket belongs to a batch, and no single member's VM is known to have the address.
     NotYet,
-    /// The claim belongs to this sandbox.
     Sandbox(SandboxId),
 }
 
@@ -29,7 +26,6 @@ pub(crate) struct Tickets(Mutex<Inner>);
 struct Inner {
     /// Tickets of a single VM each.
     own: HashMap<String, SandboxId>,
-    /// Tickets of batches.
     shared: HashMap<String, Shared>,
     /// Ticket and addresses under which each sandbox is indexed.
     entered: HashMap<SandboxId, (String, Vec<IpAddr>)>,
@@ -51,7 +47,7 @@ impl Tickets {
         let Some(ticket) = &record.enrolment.ticket else { return };
         let addresses =
             if record.enrolment.batch_member.is_some() { record.addresses.as_slice() } else { &[] };
-        let mut inner = self.inner();
+        let mut inner = self.0.lock();
         let before = inner.entered.get(&record.id);
         if before.is_some_and(|(known, at)| *known == ticket.id && at.as_slice() == addresses) {
             return;
@@ -70,19 +66,17 @@ impl Tickets {
         inner.entered.insert(id, (name, addresses.to_vec()));
     }
 
-    /// Removes a sandbox.
     pub(crate) fn leave(&self, id: &SandboxId) {
-        self.inner().leave(id);
+        self.0.lock().leave(id);
     }
 
     /// Registers a batch that is requested, or may have been: its VMs may connect before their owners are known.
     pub(crate) fn open(&self, ticket: &str) {
-        self.inner().shared.entry(ticket.to_owned()).or_default().open = true;
+        self.0.lock().shared.entry(ticket.to_owned()).or_default().open = true;
     }
 
-    /// Marks the batch file as removed.
     pub(crate) fn close(&self, ticket: &str) {
-        let mut inner = self.inner();
+        let mut inner = self.0.lock();
         if let Some(shared) = inner.shared.get_mut(ticket) {
             shared.open = false;
         }
@@ -91,7 +85,7 @@ impl Tickets {
 
     /// Returns the owner of a claim with this ticket and source address.
     pub(crate) fn owner(&self, ticket: &str, from: Option<IpAddr>) -> Owner {
-        let mut inner = self.inner();
+        let mut inner = self.0.lock();
         let Some(shared) = inner.shared.get_mut(ticket) else {
             return inner.own.get(ticket).map_or(Owner::Unknown, |id| Owner::Sandbox(id.clone()));
         };
@@ -105,20 +99,16 @@ impl Tickets {
 
     /// Returns the last source address with this batch ticket that identified no single member.
     pub(crate) fn stranger(&self, ticket: &str) -> Option<IpAddr> {
-        self.inner().shared.get(ticket)?.stranger
+        self.0.lock().shared.get(ticket)?.stranger
     }
 
     /// Whether that address is still unidentified: another query of the VMs' addresses may identify it.
     pub(crate) fn is_awaited(&self, ticket: &str) -> bool {
-        let inner = self.inner();
-        let stranger = inner.shared.get(ticket).and_then(|shared| Some((shared, shared.stranger?)));
-        stranger
-            .is_some_and(|(shared, from)| shared.by_address.get(&from).is_none_or(|there| there.len() != 1))
-    }
-
-    fn inner(&self) -> MutexGuard<'_, Inner> {
-        // The lock is never held across an await, and no code under it leaves the index half changed.
-        self.0.lock()
+        let inner = self.0.lock();
+        let Some(Shared { stranger: Some(from), by_address, .. }) = inner.shared.get(ticket) else {
+            return false;
+        };
+        by_address.get(from).is_none_or(|there| there.len() != 1)
     }
 }
 
@@ -150,7 +140,7 @@ impl Inner {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
+    use std::time::{Duration, SystemTime};
 
     use super::*;
     use crate::trust::Ticket;
@@ -170,7 +160,7 @@ mod tests {
     #[test]
     fn a_shared_ticket_names_a_member_only_by_its_unambiguous_address() {
         let tickets = Tickets::default();
-        let ticket = Ticket::new(Duration::from_secs(60)).unwrap();
+        let ticket = Ticket::new(SystemTime::now(), Duration::from_secs(60)).unwrap();
         let name = ticket.id.as_str();
         assert_eq!(tickets.owner(name, at("10.0.0.1")), Owner::Unknown);
         tickets.open(name);
@@ -197,8 +187,8 @@ mod tests {
     #[test]
     fn a_batch_ticket_replaces_the_sandboxs_own_ticket() {
         let tickets = Tickets::default();
-        let own = Ticket::new(Duration::from_secs(60)).unwrap();
-        let shared = Ticket::new(Duration::from_secs(60)).unwrap();
+        let own = Ticket::new(SystemTime::now(), Duration::from_secs(60)).unwrap();
+        let shared = Ticket::new(SystemTime::now(), Duration::from_secs(60)).unwrap();
         tickets.enter(&record("a", &own, None, &["10.0.0.1"]));
         assert_eq!(tickets.owner(&own.id, None), Owner::Sandbox("a".parse().unwrap()));
         tickets.enter(&record("a", &shared, Some(0), &["10.0.0.1"]));

@@ -1,6 +1,7 @@
 //! Removes everything that was made for a sandbox: flush → relay → VM → volumes → network. Each step is retried until
 //! it succeeds. A failed step does not hold up the others; only the volumes wait for the VM.
 
+use std::fmt::Display;
 use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,14 +16,13 @@ use crate::spec::SandboxId;
 /// Parts of a sandbox that are still to be removed.
 #[derive(Clone, Debug)]
 pub(crate) struct Left {
-    pub(crate) id: SandboxId,
+    pub id: SandboxId,
     /// Time limit for the guest to unmount and sync first. Requested once: the VM is deleted in any case.
-    pub(crate) flush: Option<Duration>,
-    pub(crate) relay: bool,
-    pub(crate) vm: Option<InstanceId>,
-    /// Volumes to release.
-    pub(crate) volumes: Option<Release>,
-    pub(crate) network: Option<Undo>,
+    pub flush: Option<Duration>,
+    pub relay: bool,
+    pub vm: Option<InstanceId>,
+    pub volumes: Option<Release>,
+    pub network: Option<Undo>,
 }
 
 /// Arguments of `Storage::release`.
@@ -40,13 +40,11 @@ pub(crate) struct Undo {
     pub(crate) address: Option<IpAddr>,
 }
 
-/// Result of one pass.
 #[derive(Clone, Debug)]
 pub(crate) struct Pass {
     pub(crate) left: Left,
     /// Stages reached, in order, with their wall-clock time in ms.
     pub(crate) reached: Vec<(&'static str, u64)>,
-    /// Errors, as text.
     pub(crate) errors: Vec<String>,
 }
 
@@ -57,63 +55,62 @@ impl Left {
     }
 }
 
-/// Tries each remaining step once.
-pub(crate) async fn pass(ports: Arc<Ports>, mut left: Left) -> Pass {
-    let (mut reached, mut errors) = (Vec::new(), Vec::new());
-    if let Some(timeout) = left.flush.take() {
-        let request = flush_request();
-        // The node bounds the wait itself, too: a relay that does not answer must not keep a VM alive.
-        let flushed = tokio::time::timeout(timeout, ports.relay.call(&left.id, request, timeout)).await;
-        match flushed {
-            Ok(Ok(reply)) if reply.error.is_empty() => reached.push(("flushed", ports.clock.now_ms())),
-            Ok(Ok(reply)) => errors.push(format!("flush: the guest failed: {}", reply.error)),
-            Ok(Err(error)) => errors.push(format!("flush: {error}")),
-            Err(_) => errors.push(format!("flush: no answer within {timeout:?}")),
+impl Pass {
+    /// Notes the result of a step. Returns whether the step is done.
+    fn note(&mut self, step: &str, stage: &'static str, at: u64, result: Result<(), impl Display>) -> bool {
+        match &result {
+            Ok(()) => self.reached.push((stage, at)),
+            Err(error) => self.errors.push(format!("{step}: {error}")),
         }
+        result.is_ok()
     }
-    if left.relay {
-        match ports.relay.remove(&left.id).await {
-            Ok(()) => {
-                left.relay = false;
-                reached.push(("relay_removed", ports.clock.now_ms()));
-            }
-            Err(error) => errors.push(format!("relay: {error}")),
-        }
-    }
-    if let Some(vm) = &left.vm {
-        match ports.cloud.delete(vm).await {
-            Ok(()) => {
-                left.vm = None;
-                reached.push(("vm_deleted", ports.clock.now_ms()));
-            }
-            Err(error) => errors.push(format!("delete of VM {vm}: {error}")),
-        }
-    }
-    if left.vm.is_none()
-        && let Some(Release { uid, vm }) = &left.volumes
-    {
-        match ports.storage.release(&left.id, vm.as_ref(), uid).await {
-            Ok(()) => {
-                left.volumes = None;
-                reached.push(("volumes_released", ports.clock.now_ms()));
-            }
-            Err(error) => errors.push(format!("volumes: {error}")),
-        }
-    }
-    if let Some(Undo { netns, network, address }) = &left.network {
-        match ports.network.disconnect(netns, &left.id, network.as_ref(), *address).await {
-            Ok(()) => {
-                left.network = None;
-                reached.push(("network_undone", ports.clock.now_ms()));
-            }
-            Err(error) => errors.push(format!("network: {error}")),
-        }
-    }
-    Pass { left, reached, errors }
 }
 
-fn flush_request() -> Request {
+/// Tries each remaining step once.
+pub(crate) async fn pass(ports: Arc<Ports>, left: Left) -> Pass {
+    let now = || ports.clock.now_ms();
+    let id = left.id.clone();
+    let mut pass = Pass { left, reached: Vec::new(), errors: Vec::new() };
+    if let Some(timeout) = pass.left.flush.take() {
+        let flushed = flush(&ports, &id, timeout).await;
+        pass.note("flush", "flushed", now(), flushed);
+    }
+    if pass.left.relay {
+        let removed = ports.relay.remove(&id).await;
+        pass.left.relay = !pass.note("relay", "relay_removed", now(), removed);
+    }
+    if let Some(vm) = pass.left.vm.clone() {
+        let deleted = ports.cloud.delete(&vm).await;
+        if pass.note(&format!("delete of VM {vm}"), "vm_deleted", now(), deleted) {
+            pass.left.vm = None;
+        }
+    }
+    if pass.left.vm.is_none()
+        && let Some(Release { uid, vm }) = pass.left.volumes.clone()
+    {
+        let released = ports.storage.release(&id, vm.as_ref(), &uid).await;
+        if pass.note("volumes", "volumes_released", now(), released) {
+            pass.left.volumes = None;
+        }
+    }
+    if let Some(Undo { netns, network, address }) = pass.left.network.clone() {
+        let undone = ports.network.disconnect(&netns, &id, network.as_ref(), address).await;
+        if pass.note("network", "network_undone", now(), undone) {
+            pass.left.network = None;
+        }
+    }
+    pass
+}
+
+/// Makes the guest unmount and sync. The node bounds the wait itself, too: a relay that does not answer must not keep a
+/// VM alive.
+async fn flush(ports: &Ports, id: &SandboxId, timeout: Duration) -> Result<(), String> {
     let mut request = Request::new();
     request.set_flush(Flush::new());
-    request
+    match tokio::time::timeout(timeout, ports.relay.call(id, request, timeout)).await {
+        Ok(Ok(reply)) if reply.error.is_empty() => Ok(()),
+        Ok(Ok(reply)) => Err(format!("the guest failed: {}", reply.error)),
+        Ok(Err(error)) => Err(error),
+        Err(_) => Err(format!("no answer within {timeout:?}")),
+    }
 }

@@ -10,12 +10,11 @@ use protobuf::Message;
 use tracing::{error, info, warn};
 
 use crate::ledger::{Network, Record};
+use crate::one_line;
 use crate::sandbox::lifecycle::clear::Pass;
-use crate::sandbox::lifecycle::in_flight::{Completion, Which};
-use crate::sandbox::lifecycle::phase::{Phase, PhaseEvent, next};
-use crate::sandbox::lifecycle::task::{Task, Unapplied};
+use crate::sandbox::lifecycle::{Completion, Phase, PhaseEvent, Task, Unapplied, Which, next};
 use crate::sandbox::network::follow::PlannedNetwork;
-use crate::sandbox::ports::{CloudError, NetworkError, Ports, RelayError, Retry};
+use crate::sandbox::ports::{CloudError, NetworkError, Ports, Retry};
 use crate::sandbox::vm::batch::{BatchMember, CreatePath};
 use crate::sandbox::vm::console::Console;
 use crate::volumes::PodVolumes;
@@ -26,7 +25,6 @@ const BETWEEN_LOOKS: Duration = Duration::from_secs(1);
 const CONSOLE: Duration = Duration::from_secs(10);
 /// DHCP wait of a VM above which the node logs a warning. A DHCP server without a delay answers in a few ms.
 const SLOW_DHCP: Duration = Duration::from_secs(1);
-/// Number of consecutive failures after which the node posts an Event.
 const TELL_AFTER: u32 = 5;
 
 impl Task {
@@ -100,8 +98,7 @@ impl Task {
         Ok(())
     }
 
-    /// Records the provider's placement before the create call, so that a repeated create names the same place. After a
-    /// failure, this attempt has requested nothing from the cloud.
+    /// Records the placement before the create call, so that a repeated create names the same place.
     async fn placed(&mut self, result: Result<Option<Placement>, CloudError>) -> Result<(), Unapplied> {
         let (Phase::Booting { attempt } | Phase::Unwanted { attempt }) = self.record.phase else {
             return Ok(());
@@ -119,12 +116,11 @@ impl Task {
         if !self.record.phase.is_live() {
             return self.never_sent().await;
         }
-        let now = self.ports.clock.now_ms();
+        self.reached("placed");
         self.change(|record| {
             if let Some(request) = &mut record.wanted.request {
                 request.placement = Some(placement);
             }
-            record.reached("placed", now);
         })
         .await?;
         Ok(())
@@ -132,27 +128,24 @@ impl Task {
 
     /// Ends a stopped sandbox for which no create was ever sent: it still waited for its placement or its batch.
     async fn never_sent(&mut self) -> Result<(), Unapplied> {
-        self.apply(PhaseEvent::Refused, |_| {}).await.map(drop)
+        self.apply(PhaseEvent::Refused, |_| {}).await
     }
 
     async fn made(&mut self, vm: InstanceId) -> Result<(), Unapplied> {
-        let now = self.ports.clock.now_ms();
         let member = match &self.vm.path {
-            CreatePath::Member(member) => member.batch().map(|batch| (member.number(), batch)),
+            CreatePath::Member(member) => member.batch().map(|batch| (member.number, batch)),
             CreatePath::Open | CreatePath::Joining | CreatePath::Alone => None,
         };
-        let attempt = match self.record.phase {
-            Phase::Booting { attempt } | Phase::Unwanted { attempt } => attempt,
-            _ => self.record.wanted.attempt,
-        };
+        self.reached("vm_made");
         self.apply(PhaseEvent::Made(vm), |record| {
             if let Some((number, batch)) = member {
                 record.enrolment.batch_member = Some(number);
                 record.enrolment.ticket = Some(batch.ticket.clone());
                 record.enrolment.trust = Some(batch.trust.clone());
             }
-            record.wanted.attempt = attempt;
-            record.reached("vm_made", now);
+            if let Phase::Booting { attempt } | Phase::Unwanted { attempt } = record.phase {
+                record.wanted.attempt = attempt;
+            }
         })
         .await?;
         self.worked(Which::Cloud);
@@ -160,8 +153,7 @@ impl Task {
         Ok(())
     }
 
-    /// Handles the end of a create. After a final failure, the node looks for the VM all the same: an earlier try may
-    /// have made it, with a lost answer.
+    /// Handles the end of a create. After a final failure, an earlier try may have made the VM: the node looks for it.
     async fn created(&mut self, result: Result<InstanceId, CloudError>) -> Result<(), Unapplied> {
         let error = match result {
             Ok(vm) => return self.made(vm).await,
@@ -179,23 +171,18 @@ impl Task {
 
     async fn nothing_found(&mut self, after: Option<CloudError>) -> Result<(), Unapplied> {
         let Some(error) = after else {
-            match self.record.phase {
+            if let Phase::Unwanted { .. } = self.record.phase {
                 // The list may lag behind a create with a lost answer; a create with the same key finds its VM.
-                Phase::Unwanted { .. } => self.ask_to_delete(),
-                _ => {
-                    self.not_to_be_had(PhaseEvent::Refused, "the record has no request for a retry".into())
-                        .await?;
-                }
+                self.ask_to_delete();
+                return Ok(());
             }
-            return Ok(());
+            let text = "the record has no request for a retry".into();
+            return self.not_to_be_had(PhaseEvent::Refused, text).await;
         };
         if error.retry() == Retry::NextOffering {
             let text = error.to_string();
-            let last =
-                !matches!(next(&self.record.phase, PhaseEvent::NoCapacity), Ok((Phase::Booting { .. }, _)));
-            if !last {
-                // Another attempt gets another placement. Both are recorded together, or a crash would mix the two
-                // attempts.
+            if let Ok(Phase::Booting { .. }) = next(&self.record.phase, PhaseEvent::NoCapacity) {
+                // Another attempt gets another placement; recorded apart, a crash would mix the two attempts.
                 self.apply(PhaseEvent::NoCapacity, |record| {
                     if let Some(request) = &mut record.wanted.request {
                         request.placement = None;
@@ -211,7 +198,6 @@ impl Task {
         self.not_to_be_had(PhaseEvent::Refused, error.to_string()).await
     }
 
-    /// Handles a final refusal: the cloud made nothing and will not.
     async fn not_to_be_had(&mut self, event: PhaseEvent, text: String) -> Result<(), Unapplied> {
         if self.apply_failure(event, "create", &text).await? {
             error!(error = text, "the provider refused the VM");
@@ -252,14 +238,14 @@ impl Task {
             Ok(addresses) => addresses,
             Err(error) => return self.not_located(error).await,
         };
-        let mut record = self.record.clone();
-        if record.addresses.is_empty() {
-            record.reached("address_known", self.ports.clock.now_ms());
+        if self.record.addresses.is_empty() {
+            self.reached("address_known");
         }
         // Known addresses stay first: the tunnel uses them.
-        record.addresses.extend(addresses.into_iter().filter(|new| !self.record.addresses.contains(new)));
-        if record.addresses.len() > self.record.addresses.len() {
-            let saved = self.save(record).await;
+        let is_new = |address: &IpAddr| !self.record.addresses.contains(address);
+        let new: Vec<IpAddr> = addresses.into_iter().filter(is_new).collect();
+        if !new.is_empty() {
+            let saved = self.change(|record| record.addresses.extend(new)).await;
             self.redial();
             saved?;
         }
@@ -274,13 +260,8 @@ impl Task {
         match result {
             Ok(volumes) if is_live => {
                 self.worked(Which::Volumes);
-                let now = self.ports.clock.now_ms();
-                self.change(|record| {
-                    record.volumes = Some(*volumes);
-                    record.reached("volumes_attached", now);
-                })
-                .await?;
-                Ok(())
+                self.reached("volumes_attached");
+                Ok(self.change(|record| record.volumes = Some(*volumes)).await?)
             }
             Err(error) if self.repeats(Which::Volumes, &error) => Ok(()),
             Err(error) if is_live => self.fail("volumes", error.to_string()).await,
@@ -305,12 +286,8 @@ impl Task {
             Ok(network) => network,
             Err(error) => return self.no_network(error).await,
         };
-        let now = self.ports.clock.now_ms();
-        self.change(|record| {
-            record.network = Some(network);
-            record.reached("network_reserved", now);
-        })
-        .await?;
+        self.reached("network_reserved");
+        self.change(|record| record.network = Some(network)).await?;
         if self.record.enrolment.binding.is_some() {
             // The relay may carry this tunnel, and then identifies the guest by its VNIs.
             self.put_again();
@@ -343,14 +320,14 @@ impl Task {
         Ok(())
     }
 
-    fn put_done(&mut self, version: u64, result: Result<(), RelayError>) -> Result<(), Unapplied> {
+    fn put_done(&mut self, version: u64, result: Result<(), String>) -> Result<(), Unapplied> {
         match result {
             Ok(()) => {
                 self.relay.put_done = version;
                 self.reached("relay_ready");
                 self.guest.claims.put_done(version);
             }
-            Err(error) => self.later(Which::Relay, error.text),
+            Err(error) => self.later(Which::Relay, error),
         }
         Ok(())
     }
@@ -360,7 +337,7 @@ impl Task {
         session: String,
         digest: String,
         secret: Option<String>,
-        result: Result<Box<Reply>, RelayError>,
+        result: Result<Box<Reply>, String>,
     ) -> Result<(), Unapplied> {
         let Some(reply) = self.guest_reply(result) else { return Ok(()) };
         let status = reply.status.unwrap_or_default();
@@ -384,10 +361,9 @@ impl Task {
             }
         };
         if joining {
-            let now = self.ports.clock.now_ms();
+            self.reached("running");
             self.apply(PhaseEvent::Joined, |record| {
                 assign(record);
-                record.reached("running", now);
                 // No create follows, and the request contains the ticket's secret.
                 record.wanted.request = None;
             })
@@ -396,8 +372,7 @@ impl Task {
             return Ok(());
         }
         if !matches!(self.record.phase, Phase::Running { .. }) {
-            self.apply(PhaseEvent::Joined, |_| {}).await?;
-            return Ok(());
+            return self.apply(PhaseEvent::Joined, |_| {}).await;
         }
         let (before, plan_before) = (self.record.assigned.session.clone(), self.record.assigned.plan.clone());
         self.change(assign).await?;
@@ -420,8 +395,6 @@ impl Task {
         for stage in &status.stages {
             self.metrics.guests.stage(&stage.name, stage.took_us);
         }
-        let stages: Vec<String> =
-            self.record.stages.iter().map(|stage| format!("{}={}ms", stage.name, stage.at_ms)).collect();
         let uplink = status.stages.iter().find(|stage| stage.name == "uplink");
         let waited = uplink.map(|stage| Duration::from_micros(stage.took_us)).unwrap_or_default();
         if waited > SLOW_DHCP {
@@ -444,7 +417,7 @@ impl Task {
             .collect();
         info!(
             vm = self.record.phase.vm().map(InstanceId::as_str),
-            stages = stages.join(" "),
+            stages = self.record.stages_text(),
             guest_stages = guest.join(" "),
             guest_version = clip(&status.version),
             "running"
@@ -476,12 +449,8 @@ impl Task {
             warn!(error = failed, "sandbox removed, with errors");
         }
         let now = self.ports.clock.now_ms();
-        self.apply(PhaseEvent::Cleared, |record| {
-            record.reached("gone", now);
-            record.write_tombstone(now);
-        })
-        .await?;
-        Ok(())
+        self.reached("gone");
+        self.apply(PhaseEvent::Cleared, |record| record.write_tombstone(now)).await
     }
 
     /// Notes the error of an operation that may be repeated, and pauses before the next try; `false` for a final error.
@@ -492,7 +461,6 @@ impl Task {
         true
     }
 
-    /// Schedules a retry after a failure.
     pub(crate) fn later(&mut self, which: Which, text: String) {
         let slot = self.in_flight.get(which);
         if slot.failures() == 3 {
@@ -563,7 +531,6 @@ impl Task {
         (stage, text + &last)
     }
 
-    /// Explains a VM of which the guest did not join.
     fn why_not_joined(&self, name: &str, limit: Duration) -> String {
         if self.settings.dial.is_some() {
             return format!(
@@ -582,8 +549,7 @@ impl Task {
 
     /// Explains a guest of the same batch that came from an unknown address; empty if there is none.
     fn stranger(&self) -> String {
-        let ticket =
-            self.record.enrolment.ticket.as_ref().filter(|_| self.record.enrolment.batch_member.is_some());
+        let ticket = self.record.enrolment.shared_ticket();
         let Some(from) = ticket.and_then(|ticket| self.vm.tickets.stranger(&ticket.id)) else {
             return String::new();
         };
@@ -601,7 +567,7 @@ pub(crate) async fn console_of(ports: &Ports, vm: &InstanceId) -> Option<Console
     text.map(|text| Console::read(&text))
 }
 
-/// Shortens a guest's text to one log line: 400 characters, without control characters.
+/// Shortens a guest's text to one log line.
 pub(crate) fn clip(text: &str) -> String {
-    text.chars().take(400).map(|c| if c.is_control() { ' ' } else { c }).collect()
+    one_line(text, 400)
 }

@@ -1,8 +1,5 @@
-//! Tracks a sandbox's in-flight operations: one slot for each kind. Two operations of one kind never overlap; different
-//! kinds run concurrently.
-//!
-//! An operation runs inside its sandbox's task. A slot can also hold a backoff pause, or a result that could not be
-//! recorded and is delivered again.
+//! Tracks a sandbox's in-flight operations: one slot for each kind. Operations of one kind never overlap. A slot can
+//! also hold a backoff pause, or a result that could not be recorded and is delivered again.
 
 use std::future::Future;
 use std::net::IpAddr;
@@ -16,22 +13,18 @@ use zeroize::Zeroizing;
 
 use crate::ledger::Network;
 use crate::sandbox::lifecycle::clear::Pass;
-use crate::sandbox::ports::{
-    Changes, CloudError, Followed, NetworkError, PullSecretError, RelayError, Trusted,
-};
+use crate::sandbox::ports::{Changes, CloudError, Followed, NetworkError, PullSecretError, Trusted};
 use crate::sandbox::vm::batch::BatchMember;
 use crate::volumes::PodVolumes;
 
 /// Result of a finished operation.
 #[derive(Clone)]
 pub(crate) enum Completion {
-    /// End of a pause.
     Rested,
     /// End of a batch window; `None`: the sandbox goes on alone, and nothing was requested for it yet.
     Batched(Option<BatchMember>),
     /// End of the announcement in the cluster, with the pod's UID if known.
     Announced(Option<String>),
-    /// Placement of the attempt.
     Placed(Result<Option<Placement>, CloudError>),
     Created(Result<InstanceId, CloudError>),
     /// Look-up of the VM by its key; `after` is the error of the create before it, if that was final.
@@ -40,7 +33,6 @@ pub(crate) enum Completion {
         after: Option<CloudError>,
     },
     Located(Result<Vec<IpAddr>, CloudError>),
-    /// Attachment of the pod's volumes to its VM.
     Attached(Result<Box<PodVolumes>, CloudError>),
     Reserved(Result<Network, NetworkError>),
     Connected(Result<Box<NetworkPlan>, NetworkError>),
@@ -49,16 +41,15 @@ pub(crate) enum Completion {
         changes: Changes,
         result: Result<Box<Followed>, NetworkError>,
     },
-    /// The VM's addresses in the cloud, queried because the guest connects from `from`.
+    /// Addresses of the VM, whose guest connects from `from`. `near`: that is on the same path as the known address.
     Traced {
         from: IpAddr,
-        /// Whether `from` lies on the same path as the known address.
         near: bool,
         result: Result<Vec<IpAddr>, CloudError>,
     },
     Put {
         version: u64,
-        result: Result<(), RelayError>,
+        result: Result<(), String>,
     },
     /// Redirection of the pod's localhost; `version` is the version of the relay's state at its start.
     Carried {
@@ -70,19 +61,18 @@ pub(crate) enum Completion {
         session: String,
         digest: String,
         secret: Option<String>,
-        result: Result<Box<Reply>, RelayError>,
+        result: Result<Box<Reply>, String>,
     },
     /// First step of a CA rotation: the guest got the CA set and a request for a CSR.
     Csr {
         trusted: Arc<Trusted>,
-        result: Result<Box<Reply>, RelayError>,
+        result: Result<Box<Reply>, String>,
     },
     /// Second step of a CA rotation: the guest got its new certificate.
     Renewed {
         trusted: Arc<Trusted>,
-        result: Result<Box<Reply>, RelayError>,
+        result: Result<Box<Reply>, String>,
     },
-    /// Answer about the pod's pull secrets.
     PullSecret(Result<Zeroizing<String>, PullSecretError>),
     Cleared(Pass),
 }
@@ -95,7 +85,6 @@ pub(crate) struct Slot {
     backoff: Backoff,
 }
 
-/// Growing pauses between the tries of an operation.
 #[derive(Default)]
 pub(crate) struct Backoff {
     failures: u32,
@@ -112,7 +101,6 @@ impl Backoff {
 
 /// First backoff pause; doubles with each failure.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
-/// Longest backoff pause.
 const LONGEST_PAUSE: Duration = Duration::from_secs(10);
 
 impl Slot {
@@ -146,12 +134,10 @@ impl Slot {
         });
     }
 
-    /// Resets the backoff after a success.
     pub(crate) fn worked(&mut self) {
         self.backoff = Backoff::default();
     }
 
-    /// Returns the number of consecutive failures.
     pub(crate) fn failures(&self) -> u32 {
         self.backoff.failures
     }
@@ -170,9 +156,7 @@ impl Slot {
         self.backoff = Backoff::default();
     }
 
-    /// Waits for the result; pending forever while the slot is idle.
-    ///
-    /// cancel safety: if this call is dropped, the operation stays in the slot and is polled again later.
+    /// Waits for the result; pending forever while the slot is idle. Cancel safe: the operation stays in the slot.
     pub(crate) async fn done(&mut self) -> Completion {
         let Some(future) = &mut self.future else { return pending().await };
         let completion = future.await;
@@ -182,28 +166,21 @@ impl Slot {
     }
 }
 
-/// All slots of a sandbox.
 #[derive(Default)]
 pub(crate) struct Slots {
     /// Placement, create, look-up and addresses.
     pub(crate) cloud: Slot,
-    /// Volume attachment.
     pub(crate) volumes: Slot,
     /// Tunnel reservation, connection and inspection.
     pub(crate) network: Slot,
-    /// PutSandbox.
     pub(crate) relay: Slot,
-    /// Redirection of the pod's localhost.
     pub(crate) localhost: Slot,
     /// Pod assignment and CA rotation.
     pub(crate) guest: Slot,
-    /// Pull secrets.
     pub(crate) secret: Slot,
-    /// Removal of everything that was made.
     pub(crate) clear: Slot,
 }
 
-/// Slot of a result.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Which {
     Cloud,
@@ -230,9 +207,7 @@ impl Slots {
         }
     }
 
-    /// Waits for the next result of any slot; pending forever while all are idle.
-    ///
-    /// cancel safety: as [`Slot::done`].
+    /// Waits for the next result of any slot; pending forever while all are idle. Cancel safe, as [`Slot::done`].
     pub(crate) async fn next(&mut self) -> (Which, Completion) {
         tokio::select! {
             completion = self.cloud.done() => (Which::Cloud, completion),

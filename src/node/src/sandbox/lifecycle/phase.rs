@@ -1,8 +1,6 @@
-//! Defines the phases of a sandbox and the transitions between them: one pure, total function.
-//!
-//! This module does not wait, write or call. The task (`task.rs`) applies an event, makes the new phase durable, and
-//! only then performs the phase's duty ([`desired`]). The duty follows from the phase alone, so a task that recovers after
-//! a crash does the same as one that never stopped.
+//! Defines the phases of a sandbox and the transitions between them: one pure, total function. The task applies an
+//! event, makes the new phase durable, and only then performs the phase's duty (`steps.rs`), which follows from the
+//! phase alone.
 //!
 //! ```text
 //! Created ─ Booting ─ Joining ─ Running ─ Leaving ─ Gone
@@ -14,8 +12,7 @@ use std::fmt;
 use peerpod_provider_api::InstanceId;
 use serde::{Deserialize, Serialize};
 
-/// Maximum number of attempts before a sandbox fails for lack of capacity. Each attempt has a key of its own. One
-/// attempt may name many offerings, where the cloud takes a list.
+/// Most attempts before a sandbox fails for lack of capacity, each with a key and maybe a list of offerings.
 pub(crate) const MAX_ATTEMPTS: u32 = 8;
 
 /// Phase of one sandbox, with its data. The ledger stores it.
@@ -24,36 +21,21 @@ pub(crate) const MAX_ATTEMPTS: u32 = 8;
 pub enum Phase {
     /// Known in memory only; nothing was requested.
     Created,
-    /// The cloud is being called under the key of `attempt`, or may have been before a crash; its answer is not known.
-    Booting {
-        /// Counts from 0; part of the idempotency key.
-        attempt: u32,
-    },
+    /// The cloud is called under the key of `attempt` (from 0), or was before a crash; its answer is not known.
+    Booting { attempt: u32 },
     /// The VM exists; its guest has not joined yet.
-    Joining {
-        /// The VM.
-        vm: InstanceId,
-    },
+    Joining { vm: InstanceId },
     /// The guest has its pod's network and a listening agent; StartVM succeeds.
-    Running {
-        /// The VM.
-        vm: InstanceId,
-    },
+    Running { vm: InstanceId },
     /// A stop or a failure came during the create call: the VM is deleted as soon as it is known.
-    Unwanted {
-        /// The attempt without a known result.
-        attempt: u32,
-    },
-    /// Everything that was made for the sandbox is being removed, with retries until it is gone.
-    Leaving {
-        /// The VM to delete; `None` if the cloud is known to have made none.
-        vm: Option<InstanceId>,
-    },
+    Unwanted { attempt: u32 },
+    /// Everything that was made is removed, with retries. Without a VM, the cloud is known to have made none.
+    Leaving { vm: Option<InstanceId> },
     /// Tombstone: the id stays known, so that a late CreateVM makes nothing.
     Gone,
 }
 
-/// PhaseEvent in the life of a sandbox.
+/// Event in the life of a sandbox.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum PhaseEvent {
     /// CreateVM was accepted: the intent may be written and the cloud called.
@@ -66,61 +48,38 @@ pub(crate) enum PhaseEvent {
     Refused,
     /// The guest reported that the pod can run.
     Joined,
-    /// The node gives up on the sandbox: a deadline passed, or the VM or its guest failed.
-    Failed,
-    /// StopVM, an inbox entry, or the reaper.
+    /// The sandbox is not wanted any more: by a call or a deadline, or after a failure of the VM or its guest.
     Stop,
     /// The sandbox's relay state, VM and network are confirmed gone.
     Cleared,
 }
 
-/// Duty of a sandbox's owner while the sandbox is in its phase.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Step {
-    /// Nothing new.
-    Nothing,
-    /// Request the VM with the key of the phase's attempt; meanwhile prepare network and relay.
-    Ask,
-    /// Get the VM's address, connect its network, assign the pod to its guest.
-    Join,
-    /// Answer StartVM, and maintain the guest.
-    Serve,
-    /// Find the VM that the cloud may have made, in order to delete it.
-    Learn,
-    /// Remove everything.
-    Clear,
-    /// Keep the tombstone until it expires.
-    KeepTombstone,
-}
-
-/// PhaseEvent that has no meaning in its phase. The phase does not change.
+/// Event that has no meaning in its phase. The phase does not change.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{event:?} is not valid for a sandbox that is {phase}")]
 pub(crate) struct Refused {
-    /// Phase at the time of the event.
     pub phase: Phase,
-    /// The refused event.
     pub event: PhaseEvent,
 }
 
-/// Returns the next phase and its duty. Total: every phase has a written answer to every event.
-pub(crate) fn next(phase: &Phase, event: PhaseEvent) -> Result<(Phase, Step), Refused> {
+/// Returns the next phase. Total: every phase has a written answer to every event.
+pub(crate) fn next(phase: &Phase, event: PhaseEvent) -> Result<Phase, Refused> {
     use Phase::{Booting, Created, Gone, Joining, Leaving, Running, Unwanted};
-    use PhaseEvent::{Begin, Cleared, Failed, Joined, Made, NoCapacity, Refused as NotMade, Stop};
+    use PhaseEvent::{Begin, Cleared, Joined, Made, NoCapacity, Refused as NotMade, Stop};
 
-    let next = match (phase, &event) {
+    Ok(match (phase, &event) {
         (Created, Begin) => Booting { attempt: 0 },
         // Nothing was requested, so only a tombstone remains.
-        (Created, Stop | Failed) => Gone,
+        (Created, Stop) => Gone,
 
         (Booting { .. }, Made(vm)) => Joining { vm: vm.clone() },
         (Booting { attempt }, NoCapacity) if attempt + 1 < MAX_ATTEMPTS => Booting { attempt: attempt + 1 },
         (Booting { .. }, NoCapacity | NotMade) => Leaving { vm: None },
         // The cloud may have made the VM already, or may still make it.
-        (Booting { attempt }, Stop | Failed) => Unwanted { attempt: *attempt },
+        (Booting { attempt }, Stop) => Unwanted { attempt: *attempt },
 
         (Joining { vm }, Joined) => Running { vm: vm.clone() },
-        (Joining { vm } | Running { vm }, Stop | Failed) => Leaving { vm: Some(vm.clone()) },
+        (Joining { vm } | Running { vm }, Stop) => Leaving { vm: Some(vm.clone()) },
         // A repeated answer names the same VM. Another VM under the same key never belongs to this sandbox.
         (Joining { vm }, Made(again)) if again == vm => Joining { vm: vm.clone() },
         (Running { vm }, Made(again)) if again == vm => Running { vm: vm.clone() },
@@ -128,12 +87,12 @@ pub(crate) fn next(phase: &Phase, event: PhaseEvent) -> Result<(Phase, Step), Re
 
         (Unwanted { .. }, Made(vm)) => Leaving { vm: Some(vm.clone()) },
         (Unwanted { .. }, NoCapacity | NotMade) => Leaving { vm: None },
-        (Unwanted { attempt }, Stop | Failed) => Unwanted { attempt: *attempt },
+        (Unwanted { attempt }, Stop) => Unwanted { attempt: *attempt },
 
         (Leaving { .. }, Cleared) => Gone,
-        (Leaving { vm }, Stop | Failed) => Leaving { vm: vm.clone() },
+        (Leaving { vm }, Stop) => Leaving { vm: vm.clone() },
 
-        (Gone, Stop | Failed | Cleared) => Gone,
+        (Gone, Stop | Cleared) => Gone,
 
         (Created, Made(_) | NoCapacity | NotMade | Joined | Cleared)
         | (Booting { .. } | Unwanted { .. }, Begin | Joined | Cleared)
@@ -141,22 +100,7 @@ pub(crate) fn next(phase: &Phase, event: PhaseEvent) -> Result<(Phase, Step), Re
         | (Leaving { .. } | Gone, Begin | Made(_) | NoCapacity | NotMade | Joined) => {
             return Err(Refused { phase: phase.clone(), event });
         }
-    };
-    let action = if next == *phase { Step::Nothing } else { desired(&next) };
-    Ok((next, action))
-}
-
-/// Returns the duty of a phase; recovery resumes a phase with it.
-pub(crate) fn desired(phase: &Phase) -> Step {
-    match phase {
-        Phase::Created => Step::Nothing,
-        Phase::Booting { .. } => Step::Ask,
-        Phase::Joining { .. } => Step::Join,
-        Phase::Running { .. } => Step::Serve,
-        Phase::Unwanted { .. } => Step::Learn,
-        Phase::Leaving { .. } => Step::Clear,
-        Phase::Gone => Step::KeepTombstone,
-    }
+    })
 }
 
 impl Phase {
@@ -231,7 +175,6 @@ mod tests {
             PhaseEvent::NoCapacity,
             PhaseEvent::Refused,
             PhaseEvent::Joined,
-            PhaseEvent::Failed,
             PhaseEvent::Stop,
             PhaseEvent::Cleared,
         ]
@@ -248,18 +191,18 @@ mod tests {
         }
     }
 
-    /// One row per phase, one column per event, in the order of `events()`. `.`: no change, no duty; `!`: refused.
+    /// One row per phase, one column per event, in the order of `events()`. `.`: no change; `!`: refused.
     #[rustfmt::skip]
-    const EXPECTED: &[(&str, [&str; 8])] = &[
-        //              Begin        Made(a)      NoCapacity   Refused      Joined       Failed       Stop         Cleared
-        ("created",   ["booting#0", "!",         "!",         "!",         "!",         "gone",      "gone",      "!"]),
-        ("booting#0", ["!",         "joining a", "booting#1", "leaving -", "!",         "unwanted#0","unwanted#0","!"]),
-        ("joining a", ["!",         ".",         "!",         "!",         "running a", "leaving a", "leaving a", "!"]),
-        ("running a", ["!",         ".",         "!",         "!",         ".",         "leaving a", "leaving a", "!"]),
-        ("unwanted#0",["!",         "leaving a", "leaving -", "leaving -", "!",         ".",         ".",         "!"]),
-        ("leaving a", ["!",         "!",         "!",         "!",         "!",         ".",         ".",         "gone"]),
-        ("leaving -", ["!",         "!",         "!",         "!",         "!",         ".",         ".",         "gone"]),
-        ("gone",      ["!",         "!",         "!",         "!",         "!",         ".",         ".",         "."]),
+    const EXPECTED: &[(&str, [&str; 7])] = &[
+        //              Begin        Made(a)      NoCapacity   Refused      Joined       Stop         Cleared
+        ("created",   ["booting#0", "!",         "!",         "!",         "!",         "gone",      "!"]),
+        ("booting#0", ["!",         "joining a", "booting#1", "leaving -", "!",         "unwanted#0","!"]),
+        ("joining a", ["!",         ".",         "!",         "!",         "running a", "leaving a", "!"]),
+        ("running a", ["!",         ".",         "!",         "!",         ".",         "leaving a", "!"]),
+        ("unwanted#0",["!",         "leaving a", "leaving -", "leaving -", "!",         ".",         "!"]),
+        ("leaving a", ["!",         "!",         "!",         "!",         "!",         ".",         "gone"]),
+        ("leaving -", ["!",         "!",         "!",         "!",         "!",         ".",         "gone"]),
+        ("gone",      ["!",         "!",         "!",         "!",         "!",         ".",         "."]),
     ];
 
     #[test]
@@ -272,14 +215,8 @@ mod tests {
                         assert_eq!((&refused.phase, &refused.event), (phase, &event));
                         "!".to_owned()
                     }
-                    Ok((same, Step::Nothing)) => {
-                        assert_eq!(&same, phase);
-                        ".".to_owned()
-                    }
-                    Ok((next, action)) => {
-                        assert_eq!(action, desired(&next));
-                        written(&next)
-                    }
+                    Ok(same) if same == *phase => ".".to_owned(),
+                    Ok(next) => written(&next),
                 };
                 assert_eq!(&got, expected, "{name} + {event:?}");
             }
@@ -290,10 +227,10 @@ mod tests {
     fn attempts_are_bounded() {
         let mut phase = Phase::Booting { attempt: 0 };
         for attempt in 1..MAX_ATTEMPTS {
-            phase = next(&phase, PhaseEvent::NoCapacity).unwrap().0;
+            phase = next(&phase, PhaseEvent::NoCapacity).unwrap();
             assert_eq!(phase, Phase::Booting { attempt });
         }
-        assert_eq!(next(&phase, PhaseEvent::NoCapacity).unwrap().0, Phase::Leaving { vm: None });
+        assert_eq!(next(&phase, PhaseEvent::NoCapacity).unwrap(), Phase::Leaving { vm: None });
     }
 
     #[test]
@@ -317,7 +254,7 @@ mod tests {
 
         #[test]
         fn no_sequence_of_events_leaves_a_vm_without_an_owner(
-            steps in prop::collection::vec(0usize..8, 1..60),
+            steps in prop::collection::vec(0usize..7, 1..60),
         ) {
             let mut phase = Phase::Created;
             let mut cloud = Cloud::Nothing;
@@ -349,11 +286,12 @@ mod tests {
                         }
                         cloud = Cloud::Nothing;
                     }
-                    PhaseEvent::Begin | PhaseEvent::Joined | PhaseEvent::Failed | PhaseEvent::Stop => {}
+                    PhaseEvent::Begin | PhaseEvent::Joined | PhaseEvent::Stop => {}
                 }
                 stopped |= event == PhaseEvent::Stop;
-                let Ok((next, action)) = next(&phase, event) else { continue };
-                if action == Step::Ask {
+                let Ok(next) = next(&phase, event) else { continue };
+                // A new attempt is requested at once.
+                if next != phase && matches!(next, Phase::Booting { .. }) {
                     prop_assert!(!stopped, "requested a VM after a stop");
                     prop_assert_eq!(&cloud, &Cloud::Nothing);
                     cloud = Cloud::Asked;

@@ -12,28 +12,25 @@ use zeroize::Zeroizing;
 
 use crate::ledger::{Member, Network, Record};
 use crate::sandbox::guest::claims::fingerprints;
-use crate::sandbox::lifecycle::clear::{self, Left, Release, Undo};
-use crate::sandbox::lifecycle::in_flight::Completion;
-use crate::sandbox::lifecycle::phase::{Phase, Step, desired};
-use crate::sandbox::lifecycle::task::Task;
-use crate::sandbox::ports::RelayError;
+use crate::sandbox::lifecycle::clear::{Left, Release, Undo};
+use crate::sandbox::lifecycle::{Completion, Phase, Task, clear};
+use crate::sandbox::ports::CloudError;
 use crate::sandbox::vm::batch::{BatchMember, CreatePath};
 use crate::volumes::PodVolumes;
 
-/// Maximum number of addresses at which a guest is dialled.
 const MOST_DIALLED: usize = 8;
 
 impl Task {
     /// Starts the operations that are due. Cheap and without waiting; runs after every event.
     pub(crate) fn reconcile(&mut self) {
-        match desired(&self.record.phase) {
-            Step::Ask => {
+        match self.record.phase {
+            Phase::Booting { attempt } => {
                 self.ask_pull_secret();
-                self.ask();
+                self.ask(attempt);
                 self.setup_network();
                 self.tell_relay();
             }
-            Step::Join => {
+            Phase::Joining { .. } => {
                 self.ask_pull_secret();
                 self.locate();
                 self.attach();
@@ -42,7 +39,7 @@ impl Task {
                 self.carry_localhost();
                 self.assign();
             }
-            Step::Serve => {
+            Phase::Running { .. } => {
                 self.ask_pull_secret();
                 self.setup_network();
                 self.tell_relay();
@@ -53,15 +50,14 @@ impl Task {
                 self.trace();
                 self.read_reports();
             }
-            Step::Learn => self.learn(),
-            Step::Clear => self.clear(),
-            Step::Nothing | Step::KeepTombstone => {}
+            Phase::Unwanted { .. } => self.learn(),
+            Phase::Leaving { .. } => self.clear(),
+            Phase::Created | Phase::Gone => {}
         }
     }
 
     /// Requests the VM from the cloud, after the announcement in the cluster.
-    fn ask(&mut self) {
-        let Phase::Booting { attempt } = self.record.phase else { return };
+    fn ask(&mut self, attempt: u32) {
         if !self.in_flight.cloud.is_idle() {
             return;
         }
@@ -101,7 +97,6 @@ impl Task {
         self.in_flight.cloud.start(async move { Completion::Batched(batched.await.unwrap_or(None)) });
     }
 
-    /// Waits for the batch's result.
     fn await_batch(&mut self, member: BatchMember) {
         self.in_flight.cloud.start(async move {
             match member.result().await {
@@ -113,41 +108,36 @@ impl Task {
 
     /// Attaches the pod's volumes, concurrently with all other steps before the pod runs.
     fn attach(&mut self) {
-        let (Phase::Joining { vm }, Some(volumes)) = (&self.record.phase, &self.record.volumes) else {
+        let Record { id, phase: Phase::Joining { vm }, volumes: Some(volumes), .. } = &self.record else {
             return;
         };
         if volumes.is_ready() || !self.in_flight.volumes.is_idle() {
             return;
         }
-        let (ports, id, vm, volumes) =
-            (self.ports.clone(), self.record.id.clone(), vm.clone(), volumes.clone());
+        let (ports, id, vm, volumes) = (self.ports.clone(), id.clone(), vm.clone(), volumes.clone());
         self.in_flight.volumes.start(async move {
             Completion::Attached(ports.storage.attach(&id, &vm, volumes).await.map(Box::new))
         });
     }
 
-    /// Whether the pod's volumes are attached and the relay has their map. The relay must recognise them without the
-    /// node.
+    /// Whether the pod's volumes are attached, and the relay can recognise them without the node.
     fn has_volumes(&self) -> bool {
         self.record.volumes.as_ref().is_none_or(|volumes| volumes.is_ready() && self.relay.put_done > 0)
     }
 
-    /// Chooses and records the attempt's placement, then creates the VM there. A create that may have been sent before
-    /// is repeated with its recorded placement.
+    /// Chooses and records the attempt's placement, then creates the VM there. A repeated create keeps its placement.
     fn create(&mut self, request: CreateRequest, attempt: u32) {
         let (ports, key) = (self.ports.clone(), self.key(attempt));
         if request.placement.is_none() && self.vm.placed != Some(attempt) {
             self.in_flight.cloud.start(async move { Completion::Placed(ports.cloud.place(&request).await) });
         } else {
-            self.in_flight
-                .cloud
-                .start(async move { Completion::Created(ports.cloud.create(&request, &key).await) });
+            let create = async move { Completion::Created(ports.cloud.create(&request, &key).await) };
+            self.in_flight.cloud.start(create);
         }
     }
 
-    /// Finds the VM that the cloud may have made for an unwanted sandbox. If the list does not show one, the create is
-    /// repeated with the same key: a list may lag behind a create with a lost answer. A member of a batch gets the
-    /// result from its batch.
+    /// Finds the VM that the cloud may have made for an unwanted sandbox; a list may lag behind a create with a lost
+    /// answer, so the create is then repeated with the same key. A member of a batch gets the result from its batch.
     fn learn(&mut self) {
         if !self.in_flight.cloud.is_idle() {
             return;
@@ -163,7 +153,7 @@ impl Task {
     }
 
     /// Looks for the VM by the key of the phase's attempt.
-    pub(crate) fn find(&mut self, after: Option<crate::sandbox::ports::CloudError>) {
+    pub(crate) fn find(&mut self, after: Option<CloudError>) {
         let (Phase::Booting { attempt } | Phase::Unwanted { attempt }) = self.record.phase else { return };
         let (ports, key) = (self.ports.clone(), self.key(attempt));
         self.in_flight.cloud.start(async move {
@@ -182,7 +172,6 @@ impl Task {
         self.create(request, attempt);
     }
 
-    /// Gets the VM's addresses.
     fn locate(&mut self) {
         let Phase::Joining { vm } = &self.record.phase else { return };
         if (self.record.addresses.is_empty() || self.is_not_told_apart()) && self.in_flight.cloud.is_idle() {
@@ -193,10 +182,9 @@ impl Task {
 
     /// Whether a guest with the batch's ticket connects from an address that the cloud has not named for any VM yet.
     pub(crate) fn is_not_told_apart(&self) -> bool {
-        let ticket =
-            self.record.enrolment.ticket.as_ref().filter(|_| self.record.enrolment.batch_member.is_some());
-        self.record.enrolment.binding.is_none()
-            && ticket.is_some_and(|ticket| self.vm.tickets.is_awaited(&ticket.id))
+        let enrolment = &self.record.enrolment;
+        enrolment.binding.is_none()
+            && enrolment.shared_ticket().is_some_and(|ticket| self.vm.tickets.is_awaited(&ticket.id))
     }
 
     /// Reserves the pod's tunnel, and connects it once the VM's address is known.
@@ -215,42 +203,38 @@ impl Task {
             return;
         }
         let (ports, id) = (self.ports.clone(), self.record.id.clone());
-        match (self.record.network.clone(), address(&self.record)) {
-            (None, _) => {
-                let v6 = self.record.addresses.first().is_some_and(IpAddr::is_ipv6);
-                self.in_flight.network.start(async move {
-                    Completion::Reserved(ports.network.reserve(&netns, &id, v6, false).await)
-                });
-            }
-            (Some(network), None) if !self.record.addresses.is_empty() => {
-                // The tunnel was reserved for the other address family; a VNI is unique per family.
-                self.in_flight.network.start(async move {
-                    let undone = ports.network.disconnect(&netns, &id, Some(&network), None).await;
-                    Completion::Reserved(match undone {
-                        Ok(()) => ports.network.reserve(&netns, &id, !network.v6, false).await,
-                        Err(error) => Err(error),
-                    })
-                });
-            }
-            (Some(network), Some(vm)) if self.is_unsuited(&network, vm) => {
-                // The tunnel has carried nothing yet: the guest gets its network plan only when the tunnel is complete.
+        let vm = address(&self.record);
+        let Some(network) = self.record.network.clone() else {
+            let v6 = self.record.addresses.first().is_some_and(IpAddr::is_ipv6);
+            return self.in_flight.network.start(async move {
+                Completion::Reserved(ports.network.reserve(&netns, &id, v6, false).await)
+            });
+        };
+        // The tunnel was reserved for the other address family; a VNI is unique per family.
+        let is_other_family = vm.is_none() && !self.record.addresses.is_empty();
+        let is_unsuited = vm.is_some_and(|vm| self.is_unsuited(&network, vm));
+        if is_other_family || is_unsuited {
+            if is_unsuited {
+                // The tunnel has carried nothing yet: the guest gets its plan only when the tunnel is complete.
                 self.guest.plan = None;
-                self.in_flight.network.start(async move {
-                    let undone = ports.network.disconnect(&netns, &id, Some(&network), Some(vm)).await;
-                    Completion::Reserved(match undone {
-                        Ok(()) => ports.network.reserve(&netns, &id, network.v6, true).await,
-                        Err(error) => Err(error),
-                    })
-                });
             }
-            (Some(network), Some(vm)) if self.guest.plan.is_none() => {
-                self.in_flight.network.start(async move {
-                    Completion::Connected(
-                        ports.network.connect(&netns, &id, &network, vm).await.map(Box::new),
-                    )
-                });
-            }
-            (Some(_), _) => {}
+            return self.in_flight.network.start(async move {
+                let undone = ports.network.disconnect(&netns, &id, Some(&network), vm).await;
+                Completion::Reserved(match undone {
+                    Ok(()) => {
+                        ports.network.reserve(&netns, &id, network.v6 != is_other_family, is_unsuited).await
+                    }
+                    Err(error) => Err(error),
+                })
+            });
+        }
+        if let Some(vm) = vm
+            && self.guest.plan.is_none()
+        {
+            self.in_flight.network.start(async move {
+                let plan = ports.network.connect(&netns, &id, &network, vm).await;
+                Completion::Connected(plan.map(Box::new))
+            });
         }
     }
 
@@ -279,8 +263,7 @@ impl Task {
         dial
     }
 
-    /// Handles other addresses of the VM from the cloud, while its guest is dialled in vain. The tunnel follows once
-    /// the guest was reached there.
+    /// Handles other addresses of a VM that is dialled in vain. The tunnel follows once the guest was reached there.
     pub(crate) fn moved(&mut self, addresses: Vec<IpAddr>) {
         let new = addresses.iter().any(|address| !self.record.addresses.contains(address));
         if self.settings.dial.is_none() || !new || self.vm.moved == addresses {
@@ -317,23 +300,20 @@ impl Task {
             volumes: self.record.volumes.as_ref().map(PodVolumes::for_relay).unwrap_or_default(),
             ..Default::default()
         };
-        self.in_flight
-            .relay
-            .start(async move { Completion::Put { version, result: ports.relay.put(request).await } });
+        let put = async move { Completion::Put { version, result: ports.relay.put(request).await } };
+        self.in_flight.relay.start(put);
     }
 
-    /// Assigns the pod to the guest as soon as it is connected, and again if session, plan, endpoints or pull secrets
-    /// change.
+    /// Assigns the pod to the connected guest, and again if session, plan, endpoints or pull secrets change.
     fn assign(&mut self) {
         if !self.in_flight.guest.is_idle() || !self.has_volumes() {
             return;
         }
         let guest = self.guest.state.borrow_and_update().clone();
-        let Some(plan) =
-            self.guest.plan.clone().filter(|_| guest.connected && !self.is_assigned(&guest.session))
-        else {
+        let Some(plan) = self.guest.plan.clone() else { return };
+        if !guest.connected || self.is_assigned(&guest.session) {
             return;
-        };
+        }
         self.reached("guest_connected");
         if !self.is_pull_secret_asked() {
             return; // the answer, or its deadline, comes soon
@@ -346,8 +326,7 @@ impl Task {
         let volumes = self.record.volumes.clone();
         let (ports, id, session) = (self.ports.clone(), self.record.id.clone(), guest.session);
         let secret = self.guest.pull.digest().map(str::to_owned);
-        // The guest gives up on its agent, and before that on a path to the node, by itself. This limit only ends a
-        // call without an answer.
+        // The guest gives up on its agent or its path by itself; this limit ends a call without an answer.
         let timeout = self.settings.agent_timeout + Duration::from_secs(30);
         self.in_flight.guest.start(async move {
             let credentials = match &volumes {
@@ -361,7 +340,7 @@ impl Task {
                     request.set_personalise(assignment);
                     ports.relay.call(&id, request, timeout).await.map(Box::new)
                 }
-                Err(text) => Err(RelayError { text }),
+                Err(text) => Err(text),
             };
             Completion::Assigned { session, digest, secret, result }
         });
@@ -410,22 +389,18 @@ impl Task {
     }
 
     fn everything(&self) -> Left {
-        // Flushed even if the link seems down: after a restart of the node, the relay may not have reported yet that it
-        // is up.
-        let was_assigned = self.record.assigned.session.is_some();
+        // Flushed even if the link seems down: the relay may not have reported yet that it is up.
+        let Record { id, phase, assigned, volumes, netns, network, .. } = &self.record;
+        let vm = phase.vm();
         Left {
-            id: self.record.id.clone(),
-            flush: was_assigned.then_some(self.settings.flush_timeout),
+            id: id.clone(),
+            flush: assigned.session.is_some().then_some(self.settings.flush_timeout),
             relay: true,
-            vm: self.record.phase.vm().cloned(),
-            volumes: self
-                .record
-                .volumes
-                .as_ref()
-                .map(|volumes| Release { uid: volumes.uid.clone(), vm: self.record.phase.vm().cloned() }),
-            network: self.record.netns.clone().map(|netns| Undo {
+            vm: vm.cloned(),
+            volumes: volumes.as_ref().map(|volumes| Release { uid: volumes.uid.clone(), vm: vm.cloned() }),
+            network: netns.clone().map(|netns| Undo {
                 netns,
-                network: self.record.network.clone(),
+                network: network.clone(),
                 address: address(&self.record),
             }),
         }

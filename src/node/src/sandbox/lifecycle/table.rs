@@ -1,9 +1,7 @@
-//! Maps an id to the task that owns the sandbox, and indexes the sandboxes by network namespace, ticket and pod. No
-//! call of the hypervisor API scans the entries: each is a look-up.
+//! Maps an id to its sandbox's task. No call of the hypervisor API scans the entries: each is a look-up in an index.
 
 mod state;
 
-use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -22,14 +20,12 @@ use crate::ledger::{Enrolment, NetnsRef, Record, RecordEnd, VERSION, WantedVm};
 use crate::metrics::Metrics;
 use crate::sandbox::Settings;
 use crate::sandbox::error::{ClaimRefused, Error, Granted};
-use crate::sandbox::guest::claims::Claim;
+use crate::sandbox::guest::claims::{Claim, Claims};
+use crate::sandbox::guest::pull::Pull;
+use crate::sandbox::guest::reports::Reports;
 use crate::sandbox::guest::tickets::{Owner, Tickets};
-use crate::sandbox::lifecycle::in_flight::Slots;
-use crate::sandbox::lifecycle::phase::Phase;
-use crate::sandbox::lifecycle::task::{
-    Command, End, GuestState, NetworkState, RelayState, Start, Stop, Task, VmCreation,
-};
-use crate::sandbox::lifecycle::view::View;
+use crate::sandbox::lifecycle::task::{End, GuestState, NetworkState, RelayState, Start, VmCreation};
+use crate::sandbox::lifecycle::{Command, Phase, Slots, Stop, Task, View};
 use crate::sandbox::network::follow::Following;
 use crate::sandbox::ports::Ports;
 use crate::sandbox::recovery::restart::PanicGuard;
@@ -37,20 +33,17 @@ use crate::sandbox::vm::batch::Batches;
 use crate::spec::{SandboxId, Size, Wanted, vm_memory};
 use crate::volumes::PodVolumes;
 
-/// Request of a CreateVM.
 #[derive(Clone, Debug)]
-pub struct CreateVm {
-    /// Id of the sandbox.
+pub(crate) struct CreateVm {
     pub id: SandboxId,
     /// Parsed annotations, or the error in them. A known id does not need them.
     pub wanted: Result<Wanted, String>,
-    /// Path of the network namespace, as the shim sent it.
     pub netns: PathBuf,
 }
 
 /// All sandboxes of this node. Cheap to clone.
 #[derive(Clone)]
-pub struct Sandboxes(pub(crate) Arc<Inner>);
+pub(crate) struct Sandboxes(pub(crate) Arc<Inner>);
 
 pub(crate) struct Inner {
     pub(crate) ports: Arc<Ports>,
@@ -71,8 +64,7 @@ const QUEUE: usize = 64;
 const ANOTHER: Duration = Duration::from_secs(5);
 
 impl Sandboxes {
-    /// Returns an empty table.
-    pub fn new(ports: Ports, settings: Settings, metrics: Metrics) -> Sandboxes {
+    pub(crate) fn new(ports: Ports, settings: Settings, metrics: Metrics) -> Sandboxes {
         let (ports, settings, tickets) = (Arc::new(ports), Arc::new(settings), Arc::<Tickets>::default());
         Sandboxes(Arc::new(Inner {
             batches: Batches::new(ports.clone(), settings.clone(), metrics.clone(), tickets.clone()),
@@ -88,11 +80,8 @@ impl Sandboxes {
 
     /// Handles CreateVM. Returns the agent socket's path as soon as the intent is durable; the rest runs in the
     /// background. A known id, even a stopped one, gets its path before any other check. Just after the node's start, a
-    /// new id waits for a bounded time until the node's endpoints are known.
-    ///
-    /// # Errors
-    /// The request cannot be granted; nothing was done.
-    pub async fn create(&self, create: CreateVm) -> Result<String, Error> {
+    /// new id waits for a bounded time until the node's endpoints are known. After an error, nothing was done.
+    pub(crate) async fn create(&self, create: CreateVm) -> Result<String, Error> {
         let path = self.0.settings.agent_socket_text(&create.id)?;
         if let Some(view) = self.view(&create.id) {
             return accepted(view).await.map(|()| path);
@@ -100,24 +89,16 @@ impl Sandboxes {
         let wanted = create.wanted.map_err(Error::Invalid)?;
         wanted.wishes.check(&self.0.settings.may_wish).map_err(Error::Invalid)?;
         self.0.ports.identity.settled().await;
-        let netns = self
-            .0
-            .ports
-            .network
-            .netns(&create.netns)
-            .await
-            .map_err(|error| Error::Netns { id: create.id.clone(), why: error.text })?;
+        let netns = self.0.ports.network.netns(&create.netns).await;
+        let netns = netns.map_err(|error| Error::Netns { id: create.id.clone(), why: error.text })?;
         let volumes = self.0.ports.storage.volumes(&wanted.pod).await.map_err(Error::Invalid)?;
         let record = self.record(create.id, wanted, netns, volumes)?;
         let view = self.admit(record)?;
         accepted(view).await.map(|()| path)
     }
 
-    /// Handles StartVM: waits until the sandbox runs, or until it fails. Dropping the call changes nothing.
-    ///
-    /// # Errors
-    /// The cause of the failure; or that the start takes longer than a call may wait.
-    pub async fn start(&self, id: &SandboxId) -> Result<(), Error> {
+    /// Handles StartVM: waits until the sandbox runs or fails, as long as a call may wait. The call may be dropped.
+    pub(crate) async fn start(&self, id: &SandboxId) -> Result<(), Error> {
         let limit = self.0.settings.start_timeout;
         let deadline = Instant::now() + limit;
         loop {
@@ -133,11 +114,10 @@ impl Sandboxes {
                 result?;
             }
             let waited = timeout_at(deadline, view.wait_for(|view| view.outcome().is_some())).await;
-            let waited = waited.map(|seen| seen.map(|view| view.outcome().unwrap_or(Ok(()))));
-            match waited {
-                Ok(Ok(outcome)) => return outcome,
+            match waited.map(|seen| seen.ok()?.outcome()) {
+                Ok(Some(outcome)) => return outcome,
                 Err(_) => return Err(self.late(id, limit)),
-                Ok(Err(_)) => {
+                Ok(None) => {
                     let left = deadline.duration_since(Instant::now());
                     if !self.restarted(id, &running, left).await {
                         return Err(broken(id));
@@ -148,18 +128,15 @@ impl Sandboxes {
     }
 
     /// Returns the error of a StartVM that has reached its time limit.
-    pub fn late(&self, id: &SandboxId, waited: Duration) -> Error {
+    pub(crate) fn late(&self, id: &SandboxId, waited: Duration) -> Error {
         let phase = self.view(id).map_or("unknown", |view| view.borrow().phase.name());
         let why = "the start goes on; call StartVM again".into();
         Error::Late { id: id.clone(), phase, waited, why }
     }
 
-    /// Handles StopVM and the other reasons to stop. Returns as soon as the stop is durable. An unknown id becomes a
-    /// tombstone, so that a CreateVM that was overtaken makes nothing.
-    ///
-    /// # Errors
-    /// The stop could not be made durable; the sandbox goes on.
-    pub async fn stop(&self, id: &SandboxId, stop: Stop) -> Result<(), Error> {
+    /// Handles StopVM and the other reasons to stop. Returns as soon as the stop is durable; after an error, the sandbox
+    /// goes on. An unknown id becomes a tombstone, so that a CreateVM that was overtaken makes nothing.
+    pub(crate) async fn stop(&self, id: &SandboxId, stop: Stop) -> Result<(), Error> {
         loop {
             match self.find(id) {
                 Some(Entry::Tombstone { .. }) => {
@@ -183,8 +160,7 @@ impl Sandboxes {
                     }
                 }
                 None => {
-                    // Runs in a task of its own: a caller that goes away during the write must not leave an id that
-                    // counts as unwritten forever.
+                    // In a task of its own: a caller that goes away must leave no id that counts as unwritten.
                     let (table, id) = (self.clone(), id.clone());
                     let written = tokio::spawn(async move { table.write_tombstone_of_unknown(&id).await });
                     match written.await {
@@ -199,8 +175,7 @@ impl Sandboxes {
         }
     }
 
-    /// Handles a guest's claim.
-    pub async fn claim(&self, ticket: &str, claim: Claim) -> Result<Granted, Error> {
+    pub(crate) async fn claim(&self, ticket: &str, claim: Claim) -> Result<Granted, Error> {
         let found = match self.0.tickets.owner(ticket, claim.from()) {
             Owner::Sandbox(id) => self.find(&id),
             Owner::Unknown => None,
@@ -210,13 +185,13 @@ impl Sandboxes {
                     peer = claim.peer,
                     "claim with a batch's ticket deferred: the VM's owner is not known yet"
                 );
-                self.0.metrics.guests.claim_refused(ClaimRefused::NotYet.reason());
+                self.0.metrics.guests.claims_refused.count(ClaimRefused::NotYet.reason());
                 return Err(Error::Claim(ClaimRefused::NotYet));
             }
         };
         let Some(Entry::Task(running)) = found else {
             // A guest may send any id; only hexadecimal digits go into a log line.
-            self.0.metrics.guests.claim_refused(ClaimRefused::UnknownTicket.reason());
+            self.0.metrics.guests.claims_refused.count(ClaimRefused::UnknownTicket.reason());
             let ticket: String = ticket.chars().filter(char::is_ascii_hexdigit).take(32).collect();
             warn!(ticket, peer = claim.peer, "claim refused: unknown ticket");
             return Err(Error::Claim(ClaimRefused::UnknownTicket));
@@ -237,8 +212,7 @@ impl Sandboxes {
         }
     }
 
-    /// Fails a sandbox after the provider has confirmed that its VM is gone. Returns `false` if the sandbox does not
-    /// use the VM any more, or if its guest is back.
+    /// Fails a sandbox whose VM the provider says is gone; `false`: it no longer uses the VM, or its guest is back.
     pub(crate) async fn lost(
         &self,
         id: &SandboxId,
@@ -250,10 +224,8 @@ impl Sandboxes {
         asked.unwrap_or_else(|| Err(broken(id)))
     }
 
-    /// Returns the VM of a pod: that of its newest live sandbox. With `wait`, waits for it.
-    ///
-    /// cancel safety: the call changes nothing; its caller bounds the wait by dropping it.
-    pub async fn vm_of(&self, namespace: &str, name: &str, wait: bool) -> Result<InstanceId, Error> {
+    /// Returns the VM of the pod's newest live sandbox. With `wait`, waits for it; the call may be dropped.
+    pub(crate) async fn vm_of(&self, namespace: &str, name: &str, wait: bool) -> Result<InstanceId, Error> {
         let pod = (namespace.to_owned(), name.to_owned());
         let text = format!("{namespace}/{name}");
         let mut inserted = self.0.inserted.subscribe();
@@ -280,29 +252,25 @@ impl Sandboxes {
     }
 
     /// Returns the sandbox with the volumes of the pod with this UID.
-    pub fn of_pod_uid(&self, uid: &str) -> Option<SandboxId> {
-        self.state().of_uid(uid).cloned()
+    pub(crate) fn of_pod_uid(&self, uid: &str) -> Option<SandboxId> {
+        self.state().uids.get(uid).cloned()
     }
 
-    /// Sends one request to a sandbox's guest.
-    pub async fn ask_guest(
+    pub(crate) async fn ask_guest(
         &self,
         id: &SandboxId,
         request: Request,
         limit: Duration,
     ) -> Result<Reply, String> {
         match tokio::time::timeout(limit, self.0.ports.relay.call(id, request, limit)).await {
-            Ok(answer) => answer.map_err(|error| error.text),
+            Ok(answer) => answer,
             Err(_) => Err(format!("the guest of sandbox {id} did not answer within {limit:?}")),
         }
     }
 
     /// Makes a sandbox's VM see that one of its pod's disks was enlarged. A volume that the provider does not attach is
-    /// left to its driver.
-    ///
-    /// # Errors
-    /// A message; the VM may see the new size all the same.
-    pub async fn disk_grown(
+    /// left to its driver. After an error, the VM may see the new size all the same.
+    pub(crate) async fn disk_grown(
         &self,
         id: &SandboxId,
         volume: &str,
@@ -317,24 +285,20 @@ impl Sandboxes {
                 let one = volumes.iter().find(|one| one.volume.id.as_str() == volume)?;
                 record.phase.vm().zip(one.disk())
             });
-            match known {
-                Some((vm, disk)) => {
-                    ports.cloud.disk_grown(vm, &disk, bytes).await.map_err(|error| error.to_string())
-                }
-                None => Ok(()),
-            }
+            let Some((vm, disk)) = known else { return Ok(()) };
+            ports.cloud.disk_grown(vm, &disk, bytes).await.map_err(|error| error.to_string())
         };
         let late = |_| Err(format!("the provider did not answer within {limit:?}"));
         tokio::time::timeout(limit, show).await.unwrap_or_else(late)
     }
 
     /// Returns the present views of all sandboxes that are not tombstones.
-    pub fn views(&self) -> Vec<View> {
+    pub(crate) fn views(&self) -> Vec<View> {
         self.state().running().map(|(_, running)| running.view.borrow().clone()).collect()
     }
 
     /// Returns a sandbox's pod for log lines: namespace/name, or `-` if it is not known.
-    pub fn pod(&self, id: &SandboxId) -> Arc<str> {
+    pub(crate) fn pod(&self, id: &SandboxId) -> Arc<str> {
         match self.state().entries.get(id) {
             Some(Entry::Task(running)) => running.view.borrow().pod.clone(),
             Some(Entry::Tombstone { view, .. }) => view.pod.clone(),
@@ -342,21 +306,12 @@ impl Sandboxes {
         }
     }
 
-    /// Watches one sandbox.
-    pub fn view(&self, id: &SandboxId) -> Option<watch::Receiver<View>> {
-        match self.state().entries.get(id)? {
-            Entry::Task(running) => Some(running.view.clone()),
-            Entry::Tombstone { view, .. } => Some(watch::Sender::new((**view).clone()).subscribe()),
-        }
-    }
-
-    /// Counts a guest that the CA rotation leaves behind.
-    pub(crate) fn left_behind(&self) {
-        self.0.metrics.guests.left_behind.inc();
+    pub(crate) fn view(&self, id: &SandboxId) -> Option<watch::Receiver<View>> {
+        self.state().entries.get(id).map(Entry::view)
     }
 
     /// Aborts all tasks. The ledger contains everything they had started.
-    pub async fn close(&self) {
+    pub(crate) async fn close(&self) {
         let mut tasks = {
             let mut state = self.state();
             state.closed = true;
@@ -378,16 +333,13 @@ impl Sandboxes {
         let now = ports.clock.now_ms();
         let ticket = ports.identity.ticket(settings.ticket_ttl).map_err(Error::Unavailable)?;
         let user_data = ports.identity.user_data(&ticket, 1).map_err(Error::Unavailable)?;
-        let mut labels = BTreeMap::new();
-        for (key, value) in [
+        let labels = [
             ("peerpod.cluster", settings.cluster_id.as_str()),
             ("peerpod.node", settings.node_name.as_str()),
             ("peerpod.sandbox", id.as_str()),
             ("peerpod.namespace", wanted.pod.namespace.as_str()),
             ("peerpod.pod", wanted.pod.name.as_str()),
-        ] {
-            labels.insert(key.to_owned(), value.to_owned());
-        }
+        ];
         let gpus = wanted.size.gpus;
         let short: String = id.as_str().chars().take(12).collect();
         let mut request = CreateRequest {
@@ -401,7 +353,7 @@ impl Sandboxes {
             image: wanted.image,
             second_nic: settings.second_nic,
             disks: volumes.as_ref().map(PodVolumes::disks).unwrap_or_default(),
-            labels,
+            labels: labels.map(|(key, value)| (key.to_owned(), value.to_owned())).into(),
             ..CreateRequest::default()
         };
         wanted.wishes.ask(&mut request);
@@ -422,18 +374,14 @@ impl Sandboxes {
     /// Adds a new sandbox to the table and starts its task. A sandbox that was added in between wins.
     fn admit(&self, record: Record) -> Result<watch::Receiver<View>, Error> {
         let mut state = self.state();
-        match state.entries.get(&record.id) {
-            Some(Entry::Task(running)) => return Ok(running.view.clone()),
-            Some(Entry::Tombstone { view, .. }) => {
-                return Ok(watch::Sender::new((**view).clone()).subscribe());
-            }
-            None => {}
+        if let Some(entry) = state.entries.get(&record.id) {
+            return Ok(entry.view());
         }
         if state.count >= self.0.settings.max_sandboxes {
             return Err(Error::Full(self.0.settings.max_sandboxes));
         }
         for volume in record.volumes.iter().flat_map(PodVolumes::single_writers) {
-            if let Some(other) = state.writer_of(&volume.id) {
+            if let Some(other) = state.writers.get(&volume.id) {
                 let volume = format!("{} ({})", volume.name, volume.id);
                 return Err(Error::VolumeTaken { volume, other: other.clone() });
             }
@@ -455,17 +403,13 @@ impl Sandboxes {
     }
 
     /// Adds a sandbox from the ledger.
-    pub(crate) fn adopt(&self, record: Record) {
-        self.adopt_in(&mut self.state(), record);
-    }
-
-    pub(crate) fn adopt_in(&self, state: &mut State, record: Record) {
+    pub(crate) fn adopt(&self, state: &mut State, record: Record) {
         if record.phase == Phase::Gone {
             self.0.metrics.sandboxes.moved(None, Some(&record.phase));
             state.write_tombstone(&record, self.0.settings.tombstone_ttl);
             return;
         }
-        self.0.metrics.sandboxes.recovered(&record.phase);
+        self.0.metrics.sandboxes.recoveries.count(record.phase.name());
         self.0.metrics.sandboxes.moved(None, Some(&record.phase));
         let claimed = record.netns.as_ref().and_then(|netns| state.netns.get(&netns.identity()));
         let other = claimed.and_then(|other| state.task(other)).filter(|_| record.phase.is_live());
@@ -481,8 +425,7 @@ impl Sandboxes {
             if phase != Phase::Created {
                 self.0.metrics.sandboxes.moved(Some(&phase), None);
             }
-            state.unlink(id);
-            state.entries.remove(id);
+            state.remove(id);
         }
     }
 
@@ -501,7 +444,7 @@ impl Sandboxes {
             view: view.clone(),
             netns: record.netns.clone(),
             pod: record.pod.as_ref().map(|pod| (pod.namespace.clone(), pod.name.clone())),
-            volumes: record.volumes.as_ref().map(state::Volumes::of),
+            volumes: record.volumes.clone().map(Arc::new),
         };
         state.link(&record, running);
         let task = Box::new(self.task(record, sender, receiver, predecessor));
@@ -540,8 +483,17 @@ impl Sandboxes {
                 moved: Vec::new(),
             },
             start: Start { announced: !ports.kubernetes.is_in_cluster(), ..Start::default() },
-            guest: GuestState::new(ports.relay.guest(&record.id), ports.identity.trusted()),
-            relay: RelayState::new(ports.relay.relay_epoch()),
+            guest: GuestState {
+                state: ports.relay.guest(&record.id),
+                claims: Claims::default(),
+                renewal: None,
+                trusted: ports.identity.trusted(),
+                plan: None,
+                refused: None,
+                reports: Reports::default(),
+                pull: Pull::default(),
+            },
+            relay: RelayState::new(ports.relay.epoch()),
             network: NetworkState {
                 node_endpoints: ports.identity.node_endpoints(),
                 following: Following::default(),
@@ -560,7 +512,7 @@ impl Sandboxes {
             if let Err(error) = Box::pin(task.begin()).await {
                 error!(%error, "cannot create the sandbox");
                 // Removed from the table before the error is published: the caller may create it again at once.
-                self.remove(&id);
+                self.state().remove(&id);
                 task.view.send_modify(|view| view.rejected = Some(error));
                 return;
             }
@@ -606,15 +558,8 @@ impl Sandboxes {
         Some(Ok(()))
     }
 
-    /// Removes a sandbox from the table and from all indexes.
-    fn remove(&self, id: &SandboxId) {
-        let mut state = self.state();
-        state.unlink(id);
-        state.entries.remove(id);
-    }
-
+    /// Locks the table; the lock is never held across an await.
     pub(crate) fn state(&self) -> MutexGuard<'_, State> {
-        // The lock is never held across an await, and no code under it leaves the state half changed.
         self.0.state.lock()
     }
 
@@ -623,13 +568,9 @@ impl Sandboxes {
     }
 
     /// Sends a command and waits for its answer; `None` if the task is gone.
-    async fn ask<T>(
-        &self,
-        running: &Running,
-        command: impl FnOnce(oneshot::Sender<T>) -> Command,
-    ) -> Option<T> {
+    async fn ask<T>(&self, task: &Running, command: impl FnOnce(oneshot::Sender<T>) -> Command) -> Option<T> {
         let (answer, answered) = oneshot::channel();
-        running.commands.send(command(answer)).await.ok()?;
+        task.commands.send(command(answer)).await.ok()?;
         answered.await.ok()
     }
 }

@@ -1,8 +1,6 @@
-//! Owns one sandbox: a task that alone reads and writes its state.
-//!
-//! Calls reach the task as commands and wait. Operations run inside it concurrently, one per slot. The loop is
-//! level-triggered: after every event, `reconcile` starts the operations that the phase requires and that are not in flight.
-//! A task that recovers from the ledger therefore does the same as one that never stopped.
+//! Owns one sandbox: a task that alone reads and writes its state. Calls reach it as commands; operations run inside it
+//! concurrently, one per slot. After every event, `reconcile` starts the operations that the phase requires and that
+//! are not in flight, so a task that recovers from the ledger does the same as one that never stopped.
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -24,14 +22,11 @@ use crate::sandbox::guest::reports::Reports;
 use crate::sandbox::guest::tickets::Tickets;
 use crate::sandbox::lifecycle::clear::Left;
 use crate::sandbox::lifecycle::completions::console_of;
-use crate::sandbox::lifecycle::in_flight::{Completion, Slots, Which};
-use crate::sandbox::lifecycle::phase::{self, Phase, PhaseEvent, Step};
-use crate::sandbox::lifecycle::view::View;
+use crate::sandbox::lifecycle::{Completion, Phase, PhaseEvent, Slots, View, Which, phase};
 use crate::sandbox::network::follow::{Following, PlannedNetwork};
 use crate::sandbox::ports::{Guest, NodeEndpoints, PodEvent, Ports, Trusted};
 use crate::sandbox::vm::batch::{Batches, CreatePath};
 
-/// Command to a sandbox's task.
 pub(crate) enum Command {
     /// StartVM came. Answered when that is noted; the [`View`] shows readiness.
     Start(oneshot::Sender<Result<(), Error>>),
@@ -39,29 +34,24 @@ pub(crate) enum Command {
     Stop(Stop, oneshot::Sender<Result<(), Error>>),
     /// The provider reports these addresses of the VM, while its guest is away.
     Moved(Vec<IpAddr>),
-    /// The provider has confirmed that this VM is gone, with a reason where it gave one. The answer is whether the
-    /// sandbox has failed by that.
+    /// The provider says that this VM is gone, maybe with a reason. The answer: whether the sandbox has failed by that.
     Lost(InstanceId, Option<String>, oneshot::Sender<Result<bool, Error>>),
-    /// The guest presents its ticket.
     Claim(Claim, oneshot::Sender<Result<Granted, Error>>),
 }
 
 /// Reason of a stop.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Stop {
-    /// StopVM was called.
+pub(crate) enum Stop {
     Called,
     /// The relay promised the stop while the node was away.
     Inbox,
-    /// StartVM never came after CreateVM.
     NeverStarted,
-    /// The pod's network namespace is gone.
     NetnsGone,
 }
 
 impl Stop {
     /// Returns the label of the metric, one word.
-    pub fn reason(self) -> &'static str {
+    pub(crate) fn reason(self) -> &'static str {
         match self {
             Stop::Called => "stop_vm",
             Stop::Inbox => "inbox",
@@ -70,7 +60,7 @@ impl Stop {
         }
     }
 
-    fn sentence(self) -> &'static str {
+    pub(crate) fn sentence(self) -> &'static str {
         match self {
             Stop::Called => "StopVM was called",
             Stop::Inbox => "StopVM was called while the node was away",
@@ -80,7 +70,6 @@ impl Stop {
     }
 }
 
-/// Reason why an event could not be applied.
 pub(crate) enum Unapplied {
     /// The event has no meaning in this phase.
     Refused(phase::Refused),
@@ -121,7 +110,6 @@ pub(crate) struct Task {
 
 /// Creation of the sandbox's VM, and its addresses.
 pub(crate) struct VmCreation {
-    /// Create path of the current attempt.
     pub(crate) path: CreatePath,
     pub(crate) batches: Batches,
     pub(crate) tickets: Arc<Tickets>,
@@ -133,14 +121,12 @@ pub(crate) struct VmCreation {
     pub(crate) moved: Vec<IpAddr>,
 }
 
-/// Progress of the start.
 #[derive(Default)]
 pub(crate) struct Start {
     /// Whether the announcement in the cluster has ended.
     pub(crate) announced: bool,
     /// Time of the next report on a slow start, and the duration of the start by then.
     pub(crate) slow: Option<(Instant, Duration)>,
-    /// Deadline of the boot.
     pub(crate) deadline: Option<Instant>,
     /// Last error of each kind of operation; reported when a deadline passes.
     pub(crate) trouble: Vec<(Which, String)>,
@@ -152,31 +138,13 @@ pub(crate) struct GuestState {
     pub(crate) claims: Claims,
     /// Certificate that the relay must have before the guest gets it.
     pub(crate) renewal: Option<Renewal>,
-    /// CA set that guests must trust.
     pub(crate) trusted: watch::Receiver<Arc<Trusted>>,
     /// Network plan for the guest, once the tunnel is connected.
     pub(crate) plan: Option<PlannedNetwork>,
     /// Guest session that refused a plan, with the digests of the plan and of the pull secrets.
     pub(crate) refused: Option<(String, String, Option<String>)>,
-    /// The guest's reports on the pod's network.
     pub(crate) reports: Reports,
-    /// Pull secrets for the pod's images.
     pub(crate) pull: Pull,
-}
-
-impl GuestState {
-    pub(crate) fn new(state: watch::Receiver<Guest>, trusted: watch::Receiver<Arc<Trusted>>) -> GuestState {
-        GuestState {
-            state,
-            claims: Claims::default(),
-            renewal: None,
-            trusted,
-            plan: None,
-            refused: None,
-            reports: Reports::default(),
-            pull: Pull::default(),
-        }
-    }
 }
 
 /// State that the relay must have.
@@ -199,9 +167,7 @@ impl RelayState {
 
 /// The pod's network, and changes around it.
 pub(crate) struct NetworkState {
-    /// Endpoints at which guests reach the node.
     pub(crate) node_endpoints: watch::Receiver<NodeEndpoints>,
-    /// State of following changes around the pod's network.
     pub(crate) following: Following,
     /// Set if the pod network of a running sandbox cannot be repaired; ends the retries.
     pub(crate) given_up: bool,
@@ -209,7 +175,6 @@ pub(crate) struct NetworkState {
     pub(crate) predecessor: Option<watch::Receiver<View>>,
 }
 
-/// End of the sandbox.
 #[derive(Default)]
 pub(crate) struct End {
     pub(crate) leaving: Option<Left>,
@@ -219,10 +184,9 @@ pub(crate) struct End {
 enum Woken {
     Command(Option<Command>),
     Completion(Which, Completion),
-    Guest,
+    /// Of the guest, the CA set or the network: `reconcile` handles it.
+    Change,
     Epoch,
-    Trust,
-    Network,
     Deadline,
     Slow,
 }
@@ -230,9 +194,9 @@ enum Woken {
 impl Task {
     /// Accepts a new sandbox: its intent is durable on return. No other operation was started before.
     pub(crate) async fn begin(&mut self) -> Result<(), Error> {
-        let now = self.ports.clock.now_ms();
-        match self.apply(PhaseEvent::Begin, |record| record.reached("recorded", now)).await {
-            Ok(_) => Ok(()),
+        self.reached("recorded");
+        match self.apply(PhaseEvent::Begin, |_| {}).await {
+            Ok(()) => Ok(()),
             Err(Unapplied::Disk(error)) => {
                 // A failing disk may have kept the record all the same; a restarted node must not find it.
                 if let Err(error) = self.ports.store.forget(&self.record.id).await {
@@ -254,11 +218,11 @@ impl Task {
             let woken = tokio::select! {
                 command = self.commands.recv() => Woken::Command(command),
                 (which, completion) = self.in_flight.next() => Woken::Completion(which, completion),
-                () = changed(&mut self.guest.state) => Woken::Guest,
+                () = changed(&mut self.guest.state) => Woken::Change,
                 () = changed(&mut self.relay.epoch) => Woken::Epoch,
-                () = changed(&mut self.guest.trusted) => Woken::Trust,
-                () = self.network.following.changed() => Woken::Network,
-                () = changed(&mut self.network.node_endpoints) => Woken::Network,
+                () = changed(&mut self.guest.trusted) => Woken::Change,
+                () = self.network.following.changed() => Woken::Change,
+                () = changed(&mut self.network.node_endpoints) => Woken::Change,
                 () = sleep_until(deadline.unwrap_or_else(Instant::now)), if deadline.is_some() => Woken::Deadline,
                 () = sleep_until(slow.unwrap_or_else(Instant::now)), if slow.is_some() => Woken::Slow,
             };
@@ -267,7 +231,7 @@ impl Task {
                 Woken::Command(Some(command)) => Box::pin(self.command(command)).await,
                 Woken::Command(None) => return,
                 Woken::Completion(which, completion) => Box::pin(self.on_completion(which, completion)).await,
-                Woken::Guest | Woken::Trust | Woken::Network => {} // `reconcile` handles it
+                Woken::Change => {}
                 Woken::Epoch => self.relay_changed(),
                 Woken::Deadline => Box::pin(self.too_late()).await,
                 Woken::Slow => self.takes_long(),
@@ -281,20 +245,12 @@ impl Task {
 
     /// Sets up everything that a phase needs besides its operations, at its beginning and after a recovery.
     fn enter(&mut self) {
-        self.start.deadline = match &self.record.phase {
-            Phase::Booting { .. } | Phase::Joining { .. } => {
-                // The node may have been away for long; the VM gets its full time all the same.
-                Some(self.start.deadline.unwrap_or_else(|| Instant::now() + self.settings.boot_timeout))
-            }
-            Phase::Created
-            | Phase::Running { .. }
-            | Phase::Unwanted { .. }
-            | Phase::Leaving { .. }
-            | Phase::Gone => None,
-        };
-        let after = self.settings.slow_after;
-        self.start.slow =
-            self.start.deadline.and_then(|_| self.start.slow.or(Some((Instant::now() + after, after))));
+        let is_starting = matches!(self.record.phase, Phase::Booting { .. } | Phase::Joining { .. });
+        // The node may have been away for long; the VM gets its full time all the same.
+        let (now, after) = (Instant::now(), self.settings.slow_after);
+        let deadline = self.start.deadline.unwrap_or(now + self.settings.boot_timeout);
+        self.start.deadline = is_starting.then_some(deadline);
+        self.start.slow = is_starting.then_some(self.start.slow.unwrap_or((now + after, after)));
         if !self.record.phase.is_live() {
             self.end.left_ms = self.ports.clock.now_ms();
             self.in_flight.guest.cancel();
@@ -306,11 +262,11 @@ impl Task {
             self.in_flight.relay.wake();
             self.in_flight.localhost.wake();
             self.guest.claims.refuse_all(&self.record);
-            if matches!(self.record.phase, Phase::Leaving { .. }) {
-                // Only an address query or a pause can be in flight here: creates end in `Unwanted`.
-                self.in_flight.cloud.cancel();
-            } else if matches!(self.vm.path, CreatePath::Joining) {
-                // Stops waiting for the window; `learn` asks the batches whether it has closed meanwhile.
+            // In `Leaving`, only an address query or a pause can be in flight: creates end in `Unwanted`. A sandbox in a
+            // window stops waiting; `learn` asks the batches whether it has closed meanwhile.
+            if matches!(self.record.phase, Phase::Leaving { .. })
+                || matches!(self.vm.path, CreatePath::Joining)
+            {
                 self.in_flight.cloud.cancel();
             } else {
                 self.in_flight.cloud.wake();
@@ -341,20 +297,14 @@ impl Task {
         if self.record.started || !self.record.phase.is_live() {
             return Ok(());
         }
+        self.reached("start_called");
         if matches!(self.record.phase, Phase::Running { .. }) {
-            let now = self.ports.clock.now_ms();
-            self.change(|record| {
-                record.started = true;
-                record.reached("start_called", now);
-            })
-            .await
-        } else {
-            // Recorded with the next stage: a crash before that also loses the call, and the call is sent again.
-            self.record.started = true;
-            self.reached("start_called");
-            self.publish();
-            Ok(())
+            return self.change(|record| record.started = true).await;
         }
+        // Recorded with the next stage: a crash before that also loses the call, and the call is sent again.
+        self.record.started = true;
+        self.publish();
+        Ok(())
     }
 
     async fn stop(&mut self, stop: Stop) -> Result<(), Error> {
@@ -365,7 +315,7 @@ impl Task {
         .await?;
         if was_live {
             info!(cause = stop.sentence(), phase = %self.record.phase, "stopping");
-            self.metrics.sandboxes.stopped(stop.reason());
+            self.metrics.sandboxes.stops.count(stop.reason());
         }
         Ok(())
     }
@@ -376,7 +326,7 @@ impl Task {
             Phase::Running { .. } => ("VMFailed", "failed while it ran"),
             _ => ("StartFailed", "could not be started"),
         };
-        if self.apply_failure(PhaseEvent::Failed, stage, &cause).await? {
+        if self.apply_failure(PhaseEvent::Stop, stage, &cause).await? {
             error!(stage, %cause, "{what}");
             self.tell(reason, format!("the pod's VM {what} ({stage}): {cause}"));
         }
@@ -399,22 +349,19 @@ impl Task {
         })
         .await?;
         if was_live {
-            self.metrics.sandboxes.failed(stage);
+            self.metrics.sandboxes.failures.count(stage);
         }
         Ok(was_live)
     }
 
-    /// Fails the sandbox, unless its guest is back or it is being removed. An open link does not disprove a provider
-    /// that reports how the VM ended: a machine that stops closes no connections.
+    /// Fails the sandbox, unless its guest is back. A provider's reason outweighs a link: a stop leaves it open.
     async fn lost(&mut self, vm: &InstanceId, why: Option<String>) -> Result<bool, Error> {
-        let ours = match &self.record.phase {
-            Phase::Running { vm: ours } => {
-                ours == vm && (why.is_some() || !self.guest.state.borrow().connected)
-            }
-            Phase::Joining { vm: ours } => ours == vm && why.is_some(),
+        let is_over = match &self.record.phase {
+            Phase::Running { .. } => why.is_some() || !self.guest.state.borrow().connected,
+            Phase::Joining { .. } => why.is_some(),
             _ => false,
         };
-        if !ours {
+        if !is_over || self.record.phase.vm() != Some(vm) {
             return Ok(false);
         }
         let how = if why.is_some() { "has ended" } else { "is gone" };
@@ -461,7 +408,6 @@ impl Task {
         self.start.slow = Some((at + waited, waited * 2));
     }
 
-    /// Posts an Event on the pod.
     pub(crate) fn tell(&self, reason: &'static str, text: String) {
         if let Some(pod) = &self.record.pod {
             self.ports.kubernetes.tell(pod, PodEvent { reason, text });
@@ -496,20 +442,19 @@ impl Task {
         &mut self,
         event: PhaseEvent,
         change: impl FnOnce(&mut Record),
-    ) -> Result<Step, Unapplied> {
-        let (phase, action) = phase::next(&self.record.phase, event).map_err(Unapplied::Refused)?;
-        let moved = phase != self.record.phase;
-        let mut record = self.record.clone();
-        change(&mut record);
-        record.phase = phase;
-        if moved {
-            self.save(record).await.map_err(Unapplied::Disk)?;
+    ) -> Result<(), Unapplied> {
+        let phase = phase::next(&self.record.phase, event).map_err(Unapplied::Refused)?;
+        if phase != self.record.phase {
+            let change = |record: &mut Record| {
+                change(record);
+                record.phase = phase;
+            };
+            self.change(change).await?;
             self.enter();
         }
-        Ok(action)
+        Ok(())
     }
 
-    /// Makes a changed record durable, then adopts it.
     pub(crate) async fn save(&mut self, record: Record) -> Result<(), Error> {
         if let Err(error) = self.ports.store.save(&record).await {
             self.metrics.sandboxes.ledger_errors.inc();
@@ -519,9 +464,6 @@ impl Task {
             let from = (self.record.phase != Phase::Created).then_some(&self.record.phase);
             self.metrics.sandboxes.moved(from, Some(&record.phase));
             debug!(from = %self.record.phase, to = %record.phase, vm = ?record.phase.vm(), "phase");
-        }
-        for stage in &record.stages[self.record.stages.len().min(record.stages.len())..] {
-            self.metrics.sandboxes.stage(&stage.name, stage.at_ms);
         }
         let shown = |record: &Record| {
             (record.phase.clone(), record.addresses.len(), record.enrolment.binding.is_some())
@@ -556,27 +498,20 @@ impl Task {
     pub(crate) fn publish(&self) {
         let network_gone = self.end.leaving.as_ref().is_some_and(|left| left.network.is_none())
             || self.record.phase == Phase::Gone;
-        self.view.send_if_modified(|view| {
-            let new = View::of(&self.record, network_gone);
-            let modified = *view != new;
-            *view = new;
-            modified
-        });
+        let new = View::of(&self.record, network_gone);
+        self.view.send_if_modified(|view| std::mem::replace(view, new) != *view);
     }
 
     pub(crate) fn key(&self, attempt: u32) -> IdempotencyKey {
         IdempotencyKey::derive(&self.settings.cluster_id, self.record.id.as_str(), attempt)
     }
 
-    /// Writes the final log line, which covers the sandbox's whole life.
     fn final_log_line(&self) {
-        let stages: Vec<String> =
-            self.record.stages.iter().map(|stage| format!("{}={}ms", stage.name, stage.at_ms)).collect();
         info!(
             cause = self.record.end.cause.as_deref().unwrap_or("-"),
             failed = self.record.end.failed,
             lived_ms = self.ports.clock.now_ms().saturating_sub(self.record.created_ms),
-            stages = stages.join(" "),
+            stages = self.record.stages_text(),
             "sandbox gone"
         );
     }

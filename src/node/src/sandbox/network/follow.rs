@@ -9,13 +9,9 @@ use sha2::{Digest, Sha256};
 use tokio::sync::watch;
 use tracing::{error, info, warn};
 
-use crate::sandbox::lifecycle::in_flight::{Completion, Which};
-use crate::sandbox::lifecycle::phase::Phase;
-use crate::sandbox::lifecycle::steps::address;
-use crate::sandbox::lifecycle::task::{Task, Unapplied};
+use crate::sandbox::lifecycle::{Completion, Phase, Task, Unapplied, Which, address};
 use crate::sandbox::ports::{Changes, CloudError, Followed, NetworkError, NodeEndpoints};
 
-/// Maximum number of addresses kept for one VM.
 const MOST_ADDRESSES: usize = 8;
 
 /// Network plan for the guest, with its digest.
@@ -43,15 +39,13 @@ impl PlannedNetwork {
     }
 }
 
-/// State of following one sandbox's network.
 #[derive(Default)]
 pub(crate) struct Following {
     /// The VM's address and the change counter of the netns watcher; set while the sandbox runs.
     pub(crate) netns_watcher: Option<(IpAddr, watch::Receiver<Changes>)>,
     /// Change count at the start of the last successful inspection.
     done: Option<Changes>,
-    /// Source address for which the cloud was queried, and whether the guest's status listed it at that time. The link
-    /// may come from an address before the status lists it.
+    /// Source address for which the cloud was queried, and whether the guest's status, which may lag, listed it then.
     asked: Option<(IpAddr, bool)>,
     /// Differences that were not followed, as last logged.
     left: Vec<String>,
@@ -228,8 +222,7 @@ impl Task {
         Ok(())
     }
 
-    /// Whether this session needs no new message: it has, or refused, the current plan, node endpoints and pull
-    /// secrets.
+    /// Whether this session has, or refused, the current plan, node endpoints and pull secrets.
     pub(crate) fn is_assigned(&self, session: &str) -> bool {
         let Some(plan) = &self.guest.plan else { return true };
         let digest = plan.digest(&self.network.node_endpoints.borrow());

@@ -1,12 +1,9 @@
-//! Redirects the pod's localhost into its VM, once the tunnel is connected and the relay has the sandbox. Repeats that
-//! after each later update of the relay. No pod waits for it: a pod runs without the redirection.
+//! Redirects the pod's localhost into its VM, after each update of the relay. No pod waits for it.
 
-use crate::sandbox::lifecycle::in_flight::{Completion, Which};
-use crate::sandbox::lifecycle::task::{Task, Unapplied};
+use crate::sandbox::lifecycle::{Completion, Task, Unapplied, Which};
 use crate::sandbox::ports::NetworkError;
 
 impl Task {
-    /// Starts the redirection if it is due.
     pub(crate) fn carry_localhost(&mut self) {
         let ready = self.guest.plan.is_some() && self.relay.put_done >= self.relay.put_wanted;
         if !ready || self.relay.localhost_of == self.relay.put_done || !self.in_flight.localhost.is_idle() {

@@ -1,5 +1,4 @@
-//! Restores the state of a restarted node before it answers any call: first the stops that the relay promised, then
-//! every record of the ledger. When the cloud is reachable, it also deletes the VMs that no record claims.
+//! Restores a restarted node's state before any call: the stops that the relay promised, then the ledger's records.
 
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
@@ -11,27 +10,26 @@ use tracing::{info, warn};
 use crate::ledger::{Batch, Note, Record};
 use crate::sandbox::Sandboxes;
 use crate::sandbox::error::Error;
-use crate::sandbox::lifecycle::phase::{MAX_ATTEMPTS, Phase, PhaseEvent, next};
+use crate::sandbox::lifecycle::{MAX_ATTEMPTS, Phase, PhaseEvent, Stop, next};
 use crate::sandbox::vm::batch::Claimed;
 use crate::spec::SandboxId;
 
 /// Contents of the state directory at the start.
 #[derive(Debug, Default)]
 pub(crate) struct Kept {
-    /// Every readable record.
     pub records: Vec<Record>,
-    /// Every readable batch.
     pub batches: Vec<Batch>,
     /// Sandboxes with an unreadable record, found now or at an earlier start.
     pub unread: Vec<SandboxId>,
-    /// Notes in the inbox.
+    pub unread_batches: Vec<String>,
     pub notes: Vec<Note>,
+    pub quarantined: usize,
 }
 
 /// Adds every record to the table, after it has applied the inbox's stops: no sandbox makes a further step towards
 /// running after its stop. Returns the notes that are durable now and may be removed.
 pub(crate) async fn recover(table: &Sandboxes, kept: Kept) -> Vec<Note> {
-    let Kept { records, batches, unread, notes } = kept;
+    let Kept { records, batches, unread, notes, .. } = kept;
     let mut by_id: HashMap<SandboxId, Record> =
         records.into_iter().map(|record| (record.id.clone(), record)).collect();
     let mut done = Vec::new();
@@ -54,34 +52,23 @@ pub(crate) async fn recover(table: &Sandboxes, kept: Kept) -> Vec<Note> {
     // Leaving sandboxes first: a live one in the same network namespace waits for them.
     let (live, rest): (Vec<_>, Vec<_>) = by_id.into_values().partition(|record| record.phase.is_live());
     for record in rest.into_iter().chain(live) {
-        table.adopt(record);
+        table.adopt(&mut table.state(), record);
     }
     done
 }
 
 async fn stopped(table: &Sandboxes, id: &SandboxId, record: Option<Record>) -> Result<Record, Error> {
     let ports = &table.0.ports;
-    let mut record = match record {
-        Some(record) => record,
-        None => Record::tombstone(id.clone(), ports.clock.now_ms()),
-    };
-    let (phase, _) = next(&record.phase, PhaseEvent::Stop).map_err(|e| Error::Unavailable(e.to_string()))?;
-    let known = record.phase != Phase::Gone;
-    if known {
-        record.end.cause.get_or_insert_with(|| "StopVM was called while the node was away".into());
-        table.0.metrics.sandboxes.stopped("inbox");
+    let mut record = record.unwrap_or_else(|| Record::tombstone(id.clone(), ports.clock.now_ms()));
+    let phase = next(&record.phase, PhaseEvent::Stop).map_err(|e| Error::Unavailable(e.to_string()))?;
+    if record.phase != Phase::Gone {
+        record.end.cause.get_or_insert_with(|| Stop::Inbox.sentence().into());
+        table.0.metrics.sandboxes.stops.count(Stop::Inbox.reason());
     }
     record.phase = phase;
     ports.store.save(&record).await?;
     info!(sandbox = %id, pod = record.pod_name(), phase = %record.phase, "stopped by a note in the inbox");
     Ok(record)
-}
-
-impl Sandboxes {
-    /// Lists every VM that this node made and that has not vanished, as reported by the provider.
-    pub async fn owned(&self) -> Result<Vec<Owned>, crate::sandbox::ports::CloudError> {
-        self.0.ports.cloud.owned().await
-    }
 }
 
 /// Deletes VMs of this node that no record claims, after two passes, some time apart, have found them.
@@ -95,16 +82,9 @@ pub(crate) struct Orphans {
 }
 
 impl Orphans {
-    /// Spares the VMs of the sandboxes in `protected`, which are in quarantine. A VM must have been unclaimed for
-    /// `grace`.
-    pub(crate) fn new(protected: Vec<SandboxId>, grace: Duration) -> Orphans {
-        Orphans { suspects: HashMap::new(), protected, batches: Vec::new(), grace }
-    }
-
-    /// Spares the VMs of these batches too, which are in quarantine.
-    #[must_use]
-    pub(crate) fn sparing(self, batches: Vec<String>) -> Orphans {
-        Orphans { batches, ..self }
+    /// Spares the VMs of `protected` sandboxes and of `batches`, and those that were unclaimed for less than `grace`.
+    pub(crate) fn new(protected: Vec<SandboxId>, batches: Vec<String>, grace: Duration) -> Orphans {
+        Orphans { suspects: HashMap::new(), protected, batches, grace }
     }
 
     /// Runs a pass at every interval, forever.

@@ -8,7 +8,7 @@ use tokio::time::{Instant, sleep, timeout};
 use tracing::{Instrument, error, info, info_span, warn};
 
 use crate::sandbox::Sandboxes;
-use crate::sandbox::lifecycle::table::{Entry, Running};
+use crate::sandbox::lifecycle::{Entry, Running};
 use crate::spec::SandboxId;
 
 /// Pause after the first panic; doubles with each further one.
@@ -65,7 +65,7 @@ impl Sandboxes {
                 Ok(Some(record)) => {
                     let mut state = self.state();
                     self.drop_dead(&mut state, &id);
-                    self.adopt_in(&mut state, record);
+                    self.adopt(&mut state, record);
                     break;
                 }
                 Ok(None) => {
@@ -82,8 +82,7 @@ impl Sandboxes {
         self.0.inserted.send_modify(|count| *count += 1);
     }
 
-    /// Waits until a sandbox without a task has a new one, or is known not to exist; `false` if neither happens in
-    /// time.
+    /// Waits until a sandbox without a task has a new one or is known not to exist; `false` if it is too late.
     pub(crate) async fn restarted(&self, id: &SandboxId, dead: &Running, within: Duration) -> bool {
         let mut inserted = self.0.inserted.subscribe();
         let another = async {

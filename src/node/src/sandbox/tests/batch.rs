@@ -436,9 +436,9 @@ async fn members_of_a_quarantined_batch_get_new_vms() {
     }
     assert_eq!((world.vms(), world.create_calls()), (6, 3));
     // The contents of the file are unknown: its VMs are spared until a person has looked.
-    let mut orphans = Orphans::new(vec![], Duration::ZERO).sparing(loaded.unread_batches);
+    let mut orphans = Orphans::new(vec![], loaded.unread_batches, Duration::ZERO);
     assert_eq!(orphans.pass(&node.table).await.unwrap(), 0);
-    let mut orphans = Orphans::new(vec![], Duration::ZERO);
+    let mut orphans = Orphans::new(vec![], vec![], Duration::ZERO);
     assert_eq!(orphans.pass(&node.table).await.unwrap(), 3);
     node.kill().await;
 }
@@ -455,7 +455,7 @@ async fn a_quarantined_member_keeps_its_vm_and_the_batch_its_file() {
     let unread = ledger.in_quarantine().unwrap();
     assert_eq!(unread, [id("b")]);
     let node = start(&world, &dir).await;
-    let mut orphans = Orphans::new(unread, Duration::ZERO);
+    let mut orphans = Orphans::new(unread, vec![], Duration::ZERO);
     for name in ["a", "c"] {
         stop(&node, name).await;
         assert_eq!(orphans.pass(&node.table).await.unwrap(), 0);
@@ -479,7 +479,7 @@ async fn a_vm_of_an_open_batch_is_no_orphan_but_a_surplus_vm_is() {
     let node = start(&world, &dir).await;
     create(&node, &THREE).await;
     node.until("made", |_| world.vms() == 3).await;
-    let mut orphans = Orphans::new(vec![], Duration::ZERO);
+    let mut orphans = Orphans::new(vec![], vec![], Duration::ZERO);
     assert_eq!(orphans.pass(&node.table).await.unwrap(), 0, "the call is out");
     node.until("made", |node| THREE.iter().all(|name| vm_of(node, name).is_some())).await;
     assert_eq!(orphans.pass(&node.table).await.unwrap(), 0);

@@ -148,16 +148,19 @@ async fn a_narrow_path_is_counted_once_and_guest_reports_are_bounded() {
     let node = Node::start(&world, &dir).await;
     node.run("a").await;
     node.fx.finds_path("a", 1500, 1450);
-    node.until("heard", |node| node.metrics.guests.paths("as_planned") == 1).await;
+    node.until("heard", |node| node.metrics.guests.paths.get("as_planned") == 1).await;
     node.fx.finds_path("a", 1400, 1350);
-    node.until("heard", |node| node.metrics.guests.paths("narrow") == 1).await;
+    node.until("heard", |node| node.metrics.guests.paths.get("narrow") == 1).await;
     settled(&node, &world).await;
-    assert_eq!((node.metrics.guests.paths("as_planned"), node.metrics.guests.paths("narrow")), (1, 1));
+    assert_eq!(
+        (node.metrics.guests.paths.get("as_planned"), node.metrics.guests.paths.get("narrow")),
+        (1, 1)
+    );
     for n in 0..1000 {
         node.fx.finds_path("a", 1500 - n % 2, 1450 - n % 2);
         tokio::task::yield_now().await;
     }
     settled(&node, &world).await;
-    assert!(node.metrics.guests.paths("narrow") < 100, "{}", node.metrics.guests.paths("narrow"));
+    assert!(node.metrics.guests.paths.get("narrow") < 100, "{}", node.metrics.guests.paths.get("narrow"));
     node.kill().await;
 }

@@ -11,9 +11,7 @@ use sha2::{Digest, Sha256};
 use super::world::*;
 use crate::ledger::{Inbox, Ledger};
 use crate::metrics::Metrics;
-use crate::sandbox::{
-    Claim, CreateVm, Kept, Orphans, Reaper, Sandboxes, Secret, Settings, VmLiveness, recover,
-};
+use crate::sandbox::{Claim, CreateVm, Kept, Orphans, Reaper, Sandboxes, Settings, VmLiveness, recover};
 use crate::spec::{PodRef, Size, Wanted, Wishes};
 
 pub(super) fn settings() -> Settings {
@@ -72,7 +70,13 @@ impl Node {
         let ledger_unread = ledger.in_quarantine().unwrap();
         let fx = Fake::new(world.clone(), ledger, fuse.clone());
         let metrics = Metrics::default();
-        let kept = Kept { records: loaded.records, batches: loaded.batches, unread: ledger_unread, notes };
+        let kept = Kept {
+            records: loaded.records,
+            batches: loaded.batches,
+            unread: ledger_unread,
+            notes,
+            ..Kept::default()
+        };
         let table = Sandboxes::new(fx.ports(), settings, metrics.clone());
         tokio::select! {
             done = recover(&table, kept) => {
@@ -88,7 +92,7 @@ impl Node {
         let vm_liveness = tokio::spawn(VmLiveness::default().run(table.clone())).abort_handle();
         let mut others = vec![guests, reaper, vm_liveness];
         if world.late_creates.load(Ordering::Relaxed) {
-            let orphans = Orphans::new(Vec::new(), Duration::from_secs(10));
+            let orphans = Orphans::new(Vec::new(), vec![], Duration::from_secs(10));
             others.push(tokio::spawn(orphans.run(table.clone(), Duration::from_secs(20))).abort_handle());
         }
         Some(Node { table, fx, fuse, metrics, others })
@@ -179,7 +183,7 @@ async fn play_guests(table: Sandboxes, fx: Arc<Fake>) {
 
 pub(super) fn claim(user_data: &UserData, csr: &[u8]) -> Claim {
     Claim {
-        secret: Secret(user_data.ticket.secret.expose().to_vec()),
+        secret: user_data.ticket.secret.expose().to_vec(),
         csr: csr.to_vec(),
         peer: "10.99.0.7".into(),
         guest_version: "test".into(),

@@ -169,7 +169,7 @@ async fn a_quarantined_sandbox_keeps_its_vm_and_affects_no_other() {
     assert!(loaded.quarantined.iter().all(|q| q.moved_to.starts_with(dir.0.join("quarantine"))));
     let node = Node::start(&world, &dir).await;
     node.table.start(&id("c")).await.unwrap();
-    let mut orphans = Orphans::new(bad, Duration::ZERO);
+    let mut orphans = Orphans::new(bad, vec![], Duration::ZERO);
     assert_eq!(orphans.pass(&node.table).await.unwrap(), 0);
     assert_eq!(world.vms(), 3);
     node.kill().await;
@@ -181,7 +181,7 @@ async fn a_quarantined_sandbox_keeps_its_vm_and_affects_no_other() {
     assert_eq!(set_aside, [id("a"), id("b")]);
     drop(ledger);
     let node = Node::start(&world, &dir).await;
-    let mut orphans = Orphans::new(set_aside, Duration::ZERO);
+    let mut orphans = Orphans::new(set_aside, vec![], Duration::ZERO);
     assert_eq!(orphans.pass(&node.table).await.unwrap(), 0);
     // Once it is stopped, its VM has no owner.
     node.table.stop(&id("a"), Stop::Called).await.unwrap();
@@ -204,7 +204,7 @@ async fn a_vm_without_a_record_is_deleted_after_a_second_check() {
     node.kill().await;
     fs::remove_file(dir.0.join("sandboxes/a.json")).unwrap();
     let node = Node::start(&world, &dir).await;
-    let mut orphans = Orphans::new(vec![], Duration::from_secs(60));
+    let mut orphans = Orphans::new(vec![], vec![], Duration::from_secs(60));
     assert_eq!(orphans.pass(&node.table).await.unwrap(), 0);
     tokio::time::sleep(Duration::from_secs(59)).await;
     assert_eq!(orphans.pass(&node.table).await.unwrap(), 0);

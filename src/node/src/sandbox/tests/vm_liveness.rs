@@ -10,7 +10,7 @@ use super::world::*;
 use crate::ledger::Ledger;
 use crate::rotate::{SharedTrust, is_due};
 use crate::sandbox::{Error, Stop};
-use crate::trust::Trust;
+use crate::trust::{Trust, Validity};
 
 const SECOND: Duration = Duration::from_secs(1);
 
@@ -78,7 +78,7 @@ async fn a_reported_end_is_accepted_at_once_if_the_vm_has_no_addresses() {
     tokio::time::sleep(60 * SECOND).await;
     assert_eq!(node.phase("b"), "running");
     assert_eq!(
-        (node.metrics.sandboxes.notices("interruption"), node.metrics.sandboxes.notices("ended")),
+        (node.metrics.sandboxes.notices.get("interruption"), node.metrics.sandboxes.notices.get("ended")),
         (1, 2)
     );
     node.kill().await;
@@ -189,7 +189,8 @@ async fn a_stop_reaches_a_sandbox_after_a_panic_of_its_task() {
 async fn a_guest_that_does_not_follow_delays_the_rotation_for_a_bounded_time() {
     let (world, dir) = (World::new(1), Dir::new());
     let node = Node::start(&world, &dir).await;
-    let trust = SharedTrust::new(Trust::open(&dir.0.join("trust"), SystemTime::now()).unwrap());
+    let trust = Trust::open(&dir.0.join("trust"), SystemTime::now(), Validity::default()).unwrap();
+    let trust = SharedTrust::new(trust);
     let (hour, never) = (Duration::from_secs(3600), Duration::MAX);
     let now = Duration::ZERO;
     assert!(!is_due(&trust, &node.table, never, Duration::ZERO), "a young CA stays");

@@ -24,11 +24,11 @@ use zeroize::Zeroizing;
 
 use crate::ledger::{Batch, Error as LedgerError, Ledger, NetnsRef, Network, Record};
 use crate::sandbox::ports::{
-    Certificate, Clock, Cloud, CloudError, Followed, Guest, Identity, Kubernetes, Made, NetworkError,
-    NodeEndpoints, PodEvent, PodNetwork, Ports, PullSecretError, Relay, RelayError, Storage, Store, Trusted,
+    Clock, Cloud, CloudError, Followed, Guest, Identity, Kubernetes, Made, NetworkError, NodeEndpoints,
+    PodEvent, PodNetwork, Ports, PullSecretError, Relay, Storage, Store, Trusted,
 };
 use crate::spec::{PodRef, SandboxId};
-use crate::trust::Ticket;
+use crate::trust::{Signed, Ticket};
 use crate::volumes::PodVolumes;
 
 /// Directory that is removed at the end of the test.
@@ -963,11 +963,11 @@ impl PodNetwork for Fake {
 
 #[async_trait]
 impl Relay for Fake {
-    fn relay_epoch(&self) -> watch::Receiver<u64> {
+    fn epoch(&self) -> watch::Receiver<u64> {
         self.world.epoch.subscribe()
     }
 
-    async fn put(&self, request: PutSandboxRequest) -> Result<(), RelayError> {
+    async fn put(&self, request: PutSandboxRequest) -> Result<(), String> {
         self.fuse.boundary().await;
         self.world.bug();
         let fault = self.world.fault();
@@ -975,10 +975,10 @@ impl Relay for Fake {
             self.world.state().relay.insert(request.id.clone(), request);
             self.fuse.boundary().await;
         }
-        fault.map_or(Ok(()), |_| Err(RelayError { text: "the relay is away".into() }))
+        fault.map_or(Ok(()), |_| Err("the relay is away".into()))
     }
 
-    async fn remove(&self, id: &SandboxId) -> Result<(), RelayError> {
+    async fn remove(&self, id: &SandboxId) -> Result<(), String> {
         self.fuse.boundary().await;
         self.world.bug();
         let fault = self.world.fault();
@@ -987,17 +987,17 @@ impl Relay for Fake {
             self.world.state().links.remove(id.as_str());
             self.fuse.boundary().await;
         }
-        fault.map_or(Ok(()), |_| Err(RelayError { text: "the relay is away".into() }))
+        fault.map_or(Ok(()), |_| Err("the relay is away".into()))
     }
 
     fn guest(&self, id: &SandboxId) -> watch::Receiver<Guest> {
         self.guest_sender(id.as_str()).subscribe()
     }
 
-    async fn call(&self, id: &SandboxId, request: Request, _: Duration) -> Result<Reply, RelayError> {
+    async fn call(&self, id: &SandboxId, request: Request, _: Duration) -> Result<Reply, String> {
         self.fuse.boundary().await;
         if self.world.fault().is_some() || !self.world.state().links.contains_key(id.as_str()) {
-            return Err(RelayError { text: "the guest is not connected".into() });
+            return Err("the guest is not connected".into());
         }
         let mut state = self.world.state();
         if request.has_flush() {
@@ -1030,7 +1030,7 @@ impl Relay for Fake {
 impl Identity for Fake {
     fn ticket(&self, ttl: Duration) -> Result<Ticket, String> {
         let now = UNIX_EPOCH + Duration::from_millis(self.now_ms());
-        Ticket::new_at(now, ttl).map_err(|error| error.to_string())
+        Ticket::new(now, ttl).map_err(|error| error.to_string())
     }
 
     async fn settled(&self) {}
@@ -1052,13 +1052,13 @@ impl Identity for Fake {
         if csr.is_empty() { Err("no CSR".into()) } else { Ok(Sha256::digest(csr).into()) }
     }
 
-    fn sign(&self, id: &SandboxId, csr: &[u8]) -> Result<Certificate, String> {
-        let key_sha256 = self.csr_key(csr)?;
+    fn sign(&self, id: &SandboxId, csr: &[u8]) -> Result<Signed, String> {
+        self.csr_key(csr)?;
         // Every signature gives another certificate, as with a real CA.
         let mut leaf = format!("certificate of {id} ").into_bytes();
         leaf.extend(self.world.state().dice.below(u64::MAX).to_be_bytes());
         let certificate_sha256 = Sha256::digest(&leaf).into();
-        Ok(Certificate { key_sha256, certificate_sha256, chain: vec![leaf, b"ca".to_vec()] })
+        Ok(Signed { certificate_sha256, chain: vec![leaf, b"ca".to_vec()] })
     }
 }
 

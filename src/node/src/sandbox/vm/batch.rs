@@ -1,15 +1,11 @@
 //! Creates the VMs of several sandboxes by one call, if they want the same VM at the same time.
 //!
 //! A new sandbox joins a window. When the window closes, its members are numbered. The batch's task writes the batch
-//! file (the only write before the cloud call), calls the cloud, and writes the result. Only then does each member get
-//! its VM: the one with its number. The file is the only intent: a member's record does not mention the batch until the
-//! member has its VM. A member that recovers finds its number by the file. The file is removed when no member's record
-//! needs it: when the last member is gone, or had to retry on its own.
+//! file, calls the cloud, and writes the result; only then does each member get the VM with its number. The file is the
+//! only intent: a member that recovers finds its number by it. It is removed when no member's record needs it.
 //!
 //! All VMs of a batch have the same user-data, and so the same ticket. The node identifies each guest of a batch by its
 //! source address (`tickets.rs`).
-//!
-//! Reaches the outside only through [`Ports`]; uses the sandboxes' records, never their tasks.
 
 mod run;
 
@@ -27,7 +23,7 @@ use crate::ledger::{Batch, Member, Record, Rest, batch_key};
 use crate::metrics::Metrics;
 use crate::sandbox::Settings;
 use crate::sandbox::guest::tickets::Tickets;
-use crate::sandbox::lifecycle::phase::Phase;
+use crate::sandbox::lifecycle::Phase;
 use crate::sandbox::ports::{CloudError, Ports};
 use crate::spec::SandboxId;
 
@@ -43,7 +39,6 @@ pub(crate) enum CreatePath {
     Open,
     /// The sandbox waits in a window, or has just become a member of a batch.
     Joining,
-    /// The sandbox is a member of a batch.
     Member(BatchMember),
     /// The sandbox makes a call of its own, or has its VM.
     Alone,
@@ -53,7 +48,7 @@ pub(crate) enum CreatePath {
 #[derive(Clone)]
 pub(crate) struct BatchMember {
     run: Arc<BatchRun>,
-    number: u32,
+    pub(crate) number: u32,
 }
 
 /// One batch, from the closing of its window.
@@ -102,14 +97,9 @@ struct Window {
     /// Distinguishes the window from an earlier one for the same request.
     number: u64,
     shape: CreateRequest,
-    waiting: Vec<Waiting>,
+    waiting: Vec<(Member, oneshot::Sender<Option<BatchMember>>)>,
     opened: Instant,
     last: Instant,
-}
-
-struct Waiting {
-    member: Member,
-    answer: oneshot::Sender<Option<BatchMember>>,
 }
 
 /// VMs that are not orphans.
@@ -130,8 +120,7 @@ impl Batches {
         Batches(Arc::new(Inner { ports, settings, metrics, tickets, state: Mutex::default() }))
     }
 
-    /// Returns the create path of a sandbox with this record. A sandbox that this process has just accepted may join a
-    /// batch. For any other, an earlier process may have made a call, so it keeps its batch or its own key.
+    /// Returns the create path of a sandbox. Only a new one may join a batch: an earlier process may have made a call.
     pub(crate) fn create_path(&self, record: &Record) -> CreatePath {
         if record.phase == Phase::Created {
             let fits = record.wanted.request.as_ref().is_some_and(|request| self.takes(request));
@@ -152,8 +141,7 @@ impl Batches {
         self.0.settings.max_batch > 1 && request.disks.is_empty() && !request.second_nic
     }
 
-    /// Adds the sandbox to a window for this request. When the window closes, the receiver yields the batch membership,
-    /// or `None` if the sandbox makes its own call.
+    /// Adds the sandbox to a window. When it closes, the receiver yields the membership, or `None` to go on alone.
     pub(crate) fn join(
         &self,
         member: Member,
@@ -177,18 +165,15 @@ impl Batches {
         let now = Instant::now();
         if !state.windows.contains_key(&digest) {
             state.opened += 1;
-            let number = state.opened;
-            let window = Window { number, shape, waiting: Vec::new(), opened: now, last: now };
-            state.windows.insert(digest.clone(), window);
-            self.spawn(&mut state, self.clone().watch(digest.clone(), number));
+            let watch = self.clone().watch(digest.clone(), state.opened);
+            self.spawn(&mut state, watch);
         }
-        let mut full = false;
-        if let Some(window) = state.windows.get_mut(&digest) {
-            window.waiting.push(Waiting { member, answer });
-            window.last = now;
-            full = window.waiting.len() >= self.0.settings.max_batch as usize;
-        }
-        if full {
+        let number = state.opened;
+        let open = || Window { number, shape, waiting: Vec::new(), opened: now, last: now };
+        let window = state.windows.entry(digest.clone()).or_insert_with(open);
+        window.waiting.push((member, answer));
+        window.last = now;
+        if window.waiting.len() >= self.0.settings.max_batch as usize {
             self.close_window(&mut state, &digest);
         }
         answered
@@ -198,13 +183,12 @@ impl Batches {
     pub(crate) fn withdraw(&self, id: &SandboxId) -> Option<BatchMember> {
         let mut state = self.state();
         for window in state.windows.values_mut() {
-            window.waiting.retain(|waiting| waiting.member.sandbox != *id);
+            window.waiting.retain(|(member, _)| member.sandbox != *id);
         }
         state.member(id).cloned()
     }
 
-    /// Resumes the ledger's batches, before any of their sandboxes. `unread`: sandboxes with an unreadable record,
-    /// which may still need their batch.
+    /// Resumes the ledger's batches, before their sandboxes. Those in `unread` may still need one.
     pub(crate) fn adopt(
         &self,
         batches: Vec<Batch>,
@@ -260,7 +244,6 @@ impl Batches {
         claimed
     }
 
-    /// Returns the idempotency key of a batch's call.
     pub(crate) fn key(&self, id: &str) -> IdempotencyKey {
         batch_key(&self.0.settings.cluster_id, id)
     }
@@ -294,28 +277,27 @@ impl Batches {
     fn close_window(&self, state: &mut State, digest: &str) {
         let Some(Window { shape, mut waiting, .. }) = state.windows.remove(digest) else { return };
         // A task that panicked meanwhile has dropped its receiver; its sandbox goes on alone.
-        waiting.retain(|waiting| !waiting.answer.is_closed());
+        waiting.retain(|(_, answer)| !answer.is_closed());
         if waiting.len() < 2 {
-            for Waiting { answer, .. } in waiting {
+            for (_, answer) in waiting {
                 drop(answer.send(None));
             }
             return;
         }
         let run = Arc::new(BatchRun {
-            members: waiting.iter().map(|waiting| waiting.member.clone()).collect(),
+            members: waiting.iter().map(|(member, _)| member.clone()).collect(),
             status: watch::Sender::new(Status::Forming),
             needed: watch::Sender::new((0..).take(waiting.len()).collect()),
         });
-        for (number, waiting) in (0..).zip(waiting) {
+        for (number, (Member { sandbox, .. }, answer)) in (0..).zip(waiting) {
             let member = BatchMember { run: run.clone(), number };
-            state.members.insert(waiting.member.sandbox, member.clone());
-            drop(waiting.answer.send(Some(member)));
+            state.members.insert(sandbox, member.clone());
+            drop(answer.send(Some(member)));
         }
         state.runs.push(run.clone());
         self.spawn(state, self.clone().follow(run, Some(shape)));
     }
 
-    /// Removes a batch and its memberships.
     fn drop_batch(&self, run: &Arc<BatchRun>) {
         let mut state = self.state();
         state.members.retain(|_, member| !Arc::ptr_eq(&member.run, run));
@@ -327,8 +309,8 @@ impl Batches {
         state.tasks.spawn(task);
     }
 
+    /// Locks the state; the lock is never held across an await.
     fn state(&self) -> MutexGuard<'_, State> {
-        // The lock is never held across an await, and no code under it leaves the state half changed.
         self.0.state.lock()
     }
 }
@@ -341,8 +323,7 @@ impl State {
 }
 
 impl BatchMember {
-    /// Waits for the batch's result, and returns the member's VM or the reason why it has none. `None`: the batch was
-    /// given up, and nothing was requested.
+    /// Waits for the member's VM, or the reason why it has none. `None`: nothing was requested.
     pub(crate) async fn result(self) -> Option<Result<InstanceId, CloudError>> {
         let mut status = self.run.status.subscribe();
         let done = status.wait_for(|status| matches!(status, Status::Void | Status::Answered(_))).await;
@@ -362,11 +343,6 @@ impl BatchMember {
             Status::Forming | Status::Void => None,
             Status::Asked(batch) | Status::Answered(batch) => Some(batch.clone()),
         }
-    }
-
-    /// Returns the member's number in the batch.
-    pub(crate) fn number(&self) -> u32 {
-        self.number
     }
 
     /// Whether a sandbox with this record still needs the batch file.

@@ -3,7 +3,6 @@
 
 use std::fmt;
 
-/// Maximum number of lines shown.
 const LINES: usize = 5;
 /// Maximum number of characters of these lines together.
 const MOST: usize = 600;
@@ -26,7 +25,6 @@ pub(crate) struct Console {
 }
 
 impl Console {
-    /// Parses the end of a console's text.
     pub(crate) fn read(text: &str) -> Console {
         let lines: Vec<&str> = text.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
         let found = REASONS.iter().find_map(|text| {
@@ -56,7 +54,6 @@ impl Console {
         }
     }
 
-    /// Whether the kernel's message indicates too little memory.
     pub(crate) fn lacks_memory(&self) -> bool {
         self.reason.as_ref().is_some_and(|reason| NO_MEMORY.iter().any(|text| reason.contains(text)))
     }

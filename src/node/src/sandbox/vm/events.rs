@@ -1,5 +1,4 @@
-//! Posts Events for VMs that the cloud will reclaim (with a log line and a metric), for refused creates and for failed
-//! handovers. `vm_liveness` handles VMs that have ended.
+//! Posts Events for VMs that the cloud will reclaim (logged and counted), refused creates and failed handovers.
 
 use std::sync::Arc;
 use std::time::SystemTime;
@@ -9,7 +8,7 @@ use tracing::{info, warn};
 
 use crate::sandbox::Sandboxes;
 use crate::sandbox::error::Error;
-use crate::sandbox::lifecycle::completions::clip;
+use crate::sandbox::lifecycle::clip;
 use crate::sandbox::ports::PodEvent;
 use crate::spec::{PodRef, SandboxId};
 
@@ -22,19 +21,19 @@ impl Sandboxes {
         };
         let left = at.duration_since(SystemTime::now()).unwrap_or_default();
         warn!(sandbox = %id, pod = &*pod, %vm, ?left, "the cloud reclaims this pod's VM; move the pod, or let its controller make another");
-        self.0.metrics.sandboxes.noticed("interruption");
+        self.0.metrics.sandboxes.notices.count("interruption");
         let text =
             format!("the cloud reclaims this pod's VM {vm} in {left:?}; its controller may make another");
         self.tell(&id, "VMInterruption", text);
     }
 
     /// Posts an Event on the pod: its sandbox was refused with this error, and nothing was started.
-    pub fn refused(&self, pod: &PodRef, error: &Error) {
+    pub(crate) fn refused(&self, pod: &PodRef, error: &Error) {
         self.0.ports.kubernetes.tell(pod, PodEvent { reason: "CreateRefused", text: error.to_string() });
     }
 
     /// Posts an Event on the pod of a new relay that could not take over from the running one.
-    pub fn take_over_failed(&self, pod: PodRef, why: &str) {
+    pub(crate) fn take_over_failed(&self, pod: PodRef, why: &str) {
         let PodRef { namespace, name, uid } = pod;
         let (namespace, name) = (clip(&namespace), clip(&name));
         let (pod, why) = (PodRef { namespace, name, uid: uid.map(|uid| clip(&uid)) }, clip(why));
@@ -42,7 +41,6 @@ impl Sandboxes {
         self.0.ports.kubernetes.tell(&pod, PodEvent { reason: "TakeOverFailed", text: why });
     }
 
-    /// Posts an Event on a sandbox's pod.
     fn tell(&self, id: &SandboxId, reason: &'static str, text: String) {
         let pod = self.state().task(id).and_then(|running| running.pod.clone());
         if let Some((namespace, name)) = pod {

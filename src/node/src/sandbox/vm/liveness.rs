@@ -1,10 +1,7 @@
-//! Detects that a pod's VM is gone, and fails its sandbox.
+//! Detects that a pod's VM is gone, and fails its sandbox: the shim then sees that its containers are dead.
 //!
-//! A link that is down does not prove that the VM is gone; only the provider has the answer. After the link was down
-//! for long, the node queries the provider. The VM is gone if two of the provider's lists, some time apart, do not show
-//! it alive and the provider reports no addresses. The sandbox then fails: the relay closes the shim's connections to
-//! the agent, from which the shim concludes that its containers are dead.
-//!
+//! A link that is down does not prove that the VM is gone; only the provider has the answer. After a long silence, a VM
+//! is gone if two of the provider's lists, some time apart, do not show it alive and the provider reports no addresses.
 //! If the provider itself reports that a VM has ended, the node only checks that it has no addresses either. That takes
 //! moments, and detects VMs that end while they boot.
 
@@ -18,16 +15,14 @@ use tokio::time::{Instant, sleep_until, timeout};
 use tracing::{info, warn};
 
 use crate::sandbox::Sandboxes;
-use crate::sandbox::lifecycle::phase::Phase;
+use crate::sandbox::lifecycle::Phase;
 use crate::sandbox::ports::CloudError;
 use crate::spec::SandboxId;
 
-/// Time limit for the provider to report that it has no addresses for a VM. For a VM that exists, the call may wait
-/// forever.
+/// Limit for the provider to report that a VM has no addresses; for a VM that exists, the call may wait for ever.
 const ADDRESSES: Duration = Duration::from_secs(20);
 
-/// Times since which guests are away, and the provider's answers. Counts from the first pass of this process that saw
-/// it.
+/// Times since which this process has seen guests away, and the provider's answers.
 #[derive(Default)]
 pub(crate) struct VmLiveness {
     away: HashMap<SandboxId, Away>,
@@ -73,7 +68,7 @@ impl VmLiveness {
             EventKind::Ended { reason } => {
                 if let Some((id, pod)) = table.of_vm(&vm) {
                     warn!(sandbox = %id, pod = &*pod, %vm, reason, "the provider reports that this pod's VM has ended");
-                    table.0.metrics.sandboxes.noticed("ended");
+                    table.0.metrics.sandboxes.notices.count("ended");
                     self.ended.push((vm, reason));
                 }
             }
@@ -84,10 +79,8 @@ impl VmLiveness {
     async fn judge_ended(&mut self, table: &Sandboxes) {
         let ended = std::mem::take(&mut self.ended);
         let owned = ended.into_iter().filter_map(|(vm, why)| Some((table.of_vm(&vm)?.0, vm, why)));
-        let judged = join_all(
-            owned.map(|(id, vm, why)| async move { (judge(table, &id, &vm, Some(&why)).await, id, vm, why) }),
-        );
-        for (judged, id, vm, why) in judged.await {
+        let judged = owned.map(async |(id, vm, why)| (judge(table, &id, &vm, Some(&why)).await, id, vm, why));
+        for (judged, id, vm, why) in join_all(judged).await {
             match judged {
                 Judged::Dead => drop(self.away.remove(&id)),
                 Judged::Unknown => self.ended.push((vm, why)),
@@ -115,27 +108,8 @@ impl VmLiveness {
         if due.is_empty() {
             return;
         }
-        match table.0.ports.cloud.owned().await {
-            Ok(owned) => {
-                let mut missing = Vec::new();
-                for (id, vm) in due {
-                    if self.is_missing(table, &id, &vm, &owned) {
-                        missing.push((id, vm));
-                    }
-                }
-                let judged = join_all(missing.iter().map(|(id, vm)| judge(table, id, vm, None))).await;
-                for (judged, (id, _)) in judged.into_iter().zip(&missing) {
-                    match judged {
-                        Judged::Dead => drop(self.away.remove(id)),
-                        Judged::Alive => {
-                            if let Some(away) = self.away.get_mut(id) {
-                                away.missing = None;
-                            }
-                        }
-                        Judged::Unknown => {}
-                    }
-                }
-            }
+        let owned = match table.0.ports.cloud.owned().await {
+            Ok(owned) => owned,
             Err(error) => {
                 warn!(%error, guests = due.len(), "guests are away, and the provider cannot list their VMs; trying again");
                 for (id, _) in due {
@@ -143,6 +117,20 @@ impl VmLiveness {
                         away.ask = now + grace;
                     }
                 }
+                return;
+            }
+        };
+        due.retain(|(id, vm)| self.is_missing(table, id, vm, &owned));
+        let judged = join_all(due.iter().map(|(id, vm)| judge(table, id, vm, None))).await;
+        for (judged, (id, _)) in judged.into_iter().zip(due) {
+            match judged {
+                Judged::Dead => drop(self.away.remove(&id)),
+                Judged::Alive => {
+                    if let Some(away) = self.away.get_mut(&id) {
+                        away.missing = None;
+                    }
+                }
+                Judged::Unknown => {}
             }
         }
     }
@@ -219,13 +207,10 @@ fn pause(grace: Duration) -> Duration {
 impl Sandboxes {
     /// Returns the running sandboxes with a link that is down, with their VMs.
     fn away(&self) -> HashMap<SandboxId, InstanceId> {
-        let state = self.state();
-        let running = state.running().filter_map(|(id, running)| match &running.view.borrow().phase {
-            Phase::Running { vm } => Some((id.clone(), vm.clone())),
+        let running = self.views().into_iter().filter_map(|view| match view.phase {
+            Phase::Running { vm } => Some((view.id, vm)),
             _ => None,
         });
-        let running: Vec<(SandboxId, InstanceId)> = running.collect();
-        drop(state);
-        running.into_iter().filter(|(id, _)| !self.0.ports.relay.guest(id).borrow().connected).collect()
+        running.filter(|(id, _)| !self.0.ports.relay.guest(id).borrow().connected).collect()
     }
 }

@@ -1,5 +1,4 @@
-//! Stops sandboxes for which no StopVM comes: those that were never started, and those without their network namespace.
-//! Removes expired tombstones.
+//! Stops sandboxes that were never started or lost their network namespace, and removes expired tombstones.
 
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
@@ -9,20 +8,16 @@ use tracing::{info, warn};
 
 use crate::ledger::NetnsRef;
 use crate::sandbox::Sandboxes;
-use crate::sandbox::lifecycle::phase::Phase;
-use crate::sandbox::lifecycle::table::Entry;
-use crate::sandbox::lifecycle::task::Stop;
+use crate::sandbox::lifecycle::{Entry, Phase, Stop};
 use crate::spec::SandboxId;
 
-/// Times since which sandboxes lack their namespace or a StartVM. Both count from the first pass of this process that
-/// saw it: a call that was held while the node was away must have its time.
+/// Times since which sandboxes lack their namespace or a StartVM, as seen by this process: a call may have been held.
 #[derive(Default)]
 pub(crate) struct Reaper {
     missing: HashMap<SandboxId, Instant>,
     unstarted: HashMap<SandboxId, Instant>,
 }
 
-/// Interval between two passes.
 const EVERY: Duration = Duration::from_secs(5);
 
 impl Reaper {
@@ -34,7 +29,6 @@ impl Reaper {
         }
     }
 
-    /// Runs one pass.
     pub(crate) async fn pass(&mut self, table: &Sandboxes) {
         let now = table.0.ports.clock.now_ms();
         for id in table.expired(now) {
@@ -81,14 +75,11 @@ impl Sandboxes {
         live.collect()
     }
 
-    /// Returns the expired tombstones.
     fn expired(&self, now_ms: u64) -> Vec<SandboxId> {
         let state = self.state();
-        let entries = state.entries.iter().filter_map(|(id, entry)| match entry {
-            Entry::Tombstone { until_ms, .. } if *until_ms <= now_ms => Some(id.clone()),
-            Entry::Task(_) | Entry::Tombstone { .. } => None,
-        });
-        entries.collect()
+        let is_expired =
+            |entry: &Entry| matches!(entry, Entry::Tombstone { until_ms, .. } if *until_ms <= now_ms);
+        state.entries.iter().filter(|(_, entry)| is_expired(entry)).map(|(id, _)| id.clone()).collect()
     }
 
     /// Removes a tombstone, on disk first.

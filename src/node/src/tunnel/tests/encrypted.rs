@@ -70,7 +70,7 @@ fn take(wireguard: &Wireguard, held: Option<&Value>) -> (Value, Vec<std::os::fd:
         }
     }
     let key = wireguard.public_key().to_string();
-    let said = json!({ "key": key, "port": port.unwrap(), "inside": detail.0["inside"] });
+    let said = json!({ "key": key, "port": port.unwrap(), "inside": detail["inside"] });
     wireguard.taken(&said);
     (said, kept)
 }
@@ -138,7 +138,7 @@ fn a_port_that_the_kernel_chose_is_kept_or_refused_and_never_another_one() {
     let taken = place.world.within("node", || UdpSocket::bind((Ipv6Addr::UNSPECIFIED, port)).unwrap());
     let tunnel = place.open(0);
     let wireguard = tunnel.wireguard().unwrap();
-    let error = wireguard.wanted(None).unwrap_err().to_string();
+    let error = wireguard.wanted(None).err().unwrap().to_string();
     assert!(error.contains(&port.to_string()) && error.contains("tunnel.wireguard-port"), "{error}");
     drop(taken);
     let (held, _relay) = take(wireguard, None);

@@ -1,7 +1,6 @@
 //! Keeps the node's private tunnel key and the port that was chosen once: one versioned JSON file, 0600, written whole.
 
-use std::fs::File;
-use std::io::{self, ErrorKind, Read};
+use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 
 use base64::Engine as _;
@@ -80,13 +79,8 @@ impl Key {
 }
 
 fn read(path: &Path) -> Result<Option<Kept>, Error> {
-    let file = match File::open(path) {
-        Ok(file) => file,
-        Err(e) if e.kind() == ErrorKind::NotFound => return Ok(None),
-        Err(e) => return Err(failed("open", path)(e)),
-    };
-    let mut bytes = Zeroizing::new(Vec::new());
-    file.take(MAX_FILE).read_to_end(&mut bytes).map_err(failed("read", path))?;
+    let Some(bytes) = files::read(path, MAX_FILE).map_err(failed("read", path))? else { return Ok(None) };
+    let bytes = Zeroizing::new(bytes);
     // serde's text would repeat its input, which may be a key: only the position is reported.
     let kept: Kept = serde_json::from_slice(&bytes).map_err(|e| {
         let why = format!("not in the format of this program, at line {}, column {}", e.line(), e.column());

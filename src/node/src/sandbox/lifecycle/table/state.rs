@@ -11,10 +11,10 @@ use peerpod_volume::VolumeId;
 
 use crate::ledger::{NetnsRef, Record};
 use crate::sandbox::guest::tickets::Tickets;
-use crate::sandbox::lifecycle::task::Command;
-use crate::sandbox::lifecycle::view::View;
+use crate::sandbox::lifecycle::{Command, View};
 use crate::sandbox::recovery::restart::Panics;
 use crate::spec::SandboxId;
+use crate::tunnel::NetnsId;
 use crate::volumes::PodVolumes;
 
 #[derive(Default)]
@@ -22,14 +22,13 @@ pub(crate) struct State {
     pub(crate) entries: HashMap<SandboxId, Entry>,
     tickets: Arc<Tickets>,
     pods: HashMap<(String, String), Vec<SandboxId>>,
-    pub(crate) netns: HashMap<(u64, u64), SandboxId>,
+    pub(crate) netns: HashMap<NetnsId, SandboxId>,
     /// Sandbox that has each single-writer volume, even while it is leaving.
-    writers: HashMap<VolumeId, SandboxId>,
+    pub(crate) writers: HashMap<VolumeId, SandboxId>,
     /// The newest sandbox of each pod with volumes, by the pod's UID.
-    uids: HashMap<String, SandboxId>,
+    pub(crate) uids: HashMap<String, SandboxId>,
     /// Tombstones that are not on disk yet.
     pub(crate) unwritten: HashSet<SandboxId>,
-    /// Number of entries that are tasks.
     pub(crate) count: usize,
     pub(crate) tasks: JoinSet<()>,
     /// Sandboxes with a task that panicked, and the number of panics.
@@ -48,35 +47,30 @@ pub(crate) enum Entry {
     },
 }
 
+impl Entry {
+    pub(crate) fn view(&self) -> watch::Receiver<View> {
+        match self {
+            Entry::Task(running) => running.view.clone(),
+            Entry::Tombstone { view, .. } => watch::Sender::new((**view).clone()).subscribe(),
+        }
+    }
+}
+
 #[derive(Clone)]
 pub(crate) struct Running {
     pub(crate) commands: mpsc::Sender<Command>,
     pub(crate) view: watch::Receiver<View>,
     pub(crate) netns: Option<NetnsRef>,
     pub(crate) pod: Option<(String, String)>,
-    pub(crate) volumes: Option<Arc<Volumes>>,
-}
-
-/// Index keys of a pod's volumes.
-pub(crate) struct Volumes {
-    uid: String,
-    single_writers: Vec<VolumeId>,
-}
-
-impl Volumes {
-    pub(crate) fn of(volumes: &PodVolumes) -> Arc<Volumes> {
-        let single_writers = volumes.single_writers().map(|volume| volume.id.clone()).collect();
-        Arc::new(Volumes { uid: volumes.uid.clone(), single_writers })
-    }
+    /// As they were when the task began; an index needs no more.
+    pub(crate) volumes: Option<Arc<PodVolumes>>,
 }
 
 impl State {
-    /// Returns an empty state that indexes tickets in `tickets`.
     pub(crate) fn new(tickets: Arc<Tickets>) -> State {
         State { tickets, ..State::default() }
     }
 
-    /// Returns the sandboxes that have a task.
     pub(crate) fn running(&self) -> impl Iterator<Item = (&SandboxId, &Running)> {
         self.entries.iter().filter_map(|(id, entry)| match entry {
             Entry::Task(running) => Some((id, running)),
@@ -84,7 +78,6 @@ impl State {
         })
     }
 
-    /// Returns the task of a sandbox.
     pub(crate) fn task(&self, id: &SandboxId) -> Option<&Running> {
         match self.entries.get(id)? {
             Entry::Task(running) => Some(running),
@@ -107,8 +100,8 @@ impl State {
             }
         }
         if let Some(volumes) = &running.volumes {
-            for volume in &volumes.single_writers {
-                self.writers.entry(volume.clone()).or_insert_with(|| id.clone());
+            for volume in volumes.single_writers() {
+                self.writers.entry(volume.id.clone()).or_insert_with(|| id.clone());
             }
             self.uids.insert(volumes.uid.clone(), id.clone());
         }
@@ -130,9 +123,9 @@ impl State {
             }
         }
         if let Some(volumes) = &running.volumes {
-            for volume in &volumes.single_writers {
-                if self.writers.get(volume) == Some(id) {
-                    self.writers.remove(volume);
+            for volume in volumes.single_writers() {
+                if self.writers.get(&volume.id) == Some(id) {
+                    self.writers.remove(&volume.id);
                 }
             }
             if self.uids.get(&volumes.uid) == Some(id) {
@@ -146,14 +139,10 @@ impl State {
         }
     }
 
-    /// Returns the sandbox that has this single-writer volume.
-    pub(crate) fn writer_of(&self, volume: &VolumeId) -> Option<&SandboxId> {
-        self.writers.get(volume)
-    }
-
-    /// Returns the sandbox of the pod with this UID, if the pod has volumes.
-    pub(crate) fn of_uid(&self, uid: &str) -> Option<&SandboxId> {
-        self.uids.get(uid)
+    /// Removes a sandbox from the table and from all indexes.
+    pub(crate) fn remove(&mut self, id: &SandboxId) {
+        self.unlink(id);
+        self.entries.remove(id);
     }
 
     /// Turns the entry into a tombstone for `ttl` from the time the sandbox was gone.
@@ -165,7 +154,6 @@ impl State {
         self.entries.insert(record.id.clone(), Entry::Tombstone { until_ms, view });
     }
 
-    /// Returns the newest live sandbox of a pod.
     pub(crate) fn newest_of(&self, pod: &(String, String)) -> Option<watch::Receiver<View>> {
         let views = self.pods.get(pod)?.iter().filter_map(|id| Some(self.task(id)?.view.clone()));
         let live = views.filter(|view| view.borrow().phase.is_live());

@@ -1,5 +1,4 @@
-//! Runs one batch, from its members to the removal of its file. Every step is retried until it succeeds: the members
-//! wait, and each has its own deadline.
+//! Runs one batch, until its file is removed. Every step is retried: the members wait, each with its own deadline.
 
 use std::num::NonZeroU32;
 use std::panic::AssertUnwindSafe;
@@ -13,30 +12,25 @@ use tracing::{error, info, warn};
 
 use super::{BatchRun, Batches, Status};
 use crate::ledger::{BATCH_VERSION, Batch, Rest};
-use crate::sandbox::lifecycle::in_flight::Backoff;
+use crate::sandbox::lifecycle::Backoff;
 use crate::sandbox::ports::{CloudError, Made};
 
 impl Batches {
-    /// Runs a batch from its present status to its end. `shape` is the members' common request, if the batch is still
-    /// to be composed.
+    /// Runs a batch to its end. `shape` is the members' common request, if it is still to be composed.
     pub(super) async fn follow(self, run: Arc<BatchRun>, mut shape: Option<CreateRequest>) {
         let mut backoff = Backoff::default();
         loop {
             let step = self.step(&run, shape.take());
-            match AssertUnwindSafe(step).catch_unwind().await {
-                Ok(()) => break,
-                Err(_) => {
-                    // The batch's progress is in its status, and the essential part is on disk.
-                    self.0.metrics.panics.inc();
-                    error!(
-                        "the task of a batch of VMs panicked; this is a bug of peerpod-node, and the task \
-                         resumes"
-                    );
-                    sleep(backoff.next(Duration::ZERO)).await;
-                }
+            if AssertUnwindSafe(step).catch_unwind().await.is_ok() {
+                return self.drop_batch(&run);
             }
+            // The batch's progress is in its status, and the essential part is on disk.
+            self.0.metrics.panics.inc();
+            error!(
+                "the task of a batch of VMs panicked; this is a bug of peerpod-node, and the task resumes"
+            );
+            sleep(backoff.next(Duration::ZERO)).await;
         }
-        self.drop_batch(&run);
     }
 
     async fn step(&self, run: &Arc<BatchRun>, shape: Option<CreateRequest>) {
@@ -49,16 +43,13 @@ impl Batches {
             let batch = match composed {
                 Ok(batch) => Arc::new(batch),
                 Err(why) => {
-                    info!(
-                        members = run.members.len(),
-                        why, "no batch formed; each sandbox requests its own VM"
-                    );
+                    let members = run.members.len();
+                    info!(members, why, "no batch formed; each sandbox requests its own VM");
                     run.status.send_replace(Status::Void);
                     return;
                 }
             };
-            // Retried until it succeeds: a failing disk may have kept the file all the same, and a restarted node that
-            // finds it requests its VMs.
+            // A failing disk may have kept the file all the same, and a restarted node that finds it requests its VMs.
             self.save(&batch).await;
             self.0.tickets.open(&batch.ticket.id);
             run.status.send_replace(Status::Asked(batch));
@@ -68,17 +59,11 @@ impl Batches {
             && !run.needed.borrow().is_empty()
         {
             let (made, rest) = self.ask(&batch).await;
-            let size = batch.members.len();
+            let (id, size, got) = (&batch.ticket.id, batch.members.len(), made.len());
             match &rest {
-                None => info!(batch = batch.ticket.id, size, "VMs made by one call"),
-                Some(rest) => {
-                    warn!(
-                        batch = batch.ticket.id,
-                        size,
-                        made = made.len(),
-                        error = rest.text,
-                        "the cloud made fewer VMs than requested"
-                    );
+                None => info!(batch = id, size, "VMs made by one call"),
+                Some(Rest { text: error, .. }) => {
+                    warn!(batch = id, size, made = got, error, "the cloud made fewer VMs than requested");
                 }
             }
             let batch = Arc::new(Batch { made: Some(made), rest, ..(*batch).clone() });
@@ -134,7 +119,7 @@ impl Batches {
         let ports = &self.0.ports;
         let size = u32::try_from(batch.members.len()).unwrap_or(u32::MAX);
         let count = NonZeroU32::new(size).unwrap_or(NonZeroU32::MIN);
-        self.0.metrics.sandboxes.batch(size);
+        self.0.metrics.sandboxes.batches.observe(f64::from(size));
         let mut backoff = Backoff::default();
         loop {
             let error = match ports.cloud.create_many(&batch.request, count, &batch.key).await {
@@ -174,19 +159,7 @@ fn in_order(mut vms: Vec<InstanceId>, at_most: u32) -> Vec<InstanceId> {
     vms
 }
 
-/// Decides whether a member without a VM retries on its own, as another attempt: wherever one VM may be available
-/// although so many are not.
+/// Decides whether a member without a VM retries on its own, as another attempt: one VM may be available.
 fn why(error: &CloudError) -> Rest {
-    let again = match error {
-        CloudError::Throttled { .. }
-        | CloudError::Transient { .. }
-        | CloudError::Capacity { .. }
-        | CloudError::Invalid { .. }
-        | CloudError::Unsupported { .. }
-        | CloudError::Quota { .. }
-        | CloudError::NotFound { .. }
-        | CloudError::KeyReused { .. } => true,
-        CloudError::Auth { .. } => false,
-    };
-    Rest { again, text: error.to_string() }
+    Rest { again: !matches!(error, CloudError::Auth { .. }), text: error.to_string() }
 }
