@@ -13,7 +13,7 @@ use peerpod_podnet::guest;
 use peerpod_podnet::wireguard::Inner;
 use peerpod_proto::guest::NetworkPlan;
 use peerpod_wireguard::{
-    DataPlane, Engine, Lane, NODE_INNER, OVERHEAD_V4, PeerConfig, PrivateKey, bind, inner_of, port_of,
+    DataPlane, Engine, Lane, NODE_INNER, OVERHEAD_V4, PeerConfig, PrivateKey, bind, inner_of,
 };
 use peerpod_world::{Namespace, World};
 use serde_json::{Value, json};
@@ -59,7 +59,7 @@ pub(crate) fn connect(
     let mut fds = descriptors.into_iter().map(|(_, fd)| fd);
     let (tun, socket) = (fds.next().context("a TUN device")?, fds.next().context("a socket")?);
     let socket = std::net::UdpSocket::from(socket);
-    let port = port_of(&socket)?;
+    let port = socket.local_addr()?.port();
     wireguard.taken(&json!({ "port": port }));
     let node_key = key_of(&detail)?;
     let guest_key = PrivateKey::generate()?;
@@ -76,7 +76,7 @@ pub(crate) fn connect(
     };
     let engine = Arc::new(Engine::new(node_key.clone()));
     engine.put_peer(&peer("pod", &guest_key, lane(NODE_INNER, inner), Vec::new()))?;
-    let node_plane = DataPlane::start(engine, tun.into(), socket, "bench-node")?;
+    let node_plane = DataPlane::start(engine, tun.into(), socket, "bench-node", || ())?;
 
     // The guest's part.
     let opened = Inner::open(&folder.join("vm.netns"), None, inner, mtu - OVERHEAD_V4)?;
@@ -84,7 +84,8 @@ pub(crate) fn connect(
     let engine = Arc::new(Engine::new(guest_key));
     let endpoint = SocketAddr::from((node, port));
     engine.put_peer(&peer("node", &node_key, lane(inner, NODE_INNER), vec![endpoint]))?;
-    let guest_plane = DataPlane::start(engine, opened.tun.context("a new device")?, socket, "bench-guest")?;
+    let guest_plane =
+        DataPlane::start(engine, opened.tun.context("a new device")?, socket, "bench-guest", || ())?;
     let (plan, _) = tunnel.connect(pod, id, &reserved, &seen, vm_address.into())?;
     let mut host = opened.inner.netns().netlink()?;
     guest::apply_from(&mut host, &inside(plan), None, &podns.path())?;

@@ -16,6 +16,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
+use peerpod_common::backoff::Backoff;
 use serde::{Deserialize, Serialize};
 use tokio::net::UnixStream;
 use tokio::sync::watch;
@@ -26,7 +27,7 @@ use crate::config::Settings;
 use crate::files;
 use crate::log::Ring;
 use crate::proc::{Exit, ProcessId};
-use crate::status::Status;
+use crate::status::{Stage, Status};
 
 mod output;
 
@@ -39,8 +40,8 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 /// Uptime after which a death does not count as a failed start.
 const STABLE: Duration = Duration::from_secs(10);
 const RECORD_VERSION: u32 = 1;
+const DEAD: &str = "the kata-agent died with running containers; the pod is lost";
 
-/// State of the kata-agent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Phase {
     /// Not running yet, or being started again.
@@ -48,15 +49,6 @@ pub(crate) enum Phase {
     /// Its socket accepts connections.
     Listening,
     /// Dead, with containers; it is not started again.
-    Dead,
-}
-
-/// Failure to use the kata-agent.
-#[derive(Debug, thiserror::Error)]
-pub(crate) enum Error {
-    #[error("the kata-agent did not listen on {socket} within {waited:?}; the VM's console has its messages")]
-    Late { socket: PathBuf, waited: Duration },
-    #[error("the kata-agent died with running containers; the pod is lost")]
     Dead,
 }
 
@@ -68,7 +60,6 @@ struct Record {
     exits: u32,
 }
 
-/// Supervisor of the kata-agent.
 pub(crate) struct Agent {
     command: Vec<String>,
     socket: PathBuf,
@@ -118,40 +109,46 @@ impl Agent {
         self.phase.subscribe()
     }
 
-    /// Waits until the kata-agent accepts connections.
-    pub(crate) async fn listening(&self, limit: Duration) -> Result<(), Error> {
-        let mut phase = self.phase.subscribe();
-        match timeout(limit, phase.wait_for(|phase| *phase != Phase::Starting)).await {
-            Ok(Ok(phase)) if *phase == Phase::Listening => Ok(()),
-            Ok(_) => Err(Error::Dead),
-            Err(_) => Err(Error::Late { socket: self.socket.clone(), waited: limit }),
+    pub(crate) async fn listening(&self, limit: Duration) -> Result<(), String> {
+        match timeout(limit, self.is_listening()).await {
+            Ok(true) => Ok(()),
+            Ok(false) => Err(DEAD.to_owned()),
+            Err(_) => Err(format!(
+                "the kata-agent did not listen on {} within {limit:?}; the VM's console has its messages",
+                self.socket.display()
+            )),
         }
     }
 
     /// Connects to the kata-agent. Waits while it starts: the caller bounds the time.
     pub(crate) async fn connect(&self) -> io::Result<UnixStream> {
-        let mut phase = self.phase.subscribe();
-        match phase.wait_for(|phase| *phase != Phase::Starting).await {
-            Ok(phase) if *phase == Phase::Listening => {}
-            _ => return Err(io::Error::new(io::ErrorKind::NotConnected, Error::Dead)),
+        if !self.is_listening().await {
+            return Err(io::Error::new(io::ErrorKind::NotConnected, DEAD));
         }
         UnixStream::connect(&self.socket).await
     }
 
+    /// Waits while the kata-agent starts; returns false if it is dead.
+    async fn is_listening(&self) -> bool {
+        let mut phase = self.phase.subscribe();
+        phase.wait_for(|phase| *phase != Phase::Starting).await.is_ok_and(|phase| *phase == Phase::Listening)
+    }
+
     /// Supervises the kata-agent. Returns when it is dead for good, or when it listens and another program started it.
     pub(crate) async fn run(&self) {
-        let stage = self.status.begin("agent");
-        let mut stage = Some(stage);
+        let mut stage = Some(self.status.begin("agent"));
         if !self.command.is_empty()
             && let Err(error) = self.output.read()
         {
             tracing::warn!(%error, "the agent's output goes to the console only");
         }
         let (mut found, mut exits) = self.look_for_one().await;
-        let mut pause = PAUSE;
+        let mut pause = Backoff::new(PAUSE, LONGEST_PAUSE);
         loop {
-            if self.phase_after(exits) == Phase::Dead && found.is_none() {
-                self.dead(exits);
+            if exits > 0 && self.containers.load(Relaxed) && found.is_none() {
+                self.is_running(false, exits);
+                self.status.error(DEAD);
+                self.phase.send_replace(Phase::Dead);
                 return;
             }
             let began = Instant::now();
@@ -162,43 +159,43 @@ impl Agent {
             match running {
                 Ok(mut running) => {
                     self.write_record(Some(running.process), exits);
-                    self.status.agent(true, exits);
+                    self.is_running(true, exits);
                     self.serve(&running, &mut stage).await;
                     exits += 1;
                     self.report_exit(&mut running, exits);
                     self.write_record(None, exits);
                 }
                 Err(error) if self.command.is_empty() => {
-                    // Another program starts the kata-agent: its socket shows when it listens, and a failed dial shows
-                    // its death.
+                    // Another program starts the kata-agent: its socket shows when it listens; a failed dial, its
+                    // death.
                     tracing::debug!(%error, "another program starts the agent");
                     self.wait_for_socket().await;
                     self.now_listening(&mut stage);
-                    self.status.agent(true, exits);
+                    self.is_running(true, exits);
                     return;
                 }
-                Err(error) => {
-                    let text = format!("cannot start {}: {error}", self.command.join(" "));
-                    tracing::error!(error = text, "agent");
-                    self.status.error(&text);
-                }
+                Err(error) => self.fault(&format!("cannot start {}: {error}", self.command.join(" "))),
             }
             if began.elapsed() > STABLE {
-                pause = PAUSE;
+                pause.reset();
             }
             if !self.containers.load(Relaxed) {
-                sleep(pause).await;
-                pause = (pause * 2).min(LONGEST_PAUSE);
+                sleep(pause.pause()).await;
             }
         }
     }
 
-    fn phase_after(&self, exits: u32) -> Phase {
-        if exits > 0 && self.containers.load(Relaxed) { Phase::Dead } else { Phase::Starting }
+    fn is_running(&self, running: bool, exits: u32) {
+        let mut status = self.status.lock();
+        (status.agent_running, status.agent_exits) = (running, exits);
     }
 
-    /// Follows a process from its start to its end.
-    async fn serve(&self, running: &Running, stage: &mut Option<crate::status::Stage>) {
+    fn fault(&self, text: &str) {
+        tracing::error!(error = text, "agent");
+        self.status.error(text);
+    }
+
+    async fn serve(&self, running: &Running, stage: &mut Option<Stage>) {
         tokio::select! {
             () = self.wait_for_socket() => {}
             () = running.exit.wait() => return,
@@ -208,7 +205,7 @@ impl Agent {
         self.phase.send_if_modified(|phase| std::mem::replace(phase, Phase::Starting) != Phase::Starting);
     }
 
-    fn now_listening(&self, stage: &mut Option<crate::status::Stage>) {
+    fn now_listening(&self, stage: &mut Option<Stage>) {
         if let Some(stage) = stage.take() {
             self.status.done(stage);
         }
@@ -221,27 +218,16 @@ impl Agent {
         }
     }
 
-    fn dead(&self, exits: u32) {
-        self.status.agent(false, exits);
-        self.status.error(&Error::Dead.to_string());
-        self.phase.send_replace(Phase::Dead);
-    }
-
     /// Returns a kata-agent that runs already, if any, and the number of earlier deaths. Repeats a failed look-up: a
     /// second kata-agent beside an undetected one would be worse than a wait.
     async fn look_for_one(&self) -> (Option<Running>, u32) {
-        let mut pause = PAUSE;
+        let mut pause = Backoff::new(PAUSE, LONGEST_PAUSE);
         loop {
             match self.find().await {
                 Ok(answer) => return answer,
-                Err(error) => {
-                    let text = format!("cannot find out whether an agent runs: {error}");
-                    tracing::error!(error = text, "agent");
-                    self.status.error(&text);
-                }
+                Err(error) => self.fault(&format!("cannot find out whether an agent runs: {error}")),
             }
-            sleep(pause).await;
-            pause = (pause * 2).min(LONGEST_PAUSE);
+            sleep(pause.pause()).await;
         }
     }
 
@@ -255,18 +241,14 @@ impl Agent {
             None => self.listener().await?,
         };
         let Some(process) = process else { return Ok((None, exits)) };
-        match process.watch()? {
-            Some(exit) => {
-                tracing::info!(pid = process.pid, "found the agent running");
-                Ok((Some(Running { process, exit, child: None }), exits))
-            }
-            None => {
-                let exits = exits + 1;
-                self.status.lost("the kata-agent died while the guest program was restarted".to_owned());
-                self.write_record(None, exits);
-                Ok((None, exits))
-            }
+        if let Some(exit) = process.watch()? {
+            tracing::info!(pid = process.pid, "found the agent running");
+            return Ok((Some(Running { process, exit, child: None }), exits));
         }
+        let exits = exits + 1;
+        self.status.lost("the kata-agent died while the guest program was restarted".to_owned());
+        self.write_record(None, exits);
+        Ok((None, exits))
     }
 
     /// Returns the process that listens on the kata-agent's socket.
@@ -276,17 +258,14 @@ impl Agent {
             Err(error) if says_nothing(&error) => return Err(error),
             Err(_) => return Ok(None),
         };
-        match stream.peer_cred()?.pid().and_then(|pid| u32::try_from(pid).ok()) {
-            Some(pid) => ProcessId::inspect(pid),
-            None => Ok(None),
-        }
+        let pid = stream.peer_cred()?.pid().and_then(|pid| u32::try_from(pid).ok());
+        pid.map_or(Ok(None), ProcessId::inspect)
     }
 
     fn start(&self) -> io::Result<Running> {
-        let (program, arguments) = self
-            .command
-            .split_first()
-            .ok_or_else(|| io::Error::new(io::ErrorKind::NotFound, "the image names no agent to start"))?;
+        let command = self.command.split_first();
+        let (program, arguments) =
+            command.ok_or_else(|| io::Error::other("the image names no agent to start"))?;
         remove_stale_socket(&self.socket)?;
         if let Some(folder) = self.socket.parent() {
             std::fs::create_dir_all(folder)?;
@@ -303,16 +282,12 @@ impl Agent {
             Some(process) => Ok(process.watch()?.map(|exit| (process, exit))),
             None => Ok(None),
         });
-        let watched = match watched {
-            Ok(watched) => watched,
-            Err(error) => {
-                // An unwatched process would live beside the next one.
-                child.kill()?;
-                child.wait()?;
-                return Err(error);
-            }
-        };
-        let Some((process, exit)) = watched else {
+        if watched.is_err() {
+            // An unwatched process would live beside the next one.
+            child.kill()?;
+            child.wait()?;
+        }
+        let Some((process, exit)) = watched? else {
             let status = child.wait()?; // a zombie already
             return Err(io::Error::other(format!("it ended at once: {status}")));
         };
@@ -325,7 +300,7 @@ impl Agent {
         let status = running.child.as_mut().and_then(|child| child.wait().ok());
         let how = status.map_or("ended".to_owned(), |status| status.to_string());
         tracing::error!(pid = running.process.pid, how, exits, "the agent ended");
-        self.status.agent(false, exits);
+        self.is_running(false, exits);
         self.status.error(&format!("the kata-agent ended ({how})"));
     }
 
@@ -341,10 +316,7 @@ impl Agent {
 
     fn write_record(&self, process: Option<ProcessId>, exits: u32) {
         let record = Record { version: RECORD_VERSION, process, exits };
-        let written = serde_json::to_vec(&record)
-            .map_err(io::Error::from)
-            .and_then(|json| files::write(&self.record, &json));
-        if let Err(error) = written {
+        if let Err(error) = files::write_json(&self.record, &record) {
             tracing::warn!(path = %self.record.display(), %error, "cannot record the agent");
         }
     }
@@ -361,10 +333,7 @@ fn says_nothing(error: &io::Error) -> bool {
 fn remove_stale_socket(path: &Path) -> io::Result<()> {
     match std::fs::symlink_metadata(path) {
         Ok(found) if found.file_type().is_socket() => std::fs::remove_file(path),
-        Ok(_) => Err(io::Error::new(
-            io::ErrorKind::AlreadyExists,
-            format!("{} exists and is not a socket", path.display()),
-        )),
+        Ok(_) => Err(io::Error::other(format!("{} exists and is not a socket", path.display()))),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
         Err(error) => Err(error),
     }

@@ -1,7 +1,6 @@
 //! Assigns a booted VM to a pod: network, lease, kata-agent. The plan is stored before it is applied, so that a
 //! restarted guest restores it. The same plan again changes nothing; another sandbox is refused.
 
-use std::io;
 use std::net::SocketAddr;
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
@@ -13,12 +12,12 @@ use std::time::Duration;
 use nix::errno::Errno;
 use nix::fcntl::{OFlag, OpenHow, ResolveFlag, open, openat2};
 use nix::sys::stat::{Mode, mkdirat};
-use peerpod_link::initdata::{Initdata, InitdataError};
+use peerpod_link::initdata::Initdata;
 use peerpod_proto::guest::Personalise;
 use protobuf::Message;
 use tokio::sync::{Mutex, watch};
 
-use crate::agent::{self, Agent};
+use crate::agent::Agent;
 use crate::components::Components;
 use crate::config::Settings;
 use crate::encrypted::Encrypted;
@@ -42,7 +41,6 @@ const AGENT_TIMEOUT: Duration = Duration::from_secs(30);
 /// Directories in which bind sources may be made.
 const SOURCES: &[&str] = &["/run/kata-containers/shared/containers", "/run/peerpod/volumes"];
 
-/// Failure to assign the VM to the pod.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Error {
     #[error(
@@ -54,37 +52,36 @@ pub(crate) enum Error {
     OtherSandbox { ours: String, theirs: String },
     #[error("the assignment has no {0}")]
     Missing(&'static str),
-    #[error("keeping the plan in {path}: {source}")]
-    Keep { path: PathBuf, source: io::Error },
-    #[error("{0}")]
-    Initdata(#[from] InitdataError),
-    #[error("{0}")]
-    Images(String),
-    #[error("the pod's volumes: {0}")]
-    Volumes(String),
-    #[error("{0}")]
-    Components(String),
     #[error("{0}")]
     Network(#[from] network::Error),
+    /// Failure of another part; its text names the part.
     #[error("{0}")]
-    Agent(#[from] agent::Error),
+    Part(String),
 }
 
-/// Assignment of the VM to a pod.
+impl From<String> for Error {
+    fn from(text: String) -> Error {
+        Error::Part(text)
+    }
+}
+
 pub(crate) struct PodAssignment {
-    network: Arc<Network>,
+    pub(crate) network: Network,
     file: PathBuf,
     status: Arc<Status>,
     agent: Arc<Agent>,
     lease: Arc<Lease>,
-    new: bool,
+    /// Whether no plan ever came: the lease of user-data counts then.
+    pub(crate) is_new: bool,
     initdata_dir: PathBuf,
-    images: Option<Images>,
-    components: Option<Arc<Components>>,
-    gpus: Arc<AtomicU32>,
-    volumes: Arc<Volumes>,
-    /// Addresses of the node besides those in user-data.
-    node_endpoints: watch::Sender<Vec<SocketAddr>>,
+    images: Images,
+    components: Arc<Components>,
+    /// Number of the VM's GPUs by the last plan.
+    pub(crate) gpus: AtomicU32,
+    /// Volumes of the pod by the last plan.
+    pub(crate) volumes: Arc<Volumes>,
+    /// Addresses of the node by the last plan, besides those in user-data; empty before the first.
+    pub(crate) node_endpoints: watch::Sender<Vec<SocketAddr>>,
     /// Last plan. Locked while a plan is applied: one at a time.
     current: Mutex<Option<Personalise>>,
 }
@@ -97,57 +94,30 @@ impl PodAssignment {
         agent: Arc<Agent>,
         lease: Arc<Lease>,
         encrypted: Arc<Encrypted>,
+        images: Images,
+        components: Arc<Components>,
     ) -> PodAssignment {
         let file = settings.state_dir.join(FILE);
-        let current = files::read(&file, MAX_LEN)
-            .ok()
-            .flatten()
-            .and_then(|bytes| Personalise::parse_from_bytes(&bytes).ok());
-        let new = current.is_none();
+        let bytes = files::read(&file, MAX_LEN).ok().flatten();
+        let current = bytes.and_then(|bytes| Personalise::parse_from_bytes(&bytes).ok());
         PodAssignment {
-            network: Arc::new(Network::new(settings, encrypted, status.clone())),
+            network: Network::new(settings, encrypted, status.clone()),
             file,
             status,
             agent,
             lease,
-            new,
+            is_new: current.is_none(),
             initdata_dir: settings.initdata_dir.clone(),
-            images: None,
-            components: None,
-            gpus: Arc::default(),
+            images,
+            components,
+            gpus: AtomicU32::new(0),
             volumes: Arc::default(),
             node_endpoints: watch::Sender::new(current.as_ref().map(node_endpoints).unwrap_or_default()),
             current: Mutex::new(current),
         }
     }
 
-    /// Adds the users of the plan's images and initdata.
-    pub(crate) fn with_images(self, images: Images, components: Arc<Components>) -> PodAssignment {
-        PodAssignment { images: Some(images), components: Some(components), ..self }
-    }
-
-    /// Returns the number of the VM's GPUs by the last plan.
-    pub(crate) fn gpus(&self) -> Arc<AtomicU32> {
-        self.gpus.clone()
-    }
-
-    /// Returns the pod's volumes by the last plan.
-    pub(crate) fn volumes(&self) -> Arc<Volumes> {
-        self.volumes.clone()
-    }
-
-    /// Returns the node's addresses by the last plan; empty before the first.
-    pub(crate) fn node_endpoints(&self) -> watch::Receiver<Vec<SocketAddr>> {
-        self.node_endpoints.subscribe()
-    }
-
-    /// Returns the pod's network.
-    pub(crate) fn network(&self) -> Arc<Network> {
-        self.network.clone()
-    }
-
-    /// Makes the network of the last plan again, fitted to the current state of the VM's own network; does nothing
-    /// before the first plan.
+    /// Makes the network of the last plan, if any, again, fitted to the current state of the VM's own network.
     pub(crate) async fn network_again(&self) -> Result<(), Error> {
         let current = self.current.lock().await;
         let Some(network) = current.as_ref().and_then(|plan| plan.network.as_ref()) else { return Ok(()) };
@@ -156,12 +126,6 @@ impl PodAssignment {
         Ok(())
     }
 
-    /// Returns whether no plan ever came: the lease of user-data counts then.
-    pub(crate) fn is_new(&self) -> bool {
-        self.new
-    }
-
-    /// Applies the plan of the previous run, if any.
     pub(crate) async fn restore(&self) -> Result<(), Error> {
         let current = self.current.lock().await;
         match &*current {
@@ -174,7 +138,9 @@ impl PodAssignment {
     pub(crate) async fn personalise(&self, ours: &str, plan: Personalise) -> Result<(), Error> {
         check(ours, &plan)?;
         if !plan.initdata.is_empty() {
-            Initdata::parse(&plan.initdata)?.is(&plan.initdata_digest)?;
+            let initdata =
+                Initdata::parse(&plan.initdata).and_then(|initdata| initdata.is(&plan.initdata_digest));
+            initdata.map_err(|error| error.to_string())?;
         }
         let mut current = self.current.lock().await;
         let plan = with_secret_of(plan, current.as_ref());
@@ -182,9 +148,7 @@ impl PodAssignment {
         if current.as_ref() != Some(&plan) {
             // Before the plan: a guest that is killed between the two must not take the plan for carried out.
             if !plan.initdata.is_empty() {
-                let path = self.file.with_file_name(INITDATA);
-                let keep = |source| Error::Keep { path: path.clone(), source };
-                files::write(&path, plan.initdata.as_bytes()).map_err(keep)?;
+                write(&self.file.with_file_name(INITDATA), plan.initdata.as_bytes())?;
             }
             self.keep(&plan)?;
             *current = Some(plan.clone());
@@ -201,10 +165,9 @@ impl PodAssignment {
         applied
     }
 
-    fn keep(&self, plan: &Personalise) -> Result<(), Error> {
-        let keep = |source| Error::Keep { path: self.file.clone(), source };
-        let bytes = plan.write_to_bytes().map_err(|error| keep(io::Error::other(error)))?;
-        files::write(&self.file, &bytes).map_err(keep)
+    fn keep(&self, plan: &Personalise) -> Result<(), String> {
+        let bytes = plan.write_to_bytes().map_err(|error| format!("keeping the plan: {error}"))?;
+        write(&self.file, &bytes)
     }
 
     async fn apply(&self, plan: &Personalise) -> Result<(), Error> {
@@ -213,14 +176,10 @@ impl PodAssignment {
             self.lease.set_length(Duration::from_secs(u64::from(plan.lease_seconds)));
         }
         self.gpus.store(plan.gpus, Relaxed);
-        self.volumes.learn(&plan.volumes).map_err(Error::Volumes)?;
+        self.volumes.learn(&plan.volumes).map_err(|error| format!("the pod's volumes: {error}"))?;
         self.initdata(plan)?;
-        if let Some(images) = &self.images {
-            images.access(plan.images.as_ref()).map_err(Error::Images)?;
-        }
-        if let Some(components) = &self.components {
-            components.start(&plan.images.pull_secret).await.map_err(Error::Components)?;
-        }
+        self.images.access(plan.images.as_ref())?;
+        self.components.start(&plan.images.pull_secret).await?;
         let stage = self.status.begin("network");
         let network = plan.network.as_ref().ok_or(Error::Missing("network plan"))?;
         let applied = self.network.make_soon(network).await?;
@@ -235,31 +194,29 @@ impl PodAssignment {
         self.status.ready();
         Ok(())
     }
-}
 
-impl PodAssignment {
     /// Writes initdata's files to the place where components read them, and its digest for measuring programs.
-    fn initdata(&self, plan: &Personalise) -> Result<(), Error> {
+    fn initdata(&self, plan: &Personalise) -> Result<(), String> {
         if plan.initdata.is_empty() {
             return Ok(());
         }
-        let initdata = Initdata::parse(&plan.initdata)?;
-        let write = |name: &str, content: &str| {
-            let path = self.initdata_dir.join(name);
-            let written = std::fs::create_dir_all(&self.initdata_dir)
-                .and_then(|()| files::write(&path, content.as_bytes()));
-            written.map_err(|source| Error::Keep { path, source })
-        };
+        let initdata = Initdata::parse(&plan.initdata).map_err(|error| error.to_string())?;
+        let dir = &self.initdata_dir;
+        std::fs::create_dir_all(dir).map_err(|error| format!("making {}: {error}", dir.display()))?;
         for (name, content) in &initdata.files {
-            write(name, content)?;
+            write(&dir.join(name), content.as_bytes())?;
         }
         // In the format for programs that extend a measurement with it: the hex alone.
         let hex = initdata.digest.split_once(':').map_or("", |(_, hex)| hex);
-        write(DIGEST, hex)?;
-        self.status.initdata(&initdata.digest);
+        write(&dir.join(DIGEST), hex.as_bytes())?;
+        self.status.lock().initdata_digest.clone_from(&initdata.digest);
         tracing::info!(digest = initdata.digest, files = initdata.files.len(), "initdata is in place");
         Ok(())
     }
+}
+
+fn write(path: &Path, content: &[u8]) -> Result<(), String> {
+    files::write(path, content).map_err(|error| format!("keeping the plan in {}: {error}", path.display()))
 }
 
 /// Restores secrets from the previous plan. A node that does not know the pod's pull secrets at present removes none.

@@ -7,7 +7,7 @@
 use std::collections::HashSet;
 use std::fs;
 use std::os::unix::process::CommandExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
@@ -31,7 +31,6 @@ const AUTH_VARIABLE: &str = "CDH_DEFAULT_IMAGE_AUTHENTICATED_REGISTRY_CREDENTIAL
 /// Configuration files that stay empty if initdata has none: the components refuse to start without a file.
 const CONFIGURATIONS: [&str; 2] = ["aa.toml", "cdh.toml"];
 
-/// Components of this VM image.
 pub(crate) struct Components {
     settings: config::Components,
     dir: PathBuf,
@@ -50,25 +49,19 @@ impl Components {
         Arc::new(Components { settings, dir, status, ready, kept: Mutex::default() })
     }
 
-    /// Waits until the kata-agent may start.
     pub(crate) async fn wait(&self) {
         // The sender lives as long as `self`.
         drop(self.ready.subscribe().wait_for(|ready| *ready).await);
     }
 
-    /// Starts the missing components, in order. Initdata's files must be in place. A repeated call changes only the
-    /// pull secret.
-    ///
-    /// # Errors
-    /// A file cannot be written, or a component does not listen in time.
+    /// Starts the missing components, in order, after initdata's files. A repeated call changes only the pull secret.
     pub(crate) async fn start(self: &Arc<Self>, pull_secret: &str) -> Result<(), String> {
         if !self.settings.any() {
             return Ok(()); // no component reads the secret's file
         }
         if *self.ready.borrow() {
-            return self
-                .keep_secret(pull_secret)
-                .map_err(|error| format!("keeping a new pull secret: {error}"));
+            let kept = self.keep_secret(pull_secret);
+            return kept.map_err(|error| format!("keeping a new pull secret: {error}"));
         }
         self.prepare(pull_secret).map_err(|error| format!("preparing the guest components: {error}"))?;
         let stage = self.status.begin("components");
@@ -125,9 +118,9 @@ impl Components {
             }
         };
         timeout(PATIENCE, listening).await.map_err(|_| {
+            let socket = socket.display();
             format!(
-                "{name} did not listen on {} within {PATIENCE:?}; the VM's console has its messages",
-                socket.display()
+                "{name} did not listen on {socket} within {PATIENCE:?}; the VM's console has its messages"
             )
         })
     }
@@ -136,10 +129,9 @@ impl Components {
     async fn keep(&self, name: &'static str, component: &Component) {
         loop {
             let ended = match self.run(component) {
-                Ok(mut child) => match child.wait().await {
-                    Ok(status) => status.to_string(),
-                    Err(error) => error.to_string(),
-                },
+                Ok(mut child) => {
+                    child.wait().await.map_or_else(|error| error.to_string(), |status| status.to_string())
+                }
                 Err(error) => format!("cannot start {}: {error}", component.command.join(" ")),
             };
             tracing::error!(name, how = ended, "a guest component ended; it is started again");
@@ -149,11 +141,8 @@ impl Components {
     }
 
     fn run(&self, component: &Component) -> std::io::Result<tokio::process::Child> {
-        let (program, arguments) = component
-            .command
-            .split_first()
-            .ok_or_else(|| std::io::Error::new(std::io::ErrorKind::NotFound, "an empty command"))?;
-        remove_socket(&component.socket)?;
+        let (program, arguments) = component.command.split_first().ok_or(std::io::ErrorKind::NotFound)?;
+        files::remove(&component.socket)?; // it has no listener any more
         let mut command = Command::new(program);
         command
             .args(arguments)
@@ -165,16 +154,10 @@ impl Components {
     }
 }
 
-/// Removes the socket, which has no listener any more.
-fn remove_socket(path: &Path) -> std::io::Result<()> {
-    match fs::remove_file(path) {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error),
-        _ => Ok(()),
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
     use super::*;
     use crate::config::Settings;
     use crate::files::testing::TempDir;

@@ -3,60 +3,46 @@
 //! Unknown keys and other versions are refused: VM image and guest are built together, so a difference is a mistake of
 //! the build and not a matter of compatibility. A missing file means the defaults.
 
-use std::io::Read;
 use std::path::{Path, PathBuf};
 
+use anyhow::{Context, ensure};
 use serde::Deserialize;
 
-/// Path of the file in the VM image.
+use crate::files;
+
 pub(crate) const PATH: &str = "/etc/peerpod/guest.json";
 const VERSION: u32 = 1;
 /// Default store of container images: in memory.
 pub(crate) const STORE: &str = "/run/peerpod/images";
 const MAX_LEN: u64 = 64 << 10;
 
-/// Settings of the VM image.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[serde(deny_unknown_fields, default)]
 pub(crate) struct Settings {
     version: u32,
-    /// Command line of the kata-agent; empty = another program in the VM image starts it, and the guest only waits for
-    /// it.
-    #[serde(default = "default_agent")]
+    /// Command line of the kata-agent; empty = another program in the VM image starts it.
     pub(crate) agent: Vec<String>,
     /// Socket of the kata-agent. Not below `/run/kata-containers`: CreateSandbox wipes that.
-    #[serde(default = "default_agent_socket")]
     pub(crate) agent_socket: PathBuf,
     /// Files that may hold user-data, in this order.
-    #[serde(default = "default_user_data")]
     pub(crate) user_data: Vec<PathBuf>,
     /// The guest's own state, on a tmpfs: a rebooted VM is a new VM.
-    #[serde(default = "default_state_dir")]
     pub(crate) state_dir: PathBuf,
     /// Path of the pod's network namespace.
-    #[serde(default = "default_podns")]
     pub(crate) podns: PathBuf,
     /// Whether the guest configures the VM's NICs.
-    #[serde(default)]
     pub(crate) uplink: NicSetup,
     /// Seconds of silence after which `serve` is killed and started again, if pid 1 is peerpod-guest.
-    #[serde(default = "default_hang_seconds")]
     pub(crate) hang_seconds: u16,
     /// `tracing` filter, like `info` or `peerpod_guest=debug`.
-    #[serde(default = "default_log")]
     pub(crate) log: String,
     /// Whether the log, also of a kata-agent that the guest starts, goes over the link to the node, too. A confidential
     /// VM may want to reveal nothing to its host.
-    #[serde(default = "default_log_over_link")]
     pub(crate) log_over_link: bool,
-    /// Settings of container images.
-    #[serde(default)]
     pub(crate) images: Images,
     /// Components for secrets and attestation, if the VM image has them.
-    #[serde(default)]
     pub(crate) components: Components,
     /// Directory for the files of initdata.
-    #[serde(default = "default_initdata_dir")]
     pub(crate) initdata_dir: PathBuf,
 }
 
@@ -74,7 +60,6 @@ pub(crate) struct Images {
     pub(crate) plain_http: Vec<String>,
     /// Files of CA certificates (PEM) that registries' certificates may come from.
     pub(crate) ca_files: Vec<PathBuf>,
-    /// Limits of one image.
     pub(crate) limits: peerpod_image_job::Limits,
 }
 
@@ -103,13 +88,11 @@ pub(crate) struct Components {
 }
 
 impl Components {
-    /// Returns whether there are any.
     pub(crate) fn any(&self) -> bool {
         self.attestation_agent.is_some() || self.data_hub.is_some()
     }
 }
 
-/// One confidential guest component.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Component {
@@ -117,10 +100,6 @@ pub(crate) struct Component {
     pub(crate) command: Vec<String>,
     /// Socket on which it listens when it is ready.
     pub(crate) socket: PathBuf,
-}
-
-fn default_initdata_dir() -> PathBuf {
-    "/run/peerpod".into()
 }
 
 /// Choice of the program that configures the VM's own NICs.
@@ -136,149 +115,83 @@ pub(crate) enum NicSetup {
     Off,
 }
 
-fn default_agent() -> Vec<String> {
-    ["/usr/local/bin/kata-agent", "--config", "/etc/agent-config.toml"].map(str::to_owned).into()
-}
-
-fn default_agent_socket() -> PathBuf {
-    "/run/peerpod/agent.sock".into()
-}
-
-fn default_user_data() -> Vec<PathBuf> {
-    vec!["/media/cidata/user-data".into()]
-}
-
-fn default_state_dir() -> PathBuf {
-    "/run/peerpod/guest".into()
-}
-
-fn default_podns() -> PathBuf {
-    "/run/netns/podns".into()
-}
-
-fn default_hang_seconds() -> u16 {
-    60
-}
-
-fn default_log() -> String {
-    "info".to_owned()
-}
-
-fn default_log_over_link() -> bool {
-    true
-}
-
 impl Default for Settings {
     fn default() -> Self {
         Settings {
             version: VERSION,
-            agent: default_agent(),
-            agent_socket: default_agent_socket(),
-            user_data: default_user_data(),
-            state_dir: default_state_dir(),
-            podns: default_podns(),
+            agent: ["/usr/local/bin/kata-agent", "--config", "/etc/agent-config.toml"]
+                .map(str::to_owned)
+                .into(),
+            agent_socket: "/run/peerpod/agent.sock".into(),
+            user_data: vec!["/media/cidata/user-data".into()],
+            state_dir: "/run/peerpod/guest".into(),
+            podns: "/run/netns/podns".into(),
             uplink: NicSetup::default(),
-            hang_seconds: default_hang_seconds(),
-            log: default_log(),
-            log_over_link: default_log_over_link(),
+            hang_seconds: 60,
+            log: "info".to_owned(),
+            log_over_link: true,
             images: Images::default(),
             components: Components::default(),
-            initdata_dir: default_initdata_dir(),
+            initdata_dir: "/run/peerpod".into(),
         }
     }
-}
-
-/// Fault of the settings. All of these are mistakes of the VM image.
-#[derive(Debug, thiserror::Error)]
-pub(crate) enum Error {
-    #[error("reading {path}: {source}")]
-    Read { path: PathBuf, source: std::io::Error },
-    #[error("{path} is larger than {MAX_LEN} bytes")]
-    TooLarge { path: PathBuf },
-    #[error("{path}: {source}")]
-    Json { path: PathBuf, source: serde_json::Error },
-    #[error(
-        "{path}: version {found}, this program reads {VERSION}; image and program must be built together"
-    )]
-    Version { path: PathBuf, found: u32 },
-    #[error("{path}: {key}: {why}")]
-    Value { path: PathBuf, key: &'static str, why: &'static str },
 }
 
 impl Settings {
-    /// Reads the file; without one, returns the defaults.
-    pub(crate) fn load(path: &Path) -> Result<Settings, Error> {
-        let read = |source| Error::Read { path: path.to_owned(), source };
-        let file = match std::fs::File::open(path) {
-            Ok(file) => file,
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Settings::default()),
-            Err(error) => return Err(read(error)),
-        };
-        let mut text = Vec::new();
-        file.take(MAX_LEN + 1).read_to_end(&mut text).map_err(read)?;
-        if text.len() as u64 > MAX_LEN {
-            return Err(Error::TooLarge { path: path.to_owned() });
+    /// Reads the file; without one, returns the defaults. All faults are mistakes of the VM image.
+    pub(crate) fn load(path: &Path) -> anyhow::Result<Settings> {
+        match files::read(path, MAX_LEN).with_context(|| format!("reading {}", path.display()))? {
+            Some(text) => Settings::parse(&text).with_context(|| path.display().to_string()),
+            None => Ok(Settings::default()),
         }
-        Settings::parse(&text, path)
     }
 
-    /// Returns whether a data hub of the VM image answers pull requests.
-    pub(crate) fn has_hub(&self) -> bool {
-        self.components.data_hub.is_some()
-    }
-
-    fn parse(text: &[u8], path: &Path) -> Result<Settings, Error> {
+    fn parse(text: &[u8]) -> anyhow::Result<Settings> {
         #[derive(Deserialize)]
         struct Versioned {
             version: u32,
         }
-        let json = |source| Error::Json { path: path.to_owned(), source };
-        let found = serde_json::from_slice::<Versioned>(text).map_err(json)?.version;
-        if found != VERSION {
-            return Err(Error::Version { path: path.to_owned(), found });
-        }
-        let settings: Settings = serde_json::from_slice(text).map_err(json)?;
-        settings.check().map_err(|(key, why)| Error::Value { path: path.to_owned(), key, why })?;
-        let images = Images { serve: settings.images.serve && !settings.has_hub(), ..settings.images };
+        let Versioned { version } = serde_json::from_slice(text)?;
+        ensure!(
+            version == VERSION,
+            "version {version}, this program reads {VERSION}; image and program must be built together"
+        );
+        let settings: Settings = serde_json::from_slice(text)?;
+        settings.check()?;
+        // A data hub of the VM image answers pull requests itself.
+        let serve = settings.images.serve && settings.components.data_hub.is_none();
+        let images = Images { serve, ..settings.images };
         Ok(Settings { images, ..settings })
     }
 
-    fn check(&self) -> Result<(), (&'static str, &'static str)> {
-        for (key, path) in
-            [("agent_socket", &self.agent_socket), ("state_dir", &self.state_dir), ("podns", &self.podns)]
-        {
-            if !path.is_absolute() {
-                return Err((key, "must be an absolute path"));
-            }
-            if path.starts_with("/run/kata-containers") {
-                return Err((key, "CreateSandbox removes /run/kata-containers with all its content"));
-            }
-        }
-        if self.hang_seconds < 10 {
-            return Err(("hang_seconds", "must be at least 10: a healthy guest reports every 5 s"));
-        }
-        if self.user_data.is_empty() {
-            return Err(("user_data", "must name at least one file"));
-        }
+    fn check(&self) -> anyhow::Result<()> {
         for (key, path) in [
+            ("agent_socket", &self.agent_socket),
+            ("state_dir", &self.state_dir),
+            ("podns", &self.podns),
             ("images.socket", &self.images.socket),
             ("images.store", &self.images.store),
             ("initdata_dir", &self.initdata_dir),
         ] {
-            if !path.is_absolute() || path.starts_with("/run/kata-containers") {
-                return Err((key, "must be an absolute path, and not below /run/kata-containers"));
-            }
+            ensure!(path.is_absolute(), "{key}: must be an absolute path");
+            ensure!(
+                !path.starts_with("/run/kata-containers"),
+                "{key}: CreateSandbox removes /run/kata-containers with all its content"
+            );
         }
-        if self.images.limits.memory_mib < 64 || self.images.limits.seconds == 0 {
-            return Err(("images.limits", "must be at least 64 MiB of memory and 1 second"));
-        }
+        let is_limited = self.images.limits.memory_mib >= 64 && self.images.limits.seconds > 0;
+        let is_absolute =
+            |command: &[String]| command.first().is_some_and(|program| program.starts_with('/'));
         let components = [&self.components.attestation_agent, &self.components.data_hub];
-        if components.into_iter().flatten().any(|one| one.command.first().is_none_or(|p| !p.starts_with('/')))
-        {
-            return Err(("components", "a command must begin with an absolute path"));
-        }
-        if self.agent.first().is_some_and(|program| !program.starts_with('/')) {
-            return Err(("agent", "must begin with an absolute path"));
+        let are_absolute = components.into_iter().flatten().all(|component| is_absolute(&component.command));
+        for (holds, rule) in [
+            (self.hang_seconds >= 10, "hang_seconds: must be at least 10: a healthy guest reports every 5 s"),
+            (!self.user_data.is_empty(), "user_data: must name at least one file"),
+            (is_limited, "images.limits: must be at least 64 MiB of memory and 1 second"),
+            (are_absolute, "components: a command must begin with an absolute path"),
+            (self.agent.is_empty() || is_absolute(&self.agent), "agent: must begin with an absolute path"),
+        ] {
+            ensure!(holds, rule);
         }
         Ok(())
     }
@@ -289,7 +202,7 @@ mod tests {
     use super::*;
 
     fn parse(text: &str) -> Result<Settings, String> {
-        Settings::parse(text.as_bytes(), Path::new("guest.json")).map_err(|e| e.to_string())
+        Settings::parse(text.as_bytes()).map_err(|e| e.to_string())
     }
 
     #[test]
@@ -315,6 +228,8 @@ mod tests {
         assert!(error.contains("agent_socket: CreateSandbox removes"), "{error}");
         assert!(parse(r#"{"version":1,"state_dir":"run"}"#).unwrap_err().contains("state_dir"));
         assert!(parse(r#"{"version":1,"agent":["kata-agent"]}"#).unwrap_err().contains("absolute"));
-        assert!(parse("").unwrap_err().contains("guest.json"));
+        let file = "/proc/self/status";
+        let error = format!("{:#}", Settings::load(Path::new(file)).unwrap_err());
+        assert!(error.starts_with(file), "{error}");
     }
 }

@@ -4,7 +4,6 @@
 //! Work that must not run twice at a time holds its own lock.
 
 use std::sync::Arc;
-use std::sync::atomic::AtomicU32;
 use std::sync::atomic::Ordering::Relaxed;
 
 use bytes::Bytes;
@@ -18,15 +17,13 @@ use tokio::sync::{Semaphore, mpsc, oneshot};
 use crate::agent::Agent;
 use crate::identity::Identity;
 use crate::intercept::{Notice, Preparing, Use};
-use crate::network::Network;
 use crate::status::Status;
-use crate::volumes::{Fault, Volumes};
+use crate::volumes::Fault;
 use crate::{assignment, power};
 
 /// Limit of requests in flight; the node sends one at a time, and repeats unanswered ones.
 const AT_ONCE: usize = 16;
 
-/// State that requests act on.
 pub(crate) struct Control {
     pub(crate) identity: Arc<Mutex<Identity>>,
     pub(crate) status: Arc<Status>,
@@ -52,28 +49,24 @@ impl Control {
     }
 
     async fn answer(&self, message: &[u8]) -> Option<Reply> {
-        let request = match Request::parse_from_bytes(message) {
-            Ok(request) => request,
-            Err(error) => {
-                tracing::warn!(%error, bytes = message.len(), "dropped a control message that cannot be read");
-                return None;
-            }
-        };
-        let mut reply = Reply::new();
-        reply.id = request.id;
+        let request = Request::parse_from_bytes(message);
+        let request = request.inspect_err(|error| {
+            tracing::warn!(%error, bytes = message.len(), "dropped a control message that cannot be read");
+        });
+        let request = request.ok()?;
+        let mut reply = Reply { id: request.id, ..Reply::default() };
         let result = match request.body {
             Some(Body::Personalise(plan)) => {
-                let ours = self.identity().sandbox_id().to_owned();
+                let ours = self.identity.lock().sandbox_id().to_owned();
                 self.person.personalise(&ours, plan).await.map_err(|error| error.to_string())
             }
             Some(Body::Flush(_)) => self.flush().await,
-            Some(Body::Rotate(rotate)) => self.rotate(&rotate).map(|csr| reply.csr = csr),
-            Some(Body::VolumeStats(asked)) => {
-                let fill = self.person.volumes().stats(&asked.id).await;
-                filled(&mut reply, fill)
+            Some(Body::Rotate(rotate)) => {
+                self.rotate(&rotate).map(|csr| reply.csr = csr).map_err(|error| format!("{error:#}"))
             }
+            Some(Body::VolumeStats(asked)) => filled(&mut reply, self.person.volumes.stats(&asked.id).await),
             Some(Body::ExpandVolume(asked)) => {
-                let fill = self.person.volumes().expand(&asked.id, asked.bytes).await;
+                let fill = self.person.volumes.expand(&asked.id, asked.bytes).await;
                 filled(&mut reply, fill)
             }
             // `Body` is open: a newer node may send requests that are unknown here.
@@ -96,24 +89,18 @@ impl Control {
         if problems.is_empty() { Ok(()) } else { Err(problems.join("; ")) }
     }
 
-    fn rotate(&self, rotate: &Rotate) -> Result<Vec<u8>, String> {
-        let mut identity = self.identity();
+    fn rotate(&self, rotate: &Rotate) -> anyhow::Result<Vec<u8>> {
+        let mut identity = self.identity.lock();
         if rotate.certificates.is_empty() {
             if !rotate.trusted_cas.is_empty() {
-                identity.trust(&rotate.trusted_cas).map_err(|error| error.to_string())?;
+                identity.trust(&rotate.trusted_cas)?;
             }
-            return identity.csr().map_err(|error| error.to_string());
+            return identity.csr();
         }
         let sandbox_id = identity.sandbox_id().to_owned();
-        identity
-            .grant(&sandbox_id, &rotate.certificates, &rotate.trusted_cas)
-            .map_err(|error| error.to_string())?;
+        identity.grant(&sandbox_id, &rotate.certificates, &rotate.trusted_cas)?;
         tracing::info!("the guest has a new certificate and uses it from the next connection on");
         Ok(Vec::new())
-    }
-
-    fn identity(&self) -> parking_lot::MutexGuard<'_, Identity> {
-        self.identity.lock()
     }
 }
 
@@ -130,43 +117,33 @@ fn filled(reply: &mut Reply, fill: Result<VolumeFill, Fault>) -> Result<(), Stri
     }
 }
 
-/// Sends the status to the node, unasked, at every change of the kata-agent and at every urgent note: a Reply to no
-/// request.
+/// Sends the status to the node, unasked, at every change of the kata-agent and at every urgent note.
 pub(crate) async fn report(agent: Arc<Agent>, status: Arc<Status>, handle: EndpointHandle) {
-    let (mut phase, said) = (agent.watch(), status.said());
+    let mut phase = agent.watch();
     loop {
         tokio::select! {
             changed = phase.changed() => if changed.is_err() { break },
-            () = said.notified() => {}
+            () = status.said.notified() => {}
         }
         tell(&status, &handle);
     }
 }
 
-/// Sends the status to the node, unasked.
 pub(crate) fn tell(status: &Status, handle: &EndpointHandle) {
-    let mut reply = Reply::new();
-    reply.status = Some(status.report()).into();
-    send(handle, &reply);
+    send(handle, &Reply { status: Some(status.report()).into(), ..Reply::default() });
 }
 
 fn send(handle: &EndpointHandle, reply: &Reply) {
-    let sent = reply
-        .write_to_bytes()
-        .map_err(|error| error.to_string())
-        .and_then(|bytes| handle.control(Bytes::from(bytes)).map_err(|error| error.to_string()));
-    if let Err(error) = sent {
-        tracing::warn!(error, "cannot answer the node");
+    let bytes = reply.write_to_bytes().map_err(anyhow::Error::from);
+    if let Err(error) = bytes.and_then(|bytes| Ok(handle.control(bytes.into())?)) {
+        tracing::warn!(%error, "cannot answer the node");
     }
 }
 
 /// Effects of kata-agent requests on the guest.
 pub(crate) struct Notices {
     pub(crate) agent: Arc<Agent>,
-    pub(crate) network: Arc<Network>,
-    /// Number of the VM's GPUs.
-    pub(crate) gpus: Arc<AtomicU32>,
-    pub(crate) volumes: Arc<Volumes>,
+    pub(crate) control: Arc<Control>,
 }
 
 impl Notice for Notices {
@@ -179,16 +156,16 @@ impl Notice for Notices {
     }
 
     fn gpus(&self) -> u32 {
-        self.gpus.load(Relaxed)
+        self.control.person.gpus.load(Relaxed)
     }
 
     fn network_admin(&self) {
-        self.network.pod_may_change();
+        self.control.person.network.pod_may_change();
     }
 
     fn prepare(&self, wanted: Vec<Use>) -> Preparing {
         let (answer, preparing) = oneshot::channel();
-        let volumes = self.volumes.clone();
+        let volumes = self.control.person.volumes.clone();
         // Goes on without a receiver: the task finishes its work, and the next container finds it done.
         tokio::spawn(async move {
             let all = wanted.into_iter().map(|one| volumes.prepare(one));

@@ -4,12 +4,12 @@
 //! retransmissions loses seconds. So a new attempt starts at every beat, and the old ones may still succeed. The time
 //! lost after the network works is a fraction of one beat.
 
-use std::future::pending;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
+use anyhow::Context;
 use peerpod_link::{endpoint, tls};
 use peerpod_podnet::underlay::reaches_far;
 use tokio::net::TcpStream;
@@ -19,7 +19,6 @@ use tokio::time::{sleep, timeout};
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 
-/// Time limit of an attempt.
 const ATTEMPT: Duration = Duration::from_secs(1);
 /// Delay between the attempts of one beat, so that the first address usually succeeds alone.
 const STAGGER: Duration = Duration::from_millis(10);
@@ -53,25 +52,17 @@ pub(crate) fn beat() -> Duration {
     Duration::from_millis(100 + u64::from(random % 151))
 }
 
-/// Dialler of the node.
 pub(crate) struct Dialler {
     addresses: Vec<SocketAddr>,
-    /// Notification that starts the next beat.
-    woken: Option<Arc<Notify>>,
-    /// Source of the next beat's length.
+    /// Notification of a changed network, which starts the next beat at once.
+    woken: Arc<Notify>,
     beat: fn() -> Duration,
 }
 
 impl Dialler {
     /// Makes a dialler. `addresses` must not be empty; user-data is checked for that.
-    pub(crate) fn new(addresses: Vec<SocketAddr>) -> Dialler {
-        Dialler { addresses, woken: None, beat }
-    }
-
-    /// Adds the notification of a changed network, which starts the next beat at once.
-    pub(crate) fn woken_by(mut self, notify: Arc<Notify>) -> Dialler {
-        self.woken = Some(notify);
-        self
+    pub(crate) fn new(addresses: Vec<SocketAddr>, woken: Arc<Notify>) -> Dialler {
+        Dialler { addresses, woken, beat }
     }
 
     /// Appends addresses that the node announced since, after the known ones.
@@ -101,18 +92,7 @@ impl Dialler {
                 self.addresses.rotate_left(AT_ONCE);
             }
             let (woken, length) = (self.woken.clone(), (self.beat)());
-            let beat = async {
-                let woken = async {
-                    match &woken {
-                        Some(notify) => notify.notified().await,
-                        None => pending().await,
-                    }
-                };
-                tokio::select! {
-                    () = sleep(length) => {}
-                    () = woken => {}
-                }
-            };
+            let beat = timeout(length, woken.notified());
             tokio::pin!(beat);
             loop {
                 tokio::select! {
@@ -123,33 +103,30 @@ impl Dialler {
                             return (stream, address);
                         }
                     }
-                    () = &mut beat => break,
+                    _ = &mut beat => break,
                 }
             }
         }
     }
 
-    /// Connects and does the TLS handshake, once: after a failure the caller lets a beat pass. Calls `connected` before
-    /// it sends the first byte; tasks that wait for that call run later.
+    /// Connects and does the TLS handshake, once: after a failure the caller lets a beat pass. Fails if the peer is not
+    /// the guest's node (or not yet). Calls `connected` before it sends the first byte; tasks that wait for that call run
+    /// later.
     pub(crate) async fn secure(
         &mut self,
         config: Arc<rustls::ClientConfig>,
         connected: impl FnOnce(),
-    ) -> Result<TlsStream<TcpStream>, Error> {
+    ) -> anyhow::Result<TlsStream<TcpStream>> {
         let (tcp, address) = self.connect().await;
         connected();
         let connecting = TlsConnector::from(config).connect(tls::server_name(), tcp);
-        let failed = |source| Error { address, source };
         let patience = if self.addresses.len() > 1 { HANDSHAKE_OF_MANY } else { HANDSHAKE };
-        let result = match timeout(patience, connecting).await {
-            Ok(result) => result,
-            Err(late) => Err(late.into()),
-        };
-        result.map_err(|source| {
+        let result = timeout(patience, connecting).await.unwrap_or_else(|late| Err(late.into()));
+        if result.is_err() {
             // Another machine may have that address by now.
             self.last(address);
-            failed(source)
-        })
+        }
+        result.with_context(|| format!("tls handshake with {address}"))
     }
 
     fn first(&mut self, address: SocketAddr) {
@@ -163,14 +140,6 @@ impl Dialler {
             self.addresses[at..].rotate_left(1);
         }
     }
-}
-
-/// Handshake with a peer that is not the guest's node (or not yet).
-#[derive(Debug, thiserror::Error)]
-#[error("tls handshake with {address}: {source}")]
-pub(crate) struct Error {
-    address: SocketAddr,
-    source: io::Error,
 }
 
 #[cfg(test)]
@@ -198,7 +167,7 @@ mod tests {
         let (_refusing, refused) = held();
         for after in [0u64, 130, 700] {
             let (late, address) = held();
-            let mut dialler = Dialler::new(vec![refused, address]);
+            let mut dialler = Dialler::new(vec![refused, address], Arc::default());
             dialler.beat = || {
                 BEATS.fetch_add(1, SeqCst);
                 Duration::from_millis(100)
@@ -220,7 +189,7 @@ mod tests {
     async fn a_new_address_is_tried_without_waiting_for_an_interval() {
         let (later, address) = held();
         let notify = Arc::new(Notify::new());
-        let mut dialler = Dialler::new(vec![address]).woken_by(notify.clone());
+        let mut dialler = Dialler::new(vec![address], notify.clone());
         dialler.beat = || Duration::from_secs(3600);
         let dialling = tokio::spawn(async move { dialler.connect().await.1 });
         // Whether the first attempt was refused by then does not matter: an early notification is not lost.
@@ -246,7 +215,7 @@ mod tests {
         let mut took: Vec<Duration> = Vec::new();
         while took.len() < 5 && took.iter().all(|it| *it >= ATTEMPT) {
             let since = Instant::now();
-            let mut dialler = Dialler::new(vec![black_hole, good]);
+            let mut dialler = Dialler::new(vec![black_hole, good], Arc::default());
             assert_eq!(dialler.connect().await.1, good);
             took.push(since.elapsed());
             assert_eq!(dialler.addresses, [good, black_hole], "the last reached address comes first");
@@ -264,7 +233,7 @@ mod tests {
                 drop(listener.accept().await); // closes at once
             }
         });
-        let mut dialler = Dialler::new(vec![wrong, other]);
+        let mut dialler = Dialler::new(vec![wrong, other], Arc::default());
         let config = tls::client_config(&[[1; 32]], None).unwrap();
         let error = dialler.secure(config, || ()).await.unwrap_err().to_string();
         assert!(error.starts_with(&format!("tls handshake with {wrong}")), "{error}");
@@ -274,7 +243,7 @@ mod tests {
     #[test]
     fn learnt_addresses_come_last_once_and_are_bounded() {
         let address = |port| SocketAddr::from(([10, 0, 0, 1], port));
-        let mut dialler = Dialler::new(vec![address(1), address(2)]);
+        let mut dialler = Dialler::new(vec![address(1), address(2)], Arc::default());
         dialler.learn(&[address(3), address(1)]);
         dialler.learn(&[address(3)]);
         assert_eq!(dialler.addresses, [address(1), address(2), address(3)]);

@@ -4,19 +4,19 @@
 //! The key is made here at the first start and stored beside the link's key, and only its public half is ever sent.
 //! Namespace and device outlive this program: its next run takes them over, and the pod's interfaces stay untouched.
 
-use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use anyhow::{Context, ensure};
 use parking_lot::Mutex;
 use peerpod_podnet::netns::Netns;
 use peerpod_podnet::underlay::mtus;
-use peerpod_podnet::wireguard::Inner;
-use peerpod_proto::guest::{NetworkPlan, WireGuard};
+use peerpod_podnet::wireguard::{Inner, Opened};
+use peerpod_proto::guest::NetworkPlan;
 use peerpod_wireguard::{
-    BadKey, DataPlane, Engine, Lane, OVERHEAD_V4, OVERHEAD_V6, PeerConfig, PrivateKey, PublicKey, bind,
+    DataPlane, Engine, Lane, OVERHEAD_V4, OVERHEAD_V6, PeerConfig, PrivateKey, PublicKey, bind,
 };
 use tokio::sync::watch;
 
@@ -28,41 +28,20 @@ pub(crate) const KIND: &str = "wireguard";
 const INSIDE: &str = "vxlan";
 /// Overhead of VXLAN inside, over IPv4.
 const VXLAN_OVERHEAD: u32 = 50;
+const PEER: &str = "the encrypted tunnel's peer";
 const KEY: &str = "tunnel.key";
 const NETNS: &str = "tunnel.netns";
 const MAX_ENDPOINTS: usize = 16;
 /// Path MTU while the kernel knows no route: the least that every network carries.
 const LEAST_PATH: u32 = 1280;
 
-/// Failure of the encrypted tunnel.
-#[derive(Debug, thiserror::Error)]
-pub(crate) enum Error {
-    #[error("{attempt} {path}: {source}")]
-    File { attempt: &'static str, path: PathBuf, source: io::Error },
-    #[error("making the tunnel's key: {0}")]
-    Random(io::Error),
-    #[error("the encrypted tunnel in the node's plan: {0}")]
-    Plan(String),
-    #[error("the node's tunnel key: {0}")]
-    Key(#[from] BadKey),
-    #[error("the encrypted tunnel's peer: {0}")]
-    Peer(#[from] peerpod_wireguard::Error),
-    #[error("{0}")]
-    Network(#[from] peerpod_podnet::Error),
-    #[error("starting the encrypted tunnel: {0}")]
-    Start(io::Error),
-    #[error(
-        "another program of this VM holds the encrypted tunnel's device; is peerpod-guest running twice?"
-    )]
-    Held,
-}
+const HELD: &str =
+    "another program of this VM holds the encrypted tunnel's device; is peerpod-guest running twice?";
 
-/// Key and running tunnel.
 pub(crate) struct Encrypted {
     dir: PathBuf,
     key: PrivateKey,
     running: Mutex<Option<Running>>,
-    /// Number of tunnels that ended by themselves.
     ended: watch::Sender<u64>,
 }
 
@@ -74,64 +53,62 @@ struct Running {
 
 impl Encrypted {
     /// Reads the key from the existing directory `dir`, or makes one and stores it before its use.
-    pub(crate) fn load_or_make(dir: &Path) -> Result<Encrypted, Error> {
+    pub(crate) fn load_or_make(dir: &Path) -> anyhow::Result<Encrypted> {
         let path = dir.join(KEY);
-        let failed = |attempt| {
-            let path = path.clone();
-            move |source| Error::File { attempt, path, source }
-        };
-        let stored = files::read(&path, 32).map_err(failed("reading"))?;
+        let stored = files::read(&path, 32).with_context(|| format!("reading {}", path.display()))?;
         let key = match stored.map(|bytes| PrivateKey::from_bytes(&bytes)) {
             Some(Ok(key)) => key,
             damaged => {
                 if damaged.is_some() {
                     tracing::warn!(path = %path.display(), "the stored tunnel key is damaged, making another one");
                 }
-                let key = PrivateKey::generate().map_err(Error::Random)?;
-                files::write(&path, key.expose().as_ref()).map_err(failed("writing"))?;
+                let key = PrivateKey::generate().context("making the tunnel's key")?;
+                let written = files::write(&path, key.expose().as_ref());
+                written.with_context(|| format!("writing {}", path.display()))?;
                 key
             }
         };
         Ok(Encrypted { dir: dir.to_owned(), key, running: Mutex::new(None), ended: watch::Sender::new(0) })
     }
 
-    /// Returns the number of tunnels that ended by themselves: an error, a panic, a deleted device. [`Encrypted::make`]
-    /// makes the tunnel again.
+    /// Returns the number of tunnels that ended by themselves: by an error, a panic, a deleted device.
     pub(crate) fn ended(&self) -> watch::Receiver<u64> {
         self.ended.subscribe()
     }
 
-    /// Returns the VM's public key in the tunnel.
     pub(crate) fn public_key(&self) -> PublicKey {
         self.key.public()
     }
 
-    /// Starts the tunnel of a plan, and returns the namespace of its inside. Blocks; a repeated call with the same plan
-    /// changes nothing.
-    pub(crate) fn make(&self, plan: &NetworkPlan) -> Result<Netns, Error> {
-        let wanted = Wanted::of(plan)?;
+    /// Starts the tunnel of a plan, unless it runs, and returns the namespace of its inside. Blocks.
+    pub(crate) fn make(&self, plan: &NetworkPlan) -> anyhow::Result<Netns> {
+        let wanted = Wanted::of(plan).context("the encrypted tunnel in the node's plan")?;
         let mut running = self.running.lock();
         if running.as_ref().is_none_or(|running| running.ours != wanted.ours || !running.plane.is_running()) {
             *running = None; // releases the device
             *running = Some(self.start(&wanted)?);
         }
-        let Some(Running { inner, plane, .. }) = &*running else { return Err(Error::Held) };
-        plane.engine().put_peer(&wanted.peer)?;
-        Inner::open(&self.dir.join(NETNS), None, wanted.ours, wanted.mtu)?;
+        let Running { inner, plane, .. } = running.as_ref().context(HELD)?;
+        plane.engine().put_peer(&wanted.peer).context(PEER)?;
+        self.open(&wanted)?;
         Ok(inner.netns().clone())
     }
 
-    fn start(&self, wanted: &Wanted) -> Result<Running, Error> {
-        let opened = Inner::open(&self.dir.join(NETNS), None, wanted.ours, wanted.mtu)?;
-        let tun = opened.tun.ok_or(Error::Held)?;
+    fn open(&self, wanted: &Wanted) -> anyhow::Result<Opened> {
+        Inner::open(&self.dir.join(NETNS), None, wanted.ours, wanted.mtu).map_err(anyhow::Error::msg)
+    }
+
+    fn start(&self, wanted: &Wanted) -> anyhow::Result<Running> {
+        let opened = self.open(wanted)?;
+        let tun = opened.tun.context(HELD)?;
         let engine = Engine::new(self.key.clone());
-        engine.put_peer(&wanted.peer)?;
-        // Any port: the node learns it from received packets.
-        let socket = bind(0).map_err(Error::Start)?;
+        engine.put_peer(&wanted.peer).context(PEER)?;
         let ended = self.ended.clone();
         let tell = move || ended.send_modify(|times| *times += 1);
-        let plane = DataPlane::start_and_tell(Arc::new(engine), tun, socket, "tunnel", tell);
-        let plane = plane.map_err(Error::Start)?;
+        // Any port: the node learns it from received packets.
+        let plane =
+            bind(0).and_then(|socket| DataPlane::start(Arc::new(engine), tun, socket, "tunnel", tell));
+        let plane = plane.context("starting the encrypted tunnel")?;
         tracing::info!(node = %wanted.peer.key, endpoints = ?wanted.peer.endpoints, "the encrypted tunnel runs");
         Ok(Running { ours: wanted.ours, inner: opened.inner, plane })
     }
@@ -162,37 +139,28 @@ struct Wanted {
 }
 
 impl Wanted {
-    fn of(plan: &NetworkPlan) -> Result<Wanted, Error> {
-        let wrong = |what: &str| Error::Plan(what.to_owned());
-        let underlay = plan.underlay.as_ref().ok_or_else(|| wrong("it has no underlay"))?;
-        let outside = underlay.wireguard.as_ref().ok_or_else(|| wrong("it lacks the node's key"))?;
-        let inner =
-            |text: &str| text.parse::<Ipv4Addr>().map_err(|_| wrong("an inner address is no IPv4 address"));
+    fn of(plan: &NetworkPlan) -> anyhow::Result<Wanted> {
+        let underlay = plan.underlay.as_ref().context("it has no underlay")?;
+        let outside = underlay.wireguard.as_ref().context("it lacks the node's key")?;
+        let inner = |text: &str| text.parse::<Ipv4Addr>().context("an inner address is no IPv4 address");
         let (ours, theirs) = (inner(&underlay.vm_address)?, inner(&underlay.node_address)?);
-        let endpoints = endpoints(outside);
-        if endpoints.is_empty() {
-            return Err(wrong("it names no address of the node"));
-        }
-        let port = u16::try_from(underlay.port).map_err(|_| wrong("the VXLAN port is no port number"))?;
+        // Unreadable ones are left out: the others may suffice.
+        let endpoints = outside.endpoints.iter().take(MAX_ENDPOINTS).filter_map(|text| text.parse().ok());
+        let endpoints: Vec<SocketAddr> = endpoints.collect();
+        ensure!(!endpoints.is_empty(), "it names no address of the node");
+        let port = u16::try_from(underlay.port).context("the VXLAN port is no port number")?;
         let vnis = plan.interfaces.iter().map(|interface| interface.vni).collect();
         let mtu = endpoints.iter().map(|endpoint| inner_mtu(*endpoint)).min().unwrap_or(LEAST_PATH);
         let peer = PeerConfig {
             name: "node".to_owned(),
-            key: PublicKey::from_bytes(&outside.node_key)?,
+            key: PublicKey::from_bytes(&outside.node_key).context("the node's tunnel key")?,
             lane: Lane { ours, theirs, port, vnis, fragments: true },
             endpoints,
-            keepalive: match outside.keepalive_seconds {
-                0 => None,
-                seconds => Some(Duration::from_secs(seconds.into())),
-            },
+            keepalive: Some(Duration::from_secs(outside.keepalive_seconds.into()))
+                .filter(|time| !time.is_zero()),
         };
         Ok(Wanted { ours, mtu, peer })
     }
-}
-
-/// Returns the node's endpoints. Unreadable ones are left out: the others may suffice.
-fn endpoints(outside: &WireGuard) -> Vec<SocketAddr> {
-    outside.endpoints.iter().take(MAX_ENDPOINTS).filter_map(|text| text.parse().ok()).collect()
 }
 
 /// Returns the MTU inside the tunnel that the kernel expects on the path to the node.
@@ -209,7 +177,7 @@ fn inner_mtu(endpoint: SocketAddr) -> u32 {
 mod tests {
     use std::os::unix::fs::PermissionsExt;
 
-    use peerpod_proto::guest::{Interface, Underlay};
+    use peerpod_proto::guest::{Interface, Underlay, WireGuard};
 
     use super::*;
     use crate::files::testing::TempDir;

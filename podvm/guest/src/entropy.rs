@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use anyhow::{Context, bail};
 use rustix::io::Errno;
 use rustix::rand::{GetRandomFlags, getrandom};
 
@@ -10,30 +11,17 @@ const STEP: Duration = Duration::from_millis(20);
 const LIMIT: Duration = Duration::from_secs(120);
 const SAID_EVERY: Duration = Duration::from_secs(10);
 
-/// Lack of random numbers.
-#[derive(Debug, thiserror::Error)]
-pub(crate) enum Error {
-    #[error(
-        "the kernel has no random numbers after {LIMIT:?}: give the VM a virtio-rng device (and the image the module), \
-         or a processor with RDRAND"
-    )]
-    None,
-    #[error("asking the kernel for random numbers: {0}")]
-    Kernel(#[from] Errno),
-}
-
 /// Returns whether a read of random numbers would not block.
 pub(crate) fn is_there() -> bool {
     getrandom(&mut [0_u8], GetRandomFlags::NONBLOCK).is_ok()
 }
 
 /// Returns as soon as a read of random numbers cannot block.
-pub(crate) fn wait() -> Result<(), Error> {
+pub(crate) fn wait() -> anyhow::Result<()> {
     let began = Instant::now();
     let mut said: Option<Instant> = None;
-    let mut one = [0_u8];
     loop {
-        match getrandom(&mut one, GetRandomFlags::NONBLOCK) {
+        match getrandom(&mut [0_u8], GetRandomFlags::NONBLOCK) {
             Ok(_) => return Ok(()),
             Err(Errno::INTR) => {}
             Err(Errno::AGAIN) if began.elapsed() < LIMIT => {
@@ -43,8 +31,11 @@ pub(crate) fn wait() -> Result<(), Error> {
                 }
                 std::thread::sleep(STEP);
             }
-            Err(Errno::AGAIN) => return Err(Error::None),
-            Err(error) => return Err(error.into()),
+            Err(Errno::AGAIN) => bail!(
+                "the kernel has no random numbers after {LIMIT:?}: give the VM a virtio-rng device (and the image the \
+                 module), or a processor with RDRAND"
+            ),
+            Err(error) => return Err(error).context("asking the kernel for random numbers"),
         }
     }
 }

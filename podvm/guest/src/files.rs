@@ -2,7 +2,14 @@
 //!
 //! No fsync: the files do not outlive the VM anyway, and a rename suffices for a killed program.
 
-pub(crate) use peerpod_common::files::{make_folder, read, write_volatile as write};
+use std::io;
+use std::path::Path;
+
+pub(crate) use peerpod_common::files::{make_folder, read, remove, write_volatile as write};
+
+pub(crate) fn write_json(path: &Path, value: &impl serde::Serialize) -> io::Result<()> {
+    write(path, &serde_json::to_vec(value)?)
+}
 
 #[cfg(test)]
 pub(crate) mod testing {

@@ -14,6 +14,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
+use peerpod_common::accept::Acceptor;
 use peerpod_link::{endpoint, tls};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Notify;
@@ -82,19 +83,34 @@ impl Waiter {
 
 async fn listen(port: u16, greeting: Greeting, arrived: Arc<Arrived>) {
     let mut said = String::new();
-    loop {
-        let error = match bind(port).await {
-            Ok(listener) => {
-                tracing::info!(port, "waiting for the node to dial");
-                accept(&listener, &greeting, &arrived).await
+    let listener = loop {
+        match bind(port).await {
+            Ok(listener) => break listener,
+            Err(error) if error.to_string() != said => {
+                said = error.to_string();
+                tracing::error!(port, %error, "cannot wait for the node");
             }
-            Err(error) => error,
-        };
-        if error.to_string() != said {
-            said = error.to_string();
-            tracing::error!(port, %error, "cannot wait for the node");
+            Err(_) => {}
         }
         sleep(AGAIN).await;
+    };
+    tracing::info!(port, "waiting for the node to dial");
+    let (mut crowd, mut acceptor) = (Crowd::default(), Acceptor::new("node"));
+    loop {
+        tokio::select! {
+            (stream, peer) = acceptor.next(|| listener.accept()) => {
+                let with_certificate = arrived.with_certificate.load(Relaxed);
+                let Some(config) = greeting(with_certificate) else { continue };
+                let arrived = arrived.clone();
+                crowd.add(peer.ip().to_canonical(), async move {
+                    let stream = shake(stream, config).await.map_err(|error| (peer, error))?;
+                    *arrived.newest.lock() = Some((with_certificate, stream));
+                    arrived.changed.notify_one();
+                    Ok(())
+                });
+            }
+            () = crowd.leave() => {}
+        }
     }
 }
 
@@ -104,37 +120,6 @@ async fn bind(port: u16) -> io::Result<TcpListener> {
         Ok(listener) => Ok(listener),
         Err(_) => TcpListener::bind((Ipv4Addr::UNSPECIFIED, port)).await,
     }
-}
-
-/// Accepts connections until the listener fails.
-async fn accept(listener: &TcpListener, greeting: &Greeting, arrived: &Arc<Arrived>) -> io::Error {
-    let mut crowd = Crowd::default();
-    loop {
-        tokio::select! {
-            accepted = listener.accept() => match accepted {
-                Ok((stream, peer)) => {
-                    let with_certificate = arrived.with_certificate.load(Relaxed);
-                    let Some(config) = greeting(with_certificate) else { continue };
-                    let arrived = arrived.clone();
-                    crowd.add(peer.ip().to_canonical(), async move {
-                        let stream = shake(stream, config).await.map_err(|error| (peer, error))?;
-                        *arrived.newest.lock() =
-                            Some((with_certificate, stream));
-                        arrived.changed.notify_one();
-                        Ok(())
-                    });
-                }
-                // The error mostly concerns one connection, or a lack of descriptors, which passes.
-                Err(error) if is_passing(&error) => sleep(Duration::from_millis(50)).await,
-                Err(error) => return error,
-            },
-            () = crowd.leave() => {}
-        }
-    }
-}
-
-fn is_passing(error: &io::Error) -> bool {
-    !matches!(error.raw_os_error(), Some(nix::libc::EBADF | nix::libc::EINVAL | nix::libc::ENOTSOCK))
 }
 
 async fn shake(stream: TcpStream, config: Arc<rustls::ClientConfig>) -> io::Result<TlsStream<TcpStream>> {

@@ -4,10 +4,10 @@
 //! All of it lies on a tmpfs, 0600, so that a restarted guest program is the same guest. Only fingerprints are ever
 //! logged.
 
-use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
+use anyhow::{Context, anyhow, ensure};
 use peerpod_link::{tls, user_data};
 use rcgen::{CertificateParams, KeyPair};
 use rustls_pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
@@ -20,23 +20,6 @@ const GRANT: &str = "identity.json";
 const VERSION: u32 = 1;
 const MAX_LEN: u64 = 256 << 10;
 const MAX_CERTIFICATES: usize = 8;
-
-/// Failure to make, store or use an identity.
-#[derive(Debug, thiserror::Error)]
-pub(crate) enum Error {
-    #[error("{attempt} {path}: {source}")]
-    File { attempt: &'static str, path: PathBuf, source: io::Error },
-    #[error("making a key or a request: {0}")]
-    Key(#[from] rcgen::Error),
-    #[error("the certificate from the node cannot be used: {0}")]
-    Tls(#[from] tls::TlsError),
-    #[error("the node names sandbox {theirs}, this VM belongs to {ours} already")]
-    OtherSandbox { ours: String, theirs: String },
-    #[error(
-        "the node sent {0} certificates and {1} trusted CAs; 1 to {MAX_CERTIFICATES} of each are accepted"
-    )]
-    Count(usize, usize),
-}
 
 /// Grant of the node; on disk as JSON.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -63,18 +46,15 @@ pub(crate) struct Identity {
 
 impl Identity {
     /// Reads the identity from `dir` (made if need be). A missing key is made when it is needed.
-    pub(crate) fn load(dir: &Path) -> Result<Identity, Error> {
-        files::make_folder(dir).map_err(failed("making", dir))?;
+    pub(crate) fn load(dir: &Path) -> anyhow::Result<Identity> {
+        files::make_folder(dir).with_context(|| format!("making {}", dir.display()))?;
         let path = dir.join(KEY);
-        let stored = files::read(&path, MAX_LEN).map_err(failed("reading", &path))?;
-        let key = match stored.map(KeyPair::try_from) {
-            Some(Ok(key)) => OnceLock::from(key),
-            Some(Err(error)) => {
-                tracing::warn!(path = %path.display(), %error, "the stored key is damaged, making another one");
-                OnceLock::new()
-            }
-            None => OnceLock::new(),
-        };
+        let stored = files::read(&path, MAX_LEN).with_context(|| format!("reading {}", path.display()))?;
+        let key = stored.map(KeyPair::try_from).transpose();
+        let key = key.inspect_err(|error| {
+            tracing::warn!(path = %path.display(), %error, "the stored key is damaged, making another one");
+        });
+        let key = key.ok().flatten().map(OnceLock::from).unwrap_or_default();
         let mut identity = Identity {
             dir: dir.to_owned(),
             key,
@@ -93,19 +73,19 @@ impl Identity {
         &self.sandbox_id
     }
 
-    /// Returns whether there is a certificate.
     pub(crate) fn is_granted(&self) -> bool {
         !self.chain.is_empty()
     }
 
     /// Makes the key, if there is none. The wait for the node's first answer is a good time for it.
-    pub(crate) fn prepare(&self) -> Result<(), Error> {
+    pub(crate) fn prepare(&self) -> anyhow::Result<()> {
         self.key().map(drop)
     }
 
     /// Returns a certificate request for the key. The subject is empty: the node writes its own.
-    pub(crate) fn csr(&self) -> Result<Vec<u8>, Error> {
-        Ok(CertificateParams::default().serialize_request(self.key()?)?.der().to_vec())
+    pub(crate) fn csr(&self) -> anyhow::Result<Vec<u8>> {
+        let request = CertificateParams::default().serialize_request(self.key()?);
+        Ok(request.context("making a certificate request")?.der().to_vec())
     }
 
     /// Stores the node's grant, after a check that it can be used with the key. `trusted` are the new CAs of a rotation
@@ -115,16 +95,20 @@ impl Identity {
         sandbox_id: &str,
         certificates: &[Vec<u8>],
         trusted: &[Vec<u8>],
-    ) -> Result<(), Error> {
-        let wrong_count = certificates.is_empty() || certificates.len() > MAX_CERTIFICATES;
-        if wrong_count || trusted.len() > MAX_CERTIFICATES {
-            return Err(Error::Count(certificates.len(), trusted.len()));
-        }
-        if !self.sandbox_id.is_empty() && self.sandbox_id != sandbox_id {
-            return Err(Error::OtherSandbox { ours: self.sandbox_id.clone(), theirs: sandbox_id.to_owned() });
-        }
+    ) -> anyhow::Result<()> {
+        let (count, trusted_count) = (certificates.len(), trusted.len());
+        ensure!(
+            (1..=MAX_CERTIFICATES).contains(&count) && trusted_count <= MAX_CERTIFICATES,
+            "the node sent {count} certificates and {trusted_count} trusted CAs; 1 to {MAX_CERTIFICATES} of each are \
+             accepted"
+        );
+        let ours = &self.sandbox_id;
+        ensure!(
+            ours.is_empty() || ours == sandbox_id,
+            "the node names sandbox {sandbox_id}, this VM belongs to {ours} already"
+        );
         let chain: Vec<_> = certificates.iter().map(|der| CertificateDer::from(der.clone())).collect();
-        tls::client_config(&[[0; 32]], Some((chain.clone(), self.private_key()?)))?;
+        config(&[[0; 32]], Some((chain.clone(), self.private_key()?)))?;
         let pins = match trusted {
             [] => self.pins.clone(),
             some => some.iter().map(|der| tls::fingerprint(&CertificateDer::from(der.as_slice()))).collect(),
@@ -135,7 +119,7 @@ impl Identity {
     }
 
     /// Trusts new CAs, which are announced before they issue a certificate to this VM.
-    pub(crate) fn trust(&mut self, trusted: &[Vec<u8>]) -> Result<(), Error> {
+    pub(crate) fn trust(&mut self, trusted: &[Vec<u8>]) -> anyhow::Result<()> {
         let chain: Vec<_> = self.chain.iter().map(|der| der.to_vec()).collect();
         let sandbox_id = self.sandbox_id.clone();
         self.grant(&sandbox_id, &chain, trusted)
@@ -146,26 +130,27 @@ impl Identity {
         &self,
         birth_pins: &[[u8; 32]],
         with_certificate: bool,
-    ) -> Result<Arc<rustls::ClientConfig>, Error> {
+    ) -> anyhow::Result<Arc<rustls::ClientConfig>> {
         let pins = if self.pins.is_empty() { birth_pins } else { &self.pins };
         let identity = match with_certificate {
             true => Some((self.chain.clone(), self.private_key()?)),
             false => None,
         };
-        Ok(tls::client_config(pins, identity)?)
+        config(pins, identity)
     }
 
     /// Returns the key; a new one is stored before its use.
-    fn key(&self) -> Result<&KeyPair, Error> {
+    fn key(&self) -> anyhow::Result<&KeyPair> {
         if let Some(key) = self.key.get() {
             return Ok(key);
         }
-        let (key, path) = (KeyPair::generate()?, self.dir.join(KEY)); // P-256
-        files::write(&path, key.serialized_der()).map_err(failed("writing", &path))?;
+        let key = KeyPair::generate().context("making a key")?; // P-256
+        let path = self.dir.join(KEY);
+        files::write(&path, key.serialized_der()).with_context(|| format!("writing {}", path.display()))?;
         Ok(self.key.get_or_init(|| key))
     }
 
-    fn private_key(&self) -> Result<PrivateKeyDer<'static>, Error> {
+    fn private_key(&self) -> anyhow::Result<PrivateKeyDer<'static>> {
         Ok(PrivateKeyDer::Pkcs8(PrivatePkcs8KeyDer::from(self.key()?.serialize_der())))
     }
 
@@ -184,11 +169,10 @@ impl Identity {
 
     fn take(&mut self, grant: Grant) {
         let chain: Option<Vec<_>> =
-            grant.certificates.iter().map(|text| unhex(text).map(CertificateDer::from)).collect();
+            grant.certificates.iter().map(|text| hex::decode(text).ok().map(CertificateDer::from)).collect();
         let pins: Option<Vec<_>> = grant.ca_sha256.iter().map(|text| user_data::from_hex(text)).collect();
         let (Some(chain), Some(pins), Ok(key)) = (chain, pins, self.private_key()) else { return };
-        let usable = tls::client_config(&[[0; 32]], Some((chain.clone(), key))).is_ok();
-        if usable {
+        if config(&[[0; 32]], Some((chain.clone(), key))).is_ok() {
             (self.sandbox_id, self.chain, self.pins) = (grant.sandbox_id, chain, pins);
         }
     }
@@ -198,7 +182,7 @@ impl Identity {
         sandbox_id: &str,
         chain: &[CertificateDer<'static>],
         pins: &[[u8; 32]],
-    ) -> Result<(), Error> {
+    ) -> anyhow::Result<()> {
         let grant = Grant {
             version: VERSION,
             sandbox_id: sandbox_id.to_owned(),
@@ -206,23 +190,16 @@ impl Identity {
             ca_sha256: pins.iter().map(hex::encode).collect(),
         };
         let path = self.dir.join(GRANT);
-        let json = serde_json::to_vec(&grant).map_err(|error| failed("writing", &path)(error.into()))?;
-        files::write(&path, &json).map_err(failed("writing", &path))
+        files::write_json(&path, &grant).with_context(|| format!("writing {}", path.display()))
     }
 }
 
-fn failed(attempt: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Error {
-    let path = path.to_owned();
-    move |source| Error::File { attempt, path, source }
-}
-
-fn unhex(text: &str) -> Option<Vec<u8>> {
-    let digits = text.as_bytes();
-    let nibble = |digit: u8| char::from(digit).to_digit(16);
-    if !digits.len().is_multiple_of(2) {
-        return None;
-    }
-    digits.chunks_exact(2).map(|pair| u8::try_from(nibble(pair[0])? << 4 | nibble(pair[1])?).ok()).collect()
+fn config(
+    pins: &[[u8; 32]],
+    identity: Option<(Vec<CertificateDer<'static>>, PrivateKeyDer<'static>)>,
+) -> anyhow::Result<Arc<rustls::ClientConfig>> {
+    tls::client_config(pins, identity)
+        .map_err(|error| anyhow!("the certificate from the node cannot be used: {error}"))
 }
 
 #[cfg(test)]
@@ -274,7 +251,8 @@ mod tests {
         assert_eq!(again.sandbox_id(), "sandbox-1");
         assert!(again.tls(&[[1; 32]], true).is_ok());
 
-        assert!(matches!(again.grant("sandbox-2", &chain, &[]), Err(Error::OtherSandbox { .. })));
+        let other = again.grant("sandbox-2", &chain, &[]).unwrap_err().to_string();
+        assert!(other.contains("sandbox sandbox-2, this VM belongs to sandbox-1"), "{other}");
 
         // The trust of a rotation is stored, too, and suffices alone.
         assert!(again.pins.is_empty());
@@ -290,9 +268,10 @@ mod tests {
         let mut identity = Identity::load(dir.path()).unwrap();
         let theirs = Identity::load(other.path()).unwrap();
         let chain = sign(&theirs.csr().unwrap());
-        assert!(matches!(identity.grant("s", &chain, &[]), Err(Error::Tls(_))));
-        assert!(matches!(identity.grant("s", &[], &[]), Err(Error::Count(0, 0))));
-        assert!(matches!(identity.grant("s", &vec![vec![1]; 9], &[]), Err(Error::Count(9, 0))));
+        let mut refused = |chain: &[Vec<u8>]| identity.grant("s", chain, &[]).unwrap_err().to_string();
+        assert!(refused(&chain).contains("the certificate from the node cannot be used"));
+        assert!(refused(&[]).contains("sent 0 certificates and 0 trusted CAs"));
+        assert!(refused(&vec![vec![1]; 9]).contains("sent 9 certificates and 0 trusted CAs"));
         assert!(!identity.is_granted() && !dir.path().join(GRANT).exists());
     }
 

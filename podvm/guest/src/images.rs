@@ -9,8 +9,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use anyhow::Context;
 use async_trait::async_trait;
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use peerpod_image_job::{Cause, Error, Job, Outcome};
 use peerpod_proto::guest;
 use peerpod_proto::hub::{ImagePullRequest, ImagePullResponse};
@@ -22,7 +23,7 @@ use ttrpc::Code;
 use ttrpc::asynchronous::transport::Listener;
 use ttrpc::asynchronous::{Server, TtrpcContext};
 
-use crate::config;
+use crate::{config, files};
 
 mod child;
 
@@ -50,7 +51,6 @@ struct Inner {
     access: watch::Sender<Option<guest::Images>>,
     /// Whether the store is in its final state, or the reason for a missing one; pulls wait for that, too.
     is_open: watch::Sender<Option<Result<(), String>>>,
-    /// Pulls in flight.
     running: Mutex<Running>,
     places: Semaphore,
 }
@@ -67,7 +67,6 @@ impl Images {
         }))
     }
 
-    /// Returns the path of the store.
     pub(crate) fn store(&self) -> &Path {
         &self.0.settings.store
     }
@@ -79,11 +78,7 @@ impl Images {
     }
 
     /// Serves the kata-agent for as long as the returned server lives; `None` if the settings disable it.
-    ///
-    /// # Errors
-    /// The socket cannot be made.
     pub(crate) async fn serve(&self) -> anyhow::Result<Option<Server>> {
-        use anyhow::Context;
         if !self.0.settings.serve {
             return Ok(None);
         }
@@ -96,28 +91,20 @@ impl Images {
     }
 
     /// Takes the node's settings of the pod's images, and begins to prefetch.
-    ///
-    /// # Errors
-    /// The settings have another version.
     pub(crate) fn access(&self, access: Option<&guest::Images>) -> Result<(), String> {
-        let access = access.cloned().unwrap_or_else(|| {
-            let mut none = guest::Images::new();
-            none.version = VERSION;
-            none
-        });
-        if access.version != VERSION {
+        let none = || guest::Images { version: VERSION, ..guest::Images::default() };
+        let access = access.cloned().unwrap_or_else(none);
+        let version = access.version;
+        if version != VERSION {
             return Err(format!(
-                "the image settings have version {}, this guest reads {VERSION}; node and VM image must be \
-                 upgraded together",
-                access.version
+                "the image settings have version {version}, this guest reads {VERSION}; node and VM image must be \
+                 upgraded together"
             ));
         }
-        let early: Vec<String> = access.prefetch.iter().take(MOST).cloned().collect();
+        let early = access.prefetch.clone();
         self.0.access.send_replace(Some(access));
-        if self.0.settings.serve {
-            for image in early {
-                drop(self.begin(image, None));
-            }
+        for image in early.into_iter().take(MOST).filter(|_| self.0.settings.serve) {
+            drop(self.begin(image, None));
         }
         Ok(())
     }
@@ -128,7 +115,7 @@ impl Images {
             return Err(Error::new(Cause::Malformed, "an image's name of more than 1024 bytes"));
         }
         let key = (image, bundle);
-        let mut running = self.running();
+        let mut running = self.0.running.lock();
         if let Some(under_way) = running.get(&key) {
             return Ok(under_way.clone());
         }
@@ -136,29 +123,24 @@ impl Images {
             return Err(Error::new(Cause::Internal, format!("{MOST} pulls are under way; more are refused")));
         }
         // A prefetch of the same image goes first: its layers are then in the store.
-        let early = running.get(&(key.0.clone(), None)).cloned();
+        let prefetch = running.get(&(key.0.clone(), None)).cloned();
         let (tell, told) = watch::channel(None);
         running.insert(key.clone(), told.clone());
         drop(running);
         let images = self.clone();
         tokio::spawn(async move {
-            if let Some(mut early) = early {
-                drop(early.wait_for(Option::is_some).await);
+            if let Some(mut prefetch) = prefetch {
+                drop(prefetch.wait_for(Option::is_some).await);
             }
             let result = images.pull(&key.0, key.1.clone()).await;
+            let (image, early) = (&key.0, key.1.is_none());
             match &result {
-                Ok(done) => tracing::info!(
-                    image = key.0,
-                    digest = done.manifest_digest,
-                    layers = done.layers,
-                    fetched = done.fetched,
-                    bytes = done.bytes,
-                    early = key.1.is_none(),
-                    "image is here"
-                ),
-                Err(error) => tracing::error!(image = key.0, %error, early = key.1.is_none(), "cannot pull"),
+                Ok(Outcome { manifest_digest: digest, layers, fetched, bytes }) => {
+                    tracing::info!(image, digest, layers, fetched, bytes, early, "image is here");
+                }
+                Err(error) => tracing::error!(image, %error, early, "cannot pull"),
             }
-            images.running().remove(&key);
+            images.0.running.lock().remove(&key);
             tell.send_replace(Some(result));
         });
         Ok(told)
@@ -189,10 +171,6 @@ impl Images {
         };
         child::run(&job).await
     }
-
-    fn running(&self) -> MutexGuard<'_, Running> {
-        self.0.running.lock()
-    }
 }
 
 #[async_trait]
@@ -205,11 +183,9 @@ impl ImagePullService for Images {
         let told = self.begin(request.image_url, Some(request.bundle_path.into()));
         let mut told = told.map_err(|error| status(&error))?;
         let result = told.wait_for(Option::is_some).await.ok().and_then(|told| told.clone());
-        let ended = || Error::new(Cause::Internal, "the pull ended without a result");
-        let outcome = result.ok_or_else(ended).and_then(|result| result).map_err(|error| status(&error))?;
-        let mut answer = ImagePullResponse::new();
-        answer.manifest_digest = outcome.manifest_digest;
-        Ok(answer)
+        let ended = || Err(Error::new(Cause::Internal, "the pull ended without a result"));
+        let Outcome { manifest_digest, .. } = result.unwrap_or_else(ended).map_err(|error| status(&error))?;
+        Ok(ImagePullResponse { manifest_digest, ..ImagePullResponse::default() })
     }
 }
 
@@ -236,10 +212,7 @@ fn listen(socket: &Path) -> std::io::Result<UnixListener> {
         std::fs::create_dir_all(folder)?;
     }
     let fresh = socket.with_extension("new");
-    match std::fs::remove_file(&fresh) {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),
-        _ => {}
-    }
+    files::remove(&fresh)?;
     let listener = UnixListener::bind(&fresh)?;
     std::fs::set_permissions(&fresh, std::fs::Permissions::from_mode(0o600))?;
     std::fs::rename(&fresh, socket)?;

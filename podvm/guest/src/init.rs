@@ -19,6 +19,8 @@ use nix::sys::signal::{SigSet, Signal, kill};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::Pid;
+use peerpod_common::backoff::Backoff;
+use peerpod_podnet::netlink::Client;
 
 use crate::config::Settings;
 use crate::status::{self, Past};
@@ -62,7 +64,7 @@ pub(crate) fn run(settings: &Settings) -> anyhow::Result<ExitCode> {
     let first_root = root::build();
     settle::limits();
     if let Err(error) = loopback_up() {
-        tracing::warn!(error, "cannot bring lo up");
+        tracing::warn!(%error, "cannot bring lo up");
     }
     let mut signals = SigSet::empty();
     for signal in [Signal::SIGCHLD, Signal::SIGTERM, Signal::SIGINT, Signal::SIGPWR, GO_ON] {
@@ -94,7 +96,7 @@ pub(crate) fn run(settings: &Settings) -> anyhow::Result<ExitCode> {
         serve: None,
         begun: now,
         due: now,
-        pause: PAUSE,
+        pause: Backoff::new(PAUSE, LONGEST_PAUSE),
         pulse,
         machine,
         started: now,
@@ -109,7 +111,6 @@ pub(crate) fn is_ours() -> bool {
     nix::unistd::getppid().as_raw() == 1 && exe("1").is_some_and(|init| Some(init) == exe("self"))
 }
 
-/// Returns whether everything is mounted.
 pub(crate) fn is_complete() -> bool {
     root::is_complete() && usr::is_mounted()
 }
@@ -151,9 +152,8 @@ impl Machine {
             if came.is_empty() {
                 break;
             }
-            let aliases = came.iter().filter_map(|added| added.alias.as_deref());
             // Each is loaded, whether or not the previous one failed.
-            for alias in aliases {
+            for alias in came.iter().filter_map(|added| added.alias.as_deref()) {
                 all_here &= modules.load_first(alias);
             }
         }
@@ -219,17 +219,12 @@ struct Supervisor {
     serve: Option<Pid>,
     begun: Instant,
     due: Instant,
-    pause: Duration,
+    pause: Backoff,
     pulse: Pulse,
     machine: Option<Machine>,
     started: Instant,
     /// Whether `serve` has reported that deferred work may begin.
     goes_on: bool,
-}
-
-enum Turn {
-    On,
-    Off,
 }
 
 impl Supervisor {
@@ -253,7 +248,7 @@ impl Supervisor {
             let is_complete = self.machine.as_ref().is_none_or(|machine| machine.modules.is_none());
             let until = GOES_ON.saturating_sub(self.started.elapsed());
             self.wait(if is_complete { MEAL } else { MEAL.min(until) })?;
-            if let Turn::Off = self.signals_and_children()? {
+            if self.signals_and_children()? {
                 break;
             }
             if self.look_after() {
@@ -274,7 +269,7 @@ impl Supervisor {
     fn look_after(&mut self) -> bool {
         let verdict = self.pulse.inspect();
         if let (Verdict::Hangs | Verdict::Lost, Some(serve)) = (verdict, self.serve)
-            && self.begun.elapsed() > self.pulse.patience()
+            && self.begun.elapsed() > self.pulse.patience
         {
             tracing::error!("peerpod-guest serve hangs: it is killed and started again");
             if let Err(error) = kill(serve, Signal::SIGKILL) {
@@ -310,10 +305,9 @@ impl Supervisor {
 
     fn back_off(&mut self) {
         if self.begun.elapsed() > STABLE {
-            self.pause = PAUSE;
+            self.pause.reset();
         }
-        self.due = Instant::now() + self.pause;
-        self.pause = (self.pause * 2).min(LONGEST_PAUSE);
+        self.due = Instant::now() + self.pause.pause();
     }
 
     /// Waits for a signal, a device event, the next start, or `limit`.
@@ -332,37 +326,37 @@ impl Supervisor {
         }
     }
 
-    fn signals_and_children(&mut self) -> anyhow::Result<Turn> {
-        let mut turn = Turn::On;
+    /// Handles signals and ended children; returns whether the machine must power off.
+    fn signals_and_children(&mut self) -> anyhow::Result<bool> {
+        let mut ends = false;
         while let Some(signal) = self.signals.read_signal()? {
             if signal.ssi_signo == GO_ON as u32 {
                 self.goes_on = true;
             } else if signal.ssi_signo != Signal::SIGCHLD as u32 {
                 tracing::info!(signal = signal.ssi_signo, "asked to power off");
-                turn = Turn::Off;
+                ends = true;
             }
         }
         // The ends of several children may come as one signal.
         loop {
             let status = match waitpid(None, Some(WaitPidFlag::WNOHANG)) {
-                Ok(WaitStatus::StillAlive) | Err(Errno::ECHILD) => return Ok(turn),
+                Ok(WaitStatus::StillAlive) | Err(Errno::ECHILD) => return Ok(ends),
                 Err(Errno::EINTR) => continue,
                 other => other?,
             };
-            if status.pid().is_some() && status.pid() == self.serve {
-                self.serve = None;
-                if status == WaitStatus::Exited(status.pid().unwrap_or(Pid::this()), power::POWER_OFF.into())
-                {
-                    turn = Turn::Off;
-                } else {
-                    tracing::error!(?status, "peerpod-guest serve ended");
-                    self.back_off();
-                }
+            if status.pid().is_none() || status.pid() != self.serve {
+                continue;
+            }
+            self.serve = None;
+            if matches!(status, WaitStatus::Exited(_, code) if code == i32::from(power::POWER_OFF)) {
+                ends = true;
+            } else {
+                tracing::error!(?status, "peerpod-guest serve ended");
+                self.back_off();
             }
         }
     }
 
-    /// Ends `serve` before the flush.
     fn stop(&mut self) -> anyhow::Result<()> {
         let Some(serve) = self.serve else { return Ok(()) };
         let deadline = Instant::now() + GRACE;
@@ -389,10 +383,9 @@ fn flush() {
     }
 }
 
-fn loopback_up() -> Result<(), String> {
+fn loopback_up() -> anyhow::Result<()> {
     let link = rtnetlink::LinkUnspec::new_with_index(1).up();
-    let mut netlink = peerpod_podnet::netlink::Client::route().map_err(|error| error.to_string())?;
-    netlink.tell(0, RouteNetlinkMessage::SetLink(link.build())).map_err(|error| error.to_string())
+    Ok(Client::route()?.tell(0, RouteNetlinkMessage::SetLink(link.build()))?)
 }
 
 #[cfg(test)]
@@ -409,18 +402,19 @@ mod tests {
             serve: None,
             begun: now,
             due: now,
-            pause: PAUSE,
+            pause: Backoff::new(PAUSE, LONGEST_PAUSE),
             pulse,
             machine: None,
             started: now,
             goes_on: false,
         };
         for expected in [100, 200, 400, 800, 1600, 3200, 5000, 5000] {
-            assert_eq!(supervisor.pause.as_millis(), expected);
+            let mut pause = supervisor.pause;
+            assert_eq!(pause.pause().as_millis(), expected);
             supervisor.back_off();
         }
         supervisor.begun = now.checked_sub(STABLE * 2).unwrap();
         supervisor.back_off();
-        assert_eq!(supervisor.pause, PAUSE * 2);
+        assert_eq!(supervisor.pause.pause(), PAUSE * 2);
     }
 }

@@ -96,7 +96,6 @@ pub trait Notice: Send + Sync {
     fn sandbox_ends(&self);
 }
 
-/// Requests that are rewritten.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Method {
     CreateContainer,
@@ -241,7 +240,7 @@ impl Intercept {
                         self.answer(head.stream, INTERNAL, &text, peer);
                     }
                     Err(error) => {
-                        self.answer(head.stream, INVALID_ARGUMENT, &format!("{method:?}: {error}"), peer);
+                        self.answer(head.stream, INVALID_ARGUMENT, &format!("{method:?}: {error:#}"), peer);
                     }
                 }
             }
@@ -266,7 +265,6 @@ impl Intercept {
         self.to_peer.whole(&error_response(stream, code, text), peer);
     }
 
-    /// Passes a whole request to the kata-agent.
     fn pass(&mut self, head: Header, payload: &[u8], agent: &mut BytesMut) {
         let length = payload.len() as u32; // at most MAX_PAYLOAD, rewrite checks it
         self.to_agent.begin(&Header { length, ..head }, agent);
@@ -291,7 +289,7 @@ impl Filter for Intercept {
             said = true;
             let Held { head, waiting, .. } = self.held.remove(at);
             let result = result.unwrap_or_else(|_| Err("the guest program is ending".to_owned()));
-            match result.and_then(|ready| waiting.with(&ready).map_err(|error| error.to_string())) {
+            match result.and_then(|ready| waiting.with(&ready).map_err(|error| format!("{error:#}"))) {
                 Ok(payload) => {
                     self.notice.container();
                     self.pass(head, &payload, agent);

@@ -49,10 +49,11 @@ const USAGE: &str = "usage: peerpod-guest [serve | --version]
 pub fn run() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
-    let run = match arguments[..] {
-        // The kernel passes unknown parameters of its command line to pid 1.
-        _ if std::process::id() == 1 => Run::Init,
-        [] | ["serve"] => Run::Serve,
+    // The kernel passes unknown parameters of its command line to pid 1.
+    let is_init = std::process::id() == 1;
+    match arguments[..] {
+        _ if is_init => {}
+        [] | ["serve"] => {}
         // Arguments with which the kernel calls its `modprobe`.
         ["-q", "--", module] => {
             return if init::modules::requested(module) { ExitCode::SUCCESS } else { ExitCode::FAILURE };
@@ -65,25 +66,24 @@ pub fn run() -> ExitCode {
             eprintln!("{USAGE}");
             return ExitCode::from(2);
         }
-    };
+    }
     let settings = config::Settings::load(Path::new(config::PATH));
     let (log, over_link) =
         settings.as_ref().map_or(("info", true), |settings| (settings.log.as_str(), settings.log_over_link));
     let filter = log.parse().unwrap_or_else(|_| Targets::new().with_default(tracing::Level::INFO));
     let ring = log::Ring::new(over_link);
-    log::init(filter, matches!(run, Run::Serve).then(|| ring.clone()));
+    log::init(filter, (!is_init).then(|| ring.clone()));
     tracing::info!(version = env!("CARGO_PKG_VERSION"), pid = std::process::id(), "peerpod-guest");
 
-    let result = match (settings, run) {
-        (Ok(settings), Run::Init) => init::run(&settings),
-        (Ok(settings), Run::Serve) => serve::run(&settings, &ring),
-        // Pid 1 must not end over a mistake in a file: it continues with the defaults, `serve` logs the fault, and the
-        // lease ends the VM.
-        (Err(error), Run::Init) => {
-            tracing::error!(%error, "settings");
+    let result = match settings {
+        Ok(settings) if is_init => init::run(&settings),
+        Ok(settings) => serve::run(&settings, &ring),
+        // Pid 1 must not end over a mistake in a file: `serve` logs the fault, and the lease ends the VM.
+        Err(error) if is_init => {
+            tracing::error!(error = format!("{error:#}"), "settings");
             init::run(&config::Settings::default())
         }
-        (Err(error), Run::Serve) => Err(error.into()),
+        Err(error) => Err(error),
     };
     result.unwrap_or_else(|error| {
         tracing::error!(error = format!("{error:#}"), "peerpod-guest ends");
@@ -97,8 +97,8 @@ pub mod fuzzed {
 
     /// Returns whether the bytes are an answer of a metadata service, complete or ended early.
     pub fn metadata_answer(bytes: &[u8]) -> bool {
-        crate::sources::http::parse(bytes, false).is_ok_and(|answer| answer.is_some())
-            || crate::sources::http::parse(bytes, true).is_ok_and(|answer| answer.is_some())
+        let answers = [false, true].map(|ended| crate::sources::http::parse(bytes, ended));
+        answers.iter().any(|answer| matches!(answer, Ok(Some(_))))
     }
 
     /// Returns whether the bytes are a cloud's description, as the builder of the VM image writes it.
@@ -113,9 +113,4 @@ pub mod fuzzed {
         let _maybe = crate::init::uevents::parse(bytes);
         text.lines().flat_map(|wanted| index.find(wanted)).map(|module| index.order(module).len()).sum()
     }
-}
-
-enum Run {
-    Init,
-    Serve,
 }

@@ -7,9 +7,11 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
+use anyhow::anyhow;
 use bytes::Bytes;
 use futures_util::future::BoxFuture;
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
+use peerpod_common::backoff::Backoff;
 use peerpod_link::claim;
 use peerpod_link::endpoint::{EndpointHandle, Filter, Handler, LinkEvent, Target, Transport};
 use peerpod_link::user_data::UserData;
@@ -23,12 +25,12 @@ use crate::agent::Agent;
 use crate::dial::{self, Dialler};
 use crate::encrypted::Encrypted;
 use crate::guest_listener::Waiter;
-use crate::identity::{self, Identity};
+use crate::identity::Identity;
 use crate::intercept::{Intercept, Notice};
 use crate::localhost::Localhost;
 use crate::log::Ring;
 use crate::power::Lease;
-use crate::status::Status;
+use crate::status::{Stage, Status};
 use crate::underlay;
 
 /// Time limit of the node's answer to a claim.
@@ -43,7 +45,6 @@ const CLAIM_AGAIN: u32 = 20;
 /// Limit of queued control messages. The node sends one at a time.
 const CONTROL_QUEUE: usize = 64;
 
-/// Handler of the guest's endpoint.
 pub(crate) struct GuestHandler {
     agent: Arc<Agent>,
     notice: Arc<dyn Notice>,
@@ -54,35 +55,21 @@ pub(crate) struct GuestHandler {
     controls: mpsc::Sender<Bytes>,
 }
 
-/// Events that [`GuestHandler`] passes on.
-pub(crate) struct Events {
-    pub(crate) links: mpsc::UnboundedReceiver<LinkEvent>,
-    pub(crate) controls: mpsc::Receiver<Bytes>,
-}
-
 impl GuestHandler {
-    /// Makes the handler. `podns` is the path of the network namespace that containers join.
+    /// Makes the handler; returns also its events of the link and its control messages. `podns` is the path of the
+    /// network namespace that containers join.
     pub(crate) fn new(
         agent: Arc<Agent>,
         notice: Arc<dyn Notice>,
         podns: String,
         log: Ring,
-    ) -> (GuestHandler, Events) {
+    ) -> (GuestHandler, mpsc::UnboundedReceiver<LinkEvent>, mpsc::Receiver<Bytes>) {
         // Unbounded, but one connection causes three events, and connections come at the pace of `keep`.
         let (links, link_events) = mpsc::unbounded_channel();
         let (controls, control_messages) = mpsc::channel(CONTROL_QUEUE);
-        (
-            GuestHandler {
-                localhost: Arc::new(Localhost::new(podns.clone().into())),
-                agent,
-                notice,
-                podns,
-                log,
-                links,
-                controls,
-            },
-            Events { links: link_events, controls: control_messages },
-        )
+        let localhost = Arc::new(Localhost::new(podns.clone().into()));
+        let handler = GuestHandler { agent, notice, podns, localhost, log, links, controls };
+        (handler, link_events, control_messages)
     }
 }
 
@@ -120,15 +107,12 @@ impl Handler for GuestHandler {
     }
 }
 
-/// Supervisor of the link, with all that a dial needs.
 pub(crate) struct LinkSupervisor {
     pub(crate) user_data: UserData,
     pub(crate) identity: Arc<Mutex<Identity>>,
-    /// Key of this VM in an encrypted tunnel.
     pub(crate) encrypted: Arc<Encrypted>,
     pub(crate) status: Arc<Status>,
     pub(crate) lease: Arc<Lease>,
-    /// Sender of the last link that was up.
     pub(crate) uplink: underlay::Link,
     /// Addresses of the node besides those in user-data.
     pub(crate) node_endpoints: watch::Receiver<Vec<SocketAddr>>,
@@ -142,21 +126,12 @@ enum Way {
     Wait(Waiter),
 }
 
-/// Failure of one claim.
 #[derive(Debug, thiserror::Error)]
 enum ClaimError {
-    #[error("{0}")]
-    Dial(#[from] dial::Error),
-    #[error("{0}")]
-    Exchange(#[from] claim::ClaimError),
-    #[error("the node did not answer the claim within {CLAIM:?}")]
-    Late,
-    #[error("the node cannot answer yet: {0}")]
-    Away(String),
     #[error("the node refuses ticket {ticket}: {why}")]
     Refused { ticket: String, why: String },
-    #[error("{0}")]
-    Identity(#[from] identity::Error),
+    #[error("{0:#}")]
+    Other(#[from] anyhow::Error),
 }
 
 impl LinkSupervisor {
@@ -168,8 +143,8 @@ impl LinkSupervisor {
         }
     }
 
-    /// Waits for the node to dial. Its new connection replaces the previous one at once: the node dials when it has
-    /// none.
+    /// Waits for the node to dial, which it does when it has no connection: a new one replaces the previous one at
+    /// once.
     async fn keep_waiting(
         &self,
         port: u16,
@@ -178,16 +153,16 @@ impl LinkSupervisor {
     ) {
         let (identity, pins) = (self.identity.clone(), self.user_data.node.ca_sha256.clone());
         let greeting = move |with_certificate| {
-            let identity = identity.lock();
-            let config = identity.tls(&pins, with_certificate);
-            config
-                .inspect_err(|error| tracing::error!(%error, "cannot make the TLS server for the node"))
-                .ok()
+            let config = identity.lock().tls(&pins, with_certificate);
+            let said = |error: &anyhow::Error| {
+                tracing::error!(error = format!("{error:#}"), "cannot make the TLS server for the node");
+            };
+            config.inspect_err(said).ok()
         };
         let mut way = Way::Wait(Waiter::new(port, Arc::new(greeting)));
-        self.status.calls();
+        self.status.called.set();
         let mut said = Said::default();
-        if !self.identity().is_granted() {
+        if !self.identity.lock().is_granted() {
             self.claim(&mut way, &mut said).await;
         }
         let mut stage = Some(self.status.begin("link"));
@@ -198,20 +173,15 @@ impl LinkSupervisor {
             let Way::Wait(waiter) = &way else { return };
             tokio::select! {
                 biased;
-                event = links.recv() => match event {
-                    None => return,
-                    Some(event) => {
-                        if let Followed::Link = self.happened(event, &mut stage, &mut said, &mut linked) {
-                            fruitless = 0;
-                        }
+                event = links.recv() => {
+                    let Some(event) = event else { return };
+                    if self.happened(event, &mut stage, &mut said, &mut linked) {
+                        fruitless = 0;
                     }
-                },
+                }
                 stream = waiter.next(true) => {
                     fruitless += 1;
-                    linked = underlay::Linked::of(&stream);
-                    if let Some(port) = relay_port {
-                        linked = linked.map(|linked| linked.at_port(port));
-                    }
+                    linked = underlay::Linked::of(&stream, relay_port);
                     handle.attach(Transport::from(stream));
                 }
             }
@@ -228,15 +198,15 @@ impl LinkSupervisor {
         match timeout(CLAIM, self.claim_once(way)).await {
             Ok(Ok(())) => {}
             Ok(Err(error)) => said.once("claim failed", error.to_string()),
-            Err(_) => said.once("claim failed", ClaimError::Late.to_string()),
+            Err(_) => said.once("claim failed", late().to_string()),
         }
     }
 
     async fn keep_dialling(&self, handle: &EndpointHandle, mut links: mpsc::UnboundedReceiver<LinkEvent>) {
-        let mut way =
-            Way::Dial(Dialler::new(self.user_data.node.addresses.clone()).woken_by(self.status.addressed()));
+        let addresses = self.user_data.node.addresses.clone();
+        let mut way = Way::Dial(Dialler::new(addresses, self.status.addressed.clone()));
         let mut said = Said::default();
-        if !self.identity().is_granted() {
+        if !self.identity.lock().is_granted() {
             self.claim(&mut way, &mut said).await;
         }
         let mut stage = Some(self.status.begin("link"));
@@ -245,17 +215,17 @@ impl LinkSupervisor {
             if let Way::Dial(dialler) = &mut way {
                 dialler.learn(&self.node_endpoints.borrow());
             }
-            match self.secure(&mut way, true).await.map_err(|error| error.to_string()) {
+            match self.secure(&mut way, true).await {
                 Ok(stream) => {
-                    let linked = underlay::Linked::of(&stream);
+                    let linked = underlay::Linked::of(&stream, None);
                     handle.attach(Transport::from(stream));
                     match self.follow(&mut links, &mut stage, &mut said, linked).await {
-                        Followed::Link => fruitless = 0,
-                        Followed::Nothing => fruitless += 1,
-                        Followed::End => return,
+                        Some(true) => fruitless = 0,
+                        Some(false) => fruitless += 1,
+                        None => return,
                     }
                 }
-                Err(why) => said.once("cannot reach the node", why),
+                Err(error) => said.once("cannot reach the node", format!("{error:#}")),
             }
             if fruitless >= CLAIM_AGAIN {
                 fruitless = 0;
@@ -265,36 +235,36 @@ impl LinkSupervisor {
         }
     }
 
-    /// Follows a connection from its attachment to its end.
+    /// Follows a connection to its end; returns whether it became a link. `None`: the endpoint is gone.
     async fn follow(
         &self,
         links: &mut mpsc::UnboundedReceiver<LinkEvent>,
-        stage: &mut Option<crate::status::Stage>,
+        stage: &mut Option<Stage>,
         said: &mut Said,
         mut linked: Option<underlay::Linked>,
-    ) -> Followed {
-        let mut followed = Followed::Nothing;
+    ) -> Option<bool> {
+        let mut was_up = false;
         loop {
-            let Some(event) = links.recv().await else { return Followed::End };
-            match self.happened(event, stage, said, &mut linked) {
-                Followed::Link => followed = Followed::Link,
-                Followed::End => return followed,
-                Followed::Nothing => {}
+            let event = links.recv().await?;
+            let ends = matches!(event, LinkEvent::Down { .. });
+            was_up |= self.happened(event, stage, said, &mut linked);
+            if ends {
+                return Some(was_up);
             }
         }
     }
 
-    /// Handles an event; returns `Link` when the link is up, `End` when it is down.
+    /// Handles an event; returns whether the link came up.
     fn happened(
         &self,
         event: LinkEvent,
-        stage: &mut Option<crate::status::Stage>,
+        stage: &mut Option<Stage>,
         said: &mut Said,
         linked: &mut Option<underlay::Linked>,
-    ) -> Followed {
+    ) -> bool {
         match event {
             LinkEvent::Up { resumed, session, peer, version } => {
-                self.lease.up();
+                self.lease.linked(true);
                 if let Some(stage) = stage.take() {
                     self.status.done(stage);
                 }
@@ -303,40 +273,30 @@ impl LinkSupervisor {
                 if let Some(linked) = linked.take() {
                     self.uplink.send_replace(Some(linked));
                 }
-                Followed::Link
+                return true;
             }
             LinkEvent::Down { reason } => {
-                self.lease.down();
+                self.lease.linked(false);
                 said.once("the link is down", reason);
-                Followed::End
             }
             LinkEvent::SessionLost => {
                 tracing::warn!("the node's relay was replaced: open connections to the agent end");
-                Followed::Nothing
             }
         }
+        false
     }
 
     /// Shows the ticket until the node grants a certificate.
     async fn claim(&self, way: &mut Way, said: &mut Said) {
-        let mut refused_pause = REFUSED;
-        loop {
-            let pause = match self.claim_once(way).await {
-                Ok(()) => return,
-                Err(error) => {
-                    let refused = matches!(error, ClaimError::Refused { .. });
-                    said.once("claim failed", error.to_string());
-                    self.status.error(&error.to_string());
-                    if refused {
-                        let pause = refused_pause;
-                        refused_pause = (pause * 2).min(LONGEST_REFUSED);
-                        pause
-                    } else {
-                        dial::beat()
-                    }
-                }
-            };
-            sleep(pause).await;
+        let mut refusals = Backoff::new(REFUSED, LONGEST_REFUSED);
+        while let Err(error) = self.claim_once(way).await {
+            said.once("claim failed", error.to_string());
+            self.status.error(&error.to_string());
+            sleep(match error {
+                ClaimError::Refused { .. } => refusals.pause(),
+                ClaimError::Other(_) => dial::beat(),
+            })
+            .await;
         }
     }
 
@@ -346,62 +306,45 @@ impl LinkSupervisor {
         self.status.done(stage);
 
         let stage = self.status.begin("claim");
-        let mut claim = Claim::new();
-        claim.version = 1;
-        claim.ticket_id = self.user_data.ticket.id.clone();
-        claim.ticket_secret = self.user_data.ticket.secret.expose().to_vec();
-        claim.csr = self.identity().csr()?;
-        claim.tunnel_key = self.encrypted.public_key().as_bytes().to_vec();
-        claim.guest_version = env!("CARGO_PKG_VERSION").to_owned();
-        let reply = timeout(CLAIM, claim::ask(&mut stream, &claim)).await.map_err(|_| ClaimError::Late)??;
-        if !reply.error.is_empty() {
-            return Err(if reply.retry {
-                ClaimError::Away(reply.error)
-            } else {
-                ClaimError::Refused { ticket: self.user_data.ticket.id.clone(), why: reply.error }
-            });
+        let ticket = &self.user_data.ticket;
+        let claim = Claim {
+            version: 1,
+            ticket_id: ticket.id.clone(),
+            ticket_secret: ticket.secret.expose().to_vec(),
+            csr: self.identity.lock().csr()?,
+            tunnel_key: self.encrypted.public_key().as_bytes().to_vec(),
+            guest_version: env!("CARGO_PKG_VERSION").to_owned(),
+            ..Claim::default()
+        };
+        let reply = timeout(CLAIM, claim::ask(&mut stream, &claim)).await.map_err(|_| late())?;
+        let reply = reply.map_err(anyhow::Error::msg)?;
+        match (reply.retry, reply.error) {
+            (false, none) if none.is_empty() => {}
+            (false, why) => return Err(ClaimError::Refused { ticket: ticket.id.clone(), why }),
+            (true, none) if none.is_empty() => Err(anyhow!("the node cannot answer yet: the node is away"))?,
+            (true, why) => Err(anyhow!("the node cannot answer yet: {why}"))?,
         }
-        if reply.retry {
-            return Err(ClaimError::Away("the node is away".to_owned()));
-        }
-        self.identity().grant(&reply.sandbox_id, &reply.certificates, &[])?;
-        tracing::info!(sandbox = reply.sandbox_id, ticket = self.user_data.ticket.id, "claimed");
+        self.identity.lock().grant(&reply.sandbox_id, &reply.certificates, &[])?;
+        tracing::info!(sandbox = reply.sandbox_id, ticket = ticket.id, "claimed");
         self.status.done(stage);
         self.status.error("");
         Ok(())
     }
 
     /// Returns a connection to the node, after a check of its certificate, with or without the guest's own.
-    async fn secure(
-        &self,
-        way: &mut Way,
-        with_certificate: bool,
-    ) -> Result<TlsStream<TcpStream>, ClaimError> {
+    async fn secure(&self, way: &mut Way, with_certificate: bool) -> anyhow::Result<TlsStream<TcpStream>> {
         match way {
             Way::Dial(dialler) => {
-                let config = self.tls(with_certificate)?;
-                Ok(dialler.secure(config, || self.status.calls()).await?)
+                let config = self.identity.lock().tls(&self.user_data.node.ca_sha256, with_certificate)?;
+                dialler.secure(config, || self.status.called.set()).await
             }
             Way::Wait(waiter) => Ok(waiter.next(with_certificate).await),
         }
     }
-
-    fn tls(&self, with_certificate: bool) -> Result<Arc<rustls::ClientConfig>, identity::Error> {
-        self.identity().tls(&self.user_data.node.ca_sha256, with_certificate)
-    }
-
-    fn identity(&self) -> MutexGuard<'_, Identity> {
-        self.identity.lock()
-    }
 }
 
-enum Followed {
-    /// The connection became a link.
-    Link,
-    /// The connection ended before it was a link.
-    Nothing,
-    /// The endpoint is gone; for a single event: the connection is gone.
-    End,
+fn late() -> anyhow::Error {
+    anyhow!("the node did not answer the claim within {CLAIM:?}")
 }
 
 /// Logs a reason only when it is a new one: a node that is away for an hour is one line and not twenty thousand.

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use peerpod_link::record::{Level, Line, MAX_TARGET, MAX_TEXT, cut};
 use tracing::field::Field;
 use tracing::{Event, Metadata, Subscriber};
@@ -63,7 +63,7 @@ impl Ring {
     pub(crate) fn say(&self, level: Level, target: &str, text: &str) {
         let uptime_ms = status::since_boot().saturating_sub(self.zero).as_millis() as u64;
         let line = Line { level, lost: 0, uptime_ms, target, text }.encode();
-        let mut inner = self.lock();
+        let mut inner = self.inner.lock();
         if inner.off {
             return;
         }
@@ -83,7 +83,7 @@ impl Ring {
 
     /// Returns the oldest line, encoded for the link, with the number of lines that were dropped before it.
     pub(crate) fn poll_next(&self, cx: &mut Context<'_>) -> Poll<Vec<u8>> {
-        let mut inner = self.lock();
+        let mut inner = self.inner.lock();
         let Some(mut line) = inner.lines.pop_front() else {
             inner.waker = Some(cx.waker().clone());
             return Poll::Pending;
@@ -97,10 +97,6 @@ impl Ring {
         }
         Poll::Ready(line)
     }
-
-    fn lock(&self) -> MutexGuard<'_, Inner> {
-        self.inner.lock()
-    }
 }
 
 /// Starts to log to the console, and into the ring if there is one.
@@ -109,7 +105,6 @@ pub(crate) fn init(filter: Targets, ring: Option<Ring>) {
     tracing_subscriber::registry().with(filter).with(console).with(ring.map(ToRing)).init();
 }
 
-/// Layer of tracing that writes into the ring.
 struct ToRing(Ring);
 
 impl<S: Subscriber> Layer<S> for ToRing {

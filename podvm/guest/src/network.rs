@@ -20,8 +20,9 @@ use tokio::time::{sleep, timeout};
 
 use crate::config::Settings;
 use crate::encrypted::{self, Encrypted};
+use crate::files;
+use crate::sources::{self, Source};
 use crate::status::Status;
-use crate::{files, sources};
 
 const FILE: &str = "network.pb";
 /// Size limit of a stored plan in bytes.
@@ -35,16 +36,14 @@ const ADMIN: &str = "network-admin";
 /// Longest wait for a missing route to the node: the node may learn an address from the cloud before the VM's NIC has
 /// it. Sufficient for a lost answer of a DHCP server and the following requests. The node waits longer.
 const WAY: Duration = Duration::from_secs(20);
-/// Interval between two checks for the route.
 const LOOK: Duration = Duration::from_millis(100);
 
-/// Failure to make the network.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Error {
     #[error("making the pod's network: {0}")]
     Network(#[from] peerpod_podnet::Error),
-    #[error("{0}")]
-    Encrypted(#[from] encrypted::Error),
+    #[error("{0:#}")]
+    Encrypted(#[from] anyhow::Error),
     #[error("the guest ends")]
     Ending,
 }
@@ -54,8 +53,7 @@ pub(crate) enum Error {
 pub(crate) struct Planned {
     /// The node's end of the tunnel on the VM's own network; `None` within WireGuard, where it is elsewhere.
     pub(crate) node: Option<IpAddr>,
-    /// MTU of each of the pod's interfaces by the node's knowledge, in bytes. Another figure may mean that the node's
-    /// side of the path changed.
+    /// MTU of each of the pod's interfaces by the node, in bytes; it changes with the node's side of the path.
     pub(crate) mtus: Vec<u32>,
     /// Seconds between probes without a cause.
     interval: u32,
@@ -73,12 +71,11 @@ impl Planned {
     }
 }
 
-/// State of the pod's network and of the path to the node.
 pub(crate) struct Network {
     podns: PathBuf,
     /// File that exists if a container may change the pod's network itself; outlives this program.
     admin: PathBuf,
-    encrypted: Arc<Encrypted>,
+    pub(crate) encrypted: Arc<Encrypted>,
     status: Arc<Status>,
     /// Path MTU to the node, in bytes; 0 = only the kernel's routes are known.
     path: AtomicU32,
@@ -117,16 +114,6 @@ impl Network {
     /// Returns the path settings of the plans; changes when they change.
     pub(crate) fn planned(&self) -> watch::Receiver<Option<Planned>> {
         self.planned.subscribe()
-    }
-
-    /// Returns the number of encrypted tunnels that ended by themselves.
-    pub(crate) fn ended(&self) -> watch::Receiver<u64> {
-        self.encrypted.ended()
-    }
-
-    /// Reports that the link to the node was made again.
-    pub(crate) fn linked(&self) {
-        self.encrypted.linked();
     }
 
     /// Notes that a container of the pod has the capability to change the pod's network.
@@ -195,14 +182,12 @@ impl Network {
         let is_first = self.previous.lock().await.is_none();
         if let Some(node) = Planned::of(plan).node.filter(|_| is_first) {
             // If no route comes, the attempt reports the fault.
-            drop(
-                timeout(WAY, async {
-                    while lacks_way(node).await {
-                        sleep(LOOK).await
-                    }
-                })
-                .await,
-            );
+            let way = async {
+                while lacks_way(node).await {
+                    sleep(LOOK).await;
+                }
+            };
+            drop(timeout(WAY, way).await);
         }
         self.make(plan).await
     }
@@ -211,21 +196,16 @@ impl Network {
     pub(crate) async fn make(&self, plan: &NetworkPlan) -> Result<Applied, Error> {
         self.probe_seconds.store(plan.underlay.probe_seconds, Relaxed);
         let planned = Some(Planned::of(plan));
-        self.planned.send_if_modified(|before| {
-            let differs = *before != planned;
-            *before = planned;
-            differs
-        });
+        self.planned.send_if_modified(|before| std::mem::replace(before, planned.clone()) != planned);
         let path = self.path.load(Relaxed);
         let mut previous = self.previous.lock().await;
         let (podns, plan, before) = (self.podns.clone(), plan.clone(), previous.clone());
         let encrypted = self.encrypted.clone();
         // Netlink is synchronous, and the link's heartbeat must not wait for it.
         let made = tokio::task::spawn_blocking(move || {
-            make(plan, path, before.as_ref(), &podns, &encrypted, &Metadata::inspect())
+            make(plan, path, before.as_ref(), &podns, &encrypted, &sources::here())
         });
-        let Made { plan, applied, left, path_note, external_note, metadata_note } =
-            made.await.map_err(|_| Error::Ending)??;
+        let Made { plan, applied, left, notes } = made.await.map_err(|_| Error::Ending)??;
         for (kept, leaves) in self.left.iter().zip(left) {
             kept.store(leaves, Relaxed);
         }
@@ -237,10 +217,10 @@ impl Network {
             }
         }
         *previous = Some(plan);
-        self.status.note("path", path_note);
-        self.status.note("external", external_note);
-        self.status.note("metadata", metadata_note);
-        self.status.pod_mtu(applied.mtu);
+        for (subject, note) in notes {
+            self.status.note(subject, note);
+        }
+        self.status.lock().pod_mtu = applied.mtu;
         self.status.note("filter", applied.unfiltered.clone());
         let left_out = Some(applied.left_out.join("; ")).filter(|text| !text.is_empty());
         self.status.note("settings", left_out);
@@ -263,26 +243,24 @@ struct Made {
     applied: Applied,
     /// Whether IPv4 and IPv6 leave the cluster by a NIC of this VM.
     left: [bool; 2],
-    path_note: Option<String>,
-    external_note: Option<String>,
-    metadata_note: Option<String>,
+    notes: [(&'static str, Option<String>); 3],
 }
 
-/// Makes the tunnel first, without the routes that leave it, then the way out: no packet takes the wrong one in
-/// between.
+/// Makes the tunnel without the routes that leave it, then the way out: no packet takes the wrong one in between.
 fn make(
     mut plan: NetworkPlan,
     path: u32,
     previous: Option<&NetworkPlan>,
     podns: &Path,
     encrypted: &Encrypted,
-    metadata: &Metadata,
+    clouds: &[Source],
 ) -> Result<Made, Error> {
     peerpod_podnet::netns::create_named(podns)?;
+    let open: Vec<_> = clouds.iter().flat_map(Source::open_to_pods).map(|a| (*a, bits(*a))).collect();
     let mut external = external::read(&plan)?;
     if let Some(external) = &mut external {
         // The egress firewall around the VM's network must not close addresses that the cloud's description opens.
-        external.allow.extend(metadata.open.iter().map(|address| (*address, bits(*address))));
+        external.allow.extend(&open);
     }
     let (mut external_note, mut left) = (None, [false; 2]);
     match &external {
@@ -292,18 +270,12 @@ fn make(
             left = [v4, v6];
             external::split(&mut plan, external, |is_v6| if is_v6 { v6 } else { v4 });
             let stays = |v6: bool| external.pod.iter().any(|address| address.is_ipv6() == v6);
-            let staying = [(v4, false, "IPv4"), (v6, true, "IPv6")];
-            let staying: Vec<&str> = staying
-                .iter()
-                .filter(|(leaves, v6, _)| !leaves && stays(*v6))
-                .map(|(.., name)| *name)
-                .collect();
+            let families = [(v4, false, "IPv4"), (v6, true, "IPv6")].into_iter();
+            let staying = families.filter(|(leaves, v6, _)| !leaves && stays(*v6)).map(|(.., name)| name);
+            let staying = staying.collect::<Vec<_>>().join(" and ");
             if !staying.is_empty() {
-                external_note = Some(format!(
-                    "{} leaves the cluster through the tunnel: {}",
-                    staying.join(" and "),
-                    external.lacks()
-                ));
+                external_note =
+                    Some(format!("{staying} leaves the cluster through the tunnel: {}", external.lacks()));
             }
         }
     }
@@ -318,35 +290,17 @@ fn make(
     }
     // Last: there is no pod while its network is being made.
     let allowed = external.as_ref().map(|external| external.allow.as_slice()).unwrap_or_default();
-    let open: Vec<_> = allowed.iter().copied().chain(metadata.open.iter().map(|a| (*a, bits(*a)))).collect();
-    let closed = peerpod_podnet::metadata::closed(&metadata.closed, &open);
+    let closed: Vec<_> = clouds.iter().flat_map(Source::closed_to_pods).copied().collect();
+    let closed = peerpod_podnet::metadata::closed(&closed, &[allowed, &open[..]].concat());
     let metadata_note = peerpod_podnet::metadata::close(podns, &closed)
         .err()
         .map(|error| format!("the cloud's metadata service is not closed to the pod: {error}"));
-    Ok(Made { plan, applied, left, path_note, external_note, metadata_note })
+    let notes = [("path", path_note), ("external", external_note), ("metadata", metadata_note)];
+    Ok(Made { plan, applied, left, notes })
 }
 
 fn bits(address: IpAddr) -> u8 {
     if address.is_ipv6() { 128 } else { 32 }
-}
-
-/// Access of pods to metadata services, by the clouds' descriptions.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct Metadata {
-    closed: Vec<IpAddr>,
-    open: Vec<IpAddr>,
-}
-
-impl Metadata {
-    /// Returns the access for the clouds that this VM runs in.
-    fn inspect() -> Metadata {
-        let (sources, _) = sources::load(Path::new(sources::FOLDER));
-        let here: Vec<_> = sources.into_iter().filter(sources::Source::is_here).collect();
-        Metadata {
-            closed: here.iter().flat_map(|source| source.closed_to_pods()).copied().collect(),
-            open: here.iter().flat_map(|source| source.open_to_pods()).copied().collect(),
-        }
-    }
 }
 
 fn tunnel(

@@ -20,10 +20,11 @@ use std::time::{Duration, Instant};
 use mozim::{
     DhcpV4Client, DhcpV4Config, DhcpV4Lease, DhcpV4State, DhcpV6Client, DhcpV6Config, DhcpV6Mode, DhcpV6State,
 };
+use netlink_packet_route::RouteNetlinkMessage;
+use netlink_packet_route::address::AddressFlags;
 use netlink_packet_route::link::{
     AfSpecInet6, AfSpecUnspec, Inet6IfaceFlags, LinkAttribute, LinkFlags, LinkMessage,
 };
-use netlink_packet_route::{AddressFamily, RouteNetlinkMessage};
 use parking_lot::Mutex;
 use peerpod_podnet::events::Events;
 use peerpod_podnet::netlink::Client;
@@ -40,10 +41,10 @@ mod names;
 mod silence;
 mod wanted;
 
-use line::Line;
+use line::{Line, Static};
 use names::Names;
 use silence::Silence;
-use wanted::{Wanted, addresses, bring_up, is_permanent, is_tentative, local};
+use wanted::{Wanted, addresses, bring_up, has_flag, is_permanent, local};
 
 const RESOLV_CONF: &str = "/etc/resolv.conf";
 /// Quiet time that ends a burst of events.
@@ -66,7 +67,6 @@ const REQUEST: Duration = Duration::from_secs(4);
 const LONGEST_REQUEST: Duration = Duration::from_secs(32);
 const AGAIN: Duration = Duration::from_secs(1);
 
-/// NIC as the kernel reports it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Nic {
     name: String,
@@ -83,7 +83,6 @@ struct Nic {
     addressed: bool,
 }
 
-/// State that all tasks share.
 struct Shared {
     names: Names,
     status: Arc<Status>,
@@ -92,7 +91,6 @@ struct Shared {
     addressed: AtomicBool,
 }
 
-/// Configures the NICs for ever.
 pub(crate) async fn keep(status: Arc<Status>) {
     let (mut line, wrong) = if status::in_first_pid_namespace() {
         line::parse(&std::fs::read_to_string("/proc/cmdline").unwrap_or_default())
@@ -105,7 +103,7 @@ pub(crate) async fn keep(status: Arc<Status>) {
     }
     if line.off {
         tracing::info!("the kernel's command line disables NIC configuration");
-        status.asks();
+        status.asked.set();
         return;
     }
     let shared = Arc::new(Shared {
@@ -165,7 +163,7 @@ impl NicManager {
         while self.tasks.try_join_next().is_some() {}
         // No NIC needs a server. A new NIC without carrier counts as needing one: it may just be coming up.
         if nics.iter().all(|nic| nic.given.0 || (self.seen.contains_key(&nic.index) && !nic.carrier)) {
-            self.shared.status.asks();
+            self.shared.status.asked.set();
         }
         for nic in nics {
             let next = self.seen.len() as u32;
@@ -184,12 +182,10 @@ impl NicManager {
         }
     }
 
-    /// Handles a new NIC: brings it up once (one that is taken down later stays down), and applies the kernel command
-    /// line to it.
+    /// Brings a new NIC up once (one that is taken down later stays down), and applies the kernel command line to it.
     async fn first_sight(&self, nic: &Nic, rank: u32, line: &mut Line) {
         if !nic.up {
-            // Set before the NIC is up, or the first router announcement is lost; also for a VM that forwards its pod's
-            // packets.
+            // Set before the NIC is up, or the first router announcement is lost. 2: also on a VM that forwards.
             for (setting, value) in [("accept_ra", "2"), ("router_solicitation_delay", "0")] {
                 let path = format!("/proc/sys/net/ipv6/conf/{}/{setting}", nic.name);
                 if let Err(error) = std::fs::write(&path, value) {
@@ -197,31 +193,16 @@ impl NicManager {
                 }
             }
             let index = nic.index;
-            let up = blocking(move |client| bring_up(client, index).map_err(|error| error.to_string())).await;
-            match up {
+            match blocking(move |client| bring_up(client, index).map_err(|error| error.to_string())).await {
                 Ok(()) => tracing::info!(nic = nic.name, "up"),
                 Err(error) => tracing::error!(nic = nic.name, error, "cannot bring the NIC up"),
             }
         }
-        let is_its = |fixed: &line::Static| fixed.device.as_ref().map_or(rank == 0, |name| *name == nic.name);
+        let is_its = |fixed: &Static| fixed.device.as_ref().map_or(rank == 0, |name| *name == nic.name);
         let (fixed, rest) = std::mem::take(&mut line.fixed).into_iter().partition(is_its);
         line.fixed = rest;
-        for fixed in fixed as Vec<line::Static> {
-            let any = (if fixed.address.is_ipv6() { "::" } else { "0.0.0.0" }).parse::<IpAddr>();
-            let way = |gateway| {
-                any.clone().map(|any| wanted::Way { destination: (any, 0), gateway: Some(gateway) })
-            };
-            let wanted = Wanted {
-                address: fixed.address,
-                prefix: fixed.prefix,
-                broadcast: None,
-                lifetime: None,
-                ways: fixed.gateway.and_then(|gateway| way(gateway).ok()).into_iter().collect(),
-                mtu: None,
-                dns: fixed.dns,
-                search: Vec::new(),
-            };
-            self.shared.give(nic, rank, wanted).await;
+        for fixed in fixed as Vec<Static> {
+            self.shared.give(nic, rank, Wanted::of_line(fixed)).await;
         }
     }
 
@@ -244,14 +225,10 @@ impl NicManager {
 /// Client that ran until its state changed.
 type Run = Result<(DhcpV4Client, DhcpV4State), mozim::DhcpError>;
 
-async fn run(mut client: DhcpV4Client) -> Run {
+async fn run(client: impl Future<Output = Result<DhcpV4Client, mozim::DhcpError>>) -> Run {
+    let mut client = client.await?;
     let state = client.run().await?;
     Ok((client, state))
-}
-
-/// Runs a new client for the first time: it asks the server of its last lease, else any server.
-async fn first_run(config: DhcpV4Config, lease: Option<DhcpV4Lease>) -> Run {
-    run(DhcpV4Client::init(config, lease).await?).await
 }
 
 /// Time limits of the next client.
@@ -273,8 +250,7 @@ impl Shared {
     /// Applies settings to a NIC; returns whether that worked.
     async fn give(&self, nic: &Nic, rank: u32, wanted: Wanted) -> bool {
         let (index, given) = (nic.index, wanted.clone());
-        let done = blocking(move |client| wanted.apply(client, index, rank)).await;
-        if let Err(error) = done {
+        if let Err(error) = blocking(move |client| wanted.apply(client, index, rank)).await {
             tracing::error!(nic = nic.name, error, "uplink");
             self.status.note("uplink-address", Some(format!("{}: {error}", nic.name)));
             return false;
@@ -285,8 +261,8 @@ impl Shared {
             self.status.done(stage.unwrap_or_else(|| self.status.begin("uplink")));
         }
         self.status.note("uplink-address", None);
-        self.status.has_address();
-        self.status.asks();
+        self.status.addressed.notify_one();
+        self.status.asked.set();
         true
     }
 
@@ -301,13 +277,9 @@ impl Shared {
         let mut lease = None;
         let mut patience = Patience { first: FIRST_TRIES.into_iter(), request: REQUEST };
         loop {
-            match self.lease_v4(nic, rank, &config, &mut lease, &mut patience).await {
-                Ok(never) => match never {},
-                Err(Some(error)) => {
-                    tracing::warn!(nic = nic.name, error, "DHCP");
-                    sleep(AGAIN).await;
-                }
-                Err(None) => {}
+            if let Some(error) = self.lease_v4(nic, rank, &config, &mut lease, &mut patience).await {
+                tracing::warn!(nic = nic.name, error, "DHCP");
+                sleep(AGAIN).await;
             }
         }
     }
@@ -317,13 +289,13 @@ impl Shared {
         let mut run = std::pin::pin!(run);
         std::future::poll_fn(|cx| {
             let polled = run.as_mut().poll(cx);
-            self.status.asks();
+            self.status.asked.set();
             polled
         })
         .await
     }
 
-    /// Runs one client until it gets no answer in time (`Err(None)`) or fails.
+    /// Runs one client until it gets no answer in time (`None`) or fails.
     async fn lease_v4(
         &self,
         nic: &Nic,
@@ -331,39 +303,35 @@ impl Shared {
         config: &DhcpV4Config,
         lease: &mut Option<DhcpV4Lease>,
         patience: &mut Patience,
-    ) -> Result<std::convert::Infallible, Option<String>> {
-        let failed = |error: mozim::DhcpError| Some(error.to_string());
+    ) -> Option<String> {
+        // A new client asks the server of its last lease, else any server.
         let mut running: Pin<Box<dyn Future<Output = Run> + Send>> =
-            Box::pin(first_run(config.clone(), lease.take()));
+            Box::pin(run(DhcpV4Client::init(config.clone(), lease.take())));
         let (mut limit, mut offered) = (patience.first.next(), false);
         loop {
             let asking = self.asking(running.as_mut());
             let ran = match limit {
-                Some(limit) => match timeout(limit, asking).await {
-                    Ok(ran) => ran,
-                    Err(_) => {
-                        if offered {
-                            patience.request = (patience.request * 2).min(LONGEST_REQUEST);
-                        }
-                        return Err(None);
-                    }
-                },
-                None => asking.await,
+                Some(limit) => timeout(limit, asking).await.ok(),
+                None => Some(asking.await),
             };
-            let (client, state) = ran.map_err(failed)?;
-            running = Box::pin(run(client));
+            let Some(ran) = ran else {
+                if offered {
+                    patience.request = (patience.request * 2).min(LONGEST_REQUEST);
+                }
+                return None;
+            };
+            let (client, state) = match ran {
+                Ok(ran) => ran,
+                Err(error) => return Some(error.to_string()),
+            };
+            running = Box::pin(run(std::future::ready(Ok(client))));
             offered = matches!(state, DhcpV4State::Selecting);
             limit = match state {
                 DhcpV4State::Done(granted) => {
                     let wanted = Wanted::of_v4(&granted);
-                    tracing::info!(
-                        nic = nic.name,
-                        address = %wanted.address,
-                        prefix = wanted.prefix,
-                        server = %granted.srv_id,
-                        seconds = granted.lease_time_sec,
-                        "DHCP lease"
-                    );
+                    let (seconds, server) = (granted.lease_time_sec, granted.srv_id);
+                    let Wanted { address, prefix, .. } = wanted;
+                    tracing::info!(nic = nic.name, %address, prefix, %server, seconds, "DHCP lease");
                     // The kernel may accept at the next renewal the settings that it refused now.
                     self.give(nic, rank, wanted).await;
                     *lease = Some(*granted);
@@ -442,17 +410,17 @@ fn inspect(client: &mut Client) -> Result<Vec<Nic>, String> {
             addressed: false,
         };
         for address in addresses(client, nic.index)? {
-            nic.addressed |= !is_tentative(&address) && local(&address).is_some_and(underlay::reaches_far);
-            match local(&address) {
-                Some(IpAddr::V6(own)) if own.is_unicast_link_local() => {
-                    nic.link_local = Some(own).filter(|_| !is_tentative(&address)).or(nic.link_local);
+            let Some(own) = local(&address) else { continue };
+            let (tentative, permanent) =
+                (has_flag(&address, AddressFlags::Tentative), is_permanent(&address));
+            nic.addressed |= !tentative && underlay::reaches_far(own);
+            match own {
+                IpAddr::V6(own) if own.is_unicast_link_local() => {
+                    nic.link_local = Some(own).filter(|_| !tentative).or(nic.link_local);
                 }
-                Some(IpAddr::V4(own)) if own.is_link_local() => {}
-                Some(_) if is_permanent(&address) && address.header.family == AddressFamily::Inet => {
-                    nic.given.0 = true
-                }
-                Some(_) if is_permanent(&address) => nic.given.1 = true,
-                _ => {}
+                IpAddr::V4(own) if own.is_link_local() => {}
+                IpAddr::V4(_) => nic.given.0 |= permanent,
+                IpAddr::V6(_) => nic.given.1 |= permanent,
             }
         }
         // A program that configured one family has configured the NIC: no DHCPv4 server is needed then.

@@ -9,7 +9,7 @@ use nix::mount::{MntFlags, umount2};
 use nix::sys::reboot::{RebootMode, reboot};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::{Pid, sync, syncfs};
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use tokio::sync::Notify;
 use tokio::time::timeout;
@@ -20,8 +20,7 @@ use crate::{files, proc, status};
 pub(crate) const FIRST_LEASE: Duration = Duration::from_secs(15 * 60);
 /// Exit code of `serve` that asks pid 1 to power the machine off.
 pub(crate) const POWER_OFF: u8 = 70;
-/// Time limit of the last flush, as `LAST_SYNC` of the last sync: storage that died with the node must not keep the VM
-/// alive.
+/// Time limits of the last flush and sync: storage that died with the node must not keep the VM alive.
 pub(crate) const LAST_FLUSH: Duration = Duration::from_secs(30);
 const LAST_SYNC: Duration = Duration::from_secs(5);
 /// Interval between notes of contact while the link is up.
@@ -72,33 +71,24 @@ impl Lease {
 
     /// Sets the permitted silence from now on.
     pub(crate) fn set_length(&self, length: Duration) {
-        self.lock().length = length;
+        self.inner.lock().length = length;
         self.note();
     }
 
-    /// Reports that the link is up: contact lasts until [`Lease::down`].
-    pub(crate) fn up(&self) {
-        let mut inner = self.lock();
-        (inner.up, inner.last_contact) = (true, status::since_boot());
-        drop(inner);
-        self.note();
-    }
-
-    /// Reports that the link is down: silence begins.
-    pub(crate) fn down(&self) {
-        let mut inner = self.lock();
-        if inner.up {
-            (inner.up, inner.last_contact) = (false, status::since_boot());
+    /// Reports whether the link is up. Contact lasts while it is; then silence begins.
+    pub(crate) fn linked(&self, up: bool) {
+        let mut inner = self.inner.lock();
+        if up || inner.up {
+            (inner.up, inner.last_contact) = (up, status::since_boot());
         }
         drop(inner);
         self.note();
     }
 
-    /// Returns when the lease has expired.
     pub(crate) async fn expired(&self) {
         loop {
             let left = {
-                let mut inner = self.lock();
+                let mut inner = self.inner.lock();
                 if inner.up {
                     inner.last_contact = status::since_boot();
                 }
@@ -121,23 +111,16 @@ impl Lease {
 
     fn write(&self) {
         let note = {
-            let inner = self.lock();
+            let inner = self.inner.lock();
             Note {
                 version: 1,
                 last_contact_us: inner.last_contact.as_micros() as u64,
                 lease_us: inner.length.as_micros() as u64,
             }
         };
-        let written = serde_json::to_vec(&note)
-            .map_err(std::io::Error::from)
-            .and_then(|json| files::write(&self.file, &json));
-        if let Err(error) = written {
+        if let Err(error) = files::write_json(&self.file, &note) {
             tracing::warn!(path = %self.file.display(), %error, "cannot note the lease");
         }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Inner> {
-        self.inner.lock()
     }
 }
 
@@ -154,23 +137,20 @@ pub(crate) fn is_overdue(state_dir: &Path) -> bool {
     last_contact + length < status::since_boot()
 }
 
-/// Writes volumes back and unmounts them, the innermost first. Returns the failures as text; every step is tried.
-/// Blocks: a disk is slow.
+/// Writes volumes back and unmounts them, the innermost first, with every step tried. Returns the failures. Blocks.
 pub(crate) fn flush() -> Vec<String> {
     let mounts = std::fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
     let mut problems = Vec::new();
     for target in volumes_in(&mounts).iter().rev() {
-        let synced = File::open(target).map_err(|e| e.to_string());
-        if let Err(why) = synced.and_then(|root| syncfs(root).map_err(|e| e.to_string())) {
-            problems.push(format!("sync of {}: {why}", target.display()));
+        if let Err(error) = File::open(target).and_then(|root| Ok(syncfs(root)?)) {
+            problems.push(format!("sync of {target}: {error}"));
         }
-        match umount2(target.as_path(), MntFlags::UMOUNT_NOFOLLOW) {
+        match umount2(target.as_str(), MntFlags::UMOUNT_NOFOLLOW) {
             Ok(()) | Err(Errno::EINVAL) => {} // no longer a mount
             Err(Errno::EBUSY) => {
-                problems
-                    .push(format!("{} is still in use; it is synced but not unmounted", target.display()));
+                problems.push(format!("{target} is still in use; it is synced but not unmounted"));
             }
-            Err(error) => problems.push(format!("unmount of {}: {error}", target.display())),
+            Err(error) => problems.push(format!("unmount of {target}: {error}")),
         }
     }
     sync_machine();
@@ -210,34 +190,21 @@ fn sync_disks() {
 }
 
 /// Returns the mount points of volumes, in mount order.
-fn volumes_in(mountinfo: &str) -> Vec<PathBuf> {
-    mountinfo
-        .lines()
-        .filter_map(|line| line.split(' ').nth(4))
-        .map(unescape)
-        .filter(|target| VOLUMES.iter().any(|prefix| target.starts_with(prefix)))
-        .map(PathBuf::from)
-        .collect()
+fn volumes_in(mountinfo: &str) -> Vec<String> {
+    let targets = mountinfo.lines().filter_map(|line| line.split(' ').nth(4)).map(unescape);
+    targets.filter(|target| VOLUMES.iter().any(|prefix| target.starts_with(prefix))).collect()
 }
 
 /// Decodes a field of mountinfo: the kernel writes space, tab, newline and backslash as three octal digits.
 pub(crate) fn unescape(field: &str) -> String {
-    let mut out = String::with_capacity(field.len());
-    let mut rest = field;
-    while let Some((before, after)) = rest.split_once('\\') {
-        out.push_str(before);
-        match after.get(..3).and_then(|digits| u8::from_str_radix(digits, 8).ok()) {
-            Some(byte) => {
-                out.push(char::from(byte));
-                rest = &after[3..];
-            }
-            None => {
-                out.push('\\');
-                rest = after;
-            }
-        }
+    let mut parts = field.split('\\');
+    let mut out = parts.next().unwrap_or_default().to_owned();
+    for part in parts {
+        let byte = part.get(..3).and_then(|digits| u8::from_str_radix(digits, 8).ok());
+        out.push(byte.map_or('\\', char::from));
+        out += &part[if byte.is_some() { 3 } else { 0 }..];
     }
-    out + rest
+    out
 }
 
 /// Time that pid 1 may take to end the machine in order after the request.
@@ -245,8 +212,7 @@ pub(crate) const ORDERLY: Duration = Duration::from_secs(60);
 /// Time limit of the request. A systemd that hangs must not keep a machine alive after its lease.
 const ASKED: Duration = Duration::from_secs(10);
 
-/// Makes pid 1 end the machine in order, if it is peerpod-guest. Returns when that is under way; in any other case the
-/// power goes off at once.
+/// Makes pid 1 end the machine in order, if it is peerpod-guest; in any other case the power goes off at once.
 pub(crate) fn have_ended() {
     if crate::init::is_ours() {
         // Pid 1 also notices the end of this process, but a thread that hangs in its flush could delay that.
@@ -258,8 +224,8 @@ pub(crate) fn have_ended() {
     off();
 }
 
-/// Makes systemd end the machine in order, if it is pid 1. Returns whether it does: then it ends this process, too,
-/// before [`ORDERLY`].
+/// Makes systemd end the machine in order, if it is pid 1. Returns whether it ends this process, too, before
+/// [`ORDERLY`].
 pub(crate) fn is_ended_by_systemd() -> bool {
     if !status::in_first_pid_namespace() || !Path::new("/run/systemd/system").exists() {
         return false;
@@ -311,10 +277,10 @@ mod tests {
         let dir = TempDir::new();
         let lease = Lease::load(dir.path());
         lease.set_length(MS(150));
-        lease.up();
+        lease.linked(true);
         assert!(timeout(MS(400), lease.expired()).await.is_err(), "the link is up");
         let since = Instant::now();
-        lease.down();
+        lease.linked(false);
         timeout(MS(20_000), lease.expired()).await.unwrap();
         assert!(since.elapsed() >= MS(100), "{:?}", since.elapsed());
     }
@@ -344,7 +310,11 @@ mod tests {
         silent_since(now, MS(600_000));
         let lease = Lease::load(dir.path());
         assert!(!is_overdue(dir.path()));
-        assert_eq!(lease.lock().last_contact.as_micros(), now.as_micros(), "the previous run had contact");
+        assert_eq!(
+            lease.inner.lock().last_contact.as_micros(),
+            now.as_micros(),
+            "the previous run had contact"
+        );
         drop(lease);
         // The same after the lease. (If the clock began a moment ago, nothing can be long ago.)
         silent_since(now.saturating_sub(MS(5000)), now.min(MS(5000)) / 2);
@@ -353,7 +323,7 @@ mod tests {
         assert!(is_overdue(dir.path()), "the next run notes no new contact");
         timeout(MS(10_000), again.expired()).await.unwrap();
         std::fs::write(dir.path().join(FILE), "junk").unwrap();
-        assert_eq!(Lease::load(dir.path()).lock().length, FIRST_LEASE);
+        assert_eq!(Lease::load(dir.path()).inner.lock().length, FIRST_LEASE);
     }
 
     #[test]
@@ -373,7 +343,7 @@ mod tests {
             "/run/kata-containers/sandbox/storage/eA==",
             "/run/peerpod/shares/v1",
         ];
-        assert_eq!(volumes_in(mountinfo), expected.map(PathBuf::from));
+        assert_eq!(volumes_in(mountinfo), expected);
         assert_eq!(unescape("a\\9b\\"), "a\\9b\\");
         assert!(volumes_in("").is_empty());
     }

@@ -20,11 +20,6 @@ pub(crate) struct ProcessId {
 }
 
 impl ProcessId {
-    /// Returns the process that has this number now, unless it is a zombie; `None` also if that cannot be determined.
-    pub(crate) fn of(pid: u32) -> Option<ProcessId> {
-        ProcessId::inspect(pid).ok().flatten()
-    }
-
     /// Returns the process that has this number now, unless it is a zombie. An error means that this cannot be
     /// determined, as without a free descriptor.
     pub(crate) fn inspect(pid: u32) -> io::Result<Option<ProcessId>> {
@@ -53,11 +48,9 @@ impl ProcessId {
     }
 }
 
-/// End of a process, to be awaited.
 pub(crate) struct Exit(AsyncFd<OwnedFd>);
 
 impl Exit {
-    /// Returns when the process has ended.
     pub(crate) async fn wait(&self) {
         // An error means that the reactor is gone, and the program with it.
         drop(self.0.readable().await);
@@ -66,7 +59,7 @@ impl Exit {
 
 /// Returns the start time of a process, since boot.
 pub(crate) fn started(pid: u32) -> Option<Duration> {
-    let ticks = ProcessId::of(pid)?.start;
+    let ticks = ProcessId::inspect(pid).ok()??.start;
     let per_second = u64::try_from(sysconf(SysconfVar::CLK_TCK).ok()??).ok().filter(|n| *n > 0)?;
     Some(Duration::from_micros(ticks.saturating_mul(1_000_000) / per_second))
 }
@@ -98,7 +91,7 @@ mod tests {
     #[tokio::test]
     async fn the_end_of_a_process_is_noticed_at_once_and_a_number_alone_is_not_enough() {
         let mut child = Command::new("sleep").arg("100").stdin(Stdio::null()).spawn().unwrap();
-        let process = ProcessId::of(child.id()).unwrap();
+        let process = ProcessId::inspect(child.id()).unwrap().unwrap();
         assert!(started(child.id()).unwrap() > Duration::ZERO);
         let other = ProcessId { start: process.start + 1, ..process };
         assert!(other.watch().unwrap().is_none());
@@ -107,7 +100,7 @@ mod tests {
         child.kill().unwrap();
         tokio::time::timeout(Duration::from_secs(5), exit.wait()).await.unwrap();
         // A dead process that is not reaped counts as gone.
-        assert_eq!(ProcessId::of(child.id()), None);
+        assert_eq!(ProcessId::inspect(child.id()).unwrap(), None);
         child.wait().unwrap();
         assert!(process.watch().unwrap().is_none());
     }

@@ -12,7 +12,6 @@ const WHILE: Duration = Duration::from_secs(600);
 const FIRST: Duration = Duration::from_millis(250);
 const LONGEST: Duration = Duration::from_secs(30);
 
-/// The failures of one thing.
 #[derive(Debug, Default)]
 pub(crate) struct Retries {
     /// Number of failures, and the time of the first.
@@ -38,7 +37,6 @@ impl Retries {
         self.due
     }
 
-    /// Records the start of an attempt.
     pub(crate) fn begun(&mut self) {
         self.due = None;
     }

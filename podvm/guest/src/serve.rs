@@ -30,8 +30,7 @@ use crate::underlay::{self, Watcher};
 use crate::volumes::scratch;
 use crate::{entropy, init, nics, sources, user_data};
 
-/// Longest wait of the kata-agent, and of all deferrable work, for the node to be dialled: with one processor they
-/// would run before it.
+/// Longest wait of all deferrable work for the node to be dialled: with one processor it would run before.
 const FIRST_WORD: Duration = Duration::from_secs(3);
 /// Longest wait for the remaining mounts of pid 1.
 const MOUNTED: Duration = Duration::from_secs(10);
@@ -39,10 +38,8 @@ const LOOK: Duration = Duration::from_millis(10);
 /// Longest wait of everything else for the NICs' address requests: it can run while they wait for an answer.
 const ASKED: Duration = Duration::from_millis(150);
 
-/// Runs the guest.
 pub(crate) fn run(settings: &Settings, ring: &Ring) -> anyhow::Result<ExitCode> {
-    // Pid 1 reads signals from a descriptor and blocks them. Kata-agent and containers must not inherit that, or only
-    // SIGKILL ends them.
+    // Pid 1 blocks signals. Kata-agent and containers must not inherit that, or only SIGKILL ends them.
     SigSet::empty().thread_set_mask()?;
     // One thread: all of a guest's traffic is one endpoint's task, and a hand-over between threads costs more than it
     // gains. Blocking work goes to the blocking pool.
@@ -71,7 +68,6 @@ async fn complete() {
 enum End {
     Stopped,
     LeaseOver,
-    /// The power button was pressed.
     Button,
 }
 
@@ -104,9 +100,15 @@ impl Parts {
             ..settings.images.clone()
         });
         let components = Components::new(settings, status.clone());
-        let person =
-            PodAssignment::load(settings, status.clone(), agent.clone(), lease.clone(), encrypted.clone())
-                .with_images(images.clone(), components.clone());
+        let person = PodAssignment::load(
+            settings,
+            status.clone(),
+            agent.clone(),
+            lease.clone(),
+            encrypted.clone(),
+            images.clone(),
+            components.clone(),
+        );
         let flushing = tokio::sync::Mutex::new(());
         let control =
             Arc::new(Control { identity: identity.clone(), status: status.clone(), person, flushing });
@@ -132,7 +134,7 @@ async fn live(settings: &Settings, ring: &Ring) -> anyhow::Result<End> {
     };
     let nics_task = configures_nics.then(|| tokio::spawn(nics::keep(status.clone())));
     if configures_nics {
-        status.asked(ASKED).await;
+        status.asked.wait(ASKED).await;
     }
     let parts = Parts::new(settings, ring, status, identity)?;
     let agent_task = tokio::spawn(run_agent(parts.clone(), restarted, settings.state_dir.clone()));
@@ -177,7 +179,7 @@ async fn flush(end: &End, control: &Control) {
 /// Opens the image store, then runs the kata-agent.
 async fn run_agent(parts: Parts, restarted: bool, state_dir: PathBuf) {
     if !restarted {
-        parts.status.called(FIRST_WORD).await;
+        parts.status.called.wait(FIRST_WORD).await;
         // While the node works on its answer. A later request for the key returns the error.
         drop(parts.identity.lock().prepare());
         init::go_on();
@@ -212,26 +214,21 @@ async fn open_images(images: Images, status: Arc<Status>, state_dir: PathBuf) {
 /// Reads user-data, makes the link to the node, and keeps it for ever.
 async fn keep_link(settings: &Settings, ring: &Ring, parts: &Parts) {
     let Parts { status, control, .. } = parts;
-    let restore = tokio::spawn(restore(control.clone(), status.clone()));
+    let restore = tokio::spawn(restore(control.clone()));
     let stage = status.begin("user-data");
     let (sources, wrong) = sources::load(Path::new(sources::FOLDER));
     for error in wrong {
-        tracing::error!(%error, "sources of user-data");
+        tracing::error!(error, "sources of user-data");
     }
     let user_data = user_data::wait(&settings.user_data, &sources).await;
     status.done(stage);
-    if control.person.is_new() {
+    if control.person.is_new {
         parts.lease.set_length(Duration::from_secs(u64::from(user_data.lease_seconds)));
     }
 
-    let notice = Arc::new(Notices {
-        agent: parts.agent.clone(),
-        network: control.person.network(),
-        gpus: control.person.gpus(),
-        volumes: control.person.volumes(),
-    });
+    let notice = Arc::new(Notices { agent: parts.agent.clone(), control: control.clone() });
     let podns = settings.podns.display().to_string();
-    let (handler, events) = GuestHandler::new(parts.agent.clone(), notice, podns, ring.clone());
+    let (handler, links, controls) = GuestHandler::new(parts.agent.clone(), notice, podns, ring.clone());
     let limits = Limits {
         version: env!("CARGO_PKG_VERSION").to_owned(),
         control_message: assignment::MAX_LEN as usize,
@@ -239,11 +236,11 @@ async fn keep_link(settings: &Settings, ring: &Ring, parts: &Parts) {
     };
     let (endpoint, handle) = Endpoint::new(Role::Guest, handler, limits);
     let endpoint = tokio::spawn(endpoint.run());
-    let answering = tokio::spawn(control.clone().serve(handle.clone(), events.controls));
+    let answering = tokio::spawn(control.clone().serve(handle.clone(), controls));
     let reporting = tokio::spawn(control::report(parts.agent.clone(), status.clone(), handle.clone()));
 
     let link = underlay::Link::new(None);
-    let watching = tokio::spawn(watch_underlay(parts.clone(), handle.clone(), link.subscribe()));
+    let watching = tokio::spawn(watch_underlay(control.clone(), handle.clone(), link.subscribe()));
     let supervisor = LinkSupervisor {
         user_data,
         identity: parts.identity.clone(),
@@ -251,29 +248,27 @@ async fn keep_link(settings: &Settings, ring: &Ring, parts: &Parts) {
         status: status.clone(),
         lease: parts.lease.clone(),
         uplink: link,
-        node_endpoints: control.person.node_endpoints(),
+        node_endpoints: control.person.node_endpoints.subscribe(),
     };
-    supervisor.run(&handle, events.links).await;
+    supervisor.run(&handle, links).await;
     for task in [restore, answering, reporting, watching] {
         task.abort();
     }
     drop(endpoint.await);
 }
 
-/// Restores the state of the previous run.
-async fn restore(control: Arc<Control>, status: Arc<Status>) {
+async fn restore(control: Arc<Control>) {
     if let Err(error) = control.person.restore().await {
         tracing::error!(%error, "cannot restore the state of the previous run");
-        status.error(&error.to_string());
+        control.status.error(&error.to_string());
     }
 }
 
 async fn watch_underlay(
-    Parts { control, status, .. }: Parts,
+    control: Arc<Control>,
     handle: EndpointHandle,
     links: watch::Receiver<Option<underlay::Linked>>,
 ) {
-    status.called(FIRST_WORD).await;
-    let network = control.person.network();
-    Watcher { network, control, status, handle }.run(links).await;
+    control.status.called.wait(FIRST_WORD).await;
+    Watcher::run(control, handle, links).await;
 }

@@ -29,10 +29,8 @@ const DMI: &str = "/sys/class/dmi/id";
 const VERSION: u32 = 1;
 const MAX_FILE: u64 = 16 << 10;
 const MOST: usize = 64;
-/// Time limit of one place.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// Description of one cloud.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub(crate) struct Source {
@@ -54,8 +52,7 @@ pub(crate) struct Source {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 struct When {
-    /// Strings of the firmware: a file's name in `/sys/class/dmi/id`, and its content; a `*` at the end stands for any
-    /// rest.
+    /// Strings of the firmware: a file's name in `/sys/class/dmi/id`, and its content; a final `*` stands for any rest.
     #[serde(default)]
     dmi: BTreeMap<String, String>,
     /// File that exists.
@@ -134,15 +131,6 @@ impl TryFrom<Written> for Place {
     type Error = String;
 
     fn try_from(written: Written) -> Result<Place, String> {
-        let kinds = [
-            written.file.is_some(),
-            written.disk.is_some(),
-            written.fw_cfg.is_some(),
-            written.http.is_some(),
-        ];
-        if kinds.into_iter().filter(|is| *is).count() != 1 {
-            return Err("a source is one of `file`, `disk`, `fw-cfg`, `http`".to_owned());
-        }
         if written.http.is_none() && (!written.headers.is_empty() || written.token.is_some()) {
             return Err("`headers` and `token` belong to `http`".to_owned());
         }
@@ -151,59 +139,48 @@ impl TryFrom<Written> for Place {
         }
         let relative =
             |path: &Path| path.components().all(|part| matches!(part, std::path::Component::Normal(_)));
-        let kind = if let Some(file) = written.file {
-            if !file.is_absolute() {
-                return Err("`file` must be an absolute path".to_owned());
-            }
-            Kind::File(file)
-        } else if let (Some(label), Some(path)) = (written.disk, written.path) {
-            if !relative(&path) {
-                return Err("`path` counts from the disk's root".to_owned());
-            }
-            Kind::Disk(label, path)
-        } else if let Some(name) = written.fw_cfg {
-            if !relative(Path::new(&name)) {
+        let kind = match (written.file, written.disk.zip(written.path), written.fw_cfg, written.http) {
+            (Some(file), None, None, None) if file.is_absolute() => Kind::File(file),
+            (Some(_), None, None, None) => return Err("`file` must be an absolute path".to_owned()),
+            (None, Some((label, path)), None, None) if relative(&path) => Kind::Disk(label, path),
+            (None, Some(_), None, None) => return Err("`path` counts from the disk's root".to_owned()),
+            (None, None, Some(name), None) if relative(Path::new(&name)) => Kind::FwCfg(name),
+            (None, None, Some(_), None) => {
                 return Err("`fw-cfg` is a name like opt/org.example/data".to_owned());
             }
-            Kind::FwCfg(name)
-        } else {
-            let get = http::Get::new(&written.http.unwrap_or_default(), written.headers)?;
-            let token = written.token.map(|token| -> Result<Token, String> {
-                let put = http::Get::new(&token.put, token.headers)?;
-                http::check_header(&token.send_as, "")?;
-                Ok(Token { put, send_as: token.send_as })
-            });
-            Kind::Http(get, token.transpose()?)
+            (None, None, None, Some(url)) => {
+                let token = written.token.map(|token| -> Result<Token, String> {
+                    let put = http::Get::new(&token.put, token.headers)?;
+                    http::check_header(&token.send_as, "")?;
+                    Ok(Token { put, send_as: token.send_as })
+                });
+                Kind::Http(http::Get::new(&url, written.headers)?, token.transpose()?)
+            }
+            _ => return Err("a source is one of `file`, `disk`, `fw-cfg`, `http`".to_owned()),
         };
         Ok(Place { kind, base64: written.encoding == Encoding::Base64 })
     }
 }
 
-/// Fault of a description. All of these are mistakes of its author.
-#[derive(Debug, thiserror::Error)]
-pub(crate) enum Error {
-    #[error("{file}: {why}")]
-    Read { file: PathBuf, why: String },
-    #[error(
-        "{file}: version {found}, this program reads {VERSION}; image and program must be built together"
-    )]
-    Version { file: PathBuf, found: u32 },
-}
-
 impl Source {
-    pub(crate) fn parse(text: &[u8], file: &Path) -> Result<Source, Error> {
+    /// Parses a description. All faults are mistakes of its author.
+    pub(crate) fn parse(text: &[u8], file: &Path) -> Result<Source, String> {
         #[derive(Deserialize)]
         struct Versioned {
             version: u32,
         }
-        let wrong = |why: String| Error::Read { file: file.to_owned(), why };
-        let of = |found| Error::Version { file: file.to_owned(), found };
+        let wrong = |why: &str| format!("{}: {why}", file.display());
+        let of = |found| {
+            wrong(&format!(
+                "version {found}, this program reads {VERSION}; image and program must be built together"
+            ))
+        };
         // Parsed once if all is well: this delays the first contact with the node.
         let mut source: Source =
             serde_json::from_slice(text).map_err(|error| {
                 match serde_json::from_slice::<Versioned>(text) {
                     Ok(Versioned { version }) if version != VERSION => of(version),
-                    _ => wrong(error.to_string()),
+                    _ => wrong(&error.to_string()),
                 }
             })?;
         if source.version != VERSION {
@@ -211,11 +188,11 @@ impl Source {
         }
         source.name = file.file_stem().unwrap_or_default().to_string_lossy().into_owned();
         if source.when.iter().any(|when| *when == When::default()) {
-            return Err(wrong("an empty [[when]] is true everywhere: leave it out".to_owned()));
+            return Err(wrong("an empty [[when]] is true everywhere: leave it out"));
         }
         let is_name = |name: &String| name.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_');
         if !source.when.iter().flat_map(|when| when.dmi.keys()).all(is_name) {
-            return Err(wrong("`dmi` names a file of /sys/class/dmi/id".to_owned()));
+            return Err(wrong("`dmi` names a file of /sys/class/dmi/id"));
         }
         Ok(source)
     }
@@ -225,7 +202,6 @@ impl Source {
         self.when.is_empty() || self.when.iter().any(When::holds)
     }
 
-    /// Returns the places of user-data.
     pub(crate) fn places(&self) -> &[Place] {
         &self.user_data
     }
@@ -272,16 +248,15 @@ impl std::fmt::Display for Place {
 impl Place {
     /// Reads the place; `None` if nothing is there (yet). The error names the reason, without any of the content.
     pub(crate) async fn read(&self) -> Result<Option<Vec<u8>>, String> {
+        let kind = self.kind.clone();
         let read = async {
-            match &self.kind {
-                Kind::File(path) => blocking(path.clone(), |path| read_file(&path)).await,
+            match kind {
+                Kind::File(path) => blocking(move || read_file(&path)).await,
                 Kind::FwCfg(name) => {
-                    blocking(Path::new(FW_CFG).join(name).join("raw"), |path| read_file(&path)).await
+                    blocking(move || read_file(&Path::new(FW_CFG).join(name).join("raw"))).await
                 }
-                Kind::Disk(label, path) => {
-                    blocking((label.clone(), path.clone()), |(label, path)| disk::read(&label, &path)).await
-                }
-                Kind::Http(get, token) => ask(get, token.as_ref()).await.map(Some),
+                Kind::Disk(label, path) => blocking(move || disk::read(&label, &path)).await,
+                Kind::Http(get, token) => ask(&get, token.as_ref()).await.map(Some),
             }
         };
         let found = timeout(PATIENCE, read).await.map_err(|_| format!("no answer within {PATIENCE:?}"))??;
@@ -308,11 +283,10 @@ async fn ask(get: &http::Get, token: Option<&Token>) -> Result<Vec<u8>, String> 
     get.send("GET", shown.as_ref().map(|(name, value)| (*name, value.as_str()))).await
 }
 
-async fn blocking<A: Send + 'static>(
-    of: A,
-    read: impl FnOnce(A) -> Result<Option<Vec<u8>>, String> + Send + 'static,
+async fn blocking(
+    read: impl FnOnce() -> Result<Option<Vec<u8>>, String> + Send + 'static,
 ) -> Result<Option<Vec<u8>>, String> {
-    tokio::task::spawn_blocking(move || read(of)).await.map_err(|error| error.to_string())?
+    tokio::task::spawn_blocking(read).await.map_err(|error| error.to_string())?
 }
 
 /// A little more than user-data may have in base64, which distinguishes an oversize file from a missing one.
@@ -323,22 +297,25 @@ fn read_file(path: &Path) -> Result<Option<Vec<u8>>, String> {
 }
 
 /// Reads the descriptions in the VM image; the second value lists the unusable ones.
-pub(crate) fn load(folder: &Path) -> (Vec<Source>, Vec<Error>) {
-    let mut paths: Vec<PathBuf> = std::fs::read_dir(folder)
-        .map(|entries| entries.filter_map(|entry| Some(entry.ok()?.path())).collect())
-        .unwrap_or_default();
+pub(crate) fn load(folder: &Path) -> (Vec<Source>, Vec<String>) {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    let mut paths: Vec<PathBuf> = entries.map(|entry| entry.path()).collect();
     paths.retain(|path| path.extension().is_some_and(|end| end == "json"));
     paths.sort_unstable();
     let (mut sources, mut errors) = (Vec::new(), Vec::new());
     for path in paths.into_iter().take(MOST) {
-        let read = files::read(&path, MAX_FILE);
-        let read = read.map_err(|error| Error::Read { file: path.clone(), why: error.to_string() });
+        let read = files::read(&path, MAX_FILE).map_err(|error| format!("{}: {error}", path.display()));
         match read.and_then(|text| Source::parse(&text.unwrap_or_default(), &path)) {
             Ok(source) => sources.push(source),
             Err(error) => errors.push(error),
         }
     }
     (sources, errors)
+}
+
+/// Returns the descriptions of the clouds that this VM runs in.
+pub(crate) fn here() -> Vec<Source> {
+    load(Path::new(FOLDER)).0.into_iter().filter(Source::is_here).collect()
 }
 
 /// Parses an address and an optional port (default 80): the clouds' services are dialled by number.

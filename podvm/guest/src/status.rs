@@ -11,7 +11,6 @@ use std::time::Duration;
 use nix::time::{ClockId, clock_gettime};
 use parking_lot::{Mutex, MutexGuard};
 use peerpod_proto::guest;
-
 use serde::{Deserialize, Serialize};
 use tokio::sync::{Notify, watch};
 use tokio::time::timeout;
@@ -61,23 +60,21 @@ impl Past {
 
 /// Stores finished stages for the program that talks to the node.
 pub(crate) fn note_past(state_dir: &Path, stages: &[Past]) -> std::io::Result<()> {
-    files::write(&state_dir.join(PAST), &serde_json::to_vec(stages)?)
+    files::write_json(&state_dir.join(PAST), &stages)
 }
 
-/// Status of the guest; shared by all its parts.
 pub(crate) struct Status {
     zero: Duration,
     inner: Mutex<guest::Status>,
-    /// Current note of each subject.
     notes: Mutex<BTreeMap<&'static str, String>>,
-    /// Whether the node was dialled.
-    called: watch::Sender<bool>,
-    /// Whether the NICs' addresses lack nothing but an answer.
-    asked: watch::Sender<bool>,
-    /// Notified when a NIC gets an address.
-    addressed: Arc<Notify>,
-    /// Notified when the node must receive a note at once.
-    said: Arc<Notify>,
+    /// The node is being dialled, or may dial.
+    pub(crate) called: Flag,
+    /// The NICs' addresses are requested, or there: other work may use the processor.
+    pub(crate) asked: Flag,
+    /// Notified when a NIC gets an address: other targets may be reachable now. For one listener.
+    pub(crate) addressed: Arc<Notify>,
+    /// Notified when the node must receive a note at once. For one listener.
+    pub(crate) said: Notify,
 }
 
 /// Stage in progress.
@@ -86,51 +83,25 @@ pub(crate) struct Stage {
     began: Duration,
 }
 
-/// Waits for an event; a timeout is fine, too.
-async fn happened(what: &watch::Sender<bool>, limit: Duration) {
-    drop(timeout(limit, what.subscribe().wait_for(|happened| *happened)).await);
+/// Event that deferred work waits for.
+pub(crate) struct Flag(watch::Sender<bool>);
+
+impl Flag {
+    pub(crate) fn set(&self) {
+        self.0.send_replace(true);
+    }
+
+    /// Waits for the event, but not for ever: a missing one delays nothing for good.
+    pub(crate) async fn wait(&self, limit: Duration) {
+        drop(timeout(limit, self.0.subscribe().wait_for(|happened| *happened)).await);
+    }
 }
 
 impl Status {
-    /// Reports that the node is being dialled, or may dial: deferred work may begin.
-    pub(crate) fn calls(&self) {
-        self.called.send_replace(true);
-    }
-
-    /// Waits for [`Status::calls`], but not for ever: an unreachable node delays nothing for good.
-    pub(crate) async fn called(&self, limit: Duration) {
-        happened(&self.called, limit).await;
-    }
-
-    /// Reports that the NICs' addresses are requested, or there: other work may use the processor.
-    pub(crate) fn asks(&self) {
-        self.asked.send_replace(true);
-    }
-
-    /// Waits for [`Status::asks`], but not longer than `limit`.
-    pub(crate) async fn asked(&self, limit: Duration) {
-        happened(&self.asked, limit).await;
-    }
-
-    /// Reports that a NIC got an address: targets that were unreachable a moment ago may be reachable now.
-    pub(crate) fn has_address(&self) {
-        self.addressed.notify_one();
-    }
-
-    /// Returns the notification of each [`Status::has_address`]; for one listener.
-    pub(crate) fn addressed(&self) -> Arc<Notify> {
-        self.addressed.clone()
-    }
-
     /// Acts as [`Status::note`] for an event on the guest's side: the node gets the status at once.
     pub(crate) fn say(&self, subject: &'static str, text: Option<String>) {
         self.note(subject, text);
         self.said.notify_one();
-    }
-
-    /// Returns the notification of each [`Status::say`]; for one listener.
-    pub(crate) fn said(&self) -> Arc<Notify> {
-        self.said.clone()
     }
 
     /// Makes the status, with the stages before this program, if it is the first run.
@@ -138,10 +109,9 @@ impl Status {
         let zero = birth_of_vm();
         let mut inner = guest::Status::new();
         inner.version = env!("CARGO_PKG_VERSION").to_owned();
-        inner.boot_id = std::fs::read_to_string("/proc/sys/kernel/random/boot_id")
-            .map(|id| id.trim().to_owned())
-            .unwrap_or_default();
-        let (called, asked) = (watch::Sender::new(restarted), watch::Sender::new(restarted));
+        let boot_id = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+        inner.boot_id = boot_id.trim().to_owned();
+        let [called, asked] = [(); 2].map(|()| Flag(watch::Sender::new(restarted)));
         let status = Status {
             zero,
             inner: Mutex::new(inner),
@@ -149,7 +119,7 @@ impl Status {
             called,
             asked,
             addressed: Arc::default(),
-            said: Arc::default(),
+            said: Notify::new(),
         };
         let own_start = || proc::started(std::process::id()).unwrap_or_else(since_boot);
         status.done(match restarted {
@@ -159,10 +129,9 @@ impl Status {
         let noted = files::read(&state_dir.join(PAST), MAX_PAST).ok().flatten().unwrap_or_default();
         let noted: Vec<Past> = serde_json::from_slice(&noted).unwrap_or_default();
         for past in noted.into_iter().filter(|_| !restarted).take(MAX_STAGES / 2) {
-            let mut time = guest::StageTime::new();
-            time.name = past.name;
-            time.at_us = past.began_us.saturating_sub(micros(zero));
-            time.took_us = past.took_us;
+            let (name, at_us, took_us) =
+                (past.name, past.began_us.saturating_sub(micros(zero)), past.took_us);
+            let time = guest::StageTime { name, at_us, took_us, ..guest::StageTime::default() };
             status.lock().stages.push(time);
         }
         status
@@ -174,17 +143,14 @@ impl Status {
         Stage { name, began: since_boot() }
     }
 
-    /// Completes a stage.
     pub(crate) fn done(&self, stage: Stage) {
-        let now = since_boot();
-        let mut time = guest::StageTime::new();
-        time.name = stage.name.to_owned();
-        time.at_us = micros(stage.began.saturating_sub(self.zero));
-        time.took_us = micros(now.saturating_sub(stage.began));
-        tracing::info!(stage = stage.name, at_us = time.at_us, took_us = time.took_us, "stage done");
+        let at_us = micros(stage.began.saturating_sub(self.zero));
+        let took_us = micros(since_boot().saturating_sub(stage.began));
+        tracing::info!(stage = stage.name, at_us, took_us, "stage done");
         let mut inner = self.lock();
         if inner.stages.len() < MAX_STAGES {
-            inner.stages.push(time);
+            let name = stage.name.to_owned();
+            inner.stages.push(guest::StageTime { name, at_us, took_us, ..guest::StageTime::default() });
         }
     }
 
@@ -209,37 +175,6 @@ impl Status {
         }
     }
 
-    /// Sets the kata-agent's state.
-    pub(crate) fn agent(&self, running: bool, exits: u32) {
-        let mut inner = self.lock();
-        (inner.agent_running, inner.agent_exits) = (running, exits);
-    }
-
-    /// Sets the VM's own addresses.
-    pub(crate) fn uplinks(&self, addresses: Vec<String>) {
-        self.lock().uplink_addresses = addresses;
-    }
-
-    /// Sets the path to the node.
-    pub(crate) fn path(&self, path: guest::Path) {
-        self.lock().path = Some(path).into();
-    }
-
-    /// Returns the path to the node as it was last found.
-    pub(crate) fn path_before(&self) -> guest::Path {
-        self.lock().path.clone().unwrap_or_default()
-    }
-
-    /// Sets the digest by which initdata is measured.
-    pub(crate) fn initdata(&self, digest: &str) {
-        self.lock().initdata_digest = digest.to_owned();
-    }
-
-    /// Sets the pod's MTU.
-    pub(crate) fn pod_mtu(&self, bytes: u32) {
-        self.lock().pod_mtu = bytes;
-    }
-
     /// Sets the note of a subject; `None` removes it.
     pub(crate) fn note(&self, subject: &'static str, text: Option<String>) {
         let mut notes = self.notes.lock();
@@ -255,12 +190,12 @@ impl Status {
         self.lock().notes = notes.values().cloned().collect();
     }
 
-    /// Returns the status as a message.
     pub(crate) fn report(&self) -> guest::Status {
         self.lock().clone()
     }
 
-    fn lock(&self) -> MutexGuard<'_, guest::Status> {
+    /// Locks the message, to change other parts of it.
+    pub(crate) fn lock(&self) -> MutexGuard<'_, guest::Status> {
         self.inner.lock()
     }
 }

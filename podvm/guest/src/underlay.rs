@@ -10,7 +10,7 @@ use peerpod_link::endpoint::EndpointHandle;
 use peerpod_link::path_mtu::Token;
 use peerpod_link::path_mtu::ask::{self, PathMtu};
 use peerpod_podnet::events::Events;
-use peerpod_podnet::netlink;
+use peerpod_podnet::netlink::Client;
 use peerpod_podnet::netns::Netns;
 use peerpod_podnet::underlay::{self, Mtus, UnderlayDevice};
 use peerpod_proto::guest;
@@ -22,7 +22,6 @@ use tokio_rustls::client::TlsStream;
 use crate::control::{self, Control};
 use crate::network::{Network, Planned};
 use crate::retries::Retries;
-use crate::status::Status;
 
 /// Quiet time that ends a burst: DHCP and router advertisements come in several messages.
 const QUIET: Duration = Duration::from_millis(250);
@@ -30,10 +29,9 @@ const AT_MOST: Duration = Duration::from_secs(2);
 /// Limit of corrections to the pod's network within [`RESTORATIONS_IN`]; beyond it another program has prevailed.
 const RESTORATIONS: u32 = 20;
 const RESTORATIONS_IN: Duration = Duration::from_secs(600);
-/// Pause after a failure.
 const AGAIN: Duration = Duration::from_secs(5);
-/// Number of retries of a silent path, each after twice as long. A relay or a guest that did not get to run for half a
-/// second is silent, too.
+/// Number of retries of a silent path, each after twice as long: a relay or guest that did not get to run is silent,
+/// too.
 const TRIES: u32 = 4;
 
 /// Properties of a link that matter to its path.
@@ -44,19 +42,13 @@ pub(crate) struct Linked {
 }
 
 impl Linked {
-    /// Reads the properties of a connection, before the endpoint takes it.
-    pub(crate) fn of(stream: &TlsStream<TcpStream>) -> Option<Linked> {
+    /// Reads the properties of a connection, before the endpoint takes it. `port` is the port on which the relay
+    /// answers probes: a node that dialled came from another port.
+    pub(crate) fn of(stream: &TlsStream<TcpStream>, port: Option<u16>) -> Option<Linked> {
         let (tcp, tls) = stream.get_ref();
-        let peer = tcp.peer_addr().ok()?;
+        let mut peer = tcp.peer_addr().ok()?;
+        peer.set_port(port.unwrap_or(peer.port()));
         Some(Linked { peer, token: Token::of(tls) })
-    }
-}
-
-impl Linked {
-    /// Sets the port on which the relay answers probes: a node that dialled came from another port.
-    pub(crate) fn at_port(mut self, port: u16) -> Linked {
-        self.peer.set_port(port);
-        self
     }
 }
 
@@ -85,14 +77,6 @@ impl Silence {
     }
 }
 
-/// Watcher of the VM's own network and of the path to the node.
-pub(crate) struct Watcher {
-    pub(crate) network: Arc<Network>,
-    pub(crate) control: Arc<Control>,
-    pub(crate) status: Arc<Status>,
-    pub(crate) handle: EndpointHandle,
-}
-
 /// Reasons to look at the networks and at the path.
 #[derive(Clone, Copy, Debug, Default)]
 struct Causes {
@@ -106,9 +90,10 @@ struct Causes {
     timer: bool,
 }
 
-/// State of a watch.
-struct Watch {
-    watcher: Watcher,
+/// Watcher of the VM's own network and of the path to the node.
+pub(crate) struct Watcher {
+    control: Arc<Control>,
+    handle: EndpointHandle,
     linked: watch::Receiver<Option<Linked>>,
     planned: watch::Receiver<Option<Planned>>,
     ended: watch::Receiver<u64>,
@@ -130,19 +115,26 @@ struct Watch {
     next: Instant,
 }
 
-impl Watch {
-    async fn new(watcher: Watcher, linked: watch::Receiver<Option<Linked>>) -> Watch {
+impl Watcher {
+    /// Watches until the link's supervisor is gone.
+    pub(crate) async fn run(
+        control: Arc<Control>,
+        handle: EndpointHandle,
+        linked: watch::Receiver<Option<Linked>>,
+    ) {
         let now = Instant::now();
+        let network = &control.person.network;
         // Before the first wait, so that no change is missed.
-        let (planned, ended) = (watcher.network.planned(), watcher.network.ended());
+        let (planned, ended) = (network.planned(), network.encrypted.ended());
         let underlay_events = listen();
         let seen = inspect().await.unwrap_or_default();
-        watcher.status.uplinks(addresses(&seen));
-        Watch {
+        control.status.lock().uplink_addresses = addresses(&seen);
+        let mut watcher = Watcher {
             planned,
             ended,
-            next: now + watcher.network.probe_interval(),
-            watcher,
+            next: now + network.probe_interval(),
+            control,
+            handle,
             linked,
             tunnel: Retries::default(),
             underlay_events,
@@ -154,6 +146,9 @@ impl Watch {
             restorations: 0,
             counted_from: now,
             pending: false,
+        };
+        while let Some(causes) = watcher.cause().await {
+            watcher.look(causes).await;
         }
     }
 
@@ -163,7 +158,7 @@ impl Watch {
             tokio::select! {
                 changed = self.linked.changed() => {
                     changed.ok()?;
-                    self.watcher.network.linked();
+                    self.network().encrypted.linked();
                     return Some(Causes { probe: true, ..Causes::default() });
                 }
                 changed = self.planned.changed() => {
@@ -176,16 +171,10 @@ impl Watch {
                     let times = self.tunnel.failed(Instant::now());
                     tracing::warn!(times, "the encrypted tunnel ended by itself; it is made anew");
                 }
-                () = when(self.tunnel.due()) => self.watcher.mend(&mut self.tunnel).await,
-                more = changed(&mut self.pod_events) => {
-                    if !more {
-                        self.pod_events = None;
-                    }
-                    return Some(Causes { pod: true, ..Causes::default() });
-                }
-                more = changed(&mut self.underlay_events) => {
-                    if !more {
-                        self.underlay_events = None;
+                () = when(self.tunnel.due()) => self.mend().await,
+                () = changed(&mut self.pod_events) => return Some(Causes { pod: true, ..Causes::default() }),
+                () = changed(&mut self.underlay_events) => {
+                    if self.underlay_events.is_none() {
                         self.look_within(AGAIN);
                     }
                     return Some(Causes { underlay: true, ..Causes::default() });
@@ -200,7 +189,7 @@ impl Watch {
 
     /// Takes the node's new plan. Returns whether the path may be another one.
     fn is_path_other(&mut self) -> bool {
-        self.look_within(self.watcher.network.probe_interval());
+        self.look_within(self.network().probe_interval());
         let mtus = self.planned.borrow_and_update().as_ref().map(|planned| planned.mtus.clone());
         // A new MTU from the node means that its side of the path changed. The ends of link and tunnel are mostly the
         // same, and the path was probed when the link was made.
@@ -211,7 +200,7 @@ impl Watch {
     }
 
     fn timer(&mut self) {
-        self.next = Instant::now() + self.watcher.network.probe_interval();
+        self.next = Instant::now() + self.network().probe_interval();
         if self.counted_from.elapsed() >= RESTORATIONS_IN {
             (self.restorations, self.counted_from) = (0, Instant::now());
         }
@@ -230,7 +219,7 @@ impl Watch {
             Some(_) => causes.pod,
             // A namespace that cannot be watched is not there yet.
             None => {
-                self.pod_events = self.watcher.network.listen();
+                self.pod_events = self.network().listen();
                 self.pod_events.is_some()
             }
         };
@@ -242,35 +231,34 @@ impl Watch {
         again |= moved;
         // The node's plan may have been carried out between two inspections, with a NIC that was down for a moment.
         if causes.underlay && !again {
-            again = self.watcher.network.leaves_otherwise().await;
+            again = self.network().leaves_otherwise().await;
         }
         let probe = causes.probe || moved;
         let (other_path, other_mtu) = self.look_at_path(Causes { probe, ..causes }).await;
         again |= other_path || other_mtu || self.pending;
-        self.pending = again && !self.watcher.follow().await;
+        self.pending = again && !self.follow().await;
         if self.pending {
             self.look_within(AGAIN);
         }
         if again || probe || damaged {
-            control::tell(&self.watcher.status, &self.watcher.handle);
+            control::tell(&self.control.status, &self.handle);
         }
     }
 
     /// Compares the pod's network with its plan. Returns whether it is to be corrected, and whether it is damaged.
     async fn look_at_pod(&mut self) -> (bool, bool) {
-        let network = &self.watcher.network;
+        let network = self.network();
         let lacks = network.drift().await;
         let again = !lacks.is_empty() && !network.is_pods_own() && self.restorations < RESTORATIONS;
         self.restorations += u32::from(again);
-        self.watcher.note_pod(&lacks, again);
+        self.note_pod(&lacks, again);
         (again, !lacks.is_empty())
     }
 
-    /// Returns whether the VM's own network changed.
     async fn look_at_underlay(&mut self) -> bool {
         let Some(now) = inspect().await.filter(|now| *now != self.seen) else { return false };
         tracing::info!(uplinks = ?now, "the VM's own network changed");
-        self.watcher.status.uplinks(addresses(&now));
+        self.control.status.lock().uplink_addresses = addresses(&now);
         self.seen = now;
         true
     }
@@ -293,11 +281,15 @@ impl Watch {
             self.silence = Silence::default();
         }
         self.tried = Some(now);
-        let (changed, silent) = self.watcher.probe(&link, target, figures).await;
+        let (changed, silent) = self.probe(&link, target, figures).await;
         if let Some(pause) = self.silence.after(silent) {
             self.look_within(pause);
         }
         (other, changed)
+    }
+
+    fn network(&self) -> &Network {
+        &self.control.person.network
     }
 
     /// Returns the end of the path: the tunnel's end or, if that is inside another tunnel, the link's end.
@@ -305,29 +297,19 @@ impl Watch {
         let peer = self.linked.borrow().as_ref().map(|link| link.peer.ip().to_canonical());
         self.planned.borrow().as_ref().and_then(|planned| planned.node).or(peer)
     }
-}
-
-impl Watcher {
-    /// Watches until the link's supervisor is gone.
-    pub(crate) async fn run(self, linked: watch::Receiver<Option<Linked>>) {
-        let mut watch = Watch::new(self, linked).await;
-        while let Some(causes) = watch.cause().await {
-            watch.look(causes).await;
-        }
-    }
 
     /// Makes the encrypted tunnel again, and reports it.
-    async fn mend(&self, tunnel: &mut Retries) {
-        tunnel.begun();
+    async fn mend(&mut self) {
+        self.tunnel.begun();
         let note = match self.control.person.network_again().await {
             Ok(()) => "the encrypted tunnel ended by itself and was made anew".to_owned(),
             Err(error) => {
-                tunnel.failed(Instant::now());
+                self.tunnel.failed(Instant::now());
                 format!("the encrypted tunnel ended by itself and cannot be made anew: {error}")
             }
         };
-        self.status.note("tunnel", Some(note));
-        control::tell(&self.status, &self.handle);
+        self.control.status.note("tunnel", Some(note));
+        control::tell(&self.control.status, &self.handle);
     }
 
     /// Notes the state of the pod's network, and why it is corrected or not.
@@ -336,33 +318,30 @@ impl Watcher {
         let note = match (lacks.is_empty(), again) {
             (true, _) => return,
             (false, true) => format!("the pod's network was repaired: {lacks}"),
-            (false, false) if self.network.is_pods_own() => {
+            (false, false) if self.network().is_pods_own() => {
                 format!("the pod may change its network, and it is not as planned: {lacks}")
             }
             (false, false) => format!("the pod's network is damaged again and again: {lacks}"),
         };
-        self.status.note("pod", Some(note));
+        self.control.status.note("pod", Some(note));
     }
 
     /// Makes the pod's network again; returns whether that worked.
     async fn follow(&self) -> bool {
         let made = self.control.person.network_again().await;
-        let failed = made.err().map(|error| error.to_string());
-        if let Some(error) = &failed {
-            tracing::error!(error, "cannot follow the VM's own network");
-        }
-        let worked = failed.is_none();
-        self.status.note("uplink", failed.map(|error| format!("the VM's own network changed: {error}")));
+        let failed =
+            made.inspect_err(|error| tracing::error!(%error, "cannot follow the VM's own network")).err();
+        let note = failed.map(|error| format!("the VM's own network changed: {error}"));
+        let worked = note.is_none();
+        self.control.status.note("uplink", note);
         worked
     }
 
     /// Probes the path to `target`; returns whether the path MTU changed, and whether there was no answer.
     async fn probe(&self, link: &Linked, target: IpAddr, figures: Mtus) -> (bool, bool) {
         let device = figures.device;
-        let mut path = guest::Path::new();
-        path.peer = target.to_string();
-        path.device = device;
-        path.kernel = figures.learnt;
+        let (peer, kernel) = (target.to_string(), figures.learnt);
+        let mut path = guest::Path { peer, device, kernel, ..guest::Path::default() };
         let (began, mut silent) = (Instant::now(), false);
         match link.token {
             None => path.why = "the link's TLS has no exporter".to_owned(),
@@ -377,24 +356,17 @@ impl Watcher {
             },
         }
         // Silence after an answer reveals nothing about the path: the link may be down, the relay busy.
-        let before = self.status.path_before();
+        let before = self.control.status.lock().path.clone().unwrap_or_default();
         if path.probed == 0 && before.peer == path.peer && before.device == path.device {
             path.probed = before.probed;
         }
         path.mtu = if path.probed > 0 { path.probed } else { path.kernel };
-        let (counts, took) = (path.mtu, began.elapsed());
-        tracing::info!(
-            peer = path.peer,
-            mtu = counts,
-            probed = path.probed,
-            kernel = path.kernel,
-            device,
-            why = path.why,
-            ?took,
-            "the path to the node"
-        );
-        self.status.path(path);
-        (self.network.set_path(counts), silent)
+        let took = began.elapsed();
+        let guest::Path { peer, mtu, probed, kernel, why, .. } = &path;
+        tracing::info!(peer, mtu, probed, kernel, device, why, ?took, "the path to the node");
+        let counts = path.mtu;
+        self.control.status.lock().path = Some(path).into();
+        (self.network().set_path(counts), silent)
     }
 }
 
@@ -412,46 +384,26 @@ async fn when(due: Option<Instant>) {
 }
 
 async fn figures(target: IpAddr) -> Option<Mtus> {
-    match tokio::task::spawn_blocking(move || underlay::mtus(target)).await {
-        Ok(Ok(figures)) => Some(figures),
-        Ok(Err(error)) => {
-            tracing::warn!(%error, "cannot try the path to the node");
-            None
-        }
-        Err(_) => None,
-    }
+    let figures = tokio::task::spawn_blocking(move || underlay::mtus(target)).await.ok()?;
+    figures.inspect_err(|error| tracing::warn!(%error, "cannot try the path to the node")).ok()
 }
 
-/// Waits for the next change; returns false when no further events come.
-async fn changed(events: &mut Option<Events>) -> bool {
-    match events {
-        Some(events) => match events.settled(QUIET, AT_MOST).await {
-            Ok(_) => true,
-            Err(error) => {
-                tracing::error!(%error, "no longer receives changes of the VM's own network");
-                false
-            }
-        },
-        None => std::future::pending().await,
+/// Waits for the next change. Drops a receiver that gets no further events.
+async fn changed(events: &mut Option<Events>) {
+    let Some(receiver) = events else { return std::future::pending().await };
+    if let Err(error) = receiver.settled(QUIET, AT_MOST).await {
+        tracing::error!(%error, "no longer receives changes of the VM's own network");
+        *events = None;
     }
 }
 
 async fn inspect() -> Option<Vec<UnderlayDevice>> {
     let inspect = || {
-        let failed = |e| peerpod_podnet::Error::Kernel {
-            attempt: "open a netlink socket".to_owned(),
-            source: netlink::Error::Socket(e),
-        };
-        underlay::inspect(&mut netlink::Client::route().map_err(failed)?)
+        let mut client = Client::route().map_err(|error| format!("open a netlink socket: {error}"))?;
+        underlay::inspect(&mut client).map_err(|error| error.to_string())
     };
-    match tokio::task::spawn_blocking(inspect).await {
-        Ok(Ok(seen)) => Some(seen),
-        Ok(Err(error)) => {
-            tracing::error!(%error, "cannot look at the VM's own network");
-            None
-        }
-        Err(_) => None,
-    }
+    let seen = tokio::task::spawn_blocking(inspect).await.ok()?;
+    seen.inspect_err(|error| tracing::error!(error, "cannot look at the VM's own network")).ok()
 }
 
 /// Returns the addresses of the devices with a default route.

@@ -15,9 +15,9 @@ use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use parking_lot::Mutex;
+use peerpod_common::blocking::{Interrupted, blocking};
 use peerpod_proto::guest::{Volume, VolumeFault};
 use peerpod_volume::{Credentials, FsGroup, GuestVolume, Identity, Mode, Source, VolumeId};
-use tokio::task::spawn_blocking;
 use tokio::time::timeout;
 
 use self::find::{Disk, Places};
@@ -32,19 +32,16 @@ pub(crate) mod scratch;
 mod shares;
 mod signed_in;
 
-/// Directory of mounts for a moment.
 const MOMENT: &str = "/run/peerpod/volumes-moment";
 /// Directory of mounted shares that require credentials; they stay until the VM ends.
 const SHARES: &str = "/run/peerpod/shares";
-/// Time limit for a disk: one attached before the pod started appears in milliseconds; shims wait a minute for a
-/// container.
+/// Time limit for a disk, which appears in milliseconds if it was attached before; shims wait a minute for a container.
 const WAIT: Duration = Duration::from_secs(40);
 /// Time limit for files: they are there in milliseconds, or their server is away.
 const LOOK: Duration = Duration::from_secs(20);
 /// Limit of volumes per pod.
 const MOST: usize = 256;
 
-/// Failure to use a volume.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error("{text}")]
 pub(crate) struct Fault {
@@ -66,7 +63,12 @@ impl Fault {
     }
 }
 
-/// Volume of the pod.
+impl From<Interrupted> for Fault {
+    fn from(interrupted: Interrupted) -> Fault {
+        Fault::not_now(interrupted.to_string())
+    }
+}
+
 struct Known {
     volume: GuestVolume,
     identity: Option<Identity>,
@@ -93,17 +95,15 @@ impl Known {
             return Err(stuck());
         }
         let looks = self.looks.clone();
-        let looked = spawn_blocking(move || {
+        let looked = blocking(move || {
             let result = work();
             drop(looks);
             result
         });
-        let looked = timeout(limit, looked).await.map_err(|_| stuck())?;
-        looked.map_err(|error| Fault::not_now(format!("look at its files: {error}")))?
+        timeout(limit, looked).await.map_err(|_| stuck())?
     }
 }
 
-/// All volumes of the pod.
 #[derive(Default)]
 pub(crate) struct Volumes {
     known: Mutex<BTreeMap<VolumeId, Arc<Known>>>,
@@ -111,10 +111,7 @@ pub(crate) struct Volumes {
 }
 
 impl Volumes {
-    /// Replaces the pod's volumes by these.
-    ///
-    /// # Errors
-    /// One is unreadable, or there are too many: a pod must not start with less than it asked for.
+    /// Replaces the pod's volumes by these. Fails if one is unreadable or too many: a pod must not start with less.
     pub(crate) fn learn(&self, told: &[Volume]) -> Result<(), String> {
         if told.len() > MOST {
             return Err(format!("{} volumes are more than {MOST}", told.len()));
@@ -123,20 +120,14 @@ impl Volumes {
         let mut now = BTreeMap::new();
         for one in told {
             let volume = GuestVolume::read(&one.descriptor).map_err(|error| error.to_string())?;
-            let identity = match &one.identity[..] {
-                [] => None,
-                json => Some(
-                    serde_json::from_slice(json)
-                        .map_err(|error| format!("identity of volume {}: {error}", volume.name))?,
-                ),
-            };
-            let credentials = match &one.credentials[..] {
-                [] => None,
-                json => Some(
-                    Credentials::read(json)
-                        .map_err(|why| format!("credentials of volume {}: {why}", volume.name))?,
-                ),
-            };
+            let identity = Some(&one.identity[..]).filter(|json| !json.is_empty());
+            let identity = identity.map(serde_json::from_slice).transpose();
+            let identity =
+                identity.map_err(|error| format!("identity of volume {}: {error}", volume.name))?;
+            let credentials = Some(&one.credentials[..]).filter(|json| !json.is_empty());
+            let credentials = credentials.map(Credentials::read).transpose();
+            let credentials =
+                credentials.map_err(|why| format!("credentials of volume {}: {why}", volume.name))?;
             let same = known.get(&volume.id).filter(|old| {
                 old.volume == volume && old.identity == identity && old.credentials == credentials
             });
@@ -159,10 +150,8 @@ impl Volumes {
     fn get(&self, id: &str) -> Result<Arc<Known>, Fault> {
         let known = self.known.lock();
         let found = id.parse::<VolumeId>().ok().and_then(|id| known.get(&id).cloned());
-        found.ok_or_else(|| Fault {
-            kind: VolumeFault::VOLUME_FAULT_UNKNOWN,
-            text: format!("the pod has no volume {id:?}"),
-        })
+        let kind = VolumeFault::VOLUME_FAULT_UNKNOWN;
+        found.ok_or_else(|| Fault { kind, text: format!("the pod has no volume {id:?}") })
     }
 
     /// Makes a volume ready for a container that is about to be made.
@@ -231,7 +220,6 @@ impl Volumes {
         Ok(ready)
     }
 
-    /// Waits for the volume's disk, and returns it.
     async fn disk(&self, known: &Known) -> Result<Disk, Fault> {
         match &known.identity {
             Some(identity) => self.places.wait(identity, WAIT).await,
@@ -254,17 +242,16 @@ impl Volumes {
     }
 }
 
-/// Describes a raw device for a container.
 fn raw(known: &Known, disk: &Disk) -> Result<Ready, Fault> {
     use std::os::unix::fs::MetadataExt;
-    let number = std::fs::metadata(&disk.node).map(|found| found.rdev());
-    let number =
-        number.map_err(|error| Fault::not_now(format!("look at {}: {error}", disk.node.display())))?;
+    let node = disk.node.display();
+    let found = std::fs::metadata(&disk.node);
+    let number = found.map_err(|error| Fault::not_now(format!("look at {node}: {error}")))?.rdev();
     let part = |number: u64| u32::try_from(number).unwrap_or(u32::MAX);
     Ok(Ready {
         // For a device that exists already: the kata-agent takes the numbers of its node.
         driver: "mmioblk".into(),
-        source: disk.node.display().to_string(),
+        source: node.to_string(),
         device: Some((part(nix::sys::stat::major(number)), part(nix::sys::stat::minor(number)))),
         read_only: known.volume.read_only,
         ..Ready::default()

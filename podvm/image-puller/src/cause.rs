@@ -5,33 +5,26 @@ use std::io;
 use std::path::Path;
 
 use oci_client::errors::{OciDistributionError, OciErrorCode};
-pub(crate) use peerpod_image_job::cause::{Cause, Error, quote};
+pub(crate) use peerpod_image_job::{Cause, Error, quote};
 
 /// Classifies an error of the VM's disk.
-pub(crate) fn disk(what: &str, path: &Path, error: &io::Error) -> Error {
-    let text = format!("{what} {}: {error}", path.display());
-    match error.raw_os_error() {
-        Some(code)
-            if [libc_code(nix::errno::Errno::ENOSPC), libc_code(nix::errno::Errno::EDQUOT)]
-                .contains(&code) =>
-        {
-            let cure = "give the VM a larger disk for images (without a disk they are in memory), or more \
-                        memory, or use a smaller image";
-            Error::new(Cause::NoSpace, format!("{text}; {cure}"))
+pub(crate) fn disk(what: &str, path: &Path) -> impl Fn(io::Error) -> Error {
+    move |error| {
+        let text = format!("{what} {}: {error}", path.display());
+        if !matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded) {
+            return Error::new(Cause::Internal, text);
         }
-        _ => Error::new(Cause::Internal, text),
+        let cure = "give the VM a larger disk for images (without a disk they are in memory), or more memory, or use \
+                    a smaller image";
+        Error::new(Cause::NoSpace, format!("{text}; {cure}"))
     }
 }
 
 /// Classifies the client's error of a request to the registry.
 pub(crate) fn registry(what: &str, error: &OciDistributionError) -> Error {
     let (cause, why, cure) = classify(error);
-    let text = format!("{what}: {}", quote(&why));
-    Error::new(cause, if cure.is_empty() { text } else { format!("{text}; {cure}") })
-}
-
-fn libc_code(errno: nix::errno::Errno) -> i32 {
-    errno as i32
+    let separator = if cure.is_empty() { "" } else { "; " };
+    Error::new(cause, format!("{what}: {}{separator}{cure}", quote(&why)))
 }
 
 const CHECK_NAME: &str = "check the image's name and tag";
@@ -133,11 +126,11 @@ mod tests {
     #[test]
     fn a_full_disk_is_distinguished_from_other_errors() {
         let full = io::Error::from_raw_os_error(nix::errno::Errno::ENOSPC as i32);
-        let error = disk("writing", Path::new("/x"), &full);
+        let error = disk("writing", Path::new("/x"))(full);
         assert_eq!(error.cause, Cause::NoSpace);
         assert!(error.to_string().starts_with("no space: writing /x: "), "{error}");
         let other = io::Error::from_raw_os_error(nix::errno::Errno::EIO as i32);
-        assert_eq!(disk("writing", Path::new("/x"), &other).cause, Cause::Internal);
+        assert_eq!(disk("writing", Path::new("/x"))(other).cause, Cause::Internal);
     }
 
     #[test]

@@ -11,7 +11,7 @@ use base64::engine::general_purpose::STANDARD;
 use serde::Deserialize;
 
 /// Size limit in bytes; larger texts are refused.
-pub const MAX_LEN: usize = 2 << 20;
+const MAX_LEN: usize = 2 << 20;
 /// Limit of credentials that are tried for one image.
 const MOST: usize = 16;
 /// Names of Docker Hub in such files.
@@ -19,7 +19,7 @@ const HUB: [&str; 3] = ["index.docker.io", "docker.io", "registry-1.docker.io"];
 
 /// Credential for a registry.
 #[derive(Clone, PartialEq, Eq)]
-pub enum Credential {
+pub(crate) enum Credential {
     /// User and password.
     Basic(String, String),
     /// A token for the registry itself.
@@ -30,24 +30,6 @@ impl fmt::Debug for Credential {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("(credential)")
     }
-}
-
-/// Fault of such a file; never repeats any of it.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Bad {
-    /// The text has more than [`MAX_LEN`] bytes.
-    #[error("the pull secret has more than {MAX_LEN} bytes")]
-    TooLarge,
-    /// The text is not JSON of the expected shape.
-    #[error(
-        "the pull secret is not a .dockerconfigjson ({what} at line {line}): it begins with {{\"auths\": ...}}"
-    )]
-    Malformed {
-        /// Kind of mistake.
-        what: &'static str,
-        /// Line of the mistake, from 1.
-        line: usize,
-    },
 }
 
 #[derive(Deserialize)]
@@ -66,30 +48,26 @@ struct Entry {
 }
 
 /// Returns the credentials for the registry (as `host[:port]`) and repository, the most exact first. An empty text has
-/// none.
-///
-/// # Errors
-/// The text is not a `.dockerconfigjson`.
-pub fn for_image(text: &str, registry: &str, repository: &str) -> Result<Vec<Credential>, Bad> {
+/// none. An error never repeats any of the text.
+pub(crate) fn for_image(text: &str, registry: &str, repository: &str) -> Result<Vec<Credential>, String> {
     if text.trim().is_empty() {
         return Ok(Vec::new());
     }
     if text.len() > MAX_LEN {
-        return Err(Bad::TooLarge);
+        return Err(format!("the pull secret has more than {MAX_LEN} bytes"));
     }
-    let file: File = serde_json::from_str(text).map_err(|error| Bad::Malformed {
-        what: match error.classify() {
+    let file: File = serde_json::from_str(text).map_err(|error| {
+        let what = match error.classify() {
             serde_json::error::Category::Data => "a field of the wrong kind",
             serde_json::error::Category::Eof => "it ends early",
             _ => "not JSON",
-        },
-        line: error.line(),
+        };
+        let at = format!("{what} at line {}", error.line());
+        format!("the pull secret is not a .dockerconfigjson ({at}): it begins with {{\"auths\": ...}}")
     })?;
-    let mut fitting: Vec<(usize, Credential)> = file
-        .auths
-        .iter()
-        .filter_map(|(key, entry)| Some((fits(key, registry, repository)?, entry.credential()?)))
-        .collect();
+    let fits =
+        |(key, entry): (&String, &Entry)| Some((fits(key, registry, repository)?, entry.credential()?));
+    let mut fitting: Vec<(usize, Credential)> = file.auths.iter().filter_map(fits).collect();
     fitting.sort_by_key(|(exact, _)| std::cmp::Reverse(*exact));
     Ok(fitting.into_iter().map(|(_, credential)| credential).take(MOST).collect())
 }
@@ -185,7 +163,10 @@ mod tests {
         let error = for_image(r#"{"auths":{"r":{"auth":7777}}}"#, "r", "x").unwrap_err();
         let text = format!("{error} {error:?}");
         assert!(text.contains("dockerconfigjson") && !text.contains("7777"), "{text}");
-        assert_eq!(for_image(&" x".repeat(MAX_LEN), "r", "x"), Err(Bad::TooLarge));
+        assert_eq!(
+            for_image(&" x".repeat(MAX_LEN), "r", "x"),
+            Err(format!("the pull secret has more than {MAX_LEN} bytes"))
+        );
         let entry = Credential::Basic("user".into(), "geheim".into());
         assert!(!format!("{entry:?}").contains("geheim"));
     }

@@ -11,8 +11,7 @@
 //! below the store and the requested one.
 
 mod cause;
-pub mod credentials;
-mod fetch;
+mod credentials;
 mod mount;
 mod process;
 mod pull;

@@ -20,8 +20,7 @@ pub(crate) fn apart() -> io::Result<()> {
     Ok(mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none)?)
 }
 
-/// Mounts an overlay: `layers` (ids, the lowest first), and `upper/{fs,work}` on top. `hasty`: writes need not survive
-/// the machine.
+/// Mounts `layers` (ids, the lowest first) and `upper/{fs,work}` on top. `hasty`: writes need not survive the machine.
 pub(crate) fn overlay(layers: &[String], upper: &str, target: &Path, hasty: bool) -> io::Result<()> {
     let lower: Vec<String> = layers.iter().rev().map(|id| format!("l/{id}")).collect();
     let volatile = if hasty { ",volatile" } else { "" };

@@ -1,5 +1,6 @@
 //! Runs one job in a process: `peerpod-pull`.
 
+use std::fmt::Display;
 use std::io::{self, Read, Write};
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -19,45 +20,38 @@ const MAX_JOB: u64 = 32 << 20;
 /// Reads a [`Job`] from standard input, does it, and writes [`Event`]s to standard output. Ends with the program that
 /// started it: a pull without a waiting caller has no use.
 pub fn run() -> ExitCode {
-    let outcome = begin().and_then(work);
-    let event = match outcome {
-        Ok(outcome) => Event::Done(outcome),
-        Err(error) => Event::Failed(error),
+    let (event, code) = match begin().and_then(work) {
+        Ok(outcome) => (Event::Done(outcome), ExitCode::SUCCESS),
+        Err(error) => (Event::Failed(error), ExitCode::FAILURE),
     };
-    let good = matches!(event, Event::Done(_));
     say(&event);
-    if good { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    code
+}
+
+fn internal<E: Display>(what: &str) -> impl Fn(E) -> Error {
+    move |error| Error::new(Cause::Internal, format!("{what}: {error}"))
 }
 
 fn begin() -> Result<Job, Error> {
-    let internal = |what: &str, why: String| Error::new(Cause::Internal, format!("{what}: {why}"));
-    prctl::set_pdeathsig(Signal::SIGKILL)
-        .map_err(|e| internal("asking to end with the guest", e.to_string()))?;
+    prctl::set_pdeathsig(Signal::SIGKILL).map_err(internal("asking to end with the guest"))?;
     // The process holds a pull secret.
-    prctl::set_dumpable(false).map_err(|e| internal("asking for no core dump", e.to_string()))?;
+    prctl::set_dumpable(false).map_err(internal("asking for no core dump"))?;
     let mut text = Vec::new();
-    io::stdin()
-        .take(MAX_JOB)
-        .read_to_end(&mut text)
-        .map_err(|e| internal("reading the job", e.to_string()))?;
+    io::stdin().take(MAX_JOB).read_to_end(&mut text).map_err(internal("reading the job"))?;
     // The parser's text could repeat the secret; the position suffices.
     serde_json::from_slice(&text)
-        .map_err(|e| internal("reading the job", format!("line {}, column {}", e.line(), e.column())))
+        .map_err(|e| internal("reading the job")(format!("line {}, column {}", e.line(), e.column())))
 }
 
 fn work(job: Job) -> Result<crate::Outcome, Error> {
-    let internal = |what: &str, why: String| Error::new(Cause::Internal, format!("{what}: {why}"));
     let memory = job.limits.memory_mib << 20;
-    setrlimit(Resource::RLIMIT_DATA, memory, memory)
-        .map_err(|e| internal("bounding its memory", e.to_string()))?;
+    setrlimit(Resource::RLIMIT_DATA, memory, memory).map_err(internal("bounding its memory"))?;
     nix::sys::stat::umask(nix::sys::stat::Mode::empty());
     if rustls::crypto::ring::default_provider().install_default().is_err() {
-        return Err(internal("choosing cryptography", "it was chosen before".into()));
+        return Err(internal("choosing cryptography")("it was chosen before"));
     }
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .build()
-        .map_err(|e| internal("starting", e.to_string()))?;
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    let runtime = runtime.map_err(internal("starting"))?;
     let said: Say = Arc::new(|event| say(&event));
     let limit = Duration::from_secs(job.limits.seconds);
     let pulled = runtime.block_on(async { tokio::time::timeout(limit, pull(&job, &said)).await });

@@ -1,33 +1,35 @@
 //! Carries out one job, from the name to the mount.
 
+use std::fs::{self, File};
+use std::io;
 use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
-use std::time::Instant;
-use std::{fs, io};
+use std::time::{Duration, Instant};
 
 use futures_util::stream::{self, StreamExt};
 use tokio::sync::{mpsc, oneshot};
 
-use crate::cause::{Cause, Error};
+use crate::cause::{Cause, Error, disk};
 use crate::registry::{self, Image, Layer, Process, Registry};
-use crate::store::{Lock, Record, Store, chain};
+use crate::store::{Record, Store, chain};
 use crate::stream::{Counted, open};
-use crate::{Event, Job, Outcome, fetch, mount, unpack};
+use crate::{Event, Job, Outcome, mount, unpack};
 
 /// Limit of layers that are fetched at the same time.
 const AT_ONCE: usize = 3;
+/// Limit of attempts for one layer, and for the requests before.
+const TRIES: u32 = 4;
 /// Directory of the kata-agent's bundles.
 const BUNDLES: &str = "/run/kata-containers";
 
-/// Callback for events of the pull.
 pub(crate) type Say = Arc<dyn Fn(Event) + Send + Sync>;
 
 /// Does the job. The caller's working directory becomes the store.
 pub(crate) async fn pull(job: &Job, say: &Say) -> Result<Outcome, Error> {
     let reference = registry::parse(&job.image)?;
-    let bundle = job.bundle.as_deref().map(checked_bundle).transpose()?;
+    job.bundle.as_deref().map_or(Ok(()), check_bundle)?;
     let store = Store::open(&job.store)?;
-    std::env::set_current_dir(store.path()).map_err(|e| crate::cause::disk("entering", store.path(), &e))?;
+    std::env::set_current_dir(store.path()).map_err(disk("entering", store.path()))?;
     store.sweep(&fs::read_to_string("/proc/self/mountinfo").unwrap_or_default());
     let name = reference.whole();
     let pinned = reference.digest().is_some();
@@ -36,18 +38,15 @@ pub(crate) async fn pull(job: &Job, say: &Say) -> Result<Outcome, Error> {
         before => match fresh(job, &reference, &store, say).await {
             Ok(image) => image,
             // A restart of a container must not depend on a registry that is away at the moment.
-            Err(error) if error.cause.is_transient() => match before {
-                Some(record) => {
-                    say(Event::Warning { text: format!("{error}; the image that is here is used") });
-                    known(record)
-                }
-                None => return Err(error),
-            },
-            Err(error) => return Err(error),
+            Err(error) => {
+                let record = before.filter(|_| error.cause.is_transient()).ok_or_else(|| error.clone())?;
+                say(Event::Warning { text: format!("{error}; the image that is here is used") });
+                known(record)
+            }
         },
     };
-    if let Some(bundle) = bundle {
-        mount_bundle(&store, &record, &bundle)?;
+    if let Some(bundle) = &job.bundle {
+        mount_bundle(&store, &record, bundle)?;
     }
     Ok(outcome)
 }
@@ -66,34 +65,30 @@ async fn fresh(
     say: &Say,
 ) -> Result<(Record, Outcome), Error> {
     let began = Instant::now();
-    let (registry, image) = found(job, reference, say).await?;
+    let (registry, image) = retried(say, async || Registry::find(job, reference).await).await?;
     let name = reference.whole();
     let (fetched, bytes) = layers(job, &registry, &image, store, say).await?;
     store.remember(&name, &image)?;
     let outcome =
         Outcome { manifest_digest: image.digest.clone(), layers: image.layers.len(), fetched, bytes };
-    say(Event::Progress {
-        text: format!(
-            "{name} is here: {} layers, {fetched} fetched, {} KiB in {} ms",
-            outcome.layers,
-            bytes >> 10,
-            began.elapsed().as_millis()
-        ),
-    });
+    let (layers, kib, ms) = (outcome.layers, bytes >> 10, began.elapsed().as_millis());
+    let text = format!("{name} is here: {layers} layers, {fetched} fetched, {kib} KiB in {ms} ms");
+    say(Event::Progress { text });
     let record = store
         .recall(&name)
         .ok_or_else(|| Error::new(Cause::Internal, "a layer vanished from the store while it was used"))?;
     Ok((record, outcome))
 }
 
-async fn found(job: &Job, reference: &oci_client::Reference, say: &Say) -> Result<(Registry, Image), Error> {
-    let mut attempt = 0;
+/// Repeats an attempt after transient failures.
+async fn retried<T>(say: &Say, attempt: impl AsyncFn() -> Result<T, Error>) -> Result<T, Error> {
+    let mut failures = 0;
     loop {
-        match Registry::find(job, reference).await {
-            Err(error) if error.cause.is_transient() && attempt + 1 < fetch::TRIES => {
+        match attempt().await {
+            Err(error) if error.cause.is_transient() && failures + 1 < TRIES => {
                 say(Event::Warning { text: format!("{error}; tried again") });
-                tokio::time::sleep(fetch::pause(attempt)).await;
-                attempt += 1;
+                tokio::time::sleep(Duration::from_millis(500 << failures)).await;
+                failures += 1;
             }
             other => return other,
         }
@@ -129,7 +124,7 @@ async fn layers(
                 return Ok(None); // another process was faster
             }
             let blob = Blob(store.blob(&ids[at]));
-            fetch::layer(registry, layer, &blob.0, |text| say(Event::Warning { text })).await?;
+            retried(say, async || registry.save(layer, &blob.0).await).await?;
             let text = format!("layer {} of {}: {} KiB", at + 1, image.layers.len(), layer.size >> 10);
             say(Event::Progress { text });
             Ok(Some(Work { at, blob, layer: layer.clone(), _lock: lock }))
@@ -178,7 +173,7 @@ struct Work {
     at: usize,
     blob: Blob,
     layer: Layer,
-    _lock: Lock,
+    _lock: File,
 }
 
 type Unpacked = Result<Vec<String>, Error>;
@@ -211,7 +206,7 @@ impl Unpacker {
     fn run(&mut self, mut work: mpsc::Receiver<Work>) -> Unpacked {
         mount::apart()
             .and_then(|()| std::env::set_current_dir(self.store.path()))
-            .map_err(|e| crate::cause::disk("taking mounts apart for", self.store.path(), &e))?;
+            .map_err(disk("taking mounts apart for", self.store.path()))?;
         let mut warnings = Vec::new();
         while let Some(work) = work.blocking_recv() {
             warnings.extend(self.layer(work)?);
@@ -228,13 +223,9 @@ impl Unpacker {
         }
         let left = made?;
         self.store.finish(&id)?;
+        let (number, unpack::LeftOut { devices, xattrs }) = (work.at + 1, left);
         Ok((left != unpack::LeftOut::default()).then(|| {
-            format!(
-                "layer {}: left out {} device nodes and {} extended attributes",
-                work.at + 1,
-                left.devices,
-                left.xattrs
-            )
+            format!("layer {number}: left out {devices} device nodes and {xattrs} extended attributes")
         }))
     }
 
@@ -246,29 +237,28 @@ impl Unpacker {
         } else {
             let merged = place.join("merged");
             mount::overlay(below, &format!("t/{id}"), &merged, true)
-                .map_err(|e| overlay_failed(&merged, &e))?;
+                .map_err(|e| overlay_failed(&merged, e))?;
             (merged, true)
         };
         let unpacked = self.archive(work, &root);
         if mounted {
-            mount::unmount_all(&root).map_err(|e| crate::cause::disk("unmounting", &root, &e))?;
+            mount::unmount_all(&root).map_err(disk("unmounting", &root))?;
         }
         unpacked
     }
 
     fn archive(&mut self, work: &Work, root: &Path) -> Result<unpack::LeftOut, Error> {
         let blob = &work.blob.0;
-        let source = open(blob, work.layer.packing).map_err(|e| crate::cause::disk("opening", blob, &e))?;
+        let source = open(blob, work.layer.packing).map_err(disk("opening", blob))?;
         let mut counted = Counted::new(source, &mut self.bytes);
         let left = unpack::unpack(&mut counted, root, &mut self.entries)?;
         let diff_id = counted
             .finish()
             .map_err(|e| Error::new(Cause::Malformed, format!("reading layer {}: {e}", work.at + 1)))?;
         if diff_id != work.layer.diff_id {
+            let (number, named) = (work.at + 1, &work.layer.diff_id);
             let text = format!(
-                "layer {}: unpacked it is {diff_id}, and the image's configuration names {}",
-                work.at + 1,
-                work.layer.diff_id
+                "layer {number}: unpacked it is {diff_id}, and the image's configuration names {named}"
             );
             return Err(Error::new(Cause::Digest, text));
         }
@@ -276,44 +266,40 @@ impl Unpacker {
     }
 }
 
-fn overlay_failed(target: &Path, error: &io::Error) -> Error {
-    let mut error = crate::cause::disk("mounting an overlay on", target, error);
+fn overlay_failed(target: &Path, error: io::Error) -> Error {
+    let mut error = disk("mounting an overlay on", target)(error);
     if error.cause == Cause::Internal {
-        error.text.push_str(
-            "; does the kernel have overlayfs, and is the store (images.store) on a disk or tmpfs?",
-        );
+        error.text += "; does the kernel have overlayfs, and is the store (images.store) on a disk or tmpfs?";
     }
     error
 }
 
 /// Checks a bundle's path: absolute, below the kata-agent's own folder, without steps upwards.
-fn checked_bundle(bundle: &Path) -> Result<PathBuf, Error> {
+fn check_bundle(bundle: &Path) -> Result<(), Error> {
     let plain = bundle.components().all(|part| matches!(part, Component::RootDir | Component::Normal(_)));
-    if !plain || !bundle.starts_with(BUNDLES) || bundle == Path::new(BUNDLES) {
-        let text = format!("the bundle {} is not below {BUNDLES}", bundle.display());
-        return Err(Error::new(Cause::Malformed, text));
+    if plain && bundle.starts_with(BUNDLES) && bundle != Path::new(BUNDLES) {
+        return Ok(());
     }
-    Ok(bundle.to_owned())
+    Err(Error::new(Cause::Malformed, format!("the bundle {} is not below {BUNDLES}", bundle.display())))
 }
 
 /// Mounts the container's root: all layers, and a writable one. Removes the mounts of an earlier attempt.
 fn mount_bundle(store: &Store, record: &Record, bundle: &Path) -> Result<(), Error> {
     let rootfs = bundle.join("rootfs");
-    fs::create_dir_all(&rootfs).map_err(|e| crate::cause::disk("making", &rootfs, &e))?;
-    mount::unmount_all(&rootfs).map_err(|e| crate::cause::disk("unmounting", &rootfs, &e))?;
+    fs::create_dir_all(&rootfs).map_err(disk("making", &rootfs))?;
+    mount::unmount_all(&rootfs).map_err(disk("unmounting", &rootfs))?;
     let upper = store.container(bundle);
-    unpack::remove_tree(&upper).map_err(|e| crate::cause::disk("removing", &upper, &e))?;
+    unpack::remove_tree(&upper).map_err(disk("removing", &upper))?;
     for folder in ["fs", "work"] {
         let path = upper.join(folder);
-        fs::create_dir_all(&path).map_err(|e| crate::cause::disk("making", &path, &e))?;
+        fs::create_dir_all(&path).map_err(disk("making", &path))?;
     }
     like_top(store, record, &upper.join("fs"))?;
     let name = upper.file_name().unwrap_or_default().to_string_lossy();
     mount::overlay(&record.layers, &format!("c/{name}"), &rootfs, false)
-        .map_err(|e| overlay_failed(&rootfs, &e))?;
+        .map_err(|e| overlay_failed(&rootfs, e))?;
     let config = bundle.join("config.json");
-    fs::write(&config, runtime_config(&record.process).to_string())
-        .map_err(|e| crate::cause::disk("writing", &config, &e))
+    fs::write(&config, runtime_config(&record.process).to_string()).map_err(disk("writing", &config))
 }
 
 /// Gives the root folder the owner and mode of the uppermost layer.
@@ -325,11 +311,10 @@ fn like_top(store: &Store, record: &Record, upper: &Path) -> Result<(), Error> {
         chown(upper, Some(found.uid()), Some(found.gid()))?;
         fs::set_permissions(upper, fs::Permissions::from_mode(found.mode() & 0o7777))
     };
-    like().map_err(|e| crate::cause::disk("making", upper, &e))
+    like().map_err(disk("making", upper))
 }
 
-/// Returns the image's process as a runtime's configuration. The kata-agent takes that of the pod; some callers read
-/// this one.
+/// Returns the image's process as a runtime's configuration. The kata-agent takes that of the pod.
 fn runtime_config(process: &Process) -> serde_json::Value {
     let args: Vec<&String> =
         process.entrypoint.iter().flatten().chain(process.cmd.iter().flatten()).collect();
@@ -347,11 +332,11 @@ mod tests {
 
     #[test]
     fn a_bundle_is_below_the_agents_folder() {
-        assert!(checked_bundle(Path::new("/run/kata-containers/abc/images")).is_ok());
+        assert!(check_bundle(Path::new("/run/kata-containers/abc/images")).is_ok());
         for wrong in
             ["/run/kata-containers", "/etc", "run/kata-containers/x", "/run/kata-containers/../../etc"]
         {
-            assert!(checked_bundle(Path::new(wrong)).is_err(), "{wrong}");
+            assert!(check_bundle(Path::new(wrong)).is_err(), "{wrong}");
         }
     }
 }

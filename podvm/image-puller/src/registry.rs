@@ -3,8 +3,9 @@
 //! The client checks digests of manifests and of streams; sizes, types, counts and the choice among platforms are
 //! checked here. The client reads small answers whole, so the memory limit of the process is the bound there.
 
-use std::fs;
-use std::path::PathBuf;
+use std::fs::{self, File};
+use std::io::Write;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use futures_util::StreamExt;
@@ -18,7 +19,7 @@ use rustls::pki_types::pem::PemObject;
 use serde::Deserialize;
 
 use crate::Job;
-use crate::cause::{Cause, Error, quote};
+use crate::cause::{Cause, Error, disk, quote};
 use crate::credentials::{self, Credential};
 use crate::stream::Packing;
 
@@ -39,7 +40,6 @@ pub(crate) struct Image {
     pub(crate) config: Config,
 }
 
-/// Layer of an image.
 #[derive(Clone, Debug)]
 pub(crate) struct Layer {
     pub(crate) descriptor: OciDescriptor,
@@ -72,7 +72,6 @@ struct Rootfs {
     diff_ids: Vec<String>,
 }
 
-/// Access to a registry, for one image.
 pub(crate) struct Registry {
     client: Client,
     pub(crate) reference: Reference,
@@ -83,10 +82,9 @@ pub(crate) struct Registry {
 pub(crate) fn parse(image: &str) -> Result<Reference, Error> {
     let image = image.strip_prefix("docker://").unwrap_or(image);
     image.parse().map_err(|error| {
-        let text = format!(
-            "the image's name {:?}: {error}; it is written like registry.example/app:tag",
-            quote(image)
-        );
+        let image = quote(image);
+        let text =
+            format!("the image's name {image:?}: {error}; it is written like registry.example/app:tag");
         Error::new(Cause::Malformed, text)
     })
 }
@@ -96,18 +94,14 @@ impl Registry {
     pub(crate) async fn find(job: &Job, reference: &Reference) -> Result<(Registry, Image), Error> {
         let registry = reference.resolve_registry();
         let found = credentials::for_image(&job.credentials, registry, reference.repository())
-            .map_err(|error| Error::new(Cause::Denied, error.to_string()))?;
-        let mut ways: Vec<RegistryAuth> = found
-            .into_iter()
-            .map(|credential| match credential {
-                Credential::Basic(user, password) => RegistryAuth::Basic(user, password),
-                Credential::Bearer(token) => RegistryAuth::Bearer(token),
-            })
-            .collect();
-        let secrets = ways.len();
-        ways.push(RegistryAuth::Anonymous);
+            .map_err(|error| Error::new(Cause::Denied, error))?;
+        let secrets = found.len();
+        let ways = found.into_iter().map(|credential| match credential {
+            Credential::Basic(user, password) => RegistryAuth::Basic(user, password),
+            Credential::Bearer(token) => RegistryAuth::Bearer(token),
+        });
         let mut denied = None;
-        for auth in ways {
+        for auth in ways.chain([RegistryAuth::Anonymous]) {
             let registry = Registry {
                 client: client(job)?,
                 reference: reference.clone(),
@@ -121,10 +115,9 @@ impl Registry {
                 }
                 Ok(Err(error)) => return Err(error),
                 Err(_) => {
-                    let text = format!(
-                        "asking {registry_name} for the manifest: no whole answer within {QUESTIONS:?}",
-                        registry_name = reference.resolve_registry()
-                    );
+                    let name = reference.resolve_registry();
+                    let text =
+                        format!("asking {name} for the manifest: no whole answer within {QUESTIONS:?}");
                     return Err(Error::new(Cause::Unreachable, text));
                 }
             }
@@ -139,18 +132,13 @@ impl Registry {
     }
 
     async fn ask(&self, auth: &RegistryAuth) -> Result<Image, Error> {
-        let registry = self.reference.resolve_registry();
-        let failed = |error: OciDistributionError| {
-            crate::cause::registry(
-                &format!("asking {registry} for the manifest of {}", self.reference),
-                &error,
-            )
-        };
-        self.client.auth(&self.reference, auth, RegistryOperation::Pull).await.map_err(failed)?;
-        let (mut manifest, mut digest) =
-            self.client.pull_manifest(&self.reference, auth).await.map_err(failed)?;
+        let reference = &self.reference;
+        let what = format!("asking {} for the manifest of {reference}", reference.resolve_registry());
+        let failed = |error: OciDistributionError| crate::cause::registry(&what, &error);
+        self.client.auth(reference, auth, RegistryOperation::Pull).await.map_err(failed)?;
+        let (mut manifest, mut digest) = self.client.pull_manifest(reference, auth).await.map_err(failed)?;
         if let OciManifest::ImageIndex(index) = &manifest {
-            let chosen = self.reference.clone_with_digest(choose(&index.manifests)?.to_owned());
+            let chosen = reference.clone_with_digest(choose(&index.manifests)?.to_owned());
             (manifest, digest) = self.client.pull_manifest(&chosen, auth).await.map_err(failed)?;
         }
         let OciManifest::Image(manifest) = manifest else {
@@ -173,11 +161,15 @@ impl Registry {
         })
         .await?;
         serde_json::from_slice(&bytes).map_err(|error| {
-            Error::new(
-                Cause::Unsupported,
-                format!("the image's configuration cannot be read: {error}; is it a container image?"),
-            )
+            let text = format!("the image's configuration cannot be read: {error}; is it a container image?");
+            Error::new(Cause::Unsupported, text)
         })
+    }
+
+    /// Writes a layer's packed bytes to `path`; they have the digest of the manifest.
+    pub(crate) async fn save(&self, layer: &Layer, path: &Path) -> Result<(), Error> {
+        let mut file = File::create(path).map_err(disk("writing", path))?;
+        self.blob(&layer.descriptor, |part| file.write_all(part).map_err(disk("writing", path))).await
     }
 
     /// Streams a blob; an error unless it has exactly the expected size and digest.
@@ -205,13 +197,11 @@ impl Registry {
             })?;
             take(&part)?;
         }
-        match left {
-            0 => Ok(()),
-            left => Err(Error::new(
-                Cause::Digest,
-                format!("{what}: {left} bytes of {} are missing", descriptor.size),
-            )),
+        if left > 0 {
+            let text = format!("{what}: {left} bytes of {} are missing", descriptor.size);
+            return Err(Error::new(Cause::Digest, text));
         }
+        Ok(())
     }
 }
 
@@ -226,18 +216,14 @@ fn choose(entries: &[ImageIndexEntry]) -> Result<&str, Error> {
         entry.platform.as_ref().is_some_and(|platform| {
             platform.os.to_string() == "linux"
                 && platform.architecture.to_string() == ours
-                // arm64 has one variant, common to all; later ones of amd64 (v2 …) need processors that this may not
-                // be.
+                // arm64 has one variant; later ones of amd64 (v2 …) need newer processors.
                 && matches!(platform.variant.as_deref(), None | Some("" | "v1" | "v8"))
         })
     };
     entries.iter().find(fits).map(|entry| entry.digest.as_str()).ok_or_else(|| {
-        let there: Vec<String> = entries
-            .iter()
-            .filter_map(|entry| entry.platform.as_ref())
-            .take(10)
-            .map(|platform| format!("{}/{}", platform.os, platform.architecture))
-            .collect();
+        let platforms = entries.iter().filter_map(|entry| entry.platform.as_ref()).take(10);
+        let there: Vec<String> =
+            platforms.map(|platform| format!("{}/{}", platform.os, platform.architecture)).collect();
         let text = format!("the image is for {}, not for linux/{ours}", quote(&there.join(", ")));
         Error::new(Cause::Unsupported, text)
     })
@@ -251,29 +237,23 @@ fn pair(layers: Vec<OciDescriptor>, diff_ids: &[String]) -> Result<Vec<Layer>, E
         return Err(malformed(text));
     }
     if layers.is_empty() || layers.len() > MAX_LAYERS {
-        return Err(malformed(format!(
-            "the image has {} layers; 1 to {MAX_LAYERS} are possible",
-            layers.len()
-        )));
+        let text = format!("the image has {} layers; 1 to {MAX_LAYERS} are possible", layers.len());
+        return Err(malformed(text));
     }
-    layers
-        .into_iter()
-        .zip(diff_ids)
-        .map(|(descriptor, diff_id)| {
-            let sha256 = |text: &str| {
-                text.strip_prefix("sha256:").is_some_and(|hex| {
-                    hex.len() == 64 && hex.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'))
-                })
-            };
-            if !sha256(&descriptor.digest) || !sha256(diff_id) {
-                return Err(Error::new(Cause::Unsupported, "a layer's digest is not a sha256"));
-            }
-            let size =
-                u64::try_from(descriptor.size).map_err(|_| malformed("a layer of negative size".into()))?;
-            let packing = Packing::of(&descriptor.media_type)?;
-            Ok(Layer { descriptor, packing, diff_id: diff_id.clone(), size })
-        })
-        .collect()
+    let is_sha256 = |text: &str| {
+        text.strip_prefix("sha256:")
+            .is_some_and(|hex| hex.len() == 64 && hex.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f')))
+    };
+    let pairs = layers.into_iter().zip(diff_ids).map(|(descriptor, diff_id)| {
+        if !is_sha256(&descriptor.digest) || !is_sha256(diff_id) {
+            return Err(Error::new(Cause::Unsupported, "a layer's digest is not a sha256"));
+        }
+        let size =
+            u64::try_from(descriptor.size).map_err(|_| malformed("a layer of negative size".into()))?;
+        let packing = Packing::of(&descriptor.media_type)?;
+        Ok(Layer { descriptor, packing, diff_id: diff_id.clone(), size })
+    });
+    pairs.collect()
 }
 
 fn client(job: &Job) -> Result<Client, Error> {
@@ -288,10 +268,8 @@ fn client(job: &Job) -> Result<Client, Error> {
         ..ClientConfig::default()
     };
     Client::try_from(config).map_err(|error| {
-        Error::new(
-            Cause::Internal,
-            format!("making the registry client: {error}; does the VM image have CA certificates?"),
-        )
+        let text = format!("making the registry client: {error}; does the VM image have CA certificates?");
+        Error::new(Cause::Internal, text)
     })
 }
 
@@ -302,13 +280,9 @@ fn roots(job: &Job) -> Vec<Certificate> {
         if small { fs::read(path).unwrap_or_default() } else { Vec::new() }
     };
     let texts = job.ca_files.iter().map(read).chain([job.ca_pem.clone().into_bytes()]);
-    let mut roots = Vec::new();
-    for text in texts {
-        for certificate in CertificateDer::pem_slice_iter(&text).flatten() {
-            roots.push(Certificate { encoding: CertificateEncoding::Der, data: certificate.to_vec() });
-        }
-    }
-    roots
+    let certificates =
+        texts.flat_map(|text| CertificateDer::pem_slice_iter(&text).flatten().collect::<Vec<_>>());
+    certificates.map(|der| Certificate { encoding: CertificateEncoding::Der, data: der.to_vec() }).collect()
 }
 
 #[cfg(test)]

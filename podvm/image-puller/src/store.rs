@@ -8,16 +8,14 @@
 //! k/<id>      locks: the maker of a layer holds its lock, and a killed process holds none
 //! ```
 
-use std::fs::{self, File, OpenOptions};
-use std::io;
+use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-use nix::fcntl::{Flock, FlockArg};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-use crate::cause::Error;
+use crate::cause::{Error, disk};
 use crate::registry::{Image, Process};
 use crate::unpack::remove_tree;
 
@@ -37,10 +35,6 @@ pub(crate) struct Record {
     pub(crate) process: Process,
 }
 
-/// Lock of a layer, held by its maker.
-pub(crate) type Lock = Flock<File>;
-
-/// The store's directory.
 #[derive(Clone, Debug)]
 pub(crate) struct Store(PathBuf);
 
@@ -49,8 +43,8 @@ impl Store {
     pub(crate) fn open(path: &Path) -> Result<Store, Error> {
         for folder in ["l", "t", "i", "c", "k"] {
             let path = path.join(folder);
-            let made = fs::DirBuilder::new().recursive(true).mode(0o700).create(&path);
-            made.map_err(|error| crate::cause::disk("making", &path, &error))?;
+            let made = DirBuilder::new().recursive(true).mode(0o700).create(&path);
+            made.map_err(disk("making", &path))?;
         }
         Ok(Store(path.to_owned()))
     }
@@ -76,29 +70,22 @@ impl Store {
         self.0.join("c").join(&hex::encode(hash)[..ID])
     }
 
-    /// Locks a layer; waits until no other process makes it. Blocks.
-    pub(crate) fn lock(&self, id: &str) -> Result<Lock, Error> {
+    /// Locks a layer until its file is closed; waits until no other process makes it. Blocks.
+    pub(crate) fn lock(&self, id: &str) -> Result<File, Error> {
         let path = self.0.join("k").join(id);
-        let failed = |error: io::Error| crate::cause::disk("locking", &path, &error);
-        let file = OpenOptions::new()
-            .create(true)
-            .truncate(false)
-            .write(true)
-            .mode(0o600)
-            .open(&path)
-            .map_err(failed)?;
-        Flock::lock(file, FlockArg::LockExclusive).map_err(|(_, error)| failed(error.into()))
+        let opened = OpenOptions::new().create(true).truncate(false).write(true).mode(0o600).open(&path);
+        opened.and_then(|file| file.lock().map(|()| file)).map_err(disk("locking", &path))
     }
 
     /// Returns an empty directory for a new layer; removes the remains of a killed process.
     pub(crate) fn begin(&self, id: &str) -> Result<PathBuf, Error> {
         let path = self.making(id);
-        remove_tree(&path).map_err(|error| crate::cause::disk("removing", &path, &error))?;
+        remove_tree(&path).map_err(disk("removing", &path))?;
         for folder in ["fs", "work", "merged"] {
             let folder = path.join(folder);
             let mode = if folder.ends_with("fs") { 0o755 } else { 0o700 };
-            let made = fs::DirBuilder::new().recursive(true).mode(mode).create(&folder);
-            made.map_err(|error| crate::cause::disk("making", &folder, &error))?;
+            let made = DirBuilder::new().recursive(true).mode(mode).create(&folder);
+            made.map_err(disk("making", &folder))?;
         }
         Ok(path)
     }
@@ -106,7 +93,7 @@ impl Store {
     /// Moves a whole layer to its final name.
     pub(crate) fn finish(&self, id: &str) -> Result<(), Error> {
         let (from, to) = (self.making(id).join("fs"), self.layer(id));
-        fs::rename(&from, &to).map_err(|error| crate::cause::disk("renaming to", &to, &error))?;
+        fs::rename(&from, &to).map_err(disk("renaming to", &to))?;
         self.abandon(id);
         Ok(())
     }
@@ -150,7 +137,7 @@ impl Store {
         let path = self.record(reference);
         // Each pull is a process of its own, and two may be for one image.
         let new = path.with_extension(format!("{}.new", std::process::id()));
-        let failed = |error: io::Error| crate::cause::disk("writing", &path, &error);
+        let failed = disk("writing", &path);
         let text = serde_json::to_vec(&record).map_err(|error| failed(error.into()))?;
         fs::write(&new, text).and_then(|()| fs::rename(&new, &path)).map_err(|error| {
             // Half a record on a full disk is of no use to the next pull, which has another name.
@@ -183,21 +170,16 @@ fn is_id(text: &str) -> bool {
 
 /// Returns the id of each layer. It covers all layers up to this one: a layer's meaning depends on those below.
 pub(crate) fn chain<'a>(diff_ids: impl Iterator<Item = &'a str>) -> Vec<String> {
-    let mut above: Option<String> = None;
-    diff_ids
-        .map(|diff_id| {
-            let id = match &above {
-                None => diff_id.to_owned(),
-                Some(below) => {
-                    format!("sha256:{}", hex::encode(Sha256::digest(format!("{below} {diff_id}"))))
-                }
-            };
-            above = Some(id.clone());
-            // 64 bits suffice: a collision needs two images of one VM, and the author of such images gains nothing by
-            // it.
-            id.trim_start_matches("sha256:").chars().take(ID).collect()
-        })
-        .collect()
+    let mut below: Option<String> = None;
+    let ids = diff_ids.map(|diff_id| {
+        let id = match &below {
+            None => diff_id.to_owned(),
+            Some(below) => format!("sha256:{}", hex::encode(Sha256::digest(format!("{below} {diff_id}")))),
+        };
+        // 64 bits suffice: a collision needs two images of one VM, and the author of such images gains nothing by it.
+        below.insert(id).trim_start_matches("sha256:").chars().take(ID).collect()
+    });
+    ids.collect()
 }
 
 #[cfg(test)]

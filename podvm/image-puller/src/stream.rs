@@ -4,8 +4,9 @@ use std::io::{self, BufRead, BufReader, Read};
 use std::path::Path;
 
 use flate2::bufread::MultiGzDecoder;
-use ruzstd::decoding::StreamingDecoder;
-use ruzstd::decoding::errors::{FrameDecoderError, ReadFrameHeaderError};
+use ruzstd::decoding::errors::FrameDecoderError::ReadFrameHeaderError;
+use ruzstd::decoding::errors::ReadFrameHeaderError::SkipFrame;
+use ruzstd::decoding::{BlockDecodingStrategy, FrameDecoder};
 use sha2::{Digest, Sha256};
 
 use crate::cause::{Cause, Error};
@@ -19,7 +20,6 @@ pub(crate) enum Packing {
 }
 
 impl Packing {
-    /// Returns the packing of a media type.
     pub(crate) fn of(media_type: &str) -> Result<Packing, Error> {
         let unsupported = |why: &str| {
             Err(Error::new(Cause::Unsupported, format!("a layer of type {media_type:.100}: {why}")))
@@ -43,90 +43,47 @@ impl Packing {
     }
 }
 
-/// Opens a layer's file.
 pub(crate) fn open(path: &Path, packing: Packing) -> io::Result<Box<dyn Read>> {
     let file = BufReader::with_capacity(128 << 10, std::fs::File::open(path)?);
     Ok(match packing {
         Packing::None => Box::new(file),
         Packing::Gzip => Box::new(MultiGzDecoder::new(file)),
-        Packing::Zstd => Box::new(Zstd { state: State::Between(file) }),
+        Packing::Zstd => Box::new(Zstd { source: file, frame: FrameDecoder::new() }),
     })
 }
 
 /// Decoder of consecutive zstd frames; skippable frames are skipped.
-struct Zstd<R: BufRead> {
-    state: State<R>,
-}
-
-enum State<R: BufRead> {
-    Between(R),
-    In(Box<StreamingDecoder<R, ruzstd::decoding::FrameDecoder>>),
-    Over,
+struct Zstd<R> {
+    source: R,
+    frame: FrameDecoder,
 }
 
 impl<R: BufRead> Read for Zstd<R> {
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
-        loop {
-            match std::mem::replace(&mut self.state, State::Over) {
-                State::Over => return Ok(0),
-                State::Between(mut source) => {
-                    if source.fill_buf()?.is_empty() {
-                        return Ok(0);
-                    }
-                    self.state = begin(source)?;
-                }
-                State::In(mut decoder) => {
-                    let count = decoder.read(into)?;
-                    if count > 0 || into.is_empty() {
-                        self.state = State::In(decoder);
-                        return Ok(count);
-                    }
-                    self.state = State::Between(decoder.into_inner());
-                }
+        while self.frame.can_collect() == 0 {
+            if !self.frame.is_finished() {
+                let one = BlockDecodingStrategy::UptoBlocks(1);
+                self.frame.decode_blocks(&mut self.source, one).map_err(io::Error::other)?;
+            } else if self.source.fill_buf()?.is_empty() {
+                return Ok(0);
+            } else {
+                self.begin()?;
             }
         }
+        self.frame.read(into)
     }
 }
 
-fn begin<R: BufRead>(mut source: R) -> io::Result<State<R>> {
-    // Parsed by reference first: a skippable frame must leave the source usable.
-    let skip = match StreamingDecoder::new(Peek { source: &mut source, taken: 0 }) {
-        Ok(_) => None,
-        Err(FrameDecoderError::ReadFrameHeaderError(ReadFrameHeaderError::SkipFrame { length, .. })) => {
-            Some(u64::from(length) + 8)
-        }
-        Err(error) => return Err(io::Error::new(io::ErrorKind::InvalidData, error.to_string())),
-    };
-    match skip {
-        Some(length) => {
-            let skipped = io::copy(&mut source.by_ref().take(length), &mut io::sink())?;
-            if skipped < length {
-                return Err(io::ErrorKind::UnexpectedEof.into());
-            }
-            Ok(State::Between(source))
-        }
-        None => {
-            let decoder = StreamingDecoder::new(source);
-            decoder
-                .map(|decoder| State::In(Box::new(decoder)))
-                .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error.to_string()))
-        }
-    }
-}
-
-/// Reader of the source's buffered bytes that does not consume them; a header is always within.
-struct Peek<'a, R: BufRead> {
-    source: &'a mut R,
-    taken: usize,
-}
-
-impl<R: BufRead> Read for Peek<'_, R> {
-    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
-        let rest = self.source.fill_buf()?.get(self.taken..).unwrap_or_default();
-        let count = rest.len().min(into.len());
-        into[..count].copy_from_slice(&rest[..count]);
-        self.taken += count;
-        Ok(count)
+impl<R: BufRead> Zstd<R> {
+    /// Begins the next frame, or skips a skippable one.
+    fn begin(&mut self) -> io::Result<()> {
+        let length = match self.frame.reset(&mut self.source) {
+            Ok(()) => return Ok(()),
+            Err(ReadFrameHeaderError(SkipFrame { length, .. })) => u64::from(length),
+            Err(error) => return Err(io::Error::new(io::ErrorKind::InvalidData, error.to_string())),
+        };
+        let skipped = io::copy(&mut self.source.by_ref().take(length), &mut io::sink())?;
+        if skipped < length { Err(io::ErrorKind::UnexpectedEof.into()) } else { Ok(()) }
     }
 }
 

@@ -17,9 +17,10 @@ use rustix::fs::{
     fchmod, fchown, fsetxattr, futimens, linkat, mkdirat, mknodat, open, openat, openat2, symlinkat,
     utimensat,
 };
+use rustix::io::Errno;
 use tar::{Entry, EntryType};
 
-use crate::cause::{Cause, Error};
+use crate::cause::{Cause, Error, disk, quote};
 
 mod remove;
 
@@ -47,12 +48,11 @@ pub struct LeftOut {
 /// The archive is malformed or malicious, the disk is full, or an entry cannot be made.
 pub fn unpack(archive: impl Read, root: &Path, entries: &mut u64) -> Result<LeftOut, Error> {
     let directory = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    let fd =
-        open(root, directory, Mode::empty()).map_err(|e| crate::cause::disk("opening", root, &e.into()))?;
+    let fd = open(root, directory, Mode::empty()).map_err(|e| disk("opening", root)(e.into()))?;
     let mut unpacker =
         Unpacker { root: fd, made: BTreeSet::new(), times: Vec::new(), left: LeftOut::default() };
     let mut archive = tar::Archive::new(archive);
-    let broken = |error: io::Error| of_archive("reading the layer's archive", &error);
+    let broken = |error| of_archive("reading the layer's archive", error);
     for entry in archive.entries().map_err(broken)? {
         *entries = entries.checked_sub(1).ok_or_else(|| {
             Error::new(Cause::TooLarge, "the image has more files than are permitted (images.limits.entries)")
@@ -63,15 +63,19 @@ pub fn unpack(archive: impl Read, root: &Path, entries: &mut u64) -> Result<Left
 }
 
 /// Classifies an error of reading an archive, or of writing its content.
-fn of_archive(what: &str, error: &io::Error) -> Error {
-    if crate::stream::is_too_much(error) {
+fn of_archive(what: &str, error: io::Error) -> Error {
+    if crate::stream::is_too_much(&error) {
         let text = "unpacked, the image has more bytes than are permitted (images.limits.unpacked_bytes)";
         return Error::new(Cause::TooLarge, text);
     }
     match error.raw_os_error() {
-        Some(_) => crate::cause::disk("unpacking to", Path::new("the store"), error),
-        None => Error::new(Cause::Malformed, format!("{what}: {}", crate::cause::quote(&error.to_string()))),
+        Some(_) => disk("unpacking to", Path::new("the store"))(error),
+        None => malformed(format!("{what}: {}", quote(&error.to_string()))),
     }
+}
+
+fn malformed(text: impl Into<String>) -> Error {
+    Error::new(Cause::Malformed, text)
 }
 
 struct Unpacker {
@@ -94,8 +98,8 @@ impl Name {
     /// Parses a name; `None`: the root itself.
     fn parse(bytes: &[u8]) -> Result<Option<Name>, Error> {
         let refuse = |why: &str| {
-            let shown = crate::cause::quote(&String::from_utf8_lossy(bytes));
-            Err(Error::new(Cause::Malformed, format!("the layer has an entry {shown:?}: {why}")))
+            let shown = quote(&String::from_utf8_lossy(bytes));
+            Err(malformed(format!("the layer has an entry {shown:?}: {why}")))
         };
         if bytes.contains(&0) {
             return refuse("a zero byte in a name");
@@ -126,17 +130,12 @@ impl Name {
         [&self.whole[..self.last], file].concat()
     }
 
-    fn failed(&self, what: &str, error: rustix::io::Errno) -> Error {
-        let path = Path::new(OsStr::from_bytes(&self.whole));
-        match error {
-            rustix::io::Errno::LOOP
-            | rustix::io::Errno::NOTDIR
-            | rustix::io::Errno::EXIST
-            | rustix::io::Errno::XDEV => {
-                let shown = crate::cause::quote(&path.to_string_lossy());
-                Error::new(Cause::Malformed, format!("the layer's entry {shown:?}: {what}: {error}"))
+    fn failed(&self, what: &str) -> impl Fn(Errno) -> Error {
+        move |error| match error {
+            Errno::LOOP | Errno::NOTDIR | Errno::EXIST | Errno::XDEV => {
+                malformed(format!("the layer's entry {}: {what}: {error}", shown(self)))
             }
-            other => crate::cause::disk(what, path, &other.into()),
+            other => disk(what, Path::new(OsStr::from_bytes(&self.whole)))(other.into()),
         }
     }
 }
@@ -150,7 +149,7 @@ impl Unpacker {
         let Some(name) = Name::parse(&entry.path_bytes())? else {
             return match kind {
                 EntryType::Directory => self.root_itself(&mut entry),
-                _ => Err(Error::new(Cause::Malformed, "the layer has an entry without a name")),
+                _ => Err(malformed("the layer has an entry without a name")),
             };
         };
         if name.file().starts_with(WHITEOUT) {
@@ -164,8 +163,7 @@ impl Unpacker {
             self.left.devices += 1;
             return Ok(());
         }
-        remove::tree(parent.as_fd(), OsStr::from_bytes(name.file()))
-            .map_err(|e| name.failed("replacing", e))?;
+        remove::tree(parent.as_fd(), OsStr::from_bytes(name.file())).map_err(name.failed("replacing"))?;
         match kind {
             EntryType::Regular | EntryType::Continuous | EntryType::GNUSparse => {
                 self.file(&parent, &name, &mut entry)?;
@@ -174,13 +172,14 @@ impl Unpacker {
             EntryType::Link => self.hard_link(&parent, &name, &entry)?,
             EntryType::Fifo => {
                 mknodat(&parent, name.file(), FileType::Fifo, mode(&entry), 0)
-                    .map_err(|e| name.failed("making the named pipe", e))?;
+                    .map_err(name.failed("making the named pipe"))?;
                 owner_at(&parent, &name, &entry)?;
             }
             other => {
-                let text =
-                    format!("the layer has an entry of type {:?}, which no image needs", other.as_byte());
-                return Err(Error::new(Cause::Malformed, text));
+                let kind = other.as_byte();
+                return Err(malformed(format!(
+                    "the layer has an entry of type {kind:?}, which no image needs"
+                )));
             }
         }
         self.made.insert(name.whole);
@@ -194,33 +193,33 @@ impl Unpacker {
         // Repeated if something was renamed meanwhile, which does not happen for long.
         for _ in 0..8 {
             match openat2(&self.root, path, flags | OFlags::CLOEXEC, Mode::empty(), resolve) {
-                Err(rustix::io::Errno::AGAIN) => {}
+                Err(Errno::AGAIN) => {}
                 other => return other,
             }
         }
-        Err(rustix::io::Errno::AGAIN)
+        Err(Errno::AGAIN)
     }
 
     /// Returns the folder that holds the entry; makes it if it has no entry.
     fn parent(&mut self, name: &Name) -> Result<OwnedFd, Error> {
         let directory = OFlags::PATH | OFlags::DIRECTORY;
         match self.open(name.parent(), directory) {
-            Err(rustix::io::Errno::NOENT) => {}
-            other => return other.map_err(|e| name.failed("opening its folder", e)),
+            Err(Errno::NOENT) => {}
+            other => return other.map_err(name.failed("opening its folder")),
         }
         let parent = name.parent();
         let ends = parent.iter().enumerate().filter(|(_, byte)| **byte == b'/').map(|(at, _)| at);
-        let mut above = self.open(b"", directory).map_err(|e| name.failed("opening the root", e))?;
+        let mut above = self.open(b"", directory).map_err(name.failed("opening the root"))?;
         for end in ends.chain([parent.len()]) {
             let path = &parent[..end];
             above = match self.open(path, directory) {
-                Err(rustix::io::Errno::NOENT) => {
+                Err(Errno::NOENT) => {
                     let part = path.rsplit(|byte| *byte == b'/').next().unwrap_or(path);
                     mkdirat(&above, part, Mode::from_raw_mode(0o755))
                         .and_then(|()| self.open(path, directory))
-                        .map_err(|e| name.failed("making its folder", e))?
+                        .map_err(name.failed("making its folder"))?
                 }
-                other => other.map_err(|e| name.failed("opening its folder", e))?,
+                other => other.map_err(name.failed("opening its folder"))?,
             };
         }
         Ok(above)
@@ -228,9 +227,8 @@ impl Unpacker {
 
     fn root_itself(&mut self, entry: &mut Entry<'_, impl Read>) -> Result<(), Error> {
         let name = Name { whole: b".".to_vec(), last: 0 };
-        let fd = self
-            .open(b"", OFlags::RDONLY | OFlags::DIRECTORY)
-            .map_err(|e| name.failed("opening the root", e))?;
+        let fd =
+            self.open(b"", OFlags::RDONLY | OFlags::DIRECTORY).map_err(name.failed("opening the root"))?;
         self.attributes(&fd, &name, entry)?;
         self.times.push((Vec::new(), times(entry)));
         Ok(())
@@ -250,7 +248,7 @@ impl Unpacker {
             Err(_) => remove::tree(parent.as_fd(), OsStr::from_bytes(name.file()))
                 .and_then(|_| mkdirat(parent, name.file(), Mode::from_raw_mode(0o700)))
                 .and_then(|()| open())
-                .map_err(|e| name.failed("making the folder", e))?,
+                .map_err(name.failed("making the folder"))?,
         };
         self.attributes(&fd, name, entry)?;
         self.times.push((name.whole.clone(), times(entry)));
@@ -261,16 +259,16 @@ impl Unpacker {
     fn file(&mut self, parent: &OwnedFd, name: &Name, entry: &mut Entry<'_, impl Read>) -> Result<(), Error> {
         let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let fd = openat(parent, name.file(), flags, Mode::from_raw_mode(0o600))
-            .map_err(|e| name.failed("making the file", e))?;
+            .map_err(name.failed("making the file"))?;
         let mut file = std::fs::File::from(fd);
         let size = entry.size();
         let copied =
-            io::copy(entry, &mut file).map_err(|e| of_archive(&format!("the file {}", shown(name)), &e))?;
+            io::copy(entry, &mut file).map_err(|e| of_archive(&format!("the file {}", shown(name)), e))?;
         if copied != size {
-            return Err(Error::new(Cause::Malformed, format!("the layer ends within {}", shown(name))));
+            return Err(malformed(format!("the layer ends within {}", shown(name))));
         }
         self.attributes(&file, name, entry)?;
-        futimens(&file, &times(entry)).map_err(|e| name.failed("setting the time of", e))
+        futimens(&file, &times(entry)).map_err(name.failed("setting the time of"))
     }
 
     /// Sets owner, extended attributes and mode: in this order, because each step clears part of the next.
@@ -281,7 +279,7 @@ impl Unpacker {
         entry: &mut Entry<'_, impl Read>,
     ) -> Result<(), Error> {
         let (uid, gid) = owner(entry)?;
-        fchown(fd, Some(uid), Some(gid)).map_err(|e| name.failed("setting the owner of", e))?;
+        fchown(fd, Some(uid), Some(gid)).map_err(name.failed("setting the owner of"))?;
         for (key, value) in xattrs(entry) {
             if !XATTRS.iter().any(|permitted| key.starts_with(permitted)) {
                 self.left.xattrs += 1;
@@ -289,28 +287,25 @@ impl Unpacker {
             }
             match fsetxattr(fd, &*key, &value, XattrFlags::empty()) {
                 Ok(()) => {}
-                Err(rustix::io::Errno::NOTSUP | rustix::io::Errno::INVAL | rustix::io::Errno::PERM) => {
-                    self.left.xattrs += 1;
-                }
-                Err(error) => return Err(name.failed("setting an extended attribute of", error)),
+                Err(Errno::NOTSUP | Errno::INVAL | Errno::PERM) => self.left.xattrs += 1,
+                Err(error) => return Err(name.failed("setting an extended attribute of")(error)),
             }
         }
-        fchmod(fd, mode(entry)).map_err(|e| name.failed("setting the mode of", e))
+        fchmod(fd, mode(entry)).map_err(name.failed("setting the mode of"))
     }
 
     fn hard_link(&self, parent: &OwnedFd, name: &Name, entry: &Entry<'_, impl Read>) -> Result<(), Error> {
-        let missing =
-            |why: &str| Error::new(Cause::Malformed, format!("the hard link {}: {why}", shown(name)));
+        let missing = |why: &str| malformed(format!("the hard link {}: {why}", shown(name)));
         let target = entry.link_name_bytes().ok_or_else(|| missing("without a target"))?;
         let target = Name::parse(&target)?.ok_or_else(|| missing("to the root"))?;
         let folder = match self.open(target.parent(), OFlags::PATH | OFlags::DIRECTORY) {
-            Err(rustix::io::Errno::NOENT) => return Err(missing("its target is not there")),
-            other => other.map_err(|e| name.failed("opening its target's folder", e))?,
+            Err(Errno::NOENT) => return Err(missing("its target is not there")),
+            other => other.map_err(name.failed("opening its target's folder"))?,
         };
         match linkat(&folder, target.file(), parent, name.file(), AtFlags::empty()) {
-            Err(rustix::io::Errno::NOENT) => Err(missing("its target is not there")),
-            Err(rustix::io::Errno::PERM) => Err(missing("its target is a folder")),
-            other => other.map_err(|e| name.failed("making the hard link", e)),
+            Err(Errno::NOENT) => Err(missing("its target is not there")),
+            Err(Errno::PERM) => Err(missing("its target is a folder")),
+            other => other.map_err(name.failed("making the hard link")),
         }
     }
 
@@ -320,23 +315,22 @@ impl Unpacker {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY;
         let folder = match self.open(name.parent(), flags) {
             Ok(folder) => folder,
-            Err(rustix::io::Errno::NOENT | rustix::io::Errno::NOTDIR) => return Ok(()),
-            Err(error) => return Err(name.failed("opening the folder of a removal", error)),
+            Err(Errno::NOENT | Errno::NOTDIR) => return Ok(()),
+            Err(error) => return Err(name.failed("opening the folder of a removal")(error)),
         };
         if name.file() == OPAQUE {
             return remove::below(folder.as_fd(), name.parent(), &self.made)
-                .map_err(|e| name.failed("emptying the folder of", e));
+                .map_err(name.failed("emptying the folder of"));
         }
         let file = &name.file()[WHITEOUT.len()..];
         if file.starts_with(WHITEOUT) {
             return Ok(()); // marks of aufs, without a meaning here
         }
         if file.is_empty() || file == b"." || file == b".." {
-            let text = format!("the layer has a removal {} of nothing", shown(name));
-            return Err(Error::new(Cause::Malformed, text));
+            return Err(malformed(format!("the layer has a removal {} of nothing", shown(name))));
         }
         remove::unmade(folder.as_fd(), OsStr::from_bytes(file), &name.beside(file), &self.made)
-            .map_err(|e| name.failed("removing the object of", e))
+            .map_err(name.failed("removing the object of"))
     }
 
     fn finish(self) -> Result<LeftOut, Error> {
@@ -344,7 +338,7 @@ impl Unpacker {
             // A later entry may have removed the folder again.
             if let Ok(fd) = self.open(path, OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW) {
                 let name = Name { whole: path.clone(), last: 0 };
-                futimens(&fd, times).map_err(|e| name.failed("setting the time of", e))?;
+                futimens(&fd, times).map_err(name.failed("setting the time of"))?;
             }
         }
         Ok(self.left)
@@ -354,25 +348,24 @@ impl Unpacker {
 fn symlink(parent: &OwnedFd, name: &Name, entry: &Entry<'_, impl Read>) -> Result<(), Error> {
     let target = entry.link_name_bytes().unwrap_or_default();
     let target = CString::new(target.into_owned())
-        .map_err(|_| Error::new(Cause::Malformed, format!("the link {}: a zero byte", shown(name))))?;
-    symlinkat(&*target, parent, name.file()).map_err(|e| name.failed("making the link", e))?;
+        .map_err(|_| malformed(format!("the link {}: a zero byte", shown(name))))?;
+    symlinkat(&*target, parent, name.file()).map_err(name.failed("making the link"))?;
     owner_at(parent, name, entry)?;
     utimensat(parent, name.file(), &times(entry), AtFlags::SYMLINK_NOFOLLOW)
-        .map_err(|e| name.failed("setting the time of", e))
+        .map_err(name.failed("setting the time of"))
 }
 
 fn owner_at(parent: &OwnedFd, name: &Name, entry: &Entry<'_, impl Read>) -> Result<(), Error> {
     let (uid, gid) = owner(entry)?;
     chownat(parent, name.file(), Some(uid), Some(gid), AtFlags::SYMLINK_NOFOLLOW)
-        .map_err(|e| name.failed("setting the owner of", e))
+        .map_err(name.failed("setting the owner of"))
 }
 
 /// Returns the owner. All ones mean "unchanged" to the kernel, which an archive cannot mean.
 fn owner(entry: &Entry<'_, impl Read>) -> Result<(Uid, Gid), Error> {
     let number = |value: io::Result<u64>| {
-        value.ok().and_then(|n| u32::try_from(n).ok()).filter(|n| *n != u32::MAX).ok_or_else(|| {
-            Error::new(Cause::Malformed, "the layer has an owner that is not a number of 32 bits")
-        })
+        let number = value.ok().and_then(|n| u32::try_from(n).ok()).filter(|n| *n != u32::MAX);
+        number.ok_or_else(|| malformed("the layer has an owner that is not a number of 32 bits"))
     };
     Ok((Uid::from_raw(number(entry.header().uid())?), Gid::from_raw(number(entry.header().gid())?)))
 }
@@ -390,18 +383,15 @@ fn times(entry: &Entry<'_, impl Read>) -> Timestamps {
 /// Returns the attributes of the entry's pax header; unreadable ones are left out.
 fn xattrs(entry: &mut Entry<'_, impl Read>) -> Vec<(String, Vec<u8>)> {
     let Ok(Some(extensions)) = entry.pax_extensions() else { return Vec::new() };
-    extensions
-        .flatten()
-        .filter_map(|extension| {
-            let key = extension.key().ok()?.strip_prefix(XATTR_KEY)?;
-            (!key.contains('\0')).then(|| (key.to_owned(), extension.value_bytes().to_vec()))
-        })
-        .take(MAX_XATTRS)
-        .collect()
+    let attributes = extensions.flatten().filter_map(|extension| {
+        let key = extension.key().ok()?.strip_prefix(XATTR_KEY)?;
+        (!key.contains('\0')).then(|| (key.to_owned(), extension.value_bytes().to_vec()))
+    });
+    attributes.take(MAX_XATTRS).collect()
 }
 
 fn shown(name: &Name) -> String {
-    format!("{:?}", crate::cause::quote(&String::from_utf8_lossy(&name.whole)))
+    format!("{:?}", quote(&String::from_utf8_lossy(&name.whole)))
 }
 
 /// Returns a directory's names.
@@ -423,7 +413,7 @@ pub(crate) fn remove_tree(path: &Path) -> io::Result<()> {
     let (Some(parent), Some(file)) = (path.parent(), path.file_name()) else { return Ok(()) };
     let directory = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
     match openat(CWD, parent, directory, Mode::empty()) {
-        Err(rustix::io::Errno::NOENT) => Ok(()),
+        Err(Errno::NOENT) => Ok(()),
         other => Ok(remove::tree(other?.as_fd(), file)?),
     }
 }

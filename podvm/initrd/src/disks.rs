@@ -16,7 +16,6 @@ pub(crate) struct Candidate {
     pub(crate) hashes: Option<String>,
 }
 
-/// Returns all candidates that are present now.
 pub(crate) fn candidates() -> io::Result<Vec<Candidate>> {
     read(Path::new("/sys/class/block"))
 }

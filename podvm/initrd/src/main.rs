@@ -10,6 +10,7 @@ mod mapper;
 mod modules;
 mod verity;
 
+use std::io::ErrorKind;
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
@@ -52,8 +53,7 @@ fn start() -> Result<std::convert::Infallible, String> {
     }
     modules::load()?;
     let line = fs::read_to_string("/proc/cmdline").map_err(|error| format!("read /proc/cmdline: {error}"))?;
-    let hash = verity::RootHash::of(&line)?;
-    mount_root(hash.as_ref())?;
+    mount_root(verity::root_hash(&line)?)?;
     for (target, _) in MOVED {
         mount(Some(target), &*format!("{ROOT}{target}"), None::<&str>, MsFlags::MS_MOVE, None::<&str>)
             .map_err(|error| format!("move {target}: {error}"))?;
@@ -68,7 +68,7 @@ fn start() -> Result<std::convert::Infallible, String> {
 }
 
 /// Tries the candidates for the root until one is valid or the time limit has passed.
-fn mount_root(hash: Option<&verity::RootHash>) -> Result<(), String> {
+fn mount_root(hash: Option<&str>) -> Result<(), String> {
     fs::create_dir_all(ROOT).map_err(|error| format!("make {ROOT}: {error}"))?;
     let deadline = Instant::now() + PATIENCE;
     let mut said = Vec::new();
@@ -77,33 +77,25 @@ fn mount_root(hash: Option<&verity::RootHash>) -> Result<(), String> {
         match (hash, &found[..]) {
             (Some(hash), candidates) => {
                 for candidate in candidates {
-                    match verified(candidate, hash) {
-                        Ok(()) => return Ok(()),
-                        Err(why) => {
-                            let line = format!("{}: {why}", candidate.root);
-                            if !said.contains(&line) {
-                                eprintln!("peerpod-initrd: {line}");
-                                said.push(line);
-                            }
-                        }
+                    let Err(why) = verified(candidate, hash) else { return Ok(()) };
+                    let line = format!("{}: {why}", candidate.root);
+                    if !said.contains(&line) {
+                        eprintln!("peerpod-initrd: {line}");
+                        said.push(line);
                     }
                 }
             }
             (None, [candidate]) => return mount_at(&format!("/dev/{}", candidate.root)),
             (None, []) => {}
             (None, several) => {
-                let names: Vec<&str> = several.iter().map(|one| one.root.as_str()).collect();
-                return Err(format!(
-                    "several disks have a root ({}), and no root hash selects one",
-                    names.join(", ")
-                ));
+                let names = several.iter().map(|one| one.root.as_str()).collect::<Vec<_>>().join(", ");
+                return Err(format!("several disks have a root ({names}), and no root hash selects one"));
             }
         }
         if Instant::now() > deadline {
-            let why = if said.is_empty() {
-                "no disk has a partition with the label peerpod-root"
-            } else {
-                "no root matches"
+            let why = match said.is_empty() {
+                true => "no disk has a partition with the label peerpod-root",
+                false => "no root matches",
             };
             return Err(format!("{why}, after {PATIENCE:?}"));
         }
@@ -111,13 +103,12 @@ fn mount_root(hash: Option<&verity::RootHash>) -> Result<(), String> {
     }
 }
 
-fn verified(candidate: &disks::Candidate, hash: &verity::RootHash) -> Result<(), String> {
+fn verified(candidate: &disks::Candidate, hash: &str) -> Result<(), String> {
     let hashes =
         candidate.hashes.as_ref().ok_or("its disk has no partition with the label peerpod-verity")?;
     let header = verity::Header::read(Path::new(&format!("/dev/{hashes}")))?;
-    let device =
-        mapper::create("root", header.sectors(), "verity", &header.table(&candidate.root, hashes, hash))?;
-    mount_at(&device).inspect_err(|_| mapper::remove("root"))
+    let device = mapper::create(header.sectors(), &header.table(&candidate.root, hashes, hash))?;
+    mount_at(&device).inspect_err(|_| mapper::remove())
 }
 
 fn mount_at(device: &str) -> Result<(), String> {
@@ -143,14 +134,9 @@ fn remove_files() -> io::Result<()> {
             }
             if about.is_dir() {
                 remove(&path, device)?;
-                match fs::remove_dir(&path) {
-                    Ok(()) => {}
-                    Err(error)
-                        if matches!(
-                            error.kind(),
-                            io::ErrorKind::DirectoryNotEmpty | io::ErrorKind::ResourceBusy
-                        ) => {}
-                    Err(error) => return Err(error),
+                match fs::remove_dir(&path).map_err(|error| (error.kind(), error)) {
+                    Ok(()) | Err((ErrorKind::DirectoryNotEmpty | ErrorKind::ResourceBusy, _)) => {}
+                    Err((_, error)) => return Err(error),
                 }
             } else {
                 fs::remove_file(&path)?;

@@ -14,29 +14,21 @@ const SECTOR: u64 = 512;
 const HASH_LEN: usize = 64;
 const MAX_SALT: usize = 256;
 
-/// Hash on which all verification rests: lower-case hexadecimal digits.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct RootHash(String);
-
-impl RootHash {
-    /// Reads the hash from the kernel's command line; `None`: the root is not verified. An invalid hash is an error,
-    /// and so are two hashes.
-    pub(crate) fn of(line: &str) -> Result<Option<RootHash>, String> {
-        let mut words = line.split_whitespace().filter_map(|word| word.strip_prefix("roothash="));
-        match (words.next(), words.next()) {
-            (None, _) => Ok(None),
-            (Some(_), Some(_)) => Err("the kernel's command line has two root hashes".to_owned()),
-            (Some(hash), None) => {
-                let right = hash.len() == HASH_LEN
-                    && hash.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'));
-                if right {
-                    Ok(Some(RootHash(hash.to_owned())))
-                } else {
-                    Err(format!("roothash={hash}: not a SHA-256 hash"))
-                }
-            }
+/// Reads the hash on which all verification rests from the kernel's command line: lower-case hexadecimal digits. `None`:
+/// the root is not verified. An invalid hash is an error, and so are two hashes.
+pub(crate) fn root_hash(line: &str) -> Result<Option<&str>, String> {
+    let mut words = line.split_whitespace().filter_map(|word| word.strip_prefix("roothash="));
+    match (words.next(), words.next()) {
+        (Some(_), Some(_)) => Err("the kernel's command line has two root hashes".to_owned()),
+        (Some(hash), None) if hash.len() != HASH_LEN || !hash.bytes().all(is_digit) => {
+            Err(format!("roothash={hash}: not a SHA-256 hash"))
         }
+        (hash, _) => Ok(hash),
     }
+}
+
+fn is_digit(byte: u8) -> bool {
+    matches!(byte, b'0'..=b'9' | b'a'..=b'f')
 }
 
 /// Parameters of the hashes on the disk.
@@ -50,11 +42,10 @@ impl Header {
     /// Reads the header from the partition with the hashes.
     pub(crate) fn read(device: &Path) -> Result<Header, String> {
         let mut bytes = [0; HEADER_LEN];
-        File::open(device)
-            .and_then(|mut file| file.read_exact(&mut bytes))
-            .map_err(|error| format!("read {}: {error}", device.display()))?;
-        Header::parse(&bytes)
-            .ok_or_else(|| format!("{}: not the header of dm-verity's hashes", device.display()))
+        let (read, device) = (File::open(device), device.display());
+        read.and_then(|mut file| file.read_exact(&mut bytes))
+            .map_err(|error| format!("read {device}: {error}"))?;
+        Header::parse(&bytes).ok_or_else(|| format!("{device}: not the header of dm-verity's hashes"))
     }
 
     fn parse(bytes: &[u8; HEADER_LEN]) -> Option<Header> {
@@ -75,15 +66,14 @@ impl Header {
         Some(Header { blocks, salt })
     }
 
-    /// Returns the size of the device in sectors.
     pub(crate) fn sectors(&self) -> u64 {
         self.blocks * u64::from(BLOCK) / SECTOR
     }
 
     /// Returns the parameters of the table. A block with a wrong hash panics the kernel: a program that got a read
     /// error instead might continue without the data.
-    pub(crate) fn table(&self, root: &str, hashes: &str, hash: &RootHash) -> String {
-        let (Header { blocks, salt }, RootHash(hash)) = (self, hash);
+    pub(crate) fn table(&self, root: &str, hashes: &str, hash: &str) -> String {
+        let Header { blocks, salt } = self;
         let salt = if salt.is_empty() { "-" } else { salt };
         format!(
             "1 /dev/{root} /dev/{hashes} {BLOCK} {BLOCK} {blocks} 1 sha256 {hash} {salt} 1 panic_on_corruption"
@@ -110,10 +100,11 @@ mod tests {
     fn the_table_has_the_format_of_the_kernel() {
         let header = Header::parse(&sample()).unwrap();
         assert_eq!(header.sectors(), 40);
-        let hash = RootHash::of(&format!("quiet roothash={} panic=1\n", "0a".repeat(32))).unwrap().unwrap();
+        let line = format!("quiet roothash={} panic=1\n", "0a".repeat(32));
+        let hash = root_hash(&line).unwrap().unwrap();
         let table =
             format!("1 /dev/a2 /dev/a3 4096 4096 5 1 sha256 {} ab01 1 panic_on_corruption", "0a".repeat(32));
-        assert_eq!(header.table("a2", "a3", &hash), table);
+        assert_eq!(header.table("a2", "a3", hash), table);
     }
 
     #[test]
@@ -129,7 +120,7 @@ mod tests {
 
     #[test]
     fn two_or_invalid_hashes_are_errors() {
-        assert_eq!(RootHash::of("quiet"), Ok(None));
+        assert_eq!(root_hash("quiet"), Ok(None));
         let right = "0a".repeat(32);
         for wrong in [
             "roothash=",
@@ -137,7 +128,7 @@ mod tests {
             &format!("roothash={}", "0A".repeat(32)),
             &format!("roothash={right} roothash={right}"),
         ] {
-            RootHash::of(wrong).unwrap_err();
+            root_hash(wrong).unwrap_err();
         }
     }
 }

@@ -9,9 +9,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, bail, ensure};
-use nix::fcntl::{Flock, FlockArg};
 
-use crate::lock::{Lock, Package};
+use crate::lock::{Lock, Package, words};
 use crate::report::sha256;
 use crate::run;
 
@@ -20,14 +19,8 @@ const RELEASE: &str = "bookworm";
 /// Source lists of the machine's own apt.
 const OWN_SOURCES: [&str; 2] = ["/etc/apt/sources.list", "/etc/apt/sources.list.d"];
 
-/// Debian's archive, by URL.
-#[derive(Clone, Debug)]
-pub(crate) enum Archive {
-    /// The sources that this machine's apt uses.
-    OfThisMachine,
-    /// URLs of the packages and of their security updates.
-    Of(String, String),
-}
+/// URLs of Debian's packages and of their security updates; none: the sources that this machine's apt uses.
+pub(crate) type Archive = Option<(String, String)>;
 
 /// Package cache, and the archive that fills it.
 pub(crate) struct Store {
@@ -35,15 +28,11 @@ pub(crate) struct Store {
     archive: Archive,
     /// URL of an archive of old packages.
     snapshots: Option<String>,
-    /// Exclusive lock on the folder.
-    _lock: Flock<File>,
+    _lock: File,
 }
 
 impl Store {
     /// Opens the cache folder, and waits until no other process holds its lock.
-    ///
-    /// # Errors
-    /// When the folder cannot be made or written.
     pub(crate) fn open(folder: &Path, archive: Archive, snapshots: Option<String>) -> anyhow::Result<Store> {
         let what = || format!("make the cache folder {}", folder.display());
         for sub in ["apt/lists/partial", "apt/archives/partial", "debs"] {
@@ -51,20 +40,16 @@ impl Store {
         }
         let folder = folder.canonicalize()?;
         let lock = File::create(folder.join("lock")).with_context(what)?;
-        let lock =
-            Flock::lock(lock, FlockArg::LockExclusive).map_err(|(_, error)| error).with_context(what)?;
+        lock.lock().with_context(what)?;
         Ok(Store { folder, archive, snapshots, _lock: lock })
     }
 
     /// Returns the files of all packages of a lock, in its order; fetches those that are not in the cache.
-    ///
-    /// # Errors
-    /// When a package in that version is neither in the archive nor in its snapshots, or has another digest.
     pub(crate) fn packages(&self, lock: &Lock) -> anyhow::Result<Vec<PathBuf>> {
         let missing: Vec<&Package> = lock.packages.iter().filter(|package| !self.has(package)).collect();
         if !missing.is_empty() {
             let exact: Vec<String> =
-                missing.iter().map(|package| format!("{}={}", package.name, package.version)).collect();
+                missing.iter().map(|Package { name, version, .. }| format!("{name}={version}")).collect();
             if let Err(now) = self.update(&self.archive).and_then(|()| self.download(&exact)) {
                 // Debian's archive has only the newest version of a package; the snapshots have all versions.
                 let what =
@@ -72,43 +57,34 @@ impl Store {
                 let Some(snapshots) = &self.snapshots else { return Err(now).context(what) };
                 let [main, security] =
                     ["debian", "debian-security"].map(|part| format!("{snapshots}/{part}/{}", lock.snapshot));
-                self.update(&Archive::Of(main, security))
+                self.update(&Some((main, security)))
                     .and_then(|()| self.download(&exact))
                     .with_context(|| format!("{now:#}; and from {snapshots}"))
                     .context(what)?;
             }
         }
-        lock.packages
-            .iter()
-            .map(|package| {
-                let Package { name, version, sha256 } = package;
-                ensure!(
-                    self.has(package),
-                    "{name} {version}: the fetched package does not have the digest {sha256}"
-                );
-                Ok(self.path(package))
-            })
-            .collect()
+        let fetched = |package: &Package| {
+            let Package { name, version, sha256 } = package;
+            ensure!(
+                self.has(package),
+                "{name} {version}: the fetched package does not have the digest {sha256}"
+            );
+            Ok(self.path(package))
+        };
+        lock.packages.iter().map(fetched).collect()
     }
 
-    /// Returns a lock of the newest versions of these packages.
-    ///
-    /// # Errors
-    /// When the archive cannot be reached or does not have one of the packages.
-    pub(crate) fn newest(&self, names: &[&str]) -> anyhow::Result<Lock> {
+    /// Returns a lock of the newest versions of the packages of a list (packages.txt).
+    pub(crate) fn newest(&self, list: &str) -> anyhow::Result<Lock> {
         self.update(&self.archive)?;
         let mut wanted = Vec::new();
-        for name in names {
+        for name in words(list) {
             // The kernel's metapackage depends on the real one, which has the release in its name.
-            let real =
-                if name.starts_with("linux-image-") { self.depends(name)? } else { (*name).to_owned() };
-            wanted.push(real);
+            wanted.push(if name.starts_with("linux-image-") { self.depends(name)? } else { name.to_owned() });
         }
-        let listed =
-            run::with_input(self.apt("apt-get").args(["--print-uris", "download"]).args(&wanted), &[])?;
-        let listed = String::from_utf8_lossy(&listed).into_owned();
+        let listed = run::output(self.apt("apt-get").args(["--print-uris", "download"]).args(&wanted))?;
         let mut lock = Lock::default();
-        for line in listed.lines() {
+        for line in String::from_utf8_lossy(&listed).lines() {
             // 'URL' name_version_arch.deb SIZE SHA256:DIGEST
             let words: Vec<&str> = line.split_whitespace().collect();
             let [_, file, _, digest] = words[..] else { bail!("apt-get printed {line:?}") };
@@ -120,13 +96,9 @@ impl Store {
             lock.packages.push(Package { name: name.into(), version, sha256: sha256.into() });
         }
         lock.packages.sort_by(|a, b| a.name.cmp(&b.name));
-        ensure!(
-            lock.packages.len() == names.len(),
-            "asked for {} packages, apt-get listed {}",
-            names.len(),
-            lock.packages.len()
-        );
-        let now = String::from_utf8(run::run("date", &["-u", "+%s %Y%m%dT%H%M%SZ"])?)?;
+        let (asked, listed) = (wanted.len(), lock.packages.len());
+        ensure!(asked == listed, "asked for {asked} packages, apt-get listed {listed}");
+        let now = String::from_utf8(run::output(run::tool("date").args(["-u", "+%s %Y%m%dT%H%M%SZ"]))?)?;
         let (epoch, snapshot) = now.trim().split_once(' ').context("date printed nothing")?;
         lock.epoch = epoch.parse()?;
         snapshot.clone_into(&mut lock.snapshot);
@@ -134,8 +106,8 @@ impl Store {
     }
 
     fn depends(&self, name: &str) -> anyhow::Result<String> {
-        let shown = run::with_input(self.apt("apt-cache").args(["show", "--no-all-versions", name]), &[])?;
-        let shown = String::from_utf8_lossy(&shown).into_owned();
+        let shown = run::output(self.apt("apt-cache").args(["show", "--no-all-versions", name]))?;
+        let shown = String::from_utf8_lossy(&shown);
         let depends = shown.lines().find_map(|line| line.strip_prefix("Depends: "));
         let real =
             depends.and_then(|line| line.split([',', ' ']).find(|word| word.starts_with("linux-image-")));
@@ -149,7 +121,7 @@ impl Store {
             fs::remove_file(old?.path())?;
         }
         match archive {
-            Archive::Of(main, security) => {
+            Some((main, security)) => {
                 let options = format!("[arch=amd64 check-valid-until=no signed-by={KEYRING}]");
                 let sources = format!(
                     "deb {options} {main} {RELEASE} main\ndeb {options} {main} {RELEASE}-updates main\n\
@@ -157,10 +129,9 @@ impl Store {
                 );
                 fs::write(list, sources)?;
             }
-            Archive::OfThisMachine => copy_own_sources(&list, &parts)?,
+            None => copy_own_sources(&list, &parts)?,
         }
-        run::with_input(self.apt("apt-get").args(["update", "--error-on=any"]), &[])?;
-        Ok(())
+        run::output(self.apt("apt-get").args(["update", "--error-on=any"])).map(drop)
     }
 
     fn download(&self, exact: &[String]) -> anyhow::Result<()> {
@@ -169,7 +140,7 @@ impl Store {
             fs::remove_dir_all(&folder)?;
         }
         fs::create_dir(&folder)?;
-        run::with_input(self.apt("apt-get").arg("download").args(exact).current_dir(&folder), &[])?;
+        run::output(self.apt("apt-get").arg("download").args(exact).current_dir(&folder))?;
         for entry in fs::read_dir(&folder)? {
             let path = entry?.path();
             let digest = sha256(&fs::read(&path)?);

@@ -54,9 +54,6 @@ pub(crate) struct Parts {
 
 impl Parts {
     /// Adds all parts, and notes the supplied ones in the report.
-    ///
-    /// # Errors
-    /// When a part cannot be read, or could not run in this image.
     pub(crate) fn add(
         &self,
         tree: &mut Tree,
@@ -64,20 +61,18 @@ impl Parts {
         packages: &Tree,
         report: &mut Report,
     ) -> anyhow::Result<()> {
-        for (path, from) in [(guest_path, &self.guest), (PULL, &self.pull)] {
-            tree.add_file(path, from)?;
-            check_static(tree, path, from)?;
-        }
+        add_static(tree, guest_path, &self.guest)?;
+        add_static(tree, PULL, &self.pull)?;
         tree.file("etc/peerpod/guest.json", 0o644, SETTINGS.as_bytes());
         self.sources(tree)?;
         if let Some(folder) = &self.guest_components {
             tree.add_folder("", folder).context("--guest-components")?;
-            note(report, "guest-components", tree_digest(folder)?);
+            report.supplied.insert("guest-components", tree_digest(folder)?);
         }
         match (&self.kata_agent, &self.test_agent) {
             (Some(agent), _) => {
                 tree.add_file(AGENT, agent)?;
-                note(report, "kata-agent", digest_of(tree, AGENT));
+                report.supplied.insert("kata-agent", sha256(&std::fs::read(agent)?));
             }
             (None, Some(agent)) => {
                 tree.add_file(AGENT, agent)?;
@@ -88,23 +83,20 @@ impl Parts {
                 bail!("no agent: give --kata-agent (or, for an image to test with, --test-agent)")
             }
         }
-        program::check_supplied(AGENT, tree, packages).context(if report.test_agent {
-            "--test-agent"
-        } else {
-            "--kata-agent"
-        })?;
+        let option = if report.test_agent { "--test-agent" } else { "--kata-agent" };
+        program::check_supplied(AGENT, tree, packages).context(option)?;
         tree.file("etc/agent-config.toml", 0o644, AGENT_CONFIG.as_bytes());
         if let Some(bundle) = &self.pause_bundle {
             for part in ["config.json", "rootfs"] {
+                let shown = bundle.display();
                 ensure!(
                     bundle.join(part).exists(),
-                    "--pause-bundle: {} has no {part}: not an OCI bundle",
-                    bundle.display()
+                    "--pause-bundle: {shown} has no {part}: not an OCI bundle"
                 );
             }
             tree.directory("pause_bundle", 0o755);
             tree.add_folder("pause_bundle", bundle).context("--pause-bundle")?;
-            note(report, "pause-bundle", tree_digest(bundle)?);
+            report.supplied.insert("pause-bundle", tree_digest(bundle)?);
         }
         tree.file("etc/hosts", 0o644, HOSTS.as_bytes());
         Ok(())
@@ -119,26 +111,24 @@ impl Parts {
                 let text = std::fs::read(&file).with_context(what)?;
                 let json: serde_json::Value =
                     basic_toml::from_slice(&text).with_context(|| format!("read {}", file.display()))?;
-                tree.file(
-                    &format!("etc/peerpod/sources/{name}.json"),
-                    0o644,
-                    format!("{json}\n").into_bytes(),
-                );
+                let path = format!("etc/peerpod/sources/{name}.json");
+                tree.file(&path, 0o644, format!("{json}\n").into_bytes());
             }
         }
         Ok(())
     }
 }
 
-/// Checks that a program is static, so that it runs independently of the image's libraries.
-fn check_static(tree: &Tree, path: &str, from: &Path) -> anyhow::Result<()> {
-    let Some(crate::tree::Node::File { content, .. }) = tree.get(path) else { bail!("/{path} is not there") };
-    let program = program::Program::read(content).with_context(|| from.display().to_string())?;
+/// Adds a static program, which runs independently of the image's libraries.
+pub(crate) fn add_static(tree: &mut Tree, path: &str, from: &Path) -> anyhow::Result<()> {
+    tree.add_file(path, from)?;
+    let content = tree.content(path).unwrap_or_default();
+    let from = from.display();
+    let program = program::Program::read(content).with_context(|| from.to_string())?;
+    let needs = program.libraries.join(", ");
     ensure!(
-        program.interpreter.is_none() && program.libraries.is_empty(),
-        "{}: must be a static build (--target x86_64-unknown-linux-musl): it needs {}",
-        from.display(),
-        program.libraries.join(", ")
+        program.interpreter.is_none() && needs.is_empty(),
+        "{from}: must be a static build (--target x86_64-unknown-linux-musl): it needs {needs}"
     );
     Ok(())
 }
@@ -150,9 +140,6 @@ pub(crate) fn accounts(tree: &mut Tree) {
 }
 
 /// Joins all certificates of the distribution into the one file where programs look for them.
-///
-/// # Errors
-/// When the packages have none.
 pub(crate) fn certificates(tree: &mut Tree, packages: &Tree) -> anyhow::Result<()> {
     let mut all = Vec::new();
     for (path, _, content) in packages.files() {
@@ -166,14 +153,6 @@ pub(crate) fn certificates(tree: &mut Tree, packages: &Tree) -> anyhow::Result<(
     ensure!(!all.is_empty(), "no package has certificates");
     tree.file("etc/ssl/certs/ca-certificates.crt", 0o644, all);
     Ok(())
-}
-
-fn note(report: &mut Report, name: &str, digest: String) {
-    report.supplied.insert(name.to_owned(), digest);
-}
-
-fn digest_of(tree: &Tree, path: &str) -> String {
-    tree.files().find(|(at, ..)| *at == path).map(|(.., content)| sha256(content)).unwrap_or_default()
 }
 
 /// Returns one digest for a folder, over the paths, modes and digests of its files, in order.

@@ -10,36 +10,29 @@ const LINK: u32 = 0o120_000;
 
 /// Returns the archive of a tree. `time` is in seconds since 1970.
 pub(crate) fn archive(tree: &Tree, time: u32) -> Vec<u8> {
-    let mut out = Vec::with_capacity(usize::try_from(tree.size()).unwrap_or_default() + (1 << 20));
+    let mut out = Vec::new();
     for (number, (path, node)) in (1..).zip(tree.iter()) {
         let (mode, content): (u32, &[u8]) = match node {
             Node::Directory { mode } => (DIRECTORY | mode, &[]),
             Node::File { mode, content } => (FILE | mode, content),
             Node::Link { target } => (LINK | 0o777, target.as_bytes()),
         };
-        entry(&mut out, Header { number, mode, time, path }, content);
+        entry(&mut out, number, mode, time, path, content);
     }
-    entry(&mut out, Header { number: 0, mode: 0, time: 0, path: "TRAILER!!!" }, &[]);
+    entry(&mut out, 0, 0, 0, "TRAILER!!!", &[]);
     out
 }
 
-struct Header<'a> {
-    number: u32,
-    mode: u32,
-    time: u32,
-    path: &'a str,
-}
-
-fn entry(out: &mut Vec<u8>, header: Header<'_>, content: &[u8]) {
-    let links = if header.mode & DIRECTORY != 0 && header.mode & FILE == 0 { 2 } else { 1 };
+fn entry(out: &mut Vec<u8>, number: u32, mode: u32, time: u32, path: &str, content: &[u8]) {
+    let links = if mode & DIRECTORY != 0 && mode & FILE == 0 { 2 } else { 1 };
     // Inode, mode, uid, gid, links, time, size, device and special device (each major, minor), name, checksum.
-    let (size, name) = (content.len() as u32, header.path.len() as u32 + 1);
-    let fields = [header.number, header.mode, 0, 0, links, header.time, size, 0, 0, 0, 0, name, 0];
+    let (size, name) = (content.len() as u32, path.len() as u32 + 1);
+    let fields = [number, mode, 0, 0, links, time, size, 0, 0, 0, 0, name, 0];
     out.extend_from_slice(b"070701");
     for field in fields {
         out.extend_from_slice(format!("{field:08X}").as_bytes());
     }
-    out.extend_from_slice(header.path.as_bytes());
+    out.extend_from_slice(path.as_bytes());
     out.push(0);
     pad(out);
     out.extend_from_slice(content);

@@ -22,14 +22,9 @@ const LEFT_OUT: [&str; 9] = [
     "var/lib/",
 ];
 
-/// Adds a package's files to a tree.
-///
-/// # Errors
-/// When it is not a package, or has files of another kind (devices).
 pub(crate) fn add(tree: &mut Tree, package: &Path) -> anyhow::Result<()> {
     let what = || format!("read the package {}", package.display());
-    let path = package.to_str().with_context(what)?;
-    let archive = run::run("dpkg-deb", &["--fsys-tarfile", path])?;
+    let archive = run::output(run::tool("dpkg-deb").arg("--fsys-tarfile").arg(package))?;
     add_archive(tree, &archive).with_context(what)
 }
 

@@ -15,7 +15,7 @@ use crate::lock::words;
 use crate::memory::GuestMemory;
 use crate::minimal::compress;
 use crate::report::{Report, sha256};
-use crate::tree::{Node, Tree};
+use crate::tree::Tree;
 use crate::{audit, cmdline, cpio, formats, gpt, modules, program, run, uki, verity};
 
 const FILES: &str = include_str!("../data/disk.files");
@@ -44,10 +44,6 @@ pub(crate) struct Options {
     formats: Vec<formats::Format>,
 }
 
-/// Builds the disk in the folder `out`.
-///
-/// # Errors
-/// When an input is missing or wrong, a tool fails, or the audit finds something.
 pub(crate) fn build(inputs: &Inputs, parts: &Parts, options: &Options, out: &Path) -> anyhow::Result<()> {
     let release = modules::release(&inputs.packages)?;
     let mut report = Report::new("disk", &release, &inputs.lock.packages);
@@ -72,13 +68,8 @@ pub(crate) fn build(inputs: &Inputs, parts: &Parts, options: &Options, out: &Pat
 
     let identity = verity.as_ref().map_or_else(|| sha256(&erofs), |verity| verity.root_hash.clone());
     ensure!(identity.len() == IDENTITY_LEN, "the root hash {identity} is no SHA-256 hash");
-    let raw = gpt::disk(
-        &uki::partition(&program)?,
-        &erofs,
-        verity.as_ref().map(|verity| &*verity.tree),
-        &identity,
-        &work,
-    )?;
+    let hashes = verity.as_ref().map(|verity| &*verity.tree);
+    let raw = gpt::disk(&uki::partition(&program)?, &erofs, hashes, &identity, &work)?;
     fs::create_dir_all(out).with_context(|| format!("make {}", out.display()))?;
     formats::write(&raw, &options.formats, &identity, out, &mut report)?;
     fs::remove_dir_all(&work)?;
@@ -122,11 +113,10 @@ fn erofs(inputs: &Inputs, root: &Tree, work: &Path) -> anyhow::Result<Vec<u8>> {
     root.write(&folder)?;
     let uuid = gpt::uuid(&sha256(b"peerpod root"));
     let (time, id) = (format!("-T{}", inputs.lock.epoch), format!("-U{uuid}"));
-    run::with_input(
+    run::output(
         run::tool("mkfs.erofs")
             .args(["-zlz4hc", "-C65536", "-x-1", "--all-root", "--quiet", &time, &id])
             .args([&image, &folder]),
-        &[],
     )?;
     let mut content = fs::read(&image)?;
     content.resize(content.len().next_multiple_of(verity::BLOCK), 0);
@@ -140,16 +130,7 @@ fn initramfs(inputs: &Inputs, options: &Options, release: &str) -> anyhow::Resul
     for folder in ["dev", "proc", "sys", "sysroot"] {
         tree.directory(folder, 0o755);
     }
-    tree.add_file("init", &options.initrd)?;
-    let Some(Node::File { content, .. }) = tree.get("init") else { unreachable!("it was just added") };
-    ensure!(
-        program::Program::read(content)
-            .with_context(|| options.initrd.display().to_string())?
-            .interpreter
-            .is_none(),
-        "{}: must be a static build",
-        options.initrd.display()
-    );
+    content::add_static(&mut tree, "init", &options.initrd)?;
     let list = modules::in_order(&mut tree, &inputs.packages, release, words(INITRD_MODULES))?;
     tree.file("etc/modules.list", 0o644, list.into_bytes());
     Ok(tree)

@@ -9,7 +9,6 @@ use anyhow::{Context, ensure};
 use crate::report::Report;
 use crate::{gpt, run};
 
-/// Format of a disk image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum Format {
     /// Unconverted (AWS, GCP)
@@ -24,10 +23,6 @@ pub(crate) enum Format {
 
 const MIB: u64 = 1 << 20;
 
-/// Writes the disk in all requested formats.
-///
-/// # Errors
-/// When a converter fails or a file cannot be written.
 pub(crate) fn write(
     raw: &Path,
     formats: &[Format],
@@ -36,26 +31,21 @@ pub(crate) fn write(
     report: &mut Report,
 ) -> anyhow::Result<()> {
     for format in formats {
-        let name = match format {
-            Format::Raw => "peerpod.raw",
-            Format::Qcow2 => "peerpod.qcow2",
-            Format::Vhd => "peerpod.vhd",
-            Format::Vmdk => "peerpod.vmdk",
-        };
-        let to = out.join(name);
+        let name = format!("peerpod.{format:?}").to_lowercase();
+        let to = out.join(&name);
         let content = match format {
-            Format::Raw => gpt::copy_sparse(raw, &to)?,
+            Format::Raw | Format::Vhd => {
+                let mut content = fs::read(raw)?;
+                if let Format::Vhd = format {
+                    ensure!((content.len() as u64).is_multiple_of(MIB), "the disk is not of whole MiB");
+                    content.extend_from_slice(&vhd_footer(content.len() as u64, identity));
+                }
+                gpt::write_sparse(&to, &content)?;
+                content
+            }
             Format::Qcow2 => {
                 convert(raw, &to, &["-O", "qcow2", "-c", "-o", "compat=1.1,lazy_refcounts=off"])?;
                 fs::read(&to)?
-            }
-            Format::Vhd => {
-                let mut content = gpt::copy_sparse(raw, &to)?;
-                ensure!((content.len() as u64).is_multiple_of(MIB), "the disk is not of whole MiB");
-                let footer = vhd_footer(content.len() as u64, identity);
-                append(&to, &footer)?;
-                content.extend_from_slice(&footer);
-                content
             }
             Format::Vmdk => {
                 convert(raw, &to, &["-O", "vmdk", "-o", "subformat=streamOptimized"])?;
@@ -64,27 +54,18 @@ pub(crate) fn write(
                 content
             }
         };
-        report.note(name, &content);
+        report.note(&name, &content);
     }
     Ok(())
 }
 
 /// Converts by qemu-img, with one request at a time: with more, the order of the clusters is not deterministic.
 fn convert(raw: &Path, to: &Path, options: &[&str]) -> anyhow::Result<()> {
-    run::with_input(
-        run::tool("qemu-img").args(["convert", "-f", "raw", "-m", "1"]).args(options).args([raw, to]),
-        &[],
-    )?;
-    Ok(())
+    let mut command = run::tool("qemu-img");
+    run::output(command.args(["convert", "-f", "raw", "-m", "1"]).args(options).args([raw, to])).map(drop)
 }
 
-fn append(to: &Path, bytes: &[u8]) -> anyhow::Result<()> {
-    let mut file = fs::File::options().append(true).open(to)?;
-    std::io::Write::write_all(&mut file, bytes).with_context(|| format!("write {}", to.display()))
-}
-
-/// Returns the footer that makes a raw disk a fixed VHD (Virtual Hard Disk Image Format Specification 1.0, "Hard Disk
-/// Footer Format").
+/// Returns the footer that makes a raw disk a fixed VHD (Virtual Hard Disk Image Format Specification 1.0).
 fn vhd_footer(size: u64, identity: &str) -> [u8; 512] {
     let mut footer = [0; 512];
     let mut put = |at: usize, bytes: &[u8]| footer[at..at + bytes.len()].copy_from_slice(bytes);
@@ -182,10 +163,10 @@ mod tests {
         disk.extend_from_slice(&vhd_footer(size, &"ab".repeat(32)));
         fs::write(&path, disk).unwrap();
         let (vhd, raw) = (path.to_str().unwrap(), raw.to_str().unwrap());
-        let about = run::run("qemu-img", &["info", "-f", "vpc", vhd]).unwrap();
+        let about = run::output(run::tool("qemu-img").args(["info", "-f", "vpc", vhd])).unwrap();
         let about = String::from_utf8(about).unwrap();
         assert!(about.contains(&format!("({size} bytes)")), "{about}");
-        run::run("qemu-img", &["compare", "-f", "vpc", "-F", "raw", vhd, raw]).unwrap();
+        run::output(run::tool("qemu-img").args(["compare", "-f", "vpc", "-F", "raw", vhd, raw])).unwrap();
         fs::remove_file(vhd).unwrap();
         fs::remove_file(raw).unwrap();
     }

@@ -1,7 +1,7 @@
 //! Writes the disk: a partition table by sfdisk, and the partitions at their places. The root's partitions have the
 //! types and UUIDs of the Discoverable Partitions Specification: their UUIDs are the halves of the root hash.
 
-use std::fs::{self, File};
+use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
@@ -22,9 +22,6 @@ pub(crate) fn uuid(hash: &str) -> String {
 }
 
 /// Writes the disk to a file in `work` and returns its path.
-///
-/// # Errors
-/// When the disk cannot be written, or sfdisk fails.
 pub(crate) fn disk(
     esp: &[u8],
     root: &[u8],
@@ -39,23 +36,17 @@ pub(crate) fn disk(
         Some(("peerpod-root", ROOT, uuid(identity), root)),
         hashes.map(|hashes| ("peerpod-verity", VERITY, uuid(&identity[32..]), hashes)),
     ];
-    let mut script = format!(
-        "label: gpt\nlabel-id: {}\nunit: sectors\nfirst-lba: {}\n",
-        uuid(&sha256(format!("{identity} disk").as_bytes())),
-        MIB / SECTOR
-    );
+    let (id, first) = (uuid(&sha256(format!("{identity} disk").as_bytes())), MIB / SECTOR);
+    let mut script = format!("label: gpt\nlabel-id: {id}\nunit: sectors\nfirst-lba: {first}\n");
     let file = File::create(&path).with_context(what)?;
     let mut at = MIB;
     for (name, kind, uuid, content) in partitions.into_iter().flatten() {
         let size = content.len().next_multiple_of(MIB);
         // Bit 60: the partition is to be mounted read-only.
         let attributes = if kind == ESP { "" } else { ", attrs=\"GUID:60\"" };
-        script += &format!(
-            "start={}, size={}, type={kind}, uuid={uuid}, name=\"{name}\"{attributes}\n",
-            at / SECTOR,
-            size / SECTOR
-        );
-        write_sparse(&file, at, content).with_context(what)?;
+        let place = format!("start={}, size={}", at / SECTOR, size / SECTOR);
+        script += &format!("{place}, type={kind}, uuid={uuid}, name=\"{name}\"{attributes}\n");
+        write_at(&file, at, content).with_context(what)?;
         at += size;
     }
     // The table's backup is at the end. Some clouds take only disks of whole MiB.
@@ -69,7 +60,7 @@ pub(crate) fn disk(
 }
 
 /// Writes content, with holes in place of zeros.
-fn write_sparse(file: &File, at: usize, content: &[u8]) -> std::io::Result<()> {
+fn write_at(file: &File, at: usize, content: &[u8]) -> std::io::Result<()> {
     for (number, piece) in content.chunks(64 << 10).enumerate() {
         if piece.iter().any(|byte| *byte != 0) {
             file.write_all_at(piece, (at + number * (64 << 10)) as u64)?;
@@ -78,19 +69,10 @@ fn write_sparse(file: &File, at: usize, content: &[u8]) -> std::io::Result<()> {
     Ok(())
 }
 
-/// Copies a file with its holes.
-///
-/// # Errors
-/// When one cannot be read or the other not written.
-pub(crate) fn copy_sparse(from: &Path, to: &Path) -> anyhow::Result<Vec<u8>> {
-    let content = fs::read(from).with_context(|| format!("read {}", from.display()))?;
-    let write = || {
-        let file = File::create(to)?;
-        file.set_len(content.len() as u64)?;
-        write_sparse(&file, 0, &content)
-    };
-    write().with_context(|| format!("write {}", to.display()))?;
-    Ok(content)
+/// Writes a file, with holes in place of zeros.
+pub(crate) fn write_sparse(to: &Path, content: &[u8]) -> anyhow::Result<()> {
+    let file = File::create(to).and_then(|file| file.set_len(content.len() as u64).map(|()| file));
+    file.and_then(|file| write_at(&file, 0, content)).with_context(|| format!("write {}", to.display()))
 }
 
 #[cfg(test)]

@@ -1,7 +1,6 @@
 //! Reads and writes `packages.lock`, which fixes the version of every package that images are built from. With it, one
 //! revision of the project always gives the same image. The file is text, one package a line.
 
-use std::fmt::Write;
 use std::fs;
 use std::path::Path;
 
@@ -17,7 +16,6 @@ pub(crate) struct Lock {
     pub(crate) packages: Vec<Package>,
 }
 
-/// One package in one version.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub(crate) struct Package {
     pub(crate) name: String,
@@ -26,10 +24,6 @@ pub(crate) struct Package {
 }
 
 impl Lock {
-    /// Reads the file.
-    ///
-    /// # Errors
-    /// With the line that cannot be parsed.
     pub(crate) fn read(path: &Path) -> anyhow::Result<Lock> {
         let text = fs::read_to_string(path)
             .with_context(|| format!("read {}; `make image-lock` makes it", path.display()))?;
@@ -50,11 +44,8 @@ impl Lock {
                 [name, version, sha256] => {
                     let plain = sha256.len() == 64 && sha256.bytes().all(|byte| byte.is_ascii_hexdigit());
                     ensure!(plain, "line {number}: {sha256} is not a SHA-256 digest");
-                    lock.packages.push(Package {
-                        name: name.into(),
-                        version: version.into(),
-                        sha256: sha256.into(),
-                    });
+                    let [name, version, sha256] = [name, version, sha256].map(str::to_owned);
+                    lock.packages.push(Package { name, version, sha256 });
                 }
                 _ => bail!("line {number}: not `name version sha256`: {line}"),
             }
@@ -63,24 +54,17 @@ impl Lock {
         Ok(lock)
     }
 
-    /// Returns the file's text.
     pub(crate) fn text(&self) -> String {
+        let Lock { epoch, snapshot, packages } = self;
         let mut text = format!(
             "# Exact packages of the images. Written by `make image-lock`; packages.txt has the reasons.\n\
-             epoch {}\nsnapshot {}\n",
-            self.epoch, self.snapshot
+             epoch {epoch}\nsnapshot {snapshot}\n"
         );
-        for Package { name, version, sha256 } in &self.packages {
-            // Writing to a String cannot fail.
-            writeln!(text, "{name} {version} {sha256}").unwrap_or_default();
+        for Package { name, version, sha256 } in packages {
+            text += &format!("{name} {version} {sha256}\n");
         }
         text
     }
-}
-
-/// Returns the names in packages.txt.
-pub(crate) fn names(list: &str) -> Vec<&str> {
-    words(list).collect()
 }
 
 /// Returns the words of a data file, without comments (from `#` to the end of the line).
@@ -103,6 +87,6 @@ mod tests {
         {
             assert!(format!("{:#}", Lock::parse(text).unwrap_err()).contains(part), "{text}");
         }
-        assert_eq!(names("# a\nlibc6  # libc\nkmod\n"), ["libc6", "kmod"]);
+        assert_eq!(words("# a\nlibc6  # libc\nkmod\n").collect::<Vec<_>>(), ["libc6", "kmod"]);
     }
 }

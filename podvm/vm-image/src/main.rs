@@ -30,7 +30,7 @@ use std::process::ExitCode;
 use anyhow::Context;
 use clap::{Args, Parser, Subcommand};
 
-use crate::apt::{Archive, Store};
+use crate::apt::Store;
 use crate::content::Parts;
 use crate::inputs::Inputs;
 use crate::lock::Lock;
@@ -101,10 +101,7 @@ struct Source {
 
 impl Source {
     fn store(&self) -> anyhow::Result<Store> {
-        let archive = match (&self.mirror, &self.security_mirror) {
-            (Some(main), Some(security)) => Archive::Of(main.clone(), security.clone()),
-            _ => Archive::OfThisMachine,
-        };
+        let archive = self.mirror.clone().zip(self.security_mirror.clone());
         Store::open(&self.cache, archive, self.snapshots.clone())
     }
 
@@ -121,7 +118,7 @@ impl Source {
             self.lock.display()
         );
         // The files' time stays, so that two builds remain identical.
-        let newest = Lock { epoch: locked.epoch, ..store.newest(&lock::names(PACKAGES))? };
+        let newest = Lock { epoch: locked.epoch, ..store.newest(PACKAGES)? };
         Inputs::read(&store, newest, &work)
     }
 }
@@ -137,31 +134,23 @@ fn main() -> ExitCode {
 }
 
 fn go(command: Command) -> anyhow::Result<()> {
-    match command {
+    let out = match command {
         Command::Minimal { source, parts, out } => {
-            let inputs = source.inputs(&out)?;
-            minimal::build(&inputs, &parts, &out).context("build the minimal image")?;
-            remove_work(&out)
+            minimal::build(&source.inputs(&out)?, &parts, &out).context("build the minimal image")?;
+            out
         }
         Command::Disk { source, parts, options, out } => {
-            let inputs = source.inputs(&out)?;
-            disk::build(&inputs, &parts, &options, &out).context("build the disk image")?;
-            remove_work(&out)
+            disk::build(&source.inputs(&out)?, &parts, &options, &out).context("build the disk image")?;
+            out
         }
         Command::Lock { source } => {
-            let lock = source.store()?.newest(&lock::names(PACKAGES))?;
+            let lock = source.store()?.newest(PACKAGES)?;
             std::fs::write(&source.lock, lock.text())
                 .with_context(|| format!("write {}", source.lock.display()))?;
             println!("{}: {} packages, {}", source.lock.display(), lock.packages.len(), lock.snapshot);
-            Ok(())
+            return Ok(());
         }
-    }
-}
-
-fn remove_work(out: &Path) -> anyhow::Result<()> {
+    };
     let work = out.join("work");
-    if work.exists() {
-        std::fs::remove_dir_all(&work).with_context(|| format!("remove {}", work.display()))?;
-    }
-    Ok(())
+    std::fs::remove_dir_all(&work).with_context(|| format!("remove {}", work.display()))
 }

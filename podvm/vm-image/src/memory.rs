@@ -13,8 +13,6 @@ const WORKING_MIB: u64 = 48;
 const SYSTEM_MIB: u64 = 64;
 /// MiB for the unpacked images of a small pod's containers.
 const IMAGES_MIB: u64 = 256;
-/// Paths of the guest program, the agent and the supplied programs.
-const PROGRAMS: [&str; 2] = ["init", "usr/local/bin/"];
 
 /// `guest_memory` of `image.json`, in MiB.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
@@ -26,31 +24,24 @@ pub(crate) struct GuestMemory {
 }
 
 impl GuestMemory {
-    /// Returns the memory need of an image that keeps `kept` bytes of its initramfs in memory.
-    ///
-    /// # Errors
-    /// When `kernel` is not a bzImage.
+    /// Returns the memory need of an image that keeps `kept` bytes of its initramfs in memory. Counts as programs the
+    /// guest program, the agent and the supplied ones.
     pub(crate) fn of(
         kernel: &[u8],
         kept: usize,
         tree: &Tree,
         has_systemd: bool,
     ) -> anyhow::Result<GuestMemory> {
-        let is_program = |path: &str| {
-            PROGRAMS.iter().any(|place| path == *place || (place.ends_with('/') && path.starts_with(place)))
-        };
-        let programs: u64 = tree
-            .files()
-            .filter(|(path, ..)| is_program(path))
-            .map(|(.., content)| content.len() as u64)
-            .sum();
+        let programs =
+            tree.files().filter(|(path, ..)| *path == "init" || path.starts_with("usr/local/bin/"));
+        let programs: u64 = programs.map(|(.., content)| content.len() as u64).sum();
         let bytes = kernel_size(kernel)? + kept as u64 + programs;
         let system = if has_systemd { SYSTEM_MIB } else { 0 };
         Ok(GuestMemory { base_mib: bytes.div_ceil(1 << 20) + WORKING_MIB + system, images_mib: IMAGES_MIB })
     }
 }
 
-/// Returns the bytes that a kernel needs to start, its variables included: `init_size` of its header (Linux' boot
+/// Returns the bytes that a kernel needs to start, with its variables: `init_size` of its header (Linux' boot
 /// protocol).
 fn kernel_size(kernel: &[u8]) -> anyhow::Result<u64> {
     const MAGIC: std::ops::Range<usize> = 0x202..0x206;

@@ -31,10 +31,6 @@ const MOUNT_MODULES: [&str; 2] = ["loop", "squashfs"];
 /// Mount points and writable folders.
 const FOLDERS: [&str; 7] = ["dev", "etc", "proc", "root", "run", "sys", "var/lib/peerpod"];
 
-/// Builds the image in the folder `out`.
-///
-/// # Errors
-/// When an input is missing or wrong, a tool fails, or the audit finds something.
 pub(crate) fn build(inputs: &Inputs, parts: &Parts, out: &Path) -> anyhow::Result<()> {
     let release = modules::release(&inputs.packages)?;
     let mut report = Report::new("minimal", &release, &inputs.lock.packages);
@@ -54,16 +50,8 @@ pub(crate) fn build(inputs: &Inputs, parts: &Parts, out: &Path) -> anyhow::Resul
     let work = inputs.work("modules")?;
     modules::add(&mut tree, &inputs.packages, &release, &work)?;
     fs::remove_dir_all(&work)?;
-    let folder = format!("usr/lib/modules/{release}");
-    let tables: Vec<String> = tree
-        .iter()
-        .filter_map(|(path, _)| path.strip_prefix(&format!("{folder}/")))
-        .filter(|name| name.starts_with("modules.") && !modules::TEXT_TABLES.contains(name))
-        .map(str::to_owned)
-        .collect();
-    for table in tables {
-        tree.remove(&format!("{folder}/{table}"));
-    }
+    let tables = format!("usr/lib/modules/{release}/modules.");
+    tree.retain(|path| path.strip_prefix(&tables).is_none_or(|table| modules::TEXT_TABLES.contains(&table)));
     audit::check(&tree)?;
 
     fs::create_dir_all(out).with_context(|| format!("make {}", out.display()))?;
@@ -81,8 +69,7 @@ pub(crate) fn build(inputs: &Inputs, parts: &Parts, out: &Path) -> anyhow::Resul
     report.finish(out)
 }
 
-/// Makes the archive. It is not compressed: most of it is a program that is read at once, and a file that is
-/// compressed.
+/// Makes the archive, uncompressed: most of it is a program that is read at once, and a compressed file.
 fn initramfs(inputs: &Inputs, tree: &Tree, release: &str) -> anyhow::Result<Vec<u8>> {
     let mut early = Tree::merged();
     modules::in_order(&mut early, &inputs.packages, release, FIRST_MODULES.into_iter())?;
@@ -105,28 +92,15 @@ fn squashfs(inputs: &Inputs, tree: &Tree) -> anyhow::Result<Vec<u8>> {
     fs::create_dir(&folder)?;
     tree.write(&folder)?;
     let time = inputs.lock.epoch.to_string();
-    run::with_input(
-        run::tool("mksquashfs").args([&folder.join("usr"), &image]).args([
-            "-comp",
-            "zstd",
-            "-Xcompression-level",
-            "19",
-            "-b",
-            "131072",
-            "-noappend",
-            "-all-root",
-            "-no-xattrs",
-            "-no-exports",
-            "-processors",
-            "1",
-            "-no-progress",
-            "-quiet",
+    let options = "-comp zstd -Xcompression-level 19 -b 131072 -noappend -all-root -no-xattrs -no-exports -processors 1 \
+                   -no-progress -quiet";
+    run::output(
+        run::tool("mksquashfs").args([&folder.join("usr"), &image]).args(options.split(' ')).args([
             "-mkfs-time",
             &time,
             "-all-time",
             &time,
         ]),
-        &[],
     )?;
     let content = fs::read(&image)?;
     fs::remove_dir_all(&work)?;
@@ -135,8 +109,6 @@ fn squashfs(inputs: &Inputs, tree: &Tree) -> anyhow::Result<Vec<u8>> {
 
 /// Compresses with zstd on one thread, because the bytes depend on the number of threads. The kernel needs no checksum.
 pub(crate) fn compress(content: &[u8]) -> anyhow::Result<Vec<u8>> {
-    run::with_input(
-        run::tool("zstd").args(["-19", "--single-thread", "--no-check", "-q", "-c", "-"]),
-        content,
-    )
+    let mut command = run::tool("zstd");
+    run::with_input(command.args(["-19", "--single-thread", "--no-check", "-q", "-c", "-"]), content)
 }

@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::Path;
+use std::sync::Arc;
 
 use anyhow::{Context, bail};
 use elf::ElfBytes;
@@ -15,14 +16,10 @@ use crate::tree::{Node, Tree};
 /// The images' modules, with reasons.
 const LIST: &str = include_str!("../data/modules.txt");
 
-/// depmod's tables for programs without libkmod; the other tables are for libkmod.
-pub(crate) const TEXT_TABLES: [&str; 5] =
-    ["modules.alias", "modules.builtin", "modules.dep", "modules.order", "modules.softdep"];
+/// Extensions of depmod's tables (`modules.*`) for programs without libkmod; the other tables are for libkmod.
+pub(crate) const TEXT_TABLES: [&str; 5] = ["alias", "builtin", "dep", "order", "softdep"];
 
 /// Returns the release of the one kernel of these packages.
-///
-/// # Errors
-/// When there is no kernel, or more than one.
 pub(crate) fn release(packages: &Tree) -> anyhow::Result<String> {
     let found: Vec<&str> =
         packages.files().filter_map(|(path, ..)| path.strip_prefix("boot/vmlinuz-")).collect();
@@ -33,35 +30,27 @@ pub(crate) fn release(packages: &Tree) -> anyhow::Result<String> {
 }
 
 /// Takes the listed modules, their dependencies, and depmod's tables. `work` is a folder for this step alone.
-///
-/// # Errors
-/// When a module is neither in the packages nor built in.
 pub(crate) fn add(tree: &mut Tree, packages: &Tree, release: &str, work: &Path) -> anyhow::Result<()> {
     let all = Catalogue::read(packages, release)?;
     let mut chosen = Tree::default();
-    for name in all.closure(words(LIST))? {
-        let path = &all.modules[&name].path;
-        chosen.take(packages, path)?;
+    for name in all.ordered(words(LIST))? {
+        chosen.take(packages, &all.modules[&name].path)?;
     }
     let folder = format!("usr/lib/modules/{release}");
     for name in ["modules.builtin", "modules.builtin.modinfo", "modules.order"] {
         chosen.take(packages, &format!("{folder}/{name}"))?;
     }
     let order: BTreeSet<&str> = chosen.files().map(|(path, ..)| path).collect();
-    let order: String = packages
-        .text(&format!("{folder}/modules.order"))
-        .unwrap_or_default()
-        .lines()
-        .filter(|line| order.contains(format!("{folder}/{line}").as_str()))
-        .map(|line| format!("{line}\n"))
-        .collect();
+    let lines = packages.text(&format!("{folder}/modules.order")).unwrap_or_default().lines();
+    let listed = lines.filter(|line| order.contains(format!("{folder}/{line}").as_str()));
+    let order: String = listed.map(|line| format!("{line}\n")).collect();
     chosen.file(&format!("{folder}/modules.order"), 0o644, order.into_bytes());
 
     // depmod looks in /lib, on machines with and without a merged /usr.
     fs::create_dir_all(work.join("usr"))?;
     std::os::unix::fs::symlink("usr/lib", work.join("lib"))?;
     chosen.write(work)?;
-    run::run("depmod", &["-b", work.to_str().context("not UTF-8")?, release])?;
+    run::output(run::tool("depmod").arg("-b").args([work.as_os_str(), release.as_ref()]))?;
     chosen.add_folder(&folder, &work.join(&folder))?;
     for (path, node) in chosen.iter() {
         tree.insert(path, node.clone());
@@ -69,11 +58,7 @@ pub(crate) fn add(tree: &mut Tree, packages: &Tree, release: &str, work: &Path) 
     Ok(())
 }
 
-/// Takes these modules and their dependencies. Returns their paths, one per line, in an order in which they can be
-/// loaded.
-///
-/// # Errors
-/// As [`add`].
+/// Takes these modules and their dependencies. Returns their paths, one per line, in load order.
 pub(crate) fn in_order<'a>(
     tree: &mut Tree,
     packages: &Tree,
@@ -92,22 +77,14 @@ pub(crate) fn in_order<'a>(
 
 /// Cuts the signatures off all modules of a tree. A kernel that is not locked down loads an unsigned module without a
 /// check; for a small module the check takes longer than the rest of the load.
-///
-/// # Errors
-/// When a module has no signature, or none at its end.
 pub(crate) fn unsign(tree: &mut Tree) -> anyhow::Result<()> {
-    let modules: Vec<(String, u32, usize)> = tree
-        .files()
-        .filter(|(path, ..)| name_of(path).is_some())
-        .map(|(path, mode, content)| {
-            Ok((path.to_owned(), mode, unsigned(content).with_context(|| path.to_owned())?))
-        })
-        .collect::<anyhow::Result<_>>()?;
-    for (path, mode, length) in modules {
-        if let Some(Node::File { content, .. }) = tree.get(&path) {
-            let content = content[..length].to_vec();
-            tree.file(&path, mode, content);
-        }
+    let cut = |(path, mode, content): (&str, u32, &Arc<[u8]>)| {
+        let length = unsigned(content).with_context(|| path.to_owned())?;
+        Ok((path.to_owned(), mode, content[..length].to_vec()))
+    };
+    let modules = tree.files().filter(|(path, ..)| name_of(path).is_some());
+    for (path, mode, content) in modules.map(cut).collect::<anyhow::Result<Vec<_>>>()? {
+        tree.file(&path, mode, content);
     }
     Ok(())
 }
@@ -124,6 +101,7 @@ fn unsigned(content: &[u8]) -> anyhow::Result<usize> {
 }
 
 /// All modules of a kernel, with their aliases and dependencies.
+#[derive(Default)]
 struct Catalogue {
     modules: BTreeMap<String, Module>,
     aliases: BTreeMap<String, Vec<String>>,
@@ -142,11 +120,8 @@ impl Catalogue {
     fn read(packages: &Tree, release: &str) -> anyhow::Result<Catalogue> {
         let folder = format!("usr/lib/modules/{release}");
         let builtin = packages.text(&format!("{folder}/modules.builtin")).context("no modules.builtin")?;
-        let mut catalogue = Catalogue {
-            modules: BTreeMap::new(),
-            aliases: BTreeMap::new(),
-            builtin: builtin.lines().filter_map(name_of).collect(),
-        };
+        let builtin = builtin.lines().filter_map(name_of).collect();
+        let mut catalogue = Catalogue { builtin, ..Catalogue::default() };
         for (path, node) in packages.iter() {
             let (true, Some(name), Node::File { content, .. }) =
                 (path.starts_with(&folder), name_of(path), node)
@@ -169,10 +144,6 @@ impl Catalogue {
             catalogue.modules.insert(name, module);
         }
         Ok(catalogue)
-    }
-
-    fn closure<'a>(&self, wanted: impl Iterator<Item = &'a str>) -> anyhow::Result<BTreeSet<String>> {
-        Ok(self.ordered(wanted)?.into_iter().collect())
     }
 
     /// Returns dependencies before the modules that need them. Modules have no circular dependencies; if some do, the
@@ -228,9 +199,8 @@ fn said(content: &[u8]) -> anyhow::Result<Vec<(String, String)>> {
     let section = file.section_header_by_name(".modinfo")?.context("no .modinfo: not a kernel module")?;
     let (data, _) = file.section_data(&section)?;
     let strings = data.split(|byte| *byte == 0).map(String::from_utf8_lossy);
-    Ok(strings
-        .filter_map(|one| one.split_once('=').map(|(key, value)| (key.to_owned(), value.to_owned())))
-        .collect())
+    let pairs = strings.filter_map(|one| one.split_once('=').map(|(key, value)| (key.into(), value.into())));
+    Ok(pairs.collect())
 }
 
 #[cfg(test)]
@@ -259,16 +229,13 @@ mod tests {
 
     #[test]
     fn a_module_brings_its_dependencies_and_no_others() {
-        let chosen = catalogue().closure(["vxlan", "ext4"].into_iter()).unwrap();
-        assert_eq!(
-            chosen.iter().map(String::as_str).collect::<Vec<_>>(),
-            ["crc32c_intel", "udp_tunnel", "vxlan"]
-        );
+        let chosen = catalogue().ordered(["vxlan", "ext4"].into_iter()).unwrap();
+        assert_eq!(chosen, ["crc32c_intel", "udp_tunnel", "vxlan"]);
     }
 
     #[test]
     fn a_missing_module_is_named() {
-        let error = catalogue().closure(["wlan"].into_iter()).unwrap_err().to_string();
+        let error = catalogue().ordered(["wlan"].into_iter()).unwrap_err().to_string();
         assert!(error.contains("no module wlan"), "{error}");
     }
 

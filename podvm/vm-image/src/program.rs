@@ -16,7 +16,6 @@ const FOLDERS: [&str; 3] = ["usr/lib/x86_64-linux-gnu", "usr/lib", "usr/lib/x86_
 pub(crate) struct Program {
     /// Dynamic linker; `None` for a static program.
     pub(crate) interpreter: Option<String>,
-    /// Names of shared libraries.
     pub(crate) libraries: Vec<String>,
 }
 
@@ -26,10 +25,6 @@ pub(crate) fn is_program(content: &[u8]) -> bool {
 }
 
 impl Program {
-    /// Reads a program's headers.
-    ///
-    /// # Errors
-    /// When the bytes are not a program, or are one for another machine than x86-64.
     pub(crate) fn read(content: &[u8]) -> anyhow::Result<Program> {
         ensure!(is_program(content), "not a program (no ELF header)");
         let file = ElfBytes::<LittleEndian>::minimal_parse(content)
@@ -72,15 +67,11 @@ impl Program {
     }
 }
 
-/// Returns the path of a library.
 fn library(tree: &Tree, name: &str) -> Option<String> {
     FOLDERS.iter().map(|folder| format!("{folder}/{name}")).find(|path| tree.resolve(path).is_some())
 }
 
 /// Takes the libraries of all programs of `tree` from `packages`, recursively.
-///
-/// # Errors
-/// When no package has a library.
 pub(crate) fn complete(tree: &mut Tree, packages: &Tree) -> anyhow::Result<()> {
     loop {
         let mut wanted = BTreeSet::new();
@@ -103,10 +94,8 @@ pub(crate) fn complete(tree: &mut Tree, packages: &Tree) -> anyhow::Result<()> {
     }
 }
 
-/// Checks a program that the user supplied: it must run in an image with this tree, to which [`complete`] adds.
-///
-/// # Errors
-/// With the missing libraries, when it could not run.
+/// Checks a program that the user supplied: it must run in an image with this tree, to which [`complete`] adds. The
+/// error names missing libraries.
 pub(crate) fn check_supplied(path: &str, tree: &Tree, packages: &Tree) -> anyhow::Result<()> {
     let Some(Node::File { content, mode }) = tree.resolve(path).and_then(|path| tree.get(path)) else {
         bail!("{path} is not there");

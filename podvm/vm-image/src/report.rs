@@ -17,13 +17,13 @@ use crate::tree::{Node, Tree};
 const VERSION: u32 = 1;
 
 /// Content of `image.json`.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Default, Serialize)]
 pub(crate) struct Report {
     version: u32,
     /// `minimal` or `disk`.
     kind: &'static str,
-    pub(crate) arch: &'static str,
-    pub(crate) kernel_release: String,
+    arch: &'static str,
+    kernel_release: String,
     /// File names beside this one, for a boot without a disk's boot loader.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) kernel: Option<String>,
@@ -44,10 +44,9 @@ pub(crate) struct Report {
     /// Bytes per file beside this one.
     sizes: BTreeMap<String, u64>,
     sha256: BTreeMap<String, String>,
-    /// Packages that the image was built from.
     packages: Vec<Package>,
     /// Digests of the user's parts, by name in the image.
-    pub(crate) supplied: BTreeMap<String, String>,
+    pub(crate) supplied: BTreeMap<&'static str, String>,
     /// Every file of the image: the size of a file in bytes, or the target of a link.
     contents: BTreeMap<String, Content>,
 }
@@ -66,22 +65,11 @@ impl Report {
             kind,
             arch: "x86_64",
             kernel_release: kernel_release.to_owned(),
-            kernel: None,
-            initrd: None,
-            cmdline: String::new(),
-            cmdline_emulated: String::new(),
-            root_hash: None,
-            guest_memory: None,
-            test_agent: false,
-            sizes: BTreeMap::new(),
-            sha256: BTreeMap::new(),
             packages: packages.to_vec(),
-            supplied: BTreeMap::new(),
-            contents: BTreeMap::new(),
+            ..Report::default()
         }
     }
 
-    /// Lists the image's files.
     pub(crate) fn contents(&mut self, tree: &Tree) {
         for (path, node) in tree.iter() {
             let content = match node {
@@ -94,9 +82,6 @@ impl Report {
     }
 
     /// Writes one of the image's files and notes its size and digest.
-    ///
-    /// # Errors
-    /// When it cannot be written.
     pub(crate) fn write(&mut self, folder: &Path, name: &str, content: &[u8]) -> anyhow::Result<()> {
         let path = folder.join(name);
         fs::write(&path, content).with_context(|| format!("write {}", path.display()))?;
@@ -111,38 +96,24 @@ impl Report {
     }
 
     /// Writes `image.json`, last: where it exists, the image is complete.
-    ///
-    /// # Errors
-    /// When it cannot be written.
     pub(crate) fn finish(&self, folder: &Path) -> anyhow::Result<()> {
         let text = serde_json::to_string_pretty(self)?;
         fs::write(folder.join("image.json"), text + "\n").context("write image.json")?;
         // A reader may close standard output early; that is no failure.
         match self.print(folder, &mut std::io::stdout().lock()) {
-            Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => {
-                Err(error).context("print the report")
-            }
-            _ => Ok(()),
+            Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
+            printed => printed.context("print the report"),
         }
     }
 
     fn print(&self, folder: &Path, out: &mut impl Write) -> std::io::Result<()> {
         writeln!(out, "{} image in {}", self.kind, folder.display())?;
         for (name, size) in &self.sizes {
-            writeln!(
-                out,
-                "  {name:<16} {:>8.1} MiB  sha256 {}",
-                *size as f64 / f64::from(1 << 20),
-                self.sha256[name]
-            )?;
+            let mib = *size as f64 / f64::from(1 << 20);
+            writeln!(out, "  {name:<16} {mib:>8.1} MiB  sha256 {}", self.sha256[name])?;
         }
-        writeln!(
-            out,
-            "  kernel {}, {} packages, {} files",
-            self.kernel_release,
-            self.packages.len(),
-            self.contents.len()
-        )?;
+        let (packages, files) = (self.packages.len(), self.contents.len());
+        writeln!(out, "  kernel {}, {packages} packages, {files} files", self.kernel_release)?;
         let mut folders: BTreeMap<&str, usize> = BTreeMap::new();
         for (path, content) in &self.contents {
             if let Content::File(size) = content {
@@ -153,10 +124,8 @@ impl Report {
             writeln!(out, "  {:>8.1} MiB  {folder}", size as f64 / f64::from(1 << 20))?;
         }
         if self.test_agent {
-            writeln!(
-                out,
-                "  NOT FOR PRODUCTION: the agent is the project's test agent (--kata-agent supplies a real one)"
-            )?;
+            let why = "the agent is the project's test agent (--kata-agent supplies a real one)";
+            writeln!(out, "  NOT FOR PRODUCTION: {why}")?;
         }
         Ok(())
     }

@@ -2,17 +2,15 @@
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::io::ErrorKind;
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::Path;
 use std::sync::Arc;
 
-use anyhow::{Context, bail};
+use anyhow::{Context, bail, ensure};
 
 /// Limit of symbolic links that a path may go through.
 const MAX_LINKS: usize = 16;
 
-/// One file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Node {
     Directory { mode: u32 },
@@ -60,13 +58,9 @@ impl Tree {
         self.0.get(&place(path))
     }
 
-    /// Removes a file, or a folder with its content. Returns whether it existed.
-    pub(crate) fn remove(&mut self, path: &str) -> bool {
-        let path = place(path);
-        let below = format!("{path}/");
-        let before = self.0.len();
-        self.0.retain(|at, _| *at != path && !at.starts_with(&below));
-        self.0.len() != before
+    /// Removes the nodes whose path is not to be kept.
+    pub(crate) fn retain(&mut self, keep: impl Fn(&str) -> bool) {
+        self.0.retain(|path, _| keep(path));
     }
 
     /// Returns all nodes, parents first.
@@ -81,22 +75,24 @@ impl Tree {
         })
     }
 
-    /// Returns the text of a file.
-    pub(crate) fn text(&self, path: &str) -> Option<&str> {
+    pub(crate) fn content(&self, path: &str) -> Option<&[u8]> {
         match self.get(path)? {
-            Node::File { content, .. } => std::str::from_utf8(content).ok(),
+            Node::File { content, .. } => Some(content),
             _ => None,
         }
+    }
+
+    pub(crate) fn text(&self, path: &str) -> Option<&str> {
+        std::str::from_utf8(self.content(path)?).ok()
     }
 
     /// Returns the path after following all links, those of folders too.
     pub(crate) fn resolve(&self, path: &str) -> Option<&str> {
         let mut wanted = place(path);
         for _ in 0..MAX_LINKS {
-            let links: Vec<usize> =
-                wanted.match_indices('/').map(|(at, _)| at).chain([wanted.len()]).collect();
-            let link = links.iter().find_map(|end| match self.0.get(&wanted[..*end])? {
-                Node::Link { target } => Some((*end, target.clone())),
+            let mut ends = wanted.match_indices('/').map(|(at, _)| at).chain([wanted.len()]);
+            let link = ends.find_map(|end| match self.0.get(&wanted[..end])? {
+                Node::Link { target } => Some((end, target.clone())),
                 _ => None,
             });
             let Some((end, target)) = link else {
@@ -110,20 +106,15 @@ impl Tree {
     }
 
     /// Copies a file, or a folder when `what` ends in a slash, from another tree. A link brings its target.
-    ///
-    /// # Errors
-    /// When it does not exist.
     pub(crate) fn take(&mut self, from: &Tree, what: &str) -> anyhow::Result<()> {
         let path = place(what);
         if what.ends_with('/') {
             let below = format!("{path}/");
-            let range = from.0.range(below.clone()..).take_while(|(at, _)| at.starts_with(&below));
-            let mut any = false;
-            for (at, node) in range {
-                self.insert(at, node.clone());
-                any = true;
-            }
-            return if any { Ok(()) } else { bail!("no package has a folder {what}") };
+            let mut range =
+                from.0.range(below.clone()..).take_while(|(at, _)| at.starts_with(&below)).peekable();
+            ensure!(range.peek().is_some(), "no package has a folder {what}");
+            range.for_each(|(at, node)| self.insert(at, node.clone()));
+            return Ok(());
         }
         let Some(node) = from.0.get(&path) else { bail!("no package has a file {what}") };
         self.insert(&path, node.clone());
@@ -136,9 +127,6 @@ impl Tree {
     }
 
     /// Adds a folder of this machine below `path`. Executables stay executable; other modes are 0644 and 0755.
-    ///
-    /// # Errors
-    /// When an entry is neither a folder, a file nor a link, or cannot be read.
     pub(crate) fn add_folder(&mut self, path: &str, folder: &Path) -> anyhow::Result<()> {
         let entries =
             fs::read_dir(folder).with_context(|| format!("read the folder {}", folder.display()))?;
@@ -164,10 +152,6 @@ impl Tree {
         Ok(())
     }
 
-    /// Adds a file of this machine.
-    ///
-    /// # Errors
-    /// When it cannot be read.
     pub(crate) fn add_file(&mut self, path: &str, from: &Path) -> anyhow::Result<()> {
         let what = || format!("read {}", from.display());
         let executable = fs::metadata(from).with_context(what)?.permissions().mode() & 0o111 != 0;
@@ -177,20 +161,12 @@ impl Tree {
     }
 
     /// Writes all nodes below an empty folder, with their exact modes regardless of the umask.
-    ///
-    /// # Errors
-    /// When a node cannot be written.
     pub(crate) fn write(&self, folder: &Path) -> anyhow::Result<()> {
         for (path, node) in self.iter() {
             let to = folder.join(path);
             let what = || format!("write {}", to.display());
             match node {
-                Node::Directory { .. } => match fs::create_dir(&to) {
-                    Err(error) if error.kind() != ErrorKind::AlreadyExists => {
-                        return Err(error).with_context(what);
-                    }
-                    _ => {}
-                },
+                Node::Directory { .. } => fs::create_dir_all(&to).with_context(what)?,
                 Node::File { content, .. } => fs::write(&to, content).with_context(what)?,
                 Node::Link { target } => symlink(target, &to).with_context(what)?,
             }
@@ -204,11 +180,6 @@ impl Tree {
         // The top folder too: its mode becomes that of the root directory.
         fs::set_permissions(folder, fs::Permissions::from_mode(0o755))?;
         Ok(())
-    }
-
-    /// Returns the bytes of all files.
-    pub(crate) fn size(&self) -> u64 {
-        self.files().map(|(.., content)| content.len() as u64).sum()
     }
 }
 
@@ -273,7 +244,7 @@ mod tests {
         assert!(tree.get("usr/lib/x86_64-linux-gnu/libz.so.1.2").is_some());
         assert!(tree.take(&sample(), "usr/bin/").is_ok());
         assert!(tree.take(&sample(), "usr/bin/sshd").unwrap_err().to_string().contains("usr/bin/sshd"));
-        assert!(tree.remove("usr/lib/x86_64-linux-gnu"));
+        tree.retain(|path| !path.starts_with("usr/lib/x86_64-linux-gnu"));
         assert!(tree.get("usr/lib/x86_64-linux-gnu/libz.so.1").is_none());
     }
 }

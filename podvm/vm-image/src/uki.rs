@@ -21,10 +21,6 @@ const MIB: usize = 1 << 20;
 /// read.
 const SMALLEST: usize = 34 * MIB;
 
-/// Builds the program.
-///
-/// # Errors
-/// When the stub or the kernel is not in the packages, or objcopy fails.
 pub(crate) fn build(
     inputs: &Inputs,
     release: &str,
@@ -54,7 +50,7 @@ pub(crate) fn build(
         command.arg("--change-section-vma").arg(format!("{name}={at:#x}"));
         at += content.len() as u64;
     }
-    run::with_input(command.arg(&stub).arg(&out), &[])?;
+    run::output(command.arg(&stub).arg(&out))?;
     let mut program = fs::read(&out)?;
     let header = header(&program)?;
     // objcopy writes the time, and a checksum over it that firmware does not check.
@@ -90,10 +86,6 @@ fn end(stub: &[u8]) -> anyhow::Result<u64> {
     ends.collect::<anyhow::Result<Vec<u64>>>()?.into_iter().max().context("the stub has no sections")
 }
 
-/// Returns an EFI system partition with this program on it.
-///
-/// # Errors
-/// When the program does not fit, which is a bug in the size above.
 pub(crate) fn partition(program: &[u8]) -> anyhow::Result<Vec<u8>> {
     let size = (program.len() + program.len() / 16 + MIB).max(SMALLEST).next_multiple_of(MIB);
     let mut disk = Cursor::new(vec![0; size]);

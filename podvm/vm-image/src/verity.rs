@@ -18,25 +18,17 @@ pub(crate) struct Hashes {
 }
 
 /// Hashes a file system. Salt and UUID derive from its content, so the same content has the same hashes.
-///
-/// # Errors
-/// When veritysetup fails.
 pub(crate) fn hashes(data: &[u8], work: &Path) -> anyhow::Result<Hashes> {
     let (from, to) = (work.join("verity.data"), work.join("verity.hashes"));
     fs::write(&from, data)?;
     fs::write(&to, [])?;
     let salt = sha256(data);
     let (salt, uuid) = (format!("--salt={salt}"), format!("--uuid={}", gpt::uuid(&salt)));
-    let said = run::with_input(
-        run::tool("veritysetup").args(["format", "--hash=sha256", &salt, &uuid]).args([&from, &to]),
-        &[],
-    )?;
-    let said = String::from_utf8_lossy(&said).into_owned();
-    let hash = said
-        .lines()
-        .find_map(|line| line.strip_prefix("Root hash:"))
-        .context("veritysetup names no root hash")?;
-    let root_hash = hash.trim().to_owned();
+    let mut command = run::tool("veritysetup");
+    let said = run::output(command.args(["format", "--hash=sha256", &salt, &uuid]).args([&from, &to]))?;
+    let said = String::from_utf8_lossy(&said);
+    let hash = said.lines().find_map(|line| line.strip_prefix("Root hash:"));
+    let root_hash = hash.context("veritysetup names no root hash")?.trim().to_owned();
     let tree = fs::read(&to)?;
     ensure!(tree.starts_with(b"verity\0\0"), "veritysetup wrote no header");
     fs::remove_file(&from)?;
@@ -58,10 +50,7 @@ mod tests {
         fs::write(&tree, &hashes.tree).unwrap();
         let verify = |data: &[u8]| {
             fs::write(&at, data).unwrap();
-            run::with_input(
-                run::tool("veritysetup").arg("verify").args([&at, &tree]).arg(&hashes.root_hash),
-                &[],
-            )
+            run::output(run::tool("veritysetup").arg("verify").args([&at, &tree]).arg(&hashes.root_hash))
         };
         verify(&data).unwrap();
         data[BLOCK * 299 + 17] ^= 1;

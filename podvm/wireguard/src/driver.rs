@@ -70,27 +70,20 @@ struct Ends {
 }
 
 impl DataPlane {
-    /// Starts both threads. `name` becomes part of their names.
+    /// Starts both threads. `name` becomes part of their names. Calls `ended` once, on one of the threads, when they
+    /// end by themselves: by an error, a panic, or the deletion of the device. `ended` must not panic and must not drop
+    /// the plane.
     ///
     /// # Errors
     /// Error of the socket or of starting a thread; nothing runs then.
-    pub fn start(engine: Arc<Engine>, tun: Tun, socket: UdpSocket, name: &str) -> io::Result<DataPlane> {
-        DataPlane::start_and_tell(engine, tun, socket, name, || {})
-    }
-
-    /// As [`DataPlane::start`]. Calls `ended` once, on one of the threads, when they end by themselves: by an error,
-    /// a panic, or the deletion of the device. `ended` must not panic and must not drop the plane.
-    ///
-    /// # Errors
-    /// As [`DataPlane::start`].
-    pub fn start_and_tell(
+    pub fn start(
         engine: Arc<Engine>,
         tun: Tun,
         socket: UdpSocket,
         name: &str,
         ended: impl Fn() + Send + Sync + 'static,
     ) -> io::Result<DataPlane> {
-        DataPlane::with(engine, tun, socket, name, Box::new(ended), [("out", outgoing), ("in", incoming)])
+        DataPlane::with(engine, tun, socket, name, ended, [("out", outgoing), ("in", incoming)])
     }
 
     fn with(
@@ -98,7 +91,7 @@ impl DataPlane {
         tun: Tun,
         socket: UdpSocket,
         name: &str,
-        ended: Box<dyn Fn() + Send + Sync>,
+        ended: impl Fn() + Send + Sync + 'static,
         halves: [(&str, Half); 2],
     ) -> io::Result<DataPlane> {
         nix::fcntl::fcntl(&tun, nix::fcntl::FcntlArg::F_SETFL(nix::fcntl::OFlag::O_NONBLOCK))?;
@@ -107,7 +100,7 @@ impl DataPlane {
         let event = || EventFd::from_flags(EfdFlags::EFD_NONBLOCK | EfdFlags::EFD_CLOEXEC);
         let shared = Arc::new(Shared {
             engine,
-            ended,
+            ended: Box::new(ended),
             stop: AtomicBool::new(false),
             begin: AtomicBool::new(true),
             failed: AtomicBool::new(false),
@@ -144,8 +137,7 @@ impl DataPlane {
         self.shared.word.write(1).ok();
     }
 
-    /// Returns whether both threads work; false after the device was deleted or a thread panicked. Its resources are
-    /// free once it is dropped.
+    /// Returns whether both threads work. When dropped, the plane frees its resources.
     pub fn is_running(&self) -> bool {
         !self.shared.failed.load(Ordering::Acquire) && !self.threads.iter().any(JoinHandle::is_finished)
     }
@@ -302,7 +294,6 @@ struct Out<'e> {
 
 impl<'e> Out<'e> {
     fn new(ends: &'e Ends, engine: &'e Engine, waits: bool) -> Out<'e> {
-        let bytes = Vec::with_capacity(LARGEST);
         Out {
             ends,
             engine,
@@ -311,7 +302,7 @@ impl<'e> Out<'e> {
             segment: 0,
             closed: false,
             count: 0,
-            bytes,
+            bytes: Vec::with_capacity(LARGEST),
             merge: Merge::new(),
             merges: true,
             device: None,
@@ -351,19 +342,17 @@ impl<'e> Out<'e> {
     }
 
     fn flush_network(&mut self) {
-        if let Some(path) = self.path.take() {
-            if self.count == 1 || self.send(&path, &self.bytes, self.segment).is_err() {
-                // One by one: this also works if the NIC or the kernel does not segment.
-                for datagram in self.bytes.chunks(self.segment.max(1)) {
-                    if self.send(&path, datagram, datagram.len()).is_err() {
-                        self.engine.stats().drop(Reason::Socket);
-                    }
+        let Some(path) = self.path.take() else { return };
+        if self.count == 1 || self.send(&path, &self.bytes, self.segment).is_err() {
+            // One by one: this also works if the NIC or the kernel does not segment.
+            for datagram in self.bytes.chunks(self.segment.max(1)) {
+                if self.send(&path, datagram, datagram.len()).is_err() {
+                    self.engine.stats().drop(Reason::Socket);
                 }
             }
-            self.bytes.clear();
-            self.count = 0;
-            self.closed = false;
         }
+        self.bytes.clear();
+        (self.count, self.closed) = (0, false);
     }
 
     fn send(&self, path: &Path, bytes: &[u8], segment: usize) -> io::Result<()> {

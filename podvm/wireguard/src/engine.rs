@@ -11,17 +11,16 @@ use boringtun::noise::errors::WireGuardError;
 use boringtun::noise::handshake::parse_handshake_anon;
 use boringtun::noise::rate_limiter::RateLimiter;
 use boringtun::noise::{Packet, Tunn, TunnResult};
-use parking_lot::{RwLock, RwLockReadGuard};
+use parking_lot::RwLock;
 
 use crate::key::{PrivateKey, PublicKey};
 use crate::lane;
-use crate::peer::{Peer, PeerConfig, Roamed, State};
-use crate::stats::{Reason, Stats};
+use crate::peer::{Peer, PeerConfig, State};
+use crate::stats::{Reason, Stats, add};
 
 /// Most peers of one engine; a node has a few hundred.
 const MAX_PEERS: usize = 65_536;
-/// Handshakes per second that are processed without a cookie. After a restart of the relay, all VMs of a node begin
-/// handshakes at once.
+/// Handshakes per second without a cookie. After a restart of the relay, all VMs of a node begin handshakes at once.
 const HANDSHAKES_PER_SECOND: u64 = 500;
 /// Limit of the kernel and of the WireGuard paper: a session ends before its counter does.
 const LAST_COUNTER: u64 = u64::MAX - (1 << 13);
@@ -54,24 +53,9 @@ pub trait Sink {
 /// Reason to refuse a peer.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
-    /// Another peer has the key: the two would be indistinguishable.
-    #[error("the tunnel key of {name} already belongs to {other}; every VM makes its own key")]
-    KeyTaken {
-        /// Name of the refused peer.
-        name: String,
-        /// Name of the peer that has the key.
-        other: String,
-    },
-    /// Another peer has the inner address.
-    #[error("the tunnel address {inner} of {name} already belongs to {other}")]
-    AddressTaken {
-        /// Name of the refused peer.
-        name: String,
-        /// Name of the peer that has the address.
-        other: String,
-        /// The inner address.
-        inner: Ipv4Addr,
-    },
+    /// Another peer has the key, so that the two would be indistinguishable, or the inner address.
+    #[error("the tunnel {0}")]
+    Taken(String),
     /// More peers than a node can have.
     #[error("more than {MAX_PEERS} tunnel peers")]
     TooMany,
@@ -137,12 +121,12 @@ impl Engine {
 
     /// Returns the number of peers.
     pub fn peers(&self) -> usize {
-        self.read().by_name.len()
+        self.table.read().by_name.len()
     }
 
     /// Returns the last known path of a peer.
     pub fn path_of(&self, name: &str) -> Option<Path> {
-        let peer = self.read().by_name.get(name).cloned();
+        let peer = self.table.read().by_name.get(name).cloned();
         peer.and_then(|peer| peer.lock().path)
     }
 
@@ -158,7 +142,7 @@ impl Engine {
 
     /// Sets the address at which another process found a peer. An address known here is newer and stays.
     pub fn place(&self, name: &str, peer: SocketAddr) {
-        if let Some(known) = self.read().by_name.get(name) {
+        if let Some(known) = self.table.read().by_name.get(name) {
             let mut state = known.lock();
             state.path = state.path.or(Some(Path { peer, local: None }));
         }
@@ -170,28 +154,33 @@ impl Engine {
     /// Another peer has the key or the address (its session continues), or there are too many peers.
     pub fn put_peer(&self, config: &PeerConfig) -> Result<(), Error> {
         let mut table = self.table.write();
-        let name = || config.name.clone();
-        if let Some(other) = table.by_key.get(&config.key).filter(|other| other.name != config.name) {
-            return Err(Error::KeyTaken { name: name(), other: other.name.clone() });
+        let name = &config.name;
+        if let Some(Peer { name: other, .. }) = table.by_key.get(&config.key).map(|peer| &**peer)
+            && other != name
+        {
+            let text = format!("key of {name} already belongs to {other}; every VM makes its own key");
+            return Err(Error::Taken(text));
         }
         let inner = config.lane.theirs;
-        if let Some(other) = table.by_inner.get(&inner).filter(|other| other.name != config.name) {
-            return Err(Error::AddressTaken { name: name(), other: other.name.clone(), inner });
+        if let Some(Peer { name: other, .. }) = table.by_inner.get(&inner).map(|peer| &**peer)
+            && other != name
+        {
+            return Err(Error::Taken(format!("address {inner} of {name} already belongs to {other}")));
         }
-        if let Some(known) = table.by_name.get(&config.name)
+        if let Some(known) = table.by_name.get(name)
             && known.key == config.key
             && known.inner == inner
         {
             known.lock().update(config);
             return Ok(());
         }
-        table.remove(&config.name);
+        table.remove(name);
         if table.by_name.len() >= MAX_PEERS {
             return Err(Error::TooMany);
         }
         let index = table.free_index();
         let peer = Arc::new(Peer::new(config, &self.key, index, self.open.clone(), Instant::now()));
-        table.by_name.insert(name(), peer.clone());
+        table.by_name.insert(name.clone(), peer.clone());
         table.by_key.insert(config.key, peer.clone());
         table.by_index.insert(index, peer.clone());
         table.by_inner.insert(inner, peer);
@@ -210,14 +199,15 @@ impl Engine {
 
     /// Processes a packet from the TUN device. `scratch` must have [`Engine::room`] for it.
     pub fn outgoing(&self, packet: &[u8], scratch: &mut [u8], sink: &mut impl Sink) {
-        let peer = lane::destination(packet).and_then(|inner| self.read().by_inner.get(&inner).cloned());
+        let peer =
+            lane::destination(packet).and_then(|inner| self.table.read().by_inner.get(&inner).cloned());
         let Some(peer) = peer else { return self.stats.drop(Reason::NoPeer) };
         if scratch.len() < Engine::room(packet.len()) {
             return self.stats.drop(Reason::Malformed);
         }
         let mut state = peer.lock();
         let Some(path) = state.path else { return self.stats.drop(Reason::NoEndpoint) };
-        state.used();
+        state.sent = true;
         match state.tunn.encapsulate(packet, scratch) {
             TunnResult::WriteToNetwork(datagram) => {
                 drop(state);
@@ -255,7 +245,7 @@ impl Engine {
             }
             TunnResult::WriteToNetwork(answer) => {
                 self.proved(&peer, &mut state, path);
-                self.stats.handshake();
+                add(&self.stats.handshakes, 1);
                 sink.network(path, answer);
                 if kind == RESPONSE {
                     self.send_queued(&mut state, path, scratch, sink);
@@ -305,17 +295,14 @@ impl Engine {
         }
     }
 
-    /// Begins a handshake with every peer that has a configured endpoint: at the start, and after the other end was
-    /// replaced.
+    /// Begins a handshake with every peer that has a configured endpoint, as after the other end was replaced.
     pub fn begin(&self, now: Instant, sink: &mut impl Sink) {
         let mut scratch = [0; Engine::SCRATCH];
         for peer in self.all() {
             let mut state = peer.lock();
-            if !state.begins() {
-                continue;
-            }
-            if let (TunnResult::WriteToNetwork(datagram), Some(path)) =
-                (state.begin(now, false, &mut scratch), state.path)
+            if state.begins()
+                && let TunnResult::WriteToNetwork(datagram) = state.begin(now, false, &mut scratch)
+                && let Some(path) = state.path
             {
                 sink.network(&path, datagram);
             }
@@ -324,12 +311,8 @@ impl Engine {
 
     const SCRATCH: usize = 256;
 
-    fn read(&self) -> RwLockReadGuard<'_, Table> {
-        self.table.read()
-    }
-
     fn all(&self) -> Vec<Arc<Peer>> {
-        self.read().by_name.values().cloned().collect()
+        self.table.read().by_name.values().cloned().collect()
     }
 
     /// Returns the peer that a datagram claims to come from. A handshake must prove here that its sender knows this
@@ -341,24 +324,24 @@ impl Engine {
         scratch: &mut [u8],
         sink: &mut impl Sink,
     ) -> Result<Option<Arc<Peer>>, Reason> {
-        let by_index = |index: u32| self.read().by_index.get(&(index >> 8)).cloned();
+        let by_index = |index: u32| {
+            self.table.read().by_index.get(&(index >> 8)).cloned().ok_or(Reason::Unknown).map(Some)
+        };
         match datagram.first() {
             Some(&(INITIATION | RESPONSE)) => {
                 match self.door.verify_packet(Some(path.peer.ip()), datagram, scratch) {
                     Ok(Packet::HandshakeInit(init)) => {
                         let public = self.key.public().to_x25519();
-                        let half = parse_handshake_anon(self.key.secret(), &public, &init)
-                            .map_err(|_| Reason::Handshake)?;
-                        let key =
-                            PublicKey::from_bytes(&half.peer_static_public).map_err(|_| Reason::Handshake)?;
-                        self.read().by_key.get(&key).cloned().ok_or(Reason::Unknown).map(Some)
+                        let key = parse_handshake_anon(self.key.secret(), &public, &init)
+                            .ok()
+                            .and_then(|half| PublicKey::from_bytes(&half.peer_static_public).ok())
+                            .ok_or(Reason::Handshake)?;
+                        self.table.read().by_key.get(&key).cloned().ok_or(Reason::Unknown).map(Some)
                     }
-                    Ok(Packet::HandshakeResponse(response)) => {
-                        by_index(response.receiver_idx).ok_or(Reason::Unknown).map(Some)
-                    }
+                    Ok(Packet::HandshakeResponse(response)) => by_index(response.receiver_idx),
                     Ok(_) => Err(Reason::Malformed),
                     Err(TunnResult::WriteToNetwork(cookie)) => {
-                        self.stats.cookie();
+                        add(&self.stats.cookies, 1);
                         sink.network(path, cookie);
                         Ok(None)
                     }
@@ -373,11 +356,9 @@ impl Engine {
                     if counter.is_none_or(|bytes| u64::from_le_bytes(*bytes) >= LAST_COUNTER) {
                         return Err(Reason::Malformed);
                     }
-                    by_index(data.receiver_idx).ok_or(Reason::Unknown).map(Some)
+                    by_index(data.receiver_idx)
                 }
-                Ok(Packet::PacketCookieReply(reply)) => {
-                    by_index(reply.receiver_idx).ok_or(Reason::Unknown).map(Some)
-                }
+                Ok(Packet::PacketCookieReply(reply)) => by_index(reply.receiver_idx),
                 _ => Err(Reason::Malformed),
             },
             _ => Err(Reason::Malformed),
@@ -385,8 +366,8 @@ impl Engine {
     }
 
     fn proved(&self, peer: &Peer, state: &mut State, path: &Path) {
-        if state.proved(path) == Roamed(true) {
-            self.stats.roam();
+        if state.proved(path) {
+            add(&self.stats.roams, 1);
             // Debug level only, beside the counter: a hostile guest can cause this with every packet.
             tracing::debug!(peer = peer.name, at = %path.peer, "tunnel peer is found at another address");
         }

@@ -13,6 +13,14 @@ use zeroize::Zeroizing;
 #[error("not a WireGuard key: {0}")]
 pub struct BadKey(&'static str);
 
+fn checked(bytes: &[u8]) -> Result<[u8; 32], BadKey> {
+    match bytes.try_into() {
+        Ok(key) if key == [0; 32] => Err(BadKey("it is all zero")),
+        Ok(key) => Ok(key),
+        Err(_) => Err(BadKey("it has not 32 bytes")),
+    }
+}
+
 /// A private key.
 #[derive(Clone)]
 pub struct PrivateKey(x25519::StaticSecret);
@@ -33,12 +41,7 @@ impl PrivateKey {
     /// # Errors
     /// Another length, or all zero: a file that was never written.
     pub fn from_bytes(bytes: &[u8]) -> Result<PrivateKey, BadKey> {
-        let bytes: Zeroizing<[u8; 32]> =
-            Zeroizing::new(bytes.try_into().map_err(|_| BadKey("it has not 32 bytes"))?);
-        if *bytes == [0; 32] {
-            return Err(BadKey("it is all zero"));
-        }
-        Ok(PrivateKey(x25519::StaticSecret::from(*bytes)))
+        Ok(PrivateKey(x25519::StaticSecret::from(*Zeroizing::new(checked(bytes)?))))
     }
 
     /// Returns the bytes, only for a file of mode 0600 or the relay's own socket.
@@ -72,11 +75,7 @@ impl PublicKey {
     /// # Errors
     /// Another length, or all zero: every handshake with that key ends in the same secret.
     pub fn from_bytes(bytes: &[u8]) -> Result<PublicKey, BadKey> {
-        let bytes: [u8; 32] = bytes.try_into().map_err(|_| BadKey("it has not 32 bytes"))?;
-        if bytes == [0; 32] {
-            return Err(BadKey("it is all zero"));
-        }
-        Ok(PublicKey(bytes))
+        checked(bytes).map(PublicKey)
     }
 
     /// Returns the 32 bytes.

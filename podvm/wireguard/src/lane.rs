@@ -12,10 +12,7 @@ pub const NODE_INNER: Ipv4Addr = Ipv4Addr::new(10, 0, 0, 1);
 /// Returns a VM's inner address: 10 and the three bytes of its first VNI. Returns `None` for a VNI that would give
 /// the node's address or a special one.
 pub fn inner_of(vni: u32) -> Option<Ipv4Addr> {
-    match vni {
-        2..=0xff_fffe => Some(Ipv4Addr::from(0x0a00_0000 | vni)),
-        _ => None,
-    }
+    (2..=0xff_fffe).contains(&vni).then(|| Ipv4Addr::from(0x0a00_0000 | vni))
 }
 
 const UDP: u8 = 17;

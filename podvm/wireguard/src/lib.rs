@@ -17,7 +17,6 @@ mod lane;
 mod merge;
 mod peer;
 mod stats;
-mod sys;
 #[cfg(test)]
 mod tests;
 mod udp;
@@ -28,8 +27,8 @@ pub use key::{BadKey, PrivateKey, PublicKey};
 pub use lane::{Lane, NODE_INNER, inner_of};
 pub use peer::PeerConfig;
 pub use peerpod_common::tun::{Tun, open_tun};
-pub use stats::{Reason, Snapshot, Stats};
-pub use udp::{bind, port_of};
+pub use stats::{Counters, Reason, Snapshot, Stats};
+pub use udp::bind;
 
 /// Bytes that WireGuard adds to a packet over an IPv4 underlay: IP 20, UDP 8, header 16, tag 16.
 pub const OVERHEAD_V4: u32 = 60;

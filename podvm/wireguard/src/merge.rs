@@ -59,7 +59,6 @@ impl Merge {
         fits
     }
 
-    /// Returns the number of packets.
     pub(crate) fn count(&self) -> usize {
         self.count
     }

@@ -47,9 +47,9 @@ pub(crate) struct State {
     pub(crate) path: Option<Path>,
     pub(crate) lane: Lane,
     endpoints: Vec<SocketAddr>,
-    /// Whether a packet was received since the last tick, and whether one was sent since the last received one.
+    /// Whether a packet was received since the last tick, and one with content sealed since the last received one.
     heard: bool,
-    sent: bool,
+    pub(crate) sent: bool,
     heard_at: Instant,
     /// Time of the last handshake that this end began, and whether a packet was received since.
     asked_at: Option<Instant>,
@@ -70,7 +70,7 @@ impl Peer {
             Tunn::new(ours.secret().clone(), config.key.to_x25519(), None, keepalive, index, Some(limiter));
         let state = State {
             tunn,
-            path: config.endpoints.first().map(|peer| Path { peer: *peer, local: None }),
+            path: config.endpoints.first().map(at),
             lane: config.lane.clone(),
             endpoints: config.endpoints.clone(),
             heard: false,
@@ -93,9 +93,9 @@ impl Peer {
     }
 }
 
-/// Whether a peer was found at another address than before.
-#[derive(Debug, PartialEq, Eq)]
-pub(crate) struct Roamed(pub(crate) bool);
+fn at(peer: &SocketAddr) -> Path {
+    Path { peer: *peer, local: None }
+}
 
 impl State {
     /// Changes the settings that may change during a session.
@@ -104,27 +104,21 @@ impl State {
         if self.endpoints != config.endpoints {
             self.endpoints = config.endpoints.clone();
             if let Some(first) = self.endpoints.first() {
-                self.path = Some(Path { peer: *first, local: None });
+                self.path = Some(at(first));
             }
         }
     }
 
-    /// Processes an authenticated packet of the peer that came on this path.
-    pub(crate) fn proved(&mut self, path: &Path) -> Roamed {
-        self.heard = true;
-        self.answered = true;
-        self.sent = false;
+    /// Processes an authenticated packet of the peer that came on this path; returns whether the peer was found at
+    /// another address than before.
+    pub(crate) fn proved(&mut self, path: &Path) -> bool {
+        (self.heard, self.answered, self.sent) = (true, true, false);
         let elsewhere = self.path.is_some_and(|known| known.peer != path.peer);
         // At the end that begins, the kernel chooses the source address, because the end's own address may change.
         // The other end must answer from the address that the packet was sent to, or a NAT drops the answer.
         let local = path.local.filter(|_| !self.begins());
         self.path = Some(Path { local, ..*path });
-        Roamed(elsewhere)
-    }
-
-    /// Records that a packet with content was sealed for the peer.
-    pub(crate) fn used(&mut self) {
-        self.sent = true;
+        elsewhere
     }
 
     /// Returns whether this end begins: it had an endpoint of the peer from the start.
@@ -146,9 +140,9 @@ impl State {
     /// answered and is merely silent keeps its path.
     pub(crate) fn begin<'b>(&mut self, now: Instant, elsewhere: bool, out: &'b mut [u8]) -> TunnResult<'b> {
         if elsewhere && !self.answered && self.endpoints.len() > 1 {
-            let at = self.path.and_then(|path| self.endpoints.iter().position(|e| *e == path.peer));
-            let next = at.map_or(0, |at| (at + 1) % self.endpoints.len());
-            self.path = self.endpoints.get(next).map(|peer| Path { peer: *peer, local: None });
+            let now_at = self.path.and_then(|path| self.endpoints.iter().position(|e| *e == path.peer));
+            let next = now_at.map_or(0, |now_at| (now_at + 1) % self.endpoints.len());
+            self.path = self.endpoints.get(next).map(at);
         }
         self.asked_at = Some(now);
         self.answered = false;

@@ -382,8 +382,11 @@ fn a_key_or_an_address_belongs_to_one_sandbox() {
     let keys: Vec<PublicKey> = (0..3).map(|_| PrivateKey::generate().unwrap().public()).collect();
     node.put_peer(&guest_of("a", keys[0], 5)).unwrap();
     node.put_peer(&guest_of("a", keys[0], 5)).unwrap();
-    assert!(matches!(node.put_peer(&guest_of("b", keys[0], 6)), Err(Error::KeyTaken { .. })));
-    assert!(matches!(node.put_peer(&guest_of("b", keys[1], 5)), Err(Error::AddressTaken { .. })));
+    let taken = |text: &str| Err(Error::Taken(text.to_owned()));
+    let key = taken("key of b already belongs to a; every VM makes its own key");
+    assert_eq!(node.put_peer(&guest_of("b", keys[0], 6)), key);
+    let address = taken("address 10.0.0.5 of b already belongs to a");
+    assert_eq!(node.put_peer(&guest_of("b", keys[1], 5)), address);
     node.put_peer(&guest_of("b", keys[1], 6)).unwrap();
     node.put_peer(&guest_of("a", keys[2], 7)).unwrap();
     node.put_peer(&guest_of("c", keys[0], 5)).unwrap();

@@ -2,14 +2,15 @@
 
 use std::io::{self, IoSliceMut};
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
-use std::os::fd::AsFd;
 
 use nix::sys::socket::{setsockopt, sockopt};
 use quinn_udp::{RecvMeta, Transmit, UdpSockRef, UdpSocketState};
+use rustix::net::sockopt::{
+    Ipv4PathMtuDiscovery, Ipv6PathMtuDiscovery, set_ip_mtu_discover, set_ipv6_mtu_discover,
+};
 use socket2::{Domain, Protocol, Socket, Type};
 
 use crate::engine::Path;
-use crate::sys;
 
 /// Kernel buffer of each direction in bytes: some ten milliseconds of a fast network.
 const KERNEL_BUFFER: usize = 4 << 20;
@@ -19,7 +20,7 @@ pub(crate) const LARGEST: usize = 65_507;
 const BATCH: usize = 4;
 
 /// Opens the socket in the network namespace of the calling thread: both families on one port, or IPv4 alone if the
-/// kernel has no IPv6. Port 0 lets the kernel choose ([`port_of`]).
+/// kernel has no IPv6. Port 0 lets the kernel choose.
 ///
 /// # Errors
 /// `AddrInUse` if the port is in use.
@@ -29,8 +30,7 @@ pub fn bind(port: u16) -> io::Result<UdpSocket> {
         if address.is_ipv6() {
             socket.set_only_v6(false)?;
         }
-        // A privileged process may exceed the administrator's limit; otherwise the buffer is as large as the limit
-        // allows.
+        // A privileged process may exceed the administrator's limit; otherwise the limit counts.
         if setsockopt(&socket, sockopt::RcvBufForce, &KERNEL_BUFFER).is_err() {
             socket.set_recv_buffer_size(KERNEL_BUFFER)?;
         }
@@ -48,14 +48,6 @@ pub fn bind(port: u16) -> io::Result<UdpSocket> {
     }
 }
 
-/// Returns the port of a socket.
-///
-/// # Errors
-/// The socket is not a bound IP socket.
-pub fn port_of(socket: &UdpSocket) -> io::Result<u16> {
-    socket.local_addr().map(|address| address.port())
-}
-
 pub(crate) struct Udp {
     socket: UdpSocket,
     state: UdpSocketState,
@@ -63,9 +55,14 @@ pub(crate) struct Udp {
 
 impl Udp {
     pub(crate) fn new(socket: UdpSocket) -> io::Result<Udp> {
-        let v6 = socket.local_addr()?.is_ipv6();
         let state = UdpSocketState::new(UdpSockRef::from(&socket))?;
-        sys::may_be_fragmented(socket.as_fd(), v6)?;
+        // Routers (and this kernel) may fragment the datagrams: a path that is unexpectedly narrow is then slow instead
+        // of silent.
+        set_ip_mtu_discover(&socket, Ipv4PathMtuDiscovery::DONT)?;
+        if socket.local_addr()?.is_ipv6() {
+            set_ipv6_mtu_discover(&socket, Ipv6PathMtuDiscovery::DONT)?;
+            setsockopt(&socket, sockopt::Ipv6DontFrag, &false)?;
+        }
         Ok(Udp { socket, state })
     }
 

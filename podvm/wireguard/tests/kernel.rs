@@ -21,7 +21,7 @@ use nix::sys::time::TimeVal;
 use peerpod_podnet::netns::Netns;
 use peerpod_podnet::wireguard::Inner;
 use peerpod_wireguard::{
-    DataPlane, Engine, Lane, NODE_INNER, PeerConfig, PrivateKey, Reason, Tun, bind, inner_of, port_of,
+    DataPlane, Engine, Lane, NODE_INNER, PeerConfig, PrivateKey, Reason, Tun, bind, inner_of,
 };
 
 static COUNTER: AtomicU32 = AtomicU32::new(0);
@@ -159,8 +159,8 @@ impl Tunnel {
         let vm = inner_of(VNI).unwrap();
         let tun = world.end("node", "outer", NODE_INNER, vm, 1);
         let socket = world.netns("node").run(|| bind(0)).unwrap().unwrap();
-        let port = port_of(&socket).unwrap();
-        let node = DataPlane::start(Tunnel::node_engine(&keys), tun, socket, "node").unwrap();
+        let port = socket.local_addr().unwrap().port();
+        let node = DataPlane::start(Tunnel::node_engine(&keys), tun, socket, "node", || ()).unwrap();
         let tun = world.end("vm", "pod", vm, NODE_INNER, 7);
         let socket = world.netns("vm").run(|| bind(0)).unwrap().unwrap();
         let engine = Engine::new(keys[1].clone());
@@ -174,7 +174,7 @@ impl Tunnel {
             keepalive: Some(Duration::from_secs(1)),
         };
         engine.put_peer(&peer).unwrap();
-        let guest = DataPlane::start(Arc::new(engine), tun, socket, "guest").unwrap();
+        let guest = DataPlane::start(Arc::new(engine), tun, socket, "guest", || ()).unwrap();
         let tunnel = Tunnel { world, keys, node: Some(node), guest: Some(guest), port };
         tunnel.world.ping_within("outer", "10.244.1.7", Duration::from_secs(60));
         tunnel
@@ -345,7 +345,7 @@ fn a_node_with_a_new_data_plane_process_reaches_its_guest_again() {
     let port = tunnel.port;
     let socket = tunnel.world.netns("node").run(|| bind(port)).unwrap().unwrap();
     let engine = Tunnel::node_engine(&tunnel.keys);
-    tunnel.node = Some(DataPlane::start(engine, again.tun.unwrap(), socket, "node").unwrap());
+    tunnel.node = Some(DataPlane::start(engine, again.tun.unwrap(), socket, "node", || ()).unwrap());
     let busy = Inner::open(&tunnel.world.inner_path("node"), None, NODE_INNER, 9000).unwrap();
     assert!(busy.tun.is_none(), "a process holds it");
     // WireGuard requests new keys after 15 s in any case, which is too long for a pod.

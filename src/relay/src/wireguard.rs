@@ -134,7 +134,7 @@ impl WireGuard {
         let held =
             state.plane.as_ref().map(|plane| plane.socket.try_clone()).transpose().map_err(unusable)?;
         let socket = socket.or(held).ok_or("the relay has no UDP socket yet")?;
-        let port = peerpod_wireguard::port_of(&socket).map_err(unusable)?;
+        let port = socket.local_addr().map_err(unusable)?.port();
         let kept = socket.try_clone().map_err(unusable)?;
         let device = tun.as_fd().try_clone_to_owned().map_err(|error| format!("the TUN device: {error}"))?;
         let secret = key.expose();
@@ -148,7 +148,7 @@ impl WireGuard {
         if let Some(broken) = &state.broken {
             engine.take_places(broken);
         }
-        let threads = DataPlane::start(engine.clone(), tun, socket, "wireguard")
+        let threads = DataPlane::start(engine.clone(), tun, socket, "wireguard", || ())
             .map_err(|error| format!("start the data plane: {error}"))?;
         tracing::info!(port, peers = state.peers.len(), "the encrypted tunnel's data plane is running");
         let plane = Plane { threads, socket: kept, tun: device, key: secret, port, inside };
@@ -321,8 +321,8 @@ impl Collector for Shown {
             None,
             ConstCounter::new(0u64).metric_type(),
         )?;
-        for reason in Reason::ALL {
-            let labels = [("reason", reason.label())];
+        for (reason, label) in Reason::ALL {
+            let labels = [("reason", label)];
             ConstCounter::new(counters.dropped(reason)).encode(family.encode_family(&labels)?)?;
         }
         Ok(())

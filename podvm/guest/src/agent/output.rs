@@ -31,7 +31,6 @@ const PIPE: i32 = 1 << 20;
 /// Bytes per write to the console: a slow serial line is locked against other writers during a write.
 const PIECE: usize = 1 << 10;
 
-/// Pipe between the kata-agent and the guest.
 pub(super) struct Output {
     path: PathBuf,
     ring: Ring,
@@ -44,8 +43,8 @@ impl Output {
         Output { path, ring, is_read: AtomicBool::new(false) }
     }
 
-    /// Starts the reader thread, and makes the pipe if it is missing. Called once per run, also for a kata-agent that
-    /// an earlier run started.
+    /// Starts the reader thread, and makes a missing pipe. Called once per run, also if an earlier run started the
+    /// kata-agent.
     pub(super) fn read(&self) -> io::Result<()> {
         let pipe = open(&self.path)?;
         let ring = self.ring.clone();
@@ -114,13 +113,10 @@ struct Lines {
 impl Lines {
     fn add(&mut self, bytes: &[u8], mut say: impl FnMut(&str)) {
         for part in bytes.split_inclusive(|byte| *byte == b'\n') {
-            let (text, ends) = match part.strip_suffix(b"\n") {
-                Some(text) => (text, true),
-                None => (part, false),
-            };
+            let text = part.strip_suffix(b"\n").unwrap_or(part);
             let room = MAX_TEXT - self.begun.len();
             self.begun.extend_from_slice(&text[..text.len().min(room)]);
-            if ends {
+            if text.len() < part.len() {
                 let line = std::mem::take(&mut self.begun);
                 let line = String::from_utf8_lossy(&line);
                 let line = line.trim_end_matches('\r');

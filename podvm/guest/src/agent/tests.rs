@@ -231,7 +231,7 @@ async fn an_agent_that_died_while_no_guest_ran_is_reported() {
     first.agent.has_containers();
     first.die();
     kill_9(pid);
-    until(|| ProcessId::of(pid).is_none()).await;
+    until(|| matches!(ProcessId::inspect(pid), Ok(None))).await;
     let second = keep(&settings);
     second.task.await.unwrap();
     let report = second.status.report();

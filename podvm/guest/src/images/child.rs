@@ -18,7 +18,6 @@ const MAX_WORDS: u64 = 4 << 20;
 /// Path of the image puller in the VM image, if it is not beside this program.
 const INSTALLED: &str = "/usr/local/bin/peerpod-pull";
 
-/// Returns the path of the image puller.
 fn program() -> PathBuf {
     let beside_us = std::env::current_exe().ok().map(|us| us.with_file_name("peerpod-pull"));
     beside_us.filter(|program| program.is_file()).unwrap_or_else(|| INSTALLED.into())
@@ -39,10 +38,8 @@ pub(super) async fn run(job: &Job) -> Result<Outcome, Error> {
         .spawn()
         .map_err(|e| internal(&format!("starting {}", program.display()), e))?;
     let limit = Duration::from_secs(job.limits.seconds) + GRACE;
-    let outcome = match timeout(limit, talk(&mut child, &text, job)).await {
-        Ok(outcome) => outcome,
-        Err(_) => Err(Error::new(Cause::Late, format!("pulling {}: not done within {limit:?}", job.image))),
-    };
+    let late = |_| Err(Error::new(Cause::Late, format!("pulling {}: not done within {limit:?}", job.image)));
+    let outcome = timeout(limit, talk(&mut child, &text, job)).await.unwrap_or_else(late);
     // The process has sent its result, or must not send one any more.
     child.start_kill().ok();
     let status = timeout(GRACE, child.wait()).await;
@@ -77,14 +74,16 @@ async fn talk(child: &mut Child, job: &[u8], about: &Job) -> Result<Outcome, Err
 }
 
 fn ended(job: &Job, status: std::process::ExitStatus) -> Error {
-    let how = match status.signal() {
-        Some(6) => format!(
-            "the registry's answers did not fit into {} MiB of memory (images.limits.memory_mib)",
-            job.limits.memory_mib
-        ),
-        Some(signal) => format!("the pulling process was ended by signal {signal}"),
-        None => format!("the pulling process ended without a result: {status}"),
+    let (cause, how) = match status.signal() {
+        Some(6) => {
+            let mib = job.limits.memory_mib;
+            let how = format!(
+                "the registry's answers did not fit into {mib} MiB of memory (images.limits.memory_mib)"
+            );
+            (Cause::TooLarge, how)
+        }
+        Some(signal) => (Cause::Internal, format!("the pulling process was ended by signal {signal}")),
+        None => (Cause::Internal, format!("the pulling process ended without a result: {status}")),
     };
-    let cause = if status.signal() == Some(6) { Cause::TooLarge } else { Cause::Internal };
     Error::new(cause, format!("pulling {}: {how}", job.image))
 }

@@ -55,12 +55,10 @@ async fn press(button: File) -> io::Result<()> {
     }
 }
 
-/// Open power buttons.
 #[derive(Default)]
 pub(crate) struct Buttons(Vec<(PathBuf, File)>);
 
 impl Buttons {
-    /// Opens new power buttons.
     pub(crate) fn inspect(&mut self) {
         let Ok(entries) = fs::read_dir("/sys/class/input") else { return };
         for entry in entries.filter_map(Result::ok) {
@@ -79,7 +77,6 @@ impl Buttons {
         }
     }
 
-    /// Returns the descriptors for a poll.
     pub(crate) fn fds(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
         self.0.iter().map(|(_, file)| file.as_fd())
     }

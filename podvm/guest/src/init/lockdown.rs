@@ -5,40 +5,34 @@
 //! drivers needed to reach the node are loaded before and have no signature, because the check takes longer than the
 //! load. Nothing else runs in the machine until then.
 
+use std::fs;
 use std::path::Path;
-use std::{fs, io};
 
 const FILE: &str = "/sys/kernel/security/lockdown";
 const WORD: &str = "peerpod.lockdown=";
 /// Levels of the kernel, each including those before it.
 const LEVELS: [&str; 3] = ["none", "integrity", "confidentiality"];
 
-/// Failure to lock the kernel down as the VM image wants it.
-#[derive(Debug, thiserror::Error)]
-enum Error {
-    #[error("{WORD}{0}: the kernel knows none, integrity, confidentiality")]
-    Level(String),
-    #[error("{attempt} {FILE}: {source} (a kernel without CONFIG_SECURITY_LOCKDOWN_LSM?)")]
-    Kernel { attempt: &'static str, source: io::Error },
-}
-
 /// Locks the kernel down, if its command line asks for it and it is not done. A failure is logged and survived: the pod
 /// comes first, as with a kernel that does not know `lockdown=`.
 pub(super) fn raise() {
     let line = fs::read_to_string("/proc/cmdline").unwrap_or_default();
     if let Err(error) = try_raise(&line, Path::new(FILE)) {
-        tracing::error!(%error, "the kernel is not locked down: root in this VM can change it");
+        tracing::error!(error, "the kernel is not locked down: root in this VM can change it");
     }
 }
 
-fn try_raise(kernel_line: &str, file: &Path) -> Result<(), Error> {
+fn try_raise(kernel_line: &str, file: &Path) -> Result<(), String> {
     let Some(wanted) = kernel_line.split_ascii_whitespace().rev().find_map(|word| word.strip_prefix(WORD))
     else {
         return Ok(());
     };
     let level = |name: &str| LEVELS.iter().position(|level| *level == name);
-    let Some(rank) = level(wanted) else { return Err(Error::Level(wanted.to_owned())) };
-    let failed = |attempt| move |source| Error::Kernel { attempt, source };
+    let unknown = || format!("{WORD}{wanted}: the kernel knows none, integrity, confidentiality");
+    let rank = level(wanted).ok_or_else(unknown)?;
+    let failed = |attempt| {
+        move |error| format!("{attempt} {FILE}: {error} (a kernel without CONFIG_SECURITY_LOCKDOWN_LSM?)")
+    };
     let now = fs::read_to_string(file).map_err(failed("read"))?;
     if level(current(&now)) >= Some(rank) {
         return Ok(()); // the kernel refuses a repeated write
@@ -60,7 +54,7 @@ mod tests {
         let folder = TempDir::new();
         let file = folder.path().join("lockdown");
         fs::write(&file, before).unwrap();
-        try_raise(line, &file).map_err(|error| error.to_string())?;
+        try_raise(line, &file)?;
         Ok(fs::read_to_string(&file).unwrap())
     }
 
@@ -78,6 +72,6 @@ mod tests {
         assert_eq!(after("lockdown=integrity", open).unwrap(), open, "that is the kernel's own");
         assert!(after("peerpod.lockdown=high", open).unwrap_err().contains("peerpod.lockdown=high"));
         let missing = try_raise("peerpod.lockdown=integrity", Path::new("/nonexistent/lockdown"));
-        assert!(missing.unwrap_err().to_string().contains("CONFIG_SECURITY_LOCKDOWN_LSM"));
+        assert!(missing.unwrap_err().contains("CONFIG_SECURITY_LOCKDOWN_LSM"));
     }
 }

@@ -35,14 +35,12 @@ pub(crate) struct Index {
     soft: String,
 }
 
-/// Modules of the running kernel.
 pub(crate) struct Modules {
     folder: PathBuf,
     index: Index,
     command_line: String,
 }
 
-/// Failure to load a module.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Error {
     #[error("the image has no kernel module for {0:?}; if it is needed, it goes into the image")]
@@ -52,14 +50,12 @@ pub(crate) enum Error {
 }
 
 impl Index {
-    /// Makes an index of the texts of `modules.dep`, `modules.alias` and `modules.softdep`. Unreadable parts are left
-    /// out.
+    /// Makes an index of `modules.dep`, `modules.alias` and `modules.softdep`. Unreadable parts are left out.
     pub(crate) fn new(dep: String, alias: String, soft: String) -> Index {
         Index { dep, alias, soft }
     }
 
-    /// Returns the modules of a name or an alias; none if the VM image has no such module, or the kernel has it built
-    /// in.
+    /// Returns the modules of a name or an alias; none if the VM image has none, or the kernel has it built in.
     pub(crate) fn find<'a>(&'a self, wanted: &'a str) -> Vec<&'a str> {
         if self.file(wanted).is_some() {
             return vec![wanted];
@@ -98,11 +94,9 @@ impl Index {
 
     /// Returns the modules to be loaded before this one.
     fn soft(&self, module: &str) -> impl Iterator<Item = &str> {
-        let of = self.soft.lines().filter_map(|line| line.strip_prefix("softdep ")).filter_map(|line| {
-            let mut words = line.split_whitespace();
-            words.next().filter(|name| is_same(name, module)).map(|_| words)
-        });
-        of.flat_map(|words| {
+        let lines = self.soft.lines().filter_map(|line| line.strip_prefix("softdep ")?.split_once(' '));
+        let own = lines.filter(|(name, _)| is_same(name, module)).map(|(_, rest)| rest.split_whitespace());
+        own.flat_map(|words| {
             words.skip_while(|word| *word != "pre:").skip(1).take_while(|word| *word != "post:")
         })
     }
@@ -124,7 +118,6 @@ impl Index {
     }
 }
 
-/// Returns pattern and module of an alias.
 fn alias_of(line: &str) -> Option<(&str, &str)> {
     let (pattern, module) = line.strip_prefix("alias ")?.split_once(' ')?;
     Some((pattern, module.trim()))
@@ -145,7 +138,6 @@ impl Modules {
         Modules { folder, index, command_line }
     }
 
-    /// Returns whether the VM image has no modules for this kernel.
     pub(crate) fn is_empty(&self) -> bool {
         self.index.dep.is_empty()
     }
@@ -158,12 +150,8 @@ impl Modules {
         }
         let mut result = Ok(());
         for module in found {
-            for file in self.index.order(module) {
-                if let Err(error) = self.insert(file) {
-                    result = Err(error);
-                    break;
-                }
-            }
+            let inserted = self.index.order(module).into_iter().try_for_each(|file| self.insert(file));
+            result = inserted.and(result);
         }
         result
     }
@@ -199,10 +187,12 @@ impl Modules {
         for bus in FIRST_BUSES {
             let devices = fs::read_dir(Path::new("/sys/bus").join(bus).join("devices"));
             for device in devices.into_iter().flatten().filter_map(Result::ok) {
-                let is_first = bus != "acpi" || is_first_of_acpi(&device.file_name().to_string_lossy());
-                let alias =
-                    is_first.then(|| fs::read_to_string(device.path().join("modalias")).ok()).flatten();
-                all_here &= alias.is_none_or(|alias| self.load_first(alias.trim()));
+                if bus == "acpi" && !is_first_of_acpi(&device.file_name().to_string_lossy()) {
+                    continue;
+                }
+                if let Ok(alias) = fs::read_to_string(device.path().join("modalias")) {
+                    all_here &= self.load_first(alias.trim());
+                }
             }
         }
         all_here
@@ -214,13 +204,11 @@ impl Modules {
             return true;
         }
         match self.load(alias) {
-            Err(Error::Load { source, .. }) if is_in_usr(&source) => false,
-            Err(error @ Error::Load { .. }) => {
-                tracing::warn!(%error, alias, "kernel module");
-                true
-            }
-            _ => true,
+            Err(Error::Load { source, .. }) if is_in_usr(&source) => return false,
+            Err(error @ Error::Load { .. }) => tracing::warn!(%error, alias, "kernel module"),
+            _ => {}
         }
+        true
     }
 
     /// Loads the modules for all present devices.
@@ -273,19 +261,9 @@ fn is_first_of_acpi(device: &str) -> bool {
 /// Returns whether a device is not needed to reach the node: buttons, clocks, and virtio devices other than NIC and
 /// disk (console, entropy, balloon). Loading a module takes some ten milliseconds on an emulated processor.
 fn can_wait(alias: &str) -> bool {
-    const LATER: [&str; 10] = [
-        "acpi:LNX",
-        "acpi:PNP",
-        "cpu:",
-        "dmi:",
-        "input:",
-        "platform:",
-        "serio:",
-        "virtio:d00000003",
-        "virtio:d00000004",
-        "virtio:d00000005",
-    ];
-    LATER.iter().any(|begin| alias.starts_with(begin))
+    const LATER: &str = "acpi:LNX acpi:PNP cpu: dmi: input: platform: serio: virtio:d00000003 virtio:d00000004 \
+                         virtio:d00000005";
+    LATER.split(' ').any(|begin| alias.starts_with(begin))
 }
 
 fn is_loaded(name: &str) -> bool {
@@ -307,11 +285,9 @@ fn collect_aliases(folder: &Path, depth: u32, into: &mut Vec<String>) {
 
 /// Returns a module's options: `a.b=c` of the kernel command line is the option `b=c` of module `a`.
 fn options(command_line: &str, module: &str) -> String {
-    let own = |word: &&str| word.split_once('.').is_some_and(|(name, _)| is_same(name, module));
-    let words = command_line.split_whitespace().filter(own);
-    let options: Vec<&str> =
-        words.filter_map(|word| word.split_once('.').map(|(_, option)| option)).collect();
-    options.join(" ")
+    let words = command_line.split_whitespace().filter_map(|word| word.split_once('.'));
+    let own: Vec<&str> = words.filter(|(name, _)| is_same(name, module)).map(|(_, option)| option).collect();
+    own.join(" ")
 }
 
 /// Returns a file's module name: `kernel/net/foo-bar.ko.xz` is `foo-bar`.

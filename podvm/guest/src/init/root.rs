@@ -18,25 +18,21 @@ use crate::status;
 /// Source, target, type, flags, data.
 type Mount = (&'static str, &'static str, &'static str, MsFlags, Option<&'static str>);
 
-const SAFE: MsFlags = MsFlags::MS_NOSUID.union(MsFlags::MS_NODEV).union(MsFlags::MS_NOEXEC);
+const NO_DEV: MsFlags = MsFlags::MS_NOSUID.union(MsFlags::MS_NODEV);
+const NO_EXEC: MsFlags = MsFlags::MS_NOSUID.union(MsFlags::MS_NOEXEC);
+const SAFE: MsFlags = NO_DEV.union(MsFlags::MS_NOEXEC);
 const PROC: Mount = ("proc", "/proc", "proc", SAFE, None);
 /// Mounts needed to reach the node.
 const FIRST: &[Mount] = &[
     ("sysfs", "/sys", "sysfs", SAFE, None),
     ("devtmpfs", "/dev", "devtmpfs", MsFlags::MS_NOSUID, Some("mode=0755")),
-    ("tmpfs", "/run", "tmpfs", MsFlags::MS_NOSUID.union(MsFlags::MS_NODEV), Some("mode=0755")),
+    ("tmpfs", "/run", "tmpfs", NO_DEV, Some("mode=0755")),
 ];
 /// Mounts needed by kata-agent and containers.
 const LATER: &[Mount] = &[
-    (
-        "devpts",
-        "/dev/pts",
-        "devpts",
-        MsFlags::MS_NOSUID.union(MsFlags::MS_NOEXEC),
-        Some("gid=5,mode=620,ptmxmode=666"),
-    ),
-    ("tmpfs", "/dev/shm", "tmpfs", MsFlags::MS_NOSUID.union(MsFlags::MS_NODEV), Some("mode=1777")),
-    ("tmpfs", "/tmp", "tmpfs", MsFlags::MS_NOSUID.union(MsFlags::MS_NODEV), Some("mode=1777")),
+    ("devpts", "/dev/pts", "devpts", NO_EXEC, Some("gid=5,mode=620,ptmxmode=666")),
+    ("tmpfs", "/dev/shm", "tmpfs", NO_DEV, Some("mode=1777")),
+    ("tmpfs", "/tmp", "tmpfs", NO_DEV, Some("mode=1777")),
     ("cgroup2", "/sys/fs/cgroup", "cgroup2", SAFE, None),
 ];
 /// Mount for the lockdown; this one and `EXTRAS` are for machines only, and only if the kernel has them.
@@ -57,22 +53,18 @@ const STAGE: &str = "/.root";
 
 /// Mounts the file systems needed to reach the node, and leaves the kernel's first root; returns that root, if any.
 pub(super) fn build() -> Option<OwnedFd> {
-    let mut first = None;
     mount_missing(&[PROC]);
-    if status::in_first_pid_namespace() && is_first_root() {
-        match leave_first_root() {
-            Ok(root) => first = Some(root),
-            Err(error) => {
-                tracing::error!(%error, "cannot leave the initramfs as root: no container will start")
-            }
-        }
-    }
+    let leaves = status::in_first_pid_namespace() && is_first_root();
+    let first = leaves.then(leave_first_root).transpose();
+    let first = first.inspect_err(|error| {
+        tracing::error!(%error, "cannot leave the initramfs as root: no container will start");
+    });
     mount_missing(FIRST);
     if status::in_first_pid_namespace() {
         mount_known(SECURITY);
         take_console();
     }
-    first
+    first.ok().flatten()
 }
 
 /// Mounts the rest.
@@ -82,11 +74,10 @@ pub(super) fn complete() {
         mount_known(EXTRAS);
     }
     for (to, link) in LINKS {
-        match symlink(to, link) {
-            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
-                tracing::warn!(link, %error, "cannot make a link");
-            }
-            _ => {}
+        if let Err(error) = symlink(to, link)
+            && error.kind() != io::ErrorKind::AlreadyExists
+        {
+            tracing::warn!(link, %error, "cannot make a link");
         }
     }
 }
@@ -96,8 +87,7 @@ pub(super) fn is_complete() -> bool {
     LINKS.iter().all(|(_, link)| fs::symlink_metadata(link).is_ok())
 }
 
-/// Returns whether the root is still the kernel's first one, which has no mount below it: the last mount on `/` has the
-/// type `rootfs`.
+/// Returns whether the root is still the kernel's first one: the last mount on `/` has the type `rootfs`.
 fn is_first_root() -> bool {
     let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
     root_type(&mounts) == Some("rootfs")

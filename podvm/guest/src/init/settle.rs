@@ -24,8 +24,7 @@ const DEFAULT_NAME: &str = "peerpod";
 
 /// Raises the limits that `serve` inherits, and so runs before it. A failure is logged and survived.
 pub(super) fn limits() {
-    let raised = setrlimit(Resource::RLIMIT_NOFILE, OPEN_FILES, OPEN_FILES);
-    if let Err(error) = raised {
+    if let Err(error) = setrlimit(Resource::RLIMIT_NOFILE, OPEN_FILES, OPEN_FILES) {
         tracing::warn!(%error, "cannot raise the limit of open files");
     }
 }

@@ -18,25 +18,10 @@ const ASKED: Duration = Duration::from_secs(5);
 const KILLED: Duration = Duration::from_secs(2);
 const STEP: Duration = Duration::from_millis(10);
 /// Filesystems of the kernel, in memory, or never written: no content of theirs outlives the machine.
-const FLEETING: [&str; 17] = [
-    "autofs",
-    "bpf",
-    "cgroup2",
-    "configfs",
-    "debugfs",
-    "devpts",
-    "devtmpfs",
-    "mqueue",
-    "nsfs",
-    "proc",
-    "ramfs",
-    "rootfs",
-    "securityfs",
-    "squashfs",
-    "sysfs",
-    "tmpfs",
-    "tracefs",
-];
+const FLEETING: &str = "autofs bpf cgroup2 configfs debugfs devpts devtmpfs mqueue nsfs proc ramfs rootfs securityfs \
+                        squashfs sysfs tmpfs tracefs";
+
+const NONE: Option<&str> = None;
 
 /// Ends all processes but this one. Returns when the power may go off.
 pub(super) fn finish(mut watchdog: Option<Watchdog>) {
@@ -56,9 +41,7 @@ pub(super) fn finish(mut watchdog: Option<Watchdog>) {
         return;
     }
     while Instant::now() < deadline {
-        if let Some(watchdog) = &mut watchdog {
-            watchdog.feed();
-        }
+        watchdog.iter_mut().for_each(Watchdog::feed);
         let Ok(problems) = waiting.recv_timeout(Duration::from_secs(1)) else { continue };
         for problem in problems {
             tracing::error!(problem, "the last flush is not complete");
@@ -75,9 +58,7 @@ fn all_gone(limit: Duration, watchdog: &mut Option<Watchdog>) -> bool {
         match waitpid(None, Some(WaitPidFlag::WNOHANG)) {
             Err(Errno::ECHILD) => return true,
             Ok(WaitStatus::StillAlive) | Err(_) => {
-                if let Some(watchdog) = watchdog {
-                    watchdog.feed();
-                }
+                watchdog.iter_mut().for_each(Watchdog::feed);
                 std::thread::sleep(STEP);
             }
             Ok(_) => {}
@@ -95,9 +76,8 @@ fn unmount() -> Vec<String> {
             Ok(()) | Err(Errno::EINVAL) => {}
             Err(error) => {
                 // A process that cannot be killed holds it: read-only, at least nothing is half written.
-                let none: Option<&str> = None;
                 let flags = MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY;
-                if mount(none, target.as_str(), none, flags, none).is_err() {
+                if mount(NONE, target.as_str(), NONE, flags, NONE).is_err() {
                     problems.push(format!("unmount of {target}: {error}"));
                 }
             }
@@ -112,7 +92,7 @@ fn lasting(mountinfo: &str) -> Vec<String> {
         let (mount, filesystem) = line.split_once(" - ")?;
         let kind = filesystem.split(' ').next()?;
         let target = power::unescape(mount.split(' ').nth(4)?);
-        (target != "/" && !FLEETING.contains(&kind)).then_some(target)
+        (target != "/" && FLEETING.split(' ').all(|other| other != kind)).then_some(target)
     };
     mountinfo.lines().filter_map(point).collect()
 }

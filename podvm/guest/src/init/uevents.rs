@@ -13,7 +13,6 @@ const ROOM: usize = 8 << 10;
 /// Limit of events per call; the next poll brings the rest.
 const AT_ONCE: usize = 1024;
 
-/// New device.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct Added {
     /// Alias of the driver that it needs, if any.
@@ -22,7 +21,6 @@ pub(crate) struct Added {
     pub(crate) is_input: bool,
 }
 
-/// Socket for device events.
 pub(crate) struct Uevents(Socket);
 
 impl Uevents {
@@ -34,7 +32,6 @@ impl Uevents {
         Ok(Uevents(socket))
     }
 
-    /// Returns the descriptor for a poll.
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {
         self.0.as_fd()
     }

@@ -19,31 +19,20 @@ pub(crate) const MEAL: Duration = Duration::from_secs(5);
 /// Silence after which feeding stops, as a multiple of the time after which `serve` is killed.
 const HUNGER: u32 = 3;
 
-/// Open watchdog device.
 pub(crate) struct Watchdog(File);
 
 impl Watchdog {
     /// Starts the watchdog, if there is one. From now on it must be fed.
     pub(crate) fn open() -> Option<Watchdog> {
         let device = DEVICES.iter().find(|device| Path::new(device).exists())?;
-        match OpenOptions::new().write(true).open(device) {
-            Ok(file) => {
-                let about = |what| fs::read_to_string(format!("/sys/class/watchdog/watchdog0/{what}"));
-                let kind = about("identity").unwrap_or_default();
-                let timeout = about("timeout").unwrap_or_default();
-                tracing::info!(
-                    device,
-                    kind = kind.trim(),
-                    timeout = timeout.trim(),
-                    "the watchdog is active"
-                );
-                Some(Watchdog(file))
-            }
-            Err(error) => {
-                tracing::warn!(device, %error, "cannot use the watchdog");
-                None
-            }
-        }
+        let file = OpenOptions::new().write(true).open(device);
+        let file =
+            file.inspect_err(|error| tracing::warn!(device, %error, "cannot use the watchdog")).ok()?;
+        let about =
+            |what| fs::read_to_string(format!("/sys/class/watchdog/watchdog0/{what}")).unwrap_or_default();
+        let (kind, timeout) = (about("identity"), about("timeout"));
+        tracing::info!(device, kind = kind.trim(), timeout = timeout.trim(), "the watchdog is active");
+        Some(Watchdog(file))
     }
 
     /// Feeds the watchdog, which suffices for a little more than another [`MEAL`].
@@ -57,7 +46,8 @@ impl Watchdog {
 /// Liveness of `serve`, by the note that it rewrites.
 pub(crate) struct Pulse {
     note: PathBuf,
-    patience: Duration,
+    /// Longest permitted silence of `serve`.
+    pub(crate) patience: Duration,
     /// Inode and time of the note: it is a new file each time.
     seen: Option<(u64, i64, i64)>,
     last: Instant,
@@ -76,17 +66,10 @@ pub(crate) enum Verdict {
 }
 
 impl Pulse {
-    /// Makes a pulse of a note. `patience` is the longest permitted silence of `serve`.
     pub(crate) fn new(note: PathBuf, patience: Duration) -> Pulse {
         Pulse { note, patience, seen: None, last: Instant::now(), ever: false }
     }
 
-    /// Returns the longest permitted silence of `serve`.
-    pub(crate) fn patience(&self) -> Duration {
-        self.patience
-    }
-
-    /// Checks the note.
     pub(crate) fn inspect(&mut self) -> Verdict {
         let now = Instant::now();
         let seen = fs::metadata(&self.note).ok();

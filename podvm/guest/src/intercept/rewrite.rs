@@ -1,6 +1,7 @@
 //! Rewrites requests: bytes of a ttrpc request in, bytes out. The types name only the fields that are touched; all
 //! others are unknown fields and survive.
 
+use anyhow::{Context, ensure};
 use peerpod_link::frame::MAX_PAYLOAD;
 use peerpod_proto::intercept::{CreateContainerRequest, CreateSandboxRequest, LinuxNamespace};
 use peerpod_proto::ttrpc_frame::Request;
@@ -14,7 +15,6 @@ mod volumes;
 
 pub(super) use volumes::Waiting;
 
-/// Result of a rewrite.
 pub(super) enum Rewritten {
     /// The request can go to the kata-agent.
     Whole(Vec<u8>),
@@ -22,23 +22,9 @@ pub(super) enum Rewritten {
     Waits(Box<Waiting>),
 }
 
+const DECODE: &str = "cannot be decoded";
 /// Capability to change the pod's network.
 const NETWORK_ADMIN: &str = "CAP_NET_ADMIN";
-
-/// Failure to rewrite a request.
-#[derive(Debug, thiserror::Error)]
-pub(super) enum Error {
-    #[error("cannot be decoded: {0}")]
-    Decode(#[from] protobuf::Error),
-    #[error("{0}")]
-    Volumes(String),
-    #[error("the pod's annotation {annotation} cannot be read: {0}", annotation = memory::LIMITS)]
-    Memory(serde_json::Error),
-    #[error(
-        "with the pod's network namespace it has {0} bytes, more than the {MAX_PAYLOAD} an agent accepts"
-    )]
-    TooLarge(usize),
-}
 
 /// Puts the pod's network namespace into the container's specification, and reports its bind sources and capabilities.
 /// A request without an OCI specification passes unchanged: the kata-agent has the right error for it.
@@ -46,9 +32,9 @@ pub(super) fn create_container(
     payload: Vec<u8>,
     podns: &str,
     notice: &dyn Notice,
-) -> Result<Rewritten, Error> {
-    let mut request = Request::parse_from_bytes(&payload)?;
-    let mut container = CreateContainerRequest::parse_from_bytes(&request.payload)?;
+) -> anyhow::Result<Rewritten> {
+    let mut request = Request::parse_from_bytes(&payload).context(DECODE)?;
+    let mut container = CreateContainerRequest::parse_from_bytes(&request.payload).context(DECODE)?;
     let wanted = volumes::wanted(&container)?;
     let Some(spec) = container.OCI.as_mut() else { return Ok(Rewritten::Whole(payload)) };
 
@@ -69,17 +55,18 @@ pub(super) fn create_container(
         }
     }
 
-    memory::limit(spec).map_err(Error::Memory)?;
+    memory::limit(spec).with_context(|| format!("the pod's annotation {} cannot be read", memory::LIMITS))?;
     if notice.gpus() > 0 {
         gpu::mark(spec);
     }
 
     let namespaces = &mut spec.Linux.mut_or_insert_default().Namespaces;
     namespaces.retain(|namespace| namespace.Type != "network");
-    let mut network = LinuxNamespace::new();
-    network.Type = "network".to_owned();
-    network.Path = podns.to_owned();
-    namespaces.push(network);
+    namespaces.push(LinuxNamespace {
+        Type: "network".to_owned(),
+        Path: podns.to_owned(),
+        ..LinuxNamespace::default()
+    });
 
     if !wanted.is_empty() {
         return Ok(Rewritten::Waits(Box::new(Waiting { wanted, request, container })));
@@ -88,11 +75,10 @@ pub(super) fn create_container(
     encode(&request).map(Rewritten::Whole)
 }
 
-/// Removes the pod's DNS lines: the kata-agent would write them over the VM's own resolv.conf, and containers get
-/// theirs as a file anyway.
-pub(super) fn create_sandbox(payload: Vec<u8>) -> Result<Vec<u8>, Error> {
-    let mut request = Request::parse_from_bytes(&payload)?;
-    let mut sandbox = CreateSandboxRequest::parse_from_bytes(&request.payload)?;
+/// Removes the pod's DNS lines, which the kata-agent would write over the VM's own resolv.conf. Containers get a file.
+pub(super) fn create_sandbox(payload: Vec<u8>) -> anyhow::Result<Vec<u8>> {
+    let mut request = Request::parse_from_bytes(&payload).context(DECODE)?;
+    let mut sandbox = CreateSandboxRequest::parse_from_bytes(&request.payload).context(DECODE)?;
     if sandbox.dns.is_empty() {
         return Ok(payload);
     }
@@ -101,7 +87,12 @@ pub(super) fn create_sandbox(payload: Vec<u8>) -> Result<Vec<u8>, Error> {
     encode(&request)
 }
 
-fn encode(request: &Request) -> Result<Vec<u8>, Error> {
+fn encode(request: &Request) -> anyhow::Result<Vec<u8>> {
     let bytes = request.write_to_bytes()?;
-    if bytes.len() > MAX_PAYLOAD { Err(Error::TooLarge(bytes.len())) } else { Ok(bytes) }
+    ensure!(
+        bytes.len() <= MAX_PAYLOAD,
+        "with the pod's network namespace it has {} bytes, more than the {MAX_PAYLOAD} an agent accepts",
+        bytes.len()
+    );
+    Ok(bytes)
 }

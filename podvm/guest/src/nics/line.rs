@@ -3,7 +3,6 @@
 
 use std::net::{IpAddr, Ipv4Addr};
 
-/// Static settings of a NIC.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Static {
     /// Name of the NIC; `None` means the first one.
@@ -61,19 +60,14 @@ fn one(value: &str) -> Result<Option<Static>, String> {
     }
     let Some(client) = field(0) else { return Ok(None) };
     let client_address = address(client).ok_or_else(|| format!("{client:?} is no address"))?;
-    let gateway = match field(2) {
-        Some(text) => Some(address(text).ok_or_else(|| format!("gateway {text:?} is no address"))?),
-        None => None,
-    };
+    let gateway = |text: &str| address(text).ok_or_else(|| format!("gateway {text:?} is no address"));
+    let gateway = field(2).map(gateway).transpose()?;
     if gateway.is_some_and(|gateway| gateway.is_ipv6() != client_address.is_ipv6()) {
         return Err("address and gateway are of two families".to_owned());
     }
-    let prefix = match field(3) {
-        Some(mask) => {
-            prefix(mask, client_address.is_ipv6()).ok_or_else(|| format!("{mask:?} is no netmask"))?
-        }
-        None => by_class(client_address),
-    };
+    let is_v6 = client_address.is_ipv6();
+    let prefix = |mask: &str| prefix(mask, is_v6).ok_or_else(|| format!("{mask:?} is no netmask"));
+    let prefix = field(3).map_or(Ok(by_class(client_address)), prefix)?;
     Ok(Some(Static {
         device: field(5).map(str::to_owned),
         address: client_address,
@@ -85,20 +79,12 @@ fn one(value: &str) -> Result<Option<Static>, String> {
 
 /// Splits a value at the colons outside of brackets.
 fn fields(value: &str) -> Vec<String> {
-    let (mut fields, mut inside) = (vec![String::new()], false);
-    for character in value.chars() {
-        match (character, inside) {
-            ('[', _) => inside = true,
-            (']', _) => inside = false,
-            (':', false) => fields.push(String::new()),
-            (other, _) => {
-                if let Some(last) = fields.last_mut() {
-                    last.push(other);
-                }
-            }
-        }
-    }
-    fields
+    let mut inside = false;
+    let separates = |character| {
+        inside = character == '[' || (inside && character != ']');
+        character == ':' && !inside
+    };
+    value.split(separates).map(|field| field.replace(['[', ']'], "")).collect()
 }
 
 fn address(text: &str) -> Option<IpAddr> {

@@ -1,7 +1,6 @@
 //! Writes `/etc/resolv.conf` from the DNS settings of all NICs; does not touch it without any.
 
 use std::collections::BTreeMap;
-use std::fmt::Write as _;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::{fs, io};
@@ -41,20 +40,20 @@ impl Names {
 }
 
 fn text(told: &BTreeMap<(u32, bool), Told>) -> String {
-    let mut text = String::new();
-    let (mut servers, mut search): (Vec<&IpAddr>, Vec<&str>) = (Vec::new(), Vec::new());
-    for (own_servers, own_search) in told.values() {
-        servers.extend(own_servers.iter().filter(|server| !servers.contains(server)).collect::<Vec<_>>());
-        search.extend(own_search.iter().map(String::as_str).filter(|name| is_name(name)));
+    let mut servers: Vec<IpAddr> = Vec::new();
+    for server in told.values().flat_map(|(servers, _)| servers) {
+        if !servers.contains(server) {
+            servers.push(*server);
+        }
     }
-    for server in servers.iter().take(MOST_SERVERS) {
-        // Writing to a String cannot fail.
-        let _never = writeln!(text, "nameserver {server}");
-    }
+    let search = told.values().flat_map(|(_, search)| search).map(String::as_str);
+    let mut search: Vec<&str> = search.filter(|name| is_name(name)).collect();
     search.dedup();
     search.truncate(MOST_SEARCH);
+    let mut text: String =
+        servers.iter().take(MOST_SERVERS).map(|server| format!("nameserver {server}\n")).collect();
     if !search.is_empty() {
-        let _never = writeln!(text, "search {}", search.join(" "));
+        text += &format!("search {}\n", search.join(" "));
     }
     text
 }

@@ -10,7 +10,6 @@ const PATIENCE: Duration = Duration::from_secs(10);
 /// Interval between reports, so that the console tail of an abandoned VM has one.
 const AGAIN: Duration = Duration::from_secs(60);
 
-/// Time of the next report.
 pub(super) struct Silence {
     due: Instant,
 }

@@ -14,6 +14,8 @@ use netlink_packet_route::{AddressFamily, RouteNetlinkMessage};
 use peerpod_podnet::netlink::{Client, Error};
 use rtnetlink::{LinkUnspec, RouteMessageBuilder};
 
+use super::line::Static;
+
 /// Longest lifetime in seconds. The kernel marks an endless address as permanent, and the guest treats a permanent
 /// address as one of another program.
 const LONGEST: u32 = 10 * 365 * 24 * 3600;
@@ -25,14 +27,12 @@ const MOST_ROUTES: usize = 64;
 const MOST_SERVERS: usize = 3;
 const MOST_ENTRIES: usize = 4096;
 
-/// Route with or without a gateway.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Way {
     pub(crate) destination: (IpAddr, u8),
     pub(crate) gateway: Option<IpAddr>,
 }
 
-/// Settings of a NIC for one family.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Wanted {
     pub(crate) address: IpAddr,
@@ -50,21 +50,19 @@ impl Wanted {
     /// Converts a lease. Its host name is ignored: the pod's name is not up to the cloud.
     pub(crate) fn of_v4(lease: &DhcpV4Lease) -> Wanted {
         let any = (IpAddr::from(Ipv4Addr::UNSPECIFIED), 0);
-        let gateways = lease.gateways.iter().flatten().take(1);
-        let mut ways: Vec<Way> =
-            gateways.map(|gateway| Way { destination: any, gateway: Some((*gateway).into()) }).collect();
-        if let Some(routes) = &lease.classless_routes {
+        let default = |gateway: &Ipv4Addr| Way { destination: any, gateway: Some((*gateway).into()) };
+        let routes = lease.classless_routes.iter().flatten().take(MOST_ROUTES);
+        let routes = routes.map(|route| Way {
+            destination: masked(route.destination.into(), route.prefix_length),
+            gateway: Some(route.router).filter(|router| !router.is_unspecified()).map(IpAddr::from),
+        });
+        let ways = match &lease.classless_routes {
             // RFC 3442: with these, the router option does not count.
-            ways = routes
-                .iter()
-                .take(MOST_ROUTES)
-                .map(|route| Way {
-                    destination: masked(route.destination.into(), route.prefix_length),
-                    gateway: Some(route.router).filter(|router| !router.is_unspecified()).map(IpAddr::from),
-                })
-                .collect();
-        }
+            Some(_) => routes.collect(),
+            None => lease.gateways.iter().flatten().take(1).map(default).collect(),
+        };
         let time = lease.lease_time_sec.min(LONGEST);
+        let search = lease.domain_search.clone().or(lease.domain_name.clone().map(|one| vec![one]));
         Wanted {
             address: lease.yiaddr.into(),
             prefix: lease.subnet_mask.to_bits().leading_ones() as u8,
@@ -73,11 +71,7 @@ impl Wanted {
             ways,
             mtu: lease.mtu.map(u32::from).filter(|mtu| *mtu >= LEAST_MTU),
             dns: lease.dns_srvs.iter().flatten().take(MOST_SERVERS).map(|server| (*server).into()).collect(),
-            search: lease
-                .domain_search
-                .clone()
-                .or(lease.domain_name.clone().map(|one| vec![one]))
-                .unwrap_or_default(),
+            search: search.unwrap_or_default(),
         }
     }
 
@@ -96,10 +90,24 @@ impl Wanted {
         }
     }
 
-    /// Applies the settings to a NIC. `rank` is the number of the NIC, from 0.
-    ///
-    /// # Errors
-    /// The kernel's error, with the failed step.
+    /// Converts settings of the kernel command line, which last for ever.
+    pub(crate) fn of_line(fixed: Static) -> Wanted {
+        let any =
+            if fixed.address.is_ipv6() { Ipv6Addr::UNSPECIFIED.into() } else { Ipv4Addr::UNSPECIFIED.into() };
+        let way = fixed.gateway.map(|gateway| Way { destination: (any, 0), gateway: Some(gateway) });
+        Wanted {
+            address: fixed.address,
+            prefix: fixed.prefix,
+            broadcast: None,
+            lifetime: None,
+            ways: way.into_iter().collect(),
+            mtu: None,
+            dns: fixed.dns,
+            search: Vec::new(),
+        }
+    }
+
+    /// Applies the settings to a NIC. `rank` is the number of the NIC, from 0. The error names the failed step.
     pub(crate) fn apply(&self, client: &mut Client, index: u32, rank: u32) -> Result<(), String> {
         if let Some(mtu) = self.mtu {
             let link = LinkUnspec::new_with_index(index).mtu(mtu);
@@ -210,19 +218,16 @@ impl Wanted {
 /// Removes an address that its server does not grant any more.
 pub(crate) fn remove(client: &mut Client, index: u32, gone: IpAddr) -> Result<(), String> {
     for address in addresses(client, index)?.into_iter().filter(|address| local(address) == Some(gone)) {
-        client
-            .tell(0, RouteNetlinkMessage::DelAddress(address))
-            .map_err(|error| format!("remove {gone}: {error}"))?;
+        let removed = client.tell(0, RouteNetlinkMessage::DelAddress(address));
+        removed.map_err(|error| format!("remove {gone}: {error}"))?;
     }
     Ok(())
 }
 
-/// Brings a NIC up.
 pub(crate) fn bring_up(client: &mut Client, index: u32) -> Result<(), Error> {
     client.tell(0, RouteNetlinkMessage::SetLink(LinkUnspec::new_with_index(index).up().build()))
 }
 
-/// Returns all addresses of a NIC.
 pub(crate) fn addresses(client: &mut Client, index: u32) -> Result<Vec<AddressMessage>, String> {
     let read = |answer| match answer {
         RouteNetlinkMessage::NewAddress(address) => (address.header.index == index).then_some(address),
@@ -247,23 +252,16 @@ pub(crate) fn local(message: &AddressMessage) -> Option<IpAddr> {
 
 /// Returns whether an address never ends, and so comes from no lease.
 pub(crate) fn is_permanent(message: &AddressMessage) -> bool {
-    message.attributes.iter().any(|attribute| match attribute {
-        AddressAttribute::Flags(flags) => flags.contains(AddressFlags::Permanent),
-        _ => false,
-    })
+    has_flag(message, AddressFlags::Permanent)
 }
 
-/// Returns whether an address cannot be used yet.
-pub(crate) fn is_tentative(message: &AddressMessage) -> bool {
-    message.attributes.iter().any(|attribute| match attribute {
-        AddressAttribute::Flags(flags) => flags.contains(AddressFlags::Tentative),
-        _ => false,
-    })
+pub(crate) fn has_flag(message: &AddressMessage, flag: AddressFlags) -> bool {
+    let has = |attribute: &AddressAttribute| matches!(attribute, AddressAttribute::Flags(all) if all.contains(flag));
+    message.attributes.iter().any(has)
 }
 
 fn is_ours(route: &RouteMessage, index: u32) -> bool {
-    let is_of_nic = route.attributes.contains(&RouteAttribute::Oif(index));
-    is_of_nic
+    route.attributes.contains(&RouteAttribute::Oif(index))
         && route.header.protocol == RouteProtocol::Dhcp
         && route.header.table == RouteHeader::RT_TABLE_MAIN
 }

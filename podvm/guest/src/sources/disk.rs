@@ -35,8 +35,7 @@ pub(super) fn find(label: &str) -> Option<(PathBuf, &'static str)> {
 
 /// Returns the file system of a disk and its label, if it is one of the known ones.
 fn inspect(disk: &File) -> Option<(&'static str, String)> {
-    let mut sector = [0; SECTOR];
-    let mut volume = [0; SECTOR];
+    let (mut sector, mut volume) = ([0; SECTOR], [0; SECTOR]);
     disk.read_exact_at(&mut sector, 0).ok()?;
     // A disk of fewer bytes is no CD.
     let volume = disk.read_exact_at(&mut volume, VOLUME).is_ok().then_some(&volume);

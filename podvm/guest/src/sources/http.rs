@@ -15,8 +15,8 @@ const MAX_HEAD: usize = 16 << 10;
 /// Size limit of an answer: head, body, and the overhead of chunks.
 const MAX_ANSWER: usize = MAX_HEAD + 2 * LIMIT as usize;
 const MOST_HEADERS: usize = 64;
+const TOO_LARGE: &str = "the answer is too large to be user-data";
 
-/// Request to a metadata service.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Get {
     target: SocketAddr,
@@ -44,10 +44,6 @@ pub(crate) fn check_header(name: &str, value: &str) -> Result<(), String> {
 }
 
 impl Get {
-    /// Makes a request.
-    ///
-    /// # Errors
-    /// The URL or a header cannot be used.
     pub(crate) fn new(url: &str, headers: BTreeMap<String, String>) -> Result<Get, String> {
         let rest =
             url.strip_prefix("http://").ok_or_else(|| format!("{url:?} does not begin with http://"))?;
@@ -84,7 +80,7 @@ impl Get {
             let length =
                 stream.read_buf(&mut got).await.map_err(|error| format!("read the answer: {error}"))?;
             if got.len() > MAX_ANSWER {
-                return Err("the answer is too large to be user-data".to_owned());
+                return Err(TOO_LARGE.to_owned());
             }
             if let Some(answer) = parse(&got, length == 0)? {
                 return answer.body();
@@ -96,7 +92,6 @@ impl Get {
     }
 }
 
-/// Answer of a metadata service.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Answer {
     status: u16,
@@ -108,8 +103,8 @@ impl Answer {
         match self.status {
             200..300 => Ok(self.body),
             404 => Err("404: it has none; was the VM made without user-data?".to_owned()),
-            401 | 403 => {
-                Err(format!("{}: it requires a token or header that the request lacked", self.status))
+            status @ (401 | 403) => {
+                Err(format!("{status}: it requires a token or header that the request lacked"))
             }
             status => Err(format!("it answered {status}")),
         }
@@ -146,11 +141,8 @@ pub(crate) fn parse(got: &[u8], ended: bool) -> Result<Option<Answer>, String> {
         ended.then(|| rest.to_vec())
     };
     match body {
-        Some(body) if body.len() > LIMIT as usize => {
-            Err("the answer is too large to be user-data".to_owned())
-        }
-        Some(body) => Ok(Some(Answer { status, body })),
-        None => Ok(None),
+        Some(body) if body.len() > LIMIT as usize => Err(TOO_LARGE.to_owned()),
+        body => Ok(body.map(|body| Answer { status, body })),
     }
 }
 
@@ -167,7 +159,7 @@ fn chunks(mut rest: &[u8]) -> Result<Option<Vec<u8>>, String> {
             return Ok(Some(body));
         }
         let length = usize::try_from(length).ok().filter(|length| body.len() + length <= LIMIT as usize);
-        let length = length.ok_or_else(|| "the answer is too large to be user-data".to_owned())?;
+        let length = length.ok_or(TOO_LARGE)?;
         let Some(chunk) = rest.get(begin..begin + length) else { return Ok(None) };
         body.extend_from_slice(chunk);
         let Some(after) = rest.get(begin + length + 2..) else { return Ok(None) };

@@ -9,7 +9,6 @@ use std::path::Path;
 /// Bytes inspected at either end.
 const END: u64 = 1 << 20;
 
-/// Content of a disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Content {
     /// All zeros: the disk may get a file system.
@@ -20,7 +19,6 @@ pub(super) enum Content {
     Unknown,
 }
 
-/// Content by its signature.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Signature {
     /// Name as in mount(8); for content that cannot be mounted, its usual name.
@@ -48,10 +46,6 @@ const SIGNATURES: &[(usize, &[u8], &str)] = &[
     (510, &[0x55, 0xaa], "a partition table or boot sector"),
 ];
 
-/// Inspects a disk of this size.
-///
-/// # Errors
-/// The disk cannot be read.
 pub(super) fn inspect(node: &Path, size: u64) -> io::Result<Content> {
     let file = File::open(node)?;
     let first = read(&file, 0, size.min(END))?;
@@ -60,9 +54,6 @@ pub(super) fn inspect(node: &Path, size: u64) -> io::Result<Content> {
 }
 
 /// Returns the number of bytes that a file system takes of its disk; `None` for one other than ext2 to ext4 and XFS.
-///
-/// # Errors
-/// The disk cannot be read.
 pub(super) fn filesystem_bytes(node: &Path) -> io::Result<Option<u64>> {
     let mut first = [0; 2048];
     File::open(node)?.read_exact_at(&mut first, 0)?;
@@ -96,10 +87,8 @@ fn of(first: &[u8], last: &[u8]) -> Content {
     if let Some(ext) = ext(first) {
         return Content::Is(ext);
     }
-    let found = SIGNATURES
-        .iter()
-        .find(|(at, bytes, _)| first.get(*at..at + bytes.len()).is_some_and(|there| there == *bytes));
-    if let Some((_, _, name)) = found {
+    let is_there = |(at, bytes, _): &&(usize, &[u8], &str)| first.get(*at..at + bytes.len()) == Some(*bytes);
+    if let Some((_, _, name)) = SIGNATURES.iter().find(is_there) {
         let unfinished = *name == "xfs" && first.get(XFS_IN_PROGRESS).is_some_and(|byte| *byte != 0);
         return Content::Is(Signature { name, unfinished });
     }
@@ -109,8 +98,7 @@ fn of(first: &[u8], last: &[u8]) -> Content {
 /// Offset of `sb_inprogress` in XFS's superblock (`xfs_format.h`), which its maker sets first and clears last.
 const XFS_IN_PROGRESS: usize = 126;
 
-/// Identifies ext2 to ext4: the superblock begins at 1024. Its maker marks the file system as valid last, after all
-/// else was flushed.
+/// Identifies ext2 to ext4: the superblock begins at 1024. Its maker marks the file system as valid last.
 fn ext(first: &[u8]) -> Option<Signature> {
     let block = first.get(1024..2048)?;
     let half = |at: usize| u16::from_le_bytes([block[at], block[at + 1]]);

@@ -22,7 +22,6 @@ const SLACK: u64 = 4 << 20;
 const GROW: Duration = Duration::from_secs(180);
 
 impl Volumes {
-    /// Returns the usage of a volume.
     pub(crate) async fn stats(&self, id: &str) -> Result<VolumeFill, Fault> {
         let known = self.get(id)?;
         let busy = |_| Fault::not_now("it is being prepared for a container".into()).of(&known.volume);
@@ -40,7 +39,12 @@ impl Volumes {
             (fill.block, fill.total_bytes) = (true, fill.disk_bytes);
             return Ok(fill);
         }
-        let (ready, id) = (self.to_look_at(known).await?, known.volume.id.clone());
+        // A volume that a container has mounted needs no preparation.
+        let ready = match moment::is_mounted(&mount_point(&known.volume.id)) {
+            true => Ready::default(),
+            false => self.ready(known, Vec::new()).await?,
+        };
+        let id = known.volume.id.clone();
         let inspect = move || {
             moment::with(&id, &ready, |root| {
                 statvfs(root).map_err(|errno| Fault::not_now(format!("read its usage: {errno}")))
@@ -55,14 +59,6 @@ impl Volumes {
         fill.free_inodes = seen.files_free();
         fill.used_inodes = seen.files().saturating_sub(seen.files_free());
         Ok(fill)
-    }
-
-    /// Returns the data needed to mount it; nothing if a container has it mounted.
-    async fn to_look_at(&self, known: &Known) -> Result<Ready, Fault> {
-        if moment::is_mounted(&mount_point(&known.volume.id)) {
-            return Ok(Ready::default());
-        }
-        self.ready(known, Vec::new()).await
     }
 
     /// Grows a volume's file system to its disk. A sufficient size is no error.
@@ -126,11 +122,10 @@ impl Volumes {
             Ok(_) => return,
             Err(fault) => Err(fault),
         };
+        let volume = &known.volume.name;
         match grown {
-            Ok(()) => tracing::info!(volume = known.volume.name, "its disk had grown, and now it has"),
-            Err(why) => {
-                tracing::warn!(volume = known.volume.name, %why, "its disk has grown, and its file system cannot");
-            }
+            Ok(()) => tracing::info!(volume, "its disk had grown, and now it has"),
+            Err(why) => tracing::warn!(volume, %why, "its disk has grown, and its file system cannot"),
         }
     }
 }

@@ -23,7 +23,6 @@ const LOOK: Duration = Duration::from_millis(100);
 /// Size limit: a file of sysfs is a page.
 const MAX_ATTRIBUTE: u64 = 4096;
 
-/// Disk that is present.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Disk {
     /// Name in the kernel: `vdb`.
@@ -34,7 +33,6 @@ pub(super) struct Disk {
     pub(super) size: u64,
 }
 
-/// Directories in which disks are searched.
 #[derive(Clone, Debug)]
 pub(super) struct Places {
     pub(super) block: PathBuf,
@@ -48,30 +46,24 @@ impl Default for Places {
 }
 
 impl Places {
-    /// Waits until the disk is present.
     pub(super) async fn wait(&self, identity: &Identity, limit: Duration) -> Result<Disk, Fault> {
         let deadline = Instant::now() + limit;
         // Subscribe first, then inspect: so no disk falls between the two.
-        let uevents = Uevents::listen().ok();
-        let ear = uevents.as_ref().and_then(|uevents| ear(uevents).ok());
+        let ear = listen().ok();
         loop {
             if let Some(disk) = self.inspect(identity)? {
                 return Ok(disk);
             }
             if Instant::now() >= deadline {
-                return Err(Fault::not_now(format!(
-                    "no disk with {} came within {limit:?}; there are {}",
-                    words(identity),
-                    self.there()
-                )));
+                let (wanted, there) = (words(identity), self.there());
+                let text = format!("no disk with {wanted} came within {limit:?}; there are {there}");
+                return Err(Fault::not_now(text));
             }
             let next = deadline.min(Instant::now() + LOOK);
             match &ear {
-                Some(ear) => {
+                Some((uevents, ear)) => {
                     if let Ok(Ok(mut ready)) = timeout_at(next, ear.readable()).await {
-                        if let Some(uevents) = &uevents {
-                            drop(uevents.take());
-                        }
+                        drop(uevents.take());
                         ready.clear_ready();
                     }
                 }
@@ -113,7 +105,6 @@ impl Places {
         }
     }
 
-    /// Returns all whole disks.
     fn disks(&self) -> Vec<String> {
         let entries = fs::read_dir(&self.block).into_iter().flatten().flatten();
         let mut names: Vec<String> = entries
@@ -125,16 +116,15 @@ impl Places {
     }
 
     fn is(&self, name: &str, identity: &Identity) -> bool {
-        let attribute = |file: &str| self.attribute(name, file);
         match identity {
             Identity::Serial(wanted) => {
-                let has = attribute("serial").or_else(|| attribute("device/serial")).unwrap_or_default();
+                let has = self.one_of(name, ["serial", "device/serial"]);
                 let cut = name.starts_with("vd").then(|| wanted.as_bytes().get(..VIRTIO_SERIAL)).flatten();
                 !has.is_empty() && (has == *wanted || cut == Some(has.as_bytes()))
             }
             Identity::Wwn(wanted) => {
-                let has = attribute("wwid").or_else(|| attribute("device/wwid")).unwrap_or_default();
-                !bare(&has).is_empty() && bare(&has) == bare(wanted)
+                let has = bare(&self.one_of(name, ["wwid", "device/wwid"]));
+                !has.is_empty() && has == bare(wanted)
             }
             Identity::Lun(wanted) => self.lun(name) == Some(*wanted) && !self.has_partitions(name),
             Identity::ById(_) => false,
@@ -161,22 +151,27 @@ impl Places {
         Some(String::from_utf8_lossy(&content).trim_matches(['\0', ' ', '\n', '\t']).to_owned())
     }
 
+    /// Returns the first of these attributes; empty without any.
+    fn one_of(&self, name: &str, files: [&str; 2]) -> String {
+        files.iter().find_map(|file| self.attribute(name, file)).unwrap_or_default()
+    }
+
     /// Describes the present disks for error messages.
     fn there(&self) -> String {
-        let mut words: Vec<String> = Vec::new();
-        for name in self.disks().into_iter().take(32) {
-            let serial = self.attribute(&name, "serial").or_else(|| self.attribute(&name, "device/serial"));
-            let serial = serial.filter(|serial| !serial.is_empty());
-            if self.disk(&name).is_some() {
-                words.push(serial.map_or(name.clone(), |serial| format!("{name} (serial {serial})")));
-            }
-        }
-        if words.is_empty() { "no disk".to_owned() } else { words.join(", ") }
+        let disks = self.disks().into_iter().take(32).filter(|name| self.disk(name).is_some());
+        let words = disks.map(|name| match self.one_of(&name, ["serial", "device/serial"]) {
+            serial if serial.is_empty() => name,
+            serial => format!("{name} (serial {serial})"),
+        });
+        let words = words.collect::<Vec<_>>().join(", ");
+        if words.is_empty() { "no disk".to_owned() } else { words }
     }
 }
 
-fn ear(uevents: &Uevents) -> io::Result<AsyncFd<OwnedFd>> {
-    reactor::register(uevents.fd().try_clone_to_owned()?, Interest::READABLE)
+fn listen() -> io::Result<(Uevents, AsyncFd<OwnedFd>)> {
+    let uevents = Uevents::listen()?;
+    let ear = reactor::register(uevents.fd().try_clone_to_owned()?, Interest::READABLE)?;
+    Ok((uevents, ear))
 }
 
 /// Returns a World Wide Name without its type prefix.
@@ -186,7 +181,7 @@ fn bare(wwn: &str) -> String {
     cut.iter().fold(lower, |text, prefix| text.strip_prefix(prefix).unwrap_or(&text).to_owned())
 }
 
-pub(super) fn words(identity: &Identity) -> String {
+fn words(identity: &Identity) -> String {
     match identity {
         Identity::Serial(serial) => format!("serial number {serial:?}"),
         Identity::ById(name) => format!("name {name:?} in /dev/disk/by-id"),
@@ -195,7 +190,6 @@ pub(super) fn words(identity: &Identity) -> String {
     }
 }
 
-/// Returns the current size of a disk.
 pub(super) fn size_of(name: &str) -> Option<u64> {
     Places::default().disk(name).map(|disk| disk.size)
 }

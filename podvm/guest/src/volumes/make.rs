@@ -19,9 +19,9 @@ use std::path::Path;
 use std::process::Stdio;
 use std::time::Duration;
 
+use peerpod_common::blocking::blocking;
 use peerpod_volume::VolumeId;
 use tokio::process::Command;
-use tokio::task::spawn_blocking;
 use tokio::time::timeout;
 
 use super::Fault;
@@ -38,9 +38,6 @@ const MAKE: Duration = Duration::from_secs(180);
 /// Limit of a maker's error output that is passed on, in characters.
 const WORDS: usize = 600;
 
-/// File systems that can be made.
-pub(super) const MAKERS: &[&str] = &["ext4", "xfs"];
-
 /// Returns the file system to mount the disk as; makes it first if the disk is empty.
 pub(super) async fn filesystem(
     disk: &Disk,
@@ -49,16 +46,15 @@ pub(super) async fn filesystem(
     read_only: bool,
 ) -> Result<String, Fault> {
     let (node, size, note) = (disk.node.clone(), disk.size, note(id, disk.size));
-    let looked = spawn_blocking(move || {
+    let looked = blocking(move || {
         let content = content::inspect(&node, size)?;
         let noted = size > 2 * TAIL && read_note(&node, size)? == note;
         io::Result::Ok((content, noted))
     });
-    let failed = |error: io::Error| Fault::not_now(format!("read {}: {error}", disk.node.display()));
-    let (content, noted) = looked.await.map_err(|error| failed(io::Error::other(error)))?.map_err(failed)?;
-    let make = match &content {
-        Content::Is(found) if found.unfinished && noted => true,
-        Content::Is(found) => {
+    let failed = |error| Fault::not_now(format!("read {}: {error}", disk.node.display()));
+    let (content, noted) = looked.await.map_err(failed)?;
+    match content {
+        Content::Is(found) if !found.unfinished || !noted => {
             check(found.name, wanted)?;
             if noted && !read_only {
                 clear_note(disk).await?;
@@ -66,20 +62,16 @@ pub(super) async fn filesystem(
             return Ok(found.name.to_owned());
         }
         // The note itself is in the last MiB.
-        Content::Unknown => noted,
-        Content::Empty => true,
-    };
-    if !make {
-        return Err(Fault::never(
-            "the disk has no known file system, and is not empty: it is not formatted over. Format it by \
-             hand, or clear its first and last MiB if its content is not needed"
-                .into(),
-        ));
-    }
-    if read_only {
-        return Err(Fault::never(
-            "the disk is empty and the volume is read-only: no file system can be made on it".into(),
-        ));
+        Content::Unknown if !noted => {
+            let text = "the disk has no known file system, and is not empty: it is not formatted over. Format it by \
+                        hand, or clear its first and last MiB if its content is not needed";
+            return Err(Fault::never(text.into()));
+        }
+        _ if read_only => {
+            let text = "the disk is empty and the volume is read-only: no file system can be made on it";
+            return Err(Fault::never(text.into()));
+        }
+        _ => {}
     }
     let kind = wanted.unwrap_or("ext4");
     make_one(disk, id, kind).await?;
@@ -109,10 +101,9 @@ async fn make_one(disk: &Disk, id: &VolumeId, kind: &str) -> Result<(), Fault> {
         "ext4" => ("mke2fs", ["-t", "ext4", "-F", "-q", "-b", "4096"].map(String::from).into()),
         "xfs" => ("mkfs.xfs", ["-f", "-q", "-d"].map(String::from).into()),
         other => {
-            return Err(Fault::never(format!(
-                "the disk is empty and the volume asks for {other}; here {} can be made",
-                MAKERS.join(" and ")
-            )));
+            let text =
+                format!("the disk is empty and the volume asks for {other}; here ext4 and xfs can be made");
+            return Err(Fault::never(text));
         }
     };
     let node = disk.node.display().to_string();
@@ -122,8 +113,7 @@ async fn make_one(disk: &Disk, id: &VolumeId, kind: &str) -> Result<(), Fault> {
     }
     let program = find_program(program)?;
     tracing::info!(disk = node, volume = %id, kind, "the disk is empty: making its file system");
-    let content = note(id, disk.size);
-    write_note(disk, content).await?;
+    write_note(disk, note(id, disk.size)).await?;
     run(&program, &arguments, MAKE).await?;
     clear_note(disk).await
 }
@@ -153,7 +143,6 @@ pub(super) async fn run(program: &Path, arguments: &[String], limit: Duration) -
     Err(Fault::not_now(format!("{name} {}: {}: {}", arguments.join(" "), output.status, words.trim())))
 }
 
-/// Returns the program's path in the VM image.
 pub(super) fn find_program(name: &str) -> Result<std::path::PathBuf, Fault> {
     let folders = ["/usr/sbin", "/sbin", "/usr/bin", "/bin"];
     let found = folders.iter().map(|folder| Path::new(folder).join(name)).find(|path| path.exists());
@@ -180,14 +169,13 @@ async fn clear_note(disk: &Disk) -> Result<(), Fault> {
 /// Writes the note. When this returns, it is on the disk, with all earlier writes.
 async fn write_note(disk: &Disk, content: Vec<u8>) -> Result<(), Fault> {
     let (node, at) = (disk.node.clone(), disk.size - NOTE_FROM_END);
-    let written = spawn_blocking(move || {
+    let written = blocking(move || {
         let file = OpenOptions::new().write(true).open(node)?;
         file.sync_all()?;
         file.write_all_at(&content, at)?;
         file.sync_all()
     });
-    let failed = |error: io::Error| Fault::not_now(format!("write to {}: {error}", disk.node.display()));
-    written.await.map_err(|error| failed(io::Error::other(error)))?.map_err(failed)
+    written.await.map_err(|error| Fault::not_now(format!("write to {}: {error}", disk.node.display())))
 }
 
 #[cfg(test)]

@@ -8,7 +8,7 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Component, Path, PathBuf};
 
 use nix::errno::Errno;
-use nix::fcntl::{OFlag, OpenHow, ResolveFlag, open, openat2};
+use nix::fcntl::{OFlag, OpenHow, ResolveFlag, open, openat, openat2};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sys::stat::{Mode, fchmod, fstat, mkdirat};
 use peerpod_volume::VolumeId;
@@ -19,7 +19,6 @@ use crate::intercept::Ready;
 /// File system of a bind mount, as in the kata-agent's mount(2).
 pub(super) const BIND: &str = "bind";
 
-/// Returns whether a file system is mounted there.
 pub(super) fn is_mounted(path: &Path) -> bool {
     let device = |path: &Path| fs::symlink_metadata(path).map(|found| found.dev()).ok();
     let parent = path.parent().and_then(device);
@@ -41,20 +40,16 @@ pub(super) fn with<T>(
         return inspect(Path::new(&ready.source));
     }
     let own = Path::new(MOMENT).join(id.as_str());
-    let failed = |what: &str, why: String| Fault::not_now(format!("{what} {}: {why}", own.display()));
-    DirBuilder::new()
-        .recursive(true)
-        .mode(0o700)
-        .create(&own)
-        .map_err(|error| failed("make", error.to_string()))?;
+    make_folder(&own)?;
     // Left by a run that was killed.
     leave(&own);
     let (flags, data) = split(&ready.options);
     let data = data.join(",");
     mount(Some(ready.source.as_str()), &own, Some(ready.fstype.as_str()), flags, Some(data.as_str()))
         .map_err(|errno| {
+            let (Ready { source, fstype, .. }, own) = (ready, own.display());
             let why = format!("{errno}; the VM's console has the kernel's messages");
-            failed(&format!("mount {} as {} on", ready.source, ready.fstype), why)
+            Fault::not_now(format!("mount {source} as {fstype} on {own}: {why}"))
         })?;
     let result = inspect(&own);
     leave(&own);
@@ -62,12 +57,17 @@ pub(super) fn with<T>(
     result
 }
 
+pub(super) fn make_folder(path: &Path) -> Result<(), Fault> {
+    let made = DirBuilder::new().recursive(true).mode(0o700).create(path);
+    made.map_err(|error| Fault::not_now(format!("make {}: {error}", path.display())))
+}
+
 fn leave(path: &Path) {
     if is_mounted(path)
         && let Err(error) = umount2(path, MntFlags::UMOUNT_NOFOLLOW)
     {
-        tracing::warn!(%error, path = %path.display(), "cannot unmount a volume that was mounted for a \
-                                                        moment");
+        let path = path.display();
+        tracing::warn!(%error, %path, "cannot unmount a volume that was mounted for a moment");
     }
 }
 
@@ -93,8 +93,8 @@ pub(super) fn split(options: &[String]) -> (MsFlags, Vec<&str>) {
     (flags, data)
 }
 
-/// Returns a path below the root without symbolic links. If `may_make`, makes a missing one, with the mode of the
-/// folder that it is made in.
+/// Returns a path below the root without symbolic links. If `may_make`, makes missing folders, with their parent's
+/// mode.
 pub(super) fn path_in(root: &Path, path: &Path, may_make: bool) -> Result<PathBuf, Fault> {
     let failed = |why: &str| Fault::never(format!("its subPath {}: {why}", path.display()));
     if path.as_os_str().is_empty() {
@@ -140,14 +140,9 @@ fn make(top: &OwnedFd, path: &Path) -> Result<OwnedFd, Errno> {
                     Err(errno) => return Err(errno),
                 }
                 let made = beneath(top, &so_far)?;
-                // The umask removed some of them. O_PATH has no fchmod, so another descriptor of the same folder
-                // serves.
-                let own = nix::fcntl::openat(
-                    &folder,
-                    part.as_os_str(),
-                    OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC,
-                    Mode::empty(),
-                )?;
+                // The umask removed some of them. O_PATH has no fchmod: another descriptor of the folder serves.
+                let flags = OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
+                let own = openat(&folder, part.as_os_str(), flags, Mode::empty())?;
                 fchmod(&own, rights)?;
                 made
             }

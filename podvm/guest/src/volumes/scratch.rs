@@ -10,9 +10,9 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use nix::mount::{MsFlags, mount as mount_at};
+use peerpod_common::blocking::blocking;
 use peerpod_proto::guest::VolumeFault;
 use peerpod_volume::{Identity, VolumeId};
-use tokio::task::spawn_blocking;
 use tokio::time::{Instant, sleep, timeout_at};
 
 use super::content::{self, Content};
@@ -24,8 +24,7 @@ use crate::{confidential, config, files};
 /// Mount point; the VM image's settings have their store below it.
 const PATH: &str = "/var/lib/peerpod";
 const WORD: &str = "peerpod.scratch=";
-/// File in the state directory, made before anything is written to the disk: later content of the disk is the guest's
-/// own.
+/// File in the state directory, made before any write to the disk: later content of the disk is the guest's own.
 const BEGUN: &str = "scratch";
 /// File in the state directory with the reason for which the disk is not used, for later runs.
 const FAULT: &str = "scratch-fault";
@@ -57,10 +56,7 @@ pub(crate) fn is_wanted(store: &Path) -> bool {
 }
 
 /// Mounts the disk that the kernel command line names, or memory, unless a previous run did. Returns the reason for
-/// which that disk is not used, if it is not.
-///
-/// # Errors
-/// Nothing could be mounted: there is no place for images.
+/// which that disk is not used, if it is not. Fails if nothing could be mounted: there is no place for images then.
 pub(crate) async fn mount(state_dir: &Path) -> Result<Option<String>, String> {
     let note = state_dir.join(FAULT);
     if is_mounted(Path::new(PATH)) {
@@ -113,9 +109,8 @@ async fn staged(disk: &Disk, serial: &str, state_dir: &Path, until: Instant) -> 
     let made = timeout_at(until, ready(disk, serial, state_dir)).await;
     made.unwrap_or_else(|_| Err(late("to make a file system on")))?;
     let node = disk.node.display().to_string();
-    let mounting = spawn_blocking(move || mounted(&node, &stage, FILESYSTEM, OPTIONS));
-    let mounted = timeout_at(until, mounting).await.map_err(|_| late("to mount"))?;
-    mounted.unwrap_or_else(|error| Err(error.to_string())).map_err(Fault::not_now)
+    let mounting = blocking(move || mounted(&node, &stage, FILESYSTEM, OPTIONS).map_err(Fault::not_now));
+    timeout_at(until, mounting).await.map_err(|_| late("to mount"))?
 }
 
 /// Makes the file system. Foreign content of the disk is neither overwritten nor trusted.
@@ -124,9 +119,7 @@ async fn ready(disk: &Disk, serial: &str, state_dir: &Path) -> Result<(), Fault>
     let (node, size) = (disk.node.clone(), disk.size);
     let failed = |error: std::io::Error| Fault::not_now(format!("read {}: {error}", disk.node.display()));
     if !begun.exists() {
-        let found = spawn_blocking(move || content::inspect(&node, size)).await;
-        let found = found.map_err(|error| failed(std::io::Error::other(error)))?.map_err(failed)?;
-        if found != Content::Empty {
+        if blocking(move || content::inspect(&node, size)).await.map_err(failed)? != Content::Empty {
             return Err(Fault::never("it is not empty; give the VM a new one".into()));
         }
         files::write(&begun, serial.as_bytes())

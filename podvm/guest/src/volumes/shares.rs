@@ -15,23 +15,23 @@ use crate::intercept::Ready;
 const RESOLVE: Duration = Duration::from_secs(10);
 
 /// The kata-agent's handler that mounts any file system by its name.
-const ANY: &str = "virtio-fs";
+pub(super) const ANY: &str = "virtio-fs";
 
 async fn address(server: &str) -> Result<IpAddr, Fault> {
     let bare = server.trim_start_matches('[').trim_end_matches(']');
     if let Ok(address) = bare.parse() {
         return Ok(address);
     }
-    let failed = |why: String| {
-        Fault::not_now(format!(
-            "the VM's name servers do not find the server {server}: {why}; give its address"
-        ))
+    let why = match timeout(RESOLVE, lookup_host((bare, 0))).await {
+        Ok(Ok(mut found)) => match found.next() {
+            Some(address) => return Ok(address.ip()),
+            None => "it has no address".to_owned(),
+        },
+        Ok(Err(error)) => error.to_string(),
+        Err(_) => format!("no answer within {RESOLVE:?}"),
     };
-    let found = timeout(RESOLVE, lookup_host((bare, 0))).await;
-    let mut found = found
-        .map_err(|_| failed(format!("no answer within {RESOLVE:?}")))?
-        .map_err(|error| failed(error.to_string()))?;
-    found.next().map(|address| address.ip()).ok_or_else(|| failed("it has no address".into()))
+    let text = format!("the VM's name servers do not find the server {server}: {why}; give its address");
+    Err(Fault::not_now(text))
 }
 
 fn value<'o>(options: &'o [String], names: &[&str]) -> Option<&'o str> {
@@ -53,37 +53,25 @@ fn supported(kind: &str) -> Result<(), Fault> {
 
 /// Describes an export of an NFS server. Version 4.2 unless the options ask for another.
 pub(super) async fn nfs(server: &str, export: &str, options: &[String]) -> Result<Ready, Fault> {
-    let options: &[String] =
-        &options.iter().flat_map(|option| option.split(',')).map(str::to_owned).collect::<Vec<_>>();
-    let version = value(options, &["vers", "nfsvers"]).unwrap_or("4.2").to_owned();
+    let mut told: Vec<String> =
+        options.iter().flat_map(|option| option.split(',')).map(str::to_owned).collect();
+    let version = value(&told, &["vers", "nfsvers"]).unwrap_or("4.2").to_owned();
     let fstype = if version.starts_with('4') { "nfs4" } else { "nfs" };
-    supported(if fstype == "nfs4" { "nfs4" } else { "nfs" })?;
+    supported(fstype)?;
     let address = address(server).await?;
-    let mut told: Vec<String> = options
-        .iter()
-        .filter(|option| !option.starts_with("nfsvers=") && !option.starts_with("vers="))
-        .cloned()
-        .collect();
-    told.push(format!("vers={version}"));
-    told.push(format!("addr={address}"));
+    told.retain(|option| !option.starts_with("nfsvers=") && !option.starts_with("vers="));
+    told.extend([format!("vers={version}"), format!("addr={address}")]);
     if fstype == "nfs" {
         if !told.iter().any(|option| option == "nolock") {
-            return Err(Fault::never(
-                "NFS version 3 needs a lock daemon, which the VM lacks: use version 4, or set nolock in the \
-                 volume's mount options, if no two pods lock its files"
-                    .into(),
-            ));
+            let text = "NFS version 3 needs a lock daemon, which the VM lacks: use version 4, or set nolock in the \
+                        volume's mount options, if no two pods lock its files";
+            return Err(Fault::never(text.into()));
         }
         told.push(format!("mountaddr={address}"));
     }
     let host = if address.is_ipv6() { format!("[{address}]") } else { address.to_string() };
-    Ok(Ready {
-        driver: ANY.into(),
-        source: format!("{host}:{export}"),
-        fstype: fstype.into(),
-        options: told,
-        ..Ready::default()
-    })
+    let source = format!("{host}:{export}");
+    Ok(Ready { driver: ANY.into(), source, fstype: fstype.into(), options: told, ..Ready::default() })
 }
 
 /// Describes a share of an SMB server that requires no authentication.

@@ -3,10 +3,9 @@
 //! password has a meaning, and none of it is on a command line, in a file or in /proc/mounts. The kata-agent gets the
 //! folder.
 
-use std::fs::{self, DirBuilder, File};
+use std::fs::{self, File};
 use std::io::Read;
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::DirBuilderExt;
 use std::path::Path;
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -20,11 +19,10 @@ use rustix::mount::{
 };
 
 use super::moment::{self, BIND};
+use super::shares::ANY;
 use super::{Fault, Known, LOOK, SHARES};
 use crate::intercept::Ready;
 
-/// The kata-agent's handler that mounts any file system by its name.
-const ANY: &str = "virtio-fs";
 /// Limit of the kernel's messages about a mount, in bytes.
 const WORDS: usize = 400;
 
@@ -76,17 +74,12 @@ impl Share {
                 return Ok(());
             }
         }
-        let failed = |what: &str, why: String| Fault::not_now(format!("{what} {}: {why}", place.display()));
-        DirBuilder::new()
-            .recursive(true)
-            .mode(0o700)
-            .create(place)
-            .map_err(|error| failed("make", error.to_string()))?;
+        moment::make_folder(place)?;
         let tree = self.tree()?;
         // The place is absolute, so the directory does not matter.
         move_mount(&tree, "", &tree, place, MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH).map_err(|errno| {
             drop(fs::remove_dir(place)); // a folder that stays does no harm
-            failed("mount at", errno.to_string())
+            Fault::not_now(format!("mount at {}: {errno}", place.display()))
         })
     }
 
@@ -168,23 +161,24 @@ impl Share {
     /// Returns the kernel's messages about this mount, without anything of the secret.
     fn said(&self, context: &OwnedFd) -> String {
         let Ok(copy) = context.try_clone() else { return String::new() };
-        let (mut log, mut piece) = (File::from(copy), [0; 256]);
-        let mut said = String::new();
+        let (mut log, mut piece, mut said) = (File::from(copy), [0; 256], String::new());
         // One message per read; an error when there are no more.
         while let Ok(count @ 1..) = log.read(&mut piece) {
-            let line = String::from_utf8_lossy(piece.get(..count).unwrap_or_default()).into_owned();
+            let line = String::from_utf8_lossy(&piece[..count]);
             // `e ` is an error, `w ` a warning.
-            let line = line.trim().trim_start_matches("e ").trim_start_matches("w ").to_owned();
+            let line = line.trim().trim_start_matches("e ").trim_start_matches("w ");
             if said.len() + line.len() > WORDS {
                 break;
             }
-            said = format!("{said}; {line}");
+            said += &format!("; {line}");
         }
-        let hidden = [Some(&self.credentials.password), Some(&self.credentials.username)];
-        if hidden.into_iter().flatten().any(|word| said.contains(word.as_str())) {
+        if [&self.credentials.password, &self.credentials.username]
+            .iter()
+            .any(|word| said.contains(word.as_str()))
+        {
             return String::new();
         }
-        said.chars().map(|c| if c.is_control() { ' ' } else { c }).collect()
+        said.replace(char::is_control, " ")
     }
 }
 

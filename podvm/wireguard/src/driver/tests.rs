@@ -32,7 +32,7 @@ fn plane_that_tells(
 ) -> DataPlane {
     let socket = netns.run(|| bind(0)).unwrap().unwrap();
     let engine = Arc::new(Engine::new(PrivateKey::generate().unwrap()));
-    DataPlane::with(engine, device(netns).unwrap(), socket, "test", Box::new(ended), halves).unwrap()
+    DataPlane::with(engine, device(netns).unwrap(), socket, "test", ended, halves).unwrap()
 }
 
 fn panics(_: &Shared, _: &Ends) -> io::Result<()> {

@@ -22,7 +22,7 @@ use peerpod_podnet::wireguard::{self, Inner, Mended};
 use peerpod_podnet::{Error, netlink, tunnel};
 use peerpod_proto::guest::{NetworkPlan, WireGuard};
 use peerpod_proto::relay::TunnelPeer;
-use peerpod_wireguard::{NODE_INNER, OVERHEAD_V4, OVERHEAD_V6, PublicKey, Tun, bind, inner_of, port_of};
+use peerpod_wireguard::{NODE_INNER, OVERHEAD_V4, OVERHEAD_V6, PublicKey, Tun, bind, inner_of};
 use serde_json::{Value, json};
 use tokio::sync::watch;
 
@@ -246,7 +246,7 @@ impl Wireguard {
     fn socket(&self) -> io::Result<UdpSocket> {
         let port = self.port();
         let socket = self.outside.netns().run(|| bind(port)).and_then(|opened| opened)?;
-        port_of(&socket)?;
+        socket.local_addr()?;
         Ok(socket)
     }
 

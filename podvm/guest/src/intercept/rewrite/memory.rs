@@ -6,16 +6,13 @@ use std::collections::HashMap;
 
 use peerpod_proto::intercept::Spec;
 
-/// Annotation with JSON: container names to bytes. Kata's shims and container runtimes pass annotations with this
-/// prefix on.
+/// JSON of container names to bytes. Kata's shims and container runtimes pass annotations with this prefix on.
 pub(super) const LIMITS: &str = "io.katacontainers.peerpod.memory-limits";
 /// Annotations with the container's name in its pod, of containerd and of CRI-O.
 const NAMES: [&str; 2] = ["io.kubernetes.cri.container-name", "io.kubernetes.cri-o.ContainerName"];
 
 /// Sets the container's limit, unless it has one, and removes the annotation: a kata-agent policy need not know it.
-///
-/// # Errors
-/// The annotation is not in the webhook's format: without it the container would run without its limit.
+/// Fails if the annotation is not in the webhook's format: the container would run without its limit.
 pub(super) fn limit(spec: &mut Spec) -> Result<(), serde_json::Error> {
     let Some(text) = spec.Annotations.remove(LIMITS) else { return Ok(()) };
     let limits: HashMap<String, u64> = serde_json::from_str(&text)?;

@@ -3,13 +3,13 @@
 
 use std::path::{Path, PathBuf};
 
+use anyhow::ensure;
 use peerpod_proto::intercept::{
     CreateContainerRequest, Device, FSGroup, LinuxDevice, LinuxDeviceCgroup, Storage,
 };
 use peerpod_proto::ttrpc_frame::Request;
 use protobuf::{Message, MessageField};
 
-use super::Error;
 use crate::intercept::{Ready, Use, VOLUMES};
 
 /// Driver of a Storage, and type of a Device, that the relay leaves to the guest.
@@ -17,7 +17,6 @@ const OURS: &str = "peerpod-volume";
 /// Limit of volumes per container.
 const MOST: usize = 256;
 
-/// Request that waits for its volumes.
 pub(in crate::intercept) struct Waiting {
     pub(in crate::intercept) wanted: Vec<Use>,
     pub(super) request: Request,
@@ -30,15 +29,16 @@ pub(super) fn path_on(id: &str, source: &str) -> Option<PathBuf> {
 }
 
 /// Returns the wanted volumes: one for each Storage and each Device that the guest fills in.
-pub(super) fn wanted(container: &CreateContainerRequest) -> Result<Vec<Use>, Error> {
+pub(super) fn wanted(container: &CreateContainerRequest) -> anyhow::Result<Vec<Use>> {
     let storages = container.storages.iter().filter(|storage| storage.driver == OURS);
     let devices = container.devices.iter().filter(|device| device.type_ == OURS);
     let ids = storages.map(|storage| &storage.source).chain(devices.map(|device| &device.vm_path));
     let mut wanted: Vec<Use> = Vec::new();
     for id in ids {
-        if id.is_empty() || id.contains('/') || wanted.len() >= MOST {
-            return Err(Error::Volumes(format!("{id:?} is no volume, or it is one of more than {MOST}")));
-        }
+        ensure!(
+            !id.is_empty() && !id.contains('/') && wanted.len() < MOST,
+            "{id:?} is no volume, or it is one of more than {MOST}"
+        );
         if !wanted.iter().any(|volume| volume.id == *id) {
             let mounts = container.OCI.iter().flat_map(|spec| &spec.Mounts);
             let paths = mounts.filter_map(|mount| path_on(id, &mount.source)).collect();
@@ -50,21 +50,18 @@ pub(super) fn wanted(container: &CreateContainerRequest) -> Result<Vec<Use>, Err
 
 impl Waiting {
     /// Returns the request for the kata-agent.
-    pub(in crate::intercept) fn with(mut self, ready: &[Ready]) -> Result<Vec<u8>, Error> {
+    pub(in crate::intercept) fn with(mut self, ready: &[Ready]) -> anyhow::Result<Vec<u8>> {
         for (wanted, ready) in self.wanted.iter().zip(ready) {
-            self.container
-                .storages
-                .iter_mut()
-                .filter(|s| s.driver == OURS && s.source == wanted.id)
-                .for_each(|storage| fill_storage(storage, ready));
+            let storages = self.container.storages.iter_mut();
+            for storage in storages.filter(|storage| storage.driver == OURS && storage.source == wanted.id) {
+                fill_storage(storage, ready);
+            }
             fill_mounts(&mut self.container, wanted, ready);
             fill_devices(&mut self.container, &wanted.id, ready);
         }
         let left = self.container.storages.iter().any(|storage| storage.driver == OURS)
             || self.container.devices.iter().any(|device| device.type_ == OURS);
-        if left {
-            return Err(Error::Volumes("some of its volumes were not prepared".into()));
-        }
+        ensure!(!left, "some of its volumes were not prepared");
         self.request.payload = self.container.write_to_bytes()?;
         super::encode(&self.request)
     }
