@@ -7,6 +7,8 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 use zeroize::Zeroizing;
 
+use crate::files::secret_json;
+
 /// Version that this program writes, and the only one that it reads.
 pub const VERSION: u32 = 1;
 
@@ -30,20 +32,6 @@ pub struct Credentials {
     pub domain: Option<Zeroizing<String>>,
 }
 
-/// Reason to refuse credentials. The text contains no part of them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Unreadable {
-    /// Not JSON of this shape, or larger than [`MAX_BYTES`].
-    #[error("their format is unknown")]
-    Shape,
-    /// Another version.
-    #[error("they have version {0}, this program reads {VERSION}: upgrade it")]
-    Version(u32),
-    /// A field with an unusable value.
-    #[error("{0} {1}")]
-    Field(&'static str, &'static str),
-}
-
 impl fmt::Debug for Credentials {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Credentials").finish_non_exhaustive()
@@ -53,32 +41,24 @@ impl fmt::Debug for Credentials {
 impl Credentials {
     /// Returns the credentials as JSON.
     pub fn to_bytes(&self) -> Zeroizing<Vec<u8>> {
-        // The buffer must not move while it grows: the old memory would not be wiped.
-        let mut bytes = Zeroizing::new(Vec::with_capacity(MAX_BYTES));
-        // Writing plain strings to memory cannot fail; an empty buffer would not be accepted as credentials.
-        if serde_json::to_writer(&mut *bytes, self).is_err() {
-            bytes.clear();
-        }
-        bytes
+        secret_json(self, MAX_BYTES)
     }
 
     /// Reads credentials from JSON.
     ///
     /// # Errors
-    /// [`Unreadable`].
-    pub fn read(bytes: &[u8]) -> Result<Credentials, Unreadable> {
-        if bytes.len() > MAX_BYTES {
-            return Err(Unreadable::Shape);
+    /// The format is unknown, or a value is not usable. The text contains no part of the credentials.
+    pub fn read(bytes: &[u8]) -> Result<Credentials, String> {
+        let read = Some(bytes).filter(|bytes| bytes.len() <= MAX_BYTES);
+        let read: Option<Credentials> = read.and_then(|bytes| serde_json::from_slice(bytes).ok());
+        let read = read.ok_or("their format is unknown")?;
+        let version = read.version;
+        if version != VERSION {
+            return Err(format!("they have version {version}, this program reads {VERSION}: upgrade it"));
         }
-        let read: Credentials = serde_json::from_slice(bytes).map_err(|_| Unreadable::Shape)?;
-        if read.version != VERSION {
-            return Err(Unreadable::Version(read.version));
-        }
-        for (name, value) in [("their username", &read.username), ("their password", &read.password)] {
-            fits(value).map_err(|why| Unreadable::Field(name, why))?;
-        }
-        if let Some(domain) = &read.domain {
-            fits(domain).map_err(|why| Unreadable::Field("their domain", why))?;
+        let fields = [("username", Some(&read.username)), ("password", Some(&read.password))];
+        for (name, value) in fields.into_iter().chain([("domain", read.domain.as_ref())]) {
+            value.map_or(Ok(()), |value| fits(value)).map_err(|why| format!("their {name} {why}"))?;
         }
         Ok(read)
     }
@@ -133,14 +113,15 @@ mod tests {
     #[test]
     fn an_unusable_value_is_refused_without_being_shown() {
         let json = |text: &str| Credentials::read(text.as_bytes()).unwrap_err();
-        assert_eq!(json(r#"{"version":1,"username":"joe","password":["hidden"]}"#), Unreadable::Shape);
-        assert_eq!(json(r#"{"version":2,"username":"joe","password":"p"}"#), Unreadable::Version(2));
+        let shape = json(r#"{"version":1,"username":"joe","password":["hidden"]}"#);
+        assert_eq!(shape, "their format is unknown");
+        assert!(json(r#"{"version":2,"username":"joe","password":"p"}"#).contains("version 2"));
         let long = "x".repeat(MAX_FIELD + 1);
         for (value, said) in
             [("a\nb", "line break"), ("a\0", "NUL"), ("", "empty"), (long.as_str(), "255 bytes")]
         {
             let bad = Credentials { password: Zeroizing::new(value.to_owned()), ..credentials() };
-            let why = Credentials::read(&bad.to_bytes()).unwrap_err().to_string();
+            let why = Credentials::read(&bad.to_bytes()).unwrap_err();
             assert!(why.contains("password") && why.contains(said), "{why}");
         }
     }

@@ -216,39 +216,23 @@ pub enum Identity {
     Wwn(String),
 }
 
-/// Reason to refuse a descriptor.
-#[derive(Debug, thiserror::Error)]
-pub enum Unusable {
-    /// Not JSON of this shape; an unknown kind is named.
-    #[error("the volume's descriptor: {0}")]
-    Shape(serde_json::Error),
-    /// Another version.
-    #[error(
-        "the descriptor of volume {name} has version {version}, this program reads {VERSION}: upgrade it"
-    )]
-    Version {
-        /// Name of the volume.
-        name: String,
-        /// Version of its descriptor.
-        version: u32,
-    },
-    /// Larger than [`MAX_BYTES`].
-    #[error("the volume's descriptor has {0} bytes, more than {MAX_BYTES}")]
-    Large(usize),
-}
-
 impl GuestVolume {
     /// Reads a descriptor.
     ///
     /// # Errors
-    /// [`Unusable`].
-    pub fn read(bytes: &[u8]) -> Result<GuestVolume, Unusable> {
-        if bytes.len() > MAX_BYTES {
-            return Err(Unusable::Large(bytes.len()));
+    /// The bytes are no descriptor of a known form; the text names an unknown kind.
+    pub fn read(bytes: &[u8]) -> Result<GuestVolume, String> {
+        let size = bytes.len();
+        if size > MAX_BYTES {
+            return Err(format!("the volume's descriptor has {size} bytes, more than {MAX_BYTES}"));
         }
-        let volume: GuestVolume = serde_json::from_slice(bytes).map_err(Unusable::Shape)?;
-        if volume.version != VERSION {
-            return Err(Unusable::Version { name: volume.name, version: volume.version });
+        let volume: GuestVolume =
+            serde_json::from_slice(bytes).map_err(|why| format!("the volume's descriptor: {why}"))?;
+        let GuestVolume { name, version, .. } = &volume;
+        if *version != VERSION {
+            return Err(format!(
+                "the descriptor of volume {name} has version {version}, this program reads {VERSION}: upgrade it"
+            ));
         }
         Ok(volume)
     }
@@ -269,11 +253,9 @@ mod tests {
             Mode::Filesystem { fs_type: None, mount_options: Vec::new(), fs_group: None }
         );
         assert!(!volume.read_only);
-        let error = GuestVolume::read(NFS.replace("\"nfs\"", "\"ceph\"").as_bytes()).unwrap_err().to_string();
+        let error = GuestVolume::read(NFS.replace("\"nfs\"", "\"ceph\"").as_bytes()).unwrap_err();
         assert!(error.contains("ceph") && error.contains("attached-block"), "{error}");
-        let error = GuestVolume::read(NFS.replace("\"version\":1", "\"version\":2").as_bytes())
-            .unwrap_err()
-            .to_string();
+        let error = GuestVolume::read(NFS.replace("\"version\":1", "\"version\":2").as_bytes()).unwrap_err();
         assert!(error.contains("pvc-1 has version 2"), "{error}");
         assert!(GuestVolume::read(NFS.replace("0123456789abcdef", "../../../../../..").as_bytes()).is_err());
     }

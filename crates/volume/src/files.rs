@@ -1,22 +1,14 @@
-//! Reads and writes small JSON files that survive a crash whole or not at all: a temporary file, fsync, rename, fsync
-//! of the folder. Files are 0600 in folders of 0700; reads and writes are bounded. May touch: the paths that the
-//! caller passes.
+//! Reads and writes small JSON files that survive a crash whole or not at all, 0600 in folders of 0700. Reads and
+//! writes are bounded. May touch: the paths that the caller passes.
 
 use std::fs::{self, File};
-use std::io;
+use std::io::{self, Read};
 use std::path::Path;
 
 use peerpod_common::files;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-
-/// Creates a folder and its parents. An existing folder is no error.
-///
-/// # Errors
-/// The folder cannot be created.
-pub fn make_dir(folder: &Path) -> io::Result<()> {
-    files::make_folders(folder)
-}
+use zeroize::Zeroizing;
 
 /// Writes a value as a whole file of JSON.
 ///
@@ -36,8 +28,43 @@ pub fn write_json(folder: &Path, name: &str, value: &impl Serialize, limit: u64)
 /// # Errors
 /// The file could not be made durable.
 pub fn write(folder: &Path, name: &str, bytes: &[u8]) -> io::Result<()> {
-    make_dir(folder)?;
+    files::make_folders(folder)?;
     files::write(&folder.join(name), bytes)
+}
+
+/// Removes a file that [`write`] wrote, durably, and the temporary file of a killed writer. A missing file is no error.
+///
+/// # Errors
+/// A file still exists, or its removal could not be made durable.
+pub fn remove(folder: &Path, name: &str) -> io::Result<()> {
+    gone(fs::remove_file(folder.join(format!(".{name}.new"))))?;
+    gone(fs::remove_file(folder.join(name)))?;
+    sync_dir(folder)
+}
+
+/// Returns a value with secrets as JSON. Nothing but the result holds them: a buffer that grew would leave copies. A
+/// value of more than `limit` bytes becomes an empty result, which no reader accepts.
+pub fn secret_json(value: &impl Serialize, limit: usize) -> Zeroizing<Vec<u8>> {
+    let mut bytes = Zeroizing::new(vec![0; limit]);
+    let mut free = &mut bytes[..];
+    let written = serde_json::to_writer(&mut free, value).map_or(0, |()| limit - free.len());
+    bytes.truncate(written);
+    bytes
+}
+
+/// Reads a file that holds secrets, at most the first `limit` + 1 bytes; returns `None` if it does not exist.
+///
+/// # Errors
+/// The file cannot be read.
+pub fn read_secret(path: &Path, limit: usize) -> io::Result<Option<Zeroizing<Vec<u8>>>> {
+    let file = match File::open(path) {
+        Err(why) if why.kind() == io::ErrorKind::NotFound => return Ok(None),
+        file => file?,
+    };
+    // The buffer has room for one byte more, so that the reader sees the end without making it grow.
+    let mut bytes = Zeroizing::new(Vec::with_capacity(limit + 2));
+    file.take(limit as u64 + 1).read_to_end(&mut bytes)?;
+    Ok(Some(bytes))
 }
 
 /// Reads a value; returns `None` if the file does not exist.

@@ -9,21 +9,22 @@
 //! <volumes-dir>/names/<namespace>/<pod>/<pod uid>          empty      finds the UID, which no shim sends
 //! ```
 //!
-//! Each file is written whole (temporary file, fsync, rename, fsync of the folder), 0600 in folders of 0700. Only
-//! `….secret.json` holds a secret; it is removed with the record. The cost of a request for one pod does not depend
-//! on the number of pods.
+//! Each file is written whole and durably, 0600 in folders of 0700. Only `….secret.json` holds a secret; it is removed
+//! with the record. The cost of a request for one pod does not depend on the number of pods.
 
 use std::fs::{self, File, OpenOptions};
-use std::io::{self, Read};
+use std::io;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::PathBuf;
 
+use peerpod_common::files::make_folders;
 use serde::{Deserialize, Serialize};
-use zeroize::Zeroizing;
 
 use crate::credentials::{self, Credentials};
 use crate::descriptor::{GuestVolume, Identity, VERSION, VolumeId};
-use crate::files::{gone, make_dir, names, read_json, remove_emptied, sync_dir, unusable, write, write_json};
+use crate::files::{
+    gone, names, read_json, read_secret, remove, remove_emptied, sync_dir, unusable, write, write_json,
+};
 
 /// Largest file written or read, in bytes.
 const MAX_FILE: u64 = 1 << 20;
@@ -115,7 +116,7 @@ impl Records {
         let names = self.names(&record.pod.namespace, &record.pod.name)?;
         let folder = self.pod(&record.pod.uid)?;
         write_json(&folder, &format!("{}.json", record.volume.id), record, MAX_FILE)?;
-        make_dir(&names)?;
+        make_folders(&names)?;
         drop(OpenOptions::new().create(true).append(true).mode(0o600).open(names.join(&record.pod.uid))?);
         File::open(names)?.sync_all()
     }
@@ -183,8 +184,7 @@ impl Records {
         let folder = self.pod(&pod.uid)?;
         let names = self.names(&pod.namespace, &pod.name)?;
         gone(fs::remove_file(names.join(&pod.uid)))?;
-        // Another pod of the same name, or in the same namespace, may have its entry there; the next record creates
-        // the folders again.
+        // Another pod of the same name or namespace may have its entry there; the next record makes the folders again.
         drop(remove_emptied(&names));
         drop(names.parent().map(remove_emptied));
         gone(fs::remove_file(folder.join("vm.json")))?;
@@ -196,21 +196,11 @@ impl Records {
     ///
     /// # Errors
     /// The change could not be made durable.
-    pub fn put_credentials(
-        &self,
-        uid: &str,
-        id: &VolumeId,
-        credentials: Option<&Credentials>,
-    ) -> io::Result<()> {
+    pub fn put_credentials(&self, uid: &str, id: &VolumeId, given: Option<&Credentials>) -> io::Result<()> {
         let (folder, name) = (self.pod(uid)?, format!("{id}.secret.json"));
-        match credentials {
+        match given {
             Some(credentials) => write(&folder, &name, &credentials.to_bytes()),
-            None => {
-                // Also the file of a killed writer.
-                gone(fs::remove_file(folder.join(format!(".{name}.new"))))?;
-                gone(fs::remove_file(folder.join(name)))?;
-                sync_dir(&folder)
-            }
+            None => remove(&folder, &name),
         }
     }
 
@@ -220,13 +210,8 @@ impl Records {
     /// The file exists and cannot be read or understood; the error contains no part of it.
     pub fn credentials(&self, uid: &str, id: &VolumeId) -> io::Result<Option<Credentials>> {
         let path = self.pod(uid)?.join(format!("{id}.secret.json"));
-        let file = match File::open(&path) {
-            Err(why) if why.kind() == io::ErrorKind::NotFound => return Ok(None),
-            file => file?,
-        };
-        let mut bytes = Zeroizing::new(Vec::with_capacity(credentials::MAX_BYTES + 2));
-        file.take(credentials::MAX_BYTES as u64 + 1).read_to_end(&mut bytes)?;
-        Credentials::read(&bytes).map(Some).map_err(|why| unusable(&path, &why.to_string()))
+        let Some(bytes) = read_secret(&path, credentials::MAX_BYTES)? else { return Ok(None) };
+        Credentials::read(&bytes).map(Some).map_err(|why| unusable(&path, &why))
     }
 
     /// Stores the driver's attachment of a volume.
@@ -308,6 +293,8 @@ fn plain(name: &str) -> io::Result<&str> {
 
 #[cfg(test)]
 mod tests {
+    use zeroize::Zeroizing;
+
     use super::*;
     use crate::descriptor::{Mode, Source};
 

@@ -1,8 +1,6 @@
-//! `peerpod config check|print|schema`: checks the configuration that all binaries of a node share, exactly as they
-//! read it, and starts nothing.
+//! `peerpod config check|print|schema`: checks the configuration of all binaries of a node, and starts nothing.
 //!
-//! A daemon reads its own sections only. This command reads all of them together, so that it finds a misspelled key in
-//! any section.
+//! A daemon reads its own sections only; this command reads all together, to find a misspelled key in any section.
 
 use std::collections::BTreeMap;
 use std::process::ExitCode;
@@ -31,11 +29,7 @@ pub(crate) const USAGE: &str =
        peerpod config convert-caa [--out FILE] MANIFEST...
           converts the ConfigMap and secret of a cloud-api-adaptor to a Peerpod configuration";
 
-/// Runs a subcommand of `peerpod config`, with the environment as the daemons read it. Mistakes go to stderr and end in
-/// exit code 1.
-///
-/// # Errors
-/// Fails if the arguments are not understood.
+/// Runs a subcommand of `peerpod config`. Mistakes go to stderr and end in exit code 1.
 pub(crate) fn run(args: &[String]) -> anyhow::Result<ExitCode> {
     let env = std::env::vars_os()
         .map(|(name, value)| (name.to_string_lossy().into_owned(), value.to_string_lossy().into_owned()));

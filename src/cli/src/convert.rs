@@ -32,9 +32,6 @@ struct Converted {
 }
 
 /// Runs the conversion.
-///
-/// # Errors
-/// Fails on a file that cannot be read or is no such manifest, an unknown provider, or an existing output file.
 pub(crate) fn run(args: &[String]) -> anyhow::Result<()> {
     let (mut out, mut manifests) = (None, Vec::new());
     let mut args = args.iter();

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use async_trait::async_trait;
-use peerpod_base::config::{Reader, Sources};
+use peerpod_base::config::{Mistakes, Reader, Sources};
 use peerpod_base::telemetry::{self, LogConfig};
 use peerpod_node::config::NodeConfig;
 use peerpod_provider_api::conformance::{Harness, PROMISES, Promise, Trial, Verdict, table};
@@ -25,6 +25,7 @@ use peerpod_relay::config::RelayConfig;
 use tokio::process::Command;
 use tokio::signal::unix::{SignalKind, signal};
 
+use crate::config::{OTHERS, SECTIONS};
 pub(crate) use words::USAGE;
 use words::Words;
 
@@ -41,9 +42,6 @@ macro_rules! say {
 }
 
 /// Runs a subcommand of `peerpod provider`.
-///
-/// # Errors
-/// Fails if the arguments are not understood, or if the provider cannot be opened.
 pub(crate) fn run(args: &[String]) -> anyhow::Result<ExitCode> {
     let words = match Words::read(args)? {
         Some(words) => words,
@@ -59,10 +57,7 @@ pub(crate) fn run(args: &[String]) -> anyhow::Result<ExitCode> {
     let folder = std::env::temp_dir().join(format!("peerpod-check-{}", std::process::id()));
     let node_name = format!("check-{}-{}", std::process::id(), fresh());
     // Read once more for a provider that only lists and deletes; the mistakes are the same.
-    let read_for = |purpose| {
-        with_own_socket(sources.clone(), &folder, purpose)
-            .and_then(|sources| read(sources, &folder, &node_name, purpose))
-    };
+    let read_for = |purpose| read(sources.clone(), &folder, &node_name, purpose);
     let both = read_for(Purpose::Create).and_then(|read| Ok((read, read_for(Purpose::Collect)?.0)));
     let ((settings, log), collector) = match both {
         Ok(read) => read,
@@ -110,14 +105,19 @@ pub(crate) fn run(args: &[String]) -> anyhow::Result<ExitCode> {
     }
 }
 
-/// Moves the socket of an external provider's program that this command starts into its folder, with one place for each
-/// of the two providers. The program of a running node may listen at the configured place.
-fn with_own_socket(
+/// Number of cuts in each check that cuts calls off.
+const DROPS: u32 = 12;
+
+/// Reads all sections, as the binaries do: a misspelled key in any section is a mistake. The socket of an external
+/// provider's program is in this command's folder, with one place for each of the two providers: the program of a
+/// running node may listen at the configured place.
+fn read(
     mut sources: Sources,
     folder: &Path,
+    node_name: &str,
     purpose: Purpose,
-) -> Result<Sources, peerpod_base::config::Mistakes> {
-    let mut reader = Reader::load(sources.clone(), &crate::config::SECTIONS, &crate::config::OTHERS)?;
+) -> Result<(Settings, LogConfig), Mistakes> {
+    let mut reader = Reader::load(sources.clone(), &SECTIONS, &OTHERS)?;
     if reader.section("provider.external").is_set("command") {
         let place = match purpose {
             Purpose::Create => "first",
@@ -126,20 +126,7 @@ fn with_own_socket(
         let socket = folder.join(place).join("provider.sock");
         sources.flags.push(("provider.external.socket".to_owned(), socket.display().to_string()));
     }
-    Ok(sources)
-}
-
-/// Number of cuts in each check that cuts calls off.
-const DROPS: u32 = 12;
-
-/// Reads all sections, as the binaries do: a misspelled key in any section is a mistake.
-fn read(
-    sources: Sources,
-    folder: &Path,
-    node_name: &str,
-    purpose: Purpose,
-) -> Result<(Settings, LogConfig), peerpod_base::config::Mistakes> {
-    let mut reader = Reader::load(sources, &crate::config::SECTIONS, &crate::config::OTHERS)?;
+    let mut reader = Reader::load(sources, &SECTIONS, &OTHERS)?;
     let node = NodeConfig::read(&mut reader);
     RelayConfig::read(&mut reader);
     let context = Context {
@@ -219,8 +206,7 @@ async fn check(
 /// Promise that needs a second provider.
 const COLLECTS: &str = "who_only_collects_lists_and_deletes";
 
-/// Opens the same provider once more, if it allows two. It runs on a thread of its own, because it may wait for the
-/// first provider to end.
+/// Opens the same provider once more, if it allows two, on its own thread: it may wait for the first one to end.
 async fn second(settings: Settings) -> Option<Arc<dyn Provider>> {
     let runtime = tokio::runtime::Handle::current();
     let opened = tokio::task::spawn_blocking(move || runtime.block_on(settings.open()));
@@ -238,25 +224,21 @@ async fn report_clean_up(trial: &Trial) -> bool {
 }
 
 /// Signals that end a check. The handlers stay, so that a second Ctrl-C does not interrupt the clean-up.
-struct Signals(Vec<(&'static str, tokio::signal::unix::Signal)>);
+struct Signals([tokio::signal::unix::Signal; 3]);
 
 impl Signals {
     fn new() -> std::io::Result<Signals> {
-        Ok(Signals(vec![
-            ("Ctrl-C", signal(SignalKind::interrupt())?),
-            ("SIGTERM", signal(SignalKind::terminate())?),
-            ("SIGHUP", signal(SignalKind::hangup())?),
-        ]))
+        let [interrupt, terminate, hangup] =
+            [SignalKind::interrupt(), SignalKind::terminate(), SignalKind::hangup()].map(signal);
+        Ok(Signals([interrupt?, terminate?, hangup?]))
     }
 
     async fn next(&mut self) -> &'static str {
-        let [(one, first), (two, second), (three, third)] = &mut self.0[..] else {
-            std::future::pending().await
-        };
+        let [interrupt, terminate, hangup] = &mut self.0;
         tokio::select! {
-            _ = first.recv() => one,
-            _ = second.recv() => two,
-            _ = third.recv() => three,
+            _ = interrupt.recv() => "Ctrl-C",
+            _ = terminate.recv() => "SIGTERM",
+            _ = hangup.recv() => "SIGHUP",
         }
     }
 }

@@ -9,7 +9,9 @@ use prometheus_client::registry::Registry;
 use tracing::{info, warn};
 
 use crate::config::CsiConfig;
+use crate::controller::ControllerRole;
 use crate::metrics::CsiMetrics;
+use crate::node::NodeRole;
 use crate::proxy::{Intercept, Proxy};
 use crate::server;
 use crate::upstream::Upstream;
@@ -17,32 +19,32 @@ use crate::upstream::Upstream;
 /// Limit for the calls in flight at the end.
 const DRAIN: Duration = Duration::from_secs(10);
 
-/// Shared parts that a role is made with.
-pub struct RoleParts {
-    /// Connection to the driver.
-    pub upstream: Arc<Upstream>,
-    /// Counters.
-    pub metrics: CsiMetrics,
+/// Place of the program.
+#[derive(Clone, Copy, Debug)]
+pub enum Role {
+    /// Before the sidecars of the driver's controller.
+    Controller,
+    /// Before the driver's node plugin.
+    Node,
 }
 
 /// Binds the ports, serves, and drains.
 ///
 /// # Errors
-/// A port or socket cannot be bound, or a task ended that never should.
-pub async fn run(
-    config: &CsiConfig,
-    shutdown: &Shutdown,
-    role: impl AsyncFnOnce(&RoleParts) -> anyhow::Result<Arc<dyn Intercept>>,
-) -> anyhow::Result<()> {
+/// A port or socket cannot be bound, or the role cannot be started.
+pub async fn run(role: Role, config: &CsiConfig, shutdown: &Shutdown) -> anyhow::Result<()> {
+    config.check_cluster()?;
     let mut registry = Registry::default();
     let metrics = CsiMetrics::register(&mut registry);
     let ready = Ready::new();
     let starting = ready.block("start");
     let admin = admin::serve(config.admin_listen, Arc::new(registry), ready.clone()).await?;
     let upstream = Arc::new(Upstream::new(config.driver_endpoint.clone(), config.max_message));
-    let parts = RoleParts { upstream: upstream.clone(), metrics: metrics.clone() };
-    let role = role(&parts).await?;
-    let proxy = Arc::new(Proxy::new(upstream, role, metrics, config.call_timeout, config.max_message));
+    let role: Arc<dyn Intercept> = match role {
+        Role::Controller => Arc::new(ControllerRole::start(config, &upstream, &metrics).await?),
+        Role::Node => Arc::new(NodeRole::start(config, &upstream, &metrics).await?),
+    };
+    let proxy = Arc::new(Proxy { upstream, role, metrics, patience: config.call_timeout });
     let listener = server::bind(&config.endpoint)?;
     let drain = Drain::new();
     let accepting = tokio::spawn(server::serve(listener, proxy, drain.clone()));

@@ -1,5 +1,4 @@
-//! Implements the bodies of requests and answers: forwarded streams, or whole bodies of this program. May touch:
-//! nothing.
+//! Implements the bodies of requests and answers: forwarded streams, or whole bodies of this program.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -8,15 +7,14 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use hyper::HeaderMap;
-use hyper::body::{Body as _, Frame, Incoming, SizeHint};
+use hyper::body::{Body as _, Frame, Incoming};
 use peerpod_base::chain::chain;
 use tokio::time::{Instant, Sleep, sleep_until};
 
 use crate::grpc::{Code, Status};
 
-/// Body of a request or answer.
 #[derive(Debug)]
-pub struct Body(Kind);
+pub(crate) struct Body(Kind);
 
 #[derive(Debug)]
 enum Kind {
@@ -38,7 +36,7 @@ struct Answer {
 
 /// Limit of a wait.
 #[derive(Clone, Copy, Debug)]
-pub enum Patience {
+pub(crate) enum Patience {
     /// Until the caller's deadline.
     Until(Instant),
     /// Without a deadline: until this much silence.
@@ -47,7 +45,7 @@ pub enum Patience {
 
 impl Patience {
     /// Returns when to give up, if nothing arrives from now on.
-    pub fn end(self) -> Instant {
+    pub(crate) fn end(self) -> Instant {
         match self {
             Patience::Until(end) => end,
             Patience::Silence(most) => Instant::now() + most,
@@ -61,7 +59,7 @@ impl Patience {
 }
 
 /// Extra time after the caller's deadline, in which the driver's own status may arrive.
-pub const GRACE: Duration = Duration::from_millis(500);
+pub(crate) const GRACE: Duration = Duration::from_millis(500);
 /// How much earlier than the caller the driver may see its deadline pass: it was given the remaining time.
 const EARLY: Duration = Duration::from_millis(100);
 
@@ -70,29 +68,17 @@ fn late() -> Status {
 }
 
 impl Body {
-    /// Returns an empty body.
-    pub fn empty() -> Body {
-        Body(Kind::Whole(None, None))
-    }
-
     /// Returns a body of these bytes, followed by these trailers.
-    pub fn whole(data: Bytes, trailers: Option<HeaderMap>) -> Body {
-        Body(Kind::Whole(Some(data), trailers))
+    pub(crate) fn whole(data: Option<Bytes>, trailers: Option<HeaderMap>) -> Body {
+        Body(Kind::Whole(data, trailers))
     }
 
-    /// Returns a body of trailers alone.
-    pub fn trailers(trailers: Option<HeaderMap>) -> Body {
-        Body(Kind::Whole(None, trailers))
-    }
-
-    /// Forwards a caller's body.
-    pub fn request(from: Incoming) -> Body {
+    pub(crate) fn request(from: Incoming) -> Body {
         Body(Kind::Request(from, false))
     }
 
-    /// Forwards the driver's body. If it breaks off or takes too long, the caller gets a status with a text, not a
-    /// reset.
-    pub fn answer(from: Incoming, patience: Patience) -> Body {
+    /// Forwards the driver's body. If it breaks off or takes too long, the caller gets a status, not a reset.
+    pub(crate) fn answer(from: Incoming, patience: Patience) -> Body {
         let timer = Box::pin(sleep_until(patience.end()));
         Body(Kind::Answer(Box::new(Answer { from, patience, timer, over: false })))
     }
@@ -129,10 +115,7 @@ impl hyper::body::Body for Body {
         }
     }
 
-    /// Never exact: an exact size would add a `content-length` that the other side did not send.
-    fn size_hint(&self) -> SizeHint {
-        SizeHint::default()
-    }
+    // The default size_hint is never exact: an exact one would add a `content-length` that the other side did not send.
 }
 
 impl Answer {

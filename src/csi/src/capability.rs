@@ -5,38 +5,29 @@ use peerpod_proto::csi::volume_capability::Access_type;
 use peerpod_volume::Source;
 use serde::{Deserialize, Serialize};
 
-/// CSI's number of an access mode: one node reads.
-pub const SINGLE_NODE_READER_ONLY: i32 = 2;
-/// Many nodes read.
-pub const MULTI_NODE_READER_ONLY: i32 = 3;
-/// One node writes, many read.
-pub const MULTI_NODE_SINGLE_WRITER: i32 = 4;
-/// Many nodes write.
-pub const MULTI_NODE_MULTI_WRITER: i32 = 5;
-/// One node writes, to a single target.
-pub const SINGLE_NODE_SINGLE_WRITER: i32 = 6;
+/// CSI's numbers of the access modes.
+pub(crate) const SINGLE_NODE_READER_ONLY: i32 = 2;
+pub(crate) const MULTI_NODE_READER_ONLY: i32 = 3;
+pub(crate) const MULTI_NODE_SINGLE_WRITER: i32 = 4;
+pub(crate) const MULTI_NODE_MULTI_WRITER: i32 = 5;
+pub(crate) const SINGLE_NODE_SINGLE_WRITER: i32 = 6;
 
-/// A volume capability.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
-pub struct Capability {
-    /// Whether it asks for a raw device.
-    pub block: bool,
+pub(crate) struct Capability {
+    pub(crate) block: bool,
     /// Filesystem type, where one is named.
-    pub fs_type: Option<String>,
+    pub(crate) fs_type: Option<String>,
     /// Options as mount(8) takes them after `-o`.
-    pub mount_options: Vec<String>,
+    pub(crate) mount_options: Vec<String>,
     /// Group of the pod, where the driver is to apply it.
-    pub group: Option<u32>,
+    pub(crate) group: Option<u32>,
     /// CSI's number of the access mode.
-    pub access_mode: i32,
+    pub(crate) access_mode: i32,
 }
 
 /// Reads a capability; `None` when it asks for neither block nor mount.
-///
-/// # Errors
-/// The group is no number.
-pub fn wanted(capability: Option<&VolumeCapability>) -> Result<Option<Capability>, String> {
+pub(crate) fn wanted(capability: Option<&VolumeCapability>) -> Result<Option<Capability>, String> {
     let Some(capability) = capability else { return Ok(None) };
     let access_mode = capability.access_mode.as_ref().map_or(0, |mode| mode.mode);
     match &capability.access_type {
@@ -60,7 +51,7 @@ pub fn wanted(capability: Option<&VolumeCapability>) -> Result<Option<Capability
 
 impl Capability {
     /// Returns the capability as a CSI message.
-    pub fn capability(&self) -> VolumeCapability {
+    pub(crate) fn capability(&self) -> VolumeCapability {
         let mut capability = VolumeCapability::new();
         capability.access_mode.mut_or_insert_default().mode = self.access_mode;
         if self.block {
@@ -73,14 +64,13 @@ impl Capability {
         capability
     }
 
-    /// Whether the access mode forbids writes.
-    pub fn reads_only(&self) -> bool {
+    pub(crate) fn reads_only(&self) -> bool {
         matches!(self.access_mode, SINGLE_NODE_READER_ONLY | MULTI_NODE_READER_ONLY)
     }
 
     /// Whether only one pod at a time may have the volume: a disk that does not support several machines. Two pods of
     /// one worker are two machines.
-    pub fn exclusive(&self, source: &Source, read_only: bool) -> bool {
+    pub(crate) fn exclusive(&self, source: &Source, read_only: bool) -> bool {
         let disk = matches!(source, Source::AttachedBlock { .. } | Source::Iscsi { .. } | Source::Nbd { .. });
         let shared = match self.access_mode {
             MULTI_NODE_READER_ONLY | MULTI_NODE_MULTI_WRITER => true,

@@ -1,10 +1,7 @@
-//! Asks the API server for the node role: class and group of the pod, topology and secret name of the volume, and the
-//! PeerpodVolume of each published volume. Every call has a deadline, and no unneeded call is made. May touch: those
-//! objects.
+//! Asks the API server for the node role: pods, PersistentVolumes, and the PeerpodVolume of each published volume.
+//! Every call has a deadline, and no unneeded call is made. May touch: those objects.
 
 use std::collections::HashMap;
-use std::path::Path;
-use std::sync::Arc;
 
 use k8s_openapi::api::coordination::v1::Lease;
 use k8s_openapi::api::core::v1::{PersistentVolume, Pod as KubePod, PodSpec};
@@ -25,60 +22,41 @@ use crate::grpc::{Code, Status};
 use crate::node::publications::Publication;
 use crate::objects::{self, ATTACHED, RELEASED};
 
-/// Client of the API server, for one node.
-#[derive(Clone)]
-pub struct NodeCluster {
+pub(crate) struct NodeCluster {
     client: Client,
     node: String,
     /// RuntimeClasses by pod UID; a pod's class never changes.
-    classes: Arc<Mutex<HashMap<String, Option<String>>>>,
+    classes: Mutex<HashMap<String, Option<String>>>,
 }
 
 /// Limit of cached classes. A node never has more pods at once; at the limit the cache is cleared.
 const MAX_CLASSES: usize = 4096;
 
-/// Properties of a pod.
 #[derive(Clone, Debug, Default)]
-pub struct PodFacts {
-    /// Its RuntimeClass.
-    pub runtime_class: Option<String>,
-    /// Its fsGroup.
-    pub fs_group: Option<u32>,
+pub(crate) struct PodFacts {
+    pub(crate) runtime_class: Option<String>,
+    pub(crate) fs_group: Option<u32>,
     /// When the volume's files are given to the group.
-    pub policy: FsGroupPolicy,
-    /// Whether kubelet would apply the group, by the driver's CSIDriver object.
-    pub kubelet_applies: KubeletApplies,
+    pub(crate) policy: FsGroupPolicy,
+    /// `fsGroupPolicy` of the CSIDriver: when kubelet would apply the group.
+    pub(crate) driver_policy: Option<String>,
 }
 
-/// Value of CSIDriver's `fsGroupPolicy`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum KubeletApplies {
-    /// `ReadWriteOnceWithFSType`.
-    #[default]
-    OnceWithType,
-    /// `File`.
-    Always,
-    /// `None`.
-    Never,
-}
-
-/// Properties of a PersistentVolume.
 #[derive(Clone, Debug, Default)]
-pub struct Claim {
-    /// Zone of the volume.
-    pub zone: Option<String>,
-    /// Secret for mounting it.
-    pub secret: Option<SecretRef>,
+pub(crate) struct Claim {
+    pub(crate) zone: Option<String>,
+    pub(crate) secret: Option<SecretRef>,
 }
 
 impl PodFacts {
     /// Returns the group that kubelet would give the files of a volume mounted in this way.
-    pub fn group(&self, wanted: &Capability) -> Option<u32> {
+    pub(crate) fn group(&self, wanted: &Capability) -> Option<u32> {
         let once = ![MULTI_NODE_READER_ONLY, MULTI_NODE_MULTI_WRITER].contains(&wanted.access_mode);
-        let applies = match self.kubelet_applies {
-            KubeletApplies::Always => true,
-            KubeletApplies::Never => false,
-            KubeletApplies::OnceWithType => once && wanted.fs_type.is_some(),
+        let applies = match self.driver_policy.as_deref() {
+            Some("File") => true,
+            Some("None") => false,
+            // `ReadWriteOnceWithFSType`, which is also the default.
+            _ => once && wanted.fs_type.is_some(),
         };
         self.fs_group.filter(|_| applies)
     }
@@ -86,30 +64,22 @@ impl PodFacts {
 
 impl NodeCluster {
     /// Makes the client. Sends no request.
-    ///
-    /// # Errors
-    /// The credentials or the node's name are missing.
-    pub async fn connect(config: &CsiConfig, kubeconfig: Option<&Path>) -> anyhow::Result<NodeCluster> {
+    pub(crate) async fn connect(config: &CsiConfig) -> anyhow::Result<NodeCluster> {
         if config.node_name.is_empty() {
             anyhow::bail!(
                 "cluster.node-name is missing; set PEERPOD_CLUSTER_NODE_NAME from the downward API (spec.nodeName)"
             );
         }
-        let client = client::connect(kubeconfig).await?;
-        Ok(NodeCluster { client, node: config.node_name.clone(), classes: Arc::default() })
+        let client = client::connect(config.cluster.as_ref().and_then(Option::as_deref)).await?;
+        Ok(NodeCluster { client, node: config.node_name.clone(), classes: Mutex::default() })
     }
 
-    /// Returns the Leases of a namespace.
-    pub fn leases(&self, namespace: &str) -> Api<Lease> {
+    pub(crate) fn leases(&self, namespace: &str) -> Api<Lease> {
         Api::namespaced(self.client.clone(), namespace)
     }
 
-    /// Returns a pod's RuntimeClass; `None` when it has none, or there is no such pod. The result is cached: a pod that
-    /// was seen before needs no API server.
-    ///
-    /// # Errors
-    /// The API server cannot be asked now.
-    pub async fn class(&self, pod: &Pod) -> Result<Option<String>, Status> {
+    /// Returns a pod's RuntimeClass, if it exists and has one. A pod that was seen before needs no API server.
+    pub(crate) async fn class(&self, pod: &Pod) -> Result<Option<String>, Status> {
         if let Some(known) = self.classes.lock().get(&pod.uid) {
             return Ok(known.clone());
         }
@@ -137,10 +107,7 @@ impl NodeCluster {
     }
 
     /// Returns a pod's properties; `None` when there is no such pod.
-    ///
-    /// # Errors
-    /// The API server cannot be asked now.
-    pub async fn pod(&self, pod: &Pod, driver: &str) -> Result<Option<PodFacts>, Status> {
+    pub(crate) async fn pod(&self, pod: &Pod, driver: &str) -> Result<Option<PodFacts>, Status> {
         let Some(spec) = self.spec(pod).await? else { return Ok(None) };
         let security = spec.security_context.unwrap_or_default();
         let fs_group = security.fs_group.and_then(|group| u32::try_from(group).ok());
@@ -148,27 +115,17 @@ impl NodeCluster {
             Some("OnRootMismatch") => FsGroupPolicy::OnRootMismatch,
             _ => FsGroupPolicy::Always,
         };
-        let kubelet_applies =
-            if fs_group.is_some() { self.applies(driver).await? } else { KubeletApplies::default() };
-        Ok(Some(PodFacts { runtime_class: spec.runtime_class_name, fs_group, policy, kubelet_applies }))
-    }
-
-    async fn applies(&self, driver: &str) -> Result<KubeletApplies, Status> {
-        let drivers: Api<CSIDriver> = Api::all(self.client.clone());
-        let found = within(format!("read CSIDriver {driver}"), drivers.get_opt(driver)).await?;
-        let policy = found.and_then(|driver| driver.spec.fs_group_policy);
-        Ok(match policy.as_deref() {
-            Some("File") => KubeletApplies::Always,
-            Some("None") => KubeletApplies::Never,
-            _ => KubeletApplies::OnceWithType,
-        })
+        let mut driver_policy = None;
+        if fs_group.is_some() {
+            let drivers: Api<CSIDriver> = Api::all(self.client.clone());
+            let found = within(format!("read CSIDriver {driver}"), drivers.get_opt(driver)).await?;
+            driver_policy = found.and_then(|driver| driver.spec.fs_group_policy);
+        }
+        Ok(Some(PodFacts { runtime_class: spec.runtime_class_name, fs_group, policy, driver_policy }))
     }
 
     /// Returns the properties of the PersistentVolume of this name, if it has this handle.
-    ///
-    /// # Errors
-    /// The API server cannot be asked now.
-    pub async fn claim(&self, name: &str, handle: &str) -> Result<Option<Claim>, Status> {
+    pub(crate) async fn claim(&self, name: &str, handle: &str) -> Result<Option<Claim>, Status> {
         let volumes: Api<PersistentVolume> = Api::all(self.client.clone());
         let found = within(format!("read PersistentVolume {name}"), volumes.get_opt(name)).await?;
         let Some(spec) = found.and_then(|volume| volume.spec) else { return Ok(None) };
@@ -186,11 +143,9 @@ impl NodeCluster {
         Ok(Some(Claim { zone, secret }))
     }
 
-    /// Creates the object of a published volume, or finds it.
-    ///
-    /// # Errors
-    /// UNAVAILABLE: the API server cannot be asked, or an earlier object of the same volume and pod is being deleted.
-    pub async fn put_object(&self, publication: &Publication) -> Result<(), Status> {
+    /// Creates the object of a published volume, or finds it. UNAVAILABLE also means that an earlier object of the same
+    /// volume and pod is being deleted.
+    pub(crate) async fn put_object(&self, publication: &Publication) -> Result<(), Status> {
         if !publication.of_kubernetes() {
             return Ok(());
         }
@@ -207,8 +162,7 @@ impl NodeCluster {
             wrapper_node_publish_volume_req: Some(publication.request().to_string()),
             ..PeerpodVolumeSpec::default()
         };
-        let by_driver = publication.driver_attached;
-        let wanted = objects::new(&publication.volume, &publication.driver, pod, by_driver, spec);
+        let wanted = objects::new(publication, spec);
         let found = objects::make(&api, &wanted).await?;
         let ours =
             found.spec.pod_uid.as_deref() == Some(&pod.uid) && found.spec.volume_id == wanted.spec.volume_id;
@@ -218,21 +172,20 @@ impl NodeCluster {
             return Err(Code::AlreadyExists.status(text));
         }
         if found.meta().deletion_timestamp.is_some() || objects::holds(&found, RELEASED) {
-            let text = format!(
-                "volume {} is still being detached from the pod's earlier VM; this waits",
-                publication.name
-            );
+            let name = &publication.name;
+            let text = format!("volume {name} is still being detached from the pod's earlier VM; this waits");
             return Err(Code::Unavailable.status(text));
         }
         Ok(())
     }
 
     /// Writes the pod's VM to the object, and returns the identity of the disk that the driver attached to it; `None`:
-    /// not yet.
-    ///
-    /// # Errors
-    /// The API server cannot be asked now, or the driver's answer does not identify the disk.
-    pub async fn attached(&self, publication: &Publication, vm: &str) -> Result<Option<Identity>, Status> {
+    /// not yet. Fails if the driver's answer does not identify the disk.
+    pub(crate) async fn attached(
+        &self,
+        publication: &Publication,
+        vm: &str,
+    ) -> Result<Option<Identity>, Status> {
         let api = objects::api(&self.client, &publication.pod.namespace);
         let name = objects::name(&publication.volume, &publication.pod.uid);
         let found = objects::read(&api, &name).await?;
@@ -261,12 +214,8 @@ impl NodeCluster {
         identity.map(Some).ok_or_else(unknown)
     }
 
-    /// Marks the object as released by the pod, and deletes it. Returns true once it is gone; a disk attached by the
-    /// driver is detached then.
-    ///
-    /// # Errors
-    /// The API server cannot be asked now.
-    pub async fn finish_object(&self, publication: &Publication) -> Result<bool, Status> {
+    /// Marks the object as released, and deletes it. Returns true once it is gone and its disk detached.
+    pub(crate) async fn finish_object(&self, publication: &Publication) -> Result<bool, Status> {
         if !publication.of_kubernetes() {
             return Ok(true);
         }
@@ -299,11 +248,10 @@ impl NodeCluster {
 /// The driver's answer, as the object holds it.
 #[derive(Clone, Debug, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Published {
+pub(crate) struct Published {
     /// VM that the disk is attached to.
-    pub vm: String,
-    /// The driver's publish context.
-    pub publish_context: HashMap<String, String>,
+    pub(crate) vm: String,
+    pub(crate) publish_context: HashMap<String, String>,
 }
 
 /// UNAVAILABLE for a refusal or silence of the API server, so that the caller repeats the call.

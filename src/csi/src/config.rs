@@ -4,8 +4,10 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use anyhow::bail;
 use peerpod_base::config::{Mistakes, Printed, Reader, Sources};
 use peerpod_base::telemetry::LogConfig;
+use peerpod_volume::descriptor::Attach;
 
 /// Sections of the shared file that other programs read.
 const OTHERS: [&str; 8] =
@@ -20,15 +22,6 @@ const NAMESPACE: &str = "peerpod-system";
 const CALL_TIMEOUT: Duration = Duration::from_secs(15 * 60);
 /// Limit of a message that is decoded, in bytes: the drivers' own. Others pass in pieces.
 const MAX_MESSAGE: u32 = 4 << 20;
-
-/// Component that attaches the driver's disks to VMs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Attacher {
-    /// The node's provider.
-    Provider,
-    /// The driver itself, with the VM as the node.
-    Driver,
-}
 
 /// Settings of both roles.
 #[derive(Clone, Debug)]
@@ -46,7 +39,7 @@ pub struct CsiConfig {
     /// `csi.runtime-classes`: every volume of a pod with one of these counts as a peer pod's volume.
     pub runtime_classes: Vec<String>,
     /// `csi.attach`: component that attaches disks.
-    pub attach: Attacher,
+    pub attach: Attach,
     /// `csi.node-id`: template of the driver's name for a VM.
     pub node_id: String,
     /// `cluster.node-name`: the Kubernetes node (role node).
@@ -117,6 +110,18 @@ impl CsiConfig {
         }
         config
     }
+
+    /// Refuses settings that need an API server, if there is none.
+    pub(crate) fn check_cluster(&self) -> anyhow::Result<()> {
+        let alone = self.cluster.is_none();
+        if alone && self.attach == Attach::Driver {
+            bail!("csi.attach: driver needs a cluster, whose PeerpodVolumes name the VM of a disk");
+        }
+        if alone && !self.runtime_classes.is_empty() {
+            bail!("csi.runtime-classes needs a cluster, which knows the pods' classes");
+        }
+        Ok(())
+    }
 }
 
 /// Both roles of a driver need the same namespace: they run in the driver's namespace and have rights on Leases there.
@@ -135,7 +140,7 @@ fn classes(reader: &mut Reader) -> Vec<String> {
     classes.into_iter().filter(|class| !class.is_empty()).collect()
 }
 
-fn attacher(reader: &mut Reader) -> Attacher {
+fn attacher(reader: &mut Reader) -> Attach {
     let word = reader.choice(
         "csi.attach",
         "provider",
@@ -143,7 +148,7 @@ fn attacher(reader: &mut Reader) -> Attacher {
         "method of attaching disks to VMs: provider (the cloud's own call by peerpod-node) or driver (its \
          ControllerPublishVolume)",
     );
-    if word == "driver" { Attacher::Driver } else { Attacher::Provider }
+    if word == "driver" { Attach::Driver } else { Attach::Provider }
 }
 
 fn node_id(reader: &mut Reader) -> String {

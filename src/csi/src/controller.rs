@@ -5,12 +5,11 @@
 mod lookup;
 mod replay;
 
-use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use hyper::Response;
+use peerpod_kube::client;
 use peerpod_proto::csi::{
     ControllerPublishVolumeRequest, ControllerPublishVolumeResponse, ControllerUnpublishVolumeRequest,
     CreateVolumeRequest, CreateVolumeResponse, DeleteVolumeRequest, Empty, ValidateVolumeCapabilitiesRequest,
@@ -19,57 +18,41 @@ use peerpod_proto::csi::{
 use peerpod_volume::VolumeId;
 use protobuf::Message;
 
-use crate::app::RoleParts;
-use crate::body::Body;
-use crate::config::{Attacher, CsiConfig};
-use crate::driver::Driver;
+use crate::config::CsiConfig;
 use crate::grpc::{self, Code, Status};
+use crate::metrics::CsiMetrics;
 use crate::node::INTERCEPTED;
 use crate::optin::{self, OptIn};
-use crate::proxy::{Intercept, InterceptedCall};
+use crate::proxy::{Answered, Intercept, Intercepted};
+use crate::upstream::Upstream;
 use lookup::Lookup;
 
 /// Deadline of this program's own requests to the driver, which may call its cloud.
 const ASK: Duration = Duration::from_secs(30);
 
-/// The controller role.
-pub struct ControllerRole {
-    driver: Driver,
+pub(crate) struct ControllerRole {
+    upstream: Arc<Upstream>,
     lookup: Option<Lookup>,
     classes: Vec<String>,
 }
 
 impl ControllerRole {
     /// Makes the role; with a cluster it also starts to watch the PeerpodVolumes.
-    ///
-    /// # Errors
-    /// The cluster's client cannot be made, or a setting needs a cluster.
-    pub async fn start(config: &CsiConfig, parts: &RoleParts) -> anyhow::Result<ControllerRole> {
-        let driver = Driver::new(parts.upstream.clone());
-        let lookup = match &config.cluster {
-            None => None,
-            Some(kubeconfig) => Some(Lookup::connect(kubeconfig.as_deref().map(Path::new)).await?),
-        };
-        match &lookup {
-            None if config.attach == Attacher::Driver => {
-                anyhow::bail!(
-                    "csi.attach: driver needs a cluster, whose PeerpodVolumes name the VM of a disk"
-                );
-            }
-            None if !config.runtime_classes.is_empty() => {
-                anyhow::bail!("csi.runtime-classes needs a cluster, which knows the pods' classes");
-            }
-            None => {}
-            Some(lookup) => replay::start(config, lookup.client(), driver.clone(), parts.metrics.clone()),
+    pub(crate) async fn start(
+        config: &CsiConfig,
+        upstream: &Arc<Upstream>,
+        metrics: &CsiMetrics,
+    ) -> anyhow::Result<ControllerRole> {
+        let mut lookup = None;
+        if let Some(kubeconfig) = &config.cluster {
+            let client = client::connect(kubeconfig.as_deref()).await?;
+            replay::start(config, client.clone(), upstream.clone(), metrics.clone());
+            lookup = Some(Lookup::new(client));
         }
-        Ok(ControllerRole { driver, lookup, classes: config.runtime_classes.clone() })
+        Ok(ControllerRole { upstream: upstream.clone(), lookup, classes: config.runtime_classes.clone() })
     }
 
-    async fn create(
-        &self,
-        call: InterceptedCall,
-        mut request: CreateVolumeRequest,
-    ) -> Result<Response<Body>, Status> {
+    async fn create(&self, call: Intercepted, mut request: CreateVolumeRequest) -> Answered {
         let said = optin::read(&request.parameters)?;
         if said == OptIn::Unset {
             return call.pass(None).await;
@@ -83,8 +66,7 @@ impl ControllerRole {
         if answer.status().is_ok()
             && let Some(message) = &answer.message
         {
-            let mut created =
-                CreateVolumeResponse::parse_from_bytes(message).map_err(|why| unreadable(&why))?;
+            let mut created = CreateVolumeResponse::parse_from_bytes(message).map_err(unreadable)?;
             if let Some(volume) = created.volume.as_mut() {
                 // The provisioner copies it to the PersistentVolume, from where every later call carries it.
                 volume.volume_context.insert(optin::KEY.to_owned(), "true".to_owned());
@@ -95,15 +77,11 @@ impl ControllerRole {
     }
 
     /// Refuses to delete a volume that is still attached to a VM.
-    async fn delete(
-        &self,
-        call: InterceptedCall,
-        request: DeleteVolumeRequest,
-    ) -> Result<Response<Body>, Status> {
+    async fn delete(&self, call: Intercepted, request: DeleteVolumeRequest) -> Answered {
         if let Some(lookup) = &self.lookup
             && !request.volume_id.is_empty()
         {
-            let volume = VolumeId::of(self.driver.name().await?, &request.volume_id);
+            let volume = VolumeId::of(self.upstream.driver().await?, &request.volume_id);
             if let Some(user) = lookup.user(&volume).await? {
                 let text = format!("volume {} is still attached to the VM of pod {user}", request.volume_id);
                 return Err(Code::FailedPrecondition.status(text));
@@ -112,11 +90,7 @@ impl ControllerRole {
         call.pass(None).await
     }
 
-    async fn validate(
-        &self,
-        call: InterceptedCall,
-        mut request: ValidateVolumeCapabilitiesRequest,
-    ) -> Result<Response<Body>, Status> {
+    async fn validate(&self, call: Intercepted, mut request: ValidateVolumeCapabilitiesRequest) -> Answered {
         let (in_context, in_parameters) =
             (optin::read(&request.volume_context)?, optin::read(&request.parameters)?);
         if (in_context, in_parameters) == (OptIn::Unset, OptIn::Unset) {
@@ -129,7 +103,7 @@ impl ControllerRole {
             && let Some(message) = &answer.message
         {
             let parsed = ValidateVolumeCapabilitiesResponse::parse_from_bytes(message);
-            let mut validated = parsed.map_err(|why| unreadable(&why))?;
+            let mut validated = parsed.map_err(unreadable)?;
             // The confirmed fields must equal the requested fields.
             if let Some(confirmed) = validated.confirmed.as_mut() {
                 if let Some(word) = context.filter(|_| !confirmed.volume_context.is_empty()) {
@@ -144,11 +118,7 @@ impl ControllerRole {
         Ok(answer.pass())
     }
 
-    async fn publish(
-        &self,
-        call: InterceptedCall,
-        mut request: ControllerPublishVolumeRequest,
-    ) -> Result<Response<Body>, Status> {
+    async fn publish(&self, call: Intercepted, mut request: ControllerPublishVolumeRequest) -> Answered {
         match optin::read(&request.volume_context)? {
             OptIn::Yes => {}
             OptIn::No => {
@@ -166,25 +136,23 @@ impl ControllerRole {
         self.must_exist(&request).await?;
         let mut answer = ControllerPublishVolumeResponse::new();
         answer.publish_context.insert(INTERCEPTED.to_owned(), "true".to_owned());
-        Ok(grpc::success(&grpc::encode(&answer)?))
+        grpc::success(&answer)
     }
 
     /// Whether every pod of that node that uses the volume is a peer pod.
     async fn by_class(&self, request: &ControllerPublishVolumeRequest) -> Result<bool, Status> {
         match &self.lookup {
             Some(lookup) if !self.classes.is_empty() && !request.volume_id.is_empty() => {
-                let driver = self.driver.name().await?;
+                let driver = self.upstream.driver().await?;
                 lookup.all_of_class(driver, &request.volume_id, &request.node_id, &self.classes).await
             }
             _ => Ok(false),
         }
     }
 
-    /// Checks that volume and node exist, because the driver is not asked to attach. The driver validates the volume
-    /// and the cluster the node. Without a cluster the driver checks the node: it is asked to detach a volume that was
-    /// never attached.
+    /// Checks that volume and node exist, because the driver is not asked to attach. Without a cluster the driver
+    /// checks the node, too: it is asked to detach a volume that was never attached.
     async fn must_exist(&self, request: &ControllerPublishVolumeRequest) -> Result<(), Status> {
-        let upstream = &self.driver.upstream;
         let volume = ValidateVolumeCapabilitiesRequest {
             volume_id: request.volume_id.clone(),
             volume_context: request.volume_context.clone(),
@@ -193,16 +161,14 @@ impl ControllerRole {
             ..Default::default()
         };
         let _: ValidateVolumeCapabilitiesResponse =
-            upstream.call("/csi.v1.Controller/ValidateVolumeCapabilities", &volume, ASK).await?;
+            self.upstream.call("/csi.v1.Controller/ValidateVolumeCapabilities", &volume, ASK).await?;
         if let Some(lookup) = &self.lookup {
-            let driver = self.driver.name().await?;
-            return match lookup.node_of(driver, &request.node_id).await? {
-                Some(_) => Ok(()),
-                None => {
-                    let text = format!("no node has the id {:?} for {driver}", request.node_id);
-                    Err(Code::NotFound.status(text))
-                }
-            };
+            let driver = self.upstream.driver().await?;
+            if lookup.node_of(driver, &request.node_id).await?.is_none() {
+                let text = format!("no node has the id {:?} for {driver}", request.node_id);
+                return Err(Code::NotFound.status(text));
+            }
+            return Ok(());
         }
         let node = ControllerUnpublishVolumeRequest {
             volume_id: request.volume_id.clone(),
@@ -210,22 +176,24 @@ impl ControllerRole {
             secrets: request.secrets.clone(),
             ..Default::default()
         };
-        let _: Empty = upstream.call("/csi.v1.Controller/ControllerUnpublishVolume", &node, ASK).await?;
+        let _: Empty = self.upstream.call("/csi.v1.Controller/ControllerUnpublishVolume", &node, ASK).await?;
         Ok(())
     }
 }
 
 #[async_trait]
 impl Intercept for ControllerRole {
-    fn looks_into(&self, path: &str) -> Option<&'static str> {
+    fn methods(&self) -> &'static [&'static str] {
         // ControllerUnpublishVolume for a worker without the volume goes to the driver, where it is idempotent.
-        const METHODS: [&str; 4] =
-            ["CreateVolume", "DeleteVolume", "ControllerPublishVolume", "ValidateVolumeCapabilities"];
-        let name = path.strip_prefix("/csi.v1.Controller/")?;
-        METHODS.into_iter().find(|method| *method == name)
+        &[
+            "/csi.v1.Controller/CreateVolume",
+            "/csi.v1.Controller/DeleteVolume",
+            "/csi.v1.Controller/ControllerPublishVolume",
+            "/csi.v1.Controller/ValidateVolumeCapabilities",
+        ]
     }
 
-    async fn handle(&self, call: InterceptedCall) -> Result<Response<Body>, Status> {
+    async fn handle(&self, call: Intercepted) -> Answered {
         match call.method {
             "CreateVolume" => call.parsed(|call, request| self.create(call, request)).await,
             "DeleteVolume" => call.parsed(|call, request| self.delete(call, request)).await,
@@ -236,11 +204,6 @@ impl Intercept for ControllerRole {
     }
 }
 
-/// Returns the role as an interceptor.
-pub fn role(controller: ControllerRole) -> Arc<dyn Intercept> {
-    Arc::new(controller)
-}
-
-fn unreadable(why: &protobuf::Error) -> Status {
+fn unreadable(why: protobuf::Error) -> Status {
     Code::Internal.status(format!("the CSI driver's answer: {why}"))
 }

@@ -14,7 +14,6 @@ use std::collections::HashMap;
 use peerpod_volume::descriptor::Attach;
 use peerpod_volume::{Identity, SecretRef, Source};
 
-/// All known drivers.
 static FAMILIES: [&[Family]; 6] = [
     &[azure_file::FAMILY],
     &[efs::FAMILY],
@@ -27,7 +26,6 @@ static FAMILIES: [&[Family]; 6] = [
 /// Source of a volume and mount options that its driver would add; or a text that names the missing setting.
 type Sourced = Result<(Source, Vec<String>), String>;
 
-/// One driver.
 struct Family {
     /// Name of its CSIDriver object.
     name: &'static str,
@@ -39,16 +37,13 @@ struct Family {
     login: Option<Login>,
 }
 
-/// Keys of a secret with user and password, in lower case: drivers accept any case. Of several names of one field the
-/// first one present counts.
+/// Keys of a secret with user and password, in lower case: drivers accept any case. The first present key counts.
 #[derive(Debug)]
-pub struct Login {
-    /// Keys of the user's name.
-    pub username: &'static [&'static str],
-    /// Keys of the user's password.
-    pub password: &'static [&'static str],
+pub(crate) struct Login {
+    pub(crate) username: &'static [&'static str],
+    pub(crate) password: &'static [&'static str],
     /// Keys of the user's domain, which may be missing.
-    pub domain: &'static [&'static str],
+    pub(crate) domain: &'static [&'static str],
 }
 
 /// Identification of a driver's disks.
@@ -59,30 +54,23 @@ struct Disk {
     identity: fn(&str, &Answer<'_>) -> Option<Identity>,
 }
 
-/// Known properties of a volume.
 #[derive(Clone, Debug)]
-pub struct VolumeInfo<'a> {
-    /// The driver's name.
-    pub driver: &'a str,
-    /// The volume's handle.
-    pub handle: &'a str,
+pub(crate) struct VolumeInfo<'a> {
+    pub(crate) driver: &'a str,
+    pub(crate) handle: &'a str,
     /// The volume's attributes.
-    pub context: &'a HashMap<String, String>,
+    pub(crate) context: &'a HashMap<String, String>,
     /// Secret with the credentials for mounting it, as the PersistentVolume names it.
-    pub secret: Option<SecretRef>,
-    /// Zone of its topology.
-    pub zone: Option<String>,
+    pub(crate) secret: Option<SecretRef>,
+    pub(crate) zone: Option<String>,
     /// Region of this node.
-    pub region: Option<String>,
+    pub(crate) region: Option<String>,
     /// Component that attaches the driver's disks.
-    pub attach: Attach,
+    pub(crate) attach: Attach,
 }
 
-/// Returns the source of the volume, and mount options that its driver would add.
-///
-/// # Errors
-/// A setting is missing. The text names it for the author of the StorageClass.
-pub fn source(known: &VolumeInfo<'_>) -> Result<(Source, Vec<String>), String> {
+/// Returns a volume's source, and mount options of its driver; or a text for the author of the StorageClass.
+pub(crate) fn source(known: &VolumeInfo<'_>) -> Result<(Source, Vec<String>), String> {
     if let Some(source) = family(known.driver).and_then(|family| family.source) {
         return source(known);
     }
@@ -92,20 +80,19 @@ pub fn source(known: &VolumeInfo<'_>) -> Result<(Source, Vec<String>), String> {
 
 /// Returns the identity of a disk that its driver attached with this answer to ControllerPublishVolume. `None` when the
 /// answer has no identity, or only a device's name, which is none.
-pub fn identity(driver: &str, handle: &str, context: &HashMap<String, String>) -> Option<Identity> {
+pub(crate) fn identity(driver: &str, handle: &str, context: &HashMap<String, String>) -> Option<Identity> {
     (disk(driver).identity)(handle, &Answer(context))
 }
 
-/// Returns the part of a driver's answer to ControllerPublishVolume that [`identity`] needs. The rest may be
-/// confidential.
-pub fn telling(driver: &str, context: &HashMap<String, String>) -> HashMap<String, String> {
+/// Returns the part of the driver's answer that [`identity`] needs. The rest may be confidential.
+pub(crate) fn telling(driver: &str, context: &HashMap<String, String>) -> HashMap<String, String> {
     let keys = disk(driver).keys;
     let needed = |key: &String| keys.iter().any(|one| one.eq_ignore_ascii_case(key));
     context.iter().filter(|(key, _)| needed(key)).map(|(key, value)| (key.clone(), value.clone())).collect()
 }
 
 /// Returns the keys of the secrets for mounting this driver's shares; `None`: nothing is read from such secrets.
-pub fn login(driver: &str) -> Option<&'static Login> {
+pub(crate) fn login(driver: &str) -> Option<&'static Login> {
     family(driver)?.login.as_ref()
 }
 
@@ -117,7 +104,6 @@ fn disk(driver: &str) -> &'static Disk {
     family(driver).and_then(|family| family.disk.as_ref()).unwrap_or(&disks::ANY)
 }
 
-/// A driver's answer to ControllerPublishVolume.
 struct Answer<'a>(&'a HashMap<String, String>);
 
 impl<'a> Answer<'a> {

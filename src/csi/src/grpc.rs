@@ -1,5 +1,4 @@
-//! Implements the small part of gRPC over HTTP/2 that the proxy needs: statuses, messages with their five-byte prefix,
-//! and deadlines. May touch: nothing.
+//! Implements the part of gRPC over HTTP/2 that the proxy needs: statuses, messages with their prefix, deadlines.
 
 use std::time::Duration;
 
@@ -10,12 +9,20 @@ use percent_encoding::{AsciiSet, CONTROLS, percent_decode, utf8_percent_encode};
 use protobuf::Message;
 
 use crate::body::Body;
+use crate::proxy::Answered;
 
-/// gRPC's status codes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[expect(missing_docs, reason = "gRPC's own names, which its specification explains")]
-#[repr(u8)]
-pub enum Code {
+/// Defines the enum and the list of all its values.
+macro_rules! codes {
+    ($($code:ident = $number:literal,)*) => {
+        /// gRPC's status codes.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        #[repr(u8)]
+        pub(crate) enum Code { $($code = $number),* }
+        const CODES: [Code; 16] = [$(Code::$code),*];
+    };
+}
+
+codes! {
     Cancelled = 1,
     Unknown = 2,
     InvalidArgument = 3,
@@ -34,25 +41,6 @@ pub enum Code {
     Unauthenticated = 16,
 }
 
-const CODES: [Code; 16] = [
-    Code::Cancelled,
-    Code::Unknown,
-    Code::InvalidArgument,
-    Code::DeadlineExceeded,
-    Code::NotFound,
-    Code::AlreadyExists,
-    Code::PermissionDenied,
-    Code::ResourceExhausted,
-    Code::FailedPrecondition,
-    Code::Aborted,
-    Code::OutOfRange,
-    Code::Unimplemented,
-    Code::Internal,
-    Code::Unavailable,
-    Code::DataLoss,
-    Code::Unauthenticated,
-];
-
 /// Characters of a message that are escaped, beside those outside of ASCII.
 const ESCAPED: &AsciiSet = &CONTROLS.add(b'%');
 
@@ -61,38 +49,42 @@ const MESSAGE: &str = "grpc-message";
 const DETAILS: &str = "grpc-status-details-bin";
 const TIMEOUT: &str = "grpc-timeout";
 
-/// Status of a failed call.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error("{code:?}: {message}")]
-pub struct Status {
-    /// gRPC's status code.
-    pub code: Code,
+pub(crate) struct Status {
+    pub(crate) code: Code,
     /// The attempted operation and its object, the cause, and a remedy.
-    pub message: String,
+    pub(crate) message: String,
     /// `grpc-status-details-bin`, where the driver sent it.
-    pub details: Option<HeaderValue>,
+    pub(crate) details: Option<HeaderValue>,
 }
 
 impl Code {
-    /// Returns a status of this program.
-    pub fn status(self, message: impl Into<String>) -> Status {
+    /// Returns the code of this number.
+    pub(crate) fn numbered(number: usize) -> Code {
+        CODES.into_iter().find(|code| *code as usize == number).unwrap_or(Code::Unknown)
+    }
+
+    pub(crate) fn status(self, message: impl Into<String>) -> Status {
         Status { code: self, message: message.into(), details: None }
     }
 }
 
 impl Status {
     /// Reads the status of an answer's headers or trailers: `Ok` for success, `None` without a status.
-    pub fn of(headers: &HeaderMap) -> Option<Result<(), Status>> {
+    pub(crate) fn of(headers: &HeaderMap) -> Option<Result<(), Status>> {
         let number: usize = headers.get(STATUS)?.to_str().ok()?.parse().unwrap_or(2);
-        let Some(index) = number.checked_sub(1) else { return Some(Ok(())) };
-        let code = CODES.get(index).copied().unwrap_or(Code::Unknown);
+        if number == 0 {
+            return Some(Ok(()));
+        }
+        let code = Code::numbered(number);
         let message = headers.get(MESSAGE).map(HeaderValue::as_bytes).unwrap_or_default();
         let message = percent_decode(message).decode_utf8_lossy().into_owned();
         Some(Err(Status { code, message, details: headers.get(DETAILS).cloned() }))
     }
 
     /// Writes the status as headers of an answer without a message, or as trailers after one.
-    pub fn put(&self, headers: &mut HeaderMap) {
+    pub(crate) fn put(&self, headers: &mut HeaderMap) {
         headers.insert(STATUS, HeaderValue::from(u16::from(self.code as u8)));
         // The escaped text is always a valid header value.
         if let Ok(text) = HeaderValue::from_str(&utf8_percent_encode(&self.message, ESCAPED).to_string()) {
@@ -103,26 +95,24 @@ impl Status {
         }
     }
 
-    /// Returns the whole answer.
-    pub fn answer(&self) -> Response<Body> {
-        let mut response = Response::new(Body::empty());
+    pub(crate) fn answer(&self) -> Response<Body> {
+        let mut response = Response::new(Body::whole(None, None));
         response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
         self.put(response.headers_mut());
         response
     }
 }
 
-/// Returns a successful unary answer.
-pub fn success(message: &Bytes) -> Response<Body> {
+pub(crate) fn success(message: &impl Message) -> Answered {
     let mut trailers = HeaderMap::with_capacity(1);
     trailers.insert(STATUS, HeaderValue::from_static("0"));
-    let mut response = Response::new(Body::whole(frame(message), Some(trailers)));
+    let mut response = Response::new(Body::whole(Some(frame(&encode(message)?)), Some(trailers)));
     response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
-    response
+    Ok(response)
 }
 
 /// Returns a message with its five-byte prefix.
-pub fn frame(message: &[u8]) -> Bytes {
+pub(crate) fn frame(message: &[u8]) -> Bytes {
     let mut framed = BytesMut::with_capacity(message.len() + 5);
     framed.put_u8(0);
     // Longer messages were never accepted.
@@ -131,11 +121,8 @@ pub fn frame(message: &[u8]) -> Bytes {
     framed.freeze()
 }
 
-/// Returns the one message of a unary call.
-///
-/// # Errors
-/// The message is compressed, or there is not exactly one.
-pub fn unframe(mut body: Bytes) -> Result<Bytes, Status> {
+/// Returns the one message of a unary call. Fails if the message is compressed, or if there is not exactly one.
+pub(crate) fn unframe(mut body: Bytes) -> Result<Bytes, Status> {
     let broken = |why: &str| Code::Internal.status(format!("a unary call's message: {why}"));
     if body.len() < 5 {
         return Err(broken("shorter than its header"));
@@ -152,17 +139,13 @@ pub fn unframe(mut body: Bytes) -> Result<Bytes, Status> {
     Ok(body)
 }
 
-/// Returns a message's bytes.
-///
-/// # Errors
-/// The message has two gigabytes or more.
-pub fn encode(message: &impl Message) -> Result<Bytes, Status> {
+pub(crate) fn encode(message: &impl Message) -> Result<Bytes, Status> {
     let bytes = message.write_to_bytes();
     bytes.map(Bytes::from).map_err(|why| Code::Internal.status(format!("write a message: {why}")))
 }
 
 /// Returns the caller's deadline, counted from now; `None` when there is none or it is invalid.
-pub fn timeout(headers: &HeaderMap) -> Option<Duration> {
+pub(crate) fn timeout(headers: &HeaderMap) -> Option<Duration> {
     let text = headers.get(TIMEOUT)?.to_str().ok()?;
     let (number, unit) = text.split_at_checked(text.len().checked_sub(1)?)?;
     if number.len() > 8 {
@@ -181,7 +164,7 @@ pub fn timeout(headers: &HeaderMap) -> Option<Duration> {
 }
 
 /// Writes a deadline for the driver.
-pub fn put_timeout(headers: &mut HeaderMap, within: Duration) {
+pub(crate) fn put_timeout(headers: &mut HeaderMap, within: Duration) {
     let millis = within.as_millis().clamp(1, 99_999_999);
     if let Ok(text) = HeaderValue::from_str(&format!("{millis}m")) {
         headers.insert(TIMEOUT, text);

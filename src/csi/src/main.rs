@@ -5,17 +5,14 @@
 //! has mistakes.
 
 use std::process::ExitCode;
-use std::sync::Arc;
 
 use peerpod_base::config::{Setting, Sources};
 use peerpod_base::lifecycle;
 use peerpod_base::program::{self, Program};
 use peerpod_base::telemetry::{self, LogConfig};
+use peerpod_csi::app::{self, Role};
 use peerpod_csi::config::CsiConfig;
-use peerpod_csi::controller::{self, ControllerRole};
-use peerpod_csi::node::NodeRole;
-use peerpod_csi::proxy::Intercept;
-use peerpod_csi::{app, schema};
+use peerpod_volume::GuestVolume;
 
 const PROGRAM: Program = Program {
     name: "peerpod-csi",
@@ -31,28 +28,29 @@ fn main() -> ExitCode {
         return ExitCode::SUCCESS;
     }
     let mut words = std::env::args().skip(1);
-    let role = words.next();
-    let ended = match role.as_deref() {
+    let role = match words.next().as_deref() {
         Some("schema") => {
-            print!("{}", schema::guest_volume());
+            print!("{}", schema());
             return ExitCode::SUCCESS;
         }
-        Some(role @ ("controller" | "node")) => {
-            match CsiConfig::load(Sources::from_process(words, environment())) {
-                Ok((config, log, _)) => serve(role, &config, &log),
-                Err(mistakes) => {
-                    eprintln!("peerpod-csi: {mistakes}");
-                    return ExitCode::from(2);
-                }
-            }
-        }
+        Some("controller") => Role::Controller,
+        Some("node") => Role::Node,
         other => {
             let said = other.map_or_else(|| "no role".to_owned(), |role| format!("{role:?} is no role"));
             eprintln!("peerpod-csi: {said}; write controller, node or schema, or --help");
             return ExitCode::from(2);
         }
     };
-    match ended {
+    let environment = std::env::vars_os()
+        .map(|(name, value)| (name.to_string_lossy().into_owned(), value.to_string_lossy().into_owned()));
+    let (config, log) = match CsiConfig::load(Sources::from_process(words, environment)) {
+        Ok((config, log, _)) => (config, log),
+        Err(mistakes) => {
+            eprintln!("peerpod-csi: {mistakes}");
+            return ExitCode::from(2);
+        }
+    };
+    match serve(role, &config, &log) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("peerpod-csi: {}", peerpod_base::chain::chain(error.as_ref()));
@@ -61,9 +59,11 @@ fn main() -> ExitCode {
     }
 }
 
-fn environment() -> impl Iterator<Item = (String, String)> {
-    std::env::vars_os()
-        .map(|(name, value)| (name.to_string_lossy().into_owned(), value.to_string_lossy().into_owned()))
+/// Returns the JSON Schema of a volume's descriptor, as `deploy/schemas/guest-volume.json` holds it.
+fn schema() -> String {
+    // A generated schema always has a JSON form.
+    let text = serde_json::to_string_pretty(&schemars::schema_for!(GuestVolume)).unwrap_or_default();
+    text + "\n"
 }
 
 /// Returns the settings with their defaults, for `--help` alone.
@@ -71,7 +71,7 @@ fn settings() -> Vec<Setting> {
     CsiConfig::load(Sources::from_process([], [])).map(|(.., printed)| printed.0).unwrap_or_default()
 }
 
-fn serve(role: &str, config: &CsiConfig, log: &LogConfig) -> anyhow::Result<()> {
+fn serve(role: Role, config: &CsiConfig, log: &LogConfig) -> anyhow::Result<()> {
     telemetry::init(log)?;
     if let Err(error) = program::own_rights_and_limits() {
         tracing::warn!(%error, "cannot raise the limit of open files");
@@ -79,13 +79,7 @@ fn serve(role: &str, config: &CsiConfig, log: &LogConfig) -> anyhow::Result<()> 
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let ended = runtime.block_on(async {
         let shutdown = lifecycle::signals()?;
-        app::run(config, &shutdown, async |parts| -> anyhow::Result<Arc<dyn Intercept>> {
-            Ok(match role {
-                "node" => Arc::new(NodeRole::start(config, parts).await?),
-                _ => controller::role(ControllerRole::start(config, parts).await?),
-            })
-        })
-        .await
+        app::run(role, config, &shutdown).await
     });
     // A hung mount must not delay the exit.
     runtime.shutdown_timeout(std::time::Duration::from_secs(2));
@@ -97,6 +91,16 @@ mod tests {
     use peerpod_test_reference as reference;
 
     use super::*;
+
+    #[test]
+    fn the_published_schema_is_up_to_date() {
+        let published = include_str!("../../../deploy/schemas/guest-volume.json");
+        assert_eq!(
+            published,
+            schema(),
+            "write it anew: peerpod-csi schema >deploy/schemas/guest-volume.json"
+        );
+    }
 
     #[test]
     fn documented_help_is_up_to_date() {

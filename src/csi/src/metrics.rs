@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use peerpod_base::metrics::register;
-use prometheus_client::encoding::{EncodeLabelSet, EncodeLabelValue};
+use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
@@ -12,38 +12,25 @@ use prometheus_client::registry::Registry;
 
 use crate::grpc::Status;
 
-/// Treatment of a call.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
-pub enum Handling {
-    /// The method is not intercepted.
-    Passed,
-    /// The method is intercepted; the call may still have been forwarded.
-    LookedInto,
-}
-
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct Labels {
-    way: Handling,
-    method: String,
+    way: &'static str,
+    method: &'static str,
     refused: String,
 }
 
-/// Metrics of the program.
 #[derive(Clone, Debug)]
-pub struct CsiMetrics {
+pub(crate) struct CsiMetrics {
     calls: Family<Labels, Counter>,
     took: Histogram,
-    /// Volumes of peer pods published on this node.
-    pub published: Gauge,
-    /// Steps that failed and are tried again.
-    pub retries: Counter,
+    pub(crate) published: Gauge,
+    pub(crate) retries: Counter,
     /// Publications that cannot be read; their volumes are not released.
-    pub unreadable: Gauge,
+    pub(crate) unreadable: Gauge,
 }
 
 impl CsiMetrics {
-    /// Registers the metrics.
-    pub fn register(registry: &mut Registry) -> CsiMetrics {
+    pub(crate) fn register(registry: &mut Registry) -> CsiMetrics {
         // 50 µs to 14 minutes, each four times the last.
         let took = Histogram::new(exponential_buckets(50e-6, 4.0, 13));
         registry.register("peerpod_csi_call_seconds", "To the headers of the answer", took.clone());
@@ -72,16 +59,11 @@ impl CsiMetrics {
         }
     }
 
-    /// Counts a call.
-    pub fn answered(
-        &self,
-        way: Handling,
-        method: Option<&'static str>,
-        refused: Option<&Status>,
-        took: Duration,
-    ) {
+    pub(crate) fn answered(&self, method: Option<&'static str>, refused: Option<&Status>, took: Duration) {
+        // An intercepted call may still have been forwarded.
+        let way = if method.is_some() { "LookedInto" } else { "Passed" };
         // Only known method names become labels: callers may invent methods.
-        let method = method.unwrap_or("other").to_owned();
+        let method = method.unwrap_or("other");
         let refused = refused.map_or_else(String::new, |status| format!("{:?}", status.code));
         self.calls.get_or_create(&Labels { way, method, refused }).inc();
         self.took.observe(took.as_secs_f64());
@@ -98,7 +80,7 @@ mod tests {
     fn documented_metrics_are_up_to_date() {
         let mut registry = Registry::default();
         let metrics = CsiMetrics::register(&mut registry);
-        metrics.answered(Handling::Passed, None, None, Duration::ZERO);
+        metrics.answered(None, None, Duration::ZERO);
         let text = reference::metrics(&registry).unwrap();
         reference::section("metrics.md", "peerpod-csi", &text).unwrap();
     }

@@ -1,17 +1,16 @@
-//! Implements the role beside kubelet. A peer pod's volume gets a target with a marker file, and a record that
-//! peerpod-node reads when it makes the VM; the driver is not asked. May touch: targets, loop devices, the records'
-//! folder, API server, peerpod-node's socket.
+//! Implements the role beside kubelet. A peer pod's volume gets a target with a marker file, and a record for
+//! peerpod-node; the driver is not asked. May touch: targets, loop devices, records, API server, peerpod-node's socket.
 
 mod device;
 mod guest;
-pub mod ownership;
+pub(crate) mod ownership;
 mod pending;
 mod place;
-pub mod publications;
+pub(crate) mod publications;
 mod publish;
 mod secrets;
 mod steps;
-pub mod target;
+pub(crate) mod target;
 
 use std::collections::HashMap;
 use std::io;
@@ -20,7 +19,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use hyper::Response;
 use peerpod_common::blocking::blocking;
 use peerpod_common::keyed_locks::KeyedLocks;
 use peerpod_proto::csi::{
@@ -33,29 +31,26 @@ use peerpod_volume::descriptor::Attach;
 use peerpod_volume::records::Records;
 use tokio::time::Instant;
 
-use crate::app::RoleParts;
-use crate::body::Body;
 use crate::cluster::NodeCluster;
-use crate::config::{Attacher, CsiConfig};
-use crate::driver::Driver;
+use crate::config::CsiConfig;
 use crate::grpc::{self, Code, Status};
 use crate::metrics::CsiMetrics;
 use crate::optin::{self, OptIn};
-use crate::proxy::{Intercept, InterceptedCall};
+use crate::proxy::{Answered, Intercept, Intercepted};
+use crate::upstream::Upstream;
 use guest::Guest;
 use ownership::Ownership;
 use pending::Pending;
 use publications::{Publication, Publications};
 
 /// Key in the answer to ControllerPublishVolume: the controller role has assigned the volume to a VM.
-pub const INTERCEPTED: &str = "peerpod.io/intercepted";
+pub(crate) const INTERCEPTED: &str = "peerpod.io/intercepted";
 
-/// The node role.
 #[derive(Clone)]
-pub struct NodeRole(Arc<Inner>);
+pub(crate) struct NodeRole(Arc<Inner>);
 
 struct Inner {
-    driver: Driver,
+    upstream: Arc<Upstream>,
     records: Records,
     files: Publications,
     owners: Ownership,
@@ -84,43 +79,31 @@ enum VolumeOwner {
 
 impl NodeRole {
     /// Makes the role, and continues the work that an earlier process left.
-    ///
-    /// # Errors
-    /// The cluster's client cannot be made, or a setting needs a cluster.
-    pub async fn start(config: &CsiConfig, parts: &RoleParts) -> anyhow::Result<NodeRole> {
-        let files = Publications::new(config.volumes_dir.clone());
-        let cluster = match &config.cluster {
-            None => None,
-            Some(kubeconfig) => Some(NodeCluster::connect(config, kubeconfig.as_deref()).await?),
-        };
-        let owners = match &cluster {
-            Some(cluster) => Ownership::Cluster(Box::new(cluster.leases(&config.namespace))),
-            None => Ownership::Node(files.clone()),
-        };
-        if cluster.is_none() && config.attach == Attacher::Driver {
-            anyhow::bail!(
-                "csi.attach: driver needs a cluster, through which the controller's role learns of VMs"
-            );
-        }
-        if cluster.is_none() && !config.runtime_classes.is_empty() {
-            anyhow::bail!("csi.runtime-classes needs a cluster, which knows the pods' classes");
+    pub(crate) async fn start(
+        config: &CsiConfig,
+        upstream: &Arc<Upstream>,
+        metrics: &CsiMetrics,
+    ) -> anyhow::Result<NodeRole> {
+        let files = Publications { root: config.volumes_dir.clone() };
+        let (mut cluster, mut owners) = (None, Ownership::Node(files.clone()));
+        if config.cluster.is_some() {
+            let connected = NodeCluster::connect(config).await?;
+            owners = Ownership::Cluster(Box::new(connected.leases(&config.namespace)));
+            cluster = Some(connected);
         }
         let node = NodeRole(Arc::new(Inner {
-            driver: Driver::new(parts.upstream.clone()),
+            upstream: upstream.clone(),
             records: Records::new(&config.volumes_dir),
             files,
             owners,
             cluster,
-            guest: Guest::new(config.volumes_socket.clone()),
+            guest: Guest { socket: config.volumes_socket.clone() },
             classes: config.runtime_classes.clone(),
-            attach: match config.attach {
-                Attacher::Provider => Attach::Provider,
-                Attacher::Driver => Attach::Driver,
-            },
+            attach: config.attach,
             region: config.region.clone(),
             turns: KeyedLocks::default(),
             pending: Pending::default(),
-            metrics: parts.metrics.clone(),
+            metrics: metrics.clone(),
         }));
         tokio::spawn(node.clone().follow());
         Ok(node)
@@ -138,14 +121,10 @@ impl NodeRole {
     }
 
     async fn volume(&self, handle: &str) -> Result<VolumeId, Status> {
-        Ok(VolumeId::of(self.0.driver.name().await?, handle))
+        Ok(VolumeId::of(self.0.upstream.driver().await?, handle))
     }
 
-    async fn stage(
-        self,
-        call: InterceptedCall,
-        mut request: NodeStageVolumeRequest,
-    ) -> Result<Response<Body>, Status> {
+    async fn stage(self, call: Intercepted, mut request: NodeStageVolumeRequest) -> Answered {
         match volume_owner(&request.volume_context, &request.publish_context)? {
             VolumeOwner::Driver => {
                 self.keep_in_case(&request).await?;
@@ -174,11 +153,7 @@ impl NodeRole {
         empty()
     }
 
-    async fn unstage(
-        self,
-        call: InterceptedCall,
-        request: NodeUnstageVolumeRequest,
-    ) -> Result<Response<Body>, Status> {
+    async fn unstage(self, call: Intercepted, request: NodeUnstageVolumeRequest) -> Answered {
         if request.volume_id.is_empty() || request.staging_target_path.is_empty() {
             return call.pass(None).await;
         }
@@ -193,11 +168,7 @@ impl NodeRole {
         if forgotten.await? { empty() } else { call.pass(None).await }
     }
 
-    async fn unpublish(
-        self,
-        call: InterceptedCall,
-        request: NodeUnpublishVolumeRequest,
-    ) -> Result<Response<Body>, Status> {
+    async fn unpublish(self, call: Intercepted, request: NodeUnpublishVolumeRequest) -> Answered {
         if request.volume_id.is_empty() || request.target_path.is_empty() {
             return call.pass(None).await;
         }
@@ -218,15 +189,10 @@ impl NodeRole {
         empty()
     }
 
-    async fn stats(
-        self,
-        call: InterceptedCall,
-        request: NodeGetVolumeStatsRequest,
-    ) -> Result<Response<Body>, Status> {
+    async fn stats(self, call: Intercepted, request: NodeGetVolumeStatsRequest) -> Answered {
         let (handle, path) = (request.volume_id, request.volume_path);
         let Some(publication) = self.published(&handle, &path).await? else { return call.pass(None).await };
-        let within = left(call.until);
-        let stats = self.0.guest.stats(&publication.pod.uid, &publication.volume, within).await?;
+        let stats = self.0.guest.stats(&publication, left(call.until)).await?;
         let usage = |total: u64, available: u64, used: u64, unit| {
             let number = |value| i64::try_from(value).unwrap_or(i64::MAX);
             let (total, available, used) = (number(total), number(available), number(used));
@@ -237,14 +203,10 @@ impl NodeRole {
         if !stats.block && stats.total_inodes > 0 {
             answer.usage.push(usage(stats.total_inodes, stats.free_inodes, stats.used_inodes, 2));
         }
-        Ok(grpc::success(&grpc::encode(&answer)?))
+        grpc::success(&answer)
     }
 
-    async fn expand(
-        self,
-        call: InterceptedCall,
-        request: NodeExpandVolumeRequest,
-    ) -> Result<Response<Body>, Status> {
+    async fn expand(self, call: Intercepted, request: NodeExpandVolumeRequest) -> Answered {
         let bytes = request.capacity_range.as_ref().map_or(0, |range| range.required_bytes.max(0));
         let (handle, path) = (request.volume_id, request.volume_path);
         if self.is_staged(&handle, &path).await? {
@@ -255,9 +217,8 @@ impl NodeRole {
         if !self.has_vm(&publication).await? {
             return expanded(bytes);
         }
-        let within = left(call.until);
         let wanted = u64::try_from(bytes).unwrap_or_default();
-        let answer = self.0.guest.expand(&publication.pod.uid, &publication.volume, wanted, within).await?;
+        let answer = self.0.guest.expand(&publication, wanted, left(call.until)).await?;
         expanded(i64::try_from(answer.capacity_bytes).unwrap_or(i64::MAX))
     }
 
@@ -278,29 +239,25 @@ impl NodeRole {
             return Ok(false);
         }
         let (volume, path) = (self.volume(handle).await?, PathBuf::from(path));
-        self.on_disk("look whether a volume is staged", move |inner| {
-            Ok(inner.files.is_staged(&volume, &path))
-        })
-        .await
+        let what = "look whether a volume is staged";
+        self.on_disk(what, move |inner| Ok(inner.files.is_staged(&volume, &path))).await
     }
 }
 
 #[async_trait]
 impl Intercept for NodeRole {
-    fn looks_into(&self, path: &str) -> Option<&'static str> {
-        const METHODS: [&str; 6] = [
-            "NodeStageVolume",
-            "NodeUnstageVolume",
-            "NodePublishVolume",
-            "NodeUnpublishVolume",
-            "NodeGetVolumeStats",
-            "NodeExpandVolume",
-        ];
-        let name = path.strip_prefix("/csi.v1.Node/")?;
-        METHODS.into_iter().find(|method| *method == name)
+    fn methods(&self) -> &'static [&'static str] {
+        &[
+            "/csi.v1.Node/NodeStageVolume",
+            "/csi.v1.Node/NodeUnstageVolume",
+            "/csi.v1.Node/NodePublishVolume",
+            "/csi.v1.Node/NodeUnpublishVolume",
+            "/csi.v1.Node/NodeGetVolumeStats",
+            "/csi.v1.Node/NodeExpandVolume",
+        ]
     }
 
-    async fn handle(&self, call: InterceptedCall) -> Result<Response<Body>, Status> {
+    async fn handle(&self, call: Intercepted) -> Answered {
         let node = self.clone();
         match call.method {
             "NodeStageVolume" => call.parsed(|call, request| node.stage(call, request)).await,
@@ -327,13 +284,12 @@ fn volume_owner(
     })
 }
 
-fn expanded(bytes: i64) -> Result<Response<Body>, Status> {
-    let answer = NodeExpandVolumeResponse { capacity_bytes: bytes, ..Default::default() };
-    Ok(grpc::success(&grpc::encode(&answer)?))
+fn expanded(bytes: i64) -> Answered {
+    grpc::success(&NodeExpandVolumeResponse { capacity_bytes: bytes, ..Default::default() })
 }
 
-fn empty() -> Result<Response<Body>, Status> {
-    Ok(grpc::success(&grpc::encode(&Empty::new())?))
+fn empty() -> Answered {
+    grpc::success(&Empty::new())
 }
 
 fn missing(what: &str) -> Status {

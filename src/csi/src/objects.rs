@@ -9,40 +9,35 @@ use kube::{Api, Client, Resource, ResourceExt};
 use peerpod_kube::client::{Error, within};
 use peerpod_kube::crds::{PeerpodVolume, PeerpodVolumeSpec, PeerpodVolumeStatus};
 use peerpod_volume::VolumeId;
-use peerpod_volume::records::Pod;
 use serde_json::json;
 
+use crate::node::publications::Publication;
+
 /// Finalizer of each object, removed when the disk is detached and the VM is gone.
-pub const FINALIZER: &str = "peerpod.io/detach";
+pub(crate) const FINALIZER: &str = "peerpod.io/detach";
 /// Label: the CSI driver's name.
-pub const DRIVER: &str = "peerpod.io/csi-driver";
+pub(crate) const DRIVER: &str = "peerpod.io/csi-driver";
 /// Label: the volume's id.
-pub const VOLUME: &str = "peerpod.io/volume";
+pub(crate) const VOLUME: &str = "peerpod.io/volume";
 /// Label: the component that attaches the disk, `driver` or `provider`.
-pub const ATTACH: &str = "peerpod.io/attach";
+pub(crate) const ATTACH: &str = "peerpod.io/attach";
 /// Condition: the driver attached the disk to the VM in `spec.vmID`.
-pub const ATTACHED: &str = "Attached";
+pub(crate) const ATTACHED: &str = "Attached";
 /// Condition: the volume is unpublished from the pod, and the pod's VM is gone or never existed.
-pub const RELEASED: &str = "Released";
+pub(crate) const RELEASED: &str = "Released";
 
 /// Returns the name of the object of a (volume, pod).
-pub fn name(volume: &VolumeId, uid: &str) -> String {
+pub(crate) fn name(volume: &VolumeId, uid: &str) -> String {
     let plain: String = uid.to_lowercase().chars().filter(char::is_ascii_alphanumeric).collect();
     format!("{volume}-{}", &plain[plain.len().saturating_sub(12)..])
 }
 
-/// Returns a new object.
-pub fn new(
-    volume: &VolumeId,
-    driver: &str,
-    pod: &Pod,
-    by_driver: bool,
-    spec: PeerpodVolumeSpec,
-) -> PeerpodVolume {
+pub(crate) fn new(publication: &Publication, spec: PeerpodVolumeSpec) -> PeerpodVolume {
+    let Publication { volume, driver, pod, driver_attached, .. } = publication;
     let labels = BTreeMap::from([
-        (DRIVER.to_owned(), driver.to_owned()),
+        (DRIVER.to_owned(), driver.clone()),
         (VOLUME.to_owned(), volume.to_string()),
-        (ATTACH.to_owned(), if by_driver { "driver" } else { "provider" }.to_owned()),
+        (ATTACH.to_owned(), if *driver_attached { "driver" } else { "provider" }.to_owned()),
     ]);
     let owner = OwnerReference {
         api_version: "v1".to_owned(),
@@ -62,24 +57,16 @@ pub fn new(
     PeerpodVolume { metadata, spec, status: None }
 }
 
-/// Returns the objects of a namespace.
-pub fn api(client: &Client, namespace: &str) -> Api<PeerpodVolume> {
+pub(crate) fn api(client: &Client, namespace: &str) -> Api<PeerpodVolume> {
     Api::namespaced(client.clone(), namespace)
 }
 
-/// Returns an object, if it exists.
-///
-/// # Errors
-/// As [`make`].
-pub async fn read(api: &Api<PeerpodVolume>, name: &str) -> Result<Option<PeerpodVolume>, Error> {
+pub(crate) async fn read(api: &Api<PeerpodVolume>, name: &str) -> Result<Option<PeerpodVolume>, Error> {
     within(format!("read PeerpodVolume {name}"), api.get_opt(name)).await
 }
 
 /// Creates the object, or finds it.
-///
-/// # Errors
-/// The API server refused or did not answer.
-pub async fn make(api: &Api<PeerpodVolume>, object: &PeerpodVolume) -> Result<PeerpodVolume, Error> {
+pub(crate) async fn make(api: &Api<PeerpodVolume>, object: &PeerpodVolume) -> Result<PeerpodVolume, Error> {
     let name = object.name_any();
     if let Some(found) = read(api, &name).await? {
         return Ok(found);
@@ -93,28 +80,19 @@ pub async fn make(api: &Api<PeerpodVolume>, object: &PeerpodVolume) -> Result<Pe
 }
 
 /// Sets fields of the spec, if the object has not changed since it was read.
-///
-/// # Errors
-/// A conflict, or as [`make`].
-pub async fn set_spec(
+pub(crate) async fn set_spec(
     api: &Api<PeerpodVolume>,
     object: &PeerpodVolume,
     fields: serde_json::Value,
 ) -> Result<PeerpodVolume, Error> {
     let name = object.name_any();
     let patch = json!({"metadata": {"resourceVersion": object.resource_version()}, "spec": fields});
-    within(
-        format!("patch PeerpodVolume {name}"),
-        api.patch(&name, &PatchParams::default(), &Patch::Merge(patch)),
-    )
-    .await
+    let (what, patch) = (format!("patch PeerpodVolume {name}"), Patch::Merge(patch));
+    within(what, api.patch(&name, &PatchParams::default(), &patch)).await
 }
 
 /// Sets a condition and the state, if the object has not changed since it was read.
-///
-/// # Errors
-/// A conflict, or as [`make`].
-pub async fn set_condition(
+pub(crate) async fn set_condition(
     api: &Api<PeerpodVolume>,
     object: &PeerpodVolume,
     state: &str,
@@ -139,24 +117,17 @@ pub async fn set_condition(
     status.state = Some(state.to_owned());
     status.observed_generation = object.metadata.generation;
     let patch = json!({"metadata": {"resourceVersion": object.resource_version()}, "status": status});
-    within(
-        format!("patch status of PeerpodVolume {name}"),
-        api.patch_status(&name, &PatchParams::default(), &Patch::Merge(patch)),
-    )
-    .await
+    let (what, patch) = (format!("patch status of PeerpodVolume {name}"), Patch::Merge(patch));
+    within(what, api.patch_status(&name, &PatchParams::default(), &patch)).await
 }
 
-/// Whether a condition holds.
-pub fn holds(object: &PeerpodVolume, kind: &str) -> bool {
+pub(crate) fn holds(object: &PeerpodVolume, kind: &str) -> bool {
     let conditions = object.status.as_ref().map(|status| status.conditions.as_slice()).unwrap_or_default();
     conditions.iter().any(|condition| condition.type_ == kind && condition.status == "True")
 }
 
 /// Removes the finalizer, if it is there.
-///
-/// # Errors
-/// A conflict, or as [`make`]. A deleted object is no error.
-pub async fn let_go(api: &Api<PeerpodVolume>, object: &PeerpodVolume) -> Result<(), Error> {
+pub(crate) async fn let_go(api: &Api<PeerpodVolume>, object: &PeerpodVolume) -> Result<(), Error> {
     let name = object.name_any();
     let left: Vec<&String> = object.finalizers().iter().filter(|one| *one != FINALIZER).collect();
     if left.len() == object.finalizers().len() {
@@ -173,10 +144,7 @@ pub async fn let_go(api: &Api<PeerpodVolume>, object: &PeerpodVolume) -> Result<
 }
 
 /// Deletes the object. A deleted object is no error.
-///
-/// # Errors
-/// As [`make`].
-pub async fn delete(api: &Api<PeerpodVolume>, object: &PeerpodVolume) -> Result<(), Error> {
+pub(crate) async fn delete(api: &Api<PeerpodVolume>, object: &PeerpodVolume) -> Result<(), Error> {
     if object.meta().deletion_timestamp.is_some() {
         return Ok(());
     }

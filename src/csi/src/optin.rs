@@ -1,29 +1,21 @@
-//! Reads the parameter by which a StorageClass, a PersistentVolume or an inline volume opts in to peer pods. May touch:
-//! nothing.
+//! Reads the parameter by which a StorageClass, a PersistentVolume or an inline volume opts in to peer pods.
 
 use std::collections::HashMap;
 
 use crate::grpc::{Code, Status};
 
 /// Key in a StorageClass's parameters and a volume's attributes.
-pub const KEY: &str = "peerpod";
+pub(crate) const KEY: &str = "peerpod";
 
-/// Value of the parameter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum OptIn {
-    /// For peer pods.
+pub(crate) enum OptIn {
     Yes,
-    /// Not for peer pods.
     No,
-    /// The parameter is missing.
     Unset,
 }
 
-/// Returns the value in these parameters or attributes.
-///
-/// # Errors
-/// INVALID_ARGUMENT for any other value: if "False" counted as yes, a pod would lose its volume.
-pub fn read(among: &HashMap<String, String>) -> Result<OptIn, Status> {
+/// Returns the value. Any other is INVALID_ARGUMENT: if "False" counted as yes, a pod would lose its volume.
+pub(crate) fn read(among: &HashMap<String, String>) -> Result<OptIn, Status> {
     match among.get(KEY).map(String::as_str) {
         None => Ok(OptIn::Unset),
         Some("true" | "1") => Ok(OptIn::Yes),

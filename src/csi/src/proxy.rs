@@ -1,6 +1,5 @@
-//! Forwards every call between Kubernetes and the driver unchanged in both directions, with metadata, trailers and
-//! status, for any method. Only the few methods that a role intercepts ([`Intercept`]) are handled. May touch: the
-//! driver's socket.
+//! Forwards every call between Kubernetes and the driver unchanged, with metadata, trailers and status, for any method.
+//! Only the few methods that a role intercepts ([`Intercept`]) are handled. May touch: the driver's socket.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant as Clock};
@@ -15,46 +14,42 @@ use tokio::time::{Instant, timeout_at};
 
 use crate::body::{Body, GRACE, Patience};
 use crate::grpc::{self, Code, Status};
-use crate::metrics::{CsiMetrics, Handling};
+use crate::metrics::CsiMetrics;
 use crate::upstream::{DriverAnswer, Upstream, collect};
+
+/// Answer to a call, or the status with which this program refuses it.
+pub(crate) type Answered = Result<Response<Body>, Status>;
 
 /// Handling of intercepted calls by a role.
 #[async_trait]
-pub trait Intercept: Send + Sync + 'static {
-    /// Returns the short name of an intercepted method; `None`: the call is forwarded.
-    fn looks_into(&self, path: &str) -> Option<&'static str>;
+pub(crate) trait Intercept: Send + Sync + 'static {
+    /// Returns the paths of the intercepted methods; all other calls are forwarded.
+    fn methods(&self) -> &'static [&'static str];
 
     /// Answers an intercepted call; may forward it, as it is or changed.
-    async fn handle(&self, call: InterceptedCall) -> Result<Response<Body>, Status>;
+    async fn handle(&self, call: Intercepted) -> Answered;
 }
 
 /// An intercepted unary call.
 #[derive(Debug)]
-pub struct InterceptedCall {
+pub(crate) struct Intercepted {
     /// Short name of the method.
-    pub method: &'static str,
+    pub(crate) method: &'static str,
     /// Headers of the request.
-    pub head: request::Parts,
-    /// The message.
-    pub message: Bytes,
+    pub(crate) head: request::Parts,
+    pub(crate) message: Bytes,
     /// Time at which the caller stops waiting.
-    pub until: Instant,
+    pub(crate) until: Instant,
     patience: Patience,
     upstream: Arc<Upstream>,
 }
 
-impl InterceptedCall {
+impl Intercepted {
     /// Parses the message, and answers the call with `work`. A message of another form is forwarded.
-    ///
-    /// # Errors
-    /// Those of `work`; the driver cannot be reached.
-    pub async fn parsed<M, F>(
-        self,
-        work: impl FnOnce(InterceptedCall, M) -> F,
-    ) -> Result<Response<Body>, Status>
+    pub(crate) async fn parsed<M, F>(self, work: impl FnOnce(Intercepted, M) -> F) -> Answered
     where
         M: Message,
-        F: Future<Output = Result<Response<Body>, Status>>,
+        F: Future<Output = Answered>,
     {
         match M::parse_from_bytes(&self.message) {
             Ok(message) => work(self, message).await,
@@ -63,64 +58,45 @@ impl InterceptedCall {
     }
 
     /// Forwards the call as it is, or with another message, and streams the answer back.
-    ///
-    /// # Errors
-    /// The driver cannot be reached.
-    pub async fn pass(self, message: Option<Bytes>) -> Result<Response<Body>, Status> {
+    pub(crate) async fn pass(self, message: Option<Bytes>) -> Answered {
         let message = message.unwrap_or(self.message);
-        let request = Request::from_parts(self.head, Body::whole(grpc::frame(&message), None));
+        let request = Request::from_parts(self.head, Body::whole(Some(grpc::frame(&message)), None));
         let response = self.upstream.send(request).await?;
         Ok(response.map(|body| Body::answer(body, self.patience)))
     }
 
     /// Forwards the call with another message, and reads the whole answer.
-    ///
-    /// # Errors
-    /// The driver cannot be reached, or its answer is too large.
-    pub async fn exchange(self, message: Bytes) -> Result<DriverAnswer, Status> {
+    pub(crate) async fn exchange(self, message: Bytes) -> Result<DriverAnswer, Status> {
         self.upstream.exchange(self.head, &message).await
     }
 }
 
-/// Forwards calls to the driver.
-pub struct Proxy {
-    upstream: Arc<Upstream>,
-    role: Arc<dyn Intercept>,
-    metrics: CsiMetrics,
-    patience: Duration,
-    max_message: usize,
+pub(crate) struct Proxy {
+    pub(crate) upstream: Arc<Upstream>,
+    pub(crate) role: Arc<dyn Intercept>,
+    pub(crate) metrics: CsiMetrics,
+    /// Time for which a call without a deadline may be silent.
+    pub(crate) patience: Duration,
 }
 
 impl Proxy {
-    /// Makes a proxy for this driver. Calls without a deadline may be silent for `patience`; intercepted messages have
-    /// at most `max_message` bytes.
-    pub fn new(
-        upstream: Arc<Upstream>,
-        role: Arc<dyn Intercept>,
-        metrics: CsiMetrics,
-        patience: Duration,
-        max_message: usize,
-    ) -> Proxy {
-        Proxy { upstream, role, metrics, patience, max_message }
-    }
-
-    /// Answers any request.
-    pub async fn answer(&self, request: Request<Incoming>) -> Response<Body> {
+    pub(crate) async fn answer(&self, request: Request<Incoming>) -> Response<Body> {
         let began = Clock::now();
-        let method = self.role.looks_into(request.uri().path());
+        let path = request.uri().path();
+        let known = self.role.methods().iter().find(|known| **known == path);
+        let method = known.and_then(|path| path.rsplit('/').next());
         let answered = match method {
             None => self.pass(request).await,
             Some(method) => self.inspect(method, request).await,
         };
-        let way = if method.is_some() { Handling::LookedInto } else { Handling::Passed };
-        self.metrics.answered(way, method, answered.as_ref().err(), began.elapsed());
+        self.metrics.answered(method, answered.as_ref().err(), began.elapsed());
         answered.unwrap_or_else(|status| {
             tracing::debug!(?method, code = ?status.code, why = status.message, "call refused");
             status.answer()
         })
     }
 
-    async fn pass(&self, request: Request<Incoming>) -> Result<Response<Body>, Status> {
+    async fn pass(&self, request: Request<Incoming>) -> Answered {
         let (mut head, body) = request.into_parts();
         complete(&mut head)?;
         let patience = self.patience(&head);
@@ -130,20 +106,16 @@ impl Proxy {
         Ok(response.map(|body| Body::answer(body, patience)))
     }
 
-    async fn inspect(
-        &self,
-        method: &'static str,
-        request: Request<Incoming>,
-    ) -> Result<Response<Body>, Status> {
+    async fn inspect(&self, method: &'static str, request: Request<Incoming>) -> Answered {
         let (mut head, body) = request.into_parts();
         complete(&mut head)?;
         let patience = self.patience(&head);
         let until = patience.end();
         let work = async {
-            let (message, _) = collect(body, self.max_message).await?;
+            let (message, _) = collect(body, self.upstream.max_message).await?;
             let message = grpc::unframe(message)?;
             let upstream = self.upstream.clone();
-            self.role.handle(InterceptedCall { method, head, message, until, patience, upstream }).await
+            self.role.handle(Intercepted { method, head, message, until, patience, upstream }).await
         };
         timeout_at(until, work).await.map_err(|_| late())?
     }

@@ -1,14 +1,12 @@
-//! Extracts a guest's credentials from the secrets that kubelet sends with NodeStageVolume and NodePublishVolume. Only
-//! the keys of the driver's login are kept, and no value appears in any text. May touch: the file that the caller
-//! names.
+//! Extracts a guest's credentials from the secrets that kubelet sends. Only the keys of the driver's login are kept,
+//! and no value appears in any text. May touch: the file that the caller names.
 
 use std::collections::{BTreeMap, HashMap};
-use std::fmt;
-use std::fs::File;
-use std::io::{self, Read};
 use std::path::Path;
+use std::{fmt, io};
 
 use peerpod_volume::credentials::{MAX_FIELD, VERSION, fits};
+use peerpod_volume::files::{read_secret, secret_json};
 use peerpod_volume::{Credentials, SecretRef};
 use serde::{Deserialize, Serialize};
 use zeroize::{Zeroize, Zeroizing};
@@ -21,7 +19,7 @@ const MAX_FILE: usize = 16 << 10;
 /// Secrets of one call that the driver's login can need, by key in lower case.
 #[derive(Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
-pub struct Given(BTreeMap<String, Zeroizing<String>>);
+pub(crate) struct Given(BTreeMap<String, Zeroizing<String>>);
 
 impl fmt::Debug for Given {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -31,7 +29,7 @@ impl fmt::Debug for Given {
 
 impl Given {
     /// Takes a request's secrets out of it; `None` where there are none, or the driver's shares need none.
-    pub fn take(secrets: &mut HashMap<String, String>, login: Option<&Login>) -> Option<Given> {
+    pub(crate) fn take(secrets: &mut HashMap<String, String>, login: Option<&Login>) -> Option<Given> {
         let any = !secrets.is_empty();
         let mut given = Given::default();
         for (key, mut value) in secrets.drain() {
@@ -51,11 +49,8 @@ impl Given {
         login.filter(|_| any).map(|_| given)
     }
 
-    /// Refuses values that no guest could use.
-    ///
-    /// # Errors
-    /// A text that names the key, and contains no part of the value.
-    pub fn check(&self, secret: Option<&SecretRef>) -> Result<(), String> {
+    /// Refuses values that no guest could use. An error names the key, and contains no part of the value.
+    pub(crate) fn check(&self, secret: Option<&SecretRef>) -> Result<(), String> {
         for (key, value) in self.0.iter().filter(|(_, value)| !value.is_empty()) {
             fits(value).map_err(|why| format!("{}: {key:?} {why}", named(secret)))?;
         }
@@ -63,10 +58,7 @@ impl Given {
     }
 
     /// Returns the credentials for mounting the share.
-    ///
-    /// # Errors
-    /// As [`Given::check`]; or a key is missing.
-    pub fn login(&self, login: &Login, secret: Option<&SecretRef>) -> Result<Credentials, String> {
+    pub(crate) fn login(&self, login: &Login, secret: Option<&SecretRef>) -> Result<Credentials, String> {
         self.check(secret)?;
         let find = |keys: &[&str]| {
             keys.iter().find_map(|key| self.0.get(*key)).filter(|value| !value.is_empty()).cloned()
@@ -96,38 +88,20 @@ impl Given {
         Ok(Credentials { version: VERSION, username, password, domain })
     }
 
-    /// Returns the secrets as JSON.
-    pub fn to_bytes(&self) -> Zeroizing<Vec<u8>> {
-        // Allocated once: a growing buffer would be moved, and its old memory not wiped.
-        let mut bytes = Zeroizing::new(Vec::with_capacity(MAX_FILE));
-        // Writing strings to memory cannot fail, and an empty file would be refused when read.
-        if serde_json::to_writer(&mut *bytes, self).is_err() {
-            bytes.clear();
-        }
-        bytes
+    pub(crate) fn to_bytes(&self) -> Zeroizing<Vec<u8>> {
+        secret_json(self, MAX_FILE)
     }
 
-    /// Reads a stored file; `None` when there is no such file.
-    ///
-    /// # Errors
-    /// It cannot be read or understood; the error contains no part of it.
-    pub fn read_file(path: &Path) -> io::Result<Option<Given>> {
-        let file = match File::open(path) {
-            Err(why) if why.kind() == io::ErrorKind::NotFound => return Ok(None),
-            file => file?,
-        };
-        let mut bytes = Zeroizing::new(Vec::with_capacity(MAX_FILE + 2));
-        file.take(MAX_FILE as u64 + 1).read_to_end(&mut bytes)?;
+    /// Reads a stored file; `None` when there is no such file. An error contains no part of it.
+    pub(crate) fn read_file(path: &Path) -> io::Result<Option<Given>> {
+        let Some(bytes) = read_secret(path, MAX_FILE)? else { return Ok(None) };
         let read = Some(&bytes).filter(|bytes| bytes.len() <= MAX_FILE);
-        let read = read.and_then(|bytes| serde_json::from_slice(bytes).ok());
-        let unusable = || {
-            let text = format!(
-                "{}: it has another form than this program writes; stage the volume again",
-                path.display()
-            );
+        read.and_then(|bytes| serde_json::from_slice(bytes).ok()).map(Some).ok_or_else(|| {
+            let path = path.display();
+            let text =
+                format!("{path}: it has another form than this program writes; stage the volume again");
             io::Error::new(io::ErrorKind::InvalidData, text)
-        };
-        read.map(Some).ok_or_else(unusable)
+        })
     }
 }
 

@@ -1,14 +1,14 @@
-//! Serves HTTP/2 on the socket that sidecars and kubelet dial, with limits on connections, streams and headers. May
-//! touch: that socket.
+//! Serves HTTP/2 on the socket of sidecars and kubelet, with limits on connections, streams and headers.
 
 use std::convert::Infallible;
 use std::fs::{self, Permissions};
 use std::io;
 use std::os::unix::fs::{FileTypeExt, PermissionsExt};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use anyhow::anyhow;
 use hyper::server::conn::http2;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
@@ -20,35 +20,24 @@ use tokio::sync::Semaphore;
 use tracing::debug;
 
 use crate::proxy::Proxy;
+use crate::upstream::{CONNECTION_WINDOW, HEADERS, STREAM_WINDOW};
 
 /// Limit of open connections; more wait in the kernel's queue.
 const CONNECTIONS: usize = 256;
 /// Limit of calls in flight per connection; HTTP/2 makes further calls wait.
 const STREAMS: u32 = 256;
-/// Flow-control windows in bytes, of one stream and of a connection.
-const STREAM_WINDOW: u32 = 1 << 20;
-const CONNECTION_WINDOW: u32 = 8 << 20;
-/// Limit of a call's metadata in bytes.
-const HEADERS: u32 = 1 << 20;
 /// Interval of pings, which detect a peer that no longer reads (a frozen container).
 const PING_EVERY: Duration = Duration::from_secs(60);
 const PONG_WITHIN: Duration = Duration::from_secs(20);
 
-/// The socket cannot be bound.
-#[derive(Debug, thiserror::Error)]
-#[error("listen for CSI calls on {path}: {why}; choose another csi.endpoint or find the program that made \
-     it", path = path.display())]
-pub struct Error {
-    path: PathBuf,
-    why: io::Error,
-}
-
 /// Listens on this path, and removes the socket of an earlier process. Only the process's own user may connect.
-///
-/// # Errors
-/// The path cannot be bound, or holds a file that is no socket.
-pub fn bind(path: &Path) -> Result<UnixListener, Error> {
-    let failed = |why| Error { path: path.to_owned(), why };
+pub(crate) fn bind(path: &Path) -> anyhow::Result<UnixListener> {
+    let failed = |why: io::Error| {
+        let path = path.display();
+        anyhow!(
+            "listen for CSI calls on {path}: {why}; choose another csi.endpoint or find the program that made it"
+        )
+    };
     match fs::symlink_metadata(path) {
         Ok(there) if there.file_type().is_socket() => fs::remove_file(path).map_err(failed)?,
         Ok(_) => return Err(failed(io::Error::other("there is a file that is no socket"))),
@@ -61,7 +50,7 @@ pub fn bind(path: &Path) -> Result<UnixListener, Error> {
 }
 
 /// Runs the accept loop until the task is aborted.
-pub async fn serve(listener: UnixListener, proxy: Arc<Proxy>, drain: Drain) {
+pub(crate) async fn serve(listener: UnixListener, proxy: Arc<Proxy>, drain: Drain) {
     let room = Arc::new(Semaphore::new(CONNECTIONS));
     let mut acceptor = Acceptor::new("csi.endpoint");
     loop {

@@ -3,9 +3,9 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use bytes::{Bytes, BytesMut};
-use http_body_util::BodyExt;
-use hyper::body::{Body as _, Incoming};
+use bytes::Bytes;
+use http_body_util::{BodyExt, LengthLimitError, Limited};
+use hyper::body::Incoming;
 use hyper::client::conn::http2::{self, SendRequest};
 use hyper::header::{CONTENT_TYPE, HeaderValue, TE};
 use hyper::http::{request, response};
@@ -13,52 +13,64 @@ use hyper::{HeaderMap, Request, Response};
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use parking_lot::Mutex;
 use peerpod_base::chain::chain;
+use peerpod_proto::csi::{GetPluginInfoRequest, GetPluginInfoResponse};
 use protobuf::Message;
 use tokio::net::UnixStream;
+use tokio::sync::OnceCell;
 use tokio::time::timeout;
 
 use crate::body::Body;
 use crate::grpc::{self, Code, Status};
 
+/// Deadline of requests that a driver answers by itself.
+const ANSWER_WITHIN: Duration = Duration::from_secs(10);
 /// Limit for connecting: a local socket answers at once or never.
 const CONNECT_WITHIN: Duration = Duration::from_secs(5);
 /// Flow-control windows in bytes, of one stream and of a connection. No large messages pass here.
-const STREAM_WINDOW: u32 = 1 << 20;
-const CONNECTION_WINDOW: u32 = 8 << 20;
-/// Limit of headers in bytes: a status with details may have many kilobytes.
-const HEADERS: u32 = 1 << 20;
+pub(crate) const STREAM_WINDOW: u32 = 1 << 20;
+pub(crate) const CONNECTION_WINDOW: u32 = 8 << 20;
+/// Limit of a call's metadata in bytes: a status with details may have many kilobytes.
+pub(crate) const HEADERS: u32 = 1 << 20;
 
-/// Connection to the proxied driver.
 #[derive(Debug)]
-pub struct Upstream {
+pub(crate) struct Upstream {
     path: PathBuf,
-    max_message: usize,
+    /// Largest intercepted message, in bytes.
+    pub(crate) max_message: usize,
     ready: Mutex<Option<SendRequest<Body>>>,
     connecting: tokio::sync::Mutex<()>,
+    driver: OnceCell<String>,
 }
 
-/// A whole unary answer.
 #[derive(Debug)]
-pub struct DriverAnswer {
-    /// Status line and headers.
-    pub head: response::Parts,
-    /// The message, where there was one.
-    pub message: Option<Bytes>,
-    /// Trailers after the message.
-    pub trailers: Option<HeaderMap>,
+pub(crate) struct DriverAnswer {
+    pub(crate) head: response::Parts,
+    pub(crate) message: Option<Bytes>,
+    pub(crate) trailers: Option<HeaderMap>,
 }
 
 impl Upstream {
-    /// Makes a client for this socket, which need not exist yet. Intercepted messages have at most `max_message` bytes.
-    pub fn new(path: PathBuf, max_message: usize) -> Upstream {
-        Upstream { path, max_message, ready: Mutex::new(None), connecting: tokio::sync::Mutex::new(()) }
+    /// Makes a client for this socket, which need not exist yet.
+    pub(crate) fn new(path: PathBuf, max_message: usize) -> Upstream {
+        let (ready, connecting, driver) = (Mutex::default(), tokio::sync::Mutex::default(), OnceCell::new());
+        Upstream { path, max_message, ready, connecting, driver }
     }
 
-    /// Sends a request and returns the answer with its headers.
-    ///
-    /// # Errors
-    /// UNAVAILABLE when the driver cannot be reached or breaks off.
-    pub async fn send(&self, mut request: Request<Body>) -> Result<Response<Incoming>, Status> {
+    /// Returns the driver's name, which is requested once.
+    pub(crate) async fn driver(&self) -> Result<&str, Status> {
+        let ask = async || -> Result<String, Status> {
+            const INFO: &str = "/csi.v1.Identity/GetPluginInfo";
+            let answer: GetPluginInfoResponse =
+                self.call(INFO, &GetPluginInfoRequest::new(), ANSWER_WITHIN).await?;
+            if answer.name.is_empty() {
+                return Err(Code::Internal.status("the CSI driver has no name"));
+            }
+            Ok(answer.name)
+        };
+        self.driver.get_or_try_init(ask).await.map(String::as_str)
+    }
+
+    pub(crate) async fn send(&self, mut request: Request<Body>) -> Result<Response<Incoming>, Status> {
         for last in [false, true] {
             let mut sender = self.sender().await?;
             match sender.try_send_request(request).await {
@@ -66,7 +78,7 @@ impl Upstream {
                 // Nothing of it was sent: the driver was restarted since the last call.
                 Err(mut failed) => match failed.take_message() {
                     Some(back) if !last => {
-                        self.forget();
+                        *self.ready.lock() = None;
                         request = back;
                     }
                     _ => return Err(self.away("the call broke off", chain(failed.error()))),
@@ -76,13 +88,13 @@ impl Upstream {
         Err(self.away("the call", "its connection ends again and again"))
     }
 
-    /// Sends a unary request and reads its whole answer.
-    ///
-    /// # Errors
-    /// As [`Upstream::send`]; RESOURCE_EXHAUSTED for an answer that is too large. The driver's own error is returned as
-    /// an [`DriverAnswer`].
-    pub async fn exchange(&self, head: request::Parts, message: &[u8]) -> Result<DriverAnswer, Status> {
-        let request = Request::from_parts(head, Body::whole(grpc::frame(message), None));
+    /// Sends a unary request and reads its whole answer. The driver's own error is a [`DriverAnswer`].
+    pub(crate) async fn exchange(
+        &self,
+        head: request::Parts,
+        message: &[u8],
+    ) -> Result<DriverAnswer, Status> {
+        let request = Request::from_parts(head, Body::whole(Some(grpc::frame(message)), None));
         let (head, body) = self.send(request).await?.into_parts();
         let (data, trailers) = collect(body, self.max_message).await?;
         let message = if data.is_empty() { None } else { Some(grpc::unframe(data)?) };
@@ -90,22 +102,14 @@ impl Upstream {
     }
 
     /// Sends a call of this program itself.
-    ///
-    /// # Errors
-    /// The driver's status, or as [`Upstream::exchange`]; DEADLINE_EXCEEDED.
-    pub async fn call<A: Message>(
+    pub(crate) async fn call<A: Message>(
         &self,
         path: &'static str,
         message: &impl Message,
         within: Duration,
     ) -> Result<A, Status> {
-        let mut head = Request::post(path).body(()).map_err(|why| internal(&why))?.into_parts().0;
-        head.uri = hyper::Uri::builder()
-            .scheme("http")
-            .authority("localhost")
-            .path_and_query(path)
-            .build()
-            .map_err(|why| internal(&why))?;
+        let request = Request::post(format!("http://localhost{path}")).body(());
+        let mut head = request.map_err(|why| internal(&why))?.into_parts().0;
         head.headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
         head.headers.insert(TE, HeaderValue::from_static("trailers"));
         grpc::put_timeout(&mut head.headers, within);
@@ -127,10 +131,9 @@ impl Upstream {
         if let Some(sender) = self.usable() {
             return Ok(sender);
         }
-        let stream = timeout(CONNECT_WITHIN, UnixStream::connect(&self.path))
-            .await
-            .map_err(|_| self.away("connect", "no process accepts connections"))?
-            .map_err(|why| self.away("connect", why))?;
+        let connected = timeout(CONNECT_WITHIN, UnixStream::connect(&self.path)).await;
+        let connected = connected.map_err(|_| self.away("connect", "no process accepts connections"))?;
+        let stream = connected.map_err(|why| self.away("connect", why))?;
         let (sender, connection) = http2::Builder::new(TokioExecutor::new())
             .timer(TokioTimer::new())
             .initial_stream_window_size(STREAM_WINDOW)
@@ -153,10 +156,6 @@ impl Upstream {
         self.ready.lock().as_ref().filter(|sender| !sender.is_closed()).cloned()
     }
 
-    fn forget(&self) {
-        *self.ready.lock() = None;
-    }
-
     fn away(&self, what: &str, why: impl std::fmt::Display) -> Status {
         let path = self.path.display();
         let text = format!("the CSI driver at {path}: {what}: {why}; see whether its container runs");
@@ -166,58 +165,31 @@ impl Upstream {
 
 impl DriverAnswer {
     /// Returns the result of the call.
-    ///
-    /// # Errors
-    /// The driver's status.
-    pub fn status(&self) -> Result<(), Status> {
+    pub(crate) fn status(&self) -> Result<(), Status> {
         let said = self.trailers.as_ref().and_then(Status::of).or_else(|| Status::of(&self.head.headers));
         let nothing = || Code::Unknown.status("the CSI driver's answer has no gRPC status");
         said.unwrap_or_else(|| Err(nothing()))
     }
 
     /// Returns the answer as the driver sent it.
-    pub fn pass(self) -> Response<Body> {
-        let body = match (self.message, self.trailers) {
-            (None, trailers) => Body::trailers(trailers),
-            (Some(message), trailers) => Body::whole(grpc::frame(&message), trailers),
-        };
-        Response::from_parts(self.head, body)
+    pub(crate) fn pass(self) -> Response<Body> {
+        let message = self.message.map(|message| grpc::frame(&message));
+        Response::from_parts(self.head, Body::whole(message, self.trailers))
     }
 }
 
 /// Reads a body of at most `most` bytes of message, and returns it with its trailers.
-///
-/// # Errors
-/// The body is larger, or broke off.
-pub async fn collect(body: Incoming, most: usize) -> Result<(Bytes, Option<HeaderMap>), Status> {
-    let large = || Code::ResourceExhausted.status(format!("a message has more than {most} bytes"));
-    let mut body = body;
-    if body.size_hint().lower() > most as u64 + 5 {
-        return Err(large());
-    }
-    let (mut first, mut all, mut trailers) = (Bytes::new(), BytesMut::new(), None);
-    while let Some(frame) = body.frame().await {
-        let frame =
-            frame.map_err(|why| Code::Unavailable.status(format!("a message broke off: {}", chain(&why))))?;
-        match frame.into_data() {
-            Ok(data) => {
-                if first.len() + all.len() + data.len() > most + 5 {
-                    return Err(large());
-                }
-                // There is nearly always one piece, which is then not copied.
-                if first.is_empty() && all.is_empty() {
-                    first = data;
-                } else {
-                    if !first.is_empty() {
-                        all.extend_from_slice(&std::mem::take(&mut first));
-                    }
-                    all.extend_from_slice(&data);
-                }
-            }
-            Err(frame) => trailers = frame.into_trailers().ok(),
+pub(crate) async fn collect(body: Incoming, most: usize) -> Result<(Bytes, Option<HeaderMap>), Status> {
+    let collected = Limited::new(body, most + 5).collect().await.map_err(|why| {
+        if why.is::<LengthLimitError>() {
+            Code::ResourceExhausted.status(format!("a message has more than {most} bytes"))
+        } else {
+            Code::Unavailable.status(format!("a message broke off: {}", chain(why.as_ref())))
         }
-    }
-    Ok((if all.is_empty() { first } else { all.freeze() }, trailers))
+    })?;
+    let trailers = collected.trailers().cloned();
+    // There is nearly always one piece, which is then not copied.
+    Ok((collected.to_bytes(), trailers))
 }
 
 fn internal(why: &dyn std::fmt::Display) -> Status {

@@ -7,84 +7,52 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::Ordering::Relaxed;
 
 use peerpod_common::accept::Acceptor;
 use peerpod_common::files;
-use peerpod_link::endpoint::EndpointHandle;
 use tokio::net::UnixListener;
 use tokio::task::JoinHandle;
 
-use crate::metrics::Metrics;
-use crate::sandboxes::guest::Guest;
+use crate::sandboxes::Attached;
 use crate::socket::{self, Bound};
 
 /// Limit of shim connections to one sandbox.
 pub(crate) const CONNECTIONS: usize = 1024;
 
 /// A listening agent socket; dropping it unlinks the socket and its folder.
-#[derive(Debug)]
 pub(crate) struct AgentSocket {
-    pub(crate) path: PathBuf,
+    path: PathBuf,
     listener: Arc<UnixListener>,
-    serves: Serves,
+    sandbox: Attached,
     accepting: JoinHandle<()>,
     /// The accept loop is stopped, or about to be.
     held: bool,
     bound: Option<Bound>,
 }
 
-/// Destination of accepted connections.
-#[derive(Clone, Debug)]
-struct Serves {
-    endpoint: EndpointHandle,
-    guest: Arc<Guest>,
-    metrics: Arc<Metrics>,
-}
-
 impl AgentSocket {
     /// Listens on `path`, in a folder of its own that is made for the owner alone.
-    pub(crate) fn open(
-        path: &Path,
-        endpoint: EndpointHandle,
-        guest: Arc<Guest>,
-        metrics: Arc<Metrics>,
-    ) -> io::Result<AgentSocket> {
+    pub(crate) fn open(path: &Path, sandbox: &Attached) -> io::Result<AgentSocket> {
         if let Some(folder) = path.parent() {
             files::make_folder(folder)?;
         }
         let (listener, bound) = socket::bind(path)?;
-        Ok(AgentSocket::serve(path, listener, Some(bound), endpoint, guest, metrics))
+        Ok(AgentSocket::serve(path, listener, Some(bound), sandbox))
     }
 
     /// Continues with the listener of another process.
-    pub(crate) fn go_on(
-        path: &Path,
-        listener: UnixListener,
-        endpoint: EndpointHandle,
-        guest: Arc<Guest>,
-        metrics: Arc<Metrics>,
-    ) -> AgentSocket {
+    pub(crate) fn go_on(path: &Path, listener: UnixListener, sandbox: &Attached) -> AgentSocket {
         // The node puts the sandbox again if the name is gone meanwhile.
-        let bound = Bound::of(path).ok();
-        AgentSocket::serve(path, listener, bound, endpoint, guest, metrics)
+        AgentSocket::serve(path, listener, Bound::of(path).ok(), sandbox)
     }
 
-    fn serve(
-        path: &Path,
-        listener: UnixListener,
-        bound: Option<Bound>,
-        endpoint: EndpointHandle,
-        guest: Arc<Guest>,
-        metrics: Arc<Metrics>,
-    ) -> AgentSocket {
-        let (listener, serves) = (Arc::new(listener), Serves { endpoint, guest, metrics });
-        let accepting = tokio::spawn(accept(path, listener.clone(), serves.clone()));
-        AgentSocket { path: path.to_owned(), listener, serves, accepting, held: false, bound }
+    fn serve(path: &Path, listener: UnixListener, bound: Option<Bound>, sandbox: &Attached) -> AgentSocket {
+        let (path, listener, sandbox) = (path.to_owned(), Arc::new(listener), sandbox.clone());
+        let accepting = tokio::spawn(accept(&path, listener.clone(), sandbox.clone()));
+        AgentSocket { path, listener, sandbox, accepting, held: false, bound }
     }
 
-    /// Stops the accept loop and returns a duplicate of the listener. On return the endpoint owns every accepted
-    /// connection.
+    /// Stops the accept loop and duplicates the listener. The endpoint then owns every accepted connection.
     pub(crate) async fn hold(&mut self) -> io::Result<OwnedFd> {
         self.held = true;
         self.accepting.abort();
@@ -93,10 +61,9 @@ impl AgentSocket {
         self.listener.as_fd().try_clone_to_owned()
     }
 
-    /// Restarts the accept loop.
     pub(crate) fn accept_again(&mut self) {
         if std::mem::take(&mut self.held) {
-            self.accepting = tokio::spawn(accept(&self.path, self.listener.clone(), self.serves.clone()));
+            self.accepting = tokio::spawn(accept(&self.path, self.listener.clone(), self.sandbox.clone()));
         }
     }
 
@@ -117,16 +84,13 @@ impl Drop for AgentSocket {
     }
 }
 
-fn accept(path: &Path, listener: Arc<UnixListener>, serves: Serves) -> impl Future<Output = ()> + use<> {
-    let Serves { endpoint, guest, metrics } = serves;
+fn accept(path: &Path, listener: Arc<UnixListener>, sandbox: Attached) -> impl Future<Output = ()> + use<> {
     let mut acceptor = Acceptor::new(path.display().to_string());
     async move {
         loop {
             let (stream, _) = acceptor.next(|| listener.accept()).await;
-            if guest.connections.load(Relaxed) < CONNECTIONS {
-                endpoint.adopt(stream);
-            } else {
-                metrics.sandboxes.agent_connections_refused.inc();
+            if sandbox.guest.has_place() {
+                sandbox.endpoint.adopt(stream);
             }
         }
     }

@@ -1,103 +1,53 @@
-//! Assembles the relay: [`build`] binds all sockets and returns their real addresses, [`BoundRelay::run`] serves until
-//! shutdown. Shutdown drains nothing, by design: connections live as long as the process. A new relay that starts
-//! beside a running one takes over its connections. A relay that starts later serves the same sandboxes from their
-//! records.
+//! Assembles the relay: [`build`] binds all sockets, [`BoundRelay::run`] serves until shutdown. Shutdown drains
+//! nothing, by design: connections live as long as the process. A new relay beside a running one takes over its
+//! connections. A relay that starts later serves the same sandboxes from their records.
 
 mod sockets;
 
 use std::collections::HashSet;
-use std::fs::{DirBuilder, File, OpenOptions};
+use std::fs::{DirBuilder, OpenOptions, TryLockError};
 use std::io;
 use std::net::SocketAddr;
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use nix::fcntl::{Flock, FlockArg};
+use anyhow::anyhow;
 use peerpod_base::admin::{self, Ready};
 use peerpod_base::lifecycle::Shutdown;
 use peerpod_common::accept::Acceptor;
-use peerpod_common::blocking::{Interrupted, blocking};
+use peerpod_common::blocking::blocking;
 use peerpod_common::limit::ConnectionLimit;
 use peerpod_proto::relay_ttrpc;
 use prometheus_client::registry::Registry;
-use thiserror::Error;
 use tokio::net::UnixListener;
 use tokio::sync::Mutex;
 use tokio::task::JoinSet;
 
-use self::sockets::{GuestSockets, Lock, Sockets};
+use self::sockets::{GuestSockets, Sockets};
 use crate::config::RelayConfig;
 use crate::control::Control;
-use crate::handover::new::{self, HandoverError, Taken};
-use crate::handover::{self, old};
+use crate::handover::new::{self, Taken};
+use crate::handover::{self, Pause, old};
 use crate::hypervisor::{self, HypervisorHandle};
 use crate::id::SandboxId;
 use crate::inbox::Inbox;
 use crate::localhost::Localhost;
 use crate::metrics::Metrics;
-use crate::pause::Pause;
 use crate::sandboxes::states::States;
 use crate::sandboxes::{Prepared, Sandboxes};
 use crate::socket::Bound as Socket;
-use crate::store::{Identity, Record, Store, StoreError};
+use crate::store::{Identity, Record, Store};
 use crate::wireguard::{self, WireGuard};
 use crate::{fd_handoff, guest_dialer, guests};
 
 /// Time limit for the node's calls to end when the relay stops.
 const STOP_WITHIN: Duration = Duration::from_secs(2);
 
-/// Reason why the relay did not start, or ended.
-#[derive(Debug, Error)]
-pub enum AppError {
-    /// A folder or file is not usable.
-    #[error("{what} {path}: {why}")]
-    Path {
-        /// Failed operation.
-        what: &'static str,
-        /// Path of the file or folder.
-        path: String,
-        /// Reason.
-        why: io::Error,
-    },
-    /// Another relay serves the run-dir and the handover failed; two relays would take each other's connections.
-    #[error(
-        "take over from the peerpod-relay that serves {0}: {1}; that relay goes on and no pod is affected; remove the cause, \
-         or undo the rollout (kubectl rollout undo daemonset); stopping the running relay would end its pods"
-    )]
-    Running(String, HandoverError),
-    /// The guests' port cannot be bound.
-    #[error("listen for guests on {address}: {why}; choose another relay.listen or free this one")]
-    Listen {
-        /// Configured address.
-        address: SocketAddr,
-        /// Reason.
-        why: io::Error,
-    },
-    /// The kernel gave no random bytes.
-    #[error("get random bytes from the kernel: {0}")]
-    Random(String),
-    /// The state folder is not usable.
-    #[error(transparent)]
-    Store(#[from] StoreError),
-    /// The admin port cannot be served.
-    #[error(transparent)]
-    Admin(#[from] admin::Error),
-    /// `relay.sock` cannot be served.
-    #[error("serve relay.sock: {0}")]
-    Control(ttrpc::Error),
-    /// The records were not read.
-    #[error(transparent)]
-    Interrupted(#[from] Interrupted),
-    /// A task that must never end has ended.
-    #[error("a part of the relay ended: {0}; see the log lines above, and restart the relay")]
-    Ended(String),
-}
-
-fn path_error(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> AppError {
-    let path = path.display().to_string();
-    move |why| AppError::Path { what, path, why }
+fn path_error(what: &str, path: &Path) -> impl FnOnce(io::Error) -> anyhow::Error {
+    move |why| anyhow!("{what} {}: {why}", path.display())
 }
 
 /// Relay with bound sockets, while it serves.
@@ -113,16 +63,18 @@ pub struct BoundRelay {
     source: Arc<Mutex<old::HandoverSource>>,
     // Each socket is unlinked on drop, if the file is still this relay's; the lock is released last.
     _sockets: Vec<Socket>,
-    _lock: Lock,
+    _lock: OwnedFd,
 }
 
 /// Takes over the state of a running or earlier relay, binds all sockets and starts serving.
 ///
 /// # Errors
-/// See [`AppError`]; on an error nothing stays bound.
-pub async fn build(config: RelayConfig) -> Result<BoundRelay, AppError> {
+/// A folder, a file or an address is not usable, or a handover failed. Nothing stays bound.
+pub async fn build(config: RelayConfig) -> anyhow::Result<BoundRelay> {
     let run_dir = &config.run_dir;
-    make_run_dir(run_dir).map_err(path_error("make", run_dir))?;
+    // An existing folder keeps its permissions: other programs may have sockets in it.
+    let made = DirBuilder::new().recursive(true).mode(0o700).create(run_dir);
+    made.map_err(path_error("make", run_dir))?;
     let store = Store::open(&config.state_dir)?;
     let inbox = Inbox::open(&config.state_dir).map_err(path_error("open the inbox in", &config.state_dir))?;
     match lock(run_dir)? {
@@ -149,18 +101,25 @@ pub async fn build(config: RelayConfig) -> Result<BoundRelay, AppError> {
 }
 
 /// Takes over from the process that serves this run-dir. If this fails, that process continues.
-async fn take_over(config: RelayConfig, store: Store, inbox: Inbox) -> Result<BoundRelay, AppError> {
+async fn take_over(config: RelayConfig, store: Store, inbox: Inbox) -> anyhow::Result<BoundRelay> {
     let run_dir = &config.run_dir;
-    let running = |why: HandoverError| AppError::Running(run_dir.display().to_string(), why);
+    // Two relays that serve one run-dir would take each other's connections.
+    let running = |why: String| {
+        anyhow!(
+            "take over from the peerpod-relay that serves {}: {why}; that relay goes on and no pod is affected; remove the \
+             cause, or undo the rollout (kubectl rollout undo daemonset); stopping the running relay would end its pods",
+            run_dir.display()
+        )
+    };
     let mut taken = new::ask(run_dir).await.map_err(running)?;
     let states = States::go_on(taken.process.epoch.clone(), taken.process.version);
     let core = Core::new(states, store, inbox);
-    let prepared = prepare(&core, &mut taken, run_dir).await;
-    let (sockets, named, identity, records, prepared) = match prepared {
+    let (sockets, named, identity, records, prepared) = match prepare(&core, &mut taken, run_dir).await {
         Ok(prepared) => prepared,
         Err(why) => {
+            let why = why.to_string();
             taken.refuse(&why).await;
-            return Err(running(HandoverError::No(why)));
+            return Err(running(why));
         }
     };
     taken.commit().await.map_err(running)?;
@@ -192,22 +151,18 @@ async fn take_over(config: RelayConfig, store: Store, inbox: Inbox) -> Result<Bo
 type Ours = (Sockets, handover::Named, Option<Identity>, Vec<Record>, Vec<Prepared>);
 
 /// Performs every step that can fail, before anything is changed.
-async fn prepare(core: &Core, taken: &mut Taken, run_dir: &Path) -> Result<Ours, String> {
-    let (identity, records) = core.read().await.map_err(|error| error.to_string())?;
-    let sockets = Sockets::taken(taken).map_err(|error| error.to_string())?;
-    let named = sockets.copies().map_err(|error| error.to_string())?;
+async fn prepare(core: &Core, taken: &mut Taken, run_dir: &Path) -> anyhow::Result<Ours> {
+    let (identity, records) = core.read().await?;
+    let sockets = Sockets::taken(taken)?;
+    let named = sockets.copies()?;
     let mut prepared = Vec::new();
     for (handed, descriptors) in std::mem::take(&mut taken.sandboxes) {
-        let record = records.iter().find(|record| record.id.as_str() == handed.id).ok_or_else(|| {
-            format!(
-                "sandbox {} has no record; use the state-dir of the process in {}",
-                handed.id,
-                run_dir.display()
-            )
+        let (id, run_dir) = (handed.id.clone(), run_dir.display());
+        let record = records.iter().find(|record| record.id.as_str() == id).ok_or_else(|| {
+            anyhow!("sandbox {id} has no record; use the state-dir of the process in {run_dir}")
         })?;
-        let id = handed.id.clone();
         let sandbox = core.sandboxes.prepare(record.clone(), handed, descriptors);
-        prepared.push(sandbox.map_err(|why| format!("sandbox {id}: {why}"))?);
+        prepared.push(sandbox.map_err(|why| anyhow!("sandbox {id}: {why}"))?);
     }
     Ok((sockets, named, identity, records, prepared))
 }
@@ -233,12 +188,12 @@ impl Core {
         registry.sub_registry_with_prefix("peerpod_relay").register_collector(shown);
         let states = Arc::new(states);
         let sandboxes = Sandboxes::new(store.clone(), states.clone(), metrics.clone());
-        let trust = Arc::new(guests::Trust::new());
+        let trust = Arc::default();
         Core { registry, metrics, wireguard, states, sandboxes, trust, store, inbox }
     }
 
     /// Reads the TLS identity and the sandbox records from disk.
-    async fn read(&self) -> Result<(Option<Identity>, Vec<Record>), AppError> {
+    async fn read(&self) -> anyhow::Result<(Option<Identity>, Vec<Record>)> {
         let store = self.store.clone();
         blocking(move || Ok((store.identity(), store.records()?))).await
     }
@@ -246,7 +201,7 @@ impl Core {
     fn know(&self, identity: Option<Identity>, records: &[Record]) {
         if let Some(identity) = identity {
             match identity.server_config() {
-                Ok(config) => self.trust.set(config),
+                Ok(config) => *self.trust.write() = Some(config),
                 Err(error) => {
                     tracing::error!(%error, "the stored TLS identity is not usable; guests wait for the node")
                 }
@@ -265,7 +220,7 @@ impl Core {
         sockets: Sockets,
         named: handover::Named,
         restored: hypervisor::Restored,
-    ) -> Result<BoundRelay, AppError> {
+    ) -> anyhow::Result<BoundRelay> {
         let Sockets { guests, admin, hypervisor, control, fd_handoff, handover, lock, names } = sockets;
         let (listen, run_dir) = (guests.address, &config.run_dir);
         let admin_address = admin.local_addr().map_err(|why| admin::refused(config.admin_listen, why))?;
@@ -287,7 +242,7 @@ impl Core {
         let localhost =
             Localhost { sandboxes: Arc::downgrade(&self.sandboxes), metrics: self.metrics.clone() };
         let kinds: fd_handoff::Kinds = vec![Arc::new(localhost), self.wireguard.clone()];
-        tasks.spawn(fd_handoff::serve(fd_handoff, kinds, pause.clone()));
+        tasks.spawn(fd_handoff::serve(fd_handoff, kinds, pause.clone(), fd_handoff::MESSAGE));
         let source = old::HandoverSource {
             hypervisor,
             sandboxes: self.sandboxes.clone(),
@@ -351,12 +306,12 @@ impl BoundRelay {
     ///
     /// # Errors
     /// A task ended by itself; the process must not continue without it.
-    pub async fn run(mut self, shutdown: &Shutdown) -> Result<(), AppError> {
+    pub async fn run(mut self, shutdown: &Shutdown) -> anyhow::Result<()> {
         let ended = tokio::select! {
             () = shutdown.wait() => Ok(()),
             Some(ended) = self.tasks.join_next() => {
                 let why = ended.map_or_else(|error| error.to_string(), |()| "its task returned".to_owned());
-                Err(AppError::Ended(why))
+                Err(anyhow!("a part of the relay ended: {why}; see the log lines above, and restart the relay"))
             }
         };
         if ended.is_ok() {
@@ -367,8 +322,7 @@ impl BoundRelay {
         ended
     }
 
-    /// Closes everything and unlinks the sockets that still belong to this relay. Records stay on disk for the next
-    /// relay.
+    /// Closes everything and unlinks the sockets that still belong to this relay. Records stay for the next relay.
     pub async fn stop(mut self) {
         self.tasks.shutdown().await;
         self.sandboxes.stop().await;
@@ -378,13 +332,8 @@ impl BoundRelay {
     }
 }
 
-fn make_run_dir(run_dir: &Path) -> io::Result<()> {
-    // An existing folder keeps its permissions: other programs may have sockets in it.
-    DirBuilder::new().recursive(true).mode(0o700).create(run_dir)
-}
-
 /// Locks `relay.lock`; `None` means that another process holds the lock.
-fn lock(run_dir: &Path) -> Result<Option<Flock<File>>, AppError> {
+fn lock(run_dir: &Path) -> anyhow::Result<Option<OwnedFd>> {
     let path = run_dir.join("relay.lock");
     let file = OpenOptions::new()
         .create(true)
@@ -393,20 +342,20 @@ fn lock(run_dir: &Path) -> Result<Option<Flock<File>>, AppError> {
         .mode(0o600)
         .open(&path)
         .map_err(path_error("open", &path))?;
-    match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
-        Ok(lock) => Ok(Some(lock)),
-        Err((_, nix::errno::Errno::EWOULDBLOCK)) => Ok(None),
-        Err((_, error)) => Err(path_error("lock", &path)(error.into())),
+    match file.try_lock() {
+        Ok(()) => Ok(Some(file.into())),
+        Err(TryLockError::WouldBlock) => Ok(None),
+        Err(TryLockError::Error(error)) => Err(path_error("lock", &path)(error)),
     }
 }
 
-fn epoch() -> Result<String, AppError> {
+fn epoch() -> anyhow::Result<String> {
     let mut bytes = [0; 8];
-    getrandom::fill(&mut bytes).map_err(|error| AppError::Random(error.to_string()))?;
+    getrandom::fill(&mut bytes).map_err(|error| anyhow!("get random bytes from the kernel: {error}"))?;
     Ok(hex::encode(bytes))
 }
 
-async fn serve_control(listener: UnixListener, control: Control) -> Result<ttrpc::r#async::Server, AppError> {
+async fn serve_control(listener: UnixListener, control: Control) -> anyhow::Result<ttrpc::r#async::Server> {
     let acceptor = Acceptor::new("relay.sock");
     let connections =
         futures_util::stream::unfold((listener, acceptor), |(listener, mut acceptor)| async move {
@@ -416,6 +365,6 @@ async fn serve_control(listener: UnixListener, control: Control) -> Result<ttrpc
     let mut server = ttrpc::r#async::Server::new()
         .add_listener(ttrpc::r#async::transport::Listener::new(connections))
         .register_service(relay_ttrpc::create_relay(Arc::new(control)));
-    server.start().await.map_err(AppError::Control)?;
+    server.start().await.map_err(|error| anyhow!("serve relay.sock: {error}"))?;
     Ok(server)
 }

@@ -44,7 +44,7 @@ pub struct RelayConfig {
     pub max_handshakes: u32,
     /// The same limit for one address.
     pub max_handshakes_per_address: u32,
-    /// `relay.replaced`: whether to run the supervisor, [`crate::supervisor`], which waits for the container's end.
+    /// `relay.replaced`: whether to run the supervisor, [`crate::supervisor`].
     pub waits_when_replaced: bool,
     /// `relay.pod`: namespace, name and uid of this relay's own pod, if it runs in one.
     pub pod: Option<[String; 3]>,
@@ -92,10 +92,11 @@ impl RelayConfig {
              from a running relay",
         );
         if let Some(pod) = pod {
-            let mut parts = pod.split('/').filter(|part| !part.is_empty()).map(str::to_owned);
-            match (parts.next(), parts.next(), parts.next(), parts.next()) {
-                (Some(namespace), Some(name), Some(uid), None) => config.pod = Some([namespace, name, uid]),
-                _ => reader.mistake("relay.pod", "not of the form namespace/name/uid"),
+            let parts: Vec<String> =
+                pod.split('/').filter(|part| !part.is_empty()).map(str::to_owned).collect();
+            match parts.try_into() {
+                Ok(parts) => config.pod = Some(parts),
+                Err(_) => reader.mistake("relay.pod", "not of the form namespace/name/uid"),
             }
         }
         for (key, path) in [("paths.run-dir", &config.run_dir), ("paths.state-dir", &config.state_dir)] {

@@ -1,12 +1,10 @@
-//! Serves `relay.sock`, the API that the node calls. Handlers only check, pass on and map errors. Each call may be
-//! dropped at any moment and repeated.
+//! Serves `relay.sock`, the API that the node calls. Handlers only check, pass on and map errors; all may be repeated.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use bytes::Bytes;
 use peerpod_common::blocking::blocking;
 use peerpod_proto::guest::Request;
 use peerpod_proto::relay::{
@@ -16,13 +14,13 @@ use peerpod_proto::relay::{
 use peerpod_proto::relay_ttrpc::Relay;
 use protobuf::Message;
 use ttrpc::Code;
-use ttrpc::r#async::TtrpcContext;
+use ttrpc::r#async::TtrpcContext as Context;
 
-use crate::guest_dialer;
+use crate::guest_dialer::ADDRESSES;
 use crate::guests::Trust;
+use crate::handover::Pause;
 use crate::id::SandboxId;
 use crate::metrics::Metrics;
-use crate::pause::Pause;
 use crate::sandboxes::guest::Gone;
 use crate::sandboxes::states::States;
 use crate::sandboxes::{SandboxError, Sandboxes};
@@ -41,7 +39,6 @@ const REQUEST_BYTES: usize = (5 << 20) - 64;
 /// Limit of certificates per sandbox: the present one, the next one, and some reserve.
 const CERTIFICATES: usize = 16;
 
-/// Service of `relay.sock`.
 pub(crate) struct Control {
     pub(crate) sandboxes: Arc<Sandboxes>,
     pub(crate) states: Arc<States>,
@@ -56,6 +53,10 @@ pub(crate) struct Control {
 
 fn status(code: Code, why: impl ToString) -> ttrpc::Error {
     ttrpc::Error::RpcStatus(ttrpc::get_status(code, why))
+}
+
+fn invalid(why: impl ToString) -> ttrpc::Error {
+    status(Code::INVALID_ARGUMENT, why)
 }
 
 /// The only mapping from `SandboxError` to status codes.
@@ -82,7 +83,7 @@ impl From<Gone> for ttrpc::Error {
 }
 
 /// Returns a call's time limit: a little less than its caller waits, so that the caller gets the reason and no timeout.
-fn patience(context: &TtrpcContext, without: Duration) -> Duration {
+fn patience(context: &Context, without: Duration) -> Duration {
     match u64::try_from(context.timeout_nano) {
         Ok(nanos) if nanos > 0 => {
             let whole = Duration::from_nanos(nanos);
@@ -93,67 +94,52 @@ fn patience(context: &TtrpcContext, without: Duration) -> Duration {
 }
 
 fn id_of(text: &str) -> ttrpc::Result<SandboxId> {
-    SandboxId::new(text).map_err(|error| status(Code::INVALID_ARGUMENT, error))
+    SandboxId::new(text).map_err(invalid)
 }
 
 fn record_of(request: PutSandboxRequest) -> ttrpc::Result<Record> {
     let id = id_of(&request.id)?;
-    if request.guest_certificates.len() > CERTIFICATES {
-        let why = format!(
-            "sandbox {id} has {} certificates, more than {CERTIFICATES}",
-            request.guest_certificates.len()
-        );
-        return Err(status(Code::INVALID_ARGUMENT, why));
+    let (certificates, addresses) = (request.guest_certificates.len(), request.dial.len());
+    if certificates > CERTIFICATES {
+        let why = format!("sandbox {id} has {certificates} certificates, more than {CERTIFICATES}");
+        return Err(invalid(why));
     }
-    let guest_certificates = request
-        .guest_certificates
-        .iter()
-        .map(|print| <[u8; 32]>::try_from(print.as_slice()))
+    let prints = request.guest_certificates.into_iter().map(<[u8; 32]>::try_from);
+    let guest_certificates = prints
         .collect::<Result<_, _>>()
-        .map_err(|_| status(Code::INVALID_ARGUMENT, "a certificate's fingerprint does not have 32 bytes"))?;
+        .map_err(|_| invalid("a certificate's fingerprint does not have 32 bytes"))?;
     let tunnel_peer = request.tunnel_peer.into_option().map(tunnel_peer).transpose()?;
-    if request.dial.len() > guest_dialer::ADDRESSES {
-        let why = format!(
-            "sandbox {id} has {} addresses to dial, more than {}",
-            request.dial.len(),
-            guest_dialer::ADDRESSES
-        );
-        return Err(status(Code::INVALID_ARGUMENT, why));
+    if addresses > ADDRESSES {
+        let why = format!("sandbox {id} has {addresses} addresses to dial, more than {ADDRESSES}");
+        return Err(invalid(why));
     }
     let dial = request.dial.iter().map(|address| address.parse()).collect::<Result<_, _>>();
-    let dial = dial
-        .map_err(|_| status(Code::INVALID_ARGUMENT, "an address to dial is not an IP address with a port"))?;
+    let dial = dial.map_err(|_| invalid("an address to dial is not an IP address with a port"))?;
     let (agent_socket, pod) = (request.agent_socket.into(), request.pod);
     let volumes = volumes_of(&id, request.volumes)?;
     Ok(Record { id, agent_socket, guest_certificates, pod, tunnel_peer, dial, volumes })
 }
 
 fn volumes_of(id: &SandboxId, told: Vec<relay::Volume>) -> ttrpc::Result<Vec<Volume>> {
-    let refused = |why: String| status(Code::INVALID_ARGUMENT, format!("volumes of sandbox {id}: {why}"));
+    let refused = |why: String| invalid(format!("volumes of sandbox {id}: {why}"));
     if told.len() > volumes::MOST {
         return Err(refused(format!("{} volumes are more than {}", told.len(), volumes::MOST)));
     }
     let volume = |told: relay::Volume| {
+        let relay::Volume { id, name, target_path, marker, read_only, block, .. } = told;
         // A volume with the root as its target would own all files of the node.
-        let path = std::path::Path::new(&told.target_path);
+        let path = std::path::Path::new(&target_path);
         // The id becomes part of paths.
-        if !volumes::is_volume_id(&told.id) || !path.is_absolute() || path.components().count() < 3 {
-            return Err(refused(format!("id {:?} at {:?} is not a volume", told.id, told.target_path)));
+        if !volumes::is_volume_id(&id) || !path.is_absolute() || path.components().count() < 3 {
+            return Err(refused(format!("id {id:?} at {target_path:?} is not a volume")));
         }
-        Ok(Volume {
-            id: told.id,
-            name: told.name,
-            target_path: told.target_path,
-            marker: told.marker,
-            read_only: told.read_only,
-            block: told.block,
-        })
+        Ok(Volume { id, name, target_path, marker, read_only, block })
     };
     told.into_iter().map(volume).collect()
 }
 
 fn tunnel_peer(peer: relay::TunnelPeer) -> ttrpc::Result<TunnelPeer> {
-    let wrong = |what: &str| status(Code::INVALID_ARGUMENT, format!("the tunnel peer's {what} is not valid"));
+    let wrong = |what: &str| invalid(format!("the tunnel peer's {what} is not valid"));
     Ok(TunnelPeer {
         key: peer.key,
         inner: peer.inner_address.parse().map_err(|_| wrong("inner address"))?,
@@ -164,38 +150,31 @@ fn tunnel_peer(peer: relay::TunnelPeer) -> ttrpc::Result<TunnelPeer> {
 
 #[async_trait]
 impl Relay for Control {
-    async fn configure(
-        &self,
-        _context: &TtrpcContext,
-        request: ConfigureRequest,
-    ) -> ttrpc::Result<ConfigureResponse> {
-        let _open = self.pause.pass().await;
+    async fn configure(&self, _: &Context, request: ConfigureRequest) -> ttrpc::Result<ConfigureResponse> {
+        let _open = self.pause.clone().read_owned().await;
         let identity = Identity {
             certificates: request.certificates,
             private_key: request.private_key,
             trusted_cas: request.trusted_cas,
         };
-        let config = identity.server_config().map_err(|error| status(Code::INVALID_ARGUMENT, error))?;
+        let config = identity.server_config().map_err(invalid)?;
         let store = self.store.clone();
         blocking(move || store.put_identity(&identity).map_err(SandboxError::from)).await?;
-        self.trust.set(config);
+        *self.trust.write() = Some(config);
         tracing::info!("configured by peerpod-node");
-        Ok(ConfigureResponse {
-            listen_address: self.listen.to_string(),
-            epoch: self.states.epoch().to_owned(),
-            ..Default::default()
-        })
+        let (listen_address, epoch) = (self.listen.to_string(), self.states.epoch().to_owned());
+        Ok(ConfigureResponse { listen_address, epoch, ..Default::default() })
     }
 
     async fn put_sandbox(
         &self,
-        _context: &TtrpcContext,
+        _: &Context,
         request: PutSandboxRequest,
     ) -> ttrpc::Result<PutSandboxResponse> {
-        let open = self.pause.pass().await;
+        let open = self.pause.clone().read_owned().await;
         let record = record_of(request)?;
         let (id, pod) = (record.id.clone(), record.pod.clone());
-        let refused = |why| status(Code::INVALID_ARGUMENT, format!("tunnel peer of sandbox {id}: {why}"));
+        let refused = |why| invalid(format!("tunnel peer of sandbox {id}: {why}"));
         self.wireguard.put(&id, record.tunnel_peer.as_ref()).map_err(refused)?;
         self.sandboxes.put(record, open).await?;
         tracing::info!(sandbox = %id, pod, "sandbox is served");
@@ -204,10 +183,10 @@ impl Relay for Control {
 
     async fn delete_sandbox(
         &self,
-        _context: &TtrpcContext,
+        _: &Context,
         request: DeleteSandboxRequest,
     ) -> ttrpc::Result<DeleteSandboxResponse> {
-        let open = self.pause.pass().await;
+        let open = self.pause.clone().read_owned().await;
         let id = id_of(&request.id)?;
         let (sandboxes, gone) = (self.sandboxes.clone(), id.clone());
         let pod = self.states.pod(&id);
@@ -224,28 +203,25 @@ impl Relay for Control {
 
     async fn guest_call(
         &self,
-        context: &TtrpcContext,
+        context: &Context,
         request: GuestCallRequest,
     ) -> ttrpc::Result<GuestCallResponse> {
         let id = id_of(&request.id)?;
-        if request.request.len() > REQUEST_BYTES {
-            let why = format!("the request has {} bytes, more than {REQUEST_BYTES}", request.request.len());
-            return Err(status(Code::INVALID_ARGUMENT, why));
+        let bytes = request.request.len();
+        if bytes > REQUEST_BYTES {
+            return Err(invalid(format!("the request has {bytes} bytes, more than {REQUEST_BYTES}")));
         }
         let mut message = Request::parse_from_bytes(&request.request)
-            .map_err(|error| status(Code::INVALID_ARGUMENT, format!("read the request: {error}")))?;
-        let attached = self.sandboxes.get(&id).ok_or_else(|| {
-            status(Code::NOT_FOUND, format!("sandbox {id} is not served here; put it first"))
-        })?;
-        let open = self.pause.pass().await;
+            .map_err(|error| invalid(format!("read the request: {error}")))?;
+        let unknown = || status(Code::NOT_FOUND, format!("sandbox {id} is not served here; put it first"));
+        let attached = self.sandboxes.get(&id).ok_or_else(unknown)?;
+        let open = self.pause.clone().read_owned().await;
         let mut waiting = attached.guest.call()?;
         message.id = waiting.id;
         let bytes = message.write_to_bytes().map_err(|error| status(Code::INTERNAL, error))?;
         let size = bytes.len();
-        attached
-            .endpoint
-            .control(Bytes::from(bytes))
-            .map_err(|full| status(Code::RESOURCE_EXHAUSTED, full))?;
+        let sent = attached.endpoint.control(bytes.into());
+        sent.map_err(|full| status(Code::RESOURCE_EXHAUSTED, full))?;
         drop(open);
         self.metrics.guests.calls.inc();
         let patience = patience(context, CALL).min(CALL_AT_MOST);
@@ -260,7 +236,7 @@ impl Relay for Control {
         }
     }
 
-    async fn watch(&self, context: &TtrpcContext, request: WatchRequest) -> ttrpc::Result<WatchResponse> {
+    async fn watch(&self, context: &Context, request: WatchRequest) -> ttrpc::Result<WatchResponse> {
         let patience = patience(context, WATCH).min(WATCH);
         let newer = self.states.newer(&request.epoch, request.since);
         Ok(tokio::time::timeout(patience, newer).await.unwrap_or_else(|_| self.states.nothing(request.since)))

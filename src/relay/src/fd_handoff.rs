@@ -18,18 +18,19 @@ use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 use tokio::time::timeout;
 
+use crate::handover::Pause;
 use crate::id::SandboxId;
-use crate::pause::Pause;
 use crate::socket;
 
+/// Protocol number of TCP.
+const IPPROTO_TCP: u32 = 6;
 /// Time limit for a connected peer's message.
-const MESSAGE: Duration = Duration::from_secs(5);
+pub(crate) const MESSAGE: Duration = Duration::from_secs(5);
 /// Time limit for a kind to take its descriptors.
 const TAKE: Duration = Duration::from_secs(5);
 /// Limit of open connections; the node makes one at a time for each sandbox.
 const CONNECTIONS: usize = 64;
 
-/// All kinds.
 pub(crate) type Kinds = Vec<Arc<dyn Kind>>;
 
 /// One kind of descriptors.
@@ -38,8 +39,7 @@ pub(crate) trait Kind: Send + Sync {
     /// Name of the kind in the header.
     fn name(&self) -> &'static str;
 
-    /// Describes the descriptors held for this sandbox (`None`: for the node), in the kind's own format; `None` if it
-    /// holds none.
+    /// Describes the descriptors held for this sandbox (`None`: for the node), in the kind's own format.
     async fn held(&self, sandbox: Option<&SandboxId>) -> Option<Value>;
 
     /// Duplicates the node's descriptors held under these names. By default none is returned.
@@ -54,26 +54,21 @@ pub(crate) trait Kind: Send + Sync {
 /// Content of one message.
 #[derive(Debug)]
 pub(crate) struct Passed {
-    /// The header's detail field.
     pub(crate) detail: Value,
-    descriptors: Vec<(String, OwnedFd)>,
+    pub(crate) descriptors: Vec<(String, OwnedFd)>,
 }
 
 impl Passed {
-    pub(crate) fn new(detail: Value, descriptors: Vec<(String, OwnedFd)>) -> Passed {
-        Passed { detail, descriptors }
-    }
-
     /// Splits the message into detail, names and descriptors.
     pub(crate) fn into_parts(self) -> (Value, Vec<String>, Vec<OwnedFd>) {
         let (names, descriptors) = self.descriptors.into_iter().unzip();
         (self.detail, names, descriptors)
     }
 
-    /// Removes and returns the descriptor of this name; it must be a socket of this kind.
-    pub(crate) fn socket(&mut self, name: &str, wanted: Wanted) -> Result<OwnedFd, String> {
+    /// Removes and returns the descriptor of this name; it must be a listening TCP socket of this family.
+    pub(crate) fn listener(&mut self, name: &str, family: AddressFamily) -> Result<OwnedFd, String> {
         let descriptor = self.descriptor(name)?;
-        wanted.check(&descriptor).map_err(|why| format!("descriptor {name}: {why}"))?;
+        check(&descriptor, family).map_err(|why| format!("descriptor {name}: {why}"))?;
         Ok(descriptor)
     }
 
@@ -99,42 +94,26 @@ impl Passed {
     }
 }
 
-/// Required properties of a socket.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Wanted {
-    pub(crate) family: AddressFamily,
-    pub(crate) kind: SocketType,
-    /// Number of the protocol (`IPPROTO_*`, `NETLINK_*`); 0 is the family's default.
-    pub(crate) protocol: u32,
-    pub(crate) listens: bool,
-}
-
-impl Wanted {
-    fn check(self, socket: &OwnedFd) -> Result<(), String> {
-        let found: rustix::io::Result<_> = (|| {
-            let protocol = sockopt::socket_protocol(socket)?.map_or(0, |protocol| protocol.as_raw().get());
-            let listens = sockopt::socket_acceptconn(socket)?;
-            Ok((sockopt::socket_domain(socket)?, sockopt::socket_type(socket)?, protocol, listens))
-        })();
-        let (family, kind, protocol, listens) = found.map_err(|why| format!("it is not a socket ({why})"))?;
-        if (family, kind, protocol, listens) == (self.family, self.kind, self.protocol, self.listens) {
-            return Ok(());
-        }
-        let (wanted, family) = (self.family.as_raw(), family.as_raw());
-        Err(format!(
-            "it is a socket of family {family}, {kind:?}, protocol {protocol}, listening: {listens}; \
-             required is family {wanted}, {:?}, protocol {}, listening: {}",
-            self.kind, self.protocol, self.listens
-        ))
+/// Checks that a descriptor is a listening TCP socket of this family.
+fn check(socket: &OwnedFd, family: AddressFamily) -> Result<(), String> {
+    let found: rustix::io::Result<_> = (|| {
+        let protocol = sockopt::socket_protocol(socket)?.map_or(0, |protocol| protocol.as_raw().get());
+        let family = sockopt::socket_domain(socket)?.as_raw();
+        Ok((family, sockopt::socket_type(socket)?, protocol, sockopt::socket_acceptconn(socket)?))
+    })();
+    let found = found.map_err(|why| format!("it is not a socket ({why})"))?;
+    let wanted = (family.as_raw(), SocketType::STREAM, IPPROTO_TCP, true);
+    if found == wanted {
+        return Ok(());
     }
+    let text = |(family, kind, protocol, listens): (u16, SocketType, u32, bool)| {
+        format!("family {family}, {kind:?}, protocol {protocol}, listening: {listens}")
+    };
+    Err(format!("it is a socket of {}; required is {}", text(found), text(wanted)))
 }
 
-/// Serves until the future is dropped; takes no descriptors during a pause of `pause`.
-pub(crate) async fn serve(listener: OwnedFd, kinds: Kinds, pause: Pause) {
-    serve_within(listener, kinds, pause, MESSAGE).await;
-}
-
-async fn serve_within(listener: OwnedFd, kinds: Kinds, pause: Pause, patience: Duration) {
+/// Serves until the future is dropped; takes no descriptors during a pause of `pause`. `patience` is [`MESSAGE`].
+pub(crate) async fn serve(listener: OwnedFd, kinds: Kinds, pause: Pause, patience: Duration) {
     let kinds = Arc::new(kinds);
     let serve = |connection| one(connection, kinds.clone(), pause.clone(), patience);
     socket::serve_packets(listener, SOCKET, CONNECTIONS, serve).await;
@@ -145,7 +124,7 @@ async fn one(connection: OwnedFd, kinds: Arc<Kinds>, pause: Pause, patience: Dur
     let Ok(connection) = reactor::register(connection, Interest::READABLE) else { return };
     let answer = match timeout(patience, message(&connection)).await {
         Ok(Ok((header, descriptors))) => {
-            let _open = pause.pass().await;
+            let _open = pause.read_owned().await;
             judge(&kinds, header, descriptors).await
         }
         Ok(Err(error)) => Err(error.to_string()),
@@ -200,7 +179,7 @@ async fn judge(
         let (came, named) = (descriptors.len(), names.len());
         return Err(format!("{came} descriptors arrived, {named} are named"));
     }
-    let handed = Passed::new(detail, names.into_iter().zip(descriptors).collect());
+    let handed = Passed { detail, descriptors: names.into_iter().zip(descriptors).collect() };
     let taken = timeout(TAKE, kind.take(sandbox.as_ref(), handed)).await;
     let detail = taken.map_err(|_| format!("the relay did not accept the descriptors within {TAKE:?}"))??;
     // The kind logs the pod, which is not known here.

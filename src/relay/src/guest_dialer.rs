@@ -1,7 +1,6 @@
-//! Dials guests, in networks that do not let guests reach the node. It makes short attempts at all addresses of a VM,
-//! repeatedly, at the cadence at which guests dial elsewhere. `guests` treats an answering peer like a guest that
-//! dialled in; the peer must be the guest of the dialled sandbox. The addresses are in the sandbox's record, so
-//! dialling continues without the node.
+//! Dials guests, in networks that do not let guests reach the node: short attempts at all addresses of a VM, at the
+//! cadence at which guests dial elsewhere. `guests` treats an answering peer like a guest that dialled in; it must be
+//! the guest of the dialled sandbox. The addresses are in the sandbox's record, so dialling continues without the node.
 
 use std::collections::HashMap;
 use std::io;
@@ -10,7 +9,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tokio::net::TcpStream;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, watch};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
@@ -32,15 +31,12 @@ const PATIENCE: Duration = Duration::from_secs(60);
 const SELDOM: Duration = Duration::from_secs(5);
 /// Pause before the next attempt at an address where another sandbox's VM answered.
 const OTHERS: Duration = Duration::from_secs(60);
-/// Limit of addresses of one VM.
 pub(crate) const ADDRESSES: usize = 16;
 
-/// Change of the addresses to dial.
 #[derive(Debug)]
 pub(crate) enum Order {
     /// Dial this sandbox's guest, at these addresses and no others.
     Dial(SandboxId, Vec<SocketAddr>),
-    /// Stop dialling this sandbox's guest.
     Stop(SandboxId),
 }
 
@@ -95,19 +91,19 @@ impl Dial {
             };
             // The guest may have been met at another address meanwhile.
             let Link { up: false, changes: before } = *link.borrow_and_update() else { continue };
-            let met = guests::meet(stream, self.address, &self.id, &self.parts).await;
+            let met = guests::meet(stream, self.address, Some(&self.id), &self.parts).await;
             let is_others = matches!(met, Err(guests::Refused::OtherSandbox(_)));
             match met {
                 // The guest returns with its certificate, and must then be met at once.
                 Ok(Met::Claimed) => said = "",
                 Ok(Met::Attached) => {
                     said = "";
-                    drop(timeout(HELLO, changed(&mut link, before)).await);
+                    drop(timeout(HELLO, link.wait_for(|link| link.changes != before)).await);
                 }
                 // A guest that is met at two of its addresses answers at only one of them.
                 Err(ref refused) if refused.is_strange() && refused.label() != said => {
                     said = refused.label();
-                    let pod = self.parts.sandboxes.pod(&self.id);
+                    let pod = self.parts.sandboxes.states.pod(&self.id);
                     tracing::warn!(sandbox = %self.id, pod = &*pod, address = %self.address, reason = said, error = %refused, "a program other than the VM's guest answers at its address");
                 }
                 Err(ref refused) => {
@@ -150,10 +146,6 @@ impl Dial {
 
 async fn attempt(address: SocketAddr, _turn: OwnedSemaphorePermit) -> io::Result<TcpStream> {
     timeout(ATTEMPT, TcpStream::connect(address)).await?
-}
-
-async fn changed(link: &mut watch::Receiver<Link>, before: u64) {
-    drop(link.wait_for(|link| link.changes != before).await);
 }
 
 /// Pause between attempts: 100 to 250 ms for a minute, as guests dial; then about one second. For a guest that was

@@ -38,7 +38,6 @@ struct LineLimit {
     reported: Option<Instant>,
 }
 
-/// Decision about one line.
 #[derive(Debug, PartialEq, Eq)]
 struct Verdict {
     write: bool,

@@ -1,12 +1,13 @@
-//! Accepts the guests' TLS connections and serves those that `guest_dialer` opened. Every host that can reach the node can
-//! reach this TCP listener. A guest without a certificate may only show its ticket and read the answer; a certificate
-//! selects its sandbox. Before that, the relay limits connections, connections per address, and the time for the
-//! handshake and the first record.
+//! Accepts the guests' TLS connections and serves those that `guest_dialer` opened. Every host that can reach the node
+//! can reach this TCP listener. A guest without a certificate may only show its ticket and read the answer; a
+//! certificate selects its sandbox. Before that, the relay limits connections, connections per address, and the time
+//! for the handshake and the first record.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::RwLock;
 use peerpod_common::accept::Acceptor;
 use peerpod_common::limit::ConnectionLimit;
 use peerpod_link::claim::{self, FIRST_RECORD_DEADLINE, First};
@@ -18,7 +19,6 @@ use peerpod_proto::node::ClaimRequest;
 use thiserror::Error;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 use tokio_rustls::TlsAcceptor;
@@ -37,31 +37,14 @@ const REPLY: Duration = Duration::from_secs(5);
 const CLAIM_VERSION: u32 = 1;
 
 /// TLS configuration in force; a new one applies to new connections.
-#[derive(Debug)]
-pub(crate) struct Trust(watch::Sender<Option<Arc<rustls::ServerConfig>>>);
+pub(crate) type Trust = RwLock<Option<Arc<rustls::ServerConfig>>>;
 
-impl Trust {
-    pub(crate) fn new() -> Trust {
-        Trust(watch::Sender::new(None))
-    }
-
-    pub(crate) fn set(&self, config: Arc<rustls::ServerConfig>) {
-        self.0.send_replace(Some(config));
-    }
-
-    fn get(&self) -> Option<Arc<rustls::ServerConfig>> {
-        self.0.borrow().clone()
-    }
-}
-
-/// Components that the listener uses.
 #[derive(Clone)]
 pub(crate) struct Parts {
     pub(crate) trust: Arc<Trust>,
     pub(crate) sandboxes: Arc<Sandboxes>,
     pub(crate) hypervisor: HypervisorHandle,
     pub(crate) metrics: Arc<Metrics>,
-    /// Guests that may send path probes.
     pub(crate) paths: Known,
 }
 
@@ -90,7 +73,6 @@ pub(crate) enum Refused {
     NotConfigured,
 }
 
-/// Result of a served connection.
 #[derive(Debug)]
 pub(crate) enum Met {
     /// The connection is a link.
@@ -132,18 +114,13 @@ pub(crate) async fn accept(listener: TcpListener, parts: Parts, unassigned: Conn
             Some(_) = open.join_next() => continue,
         };
         parts.metrics.guests.connections.inc();
-        let Some(config) = parts.trust.get() else {
-            parts.metrics.guests.refused("not_configured");
-            continue;
-        };
         let Some(counted) = unassigned.enter(peer.ip()) else {
             parts.metrics.guests.refused("too_many");
             continue;
         };
         let parts = parts.clone();
         open.spawn(async move {
-            if let Err(refused) = serve(stream, peer, config, None, &parts).await {
-                parts.metrics.guests.refused(refused.label());
+            if let Err(refused) = meet(stream, peer, None, &parts).await {
                 tracing::debug!(%peer, reason = refused.label(), error = %refused, "connection of a guest refused");
             }
             drop(counted);
@@ -151,17 +128,14 @@ pub(crate) async fn accept(listener: TcpListener, parts: Parts, unassigned: Conn
     }
 }
 
-/// Serves a connection that the relay dialled for a sandbox; the peer must be that sandbox's guest.
+/// Serves a connection of a guest. If the relay dialled it for a sandbox, the peer must be that sandbox's guest.
 pub(crate) async fn meet(
     stream: TcpStream,
     peer: SocketAddr,
-    dialled: &SandboxId,
+    dialled: Option<&SandboxId>,
     parts: &Parts,
 ) -> Result<Met, Refused> {
-    let met = match parts.trust.get() {
-        Some(config) => serve(stream, peer, config, Some(dialled), parts).await,
-        None => Err(Refused::NotConfigured),
-    };
+    let met = serve(stream, peer, dialled, parts).await;
     if let Err(refused) = &met {
         parts.metrics.guests.refused(refused.label());
     }
@@ -171,22 +145,18 @@ pub(crate) async fn meet(
 async fn serve(
     stream: TcpStream,
     peer: SocketAddr,
-    config: Arc<rustls::ServerConfig>,
     dialled: Option<&SandboxId>,
     parts: &Parts,
 ) -> Result<Met, Refused> {
+    let config = parts.trust.read().clone().ok_or(Refused::NotConfigured)?;
     endpoint::tune(&stream).map_err(Refused::Handshake)?;
-    let mut stream = timeout(HANDSHAKE, TlsAcceptor::from(config).accept(stream))
-        .await
-        .map_err(|_| Refused::HandshakeStalled)?
-        .map_err(Refused::Handshake)?;
+    let stream = timeout(HANDSHAKE, TlsAcceptor::from(config).accept(stream)).await;
+    let mut stream = stream.map_err(|_| Refused::HandshakeStalled)?.map_err(Refused::Handshake)?;
     let certificate = stream.get_ref().1.peer_certificates().and_then(|chain| chain.first());
     if let Some(certificate) = certificate {
         // A certificate is in the list of at most one sandbox: that of another sandbox leads there, not here.
-        let sandbox = parts
-            .sandboxes
-            .of_certificate(&tls::fingerprint(certificate))
-            .ok_or(Refused::UnknownCertificate)?;
+        let sandbox = parts.sandboxes.of_certificate(&tls::fingerprint(certificate));
+        let sandbox = sandbox.ok_or(Refused::UnknownCertificate)?;
         if dialled.is_some_and(|dialled| *dialled != sandbox.id) {
             return Err(Refused::OtherSandbox(sandbox.id.to_string()));
         }
@@ -197,11 +167,8 @@ async fn serve(
         sandbox.endpoint.attach(stream.into());
         return Ok(Met::Attached);
     }
-    let first = timeout(FIRST_RECORD_DEADLINE, claim::first_record(&mut stream))
-        .await
-        .map_err(|_| Refused::Silent)?
-        .map_err(Refused::FirstRecord)?;
-    match first {
+    let first = timeout(FIRST_RECORD_DEADLINE, claim::first_record(&mut stream)).await;
+    match first.map_err(|_| Refused::Silent)?.map_err(Refused::FirstRecord)? {
         First::Claim(claim) => answer_claim(stream, peer, *claim, dialled, parts).await,
         First::Hello(_) => Err(Refused::NoCertificate),
     }
@@ -232,12 +199,9 @@ async fn answer_claim(
     {
         return Err(Refused::OtherSandbox(reply.sandbox_id));
     }
-    timeout(REPLY, claim::reply(&mut stream, &reply))
-        .await
-        .map_err(|_| Refused::Silent)?
-        .map_err(Refused::FirstRecord)?;
-    // The guest closes after it has read the answer. The relay waits for that close: closing first, with unread data,
-    // could cut the answer off.
+    let replied = timeout(REPLY, claim::reply(&mut stream, &reply)).await;
+    replied.map_err(|_| Refused::Silent)?.map_err(Refused::FirstRecord)?;
+    // The guest closes after it has read the answer. Closing first, with unread data, could cut the answer off.
     let closed = async {
         stream.shutdown().await?;
         stream.read(&mut [0; 64]).await

@@ -3,8 +3,7 @@
 //!
 //! The old relay (`old`) is frozen while it sends its state. Until it sends `Yours`, it can always resume, independent
 //! of the new relay. The handover takes effect with that one message. The new relay (`new`) changes nothing before it.
-//! If the old relay dies between `Taken` and `Yours`, the new relay takes over, because no other process is left.
-//! `protocol` defines the messages.
+//! If the old relay dies between `Taken` and `Yours`, the new relay takes over: no other process is left.
 //!
 //! May touch: `takeover.sock`, and the descriptors and state that it receives.
 
@@ -14,8 +13,10 @@ mod protocol;
 pub(crate) mod report;
 
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
+use tokio::sync::RwLock;
 
 /// Name of the socket in the run-dir.
 pub(crate) const SOCKET: &str = "takeover.sock";
@@ -30,14 +31,15 @@ pub(crate) struct Process {
     /// Epoch and number of changes that the node has seen.
     pub(crate) epoch: String,
     pub(crate) version: u64,
-    /// Name of each descriptor.
     names: Vec<String>,
 }
+
+/// Lock that each change of the node takes shared (`read_owned`), and a handover exclusively (`write_owned`).
+pub(crate) type Pause = Arc<RwLock<()>>;
 
 /// Descriptors of the process itself, by name: the lock and the listeners.
 pub(crate) type Named = Vec<(String, OwnedFd)>;
 
-/// Names of [`Named`].
 pub(crate) mod name {
     pub(crate) const LOCK: &str = "lock";
     pub(crate) const HANDOVER: &str = "takeover";

@@ -1,6 +1,5 @@
-//! Drops the privileges that the process does not need, before its first thread and its first connection: later threads
-//! inherit the result. The relay opens its own files and binds its own sockets without a capability (with one, for a
-//! listening port below 1024).
+//! Drops the privileges that the process does not need, before its first thread and connection: later threads inherit
+//! the result. The relay needs no capability, except one for a listening port below 1024.
 //!
 //! The seccomp filter refuses system calls by purpose: calls that start programs, inspect other processes, make or
 //! enter namespaces, mount, load code into the kernel or open sockets other than Unix and IP. An allow list would have
@@ -13,8 +12,8 @@ use std::collections::BTreeMap;
 use nix::libc;
 use rustix::thread::{CapabilitySet, CapabilitySets, set_capabilities, set_no_new_privs};
 use seccompiler::{
-    BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule,
-    apply_filter, sock_filter,
+    BackendError, BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter,
+    SeccompRule, apply_filter, sock_filter,
 };
 
 /// First port that needs no capability.
@@ -98,7 +97,7 @@ pub fn harden(listen_port: u16) {
 
 /// Builds two programs, because a program has one answer for all its matches: EPERM, and ENOSYS for `clone3`. No filter
 /// can see the flags of `clone3`; on ENOSYS a C library falls back to `clone`.
-fn filters() -> Result<[BpfProgram; 2], seccompiler::BackendError> {
+fn filters() -> Result<[BpfProgram; 2], BackendError> {
     use SeccompCmpArgLen::Dword;
     let arg = |at, op, value| SeccompCondition::new(at, Dword, op, value);
     let family = |family: libc::c_int| arg(0, SeccompCmpOp::Ne, family.unsigned_abs().into());
@@ -134,10 +133,7 @@ fn second_numbers() -> Option<BpfProgram> {
     ])
 }
 
-fn program(
-    calls: BTreeMap<i64, Vec<SeccompRule>>,
-    errno: i32,
-) -> Result<BpfProgram, seccompiler::BackendError> {
+fn program(calls: BTreeMap<i64, Vec<SeccompRule>>, errno: i32) -> Result<BpfProgram, BackendError> {
     let answer = SeccompAction::Errno(errno.unsigned_abs());
     SeccompFilter::new(calls, SeccompAction::Allow, answer, std::env::consts::ARCH.try_into()?)?.try_into()
 }

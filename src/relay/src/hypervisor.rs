@@ -1,6 +1,5 @@
 //! Hypervisor proxy: serves `hypervisor.sock`, passes the shims' calls to the node, and holds them while it is away.
-//! One task owns the [`queue`]. The tasks of the connections, including the one to the node, only read, write and send
-//! it events.
+//! One task owns the [`queue`]; the tasks of the connections only read, write and send it events.
 //!
 //! May touch: its listener, `node.sock` (as a client), the inbox. [`call`] defines how far a request is inspected.
 
@@ -49,6 +48,8 @@ const CLAIM_WITHIN: Duration = Duration::from_secs(10);
 /// Limit of claims in flight.
 const CLAIMS: usize = 256;
 
+type Events = mpsc::Sender<Event>;
+
 /// Input of the proxy's task.
 enum Event {
     Opened { conn: ConnId, peer: Peer },
@@ -84,9 +85,6 @@ pub(crate) struct Restored {
 
 impl Restored {
     /// Reads a proxy's state; `sockets` are those of its connections, in the same order.
-    ///
-    /// # Errors
-    /// Returns the reason if the state is inconsistent.
     pub(crate) fn read(state: HypervisorState, sockets: Vec<OwnedFd>) -> Result<Restored, String> {
         if sockets.len() != state.conns.len() || sockets.len() > CONNECTIONS {
             return Err("the numbers of hypervisor API sockets and connections differ".to_owned());
@@ -110,10 +108,8 @@ impl Restored {
     }
 }
 
-/// Components that the proxy uses.
 pub(crate) struct Parts {
     pub(crate) listener: UnixListener,
-    /// State taken over from another process.
     pub(crate) restored: Restored,
     pub(crate) node_socket: PathBuf,
     pub(crate) inbox: Inbox,
@@ -121,20 +117,16 @@ pub(crate) struct Parts {
     pub(crate) metrics: Arc<Metrics>,
 }
 
-/// Handle for calls to the node through the proxy.
 #[derive(Clone)]
 pub(crate) struct HypervisorHandle {
-    events: mpsc::Sender<Event>,
+    events: Events,
     claims: Arc<Semaphore>,
 }
 
-/// Reason why a claim got no certificate.
 #[derive(Debug, Error)]
 pub(crate) enum ClaimError {
-    /// The same claim may succeed later.
     #[error("the node is away or busy: {0}")]
     Away(String),
-    /// The node refused the claim.
     #[error("the node refused the claim: {message} (code {code})")]
     Refused { code: i32, message: String },
 }
@@ -161,16 +153,13 @@ impl HypervisorHandle {
             ..Default::default()
         };
         let (answer, answered) = oneshot::channel();
-        self.events
-            .send(Event::Claim { request, answer })
-            .await
-            .map_err(|_| away("the relay is stopping"))?;
+        // Fails only in a relay that stops, and so does the next line.
+        drop(self.events.send(Event::Claim { request, answer }).await);
         let body = answered.await.map_err(|_| away("the relay is stopping"))?;
-        let response = ttrpc_frame::Response::parse_from_bytes(&body)
-            .map_err(|error| away(&format!("the node's answer cannot be read: {error}")))?;
+        let unreadable = |error| away(&format!("the node's answer cannot be read: {error}"));
+        let response = ttrpc_frame::Response::parse_from_bytes(&body).map_err(unreadable)?;
         match response.status.code {
-            0 => ClaimResponse::parse_from_bytes(&response.payload)
-                .map_err(|error| away(&format!("the node's answer cannot be read: {error}"))),
+            0 => ClaimResponse::parse_from_bytes(&response.payload).map_err(unreadable),
             code if code::FINAL.contains(&code) => {
                 Err(ClaimError::Refused { code, message: response.status.message.clone() })
             }
@@ -180,19 +169,13 @@ impl HypervisorHandle {
     }
 }
 
-/// Starts the proxy's tasks.
 pub(crate) fn open(parts: Parts, tasks: &mut JoinSet<()>) -> HypervisorHandle {
     let (events, incoming) = mpsc::channel(1024);
     let handle = HypervisorHandle { events: events.clone(), claims: Arc::new(Semaphore::new(CLAIMS)) };
     tasks.spawn(node::run(parts.node_socket, events.clone()));
     let (accepting, orders) = mpsc::unbounded_channel();
     let Restored { queue, conns, created } = parts.restored;
-    let mut peers = HashMap::new();
-    let mut open = Vec::new();
-    for (id, conn, peer) in conns {
-        peers.insert(id, peer);
-        open.push((id, conn));
-    }
+    let (peers, open) = conns.into_iter().map(|(id, conn, peer)| ((id, peer), (id, conn))).unzip();
     let accept = Accept { orders, events: events.clone(), metrics: parts.metrics.clone() };
     tasks.spawn(accept.run(parts.listener, open));
     let mut hypervisor = HypervisorProxy {
@@ -224,7 +207,7 @@ enum Pause {
 
 struct Accept {
     orders: mpsc::UnboundedReceiver<Pause>,
-    events: mpsc::Sender<Event>,
+    events: Events,
     metrics: Arc<Metrics>,
 }
 
@@ -298,7 +281,7 @@ struct HypervisorProxy {
     inbox: Inbox,
     states: Arc<States>,
     metrics: Arc<Metrics>,
-    events: mpsc::Sender<Event>,
+    events: Events,
 }
 
 impl HypervisorProxy {
@@ -407,7 +390,6 @@ impl HypervisorProxy {
         self.states.hypervisor(id, Some(pod));
     }
 
-    /// Executes the queue's outputs.
     fn act(&mut self) {
         while let Some(output) = self.queue.take() {
             match output {

@@ -24,12 +24,10 @@ struct Entry<'a> {
     version: u32,
     op: &'static str,
     id: &'a str,
-    /// Milliseconds since the Unix epoch.
     at_ms: u64,
 }
 
 impl Inbox {
-    /// Opens the inbox; makes the folder if it is missing.
     pub(crate) fn open(state_dir: &Path) -> io::Result<Inbox> {
         let folder = state_dir.join("inbox");
         files::make_folder(&folder)?;

@@ -25,7 +25,6 @@ mod hypervisor;
 mod inbox;
 mod localhost;
 mod metrics;
-mod pause;
 mod sandboxes;
 mod socket;
 mod store;

@@ -1,6 +1,5 @@
 //! Serves a pod's `localhost`: connections to 127.0.0.1 and ::1 in the node's side of the pod's netns (port-forward,
-//! probes) are carried to the same port in the VM. A listener accepts them and the guest dials. If nothing listens in
-//! the VM, the client's connection is reset.
+//! probes) are carried to the same port in the VM, which the guest dials, or reset.
 //!
 //! `peerpod_podnet::localhost` has the rules that redirect connections to these listeners. The node passes the
 //! listeners over `fd_handoff`; they close with the sandbox. May touch: these listeners, and the sandbox's link.
@@ -14,14 +13,14 @@ use async_trait::async_trait;
 use peerpod_base::fd_handoff::LOCALHOST_LISTENERS as LISTEN;
 use peerpod_common::accept::Acceptor;
 use peerpod_link::endpoint::{Connected, DialError, EndpointHandle, Target};
+use rustix::net::AddressFamily;
 use rustix::net::sockopt::set_socket_linger;
-use rustix::net::{AddressFamily, SocketType};
 use serde_json::Value;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::{JoinHandle, JoinSet};
 use tracing::{Instrument, Span};
 
-use crate::fd_handoff::{Kind, Passed, Wanted};
+use crate::fd_handoff::{Kind, Passed};
 use crate::id::SandboxId;
 use crate::metrics::Metrics;
 use crate::sandboxes::Sandboxes;
@@ -30,9 +29,6 @@ use crate::socket;
 /// Ports of the listeners, IPv4 and IPv6, as the node's redirect rules have them. The relay keeps them for the next node.
 pub(crate) type Ports = [Option<u16>; 2];
 
-/// Name of the kind in the header.
-const KIND: &str = "localhost";
-const IPPROTO_TCP: u32 = 6;
 /// Limit of connections of one sandbox that the guest is dialling; further ones wait in the listener's queue.
 const PENDING: usize = 512;
 
@@ -46,7 +42,7 @@ pub(crate) struct Localhost {
 #[async_trait]
 impl Kind for Localhost {
     fn name(&self) -> &'static str {
-        KIND
+        "localhost"
     }
 
     async fn held(&self, sandbox: Option<&SandboxId>) -> Option<Value> {
@@ -55,21 +51,19 @@ impl Kind for Localhost {
     }
 
     async fn take(&self, sandbox: Option<&SandboxId>, mut handed: Passed) -> Result<Value, String> {
-        let stops = || "the relay is stopping".to_owned();
         let sandbox = sandbox.ok_or("the localhost descriptors name no sandbox")?;
         let ports: Ports = serde_json::from_value(handed.detail.clone())
             .map_err(|error| format!("the ports cannot be read: {error}"))?;
-        let sandboxes = self.sandboxes.upgrade().ok_or_else(stops)?;
+        let sandboxes = self.sandboxes.upgrade().ok_or("the relay is stopping")?;
         if sandboxes.get(sandbox).is_none() {
             return Err(format!("sandbox {sandbox} is not served here; put it first"));
         }
         let listeners = Listeners::take(&mut handed).map_err(|why| format!("sandbox {sandbox}: {why}"))?;
         handed.finish()?;
-        let pod = sandboxes.pod(sandbox);
-        let span = tracing::info_span!("localhost", pod = &*pod);
+        let pod = sandboxes.states.pod(sandbox);
         let serving = Serving::of(&self.sandboxes, sandbox, &pod, ports, listeners, self.metrics.clone());
         sandboxes.keep_localhost(sandbox, serving).await?;
-        span.in_scope(|| tracing::info!(%sandbox, "the pod's localhost is served"));
+        tracing::info!(%sandbox, pod = &*pod, "the pod's localhost is served");
         serde_json::to_value(ports).map_err(|error| error.to_string())
     }
 }
@@ -92,8 +86,7 @@ impl Listeners {
             if !handed.has(LISTEN[at]) {
                 continue;
             }
-            let wanted = Wanted { family, kind: SocketType::STREAM, protocol: IPPROTO_TCP, listens: true };
-            let listener = socket::tcp_listener(handed.socket(LISTEN[at], wanted)?);
+            let listener = socket::tcp_listener(handed.listener(LISTEN[at], family)?);
             listeners[at] = Some(listener.map_err(|error| format!("descriptor {}: {error}", LISTEN[at]))?);
         }
         Ok(Listeners(listeners))
@@ -109,7 +102,6 @@ pub(crate) struct Serving {
 }
 
 impl Serving {
-    /// Serves the localhost of a sandbox in this table.
     pub(crate) fn of(
         table: &Weak<Sandboxes>,
         id: &SandboxId,
@@ -138,7 +130,6 @@ impl Serving {
         Serving { ports, listeners, task: tokio::spawn(serve.instrument(span.clone())) }
     }
 
-    /// Whether the task still runs.
     pub(crate) fn is_running(&self) -> bool {
         !self.task.is_finished()
     }

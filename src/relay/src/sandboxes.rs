@@ -10,7 +10,7 @@ use std::path::{Component, Path};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use peerpod_common::backoff::Backoff;
 use peerpod_common::blocking::{Interrupted, blocking};
 use peerpod_link::endpoint::{self, Endpoint, EndpointHandle, Role};
@@ -33,7 +33,6 @@ const CLOSE_WITHIN: Duration = Duration::from_secs(2);
 /// Pause before a panicked endpoint is made again.
 const RESTART: Backoff = Backoff::new(Duration::from_millis(50), Duration::from_secs(10));
 
-/// Reason why a sandbox could not be put or deleted.
 #[derive(Debug, Error)]
 pub(crate) enum SandboxError {
     #[error(
@@ -81,11 +80,10 @@ struct Table {
     fingerprints: HashMap<[u8; 32], SandboxId>,
 }
 
-/// All sandboxes of this relay.
 pub(crate) struct Sandboxes {
     me: Weak<Sandboxes>,
     store: Store,
-    states: Arc<States>,
+    pub(crate) states: Arc<States>,
     metrics: Arc<Metrics>,
     limits: endpoint::Limits,
     table: Mutex<Table>,
@@ -111,11 +109,6 @@ impl Sandboxes {
         })
     }
 
-    fn table(&self) -> MutexGuard<'_, Table> {
-        // Each step leaves the maps consistent.
-        self.table.lock()
-    }
-
     /// Takes the receiver of the dial orders; `None` after the first call.
     pub(crate) fn orders(&self) -> Option<mpsc::UnboundedReceiver<Order>> {
         self.orders.lock().take()
@@ -130,18 +123,12 @@ impl Sandboxes {
 
     /// Returns the sandbox of the guest certificate with this fingerprint.
     pub(crate) fn of_certificate(&self, fingerprint: &[u8; 32]) -> Option<Attached> {
-        let table = self.table();
+        let table = self.table.lock();
         table.attached.get(table.fingerprints.get(fingerprint)?).cloned()
     }
 
-    /// Returns a sandbox by its id.
     pub(crate) fn get(&self, id: &SandboxId) -> Option<Attached> {
-        self.table().attached.get(id).cloned()
-    }
-
-    /// Returns a sandbox's pod for log records; `-` for a sandbox that is not served.
-    pub(crate) fn pod(&self, id: &SandboxId) -> Arc<str> {
-        self.states.pod(id)
+        self.table.lock().attached.get(id).cloned()
     }
 
     /// Serves the sandboxes of the records on disk. A sandbox without a bound socket is reported and left out.
@@ -155,8 +142,7 @@ impl Sandboxes {
         }
     }
 
-    /// Serves a sandbox as its record describes; the last record wins. The record is durable and the socket listens on
-    /// return.
+    /// Serves a sandbox as its record describes; the last record wins. On return it is durable and the socket listens.
     ///
     /// Cancel safety: the work continues in a task of its own, under the sandbox's lock. A record that is being written
     /// when the caller leaves must not appear after a later delete. The task holds `open` until it ends.
@@ -172,25 +158,20 @@ impl Sandboxes {
     async fn put_in_slot(&self, record: Record, write: bool) -> Result<(), SandboxError> {
         check_path(&record)?;
         loop {
-            let slot = self.table().slots.entry(record.id.clone()).or_default().clone();
+            let slot = self.table.lock().slots.entry(record.id.clone()).or_default().clone();
             let mut live = slot.lock().await;
             // A delete may have removed the slot from the table during this wait.
             if self.is_current(&record.id, &slot) {
-                return self.put_live(&mut live, record, write).await;
+                return self.update(&mut live, record, write).await;
             }
         }
     }
 
     fn is_current(&self, id: &SandboxId, slot: &Slot) -> bool {
-        self.table().slots.get(id).is_some_and(|current| Arc::ptr_eq(current, slot))
+        self.table.lock().slots.get(id).is_some_and(|current| Arc::ptr_eq(current, slot))
     }
 
-    async fn put_live(
-        &self,
-        slot: &mut Option<Live>,
-        record: Record,
-        write: bool,
-    ) -> Result<(), SandboxError> {
+    async fn update(&self, slot: &mut Option<Live>, record: Record, write: bool) -> Result<(), SandboxError> {
         let listens = |live: &Live| live.socket.listens_on(&record.agent_socket);
         if slot.as_ref().is_some_and(|live| live.record == record && listens(live)) {
             return Ok(());
@@ -200,16 +181,11 @@ impl Sandboxes {
             let (store, kept) = (self.store.clone(), record.clone());
             blocking(move || store.put(&kept).map_err(SandboxError::from)).await?;
         }
-        let path = record.agent_socket.as_path();
-        let listen = |why| SandboxError::Listen { path: path.display().to_string(), why };
         match slot {
             Some(live) => {
-                let Attached { endpoint, guest, .. } = live.attached.clone();
-                guest.set_pod(&record.pod);
-                guest.traffic.set_volumes(&record.volumes);
-                if !live.socket.listens_on(path) {
-                    live.socket =
-                        AgentSocket::open(path, endpoint, guest, self.metrics.clone()).map_err(listen)?;
+                live.attached.guest.set(&record);
+                if !listens(live) {
+                    live.socket = listen(&record, &live.attached)?;
                 }
                 self.take_certificates(&record, &live.record.guest_certificates)?;
                 if live.record.dial != record.dial {
@@ -223,42 +199,42 @@ impl Sandboxes {
     }
 
     fn start(&self, record: Record, restart: Backoff) -> Result<Live, SandboxError> {
-        let guest = Arc::new(Guest::new(record.id.clone(), self.states.clone(), self.metrics.clone()));
-        guest.set_pod(&record.pod);
-        guest.traffic.set_volumes(&record.volumes);
-        let (endpoint, handle) = Endpoint::new(Role::Relay, GuestHandler(guest.clone()), self.limits.clone());
-        let path = record.agent_socket.as_path();
-        let socket = AgentSocket::open(path, handle.clone(), guest.clone(), self.metrics.clone())
-            .map_err(|why| SandboxError::Listen { path: path.display().to_string(), why })?;
+        let guest = self.guest(&record);
+        let (task, endpoint) = Endpoint::new(Role::Relay, GuestHandler(guest.clone()), self.limits.clone());
+        let attached = Attached { id: record.id.clone(), endpoint, guest };
+        let socket = listen(&record, &attached)?;
         self.take_certificates(&record, &[])?;
-        self.states.put(&record.id, &record.pod, guest.traffic.clone());
-        Ok(self.run(record, guest, endpoint, handle, socket, restart))
+        self.states.put(&record.id, &record.pod, attached.guest.traffic.clone());
+        Ok(self.run(record, attached, task, socket, restart))
+    }
+
+    fn guest(&self, record: &Record) -> Arc<Guest> {
+        let guest = Guest::new(record.id.clone(), self.states.clone(), self.metrics.clone());
+        guest.set(record);
+        Arc::new(guest)
     }
 
     fn run(
         &self,
         record: Record,
-        guest: Arc<Guest>,
+        attached: Attached,
         endpoint: Endpoint<GuestHandler>,
-        handle: EndpointHandle,
         socket: AgentSocket,
-        restart: Backoff,
+        mut restart: Backoff,
     ) -> Live {
         self.dial(&record);
-        let attached = Attached { id: record.id.clone(), endpoint: handle, guest };
-        self.table().attached.insert(record.id.clone(), attached.clone());
+        self.table.lock().attached.insert(record.id.clone(), attached.clone());
         self.metrics.sandboxes.served.inc();
         let task = tokio::spawn(endpoint.run());
         let endpoint = task.abort_handle();
-        let mut next = restart;
-        let restart_in = next.pause();
+        let restart_in = restart.pause();
         let running = tokio::spawn(restart_after_panic(task, self.me.clone(), attached.clone(), restart_in));
-        Live { record, attached, socket, localhost: None, endpoint, running, restart: next }
+        Live { record, attached, socket, localhost: None, endpoint, running, restart }
     }
 
     /// Makes a sandbox's endpoint anew, if the ended one is still the current one.
     async fn renew(&self, ended: &Attached) {
-        let Some(slot) = self.table().slots.get(&ended.id).cloned() else { return };
+        let Some(slot) = self.table.lock().slots.get(&ended.id).cloned() else { return };
         let mut live = slot.lock().await;
         let same = |live: &mut Live| Arc::ptr_eq(&live.attached.guest, &ended.guest);
         if !self.is_current(&ended.id, &slot) {
@@ -282,7 +258,7 @@ impl Sandboxes {
     /// Removes a sandbox from every index; returns the task that ends with its endpoint.
     fn take_out(&self, id: &SandboxId, live: Live) -> JoinHandle<()> {
         {
-            let mut table = self.table();
+            let mut table = self.table.lock();
             table.attached.remove(id);
             table.fingerprints.retain(|_, owner| owner != id);
         }
@@ -295,7 +271,7 @@ impl Sandboxes {
     }
 
     fn check_certificates(&self, record: &Record) -> Result<(), SandboxError> {
-        let table = self.table();
+        let table = self.table.lock();
         let others = record.guest_certificates.iter().filter_map(|print| table.fingerprints.get(print));
         match others.into_iter().find(|other| **other != record.id) {
             Some(other) => Err(SandboxError::Certificate(record.id.clone(), other.clone())),
@@ -306,7 +282,7 @@ impl Sandboxes {
     /// Assigns the record's certificates to its sandbox, in place of the certificates in `before`.
     fn take_certificates(&self, record: &Record, before: &[[u8; 32]]) -> Result<(), SandboxError> {
         self.check_certificates(record)?;
-        let mut table = self.table();
+        let mut table = self.table.lock();
         for print in before {
             table.fingerprints.remove(print);
         }
@@ -318,7 +294,7 @@ impl Sandboxes {
 
     /// Serves the pod's localhost on these listeners until the sandbox ends.
     pub(crate) async fn keep_localhost(&self, id: &SandboxId, serving: Serving) -> Result<(), String> {
-        let slot = self.table().slots.get(id).cloned();
+        let slot = self.table.lock().slots.get(id).cloned();
         if let Some(slot) = slot
             && let Some(live) = slot.lock().await.as_mut()
         {
@@ -330,30 +306,27 @@ impl Sandboxes {
 
     /// Returns the ports of the listeners that serve the pod's localhost.
     pub(crate) async fn localhost(&self, id: &SandboxId) -> Option<Ports> {
-        let slot = self.table().slots.get(id).cloned()?;
+        let slot = self.table.lock().slots.get(id).cloned()?;
         let live = slot.lock().await;
         live.as_ref()?.localhost.as_ref().filter(|serving| serving.is_running()).map(|serving| serving.ports)
     }
 
-    /// Ends a sandbox; an unknown one is no error. Its connections get their last answers; nothing of it is left on
-    /// return.
+    /// Ends a sandbox; an unknown one is no error. Its connections get their last answers; then nothing of it is left.
     pub(crate) async fn delete(&self, id: &SandboxId) -> Result<(), SandboxError> {
-        let slot = self.table().slots.get(id).cloned();
-        if let Some(slot) = slot {
-            let mut live = slot.lock().await;
-            if !self.is_current(id, &slot) {
-                return Ok(());
-            }
-            // The record goes first: a relay that dies now must not serve the sandbox again.
-            self.forget(id).await?;
-            if let Some(live) = live.take() {
-                self.end(id, live).await;
-            }
-            self.table().slots.remove(id);
+        let slot = self.table.lock().slots.get(id).cloned();
+        // A sandbox that could not be restored may have left its record.
+        let Some(slot) = slot else { return self.forget(id).await };
+        let mut live = slot.lock().await;
+        if !self.is_current(id, &slot) {
             return Ok(());
         }
-        // A sandbox that could not be restored may have left its record.
-        self.forget(id).await
+        // The record goes first: a relay that dies now must not serve the sandbox again.
+        self.forget(id).await?;
+        if let Some(live) = live.take() {
+            self.end(id, live).await;
+        }
+        self.table.lock().slots.remove(id);
+        Ok(())
     }
 
     async fn forget(&self, id: &SandboxId) -> Result<(), SandboxError> {
@@ -380,7 +353,7 @@ impl Sandboxes {
 
     /// Stops serving but keeps the records: sockets are unlinked, records stay.
     pub(crate) async fn stop(&self) {
-        let slots: Vec<(SandboxId, Slot)> = self.table().slots.drain().collect();
+        let slots: Vec<(SandboxId, Slot)> = self.table.lock().slots.drain().collect();
         for (_, slot) in &slots {
             if let Some(live) = slot.lock().await.take() {
                 drop(live.socket);
@@ -390,6 +363,12 @@ impl Sandboxes {
             }
         }
     }
+}
+
+fn listen(record: &Record, sandbox: &Attached) -> Result<AgentSocket, SandboxError> {
+    let path = record.agent_socket.as_path();
+    AgentSocket::open(path, sandbox)
+        .map_err(|why| SandboxError::Listen { path: path.display().to_string(), why })
 }
 
 /// Waits for the end of an endpoint's task; an orderly end needs no action. A panic is a bug of the relay and closes

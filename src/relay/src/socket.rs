@@ -1,6 +1,5 @@
-//! Binds Unix listeners under fixed names. A listener is bound under a temporary name and renamed, so that the fixed
-//! name always accepts connections. Its file is unlinked only while it is still that listener's: a new relay may have
-//! replaced it.
+//! Binds Unix listeners under fixed names, by a temporary name and a rename, so that the fixed name always accepts
+//! connections. Its file is unlinked only while it is that listener's: a new relay may have replaced it.
 
 use std::fs::File;
 use std::future::Future;
@@ -56,17 +55,11 @@ impl Drop for Bound {
 }
 
 /// Binds `path` for the owner alone; a listener bound there before gets no more connections.
-///
-/// # Errors
-/// Fails if the path is too long, if a file other than a socket is there, or if the kernel refuses.
 pub(crate) fn bind(path: &Path) -> io::Result<(UnixListener, Bound)> {
     place(path, |short| UnixListener::bind(short))
 }
 
 /// Binds a listener of any kind as [`bind`] does; `listen` binds it to the name that it receives.
-///
-/// # Errors
-/// As [`bind`].
 fn place<L>(path: &Path, listen: impl FnOnce(&Path) -> io::Result<L>) -> io::Result<(L, Bound)> {
     if path.as_os_str().as_bytes().len() > MAX_PATH {
         let what = format!("the path has more than {MAX_PATH} bytes; choose a shorter run-dir");
@@ -104,9 +97,6 @@ fn place<L>(path: &Path, listen: impl FnOnce(&Path) -> io::Result<L>) -> io::Res
 }
 
 /// Binds a listener for packets as [`bind`] does.
-///
-/// # Errors
-/// As [`bind`].
 pub(crate) fn bind_packets(path: &Path) -> io::Result<(OwnedFd, Bound)> {
     place(path, fd_handoff::listen)
 }
@@ -125,8 +115,7 @@ pub(crate) fn tcp_listener(listener: OwnedFd) -> io::Result<TcpListener> {
     TcpListener::from_std(listener)
 }
 
-/// Serves connections of this process's user, at most `limit` at once, until the future is dropped. Returns when the
-/// listener cannot be used.
+/// Serves connections of this process's user, at most `limit` at once. Returns if the listener cannot be used.
 pub(crate) async fn serve_packets<F>(
     listener: OwnedFd,
     name: &'static str,

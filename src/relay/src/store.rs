@@ -7,8 +7,6 @@ use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 use std::{fmt, io};
 
-use base64::Engine;
-use base64::prelude::BASE64_STANDARD;
 use peerpod_common::files;
 use peerpod_link::base64_bytes;
 use rustls_pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
@@ -28,7 +26,7 @@ const MAX_FILE: u64 = 4 << 20;
 /// The state folder is not usable.
 #[derive(Debug, Error)]
 #[error("{what} {path}: {why}; check that the folder exists, is writable, and has space")]
-pub struct StoreError {
+pub(crate) struct StoreError {
     what: &'static str,
     path: String,
     why: io::Error,
@@ -40,22 +38,24 @@ fn failed(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> StoreErr
 }
 
 /// One sandbox, as the node put it.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Record {
     pub(crate) id: SandboxId,
     pub(crate) agent_socket: PathBuf,
     /// SHA-256 fingerprints of the leaf certificates of this sandbox's guest.
+    #[serde(with = "fingerprints")]
     pub(crate) guest_certificates: Vec<[u8; 32]>,
     pub(crate) pod: String,
     /// The guest's end of the encrypted tunnel, if it has one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) tunnel_peer: Option<TunnelPeer>,
     /// Addresses at which the guest waits to be dialled; if empty, the guest dials.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) dial: Vec<SocketAddr>,
-    /// Volumes of the pod.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) volumes: Vec<Volume>,
 }
 
-/// The guest's end of the encrypted tunnel.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct TunnelPeer {
     #[serde(with = "base64_bytes")]
@@ -66,10 +66,13 @@ pub(crate) struct TunnelPeer {
 }
 
 /// The relay's certificate and key towards guests, and the CAs that it trusts.
-#[derive(Clone, PartialEq, Eq)]
+#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Identity {
+    #[serde(with = "ders")]
     pub(crate) certificates: Vec<Vec<u8>>,
+    #[serde(with = "base64_bytes")]
     pub(crate) private_key: Vec<u8>,
+    #[serde(with = "ders")]
     pub(crate) trusted_cas: Vec<Vec<u8>>,
 }
 
@@ -80,7 +83,6 @@ impl fmt::Debug for Identity {
 }
 
 impl Identity {
-    /// Builds the TLS configuration of this identity.
     pub(crate) fn server_config(
         &self,
     ) -> Result<std::sync::Arc<rustls::ServerConfig>, peerpod_link::tls::TlsError> {
@@ -94,30 +96,43 @@ impl Identity {
     }
 }
 
-#[derive(Serialize, Deserialize)]
-struct IdentityFile {
-    version: u32,
-    certificates: Vec<String>,
-    private_key: String,
-    trusted_cas: Vec<String>,
+/// Fingerprints as hexadecimal digits.
+mod fingerprints {
+    use serde::de::Error;
+    use serde::{Deserialize, Deserializer, Serializer};
+
+    pub(super) fn serialize<S: Serializer>(all: &[[u8; 32]], to: S) -> Result<S::Ok, S::Error> {
+        to.collect_seq(all.iter().map(hex::encode))
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<[u8; 32]>, D::Error> {
+        let unhex = |text: String| {
+            let mut bytes = [0; 32];
+            hex::decode_to_slice(text, &mut bytes).map(|()| bytes)
+        };
+        let all = Vec::<String>::deserialize(from)?.into_iter().map(unhex).collect::<Result<_, _>>();
+        all.map_err(|_| D::Error::custom("a certificate's fingerprint is not 64 hex digits"))
+    }
 }
 
-#[derive(Serialize, Deserialize)]
-struct RecordFile {
-    version: u32,
-    id: String,
-    agent_socket: PathBuf,
-    guest_certificates: Vec<String>,
-    pod: String,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    tunnel_peer: Option<TunnelPeer>,
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    dial: Vec<SocketAddr>,
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    volumes: Vec<Volume>,
+/// DER encodings as base64.
+mod ders {
+    use base64::Engine;
+    use base64::prelude::BASE64_STANDARD;
+    use serde::de::Error;
+    use serde::{Deserialize, Deserializer, Serializer};
+
+    pub(super) fn serialize<S: Serializer>(all: &[Vec<u8>], to: S) -> Result<S::Ok, S::Error> {
+        to.collect_seq(all.iter().map(|der| BASE64_STANDARD.encode(der)))
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<Vec<u8>>, D::Error> {
+        let all = Vec::<String>::deserialize(from)?;
+        all.iter().map(|text| BASE64_STANDARD.decode(text).map_err(D::Error::custom)).collect()
+    }
 }
 
-/// State folder of the relay.
+/// State folder of the relay. All calls block.
 #[derive(Clone, Debug)]
 pub(crate) struct Store {
     folder: PathBuf,
@@ -126,7 +141,6 @@ pub(crate) struct Store {
 }
 
 impl Store {
-    /// Opens the store; makes missing folders.
     pub(crate) fn open(state_dir: &Path) -> Result<Store, StoreError> {
         let folder = state_dir.join("relay");
         let store =
@@ -145,81 +159,47 @@ impl Store {
         Ok(())
     }
 
-    /// Stores the identity. Blocking.
     pub(crate) fn put_identity(&self, identity: &Identity) -> Result<(), StoreError> {
-        let all = |list: &[Vec<u8>]| list.iter().map(|der| BASE64_STANDARD.encode(der)).collect();
-        let file = IdentityFile {
-            version: VERSION,
-            certificates: all(&identity.certificates),
-            private_key: BASE64_STANDARD.encode(&identity.private_key),
-            trusted_cas: all(&identity.trusted_cas),
-        };
-        self.write(&self.folder, IDENTITY, &file)
+        write(&self.folder.join(IDENTITY), identity)
     }
 
-    /// Reads the identity, if a readable one exists. Blocking.
+    /// Reads the identity, if a readable one exists.
     pub(crate) fn identity(&self) -> Option<Identity> {
-        let path = self.folder.join(IDENTITY);
-        self.read(&path, |file: IdentityFile| {
-            let all = |list: Vec<String>| -> Result<Vec<Vec<u8>>, String> {
-                list.iter()
-                    .map(|text| BASE64_STANDARD.decode(text).map_err(|error| error.to_string()))
-                    .collect()
-            };
-            let mut key = all(vec![file.private_key])?;
-            Ok(Identity {
-                certificates: all(file.certificates)?,
-                private_key: key.pop().unwrap_or_default(),
-                trusted_cas: all(file.trusted_cas)?,
-            })
-        })
+        self.read(&self.folder.join(IDENTITY), |_| Ok(()))
     }
 
-    /// Stores a sandbox's record. Blocking.
     pub(crate) fn put(&self, record: &Record) -> Result<(), StoreError> {
-        let file = RecordFile {
-            version: VERSION,
-            id: record.id.to_string(),
-            agent_socket: record.agent_socket.clone(),
-            guest_certificates: record.guest_certificates.iter().map(hex::encode).collect(),
-            pod: record.pod.clone(),
-            tunnel_peer: record.tunnel_peer.clone(),
-            dial: record.dial.clone(),
-            volumes: record.volumes.clone(),
-        };
-        self.write(&self.sandboxes, &format!("{}.json", record.id), &file)
+        write(&self.sandboxes.join(format!("{}.json", record.id)), record)
     }
 
-    /// Removes a sandbox's record; a missing one is no error. Blocking.
+    /// Removes a sandbox's record; a missing one is no error.
     pub(crate) fn delete(&self, id: &SandboxId) -> Result<(), StoreError> {
         files::remove(&self.sandboxes.join(format!("{id}.json"))).map_err(failed("remove", &self.sandboxes))
     }
 
-    /// Reads all readable records. Blocking.
     pub(crate) fn records(&self) -> Result<Vec<Record>, StoreError> {
-        let unreadable = failed("list", &self.sandboxes);
         let names = std::fs::read_dir(&self.sandboxes)
             .and_then(|entries| entries.map(|entry| Ok(entry?.path())).collect::<io::Result<Vec<_>>>())
-            .map_err(unreadable)?;
-        Ok(names.iter().filter_map(|path| self.read(path, |file| record(path, file))).collect())
-    }
-
-    fn write(&self, folder: &Path, name: &str, content: &impl Serialize) -> Result<(), StoreError> {
-        let path = folder.join(name);
-        let content = serde_json::to_vec(content).map_err(io::Error::from).map_err(failed("write", &path))?;
-        files::write(&path, &content).map_err(failed("write", &path))
+            .map_err(failed("list", &self.sandboxes))?;
+        let read = |path: &PathBuf| {
+            self.read(path, |record: &Record| {
+                let named = path.file_name().is_some_and(|name| *name == *format!("{}.json", record.id));
+                if named {
+                    Ok(())
+                } else {
+                    Err(format!("it describes sandbox {}, unlike its file name", record.id))
+                }
+            })
+        };
+        Ok(names.iter().filter_map(read).collect())
     }
 
     /// Reads a file; moves an invalid one to the quarantine.
-    fn read<F: DeserializeOwned, T>(
+    fn read<T: DeserializeOwned>(
         &self,
         path: &Path,
-        make: impl FnOnce(F) -> Result<T, String>,
+        check: impl FnOnce(&T) -> Result<(), String>,
     ) -> Option<T> {
-        #[derive(Deserialize)]
-        struct Versioned {
-            version: u32,
-        }
         let content = match files::read(path, MAX_FILE) {
             Ok(content) => content?,
             Err(error) => {
@@ -227,21 +207,8 @@ impl Store {
                 return None;
             }
         };
-        let made = serde_json::from_slice::<Versioned>(&content)
-            .map_err(|error| error.to_string())
-            .and_then(|found| match found.version {
-                VERSION => Ok(()),
-                other => Err(format!("version {other}, this relay supports {VERSION}")),
-            })
-            .and_then(|()| serde_json::from_slice::<F>(&content).map_err(|error| error.to_string()))
-            .and_then(make);
-        match made {
-            Ok(made) => Some(made),
-            Err(why) => {
-                self.put_aside(path, &why);
-                None
-            }
-        }
+        let read = parse(&content).and_then(|content| check(&content).map(|()| content));
+        read.map_err(|why| self.put_aside(path, &why)).ok()
     }
 
     fn put_aside(&self, path: &Path, why: &str) {
@@ -254,26 +221,28 @@ impl Store {
     }
 }
 
-fn record(path: &Path, file: RecordFile) -> Result<Record, String> {
-    let id = SandboxId::new(&file.id).map_err(|error| error.to_string())?;
-    if path.file_name().and_then(|name| name.to_str()) != Some(&format!("{id}.json")) {
-        return Err(format!("it describes sandbox {id}, unlike its file name"));
+fn write(path: &Path, content: &impl Serialize) -> Result<(), StoreError> {
+    #[derive(Serialize)]
+    struct Versioned<'a, T> {
+        version: u32,
+        #[serde(flatten)]
+        content: &'a T,
     }
-    let certificates = file.guest_certificates.iter().map(|text| unhex(text)).collect::<Option<Vec<_>>>();
-    Ok(Record {
-        id,
-        agent_socket: file.agent_socket,
-        guest_certificates: certificates.ok_or("a certificate's fingerprint is not 64 hex digits")?,
-        pod: file.pod,
-        tunnel_peer: file.tunnel_peer,
-        dial: file.dial,
-        volumes: file.volumes,
-    })
+    let content = serde_json::to_vec(&Versioned { version: VERSION, content }).map_err(io::Error::from);
+    content.and_then(|content| files::write(path, &content)).map_err(failed("write", path))
 }
 
-fn unhex(text: &str) -> Option<[u8; 32]> {
-    let mut bytes = [0; 32];
-    hex::decode_to_slice(text, &mut bytes).ok().map(|()| bytes)
+/// Parses a file's content. Only the present version has a known form.
+fn parse<T: DeserializeOwned>(content: &[u8]) -> Result<T, String> {
+    #[derive(Deserialize)]
+    struct Versioned {
+        version: u32,
+    }
+    let Versioned { version } = serde_json::from_slice(content).map_err(|error| error.to_string())?;
+    if version != VERSION {
+        return Err(format!("version {version}, this relay supports {VERSION}"));
+    }
+    serde_json::from_slice(content).map_err(|error| error.to_string())
 }
 
 #[cfg(test)]

@@ -1,11 +1,9 @@
-//! Matches a container's mounts with the volumes of its pod. The shim's request does not name the volumes. The shim
-//! copies a folder that kubelet published into the VM like any other folder. Data written to that copy would be lost
-//! silently.
+//! Matches a container's mounts with the volumes of its pod, which the shim's request does not name. The shim copies a
+//! folder that kubelet published into the VM like any other; data written to that copy would be lost silently.
 //!
-//! A mount is matched by the original source that the container's bundle on this node has for its destination
-//! (`bundle.rs`), or by the marker file that was copied from there just before. A raw device is matched by the name
-//! that the container runtime gave it. The order is never used. A volume of this system that cannot be matched fails
-//! the container. Pure but for the bundle.
+//! A mount is matched by the original source that the container's bundle has for its destination (`bundle.rs`), or by
+//! the marker file copied from there just before; a raw device by the name that the container runtime gave it. The
+//! order is never used. A volume that cannot be matched fails the container. Pure but for the bundle.
 
 mod bundle;
 mod rewrite;
@@ -36,7 +34,6 @@ pub(crate) struct Volume {
     pub(crate) name: String,
     /// Path at which the volume is published on this node.
     pub(crate) target_path: String,
-    /// Content of the marker file.
     #[serde(default)]
     pub(crate) marker: String,
     #[serde(default)]
@@ -69,7 +66,6 @@ enum Folder {
 pub(crate) struct Copies(BTreeMap<String, Folder>);
 
 impl Copies {
-    /// Records the copy of a file or folder.
     pub(crate) fn note(&mut self, volumes: &[Volume], copied: &CopyFileRequest) {
         let path = copied.path.trim_end_matches('/');
         if !path.starts_with(COPIES) {

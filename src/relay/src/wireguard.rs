@@ -11,7 +11,7 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use base64::Engine as _;
 use base64::prelude::BASE64_STANDARD;
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use peerpod_wireguard::{
     DataPlane, Engine, Lane, NODE_INNER, PeerConfig, PrivateKey, PublicKey, Reason, Tun,
 };
@@ -26,8 +26,6 @@ use crate::fd_handoff::{Kind, Passed};
 use crate::id::SandboxId;
 use crate::store::TunnelPeer;
 
-/// Name of the kind in the header.
-const KIND: &str = "wireguard";
 /// Limit of VXLAN networks of one pod: one for each of its interfaces.
 const MAX_VNIS: usize = 64;
 
@@ -74,18 +72,12 @@ impl State {
     }
 }
 
-/// The data plane and its peers.
 #[derive(Default)]
 pub(crate) struct WireGuard {
     state: Mutex<State>,
 }
 
 impl WireGuard {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        // Each step leaves the state consistent.
-        self.state.lock()
-    }
-
     /// Makes a sandbox's guest a peer, or removes it if `peer` is `None`. Repeating the call changes nothing.
     pub(crate) fn put(&self, id: &SandboxId, peer: Option<&TunnelPeer>) -> Result<(), String> {
         let Some(peer) = peer else {
@@ -93,7 +85,7 @@ impl WireGuard {
             return Ok(());
         };
         let config = config(id, peer)?;
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let taken = |other: &PeerConfig| other.key == config.key || other.lane.theirs == config.lane.theirs;
         if let Some((other, _)) = state.peers.iter().find(|(other, known)| *other != id && taken(known)) {
             return Err(format!("the key or the inner address already belongs to sandbox {other}"));
@@ -105,9 +97,8 @@ impl WireGuard {
         Ok(())
     }
 
-    /// Removes a sandbox's guest.
     pub(crate) fn delete(&self, id: &SandboxId) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         if state.peers.remove(id).is_some()
             && let Some(engine) = &state.engine
         {
@@ -129,7 +120,7 @@ impl WireGuard {
         inside: String,
     ) -> Result<Value, String> {
         let unusable = |error| format!("the UDP socket: {error}");
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         state.keep_counters();
         let held =
             state.plane.as_ref().map(|plane| plane.socket.try_clone()).transpose().map_err(unusable)?;
@@ -161,7 +152,7 @@ impl WireGuard {
     /// Returns the state for another relay process: the node's descriptors, and the guests' present addresses. Sessions
     /// are not handed over; both ends begin new ones.
     pub(crate) fn show(&self) -> io::Result<Option<Passed>> {
-        let state = self.lock();
+        let state = self.state.lock();
         let Some(plane) = state.plane.as_ref().filter(|plane| plane.threads.is_running()) else {
             return Ok(None);
         };
@@ -174,14 +165,15 @@ impl WireGuard {
         let detail = json!({ "private_key": &*key, "inside": plane.inside, "places": places });
         let socket = plane.socket.as_fd().try_clone_to_owned()?;
         let tun = plane.tun.try_clone()?;
-        Ok(Some(Passed::new(detail, vec![("tun".to_owned(), tun), ("udp".to_owned(), socket)])))
+        let descriptors = vec![("tun".to_owned(), tun), ("udp".to_owned(), socket)];
+        Ok(Some(Passed { detail, descriptors }))
     }
 
     /// Continues the data plane of another process.
     pub(crate) fn go_on(&self, mut handed: Passed) -> Result<(), String> {
         let detail = handed.detail.clone();
         self.take_handed(&mut handed)?;
-        let state = self.lock();
+        let state = self.state.lock();
         let Some(engine) = &state.engine else { return Ok(()) };
         for (id, place) in detail.get("places").and_then(Value::as_object).into_iter().flatten() {
             if let Some(place) = place.as_str().and_then(|place| place.parse::<SocketAddr>().ok()) {
@@ -206,7 +198,7 @@ impl WireGuard {
 
     /// Returns the figures for the metrics; `None` before the first data plane.
     fn figures(&self) -> Option<Figures> {
-        let state = self.lock();
+        let state = self.state.lock();
         if state.engine.is_none() && state.failures == 0 {
             return None;
         }
@@ -248,14 +240,14 @@ fn config(id: &SandboxId, peer: &TunnelPeer) -> Result<PeerConfig, String> {
 #[async_trait]
 impl Kind for WireGuard {
     fn name(&self) -> &'static str {
-        KIND
+        "wireguard"
     }
 
     async fn held(&self, sandbox: Option<&SandboxId>) -> Option<Value> {
         if sandbox.is_some() {
             return None;
         }
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         // The node asks every second, and so detects a failed data plane soon.
         state.keep_counters();
         state.plane.as_ref().map(describe)
@@ -263,7 +255,7 @@ impl Kind for WireGuard {
 
     /// Duplicates the TUN device, by which another node process finds the private namespace.
     fn copies(&self, names: &[String]) -> io::Result<Vec<(String, OwnedFd)>> {
-        let state = self.lock();
+        let state = self.state.lock();
         let running = state.plane.as_ref().filter(|plane| plane.threads.is_running());
         match running.filter(|_| names.iter().any(|name| name == "tun")) {
             Some(plane) => Ok(vec![("tun".to_owned(), plane.tun.try_clone()?)]),
@@ -279,7 +271,6 @@ impl Kind for WireGuard {
     }
 }
 
-/// Collector of the counters for the metrics registry.
 #[derive(Clone)]
 pub(crate) struct Shown(pub(crate) Arc<WireGuard>);
 

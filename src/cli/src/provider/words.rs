@@ -24,7 +24,7 @@ pub(crate) const USAGE: &str =
                longest time for one promise (2m)";
 
 /// The parsed arguments.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Words {
     pub(crate) config: PathBuf,
     pub(crate) yes: bool,
@@ -46,16 +46,7 @@ impl Words {
             "help" | "--help" | "-h" => return Ok(None),
             other => bail!("`{other}` is not a subcommand of `peerpod provider`\n{USAGE}"),
         }
-        let mut words = Words {
-            config: PathBuf::new(),
-            yes: false,
-            crowd: 50,
-            only: None,
-            volume: None,
-            probe: None,
-            patience: Duration::from_secs(120),
-            settings: Vec::new(),
-        };
+        let mut words = Words { crowd: 50, patience: Duration::from_secs(120), ..Words::default() };
         let mut rest = rest.iter();
         while let Some(word) = rest.next() {
             let (name, given) = match word.split_once('=') {

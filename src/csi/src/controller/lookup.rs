@@ -1,66 +1,41 @@
-//! Asks the API server for the controller role: the node of an id, the pods that an attach is for, the user of a
-//! volume. Each call has a deadline. The API server cannot look up an object by a driver's id. All objects are
-//! therefore listed once and their names cached; later calls read that one object, and use it only if it still has the
-//! id.
+//! Asks the API server for the controller role. Each call has a deadline. The API server cannot look up an object by a
+//! driver's id: all objects are listed once and their names cached. Later calls read that one object and check its id.
 //!
 //! With `csi.runtime-classes` an attach fails when the pods cannot be determined, even for a volume of an ordinary pod.
 //! If it were attached to the node, a peer pod's disk would be missing in its VM. The attacher gets its work from the
 //! same API server and repeats the call. May touch: nothing; it reads.
 
 use std::collections::HashMap;
-use std::path::Path;
-use std::sync::Arc;
 
 use k8s_openapi::api::core::v1::{PersistentVolume, Pod};
 use k8s_openapi::api::storage::v1::CSINode;
 use kube::api::ListParams;
 use kube::{Api, Client};
 use parking_lot::Mutex;
-use peerpod_kube::client::{self, within};
+use peerpod_kube::client::within;
 use peerpod_kube::crds::PeerpodVolume;
 use peerpod_volume::VolumeId;
 
 use crate::grpc::{Code, Status};
 use crate::objects;
 
-/// Client of the API server.
-#[derive(Clone)]
 pub(super) struct Lookup {
     client: Client,
-    /// Names of nodes by the driver's id.
-    nodes: Names,
-    /// Names of PersistentVolumes by the driver's handle.
-    volumes: Names,
-}
-
-/// Object names by the driver's ids, as of the last full list.
-#[derive(Clone, Default)]
-struct Names(Arc<Mutex<HashMap<String, String>>>);
-
-impl Names {
-    fn get(&self, id: &str) -> Option<String> {
-        self.0.lock().get(id).cloned()
-    }
-
-    fn set(&self, all: HashMap<String, String>) {
-        *self.0.lock() = all;
-    }
+    /// Names of nodes by the driver's id, as of the last full list.
+    nodes: Mutex<HashMap<String, String>>,
+    /// Names of PersistentVolumes by the driver's handle, as of the last full list.
+    volumes: Mutex<HashMap<String, String>>,
 }
 
 impl Lookup {
-    pub(super) async fn connect(kubeconfig: Option<&Path>) -> anyhow::Result<Lookup> {
-        let client = client::connect(kubeconfig).await?;
-        Ok(Lookup { client, nodes: Names::default(), volumes: Names::default() })
+    pub(super) fn new(client: Client) -> Lookup {
+        Lookup { client, nodes: Mutex::default(), volumes: Mutex::default() }
     }
 
-    pub(super) fn client(&self) -> Client {
-        self.client.clone()
-    }
-
-    /// Returns the Kubernetes node with this id of the driver.
     pub(super) async fn node_of(&self, driver: &str, id: &str) -> Result<Option<String>, Status> {
         let nodes: Api<CSINode> = Api::all(self.client.clone());
-        if let Some(name) = self.nodes.get(id) {
+        let cached = self.nodes.lock().get(id).cloned();
+        if let Some(name) = cached {
             let one = ListParams::default().fields(&format!("metadata.name={name}"));
             let found = within(format!("read CSINode {name}"), nodes.list(&one)).await?;
             if found.items.iter().any(|node| node_id(node, driver) == Some(id)) {
@@ -69,20 +44,21 @@ impl Lookup {
         }
         let all = within("list CSINodes", nodes.list(&ListParams::default())).await?;
         let named = |node: CSINode| Some((node_id(&node, driver)?.to_owned(), node.metadata.name?));
-        self.nodes.set(all.items.into_iter().filter_map(named).collect());
-        Ok(self.nodes.get(id))
+        let names: HashMap<_, _> = all.items.into_iter().filter_map(named).collect();
+        let found = names.get(id).cloned();
+        *self.nodes.lock() = names;
+        Ok(found)
     }
 
-    /// Returns the PersistentVolume of this handle.
     pub(super) async fn volume(
         &self,
         driver: &str,
         handle: &str,
     ) -> Result<Option<PersistentVolume>, Status> {
         let volumes: Api<PersistentVolume> = Api::all(self.client.clone());
-        if let Some(name) = self.volumes.get(handle) {
-            let found = within(format!("read PersistentVolume {name}"), volumes.get_opt(&name));
-            let found = found.await?;
+        let cached = self.volumes.lock().get(handle).cloned();
+        if let Some(name) = cached {
+            let found = within(format!("read PersistentVolume {name}"), volumes.get_opt(&name)).await?;
             let same = found.filter(|volume| handle_of(volume, driver) == Some(handle));
             if same.is_some() {
                 return Ok(same);
@@ -92,7 +68,7 @@ impl Lookup {
         let named = |volume: &PersistentVolume| {
             Some((handle_of(volume, driver)?.to_owned(), volume.metadata.name.clone()?))
         };
-        self.volumes.set(all.items.iter().filter_map(named).collect());
+        *self.volumes.lock() = all.items.iter().filter_map(named).collect();
         Ok(all.items.into_iter().find(|volume| handle_of(volume, driver) == Some(handle)))
     }
 
@@ -143,7 +119,6 @@ impl Lookup {
     }
 }
 
-/// Returns the driver's id of a node.
 fn node_id<'a>(node: &'a CSINode, driver: &str) -> Option<&'a str> {
     node.spec.drivers.iter().find(|one| one.name == driver).map(|one| one.node_id.as_str())
 }

@@ -1,7 +1,6 @@
-//! Attaches disks to VMs by the driver's own ControllerPublishVolume, and detaches them. It watches this driver's
-//! PeerpodVolumes, which name the VM, and detaches a disk when its object is released. One replica at a time does this.
-//! The intent is written to the object before the driver is asked. A failed step is repeated until it succeeds, and the
-//! finalizer stays until then.
+//! Attaches disks to VMs by the driver's own ControllerPublishVolume, and detaches them: it follows this driver's
+//! PeerpodVolumes, on one replica at a time. The intent is written to the object before the driver is asked. A failed
+//! step is repeated until it succeeds, and the finalizer stays until then.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -29,11 +28,11 @@ use tracing::{info, warn};
 use crate::capability::Capability;
 use crate::cluster::Published;
 use crate::config::CsiConfig;
-use crate::driver::Driver;
 use crate::grpc::{Code, Status};
 use crate::metrics::CsiMetrics;
 use crate::node::ownership::release_lease;
 use crate::objects::{self, ATTACH, ATTACHED, DRIVER, RELEASED};
+use crate::upstream::Upstream;
 use crate::{drivers, optin};
 
 /// Deadline of the driver, which calls its cloud. The sidecars use the same.
@@ -48,7 +47,7 @@ const LOOK_AGAIN: Duration = Duration::from_secs(30);
 
 struct Context {
     client: Client,
-    driver: Driver,
+    upstream: Arc<Upstream>,
     node_id: String,
     leases: Api<Lease>,
     metrics: CsiMetrics,
@@ -57,7 +56,6 @@ struct Context {
     failures: Mutex<HashMap<(String, String), u32>>,
 }
 
-/// Request of csi-node, as the object holds it.
 #[derive(Debug, Default, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 struct Asked {
@@ -65,19 +63,17 @@ struct Asked {
     capability: Capability,
 }
 
-/// Present state of the PersistentVolume.
 #[derive(Default)]
 struct Volume {
     context: HashMap<String, String>,
     secrets: HashMap<String, String>,
 }
 
-/// Starts the background task.
-pub(super) fn start(config: &CsiConfig, client: Client, driver: Driver, metrics: CsiMetrics) {
+pub(super) fn start(config: &CsiConfig, client: Client, upstream: Arc<Upstream>, metrics: CsiMetrics) {
     let (namespace, node_id) = (config.namespace.clone(), config.node_id.clone());
     tokio::spawn(async move {
         let name = loop {
-            match driver.name().await {
+            match upstream.driver().await {
                 Ok(name) => break name.to_owned(),
                 Err(why) => warn!(error = %why, "waiting for the CSI driver"),
             }
@@ -103,7 +99,7 @@ pub(super) fn start(config: &CsiConfig, client: Client, driver: Driver, metrics:
             info!(driver = name, token = leader.term().token(), "attaching and detaching for VMs");
             let context = Context {
                 client: client.clone(),
-                driver: driver.clone(),
+                upstream: upstream.clone(),
                 node_id: node_id.clone(),
                 leases: Api::namespaced(client.clone(), &namespace),
                 metrics: metrics.clone(),
@@ -182,7 +178,6 @@ fn again(object: Arc<PeerpodVolume>, why: &Status, context: Arc<Context>) -> Act
     Action::requeue(pause)
 }
 
-/// Returns namespace and name.
 fn key(object: &PeerpodVolume) -> (String, String) {
     (object.namespace().unwrap_or_default(), object.name_any())
 }
@@ -212,11 +207,9 @@ impl Context {
         let answer = match self.publish(&object, &node_id).await {
             Ok(answer) => answer,
             Err(why) => {
-                let text = why.to_string();
-                let state = "peerPodVSIIDReady";
-                let noted =
-                    objects::set_condition(api, &object, state, ATTACHED, false, ("AttachFailed", &text))
-                        .await;
+                let (state, text) = ("peerPodVSIIDReady", why.to_string());
+                let reason = ("AttachFailed", text.as_str());
+                let noted = objects::set_condition(api, &object, state, ATTACHED, false, reason).await;
                 // The condition is only for people.
                 if let Err(also) = noted {
                     warn!(error = %also, "no condition set");
@@ -226,7 +219,7 @@ impl Context {
         };
         let device =
             ["devicePath", "device-path", "LUN"].iter().find_map(|key| answer.publish_context.get(*key));
-        let name = self.driver.name().await?;
+        let name = self.upstream.driver().await?;
         let handle = object.spec.volume_id.as_deref().unwrap_or_default();
         if drivers::identity(name, handle, &answer.publish_context).is_none() {
             let keys: Vec<&str> = answer.publish_context.keys().map(String::as_str).collect();
@@ -252,25 +245,20 @@ impl Context {
             // The pod is deleted, but its VM may still exist. The node sets the condition when the VM is gone.
             return Ok(Action::requeue(LOOK_AGAIN));
         }
-        if let Some(node_id) = &object.spec.node_id {
-            self.unpublish(object, node_id).await?;
+        let mut object = object.clone();
+        if let Some(node_id) = object.spec.node_id.clone() {
+            self.unpublish(&object, &node_id).await?;
             let why = ("Detached", "the driver detached it");
             let state = "controllerUnpublishVolumeApplied";
-            let object = objects::set_condition(api, object, state, ATTACHED, false, why).await?;
-            let object = objects::set_spec(api, &object, json!({"nodeID": null})).await?;
+            object = objects::set_condition(api, &object, state, ATTACHED, false, why).await?;
+            object = objects::set_spec(api, &object, json!({"nodeID": null})).await?;
             info!(object = object.name_any(), node_id, "detached by the driver");
-            return self.leave(api, &object).await;
         }
-        self.leave(api, object).await
-    }
-
-    async fn leave(&self, api: &Api<PeerpodVolume>, object: &PeerpodVolume) -> Result<Action, Status> {
-        let volume = self.volume_id(object).await?;
+        let handle = object.spec.volume_id.as_deref().unwrap_or_default();
+        let volume = VolumeId::of(self.upstream.driver().await?, handle);
         release_lease(&self.leases, &volume, object.spec.pod_uid.as_deref().unwrap_or_default()).await?;
-        objects::delete(api, object).await?;
-        let name = object.name_any();
-        let found = objects::read(api, &name).await?;
-        if let Some(found) = found {
+        objects::delete(api, &object).await?;
+        if let Some(found) = objects::read(api, &object.name_any()).await? {
             objects::let_go(api, &found).await?;
         }
         Ok(Action::await_change())
@@ -297,7 +285,7 @@ impl Context {
         request.volume_capability = Some(asked.capability.capability()).into();
         // A late call could take a disk away from the next pod.
         self.term.confirm().await.map_err(|why| Code::Aborted.status(why.to_string()))?;
-        self.driver.upstream.call("/csi.v1.Controller/ControllerPublishVolume", &request, ATTACH_WITHIN).await
+        self.upstream.call("/csi.v1.Controller/ControllerPublishVolume", &request, ATTACH_WITHIN).await
     }
 
     async fn unpublish(&self, object: &PeerpodVolume, node_id: &str) -> Result<(), Status> {
@@ -308,9 +296,8 @@ impl Context {
             ..Default::default()
         };
         self.term.confirm().await.map_err(|why| Code::Aborted.status(why.to_string()))?;
-        let upstream = &self.driver.upstream;
-        let done: Result<Empty, Status> =
-            upstream.call("/csi.v1.Controller/ControllerUnpublishVolume", &request, ATTACH_WITHIN).await;
+        let method = "/csi.v1.Controller/ControllerUnpublishVolume";
+        let done: Result<Empty, Status> = self.upstream.call(method, &request, ATTACH_WITHIN).await;
         match done {
             // The volume or the VM is gone, and the attachment with it.
             Err(why) if why.code == Code::NotFound => Ok(()),
@@ -339,11 +326,6 @@ impl Context {
         let data = secret.data.unwrap_or_default().into_iter();
         let secrets = data.filter_map(|(key, value)| Some((key, text(value.0)?))).collect();
         Ok(Volume { context, secrets })
-    }
-
-    async fn volume_id(&self, object: &PeerpodVolume) -> Result<VolumeId, Status> {
-        let handle = object.spec.volume_id.as_deref().unwrap_or_default();
-        Ok(VolumeId::of(self.driver.name().await?, handle))
     }
 
     /// Returns the VM's name as the driver names nodes.

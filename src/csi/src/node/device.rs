@@ -18,9 +18,6 @@ const BYTES: usize = 4096;
 const WITHIN: Duration = Duration::from_secs(20);
 
 /// Makes or finds the file and its loop device, and returns the device's path.
-///
-/// # Errors
-/// A text that names the failed step.
 pub(super) async fn make(file: &Path, marker: &str) -> Result<PathBuf, String> {
     let found = of(file).await?;
     if begins_with(file, marker).await? {
@@ -38,9 +35,6 @@ pub(super) async fn make(file: &Path, marker: &str) -> Result<PathBuf, String> {
 }
 
 /// Removes the file and its loop devices. A missing file is no error.
-///
-/// # Errors
-/// As [`make`].
 pub(super) async fn remove(file: &Path) -> Result<(), String> {
     detach(&of(file).await?).await?;
     on_disk("remove", file, |path| files::gone(fs::remove_file(path))).await

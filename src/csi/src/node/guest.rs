@@ -5,57 +5,34 @@ use std::time::Duration;
 
 use peerpod_proto::volumes::{ExpandRequest, ExpandResponse, StatsRequest, StatsResponse};
 use peerpod_proto::volumes_ttrpc::VolumesClient;
-use peerpod_volume::VolumeId;
 use ttrpc::asynchronous::Client;
-use ttrpc::context::{self, Context};
+use ttrpc::context::with_duration;
 
+use super::publications::Publication;
 use crate::grpc::{Code, Status};
 
-/// Client of peerpod-node's socket.
+/// Client of peerpod-node's socket. Errors have the node's status.
 #[derive(Clone, Debug)]
 pub(super) struct Guest {
-    socket: PathBuf,
+    pub(super) socket: PathBuf,
 }
 
 impl Guest {
-    /// Makes a client for this socket.
-    pub(super) fn new(socket: PathBuf) -> Guest {
-        Guest { socket }
+    pub(super) async fn stats(&self, of: &Publication, within: Duration) -> Result<StatsResponse, Status> {
+        let (pod_uid, volume_id) = (of.pod.uid.clone(), of.volume.to_string());
+        let request = StatsRequest { pod_uid, volume_id, ..Default::default() };
+        self.client().await?.stats(with_duration(within), &request).await.map_err(|why| self.failed(&why))
     }
 
-    /// Returns the use of a volume.
-    ///
-    /// # Errors
-    /// The node's status.
-    pub(super) async fn stats(
-        &self,
-        pod: &str,
-        volume: &VolumeId,
-        within: Duration,
-    ) -> Result<StatsResponse, Status> {
-        let request =
-            StatsRequest { pod_uid: pod.to_owned(), volume_id: volume.to_string(), ..Default::default() };
-        self.client().await?.stats(deadline(within), &request).await.map_err(|why| self.failed(&why))
-    }
-
-    /// Grows a volume's filesystem.
-    ///
-    /// # Errors
-    /// The node's status.
     pub(super) async fn expand(
         &self,
-        pod: &str,
-        volume: &VolumeId,
-        bytes: u64,
+        of: &Publication,
+        capacity_bytes: u64,
         within: Duration,
     ) -> Result<ExpandResponse, Status> {
-        let request = ExpandRequest {
-            pod_uid: pod.to_owned(),
-            volume_id: volume.to_string(),
-            capacity_bytes: bytes,
-            ..Default::default()
-        };
-        self.client().await?.expand(deadline(within), &request).await.map_err(|why| self.failed(&why))
+        let (pod_uid, volume_id) = (of.pod.uid.clone(), of.volume.to_string());
+        let request = ExpandRequest { pod_uid, volume_id, capacity_bytes, ..Default::default() };
+        self.client().await?.expand(with_duration(within), &request).await.map_err(|why| self.failed(&why))
     }
 
     /// Opens a new connection for each call: calls are rare, and the node may have restarted in between.
@@ -66,28 +43,13 @@ impl Guest {
     }
 
     fn failed(&self, why: &ttrpc::Error) -> Status {
-        let socket = self.socket.display();
-        match why {
-            ttrpc::Error::RpcStatus(status) => {
-                let code = match status.code() {
-                    ttrpc::Code::NOT_FOUND => Code::NotFound,
-                    ttrpc::Code::INVALID_ARGUMENT => Code::InvalidArgument,
-                    ttrpc::Code::FAILED_PRECONDITION => Code::FailedPrecondition,
-                    ttrpc::Code::OUT_OF_RANGE => Code::OutOfRange,
-                    ttrpc::Code::DEADLINE_EXCEEDED => Code::DeadlineExceeded,
-                    ttrpc::Code::UNAVAILABLE => Code::Unavailable,
-                    ttrpc::Code::UNIMPLEMENTED => Code::Unimplemented,
-                    _ => Code::Internal,
-                };
-                code.status(status.message())
-            }
-            why => Code::Unavailable.status(format!(
-                "peerpod-node at {socket}, which asks the pod's VM: {why}; see whether it runs"
-            )),
-        }
+        let ttrpc::Error::RpcStatus(status) = why else {
+            return Code::Unavailable.status(format!(
+                "peerpod-node at {}, which asks the pod's VM: {why}; see whether it runs",
+                self.socket.display()
+            ));
+        };
+        // The numbers of ttrpc's codes are those of gRPC.
+        Code::numbered(status.code() as usize).status(status.message())
     }
-}
-
-fn deadline(within: Duration) -> Context {
-    context::with_duration(within)
 }

@@ -13,26 +13,20 @@ use peerpod_volume::records::Pod;
 use super::publications::Publications;
 use crate::grpc::{Code, Status};
 
-/// Storage of the owners.
 #[derive(Clone, Debug)]
-pub enum Ownership {
-    /// Leases of this namespace.
+pub(crate) enum Ownership {
     Cluster(Box<Api<Lease>>),
-    /// Files on this node.
     Node(Publications),
 }
 
-/// Returns the name of a volume's Lease.
-pub fn lease_name(volume: &VolumeId) -> String {
+pub(crate) fn lease_name(volume: &VolumeId) -> String {
     format!("peerpod-volume-{volume}")
 }
 
 impl Ownership {
-    /// Takes a volume for a pod. Taking it again is no error.
-    ///
-    /// # Errors
-    /// FAILED_PRECONDITION: another pod has it; UNAVAILABLE: the owner cannot be determined now.
-    pub async fn take(&self, volume: &VolumeId, name: &str, pod: &Pod) -> Result<(), Status> {
+    /// Takes a volume for a pod. Taking it again is no error. FAILED_PRECONDITION: another pod has it. UNAVAILABLE: the
+    /// owner cannot be determined now.
+    pub(crate) async fn take(&self, volume: &VolumeId, name: &str, pod: &Pod) -> Result<(), Status> {
         match self {
             Ownership::Cluster(leases) => {
                 let owner = LeaseOwner::only(&pod.uid);
@@ -52,10 +46,7 @@ impl Ownership {
     }
 
     /// Releases a pod's volume. A volume of another owner is no error.
-    ///
-    /// # Errors
-    /// UNAVAILABLE: ask again.
-    pub async fn release(&self, volume: &VolumeId, name: &str, pod: &Pod) -> Result<(), Status> {
+    pub(crate) async fn release(&self, volume: &VolumeId, name: &str, pod: &Pod) -> Result<(), Status> {
         match self {
             Ownership::Cluster(leases) => release_lease(leases, volume, &pod.uid).await,
             Ownership::Node(files) => {
@@ -66,12 +57,9 @@ impl Ownership {
     }
 }
 
-/// Releases this holder's ownership of a volume, from any process.
-///
-/// # Errors
-/// UNAVAILABLE: ask again.
-pub async fn release_lease(leases: &Api<Lease>, volume: &VolumeId, holder: &str) -> Result<(), Status> {
-    let removed = lease::remove(leases, &lease_name(volume), holder).await;
+/// Releases a pod's ownership of a volume, from any process.
+pub(crate) async fn release_lease(leases: &Api<Lease>, volume: &VolumeId, uid: &str) -> Result<(), Status> {
+    let removed = lease::remove(leases, &lease_name(volume), uid).await;
     removed.map_err(|why| unknown(volume.as_str(), &why))
 }
 

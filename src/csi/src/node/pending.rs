@@ -84,12 +84,8 @@ impl Pending {
         }
     }
 
-    /// Adds a volume without a target, to wait for the end of its VM.
-    pub(super) fn leave(&self, publication: &Publication) {
-        self.put(publication);
-    }
-
-    fn put(&self, publication: &Publication) {
+    /// Adds a volume: one that the driver attaches, or one without a target, to wait for the end of its VM.
+    pub(super) fn put(&self, publication: &Publication) {
         let mut all = self.all.lock();
         all.turns += 1;
         let (turn, due) = (all.turns, Instant::now());
@@ -99,7 +95,6 @@ impl Pending {
         self.changed.notify_one();
     }
 
-    /// Returns the entries that are due.
     fn due(&self) -> Vec<Waiting> {
         let now = Instant::now();
         self.all.lock().waiting.values().filter(|waiting| waiting.due <= now).cloned().collect()
@@ -126,7 +121,6 @@ impl Pending {
 }
 
 impl NodeRole {
-    /// Polls for ever.
     pub(super) async fn follow(self) {
         self.take_up().await;
         loop {
@@ -155,30 +149,26 @@ impl NodeRole {
 
     /// Loads the publications of an earlier process.
     async fn take_up(&self) {
-        loop {
+        let all = loop {
             match self.left_by_predecessor().await {
-                Ok(all) => {
-                    for publication in &all {
-                        if !publication.leaving {
-                            self.0.metrics.published.inc();
-                        }
-                        if publication.leaving || publication.driver_attached {
-                            self.0.pending.put(publication);
-                        }
-                    }
-                    return;
-                }
-                Err(why) => {
-                    warn!(error = %why, "earlier publications are not known yet");
-                    sleep(AFTER_FAILURE).await;
-                }
+                Ok(all) => break all,
+                Err(why) => warn!(error = %why, "earlier publications are not known yet"),
+            }
+            sleep(AFTER_FAILURE).await;
+        };
+        for publication in &all {
+            if !publication.leaving {
+                self.0.metrics.published.inc();
+            }
+            if publication.leaving || publication.driver_attached {
+                self.0.pending.put(publication);
             }
         }
     }
 
     /// Returns this driver's publications. Unreadable ones are reported and block no other.
     async fn left_by_predecessor(&self) -> Result<Vec<Publication>, Status> {
-        let driver = self.0.driver.name().await?;
+        let driver = self.0.upstream.driver().await?;
         let (mut all, bad) = self.on_disk("read the publications", |inner| inner.files.all()).await?;
         for why in &bad {
             warn!(error = %why, "the volume of this file is not given back; remove the file when its pod's \
@@ -220,8 +210,8 @@ impl NodeRole {
         let Some(identity) = cluster.attached(publication, &instance).await? else {
             return Ok(Some(Wait::Disk));
         };
-        let (uid, volume) = (publication.pod.uid.clone(), publication.volume.clone());
         let attached = Attached { version: descriptor::VERSION, instance, identity };
+        let (uid, volume) = (publication.pod.uid.clone(), publication.volume.clone());
         let noted = self.on_disk("record where the volume is attached", move |inner| {
             inner.records.put_attached(&uid, &volume, &attached)
         });
@@ -260,7 +250,7 @@ mod tests {
         }
         assert_eq!(paused, [2000, 4000, 8000, 16000, 30000, 30000, 30000, 50, 2000]);
         let seen = pending.all.lock().waiting.values().next().unwrap().clone();
-        pending.leave(&publication);
+        pending.put(&publication);
         pending.looked(&seen, &Ok(None));
         assert_eq!(pending.due().len(), 1, "a publication put meanwhile stays");
     }

@@ -1,5 +1,4 @@
-//! Reads pod and PersistentVolume of a NodePublishVolume from the driver's pod information and from kubelet's own
-//! paths. May touch: nothing.
+//! Reads pod and PersistentVolume of a NodePublishVolume from the driver's pod information and kubelet's own paths.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -13,7 +12,6 @@ use crate::grpc::{Code, Status};
 
 const POD: &str = "csi.storage.k8s.io/pod.";
 
-/// Pod that a volume is published for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Asker {
     /// A pod with all its names.
@@ -47,10 +45,8 @@ impl Asker {
     }
 }
 
-/// Destination of a volume.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Destination {
-    /// Its pod.
     pub(super) asker: Asker,
     /// The PersistentVolume, from kubelet's path.
     pub(super) volume: Option<String>,

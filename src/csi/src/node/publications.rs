@@ -9,14 +9,13 @@
 //! <volumes-dir>/owners/<volume id>.json                          Owner, where no cluster says whose a disk is
 //! ```
 //!
-//! All files are 0600 in folders of 0700, and only the one named `.secret.json` holds a secret. May touch: those
-//! folders.
+//! All files are 0600 in folders of 0700, and only `.secret.json` holds a secret. May touch: those folders.
 
 use std::path::{Path, PathBuf};
 use std::{fs, io};
 
 use peerpod_volume::VolumeId;
-use peerpod_volume::files::{gone, names, read_json, remove_emptied, sync_dir, write, write_json};
+use peerpod_volume::files::{self, gone, names, read_json, remove_emptied, sync_dir, write, write_json};
 use peerpod_volume::records::Pod;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
@@ -25,102 +24,72 @@ use crate::capability::Capability;
 use crate::secrets::Given;
 
 /// Version of the files' format.
-pub const VERSION: u32 = 1;
+pub(crate) const VERSION: u32 = 1;
 
 /// Namespace of volumes without a pod.
-pub const NO_NAMESPACE: &str = "-";
+pub(crate) const NO_NAMESPACE: &str = "-";
 
 /// Limit of one file in bytes, when written and when read.
-pub const MAX_FILE: u64 = 64 << 10;
+pub(crate) const MAX_FILE: u64 = 64 << 10;
 
 /// One target of one volume.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Publication {
-    /// [`VERSION`].
-    pub version: u32,
-    /// The volume.
-    pub volume: VolumeId,
+pub(crate) struct Publication {
+    pub(crate) version: u32,
+    pub(crate) volume: VolumeId,
     /// The driver's name: several proxies share the folder.
-    pub driver: String,
-    /// The volume's handle.
-    pub handle: String,
+    pub(crate) driver: String,
+    pub(crate) handle: String,
     /// Name of the volume for people.
-    pub name: String,
-    /// Its pod.
-    pub pod: Pod,
-    /// Path of the target.
-    pub target: PathBuf,
-    /// Requested capability.
-    pub wanted: Capability,
-    /// Whether it is read-only.
-    pub read_only: bool,
-    /// Contents of the marker file.
-    pub marker: String,
+    pub(crate) name: String,
+    pub(crate) pod: Pod,
+    pub(crate) target: PathBuf,
+    pub(crate) wanted: Capability,
+    pub(crate) read_only: bool,
+    pub(crate) marker: String,
     /// Whether only one pod at a time may have it.
-    pub exclusive: bool,
+    pub(crate) exclusive: bool,
     /// Whether the driver attaches the disk, so that the cluster's object must name the VM.
-    pub driver_attached: bool,
+    pub(crate) driver_attached: bool,
     /// The target is gone; the rest is kept until the VM is gone.
-    pub leaving: bool,
+    pub(crate) leaving: bool,
 }
 
 impl Publication {
-    /// Whether kubelet published it, so that there is a pod.
-    pub fn of_kubernetes(&self) -> bool {
+    pub(crate) fn of_kubernetes(&self) -> bool {
         self.pod.namespace != NO_NAMESPACE
     }
 
     /// Returns the fields that the controller role needs for its request to the driver, as JSON without secrets.
-    pub fn request(&self) -> serde_json::Value {
+    pub(crate) fn request(&self) -> serde_json::Value {
         serde_json::json!({
             "volumeId": self.handle, "targetPath": self.target, "readonly": self.read_only, "capability": self.wanted,
         })
     }
 }
 
-/// Owner of a disk.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Owner {
-    /// [`VERSION`].
     version: u32,
-    /// The pod's UID.
     holder: String,
 }
 
-/// The folders.
 #[derive(Clone, Debug)]
-pub struct Publications {
-    root: PathBuf,
+pub(crate) struct Publications {
+    pub(super) root: PathBuf,
 }
 
 impl Publications {
-    /// Uses this folder.
-    pub fn new(root: PathBuf) -> Publications {
-        Publications { root }
-    }
-
-    /// Writes a publication durably.
-    ///
-    /// # Errors
-    /// It could not be written.
-    pub fn put(&self, publication: &Publication) -> io::Result<()> {
+    pub(crate) fn put(&self, publication: &Publication) -> io::Result<()> {
         let name = format!("{}.json", hash(&publication.target));
         write_json(&self.targets(&publication.volume), &name, publication, MAX_FILE)
     }
 
-    /// Returns the publication at this target.
-    ///
-    /// # Errors
-    /// It cannot be read or understood.
-    pub fn get(&self, volume: &VolumeId, target: &Path) -> io::Result<Option<Publication>> {
+    pub(crate) fn get(&self, volume: &VolumeId, target: &Path) -> io::Result<Option<Publication>> {
         read_json(&self.targets(volume).join(format!("{}.json", hash(target))), MAX_FILE)
     }
 
-    /// Returns all publications of a volume.
-    ///
-    /// # Errors
-    /// One cannot be read or understood.
-    pub fn of(&self, volume: &VolumeId) -> io::Result<Vec<Publication>> {
+    pub(crate) fn of(&self, volume: &VolumeId) -> io::Result<Vec<Publication>> {
         let folder = self.targets(volume);
         let mut found = Vec::new();
         for name in names(&folder)? {
@@ -130,10 +99,7 @@ impl Publications {
     }
 
     /// Returns all publications, for a start, and the errors of unreadable ones, which block no other.
-    ///
-    /// # Errors
-    /// The folder of all publications cannot be read.
-    pub fn all(&self) -> io::Result<(Vec<Publication>, Vec<io::Error>)> {
+    pub(crate) fn all(&self) -> io::Result<(Vec<Publication>, Vec<io::Error>)> {
         let (mut found, mut bad) = (Vec::new(), Vec::new());
         let root = self.root.join("targets");
         for folder in names(&root)?.into_iter().filter(|name| name.parse::<VolumeId>().is_ok()) {
@@ -153,10 +119,7 @@ impl Publications {
     }
 
     /// Removes a publication. A missing one is no error.
-    ///
-    /// # Errors
-    /// It could not be removed.
-    pub fn remove(&self, publication: &Publication) -> io::Result<()> {
+    pub(crate) fn remove(&self, publication: &Publication) -> io::Result<()> {
         let folder = self.targets(&publication.volume);
         gone(fs::remove_file(folder.join(format!("{}.json", hash(&publication.target)))))?;
         // The volume may have another target.
@@ -165,10 +128,7 @@ impl Publications {
     }
 
     /// Removes the volume's folder if it has no publication any more. The caller holds the volume's lock.
-    ///
-    /// # Errors
-    /// It cannot be removed.
-    pub fn tidy(&self, volume: &VolumeId) -> io::Result<()> {
+    pub(crate) fn tidy(&self, volume: &VolumeId) -> io::Result<()> {
         match remove_emptied(&self.targets(volume)) {
             Err(why) if why.kind() == io::ErrorKind::DirectoryNotEmpty => Ok(()),
             done => done,
@@ -176,49 +136,36 @@ impl Publications {
     }
 
     /// Records that a volume was staged at this path. For a peer pod's volume, staging does nothing else.
-    ///
-    /// # Errors
-    /// It could not be made durable.
-    pub fn put_staged(&self, volume: &VolumeId, path: &Path) -> io::Result<()> {
+    pub(crate) fn put_staged(&self, volume: &VolumeId, path: &Path) -> io::Result<()> {
         write(&self.staged(volume), &hash(path), b"")
     }
 
-    /// Whether the volume was staged at this path.
-    pub fn is_staged(&self, volume: &VolumeId, path: &Path) -> bool {
+    pub(crate) fn is_staged(&self, volume: &VolumeId, path: &Path) -> bool {
         self.staged(volume).join(hash(path)).exists()
     }
 
     /// Stores the secret of a staging until the volume is unstaged; with `None`, deletes it. For a peer pod's volume it
     /// follows [`Publications::put_staged`].
-    ///
-    /// # Errors
-    /// It could not be made durable.
-    pub fn put_staged_secret(&self, volume: &VolumeId, path: &Path, given: Option<&Given>) -> io::Result<()> {
+    pub(crate) fn put_staged_secret(
+        &self,
+        volume: &VolumeId,
+        path: &Path,
+        given: Option<&Given>,
+    ) -> io::Result<()> {
         let (folder, name) = (self.staged(volume), secret(path));
         match given {
             Some(given) => write(&folder, &name, &given.to_bytes()),
-            None => {
-                // Removes also the temporary file of a writer that was killed.
-                gone(fs::remove_file(folder.join(format!(".{name}.new"))))?;
-                gone(fs::remove_file(folder.join(name)))?;
-                sync_dir(&folder)
-            }
+            None => files::remove(&folder, &name),
         }
     }
 
-    /// Returns the secret of this staging; `None`: there is none.
-    ///
-    /// # Errors
-    /// It cannot be read or understood; the error contains no part of it.
-    pub fn staged_secret(&self, volume: &VolumeId, path: &Path) -> io::Result<Option<Given>> {
+    /// Returns the secret of this staging; `None`: there is none. An error contains no part of it.
+    pub(crate) fn staged_secret(&self, volume: &VolumeId, path: &Path) -> io::Result<Option<Given>> {
         Given::read_file(&self.staged(volume).join(secret(path)))
     }
 
     /// Removes the staging and its secret. A missing one is no error.
-    ///
-    /// # Errors
-    /// It could not be removed.
-    pub fn remove_staged(&self, volume: &VolumeId, path: &Path) -> io::Result<()> {
+    pub(crate) fn remove_staged(&self, volume: &VolumeId, path: &Path) -> io::Result<()> {
         self.put_staged_secret(volume, path, None)?;
         gone(fs::remove_file(self.staged(volume).join(hash(path))))?;
         drop(remove_emptied(&self.staged(volume)));
@@ -226,38 +173,24 @@ impl Publications {
     }
 
     /// Takes a disk for a pod, where no cluster records the owner. Returns the holder if it is another pod.
-    ///
-    /// # Errors
-    /// The owner cannot be read or understood, or not be written durably.
-    pub fn take(&self, volume: &VolumeId, uid: &str) -> io::Result<Result<(), String>> {
-        match self.owner(volume)? {
-            Some(owner) if owner.holder == uid => Ok(Ok(())),
-            Some(owner) => Ok(Err(owner.holder)),
-            None => {
-                let owner = Owner { version: VERSION, holder: uid.to_owned() };
-                write_json(&self.owners(), &format!("{volume}.json"), &owner, MAX_FILE)?;
-                Ok(Ok(()))
-            }
+    pub(crate) fn take(&self, volume: &VolumeId, uid: &str) -> io::Result<Result<(), String>> {
+        if let Some(Owner { holder, .. }) = self.owner(volume)? {
+            return Ok(if holder == uid { Ok(()) } else { Err(holder) });
         }
+        let owner = Owner { version: VERSION, holder: uid.to_owned() };
+        write_json(&self.owners(), &format!("{volume}.json"), &owner, MAX_FILE).map(Ok)
     }
 
     /// Releases a pod's disk and deletes its owner file. A disk of another pod is no error.
-    ///
-    /// # Errors
-    /// As [`Publications::take`].
-    pub fn give_back(&self, volume: &VolumeId, uid: &str) -> io::Result<()> {
+    pub(crate) fn give_back(&self, volume: &VolumeId, uid: &str) -> io::Result<()> {
         if self.owner(volume)?.is_some_and(|owner| owner.holder != uid) {
             return Ok(());
         }
-        let (folder, name) = (self.owners(), format!("{volume}.json"));
-        // Removes also the temporary file of a writer that was killed.
-        gone(fs::remove_file(folder.join(format!(".{name}.new"))))?;
-        gone(fs::remove_file(folder.join(name)))?;
-        sync_dir(&folder)
+        files::remove(&self.owners(), &format!("{volume}.json"))
     }
 
     /// Returns the file of a raw device's publication, which begins with its marker: kubelet maps a loop device of it.
-    pub fn device_file(&self, volume: &VolumeId, target: &Path) -> PathBuf {
+    pub(crate) fn device_file(&self, volume: &VolumeId, target: &Path) -> PathBuf {
         self.root.join("devices").join(format!("{volume}-{}", hash(target)))
     }
 
@@ -278,7 +211,6 @@ impl Publications {
     }
 }
 
-/// Returns the name of the secret's file for this staging path.
 fn secret(path: &Path) -> String {
     format!("{}.secret.json", hash(path))
 }
@@ -315,7 +247,7 @@ mod tests {
     #[test]
     fn one_bad_file_holds_up_its_own_volume_and_no_other() {
         let root = std::env::temp_dir().join(format!("peerpod-publications-{}", std::process::id()));
-        let files = Publications::new(root.clone());
+        let files = Publications { root: root.clone() };
         let (good, bad) = (publication("/t/1", "good"), publication("/t/2", "bad"));
         for one in [&good, &bad] {
             files.put(one).unwrap();
@@ -342,7 +274,7 @@ mod tests {
     fn a_staged_secret_is_private_and_goes_with_the_staging() {
         use std::os::unix::fs::MetadataExt;
         let root = std::env::temp_dir().join(format!("peerpod-staged-{}", std::process::id()));
-        let (files, volume) = (Publications::new(root.clone()), VolumeId::of("smb.csi.k8s.io", "v"));
+        let (files, volume) = (Publications { root: root.clone() }, VolumeId::of("smb.csi.k8s.io", "v"));
         let path = Path::new("/staging");
         let mut secrets = std::collections::HashMap::from([("password".to_owned(), "hidden".to_owned())]);
         let given = Given::take(&mut secrets, crate::drivers::login("smb.csi.k8s.io")).unwrap();
@@ -364,7 +296,7 @@ mod tests {
     #[test]
     fn a_disk_has_one_owner_and_no_state_without_one() {
         let root = std::env::temp_dir().join(format!("peerpod-owners-{}", std::process::id()));
-        let (files, volume) = (Publications::new(root.clone()), VolumeId::of("driver", "v"));
+        let (files, volume) = (Publications { root: root.clone() }, VolumeId::of("driver", "v"));
         assert_eq!(files.take(&volume, "u-1").unwrap(), Ok(()));
         assert_eq!(files.take(&volume, "u-1").unwrap(), Ok(()));
         assert_eq!(files.take(&volume, "u-2").unwrap(), Err("u-1".to_owned()));

@@ -1,10 +1,8 @@
 //! Handles NodePublishVolume: decides between driver and peer pod, and describes the volume; `steps` carries it out. A
-//! peer pod's volume is published only for pods with a VM: another pod would get the marker's filesystem, and lose its
-//! writes. May touch: the API server.
+//! pod without a VM would get the marker's filesystem and lose its writes, so it is refused. May touch: the API server.
 
 use std::path::PathBuf;
 
-use hyper::Response;
 use peerpod_proto::csi::NodePublishVolumeRequest;
 use peerpod_volume::records::{Pod, Record};
 use peerpod_volume::{Credentials, FsGroup, GuestVolume, Mode, Source, VolumeId, descriptor};
@@ -13,23 +11,18 @@ use super::place::Destination;
 use super::publications::{self, Publication};
 use super::secrets::{self, signs_in};
 use super::{NodeRole, VolumeOwner, empty, missing, volume_owner};
-use crate::body::Body;
 use crate::capability::{self, Capability};
 use crate::cluster::PodFacts;
 use crate::drivers::{self, VolumeInfo};
 use crate::grpc::{self, Code, Status};
 use crate::optin;
-use crate::proxy::InterceptedCall;
+use crate::proxy::{Answered, Intercepted};
 use crate::secrets::Given;
 
 const EPHEMERAL: &str = "csi.storage.k8s.io/ephemeral";
 
 impl NodeRole {
-    pub(super) async fn publish(
-        self,
-        call: InterceptedCall,
-        mut request: NodePublishVolumeRequest,
-    ) -> Result<Response<Body>, Status> {
+    pub(super) async fn publish(self, call: Intercepted, mut request: NodePublishVolumeRequest) -> Answered {
         let place = Destination::of(&request);
         let mut decided = volume_owner(&request.volume_context, &request.publish_context)?;
         if decided == VolumeOwner::Driver && self.is_of_class(&place).await? {
@@ -87,7 +80,7 @@ impl NodeRole {
     /// Returns the pod's properties, where the cluster has the pod.
     async fn facts(&self, place: &Destination) -> Result<Option<PodFacts>, Status> {
         match (&self.0.cluster, place.asker.named()) {
-            (Some(cluster), Some(pod)) => cluster.pod(pod, self.0.driver.name().await?).await,
+            (Some(cluster), Some(pod)) => cluster.pod(pod, self.0.upstream.driver().await?).await,
             _ => Ok(None),
         }
     }
@@ -123,7 +116,7 @@ impl NodeRole {
         decided: VolumeOwner,
         given: Option<Given>,
     ) -> Result<Option<(Record, Publication, Option<Credentials>)>, Status> {
-        let driver = self.0.driver.name().await?;
+        let driver = self.0.upstream.driver().await?;
         let volume = VolumeId::of(driver, &request.volume_id);
         let name = place.volume.clone().unwrap_or_else(|| request.volume_id.clone());
         let (mut source, options) = self.source(request, place, &name).await?;
@@ -153,14 +146,13 @@ impl NodeRole {
         Ok(Some((record, publication, credentials)))
     }
 
-    /// Returns the volume's source in the guest's terms, and mount options that the driver would add.
     async fn source(
         &self,
         request: &NodePublishVolumeRequest,
         place: &Destination,
         name: &str,
     ) -> Result<(Source, Vec<String>), Status> {
-        let driver = self.0.driver.name().await?;
+        let driver = self.0.upstream.driver().await?;
         let claim = match (&self.0.cluster, &place.volume) {
             (Some(cluster), Some(name)) => cluster.claim(name, &request.volume_id).await?,
             _ => None,
@@ -204,7 +196,6 @@ fn is_for_vm(
     Err(Code::FailedPrecondition.status(why))
 }
 
-/// Returns the record of a publication for the node.
 fn record(publication: &Publication, source: Source, mode: Mode) -> Record {
     let Publication { volume, name, read_only, pod, driver, handle, target, marker, .. } =
         publication.clone();
@@ -239,22 +230,18 @@ fn marker() -> Result<String, Status> {
 
 /// Checks the limits of the stored files, which must be readable again.
 fn bounded(record: &Record, publication: &Publication) -> Result<(), Status> {
-    let size = |bytes: serde_json::Result<Vec<u8>>| {
-        bytes.map(|bytes| bytes.len()).map_err(|why| Code::Internal.status(format!("as JSON: {why}")))
-    };
-    let limits = [
-        (
-            size(serde_json::to_vec(publication))?,
-            usize::try_from(publications::MAX_FILE).unwrap_or(usize::MAX),
-        ),
-        (size(serde_json::to_vec(&record.volume))?, descriptor::MAX_BYTES),
-    ];
-    match limits.into_iter().find(|(bytes, limit)| bytes > limit) {
-        None => Ok(()),
-        Some((bytes, limit)) => Err(Code::InvalidArgument.status(format!(
-            "volume {}: its record has {bytes} bytes, more than {limit}; it needs fewer mount options \
+    for (json, limit) in [
+        (serde_json::to_vec(publication), publications::MAX_FILE as usize),
+        (serde_json::to_vec(&record.volume), descriptor::MAX_BYTES),
+    ] {
+        let bytes = json.map_err(|why| Code::Internal.status(format!("as JSON: {why}")))?.len();
+        if bytes > limit {
+            return Err(Code::InvalidArgument.status(format!(
+                "volume {}: its record has {bytes} bytes, more than {limit}; it needs fewer mount options \
                  or shorter attributes",
-            publication.name.chars().take(253).collect::<String>()
-        ))),
+                publication.name.chars().take(253).collect::<String>()
+            )));
+        }
     }
+    Ok(())
 }

@@ -1,6 +1,5 @@
 //! Passes a volume's secret from kubelet to the pod's record. The secrets of NodePublishVolume count as a whole;
-//! without any, the secrets of the staging count. A changed secret takes effect with the next publish. May touch:
-//! stored secrets of staged volumes.
+//! without any, those of the staging count. A change takes effect with the next publish. May touch: stored secrets.
 
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -24,7 +23,7 @@ impl NodeRole {
         &self,
         request: &mut NodeStageVolumeRequest,
     ) -> Result<Option<Given>, Status> {
-        let login = drivers::login(self.0.driver.name().await?);
+        let login = drivers::login(self.0.upstream.driver().await?);
         let given = Given::take(&mut request.secrets, login);
         if let Some(Err(why)) = given.as_ref().map(|given| given.check(None)) {
             let text = format!("stage volume {}: {why}", request.volume_id);
@@ -40,22 +39,20 @@ impl NodeRole {
         if self.0.classes.is_empty() || !named {
             return Ok(());
         }
-        let driver = self.0.driver.name().await?;
+        let driver = self.0.upstream.driver().await?;
         let Some(login) = drivers::login(driver) else { return Ok(()) };
         let given = Given::take(&mut request.secrets.clone(), Some(login));
         // Secrets that no guest could use may be right for the driver. Secrets of an earlier staging are deleted then.
         let given = given.filter(|given| given.check(None).is_ok());
         let volume = VolumeId::of(driver, &request.volume_id);
         let path = PathBuf::from(&request.staging_target_path);
-        self.on_disk("keep a volume's staged secret", move |inner| {
-            inner.files.put_staged_secret(&volume, &path, given.as_ref())
-        })
-        .await
+        let what = "keep a volume's staged secret";
+        self.on_disk(what, move |inner| inner.files.put_staged_secret(&volume, &path, given.as_ref())).await
     }
 
     /// Returns the secrets of this call, or else those of the volume's staging.
     pub(super) async fn given(&self, request: &NodePublishVolumeRequest) -> Result<Option<Given>, Status> {
-        let driver = self.0.driver.name().await?;
+        let driver = self.0.upstream.driver().await?;
         let login = drivers::login(driver);
         let mut secrets = request.secrets.clone();
         let given = Given::take(&mut secrets, login);
@@ -64,10 +61,8 @@ impl NodeRole {
         }
         let volume = VolumeId::of(driver, &request.volume_id);
         let path = PathBuf::from(&request.staging_target_path);
-        self.on_disk("read the volume's staged secret", move |inner| {
-            inner.files.staged_secret(&volume, &path)
-        })
-        .await
+        let what = "read the volume's staged secret";
+        self.on_disk(what, move |inner| inner.files.staged_secret(&volume, &path)).await
     }
 }
 
@@ -78,10 +73,7 @@ pub(super) fn wipe(secrets: &mut HashMap<String, String>) {
 }
 
 /// Returns the credentials for mounting a share; `None`: it is mounted anonymously, or is no share. An anonymous share
-/// loses its secret reference.
-///
-/// # Errors
-/// A key of the secret is missing or unusable. The text names the key.
+/// loses its secret reference. An error names the missing or unusable key of the secret.
 pub(super) fn signs_in(
     source: &mut Source,
     driver: &str,

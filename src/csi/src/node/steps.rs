@@ -1,6 +1,5 @@
-//! Publishes a volume and undoes it. Each step is found done or is repeated: intent on disk, ownership, the cluster's
-//! object, the target, the record, the answer; the undo runs in the reverse order. May touch: targets, the records'
-//! folder, the API server.
+//! Publishes a volume and undoes it in reverse order. Each step is found done or is repeated: intent on disk,
+//! ownership, the cluster's object, the target, the record. May touch: targets, the records' folder, the API server.
 
 use std::io;
 
@@ -24,16 +23,14 @@ impl NodeRole {
         mut publication: Publication,
         credentials: Option<Credentials>,
     ) -> Result<(), Status> {
-        let volume = publication.volume.clone();
-        let all = self.on_disk("read the publications", move |inner| inner.files.of(&volume)).await?;
+        let all = self.of_volume(&publication).await?;
         let there = agreed(&all, &publication)?;
         if let Some(there) = there {
             publication.marker.clone_from(&there.marker);
             record.marker.clone_from(&there.marker);
         }
         let (new, leaving) = (there.is_none(), there.is_some_and(|there| there.leaving));
-        // A publication that is leaving stays so until its earlier VM no longer blocks it. If that fails, it is still
-        // released.
+        // A leaving publication stays so until its earlier VM no longer blocks it; if that fails, it is still released.
         if !leaving {
             self.note(&publication, new).await?;
         }
@@ -84,12 +81,8 @@ impl NodeRole {
         let owners = &self.0.owners;
         let taken = owners.take(&publication.volume, &publication.name, &publication.pod).await;
         if new && taken.as_ref().is_err_and(|why| why.code == Code::FailedPrecondition) {
-            let refused = publication.clone();
             // A failure leaves at worst a publication without a target, which the next call finds.
-            drop(
-                self.on_disk("forget the refused publication", move |inner| inner.files.remove(&refused))
-                    .await,
-            );
+            drop(self.forget(publication).await);
             self.0.metrics.published.dec();
         }
         taken.map(|()| Some(FENCE))
@@ -109,13 +102,10 @@ impl NodeRole {
         let made = blocking(move || -> io::Result<()> {
             target::publish_directory(&target, &marker)?;
             if let Some(volume) = raw {
-                target::make_placeholder(
-                    &target,
-                    &volume,
-                    mapped.as_ref().map(|(_, device)| device.as_path()),
-                )?;
+                let like = mapped.as_ref().map(|(_, device)| device.as_path());
+                target::make_placeholder(&target, &volume, like)?;
             }
-            mapped.map_or(Ok(()), |(path, device)| Ok(target::publish_device(&path, &device)?))
+            mapped.map_or(Ok(()), |(path, device)| target::publish_device(&path, &device))
         });
         made.await.map_err(|why| internal(why.to_string()))
     }
@@ -129,12 +119,12 @@ impl NodeRole {
         }
         match self.finish(&publication).await {
             Ok(true) => {}
-            Ok(false) => self.0.pending.leave(&publication),
+            Ok(false) => self.0.pending.put(&publication),
             Err(why) => {
                 // The pod no longer uses it; the release is repeated here.
                 tracing::warn!(volume = %publication.name, error = %why, "not given back yet");
                 self.0.metrics.retries.inc();
-                self.0.pending.leave(&publication);
+                self.0.pending.put(&publication);
             }
         }
         Ok(())
@@ -147,7 +137,7 @@ impl NodeRole {
         let gone = blocking(move || -> io::Result<()> {
             target::unpublish(&target)?;
             // kubelet unmaps before this call, unless it never mapped.
-            mapped.map_or(Ok(()), |path| Ok(target::unpublish(&path)?))
+            mapped.map_or(Ok(()), |path| target::unpublish(&path))
         });
         gone.await.map_err(|why| internal(why.to_string()))?;
         if publication.wanted.block {
@@ -162,28 +152,34 @@ impl NodeRole {
         if !self.has_another(publication).await? && !self.give_back(publication).await? {
             return Ok(false);
         }
-        let over = publication.clone();
-        self.on_disk("forget the publication", move |inner| inner.files.remove(&over)).await?;
+        self.forget(publication).await?;
         Ok(true)
+    }
+
+    async fn forget(&self, publication: &Publication) -> Result<(), Status> {
+        let over = publication.clone();
+        self.on_disk("forget the publication", move |inner| inner.files.remove(&over)).await
+    }
+
+    async fn of_volume(&self, publication: &Publication) -> Result<Vec<Publication>, Status> {
+        let volume = publication.volume.clone();
+        self.on_disk("read the publications", move |inner| inner.files.of(&volume)).await
     }
 
     /// Whether the pod has the volume at another target, too.
     async fn has_another(&self, publication: &Publication) -> Result<bool, Status> {
-        let volume = publication.volume.clone();
-        let all = self.on_disk("read the publications", move |inner| inner.files.of(&volume)).await?;
-        Ok(all.iter().any(|other| {
+        Ok(self.of_volume(publication).await?.iter().any(|other| {
             other.pod.uid == publication.pod.uid && other.target != publication.target && !other.leaving
         }))
     }
 
-    /// Releases the record before the Lease: a record that outlived its Lease would make the pod count as the owner.
-    /// Returns false while there is a VM.
+    /// Returns false while there is a VM. A record that outlived its Lease would make the pod count as the owner.
     async fn give_back(&self, publication: &Publication) -> Result<bool, Status> {
         if self.has_vm(publication).await? {
             return Ok(false);
         }
-        let (uid, volume) = (publication.pod.uid.clone(), publication.volume.clone());
-        self.on_disk("withdraw the volume's record", move |inner| inner.records.withdraw(&uid, &volume))
+        let (pod, volume) = (publication.pod.clone(), publication.volume.clone());
+        self.on_disk("withdraw the volume's record", move |inner| inner.records.withdraw(&pod.uid, &volume))
             .await?;
         // A VM requested meanwhile is recorded by now, or its creation finds no record of the volume.
         if self.has_vm(publication).await? {
@@ -211,43 +207,29 @@ impl NodeRole {
     }
 }
 
-/// Returns the publication at the wanted target, if none of the others conflicts with it.
+/// Returns the publication at the wanted target. Fails if it differs from the wanted one, or if a volume with a single
+/// writer on this node has another target.
 fn agreed<'a>(all: &'a [Publication], wanted: &Publication) -> Result<Option<&'a Publication>, Status> {
-    let mut there = None;
-    for other in all {
-        if other.target == wanted.target {
-            compatible(other, wanted)?;
-            there = Some(other);
-        } else if !other.leaving {
-            elsewhere(other, wanted)?;
-        }
-    }
-    Ok(there)
-}
-
-/// Accepts the same publication again, and refuses a different one.
-fn compatible(there: &Publication, wanted: &Publication) -> Result<(), Status> {
-    let same = there.pod.uid == wanted.pod.uid
-        && there.read_only == wanted.read_only
-        && there.wanted == wanted.wanted;
-    if same {
-        return Ok(());
-    }
-    let target = wanted.target.display();
-    let text = format!("volume {} is published at {target} for another pod or in another way", wanted.name);
-    Err(Code::AlreadyExists.status(text))
-}
-
-/// Refuses a second target of a volume with a single writer on this node.
-fn elsewhere(there: &Publication, wanted: &Publication) -> Result<(), Status> {
-    if [there.wanted.access_mode, wanted.wanted.access_mode].contains(&SINGLE_NODE_SINGLE_WRITER) {
+    let name = &wanted.name;
+    let other = all.iter().filter(|other| other.target != wanted.target && !other.leaving).find(|other| {
+        [other.wanted.access_mode, wanted.wanted.access_mode].contains(&SINGLE_NODE_SINGLE_WRITER)
+    });
+    if let Some(other) = other {
+        let (target, pod) = (other.target.display(), &other.pod);
         return Err(Code::FailedPrecondition.status(format!(
-            "volume {} has one writer (ReadWriteOncePod) and is published at {} for pod {}/{}",
-            wanted.name,
-            there.target.display(),
-            there.pod.namespace,
-            there.pod.name
+            "volume {name} has one writer (ReadWriteOncePod) and is published at {target} for pod {}/{}",
+            pod.namespace, pod.name
         )));
     }
-    Ok(())
+    let there = all.iter().find(|other| other.target == wanted.target);
+    let differs = |there: &Publication| {
+        (&there.pod.uid, there.read_only, &there.wanted)
+            != (&wanted.pod.uid, wanted.read_only, &wanted.wanted)
+    };
+    if there.is_some_and(differs) {
+        let target = wanted.target.display();
+        let text = format!("volume {name} is published at {target} for another pod or in another way");
+        return Err(Code::AlreadyExists.status(text));
+    }
+    Ok(there)
 }

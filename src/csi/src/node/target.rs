@@ -5,12 +5,10 @@
 //! specification. It is a character device: Kata's shims pass character devices on and attach none. Kata's Go shim
 //! refuses a block device, because its remote hypervisor cannot attach one ("HotplugAddDevice: not implemented").
 //!
-//! kubelet binds the target of a raw volume to a file of its own (`place::map_path`) and attaches a loop device to it.
-//! This works only for a block device. It binds nothing where a device exists already, so a block device (`device`) is
-//! bound there first.
+//! kubelet binds the target of a raw volume to a file of its own (`place::map_path`) and attaches a loop device to it,
+//! unless a device exists there already. So a block device (`device`) is bound there first.
 //!
-//! Every step can be repeated any number of times; nothing is ever removed recursively. May touch: the target,
-//! kubelet's map path.
+//! Every step can be repeated; nothing is removed recursively. May touch: the target, kubelet's map path.
 
 use std::fs::{self, DirBuilder, OpenOptions};
 use std::io::{self, Write};
@@ -29,30 +27,16 @@ const TMPFS: &str = "size=128k,nr_inodes=512,mode=0755";
 /// Limit of mounts on top of each other, so that a loop ends.
 const LAYERS: usize = 16;
 
-/// Error of an operation on a target.
-#[derive(Debug, thiserror::Error)]
-#[error("{what} {path}: {why}", path = path.display())]
-pub struct Error {
-    what: &'static str,
-    path: std::path::PathBuf,
-    why: io::Error,
-}
-
-impl From<Error> for io::Error {
-    fn from(error: Error) -> io::Error {
-        io::Error::new(error.why.kind(), error)
+/// Adds the attempt and its object to an error.
+fn at<W: Into<io::Error>>(what: &str, path: &Path) -> impl Fn(W) -> io::Error {
+    move |why| {
+        let why = why.into();
+        io::Error::new(why.kind(), format!("{what} {}: {why}", path.display()))
     }
 }
 
-fn at<'a, W: Into<io::Error>>(what: &'static str, path: &'a Path) -> impl Fn(W) -> Error + use<'a, W> {
-    move |why| Error { what, path: path.to_owned(), why: why.into() }
-}
-
-/// Makes a directory with the marker, on its own tmpfs.
-///
-/// # Errors
-/// It cannot be made; a repeated call continues from there.
-pub fn publish_directory(target: &Path, marker: &str) -> Result<(), Error> {
+/// Makes a directory with the marker, on its own tmpfs. After an error, a repeated call continues from there.
+pub(crate) fn publish_directory(target: &Path, marker: &str) -> io::Result<()> {
     make_parent(target)?;
     match DirBuilder::new().mode(0o750).create(target) {
         Err(why) if why.kind() == io::ErrorKind::AlreadyExists => {}
@@ -72,10 +56,7 @@ pub fn publish_directory(target: &Path, marker: &str) -> Result<(), Error> {
 
 /// Makes the placeholder of a raw volume in a published directory. The container's device gets the placeholder's owner
 /// and permissions: those of `like`, else this process's owner and 0600.
-///
-/// # Errors
-/// As [`publish_directory`].
-pub fn make_placeholder(target: &Path, volume: &VolumeId, like: Option<&Path>) -> Result<(), Error> {
+pub(crate) fn make_placeholder(target: &Path, volume: &VolumeId, like: Option<&Path>) -> io::Result<()> {
     let path = target.join(volume.as_str());
     let is_there = |found: fs::Metadata| found.file_type().is_char_device() && found.rdev() == placeholder();
     if !fs::symlink_metadata(&path).is_ok_and(is_there) {
@@ -99,10 +80,7 @@ fn placeholder() -> u64 {
 }
 
 /// Makes a path a block device's node, by a bind mount of that device.
-///
-/// # Errors
-/// As [`publish_directory`].
-pub fn publish_device(target: &Path, device: &Path) -> Result<(), Error> {
+pub(crate) fn publish_device(target: &Path, device: &Path) -> io::Result<()> {
     let wanted = fs::metadata(device).map_err(at("look at", device))?;
     if !wanted.file_type().is_block_device() {
         return Err(at("look at", device)(io::Error::other("it is no block device")));
@@ -131,11 +109,8 @@ pub fn publish_device(target: &Path, device: &Path) -> Result<(), Error> {
     Err(at("mount a device's node at", target)(io::Error::other("something else is there again and again")))
 }
 
-/// Removes the published contents and the target.
-///
-/// # Errors
-/// The target is in use, or contains a file of another program.
-pub fn unpublish(target: &Path) -> Result<(), Error> {
+/// Removes the published contents and the target. Fails if the target is in use, or contains a file of another program.
+pub(crate) fn unpublish(target: &Path) -> io::Result<()> {
     for _ in 0..LAYERS {
         match fs::symlink_metadata(target) {
             Err(why) if why.kind() == io::ErrorKind::NotFound => return Ok(()),
@@ -150,22 +125,21 @@ pub fn unpublish(target: &Path) -> Result<(), Error> {
     Err(at("unmount", target)(io::Error::other("it is a mount point again and again")))
 }
 
-/// Whether the path is a mount point, which lies on another device than its folder. A tmpfs and a device's node always
-/// do.
-pub fn is_mount_point(target: &Path) -> Result<bool, Error> {
+/// Whether the path is a mount point: on another device than its folder, as a tmpfs and a device's node always are.
+pub(crate) fn is_mount_point(target: &Path) -> io::Result<bool> {
     let inspect = |path: &Path| fs::symlink_metadata(path).map_err(at("look at", path));
     let Some(parent) = target.parent() else { return Ok(true) };
     Ok(inspect(target)?.dev() != inspect(parent)?.dev())
 }
 
-fn unmount(target: &Path) -> Result<(), Error> {
+fn unmount(target: &Path) -> io::Result<()> {
     match umount2(target, MntFlags::UMOUNT_NOFOLLOW) {
         Ok(()) | Err(Errno::EINVAL | Errno::ENOENT) => Ok(()),
         Err(why) => Err(at("unmount", target)(why)),
     }
 }
 
-fn make_parent(target: &Path) -> Result<(), Error> {
+fn make_parent(target: &Path) -> io::Result<()> {
     let Some(parent) = target.parent() else { return Ok(()) };
     let made = DirBuilder::new().recursive(true).mode(0o750).create(parent);
     made.map_err(at("make the folder of the target", parent))

@@ -45,7 +45,6 @@ pub struct Shared {
     /// Dropped frames: unrequested ones of the guest, and refused ones of the shim.
     pub(crate) dropped: AtomicU64,
     pub(crate) totals: Traffic,
-    /// Volumes of the pod.
     volumes: RwLock<Arc<[Volume]>>,
 }
 
@@ -53,6 +52,11 @@ impl Shared {
     /// Sets the pod's volumes, for all requests that begin from now on.
     pub(crate) fn set_volumes(&self, volumes: &[Volume]) {
         *self.volumes.write() = volumes.into();
+    }
+
+    /// Returns the counters of bytes to and from the guest, then of frames to and from it.
+    pub(crate) fn counts(&self) -> [&AtomicU64; 4] {
+        [&self.bytes_to_guest, &self.bytes_from_guest, &self.frames_to_guest, &self.frames_from_guest]
     }
 
     fn volumes(&self) -> Arc<[Volume]> {
@@ -92,11 +96,9 @@ impl Default for Bounds {
 /// Treatment of the present frame.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 enum Fate {
-    /// There is no present frame.
     None,
     /// It passes to the other side as it arrives.
     Pass,
-    /// It is dropped.
     Skip,
     /// It is collected with its header and passed on whole (answers only).
     Hold(Vec<u8>),
@@ -127,8 +129,7 @@ pub struct AgentFilter {
     shared: Arc<Shared>,
     bounds: Bounds,
     /// Streams that wait for an answer. The shim chooses the numbers; it is root here, so collisions ([`IdMap`]) are no
-    /// attack. The value is true for the long poll GetOOMEvent: the Rust shim repeats that in a tight loop after an
-    /// error.
+    /// attack. True for the long poll GetOOMEvent, which the Rust shim repeats in a tight loop after an error.
     pending: IdMap<bool>,
     requests: FrameReader,
     request: Fate,
@@ -175,44 +176,33 @@ impl AgentFilter {
     }
 
     fn refusal(&self, header: &Header) -> Option<(i32, String)> {
-        if header.length as usize > MAX_PAYLOAD {
+        let (length, Bounds { per_connection, per_sandbox }) = (header.length, self.bounds);
+        if length as usize > MAX_PAYLOAD {
             // Same text as ttrpc's own error, which shims recognise.
-            let message =
-                format!("message length {} exceed maximum message size of {MAX_PAYLOAD}", header.length);
+            let message = format!("message length {length} exceed maximum message size of {MAX_PAYLOAD}");
             return Some((code::INVALID_ARGUMENT, message));
         }
-        if header.kind != frame::REQUEST {
+        let (calls, of) = if header.kind != frame::REQUEST {
             return None;
-        }
-        if self.pending.len() >= self.bounds.per_connection {
-            let message =
-                format!("{} calls of this connection are unanswered, which is the limit", self.pending.len());
-            return Some((code::RESOURCE_EXHAUSTED, message));
-        }
-        if self.shared.pending.load(Relaxed) >= self.bounds.per_sandbox {
-            let message = format!(
-                "{} calls of this sandbox are unanswered, which is the limit",
-                self.bounds.per_sandbox
-            );
-            return Some((code::RESOURCE_EXHAUSTED, message));
-        }
-        None
+        } else if self.pending.len() >= per_connection {
+            (self.pending.len(), "connection")
+        } else if self.shared.pending.load(Relaxed) >= per_sandbox {
+            (per_sandbox, "sandbox")
+        } else {
+            return None;
+        };
+        let message = format!("{calls} calls of this {of} are unanswered, which is the limit");
+        Some((code::RESOURCE_EXHAUSTED, message))
     }
 
     /// Handles more bytes of a request that does not pass yet.
     fn inspect(&mut self, body: &[u8], peer: &mut BytesMut) {
-        let mut have = match std::mem::replace(&mut self.request, Fate::Skip) {
-            Fate::Look(have) => have,
-            Fate::Gather(mut have) => {
-                have.extend_from_slice(body);
-                self.request = Fate::Gather(have);
-                return;
-            }
-            other => {
-                self.request = other;
-                return;
-            }
+        let mut have = match &mut self.request {
+            Fate::Look(have) => std::mem::take(have),
+            Fate::Gather(have) => return have.extend_from_slice(body),
+            _ => return,
         };
+        self.request = Fate::Skip;
         // Other bytes are not copied: a body may contain megabytes of a process's input.
         let seen = have.len();
         have.extend_from_slice(&body[..body.len().min((HEADER_LEN + PEEK_LIMIT).saturating_sub(seen))]);
@@ -326,51 +316,6 @@ impl AgentFilter {
         was
     }
 
-    /// Handles bytes from the shim.
-    pub(crate) fn shim_said(&mut self, mut input: &[u8], peer: &mut BytesMut, local: &mut BytesMut) {
-        self.shared.sent(input.len());
-        while let Some(piece) = self.requests.next(&mut input) {
-            match piece {
-                Piece::Head(header) => self.request = self.admit(&header, peer, local),
-                Piece::Body(body) => {
-                    if matches!(self.request, Fate::Pass) {
-                        peer.extend_from_slice(body);
-                    } else {
-                        self.inspect(body, peer);
-                    }
-                }
-                Piece::End => {
-                    match std::mem::replace(&mut self.request, Fate::None) {
-                        Fate::Gather(have) => self.gathered(&have, peer, local),
-                        // The request is too short to name a method; the guest answers it with an error.
-                        Fate::Look(have) => peer.extend_from_slice(&have),
-                        Fate::None | Fate::Pass | Fate::Skip | Fate::Hold(_) => {}
-                    }
-                }
-            }
-        }
-    }
-
-    /// Handles bytes from the guest.
-    pub(crate) fn guest_said(&mut self, mut input: &[u8], local: &mut BytesMut) {
-        self.shared.received(input.len());
-        while let Some(piece) = self.answers.next(&mut input) {
-            match piece {
-                Piece::Head(header) => self.answer = self.deliver(&header, local),
-                Piece::Body(body) => match &mut self.answer {
-                    Fate::Pass => self.to_shim.body(body, local),
-                    Fate::Hold(frame) => frame.extend_from_slice(body),
-                    Fate::Skip | Fate::None | Fate::Look(_) | Fate::Gather(_) => {}
-                },
-                Piece::End => match std::mem::replace(&mut self.answer, Fate::None) {
-                    Fate::Pass => self.to_shim.end(local),
-                    Fate::Hold(frame) => self.to_shim.whole(&frame, local),
-                    Fate::Skip | Fate::None | Fate::Look(_) | Fate::Gather(_) => {}
-                },
-            }
-        }
-    }
-
     /// Answers all pending calls, or all but the long polls. Returns false if a part of an answer was passed on and the
     /// rest will never come: no other answer can follow on this connection.
     fn answer_pending(&mut self, all: bool, why: &str, local: &mut BytesMut) -> bool {
@@ -395,15 +340,6 @@ impl AgentFilter {
         }
         true
     }
-
-    /// Handles the loss of the guest's side; returns false if the shim's connection cannot continue.
-    pub(crate) fn lost(&mut self, local: &mut BytesMut) -> bool {
-        // The rest of a request that began to pass is dropped.
-        if !matches!(self.request, Fate::None) {
-            self.request = Fate::Skip;
-        }
-        self.answer_pending(false, "the program in the pod VM that had this call is gone", local)
-    }
 }
 
 impl Drop for AgentFilter {
@@ -413,12 +349,40 @@ impl Drop for AgentFilter {
 }
 
 impl Filter for AgentFilter {
-    fn from_local(&mut self, input: &[u8], peer: &mut BytesMut, local: &mut BytesMut) {
-        self.shim_said(input, peer, local);
+    fn from_local(&mut self, mut input: &[u8], peer: &mut BytesMut, local: &mut BytesMut) {
+        self.shared.sent(input.len());
+        while let Some(piece) = self.requests.next(&mut input) {
+            match piece {
+                Piece::Head(header) => self.request = self.admit(&header, peer, local),
+                Piece::Body(body) if matches!(self.request, Fate::Pass) => peer.extend_from_slice(body),
+                Piece::Body(body) => self.inspect(body, peer),
+                Piece::End => match std::mem::replace(&mut self.request, Fate::None) {
+                    Fate::Gather(have) => self.gathered(&have, peer, local),
+                    // The request is too short to name a method; the guest answers it with an error.
+                    Fate::Look(have) => peer.extend_from_slice(&have),
+                    Fate::None | Fate::Pass | Fate::Skip | Fate::Hold(_) => {}
+                },
+            }
+        }
     }
 
-    fn from_peer(&mut self, input: &[u8], _peer: &mut BytesMut, local: &mut BytesMut) {
-        self.guest_said(input, local);
+    fn from_peer(&mut self, mut input: &[u8], _peer: &mut BytesMut, local: &mut BytesMut) {
+        self.shared.received(input.len());
+        while let Some(piece) = self.answers.next(&mut input) {
+            match piece {
+                Piece::Head(header) => self.answer = self.deliver(&header, local),
+                Piece::Body(body) => match &mut self.answer {
+                    Fate::Pass => self.to_shim.body(body, local),
+                    Fate::Hold(frame) => frame.extend_from_slice(body),
+                    Fate::Skip | Fate::None | Fate::Look(_) | Fate::Gather(_) => {}
+                },
+                Piece::End => match std::mem::replace(&mut self.answer, Fate::None) {
+                    Fate::Pass => self.to_shim.end(local),
+                    Fate::Hold(frame) => self.to_shim.whole(&frame, local),
+                    Fate::Skip | Fate::None | Fate::Look(_) | Fate::Gather(_) => {}
+                },
+            }
+        }
     }
 
     fn passes_from_local(&mut self, input: &[u8]) -> bool {
@@ -442,7 +406,11 @@ impl Filter for AgentFilter {
     }
 
     fn stream_lost(&mut self, local: &mut BytesMut) -> bool {
-        self.lost(local)
+        // The rest of a request that began to pass is dropped.
+        if !matches!(self.request, Fate::None) {
+            self.request = Fate::Skip;
+        }
+        self.answer_pending(false, "the program in the pod VM that had this call is gone", local)
     }
 
     fn finish(&mut self, local: &mut BytesMut) {

@@ -1,18 +1,17 @@
 //! Binds the listening sockets of the relay, or takes them over from the old relay.
 
-use std::fs::File;
 use std::io;
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 
-use nix::fcntl::Flock;
+use anyhow::anyhow;
 use peerpod_base as base;
 use peerpod_base::admin;
 use peerpod_link::path_mtu::echo::{Echo, Known};
 use tokio::net::{TcpListener, UnixListener};
 
-use super::{AppError, path_error};
+use super::path_error;
 use crate::config::RelayConfig;
 use crate::handover::new::Taken;
 use crate::handover::{self, name};
@@ -26,7 +25,8 @@ pub(super) struct Sockets {
     pub(super) control: UnixListener,
     pub(super) fd_handoff: OwnedFd,
     pub(super) handover: OwnedFd,
-    pub(super) lock: Lock,
+    /// Lock on the run-dir. It holds as long as one of its descriptors is open, in any process.
+    pub(super) lock: OwnedFd,
     pub(super) names: Vec<Socket>,
 }
 
@@ -35,13 +35,14 @@ pub(super) struct GuestSockets {
     pub(super) listener: TcpListener,
     pub(super) address: SocketAddr,
     pub(super) probes: Option<Echo>,
-    /// Guests that may send path probes.
     pub(super) paths: Known,
 }
 
 impl GuestSockets {
-    async fn bind(listen: SocketAddr) -> Result<GuestSockets, AppError> {
-        let failed = |why| AppError::Listen { address: listen, why };
+    async fn bind(listen: SocketAddr) -> anyhow::Result<GuestSockets> {
+        let failed = |why: io::Error| {
+            anyhow!("listen for guests on {listen}: {why}; choose another relay.listen or free this one")
+        };
         let listener = base::listen::listen(listen).await.map_err(failed)?;
         let address = listener.local_addr().map_err(failed)?;
         let paths = Known::default();
@@ -57,7 +58,7 @@ impl GuestSockets {
     }
 
     fn taken(taken: &mut Taken) -> io::Result<GuestSockets> {
-        let listener = taken.tcp(name::GUESTS)?;
+        let listener = socket::tcp_listener(taken.descriptor(name::GUESTS)?)?;
         let address = listener.local_addr()?;
         let paths = Known::default();
         let probes = taken.descriptor(name::PROBES).ok();
@@ -66,29 +67,13 @@ impl GuestSockets {
     }
 }
 
-/// Lock on the run-dir. It holds as long as one of its descriptors is open, in any process.
-pub(super) enum Lock {
-    Own(Flock<File>),
-    Taken(OwnedFd),
-}
-
-impl AsFd for Lock {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        match self {
-            Lock::Own(lock) => lock.as_fd(),
-            Lock::Taken(lock) => lock.as_fd(),
-        }
-    }
-}
-
 const NAMES: [&str; 4] = ["relay.sock", "hypervisor.sock", base::fd_handoff::SOCKET, handover::SOCKET];
 
 impl Sockets {
-    pub(super) async fn bind(config: &RelayConfig, lock: Flock<File>) -> Result<Sockets, AppError> {
+    pub(super) async fn bind(config: &RelayConfig, lock: OwnedFd) -> anyhow::Result<Sockets> {
         let guests = GuestSockets::bind(config.listen).await?;
-        let admin = base::listen::listen(config.admin_listen)
-            .await
-            .map_err(|why| admin::refused(config.admin_listen, why))?;
+        let listening = base::listen::listen(config.admin_listen).await;
+        let admin = listening.map_err(|why| admin::refused(config.admin_listen, why))?;
         let [control, hypervisor, fd_handoff, handover] = NAMES.map(|name| config.run_dir.join(name));
         let (control, control_name) = socket::bind(&control).map_err(path_error("listen on", &control))?;
         let (hypervisor, hypervisor_name) =
@@ -98,7 +83,6 @@ impl Sockets {
         let (handover, handover_name) =
             socket::bind_packets(&handover).map_err(path_error("listen on", &handover))?;
         let names = vec![control_name, hypervisor_name, fd_handoff_name, handover_name];
-        let lock = Lock::Own(lock);
         Ok(Sockets { guests, admin, hypervisor, control, fd_handoff, handover, lock, names })
     }
 
@@ -106,12 +90,12 @@ impl Sockets {
     pub(super) fn taken(taken: &mut Taken) -> io::Result<Sockets> {
         Ok(Sockets {
             guests: GuestSockets::taken(taken)?,
-            admin: taken.tcp(name::ADMIN)?,
-            hypervisor: taken.unix(name::HYPERVISOR)?,
-            control: taken.unix(name::CONTROL)?,
+            admin: socket::tcp_listener(taken.descriptor(name::ADMIN)?)?,
+            hypervisor: socket::unix_listener(taken.descriptor(name::HYPERVISOR)?)?,
+            control: socket::unix_listener(taken.descriptor(name::CONTROL)?)?,
             fd_handoff: taken.descriptor(name::FD_HANDOFF)?,
             handover: taken.descriptor(name::HANDOVER)?,
-            lock: Lock::Taken(taken.descriptor(name::LOCK)?),
+            lock: taken.descriptor(name::LOCK)?,
             names: Vec::new(),
         })
     }

@@ -29,9 +29,7 @@ impl Kind for Listening {
     }
 
     async fn take(&self, sandbox: Option<&SandboxId>, mut handed: Passed) -> Result<Value, String> {
-        let wanted =
-            Wanted { family: AddressFamily::INET, kind: SocketType::STREAM, protocol: 6, listens: true };
-        let listener = handed.socket("listener", wanted)?;
+        let listener = handed.listener("listener", AddressFamily::INET)?;
         handed.finish()?;
         *self.0.lock().unwrap() = Some(listener);
         Ok(Value::from(sandbox.map(ToString::to_string)))
@@ -52,12 +50,8 @@ impl Place {
         let path = folder.join("relay-fds.sock");
         let (listener, bound) = socket::bind_packets(&path).unwrap();
         let kind = Arc::new(Listening::default());
-        let serving = tokio::spawn(serve_within(
-            listener,
-            vec![kind.clone() as Arc<dyn Kind>],
-            Pause::default(),
-            SHORT,
-        ));
+        let serving =
+            tokio::spawn(serve(listener, vec![kind.clone() as Arc<dyn Kind>], Pause::default(), SHORT));
         Place { path, kind, _bound: bound, serving }
     }
 

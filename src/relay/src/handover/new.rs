@@ -8,16 +8,14 @@ use std::time::Duration;
 
 use peerpod_base::fd_handoff::{check_peer, connect};
 use peerpod_common::reactor;
-use thiserror::Error;
 use tokio::io::Interest;
-use tokio::net::{TcpListener, UnixListener};
 use tokio::time::timeout;
 
 use super::protocol::{Item, MessageKind, ProcessInfo, Reason, Wire, invalid};
 use super::{OLDEST, Process, SOCKET, VERSION};
+use crate::fd_handoff::Passed;
 use crate::hypervisor::{self, HypervisorState};
 use crate::sandboxes::Handed;
-use crate::{fd_handoff, socket};
 
 /// Kinds of items.
 pub(super) const PROCESS: &str = "process";
@@ -34,62 +32,48 @@ const SHOW: Duration = Duration::from_secs(10);
 /// Time limit of the old process's `Yours`; the old process gives up long before.
 const OWNERSHIP: Duration = Duration::from_secs(10);
 
-/// Reason why the handover failed. The old process continues, except after `Died`.
-#[derive(Debug, Error)]
-pub enum HandoverError {
-    /// No process answers, or the connection failed.
-    #[error("no answer on takeover.sock: {0}; a relay without handovers may be running")]
-    Silent(io::Error),
-    /// The old process refused, or its messages cannot be read.
-    #[error("{0}")]
-    No(String),
-    /// The old process died before everything was received.
-    #[error("the running process died during the handover; start the new process again")]
-    Died,
-}
-
 /// Complete state of an old process, which is frozen.
 pub(crate) struct Taken {
     wire: Wire,
-    /// Pid of the old process.
     pub(crate) pid: u32,
     pub(crate) program: String,
     pub(crate) process: Process,
-    named: fd_handoff::Passed,
+    named: Passed,
     pub(crate) hypervisor: hypervisor::Restored,
     pub(crate) sandboxes: Vec<(Handed, Vec<OwnedFd>)>,
-    pub(crate) wireguard: Option<fd_handoff::Passed>,
+    pub(crate) wireguard: Option<Passed>,
 }
 
-/// Requests the handover from the process that serves this run-dir.
-pub(crate) async fn ask(run_dir: &Path) -> Result<Taken, HandoverError> {
-    let path = run_dir.join(SOCKET);
-    let socket = connect(&path).map_err(HandoverError::Silent)?;
-    check_peer(&socket).map_err(|error| HandoverError::No(error.to_string()))?;
-    let wire = Wire::new(socket).map_err(HandoverError::Silent)?;
-    let us = ProcessInfo::this(OLDEST, VERSION);
-    let late = || io::Error::from(io::ErrorKind::TimedOut);
+fn silent(error: io::Error) -> String {
+    format!("no answer on takeover.sock: {error}; a relay without handovers may be running")
+}
+
+/// Requests the handover from the process that serves this run-dir. On an error that process continues, if it lives.
+pub(crate) async fn ask(run_dir: &Path) -> Result<Taken, String> {
+    let socket = connect(&run_dir.join(SOCKET)).map_err(silent)?;
+    check_peer(&socket).map_err(|error| error.to_string())?;
+    let wire = Wire::new(socket).map_err(silent)?;
     let welcome = async {
-        wire.send(MessageKind::Hello, &us).await?;
+        wire.send(MessageKind::Hello, &ProcessInfo::this(OLDEST, VERSION)).await?;
         wire.receive().await
     };
-    let welcome =
-        timeout(ANSWER, welcome).await.unwrap_or_else(|_| Err(late())).map_err(HandoverError::Silent)?;
+    let late = |_| Err(io::ErrorKind::TimedOut.into());
+    let welcome = timeout(ANSWER, welcome).await.unwrap_or_else(late).map_err(silent)?;
     if welcome.kind != MessageKind::Welcome {
-        return Err(HandoverError::No(welcome.reason()));
+        return Err(welcome.reason());
     }
-    let who: ProcessInfo = welcome.read().map_err(|error| HandoverError::No(error.to_string()))?;
-    if !(OLDEST..=VERSION).contains(&who.versions.1) {
-        return Err(HandoverError::No(format!(
-            "it hands over in version {}, which this program does not support",
-            who.versions.1
-        )));
+    let who: ProcessInfo = welcome.read().map_err(|error| error.to_string())?;
+    let version = who.versions.1;
+    if !(OLDEST..=VERSION).contains(&version) {
+        return Err(format!("it hands over in version {version}, which this program does not support"));
     }
     match timeout(SHOW, show(&wire)).await {
-        Ok(Ok(items)) => read(wire, who, items).map_err(HandoverError::No),
-        Ok(Err(error)) if error.kind() == io::ErrorKind::UnexpectedEof => Err(HandoverError::Died),
-        Ok(Err(error)) => Err(HandoverError::No(error.to_string())),
-        Err(_) => Err(HandoverError::No(format!("it did not send its state within {SHOW:?}"))),
+        Ok(Ok(items)) => read(wire, who, items),
+        Ok(Err(error)) if error.kind() == io::ErrorKind::UnexpectedEof => {
+            Err("the running process died during the handover; start the new process again".to_owned())
+        }
+        Ok(Err(error)) => Err(error.to_string()),
+        Err(_) => Err(format!("it did not send its state within {SHOW:?}")),
     }
 }
 
@@ -118,8 +102,8 @@ fn read(wire: Wire, who: ProcessInfo, items: Vec<Item>) -> Result<Taken, String>
             SANDBOX => sandboxes.push((item.read::<Handed>()?, descriptors)),
             WIREGUARD => {
                 let (detail, names) = item.read::<(serde_json::Value, Vec<String>)>()?;
-                let passed = names.into_iter().zip(descriptors).collect();
-                wireguard = Some(fd_handoff::Passed::new(detail, passed));
+                let descriptors = names.into_iter().zip(descriptors).collect();
+                wireguard = Some(Passed { detail, descriptors });
             }
             other => {
                 return Err(format!(
@@ -132,24 +116,15 @@ fn read(wire: Wire, who: ProcessInfo, items: Vec<Item>) -> Result<Taken, String>
     if process.names.len() != descriptors.len() {
         return Err("descriptors are missing".to_owned());
     }
-    let named = process.names.iter().cloned().zip(descriptors).collect();
-    let named = fd_handoff::Passed::new(serde_json::Value::Null, named);
+    let descriptors = process.names.iter().cloned().zip(descriptors).collect();
+    let named = Passed { detail: serde_json::Value::Null, descriptors };
     let hypervisor = hypervisor.ok_or("it did not hand over its hypervisor API")?;
     Ok(Taken { wire, pid: who.pid, program: who.program, process, named, hypervisor, sandboxes, wireguard })
 }
 
 impl Taken {
-    /// Removes and returns the descriptor of this name.
     pub(crate) fn descriptor(&mut self, name: &str) -> io::Result<OwnedFd> {
         self.named.descriptor(name).map_err(invalid)
-    }
-
-    pub(crate) fn unix(&mut self, name: &str) -> io::Result<UnixListener> {
-        socket::unix_listener(self.descriptor(name)?)
-    }
-
-    pub(crate) fn tcp(&mut self, name: &str) -> io::Result<TcpListener> {
-        socket::tcp_listener(self.descriptor(name)?)
     }
 
     /// Sends the old process the reason to continue.
@@ -158,13 +133,10 @@ impl Taken {
         drop(timeout(ANSWER, self.wire.send(MessageKind::No, &Reason { why: why.to_owned() })).await);
     }
 
-    /// Confirms that everything was received, and returns once this process owns it.
-    ///
-    /// # Errors
-    /// The handover failed; the old process continues.
-    pub(crate) async fn commit(&mut self) -> Result<(), HandoverError> {
-        let ended = self.descriptor(ENDED).map_err(|error| HandoverError::No(error.to_string()))?;
-        let ended = reactor::register(ended, Interest::READABLE).map_err(HandoverError::Silent)?;
+    /// Confirms that everything was received; on return this process owns it. On an error the old one continues.
+    pub(crate) async fn commit(&mut self) -> Result<(), String> {
+        let ended = self.named.descriptor(ENDED)?;
+        let ended = reactor::register(ended, Interest::READABLE).map_err(silent)?;
         let owned = async {
             // Fails if the old process is dead, which is detected below.
             drop(self.wire.send(MessageKind::Taken, &()).await);
@@ -177,7 +149,7 @@ impl Taken {
         };
         match answer {
             Ok(message) if message.kind == MessageKind::Yours => Ok(()),
-            Ok(message) => Err(HandoverError::No(message.reason())),
+            Ok(message) => Err(message.reason()),
             // No message, and the connection is closed. If the old process is dead, only this one is left to continue.
             Err(error) => match timeout(ANSWER, ended.readable()).await {
                 Ok(Ok(_)) => {
@@ -187,7 +159,7 @@ impl Taken {
                     );
                     Ok(())
                 }
-                _ => Err(HandoverError::Silent(error)),
+                _ => Err(silent(error)),
             },
         }
     }

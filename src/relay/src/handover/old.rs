@@ -12,11 +12,10 @@ use tokio::time::timeout;
 
 use super::new::{ENDED, HYPERVISOR, PROCESS, SANDBOX, WIREGUARD};
 use super::protocol::{Item, MessageKind, ProcessInfo, Reason, Wire, invalid};
-use super::{Named, OLDEST, Process, SOCKET, VERSION};
+use super::{Named, OLDEST, Pause, Process, SOCKET, VERSION};
 use crate::hypervisor::HypervisorHandle;
-use crate::pause::Pause;
-use crate::sandboxes::Sandboxes;
 use crate::sandboxes::states::States;
+use crate::sandboxes::{Handed, Sandboxes};
 use crate::socket;
 use crate::wireguard::WireGuard;
 
@@ -27,14 +26,12 @@ pub(crate) const STILL: Duration = Duration::from_secs(5);
 /// Limit of open connections; only one of them takes over, and the others get a refusal.
 const CONNECTIONS: usize = 8;
 
-/// State and descriptors to hand over.
 pub(crate) struct HandoverSource {
     pub(crate) hypervisor: HypervisorHandle,
     pub(crate) sandboxes: Arc<Sandboxes>,
     pub(crate) states: Arc<States>,
     pub(crate) wireguard: Arc<WireGuard>,
     pub(crate) pause: Pause,
-    /// Duplicates of the process's own descriptors.
     pub(crate) named: Named,
 }
 
@@ -101,7 +98,7 @@ impl HandoverSource {
         // Dropped in this order when the function returns, which resumes everything.
         let (_thaw, thawed) = oneshot::channel();
         let shown = async {
-            let _closed = self.pause.close().await;
+            let _closed = self.pause.clone().write_owned().await;
             let (_still, sandboxes) = self.sandboxes.freeze().await.map_err(invalid)?;
             // In every case, also when this process ends, `No` is sent before anything here resumes.
             let _no = SendNo(wire);
@@ -123,22 +120,18 @@ impl HandoverSource {
             wire.send_now(MessageKind::Yours, b"{}")?;
             std::process::exit(0)
         };
-        match timeout(STILL, shown).await {
-            Ok(result) => result,
-            Err(_) => Err(io::Error::new(
-                io::ErrorKind::TimedOut,
-                format!("the new process had not taken over after {STILL:?}"),
-            )),
-        }
+        timeout(STILL, shown).await.unwrap_or_else(|_| {
+            let why = format!("the new process had not taken over after {STILL:?}");
+            Err(io::Error::new(io::ErrorKind::TimedOut, why))
+        })
     }
 
     async fn items(
         &self,
-        sandboxes: Vec<(crate::sandboxes::Handed, Vec<OwnedFd>)>,
+        sandboxes: Vec<(Handed, Vec<OwnedFd>)>,
         thaw: oneshot::Receiver<()>,
     ) -> io::Result<Vec<Item>> {
-        let mut names = Vec::new();
-        let mut descriptors = Vec::new();
+        let (mut names, mut descriptors) = (Vec::new(), Vec::new());
         for (name, descriptor) in &self.named {
             names.push(name.clone());
             descriptors.push(descriptor.as_fd().try_clone_to_owned()?);

@@ -22,7 +22,6 @@ const ITEM: u64 = 512 << 20;
 /// Most descriptors of one item.
 const DESCRIPTORS: u32 = 16 << 10;
 
-/// Type of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(super) enum MessageKind {
@@ -57,27 +56,23 @@ impl MessageKind {
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct ProcessInfo {
     pub(super) pid: u32,
-    /// Version of the program, for people.
     pub(super) program: String,
     /// In Hello the oldest and newest supported version, in Welcome the chosen one, twice.
     pub(super) versions: (u32, u32),
 }
 
 impl ProcessInfo {
-    /// Describes this process.
     pub(super) fn this(oldest: u32, newest: u32) -> ProcessInfo {
         let program = env!("CARGO_PKG_VERSION").to_owned();
         ProcessInfo { pid: std::process::id(), program, versions: (oldest, newest) }
     }
 }
 
-/// Reason of a refusal.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Reason {
     pub(super) why: String,
 }
 
-/// Announcement of an item.
 #[derive(Debug, Serialize, Deserialize)]
 struct Announced {
     kind: String,
@@ -102,7 +97,6 @@ impl Item {
     }
 }
 
-/// Received message.
 #[derive(Debug)]
 pub(super) struct Message {
     pub(super) kind: MessageKind,
@@ -115,7 +109,6 @@ impl Message {
         Ok(serde_json::from_slice(&self.body)?)
     }
 
-    /// Returns the reason in a refusal.
     pub(super) fn reason(&self) -> String {
         self.read().map_or_else(|_| "it gave no reason".to_owned(), |Reason { why }| why)
     }
@@ -131,7 +124,6 @@ pub(super) struct Wire {
 }
 
 impl Wire {
-    /// Wraps a connected, non-blocking socket.
     pub(super) fn new(socket: OwnedFd) -> io::Result<Wire> {
         Ok(Wire { socket: reactor::register(socket, Interest::READABLE | Interest::WRITABLE)? })
     }
@@ -140,18 +132,10 @@ impl Wire {
         self.send_bytes(kind, &serde_json::to_vec(body)?, &[]).await
     }
 
-    async fn send_bytes(
-        &self,
-        kind: MessageKind,
-        body: &[u8],
-        descriptors: &[BorrowedFd<'_>],
-    ) -> io::Result<()> {
+    async fn send_bytes(&self, kind: MessageKind, body: &[u8], passed: &[BorrowedFd<'_>]) -> io::Result<()> {
         loop {
-            let sent = self
-                .socket
-                .async_io(Interest::WRITABLE, |socket| put(socket.as_fd(), kind, body, descriptors))
-                .await;
-            match sent {
+            let send = |socket: &OwnedFd| put(socket.as_fd(), kind, body, passed);
+            match self.socket.async_io(Interest::WRITABLE, send).await {
                 // Too many descriptors are in flight; the other end must read some first.
                 Err(error) if error.raw_os_error() == Some(Errno::TOOMANYREFS.raw_os_error()) => {
                     tokio::time::sleep(Duration::from_millis(2)).await;
@@ -189,14 +173,12 @@ impl Wire {
         self.socket.async_io(Interest::READABLE, |socket| get(socket.as_fd())).await
     }
 
-    /// Shuts the socket down and returns a message that has already arrived. A message that the other end sends later
-    /// fails there.
+    /// Shuts the socket down and returns a message that has already arrived. Sending a later message fails.
     pub(super) fn drain(&self) -> io::Result<Message> {
         net::shutdown(self.socket.get_ref(), net::Shutdown::Both)?;
         get(self.socket.get_ref().as_fd())
     }
 
-    /// Receives the rest of an announced item.
     pub(super) async fn receive_item(&self, announced: &Message) -> io::Result<Item> {
         let Announced { kind, bytes, descriptors } = announced.read()?;
         if bytes > ITEM || descriptors > DESCRIPTORS {
@@ -226,13 +208,8 @@ impl Wire {
     }
 }
 
-fn put(
-    socket: BorrowedFd<'_>,
-    kind: MessageKind,
-    body: &[u8],
-    descriptors: &[BorrowedFd<'_>],
-) -> io::Result<()> {
-    fd_passing::send(socket, &[IoSlice::new(&[kind as u8]), IoSlice::new(body)], descriptors)
+fn put(socket: BorrowedFd<'_>, kind: MessageKind, body: &[u8], passed: &[BorrowedFd<'_>]) -> io::Result<()> {
+    fd_passing::send(socket, &[IoSlice::new(&[kind as u8]), IoSlice::new(body)], passed)
 }
 
 fn get(socket: BorrowedFd<'_>) -> io::Result<Message> {

@@ -1,5 +1,4 @@
-//! Reports a failed handover to the node, which posts an Event on this relay's pod. The relay itself has no access to
-//! the API server.
+//! Reports a failed handover to the node, which posts an Event on this relay's pod: the relay has no API server.
 
 use std::path::Path;
 use std::time::Duration;

@@ -1,8 +1,8 @@
-//! Parses one request of a shim as far as the hypervisor proxy needs: service, sandbox, pod and time limit. Pure; the
-//! payload is passed on unchanged.
+//! Parses one request of a shim as far as the hypervisor proxy needs. Pure; the payload is passed on unchanged.
 
 use bytes::Bytes;
-use peerpod_proto::{hypervisor, ttrpc_frame};
+use peerpod_proto::hypervisor::{CreateVMRequest, StartVMRequest, StopVMRequest};
+use peerpod_proto::ttrpc_frame::{Request, Response, Status};
 use protobuf::Message;
 
 use crate::id::SandboxId;
@@ -26,11 +26,8 @@ pub(crate) mod code {
 /// Role of a call in the order of one sandbox's calls.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Kind {
-    /// `CreateVM`.
     Create(SandboxId),
-    /// `StartVM`.
     Start(SandboxId),
-    /// `StopVM`.
     Stop(SandboxId),
     /// Any other permitted call: no order, no sandbox.
     Other,
@@ -45,11 +42,10 @@ impl Kind {
     }
 }
 
-/// Request that may go to the node.
 #[derive(Debug)]
 pub(crate) struct Incoming {
     pub(crate) kind: Kind,
-    pub(crate) request: ttrpc_frame::Request,
+    pub(crate) request: Request,
     /// `namespace/name` of the pod if the call has it (CreateVM), for log records.
     pub(crate) pod: Option<String>,
 }
@@ -63,49 +59,40 @@ pub(crate) struct Refused {
 
 /// Parses the envelope and, for the three calls that have one, the sandbox id.
 pub(crate) fn read(body: &[u8]) -> Result<Incoming, Refused> {
-    let invalid = |what: &str, why: &dyn std::fmt::Display| Refused {
-        code: code::INVALID_ARGUMENT,
-        message: format!("read {what}: {why}"),
-    };
-    let request = ttrpc_frame::Request::parse_from_bytes(body)
-        .map_err(|error| invalid("the request's ttrpc header", &error))?;
+    let request: Request = parse("the request's ttrpc header", body)?;
+    let (method, payload) = (request.method.as_str(), request.payload.as_slice());
+    let id = |id: &str| SandboxId::new(id).map_err(|error| invalid(method, &error));
     let mut pod = None;
-    let id = match (request.service.as_str(), request.method.as_str()) {
+    let kind = match (request.service.as_str(), method) {
         ("hypervisor.Hypervisor", "CreateVM") => {
-            let message = hypervisor::CreateVMRequest::parse_from_bytes(&request.payload)
-                .map_err(|error| invalid("CreateVM", &error))?;
+            let message: CreateVMRequest = parse(method, payload)?;
             pod = pod_of(&message);
-            Some((message.id, Kind::Create as fn(SandboxId) -> Kind))
+            Kind::Create(id(&message.id)?)
         }
         ("hypervisor.Hypervisor", "StartVM") => {
-            let message = hypervisor::StartVMRequest::parse_from_bytes(&request.payload)
-                .map_err(|error| invalid("StartVM", &error))?;
-            Some((message.id, Kind::Start as fn(SandboxId) -> Kind))
+            Kind::Start(id(&parse::<StartVMRequest>(method, payload)?.id)?)
         }
-        ("hypervisor.Hypervisor", "StopVM") => {
-            let message = hypervisor::StopVMRequest::parse_from_bytes(&request.payload)
-                .map_err(|error| invalid("StopVM", &error))?;
-            Some((message.id, Kind::Stop as fn(SandboxId) -> Kind))
-        }
-        ("hypervisor.Hypervisor" | "podvminfo.PodVMInfo", _) => None,
+        ("hypervisor.Hypervisor", "StopVM") => Kind::Stop(id(&parse::<StopVMRequest>(method, payload)?.id)?),
+        ("hypervisor.Hypervisor" | "podvminfo.PodVMInfo", _) => Kind::Other,
         (service, method) => {
-            return Err(Refused {
-                code: code::UNIMPLEMENTED,
-                message: format!(
-                    "{:.64}/{:.64} is not served here; this socket has hypervisor.Hypervisor and podvminfo.PodVMInfo",
-                    service, method
-                ),
-            });
+            let message = format!(
+                "{service:.64}/{method:.64} is not served here; this socket has hypervisor.Hypervisor and podvminfo.PodVMInfo"
+            );
+            return Err(Refused { code: code::UNIMPLEMENTED, message });
         }
-    };
-    let kind = match id {
-        Some((id, kind)) => kind(SandboxId::new(&id).map_err(|error| invalid(&request.method, &error))?),
-        None => Kind::Other,
     };
     Ok(Incoming { kind, request, pod })
 }
 
-fn pod_of(message: &hypervisor::CreateVMRequest) -> Option<String> {
+fn parse<M: Message>(what: &str, bytes: &[u8]) -> Result<M, Refused> {
+    M::parse_from_bytes(bytes).map_err(|error| invalid(what, &error))
+}
+
+fn invalid(what: &str, why: &dyn std::fmt::Display) -> Refused {
+    Refused { code: code::INVALID_ARGUMENT, message: format!("read {what}: {why}") }
+}
+
+fn pod_of(message: &CreateVMRequest) -> Option<String> {
     let get = |key: &str| message.annotations.get(key).map(String::as_str).filter(|text| !text.is_empty());
     let name = get("io.kubernetes.cri.sandbox-name")?;
     let namespace = get("io.kubernetes.cri.sandbox-namespace").unwrap_or("");
@@ -114,29 +101,20 @@ fn pod_of(message: &hypervisor::CreateVMRequest) -> Option<String> {
 
 /// Encodes the envelope of an answer that the relay itself gives.
 pub(crate) fn status(code: i32, message: &str) -> Bytes {
-    let response = ttrpc_frame::Response {
-        status: protobuf::MessageField::some(ttrpc_frame::Status {
-            code,
-            message: message.to_owned(),
-            ..Default::default()
-        }),
-        ..Default::default()
-    };
-    encode(&response)
-}
-
-/// Encodes the envelope of an empty success.
-pub(crate) fn done() -> Bytes {
-    status(0, "")
-}
-
-fn encode(response: &ttrpc_frame::Response) -> Bytes {
+    let status = Status { code, message: message.to_owned(), ..Default::default() };
+    let response = Response { status: Some(status).into(), ..Default::default() };
     // Encoding these messages never fails. The fallback is code 13, because an empty envelope would mean success.
     response.write_to_bytes().map_or_else(|_| Bytes::from_static(&[0x0a, 0x02, 0x08, 0x0d]), Bytes::from)
 }
 
+pub(crate) fn done() -> Bytes {
+    status(0, "")
+}
+
 #[cfg(test)]
 mod tests {
+    use peerpod_proto::{hypervisor, ttrpc_frame};
+
     use super::*;
 
     fn request(service: &str, method: &str, payload: Vec<u8>) -> Vec<u8> {

@@ -1,9 +1,7 @@
-//! Serves one connection of a shim to `hypervisor.sock`: frames in, answers out. A connection that sends anything but
-//! ttrpc is closed. A ttrpc frame that may not pass is answered and the connection stays open, because the Rust shim
-//! never opens another one.
+//! Serves one connection of a shim to `hypervisor.sock`. A connection that sends anything but ttrpc is closed. A ttrpc
+//! frame that may not pass is answered, because the Rust shim never opens another connection.
 //!
-//! Partly read or written data is in [`Conn`], never in a future. So the connection can be frozen at any point, and
-//! another process can continue there.
+//! Partly read or written data is in [`Conn`], never in a future, so another process can continue at any point.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -18,9 +16,9 @@ use tokio::net::UnixStream;
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
 use tokio::time::Instant;
 
-use super::Event;
 use super::call::{self, Refused, code};
 use super::queue::ConnId;
+use super::{Event, Events};
 
 /// Time limit from the first byte of a frame to its last.
 const FRAME_WITHIN: Duration = Duration::from_secs(60);
@@ -114,11 +112,8 @@ pub(super) struct Conn {
     close: Arc<Notify>,
 }
 
-/// Complete frame.
-enum Frame {
-    Request(u32, BytesMut),
-    Refused(u32, Refused),
-}
+/// Complete frame: its stream, and its body or the reason to refuse it.
+type Frame = (u32, Result<BytesMut, Refused>);
 
 impl Conn {
     /// Makes a connection and the proxy's handle of it.
@@ -132,9 +127,6 @@ impl Conn {
     }
 
     /// Continues a connection that another process served until now.
-    ///
-    /// # Errors
-    /// Fails if the socket is not usable or the state is inconsistent.
     pub(super) fn restore(socket: OwnedFd, state: ConnState) -> io::Result<(Conn, Peer)> {
         let stream = std::os::unix::net::UnixStream::from(socket);
         stream.set_nonblocking(true)?;
@@ -234,11 +226,11 @@ impl Conn {
         }
         let frame = match &mut self.input {
             Input::Body { header, body } if body.len() == header.length as usize => {
-                Frame::Request(header.stream, std::mem::take(body))
+                (header.stream, Ok(std::mem::take(body)))
             }
             Input::Skip { header, left: 0 } => {
                 let message = refusal(header)?.unwrap_or_default();
-                Frame::Refused(header.stream, Refused { code: code::INVALID_ARGUMENT, message })
+                (header.stream, Err(Refused { code: code::INVALID_ARGUMENT, message }))
             }
             _ => return Ok(None),
         };
@@ -247,19 +239,14 @@ impl Conn {
     }
 
     /// Serves the connection until it ends. `budget` counts [`PIECE`]s of half-read bodies over all connections.
-    pub(super) async fn serve(
-        mut self,
-        conn: ConnId,
-        events: mpsc::Sender<Event>,
-        budget: Arc<Semaphore>,
-    ) -> End {
+    pub(super) async fn serve(mut self, conn: ConnId, events: Events, budget: Arc<Semaphore>) -> End {
         let end = self.run(conn, &events, &budget).await;
         // Fails only if the proxy has ended.
         drop(events.send(Event::Closed { conn }).await);
         end
     }
 
-    async fn run(&mut self, conn: ConnId, events: &mpsc::Sender<Event>, budget: &Arc<Semaphore>) -> End {
+    async fn run(&mut self, conn: ConnId, events: &Events, budget: &Arc<Semaphore>) -> End {
         let mut mode = Mode::Running;
         loop {
             let late = self.began.map(|began| began + FRAME_WITHIN);
@@ -311,23 +298,20 @@ impl Conn {
         }
     }
 
-    async fn handle(&mut self, conn: ConnId, frame: Frame, events: &mpsc::Sender<Event>) -> Result<(), End> {
-        let (stream, refused) = match frame {
-            Frame::Refused(stream, refused) => (stream, refused),
-            Frame::Request(stream, body) => match call::read(&body) {
-                Ok(incoming) => {
-                    drop(body);
-                    self.memory.clear(); // The queue counts this memory from here on.
-                    let request = Event::Request { conn, stream, incoming };
-                    return events.send(request).await.map_err(|_| End::Stopping);
-                }
-                Err(refused) => (stream, refused),
-            },
-        };
-        self.memory.clear();
-        let answer = frame::error_response(stream, refused.code, &refused.message);
-        self.out = [&self.out[..], &answer].concat().into();
-        Ok(())
+    async fn handle(&mut self, conn: ConnId, frame: Frame, events: &Events) -> Result<(), End> {
+        let (stream, body) = frame;
+        let read = body.and_then(|body| call::read(&body));
+        self.memory.clear(); // The queue counts this memory from here on.
+        match read {
+            Ok(incoming) => {
+                events.send(Event::Request { conn, stream, incoming }).await.map_err(|_| End::Stopping)
+            }
+            Err(refused) => {
+                let answer = frame::error_response(stream, refused.code, &refused.message);
+                self.out = [&self.out[..], &answer].concat().into();
+                Ok(())
+            }
+        }
     }
 }
 

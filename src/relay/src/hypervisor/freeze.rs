@@ -3,7 +3,6 @@
 
 use std::future::Future;
 use std::io;
-use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
 use futures_util::future::join_all;
@@ -41,10 +40,7 @@ impl HypervisorProxy {
         }
     }
 
-    async fn hold(
-        &mut self,
-        incoming: &mut mpsc::Receiver<Event>,
-    ) -> io::Result<(HypervisorState, Vec<OwnedFd>)> {
+    async fn hold(&mut self, incoming: &mut mpsc::Receiver<Event>) -> FrozenHypervisor {
         let (done, held) = oneshot::channel();
         drop(self.accepting.send(Pause::Hold(done)));
         self.meanwhile(incoming, held).await?.map_err(|_| late())?;

@@ -1,5 +1,4 @@
-//! Dials `peerpod-node` until the connection is established, and again after every loss. It moves frames out and
-//! answers in; the queue interprets them.
+//! Dials `peerpod-node`, again after every loss. It moves frames out and answers in; the queue interprets them.
 
 use std::io;
 use std::path::PathBuf;
@@ -12,14 +11,14 @@ use tokio::net::UnixStream;
 use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::sync::mpsc;
 
-use super::Event;
+use super::{Event, Events};
 
 /// Pause between two attempts to dial.
 const REDIAL: Duration = Duration::from_millis(50);
 
 /// Keeps a connection to `path` as long as the proxy receives events. Each new connection sends the proxy a
 /// new sender; dropping that sender ends the connection.
-pub(super) async fn run(path: PathBuf, events: mpsc::Sender<Event>) {
+pub(super) async fn run(path: PathBuf, events: Events) {
     let mut told = String::new();
     loop {
         let why = match UnixStream::connect(&path).await {
@@ -42,7 +41,7 @@ pub(super) async fn run(path: PathBuf, events: mpsc::Sender<Event>) {
     }
 }
 
-async fn converse(stream: UnixStream, events: &mpsc::Sender<Event>) -> io::Error {
+async fn converse(stream: UnixStream, events: &Events) -> io::Error {
     // The queue's limits bound this channel: nothing is sent twice on one connection.
     let (requests, outgoing) = mpsc::unbounded_channel();
     if events.send(Event::NodeUp { requests }).await.is_err() {
@@ -76,15 +75,14 @@ async fn write(mut writer: OwnedWriteHalf, mut outgoing: mpsc::UnboundedReceiver
     io::Error::new(io::ErrorKind::ConnectionAborted, "the relay closed the connection")
 }
 
-async fn read(mut reader: OwnedReadHalf, events: &mpsc::Sender<Event>) -> io::Error {
+async fn read(mut reader: OwnedReadHalf, events: &Events) -> io::Error {
     loop {
-        match read_answer(&mut reader).await {
-            Ok((stream, body)) => {
-                if events.send(Event::NodeAnswer { stream, body }).await.is_err() {
-                    return io::ErrorKind::Interrupted.into();
-                }
-            }
+        let (stream, body) = match read_answer(&mut reader).await {
+            Ok(answer) => answer,
             Err(error) => return error,
+        };
+        if events.send(Event::NodeAnswer { stream, body }).await.is_err() {
+            return io::ErrorKind::Interrupted.into();
         }
     }
 }

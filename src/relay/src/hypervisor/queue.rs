@@ -24,7 +24,6 @@ use crate::id::SandboxId;
 /// Identifies a shim's connection; never reused in a process.
 pub(crate) type ConnId = u64;
 
-/// Receiver of an answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Caller {
     /// A shim's connection and the stream of its call.
@@ -33,7 +32,6 @@ pub(crate) enum Caller {
     Internal(u64),
 }
 
-/// Work that the queue requests.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Output {
     /// Write this request to the node's connection.
@@ -46,14 +44,11 @@ pub(crate) enum Output {
     Reconnect(&'static str),
 }
 
-/// Limits of the queue.
 #[derive(Debug, Clone)]
 pub(crate) struct Limits {
     /// Waiting and running calls, over all connections.
     pub(crate) calls: usize,
-    /// Waiting and running calls of one connection.
     pub(crate) calls_per_connection: usize,
-    /// Waiting and running calls of one sandbox.
     pub(crate) calls_per_sandbox: usize,
     /// Bytes of requests that are kept for sending again.
     pub(crate) bytes: usize,
@@ -102,7 +97,6 @@ enum Timer {
     Hang,
 }
 
-/// Waiting and running calls, with their indexes.
 #[derive(Debug, Default)]
 struct Calls {
     all: BTreeMap<CallId, Call>,
@@ -155,36 +149,32 @@ impl Calls {
         ids.filter_map(|id| Some((*id, self.all.get(id)?)))
     }
 
-    /// Returns the reason to refuse another call.
     fn full(&self, limits: &Limits, caller: &Caller, kind: &Kind, size: usize) -> Option<String> {
         let of_connection = match caller {
             Caller::Shim { conn, .. } => self.by_connection.get(conn).map_or(0, HashSet::len),
             Caller::Internal(_) => 0,
         };
+        let wait = |calls: usize, of: &str| {
+            Some(format!("{calls} calls of this {of} wait for the node; wait for their answers"))
+        };
         // A refused stop would leak a VM: stops have places of their own.
         let stop = matches!(kind, Kind::Stop(_));
         if of_connection >= limits.calls_per_connection * if stop { 2 } else { 1 } {
-            return Some(format!(
-                "{of_connection} calls of this connection wait for the node; wait for their answers"
-            ));
+            return wait(of_connection, "connection");
         }
         if stop {
             return None;
         }
         let of_sandbox = kind.id().and_then(|id| self.by_sandbox.get(id)).map_or(0, VecDeque::len);
         if of_sandbox >= limits.calls_per_sandbox {
-            return Some(format!(
-                "{of_sandbox} calls of this sandbox wait for the node; wait for their answers"
-            ));
+            return wait(of_sandbox, "sandbox");
         }
-        if self.all.len() >= limits.calls || self.bytes + size > limits.bytes {
-            return Some(format!(
-                "{} calls of {} bytes wait for peerpod-node, which is the limit; check that it runs",
-                self.all.len(),
-                self.bytes
-            ));
-        }
-        None
+        let (calls, bytes) = (self.all.len(), self.bytes);
+        (calls >= limits.calls || bytes + size > limits.bytes).then(|| {
+            format!(
+                "{calls} calls of {bytes} bytes wait for peerpod-node, which is the limit; check that it runs"
+            )
+        })
     }
 }
 
@@ -196,7 +186,6 @@ enum NodeState {
     Ready,
 }
 
-/// Connection to the node.
 #[derive(Debug)]
 struct Node {
     state: NodeState,
@@ -204,7 +193,6 @@ struct Node {
     sent: HashMap<u32, CallId>,
     next_stream: u32,
     last_received: Instant,
-    /// A timer checks the liveness.
     probing: bool,
 }
 
@@ -213,9 +201,7 @@ struct Node {
 struct Inbox {
     /// Stops that no ReadInbox has covered yet, with the number of their write.
     unread: HashMap<SandboxId, u64>,
-    /// Stops that are being written.
     writing: HashSet<SandboxId>,
-    /// Number of finished writes.
     writes: u64,
     /// ReadInbox in flight: its stream, and the number of the last write that it covers.
     reading: Option<(u32, u64)>,
@@ -257,7 +243,6 @@ impl Queue {
         }
     }
 
-    /// Returns the next output.
     pub(crate) fn take(&mut self) -> Option<Output> {
         self.outputs.pop_front()
     }
@@ -267,7 +252,6 @@ impl Queue {
         self.timers.first().map(|(at, _)| *at)
     }
 
-    /// Number of waiting and running calls.
     pub(crate) fn len(&self) -> usize {
         self.calls.all.len()
     }
@@ -277,7 +261,6 @@ impl Queue {
         self.node.state == NodeState::Ready
     }
 
-    /// Adds a call.
     pub(crate) fn accept(&mut self, caller: Caller, kind: Kind, request: Request, now: Instant) {
         if let Kind::Stop(id) = &kind {
             let id = id.clone();
@@ -400,8 +383,7 @@ impl Queue {
 
     /// Handles a closed shim connection. Its calls end, except stops, which take effect without a caller, too.
     pub(crate) fn connection_closed(&mut self, conn: ConnId, now: Instant) {
-        // All calls are removed before others advance: else the end of a CreateVM would release this shim's own
-        // StartVM.
+        // All calls are removed first: else the end of a CreateVM would release this shim's own StartVM.
         let mut touched = Vec::new();
         for id in self.calls.by_connection.remove(&conn).unwrap_or_default() {
             let Some(call) = self.calls.all.get_mut(&id) else { continue };

@@ -127,7 +127,8 @@ impl Pod {
         let _entered = self.runtime.enter();
         let named = LISTEN.into_iter().zip(listeners);
         let listeners = named.filter_map(|(name, listener)| Some((name.to_owned(), listener?))).collect();
-        let listeners = Listeners::take(&mut Passed::new(Value::Null, listeners)).unwrap();
+        let mut passed = Passed { detail: Value::Null, descriptors: listeners };
+        let listeners = Listeners::take(&mut passed).unwrap();
         let id = SandboxId::new("a").unwrap();
         let span = tracing::Span::none();
         let serving = Serving::start(id, ports, listeners, endpoint, self.metrics.clone(), &span);

@@ -10,7 +10,7 @@ use std::time::Instant;
 
 use bytes::Bytes;
 use futures_util::future::BoxFuture;
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use peerpod_common::limit::RateLimit;
 use peerpod_link::endpoint::{Filter, Handler, Line, LinkEvent};
 use peerpod_link::path_mtu::echo::Pass;
@@ -21,10 +21,12 @@ use tokio::net::UnixStream;
 use tokio::sync::{oneshot, watch};
 
 use super::states::States;
+use crate::agent::CONNECTIONS;
 use crate::agent::filter::{AgentFilter, Bounds, Shared};
 use crate::guest_log::GuestLog;
 use crate::id::SandboxId;
 use crate::metrics::Metrics;
+use crate::store::Record;
 
 /// Limit of the node's calls that wait for one guest.
 const CALLS: usize = 64;
@@ -34,16 +36,13 @@ const REPORTS_PER_SECOND: f64 = 10.0;
 /// Largest status of a guest that is stored, in bytes.
 const STATUS_BYTES: usize = 64 << 10;
 
-/// Reason why a call of the node has no answer.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub(crate) enum Gone {
-    /// The guest has no link.
     #[error("the guest of sandbox {0} is not connected")]
     NotConnected(SandboxId),
     /// The guest program was replaced, or its sandbox deleted, before the answer.
     #[error("the guest program of sandbox {0} was replaced; call the new one")]
     Replaced(SandboxId),
-    /// The limit is reached.
     #[error("{CALLS} calls wait for the guest of sandbox {0}; wait for their answers")]
     TooMany(SandboxId),
 }
@@ -88,13 +87,13 @@ pub(crate) struct Waiting<'g> {
 
 impl Drop for Waiting<'_> {
     fn drop(&mut self) {
-        self.guest.calls().waiting.remove(&self.id);
+        self.guest.calls.lock().waiting.remove(&self.id);
     }
 }
 
 impl Guest {
     pub(crate) fn new(id: SandboxId, states: Arc<States>, metrics: Arc<Metrics>) -> Guest {
-        let traffic = Arc::new(Shared::new(metrics.sandboxes.traffic.clone()));
+        let traffic = Arc::new(Shared::new(metrics.sandboxes.traffic()));
         Guest {
             id,
             states,
@@ -110,19 +109,13 @@ impl Guest {
         }
     }
 
-    fn calls(&self) -> MutexGuard<'_, Calls> {
-        // A map and a number: consistent after every step.
-        self.calls.lock()
-    }
-
-    /// Returns the number of the last call.
     pub(crate) fn last_call(&self) -> u64 {
-        self.calls().last
+        self.calls.lock().last
     }
 
     /// Continues the numbering from `last`, so that no late answer is taken for that of another call.
     pub(crate) fn count_calls_from(&self, last: u64) {
-        self.calls().last = last;
+        self.calls.lock().last = last;
     }
 
     /// Permits the guest's path probes, until its next connection brings its own pass or the sandbox ends.
@@ -130,22 +123,32 @@ impl Guest {
         *self.probes.lock() = Some(pass);
     }
 
-    pub(crate) fn set_pod(&self, pod: &str) {
-        *self.pod.lock() = pod.to_owned();
+    /// Uses pod and volumes of the record from now on.
+    pub(crate) fn set(&self, record: &Record) {
+        self.pod.lock().clone_from(&record.pod);
+        self.traffic.set_volumes(&record.volumes);
     }
 
     pub(crate) fn pod(&self) -> String {
         self.pod.lock().clone()
     }
 
-    /// Watches the state of the link.
+    /// Whether another connection of a shim may be accepted; counts a refusal.
+    pub(crate) fn has_place(&self) -> bool {
+        let has = self.connections.load(Relaxed) < CONNECTIONS;
+        if !has {
+            self.metrics.sandboxes.agent_connections_refused.inc();
+        }
+        has
+    }
+
     pub(crate) fn watch(&self) -> watch::Receiver<Link> {
         self.link.subscribe()
     }
 
     /// Registers a call, before its bytes are sent.
     pub(crate) fn call(&self) -> Result<Waiting<'_>, Gone> {
-        let mut calls = self.calls();
+        let mut calls = self.calls.lock();
         if !self.link.borrow().up {
             return Err(Gone::NotConnected(self.id.clone()));
         }
@@ -161,7 +164,7 @@ impl Guest {
 
     /// Fails all waiting calls: the guest will not answer them.
     pub(crate) fn fail_calls(&self) {
-        for (_, sender) in self.calls().waiting.drain() {
+        for (_, sender) in self.calls.lock().waiting.drain() {
             drop(sender.send(Err(Gone::Replaced(self.id.clone())))); // The caller may have left.
         }
     }
@@ -172,20 +175,14 @@ impl Guest {
             before = std::mem::replace(&mut link.up, up);
             link.changes += 1;
         });
-        if before != up {
-            if up {
-                self.metrics.sandboxes.guests_connected.inc()
-            } else {
-                self.metrics.sandboxes.guests_connected.dec()
-            };
-        }
+        self.metrics.sandboxes.guests_connected.inc_by(i64::from(up) - i64::from(before));
     }
 
     fn reply(&self, message: &Bytes) {
         let reply = Reply::parse_from_bytes(message);
         // A reply without a number is a report that was not requested.
         let id = reply.as_ref().map_or(0, |reply| reply.id);
-        let asked = if id == 0 { None } else { self.calls().waiting.remove(&id) };
+        let asked = if id == 0 { None } else { self.calls.lock().waiting.remove(&id) };
         let allowed = asked.is_some() || self.unrequested.lock().take(Instant::now());
         match reply {
             Ok(reply) if allowed => self.keep_status(&reply),
@@ -256,7 +253,6 @@ impl Drop for Guest {
     }
 }
 
-/// Handler that a sandbox's endpoint calls.
 #[derive(Debug, Clone)]
 pub(crate) struct GuestHandler(pub(crate) Arc<Guest>);
 

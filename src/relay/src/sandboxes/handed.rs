@@ -2,23 +2,22 @@
 //! not sent, because both processes have them on disk.
 
 use std::os::fd::OwnedFd;
-use std::sync::Arc;
 
-use peerpod_link::endpoint::{Endpoint, EndpointHandle, EndpointState, Frozen, NotFrozen};
+use peerpod_link::endpoint::{Endpoint, EndpointState, Frozen, NotFrozen};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use tokio::net::UnixListener;
 use tokio::sync::OwnedMutexGuard;
 
-use super::guest::{Guest, GuestHandler};
+use super::guest::GuestHandler;
 use super::states::StateState;
-use super::{Live, RESTART, Sandboxes};
+use super::{Attached, Live, RESTART, Sandboxes};
 use crate::agent::AgentSocket;
+use crate::fd_handoff::Passed;
 use crate::id::SandboxId;
 use crate::store::Record;
-use crate::{fd_handoff, localhost, socket};
+use crate::{localhost, socket};
 
-/// State of one sandbox as data.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct Handed {
     pub(crate) id: String,
@@ -28,8 +27,7 @@ pub(crate) struct Handed {
     /// `localhost` of earlier versions described sockets that are no longer used; the node replaces them.
     #[serde(default)]
     localhost_ports: Option<localhost::Ports>,
-    /// Names of the descriptors of its localhost. The agent socket's listener comes before them, and the sockets of the
-    /// endpoint's connections come after them.
+    /// Names of the descriptors of its localhost, which follow the agent socket's listener and precede its connections.
     names: Vec<String>,
 }
 
@@ -51,9 +49,8 @@ impl Drop for Still {
 pub(crate) struct Prepared {
     record: Record,
     state: StateState,
-    guest: Arc<Guest>,
+    attached: Attached,
     endpoint: Endpoint<GuestHandler>,
-    handle: EndpointHandle,
     listener: UnixListener,
     localhost: Option<(localhost::Ports, localhost::Listeners)>,
 }
@@ -65,12 +62,10 @@ impl Prepared {
 }
 
 impl Sandboxes {
-    /// Freezes all sandboxes. One with a failed endpoint is left out: it begins anew, here or there.
-    ///
-    /// # Errors
-    /// Returns the reason if one sandbox cannot be frozen; all resume then.
+    /// Freezes all sandboxes, or none. One with a failed endpoint is left out: it begins anew, here or there.
     pub(crate) async fn freeze(&self) -> Result<(Still, Vec<(Handed, Vec<OwnedFd>)>), String> {
-        let slots: Vec<_> = self.table().slots.iter().map(|(id, slot)| (id.clone(), slot.clone())).collect();
+        let slots: Vec<_> =
+            self.table.lock().slots.iter().map(|(id, slot)| (id.clone(), slot.clone())).collect();
         let mut still = Still { slots: Vec::with_capacity(slots.len()) };
         let mut all = Vec::with_capacity(slots.len());
         for (id, slot) in slots {
@@ -111,9 +106,6 @@ impl Sandboxes {
     }
 
     /// Reads a sandbox of another process. Its connections stay frozen until [`Sandboxes::go_on`].
-    ///
-    /// # Errors
-    /// Returns the reason if the state is inconsistent.
     pub(crate) fn prepare(
         &self,
         record: Record,
@@ -131,36 +123,34 @@ impl Sandboxes {
         let localhost = match localhost_ports {
             None => None,
             Some(ports) => {
-                let named = names.into_iter().zip(of_localhost).collect();
-                let mut listeners = fd_handoff::Passed::new(Value::Null, named);
-                Some((ports, localhost::Listeners::take(&mut listeners)?))
+                let descriptors = names.into_iter().zip(of_localhost).collect();
+                let mut passed = Passed { detail: Value::Null, descriptors };
+                Some((ports, localhost::Listeners::take(&mut passed)?))
             }
         };
-        let guest = Arc::new(Guest::new(record.id.clone(), self.states.clone(), self.metrics.clone()));
-        guest.set_pod(&record.pod);
-        guest.traffic.set_volumes(&record.volumes);
+        let guest = self.guest(&record);
         guest.count_calls_from(last_call);
         let frozen = Frozen { state: endpoint, sockets: connections };
         let (endpoint, handle) = Endpoint::restore(GuestHandler(guest.clone()), self.limits.clone(), frozen)
             .map_err(|error| error.to_string())?;
-        Ok(Prepared { record, state, guest, endpoint, handle, listener, localhost })
+        let attached = Attached { id: record.id.clone(), endpoint: handle, guest };
+        Ok(Prepared { record, state, attached, endpoint, listener, localhost })
     }
 
     /// Serves a prepared sandbox from now on.
     pub(crate) async fn go_on(&self, prepared: Prepared) {
-        let Prepared { record, state, guest, endpoint, handle, listener, localhost } = prepared;
+        let Prepared { record, state, attached, endpoint, listener, localhost } = prepared;
         let (id, pod) = (record.id.clone(), record.pod.clone());
         if let Err(error) = self.take_certificates(&record, &[]) {
             tracing::error!(sandbox = %id, pod, %error, "cannot register the certificates of the sandbox's guest");
         }
-        self.states.put_shown(&id, &pod, guest.traffic.clone(), &state);
-        let (path, metrics) = (record.agent_socket.clone(), self.metrics.clone());
-        let socket = AgentSocket::go_on(&path, listener, handle.clone(), guest.clone(), metrics);
-        let mut live = self.run(record, guest, endpoint, handle, socket, RESTART);
+        self.states.put_shown(&id, &pod, attached.guest.traffic.clone(), &state);
+        let socket = AgentSocket::go_on(&record.agent_socket, listener, &attached);
+        let mut live = self.run(record, attached, endpoint, socket, RESTART);
         live.localhost = localhost.map(|(ports, listeners)| {
             localhost::Serving::of(&self.me, &id, &pod, ports, listeners, self.metrics.clone())
         });
-        let slot = self.table().slots.entry(id.clone()).or_default().clone();
+        let slot = self.table.lock().slots.entry(id.clone()).or_default().clone();
         *slot.lock().await = Some(live);
         tracing::info!(sandbox = %id, pod, "this process now serves the sandbox");
     }

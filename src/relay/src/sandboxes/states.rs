@@ -97,10 +97,8 @@ impl Core {
         for (version, id) in self.by_version.range(since.saturating_add(1)..) {
             let Some(entry) = self.entries.get(id) else { continue };
             let mut state = entry.state.clone();
-            state.bytes_to_guest = entry.counters.bytes_to_guest.load(Relaxed);
-            state.bytes_from_guest = entry.counters.bytes_from_guest.load(Relaxed);
-            state.frames_to_guest = entry.counters.frames_to_guest.load(Relaxed);
-            state.frames_from_guest = entry.counters.frames_from_guest.load(Relaxed);
+            [state.bytes_to_guest, state.bytes_from_guest, state.frames_to_guest, state.frames_from_guest] =
+                entry.counters.counts().map(|count| count.load(Relaxed));
             bytes += state.guest_status.len();
             changed.push(state);
             if bytes >= ANSWER_BYTES || changed.len() >= ANSWER_SANDBOXES {
@@ -111,7 +109,6 @@ impl Core {
     }
 }
 
-/// One sandbox's state as data.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct StateState {
     #[serde(with = "base64_bytes")]
@@ -137,59 +134,43 @@ impl States {
     /// Continues the epoch and version of another process, so that the node sees no difference.
     pub(crate) fn go_on(epoch: String, version: u64) -> States {
         let states = States::new(epoch);
-        states.lock().version = version;
+        states.core.lock().version = version;
         states.changed.send_replace(version);
         states
     }
 
     /// Returns the number of changes so far.
     pub(crate) fn version(&self) -> u64 {
-        self.lock().version
+        self.core.lock().version
     }
 
-    /// Returns a sandbox's state as data.
     pub(crate) fn show(&self, id: &SandboxId) -> Option<StateState> {
-        let core = self.lock();
+        let core = self.core.lock();
         let entry = core.entries.get(id)?;
-        let Shared { bytes_to_guest, bytes_from_guest, frames_to_guest, frames_from_guest, .. } =
-            &*entry.counters;
-        let traffic = [bytes_to_guest, bytes_from_guest, frames_to_guest, frames_from_guest];
         Some(StateState {
             state: entry.state.write_to_bytes().ok()?,
-            traffic: traffic.map(|count| count.load(Relaxed)),
+            traffic: entry.counters.counts().map(|count| count.load(Relaxed)),
         })
     }
 
     /// Restores the state from another process. The guest is not connected here yet.
     pub(crate) fn put_shown(&self, id: &SandboxId, pod: &str, counters: Arc<Shared>, shown: &StateState) {
-        let [to, from, frames_to, frames_from] = shown.traffic;
-        counters.bytes_to_guest.store(to, Relaxed);
-        counters.bytes_from_guest.store(from, Relaxed);
-        counters.frames_to_guest.store(frames_to, Relaxed);
-        counters.frames_from_guest.store(frames_from, Relaxed);
-        let mut core = self.lock();
+        for (count, shown) in counters.counts().into_iter().zip(shown.traffic) {
+            count.store(shown, Relaxed);
+        }
+        let mut core = self.core.lock();
         core.put(id, pod, counters);
-        let Ok(state) = SandboxState::parse_from_bytes(&shown.state) else { return self.announce(core) };
-        // The hypervisor proxy, which is restored later, sets the connected shims.
-        core.change(id, |now| {
-            *now = SandboxState {
-                guest_connected: false,
-                hypervisor_connected: false,
-                id: id.to_string(),
-                ..state
-            };
-        });
+        if let Ok(state) = SandboxState::parse_from_bytes(&shown.state) {
+            // The hypervisor proxy, which is restored later, sets the connected shims.
+            let away = SandboxState { guest_connected: false, hypervisor_connected: false, ..state };
+            core.change(id, |now| *now = SandboxState { id: id.to_string(), ..away });
+        }
         self.announce(core);
     }
 
     /// Returns the epoch, which stays the same over handovers and changes on a restart.
     pub(crate) fn epoch(&self) -> &str {
         &self.epoch
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Core> {
-        // Every method leaves the core consistent before it can panic.
-        self.core.lock()
     }
 
     fn announce(&self, core: MutexGuard<'_, Core>) {
@@ -202,21 +183,20 @@ impl States {
         });
     }
 
-    /// Adds a sandbox.
     pub(crate) fn put(&self, id: &SandboxId, pod: &str, counters: Arc<Shared>) {
-        let mut core = self.lock();
+        let mut core = self.core.lock();
         core.put(id, pod, counters);
         self.announce(core);
     }
 
     /// Removes a sandbox. Nothing is announced, because the node itself requested it.
     pub(crate) fn delete(&self, id: &SandboxId) {
-        self.lock().delete(id);
+        self.core.lock().delete(id);
     }
 
     /// Changes a sandbox's state; an unknown sandbox is ignored.
     pub(crate) fn change(&self, id: &SandboxId, change: impl FnOnce(&mut SandboxState)) {
-        let mut core = self.lock();
+        let mut core = self.core.lock();
         if core.change(id, change) {
             self.announce(core);
         }
@@ -224,16 +204,15 @@ impl States {
 
     /// Records that the connection that created the sandbox for this pod is open; with `None`, that it is closed.
     pub(crate) fn hypervisor(&self, id: &SandboxId, pod: Option<&str>) {
-        let mut core = self.lock();
+        let mut core = self.core.lock();
         if core.hypervisor(id, pod) {
             self.announce(core);
         }
     }
 
-    /// Returns a sandbox's pod, for log records: as the node put it, or as its CreateVM named it; `-` if neither is
-    /// known.
+    /// Returns a sandbox's pod for log records, as the node put it or its CreateVM named it; else `-`.
     pub(crate) fn pod(&self, id: &SandboxId) -> Arc<str> {
-        self.lock().pod(id)
+        self.core.lock().pod(id)
     }
 
     /// Waits for a version newer than `since`; with another epoch, returns everything at once.
@@ -245,7 +224,7 @@ impl States {
             // Fails only if the sender is gone, and `self` holds it.
             drop(changed.wait_for(|version| *version > since).await);
         }
-        let (version, changed) = self.lock().since(since);
+        let (version, changed) = self.core.lock().since(since);
         WatchResponse { epoch: self.epoch.clone(), version, changed, ..Default::default() }
     }
 

@@ -123,7 +123,7 @@ async fn an_abandoned_put_leaves_no_record_after_a_later_delete() {
     for _ in 0..50 {
         let mut put = Box::pin(world.sandboxes.put(record.clone(), ()));
         // The record is being written when the caller leaves.
-        while world.sandboxes.table().slots.get(&record.id).is_none_or(|slot| slot.try_lock().is_ok()) {
+        while world.sandboxes.table.lock().slots.get(&record.id).is_none_or(|slot| slot.try_lock().is_ok()) {
             assert!(futures_util::poll!(&mut put).is_pending());
             tokio::task::yield_now().await;
         }
@@ -157,7 +157,7 @@ async fn puts_and_deletes_at_once_end_consistent() {
     UnixStream::connect(&record.agent_socket).await.unwrap();
     world.sandboxes.delete(&record.id).await.unwrap();
     assert!(!record.agent_socket.exists());
-    let table = world.sandboxes.table();
+    let table = world.sandboxes.table.lock();
     assert!(table.slots.is_empty() && table.attached.is_empty() && table.fingerprints.is_empty());
 }
 
@@ -169,7 +169,7 @@ async fn an_endpoint_that_ends_early_is_replaced() {
     for round in 1..=3 {
         let mut shim = UnixStream::connect(&record.agent_socket).await.unwrap();
         let before = world.sandboxes.get(&record.id).unwrap();
-        let slot = world.sandboxes.table().slots[&record.id].clone();
+        let slot = world.sandboxes.table.lock().slots[&record.id].clone();
         // Ends the task at any point, as a panic does.
         slot.lock().await.as_ref().unwrap().endpoint.abort();
         let closed = tokio::time::timeout(PATIENCE, shim.read(&mut [0])).await.unwrap();
@@ -188,7 +188,7 @@ async fn an_endpoint_that_ends_early_is_replaced() {
         assert!(open.is_err(), "the next connection is kept: {open:?}");
     }
     world.sandboxes.delete(&record.id).await.unwrap();
-    assert!(!record.agent_socket.exists() && world.sandboxes.table().slots.is_empty());
+    assert!(!record.agent_socket.exists() && world.sandboxes.table.lock().slots.is_empty());
 }
 
 #[tokio::test]
@@ -223,7 +223,7 @@ async fn a_deleted_sandbox_does_not_come_back_when_its_endpoint_ended_early() {
     let world = World::new("late");
     let record = world.record("a", 1);
     world.sandboxes.put(record.clone(), ()).await.unwrap();
-    let slot = world.sandboxes.table().slots[&record.id].clone();
+    let slot = world.sandboxes.table.lock().slots[&record.id].clone();
     let ended = {
         let live = slot.lock().await;
         live.as_ref().unwrap().endpoint.abort();

@@ -1,7 +1,7 @@
 //! Reads a container's bundle on this node: the specification as the container runtime wrote it, with the original host
 //! sources of its mounts. The size is limited, and only plain files are read.
 
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, OpenOptions};
 use std::io::{self, Read};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Component, Path, PathBuf};
@@ -43,7 +43,6 @@ struct Device {
     path: String,
 }
 
-/// Position of a mount on a volume.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Place {
     pub(super) volume: usize,
@@ -52,7 +51,6 @@ pub(super) struct Place {
 }
 
 impl Spec {
-    /// Reads `config.json` of the bundle.
     pub(super) fn read(bundle: &str) -> Result<Spec, String> {
         let path = Path::new(bundle).join("config.json");
         if !is_plain(&path) {
@@ -63,22 +61,19 @@ impl Spec {
         serde_json::from_slice(&bytes).map_err(|error| failed(error.to_string()))
     }
 
-    /// Returns the original source of the mount at `destination`; `None` if the specification has no such mount, or
-    /// two.
+    /// Returns the original source of the mount at `destination`; `None` if there is none, or if there are two.
     pub(super) fn source(&self, destination: &str) -> Option<&Path> {
         let mut of = self.mounts.iter().filter(|mount| mount.destination == destination);
         let first = of.next()?;
         of.next().is_none().then_some(Path::new(&first.source))
     }
 
-    /// Returns the paths of the container's device files.
     pub(super) fn devices(&self) -> impl Iterator<Item = &str> {
         self.linux.devices.iter().flatten().map(|device| device.path.as_str())
     }
 }
 
-/// Finds the volume that contains a host path, by the path itself. A subPath is bind-mounted elsewhere by kubelet; it
-/// is recognised by its file system.
+/// Finds the volume of a host path, by the path, or by its file system: kubelet bind-mounts a subPath elsewhere.
 pub(super) fn place(volumes: &[Volume], source: &Path) -> Result<Option<Place>, String> {
     if !is_plain(source) {
         return Ok(None);
@@ -158,18 +153,12 @@ fn is_plain(path: &Path) -> bool {
         && path.components().all(|part| matches!(part, Component::RootDir | Component::Normal(_)))
 }
 
-/// Opens a regular file only.
-fn open(path: &Path) -> io::Result<File> {
+fn read_file(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
     // A runtime writes no FIFO and no file that blocks when opened.
-    let file: File = OpenOptions::new().read(true).custom_flags(O_NOFOLLOW | O_NONBLOCK).open(path)?;
+    let file = OpenOptions::new().read(true).custom_flags(O_NOFOLLOW | O_NONBLOCK).open(path)?;
     if !file.metadata()?.is_file() {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a file"));
     }
-    Ok(file)
-}
-
-fn read_file(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
-    let file = open(path)?;
     let mut bytes = Vec::new();
     file.take(limit + 1).read_to_end(&mut bytes)?;
     if bytes.len() as u64 > limit {

@@ -37,11 +37,9 @@ pub(crate) fn create_container(
     }
     request.payload = container.write_to_bytes().map_err(unreadable)?;
     let bytes = request.write_to_bytes().map_err(unreadable)?;
-    if bytes.len() > MAX_PAYLOAD {
-        return Err(format!(
-            "CreateContainer with its volumes has {} bytes, more than {MAX_PAYLOAD}",
-            bytes.len()
-        ));
+    let size = bytes.len();
+    if size > MAX_PAYLOAD {
+        return Err(format!("CreateContainer with its volumes has {size} bytes, more than {MAX_PAYLOAD}"));
     }
     Ok(bytes)
 }
@@ -73,8 +71,7 @@ fn rewrite(
         let Some(Place { volume, path }) = place(mount, spec.as_ref(), volumes, copies)? else { continue };
         let of = &volumes[volume];
         used[volume] = true;
-        // A shim that handles the volume as its own disk (Kata's direct volumes) adds a Storage of a disk that no VM
-        // has.
+        // A shim that handles the volume itself (Kata's direct volumes) adds a Storage of a disk that no VM has.
         container.storages.retain(|storage| storage.mount_point != mount.source);
         let source = Path::new(VOLUMES).join(&of.id).join(path);
         mount.source = source
@@ -127,38 +124,33 @@ fn place(
         // A mount that the Go shim does not copy keeps kubelet's path.
         Err(_) => bundle::place(volumes, Path::new(&mount.source)).map_err(|why| here(&why))?,
     };
-    match (by_bundle, marked) {
-        (Some(place), Some(marked)) if place.volume != marked => {
-            let (one, other) = (&volumes[place.volume].name, &volumes[marked].name);
-            Err(here(&format!("its source names volume {one}, its marker {other}")))
-        }
-        (Some(place), _) => Ok(Some(place)),
-        (None, Some(volume)) => Ok(Some(Place { volume, path: "".into() })),
-        // A subPath of a volume is copied as an empty folder; only the bundle distinguishes it from others.
-        (None, None) => match spec {
-            Err(why)
-                if copied == Some(&Folder::Empty)
-                    && mount.source.starts_with(COPIES)
-                    && may_be_files(volumes) =>
-            {
-                Err(here(&format!(
-                    "it may be a subPath of a volume, and the container's bundle cannot be read to decide: \
-                     {why}"
-                )))
-            }
-            Err(_) => Ok(None),
-            Ok(spec) => {
-                match spec.source(&mount.destination).and_then(|source| subpath_of(volumes, source)) {
-                    Some(name) => Err(here(&format!(
-                        "it is a subPath of volume {name}, and the relay cannot see it: mount kubelet's \
-                         folder in the relay's container at the same path, with mountPropagation \
-                         HostToContainer"
-                    ))),
-                    None => Ok(None),
-                }
-            }
-        },
+    if let (Some(place), Some(marked)) = (&by_bundle, marked)
+        && place.volume != marked
+    {
+        let (one, other) = (&volumes[place.volume].name, &volumes[marked].name);
+        return Err(here(&format!("its source names volume {one}, its marker {other}")));
     }
+    if let Some(place) = by_bundle.or(marked.map(|volume| Place { volume, path: "".into() })) {
+        return Ok(Some(place));
+    }
+    let why = match spec {
+        Ok(spec) => spec.source(&mount.destination).and_then(|source| subpath_of(volumes, source)).map(|name| {
+            format!(
+                "it is a subPath of volume {name}, and the relay cannot see it: mount kubelet's folder in the \
+                 relay's container at the same path, with mountPropagation HostToContainer"
+            )
+        }),
+        // A subPath of a volume is copied as an empty folder; only the bundle distinguishes it from others.
+        Err(why) => {
+            let is_empty_copy = copied == Some(&Folder::Empty) && mount.source.starts_with(COPIES);
+            (is_empty_copy && volumes.iter().any(|volume| !volume.block)).then(|| {
+                format!(
+                    "it may be a subPath of a volume, and the container's bundle cannot be read to decide: {why}"
+                )
+            })
+        }
+    };
+    why.map_or(Ok(None), |why| Err(here(&why)))
 }
 
 /// Returns the volume named in the path to which kubelet binds a part of it:
@@ -167,10 +159,6 @@ fn subpath_of<'v>(volumes: &'v [Volume], source: &Path) -> Option<&'v str> {
     let mut parts = source.iter().skip_while(|part| *part != "volume-subpaths").skip(1);
     let named = parts.next()?;
     volumes.iter().map(|volume| volume.name.as_str()).find(|name| named == *name)
-}
-
-fn may_be_files(volumes: &[Volume]) -> bool {
-    volumes.iter().any(|volume| !volume.block)
 }
 
 /// Adds the raw volumes. Each is published as a folder with a device that is named after the volume. The container

@@ -36,7 +36,7 @@ fn a_peer_waits_for_the_data_plane_and_belongs_to_one_sandbox() {
     plane.delete(&id("a"));
     plane.put(&id("b"), Some(&peer(2))).unwrap();
     plane.put(&id("b"), None).unwrap();
-    assert!(plane.lock().peers.is_empty());
+    assert!(plane.state.lock().peers.is_empty());
 }
 
 #[test]
@@ -65,7 +65,7 @@ fn handed(key: &PrivateKey, tun: impl Into<OwnedFd>, socket: Option<UdpSocket>) 
     let text = BASE64_STANDARD.encode(key.expose().as_slice());
     let mut descriptors = vec![("tun".to_owned(), tun.into())];
     descriptors.extend(socket.map(|socket| ("udp".to_owned(), socket.into())));
-    Passed::new(json!({ "private_key": text, "inside": "here" }), descriptors)
+    Passed { detail: json!({ "private_key": text, "inside": "here" }), descriptors }
 }
 
 fn device(netns: &Netns) -> std::io::Result<Tun> {
@@ -102,12 +102,12 @@ async fn another_device_takes_over_with_the_same_sessions_and_the_same_port() {
     let (one, two) = (Netns::scratch().unwrap(), Netns::scratch().unwrap());
     plane.put(&id("a"), Some(&peer(2))).unwrap();
     plane.take(None, handed(&key, device(&one).unwrap(), Some(socket()))).await.unwrap();
-    let engine = plane.lock().engine.clone().unwrap();
+    let engine = plane.state.lock().engine.clone().unwrap();
     assert_eq!(engine.peers(), 1);
     let before = plane.held(None).await.unwrap();
     let now = plane.take(None, handed(&key, device(&two).unwrap(), None)).await.unwrap();
     assert_eq!(now["port"], before["port"]);
-    assert!(Arc::ptr_eq(&engine, plane.lock().engine.as_ref().unwrap()));
+    assert!(Arc::ptr_eq(&engine, plane.state.lock().engine.as_ref().unwrap()));
     device(&one).unwrap();
     device(&two).unwrap_err();
     assert_eq!(figures(&plane), (true, 0));
@@ -146,9 +146,9 @@ async fn a_data_plane_without_its_device_is_reported_and_releases_everything() {
     plane.take(None, handed(&key, tun, Some(socket))).await.unwrap();
     assert!(plane.held(None).await.is_some());
     assert_eq!(figures(&plane), (true, 1));
-    assert_eq!(plane.lock().engine.as_ref().unwrap().peers(), 2);
+    assert_eq!(plane.state.lock().engine.as_ref().unwrap().peers(), 2);
     plane.delete(&id("a"));
-    assert_eq!(plane.lock().engine.as_ref().unwrap().peers(), 1);
+    assert_eq!(plane.state.lock().engine.as_ref().unwrap().peers(), 1);
 }
 
 #[test]

@@ -57,14 +57,14 @@ impl Seen {
         if filter.passes_from_local(bytes) {
             self.peer.extend_from_slice(bytes);
         } else {
-            filter.shim_said(bytes, &mut self.peer, &mut self.local);
+            filter.from_local(bytes, &mut self.peer, &mut self.local);
         }
     }
     fn guest(&mut self, filter: &mut AgentFilter, bytes: &[u8]) {
         if filter.passes_from_peer(bytes) {
             self.local.extend_from_slice(bytes);
         } else {
-            filter.guest_said(bytes, &mut self.local);
+            filter.from_peer(bytes, &mut self.peer, &mut self.local);
         }
     }
 }
@@ -111,7 +111,7 @@ proptest! {
         for (from_guest, part) in parts {
             if from_guest { seen.guest(&mut filter, &part) } else { seen.shim(&mut filter, &part) }
         }
-        filter.lost(&mut seen.local);
+        filter.stream_lost(&mut seen.local);
         filter.finish(&mut seen.local);
     }
 }
@@ -122,11 +122,11 @@ fn a_lost_guest_answers_all_but_the_long_poll_until_the_sandbox_ends() {
     for (stream, method) in [(1, "WaitProcess"), (3, "GetOOMEvent"), (5, "ReadStdout")] {
         seen.shim(&mut filter, &request(stream, method, 10));
     }
-    assert!(filter.lost(&mut seen.local));
+    assert!(filter.stream_lost(&mut seen.local));
     assert_eq!(codes(&seen.local), [(1, code::UNAVAILABLE), (5, code::UNAVAILABLE)]);
     seen.local.clear();
     seen.shim(&mut filter, &request(7, "Check", 0));
-    assert!(filter.lost(&mut seen.local));
+    assert!(filter.stream_lost(&mut seen.local));
     assert_eq!(codes(&seen.local), [(7, code::UNAVAILABLE)], "the connection was usable, and is lost again");
     seen.local.clear();
     filter.finish(&mut seen.local);
@@ -154,7 +154,7 @@ fn the_long_poll_is_known_even_when_its_name_comes_byte_by_byte() {
     for byte in request(3, "GetOOMEvent", 100) {
         seen.shim(&mut filter, &[byte]);
     }
-    assert!(filter.lost(&mut seen.local));
+    assert!(filter.stream_lost(&mut seen.local));
     assert!(seen.local.is_empty());
 }
 
@@ -218,11 +218,11 @@ fn a_small_answer_cut_by_the_loss_costs_its_call_and_a_large_one_the_connection(
     let (mut filter, mut seen) = (filter(), Seen::default());
     seen.shim(&mut filter, &request(1, "ReadStdout", 0));
     seen.guest(&mut filter, &answer(1, 8192)[..100]);
-    assert!(filter.lost(&mut seen.local));
+    assert!(filter.stream_lost(&mut seen.local));
     assert_eq!(codes(&seen.local), [(1, code::UNAVAILABLE)]);
     seen.shim(&mut filter, &request(3, "ReadStdout", 0));
     seen.guest(&mut filter, &answer(3, 100_000)[..20_000]);
-    assert!(!filter.lost(&mut seen.local));
+    assert!(!filter.stream_lost(&mut seen.local));
 }
 
 #[test]
@@ -230,7 +230,7 @@ fn a_request_cut_by_the_loss_does_not_spill_into_the_next_stream() {
     let (mut filter, mut seen) = (filter(), Seen::default());
     let long = request(1, "WriteStdin", 1000);
     seen.shim(&mut filter, &long[..300]);
-    assert!(filter.lost(&mut seen.local));
+    assert!(filter.stream_lost(&mut seen.local));
     assert_eq!(codes(&seen.local), [(1, code::UNAVAILABLE)]);
     seen.peer.clear();
     seen.shim(&mut filter, &long[300..]);

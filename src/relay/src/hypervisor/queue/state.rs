@@ -12,14 +12,11 @@ use super::{Caller, ConnId, Queue, Timer};
 use crate::hypervisor::call::Kind;
 use crate::id::SandboxId;
 
-/// Time before a stop that was handed over goes to the inbox. It is less than the caller's second, and long enough for
-/// the node to connect to the new process.
+/// Time before a handed-over stop goes to the inbox: less than the caller's second, enough for the node to connect.
 const STOP_GRACE: Duration = Duration::from_millis(200);
 
-/// The queue as data.
 #[derive(Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct QueueState {
-    /// Calls in their order.
     calls: Vec<CallState>,
     /// Stops in the inbox that the node may not have read.
     unread: Vec<String>,
@@ -29,10 +26,8 @@ pub(crate) struct QueueState {
 struct CallState {
     kind: Which,
     sandbox: Option<String>,
-    /// Encoded request envelope.
     #[serde(with = "base64_bytes")]
     request: Vec<u8>,
-    /// Connection and stream.
     caller: Option<(ConnId, u32)>,
     /// Remaining time of the caller, in milliseconds.
     left_ms: Option<u64>,
@@ -77,9 +72,6 @@ impl Queue {
     }
 
     /// Restores another process's calls; must be called before any other method.
-    ///
-    /// # Errors
-    /// Returns the reason if the state is inconsistent.
     pub(crate) fn restore(&mut self, state: QueueState, now: Instant) -> Result<(), String> {
         if state.calls.len() > 2 * self.limits.calls {
             return Err(format!("{} calls are more than the limit", state.calls.len()));

@@ -22,7 +22,6 @@ impl Queue {
         }
     }
 
-    /// Moves a StopVM to the inbox.
     pub(super) fn fall_back(&mut self, stop: CallId) {
         let Some(call) = self.calls.all.get_mut(&stop) else { return };
         if call.in_inbox {

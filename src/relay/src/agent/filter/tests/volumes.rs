@@ -155,7 +155,7 @@ fn a_lost_guest_drops_the_gathered_request() {
     let (mut filter, mut seen) = (with(&volumes(&frames)), Seen::default());
     let container = request(21, "CreateContainer", 100);
     seen.shim(&mut filter, &container[..60]);
-    assert!(filter.lost(&mut seen.local));
+    assert!(filter.stream_lost(&mut seen.local));
     assert_eq!(codes(&seen.local), [(21, code::UNAVAILABLE)]);
     seen.shim(&mut filter, &container[60..]);
     assert!(seen.peer.is_empty(), "the rest of it is dropped");
